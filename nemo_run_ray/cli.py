@@ -1,0 +1,219 @@
+"""The command line: ``nemo-run-ray``, and the same verbs below ``nemo ray``."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from nemo_run_ray import plugin
+from nemo_run_ray.clusters import Cluster, ExistingCluster, LocalCluster
+from nemo_run_ray.errors import JobError, NemoRunRayError
+from nemo_run_ray.states import JobState, Verdict
+
+Name = Annotated[str, typer.Argument(help="An experiment's id or title, a handle or a job's id.")]
+Address = Annotated[str, typer.Option(help="A dashboard's address; without it the embedded Ray.")]
+_out = Console(soft_wrap=True, highlight=False)
+
+
+def up(
+    num_cpus: Annotated[int | None, typer.Option(help="CPUs that Ray may give away.")] = None,
+    num_gpus: Annotated[int | None, typer.Option(help="GPUs that Ray may give away.")] = None,
+) -> None:
+    """Start the embedded Ray and keep it."""
+    dashboard = LocalCluster(num_cpus=num_cpus, num_gpus=num_gpus, keep=True).connect()
+    _out.print(f"The embedded Ray is up: {dashboard.url}")
+    _out.print("Stop it with: nemo-run-ray down")
+
+
+def down(
+    force: Annotated[bool, typer.Option("--force", help="Also when jobs run on it.")] = False,
+) -> None:
+    """Stop the embedded Ray."""
+    from nemo_run_ray.jobs_api import JobsApi
+
+    cluster = LocalCluster()
+    dashboard = cluster.find()
+    if dashboard is None:
+        _out.print("No embedded Ray is up.")
+        return
+    if not force:
+        rows = JobsApi.of(dashboard).table()
+        busy = [one for one, row in rows.items() if row["status"] in ("PENDING", "RUNNING")]
+        if busy:
+            raise JobError(
+                f"{len(busy)} job(s) still run on the embedded Ray: {', '.join(busy)}. Cancel them, "
+                "or stop it with all that runs on it: nemo-run-ray down --force"
+            )
+    cluster.stop()
+    _out.print("The embedded Ray is stopped.")
+
+
+def doctor(address: Address = "") -> None:
+    """Check that a cluster can be reached and used."""
+    from nemo_run_ray.jobs_api import JobsApi
+
+    cluster: Cluster = ExistingCluster(url=address) if address else LocalCluster()
+    dashboard = cluster.find()
+    if dashboard is None:
+        _out.print("No embedded Ray is up. Start one with: nemo-run-ray up")
+        return
+    api = JobsApi.of(dashboard)
+    version = api.version()
+    jobs = api.table()
+    active = sum(row["status"] in ("PENDING", "RUNNING") for row in jobs.values())
+    _out.print(f"dashboard  {dashboard.url} answers, and takes these credentials")
+    _out.print(f"Ray        {version['ray_version']} ({version['session_name']})")
+    _out.print(f"jobs       {len(jobs)} known, {active} pending or running")
+
+
+def status(
+    name: Name, as_json: Annotated[bool, typer.Option("--json", help="For programs.")] = False
+) -> None:
+    """State and reason of an experiment's jobs, or of one job."""
+    rows = [(job, job.verdict()) for job in _jobs(name)]
+    if as_json:
+        print(json.dumps([_as_dict(job, verdict) for job, verdict in rows], indent=1))
+        return
+    table = Table("job", "state", "reason", "id", box=None, pad_edge=False)
+    for job, verdict in rows:
+        color = {"SUCCEEDED": "green", "FAILED": "red", "LOST": "red"}.get(verdict.state.value, "")
+        state = f"[{color}]{verdict.state.value}[/]" if color else verdict.state.value
+        table.add_row(job.record.job, state, verdict.reason.value, job.submission_id)
+    _out.print(table)
+    for job, verdict in rows:
+        if verdict.message:
+            _out.print(f"\n{job.record.job}: {verdict.message}", markup=False)
+
+
+def logs(
+    name: Name,
+    follow: Annotated[bool, typer.Option("--follow", "-f", help="Until the job's end.")] = False,
+    job: Annotated[str, typer.Option(help="Which job of an experiment.")] = "",
+) -> None:
+    """The log of a job."""
+    found = [one for one in _jobs(name) if not job or one.record.job == job]
+    if len(found) != 1:
+        names = ", ".join(one.record.job for one in _jobs(name))
+        raise JobError(f"{name!r} has the jobs {names}; name one of them with --job.")
+    for text in found[0].log(should_tail=follow):
+        sys.stdout.write(text)
+        sys.stdout.flush()
+
+
+def cancel(
+    name: Name, job: Annotated[str, typer.Option(help="Only this job of an experiment.")] = ""
+) -> None:
+    """Stop the jobs of an experiment, or one job, and wait until they have ended."""
+    for one in _jobs(name):
+        if job and one.record.job != job:
+            continue
+        verdict = one.verdict()
+        proof = ""
+        if not verdict.state.is_terminal and verdict.state is not JobState.WAITING:
+            verdict = one.cancel(plugin.grace_s(_experiment_of(one), one.record.job))
+            proof = f"; {one.leftovers(verdict)}" if verdict.state is JobState.CANCELLED else ""
+        _out.print(f"{one.record.job} is {verdict.state.value.lower()}{proof}")
+
+
+def resume(experiment: Annotated[str, typer.Argument(help="Its id or title.")]) -> None:
+    """Hand over those jobs of an experiment that never reached the cluster."""
+    loaded = _experiment(experiment)
+    known = {one.record.job: one for one in _all_jobs(loaded)}
+    for job in loaded.jobs:
+        verdict = known[job.id].verdict() if job.id in known else Verdict(JobState.WAITING)
+        if verdict.state is JobState.WAITING:
+            plugin.prepare_again(loaded, job)
+            plugin.launch(loaded, job)
+            _out.print(f"{job.id}: handed over")
+        else:
+            _out.print(f"{job.id}: {verdict.state.value}, left as it is")
+
+
+VERBS: tuple[Callable[..., Any], ...] = (up, down, doctor, status, logs, cancel, resume)
+
+
+def guarded(verb: Callable[..., Any]) -> Callable[..., Any]:
+    """The verb, with our errors as one paragraph and exit code 1."""
+    import functools
+
+    @functools.wraps(verb)
+    def run(*args: Any, **kwargs: Any) -> None:
+        try:
+            verb(*args, **kwargs)
+        except NemoRunRayError as error:
+            print(f"nemo-run-ray: {error}", file=sys.stderr)
+            raise typer.Exit(1) from error
+        except KeyboardInterrupt:
+            raise typer.Exit(130) from None
+
+    return run
+
+
+def build() -> typer.Typer:
+    app = typer.Typer(
+        help="Run NeMo-Run tasks on Ray.", no_args_is_help=True, pretty_exceptions_enable=False
+    )
+    for verb in VERBS:
+        app.command()(guarded(verb))
+    return app
+
+
+def main() -> None:
+    build()()
+
+
+def _experiment(name: str) -> Any:
+    try:
+        return plugin.load_experiment(name)
+    except FileNotFoundError as error:
+        raise JobError(
+            f"There is no experiment {name!r} in NeMo-Run's home. `nemo experiment list <title>` "
+            "lists those of a title; NEMORUN_HOME names another home."
+        ) from error
+
+
+def _jobs(name: str) -> list[Any]:
+    """The jobs of an experiment, or the one of a handle or a job's id."""
+    from nemo_run_ray.submission import RemoteJob
+
+    bare = name.rpartition("/")[2]
+    try:
+        return [RemoteJob.find(bare)]
+    except JobError:
+        found = _all_jobs(_experiment(name))
+    if not found:
+        raise JobError(f"The experiment {name!r} has handed nothing over to Ray yet.")
+    return found
+
+
+def _all_jobs(experiment: Any) -> list[Any]:
+    from nemo_run_ray.submission import jobs_of
+
+    return jobs_of(plugin.experiment_dir(experiment))
+
+
+def _experiment_of(job: Any) -> Any:
+    path = Path(job.record.exp_dir)
+    try:
+        return plugin.load_experiment(path.name)
+    except FileNotFoundError:
+        return None
+
+
+def _as_dict(job: Any, verdict: Verdict) -> dict[str, str]:
+    return {
+        "job": job.record.job,
+        "id": job.submission_id,
+        "handle": plugin.handle(job.submission_id),
+        "state": verdict.state.value,
+        "reason": verdict.reason.value,
+        "message": verdict.message,
+        "node": verdict.node,
+    }

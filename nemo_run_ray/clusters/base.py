@@ -1,0 +1,95 @@
+"""The protocol of a cluster, and the address of a dashboard."""
+
+from __future__ import annotations
+
+import abc
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+from urllib.parse import urlsplit
+
+from nemo_run.config import ConfigurableMixin
+
+from nemo_run_ray.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class Dashboard:
+    """How to reach one Ray dashboard. Holds credentials: never written anywhere.
+
+    Attributes:
+        url: base of all requests, without a slash at its end; may have a path prefix.
+        headers: sent with every request, the token among them.
+        verify: check the server's certificate, or the path of a file with the CA to trust.
+    """
+
+    url: str
+    headers: dict[str, str] = field(default_factory=dict, repr=False)
+    verify: bool | str = True
+
+    @property
+    def is_loopback(self) -> bool:
+        """Whether it is on this machine, so that no proxy of the environment may be asked."""
+        host = urlsplit(self.url).hostname or ""
+        return host == "localhost" or host == "::1" or host.startswith("127.")
+
+    def job_page(self, submission_id: str) -> str:
+        """The job's page in Ray's dashboard."""
+        return f"{self.url}/#/jobs/{submission_id}"
+
+
+class Cluster(ConfigurableMixin, abc.ABC):
+    """Where jobs run. Implementations are dataclasses, so that NeMo-Run can save them."""
+
+    #: Name of the kind in a ledger.
+    kind: ClassVar[str]
+    _kinds: ClassVar[dict[str, type[Cluster]]] = {}
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        Cluster._kinds[cls.kind] = cls
+
+    @abc.abstractmethod
+    def connect(self) -> Dashboard:
+        """The dashboard to submit to; brings the cluster up if that is this kind's business.
+
+        Raises:
+            ClusterError: it cannot be brought up.
+        """
+
+    @abc.abstractmethod
+    def find(self) -> Dashboard | None:
+        """The dashboard of a cluster that was used before, or ``None`` when it is gone for good."""
+
+    @abc.abstractmethod
+    def record(self) -> dict[str, Any]:
+        """Plain values from which a later process can make this object. No credentials."""
+
+    @property
+    def python(self) -> str | None:
+        """The interpreter that jobs get when the executor names none; ``None`` is the node's."""
+        return None
+
+    @property
+    def runs_here(self) -> bool:
+        """Whether jobs see the caller's files, so that code need not travel."""
+        return False
+
+    def release(self, detach: bool) -> None:
+        """The caller has submitted all it will; ``detach`` says that jobs go on without it."""
+        return None
+
+
+def from_record(record: dict[str, Any]) -> Cluster:
+    """Inverse of ``Cluster.record``.
+
+    Raises:
+        ConfigError: the record names a kind that this version does not know.
+    """
+    values = dict(record)
+    kind = values.pop("kind", None)
+    if kind not in Cluster._kinds:
+        raise ConfigError(
+            f"The ledger names a cluster of kind {kind!r}; this version of nemo_run_ray knows "
+            f"{', '.join(sorted(Cluster._kinds))}. Install the version that submitted the job."
+        )
+    return Cluster._kinds[kind](**values)

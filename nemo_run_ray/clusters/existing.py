@@ -1,0 +1,140 @@
+"""A cluster that somebody else runs: KubeRay, Slurm, bare machines."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+import warnings
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, ClassVar
+from urllib.parse import urlsplit
+
+from nemo_run_ray.clusters.base import Cluster, Dashboard
+from nemo_run_ray.errors import ConfigError
+
+#: Ray's default port of the dashboard.
+DASHBOARD_PORT = 8265
+_VARIABLE = re.compile(r"\$\{(\w+)\}")
+#: Tokens given in code, by fingerprint: NeMo-Run saves executors, and a token must not be in a file.
+_TOKENS: dict[str, str] = {}
+
+
+@dataclass(kw_only=True)
+class ExistingCluster(Cluster):
+    """A Ray cluster reached through its dashboard. Never started and never stopped by us.
+
+    Example:
+        ``ExistingCluster(url="https://ray.example.org/team-a", verify="/etc/ssl/our-ca.pem")``
+
+    Raises:
+        ConfigError: the address is not one, or a header names a variable that is not set.
+    """
+
+    kind: ClassVar[str] = "existing"
+
+    #: ``http(s)://host[:port][/prefix]``; ``ray://host:port`` is read as ``http://host:8265``.
+    url: str
+    #: Ray's token. Kept in this process only: what is saved is its fingerprint. Without it the token
+    #: is taken from RAY_AUTH_TOKEN, the file RAY_AUTH_TOKEN_PATH or ~/.ray/auth_token, as Ray does.
+    token: str | None = field(default=None, repr=False)
+    #: Extra headers, for a proxy before the dashboard. They are saved with the experiment as given;
+    #: ``${NAME}`` in a value stands for a variable of the environment, for values that are secret.
+    headers: dict[str, str] = field(default_factory=dict)
+    #: Check the certificate, or the path of a file with the CA to trust.
+    verify: bool | str = True
+
+    def __post_init__(self) -> None:
+        self.url = _dashboard_url(self.url)
+        if self.token is not None and not self.token.startswith("sha256:"):
+            fingerprint = "sha256:" + hashlib.sha256(self.token.encode()).hexdigest()[:16]
+            _TOKENS[fingerprint] = self.token
+            self.token = fingerprint
+        if isinstance(self.verify, str) and not Path(self.verify).is_file():
+            raise ConfigError(
+                f"ExistingCluster.verify: there is no file {self.verify!r}; expected True, False or "
+                "the path of a PEM file with the CA to trust."
+            )
+
+    def connect(self) -> Dashboard:
+        headers = {name: _fill(name, value) for name, value in self.headers.items()}
+        token = self._token()
+        if token is not None and not any(name.lower() == "authorization" for name in headers):
+            headers["Authorization"] = f"Bearer {token}"
+        return Dashboard(self.url, headers, self.verify)
+
+    def find(self) -> Dashboard | None:
+        return self.connect()
+
+    def record(self) -> dict[str, Any]:
+        return {
+            "kind": self.kind,
+            "url": self.url,
+            "token": self.token,
+            "headers": dict(self.headers),
+            "verify": self.verify,
+        }
+
+    def _token(self) -> str | None:
+        if self.token in _TOKENS:
+            return _TOKENS[self.token]
+        return ray_token()
+
+
+def ray_token() -> str | None:
+    """The token of this user, looked for where Ray looks: variable, named file, home."""
+    if os.environ.get("RAY_AUTH_TOKEN"):
+        return os.environ["RAY_AUTH_TOKEN"].strip()
+    named = os.environ.get("RAY_AUTH_TOKEN_PATH")
+    path = Path(named) if named else Path.home() / ".ray" / "auth_token"
+    try:
+        return path.read_text(encoding="utf-8").strip() or None
+    except FileNotFoundError as error:
+        if named:
+            raise ConfigError(
+                f"RAY_AUTH_TOKEN_PATH names {named}, which does not exist; write the cluster's token "
+                "into that file or unset the variable."
+            ) from error
+        return None
+    except OSError as error:
+        raise ConfigError(
+            f"Ray's token file {path} cannot be read ({error.strerror}); mend its permissions."
+        ) from error
+
+
+def _dashboard_url(url: str) -> str:
+    allowed = "expected http(s)://host[:port][/prefix] of Ray's dashboard"
+    if not isinstance(url, str) or not url.strip():
+        raise ConfigError(f"The cluster's address is {url!r}; {allowed}.")
+    parts = urlsplit(url.strip())
+    try:
+        port = parts.port
+    except ValueError as error:
+        raise ConfigError(f"The cluster's address {url!r} has no valid port; {allowed}.") from error
+    if parts.scheme == "ray" and parts.hostname:
+        found = f"http://{parts.hostname}:{DASHBOARD_PORT}"
+        warnings.warn(
+            f"{url} is an address for Ray Client; jobs go through the dashboard, taken to be at "
+            f"{found}. Give that address to silence this.",
+            UserWarning,
+            stacklevel=5,
+        )
+        return found
+    if parts.scheme not in ("http", "https") or not parts.hostname or port == 0:
+        hint = f" Did you mean http://{url}?" if "://" not in url else ""
+        raise ConfigError(f"The cluster's address is {url!r}; {allowed}.{hint}")
+    return f"{parts.scheme}://{parts.netloc}{parts.path.rstrip('/')}"
+
+
+def _fill(header: str, value: str) -> str:
+    def variable(match: re.Match[str]) -> str:
+        name = match.group(1)
+        if name not in os.environ:
+            raise ConfigError(
+                f"ExistingCluster.headers[{header!r}] needs the environment variable {name}, which "
+                "is not set; set it and run again."
+            )
+        return os.environ[name]
+
+    return _VARIABLE.sub(variable, value)

@@ -1,0 +1,66 @@
+"""Every error that this package raises.
+
+    NemoRunRayError
+    ├── ConfigError          a field, a file or a command-line argument is wrong (also a ValueError)
+    │   └── NotBuiltError    the field is right, what it asks for does not exist yet
+    ├── ClusterError         the cluster cannot serve the request
+    │   ├── Unreachable      no answer, or not Ray's answer
+    │   ├── Unauthorised     the answer is 401 or 403
+    │   └── TooOld           this Ray lacks a feature that was asked for
+    ├── SubmissionError      a job could not be handed over
+    │   ├── ArchiveTooLarge  what would travel exceeds Ray's limit
+    │   ├── PackagingFailed  the packager did not deliver an archive
+    │   └── Conflict         the submission id belongs to somebody else's job
+    └── JobError             a job is unknown, or did not end as asked
+
+A message says what failed, on which object, what was expected and found, and the next step.
+Exceptions of other libraries are translated where they enter and kept as ``__cause__``.
+"""
+
+
+class NemoRunRayError(Exception):
+    """Root of the tree above."""
+
+
+class ConfigError(NemoRunRayError, ValueError):
+    """A value that the user gave is wrong."""
+
+
+class NotBuiltError(ConfigError):
+    """A value that the user gave asks for something that this version cannot do."""
+
+
+class ClusterError(NemoRunRayError):
+    """The cluster cannot serve the request."""
+
+
+class Unreachable(ClusterError):
+    """No answer from the address, or an answer that is not Ray's."""
+
+
+class Unauthorised(ClusterError):
+    """The dashboard, or a proxy before it, wants other credentials."""
+
+
+class TooOld(ClusterError):
+    """The cluster's Ray lacks a feature that was asked for."""
+
+
+class SubmissionError(NemoRunRayError):
+    """A job could not be handed over to the cluster."""
+
+
+class ArchiveTooLarge(SubmissionError):
+    """What would travel exceeds the limit of Ray's Jobs API; nothing was sent."""
+
+
+class PackagingFailed(SubmissionError):
+    """The packager raised, or left no archive behind."""
+
+
+class Conflict(SubmissionError):
+    """The submission id is taken by a job that this experiment did not submit."""
+
+
+class JobError(NemoRunRayError):
+    """A job is unknown, or it did not end as asked."""

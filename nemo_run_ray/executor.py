@@ -1,0 +1,290 @@
+"""RayExecutor: the fields that users set, their checks, and the hooks that NeMo-Run calls."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import math
+import os
+import re
+from dataclasses import dataclass, field
+from typing import Any, NoReturn
+
+from nemo_run.core.execution.base import Executor, ExecutorMacros
+from nemo_run.core.execution.launcher import FaultTolerance, Launcher, Torchrun
+from nemo_run.core.packaging.base import Packager
+
+from nemo_run_ray.clusters import Cluster, ExistingCluster, LocalCluster
+from nemo_run_ray.errors import ConfigError, NotBuiltError
+
+#: Name of the ledger in an experiment's folder.
+LEDGER = "ray_jobs.jsonl"
+STRATEGIES = ("PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD")
+_LAUNCHERS = ("torchrun", "ft")
+_UNITS = {"B": 1} | {
+    f"{prefix}{suffix}": base**power
+    for power, prefix in enumerate("KMGTP", start=1)
+    for suffix, base in (("B", 1000), ("iB", 1024))
+}
+_MEMORY = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*")
+_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+
+
+@dataclass(kw_only=True)
+class RayExecutor(Executor):
+    """Runs NeMo-Run tasks as jobs of a Ray cluster.
+
+    Example:
+        ``run.run(task, executor=RayExecutor(address="http://ray-head:8265", gpus_per_node=1))``
+
+    Raises:
+        ConfigError: a field is unknown or its value is not allowed; the message names the field, the
+            value and what is allowed.
+    """
+
+    #: Where to run; ``None`` is ``LocalCluster()``, an embedded Ray on this machine.
+    cluster: Cluster | None = None
+    #: Short for ``cluster=ExistingCluster(url=address)``.
+    address: str | None = None
+    #: Replicas of the task, each with its own bundle of resources.
+    nodes: int = 1
+    #: Processes in each replica.
+    ntasks_per_node: int = 1
+    #: CPUs that one replica reserves; ``None`` reserves nothing.
+    cpus_per_node: float | None = None
+    #: GPUs that one replica reserves.
+    gpus_per_node: float = 0
+    #: Memory that one replica reserves: bytes, or a text such as ``"64GiB"``.
+    memory_per_node: int | str | None = None
+    #: Ray's custom resources that one replica reserves.
+    resources_per_node: dict[str, float] = field(default_factory=dict)
+    #: Labels of the nodes that may host it (Ray's label selectors).
+    label_selector: dict[str, str] = field(default_factory=dict)
+    #: Ray's placement strategy for the replicas.
+    strategy: str = "PACK"
+    #: Passed to Ray: ``pip``, ``image_uri``, ``env_vars`` … ``working_dir`` is ours.
+    runtime_env: dict[str, Any] = field(default_factory=dict)
+    #: Names of variables of the caller's environment that the task gets; the values are written
+    #: nowhere but into an archive of their own on the cluster.
+    secrets: list[str] = field(default_factory=list)
+    #: Name of this task as a role of a group.
+    role: str = ""
+    #: The role runs until the primary roles are done.
+    service: bool = False
+    #: Probe that says when the role is ready.
+    ready: Any = None
+    #: Named ports of the role; 0 is a free one.
+    ports: dict[str, int] = field(default_factory=dict)
+    #: At most so many of the experiment's jobs at once; ``None`` is no limit.
+    max_in_flight: int | None = None
+    #: Seconds after which a job that was not placed is given up; ``None`` is Ray's own limit.
+    pending_timeout_s: float | None = None
+    #: Seconds from SIGTERM to SIGKILL.
+    grace_s: float = 10
+    #: Handles of jobs that must have succeeded.
+    dependencies: list[str] = field(default_factory=list)
+    #: Leave the run directory on the node.
+    keep_run_dir: bool = False
+    #: The cluster's interpreter; ``None`` takes the first that serves.
+    python: str | None = None
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> RayExecutor:
+        known = [one.name for one in dataclasses.fields(cls) if one.init]
+        for name in kwargs:
+            if name not in known:
+                close = difflib.get_close_matches(name, known, n=1)
+                hint = f"did you mean {close[0]!r}?" if close else f"it has {', '.join(known)}."
+                raise ConfigError(f"RayExecutor has no field {name!r}; {hint}")
+        return super().__new__(cls)
+
+    def __post_init__(self) -> None:
+        self.check()
+
+    def check(self) -> None:
+        """Check every field; called again before a submission, since fields can be assigned.
+
+        Raises:
+            ConfigError: the first field that is wrong.
+        """
+        if self.cluster is not None and self.address is not None:
+            raise ConfigError(
+                f"RayExecutor has both cluster={self.cluster!r} and address={self.address!r}; "
+                "address is short for ExistingCluster, so give one of them."
+            )
+        if self.cluster is not None and not isinstance(self.cluster, Cluster):
+            _refuse("cluster", self.cluster, "one of nemo_run_ray.clusters, such as LocalCluster()")
+        if self.address is not None:
+            ExistingCluster(url=self.address)
+        self._check_numbers()
+        self._check_names()
+        if self.strategy not in STRATEGIES:
+            _refuse("strategy", self.strategy, f"one of {', '.join(STRATEGIES)}")
+        for name in ("working_dir", "py_modules"):
+            if name in self.runtime_env:
+                _refuse(
+                    f"runtime_env[{name!r}]",
+                    self.runtime_env[name],
+                    "absent: the code travels by the executor's packager",
+                )
+        self._check_launcher()
+
+    def check_built(self) -> None:
+        """Check that this version can do what the fields ask for.
+
+        Raises:
+            NotBuiltError: it cannot; the message names the field and what is missing.
+        """
+        torchrun = isinstance(self.get_launcher(), (Torchrun, FaultTolerance))
+        group = {
+            "nodes": self.nodes > 1,
+            "ntasks_per_node": self.ntasks_per_node > 1 and not torchrun,
+            "role": bool(self.role),
+            "service": self.service,
+            "ready": self.ready is not None,
+            "ports": bool(self.ports),
+        }
+        dispatcher = {
+            "retries": self.retries > 0,
+            "max_in_flight": self.max_in_flight is not None,
+            "pending_timeout_s": self.pending_timeout_s is not None,
+            "dependencies": bool(self.dependencies),
+        }
+        for asked, part in ((group, "group driver"), (dispatcher, "dispatcher")):
+            for name in (name for name, wanted in asked.items() if wanted):
+                raise NotBuiltError(
+                    f"RayExecutor.{name} is {getattr(self, name)!r}, which needs the {part}, not "
+                    f"built yet; leave the field at its default."
+                )
+
+    def resolve_cluster(self) -> Cluster:
+        """The cluster that the fields name."""
+        if self.address is not None:
+            return ExistingCluster(url=self.address)
+        return self.cluster if self.cluster is not None else LocalCluster()
+
+    @property
+    def packager_ships(self) -> bool:
+        """Whether code travels; NeMo-Run's base packager is the one that ships nothing."""
+        return type(self.packager) is not Packager
+
+    @property
+    def memory_bytes(self) -> int | None:
+        """``memory_per_node`` in bytes."""
+        return None if self.memory_per_node is None else parse_memory(self.memory_per_node)
+
+    # ------------------------------------------------------------------ what NeMo-Run calls
+
+    def assign(self, exp_id: str, exp_dir: str, task_id: str, task_dir: str) -> None:
+        if os.path.exists(os.path.join(exp_dir, LEDGER)):
+            raise ConfigError(
+                f"The experiment {exp_id} has run already: {exp_dir} holds its ledger {LEDGER}. "
+                "Choose another id, or look at the old run with "
+                f"`nemo experiment status {exp_id}`."
+            )
+        self.experiment_id = exp_id
+        self.experiment_dir = exp_dir
+        self.job_dir = os.path.join(exp_dir, task_dir)
+
+    def nnodes(self) -> int:
+        return self.nodes
+
+    def nproc_per_node(self) -> int:
+        return self.ntasks_per_node
+
+    def macro_values(self) -> ExecutorMacros | None:
+        return ExecutorMacros(
+            head_node_ip_var="NEMO_RUN_HEAD_NODE_IP",
+            nproc_per_node_var="NEMO_RUN_NPROC_PER_NODE",
+            num_nodes_var="NEMO_RUN_NUM_NODES",
+            node_rank_var="NEMO_RUN_NODE_RANK",
+            het_group_host_var="NEMO_RUN_HET_GROUP_HOST",
+        )
+
+    def package_configs(self, *cfgs: tuple[str, str]) -> list[str]:
+        super().package_configs(*cfgs)
+        return [f"/nemo_run/configs/{name}" for name, _ in cfgs]
+
+    # ------------------------------------------------------------------ checks
+
+    def _check_numbers(self) -> None:
+        for name in ("nodes", "ntasks_per_node"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                _refuse(name, value, "a whole number from 1")
+        if isinstance(self.retries, bool) or not isinstance(self.retries, int) or self.retries < 0:
+            _refuse("retries", self.retries, "a whole number from 0")
+        if self.max_in_flight is not None and (
+            isinstance(self.max_in_flight, bool)
+            or not isinstance(self.max_in_flight, int)
+            or self.max_in_flight < 1
+        ):
+            _refuse("max_in_flight", self.max_in_flight, "a whole number from 1, or None")
+        for name in ("cpus_per_node", "pending_timeout_s"):
+            if getattr(self, name) is not None:
+                _check_amount(name, getattr(self, name))
+        for name in ("gpus_per_node", "grace_s"):
+            _check_amount(name, getattr(self, name))
+        if self.gpus_per_node > 1 and self.gpus_per_node != int(self.gpus_per_node):
+            _refuse("gpus_per_node", self.gpus_per_node, "a fraction below 1 or a whole number")
+        for name, amount in self.resources_per_node.items():
+            _check_amount(f"resources_per_node[{name!r}]", amount)
+        if self.memory_per_node is not None:
+            parse_memory(self.memory_per_node)
+        for name, port in self.ports.items():
+            if isinstance(port, bool) or not isinstance(port, int) or not 0 <= port <= 65535:
+                _refuse(f"ports[{name!r}]", port, "a whole number from 0 to 65535")
+
+    def _check_names(self) -> None:
+        for name in self.secrets:
+            if not isinstance(name, str) or not _NAME.fullmatch(name):
+                _refuse("secrets", self.secrets, "names of environment variables, never values")
+        for name, value in self.env_vars.items():
+            if not isinstance(name, str) or not name or "=" in name or "\0" in name:
+                _refuse("env_vars", name, "names of environment variables")
+            if not isinstance(value, str) or "\0" in value:
+                _refuse(f"env_vars[{name!r}]", value, "a text without NUL")
+            if name in self.secrets:
+                _refuse("env_vars", name, "a name that is not in secrets too")
+        for name, value in self.label_selector.items():
+            if not isinstance(name, str) or not isinstance(value, str):
+                _refuse("label_selector", self.label_selector, "texts by label")
+
+    def _check_launcher(self) -> None:
+        launcher = self.launcher
+        if isinstance(launcher, str):
+            if launcher not in _LAUNCHERS:
+                _refuse("launcher", launcher, f"None or one of {', '.join(_LAUNCHERS)}")
+        elif launcher is not None:
+            if type(launcher) not in (Launcher, Torchrun, FaultTolerance):
+                _refuse("launcher", launcher, "None, Torchrun or FaultTolerance")
+            if launcher.nsys_profile:
+                _refuse("launcher.nsys_profile", True, "False: profiling on Ray is not built yet")
+
+
+def parse_memory(value: int | str) -> int:
+    """Bytes of ``"64GiB"``, ``"500 MB"`` or a plain number.
+
+    Raises:
+        ConfigError: no number, a negative one, or an unknown unit.
+    """
+    allowed = f"bytes, or a number with one of the units {', '.join(_UNITS)}"
+    if isinstance(value, bool) or not isinstance(value, (int, str)):
+        _refuse("memory_per_node", value, allowed)
+    if isinstance(value, int):
+        if value < 0:
+            _refuse("memory_per_node", value, allowed)
+        return value
+    match = _MEMORY.fullmatch(value)
+    if match is None or (match.group(2) or "B") not in _UNITS:
+        _refuse("memory_per_node", value, allowed)
+    return int(float(match.group(1)) * _UNITS[match.group(2) or "B"])
+
+
+def _check_amount(name: str, value: Any) -> None:
+    number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    if not number or not math.isfinite(value) or value < 0:
+        _refuse(name, value, "a number from 0")
+
+
+def _refuse(name: str, value: Any, allowed: str) -> NoReturn:
+    raise ConfigError(f"RayExecutor.{name} is {value!r}; allowed is {allowed}.")

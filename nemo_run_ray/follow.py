@@ -1,0 +1,136 @@
+"""Following a job's log: every line once, in order, whatever happens to the connection.
+
+Both ways to read a log begin at its first character and deliver the same text, so a reader's place is
+the number of characters that it has passed on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Protocol
+
+from nemo_run_ray.errors import ClusterError
+from nemo_run_ray.remote.process import END
+
+#: A longer line is passed on in pieces of this many characters.
+LINE_MAX_CHARS = 1024**2
+#: How the remote half begins the last line of a log. It says that the log is complete, nothing else.
+END_MARK = f"nemo_run_ray| {END}"
+_BARREN_ROUNDS = 3
+_PAUSES_S = (0.1, 0.2, 0.5, 1.0, 2.0)
+
+
+class LogSource(Protocol):
+    """Where a log is read. ``JobsApi`` and the job's state, bound to one job."""
+
+    def tail(self) -> Iterator[str]:
+        """The text from the start on, as it grows; may end or break at any time."""
+
+    def whole(self) -> Iterator[str]:
+        """The text that there is now."""
+
+    def is_over(self) -> bool:
+        """Whether the job is terminal. Raises ``ClusterError`` when that cannot be told."""
+
+
+def follow(source: LogSource, sleep: Callable[[float], None]) -> Iterator[str]:
+    """The log's text until the job is over and all of it has been passed on.
+
+    The stream's end only means "look again". All has been passed on when the job is over and the log
+    ends with the remote half's last line. Where that line is missing (the remote half was killed, or
+    a line beyond the WebSocket's limit stopped the stream early), the whole log is read the other way.
+
+    Args:
+        source: where to read.
+        sleep: waits so many seconds between two attempts.
+    """
+    reader = _Reader()
+    barren = 0
+    while True:
+        before = reader.place
+        try:
+            over = source.is_over()
+            stuck = barren >= _BARREN_ROUNDS
+            yield from reader.read(source.whole() if stuck else source.tail())
+            if reader.at_end_mark and not over:
+                over = _comes_true(source.is_over, sleep)
+                reader.ignore_marks = not over  # the user's own output looks like our last line
+            if over and not reader.at_end_mark:
+                yield from reader.read(source.whole())
+            if over:
+                return
+        except ClusterError:
+            pass  # cut off, or no answer: the next round goes on at this place
+        barren = 0 if reader.place > before or barren >= _BARREN_ROUNDS else barren + 1
+        sleep(_PAUSES_S[min(barren, len(_PAUSES_S) - 1)])
+
+
+class _Reader:
+    """Passes on what lies behind its place, and knows how the text so far ends."""
+
+    def __init__(self) -> None:
+        self.place = 0
+        self.ignore_marks = False
+        self._line = ""  # beginning of the last line
+
+    @property
+    def at_end_mark(self) -> bool:
+        return self._line.startswith(END_MARK) and self._line.endswith("\n")
+
+    def read(self, texts: Iterator[str]) -> Iterator[str]:
+        skip = self.place
+        for text in texts:
+            fresh = text[skip:]
+            skip = max(0, skip - len(text))
+            if fresh:
+                self.place += len(fresh)
+                self._line = _last_line(self._line, fresh)
+                yield fresh
+            if self.at_end_mark and skip == 0 and not self.ignore_marks:
+                return  # the server would keep the stream open for seconds more
+
+
+def _comes_true(question: Callable[[], bool], sleep: Callable[[float], None]) -> bool:
+    """Whether the answer is yes within some seconds: Ray notes a job's end a moment after it."""
+    for _ in range(20):
+        if question():
+            return True
+        sleep(0.25)
+    return False
+
+
+def lines(texts: Iterator[str]) -> Iterator[str]:
+    """Complete lines with their ends; a very long one in pieces, the last one as it is."""
+    parts: list[str] = []
+    size = 0
+    for text in texts:
+        for piece in _split(text):
+            parts.append(piece)
+            size += len(piece)
+            if piece.endswith("\n") or size >= LINE_MAX_CHARS:
+                yield from _pieces("".join(parts))
+                parts, size = [], 0
+    if parts:
+        yield from _pieces("".join(parts))
+
+
+def _pieces(line: str) -> Iterator[str]:
+    for start in range(0, len(line), LINE_MAX_CHARS):
+        yield line[start : start + LINE_MAX_CHARS]
+
+
+def _split(text: str) -> Iterator[str]:
+    # str.splitlines also cuts at form feeds and the like, which are no line's end in a log.
+    start = 0
+    while start < len(text):
+        end = text.find("\n", start) + 1 or len(text)
+        yield text[start:end]
+        start = end
+
+
+def _last_line(before: str, text: str) -> str:
+    """The beginning of the last line after ``text``."""
+    body = text[:-1] if text.endswith("\n") else text
+    at = body.rfind("\n")
+    line = before.rstrip("\n") + body if at < 0 and not before.endswith("\n") else body[at + 1 :]
+    return line[:200] + ("\n" if text.endswith("\n") else "")

@@ -1,0 +1,437 @@
+"""Ray's Jobs REST API: the only module that speaks to a dashboard.
+
+Every request has a time limit. Requests that can be repeated without harm are, with back-off and
+jitter; the one that starts a job is not: who sends it decides (``submission.py``).
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+import ssl
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any, TypeVar
+from urllib.parse import quote
+
+import httpx
+import websockets.sync.client
+from tenacity import Retrying, retry_if_exception_type, stop_before_delay, wait_random_exponential
+from websockets.exceptions import InvalidStatus, WebSocketException
+
+from nemo_run_ray.clusters import Dashboard
+from nemo_run_ray.errors import (
+    ClusterError,
+    Conflict,
+    JobError,
+    SubmissionError,
+    TooOld,
+    Unauthorised,
+    Unreachable,
+)
+
+#: First Ray whose job request takes a label selector.
+LABEL_SELECTOR_SINCE = (2, 55)
+#: Seconds that one look at the job table serves everybody in this process. NeMo-Run looks at every
+#: job each 2 s, at moments of their own; this makes it at most two requests in that time.
+TABLE_AGE_S = 1.5
+#: Seconds that a person waits for an address to answer before it is called unreachable.
+PATIENCE_S = 8.0
+_CONNECT_S, _READ_S, _POST_S, _UPLOAD_S = 4.0, 10.0, 60.0, 600.0
+#: Ray's own WebSocket inside the cluster takes 4 MiB; longer lines never arrive that way.
+_MESSAGE_MAX_BYTES = 8 * 1024**2
+_PING_S = 10.0
+#: The body of a complete escape sequence, or of a plain run, inside a JSON string.
+_JSON_TEXT = re.compile(
+    r'(?:[^"\\]|\\u[dD][89abAB][0-9a-fA-F]{2}\\u[0-9a-fA-F]{4}'
+    r"|\\u(?![dD][89abAB])[0-9a-fA-F]{4}|\\[^u])*"
+)
+_T = TypeVar("_T")
+
+# NeMo-Run shows every logger's INFO, and httpx tells of each request: a line every two seconds.
+logging.getLogger("httpx").setLevel(logging.WARNING)
+
+
+class Gone(Unreachable):
+    """No usable answer this time; the same request may be answered later."""
+
+
+class Taken(SubmissionError):
+    """Ray says that the submission id exists already."""
+
+
+class StreamCut(ClusterError):
+    """The log stream ended without the server's goodbye."""
+
+
+class JobsApi:
+    """One dashboard. Thread-safe; ``JobsApi.of`` shares one object among all users of a dashboard."""
+
+    _shared: dict[tuple[Any, ...], JobsApi] = {}
+    _shared_lock = threading.Lock()
+
+    def __init__(self, dashboard: Dashboard) -> None:
+        self.dashboard = dashboard
+        verify: bool | ssl.SSLContext = (
+            ssl.create_default_context(cafile=dashboard.verify)
+            if isinstance(dashboard.verify, str)
+            else dashboard.verify
+        )
+        self._http = httpx.Client(
+            headers=dashboard.headers,
+            verify=verify,
+            timeout=httpx.Timeout(_READ_S, connect=_CONNECT_S),
+            trust_env=not dashboard.is_loopback,
+            follow_redirects=True,
+        )
+        self._table = _Table(self._read_table)
+
+    @classmethod
+    def of(cls, dashboard: Dashboard) -> JobsApi:
+        """The process's one object for this dashboard."""
+        key = (dashboard.url, tuple(sorted(dashboard.headers.items())), dashboard.verify)
+        with cls._shared_lock:
+            if key not in cls._shared:
+                cls._shared[key] = cls(dashboard)
+            return cls._shared[key]
+
+    # ------------------------------------------------------------------ the cluster
+
+    def version(self, patience_s: float = PATIENCE_S) -> dict[str, str]:
+        """``ray_version`` and ``session_name`` of the cluster.
+
+        Raises:
+            Unreachable: no answer, or not a Ray dashboard's.
+            Unauthorised: other credentials are wanted.
+        """
+
+        def ask() -> dict[str, str]:
+            response = self._get("/api/version")
+            try:
+                answer = response.json()
+                return {name: str(answer[name]) for name in ("ray_version", "session_name")}
+            except (ValueError, KeyError, TypeError) as error:
+                raise self._not_ray(response) from error
+
+        found = self._repeat(ask, patience_s)
+        # Some dashboards tell their version to everybody; what a submission needs is the job table.
+        self.table(patience_s=patience_s)
+        return found
+
+    def require(self, version: str, selector: bool) -> None:
+        """Check that this Ray can do what a job asks for.
+
+        Raises:
+            TooOld: it cannot; the message names the feature and the first version that has it.
+        """
+        found = tuple(int(part) for part in re.findall(r"\d+", version)[:2])
+        if selector and found < LABEL_SELECTOR_SINCE:
+            needed = ".".join(str(part) for part in LABEL_SELECTOR_SINCE)
+            raise TooOld(
+                f"RayExecutor.label_selector needs Ray {needed} or newer; the cluster at "
+                f"{self.dashboard.url} runs {version}. Upgrade it, or use resources_per_node with a "
+                "custom resource of the nodes that you mean."
+            )
+
+    # ------------------------------------------------------------------ jobs
+
+    def table(self, fresh: bool = False, patience_s: float = 0.0) -> dict[str, dict[str, Any]]:
+        """All jobs by submission id, at most ``TABLE_AGE_S`` old, or asked for now if ``fresh``."""
+        return self._repeat(lambda: self._table.read(fresh), patience_s)
+
+    def job(self, submission_id: str, patience_s: float = 0.0) -> dict[str, Any] | None:
+        """One job as it is now, or ``None`` when the cluster has no such job."""
+
+        def ask() -> dict[str, Any] | None:
+            response = self._get(self._job_path(submission_id), may_be_absent=True)
+            return None if response.status_code == 404 else self._json(response)
+
+        return self._repeat(ask, patience_s)
+
+    def post(self, body: dict[str, Any]) -> None:
+        """Ask for a job, once.
+
+        Raises:
+            Taken: the id exists; it may be ours, from a request whose answer was lost.
+            SubmissionError: Ray refuses the request; asking again changes nothing.
+            Gone: it is not known whether the request arrived.
+        """
+        self._table.forget()
+        limit = httpx.Timeout(_POST_S, connect=_CONNECT_S)
+        try:
+            response = self._http.post(self._url("/api/jobs/"), json=body, timeout=limit)
+        except httpx.HTTPError as error:
+            raise self._unreachable(error) from error
+        finally:
+            self._table.forget()
+        if response.status_code == 200:
+            return
+        if "already exists" in response.text:
+            raise Taken(f"Ray at {self.dashboard.url} has a job {body['submission_id']} already.")
+        self._check_auth(response)
+        if 400 <= response.status_code < 500:
+            raise SubmissionError(
+                f"Ray at {self.dashboard.url} refuses the job {body['submission_id']}: "
+                f"{_last_line(response.text)} (HTTP {response.status_code}). Nothing was started."
+            )
+        raise Gone(f"{self.dashboard.url} answered {response.status_code} to a new job.")
+
+    def stop(self, submission_id: str) -> None:
+        """Ask Ray to stop a job; harmless when it has ended. One request."""
+        try:
+            response = self._http.post(self._url(f"{self._job_path(submission_id)}/stop"))
+        except httpx.HTTPError as error:
+            raise self._unreachable(error) from error
+        self._table.forget()
+        self._check_auth(response)
+        if response.status_code >= 400:
+            raise Gone(f"{self.dashboard.url} answered {response.status_code} to a stop.")
+
+    # ------------------------------------------------------------------ archives
+
+    def has_package(self, name: str) -> bool:
+        """Whether the cluster holds the archive; Ray keeps it for some minutes from now on."""
+        path = f"/api/packages/gcs/{quote(name)}"
+        response = self._repeat(lambda: self._get(path, may_be_absent=True), PATIENCE_S)
+        return response.status_code == 200
+
+    def put_package(self, name: str, data: bytes) -> None:
+        """Upload an archive; the same name always has the same contents."""
+
+        def send() -> None:
+            limit = httpx.Timeout(_UPLOAD_S, connect=_CONNECT_S)
+            url = self._url(f"/api/packages/gcs/{quote(name)}")
+            try:
+                response = self._http.put(url, content=data, timeout=limit)
+            except httpx.HTTPError as error:
+                raise self._unreachable(error) from error
+            self._check_auth(response)
+            if 400 <= response.status_code < 500:
+                raise SubmissionError(
+                    f"{self.dashboard.url} refuses an archive of {len(data) / 1024**2:.1f} MiB: "
+                    f"{_last_line(response.text)} (HTTP {response.status_code}). A proxy before the "
+                    "dashboard may have a lower limit than Ray's 100 MiB."
+                )
+            if response.status_code != 200:
+                raise Gone(f"{self.dashboard.url} answered {response.status_code} to an upload.")
+
+        self._repeat(send, 60.0)
+
+    # ------------------------------------------------------------------ logs
+
+    def tail(self, submission_id: str) -> Iterator[str]:
+        """The log from its first character on, as it grows, by WebSocket.
+
+        The end of the stream means nothing about the job.
+
+        Raises:
+            StreamCut: it was cut off, or could not be opened.
+        """
+        url = self._url(f"{self._job_path(submission_id)}/logs/tail")
+        options: dict[str, Any] = {}
+        if url.startswith("https"):
+            options["ssl"] = self._tls()
+        try:
+            with websockets.sync.client.connect(
+                "ws" + url.removeprefix("http"),
+                additional_headers=self.dashboard.headers,
+                compression=None,
+                proxy=None if self.dashboard.is_loopback else True,
+                open_timeout=_READ_S,
+                close_timeout=1,
+                ping_interval=_PING_S,
+                ping_timeout=_PING_S,
+                max_size=_MESSAGE_MAX_BYTES,
+                **options,
+            ) as stream:
+                for message in stream:
+                    yield message if isinstance(message, str) else message.decode()
+        except InvalidStatus as error:
+            if error.response.status_code == 404:
+                raise self._no_such_job(submission_id) from error
+            raise StreamCut(f"{url}: HTTP {error.response.status_code}") from error
+        except (WebSocketException, OSError, TimeoutError) as error:
+            raise StreamCut(f"{url}: {error}") from error
+
+    def whole_log(self, submission_id: str) -> Iterator[str]:
+        """The log as it is now, piece by piece, whatever its size.
+
+        Raises:
+            StreamCut: it broke off.
+            JobError: the cluster has no such job.
+        """
+        path = f"{self._job_path(submission_id)}/logs"
+        limit = httpx.Timeout(_POST_S, connect=_CONNECT_S)
+        try:
+            with self._http.stream("GET", self._url(path), timeout=limit) as response:
+                if response.status_code == 404:
+                    raise self._no_such_job(submission_id)
+                if response.status_code != 200:
+                    raise StreamCut(f"{path}: HTTP {response.status_code}")
+                yield from decode_log(response.iter_text())
+        except httpx.HTTPError as error:
+            raise StreamCut(f"{path}: {error}") from error
+
+    def last_lines(self, node: str, submission_id: str, count: int) -> list[str]:
+        """The end of a job's log by Ray's state API. It explains; nothing is decided by it."""
+        query = {
+            "node_id": node,
+            "filename": f"job-driver-{submission_id}.log",
+            "lines": str(count),
+            "media_type": "file",
+        }
+        try:
+            response = self._http.get(self._url("/api/v0/logs/file"), params=query)
+        except httpx.HTTPError as error:
+            raise self._unreachable(error) from error
+        return response.text.splitlines()[-count:] if response.status_code == 200 else []
+
+    # ------------------------------------------------------------------ one request
+
+    def _read_table(self) -> dict[str, dict[str, Any]]:
+        response = self._get("/api/jobs/")
+        rows = self._json(response)
+        if not isinstance(rows, list):
+            raise self._not_ray(response)
+        return {row["submission_id"]: row for row in rows if row.get("submission_id")}
+
+    def _get(self, path: str, may_be_absent: bool = False) -> httpx.Response:
+        try:
+            response = self._http.get(self._url(path))
+        except httpx.HTTPError as error:
+            raise self._unreachable(error) from error
+        self._check_auth(response)
+        if response.status_code >= 500:
+            raise Gone(
+                f"{self.dashboard.url} answered {response.status_code} to GET {path}: "
+                f"{_last_line(response.text)}. Look at the dashboard's log, or try again later."
+            )
+        if response.status_code != 200 and not (may_be_absent and response.status_code == 404):
+            raise self._not_ray(response)
+        return response
+
+    def _repeat(self, ask: Callable[[], _T], patience_s: float) -> _T:
+        if patience_s <= 0:
+            return ask()
+        attempts = Retrying(
+            retry=retry_if_exception_type(Gone),
+            stop=stop_before_delay(patience_s),
+            wait=wait_random_exponential(multiplier=0.2, max=3),
+            reraise=True,
+        )
+        return attempts(ask)
+
+    def _url(self, path: str) -> str:
+        return f"{self.dashboard.url}{path}"
+
+    def _job_path(self, submission_id: str) -> str:
+        return f"/api/jobs/{quote(submission_id, safe='')}"
+
+    def _json(self, response: httpx.Response) -> Any:
+        try:
+            return response.json()
+        except ValueError as error:
+            raise self._not_ray(response) from error
+
+    def _tls(self) -> ssl.SSLContext:
+        verify = self.dashboard.verify
+        if isinstance(verify, str):
+            return ssl.create_default_context(cafile=verify)
+        context = ssl.create_default_context()
+        if not verify:
+            context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+        return context
+
+    # ------------------------------------------------------------------ translation of failures
+
+    def _unreachable(self, error: httpx.HTTPError) -> Gone:
+        cause = str(error) or type(error).__name__
+        if "CERTIFICATE_VERIFY_FAILED" in cause:
+            step = "Renew the certificate, or give its CA: ExistingCluster(url, verify='ca.pem')."
+        elif isinstance(error, httpx.ConnectError):
+            step = "Is the address right, the cluster up, a tunnel open? `nemo-run-ray doctor` checks."
+        else:
+            step = "It may be overloaded, or not be a Ray dashboard. `nemo-run-ray doctor` checks."
+        return Gone(f"Ray's dashboard at {self.dashboard.url} cannot be reached: {cause}. {step}")
+
+    def _not_ray(self, response: httpx.Response) -> Unreachable:
+        kind = response.headers.get("content-type", "no content type")
+        return Unreachable(
+            f"{self.dashboard.url} is not a Ray dashboard: {response.request.url} answered "
+            f"{response.status_code} ({kind}), expected Ray's JSON. Give the address of the dashboard, "
+            "usually port 8265 of the head, with the path prefix if a proxy adds one."
+        )
+
+    def _check_auth(self, response: httpx.Response) -> None:
+        if response.status_code not in (401, 403):
+            return
+        sent = any(name.lower() == "authorization" for name in self.dashboard.headers)
+        found = "The token that was sent is not its token" if sent else "No token was sent"
+        raise Unauthorised(
+            f"Ray's dashboard at {self.dashboard.url} answered {response.status_code}: "
+            f"{_last_line(response.text)}. {found}. Set RAY_AUTH_TOKEN or RAY_AUTH_TOKEN_PATH, write "
+            "~/.ray/auth_token, or give ExistingCluster(url, token=…)."
+        )
+
+    def _no_such_job(self, submission_id: str) -> JobError:
+        return JobError(f"Ray at {self.dashboard.url} has no job {submission_id}.")
+
+
+class _Table:
+    """The last look at the job table, shared by all threads; also a failed look is shared."""
+
+    def __init__(self, read: Callable[[], dict[str, dict[str, Any]]]) -> None:
+        self._read = read
+        self._lock = threading.Lock()
+        self._seen_at = -1e9
+        self._rows: dict[str, dict[str, Any]] = {}
+        self._error: ClusterError | None = None
+
+    def read(self, fresh: bool) -> dict[str, dict[str, Any]]:
+        asked_at = time.monotonic()
+        with self._lock:
+            # Who waited for the lock while another thread looked takes what that one saw.
+            if self._seen_at < (asked_at if fresh else asked_at - TABLE_AGE_S):
+                began_at = time.monotonic()
+                try:
+                    self._rows, self._error = self._read(), None
+                except ClusterError as error:
+                    self._error = error
+                self._seen_at = began_at if self._error is None else time.monotonic()
+            if self._error is not None:
+                raise self._error
+            return self._rows
+
+    def forget(self) -> None:
+        self._seen_at = -1e9
+
+
+def decode_log(pieces: Iterator[str]) -> Iterator[str]:
+    """The text in ``{"logs": "…"}``, decoded piece by piece: a log need not fit into memory."""
+    buffer = ""
+    inside = False
+    for piece in pieces:
+        buffer += piece
+        if not inside:
+            start = re.search(r'"logs":\s*"', buffer)
+            if start is None:
+                continue
+            buffer, inside = buffer[start.end() :], True
+        complete = _JSON_TEXT.match(buffer)
+        end = complete.end() if complete is not None else 0
+        if end:
+            yield json.loads(f'"{buffer[:end]}"', strict=False)
+        if buffer[end : end + 1] == '"':
+            return
+        buffer = buffer[end:]
+    raise StreamCut("the log's JSON ended early")
+
+
+def _last_line(text: str) -> str:
+    lines = [line.strip() for line in text.strip().splitlines() if line.strip(" .")]
+    return (lines[-1] if lines else "no text")[:300].rstrip(".")
+
+
+__all__ = ["Conflict", "Gone", "JobsApi", "StreamCut", "Taken", "decode_log"]

@@ -1,0 +1,146 @@
+"""What an experiment asked of clusters, one line per event, in the experiment's folder.
+
+It lets another process find the cluster and the ids; the truth about a job's state is the cluster's.
+A line is written, flushed and synced before the request that it announces.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from filelock import FileLock
+from nemo_run.config import get_nemorun_home
+
+from nemo_run_ray.errors import JobError
+from nemo_run_ray.executor import LEDGER
+from nemo_run_ray.plan import safe_id
+
+log = logging.getLogger(__name__)
+
+INTENT, SUBMITTED, REFUSED, TERMINAL = "intent", "submitted", "refused", "terminal"
+
+
+@dataclass
+class JobRecord:
+    """What the ledger knows of one job.
+
+    Attributes:
+        submission_id: its name on the cluster.
+        job: its name in NeMo-Run.
+        role: name of its role, for logs.
+        cluster: ``Cluster.record()`` of its cluster.
+        session: Ray's name of the cluster's life that got it.
+        nonce: tells our job from another one that took the same id.
+        exp_dir: folder of its experiment.
+        last: its last event.
+        terminal: what was last seen of it, once it had ended.
+    """
+
+    submission_id: str
+    job: str
+    role: str
+    cluster: dict[str, Any]
+    session: str
+    nonce: str
+    exp_dir: Path
+    last: str = INTENT
+    terminal: dict[str, str] = field(default_factory=dict)
+
+
+class Ledger:
+    """One experiment's ledger. Any number of processes may write."""
+
+    def __init__(self, exp_dir: Path) -> None:
+        self.exp_dir = exp_dir
+        self.path = exp_dir / LEDGER
+
+    def write(self, event: str, submission_id: str, **values: Any) -> None:
+        """Append one event; on return it is on the disk."""
+        line = json.dumps(
+            {"at": round(time.time(), 3), "event": event, "id": submission_id, **values},
+            sort_keys=True,
+        )
+        with FileLock(f"{self.path}.lock"), open(self.path, "ab+") as file:
+            file.seek(0, os.SEEK_END)
+            if file.tell() > 0:
+                file.seek(-1, os.SEEK_END)
+                if file.read(1) != b"\n":  # a writer died in the middle of its line
+                    file.write(b"\n")
+            file.write(line.encode() + b"\n")
+            file.flush()
+            os.fsync(file.fileno())
+
+    def jobs(self) -> dict[str, JobRecord]:
+        """All jobs by submission id, as the events tell."""
+        records: dict[str, JobRecord] = {}
+        for event in self._events():
+            submission_id, kind = event["id"], event["event"]
+            if kind == INTENT:
+                names = ("job", "role", "cluster", "session", "nonce")
+                records[submission_id] = JobRecord(
+                    submission_id=submission_id,
+                    exp_dir=self.exp_dir,
+                    **{name: event[name] for name in names},
+                )
+            elif submission_id in records:
+                records[submission_id].last = kind
+                if kind == TERMINAL:
+                    records[submission_id].terminal = event["verdict"]
+        return records
+
+    def _events(self) -> Iterator[dict[str, Any]]:
+        if not self.path.exists():
+            return
+        for number, line in enumerate(self.path.read_bytes().splitlines(), start=1):
+            try:
+                event = json.loads(line)
+            except ValueError:
+                log.warning("Line %d of %s is torn and ignored.", number, self.path)
+                continue
+            yield event
+
+
+def find(submission_id: str) -> JobRecord:
+    """The record of a job by its id alone, from NeMo-Run's home.
+
+    Raises:
+        JobError: no experiment in this home submitted such a job.
+    """
+    for exp_dir in _candidates(submission_id):
+        record = Ledger(exp_dir).jobs().get(submission_id)
+        if record is not None:
+            return record
+    raise JobError(
+        f"No experiment below {get_nemorun_home()} has submitted a Ray job {submission_id}. Is the "
+        "handle right, and NEMORUN_HOME that of the run?"
+    )
+
+
+def remember(exp_dir: Path, experiment_id: str) -> None:
+    """Make an experiment findable that is not in its usual place in NeMo-Run's home."""
+    if exp_dir.parent.parent == Path(get_nemorun_home()) / "experiments":
+        return
+    pointer = _pointers() / safe_id(experiment_id)
+    pointer.parent.mkdir(parents=True, exist_ok=True)
+    pointer.write_text(str(exp_dir.absolute()), encoding="utf-8")
+
+
+def _candidates(submission_id: str) -> Iterator[Path]:
+    for folder in (Path(get_nemorun_home()) / "experiments").glob("*/*"):
+        if submission_id.startswith(f"{safe_id(folder.name)}.") or len(submission_id) > 150:
+            if (folder / LEDGER).exists():
+                yield folder
+    for pointer in _pointers().glob("*"):
+        if submission_id.startswith(f"{pointer.name}."):
+            yield Path(pointer.read_text(encoding="utf-8"))
+
+
+def _pointers() -> Path:
+    return Path(get_nemorun_home()) / "ray_experiments"

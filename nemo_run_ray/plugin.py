@@ -1,0 +1,104 @@
+"""Where NeMo-Run keeps its registries: the only module that knows.
+
+Registering adds entries and changes none, so other executors behave as before.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+from pathlib import Path
+from typing import Any
+
+from nemo_run.run.experiment import Experiment
+from nemo_run.run.job import Job
+from nemo_run.run.torchx_backend.schedulers.api import EXECUTOR_MAPPING, REVERSE_EXECUTOR_MAPPING
+from torchx.specs import make_app_handle
+
+from nemo_run_ray.executor import RayExecutor
+
+#: Name of the torchx scheduler, and the beginning of every handle.
+SCHEDULER = "ray_jobs"
+_SESSION = "nemo_run"
+
+
+def register() -> None:
+    """Tell NeMo-Run about ``RayExecutor``; twice is once."""
+    # Other modules of NeMo-Run hold these very dictionaries: they are extended, never replaced.
+    EXECUTOR_MAPPING[RayExecutor] = SCHEDULER
+    REVERSE_EXECUTOR_MAPPING[SCHEDULER] = RayExecutor
+    for name in ("_PARALLEL_SUPPORTED_EXECUTORS", "_DETACH_SUPPORTED_EXECUTORS"):
+        classes = getattr(Experiment, name)
+        if RayExecutor not in classes:
+            setattr(Experiment, name, (*classes, RayExecutor))
+
+
+def handle(submission_id: str) -> str:
+    """NeMo-Run's handle of a job."""
+    return str(make_app_handle(SCHEDULER, _SESSION, submission_id))
+
+
+def experiment_dir(experiment: Experiment) -> Path:
+    return Path(experiment._exp_dir)
+
+
+def load_experiment(name: str) -> Experiment:
+    """The experiment of an id or a title.
+
+    Raises:
+        FileNotFoundError: there is none.
+    """
+    try:
+        return Experiment.from_id(name)
+    except (AssertionError, FileNotFoundError):
+        try:
+            return Experiment.from_title(name)
+        except (AssertionError, FileNotFoundError, ValueError) as error:
+            raise FileNotFoundError(name) from error
+
+
+def grace_s(experiment: Experiment | None, job: str) -> float:
+    """The grace period of a job; the executor's default when the experiment is not at hand."""
+    for one in experiment.jobs if experiment is not None else ():
+        if one.id == job and isinstance(one.executor, RayExecutor):
+            return one.executor.grace_s
+    return RayExecutor().grace_s
+
+
+def is_detached(experiment: Experiment | None) -> bool:
+    return bool(getattr(experiment, "detach", False))
+
+
+def save_handles(experiment: Experiment, submission_ids: dict[str, str]) -> None:
+    """Write the handles of jobs into the experiment's saved state before they are submitted.
+
+    NeMo-Run writes them after all jobs were launched; a client that dies before that would leave an
+    experiment that knows nothing of its running jobs. The live job objects are not touched: NeMo-Run
+    sets their handles itself.
+
+    Args:
+        experiment: a live one.
+        submission_ids: by the job's name.
+    """
+    saved = []
+    for job in experiment.jobs:
+        if isinstance(job, Job) and job.id in submission_ids:
+            job = copy.copy(job)
+            job.handle, job.launched = handle(submission_ids[job.id]), True
+        saved.append(job.serialize())
+    path = experiment_dir(experiment) / Experiment._TASK_FILE
+    temporary = path.with_suffix(".new")
+    temporary.write_text(json.dumps(saved), encoding="utf-8")
+    temporary.replace(path)
+
+
+def prepare_again(experiment: Experiment, job: Any) -> None:
+    """Make a job of a saved experiment ready to be launched again."""
+    _ = experiment.tasks  # builds the tasks from what was saved
+    job.executor.experiment_dir = str(experiment_dir(experiment))
+    job.handle, job.launched = "", False
+    job.prepare()
+
+
+def launch(experiment: Experiment, job: Any) -> None:
+    job.launch(wait=False, runner=experiment._runner)

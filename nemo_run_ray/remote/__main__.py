@@ -1,0 +1,76 @@
+"""Entry on the cluster: ``run <job> <submission id>`` runs one job of the archive around it."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import sys
+
+from .missing import explain
+from .process import Runner, keep, say
+from .rundir import RunDir, take_secrets
+from .spec import JobSpec
+
+_HERE = os.path.dirname(os.path.abspath(__file__))
+
+
+def main(argv: list[str]) -> int:
+    if len(argv) != 3 or argv[0] != "run":
+        say(f"usage: run <job> <submission id>, not {argv}")
+        return 2
+    _, job, submission_id = argv
+    with open(os.path.join(_HERE, "jobs", f"{job}.json"), encoding="utf-8") as file:
+        spec = JobSpec.from_json(file.read())
+    tag = f"{submission_id}/{secrets.token_hex(8)}"
+    return keep(tag, lambda runner: _run(runner, spec, job, submission_id))
+
+
+def _run(runner: Runner, spec: JobSpec, job: str, submission_id: str) -> int:
+    run_dir = RunDir(submission_id)
+    run_dir.create(os.path.join(_HERE, "payload"), job, os.getcwd() if spec.has_code else None)
+    try:
+        env = _environment(spec, run_dir)
+        argv = [_expand(run_dir.map(word), env) for word in spec.argv]
+        cwd = spec.cwd or run_dir.code
+        code = runner.run(argv, env, cwd, spec.grace_s)
+        if code != 0 and spec.config is not None:
+            hint = explain(argv[0], os.path.join(run_dir.root, spec.config), env, cwd)
+            if hint is not None:
+                say(hint)
+        return code
+    finally:
+        if spec.keep_run_dir:
+            say(f"the run directory is kept: {run_dir.root}")
+        else:
+            run_dir.remove()
+
+
+def _environment(spec: JobSpec, run_dir: RunDir) -> dict[str, str]:
+    env = dict(os.environ)
+    env.update({name: run_dir.map(value) for name, value in spec.env.items()})
+    env.update(take_secrets(spec.secrets))
+    if spec.python is not None and os.path.isabs(spec.python):
+        env["PATH"] = os.pathsep.join([os.path.dirname(spec.python), env.get("PATH", os.defpath)])
+    # A task may call ray.init(runtime_env=…) itself; without this Ray refuses to merge the two.
+    env.setdefault("RAY_OVERRIDE_JOB_RUNTIME_ENV", "1")
+    return env
+
+
+#: The variables behind NeMo-Run's macros; nothing else in a command is expanded.
+_MACROS = (
+    "NEMO_RUN_HEAD_NODE_IP",
+    "NEMO_RUN_NPROC_PER_NODE",
+    "NEMO_RUN_NUM_NODES",
+    "NEMO_RUN_NODE_RANK",
+)
+
+
+def _expand(word: str, env: dict[str, str]) -> str:
+    for name in _MACROS:
+        if f"${name}" in word:
+            word = word.replace(f"${name}", env.get(name, ""))
+    return word
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

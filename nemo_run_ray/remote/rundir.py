@@ -1,0 +1,122 @@
+"""The private run directory of a job on a node.
+
+Ray's working directory is a cache that all jobs with the same code share, so nothing runs in it::
+
+    <tmp>/nemo_run_<uid>/<submission id>/     the root, for the owner only
+        __main__.py                           the user's script, where NeMo-Run's runner looks for it
+        nemo_run/                             what the task knows as /nemo_run
+            code/  configs/  scripts/
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import stat
+import tempfile
+
+#: File in the code archive that keeps what Ray's unpacking drops: executable bits and symlinks.
+MANIFEST = ".nemo_run_ray_manifest.json"
+#: File in the archive of secrets.
+SECRETS = "nemo_run_ray_secrets.json"
+#: ``/nemo_run`` as a path of its own, not the tail of another one.
+_MOUNT = re.compile(r"(?<![\w./-])/nemo_run(?![\w.-])")
+
+
+class RunDir:
+    """Paths of one run directory. Nothing is created before ``create``."""
+
+    def __init__(self, submission_id: str, base: str | None = None) -> None:
+        self.base = base or os.path.join(tempfile.gettempdir(), f"nemo_run_{os.getuid()}")
+        self.root = os.path.join(self.base, submission_id)
+        self.mount = os.path.join(self.root, "nemo_run")
+        self.code = os.path.join(self.mount, "code")
+
+    def create(self, payload: str, job: str, working_dir: str | None) -> None:
+        """Make the directory and fill it.
+
+        Args:
+            payload: folder ``payload`` of the job archive.
+            job: name of the job in it.
+            working_dir: Ray's working directory, or ``None`` when no code travelled.
+
+        Raises:
+            PermissionError: the base belongs to somebody else.
+        """
+        os.makedirs(self.base, mode=0o700, exist_ok=True)
+        if os.stat(self.base).st_uid != os.getuid():
+            raise PermissionError(f"{self.base} belongs to user id {os.stat(self.base).st_uid}")
+        shutil.rmtree(self.root, ignore_errors=True)  # what a dead attempt of this name left
+        os.makedirs(self.mount, mode=0o700)
+        if working_dir is None:
+            os.mkdir(self.code)
+        else:
+            shutil.copytree(working_dir, self.code, symlinks=True)
+            _restore_manifest(self.code)
+        for kind in ("configs", "scripts"):
+            source = os.path.join(payload, job, kind)
+            target = os.path.join(self.mount, kind)
+            if os.path.isdir(source):
+                shutil.copytree(source, target)
+            else:
+                os.mkdir(target)
+        for name in os.listdir(os.path.join(self.mount, "scripts")):
+            self._map_script(os.path.join(self.mount, "scripts", name))
+        main = os.path.join(payload, "__main__.py")
+        if os.path.exists(main):
+            shutil.copy(main, self.root)
+
+    def map(self, text: str) -> str:
+        """``/nemo_run/…`` in a word of the command or a variable, as a path of this directory."""
+        return _MOUNT.sub(lambda _: self.mount, text)
+
+    def remove(self) -> None:
+        """Remove it, and the base when this was the last one."""
+        shutil.rmtree(self.root, ignore_errors=True)
+        try:
+            os.rmdir(self.base)
+        except OSError:
+            return  # other jobs are in it
+
+    def _map_script(self, path: str) -> None:
+        with open(path, encoding="utf-8", errors="surrogateescape", newline="") as file:
+            text = file.read()
+        with open(path, "w", encoding="utf-8", errors="surrogateescape", newline="") as file:
+            file.write(self.map(text))
+        os.chmod(path, 0o700)
+
+
+def _restore_manifest(code: str) -> None:
+    path = os.path.join(code, MANIFEST)
+    if not os.path.exists(path):
+        return
+    with open(path, encoding="utf-8") as file:
+        manifest = json.load(file)
+    os.remove(path)
+    for name in manifest["executables"]:
+        target = os.path.join(code, name)
+        os.chmod(target, os.stat(target).st_mode | stat.S_IXUSR | stat.S_IXGRP | stat.S_IXOTH)
+    for name, link in manifest["symlinks"].items():
+        target = os.path.join(code, name)
+        os.makedirs(os.path.dirname(target), exist_ok=True)
+        os.symlink(link, target)
+
+
+def take_secrets(names: tuple[str, ...]) -> dict[str, str]:
+    """Read the values of the job's secrets and remove the file that brought them.
+
+    Raises:
+        FileNotFoundError: the archive of secrets is not on this node.
+    """
+    if not names:
+        return {}
+    for folder in os.environ.get("PYTHONPATH", "").split(os.pathsep):
+        path = os.path.join(folder, SECRETS)
+        if folder and os.path.exists(path):
+            with open(path, encoding="utf-8") as file:
+                values: dict[str, str] = json.load(file)
+            os.remove(path)
+            return {name: values[name] for name in names}
+    raise FileNotFoundError(f"the archive with the secrets {', '.join(names)} is not on this node")

@@ -1,0 +1,240 @@
+"""The torchx scheduler behind ``RayExecutor``: thin, it calls ``plan`` and ``submission``."""
+
+from __future__ import annotations
+
+import json
+import signal
+import threading
+from collections.abc import Iterable
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+from typing import Any, ClassVar
+
+from nemo_run.core.frontend.console.api import CONSOLE
+from nemo_run.run.torchx_backend.schedulers.api import SchedulerMixin
+from rich.markup import escape
+from torchx.schedulers.api import (
+    DescribeAppResponse,
+    ListAppResponse,
+    Scheduler,
+    Stream,
+    filter_regex,
+)
+from torchx.specs import AppDef, AppDryRunInfo, ReplicaStatus, Role, RoleStatus
+
+from nemo_run_ray import ledger, plugin
+from nemo_run_ray.clusters import Cluster
+from nemo_run_ray.errors import ConfigError, JobError, NemoRunRayError
+from nemo_run_ray.executor import RayExecutor
+from nemo_run_ray.follow import lines
+from nemo_run_ray.plan import JobPlan, describe, in_folder, job_id, plan
+from nemo_run_ray.states import TO_TORCHX, JobState, Verdict
+from nemo_run_ray.submission import RemoteJob, Shipment
+
+
+@dataclass
+class Request:
+    """What a dry run shows and ``schedule`` sends."""
+
+    plan: JobPlan
+    shipment: Shipment
+
+    def __str__(self) -> str:
+        executor = self.shipment.executors[self.plan.job]
+        travels = [f"configs, scripts and specs of {len(self.shipment.plans)} job(s)"]
+        if executor.packager_ships:
+            travels.insert(0, f"code, packed by {type(executor.packager).__name__}")
+        if self.plan.spec.secrets:
+            travels.append(f"secrets {', '.join(self.plan.spec.secrets)}, in an archive of their own")
+        return describe(self.plan, repr(self.shipment.cluster), travels)
+
+
+class RayJobsScheduler(SchedulerMixin, Scheduler[Any]):  # type: ignore[misc]
+    """Submits NeMo-Run's jobs to Ray and answers for them, also in a process that did not."""
+
+    def __init__(self, session_name: str, experiment: Any = None) -> None:
+        super().__init__(plugin.SCHEDULER, session_name)
+        self._experiment = experiment
+        self._shipments: dict[str, Shipment] = {}
+        self._jobs: dict[str, RemoteJob] = {}
+        self._announced = False
+        self._lock = threading.Lock()
+
+    # ------------------------------------------------------------------ submission
+
+    def _submit_dryrun(self, app: AppDef, cfg: RayExecutor) -> AppDryRunInfo[Request]:
+        if not isinstance(cfg, RayExecutor):
+            raise ConfigError(f"The scheduler {self.backend} takes a RayExecutor, not {cfg!r}.")
+        _interrupt.watch()
+        experiment_id = cfg.experiment_id or "experiment"
+        planned = plan(app, cfg, job_id(experiment_id, app.name), app.name)
+        if planned.runs_here:
+            planned = in_folder(planned, str(Path.cwd()))
+        shipment = self._shipment(cfg)
+        shipment.plans[planned.job] = planned
+        shipment.executors[planned.job] = cfg
+        return AppDryRunInfo(Request(planned, shipment), str)
+
+    def schedule(self, dryrun_info: AppDryRunInfo[Request]) -> str:
+        request = dryrun_info.request
+        shipment = request.shipment
+        self._announce()
+        submission_id = shipment.submit(request.plan.job)
+        shipment.cluster.release(plugin.is_detached(self._experiment))
+        CONSOLE.log(f"{escape(request.plan.job)} on Ray: {shipment.page(submission_id)}")
+        return submission_id
+
+    def _shipment(self, executor: RayExecutor) -> Shipment:
+        cluster: Cluster = executor.resolve_cluster()
+        key = json.dumps(cluster.record(), sort_keys=True)
+        if key not in self._shipments:
+            self._shipments[key] = Shipment(Path(executor.experiment_dir), cluster)
+        return self._shipments[key]
+
+    def _announce(self) -> None:
+        """Once, before the first request: let later processes find the experiment's jobs."""
+        with self._lock:
+            if self._announced or self._experiment is None:
+                return
+            ids = {
+                name: one.submission_id
+                for shipment in self._shipments.values()
+                for name, one in shipment.plans.items()
+            }
+            plugin.save_handles(self._experiment, ids)
+            ledger.remember(plugin.experiment_dir(self._experiment), self._experiment._id)
+            self._announced = True
+
+    # ------------------------------------------------------------------ questions
+
+    def describe(self, app_id: str) -> DescribeAppResponse | None:
+        try:
+            job = self._job(app_id)
+        except JobError:
+            return None
+        verdict = job.verdict()
+        _report(app_id, verdict)
+        _interrupt.end_wait(app_id, verdict)
+        state = TO_TORCHX[verdict.state]
+        name = job.record.role
+        replica = ReplicaStatus(id=0, state=state, role=name, hostname=verdict.node)
+        return DescribeAppResponse(
+            app_id=app_id,
+            state=state,
+            msg=verdict.message,
+            roles=[Role(name=name, image="", num_replicas=1)],
+            roles_statuses=[RoleStatus(role=name, replicas=[replica])],
+        )
+
+    def log_iter(
+        self,
+        app_id: str,
+        role_name: str,
+        k: int = 0,
+        regex: str | None = None,
+        since: datetime | None = None,
+        until: datetime | None = None,
+        should_tail: bool = False,
+        streams: Stream | None = None,
+    ) -> Iterable[str]:
+        if streams not in (None, Stream.COMBINED):
+            raise ValueError(f"Ray keeps one log of a job; there is no stream {streams.value} alone.")
+        found = lines(self._job(app_id).log(should_tail))
+        return filter_regex(regex, found) if regex else found
+
+    def list(self) -> list[ListAppResponse]:
+        """The jobs of this experiment; torchx gives no other scope."""
+        if self._experiment is None:
+            return []
+        records = ledger.Ledger(plugin.experiment_dir(self._experiment)).jobs()
+        return [
+            ListAppResponse(app_id=one, state=TO_TORCHX[self._job(one).verdict().state])
+            for one in records
+        ]
+
+    # ------------------------------------------------------------------ endings
+
+    def _cancel_existing(self, app_id: str) -> None:
+        job = self._job(app_id)
+        verdict = job.cancel(plugin.grace_s(self._experiment, job.record.job))
+        proof = job.leftovers(verdict) if verdict.state is JobState.CANCELLED else ""
+        ending = f"; {proof}" if proof else ""
+        CONSOLE.log(escape(f"{app_id} is {verdict.state.value.lower()}{ending}."))
+
+    def close(self) -> None:
+        _interrupt.unwatch()
+
+    def _job(self, app_id: str) -> RemoteJob:
+        if app_id not in self._jobs:
+            job = RemoteJob.find(app_id)
+            if job.record.last == ledger.INTENT:
+                return job  # its submission goes on, perhaps in another process: look again
+            self._jobs[app_id] = job
+        return self._jobs[app_id]
+
+    def _validate(self, app: AppDef, scheduler: str) -> None:
+        """Nothing: resources are the executor's fields, not torchx's, and are checked there."""
+
+
+class _Interrupt:
+    """Ctrl-C ends the wait, not the job.
+
+    NeMo-Run waits in threads that do not see a KeyboardInterrupt, and joins them: without this the
+    first Ctrl-C would wait for the job's end.
+    """
+
+    _help: ClassVar[str] = (
+        "Interrupted: {job} goes on, state {state}.\n"
+        "  look at it    nemo-run-ray status {job}\n"
+        "  follow it     nemo-run-ray logs --follow {job}\n"
+        "  cancel it     nemo-run-ray cancel {job}"
+    )
+
+    def __init__(self) -> None:
+        self._happened = threading.Event()
+
+    def watch(self) -> None:
+        """Notice Ctrl-C from now on, if nobody else handles it. Only the main thread can."""
+        if threading.current_thread() is not threading.main_thread():
+            return
+        self._happened.clear()
+        if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+            signal.signal(signal.SIGINT, self._note)
+
+    def unwatch(self) -> None:
+        if threading.current_thread() is threading.main_thread():
+            if signal.getsignal(signal.SIGINT) == self._note:
+                signal.signal(signal.SIGINT, signal.default_int_handler)
+
+    def end_wait(self, job: str, verdict: Verdict) -> None:
+        """Raise in a thread that waits for a job, after Ctrl-C."""
+        main = threading.current_thread() is threading.main_thread()
+        if self._happened.is_set() and not main and not verdict.state.is_terminal:
+            CONSOLE.print(escape(self._help.format(job=job, state=verdict.state.value.lower())))
+            raise NemoRunRayError(f"The wait for {job} was interrupted; the job goes on.")
+
+    def _note(self, number: int, frame: Any) -> None:
+        self._happened.set()
+        signal.default_int_handler(number, frame)
+
+
+_interrupt = _Interrupt()
+#: (job, state) that were explained to this process's user already.
+_reported: set[tuple[str, JobState]] = set()
+
+
+def _report(app_id: str, verdict: Verdict) -> None:
+    """Say once why a job did not end well, or cannot be asked: NeMo-Run shows only the state."""
+    if not verdict.message or (app_id, verdict.state) in _reported:
+        return
+    _reported.add((app_id, verdict.state))
+    CONSOLE.log(escape(f"{app_id} is {verdict.state.value}: {verdict.message}"))
+
+
+def create_scheduler(session_name: str, **kwargs: Any) -> RayJobsScheduler:
+    """What torchx calls, by the entry point ``ray_jobs``."""
+    return RayJobsScheduler(session_name, experiment=kwargs.get("experiment"))
+
+
+__all__ = ["RayJobsScheduler", "create_scheduler"]

@@ -1,0 +1,392 @@
+"""Handing jobs over, once, and telling what became of them."""
+
+from __future__ import annotations
+
+import logging
+import os
+import secrets
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from nemo_run_ray import archives, ledger
+from nemo_run_ray.clusters import Cluster, from_record
+from nemo_run_ray.errors import ClusterError, Conflict, NemoRunRayError, SubmissionError
+from nemo_run_ray.executor import RayExecutor
+from nemo_run_ray.follow import follow
+from nemo_run_ray.jobs_api import Gone, JobsApi, Taken
+from nemo_run_ray.ledger import JobRecord, Ledger
+from nemo_run_ray.plan import JobPlan
+from nemo_run_ray.states import JobState, Reason, Verdict, judge
+
+log = logging.getLogger(__name__)
+
+#: Key in a job's metadata of the nonce that makes it ours.
+NONCE_KEY = "nemo_run_ray"
+#: Jobs whose end this process has written down.
+_noted: set[str] = set()
+_noted_lock = threading.Lock()
+#: Seconds to find out what became of a request whose answer was lost.
+OUTCOME_S = 60.0
+#: Seconds beyond the grace period until a cancelled job must be terminal.
+CANCEL_MARGIN_S = 40.0
+_STOP_AGAIN_S = 3.0
+
+
+@dataclass
+class Shipment:
+    """The jobs of one experiment on one cluster: what they share is built and uploaded once.
+
+    Attributes:
+        exp_dir: NeMo-Run's folder of the experiment.
+        cluster: where all of them go.
+        plans: all jobs, those that are not submitted yet among them.
+        executors: by the job's name.
+    """
+
+    exp_dir: Path
+    cluster: Cluster
+    plans: dict[str, JobPlan] = field(default_factory=dict)
+    executors: dict[str, RayExecutor] = field(default_factory=dict)
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+    _session: str = ""
+    _api: JobsApi | None = None
+    _job_uri: str = ""
+    _code_uris: dict[str, str] = field(default_factory=dict)
+
+    def submit(self, name: str) -> str:
+        """Hand one job over; its submission id.
+
+        Raises:
+            ClusterError: the cluster cannot take it.
+            SubmissionError: the job cannot be sent, or nobody can tell whether it arrived.
+            ConfigError: a secret is not set.
+        """
+        planned, executor = self.plans[name], self.executors[name]
+        nonce = secrets.token_hex(8)
+        hidden = archives.secrets_archive(planned.spec.secrets, nonce)
+        with self._lock:
+            api = self._connect()
+            code = self._upload_code(executor)
+            carried = [self._upload_job_archive()]
+        if planned.spec.secrets:
+            carried.append(self._upload(hidden))
+        book = Ledger(self.exp_dir)
+        book.write(
+            ledger.INTENT,
+            planned.submission_id,
+            job=planned.job,
+            role=planned.job,
+            cluster=self.cluster.record(),
+            session=self._session,
+            nonce=nonce,
+        )
+        body = planned.body(code, carried, {NONCE_KEY: nonce, "nemo_run_job": planned.job})
+        try:
+            submit_once(api, body, nonce, time.monotonic, time.sleep)
+        except SubmissionError as error:
+            book.write(ledger.REFUSED, planned.submission_id, why=str(error))
+            raise
+        book.write(ledger.SUBMITTED, planned.submission_id)
+        return planned.submission_id
+
+    @property
+    def page(self) -> Callable[[str], str]:
+        """Gives the page of a job in Ray's dashboard."""
+        return self._connect().dashboard.job_page
+
+    def _connect(self) -> JobsApi:
+        if self._api is None:
+            api = JobsApi.of(self.cluster.connect())
+            version = api.version()
+            selector = any(executor.label_selector for executor in self.executors.values())
+            api.require(version["ray_version"], selector)
+            self._session, self._api = version["session_name"], api
+        return self._api
+
+    def _upload(self, archive: archives.Archive) -> str:
+        api = self._connect()
+        if not api.has_package(archive.name):
+            api.put_package(archive.name, archive.pack())
+        return archive.uri
+
+    def _upload_code(self, executor: RayExecutor) -> str | None:
+        if not executor.packager_ships:
+            return None
+        key = archives.packager_key(executor.packager)
+        if key not in self._code_uris:
+            name = f"ray_code_{key}"
+            archive = archives.code_archive(executor.packager, self.exp_dir, name)
+            self._code_uris[key] = self._upload(archive)
+        return self._code_uris[key]
+
+    def _upload_job_archive(self) -> str:
+        if not self._job_uri:
+            job_dirs = {name: Path(one.job_dir) for name, one in self.executors.items()}
+            main = self.exp_dir / "__main__.py"
+            plans = list(self.plans.values())
+            self._job_uri = self._upload(archives.job_archive(plans, job_dirs, main))
+        return self._job_uri
+
+
+def submit_once(
+    api: JobsApi,
+    body: dict[str, Any],
+    nonce: str,
+    clock: Callable[[], float],
+    sleep: Callable[[float], None],
+) -> None:
+    """Post a job so that exactly one comes of it, also when answers are lost.
+
+    After an error the job table is asked before anything else is done. A repeated request cannot start
+    a second job: Ray gives a submission id away once.
+
+    Raises:
+        SubmissionError: Ray refuses the request, or ``OUTCOME_S`` passed without an outcome.
+        Conflict: the id belongs to a job that is not ours.
+    """
+    submission_id = str(body["submission_id"])
+    deadline = clock() + OUTCOME_S
+    while True:
+        try:
+            api.post(body)
+            return
+        except Taken:
+            lost: ClusterError | None = None
+        except Gone as error:
+            lost = error
+        try:
+            row = api.job(submission_id, patience_s=max(0.0, deadline - clock()))
+        except Gone as error:
+            raise SubmissionError(
+                f"Nobody can tell whether the job {submission_id} has started: {error} It is noted; "
+                "`nemo-run-ray status` finds it when the cluster answers, and `nemo-run-ray resume` "
+                "hands it over if it never arrived."
+            ) from error
+        if row is not None:
+            _must_be_ours(api, row, nonce)
+            return
+        if clock() >= deadline:
+            raise SubmissionError(
+                f"{api.dashboard.url} has not taken the job {submission_id} in {OUTCOME_S:.0f} s: "
+                f"{lost}. It has not started; `nemo-run-ray resume` hands it over later."
+            )
+        sleep(0.5)
+
+
+def _must_be_ours(api: JobsApi, row: dict[str, Any], nonce: str) -> None:
+    if (row.get("metadata") or {}).get(NONCE_KEY) == nonce:
+        return
+    raise Conflict(
+        f"The id {row.get('submission_id')} is taken at {api.dashboard.url} by a job that another run "
+        f"submitted (its entrypoint: {str(row.get('entrypoint'))[:80]!r}). Nothing was started. Give "
+        "the experiment another id or title."
+    )
+
+
+class RemoteJob:
+    """One submitted job, found again by its id alone."""
+
+    def __init__(self, record: JobRecord) -> None:
+        self.record = record
+        self.submission_id = record.submission_id
+        self._cluster = from_record(record.cluster)
+
+    @classmethod
+    def find(cls, submission_id: str) -> RemoteJob:
+        """The job of a handle.
+
+        Raises:
+            JobError: nobody submitted it from this NeMo-Run home.
+        """
+        return cls(ledger.find(submission_id))
+
+    def verdict(self) -> Verdict:
+        """What is known of it now. Never raises because a cluster is away."""
+        if self.record.terminal:
+            seen = self.record.terminal
+            return Verdict(JobState(seen["state"]), Reason(seen["reason"]), seen["detail"], seen["node"])
+        try:
+            api = self._api()
+            if api is None:
+                return self._lost("the embedded Ray that had it has been stopped")
+            row = api.table().get(self.submission_id)
+            if row is None:
+                row = api.job(self.submission_id)  # younger than the table, or not there
+            verdict = self._absent(api) if row is None else self._present(row)
+        except NemoRunRayError as error:  # a token's file that is gone is no news of the job either
+            return Verdict(JobState.UNKNOWN, Reason.UNREACHABLE, str(error))
+        if verdict.state.is_terminal:
+            self._note(verdict)
+        return verdict
+
+    def api(self) -> JobsApi:
+        """The dashboard of its cluster.
+
+        Raises:
+            ClusterError: the cluster is gone.
+        """
+        api = self._api()
+        if api is None:
+            raise ClusterError(
+                f"The embedded Ray that had the job {self.submission_id} has been stopped, and its "
+                "logs went with it."
+            )
+        return api
+
+    def cancel(self, grace_s: float) -> Verdict:
+        """Stop it, again and again until it is terminal.
+
+        Raises:
+            ClusterError: it did not end in time, or the cluster stopped answering.
+        """
+        api = self.api()
+        deadline = time.monotonic() + grace_s + CANCEL_MARGIN_S
+        asked_at = -_STOP_AGAIN_S
+        trouble = "it goes on"
+        while time.monotonic() < deadline:
+            try:
+                if time.monotonic() - asked_at >= _STOP_AGAIN_S:
+                    api.stop(self.submission_id)
+                    asked_at = time.monotonic()
+                row = api.job(self.submission_id)
+                verdict = self._absent(api) if row is None else self._present(row)
+                if verdict.state.is_terminal:
+                    self._note(verdict)
+                    return verdict
+            except Gone as error:
+                trouble = str(error)
+            time.sleep(0.2)
+        raise ClusterError(
+            f"The job {self.submission_id} did not end within {grace_s + CANCEL_MARGIN_S:.0f} s of "
+            f"being cancelled: {trouble}. Cancel it again, or look at it in Ray's dashboard: "
+            f"{api.dashboard.job_page(self.submission_id)}"
+        )
+
+    def leftovers(self, verdict: Verdict) -> str:
+        """Proof, in words, that no process of a cancelled job is left on its node; or what is not known.
+
+        The remote half ends every process of the job before its own last line.
+        """
+        if not verdict.node:
+            return "it never had a process"
+        ending = self.api().last_lines(verdict.node, self.submission_id, 3)
+        if any("no process of it is left" in line for line in ending):
+            return "no process of it is left on its node"
+        return f"its node {verdict.node[:12]} did not confirm that all its processes ended"
+
+    def log(self, should_tail: bool) -> Iterator[str]:
+        """Its log's text: to its end if it is over or ``should_tail``, else what there is now."""
+        if self._kept_log.exists():
+            return _read(self._kept_log)
+        source = _Log(self)
+        if should_tail or source.is_over():
+            return follow(source, time.sleep)
+        return source.whole()
+
+    def _api(self) -> JobsApi | None:
+        dashboard = self._cluster.find()
+        return None if dashboard is None else JobsApi.of(dashboard)
+
+    def _present(self, row: dict[str, Any]) -> Verdict:
+        if (row.get("metadata") or {}).get(NONCE_KEY) != self.record.nonce:
+            return Verdict(
+                JobState.WAITING,
+                Reason.NOT_SUBMITTED,
+                f"The id {self.submission_id} belongs to a job of another run; ours never started.",
+            )
+        return judge(row)
+
+    def _absent(self, api: JobsApi) -> Verdict:
+        session = api.version(patience_s=0.0)["session_name"]
+        if session != self.record.session:
+            return self._lost(
+                f"the Ray at {api.dashboard.url} is not the one that had it (then "
+                f"{self.record.session}, now {session})"
+            )
+        if self.record.last == ledger.SUBMITTED:
+            return self._lost(f"the Ray at {api.dashboard.url} has no record of it any more")
+        return Verdict(
+            JobState.WAITING,
+            Reason.NOT_SUBMITTED,
+            "The client died, or was refused, before the job reached the cluster.",
+        )
+
+    def _lost(self, why: str) -> Verdict:
+        if self.record.last != ledger.SUBMITTED:
+            return Verdict(JobState.LOST, Reason.CLUSTER_GONE, f"Nobody can tell whether it ran: {why}.")
+        return Verdict(JobState.LOST, Reason.CLUSTER_GONE, f"Its end is not known: {why}.")
+
+    def _note(self, verdict: Verdict) -> None:
+        """Write down how it ended, once in a process, so that it is known without the cluster."""
+        with _noted_lock:
+            if self.submission_id in _noted:
+                return
+            self._write_down(verdict)
+            _noted.add(self.submission_id)
+
+    def _write_down(self, verdict: Verdict) -> None:
+        self.record.terminal = {
+            "state": verdict.state.value,
+            "reason": verdict.reason.value,
+            "detail": verdict.detail,
+            "node": verdict.node,
+        }
+        if os.access(self.record.exp_dir, os.W_OK):
+            if self._cluster.runs_here:
+                self._keep_log()
+            book = Ledger(self.record.exp_dir)
+            book.write(ledger.TERMINAL, self.submission_id, verdict=self.record.terminal)
+
+    def _keep_log(self) -> None:
+        """Copy the log of an ended job: the embedded Ray and its logs may be gone soon."""
+        api = self._api()
+        if api is None:
+            return
+        temporary = self._kept_log.with_suffix(f".{os.getpid()}")
+        temporary.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            with open(temporary, "w", encoding="utf-8") as file:
+                file.writelines(api.whole_log(self.submission_id))
+        except ClusterError as error:
+            log.warning("The log of %s could not be kept: %s", self.submission_id, error)
+            return
+        temporary.replace(self._kept_log)
+
+    @property
+    def _kept_log(self) -> Path:
+        return self.record.exp_dir / "ray_logs" / f"{self.submission_id}.log"
+
+
+def _read(path: Path) -> Iterator[str]:
+    with open(path, encoding="utf-8", newline="") as file:
+        while text := file.read(65536):
+            yield text
+
+
+class _Log:
+    """A job's log as ``follow`` reads it."""
+
+    def __init__(self, job: RemoteJob) -> None:
+        self._job = job
+
+    def tail(self) -> Iterator[str]:
+        return self._job.api().tail(self._job.submission_id)
+
+    def whole(self) -> Iterator[str]:
+        return self._job.api().whole_log(self._job.submission_id)
+
+    def is_over(self) -> bool:
+        verdict = self._job.verdict()
+        if verdict.state is JobState.UNKNOWN:
+            raise Gone(verdict.detail)
+        return verdict.state.is_terminal
+
+
+def jobs_of(exp_dir: Path, names: Sequence[str] = ()) -> list[RemoteJob]:
+    """The jobs that an experiment's ledger knows, in the order of their submission."""
+    records = Ledger(exp_dir).jobs().values()
+    return [RemoteJob(record) for record in records if not names or record.job in names]
