@@ -32,8 +32,8 @@ from nemo_run_ray.errors import (
     Unreachable,
 )
 
-#: First Ray whose job request takes a label selector.
-LABEL_SELECTOR_SINCE = (2, 55)
+#: First Ray whose job request takes a label selector; older ones answer 400 (read from the wheels).
+LABEL_SELECTOR_SINCE = (2, 54)
 #: Seconds that one look at the job table serves everybody in this process. NeMo-Run looks at every
 #: job each 2 s, at moments of their own; this makes it at most two requests in that time.
 TABLE_AGE_S = 1.5

@@ -44,6 +44,8 @@ _MARK = "NEMO_RUN_RAY_LOCAL"
 _START_LIMIT_S = 120.0
 _STOP_LIMIT_S = 20.0
 _LOCK_LIMIT_S = 180.0
+#: Clusters that this process started, by pid: it is their parent and has to collect them.
+_children: dict[int, subprocess.Popen[bytes]] = {}
 
 
 @dataclass(kw_only=True)
@@ -144,6 +146,7 @@ class LocalCluster(Cluster):
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
             )
+        _children[process.pid] = process
         state = _State(
             pid=process.pid,
             born=psutil.Process(process.pid).create_time(),
@@ -280,6 +283,8 @@ class _Home:
                 for process in _marked(state.root):
                     _kill(process)
             time.sleep(0.05)
+        if state.pid in _children:
+            _children.pop(state.pid).wait()
         shutil.rmtree(state.root, ignore_errors=True)
         self._state.unlink(missing_ok=True)
 

@@ -1,0 +1,41 @@
+# Every target works on a machine that has python3, make and git: it makes .venv itself.
+PYTHON ?= python3
+VENV   := .venv
+BIN    := $(VENV)/bin
+STAMP  := $(VENV)/.installed
+
+.PHONY: install demo check test soak bench matrix build clean
+
+install: $(STAMP)
+
+$(STAMP): pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet uv
+	$(BIN)/uv pip install --quiet --python $(BIN)/python --constraint constraints.txt --editable '.[dev,examples]'
+	touch $@
+
+demo: $(STAMP)                 ## train a classifier on an embedded Ray
+	$(BIN)/python examples/quickstart.py
+
+check: $(STAMP)                ## format, lint, types
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+
+test: $(STAMP)
+	$(BIN)/python -m pytest
+
+soak: $(STAMP)                 ## long loops; SEED=… repeats one
+	$(BIN)/python -m pytest -m soak --timeout 7200 -s
+
+bench: $(STAMP)
+	$(BIN)/python -m benchmarks
+
+matrix: $(STAMP)               ## unit tests with the lowest and the highest versions declared
+	BIN=$(BIN) sh tests/matrix.sh
+
+build: $(STAMP)
+	$(BIN)/python -m build --outdir dist .
+
+clean:
+	rm -rf $(VENV) .venv-* dist build *.egg-info

@@ -1,0 +1,131 @@
+"""One home and one Ray for all tests; unique names keep them apart."""
+
+import os
+import subprocess
+import sys
+import tempfile
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+# Read by NeMo-Run when it is imported.
+_HOME = tempfile.TemporaryDirectory(prefix="nrr-")
+os.environ["NEMORUN_HOME"] = _HOME.name
+for _name in ("RAY_ADDRESS", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"):
+    os.environ.pop(_name, None)
+
+from nemo_run_ray import ExistingCluster, LocalCluster  # noqa: E402
+from nemo_run_ray.clusters import Dashboard  # noqa: E402
+from nemo_run_ray.jobs_api import JobsApi  # noqa: E402
+from nemo_run_ray.remote.process import TAG  # noqa: E402
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def pytest_unconfigure() -> None:
+    _HOME.cleanup()
+
+
+@pytest.hookimpl(hookwrapper=True)
+def pytest_runtest_makereport(item, call):
+    """In CI a skipped test is a test that is missing."""
+    outcome = yield
+    report = outcome.get_result()
+    if report.skipped and os.environ.get("CI") == "true":
+        report.outcome = "failed"
+        report.longrepr = f"skipped in CI: {report.longrepr}"
+
+
+def pytest_collection_modifyitems(config, items) -> None:
+    """Soak tests run when they are asked for."""
+    if not config.getoption("-m"):
+        items[:] = [item for item in items if item.get_closest_marker("soak") is None]
+
+
+@pytest.fixture(scope="session")
+def home() -> Path:
+    return Path(_HOME.name)
+
+
+@pytest.fixture(scope="session")
+def local_cluster() -> Iterator[LocalCluster]:
+    """The embedded Ray that ``RayExecutor()`` finds, kept for the whole session."""
+    cluster = LocalCluster(num_cpus=4, keep=True)
+    cluster.connect()
+    yield cluster
+    cluster.stop()
+
+
+@pytest.fixture(scope="session")
+def dashboard(local_cluster: LocalCluster) -> Dashboard:
+    found = local_cluster.find()
+    assert found is not None
+    return found
+
+
+@pytest.fixture(scope="session")
+def token(dashboard: Dashboard) -> str:
+    return dashboard.headers["Authorization"].removeprefix("Bearer ")
+
+
+@pytest.fixture
+def existing(dashboard: Dashboard, token: str, monkeypatch) -> ExistingCluster:
+    """The same Ray, reached as somebody else's cluster: by its address and a token."""
+    monkeypatch.setenv("RAY_AUTH_TOKEN", token)
+    return ExistingCluster(url=dashboard.url)
+
+
+@pytest.fixture(scope="session")
+def api(dashboard: Dashboard) -> JobsApi:
+    return JobsApi.of(dashboard)
+
+
+@pytest.fixture
+def unique() -> str:
+    """A name that no other test has."""
+    return f"t{uuid.uuid4().hex[:10]}"
+
+
+@pytest.fixture
+def eventually() -> Callable[..., object]:
+    """Ask until the answer is true; fail with the last one."""
+    return wait_for
+
+
+def wait_for(question: Callable[[], object], within_s: float = 60) -> object:
+    deadline = time.monotonic() + within_s
+    while True:
+        answer = question()
+        if answer:
+            return answer
+        if time.monotonic() > deadline:
+            pytest.fail(f"not true within {within_s} s; the last answer was {answer!r}")
+        time.sleep(0.1)
+
+
+def python(*arguments: str, **options) -> subprocess.CompletedProcess:
+    """Run this environment's Python and capture what it prints."""
+    options = {"capture_output": True, "text": True, "timeout": 180, **options}
+    return subprocess.run([sys.executable, *arguments], **options)
+
+
+def tool(name: str, *arguments: str, **options) -> subprocess.CompletedProcess:
+    """Run a command of this environment, such as ``nemo``."""
+    options = {"capture_output": True, "text": True, "timeout": 180, **options}
+    return subprocess.run([str(Path(sys.executable).parent / name), *arguments], **options)
+
+
+def processes_of(submission_id: str) -> list[int]:
+    """The processes on this machine that belong to a job's command."""
+    mark = f"{TAG}={submission_id}/".encode()
+    found = []
+    for folder in Path("/proc").iterdir():
+        try:
+            if folder.name.isdigit() and mark in (folder / "environ").read_bytes():
+                found.append(int(folder.name))
+        except OSError:
+            continue  # it ended while we looked
+    return found

@@ -1,0 +1,33 @@
+"""Dropped answers, cut connections, dashboards that are away, clients that are killed."""
+
+import json
+import os
+import random
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import python
+
+CHAOS = Path(__file__).with_name("chaos.py")
+
+
+def run_chaos(url: str, token: str, runs: int, seed: int, workers: int, trouble_s: float) -> None:
+    print(f"seed {seed}")
+    env = {**os.environ, "RAY_AUTH_TOKEN": token}
+    arguments = [str(CHAOS), url, str(runs), str(seed), str(workers), str(trouble_s)]
+    done = python(*arguments, env=env, timeout=3600)
+    reports = [json.loads(line) for line in done.stdout.splitlines() if line.startswith('{"run"')]
+    assert len(reports) == runs, done.stdout + done.stderr
+    broken = [report for report in reports if report["broken"]]
+    assert not broken, f"seed {seed}: {json.dumps(broken, indent=1)}"
+
+
+def test_every_fault_once(dashboard, token):
+    run_chaos(dashboard.url, token, runs=10, seed=1, workers=5, trouble_s=5)
+
+
+@pytest.mark.soak
+def test_a_hundred_faults(dashboard, token):
+    seed = int(os.environ.get("SEED", random.randrange(10**6)))
+    run_chaos(dashboard.url, token, runs=100, seed=seed, workers=5, trouble_s=60)
