@@ -176,9 +176,10 @@ def _run_packager(packager: Packager, folder: Path, name: str) -> Path:
         start = _git_root() if isinstance(packager, GitArchivePackager) else Path.cwd()
         delivered = packager.package(start, str(folder), name)
     except Exception as error:  # a packager is anybody's code, and its errors are of any kind
+        cause = " ".join(f"{type(error).__name__}: {error}".split())[:400]
         raise PackagingFailed(
-            f"The packager {kind} failed in {Path.cwd()}: {type(error).__name__}: {error}. Nothing was "
-            "sent. Correct the packager's fields or the folder it packs."
+            f"The packager {kind} failed in {Path.cwd()}: {cause}. Nothing was sent. Correct the "
+            "packager's fields or the folder it packs."
         ) from error
     if not delivered or not tarfile.is_tarfile(delivered):
         raise PackagingFailed(

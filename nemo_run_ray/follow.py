@@ -10,12 +10,9 @@ from collections.abc import Callable, Iterator
 from typing import Protocol
 
 from nemo_run_ray.errors import ClusterError
-from nemo_run_ray.remote.process import END
 
 #: A longer line is passed on in pieces of this many characters.
 LINE_MAX_CHARS = 1024**2
-#: How the remote half begins the last line of a log. It says that the log is complete, nothing else.
-END_MARK = f"nemo_run_ray| {END}"
 _BARREN_ROUNDS = 3
 _PAUSES_S = (0.1, 0.2, 0.5, 1.0, 2.0)
 
@@ -33,7 +30,7 @@ class LogSource(Protocol):
         """Whether the job is terminal. Raises ``ClusterError`` when that cannot be told."""
 
 
-def follow(source: LogSource, sleep: Callable[[float], None]) -> Iterator[str]:
+def follow(source: LogSource, end_mark: str, sleep: Callable[[float], None]) -> Iterator[str]:
     """The log's text until the job is over and all of it has been passed on.
 
     The stream's end only means "look again". All has been passed on when the job is over and the log
@@ -42,20 +39,20 @@ def follow(source: LogSource, sleep: Callable[[float], None]) -> Iterator[str]:
 
     Args:
         source: where to read.
+        end_mark: how the remote half begins the last line of this job's log. It says that the log is
+            complete and nothing about the job.
         sleep: waits so many seconds between two attempts.
     """
-    reader = _Reader()
+    reader = _Reader(end_mark)
     barren = 0
     while True:
         before = reader.place
         try:
             over = source.is_over()
-            stuck = barren >= _BARREN_ROUNDS
-            yield from reader.read(source.whole() if stuck else source.tail())
-            if reader.at_end_mark and not over:
-                over = _comes_true(source.is_over, sleep)
-                reader.ignore_marks = not over  # the user's own output looks like our last line
-            if over and not reader.at_end_mark:
+            if not reader.is_complete:
+                stuck = barren >= _BARREN_ROUNDS
+                yield from reader.read(source.whole() if stuck else source.tail())
+            if over and not reader.is_complete:
                 yield from reader.read(source.whole())
             if over:
                 return
@@ -68,14 +65,14 @@ def follow(source: LogSource, sleep: Callable[[float], None]) -> Iterator[str]:
 class _Reader:
     """Passes on what lies behind its place, and knows how the text so far ends."""
 
-    def __init__(self) -> None:
+    def __init__(self, end_mark: str) -> None:
         self.place = 0
-        self.ignore_marks = False
+        self._end_mark = end_mark
         self._line = ""  # beginning of the last line
 
     @property
-    def at_end_mark(self) -> bool:
-        return self._line.startswith(END_MARK) and self._line.endswith("\n")
+    def is_complete(self) -> bool:
+        return self._line.startswith(self._end_mark) and self._line.endswith("\n")
 
     def read(self, texts: Iterator[str]) -> Iterator[str]:
         skip = self.place
@@ -86,17 +83,8 @@ class _Reader:
                 self.place += len(fresh)
                 self._line = _last_line(self._line, fresh)
                 yield fresh
-            if self.at_end_mark and skip == 0 and not self.ignore_marks:
-                return  # the server would keep the stream open for seconds more
-
-
-def _comes_true(question: Callable[[], bool], sleep: Callable[[float], None]) -> bool:
-    """Whether the answer is yes within some seconds: Ray notes a job's end a moment after it."""
-    for _ in range(20):
-        if question():
-            return True
-        sleep(0.25)
-    return False
+                if self.is_complete:
+                    return  # the server would keep the stream open for seconds more
 
 
 def lines(texts: Iterator[str]) -> Iterator[str]:

@@ -18,6 +18,8 @@ from nemo_run_ray.errors import ConfigError
 from nemo_run_ray.executor import RayExecutor
 from nemo_run_ray.remote.spec import JobSpec
 
+#: Key in a job's metadata of the nonce that makes it ours.
+NONCE_KEY = "nemo_run_ray"
 #: Name of the package in the job archive.
 REMOTE_PACKAGE = "nemo_run_ray_remote"
 _RUNNER = ["-m", "nemo_run.core.runners.fdl_runner"]
@@ -55,13 +57,13 @@ class JobPlan:
         """Name of the job inside the job archive; equal for equal jobs of other experiments."""
         return safe_id(self.job)
 
-    def body(self, code: str | None, archives: list[str], metadata: dict[str, str]) -> dict[str, Any]:
+    def body(self, code: str | None, archives: list[str], nonce: str) -> dict[str, Any]:
         """The body of ``POST /api/jobs/``.
 
         Args:
             code: URI of the code archive, ``None`` when no code travels.
             archives: URIs of the job archive and of the archive of secrets.
-            metadata: shown in Ray's dashboard.
+            nonce: tells this submission from any other of the same id.
         """
         variables = dict(self.runtime_env.get("env_vars", {}))
         variables.setdefault("RAY_JOB_STOP_WAIT_TIME_S", str(self._stop_wait_s))
@@ -70,9 +72,9 @@ class JobPlan:
             runtime_env["working_dir"] = code
         return {
             "submission_id": self.submission_id,
-            "entrypoint": entrypoint(self.spec.python, self.spec_name, self.submission_id),
+            "entrypoint": entrypoint(self.spec.python, [self.spec_name, self.submission_id, nonce]),
             "runtime_env": runtime_env,
-            "metadata": metadata,
+            "metadata": {NONCE_KEY: nonce, "nemo_run_job": self.job},
             **self.request,
         }
 
@@ -144,8 +146,8 @@ def _shorten(name: str) -> str:
     return f"{name[: _ID_MAX - 11]}-{hashlib.sha256(name.encode()).hexdigest()[:10]}"
 
 
-def entrypoint(python: str | None, spec_name: str, submission_id: str) -> str:
-    """The shell line that Ray runs.
+def entrypoint(python: str | None, arguments: list[str]) -> str:
+    """The shell line that Ray runs: the remote half's ``run`` with these arguments.
 
     ``-I`` keeps the user's files from shadowing the standard library in our process; the archives
     are put behind it. Without a given interpreter it takes python3, then that of the ``ray``
@@ -155,7 +157,7 @@ def entrypoint(python: str | None, spec_name: str, submission_id: str) -> str:
         'import os,sys;sys.path+=os.environ["PYTHONPATH"].split(":");'
         f"from {REMOTE_PACKAGE}.__main__ import main;sys.exit(main(sys.argv[1:]))"
     )
-    words = f"-I -c {shlex.quote(code)} run {shlex.quote(spec_name)} {shlex.quote(submission_id)}"
+    words = shlex.join(["-I", "-c", code, "run", *arguments])
     if python is not None:
         return f"exec {shlex.quote(python)} {words}"
     serves = shlex.quote("import sys;sys.exit(sys.version_info<(3,9))")

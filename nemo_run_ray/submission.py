@@ -19,13 +19,12 @@ from nemo_run_ray.executor import RayExecutor
 from nemo_run_ray.follow import follow
 from nemo_run_ray.jobs_api import Gone, JobsApi, Taken
 from nemo_run_ray.ledger import JobRecord, Ledger
-from nemo_run_ray.plan import JobPlan
+from nemo_run_ray.plan import NONCE_KEY, JobPlan
+from nemo_run_ray.remote.process import end_mark
 from nemo_run_ray.states import JobState, Reason, Verdict, judge
 
 log = logging.getLogger(__name__)
 
-#: Key in a job's metadata of the nonce that makes it ours.
-NONCE_KEY = "nemo_run_ray"
 #: Jobs whose end this process has written down.
 _noted: set[str] = set()
 _noted_lock = threading.Lock()
@@ -84,7 +83,7 @@ class Shipment:
             session=self._session,
             nonce=nonce,
         )
-        body = planned.body(code, carried, {NONCE_KEY: nonce, "nemo_run_job": planned.job})
+        body = planned.body(code, carried, nonce)
         try:
             submit_once(api, body, nonce, time.monotonic, time.sleep)
         except SubmissionError as error:
@@ -284,7 +283,7 @@ class RemoteJob:
             return _read(self._kept_log)
         source = _Log(self)
         if should_tail or source.is_over():
-            return follow(source, time.sleep)
+            return follow(source, end_mark(self.record.nonce), time.sleep)
         return source.whole()
 
     def _api(self) -> JobsApi | None:

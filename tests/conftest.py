@@ -1,6 +1,8 @@
 """One home and one Ray for all tests; unique names keep them apart."""
 
+import atexit
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -12,8 +14,10 @@ from pathlib import Path
 import pytest
 
 # Read by NeMo-Run when it is imported.
-_HOME = tempfile.TemporaryDirectory(prefix="nrr-")
-os.environ["NEMORUN_HOME"] = _HOME.name
+_HOME = tempfile.mkdtemp(prefix="nrr-")
+# Registered before anything that leaves the embedded Ray at the end, and so done after it.
+atexit.register(shutil.rmtree, _HOME, ignore_errors=True)
+os.environ["NEMORUN_HOME"] = _HOME
 for _name in ("RAY_ADDRESS", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"):
     os.environ.pop(_name, None)
 
@@ -23,10 +27,6 @@ from nemo_run_ray.jobs_api import JobsApi  # noqa: E402
 from nemo_run_ray.remote.process import TAG  # noqa: E402
 
 ROOT = Path(__file__).resolve().parent.parent
-
-
-def pytest_unconfigure() -> None:
-    _HOME.cleanup()
 
 
 @pytest.hookimpl(hookwrapper=True)
@@ -47,7 +47,7 @@ def pytest_collection_modifyitems(config, items) -> None:
 
 @pytest.fixture(scope="session")
 def home() -> Path:
-    return Path(_HOME.name)
+    return Path(_HOME)
 
 
 @pytest.fixture(scope="session")
@@ -81,6 +81,14 @@ def existing(dashboard: Dashboard, token: str, monkeypatch) -> ExistingCluster:
 @pytest.fixture(scope="session")
 def api(dashboard: Dashboard) -> JobsApi:
     return JobsApi.of(dashboard)
+
+
+@pytest.fixture(autouse=True)
+def no_input(monkeypatch) -> Iterator[None]:
+    """As in CI. NeMo-Run's packagers read it, and pytest's stand-in refuses that."""
+    with open(os.devnull) as nothing:
+        monkeypatch.setattr(sys, "stdin", nothing)
+        yield
 
 
 @pytest.fixture

@@ -25,6 +25,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar
@@ -85,6 +86,7 @@ class LocalCluster(Cluster):
         with self._home.locked():
             state = self._home.read()
             if state is None:
+                self._home.bury()
                 state = self._start()
             self._home.join(state, self.keep)
         return self._dashboard(state)
@@ -106,13 +108,10 @@ class LocalCluster(Cluster):
                 self._home.write(state)
                 CONSOLE.log("The embedded Ray stays up for it. Stop it with: nemo-run-ray down")
 
-    def stop(self) -> bool:
-        """Stop it now, with all that runs on it; whether there was one."""
+    def stop(self) -> None:
+        """Stop it now, with all that runs on it, if there is one."""
         with self._home.locked():
-            state = self._home.read()
-            if state is not None:
-                self._home.stop(state)
-            return state is not None
+            self._home.bury()
 
     @property
     def _home(self) -> _Home:
@@ -225,12 +224,21 @@ class _Home:
         return lock
 
     def read(self) -> _State | None:
-        """The state of a cluster that lives, else ``None``. Removes what a dead one left."""
+        """The state of a cluster that lives, else ``None``."""
+        state = self._read_any()
+        return state if state is not None and _lives(state.pid, state.born) else None
+
+    def bury(self) -> None:
+        """Remove what a cluster left whose first process was killed. The lock is held."""
+        state = self._read_any()
+        if state is not None:
+            self.stop(state)
+
+    def _read_any(self) -> _State | None:
         try:
-            state = _State(**json.loads(self._state.read_text(encoding="utf-8")))
+            return _State(**json.loads(self._state.read_text(encoding="utf-8")))
         except (FileNotFoundError, ValueError, TypeError):
-            return None  # none, or cut off while it was written: then nobody has joined it
-        return state if _lives(state.pid, state.born) else None
+            return None  # none, or not one of ours: then nobody has joined it
 
     def write(self, state: _State) -> None:
         temporary = self._state.with_suffix(".new")
@@ -273,15 +281,13 @@ class _Home:
 
     def stop(self, state: _State) -> None:
         """End the cluster's processes and remove what they left. The lock is held."""
-        try:
-            psutil.Process(state.pid).terminate()
-        except psutil.NoSuchProcess:
-            pass
+        if _lives(state.pid, state.born):
+            _signal(psutil.Process(state.pid).terminate)
         deadline = time.monotonic() + _STOP_LIMIT_S
         while _marked(state.root):
             if time.monotonic() > deadline or not _lives(state.pid, state.born):
                 for process in _marked(state.root):
-                    _kill(process)
+                    _signal(process.kill)
             time.sleep(0.05)
         if state.pid in _children:
             _children.pop(state.pid).wait()
@@ -350,9 +356,9 @@ def _marked(root: str) -> list[psutil.Process]:
     return found
 
 
-def _kill(process: psutil.Process) -> None:
+def _signal(send: Callable[[], None]) -> None:
     try:
-        process.kill()
+        send()
     except psutil.NoSuchProcess:
         pass  # it was faster
 

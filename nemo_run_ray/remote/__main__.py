@@ -1,4 +1,4 @@
-"""Entry on the cluster: ``run <job> <submission id>`` runs one job of the archive around it."""
+"""Entry on the cluster: ``run <job> <submission id> <nonce>`` runs one job of the archive."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ _HERE = os.path.dirname(os.path.abspath(__file__))
 
 
 def main(argv: list[str]) -> int:
-    if len(argv) != 3 or argv[0] != "run":
-        say(f"usage: run <job> <submission id>, not {argv}")
+    if len(argv) != 4 or argv[0] != "run":
+        say(f"usage: run <job> <submission id> <nonce>, not {argv}")
         return 2
-    _, job, submission_id = argv
+    _, job, submission_id, nonce = argv
     with open(os.path.join(_HERE, "jobs", f"{job}.json"), encoding="utf-8") as file:
         spec = JobSpec.from_json(file.read())
     tag = f"{submission_id}/{secrets.token_hex(8)}"
-    return keep(tag, lambda runner: _run(runner, spec, job, submission_id))
+    return keep(tag, nonce, lambda runner: _run(runner, spec, job, submission_id))
 
 
 def _run(runner: Runner, spec: JobSpec, job: str, submission_id: str) -> int:

@@ -30,8 +30,8 @@ from typing import Callable, Dict, List, NoReturn, Optional, Sequence, Tuple
 #: Environment variable by which the keeper finds what a dead runner left behind.
 TAG = "NEMO_RUN_RAY_TAG"
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
-#: How the last line of every log begins, behind our prefix: a reader that has it has all.
-END = "end: "
+#: How our lines in a job's log begin.
+PREFIX = "nemo_run_ray| "
 #: Seconds between two looks at a process tree that is being ended.
 _ROUND_S = 0.02
 #: Bytes of output read at once.
@@ -40,7 +40,15 @@ _CHUNK_BYTES = 65536
 
 def say(text: str) -> None:
     """Write one line of ours into the job's log."""
-    os.write(1, f"nemo_run_ray| {text}\n".encode())
+    os.write(1, f"{PREFIX}{text}\n".encode())
+
+
+def end_mark(nonce: str) -> str:
+    """How the last line of a job's log begins: a reader that has it has all.
+
+    The nonce keeps a command that prints such a line by chance from ending its own log.
+    """
+    return f"{PREFIX}end {nonce[:8]}: "
 
 
 def describe_exit(code: int) -> str:
@@ -53,11 +61,12 @@ def describe_exit(code: int) -> str:
     return f"exit code {code}"
 
 
-def keep(tag: str, work: Callable[[Runner], int]) -> int:
+def keep(tag: str, nonce: str, work: Callable[[Runner], int]) -> int:
     """Run ``work`` in a runner process and return its exit code. See the module's text.
 
     Args:
         tag: unique text that is in the environment of every process of the command.
+        nonce: the submission's, for the log's last line.
         work: called in the runner; it prepares, calls ``Runner.run`` and cleans up.
     """
     ours, theirs = socket.socketpair()
@@ -83,7 +92,7 @@ def keep(tag: str, work: Callable[[Runner], int]) -> int:
     else:
         left = sweep(tag)
         code, words = 137, f"our process on this node was killed, and {left} others with it"
-    say(f"{END}{words}")
+    say(f"{end_mark(nonce)}{words}".removeprefix(PREFIX))
     return code
 
 

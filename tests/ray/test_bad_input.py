@@ -1,0 +1,276 @@
+"""What a user gets who does it wrong: one paragraph, within seconds, and nothing started."""
+
+import datetime
+import http.server
+import ipaddress
+import json
+import os
+import re
+import shutil
+import ssl
+import threading
+import time
+
+import nemo_run as run
+import pytest
+
+from nemo_run_ray import ExistingCluster, RayExecutor
+from nemo_run_ray.errors import (
+    ArchiveTooLarge,
+    ConfigError,
+    Conflict,
+    NemoRunRayError,
+    PackagingFailed,
+    TooOld,
+    Unauthorised,
+    Unreachable,
+)
+from tests.conftest import tool
+
+TRUE = run.Script(inline="true")
+
+
+class Server(http.server.ThreadingHTTPServer):
+    """Answers every request alike; the address of something that is no working dashboard."""
+
+    def __init__(self, answers: dict[str, object], context: ssl.SSLContext | None = None) -> None:
+        class Handler(http.server.BaseHTTPRequestHandler):
+            def do_GET(self) -> None:  # noqa: N802
+                found = answers.get(self.path, answers.get("*"))
+                self.send_response(404 if found is None else 200)
+                self.end_headers()
+                text = found if isinstance(found, str) else json.dumps(found)
+                self.wfile.write(text.encode())
+
+            def log_message(self, *_: object) -> None:
+                pass
+
+        super().__init__(("127.0.0.1", 0), Handler)
+        scheme = "http"
+        if context is not None:
+            self.socket = context.wrap_socket(self.socket, server_side=True)
+            scheme = "https"
+        self.url = f"{scheme}://127.0.0.1:{self.server_address[1]}"
+        self._thread = threading.Thread(target=self.serve_forever, args=(0.05,), daemon=True)
+        self._thread.start()
+
+    def handle_error(self, request: object, client_address: object) -> None:
+        pass  # the client's refusal of our certificate is what is tested
+
+    def stop(self) -> None:
+        self.shutdown()
+        self._thread.join()
+        self.server_close()
+
+
+@pytest.fixture
+def server():
+    servers: list[Server] = []
+
+    def serve(answers, context=None) -> str:
+        servers.append(Server(answers, context))
+        return servers[-1].url
+
+    yield serve
+    for one in servers:
+        one.stop()
+
+
+def refused(kind: type[NemoRunRayError], executor: RayExecutor, name: str, script=TRUE) -> str:
+    began = time.monotonic()
+    with pytest.raises(kind) as caught:
+        run.run(script, executor=executor, name=name)
+    assert time.monotonic() - began < 15
+    message = str(caught.value)
+    assert "\n\n" not in message
+    assert "Traceback" not in message
+    return message
+
+
+@pytest.fixture(autouse=True)
+def nothing_started(api, unique):
+    """A refused task leaves no job; tests that do run one name it otherwise."""
+    yield
+    assert [one for one in api.table(fresh=True) if one.startswith(f"{unique}_")] == []
+
+
+def test_a_closed_port(unique):
+    message = refused(Unreachable, RayExecutor(address="http://127.0.0.1:9"), unique)
+    assert "http://127.0.0.1:9" in message
+    assert "refused" in message
+
+
+def test_an_address_that_is_no_dashboard(unique, server):
+    url = server({"*": "<html>hello</html>"})
+    assert "is not a Ray dashboard" in refused(Unreachable, RayExecutor(address=url), unique)
+
+
+def test_no_token(unique, dashboard, monkeypatch, tmp_path):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    message = refused(Unauthorised, RayExecutor(address=dashboard.url), unique)
+    assert "No token was sent" in message
+    assert "RAY_AUTH_TOKEN" in message
+
+
+def test_a_wrong_token(unique, dashboard, monkeypatch):
+    monkeypatch.setenv("RAY_AUTH_TOKEN", "f" * 64)
+    assert "is not its token" in refused(
+        Unauthorised, RayExecutor(address=dashboard.url), unique
+    )
+
+
+def test_an_expired_certificate_and_a_ca_of_our_own(unique, server, tmp_path):
+    expired, ca = certificate(tmp_path / "expired", valid=False)
+    url = server({}, expired)
+    message = refused(Unreachable, RayExecutor(cluster=trusting(url, ca)), unique)
+    assert "expired" in message
+    good, ca = certificate(tmp_path / "good", valid=True)
+    url = server({"*": "x"}, good)
+    assert "self-signed" in refused(Unreachable, RayExecutor(address=url), unique)
+    message = refused(Unreachable, RayExecutor(cluster=trusting(url, ca)), unique)
+    assert "is not a Ray dashboard" in message, "the connection itself must be trusted"
+
+
+def test_a_ray_that_is_too_old_for_a_label_selector(unique, server):
+    # No such Ray can be installed beside this one; its two answers are all that is looked at.
+    answers = {"/api/version": {"ray_version": "2.40.0", "session_name": "s"}, "/api/jobs/": []}
+    executor = RayExecutor(address=server(answers), label_selector={"pool": "a"})
+    message = refused(TooOld, executor, unique)
+    assert "label_selector" in message
+    assert "2.54" in message
+    assert "2.40.0" in message
+
+
+def test_a_secret_that_is_not_set(unique, existing):
+    message = refused(ConfigError, RayExecutor(cluster=existing, secrets=["NOT_SET_1"]), unique)
+    assert "NOT_SET_1" in message
+
+
+def test_a_packager_that_fails(unique, existing, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    executor = RayExecutor(cluster=existing, packager=run.GitArchivePackager())
+    assert "GitArchivePackager" in refused(PackagingFailed, executor, unique)
+
+
+def test_code_that_is_too_large(unique, existing, tmp_path):
+    for number in range(3):
+        (tmp_path / f"weights{number}.bin").write_bytes(os.urandom(40 * 1024**2))
+    packager = run.PatternPackager(include_pattern=str(tmp_path), relative_path=str(tmp_path))
+    executor = RayExecutor(cluster=existing, packager=packager)
+    began = time.monotonic()
+    message = refused(ArchiveTooLarge, executor, unique)
+    assert time.monotonic() - began < 15
+    for expected in ("120.0 MiB", "100 MiB", "weights0.bin", "Nothing was sent"):
+        assert expected in message
+
+
+def test_an_experiment_id_that_ran(unique, existing, home):
+    def again() -> None:
+        with run.Experiment(unique, id=f"{unique}-1", executor=RayExecutor(cluster=existing)) as exp:
+            exp.add(TRUE, name="job")
+            exp.run()
+
+    again()
+    with pytest.raises(ConfigError, match="has run already"):
+        again()
+
+
+def test_an_id_that_another_home_used(unique, existing, home):
+    def go() -> None:
+        with run.Experiment(unique, id=f"{unique}-1", executor=RayExecutor(cluster=existing)) as exp:
+            exp.add(TRUE, name="job")
+            exp.run()
+
+    go()
+    shutil.rmtree(home / "experiments" / unique)
+    with pytest.raises(Conflict, match="another run"):
+        go()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (["status", "no-such-thing"], "no experiment 'no-such-thing'"),
+        (["doctor", "--address", "http://127.0.0.1:9"], "cannot be reached"),
+        (["doctor", "--address", "nonsense"], "Did you mean http://nonsense?"),
+    ],
+)
+def test_the_command_line_says_it_in_one_paragraph(arguments, expected):
+    done = tool("nemo-run-ray", *arguments)
+    assert done.returncode == 1
+    assert expected in " ".join(done.stderr.split())
+    assert "Traceback" not in done.stderr
+
+
+def outcome(executor: RayExecutor, script: run.Script, name: str) -> dict:
+    run.run(script, executor=executor, name=name, tail_logs=False)
+    done = tool("nemo-run-ray", "status", name, "--json")
+    (row,) = json.loads(done.stdout)
+    return row
+
+
+def test_failures_name_their_cause(existing, unique, local_cluster):
+    executor = RayExecutor(cluster=existing)
+    row = outcome(executor, run.Script(inline="echo the last words; exit 3"), f"x{unique}")
+    assert row["state"] == "FAILED"
+    assert row["message"].startswith("exit code 3;")
+    assert "the last words" in row["message"]
+
+    row = outcome(executor, run.Script(inline="kill -SEGV $$"), f"y{unique}")
+    assert (row["state"], row["reason"]) == ("FAILED", "killed by a signal")
+    assert "SIGSEGV" in row["message"]
+
+
+def test_a_runtime_env_that_cannot_be_built_shows_rays_reason(existing, unique):
+    executor = RayExecutor(
+        cluster=existing,
+        runtime_env={"pip": {"packages": ["/no/such/wheel.whl"], "pip_check": False}},
+    )
+    row = outcome(executor, TRUE, f"x{unique}")
+    assert (row["state"], row["reason"]) == (
+        "FAILED",
+        "the runtime environment could not be built",
+    )
+    assert re.search("/no/such/wheel.whl|No module named pip", row["message"]), row["message"]
+
+
+def trusting(url: str, ca: str) -> ExistingCluster:
+    return ExistingCluster(url=url, verify=ca)
+
+
+def certificate(folder, valid: bool) -> tuple[ssl.SSLContext, str]:
+    from cryptography import x509
+    from cryptography.hazmat.primitives import hashes, serialization
+    from cryptography.hazmat.primitives.asymmetric import ec
+
+    folder.mkdir()
+    key = ec.generate_private_key(ec.SECP256R1())
+    name = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, "test")])
+    now = datetime.datetime.now(datetime.timezone.utc)
+    day = datetime.timedelta(days=1)
+    end = now + day if valid else now - day
+    made = (
+        x509.CertificateBuilder()
+        .subject_name(name)
+        .issuer_name(name)
+        .public_key(key.public_key())
+        .serial_number(x509.random_serial_number())
+        .not_valid_before(now - 2 * day)
+        .not_valid_after(end)
+        .add_extension(
+            x509.SubjectAlternativeName([x509.IPAddress(ipaddress.ip_address("127.0.0.1"))]), False
+        )
+        .add_extension(x509.BasicConstraints(ca=True, path_length=None), True)
+        .sign(key, hashes.SHA256())
+    )
+    pem = serialization.Encoding.PEM
+    (folder / "cert.pem").write_bytes(made.public_bytes(pem))
+    (folder / "key.pem").write_bytes(
+        key.private_bytes(
+            pem, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
+        )
+    )
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(folder / "cert.pem", folder / "key.pem")
+    return context, str(folder / "cert.pem")
+

@@ -1,0 +1,117 @@
+"""The embedded Ray: started once, found by others, stopped by the last, never confused by the dead."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import httpx
+import psutil
+import pytest
+
+from tests.conftest import wait_for
+
+USER = """
+import sys
+from nemo_run_ray import LocalCluster
+dashboard = LocalCluster(num_cpus=1).connect()
+print(dashboard.url, flush=True)
+sys.stdin.readline()
+"""
+
+
+@pytest.fixture
+def home_of_its_own(tmp_path, monkeypatch):
+    monkeypatch.setenv("NEMORUN_HOME", str(tmp_path))
+    yield tmp_path
+    for state in states(tmp_path):
+        psutil.Process(state["pid"]).terminate()
+
+
+def user() -> subprocess.Popen:
+    """A process that uses the embedded Ray until its input is closed."""
+    pipe = subprocess.PIPE
+    return subprocess.Popen([sys.executable, "-c", USER], stdin=pipe, stdout=pipe, text=True)
+
+
+def url_of(process: subprocess.Popen) -> str:
+    """The line with the address; NeMo-Run's own may stand before it."""
+    for line in process.stdout:
+        if line.startswith("http://"):
+            return line.strip()
+    return pytest.fail("it ended without an address")
+
+
+def leave(process: subprocess.Popen) -> None:
+    process.stdin.close()
+    process.wait(60)
+    process.stdout.close()
+
+
+def states(home: Path) -> list[dict]:
+    return [json.loads(path.read_text()) for path in home.glob("ray_local/*/state.json")]
+
+
+def test_a_race_starts_one_and_the_last_one_stops_it(home_of_its_own):
+    first, second = user(), user()
+    urls = {url_of(first), url_of(second)}
+    assert len(urls) == 1
+    (state,) = states(home_of_its_own)
+    assert len(state["users"]) == 2
+
+    leave(first)
+    assert psutil.pid_exists(state["pid"])
+    assert httpx.get(urls.pop() + "/api/version").status_code in (200, 401)
+    leave(second)
+
+    assert states(home_of_its_own) == []
+    assert not psutil.pid_exists(state["pid"])
+    assert not Path(state["root"]).exists()
+    assert marked(state["root"]) == []
+
+
+def test_a_dead_one_is_replaced_and_its_rest_removed(home_of_its_own):
+    first = user()
+    old = url_of(first)
+    (state,) = states(home_of_its_own)
+    os.kill(state["pid"], signal.SIGKILL)
+    wait_for(lambda: psutil.Process(state["pid"]).status() == psutil.STATUS_ZOMBIE)
+
+    second = user()
+    assert url_of(second) != old
+    leave(first)
+    assert len(states(home_of_its_own)) == 1, "who used the dead one must not stop the new one"
+    leave(second)
+
+    assert states(home_of_its_own) == []
+    assert marked(state["root"]) == []
+    assert not Path(state["root"]).exists()
+
+
+def test_a_client_that_was_killed_is_no_user(home_of_its_own):
+    first, second = user(), user()
+    url_of(first)
+    url_of(second)
+    (state,) = states(home_of_its_own)
+    first.kill()
+    first.wait()
+    first.stdin.close()
+    first.stdout.close()
+
+    leave(second)
+
+    assert states(home_of_its_own) == []
+    assert marked(state["root"]) == []
+
+
+def marked(root: str) -> list[int]:
+    found = []
+    for process in psutil.process_iter():
+        try:
+            if process.environ().get("NEMO_RUN_RAY_LOCAL") == root:
+                found.append(process.pid)
+        except psutil.Error:
+            continue
+    return found

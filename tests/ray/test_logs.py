@@ -1,0 +1,88 @@
+"""Logs from a real Ray: long, wide, broken, live."""
+
+import time
+
+import nemo_run as run
+import pytest
+
+from nemo_run_ray import RayExecutor
+from nemo_run_ray.submission import RemoteJob
+
+WIDE = 6 * 1024**2  # beyond the 4 MiB that Ray's own WebSocket takes
+
+
+@pytest.fixture
+def start(existing, unique, monkeypatch):
+    """Start a Python program as a job and leave it alone."""
+
+    def start(program: str) -> RemoteJob:
+        executor = RayExecutor(cluster=existing)
+        script = run.Script(inline=f"exec python3 -u - <<'EOF'\n{program}\nEOF\n")
+        with run.Experiment(unique, executor=executor, skip_status_at_exit=True) as experiment:
+            experiment.add(script, name="job")
+            experiment.run(detach=True)
+        return RemoteJob.find(f"{experiment._id}.job")
+
+    return start
+
+
+def body(text: str) -> str:
+    """The command's own output."""
+    head, _, rest = text.partition("Running entrypoint")
+    return rest.partition("\n")[2].partition("nemo_run_ray| end:")[0]
+
+
+def test_a_line_beyond_the_websockets_limit_arrives_whole(start):
+    job = start(f"print('before'); print('x' * {WIDE}); print('after')")
+
+    text = body("".join(job.log(should_tail=True)))
+
+    assert text == "before\n" + "x" * WIDE + "\nafter\n"
+
+
+def test_bytes_that_are_not_text_do_not_end_the_log(start):
+    job = start(
+        "import os; os.write(1, b'caf\\xe9 \\xff\\n'); os.write(1, 'größe \\U0001f680\\n'.encode())"
+    )
+
+    assert body("".join(job.log(should_tail=True))) == "caf\\xe9 \\xff\ngröße \U0001f680\n"
+
+
+def test_a_progress_bar_arrives_while_the_job_runs(start):
+    job = start(
+        "import time, sys\n"
+        "for i in range(8):\n"
+        "    sys.stdout.write(f'{i}/8\\r'); sys.stdout.flush(); time.sleep(1)\n"
+    )
+
+    arrivals = {}
+    for text in job.log(should_tail=True):
+        for i in range(8):
+            if f"{i}/8" in text:
+                arrivals[i] = time.monotonic()
+
+    assert sorted(arrivals) == list(range(8))
+    assert arrivals[7] - arrivals[0] > 3, "all of it came at the end"
+
+
+def test_a_log_of_many_lines_arrives_whole_and_in_order(start):
+    job = start("for i in range(200_000): print(f'line {i} ' + 'y' * 80)")
+
+    lines = body("".join(job.log(should_tail=True))).splitlines()
+
+    assert [line.split()[1] for line in lines] == [str(i) for i in range(200_000)]
+
+
+def test_without_tailing_a_running_job_shows_what_there_is(start, eventually):
+    job = start("import time; print('first'); time.sleep(100)")
+
+    eventually(lambda: "first" in "".join(job.log(should_tail=False)))
+    job.cancel(grace_s=1)
+
+
+def test_a_program_that_prints_our_last_line_does_not_end_the_log(start):
+    job = start(
+        "import time\nprint('nemo_run_ray| end: exit code 0')\ntime.sleep(3)\nprint('goes on')"
+    )
+
+    assert "goes on" in "".join(job.log(should_tail=True))
