@@ -1,7 +1,7 @@
 """What travels: the code archive, the job archive, the archive of secrets.
 
-Archives are named by the digest of their contents, so equal contents are uploaded once. The digest is
-taken before anything is compressed: a second submission of the same code costs one question.
+Archives are named by the digest of their contents, so equal contents are uploaded once. The digest
+is taken before anything is compressed: a second submission of the same code costs one question.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-import nemo_run_ray
 from nemo_run.core.packaging.base import Packager
 from nemo_run.core.packaging.git import GitArchivePackager
 
+import nemo_run_ray
 from nemo_run_ray.errors import ArchiveTooLarge, ConfigError, PackagingFailed
 from nemo_run_ray.plan import REMOTE_PACKAGE, JobPlan
 from nemo_run_ray.remote.rundir import MANIFEST, SECRETS
 
-#: What Ray's dashboard takes as the body of one request (DASHBOARD_CLIENT_MAX_SIZE); one byte more is
-#: answered with 413. Measured on Ray 2.60: 99 MiB pass, 101 MiB do not.
+#: What Ray's dashboard takes as the body of one request (DASHBOARD_CLIENT_MAX_SIZE); one byte more
+#: is answered with 413. Measured on Ray 2.60: 99 MiB pass, 101 MiB do not.
 UPLOAD_MAX_BYTES = 100 * 1024**2
 #: Zip knows no earlier day; a fixed one keeps equal contents equal.
 _ZIP_EPOCH = (1980, 1, 1, 0, 0, 0)
@@ -119,8 +119,8 @@ def packager_key(packager: Packager) -> str:
 def job_archive(plans: Sequence[JobPlan], job_dirs: Mapping[str, Path], main: Path) -> Archive:
     """The half that runs on the cluster, with the specs, configs and scripts of all jobs.
 
-    ``nemo_run_ray`` itself travels too: functions of the user's ``__main__`` are found by running that
-    file again on the node, and it imports us.
+    ``nemo_run_ray`` itself travels too: functions of the user's ``__main__`` are found by running
+    that file again on the node, and it imports us.
 
     Args:
         plans: the experiment's jobs on this cluster.
@@ -183,8 +183,8 @@ def _run_packager(packager: Packager, folder: Path, name: str) -> Path:
         ) from error
     if not delivered or not tarfile.is_tarfile(delivered):
         raise PackagingFailed(
-            f"The packager {kind} returned {delivered!r}; expected the path of a tar archive. Nothing "
-            "was sent."
+            f"The packager {kind} returned {delivered!r}; expected the path of a tar archive. "
+            "Nothing was sent."
         )
     return Path(delivered)
 
@@ -224,8 +224,8 @@ def _relative(name: str) -> str:
     clean = os.path.normpath(name)
     if clean.startswith(("/", "..")):
         raise PackagingFailed(
-            f"The packager's archive holds {name!r}, which lies outside of it. Nothing was sent. Set "
-            "the packager's relative path to a folder above all that it includes."
+            f"The packager's archive holds {name!r}, which lies outside of it. Nothing was sent. "
+            "Set the packager's relative path to a folder above all that it includes."
         )
     return clean
 
@@ -233,7 +233,9 @@ def _relative(name: str) -> str:
 def _contents(tar: tarfile.TarFile, member: tarfile.TarInfo) -> bytes:
     file = tar.extractfile(member)
     if file is None:
-        raise PackagingFailed(f"The packager's archive does not hold the contents of {member.name!r}.")
+        raise PackagingFailed(
+            f"The packager's archive does not hold the contents of {member.name!r}."
+        )
     return file.read()
 
 
@@ -271,5 +273,6 @@ def _too_large(what: str, entries: list[Entry]) -> str:
     return (
         f"{what} is {total:.1f} MiB and does not fit into the {UPLOAD_MAX_BYTES / 1024**2:.0f} MiB "
         "that Ray's dashboard takes as a zip. Nothing was sent. Leave data and weights out of the "
-        f"packager's pattern and put them where the nodes can read them. Its largest entries:\n{table}"
+        f"packager's pattern and put them where the nodes can read them. Its largest "
+        f"entries:\n{table}"
     )

@@ -48,8 +48,8 @@ def down(
         busy = [one for one, row in rows.items() if row["status"] in ("PENDING", "RUNNING")]
         if busy:
             raise JobError(
-                f"{len(busy)} job(s) still run on the embedded Ray: {', '.join(busy)}. Cancel them, "
-                "or stop it with all that runs on it: nemo-run-ray down --force"
+                f"{len(busy)} job(s) still run on the embedded Ray: {', '.join(busy)}. Cancel "
+                "them, or stop it with all that runs on it: nemo-run-ray down --force"
             )
     cluster.stop()
     _out.print("The embedded Ray is stopped.")

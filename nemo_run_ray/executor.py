@@ -38,8 +38,8 @@ class RayExecutor(Executor):
         ``run.run(task, executor=RayExecutor(address="http://ray-head:8265", gpus_per_node=1))``
 
     Raises:
-        ConfigError: a field is unknown or its value is not allowed; the message names the field, the
-            value and what is allowed.
+        ConfigError: a field is unknown or its value is not allowed; the message names the field,
+            the value and what is allowed.
     """
 
     #: Where to run; ``None`` is ``LocalCluster()``, an embedded Ray on this machine.
@@ -95,7 +95,7 @@ class RayExecutor(Executor):
                 close = difflib.get_close_matches(name, known, n=1)
                 hint = f"did you mean {close[0]!r}?" if close else f"it has {', '.join(known)}."
                 raise ConfigError(f"RayExecutor has no field {name!r}; {hint}")
-        return super().__new__(cls)
+        return object.__new__(cls)
 
     def __post_init__(self) -> None:
         self.check()

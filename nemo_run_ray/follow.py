@@ -1,7 +1,7 @@
 """Following a job's log: every line once, in order, whatever happens to the connection.
 
-Both ways to read a log begin at its first character and deliver the same text, so a reader's place is
-the number of characters that it has passed on.
+Both ways to read a log begin at its first character and deliver the same text, so a reader's place
+is the number of characters that it has passed on.
 """
 
 from __future__ import annotations
@@ -33,14 +33,15 @@ class LogSource(Protocol):
 def follow(source: LogSource, end_mark: str, sleep: Callable[[float], None]) -> Iterator[str]:
     """The log's text until the job is over and all of it has been passed on.
 
-    The stream's end only means "look again". All has been passed on when the job is over and the log
-    ends with the remote half's last line. Where that line is missing (the remote half was killed, or
-    a line beyond the WebSocket's limit stopped the stream early), the whole log is read the other way.
+    The stream's end only means "look again". All has been passed on when the job is over and the
+    log ends with the remote half's last line. Where that line is missing (the remote half was
+    killed, or a line beyond the WebSocket's limit stopped the stream early), the whole log is read
+    the other way.
 
     Args:
         source: where to read.
-        end_mark: how the remote half begins the last line of this job's log. It says that the log is
-            complete and nothing about the job.
+        end_mark: how the remote half begins the last line of this job's log. It says that the log
+            is complete and nothing about the job.
         sleep: waits so many seconds between two attempts.
     """
     reader = _Reader(end_mark)

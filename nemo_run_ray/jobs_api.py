@@ -13,7 +13,7 @@ import ssl
 import threading
 import time
 from collections.abc import Callable, Iterator
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 from urllib.parse import quote
 
 import httpx
@@ -67,9 +67,9 @@ class StreamCut(ClusterError):
 
 
 class JobsApi:
-    """One dashboard. Thread-safe; ``JobsApi.of`` shares one object among all users of a dashboard."""
+    """One dashboard. Thread-safe; all users of a dashboard share one by ``JobsApi.of``."""
 
-    _shared: dict[tuple[Any, ...], JobsApi] = {}
+    _shared: ClassVar[dict[tuple[Any, ...], JobsApi]] = {}
     _shared_lock = threading.Lock()
 
     def __init__(self, dashboard: Dashboard) -> None:
@@ -131,8 +131,8 @@ class JobsApi:
             needed = ".".join(str(part) for part in LABEL_SELECTOR_SINCE)
             raise TooOld(
                 f"RayExecutor.label_selector needs Ray {needed} or newer; the cluster at "
-                f"{self.dashboard.url} runs {version}. Upgrade it, or use resources_per_node with a "
-                "custom resource of the nodes that you mean."
+                f"{self.dashboard.url} runs {version}. Upgrade it, or use resources_per_node with "
+                "a custom resource of the nodes that you mean."
             )
 
     # ------------------------------------------------------------------ jobs
@@ -211,8 +211,8 @@ class JobsApi:
             if 400 <= response.status_code < 500:
                 raise SubmissionError(
                     f"{self.dashboard.url} refuses an archive of {len(data) / 1024**2:.1f} MiB: "
-                    f"{_last_line(response.text)} (HTTP {response.status_code}). A proxy before the "
-                    "dashboard may have a lower limit than Ray's 100 MiB."
+                    f"{_last_line(response.text)} (HTTP {response.status_code}). A proxy before "
+                    "the dashboard may have a lower limit than Ray's 100 MiB."
                 )
             if response.status_code != 200:
                 raise Gone(f"{self.dashboard.url} answered {response.status_code} to an upload.")
@@ -351,7 +351,9 @@ class JobsApi:
         if "CERTIFICATE_VERIFY_FAILED" in cause:
             step = "Renew the certificate, or give its CA: ExistingCluster(url, verify='ca.pem')."
         elif isinstance(error, httpx.ConnectError):
-            step = "Is the address right, the cluster up, a tunnel open? `nemo-run-ray doctor` checks."
+            step = (
+                "Is the address right, the cluster up, a tunnel open? `nemo-run-ray doctor` checks."
+            )
         else:
             step = "It may be overloaded, or not be a Ray dashboard. `nemo-run-ray doctor` checks."
         return Gone(f"Ray's dashboard at {self.dashboard.url} cannot be reached: {cause}. {step}")
@@ -360,8 +362,8 @@ class JobsApi:
         kind = response.headers.get("content-type", "no content type")
         return Unreachable(
             f"{self.dashboard.url} is not a Ray dashboard: {response.request.url} answered "
-            f"{response.status_code} ({kind}), expected Ray's JSON. Give the address of the dashboard, "
-            "usually port 8265 of the head, with the path prefix if a proxy adds one."
+            f"{response.status_code} ({kind}), expected Ray's JSON. Give the address of the "
+            "dashboard, usually port 8265 of the head, with the path prefix if a proxy adds one."
         )
 
     def _check_auth(self, response: httpx.Response) -> None:
@@ -371,8 +373,8 @@ class JobsApi:
         found = "The token that was sent is not its token" if sent else "No token was sent"
         raise Unauthorised(
             f"Ray's dashboard at {self.dashboard.url} answered {response.status_code}: "
-            f"{_last_line(response.text)}. {found}. Set RAY_AUTH_TOKEN or RAY_AUTH_TOKEN_PATH, write "
-            "~/.ray/auth_token, or give ExistingCluster(url, token=…)."
+            f"{_last_line(response.text)}. {found}. Set RAY_AUTH_TOKEN or RAY_AUTH_TOKEN_PATH, "
+            "write ~/.ray/auth_token, or give ExistingCluster(url, token=…)."
         )
 
     def _no_such_job(self, submission_id: str) -> JobError:

@@ -1,7 +1,7 @@
 """What an experiment asked of clusters, one line per event, in the experiment's folder.
 
-It lets another process find the cluster and the ids; the truth about a job's state is the cluster's.
-A line is written, flushed and synced before the request that it announces.
+It lets another process find the cluster and the ids; the truth about a job's state is the
+cluster's. A line is written, flushed and synced before the request that it announces.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from nemo_run.config import get_nemorun_home
 
 from nemo_run_ray.errors import JobError
 from nemo_run_ray.executor import LEDGER
-from nemo_run_ray.plan import safe_id
+from nemo_run_ray.plan import ID_MAX, safe_id
 
 log = logging.getLogger(__name__)
 
@@ -134,9 +134,10 @@ def remember(exp_dir: Path, experiment_id: str) -> None:
 
 def _candidates(submission_id: str) -> Iterator[Path]:
     for folder in (Path(get_nemorun_home()) / "experiments").glob("*/*"):
-        if submission_id.startswith(f"{safe_id(folder.name)}.") or len(submission_id) > 150:
-            if (folder / LEDGER).exists():
-                yield folder
+        begins = submission_id.startswith(f"{safe_id(folder.name)}.")
+        # A shortened id may have lost the experiment's name.
+        if (begins or len(submission_id) >= ID_MAX) and (folder / LEDGER).exists():
+            yield folder
     for pointer in _pointers().glob("*"):
         if submission_id.startswith(f"{pointer.name}."):
             yield Path(pointer.read_text(encoding="utf-8"))

@@ -15,7 +15,7 @@ from nemo_run_ray.cli import VERBS, guarded
 from nemo_run_ray.executor import RayExecutor
 
 
-@run.cli.factory(target=Executor, name="ray")
+@run.cli.factory(target=Executor, name="ray")  # type: ignore[untyped-decorator]
 def ray() -> run.Config[RayExecutor]:
     """``executor=ray executor.address=http://…``"""
     return run.Config(RayExecutor)

@@ -26,7 +26,7 @@ _RUNNER = ["-m", "nemo_run.core.runners.fdl_runner"]
 #: Components of NeMo-Run that quote every argument for a shell.
 _QUOTING_ENTRYPOINTS = ("torchrun", "ft_launcher")
 #: Longest id: Ray makes ``job-driver-<id>.log`` of it, and a file's name has 255 bytes.
-_ID_MAX = 180
+ID_MAX = 180
 #: Seconds that Ray waits longer than we do before it kills our own process.
 _STOP_MARGIN_S = 10
 _SAFE = re.compile(r"[^A-Za-z0-9_.-]+")
@@ -141,9 +141,9 @@ def safe_id(name: str) -> str:
 
 
 def _shorten(name: str) -> str:
-    if len(name) <= _ID_MAX:
+    if len(name) <= ID_MAX:
         return name
-    return f"{name[: _ID_MAX - 11]}-{hashlib.sha256(name.encode()).hexdigest()[:10]}"
+    return f"{name[: ID_MAX - 11]}-{hashlib.sha256(name.encode()).hexdigest()[:10]}"
 
 
 def entrypoint(python: str | None, arguments: list[str]) -> str:
@@ -193,7 +193,9 @@ def describe(planned: JobPlan, cluster: str, travels: list[str]) -> str:
 
 
 def _words(values: Mapping[str, Any]) -> str:
-    return ", ".join(f"{name.removeprefix('entrypoint_')}={value}" for name, value in values.items())
+    return ", ".join(
+        f"{name.removeprefix('entrypoint_')}={value}" for name, value in values.items()
+    )
 
 
 def _with_macros(role: Role, executor: RayExecutor) -> Role:

@@ -73,8 +73,8 @@ def save_handles(experiment: Experiment, submission_ids: dict[str, str]) -> None
     """Write the handles of jobs into the experiment's saved state before they are submitted.
 
     NeMo-Run writes them after all jobs were launched; a client that dies before that would leave an
-    experiment that knows nothing of its running jobs. The live job objects are not touched: NeMo-Run
-    sets their handles itself.
+    experiment that knows nothing of its running jobs. The live job objects are not touched:
+    NeMo-Run sets their handles itself.
 
     Args:
         experiment: a live one.

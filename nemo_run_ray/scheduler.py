@@ -46,11 +46,13 @@ class Request:
         if executor.packager_ships:
             travels.insert(0, f"code, packed by {type(executor.packager).__name__}")
         if self.plan.spec.secrets:
-            travels.append(f"secrets {', '.join(self.plan.spec.secrets)}, in an archive of their own")
+            travels.append(
+                f"secrets {', '.join(self.plan.spec.secrets)}, in an archive of their own"
+            )
         return describe(self.plan, repr(self.shipment.cluster), travels)
 
 
-class RayJobsScheduler(SchedulerMixin, Scheduler[Any]):  # type: ignore[misc]
+class RayJobsScheduler(SchedulerMixin, Scheduler[Any]):
     """Submits NeMo-Run's jobs to Ray and answers for them, also in a process that did not."""
 
     def __init__(self, session_name: str, experiment: Any = None) -> None:
@@ -80,7 +82,7 @@ class RayJobsScheduler(SchedulerMixin, Scheduler[Any]):  # type: ignore[misc]
         request = dryrun_info.request
         shipment = request.shipment
         self._announce()
-        submission_id = shipment.submit(request.plan.job)
+        submission_id: str = shipment.submit(request.plan.job)
         shipment.cluster.release(plugin.is_detached(self._experiment))
         CONSOLE.log(f"{escape(request.plan.job)} on Ray: {shipment.page(submission_id)}")
         return submission_id
@@ -139,7 +141,9 @@ class RayJobsScheduler(SchedulerMixin, Scheduler[Any]):  # type: ignore[misc]
         streams: Stream | None = None,
     ) -> Iterable[str]:
         if streams not in (None, Stream.COMBINED):
-            raise ValueError(f"Ray keeps one log of a job; there is no stream {streams.value} alone.")
+            raise ValueError(
+                f"Ray keeps one log of a job; there is no stream {streams.value} alone."
+            )
         found = lines(self._job(app_id).log(should_tail))
         return filter_regex(regex, found) if regex else found
 
@@ -203,9 +207,9 @@ class _Interrupt:
             signal.signal(signal.SIGINT, self._note)
 
     def unwatch(self) -> None:
-        if threading.current_thread() is threading.main_thread():
-            if signal.getsignal(signal.SIGINT) == self._note:
-                signal.signal(signal.SIGINT, signal.default_int_handler)
+        is_main = threading.current_thread() is threading.main_thread()
+        if is_main and signal.getsignal(signal.SIGINT) == self._note:
+            signal.signal(signal.SIGINT, signal.default_int_handler)
 
     def end_wait(self, job: str, verdict: Verdict) -> None:
         """Raise in a thread that waits for a job, after Ctrl-C."""

@@ -157,7 +157,9 @@ def judge(row: dict[str, Any]) -> Verdict:
     if state is JobState.CANCELLED:
         return Verdict(state, Reason.CANCELLED, "cancelled", node)
     if state is JobState.UNKNOWN:
-        detail = f"Ray calls the job's status {row.get('status')!r}, which this version does not know."
+        detail = (
+            f"Ray calls the job's status {row.get('status')!r}, which this version does not know."
+        )
         return Verdict(state, Reason.OTHER, detail, node)
     if state is not JobState.FAILED:
         return Verdict(state, node=node)

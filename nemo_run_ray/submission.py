@@ -140,8 +140,8 @@ def submit_once(
 ) -> None:
     """Post a job so that exactly one comes of it, also when answers are lost.
 
-    After an error the job table is asked before anything else is done. A repeated request cannot start
-    a second job: Ray gives a submission id away once.
+    After an error the job table is asked before anything else is done. A repeated request cannot
+    start a second job: Ray gives a submission id away once.
 
     Raises:
         SubmissionError: Ray refuses the request, or ``OUTCOME_S`` passed without an outcome.
@@ -161,9 +161,9 @@ def submit_once(
             row = api.job(submission_id, patience_s=max(0.0, deadline - clock()))
         except Gone as error:
             raise SubmissionError(
-                f"Nobody can tell whether the job {submission_id} has started: {error} It is noted; "
-                "`nemo-run-ray status` finds it when the cluster answers, and `nemo-run-ray resume` "
-                "hands it over if it never arrived."
+                f"Nobody can tell whether the job {submission_id} has started: {error} It is "
+                "noted; `nemo-run-ray status` finds it when the cluster answers, and `nemo-run-ray "
+                "resume` hands it over if it never arrived."
             ) from error
         if row is not None:
             _must_be_ours(api, row, nonce)
@@ -180,9 +180,9 @@ def _must_be_ours(api: JobsApi, row: dict[str, Any], nonce: str) -> None:
     if (row.get("metadata") or {}).get(NONCE_KEY) == nonce:
         return
     raise Conflict(
-        f"The id {row.get('submission_id')} is taken at {api.dashboard.url} by a job that another run "
-        f"submitted (its entrypoint: {str(row.get('entrypoint'))[:80]!r}). Nothing was started. Give "
-        "the experiment another id or title."
+        f"The id {row.get('submission_id')} is taken at {api.dashboard.url} by a job that another "
+        f"run submitted (its entrypoint: {str(row.get('entrypoint'))[:80]!r}). Nothing was "
+        "started. Give the experiment another id or title."
     )
 
 
@@ -207,7 +207,9 @@ class RemoteJob:
         """What is known of it now. Never raises because a cluster is away."""
         if self.record.terminal:
             seen = self.record.terminal
-            return Verdict(JobState(seen["state"]), Reason(seen["reason"]), seen["detail"], seen["node"])
+            return Verdict(
+                JobState(seen["state"]), Reason(seen["reason"]), seen["detail"], seen["node"]
+            )
         try:
             api = self._api()
             if api is None:
@@ -266,7 +268,7 @@ class RemoteJob:
         )
 
     def leftovers(self, verdict: Verdict) -> str:
-        """Proof, in words, that no process of a cancelled job is left on its node; or what is not known.
+        """Proof that no process of a cancelled job is left on its node, in words.
 
         The remote half ends every process of the job before its own last line.
         """
@@ -316,7 +318,9 @@ class RemoteJob:
 
     def _lost(self, why: str) -> Verdict:
         if self.record.last != ledger.SUBMITTED:
-            return Verdict(JobState.LOST, Reason.CLUSTER_GONE, f"Nobody can tell whether it ran: {why}.")
+            return Verdict(
+                JobState.LOST, Reason.CLUSTER_GONE, f"Nobody can tell whether it ran: {why}."
+            )
         return Verdict(JobState.LOST, Reason.CLUSTER_GONE, f"Its end is not known: {why}.")
 
     def _note(self, verdict: Verdict) -> None:

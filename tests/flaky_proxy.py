@@ -46,7 +46,9 @@ class CutBefore(Fault):
 
 
 class Answer500(Fault):
-    instead = b"HTTP/1.1 500 Internal Server Error\r\nContent-Length: 4\r\nConnection: close\r\n\r\noops"
+    instead = (
+        b"HTTP/1.1 500 Internal Server Error\r\nContent-Length: 4\r\nConnection: close\r\n\r\noops"
+    )
 
 
 class Hang(Fault):

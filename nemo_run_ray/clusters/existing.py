@@ -17,7 +17,8 @@ from nemo_run_ray.errors import ConfigError
 #: Ray's default port of the dashboard.
 DASHBOARD_PORT = 8265
 _VARIABLE = re.compile(r"\$\{(\w+)\}")
-#: Tokens given in code, by fingerprint: NeMo-Run saves executors, and a token must not be in a file.
+#: Tokens given in code, by fingerprint: NeMo-Run saves executors, and a token must not be in a
+#: file.
 _TOKENS: dict[str, str] = {}
 
 
@@ -36,8 +37,9 @@ class ExistingCluster(Cluster):
 
     #: ``http(s)://host[:port][/prefix]``; ``ray://host:port`` is read as ``http://host:8265``.
     url: str
-    #: Ray's token. Kept in this process only: what is saved is its fingerprint. Without it the token
-    #: is taken from RAY_AUTH_TOKEN, the file RAY_AUTH_TOKEN_PATH or ~/.ray/auth_token, as Ray does.
+    #: Ray's token. Kept in this process only: what is saved is its fingerprint. Without it the
+    #: token is taken from RAY_AUTH_TOKEN, the file RAY_AUTH_TOKEN_PATH or ~/.ray/auth_token, as
+    #: Ray does.
     token: str | None = field(default=None, repr=False)
     #: Extra headers, for a proxy before the dashboard. They are saved with the experiment as given;
     #: ``${NAME}`` in a value stands for a variable of the environment, for values that are secret.
@@ -53,8 +55,8 @@ class ExistingCluster(Cluster):
             self.token = fingerprint
         if isinstance(self.verify, str) and not Path(self.verify).is_file():
             raise ConfigError(
-                f"ExistingCluster.verify: there is no file {self.verify!r}; expected True, False or "
-                "the path of a PEM file with the CA to trust."
+                f"ExistingCluster.verify: there is no file {self.verify!r}; expected True, False "
+                "or the path of a PEM file with the CA to trust."
             )
 
     def connect(self) -> Dashboard:
@@ -93,8 +95,8 @@ def ray_token() -> str | None:
     except FileNotFoundError as error:
         if named:
             raise ConfigError(
-                f"RAY_AUTH_TOKEN_PATH names {named}, which does not exist; write the cluster's token "
-                "into that file or unset the variable."
+                f"RAY_AUTH_TOKEN_PATH names {named}, which does not exist; write the cluster's "
+                "token into that file or unset the variable."
             ) from error
         return None
     except OSError as error:

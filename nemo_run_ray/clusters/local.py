@@ -15,6 +15,7 @@ last stops the cluster, unless it is to be kept or something still runs on it.
 from __future__ import annotations
 
 import atexit
+import contextlib
 import hashlib
 import json
 import os
@@ -54,7 +55,8 @@ class LocalCluster(Cluster):
     """An embedded Ray, started when it is needed. Token authentication is always on.
 
     The dashboard listens on 127.0.0.1. A client that stays attached stops the cluster when the last
-    user leaves and nothing runs on it; ``keep=True``, a detached run or ``nemo-run-ray up`` keep it.
+    user leaves and nothing runs on it; ``keep=True``, a detached run or ``nemo-run-ray up`` keep
+    it.
     """
 
     kind: ClassVar[str] = "local"
@@ -181,8 +183,8 @@ class LocalCluster(Cluster):
                     pass  # not listening yet
                 time.sleep(0.1)
         raise ClusterError(
-            f"The embedded Ray did not answer at {state.url} within {_START_LIMIT_S:.0f} s. Its last "
-            f"words: {self._home.last_words()}. Its log is {self._home.log}."
+            f"The embedded Ray did not answer at {state.url} within {_START_LIMIT_S:.0f} s. Its "
+            f"last words: {self._home.last_words()}. Its log is {self._home.log}."
         )
 
 
@@ -321,15 +323,15 @@ class _Home:
             jobs = answer.raise_for_status().json()
         except (httpx.HTTPError, ValueError) as error:
             CONSOLE.log(
-                f"The embedded Ray at {state.url} does not say whether jobs run on it ({error}); it "
-                "stays up. Stop it with: nemo-run-ray down"
+                f"The embedded Ray at {state.url} does not say whether jobs run on it ({error}); "
+                "it stays up. Stop it with: nemo-run-ray down"
             )
             return True
         busy = [job for job in jobs if job["status"] in ("PENDING", "RUNNING")]
         if busy:
             CONSOLE.log(
-                f"{len(busy)} job(s) still run on the embedded Ray, which stays up for them. Stop it "
-                "with: nemo-run-ray down"
+                f"{len(busy)} job(s) still run on the embedded Ray, which stays up for them. Stop "
+                "it with: nemo-run-ray down"
             )
         return bool(busy)
 
@@ -348,19 +350,17 @@ def _marked(root: str) -> list[psutil.Process]:
     found = []
     for process in psutil.process_iter():
         try:
-            if process.pid != os.getpid() and process.environ().get(_MARK) == root:
-                if process.status() != psutil.STATUS_ZOMBIE:
-                    found.append(process)
+            is_marked = process.environ().get(_MARK) == root
+            if is_marked and process.status() != psutil.STATUS_ZOMBIE:
+                found.append(process)
         except (psutil.NoSuchProcess, psutil.AccessDenied):
             continue  # ended, or another user's
     return found
 
 
 def _signal(send: Callable[[], None]) -> None:
-    try:
+    with contextlib.suppress(psutil.NoSuchProcess):  # it was faster
         send()
-    except psutil.NoSuchProcess:
-        pass  # it was faster
 
 
 def _temp_root() -> str:

@@ -25,6 +25,7 @@ import socket
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from typing import Callable, Dict, List, NoReturn, Optional, Sequence, Tuple
 
 #: Environment variable by which the keeper finds what a dead runner left behind.
@@ -226,8 +227,8 @@ class _Output:
 
     Ray reads the log as strict UTF-8 and takes ``\\r``, ``\\n`` and ``\\r\\n`` alike for a line's
     end; one wrong byte would end every reader's stream. So wrong bytes are written as ``\\xNN`` and
-    ``\\r\\n`` as ``\\n``: then all readers count the same characters, which is how a reader that was
-    cut off finds its place.
+    ``\\r\\n`` as ``\\n``: then all readers count the same characters, which is how a reader that
+    was cut off finds its place.
     """
 
     def __init__(self, fd: int) -> None:
@@ -315,17 +316,13 @@ def _environment(pid: int) -> List[bytes]:
 
 
 def _kill(pid: int, number: int) -> None:
-    try:
+    with suppress(ProcessLookupError):  # it was faster
         os.kill(pid, number)
-    except ProcessLookupError:
-        pass  # it was faster
 
 
 def _send(channel: socket.socket, data: bytes) -> None:
-    try:
+    with suppress(OSError):  # the other one is dead; both sides act on that when they read
         channel.sendall(data)
-    except OSError:
-        pass  # the other one is dead; both sides act on that when they read
 
 
 def _prctl(option: int, value: int) -> bool:
@@ -348,7 +345,7 @@ def _explain_start(
     if isinstance(error, FileNotFoundError):
         path = env.get("PATH", "")
         return 127, (
-            f"exit code 127: there is no program {argv[0]!r} on node {host} (PATH={path}); install it "
-            "in the node's image or give it by `runtime_env`"
+            f"exit code 127: there is no program {argv[0]!r} on node {host} (PATH={path}); install "
+            "it in the node's image or give it by `runtime_env`"
         )
     return 126, f"exit code 126: {argv[0]!r} cannot be started on node {host}: {error}"

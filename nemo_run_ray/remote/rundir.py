@@ -3,7 +3,7 @@
 Ray's working directory is a cache that all jobs with the same code share, so nothing runs in it::
 
     <tmp>/nemo_run_<uid>/<submission id>/     the root, for the owner only
-        __main__.py                           the user's script, where NeMo-Run's runner looks for it
+        __main__.py                           the user's script, found there by NeMo-Run's runner
         nemo_run/                             what the task knows as /nemo_run
             code/  configs/  scripts/
 """

@@ -53,8 +53,10 @@ def hosts(tmp_path_factory):
     token.chmod(0o600)
     bed("up", "2")
     ray = f"{sys.executable} -m ray.scripts.scripts start --block --disable-usage-stats"
-    env = f"env RAY_AUTH_MODE=token RAY_AUTH_TOKEN_PATH={token} PATH={Path(sys.executable).parent}:$PATH"
-    head = f"{ray} --head --node-ip-address=10.77.0.1 --port=6379 --dashboard-host=10.77.0.1 --num-cpus=1"
+    path = f"PATH={Path(sys.executable).parent}:$PATH"
+    env = f"env RAY_AUTH_MODE=token RAY_AUTH_TOKEN_PATH={token} {path}"
+    head = f"{ray} --head --node-ip-address=10.77.0.1 --port=6379 --num-cpus=1"
+    head += " --dashboard-host=10.77.0.1"
     worker = f"{ray} --address=10.77.0.1:6379 --node-ip-address=10.77.0.2 --num-cpus=2"
     try:
         bed("spawn", "n1", str(logs / "n1.log"), "--", "sh", "-c", f"exec {env} {head}")
@@ -63,7 +65,13 @@ def hosts(tmp_path_factory):
         wait_for(lambda: answers(api), within_s=120)
         resources = "--resources='{\"worker\": 2}'"
         bed(
-            "spawn", "n2", str(logs / "n2.log"), "--", "sh", "-c", f"exec {env} {worker} {resources}"
+            "spawn",
+            "n2",
+            str(logs / "n2.log"),
+            "--",
+            "sh",
+            "-c",
+            f"exec {env} {worker} {resources}",
         )
         yield cluster
     finally:

@@ -115,7 +115,9 @@ def one_run(url: str, number: int, seed: int, seconds: float) -> dict:
         client.join(END_S)
         if kind in KILLS:
             if client.exitcode != -signal.SIGKILL:
-                report["broken"].append(f"the client was to be killed, its exit is {client.exitcode}")
+                report["broken"].append(
+                    f"the client was to be killed, its exit is {client.exitcode}"
+                )
             trouble.pid = 0
             heir = _fork(lambda: _heir(folder), folder / "heir.out")
             heir.join(END_S)

@@ -35,7 +35,7 @@ class Server(http.server.ThreadingHTTPServer):
 
     def __init__(self, answers: dict[str, object], context: ssl.SSLContext | None = None) -> None:
         class Handler(http.server.BaseHTTPRequestHandler):
-            def do_GET(self) -> None:  # noqa: N802
+            def do_GET(self) -> None:
                 found = answers.get(self.path, answers.get("*"))
                 self.send_response(404 if found is None else 200)
                 self.end_headers()
@@ -114,9 +114,7 @@ def test_no_token(unique, dashboard, monkeypatch, tmp_path):
 
 def test_a_wrong_token(unique, dashboard, monkeypatch):
     monkeypatch.setenv("RAY_AUTH_TOKEN", "f" * 64)
-    assert "is not its token" in refused(
-        Unauthorised, RayExecutor(address=dashboard.url), unique
-    )
+    assert "is not its token" in refused(Unauthorised, RayExecutor(address=dashboard.url), unique)
 
 
 def test_an_expired_certificate_and_a_ca_of_our_own(unique, server, tmp_path):
@@ -166,7 +164,9 @@ def test_code_that_is_too_large(unique, existing, tmp_path):
 
 def test_an_experiment_id_that_ran(unique, existing, home):
     def again() -> None:
-        with run.Experiment(unique, id=f"{unique}-1", executor=RayExecutor(cluster=existing)) as exp:
+        with run.Experiment(
+            unique, id=f"{unique}-1", executor=RayExecutor(cluster=existing)
+        ) as exp:
             exp.add(TRUE, name="job")
             exp.run()
 
@@ -177,7 +177,9 @@ def test_an_experiment_id_that_ran(unique, existing, home):
 
 def test_an_id_that_another_home_used(unique, existing, home):
     def go() -> None:
-        with run.Experiment(unique, id=f"{unique}-1", executor=RayExecutor(cluster=existing)) as exp:
+        with run.Experiment(
+            unique, id=f"{unique}-1", executor=RayExecutor(cluster=existing)
+        ) as exp:
             exp.add(TRUE, name="job")
             exp.run()
 
@@ -266,11 +268,8 @@ def certificate(folder, valid: bool) -> tuple[ssl.SSLContext, str]:
     pem = serialization.Encoding.PEM
     (folder / "cert.pem").write_bytes(made.public_bytes(pem))
     (folder / "key.pem").write_bytes(
-        key.private_bytes(
-            pem, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
-        )
+        key.private_bytes(pem, serialization.PrivateFormat.PKCS8, serialization.NoEncryption())
     )
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.load_cert_chain(folder / "cert.pem", folder / "key.pem")
     return context, str(folder / "cert.pem")
-

@@ -1,4 +1,4 @@
-"""The embedded Ray: started once, found by others, stopped by the last, never confused by the dead."""
+"""The embedded Ray: started once, found by others, stopped by the last user."""
 
 import json
 import os

@@ -28,7 +28,7 @@ def start(existing, unique, monkeypatch):
 
 def body(text: str) -> str:
     """The command's own output."""
-    head, _, rest = text.partition("Running entrypoint")
+    _, _, rest = text.partition("Running entrypoint")
     return rest.partition("\n")[2].partition("nemo_run_ray| end:")[0]
 
 

@@ -11,7 +11,7 @@ import pytest
 
 from tests.conftest import processes_of, python, tool, wait_for
 
-SCRIPT = '''
+SCRIPT = """
 import os, sys
 import nemo_run as run
 from nemo_run_ray import ExistingCluster, RayExecutor
@@ -35,13 +35,14 @@ if __name__ == "__main__":
             exp.add(run.Partial(mytasks.from_module, word="hello"), name="module")
             exp.run(tail_logs=True)
         else:
-            exp.add(run.Script(inline="echo started\\nsleep 300 &\\nsetsid sleep 300 &\\nwait\\n"), name="long")
+            inline = "echo started\\nsleep 300 &\\nsetsid sleep 300 &\\nwait\\n"
+            exp.add(run.Script(inline=inline), name="long")
             exp.run(detach=mode == "detach")
     print("ID", exp._id)
     sys.stdout.flush()
     if mode == "detach":
         os.kill(os.getpid(), 9)
-'''
+"""
 
 
 @pytest.fixture

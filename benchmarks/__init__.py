@@ -1,0 +1,1 @@
+"""Measurements, peers side by side in one run; see ``__main__``."""

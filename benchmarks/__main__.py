@@ -1,0 +1,278 @@
+"""``make bench``: this executor beside its peers on one warm embedded Ray, medians and spread.
+
+Absolute times say little on a shared machine; the ratios are what is promised. Prints a table and
+writes ``benchmarks/results/latest.json``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import os
+import platform
+import re
+import statistics
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import uuid
+from collections.abc import Callable
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+os.environ.setdefault("NEMORUN_HOME", tempfile.mkdtemp(prefix="nrr-bench-"))
+
+import httpx  # noqa: E402
+import nemo_run as run  # noqa: E402
+import psutil  # noqa: E402
+
+from nemo_run_ray import ExistingCluster, LocalCluster, RayExecutor  # noqa: E402
+from nemo_run_ray.clusters import Dashboard  # noqa: E402
+from nemo_run_ray.jobs_api import JobsApi  # noqa: E402
+from nemo_run_ray.submission import RemoteJob  # noqa: E402
+from tests.flaky_proxy import FlakyProxy  # noqa: E402
+
+ROUNDS = 9
+LOG_BYTES = 200 * 1024**2
+
+
+def main() -> None:
+    cluster = LocalCluster()
+    dashboard = cluster.connect()
+    os.environ["RAY_AUTH_TOKEN"] = dashboard.headers["Authorization"].removeprefix("Bearer ")
+    results: dict[str, object] = {"python": platform.python_version(), "rounds": ROUNDS}
+    for name, measure in (
+        ("start", measure_start),
+        ("upload", measure_upload),
+        ("polling", measure_polling),
+        ("footprint", measure_footprint),
+        ("log", measure_log),
+    ):
+        print(f"measuring: {name}", file=sys.stderr, flush=True)
+        results[name] = measure(dashboard)
+    results["import"] = measure_import()
+    (ROOT / "benchmarks" / "results").mkdir(exist_ok=True)
+    (ROOT / "benchmarks" / "results" / "latest.json").write_text(json.dumps(results, indent=1))
+    show(results)
+
+
+def measure_start(dashboard: Dashboard) -> dict[str, object]:
+    """Seconds from the call to the command's first instruction, rounds interleaved."""
+    http = httpx.Client(headers=dashboard.headers, trust_env=False, timeout=60)
+    folder = Path(tempfile.mkdtemp(prefix="nrr-bench-"))
+
+    def bare(mark: Path) -> None:
+        body = {"submission_id": uuid.uuid4().hex, "entrypoint": f"date +%s.%N > {mark}"}
+        http.post(f"{dashboard.url}/api/jobs/", json=body).raise_for_status()
+
+    def ours(mark: Path) -> None:
+        launch(RayExecutor(), mark)
+
+    def local(mark: Path) -> None:
+        launch(run.LocalExecutor(), mark)
+
+    peers = {"bare REST": bare, "RayExecutor": ours, "LocalExecutor": local}
+    taken: dict[str, list[float]] = {name: [] for name in peers}
+    for number in range(ROUNDS + 1):
+        for name, peer in peers.items():
+            mark = folder / f"{name}-{number}".replace(" ", "")
+            began = time.time()
+            peer(mark)
+            wait_for(lambda mark=mark: mark.exists() and mark.read_text().strip())
+            if number > 0:  # the first round warms everything
+                taken[name].append(float(mark.read_text()) - began)
+            wait_for(lambda: is_idle(dashboard))
+    medians = {name: statistics.median(one) for name, one in taken.items()}
+    spread = {name: (min(one), max(one)) for name, one in taken.items()}
+    pairs = zip(taken["RayExecutor"], taken["bare REST"], strict=True)
+    return {
+        "median_s": medians,
+        "range_s": spread,
+        "ratio_of_medians": medians["RayExecutor"] / medians["bare REST"],
+        "median_of_ratios": statistics.median(ours / bare for ours, bare in pairs),
+    }
+
+
+def launch(executor: run.Executor, mark: Path) -> None:
+    """``run.run`` up to the moment when it only waits; the wait itself is not measured."""
+    script = run.Script(inline=f"date +%s.%N > {mark}")
+    quietly(
+        lambda: run.run(script, executor=executor, name="bench", tail_logs=False, detach=True)
+    )
+
+
+def measure_upload(dashboard: Dashboard) -> dict[str, object]:
+    """Bytes of archives that two submissions of the same code send."""
+    source = Path(tempfile.mkdtemp(prefix="nrr-bench-"))
+    for number in range(20):
+        (source / f"module{number}.py").write_text(f"VALUE = '{uuid.uuid4().hex * 200}'\n")
+    sent = []
+    for _ in range(2):
+        with FlakyProxy(dashboard.url) as proxy:
+            packager = run.PatternPackager(include_pattern=str(source), relative_path=str(source))
+            executor = RayExecutor(cluster=ExistingCluster(url=proxy.url), packager=packager)
+            quietly(
+                lambda executor=executor: run.run(
+                    run.Script(inline="true"), executor=executor, name="upload", detach=True
+                )
+            )
+            sent.append(sum(size for line, size in proxy.sent.items() if line.startswith("PUT")))
+        wait_for(lambda: is_idle(dashboard))
+    return {"first_bytes": sent[0], "second_bytes": sent[1]}
+
+
+def measure_polling(dashboard: Dashboard) -> dict[str, object]:
+    """Requests that 200 jobs cost in a round of NeMo-Run's two seconds, each asked by a thread."""
+    with FlakyProxy(dashboard.url) as proxy:
+        api = JobsApi.of(Dashboard(proxy.url, dashboard.headers))
+        rows = list(api.table(fresh=True))
+        proxy.requests.clear()
+        rounds, jobs = 5, 200
+        began = time.monotonic()
+
+        def watch(offset: float) -> None:
+            for number in range(rounds):
+                time.sleep(max(0.0, began + offset + 2 * number - time.monotonic()))
+                api.table().get(rows[0])
+
+        threads = [threading.Thread(target=watch, args=(2 * i / jobs,)) for i in range(jobs)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        return {"jobs": jobs, "rounds": rounds, "requests_per_round": len(proxy.requests) / rounds}
+
+
+def measure_footprint(dashboard: Dashboard) -> dict[str, object]:
+    """Memory of our two processes on the node, and of Ray's own for one job."""
+    quietly(
+        lambda: run.run(
+            run.Script(inline="sleep 20"), executor=RayExecutor(), name="footprint", detach=True
+        )
+    )
+    ours = wait_for(lambda: found if len(found := remote_processes()) == 2 else None)
+    rss = [process.memory_info().rss for process in ours]
+    pss = [pss_bytes(process.pid) for process in ours]
+    for one in JobsApi.of(dashboard).table(fresh=True):
+        if one.startswith("footprint_"):
+            JobsApi.of(dashboard).stop(one)
+    wait_for(lambda: is_idle(dashboard))
+    return {"processes": 2, "rss_bytes": max(rss), "pss_bytes_of_both": sum(pss)}
+
+
+def measure_log(dashboard: Dashboard) -> dict[str, object]:
+    """Growth of the client while it follows a log of 200 MB."""
+    lines = LOG_BYTES // 100
+    program = f"seq -f '%098.0f' {lines}"
+    quietly(
+        lambda: run.run(run.Script(inline=program), executor=RayExecutor(), name="log", detach=True)
+    )
+    (job,) = (one for one in JobsApi.of(dashboard).table(fresh=True) if one.startswith("log_"))
+    process = psutil.Process()
+    before = peak = process.memory_info().rss
+    characters = 0
+    began = time.monotonic()
+    for number, text in enumerate(RemoteJob.find(job).log(should_tail=True)):
+        characters += len(text)
+        if number % 100 == 0:
+            peak = max(peak, process.memory_info().rss)
+    peak = max(peak, process.memory_info().rss)
+    return {
+        "log_bytes": characters,
+        "growth_bytes": peak - before,
+        "megabytes_per_s": characters / 1e6 / (time.monotonic() - began),
+    }
+
+
+def measure_import() -> dict[str, object]:
+    """What ``import nemo_run_ray`` adds to ``import nemo_run``, by CPU time, interleaved."""
+
+    def cpu_s(program: str) -> float:
+        done = subprocess.run(
+            [sys.executable, "-c", f"{program}\nimport time; print(time.process_time())"],
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+        return float(done.stdout)
+
+    added = "import nemo_run, time; b = time.process_time(); import nemo_run_ray"
+    values = []
+    for _ in range(ROUNDS):
+        done = subprocess.run(
+            [sys.executable, "-c", f"{added}; print(time.process_time() - b)"],
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+        values.append(float(done.stdout))
+    return {"nemo_run_s": cpu_s("import nemo_run"), "added_s": statistics.median(values)}
+
+
+def quietly(work: Callable[[], None]) -> None:
+    with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
+        work()
+
+
+def is_idle(dashboard: Dashboard) -> bool:
+    rows = JobsApi.of(dashboard).table(fresh=True).values()
+    return all(row["status"] not in ("PENDING", "RUNNING") for row in rows)
+
+
+def remote_processes() -> list[psutil.Process]:
+    found = []
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error):
+            command = process.cmdline()
+            if "-I" in command and any("nemo_run_ray_remote" in word for word in command):
+                found.append(process)
+    return found
+
+
+def pss_bytes(pid: int) -> int:
+    text = Path(f"/proc/{pid}/smaps_rollup").read_text()
+    return int(re.findall(r"^Pss:\s+(\d+) kB", text, re.M)[0]) * 1024
+
+
+def wait_for(question: Callable[[], object], within_s: float = 120) -> object:
+    deadline = time.monotonic() + within_s
+    while time.monotonic() < deadline:
+        answer = question()
+        if answer:
+            return answer
+        time.sleep(0.02)
+    raise TimeoutError(f"not true within {within_s} s")
+
+
+def show(results: dict) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    mb = 1024**2
+    start, log = results["start"], results["log"]
+    table = Table("what", "figure", "promise", title="nemo_run_ray")
+    for name, median in start["median_s"].items():
+        low, high = start["range_s"][name]
+        table.add_row(f"{name}: call to first instruction", f"{median:.2f} s ({low:.2f} to {high:.2f})")
+    table.add_row("RayExecutor / bare REST, medians", f"{start['ratio_of_medians']:.2f}", "≤ 1.25")
+    table.add_row("second submission uploads", f"{results['upload']['second_bytes']} bytes", "0")
+    table.add_row("first submission uploads", f"{results['upload']['first_bytes']} bytes")
+    requests = results["polling"]["requests_per_round"]
+    table.add_row("requests per round for 200 jobs", f"{requests:.1f}", "≤ 2")
+    footprint = results["footprint"]
+    both = footprint["pss_bytes_of_both"] / mb
+    table.add_row("our processes on the node (PSS of both)", f"{both:.1f} MiB", "< 25")
+    table.add_row("the larger one (RSS)", f"{footprint['rss_bytes'] / mb:.1f} MiB", "< 25")
+    table.add_row("client's growth, 200 MB log", f"{log['growth_bytes'] / mb:.1f} MiB", "< 64")
+    table.add_row("following that log", f"{log['megabytes_per_s']:.1f} MB/s")
+    added = results["import"]["added_s"]
+    table.add_row("import nemo_run_ray adds", f"{added:.3f} s", "< 0.1")
+    Console().print(table)
+
+
+if __name__ == "__main__":
+    main()
