@@ -100,9 +100,7 @@ def measure_start(dashboard: Dashboard) -> dict[str, object]:
 def launch(executor: run.Executor, mark: Path) -> None:
     """``run.run`` up to the moment when it only waits; the wait itself is not measured."""
     script = run.Script(inline=f"date +%s.%N > {mark}")
-    quietly(
-        lambda: run.run(script, executor=executor, name="bench", tail_logs=False, detach=True)
-    )
+    quietly(lambda: run.run(script, executor=executor, name="bench", tail_logs=False, detach=True))
 
 
 def measure_upload(dashboard: Dashboard) -> dict[str, object]:
@@ -257,7 +255,9 @@ def show(results: dict) -> None:
     table = Table("what", "figure", "promise", title="nemo_run_ray")
     for name, median in start["median_s"].items():
         low, high = start["range_s"][name]
-        table.add_row(f"{name}: call to first instruction", f"{median:.2f} s ({low:.2f} to {high:.2f})")
+        table.add_row(
+            f"{name}: call to first instruction", f"{median:.2f} s ({low:.2f} to {high:.2f})"
+        )
     table.add_row("RayExecutor / bare REST, medians", f"{start['ratio_of_medians']:.2f}", "≤ 1.25")
     table.add_row("second submission uploads", f"{results['upload']['second_bytes']} bytes", "0")
     table.add_row("first submission uploads", f"{results['upload']['first_bytes']} bytes")

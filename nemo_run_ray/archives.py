@@ -69,12 +69,14 @@ class Archive:
         buffer = io.BytesIO()
         with zipfile.ZipFile(buffer, "w", zipfile.ZIP_DEFLATED) as archive:
             for entry in self.entries():
-                info = zipfile.ZipInfo(entry.name, _ZIP_EPOCH)
+                info = zipfile.ZipInfo(_utf8(entry.name), _ZIP_EPOCH)
                 info.compress_type = zipfile.ZIP_DEFLATED
                 info.external_attr = (stat.S_IFREG | entry.mode) << 16
                 archive.writestr(info, entry.read())
                 if buffer.tell() > UPLOAD_MAX_BYTES:
-                    raise ArchiveTooLarge(_too_large(self.what, list(self.entries())))
+                    break
+        if buffer.tell() > UPLOAD_MAX_BYTES:
+            raise ArchiveTooLarge(_too_large(self.what, list(self.entries())))
         return buffer.getvalue()
 
 
@@ -173,7 +175,7 @@ def secrets_archive(names: Sequence[str], nonce: str) -> Archive:
 def _run_packager(packager: Packager, folder: Path, name: str) -> Path:
     kind = type(packager).__name__
     try:
-        start = _git_root() if isinstance(packager, GitArchivePackager) else Path.cwd()
+        start = _git_root(packager) if isinstance(packager, GitArchivePackager) else Path.cwd()
         delivered = packager.package(start, str(folder), name)
     except Exception as error:  # a packager is anybody's code, and its errors are of any kind
         cause = " ".join(f"{type(error).__name__}: {error}".split())[:400]
@@ -181,7 +183,7 @@ def _run_packager(packager: Packager, folder: Path, name: str) -> Path:
             f"The packager {kind} failed in {Path.cwd()}: {cause}. Nothing was sent. Correct the "
             "packager's fields or the folder it packs."
         ) from error
-    if not delivered or not tarfile.is_tarfile(delivered):
+    if not delivered or not Path(delivered).is_file() or not tarfile.is_tarfile(delivered):
         raise PackagingFailed(
             f"The packager {kind} returned {delivered!r}; expected the path of a tar archive. "
             "Nothing was sent."
@@ -189,7 +191,9 @@ def _run_packager(packager: Packager, folder: Path, name: str) -> Path:
     return Path(delivered)
 
 
-def _git_root() -> Path:
+def _git_root(packager: GitArchivePackager) -> Path:
+    if packager.basepath:
+        return Path(packager.basepath)
     done = subprocess.run(
         ["git", "rev-parse", "--show-toplevel"], check=True, stdout=subprocess.PIPE, text=True
     )
@@ -209,7 +213,9 @@ def _manifest(path: Path) -> bytes:
     with tarfile.open(path, "r:*", ignore_zeros=True) as tar:
         members = _last_of_name(tar).values()
         executables = sorted(
-            _relative(one.name) for one in members if one.isfile() and one.mode & stat.S_IXUSR
+            _relative(one.name)
+            for one in members
+            if (one.isfile() or one.islnk()) and one.mode & stat.S_IXUSR
         )
         symlinks = {_relative(one.name): one.linkname for one in members if one.issym()}
     return json.dumps({"executables": executables, "symlinks": symlinks}, sort_keys=True).encode()
@@ -222,7 +228,7 @@ def _last_of_name(tar: tarfile.TarFile) -> dict[str, tarfile.TarInfo]:
 
 def _relative(name: str) -> str:
     clean = os.path.normpath(name)
-    if clean.startswith(("/", "..")):
+    if clean == ".." or clean.startswith(("/", "../")):
         raise PackagingFailed(
             f"The packager's archive holds {name!r}, which lies outside of it. Nothing was sent. "
             "Set the packager's relative path to a folder above all that it includes."
@@ -237,6 +243,17 @@ def _contents(tar: tarfile.TarFile, member: tarfile.TarInfo) -> bytes:
             f"The packager's archive does not hold the contents of {member.name!r}."
         )
     return file.read()
+
+
+def _utf8(name: str) -> str:
+    try:
+        name.encode()
+    except UnicodeEncodeError as error:
+        raise PackagingFailed(
+            f"The name of the file {name!r} is not UTF-8, which a zip needs. Nothing was sent. "
+            "Rename it or leave it out of the packager's pattern."
+        ) from error
+    return name
 
 
 def _folder(root: Path, prefix: str, wanted: Callable[[Path], bool]) -> Iterator[Entry]:

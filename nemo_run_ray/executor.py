@@ -26,8 +26,14 @@ _UNITS = {"B": 1} | {
     for power, prefix in enumerate("KMGTP", start=1)
     for suffix, base in (("B", 1000), ("iB", 1024))
 }
-_MEMORY = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*")
+_MEMORY = re.compile(r"\s*(\d{1,18}(?:\.\d{1,18})?)\s*([A-Za-z]*)\s*")
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+_TYPES: tuple[tuple[tuple[str, ...], type, str], ...] = (
+    (("resources_per_node", "label_selector", "runtime_env", "ports", "env_vars"), dict, "a dict"),
+    (("secrets", "dependencies"), list, "a list"),
+    (("service", "keep_run_dir"), bool, "True or False"),
+    (("role", "strategy"), str, "a text"),
+)
 
 
 @dataclass(kw_only=True)
@@ -106,6 +112,7 @@ class RayExecutor(Executor):
         Raises:
             ConfigError: the first field that is wrong.
         """
+        self._check_types()
         if self.cluster is not None and self.address is not None:
             raise ConfigError(
                 f"RayExecutor has both cluster={self.cluster!r} and address={self.address!r}; "
@@ -191,7 +198,7 @@ class RayExecutor(Executor):
     def nproc_per_node(self) -> int:
         return self.ntasks_per_node
 
-    def macro_values(self) -> ExecutorMacros | None:
+    def macro_values(self) -> ExecutorMacros:
         return ExecutorMacros(
             head_node_ip_var="NEMO_RUN_HEAD_NODE_IP",
             nproc_per_node_var="NEMO_RUN_NPROC_PER_NODE",
@@ -205,6 +212,20 @@ class RayExecutor(Executor):
         return [f"/nemo_run/configs/{name}" for name, _ in cfgs]
 
     # ------------------------------------------------------------------ checks
+
+    def _check_types(self) -> None:
+        """Texts are sequences too, and ``"false"`` is true: check before anything is iterated."""
+        for names, kind, allowed in _TYPES:
+            for name in names:
+                if not isinstance(getattr(self, name), kind):
+                    # A secret given by its value must not be shown, not even as refused.
+                    value = "not a list" if name == "secrets" else getattr(self, name)
+                    _refuse(name, value, allowed)
+        if self.python is not None and (not isinstance(self.python, str) or not self.python):
+            _refuse("python", self.python, "a path, a program's name, or None")
+        for handle in self.dependencies:
+            if not isinstance(handle, str):
+                _refuse("dependencies", self.dependencies, "a list of handles")
 
     def _check_numbers(self) -> None:
         for name in ("nodes", "ntasks_per_node"):
@@ -237,7 +258,11 @@ class RayExecutor(Executor):
     def _check_names(self) -> None:
         for name in self.secrets:
             if not isinstance(name, str) or not _NAME.fullmatch(name):
-                _refuse("secrets", self.secrets, "names of environment variables, never values")
+                raise ConfigError(
+                    "RayExecutor.secrets holds something that is no name of an environment "
+                    "variable (not shown here, in case it is a value); allowed are names, such as "
+                    "['HF_TOKEN'], whose values are taken from the environment."
+                )
         for name, value in self.env_vars.items():
             if not isinstance(name, str) or not name or "=" in name or "\0" in name:
                 _refuse("env_vars", name, "names of environment variables")
@@ -245,6 +270,12 @@ class RayExecutor(Executor):
                 _refuse(f"env_vars[{name!r}]", value, "a text without NUL")
             if name in self.secrets:
                 _refuse("env_vars", name, "a name that is not in secrets too")
+        variables = self.runtime_env.get("env_vars", {})
+        if not isinstance(variables, dict):
+            _refuse("runtime_env['env_vars']", variables, "values by variable")
+        for name in self.secrets:
+            if name in variables:
+                _refuse("runtime_env['env_vars']", name, "a name that is not in secrets too")
         for name, value in self.label_selector.items():
             if not isinstance(name, str) or not isinstance(value, str):
                 _refuse("label_selector", self.label_selector, "texts by label")

@@ -127,20 +127,23 @@ def remember(exp_dir: Path, experiment_id: str) -> None:
     """Make an experiment findable that is not in its usual place in NeMo-Run's home."""
     if exp_dir.parent.parent == Path(get_nemorun_home()) / "experiments":
         return
-    pointer = _pointers() / safe_id(experiment_id)
+    pointer = _pointers() / safe_id(experiment_id)[:ID_MAX]
     pointer.parent.mkdir(parents=True, exist_ok=True)
     pointer.write_text(str(exp_dir.absolute()), encoding="utf-8")
 
 
 def _candidates(submission_id: str) -> Iterator[Path]:
     for folder in (Path(get_nemorun_home()) / "experiments").glob("*/*"):
-        begins = submission_id.startswith(f"{safe_id(folder.name)}.")
-        # A shortened id may have lost the experiment's name.
-        if (begins or len(submission_id) >= ID_MAX) and (folder / LEDGER).exists():
+        if _may_hold(safe_id(folder.name), submission_id) and (folder / LEDGER).exists():
             yield folder
     for pointer in _pointers().glob("*"):
-        if submission_id.startswith(f"{pointer.name}."):
+        if _may_hold(pointer.name, submission_id):
             yield Path(pointer.read_text(encoding="utf-8"))
+
+
+def _may_hold(experiment_id: str, submission_id: str) -> bool:
+    # A shortened id may have lost the end of the experiment's.
+    return submission_id.startswith(f"{experiment_id}.") or len(submission_id) >= ID_MAX
 
 
 def _pointers() -> Path:

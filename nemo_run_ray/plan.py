@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from nemo_run.core.execution.launcher import FaultTolerance, Torchrun
 from torchx.specs import AppDef, Role
 
 from nemo_run_ray.errors import ConfigError
@@ -22,14 +23,14 @@ from nemo_run_ray.remote.spec import JobSpec
 NONCE_KEY = "nemo_run_ray"
 #: Name of the package in the job archive.
 REMOTE_PACKAGE = "nemo_run_ray_remote"
-_RUNNER = ["-m", "nemo_run.core.runners.fdl_runner"]
-#: Components of NeMo-Run that quote every argument for a shell.
-_QUOTING_ENTRYPOINTS = ("torchrun", "ft_launcher")
+_RUNNER = "nemo_run.core.runners.fdl_runner"
 #: Longest id: Ray makes ``job-driver-<id>.log`` of it, and a file's name has 255 bytes.
 ID_MAX = 180
 #: Seconds that Ray waits longer than we do before it kills our own process.
 _STOP_MARGIN_S = 10
-_SAFE = re.compile(r"[^A-Za-z0-9_.-]+")
+_UNSAFE = re.compile(r"[^A-Za-z0-9_.-]+")
+#: NeMo-Run's macros in a command: ``$$${name}`` is the variable's value, ``${name}`` its name.
+_MACRO = re.compile(r"(\$\$)?\$\{(\w+)\}")
 
 
 @dataclass(frozen=True)
@@ -95,19 +96,20 @@ def plan(app: AppDef, executor: RayExecutor, submission_id: str, job: str) -> Jo
         raise ConfigError(
             f"The job {job!r} has {len(app.roles)} roles; this version runs one role in a job."
         )
-    role = _with_macros(app.roles[0], executor)
+    role = app.roles[0]
+    argv = _argv(role, executor)
     cluster = executor.resolve_cluster()
     ships_nothing = not executor.packager_ships
     runs_here = cluster.runs_here and ships_nothing
     spec = JobSpec(
-        argv=tuple(_argv(role)),
-        env={**role.env, **_macro_environment(executor)},
+        argv=tuple(argv),
+        env={**_with_macros(role.env, executor), **_macro_environment(executor)},
         python=executor.python if executor.python is not None else cluster.python,
         grace_s=executor.grace_s,
         keep_run_dir=executor.keep_run_dir,
         has_code=not ships_nothing,
         secrets=tuple(executor.secrets),
-        config=_config(role),
+        config=_config(argv),
     )
     return JobPlan(
         job=job,
@@ -125,7 +127,10 @@ def in_folder(planned: JobPlan, cwd: str) -> JobPlan:
 
 
 def job_id(experiment_id: str, job: str) -> str:
-    """Submission id of an experiment's job: the same at every call, no two jobs share one."""
+    """Submission id of an experiment's job: the same at every call.
+
+    Names with dots can be cut in two ways; ``submit_once`` refuses an id that is another job's.
+    """
     return _shorten(f"{safe_id(experiment_id)}.{safe_id(job)}")
 
 
@@ -134,10 +139,11 @@ def safe_id(name: str) -> str:
 
     A name that had to change gets a hash, so that different names stay different.
     """
-    safe = _SAFE.sub("_", name)
-    if safe == name and safe:
+    safe = _UNSAFE.sub("_", name)
+    if safe == name and safe.strip("."):
         return safe
-    return f"{safe}-{hashlib.sha256(name.encode()).hexdigest()[:6]}"
+    digest = hashlib.sha256(name.encode("utf-8", "surrogatepass")).hexdigest()
+    return f"{safe.strip('.')}-{digest[:8]}"
 
 
 def _shorten(name: str) -> str:
@@ -198,20 +204,33 @@ def _words(values: Mapping[str, Any]) -> str:
     )
 
 
-def _with_macros(role: Role, executor: RayExecutor) -> Role:
-    macros = executor.macro_values()
-    return role if macros is None else macros.apply(role)
-
-
-def _argv(role: Role) -> list[str]:
+def _argv(role: Role, executor: RayExecutor) -> list[str]:
     """The exact words of the command.
 
     NeMo-Run's torchrun component quotes its words for a shell; there is none here, so each is
     unquoted again. A word that is not one quoted word stays as it is.
     """
-    if role.entrypoint not in _QUOTING_ENTRYPOINTS:
-        return [role.entrypoint, *role.args]
-    return [role.entrypoint, *(_unquote(word) for word in role.args)]
+    words = role.args
+    if isinstance(executor.get_launcher(), (Torchrun, FaultTolerance)):
+        words = [_unquote(word) for word in words]
+    return [_macro(word, executor) for word in (role.entrypoint, *words)]
+
+
+def _with_macros(env: Mapping[str, str], executor: RayExecutor) -> dict[str, str]:
+    return {name: _macro(value, executor) for name, value in env.items()}
+
+
+def _macro(text: str, executor: RayExecutor) -> str:
+    """The text with NeMo-Run's macros replaced, and nothing else: a ``$$`` of the user's stays."""
+    values = vars(executor.macro_values())
+
+    def replace_one(match: re.Match[str]) -> str:
+        value, name = match.groups()
+        if name not in values:
+            return match.group()
+        return f"${values[name]}" if value else str(values[name])
+
+    return _MACRO.sub(replace_one, text)
 
 
 def _unquote(word: str) -> str:
@@ -222,11 +241,11 @@ def _unquote(word: str) -> str:
     return parts[0] if len(parts) == 1 else word
 
 
-def _config(role: Role) -> str | None:
+def _config(argv: list[str]) -> str | None:
     """Where NeMo-Run's serialised task is below the root of the run directory."""
-    if role.args[:2] != _RUNNER and _RUNNER[1] not in role.args:
+    if _RUNNER not in argv or not argv[-1].startswith("/nemo_run/configs/"):
         return None
-    return role.args[-1].lstrip("/") if role.args[-1].startswith("/nemo_run/configs/") else None
+    return argv[-1].lstrip("/")
 
 
 def _macro_environment(executor: RayExecutor) -> dict[str, str]:

@@ -74,6 +74,12 @@ class RayJobsScheduler(SchedulerMixin, Scheduler[Any]):
         if planned.runs_here:
             planned = in_folder(planned, str(Path.cwd()))
         shipment = self._shipment(cfg)
+        for other in shipment.plans.values():
+            if other.submission_id == planned.submission_id and other.job != planned.job:
+                raise ConfigError(
+                    f"The jobs {other.job!r} and {planned.job!r} of {experiment_id} would get the "
+                    f"same id {planned.submission_id} on the cluster; rename one of them."
+                )
         shipment.plans[planned.job] = planned
         shipment.executors[planned.job] = cfg
         return AppDryRunInfo(Request(planned, shipment), str)

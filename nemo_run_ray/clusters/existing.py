@@ -51,7 +51,7 @@ class ExistingCluster(Cluster):
         self.url = _dashboard_url(self.url)
         if self.token is not None and not self.token.startswith("sha256:"):
             fingerprint = "sha256:" + hashlib.sha256(self.token.encode()).hexdigest()[:16]
-            _TOKENS[fingerprint] = self.token
+            _TOKENS[fingerprint] = self.token.strip()
             self.token = fingerprint
         if isinstance(self.verify, str) and not Path(self.verify).is_file():
             raise ConfigError(
@@ -86,8 +86,9 @@ class ExistingCluster(Cluster):
 
 def ray_token() -> str | None:
     """The token of this user, looked for where Ray looks: variable, named file, home."""
-    if os.environ.get("RAY_AUTH_TOKEN"):
-        return os.environ["RAY_AUTH_TOKEN"].strip()
+    given = os.environ.get("RAY_AUTH_TOKEN", "").strip()
+    if given:
+        return given
     named = os.environ.get("RAY_AUTH_TOKEN_PATH")
     path = Path(named) if named else Path.home() / ".ray" / "auth_token"
     try:
@@ -109,13 +110,20 @@ def _dashboard_url(url: str) -> str:
     allowed = "expected http(s)://host[:port][/prefix] of Ray's dashboard"
     if not isinstance(url, str) or not url.strip():
         raise ConfigError(f"The cluster's address is {url!r}; {allowed}.")
-    parts = urlsplit(url.strip())
     try:
+        parts = urlsplit(url.strip())
         port = parts.port
     except ValueError as error:
-        raise ConfigError(f"The cluster's address {url!r} has no valid port; {allowed}.") from error
+        raise ConfigError(f"The cluster's address is {url!r} ({error}); {allowed}.") from error
+    if parts.username is not None:
+        raise ConfigError(
+            f"The cluster's address names a user of {parts.hostname}, and addresses are saved with "
+            "the experiment. Give ExistingCluster(url, headers={'Authorization': 'Basic "
+            "${MY_BASIC_AUTH}'}) and set that variable."
+        )
     if parts.scheme == "ray" and parts.hostname:
-        found = f"http://{parts.hostname}:{DASHBOARD_PORT}"
+        host = f"[{parts.hostname}]" if ":" in parts.hostname else parts.hostname
+        found = f"http://{host}:{DASHBOARD_PORT}"
         warnings.warn(
             f"{url} is an address for Ray Client; jobs go through the dashboard, taken to be at "
             f"{found}. Give that address to silence this.",
@@ -123,7 +131,8 @@ def _dashboard_url(url: str) -> str:
             stacklevel=5,
         )
         return found
-    if parts.scheme not in ("http", "https") or not parts.hostname or port == 0:
+    blank = re.search(r"\s", parts.netloc + parts.path) is not None
+    if parts.scheme not in ("http", "https") or not parts.hostname or port == 0 or blank:
         hint = f" Did you mean http://{url}?" if "://" not in url else ""
         raise ConfigError(f"The cluster's address is {url!r}; {allowed}.{hint}")
     return f"{parts.scheme}://{parts.netloc}{parts.path.rstrip('/')}"

@@ -73,8 +73,13 @@ class LocalCluster(Cluster):
     def __post_init__(self) -> None:
         for name in ("num_cpus", "num_gpus"):
             value = getattr(self, name)
-            if value is not None and (isinstance(value, bool) or value < (name == "num_cpus")):
-                raise ConfigError(f"LocalCluster.{name} is {value!r}; allowed is a count or None.")
+            least = 1 if name == "num_cpus" else 0
+            whole = isinstance(value, int) and not isinstance(value, bool)
+            if value is not None and (not whole or value < least):
+                raise ConfigError(
+                    f"LocalCluster.{name} is {value!r}; allowed is a whole number from {least}, or "
+                    "None for all that this machine has."
+                )
 
     @property
     def python(self) -> str | None:

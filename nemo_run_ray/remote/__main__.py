@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import secrets
 import sys
 
@@ -33,8 +34,8 @@ def _run(runner: Runner, spec: JobSpec, job: str, submission_id: str) -> int:
         argv = [_expand(run_dir.map(word), env) for word in spec.argv]
         cwd = spec.cwd or run_dir.code
         code = runner.run(argv, env, cwd, spec.grace_s)
-        if code != 0 and spec.config is not None:
-            hint = explain(argv[0], os.path.join(run_dir.root, spec.config), env, cwd)
+        if code != 0 and spec.config is not None and not runner.cancelled:
+            hint = explain(os.path.join(run_dir.root, spec.config), env, cwd)
             if hint is not None:
                 say(hint)
         return code
@@ -57,19 +58,11 @@ def _environment(spec: JobSpec, run_dir: RunDir) -> dict[str, str]:
 
 
 #: The variables behind NeMo-Run's macros; nothing else in a command is expanded.
-_MACROS = (
-    "NEMO_RUN_HEAD_NODE_IP",
-    "NEMO_RUN_NPROC_PER_NODE",
-    "NEMO_RUN_NUM_NODES",
-    "NEMO_RUN_NODE_RANK",
-)
+_MACROS = re.compile(r"\$(NEMO_RUN_(?:HEAD_NODE_IP|NPROC_PER_NODE|NUM_NODES|NODE_RANK))\b")
 
 
 def _expand(word: str, env: dict[str, str]) -> str:
-    for name in _MACROS:
-        if f"${name}" in word:
-            word = word.replace(f"${name}", env.get(name, ""))
-    return word
+    return _MACROS.sub(lambda match: env.get(match.group(1), ""), word)
 
 
 if __name__ == "__main__":

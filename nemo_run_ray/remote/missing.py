@@ -38,11 +38,14 @@ def modules_of(serialized: str) -> Set[str]:
     return names
 
 
-def explain(python: str, config: str, env: Dict[str, str], cwd: str) -> Optional[str]:
+def explain(config: str, env: Dict[str, str], cwd: str) -> Optional[str]:
     """One line that names the missing modules, or ``None`` when that is not the trouble."""
-    with open(config, encoding="ascii") as file:
-        wanted = sorted(modules_of(file.read()))
-    missing = _missing(python, wanted, env, cwd)
+    try:
+        with open(config, encoding="ascii") as file:
+            wanted = sorted(modules_of(file.read()))
+    except (OSError, ValueError, zlib.error):
+        return None  # the task removed it, or it is of a NeMo-Run that writes it otherwise
+    missing = _missing(wanted, env, cwd)
     if not missing:
         return None
     names = ", ".join(repr(name) for name in missing)
@@ -52,13 +55,13 @@ def explain(python: str, config: str, env: Dict[str, str], cwd: str) -> Optional
         else "let the executor's `packager` ship it, install it in the node's image, or give it in "
         "`runtime_env={'pip': […]}`"
     )
-    return f"the task needs {names}, which {python} on node {socket.gethostname()} lacks: {advice}"
+    return f"the task needs {names}, which python on node {socket.gethostname()} lacks: {advice}"
 
 
-def _missing(python: str, names: List[str], env: Dict[str, str], cwd: str) -> List[str]:
+def _missing(names: List[str], env: Dict[str, str], cwd: str) -> List[str]:
     try:
         done = subprocess.run(
-            [python, "-c", _PROBE, *names],
+            ["python", "-c", _PROBE, *names],
             env=env,
             cwd=cwd,
             capture_output=True,

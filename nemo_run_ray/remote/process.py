@@ -30,6 +30,8 @@ from typing import Callable, Dict, List, NoReturn, Optional, Sequence, Tuple
 
 #: Environment variable by which the keeper finds what a dead runner left behind.
 TAG = "NEMO_RUN_RAY_TAG"
+#: Signals that ask a job to end.
+_ENDING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 #: How our lines in a job's log begin.
 PREFIX = "nemo_run_ray| "
@@ -71,6 +73,7 @@ def keep(tag: str, nonce: str, work: Callable[[Runner], int]) -> int:
         work: called in the runner; it prepares, calls ``Runner.run`` and cleans up.
     """
     ours, theirs = socket.socketpair()
+    signal.pthread_sigmask(signal.SIG_BLOCK, _ENDING)  # until the handlers below are there
     child = os.fork()
     if child == 0:
         ours.close()
@@ -79,8 +82,9 @@ def keep(tag: str, nonce: str, work: Callable[[Runner], int]) -> int:
         _be_runner(theirs, tag, work)
     theirs.close()
     os.waitpid(child, 0)
-    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+    for number in _ENDING:
         signal.signal(number, lambda *_: _send(ours, b"T"))
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, _ENDING)
     answer = b""
     while True:
         data = ours.recv(4096)
@@ -92,6 +96,7 @@ def keep(tag: str, nonce: str, work: Callable[[Runner], int]) -> int:
         code, words = int(outcome["code"]), str(outcome["words"])
     else:
         left = sweep(tag)
+        os.write(1, b"\n")  # what it passed on last may lack its line's end
         code, words = 137, f"our process on this node was killed, and {left} others with it"
     say(f"{end_mark(nonce)}{words}".removeprefix(PREFIX))
     return code
@@ -101,11 +106,14 @@ def _be_runner(keeper: socket.socket, tag: str, work: Callable[[Runner], int]) -
     code, words = 125, ""
     try:
         os.setsid()
+        for number in _ENDING:  # the keeper tells us; Ray may still have taken us for a relative
+            signal.signal(number, signal.SIG_IGN)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, _ENDING)
         runner = Runner(keeper, tag)
         code = work(runner)
         words = runner.ending
     except Exception as error:  # the last frame of this process: the log is where it can tell
-        words = f"the command cannot be run: {type(error).__name__}: {error}"
+        words = f"the command cannot be run: {type(error).__name__}: {error}".replace("\n", " ")
     finally:
         _send(keeper, json.dumps({"code": code, "words": words}).encode())
         os._exit(0)
@@ -120,6 +128,7 @@ class Runner:
         self._adopts = _prctl(_PR_SET_CHILD_SUBREAPER, 1)
         #: How the command ended, in words.
         self.ending = ""
+        self.cancelled = False
         self._wake, wake = os.pipe()  # readable after the death of a child
         os.set_blocking(wake, False)
         signal.signal(signal.SIGCHLD, lambda *_: None)
@@ -141,7 +150,7 @@ class Runner:
                 stdout=write_end,
                 stderr=write_end,
                 start_new_session=True,
-                preexec_fn=_die_with_parent,
+                preexec_fn=_before_exec,
             )
         except OSError as error:
             code, self.ending = _explain_start(argv, env, cwd, error)
@@ -149,8 +158,10 @@ class Runner:
         finally:
             os.close(write_end)
         tree = _Tree(process.pid, self._adopts)
-        code, cancelled = self._watch(tree, _Output(read_end), grace_s)
-        self.ending = "cancelled; no process of it is left" if cancelled else describe_exit(code)
+        code, self.cancelled = self._watch(tree, _Output(read_end), grace_s)
+        self.ending = describe_exit(code)
+        if self.cancelled:
+            self.ending = "cancelled; no process of it is left"
         return code
 
     def _watch(self, tree: _Tree, output: _Output, grace_s: float) -> Tuple[int, bool]:
@@ -234,7 +245,9 @@ class _Output:
     def __init__(self, fd: int) -> None:
         self.fd: Optional[int] = fd
         self._decoder = codecs.getincrementaldecoder("utf-8")("backslashreplace")
-        self._after_return = False
+        self._after_return = False  # what was read ends with \r: an \n that follows belongs to it
+        self._wrote_return = False
+        self._in_line = False
 
     def pump(self, ready: Sequence[int]) -> None:
         if self.fd is not None and self.fd in ready:
@@ -245,16 +258,29 @@ class _Output:
                 self.fd = None
 
     def drain(self) -> None:
-        """Pass on what is left in the pipe; nobody holds its other end any more."""
+        """Pass on what is left in the pipe; nobody holds its other end any more.
+
+        A last line without its end gets one, so that ours begins a new line.
+        """
         while self.fd is not None:
             self.pump([self.fd])
+        if self._in_line:
+            self._write("\n")
 
     def _write(self, text: str) -> None:
-        if self._after_return and text.startswith("\n"):
-            text = text[1:]
+        if not text:
+            return
+        cut_in_two = self._after_return and text[0] == "\n"
+        self._after_return = text[-1] == "\r"
+        text = text[1:] if cut_in_two else text
+        text = text.replace("\r\n", "\n")
+        if self._wrote_return:  # a line's end that is none of a pair must not become one
+            rest = text.lstrip("\n")
+            text = "\r" * (len(text) - len(rest)) + rest
         if text:
-            self._after_return = text.endswith("\r")
-        data = memoryview(text.replace("\r\n", "\n").encode())
+            self._wrote_return = text[-1] == "\r"
+            self._in_line = text[-1] not in "\r\n"
+        data = memoryview(text.encode())
         while data:
             try:
                 data = data[os.write(1, data) :]
@@ -332,7 +358,9 @@ def _prctl(option: int, value: int) -> bool:
         return False  # not Linux
 
 
-def _die_with_parent() -> None:
+def _before_exec() -> None:
+    for number in _ENDING:
+        signal.signal(number, signal.SIG_DFL)
     _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
@@ -342,6 +370,14 @@ def _explain_start(
     host = socket.gethostname()
     if isinstance(error, FileNotFoundError) and not os.path.isdir(cwd):
         return 127, f"exit code 127: the folder {cwd} does not exist on node {host}"
+    program = os.path.join(cwd, argv[0])
+    if isinstance(error, FileNotFoundError) and "/" in argv[0] and os.path.exists(program):
+        with open(program, "rb") as file:
+            first = file.readline(200).decode(errors="replace").strip()
+        return 127, (
+            f"exit code 127: {argv[0]!r} begins with {first!r}, an interpreter that node {host} "
+            "lacks"
+        )
     if isinstance(error, FileNotFoundError):
         path = env.get("PATH", "")
         return 127, (

@@ -22,7 +22,7 @@ MANIFEST = ".nemo_run_ray_manifest.json"
 #: File in the archive of secrets.
 SECRETS = "nemo_run_ray_secrets.json"
 #: ``/nemo_run`` as a path of its own, not the tail of another one.
-_MOUNT = re.compile(r"(?<![\w./-])/nemo_run(?![\w.-])")
+_MOUNT = re.compile(r"(?<![\w./~})*?\]-])/nemo_run(?![\w.-])")
 
 
 class RunDir:
@@ -45,11 +45,8 @@ class RunDir:
         Raises:
             PermissionError: the base belongs to somebody else.
         """
-        os.makedirs(self.base, mode=0o700, exist_ok=True)
-        if os.stat(self.base).st_uid != os.getuid():
-            raise PermissionError(f"{self.base} belongs to user id {os.stat(self.base).st_uid}")
-        shutil.rmtree(self.root, ignore_errors=True)  # what a dead attempt of this name left
-        os.makedirs(self.mount, mode=0o700)
+        self._make_root()
+        os.mkdir(self.mount, 0o700)
         if working_dir is None:
             os.mkdir(self.code)
         else:
@@ -79,6 +76,23 @@ class RunDir:
             os.rmdir(self.base)
         except OSError:
             return  # other jobs are in it
+
+    def _make_root(self) -> None:
+        for _ in range(100):
+            try:
+                os.makedirs(self.base, mode=0o700, exist_ok=True)
+                owner = os.lstat(self.base)
+                if owner.st_uid != os.getuid() or not stat.S_ISDIR(owner.st_mode):
+                    raise PermissionError(
+                        f"{self.base} is no folder of ours; it belongs to user id {owner.st_uid}. "
+                        "Remove it, or set TMPDIR on the cluster"
+                    )
+                shutil.rmtree(self.root, ignore_errors=True)  # what a dead attempt left
+                os.mkdir(self.root, 0o700)
+                return
+            except FileNotFoundError:
+                continue  # the last other job removed the base at this moment
+        raise FileNotFoundError(f"{self.base} is removed again and again")
 
     def _map_script(self, path: str) -> None:
         with open(path, encoding="utf-8", errors="surrogateescape", newline="") as file:

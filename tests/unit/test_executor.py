@@ -1,0 +1,315 @@
+import fiddle as fdl
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from nemo_run.core.execution.launcher import FaultTolerance, Launcher, SlurmTemplate, Torchrun
+from nemo_run.core.packaging.base import Packager
+from nemo_run.core.packaging.git import GitArchivePackager
+from nemo_run.core.serialization.yaml import YamlSerializer
+from nemo_run.core.serialization.zlib_json import ZlibJSONSerializer
+
+from nemo_run_ray import ExistingCluster, LocalCluster, RayExecutor
+from nemo_run_ray.errors import ConfigError, NotBuiltError
+from nemo_run_ray.executor import LEDGER, parse_memory
+
+_NAN, _INF = float("nan"), float("inf")
+
+_GOOD = {
+    "cluster": [None, LocalCluster(), ExistingCluster(url="http://h:1")],
+    "address": [None, "http://host:8265", "https://host/prefix"],
+    "nodes": [1, 16],
+    "ntasks_per_node": [1, 8],
+    "cpus_per_node": [None, 0, 0.5, 4, 1.5],
+    "gpus_per_node": [0, 0.25, 1, 8, 2.0],
+    "memory_per_node": [None, 0, 1, "64GiB", "500 MB", "1.5TiB", "12", " 7 B "],
+    "resources_per_node": [{}, {"TPU": 4}, {"node:a b": 0.001}],
+    "label_selector": [{}, {"ray.io/accelerator-type": "in(A100,H100)"}],
+    "strategy": ["PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD"],
+    "runtime_env": [{}, {"pip": ["torch"], "env_vars": {"A": "1"}}],
+    "secrets": [[], ["TOKEN", "_x1"]],
+    "env_vars": [{}, {"A": "", "B": "x\n'\"$é"}],
+    "role": ["", "trainer"],
+    "service": [True, False],
+    "ports": [{}, {"http": 0, "rpc": 65535}],
+    "retries": [0, 3],
+    "max_in_flight": [None, 1],
+    "pending_timeout_s": [None, 0, 600.5],
+    "grace_s": [0, 10, 0.5],
+    "dependencies": [[], ["ray_jobs://nemo_run/a.b"]],
+    "keep_run_dir": [True, False],
+    "python": [None, "/opt/py/bin/python3", "python3.11"],
+    "launcher": [None, "torchrun", "ft", Launcher(), Torchrun(), FaultTolerance()],
+}
+
+_BAD = {
+    "cluster": ["local", "http://host:8265", {}, 3],
+    "address": ["", "host:8265", "http://"],
+    "nodes": [0, -1, 1.0, "2", True, None],
+    "ntasks_per_node": [0, -1, 2.5, "8", True],
+    "cpus_per_node": [-1, _NAN, _INF, "4", True],
+    "gpus_per_node": [-1, 1.5, _NAN, "1", True, None],
+    "memory_per_node": [-1, True, 1.5, "", "GiB", "64 gib", "64GB/s", "-5GB", "1e9", "64 QiB", []],
+    "resources_per_node": [{"TPU": -1}, {"TPU": "4"}, {"TPU": None}, None, ["TPU"]],
+    "label_selector": [{"zone": 1}, {1: "x"}, None, ["zone"]],
+    "strategy": ["pack", "", None, "RANDOM"],
+    "runtime_env": [{"working_dir": "."}, {"py_modules": []}, None, ["pip"], {"env_vars": None}],
+    "secrets": [["a-b"], ["A=1"], [""], ["1A"], [3], "TOKEN", None],
+    "env_vars": [{"": "x"}, {"A=B": "x"}, {"A": 1}, {"A": None}, {1: "x"}, {"A": "a\0b"}, None],
+    "role": [3, None],
+    "service": ["yes", None],
+    "ports": [{"http": -1}, {"http": 65536}, {"http": "80"}, {"http": True}, None, [80]],
+    "retries": [-1, 1.5, "3", True, None],
+    "max_in_flight": [0, -1, 1.5, "3", True],
+    "pending_timeout_s": [-1, _NAN, "1h", True],
+    "grace_s": [-1, _NAN, _INF, "10", None, True],
+    "dependencies": [None, "ray_jobs://nemo_run/a.b", [3]],
+    "keep_run_dir": ["false", None],
+    "python": ["", 3],
+    "launcher": ["torchrn", "slurm", 3, SlurmTemplate(template_inline="x")],
+}
+
+
+def _cases(values: dict) -> list:
+    cases = [(name, value) for name, several in values.items() for value in several]
+    return [pytest.param(*case, id=f"{case[0]}={case[1]!r}"[:60]) for case in cases]
+
+
+@pytest.mark.parametrize(("name", "value"), _cases(_GOOD))
+def test_good_values(name, value):
+    assert getattr(RayExecutor(**{name: value}), name) == value
+
+
+@pytest.mark.parametrize(("name", "value"), _cases(_BAD))
+def test_bad_values_are_refused_by_name(name, value):
+    with pytest.raises(ConfigError) as caught:
+        RayExecutor(**{name: value})
+    message = str(caught.value)
+    assert name in message
+    assert "allowed" in message or "expected" in message
+    assert "\n" not in message
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("nodes", -7),
+        ("gpus_per_node", 1.5),
+        ("memory_per_node", "64 QiB"),
+        ("strategy", "RANDOM"),
+        ("grace_s", "10"),
+        ("retries", -1),
+        ("launcher", "torchrn"),
+    ],
+)
+def test_a_refusal_shows_field_value_and_what_is_allowed(name, value):
+    with pytest.raises(ConfigError, match="allowed is") as caught:
+        RayExecutor(**{name: value})
+    assert f"RayExecutor.{name} is {value!r}" in str(caught.value)
+
+
+def test_a_refused_launcher_and_unit_name_the_choices():
+    with pytest.raises(ConfigError, match="torchrun, ft"):
+        RayExecutor(launcher="slurm")
+    with pytest.raises(ConfigError, match="GiB"):
+        RayExecutor(memory_per_node="64 gib")
+
+
+@pytest.mark.parametrize(
+    ("typo", "meant"), [("gpus_per_nod", "gpus_per_node"), ("adress", "address"), ("env", None)]
+)
+def test_a_typo_is_named_with_a_suggestion(typo, meant):
+    with pytest.raises(ConfigError, match=f"no field '{typo}'") as caught:
+        RayExecutor(**{typo: 1})
+    if meant is not None:
+        assert f"did you mean '{meant}'" in str(caught.value)
+
+
+def test_a_field_of_ours_alone_is_no_argument():
+    with pytest.raises(ConfigError, match="experiment_dir"):
+        RayExecutor(experiment_dir="x")
+
+
+def test_cluster_and_address_together():
+    with pytest.raises(ConfigError, match=r"cluster=.*address="):
+        RayExecutor(cluster=LocalCluster(), address="http://h:1")
+
+
+def test_a_secret_given_as_a_value_is_not_repeated():
+    """The message ends up in logs."""
+    with pytest.raises(ConfigError, match="no name of an environment variable") as caught:
+        RayExecutor(secrets=["TOKEN=hf-very-secret"])
+    assert "hf-very-secret" not in str(caught.value)
+
+
+def test_a_secret_is_not_given_in_clear_too():
+    with pytest.raises(ConfigError, match="TOKEN"):
+        RayExecutor(secrets=["TOKEN"], env_vars={"TOKEN": "clear"})
+    with pytest.raises(ConfigError, match="TOKEN"):
+        RayExecutor(secrets=["TOKEN"], runtime_env={"env_vars": {"TOKEN": "clear"}})
+
+
+def test_profiling_is_refused():
+    with pytest.raises(ConfigError, match="nsys_profile"):
+        RayExecutor(launcher=Torchrun(nsys_profile=True))
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("nodes", 0), ("memory_per_node", "1 QiB"), ("runtime_env", {"working_dir": 1})],
+)
+def test_an_assigned_value_is_checked_again(name, value):
+    executor = RayExecutor()
+    setattr(executor, name, value)
+    with pytest.raises(ConfigError, match=name):
+        executor.check()
+
+
+def test_the_cluster():
+    assert RayExecutor().resolve_cluster() == LocalCluster()
+    assert RayExecutor(address="http://h:1/").resolve_cluster() == ExistingCluster(url="http://h:1")
+    cluster = ExistingCluster(url="http://h:2")
+    assert RayExecutor(cluster=cluster).resolve_cluster() is cluster
+
+
+@pytest.fixture
+def full():
+    """Every field away from its default, with texts that are hard to save."""
+    return RayExecutor(
+        cluster=ExistingCluster(url="https://h/x", token="t", headers={"A": "${B}"}, verify=False),
+        cpus_per_node=0.5,
+        gpus_per_node=2,
+        memory_per_node="64GiB",
+        resources_per_node={"a b": 0.5},
+        label_selector={"zone": "!in(a,b)"},
+        strategy="SPREAD",
+        runtime_env={"pip": ["x==1"], "env_vars": {"Q": "'\"\n$é"}},
+        secrets=["TOKEN"],
+        env_vars={"A": "'\"\n$é", "EMPTY": ""},
+        ports={"http": 0},
+        max_in_flight=3,
+        pending_timeout_s=0.5,
+        grace_s=0,
+        dependencies=["ray_jobs://nemo_run/a.b"],
+        keep_run_dir=True,
+        python="/opt/a b/python",
+        launcher=Torchrun(rdzv_port=1),
+        packager=GitArchivePackager(subpath="a b"),
+        retries=2,
+    )
+
+
+def test_it_survives_cloning(full):
+    assert full.clone() == full
+    assert RayExecutor().clone() == RayExecutor()
+
+
+def test_it_survives_fiddle_and_json(full):
+    config = ZlibJSONSerializer().deserialize(ZlibJSONSerializer().serialize(full.to_config()))
+    assert fdl.build(config) == full
+
+
+def test_it_survives_yaml(full):
+    import yaml
+
+    saved = yaml.safe_load(YamlSerializer().serialize(full.to_config()))
+    assert saved["_target_"] == "nemo_run_ray.executor.RayExecutor"
+    assert saved["env_vars"] == full.env_vars
+    assert saved["cluster"]["url"] == "https://h/x"
+    assert saved["grace_s"] == 0
+
+
+def test_a_built_config_is_checked():
+    config = RayExecutor().to_config()
+    config.nodes = -1
+    with pytest.raises(ConfigError, match="nodes"):
+        fdl.build(config)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "part"),
+    [
+        ("nodes", 2, "group driver"),
+        ("ntasks_per_node", 2, "group driver"),
+        ("role", "x", "group driver"),
+        ("service", True, "group driver"),
+        ("ready", object(), "group driver"),
+        ("ports", {"a": 1}, "group driver"),
+        ("retries", 1, "dispatcher"),
+        ("max_in_flight", 1, "dispatcher"),
+        ("pending_timeout_s", 0, "dispatcher"),
+        ("dependencies", ["x"], "dispatcher"),
+    ],
+)
+def test_what_is_not_built_is_named(name, value, part):
+    with pytest.raises(NotBuiltError, match=part) as caught:
+        RayExecutor(**{name: value}).check_built()
+    assert f"RayExecutor.{name}" in str(caught.value)
+
+
+@pytest.mark.parametrize("executor", [RayExecutor(), RayExecutor(ntasks_per_node=4, launcher="ft")])
+def test_what_is_built(executor):
+    executor.check_built()
+
+
+def test_assign(weird_tmp_path):
+    executor = RayExecutor()
+    executor.assign("exp", str(weird_tmp_path), "task", "task dir")
+    assert executor.experiment_id == "exp"
+    assert executor.experiment_dir == str(weird_tmp_path)
+    assert executor.job_dir == str(weird_tmp_path / "task dir")
+
+
+def test_an_experiment_that_ran_is_refused(tmp_path):
+    (tmp_path / LEDGER).touch()
+    executor = RayExecutor()
+    with pytest.raises(ConfigError, match="exp_1 has run already"):
+        executor.assign("exp_1", str(tmp_path), "task", "task")
+    assert executor.experiment_id is None
+
+
+def test_configs_are_written_here_and_named_as_the_task_sees_them(tmp_path):
+    executor = RayExecutor()
+    executor.assign("exp", str(tmp_path), "task", "task")
+    assert executor.package_configs(("a b", "text")) == ["/nemo_run/configs/a b"]
+    assert (tmp_path / "task" / "configs" / "a b").read_text() == "text"
+
+
+def test_only_the_base_packager_ships_nothing():
+    assert not RayExecutor(packager=Packager(debug=True)).packager_ships
+    assert RayExecutor(packager=GitArchivePackager()).packager_ships
+
+
+_UNITS = {"": 1, "B": 1, "KB": 10**3, "KiB": 2**10, "MB": 10**6, "MiB": 2**20, "GB": 10**9}
+_UNITS |= {"GiB": 2**30, "TB": 10**12, "TiB": 2**40, "PB": 10**15, "PiB": 2**50}
+
+
+@given(st.integers(0, 9000), st.sampled_from(sorted(_UNITS)), st.text(" \t", max_size=3))
+def test_memory_in_every_unit(number, unit, space):
+    assert parse_memory(f"{space}{number}{space}{unit}{space}") == number * _UNITS[unit]
+
+
+@given(st.integers(0, 2**50))
+def test_memory_in_bytes(number):
+    assert parse_memory(number) == number
+    assert parse_memory(str(number)) == number
+
+
+@given(
+    st.text(max_size=12) | st.from_regex(r"-?\d{1,3}([.,]\d{1,3})? ?[A-Za-z]{0,3}", fullmatch=True)
+)
+def test_any_text_is_memory_or_refused(text):
+    try:
+        size = parse_memory(text)
+    except ConfigError:
+        return
+    assert size >= 0
+
+
+def test_too_much_memory_to_count():
+    with pytest.raises(ConfigError, match="memory_per_node"):
+        parse_memory("9" * 400)
+
+
+@pytest.mark.parametrize(("text", "size"), [("1.5KiB", 1536), ("0.5 GB", 5 * 10**8), ("0", 0)])
+def test_memory_with_a_fraction(text, size):
+    assert RayExecutor(memory_per_node=text).memory_bytes == size

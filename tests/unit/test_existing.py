@@ -1,0 +1,223 @@
+import json
+import warnings
+from pathlib import Path
+
+import fiddle as fdl
+import nemo_run as run
+import pytest
+from nemo_run.core.serialization.yaml import YamlSerializer
+from nemo_run.core.serialization.zlib_json import ZlibJSONSerializer
+
+from nemo_run_ray import ExistingCluster, RayExecutor
+from nemo_run_ray.clusters import from_record
+from nemo_run_ray.errors import ConfigError
+
+URL = "http://ray-head:8265"
+
+
+@pytest.fixture(autouse=True)
+def no_tokens(monkeypatch, tmp_path):
+    """Neither variables nor a home with a token."""
+    for name in ("RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    (tmp_path / "home" / ".ray").mkdir(parents=True)
+
+
+@pytest.fixture
+def home_token(tmp_path):
+    (tmp_path / "home" / ".ray" / "auth_token").write_text("of-home\n")
+
+
+@pytest.fixture
+def path_token(tmp_path, monkeypatch):
+    path = tmp_path / "a token"
+    path.write_text("  of-path\n")
+    monkeypatch.setenv("RAY_AUTH_TOKEN_PATH", str(path))
+    return path
+
+
+def _sent(**fields: object) -> str | None:
+    return ExistingCluster(url=URL, **fields).connect().headers.get("Authorization")
+
+
+def test_no_token_sends_none():
+    assert _sent() is None
+
+
+def test_the_token_of_the_home(home_token):
+    assert _sent() == "Bearer of-home"
+
+
+def test_the_named_file_is_before_the_home(home_token, path_token):
+    assert _sent() == "Bearer of-path"
+
+
+def test_the_variable_is_before_the_files(home_token, path_token, monkeypatch):
+    monkeypatch.setenv("RAY_AUTH_TOKEN", " of-env\n")
+    assert _sent() == "Bearer of-env"
+
+
+def test_the_argument_is_before_all(home_token, path_token, monkeypatch):
+    monkeypatch.setenv("RAY_AUTH_TOKEN", "of-env")
+    assert _sent(token="of-argument") == "Bearer of-argument"
+
+
+def test_an_own_header_is_before_all():
+    assert _sent(token="t", headers={"authorization": "Basic x"}) is None
+    sent = ExistingCluster(url=URL, headers={"authorization": "Basic x"}).connect().headers
+    assert sent == {"authorization": "Basic x"}
+
+
+def test_a_token_read_from_a_file_may_have_a_line_end():
+    assert _sent(token="of-file\n") == "Bearer of-file"
+
+
+def test_a_blank_variable_is_no_token(monkeypatch, home_token):
+    monkeypatch.setenv("RAY_AUTH_TOKEN", "  ")
+    assert _sent() in (None, "Bearer of-home")
+
+
+def test_a_named_file_that_is_missing(monkeypatch):
+    monkeypatch.setenv("RAY_AUTH_TOKEN_PATH", "/no/such/token")
+    with pytest.raises(ConfigError, match="/no/such/token"):
+        _sent()
+
+
+def test_a_token_file_that_cannot_be_read(monkeypatch, tmp_path):
+    monkeypatch.setenv("RAY_AUTH_TOKEN_PATH", str(tmp_path))
+    with pytest.raises(ConfigError, match="cannot be read"):
+        _sent()
+
+
+def test_the_token_is_shown_and_saved_nowhere():
+    secret = "very-secret-token"
+    cluster = ExistingCluster(url=URL, token=secret)
+    executor = RayExecutor(cluster=cluster)
+    config = executor.to_config()
+    seen = [
+        repr(cluster),
+        repr(executor),
+        repr(cluster.connect()),
+        json.dumps(cluster.record()),
+        repr(config),
+        YamlSerializer().serialize(config),
+        str(ZlibJSONSerializer().serialize(config)),
+        repr(vars(cluster)),
+    ]
+    assert not [one for one in seen if secret in one]
+    assert fdl.build(config).cluster.connect().headers["Authorization"] == f"Bearer {secret}"
+    assert from_record(cluster.record()).connect() == cluster.connect()
+
+
+def test_a_record_of_another_process_takes_the_token_that_is_there(home_token):
+    record = {**ExistingCluster(url=URL).record(), "token": "sha256:0123456789abcdef"}
+    headers = from_record(json.loads(json.dumps(record))).connect().headers
+    assert headers["Authorization"] == "Bearer of-home"
+
+
+def test_headers_take_variables(monkeypatch):
+    monkeypatch.setenv("PROXY_KEY", "k$1")
+    headers = {"X-Key": "a-${PROXY_KEY}-b", "X-Plain": "$PROXY_KEY {x}"}
+    cluster = ExistingCluster(url=URL, headers=headers)
+    assert cluster.connect().headers == {"X-Key": "a-k$1-b", "X-Plain": "$PROXY_KEY {x}"}
+    assert cluster.record()["headers"] == headers
+    assert "k$1" not in repr(cluster)
+
+
+def test_a_header_with_an_unset_variable(monkeypatch):
+    monkeypatch.delenv("PROXY_KEY", raising=False)
+    with pytest.raises(ConfigError, match=r"'X-Key'.*PROXY_KEY"):
+        ExistingCluster(url=URL, headers={"X-Key": "${PROXY_KEY}"}).connect()
+
+
+@pytest.mark.parametrize(
+    ("given", "url"),
+    [
+        (URL, URL),
+        (f"{URL}/", URL),
+        (f"  {URL}\n", URL),
+        ("https://host/team-a/ray/", "https://host/team-a/ray"),
+        ("https://host", "https://host"),
+        ("http://[::1]:8265", "http://[::1]:8265"),
+        (f"{URL}/#/jobs", URL),
+    ],
+)
+def test_addresses(given, url):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        dashboard = ExistingCluster(url=given).connect()
+    assert dashboard.url == url
+    assert dashboard.job_page("exp.job") == f"{url}/#/jobs/exp.job"
+
+
+@pytest.mark.parametrize(
+    "address",
+    [
+        "",
+        " ",
+        "host",
+        "host:8265",
+        "ftp://host",
+        "http://",
+        "http://:8265",
+        "http://host:port",
+        "http://host:99999",
+        "http://host:0",
+        "http://[::1",
+        "http://ho st:8265",
+        "ray://",
+        None,
+        8265,
+    ],
+)
+def test_what_is_no_address(address):
+    with pytest.raises(ConfigError, match="address") as caught:
+        ExistingCluster(url=address)
+    assert repr(address) in str(caught.value)
+
+
+def test_a_forgotten_scheme_is_suggested():
+    with pytest.raises(ConfigError, match=r"Did you mean http://host:8265\?"):
+        ExistingCluster(url="host:8265")
+
+
+@pytest.mark.parametrize(
+    ("given", "url"),
+    [("ray://head:10001", "http://head:8265"), ("ray://[::1]:10001", "http://[::1]:8265")],
+)
+def test_ray_clients_address_is_translated_with_a_warning(given, url):
+    with pytest.warns(UserWarning, match="dashboard"):
+        cluster = ExistingCluster(url=given)
+    assert cluster.url == url
+
+
+def test_a_password_in_the_address_is_refused_without_repeating_it():
+    """The address is saved with the experiment and printed."""
+    with pytest.raises(ConfigError, match="headers") as caught:
+        ExistingCluster(url="https://me:pass-word@host/ray")
+    assert "pass-word" not in str(caught.value)
+
+
+def test_a_ca_file_that_is_missing(tmp_path):
+    with pytest.raises(ConfigError, match=r"verify.*no file.*ca\.pem"):
+        ExistingCluster(url=URL, verify=str(tmp_path / "ca.pem"))
+
+
+def test_a_ca_file_that_is_there(weird_tmp_path):
+    path = weird_tmp_path / "ca.pem"
+    path.touch()
+    assert ExistingCluster(url=URL, verify=str(path)).connect().verify == str(path)
+
+
+def test_a_record_of_an_unknown_kind():
+    with pytest.raises(ConfigError, match=r"'moon'.*existing, local"):
+        from_record({"kind": "moon"})
+
+
+def test_a_saved_executor_names_its_cluster():
+    executor = RayExecutor(cluster=ExistingCluster(url=URL, headers={"X": "${Y}"}, verify=False))
+    clone = executor.clone()
+    assert clone.cluster == executor.cluster
+    assert isinstance(executor.to_config(), run.Config)
+    assert Path(URL).name in YamlSerializer().serialize(executor.to_config())

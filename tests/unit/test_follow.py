@@ -1,0 +1,183 @@
+import itertools
+from collections.abc import Iterator
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from nemo_run_ray.errors import ClusterError
+from nemo_run_ray.follow import LINE_MAX_CHARS, follow, lines
+from nemo_run_ray.remote.process import end_mark
+
+_MARK = end_mark("0123456789")
+_END = f"{_MARK}exit code 0\n"
+#: The last line of another job, which a task may print.
+_OTHERS_END = f"{end_mark('abcdefghij')}exit code 0\n"
+_bodies = st.text("ab\n\ré", max_size=40)
+_logs = st.tuples(_bodies, st.sampled_from(["", "\n", f"\n{_END}", _END])).map("".join)
+_faults = st.lists(st.integers(0, 10_000), max_size=40)
+_sizes = st.lists(st.integers(1, 12), min_size=1, max_size=6)
+
+
+class Flaky:
+    """A growing log behind a bad line. One number decides what goes wrong at one call.
+
+    When the numbers are used up, the job is over and every answer is complete.
+    """
+
+    def __init__(self, text: str, faults: list[int], sizes: list[int]) -> None:
+        self._text = text
+        self._faults = iter(faults)
+        self._sizes = itertools.cycle(sizes)
+        self._over = False
+        self._there = 0
+
+    def is_over(self) -> bool:
+        fault = next(self._faults, None)
+        if fault is not None and fault % 4 == 0:
+            raise ClusterError("no answer")
+        self._over = self._over or fault is None or fault % 7 == 0
+        return self._over
+
+    def tail(self) -> Iterator[str]:
+        fault = next(self._faults, None)
+        text = self._now(fault)
+        if fault is None:
+            yield from self._pieces(text)
+            return
+        yield from self._pieces(text[: fault % (len(text) + 1)])
+        if fault % 2:
+            raise ClusterError("cut")
+
+    def whole(self) -> Iterator[str]:
+        fault = next(self._faults, None)
+        text = self._now(fault)
+        if fault is not None and fault % 2:
+            yield from self._pieces(text[: fault % (len(text) + 1)])
+            raise ClusterError("cut")
+        yield from self._pieces(text)
+
+    def _now(self, fault: int | None) -> str:
+        grown = len(self._text) if fault is None or self._over else fault % (len(self._text) + 1)
+        self._there = max(self._there, grown)
+        return self._text[: self._there]
+
+    def _pieces(self, text: str) -> Iterator[str]:
+        while text:
+            size = next(self._sizes)
+            yield text[:size]
+            text = text[size:]
+
+
+class Pauses:
+    """Time that passes at once, but not for ever."""
+
+    def __init__(self) -> None:
+        self.slept_s: list[float] = []
+
+    def __call__(self, seconds: float) -> None:
+        self.slept_s.append(seconds)
+        assert len(self.slept_s) < 1000, "it never ends"
+
+
+@given(_logs, _faults, _sizes)
+def test_every_character_once_whatever_goes_wrong(text, faults, sizes):
+    assert "".join(follow(Flaky(text, faults, sizes), _MARK, Pauses())) == text
+
+
+@given(_bodies, _bodies, st.sampled_from(["", _END]), _faults, _sizes)
+def test_a_line_of_the_user_that_looks_like_our_last_one(before, after, end, faults, sizes):
+    text = f"{before}\n{_OTHERS_END}{after}\n{end}"
+    assert "".join(follow(Flaky(text, faults, sizes), _MARK, Pauses())) == text
+
+
+def test_an_ended_job_whose_output_holds_our_mark_is_read_to_its_end():
+    """A task that shows the log of another job."""
+    text = f"{_OTHERS_END}more\n{_END}"
+    assert "".join(follow(Flaky(text, [], [len(_END)]), _MARK, Pauses())) == text
+
+
+def test_a_complete_log_is_read_once():
+    source = Flaky(f"a\n{_END}", [], [3])
+    source.whole = pytest.fail
+    assert "".join(follow(source, _MARK, Pauses())) == f"a\n{_END}"
+
+
+class Endless(Flaky):
+    """The server keeps the stream open after the last character."""
+
+    def tail(self) -> Iterator[str]:
+        self._over = True
+        yield from self._pieces(self._text)
+        pytest.fail("read on behind the log's end")
+
+
+def test_the_last_line_ends_the_wait_for_the_server():
+    text = f"abc\n{_END}"
+    assert "".join(follow(Endless(text, [1, 2], [4]), _MARK, Pauses())) == text
+
+
+class Short(Flaky):
+    """A line beyond the WebSocket's limit: the stream ends before it, each time."""
+
+    def tail(self) -> Iterator[str]:
+        yield self._text[:2]
+
+    def is_over(self) -> bool:
+        return next(self._faults, None) is None
+
+
+def test_a_stream_that_never_gets_further_is_read_the_other_way():
+    source = Short("a\nlong line\n", [1] * 20, [5])
+    pauses = Pauses()
+    found = follow(source, _MARK, pauses)
+    seen = ""
+    while len(seen) < 12:
+        seen += next(found)
+    assert seen == "a\nlong line\n"
+    assert len(pauses.slept_s) < 20
+    assert "".join(found) == ""
+
+
+def test_pauses_grow_while_nothing_comes_and_stay_short():
+    pauses = Pauses()
+    list(follow(Flaky("abc", [4] * 30, [1]), _MARK, pauses))
+    assert pauses.slept_s[0] < pauses.slept_s[2]
+    assert max(pauses.slept_s) <= 5
+
+
+def test_what_is_not_the_clusters_fault_is_not_swallowed():
+    class Broken(Flaky):
+        def tail(self) -> Iterator[str]:
+            raise KeyError("a bug")
+
+    with pytest.raises(KeyError):
+        list(follow(Broken("abc", [], [1]), _MARK, Pauses()))
+
+
+@given(st.lists(st.text("ab\n\r\x0c\u2028é", max_size=10)))
+def test_lines(texts):
+    found = list(lines(iter(texts)))
+    text = "".join(texts)
+    assert "".join(found) == text
+    assert all(one.endswith("\n") for one in found[:-1])
+    assert all("\n" not in one[:-1] for one in found)
+    assert len(found) == text.count("\n") + (not text.endswith("\n") and text != "")
+
+
+def test_a_line_is_passed_on_when_it_is_complete():
+    def texts() -> Iterator[str]:
+        yield "one\ntw"
+        raise ClusterError("cut")
+
+    found = lines(texts())
+    assert next(found) == "one\n"
+
+
+@pytest.mark.parametrize("size", [1000, LINE_MAX_CHARS, 3 * LINE_MAX_CHARS + 5])
+def test_a_very_long_line_comes_in_pieces(size):
+    text = "x" * (2 * LINE_MAX_CHARS + 7) + "\nend\n"
+    found = list(lines(text[at : at + size] for at in range(0, len(text), size)))
+    assert "".join(found) == text
+    assert max(len(one) for one in found) <= LINE_MAX_CHARS
+    assert found[-1] == "end\n"

@@ -1,0 +1,180 @@
+"""The folder in which processes find the embedded Ray, without a Ray."""
+
+import json
+import os
+import stat
+import subprocess
+import sys
+
+import psutil
+import pytest
+
+from nemo_run_ray import LocalCluster
+from nemo_run_ray.clusters import from_record
+from nemo_run_ray.clusters.local import _Home, _State
+from nemo_run_ray.errors import ConfigError
+
+
+@pytest.fixture
+def home(weird_tmp_path):
+    return _Home(weird_tmp_path)
+
+
+def _state(pid: int, born: float) -> _State:
+    return _State(pid=pid, born=born, url="http://127.0.0.1:1", root="/tmp/nray-x")
+
+
+def _me() -> _State:
+    return _state(os.getpid(), psutil.Process().create_time())
+
+
+@pytest.fixture
+def child():
+    process = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    yield process
+    process.stdin.close()
+    process.wait()
+
+
+def test_a_living_cluster_is_found(home):
+    state = _me()
+    home.write(state)
+    assert home.read() == state
+
+
+def test_nothing_is_there(home):
+    assert home.read() is None
+
+
+def test_a_dead_process(home, child):
+    home.write(_state(child.pid, psutil.Process(child.pid).create_time()))
+    assert home.read() is not None
+    child.kill()
+    child.wait()
+    assert home.read() is None
+
+
+def test_a_zombie_is_dead(home, child):
+    home.write(_state(child.pid, psutil.Process(child.pid).create_time()))
+    child.kill()
+    os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
+    assert home.read() is None
+
+
+@pytest.mark.parametrize("shift_s", [-3600, 1, 0.5])
+def test_a_pid_that_somebody_else_has_now(home, shift_s):
+    home.write(_state(os.getpid(), psutil.Process().create_time() + shift_s))
+    assert home.read() is None
+
+
+def test_a_cut_off_file(home):
+    home.write(_me())
+    path = home.path / "state.json"
+    whole = path.read_bytes()
+    for size in range(len(whole)):
+        path.write_bytes(whole[:size])
+        assert home.read() is None
+
+
+@pytest.mark.parametrize(
+    "text", ["[]", "null", '"x"', "{}", '{"pid": 1}', "\0" * 80, '{"pid": "x"']
+)
+def test_another_files_text(home, text):
+    (home.path / "state.json").write_text(text)
+    assert home.read() is None
+
+
+def test_a_file_of_a_newer_version(home):
+    (home.path / "state.json").write_text(json.dumps({**vars(_me()), "color": "red"}))
+    assert home.read() is None
+
+
+def test_a_write_leaves_one_file(home):
+    home.write(_me())
+    home.write(_me())
+    assert os.listdir(home.path) == ["state.json"]
+
+
+def test_the_token_is_private_and_new_each_time(home):
+    before = os.umask(0)
+    try:
+        home.environment("/tmp/nray-x")
+        first = home.token()
+        mode = stat.S_IMODE((home.path / "token").stat().st_mode)
+        (home.path / "token").chmod(0o666)  # somebody's mistake does not last
+        home.environment("/tmp/nray-x")
+    finally:
+        os.umask(before)
+    assert mode == 0o600
+    assert stat.S_IMODE((home.path / "token").stat().st_mode) == 0o600
+    assert len(first) >= 32
+    assert home.token() != first
+
+
+def test_the_environment_of_the_embedded_ray(home, monkeypatch):
+    for name in ("RAY_ADDRESS", "RAY_AUTH_TOKEN", "RAY_API_SERVER_ADDRESS"):
+        monkeypatch.setenv(name, "of another cluster")
+    env = home.environment("/tmp/nray-x")
+    assert env["RAY_AUTH_MODE"] == "token"
+    assert env["RAY_AUTH_TOKEN_PATH"] == str(home.path / "token")
+    assert "of another cluster" not in env.values()
+    assert home.token() not in env.values()
+
+
+def test_the_folder_is_private(tmp_path):
+    home = _Home(tmp_path / "a" / "b")
+    with home.locked():
+        assert stat.S_IMODE(home.path.stat().st_mode) == 0o700
+
+
+def test_a_cluster_is_found_by_its_record(weird_tmp_path):
+    cluster = LocalCluster(state_dir=str(weird_tmp_path), num_cpus=3)
+    again = from_record(json.loads(json.dumps(cluster.record())))
+    assert again.find() is None
+    home = _Home(weird_tmp_path)
+    home.environment("/tmp/nray-x")
+    home.write(_me())
+    found = again.find()
+    assert found.url == "http://127.0.0.1:1"
+    assert found.headers == {"Authorization": f"Bearer {home.token()}"}
+    assert home.token() not in repr(found) + repr(cluster) + json.dumps(cluster.record())
+
+
+def test_stopping_what_is_not_there(tmp_path):
+    cluster = LocalCluster(state_dir=str(tmp_path))
+    cluster.stop()
+    assert cluster.find() is None
+
+
+def test_stopping_buries_what_a_killed_cluster_left(tmp_path, child):
+    """Its folder and its other processes go; who has its pid now is left alone."""
+    root = tmp_path / "root"
+    root.mkdir()
+    left = subprocess.Popen(["sleep", "1000"], env={**os.environ, "NEMO_RUN_RAY_LOCAL": str(root)})
+    state = _state(child.pid, psutil.Process(child.pid).create_time() - 1000)
+    state.root = str(root)
+    home = _Home(tmp_path / "home")
+    home.path.mkdir()
+    home.write(state)
+    LocalCluster(state_dir=str(home.path)).stop()
+    assert left.wait(10) < 0
+    assert not root.exists()
+    assert child.poll() is None
+    assert not (home.path / "state.json").exists()
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"num_cpus": 0},
+        {"num_cpus": -1},
+        {"num_gpus": -1},
+        {"num_cpus": True},
+        {"num_cpus": "4"},
+        {"num_cpus": 1.5},
+    ],
+)
+def test_counts_are_checked(fields):
+    (name,) = fields
+    with pytest.raises(ConfigError, match=name):
+        LocalCluster(**fields)
