@@ -1,4 +1,4 @@
-"""What NeMo-Run's command line loads: ``executor=ray`` and ``nemo ray <verb>``."""
+"""What NeMo-Run's command line loads: ``nemo ray <verb>``."""
 
 from __future__ import annotations
 
@@ -6,19 +6,10 @@ from collections.abc import Callable
 from typing import Any
 
 import catalogue
-import nemo_run as run
 import typer
 from nemo_run.cli.api import ROOT_ENTRYPOINT_NAMESPACE
-from nemo_run.core.execution.base import Executor
 
 from nemo_run_ray.cli import VERBS, guarded
-from nemo_run_ray.executor import RayExecutor
-
-
-@run.cli.factory(target=Executor, name="ray")  # type: ignore[untyped-decorator]
-def ray() -> run.Config[RayExecutor]:
-    """``executor=ray executor.address=http://…``"""
-    return run.Config(RayExecutor)
 
 
 class _Verb:

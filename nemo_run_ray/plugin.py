@@ -10,6 +10,9 @@ import json
 from pathlib import Path
 from typing import Any
 
+from nemo_run.cli.api import factory
+from nemo_run.config import Config
+from nemo_run.core.execution.base import Executor
 from nemo_run.run.experiment import Experiment
 from nemo_run.run.job import Job
 from nemo_run.run.torchx_backend.schedulers.api import EXECUTOR_MAPPING, REVERSE_EXECUTOR_MAPPING
@@ -31,6 +34,12 @@ def register() -> None:
         classes = getattr(Experiment, name)
         if RayExecutor not in classes:
             setattr(Experiment, name, (*classes, RayExecutor))
+    factory(ray, target=Executor)
+
+
+def ray() -> Config[RayExecutor]:
+    """The executor of ``run.executor=ray run.executor.address=http://…``."""
+    return Config(RayExecutor)
 
 
 def handle(submission_id: str) -> str:

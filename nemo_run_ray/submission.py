@@ -28,8 +28,9 @@ log = logging.getLogger(__name__)
 #: Jobs whose end this process has written down.
 _noted: set[str] = set()
 _noted_lock = threading.Lock()
-#: Seconds to find out what became of a request whose answer was lost.
-OUTCOME_S = 60.0
+#: Seconds to find out what became of a request whose answer was lost: a dashboard's restart and
+#: more.
+OUTCOME_S = 180.0
 #: Seconds beyond the grace period until a cancelled job must be terminal.
 CANCEL_MARGIN_S = 40.0
 _STOP_AGAIN_S = 3.0
