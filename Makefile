@@ -1,6 +1,10 @@
 # Every target works on a machine that has python3, make and git: it makes .venv itself.
 PYTHON ?= python3
 VENV   := .venv
+# Nothing is written outside of this folder: no caches in the home, no byte code beside the sources.
+export UV_CACHE_DIR := $(CURDIR)/$(VENV)/.cache/uv
+export PIP_CACHE_DIR := $(CURDIR)/$(VENV)/.cache/pip
+export PYTHONPYCACHEPREFIX := $(CURDIR)/$(VENV)/.cache/pycache
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 

@@ -2,19 +2,17 @@
 
 # No postponed annotations: NeMo-Run's command line parses values by the types themselves.
 
-import dataclasses
-import difflib
-import functools
 import math
 import os
 import re
 from dataclasses import dataclass, field
-from typing import Any, NoReturn, TypeVar
+from typing import Any, NoReturn
 
 from nemo_run.core.execution.base import Executor, ExecutorMacros
 from nemo_run.core.execution.launcher import FaultTolerance, Launcher, Torchrun
 from nemo_run.core.packaging.base import Packager
 
+from nemo_run_ray.checks import named_fields
 from nemo_run_ray.clusters import Cluster, ExistingCluster, LocalCluster
 from nemo_run_ray.errors import ConfigError, NotBuiltError
 
@@ -28,7 +26,6 @@ _UNITS = {"B": 1} | {
     for suffix, base in (("B", 1000), ("iB", 1024))
 }
 _MEMORY = re.compile(r"\s*(\d{1,18}(?:\.\d{1,18})?)\s*([A-Za-z]*)\s*")
-_Class = TypeVar("_Class")
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 _TYPES: tuple[tuple[tuple[str, ...], type, str], ...] = (
     (("resources_per_node", "label_selector", "runtime_env", "ports", "env_vars"), dict, "a dict"),
@@ -38,33 +35,7 @@ _TYPES: tuple[tuple[tuple[str, ...], type, str], ...] = (
 )
 
 
-def _with_named_fields(cls: type[_Class]) -> type[_Class]:
-    """A dataclass whose constructor refuses unknown fields by an error of ours.
-
-    The signature stays that of the fields: NeMo-Run's command line and fiddle read it.
-    """
-    construct: Any = cls.__init__
-    known = [one.name for one in dataclasses.fields(cls) if one.init]  # type: ignore[arg-type]
-
-    @functools.wraps(construct)
-    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:  # noqa: N807
-        if args:
-            raise ConfigError(
-                f"{cls.__name__} takes its fields by name, such as {cls.__name__}(address=…); "
-                f"found {args[0]!r} without one."
-            )
-        for name in kwargs:
-            if name not in known:
-                close = difflib.get_close_matches(name, known, n=1)
-                hint = f"did you mean {close[0]!r}?" if close else f"it has {', '.join(known)}."
-                raise ConfigError(f"{cls.__name__} has no field {name!r}; {hint}")
-        construct(self, **kwargs)
-
-    cls.__init__ = __init__  # type: ignore[method-assign]
-    return cls
-
-
-@_with_named_fields
+@named_fields
 @dataclass(kw_only=True)
 class RayExecutor(Executor):
     """Runs NeMo-Run tasks as jobs of a Ray cluster.

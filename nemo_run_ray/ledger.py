@@ -24,7 +24,8 @@ from nemo_run_ray.plan import ID_MAX, safe_id
 
 log = logging.getLogger(__name__)
 
-INTENT, SUBMITTED, REFUSED, TERMINAL = "intent", "submitted", "refused", "terminal"
+INTENT, SUBMITTED, REFUSED = "intent", "submitted", "refused"
+CANCEL, TERMINAL = "cancel", "terminal"
 
 
 @dataclass
@@ -39,7 +40,8 @@ class JobRecord:
         session: Ray's name of the cluster's life that got it.
         nonce: tells our job from another one that took the same id.
         exp_dir: folder of its experiment.
-        last: its last event.
+        last: the last event of its submission.
+        cancelled: somebody asked for its end.
         terminal: what was last seen of it, once it had ended.
     """
 
@@ -51,6 +53,7 @@ class JobRecord:
     nonce: str
     exp_dir: Path
     last: str = INTENT
+    cancelled: bool = False
     terminal: dict[str, str] = field(default_factory=dict)
 
 
@@ -89,10 +92,14 @@ class Ledger:
                     exp_dir=self.exp_dir,
                     **{name: event[name] for name in names},
                 )
-            elif submission_id in records:
+            elif submission_id not in records:
+                log.warning("%s tells of %s before its intent.", self.path, submission_id)
+            elif kind == TERMINAL:
+                records[submission_id].terminal = event["verdict"]
+            elif kind == CANCEL:
+                records[submission_id].cancelled = True
+            else:
                 records[submission_id].last = kind
-                if kind == TERMINAL:
-                    records[submission_id].terminal = event["verdict"]
         return records
 
     def _events(self) -> Iterator[dict[str, Any]]:

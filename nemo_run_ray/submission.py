@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import os
 import secrets
 import threading
@@ -33,6 +34,8 @@ _noted_lock = threading.Lock()
 OUTCOME_S = 180.0
 #: Seconds beyond the grace period until a cancelled job must be terminal.
 CANCEL_MARGIN_S = 40.0
+#: Seconds in which a job that is about to start does; one that waits for room stays PENDING longer.
+PLACING_S = 6.0
 _STOP_AGAIN_S = 3.0
 
 
@@ -218,12 +221,9 @@ class RemoteJob:
             row = api.table().get(self.submission_id)
             if row is None:
                 row = api.job(self.submission_id)  # younger than the table, or not there
-            verdict = self._absent(api) if row is None else self._present(row)
+            return self._absent(api) if row is None else self._present(row)
         except NemoRunRayError as error:  # a token's file that is gone is no news of the job either
             return Verdict(JobState.UNKNOWN, Reason.UNREACHABLE, str(error))
-        if verdict.state.is_terminal:
-            self._note(verdict)
-        return verdict
 
     def api(self) -> JobsApi:
         """The dashboard of its cluster.
@@ -246,8 +246,11 @@ class RemoteJob:
             ClusterError: it did not end in time, or the cluster stopped answering.
         """
         api = self.api()
-        deadline = time.monotonic() + grace_s + CANCEL_MARGIN_S
-        asked_at = -_STOP_AGAIN_S
+        Ledger(self.record.exp_dir).write(ledger.CANCEL, self.submission_id)
+        self.record.cancelled = True
+        began_at = time.monotonic()
+        deadline = began_at + grace_s + CANCEL_MARGIN_S
+        asked_at = -math.inf
         trouble = "it goes on"
         while time.monotonic() < deadline:
             try:
@@ -256,8 +259,8 @@ class RemoteJob:
                     asked_at = time.monotonic()
                 row = api.job(self.submission_id)
                 verdict = self._absent(api) if row is None else self._present(row)
-                if verdict.state.is_terminal:
-                    self._note(verdict)
+                settled = row is None or row["status"] != "PENDING"
+                if verdict.state.is_terminal and (settled or asked_at - began_at >= PLACING_S):
                     return verdict
             except Gone as error:
                 trouble = str(error)
@@ -300,7 +303,17 @@ class RemoteJob:
                 Reason.NOT_SUBMITTED,
                 f"The id {self.submission_id} belongs to a job of another run; ours never started.",
             )
-        return judge(row)
+        verdict = judge(row)
+        if verdict.state.is_terminal:
+            self._note(verdict)
+        elif verdict.state is JobState.PENDING and self.record.cancelled:
+            return Verdict(
+                JobState.CANCELLED,
+                Reason.CANCELLED,
+                "cancelled while it waited for room; Ray shows it as pending until then, and ends "
+                "it without running its command",
+            )
+        return verdict
 
     def _absent(self, api: JobsApi) -> Verdict:
         session = api.version(patience_s=0.0)["session_name"]
@@ -318,11 +331,9 @@ class RemoteJob:
         )
 
     def _lost(self, why: str) -> Verdict:
-        if self.record.last != ledger.SUBMITTED:
-            return Verdict(
-                JobState.LOST, Reason.CLUSTER_GONE, f"Nobody can tell whether it ran: {why}."
-            )
-        return Verdict(JobState.LOST, Reason.CLUSTER_GONE, f"Its end is not known: {why}.")
+        arrived = self.record.last == ledger.SUBMITTED
+        what = "Its end is not known" if arrived else "Nobody can tell whether it ran"
+        return Verdict(JobState.LOST, Reason.CLUSTER_GONE, f"{what}: {why}.")
 
     def _note(self, verdict: Verdict) -> None:
         """Write down how it ended, once in a process, so that it is known without the cluster."""
@@ -378,6 +389,8 @@ class _Log:
         self._job = job
 
     def tail(self) -> Iterator[str]:
+        if self._job.verdict().state is JobState.CANCELLED:
+            return self.whole()  # the stream of one that never starts would never begin
         return self._job.api().tail(self._job.submission_id)
 
     def whole(self) -> Iterator[str]:

@@ -6,11 +6,12 @@ import hashlib
 import os
 import re
 import warnings
-from dataclasses import dataclass, field
+from dataclasses import KW_ONLY, dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar
 from urllib.parse import urlsplit
 
+from nemo_run_ray.checks import named_fields
 from nemo_run_ray.clusters.base import Cluster, Dashboard
 from nemo_run_ray.errors import ConfigError
 
@@ -22,12 +23,13 @@ _VARIABLE = re.compile(r"\$\{(\w+)\}")
 _TOKENS: dict[str, str] = {}
 
 
-@dataclass(kw_only=True)
+@named_fields
+@dataclass
 class ExistingCluster(Cluster):
     """A Ray cluster reached through its dashboard. Never started and never stopped by us.
 
     Example:
-        ``ExistingCluster(url="https://ray.example.org/team-a", verify="/etc/ssl/our-ca.pem")``
+        ``ExistingCluster("https://ray.example.org/team-a", verify="/etc/ssl/our-ca.pem")``
 
     Raises:
         ConfigError: the address is not one, or a header names a variable that is not set.
@@ -37,6 +39,7 @@ class ExistingCluster(Cluster):
 
     #: ``http(s)://host[:port][/prefix]``; ``ray://host:port`` is read as ``http://host:8265``.
     url: str
+    _: KW_ONLY
     #: Ray's token. Kept in this process only: what is saved is its fingerprint. Without it the
     #: token is taken from RAY_AUTH_TOKEN, the file RAY_AUTH_TOKEN_PATH or ~/.ray/auth_token, as
     #: Ray does.

@@ -36,6 +36,7 @@ from filelock import FileLock, Timeout
 from nemo_run.config import get_nemorun_home
 from nemo_run.core.frontend.console.api import CONSOLE
 
+from nemo_run_ray.checks import named_fields
 from nemo_run_ray.clusters.base import Cluster, Dashboard
 from nemo_run_ray.errors import ClusterError, ConfigError
 
@@ -50,6 +51,7 @@ _LOCK_LIMIT_S = 180.0
 _children: dict[int, subprocess.Popen[bytes]] = {}
 
 
+@named_fields
 @dataclass(kw_only=True)
 class LocalCluster(Cluster):
     """An embedded Ray, started when it is needed. Token authentication is always on.
@@ -95,6 +97,11 @@ class LocalCluster(Cluster):
             if state is None:
                 self._home.bury()
                 state = self._start()
+            elif (self.num_cpus, self.num_gpus) not in ((None, None), tuple(state.size)):
+                CONSOLE.log(
+                    f"The embedded Ray is up with num_cpus, num_gpus = {state.size}, not with "
+                    f"{[self.num_cpus, self.num_gpus]}. To change that: nemo-run-ray down"
+                )
             self._home.join(state, self.keep)
         return self._dashboard(state)
 
@@ -158,6 +165,7 @@ class LocalCluster(Cluster):
             born=psutil.Process(process.pid).create_time(),
             url=f"http://127.0.0.1:{port}",
             root=root,
+            size=[self.num_cpus, self.num_gpus],
         )
         self._home.write(state)
         try:
@@ -201,6 +209,7 @@ class _State:
     born: float
     url: str
     root: str
+    size: list[int | None] = field(default_factory=lambda: [None, None])
     keep: bool = False
     users: list[list[float]] = field(default_factory=list)
 

@@ -140,6 +140,10 @@ class Runner:
         The command has ended when its first process has, and all others have been ended with it:
         SIGTERM, ``grace_s`` seconds, SIGKILL.
         """
+        if select.select([self._keeper], [], [], 0)[0]:
+            # Ray holds a stop that comes before the start back until the start.
+            self.cancelled, self.ending = True, "cancelled before it started"
+            return 143
         read_end, write_end = os.pipe()
         try:
             process = subprocess.Popen(

@@ -15,7 +15,7 @@ ROOT = Path(nemo_run_ray.__file__).parent
 #: From low to high; a module imports from its own layer and those below.
 _LAYERS = (
     {"remote"},
-    {"errors", "states", "probes"},
+    {"errors", "states", "probes", "checks"},
     {"executor", "plan", "archives", "jobs_api", "clusters", "ledger", "follow"},
     {"submission"},
     {"plugin"},

@@ -37,7 +37,7 @@ def test_events_become_records(book, tmp_path):
     book.write(TERMINAL, "exp.a", verdict=_VERDICT)
     book.write(REFUSED, "exp.b", why="no")
     one, two = Ledger(tmp_path).jobs().values()
-    assert (one.submission_id, one.last, one.terminal) == ("exp.a", TERMINAL, _VERDICT)
+    assert (one.submission_id, one.last, one.terminal) == ("exp.a", SUBMITTED, _VERDICT)
     assert (two.submission_id, two.last, two.terminal) == ("exp.b", REFUSED, {})
     assert (two.job, two.cluster, two.nonce) == ("two\nlines é", {"kind": "local"}, "n")
     assert one.exp_dir == tmp_path

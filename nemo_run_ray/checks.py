@@ -1,0 +1,44 @@
+"""Checks that several of our dataclasses share."""
+
+import dataclasses
+import difflib
+import functools
+from typing import Any, TypeVar
+
+from nemo_run_ray.errors import ConfigError
+
+_Class = TypeVar("_Class")
+
+
+def named_fields(cls: type[_Class]) -> type[_Class]:
+    """A dataclass whose constructor refuses unknown fields by an error of ours.
+
+    The signature stays that of the fields: NeMo-Run's command line and fiddle read it.
+    """
+    construct: Any = cls.__init__
+    fields: tuple[dataclasses.Field[Any], ...] = dataclasses.fields(cls)  # type: ignore[arg-type]
+    known = [one.name for one in fields if one.init]
+    unnamed = [one.name for one in fields if one.init and not one.kw_only]
+
+    @functools.wraps(construct)
+    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:  # noqa: N807
+        if len(args) > len(unnamed):
+            raise ConfigError(
+                f"{cls.__name__} takes its fields by name, such as {known[0]}=…; found "
+                f"{args[len(unnamed)]!r} without one."
+            )
+        for name in kwargs:
+            if name not in known:
+                close = difflib.get_close_matches(name, known, n=1)
+                hint = f"did you mean {close[0]!r}?" if close else f"it has {', '.join(known)}."
+                raise ConfigError(f"{cls.__name__} has no field {name!r}; {hint}")
+        for name in unnamed[: len(args)]:
+            if name in kwargs:
+                raise ConfigError(f"{cls.__name__} got {name!r} twice, once without its name.")
+        missing = [one for one in unnamed[len(args) :] if one not in kwargs]
+        if missing:
+            raise ConfigError(f"{cls.__name__} needs {', '.join(missing)}.")
+        construct(self, *args, **kwargs)
+
+    cls.__init__ = __init__  # type: ignore[method-assign]
+    return cls

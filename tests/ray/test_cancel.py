@@ -1,0 +1,69 @@
+"""Cancelling jobs that run, wait for room, ignore SIGTERM or have ended; chains."""
+
+import re
+
+import nemo_run as run
+import pytest
+
+from nemo_run_ray import RayExecutor
+from nemo_run_ray.states import JobState
+from nemo_run_ray.submission import RemoteJob
+from tests.conftest import processes_of, wait_for
+
+
+@pytest.fixture
+def start(existing):
+    def start(name: str, inline: str, **fields) -> RemoteJob:
+        executor = RayExecutor(cluster=existing, **fields)
+        with run.Experiment(name, executor=executor, skip_status_at_exit=True) as experiment:
+            experiment.add(run.Script(inline=inline), name="job")
+            experiment.run(detach=True)
+        return RemoteJob.find(f"{experiment._id}.job")
+
+    return start
+
+
+def test_a_job_that_waits_for_room_never_runs_its_command(start, unique, tmp_path, api):
+    room = start(f"{unique}a", "sleep 300", cpus_per_node=4)
+    wait_for(lambda: room.verdict().state is JobState.RUNNING)
+    waiting = start(f"{unique}b", f"date > {tmp_path}/ran", cpus_per_node=4)
+    wait_for(lambda: waiting.verdict().state is JobState.PENDING)
+
+    verdict = waiting.cancel(grace_s=1)
+    assert verdict.state is JobState.CANCELLED
+    assert RemoteJob.find(waiting.submission_id).verdict().state is JobState.CANCELLED
+    assert "Running entrypoint" not in "".join(waiting.log(should_tail=True))
+    assert room.cancel(grace_s=1).state is JobState.CANCELLED
+
+    wait_for(lambda: api.job(waiting.submission_id)["status"] == "STOPPED")
+    assert not (tmp_path / "ran").exists()
+
+
+def test_a_command_that_ignores_sigterm_is_killed_after_its_grace(start, unique):
+    job = start(unique, "trap 'echo asked' TERM; while :; do sleep 1; done", grace_s=2)
+    wait_for(lambda: len(processes_of(job.submission_id)) >= 2)
+
+    assert job.cancel(grace_s=2).state is JobState.CANCELLED
+
+    assert processes_of(job.submission_id) == []
+    log = "".join(job.log(should_tail=True))
+    assert log.count("asked") == 1
+    assert "no process of it is left" in log
+
+
+def test_cancelling_what_has_ended_changes_nothing(start, unique):
+    job = start(unique, "true")
+    wait_for(lambda: job.verdict().state is JobState.SUCCEEDED)
+
+    assert job.cancel(grace_s=1).state is JobState.SUCCEEDED
+
+
+def test_nemo_run_orders_a_chain(existing, unique, tmp_path):
+    order = tmp_path / "order"
+    with run.Experiment(unique, executor=RayExecutor(cluster=existing)) as experiment:
+        for name in ("first", "second"):
+            script = run.Script(inline=f"sleep 1; echo {name} >> {order}")
+            experiment.add(script, name=name)
+        experiment.run(sequential=True)
+
+    assert re.findall(r"\w+", order.read_text()) == ["first", "second"]
