@@ -29,7 +29,7 @@ def start(existing, unique, monkeypatch):
 def body(text: str) -> str:
     """The command's own output."""
     _, _, rest = text.partition("Running entrypoint")
-    return rest.partition("\n")[2].partition("nemo_run_ray| end:")[0]
+    return rest.partition("\n")[2].partition("nemo_run_ray| end ")[0]
 
 
 def test_a_line_beyond_the_websockets_limit_arrives_whole(start):
@@ -82,7 +82,7 @@ def test_without_tailing_a_running_job_shows_what_there_is(start, eventually):
 
 def test_a_program_that_prints_our_last_line_does_not_end_the_log(start):
     job = start(
-        "import time\nprint('nemo_run_ray| end: exit code 0')\ntime.sleep(3)\nprint('goes on')"
+        "import time\nprint('nemo_run_ray| end 01234567: exit code 0')\ntime.sleep(3)\nprint('goes on')"
     )
 
     assert "goes on" in "".join(job.log(should_tail=True))
