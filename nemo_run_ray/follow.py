@@ -30,7 +30,9 @@ class LogSource(Protocol):
         """Whether the job is terminal. Raises ``ClusterError`` when that cannot be told."""
 
 
-def follow(source: LogSource, end_mark: str, sleep: Callable[[float], None]) -> Iterator[str]:
+def follow(
+    source: LogSource, end_marks: tuple[str, ...], sleep: Callable[[float], None]
+) -> Iterator[str]:
     """The log's text until the job is over and all of it has been passed on.
 
     The stream's end only means "look again". All has been passed on when the job is over and the
@@ -40,11 +42,11 @@ def follow(source: LogSource, end_mark: str, sleep: Callable[[float], None]) -> 
 
     Args:
         source: where to read.
-        end_mark: how the remote half begins the last line of this job's log. It says that the log
-            is complete and nothing about the job.
+        end_marks: how the remote half may begin the last line of this job's log. It says that the
+            log is complete and nothing about the job.
         sleep: waits so many seconds between two attempts.
     """
-    reader = _Reader(end_mark)
+    reader = _Reader(end_marks)
     barren = 0
     while True:
         before = reader.place
@@ -66,14 +68,14 @@ def follow(source: LogSource, end_mark: str, sleep: Callable[[float], None]) -> 
 class _Reader:
     """Passes on what lies behind its place, and knows how the text so far ends."""
 
-    def __init__(self, end_mark: str) -> None:
+    def __init__(self, end_marks: tuple[str, ...]) -> None:
         self.place = 0
-        self._end_mark = end_mark
+        self._end_marks = end_marks
         self._line = ""  # beginning of the last line
 
     @property
     def is_complete(self) -> bool:
-        return self._line.startswith(self._end_mark) and self._line.endswith("\n")
+        return self._line.startswith(self._end_marks) and self._line.endswith("\n")
 
     def read(self, texts: Iterator[str]) -> Iterator[str]:
         skip = self.place

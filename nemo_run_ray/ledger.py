@@ -38,7 +38,8 @@ class JobRecord:
         role: name of its role, for logs.
         cluster: ``Cluster.record()`` of its cluster.
         session: Ray's name of the cluster's life that got it.
-        nonce: tells our job from another one that took the same id.
+        nonces: one of every submission of ours, by whatever process; they tell our job from another
+            one that took the same id.
         exp_dir: folder of its experiment.
         last: the last event of its submission.
         cancelled: somebody asked for its end.
@@ -50,7 +51,7 @@ class JobRecord:
     role: str
     cluster: dict[str, Any]
     session: str
-    nonce: str
+    nonces: list[str]
     exp_dir: Path
     last: str = INTENT
     cancelled: bool = False
@@ -86,10 +87,12 @@ class Ledger:
         for event in self._events():
             submission_id, kind = event["id"], event["event"]
             if kind == INTENT:
-                names = ("job", "role", "cluster", "session", "nonce")
+                before = records[submission_id].nonces if submission_id in records else []
+                names = ("job", "role", "cluster", "session")
                 records[submission_id] = JobRecord(
                     submission_id=submission_id,
                     exp_dir=self.exp_dir,
+                    nonces=[*before, event["nonce"]],
                     **{name: event[name] for name in names},
                 )
             elif submission_id not in records:

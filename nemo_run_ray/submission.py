@@ -89,7 +89,7 @@ class Shipment:
         )
         body = planned.body(code, carried, nonce)
         try:
-            submit_once(api, body, nonce, time.monotonic, time.sleep)
+            submit_once(api, body, book, time.monotonic, time.sleep)
         except SubmissionError as error:
             book.write(ledger.REFUSED, planned.submission_id, why=str(error))
             raise
@@ -138,7 +138,7 @@ class Shipment:
 def submit_once(
     api: JobsApi,
     body: dict[str, Any],
-    nonce: str,
+    book: Ledger,
     clock: Callable[[], float],
     sleep: Callable[[float], None],
 ) -> None:
@@ -146,6 +146,14 @@ def submit_once(
 
     After an error the job table is asked before anything else is done. A repeated request cannot
     start a second job: Ray gives a submission id away once.
+
+    Args:
+        api: where.
+        body: of the request; its intent is in the ledger.
+        book: the experiment's ledger. A job that another process of the experiment submitted at the
+            same time is taken for what it is, ours.
+        clock: seconds that only grow.
+        sleep: waits so many of them.
 
     Raises:
         SubmissionError: Ray refuses the request, or ``OUTCOME_S`` passed without an outcome.
@@ -170,7 +178,7 @@ def submit_once(
                 "resume` hands it over if it never arrived."
             ) from error
         if row is not None:
-            _must_be_ours(api, row, nonce)
+            _must_be_ours(api, row, book)
             return
         if clock() >= deadline:
             raise SubmissionError(
@@ -180,8 +188,12 @@ def submit_once(
         sleep(0.5)
 
 
-def _must_be_ours(api: JobsApi, row: dict[str, Any], nonce: str) -> None:
-    if (row.get("metadata") or {}).get(NONCE_KEY) == nonce:
+def _nonce(row: dict[str, Any]) -> str:
+    return str((row.get("metadata") or {}).get(NONCE_KEY, ""))
+
+
+def _must_be_ours(api: JobsApi, row: dict[str, Any], book: Ledger) -> None:
+    if _nonce(row) in book.jobs()[str(row["submission_id"])].nonces:
         return
     raise Conflict(
         f"The id {row.get('submission_id')} is taken at {api.dashboard.url} by a job that another "
@@ -289,7 +301,8 @@ class RemoteJob:
             return _read(self._kept_log)
         source = _Log(self)
         if should_tail or source.is_over():
-            return follow(source, end_mark(self.record.nonce), time.sleep)
+            marks = tuple(end_mark(nonce) for nonce in self.record.nonces)
+            return follow(source, marks, time.sleep)
         return source.whole()
 
     def _api(self) -> JobsApi | None:
@@ -297,7 +310,7 @@ class RemoteJob:
         return None if dashboard is None else JobsApi.of(dashboard)
 
     def _present(self, row: dict[str, Any]) -> Verdict:
-        if (row.get("metadata") or {}).get(NONCE_KEY) != self.record.nonce:
+        if _nonce(row) not in self.record.nonces:
             return Verdict(
                 JobState.WAITING,
                 Reason.NOT_SUBMITTED,

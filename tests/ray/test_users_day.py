@@ -116,6 +116,8 @@ def test_ctrl_c_ends_the_wait_and_leaves_the_job(project, unique, local_cluster,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
+        # A shell's background processes, as in CI, ignore Ctrl-C and pass that on.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
     job = wait_for(lambda: next((one for one in api.table() if one.startswith(f"{unique}_")), None))
     wait_for(lambda: len(processes_of(job)) >= 3)

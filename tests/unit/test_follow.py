@@ -82,25 +82,25 @@ class Pauses:
 
 @given(_logs, _faults, _sizes)
 def test_every_character_once_whatever_goes_wrong(text, faults, sizes):
-    assert "".join(follow(Flaky(text, faults, sizes), _MARK, Pauses())) == text
+    assert "".join(follow(Flaky(text, faults, sizes), (_MARK,), Pauses())) == text
 
 
 @given(_bodies, _bodies, st.sampled_from(["", _END]), _faults, _sizes)
 def test_a_line_of_the_user_that_looks_like_our_last_one(before, after, end, faults, sizes):
     text = f"{before}\n{_OTHERS_END}{after}\n{end}"
-    assert "".join(follow(Flaky(text, faults, sizes), _MARK, Pauses())) == text
+    assert "".join(follow(Flaky(text, faults, sizes), (_MARK,), Pauses())) == text
 
 
 def test_an_ended_job_whose_output_holds_our_mark_is_read_to_its_end():
     """A task that shows the log of another job."""
     text = f"{_OTHERS_END}more\n{_END}"
-    assert "".join(follow(Flaky(text, [], [len(_END)]), _MARK, Pauses())) == text
+    assert "".join(follow(Flaky(text, [], [len(_END)]), (_MARK,), Pauses())) == text
 
 
 def test_a_complete_log_is_read_once():
     source = Flaky(f"a\n{_END}", [], [3])
     source.whole = pytest.fail
-    assert "".join(follow(source, _MARK, Pauses())) == f"a\n{_END}"
+    assert "".join(follow(source, (_MARK,), Pauses())) == f"a\n{_END}"
 
 
 class Endless(Flaky):
@@ -114,7 +114,7 @@ class Endless(Flaky):
 
 def test_the_last_line_ends_the_wait_for_the_server():
     text = f"abc\n{_END}"
-    assert "".join(follow(Endless(text, [1, 2], [4]), _MARK, Pauses())) == text
+    assert "".join(follow(Endless(text, [1, 2], [4]), (_MARK,), Pauses())) == text
 
 
 class Short(Flaky):
@@ -130,7 +130,7 @@ class Short(Flaky):
 def test_a_stream_that_never_gets_further_is_read_the_other_way():
     source = Short("a\nlong line\n", [1] * 20, [5])
     pauses = Pauses()
-    found = follow(source, _MARK, pauses)
+    found = follow(source, (_MARK,), pauses)
     seen = ""
     while len(seen) < 12:
         seen += next(found)
@@ -141,7 +141,7 @@ def test_a_stream_that_never_gets_further_is_read_the_other_way():
 
 def test_pauses_grow_while_nothing_comes_and_stay_short():
     pauses = Pauses()
-    list(follow(Flaky("abc", [4] * 30, [1]), _MARK, pauses))
+    list(follow(Flaky("abc", [4] * 30, [1]), (_MARK,), pauses))
     assert pauses.slept_s[0] < pauses.slept_s[2]
     assert max(pauses.slept_s) <= 5
 
@@ -152,7 +152,7 @@ def test_what_is_not_the_clusters_fault_is_not_swallowed():
             raise KeyError("a bug")
 
     with pytest.raises(KeyError):
-        list(follow(Broken("abc", [], [1]), _MARK, Pauses()))
+        list(follow(Broken("abc", [], [1]), (_MARK,), Pauses()))
 
 
 @given(st.lists(st.text("ab\n\r\x0c\u2028é", max_size=10)))

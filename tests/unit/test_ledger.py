@@ -39,7 +39,7 @@ def test_events_become_records(book, tmp_path):
     one, two = Ledger(tmp_path).jobs().values()
     assert (one.submission_id, one.last, one.terminal) == ("exp.a", SUBMITTED, _VERDICT)
     assert (two.submission_id, two.last, two.terminal) == ("exp.b", REFUSED, {})
-    assert (two.job, two.cluster, two.nonce) == ("two\nlines é", {"kind": "local"}, "n")
+    assert (two.job, two.cluster, two.nonces) == ("two\nlines é", {"kind": "local"}, ["n"])
     assert one.exp_dir == tmp_path
 
 
@@ -51,7 +51,7 @@ def test_a_second_intent_starts_the_record_anew(book):
     book.write(INTENT, "exp.a", **_INTENT)
     book.write(REFUSED, "exp.a", why="no")
     book.write(INTENT, "exp.a", **{**_INTENT, "nonce": "n2"})
-    assert (book.jobs()["exp.a"].last, book.jobs()["exp.a"].nonce) == (INTENT, "n2")
+    assert (book.jobs()["exp.a"].last, book.jobs()["exp.a"].nonces) == (INTENT, ["n", "n2"])
 
 
 def test_a_torn_line_is_ignored_and_repaired_by_the_next_write(book, caplog):
