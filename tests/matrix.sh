@@ -2,14 +2,26 @@
 # Unit tests with the lowest and the highest versions that pyproject.toml declares.
 set -eu
 uv="${BIN:?call this by: make matrix}/uv"
+
+# An interpreter of that version: on PATH, of pyenv, or whatever uv finds or fetches.
+interpreter() {
+    for candidate in "python$1" "${PYENV_ROOT:-$HOME/.pyenv}"/versions/"$1".*/bin/python; do
+        if "$candidate" -c '' 2>/dev/null; then
+            command -v "$candidate"
+            return
+        fi
+    done
+    echo "$1"
+}
+
 for row in 3.10:lowest-direct 3.13:highest; do
     python=${row%%:*} resolution=${row##*:}
     venv=.venv-$python-$resolution
-    "$uv" venv --quiet --clear --python "$python" "$venv"
+    "$uv" venv --quiet --clear --python "$(interpreter "$python")" "$venv"
     "$uv" pip install --quiet --python "$venv/bin/python" --resolution "$resolution" \
         --editable '.[dev,examples]'
-    echo "== Python $python, $resolution versions"
-    "$uv" pip list --quiet --python "$venv/bin/python" 2>/dev/null |
-        grep -E '^(nemo-run|torchx|fiddle|ray|leptonai|httpx|websockets|filelock|typer|rich) ' || true
+    echo "== $("$venv/bin/python" --version), $resolution versions"
+    "$uv" pip list --python "$venv/bin/python" 2>/dev/null |
+        grep -E '^(nemo-run|torchx|fiddle|ray|leptonai|httpx|websockets|filelock|typer|rich) '
     "$venv/bin/python" -m pytest tests/unit
 done

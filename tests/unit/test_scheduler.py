@@ -20,10 +20,10 @@ def test_two_names_that_would_get_one_id_are_refused_before_anything_starts(addr
             experiment.dryrun(log=False)
 
 
-def test_a_dry_run_asks_no_cluster(address):
+def test_a_dry_run_asks_no_cluster(address, unique):
     """There is no such host: a question would raise."""
     task = run.Script(inline="true")
-    run.run(task, executor=RayExecutor(address=address), name="dry", dryrun=True)
+    run.run(task, executor=RayExecutor(address=address), name=unique, dryrun=True)
 
 
 @pytest.mark.parametrize(
@@ -35,10 +35,10 @@ def test_a_dry_run_asks_no_cluster(address):
         ("max_in_flight", 3, "dispatcher"),
     ],
 )
-def test_what_is_not_built_is_named(address, field, value, part):
+def test_what_is_not_built_is_named(address, unique, field, value, part):
     executor = RayExecutor(address=address, **{field: value})
     with pytest.raises(NotBuiltError, match=f"RayExecutor.{field} is {value}.*{part}"):
-        run.run(run.Script(inline="true"), executor=executor, name="dry", dryrun=True)
+        run.run(run.Script(inline="true"), executor=executor, name=unique, dryrun=True)
 
 
 def test_a_stream_alone_is_refused():
