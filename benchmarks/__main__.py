@@ -33,7 +33,7 @@ import psutil  # noqa: E402
 from nemo_run_ray import ExistingCluster, LocalCluster, RayExecutor  # noqa: E402
 from nemo_run_ray.clusters import Dashboard  # noqa: E402
 from nemo_run_ray.jobs_api import JobsApi  # noqa: E402
-from nemo_run_ray.submission import RemoteJob  # noqa: E402
+from nemo_run_ray.remote_job import RemoteJob  # noqa: E402
 from tests.flaky_proxy import FlakyProxy  # noqa: E402
 
 ROUNDS = 9

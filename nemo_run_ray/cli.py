@@ -181,7 +181,7 @@ def _experiment(name: str) -> Any:
 
 def _jobs(name: str) -> list[Any]:
     """The jobs of an experiment, or the one of a handle or a job's id."""
-    from nemo_run_ray.submission import RemoteJob
+    from nemo_run_ray.remote_job import RemoteJob
 
     bare = name.rpartition("/")[2]
     try:
@@ -194,7 +194,7 @@ def _jobs(name: str) -> list[Any]:
 
 
 def _all_jobs(experiment: Any) -> list[Any]:
-    from nemo_run_ray.submission import jobs_of
+    from nemo_run_ray.remote_job import jobs_of
 
     return jobs_of(plugin.experiment_dir(experiment))
 

@@ -5,6 +5,7 @@
     │   └── NotBuiltError    the field is right, what it asks for does not exist yet
     ├── ClusterError         the cluster cannot serve the request
     │   ├── Unreachable      no answer, or not Ray's answer
+    │   ├── StreamCut        a log stream ended without the server's goodbye
     │   ├── Unauthorised     the answer is 401 or 403
     │   └── TooOld           this Ray lacks a feature that was asked for
     ├── SubmissionError      a job could not be handed over
@@ -36,6 +37,10 @@ class ClusterError(NemoRunRayError):
 
 class Unreachable(ClusterError):
     """No answer from the address, or an answer that is not Ray's."""
+
+
+class StreamCut(ClusterError):
+    """A log stream ended without the server's goodbye."""
 
 
 class Unauthorised(ClusterError):

@@ -6,12 +6,10 @@ jitter; the one that starts a job is not: who sends it decides (``submission.py`
 
 from __future__ import annotations
 
-import json
 import logging
 import re
 import ssl
 import threading
-import time
 from collections.abc import Callable, Iterator
 from typing import Any, ClassVar, TypeVar
 from urllib.parse import quote
@@ -23,31 +21,24 @@ from websockets.exceptions import InvalidStatus, WebSocketException
 
 from nemo_run_ray.clusters import Dashboard
 from nemo_run_ray.errors import (
-    ClusterError,
-    Conflict,
     JobError,
+    StreamCut,
     SubmissionError,
     TooOld,
     Unauthorised,
     Unreachable,
 )
+from nemo_run_ray.job_table import JobTable
+from nemo_run_ray.log_text import decode_log
 
 #: First Ray whose job request takes a label selector; older ones answer 400 (read from the wheels).
 LABEL_SELECTOR_SINCE = (2, 54)
-#: Seconds that one look at the job table serves everybody in this process. NeMo-Run looks at every
-#: job each 2 s, at moments of their own; this makes it at most two requests in that time.
-TABLE_AGE_S = 1.5
 #: Seconds that a person waits for an address to answer before it is called unreachable.
 PATIENCE_S = 8.0
 _CONNECT_S, _READ_S, _POST_S, _UPLOAD_S = 4.0, 10.0, 60.0, 600.0
 #: Ray's own WebSocket inside the cluster takes 4 MiB; longer lines never arrive that way.
 _MESSAGE_MAX_BYTES = 8 * 1024**2
 _PING_S = 10.0
-#: The body of a complete escape sequence, or of a plain run, inside a JSON string.
-_JSON_TEXT = re.compile(
-    r'(?:[^"\\]|\\u[dD][89abAB][0-9a-fA-F]{2}\\u[0-9a-fA-F]{4}'
-    r"|\\u(?![dD][89abAB])[0-9a-fA-F]{4}|\\[^u])*"
-)
 _T = TypeVar("_T")
 
 # NeMo-Run shows every logger's INFO, and httpx tells of each request: a line every two seconds.
@@ -60,10 +51,6 @@ class Gone(Unreachable):
 
 class Taken(SubmissionError):
     """Ray says that the submission id exists already."""
-
-
-class StreamCut(ClusterError):
-    """The log stream ended without the server's goodbye."""
 
 
 class JobsApi:
@@ -86,7 +73,7 @@ class JobsApi:
             trust_env=not dashboard.is_loopback,
             follow_redirects=True,
         )
-        self._table = _Table(self._read_table)
+        self._table = JobTable(self._read_table)
 
     @classmethod
     def of(cls, dashboard: Dashboard) -> JobsApi:
@@ -138,7 +125,7 @@ class JobsApi:
     # ------------------------------------------------------------------ jobs
 
     def table(self, fresh: bool = False, patience_s: float = 0.0) -> dict[str, dict[str, Any]]:
-        """All jobs by submission id, at most ``TABLE_AGE_S`` old, or asked for now if ``fresh``."""
+        """All jobs by submission id, a moment old at most, or asked for now if ``fresh``."""
         return self._repeat(lambda: self._table.read(fresh), patience_s)
 
     def job(self, submission_id: str, patience_s: float = 0.0) -> dict[str, Any] | None:
@@ -381,59 +368,6 @@ class JobsApi:
         return JobError(f"Ray at {self.dashboard.url} has no job {submission_id}.")
 
 
-class _Table:
-    """The last look at the job table, shared by all threads; also a failed look is shared."""
-
-    def __init__(self, read: Callable[[], dict[str, dict[str, Any]]]) -> None:
-        self._read = read
-        self._lock = threading.Lock()
-        self._seen_at = -1e9
-        self._rows: dict[str, dict[str, Any]] = {}
-        self._error: ClusterError | None = None
-
-    def read(self, fresh: bool) -> dict[str, dict[str, Any]]:
-        asked_at = time.monotonic()
-        with self._lock:
-            # Who waited for the lock while another thread looked takes what that one saw.
-            if self._seen_at < (asked_at if fresh else asked_at - TABLE_AGE_S):
-                began_at = time.monotonic()
-                try:
-                    self._rows, self._error = self._read(), None
-                except ClusterError as error:
-                    self._error = error
-                self._seen_at = began_at if self._error is None else time.monotonic()
-            if self._error is not None:
-                raise self._error
-            return self._rows
-
-    def forget(self) -> None:
-        self._seen_at = -1e9
-
-
-def decode_log(pieces: Iterator[str]) -> Iterator[str]:
-    """The text in ``{"logs": "…"}``, decoded piece by piece: a log need not fit into memory."""
-    buffer = ""
-    inside = False
-    for piece in pieces:
-        buffer += piece
-        if not inside:
-            start = re.search(r'"logs":\s*"', buffer)
-            if start is None:
-                continue
-            buffer, inside = buffer[start.end() :], True
-        complete = _JSON_TEXT.match(buffer)
-        end = complete.end() if complete is not None else 0
-        if end:
-            yield json.loads(f'"{buffer[:end]}"', strict=False)
-        if buffer[end : end + 1] == '"':
-            return
-        buffer = buffer[end:]
-    raise StreamCut("the log's JSON ended early")
-
-
 def _last_line(text: str) -> str:
     lines = [line.strip() for line in text.strip().splitlines() if line.strip(" .")]
     return (lines[-1] if lines else "no text")[:300].rstrip(".")
-
-
-__all__ = ["Conflict", "Gone", "JobsApi", "StreamCut", "Taken", "decode_log"]

@@ -121,6 +121,11 @@ def plan(app: AppDef, executor: RayExecutor, submission_id: str, job: str) -> Jo
     )
 
 
+def nonce_of(row: Mapping[str, Any]) -> str:
+    """The nonce of the submission that made a row of Ray's job table; empty if none of ours."""
+    return str((row.get("metadata") or {}).get(NONCE_KEY, ""))
+
+
 def in_folder(planned: JobPlan, cwd: str) -> JobPlan:
     """The plan of a job that runs on this machine in the caller's folder."""
     return replace(planned, spec=replace(planned.spec, cwd=cwd))

@@ -29,8 +29,9 @@ from nemo_run_ray.errors import ConfigError, JobError, NemoRunRayError
 from nemo_run_ray.executor import RayExecutor
 from nemo_run_ray.follow import lines
 from nemo_run_ray.plan import JobPlan, describe, in_folder, job_id, plan
+from nemo_run_ray.remote_job import RemoteJob
 from nemo_run_ray.states import TO_TORCHX, JobState, Verdict
-from nemo_run_ray.submission import RemoteJob, Shipment
+from nemo_run_ray.submission import Shipment
 
 
 @dataclass

@@ -1,42 +1,26 @@
-"""Handing jobs over, once, and telling what became of them."""
+"""Handing jobs over, once."""
 
 from __future__ import annotations
 
-import logging
-import math
-import os
 import secrets
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from nemo_run_ray import archives, ledger
-from nemo_run_ray.clusters import Cluster, from_record
-from nemo_run_ray.errors import ClusterError, Conflict, NemoRunRayError, SubmissionError
+from nemo_run_ray.clusters import Cluster
+from nemo_run_ray.errors import ClusterError, Conflict, SubmissionError
 from nemo_run_ray.executor import RayExecutor
-from nemo_run_ray.follow import follow
 from nemo_run_ray.jobs_api import Gone, JobsApi, Taken
-from nemo_run_ray.ledger import JobRecord, Ledger
-from nemo_run_ray.plan import NONCE_KEY, JobPlan
-from nemo_run_ray.remote.process import end_mark
-from nemo_run_ray.states import JobState, Reason, Verdict, judge
+from nemo_run_ray.ledger import Ledger
+from nemo_run_ray.plan import JobPlan, nonce_of
 
-log = logging.getLogger(__name__)
-
-#: Jobs whose end this process has written down.
-_noted: set[str] = set()
-_noted_lock = threading.Lock()
-#: Seconds to find out what became of a request whose answer was lost: a dashboard's restart and
-#: more.
+#: Seconds to find out what became of a request whose answer was lost; a dashboard's restart is
+#: less.
 OUTCOME_S = 180.0
-#: Seconds beyond the grace period until a cancelled job must be terminal.
-CANCEL_MARGIN_S = 40.0
-#: Seconds in which a job that is about to start does; one that waits for room stays PENDING longer.
-PLACING_S = 6.0
-_STOP_AGAIN_S = 3.0
 
 
 @dataclass
@@ -188,235 +172,11 @@ def submit_once(
         sleep(0.5)
 
 
-def _nonce(row: dict[str, Any]) -> str:
-    return str((row.get("metadata") or {}).get(NONCE_KEY, ""))
-
-
 def _must_be_ours(api: JobsApi, row: dict[str, Any], book: Ledger) -> None:
-    if _nonce(row) in book.jobs()[str(row["submission_id"])].nonces:
+    if nonce_of(row) in book.jobs()[str(row["submission_id"])].nonces:
         return
     raise Conflict(
         f"The id {row.get('submission_id')} is taken at {api.dashboard.url} by a job that another "
         f"run submitted (its entrypoint: {str(row.get('entrypoint'))[:80]!r}). Nothing was "
         "started. Give the experiment another id or title."
     )
-
-
-class RemoteJob:
-    """One submitted job, found again by its id alone."""
-
-    def __init__(self, record: JobRecord) -> None:
-        self.record = record
-        self.submission_id = record.submission_id
-        self._cluster = from_record(record.cluster)
-
-    @classmethod
-    def find(cls, submission_id: str) -> RemoteJob:
-        """The job of a handle.
-
-        Raises:
-            JobError: nobody submitted it from this NeMo-Run home.
-        """
-        return cls(ledger.find(submission_id))
-
-    def verdict(self) -> Verdict:
-        """What is known of it now. Never raises because a cluster is away."""
-        if self.record.terminal:
-            seen = self.record.terminal
-            return Verdict(
-                JobState(seen["state"]), Reason(seen["reason"]), seen["detail"], seen["node"]
-            )
-        try:
-            api = self._api()
-            if api is None:
-                return self._lost("the embedded Ray that had it has been stopped")
-            row = api.table().get(self.submission_id)
-            if row is None:
-                row = api.job(self.submission_id)  # younger than the table, or not there
-            return self._absent(api) if row is None else self._present(row)
-        except NemoRunRayError as error:  # a token's file that is gone is no news of the job either
-            return Verdict(JobState.UNKNOWN, Reason.UNREACHABLE, str(error))
-
-    def api(self) -> JobsApi:
-        """The dashboard of its cluster.
-
-        Raises:
-            ClusterError: the cluster is gone.
-        """
-        api = self._api()
-        if api is None:
-            raise ClusterError(
-                f"The embedded Ray that had the job {self.submission_id} has been stopped, and its "
-                "logs went with it."
-            )
-        return api
-
-    def cancel(self, grace_s: float) -> Verdict:
-        """Stop it, again and again until it is terminal.
-
-        Raises:
-            ClusterError: it did not end in time, or the cluster stopped answering.
-        """
-        api = self.api()
-        Ledger(self.record.exp_dir).write(ledger.CANCEL, self.submission_id)
-        self.record.cancelled = True
-        began_at = time.monotonic()
-        deadline = began_at + grace_s + CANCEL_MARGIN_S
-        asked_at = -math.inf
-        trouble = "it goes on"
-        while time.monotonic() < deadline:
-            try:
-                if time.monotonic() - asked_at >= _STOP_AGAIN_S:
-                    api.stop(self.submission_id)
-                    asked_at = time.monotonic()
-                row = api.job(self.submission_id)
-                verdict = self._absent(api) if row is None else self._present(row)
-                settled = row is None or row["status"] != "PENDING"
-                if verdict.state.is_terminal and (settled or asked_at - began_at >= PLACING_S):
-                    return verdict
-            except Gone as error:
-                trouble = str(error)
-            time.sleep(0.2)
-        raise ClusterError(
-            f"The job {self.submission_id} did not end within {grace_s + CANCEL_MARGIN_S:.0f} s of "
-            f"being cancelled: {trouble}. Cancel it again, or look at it in Ray's dashboard: "
-            f"{api.dashboard.job_page(self.submission_id)}"
-        )
-
-    def leftovers(self, verdict: Verdict) -> str:
-        """Proof that no process of a cancelled job is left on its node, in words.
-
-        The remote half ends every process of the job before its own last line.
-        """
-        if not verdict.node:
-            return "it never had a process"
-        ending = self.api().last_lines(verdict.node, self.submission_id, 3)
-        if any("no process of it is left" in line for line in ending):
-            return "no process of it is left on its node"
-        return f"its node {verdict.node[:12]} did not confirm that all its processes ended"
-
-    def log(self, should_tail: bool) -> Iterator[str]:
-        """Its log's text: to its end if it is over or ``should_tail``, else what there is now."""
-        if self._kept_log.exists():
-            return _read(self._kept_log)
-        source = _Log(self)
-        if should_tail or source.is_over():
-            marks = tuple(end_mark(nonce) for nonce in self.record.nonces)
-            return follow(source, marks, time.sleep)
-        return source.whole()
-
-    def _api(self) -> JobsApi | None:
-        dashboard = self._cluster.find()
-        return None if dashboard is None else JobsApi.of(dashboard)
-
-    def _present(self, row: dict[str, Any]) -> Verdict:
-        if _nonce(row) not in self.record.nonces:
-            return Verdict(
-                JobState.WAITING,
-                Reason.NOT_SUBMITTED,
-                f"The id {self.submission_id} belongs to a job of another run; ours never started.",
-            )
-        verdict = judge(row)
-        if verdict.state.is_terminal:
-            self._note(verdict)
-        elif verdict.state is JobState.PENDING and self.record.cancelled:
-            return Verdict(
-                JobState.CANCELLED,
-                Reason.CANCELLED,
-                "cancelled while it waited for room; Ray shows it as pending until then, and ends "
-                "it without running its command",
-            )
-        return verdict
-
-    def _absent(self, api: JobsApi) -> Verdict:
-        session = api.version(patience_s=0.0)["session_name"]
-        if session != self.record.session:
-            return self._lost(
-                f"the Ray at {api.dashboard.url} is not the one that had it (then "
-                f"{self.record.session}, now {session})"
-            )
-        if self.record.last == ledger.SUBMITTED:
-            return self._lost(f"the Ray at {api.dashboard.url} has no record of it any more")
-        return Verdict(
-            JobState.WAITING,
-            Reason.NOT_SUBMITTED,
-            "The client died, or was refused, before the job reached the cluster.",
-        )
-
-    def _lost(self, why: str) -> Verdict:
-        arrived = self.record.last == ledger.SUBMITTED
-        what = "Its end is not known" if arrived else "Nobody can tell whether it ran"
-        return Verdict(JobState.LOST, Reason.CLUSTER_GONE, f"{what}: {why}.")
-
-    def _note(self, verdict: Verdict) -> None:
-        """Write down how it ended, once in a process, so that it is known without the cluster."""
-        with _noted_lock:
-            if self.submission_id in _noted:
-                return
-            self._write_down(verdict)
-            _noted.add(self.submission_id)
-
-    def _write_down(self, verdict: Verdict) -> None:
-        self.record.terminal = {
-            "state": verdict.state.value,
-            "reason": verdict.reason.value,
-            "detail": verdict.detail,
-            "node": verdict.node,
-        }
-        if os.access(self.record.exp_dir, os.W_OK):
-            if self._cluster.runs_here:
-                self._keep_log()
-            book = Ledger(self.record.exp_dir)
-            book.write(ledger.TERMINAL, self.submission_id, verdict=self.record.terminal)
-
-    def _keep_log(self) -> None:
-        """Copy the log of an ended job: the embedded Ray and its logs may be gone soon."""
-        api = self._api()
-        if api is None:
-            return
-        temporary = self._kept_log.with_suffix(f".{os.getpid()}")
-        temporary.parent.mkdir(parents=True, exist_ok=True)
-        try:
-            with open(temporary, "w", encoding="utf-8") as file:
-                file.writelines(api.whole_log(self.submission_id))
-        except ClusterError as error:
-            log.warning("The log of %s could not be kept: %s", self.submission_id, error)
-            return
-        temporary.replace(self._kept_log)
-
-    @property
-    def _kept_log(self) -> Path:
-        return self.record.exp_dir / "ray_logs" / f"{self.submission_id}.log"
-
-
-def _read(path: Path) -> Iterator[str]:
-    with open(path, encoding="utf-8", newline="") as file:
-        while text := file.read(65536):
-            yield text
-
-
-class _Log:
-    """A job's log as ``follow`` reads it."""
-
-    def __init__(self, job: RemoteJob) -> None:
-        self._job = job
-
-    def tail(self) -> Iterator[str]:
-        if self._job.verdict().state is JobState.CANCELLED:
-            return self.whole()  # the stream of one that never starts would never begin
-        return self._job.api().tail(self._job.submission_id)
-
-    def whole(self) -> Iterator[str]:
-        return self._job.api().whole_log(self._job.submission_id)
-
-    def is_over(self) -> bool:
-        verdict = self._job.verdict()
-        if verdict.state is JobState.UNKNOWN:
-            raise Gone(verdict.detail)
-        return verdict.state.is_terminal
-
-
-def jobs_of(exp_dir: Path, names: Sequence[str] = ()) -> list[RemoteJob]:
-    """The jobs that an experiment's ledger knows, in the order of their submission."""
-    records = Ledger(exp_dir).jobs().values()
-    return [RemoteJob(record) for record in records if not names or record.job in names]

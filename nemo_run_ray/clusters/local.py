@@ -308,6 +308,7 @@ class _Home:
         if state.pid in _children:
             _children.pop(state.pid).wait()
         shutil.rmtree(state.root, ignore_errors=True)
+        self._token.unlink(missing_ok=True)
         self._state.unlink(missing_ok=True)
 
     def _leave(self, pid: int) -> None:

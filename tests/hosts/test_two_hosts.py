@@ -11,7 +11,7 @@ import pytest
 
 from nemo_run_ray import ExistingCluster, RayExecutor
 from nemo_run_ray.jobs_api import JobsApi
-from nemo_run_ray.submission import RemoteJob
+from nemo_run_ray.remote_job import RemoteJob
 from tests.conftest import wait_for
 
 TESTBED = Path(__file__).with_name("testbed.py")

@@ -6,8 +6,8 @@ import nemo_run as run
 import pytest
 
 from nemo_run_ray import RayExecutor
+from nemo_run_ray.remote_job import RemoteJob
 from nemo_run_ray.states import JobState
-from nemo_run_ray.submission import RemoteJob
 from tests.conftest import processes_of, wait_for
 
 

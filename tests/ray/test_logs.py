@@ -6,7 +6,7 @@ import nemo_run as run
 import pytest
 
 from nemo_run_ray import RayExecutor
-from nemo_run_ray.submission import RemoteJob
+from nemo_run_ray.remote_job import RemoteJob
 
 WIDE = 6 * 1024**2  # beyond the 4 MiB that Ray's own WebSocket takes
 

@@ -6,7 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nemo_run_ray.jobs_api import StreamCut, decode_log
+from nemo_run_ray.errors import StreamCut
+from nemo_run_ray.log_text import decode_log
 
 _texts = st.text(max_size=60) | st.text(
     'a"\\/\n\r\t\0\x1fué😀\u2028\ud7ff\ue000\U0010ffff', max_size=40

@@ -1,0 +1,36 @@
+"""The text of a log inside the JSON of Ray's answer."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+
+from nemo_run_ray.errors import StreamCut
+
+#: The body of a complete escape sequence, or of a plain run, inside a JSON string.
+_JSON_TEXT = re.compile(
+    r'(?:[^"\\]|\\u[dD][89abAB][0-9a-fA-F]{2}\\u[0-9a-fA-F]{4}'
+    r"|\\u(?![dD][89abAB])[0-9a-fA-F]{4}|\\[^u])*"
+)
+
+
+def decode_log(pieces: Iterator[str]) -> Iterator[str]:
+    """The text in ``{"logs": "…"}``, decoded piece by piece: a log need not fit into memory."""
+    buffer = ""
+    inside = False
+    for piece in pieces:
+        buffer += piece
+        if not inside:
+            start = re.search(r'"logs":\s*"', buffer)
+            if start is None:
+                continue
+            buffer, inside = buffer[start.end() :], True
+        complete = _JSON_TEXT.match(buffer)
+        end = complete.end() if complete is not None else 0
+        if end:
+            yield json.loads(f'"{buffer[:end]}"', strict=False)
+        if buffer[end : end + 1] == '"':
+            return
+        buffer = buffer[end:]
+    raise StreamCut("the log's JSON ended early")
