@@ -10,14 +10,17 @@ import hashlib
 import io
 import json
 import os
+import shutil
 import stat
 import subprocess
 import tarfile
+import tempfile
 import zipfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import BinaryIO, cast
 
 from nemo_run.core.packaging.base import Packager
 from nemo_run.core.packaging.git import GitArchivePackager
@@ -33,6 +36,8 @@ UPLOAD_MAX_BYTES = 100 * 1024**2
 #: Zip knows no earlier day; a fixed one keeps equal contents equal.
 _ZIP_EPOCH = (1980, 1, 1, 0, 0, 0)
 _FILE, _PRIVATE = 0o644, 0o600
+#: Bytes that are read, hashed and compressed at once: a file need not fit into memory.
+_CHUNK_BYTES = 1024**2
 #: Ends of the config files that people read and no process does; they may hold variables in clear.
 _FOR_PEOPLE = ("_executor.yaml", "_config.yaml")
 
@@ -72,7 +77,9 @@ class Archive:
                 info = zipfile.ZipInfo(_utf8(entry.name), _ZIP_EPOCH)
                 info.compress_type = zipfile.ZIP_DEFLATED
                 info.external_attr = (stat.S_IFREG | entry.mode) << 16
-                archive.writestr(info, entry.read())
+                with entry.open() as source, archive.open(info, "w") as target:
+                    while buffer.tell() <= UPLOAD_MAX_BYTES and (data := source.read(_CHUNK_BYTES)):
+                        target.write(data)
                 if buffer.tell() > UPLOAD_MAX_BYTES:
                     break
         if buffer.tell() > UPLOAD_MAX_BYTES:
@@ -87,7 +94,7 @@ class Entry:
     name: str
     mode: int
     size_bytes: int
-    read: Callable[[], bytes]
+    open: Callable[[], BinaryIO]
 
 
 def code_archive(packager: Packager, folder: Path, name: str) -> Archive:
@@ -101,12 +108,12 @@ def code_archive(packager: Packager, folder: Path, name: str) -> Archive:
     Raises:
         PackagingFailed: the packager raised, or left nothing.
     """
-    path = _run_packager(packager, folder, name)
-    manifest = _manifest(path)
+    plain = _plain_tar(_run_packager(packager, folder, name))
+    manifest = _manifest(plain)
 
     def entries() -> Iterator[Entry]:
         yield _text(MANIFEST, manifest)
-        yield from _tar_files(path)
+        yield from _tar_files(plain)
 
     return Archive(f"The code of {type(packager).__name__}", _digest(entries()), entries)
 
@@ -200,17 +207,37 @@ def _git_root(packager: GitArchivePackager) -> Path:
     return Path(done.stdout.strip())
 
 
-def _tar_files(path: Path) -> Iterator[Entry]:
-    # ignore_zeros: PatternPackager's and GitArchivePackager's archives are several, end to end.
+def _plain_tar(path: Path) -> BinaryIO:
+    """The archive without its compression, in a file that vanishes when nobody holds it.
+
+    Members are read in the order of their names, and going back in a compressed file means to
+    decompress it from its start: 92 s instead of 1 s for 2,000 files.
+    """
+    plain = tempfile.TemporaryFile(dir=path.parent)  # noqa: SIM115 lives as long as the archive
     with tarfile.open(path, "r:*", ignore_zeros=True) as tar:
+        if tar.fileobj is None:
+            raise PackagingFailed(f"The packager's archive {path} cannot be read.")
+        tar.fileobj.seek(0)
+        shutil.copyfileobj(cast(BinaryIO, tar.fileobj), plain)
+    return cast(BinaryIO, plain)
+
+
+def _open_tar(plain: BinaryIO) -> tarfile.TarFile:
+    # ignore_zeros: PatternPackager's and GitArchivePackager's archives are several, end to end.
+    plain.seek(0)
+    return tarfile.open(fileobj=plain, mode="r:", ignore_zeros=True)
+
+
+def _tar_files(plain: BinaryIO) -> Iterator[Entry]:
+    with _open_tar(plain) as tar:
         for member in sorted(_last_of_name(tar).values(), key=lambda one: one.name):
             if member.isfile() or member.islnk():
-                read = partial(_contents, tar, member)
-                yield Entry(_relative(member.name), _FILE, member.size, read)
+                opener = partial(_contents, tar, member)
+                yield Entry(_relative(member.name), _FILE, member.size, opener)
 
 
-def _manifest(path: Path) -> bytes:
-    with tarfile.open(path, "r:*", ignore_zeros=True) as tar:
+def _manifest(plain: BinaryIO) -> bytes:
+    with _open_tar(plain) as tar:
         members = _last_of_name(tar).values()
         executables = sorted(
             _relative(one.name)
@@ -236,13 +263,13 @@ def _relative(name: str) -> str:
     return clean
 
 
-def _contents(tar: tarfile.TarFile, member: tarfile.TarInfo) -> bytes:
+def _contents(tar: tarfile.TarFile, member: tarfile.TarInfo) -> BinaryIO:
     file = tar.extractfile(member)
     if file is None:
         raise PackagingFailed(
             f"The packager's archive does not hold the contents of {member.name!r}."
         )
-    return file.read()
+    return cast(BinaryIO, file)
 
 
 def _utf8(name: str) -> str:
@@ -263,11 +290,11 @@ def _folder(root: Path, prefix: str, wanted: Callable[[Path], bool]) -> Iterator
 
 
 def _file(path: Path, name: str) -> Entry:
-    return Entry(name, _FILE, path.stat().st_size, path.read_bytes)
+    return Entry(name, _FILE, path.stat().st_size, lambda: path.open("rb"))
 
 
 def _text(name: str, data: bytes, mode: int = _FILE) -> Entry:
-    return Entry(name, mode, len(data), lambda: data)
+    return Entry(name, mode, len(data), lambda: io.BytesIO(data))
 
 
 def _is_needed(path: Path) -> bool:
@@ -277,9 +304,11 @@ def _is_needed(path: Path) -> bool:
 def _digest(entries: Iterator[Entry]) -> str:
     digest = hashlib.sha256()
     for entry in entries:
-        data = entry.read()
-        head = f"{entry.name}\0{entry.mode:o}\0{len(data)}\0"
-        digest.update(head.encode("utf-8", "surrogateescape") + data)
+        head = f"{entry.name}\0{entry.mode:o}\0{entry.size_bytes}\0"
+        digest.update(head.encode("utf-8", "surrogateescape"))
+        with entry.open() as source:
+            while data := source.read(_CHUNK_BYTES):
+                digest.update(data)
     return digest.hexdigest()
 
 

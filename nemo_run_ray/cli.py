@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -15,6 +16,7 @@ from rich.table import Table
 from nemo_run_ray import plugin
 from nemo_run_ray.clusters import Cluster, ExistingCluster, LocalCluster
 from nemo_run_ray.errors import JobError, NemoRunRayError
+from nemo_run_ray.executor import RayExecutor
 from nemo_run_ray.states import JobState, Verdict
 
 Name = Annotated[str, typer.Argument(help="An experiment's id or title, a handle or a job's id.")]
@@ -126,14 +128,31 @@ def resume(experiment: Annotated[str, typer.Argument(help="Its id or title.")]) 
     """Hand over those jobs of an experiment that never reached the cluster."""
     loaded = _experiment(experiment)
     known = {one.record.job: one for one in _all_jobs(loaded)}
+    states = {job.id: _state(loaded, job, known.get(job.id)) for job in loaded.jobs}
+    ready = []
     for job in loaded.jobs:
-        verdict = known[job.id].verdict() if job.id in known else Verdict(JobState.WAITING)
-        if verdict.state is JobState.WAITING:
-            plugin.prepare_again(loaded, job)
-            plugin.launch(loaded, job)
-            _out.print(f"{job.id}: handed over")
+        missing = [one for one in job.dependencies if states[one] != "SUCCEEDED"]
+        if states[job.id] != JobState.WAITING.value:
+            _out.print(f"{job.id}: {states[job.id]}, left as it is")
+        elif missing:
+            waits = ", ".join(f"{one} ({states[one]})" for one in missing)
+            _out.print(f"{job.id}: not handed over, it depends on {waits}; resume again after that")
         else:
-            _out.print(f"{job.id}: {verdict.state.value}, left as it is")
+            ready.append(job)
+    for job in ready:
+        plugin.prepare_again(loaded, job)
+    plugin.launch(loaded, ready)
+    for job in ready:
+        _out.print(f"{job.id}: handed over")
+
+
+def _state(experiment: Any, job: Any, found: Any) -> str:
+    """The state of a job; WAITING only if it is for Ray and Ray never got it."""
+    if found is not None:
+        return str(found.verdict().state.value)
+    if isinstance(job.executor, RayExecutor):
+        return JobState.WAITING.value
+    return f"{plugin.status_of(experiment, job)} on {type(job.executor).__name__}"
 
 
 VERBS: tuple[Callable[..., Any], ...] = (up, down, doctor, status, logs, cancel, resume)
@@ -152,6 +171,9 @@ def guarded(verb: Callable[..., Any]) -> Callable[..., Any]:
             raise typer.Exit(1) from error
         except KeyboardInterrupt:
             raise typer.Exit(130) from None
+        except BrokenPipeError:  # `… | head`: nobody reads on, and nothing may be flushed at exit
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            raise typer.Exit(141) from None
 
     return run
 

@@ -5,13 +5,15 @@
     │   └── NotBuiltError    the field is right, what it asks for does not exist yet
     ├── ClusterError         the cluster cannot serve the request
     │   ├── Unreachable      no answer, or not Ray's answer
+    │   │   └── Gone         the same, and the next attempt may succeed
     │   ├── StreamCut        a log stream ended without the server's goodbye
     │   ├── Unauthorised     the answer is 401 or 403
     │   └── TooOld           this Ray lacks a feature that was asked for
     ├── SubmissionError      a job could not be handed over
     │   ├── ArchiveTooLarge  what would travel exceeds Ray's limit
     │   ├── PackagingFailed  the packager did not deliver an archive
-    │   └── Conflict         the submission id belongs to somebody else's job
+    │   ├── Conflict         the submission id belongs to somebody else's job
+    │   └── Taken            Ray has the submission id already, whoever's it is
     └── JobError             a job is unknown, or did not end as asked
 
 A message says what failed, on which object, what was expected and found, and the next step.
@@ -37,6 +39,10 @@ class ClusterError(NemoRunRayError):
 
 class Unreachable(ClusterError):
     """No answer from the address, or an answer that is not Ray's."""
+
+
+class Gone(Unreachable):
+    """No usable answer this time; the same request may be answered later."""
 
 
 class StreamCut(ClusterError):
@@ -65,6 +71,10 @@ class PackagingFailed(SubmissionError):
 
 class Conflict(SubmissionError):
     """The submission id is taken by a job that this experiment did not submit."""
+
+
+class Taken(SubmissionError):
+    """Ray has a job of this submission id already; it may be ours."""
 
 
 class JobError(NemoRunRayError):

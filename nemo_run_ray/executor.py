@@ -177,7 +177,7 @@ class RayExecutor(Executor):
             raise ConfigError(
                 f"The experiment {exp_id} has run already: {exp_dir} holds its ledger {LEDGER}. "
                 "Choose another id, or look at the old run with "
-                f"`nemo experiment status {exp_id}`."
+                f"`nemo-run-ray status {exp_id}`."
             )
         self.experiment_id = exp_id
         self.experiment_dir = exp_dir
@@ -262,8 +262,10 @@ class RayExecutor(Executor):
             if name in self.secrets:
                 _refuse("env_vars", name, "a name that is not in secrets too")
         variables = self.runtime_env.get("env_vars", {})
-        if not isinstance(variables, dict):
-            _refuse("runtime_env['env_vars']", variables, "values by variable")
+        if not isinstance(variables, dict) or not all(
+            isinstance(word, str) for pair in variables.items() for word in pair
+        ):
+            _refuse("runtime_env['env_vars']", variables, "a dict of texts by text")
         for name in self.secrets:
             if name in variables:
                 _refuse("runtime_env['env_vars']", name, "a name that is not in secrets too")

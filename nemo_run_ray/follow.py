@@ -6,14 +6,19 @@ is the number of characters that it has passed on.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator
 from typing import Protocol
 
-from nemo_run_ray.errors import ClusterError
+from nemo_run_ray.errors import Gone, StreamCut
+
+log = logging.getLogger(__name__)
 
 #: A longer line is passed on in pieces of this many characters.
 LINE_MAX_CHARS = 1024**2
 _BARREN_ROUNDS = 3
+#: Attempts to read the log of a job that is over, without progress, before that is an error.
+_ROUNDS_AFTER_END = 6
 _PAUSES_S = (0.1, 0.2, 0.5, 1.0, 2.0)
 
 
@@ -45,11 +50,16 @@ def follow(
         end_marks: how the remote half may begin the last line of this job's log. It says that the
             log is complete and nothing about the job.
         sleep: waits so many seconds between two attempts.
+
+    Raises:
+        ClusterError: the job is over and its log cannot be read, or the cluster wants other
+            credentials. An outage while the job goes on is waited for.
+        JobError: there is no such log.
     """
     reader = _Reader(end_marks)
-    barren = 0
+    barren = failures = 0
     while True:
-        before = reader.place
+        before, over = reader.place, False
         try:
             over = source.is_over()
             if not reader.is_complete:
@@ -59,8 +69,13 @@ def follow(
                 yield from reader.read(source.whole())
             if over:
                 return
-        except ClusterError:
-            pass  # cut off, or no answer: the next round goes on at this place
+            failures = 0
+        except (Gone, StreamCut) as error:  # the next round goes on at this place
+            failures = 0 if reader.place > before else failures + 1
+            if over and failures >= _ROUNDS_AFTER_END:
+                raise
+            if failures == _BARREN_ROUNDS:
+                log.warning("The log goes on when the cluster answers again: %s", error)
         barren = 0 if reader.place > before or barren >= _BARREN_ROUNDS else barren + 1
         sleep(_PAUSES_S[min(barren, len(_PAUSES_S) - 1)])
 

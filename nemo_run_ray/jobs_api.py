@@ -21,9 +21,13 @@ from websockets.exceptions import InvalidStatus, WebSocketException
 
 from nemo_run_ray.clusters import Dashboard
 from nemo_run_ray.errors import (
+    ClusterError,
+    ConfigError,
+    Gone,
     JobError,
     StreamCut,
     SubmissionError,
+    Taken,
     TooOld,
     Unauthorised,
     Unreachable,
@@ -45,14 +49,6 @@ _T = TypeVar("_T")
 logging.getLogger("httpx").setLevel(logging.WARNING)
 
 
-class Gone(Unreachable):
-    """No usable answer this time; the same request may be answered later."""
-
-
-class Taken(SubmissionError):
-    """Ray says that the submission id exists already."""
-
-
 class JobsApi:
     """One dashboard. Thread-safe; all users of a dashboard share one by ``JobsApi.of``."""
 
@@ -61,17 +57,12 @@ class JobsApi:
 
     def __init__(self, dashboard: Dashboard) -> None:
         self.dashboard = dashboard
-        verify: bool | ssl.SSLContext = (
-            ssl.create_default_context(cafile=dashboard.verify)
-            if isinstance(dashboard.verify, str)
-            else dashboard.verify
-        )
         self._http = httpx.Client(
             headers=dashboard.headers,
-            verify=verify,
+            verify=_tls(dashboard.verify),
             timeout=httpx.Timeout(_READ_S, connect=_CONNECT_S),
             trust_env=not dashboard.is_loopback,
-            follow_redirects=True,
+            follow_redirects=False,  # a redirected POST would become a GET, and be answered
         )
         self._table = JobTable(self._read_table)
 
@@ -154,16 +145,21 @@ class JobsApi:
         finally:
             self._table.forget()
         if response.status_code == 200:
+            if _answered_id(response) != body["submission_id"]:
+                raise self._not_ray(response)
             return
         if "already exists" in response.text:
             raise Taken(f"Ray at {self.dashboard.url} has a job {body['submission_id']} already.")
-        self._check_auth(response)
+        self._check_front(response)
         if 400 <= response.status_code < 500:
             raise SubmissionError(
                 f"Ray at {self.dashboard.url} refuses the job {body['submission_id']}: "
                 f"{_last_line(response.text)} (HTTP {response.status_code}). Nothing was started."
             )
-        raise Gone(f"{self.dashboard.url} answered {response.status_code} to a new job.")
+        raise Gone(
+            f"{self.dashboard.url} answered {response.status_code} to a new job: "
+            f"{_last_line(response.text)}"
+        )
 
     def stop(self, submission_id: str) -> None:
         """Ask Ray to stop a job; harmless when it has ended. One request."""
@@ -172,9 +168,12 @@ class JobsApi:
         except httpx.HTTPError as error:
             raise self._unreachable(error) from error
         self._table.forget()
-        self._check_auth(response)
+        self._check_front(response)
         if response.status_code >= 400:
-            raise Gone(f"{self.dashboard.url} answered {response.status_code} to a stop.")
+            raise Gone(
+                f"{self.dashboard.url} answered {response.status_code} to a stop: "
+                f"{_last_line(response.text)}"
+            )
 
     # ------------------------------------------------------------------ archives
 
@@ -194,7 +193,7 @@ class JobsApi:
                 response = self._http.put(url, content=data, timeout=limit)
             except httpx.HTTPError as error:
                 raise self._unreachable(error) from error
-            self._check_auth(response)
+            self._check_front(response)
             if 400 <= response.status_code < 500:
                 raise SubmissionError(
                     f"{self.dashboard.url} refuses an archive of {len(data) / 1024**2:.1f} MiB: "
@@ -219,7 +218,7 @@ class JobsApi:
         url = self._url(f"{self._job_path(submission_id)}/logs/tail")
         options: dict[str, Any] = {}
         if url.startswith("https"):
-            options["ssl"] = self._tls()
+            options["ssl"] = _tls(self.dashboard.verify)
         try:
             with websockets.sync.client.connect(
                 "ws" + url.removeprefix("http"),
@@ -238,6 +237,8 @@ class JobsApi:
         except InvalidStatus as error:
             if error.response.status_code == 404:
                 raise self._no_such_job(submission_id) from error
+            if error.response.status_code in (401, 403):
+                raise Unauthorised(f"{url}: HTTP {error.response.status_code}") from error
             raise StreamCut(f"{url}: HTTP {error.response.status_code}") from error
         except (WebSocketException, OSError, TimeoutError) as error:
             raise StreamCut(f"{url}: {error}") from error
@@ -289,7 +290,7 @@ class JobsApi:
             response = self._http.get(self._url(path))
         except httpx.HTTPError as error:
             raise self._unreachable(error) from error
-        self._check_auth(response)
+        self._check_front(response)
         if response.status_code >= 500:
             raise Gone(
                 f"{self.dashboard.url} answered {response.status_code} to GET {path}: "
@@ -322,18 +323,14 @@ class JobsApi:
         except ValueError as error:
             raise self._not_ray(response) from error
 
-    def _tls(self) -> ssl.SSLContext:
-        verify = self.dashboard.verify
-        if isinstance(verify, str):
-            return ssl.create_default_context(cafile=verify)
-        context = ssl.create_default_context()
-        if not verify:
-            context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
-        return context
-
     # ------------------------------------------------------------------ translation of failures
 
-    def _unreachable(self, error: httpx.HTTPError) -> Gone:
+    def _unreachable(self, error: httpx.HTTPError) -> ClusterError:
+        if isinstance(error, httpx.LocalProtocolError):
+            return Unreachable(
+                f"The request to {self.dashboard.url} cannot be formed: a header or the token "
+                "holds a character that HTTP does not allow (it is not shown here). Correct it."
+            )
         cause = str(error) or type(error).__name__
         if "CERTIFICATE_VERIFY_FAILED" in cause:
             step = "Renew the certificate, or give its CA: ExistingCluster(url, verify='ca.pem')."
@@ -353,7 +350,13 @@ class JobsApi:
             "dashboard, usually port 8265 of the head, with the path prefix if a proxy adds one."
         )
 
-    def _check_auth(self, response: httpx.Response) -> None:
+    def _check_front(self, response: httpx.Response) -> None:
+        """Refuse what is no answer of Ray's jobs: a redirect, or the wish for other credentials."""
+        if response.is_redirect:
+            raise Unreachable(
+                f"{self.dashboard.url} sends requests on to {response.headers.get('location')}; "
+                "jobs are not sent through redirects. Give the address that it names."
+            )
         if response.status_code not in (401, 403):
             return
         sent = any(name.lower() == "authorization" for name in self.dashboard.headers)
@@ -371,3 +374,23 @@ class JobsApi:
 def _last_line(text: str) -> str:
     lines = [line.strip() for line in text.strip().splitlines() if line.strip(" .")]
     return (lines[-1] if lines else "no text")[:300].rstrip(".")
+
+
+def _answered_id(response: httpx.Response) -> object:
+    try:
+        return response.json()["submission_id"]
+    except (ValueError, KeyError, TypeError):
+        return None
+
+
+def _tls(verify: bool | str) -> ssl.SSLContext:
+    try:
+        context = ssl.create_default_context(cafile=verify if isinstance(verify, str) else None)
+    except (ssl.SSLError, OSError) as error:
+        raise ConfigError(
+            f"ExistingCluster.verify names {verify!r}, which holds no certificates ({error}); "
+            "expected a PEM file with the CA to trust."
+        ) from error
+    if verify is False:
+        context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+    return context

@@ -24,7 +24,7 @@ from nemo_run_ray.plan import ID_MAX, safe_id
 
 log = logging.getLogger(__name__)
 
-INTENT, SUBMITTED, REFUSED = "intent", "submitted", "refused"
+INTENT, SUBMITTED, UNSETTLED = "intent", "submitted", "unsettled"
 CANCEL, TERMINAL = "cancel", "terminal"
 
 

@@ -6,12 +6,13 @@ Registering adds entries and changes none, so other executors behave as before.
 from __future__ import annotations
 
 import copy
+import glob
 import json
 from pathlib import Path
 from typing import Any
 
 from nemo_run.cli.api import factory
-from nemo_run.config import Config
+from nemo_run.config import Config, get_nemorun_home
 from nemo_run.core.execution.base import Executor
 from nemo_run.run.experiment import Experiment
 from nemo_run.run.job import Job
@@ -57,13 +58,15 @@ def load_experiment(name: str) -> Experiment:
     Raises:
         FileNotFoundError: there is none.
     """
+    # NeMo-Run's from_id takes the title from before the id's last "_", which an id of the user's
+    # own need not have.
+    for folder in (Path(get_nemorun_home()) / "experiments").glob(f"*/{glob.escape(name)}"):
+        if (folder / Experiment._CONFIG_FILE).is_file():
+            return Experiment._from_config(str(folder))
     try:
-        return Experiment.from_id(name)
-    except (AssertionError, FileNotFoundError):
-        try:
-            return Experiment.from_title(name)
-        except (AssertionError, FileNotFoundError, ValueError) as error:
-            raise FileNotFoundError(name) from error
+        return Experiment.from_title(name)
+    except (AssertionError, FileNotFoundError, ValueError) as error:
+        raise FileNotFoundError(name) from error
 
 
 def grace_s(experiment: Experiment | None, job: str) -> float:
@@ -109,5 +112,14 @@ def prepare_again(experiment: Experiment, job: Any) -> None:
     job.prepare()
 
 
-def launch(experiment: Experiment, job: Any) -> None:
-    job.launch(wait=False, runner=experiment._runner)
+def launch(experiment: Experiment, jobs: list[Any]) -> None:
+    """Launch jobs as ``Experiment.run`` does: all are dry-run before the first is handed over."""
+    for job in jobs:
+        job.launch(wait=False, runner=experiment._runner, dryrun=True)
+    for job in jobs:
+        job.launch(wait=False, runner=experiment._runner)
+
+
+def status_of(experiment: Experiment, job: Any) -> str:
+    """The state of a job of any executor, in NeMo-Run's words."""
+    return str(job.status(experiment._runner).name)

@@ -13,9 +13,9 @@ from typing import Any
 
 from nemo_run_ray import ledger
 from nemo_run_ray.clusters import from_record
-from nemo_run_ray.errors import ClusterError, NemoRunRayError
+from nemo_run_ray.errors import ClusterError, Gone, JobError, NemoRunRayError
 from nemo_run_ray.follow import follow
-from nemo_run_ray.jobs_api import Gone, JobsApi
+from nemo_run_ray.jobs_api import JobsApi
 from nemo_run_ray.ledger import JobRecord, Ledger
 from nemo_run_ray.plan import nonce_of
 from nemo_run_ray.remote.process import end_mark
@@ -28,6 +28,7 @@ CANCEL_MARGIN_S = 40.0
 #: Seconds in which a job that is about to start does; one that waits for room stays PENDING longer.
 PLACING_S = 6.0
 _STOP_AGAIN_S = 3.0
+_LOOK_AGAIN_S = 2.0
 #: Jobs whose end this process has written down.
 _noted: set[str] = set()
 _noted_lock = threading.Lock()
@@ -52,42 +53,57 @@ class RemoteJob:
 
     def verdict(self) -> Verdict:
         """What is known of it now. Never raises because a cluster is away."""
+        try:
+            return self.look()
+        except NemoRunRayError as error:  # a token's file that is gone is no news of the job either
+            return Verdict(JobState.UNKNOWN, Reason.UNREACHABLE, str(error))
+
+    def look(self) -> Verdict:
+        """What its cluster says of it now.
+
+        Raises:
+            ClusterError: the cluster cannot be asked.
+            ConfigError: its address or credentials cannot be used.
+        """
         if self.record.terminal:
             seen = self.record.terminal
             return Verdict(
                 JobState(seen["state"]), Reason(seen["reason"]), seen["detail"], seen["node"]
             )
-        try:
-            api = self._api()
-            if api is None:
-                return self._lost("the embedded Ray that had it has been stopped")
-            row = api.table().get(self.submission_id)
-            if row is None:
-                row = api.job(self.submission_id)  # younger than the table, or not there
-            return self._absent(api) if row is None else self._present(row)
-        except NemoRunRayError as error:  # a token's file that is gone is no news of the job either
-            return Verdict(JobState.UNKNOWN, Reason.UNREACHABLE, str(error))
+        api = self._api()
+        if api is None:
+            return self._lost("the embedded Ray that had it has been stopped")
+        row = api.table().get(self.submission_id)
+        if row is None:
+            row = api.job(self.submission_id)  # younger than the table, or not there
+        verdict = self._absent(api) if row is None else self._present(row)
+        if verdict.state is JobState.RUNNING and self.record.cancelled:
+            api.stop(self.submission_id)  # Ray forgot the stop that it was told before the start
+        return verdict
 
     def api(self) -> JobsApi:
         """The dashboard of its cluster.
 
         Raises:
-            ClusterError: the cluster is gone.
+            JobError: the cluster is gone for good.
         """
         api = self._api()
         if api is None:
-            raise ClusterError(
+            raise JobError(
                 f"The embedded Ray that had the job {self.submission_id} has been stopped, and its "
                 "logs went with it."
             )
         return api
 
     def cancel(self, grace_s: float) -> Verdict:
-        """Stop it, again and again until it is terminal.
+        """Stop it, again and again until it is terminal. Somebody else's job is never touched.
 
         Raises:
             ClusterError: it did not end in time, or the cluster stopped answering.
         """
+        verdict = self.look()
+        if verdict.state.is_terminal or verdict.state is JobState.WAITING:
+            return verdict
         api = self.api()
         Ledger(self.record.exp_dir).write(ledger.CANCEL, self.submission_id)
         self.record.cancelled = True
@@ -142,11 +158,8 @@ class RemoteJob:
 
     def _present(self, row: dict[str, Any]) -> Verdict:
         if nonce_of(row) not in self.record.nonces:
-            return Verdict(
-                JobState.WAITING,
-                Reason.NOT_SUBMITTED,
-                f"The id {self.submission_id} belongs to a job of another run; ours never started.",
-            )
+            detail = f"The id {self.submission_id} is another run's; ours never started."
+            return Verdict(JobState.WAITING, Reason.TAKEN, detail)
         verdict = judge(row)
         if verdict.state.is_terminal:
             self._note(verdict)
@@ -167,6 +180,10 @@ class RemoteJob:
                 f"{self.record.session}, now {session})"
             )
         if self.record.last == ledger.SUBMITTED:
+            time.sleep(_LOOK_AGAIN_S)  # a head that recovers may answer before it knows its jobs
+            row = api.job(self.submission_id)
+            if row is not None:
+                return self._present(row)
             return self._lost(f"the Ray at {api.dashboard.url} has no record of it any more")
         return Verdict(
             JobState.WAITING,
@@ -233,7 +250,7 @@ class _Log:
         self._job = job
 
     def tail(self) -> Iterator[str]:
-        if self._job.verdict().state is JobState.CANCELLED:
+        if self._job.look().state is JobState.CANCELLED:
             return self.whole()  # the stream of one that never starts would never begin
         return self._job.api().tail(self._job.submission_id)
 
@@ -241,9 +258,11 @@ class _Log:
         return self._job.api().whole_log(self._job.submission_id)
 
     def is_over(self) -> bool:
-        verdict = self._job.verdict()
-        if verdict.state is JobState.UNKNOWN:
-            raise Gone(verdict.detail)
+        verdict = self._job.look()
+        if verdict.state is JobState.LOST:
+            raise JobError(f"There is no log any more. {verdict.message}")
+        if verdict.state is JobState.WAITING:
+            raise JobError(f"There is no log yet. {verdict.message}")
         return verdict.state.is_terminal
 
 

@@ -61,7 +61,7 @@ class RayJobsScheduler(SchedulerMixin, Scheduler[Any]):
         self._experiment = experiment
         self._shipments: dict[str, Shipment] = {}
         self._jobs: dict[str, RemoteJob] = {}
-        self._announced = False
+        self._announced: set[str] = set()
         self._lock = threading.Lock()
 
     # ------------------------------------------------------------------ submission
@@ -90,13 +90,16 @@ class RayJobsScheduler(SchedulerMixin, Scheduler[Any]):
         shipment = request.shipment
         self._announce()
         submission_id: str = shipment.submit(request.plan.job)
-        shipment.cluster.release(plugin.is_detached(self._experiment))
+        try:
+            shipment.cluster.release(plugin.is_detached(self._experiment))
+        except NemoRunRayError as error:  # the job runs: its launch has not failed
+            CONSOLE.log(escape(str(error)))
         CONSOLE.log(f"{escape(request.plan.job)} on Ray: {shipment.page(submission_id)}")
         return submission_id
 
     def _shipment(self, executor: RayExecutor) -> Shipment:
         cluster: Cluster = executor.resolve_cluster()
-        key = json.dumps(cluster.record(), sort_keys=True)
+        key = json.dumps([executor.experiment_dir, cluster.record()], sort_keys=True)
         if key not in self._shipments:
             self._shipments[key] = Shipment(Path(executor.experiment_dir), cluster)
         return self._shipments[key]
@@ -104,16 +107,17 @@ class RayJobsScheduler(SchedulerMixin, Scheduler[Any]):
     def _announce(self) -> None:
         """Once, before the first request: let later processes find the experiment's jobs."""
         with self._lock:
-            if self._announced or self._experiment is None:
+            if self._experiment is None or self._experiment._id in self._announced:
                 return
             ids = {
                 name: one.submission_id
                 for shipment in self._shipments.values()
+                if shipment.exp_dir == plugin.experiment_dir(self._experiment)
                 for name, one in shipment.plans.items()
             }
             plugin.save_handles(self._experiment, ids)
             ledger.remember(plugin.experiment_dir(self._experiment), self._experiment._id)
-            self._announced = True
+            self._announced.add(self._experiment._id)
 
     # ------------------------------------------------------------------ questions
 

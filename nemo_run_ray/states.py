@@ -52,6 +52,7 @@ class Reason(str, Enum):
     NOT_STARTED = "its command could not be started"
     CANCELLED = "cancelled"
     NOT_SUBMITTED = "never reached the cluster"
+    TAKEN = "its id belongs to another run's job"
     CLUSTER_GONE = "its cluster is gone"
     UNREACHABLE = "its cluster cannot be reached"
     OTHER = "see Ray's message"
@@ -102,6 +103,7 @@ NEXT_STEP = {
     Reason.NOT_STARTED: "Ray's message above says why; run it again when that is mended.",
     Reason.CANCELLED: "Run it again when you want it.",
     Reason.NOT_SUBMITTED: "`nemo-run-ray resume <experiment>` hands it over now.",
+    Reason.TAKEN: "Give the experiment another id or title and run it again.",
     Reason.CLUSTER_GONE: "Run it again: what it had written to other places is still there.",
     Reason.UNREACHABLE: "Nothing is lost: look again when the cluster answers.",
     Reason.OTHER: "Ray's message above is all that is known.",

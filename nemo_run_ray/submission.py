@@ -12,15 +12,24 @@ from typing import Any
 
 from nemo_run_ray import archives, ledger
 from nemo_run_ray.clusters import Cluster
-from nemo_run_ray.errors import ClusterError, Conflict, SubmissionError
+from nemo_run_ray.errors import (
+    ClusterError,
+    Conflict,
+    Gone,
+    NemoRunRayError,
+    SubmissionError,
+    Taken,
+)
 from nemo_run_ray.executor import RayExecutor
-from nemo_run_ray.jobs_api import Gone, JobsApi, Taken
+from nemo_run_ray.jobs_api import JobsApi
 from nemo_run_ray.ledger import Ledger
 from nemo_run_ray.plan import JobPlan, nonce_of
 
 #: Seconds to find out what became of a request whose answer was lost; a dashboard's restart is
 #: less.
 OUTCOME_S = 180.0
+#: Experiments on two clusters pack the same code into the same file, one after the other.
+_packing = threading.Lock()
 
 
 @dataclass
@@ -41,8 +50,8 @@ class Shipment:
     _lock: threading.Lock = field(default_factory=threading.Lock)
     _session: str = ""
     _api: JobsApi | None = None
-    _job_uri: str = ""
-    _code_uris: dict[str, str] = field(default_factory=dict)
+    _code: dict[str, archives.Archive] = field(default_factory=dict)
+    _job_archive: tuple[tuple[str, ...], archives.Archive] | None = None
 
     def submit(self, name: str) -> str:
         """Hand one job over; its submission id.
@@ -74,8 +83,8 @@ class Shipment:
         body = planned.body(code, carried, nonce)
         try:
             submit_once(api, body, book, time.monotonic, time.sleep)
-        except SubmissionError as error:
-            book.write(ledger.REFUSED, planned.submission_id, why=str(error))
+        except NemoRunRayError as error:
+            book.write(ledger.UNSETTLED, planned.submission_id, why=str(error))
             raise
         book.write(ledger.SUBMITTED, planned.submission_id)
         return planned.submission_id
@@ -95,6 +104,7 @@ class Shipment:
         return self._api
 
     def _upload(self, archive: archives.Archive) -> str:
+        """The archive's URI. Asked for every job: Ray forgets what nobody used for some minutes."""
         api = self._connect()
         if not api.has_package(archive.name):
             api.put_package(archive.name, archive.pack())
@@ -104,19 +114,20 @@ class Shipment:
         if not executor.packager_ships:
             return None
         key = archives.packager_key(executor.packager)
-        if key not in self._code_uris:
-            name = f"ray_code_{key}"
-            archive = archives.code_archive(executor.packager, self.exp_dir, name)
-            self._code_uris[key] = self._upload(archive)
-        return self._code_uris[key]
+        if key not in self._code:
+            with _packing:
+                name = f"ray_code_{key}"
+                self._code[key] = archives.code_archive(executor.packager, self.exp_dir, name)
+        return self._upload(self._code[key])
 
     def _upload_job_archive(self) -> str:
-        if not self._job_uri:
+        names = tuple(sorted(self.plans))
+        if self._job_archive is None or self._job_archive[0] != names:
             job_dirs = {name: Path(one.job_dir) for name, one in self.executors.items()}
             main = self.exp_dir / "__main__.py"
-            plans = list(self.plans.values())
-            self._job_uri = self._upload(archives.job_archive(plans, job_dirs, main))
-        return self._job_uri
+            made = archives.job_archive(list(self.plans.values()), job_dirs, main)
+            self._job_archive = names, made
+        return self._upload(self._job_archive[1])
 
 
 def submit_once(

@@ -17,6 +17,8 @@ from nemo_run_ray.errors import ConfigError
 
 #: Ray's default port of the dashboard.
 DASHBOARD_PORT = 8265
+#: Headers that carry credentials.
+_SECRET_HEADERS = ("authorization", "proxy-authorization", "cookie")
 _VARIABLE = re.compile(r"\$\{(\w+)\}")
 #: Tokens given in code, by fingerprint: NeMo-Run saves executors, and a token must not be in a
 #: file.
@@ -46,12 +48,18 @@ class ExistingCluster(Cluster):
     token: str | None = field(default=None, repr=False)
     #: Extra headers, for a proxy before the dashboard. They are saved with the experiment as given;
     #: ``${NAME}`` in a value stands for a variable of the environment, for values that are secret.
-    headers: dict[str, str] = field(default_factory=dict)
+    headers: dict[str, str] = field(default_factory=dict, repr=False)
     #: Check the certificate, or the path of a file with the CA to trust.
     verify: bool | str = True
 
     def __post_init__(self) -> None:
         self.url = _dashboard_url(self.url)
+        self._check_headers()
+        if self.token is not None and not _is_plain(self.token):
+            raise ConfigError(
+                "ExistingCluster.token holds a blank, a line's end or another character that a "
+                "token cannot have, or is no text (it is not shown here); give the token alone."
+            )
         if self.token is not None and not self.token.startswith("sha256:"):
             fingerprint = "sha256:" + hashlib.sha256(self.token.encode()).hexdigest()[:16]
             _TOKENS[fingerprint] = self.token.strip()
@@ -61,6 +69,19 @@ class ExistingCluster(Cluster):
                 f"ExistingCluster.verify: there is no file {self.verify!r}; expected True, False "
                 "or the path of a PEM file with the CA to trust."
             )
+
+    def _check_headers(self) -> None:
+        if not isinstance(self.headers, dict) or not all(
+            isinstance(word, str) for pair in self.headers.items() for word in pair
+        ):
+            raise ConfigError("ExistingCluster.headers is no dict of texts by text.")
+        for name, value in self.headers.items():
+            if name.lower() in _SECRET_HEADERS and not _VARIABLE.search(value):
+                raise ConfigError(
+                    f"ExistingCluster.headers[{name!r}] is given in clear, and headers are saved "
+                    "with the experiment. Put the value into a variable of the environment and "
+                    f"give {{{name!r}: '${{NAME_OF_IT}}'}}, or use token= for Ray's own token."
+                )
 
     def connect(self) -> Dashboard:
         headers = {name: _fill(name, value) for name, value in self.headers.items()}
@@ -87,15 +108,30 @@ class ExistingCluster(Cluster):
         return ray_token()
 
 
+def _is_plain(token: object) -> bool:
+    return isinstance(token, str) and token.strip().isascii() and token.split() == [token.strip()]
+
+
 def ray_token() -> str | None:
     """The token of this user, looked for where Ray looks: variable, named file, home."""
+    found = _find_token()
+    if found is not None and not _is_plain(found):
+        raise ConfigError(
+            "Ray's token of this user (RAY_AUTH_TOKEN, RAY_AUTH_TOKEN_PATH or ~/.ray/auth_token) "
+            "holds a character that a token cannot have (it is not shown here); write the token "
+            "alone."
+        )
+    return found
+
+
+def _find_token() -> str | None:
     given = os.environ.get("RAY_AUTH_TOKEN", "").strip()
     if given:
         return given
     named = os.environ.get("RAY_AUTH_TOKEN_PATH")
     path = Path(named) if named else Path.home() / ".ray" / "auth_token"
     try:
-        return path.read_text(encoding="utf-8").strip() or None
+        return path.read_text(encoding="utf-8", errors="replace").strip() or None
     except FileNotFoundError as error:
         if named:
             raise ConfigError(

@@ -26,7 +26,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar
@@ -149,6 +149,10 @@ class LocalCluster(Cluster):
         for flag, value in (("num-cpus", self.num_cpus), ("num-gpus", self.num_gpus)):
             if value is not None:
                 command.append(f"--{flag}={value}")
+        # Written first: whoever comes after a client that dies here finds what to clean up.
+        size = [self.num_cpus, self.num_gpus]
+        state = _State(pid=0, born="", url=f"http://127.0.0.1:{port}", root=root, size=size)
+        self._home.write(state)
         with open(self._home.log, "wb") as log:
             process = subprocess.Popen(
                 command,
@@ -160,13 +164,7 @@ class LocalCluster(Cluster):
                 start_new_session=True,
             )
         _children[process.pid] = process
-        state = _State(
-            pid=process.pid,
-            born=psutil.Process(process.pid).create_time(),
-            url=f"http://127.0.0.1:{port}",
-            root=root,
-            size=[self.num_cpus, self.num_gpus],
-        )
+        state.pid, state.born = process.pid, _birth(process.pid) or ""
         self._home.write(state)
         try:
             self._await_dashboard(state, process)
@@ -206,12 +204,12 @@ class _State:
     """What ``state.json`` holds."""
 
     pid: int
-    born: float
+    born: str
     url: str
     root: str
     size: list[int | None] = field(default_factory=lambda: [None, None])
     keep: bool = False
-    users: list[list[float]] = field(default_factory=list)
+    users: list[list[Any]] = field(default_factory=list)
 
 
 class _Home:
@@ -226,7 +224,13 @@ class _Home:
         self._state = path / "state.json"
         self._token = path / "token"
 
-    def locked(self) -> FileLock:
+    @contextlib.contextmanager
+    def locked(self) -> Iterator[None]:
+        """Alone in the folder, among all processes.
+
+        Raises:
+            ClusterError: another process has held it for ``_LOCK_LIMIT_S``.
+        """
         self.path.mkdir(parents=True, exist_ok=True, mode=0o700)
         lock = FileLock(self.path / "lock", timeout=_LOCK_LIMIT_S)
         try:
@@ -236,8 +240,10 @@ class _Home:
                 f"Another process has been starting or stopping the embedded Ray for "
                 f"{_LOCK_LIMIT_S:.0f} s (lock {self.path / 'lock'}); end it or wait for it."
             ) from error
-        lock.release()
-        return lock
+        try:
+            yield
+        finally:
+            lock.release()
 
     def read(self) -> _State | None:
         """The state of a cluster that lives, else ``None``."""
@@ -275,7 +281,8 @@ class _Home:
             "RAY_AUTH_MODE": "token",
             "RAY_AUTH_TOKEN_PATH": str(self._token),
             "RAY_USAGE_STATS_ENABLED": "0",
-            "TMPDIR": root,  # Ray's helpers leave folders in it
+            "TMPDIR": root,  # Ray's helpers leave folders in it; jobs get the caller's again
+            "NEMO_RUN_RAY_TMPDIR": os.environ.get("TMPDIR", ""),
             _MARK: root,
         }
 
@@ -285,9 +292,9 @@ class _Home:
 
     def join(self, state: _State, keep: bool) -> None:
         """Note that this process uses the cluster, until its end."""
-        me = [float(os.getpid()), psutil.Process().create_time()]
+        me = [os.getpid(), _birth(os.getpid()) or ""]
         if me not in state.users or (keep and not state.keep):
-            state.users = [user for user in state.users if _lives(int(user[0]), user[1])]
+            state.users = [user for user in state.users if _lives(*user)]
             state.users.append(me)
             state.keep = state.keep or keep
             self.write(state)
@@ -318,11 +325,7 @@ class _Home:
             state = self.read()
             if state is None:
                 return
-            state.users = [
-                user
-                for user in state.users
-                if int(user[0]) != pid and _lives(int(user[0]), user[1])
-            ]
+            state.users = [user for user in state.users if user[0] != pid and _lives(*user)]
             if state.users or state.keep or self._is_busy(state):
                 self.write(state)
             else:
@@ -351,14 +354,23 @@ class _Home:
         return bool(busy)
 
 
-def _lives(pid: int, born: float) -> bool:
-    """Whether the process of that pid is the one that was born then."""
+def _birth(pid: int) -> str | None:
+    """Names the process of that pid for good; ``None`` when there is none, or a zombie.
+
+    Ticks since the boot, and which boot: a wall clock that is set does not change them.
+    """
     try:
-        process = psutil.Process(pid)
-        same = abs(process.create_time() - born) < 0.1
-        return same and process.status() != psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return False
+        fields = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()
+    except (FileNotFoundError, ProcessLookupError):
+        return None
+    if fields[0] in (b"Z", b"X"):
+        return None
+    return f"{Path('/proc/sys/kernel/random/boot_id').read_text().strip()}/{int(fields[19])}"
+
+
+def _lives(pid: int, born: str) -> bool:
+    """Whether the process of that pid is the one that was born then."""
+    return born == _birth(pid)
 
 
 def _marked(root: str) -> list[psutil.Process]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import secrets
+import shutil
 import sys
 
 from .missing import explain
@@ -20,18 +21,21 @@ def main(argv: list[str]) -> int:
         say(f"usage: run <job> <submission id> <nonce>, not {argv}")
         return 2
     _, job, submission_id, nonce = argv
+    _restore_tmpdir()
+    tag = f"{submission_id}/{secrets.token_hex(8)}"
+    return keep(tag, nonce, lambda runner: _run(runner, job, submission_id))
+
+
+def _run(runner: Runner, job: str, submission_id: str) -> int:
     with open(os.path.join(_HERE, "jobs", f"{job}.json"), encoding="utf-8") as file:
         spec = JobSpec.from_json(file.read())
-    tag = f"{submission_id}/{secrets.token_hex(8)}"
-    return keep(tag, nonce, lambda runner: _run(runner, spec, job, submission_id))
-
-
-def _run(runner: Runner, spec: JobSpec, job: str, submission_id: str) -> int:
     run_dir = RunDir(submission_id)
     run_dir.create(os.path.join(_HERE, "payload"), job, os.getcwd() if spec.has_code else None)
     try:
         env = _environment(spec, run_dir)
         argv = [_expand(run_dir.map(word), env) for word in spec.argv]
+        if argv[0] == "python":
+            argv[0] = _python(spec, env)
         cwd = spec.cwd or run_dir.code
         code = runner.run(argv, env, cwd, spec.grace_s)
         if code != 0 and spec.config is not None and not runner.cancelled:
@@ -44,6 +48,22 @@ def _run(runner: Runner, spec: JobSpec, job: str, submission_id: str) -> int:
             say(f"the run directory is kept: {run_dir.root}")
         else:
             run_dir.remove()
+
+
+def _restore_tmpdir() -> None:
+    """Give jobs of an embedded Ray the caller's TMPDIR: its own is removed when it stops."""
+    given = os.environ.pop("NEMO_RUN_RAY_TMPDIR", None)
+    if given is not None:
+        os.environ.pop("TMPDIR", None)
+        if given:
+            os.environ["TMPDIR"] = given
+
+
+def _python(spec: JobSpec, env: dict[str, str]) -> str:
+    """What ``python`` means: the one asked for, the one on PATH, or the one that runs us."""
+    if spec.python is not None:
+        return spec.python
+    return "python" if shutil.which("python", path=env.get("PATH")) else sys.executable
 
 
 def _environment(spec: JobSpec, run_dir: RunDir) -> dict[str, str]:

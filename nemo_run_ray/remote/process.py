@@ -23,7 +23,6 @@ import select
 import signal
 import socket
 import subprocess
-import sys
 import time
 from contextlib import suppress
 from typing import Callable, Dict, List, NoReturn, Optional, Sequence, Tuple
@@ -36,14 +35,15 @@ _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 #: How our lines in a job's log begin.
 PREFIX = "nemo_run_ray| "
 #: Seconds between two looks at a process tree that is being ended.
-_ROUND_S = 0.02
+_ROUND_S = 0.05
 #: Bytes of output read at once.
 _CHUNK_BYTES = 65536
 
 
 def say(text: str) -> None:
     """Write one line of ours into the job's log."""
-    os.write(1, f"{PREFIX}{text}\n".encode())
+    with suppress(OSError):  # a full disk
+        os.write(1, f"{PREFIX}{text}\n".encode())
 
 
 def end_mark(nonce: str) -> str:
@@ -91,12 +91,12 @@ def keep(tag: str, nonce: str, work: Callable[[Runner], int]) -> int:
         if not data:
             break
         answer += data
+    left = sweep(tag)  # nothing, unless the runner was killed or failed
     if answer:
         outcome = json.loads(answer)
         code, words = int(outcome["code"]), str(outcome["words"])
     else:
-        left = sweep(tag)
-        os.write(1, b"\n")  # what it passed on last may lack its line's end
+        say("")  # what it passed on last may lack its line's end
         code, words = 137, f"our process on this node was killed, and {left} others with it"
     say(f"{end_mark(nonce)}{words}".removeprefix(PREFIX))
     return code
@@ -288,8 +288,7 @@ class _Output:
         while data:
             try:
                 data = data[os.write(1, data) :]
-            except OSError as error:  # a full disk must not end a job of days
-                print(f"nemo_run_ray: lost {len(data)} bytes of output: {error}", file=sys.stderr)
+            except OSError:  # a full disk: the output is lost, the job of days goes on
                 return
 
 

@@ -25,7 +25,8 @@ from nemo_run_ray.errors import (
     Unauthorised,
     Unreachable,
 )
-from tests.conftest import tool
+from tests.conftest import python, tool
+from tests.flaky_proxy import FlakyProxy
 
 TRUE = run.Script(inline="true")
 
@@ -33,11 +34,18 @@ TRUE = run.Script(inline="true")
 class Server(http.server.ThreadingHTTPServer):
     """Answers every request alike; the address of something that is no working dashboard."""
 
-    def __init__(self, answers: dict[str, object], context: ssl.SSLContext | None = None) -> None:
+    def __init__(
+        self,
+        answers: dict[str, object],
+        context: ssl.SSLContext | None = None,
+        redirect: str | None = None,
+    ) -> None:
         class Handler(http.server.BaseHTTPRequestHandler):
             def do_GET(self) -> None:
                 found = answers.get(self.path, answers.get("*"))
-                self.send_response(404 if found is None else 200)
+                self.send_response(301 if redirect else 404 if found is None else 200)
+                if redirect:
+                    self.send_header("Location", redirect)
                 self.end_headers()
                 text = found if isinstance(found, str) else json.dumps(found)
                 self.wfile.write(text.encode())
@@ -67,8 +75,8 @@ class Server(http.server.ThreadingHTTPServer):
 def server():
     servers: list[Server] = []
 
-    def serve(answers, context=None) -> str:
-        servers.append(Server(answers, context))
+    def serve(answers, context=None, redirect=None) -> str:
+        servers.append(Server(answers, context, redirect))
         return servers[-1].url
 
     yield serve
@@ -103,6 +111,36 @@ def test_a_closed_port(unique):
 def test_an_address_that_is_no_dashboard(unique, server):
     url = server({"*": "<html>hello</html>"})
     assert "is not a Ray dashboard" in refused(Unreachable, RayExecutor(address=url), unique)
+
+
+def test_a_front_that_redirects(unique, server, dashboard):
+    url = server({"*": None}, redirect="https://elsewhere.example.org")
+    message = refused(Unreachable, RayExecutor(address=url), unique)
+    assert "https://elsewhere.example.org" in message
+
+
+def test_a_module_that_nobody_shipped_is_named(unique, existing, tmp_path):
+    (tmp_path / "mine.py").write_text("def work():\n    pass\n")
+    (tmp_path / "train.py").write_text(
+        "import sys\nimport nemo_run as run\nimport mine\n"
+        "from nemo_run_ray import ExistingCluster, RayExecutor\n"
+        "if __name__ == '__main__':\n"
+        "    executor = RayExecutor(cluster=ExistingCluster(sys.argv[1]), python=sys.executable)\n"
+        "    run.run(run.Partial(mine.work), executor=executor, name=sys.argv[2])\n"
+    )
+    done = python("train.py", existing.url, f"x{unique}", cwd=tmp_path)
+    shown = " ".join(re.sub(r"scheduler.py:\d+", "", done.stdout).split())
+    assert "the task needs 'mine'" in shown, done.stdout + done.stderr
+    assert "packager" in shown
+
+
+def test_the_log_of_a_cluster_that_is_gone(unique, token, dashboard, existing):
+    with FlakyProxy(dashboard.url) as proxy:
+        executor = RayExecutor(cluster=ExistingCluster(proxy.url))
+        run.run(TRUE, executor=executor, name=f"x{unique}", tail_logs=False)
+    done = tool("nemo-run-ray", "logs", f"x{unique}", timeout=30)
+    assert done.returncode == 1
+    assert "cannot be reached" in done.stderr or proxy.url in done.stderr
 
 
 def test_no_token(unique, dashboard, monkeypatch, tmp_path):
@@ -175,18 +213,24 @@ def test_an_experiment_id_that_ran(unique, existing, home):
         again()
 
 
-def test_an_id_that_another_home_used(unique, existing, home):
+def test_an_id_that_another_home_used(unique, existing, home, api):
     def go() -> None:
         with run.Experiment(
             unique, id=f"{unique}-1", executor=RayExecutor(cluster=existing)
         ) as exp:
             exp.add(TRUE, name="job")
-            exp.run()
+            exp.run(detach=True)
 
     go()
     shutil.rmtree(home / "experiments" / unique)
     with pytest.raises(Conflict, match="another run"):
         go()
+    (row,) = json.loads(tool("nemo-run-ray", "status", f"{unique}-1", "--json").stdout)
+    assert row["reason"] == "its id belongs to another run's job"
+    began = time.monotonic()
+    assert tool("nemo-run-ray", "cancel", f"{unique}-1").returncode == 0
+    assert time.monotonic() - began < 15
+    assert api.job(f"{unique}-1.job")["status"] in ("PENDING", "RUNNING", "SUCCEEDED")
 
 
 @pytest.mark.parametrize(

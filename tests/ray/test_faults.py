@@ -12,9 +12,18 @@ from tests.conftest import python
 CHAOS = Path(__file__).with_name("chaos.py")
 
 
-def run_chaos(url: str, token: str, runs: int, seed: int, workers: int, trouble_s: float) -> None:
+@pytest.fixture
+def chaos(dashboard, token, tmp_path):
+    def chaos(runs: int, seed: int, trouble_s: float) -> None:
+        env = {**os.environ, "RAY_AUTH_TOKEN": token, "TMPDIR": str(tmp_path)}
+        run_chaos(dashboard.url, env, runs, seed, trouble_s)
+
+    return chaos
+
+
+def run_chaos(url: str, env: dict[str, str], runs: int, seed: int, trouble_s: float) -> None:
     print(f"seed {seed}")
-    env = {**os.environ, "RAY_AUTH_TOKEN": token}
+    workers = 5
     arguments = [str(CHAOS), url, str(runs), str(seed), str(workers), str(trouble_s)]
     done = python(*arguments, env=env, timeout=3600)
     reports = [json.loads(line) for line in done.stdout.splitlines() if line.startswith('{"run"')]
@@ -23,11 +32,10 @@ def run_chaos(url: str, token: str, runs: int, seed: int, workers: int, trouble_
     assert not broken, f"seed {seed}: {json.dumps(broken, indent=1)}"
 
 
-def test_every_fault_once(dashboard, token):
-    run_chaos(dashboard.url, token, runs=10, seed=1, workers=5, trouble_s=5)
+def test_every_fault_once(chaos):
+    chaos(runs=10, seed=1, trouble_s=5)
 
 
 @pytest.mark.soak
-def test_a_hundred_faults(dashboard, token):
-    seed = int(os.environ.get("SEED", random.randrange(10**6)))
-    run_chaos(dashboard.url, token, runs=100, seed=seed, workers=5, trouble_s=60)
+def test_a_hundred_faults(chaos):
+    chaos(runs=100, seed=int(os.environ.get("SEED", random.randrange(10**6))), trouble_s=60)

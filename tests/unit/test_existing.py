@@ -63,10 +63,42 @@ def test_the_argument_is_before_all(home_token, path_token, monkeypatch):
     assert _sent(token="of-argument") == "Bearer of-argument"
 
 
-def test_an_own_header_is_before_all():
-    assert _sent(token="t", headers={"authorization": "Basic x"}) is None
-    sent = ExistingCluster(url=URL, headers={"authorization": "Basic x"}).connect().headers
-    assert sent == {"authorization": "Basic x"}
+def test_an_own_header_is_before_all(monkeypatch):
+    monkeypatch.setenv("BASIC", "Basic x")
+    own = {"authorization": "${BASIC}"}
+    assert _sent(token="t", headers=own) is None
+    assert ExistingCluster(URL, headers=own).connect().headers == {"authorization": "Basic x"}
+
+
+@pytest.mark.parametrize("name", ["Authorization", "proxy-authorization", "Cookie"])
+def test_credentials_in_clear_are_refused_and_not_repeated(name):
+    with pytest.raises(ConfigError, match="NAME_OF_IT") as caught:
+        ExistingCluster(URL, headers={name: "Bearer very-secret"})
+    assert "very-secret" not in str(caught.value)
+
+
+@pytest.mark.parametrize("token", ["a\nb", "a b", "größe", "", 5])
+def test_a_token_that_cannot_be_one_is_refused_and_not_repeated(token):
+    with pytest.raises(ConfigError, match="token") as caught:
+        ExistingCluster(URL, token=token)
+    assert repr(token) not in str(caught.value)
+
+
+def test_a_token_file_of_other_bytes(monkeypatch, tmp_path):
+    (tmp_path / "token").write_bytes(b"\xff\xfe")
+    monkeypatch.setenv("RAY_AUTH_TOKEN_PATH", str(tmp_path / "token"))
+    with pytest.raises(ConfigError, match="write the token alone"):
+        ExistingCluster(URL).connect()
+
+
+def test_the_headers_are_not_shown():
+    assert "private" not in repr(ExistingCluster(URL, headers={"X-Team": "private"}))
+
+
+@pytest.mark.parametrize("headers", [{"X": 5}, ["X"], None])
+def test_headers_are_texts_by_text(headers):
+    with pytest.raises(ConfigError, match="headers"):
+        ExistingCluster(URL, headers=headers)
 
 
 def test_a_token_read_from_a_file_may_have_a_line_end():

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nemo_run_ray.errors import ClusterError
+from nemo_run_ray.errors import Gone, StreamCut, Unauthorised
 from nemo_run_ray.follow import LINE_MAX_CHARS, follow, lines
 from nemo_run_ray.remote.process import end_mark
 
@@ -35,7 +35,7 @@ class Flaky:
     def is_over(self) -> bool:
         fault = next(self._faults, None)
         if fault is not None and fault % 4 == 0:
-            raise ClusterError("no answer")
+            raise Gone("no answer")
         self._over = self._over or fault is None or fault % 7 == 0
         return self._over
 
@@ -47,14 +47,14 @@ class Flaky:
             return
         yield from self._pieces(text[: fault % (len(text) + 1)])
         if fault % 2:
-            raise ClusterError("cut")
+            raise StreamCut("cut")
 
     def whole(self) -> Iterator[str]:
         fault = next(self._faults, None)
         text = self._now(fault)
         if fault is not None and fault % 2:
             yield from self._pieces(text[: fault % (len(text) + 1)])
-            raise ClusterError("cut")
+            raise StreamCut("cut")
         yield from self._pieces(text)
 
     def _now(self, fault: int | None) -> str:
@@ -80,15 +80,27 @@ class Pauses:
         assert len(self.slept_s) < 1000, "it never ends"
 
 
+def check_every_character_once(text: str, faults: list[int], sizes: list[int]) -> None:
+    """All of it, or the beginning and an error when the log of an ended job cannot be read."""
+    found = ""
+    try:
+        for piece in follow(Flaky(text, faults, sizes), (_MARK,), Pauses()):
+            found += piece
+    except (Gone, StreamCut):
+        assert text.startswith(found)
+        assert len(faults) >= 6
+    else:
+        assert found == text
+
+
 @given(_logs, _faults, _sizes)
 def test_every_character_once_whatever_goes_wrong(text, faults, sizes):
-    assert "".join(follow(Flaky(text, faults, sizes), (_MARK,), Pauses())) == text
+    check_every_character_once(text, faults, sizes)
 
 
 @given(_bodies, _bodies, st.sampled_from(["", _END]), _faults, _sizes)
 def test_a_line_of_the_user_that_looks_like_our_last_one(before, after, end, faults, sizes):
-    text = f"{before}\n{_OTHERS_END}{after}\n{end}"
-    assert "".join(follow(Flaky(text, faults, sizes), (_MARK,), Pauses())) == text
+    check_every_character_once(f"{before}\n{_OTHERS_END}{after}\n{end}", faults, sizes)
 
 
 def test_an_ended_job_whose_output_holds_our_mark_is_read_to_its_end():
@@ -146,6 +158,22 @@ def test_pauses_grow_while_nothing_comes_and_stay_short():
     assert max(pauses.slept_s) <= 5
 
 
+def test_the_log_of_an_ended_job_that_cannot_be_read_is_an_error_soon():
+    pauses = Pauses()
+    with pytest.raises(StreamCut):
+        list(follow(Flaky("abc", [7] * 100, [1]), (_MARK,), pauses))
+    assert sum(pauses.slept_s) < 15
+
+
+def test_wrong_credentials_are_not_waited_for():
+    class Locked(Flaky):
+        def is_over(self) -> bool:
+            raise Unauthorised("401")
+
+    with pytest.raises(Unauthorised):
+        list(follow(Locked("abc", [], [1]), (_MARK,), Pauses()))
+
+
 def test_what_is_not_the_clusters_fault_is_not_swallowed():
     class Broken(Flaky):
         def tail(self) -> Iterator[str]:
@@ -168,7 +196,7 @@ def test_lines(texts):
 def test_a_line_is_passed_on_when_it_is_complete():
     def texts() -> Iterator[str]:
         yield "one\ntw"
-        raise ClusterError("cut")
+        raise StreamCut("cut")
 
     found = lines(texts())
     assert next(found) == "one\n"

@@ -10,7 +10,7 @@ import pytest
 
 from nemo_run_ray import ledger
 from nemo_run_ray.errors import JobError
-from nemo_run_ray.ledger import INTENT, REFUSED, SUBMITTED, TERMINAL, Ledger
+from nemo_run_ray.ledger import INTENT, SUBMITTED, TERMINAL, UNSETTLED, Ledger
 from nemo_run_ray.plan import job_id
 
 _INTENT = {"job": "j", "role": "r", "cluster": {"kind": "local"}, "session": "s", "nonce": "n"}
@@ -35,10 +35,10 @@ def test_events_become_records(book, tmp_path):
     book.write(INTENT, "exp.b", **{**_INTENT, "job": "two\nlines é"})
     book.write(SUBMITTED, "exp.a")
     book.write(TERMINAL, "exp.a", verdict=_VERDICT)
-    book.write(REFUSED, "exp.b", why="no")
+    book.write(UNSETTLED, "exp.b", why="no")
     one, two = Ledger(tmp_path).jobs().values()
     assert (one.submission_id, one.last, one.terminal) == ("exp.a", SUBMITTED, _VERDICT)
-    assert (two.submission_id, two.last, two.terminal) == ("exp.b", REFUSED, {})
+    assert (two.submission_id, two.last, two.terminal) == ("exp.b", UNSETTLED, {})
     assert (two.job, two.cluster, two.nonces) == ("two\nlines é", {"kind": "local"}, ["n"])
     assert one.exp_dir == tmp_path
 
@@ -49,7 +49,7 @@ def test_no_ledger_is_no_jobs(book):
 
 def test_a_second_intent_starts_the_record_anew(book):
     book.write(INTENT, "exp.a", **_INTENT)
-    book.write(REFUSED, "exp.a", why="no")
+    book.write(UNSETTLED, "exp.a", why="no")
     book.write(INTENT, "exp.a", **{**_INTENT, "nonce": "n2"})
     assert (book.jobs()["exp.a"].last, book.jobs()["exp.a"].nonces) == (INTENT, ["n", "n2"])
 

@@ -417,3 +417,20 @@ def test_memory_of_our_two_processes(start):
             if line.startswith("Pss:"):
                 pss += int(line.split()[1])
     assert 0 < pss < 25 * 1024
+
+
+def test_a_full_disk_costs_the_output_and_nothing_else(tmp_path):
+    """``/dev/full`` takes no byte; what the command left behind must be gone all the same."""
+    mark = f"4711{os.getpid()}"
+    program = (
+        "import sys\n"
+        "from nemo_run_ray.remote.process import keep\n"
+        "import os\n"
+        f"command = ['sh', '-c', 'setsid sleep {mark} & echo hi; exit 3']\n"
+        "sys.exit(keep('t/1', 'n' * 8, lambda runner: runner.run(command, dict(os.environ), '/', 1)))"
+    )
+    with open("/dev/full", "w") as full:
+        done = subprocess.run([sys.executable, "-c", program], stdout=full, stderr=full, timeout=60)
+    assert done.returncode == 3
+    listed = subprocess.run(["ps", "-eo", "args"], capture_output=True, text=True).stdout
+    assert f"sleep {mark}" not in listed

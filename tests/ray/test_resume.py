@@ -1,0 +1,113 @@
+"""What a user does after his script was killed between two launches; and running something again."""
+
+import os
+import re
+import signal
+
+import nemo_run as run
+import pytest
+
+from nemo_run_ray import LocalCluster, RayExecutor
+from nemo_run_ray.ledger import Ledger
+from tests.conftest import python, tool, wait_for
+
+KILLED = """
+import os, signal, sys
+import nemo_run as run
+from nemo_run_ray import RayExecutor, ledger
+
+title, folder, chain = sys.argv[1:4]
+write = ledger.Ledger.write
+
+def write_and_die(self, event, *args, **values):
+    write(self, event, *args, **values)
+    if event == ("submitted" if chain == "chain" else "intent"):
+        os.kill(os.getpid(), signal.SIGKILL)
+
+ledger.Ledger.write = write_and_die
+if __name__ == "__main__":
+    with run.Experiment(title, executor=RayExecutor(), threadpool_workers=1) as experiment:
+        first = run.Script(inline=f"echo first >> {folder}/ran; sleep 8")
+        experiment.add(first, name="first")
+        second = run.Script(inline=f"echo second >> {folder}/ran")
+        experiment.add(second, name="second", dependencies=["first"] if chain == "chain" else None)
+        script = run.Script(inline=f"echo local >> {folder}/ran")
+        if chain == "mixed":
+            experiment.add(script, executor=run.LocalExecutor(), name="here")
+        experiment.run()
+"""
+
+
+@pytest.fixture
+def killed(tmp_path, unique, local_cluster):
+    def killed(chain: str) -> str:
+        (tmp_path / "train.py").write_text(KILLED)
+        done = python("train.py", unique, str(tmp_path), chain, cwd=tmp_path)
+        assert done.returncode == -signal.SIGKILL, done.stdout + done.stderr
+        return unique
+
+    return killed
+
+
+def resume(name: str) -> str:
+    done = tool("nemo-run-ray", "resume", name)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return " ".join(done.stdout.split())
+
+
+def all_succeeded(name: str) -> bool:
+    states = run.Experiment.from_title(name).status(return_dict=True).values()
+    return all(str(one["status"]) == "SUCCEEDED" for one in states)
+
+
+def ran(folder) -> list[str]:
+    return sorted((folder / "ran").read_text().split()) if (folder / "ran").exists() else []
+
+
+def test_all_jobs_that_never_arrived_are_handed_over_once(killed, tmp_path):
+    name = killed("mixed")
+    before = ran(tmp_path)
+
+    shown = resume(name)
+    assert "first: handed over" in shown
+    assert "second: handed over" in shown
+    assert re.search("here: .* on LocalExecutor, left as it is", shown)
+
+    wait_for(lambda: {"first", "second"} <= set(ran(tmp_path)))
+    assert ran(tmp_path) == sorted([*before, "first", "second"])
+    assert "left as it is" in resume(name)
+
+
+def test_a_job_whose_dependency_has_not_succeeded_is_not(killed, tmp_path):
+    name = killed("chain")
+
+    assert "second: not handed over, it depends on first" in resume(name)
+    wait_for(lambda: "SUCCEEDED" in tool("nemo-run-ray", "status", name).stdout)
+    assert "second: handed over" in resume(name)
+
+    wait_for(lambda: all_succeeded(name))
+    assert ran(tmp_path) == ["first", "second"]
+
+
+def test_an_experiment_that_is_reset_runs_again_under_its_new_id(existing, unique, tmp_path):
+    executor = RayExecutor(cluster=existing)
+    script = run.Script(inline=f"echo again >> {tmp_path}/ran")
+    with run.Experiment(unique, executor=executor) as experiment:
+        experiment.add(script, name="job")
+        experiment.run()
+    first = experiment._exp_dir
+    experiment = experiment.reset()
+    with experiment:
+        experiment.run()
+
+    assert experiment._exp_dir != first
+    for folder in (first, experiment._exp_dir):
+        (record,) = Ledger(type(tmp_path)(folder)).jobs().values()
+        assert record.submission_id.startswith(f"{os.path.basename(folder)}.")
+    assert ran(tmp_path) == ["again", "again"]
+    assert all_succeeded(unique)
+
+
+def test_the_embedded_clusters_size_is_not_changed_in_silence(local_cluster, capsys):
+    LocalCluster(num_cpus=3).connect()
+    assert "nemo-run-ray down" in " ".join(capsys.readouterr().out.split())
