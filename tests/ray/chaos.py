@@ -216,7 +216,7 @@ def main(url: str, runs: int, seed: int, workers: int, seconds: float) -> None:
                 report = one_run(url, number, seed, seconds)
             except Exception:
                 report = {"run": number, "kind": "?", "broken": [traceback.format_exc()]}
-            print(json.dumps(report), flush=True)
+            os.write(1, f"{json.dumps(report)}\n".encode())  # whole lines, from all workers
 
     processes = [
         multiprocessing.get_context("fork").Process(target=share, args=(worker,))

@@ -1,4 +1,4 @@
-"""What a user does after his script was killed between two launches; and running something again."""
+"""What a user does after his script was killed between launches; and running again."""
 
 import os
 import re

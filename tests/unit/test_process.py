@@ -427,7 +427,8 @@ def test_a_full_disk_costs_the_output_and_nothing_else(tmp_path):
         "from nemo_run_ray.remote.process import keep\n"
         "import os\n"
         f"command = ['sh', '-c', 'setsid sleep {mark} & echo hi; exit 3']\n"
-        "sys.exit(keep('t/1', 'n' * 8, lambda runner: runner.run(command, dict(os.environ), '/', 1)))"
+        "work = lambda runner: runner.run(command, dict(os.environ), '/', 1)\n"
+        "sys.exit(keep('t/1', 'n' * 8, work))"
     )
     with open("/dev/full", "w") as full:
         done = subprocess.run([sys.executable, "-c", program], stdout=full, stderr=full, timeout=60)
