@@ -6,12 +6,14 @@ writes ``benchmarks/results/latest.json``.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import io
 import json
 import os
 import platform
 import re
+import shutil
 import statistics
 import subprocess
 import sys
@@ -24,7 +26,10 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
-os.environ.setdefault("NEMORUN_HOME", tempfile.mkdtemp(prefix="nrr-bench-"))
+FOLDER = Path(tempfile.mkdtemp(prefix="nrr-bench-"))
+# Registered before what leaves the embedded Ray at the end, and so done after it.
+atexit.register(shutil.rmtree, FOLDER, ignore_errors=True)
+os.environ["NEMORUN_HOME"] = str(FOLDER / "home")
 
 import httpx  # noqa: E402
 import nemo_run as run  # noqa: E402
@@ -63,7 +68,8 @@ def main() -> None:
 def measure_start(dashboard: Dashboard) -> dict[str, object]:
     """Seconds from the call to the command's first instruction, rounds interleaved."""
     http = httpx.Client(headers=dashboard.headers, trust_env=False, timeout=60)
-    folder = Path(tempfile.mkdtemp(prefix="nrr-bench-"))
+    folder = FOLDER / "marks"
+    folder.mkdir()
 
     def bare(mark: Path) -> None:
         body = {"submission_id": uuid.uuid4().hex, "entrypoint": f"date +%s.%N > {mark}"}
@@ -98,14 +104,15 @@ def measure_start(dashboard: Dashboard) -> dict[str, object]:
 
 
 def launch(executor: run.Executor, mark: Path) -> None:
-    """``run.run`` up to the moment when it only waits; the wait itself is not measured."""
+    """A user's call as it is, attached and tailing; the command itself notes when it started."""
     script = run.Script(inline=f"date +%s.%N > {mark}")
-    quietly(lambda: run.run(script, executor=executor, name="bench", tail_logs=False, detach=True))
+    quietly(lambda: run.run(script, executor=executor, name="bench"))
 
 
 def measure_upload(dashboard: Dashboard) -> dict[str, object]:
     """Bytes of archives that two submissions of the same code send."""
-    source = Path(tempfile.mkdtemp(prefix="nrr-bench-"))
+    source = FOLDER / "source"
+    source.mkdir()
     for number in range(20):
         (source / f"module{number}.py").write_text(f"VALUE = '{uuid.uuid4().hex * 200}'\n")
     sent = []
@@ -176,7 +183,7 @@ def measure_log(dashboard: Dashboard) -> dict[str, object]:
     began = time.monotonic()
     for number, text in enumerate(RemoteJob.find(job).log(should_tail=True)):
         characters += len(text)
-        if number % 100 == 0:
+        if number % 20 == 0:
             peak = max(peak, process.memory_info().rss)
     peak = max(peak, process.memory_info().rss)
     return {
