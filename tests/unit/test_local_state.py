@@ -10,13 +10,13 @@ import pytest
 
 from nemo_run_ray import LocalCluster
 from nemo_run_ray.clusters import from_record
-from nemo_run_ray.clusters.local import _birth, _Home, _State
+from nemo_run_ray.clusters.local_home import Home, State, birth
 from nemo_run_ray.errors import ConfigError
 
 
 @pytest.fixture
 def home(weird_tmp_path):
-    return _Home(weird_tmp_path)
+    return Home(weird_tmp_path)
 
 
 def _shifted(birth: str, ticks: int) -> str:
@@ -25,12 +25,12 @@ def _shifted(birth: str, ticks: int) -> str:
     return f"{boot}/{int(born) + ticks}"
 
 
-def _state(pid: int, born: str) -> _State:
-    return _State(pid=pid, born=born, url="http://127.0.0.1:1", root="/tmp/nray-x")
+def _state(pid: int, born: str) -> State:
+    return State(pid=pid, born=born, url="http://127.0.0.1:1", root="/tmp/nray-x")
 
 
-def _me() -> _State:
-    return _state(os.getpid(), _birth(os.getpid()))
+def _me() -> State:
+    return _state(os.getpid(), birth(os.getpid()))
 
 
 @pytest.fixture
@@ -52,7 +52,7 @@ def test_nothing_is_there(home):
 
 
 def test_a_dead_process(home, child):
-    home.write(_state(child.pid, _birth(child.pid)))
+    home.write(_state(child.pid, birth(child.pid)))
     assert home.read() is not None
     child.kill()
     child.wait()
@@ -60,7 +60,7 @@ def test_a_dead_process(home, child):
 
 
 def test_a_zombie_is_dead(home, child):
-    home.write(_state(child.pid, _birth(child.pid)))
+    home.write(_state(child.pid, birth(child.pid)))
     child.kill()
     os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
     assert home.read() is None
@@ -68,7 +68,7 @@ def test_a_zombie_is_dead(home, child):
 
 @pytest.mark.parametrize("shift", [-3600, 1])
 def test_a_pid_that_somebody_else_has_now(home, shift):
-    home.write(_state(os.getpid(), _shifted(_birth(os.getpid()), shift)))
+    home.write(_state(os.getpid(), _shifted(birth(os.getpid()), shift)))
     assert home.read() is None
 
 
@@ -127,7 +127,7 @@ def test_the_environment_of_the_embedded_ray(home, monkeypatch):
 
 
 def test_the_folder_is_private(tmp_path):
-    home = _Home(tmp_path / "a" / "b")
+    home = Home(tmp_path / "a" / "b")
     with home.locked():
         assert stat.S_IMODE(home.path.stat().st_mode) == 0o700
 
@@ -136,7 +136,7 @@ def test_a_cluster_is_found_by_its_record(weird_tmp_path):
     cluster = LocalCluster(state_dir=str(weird_tmp_path), num_cpus=3)
     again = from_record(json.loads(json.dumps(cluster.record())))
     assert again.find() is None
-    home = _Home(weird_tmp_path)
+    home = Home(weird_tmp_path)
     home.environment("/tmp/nray-x")
     home.write(_me())
     found = again.find()
@@ -156,9 +156,9 @@ def test_stopping_buries_what_a_killed_cluster_left(tmp_path, child):
     root = tmp_path / "root"
     root.mkdir()
     left = subprocess.Popen(["sleep", "1000"], env={**os.environ, "NEMO_RUN_RAY_LOCAL": str(root)})
-    state = _state(child.pid, _shifted(_birth(child.pid), -1000))
+    state = _state(child.pid, _shifted(birth(child.pid), -1000))
     state.root = str(root)
-    home = _Home(tmp_path / "home")
+    home = Home(tmp_path / "home")
     home.path.mkdir()
     home.write(state)
     LocalCluster(state_dir=str(home.path)).stop()
