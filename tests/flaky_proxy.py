@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import selectors
 import socket
+import ssl
 import threading
 import time
 from collections.abc import Callable
@@ -77,14 +78,30 @@ class FlakyProxy:
     """Forwards to ``url``; ``choose(request_line)`` names the fault of each request.
 
     ``requests`` holds the first line of every request, ``sent`` the bytes that clients sent.
+
+    Args:
+        url: of the real dashboard.
+        choose: what to do to a request; nothing by default.
+        prefix: path under which the dashboard is to be seen; other paths are cut off.
+        header: line that every request must have, in lower case.
+        tls: speak TLS to clients.
     """
 
-    def __init__(self, url: str, choose: Callable[[str], Fault] | None = None) -> None:
+    def __init__(
+        self,
+        url: str,
+        choose: Callable[[str], Fault] | None = None,
+        prefix: str = "",
+        header: str = "",
+        tls: ssl.SSLContext | None = None,
+    ) -> None:
         parts = urlsplit(url)
         self._upstream = (parts.hostname, parts.port)
         self._choose = choose or (lambda line: Fault())
         self._server = socket.create_server(("127.0.0.1", 0))
-        self.url = f"http://127.0.0.1:{self._server.getsockname()[1]}"
+        self._prefix, self._header, self._tls = prefix.encode(), header.encode(), tls
+        scheme = "http" if tls is None else "https"
+        self.url = f"{scheme}://127.0.0.1:{self._server.getsockname()[1]}{prefix}"
         self.requests: list[str] = []
         self.sent: dict[str, int] = {}
         threading.Thread(target=self._accept, daemon=True).start()
@@ -110,6 +127,8 @@ class FlakyProxy:
 
     def _serve(self, client: socket.socket) -> None:
         try:
+            if self._tls is not None:
+                client = self._tls.wrap_socket(client, server_side=True)
             with client, socket.create_connection(self._upstream) as upstream:
                 self._pump(client, upstream)
         except OSError:
@@ -123,11 +142,14 @@ class FlakyProxy:
             selector.register(upstream, selectors.EVENT_READ)
             while True:
                 for key, _ in selector.select(0.05):
-                    data = key.fileobj.recv(65536)
+                    data = read(key.fileobj)
                     if not data:
                         return
                     if key.fileobj is client:
                         if data.startswith(_METHODS):
+                            data = self._admit(data)
+                            if data is None:
+                                return
                             line = data.split(b"\r\n", 1)[0].decode()
                             self.requests.append(line)
                             fault = self._choose(line)
@@ -146,3 +168,17 @@ class FlakyProxy:
                         client.sendall(answer)
                 if fault.answer(b"") is None and isinstance(fault, CutAfter):
                     return
+
+    def _admit(self, data: bytes) -> bytes | None:
+        """The request without our prefix, or None when it lacks the prefix or the header."""
+        path = data.split(b" ", 2)[1]
+        known = path.startswith(self._prefix + b"/") and self._header in data.lower()
+        return data.replace(path, path.removeprefix(self._prefix), 1) if known else None
+
+
+def read(source: socket.socket) -> bytes:
+    """What can be read without waiting; TLS may hold more than the socket shows."""
+    data = source.recv(65536)
+    while isinstance(source, ssl.SSLSocket) and source.pending():
+        data += source.recv(65536)
+    return data
