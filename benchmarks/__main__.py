@@ -48,6 +48,7 @@ LOG_BYTES = 200 * 1024**2
 def main() -> None:
     cluster = LocalCluster()
     dashboard = cluster.connect()
+    atexit.register(cluster.stop)  # the detached runs below would keep it
     os.environ["RAY_AUTH_TOKEN"] = dashboard.headers["Authorization"].removeprefix("Bearer ")
     results: dict[str, object] = {"python": platform.python_version(), "rounds": ROUNDS}
     for name, measure in (
