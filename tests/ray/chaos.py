@@ -210,8 +210,11 @@ def _fork(work, output: Path) -> multiprocessing.Process:
 
 
 def main(url: str, runs: int, seed: int, workers: int, seconds: float) -> None:
+    numbers = list(range(runs))
+    random.Random(seed).shuffle(numbers)  # or one worker would get all the slow kinds
+
     def share(worker: int) -> None:
-        for number in range(worker, runs, workers):
+        for number in numbers[worker::workers]:
             try:
                 report = one_run(url, number, seed, seconds)
             except Exception:
