@@ -18,18 +18,18 @@ import json
 import os
 import secrets
 import shutil
+import signal
 import subprocess
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar
 
-import psutil
-from filelock import FileLock, Timeout
 from nemo_run.core.frontend.console.api import CONSOLE
 
 from nemo_run_ray.errors import ClusterError
+from nemo_run_ray.remote.process import kill, marked
 
 #: In the environment of every process of an embedded Ray, so that a stop finds them all.
 _MARK = "NEMO_RUN_RAY_LOCAL"
@@ -71,6 +71,8 @@ class Home:
         Raises:
             ClusterError: another process has held it for ``_LOCK_LIMIT_S``.
         """
+        from filelock import FileLock, Timeout
+
         self.path.mkdir(parents=True, exist_ok=True, mode=0o700)
         lock = FileLock(self.path / "lock", timeout=_LOCK_LIMIT_S)
         try:
@@ -145,12 +147,12 @@ class Home:
     def stop(self, state: State) -> None:
         """End the cluster's processes and remove what they left. The lock is held."""
         if _lives(state.pid, state.born):
-            _signal(psutil.Process(state.pid).terminate)
+            kill(state.pid, signal.SIGTERM)
         deadline = time.monotonic() + _STOP_LIMIT_S
-        while _marked(state.root):
+        while left := marked(f"{_MARK}={state.root}".encode()):
             if time.monotonic() > deadline or not _lives(state.pid, state.born):
-                for process in _marked(state.root):
-                    _signal(process.kill)
+                for pid in left:
+                    kill(pid, signal.SIGKILL)
             time.sleep(0.05)
         if state.pid in children:
             children.pop(state.pid).wait()
@@ -211,20 +213,3 @@ def birth(pid: int) -> str | None:
 def _lives(pid: int, born: str) -> bool:
     """Whether the process of that pid is the one that was born then."""
     return born == birth(pid)
-
-
-def _marked(root: str) -> list[psutil.Process]:
-    found = []
-    for process in psutil.process_iter():
-        try:
-            is_marked = process.environ().get(_MARK) == root
-            if is_marked and process.status() != psutil.STATUS_ZOMBIE:
-                found.append(process)
-        except (psutil.NoSuchProcess, psutil.AccessDenied):
-            continue  # ended, or another user's
-    return found
-
-
-def _signal(send: Callable[[], None]) -> None:
-    with contextlib.suppress(psutil.NoSuchProcess):  # it was faster
-        send()

@@ -229,7 +229,7 @@ class _Tree:
 
     def signal(self, number: int) -> None:
         for pid in self._pids():
-            _kill(pid, number)
+            kill(pid, number)
 
     def _pids(self) -> List[int]:
         if self._adopts:  # orphans become our children, so the tree below us is complete
@@ -311,14 +311,19 @@ def sweep(tag: str) -> int:
     mark = f"{TAG}={tag}".encode()
     killed = set()
     for _ in range(500):
-        found = [pid for pid, _, _ in _processes() if mark in _environment(pid)]
+        found = marked(mark)
         if not found:
             break
         killed.update(found)
         for pid in found:
-            _kill(pid, signal.SIGKILL)
+            kill(pid, signal.SIGKILL)
         time.sleep(_ROUND_S)
     return len(killed)
+
+
+def marked(mark: bytes) -> List[int]:
+    """The living processes that have ``NAME=value`` in their environment."""
+    return [pid for pid, _, _ in _processes() if mark in _environment(pid)]
 
 
 def _processes() -> List[Tuple[int, int, int]]:
@@ -344,7 +349,8 @@ def _environment(pid: int) -> List[bytes]:
         return []  # ended, or not ours
 
 
-def _kill(pid: int, number: int) -> None:
+def kill(pid: int, number: int) -> None:
+    """Send a signal to a process that may have ended."""
     with suppress(ProcessLookupError):  # it was faster
         os.kill(pid, number)
 

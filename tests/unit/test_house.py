@@ -130,3 +130,25 @@ def test_importing_loads_no_ray_and_no_network_client():
     tops = {name.split(".")[0] for name in after}
     assert "ray" not in tops
     assert not (tops - {name.split(".")[0] for name in before}) & {"httpx", "websockets"}
+
+
+def test_the_import_needs_only_what_nemo_run_brings():
+    """Users' scripts import us, and run again on nodes that have nemo-run and nothing of ours."""
+    program = (
+        "import nemo_run, sys\nbefore = set(sys.modules)\nimport nemo_run_ray\n"
+        "print(*sorted(one for one in sys.modules if one.startswith('nemo_run_ray')))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True
+    )
+    allowed = {*sys.stdlib_module_names, "nemo_run", "nemo_run_ray", "torchx", "fiddle", "rich"}
+    for name in done.stdout.split():
+        if name.startswith("nemo_run_ray"):
+            path = ROOT / "/".join(name.split(".")[1:])
+            module = path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
+            found = {
+                one.partition(".")[0]
+                for one, at_module_level in _imports(module.relative_to(ROOT).as_posix())
+                if at_module_level
+            }
+            assert found <= allowed, f"{module}: {found - allowed}"
