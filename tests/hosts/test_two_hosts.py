@@ -54,7 +54,7 @@ def hosts(tmp_path_factory):
     bed("up", "2")
     ray = f"{sys.executable} -m ray.scripts.scripts start --block --disable-usage-stats"
     path = f"PATH={Path(sys.executable).parent}:$PATH"
-    env = f"env RAY_AUTH_MODE=token RAY_AUTH_TOKEN_PATH={token} {path}"
+    env = f"env TMPDIR={logs} RAY_AUTH_MODE=token RAY_AUTH_TOKEN_PATH={token} {path}"
     head = f"{ray} --head --node-ip-address=10.77.0.1 --port=6379 --num-cpus=1"
     head += " --dashboard-host=10.77.0.1"
     worker = f"{ray} --address=10.77.0.1:6379 --node-ip-address=10.77.0.2 --num-cpus=2"
