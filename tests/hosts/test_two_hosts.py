@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -47,6 +48,8 @@ def hosts(tmp_path_factory):
     """Ray's head on n1 and a worker on n2."""
     if os.geteuid() != 0:
         pytest.skip("network namespaces need root")
+    if shutil.which("ip") is None:
+        pytest.skip("network namespaces need the program ip (Debian: iproute2)")
     logs = tmp_path_factory.mktemp("hosts")
     token = logs / "token"
     token.write_text(TOKEN)
