@@ -29,7 +29,7 @@ from typing import Any, ClassVar
 from nemo_run.core.frontend.console.api import CONSOLE
 
 from nemo_run_ray.errors import ClusterError
-from nemo_run_ray.remote.process import kill, marked
+from nemo_run_ray.remote.process import descendants, kill, marked
 
 #: In the environment of every process of an embedded Ray, so that a stop finds them all.
 _MARK = "NEMO_RUN_RAY_LOCAL"
@@ -146,10 +146,14 @@ class Home:
 
     def stop(self, state: State) -> None:
         """End the cluster's processes and remove what they left. The lock is held."""
+        family = {}
         if _lives(state.pid, state.born):
+            # Those that changed their title have lost the environment that marks them.
+            family = {pid: birth(pid) for pid in descendants(state.pid)}
             kill(state.pid, signal.SIGTERM)
+        mark = f"{_MARK}={state.root}".encode()
         deadline = time.monotonic() + _STOP_LIMIT_S
-        while left := marked(f"{_MARK}={state.root}".encode()):
+        while left := {*marked(mark), *(pid for pid, born in family.items() if _lives(pid, born))}:
             if time.monotonic() > deadline or not _lives(state.pid, state.born):
                 for pid in left:
                     kill(pid, signal.SIGKILL)
@@ -210,6 +214,6 @@ def birth(pid: int) -> str | None:
     return f"{Path('/proc/sys/kernel/random/boot_id').read_text().strip()}/{int(fields[19])}"
 
 
-def _lives(pid: int, born: str) -> bool:
+def _lives(pid: int, born: str | None) -> bool:
     """Whether the process of that pid is the one that was born then."""
-    return born == birth(pid)
+    return born is not None and born == birth(pid)

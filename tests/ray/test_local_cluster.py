@@ -64,10 +64,12 @@ def test_a_race_starts_one_and_the_last_one_stops_it(home_of_its_own):
     leave(first)
     assert lives(state["pid"])
     assert httpx.get(urls.pop() + "/api/version").status_code in (200, 401)
+    family = psutil.Process(state["pid"]).children(recursive=True)
     leave(second)
 
     assert states(home_of_its_own) == []
     assert not lives(state["pid"])
+    assert [process for process in family if lives(process.pid)] == []
     assert not Path(state["root"]).exists()
     assert marked(state["root"]) == []
 
