@@ -7,7 +7,7 @@ import math
 import os
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -266,7 +266,6 @@ class _Log:
         return verdict.state.is_terminal
 
 
-def jobs_of(exp_dir: Path, names: Sequence[str] = ()) -> list[RemoteJob]:
+def jobs_of(exp_dir: Path) -> list[RemoteJob]:
     """The jobs that an experiment's ledger knows, in the order of their submission."""
-    records = Ledger(exp_dir).jobs().values()
-    return [RemoteJob(record) for record in records if not names or record.job in names]
+    return [RemoteJob(record) for record in Ledger(exp_dir).jobs().values()]

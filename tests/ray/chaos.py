@@ -38,7 +38,10 @@ from nemo_run_ray.jobs_api import JobsApi
 from nemo_run_ray.remote_job import RemoteJob, jobs_of
 
 NETWORK = ("drop answer", "cut before", "errors while waiting", "hang while waiting", "cut logs")
-KILLS = ("after intent", "before post", "late post", "before answer", "after submitted")
+KILLS = (
+    *("after intent", "before post", "late post"),
+    *("before answer", "after answer", "after submitted"),
+)
 #: Seconds that the network holds a dead client's request back: its heir acts meanwhile.
 LATE_S = 4.0
 LINES = 40
@@ -61,6 +64,11 @@ class Kill(Fault):
     def forwarded(self) -> None:
         if self._moment == "before answer":
             os.kill(self._pid, signal.SIGKILL)
+
+    def answer(self, data: bytes) -> bytes | None:
+        if self._moment == "after answer":
+            os.kill(self._pid, signal.SIGKILL)
+        return data
 
 
 class Trouble:
@@ -96,7 +104,8 @@ class Trouble:
 
 def one_run(url: str, number: int, seed: int, seconds: float) -> dict:
     chance = random.Random(f"{seed}/{number}")
-    kind = (*NETWORK, *KILLS)[number % 10]
+    kinds = (*NETWORK, *KILLS)
+    kind = kinds[number % len(kinds)]
     title = f"chaos{seed}n{number}"
     folder = Path(tempfile.mkdtemp(prefix="chaos-"))
     ran = folder / "ran"
