@@ -24,8 +24,8 @@ def named_fields(cls: type[_Class]) -> type[_Class]:
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:  # noqa: N807
         if len(args) > len(unnamed):
             raise ConfigError(
-                f"{cls.__name__} takes its fields by name; found {args[len(unnamed)]!r} without one. "
-                f"It has {', '.join(known)}."
+                f"{cls.__name__} takes its fields by name; found {args[len(unnamed)]!r} without "
+                f"one. It has {', '.join(known)}."
             )
         for name in kwargs:
             if name not in known:
