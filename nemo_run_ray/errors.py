@@ -14,7 +14,9 @@
     │   ├── PackagingFailed  the packager did not deliver an archive
     │   ├── Conflict         the submission id belongs to somebody else's job
     │   └── Taken            Ray has the submission id already, whoever's it is
-    └── JobError             a job is unknown, or did not end as asked
+    ├── JobError             a job is unknown, or did not end as asked
+    └── PatchError           a change of NeMo-Run is unknown or cannot be made
+        └── UnsupportedNemoRun  this NeMo-Run is not one that the patch knows
 
 A message says what failed, on which object, what was expected and found, and the next step.
 Exceptions of other libraries are translated where they enter and kept as ``__cause__``.
@@ -79,3 +81,11 @@ class Taken(SubmissionError):
 
 class JobError(NemoRunRayError):
     """A job is unknown, or it did not end as asked."""
+
+
+class PatchError(NemoRunRayError):
+    """A patch of NeMo-Run is unknown or cannot be applied."""
+
+
+class UnsupportedNemoRun(PatchError):
+    """The NeMo-Run that is installed is not one that the patch was verified on."""

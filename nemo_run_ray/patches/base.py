@@ -1,0 +1,170 @@
+"""A patch of NeMo-Run: applied whole or not at all, undone exactly, never on an unknown version.
+
+One record drives both ways: what ``apply`` sets is what ``undo`` takes back.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+import threading
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from importlib.metadata import version
+from typing import Any, ClassVar
+
+from nemo_run_ray.errors import UnsupportedNemoRun
+
+log = logging.getLogger(__name__)
+
+_ABSENT = object()
+_lock = threading.RLock()
+
+
+@dataclass(frozen=True)
+class Edit:
+    """One attribute to replace.
+
+    Attributes:
+        owner: the class or module that gets it.
+        name: of the attribute.
+        value: the new one.
+    """
+
+    owner: Any
+    name: str
+    value: Any
+
+
+@dataclass(frozen=True)
+class _Done:
+    edit: Edit
+    before: Any  # what the owner itself held; _ABSENT when it inherited the attribute or had none
+
+
+class Patch(ABC):
+    """One change of NeMo-Run. Subclasses say what; applying and undoing is here."""
+
+    #: By which users ask for it.
+    name: ClassVar[str]
+    #: What it changes and why, in one sentence.
+    why: ClassVar[str]
+    #: The change of NeMo-Run that would make it unnecessary.
+    retired_by: ClassVar[str]
+    #: First and last version of NeMo-Run that it was verified on; the third number is not compared.
+    verified: ClassVar[tuple[str, str]] = ("0.9", "0.11")
+
+    def __init__(self) -> None:
+        self._done: list[_Done] = []
+
+    @abstractmethod
+    def edits(self) -> Sequence[Edit]:
+        """What to replace. Called only when the patch is not applied.
+
+        Raises:
+            UnsupportedNemoRun: a target is not as this patch knows it.
+        """
+
+    def is_needed(self) -> bool:
+        """Whether this NeMo-Run lacks what the patch adds."""
+        return True
+
+    def apply(self) -> Callable[[], bool]:
+        """Apply it, if it is needed and not applied yet.
+
+        Returns:
+            ``undo``.
+
+        Raises:
+            UnsupportedNemoRun: this NeMo-Run is not one that the patch was verified on. Nothing
+                was changed.
+        """
+        with _lock:
+            if not self._done and self.is_needed():
+                self._check_version()
+                self._set(self.edits())
+        return self.undo
+
+    def undo(self) -> bool:
+        """Put everything back as it was, if nobody has put something on top.
+
+        Returns:
+            Whether the patch is off now. ``False`` means that somebody else's patch lies on top of
+            ours; then nothing is changed, and a warning names it.
+        """
+        with _lock:
+            covers = self._covers()
+            if covers:
+                log.warning(
+                    "The patch %s stays: something lies on top of it (%s). Undo that first.",
+                    self.name,
+                    "; ".join(covers),
+                )
+                return False
+            while self._done:
+                _restore(self._done.pop())
+            return True
+
+    def status(self) -> str:
+        """``applied``, ``off``, ``not needed``, or ``applied, covered by …``."""
+        with _lock:
+            if not self._done:
+                return "off" if self.is_needed() else "not needed"
+            covers = self._covers()
+            return f"applied, covered by {'; '.join(covers)}" if covers else "applied"
+
+    def must(self, holds: bool, target: str) -> None:
+        """Guard of a subclass: refuse when a target is not as expected.
+
+        Raises:
+            UnsupportedNemoRun: it is not.
+        """
+        if not holds:
+            raise UnsupportedNemoRun(
+                f"The patch {self.name} does not know {target} of NeMo-Run {version('nemo-run')}; "
+                f"{self._supported()} Nothing was changed."
+            )
+
+    def _check_version(self) -> None:
+        found = version("nemo-run")
+        first, last = self.verified
+        if not _numbers(first) <= _numbers(found) <= _numbers(last):
+            raise UnsupportedNemoRun(
+                f"The patch {self.name} does not know NeMo-Run {found}; {self._supported()} "
+                "Nothing was changed."
+            )
+
+    def _supported(self) -> str:
+        return f"it was verified on {self.verified[0]} to {self.verified[1]}."
+
+    def _set(self, edits: Sequence[Edit]) -> None:
+        try:
+            for edit in edits:
+                before = vars(edit.owner).get(edit.name, _ABSENT)
+                setattr(edit.owner, edit.name, edit.value)
+                self._done.append(_Done(edit, before))
+        except BaseException:
+            while self._done:
+                _restore(self._done.pop())
+            raise
+
+    def _covers(self) -> list[str]:
+        found = []
+        for done in self._done:
+            now = vars(done.edit.owner).get(done.edit.name, _ABSENT)
+            if now is not done.edit.value:
+                what = "nothing" if now is _ABSENT else repr(now)
+                found.append(f"{done.edit.owner.__name__}.{done.edit.name} is {what}")
+        return found
+
+
+def _restore(done: _Done) -> None:
+    if done.before is _ABSENT:
+        delattr(done.edit.owner, done.edit.name)
+    else:
+        setattr(done.edit.owner, done.edit.name, done.before)
+
+
+def _numbers(text: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in re.findall(r"\d+", text)[:2])

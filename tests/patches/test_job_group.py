@@ -1,0 +1,539 @@
+"""The patch ``job_group`` on the NeMo-Run that is installed."""
+
+import copy
+import json
+import logging
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import fiddle as fdl
+import nemo_run as run
+import pytest
+from nemo_run.core.execution.base import Executor
+from nemo_run.core.serialization.zlib_json import ZlibJSONSerializer
+from nemo_run.run.job import JobGroup
+from torchx.specs import AppState
+
+from nemo_run_ray import RayExecutor, patches, plugin
+from nemo_run_ray.errors import UnsupportedNemoRun
+from nemo_run_ray.patches import base
+from nemo_run_ray.patches.base import Patch
+from nemo_run_ray.probes import CommandProbe, HttpProbe, PortProbe
+
+ADDRESS = "http://10.0.0.1:8265"
+OPT_IN = "supports_job_group"
+
+
+@dataclass(kw_only=True)
+class Unlisted(Executor):
+    """Somebody's executor that knows nothing of groups."""
+
+    size: int = 1
+
+    def assign(self, exp_id: str, exp_dir: str, task_id: str, task_dir: str) -> None:
+        self.experiment_id = exp_id
+        self.job_dir = os.path.join(exp_dir, task_dir)
+
+
+@dataclass(kw_only=True)
+class Supporting(Unlisted):
+    """One that runs a group task by task."""
+
+    @classmethod
+    def supports_job_group(cls) -> bool:
+        return True
+
+
+@dataclass(kw_only=True)
+class Merging(Supporting):
+    """One that makes one job of a group."""
+
+    parts: list[int] = field(default_factory=list)
+
+    @classmethod
+    def merge(cls, executors: list[Any], num_tasks: int) -> "Merging":
+        if executors[0].parts:
+            return executors[0]
+        several = executors * num_tasks if len(executors) == 1 else executors
+        return cls(parts=[one.size for one in several], job_dir=executors[0].job_dir)
+
+
+@dataclass(kw_only=True)
+class Refusing(Supporting):
+    """One whose parent supports groups, and that does not."""
+
+    @classmethod
+    def supports_job_group(cls) -> bool:
+        return False
+
+
+@dataclass(kw_only=True)
+class OwnLocal(run.LocalExecutor):
+    """A child of one that NeMo-Run lists; NeMo-Run compares exact classes."""
+
+
+@pytest.fixture
+def patch() -> Iterator[Patch]:
+    """The patch as importing us applied it, applied again afterwards."""
+    one = patches.PATCHES["job_group"]
+    assert one.status() == "applied"
+    yield one
+    one.apply()
+    assert one.status() == "applied"
+
+
+@pytest.fixture
+def unpatched(patch) -> Patch:
+    assert patch.undo()
+    return patch
+
+
+@pytest.fixture(params=["never applied", "applied", "undone", "applied again"])
+def whenever(unpatched, request) -> str:
+    """The states that NeMo-Run's own executors may not notice."""
+    if request.param != "never applied":
+        undo = unpatched.apply()
+        if request.param != "applied":
+            undo()
+        if request.param == "applied again":
+            unpatched.apply()
+    return request.param
+
+
+def _tasks(count: int = 2) -> list[run.Script]:
+    return [run.Script(inline=f"echo {number}") for number in range(count)]
+
+
+def _group(executors: Any, count: int = 2) -> JobGroup:
+    return JobGroup(id="g", tasks=_tasks(count), executors=executors)
+
+
+def _reloaded(group: JobGroup) -> JobGroup:
+    """The group as a later process has it."""
+    config, _ = group.serialize()
+    return fdl.build(ZlibJSONSerializer().deserialize(config))
+
+
+def _held() -> list[dict[str, object]]:
+    return [dict(vars(JobGroup)), dict(vars(Executor))]
+
+
+def _differences(before: list[dict[str, object]], after: list[dict[str, object]]) -> list[str]:
+    return sorted(
+        name
+        for was, now in zip(before, after, strict=True)
+        for name in was.keys() | now.keys()
+        if name not in was or name not in now or was[name] is not now[name]
+    )
+
+
+# ---------------------------------------------------------------------- exact
+
+
+def test_importing_us_applies_it(patch):
+    assert patches.status()["job_group"] == "applied"
+
+
+def test_it_changes_three_attributes_and_puts_them_back(unpatched):
+    before = _held()
+    assert not hasattr(Executor, OPT_IN)
+    undo = unpatched.apply()
+    changed = _differences(before, _held())
+    assert changed == ["SUPPORTED_EXECUTORS", "__post_init__", "supports_job_group"]
+    assert undo() is True
+    assert _differences(before, _held()) == []
+    assert not hasattr(Executor, OPT_IN)
+
+
+def test_twice_is_once(unpatched):
+    before = _held()
+    unpatched.apply()
+    once = _held()
+    unpatched.apply()
+    plugin.register()
+    assert _differences(once, _held()) == []
+    assert unpatched.undo()
+    assert _differences(before, _held()) == []
+
+
+def test_the_list_reads_as_before(unpatched):
+    listed = list(JobGroup.SUPPORTED_EXECUTORS)
+    unpatched.apply()
+    assert isinstance(JobGroup.SUPPORTED_EXECUTORS, list)
+    assert list(JobGroup.SUPPORTED_EXECUTORS) == listed
+    assert len(JobGroup.SUPPORTED_EXECUTORS) == len(listed)
+    assert all(kind in JobGroup.SUPPORTED_EXECUTORS for kind in listed)
+    assert copy.copy(JobGroup.SUPPORTED_EXECUTORS) == listed
+    for other in (Executor, Unlisted, OwnLocal, "LocalExecutor", None):
+        assert other not in JobGroup.SUPPORTED_EXECUTORS
+
+
+def test_every_executor_says_whether_it_supports_groups(patch):
+    assert not Executor.supports_job_group()
+    assert not Unlisted.supports_job_group()
+    assert not OwnLocal.supports_job_group()
+    for kind in (run.LocalExecutor, run.SlurmExecutor, run.DockerExecutor, RayExecutor):
+        assert kind.supports_job_group() is True
+        assert kind in JobGroup.SUPPORTED_EXECUTORS
+    assert run.LocalExecutor().supports_job_group() is True
+
+
+def test_somebodys_wrapper_of_a_target_is_left_alone(patch, caplog):
+    ours = vars(JobGroup)["__post_init__"]
+
+    def somebodys(self: JobGroup) -> None:
+        ours(self)
+
+    with pytest.MonkeyPatch.context() as other:
+        other.setattr(JobGroup, "__post_init__", somebodys)
+        before = _held()
+        with caplog.at_level(logging.WARNING):
+            assert patch.undo() is False
+        assert _differences(before, _held()) == []
+        assert "JobGroup.__post_init__" in caplog.text
+        assert "somebodys" in patch.status()
+        assert _group(Merging())._merge
+    assert patch.status() == "applied"
+
+
+# ---------------------------------------------------------------------- NeMo-Run's own executors
+
+
+def test_a_local_group_is_launched_task_by_task(whenever, unique):
+    with run.Experiment(unique) as experiment:
+        experiment.add(_tasks(), executor=run.LocalExecutor(), name="g")
+        experiment.run()
+    (group,) = experiment.jobs
+    assert not group._merge
+    assert len(set(group.handles)) == 2
+    assert all(handle.startswith("local_persistent://") for handle in group.handles)
+    assert group.states == [AppState.SUCCEEDED] * 2
+
+
+def test_several_local_executors_stay_several(whenever):
+    given = [run.LocalExecutor(env_vars={"N": "0"}), run.LocalExecutor(env_vars={"N": "1"})]
+    group = _group(given)
+    assert group._merge is False
+    assert group.executors is given
+    assert _reloaded(group).executors == given
+
+
+def test_a_docker_group_is_merged(whenever):
+    group = _group(
+        [run.DockerExecutor(container_image="a"), run.DockerExecutor(container_image="b")]
+    )
+    assert group._merge is True
+    assert type(group.executors) is run.DockerExecutor
+    assert group.executors.run_as_group
+    assert [one.container_image for one in group.executors.resource_group] == ["a", "b"]
+    assert group.executors.resource_group[0] is group.executors  # merged once, not twice
+
+
+def test_a_slurm_group_is_merged(whenever):
+    group = _group(
+        [run.SlurmExecutor(account="a", nodes=1), run.SlurmExecutor(account="a", nodes=3)]
+    )
+    assert group._merge is True
+    assert type(group.executors) is run.SlurmExecutor
+    assert group.executors.run_as_group
+    assert [one.nodes for one in group.executors.resource_group] == [1, 3]
+
+
+def test_a_slurm_executor_for_all_tasks(whenever):
+    given = run.SlurmExecutor(account="a")
+    group = _group(given)
+    assert group._merge is True
+    assert group.executors is given
+    assert given.run_as_group
+    assert given.resource_group == []
+
+
+def _dry_run(executor: Executor, folder: Path) -> list[str]:
+    """What NeMo-Run would send."""
+    with run.Experiment("same", id="same_1", base_dir=str(folder)) as experiment:
+        experiment.add(_tasks(), executor=executor, name="g")
+        experiment.dryrun(log=False)
+    (group,) = experiment.jobs
+    texts = [str(info.request) for info in group._dryrun_infos]
+    return [re.sub(r"\bid: g-\w+", "id: g-CHANCE", text) for text in texts]
+
+
+@pytest.mark.parametrize("kind", ["docker", "slurm"])
+def test_their_requests_are_the_same_with_and_without(unpatched, tmp_path, kind):
+    def executor() -> Executor:
+        if kind == "docker":
+            return run.DockerExecutor(container_image="image", packager=run.Packager())
+        tunnel = run.LocalTunnel(job_dir=str(tmp_path / "remote"))
+        return run.SlurmExecutor(account="a", tunnel=tunnel, packager=run.Packager())
+
+    without = _dry_run(executor(), tmp_path)
+    assert len(without) == 1
+    assert "g-0" in without[0]
+    assert "g-1" in without[0]
+    unpatched.apply()
+    assert _dry_run(executor(), tmp_path) == without
+    unpatched.undo()
+    assert _dry_run(executor(), tmp_path) == without
+
+
+@pytest.mark.parametrize("kind", [Unlisted, OwnLocal, Executor])
+def test_what_is_not_listed_stays_refused(whenever, kind):
+    with pytest.raises(AssertionError, match=r"^Unsupported executor type\."):
+        _group(kind())
+
+
+def test_a_wrong_number_of_executors_is_nemo_runs_error(whenever):
+    with pytest.raises(AssertionError, match=r"^Invalid number of executors. Got 2 for 3 tasks\.$"):
+        _group([run.LocalExecutor(), run.LocalExecutor()], count=3)
+
+
+def test_a_mixed_group_is_nemo_runs_error(patch):
+    for mixed in ([run.LocalExecutor(), Merging()], [RayExecutor(), Supporting()]):
+        with pytest.raises(AssertionError) as caught:
+            _group(mixed)
+        assert str(caught.value) == "All executors must be of the same type."
+
+
+def test_one_that_somebody_added_to_the_list_after_us_is_let_in(patch):
+    """As without the patch: until now, appending to the list was the only way in."""
+    before = list(JobGroup.SUPPORTED_EXECUTORS)
+    try:
+        JobGroup.SUPPORTED_EXECUTORS.append(Unlisted)
+        group = _group(Unlisted())
+    finally:
+        JobGroup.SUPPORTED_EXECUTORS[:] = before
+    assert group._merge is False
+    assert len(group.executors) == 2
+
+
+def test_one_that_somebody_added_to_the_list_before_us_is_let_in(unpatched):
+    JobGroup.SUPPORTED_EXECUTORS.append(Unlisted)
+    try:
+        unpatched.apply()
+        group = _group(Unlisted())
+        unpatched.undo()
+    finally:
+        JobGroup.SUPPORTED_EXECUTORS.remove(Unlisted)
+    assert group._merge is False
+    assert len(group.executors) == 2
+
+
+# ---------------------------------------------------------------------- other people's executors
+
+
+def test_without_the_patch_they_are_refused(unpatched):
+    for kind in (Supporting, Merging, RayExecutor):
+        with pytest.raises(AssertionError) as caught:
+            _group(kind())
+        assert str(caught.value) == "Unsupported executor type."
+
+
+def test_one_without_merge_is_let_in_task_by_task(patch):
+    given = Supporting(size=3)
+    group = _group(given)
+    assert group._merge is False
+    assert group.executors == [given, given]
+    several = [Supporting(size=1), Supporting(size=2)]
+    assert _group(several).executors is several
+
+
+def test_one_with_merge_is_merged(patch):
+    group = _group([Merging(size=1), Merging(size=2)])
+    assert group._merge is True
+    assert type(group.executors) is Merging
+    assert group.executors.parts == [1, 2]
+    assert group.executor is group.executors
+
+
+def test_merge_is_told_how_many_tasks_there_are(patch):
+    assert _group(Merging(size=7), count=3).executors.parts == [7, 7, 7]
+    assert _group([Merging(size=7)], count=3).executors.parts == [7, 7, 7]
+
+
+@pytest.mark.parametrize("executors", [[Supporting(size=1), Supporting(size=2)], [Merging(size=5)]])
+def test_an_experiment_takes_their_groups(patch, unique, executors):
+    with run.Experiment(unique) as experiment:
+        experiment.add(_tasks(), executor=executors, name="g")
+        (group,) = experiment.jobs
+        group.prepare()
+    if group._merge:
+        assert group.executors.parts == [5, 5]
+        ((app, _),) = group._executables
+        assert [role.name for role in app.roles] == ["g-0", "g-1"]
+    else:
+        assert [one.size for one in group.executors] == [1, 2]
+        assert [app.name for app, _ in group._executables] == ["g-0", "g-1"]
+
+
+def test_their_groups_are_saved_and_loaded(patch):
+    for group in (_group([Supporting(size=1), Supporting(size=2)]), _group(Merging(size=4))):
+        again = _reloaded(group)
+        assert again._merge == group._merge
+        assert again.executors == group.executors
+
+
+@pytest.mark.parametrize("kind", [Unlisted, Refusing])
+def test_one_that_does_not_support_groups_is_told_how_to(patch, unique, kind):
+    with (
+        run.Experiment(unique) as experiment,
+        pytest.raises(AssertionError, match=r"^Unsupported executor type\.\n") as caught,
+    ):
+        experiment.add(_tasks(), executor=kind(), name="g")
+    assert experiment.jobs == []
+    _, line = str(caught.value).split("\n")
+    for word in (kind.__name__, OPT_IN, "classmethod", "merge(executors, num_tasks)"):
+        assert word in line
+
+
+def test_the_first_of_several_is_named(patch):
+    with pytest.raises(AssertionError, match="\nUnlisted does not say"):
+        _group([Unlisted(), Unlisted()])
+
+
+def test_other_errors_of_nemo_run_are_passed_on(patch):
+    class Broken(Supporting):
+        @classmethod
+        def merge(cls, executors: list[Any], num_tasks: int) -> Any:
+            raise AssertionError("of merge")
+
+    with pytest.raises(AssertionError, match=r"^of merge$"):
+        _group(Broken())
+
+
+# ---------------------------------------------------------------------- guards
+
+
+def test_a_nemo_run_that_has_it_is_left_alone(unpatched):
+    with pytest.MonkeyPatch.context() as newer:
+        newer.setattr(Executor, OPT_IN, classmethod(lambda cls: False), raising=False)
+        before = _held()
+        assert unpatched.status() == "not needed"
+        undo = unpatched.apply()
+        assert _differences(before, _held()) == []
+        assert undo() is True
+        assert _differences(before, _held()) == []
+    assert unpatched.status() == "off"
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("SUPPORTED_EXECUTORS", (run.LocalExecutor,)), ("__post_init__", None)]
+)
+def test_another_target_is_refused_by_name(unpatched, name, value):
+    with pytest.MonkeyPatch.context() as other:
+        other.setattr(JobGroup, name, value)
+        before = _held()
+        with pytest.raises(UnsupportedNemoRun, match=f"JobGroup.{name}"):
+            unpatched.apply()
+        assert _differences(before, _held()) == []
+        other.delattr(JobGroup, name)
+        with pytest.raises(UnsupportedNemoRun, match=f"JobGroup.{name}"):
+            unpatched.apply()
+
+
+def test_with_an_unknown_nemo_run_single_tasks_still_work(unpatched, unique, caplog):
+    """Registering does not fail; it says that groups cannot be used."""
+    before = _held()
+    with pytest.MonkeyPatch.context() as newer, caplog.at_level(logging.WARNING):
+        newer.setattr(base, "version", lambda name: "0.99.0")
+        plugin.register()
+        assert re.search(r"Groups cannot be used.*0\.99\.0.*0\.9 to 0\.11", caplog.text)
+        assert _differences(before, _held()) == []
+        task = run.Script(inline="true")
+        run.run(task, executor=RayExecutor(address=ADDRESS), name=unique, dryrun=True)
+
+
+# ---------------------------------------------------------------------- RayExecutor
+
+
+@pytest.fixture
+def saved(patch, unique) -> run.Experiment:
+    """An experiment with a group, saved as before a run."""
+    executors = [
+        RayExecutor(
+            address=ADDRESS,
+            role="store",
+            service=True,
+            ports={"http": 0},
+            ready=HttpProbe("http", path="/up", status=204, timeout_s=5),
+            resources_per_node={"a b": 0.5},
+            env_vars={"Q": "'\"\n$é"},
+        ),
+        RayExecutor(
+            address=ADDRESS, role="side", service=True, ready=CommandProbe(["test", "a b"])
+        ),
+        RayExecutor(address=ADDRESS, role="rpc", service=True, ready=PortProbe(80)),
+        RayExecutor(address=ADDRESS, nodes=2, launcher="torchrun", secrets=["TOKEN"], grace_s=60),
+    ]
+    with run.Experiment(unique) as experiment:
+        tasks = [*_tasks(3), run.Partial(json.dumps, obj=1)]
+        experiment.add(tasks, executor=executors, name="g")
+        experiment._prepare()
+    return experiment
+
+
+def test_a_group_of_rays_is_merged_into_one_job(saved):
+    (group,) = saved.jobs
+    assert group._merge is True
+    assert type(group.executors) is RayExecutor
+    assert len(group.executors.resource_group) == 4
+    ((app, executor),) = group._executables
+    assert executor is group.executors
+    assert [role.name for role in app.roles] == ["g-0", "g-1", "g-2", "g-3"]
+
+
+def test_a_saved_group_is_loaded(saved):
+    loaded = run.Experiment.from_id(saved._id)
+    (group,) = loaded.jobs
+    (before,) = saved.jobs
+    assert isinstance(group, JobGroup)
+    assert group._merge is True
+    assert type(group.executors) is RayExecutor
+    assert group.executors.grace_s == 60
+    # What NeMo-Run does not save: it sets them again.
+    for one in (before.executors, *before.executors.resource_group):
+        one.experiment_dir, one._launcher_setup = "", False
+    assert group.executors == before.executors
+
+
+def test_a_loaded_group_plans_the_same(saved):
+    loaded = run.Experiment.from_id(saved._id)
+    planned = []
+    for experiment in (saved, loaded):
+        (group,) = experiment.jobs
+        plugin.prepare_again(experiment, group)
+        group.launch(wait=False, runner=experiment._runner, dryrun=True)
+        planned.append(group._dryrun_infos[-1].request.plan)
+    assert planned[0] == planned[1]
+    assert len(planned[1].spec.roles) == 4
+
+
+_LOAD = """
+import sys
+import nemo_run as run
+assert not [one for one in sys.modules if one.startswith("nemo_run_ray")]
+(group,) = run.Experiment.from_id(sys.argv[1]).jobs
+print(group._merge, [one.role for one in group.executors.resource_group])
+"""
+
+
+def test_a_process_that_has_not_imported_us_loads_it_too(saved):
+    words = [sys.executable, "-c", _LOAD, saved._id]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[-1] == "True ['store', 'side', 'rpc', '']"
+
+
+def test_saving_warns_of_nothing(saved, caplog):
+    """NeMo-Run writes the executors as YAML for people, and only warns when it cannot."""
+    (group,) = saved.jobs
+    with caplog.at_level(logging.WARNING):
+        group.prepare()
+    assert not caplog.records
+    (text,) = Path(group.executors.job_dir).glob("configs/g-0_executor.yaml")
+    assert "HttpProbe" in text.read_text()
