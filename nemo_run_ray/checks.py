@@ -8,6 +8,14 @@ from typing import Any, TypeVar
 from nemo_run_ray.errors import ConfigError
 
 _Class = TypeVar("_Class")
+#: Above every amount and every number of seconds; larger numbers do not fit a float's arithmetic.
+AMOUNT_MAX = 1e18
+
+
+def is_amount(value: Any) -> bool:
+    """Whether it is a finite number from 0, and no bool."""
+    number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    return number and bool(0 <= value <= AMOUNT_MAX)
 
 
 def named_fields(cls: type[_Class]) -> type[_Class]:
@@ -19,6 +27,11 @@ def named_fields(cls: type[_Class]) -> type[_Class]:
     fields: tuple[dataclasses.Field[Any], ...] = dataclasses.fields(cls)  # type: ignore[arg-type]
     known = [one.name for one in fields if one.init]
     unnamed = [one.name for one in fields if one.init and not one.kw_only]
+    required = {
+        one.name
+        for one in fields
+        if one.default is dataclasses.MISSING and one.default_factory is dataclasses.MISSING
+    }
 
     @functools.wraps(construct)
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:  # noqa: N807
@@ -35,7 +48,7 @@ def named_fields(cls: type[_Class]) -> type[_Class]:
         for name in unnamed[: len(args)]:
             if name in kwargs:
                 raise ConfigError(f"{cls.__name__} got {name!r} twice, once without its name.")
-        missing = [one for one in unnamed[len(args) :] if one not in kwargs]
+        missing = [one for one in unnamed[len(args) :] if one in required - kwargs.keys()]
         if missing:
             raise ConfigError(f"{cls.__name__} needs {', '.join(missing)}.")
         construct(self, *args, **kwargs)

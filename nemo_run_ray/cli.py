@@ -80,8 +80,10 @@ def status(
 ) -> None:
     """State and reason of an experiment's jobs, or of one job."""
     rows = [(job, job.verdict()) for job in _jobs(name)]
+    groups = {job.submission_id: job.roles(verdict) for job, verdict in rows}
     if as_json:
-        print(json.dumps([_as_dict(job, verdict) for job, verdict in rows], indent=1))
+        found = [{**_as_dict(job, verdict), **groups[job.submission_id]} for job, verdict in rows]
+        print(json.dumps(found, indent=1))
         return
     table = Table("job", "state", "reason", "id", box=None, pad_edge=False)
     for job, verdict in rows:
@@ -89,24 +91,58 @@ def status(
         state = f"[{color}]{verdict.state.value}[/]" if color else verdict.state.value
         table.add_row(job.record.job, state, verdict.reason.value, job.submission_id)
     _out.print(table)
+    for job, _ in rows:
+        if groups[job.submission_id]:
+            _print_roles(job.record.job, groups[job.submission_id])
     for job, verdict in rows:
         if verdict.message:
             _out.print(f"\n{job.record.job}: {verdict.message}", markup=False)
+
+
+def _print_roles(job: str, group: dict[str, Any]) -> None:
+    """One line for every replica of a group."""
+    _out.print(f"\n{job} is {group['phase']}", markup=False)
+    if group["waits_for"]:
+        _out.print(f"waiting for room: {group['waits_for']}", markup=False)
+    table = Table("role", "state", "exit code", "node", "address", box=None, pad_edge=False)
+    for one in group["roles"]:
+        code = "" if one["exit_code"] is None else str(one["exit_code"])
+        kind = " (service)" if one["service"] else ""
+        name = f"{one['role']}/{one['replica']}{kind}"
+        table.add_row(name, one["state"], code, one["host"], one["address"])
+    _out.print(table)
 
 
 def logs(
     name: Name,
     follow: Annotated[bool, typer.Option("--follow", "-f", help="Until the job's end.")] = False,
     job: Annotated[str, typer.Option(help="Which job of an experiment.")] = "",
+    role: Annotated[str, typer.Option(help="One role of a group, or role/replica.")] = "",
 ) -> None:
     """The log of a job."""
+    from nemo_run_ray.follow import lines, only
+
     found = [one for one in _jobs(name) if not job or one.record.job == job]
     if len(found) != 1:
         names = ", ".join(one.record.job for one in _jobs(name))
         raise JobError(f"{name!r} has the jobs {names}; name one of them with --job.")
-    for text in found[0].log(should_tail=follow):
-        sys.stdout.write(text)
+    if role:
+        _must_have_role(found[0], role)
+    text = found[0].log(should_tail=follow)
+    for piece in only(role, lines(text)) if role else text:
+        sys.stdout.write(piece)
         sys.stdout.flush()
+
+
+def _must_have_role(job: Any, role: str) -> None:
+    rows = job.roles(job.verdict()).get("roles", [])
+    names = {row["role"] for row in rows}
+    replicas = {f"{row['role']}/{row['replica']}" for row in rows}
+    if rows and role not in names | replicas:
+        raise JobError(
+            f"The job {job.record.job!r} has no role {role!r}; it has "
+            f"{', '.join(sorted(replicas))}."
+        )
 
 
 def cancel(

@@ -2,7 +2,7 @@
 
 # No postponed annotations: NeMo-Run's command line parses values by the types themselves.
 
-import math
+import copy
 import os
 import re
 from dataclasses import dataclass, field
@@ -12,13 +12,20 @@ from nemo_run.core.execution.base import Executor, ExecutorMacros
 from nemo_run.core.execution.launcher import FaultTolerance, Launcher, Torchrun
 from nemo_run.core.packaging.base import Packager
 
-from nemo_run_ray.checks import named_fields
+from nemo_run_ray.checks import is_amount, named_fields
 from nemo_run_ray.clusters import Cluster, ExistingCluster, LocalCluster
 from nemo_run_ray.errors import ConfigError, NotBuiltError
+from nemo_run_ray.probes import Probe
 
 #: Name of the ledger in an experiment's folder.
 LEDGER = "ray_jobs.jsonl"
 STRATEGIES = ("PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD")
+#: Resources with a field of their own.
+_OWN_FIELDS = ("CPU", "GPU", "memory", "object_store_memory")
+#: Fields that are times.
+_SECONDS = ("grace_s", "pending_timeout_s")
+#: The smallest part of a resource that Ray gives away.
+RESOURCE_MIN = 0.0001
 _LAUNCHERS = ("torchrun", "ft")
 _UNITS = {"B": 1} | {
     f"{prefix}{suffix}": base**power
@@ -29,8 +36,8 @@ _MEMORY = re.compile(r"\s*(\d{1,18}(?:\.\d{1,18})?)\s*([A-Za-z]*)\s*")
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 _TYPES: tuple[tuple[tuple[str, ...], type, str], ...] = (
     (("resources_per_node", "label_selector", "runtime_env", "ports", "env_vars"), dict, "a dict"),
-    (("secrets", "dependencies"), list, "a list"),
-    (("service", "keep_run_dir"), bool, "True or False"),
+    (("secrets", "dependencies", "resource_group"), list, "a list"),
+    (("service", "keep_run_dir", "wait_for_nodes"), bool, "True or False"),
     (("role", "strategy"), str, "a text"),
 )
 
@@ -77,10 +84,14 @@ class RayExecutor(Executor):
     role: str = ""
     #: The role runs until the primary roles are done.
     service: bool = False
-    #: Probe that says when the role is ready.
-    ready: Any = None
+    #: Probe that says when the service is ready: PortProbe, HttpProbe or CommandProbe.
+    ready: Probe | None = None
     #: Named ports of the role; 0 is a free one.
     ports: dict[str, int] = field(default_factory=dict)
+    #: Wait for nodes to join when those that are there can never host it (an autoscaler).
+    wait_for_nodes: bool = False
+    #: The roles' executors, when this is the executor of a whole group; ``merge`` sets it.
+    resource_group: list[Any] = field(default_factory=list)
     #: At most so many of the experiment's jobs at once; ``None`` is no limit.
     max_in_flight: int | None = None
     #: Seconds after which a job that was not placed is given up; ``None`` is Ray's own limit.
@@ -97,12 +108,23 @@ class RayExecutor(Executor):
     def __post_init__(self) -> None:
         self.check()
 
-    def check(self) -> None:
+    def check(self, role: str = "") -> None:
         """Check every field; called again before a submission, since fields can be assigned.
+
+        Args:
+            role: its name in a group, for the message.
 
         Raises:
             ConfigError: the first field that is wrong.
         """
+        try:
+            self._check_fields()
+        except ConfigError as error:
+            if not role:
+                raise
+            raise ConfigError(f"The role {role!r}: {error}") from error
+
+    def _check_fields(self) -> None:
         self._check_types()
         if self.cluster is not None and self.address is not None:
             raise ConfigError(
@@ -132,27 +154,16 @@ class RayExecutor(Executor):
         Raises:
             NotBuiltError: it cannot; the message names the field and what is missing.
         """
-        torchrun = isinstance(self.get_launcher(), (Torchrun, FaultTolerance))
-        group = {
-            "nodes": self.nodes > 1,
-            "ntasks_per_node": self.ntasks_per_node > 1 and not torchrun,
-            "role": bool(self.role),
-            "service": self.service,
-            "ready": self.ready is not None,
-            "ports": bool(self.ports),
-        }
         dispatcher = {
-            "retries": self.retries > 0,
+            "retries": self.retries > 0 and not self.service,
             "max_in_flight": self.max_in_flight is not None,
-            "pending_timeout_s": self.pending_timeout_s is not None,
             "dependencies": bool(self.dependencies),
         }
-        for asked, part in ((group, "group driver"), (dispatcher, "dispatcher")):
-            for name in (name for name, wanted in asked.items() if wanted):
-                raise NotBuiltError(
-                    f"RayExecutor.{name} is {getattr(self, name)!r}, which needs the {part}, not "
-                    f"built yet; leave the field at its default."
-                )
+        for name in (name for name, wanted in dispatcher.items() if wanted):
+            raise NotBuiltError(
+                f"RayExecutor.{name} is {getattr(self, name)!r}, which needs the dispatcher, not "
+                f"built yet; leave the field at its default."
+            )
 
     def resolve_cluster(self) -> Cluster:
         """The cluster that the fields name."""
@@ -171,6 +182,57 @@ class RayExecutor(Executor):
         return None if self.memory_per_node is None else parse_memory(self.memory_per_node)
 
     # ------------------------------------------------------------------ what NeMo-Run calls
+
+    @classmethod
+    def supports_job_group(cls) -> bool:
+        """NeMo-Run's ``JobGroup`` may use it."""
+        return True
+
+    @classmethod
+    def merge(cls, executors: list["RayExecutor"], num_tasks: int) -> "RayExecutor":
+        """The executor of a whole group.
+
+        Args:
+            executors: one for all tasks, or one for each; or the merged one of a saved experiment.
+            num_tasks: how many tasks the group has.
+
+        Raises:
+            ConfigError: the executors are of different clusters, or one is wrong.
+        """
+        if len(executors) == 1 and executors[0].resource_group:
+            found = len(executors[0].resource_group)
+            if found != num_tasks:
+                raise ConfigError(
+                    f"RayExecutor.resource_group has {found} executors for the {num_tasks} tasks "
+                    "of the group; it is for NeMo-Run to set. Give the group a list of executors."
+                )
+            return executors[0]
+        if len(executors) == 1:
+            executors = [copy.deepcopy(executors[0]) for _ in range(num_tasks)]
+        first = executors[0]
+        for number, one in enumerate(executors):
+            if not isinstance(one, cls) or one.resource_group:
+                raise ConfigError(
+                    f"The executor of the role {number} of a group is {one!r}; allowed is a "
+                    "RayExecutor that is not that of another group."
+                )
+            one.check(one.role or str(number))
+            if one.resolve_cluster().record() != first.resolve_cluster().record():
+                raise ConfigError(
+                    f"The roles {first.role or '0'!r} and {one.role or str(number)!r} of a group "
+                    f"have different clusters: {first.resolve_cluster()!r} and "
+                    f"{one.resolve_cluster()!r}. A group is placed on one cluster; give all of its "
+                    "executors the same RayExecutor.cluster or address."
+                )
+        merged = cls(
+            cluster=first.resolve_cluster(),
+            grace_s=max(one.grace_s for one in executors),
+            experiment_id=first.experiment_id,
+            job_dir=first.job_dir,
+            resource_group=list(executors),
+        )
+        merged.experiment_dir = first.experiment_dir
+        return merged
 
     def assign(self, exp_id: str, exp_dir: str, task_id: str, task_dir: str) -> None:
         if os.path.exists(os.path.join(exp_dir, LEDGER)):
@@ -212,6 +274,13 @@ class RayExecutor(Executor):
                     # A secret given by its value must not be shown, not even as refused.
                     value = "not a list" if name == "secrets" else getattr(self, name)
                     _refuse(name, value, allowed)
+        for one in self.resource_group:
+            if not isinstance(one, RayExecutor):
+                _refuse("resource_group", self.resource_group, "a list of RayExecutors")
+        if self.ready is not None and (
+            not isinstance(self.ready, Probe) or type(self.ready) is Probe
+        ):
+            _refuse("ready", self.ready, "a PortProbe, an HttpProbe, a CommandProbe or None")
         if self.python is not None and (not isinstance(self.python, str) or not self.python):
             _refuse("python", self.python, "a path, a program's name, or None")
         for handle in self.dependencies:
@@ -240,11 +309,19 @@ class RayExecutor(Executor):
             _refuse("gpus_per_node", self.gpus_per_node, "a fraction below 1 or a whole number")
         for name, amount in self.resources_per_node.items():
             _check_amount(f"resources_per_node[{name!r}]", amount)
+            if not isinstance(name, str) or not name or name in _OWN_FIELDS:
+                allowed = f"custom resources; {', '.join(_OWN_FIELDS)} have fields of their own"
+                _refuse("resources_per_node", self.resources_per_node, allowed)
         if self.memory_per_node is not None:
             parse_memory(self.memory_per_node)
         for name, port in self.ports.items():
+            if not isinstance(name, str) or not name or name.startswith("_"):
+                _refuse("ports", name, "names that do not begin with '_'")
             if isinstance(port, bool) or not isinstance(port, int) or not 0 <= port <= 65535:
                 _refuse(f"ports[{name!r}]", port, "a whole number from 0 to 65535")
+        fixed = [port for port in self.ports.values() if port]
+        if len(set(fixed)) < len(fixed):
+            _refuse("ports", self.ports, "different numbers, or 0 for a free one")
 
     def _check_names(self) -> None:
         for name in self.secrets:
@@ -275,6 +352,8 @@ class RayExecutor(Executor):
 
     def _check_launcher(self) -> None:
         launcher = self.launcher
+        if self.resource_group and launcher is not None and type(launcher) is not Launcher:
+            _refuse("launcher", launcher, "None for a group; set it on the executor of a role")
         if isinstance(launcher, str):
             if launcher not in _LAUNCHERS:
                 _refuse("launcher", launcher, f"None or one of {', '.join(_LAUNCHERS)}")
@@ -305,8 +384,9 @@ def parse_memory(value: int | str) -> int:
 
 
 def _check_amount(name: str, value: Any) -> None:
-    number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    if not number or not math.isfinite(value) or value < 0:
+    if name not in _SECONDS and is_amount(value) and 0 < value < RESOURCE_MIN:
+        _refuse(name, value, f"0 or a number from {RESOURCE_MIN}, the step in which Ray counts")
+    if not is_amount(value):
         _refuse(name, value, "a number from 0")
 
 

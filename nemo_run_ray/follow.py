@@ -7,7 +7,8 @@ is the number of characters that it has passed on.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
+import re
+from collections.abc import Callable, Iterable, Iterator
 from typing import Protocol
 
 from nemo_run_ray.errors import Gone, StreamCut
@@ -118,6 +119,19 @@ def lines(texts: Iterator[str]) -> Iterator[str]:
                 parts, size = [], 0
     if parts:
         yield from _pieces("".join(parts))
+
+
+def only(role: str, pieces: Iterable[str]) -> Iterator[str]:
+    """Of a group's log the lines of one role, or of one replica ``role/0``."""
+    name = re.escape(role) if re.search(r"/\d+$", role) else rf"{re.escape(role)}/\d+"
+    begins = re.compile(rf"{name}\| ")
+    wanted, whole = False, True
+    for piece in pieces:
+        if whole:  # else it goes on with a line that was too long
+            wanted = begins.match(piece) is not None
+        whole = piece.endswith("\n")
+        if wanted:
+            yield piece
 
 
 def _pieces(line: str) -> Iterator[str]:

@@ -6,8 +6,10 @@ jitter; the one that starts a job is not: who sends it decides (``submission.py`
 
 from __future__ import annotations
 
+import json
 import logging
 import re
+import socket
 import ssl
 import threading
 from collections.abc import Callable, Iterator
@@ -17,7 +19,7 @@ from urllib.parse import quote
 import httpx
 import websockets.sync.client
 from tenacity import Retrying, retry_if_exception_type, stop_before_delay, wait_random_exponential
-from websockets.exceptions import InvalidStatus, WebSocketException
+from websockets.exceptions import ConnectionClosedOK, InvalidStatus, WebSocketException
 
 from nemo_run_ray.clusters import Dashboard
 from nemo_run_ray.errors import (
@@ -34,15 +36,15 @@ from nemo_run_ray.errors import (
 )
 from nemo_run_ray.job_table import JobTable
 from nemo_run_ray.log_text import decode_log
+from nemo_run_ray.remote.roles_file import file_name
 
-#: First Ray whose job request takes a label selector; older ones answer 400 (read from the wheels).
-LABEL_SELECTOR_SINCE = (2, 54)
 #: Seconds that a person waits for an address to answer before it is called unreachable.
 PATIENCE_S = 8.0
 _CONNECT_S, _READ_S, _POST_S, _UPLOAD_S = 4.0, 10.0, 60.0, 600.0
 #: Ray's own WebSocket inside the cluster takes 4 MiB; longer lines never arrive that way.
 _MESSAGE_MAX_BYTES = 8 * 1024**2
-_PING_S = 10.0
+#: Seconds of a log stream's silence until the job is looked at, and until the stream is given up.
+_SILENCE_S, _SILENCE_MAX_S = 15.0, 300.0
 _T = TypeVar("_T")
 
 # NeMo-Run shows every logger's INFO, and httpx tells of each request: a line every two seconds.
@@ -98,19 +100,24 @@ class JobsApi:
         self.table(patience_s=patience_s)
         return found
 
-    def require(self, version: str, selector: bool) -> None:
+    def require(self, version: str, selector_since: tuple[int, int] | None) -> None:
         """Check that this Ray can do what a job asks for.
+
+        Args:
+            version: of the cluster's Ray.
+            selector_since: first version that knows the job's label selectors, if it has any.
 
         Raises:
             TooOld: it cannot; the message names the feature and the first version that has it.
         """
         found = tuple(int(part) for part in re.findall(r"\d+", version)[:2])
-        if selector and found < LABEL_SELECTOR_SINCE:
-            needed = ".".join(str(part) for part in LABEL_SELECTOR_SINCE)
+        if selector_since is not None and found < selector_since:
+            needed = ".".join(str(part) for part in selector_since)
             raise TooOld(
-                f"RayExecutor.label_selector needs Ray {needed} or newer; the cluster at "
-                f"{self.dashboard.url} runs {version}. Upgrade it, or use resources_per_node with "
-                "a custom resource of the nodes that you mean."
+                "Choosing nodes by RayExecutor.label_selector, or by strategy in a group, needs "
+                f"Ray {needed} or newer; the cluster at {self.dashboard.url} runs {version}. "
+                "Upgrade it, or use resources_per_node with a custom resource of the nodes that "
+                "you mean."
             )
 
     # ------------------------------------------------------------------ jobs
@@ -227,12 +234,22 @@ class JobsApi:
                 proxy=None if self.dashboard.is_loopback else True,
                 open_timeout=_READ_S,
                 close_timeout=1,
-                ping_interval=_PING_S,
-                ping_timeout=_PING_S,
+                ping_interval=None,  # Ray only sends on this socket: it answers no ping
                 max_size=_MESSAGE_MAX_BYTES,
                 **options,
             ) as stream:
-                for message in stream:
+                _keep_alive(stream.socket)
+                silent_s = 0.0
+                while True:
+                    try:
+                        message = stream.recv(timeout=_SILENCE_S)
+                    except TimeoutError:
+                        silent_s += _SILENCE_S
+                        self._check_silence(submission_id, silent_s)
+                        continue
+                    except ConnectionClosedOK:
+                        return
+                    silent_s = 0.0
                     yield message if isinstance(message, str) else message.decode()
         except InvalidStatus as error:
             if error.response.status_code == 404:
@@ -242,6 +259,12 @@ class JobsApi:
             raise StreamCut(f"{url}: HTTP {error.response.status_code}") from error
         except (WebSocketException, OSError, TimeoutError) as error:
             raise StreamCut(f"{url}: {error}") from error
+
+    def _check_silence(self, submission_id: str, silent_s: float) -> None:
+        """Whether to wait on: a stream may be dead without anybody's goodbye."""
+        row = self.job(submission_id, patience_s=0.0)
+        if row is None or row["status"] not in ("PENDING", "RUNNING") or silent_s >= _SILENCE_MAX_S:
+            raise StreamCut(f"the log of {submission_id} was silent for {silent_s:.0f} s")
 
     def whole_log(self, submission_id: str) -> Iterator[str]:
         """The log as it is now, piece by piece, whatever its size.
@@ -264,17 +287,24 @@ class JobsApi:
 
     def last_lines(self, node: str, submission_id: str, count: int) -> list[str]:
         """The end of a job's log by Ray's state API. It explains; nothing is decided by it."""
-        query = {
-            "node_id": node,
-            "filename": f"job-driver-{submission_id}.log",
-            "lines": str(count),
-            "media_type": "file",
-        }
+        text = self._log_file(node, f"job-driver-{submission_id}.log", count)
+        return text.splitlines()[-count:]
+
+    def roles(self, node: str, submission_id: str) -> dict[str, Any]:
+        """What a group's driver wrote of its roles; empty when there is nothing of it."""
+        text = self._log_file(node, file_name(submission_id), -1)
+        try:
+            return dict(json.loads(text)) if text else {}
+        except ValueError:
+            return {}  # Ray's own words, about a file that is not there
+
+    def _log_file(self, node: str, name: str, lines: int) -> str:
+        query = {"node_id": node, "filename": name, "lines": str(lines), "media_type": "file"}
         try:
             response = self._http.get(self._url("/api/v0/logs/file"), params=query)
         except httpx.HTTPError as error:
             raise self._unreachable(error) from error
-        return response.text.splitlines()[-count:] if response.status_code == 200 else []
+        return response.text if response.status_code == 200 else ""
 
     # ------------------------------------------------------------------ one request
 
@@ -381,6 +411,14 @@ def _answered_id(response: httpx.Response) -> object:
         return response.json()["submission_id"]
     except (ValueError, KeyError, TypeError):
         return None
+
+
+def _keep_alive(stream: socket.socket) -> None:
+    """Let the kernel notice within a minute that the other end of a silent stream is gone."""
+    stream.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for name, value in (("TCP_KEEPIDLE", 20), ("TCP_KEEPINTVL", 10), ("TCP_KEEPCNT", 4)):
+        if hasattr(socket, name):  # not on every system
+            stream.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
 
 
 def _tls(verify: bool | str) -> ssl.SSLContext:

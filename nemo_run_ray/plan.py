@@ -6,31 +6,30 @@ Nothing here asks a cluster, reads a clock or imports ray.
 from __future__ import annotations
 
 import hashlib
+import json
 import re
 import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from nemo_run.core.execution.launcher import FaultTolerance, Torchrun
-from torchx.specs import AppDef, Role
+from nemo_run.core.packaging.base import Packager
+from torchx.specs import AppDef
 
-from nemo_run_ray.errors import ConfigError
+from nemo_run_ray.app_roles import group_spec, is_group, packagers, selector_since, task_spec
+from nemo_run_ray.errors import ConfigError, NotBuiltError
 from nemo_run_ray.executor import RayExecutor
-from nemo_run_ray.remote.spec import JobSpec
+from nemo_run_ray.remote.spec import CODE, GroupSpec, JobSpec, ProbeSpec
 
 #: Key in a job's metadata of the nonce that makes it ours.
 NONCE_KEY = "nemo_run_ray"
 #: Name of the package in the job archive.
 REMOTE_PACKAGE = "nemo_run_ray_remote"
-_RUNNER = "nemo_run.core.runners.fdl_runner"
 #: Longest id: Ray makes ``job-driver-<id>.log`` of it, and a file's name has 255 bytes.
 ID_MAX = 180
 #: Seconds that Ray waits longer than we do before it kills our own process.
 _STOP_MARGIN_S = 10
 _UNSAFE = re.compile(r"[^A-Za-z0-9_.-]+")
-#: NeMo-Run's macros in a command: ``$$${name}`` is the variable's value, ``${name}`` its name.
-_MACRO = re.compile(r"(\$\$)?\$\{(\w+)\}")
 
 
 @dataclass(frozen=True)
@@ -43,14 +42,18 @@ class JobPlan:
         spec: what the node is told.
         request: the parts of Ray's job request that say what to reserve.
         runtime_env: the user's, to which the archives are added.
+        packagers: of the roles whose code travels, by the role's name.
+        selector_since: first version of Ray that knows what it asks for, if it matters.
         runs_here: the code stays where it is.
     """
 
     job: str
     submission_id: str
-    spec: JobSpec
+    spec: JobSpec | GroupSpec
     request: dict[str, Any] = field(default_factory=dict)
     runtime_env: dict[str, Any] = field(default_factory=dict)
+    packagers: dict[str, Packager] = field(default_factory=dict)
+    selector_since: tuple[int, int] | None = None
     runs_here: bool = False
 
     @property
@@ -58,22 +61,30 @@ class JobPlan:
         """Name of the job inside the job archive; equal for equal jobs of other experiments."""
         return safe_id(self.job)
 
-    def body(self, code: str | None, archives: list[str], nonce: str) -> dict[str, Any]:
+    def body(self, code: Mapping[str, str], archives: list[str], nonce: str) -> dict[str, Any]:
         """The body of ``POST /api/jobs/``.
 
         Args:
-            code: URI of the code archive, ``None`` when no code travels.
+            code: URIs of the code archives, by the names in ``packagers``.
             archives: URIs of the job archive and of the archive of secrets.
             nonce: tells this submission from any other of the same id.
         """
         variables = dict(self.runtime_env.get("env_vars", {}))
         variables.setdefault("RAY_JOB_STOP_WAIT_TIME_S", str(self._stop_wait_s))
-        runtime_env = {**self.runtime_env, "env_vars": variables, "py_modules": archives}
-        if code is not None:
-            runtime_env["working_dir"] = code
+        # Ray unpacks one archive as the working directory; those of other roles lie beside it.
+        main, *others = dict.fromkeys(code.values()) or [None]
+        if others:
+            names = {role: uri.rpartition("/")[2] for role, uri in code.items()}
+            variables[CODE] = json.dumps(names, sort_keys=True)
+        modules = [*archives, *(one for one in others if one is not None)]
+        runtime_env = {**self.runtime_env, "env_vars": variables, "py_modules": modules}
+        if main is not None:
+            runtime_env["working_dir"] = main
+        arguments = [self.spec_name, self.submission_id, nonce]
+        needs_ray = isinstance(self.spec, GroupSpec)
         return {
             "submission_id": self.submission_id,
-            "entrypoint": entrypoint(self.spec.python, [self.spec_name, self.submission_id, nonce]),
+            "entrypoint": entrypoint(self.spec.python, arguments, needs_ray),
             "runtime_env": runtime_env,
             "metadata": {NONCE_KEY: nonce, "nemo_run_job": self.job},
             **self.request,
@@ -92,33 +103,44 @@ def plan(app: AppDef, executor: RayExecutor, submission_id: str, job: str) -> Jo
     """
     executor.check()
     executor.check_built()
-    if len(app.roles) != 1:
-        raise ConfigError(
-            f"The job {job!r} has {len(app.roles)} roles; this version runs one role in a job."
-        )
-    role = app.roles[0]
-    argv = _argv(role, executor)
-    cluster = executor.resolve_cluster()
-    ships_nothing = not executor.packager_ships
-    runs_here = cluster.runs_here and ships_nothing
-    spec = JobSpec(
-        argv=tuple(argv),
-        env={**_with_macros(role.env, executor), **_macro_environment(executor)},
-        python=executor.python if executor.python is not None else cluster.python,
-        grace_s=executor.grace_s,
-        keep_run_dir=executor.keep_run_dir,
-        has_code=not ships_nothing,
-        secrets=tuple(executor.secrets),
-        config=_config(argv),
-    )
+    ships = packagers(app, executor)
+    spec: JobSpec | GroupSpec
+    if is_group(app, executor):
+        spec, request, runtime_env = group_spec(app, executor), {}, {}
+    else:
+        _check_alone(executor)
+        spec = task_spec(app.roles[0], executor)
+        spec = replace(spec, env={**spec.env, **_macro_environment(executor)})
+        request, runtime_env = _reservation(executor), dict(executor.runtime_env)
     return JobPlan(
         job=job,
         submission_id=submission_id,
         spec=spec,
-        request=_reservation(executor),
-        runtime_env=dict(executor.runtime_env),
-        runs_here=runs_here,
+        request=request,
+        runtime_env=runtime_env,
+        packagers=ships,
+        selector_since=selector_since(spec, executor),
+        runs_here=executor.resolve_cluster().runs_here,
     )
+
+
+def _check_alone(executor: RayExecutor) -> None:
+    for name in ("service", "ready"):
+        if getattr(executor, name):
+            raise ConfigError(
+                f"RayExecutor.{name} is {getattr(executor, name)!r}, but the task is alone: "
+                "services and probes are for the roles of a group (`experiment.add([…], …)`)."
+            )
+    if executor.pending_timeout_s is not None:
+        raise NotBuiltError(
+            f"RayExecutor.pending_timeout_s is {executor.pending_timeout_s!r}, which for a task "
+            "alone needs the dispatcher, not built yet; leave the field at its default."
+        )
+    if executor.wait_for_nodes:
+        raise ConfigError(
+            "RayExecutor.wait_for_nodes is True, but the task is alone: Ray itself waits for a "
+            "node that can take it. Leave the field out."
+        )
 
 
 def nonce_of(row: Mapping[str, Any]) -> str:
@@ -127,8 +149,16 @@ def nonce_of(row: Mapping[str, Any]) -> str:
 
 
 def in_folder(planned: JobPlan, cwd: str) -> JobPlan:
-    """The plan of a job that runs on this machine in the caller's folder."""
-    return replace(planned, spec=replace(planned.spec, cwd=cwd))
+    """The plan of a job on this machine: what ships no code runs in the caller's folder."""
+    spec = planned.spec
+    if isinstance(spec, JobSpec):
+        return replace(planned, spec=_moved(spec, cwd))
+    roles = tuple(replace(role, task=_moved(role.task, cwd)) for role in spec.roles)
+    return replace(planned, spec=replace(spec, roles=roles))
+
+
+def _moved(spec: JobSpec, cwd: str) -> JobSpec:
+    return spec if spec.has_code else replace(spec, cwd=cwd)
 
 
 def job_id(experiment_id: str, job: str) -> str:
@@ -157,12 +187,12 @@ def _shorten(name: str) -> str:
     return f"{name[: ID_MAX - 11]}-{hashlib.sha256(name.encode()).hexdigest()[:10]}"
 
 
-def entrypoint(python: str | None, arguments: list[str]) -> str:
+def entrypoint(python: str | None, arguments: list[str], needs_ray: bool = False) -> str:
     """The shell line that Ray runs: the remote half's ``run`` with these arguments.
 
     ``-I`` keeps the user's files from shadowing the standard library in our process; the archives
     are put behind it. Without a given interpreter it takes python3, then that of the ``ray``
-    command, then python, the first that is recent enough.
+    command, then python, the first that is recent enough and, for groups, can import ray.
     """
     code = (
         'import os,sys;sys.path+=os.environ["PYTHONPATH"].split(":");'
@@ -171,12 +201,18 @@ def entrypoint(python: str | None, arguments: list[str]) -> str:
     words = shlex.join(["-I", "-c", code, "run", *arguments])
     if python is not None:
         return f"exec {shlex.quote(python)} {words}"
-    serves = shlex.quote("import sys;sys.exit(sys.version_info<(3,9))")
+    test = "import sys;sys.exit(sys.version_info<(3,9))"
+    if needs_ray:
+        test = (
+            "import sys,importlib.util as u;"
+            'sys.exit(sys.version_info<(3,9) or u.find_spec("ray") is None)'
+        )
+    serves, having = shlex.quote(test), " that has ray" if needs_ray else ""
     return (
         'for p in python3 "$(sed -n "1s/^#! *//p" "$(command -v ray)" 2>/dev/null)" python; do '
         f'[ -n "$p" ] && "$p" -I -c {serves} 2>/dev/null && exec "$p" {words}; done; '
-        'echo "nemo_run_ray| no Python of version 3.9 or newer on this node: set '
-        'RayExecutor(python=...)"; exit 127'
+        f'echo "nemo_run_ray| no Python of version 3.9 or newer{having} on this node: '
+        'set RayExecutor(python=...), for a group on all of its roles"; exit 127'
     )
 
 
@@ -188,69 +224,53 @@ def describe(planned: JobPlan, cluster: str, travels: list[str]) -> str:
         travels: what would be uploaded, in words.
     """
     spec = planned.spec
+    lines = [f"Ray job   {planned.submission_id}", f"cluster   {cluster}"]
+    if isinstance(spec, JobSpec):
+        lines += _describe_task(spec, _words(planned.request), planned.runtime_env)
+        return "\n".join(lines + [f"travels   {one}" for one in travels])
+    lines.append(f"strategy  {spec.strategy}, all {len(spec.roles)} role(s) at once or none")
+    lines += [f"travels   {one}" for one in travels]
+    for role in spec.roles:
+        kind = "service" if role.service else "primary"
+        copies = f"{role.replicas} replica(s) of {role.processes} process(es)"
+        lines += ["", f"role      {role.name}, {kind}, {copies}"]
+        lines += _describe_task(role.task, _words(role.resources), role.runtime_env)
+        if role.label_selector:
+            lines.append(f"labels    {role.label_selector}")
+        ports = {name: port or "free" for name, port in role.ports.items() if name[0] != "_"}
+        if ports:
+            lines.append(f"ports     {_words(ports)}")
+        if role.ready is not None:
+            lines.append(f"ready     {_describe_probe(role.ready)}")
+    return "\n".join(lines)
+
+
+def _describe_task(spec: JobSpec, reserves: str, runtime_env: Mapping[str, Any]) -> list[str]:
     lines = [
-        f"Ray job   {planned.submission_id}",
-        f"cluster   {cluster}",
         f"command   {shlex.join(spec.argv)}",
-        f"reserves  {_words(planned.request) or 'nothing'}",
+        f"reserves  {reserves or 'nothing'}",
         f"folder    {spec.cwd or 'a private run directory on the node'}",
     ]
-    lines += [f"travels   {one}" for one in travels]
-    if planned.runtime_env:
-        lines.append(f"runtime   {planned.runtime_env}")
+    if runtime_env:
+        lines.append(f"runtime   {dict(runtime_env)}")
     lines += [f"env       {name}={value}" for name, value in sorted(spec.env.items())]
     lines += [f"secret    {name}=***" for name in spec.secrets]
-    return "\n".join(lines)
+    return lines
+
+
+def _describe_probe(probe: ProbeSpec) -> str:
+    if probe.kind == "command":
+        what = shlex.join(probe.command)
+    else:
+        what = f"port {probe.port}"
+        what += f", GET {probe.path} gives {probe.status}" if probe.kind == "http" else ""
+    return f"{what}; every {probe.interval_s:g} s, at most {probe.timeout_s:g} s"
 
 
 def _words(values: Mapping[str, Any]) -> str:
     return ", ".join(
         f"{name.removeprefix('entrypoint_')}={value}" for name, value in values.items()
     )
-
-
-def _argv(role: Role, executor: RayExecutor) -> list[str]:
-    """The exact words of the command.
-
-    NeMo-Run's torchrun component quotes its words for a shell; there is none here, so each is
-    unquoted again. A word that is not one quoted word stays as it is.
-    """
-    words = role.args
-    if isinstance(executor.get_launcher(), (Torchrun, FaultTolerance)):
-        words = [_unquote(word) for word in words]
-    return [_macro(word, executor) for word in (role.entrypoint, *words)]
-
-
-def _with_macros(env: Mapping[str, str], executor: RayExecutor) -> dict[str, str]:
-    return {name: _macro(value, executor) for name, value in env.items()}
-
-
-def _macro(text: str, executor: RayExecutor) -> str:
-    """The text with NeMo-Run's macros replaced, and nothing else: a ``$$`` of the user's stays."""
-    values = vars(executor.macro_values())
-
-    def replace_one(match: re.Match[str]) -> str:
-        value, name = match.groups()
-        if name not in values:
-            return match.group()
-        return f"${values[name]}" if value else str(values[name])
-
-    return _MACRO.sub(replace_one, text)
-
-
-def _unquote(word: str) -> str:
-    try:
-        parts = shlex.split(word)
-    except ValueError:
-        return word
-    return parts[0] if len(parts) == 1 else word
-
-
-def _config(argv: list[str]) -> str | None:
-    """Where NeMo-Run's serialised task is below the root of the run directory."""
-    if _RUNNER not in argv or not argv[-1].startswith("/nemo_run/configs/"):
-        return None
-    return argv[-1].lstrip("/")
 
 
 def _macro_environment(executor: RayExecutor) -> dict[str, str]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 import glob
 import json
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +16,15 @@ from nemo_run.cli.api import factory
 from nemo_run.config import Config, get_nemorun_home
 from nemo_run.core.execution.base import Executor
 from nemo_run.run.experiment import Experiment
-from nemo_run.run.job import Job
+from nemo_run.run.job import JobGroup
 from nemo_run.run.torchx_backend.schedulers.api import EXECUTOR_MAPPING, REVERSE_EXECUTOR_MAPPING
-from torchx.specs import make_app_handle
+from torchx.specs import AppState, make_app_handle
 
+from nemo_run_ray import patches
+from nemo_run_ray.errors import UnsupportedNemoRun
 from nemo_run_ray.executor import RayExecutor
+
+log = logging.getLogger(__name__)
 
 #: Name of the torchx scheduler, and the beginning of every handle.
 SCHEDULER = "ray_jobs"
@@ -36,6 +41,10 @@ def register() -> None:
         if RayExecutor not in classes:
             setattr(Experiment, name, (*classes, RayExecutor))
     factory(ray, target=Executor)
+    try:
+        patches.apply("job_group")
+    except UnsupportedNemoRun as error:  # single tasks run all the same
+        log.warning("Groups cannot be used: %s", error)
 
 
 def ray() -> Config[RayExecutor]:
@@ -94,9 +103,9 @@ def save_handles(experiment: Experiment, submission_ids: dict[str, str]) -> None
     """
     saved = []
     for job in experiment.jobs:
-        if isinstance(job, Job) and job.id in submission_ids:
+        if job.id in submission_ids:
             job = copy.copy(job)
-            job.handle, job.launched = handle(submission_ids[job.id]), True
+            _set_handle(job, handle(submission_ids[job.id]))
         saved.append(job.serialize())
     path = experiment_dir(experiment) / Experiment._TASK_FILE
     temporary = path.with_suffix(".new")
@@ -108,8 +117,17 @@ def prepare_again(experiment: Experiment, job: Any) -> None:
     """Make a job of a saved experiment ready to be launched again."""
     _ = experiment.tasks  # builds the tasks from what was saved
     job.executor.experiment_dir = str(experiment_dir(experiment))
-    job.handle, job.launched = "", False
+    _set_handle(job, "")
     job.prepare()
+
+
+def _set_handle(job: Any, name: str) -> None:
+    """Give a job or a group the handle of its Ray job; none takes it back."""
+    job.launched = bool(name)
+    if isinstance(job, JobGroup):
+        job.handles, job.states = ([name], [AppState.UNKNOWN]) if name else ([], [])
+    else:
+        job.handle = name
 
 
 def launch(experiment: Experiment, jobs: list[Any]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import math
 import os
@@ -18,7 +19,8 @@ from nemo_run_ray.follow import follow
 from nemo_run_ray.jobs_api import JobsApi
 from nemo_run_ray.ledger import JobRecord, Ledger
 from nemo_run_ray.plan import nonce_of
-from nemo_run_ray.remote.process import end_mark
+from nemo_run_ray.remote.machine import Life, Phase
+from nemo_run_ray.remote.output import end_mark
 from nemo_run_ray.states import JobState, Reason, Verdict, judge
 
 log = logging.getLogger(__name__)
@@ -142,6 +144,27 @@ class RemoteJob:
             return "no process of it is left on its node"
         return f"its node {verdict.node[:12]} did not confirm that all its processes ended"
 
+    def roles(self, verdict: Verdict) -> dict[str, Any]:
+        """What is known of the roles of a group: ``phase``, ``waits_for`` and a list ``roles``.
+
+        Empty for a task alone, and for a group whose cluster does not answer. It explains; the
+        job's state is in its verdict.
+        """
+        if self._kept_roles.exists():
+            return dict(json.loads(self._kept_roles.read_text(encoding="utf-8")))
+        try:
+            api = self._api()
+            found = api.roles(verdict.node, self.submission_id) if api and verdict.node else {}
+        except NemoRunRayError:
+            return {}
+        if found and verdict.state.is_terminal and found["phase"] != Phase.OVER.value:
+            # The driver was killed, and what it wrote last is no longer so.
+            found.update(phase=Phase.OVER.value, waits_for="")
+            for one in found["roles"]:
+                if one["state"] != Life.ENDED.value:
+                    one["state"] = Life.LOST.value
+        return found
+
     def log(self, should_tail: bool) -> Iterator[str]:
         """Its log's text: to its end if it is over or ``should_tail``, else what there is now."""
         if self._kept_log.exists():
@@ -214,6 +237,7 @@ class RemoteJob:
         if os.access(self.record.exp_dir, os.W_OK):
             if self._cluster.runs_here:
                 self._keep_log()
+                self._keep_roles(verdict)
             book = Ledger(self.record.exp_dir)
             book.write(ledger.TERMINAL, self.submission_id, verdict=self.record.terminal)
 
@@ -231,6 +255,17 @@ class RemoteJob:
             log.warning("The log of %s could not be kept: %s", self.submission_id, error)
             return
         temporary.replace(self._kept_log)
+
+    def _keep_roles(self, verdict: Verdict) -> None:
+        roles = self.roles(verdict)
+        if roles:
+            temporary = self._kept_roles.with_suffix(f".{os.getpid()}")
+            temporary.write_text(json.dumps(roles), encoding="utf-8")
+            temporary.replace(self._kept_roles)
+
+    @property
+    def _kept_roles(self) -> Path:
+        return self.record.exp_dir / "ray_logs" / f"{self.submission_id}.json"
 
     @property
     def _kept_log(self) -> Path:

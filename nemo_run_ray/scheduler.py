@@ -27,7 +27,7 @@ from nemo_run_ray import ledger, plugin
 from nemo_run_ray.clusters import Cluster
 from nemo_run_ray.errors import ConfigError, JobError, NemoRunRayError
 from nemo_run_ray.executor import RayExecutor
-from nemo_run_ray.follow import lines
+from nemo_run_ray.follow import lines, only
 from nemo_run_ray.plan import JobPlan, describe, in_folder, job_id, plan
 from nemo_run_ray.remote_job import RemoteJob
 from nemo_run_ray.states import TO_TORCHX, JobState, Verdict
@@ -42,10 +42,9 @@ class Request:
     shipment: Shipment
 
     def __str__(self) -> str:
-        executor = self.shipment.executors[self.plan.job]
         travels = [f"configs, scripts and specs of {len(self.shipment.plans)} job(s)"]
-        if executor.packager_ships:
-            travels.insert(0, f"code, packed by {type(executor.packager).__name__}")
+        for packager in dict.fromkeys(type(one) for one in self.plan.packagers.values()):
+            travels.insert(0, f"code, packed by {packager.__name__}")
         if self.plan.spec.secrets:
             travels.append(
                 f"secrets {', '.join(self.plan.spec.secrets)}, in an archive of their own"
@@ -155,7 +154,10 @@ class RayJobsScheduler(SchedulerMixin, Scheduler[Any]):
             raise ValueError(
                 f"Ray keeps one log of a job; there is no stream {streams.value} alone."
             )
-        found = lines(self._job(app_id).log(should_tail))
+        job = self._job(app_id)
+        found = lines(job.log(should_tail))
+        if role_name != job.record.role:  # of a group
+            found = only(f"{role_name}/{k}", found)
         return filter_regex(regex, found) if regex else found
 
     def list(self) -> list[ListAppResponse]:

@@ -10,6 +10,8 @@ from typing import Any
 
 from torchx.specs import AppState
 
+from nemo_run_ray.remote.machine import Cause
+
 
 class JobState(str, Enum):
     """Where a job is. ``reason`` beside it says why."""
@@ -47,9 +49,12 @@ class Reason(str, Enum):
     SIGNAL = "killed by a signal"
     RUNTIME_ENV = "the runtime environment could not be built"
     START_TIMEOUT = "not started in time"
+    NOT_PLACED = "not placed in time"
     UNSCHEDULABLE = "no node can ever take it"
     NODE_DIED = "its node or its supervisor died"
     NOT_STARTED = "its command could not be started"
+    NOT_READY = "a service was not ready in time"
+    SERVICE_ENDED = "a service ended before the primaries"
     CANCELLED = "cancelled"
     NOT_SUBMITTED = "never reached the cluster"
     TAKEN = "its id belongs to another run's job"
@@ -91,6 +96,17 @@ FROM_RAY_ERROR = {
     "JOB_ENTRYPOINT_COMMAND_ERROR": Reason.EXIT_CODE,
 }
 
+#: The cause in a group's last line -> why the job FAILED.
+FROM_CAUSE = {
+    Cause.EXIT_CODE: Reason.EXIT_CODE,
+    Cause.INFEASIBLE: Reason.UNSCHEDULABLE,
+    Cause.NOT_PLACED: Reason.NOT_PLACED,
+    Cause.NOT_PREPARED: Reason.NOT_STARTED,
+    Cause.NOT_READY: Reason.NOT_READY,
+    Cause.SERVICE_ENDED: Reason.SERVICE_ENDED,
+    Cause.NODE_DIED: Reason.NODE_DIED,
+}
+
 #: One next step for every reason, in words.
 NEXT_STEP = {
     Reason.NONE: "",
@@ -98,9 +114,13 @@ NEXT_STEP = {
     Reason.SIGNAL: "SIGKILL is often the node's memory: see the node's metrics in Ray's dashboard.",
     Reason.RUNTIME_ENV: "Correct `runtime_env`; the part above is Ray's own reason.",
     Reason.START_TIMEOUT: "Ask for less, or raise RAY_JOB_START_TIMEOUT_SECONDS on the cluster.",
-    Reason.UNSCHEDULABLE: "Ask for resources and labels that a node of this cluster has.",
+    Reason.NOT_PLACED: "Ask for less, or raise RayExecutor.pending_timeout_s.",
+    Reason.UNSCHEDULABLE: "Ask for resources and labels that nodes of this cluster have; a group "
+    "can wait for nodes to join: RayExecutor(wait_for_nodes=True).",
     Reason.NODE_DIED: "Look at the cluster's nodes in Ray's dashboard, then run it again.",
-    Reason.NOT_STARTED: "Ray's message above says why; run it again when that is mended.",
+    Reason.NOT_STARTED: "The message above says why; run it again when that is mended.",
+    Reason.NOT_READY: "Look at the service's lines in the log, or raise the probe's timeout_s.",
+    Reason.SERVICE_ENDED: "Look at the service's lines in the log; `retries` starts it again.",
     Reason.CANCELLED: "Run it again when you want it.",
     Reason.NOT_SUBMITTED: "`nemo-run-ray resume <experiment>` hands it over now.",
     Reason.TAKEN: "Give the experiment another id or title and run it again.",
@@ -110,6 +130,8 @@ NEXT_STEP = {
 }
 
 
+#: The last line of a group's log. It explains a failure that Ray's record has; it decides nothing.
+_ENDING = re.compile(r"^nemo_run_ray\| end \w{8}: \[([\w ]+)\] (.*)$", re.MULTILINE)
 #: Lines that Ray itself writes at the head of every job's log.
 _OF_RAY = re.compile(r"^Running entrypoint for job |INFO job_manager\.py:\d+ -- ")
 
@@ -172,6 +194,11 @@ def judge(row: dict[str, Any]) -> Verdict:
     name = signal_name(code)
     cause = f"killed by {name} (exit code {code})" if name else f"exit code {code}"
     _, _, tail = message.partition("last available logs (truncated to 20,000 chars):\n")
+    reason = Reason.SIGNAL if name else Reason.EXIT_CODE
+    endings = _ENDING.findall(tail)
+    causes = {cause.value: reason for cause, reason in FROM_CAUSE.items()}
+    if endings and endings[-1][0] in causes:
+        reason, cause = causes[endings[-1][0]], f"{cause}: {endings[-1][1]}"
     lines = [line for line in tail.splitlines() if not _OF_RAY.search(line)]
     detail = "\n".join([f"{cause}; the last lines of its log:", *lines]) if lines else cause
-    return Verdict(state, Reason.SIGNAL if name else Reason.EXIT_CODE, detail, node)
+    return Verdict(state, reason, detail, node)

@@ -10,6 +10,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from nemo_run.core.packaging.base import Packager
+
 from nemo_run_ray import archives, ledger
 from nemo_run_ray.clusters import Cluster
 from nemo_run_ray.errors import (
@@ -61,12 +63,12 @@ class Shipment:
             SubmissionError: the job cannot be sent, or nobody can tell whether it arrived.
             ConfigError: a secret is not set.
         """
-        planned, executor = self.plans[name], self.executors[name]
+        planned = self.plans[name]
         nonce = secrets.token_hex(8)
         hidden = archives.secrets_archive(planned.spec.secrets, nonce)
         with self._lock:
             api = self._connect()
-            code = self._upload_code(executor)
+            code = {role: self._upload_code(one) for role, one in planned.packagers.items()}
             carried = [self._upload_job_archive()]
         if planned.spec.secrets:
             carried.append(self._upload(hidden))
@@ -98,8 +100,8 @@ class Shipment:
         if self._api is None:
             api = JobsApi.of(self.cluster.connect())
             version = api.version()
-            selector = any(executor.label_selector for executor in self.executors.values())
-            api.require(version["ray_version"], selector)
+            for planned in self.plans.values():
+                api.require(version["ray_version"], planned.selector_since)
             self._session, self._api = version["session_name"], api
         return self._api
 
@@ -110,14 +112,12 @@ class Shipment:
             api.put_package(archive.name, archive.pack())
         return archive.uri
 
-    def _upload_code(self, executor: RayExecutor) -> str | None:
-        if not executor.packager_ships:
-            return None
-        key = archives.packager_key(executor.packager)
+    def _upload_code(self, packager: Packager) -> str:
+        key = archives.packager_key(packager)
         if key not in self._code:
             with _packing:
                 name = f"ray_code_{key}"
-                self._code[key] = archives.code_archive(executor.packager, self.exp_dir, name)
+                self._code[key] = archives.code_archive(packager, self.exp_dir, name)
         return self._upload(self._code[key])
 
     def _upload_job_archive(self) -> str:

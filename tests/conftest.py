@@ -11,6 +11,7 @@ import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import hypothesis
 import pytest
 
 # Read by NeMo-Run when it is imported.
@@ -24,8 +25,11 @@ for _name in ("RAY_ADDRESS", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"):
 from nemo_run_ray import ExistingCluster, LocalCluster  # noqa: E402
 from nemo_run_ray.clusters import Dashboard  # noqa: E402
 from nemo_run_ray.jobs_api import JobsApi  # noqa: E402
-from nemo_run_ray.remote.process import TAG  # noqa: E402
+from nemo_run_ray.remote.tree import TAG  # noqa: E402
 
+# The machines differ, and a limit on an example's time would fail at their whim.
+hypothesis.settings.register_profile("untimed", deadline=None)
+hypothesis.settings.load_profile("untimed")
 ROOT = Path(__file__).resolve().parent.parent
 
 

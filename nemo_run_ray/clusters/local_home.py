@@ -29,7 +29,7 @@ from typing import Any, ClassVar
 from nemo_run.core.frontend.console.api import CONSOLE
 
 from nemo_run_ray.errors import ClusterError
-from nemo_run_ray.remote.process import descendants, kill, marked
+from nemo_run_ray.remote.tree import descendants, kill, marked
 
 #: In the environment of every process of an embedded Ray, so that a stop finds them all.
 _MARK = "NEMO_RUN_RAY_LOCAL"

@@ -25,11 +25,16 @@ SECRETS = "nemo_run_ray_secrets.json"
 _MOUNT = re.compile(r"(?<![\w./~})*?\]-])/nemo_run(?![\w.-])")
 
 
+def run_dirs(tmpdir: str) -> str:
+    """The folder of all run directories of this user."""
+    return os.path.join(tmpdir, f"nemo_run_{os.getuid()}")
+
+
 class RunDir:
     """Paths of one run directory. Nothing is created before ``create``."""
 
     def __init__(self, submission_id: str, base: str | None = None) -> None:
-        self.base = base or os.path.join(tempfile.gettempdir(), f"nemo_run_{os.getuid()}")
+        self.base = base or run_dirs(tempfile.gettempdir())
         self.root = os.path.join(self.base, submission_id)
         self.mount = os.path.join(self.root, "nemo_run")
         self.code = os.path.join(self.mount, "code")
@@ -40,7 +45,7 @@ class RunDir:
         Args:
             payload: folder ``payload`` of the job archive.
             job: name of the job in it.
-            working_dir: Ray's working directory, or ``None`` when no code travelled.
+            working_dir: folder of the code as Ray unpacked it, or ``None`` when none travelled.
 
         Raises:
             PermissionError: the base belongs to somebody else.

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import json
 from dataclasses import asdict, dataclass, field, fields
-from typing import Dict, Optional, Tuple
+from typing import Any, Callable, Dict, Optional, Tuple, Type, TypeVar, Union
 
 #: Raised when a field changes its meaning. Client and remote half travel together, so it only ever
 #: differs when somebody mixes archives by hand.
-VERSION = 1
+VERSION = 2
+#: Environment variable of a group's driver: the code archive of each role, when there are several.
+CODE = "NEMO_RUN_RAY_CODE"
+
+_Spec = TypeVar("_Spec", "JobSpec", "ProbeSpec", "RoleSpec", "GroupSpec")
 
 
 @dataclass(frozen=True)
@@ -38,23 +42,150 @@ class JobSpec:
     config: Optional[str] = None
 
     def to_json(self) -> str:
-        return json.dumps({"version": VERSION, **asdict(self)}, indent=1, sort_keys=True)
+        return _dump("task", self)
 
-    @classmethod
-    def from_json(cls, text: str) -> JobSpec:
-        """Inverse of ``to_json``.
 
-        Raises:
-            ValueError: the text is of another version or has unknown fields.
-        """
-        values = json.loads(text)
-        version = values.pop("version", None)
-        unknown = set(values) - {one.name for one in fields(cls)}
-        if version != VERSION or unknown:
-            raise ValueError(
-                f"job spec of version {version!r} with unknown fields {sorted(unknown)}; "
-                f"this code reads version {VERSION}"
-            )
-        values["argv"] = tuple(values["argv"])
-        values["secrets"] = tuple(values.get("secrets", ()))
-        return cls(**values)
+@dataclass(frozen=True)
+class ProbeSpec:
+    """What says that a service is ready.
+
+    Attributes:
+        kind: ``port`` (it accepts connections), ``http`` (a GET has the status) or ``command`` (it
+            exits with 0).
+        port: its number, or the name of one of the role's ports.
+        path: of the GET.
+        status: that it must have.
+        command: run in the role's environment and folder.
+        interval_s: seconds from one try to the next.
+        timeout_s: seconds from the service's start until the group is given up.
+    """
+
+    kind: str
+    port: Union[int, str] = 0
+    path: str = "/"
+    status: int = 200
+    command: Tuple[str, ...] = ()
+    interval_s: float = 1.0
+    timeout_s: float = 600.0
+
+
+@dataclass(frozen=True)
+class RoleSpec:
+    """One task of a group.
+
+    Attributes:
+        name: of the role.
+        task: what each of its processes runs.
+        replicas: copies, each with a bundle of its own.
+        processes: in each replica.
+        ranked: the processes get ``RANK`` and its relatives; a launcher sets them itself.
+        service: runs until the primaries are done.
+        restarts: how often one replica of a service is started again.
+        ports: by name; 0 is a free one of the node.
+        ready: ``None`` is ready as soon as it runs.
+        resources: what a replica reserves, by Ray's names; never empty.
+        label_selector: nodes that may host it.
+        runtime_env: Ray's, for the replicas.
+        spread: ``SPREAD`` or ``STRICT_SPREAD`` when the replicas want nodes of their own in a group
+            of another strategy.
+    """
+
+    name: str
+    task: JobSpec
+    replicas: int = 1
+    processes: int = 1
+    ranked: bool = False
+    service: bool = False
+    restarts: int = 0
+    ports: Dict[str, int] = field(default_factory=dict)
+    ready: Optional[ProbeSpec] = None
+    resources: Dict[str, float] = field(default_factory=dict)
+    label_selector: Dict[str, str] = field(default_factory=dict)
+    runtime_env: Dict[str, Any] = field(default_factory=dict)
+    spread: str = ""
+
+    def to_json(self) -> str:
+        return _dump("role", self)
+
+
+@dataclass(frozen=True)
+class GroupSpec:
+    """Roles that are placed together, all or none.
+
+    Attributes:
+        roles: in the order of the tasks.
+        strategy: of the placement group.
+        wait_for_nodes: wait for nodes to join when those that are there can never host the group.
+        placing_timeout_s: give up when not placed by then; ``None`` waits for ever.
+        python: interpreter of the driver; it has ray.
+    """
+
+    roles: Tuple[RoleSpec, ...]
+    strategy: str = "PACK"
+    wait_for_nodes: bool = False
+    placing_timeout_s: Optional[float] = None
+    python: Optional[str] = None
+
+    @property
+    def secrets(self) -> Tuple[str, ...]:
+        """The names of all roles' secrets."""
+        return tuple(sorted({name for role in self.roles for name in role.task.secrets}))
+
+    @property
+    def grace_s(self) -> float:
+        """Seconds that ending the group may take: those of its slowest role."""
+        return max(role.task.grace_s for role in self.roles)
+
+    def to_json(self) -> str:
+        return _dump("group", self)
+
+
+def from_json(text: str) -> Union[JobSpec, RoleSpec, GroupSpec]:
+    """Inverse of every ``to_json``.
+
+    Raises:
+        ValueError: the text is of another version or has unknown fields.
+    """
+    values = json.loads(text)
+    version, kind = values.pop("version", None), values.pop("kind", None)
+    makers: Dict[Any, Callable[[Dict[str, Any]], Union[JobSpec, RoleSpec, GroupSpec]]] = {
+        "task": _task,
+        "role": _role,
+        "group": _group,
+    }
+    if version != VERSION or kind not in makers:
+        raise ValueError(
+            f"{kind!r} spec of version {version!r}; this code reads {sorted(makers)} of version "
+            f"{VERSION}"
+        )
+    return makers[kind](values)
+
+
+def _dump(kind: str, spec: Any) -> str:
+    return json.dumps({"version": VERSION, "kind": kind, **asdict(spec)}, indent=1, sort_keys=True)
+
+
+def _task(values: Dict[str, Any]) -> JobSpec:
+    for name in ("argv", "secrets"):
+        values[name] = tuple(values.get(name, ()))
+    return _make(JobSpec, values)
+
+
+def _role(values: Dict[str, Any]) -> RoleSpec:
+    values["task"] = _task(values["task"])
+    if values.get("ready") is not None:
+        values["ready"]["command"] = tuple(values["ready"].get("command", ()))
+        values["ready"] = _make(ProbeSpec, values["ready"])
+    return _make(RoleSpec, values)
+
+
+def _group(values: Dict[str, Any]) -> GroupSpec:
+    values["roles"] = tuple(_role(role) for role in values["roles"])
+    return _make(GroupSpec, values)
+
+
+def _make(kind: Type[_Spec], values: Dict[str, Any]) -> _Spec:
+    unknown = set(values) - {one.name for one in fields(kind)}
+    if unknown:
+        raise ValueError(f"{kind.__name__} with unknown fields {sorted(unknown)}")
+    return kind(**values)

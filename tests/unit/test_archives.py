@@ -22,7 +22,7 @@ from nemo_run_ray.archives import Archive, code_archive, job_archive, packager_k
 from nemo_run_ray.errors import ArchiveTooLarge, ConfigError, PackagingFailed
 from nemo_run_ray.plan import JobPlan
 from nemo_run_ray.remote.rundir import MANIFEST, SECRETS
-from nemo_run_ray.remote.spec import JobSpec
+from nemo_run_ray.remote.spec import JobSpec, from_json
 
 
 @dataclass(kw_only=True)
@@ -311,7 +311,7 @@ def test_the_job_archive(job_dir, tmp_path):
     assert found[f"{payload}/__main__.py"] == b"x = 1"
     assert not [name for name in found if name.endswith(".yaml")]
     assert not [data for data in found.values() if b"TOKEN: in clear" in data]
-    assert JobSpec.from_json(found["nemo_run_ray_remote/jobs/job.json"].decode()).argv == ("true",)
+    assert from_json(found["nemo_run_ray_remote/jobs/job.json"].decode()).argv == ("true",)
     assert {"nemo_run_ray_remote/__main__.py", "nemo_run_ray/__init__.py"} <= set(found)
     assert not [name for name in found if "__pycache__" in name]
 
@@ -352,7 +352,7 @@ def test_the_job_archive_runs(tmp_path):
         "TMPDIR": str(tmp_path / "tmp"),
         "HOME": "/home/me",
     }
-    line = planned.body("gcs://code.zip", [], "0123456789abcdef")["entrypoint"]
+    line = planned.body({"": "gcs://code.zip"}, [], "0123456789abcdef")["entrypoint"]
     with open(tmp_path / "log", "w") as log:
         done = subprocess.run(
             ["sh", "-c", line], cwd=work, env=environment, stdout=log, stderr=log, timeout=60

@@ -1,3 +1,5 @@
+import dataclasses
+
 import fiddle as fdl
 import pytest
 from hypothesis import given
@@ -11,6 +13,7 @@ from nemo_run.core.serialization.zlib_json import ZlibJSONSerializer
 from nemo_run_ray import ExistingCluster, LocalCluster, RayExecutor
 from nemo_run_ray.errors import ConfigError, NotBuiltError
 from nemo_run_ray.executor import LEDGER, parse_memory
+from nemo_run_ray.probes import CommandProbe, HttpProbe, PortProbe, Probe
 
 _NAN, _INF = float("nan"), float("inf")
 
@@ -30,7 +33,9 @@ _GOOD = {
     "env_vars": [{}, {"A": "", "B": "x\n'\"$é"}],
     "role": ["", "trainer"],
     "service": [True, False],
-    "ports": [{}, {"http": 0, "rpc": 65535}],
+    "ready": [None, PortProbe(80), HttpProbe("http"), CommandProbe(["true"])],
+    "ports": [{}, {"http": 0, "rpc": 65535}, {"a b": 1}],
+    "wait_for_nodes": [True, False],
     "retries": [0, 3],
     "max_in_flight": [None, 1],
     "pending_timeout_s": [None, 0, 600.5],
@@ -57,7 +62,22 @@ _BAD = {
     "env_vars": [{"": "x"}, {"A=B": "x"}, {"A": 1}, {"A": None}, {1: "x"}, {"A": "a\0b"}, None],
     "role": [3, None],
     "service": ["yes", None],
-    "ports": [{"http": -1}, {"http": 65536}, {"http": "80"}, {"http": True}, None, [80]],
+    "ready": ["http", 8000, {"port": 80}, Probe(), PortProbe, object()],
+    "ports": [
+        {"http": -1},
+        {"http": 65536},
+        {"http": "80"},
+        {"http": True},
+        {"http": 80.0},
+        {"http": None},
+        {"": 80},
+        {80: 80},
+        {"_rendezvous": 0},
+        None,
+        [80],
+    ],
+    "wait_for_nodes": ["yes", None, 1],
+    "resource_group": [None, "roles", [3], [None]],
     "retries": [-1, 1.5, "3", True, None],
     "max_in_flight": [0, -1, 1.5, "3", True],
     "pending_timeout_s": [-1, _NAN, "1h", True],
@@ -183,6 +203,12 @@ def full():
         label_selector={"zone": "!in(a,b)"},
         strategy="SPREAD",
         runtime_env={"pip": ["x==1"], "env_vars": {"Q": "'\"\n$é"}},
+        nodes=2,
+        ntasks_per_node=8,
+        role="a-b",
+        service=True,
+        ready=HttpProbe("http", path="/up", status=204, interval_s=0.5, timeout_s=9),
+        wait_for_nodes=True,
         secrets=["TOKEN"],
         env_vars={"A": "'\"\n$é", "EMPTY": ""},
         ports={"http": 0},
@@ -228,15 +254,8 @@ def test_a_built_config_is_checked():
 @pytest.mark.parametrize(
     ("name", "value", "part"),
     [
-        ("nodes", 2, "group driver"),
-        ("ntasks_per_node", 2, "group driver"),
-        ("role", "x", "group driver"),
-        ("service", True, "group driver"),
-        ("ready", object(), "group driver"),
-        ("ports", {"a": 1}, "group driver"),
         ("retries", 1, "dispatcher"),
         ("max_in_flight", 1, "dispatcher"),
-        ("pending_timeout_s", 0, "dispatcher"),
         ("dependencies", ["x"], "dispatcher"),
     ],
 )
@@ -246,9 +265,38 @@ def test_what_is_not_built_is_named(name, value, part):
     assert f"RayExecutor.{name}" in str(caught.value)
 
 
-@pytest.mark.parametrize("executor", [RayExecutor(), RayExecutor(ntasks_per_node=4, launcher="ft")])
-def test_what_is_built(executor):
-    executor.check_built()
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {},
+        {"ntasks_per_node": 4, "launcher": "ft"},
+        {"nodes": 2, "ntasks_per_node": 2},
+        {"role": "x", "ports": {"a": 1}, "pending_timeout_s": 0},
+        {"service": True, "ready": PortProbe(80), "retries": 3},  # a service is started again
+    ],
+)
+def test_what_is_built(fields):
+    RayExecutor(**fields).check_built()
+
+
+def test_a_number_that_no_float_holds_is_refused():
+    with pytest.raises(ConfigError, match=r"RayExecutor\.grace_s"):
+        RayExecutor(grace_s=10**400)
+
+
+def test_the_role_is_named_when_it_is_known():
+    executor = RayExecutor()
+    executor.nodes = 0
+    with pytest.raises(ConfigError, match=r"^RayExecutor\.nodes is 0"):
+        executor.check()
+    with pytest.raises(ConfigError, match=r"^The role 'a b': RayExecutor\.nodes is 0"):
+        executor.check("a b")
+
+
+def test_every_field_is_tried_with_bad_values():
+    """Those that are missing here take anything of their type."""
+    fields = {one.name for one in dataclasses.fields(RayExecutor) if one.init}
+    assert fields - set(_BAD) == {"packager", "experiment_id", "job_dir"}
 
 
 def test_assign(weird_tmp_path):

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from nemo_run_ray.errors import Gone, StreamCut, Unauthorised
 from nemo_run_ray.follow import LINE_MAX_CHARS, follow, lines
-from nemo_run_ray.remote.process import end_mark
+from nemo_run_ray.remote.output import end_mark
 
 _MARK = end_mark("0123456789")
 _END = f"{_MARK}exit code 0\n"

@@ -24,6 +24,7 @@ from nemo_run_ray.plan import (
     plan,
     safe_id,
 )
+from nemo_run_ray.probes import CommandProbe, HttpProbe, PortProbe
 
 _WORDS = [
     "",
@@ -50,6 +51,39 @@ def _app(*argv: str, **env: str) -> AppDef:
 def _planned(app: AppDef, **fields: object) -> JobPlan:
     fields = {"address": "http://h:1", **fields}
     return plan(app, RayExecutor(**fields), "exp.job", "job")
+
+
+def _group_plan() -> JobPlan:
+    """A group of a service and two replicas of a primary."""
+    service = RayExecutor(
+        address="http://h:1",
+        role="store",
+        service=True,
+        ports={"http": 0, "rpc": 7000},
+        ready=HttpProbe("http", path="/up", timeout_s=90),
+        env_vars={"MODE": "a b"},
+        memory_per_node="1KiB",
+        label_selector={"zone": "in(a,b)"},
+    )
+    primary = RayExecutor(
+        address="http://h:1",
+        role="train",
+        nodes=2,
+        ntasks_per_node=4,
+        gpus_per_node=4,
+        secrets=["TOKEN"],
+        runtime_env={"pip": ["x"]},
+        grace_s=60,
+    )
+    merged = RayExecutor.merge([service, primary], 2)
+    app = AppDef(
+        "job",
+        [
+            Role("job-0", image="", entrypoint="serve", args=["a b", "$HOME"]),
+            Role("job-1", image="", entrypoint="python", args=["x.py"]),
+        ],
+    )
+    return plan(app, merged, "exp.job", "job")
 
 
 @pytest.fixture
@@ -148,7 +182,7 @@ def test_the_body():
         secrets=["TOKEN"],
         grace_s=60,
     )
-    body = planned.body("gcs://code.zip", ["gcs://job.zip"], "nonce")
+    body = planned.body({"job": "gcs://code.zip"}, ["gcs://job.zip"], "nonce")
     assert body["submission_id"] == "exp.job"
     assert "nonce" in body["metadata"].values()
     assert body["runtime_env"]["working_dir"] == "gcs://code.zip"
@@ -157,15 +191,48 @@ def test_the_body():
     variables = body["runtime_env"]["env_vars"]
     assert variables["A"] == "1"
     assert int(variables["RAY_JOB_STOP_WAIT_TIME_S"]) > 60
-    assert "working_dir" not in planned.body(None, [], "nonce")["runtime_env"]
+    assert "NEMO_RUN_RAY_CODE" not in variables
+    assert "working_dir" not in planned.body({}, [], "nonce")["runtime_env"]
     assert planned.runtime_env == {"pip": ["y"], "env_vars": {"A": "1"}}
     json.dumps(body)
 
 
 def test_the_users_own_stop_time_counts():
     env = {"env_vars": {"RAY_JOB_STOP_WAIT_TIME_S": "7"}}
-    body = _planned(_app("true"), runtime_env=env).body(None, [], "nonce")
+    body = _planned(_app("true"), runtime_env=env).body({}, [], "nonce")
     assert body["runtime_env"]["env_vars"]["RAY_JOB_STOP_WAIT_TIME_S"] == "7"
+
+
+def test_several_codes_travel_side_by_side():
+    """Ray unpacks one as the working directory, once; the others lie beside the job archive."""
+    code = {"a": "gcs://1.zip", "b": "gcs://2.zip", "c": "gcs://1.zip", "d": "gcs://3.zip"}
+    planned = _group_plan()
+    body = planned.body(code, ["gcs://job.zip", "gcs://secrets.zip"], "nonce")
+    runtime_env = body["runtime_env"]
+    assert runtime_env["working_dir"] == "gcs://1.zip"
+    modules = ["gcs://job.zip", "gcs://secrets.zip", "gcs://2.zip", "gcs://3.zip"]
+    assert runtime_env["py_modules"] == modules
+    assert json.loads(runtime_env["env_vars"]["NEMO_RUN_RAY_CODE"]) == {
+        "a": "1.zip",
+        "b": "2.zip",
+        "c": "1.zip",
+        "d": "3.zip",
+    }
+
+
+def test_one_code_of_several_roles_is_the_working_directory():
+    code = {"a": "gcs://1.zip", "b": "gcs://1.zip"}
+    runtime_env = _group_plan().body(code, ["gcs://job.zip"], "nonce")["runtime_env"]
+    assert runtime_env["working_dir"] == "gcs://1.zip"
+    assert runtime_env["py_modules"] == ["gcs://job.zip"]
+    assert "NEMO_RUN_RAY_CODE" not in runtime_env["env_vars"]
+
+
+def test_only_a_groups_driver_needs_ray():
+    for planned, needs in ((_planned(_app("true")), False), (_group_plan(), True)):
+        line = planned.body({}, [], "nonce")["entrypoint"]
+        assert line == entrypoint(None, [planned.spec_name, "exp.job", "nonce"], needs)
+    assert entrypoint(None, ["x"], True) != entrypoint(None, ["x"], False)
 
 
 def test_the_pass_through_packager_on_the_embedded_ray_runs_here():
@@ -181,15 +248,16 @@ def test_fields_are_checked_before_planning():
     executor.nodes = 0
     with pytest.raises(ConfigError, match="nodes"):
         plan(_app("true"), executor, "exp.job", "job")
-    executor.nodes = 2
-    with pytest.raises(NotBuiltError, match="nodes"):
+    executor.nodes, executor.retries = 2, 1
+    with pytest.raises(NotBuiltError, match="retries"):
         plan(_app("true"), executor, "exp.job", "job")
 
 
-def test_several_roles_are_refused():
+def test_several_roles_of_one_executor_are_refused():
+    """NeMo-Run merges the tasks of a group only after it has merged their executors."""
     app = _app("true")
     app.roles.append(app.roles[0])
-    with pytest.raises(ConfigError, match="'job' has 2 roles"):
+    with pytest.raises(ConfigError, match="2"):
         _planned(app)
 
 
@@ -270,11 +338,18 @@ def _python(path: Path) -> None:
     _program(path, f'#!/bin/sh\nexec {sys.executable} "$@"\n')
 
 
+def _python_without_ray(path: Path) -> None:
+    _program(path, f'#!/bin/sh\nexec {sys.executable} -S "$@"\n')
+
+
 _LINES = [
     entrypoint(None, ["job", "exp.job", "nonce"]),
     entrypoint("/opt/a b'c/python", ["job", "exp.job", "nonce"]),
     entrypoint(None, ["it's $HOME", 'a"b`c', "-x"]),
+    entrypoint(None, ["it's $HOME", 'a"b`c', "-x"], True),
+    entrypoint("/opt/a b'c/python", ["job", "exp.job", "nonce"], True),
 ]
+_GROUPS_LINE = entrypoint(None, ["job", "exp.job", "nonce"], True)
 
 
 @pytest.mark.parametrize("line", _LINES)
@@ -323,6 +398,33 @@ def test_no_python_at_all(node, tmp_path):
     assert "RayExecutor(python=" in done.stdout
 
 
+def test_a_group_passes_over_a_python_without_ray(node, tmp_path):
+    _python_without_ray(tmp_path / "bin" / "python3")
+    _python(tmp_path / "bin" / "python")
+    done = node(_GROUPS_LINE, str(tmp_path / "bin"))
+    assert done.returncode == 5, done.stderr
+    assert done.stdout.count("[") == 2  # it ran once
+    assert node(_LINES[0], str(tmp_path / "bin")).returncode == 5
+
+
+def test_a_group_takes_the_python_of_the_ray_command(node, tmp_path):
+    _python_without_ray(tmp_path / "bin" / "python3")
+    _python(tmp_path / "hidden" / "pythonX")
+    _program(tmp_path / "bin" / "ray", f"#!{tmp_path / 'hidden' / 'pythonX'}\nimport ray\n")
+    sed = next(one for one in ("/usr/bin/sed", "/bin/sed") if os.path.exists(one))
+    os.symlink(sed, tmp_path / "bin" / "sed")
+    done = node(_GROUPS_LINE, str(tmp_path / "bin"))
+    assert done.returncode == 5, done.stderr
+
+
+def test_no_python_with_ray_at_all(node, tmp_path):
+    for name in ("python3", "python"):
+        _python_without_ray(tmp_path / "bin" / name)
+    done = node(_GROUPS_LINE, str(tmp_path / "bin"))
+    assert done.returncode == 127
+    assert done.stdout.startswith("nemo_run_ray| no Python of version 3.9 or newer that has ray")
+
+
 def test_the_exit_code_of_the_first_python_that_serves_is_final(node, tmp_path):
     """A job that failed is not tried again with the next interpreter."""
     _python(tmp_path / "bin" / "python3")
@@ -338,15 +440,15 @@ cluster   a cluster
 command   python 'a b.py' '$HOME'
 reserves  num_cpus=2, num_gpus=1
 folder    a private run directory on the node
-travels   code
-travels   configs
 runtime   {'pip': ['x']}
 env       A=1
 env       NEMO_RUN_HEAD_NODE_IP=127.0.0.1
 env       NEMO_RUN_NODE_RANK=0
 env       NEMO_RUN_NPROC_PER_NODE=1
 env       NEMO_RUN_NUM_NODES=1
-secret    TOKEN=***"""
+secret    TOKEN=***
+travels   code
+travels   configs"""
 
 
 def test_the_dry_run(monkeypatch):
@@ -366,3 +468,55 @@ def test_the_dry_run_of_a_job_that_runs_here():
     text = describe(planned, "c", [])
     assert "reserves  nothing" in text
     assert "folder    /here" in text
+
+
+_GOLDEN_GROUP = """\
+Ray job   exp.job
+cluster   a cluster
+strategy  PACK, all 2 role(s) at once or none
+travels   code
+travels   configs
+
+role      store, service, 1 replica(s) of 1 process(es)
+command   serve 'a b' '$HOME'
+reserves  memory=1024
+folder    a private run directory on the node
+env       MODE=a b
+labels    {'zone': 'in(a,b)'}
+ports     http=free, rpc=7000
+ready     port http, GET /up gives 200; every 1 s, at most 90 s
+
+role      train, primary, 2 replica(s) of 4 process(es)
+command   python x.py
+reserves  GPU=4
+folder    a private run directory on the node
+runtime   {'pip': ['x']}
+secret    TOKEN=***"""
+
+
+def test_the_dry_run_of_a_group(monkeypatch):
+    monkeypatch.setenv("TOKEN", "very-secret")
+    assert describe(_group_plan(), "a cluster", ["code", "configs"]) == _GOLDEN_GROUP
+
+
+@pytest.mark.parametrize(
+    ("probe", "words"),
+    [
+        (PortProbe(80, interval_s=0.5), "port 80; every 0.5 s, at most 600 s"),
+        (CommandProbe(["test", "a b"], timeout_s=5), "test 'a b'; every 1 s, at most 5 s"),
+    ],
+)
+def test_the_dry_run_of_other_probes(probe, words):
+    fields = {"address": "http://h:1"}
+    service = RayExecutor(role="a", service=True, ready=probe, **fields)
+    merged = RayExecutor.merge([service, RayExecutor(role="b", **fields)], 2)
+    app = AppDef("job", [Role(name, image="", entrypoint="true") for name in ("job-0", "job-1")])
+    text = describe(plan(app, merged, "exp.job", "job"), "a cluster", [])
+    assert f"ready     {words}" in text.splitlines()
+
+
+def test_the_dry_run_of_a_group_that_runs_here():
+    merged = RayExecutor.merge([RayExecutor(role="a"), RayExecutor(role="b")], 2)
+    app = AppDef("job", [Role(name, image="", entrypoint="true") for name in ("job-0", "job-1")])
+    planned = in_folder(plan(app, merged, "exp.job", "job"), "/here")
+    assert describe(planned, "c", []).count("folder    /here") == 2

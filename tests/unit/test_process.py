@@ -17,7 +17,7 @@ import psutil
 import pytest
 
 import nemo_run_ray
-from nemo_run_ray.remote.process import end_mark
+from nemo_run_ray.remote.output import end_mark
 
 _NONCE = "0123456789abcdef"
 _MARK = end_mark(_NONCE)

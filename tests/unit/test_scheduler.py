@@ -12,8 +12,8 @@ def address():
     return "http://ray.example.org:8265"
 
 
-def test_two_names_that_would_get_one_id_are_refused_before_anything_starts(address):
-    with run.Experiment("collide", executor=RayExecutor(address=address)) as experiment:
+def test_two_names_that_would_get_one_id_are_refused_before_anything_starts(address, unique):
+    with run.Experiment(unique, executor=RayExecutor(address=address)) as experiment:
         experiment.add(run.Script(inline="true"), name="a b")
         experiment.add(run.Script(inline="true"), name=safe_id("a b"))
         with pytest.raises(ConfigError, match="rename one of them"):
@@ -26,11 +26,42 @@ def test_a_dry_run_asks_no_cluster(address, unique):
     run.run(task, executor=RayExecutor(address=address), name=unique, dryrun=True)
 
 
+def test_a_dry_run_of_a_group_asks_no_cluster_and_says_what_travels(address, unique, tmp_path):
+    code = run.PatternPackager(include_pattern="*.py", relative_path=str(tmp_path))
+    executors = [
+        RayExecutor(address=address, role="a", packager=code, secrets=["B", "A"]),
+        RayExecutor(address=address, nodes=2, packager=code, secrets=["C"]),
+        RayExecutor(address=address, packager=run.GitArchivePackager()),
+    ]
+    with run.Experiment(unique) as experiment:
+        experiment.add([run.Script(inline="true")] * 3, executor=executors, name="group")
+        experiment.dryrun(log=False)
+    (info,) = experiment.jobs[0]._dryrun_infos
+    lines = str(info).splitlines()
+    travels = [one.removeprefix("travels   ") for one in lines if one.startswith("travels")]
+    assert sorted(travels) == [
+        "code, packed by GitArchivePackager",
+        "code, packed by PatternPackager",
+        "configs, scripts and specs of 1 job(s)",
+        "secrets A, B, C, in an archive of their own",
+    ]
+    roles = [one.split()[1] for one in lines if one.startswith("role ")]
+    assert roles == ["a,", "group-1,", "group-2,"]
+
+
+def test_a_group_and_a_task_that_would_get_one_id_are_refused(address, unique):
+    executor = RayExecutor(address=address)
+    with run.Experiment(unique, executor=executor) as experiment:
+        experiment.add([run.Script(inline="true")], name=safe_id("a b"), executor=executor)
+        experiment.add(run.Script(inline="true"), name="a b")
+        with pytest.raises(ConfigError, match="rename one of them"):
+            experiment.dryrun(log=False)
+
+
 @pytest.mark.parametrize(
     ("field", "value", "part"),
     [
-        ("nodes", 2, "group driver"),
-        ("ntasks_per_node", 2, "group driver"),
+        ("pending_timeout_s", 5, "dispatcher"),
         ("retries", 1, "dispatcher"),
         ("max_in_flight", 3, "dispatcher"),
     ],

@@ -1,13 +1,21 @@
 import json
+from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from nemo_run_ray.remote.spec import JobSpec
+from nemo_run_ray.remote.spec import VERSION, GroupSpec, JobSpec, ProbeSpec, RoleSpec, from_json
 
 _texts = st.text(max_size=30)
-_specs = st.builds(
+_names = st.text(max_size=8)
+_numbers = st.floats(0, 1e6) | st.integers(0, 10**6)
+_plain = st.recursive(
+    st.none() | st.booleans() | st.integers(-(10**9), 10**9) | _texts,
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(_names, inner, max_size=3),
+    max_leaves=6,
+)
+_jobs = st.builds(
     JobSpec,
     argv=st.lists(_texts, min_size=1, max_size=5).map(tuple),
     env=st.dictionaries(_texts, _texts, max_size=4),
@@ -19,12 +27,54 @@ _specs = st.builds(
     secrets=st.lists(_texts, max_size=3).map(tuple),
     config=st.none() | _texts,
 )
+_probes = st.builds(
+    ProbeSpec,
+    kind=st.sampled_from(["port", "http", "command"]),
+    port=st.integers(0, 65535) | _names,
+    path=_texts,
+    status=st.integers(100, 599),
+    command=st.lists(_texts, max_size=3).map(tuple),
+    interval_s=_numbers,
+    timeout_s=_numbers,
+)
+_roles = st.builds(
+    RoleSpec,
+    name=_names,
+    task=_jobs,
+    replicas=st.integers(1, 1000),
+    processes=st.integers(1, 16),
+    ranked=st.booleans(),
+    service=st.booleans(),
+    restarts=st.integers(0, 9),
+    ports=st.dictionaries(_names, st.integers(0, 65535), max_size=3),
+    ready=st.none() | _probes,
+    resources=st.dictionaries(_names, _numbers, max_size=3),
+    label_selector=st.dictionaries(_names, _texts, max_size=3),
+    runtime_env=st.dictionaries(_names, _plain, max_size=3),
+    spread=st.sampled_from(["", "SPREAD", "STRICT_SPREAD"]),
+)
+_groups = st.builds(
+    GroupSpec,
+    roles=st.lists(_roles, min_size=1, max_size=3).map(tuple),
+    strategy=st.sampled_from(["PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD"]),
+    wait_for_nodes=st.booleans(),
+    placing_timeout_s=st.none() | _numbers,
+    python=st.none() | _texts,
+)
+
+_TASK = JobSpec(argv=("true",))
+_ROLE = RoleSpec(name="a", task=_TASK, ready=ProbeSpec(kind="port", port=80))
+_EACH = {"task": _TASK, "role": _ROLE, "group": GroupSpec(roles=(_ROLE,))}
 
 
-@given(_specs)
+@settings(suppress_health_check=[HealthCheck.too_slow])
+@given(_jobs | _roles | _groups)
 def test_json_and_back(spec):
     text = spec.to_json()
-    assert JobSpec.from_json(text) == spec
+    again = from_json(text)
+    assert again == spec
+    assert type(again) is type(spec)
+    assert again.to_json() == text
     assert text.isascii()
 
 
@@ -32,14 +82,100 @@ def test_json_and_back(spec):
 def test_equal_specs_make_equal_texts(env):
     turned = dict(reversed(env.items()))
     assert JobSpec(argv=("x",), env=env).to_json() == JobSpec(argv=("x",), env=turned).to_json()
+    one, other = (
+        RoleSpec(name="a", task=_TASK, label_selector=labels, runtime_env={"env_vars": labels})
+        for labels in (env, turned)
+    )
+    assert one.to_json() == other.to_json()
+    assert GroupSpec(roles=(one,)).to_json() == GroupSpec(roles=(other,)).to_json()
+
+
+def test_the_order_of_roles_and_words_counts():
+    one, two = RoleSpec(name="a", task=_TASK), RoleSpec(name="b", task=JobSpec(argv=("x", "y")))
+    assert from_json(GroupSpec(roles=(one, two)).to_json()).roles == (one, two)
+    assert from_json(GroupSpec(roles=(two, one)).to_json()).roles == (two, one)
+
+
+def _changed(which: str, **change: Any) -> str:
+    return json.dumps({**json.loads(_EACH[which].to_json()), **change})
 
 
 def test_defaults_may_be_left_out():
-    assert JobSpec.from_json('{"version": 1, "argv": ["true"]}') == JobSpec(argv=("true",))
+    head = {"version": VERSION, "kind": "task"}
+    assert from_json(json.dumps({**head, "argv": ["true"]})) == _TASK
+    role = {"name": "a", "task": {"argv": ["true"]}}
+    short = RoleSpec(name="a", task=_TASK)
+    assert from_json(json.dumps({"version": VERSION, "kind": "role", **role})) == short
+    group = json.dumps({"version": VERSION, "kind": "group", "roles": [role]})
+    assert from_json(group) == GroupSpec(roles=(short,))
+    probe = {"kind": "http", "port": "web"}
+    found = from_json(json.dumps({"version": VERSION, "kind": "role", **role, "ready": probe}))
+    assert found.ready == ProbeSpec(kind="http", port="web")
 
 
-@pytest.mark.parametrize("change", [{"version": 2}, {"version": None}, {"color": "red"}])
-def test_another_version_is_refused(change):
-    values = {**json.loads(JobSpec(argv=("true",)).to_json()), **change}
-    with pytest.raises(ValueError, match="this code reads version 1"):
-        JobSpec.from_json(json.dumps(values))
+def test_the_version():
+    """Raised when a field changes its meaning."""
+    assert VERSION == 2
+    assert {json.loads(one.to_json())["version"] for one in _EACH.values()} == {2}
+
+
+@pytest.mark.parametrize("kind", _EACH)
+@pytest.mark.parametrize("version", [1, 3, "2", None])
+def test_another_version_is_refused(kind, version):
+    with pytest.raises(ValueError, match=rf"version {version!r}; this code reads .* of version 2"):
+        from_json(_changed(kind, version=version))
+
+
+@pytest.mark.parametrize("kind", [None, "", "job", "Task", "probe", 1])
+def test_another_kind_is_refused(kind):
+    with pytest.raises(ValueError, match=rf"^{kind!r} spec .*'group', 'role', 'task'"):
+        from_json(_changed("task", kind=kind))
+
+
+def test_no_version_and_no_kind_are_refused():
+    for missing in ("version", "kind"):
+        values = json.loads(_TASK.to_json())
+        del values[missing]
+        with pytest.raises(ValueError, match="None"):
+            from_json(json.dumps(values))
+
+
+@pytest.mark.parametrize("kind", _EACH)
+def test_an_unknown_field_is_refused(kind):
+    name = type(_EACH[kind]).__name__
+    with pytest.raises(ValueError, match=rf"{name} with unknown fields \['color'\]"):
+        from_json(_changed(kind, color="red"))
+
+
+@pytest.mark.parametrize(
+    ("path", "kind"),
+    [
+        (("roles", 0), "RoleSpec"),
+        (("roles", 0, "task"), "JobSpec"),
+        (("roles", 0, "ready"), "ProbeSpec"),
+    ],
+)
+def test_an_unknown_field_of_a_part_is_refused(path, kind):
+    values = json.loads(_EACH["group"].to_json())
+    part = values
+    for step in path:
+        part = part[step]
+    part["color"] = "red"
+    with pytest.raises(ValueError, match=rf"{kind} with unknown fields \['color'\]"):
+        from_json(json.dumps(values))
+
+
+def test_what_a_group_says_of_its_roles():
+    def role(name: str, **fields: Any) -> RoleSpec:
+        return RoleSpec(name=name, task=JobSpec(argv=("x",), **fields))
+
+    spec = GroupSpec(
+        roles=(
+            role("a", secrets=("B", "A"), grace_s=0),
+            role("b", grace_s=60),
+            role("c", secrets=("A", "C"), grace_s=0.5),
+        )
+    )
+    assert spec.secrets == ("A", "B", "C")
+    assert spec.grace_s == 60
+    assert GroupSpec(roles=(role("a"),)).secrets == ()

@@ -1,0 +1,109 @@
+"""What commands print, on its way into the job's log."""
+
+from __future__ import annotations
+
+import codecs
+import io
+import os
+from contextlib import suppress
+from typing import Optional, Sequence
+
+#: How our lines in a job's log begin.
+PREFIX = "nemo_run_ray| "
+#: Bytes of output read at once.
+CHUNK_BYTES = 65536
+#: Characters after which a line of a group that does not end is cut.
+LINE_MAX = 2**20
+
+
+def say(text: str) -> None:
+    """Write one line of ours into the job's log."""
+    write(f"{PREFIX}{text}\n")
+
+
+def write(text: str) -> None:
+    """Write into the job's log; on a full disk the output is lost, and the job goes on."""
+    data = memoryview(text.encode())
+    with suppress(OSError):
+        while data:
+            data = data[os.write(1, data) :]
+
+
+def end_mark(nonce: str) -> str:
+    """How the last line of a job's log begins: a reader that has it has all.
+
+    The nonce keeps a command that prints such a line by chance from ending its own log.
+    """
+    return f"{PREFIX}end {nonce[:8]}: "
+
+
+class Lines:
+    """Cuts one process's output into lines: a line is passed on whole, or not yet.
+
+    Wrong bytes become ``\\xNN``; ``\\r`` ends a line as ``\\n`` does, since Ray reads it so.
+    """
+
+    def __init__(self) -> None:
+        decode = codecs.getincrementaldecoder("utf-8")("backslashreplace")
+        self._decoder = io.IncrementalNewlineDecoder(decode, translate=True)
+        self._begun = ""
+
+    def feed(self, data: bytes) -> str:
+        """The lines that are complete with this; no data is the end of the output."""
+        text = self._begun + str(self._decoder.decode(data, final=not data))
+        end = text.rfind("\n") + 1
+        if not data or len(text) - end > LINE_MAX:
+            self._begun = ""
+            return text if text.endswith("\n") or not text else f"{text}\n"
+        self._begun = text[end:]
+        return text[:end]
+
+
+class Output:
+    """The command's output on its way into the job's log.
+
+    Ray reads the log as strict UTF-8 and takes ``\\r``, ``\\n`` and ``\\r\\n`` alike for a line's
+    end; one wrong byte would end every reader's stream. So wrong bytes are written as ``\\xNN`` and
+    ``\\r\\n`` as ``\\n``: then all readers count the same characters, which is how a reader that
+    was cut off finds its place.
+    """
+
+    def __init__(self, fd: int) -> None:
+        self.fd: Optional[int] = fd
+        self._decoder = codecs.getincrementaldecoder("utf-8")("backslashreplace")
+        self._after_return = False  # what was read ends with \r: an \n that follows belongs to it
+        self._wrote_return = False
+        self._in_line = False
+
+    def pump(self, ready: Sequence[int]) -> None:
+        if self.fd is not None and self.fd in ready:
+            data = os.read(self.fd, CHUNK_BYTES)
+            self._write(self._decoder.decode(data, final=not data))
+            if not data:
+                os.close(self.fd)
+                self.fd = None
+
+    def drain(self) -> None:
+        """Pass on what is left in the pipe; nobody holds its other end any more.
+
+        A last line without its end gets one, so that ours begins a new line.
+        """
+        while self.fd is not None:
+            self.pump([self.fd])
+        if self._in_line:
+            self._write("\n")
+
+    def _write(self, text: str) -> None:
+        if not text:
+            return
+        cut_in_two = self._after_return and text[0] == "\n"
+        self._after_return = text[-1] == "\r"
+        text = text[1:] if cut_in_two else text
+        text = text.replace("\r\n", "\n")
+        if self._wrote_return:  # a line's end that is none of a pair must not become one
+            rest = text.lstrip("\n")
+            text = "\r" * (len(text) - len(rest)) + rest
+        if text:
+            self._wrote_return = text[-1] == "\r"
+            self._in_line = text[-1] not in "\r\n"
+        write(text)

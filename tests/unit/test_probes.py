@@ -1,0 +1,252 @@
+import dataclasses
+import math
+
+import fiddle as fdl
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from nemo_run.core.serialization.yaml import YamlSerializer
+from nemo_run.core.serialization.zlib_json import ZlibJSONSerializer
+
+from nemo_run_ray import RayExecutor
+from nemo_run_ray.checks import AMOUNT_MAX
+from nemo_run_ray.errors import ConfigError
+from nemo_run_ray.probes import CommandProbe, HttpProbe, PortProbe, Probe
+from nemo_run_ray.remote.spec import ProbeSpec
+
+_NAN, _INF = float("nan"), float("inf")
+
+_GOOD_PORTS = [1, 80, 65535, "http", "a b", "é"]
+_BAD_PORTS = [0, -1, 65536, True, False, 80.0, None, "", ["http"], b"http"]
+_GOOD_TIMES = [1, 0.01, 3600, 10**9]
+_BAD_TIMES = [0, -1, _NAN, _INF, -_INF, "1", True, None, [1]]
+
+_KINDS = {PortProbe: {"port": 80}, HttpProbe: {"port": 80}, CommandProbe: {"command": ["true"]}}
+
+_GOOD = {
+    (PortProbe, "port"): _GOOD_PORTS,
+    (HttpProbe, "port"): _GOOD_PORTS,
+    (HttpProbe, "path"): ["/", "/health", "/v1/models?ready=1&x=%20", "//"],
+    (HttpProbe, "status"): [100, 200, 204, 503, 599],
+    (CommandProbe, "command"): [["true"], ["sh", "-c", "a b; $HOME * 'x'"], ["é", "", "\n"]],
+    **{(kind, name): _GOOD_TIMES for kind in _KINDS for name in ("interval_s", "timeout_s")},
+}
+_BAD = {
+    (PortProbe, "port"): _BAD_PORTS,
+    (HttpProbe, "port"): _BAD_PORTS,
+    (HttpProbe, "path"): [
+        "",
+        "health",
+        " /",
+        "/a b",
+        "/a\nb",
+        "/a\r\nHost: x",
+        "/é",
+        None,
+        b"/",
+        1,
+    ],
+    (HttpProbe, "status"): [99, 600, 0, -200, True, "200", 200.0, None, [200]],
+    (CommandProbe, "command"): [
+        [],
+        "true",
+        ("true",),
+        None,
+        [1],
+        ["true", None],
+        ["a\0b"],
+        {"a": 1},
+    ],
+    **{(kind, name): _BAD_TIMES for kind in _KINDS for name in ("interval_s", "timeout_s")},
+}
+
+
+def _cases(values: dict) -> list:
+    return [
+        pytest.param(kind, name, value, id=f"{kind.__name__}.{name}={value!r}"[:60])
+        for (kind, name), several in values.items()
+        for value in several
+    ]
+
+
+def _made(kind: type[Probe], **fields: object) -> Probe:
+    return kind(**{**_KINDS[kind], **fields})
+
+
+# ---------------------------------------------------------------------- values
+
+
+@pytest.mark.parametrize(("kind", "name", "value"), _cases(_GOOD))
+def test_good_values(kind, name, value):
+    probe = _made(kind, **{name: value})
+    assert getattr(probe, name) == value
+    expected = tuple(value) if name == "command" else value
+    assert getattr(probe.spec(), name) == expected
+
+
+@pytest.mark.parametrize(("kind", "name", "value"), _cases(_BAD))
+def test_bad_values_are_refused_by_name(kind, name, value):
+    with pytest.raises(ConfigError, match="allowed is") as caught:
+        _made(kind, **{name: value})
+    message = str(caught.value)
+    assert message.startswith(f"{kind.__name__}.{name} is ")
+    assert "\n" not in message
+
+
+def test_a_refusal_shows_the_value():
+    with pytest.raises(ConfigError, match=r"PortProbe\.port is 65536.*from 1 to 65535"):
+        PortProbe(65536)
+    with pytest.raises(ConfigError, match=r"HttpProbe\.path is 'health'.*begins with /"):
+        HttpProbe(80, path="health")
+
+
+def test_a_number_that_no_float_holds_is_refused():
+    with pytest.raises(ConfigError, match=r"PortProbe\.timeout_s"):
+        PortProbe(80, timeout_s=10**400)
+
+
+@given(
+    st.sampled_from(sorted(_KINDS, key=lambda kind: kind.__name__)),
+    st.sampled_from(["interval_s", "timeout_s"]),
+    st.floats() | st.integers(-(10**12), 10**12),
+)
+def test_any_number_is_a_time_or_refused(kind, name, value):
+    if math.isfinite(value) and 0 < value <= AMOUNT_MAX:
+        assert getattr(_made(kind, **{name: value}).spec(), name) == value
+    else:
+        with pytest.raises(ConfigError, match=name):
+            _made(kind, **{name: value})
+
+
+@given(st.text(max_size=8))
+def test_any_text_is_a_path_that_fits_into_a_request_or_refused(text):
+    try:
+        path = HttpProbe(80, path=f"/{text}").path
+    except ConfigError:
+        return
+    line = f"GET {path} HTTP/1.1".encode("ascii")
+    assert line.split() == [b"GET", path.encode(), b"HTTP/1.1"]
+
+
+# ---------------------------------------------------------------------- how they are written
+
+
+def test_what_comes_without_a_name():
+    assert PortProbe(80) == PortProbe(port=80)
+    assert HttpProbe(80, "/up", 204) == HttpProbe(port=80, path="/up", status=204)
+    assert CommandProbe(["true"]) == CommandProbe(command=["true"])
+
+
+@pytest.mark.parametrize("make", [lambda: PortProbe(80, 5), lambda: CommandProbe(["a"], 5, 6)])
+def test_times_need_their_names(make):
+    with pytest.raises(ConfigError, match="takes its fields by name; found 5"):
+        make()
+
+
+@pytest.mark.parametrize(
+    ("kind", "typo", "meant"),
+    [
+        (PortProbe, "prt", "port"),
+        (HttpProbe, "timeout", "timeout_s"),
+        (CommandProbe, "comand", "command"),
+    ],
+)
+def test_a_typo_is_named_with_a_suggestion(kind, typo, meant):
+    with pytest.raises(ConfigError, match=f"{kind.__name__} has no field '{typo}'.*'{meant}'"):
+        _made(kind, **{typo: 1})
+
+
+@pytest.mark.parametrize(
+    ("kind", "needs"), [(PortProbe, "port"), (HttpProbe, "port"), (CommandProbe, "command")]
+)
+def test_what_it_needs(kind, needs):
+    with pytest.raises(ConfigError, match=f"{kind.__name__} needs {needs}"):
+        kind()
+
+
+def test_a_field_given_twice():
+    with pytest.raises(ConfigError, match="'port' twice"):
+        PortProbe(80, port=81)
+
+
+# ---------------------------------------------------------------------- what the node is told
+
+
+def test_the_defaults():
+    assert PortProbe(80).spec() == ProbeSpec(kind="port", port=80, interval_s=1, timeout_s=600)
+    assert HttpProbe("web").spec() == ProbeSpec(
+        kind="http", port="web", path="/", status=200, interval_s=1, timeout_s=600
+    )
+    assert CommandProbe(["a", "b c"]).spec() == ProbeSpec(
+        kind="command", command=("a", "b c"), interval_s=1, timeout_s=600
+    )
+
+
+def test_every_field_arrives():
+    probe = HttpProbe("web", path="/up", status=204, interval_s=0.5, timeout_s=9)
+    assert probe.spec() == ProbeSpec(
+        kind="http", port="web", path="/up", status=204, interval_s=0.5, timeout_s=9
+    )
+    for kind, name in ((PortProbe, "port"), (CommandProbe, "command")):
+        found = _made(kind, interval_s=0.5, timeout_s=9).spec()
+        assert (found.kind, found.interval_s, found.timeout_s) == (name, 0.5, 9)
+
+
+def test_a_command_that_changes_later_changes_no_spec():
+    probe = CommandProbe(["true"])
+    spec = probe.spec()
+    probe.command.append("x")
+    assert spec.command == ("true",)
+    assert probe.spec().command == ("true", "x")
+
+
+def test_the_base_is_no_probe():
+    with pytest.raises(NotImplementedError):
+        Probe().spec()
+    with pytest.raises(ConfigError, match=r"RayExecutor\.ready .*PortProbe"):
+        RayExecutor(ready=Probe())
+
+
+# ---------------------------------------------------------------------- saved with an executor
+
+_SAVED = [
+    PortProbe(8000),
+    PortProbe("a b", interval_s=0.25, timeout_s=5),
+    HttpProbe("web", path="/up?a=1&b=%20", status=204, interval_s=2, timeout_s=3),
+    CommandProbe(["sh", "-c", "test 'a b' \"$HOME\" é\n", ""], timeout_s=0.5),
+]
+
+
+@pytest.mark.parametrize("probe", _SAVED, ids=lambda probe: type(probe).__name__)
+def test_an_executor_with_one_survives_cloning(probe):
+    executor = RayExecutor(service=True, ready=probe, ports={"web": 0, "a b": 1})
+    clone = executor.clone()
+    assert clone == executor
+    assert type(clone.ready) is type(probe)
+    assert clone.ready is not probe
+    assert clone.ready.spec() == probe.spec()
+
+
+@pytest.mark.parametrize("probe", _SAVED, ids=lambda probe: type(probe).__name__)
+def test_an_executor_with_one_survives_json_and_yaml(probe):
+    config = RayExecutor(service=True, ready=probe).to_config()
+    text = ZlibJSONSerializer().serialize(config)
+    again = fdl.build(ZlibJSONSerializer().deserialize(text))
+    assert again.ready == probe
+    assert again.ready.spec() == probe.spec()
+    saved = YamlSerializer().serialize(config)
+    assert f"nemo_run_ray.probes.{type(probe).__name__}" in saved
+
+
+def test_a_built_config_is_checked():
+    config = RayExecutor(service=True, ready=PortProbe(80)).to_config()
+    config.ready.port = 0
+    with pytest.raises(ConfigError, match=r"PortProbe\.port is 0"):
+        fdl.build(config)
+
+
+@pytest.mark.parametrize("kind", _KINDS)
+def test_every_field_is_in_the_spec(kind):
+    """A field that the node is not told would do nothing."""
+    spec = {one.name for one in dataclasses.fields(ProbeSpec)}
+    assert {one.name for one in dataclasses.fields(kind)} <= spec
