@@ -1,0 +1,136 @@
+"""Ray on three hosts of one machine, each with addresses, processes and a cable of its own."""
+
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+
+from nemo_run_ray import ExistingCluster
+from nemo_run_ray.errors import ClusterError
+from nemo_run_ray.jobs_api import JobsApi
+from tests import groups
+from tests.conftest import wait_for
+
+TESTBED = Path(__file__).with_name("testbed.py")
+TOKEN = "a5" * 32
+HEAD = "10.77.0.1"
+#: Every host is a pool of its own by its label, and has these things to give.
+POOLS = {"n1": ("client", 2, {}), "n2": ("gpu", 2, {"worker": 2}), "n3": ("cpu", 2, {})}
+
+
+def bed(*arguments: str) -> str:
+    done = subprocess.run(
+        [sys.executable, str(TESTBED), *arguments], capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+class Hosts:
+    """The hosts n1 (Ray's head), n2 and n3, and what can happen to them."""
+
+    def __init__(self, logs: Path) -> None:
+        self.logs = logs
+        self.cluster = ExistingCluster(url=f"http://{HEAD}:8265", token=TOKEN)
+        token = logs / "token"
+        token.write_text(TOKEN)
+        token.chmod(0o600)
+        path = f"PATH={Path(sys.executable).parent}:$PATH"
+        # /tmp/ray is a folder of each host's own; the rest of the file system is one for all.
+        auth = f"RAY_AUTH_MODE=token RAY_AUTH_TOKEN_PATH={token}"
+        self._env = f"env TMPDIR={logs} RAY_TMPDIR=/tmp {auth} {path}"
+
+    @property
+    def api(self) -> JobsApi:
+        return JobsApi.of(self.cluster.connect())
+
+    def start_head(self) -> None:
+        self._start("n1", f"--head --port=6379 --dashboard-host={HEAD}")
+        api = JobsApi.of(self.cluster.connect())
+        wait_for(lambda: answers(api), within_s=120)
+
+    def start_worker(self, name: str) -> None:
+        self._start(name, f"--address={HEAD}:6379")
+
+    def wait_for_nodes(self, *names: str) -> None:
+        """Until Ray counts exactly these hosts as alive."""
+        wanted = {f"10.77.0.{name[1:]}" for name in names}
+        wait_for(lambda: {row["node_ip"] for row in self.state("nodes", "ALIVE")} == wanted, 120)
+
+    def state(self, kind: str, state: str) -> list[dict]:
+        """What Ray's state API has of ``nodes``, ``actors`` or ``placement_groups``."""
+        answer = self.get(f"/api/v0/{kind}?detail=true&limit=5000")
+        return [row for row in answer["data"]["result"]["result"] if row["state"] == state]
+
+    def leftovers(self) -> list[str]:
+        """What groups hold on the cluster: actors, placement groups, resources."""
+        found = [f"actor {one['class_name']}" for one in self.state("actors", "ALIVE")]
+        found += [f"placement group {row}" for row in self.state("placement_groups", "CREATED")]
+        found += [f"placement group {row}" for row in self.state("placement_groups", "PENDING")]
+        usage = self.get("/api/cluster_status")["data"]["clusterStatus"]["loadMetricsReport"][
+            "usage"
+        ]
+        found += [
+            f"{key} {used}" for key, (used, _) in usage.items() if key in ("CPU", "worker") and used
+        ]
+        return found
+
+    def get(self, path: str) -> dict:
+        headers = {"Authorization": f"Bearer {TOKEN}"}
+        return httpx.get(f"{self.cluster.url}{path}", headers=headers, timeout=20).json()
+
+    def revive(self, name: str) -> None:
+        """Bring a host that was crashed, or whose Ray has given up, back into the cluster."""
+        bed("crash", name)
+        bed("up", "3")
+        self.start_worker(name)
+
+    def _start(self, name: str, arguments: str) -> None:
+        pool, cpus, resources = POOLS[name]
+        ray = f"{sys.executable} -m ray.scripts.scripts start --block --disable-usage-stats"
+        given = "".join(f',"{key}":{amount}' for key, amount in resources.items()).lstrip(",")
+        command = (
+            f"exec {self._env} {ray} {arguments} --node-ip-address=10.77.0.{name[1:]} "
+            f"--num-cpus={cpus} --labels=pool={pool} --resources='{{{given}}}'"
+        )
+        bed("spawn", name, str(self.logs / f"{name}.log"), "--", "sh", "-c", command)
+
+
+def server(*program: str, **fields) -> groups.Role:
+    """A service in the pool of n2, unless the fields say otherwise."""
+    return groups.server(*program, **{"label_selector": {"pool": "gpu"}, **fields})
+
+
+def client(*program: str, **fields) -> groups.Role:
+    """A primary in the pool of n1, unless the fields say otherwise."""
+    return groups.client(*program, **{"label_selector": {"pool": "client"}, **fields})
+
+
+def answers(api: JobsApi) -> bool:
+    try:
+        return bool(api.version(patience_s=0))
+    except ClusterError:
+        return False
+
+
+@pytest.fixture(scope="session")
+def hosts(tmp_path_factory) -> Iterator[Hosts]:
+    if os.geteuid() != 0:
+        pytest.skip("network namespaces need root")
+    if shutil.which("ip") is None:
+        pytest.skip("network namespaces need the program ip (Debian: iproute2)")
+    found = Hosts(tmp_path_factory.mktemp("hosts"))
+    bed("up", "3")
+    try:
+        found.start_head()
+        found.start_worker("n2")
+        found.start_worker("n3")
+        found.wait_for_nodes("n1", "n2", "n3")
+        yield found
+    finally:
+        bed("down")
