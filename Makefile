@@ -7,6 +7,7 @@ export PIP_CACHE_DIR := $(CURDIR)/$(VENV)/.cache/pip
 export PYTHONPYCACHEPREFIX := $(CURDIR)/$(VENV)/.cache/pycache
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
+TORCH  := $(VENV)/.torch
 
 .PHONY: install demo check test soak bench matrix build clean
 
@@ -18,6 +19,11 @@ $(STAMP): pyproject.toml constraints.txt
 	$(BIN)/uv pip install --quiet --python $(BIN)/python --constraint constraints.txt --editable '.[dev,examples]'
 	touch $@
 
+# By pip: it finds a CPU build where the machine offers one, which uv does not. For one example.
+$(TORCH): $(STAMP)
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt torch
+	touch $@
+
 demo: $(STAMP)                 ## train a classifier on an embedded Ray
 	$(BIN)/python examples/quickstart.py
 
@@ -26,10 +32,10 @@ check: $(STAMP)                ## format, lint, types
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 
-test: $(STAMP)
+test: $(STAMP) $(TORCH)
 	$(BIN)/python -m pytest
 
-soak: $(STAMP)                 ## long loops; SEED=… repeats one
+soak: $(STAMP) $(TORCH)                 ## long loops; SEED=… repeats one
 	$(BIN)/python -m pytest -m soak --timeout 7200 -s
 
 bench: $(STAMP)
