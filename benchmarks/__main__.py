@@ -8,38 +8,30 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import io
 import json
 import os
 import platform
 import re
-import shutil
 import statistics
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 import uuid
-from collections.abc import Callable
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
-FOLDER = Path(tempfile.mkdtemp(prefix="nrr-bench-"))
-# Registered before what leaves the embedded Ray at the end, and so done after it.
-atexit.register(shutil.rmtree, FOLDER, ignore_errors=True)
-os.environ["NEMORUN_HOME"] = str(FOLDER / "home")
+from benchmarks.common import FOLDER, ROOT, quietly, wait_for  # isort: skip
 
-import httpx  # noqa: E402
-import nemo_run as run  # noqa: E402
-import psutil  # noqa: E402
+import httpx
+import nemo_run as run
+import psutil
 
-from nemo_run_ray import ExistingCluster, LocalCluster, RayExecutor  # noqa: E402
-from nemo_run_ray.clusters import Dashboard  # noqa: E402
-from nemo_run_ray.jobs_api import JobsApi  # noqa: E402
-from nemo_run_ray.remote_job import RemoteJob  # noqa: E402
-from tests.flaky_proxy import FlakyProxy  # noqa: E402
+from benchmarks import groups
+from nemo_run_ray import ExistingCluster, LocalCluster, RayExecutor
+from nemo_run_ray.clusters import Dashboard
+from nemo_run_ray.jobs_api import JobsApi
+from nemo_run_ray.remote_job import RemoteJob
+from tests.flaky_proxy import FlakyProxy
 
 ROUNDS = 9
 LOG_BYTES = 200 * 1024**2
@@ -60,6 +52,13 @@ def main() -> None:
     ):
         print(f"measuring: {name}", file=sys.stderr, flush=True)
         results[name] = measure(dashboard)
+    for name, measure in (
+        ("group start", groups.measure_start),
+        ("group log", groups.measure_log),
+        ("64 replicas", groups.measure_replicas),
+    ):
+        print(f"measuring: {name}", file=sys.stderr, flush=True)
+        results[name] = measure()
     results["import"] = measure_import()
     (ROOT / "benchmarks" / "results").mkdir(exist_ok=True)
     (ROOT / "benchmarks" / "results" / "latest.json").write_text(json.dumps(results, indent=1))
@@ -219,11 +218,6 @@ def measure_import() -> dict[str, object]:
     return {"nemo_run_s": cpu_s("import nemo_run"), "added_s": statistics.median(values)}
 
 
-def quietly(work: Callable[[], None]) -> None:
-    with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
-        work()
-
-
 def is_idle(dashboard: Dashboard) -> bool:
     rows = JobsApi.of(dashboard).table(fresh=True).values()
     return all(row["status"] not in ("PENDING", "RUNNING") for row in rows)
@@ -242,16 +236,6 @@ def remote_processes() -> list[psutil.Process]:
 def pss_bytes(pid: int) -> int:
     text = Path(f"/proc/{pid}/smaps_rollup").read_text()
     return int(re.findall(r"^Pss:\s+(\d+) kB", text, re.M)[0]) * 1024
-
-
-def wait_for(question: Callable[[], object], within_s: float = 120) -> object:
-    deadline = time.monotonic() + within_s
-    while time.monotonic() < deadline:
-        answer = question()
-        if answer:
-            return answer
-        time.sleep(0.02)
-    raise TimeoutError(f"not true within {within_s} s")
 
 
 def show(results: dict) -> None:
@@ -277,6 +261,13 @@ def show(results: dict) -> None:
     table.add_row("the larger one (RSS)", f"{footprint['rss_bytes'] / mb:.1f} MiB", "< 25")
     table.add_row("client's growth, 200 MB log", f"{log['growth_bytes'] / mb:.1f} MiB", "< 64")
     table.add_row("following that log", f"{log['megabytes_per_s']:.1f} MB/s")
+    later = results["group start"]["later_s"]
+    table.add_row("a group of 3 starts later than a task by", f"{later:.2f} s", "≤ 2.0")
+    lines = results["group log"]["lines_per_s"]
+    table.add_row("output of 4 roles", f"{lines:,.0f} lines/s", "≥ 20,000")
+    wide = results["64 replicas"]
+    table.add_row("64 replicas: from the first start to the last", f"{wide['starts_s']:.2f} s")
+    table.add_row("64 replicas: memory of each", f"{wide['memory_bytes'] / mb:.0f} MiB")
     added = results["import"]["added_s"]
     table.add_row("import nemo_run_ray adds", f"{added:.3f} s", "< 0.1")
     Console().print(table)

@@ -1,5 +1,5 @@
 #!/bin/sh
-# Unit tests with the lowest and the highest versions that pyproject.toml declares.
+# Unit tests and those of the patches with the lowest and the highest versions that pyproject.toml declares.
 set -eu
 uv="${BIN:?call this by: make matrix}/uv"
 
@@ -23,5 +23,5 @@ for row in 3.10:lowest-direct 3.13:highest; do
     echo "== $("$venv/bin/python" --version), $resolution versions"
     "$uv" pip list --python "$venv/bin/python" 2>/dev/null |
         grep -E '^(nemo-run|torchx|fiddle|ray|leptonai|httpx|websockets|filelock|typer|rich) '
-    "$venv/bin/python" -m pytest tests/unit
+    "$venv/bin/python" -m pytest tests/unit tests/patches
 done

@@ -1,0 +1,36 @@
+"""What all benchmarks share. Imported first: it sets the home before NeMo-Run reads it."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import io
+import os
+import shutil
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+FOLDER = Path(tempfile.mkdtemp(prefix="nrr-bench-"))
+# Registered before what leaves the embedded Ray at the end, and so done after it.
+atexit.register(shutil.rmtree, FOLDER, ignore_errors=True)
+os.environ["NEMORUN_HOME"] = str(FOLDER / "home")
+
+
+def quietly(work: Callable[[], None]) -> None:
+    with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
+        work()
+
+
+def wait_for(question: Callable[[], object], within_s: float = 120) -> object:
+    deadline = time.monotonic() + within_s
+    while time.monotonic() < deadline:
+        answer = question()
+        if answer:
+            return answer
+        time.sleep(0.02)
+    raise TimeoutError(f"not true within {within_s} s")
