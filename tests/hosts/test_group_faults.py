@@ -15,7 +15,7 @@ from nemo_run_ray import PortProbe
 from nemo_run_ray.remote_job import RemoteJob
 from tests.conftest import wait_for
 from tests.groups import Role, assert_nothing_left, finish, submit
-from tests.hosts.conftest import Hosts, bed, client, server
+from tests.hosts.conftest import POOLS, Hosts, bed, client, server
 
 STAYS = 'echo "client runs"; sleep 600'
 STUBBORN = "trap '' TERM\n{python} -m http.server $NEMO_RUN_SERVER_PORT_HTTP >/dev/null 2>&1"
@@ -45,12 +45,12 @@ def pair(program: str = STAYS, **fields) -> list[Role]:
 
 
 def processes(wanted: Callable[[int, list[str]], bool]) -> list[int]:
-    """The processes of the hosts, and of no other test, for which this holds of id and words."""
+    """The processes of our hosts, and of nobody else, for which this holds of id and words."""
     found = []
-    here = os.readlink("/proc/self/ns/pid")
+    hosts = {bed("exec", name, "--", "readlink", "/proc/self/ns/pid").strip() for name in POOLS}
     for folder in Path("/proc").iterdir():
         try:
-            if not folder.name.isdigit() or os.readlink(folder / "ns" / "pid") == here:
+            if not folder.name.isdigit() or os.readlink(folder / "ns" / "pid") not in hosts:
                 continue
             words = (folder / "cmdline").read_bytes().split(b"\0")
             if words[0] and wanted(int(folder.name), [word.decode() for word in words]):
