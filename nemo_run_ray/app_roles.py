@@ -72,6 +72,12 @@ def is_group(app: AppDef, executor: RayExecutor) -> bool:
 
 def task_spec(role: Role, executor: RayExecutor) -> JobSpec:
     """What one process of a role runs."""
+    for secret in executor.secrets:
+        if secret in role.env:
+            raise ConfigError(
+                f"{role_name(role, executor)}: RayExecutor.secrets names {secret}, which the task, or "
+                "the executor of its group, sets in clear too; leave it out there."
+            )
     argv = _argv(role, executor)
     cluster = executor.resolve_cluster()
     return JobSpec(
@@ -97,7 +103,7 @@ def group_spec(app: AppDef, executor: RayExecutor) -> GroupSpec:
     roles = []
     for role, own in zip(app.roles, executors, strict=True):
         if own is not executor:
-            _check_own(role_name(role, own), own, role)
+            _check_own(role_name(role, own), own)
             # What plug-ins set on the group's executor is in role.env already.
             role = _launched(replace(role, env={**own.env_vars, **role.env}), own)
         roles.append(_role_spec(role, own, len(executors)))
@@ -208,18 +214,12 @@ def _check_whole(executor: RayExecutor) -> None:
         )
 
 
-def _check_own(name: str, executor: RayExecutor, role: Role) -> None:
+def _check_own(name: str, executor: RayExecutor) -> None:
     executor.check(name)
     try:
         executor.check_built()
     except NotBuiltError as error:
         raise NotBuiltError(f"The role {name!r}: {error}") from error
-    for secret in executor.secrets:
-        if secret in role.env:
-            raise ConfigError(
-                f"The role {name!r}: RayExecutor.secrets names {secret}, which is set in clear "
-                "too, on the executor of the group or in the task; leave it out there."
-            )
 
 
 def _check_probe(name: str, executor: RayExecutor, count: int) -> None:

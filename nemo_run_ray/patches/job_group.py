@@ -71,7 +71,7 @@ def _merging(build: Any, listed: list[type]) -> Any:
         executors = [given] if isinstance(given, Executor) else given
         kind = type(executors[0])
         # Those that NeMo-Run lists it merges by itself, or means not to.
-        if kind not in listed and hasattr(kind, "merge"):
+        if kind not in listed and kind.supports_job_group() and hasattr(kind, "merge"):
             self.executors = kind.merge(executors, num_tasks=len(self.tasks))
             self._merge = True
 
