@@ -75,8 +75,8 @@ def task_spec(role: Role, executor: RayExecutor) -> JobSpec:
     for secret in executor.secrets:
         if secret in role.env:
             raise ConfigError(
-                f"{role_name(role, executor)}: RayExecutor.secrets names {secret}, which the task, or "
-                "the executor of its group, sets in clear too; leave it out there."
+                f"{role_name(role, executor)}: RayExecutor.secrets names {secret}, which the task, "
+                "or the executor of its group, sets in clear too; leave it out there."
             )
     argv = _argv(role, executor)
     cluster = executor.resolve_cluster()
