@@ -28,9 +28,9 @@ import psutil
 
 from benchmarks import groups
 from nemo_run_ray import ExistingCluster, LocalCluster, RayExecutor
+from nemo_run_ray.chained_job import find_job
 from nemo_run_ray.clusters import Dashboard
 from nemo_run_ray.jobs_api import JobsApi
-from nemo_run_ray.remote_job import RemoteJob
 from tests.flaky_proxy import FlakyProxy
 
 ROUNDS = 9
@@ -181,7 +181,7 @@ def measure_log(dashboard: Dashboard) -> dict[str, object]:
     before = peak = process.memory_info().rss
     characters = 0
     began = time.monotonic()
-    for number, text in enumerate(RemoteJob.find(job).log(should_tail=True)):
+    for number, text in enumerate(find_job(job).log(should_tail=True)):
         characters += len(text)
         if number % 20 == 0:
             peak = max(peak, process.memory_info().rss)

@@ -15,6 +15,7 @@ import psutil
 
 from benchmarks.common import FOLDER, quietly, wait_for
 from nemo_run_ray import LocalCluster, RayExecutor
+from nemo_run_ray.chained_job import find_job
 from nemo_run_ray.remote_job import RemoteJob
 
 ROUNDS = 5
@@ -109,4 +110,4 @@ def submit(programs: list[str], cluster: LocalCluster | None = None, **fields) -
 
     found: list[str] = []
     quietly(hand_over)
-    return RemoteJob.find(found[0])
+    return find_job(found[0])

@@ -13,7 +13,7 @@ from nemo_run.core.execution.launcher import FaultTolerance, Launcher, Torchrun
 from nemo_run.run.torchx_backend.components import ft_launcher, torchrun
 from torchx.specs import AppDef, Role
 
-from nemo_run_ray.errors import ConfigError, NotBuiltError
+from nemo_run_ray.errors import ConfigError
 from nemo_run_ray.executor import RayExecutor
 from nemo_run_ray.remote.addresses import RENDEZVOUS, key
 from nemo_run_ray.remote.spec import GroupSpec, JobSpec, RoleSpec
@@ -216,10 +216,6 @@ def _check_whole(executor: RayExecutor) -> None:
 
 def _check_own(name: str, executor: RayExecutor) -> None:
     executor.check(name)
-    try:
-        executor.check_built()
-    except NotBuiltError as error:
-        raise NotBuiltError(f"The role {name!r}: {error}") from error
 
 
 def _check_probe(name: str, executor: RayExecutor, count: int) -> None:

@@ -179,6 +179,18 @@ def secrets_archive(names: Sequence[str], nonce: str) -> Archive:
     return Archive("The secrets", digest, entries)
 
 
+def single_file(what: str, name: str, data: bytes, digest: str) -> Archive:
+    """An archive of one file.
+
+    Args:
+        what: in words, for messages.
+        name: of the file.
+        data: its contents.
+        digest: names the contents.
+    """
+    return Archive(what, digest, lambda: iter([_text(name, data)]))
+
+
 def _run_packager(packager: Packager, folder: Path, name: str) -> Path:
     kind = type(packager).__name__
     try:

@@ -239,11 +239,11 @@ def _experiment(name: str) -> Any:
 
 def _jobs(name: str) -> list[Any]:
     """The jobs of an experiment, or the one of a handle or a job's id."""
-    from nemo_run_ray.remote_job import RemoteJob
+    from nemo_run_ray.chained_job import find_job
 
     bare = name.rpartition("/")[2]
     try:
-        return [RemoteJob.find(bare)]
+        return [find_job(bare)]
     except JobError:
         found = _all_jobs(_experiment(name))
     if not found:
@@ -252,9 +252,9 @@ def _jobs(name: str) -> list[Any]:
 
 
 def _all_jobs(experiment: Any) -> list[Any]:
-    from nemo_run_ray.remote_job import jobs_of
+    from nemo_run_ray.chained_job import jobs_of
 
-    return jobs_of(plugin.experiment_dir(experiment))
+    return list(jobs_of(plugin.experiment_dir(experiment)))
 
 
 def _experiment_of(job: Any) -> Any:

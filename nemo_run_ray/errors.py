@@ -2,7 +2,6 @@
 
     NemoRunRayError
     ├── ConfigError          a field, a file or a command-line argument is wrong (also a ValueError)
-    │   └── NotBuiltError    the field is right, what it asks for does not exist yet
     ├── ClusterError         the cluster cannot serve the request
     │   ├── Unreachable      no answer, or not Ray's answer
     │   │   └── Gone         the same, and the next attempt may succeed
@@ -29,10 +28,6 @@ class NemoRunRayError(Exception):
 
 class ConfigError(NemoRunRayError, ValueError):
     """A value that the user gave is wrong."""
-
-
-class NotBuiltError(ConfigError):
-    """A value that the user gave asks for something that this version cannot do."""
 
 
 class ClusterError(NemoRunRayError):

@@ -14,9 +14,11 @@ from nemo_run.core.packaging.base import Packager
 
 from nemo_run_ray.checks import is_amount, named_fields
 from nemo_run_ray.clusters import Cluster, ExistingCluster, LocalCluster
-from nemo_run_ray.errors import ConfigError, NotBuiltError
+from nemo_run_ray.errors import ConfigError
 from nemo_run_ray.probes import Probe
 
+#: Name of the torchx scheduler, and the beginning of every handle.
+SCHEDULER = "ray_jobs"
 #: Name of the ledger in an experiment's folder.
 LEDGER = "ray_jobs.jsonl"
 STRATEGIES = ("PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD")
@@ -36,7 +38,7 @@ _MEMORY = re.compile(r"\s*(\d{1,18}(?:\.\d{1,18})?)\s*([A-Za-z]*)\s*")
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 _TYPES: tuple[tuple[tuple[str, ...], type, str], ...] = (
     (("resources_per_node", "label_selector", "runtime_env", "ports", "env_vars"), dict, "a dict"),
-    (("secrets", "dependencies", "resource_group"), list, "a list"),
+    (("secrets", "dependencies", "resource_group", "permanent_exit_codes"), list, "a list"),
     (("service", "keep_run_dir", "wait_for_nodes"), bool, "True or False"),
     (("role", "strategy"), str, "a text"),
 )
@@ -96,6 +98,8 @@ class RayExecutor(Executor):
     max_in_flight: int | None = None
     #: Seconds after which a job that was not placed is given up; ``None`` is Ray's own limit.
     pending_timeout_s: float | None = None
+    #: Exit codes that no further attempt would change, such as that of a usage error.
+    permanent_exit_codes: list[int] = field(default_factory=list)
     #: Seconds from SIGTERM to SIGKILL.
     grace_s: float = 10
     #: Handles of jobs that must have succeeded.
@@ -147,23 +151,6 @@ class RayExecutor(Executor):
                     "absent: the code travels by the executor's packager",
                 )
         self._check_launcher()
-
-    def check_built(self) -> None:
-        """Check that this version can do what the fields ask for.
-
-        Raises:
-            NotBuiltError: it cannot; the message names the field and what is missing.
-        """
-        dispatcher = {
-            "retries": self.retries > 0 and not self.service,
-            "max_in_flight": self.max_in_flight is not None,
-            "dependencies": bool(self.dependencies),
-        }
-        for name in (name for name, wanted in dispatcher.items() if wanted):
-            raise NotBuiltError(
-                f"RayExecutor.{name} is {getattr(self, name)!r}, which needs the dispatcher, not "
-                f"built yet; leave the field at its default."
-            )
 
     def resolve_cluster(self) -> Cluster:
         """The cluster that the fields name."""
@@ -227,6 +214,17 @@ class RayExecutor(Executor):
         merged = cls(
             cluster=first.resolve_cluster(),
             grace_s=max(one.grace_s for one in executors),
+            retries=max((one.retries for one in executors if not one.service), default=0),
+            permanent_exit_codes=sorted(
+                {code for one in executors for code in one.permanent_exit_codes}
+            ),
+            max_in_flight=min(
+                (one.max_in_flight for one in executors if one.max_in_flight is not None),
+                default=None,
+            ),
+            dependencies=list(
+                dict.fromkeys(handle for one in executors for handle in one.dependencies)
+            ),
             experiment_id=first.experiment_id,
             job_dir=first.job_dir,
             resource_group=list(executors),
@@ -284,8 +282,12 @@ class RayExecutor(Executor):
         if self.python is not None and (not isinstance(self.python, str) or not self.python):
             _refuse("python", self.python, "a path, a program's name, or None")
         for handle in self.dependencies:
-            if not isinstance(handle, str):
-                _refuse("dependencies", self.dependencies, "a list of handles")
+            if not isinstance(handle, str) or not handle.startswith(f"{SCHEDULER}://"):
+                allowed = f"a list of handles of Ray jobs, {SCHEDULER}://nemo_run/<job's id>"
+                _refuse("dependencies", self.dependencies, allowed)
+        for code in self.permanent_exit_codes:
+            if isinstance(code, bool) or not isinstance(code, int) or not 1 <= code <= 255:
+                _refuse("permanent_exit_codes", self.permanent_exit_codes, "numbers from 1 to 255")
 
     def _check_numbers(self) -> None:
         for name in ("nodes", "ntasks_per_node"):

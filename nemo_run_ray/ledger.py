@@ -10,7 +10,7 @@ import json
 import logging
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -41,6 +41,8 @@ class JobRecord:
         nonces: one of every submission of ours, by whatever process; they tell our job from another
             one that took the same id.
         exp_dir: folder of its experiment.
+        chain: id of the dispatcher that hands it over; empty when the client did.
+        dispatches: it is an attempt of that dispatcher itself.
         last: the last event of its submission.
         cancelled: somebody asked for its end.
         terminal: what was last seen of it, once it had ended.
@@ -53,9 +55,11 @@ class JobRecord:
     session: str
     nonces: list[str]
     exp_dir: Path
+    chain: str = ""
+    dispatches: bool = False
     last: str = INTENT
     cancelled: bool = False
-    terminal: dict[str, str] = field(default_factory=dict)
+    terminal: dict[str, Any] = field(default_factory=dict)
 
 
 class Ledger:
@@ -67,9 +71,14 @@ class Ledger:
 
     def write(self, event: str, submission_id: str, **values: Any) -> None:
         """Append one event; on return it is on the disk."""
-        line = json.dumps(
-            {"at": round(time.time(), 3), "event": event, "id": submission_id, **values},
-            sort_keys=True,
+        self.write_all([(event, submission_id, values)])
+
+    def write_all(self, events: Sequence[tuple[str, str, dict[str, Any]]]) -> None:
+        """Append several events: kind, submission id and values of each."""
+        at = round(time.time(), 3)
+        lines = "".join(
+            json.dumps({"at": at, "event": event, "id": name, **values}, sort_keys=True) + "\n"
+            for event, name, values in events
         )
         with FileLock(f"{self.path}.lock"), open(self.path, "ab+") as file:
             file.seek(0, os.SEEK_END)
@@ -77,7 +86,7 @@ class Ledger:
                 file.seek(-1, os.SEEK_END)
                 if file.read(1) != b"\n":  # a writer died in the middle of its line
                     file.write(b"\n")
-            file.write(line.encode() + b"\n")
+            file.write(lines.encode())
             file.flush()
             os.fsync(file.fileno())
 
@@ -89,11 +98,13 @@ class Ledger:
             if kind == INTENT:
                 before = records[submission_id].nonces if submission_id in records else []
                 names = ("job", "role", "cluster", "session")
+                more = {name: event[name] for name in ("chain", "dispatches") if name in event}
                 records[submission_id] = JobRecord(
                     submission_id=submission_id,
                     exp_dir=self.exp_dir,
                     nonces=[*before, event["nonce"]],
                     **{name: event[name] for name in names},
+                    **more,
                 )
             elif submission_id not in records:
                 log.warning("%s tells of %s before its intent.", self.path, submission_id)

@@ -9,7 +9,7 @@ import hashlib
 import json
 import re
 import shlex
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -17,18 +17,19 @@ from nemo_run.core.packaging.base import Packager
 from torchx.specs import AppDef
 
 from nemo_run_ray.app_roles import group_spec, is_group, packagers, selector_since, task_spec
-from nemo_run_ray.errors import ConfigError, NotBuiltError
+from nemo_run_ray.errors import ConfigError
 from nemo_run_ray.executor import RayExecutor
-from nemo_run_ray.remote.spec import CODE, GroupSpec, JobSpec, ProbeSpec
+from nemo_run_ray.remote.decide import CHAIN_KEY, NONCE_KEY, PERMANENT_KEY, RETRIES_KEY
+from nemo_run_ray.remote.spec import CODE, GroupSpec, JobSpec, LinkSpec, OutsideSpec, ProbeSpec
 
-#: Key in a job's metadata of the nonce that makes it ours.
-NONCE_KEY = "nemo_run_ray"
 #: Name of the package in the job archive.
 REMOTE_PACKAGE = "nemo_run_ray_remote"
 #: Longest id: Ray makes ``job-driver-<id>.log`` of it, and a file's name has 255 bytes.
 ID_MAX = 180
 #: Seconds that Ray waits longer than we do before it kills our own process.
 _STOP_MARGIN_S = 10
+#: How often one dispatcher's job starts it, when it is killed again and again.
+_DISPATCHER_STARTS = 100
 _UNSAFE = re.compile(r"[^A-Za-z0-9_.-]+")
 
 
@@ -45,6 +46,12 @@ class JobPlan:
         packagers: of the roles whose code travels, by the role's name.
         selector_since: first version of Ray that knows what it asks for, if it matters.
         runs_here: the code stays where it is.
+        after: names of the experiment's jobs on this cluster that must have succeeded.
+        outside: handles of other experiments' jobs that must have succeeded.
+        retries: further attempts after a failure.
+        permanent_exit_codes: that no further attempt would change.
+        max_in_flight: so many of the experiment's jobs at once at most.
+        pending_timeout_s: seconds that it may wait for room.
     """
 
     job: str
@@ -55,6 +62,18 @@ class JobPlan:
     packagers: dict[str, Packager] = field(default_factory=dict)
     selector_since: tuple[int, int] | None = None
     runs_here: bool = False
+    after: tuple[str, ...] = ()
+    outside: tuple[str, ...] = ()
+    retries: int = 0
+    permanent_exit_codes: tuple[int, ...] = ()
+    max_in_flight: int | None = None
+    pending_timeout_s: float | None = None
+
+    @property
+    def needs_dispatcher(self) -> bool:
+        """Whether somebody must look after it on the cluster, before its start or after its end."""
+        timed = self.pending_timeout_s is not None
+        return bool(self.after or self.outside or self.retries or self.max_in_flight or timed)
 
     @property
     def spec_name(self) -> str:
@@ -80,7 +99,7 @@ class JobPlan:
         runtime_env = {**self.runtime_env, "env_vars": variables, "py_modules": modules}
         if main is not None:
             runtime_env["working_dir"] = main
-        arguments = [self.spec_name, self.submission_id, nonce]
+        arguments = ["run", self.spec_name, self.submission_id, nonce]
         needs_ray = isinstance(self.spec, GroupSpec)
         return {
             "submission_id": self.submission_id,
@@ -89,6 +108,33 @@ class JobPlan:
             "metadata": {NONCE_KEY: nonce, "nemo_run_job": self.job},
             **self.request,
         }
+
+    def link(self, body: dict[str, Any], outside: Sequence[OutsideSpec], chain: str) -> LinkSpec:
+        """The job as a dispatcher gets it.
+
+        Args:
+            body: of its first attempt's request.
+            outside: the jobs behind ``outside``.
+            chain: id of the dispatcher.
+        """
+        metadata = {
+            **body["metadata"],
+            CHAIN_KEY: chain,
+            RETRIES_KEY: str(self.retries),
+            PERMANENT_KEY: ",".join(str(code) for code in self.permanent_exit_codes),
+        }
+        return LinkSpec(
+            name=self.job,
+            id=self.submission_id,
+            nonce=metadata[NONCE_KEY],
+            body={**body, "metadata": metadata},
+            after=self.after,
+            outside=tuple(outside),
+            retries=self.retries,
+            permanent_exit_codes=self.permanent_exit_codes,
+            pending_timeout_s=self.pending_timeout_s,
+            secrets=self.spec.secrets,
+        )
 
     @property
     def _stop_wait_s(self) -> int:
@@ -102,7 +148,6 @@ def plan(app: AppDef, executor: RayExecutor, submission_id: str, job: str) -> Jo
         ConfigError: a field of the executor is wrong, or asks for what this version cannot do.
     """
     executor.check()
-    executor.check_built()
     ships = packagers(app, executor)
     spec: JobSpec | GroupSpec
     if is_group(app, executor):
@@ -121,6 +166,12 @@ def plan(app: AppDef, executor: RayExecutor, submission_id: str, job: str) -> Jo
         packagers=ships,
         selector_since=selector_since(spec, executor),
         runs_here=executor.resolve_cluster().runs_here,
+        outside=tuple(executor.dependencies),
+        retries=executor.retries,
+        permanent_exit_codes=tuple(executor.permanent_exit_codes),
+        max_in_flight=executor.max_in_flight,
+        # A group gives itself up: its driver knows whether it is placed.
+        pending_timeout_s=None if is_group(app, executor) else executor.pending_timeout_s,
     )
 
 
@@ -131,11 +182,6 @@ def _check_alone(executor: RayExecutor) -> None:
                 f"RayExecutor.{name} is {getattr(executor, name)!r}, but the task is alone: "
                 "services and probes are for the roles of a group (`experiment.add([…], …)`)."
             )
-    if executor.pending_timeout_s is not None:
-        raise NotBuiltError(
-            f"RayExecutor.pending_timeout_s is {executor.pending_timeout_s!r}, which for a task "
-            "alone needs the dispatcher, not built yet; leave the field at its default."
-        )
     if executor.wait_for_nodes:
         raise ConfigError(
             "RayExecutor.wait_for_nodes is True, but the task is alone: Ray itself waits for a "
@@ -188,17 +234,13 @@ def _shorten(name: str) -> str:
 
 
 def entrypoint(python: str | None, arguments: list[str], needs_ray: bool = False) -> str:
-    """The shell line that Ray runs: the remote half's ``run`` with these arguments.
+    """The shell line that Ray runs: the remote half with these arguments.
 
     ``-I`` keeps the user's files from shadowing the standard library in our process; the archives
     are put behind it. Without a given interpreter it takes python3, then that of the ``ray``
     command, then python, the first that is recent enough and, for groups, can import ray.
     """
-    code = (
-        'import os,sys;sys.path+=os.environ["PYTHONPATH"].split(":");'
-        f"from {REMOTE_PACKAGE}.__main__ import main;sys.exit(main(sys.argv[1:]))"
-    )
-    words = shlex.join(["-I", "-c", code, "run", *arguments])
+    words = _python_words(arguments)
     if python is not None:
         return f"exec {shlex.quote(python)} {words}"
     test = "import sys;sys.exit(sys.version_info<(3,9))"
@@ -216,6 +258,36 @@ def entrypoint(python: str | None, arguments: list[str], needs_ray: bool = False
     )
 
 
+def dispatcher_entrypoint(pythons: Sequence[str], submission_id: str, nonce: str) -> str:
+    """The shell line of a dispatcher: killed by a signal, it is started again.
+
+    Args:
+        pythons: interpreters that the jobs name, tried first; they may not be on the head.
+        submission_id: of the dispatcher.
+        nonce: of the chain.
+    """
+    words = _python_words(["dispatch", submission_id, nonce])
+    test = shlex.quote("import sys;sys.exit(sys.version_info<(3,9))")
+    given = "".join(f"{shlex.quote(one)} " for one in pythons)
+    return (
+        f'for p in {given}python3 "$(sed -n "1s/^#! *//p" "$(command -v ray)" 2>/dev/null)" '
+        f'python; do [ -n "$p" ] && "$p" -I -c {test} 2>/dev/null || continue; n=0; '
+        f'while :; do "$p" {words}; c=$?; n=$((n+1)); '
+        f'{{ [ "$c" -le 128 ] || [ "$n" -ge {_DISPATCHER_STARTS} ]; }} && exit "$c"; '
+        'echo "nemo_run_ray| the dispatcher was killed (exit code $c) and is started again"; '
+        "sleep 1; done; done; "
+        'echo "nemo_run_ray| no Python of version 3.9 or newer on the head"; exit 127'
+    )
+
+
+def _python_words(arguments: Sequence[str]) -> str:
+    code = (
+        'import os,sys;sys.path+=os.environ["PYTHONPATH"].split(":");'
+        f"from {REMOTE_PACKAGE}.__main__ import main;sys.exit(main(sys.argv[1:]))"
+    )
+    return shlex.join(["-I", "-c", code, *arguments])
+
+
 def describe(planned: JobPlan, cluster: str, travels: list[str]) -> str:
     """The request for people, as a dry run prints it. Secrets are named, never shown.
 
@@ -225,6 +297,7 @@ def describe(planned: JobPlan, cluster: str, travels: list[str]) -> str:
     """
     spec = planned.spec
     lines = [f"Ray job   {planned.submission_id}", f"cluster   {cluster}"]
+    lines += _describe_turn(planned)
     if isinstance(spec, JobSpec):
         lines += _describe_task(spec, _words(planned.request), planned.runtime_env)
         return "\n".join(lines + [f"travels   {one}" for one in travels])
@@ -243,6 +316,22 @@ def describe(planned: JobPlan, cluster: str, travels: list[str]) -> str:
         if role.ready is not None:
             lines.append(f"ready     {_describe_probe(role.ready)}")
     return "\n".join(lines)
+
+
+def _describe_turn(planned: JobPlan) -> list[str]:
+    """What the dispatcher will see to."""
+    lines = []
+    if planned.after or planned.outside:
+        lines.append(f"after     {', '.join([*planned.after, *planned.outside])}")
+    if planned.retries:
+        codes = ", ".join(str(code) for code in planned.permanent_exit_codes)
+        unless = f", unless it ends with exit code {codes}" if codes else ""
+        lines.append(f"retries   {planned.retries}{unless}")
+    if planned.max_in_flight is not None:
+        lines.append(f"at once   {planned.max_in_flight} of the experiment's jobs")
+    if planned.pending_timeout_s is not None:
+        lines.append(f"give up   when not placed within {planned.pending_timeout_s:g} s")
+    return lines
 
 
 def _describe_task(spec: JobSpec, reserves: str, runtime_env: Mapping[str, Any]) -> list[str]:

@@ -22,12 +22,10 @@ from torchx.specs import AppState, make_app_handle
 
 from nemo_run_ray import patches
 from nemo_run_ray.errors import UnsupportedNemoRun
-from nemo_run_ray.executor import RayExecutor
+from nemo_run_ray.executor import SCHEDULER, RayExecutor
 
 log = logging.getLogger(__name__)
 
-#: Name of the torchx scheduler, and the beginning of every handle.
-SCHEDULER = "ray_jobs"
 _SESSION = "nemo_run"
 
 
@@ -36,6 +34,9 @@ def register() -> None:
     # Other modules of NeMo-Run hold these very dictionaries: they are extended, never replaced.
     EXECUTOR_MAPPING[RayExecutor] = SCHEDULER
     REVERSE_EXECUTOR_MAPPING[SCHEDULER] = RayExecutor
+    if not isinstance(vars(Experiment)["_DEPENDENCY_SUPPORTED_EXECUTORS"], _OwnOrder):
+        known = Experiment._DEPENDENCY_SUPPORTED_EXECUTORS
+        Experiment._DEPENDENCY_SUPPORTED_EXECUTORS = _OwnOrder(known)
     for name in ("_PARALLEL_SUPPORTED_EXECUTORS", "_DETACH_SUPPORTED_EXECUTORS"):
         classes = getattr(Experiment, name)
         if RayExecutor not in classes:
@@ -45,6 +46,48 @@ def register() -> None:
         patches.apply("job_group")
     except UnsupportedNemoRun as error:  # single tasks run all the same
         log.warning("Groups cannot be used: %s", error)
+
+
+class _OwnOrder:
+    """The executors whose jobs NeMo-Run launches all at once, with their dependencies.
+
+    For an experiment that has Ray jobs and others, or Ray jobs on several clusters, RayExecutor is
+    not among them: no dispatcher sees all of the jobs, so NeMo-Run keeps their order itself.
+    """
+
+    def __init__(self, known: tuple[type[Executor], ...]) -> None:
+        self._known = known
+
+    def __get__(self, experiment: Any, owner: type) -> tuple[type[Executor], ...]:
+        if experiment is not None and not _is_on_one_cluster(experiment):
+            return self._known
+        return (*self._known, RayExecutor)
+
+
+def is_ordered_by_us(experiment: Experiment | None) -> bool:
+    """Whether the order of an experiment's jobs is kept on the cluster, or nobody needs to."""
+    if experiment is None or _is_on_one_cluster(experiment):
+        return True
+    return not any(job.dependencies for job in experiment.jobs)
+
+
+def upstreams(experiment: Experiment | None, job: str) -> tuple[str, ...]:
+    """Names of the jobs that a job of the experiment depends on."""
+    jobs = experiment.jobs if experiment is not None else ()
+    return tuple(dict.fromkeys(name for one in jobs if one.id == job for name in one.dependencies))
+
+
+def _is_on_one_cluster(experiment: Experiment) -> bool:
+    executors = [one for job in experiment.jobs for one in _executors(job)]
+    if not all(isinstance(one, RayExecutor) for one in executors):
+        return False
+    return len({json.dumps(one.resolve_cluster().record()) for one in executors}) <= 1
+
+
+def _executors(job: Any) -> list[Any]:
+    if not isinstance(job, JobGroup):
+        return [job.executor]
+    return job.executors if isinstance(job.executors, list) else [job.executors]
 
 
 def ray() -> Config[RayExecutor]:

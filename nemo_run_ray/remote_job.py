@@ -29,7 +29,8 @@ log = logging.getLogger(__name__)
 CANCEL_MARGIN_S = 40.0
 #: Seconds in which a job that is about to start does; one that waits for room stays PENDING longer.
 PLACING_S = 6.0
-_STOP_AGAIN_S = 3.0
+#: Seconds between two requests to stop it.
+STOP_AGAIN_S = 3.0
 _LOOK_AGAIN_S = 2.0
 #: Jobs whose end this process has written down.
 _noted: set[str] = set()
@@ -43,15 +44,6 @@ class RemoteJob:
         self.record = record
         self.submission_id = record.submission_id
         self._cluster = from_record(record.cluster)
-
-    @classmethod
-    def find(cls, submission_id: str) -> RemoteJob:
-        """The job of a handle.
-
-        Raises:
-            JobError: nobody submitted it from this NeMo-Run home.
-        """
-        return cls(ledger.find(submission_id))
 
     def verdict(self) -> Verdict:
         """What is known of it now. Never raises because a cluster is away."""
@@ -68,10 +60,7 @@ class RemoteJob:
             ConfigError: its address or credentials cannot be used.
         """
         if self.record.terminal:
-            seen = self.record.terminal
-            return Verdict(
-                JobState(seen["state"]), Reason(seen["reason"]), seen["detail"], seen["node"]
-            )
+            return self._terminal()
         api = self._api()
         if api is None:
             return self._lost("the embedded Ray that had it has been stopped")
@@ -115,7 +104,7 @@ class RemoteJob:
         trouble = "it goes on"
         while time.monotonic() < deadline:
             try:
-                if time.monotonic() - asked_at >= _STOP_AGAIN_S:
+                if time.monotonic() - asked_at >= STOP_AGAIN_S:
                     api.stop(self.submission_id)
                     asked_at = time.monotonic()
                 row = api.job(self.submission_id)
@@ -139,7 +128,7 @@ class RemoteJob:
         """
         if not verdict.node:
             return "it never had a process"
-        ending = self.api().last_lines(verdict.node, self.submission_id, 3)
+        ending = self.api().last_lines(verdict.node, self._ran_as(verdict), 3)
         if any("no process of it is left" in line for line in ending):
             return "no process of it is left on its node"
         return f"its node {verdict.node[:12]} did not confirm that all its processes ended"
@@ -154,7 +143,7 @@ class RemoteJob:
             return dict(json.loads(self._kept_roles.read_text(encoding="utf-8")))
         try:
             api = self._api()
-            found = api.roles(verdict.node, self.submission_id) if api and verdict.node else {}
+            found = api.roles(verdict.node, self._ran_as(verdict)) if api and verdict.node else {}
         except NemoRunRayError:
             return {}
         if found and verdict.state.is_terminal and found["phase"] != Phase.OVER.value:
@@ -174,6 +163,25 @@ class RemoteJob:
             marks = tuple(end_mark(nonce) for nonce in self.record.nonces)
             return follow(source, marks, time.sleep)
         return source.whole()
+
+    def _terminal(self) -> Verdict:
+        """Its end as it was written down."""
+        seen = self.record.terminal
+        return Verdict(
+            JobState(seen["state"]),
+            Reason(seen["reason"]),
+            seen["detail"],
+            seen["node"],
+            int(seen.get("attempt", 1)),
+        )
+
+    def _ran_as(self, verdict: Verdict) -> str:
+        """Submission id of what the verdict tells of."""
+        return self.submission_id
+
+    def _logs(self, api: JobsApi, verdict: Verdict) -> Iterator[str]:
+        """Its log as it is now."""
+        return api.whole_log(self.submission_id)
 
     def _api(self) -> JobsApi | None:
         dashboard = self._cluster.find()
@@ -233,15 +241,16 @@ class RemoteJob:
             "reason": verdict.reason.value,
             "detail": verdict.detail,
             "node": verdict.node,
+            "attempt": verdict.attempt,
         }
         if os.access(self.record.exp_dir, os.W_OK):
             if self._cluster.runs_here:
-                self._keep_log()
+                self._keep_log(verdict)
                 self._keep_roles(verdict)
             book = Ledger(self.record.exp_dir)
             book.write(ledger.TERMINAL, self.submission_id, verdict=self.record.terminal)
 
-    def _keep_log(self) -> None:
+    def _keep_log(self, verdict: Verdict) -> None:
         """Copy the log of an ended job: the embedded Ray and its logs may be gone soon."""
         api = self._api()
         if api is None:
@@ -250,7 +259,7 @@ class RemoteJob:
         temporary.parent.mkdir(parents=True, exist_ok=True)
         try:
             with open(temporary, "w", encoding="utf-8") as file:
-                file.writelines(api.whole_log(self.submission_id))
+                file.writelines(self._logs(api, verdict))
         except ClusterError as error:
             log.warning("The log of %s could not be kept: %s", self.submission_id, error)
             return
@@ -299,8 +308,3 @@ class _Log:
         if verdict.state is JobState.WAITING:
             raise JobError(f"There is no log yet. {verdict.message}")
         return verdict.state.is_terminal
-
-
-def jobs_of(exp_dir: Path) -> list[RemoteJob]:
-    """The jobs that an experiment's ledger knows, in the order of their submission."""
-    return [RemoteJob(record) for record in Ledger(exp_dir).jobs().values()]

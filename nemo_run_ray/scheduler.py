@@ -6,7 +6,7 @@ import json
 import signal
 import threading
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import datetime
 from pathlib import Path
 from typing import Any, ClassVar
@@ -24,14 +24,16 @@ from torchx.schedulers.api import (
 from torchx.specs import AppDef, AppDryRunInfo, ReplicaStatus, Role, RoleStatus
 
 from nemo_run_ray import ledger, plugin
+from nemo_run_ray.chain import chain_id
+from nemo_run_ray.chained_job import find_job
 from nemo_run_ray.clusters import Cluster
 from nemo_run_ray.errors import ConfigError, JobError, NemoRunRayError
-from nemo_run_ray.executor import RayExecutor
+from nemo_run_ray.executor import SCHEDULER, RayExecutor
 from nemo_run_ray.follow import lines, only
-from nemo_run_ray.plan import JobPlan, describe, in_folder, job_id, plan
+from nemo_run_ray.plan import JobPlan, describe, in_folder, job_id, plan, safe_id
 from nemo_run_ray.remote_job import RemoteJob
+from nemo_run_ray.shipment import Shipment
 from nemo_run_ray.states import TO_TORCHX, JobState, Verdict
-from nemo_run_ray.submission import Shipment
 
 
 @dataclass
@@ -56,7 +58,7 @@ class RayJobsScheduler(SchedulerMixin, Scheduler[Any]):
     """Submits NeMo-Run's jobs to Ray and answers for them, also in a process that did not."""
 
     def __init__(self, session_name: str, experiment: Any = None) -> None:
-        super().__init__(plugin.SCHEDULER, session_name)
+        super().__init__(SCHEDULER, session_name)
         self._experiment = experiment
         self._shipments: dict[str, Shipment] = {}
         self._jobs: dict[str, RemoteJob] = {}
@@ -74,15 +76,28 @@ class RayJobsScheduler(SchedulerMixin, Scheduler[Any]):
         if planned.runs_here:
             planned = in_folder(planned, str(Path.cwd()))
         shipment = self._shipment(cfg)
-        for other in shipment.plans.values():
-            if other.submission_id == planned.submission_id and other.job != planned.job:
-                raise ConfigError(
-                    f"The jobs {other.job!r} and {planned.job!r} of {experiment_id} would get the "
-                    f"same id {planned.submission_id} on the cluster; rename one of them."
-                )
+        planned = self._in_order(planned, shipment)
+        _check_id(planned, shipment)
         shipment.plans[planned.job] = planned
         shipment.executors[planned.job] = cfg
         return AppDryRunInfo(Request(planned, shipment), str)
+
+    def _in_order(self, planned: JobPlan, shipment: Shipment) -> JobPlan:
+        """The plan with the jobs of the experiment that it comes after."""
+        shipment.is_ordered = plugin.is_ordered_by_us(self._experiment)
+        if not shipment.is_ordered and planned.max_in_flight is not None:
+            raise ConfigError(
+                f"RayExecutor.max_in_flight of {planned.job!r} is {planned.max_in_flight}, but the "
+                "experiment has dependencies and jobs elsewhere too, so that NeMo-Run hands its "
+                "jobs over one by one; leave the field out, or put all jobs on one Ray cluster."
+            )
+        own = {one.submission_id for one in shipment.plans.values()}
+        before = shipment.plans.get(planned.job)
+        # NeMo-Run overwrites the field with the handles of the experiment's own jobs at the launch.
+        given = [*(before.outside if before else ()), *planned.outside]
+        outside = [one for one in dict.fromkeys(given) if one.rpartition("/")[2] not in own]
+        after = plugin.upstreams(self._experiment, planned.job) if shipment.is_ordered else ()
+        return replace(planned, after=after, outside=tuple(outside))
 
     def schedule(self, dryrun_info: AppDryRunInfo[Request]) -> str:
         request = dryrun_info.request
@@ -100,7 +115,12 @@ class RayJobsScheduler(SchedulerMixin, Scheduler[Any]):
         cluster: Cluster = executor.resolve_cluster()
         key = json.dumps([executor.experiment_dir, cluster.record()], sort_keys=True)
         if key not in self._shipments:
-            self._shipments[key] = Shipment(Path(executor.experiment_dir), cluster)
+            folder = Path(executor.experiment_dir)
+            others = [one for one in self._shipments.values() if one.exp_dir == folder]
+            name = chain_id(safe_id(executor.experiment_id or "experiment"))
+            if others:  # on another cluster, and a ledger has one job of an id
+                name = f"{name}-{len(others) + 1}"
+            self._shipments[key] = Shipment(folder, cluster, chain_id=name)
         return self._shipments[key]
 
     def _announce(self) -> None:
@@ -184,7 +204,7 @@ class RayJobsScheduler(SchedulerMixin, Scheduler[Any]):
 
     def _job(self, app_id: str) -> RemoteJob:
         if app_id not in self._jobs:
-            job = RemoteJob.find(app_id)
+            job = find_job(app_id)
             if job.record.last == ledger.INTENT:
                 return job  # its submission goes on, perhaps in another process: look again
             self._jobs[app_id] = job
@@ -192,6 +212,31 @@ class RayJobsScheduler(SchedulerMixin, Scheduler[Any]):
 
     def _validate(self, app: AppDef, scheduler: str) -> None:
         """Nothing: resources are the executor's fields, not torchx's, and are checked there."""
+
+
+def _check_id(planned: JobPlan, shipment: Shipment) -> None:
+    """Every job, every attempt of one and the dispatcher need an id of their own."""
+    name = planned.submission_id
+    if name == shipment.chain_id or name == f"{shipment.chain_id}.cancel":
+        raise ConfigError(
+            f"The job {planned.job!r} would get the id {name}, which is that of the experiment's "
+            "dispatcher; rename it."
+        )
+    for other in shipment.plans.values():
+        if other.job == planned.job:
+            continue
+        if other.submission_id == name:
+            raise ConfigError(
+                f"The jobs {other.job!r} and {planned.job!r} of one experiment would get the same "
+                f"id {name} on the cluster; rename one of them."
+            )
+        for one, two in ((name, other.submission_id), (other.submission_id, name)):
+            first, _, number = one.rpartition(".a")
+            if first == two and number.isdecimal():
+                raise ConfigError(
+                    f"The jobs {other.job!r} and {planned.job!r} would get the ids {two} and "
+                    f"{one}, and the second is that of an attempt of the first; rename one of them."
+                )
 
 
 class _Interrupt:
@@ -243,7 +288,7 @@ _reported: set[tuple[str, JobState]] = set()
 
 def _report(app_id: str, verdict: Verdict) -> None:
     """Say once why a job did not end well, or cannot be asked: NeMo-Run shows only the state."""
-    if not verdict.message or (app_id, verdict.state) in _reported:
+    if not verdict.reason.is_trouble or (app_id, verdict.state) in _reported:
         return
     _reported.add((app_id, verdict.state))
     CONSOLE.log(escape(f"{app_id} is {verdict.state.value}: {verdict.message}"))

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import nemo_run as run
 
 from nemo_run_ray import PortProbe, RayExecutor
+from nemo_run_ray.chained_job import find_job
 from nemo_run_ray.clusters import Cluster
 from nemo_run_ray.remote_job import RemoteJob
 from tests.conftest import processes_of, wait_for
@@ -50,7 +51,7 @@ def submit(name: str, cluster: Cluster, *roles: Role) -> RemoteJob:
             name="group",
         )
         experiment.run(detach=True)
-    return RemoteJob.find(f"{experiment._id}.group")
+    return find_job(f"{experiment._id}.group")
 
 
 def finish(job: RemoteJob) -> tuple[str, str, str]:

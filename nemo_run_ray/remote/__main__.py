@@ -1,4 +1,8 @@
-"""Entry on the cluster: ``run <job> <submission id> <nonce>`` runs one job of the archive."""
+"""Entry on the cluster.
+
+``run <job> <submission id> <nonce>`` runs one job of the archive, ``dispatch <submission id>
+<nonce>`` hands the jobs of a chain over.
+"""
 
 from __future__ import annotations
 
@@ -8,22 +12,39 @@ import sys
 
 from . import command
 from .missing import explain
-from .output import say
+from .output import PREFIX, end_mark, say
 from .process import Runner, keep
-from .rundir import RunDir, take_secrets
-from .spec import GroupSpec, JobSpec, from_json
+from .rundir import CHAIN, RunDir, archived, take_secrets
+from .spec import ChainSpec, GroupSpec, JobSpec, from_json
 
 _HERE = os.path.dirname(os.path.abspath(__file__))
 
 
 def main(argv: list[str]) -> int:
+    command.restore_tmpdir()
+    if len(argv) == 3 and argv[0] == "dispatch":
+        return _dispatch(*argv[1:])
     if len(argv) != 4 or argv[0] != "run":
         say(f"usage: run <job> <submission id> <nonce>, not {argv}")
         return 2
     _, job, submission_id, nonce = argv
-    command.restore_tmpdir()
     tag = f"{submission_id}/{secrets.token_hex(8)}"
     return keep(tag, nonce, lambda runner: _run(runner, job, submission_id))
+
+
+def _dispatch(submission_id: str, nonce: str) -> int:
+    from . import dispatcher
+
+    path = archived(CHAIN)
+    if path is None:
+        raise FileNotFoundError("the archive of the chain is not on this node")
+    with open(path, encoding="utf-8") as file:
+        chain = from_json(file.read())
+    if not isinstance(chain, ChainSpec):
+        raise ValueError(f"{path} holds no chain")
+    code = dispatcher.run(chain, submission_id)
+    say(f"{end_mark(nonce)}exit code {code}".removeprefix(PREFIX))
+    return code
 
 
 def _run(runner: Runner, job: str, submission_id: str) -> int:

@@ -19,6 +19,8 @@ import tempfile
 
 #: File in the code archive that keeps what Ray's unpacking drops: executable bits and symlinks.
 MANIFEST = ".nemo_run_ray_manifest.json"
+#: File in the archive of a chain.
+CHAIN = "nemo_run_ray_chain.json"
 #: File in the archive of secrets.
 SECRETS = "nemo_run_ray_secrets.json"
 #: ``/nemo_run`` as a path of its own, not the tail of another one.
@@ -129,13 +131,41 @@ def take_secrets(names: tuple[str, ...]) -> dict[str, str]:
     Raises:
         FileNotFoundError: the archive of secrets is not on this node.
     """
+    values = read_secrets(names)
+    if names:
+        remove_secrets()
+    return values
+
+
+def read_secrets(names: tuple[str, ...]) -> dict[str, str]:
+    """Read the values of secrets and leave their file to its owner alone, for another reading.
+
+    Raises:
+        FileNotFoundError: the archive of secrets is not on this node.
+    """
     if not names:
         return {}
+    path = archived(SECRETS)
+    if path is None:
+        found = ", ".join(names)
+        raise FileNotFoundError(f"the archive with the secrets {found} is not on this node")
+    os.chmod(path, 0o600)
+    with open(path, encoding="utf-8") as file:
+        values: dict[str, str] = json.load(file)
+    return {name: values[name] for name in names if name in values}
+
+
+def remove_secrets() -> None:
+    """Remove the file that brought the secrets, if there is one."""
+    path = archived(SECRETS)
+    if path is not None:
+        os.remove(path)
+
+
+def archived(name: str) -> str | None:
+    """Path of a file at the top of one of the archives that Ray unpacked for this job."""
     for folder in os.environ.get("PYTHONPATH", "").split(os.pathsep):
-        path = os.path.join(folder, SECRETS)
+        path = os.path.join(folder, name)
         if folder and os.path.exists(path):
-            with open(path, encoding="utf-8") as file:
-                values: dict[str, str] = json.load(file)
-            os.remove(path)
-            return {name: values[name] for name in names}
-    raise FileNotFoundError(f"the archive with the secrets {', '.join(names)} is not on this node")
+            return path
+    return None

@@ -12,7 +12,17 @@ VERSION = 2
 #: Environment variable of a group's driver: the code archive of each role, when there are several.
 CODE = "NEMO_RUN_RAY_CODE"
 
-_Spec = TypeVar("_Spec", "JobSpec", "ProbeSpec", "RoleSpec", "GroupSpec")
+_Spec = TypeVar(
+    "_Spec",
+    "JobSpec",
+    "ProbeSpec",
+    "RoleSpec",
+    "GroupSpec",
+    "OutsideSpec",
+    "LinkSpec",
+    "ChainSpec",
+)
+_AnySpec = Union["JobSpec", "RoleSpec", "GroupSpec", "ChainSpec"]
 
 
 @dataclass(frozen=True)
@@ -140,7 +150,92 @@ class GroupSpec:
         return _dump("group", self)
 
 
-def from_json(text: str) -> Union[JobSpec, RoleSpec, GroupSpec]:
+@dataclass(frozen=True)
+class OutsideSpec:
+    """A job of another experiment on the same cluster that must have succeeded.
+
+    Attributes:
+        id: its submission id, without the number of an attempt.
+        nonces: of its submissions, which tell it from a stranger with the same id.
+        dispatcher: id of its own dispatcher, without the number of an attempt; empty when it was
+            submitted directly.
+    """
+
+    id: str
+    nonces: Tuple[str, ...]
+    dispatcher: str = ""
+
+
+@dataclass(frozen=True)
+class LinkSpec:
+    """One job of a chain.
+
+    Attributes:
+        name: in its experiment.
+        id: submission id of its first attempt.
+        nonce: of all of its attempts.
+        body: of the request for its first attempt.
+        after: names of the jobs of the chain that must have succeeded.
+        outside: jobs of other experiments that must have succeeded.
+        retries: further attempts after a failure.
+        permanent_exit_codes: that no further attempt would change.
+        pending_timeout_s: seconds that an attempt may wait for room; ``None`` is no limit.
+        secrets: names of the variables that every attempt gets in an archive of its own.
+    """
+
+    name: str
+    id: str
+    nonce: str
+    body: Dict[str, Any]
+    after: Tuple[str, ...] = ()
+    outside: Tuple[OutsideSpec, ...] = ()
+    retries: int = 0
+    permanent_exit_codes: Tuple[int, ...] = ()
+    pending_timeout_s: Optional[float] = None
+    secrets: Tuple[str, ...] = ()
+
+    @property
+    def shape(self) -> str:
+        """Equal for jobs that ask Ray for the same room."""
+        asked = {key: value for key, value in self.body.items() if key.startswith("entrypoint_")}
+        return json.dumps(asked, sort_keys=True)
+
+
+@dataclass(frozen=True)
+class ChainSpec:
+    """The jobs of one experiment on one cluster, for the dispatcher.
+
+    Attributes:
+        id: the dispatcher's submission id, without the number of an attempt.
+        nonce: of the dispatcher's attempts and of what cancels the chain.
+        links: the jobs, each after those that it depends on.
+        session: Ray's name of the cluster's life that the chain belongs to.
+        dashboards: addresses to try for the dashboard, as seen from the head.
+        max_in_flight: so many jobs at once at most; ``None`` lets the dispatcher choose.
+    """
+
+    id: str
+    nonce: str
+    links: Tuple[LinkSpec, ...]
+    session: str = ""
+    dashboards: Tuple[str, ...] = ()
+    max_in_flight: Optional[int] = None
+
+    @property
+    def cancel_id(self) -> str:
+        """The id whose claim cancels all of it."""
+        return f"{self.id}.cancel"
+
+    @property
+    def secrets(self) -> Tuple[str, ...]:
+        """The names of all jobs' secrets."""
+        return tuple(sorted({name for link in self.links for name in link.secrets}))
+
+    def to_json(self) -> str:
+        return _dump("chain", self)
+
+
+def from_json(text: str) -> _AnySpec:
     """Inverse of every ``to_json``.
 
     Raises:
@@ -148,10 +243,11 @@ def from_json(text: str) -> Union[JobSpec, RoleSpec, GroupSpec]:
     """
     values = json.loads(text)
     version, kind = values.pop("version", None), values.pop("kind", None)
-    makers: Dict[Any, Callable[[Dict[str, Any]], Union[JobSpec, RoleSpec, GroupSpec]]] = {
+    makers: Dict[Any, Callable[[Dict[str, Any]], _AnySpec]] = {
         "task": _task,
         "role": _role,
         "group": _group,
+        "chain": _chain,
     }
     if version != VERSION or kind not in makers:
         raise ValueError(
@@ -182,6 +278,21 @@ def _role(values: Dict[str, Any]) -> RoleSpec:
 def _group(values: Dict[str, Any]) -> GroupSpec:
     values["roles"] = tuple(_role(role) for role in values["roles"])
     return _make(GroupSpec, values)
+
+
+def _chain(values: Dict[str, Any]) -> ChainSpec:
+    values["links"] = tuple(_link(link) for link in values["links"])
+    values["dashboards"] = tuple(values.get("dashboards", ()))
+    return _make(ChainSpec, values)
+
+
+def _link(values: Dict[str, Any]) -> LinkSpec:
+    for name in ("after", "permanent_exit_codes", "secrets"):
+        values[name] = tuple(values.get(name, ()))
+    for one in values.get("outside", ()):
+        one["nonces"] = tuple(one.get("nonces", ()))
+    values["outside"] = tuple(_make(OutsideSpec, one) for one in values.get("outside", ()))
+    return _make(LinkSpec, values)
 
 
 def _make(kind: Type[_Spec], values: Dict[str, Any]) -> _Spec:

@@ -7,7 +7,7 @@ import nemo_run as run
 import pytest
 
 from nemo_run_ray import RayExecutor
-from nemo_run_ray.remote_job import RemoteJob
+from nemo_run_ray.chained_job import find_job
 
 PROGRAM = """
 import json, os, socket
@@ -46,7 +46,7 @@ def test_actors_on_the_other_host_import_the_code_that_travelled(
     with run.Experiment(unique, executor=executor) as experiment:
         experiment.add(script, name="job")
         experiment.run(detach=True)
-    job = RemoteJob.find(f"{experiment._id}.job")
+    job = find_job(f"{experiment._id}.job")
 
     log = "".join(job.log(should_tail=True))
 

@@ -34,8 +34,9 @@ from flaky_proxy import (
 )
 
 from nemo_run_ray import ExistingCluster, RayExecutor, cli, ledger
+from nemo_run_ray.chained_job import jobs_of
 from nemo_run_ray.jobs_api import JobsApi
-from nemo_run_ray.remote_job import RemoteJob, jobs_of
+from nemo_run_ray.remote_job import RemoteJob
 
 NETWORK = ("drop answer", "cut before", "errors while waiting", "hang while waiting", "cut logs")
 KILLS = (

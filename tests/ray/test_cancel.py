@@ -6,6 +6,7 @@ import nemo_run as run
 import pytest
 
 from nemo_run_ray import RayExecutor
+from nemo_run_ray.chained_job import find_job
 from nemo_run_ray.remote_job import RemoteJob
 from nemo_run_ray.states import JobState
 from tests.conftest import processes_of, wait_for
@@ -18,7 +19,7 @@ def start(existing):
         with run.Experiment(name, executor=executor, skip_status_at_exit=True) as experiment:
             experiment.add(run.Script(inline=inline), name="job")
             experiment.run(detach=True)
-        return RemoteJob.find(f"{experiment._id}.job")
+        return find_job(f"{experiment._id}.job")
 
     return start
 
@@ -31,7 +32,7 @@ def test_a_job_that_waits_for_room_never_runs_its_command(start, unique, tmp_pat
 
     verdict = waiting.cancel(grace_s=1)
     assert verdict.state is JobState.CANCELLED
-    assert RemoteJob.find(waiting.submission_id).verdict().state is JobState.CANCELLED
+    assert find_job(waiting.submission_id).verdict().state is JobState.CANCELLED
     assert "Running entrypoint" not in "".join(waiting.log(should_tail=True))
     assert room.cancel(grace_s=1).state is JobState.CANCELLED
 

@@ -13,8 +13,8 @@ import pytest
 from nemo_run.core.execution.base import ExecutorMacros
 
 from nemo_run_ray import CommandProbe, PortProbe, RayExecutor
+from nemo_run_ray.chained_job import find_job
 from nemo_run_ray.errors import ConfigError
-from nemo_run_ray.remote_job import RemoteJob
 from tests.conftest import processes_of, python, tool, wait_for
 from tests.groups import client, finish, server, submit
 
@@ -101,7 +101,7 @@ def test_ranks_addresses_and_macros(existing, unique):
             name="group",
         )
         experiment.run(detach=True)
-    job = RemoteJob.find(f"{experiment._id}.group")
+    job = find_job(f"{experiment._id}.group")
 
     state, _, log = finish(job)
 

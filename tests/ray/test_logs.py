@@ -6,6 +6,7 @@ import nemo_run as run
 import pytest
 
 from nemo_run_ray import RayExecutor
+from nemo_run_ray.chained_job import find_job
 from nemo_run_ray.remote_job import RemoteJob
 
 WIDE = 6 * 1024**2  # beyond the 4 MiB that Ray's own WebSocket takes
@@ -21,7 +22,7 @@ def start(existing, unique, monkeypatch):
         with run.Experiment(unique, executor=executor, skip_status_at_exit=True) as experiment:
             experiment.add(script, name="job")
             experiment.run(detach=True)
-        return RemoteJob.find(f"{experiment._id}.job")
+        return find_job(f"{experiment._id}.job")
 
     return start
 

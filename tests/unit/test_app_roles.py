@@ -27,7 +27,7 @@ from nemo_run_ray.plan import JobPlan, in_folder, plan
 from nemo_run_ray.probes import CommandProbe, HttpProbe, PortProbe
 from nemo_run_ray.remote.addresses import RENDEZVOUS, variables
 from nemo_run_ray.remote.spec import GroupSpec, JobSpec, ProbeSpec, RoleSpec, from_json
-from nemo_run_ray.submission import Shipment
+from nemo_run_ray.shipment import Shipment
 
 #: There is nothing: a question would raise.
 ADDRESS = "http://10.0.0.1:8265"

@@ -63,7 +63,7 @@ def test_torchx_agrees_on_what_is_an_end(state):
 
 @pytest.mark.parametrize("reason", Reason)
 def test_every_reason_has_a_next_step(reason):
-    assert (NEXT_STEP[reason] == "") == (reason is Reason.NONE)
+    assert (NEXT_STEP[reason] == "") == (not reason.is_trouble)
 
 
 def test_exit_code_and_the_logs_end():

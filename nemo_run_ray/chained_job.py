@@ -1,0 +1,172 @@
+"""A job that a dispatcher hands over: it has attempts, and may wait for other jobs."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+from nemo_run_ray import ledger
+from nemo_run_ray.chain import Chain, Look
+from nemo_run_ray.errors import ClusterError, Gone, JobError, Taken
+from nemo_run_ray.jobs_api import JobsApi
+from nemo_run_ray.ledger import JobRecord, Ledger
+from nemo_run_ray.remote.decide import CANCELLED, attempt_id
+from nemo_run_ray.remote.dispatcher import claim_body
+from nemo_run_ray.remote.output import PREFIX
+from nemo_run_ray.remote_job import CANCEL_MARGIN_S, PLACING_S, STOP_AGAIN_S, RemoteJob
+from nemo_run_ray.states import JobState, Verdict, judge
+
+_LOOK_AGAIN_S = 1.0
+
+
+class ChainedJob(RemoteJob):
+    """One job of a chain, found again by the id of its first attempt."""
+
+    def __init__(self, record: JobRecord) -> None:
+        super().__init__(record)
+        self.chain = Chain.of(record.exp_dir, record.chain)
+
+    def look(self) -> Verdict:
+        if self.record.terminal:
+            return self._terminal()
+        api = self._api()
+        if api is None:
+            return self._lost("the embedded Ray that had it has been stopped")
+        found = self.chain.look(api)
+        verdict = self._explained(found)
+        if found.lost and not verdict.attempt:
+            return self._lost(found.lost)
+        if verdict.state.is_terminal:
+            self._note(verdict)
+        elif not found.lost:
+            self.chain.revive(api, self.record.cluster, found)
+        return verdict
+
+    def cancel(self, grace_s: float) -> Verdict:
+        verdict = self.look()
+        if verdict.state.is_terminal:
+            return verdict
+        api = self.api()
+        Ledger(self.record.exp_dir).write(ledger.CANCEL, self.submission_id)
+        began_at = time.monotonic()
+        asked_at, trouble = -math.inf, "it goes on"
+        while time.monotonic() < began_at + grace_s + CANCEL_MARGIN_S:
+            try:
+                found = self.chain.look(api, fresh=True)
+                verdict = self._explained(found)
+                live = self._live(found, verdict)
+                trusted = live is JobState.PENDING and time.monotonic() - began_at >= PLACING_S
+                if verdict.state.is_terminal and (live is None or trusted):
+                    self._note(verdict)
+                    return verdict
+                if live is not None and time.monotonic() - asked_at >= STOP_AGAIN_S:
+                    api.stop(self._ran_as(verdict))
+                    asked_at = time.monotonic()
+                if verdict.state in (JobState.WAITING, JobState.PENDING):
+                    self._claim(api, verdict.attempt + 1)
+            except Gone as error:
+                trouble = str(error)
+            time.sleep(0.2)
+        raise ClusterError(
+            f"The job {self.submission_id} did not end within {grace_s + CANCEL_MARGIN_S:.0f} s of "
+            f"being cancelled: {trouble}. Cancel it again, or look at it in Ray's dashboard: "
+            f"{api.dashboard.job_page(self._ran_as(verdict))}"
+        )
+
+    def log(self, should_tail: bool) -> Iterator[str]:
+        """The logs of all attempts, one after the other."""
+        if self._kept_log.exists():
+            yield from super().log(should_tail)
+            return
+        number = 0
+        while True:
+            verdict = self.look()
+            while number < verdict.attempt:
+                number += 1
+                if number > 1:
+                    yield f"{PREFIX}attempt {number}\n"
+                yield from self._attempt(number).log(should_tail)
+            if verdict.state.is_terminal or not should_tail:
+                break
+            time.sleep(_LOOK_AGAIN_S)
+        if number == 0:
+            raise JobError(f"There is no log: {verdict.message}")
+
+    def _explained(self, found: Look) -> Verdict:
+        """What the decision says, with the log's end where Ray's row has one."""
+        verdict = found.decision.standings[self.record.job]
+        row = found.rows.get(self._ran_as(verdict))
+        if row is None or not verdict.attempt:
+            return verdict
+        told = judge(row)
+        same = told.state is verdict.state and told.reason is verdict.reason
+        return replace(verdict, detail=told.detail) if same else verdict
+
+    def _live(self, found: Look, verdict: Verdict) -> JobState | None:
+        """The state of its newest attempt in Ray's table, if that goes on."""
+        row = found.rows.get(self._ran_as(verdict)) if verdict.attempt else None
+        state = None if row is None else judge(row).state
+        return None if state is None or state.is_terminal else state
+
+    def _claim(self, api: JobsApi, number: int) -> None:
+        """Take the id of the next attempt, so that nobody can start it any more."""
+        try:
+            api.post(
+                claim_body(
+                    attempt_id(self.submission_id, number), self.record.nonces[-1], CANCELLED
+                )
+            )
+        except Taken:
+            return  # by an attempt that began at this moment, or by another claim: look again
+
+    def _ran_as(self, verdict: Verdict) -> str:
+        return attempt_id(self.submission_id, max(1, verdict.attempt))
+
+    def _attempt(self, number: int) -> RemoteJob:
+        name = attempt_id(self.submission_id, number)
+        return _Attempt(replace(self.record, submission_id=name, last=ledger.SUBMITTED))
+
+    def _logs(self, api: JobsApi, verdict: Verdict) -> Iterator[str]:
+        for number in range(1, verdict.attempt + 1):
+            if number > 1:
+                yield f"{PREFIX}attempt {number}\n"
+            yield from api.whole_log(attempt_id(self.submission_id, number))
+
+
+class _Attempt(RemoteJob):
+    """One attempt, for its log; the job's record tells of its end."""
+
+    def _write_down(self, verdict: Verdict) -> None:
+        return None
+
+
+def find_job(submission_id: str) -> RemoteJob:
+    """The job of a handle, submitted from this NeMo-Run home.
+
+    Raises:
+        JobError: nobody submitted it from here.
+    """
+    return job_of(ledger.find(submission_id))
+
+
+def job_of(record: JobRecord) -> RemoteJob:
+    """The job that a record tells of."""
+    return ChainedJob(record) if record.chain and not record.dispatches else RemoteJob(record)
+
+
+def jobs_of(exp_dir: Path) -> list[RemoteJob]:
+    """The jobs that an experiment's ledger knows, in the order of their submission."""
+    records = Ledger(exp_dir).jobs().values()
+    return [job_of(record) for record in records if not record.dispatches]
+
+
+def chains_of(exp_dir: Path) -> list[Chain]:
+    """The chains of an experiment, saved ones only."""
+    ids = dict.fromkeys(one.chain for one in Ledger(exp_dir).jobs().values() if one.chain)
+    return [chain for chain in (Chain.of(exp_dir, one) for one in ids) if chain.is_saved]
+
+
+__all__ = ["ChainedJob", "chains_of", "find_job", "job_of", "jobs_of"]

@@ -1,0 +1,367 @@
+"""What a chain of jobs does next: a pure function of the plan and of the cluster's job table.
+
+The dispatcher carries out what it says; the client asks it where every job stands, also those that
+Ray has never heard of. Nobody remembers anything between two calls: the table is the memory.
+
+An attempt of a job is a row of the table. A *claim* is one too: it takes the id of the next
+attempt, so that nobody can start it any more, and says why (``CLAIM_KEY`` in its metadata).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any, Dict, List, Mapping, Optional, Sequence, Tuple
+
+from .spec import ChainSpec, LinkSpec, OutsideSpec
+from .verdict import JobState, Reason, Verdict, judge
+
+#: Keys in a job's metadata: what makes it ours, why it is a claim, when it is tried again.
+NONCE_KEY, CLAIM_KEY = "nemo_run_ray", "nemo_run_ray_claim"
+RETRIES_KEY, PERMANENT_KEY = "nemo_run_ray_retries", "nemo_run_ray_permanent"
+#: Key of the id of the dispatcher that hands the job over.
+CHAIN_KEY = "nemo_run_ray_chain"
+#: What a claim says; any other text is why Ray refuses the attempt.
+CANCELLED, NOT_PLACED = "cancelled", "not placed in time"
+#: Exit codes of a dispatcher that has decided everything: all jobs succeeded, or not all.
+ALL_SUCCEEDED, NOT_ALL_SUCCEEDED = 0, 8
+#: Jobs that may start at the same moment: each start costs the head 1.4 s of a CPU (measured).
+STARTING_MAX = 8
+#: Seconds after which a job that has not started is taken to wait for room. Until it gets it, no
+#: other one that asks for the same is handed over: Ray gives up what waits for 900 s.
+STUCK_S = 6.0
+#: Seconds from the end of an attempt to the next one.
+SETTLE_S = 1.0
+#: The same when its node died: a node that was cut off goes on until its raylet has noticed, Ray's
+#: ``gcs_rpc_server_reconnect_timeout_s`` (60), and its processes for some moments more.
+NODE_DEAD_S = 75.0
+#: What the same attempt once more would not change. See docs/chains.md.
+_PERMANENT = {Reason.RUNTIME_ENV, Reason.UNSCHEDULABLE, Reason.NOT_PLACED}
+
+
+@dataclass(frozen=True)
+class Seen:
+    """One row of the job table, as far as decisions need it.
+
+    Attributes:
+        verdict: what the row says, without the log's end.
+        nonce: of the submission that made it.
+        posted_at: seconds since the epoch, when Ray got it.
+        ended_at: the same of its end; 0 while it goes on.
+        exit_code: of its command.
+        claim: why it is a claim and no attempt; empty for an attempt.
+        retries: further attempts that its own experiment gives it.
+        permanent_exit_codes: that end its attempts.
+    """
+
+    verdict: Verdict
+    nonce: str = ""
+    posted_at: float = 0.0
+    ended_at: float = 0.0
+    exit_code: Optional[int] = None
+    claim: str = ""
+    retries: int = 0
+    permanent_exit_codes: Tuple[int, ...] = ()
+
+    @property
+    def is_live(self) -> bool:
+        return not self.claim and not self.verdict.state.is_terminal
+
+
+class Do(str, Enum):
+    """What the dispatcher can do."""
+
+    #: Hand over an attempt.
+    SUBMIT = "submit"
+    #: End an attempt, or keep a pending one from starting.
+    STOP = "stop"
+    #: Take an id so that nothing can be started under it.
+    CLAIM = "claim"
+
+
+@dataclass(frozen=True)
+class Action:
+    """One thing to do.
+
+    Attributes:
+        do: what.
+        job: name of the job.
+        submission_id: of the attempt.
+        why: in words; of a claim, what it says.
+    """
+
+    do: Do
+    job: str
+    submission_id: str
+    why: str = ""
+
+
+@dataclass(frozen=True)
+class Decision:
+    """What to do, and where every job stands, by its name."""
+
+    actions: Tuple[Action, ...]
+    standings: Dict[str, Verdict]
+
+    @property
+    def is_over(self) -> bool:
+        return all(verdict.state.is_terminal for verdict in self.standings.values())
+
+
+def attempt_id(first: str, number: int) -> str:
+    """Submission id of a job's n-th attempt, from 1."""
+    return first if number == 1 else f"{first}.a{number}"
+
+
+def attempts_of(ids: Sequence[str], table: Mapping[str, Seen]) -> Dict[str, Dict[int, Seen]]:
+    """The rows of these ids' attempts, by id and number."""
+    wanted = set(ids)
+    found: Dict[str, Dict[int, Seen]] = {one: {} for one in ids}
+    for submission_id, row in table.items():
+        first, _, number = submission_id.rpartition(".a")
+        if submission_id in wanted:
+            found[submission_id][1] = row
+        elif (
+            first in wanted
+            and number.isdecimal()
+            and attempt_id(first, int(number)) == (submission_id)
+        ):
+            found[first][int(number)] = row
+    return found
+
+
+def seen(row: Mapping[str, Any]) -> Seen:
+    """What a row of ``GET /api/jobs/`` means for decisions."""
+    verdict = judge(dict(row))
+    metadata = row.get("metadata") or {}
+    code = row.get("driver_exit_code")
+    return Seen(
+        verdict=Verdict(
+            verdict.state, verdict.reason, verdict.detail.partition("\n")[0], verdict.node
+        ),
+        nonce=str(metadata.get(NONCE_KEY, "")),
+        posted_at=(row.get("start_time") or 0) / 1000,
+        ended_at=(row.get("end_time") or 0) / 1000,
+        exit_code=code if isinstance(code, int) else None,
+        claim=str(metadata.get(CLAIM_KEY, "")),
+        retries=int(metadata.get(RETRIES_KEY, 0)),
+        permanent_exit_codes=tuple(
+            int(code) for code in str(metadata.get(PERMANENT_KEY, "")).split(",") if code
+        ),
+    )
+
+
+def decide(
+    chain: ChainSpec,
+    table: Mapping[str, Seen],
+    now: float,
+    limit: Optional[int] = None,
+    node_dead_s: float = NODE_DEAD_S,
+) -> Decision:
+    """What to do now, and where every job of the chain stands.
+
+    Args:
+        chain: the plan; every job comes after those that it depends on.
+        table: the cluster's jobs by submission id, others' jobs among them.
+        now: seconds since the epoch, by the clock of the table's times.
+        limit: of jobs at once, where the chain has none of its own; ``None`` is none.
+        node_dead_s: seconds from a node's death until nothing can run on it any more.
+    """
+    ids = [link.id for link in chain.links]
+    outside = {one.id: one for link in chain.links for one in link.outside}
+    dispatchers = [one.dispatcher for one in outside.values() if one.dispatcher]
+    attempts = attempts_of([*ids, *outside, *dispatchers], table)
+    cancel = table.get(chain.cancel_id)
+    cancelled = cancel is not None and cancel.nonce == chain.nonce and bool(cancel.claim)
+
+    standings: Dict[str, Verdict] = {}
+    for name, verdict in ((one.id, _stand_outside(one, attempts)) for one in outside.values()):
+        standings[name] = verdict
+    stops: List[Action] = []
+    ready: List[Tuple[LinkSpec, int]] = []
+    for link in chain.links:
+        rows = attempts[link.id]
+        verdict = _stand(link, rows, standings, cancelled)
+        standings[link.name] = verdict
+        stops += _stops(link, rows, verdict, cancelled, now)
+        if verdict.reason in (Reason.TURN, Reason.RETRY):
+            last = rows.get(verdict.attempt)
+            if last is None or now >= last.ended_at + _settle_s(last, node_dead_s):
+                ready.append((link, verdict.attempt + 1))
+    for name in outside:
+        del standings[name]
+    submits = _submits(chain, ready, attempts, now, chain.max_in_flight or limit)
+    return Decision((*stops, *submits), standings)
+
+
+def _stand(
+    link: LinkSpec,
+    rows: Mapping[int, Seen],
+    standings: Mapping[str, Verdict],
+    cancelled: bool,
+) -> Verdict:
+    """Where one job stands: its attempts decide, before the first one what it depends on."""
+    strangers = [number for number, row in rows.items() if row.nonce != link.nonce]
+    if strangers:
+        name = attempt_id(link.id, strangers[0])
+        return Verdict(JobState.FAILED, Reason.TAKEN, f"the id {name} is another run's", attempt=0)
+    if rows:
+        verdict = _stand_attempts(rows, link.retries, link.permanent_exit_codes)
+        if verdict.reason is not Reason.RETRY or not cancelled:
+            return verdict
+        return _with(verdict, JobState.CANCELLED, Reason.CANCELLED, "cancelled between attempts")
+    if cancelled:
+        return Verdict(
+            JobState.CANCELLED, Reason.CANCELLED, "cancelled before its start", attempt=0
+        )
+    needs = [*link.after, *(one.id for one in link.outside)]
+    for name in needs:
+        state = standings[name].state
+        if state.is_terminal and state is not JobState.SUCCEEDED:
+            detail = f"upstream {name} {'failed' if state is JobState.FAILED else 'was cancelled'}"
+            return Verdict(JobState.CANCELLED, Reason.UPSTREAM, detail, attempt=0)
+    missing = tuple(name for name in needs if standings[name].state is not JobState.SUCCEEDED)
+    if missing:
+        detail = f"waits for {', '.join(missing)}"
+        return Verdict(JobState.WAITING, Reason.WAITS, detail, attempt=0, waits_for=missing)
+    return Verdict(JobState.WAITING, Reason.TURN, "waits for its turn", attempt=0)
+
+
+def _stand_attempts(
+    rows: Mapping[int, Seen], retries: int, permanent_exit_codes: Tuple[int, ...]
+) -> Verdict:
+    """Where a job with at least one attempt or claim stands."""
+    for number, row in rows.items():
+        if row.verdict.state is JobState.SUCCEEDED and not row.claim:
+            return _of(row, number)
+    number = max(rows)
+    last = rows[number]
+    if last.claim:
+        return _claimed(last, number, rows)
+    if last.verdict.state is not JobState.FAILED:
+        return _of(last, number)
+    if last.verdict.reason is Reason.START_TIMEOUT:
+        detail = f"attempt {number} was not started in time by Ray, which does not count"
+        return _with(_of(last, number), JobState.WAITING, Reason.RETRY, detail)
+    failed = sum(
+        row.verdict.state is JobState.FAILED and row.verdict.reason is not Reason.START_TIMEOUT
+        for row in rows.values()
+    )
+    permanent = last.verdict.reason in _PERMANENT or last.exit_code in permanent_exit_codes
+    if permanent or failed > retries:
+        return _of(last, number)
+    left = retries - failed + 1
+    detail = f"attempt {number} failed ({last.verdict.detail}); {left} more allowed"
+    return _with(_of(last, number), JobState.WAITING, Reason.RETRY, detail)
+
+
+def _claimed(claim: Seen, number: int, rows: Mapping[int, Seen]) -> Verdict:
+    """Where a job stands whose next attempt was claimed; what ran before explains it."""
+    before = max((one for one, row in rows.items() if not row.claim), default=0)
+    node = rows[before].verdict.node if before else ""
+    if claim.claim == NOT_PLACED:
+        return Verdict(JobState.FAILED, Reason.NOT_PLACED, NOT_PLACED, node, before)
+    if claim.claim != CANCELLED:
+        return Verdict(JobState.FAILED, Reason.NOT_STARTED, claim.claim, node, before)
+    detail = "cancelled" if before else "cancelled before its start"
+    return Verdict(JobState.CANCELLED, Reason.CANCELLED, detail, node, before)
+
+
+def _stand_outside(one: OutsideSpec, attempts: Mapping[str, Dict[int, Seen]]) -> Verdict:
+    """Where a job of another experiment stands, as far as the table proves it."""
+    rows = {n: row for n, row in attempts[one.id].items() if row.nonce in one.nonces}
+    if rows:
+        last = rows[max(rows)]
+        if not one.dispatcher and last.verdict.state is JobState.FAILED:
+            return last.verdict  # nobody would try it again
+        return _stand_attempts(rows, last.retries, last.permanent_exit_codes)
+    if one.dispatcher:
+        own = attempts[one.dispatcher]
+        last_own = own[max(own)] if own else None
+        if last_own and last_own.exit_code in (ALL_SUCCEEDED, NOT_ALL_SUCCEEDED):
+            return Verdict(JobState.CANCELLED, Reason.UPSTREAM, "it was never started")
+    return Verdict(JobState.WAITING, Reason.WAITS)
+
+
+def _stops(
+    link: LinkSpec, rows: Mapping[int, Seen], verdict: Verdict, cancelled: bool, now: float
+) -> List[Action]:
+    """Every attempt that must not go on; and the claim that gives up what was not placed."""
+    live = [number for number in sorted(rows) if rows[number].is_live]
+    if any(row.nonce != link.nonce for row in rows.values()):
+        live = [number for number in live if rows[number].nonce == link.nonce]
+    if not live:
+        return []
+    newest = live[-1]
+    row = rows[newest]
+    claims: List[Action] = []
+    doomed = live[:-1]
+    if verdict.state.is_terminal or cancelled or newest != max(rows):
+        doomed = live
+    elif (
+        link.pending_timeout_s is not None
+        and row.verdict.state is JobState.PENDING
+        and now - _pending_since(rows, newest) > link.pending_timeout_s
+    ):
+        # The claim comes first: it is what says why, whoever sees the stopped attempt.
+        next_id = attempt_id(link.id, newest + 1)
+        claims, doomed = [Action(Do.CLAIM, link.name, next_id, NOT_PLACED)], live
+    why = claims[0].why if claims else verdict.detail or "it is superseded"
+    return claims + [
+        Action(Do.STOP, link.name, attempt_id(link.id, number), why) for number in doomed
+    ]
+
+
+def _submits(
+    chain: ChainSpec,
+    ready: Sequence[Tuple[LinkSpec, int]],
+    attempts: Mapping[str, Dict[int, Seen]],
+    now: float,
+    limit: Optional[int],
+) -> List[Action]:
+    """The attempts to hand over, in the order of the jobs, as far as there is room for them."""
+    starting, live, stuck = 0, 0, set()
+    for link in chain.links:
+        for row in attempts[link.id].values():
+            live += row.is_live
+            if row.is_live and row.verdict.state is JobState.PENDING:
+                if now - row.posted_at > STUCK_S:
+                    stuck.add(link.shape)
+                else:
+                    starting += 1
+    submits: List[Action] = []
+    for link, number in ready:
+        if (limit is not None and live >= limit) or starting >= STARTING_MAX:
+            break
+        if link.shape in stuck:
+            continue
+        name = attempt_id(link.id, number)
+        submits.append(Action(Do.SUBMIT, link.name, name, f"attempt {number}"))
+        live, starting = live + 1, starting + 1
+    return submits
+
+
+def _pending_since(rows: Mapping[int, Seen], number: int) -> float:
+    """When the job began to wait for room: starts that Ray gave up belong to the same wait."""
+    while number - 1 in rows and rows[number - 1].verdict.reason is Reason.START_TIMEOUT:
+        number -= 1
+    return rows[number].posted_at
+
+
+def _settle_s(last: Seen, node_dead_s: float) -> float:
+    return node_dead_s if last.verdict.reason is Reason.NODE_DIED else SETTLE_S
+
+
+def _of(row: Seen, number: int) -> Verdict:
+    return _with(row.verdict, row.verdict.state, row.verdict.reason, row.verdict.detail, number)
+
+
+def _with(
+    verdict: Verdict,
+    state: JobState,
+    reason: Reason,
+    detail: str,
+    attempt: Optional[int] = None,
+) -> Verdict:
+    number = verdict.attempt if attempt is None else attempt
+    return Verdict(state, reason, detail, verdict.node, number, verdict.waits_for)

@@ -1,0 +1,176 @@
+"""The few requests that the dispatcher makes, with the standard library alone.
+
+It runs beside the dashboard, perhaps for days, on a head that has other things to do: one
+connection, a time limit on everything, and never the whole job table as objects at once.
+"""
+
+from __future__ import annotations
+
+import http.client
+import json
+import os
+import re
+import subprocess
+from pathlib import Path
+from typing import Any, Dict, Iterator, List, Optional, Sequence, Tuple
+from urllib.parse import quote, urlsplit
+
+#: Seconds that one request may take.
+TIMEOUT_S = 30.0
+#: What is between the rows of a JSON list, and before the first one.
+_BETWEEN = re.compile(r"[\[,\s]*")
+_ASK_RAY = "from ray.dashboard.utils import ray_address_to_api_server_url as find;print(find(None))"
+
+
+class Away(Exception):
+    """The dashboard gave no usable answer; the same request may be answered later."""
+
+
+class Refused(Exception):
+    """Ray refuses the request; asking again changes nothing."""
+
+
+class Rest:
+    """One dashboard, as seen from the head."""
+
+    def __init__(self, url: str, timeout_s: float = TIMEOUT_S) -> None:
+        self.url = url
+        self._timeout_s = timeout_s
+        self._connection: Optional[http.client.HTTPConnection] = None
+
+    def session(self) -> str:
+        """Ray's name of the cluster's life."""
+        return str(_object(self._ask("GET", "/api/version")).get("session_name", ""))
+
+    def rows(self) -> Iterator[Dict[str, Any]]:
+        """The job table, a row at a time.
+
+        Raises:
+            Away: it cannot be read.
+        """
+        text = self._ask("GET", "/api/jobs/").decode()
+        decoder, position = json.JSONDecoder(), 0
+        try:
+            while text[position := _skip(text, position)] != "]":
+                row, position = decoder.raw_decode(text, position)
+                if row.get("submission_id"):
+                    yield row
+        except (ValueError, IndexError, AttributeError) as error:
+            raise Away(f"{self.url} gave a job table that cannot be read: {error}") from error
+
+    def post(self, body: Dict[str, Any]) -> bool:
+        """Ask for a job; whether Ray took it now. It may have it from an earlier request.
+
+        Raises:
+            Away: nobody knows what became of the request; the table tells.
+            Refused: Ray does not take it.
+        """
+        status, text = self._send("POST", "/api/jobs/", json.dumps(body).encode())
+        if status == 200:
+            return True
+        if b"already exists" in text:
+            return False
+        words = _last_line(text)
+        if 400 <= status < 500 and status not in (401, 403, 404, 408, 429):
+            raise Refused(f"Ray refuses it: {words} (HTTP {status})")
+        raise Away(f"{self.url} answered {status} to a new job: {words}")
+
+    def stop(self, submission_id: str) -> None:
+        """Ask Ray to stop a job; harmless when it has ended."""
+        path = f"/api/jobs/{quote(submission_id, safe='')}/stop"
+        status, text = self._send("POST", path, b"")
+        if status != 200 and status != 404:
+            raise Away(f"{self.url} answered {status} to a stop: {_last_line(text)}")
+
+    def put_package(self, name: str, data: bytes) -> None:
+        self._ask("PUT", f"/api/packages/gcs/{quote(name)}", data)
+
+    def _ask(self, method: str, path: str, data: Optional[bytes] = None) -> bytes:
+        status, text = self._send(method, path, data)
+        if status != 200:
+            raise Away(f"{self.url} answered {status} to {method} {path}: {_last_line(text)}")
+        return text
+
+    def _send(self, method: str, path: str, data: Optional[bytes] = None) -> Tuple[int, bytes]:
+        headers = {"Content-Type": "application/json", **_authorization()}
+        try:
+            if self._connection is None:
+                self._connection = _connection(self.url, self._timeout_s)
+            self._connection.request(method, urlsplit(self.url).path + path, data, headers)
+            answer = self._connection.getresponse()
+            return answer.status, answer.read()
+        except (OSError, http.client.HTTPException) as error:
+            if self._connection is not None:
+                self._connection.close()
+            self._connection = None
+            raise Away(f"{self.url} cannot be reached: {error or type(error).__name__}") from error
+
+
+def candidates(given: Sequence[str]) -> Iterator[str]:
+    """Addresses at which the dashboard may be, the likeliest first.
+
+    Args:
+        given: as the client knows it: its port is the dashboard's unless a tunnel or a proxy is
+            between them, and then Ray itself is asked.
+    """
+    head = os.environ.get("RAY_ADDRESS", "").rpartition(":")[0]
+    ports = [urlsplit(url).port for url in given if urlsplit(url).port]
+    for port in dict.fromkeys([*ports, 8265]):
+        for host in filter(None, (head, "127.0.0.1")):
+            yield f"http://{host}:{port}"
+    yield from given
+    yield from _ask_ray()
+
+
+def _ask_ray() -> Iterator[str]:
+    """The address as Ray knows it, by an interpreter that has ray; takes a second or two."""
+    for python in ("python3", "python"):
+        try:
+            done = subprocess.run(
+                [python, "-c", _ASK_RAY], stdout=subprocess.PIPE, text=True, timeout=60
+            )
+        except (OSError, subprocess.TimeoutExpired):
+            continue
+        found = done.stdout.strip().splitlines()
+        if done.returncode == 0 and found:
+            yield found[-1]
+            return
+
+
+def _authorization() -> Dict[str, str]:
+    """Ray's token, from where Ray itself takes it. Read anew: it may be renewed."""
+    token = os.environ.get("RAY_AUTH_TOKEN", "")
+    path = os.environ.get("RAY_AUTH_TOKEN_PATH") or str(Path.home() / ".ray" / "auth_token")
+    if not token:
+        try:
+            token = Path(path).read_text(encoding="utf-8").strip()
+        except OSError:
+            return {}  # a cluster without tokens
+    return {"Authorization": f"Bearer {token}"}
+
+
+def _connection(url: str, timeout_s: float) -> http.client.HTTPConnection:
+    parts = urlsplit(url)
+    if parts.scheme == "https":
+        return http.client.HTTPSConnection(parts.hostname or "", parts.port, timeout=timeout_s)
+    return http.client.HTTPConnection(parts.hostname or "", parts.port, timeout=timeout_s)
+
+
+def _object(text: bytes) -> Dict[str, Any]:
+    try:
+        found = json.loads(text)
+    except ValueError as error:
+        raise Away("the answer is not Ray's") from error
+    if not isinstance(found, dict):
+        raise Away("the answer is not Ray's")
+    return found
+
+
+def _skip(text: str, position: int) -> int:
+    between = _BETWEEN.match(text, position)
+    return between.end() if between else position
+
+
+def _last_line(text: bytes) -> str:
+    lines: List[str] = [line.strip() for line in text.decode("utf-8", "replace").splitlines()]
+    return next((line for line in reversed(lines) if line), "no text")[:300]
