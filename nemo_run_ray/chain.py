@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from nemo_run_ray import archives, ledger
+from nemo_run_ray.clusters import from_record
 from nemo_run_ray.errors import (
     ClusterError,
     Gone,
@@ -42,6 +43,7 @@ from nemo_run_ray.remote.decide import (
     attempt_id,
     attempts_of,
     decide,
+    first_id,
     seen,
 )
 from nemo_run_ray.remote.dispatcher import claim_body
@@ -261,6 +263,32 @@ class Chain:
         book.write(ledger.SUBMITTED, name)
         return name
 
+    def resume(self) -> str:
+        """Start the dispatcher if it is dead and something is left to do; what was done, in words.
+
+        Raises:
+            ConfigError: a secret of a job that has not started is not set.
+            SubmissionError: Ray refuses it.
+            ClusterError: the cluster cannot be asked.
+        """
+        record = self._cluster_record()
+        dashboard = from_record(record).find()
+        if dashboard is None:
+            return "the embedded Ray that had it has been stopped; run the experiment again"
+        api = JobsApi.of(dashboard)
+        look = self.look(api, fresh=True)
+        if look.lost:
+            return f"lost: {look.lost}; run the experiment again"
+        if look.decision.is_over:
+            return "all is decided"
+        if look.is_dispatched:
+            return "its dispatcher is at work"
+        return f"started again as {self.start(api, record)}"
+
+    def _cluster_record(self) -> dict[str, Any]:
+        records = Ledger(self.exp_dir).jobs().values()
+        return next(one.cluster for one in records if one.chain == self.id)
+
     def revive(self, api: JobsApi, cluster: dict[str, Any], look: Look) -> None:
         """Start the dispatcher again if it is dead and there is something left for it to do."""
         if look.is_dispatched or look.decision.is_over:
@@ -306,9 +334,7 @@ class Chain:
             wanted.add(link.id)
             wanted.update(name for one in link.outside for name in (one.id, one.dispatcher))
         return {
-            name: row
-            for name, row in rows.items()
-            if name in wanted or name.rpartition(".a")[0] in wanted
+            name: row for name, row in rows.items() if name in wanted or first_id(name) in wanted
         }
 
     def _plan_archive(self) -> archives.Archive:

@@ -10,7 +10,8 @@ from pathlib import Path
 
 from nemo_run_ray import ledger
 from nemo_run_ray.chain import Chain, Look
-from nemo_run_ray.errors import ClusterError, Gone, JobError, Taken
+from nemo_run_ray.errors import ClusterError, Gone, JobError, NemoRunRayError, Taken
+from nemo_run_ray.follow import lines
 from nemo_run_ray.jobs_api import JobsApi
 from nemo_run_ray.ledger import JobRecord, Ledger
 from nemo_run_ray.remote.decide import CANCELLED, attempt_id
@@ -88,7 +89,7 @@ class ChainedJob(RemoteJob):
                 number += 1
                 if number > 1:
                     yield f"{PREFIX}attempt {number}\n"
-                yield from self._attempt(number).log(should_tail)
+                yield from self._attempt(number).cluster_log(should_tail)
             if verdict.state.is_terminal or not should_tail:
                 break
             time.sleep(_LOOK_AGAIN_S)
@@ -141,6 +142,16 @@ class _Attempt(RemoteJob):
 
     def _write_down(self, verdict: Verdict) -> None:
         return None
+
+
+def dispatcher_lines(chain: Chain) -> Iterator[str]:
+    """The logs of a chain's dispatchers, line by line, as far as they can be read."""
+    for record in Ledger(chain.exp_dir).jobs().values():
+        if record.dispatches and record.chain == chain.id:
+            try:
+                yield from lines(RemoteJob(record).log(should_tail=False))
+            except NemoRunRayError:
+                continue  # it never started, or its cluster is gone
 
 
 def find_job(submission_id: str) -> RemoteJob:

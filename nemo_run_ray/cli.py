@@ -2,25 +2,27 @@
 
 from __future__ import annotations
 
-import json
 import os
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 from rich.console import Console
-from rich.table import Table
+from rich.live import Live
 
 from nemo_run_ray import plugin
 from nemo_run_ray.clusters import Cluster, ExistingCluster, LocalCluster
 from nemo_run_ray.errors import JobError, NemoRunRayError
 from nemo_run_ray.executor import RayExecutor
-from nemo_run_ray.states import JobState, Verdict
+from nemo_run_ray.states import JobState
 
 Name = Annotated[str, typer.Argument(help="An experiment's id or title, a handle or a job's id.")]
 Address = Annotated[str, typer.Option(help="A dashboard's address; without it the embedded Ray.")]
+#: Seconds between two looks of a table that follows.
+_LOOK_AGAIN_S = 2.0
 _out = Console(soft_wrap=True, highlight=False)
 
 
@@ -76,41 +78,45 @@ def doctor(address: Address = "") -> None:
 
 
 def status(
-    name: Name, as_json: Annotated[bool, typer.Option("--json", help="For programs.")] = False
+    name: Name,
+    as_json: Annotated[bool, typer.Option("--json", help="For programs.")] = False,
+    once: Annotated[bool, typer.Option("--once", help="Look once, do not follow.")] = False,
 ) -> None:
-    """State and reason of an experiment's jobs, or of one job."""
-    rows = [(job, job.verdict()) for job in _jobs(name)]
-    groups = {job.submission_id: job.roles(verdict) for job, verdict in rows}
+    """State and reason of an experiment's jobs, or of one job; on a terminal until all ended."""
+    from nemo_run_ray.status_view import View
+
+    jobs = _jobs(name)
+    view = View(jobs)
     if as_json:
-        found = [{**_as_dict(job, verdict), **groups[job.submission_id]} for job, verdict in rows]
-        print(json.dumps(found, indent=1))
+        print(view.as_json())
         return
-    table = Table("job", "state", "reason", "id", box=None, pad_edge=False)
-    for job, verdict in rows:
-        color = {"SUCCEEDED": "green", "FAILED": "red", "LOST": "red"}.get(verdict.state.value, "")
-        state = f"[{color}]{verdict.state.value}[/]" if color else verdict.state.value
-        table.add_row(job.record.job, state, verdict.reason.value, job.submission_id)
-    _out.print(table)
-    for job, _ in rows:
-        if groups[job.submission_id]:
-            _print_roles(job.record.job, groups[job.submission_id])
-    for job, verdict in rows:
-        if verdict.message:
-            _out.print(f"\n{job.record.job}: {verdict.message}", markup=False)
+    if once or view.is_over or not _out.is_terminal:
+        _out.print(view.table(time.time()))
+        return
+    with Live(view.table(time.time()), console=_out, auto_refresh=False) as live:
+        while not view.is_over:
+            time.sleep(_LOOK_AGAIN_S)
+            view = View(jobs)
+            live.update(view.table(time.time()), refresh=True)
 
 
-def _print_roles(job: str, group: dict[str, Any]) -> None:
-    """One line for every replica of a group."""
-    _out.print(f"\n{job} is {group['phase']}", markup=False)
-    if group["waits_for"]:
-        _out.print(f"waiting for room: {group['waits_for']}", markup=False)
-    table = Table("role", "state", "exit code", "node", "address", box=None, pad_edge=False)
-    for one in group["roles"]:
-        code = "" if one["exit_code"] is None else str(one["exit_code"])
-        kind = " (service)" if one["service"] else ""
-        name = f"{one['role']}/{one['replica']}{kind}"
-        table.add_row(name, one["state"], code, one["host"], one["address"])
-    _out.print(table)
+def timeline(
+    experiment: Annotated[str, typer.Argument(help="Its id or title.")],
+    output: Annotated[Path, typer.Option("--output", "-o", help="The HTML file to write.")],
+) -> None:
+    """Write a page that shows when each job of an experiment waited, ran and ended."""
+    from nemo_run_ray.status_view import timeline_page
+
+    loaded = _experiment(experiment)
+    jobs = _jobs(experiment)
+    page = timeline_page(loaded._id, plugin.experiment_dir(loaded), jobs, time.time())
+    try:
+        output.write_text(page, encoding="utf-8")
+    except OSError as error:
+        raise JobError(
+            f"The page cannot be written to {output}: {error.strerror}. Give another --output."
+        ) from error
+    _out.print(f"The timeline of {len(jobs)} job(s) is in {output}", markup=False)
 
 
 def logs(
@@ -149,37 +155,79 @@ def cancel(
     name: Name, job: Annotated[str, typer.Option(help="Only this job of an experiment.")] = ""
 ) -> None:
     """Stop the jobs of an experiment, or one job, and wait until they have ended."""
-    for one in _jobs(name):
+    jobs = _jobs(name)
+    if not job and len(jobs) > 1:
+        _cancel_chains(jobs)
+    for one in jobs:
         if job and one.record.job != job:
             continue
         verdict = one.verdict()
         proof = ""
-        if not verdict.state.is_terminal and verdict.state is not JobState.WAITING:
+        if not verdict.state.is_terminal:
             verdict = one.cancel(plugin.grace_s(_experiment_of(one), one.record.job))
-            proof = f"; {one.leftovers(verdict)}" if verdict.state is JobState.CANCELLED else ""
-        _out.print(f"{one.record.job} is {verdict.state.value.lower()}{proof}")
+        if verdict.state is JobState.CANCELLED:
+            proof = f"; {one.leftovers(verdict)}"
+        _out.print(f"{one.record.job} is {verdict.state.value.lower()}{proof}", markup=False)
+
+
+def _cancel_chains(jobs: list[Any]) -> None:
+    """Cancel what a dispatcher would still start: one claim for all of it."""
+    from nemo_run_ray.chained_job import ChainedJob
+
+    chained = {one.chain.id: one for one in jobs if isinstance(one, ChainedJob)}
+    for one in chained.values():
+        grace_s = max(
+            plugin.grace_s(_experiment_of(one), other.record.job)
+            for other in jobs
+            if isinstance(other, ChainedJob) and other.chain is one.chain
+        )
+        if not all(other.verdict().state.is_terminal for other in jobs):
+            one.chain.cancel(one.api(), grace_s)
 
 
 def resume(experiment: Annotated[str, typer.Argument(help="Its id or title.")]) -> None:
-    """Hand over those jobs of an experiment that never reached the cluster."""
+    """Hand over what never reached the cluster, and start a dispatcher that has ended too early."""
     loaded = _experiment(experiment)
     known = {one.record.job: one for one in _all_jobs(loaded)}
     states = {job.id: _state(loaded, job, known.get(job.id)) for job in loaded.jobs}
+    for line in _resume_chains(loaded):
+        _out.print(line, markup=False)
     ready = []
     for job in loaded.jobs:
-        missing = [one for one in job.dependencies if states[one] != "SUCCEEDED"]
+        missing = _missing(loaded, job, states)
         if states[job.id] != JobState.WAITING.value:
-            _out.print(f"{job.id}: {states[job.id]}, left as it is")
+            _out.print(f"{job.id}: {states[job.id]}, left as it is", markup=False)
+        elif job.id in known and known[job.id].record.chain:
+            _out.print(f"{job.id}: waits on the cluster, left to its dispatcher", markup=False)
         elif missing:
             waits = ", ".join(f"{one} ({states[one]})" for one in missing)
-            _out.print(f"{job.id}: not handed over, it depends on {waits}; resume again after that")
+            _out.print(
+                f"{job.id}: not handed over, it depends on {waits}; resume again after that",
+                markup=False,
+            )
         else:
             ready.append(job)
     for job in ready:
         plugin.prepare_again(loaded, job)
     plugin.launch(loaded, ready)
     for job in ready:
-        _out.print(f"{job.id}: handed over")
+        _out.print(f"{job.id}: handed over", markup=False)
+
+
+def _missing(experiment: Any, job: Any, states: dict[str, str]) -> list[str]:
+    """What a job must wait for before it is handed over: nothing, if the cluster can wait."""
+    if plugin.is_ordered_by_us(experiment):
+        return []
+    return [one for one in job.dependencies if states[one] != JobState.SUCCEEDED.value]
+
+
+def _resume_chains(experiment: Any) -> list[str]:
+    """Start every dispatcher that is dead and has something left to do."""
+    from nemo_run_ray.chained_job import chains_of
+
+    return [
+        f"{chain.id}: {chain.resume()}" for chain in chains_of(plugin.experiment_dir(experiment))
+    ]
 
 
 def _state(experiment: Any, job: Any, found: Any) -> str:
@@ -191,7 +239,16 @@ def _state(experiment: Any, job: Any, found: Any) -> str:
     return f"{plugin.status_of(experiment, job)} on {type(job.executor).__name__}"
 
 
-VERBS: tuple[Callable[..., Any], ...] = (up, down, doctor, status, logs, cancel, resume)
+VERBS: tuple[Callable[..., Any], ...] = (
+    up,
+    down,
+    doctor,
+    status,
+    logs,
+    cancel,
+    resume,
+    timeline,
+)
 
 
 def guarded(verb: Callable[..., Any]) -> Callable[..., Any]:
@@ -263,15 +320,3 @@ def _experiment_of(job: Any) -> Any:
         return plugin.load_experiment(path.name)
     except FileNotFoundError:
         return None
-
-
-def _as_dict(job: Any, verdict: Verdict) -> dict[str, str]:
-    return {
-        "job": job.record.job,
-        "id": job.submission_id,
-        "handle": plugin.handle(job.submission_id),
-        "state": verdict.state.value,
-        "reason": verdict.reason.value,
-        "message": verdict.message,
-        "node": verdict.node,
-    }

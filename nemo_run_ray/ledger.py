@@ -93,7 +93,7 @@ class Ledger:
     def jobs(self) -> dict[str, JobRecord]:
         """All jobs by submission id, as the events tell."""
         records: dict[str, JobRecord] = {}
-        for event in self._events():
+        for event in self.events():
             submission_id, kind = event["id"], event["event"]
             if kind == INTENT:
                 before = records[submission_id].nonces if submission_id in records else []
@@ -116,7 +116,8 @@ class Ledger:
                 records[submission_id].last = kind
         return records
 
-    def _events(self) -> Iterator[dict[str, Any]]:
+    def events(self) -> Iterator[dict[str, Any]]:
+        """Every event, the oldest first."""
         if not self.path.exists():
             return
         for number, line in enumerate(self.path.read_bytes().splitlines(), start=1):

@@ -8,7 +8,7 @@ import math
 import os
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ from nemo_run_ray.follow import follow
 from nemo_run_ray.jobs_api import JobsApi
 from nemo_run_ray.ledger import JobRecord, Ledger
 from nemo_run_ray.plan import nonce_of
+from nemo_run_ray.remote.decide import attempt_id
 from nemo_run_ray.remote.machine import Life, Phase
 from nemo_run_ray.remote.output import end_mark
 from nemo_run_ray.states import JobState, Reason, Verdict, judge
@@ -158,6 +159,10 @@ class RemoteJob:
         """Its log's text: to its end if it is over or ``should_tail``, else what there is now."""
         if self._kept_log.exists():
             return _read(self._kept_log)
+        return self.cluster_log(should_tail)
+
+    def cluster_log(self, should_tail: bool) -> Iterator[str]:
+        """The same from its cluster alone."""
         source = _Log(self)
         if should_tail or source.is_over():
             marks = tuple(end_mark(nonce) for nonce in self.record.nonces)
@@ -174,6 +179,19 @@ class RemoteJob:
             seen["node"],
             int(seen.get("attempt", 1)),
         )
+
+    def attempt_id(self, number: int) -> str:
+        """Submission id of its n-th attempt; a job without a dispatcher has one."""
+        return attempt_id(self.submission_id, number)
+
+    def rows(self) -> Mapping[str, dict[str, Any]]:
+        """The job table of its cluster, a moment old at most; empty when the cluster is gone.
+
+        Raises:
+            ClusterError: the cluster cannot be asked.
+        """
+        api = self._api()
+        return {} if api is None else api.table()
 
     def _ran_as(self, verdict: Verdict) -> str:
         """Submission id of what the verdict tells of."""
@@ -244,7 +262,7 @@ class RemoteJob:
             "attempt": verdict.attempt,
         }
         if os.access(self.record.exp_dir, os.W_OK):
-            if self._cluster.runs_here:
+            if self._cluster.runs_here and verdict.attempt:
                 self._keep_log(verdict)
                 self._keep_roles(verdict)
             book = Ledger(self.record.exp_dir)

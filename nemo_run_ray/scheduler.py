@@ -215,28 +215,19 @@ class RayJobsScheduler(SchedulerMixin, Scheduler[Any]):
 
 
 def _check_id(planned: JobPlan, shipment: Shipment) -> None:
-    """Every job, every attempt of one and the dispatcher need an id of their own."""
+    """Every job and the dispatcher need an id of their own."""
     name = planned.submission_id
-    if name == shipment.chain_id or name == f"{shipment.chain_id}.cancel":
+    if name == shipment.chain_id:
         raise ConfigError(
             f"The job {planned.job!r} would get the id {name}, which is that of the experiment's "
             "dispatcher; rename it."
         )
     for other in shipment.plans.values():
-        if other.job == planned.job:
-            continue
-        if other.submission_id == name:
+        if other.job != planned.job and other.submission_id == name:
             raise ConfigError(
                 f"The jobs {other.job!r} and {planned.job!r} of one experiment would get the same "
                 f"id {name} on the cluster; rename one of them."
             )
-        for one, two in ((name, other.submission_id), (other.submission_id, name)):
-            first, _, number = one.rpartition(".a")
-            if first == two and number.isdecimal():
-                raise ConfigError(
-                    f"The jobs {other.job!r} and {planned.job!r} would get the ids {two} and "
-                    f"{one}, and the second is that of an attempt of the first; rename one of them."
-                )
 
 
 class _Interrupt:

@@ -14,7 +14,7 @@ from enum import Enum
 from typing import Any, Dict, List, Mapping, Optional, Sequence, Tuple
 
 from .spec import ChainSpec, LinkSpec, OutsideSpec
-from .verdict import JobState, Reason, Verdict, judge
+from .verdict import LOG_FOLLOWS, JobState, Reason, Verdict, judge
 
 #: Keys in a job's metadata: what makes it ours, why it is a claim, when it is tried again.
 NONCE_KEY, CLAIM_KEY = "nemo_run_ray", "nemo_run_ray_claim"
@@ -109,8 +109,17 @@ class Decision:
 
 
 def attempt_id(first: str, number: int) -> str:
-    """Submission id of a job's n-th attempt, from 1."""
-    return first if number == 1 else f"{first}.a{number}"
+    """Submission id of a job's n-th attempt, from 1.
+
+    No job's own id holds an ``@``. A dot would do harm: Ray names a logger after each id, and the
+    first attempt's log would get the lines of the others.
+    """
+    return first if number == 1 else f"{first}@{number}"
+
+
+def first_id(submission_id: str) -> str:
+    """Submission id of the first attempt of the same job."""
+    return submission_id.partition("@")[0]
 
 
 def attempts_of(ids: Sequence[str], table: Mapping[str, Seen]) -> Dict[str, Dict[int, Seen]]:
@@ -118,15 +127,11 @@ def attempts_of(ids: Sequence[str], table: Mapping[str, Seen]) -> Dict[str, Dict
     wanted = set(ids)
     found: Dict[str, Dict[int, Seen]] = {one: {} for one in ids}
     for submission_id, row in table.items():
-        first, _, number = submission_id.rpartition(".a")
-        if submission_id in wanted:
-            found[submission_id][1] = row
-        elif (
-            first in wanted
-            and number.isdecimal()
-            and attempt_id(first, int(number)) == (submission_id)
-        ):
-            found[first][int(number)] = row
+        first, _, number = submission_id.partition("@")
+        if first in wanted and (number.isdecimal() or not number):
+            position = int(number or 1)
+            if attempt_id(first, position) == submission_id:
+                found[first][position] = row
     return found
 
 
@@ -137,7 +142,7 @@ def seen(row: Mapping[str, Any]) -> Seen:
     code = row.get("driver_exit_code")
     return Seen(
         verdict=Verdict(
-            verdict.state, verdict.reason, verdict.detail.partition("\n")[0], verdict.node
+            verdict.state, verdict.reason, verdict.detail.partition(LOG_FOLLOWS)[0], verdict.node
         ),
         nonce=str(metadata.get(NONCE_KEY, "")),
         posted_at=(row.get("start_time") or 0) / 1000,

@@ -28,6 +28,7 @@ from .decide import (
     Seen,
     attempt_id,
     decide,
+    first_id,
     seen,
 )
 from .output import say
@@ -239,7 +240,7 @@ class _Wanted:
 
     def has(self, row: Mapping[str, Any]) -> bool:
         name = str(row["submission_id"])
-        return name in self._ids or name.rpartition(".a")[0] in self._ids
+        return name in self._ids or first_id(name) in self._ids
 
 
 def attempt_body(link: LinkSpec, number: int) -> Dict[str, Any]:
@@ -344,7 +345,7 @@ def _node_dead_s() -> float:
 
 
 def _number(link: LinkSpec, submission_id: str) -> int:
-    return 1 if submission_id == link.id else int(submission_id.rpartition(".a")[2])
+    return 1 if submission_id == link.id else int(submission_id.partition("@")[2])
 
 
 def _words(verdict: Verdict) -> str:

@@ -224,7 +224,7 @@ class ChainSpec:
     @property
     def cancel_id(self) -> str:
         """The id whose claim cancels all of it."""
-        return f"{self.id}.cancel"
+        return f"{self.id}@cancel"
 
     @property
     def secrets(self) -> Tuple[str, ...]:

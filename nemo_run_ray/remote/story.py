@@ -11,7 +11,7 @@ from typing import Iterable, Iterator
 from .output import PREFIX
 
 _LINE = re.compile(
-    re.escape(PREFIX) + r"(\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d)\.(\d{3})Z ([A-Z]+) ([\w.-]+) ?(.*)$"
+    re.escape(PREFIX) + r"(\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d)\.(\d{3})Z ([A-Z]+) ([\w.@-]+) ?(.*)$"
 )
 
 

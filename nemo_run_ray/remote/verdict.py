@@ -131,6 +131,8 @@ NEXT_STEP = {
 }
 
 
+#: What stands between the cause of a failure and the end of the job's log.
+LOG_FOLLOWS = "; the last lines of its log:"
 #: The last line of a group's log. It explains a failure that Ray's record has; it decides nothing.
 _ENDING = re.compile(r"^nemo_run_ray\| end \w{8}: \[([\w ]+)\] (.*)$", re.MULTILINE)
 #: Lines that Ray itself writes at the head of every job's log.
@@ -205,5 +207,5 @@ def judge(row: dict[str, Any]) -> Verdict:
     if endings and endings[-1][0] in causes:
         reason, cause = causes[endings[-1][0]], f"{cause}: {endings[-1][1]}"
     lines = [line for line in tail.splitlines() if not _OF_RAY.search(line)]
-    detail = "\n".join([f"{cause}; the last lines of its log:", *lines]) if lines else cause
+    detail = "\n".join([f"{cause}{LOG_FOLLOWS}", *lines]) if lines else cause
     return Verdict(state, reason, detail, node)
