@@ -21,7 +21,7 @@ from torchx.specs import AppDef, Role
 from nemo_run_ray import ExistingCluster, LocalCluster, RayExecutor
 from nemo_run_ray.app_roles import ROLE_MAX
 from nemo_run_ray.clusters import Dashboard
-from nemo_run_ray.errors import ConfigError, NotBuiltError, TooOld
+from nemo_run_ray.errors import ConfigError, TooOld
 from nemo_run_ray.jobs_api import JobsApi
 from nemo_run_ray.plan import JobPlan, in_folder, plan
 from nemo_run_ray.probes import CommandProbe, HttpProbe, PortProbe
@@ -666,7 +666,17 @@ def test_the_groups_executor_has_none_of_a_roles_fields():
     assert (merged.launcher, merged.role, merged.service, merged.retries) == (None, "", False, 0)
     assert [one.nodes for one in merged.resource_group] == [2, 1]
     merged.check()
-    merged.check_built()
+
+
+def test_what_the_dispatcher_sees_to_is_the_whole_groups():
+    merged = _merged(
+        {"role": "a", "retries": 1, "max_in_flight": 4, "permanent_exit_codes": [2]},
+        {"role": "b", "retries": 3, "max_in_flight": 2, "dependencies": ["ray_jobs://x/y"]},
+        {"role": "s", "service": True, "retries": 9, "permanent_exit_codes": [64]},
+    )
+    assert (merged.retries, merged.max_in_flight) == (3, 2)
+    assert merged.permanent_exit_codes == [2, 64]
+    assert merged.dependencies == ["ray_jobs://x/y"]
 
 
 def test_the_groups_executor_is_the_experiments(tmp_path):
@@ -824,24 +834,11 @@ _REFUSED: dict[str, tuple[list[dict[str, Any]], list[str]]] = {
         [{"role": "a", "strategy": "STRICT_PACK"}, {}],
         ["'a'", "RayExecutor.strategy", "label_selector"],
     ),
-    "retries of a primary": (
-        [{"role": "a", "retries": 2}, {}],
-        ["'a'", "RayExecutor.retries", "2"],
-    ),
-    "a limit of a role": (
-        [{"role": "a", "max_in_flight": 2}, {}],
-        ["'a'", "RayExecutor.max_in_flight"],
-    ),
-    "dependencies of a role": (
-        [{"role": "a", "dependencies": ["ray_jobs://nemo_run/x.y"]}, {}],
-        ["'a'", "RayExecutor.dependencies"],
-    ),
     "different clusters": (
         [{"role": "a"}, {"role": "b", "address": "http://10.0.0.2:8265"}],
         ["'a'", "'b'", "RayExecutor.cluster"],
     ),
 }
-_NOT_BUILT = {"retries of a primary", "a limit of a role", "dependencies of a role"}
 
 
 @pytest.fixture
@@ -868,10 +865,8 @@ def _run(title: str, executors: list[RayExecutor]) -> None:
 @pytest.mark.parametrize("what", _REFUSED)
 def test_what_does_not_go_together_is_refused_before_anything_starts(submitted, unique, what):
     fields, words = _REFUSED[what]
-    error = NotBuiltError if what in _NOT_BUILT else ConfigError
-    with pytest.raises(error) as caught:
+    with pytest.raises(ConfigError) as caught:
         _run(unique, [_executor(**one) for one in fields])
-    assert type(caught.value) is error
     for word in words:
         assert word in str(caught.value)
     assert "\n" not in str(caught.value)
@@ -945,23 +940,7 @@ def test_a_field_of_the_whole_group_that_would_do_nothing_is_refused(roles, name
     ],
 )
 def test_what_is_for_groups_is_refused_for_a_task_alone(single, fields, name):
-    with pytest.raises(ConfigError, match=rf"RayExecutor\.{name} ") as caught:
-        single(**fields)
-    assert not isinstance(caught.value, NotBuiltError)
-
-
-@pytest.mark.parametrize(
-    ("fields", "name"),
-    [
-        ({"pending_timeout_s": 5}, "pending_timeout_s"),
-        ({"pending_timeout_s": 0}, "pending_timeout_s"),
-        ({"retries": 1}, "retries"),
-        ({"retries": 1, "nodes": 2}, "retries"),
-        ({"max_in_flight": 1, "nodes": 2}, "max_in_flight"),
-    ],
-)
-def test_what_a_task_alone_cannot_have_yet(single, fields, name):
-    with pytest.raises(NotBuiltError, match=rf"RayExecutor\.{name} "):
+    with pytest.raises(ConfigError, match=rf"RayExecutor\.{name} "):
         single(**fields)
 
 

@@ -11,7 +11,7 @@ from nemo_run.core.serialization.yaml import YamlSerializer
 from nemo_run.core.serialization.zlib_json import ZlibJSONSerializer
 
 from nemo_run_ray import ExistingCluster, LocalCluster, RayExecutor
-from nemo_run_ray.errors import ConfigError, NotBuiltError
+from nemo_run_ray.errors import ConfigError
 from nemo_run_ray.executor import LEDGER, parse_memory
 from nemo_run_ray.probes import CommandProbe, HttpProbe, PortProbe, Probe
 
@@ -41,6 +41,7 @@ _GOOD = {
     "pending_timeout_s": [None, 0, 600.5],
     "grace_s": [0, 10, 0.5],
     "dependencies": [[], ["ray_jobs://nemo_run/a.b"]],
+    "permanent_exit_codes": [[], [2, 64]],
     "keep_run_dir": [True, False],
     "python": [None, "/opt/py/bin/python3", "python3.11"],
     "launcher": [None, "torchrun", "ft", Launcher(), Torchrun(), FaultTolerance()],
@@ -82,7 +83,8 @@ _BAD = {
     "max_in_flight": [0, -1, 1.5, "3", True],
     "pending_timeout_s": [-1, _NAN, "1h", True],
     "grace_s": [-1, _NAN, _INF, "10", None, True],
-    "dependencies": [None, "ray_jobs://nemo_run/a.b", [3]],
+    "dependencies": [None, "ray_jobs://nemo_run/a.b", [3], ["a.b"], ["slurm://nemo_run/3"]],
+    "permanent_exit_codes": [None, 2, "2", [0], [256], [True], ["2"]],
     "keep_run_dir": ["false", None],
     "python": ["", 3],
     "launcher": ["torchrn", "slurm", 3, SlurmTemplate(template_inline="x")],
@@ -249,34 +251,6 @@ def test_a_built_config_is_checked():
     config.nodes = -1
     with pytest.raises(ConfigError, match="nodes"):
         fdl.build(config)
-
-
-@pytest.mark.parametrize(
-    ("name", "value", "part"),
-    [
-        ("retries", 1, "dispatcher"),
-        ("max_in_flight", 1, "dispatcher"),
-        ("dependencies", ["x"], "dispatcher"),
-    ],
-)
-def test_what_is_not_built_is_named(name, value, part):
-    with pytest.raises(NotBuiltError, match=part) as caught:
-        RayExecutor(**{name: value}).check_built()
-    assert f"RayExecutor.{name}" in str(caught.value)
-
-
-@pytest.mark.parametrize(
-    "fields",
-    [
-        {},
-        {"ntasks_per_node": 4, "launcher": "ft"},
-        {"nodes": 2, "ntasks_per_node": 2},
-        {"role": "x", "ports": {"a": 1}, "pending_timeout_s": 0},
-        {"service": True, "ready": PortProbe(80), "retries": 3},  # a service is started again
-    ],
-)
-def test_what_is_built(fields):
-    RayExecutor(**fields).check_built()
 
 
 def test_a_number_that_no_float_holds_is_refused():

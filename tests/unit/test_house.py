@@ -27,10 +27,15 @@ _LAYERS = (
         "follow",
         "job_table",
         "log_text",
+        "timeline",
+        "lanes",
     },
-    {"submission", "remote_job"},
+    {"submission"},
+    {"chain", "remote_job"},
+    {"chained_job", "shipment"},
     {"plugin"},
-    {"scheduler", "cli", "nemo_cli"},
+    {"scheduler", "status_view"},
+    {"cli", "nemo_cli"},
     {"__init__"},
 )
 #: They import only the errors and themselves; who knows NeMo-Run's registries imports them.

@@ -14,7 +14,7 @@ from nemo_run.run.torchx_backend.packaging import package
 from torchx.specs import AppDef, Role
 
 from nemo_run_ray import RayExecutor
-from nemo_run_ray.errors import ConfigError, NotBuiltError
+from nemo_run_ray.errors import ConfigError
 from nemo_run_ray.plan import (
     JobPlan,
     describe,
@@ -231,7 +231,7 @@ def test_one_code_of_several_roles_is_the_working_directory():
 def test_only_a_groups_driver_needs_ray():
     for planned, needs in ((_planned(_app("true")), False), (_group_plan(), True)):
         line = planned.body({}, [], "nonce")["entrypoint"]
-        assert line == entrypoint(None, [planned.spec_name, "exp.job", "nonce"], needs)
+        assert line == entrypoint(None, ["run", planned.spec_name, "exp.job", "nonce"], needs)
     assert entrypoint(None, ["x"], True) != entrypoint(None, ["x"], False)
 
 
@@ -247,9 +247,6 @@ def test_fields_are_checked_before_planning():
     executor = RayExecutor()
     executor.nodes = 0
     with pytest.raises(ConfigError, match="nodes"):
-        plan(_app("true"), executor, "exp.job", "job")
-    executor.nodes, executor.retries = 2, 1
-    with pytest.raises(NotBuiltError, match="retries"):
         plan(_app("true"), executor, "exp.job", "job")
 
 
@@ -363,7 +360,7 @@ def test_the_users_files_do_not_shadow_ours(node, tmp_path, python):
     done = node(entrypoint(python, ["it's $HOME", 'a"b`c']), str(tmp_path / "bin"))
     assert done.returncode == 5, done.stderr
     argv, _, module = json.loads(done.stdout)
-    assert argv == ["run", "it's $HOME", 'a"b`c']
+    assert argv == ["it's $HOME", 'a"b`c']
     assert module == json.__file__
 
 

@@ -2,7 +2,7 @@ import nemo_run as run
 import pytest
 
 from nemo_run_ray import RayExecutor
-from nemo_run_ray.errors import ConfigError, NotBuiltError
+from nemo_run_ray.errors import ConfigError
 from nemo_run_ray.plan import safe_id
 from nemo_run_ray.scheduler import create_scheduler
 
@@ -56,20 +56,6 @@ def test_a_group_and_a_task_that_would_get_one_id_are_refused(address, unique):
         experiment.add(run.Script(inline="true"), name="a b")
         with pytest.raises(ConfigError, match="rename one of them"):
             experiment.dryrun(log=False)
-
-
-@pytest.mark.parametrize(
-    ("field", "value", "part"),
-    [
-        ("pending_timeout_s", 5, "dispatcher"),
-        ("retries", 1, "dispatcher"),
-        ("max_in_flight", 3, "dispatcher"),
-    ],
-)
-def test_what_is_not_built_is_named(address, unique, field, value, part):
-    executor = RayExecutor(address=address, **{field: value})
-    with pytest.raises(NotBuiltError, match=f"RayExecutor.{field} is {value}.*{part}"):
-        run.run(run.Script(inline="true"), executor=executor, name=unique, dryrun=True)
 
 
 def test_a_stream_alone_is_refused():
