@@ -81,25 +81,28 @@
     anchors[number].focus({ preventScroll: true });
     reveal(number);
   };
-  const reveal = (number) => {
+  const reveal = (number, margin = 0) => {
     const head = getComputedStyle(find("header")).position === "sticky"
       ? find("header").getBoundingClientRect().height : 0;
     const { top, bottom } = rows[number].getBoundingClientRect();
-    if (top < head) scrollBy(0, top - head);
-    else if (bottom > innerHeight) scrollBy(0, bottom - innerHeight);
+    if (top < head) scrollBy(0, top - head - margin);
+    else if (bottom > innerHeight) scrollBy(0, bottom - innerHeight + margin);
+  };
+  const named = () => {
+    const number = cards.findIndex((card) => `#${card.id}` === location.hash);
+    return number < 0 ? null : number;
   };
   const pick = () => {
-    const number = cards.findIndex((card) => `#${card.id}` === location.hash);
-    picked = number < 0 ? null : number;
+    picked = named();
     if (picked !== null) {
       if (rows[picked].hidden) { search.value = ""; only.checked = false; filter(); }
       reachable(picked);
-      reveal(picked);
+      reveal(picked, innerHeight / 3);
     }
     show();
   };
   const close = () => {
-    const last = picked;
+    const last = named(); // "hashchange" may still be on its way
     location.hash = "#closed"; // names nothing, so the page does not scroll
     if (last !== null) move(last);
   };

@@ -37,7 +37,7 @@ ALL_LINKS_MAX = 40
 #: A longer message loses its middle; the log has all of it.
 MESSAGE_MAX = 6000
 #: So many neighbours of a job are listed in its details.
-NEIGHBOURS_MAX = 40
+NEIGHBOURS_MAX = 25
 #: In percent of the axis: the least bar, and the room that a mark or a number inside it needs.
 _BAR_MIN, _MARK_MIN, _NUMBER_MIN = 0.12, 2.5, 4.5
 _TICKS_MAX = 9
@@ -181,7 +181,7 @@ def _inside(attempts: Sequence[Attempt], axis: Axis) -> str:
             drawn.append(f"<text {place}>{attempt.number}</text>")
         if room >= _MARK_MIN and attempt is not attempts[-1]:
             drawn.append(_mark(known_state(attempt.outcome), _x(axis, ended), -9))
-    return "".join(drawn)
+    return f'<g class="inside">{"".join(drawn)}</g>' if drawn else ""
 
 
 def _card(lane: Lane, lanes: Sequence[Lane], axis: Axis) -> str:
@@ -236,7 +236,7 @@ def _name(name: str) -> str:
 
 
 def _icon(state: str) -> str:
-    mark = f'<title>{state.lower()}</title><use href="#mark-{state.lower()}"/>'
+    mark = f'<use href="#mark-{state.lower()}"/>'
     return f'<svg class="icon" viewBox="-7 -7 14 14" aria-hidden="true">{mark}</svg>'
 
 
@@ -280,7 +280,10 @@ def _text(words: str) -> str:
 def _measures(rows: Sequence[Row]) -> str:
     """The rules that depend on the jobs: rows are lower where there are many."""
     _, row, letters = next(size for size in _SIZES if len(rows) <= size[0])
-    name = min(max([10, *(len(row.name) for row in rows)]), 40) * letters * 0.6 + 28
+    lengths = sorted(len(row.name) for row in rows) or [0]
+    # A few very long names shall not take the width from all bars.
+    characters = min(max(10, lengths[(len(lengths) - 1) * 19 // 20]), 40)
+    name = characters * letters * 0.6 + 28
     return f":root {{ --row: {row}px; --letters: {letters}px; --name: {name:.0f}px; }}\n"
 
 

@@ -9,7 +9,8 @@ attempt, so that nobody can start it any more, and says why (``CLAIM_KEY`` in it
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import re
+from dataclasses import dataclass, replace
 from enum import Enum
 from typing import Any, Dict, List, Mapping, Optional, Sequence, Tuple
 
@@ -35,6 +36,8 @@ SETTLE_S = 1.0
 #: The same when its node died: a node that was cut off goes on until its raylet has noticed, Ray's
 #: ``gcs_rpc_server_reconnect_timeout_s`` (60), and its processes for some moments more.
 NODE_DEAD_S = 75.0
+#: An attempt's id; more digits are not ours, and int() refuses thousands of them.
+_ATTEMPT = re.compile(r"([^@]*)(?:@([2-9]|[1-9][0-9]{1,8}))?")
 #: What the same attempt once more would not change. See docs/chains.md.
 _PERMANENT = {Reason.RUNTIME_ENV, Reason.UNSCHEDULABLE, Reason.NOT_PLACED}
 
@@ -127,12 +130,11 @@ def attempts_of(ids: Sequence[str], table: Mapping[str, Seen]) -> Dict[str, Dict
     wanted = set(ids)
     found: Dict[str, Dict[int, Seen]] = {one: {} for one in ids}
     for submission_id, row in table.items():
-        first, _, number = submission_id.partition("@")
-        if first in wanted and (number.isdecimal() or not number):
-            position = int(number or 1)
-            if attempt_id(first, position) == submission_id:
-                found[first][position] = row
-    return found
+        match = _ATTEMPT.fullmatch(submission_id)
+        if match and match[1] in wanted:
+            found[match[1]][int(match[2] or 1)] = row
+    # In the order of their numbers, so that the table's order does not matter.
+    return {first: dict(sorted(rows.items())) for first, rows in found.items()}
 
 
 def seen(row: Mapping[str, Any]) -> Seen:
@@ -149,11 +151,17 @@ def seen(row: Mapping[str, Any]) -> Seen:
         ended_at=(row.get("end_time") or 0) / 1000,
         exit_code=code if isinstance(code, int) else None,
         claim=str(metadata.get(CLAIM_KEY, "")),
-        retries=int(metadata.get(RETRIES_KEY, 0)),
-        permanent_exit_codes=tuple(
-            int(code) for code in str(metadata.get(PERMANENT_KEY, "")).split(",") if code
-        ),
+        retries=next(iter(_numbers(metadata.get(RETRIES_KEY, ""))), 0),
+        permanent_exit_codes=_numbers(metadata.get(PERMANENT_KEY, "")),
     )
+
+
+def _numbers(text: Any) -> Tuple[int, ...]:
+    """``1,2``; nothing when it is a stranger's."""
+    try:
+        return tuple(int(number) for number in str(text).split(",") if number)
+    except ValueError:
+        return ()
 
 
 def decide(
@@ -173,28 +181,27 @@ def decide(
         node_dead_s: seconds from a node's death until nothing can run on it any more.
     """
     ids = [link.id for link in chain.links]
-    outside = {one.id: one for link in chain.links for one in link.outside}
-    dispatchers = [one.dispatcher for one in outside.values() if one.dispatcher]
-    attempts = attempts_of([*ids, *outside, *dispatchers], table)
+    outside = [one for link in chain.links for one in link.outside]
+    dispatchers = [one.dispatcher for one in outside if one.dispatcher]
+    attempts = attempts_of([*ids, *(one.id for one in outside), *dispatchers], table)
     cancel = table.get(chain.cancel_id)
     cancelled = cancel is not None and cancel.nonce == chain.nonce and bool(cancel.claim)
 
     standings: Dict[str, Verdict] = {}
-    for name, verdict in ((one.id, _stand_outside(one, attempts)) for one in outside.values()):
-        standings[name] = verdict
     stops: List[Action] = []
     ready: List[Tuple[LinkSpec, int]] = []
     for link in chain.links:
         rows = attempts[link.id]
-        verdict = _stand(link, rows, standings, cancelled)
+        needs = {name: standings[name] for name in link.after}
+        others = {one.id: _stand_outside(one, attempts) for one in link.outside}
+        verdict = _stand(link, rows, [*needs.items(), *others.items()], cancelled)
         standings[link.name] = verdict
         stops += _stops(link, rows, verdict, cancelled, now)
-        if verdict.reason in (Reason.TURN, Reason.RETRY):
+        lives = any(row.is_live for row in rows.values())
+        if verdict.reason in (Reason.TURN, Reason.RETRY) and not lives:
             last = rows.get(verdict.attempt)
             if last is None or now >= last.ended_at + _settle_s(last, node_dead_s):
                 ready.append((link, verdict.attempt + 1))
-    for name in outside:
-        del standings[name]
     submits = _submits(chain, ready, attempts, now, chain.max_in_flight or limit)
     return Decision((*stops, *submits), standings)
 
@@ -202,34 +209,33 @@ def decide(
 def _stand(
     link: LinkSpec,
     rows: Mapping[int, Seen],
-    standings: Mapping[str, Verdict],
+    needs: Sequence[Tuple[str, Verdict]],
     cancelled: bool,
 ) -> Verdict:
-    """Where one job stands: its attempts decide, before the first one what it depends on."""
+    """Where one job stands: its attempts decide, before each of them what it depends on."""
     strangers = [number for number, row in rows.items() if row.nonce != link.nonce]
     if strangers:
         name = attempt_id(link.id, strangers[0])
         return Verdict(JobState.FAILED, Reason.TAKEN, f"the id {name} is another run's", attempt=0)
+    turn = Verdict(JobState.WAITING, Reason.TURN, "waits for its turn", attempt=0)
     if rows:
-        verdict = _stand_attempts(rows, link.retries, link.permanent_exit_codes)
-        if verdict.reason is not Reason.RETRY or not cancelled:
-            return verdict
-        return _with(verdict, JobState.CANCELLED, Reason.CANCELLED, "cancelled between attempts")
+        turn = _stand_attempts(rows, link.retries, link.permanent_exit_codes)
+        if turn.reason is not Reason.RETRY:
+            return turn
     if cancelled:
-        return Verdict(
-            JobState.CANCELLED, Reason.CANCELLED, "cancelled before its start", attempt=0
-        )
-    needs = [*link.after, *(one.id for one in link.outside)]
-    for name in needs:
-        state = standings[name].state
-        if state.is_terminal and state is not JobState.SUCCEEDED:
-            detail = f"upstream {name} {'failed' if state is JobState.FAILED else 'was cancelled'}"
-            return Verdict(JobState.CANCELLED, Reason.UPSTREAM, detail, attempt=0)
-    missing = tuple(name for name in needs if standings[name].state is not JobState.SUCCEEDED)
+        detail = "cancelled between attempts" if rows else "cancelled before its start"
+        return _with(turn, JobState.CANCELLED, Reason.CANCELLED, detail)
+    for name, need in needs:
+        if need.state.is_terminal and need.state is not JobState.SUCCEEDED:
+            failed = need.state is JobState.FAILED
+            detail = f"upstream {name} {'failed' if failed else 'was cancelled'}"
+            return _with(turn, JobState.CANCELLED, Reason.UPSTREAM, detail)
+    missing = tuple(name for name, need in needs if need.state is not JobState.SUCCEEDED)
     if missing:
         detail = f"waits for {', '.join(missing)}"
-        return Verdict(JobState.WAITING, Reason.WAITS, detail, attempt=0, waits_for=missing)
-    return Verdict(JobState.WAITING, Reason.TURN, "waits for its turn", attempt=0)
+        verdict = _with(turn, JobState.WAITING, Reason.WAITS, detail)
+        return replace(verdict, waits_for=missing)
+    return turn
 
 
 def _stand_attempts(
@@ -239,28 +245,34 @@ def _stand_attempts(
     for number, row in rows.items():
         if row.verdict.state is JobState.SUCCEEDED and not row.claim:
             return _of(row, number)
+    for row in rows.values():
+        if row.claim:
+            return _claimed(row, rows)
     number = max(rows)
     last = rows[number]
-    if last.claim:
-        return _claimed(last, number, rows)
     if last.verdict.state is not JobState.FAILED:
         return _of(last, number)
+    failed = [one for one, row in rows.items() if _counts(row)]
+    if failed:
+        newest = rows[failed[-1]]
+        permanent = newest.verdict.reason in _PERMANENT or newest.exit_code in permanent_exit_codes
+        if permanent or len(failed) > retries:
+            return _of(newest, failed[-1])
     if last.verdict.reason is Reason.START_TIMEOUT:
         detail = f"attempt {number} was not started in time by Ray, which does not count"
-        return _with(_of(last, number), JobState.WAITING, Reason.RETRY, detail)
-    failed = sum(
-        row.verdict.state is JobState.FAILED and row.verdict.reason is not Reason.START_TIMEOUT
-        for row in rows.values()
-    )
-    permanent = last.verdict.reason in _PERMANENT or last.exit_code in permanent_exit_codes
-    if permanent or failed > retries:
-        return _of(last, number)
-    left = retries - failed + 1
-    detail = f"attempt {number} failed ({last.verdict.detail}); {left} more allowed"
+    else:
+        left = retries - len(failed) + 1
+        detail = f"attempt {number} failed ({last.verdict.detail}); {left} more allowed"
     return _with(_of(last, number), JobState.WAITING, Reason.RETRY, detail)
 
 
-def _claimed(claim: Seen, number: int, rows: Mapping[int, Seen]) -> Verdict:
+def _counts(row: Seen) -> bool:
+    """Whether an attempt has used one up: it failed, and not since Ray gave its start up."""
+    verdict = row.verdict
+    return verdict.state is JobState.FAILED and verdict.reason is not Reason.START_TIMEOUT
+
+
+def _claimed(claim: Seen, rows: Mapping[int, Seen]) -> Verdict:
     """Where a job stands whose next attempt was claimed; what ran before explains it."""
     before = max((one for one, row in rows.items() if not row.claim), default=0)
     node = rows[before].verdict.node if before else ""
@@ -275,17 +287,18 @@ def _claimed(claim: Seen, number: int, rows: Mapping[int, Seen]) -> Verdict:
 def _stand_outside(one: OutsideSpec, attempts: Mapping[str, Dict[int, Seen]]) -> Verdict:
     """Where a job of another experiment stands, as far as the table proves it."""
     rows = {n: row for n, row in attempts[one.id].items() if row.nonce in one.nonces}
+    verdict = Verdict(JobState.WAITING, Reason.WAITS)
     if rows:
         last = rows[max(rows)]
         if not one.dispatcher and last.verdict.state is JobState.FAILED:
             return last.verdict  # nobody would try it again
-        return _stand_attempts(rows, last.retries, last.permanent_exit_codes)
-    if one.dispatcher:
+        verdict = _stand_attempts(rows, last.retries, last.permanent_exit_codes)
+    if one.dispatcher and verdict.state is JobState.WAITING:
         own = attempts[one.dispatcher]
         last_own = own[max(own)] if own else None
         if last_own and last_own.exit_code in (ALL_SUCCEEDED, NOT_ALL_SUCCEEDED):
-            return Verdict(JobState.CANCELLED, Reason.UPSTREAM, "it was never started")
-    return Verdict(JobState.WAITING, Reason.WAITS)
+            return Verdict(JobState.CANCELLED, Reason.UPSTREAM, "it is not started any more")
+    return verdict
 
 
 def _stops(
@@ -328,8 +341,10 @@ def _submits(
     starting, live, stuck = 0, 0, set()
     for link in chain.links:
         for row in attempts[link.id].values():
-            live += row.is_live
-            if row.is_live and row.verdict.state is JobState.PENDING:
+            if not row.is_live or row.nonce != link.nonce:
+                continue
+            live += 1
+            if row.verdict.state is JobState.PENDING:
                 if now - row.posted_at > STUCK_S:
                     stuck.add(link.shape)
                 else:
