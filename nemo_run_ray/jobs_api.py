@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import re
 import socket
 import ssl
 import threading
+import time
 from collections.abc import Callable, Iterator
 from typing import Any, ClassVar, TypeVar
 from urllib.parse import quote
@@ -45,10 +47,16 @@ _CONNECT_S, _READ_S, _POST_S, _UPLOAD_S = 4.0, 10.0, 60.0, 600.0
 _MESSAGE_MAX_BYTES = 8 * 1024**2
 #: Seconds of a log stream's silence until the job is looked at, and until the stream is given up.
 _SILENCE_S, _SILENCE_MAX_S = 15.0, 300.0
+#: Seconds between two looks for jobs that a head's death has orphaned, until one that failed is
+#: repeated, and until Ray has looked after them.
+_WAKE_AGAIN_S, _WAKE_FAILED_S, _WAKE_S = 60.0, 5.0, 2.0
 _T = TypeVar("_T")
 
 # NeMo-Run shows every logger's INFO, and httpx tells of each request: a line every two seconds.
 logging.getLogger("httpx").setLevel(logging.WARNING)
+
+
+log = logging.getLogger(__name__)
 
 
 class JobsApi:
@@ -67,6 +75,7 @@ class JobsApi:
             follow_redirects=False,  # a redirected POST would become a GET, and be answered
         )
         self._table = JobTable(self._read_table)
+        self._woken_at = -math.inf
 
     @classmethod
     def of(cls, dashboard: Dashboard) -> JobsApi:
@@ -309,6 +318,50 @@ class JobsApi:
     # ------------------------------------------------------------------ one request
 
     def _read_table(self) -> dict[str, dict[str, Any]]:
+        rows = self._rows()
+        if time.monotonic() - self._woken_at > _WAKE_AGAIN_S:
+            self._woken_at = time.monotonic()
+            orphan = self._orphan(rows)
+            if orphan and self._wake(orphan):
+                rows = self._rows()
+            elif orphan:
+                self._woken_at -= _WAKE_AGAIN_S - _WAKE_FAILED_S
+        return rows
+
+    def _orphan(self, rows: dict[str, dict[str, Any]]) -> str:
+        """Id of a job that runs on a node that is gone, as the table has it; empty if none does."""
+        running = {
+            row["driver_node_id"]: name
+            for name, row in rows.items()
+            if row.get("status") == "RUNNING" and row.get("driver_node_id")
+        }
+        if not running:
+            return ""
+        try:
+            response = self._http.get(self._url("/api/v0/nodes"), params={"limit": "10000"})
+            nodes = response.json()["data"]["result"]["result"]
+            alive = {row["node_id"] for row in nodes if row["state"] == "ALIVE"}
+        except (httpx.HTTPError, ValueError, KeyError, TypeError):
+            return ""  # this look was a courtesy
+        return next((name for node, name in running.items() if node not in alive), "")
+
+    def _wake(self, submission_id: str) -> bool:
+        """Make Ray look after the jobs of a head that died; whether it does now.
+
+        Its job manager comes to life with the first request to it, and until then jobs whose
+        supervisors died with the head stay RUNNING (measured with Ray 2.54 and 2.60 and a
+        fault-tolerant GCS). A request for an id that is taken changes nothing else.
+        """
+        try:
+            self.post({"submission_id": submission_id, "entrypoint": "true"})
+        except Taken:
+            time.sleep(_WAKE_S)
+            return True
+        except (SubmissionError, ClusterError) as error:
+            log.debug("Ray was not woken: %s", error)
+        return False
+
+    def _rows(self) -> dict[str, dict[str, Any]]:
         response = self._get("/api/jobs/")
         rows = self._json(response)
         if not isinstance(rows, list):

@@ -85,6 +85,7 @@ class FlakyProxy:
         prefix: path under which the dashboard is to be seen; other paths are cut off.
         header: line that every request must have, in lower case.
         tls: speak TLS to clients.
+        address: host and port to listen at; by default any free port of this machine's own.
     """
 
     def __init__(
@@ -94,11 +95,12 @@ class FlakyProxy:
         prefix: str = "",
         header: str = "",
         tls: ssl.SSLContext | None = None,
+        address: tuple[str, int] = ("127.0.0.1", 0),
     ) -> None:
         parts = urlsplit(url)
         self._upstream = (parts.hostname, parts.port)
         self._choose = choose or (lambda line: Fault())
-        self._server = socket.create_server(("127.0.0.1", 0))
+        self._server = socket.create_server(address)
         self._prefix, self._header, self._tls = prefix.encode(), header.encode(), tls
         scheme = "http" if tls is None else "https"
         self.url = f"{scheme}://127.0.0.1:{self._server.getsockname()[1]}{prefix}"

@@ -195,6 +195,8 @@ def judge(row: dict[str, Any]) -> Verdict:
     if state is not JobState.FAILED:
         return Verdict(state, node=node)
     reason = FROM_RAY_ERROR.get(str(row.get("error_type")), Reason.OTHER)
+    if reason is Reason.NOT_STARTED and node:
+        reason = Reason.NODE_DIED  # it did start: Ray calls a supervisor so that is gone, too
     code = row.get("driver_exit_code")
     if not isinstance(code, int) or code == 0:
         return Verdict(state, reason, f"{reason.value}: {message}".rstrip(": "), node)

@@ -1,8 +1,8 @@
 """Ray on three hosts of one machine, each with addresses, processes and a cable of its own."""
 
+import json
 import os
 import shutil
-import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,20 +15,14 @@ from nemo_run_ray.errors import ClusterError
 from nemo_run_ray.jobs_api import JobsApi
 from tests import groups
 from tests.conftest import wait_for
+from tests.hosts.head import ADDRESS as HEAD
+from tests.hosts.head import Head, bed
 
-TESTBED = Path(__file__).with_name("testbed.py")
 TOKEN = "a5" * 32
-HEAD = "10.77.0.1"
+#: n1 to n3 are Ray's, n4 has the Redis, and n5 is a user's own machine.
+COUNT = 5
 #: Every host is a pool of its own by its label, and has these things to give.
 POOLS = {"n1": ("client", 2, {}), "n2": ("gpu", 2, {"worker": 2}), "n3": ("cpu", 2, {})}
-
-
-def bed(*arguments: str) -> str:
-    done = subprocess.run(
-        [sys.executable, str(TESTBED), *arguments], capture_output=True, text=True, timeout=120
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
 
 
 class Hosts:
@@ -44,18 +38,21 @@ class Hosts:
         # /tmp/ray is a folder of each host's own; the rest of the file system is one for all.
         auth = f"RAY_AUTH_MODE=token RAY_AUTH_TOKEN_PATH={token}"
         self._env = f"env TMPDIR={logs} RAY_TMPDIR=/tmp {auth} {path}"
+        # A job that was about to start when the head died is given up after this time.
+        head = f"{self._env} RAY_JOB_START_TIMEOUT_SECONDS=40"
+        self.head = Head(logs, head, self._options("n1"), lambda: answers(self.api))
 
     @property
     def api(self) -> JobsApi:
         return JobsApi.of(self.cluster.connect())
 
-    def start_head(self) -> None:
-        self._start("n1", f"--head --port=6379 --dashboard-host={HEAD}")
-        api = JobsApi.of(self.cluster.connect())
-        wait_for(lambda: answers(api), within_s=120)
-
     def start_worker(self, name: str) -> None:
-        self._start(name, f"--address={HEAD}:6379")
+        ray = f"{sys.executable} -m ray.scripts.scripts start --block --disable-usage-stats"
+        command = (
+            f"exec {self._env} {ray} --address={HEAD}:6379 --node-ip-address=10.77.0.{name[1:]} "
+            f"{self._options(name)}"
+        )
+        bed("spawn", name, str(self.logs / f"{name}.log"), "--", "sh", "-c", command)
 
     def wait_for_nodes(self, *names: str) -> None:
         """Until Ray counts exactly these hosts as alive."""
@@ -87,18 +84,12 @@ class Hosts:
     def revive(self, name: str) -> None:
         """Bring a host that was crashed, or whose Ray has given up, back into the cluster."""
         bed("crash", name)
-        bed("up", "3")
+        bed("up", str(COUNT))
         self.start_worker(name)
 
-    def _start(self, name: str, arguments: str) -> None:
+    def _options(self, name: str) -> str:
         pool, cpus, resources = POOLS[name]
-        ray = f"{sys.executable} -m ray.scripts.scripts start --block --disable-usage-stats"
-        given = "".join(f',"{key}":{amount}' for key, amount in resources.items()).lstrip(",")
-        command = (
-            f"exec {self._env} {ray} {arguments} --node-ip-address=10.77.0.{name[1:]} "
-            f"--num-cpus={cpus} --labels=pool={pool} --resources='{{{given}}}'"
-        )
-        bed("spawn", name, str(self.logs / f"{name}.log"), "--", "sh", "-c", command)
+        return f"--num-cpus={cpus} --labels=pool={pool} --resources='{json.dumps(resources)}'"
 
 
 def server(*program: str, **fields) -> groups.Role:
@@ -124,10 +115,13 @@ def hosts(tmp_path_factory) -> Iterator[Hosts]:
         pytest.skip("network namespaces need root")
     if shutil.which("ip") is None:
         pytest.skip("network namespaces need the program ip (Debian: iproute2)")
+    if shutil.which("redis-server") is None:
+        pytest.skip("Ray's tables outlive its head in a redis-server (Debian: redis-server)")
     found = Hosts(tmp_path_factory.mktemp("hosts"))
-    bed("up", "3")
+    bed("up", str(COUNT))
     try:
-        found.start_head()
+        found.head.start_redis()
+        found.head.start()
         found.start_worker("n2")
         found.start_worker("n3")
         found.wait_for_nodes("n1", "n2", "n3")

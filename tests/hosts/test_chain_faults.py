@@ -1,0 +1,162 @@
+"""Chains whose dispatcher, dashboard and head are struck at random moments.
+
+Every job takes a lock, looks for its upstreams' results and complains: see ``tests/chains.py``.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from nemo_run_ray import ExistingCluster, ledger
+from nemo_run_ray.chain import Chain
+from nemo_run_ray.chained_job import chains_of, jobs_of
+from nemo_run_ray.jobs_api import JobsApi
+from tests.chains import FLAKY, Step, complaints, hand_over, starts
+from tests.conftest import wait_for
+from tests.hosts.conftest import HEAD, TOKEN, Hosts
+from tests.hosts.test_group_faults import processes
+
+WAY = 8267
+ON_WORKERS = {"label_selector": {"pool": "in(gpu,cpu)"}}
+STEPS = (
+    Step("prepare", fields=ON_WORKERS),
+    Step("left", ("prepare",), 1.5, fields=ON_WORKERS),
+    Step("right", ("prepare",), 1, fields=ON_WORKERS),
+    Step("flaky", ("prepare",), end=FLAKY, fields={**ON_WORKERS, "retries": 2}),
+    Step("join", ("left", "right", "flaky"), fields=ON_WORKERS),
+    Step("broken", ("prepare",), end="exit 7", fields=ON_WORKERS),
+    Step("never", ("broken",), fields=ON_WORKERS),
+)
+ENDS = {
+    **dict.fromkeys(("prepare", "left", "right", "flaky", "join"), ("SUCCEEDED", "")),
+    "broken": ("FAILED", "exit code"),
+    "never": ("CANCELLED", "upstream"),
+}
+
+
+@dataclass
+class Run:
+    """A chain that was handed over, and what may be struck."""
+
+    hosts: Hosts
+    chain: Chain
+    api: JobsApi
+    record: dict
+    drop: Path
+    chance: random.Random
+
+
+def kill_process(run: Run) -> None:
+    found = list(processes(lambda _, words: "dispatch" in words and "-I" in words))
+    if found:
+        os.kill(run.chance.choice(found), signal.SIGKILL)
+
+
+def stop_job(run: Run) -> None:
+    run.api.stop(newest(run))
+
+
+def start_second(run: Run) -> None:
+    run.chain.start(run.api, run.record)
+
+
+def drop_answers(run: Run) -> None:
+    run.drop.write_text("0.5")
+    time.sleep(run.chance.uniform(2, 6))
+    run.drop.unlink()
+
+
+def restart_dashboard(run: Run) -> None:
+    run.hosts.head.restart_dashboard()
+
+
+def restart_head(run: Run) -> None:
+    run.hosts.head.kill()
+    time.sleep(run.chance.uniform(0, 5))
+    run.hosts.head.start()
+
+
+FAULTS = (
+    kill_process,
+    stop_job,
+    start_second,
+    drop_answers,
+    restart_dashboard,
+    restart_head,
+)
+
+
+@pytest.fixture(scope="module")
+def drop(hosts, tmp_path_factory) -> Path:
+    """The file that says which part of the answers on the other way is lost."""
+    file = tmp_path_factory.mktemp("drop") / "share"
+    hosts.head.start_way(WAY, file)
+    return file
+
+
+def newest(run: Run) -> str:
+    """Id of the newest dispatcher in the job table."""
+    rows = run.api.table(fresh=True)
+    ours = [row for name, row in rows.items() if name.partition("@")[0] == run.chain.id]
+    return max(ours, key=lambda row: row["start_time"])["submission_id"]
+
+
+def strike(
+    hosts: Hosts,
+    drop: Path,
+    title: str,
+    folder: Path,
+    chance: random.Random,
+    faults: list[Callable[[Run], None]],
+) -> None:
+    """Hand a chain over, strike it, and check that everything ended as it had to."""
+    folder.mkdir()
+    cluster = ExistingCluster(url=f"http://{HEAD}:{WAY}", token=TOKEN)
+    name = hand_over(title, cluster, folder, *STEPS, max_in_flight=3)
+    (exp_dir,) = Path(os.environ["NEMORUN_HOME"]).glob(f"experiments/*/{name}")
+    (chain,) = chains_of(exp_dir)
+    record = next(iter(ledger.Ledger(exp_dir).jobs().values())).cluster
+    run = Run(hosts, chain, hosts.api, record, drop, chance)
+    for fault in faults:
+        time.sleep(chance.uniform(0.2, 3))
+        fault(run)
+    ends = wait_for(lambda: ended(exp_dir), within_s=300)
+    assert ends == ENDS
+    assert complaints(folder) == ""
+    assert [one for one in starts(folder) if one.startswith("never")] == []
+    hosts.wait_for_nodes("n1", "n2", "n3")
+
+
+def ended(exp_dir: Path) -> dict[str, tuple[str, str]] | None:
+    """How every job ended, or ``None`` as long as one has not."""
+    verdicts = {job.record.job: job.verdict() for job in jobs_of(exp_dir)}
+    time.sleep(1)  # as a person watches, not as a loop does
+    if not all(one.state.is_terminal for one in verdicts.values()):
+        return None
+    return {name: (one.state.value, one.reason.value) for name, one in verdicts.items()}
+
+
+@pytest.mark.parametrize("fault", FAULTS, ids=lambda one: one.__name__)
+def test_a_chain_outlives(hosts, drop, unique, tmp_path, fault):
+    strike(hosts, drop, unique, tmp_path / "run", random.Random(unique), [fault])
+
+
+@pytest.mark.soak
+def test_fifty_chains_with_faults_at_random(hosts, drop, unique, tmp_path):
+    first = int(os.environ.get("SEED", random.randrange(10**6)))
+    for seed in range(first, first + int(os.environ.get("RUNS", 50))):
+        chance = random.Random(seed)
+        faults = chance.choices(FAULTS, k=chance.randint(1, 4))
+        began_at = time.monotonic()
+        strike(hosts, drop, f"{unique}s{seed}", tmp_path / str(seed), chance, faults)
+        names = ", ".join(one.__name__ for one in faults)
+        print(f"seed {seed}: {names}: {time.monotonic() - began_at:.0f} s", file=sys.stderr)
