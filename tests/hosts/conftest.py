@@ -16,7 +16,7 @@ from nemo_run_ray.jobs_api import JobsApi
 from tests import groups
 from tests.conftest import wait_for
 from tests.hosts.head import ADDRESS as HEAD
-from tests.hosts.head import Head, bed
+from tests.hosts.head import REDIS, REDIS_HOST, Head, bed
 
 TOKEN = "a5" * 32
 #: n1 to n3 are Ray's, n4 has the Redis, and n5 is a user's own machine.
@@ -53,6 +53,17 @@ class Hosts:
             f"{self._options(name)}"
         )
         bed("spawn", name, str(self.logs / f"{name}.log"), "--", "sh", "-c", command)
+
+    def start_anew(self, keeps_its_table: bool) -> None:
+        """A head that knows nothing of the last one, and its workers."""
+        for name in ("n2", "n3"):
+            bed("crash", name)
+        bed("exec", REDIS_HOST, "--", "redis-cli", "-h", REDIS, "flushall")
+        self.head.start(keeps_its_table)
+        bed("up", str(COUNT))
+        self.start_worker("n2")
+        self.start_worker("n3")
+        self.wait_for_nodes("n1", "n2", "n3")
 
     def wait_for_nodes(self, *names: str) -> None:
         """Until Ray counts exactly these hosts as alive."""

@@ -20,6 +20,7 @@ from nemo_run_ray import ExistingCluster, ledger
 from nemo_run_ray.chain import Chain
 from nemo_run_ray.chained_job import chains_of, jobs_of
 from nemo_run_ray.jobs_api import JobsApi
+from nemo_run_ray.states import JobState, Reason
 from tests.chains import FLAKY, Step, complaints, hand_over, starts
 from tests.conftest import wait_for
 from tests.hosts.conftest import HEAD, TOKEN, Hosts
@@ -145,9 +146,41 @@ def ended(exp_dir: Path) -> dict[str, tuple[str, str]] | None:
     return {name: (one.state.value, one.reason.value) for name, one in verdicts.items()}
 
 
-@pytest.mark.parametrize("fault", FAULTS, ids=lambda one: one.__name__)
-def test_a_chain_outlives(hosts, drop, unique, tmp_path, fault):
-    strike(hosts, drop, unique, tmp_path / "run", random.Random(unique), [fault])
+@pytest.mark.parametrize(
+    "faults",
+    [(kill_process, stop_job, start_second), (drop_answers, restart_dashboard), (restart_head,)],
+    ids=["dispatcher", "dashboard", "head"],
+)
+def test_a_chain_outlives(hosts, drop, unique, tmp_path, faults):
+    print(f"seed {unique}")
+    strike(hosts, drop, unique, tmp_path / "run", random.Random(unique), list(faults))
+
+
+def test_what_a_lost_head_had_is_lost(hosts, unique, tmp_path):
+    """Without the tables in Redis nobody knows how the jobs ended."""
+    tmp_path.joinpath("run").mkdir()
+    steps = (Step("one", fields=ON_WORKERS), Step("two", ("one",), 600, fields=ON_WORKERS))
+    name = hand_over(unique, hosts.cluster, tmp_path / "run", *steps, Step("three", ("two",)))
+    (exp_dir,) = Path(os.environ["NEMORUN_HOME"]).glob(f"experiments/*/{name}")
+    jobs = {job.record.job: job for job in jobs_of(exp_dir)}
+    wait_for(lambda: jobs["two"].verdict().state is JobState.RUNNING)
+    assert jobs["one"].verdict().state is JobState.SUCCEEDED
+
+    hosts.head.kill()
+    wait_for(lambda: jobs["two"].verdict().state is JobState.UNKNOWN)
+    away = jobs["two"].verdict()
+    hosts.start_anew(keeps_its_table=False)
+    try:
+        lost = {job.record.job: job.verdict() for job in jobs_of(exp_dir)}
+    finally:
+        hosts.head.kill()
+        hosts.start_anew(keeps_its_table=True)
+
+    assert (away.state, away.reason) == (JobState.UNKNOWN, Reason.UNREACHABLE)
+    assert lost["one"].state is JobState.SUCCEEDED, "it was written down before"
+    for one in ("two", "three"):
+        assert (lost[one].state, lost[one].reason) == (JobState.LOST, Reason.CLUSTER_GONE)
+        assert "not the one that had it" in lost[one].detail
 
 
 @pytest.mark.soak

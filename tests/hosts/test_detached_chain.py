@@ -1,0 +1,81 @@
+"""A chain of twelve jobs goes on without the client that handed it over."""
+
+import json
+import os
+import shutil
+import sys
+from pathlib import Path
+
+from tests.chains import complaints, starts
+from tests.conftest import ROOT, python, tool, wait_for
+from tests.hosts.conftest import TOKEN, bed
+from tests.hosts.detached_client import STEPS
+
+ENDED = ("SUCCEEDED", "FAILED", "CANCELLED")
+NOT_RIGHT = {
+    "broken": ("FAILED", "exit code"),
+    "after-broken": ("CANCELLED", "upstream"),
+    "after-both": ("CANCELLED", "upstream"),
+}
+
+
+def test_a_chain_completes_without_its_client(hosts, unique, tmp_path):
+    laptop, elsewhere, work = (tmp_path / name for name in ("laptop", "elsewhere", "work"))
+    for folder in (laptop, elsewhere, work):
+        folder.mkdir()
+    client = Path(__file__).with_name("detached_client.py")
+    given = [f"NEMORUN_HOME={laptop}", f"RAY_AUTH_TOKEN={TOKEN}", f"HOME={laptop}"]
+    log = tmp_path / "client.log"
+    command = [sys.executable, str(client), hosts.cluster.url, unique, str(work)]
+    bed("exec", "n5", "--", "sh", "-c", f"env {' '.join([*given, *command])} > {log} 2>&1; true")
+    bed("cut", "n5")
+    try:
+        (exp_dir,) = laptop.glob(f"experiments/{unique}/*")
+        copy = elsewhere / "experiments" / unique / exp_dir.name
+        shutil.move(exp_dir, copy)
+        env = {**os.environ, "NEMORUN_HOME": str(elsewhere), "RAY_AUTH_TOKEN": TOKEN}
+
+        def status() -> dict[str, dict]:
+            done = tool("nemo-run-ray", "status", exp_dir.name, "--json", env=env)
+            assert done.returncode == 0, done.stdout + done.stderr
+            return {one["job"]: one for one in json.loads(done.stdout)}
+
+        early = status()
+        assert early["report"]["state"] == "WAITING"
+        assert set(early["report"]["waits_for"]) <= {"serve", "flaky", "alone"}
+        wait_for(lambda: (work / "done-report").exists(), within_s=180)
+        wait_for(lambda: all(one["state"] in ENDED for one in status().values()))
+        jobs = status()
+        assert {name: (one["state"], one["reason"]) for name, one in jobs.items()} == {
+            step.name: NOT_RIGHT.get(step.name, ("SUCCEEDED", "")) for step in STEPS
+        }
+        assert jobs["flaky"]["attempt"] == 3
+        assert "upstream broken failed" in jobs["after-broken"]["message"]
+        assert "upstream after-broken was cancelled" in jobs["after-both"]["message"]
+        assert complaints(work) == ""
+        started = [one.split()[0] for one in starts(work)]
+        assert sorted(started) == sorted(
+            [*(step.name for step in STEPS if not step.name.startswith("after")), *["flaky"] * 2]
+        )
+
+        page = tmp_path / "chain.html"
+        done = tool("nemo-run-ray", "timeline", exp_dir.name, "-o", str(page), env=env)
+        assert done.returncode == 0, done.stdout + done.stderr
+        assert all(step.name in page.read_text() for step in STEPS)
+
+        seen = python("-c", STATUS, exp_dir.name, env=env, cwd=str(ROOT))
+        assert seen.returncode == 0, seen.stdout + seen.stderr
+        states = json.loads(seen.stdout.splitlines()[-1])
+        assert {name for name, state in states.items() if state == "SUCCEEDED"} == {
+            step.name for step in STEPS if step.name not in NOT_RIGHT
+        }
+    finally:
+        bed("heal", "n5")
+
+
+#: NeMo-Run's own view, in a new process.
+STATUS = """
+import json, sys, nemo_run as run
+found = run.Experiment.from_id(sys.argv[1]).status(return_dict=True)
+print(json.dumps({name: str(one["status"]).rpartition(".")[2] for name, one in found.items()}))
+"""
