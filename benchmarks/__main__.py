@@ -1,6 +1,6 @@
 """``make bench``: this executor beside its peers on one warm embedded Ray, medians and spread.
 
-Absolute times say little on a shared machine; the ratios are what is promised. Prints a table and
+``python -m benchmarks chain log`` measures these two again. Absolute times say little on a shared machine; the ratios are what is promised. Prints a table and
 writes ``benchmarks/results/latest.json``.
 """
 
@@ -18,6 +18,7 @@ import sys
 import threading
 import time
 import uuid
+from collections.abc import Callable
 from pathlib import Path
 
 from benchmarks.common import FOLDER, ROOT, quietly, wait_for  # isort: skip
@@ -26,7 +27,7 @@ import httpx
 import nemo_run as run
 import psutil
 
-from benchmarks import groups
+from benchmarks import chains, groups
 from nemo_run_ray import ExistingCluster, LocalCluster, RayExecutor
 from nemo_run_ray.chained_job import find_job
 from nemo_run_ray.clusters import Dashboard
@@ -37,31 +38,31 @@ ROUNDS = 9
 LOG_BYTES = 200 * 1024**2
 
 
-def main() -> None:
+def main(wanted: list[str]) -> None:
     cluster = LocalCluster()
     dashboard = cluster.connect()
     atexit.register(cluster.stop)  # the detached runs below would keep it
     os.environ["RAY_AUTH_TOKEN"] = dashboard.headers["Authorization"].removeprefix("Bearer ")
-    results: dict[str, object] = {"python": platform.python_version(), "rounds": ROUNDS}
-    for name, measure in (
-        ("start", measure_start),
-        ("upload", measure_upload),
-        ("polling", measure_polling),
-        ("footprint", measure_footprint),
-        ("log", measure_log),
-    ):
+    latest = ROOT / "benchmarks" / "results" / "latest.json"
+    results: dict[str, object] = json.loads(latest.read_text()) if wanted else {}
+    results |= {"python": platform.python_version(), "rounds": ROUNDS}
+    measures: dict[str, Callable[[], object]] = {
+        "start": lambda: measure_start(dashboard),
+        "upload": lambda: measure_upload(dashboard),
+        "polling": lambda: measure_polling(dashboard),
+        "footprint": lambda: measure_footprint(dashboard),
+        "log": lambda: measure_log(dashboard),
+        "group start": groups.measure_start,
+        "group log": groups.measure_log,
+        "64 replicas": groups.measure_replicas,
+        "chain": lambda: chains.measure_chain(dashboard),
+        "import": measure_import,
+    }
+    for name in wanted or measures:
         print(f"measuring: {name}", file=sys.stderr, flush=True)
-        results[name] = measure(dashboard)
-    for name, measure in (
-        ("group start", groups.measure_start),
-        ("group log", groups.measure_log),
-        ("64 replicas", groups.measure_replicas),
-    ):
-        print(f"measuring: {name}", file=sys.stderr, flush=True)
-        results[name] = measure()
-    results["import"] = measure_import()
-    (ROOT / "benchmarks" / "results").mkdir(exist_ok=True)
-    (ROOT / "benchmarks" / "results" / "latest.json").write_text(json.dumps(results, indent=1))
+        results[name] = measures[name]()
+    latest.parent.mkdir(exist_ok=True)
+    latest.write_text(json.dumps(results, indent=1))
     show(results)
 
 
@@ -268,10 +269,11 @@ def show(results: dict) -> None:
     wide = results["64 replicas"]
     table.add_row("64 replicas: from the first start to the last", f"{wide['starts_s']:.2f} s")
     table.add_row("64 replicas: memory of each", f"{wide['memory_bytes'] / mb:.0f} MiB")
+    chains.show(results["chain"], table.add_row)
     added = results["import"]["added_s"]
     table.add_row("import nemo_run_ray adds", f"{added:.3f} s", "< 0.1")
     Console().print(table)
 
 
 if __name__ == "__main__":
-    main()
+    main(sys.argv[1:])
