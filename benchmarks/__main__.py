@@ -1,7 +1,7 @@
 """``make bench``: this executor beside its peers on one warm embedded Ray, medians and spread.
 
-``python -m benchmarks chain log`` measures these two again. Absolute times say little on a shared machine; the ratios are what is promised. Prints a table and
-writes ``benchmarks/results/latest.json``.
+Absolute times say little on a shared machine; the ratios are what is promised. Prints a table and
+writes ``benchmarks/results/latest.json``; ``python -m benchmarks chain log`` renews these two in it.
 """
 
 from __future__ import annotations
