@@ -1,7 +1,7 @@
 """``make bench``: this executor beside its peers on one warm embedded Ray, medians and spread.
 
 Absolute times say little on a shared machine; the ratios are what is promised. Prints a table and
-writes ``benchmarks/results/latest.json``; ``python -m benchmarks chain log`` renews these two in it.
+writes ``benchmarks/results/latest.json``; ``python -m benchmarks log`` renews one part of it.
 """
 
 from __future__ import annotations
