@@ -59,6 +59,8 @@ DISPATCHER, FOLDER = "dispatcher", "ray_chains"
 #: Seconds between two starts of a dispatcher by one process that finds it dead, and how many.
 REVIVE_AGAIN_S, REVIVALS_MAX = 20.0, 20
 _LOOK_AGAIN_S = 2.0
+#: Seconds that a dispatcher may be about to start before another one is started.
+PENDING_MAX_S = 60.0
 #: Seconds beyond the grace period until a cancelled chain must have ended.
 CANCEL_S = 60.0
 _NOTHING = Seen(Verdict(JobState.UNKNOWN))
@@ -82,8 +84,16 @@ class Look:
 
     @property
     def is_dispatched(self) -> bool:
-        """Whether a dispatcher is on its way or at work."""
-        return any(row.is_live for row in self.dispatcher.values())
+        """Whether a dispatcher is on its way or at work.
+
+        One that has been about to start for long may never do so: the head died at that moment. A
+        second one beside it does no harm.
+        """
+        too_early = time.time() - PENDING_MAX_S
+        return any(
+            row.is_live and (row.verdict.state is not JobState.PENDING or row.posted_at > too_early)
+            for row in self.dispatcher.values()
+        )
 
 
 class Chain:

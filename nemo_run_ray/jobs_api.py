@@ -49,7 +49,9 @@ _MESSAGE_MAX_BYTES = 8 * 1024**2
 _SILENCE_S, _SILENCE_MAX_S = 15.0, 300.0
 #: Seconds between two looks for jobs that a head's death has orphaned, until one that failed is
 #: repeated, and until Ray has looked after them.
-_WAKE_AGAIN_S, _WAKE_FAILED_S, _WAKE_S = 60.0, 5.0, 2.0
+_WAKE_AGAIN_S, _WAKE_FAILED_S, _WAKE_S = 20.0, 5.0, 2.0
+#: Seconds that a job may be about to start before it may be one of them.
+_PENDING_LONG_S = 30.0
 _T = TypeVar("_T")
 
 # NeMo-Run shows every logger's INFO, and httpx tells of each request: a line every two seconds.
@@ -329,7 +331,13 @@ class JobsApi:
         return rows
 
     def _orphan(self, rows: dict[str, dict[str, Any]]) -> str:
-        """Id of a job that runs on a node that is gone, as the table has it; empty if none does."""
+        """Id of a job that nobody may look after: it has been about to start for long, or runs on
+        a node that is gone. Empty if there is none.
+        """
+        for name, row in rows.items():
+            age_s = time.time() - (row.get("start_time") or 0) / 1000
+            if row.get("status") == "PENDING" and age_s > _PENDING_LONG_S:
+                return name
         running = {
             row["driver_node_id"]: name
             for name, row in rows.items()

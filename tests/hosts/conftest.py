@@ -39,7 +39,7 @@ class Hosts:
         auth = f"RAY_AUTH_MODE=token RAY_AUTH_TOKEN_PATH={token}"
         self._env = f"env TMPDIR={logs} RAY_TMPDIR=/tmp {auth} {path}"
         # A job that was about to start when the head died is given up after this time.
-        head = f"{self._env} RAY_JOB_START_TIMEOUT_SECONDS=40"
+        head = f"{self._env} RAY_JOB_START_TIMEOUT_SECONDS=20"
         self.head = Head(logs, head, self._options("n1"), lambda: answers(self.api))
 
     @property
