@@ -290,9 +290,9 @@ def _stand_outside(one: OutsideSpec, attempts: Mapping[str, Dict[int, Seen]]) ->
     verdict = Verdict(JobState.WAITING, Reason.WAITS)
     if rows:
         last = rows[max(rows)]
-        if not one.dispatcher and last.verdict.state is JobState.FAILED:
-            return last.verdict  # nobody would try it again
         verdict = _stand_attempts(rows, last.retries, last.permanent_exit_codes)
+        if verdict.reason is Reason.RETRY and not one.dispatcher:
+            return last.verdict  # nobody would try it again
     if one.dispatcher and verdict.state is JobState.WAITING:
         own = attempts[one.dispatcher]
         last_own = own[max(own)] if own else None
@@ -324,7 +324,11 @@ def _stops(
         # The claim comes first: it is what says why, whoever sees the stopped attempt.
         next_id = attempt_id(link.id, newest + 1)
         claims, doomed = [Action(Do.CLAIM, link.name, next_id, NOT_PLACED)], live
-    why = claims[0].why if claims else verdict.detail or "it is superseded"
+    why = (
+        claims[0].why
+        if claims
+        else verdict.detail or ("cancelled" if cancelled else "it is superseded")
+    )
     return claims + [
         Action(Do.STOP, link.name, attempt_id(link.id, number), why) for number in doomed
     ]

@@ -80,10 +80,10 @@ class Dispatcher:
         self._links = {link.name: link for link in chain.links}
         self._node_dead_s = _node_dead_s()
         self._told: Dict[str, str] = {}
-        self._stopped: Dict[str, float] = {}  # first request to stop an attempt
+        self._stopped: Dict[str, float] = {}  # first request to stop an attempt that Ray took
         self._asked: Dict[str, float] = {}  # last one
         self._errors: Dict[str, float] = {}  # first unexplained error of an attempt
-        self._trouble = ""
+        self._troubles: Dict[str, str] = {}  # told already, by what they are about
         self._absent_since: Optional[float] = None
         self._changed_at = clock()
         self._look_s = 0.0
@@ -105,7 +105,9 @@ class Dispatcher:
         try:
             table = self._look()
         except rest.Away as error:
-            self._complain(str(error))
+            self._complain("", str(error))
+            self._absent_since = None
+            self._errors.clear()
             return None
         if table is None:
             return None
@@ -115,8 +117,8 @@ class Dispatcher:
         for action in decision.actions:
             try:
                 waiting |= self._act(action, table)
-            except rest.Away as error:
-                self._complain(f"{action.submission_id}: {error}")
+            except (rest.Away, rest.Refused) as error:
+                self._complain(action.submission_id, f"{action.submission_id}: {error}")
                 waiting = True
         if not decision.is_over or waiting:
             return None
@@ -135,7 +137,7 @@ class Dispatcher:
         wanted = _Wanted(self._chain)
         table = {row["submission_id"]: seen(row) for row in self._api.rows() if wanted.has(row)}
         self._look_s = time.monotonic() - began
-        self._trouble = ""
+        self._troubles.pop("", None)
         own = table.get(self._own_id)
         if own is not None and own.nonce == self._chain.nonce:
             if own.verdict.state.is_terminal:
@@ -178,14 +180,14 @@ class Dispatcher:
     def _stop(self, action: Action, table: Mapping[str, Seen]) -> bool:
         now = self._clock()
         name = action.submission_id
-        first = self._stopped.setdefault(name, now)
         if now - self._asked.get(name, 0.0) >= STOP_AGAIN_S:
             if name not in self._asked:
                 say(f"stopping {name}: {action.why}")
-            self._api.stop(name)
             self._asked[name] = now
+            self._api.stop(name)
+            self._stopped.setdefault(name, now)
         pending = table[name].verdict.state is JobState.PENDING
-        return not pending or now - first < STOP_TRUST_S
+        return not pending or now - self._stopped.get(name, now) < STOP_TRUST_S
 
     def _claim(self, action: Action) -> None:
         link = self._links[action.job]
@@ -224,10 +226,10 @@ class Dispatcher:
         states = {verdict.state for verdict in decision.standings.values()}
         return ALL_SUCCEEDED if states <= {JobState.SUCCEEDED} else NOT_ALL_SUCCEEDED
 
-    def _complain(self, text: str) -> None:
-        if text != self._trouble:
+    def _complain(self, about: str, text: str) -> None:
+        if self._troubles.get(about) != text:
             say(f"{text}; asking again")
-            self._trouble = text
+            self._troubles[about] = text
 
 
 class _Wanted:
@@ -293,6 +295,7 @@ def run(chain: ChainSpec, submission_id: str) -> int:
     api = find_dashboard(chain)
     if api is None:
         say(f"no dashboard of the session {chain.session} answers here; tried {chain.dashboards}")
+        remove_secrets()
         return DISOWNED
     try:
         code = Dispatcher(chain, submission_id, api, secrets, limit).run()

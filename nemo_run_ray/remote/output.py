@@ -23,7 +23,7 @@ def say(text: str) -> None:
 
 def write(text: str) -> None:
     """Write into the job's log; on a full disk the output is lost, and the job goes on."""
-    data = memoryview(text.encode())
+    data = memoryview(text.encode(errors="backslashreplace"))
     with suppress(OSError):
         while data:
             data = data[os.write(1, data) :]

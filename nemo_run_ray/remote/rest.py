@@ -48,7 +48,7 @@ class Rest:
         Raises:
             Away: it cannot be read.
         """
-        text = self._ask("GET", "/api/jobs/").decode()
+        text = self._ask("GET", "/api/jobs/").decode(errors="replace")
         decoder, position = json.JSONDecoder(), 0
         try:
             while text[position := _skip(text, position)] != "]":
@@ -139,14 +139,14 @@ def _ask_ray() -> Iterator[str]:
 
 def _authorization() -> Dict[str, str]:
     """Ray's token, from where Ray itself takes it. Read anew: it may be renewed."""
-    token = os.environ.get("RAY_AUTH_TOKEN", "")
+    token = os.environ.get("RAY_AUTH_TOKEN", "").strip()
     path = os.environ.get("RAY_AUTH_TOKEN_PATH") or str(Path.home() / ".ray" / "auth_token")
     if not token:
         try:
             token = Path(path).read_text(encoding="utf-8").strip()
         except OSError:
             return {}  # a cluster without tokens
-    return {"Authorization": f"Bearer {token}"}
+    return {"Authorization": f"Bearer {token}"} if token else {}
 
 
 def _connection(url: str, timeout_s: float) -> http.client.HTTPConnection:
@@ -173,4 +173,4 @@ def _skip(text: str, position: int) -> int:
 
 def _last_line(text: bytes) -> str:
     lines: List[str] = [line.strip() for line in text.decode("utf-8", "replace").splitlines()]
-    return next((line for line in reversed(lines) if line), "no text")[:300]
+    return next((line for line in reversed(lines) if line.strip(".")), "no text")[:300]

@@ -45,5 +45,8 @@ def parse(lines: Iterable[str]) -> Iterator[Line]:
         match = _LINE.match(text.rstrip("\n"))
         if match:
             whole, millis, state, name, words = match.groups()
-            parsed = time.strptime(f"{whole}+0000", "%Y-%m-%dT%H:%M:%S%z")
+            try:
+                parsed = time.strptime(f"{whole}+0000", "%Y-%m-%dT%H:%M:%S%z")
+            except ValueError:
+                continue  # somebody else's line
             yield Line(calendar.timegm(parsed) + int(millis) / 1000, state, name, words)

@@ -110,6 +110,13 @@ def test_a_runtime_env_that_fails_shows_rays_message():
     assert "runtime_env" in verdict.message
 
 
+def test_a_supervisor_that_ran_and_is_gone_is_a_death():
+    message = "Unexpected error occurred: failed to get job supervisor."
+    row = _failed(None, message, "JOB_SUPERVISOR_ACTOR_START_FAILURE")
+    assert judge(row).reason is Reason.NODE_DIED
+    assert judge({**row, "driver_node_id": None}).reason is Reason.NOT_STARTED
+
+
 @pytest.mark.parametrize("status", ["PENDING", "RUNNING", "SUCCEEDED"])
 def test_nothing_wrong_needs_no_words(status):
     assert judge({"status": status, "message": "Job is doing fine."}).message == ""
