@@ -194,8 +194,9 @@ def judge(row: dict[str, Any]) -> Verdict:
         return Verdict(state, Reason.OTHER, detail, node)
     if state is not JobState.FAILED:
         return Verdict(state, node=node)
-    reason = FROM_RAY_ERROR.get(str(row.get("error_type")), Reason.OTHER)
-    if reason is Reason.NOT_STARTED and node:
+    error = str(row.get("error_type"))
+    reason = FROM_RAY_ERROR.get(error, Reason.OTHER)
+    if error == "JOB_SUPERVISOR_ACTOR_START_FAILURE" and node:
         reason = Reason.NODE_DIED  # it did start: Ray calls a supervisor so that is gone, too
     code = row.get("driver_exit_code")
     if not isinstance(code, int) or code == 0:

@@ -35,7 +35,7 @@ def test_every_status_of_this_ray_is_known(status):
 
 @pytest.mark.parametrize("error", [one.value for one in JobErrorType])
 def test_every_error_of_this_ray_is_known(error):
-    verdict = judge(_failed(None, "Ray's own words", error))
+    verdict = judge({**_failed(None, "Ray's own words", error), "driver_node_id": None})
     assert verdict.reason is FROM_RAY_ERROR[error]
     assert verdict.reason is not Reason.NONE
     assert "Ray's own words" in verdict.message
