@@ -14,7 +14,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import nemo_run as run
 
 from nemo_run_ray import ExistingCluster, PortProbe, RayExecutor
-from tests.chains import FLAKY, Step
+from tests.hosts.steps import FLAKY, Step
 
 SERVER = f"""
 trap 'exit 0' TERM

@@ -1,6 +1,6 @@
 """Chains whose dispatcher, dashboard and head are struck at random moments.
 
-Every job takes a lock, looks for its upstreams' results and complains: see ``tests/chains.py``.
+Every job takes a lock, looks for its upstreams' results and complains: see ``steps.py``.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from nemo_run_ray.chain import Chain
 from nemo_run_ray.chained_job import chains_of, jobs_of
 from nemo_run_ray.jobs_api import JobsApi
 from nemo_run_ray.states import JobState, Reason
-from tests.chains import FLAKY, Step, complaints, hand_over, starts
 from tests.conftest import wait_for
 from tests.hosts.conftest import HEAD, TOKEN, Hosts
+from tests.hosts.steps import FLAKY, Step, complaints, hand_over, starts
 from tests.hosts.test_group_faults import processes
 
 WAY = 8267

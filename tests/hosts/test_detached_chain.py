@@ -6,10 +6,10 @@ import shutil
 import sys
 from pathlib import Path
 
-from tests.chains import complaints, starts
 from tests.conftest import ROOT, python, tool, wait_for
 from tests.hosts.conftest import TOKEN, bed
 from tests.hosts.detached_client import STEPS
+from tests.hosts.steps import complaints, starts
 
 ENDED = ("SUCCEEDED", "FAILED", "CANCELLED")
 NOT_RIGHT = {

@@ -3,8 +3,8 @@
 import pytest
 
 from nemo_run_ray.chained_job import find_job
-from tests.chains import Step, complaints, hand_over, starts
 from tests.conftest import wait_for
+from tests.hosts.steps import Step, complaints, hand_over, starts
 
 #: The only one of its kind in the cluster.
 ROOM = {"resources_per_node": {"worker": 2}}
