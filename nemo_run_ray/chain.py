@@ -360,13 +360,13 @@ def chain_id(experiment_or_job: str) -> str:
     return f"{experiment_or_job}.{DISPATCHER}"
 
 
-def outside_spec(handle: str, api: JobsApi, cluster: dict[str, Any]) -> OutsideSpec:
+def outside_spec(handle: str, api: JobsApi, session: str) -> OutsideSpec:
     """What a dispatcher must know of a job of another experiment.
 
     Args:
         handle: of the job.
         api: of the cluster that the new job goes to.
-        cluster: its record.
+        session: Ray's name of that cluster's life; a cluster may have several addresses.
 
     Raises:
         SubmissionError: nobody knows the job, or another cluster has it.
@@ -376,10 +376,12 @@ def outside_spec(handle: str, api: JobsApi, cluster: dict[str, Any]) -> OutsideS
         record: JobRecord | None = ledger.find(name)
     except JobError:
         record = None
-    if record is not None and record.cluster != cluster:
+    if record is not None and record.session != session:
         raise SubmissionError(
-            f"RayExecutor.dependencies names {name}, which another cluster has: {record.cluster}. "
-            "Wait for it in the program, or run both on one cluster. Nothing was started."
+            f"RayExecutor.dependencies names {name}, which another cluster has, or the same one "
+            f"had before it was started again: {record.cluster}, session {record.session}, but "
+            f"Ray at {api.dashboard.url} has the session {session}. Wait for the job in the "
+            "program, or run both on one cluster. Nothing was started."
         )
     if record is not None and record.chain:
         return OutsideSpec(name, tuple(record.nonces), record.chain)
