@@ -10,6 +10,7 @@ The folder holds all that a dispatcher needs to be started again, by whoever has
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import logging
@@ -46,7 +47,7 @@ from nemo_run_ray.remote.decide import (
     first_id,
     seen,
 )
-from nemo_run_ray.remote.dispatcher import claim_body
+from nemo_run_ray.remote.dispatcher import STOP_TRUST_S, claim_body
 from nemo_run_ray.remote.rundir import CHAIN
 from nemo_run_ray.remote.spec import ChainSpec, OutsideSpec, from_json
 from nemo_run_ray.states import JobState, Verdict
@@ -171,26 +172,33 @@ class Chain:
         Raises:
             ClusterError: it did not end in time, or the cluster stopped answering.
         """
-        deadline = time.monotonic() + grace_s + CANCEL_S
+        began_at = time.monotonic()
+        deadline = began_at + grace_s + CANCEL_S
         trouble = "jobs go on"
         claimed = False
         while time.monotonic() < deadline:
             try:
                 if not claimed:
-                    claimed = self._claim_all(api)
+                    self.claim(api, self.spec.cancel_id, self.spec.nonce)
+                    claimed = True
                 look = self.look(api, fresh=True)
                 table = {name: seen(row) for name, row in self._own(look.rows).items()}
                 found = attempts_of([link.id for link in self.spec.links], table)
                 live = [
-                    attempt_id(link.id, number)
+                    (link, number, row.verdict.state)
                     for link in self.spec.links
                     for number, row in found[link.id].items()
                     if row.is_live and row.nonce == link.nonce
                 ]
-                if look.decision.is_over and not live:
+                trusted = time.monotonic() - began_at >= STOP_TRUST_S
+                held = all(state is JobState.PENDING for _, _, state in live)
+                if look.decision.is_over and (not live or (held and trusted)):
                     return
-                for name in live:
-                    api.stop(name)
+                for link, number, state in live:
+                    api.stop(attempt_id(link.id, number))
+                    if state is JobState.PENDING:
+                        # Ray shows it as pending until there is room for it, if ever.
+                        self.claim(api, attempt_id(link.id, number + 1), link.nonce)
             except Gone as error:
                 trouble = str(error)
             time.sleep(1.0)
@@ -199,12 +207,10 @@ class Chain:
             f"cancelled: {trouble}. Nothing more of it is started; cancel it again."
         )
 
-    def _claim_all(self, api: JobsApi) -> bool:
-        try:
-            api.post(claim_body(self.spec.cancel_id, self.spec.nonce, CANCELLED))
-        except Taken:
-            return True
-        return True
+    def claim(self, api: JobsApi, submission_id: str, nonce: str) -> None:
+        """Take an id, so that nobody can start it any more, unless somebody has it."""
+        with contextlib.suppress(Taken):  # an attempt that began now, or a claim: look again
+            api.post(claim_body(submission_id, nonce, CANCELLED))
 
     # ------------------------------------------------------------------ the cluster
 
@@ -370,13 +376,13 @@ def chain_id(experiment_or_job: str) -> str:
     return f"{experiment_or_job}.{DISPATCHER}"
 
 
-def outside_spec(handle: str, api: JobsApi, cluster: dict[str, Any]) -> OutsideSpec:
+def outside_spec(handle: str, api: JobsApi, session: str) -> OutsideSpec:
     """What a dispatcher must know of a job of another experiment.
 
     Args:
         handle: of the job.
         api: of the cluster that the new job goes to.
-        cluster: its record.
+        session: Ray's name of that cluster's life; a cluster may have several addresses.
 
     Raises:
         SubmissionError: nobody knows the job, or another cluster has it.
@@ -386,10 +392,12 @@ def outside_spec(handle: str, api: JobsApi, cluster: dict[str, Any]) -> OutsideS
         record: JobRecord | None = ledger.find(name)
     except JobError:
         record = None
-    if record is not None and record.cluster != cluster:
+    if record is not None and record.session != session:
         raise SubmissionError(
-            f"RayExecutor.dependencies names {name}, which another cluster has: {record.cluster}. "
-            "Wait for it in the program, or run both on one cluster. Nothing was started."
+            f"RayExecutor.dependencies names {name}, which another cluster has, or the same one "
+            f"had before it was started again: {record.cluster}, session {record.session}, but "
+            f"Ray at {api.dashboard.url} has the session {session}. Wait for the job in the "
+            "program, or run both on one cluster. Nothing was started."
         )
     if record is not None and record.chain:
         return OutsideSpec(name, tuple(record.nonces), record.chain)

@@ -10,12 +10,11 @@ from pathlib import Path
 
 from nemo_run_ray import ledger
 from nemo_run_ray.chain import Chain, Look
-from nemo_run_ray.errors import ClusterError, Gone, JobError, NemoRunRayError, Taken
+from nemo_run_ray.errors import ClusterError, Gone, JobError, NemoRunRayError
 from nemo_run_ray.follow import lines
 from nemo_run_ray.jobs_api import JobsApi
 from nemo_run_ray.ledger import JobRecord, Ledger
-from nemo_run_ray.remote.decide import CANCELLED, attempt_id
-from nemo_run_ray.remote.dispatcher import claim_body
+from nemo_run_ray.remote.decide import attempt_id
 from nemo_run_ray.remote.output import PREFIX
 from nemo_run_ray.remote_job import CANCEL_MARGIN_S, PLACING_S, STOP_AGAIN_S, RemoteJob
 from nemo_run_ray.states import JobState, Verdict, judge
@@ -67,7 +66,8 @@ class ChainedJob(RemoteJob):
                     api.stop(self._ran_as(verdict))
                     asked_at = time.monotonic()
                 if verdict.state in (JobState.WAITING, JobState.PENDING):
-                    self._claim(api, verdict.attempt + 1)
+                    name = attempt_id(self.submission_id, verdict.attempt + 1)
+                    self.chain.claim(api, name, self.record.nonces[-1])
             except Gone as error:
                 trouble = str(error)
             time.sleep(0.2)
@@ -111,17 +111,6 @@ class ChainedJob(RemoteJob):
         row = found.rows.get(self._ran_as(verdict)) if verdict.attempt else None
         state = None if row is None else judge(row).state
         return None if state is None or state.is_terminal else state
-
-    def _claim(self, api: JobsApi, number: int) -> None:
-        """Take the id of the next attempt, so that nobody can start it any more."""
-        try:
-            api.post(
-                claim_body(
-                    attempt_id(self.submission_id, number), self.record.nonces[-1], CANCELLED
-                )
-            )
-        except Taken:
-            return  # by an attempt that began at this moment, or by another claim: look again
 
     def _ran_as(self, verdict: Verdict) -> str:
         return attempt_id(self.submission_id, max(1, verdict.attempt))

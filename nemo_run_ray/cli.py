@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from nemo_run.core.frontend.console.api import CONSOLE
 from rich.console import Console
 from rich.live import Live
 
@@ -188,10 +190,11 @@ def _cancel_chains(jobs: list[Any]) -> None:
 def resume(experiment: Annotated[str, typer.Argument(help="Its id or title.")]) -> None:
     """Hand over what never reached the cluster, and start a dispatcher that has ended too early."""
     loaded = _experiment(experiment)
-    known = {one.record.job: one for one in _all_jobs(loaded)}
-    states = {job.id: _state(loaded, job, known.get(job.id)) for job in loaded.jobs}
+    # Before the jobs are looked at: a look starts a dead dispatcher too, with a warning.
     for line in _resume_chains(loaded):
         _out.print(line, markup=False)
+    known = {one.record.job: one for one in _all_jobs(loaded)}
+    states = {job.id: _state(loaded, job, known.get(job.id)) for job in loaded.jobs}
     ready = []
     for job in loaded.jobs:
         missing = _missing(loaded, job, states)
@@ -258,7 +261,8 @@ def guarded(verb: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(verb)
     def run(*args: Any, **kwargs: Any) -> None:
         try:
-            verb(*args, **kwargs)
+            with _nemo_run_on_stderr():
+                verb(*args, **kwargs)
         except NemoRunRayError as error:
             print(f"nemo-run-ray: {error}", file=sys.stderr)
             raise typer.Exit(1) from error
@@ -269,6 +273,17 @@ def guarded(verb: Callable[..., Any]) -> Callable[..., Any]:
             raise typer.Exit(141) from None
 
     return run
+
+
+@contextlib.contextmanager
+def _nemo_run_on_stderr() -> Iterator[None]:
+    """NeMo-Run logs and warns on stdout, where programs read what ``status --json`` prints."""
+    before = CONSOLE.stderr
+    CONSOLE.stderr = True
+    try:
+        yield
+    finally:
+        CONSOLE.stderr = before
 
 
 def build() -> typer.Typer:

@@ -33,7 +33,7 @@ from nemo_run_ray.follow import lines, only
 from nemo_run_ray.plan import JobPlan, describe, in_folder, job_id, plan, safe_id
 from nemo_run_ray.remote_job import RemoteJob
 from nemo_run_ray.shipment import Shipment
-from nemo_run_ray.states import TO_TORCHX, JobState, Verdict
+from nemo_run_ray.states import JobState, Verdict, torchx_state
 
 
 @dataclass
@@ -148,7 +148,7 @@ class RayJobsScheduler(SchedulerMixin, Scheduler[Any]):
         verdict = job.verdict()
         _report(app_id, verdict)
         _interrupt.end_wait(app_id, verdict)
-        state = TO_TORCHX[verdict.state]
+        state = torchx_state(verdict)
         name = job.record.role
         replica = ReplicaStatus(id=0, state=state, role=name, hostname=verdict.node)
         return DescribeAppResponse(
@@ -186,7 +186,7 @@ class RayJobsScheduler(SchedulerMixin, Scheduler[Any]):
             return []
         records = ledger.Ledger(plugin.experiment_dir(self._experiment)).jobs()
         return [
-            ListAppResponse(app_id=one, state=TO_TORCHX[self._job(one).verdict().state])
+            ListAppResponse(app_id=one, state=torchx_state(self._job(one).verdict()))
             for one in records
         ]
 

@@ -113,8 +113,7 @@ class Shipment:
             travels.update({one.uri: one for one in code.values()})
             uris = {role: one.uri for role, one in code.items()}
             body = planned.body(uris, [self._job_archive().uri], nonce)
-            record = self.cluster.record()
-            outside = [outside_spec(handle, api, record) for handle in planned.outside]
+            outside = [outside_spec(handle, api, self._session) for handle in planned.outside]
             links.append(planned.link(body, outside, name))
             intents.append(self._intent(planned, nonce, name))
         chain = Chain.of(self.exp_dir, name)

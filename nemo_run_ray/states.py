@@ -31,6 +31,19 @@ TO_TORCHX = {
     JobState.LOST: AppState.FAILED,
     JobState.UNKNOWN: AppState.UNKNOWN,
 }
+#: Why a job waits that a dispatcher has.
+_ON_THE_CLUSTER = {Reason.WAITS, Reason.TURN, Reason.RETRY}
+
+
+def torchx_state(verdict: Verdict) -> AppState:
+    """What NeMo-Run shows: a job that waits on the cluster was submitted.
+
+    torchx's UNSUBMITTED is 0, which NeMo-Run takes for no answer: it calls a group UNKNOWN then.
+    """
+    if verdict.state is JobState.WAITING and verdict.reason in _ON_THE_CLUSTER:
+        return AppState.SUBMITTED
+    return TO_TORCHX[verdict.state]
+
 
 __all__ = [
     "FROM_CAUSE",
@@ -43,4 +56,5 @@ __all__ = [
     "Verdict",
     "judge",
     "signal_name",
+    "torchx_state",
 ]

@@ -141,3 +141,12 @@ def processes_of(submission_id: str) -> list[int]:
         except OSError:
             continue  # it ended while we looked
     return found
+
+
+def files_with(value: str, folder: Path) -> list[str]:
+    """The files below a folder that hold a text."""
+    found = []
+    for path in folder.rglob("*"):
+        if path.is_file() and not path.is_symlink() and value.encode() in path.read_bytes():
+            found.append(str(path))
+    return found

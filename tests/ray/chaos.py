@@ -146,14 +146,14 @@ def one_run(url: str, number: int, seed: int, seconds: float) -> dict:
 
 def _client(url: str, title: str, script: run.Script, kind: str) -> None:
     """What a user's script does."""
-    write = ledger.Ledger.write
+    write_all = ledger.Ledger.write_all
 
-    def write_and_die(self: ledger.Ledger, event: str, *args: object, **values: object) -> None:
-        write(self, event, *args, **values)  # type: ignore[arg-type]
-        if kind == f"after {event}":
+    def write_and_die(self: ledger.Ledger, events: list) -> None:
+        write_all(self, events)
+        if kind == f"after {events[0][0]}":
             os.kill(os.getpid(), signal.SIGKILL)
 
-    ledger.Ledger.write = write_and_die  # type: ignore[method-assign]
+    ledger.Ledger.write_all = write_and_die  # type: ignore[method-assign]
     executor = RayExecutor(cluster=ExistingCluster(url=url))
     run.run(script, executor=executor, name=title)
 

@@ -19,6 +19,7 @@ from nemo_run_ray.errors import (
     Conflict,
     NemoRunRayError,
     PackagingFailed,
+    SubmissionError,
     TooOld,
     Unauthorised,
     Unreachable,
@@ -174,6 +175,23 @@ def test_a_ray_that_is_too_old_for_a_label_selector(unique, server):
     assert "label_selector" in message
     assert "2.54" in message
     assert "2.40.0" in message
+
+
+def test_a_dependency_that_another_cluster_has(unique, existing, server, api):
+    with run.Experiment(f"x{unique}", skip_status_at_exit=True) as experiment:
+        experiment.add(TRUE, executor=RayExecutor(cluster=existing), name="job")
+        experiment.run(detach=True)
+    producer = f"{experiment._id}.job"
+    # Enough of a second Ray: no more of its answers is looked at.
+    version = {**api.version(), "session_name": "another"}
+    url = server({"/api/version": version, "/api/jobs/": []})
+
+    executor = RayExecutor(address=url, dependencies=[f"ray_jobs://nemo_run/{producer}"])
+    message = refused(SubmissionError, executor, unique)
+
+    assert f"{producer}, which another cluster has" in message
+    assert existing.url in message
+    assert "Nothing was started" in message
 
 
 def test_a_secret_that_is_not_set(unique, existing):

@@ -8,7 +8,9 @@ import nemo_run as run
 import pytest
 
 from nemo_run_ray import LocalCluster, RayExecutor
+from nemo_run_ray.chained_job import find_job
 from nemo_run_ray.ledger import Ledger
+from nemo_run_ray.states import JobState
 from tests.conftest import python, tool, wait_for
 
 KILLED = """
@@ -16,23 +18,25 @@ import os, signal, sys
 import nemo_run as run
 from nemo_run_ray import RayExecutor, ledger
 
-title, folder, chain = sys.argv[1:4]
-write = ledger.Ledger.write
+title, folder, chain, moment = sys.argv[1:5]
+write_all = ledger.Ledger.write_all
 
-def write_and_die(self, event, *args, **values):
-    write(self, event, *args, **values)
-    if event == ("submitted" if chain == "chain" else "intent"):
+def write_and_die(self, events):
+    write_all(self, events)
+    if events[0][0] == moment:
         os.kill(os.getpid(), signal.SIGKILL)
 
-ledger.Ledger.write = write_and_die
+ledger.Ledger.write_all = write_and_die
 if __name__ == "__main__":
     with run.Experiment(title, executor=RayExecutor(), threadpool_workers=1) as experiment:
-        first = run.Script(inline=f"echo first >> {folder}/ran; sleep 8")
+        wait = f"for i in $(seq 1200); do [ -e {folder}/go ] && break; sleep 0.1; done"
+        first = run.Script(inline=f"echo first >> {folder}/ran; {wait}")
         experiment.add(first, name="first")
         second = run.Script(inline=f"echo second >> {folder}/ran")
-        experiment.add(second, name="second", dependencies=["first"] if chain == "chain" else None)
+        after = ["first"] if chain != "mixed" else None
+        experiment.add(second, name="second", dependencies=after)
         script = run.Script(inline=f"echo local >> {folder}/ran")
-        if chain == "mixed":
+        if chain != "chain":
             experiment.add(script, executor=run.LocalExecutor(), name="here")
         experiment.run()
 """
@@ -40,9 +44,9 @@ if __name__ == "__main__":
 
 @pytest.fixture
 def killed(tmp_path, unique, local_cluster):
-    def killed(chain: str) -> str:
+    def killed(chain: str, moment: str) -> str:
         (tmp_path / "train.py").write_text(KILLED)
-        done = python("train.py", unique, str(tmp_path), chain, cwd=tmp_path)
+        done = python("train.py", unique, str(tmp_path), chain, moment, cwd=tmp_path)
         assert done.returncode == -signal.SIGKILL, done.stdout + done.stderr
         return unique
 
@@ -65,7 +69,7 @@ def ran(folder) -> list[str]:
 
 
 def test_all_jobs_that_never_arrived_are_handed_over_once(killed, tmp_path):
-    name = killed("mixed")
+    name = killed("mixed", "intent")
     before = ran(tmp_path)
 
     shown = resume(name)
@@ -76,17 +80,34 @@ def test_all_jobs_that_never_arrived_are_handed_over_once(killed, tmp_path):
     wait_for(lambda: {"first", "second"} <= set(ran(tmp_path)))
     assert ran(tmp_path) == sorted([*before, "first", "second"])
     assert "left as it is" in resume(name)
+    (tmp_path / "go").touch()
 
 
-def test_a_job_whose_dependency_has_not_succeeded_is_not(killed, tmp_path):
-    name = killed("chain")
+@pytest.mark.parametrize("moment", ["intent", "submitted"])
+def test_a_chain_is_handed_over_once_and_together(killed, tmp_path, moment):
+    name = killed("chain", moment)
 
-    assert "second: not handed over, it depends on first" in resume(name)
-    wait_for(lambda: "SUCCEEDED" in tool("nemo-run-ray", "status", name).stdout)
+    shown = resume(name)
+    assert ("dispatcher: started again as" in shown) == (moment == "intent")
+    assert "second: waits on the cluster, left to its dispatcher" in shown
+
+    (tmp_path / "go").touch()
+    wait_for(lambda: all_succeeded(name))
+    assert (tmp_path / "ran").read_text().split() == ["first", "second"]
+
+
+def test_a_job_that_nemo_run_keeps_waiting_is_handed_over_after_its_dependency(killed, tmp_path):
+    name = killed("mixed chain", "intent")
+    (tmp_path / "go").touch()
+
+    shown = resume(name)
+    assert "first: handed over" in shown
+    assert "second: not handed over, it depends on first (WAITING); resume again" in shown
+    job = run.Experiment.from_title(name)._id + ".first"
+    wait_for(lambda: find_job(job).verdict().state is JobState.SUCCEEDED)
     assert "second: handed over" in resume(name)
 
-    wait_for(lambda: all_succeeded(name))
-    assert ran(tmp_path) == ["first", "second"]
+    wait_for(lambda: ran(tmp_path) == ["first", "second"])
 
 
 def test_an_experiment_that_is_reset_runs_again_under_its_new_id(existing, unique, tmp_path):

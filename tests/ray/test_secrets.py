@@ -9,14 +9,7 @@ import nemo_run as run
 import pytest
 
 from nemo_run_ray import RayExecutor
-
-
-def files_with(value: str, folder: Path) -> list[str]:
-    found = []
-    for path in folder.rglob("*"):
-        if path.is_file() and not path.is_symlink() and value.encode() in path.read_bytes():
-            found.append(str(path))
-    return found
+from tests.conftest import files_with
 
 
 @pytest.fixture

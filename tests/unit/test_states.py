@@ -9,8 +9,10 @@ from nemo_run_ray.states import (
     TO_TORCHX,
     JobState,
     Reason,
+    Verdict,
     judge,
     signal_name,
+    torchx_state,
 )
 
 _MARKER = "last available logs (truncated to 20,000 chars):\n"
@@ -59,6 +61,13 @@ def test_an_error_of_a_newer_ray_keeps_its_message():
 def test_torchx_agrees_on_what_is_an_end(state):
     assert isinstance(TO_TORCHX[state], AppState)
     assert is_terminal(TO_TORCHX[state]) == state.is_terminal
+
+
+@pytest.mark.parametrize("reason", [Reason.WAITS, Reason.TURN, Reason.RETRY])
+def test_a_job_that_waits_on_the_cluster_was_submitted(reason):
+    assert torchx_state(Verdict(JobState.WAITING, reason)) is AppState.SUBMITTED
+    never = Verdict(JobState.WAITING, Reason.NOT_SUBMITTED)
+    assert torchx_state(never) is AppState.UNSUBMITTED
 
 
 @pytest.mark.parametrize("reason", Reason)

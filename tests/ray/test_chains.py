@@ -1,0 +1,532 @@
+"""Chains on a real Ray: order, attempts, limits, cancelling, and dispatchers that die."""
+
+import contextlib
+import hashlib
+import json
+import os
+import re
+import secrets
+import signal
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import nemo_run as run
+import pytest
+from typer.testing import CliRunner
+
+from nemo_run_ray import ExistingCluster, RayExecutor, cli, plugin
+from nemo_run_ray.chained_job import find_job
+from nemo_run_ray.errors import ConfigError, NemoRunRayError, SubmissionError
+from nemo_run_ray.remote.decide import ALL_SUCCEEDED, CLAIM_KEY, NOT_ALL_SUCCEEDED
+from nemo_run_ray.states import JobState, Reason
+from tests.chains import Started, Yard, step
+from tests.conftest import files_with, python, tool, wait_for
+from tests.flaky_proxy import FlakyProxy
+from tests.groups import client, server
+
+CLIENT = """
+import json, os, sys
+import nemo_run as run
+from nemo_run_ray import ExistingCluster, RayExecutor
+
+title, url, programs = sys.argv[1], sys.argv[2], json.loads(sys.argv[3])
+executor = RayExecutor(cluster=ExistingCluster(url=url))
+if __name__ == "__main__":
+    with run.Experiment(title, executor=executor) as experiment:
+        for name, (program, after) in programs.items():
+            experiment.add(run.Script(inline=program), name=name, dependencies=after)
+        experiment.run(detach=True)
+        print("ID", experiment._id, flush=True)
+        os.kill(os.getpid(), 9)
+"""
+
+
+@pytest.fixture
+def yard(tmp_path, existing):
+    """Where a test's jobs meet; whatever the test is about, nothing ran twice."""
+    yard = Yard(tmp_path, existing)
+    yield yard
+    yard.open_all()
+    yard.check()
+
+
+@pytest.fixture
+def nothing_started(api, unique, home):
+    """No job of the test's experiment gets to the cluster."""
+    yield
+    assert [one for one in api.table(fresh=True) if one.startswith(f"{unique}_")] == []
+    assert list(home.glob(f"experiments/{unique}/*/ray_jobs.jsonl")) == []
+
+
+def rows_of(started: Started) -> dict[str, dict]:
+    """What ``nemo-run-ray status --json`` says, in a process of its own."""
+    done = tool("nemo-run-ray", "status", started.id, "--json")
+    assert done.returncode == 0, done.stderr
+    return {row["job"]: row for row in json.loads(done.stdout)}
+
+
+def log_of(started: Started, name: str, should_tail: bool = False) -> str:
+    return "".join(find_job(started.job(name)).log(should_tail))
+
+
+# ---------------------------------------------------------------------- order
+
+
+def test_a_diamond_outlives_its_client(yard, existing, unique, tmp_path, home, api):
+    after = {"in": [], "left": ["in"], "right": ["in"], "out": ["left", "right"]}
+    programs = {"in": yard.gate(), "left": "sleep 1", "right": "sleep 1", "out": "true"}
+    (tmp_path / "train.py").write_text(CLIENT)
+    given = {name: (yard.program(name, programs[name]), after[name]) for name in after}
+    done = python("train.py", unique, existing.url, json.dumps(given), cwd=tmp_path)
+    assert done.returncode == -signal.SIGKILL, done.stdout + done.stderr
+    (experiment_id,) = re.findall(r"^ID (\S+)$", done.stdout, re.M)
+    started = Started(experiment_id, home / "experiments" / unique / experiment_id)
+    wait_for(lambda: yard.begun() == ["in"])
+
+    with ThreadPoolExecutor() as pool:
+        nemo = pool.submit(tool, "nemo", "experiment", "status", experiment_id)
+        rows = rows_of(started)
+        shown = re.sub(r"\x1b\[[\d;]*m", "", nemo.result().stdout)
+    assert {name: row["state"] for name, row in rows.items()} == {
+        "in": "RUNNING",
+        "left": "WAITING",
+        "right": "WAITING",
+        "out": "WAITING",
+    }
+    assert {name: row["after"] for name, row in rows.items()} == after
+    assert rows["out"]["waits_for"] == ["left", "right"]
+    assert re.findall(r"Status: (\w+)", shown) == ["RUNNING", *3 * ["SUBMITTED"]]
+
+    yard.open()
+    assert started.dispatch_ends(api) == ALL_SUCCEEDED
+    assert sorted(yard.begun()) == sorted(after)
+    for name, needs in after.items():
+        assert all(yard.is_before(one, name) for one in needs)
+    found = run.Experiment.from_id(experiment_id).status(return_dict=True)
+    assert {name: str(one["status"]) for name, one in found.items()} == dict.fromkeys(
+        after, "SUCCEEDED"
+    )
+
+
+def test_sequential_jobs_run_one_after_the_other(yard, unique):
+    started = yard.start(
+        unique, *(step(name) for name in ("b", "c", "a")), sequential=True, detach=False
+    )
+
+    assert yard.begun() == ["b", "c", "a"]
+    assert yard.most_at_once() == 1
+    assert set(started.states().values()) == {"SUCCEEDED"}
+
+
+def test_a_failure_cancels_what_comes_after_it_and_nothing_else(yard, unique, api, tmp_path):
+    started = yard.start(
+        unique,
+        step("fails", "exit 3"),
+        step("next", after="fails"),
+        step("last", after="next"),
+        step("other"),
+        step("end", after="other"),
+    )
+
+    assert started.dispatch_ends(api) == NOT_ALL_SUCCEEDED
+    assert sorted(yard.begun()) == ["end", "fails", "other"]
+    found = started.verdicts()
+    assert (found["fails"].state, found["fails"].reason) == (JobState.FAILED, Reason.EXIT_CODE)
+    for name, upstream in {
+        "next": "upstream fails failed",
+        "last": "upstream next was cancelled",
+    }.items():
+        assert (found[name].state, found[name].reason) == (JobState.CANCELLED, Reason.UPSTREAM)
+        assert found[name].detail == upstream
+    assert found["end"].state is JobState.SUCCEEDED
+
+    page = tmp_path / "f.html"
+    cli.timeline(started.id, page)
+    for name in (started.id, *found, "upstream fails failed"):
+        assert name in page.read_text(encoding="utf-8")
+
+
+def test_an_experiment_with_jobs_elsewhere_is_ordered_by_nemo_run(yard, existing, unique):
+    on_ray = RayExecutor(cluster=existing, retries=1)
+    with run.Experiment(unique, skip_status_at_exit=True) as experiment:
+        for name, program, executor in (
+            ("first", '[ "$NEMO_RUN_ATTEMPT" = 2 ]', on_ray),
+            ("here", "true", run.LocalExecutor()),
+            ("last", "true", RayExecutor(cluster=existing)),
+        ):
+            before = [job.id for job in experiment.jobs[-1:]]
+            script = yard.script(step(name, program))
+            experiment.add(script, executor=executor, name=name, dependencies=before)
+        experiment.run()
+
+    assert yard.begun() == ["first", "first@2", "here", "last"]
+    assert yard.most_at_once() == 1
+    states = experiment.status(return_dict=True).values()
+    assert [str(one["status"]) for one in states] == 3 * ["SUCCEEDED"]
+
+
+def test_a_group_in_the_middle(yard, existing, unique, api):
+    def executor(**fields) -> RayExecutor:
+        return RayExecutor(cluster=existing, python=sys.executable, **fields)
+
+    roles = [server(), client(yard.program("group", "echo here"))]
+    with run.Experiment(unique, skip_status_at_exit=True) as experiment:
+        script = yard.script(step("first", yard.gate()))
+        experiment.add(script, executor=executor(), name="first")
+        experiment.add(
+            [run.Script(inline=role.program) for role in roles],
+            executor=[executor(**role.fields) for role in roles],
+            name="group",
+            dependencies=["first"],
+        )
+        script = yard.script(step("last"))
+        experiment.add(script, executor=executor(), name="last", dependencies=["group"])
+        experiment.run(detach=True)
+    started = Started(experiment._id, Path(experiment._exp_dir))
+    found = run.Experiment.from_id(started.id).status(return_dict=True)
+    assert [str(found[name]["status"]) for name in ("group", "last")] == 2 * ["SUBMITTED"]
+
+    yard.open()
+    assert started.dispatch_ends(api) == ALL_SUCCEEDED
+    assert yard.begun() == ["first", "group", "last"]
+    assert yard.most_at_once() == 1
+    log = log_of(started, "group")
+    assert "client/0| here" in log
+    assert "server/0| server got SIGTERM" in log
+
+
+# ---------------------------------------------------------------------- attempts and limits
+
+
+def test_a_job_is_tried_again_as_often_as_it_may(yard, unique, api):
+    started = yard.start(
+        unique,
+        step("third", 'echo "try $NEMO_RUN_ATTEMPT"; [ "$NEMO_RUN_ATTEMPT" = 3 ]', retries=2),
+        step("never", "exit 5", retries=1),
+        step("usage", "exit 64", retries=2, permanent_exit_codes=[64]),
+        step("after", after="third"),
+    )
+    log = log_of(started, "third", should_tail=True)
+
+    assert started.dispatch_ends(api) == NOT_ALL_SUCCEEDED
+    begun = yard.begun()
+    assert sorted(begun) == ["after", "never", "never@2", "third", "third@2", "third@3", "usage"]
+    assert yard.is_before("third", "after")
+    assert re.findall(r"^try (\d)$", log, re.M) == ["1", "2", "3"]
+    assert re.findall(r"^try (\d)$", log_of(started, "third"), re.M) == ["1", "2", "3"]
+    found = started.verdicts()
+    assert {name: (one.state.value, one.attempt) for name, one in found.items()} == {
+        "third": ("SUCCEEDED", 3),
+        "never": ("FAILED", 2),
+        "usage": ("FAILED", 1),
+        "after": ("SUCCEEDED", 1),
+    }
+
+
+def test_never_more_than_max_in_flight_at_once(yard, unique, api):
+    names = [f"job{number}" for number in range(6)]
+    started = yard.start(unique, *(step(name, "sleep 0.5", max_in_flight=2) for name in names))
+
+    most = 0
+    deadline = time.monotonic() + 120
+    while api.table(fresh=True)[started.chain.id]["status"] in ("PENDING", "RUNNING"):
+        live = [
+            name
+            for name, row in api.table().items()
+            if name.startswith(f"{started.id}.job") and row["status"] in ("PENDING", "RUNNING")
+        ]
+        most = max(most, len(live))
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+    assert most == 2
+    assert yard.most_at_once() <= 2
+    assert sorted(yard.begun()) == names
+    assert started.dispatch_ends(api) == ALL_SUCCEEDED
+
+
+def test_what_is_not_placed_in_time_is_given_up(yard, unique, api):
+    yard.start(f"{unique}a", step("holder", yard.gate(), cpus_per_node=1))
+    wait_for(lambda: yard.begun() == ["holder"])
+    started = yard.start(
+        unique,
+        step("late", cpus_per_node=4, pending_timeout_s=2),
+        step("never", cpus_per_node=1000, pending_timeout_s=2),
+        step("after", after="late"),
+    )
+    for name in ("late", "never"):
+        verdict = started.wait_until(name, JobState.FAILED)
+        assert (verdict.reason, verdict.detail) == (Reason.NOT_PLACED, "not placed in time")
+    assert started.verdict("after").detail == "upstream late failed"
+
+    assert started.dispatch_ends(api) == NOT_ALL_SUCCEEDED
+    yard.open()
+    # Ray has let go of what it was told to stop: nothing of it starts now that there is room.
+    wait_for(lambda: api.table(fresh=True)[started.job("late")]["status"] == "STOPPED")
+    assert yard.begun() == ["holder"]
+
+
+def test_every_attempt_gets_its_secrets_and_nobody_else(
+    yard, unique, api, home, local_cluster, monkeypatch, capfd
+):
+    value = f"s3cr3t{secrets.token_hex(16)}"
+    monkeypatch.setenv("MY_TOKEN", value)
+    program = 'printf %s "$MY_TOKEN" | sha256sum; [ "$NEMO_RUN_ATTEMPT" = 2 ]'
+    started = yard.start(
+        unique, step("first"), step("hidden", program, "first", secrets=["MY_TOKEN"], retries=1)
+    )
+
+    assert started.dispatch_ends(api) == ALL_SUCCEEDED
+    assert log_of(started, "hidden").count(hashlib.sha256(value.encode()).hexdigest()) == 2
+    assert value not in json.dumps(api.table(fresh=True))
+    assert value not in "".join(capfd.readouterr())
+    assert files_with(value, home) == []
+    ray = Path(local_cluster._home.read().root)
+    assert files_with(value, ray / "r" / "session_latest" / "logs") == []
+    assert files_with(value, ray) == []
+
+
+# ---------------------------------------------------------------------- cancelling
+
+
+def test_cancelling_a_job_before_its_start_takes_its_id(yard, unique, api, capsys):
+    started = yard.start(
+        unique,
+        step("first", yard.gate()),
+        step("second", after="first"),
+        step("third", after="second"),
+    )
+    wait_for(lambda: yard.begun() == ["first"])
+
+    cli.cancel(started.id, job="second")
+
+    assert "second is cancelled; it never had a process" in capsys.readouterr().out
+    assert api.job(started.job("second"))["metadata"][CLAIM_KEY] == "cancelled"
+    assert started.verdict("third").detail == "upstream second was cancelled"
+    yard.open()
+    assert started.dispatch_ends(api) == NOT_ALL_SUCCEEDED
+    assert yard.begun() == ["first"]
+    assert started.states() == {
+        "first": "SUCCEEDED",
+        "second": "CANCELLED",
+        "third": "CANCELLED",
+    }
+    assert "cancelled before its start" in started.verdict("second").message
+
+
+def test_cancelling_a_running_job_keeps_it_from_being_tried_again(yard, unique, api, capsys):
+    started = yard.start(unique, step("first", yard.gate(), retries=3), step("next", after="first"))
+    wait_for(lambda: yard.begun() == ["first"])
+
+    run.Experiment.from_id(started.id).cancel("first")
+
+    assert started.dispatch_ends(api) == NOT_ALL_SUCCEEDED
+    assert yard.begun() == ["first"]
+    assert started.states() == {"first": "CANCELLED", "next": "CANCELLED"}
+    assert "no process of it is left" in " ".join(capsys.readouterr().out.split())
+
+
+def test_cancelling_an_experiment_ends_all_of_it(yard, unique, api, capsys):
+    started = yard.start(
+        unique,
+        step("runs", yard.gate(), retries=1),
+        step("pends", cpus_per_node=1000),
+        step("waits", after="runs"),
+    )
+    wait_for(lambda: yard.begun() == ["runs"])
+    started.wait_until("pends", JobState.PENDING)
+
+    cli.cancel(started.id)
+
+    cancelled = re.findall(r"^(\w+) is cancelled", capsys.readouterr().out, re.M)
+    assert sorted(cancelled) == ["pends", "runs", "waits"]
+    assert started.dispatch_ends(api) == NOT_ALL_SUCCEEDED
+    assert set(started.states().values()) == {"CANCELLED"}
+    yard.open()
+    assert yard.begun() == ["runs"]
+
+
+# ---------------------------------------------------------------------- other experiments
+
+
+def test_a_job_waits_for_jobs_of_other_experiments(yard, unique, api):
+    alone = yard.start(f"{unique}a", step("alone", yard.gate()))
+    chain = yard.start(f"{unique}b", step("good", yard.gate()), step("bad", "exit 3", retries=1))
+    handles = {
+        name: plugin.handle(one.job(name))
+        for one, name in ((alone, "alone"), (chain, "good"), (chain, "bad"))
+    }
+    started = yard.start(
+        unique,
+        step("both", dependencies=[handles["alone"], handles["good"]]),
+        step("lost", dependencies=[handles["bad"]]),
+        step("after", after="both"),
+    )
+
+    verdict = started.wait_until("lost", JobState.CANCELLED)
+    assert verdict.detail == f"upstream {chain.job('bad')} failed"
+    waits = started.verdict("both")
+    assert (waits.state, waits.reason) == (JobState.WAITING, Reason.WAITS)
+    assert waits.waits_for == (alone.job("alone"), chain.job("good"))
+    yard.open()
+    assert started.dispatch_ends(api) == NOT_ALL_SUCCEEDED
+    assert sorted(yard.begun()) == ["after", "alone", "bad", "bad@2", "both", "good"]
+    assert yard.is_before("alone", "both")
+    assert yard.is_before("good", "both")
+    assert yard.is_before("both", "after")
+
+
+def test_a_cluster_by_another_address_is_the_same_cluster(yard, dashboard, unique, api):
+    producer = yard.start(unique, step("first"))
+    handle = plugin.handle(producer.job("first"))
+    with FlakyProxy(dashboard.url) as proxy:
+        other = Yard(yard.folder, ExistingCluster(proxy.url))
+        started = other.start(f"{unique}b", step("second", dependencies=[handle]))
+        assert started.dispatch_ends(api) == ALL_SUCCEEDED
+
+    assert yard.begun() == ["first", "second"]
+
+
+# ---------------------------------------------------------------------- dispatchers that die
+
+
+def dispatchers(submission_id: str) -> list[int]:
+    """Processes of a dispatcher, without the shell around them."""
+    words = b"\0".join((b"dispatch", submission_id.encode(), b""))
+    found = []
+    for folder in Path("/proc").iterdir():
+        with contextlib.suppress(OSError):  # it ended while we looked
+            if folder.name.isdigit() and words in (folder / "cmdline").read_bytes():
+                found.append(int(folder.name))
+    return found
+
+
+def kill_dispatcher(submission_id: str) -> None:
+    (number,) = wait_for(lambda: dispatchers(submission_id))
+    os.kill(number, signal.SIGKILL)
+    wait_for(lambda: number not in dispatchers(submission_id))
+
+
+def test_a_dispatcher_that_is_killed_goes_on_by_itself(yard, unique, api):
+    started = yard.start(
+        unique,
+        step("first", '[ "$NEMO_RUN_ATTEMPT" = 2 ]', retries=1),
+        step("second", yard.gate(), after="first"),
+        step("third", after="second"),
+    )
+    kill_dispatcher(started.chain.id)
+    wait_for(lambda: "second" in yard.begun())
+    kill_dispatcher(started.chain.id)
+    yard.open()
+    kill_dispatcher(started.chain.id)
+
+    assert started.dispatch_ends(api) == ALL_SUCCEEDED
+    assert yard.begun() == ["first", "first@2", "second", "third"]
+    log = "".join(api.whole_log(started.chain.id))
+    assert log.count("the dispatcher was killed (exit code 137) and is started again") == 3
+
+
+@pytest.fixture
+def stopped(yard, unique, api):
+    """An experiment whose dispatcher was stopped with work left."""
+    started = yard.start(
+        unique, step("first", yard.gate()), step("second", "exit 1", "first", retries=1)
+    )
+    wait_for(lambda: yard.begun() == ["first"])
+    api.stop(started.chain.id)
+    wait_for(lambda: api.table(fresh=True)[started.chain.id]["status"] == "STOPPED")
+    yard.open()
+    yield started
+    assert started.dispatch_ends(api, number=2) == NOT_ALL_SUCCEEDED
+    assert yard.begun() == ["first", "second", "second@2"]
+    assert started.states() == {"first": "SUCCEEDED", "second": "FAILED"}
+
+
+def test_resume_starts_a_dispatcher_that_was_stopped(stopped):
+    done = tool("nemo-run-ray", "resume", stopped.id)
+
+    assert done.returncode == 0, done.stderr
+    assert f"{stopped.chain.id}: started again as {stopped.chain.id}@2\n" in done.stdout
+    assert "second: waits on the cluster, left to its dispatcher" in done.stdout
+
+
+def test_a_look_starts_a_dispatcher_that_was_stopped_and_says_so(stopped):
+    done = CliRunner().invoke(cli.build(), ["status", stopped.id, "--json"])
+
+    assert done.exit_code == 0, done.stderr
+    assert [row["job"] for row in json.loads(done.stdout)] == ["first", "second"]
+    assert f"startedagainas{stopped.chain.id}@2" in "".join(done.stderr.split())
+
+
+def test_two_dispatchers_at_the_same_time_do_no_harm(yard, existing, unique, api):
+    started = yard.start(
+        unique,
+        step("first", '[ "$NEMO_RUN_ATTEMPT" = 2 ]', retries=1),
+        *(step(f"job{number}", after="first") for number in range(3)),
+        step("bad", "exit 1", after="job0 job1 job2", retries=1),
+    )
+    assert started.chain.start(api, existing.record()) == f"{started.chain.id}@2"
+
+    for number in (1, 2):
+        assert started.dispatch_ends(api, number) == NOT_ALL_SUCCEEDED
+    begun = yard.begun()
+    assert begun[:2] == ["first", "first@2"]
+    assert sorted(begun[2:5]) == ["job0", "job1", "job2"]
+    assert begun[5:] == ["bad", "bad@2"]
+
+
+# ---------------------------------------------------------------------- pages and bad input
+
+
+def test_the_timeline_of_an_unknown_experiment(tmp_path):
+    page = tmp_path / "f.html"
+    done = CliRunner().invoke(cli.build(), ["timeline", "no-such-thing", "-o", str(page)])
+
+    assert done.exit_code == 1
+    assert done.stderr.startswith("nemo-run-ray: There is no experiment 'no-such-thing'")
+    assert done.stderr.count("\n") == 1
+    assert not page.exists()
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "allowed"),
+    [
+        ("retries", -1, "a whole number from 0"),
+        ("max_in_flight", 0, "a whole number from 1, or None"),
+        ("pending_timeout_s", -1, "a number from 0"),
+        ("permanent_exit_codes", [0], "numbers from 1 to 255"),
+        ("dependencies", ["first"], "a list of handles of Ray jobs"),
+        ("dependencies", "ray_jobs://nemo_run/x", "a list"),
+    ],
+)
+def test_a_field_that_is_wrong(yard, unique, nothing_started, name, value, allowed):
+    with pytest.raises(ConfigError, match=f"RayExecutor.{name} is .*; allowed is {allowed}"):
+        yard.start(unique, step("first"), step("next", after="first", **{name: value}))
+
+
+def refused(kind: type[NemoRunRayError], yard: Yard, name: str, **fields) -> str:
+    with pytest.raises(kind) as caught:
+        yard.start(name, step("first"), step("next", after="first", **fields))
+    message = str(caught.value)
+    assert "\n" not in message
+    assert "Nothing was started" in message
+    return message
+
+
+def test_a_handle_that_nobody_knows(yard, existing, unique, nothing_started):
+    handle = plugin.handle("nobody_1.job")
+    message = refused(SubmissionError, yard, unique, dependencies=[handle])
+    assert "nobody_1.job" in message
+    assert existing.url in message
+
+
+def test_dependencies_that_nemo_run_refuses(yard, existing, unique, nothing_started):
+    with run.Experiment(unique, executor=RayExecutor(cluster=existing)) as experiment:
+        experiment.add(yard.script(step("a")), name="a")
+        with pytest.raises(AssertionError, match="Dependency nobody not found"):
+            experiment.add(yard.script(step("b")), name="b", dependencies=["nobody"])
+        experiment.add(yard.script(step("b")), name="b", dependencies=["a"])
+        experiment.jobs[0].dependencies.append("b")
+        with pytest.raises(AssertionError, match="cyclic dependencies"):
+            experiment.run(detach=True)
