@@ -312,23 +312,21 @@ def _stops(
         return []
     newest = live[-1]
     row = rows[newest]
-    claims: List[Action] = []
-    doomed = live[:-1]
-    if verdict.state.is_terminal or cancelled or newest != max(rows):
-        doomed = live
-    elif (
+    is_late = (
         link.pending_timeout_s is not None
-        and row.verdict.state is JobState.PENDING
         and now - _pending_since(rows, newest) > link.pending_timeout_s
-    ):
-        # The claim comes first: it is what says why, whoever sees the stopped attempt.
-        next_id = attempt_id(link.id, newest + 1)
-        claims, doomed = [Action(Do.CLAIM, link.name, next_id, NOT_PLACED)], live
-    why = (
-        claims[0].why
-        if claims
-        else verdict.detail or ("cancelled" if cancelled else "it is superseded")
     )
+    why = CANCELLED if cancelled else verdict.detail or "it is superseded"
+    claims: List[Action] = []
+    doomed = live if cancelled else live[:-1]
+    if verdict.state.is_terminal or newest != max(rows):
+        doomed = live
+    elif row.verdict.state is JobState.PENDING and (cancelled or is_late):
+        # The claim comes first: it is what says why, whoever sees the stopped attempt, which Ray
+        # shows as pending until there is room for it.
+        why = CANCELLED if cancelled else NOT_PLACED
+        claims = [Action(Do.CLAIM, link.name, attempt_id(link.id, newest + 1), why)]
+        doomed = live
     return claims + [
         Action(Do.STOP, link.name, attempt_id(link.id, number), why) for number in doomed
     ]

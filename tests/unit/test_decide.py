@@ -786,12 +786,25 @@ def test_what_is_not_placed_in_time_is_claimed_before_it_is_stopped(scene):
     for position, action in enumerate(actions):
         if action.do is Do.CLAIM:
             one = next(link for link in scene.chain.links if link.name == action.job)
-            assert one.pending_timeout_s is not None
-            assert action.why == NOT_PLACED
+            if action.why == NOT_PLACED:
+                assert one.pending_timeout_s is not None
+            else:
+                assert (action.why, scene.cancelled) == (CANCELLED, True)
             stop = actions[position + 1]
             assert (stop.do, attempt_id(one.id, _number(action) - 1)) in {
                 (Do.STOP, stop.submission_id)
             }
+
+
+def test_what_waits_for_room_in_a_cancelled_chain_is_claimed():
+    plan = chain(link("a", retries=2), link("b"))
+    table = {plan.cancel_id: claimed("any", nonce="boss"), "e.a": pending("a"), "e.b": running("b")}
+    decision = decide(plan, table, NOW)
+    assert [(one.do, one.submission_id) for one in decision.actions] == [
+        (Do.CLAIM, "e.a@2"),
+        (Do.STOP, "e.a"),
+        (Do.STOP, "e.b"),
+    ]
 
 
 @many
