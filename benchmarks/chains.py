@@ -28,7 +28,7 @@ _ENDED = ("SUCCEEDED", "FAILED", "STOPPED")
 
 
 def measure_chain(dashboard: Dashboard) -> dict[str, object]:
-    """300 jobs of ``true``, four at once: jobs per minute, memory, requests, failures."""
+    """300 jobs of ``true``, four at once: jobs per minute, memory, ends."""
     api = JobsApi.of(dashboard)
     http = httpx.Client(headers=dashboard.headers, trust_env=False, timeout=60)
     watch = _Watch(dashboard)

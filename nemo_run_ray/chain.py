@@ -34,7 +34,7 @@ from nemo_run_ray.errors import (
 )
 from nemo_run_ray.jobs_api import JobsApi
 from nemo_run_ray.ledger import JobRecord, Ledger
-from nemo_run_ray.plan import dispatcher_entrypoint
+from nemo_run_ray.plan import dispatcher_entrypoint, job_id
 from nemo_run_ray.remote.decide import (
     CANCELLED,
     CHAIN_KEY,
@@ -236,14 +236,21 @@ class Chain:
 
         Raises:
             ConfigError: a secret of a job that has not started is not set.
+            JobError: the experiment's folder is not whole, or cannot be written to.
             SubmissionError: Ray refuses it, or nobody can tell whether it arrived.
             ClusterError: the cluster cannot be reached.
         """
-        start = json.loads((self.folder / "dispatcher.json").read_text(encoding="utf-8"))
         look = self.look(api, fresh=True)
-        for name in start["archives"]:
-            if not api.has_package(name):
-                api.put_package(name, (self.folder / name).read_bytes())
+        try:
+            start = json.loads((self.folder / "dispatcher.json").read_text(encoding="utf-8"))
+            for name in start["archives"]:
+                if not api.has_package(name):
+                    api.put_package(name, (self.folder / name).read_bytes())
+        except (OSError, ValueError) as error:
+            raise JobError(
+                f"The chain {self.id} cannot be started again from {self.folder}: {error}. Copy "
+                "the experiment's whole folder."
+            ) from error
         uris = [f"gcs://{name}" for name in start["archives"]]
         travels = [self._plan_archive()]
         hidden = self._secrets(look)
@@ -254,17 +261,23 @@ class Chain:
             api.put_package(archive.name, archive.pack())
             uris.append(archive.uri)
         book = Ledger(self.exp_dir)
-        book.write(
-            ledger.INTENT,
-            name,
-            job=DISPATCHER,
-            role=DISPATCHER,
-            cluster=cluster,
-            session=self.spec.session,
-            nonce=self.spec.nonce,
-            chain=self.id,
-            dispatches=True,
-        )
+        try:
+            book.write(
+                ledger.INTENT,
+                name,
+                job=DISPATCHER,
+                role=DISPATCHER,
+                cluster=cluster,
+                session=self.spec.session,
+                nonce=self.spec.nonce,
+                chain=self.id,
+                dispatches=True,
+            )
+        except OSError as error:
+            raise JobError(
+                f"The dispatcher {name} cannot be written down in {self.exp_dir}: "
+                f"{error.strerror}. Look at the experiment as the user who owns that folder."
+            ) from error
         body = {
             "submission_id": name,
             "entrypoint": dispatcher_entrypoint(start["pythons"], name, self.spec.nonce),
@@ -373,7 +386,7 @@ class Chain:
 
 def chain_id(experiment_or_job: str) -> str:
     """Id of the dispatcher of an experiment, or of a job that is handed over by itself."""
-    return f"{experiment_or_job}.{DISPATCHER}"
+    return job_id(experiment_or_job, DISPATCHER)
 
 
 def outside_spec(handle: str, api: JobsApi, session: str) -> OutsideSpec:

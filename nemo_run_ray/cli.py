@@ -178,8 +178,9 @@ def _cancel_chains(jobs: list[Any]) -> None:
 
     chained = {one.chain.id: one for one in jobs if isinstance(one, ChainedJob)}
     for one in chained.values():
+        experiment = _experiment_of(one)
         grace_s = max(
-            plugin.grace_s(_experiment_of(one), other.record.job)
+            plugin.grace_s(experiment, other.record.job)
             for other in jobs
             if isinstance(other, ChainedJob) and other.chain is one.chain
         )

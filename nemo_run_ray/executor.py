@@ -94,9 +94,10 @@ class RayExecutor(Executor):
     wait_for_nodes: bool = False
     #: The roles' executors, when this is the executor of a whole group; ``merge`` sets it.
     resource_group: list[Any] = field(default_factory=list)
-    #: At most so many of the experiment's jobs at once; ``None`` is no limit.
+    #: At most so many of the experiment's jobs at once; ``None`` is what the head's memory allows.
     max_in_flight: int | None = None
-    #: Seconds after which a job that was not placed is given up; ``None`` is Ray's own limit.
+    #: Seconds after which a job that was not placed is given up. With ``None``, what a dispatcher
+    #: hands over waits for ever, and other jobs for as long as Ray lets them (900 s).
     pending_timeout_s: float | None = None
     #: Exit codes that no further attempt would change, such as that of a usage error.
     permanent_exit_codes: list[int] = field(default_factory=list)

@@ -38,6 +38,7 @@ from nemo_run_ray.errors import (
 )
 from nemo_run_ray.job_table import JobTable
 from nemo_run_ray.log_text import decode_log
+from nemo_run_ray.remote.dispatcher import claim_body
 from nemo_run_ray.remote.roles_file import file_name
 
 #: Seconds that a person waits for an address to answer before it is called unreachable.
@@ -361,7 +362,7 @@ class JobsApi:
         fault-tolerant GCS). A request for an id that is taken changes nothing else.
         """
         try:
-            self.post({"submission_id": submission_id, "entrypoint": "true"})
+            self.post(claim_body(submission_id, "", "woken"))  # if its row is gone by now
         except Taken:
             time.sleep(_WAKE_S)
             return True

@@ -43,6 +43,7 @@ class JobRecord:
         exp_dir: folder of its experiment.
         chain: id of the dispatcher that hands it over; empty when the client did.
         dispatches: it is an attempt of that dispatcher itself.
+        is_group: it has roles.
         last: the last event of its submission.
         cancelled: somebody asked for its end.
         terminal: what was last seen of it, once it had ended.
@@ -57,6 +58,7 @@ class JobRecord:
     exp_dir: Path
     chain: str = ""
     dispatches: bool = False
+    is_group: bool = False
     last: str = INTENT
     cancelled: bool = False
     terminal: dict[str, Any] = field(default_factory=dict)
@@ -98,7 +100,8 @@ class Ledger:
             if kind == INTENT:
                 before = records[submission_id].nonces if submission_id in records else []
                 names = ("job", "role", "cluster", "session")
-                more = {name: event[name] for name in ("chain", "dispatches") if name in event}
+                optional = ("chain", "dispatches", "is_group")
+                more = {name: event[name] for name in optional if name in event}
                 records[submission_id] = JobRecord(
                     submission_id=submission_id,
                     exp_dir=self.exp_dir,

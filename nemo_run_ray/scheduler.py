@@ -30,7 +30,7 @@ from nemo_run_ray.clusters import Cluster
 from nemo_run_ray.errors import ConfigError, JobError, NemoRunRayError
 from nemo_run_ray.executor import SCHEDULER, RayExecutor
 from nemo_run_ray.follow import lines, only
-from nemo_run_ray.plan import JobPlan, describe, in_folder, job_id, plan, safe_id
+from nemo_run_ray.plan import JobPlan, describe, in_folder, job_id, plan
 from nemo_run_ray.remote_job import RemoteJob
 from nemo_run_ray.shipment import Shipment
 from nemo_run_ray.states import JobState, Verdict, torchx_state
@@ -117,7 +117,7 @@ class RayJobsScheduler(SchedulerMixin, Scheduler[Any]):
         if key not in self._shipments:
             folder = Path(executor.experiment_dir)
             others = [one for one in self._shipments.values() if one.exp_dir == folder]
-            name = chain_id(safe_id(executor.experiment_id or "experiment"))
+            name = chain_id(executor.experiment_id or "experiment")
             if others:  # on another cluster, and a ledger has one job of an id
                 name = f"{name}-{len(others) + 1}"
             self._shipments[key] = Shipment(folder, cluster, chain_id=name)

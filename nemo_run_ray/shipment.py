@@ -20,7 +20,7 @@ from nemo_run_ray.executor import RayExecutor
 from nemo_run_ray.jobs_api import JobsApi
 from nemo_run_ray.ledger import Ledger
 from nemo_run_ray.plan import JobPlan
-from nemo_run_ray.remote.spec import ChainSpec, LinkSpec
+from nemo_run_ray.remote.spec import ChainSpec, GroupSpec, LinkSpec
 from nemo_run_ray.submission import submit_once
 
 #: So many jobs are handed over by the client at once; more wait on the cluster, where a dispatcher
@@ -150,6 +150,8 @@ class Shipment:
         }
         if chain:
             values["chain"] = chain
+        if isinstance(planned.spec, GroupSpec):
+            values["is_group"] = True
         return ledger.INTENT, planned.submission_id, values
 
     @property

@@ -16,7 +16,7 @@ from nemo_run_ray.chained_job import ChainedJob, dispatcher_lines
 from nemo_run_ray.errors import NemoRunRayError
 from nemo_run_ray.ledger import Ledger
 from nemo_run_ray.remote import story
-from nemo_run_ray.remote.decide import Seen, attempts_of, seen
+from nemo_run_ray.remote.decide import Seen, attempts_of, first_id, seen
 from nemo_run_ray.remote_job import RemoteJob
 from nemo_run_ray.states import JobState, Verdict
 
@@ -37,7 +37,10 @@ class View:
     def __init__(self, jobs: Sequence[RemoteJob]) -> None:
         self.jobs = jobs
         self.verdicts = [job.verdict() for job in jobs]
-        self.roles = [job.roles(verdict) for job, verdict in zip(jobs, self.verdicts, strict=True)]
+        self.roles = [
+            job.roles(verdict) if job.record.is_group else {}
+            for job, verdict in zip(jobs, self.verdicts, strict=True)
+        ]
         self.attempts = [_attempts(job) for job in jobs]
 
     @property
@@ -101,7 +104,8 @@ def timeline_page(title: str, exp_dir: Path, jobs: Sequence[RemoteJob], now: flo
 def _attempts(job: RemoteJob) -> dict[str, Seen]:
     """The attempts of a job by submission id, in their order; claims are none."""
     try:
-        table = {name: seen(row) for name, row in job.rows().items()}
+        own = {n: row for n, row in job.rows().items() if first_id(n) == job.submission_id}
+        table = {name: seen(row) for name, row in own.items()}
     except NemoRunRayError:
         return {}  # the cluster is away or gone: the verdict says so
     found = attempts_of([job.submission_id], table)[job.submission_id]

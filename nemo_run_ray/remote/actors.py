@@ -22,8 +22,8 @@ from .spec import CODE, RoleSpec
 
 _HERE = os.path.dirname(os.path.abspath(__file__))
 _JOB_CONFIG = "RAY_JOB_CONFIG_JSON_ENV_VAR"
-#: Variables of the driver that a role needs which is a Ray program itself.
-_PASSED_ON = ("RAY_ADDRESS", "RAY_OVERRIDE_JOB_RUNTIME_ENV")
+#: Variables of the driver that a role needs: which attempt it is, and what a Ray program needs.
+_PASSED_ON = ("NEMO_RUN_ATTEMPT", "RAY_ADDRESS", "RAY_OVERRIDE_JOB_RUNTIME_ENV")
 #: What replicas may ask for and still share an actor: nothing that Ray hands out piece by piece.
 _SHARED = {"CPU", "memory"}
 

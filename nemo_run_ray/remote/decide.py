@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from enum import Enum
 from typing import Any, Dict, List, Mapping, Optional, Sequence, Tuple
 
-from .spec import ChainSpec, LinkSpec, OutsideSpec
+from .spec import ChainSpec, LinkSpec, OutsideSpec, cancel_id
 from .verdict import LOG_FOLLOWS, JobState, Reason, Verdict, judge
 
 #: Keys in a job's metadata: what makes it ours, why it is a claim, when it is tried again.
@@ -33,11 +33,14 @@ STARTING_MAX = 8
 STUCK_S = 6.0
 #: Seconds from the end of an attempt to the next one.
 SETTLE_S = 1.0
-#: The same when its node died: a node that was cut off goes on until its raylet has noticed, Ray's
-#: ``gcs_rpc_server_reconnect_timeout_s`` (60), and its processes for some moments more.
+#: The same when its node died, or Ray does not know why it lost it: a node that was cut off goes on
+#: until its raylet has noticed, Ray's ``gcs_rpc_server_reconnect_timeout_s`` (60), and its
+#: processes for some moments more.
 NODE_DEAD_S = 75.0
 #: An attempt's id; more digits are not ours, and int() refuses thousands of them.
 _ATTEMPT = re.compile(r"([^@]*)(?:@([2-9]|[1-9][0-9]{1,8}))?")
+#: Failures that Ray's head concludes, while the command may still run on a node that is cut off.
+_UNPROVEN = {Reason.NODE_DIED, Reason.OTHER}
 #: What the same attempt once more would not change. See docs/chains.md.
 _PERMANENT = {Reason.RUNTIME_ENV, Reason.UNSCHEDULABLE, Reason.NOT_PLACED}
 
@@ -193,16 +196,20 @@ def decide(
     for link in chain.links:
         rows = attempts[link.id]
         needs = {name: standings[name] for name in link.after}
-        others = {one.id: _stand_outside(one, attempts) for one in link.outside}
+        others = {
+            one.id: _stand_outside(one, attempts, table.get(cancel_id(one.dispatcher)))
+            for one in link.outside
+        }
         verdict = _stand(link, rows, [*needs.items(), *others.items()], cancelled)
         standings[link.name] = verdict
         stops += _stops(link, rows, verdict, cancelled, now)
         lives = any(row.is_live for row in rows.values())
         if verdict.reason in (Reason.TURN, Reason.RETRY) and not lives:
             last = rows.get(verdict.attempt)
-            if last is None or now >= last.ended_at + _settle_s(last, node_dead_s):
+            if last is None or _is_settled(last, now, node_dead_s):
                 ready.append((link, verdict.attempt + 1))
-    submits = _submits(chain, ready, attempts, now, chain.max_in_flight or limit)
+    most = limit if chain.max_in_flight is None else chain.max_in_flight
+    submits = _submits(chain, ready, attempts, now, most)
     return Decision((*stops, *submits), standings)
 
 
@@ -245,9 +252,11 @@ def _stand_attempts(
     for number, row in rows.items():
         if row.verdict.state is JobState.SUCCEEDED and not row.claim:
             return _of(row, number)
-    for row in rows.values():
-        if row.claim:
-            return _claimed(row, rows)
+    for claim in rows.values():
+        if claim.claim:
+            runs = [one for one, row in rows.items() if row.verdict.state is JobState.RUNNING]
+            # Its end is still open: it may succeed before it is stopped.
+            return _of(rows[runs[-1]], runs[-1]) if runs else _claimed(claim, rows)
     number = max(rows)
     last = rows[number]
     if last.verdict.state is not JobState.FAILED:
@@ -284,8 +293,16 @@ def _claimed(claim: Seen, rows: Mapping[int, Seen]) -> Verdict:
     return Verdict(JobState.CANCELLED, Reason.CANCELLED, detail, node, before)
 
 
-def _stand_outside(one: OutsideSpec, attempts: Mapping[str, Dict[int, Seen]]) -> Verdict:
-    """Where a job of another experiment stands, as far as the table proves it."""
+def _stand_outside(
+    one: OutsideSpec, attempts: Mapping[str, Dict[int, Seen]], cancel: Optional[Seen]
+) -> Verdict:
+    """Where a job of another experiment stands, as far as the table proves it.
+
+    Args:
+        one: the job.
+        attempts: the rows by first id and number.
+        cancel: the row that claims the other experiment's ``cancel_id``, if there is one.
+    """
     rows = {n: row for n, row in attempts[one.id].items() if row.nonce in one.nonces}
     verdict = Verdict(JobState.WAITING, Reason.WAITS)
     if rows:
@@ -296,7 +313,9 @@ def _stand_outside(one: OutsideSpec, attempts: Mapping[str, Dict[int, Seen]]) ->
     if one.dispatcher and verdict.state is JobState.WAITING:
         own = attempts[one.dispatcher]
         last_own = own[max(own)] if own else None
-        if last_own and last_own.exit_code in (ALL_SUCCEEDED, NOT_ALL_SUCCEEDED):
+        ended = last_own and last_own.exit_code in (ALL_SUCCEEDED, NOT_ALL_SUCCEEDED)
+        nonces = {row.nonce for row in own.values()}
+        if ended or (cancel and cancel.claim and cancel.nonce in nonces):
             return Verdict(JobState.CANCELLED, Reason.UPSTREAM, "it is not started any more")
     return verdict
 
@@ -340,13 +359,16 @@ def _submits(
     limit: Optional[int],
 ) -> List[Action]:
     """The attempts to hand over, in the order of the jobs, as far as there is room for them."""
-    starting, live, stuck = 0, 0, set()
+    starting, live, stuck, crowded, pending = 0, 0, set(), set(), set()
     for link in chain.links:
         for row in attempts[link.id].values():
+            if row.verdict.reason is Reason.START_TIMEOUT:
+                crowded.add(link.shape)  # from now on one at a time waits for such room
             if not row.is_live or row.nonce != link.nonce:
                 continue
             live += 1
             if row.verdict.state is JobState.PENDING:
+                pending.add(link.shape)
                 if now - row.posted_at > STUCK_S:
                     stuck.add(link.shape)
                 else:
@@ -355,11 +377,12 @@ def _submits(
     for link, number in ready:
         if (limit is not None and live >= limit) or starting >= STARTING_MAX:
             break
-        if link.shape in stuck:
+        if link.shape in stuck or link.shape in crowded & pending:
             continue
         name = attempt_id(link.id, number)
         submits.append(Action(Do.SUBMIT, link.name, name, f"attempt {number}"))
         live, starting = live + 1, starting + 1
+        pending.add(link.shape)
     return submits
 
 
@@ -370,8 +393,12 @@ def _pending_since(rows: Mapping[int, Seen], number: int) -> float:
     return rows[number].posted_at
 
 
-def _settle_s(last: Seen, node_dead_s: float) -> float:
-    return node_dead_s if last.verdict.reason is Reason.NODE_DIED else SETTLE_S
+def _is_settled(last: Seen, now: float, node_dead_s: float) -> bool:
+    """Whether nothing of an attempt that failed can still run."""
+    if last.verdict.reason in _UNPROVEN:
+        return now >= last.ended_at + node_dead_s
+    # The end was written by the clock of the attempt's node, which may be ahead.
+    return now >= last.ended_at + SETTLE_S or last.ended_at > now
 
 
 def _of(row: Seen, number: int) -> Verdict:

@@ -51,6 +51,8 @@ STOP_AGAIN_S, STOP_TRUST_S = 3.0, 6.0
 #: Seconds that the table may lack the dispatcher itself before it believes it: a head that
 #: recovers may answer before it knows its jobs.
 ABSENT_MAX_S = 60.0
+#: Seconds in which only other clusters' dashboards answer until the own one is taken to be gone.
+FOREIGN_MAX_S = 120.0
 #: Seconds that Ray may answer an attempt with an error of its own before the job is given up.
 REFUSED_AFTER_S = 180.0
 
@@ -195,6 +197,9 @@ class Dispatcher:
 
     def _body(self, link: LinkSpec, number: int) -> Dict[str, Any]:
         body = attempt_body(link, number)
+        missing = [one for one in link.secrets if one not in self._secrets]
+        if missing:
+            raise rest.Refused(f"the dispatcher was started without {', '.join(missing)}")
         if link.secrets:
             name, data = secrets_package(link, body["submission_id"], self._secrets)
             self._api.put_package(name, data)
@@ -290,11 +295,12 @@ def run(chain: ChainSpec, submission_id: str) -> int:
     if chain.max_in_flight is None:
         part, size = f"{HEAD_PART:.0%}", f"{_head_memory_bytes() / 2**30:.1f} GiB"
         chosen = f"{part} of this node's {size}, at {SUPERVISOR_BYTES / 1e6:.0f} MB a job"
-    say(f"{len(chain.links)} jobs, at most {chain.max_in_flight or limit} at once: {chosen}")
-    secrets = read_secrets(chain.secrets)
+    most = limit if chain.max_in_flight is None else chain.max_in_flight
+    say(f"{len(chain.links)} jobs, at most {most} at once: {chosen}")
+    secrets = read_secrets()
     api = find_dashboard(chain)
     if api is None:
-        say(f"no dashboard of the session {chain.session} answers here; tried {chain.dashboards}")
+        say(f"other sessions than {chain.session} answer here; tried {chain.dashboards}")
         remove_secrets()
         return DISOWNED
     try:
@@ -306,17 +312,26 @@ def run(chain: ChainSpec, submission_id: str) -> int:
     return code
 
 
-def find_dashboard(chain: ChainSpec, within_s: float = 60.0) -> Optional[rest.Rest]:
-    """The dashboard that belongs to the chain's session."""
-    deadline = time.monotonic() + within_s
-    while time.monotonic() < deadline:
+def find_dashboard(
+    chain: ChainSpec,
+    within_s: float = FOREIGN_MAX_S,
+    clock: Callable[[], float] = time.monotonic,
+    sleep: Callable[[float], None] = time.sleep,
+) -> Optional[rest.Rest]:
+    """The dashboard that belongs to the chain's session, however long it is away.
+
+    ``None`` when other sessions have answered for so long: this is not the chain's cluster.
+    """
+    foreign_since: Optional[float] = None
+    while foreign_since is None or clock() - foreign_since < within_s:
         for url in rest.candidates(chain.dashboards):
             try:
                 if rest.Rest(url, timeout_s=5.0).session() == chain.session:
                     return rest.Rest(url)
             except rest.Away:
                 continue
-        time.sleep(1.0)
+            foreign_since = clock() if foreign_since is None else foreign_since
+        sleep(1.0)
     return None
 
 

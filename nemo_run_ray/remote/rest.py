@@ -51,7 +51,7 @@ class Rest:
         text = self._ask("GET", "/api/jobs/").decode(errors="replace")
         decoder, position = json.JSONDecoder(), 0
         try:
-            while text[position := _skip(text, position)] != "]":
+            while text[(position := _skip(text, position))] != "]":  # Python 3.9 wants both
                 row, position = decoder.raw_decode(text, position)
                 if row.get("submission_id"):
                     yield row

@@ -129,30 +129,28 @@ def take_secrets(names: tuple[str, ...]) -> dict[str, str]:
     """Read the values of the job's secrets and remove the file that brought them.
 
     Raises:
-        FileNotFoundError: the archive of secrets is not on this node.
+        FileNotFoundError: one of them is not on this node.
     """
-    values = read_secrets(names)
-    if names:
-        remove_secrets()
-    return values
+    values = read_secrets()
+    missing = [name for name in names if name not in values]
+    if missing:
+        raise FileNotFoundError(f"the secrets {', '.join(missing)} are not on this node")
+    remove_secrets()
+    return {name: values[name] for name in names}
 
 
-def read_secrets(names: tuple[str, ...]) -> dict[str, str]:
-    """Read the values of secrets and leave their file to its owner alone, for another reading.
+def read_secrets() -> dict[str, str]:
+    """The secrets that came along, by name; none if no archive brought some.
 
-    Raises:
-        FileNotFoundError: the archive of secrets is not on this node.
+    Their file is left, to its owner alone, for another reading.
     """
-    if not names:
-        return {}
     path = archived(SECRETS)
     if path is None:
-        found = ", ".join(names)
-        raise FileNotFoundError(f"the archive with the secrets {found} is not on this node")
+        return {}
     os.chmod(path, 0o600)
     with open(path, encoding="utf-8") as file:
         values: dict[str, str] = json.load(file)
-    return {name: values[name] for name in names if name in values}
+    return values
 
 
 def remove_secrets() -> None:

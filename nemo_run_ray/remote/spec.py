@@ -201,6 +201,11 @@ class LinkSpec:
         return json.dumps(asked, sort_keys=True)
 
 
+def cancel_id(dispatcher: str) -> str:
+    """Id whose claim cancels all of a dispatcher's jobs."""
+    return f"{dispatcher}@cancel"
+
+
 @dataclass(frozen=True)
 class ChainSpec:
     """The jobs of one experiment on one cluster, for the dispatcher.
@@ -224,12 +229,7 @@ class ChainSpec:
     @property
     def cancel_id(self) -> str:
         """The id whose claim cancels all of it."""
-        return f"{self.id}@cancel"
-
-    @property
-    def secrets(self) -> Tuple[str, ...]:
-        """The names of all jobs' secrets."""
-        return tuple(sorted({name for link in self.links for name in link.secrets}))
+        return cancel_id(self.id)
 
     def to_json(self) -> str:
         return _dump("chain", self)

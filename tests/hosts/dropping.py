@@ -14,9 +14,11 @@ def main(port: int, url: str, file: Path) -> None:
     chance = random.Random(0)
 
     def choose(line: str) -> Fault:
-        if file.exists() and chance.random() < float(file.read_text() or 0):
-            return DropAnswer()
-        return Fault()
+        try:
+            share = float(file.read_text() or 0)
+        except FileNotFoundError:
+            share = 0.0
+        return DropAnswer() if chance.random() < share else Fault()
 
     with FlakyProxy(url, choose, address=("", port)):
         while True:

@@ -57,8 +57,11 @@ class Run:
 
 
 def kill_process(run: Run) -> None:
-    found = list(processes(lambda _, words: "dispatch" in words and "-I" in words))
-    if found:
+    def dispatchers() -> list[int]:
+        return list(processes(lambda _, words: "dispatch" in words and "-I" in words))
+
+    found = wait_for(lambda: dispatchers() or is_over(run), 60)
+    if isinstance(found, list):  # else the chain was faster
         os.kill(run.chance.choice(found), signal.SIGKILL)
 
 
@@ -102,6 +105,10 @@ def drop(hosts, tmp_path_factory) -> Path:
     file = tmp_path_factory.mktemp("drop") / "share"
     hosts.head.start_way(WAY, file)
     return file
+
+
+def is_over(run: Run) -> bool:
+    return run.chain.look(run.api, fresh=True).decision.is_over
 
 
 def newest(run: Run) -> str:

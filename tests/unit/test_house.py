@@ -168,3 +168,13 @@ def test_the_import_needs_only_what_nemo_run_brings():
                 if at_module_level
             }
             assert found <= allowed, f"{module}: {found - allowed}"
+
+
+def test_what_runs_on_nodes_is_written_for_python_39():
+    for path in sorted((ROOT / "remote").glob("*.py")):
+        text = path.read_text()
+        lines = text.splitlines()
+        for node in ast.walk(ast.parse(text)):
+            assert not isinstance(node, ast.Match), path
+            if isinstance(node, ast.NamedExpr):  # 3.10 needs no parentheses between brackets
+                assert lines[node.lineno - 1][node.col_offset - 1] == "(", (path, node.lineno)

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from nemo_run_ray.remote.rundir import MANIFEST, SECRETS, RunDir, take_secrets
+from nemo_run_ray.remote.rundir import MANIFEST, SECRETS, RunDir, read_secrets, take_secrets
 
 
 @pytest.fixture
@@ -172,3 +172,4 @@ def test_secrets_are_read_once(tmp_path, monkeypatch, hostile):
 def test_no_secrets_need_no_archive(monkeypatch):
     monkeypatch.delenv("PYTHONPATH", raising=False)
     assert take_secrets(()) == {}
+    assert read_secrets() == {}
