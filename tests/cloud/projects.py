@@ -16,7 +16,7 @@ def report(tag="script"):
     root = Path(shippable.__file__).parent
     seen = hashlib.sha256()
     for path in sorted(root.rglob("*")):
-        if path.is_file() and path.suffix != ".pyc":
+        if path.is_file() and path.parent.name != "__pycache__":
             seen.update(path.relative_to(root).as_posix().encode() + b"\\0" + path.read_bytes())
     modules = [importlib.import_module(f"shippable.part{n}") for n in range(40)]
     assert [one.NUMBER for one in modules] == list(range(40))
@@ -61,7 +61,7 @@ class Project:
         """What every pod must find."""
         seen = hashlib.sha256()
         for path in sorted(self.package.rglob("*")):
-            if path.is_file() and path.suffix != ".pyc":
+            if path.is_file() and path.parent.name != "__pycache__":
                 name = path.relative_to(self.package).as_posix()
                 seen.update(name.encode() + b"\0" + path.read_bytes())
         return seen.hexdigest()
