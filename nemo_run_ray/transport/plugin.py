@@ -87,14 +87,7 @@ class ShipSource(ExperimentPlugin):
         root = Path(self.root).resolve()
         scripts = list(_scripts(task, root))
         if not isinstance(executor, (LeptonExecutor, DGXCloudExecutor)):
-            if executor.packager in (Packager(), GitArchivePackager()):  # the executors' defaults
-                executor.packager = SourcePackager(
-                    root=str(root),
-                    include=list(self.include),
-                    exclude=list(self.exclude),
-                    collections=list(self.collections),
-                    scripts=scripts,
-                )
+            _use_packager(self, executor, root, scripts)
             return
         if type(executor.packager) is not Packager:
             raise TransportError(
@@ -152,6 +145,21 @@ class SourcePackager(Packager):
                     row.mode = 0o755 if entry.is_executable else 0o644
                     archive.addfile(row, BytesIO(entry.content))
         return str(target)
+
+
+def _use_packager(ship: ShipSource, executor: Executor, root: Path, scripts: list[str]) -> None:
+    known = executor.packager
+    if isinstance(known, SourcePackager):  # of another task of the same group
+        both = [*known.scripts, *scripts] if known.scripts and scripts else []
+        known.scripts = list(dict.fromkeys(both))
+    elif known in (Packager(), GitArchivePackager()):  # the executors' defaults
+        executor.packager = SourcePackager(
+            root=str(root),
+            include=list(ship.include),
+            exclude=list(ship.exclude),
+            collections=list(ship.collections),
+            scripts=scripts,
+        )
 
 
 def _scripts(task: Partial | Script, root: Path) -> Iterator[str]:

@@ -223,7 +223,7 @@ _SPEC = {
     *("resource_shape", "affinity", "container", "shared_memory_size", "completions"),
     *("parallelism", "envs", "mounts", "image_pull_secrets", "ttl_seconds_after_finished"),
     *("intra_job_communication", "queue_config", "reservation_config", "stopped"),
-    *("max_failure_retry", "max_job_failure_retry"),
+    *("max_failure_retry", "max_job_failure_retry", "privileged"),
 }
 
 

@@ -104,6 +104,18 @@ def test_the_script_is_found_in_every_kind_of_task(root, task, monkeypatch):
     assert executor.packager.scripts == ["src/p/recipes/nano/train.py"]
 
 
+def test_the_tasks_of_a_group_share_a_packager_with_all_their_families(root):
+    fill(root, *RECIPES)
+    executor = run.DockerExecutor(container_image="i")
+    for family in ("nano", "super"):
+        task = run.Script(f"p.recipes.{family}.train", m=True, entrypoint="python")
+        ShipSource(root).setup(task, executor)
+    packager = executor.packager
+    assert sent(root, collections=packager.collections, scripts=packager.scripts) == set(RECIPES)
+    ShipSource(root).setup(run.Script(inline="echo no script that we know"), executor)
+    assert packager.scripts == []
+
+
 def test_a_script_outside_of_the_packages_travels_with_its_neighbours(root):
     fill(root, "src/a/__init__.py", "scripts/train.py", "scripts/helper.py", "scripts/sub/no.py")
     assert sent(root, scripts=["scripts/train.py"]) == {
