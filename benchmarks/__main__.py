@@ -27,7 +27,7 @@ import httpx
 import nemo_run as run
 import psutil
 
-from benchmarks import chains, groups
+from benchmarks import chains, cloud, groups
 from nemo_run_ray import ExistingCluster, LocalCluster, RayExecutor
 from nemo_run_ray.chained_job import find_job
 from nemo_run_ray.clusters import Dashboard
@@ -56,6 +56,7 @@ def main(wanted: list[str]) -> None:
         "group log": groups.measure_log,
         "64 replicas": groups.measure_replicas,
         "chain": lambda: chains.measure_chain(dashboard),
+        "cloud": cloud.measure,
         "import": measure_import,
     }
     for name in wanted or measures:
@@ -270,6 +271,12 @@ def show(results: dict) -> None:
     table.add_row("64 replicas: from the first start to the last", f"{wide['starts_s']:.2f} s")
     table.add_row("64 replicas: memory of each", f"{wide['memory_bytes'] / mb:.0f} MiB")
     chains.show(results["chain"], table.add_row)
+    size, packing, movers = (results["cloud"][name] for name in ("size", "packing", "movers"))
+    table.add_row("source as text / tar.gz and base64", f"{size['ratio']:.3f}", "≤ 0.65")
+    took = f"{packing['median_s']:.1f} s ({packing['median_cpu_s']:.1f} s of CPU)"
+    table.add_row("packing 10 MB of source", took, "≤ 3")
+    table.add_row("data movers for 400 kB on DGX Cloud", f"{movers['ours']}", "1")
+    table.add_row("the same, NeMo-Run alone", f"{movers['NeMo-Run alone']}")
     added = results["import"]["added_s"]
     table.add_row("import nemo_run_ray adds", f"{added:.3f} s", "< 0.1")
     Console().print(table)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import sys
 import time
@@ -243,6 +244,37 @@ def _state(experiment: Any, job: Any, found: Any) -> str:
     return f"{plugin.status_of(experiment, job)} on {type(job.executor).__name__}"
 
 
+def patches(
+    as_json: Annotated[bool, typer.Option("--json", help="For programs.")] = False,
+) -> None:
+    """The changes of NeMo-Run that there are: what each is for, and whether it is applied."""
+    from nemo_run_ray import patches as known
+
+    states = known.status()
+    rows = [
+        {
+            "name": name,
+            "state": states[name],
+            "why": patch.why,
+            "verified": list(patch.verified),
+            "retired_by": patch.retired_by,
+        }
+        for name, patch in known.PATCHES.items()
+    ]
+    if as_json:
+        print(json.dumps(rows, indent=1))
+        return
+    for row in rows:
+        _out.print(f"{row['name']}: {row['state']}", markup=False)
+        _out.print(f"  {row['why']}", markup=False)
+        _out.print(
+            f"  Verified on NeMo-Run {' to '.join(row['verified'])}; retired by "
+            f"{row['retired_by']}.",
+            markup=False,
+        )
+    _out.print(f"Apply them with nemo_run_ray.patches.apply() or {known.VARIABLE}=…", markup=False)
+
+
 VERBS: tuple[Callable[..., Any], ...] = (
     up,
     down,
@@ -252,6 +284,7 @@ VERBS: tuple[Callable[..., Any], ...] = (
     cancel,
     resume,
     timeline,
+    patches,
 )
 
 

@@ -14,8 +14,10 @@
     │   ├── Conflict         the submission id belongs to somebody else's job
     │   └── Taken            Ray has the submission id already, whoever's it is
     ├── JobError             a job is unknown, or did not end as asked
-    └── PatchError           a change of NeMo-Run is unknown or cannot be made
-        └── UnsupportedNemoRun  this NeMo-Run is not one that the patch knows
+    ├── PatchError           a change of NeMo-Run is unknown or cannot be made
+    │   └── UnsupportedNemoRun  this NeMo-Run is not one that the patch knows
+    └── TransportError       source code cannot travel to a pod
+        └── SourceTooLarge   it exceeds a limit of the platform
 
 A message says what failed, on which object, what was expected and found, and the next step.
 Exceptions of other libraries are translated where they enter and kept as ``__cause__``.
@@ -84,3 +86,11 @@ class PatchError(NemoRunRayError):
 
 class UnsupportedNemoRun(PatchError):
     """The NeMo-Run that is installed is not one that the patch was verified on."""
+
+
+class TransportError(NemoRunRayError):
+    """Source code cannot travel to a pod; nothing was sent."""
+
+
+class SourceTooLarge(TransportError):
+    """The source code exceeds a limit of the platform; nothing was sent."""

@@ -46,6 +46,7 @@ def register() -> None:
         patches.apply("job_group")
     except UnsupportedNemoRun as error:  # single tasks run all the same
         log.warning("Groups cannot be used: %s", error)
+    patches.apply_from_environment()
 
 
 class _OwnOrder:

@@ -2,15 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import os
+from collections.abc import Callable, Mapping
 
 from nemo_run_ray.errors import PatchError
 from nemo_run_ray.patches.base import Patch
+from nemo_run_ray.patches.data_mover_configs import DataMoverConfigsPatch
+from nemo_run_ray.patches.dgxcloud_exports import DGXCloudExportsPatch
+from nemo_run_ray.patches.dgxcloud_legacy_kwargs import DGXCloudLegacyKwargsPatch
 from nemo_run_ray.patches.job_group import JobGroupPatch
 
-__all__ = ["PATCHES", "Patch", "apply", "status", "undo"]
+__all__ = ["PATCHES", "VARIABLE", "Patch", "apply", "apply_from_environment", "status", "undo"]
 
-PATCHES: dict[str, Patch] = {patch.name: patch for patch in (JobGroupPatch(),)}
+#: Names the patches that ``import nemo_run_ray`` applies: separated by commas, or ``all``.
+VARIABLE = "NEMO_RUN_RAY_PATCHES"
+PATCHES: dict[str, Patch] = {
+    patch.name: patch
+    for patch in (
+        JobGroupPatch(),
+        DataMoverConfigsPatch(),
+        DGXCloudExportsPatch(),
+        DGXCloudLegacyKwargsPatch(),
+    )
+}
 
 
 def apply(*names: str) -> Callable[[], bool]:
@@ -33,6 +47,31 @@ def apply(*names: str) -> Callable[[], bool]:
         _undo(done)
         raise
     return lambda: _undo(fresh)
+
+
+def apply_from_environment(environment: Mapping[str, str] = os.environ) -> Callable[[], bool]:
+    """Apply what ``NEMO_RUN_RAY_PATCHES`` names; nothing when it is unset or empty.
+
+    Returns:
+        As ``apply``.
+
+    Raises:
+        PatchError: there is no patch of a name.
+        UnsupportedNemoRun: a patch does not know this NeMo-Run.
+    """
+    text = environment.get(VARIABLE, "")
+    names = [name.strip() for name in text.split(",") if name.strip()]
+    if not names:
+        return lambda: True
+    if "all" in names:
+        return apply()
+    for name in names:
+        if name not in PATCHES:
+            raise PatchError(
+                f"{VARIABLE}={text!r}: there is no patch {name!r}; there are "
+                f"{', '.join(PATCHES)}, and 'all' for all of them."
+            )
+    return apply(*names)
 
 
 def undo(*names: str) -> bool:

@@ -70,6 +70,9 @@ class Patch(ABC):
         """Whether this NeMo-Run lacks what the patch adds."""
         return True
 
+    def refresh(self) -> None:  # noqa: B027 nothing to drop, for most
+        """Drop what somebody remembers of the targets; after every change, either way."""
+
     def apply(self) -> Callable[[], bool]:
         """Apply it, if it is needed and not applied yet.
 
@@ -84,6 +87,7 @@ class Patch(ABC):
             if not self._done and self.is_needed():
                 self._check_version()
                 self._set(self.edits())
+                self.refresh()
         return self.undo
 
     def undo(self) -> bool:
@@ -102,8 +106,10 @@ class Patch(ABC):
                     "; ".join(covers),
                 )
                 return False
-            while self._done:
-                _restore(self._done.pop())
+            if self._done:
+                while self._done:
+                    _restore(self._done.pop())
+                self.refresh()
             return True
 
     def status(self) -> str:

@@ -1,0 +1,56 @@
+"""``dgxcloud_exports``: source code in the environment stays out of the job's script."""
+
+from __future__ import annotations
+
+import copy
+import functools
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from nemo_run.core.execution.dgxcloud import DGXCloudRequest
+
+from nemo_run_ray.patches.base import Edit, Patch
+
+#: Variables of ``nemo_run_ray.transport``.
+OUR_PREFIX = "_NEMO_RUN_RAY_SRC_"
+#: What starts the name of a variable that carries source code: ours, and that of the Nemotron
+#: recipes, whose transport works the same way.
+SOURCE_PREFIXES = (OUR_PREFIX, "_NEMOTRON_SRC_")
+
+
+class DGXCloudExportsPatch(Patch):
+    name = "dgxcloud_exports"
+    why = (
+        "DGX Cloud: variables that carry source code stay in the workload's environment, where "
+        "they are already, and are not written into the job's script too, which would then be "
+        "moved to the cluster in pieces, one workload each."
+    )
+    retired_by = (
+        "a DGXCloudRequest.materialize() that does not repeat the structured environment variables"
+    )
+
+    def edits(self) -> Sequence[Edit]:
+        render: Any = vars(DGXCloudRequest).get("materialize")
+        self.must(callable(render), "DGXCloudRequest.materialize")
+        fields = getattr(DGXCloudRequest, "__dataclass_fields__", {})
+        self.must({"executor", "extra_env"} <= set(fields), "the fields of DGXCloudRequest")
+        return [Edit(DGXCloudRequest, "materialize", _without_source(render))]
+
+
+def _without_source(render: Any) -> Any:
+    @functools.wraps(render)
+    def materialize(self: DGXCloudRequest) -> str:
+        # Copies, because other threads read the executor, and rendering may raise.
+        request = copy.copy(self)
+        request.executor = copy.copy(self.executor)
+        request.executor.env_vars = _kept(self.executor.env_vars)
+        request.extra_env = _kept(self.extra_env)
+        return str(render(request))
+
+    return materialize
+
+
+def _kept(variables: Mapping[str, str]) -> dict[str, str]:
+    return {
+        name: value for name, value in variables.items() if not name.startswith(SOURCE_PREFIXES)
+    }

@@ -1,0 +1,146 @@
+"""Makes the tree of the source code that travelled, then becomes the user's command.
+
+Runs on a pod as ``python3 -I -c <this> command ...``: standard library, Python 3.6 or newer. No pod
+waits for another: each unpacks into a folder of its own and renames it.
+"""
+
+import base64
+import contextlib
+import hashlib
+import json
+import os
+import shutil
+import sys
+import tempfile
+import time
+from typing import Any, Dict, Iterator, List, Mapping, Optional, Tuple
+
+PREFIX = "_NEMO_RUN_RAY_SRC_"
+STALE_S = 86400
+
+
+class Refused(Exception):
+    pass
+
+
+def received(env: Mapping[str, str], spec: Mapping[str, Any]) -> bytes:
+    """What was packed, and checked."""
+    try:
+        import lzma
+    except ImportError:
+        raise Refused("python3 of this image has no module lzma; use another image") from None
+    pieces = []
+    for number in range(spec["count"]):
+        if PREFIX + str(number) not in env:
+            raise Refused(f"piece {number} of {spec['count']} has not arrived")
+        pieces.append(env[PREFIX + str(number)])
+    text = "".join(pieces).translate(str.maketrans(".,/:", "$<>&"))
+    try:
+        packed = lzma.decompress(base64.b85decode(text))
+        found = hashlib.sha256(packed).hexdigest()
+    except (ValueError, lzma.LZMAError, EOFError) as error:
+        found = str(error)
+    if found != spec["digest"]:
+        raise Refused(f"changed on its way: expected {spec['digest']}, found {found}")
+    return packed
+
+
+def entries(packed: bytes) -> Iterator[Tuple[str, Optional[bytes], Any]]:
+    index, _, contents = packed.partition(b"\n")
+    start = 0
+    for row in json.loads(index.decode()):
+        if len(row) == 2:
+            yield row[0], None, row[1]
+        else:
+            yield row[0], contents[start : start + row[1]], row[2]
+            start += row[1]
+
+
+def is_there(path: str, content: Optional[bytes], more: Any) -> bool:
+    try:
+        if content is None:
+            return bool(os.readlink(path) == more)
+        with open(path, "rb") as stream:
+            return not os.path.islink(path) and stream.read() == content
+    except OSError:
+        return False
+
+
+def write(path: str, content: Optional[bytes], more: Any) -> None:
+    os.makedirs(os.path.dirname(path), exist_ok=True)
+    new = f"{path}.{os.getpid()}.{os.urandom(4).hex()}"
+    try:
+        if content is None:
+            os.symlink(more, new)
+        else:
+            with open(new, "wb") as stream:
+                stream.write(content)
+            os.chmod(new, 0o755 if more else 0o644)
+        os.replace(new, path)
+    except BaseException:
+        if os.path.lexists(new):
+            os.unlink(new)
+        raise
+
+
+def unpack(packed: bytes, tree: str) -> None:
+    """The tree, whole from the first moment that it has its name."""
+    folder = os.path.dirname(tree)
+    os.makedirs(folder, exist_ok=True)
+    start = "." + os.path.basename(tree) + "."
+    for name in os.listdir(folder):
+        path = os.path.join(folder, name)
+        try:
+            if name.startswith(start) and time.time() - os.stat(path).st_mtime > STALE_S:
+                shutil.rmtree(path, ignore_errors=True)  # of a pod that died
+        except FileNotFoundError:
+            continue  # another pod was faster
+    own = tempfile.mkdtemp(prefix=start, dir=folder)
+    try:
+        os.chmod(own, 0o755)
+        for name, content, more in entries(packed):
+            write(os.path.join(own, name), content, more)
+        os.rename(own, tree)
+    except OSError:
+        shutil.rmtree(own, ignore_errors=True)
+        if not os.path.isdir(tree):
+            raise
+
+
+def ensure(packed: bytes, tree: str) -> None:
+    if not os.path.isdir(tree):
+        unpack(packed, tree)
+    for name, content, more in entries(packed):  # somebody may have changed it since
+        path = os.path.join(tree, name)
+        if not is_there(path, content, more):
+            print(f"nemo-run-ray: {path} is not as sent; mended", file=sys.stderr)
+            write(path, content, more)
+
+
+def link(tree: str, code: str) -> None:
+    """Give the job's empty code folder, in which commands start, to the tree."""
+    with contextlib.suppress(OSError):  # the link already, or another pod has just removed it
+        os.rmdir(code)
+    with contextlib.suppress(FileExistsError):
+        os.symlink(tree, code)
+
+
+def main(env: Dict[str, str], command: List[str]) -> None:
+    spec = json.loads(env[PREFIX + "SPEC"])
+    try:
+        packed = received(env, spec)
+        ensure(packed, spec["tree"])
+        link(spec["tree"], spec["code"])
+    except Refused as error:
+        sys.exit(f"nemo-run-ray: the source code was not usable: {error}")
+    except OSError as error:
+        sys.exit(f"nemo-run-ray: the source code cannot be unpacked: {error}")
+    env = {name: value for name, value in env.items() if not name.startswith(PREFIX)}
+    paths = [os.path.normpath(os.path.join(spec["tree"], root)) for root in spec["roots"]]
+    others = spec.get("path", env.get("PYTHONPATH"))
+    env["PYTHONPATH"] = os.pathsep.join(paths + ([others] if others else []))
+    os.execvpe(command[0], command, env)
+
+
+if __name__ == "__main__":
+    main(dict(os.environ), sys.argv[1:])

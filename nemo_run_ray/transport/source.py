@@ -1,0 +1,257 @@
+"""Which files of a source tree travel."""
+
+from __future__ import annotations
+
+import fnmatch
+import itertools
+import os
+import re
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path, PurePosixPath
+
+from nemo_run_ray.errors import TransportError
+from nemo_run_ray.transport.encode import Entry, File, Link
+
+#: Left out unless ``include`` names them: caches, environments, data and models. A name, or a
+#: pattern of names, of files and folders.
+LEFT_OUT: tuple[str, ...] = (
+    *("__pycache__", "*.py[co]", ".git", ".hg", ".svn", ".DS_Store", "*.egg-info", ".eggs"),
+    *(".venv", "venv", ".tox", ".nox", "node_modules", ".ipynb_checkpoints"),
+    *(".mypy_cache", ".pytest_cache", ".ruff_cache", ".hypothesis", ".cache"),
+    *("*.pt", "*.pth", "*.bin", "*.ckpt", "*.distcp", "*.safetensors", "*.gguf", "*.onnx"),
+    *("*.nemo", "*.engine", "*.h5", "*.hdf5", "*.npy", "*.npz", "*.pkl", "*.pickle"),
+    *("*.parquet", "*.arrow", "*.feather", "*.jsonl", "*.tfrecord", "*.idx", "*.sqlite", "*.db"),
+    *("*.tar", "*.tar.*", "*.tgz", "*.gz", "*.xz", "*.zst", "*.zip", "*.7z", "*.so", "*.whl"),
+    *("*.mp4", "*.wav", "*.flac", "*.mp3", "*.png", "*.jpg", "*.jpeg", "*.gif", "*.pdf"),
+    *("wandb", "mlruns", "lightning_logs", "nemo_experiments", "checkpoints"),
+)
+
+
+@dataclass(frozen=True)
+class Source:
+    """What travels.
+
+    Attributes:
+        tree: the entries, by path relative to the root, with ``/``.
+        roots: the folders of it that belong on ``PYTHONPATH``.
+        ignored: paths that ``.gitignore`` keeps here.
+        left_out: paths that ``LEFT_OUT`` keeps here.
+    """
+
+    tree: dict[str, Entry]
+    roots: tuple[str, ...]
+    ignored: tuple[str, ...] = ()
+    left_out: tuple[str, ...] = field(default=(), repr=False)
+
+    def largest(self, count: int = 10) -> list[tuple[str, int]]:
+        """The largest files, with their sizes in bytes."""
+        sizes = [(n, len(e.content)) for n, e in self.tree.items() if isinstance(e, File)]
+        return sorted(sizes, key=lambda one: (-one[1], one[0]))[:count]
+
+
+def collect(
+    root: Path,
+    include: Sequence[str] = (),
+    exclude: Sequence[str] = (),
+    collections: Sequence[str] = (),
+    scripts: Sequence[str] = (),
+) -> Source:
+    """Choose and read the files of a source tree, as they are now, committed or not.
+
+    Args:
+        root: of the tree. With packages below ``src/`` that folder travels, otherwise the
+            packages and modules in the root itself.
+        include: patterns, relative to the root, of more that travels, whatever ``LEFT_OUT`` and
+            ``.gitignore`` say.
+        exclude: patterns, relative to the root, or of names, of what does not travel.
+        collections: names of folders of which only the subfolder with a script travels.
+        scripts: paths, relative to the root, of what will run; their folders' files travel too.
+
+    Raises:
+        TransportError: there is no Python source, a file cannot be read, or a link leaves the root.
+    """
+    if not root.is_dir():
+        raise TransportError(f"ShipSource: there is no folder {root}. Nothing was sent.")
+    roots = import_roots(root)
+    asked = {name for name in _globbed(root, include) if not _matches(name, exclude)}
+    families = _families(scripts, collections)
+    found: list[str] = []
+    left_out: list[str] = []
+    for name in _candidates(root, roots, scripts):
+        if name in asked or _matches(name, exclude) or _is_other_family(root, name, families):
+            continue
+        (left_out if any(_is_left_out(part) for part in name.split("/")) else found).append(name)
+    ignored = _ignored(root, found)
+    chosen = sorted(asked | {name for name in found if name not in ignored})
+    if not any(name.endswith(".py") for name in chosen):
+        raise TransportError(
+            f"ShipSource: no Python source to send in {root}: looked for packages and modules in "
+            f"{root / 'src'} and in the folder itself. Give the root of your project, or name "
+            "files with include=[…]."
+        )
+    tree = {name: _read(root, name) for name in chosen}
+    return Source(tree, roots, tuple(sorted(ignored)), tuple(left_out))
+
+
+def import_roots(root: Path) -> tuple[str, ...]:
+    """The folders, relative to the root, from which its packages are imported."""
+    below = root / "src"
+    is_src = below.is_dir() and any(
+        one.suffix == ".py" or (one.is_dir() and any(one.rglob("*.py"))) for one in below.iterdir()
+    )
+    return ("src",) if is_src and not (below / "__init__.py").exists() else (".",)
+
+
+def find_module(root: Path, module: str) -> str | None:
+    """The file of a module, relative to the root; ``None`` when it is not in this tree."""
+    for base in import_roots(root):
+        path = root / base / Path(*module.split("."))
+        for file in (path.with_suffix(".py"), path / "__main__.py", path / "__init__.py"):
+            if file.is_file():
+                return file.relative_to(root).as_posix()
+    return None
+
+
+def _candidates(root: Path, roots: Sequence[str], scripts: Sequence[str]) -> list[str]:
+    names: set[str] = set()
+    if roots == (".",):
+        for one in sorted(root.iterdir()):
+            if one.suffix == ".py" or (one / "__init__.py").is_file():
+                names.update(_walk(root, one))
+    else:
+        for base in roots:
+            names.update(_walk(root, root / base))
+    for script in scripts:
+        folder = PurePosixPath(script).parent
+        names.add(script)
+        if str(folder) != ".":  # a script imports its neighbours
+            names.update(
+                one.relative_to(root).as_posix()
+                for one in (root / folder).iterdir()
+                if one.is_file()
+            )
+    return sorted(names)
+
+
+def _walk(root: Path, start: Path) -> Iterator[str]:
+    if start.is_symlink() or not start.is_dir():
+        yield start.relative_to(root).as_posix()
+        return
+
+    def refuse(error: OSError) -> None:
+        raise _unreadable(Path(error.filename), error)
+
+    for folder, folders, files in os.walk(start, onerror=refuse):
+        links = [one for one in folders if Path(folder, one).is_symlink()]
+        for name in files + links:
+            yield Path(folder, name).relative_to(root).as_posix()
+        folders[:] = sorted(one for one in folders if one not in links and one != "__pycache__")
+
+
+def _globbed(root: Path, patterns: Iterable[str]) -> Iterator[str]:
+    for pattern in patterns:
+        found = list(root.glob(pattern))
+        if not found:
+            raise TransportError(f"ShipSource: include={pattern!r} names nothing in {root}.")
+        for one in found:
+            yield from _walk(root, one)
+
+
+def _matches(name: str, patterns: Iterable[str]) -> bool:
+    path = PurePosixPath(name)
+    wholes = [name, *(str(one) for one in path.parents)]
+    return any(
+        fnmatch.fnmatchcase(one, pattern.rstrip("/"))
+        for pattern in patterns
+        for one in (*wholes, *path.parts)
+    )
+
+
+def _is_left_out(part: str) -> bool:
+    return any(fnmatch.fnmatchcase(part, pattern) for pattern in LEFT_OUT)
+
+
+def _families(scripts: Iterable[str], collections: Sequence[str]) -> dict[str, set[str]]:
+    """For each collection's name the subfolders that scripts are in."""
+    families: dict[str, set[str]] = {}
+    for script in scripts:
+        parts = script.split("/")
+        for above, below in itertools.pairwise(parts[:-1]):
+            if above in collections:
+                families.setdefault(above, set()).add(below)
+    return families
+
+
+def _is_other_family(root: Path, name: str, families: dict[str, set[str]]) -> bool:
+    parts = name.split("/")
+    for depth, (above, below) in enumerate(itertools.pairwise(parts[:-1])):
+        wanted = families.get(above)
+        if wanted and below not in wanted:
+            # A collection of another package, without such a family, travels whole.
+            folder = root.joinpath(*parts[: depth + 1])
+            return any((folder / one).is_dir() for one in wanted)
+    return False
+
+
+def _ignored(root: Path, names: Sequence[str]) -> set[str]:
+    """Which of the paths ``.gitignore`` files keep out; tracked ones never."""
+    if not names:
+        return set()
+    git = shutil.which("git")
+    inside = git and _run_git([git, "-C", str(root), "rev-parse", "--git-dir"]).returncode == 0
+    if not inside and not any(root.rglob(".gitignore")):
+        return set()
+    if git is None:
+        raise TransportError(
+            f"ShipSource: {root} has .gitignore files, and git, which knows what they mean, is not "
+            "installed. Install it; nothing was sent."
+        )
+    text = "\0".join(names).encode()
+    asking = ["check-ignore", "-z", "--stdin"]
+    if inside:
+        done = _run_git([git, "-C", str(root), *asking], text)
+    else:
+        with tempfile.TemporaryDirectory() as folder:
+            _run_git([git, "init", "--quiet", "--bare", folder])
+            place = [f"--git-dir={folder}", f"--work-tree={root}"]
+            done = _run_git([git, "-C", str(root), *place, *asking], text)
+    if done.returncode not in (0, 1):  # 1: none of them is ignored
+        raise TransportError(f"ShipSource: git check-ignore failed in {root}: {done.stderr!r}")
+    return set(filter(None, done.stdout.decode().split("\0")))
+
+
+def _run_git(words: list[str], text: bytes = b"") -> subprocess.CompletedProcess[bytes]:
+    return subprocess.run(words, input=text, capture_output=True, check=False)
+
+
+def _read(root: Path, name: str) -> Entry:
+    path = root / name
+    if path.is_symlink():
+        target = path.resolve()
+        if not target.is_relative_to(root.resolve()):
+            raise TransportError(
+                f"ShipSource: {path} is a link to {target}, out of the tree. Copy what it points "
+                f"to, or leave it out with exclude=[{name!r}]. Nothing was sent."
+            )
+        return Link(os.path.relpath(target, path.parent.resolve()))
+    try:
+        is_executable = bool(path.stat().st_mode & 0o100)
+        return File(path.read_bytes(), is_executable)
+    except OSError as error:
+        raise _unreadable(path, error) from error
+
+
+def _unreadable(path: Path, error: OSError) -> TransportError:
+    return TransportError(
+        f"ShipSource: {path} cannot be read: {error.strerror}. Make it readable, or leave it out "
+        f"with exclude=[{path.name!r}]. Nothing was sent."
+    )
+
+
+def scripts_in(text: str) -> tuple[list[str], list[str]]:
+    """Paths of Python files and names of modules (after ``-m``) in a shell script."""
+    return re.findall(r"[\w./-]+\.py\b", text), re.findall(r"(?<!\S)-m\s+([\w.]+)", text)

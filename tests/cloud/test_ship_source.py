@@ -1,0 +1,389 @@
+"""``run.run`` with ``ShipSource`` against the platforms' servers, which run what they get."""
+
+import importlib
+import json
+import logging
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import nemo_run as run
+import pytest
+from nemo_run.core.execution.lepton import LeptonExecutor
+
+from nemo_run_ray import patches
+from nemo_run_ray.errors import SourceTooLarge, TransportError
+from nemo_run_ray.transport import ShipSource
+from tests.cloud.conftest import Platform
+from tests.conftest import wait_for
+
+
+def launch(platform: Platform, task, project, name: str, ship=None, detach=False, **fields) -> None:
+    """A user's call as it is."""
+    run.run(
+        task,
+        executor=platform.make(**fields),
+        plugins=[ship or ShipSource(project.root)],
+        name=name,
+        detach=detach,
+        tail_logs=False,
+    )
+
+
+def found(results: Path) -> dict[str, dict]:
+    return {path.stem: json.loads(path.read_text()) for path in results.glob("*.json")}
+
+
+def logs(platform: Platform) -> str:
+    return "\n".join(one.log() for one in platform.cluster.submitted)
+
+
+def finished(platform: Platform) -> bool:
+    """Whether all pods of the last job have ended."""
+    return None not in platform.jobs()[-1].codes()
+
+
+def must_succeed(platform: Platform) -> None:
+    wait_for(lambda: finished(platform))
+    assert set(platform.jobs()[-1].codes()) == {0}, logs(platform)
+
+
+# ---------------------------------------------------------------------- kinds of tasks
+
+
+@pytest.mark.parametrize(
+    "kind", ["script", "script from another folder", "shell", "inline", "module"]
+)
+def test_every_kind_of_script(platform, project, results, unique, kind, monkeypatch):
+    path = "src/shippable/main.py"
+    if kind != "script from another folder":
+        monkeypatch.chdir(project.root)
+    task = {
+        "script": run.Script(path, entrypoint="python", args=["x"]),
+        "script from another folder": run.Script(
+            str(project.root / path), entrypoint="python", args=["x"]
+        ),
+        "shell": run.Script("src/shippable/run.sh", args=["x"]),
+        "inline": run.Script(inline="python -m shippable.main x"),
+        "module": run.Script("shippable.main", m=True, entrypoint="python", args=["x"]),
+    }[kind]
+    launch(platform, task, project, unique)
+    must_succeed(platform)
+    (seen,) = found(results).values()
+    assert seen["digest"] == project.digest()
+    assert seen["left"] == []
+    assert seen["argv"] == ["x"]
+    assert "/src-" in seen["file"]
+    assert seen["path"].split(":")[0].endswith("/src")
+    assert len(platform.movers()) == 1
+
+
+@pytest.fixture
+def partial(project, monkeypatch):
+    """A task of the project's own function."""
+    monkeypatch.syspath_prepend(str(project.root / "src"))
+    for name in [one for one in sys.modules if one.split(".")[0] == "shippable"]:
+        monkeypatch.delitem(sys.modules, name)
+    yield run.Partial(importlib.import_module("shippable.main").report, tag="partial")
+    for name in [one for one in sys.modules if one.split(".")[0] == "shippable"]:
+        del sys.modules[name]
+
+
+def test_a_partial(platform, project, results, unique, partial):
+    launch(platform, partial, project, unique)
+    must_succeed(platform)
+    (seen,) = found(results).values()
+    assert (seen["digest"], seen["tag"]) == (project.digest(), "partial")
+
+
+def test_a_partial_does_not_run_without_the_folder_configs(
+    platform, project, results, unique, partial, monkeypatch
+):
+    """Why the patch drops two files by name and not the folder."""
+    from nemo_run_ray.patches import data_mover_configs
+
+    whole = data_mover_configs.tarball
+
+    def without_configs(folder: Path, without: frozenset[str]) -> bytes:
+        more = {one.relative_to(folder).as_posix() for one in (folder / "configs").rglob("*")}
+        return whole(folder, without | more)
+
+    monkeypatch.setattr(data_mover_configs, "tarball", without_configs)
+    launch(platform, partial, project, unique)
+    wait_for(lambda: finished(platform))
+    assert not found(results)
+    assert "binascii.Error" in platform.jobs()[-1].log()  # it takes the path for the task itself
+
+
+# ---------------------------------------------------------------------- many pods at once
+
+
+def _chaos(platform: Platform, project, results: Path, name: str, seed: int) -> None:
+    """Eight pods on one folder; some die at random moments and are started again."""
+    dice = random.Random(seed)
+    (project.package / "round.py").write_text(f"SEED = {seed}\n")
+    shutil.rmtree(results, ignore_errors=True)
+    task = run.Script(inline="python -m shippable.main")
+    launch(platform, task, project, name, detach=True, nodes=8)
+    job = platform.jobs()[-1]
+    assert len(job.pods) == 8
+    for _ in range(6):
+        time.sleep(dice.uniform(0, 0.3))
+        victim = dice.choice(job.pods)
+        victim.kill()
+        victim.start()
+    wait_for(lambda: None not in job.codes(), within_s=120)
+    assert job.codes() == [0] * 8, f"seed {seed}: {job.log()}"
+    seen = found(results)
+    assert len(seen) == 8
+    assert {one["digest"] for one in seen.values()} == {project.digest()}, f"seed {seed}"
+    assert all(one["left"] == [] for one in seen.values())
+
+
+def test_eight_pods_share_one_folder_and_some_die(platform, project, results, unique):
+    seed = int(os.environ.get("SEED", random.randrange(10**6)))
+    print(f"SEED={seed}")
+    for number in range(3):
+        _chaos(platform, project, results, f"{unique}{number}", seed + number)
+    trees = list((platform.cluster.shared / "runs/.source").glob("src-*"))
+    assert len(trees) == 3
+
+
+@pytest.mark.soak
+def test_twenty_rounds(platform, project, results, unique):
+    seed = int(os.environ.get("SEED", random.randrange(10**6)))
+    print(f"SEED={seed}")
+    for number in range(20):
+        _chaos(platform, project, results, f"{unique}{number}", seed + number)
+
+
+def test_no_pod_waits_for_another(platform, project, results, unique):
+    """The first one is frozen as soon as it lives; all others come to their end."""
+    task = run.Script(inline="python -m shippable.main")
+    start = type(platform.cluster).add
+
+    def add_frozen(self, kind, *rest):
+        made = start(self, kind, *rest)
+        if kind in ("distributed", "job"):
+            os.killpg(made.pods[0].process.pid, signal.SIGSTOP)
+        return made
+
+    with pytest.MonkeyPatch.context() as context:
+        context.setattr(type(platform.cluster), "add", add_frozen)
+        launch(platform, task, project, unique, detach=True, nodes=4)
+    job = platform.jobs()[-1]
+    wait_for(lambda: job.codes().count(0) == 3)
+    assert job.codes()[0] is None
+    os.killpg(job.pods[0].process.pid, signal.SIGCONT)
+    must_succeed(platform)
+    assert len(found(results)) == 4
+
+
+def test_a_second_job_uses_the_tree_of_the_first(platform, project, results, unique):
+    task = run.Script(inline="python -m shippable.main")
+    launch(platform, task, project, f"{unique}a")
+    (tree,) = (platform.cluster.shared / "runs/.source").iterdir()
+    marks = {path: path.stat().st_ino for path in tree.rglob("*.py")}
+    launch(platform, task, project, f"{unique}b")
+    must_succeed(platform)
+    assert list((platform.cluster.shared / "runs/.source").iterdir()) == [tree]
+    assert {path: path.stat().st_ino for path in tree.rglob("*.py")} == marks
+
+
+def test_a_tree_that_somebody_changed_is_mended(platform, project, results, unique):
+    task = run.Script(inline="python -m shippable.main")
+    launch(platform, task, project, f"{unique}a")
+    (tree,) = (platform.cluster.shared / "runs/.source").iterdir()
+    (tree / "src/shippable/part7.py").write_text("NUMBER = 8\n")
+    (tree / "src/shippable/part9.py").unlink()
+    launch(platform, task, project, f"{unique}b")
+    must_succeed(platform)
+    assert {one["digest"] for one in found(results).values()} == {project.digest()}
+    assert "part7.py is not as sent; mended" in logs(platform)
+
+
+def test_what_is_not_committed_travels(platform, project, results, unique):
+    subprocess.run(["git", "init", "--quiet", str(project.root)], check=True)
+    subprocess.run(["git", "-C", str(project.root), "add", "."], check=True)
+    (project.package / "part3.py").write_text("NUMBER = 3  # changed\n")
+    (project.package / "fresh.py").write_text("")
+    launch(platform, run.Script(inline="python -m shippable.main"), project, unique)
+    must_succeed(platform)
+    (seen,) = found(results).values()
+    assert seen["digest"] == project.digest()
+
+
+def test_a_pythonpath_of_the_users_comes_after_ours(platform, project, results, unique):
+    task = run.Script(inline="python -m shippable.main")
+    launch(platform, task, project, unique, env_vars={"PYTHONPATH": "/mine", "OTHER": "1"})
+    must_succeed(platform)
+    (seen,) = found(results).values()
+    assert seen["path"].split(":")[1] == "/mine"
+
+
+# ---------------------------------------------------------------------- what goes wrong
+
+
+def test_a_changed_piece_stops_the_pod_with_one_line(platform, project, unique):
+    class Liar(dict):
+        def get(self, key, value):
+            return value[:100] + "zzzz" + value[104:] if key.endswith("_SRC_0") else value
+
+    platform.cluster.tamper = Liar()
+    launch(platform, run.Script(inline="echo started"), project, unique)
+    wait_for(lambda: finished(platform))
+    log = platform.jobs()[-1].log()
+    assert platform.jobs()[-1].codes() == [1], log
+    assert log.count("nemo-run-ray:") == 1
+    assert "changed on its way" in log
+    assert "Traceback" not in log
+    assert "started" not in log
+    assert list(platform.cluster.shared.glob("runs/.source/*")) == []
+
+
+def test_an_image_without_python(platform, project, unique):
+    programs = platform.cluster.image.folder / "few"
+    programs.mkdir()
+    for name in ("sh", "bash", "rm", "mkdir", "base64", "tar", "gzip", "ln", "tee", "cat"):
+        (programs / name).symlink_to(f"/usr/bin/{name}")
+    platform.cluster.image.path = (str(programs),)
+    launch(platform, run.Script(inline="echo started"), project, unique)
+    wait_for(lambda: finished(platform))
+    log = platform.jobs()[-1].log()
+    assert platform.jobs()[-1].codes() == [127], log
+    assert "the image has no python3" in log
+    assert "started" not in log
+
+
+def test_an_image_without_tar(platform, project, results, unique):
+    """The source needs none; NeMo-Run's data mover has the one of its own image."""
+    launched = type(platform.cluster).add
+
+    def add(self, kind, *rest):
+        if kind not in ("workspaces", "mover"):
+            self.image.add("tar", "#!/bin/sh\necho no tar here >&2\nexit 127\n")
+        return launched(self, kind, *rest)
+
+    with pytest.MonkeyPatch.context() as context:
+        context.setattr(type(platform.cluster), "add", add)
+        launch(platform, run.Script(inline="python -m shippable.main"), project, unique)
+    must_succeed(platform)
+    assert len(found(results)) == 1
+
+
+def test_too_large_a_tree_is_refused_before_anything_is_sent(platform, project, unique):
+    for number in range(12):
+        noise = random.Random(number).randbytes(110_000 + number)
+        (project.package / f"noise{number}.txt").write_text(noise.hex())
+    with pytest.raises(SourceTooLarge) as caught:
+        launch(platform, run.Script(inline="true"), project, unique, nodes=2)
+    text = str(caught.value)
+    assert platform.name in text
+    assert "Nothing was sent" in text
+    assert "1,441,792" in text  # the limit
+    listed = [line.split()[-1] for line in text.splitlines() if line.startswith("  ")]
+    assert listed[0] == "src/shippable/noise11.txt"
+    assert len(listed) == 10
+    assert platform.server.requests == []
+
+
+@pytest.mark.parametrize("what", ["folder", "file", "packages"])
+def test_a_root_without_source(platform, tmp_path, unique, what):
+    root = tmp_path / "empty"
+    if what == "file":
+        root.write_text("")
+    elif what == "packages":
+        (root / "src").mkdir(parents=True)
+    with pytest.raises(TransportError, match=r"ShipSource: (there is no folder|no Python source)"):
+        launch(platform, run.Script(inline="true"), None, unique, ship=ShipSource(root))
+    assert platform.server.requests == []
+
+
+def test_a_link_out_of_the_tree(platform, project, tmp_path, unique):
+    (tmp_path / "secret").write_text("x")
+    (project.package / "link.py").symlink_to(tmp_path / "secret")
+    with pytest.raises(TransportError, match=r"link\.py is a link to .*secret, out of the tree"):
+        launch(platform, run.Script(inline="true"), project, unique)
+    assert platform.server.requests == []
+
+
+def test_two_ways_of_sending_code(platform, project, unique):
+    packager = run.PatternPackager(include_pattern="src", relative_path=".")
+    with pytest.raises(TransportError, match="PatternPackager, which sends code too"):
+        launch(platform, run.Script(inline="true"), project, unique, packager=packager)
+
+
+def test_a_command_of_the_users_in_custom_spec(runai, project, unique):
+    with pytest.raises(TransportError, match="custom_spec has command"):
+        launch(
+            runai, run.Script(inline="true"), project, unique, custom_spec={"command": "sleep 1"}
+        )
+
+
+def test_a_folder_on_the_cluster_with_a_space(lepton_ai, project, unique):
+    with pytest.raises(TransportError, match="the folder '/shared/my runs'"):
+        launch(
+            lepton_ai, run.Script(inline="true"), project, unique, nemo_run_dir="/shared/my runs"
+        )
+
+
+def test_wrong_credentials_on_lepton(lepton_ai, project, unique, monkeypatch, caplog, capfd):
+    monkeypatch.setenv("LEPTON_WORKSPACE_TOKEN", "wrong-token")
+    with caplog.at_level(logging.INFO), pytest.raises(Exception, match="does not know this token"):
+        launch(lepton_ai, run.Script(inline="true"), project, unique)
+    assert lepton_ai.jobs() == lepton_ai.movers() == []
+
+
+# ---------------------------------------------------------------------- other executors
+
+
+@pytest.mark.parametrize(
+    "executor", [run.DockerExecutor(container_image="i"), run.SlurmExecutor(account="a")]
+)
+def test_native_packagers_are_used_and_nothing_else_changes(project, executor, tmp_path):
+    executor = executor.clone()
+    before = {name: value for name, value in vars(executor).items() if name != "packager"}
+    task = run.Script(inline="true")
+    ShipSource(project.root).setup(task, executor)
+    assert {name: value for name, value in vars(executor).items() if name != "packager"} == before
+    assert task == run.Script(inline="true")
+    assert patches.status()["data_mover_configs"] == "off"
+    (tmp_path / "job").mkdir()
+    made = executor.clone().packager.package(tmp_path, str(tmp_path / "job"), "name")
+    assert made == str(tmp_path / "job/name.tar.gz")
+    subprocess.run(["tar", "-xzf", made, "-C", str(tmp_path / "job")], check=True)
+    arrived = tmp_path / "job/src/shippable"
+    for path in project.package.rglob("*"):
+        if path.is_file():
+            assert (arrived / path.relative_to(project.package)).read_bytes() == path.read_bytes()
+
+
+def test_a_local_task_runs_as_without_us(project, unique, monkeypatch, tmp_path):
+    """NeMo-Run's local executor has no use for a packager: it runs in the caller's folder."""
+    monkeypatch.chdir(project.root)
+    task = run.Script(inline=f"ls src > {tmp_path}/seen")
+    run.run(task, executor=run.LocalExecutor(), plugins=[ShipSource(".")], name=unique)
+    assert (tmp_path / "seen").read_text() == "shippable\n"
+
+
+def test_a_packager_of_the_users_is_kept(project):
+    packager = run.PatternPackager(include_pattern="src", relative_path=".")
+    executor = run.LocalExecutor(packager=packager)
+    ShipSource(project.root).setup(run.Script(inline="true"), executor)
+    assert executor.packager is packager
+
+
+def test_setting_up_twice_is_setting_up_once(project):
+    executor = LeptonExecutor(container_image="i", nemo_run_dir="/shared/runs")
+    executor.lepton_job_dir = "/shared/runs/job"
+    executor.env_vars = {"PYTHONPATH": "/mine"}
+    ship = ShipSource(project.root)
+    ship.setup(run.Script(inline="true"), executor)
+    once = (dict(executor.env_vars), list(executor.pre_launch_commands))
+    ship.setup(run.Script(inline="true"), executor)
+    assert (executor.env_vars, executor.pre_launch_commands) == once

@@ -1,0 +1,248 @@
+"""Which files travel."""
+
+import os
+import stat
+import subprocess
+from pathlib import Path
+
+import nemo_run as run
+import pytest
+
+from nemo_run_ray.errors import TransportError
+from nemo_run_ray.transport import LEFT_OUT, ShipSource, source
+from nemo_run_ray.transport.encode import File, Link
+
+
+@pytest.fixture
+def root(tmp_path) -> Path:
+    return tmp_path / "root"
+
+
+def fill(root: Path, *names: str) -> None:
+    for name in names:
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_text(name)
+
+
+def sent(root: Path, **choice) -> set[str]:
+    return set(source.collect(root, **choice).tree)
+
+
+def test_a_src_layout_is_found(root):
+    fill(root, "src/a/__init__.py", "src/a/b.json", "src/c.py", "tests/t.py", "setup.py", "README")
+    assert sent(root) == {"src/a/__init__.py", "src/a/b.json", "src/c.py"}
+    assert source.import_roots(root) == ("src",)
+
+
+def test_packages_in_the_root_are_found(root):
+    fill(root, "a/__init__.py", "a/b.txt", "m.py", "docs/x.py", "README", "src/notes.txt")
+    assert sent(root) == {"a/__init__.py", "a/b.txt", "m.py"}
+    assert source.import_roots(root) == (".",)
+
+
+def test_a_package_that_is_called_src(root):
+    fill(root, "src/__init__.py", "src/a.py")
+    assert source.import_roots(root) == (".",)
+    assert sent(root) == {"src/__init__.py", "src/a.py"}
+
+
+def test_a_namespace_package(root):
+    fill(root, "src/space/a/b.py")
+    assert sent(root) == {"src/space/a/b.py"}
+
+
+RECIPES = (
+    "src/p/__init__.py",
+    "src/p/core.py",
+    "src/p/recipes/__init__.py",
+    "src/p/recipes/shared.py",
+    "src/p/recipes/nano/train.py",
+    "src/p/recipes/nano/deep/conf.yaml",
+    "src/p/recipes/super/train.py",
+    "src/q/recipes/other/x.py",
+    "src/r/recipes/nano/x.py",
+    "src/r/recipes/super/x.py",
+)
+
+
+def test_only_the_family_of_the_script(root):
+    fill(root, *RECIPES)
+    found = sent(root, collections=["recipes"], scripts=["src/p/recipes/nano/train.py"])
+    assert found == set(RECIPES) - {"src/p/recipes/super/train.py", "src/r/recipes/super/x.py"}
+
+
+def test_a_script_of_no_family_takes_all(root):
+    fill(root, *RECIPES)
+    assert sent(root, collections=["recipes"], scripts=["src/p/core.py"]) == set(RECIPES)
+    assert sent(root, collections=["recipes"]) == set(RECIPES)
+
+
+def test_include_brings_another_family_back(root):
+    fill(root, *RECIPES)
+    found = sent(
+        root,
+        collections=["recipes"],
+        scripts=["src/p/recipes/nano/train.py"],
+        include=["src/p/recipes/super"],
+    )
+    assert "src/p/recipes/super/train.py" in found
+
+
+@pytest.mark.parametrize(
+    "task",
+    [
+        run.Script("src/p/recipes/nano/train.py", entrypoint="python"),
+        run.Script("p.recipes.nano.train", m=True, entrypoint="python"),
+        run.Script(inline="cd x && python -m p.recipes.nano.train --a"),
+        run.Script(inline="python src/p/recipes/nano/train.py"),
+    ],
+)
+def test_the_script_is_found_in_every_kind_of_task(root, task, monkeypatch):
+    fill(root, *RECIPES)
+    executor = run.DockerExecutor(container_image="i")
+    ShipSource(root).setup(task, executor)
+    assert executor.packager.scripts == ["src/p/recipes/nano/train.py"]
+
+
+def test_the_tasks_of_a_group_share_a_packager_with_all_their_families(root):
+    fill(root, *RECIPES)
+    executor = run.DockerExecutor(container_image="i")
+    for family in ("nano", "super"):
+        task = run.Script(f"p.recipes.{family}.train", m=True, entrypoint="python")
+        ShipSource(root).setup(task, executor)
+    packager = executor.packager
+    assert sent(root, collections=packager.collections, scripts=packager.scripts) == set(RECIPES)
+    ShipSource(root).setup(run.Script(inline="echo no script that we know"), executor)
+    assert packager.scripts == []
+
+
+def test_a_script_outside_of_the_packages_travels_with_its_neighbours(root):
+    fill(root, "src/a/__init__.py", "scripts/train.py", "scripts/helper.py", "scripts/sub/no.py")
+    assert sent(root, scripts=["scripts/train.py"]) == {
+        "src/a/__init__.py",
+        "scripts/train.py",
+        "scripts/helper.py",
+    }
+
+
+def test_caches_data_and_models_stay(root):
+    names = ("x.pyc", "w.safetensors", "d.parquet", ".venv/lib.py", "__pycache__/m.py", "a.tar.gz")
+    fill(root, "src/a/__init__.py", *(f"src/a/{name}" for name in names))
+    found = source.collect(root)
+    assert set(found.tree) == {"src/a/__init__.py"}
+    assert "src/a/w.safetensors" in found.left_out
+    assert "*.safetensors" in LEFT_OUT
+
+
+def test_include_and_exclude(root):
+    fill(root, "src/a/__init__.py", "src/a/w.npy", "src/a/big.txt", "conf/x.yaml", "conf/y.yaml")
+    found = sent(root, include=["conf/*.yaml", "src/a/*.npy"], exclude=["big.txt", "conf/y.yaml"])
+    assert found == {"src/a/__init__.py", "src/a/w.npy", "conf/x.yaml"}
+    assert sent(root, exclude=["src/a/big.txt", "*.npy"]) == {"src/a/__init__.py"}
+
+
+def test_an_include_that_names_nothing(root):
+    fill(root, "src/a/__init__.py")
+    with pytest.raises(TransportError, match=r"include='data/\*' names nothing"):
+        source.collect(root, include=["data/*"])
+
+
+def test_a_text_where_a_list_belongs():
+    with pytest.raises(TransportError, match="include is a list"):
+        ShipSource(".", include="data")
+
+
+@pytest.mark.parametrize("is_repository", [True, False])
+def test_gitignore_is_honoured_and_reported(root, is_repository, caplog):
+    fill(root, "src/a/__init__.py", "src/a/local.py", "src/a/kept.py", "src/a/with\nnewline.py")
+    (root / ".gitignore").write_text("local.py\n!kept.py\n")
+    (root / "src/a/.gitignore").write_text("with*\n")
+    if is_repository:
+        subprocess.run(["git", "init", "--quiet", str(root)], check=True)
+    found = source.collect(root)
+    assert set(found.ignored) == {"src/a/local.py", "src/a/with\nnewline.py"}
+    assert "src/a/kept.py" in found.tree
+    assert not set(found.ignored) & set(found.tree)
+    assert not is_repository or set(sent(root, include=["src/a/local.py"])) >= {"src/a/local.py"}
+    assert (root / ".git").exists() is is_repository
+
+
+def test_a_tracked_file_travels_though_a_pattern_names_it(root):
+    fill(root, "src/a/__init__.py", "src/a/local.py")
+    (root / ".gitignore").write_text("local.py\n")
+    subprocess.run(["git", "init", "--quiet", str(root)], check=True)
+    subprocess.run(["git", "-C", str(root), "add", "-f", "."], check=True)
+    (root / "src/a/local.py").write_text("edited")
+    assert source.collect(root).tree["src/a/local.py"] == File(b"edited")
+
+
+def test_links_within_the_tree_travel_as_links(root):
+    fill(root, "src/a/__init__.py", "src/b/real.py")
+    (root / "src/a/near.py").symlink_to("__init__.py")
+    (root / "src/a/far.py").symlink_to(root / "src/b/real.py")
+    (root / "src/a/folder").symlink_to("../b")
+    tree = source.collect(root).tree
+    assert tree["src/a/near.py"] == Link("__init__.py")
+    assert tree["src/a/far.py"] == Link("../b/real.py")
+    assert tree["src/a/folder"] == Link("../b")
+    assert "src/a/folder/real.py" not in tree
+
+
+def test_executable_bits(root):
+    fill(root, "src/a/__init__.py", "src/a/run.sh")
+    (root / "src/a/run.sh").chmod(0o700)
+    tree = source.collect(root).tree
+    assert [tree["src/a/run.sh"].is_executable, tree["src/a/__init__.py"].is_executable] == [
+        True,
+        False,
+    ]
+
+
+@pytest.mark.parametrize("what", ["file", "folder"])
+def test_what_cannot_be_read_is_named(tmp_path, root, what):
+    fill(root, "src/a/__init__.py", "src/a/sub/secret.py")
+    secret = root / ("src/a/sub/secret.py" if what == "file" else "src/a/sub")
+    secret.chmod(0)
+    try:
+        if os.getuid():
+            with pytest.raises(TransportError) as caught:
+                source.collect(root)
+            text = str(caught.value)
+        else:  # the superuser reads everything
+            root_places = [root, *root.parents]
+            for place in root_places[:4]:
+                place.chmod(place.stat().st_mode | stat.S_IRWXU | 0o055)
+            text = _as_nobody(root)
+    finally:
+        secret.chmod(0o755)
+    for word in (str(secret), "cannot be read: Permission denied", "exclude=", "Nothing was sent"):
+        assert word in text
+
+
+def _as_nobody(root: Path) -> str:
+    """What another user is told: in a child process, because there is no way back."""
+    read, write = os.pipe()
+    child = os.fork()
+    if not child:
+        try:
+            os.close(read)
+            os.setuid(65534)
+            source.collect(root)
+            os.write(write, b"all of it was read")
+        except TransportError as error:
+            os.write(write, str(error).encode())
+        finally:
+            os._exit(0)
+    os.close(write)
+    with os.fdopen(read) as stream:
+        text = stream.read()
+    os.waitpid(child, 0)
+    return text
+
+
+def test_a_module_is_found_in_its_tree(root):
+    fill(root, "src/a/__init__.py", "src/a/b.py", "src/a/c/__main__.py")
+    assert source.find_module(root, "a.b") == "src/a/b.py"
+    assert source.find_module(root, "a.c") == "src/a/c/__main__.py"
+    assert source.find_module(root, "a") == "src/a/__init__.py"
+    assert source.find_module(root, "os.path") is None

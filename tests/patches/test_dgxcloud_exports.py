@@ -1,0 +1,112 @@
+"""The patch ``dgxcloud_exports`` on the NeMo-Run that is installed."""
+
+import threading
+from collections.abc import Iterator
+
+import pytest
+from nemo_run.core.execution.dgxcloud import DGXCloudRequest
+from nemo_run.core.execution.launcher import FaultTolerance
+
+from nemo_run_ray import patches
+from tests.patches.dgxcloud import make_executor
+
+SOURCE = {f"_NEMO_RUN_RAY_SRC_{number}": "x{`$" for number in range(3)} | {"_NEMOTRON_SRC_0": "y"}
+OTHERS = {
+    "EPOCHS": "3",
+    "NEMO_RUN_RAY_SRC_0": "no prefix of ours",
+    "lower": "case",
+    "SRC": "_NEMOTRON_SRC_",
+}
+
+
+@pytest.fixture
+def applied() -> Iterator[None]:
+    undo = patches.apply("dgxcloud_exports")
+    yield
+    assert undo()
+
+
+def _request(**changes) -> DGXCloudRequest:
+    variables = {**OTHERS, **SOURCE}
+    known = {
+        "launch_cmd": ["python", "train.py"],
+        "jobs": ["job"],
+        "executor": make_executor(env_vars=dict(variables)),
+        "max_retries": 0,
+        "extra_env": {**variables, "EXTRA": "1"},
+    }
+    return DGXCloudRequest(**{**known, **changes})
+
+
+def _exports(script: str) -> set[str]:
+    return {
+        line.split()[1].partition("=")[0]
+        for line in script.splitlines()
+        if line.startswith("export ")
+    }
+
+
+def test_source_stays_out_of_the_script_and_in_the_environment(applied):
+    request = _request()
+    script = request.materialize()
+    assert _exports(script) & {*SOURCE} == set()
+    assert {"EPOCHS", "NEMO_RUN_RAY_SRC_0", "LOWER", "SRC", "EXTRA"} <= _exports(script)
+    assert request.executor.env_vars == {**OTHERS, **SOURCE}
+    assert request.extra_env == {**OTHERS, **SOURCE, "EXTRA": "1"}
+
+
+def test_unpatched_it_is_in_the_script():
+    assert {*SOURCE} <= _exports(_request().materialize())
+
+
+def test_without_source_the_script_is_the_same_to_the_letter():
+    def script() -> str:
+        return _request(executor=make_executor(env_vars=OTHERS), extra_env=OTHERS).materialize()
+
+    before = script()
+    undo = patches.apply("dgxcloud_exports")
+    try:
+        assert script() == before
+    finally:
+        undo()
+
+
+def test_the_printed_request_has_no_source_either(applied):
+    assert "_NEMOTRON_SRC_0" not in repr(_request())
+
+
+def test_rendering_that_raises_leaves_the_executor_as_it_was(applied):
+    request = _request(launcher=FaultTolerance())  # lacks its paths
+    executor, variables = request.executor, request.executor.env_vars
+    with pytest.raises(AssertionError, match="requires cfg_path"):
+        request.materialize()
+    assert request.executor is executor
+    assert executor.env_vars is variables
+    assert variables == {**OTHERS, **SOURCE}
+
+
+def test_two_threads_at_once_see_a_whole_executor(applied):
+    request = _request()
+    stop = threading.Event()
+    seen: list[dict[str, str]] = []
+
+    def look() -> None:
+        while not stop.is_set():
+            if request.executor.env_vars != {**OTHERS, **SOURCE}:
+                seen.append(dict(request.executor.env_vars))
+
+    def render() -> None:
+        for _ in range(30):
+            assert _exports(request.materialize()) & {*SOURCE} == set()
+
+    watcher = threading.Thread(target=look)
+    watcher.start()
+    renderers = [threading.Thread(target=render) for _ in range(2)]
+    for one in renderers:
+        one.start()
+    for one in renderers:
+        one.join(timeout=60)
+    stop.set()
+    watcher.join(timeout=60)
+    assert seen == []
+    assert request.executor.env_vars == {**OTHERS, **SOURCE}

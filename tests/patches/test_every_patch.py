@@ -1,0 +1,220 @@
+"""What every patch of a cloud executor promises, on the NeMo-Run that is installed."""
+
+import json
+import logging
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from nemo_run.core.execution.dgxcloud import DGXCloudExecutor, DGXCloudRequest
+from nemo_run.core.execution.lepton import LeptonExecutor
+
+from nemo_run_ray import patches
+from nemo_run_ray.errors import UnsupportedNemoRun
+from nemo_run_ray.patches import base
+from nemo_run_ray.patches.base import Patch
+from tests.conftest import python
+from tests.patches.dgxcloud import ID
+
+#: What each of them replaces.
+TARGETS: dict[str, list[tuple[Any, str]]] = {
+    "data_mover_configs": [
+        (LeptonExecutor, "copy_directory_data_command"),
+        (DGXCloudExecutor, "copy_directory_data_command"),
+        (DGXCloudExecutor, "move_data"),
+    ],
+    "dgxcloud_exports": [(DGXCloudRequest, "materialize")],
+    "dgxcloud_legacy_kwargs": [(DGXCloudExecutor, "__init__")],
+}
+OWNERS = (LeptonExecutor, DGXCloudExecutor, DGXCloudRequest)
+
+
+@pytest.fixture(params=sorted(name for name in TARGETS if patches.PATCHES[name].is_needed()))
+def patch(request) -> Iterator[Patch]:
+    one = patches.PATCHES[request.param]
+    assert one.status() == "off"
+    yield one
+    assert one.undo()
+
+
+def _held() -> list[dict[str, object]]:
+    return [dict(vars(owner)) for owner in OWNERS]
+
+
+def _changed(before: list[dict[str, object]]) -> set[tuple[str, str]]:
+    return {
+        (owner.__name__, name)
+        for owner, was in zip(OWNERS, before, strict=True)
+        for name in was.keys() | vars(owner).keys()
+        if name not in was or was[name] is not vars(owner).get(name)
+    }
+
+
+def test_those_named_here_are_those_there_are():
+    assert set(TARGETS) | {"job_group"} == set(patches.PATCHES)
+
+
+def test_only_a_nemo_run_with_the_old_names_does_not_need_the_patch_for_them():
+    expected = "not needed" if ID == "app_id" else "off"
+    assert patches.status()["dgxcloud_legacy_kwargs"] == expected
+
+
+def test_apply_changes_its_targets_and_returns_its_undo(patch):
+    before = _held()
+    undo = patch.apply()
+    assert _changed(before) == {(owner.__name__, name) for owner, name in TARGETS[patch.name]}
+    assert patch.status() == "applied"
+    assert undo() is True
+    assert patch.status() == "off"
+
+
+def test_undo_puts_back_the_very_objects(patch):
+    before = _held()
+    for _ in range(2):
+        patch.apply()
+        assert patch.undo() is True
+        assert _changed(before) == set()
+
+
+def test_an_attribute_that_was_inherited_is_deleted_again(patch):
+    """The targets of a child class that has none of its own stay its parent's."""
+    undo = patch.apply()
+    owner, name = TARGETS[patch.name][-1]
+    child = type("Child", (owner,), {})
+    assert getattr(child, name) is getattr(owner, name)
+    undo()
+    assert name not in vars(child)
+    assert getattr(child, name) is getattr(owner, name)
+
+
+def test_all_or_nothing(patch, monkeypatch):
+    before = _held()
+    edits = [*patch.edits(), base.Edit(int, "made_up", 1)]  # Python refuses the last one
+    with monkeypatch.context() as context:
+        context.setattr(type(patch), "edits", lambda self: edits)
+        with pytest.raises(TypeError, match="immutable"):
+            patch.apply()
+    assert _changed(before) == set()
+    assert patch.status() == "off"
+
+
+def test_twice_is_once(patch):
+    before = _held()
+    patch.apply()
+    once = _held()
+    patch.apply()
+    assert _changed(once) == set()
+    assert patch.undo()
+    assert _changed(before) == set()
+
+
+def test_somebodys_wrapper_on_top_is_left_alone(patch, caplog):
+    patch.apply()
+    owner, name = TARGETS[patch.name][0]
+    ours = vars(owner)[name]
+
+    def somebodys(*args: Any, **kwargs: Any) -> Any:
+        return ours(*args, **kwargs)
+
+    with pytest.MonkeyPatch.context() as other:
+        other.setattr(owner, name, somebodys)
+        before = _held()
+        with caplog.at_level(logging.WARNING):
+            assert patch.undo() is False
+        assert _changed(before) == set()
+        assert f"{owner.__name__}.{name}" in caplog.text
+        assert "somebodys" in patch.status()
+    assert patch.status() == "applied"
+
+
+@pytest.mark.parametrize("found", ["0.8.1", "0.12.0", "1.0"])
+def test_an_unknown_version_is_refused_by_name(patch, monkeypatch, found):
+    before = _held()
+    monkeypatch.setattr(base, "version", lambda name: found)
+    with pytest.raises(UnsupportedNemoRun) as caught:
+        patch.apply()
+    for word in (patch.name, found, "0.9 to 0.11", "Nothing was changed"):
+        assert word in str(caught.value)
+    assert _changed(before) == set()
+
+
+def test_a_target_that_is_gone_is_refused_by_name(patch):
+    owner, name = TARGETS[patch.name][0]
+    kept = vars(owner)[name]
+    delattr(owner, name)
+    try:
+        with pytest.raises(UnsupportedNemoRun, match=owner.__name__):
+            patch.apply()
+        assert name not in vars(owner)
+        assert patch.status() == "off"
+    finally:
+        setattr(owner, name, kept)
+
+
+# ---------------------------------------------------------------------- by names from outside
+
+_STATES = "import json, nemo_run_ray.patches as p; print(json.dumps(p.status()))"
+
+
+def _states(tmp_path: Path, value: str | None) -> subprocess.CompletedProcess:
+    environment = {**os.environ, "NEMORUN_HOME": str(tmp_path)}
+    environment.pop(patches.VARIABLE, None)
+    if value is not None:
+        environment[patches.VARIABLE] = value
+    return python("-c", f"import nemo_run_ray; {_STATES}", env=environment)
+
+
+@pytest.mark.parametrize(
+    ("value", "applied"),
+    [
+        (None, set()),
+        ("", set()),
+        (" dgxcloud_exports , data_mover_configs,", {"dgxcloud_exports", "data_mover_configs"}),
+        ("all", set(TARGETS)),
+    ],
+)
+def test_the_variable_names_what_importing_applies(tmp_path, value, applied):
+    done = _states(tmp_path, value)
+    assert done.returncode == 0, done.stderr
+    states = json.loads(done.stdout)
+    assert states.pop("job_group") == "applied"
+    for name, state in states.items():
+        expected = "applied" if name in applied else "off"
+        assert state in (expected, "not needed"), (name, state)
+
+
+def test_a_name_that_is_unknown_is_refused_with_those_there_are(tmp_path):
+    done = _states(tmp_path, "dgxcloud_export")
+    assert done.returncode != 0
+    for word in (patches.VARIABLE, "'dgxcloud_export'", *TARGETS, "all"):
+        assert word in done.stderr.splitlines()[-1]
+
+
+def test_nothing_is_applied_when_one_name_is_wrong():
+    with pytest.raises(patches.PatchError, match="'nope'"):
+        patches.apply_from_environment({patches.VARIABLE: "dgxcloud_exports,nope"})
+    assert patches.status()["dgxcloud_exports"] == "off"
+
+
+def test_the_command_shows_them(tmp_path):
+    environment = {
+        **os.environ,
+        "NEMORUN_HOME": str(tmp_path),
+        "PYTHONPATH": os.pathsep.join(["", str(Path(patches.__file__).parents[2]), *sys.path]),
+        patches.VARIABLE: "dgxcloud_exports",
+    }
+    program = "from nemo_run_ray.cli import main; main()"
+    shown = python("-c", program, "patches", "--json", env=environment)
+    assert shown.returncode == 0, shown.stderr
+    rows = {row["name"]: row for row in json.loads(shown.stdout)}
+    assert set(rows) == set(patches.PATCHES)
+    assert rows["dgxcloud_exports"]["state"] == "applied"
+    assert rows["dgxcloud_exports"]["verified"] == ["0.9", "0.11"]
+    assert all(row["why"] and row["retired_by"] for row in rows.values())
+    text = python("-c", program, "patches", env=environment).stdout
+    assert "dgxcloud_exports: applied" in text
+    assert "data_mover_configs: off" in text
