@@ -8,13 +8,12 @@ import threading
 import time
 import uuid
 from collections import Counter
-from collections.abc import Callable
 
 import httpx
 import nemo_run as run
 import psutil
 
-from benchmarks.common import ROOT, quietly, wait_for
+from benchmarks.common import ROOT, Add, quietly, wait_for
 from nemo_run_ray import RayExecutor, cli
 from nemo_run_ray.clusters import Dashboard
 from nemo_run_ray.jobs_api import JobsApi
@@ -148,8 +147,7 @@ def _head_bytes() -> int:
     return total
 
 
-def show(found: dict, add: Callable[..., None]) -> None:
-    """Add the rows of the benchmark's table."""
+def show(found: dict, add: Add) -> None:
     mb = 1024**2
     low, high = sorted(found["bare_per_minute"])
     add("a chain's jobs per minute / a bare loop's", f"{found['rate_of_bare']:.2f}", "≥ 0.9")

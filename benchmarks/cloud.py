@@ -4,21 +4,18 @@ Cloud has to start for it, with and without ``ShipSource``, side by side.
 
 from __future__ import annotations
 
-import argparse
 import base64
 import importlib.util
 import io
-import json
 import logging
 import shutil
 import statistics
-import sys
 import tarfile
 import time
 from pathlib import Path
 from types import SimpleNamespace
 
-from benchmarks.common import FOLDER, quietly  # isort: skip
+from benchmarks.common import FOLDER, Add, quietly  # isort: skip
 
 import nemo_run as run
 from nemo_run.core.execution import dgxcloud
@@ -145,12 +142,10 @@ def _movers(task: run.Script, plugins: list, packager: run.Packager, folder: Pat
         server.close()
 
 
-def main() -> None:
-    argparse.ArgumentParser(description=__doc__).parse_args()
-    logging.disable(logging.WARNING)
-    json.dump(measure(), sys.stdout, indent=1)
-    print()
-
-
-if __name__ == "__main__":
-    main()
+def show(found: dict, add: Add) -> None:
+    size, packing, movers = (found[name] for name in ("size", "packing", "movers"))
+    add("source as text / tar.gz and base64", f"{size['ratio']:.3f}", "≤ 0.65")
+    took = f"{packing['median_s']:.1f} s ({packing['median_cpu_s']:.1f} s of CPU)"
+    add("packing 10 MB of source", took, "≤ 3")
+    add("data movers for 400 kB on DGX Cloud", f"{movers['ours']}", "1")
+    add("the same, NeMo-Run alone", f"{movers['NeMo-Run alone']}")

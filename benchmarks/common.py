@@ -15,6 +15,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
+#: Adds a row to the table of results: what, figure, promise.
+Add = Callable[..., None]
 FOLDER = Path(tempfile.mkdtemp(prefix="nrr-bench-"))
 # Registered before what leaves the embedded Ray at the end, and so done after it.
 atexit.register(shutil.rmtree, FOLDER, ignore_errors=True)

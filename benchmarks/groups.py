@@ -13,7 +13,7 @@ import uuid
 import nemo_run as run
 import psutil
 
-from benchmarks.common import FOLDER, quietly, wait_for
+from benchmarks.common import FOLDER, Add, quietly, wait_for
 from nemo_run_ray import LocalCluster, RayExecutor
 from nemo_run_ray.chained_job import find_job
 from nemo_run_ray.remote_job import RemoteJob
@@ -111,3 +111,16 @@ def submit(programs: list[str], cluster: LocalCluster | None = None, **fields) -
     found: list[str] = []
     quietly(hand_over)
     return find_job(found[0])
+
+
+def show_start(found: dict, add: Add) -> None:
+    add("a group of 3 starts later than a task by", f"{found['later_s']:.2f} s", "≤ 2.0")
+
+
+def show_log(found: dict, add: Add) -> None:
+    add("output of 4 roles", f"{found['lines_per_s']:,.0f} lines/s", "≥ 20,000")
+
+
+def show_replicas(found: dict, add: Add) -> None:
+    add("64 replicas: from the first start to the last", f"{found['starts_s']:.2f} s")
+    add("64 replicas: memory of each", f"{found['memory_bytes'] / 1024**2:.0f} MiB")
