@@ -7,7 +7,6 @@ from __future__ import annotations
 import base64
 import importlib.util
 import io
-import logging
 import shutil
 import statistics
 import tarfile
