@@ -53,6 +53,7 @@ def test_a_chain_completes_without_its_client(hosts, unique, tmp_path):
         assert "upstream broken failed" in jobs["after-broken"]["message"]
         assert "upstream after-broken was cancelled" in jobs["after-both"]["message"]
         assert complaints(work) == ""
+        assert "serve 1" in starts(work), "a group's roles know which attempt it is"
         started = [one.split()[0] for one in starts(work)]
         assert sorted(started) == sorted(
             [*(step.name for step in STEPS if not step.name.startswith("after")), *["flaky"] * 2]

@@ -961,6 +961,24 @@ def test_every_attempt_gets_its_secrets_in_a_package_of_its_own(serve, told):
     assert "hidden" not in "".join(told())
 
 
+def test_a_job_whose_secret_did_not_come_is_given_up_in_words(serve):
+    plan = chain(link("a", secrets=("KEY",)), link("b"))
+    ray = serve(plan)
+    assert dispatcher_of(plan, ray, secrets={}).run(ray.pass_time) == NOT_ALL_SUCCEEDED
+    assert "without KEY" in ray.rows["e.a"]["metadata"][CLAIM_KEY]
+    assert ray.rows["e.b"]["status"] == "SUCCEEDED"
+
+
+def test_secrets_that_nobody_needs_any_more_need_not_come(serve, monkeypatch, told):
+    monkeypatch.setenv("PYTHONPATH", "")
+    plan = chain(link("a", secrets=("KEY",)))
+    ray = serve(plan)
+    ray.is_closing = True
+    plan = replace(plan, dashboards=(ray.url,))
+    ray.add("e.a", {NONCE_KEY: "nonce-a"}, **SUCCEEDS, end_time=1)
+    assert dispatcher.run(plan, OWN) == ALL_SUCCEEDED
+
+
 def test_a_package_is_there_before_the_job_that_needs_it(serve):
     plan = chain(link("a", secrets=("KEY",)))
     ray = serve(plan)
