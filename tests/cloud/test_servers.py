@@ -12,6 +12,7 @@ from nemo_run_ray.transport import ShipSource
 from tests.cloud.pods import expand, expanded
 from tests.cloud.test_ship_source import launch
 from tests.conftest import wait_for
+from tests.patches.dgxcloud import SECRET
 
 
 @pytest.fixture
@@ -144,7 +145,7 @@ def test_wrong_credentials_on_dgx_cloud(runai, project, unique, caplog, monkeypa
             project,
             unique,
             ship=ShipSource(project.root),
-            client_secret="wrong",
+            **{SECRET: "wrong"},
         )
     assert caplog.text.count("credentials are invalid or were revoked") == 1
     assert [path for _, path, _ in runai.server.requests] == [f"{runai.server.prefix}/token"]
