@@ -112,7 +112,7 @@ def measure_movers() -> dict[str, object]:
             ),
         ):
             found[name] = _movers(task, plugins, packager, FOLDER / f"cluster-{len(found)}")
-            patches.undo("data_mover_configs", "dgxcloud_exports")
+            patches.undo("data_mover_configs", "dgxcloud_exports", "dgxcloud_refusal")
     finally:
         dgxcloud.time = real
     return found

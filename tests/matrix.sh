@@ -1,5 +1,6 @@
 #!/bin/sh
-# Unit tests and those of the patches with the lowest and the highest versions that pyproject.toml declares.
+# Tests of units, patches and the cloud transport with the lowest and the highest versions that pyproject.toml
+# declares.
 set -eu
 uv="${BIN:?call this by: make matrix}/uv"
 
@@ -23,5 +24,7 @@ for row in 3.10:lowest-direct 3.13:highest; do
     echo "== $("$venv/bin/python" --version), $resolution versions"
     "$uv" pip list --python "$venv/bin/python" 2>/dev/null |
         grep -E '^(nemo-run|torchx|fiddle|ray|leptonai|httpx|websockets|filelock|typer|rich) '
-    "$venv/bin/python" -m pytest tests/unit tests/patches
+    # Of tests/cloud those that need no job on DGX Cloud, which NeMo-Run 0.9 cannot start from here.
+    "$venv/bin/python" -m pytest tests/unit tests/patches \
+        tests/cloud/test_encode.py tests/cloud/test_source.py tests/cloud/test_servers.py
 done

@@ -10,6 +10,7 @@ from nemo_run_ray.patches.base import Patch
 from nemo_run_ray.patches.data_mover_configs import DataMoverConfigsPatch
 from nemo_run_ray.patches.dgxcloud_exports import DGXCloudExportsPatch
 from nemo_run_ray.patches.dgxcloud_legacy_kwargs import DGXCloudLegacyKwargsPatch
+from nemo_run_ray.patches.dgxcloud_refusal import DGXCloudRefusalPatch
 from nemo_run_ray.patches.job_group import JobGroupPatch
 
 __all__ = ["PATCHES", "VARIABLE", "Patch", "apply", "apply_from_environment", "status", "undo"]
@@ -23,6 +24,7 @@ PATCHES: dict[str, Patch] = {
         DataMoverConfigsPatch(),
         DGXCloudExportsPatch(),
         DGXCloudLegacyKwargsPatch(),
+        DGXCloudRefusalPatch(),
     )
 }
 

@@ -32,6 +32,7 @@ log = logging.getLogger(__name__)
 
 _BOOT, _SPEC = f"{OUR_PREFIX}BOOT", f"{OUR_PREFIX}SPEC"
 _PATCHES = ("data_mover_configs", "dgxcloud_exports")
+_DGXCLOUD_PATCHES = (*_PATCHES, "dgxcloud_refusal")
 #: Sets P to the image's Python. No "$(", which Kubernetes reads as a variable of its own.
 _FIND_PYTHON = (
     "P=python3; command -v python3 >/dev/null || P=python; command -v $P >/dev/null || "
@@ -99,7 +100,8 @@ class ShipSource(ExperimentPlugin):
         _into_environment(source, task, executor)
         if isinstance(task, Script):
             _start_in_tree(task, root)
-        patches.apply(*_PATCHES)
+        is_dgxcloud = isinstance(executor, DGXCloudExecutor)
+        patches.apply(*(_DGXCLOUD_PATCHES if is_dgxcloud else _PATCHES))
 
 
 @dataclass(kw_only=True)

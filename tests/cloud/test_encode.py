@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from nemo_run_ray.errors import SourceTooLarge
@@ -70,6 +70,22 @@ def test_the_same_tree_gives_the_same_bytes_in_any_order():
     assert encode.encode(encode.pack(TREE)) == encode.encode(encode.pack(turned))
     changed = {**TREE, "src/a/__init__.py": File(b"", is_executable=True)}
     assert encode.digest(encode.pack(TREE)) != encode.digest(encode.pack(changed))
+
+
+@given(st.binary(max_size=200) | st.text("a \n\0\1\2", max_size=200).map(str.encode))
+@example(bytes(range(256)) + b"\n    a")  # no byte is left for an indentation
+@example(bytes(range(3, 256)) + b"\n                    a\n        b")  # three are
+@example(b"\n" + b" " * 23 + b"\n" + b" " * 4)
+def test_indentations_come_back(content):
+    packed = encode.pack({"a": File(content)})
+    spec = {"count": 1, "digest": encode.digest(packed)}
+    assert pod.received({f"{pod.PREFIX}0": encode.encode(packed)}, spec) == packed
+
+
+def test_an_empty_tree_comes_back():
+    packed = encode.pack({})
+    spec = {"count": 1, "digest": encode.digest(packed)}
+    assert pod.received({f"{pod.PREFIX}0": encode.encode(packed)}, spec) == packed
 
 
 def test_large_trees_are_compressed_in_parts_and_come_back(tmp_path):

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from nemo_run.core.execution import dgxcloud
 from nemo_run.core.execution.dgxcloud import DGXCloudExecutor, DGXCloudRequest
 from nemo_run.core.execution.lepton import LeptonExecutor
 
@@ -29,8 +30,9 @@ TARGETS: dict[str, list[tuple[Any, str]]] = {
     ],
     "dgxcloud_exports": [(DGXCloudRequest, "materialize")],
     "dgxcloud_legacy_kwargs": [(DGXCloudExecutor, "__init__")],
+    "dgxcloud_refusal": [(dgxcloud, "requests"), (DGXCloudExecutor, "get_auth_token")],
 }
-OWNERS = (LeptonExecutor, DGXCloudExecutor, DGXCloudRequest)
+OWNERS = (LeptonExecutor, DGXCloudExecutor, DGXCloudRequest, dgxcloud)
 
 
 @pytest.fixture(params=sorted(name for name in TARGETS if patches.PATCHES[name].is_needed()))

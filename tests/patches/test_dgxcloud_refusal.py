@@ -1,0 +1,201 @@
+"""The patch ``dgxcloud_refusal`` on the NeMo-Run that is installed, with a real HTTP server."""
+
+import json
+import logging
+import threading
+from collections.abc import Callable, Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from types import SimpleNamespace
+
+import pytest
+import requests
+from nemo_run.core.execution import dgxcloud
+from nemo_run.core.execution.dgxcloud import DGXCloudExecutor
+
+from nemo_run_ray import patches
+from nemo_run_ray.errors import UnsupportedNemoRun
+from tests.patches.dgxcloud import make_executor
+
+REASON = "the client's credentials were revoked"
+TOKEN = json.dumps({"accessToken": "t"})
+
+
+@pytest.fixture
+def applied() -> Iterator[None]:
+    undo = patches.apply("dgxcloud_refusal")
+    yield
+    assert undo()
+
+
+class Platform:
+    """A token endpoint that gives the answers it is told, the last one for ever."""
+
+    def __init__(self) -> None:
+        self.answers: list[tuple[int, str]] = []
+        self.asked: list[dict] = []
+        outer = self
+
+        class Handler(BaseHTTPRequestHandler):
+            def do_POST(self) -> None:
+                body = self.rfile.read(int(self.headers["Content-Length"]))
+                outer.asked.append(json.loads(body))
+                answers = outer.answers
+                status, text = answers.pop(0) if len(answers) > 1 else answers[0]
+                self.send_response(status)
+                self.send_header("Content-Length", str(len(text.encode())))
+                self.end_headers()
+                self.wfile.write(text.encode())
+
+            def log_message(self, *_: object) -> None:
+                """The requests are in ``asked``."""
+
+        self.http = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self.url = f"http://127.0.0.1:{self.http.server_address[1]}/api/v1"
+
+    def answer(self, *answers: tuple[int, str]) -> DGXCloudExecutor:
+        self.answers = list(answers)
+        return make_executor(base_url=self.url)
+
+
+@pytest.fixture
+def platform() -> Iterator[Platform]:
+    one = Platform()
+    thread = threading.Thread(target=one.http.serve_forever, args=(0.05,))
+    thread.start()
+    yield one
+    one.http.shutdown()
+    one.http.server_close()
+    thread.join()
+
+
+@pytest.fixture(autouse=True)
+def slept(monkeypatch) -> list[float]:
+    """The pauses that NeMo-Run wanted."""
+    found: list[float] = []
+    monkeypatch.setattr(dgxcloud, "time", SimpleNamespace(sleep=found.append))
+    return found
+
+
+@pytest.fixture
+def logged(monkeypatch, caplog) -> Callable[[], list[str]]:
+    # Whether NeMo-Run's loggers pass records on depends on whether an experiment ran before.
+    monkeypatch.setattr(dgxcloud.logger, "handlers", [caplog.handler])
+    monkeypatch.setattr(dgxcloud.logger, "propagate", False)
+    return lambda: [one.getMessage() for one in caplog.records if one.levelno == logging.ERROR]
+
+
+@pytest.mark.parametrize("status", [400, 401, 403])
+def test_a_refusal_is_final_and_its_reason_logged_once(applied, platform, slept, logged, status):
+    executor = platform.answer((status, json.dumps({"message": REASON})))
+    assert executor.get_auth_token() is None
+    assert len(platform.asked) == 1
+    assert slept == []
+    (line,) = logged()
+    for word in (REASON, str(status), f"{platform.url}/token"):
+        assert word in line
+
+
+def test_unpatched_it_is_asked_three_times(platform, slept, logged):
+    executor = platform.answer((401, json.dumps({"message": REASON})))
+    assert executor.get_auth_token() is None
+    assert len(platform.asked) == 3
+    assert slept == [10, 10, 10]
+    assert "\n".join(logged()).count(REASON) == 3
+
+
+def test_a_refusal_without_a_text_has_the_status_own(applied, platform, logged):
+    assert platform.answer((403, "")).get_auth_token() is None
+    (line,) = logged()
+    assert line.endswith("Forbidden")
+
+
+@pytest.mark.parametrize("status", [200, 404, 429, 500, 503])
+def test_other_answers_are_repeated_as_without_the_patch(platform, slept, logged, caplog, status):
+    seen = []
+    for names in ((), ("dgxcloud_refusal",)):
+        undo = patches.apply(*names) if names else lambda: True
+        try:
+            executor = platform.answer((status, "later"))
+            assert executor.get_auth_token() is None
+        finally:
+            assert undo()
+        seen.append((len(platform.asked), list(slept), logged()))
+        platform.asked.clear()
+        slept.clear()
+        caplog.clear()
+    assert seen[0] == seen[1]
+    assert seen[0][0] == 3
+
+
+def test_a_network_error_is_repeated_by_nemo_run(applied, slept, logged):
+    assert make_executor().get_auth_token() is None  # nobody listens there
+    assert slept == [10, 10, 10]
+    assert len(logged()) == 4
+
+
+def test_a_platform_that_comes_back_gives_the_token(applied, platform, slept):
+    executor = platform.answer((503, "later"), (200, TOKEN))
+    assert executor.get_auth_token() == "t"
+    assert slept == [10]
+
+
+def test_a_refusal_after_a_failure_is_final_too(applied, platform, slept, logged):
+    executor = platform.answer((503, "later"), (401, REASON))
+    assert executor.get_auth_token() is None
+    assert len(platform.asked) == 2
+    assert "\n".join(logged()).count(REASON) == 1
+
+
+def test_what_is_sent_is_the_same(platform):
+    for name in ("without", "with"):
+        undo = patches.apply("dgxcloud_refusal") if name == "with" else lambda: True
+        try:
+            assert platform.answer((200, TOKEN)).get_auth_token() == "t"
+        finally:
+            assert undo()
+    assert platform.asked[0] == platform.asked[1]
+
+
+def test_other_requests_of_the_executor_see_refusals_as_before(applied, platform):
+    platform.answer((403, "no"))
+    assert dgxcloud.requests.post(f"{platform.url}/workloads", json={}).status_code == 403
+    assert dgxcloud.requests.get is requests.get
+
+
+def test_who_was_asking_before_the_patch_is_not_interrupted(platform, slept, logged):
+    unpatched = vars(DGXCloudExecutor)["get_auth_token"]
+    executor = platform.answer((401, REASON))
+    undo = patches.apply("dgxcloud_refusal")
+    try:
+        assert unpatched(executor) is None
+    finally:
+        assert undo()
+    assert len(platform.asked) == 3
+
+
+def test_a_stand_in_for_post_works_as_before(applied, platform, monkeypatch):
+    """As tests of NeMo-Run and of its users replace it."""
+    answer = SimpleNamespace(text=TOKEN, status_code=200)
+    for target in ("requests.post", "nemo_run.core.execution.dgxcloud.requests.post"):
+        with monkeypatch.context() as other:
+            other.setattr(target, lambda *args, **kwargs: answer)
+            assert make_executor().get_auth_token() == "t"
+    assert platform.answer((401, REASON)).get_auth_token() is None
+    assert len(platform.asked) == 1
+
+
+def _with_retries(self, retries=3):
+    return dgxcloud.requests.post(self.base_url, retries)
+
+
+def _without_requests(self):
+    return None
+
+
+@pytest.mark.parametrize("other", [_with_retries, _without_requests, property(_without_requests)])
+def test_another_way_to_ask_is_refused_by_name(monkeypatch, other):
+    monkeypatch.setattr(DGXCloudExecutor, "get_auth_token", other)
+    with pytest.raises(UnsupportedNemoRun, match="get_auth_token"):
+        patches.apply("dgxcloud_refusal")
+    assert dgxcloud.requests is requests
+    assert patches.status()["dgxcloud_refusal"] == "off"
