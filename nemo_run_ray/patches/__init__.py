@@ -65,15 +65,13 @@ def apply_from_environment(environment: Mapping[str, str] = os.environ) -> Calla
     names = [name.strip() for name in text.split(",") if name.strip()]
     if not names:
         return lambda: True
-    if "all" in names:
-        return apply()
     for name in names:
-        if name not in PATCHES:
+        if name not in PATCHES and name != "all":
             raise PatchError(
                 f"{VARIABLE}={text!r}: there is no patch {name!r}; there are "
                 f"{', '.join(PATCHES)}, and 'all' for all of them."
             )
-    return apply(*names)
+    return apply() if "all" in names else apply(*names)
 
 
 def undo(*names: str) -> bool:

@@ -43,14 +43,18 @@ def _without_source(render: Any) -> Any:
         # Copies, because other threads read the executor, and rendering may raise.
         request = copy.copy(self)
         request.executor = copy.copy(self.executor)
-        request.executor.env_vars = _kept(self.executor.env_vars)
-        request.extra_env = _kept(self.extra_env)
+        structured = self.executor.env_vars
+        request.executor.env_vars = _kept(structured, structured)
+        request.extra_env = _kept(self.extra_env, structured)
         return str(render(request))
 
     return materialize
 
 
-def _kept(variables: Mapping[str, str]) -> dict[str, str]:
+def _kept(variables: Mapping[str, str], structured: Mapping[str, str]) -> dict[str, str]:
+    """The variables that the script must set: all but source code that the workload has anyway."""
     return {
-        name: value for name, value in variables.items() if not name.startswith(SOURCE_PREFIXES)
+        name: value
+        for name, value in variables.items()
+        if not (name.startswith(SOURCE_PREFIXES) and structured.get(name) == value)
     }

@@ -33,16 +33,15 @@ log = logging.getLogger(__name__)
 _BOOT, _SPEC = f"{OUR_PREFIX}BOOT", f"{OUR_PREFIX}SPEC"
 _PATCHES = ("data_mover_configs", "dgxcloud_exports")
 _DGXCLOUD_PATCHES = (*_PATCHES, "dgxcloud_refusal")
-#: Sets P to the image's Python. No "$(", which Kubernetes reads as a variable of its own.
-_FIND_PYTHON = (
-    "P=python3; command -v python3 >/dev/null || P=python; command -v $P >/dev/null || "
+#: Runs what stands behind it when the source code is there. No "$(", which Kubernetes reads as a
+#: variable of its own, and no single quote, between which DGX Cloud's form stands.
+_UNPACK = (
+    "nrr=python3; command -v python3 >/dev/null || nrr=python; command -v $nrr >/dev/null || "
     '{ echo "nemo-run-ray: the image has no python3, which unpacks the source code" >&2; '
-    "exit 127; }"
+    f'exit 127; }}; exec $nrr -I -c "${{{_BOOT}:?nemo-run-ray: the source code has not arrived}}"'
 )
-#: First line of Lepton's launch script, which starts itself again without our variables.
-_LEPTON_LINE = (
-    f'if [ -n "${_BOOT}" ]; then {_FIND_PYTHON}; exec $P -I -c "${_BOOT}" /bin/bash "$0"; fi'
-)
+#: First line of Lepton's launch script, which starts itself again when ``pod.py`` has set this.
+_LEPTON_LINE = f'if [ -z "$NEMO_RUN_RAY_SRC" ]; then {_UNPACK} /bin/bash "$0"; fi'
 
 
 @dataclass
@@ -190,6 +189,7 @@ def _scripts(task: Partial | Script, root: Path) -> Iterator[str]:
 def _in_tree(path: str, root: Path) -> str | None:
     for base in (Path.cwd(), root):
         whole = Path(os.path.abspath(base / path))
+        whole = whole.parent.resolve() / whole.name
         if whole.is_file() and whole.is_relative_to(root):
             return whole.relative_to(root).as_posix()
     return None
@@ -262,16 +262,14 @@ def _into_environment(
 
 
 def _wrap_command(executor: DGXCloudExecutor) -> None:
-    given = {"command", "args"} & set(executor.custom_spec)
+    given = {"command", "args", "environmentVariables"} & set(executor.custom_spec)
     if given and _BOOT not in str(executor.custom_spec.get("args")):
         raise TransportError(
-            f"ShipSource: custom_spec has {' and '.join(sorted(given))}, which ShipSource sets to "
-            "unpack the source code before the job's script. Remove it from custom_spec."
+            f"ShipSource: custom_spec has {' and '.join(sorted(given))}, which ShipSource needs to "
+            "send the source code and to unpack it before the job's script. Remove it from "
+            "custom_spec; env_vars takes variables."
         )
-    script = (
-        f'{_FIND_PYTHON}; exec $P -I -c "${_BOOT}" /bin/bash '
-        f"{executor.pvc_job_dir}/launch_script.sh"
-    )
+    script = f"{_UNPACK} /bin/bash {executor.pvc_job_dir}/launch_script.sh"
     executor.custom_spec = {
         **executor.custom_spec,
         "command": "/bin/bash -c",

@@ -10,6 +10,7 @@ import hashlib
 import json
 import os
 import shutil
+import signal
 import sys
 import tempfile
 import time
@@ -46,6 +47,9 @@ def received(env: Mapping[str, str], spec: Mapping[str, Any]) -> bytes:
         found = str(error)
     if found != spec["digest"]:
         raise Refused(f"changed on its way: expected {spec['digest']}, found {found}")
+    for name, _, _ in entries(packed):
+        if os.path.isabs(name) or ".." in name.split("/"):
+            raise Refused(f"the file {name!r} would be outside of the tree")
     return packed
 
 
@@ -122,16 +126,28 @@ def ensure(packed: bytes, tree: str) -> None:
 
 
 def link(tree: str, code: str) -> None:
-    """Give the job's empty code folder, in which commands start, to the tree."""
-    with contextlib.suppress(OSError):  # the link already, or another pod has just removed it
-        os.rmdir(code)
-    with contextlib.suppress(FileExistsError):
-        os.symlink(tree, code)
+    """Show the tree's entries in the job's own code folder, in which commands start.
+
+    What a command writes beside them is the job's own, though jobs may share the tree.
+    """
+    os.makedirs(code, exist_ok=True)
+    for name in os.listdir(code):
+        path = os.path.join(code, name)
+        with contextlib.suppress(OSError):  # no link, or another pod has just removed it
+            above = os.path.dirname(os.readlink(path))
+            if above != tree and os.path.dirname(above) == os.path.dirname(tree):
+                os.unlink(path)  # of the source code that the job had before
+    for name in os.listdir(tree):
+        with contextlib.suppress(FileExistsError):  # the link already, or the job's own
+            os.symlink(os.path.join(tree, name), os.path.join(code, name))
 
 
 def main(env: Dict[str, str], command: List[str]) -> None:
-    spec = json.loads(env[PREFIX + "SPEC"])
     try:
+        try:
+            spec = json.loads(env[PREFIX + "SPEC"])
+        except (KeyError, ValueError):
+            raise Refused("its description has not arrived") from None
         packed = received(env, spec)
         ensure(packed, spec["tree"])
         link(spec["tree"], spec["code"])
@@ -142,7 +158,10 @@ def main(env: Dict[str, str], command: List[str]) -> None:
     env = {name: value for name, value in env.items() if not name.startswith(PREFIX)}
     paths = [os.path.normpath(os.path.join(spec["tree"], root)) for root in spec["roots"]]
     others = spec.get("path", env.get("PYTHONPATH"))
+    env["NEMO_RUN_RAY_SRC"] = spec["tree"]
     env["PYTHONPATH"] = os.pathsep.join(paths + ([others] if others else []))
+    for ignored in (signal.SIGPIPE, signal.SIGXFSZ):  # Python's own doing, which exec would pass on
+        signal.signal(ignored, signal.SIG_DFL)
     os.execvpe(command[0], command, env)
 
 

@@ -86,7 +86,8 @@ def collect(
             continue
         (left_out if any(_is_left_out(part) for part in name.split("/")) else found).append(name)
     ignored = _ignored(root, found)
-    chosen = sorted(asked | {name for name in found if name not in ignored})
+    names = asked | {name for name in found if name not in ignored}
+    chosen = sorted({_behind_links(root, name) for name in names})
     if not any(name.endswith(".py") for name in chosen):
         raise TransportError(
             f"ShipSource: no Python source to send in {root}: looked for packages and modules in "
@@ -154,6 +155,11 @@ def _walk(root: Path, start: Path) -> Iterator[str]:
 
 def _globbed(root: Path, patterns: Iterable[str]) -> Iterator[str]:
     for pattern in patterns:
+        if PurePosixPath(pattern).is_absolute() or ".." in PurePosixPath(pattern).parts:
+            raise TransportError(
+                f"ShipSource: include={pattern!r} leaves {root}; patterns are relative to it and "
+                "stay in it. Nothing was sent."
+            )
         found = list(root.glob(pattern))
         if not found:
             raise TransportError(f"ShipSource: include={pattern!r} names nothing in {root}.")
@@ -210,17 +216,36 @@ def _ignored(root: Path, names: Sequence[str]) -> set[str]:
             f"ShipSource: {root} has .gitignore files, and git, which knows what they mean, is not "
             "installed. Install it; nothing was sent."
         )
-    text = "\0".join(names).encode()
-    asking = ["check-ignore", "-z", "--stdin"]
-    if inside:
-        done = _run_git([git, "-C", str(root), *asking], text)
-    else:
+    if not inside:
         with tempfile.TemporaryDirectory() as folder:
             _run_git([git, "init", "--quiet", "--bare", folder])
-            place = [f"--git-dir={folder}", f"--work-tree={root}"]
-            done = _run_git([git, "-C", str(root), *place, *asking], text)
+            return _asked([git, f"--git-dir={folder}", f"--work-tree={root}"], root, names)
+    found: set[str] = set()
+    for base, below in _by_repository(root, names).items():
+        start = "" if base == "." else f"{base}/"
+        inner = [name.removeprefix(start) for name in below]
+        found |= {start + name for name in _asked([git], root / base, inner)}
+    return found
+
+
+def _by_repository(root: Path, names: Iterable[str]) -> dict[str, list[str]]:
+    """The names by the folder of the repository that they are in: submodules ask for themselves."""
+    found: dict[str, list[str]] = {}
+    for name in names:
+        above = [str(one) for one in PurePosixPath(name).parents]
+        base = next((one for one in above if one == "." or (root / one / ".git").exists()), ".")
+        found.setdefault(base, []).append(name)
+    return found
+
+
+def _asked(git: list[str], folder: Path, names: Sequence[str]) -> set[str]:
+    text = "\0".join(names).encode()
+    done = _run_git([git[0], "-C", str(folder), *git[1:], "check-ignore", "-z", "--stdin"], text)
     if done.returncode not in (0, 1):  # 1: none of them is ignored
-        raise TransportError(f"ShipSource: git check-ignore failed in {root}: {done.stderr!r}")
+        raise TransportError(
+            f"ShipSource: git check-ignore failed in {folder}: {done.stderr.decode().strip()}. "
+            "Nothing was sent; does `git status` work there?"
+        )
     return set(filter(None, done.stdout.decode().split("\0")))
 
 
@@ -228,15 +253,29 @@ def _run_git(words: list[str], text: bytes = b"") -> subprocess.CompletedProcess
     return subprocess.run(words, input=text, capture_output=True, check=False)
 
 
+def _behind_links(root: Path, name: str) -> str:
+    """The name without links to folders of the tree, which travel as links."""
+    path = root / name
+    real = path.parent.resolve() / path.name
+    inside = real.is_relative_to(root.resolve())
+    return real.relative_to(root.resolve()).as_posix() if inside else name
+
+
 def _read(root: Path, name: str) -> Entry:
     path = root / name
-    if path.is_symlink():
+    try:
         target = path.resolve()
-        if not target.is_relative_to(root.resolve()):
-            raise TransportError(
-                f"ShipSource: {path} is a link to {target}, out of the tree. Copy what it points "
-                f"to, or leave it out with exclude=[{name!r}]. Nothing was sent."
-            )
+    except (OSError, RuntimeError) as error:  # a loop of links
+        raise TransportError(
+            f"ShipSource: {path} cannot be followed: {error}. Leave it out with "
+            f"exclude=[{name!r}]. Nothing was sent."
+        ) from error
+    if not target.is_relative_to(root.resolve()):
+        raise TransportError(
+            f"ShipSource: {path} is a link to {target}, out of the tree, or lies behind one. Copy "
+            f"what it points to, or leave it out with exclude=[{name!r}]. Nothing was sent."
+        )
+    if path.is_symlink():
         return Link(os.path.relpath(target, path.parent.resolve()))
     try:
         is_executable = bool(path.stat().st_mode & 0o100)

@@ -5,6 +5,7 @@ import errno
 import json
 import os
 import random
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -108,7 +109,9 @@ def test_the_tree_arrives_and_the_command_has_none_of_the_variables(tmp_path):
     seen = ast.literal_eval(done.stdout)
     assert not [name for name in seen if name.startswith(pod.PREFIX)]
     assert seen["PYTHONPATH"] == str(tree / "src")
-    assert (tmp_path / "code").resolve() == tree
+    assert seen["NEMO_RUN_RAY_SRC"] == str(tree)
+    shown = {one.resolve() for one in (tmp_path / "code").iterdir()}
+    assert shown == {tree / "noise", tree / "src"}
     assert sorted(one.name for one in tmp_path.iterdir()) == ["code", tree.name]
 
 
@@ -116,11 +119,49 @@ def test_the_exit_code_is_the_commands(tmp_path):
     assert boot(tmp_path, variables(TREE, tmp_path), "sh", "-c", "exit 7").returncode == 7
 
 
-def test_a_code_folder_with_something_in_it_is_left_alone(tmp_path):
-    (tmp_path / "code").mkdir()
-    (tmp_path / "code/mine").touch()
+def test_what_is_in_the_code_folder_is_the_jobs_own(tmp_path):
+    code = tmp_path / "code"
+    code.mkdir()
+    (code / "mine").touch()
     assert boot(tmp_path, variables(TREE, tmp_path)).returncode == 0
-    assert [one.name for one in (tmp_path / "code").iterdir()] == ["mine"]
+    (tree,) = tmp_path.glob("src-*")
+    assert sorted(one.name for one in code.iterdir()) == ["mine", "src"]
+    (code / "output").touch()
+    assert sorted(one.name for one in tree.iterdir()) == ["src"]
+
+
+def test_a_code_folder_shows_the_newest_tree(tmp_path):
+    older = {**TREE, "gone.py": File(b"")}
+    assert boot(tmp_path, variables(older, tmp_path)).returncode == 0
+    assert boot(tmp_path, variables(TREE, tmp_path)).returncode == 0
+    (link,) = (tmp_path / "code").iterdir()
+    assert link.name == "src"
+    assert not (link.resolve().parent / "gone.py").exists()
+
+
+def test_the_command_gets_the_signals_that_python_ignores(tmp_path):
+    command = ("bash", "-c", "set -o pipefail; yes | head -1")
+    done = boot(tmp_path, variables(TREE, tmp_path), *command)
+    assert done.returncode == 128 + signal.SIGPIPE
+
+
+@pytest.mark.parametrize("name", ["../outside", "/outside", "a/../../outside"])
+def test_nothing_is_written_outside_of_the_tree(tmp_path, name):
+    done = boot(tmp_path, variables({name: File(b"")}, tmp_path))
+    assert done.returncode == 1
+    assert "would be outside of the tree" in done.stderr
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("text", [None, "{"])
+def test_a_description_that_did_not_arrive(tmp_path, text):
+    sent = variables(TREE, tmp_path)
+    del sent[f"{pod.PREFIX}SPEC"]
+    if text is not None:
+        sent[f"{pod.PREFIX}SPEC"] = text
+    done = boot(tmp_path, sent)
+    assert done.returncode == 1
+    assert done.stderr.endswith("its description has not arrived\n")
 
 
 @pytest.mark.parametrize("damage", ["flipped", "shortened", "missing", "not base 85"])

@@ -246,6 +246,20 @@ def test_a_changed_piece_stops_the_pod_with_one_line(platform, project, unique):
     assert list(platform.cluster.shared.glob("runs/.source/*")) == []
 
 
+def test_variables_that_did_not_arrive_stop_the_pod(platform, project, unique):
+    class Thief(dict):
+        def get(self, key, value):
+            return "" if key.endswith("_SRC_BOOT") else value
+
+    platform.cluster.tamper = Thief()
+    launch(platform, run.Script(inline="echo started"), project, unique)
+    wait_for(lambda: finished(platform))
+    log = platform.jobs()[-1].log()
+    assert platform.jobs()[-1].codes() != [0], log
+    assert "the source code has not arrived" in log
+    assert "started" not in log
+
+
 def test_an_image_without_python(platform, project, unique):
     programs = platform.cluster.image.folder / "few"
     programs.mkdir()

@@ -141,6 +141,55 @@ def test_include_and_exclude(root):
     assert sent(root, exclude=["src/a/big.txt", "*.npy"]) == {"src/a/__init__.py"}
 
 
+@pytest.mark.parametrize("pattern", ["../other/*.py", "/etc/*", "src/../../x"])
+def test_an_include_that_leaves_the_root(root, pattern):
+    with pytest.raises(TransportError, match="Nothing was sent"):
+        source.collect(root, include=[pattern])
+
+
+def test_a_folder_that_is_a_link_out_of_the_tree(root, tmp_path):
+    other = tmp_path / "elsewhere"
+    other.mkdir()
+    (other / "secret.yaml").touch()
+    fill(root, "src/a.py")
+    (root / "conf2").symlink_to(other)
+    with pytest.raises(TransportError, match="out of the tree"):
+        source.collect(root, include=["conf2/*"])
+
+
+def test_a_loop_of_links(root):
+    fill(root, "src/a/__init__.py")
+    (root / "src/a/loop.py").symlink_to("loop.py")
+    with pytest.raises(TransportError, match=r"loop\.py"):
+        source.collect(root)
+
+
+def test_a_file_behind_a_link_travels_once(root):
+    fill(root, "src/a/__init__.py", "src/b/real.py")
+    (root / "src/a/folder").symlink_to("../b")
+    found = source.collect(root, include=["src/a/folder/*.py"]).tree
+    assert "src/b/real.py" in found
+    assert not [name for name in found if name.startswith("src/a/folder/")]
+
+
+def test_a_submodule_asks_for_itself(root, tmp_path):
+    fill(root, "src/a.py")
+    other = tmp_path / "other"
+    other.mkdir()
+    (other / "module.py").touch()
+    identity = ["-c", "user.name=n", "-c", "user.email=n@example.org"]
+    for words in (["init", "-q"], ["add", "."], [*identity, "commit", "-qm", "one"]):
+        subprocess.run(["git", "-C", str(other), *words], check=True)
+    subprocess.run(["git", "-C", str(root), "init", "-q"], check=True)
+    add = ["-c", "protocol.file.allow=always", "submodule", "add", "-q", str(other), "src/sub"]
+    subprocess.run(["git", "-C", str(root), *add], check=True)
+    (root / "src/sub/.gitignore").write_text("local.py")
+    (root / "src/sub/local.py").touch()
+    found = source.collect(root)
+    assert "src/sub/module.py" in found.tree
+    assert found.ignored == ("src/sub/local.py",)
+
+
 def test_an_include_that_names_nothing(root):
     fill(root, "src/a/__init__.py")
     with pytest.raises(TransportError, match=r"include='data/\*' names nothing"):
