@@ -283,7 +283,6 @@ def test_a_group_whose_client_died_is_resumed(local_cluster, unique, tmp_path):
         ([{"ready": PortProbe("http")}, {}], "is no service"),
         ([{"service": True, "ready": PortProbe("http")}, {}], "asks the port 'http'"),
         ([{"role": "a b"}, {}], "'a b' cannot have this name"),
-        ([{"retries": 1}, {}], "RayExecutor.retries is 1"),
     ],
 )
 def test_bad_groups_are_refused_before_anything_is_submitted(existing, api, unique, fields, words):
