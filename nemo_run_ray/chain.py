@@ -40,6 +40,7 @@ from nemo_run_ray.remote.decide import (
     CHAIN_KEY,
     NONCE_KEY,
     Decision,
+    Do,
     Seen,
     attempt_id,
     attempts_of,
@@ -173,32 +174,17 @@ class Chain:
             ClusterError: it did not end in time, or the cluster stopped answering.
         """
         began_at = time.monotonic()
-        deadline = began_at + grace_s + CANCEL_S
         trouble = "jobs go on"
-        claimed = False
-        while time.monotonic() < deadline:
+        while time.monotonic() < began_at + grace_s + CANCEL_S:
             try:
-                if not claimed:
-                    self.claim(api, self.spec.cancel_id, self.spec.nonce)
-                    claimed = True
+                self.claim(api, self.spec.cancel_id, self.spec.nonce)
                 look = self.look(api, fresh=True)
-                table = {name: seen(row) for name, row in self._own(look.rows).items()}
-                found = attempts_of([link.id for link in self.spec.links], table)
-                live = [
-                    (link, number, row.verdict.state)
-                    for link in self.spec.links
-                    for number, row in found[link.id].items()
-                    if row.is_live and row.nonce == link.nonce
-                ]
-                trusted = time.monotonic() - began_at >= STOP_TRUST_S
-                held = all(state is JobState.PENDING for _, _, state in live)
-                if look.decision.is_over and (not live or (held and trusted)):
+                stops = [one for one in look.decision.actions if one.do is Do.STOP]
+                held = all(look.rows[one.submission_id]["status"] == "PENDING" for one in stops)
+                trusted = held and time.monotonic() - began_at >= STOP_TRUST_S
+                if look.decision.is_over and (not stops or trusted):
                     return
-                for link, number, state in live:
-                    api.stop(attempt_id(link.id, number))
-                    if state is JobState.PENDING:
-                        # Ray shows it as pending until there is room for it, if ever.
-                        self.claim(api, attempt_id(link.id, number + 1), link.nonce)
+                self._end(api, look.decision)
             except Gone as error:
                 trouble = str(error)
             time.sleep(1.0)
@@ -206,6 +192,15 @@ class Chain:
             f"The chain {self.id} did not end within {grace_s + CANCEL_S:.0f} s of being "
             f"cancelled: {trouble}. Nothing more of it is started; cancel it again."
         )
+
+    def _end(self, api: JobsApi, decision: Decision) -> None:
+        """What a dispatcher would do to end jobs, since there may be none at work."""
+        nonces = {link.name: link.nonce for link in self.spec.links}
+        for action in decision.actions:
+            if action.do is Do.CLAIM:
+                self.claim(api, action.submission_id, nonces[action.job])
+            elif action.do is Do.STOP:
+                api.stop(action.submission_id)
 
     def claim(self, api: JobsApi, submission_id: str, nonce: str) -> None:
         """Take an id, so that nobody can start it any more, unless somebody has it."""
@@ -241,8 +236,36 @@ class Chain:
             ClusterError: the cluster cannot be reached.
         """
         look = self.look(api, fresh=True)
+        name = attempt_id(self.id, max(look.dispatcher, default=0) + 1)
+        start = self._upload(api)
+        travels = [self._plan_archive()]
+        hidden = self._secrets(look)
+        if hidden:
+            travels.append(archives.secrets_archive(hidden, f"{self.spec.nonce} {name}"))
+        for archive in travels:
+            api.put_package(archive.name, archive.pack())
+        names = [*start["archives"], *(archive.name for archive in travels)]
+        body = {
+            "submission_id": name,
+            "entrypoint": dispatcher_entrypoint(start["pythons"], name, self.spec.nonce),
+            "runtime_env": {"py_modules": [f"gcs://{one}" for one in names], "env_vars": {}},
+            "metadata": {NONCE_KEY: self.spec.nonce, "nemo_run_job": DISPATCHER},
+        }
+        book = self._write_intent(name, cluster)
         try:
-            start = json.loads((self.folder / "dispatcher.json").read_text(encoding="utf-8"))
+            submit_once(api, body, lambda: [self.spec.nonce], time.monotonic, time.sleep)
+        except NemoRunRayError as error:
+            book.write(ledger.UNSETTLED, name, why=str(error))
+            raise
+        book.write(ledger.SUBMITTED, name)
+        return name
+
+    def _upload(self, api: JobsApi) -> dict[str, Any]:
+        """Send the archives that Ray lacks; how the dispatcher is started."""
+        try:
+            start: dict[str, Any] = json.loads(
+                (self.folder / "dispatcher.json").read_text(encoding="utf-8")
+            )
             for name in start["archives"]:
                 if not api.has_package(name):
                     api.put_package(name, (self.folder / name).read_bytes())
@@ -251,15 +274,9 @@ class Chain:
                 f"The chain {self.id} cannot be started again from {self.folder}: {error}. Copy "
                 "the experiment's whole folder."
             ) from error
-        uris = [f"gcs://{name}" for name in start["archives"]]
-        travels = [self._plan_archive()]
-        hidden = self._secrets(look)
-        name = attempt_id(self.id, max(look.dispatcher, default=0) + 1)
-        if hidden:
-            travels.append(archives.secrets_archive(hidden, f"{self.spec.nonce} {name}"))
-        for archive in travels:
-            api.put_package(archive.name, archive.pack())
-            uris.append(archive.uri)
+        return start
+
+    def _write_intent(self, name: str, cluster: dict[str, Any]) -> Ledger:
         book = Ledger(self.exp_dir)
         try:
             book.write(
@@ -278,19 +295,7 @@ class Chain:
                 f"The dispatcher {name} cannot be written down in {self.exp_dir}: "
                 f"{error.strerror}. Look at the experiment as the user who owns that folder."
             ) from error
-        body = {
-            "submission_id": name,
-            "entrypoint": dispatcher_entrypoint(start["pythons"], name, self.spec.nonce),
-            "runtime_env": {"py_modules": uris, "env_vars": {}},
-            "metadata": {NONCE_KEY: self.spec.nonce, "nemo_run_job": DISPATCHER},
-        }
-        try:
-            submit_once(api, body, lambda: [self.spec.nonce], time.monotonic, time.sleep)
-        except NemoRunRayError as error:
-            book.write(ledger.UNSETTLED, name, why=str(error))
-            raise
-        book.write(ledger.SUBMITTED, name)
-        return name
+        return book
 
     def resume(self) -> str:
         """Start the dispatcher if it is dead and something is left to do; what was done, in words.

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from nemo_run_ray import ledger
 from nemo_run_ray.chain import Chain, Look
-from nemo_run_ray.errors import ClusterError, Gone, JobError, NemoRunRayError
+from nemo_run_ray.errors import Gone, JobError, NemoRunRayError
 from nemo_run_ray.follow import lines
 from nemo_run_ray.jobs_api import JobsApi
 from nemo_run_ray.ledger import JobRecord, Ledger
@@ -71,11 +71,7 @@ class ChainedJob(RemoteJob):
             except Gone as error:
                 trouble = str(error)
             time.sleep(0.2)
-        raise ClusterError(
-            f"The job {self.submission_id} did not end within {grace_s + CANCEL_MARGIN_S:.0f} s of "
-            f"being cancelled: {trouble}. Cancel it again, or look at it in Ray's dashboard: "
-            f"{api.dashboard.job_page(self._ran_as(verdict))}"
-        )
+        raise self._not_ended(verdict, grace_s, trouble)
 
     def log(self, should_tail: bool) -> Iterator[str]:
         """The logs of all attempts, one after the other."""

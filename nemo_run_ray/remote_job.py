@@ -116,10 +116,13 @@ class RemoteJob:
             except Gone as error:
                 trouble = str(error)
             time.sleep(0.2)
-        raise ClusterError(
+        raise self._not_ended(verdict, grace_s, trouble)
+
+    def _not_ended(self, verdict: Verdict, grace_s: float, trouble: str) -> ClusterError:
+        page = self.api().dashboard.job_page(self._ran_as(verdict))
+        return ClusterError(
             f"The job {self.submission_id} did not end within {grace_s + CANCEL_MARGIN_S:.0f} s of "
-            f"being cancelled: {trouble}. Cancel it again, or look at it in Ray's dashboard: "
-            f"{api.dashboard.job_page(self.submission_id)}"
+            f"being cancelled: {trouble}. Cancel it again, or look at it in Ray's dashboard: {page}"
         )
 
     def leftovers(self, verdict: Verdict) -> str:
