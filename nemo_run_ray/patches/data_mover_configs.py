@@ -3,21 +3,18 @@
 from __future__ import annotations
 
 import base64
-import copy
-import functools
 import gzip
 import inspect
 import io
 import os
 import re
 import shlex
-import shutil
 import tarfile
-import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from nemo_run.core.execution import dgxcloud
 from nemo_run.core.execution.dgxcloud import DGXCloudExecutor
 from nemo_run.core.execution.lepton import LeptonExecutor
 
@@ -27,13 +24,17 @@ from nemo_run_ray.patches.base import Edit, Patch
 #: from ``<name>_fn_or_script`` beside them, so the folder itself must travel.
 UNREAD = ("_executor.yaml", "_config.yaml")
 
+_MOVE = ["self", "token", "project_id", "cluster_id", "sleep"]
+_RUN = ["self", "token", "project_id", "cluster_id", "name", "cmd", "sleep", "timeout"]
+
 
 class DataMoverConfigsPatch(Patch):
     name = "data_mover_configs"
     why = (
         "Lepton and DGX Cloud: the YAML files about executor and task, which no process on the "
         "pod reads, stay out of what is sent inside a command line; the tarball is the same for "
-        "the same files, and paths with spaces and quotes survive."
+        "the same files, paths with spaces and quotes survive, and a folder that is too large for "
+        "one command line travels in pieces of the tarball and not file by file."
     )
     retired_by = "executors of NeMo-Run that do not send a job's folder inside a command line"
 
@@ -44,13 +45,24 @@ class DataMoverConfigsPatch(Patch):
             self.must(callable(make), where)
             parameters = list(inspect.signature(make).parameters)
             self.must(parameters == ["self", "local_dir_path", "dest_path"], where)
-        move: Any = vars(DGXCloudExecutor).get("move_data")
-        self.must(callable(move), "DGXCloudExecutor.move_data")
-        return [
+        edits = [
             Edit(LeptonExecutor, "copy_directory_data_command", _lepton_command),
             Edit(DGXCloudExecutor, "copy_directory_data_command", _dgxcloud_command),
-            Edit(DGXCloudExecutor, "move_data", _moving_less(move)),
         ]
+        if falls_back():
+            known: dict[str, list[str]] = {"move_data": _MOVE, "_run_workspace_and_wait": _RUN}
+            for name, parameters in known.items():
+                method: Any = vars(DGXCloudExecutor).get(name)
+                where = f"DGXCloudExecutor.{name}"
+                self.must(callable(method), where)
+                self.must(list(inspect.signature(method).parameters) == parameters, where)
+            edits.append(Edit(DGXCloudExecutor, "move_data", _move_data))
+        return edits
+
+
+def falls_back() -> bool:
+    """Whether this NeMo-Run sends file by file what is too long for one command line."""
+    return hasattr(DGXCloudExecutor, "MAX_ARGS_CHARS")
 
 
 def unread(job_name: str) -> frozenset[str]:
@@ -110,12 +122,16 @@ def _dgxcloud_command(self: DGXCloudExecutor, local_dir_path: str, dest_path: st
 
 
 def _script(executor: Any, source: str, target: str, quote: Callable[[str], str]) -> str:
-    data = base64.b64encode(tarball(Path(source), unread(executor.job_name))).decode("ascii")
     folder, archive = quote(target), quote(f"{target}/archive.tar.gz")
     return (
-        f"rm -rf {folder} && mkdir -p {folder} && echo {data} | base64 -d > {archive} && "
-        f"tar -xzf {archive} -C {folder} && rm {archive}"
+        f"rm -rf {folder} && mkdir -p {folder} && echo {_encoded(executor, source)} | "
+        f"base64 -d > {archive} && tar -xzf {archive} -C {folder} && rm {archive}"
     )
+
+
+def _encoded(executor: Any, source: str) -> str:
+    data = tarball(Path(source), unread(executor.job_name))
+    return base64.b64encode(data).decode("ascii")
 
 
 def quote_between_single_quotes(text: str) -> str:
@@ -126,19 +142,33 @@ def quote_between_single_quotes(text: str) -> str:
     return '"' + escaped.replace("'", r'$(printf "\047")') + '"'
 
 
-def _moving_less(move: Any) -> Any:
-    @functools.wraps(move)
-    def move_data(self: DGXCloudExecutor, *args: Any, **kwargs: Any) -> Any:
-        # When the tarball is too large, NeMo-Run walks the folder itself, file by file.
-        names = unread(getattr(self, "job_name", ""))
-        if not any(os.path.exists(os.path.join(self.job_dir, name)) for name in names):
-            return move(self, *args, **kwargs)
-        with tempfile.TemporaryDirectory() as folder:
-            lighter = copy.copy(self)
-            lighter.job_dir = os.path.join(folder, "job")
-            shutil.copytree(self.job_dir, lighter.job_dir, symlinks=True)
-            for name in names:
-                Path(lighter.job_dir, name).unlink(missing_ok=True)
-            return move(lighter, *args, **kwargs)
+def _move_data(self: Any, token: str, project_id: str, cluster_id: str, sleep: float = 10) -> None:
+    """Move the job's folder by one workload, or by as many as its tarball has pieces."""
+    whole = self.copy_directory_data_command(self.job_dir, self.pvc_job_dir)
+    is_short = len(whole) <= self.MAX_ARGS_CHARS
+    scripts = [whole] if is_short else list(_in_pieces(self, self.job_dir, self.pvc_job_dir))
+    if not is_short:
+        dgxcloud.logger.info(
+            "The job's folder makes a command of %d characters (limit %d): moving it in %d pieces",
+            len(whole),
+            self.MAX_ARGS_CHARS,
+            len(scripts),
+        )
+    for script in scripts:
+        self._run_workspace_and_wait(token, project_id, cluster_id, "data-mover", script, sleep)
 
-    return move_data
+
+def _in_pieces(executor: Any, source: str, target: str) -> Iterator[str]:
+    """Scripts that each write a piece to a file of its own; the last one unpacks them all.
+
+    Each can run twice, as a pod that is restarted does.
+    """
+    data = _encoded(executor, source)
+    folder = quote_between_single_quotes(target)
+    prepare = f"rm -rf {folder} && mkdir -p {folder} && "
+    start = quote_between_single_quotes(f"{target}/archive.b64.")
+    size = executor.MAX_ARGS_CHARS - len(f"{prepare}echo  > {start}00000")
+    for number, first in enumerate(range(0, len(data), size)):
+        write = f"echo {data[first : first + size]} > {start}{number:05d}"
+        yield write if number else prepare + write
+    yield f"cat {start}* | base64 -d | tar -xzf - -C {folder} && rm -f {start}*"

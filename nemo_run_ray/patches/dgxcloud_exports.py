@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import copy
 import functools
+import logging
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from nemo_run.core.execution.dgxcloud import DGXCloudRequest
+from nemo_run.core.execution import dgxcloud
+from nemo_run.core.execution.dgxcloud import DGXCloudExecutor, DGXCloudRequest
 
 from nemo_run_ray.patches.base import Edit, Patch
 
@@ -23,7 +26,7 @@ class DGXCloudExportsPatch(Patch):
     why = (
         "DGX Cloud: variables that carry source code stay in the workload's environment, where "
         "they are already, and are not written into the job's script too, which would then be "
-        "moved to the cluster in pieces, one workload each."
+        "moved to the cluster in pieces, one workload each; nor are they logged."
     )
     retired_by = (
         "a DGXCloudRequest.materialize() that does not repeat the structured environment variables"
@@ -34,7 +37,13 @@ class DGXCloudExportsPatch(Patch):
         self.must(callable(render), "DGXCloudRequest.materialize")
         fields = getattr(DGXCloudRequest, "__dataclass_fields__", {})
         self.must({"executor", "extra_env"} <= set(fields), "the fields of DGXCloudRequest")
-        return [Edit(DGXCloudRequest, "materialize", _without_source(render))]
+        create: Any = vars(DGXCloudExecutor).get("create_training_job")
+        self.must(callable(create), "DGXCloudExecutor.create_training_job")
+        self.must(isinstance(getattr(dgxcloud, "logger", None), logging.Logger), "its logger")
+        return [
+            Edit(DGXCloudRequest, "materialize", _without_source(render)),
+            Edit(DGXCloudExecutor, "create_training_job", _logging_no_source(create)),
+        ]
 
 
 def _without_source(render: Any) -> Any:
@@ -49,6 +58,32 @@ def _without_source(render: Any) -> Any:
         return str(render(request))
 
     return materialize
+
+
+def _logging_no_source(create: Any) -> Any:
+    @functools.wraps(create)
+    def create_training_job(self: DGXCloudExecutor, *args: Any, **kwargs: Any) -> Any:
+        short = _Shortened()
+        dgxcloud.logger.addFilter(short)
+        try:
+            return create(self, *args, **kwargs)
+        finally:
+            dgxcloud.logger.removeFilter(short)
+
+    return create_training_job
+
+
+class _Shortened(logging.Filter):
+    """NeMo-Run logs the whole workload at INFO; source code has no place there."""
+
+    _VALUE = re.compile(
+        rf'("name": "(?:{"|".join(SOURCE_PREFIXES)})\w*", "value": )"(?:[^"\\]|\\.)*"'
+    )
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        if isinstance(record.msg, str) and not record.args:
+            record.msg = self._VALUE.sub(r'\1"…"', record.msg)
+        return True
 
 
 def _kept(variables: Mapping[str, str], structured: Mapping[str, str]) -> dict[str, str]:

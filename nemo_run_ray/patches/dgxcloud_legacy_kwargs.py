@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import importlib
 import inspect
 import threading
 import warnings
 from collections.abc import Sequence
 from typing import Any
+from weakref import WeakKeyDictionary
 
-from fiddle._src import building, signatures
 from nemo_run.core.execution.dgxcloud import DGXCloudExecutor
 
 from nemo_run_ray.patches.base import Edit, Patch
@@ -37,13 +38,30 @@ class DGXCloudLegacyKwargsPatch(Patch):
         self.must(callable(build), "DGXCloudExecutor.__init__")
         found = inspect.signature(build).parameters
         self.must(set(RENAMED.values()) <= set(found), "the parameters of DGXCloudExecutor")
-        self.must(isinstance(_signatures(), signatures.weakref.WeakKeyDictionary), "fiddle's cache")
-        self.must(hasattr(getattr(building, "_state", None), "in_build"), "fiddle.build")
-        return [Edit(DGXCloudExecutor, "__init__", _translating(build, _Notice()))]
+        fiddle = _Fiddle()
+        self.must(isinstance(fiddle.signatures, WeakKeyDictionary), "fiddle's cache")
+        self.must(hasattr(fiddle.state, "in_build"), "fiddle.build")
+        return [Edit(DGXCloudExecutor, "__init__", _translating(build, _Notice(), fiddle))]
 
     def refresh(self) -> None:
         # fiddle remembers the signature that it saw first.
-        _signatures().pop(DGXCloudExecutor, None)
+        _Fiddle().signatures.pop(DGXCloudExecutor, None)
+
+
+class _Fiddle:
+    """What we must know of fiddle that it does not publish; ``None`` where it is elsewhere."""
+
+    def __init__(self) -> None:
+        # Looked for when it is needed: importing us must not depend on it.
+        self.signatures: Any = _inner("signatures", "_signature_cache")
+        self.state: Any = _inner("building", "_state")
+
+
+def _inner(module: str, name: str) -> Any:
+    try:
+        return getattr(importlib.import_module(f"fiddle._src.{module}"), name, None)
+    except ImportError:
+        return None
 
 
 class _Notice:
@@ -60,7 +78,7 @@ class _Notice:
             warnings.warn(text, DeprecationWarning, stacklevel=3)
 
 
-def _translating(build: Any, notice: _Notice) -> Any:
+def _translating(build: Any, notice: _Notice, fiddle: _Fiddle) -> Any:
     @functools.wraps(build)
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:  # noqa: N807
         old = {name: kwargs.pop(name) for name in RENAMED if name in kwargs}
@@ -68,7 +86,7 @@ def _translating(build: Any, notice: _Notice) -> Any:
             if value is not None and kwargs.get(RENAMED[name]) is None:
                 kwargs[RENAMED[name]] = value
         # A saved configuration, which every look at a job's state builds anew, is nobody's to fix.
-        if old and not building._state.in_build:
+        if old and not fiddle.state.in_build:
             notice.tell(
                 f"DGXCloudExecutor: {', '.join(old)} are now called "
                 f"{', '.join(RENAMED[name] for name in old)}; please rename them."
@@ -96,7 +114,3 @@ def _signature(build: Any) -> inspect.Signature:
         for name in RENAMED
     ]
     return known.replace(parameters=parameters)
-
-
-def _signatures() -> Any:
-    return getattr(signatures, "_signature_cache", None)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import logging
 import os
@@ -13,6 +14,7 @@ from io import BytesIO
 from pathlib import Path
 from typing import Any
 
+from fiddle import Buildable, daglish
 from nemo_run.config import Partial, Script
 from nemo_run.core.execution.base import Executor
 from nemo_run.core.execution.dgxcloud import DGXCloudExecutor
@@ -175,7 +177,7 @@ def _scripts(task: Partial | Script, root: Path) -> Iterator[str]:
         else:
             paths = [task.path]
     else:
-        modules = [getattr(task.__fn_or_cls__, "__module__", "")]
+        modules = list(_modules(task))
     for path in paths:
         found = _in_tree(path, root)
         if found:
@@ -184,6 +186,14 @@ def _scripts(task: Partial | Script, root: Path) -> Iterator[str]:
         found = find_module(root, module) if module else None
         if found:
             yield found
+
+
+def _modules(task: Partial) -> Iterator[str]:
+    """Of the function, and of all that its arguments are built from or name."""
+    for value, _ in daglish.iterate(task):
+        named = value.__fn_or_cls__ if isinstance(value, Buildable) else value
+        if inspect.isroutine(named) or inspect.isclass(named):
+            yield named.__module__
 
 
 def _in_tree(path: str, root: Path) -> str | None:
@@ -212,6 +222,12 @@ def _report(source: Source) -> None:
         )
     if source.left_out:
         log.info("ShipSource: left out as caches, data or models: %s", ", ".join(source.left_out))
+    if source.packages_left_out():
+        log.warning(
+            "ShipSource: packages stay here because of their names, which those of caches, data or "
+            "models are: %s. include=[…] sends them.",
+            ", ".join(source.packages_left_out()),
+        )
 
 
 def _into_environment(

@@ -156,6 +156,9 @@ def main(env: Dict[str, str], command: List[str]) -> None:
     except OSError as error:
         sys.exit(f"nemo-run-ray: the source code cannot be unpacked: {error}")
     env = {name: value for name, value in env.items() if not name.startswith(PREFIX)}
+    with contextlib.suppress(OSError), open("/proc/self/environ", "rb") as given:
+        if b"\0LC_CTYPE=" not in b"\0" + given.read():
+            env.pop("LC_CTYPE", None)  # Python's own doing where there is no locale, PEP 538
     paths = [os.path.normpath(os.path.join(spec["tree"], root)) for root in spec["roots"]]
     others = spec.get("path", env.get("PYTHONPATH"))
     env["NEMO_RUN_RAY_SRC"] = spec["tree"]

@@ -52,6 +52,13 @@ class Source:
         sizes = [(n, len(e.content)) for n, e in self.tree.items() if isinstance(e, File)]
         return sorted(sizes, key=lambda one: (-one[1], one[0]))[:count]
 
+    def packages_left_out(self) -> list[str]:
+        """Python packages that stay here for nothing but their own name."""
+        above = [
+            PurePosixPath(name).parent for name in self.left_out if name.endswith("__init__.py")
+        ]
+        return [str(folder) for folder in above if _is_left_out(folder.name)]
+
 
 def collect(
     root: Path,

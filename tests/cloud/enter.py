@@ -28,7 +28,7 @@ def main(path: str) -> None:
     with open(path, encoding="utf-8") as stream:
         pod = json.load(stream)
     root, uid, gid = pod["root"], os.getuid(), os.getgid()
-    if uid:
+    if uid or _libc.unshare(_NEW_NAMESPACE):  # the superuser of a container may not
         _must(_libc.unshare(_NEW_USER | _NEW_NAMESPACE), "unshare")
         for name, text in (
             ("setgroups", "deny"),
@@ -37,8 +37,6 @@ def main(path: str) -> None:
         ):
             with open(f"/proc/self/{name}", "w") as stream:
                 stream.write(text)
-    else:
-        _must(_libc.unshare(_NEW_NAMESPACE), "unshare")
     _mount("none", "/", _RECURSIVE | _PRIVATE)
     for name in os.listdir("/"):
         place = os.path.join(root, name)

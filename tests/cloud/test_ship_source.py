@@ -123,20 +123,41 @@ def test_a_partial_does_not_run_without_the_folder_configs(
 # ---------------------------------------------------------------------- many pods at once
 
 
-def _chaos(platform: Platform, project, results: Path, name: str, seed: int) -> None:
+@pytest.fixture
+def strikes(platform, monkeypatch) -> list[float]:
+    """Pauses, in seconds, after each of which a pod of the next job dies and is started again.
+
+    From the moment that the pods start, and before the platform answers: while they unpack.
+    """
+    pauses: list[float] = []
+    start = type(platform.cluster).add
+
+    def add(self, kind, *rest):
+        made = start(self, kind, *rest)
+        while pauses and kind in ("distributed", "job"):
+            time.sleep(pauses.pop())
+            victim = made.pods[len(pauses) % len(made.pods)]
+            victim.kill()
+            victim.start()
+        return made
+
+    monkeypatch.setattr(type(platform.cluster), "add", add)
+    return pauses
+
+
+def _chaos(
+    platform: Platform, project, results: Path, strikes: list[float], name: str, seed: int
+) -> None:
     """Eight pods on one folder; some die at random moments and are started again."""
     dice = random.Random(seed)
     (project.package / "round.py").write_text(f"SEED = {seed}\n")
     shutil.rmtree(results, ignore_errors=True)
     task = run.Script(inline="python -m shippable.main")
+    strikes[:] = [dice.uniform(0, 0.15) for _ in range(12)]
     launch(platform, task, project, name, detach=True, nodes=8)
     job = platform.jobs()[-1]
     assert len(job.pods) == 8
-    for _ in range(6):
-        time.sleep(dice.uniform(0, 0.3))
-        victim = dice.choice(job.pods)
-        victim.kill()
-        victim.start()
+    assert strikes == []
     wait_for(lambda: None not in job.codes(), within_s=120)
     assert job.codes() == [0] * 8, f"seed {seed}: {job.log()}"
     seen = found(results)
@@ -145,21 +166,24 @@ def _chaos(platform: Platform, project, results: Path, name: str, seed: int) -> 
     assert all(one["left"] == [] for one in seen.values())
 
 
-def test_eight_pods_share_one_folder_and_some_die(platform, project, results, unique):
+def test_eight_pods_share_one_folder_and_some_die(platform, project, results, strikes, unique):
     seed = int(os.environ.get("SEED", random.randrange(10**6)))
     print(f"SEED={seed}")
     for number in range(3):
-        _chaos(platform, project, results, f"{unique}{number}", seed + number)
+        _chaos(platform, project, results, strikes, f"{unique}{number}", seed + number)
     trees = list((platform.cluster.shared / "runs/.source").glob("src-*"))
     assert len(trees) == 3
 
 
 @pytest.mark.soak
-def test_twenty_rounds(platform, project, results, unique):
+def test_twenty_rounds(platform, project, results, strikes, unique):
     seed = int(os.environ.get("SEED", random.randrange(10**6)))
     print(f"SEED={seed}")
     for number in range(20):
-        _chaos(platform, project, results, f"{unique}{number}", seed + number)
+        _chaos(platform, project, results, strikes, f"{unique}{number}", seed + number)
+    halves = list((platform.cluster.shared / "runs/.source").glob(".src-*"))
+    print(f"{len(halves)} of 240 died while they unpacked")
+    assert halves, "every pod died before or after it unpacked, which proves nothing about it"
 
 
 def test_no_pod_waits_for_another(platform, project, results, unique):
@@ -224,6 +248,18 @@ def test_a_pythonpath_of_the_users_comes_after_ours(platform, project, results, 
     must_succeed(platform)
     (seen,) = found(results).values()
     assert seen["path"].split(":")[1] == "/mine"
+
+
+def test_the_environment_is_the_submitted_one_and_ours(platform, project, unique):
+    """Python itself sets a variable where the image has no locale."""
+    (project.package / "show.sh").write_text("env -0 > /shared/environment\n")
+    launch(platform, run.Script(inline="sh src/shippable/show.sh"), project, unique)
+    must_succeed(platform)
+    text = (platform.cluster.shared / "environment").read_text()
+    names = {line.partition("=")[0] for line in text.split("\0")}
+    assert {"NEMO_RUN_RAY_SRC", "PYTHONPATH"} <= names
+    assert not {"LC_CTYPE", "LC_ALL"} & names
+    assert not [one for one in names if one.startswith("_NEMO")]
 
 
 # ---------------------------------------------------------------------- what goes wrong
@@ -351,6 +387,10 @@ def test_wrong_credentials_on_lepton(lepton_ai, project, unique, monkeypatch, ca
     with caplog.at_level(logging.INFO), pytest.raises(Exception, match="does not know this token"):
         launch(lepton_ai, run.Script(inline="true"), project, unique)
     assert lepton_ai.jobs() == lepton_ai.movers() == []
+    assert [status for _, _, status in lepton_ai.server.requests] == [401]
+    seen = capfd.readouterr()
+    shown = " ".join(f"{seen.out} {seen.err} {caplog.text}".split())
+    assert shown.count("does not know this token") == 1
 
 
 # ---------------------------------------------------------------------- other executors

@@ -1,13 +1,17 @@
 """Which files travel."""
 
+import importlib
+import logging
 import os
 import stat
 import subprocess
+import sys
 from pathlib import Path
 
 import nemo_run as run
 import pytest
 
+from nemo_run_ray import patches
 from nemo_run_ray.errors import TransportError
 from nemo_run_ray.transport import LEFT_OUT, ShipSource, source
 from nemo_run_ray.transport.encode import File, Link
@@ -104,6 +108,32 @@ def test_the_script_is_found_in_every_kind_of_task(root, task, monkeypatch):
     assert executor.packager.scripts == ["src/p/recipes/nano/train.py"]
 
 
+def test_the_families_of_all_that_a_partial_is_built_from(root, monkeypatch):
+    fill(root, *RECIPES)
+    for empty in ("p", "p/recipes", "r"):
+        (root / f"src/{empty}/__init__.py").write_text("")
+    for family, text in (("nano", "def train(model, hook): ..."), ("super", "class Model: ...")):
+        (root / f"src/p/recipes/{family}/train.py").write_text(text)
+    (root / "src/r/recipes/nano/x.py").write_text("def hook(): ...")
+    monkeypatch.syspath_prepend(str(root / "src"))
+    try:
+        nano, super_, hook = map(
+            importlib.import_module,
+            ("p.recipes.nano.train", "p.recipes.super.train", "r.recipes.nano.x"),
+        )
+        task = run.Partial(nano.train, model=[run.Config(super_.Model)], hook={"a": hook.hook})
+        executor = run.DockerExecutor(container_image="i")
+        ShipSource(root).setup(task, executor)
+    finally:
+        for name in [one for one in sys.modules if one.split(".")[0] in ("p", "r")]:
+            del sys.modules[name]
+    assert sorted(executor.packager.scripts) == [
+        "src/p/recipes/nano/train.py",
+        "src/p/recipes/super/train.py",
+        "src/r/recipes/nano/x.py",
+    ]
+
+
 def test_the_tasks_of_a_group_share_a_packager_with_all_their_families(root):
     fill(root, *RECIPES)
     executor = run.DockerExecutor(container_image="i")
@@ -132,6 +162,20 @@ def test_caches_data_and_models_stay(root):
     assert set(found.tree) == {"src/a/__init__.py"}
     assert "src/a/w.safetensors" in found.left_out
     assert "*.safetensors" in LEFT_OUT
+
+
+@pytest.mark.parametrize("name", ["checkpoints", "wandb"])
+def test_a_package_with_the_name_of_a_cache_is_reported(root, name, caplog):
+    fill(root, "src/a/__init__.py", f"src/a/{name}/__init__.py", f"src/a/{name}/sub/__init__.py")
+    executor = run.LeptonExecutor(container_image="i", nemo_run_dir="/shared/runs")
+    executor.lepton_job_dir = "/shared/runs/job"
+    undo = patches.apply()  # what the plug-in leaves on
+    try:
+        ShipSource(root).setup(run.Script(inline="true"), executor)
+    finally:
+        undo()
+    (warning,) = (one for one in caplog.records if one.levelno == logging.WARNING)
+    assert f"are: src/a/{name}. include=" in warning.getMessage()
 
 
 def test_include_and_exclude(root):
@@ -252,17 +296,19 @@ def test_what_cannot_be_read_is_named(tmp_path, root, what):
     fill(root, "src/a/__init__.py", "src/a/sub/secret.py")
     secret = root / ("src/a/sub/secret.py" if what == "file" else "src/a/sub")
     secret.chmod(0)
+    modes = {place: stat.S_IMODE(place.stat().st_mode) for place in [root, *root.parents][:4]}
     try:
         if os.getuid():
             with pytest.raises(TransportError) as caught:
                 source.collect(root)
             text = str(caught.value)
         else:  # the superuser reads everything
-            root_places = [root, *root.parents]
-            for place in root_places[:4]:
-                place.chmod(place.stat().st_mode | stat.S_IRWXU | 0o055)
+            for place, mode in modes.items():
+                place.chmod(mode | 0o055)
             text = _as_nobody(root)
     finally:
+        for place, mode in modes.items():
+            place.chmod(mode)
         secret.chmod(0o755)
     for word in (str(secret), "cannot be read: Permission denied", "exclude=", "Nothing was sent"):
         assert word in text

@@ -1,9 +1,13 @@
 """The patch ``dgxcloud_exports`` on the NeMo-Run that is installed."""
 
+import json
+import logging
 import threading
 from collections.abc import Iterator
+from types import SimpleNamespace
 
 import pytest
+from nemo_run.core.execution import dgxcloud
 from nemo_run.core.execution.dgxcloud import DGXCloudRequest
 from nemo_run.core.execution.launcher import FaultTolerance
 
@@ -73,6 +77,39 @@ def test_without_source_the_script_is_the_same_to_the_letter():
 
 def test_the_printed_request_has_no_source_either(applied):
     assert "_NEMOTRON_SRC_0" not in repr(_request())
+
+
+def test_what_is_logged_has_no_source_and_all_else(applied, monkeypatch):
+    lines = _logged_by_creating(monkeypatch)
+    payload = json.loads(next(line for line in lines if line.startswith("{")))
+    found = {one["name"]: one["value"] for one in payload["spec"]["environmentVariables"]}
+    assert found == {**OTHERS, **dict.fromkeys(SOURCE, "\u2026")}
+    assert dgxcloud.logger.filters == []
+
+
+def test_unpatched_the_source_is_logged(monkeypatch):
+    assert "x{`$" in "".join(_logged_by_creating(monkeypatch))
+
+
+def _logged_by_creating(monkeypatch) -> list[str]:
+    hostile = dict.fromkeys(SOURCE, 'x{`$ "quoted" \\" \n')
+    executor = make_executor(env_vars={**OTHERS, **hostile})
+    sent, lines = [], []
+    answer = SimpleNamespace(status_code=202, text="{}")
+    monkeypatch.setattr("requests.post", lambda *_, json, **__: sent.append(json) or answer)
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())
+    monkeypatch.setattr(dgxcloud.logger, "handlers", [handler])
+    monkeypatch.setattr(dgxcloud.logger, "propagate", False)
+    level = dgxcloud.logger.level
+    dgxcloud.logger.setLevel(logging.DEBUG)
+    try:
+        executor.create_training_job("token", "1", "c-1", "name")
+    finally:
+        dgxcloud.logger.setLevel(level)
+    (variables,) = (one["spec"]["environmentVariables"] for one in sent)
+    assert {one["name"]: one["value"] for one in variables} == {**OTHERS, **hostile}
+    return lines
 
 
 def test_rendering_that_raises_leaves_the_executor_as_it_was(applied):

@@ -18,6 +18,7 @@ from nemo_run_ray import patches
 from nemo_run_ray.errors import UnsupportedNemoRun
 from nemo_run_ray.patches import base
 from nemo_run_ray.patches.base import Patch
+from nemo_run_ray.patches.data_mover_configs import falls_back
 from tests.conftest import python
 from tests.patches.dgxcloud import ID
 
@@ -26,9 +27,12 @@ TARGETS: dict[str, list[tuple[Any, str]]] = {
     "data_mover_configs": [
         (LeptonExecutor, "copy_directory_data_command"),
         (DGXCloudExecutor, "copy_directory_data_command"),
-        (DGXCloudExecutor, "move_data"),
+        *([(DGXCloudExecutor, "move_data")] if falls_back() else []),
     ],
-    "dgxcloud_exports": [(DGXCloudRequest, "materialize")],
+    "dgxcloud_exports": [
+        (DGXCloudRequest, "materialize"),
+        (DGXCloudExecutor, "create_training_job"),
+    ],
     "dgxcloud_legacy_kwargs": [(DGXCloudExecutor, "__init__")],
     "dgxcloud_refusal": [(dgxcloud, "requests"), (DGXCloudExecutor, "get_auth_token")],
 }
@@ -82,15 +86,22 @@ def test_undo_puts_back_the_very_objects(patch):
         assert _changed(before) == set()
 
 
-def test_an_attribute_that_was_inherited_is_deleted_again(patch):
-    """The targets of a child class that has none of its own stay its parent's."""
-    undo = patch.apply()
-    owner, name = TARGETS[patch.name][-1]
-    child = type("Child", (owner,), {})
-    assert getattr(child, name) is getattr(owner, name)
-    undo()
-    assert name not in vars(child)
-    assert getattr(child, name) is getattr(owner, name)
+def test_an_attribute_that_was_inherited_is_deleted_again(patch, monkeypatch):
+    """As if NeMo-Run moved the targets to a parent class."""
+    edits = [
+        base.Edit(type("Child", (edit.owner,), {}), edit.name, edit.value)
+        for edit in patch.edits()
+        if isinstance(edit.owner, type)
+    ]
+    with monkeypatch.context() as context:
+        context.setattr(type(patch), "edits", lambda self: edits)
+        patch.apply()
+    for edit in edits:
+        assert vars(edit.owner)[edit.name] is edit.value
+    assert patch.undo()
+    for edit in edits:
+        assert edit.name not in vars(edit.owner)
+        assert getattr(edit.owner, edit.name) is getattr(edit.owner.__base__, edit.name)
 
 
 def test_all_or_nothing(patch, monkeypatch):
