@@ -9,13 +9,13 @@ import json
 import re
 import secrets
 import shlex
-import threading
 from collections.abc import Callable
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from contextlib import ExitStack
 from typing import Any
 from urllib.parse import urlsplit
 
 from tests.cloud.pods import Cluster, Workload
+from tests.http_server import Handler, serving
 
 #: A value of run:ai's API: a variable's, the command, its arguments.
 RUNAI_CHARS = 10_000
@@ -38,47 +38,21 @@ class Server:
         self.cluster = cluster
         self.requests: list[tuple[str, str, int]] = []
         self.routes: list[tuple[str, re.Pattern[str], Callable[..., Any]]] = []
-        outer = self
-
-        class Handler(BaseHTTPRequestHandler):
-            protocol_version = "HTTP/1.1"
-
-            def answer(self) -> None:
-                length = int(self.headers.get("Content-Length") or 0)
-                body = self.rfile.read(length)
-                status, found = outer._answer(
-                    self.command, urlsplit(self.path).path, dict(self.headers), body
-                )
-                data = found if isinstance(found, bytes) else json.dumps(found).encode()
-                self.send_response(status)
-                self.send_header("Content-Type", "application/json")
-                self.send_header("Content-Length", str(len(data)))
-                self.end_headers()
-                self.wfile.write(data)
-
-            do_GET = do_POST = do_DELETE = do_PATCH = do_PUT = answer  # noqa: N815
-
-            def log_message(self, *_: object) -> None:
-                """The requests are in ``requests``."""
-
-        self._http = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        self.url = f"http://127.0.0.1:{self._http.server_address[1]}{self.prefix}"
-        self._thread = threading.Thread(target=self._http.serve_forever, args=(0.05,))
-        self._thread.start()
+        self._serving = ExitStack()
+        self.url = self._serving.enter_context(serving(_Handler, platform=self)) + self.prefix
 
     def close(self) -> None:
-        self._http.shutdown()
-        self._http.server_close()
-        self._thread.join()
+        self._serving.close()
         self.cluster.close()
 
     def route(self, method: str, path: str, answer: Callable[..., Any]) -> None:
         pattern = re.sub(r"\{(\w+)\}", r"(?P<\1>[^/]+)", path)
         self.routes.append((method, re.compile(self.prefix + pattern), answer))
 
-    def _answer(
+    def reply(
         self, method: str, path: str, headers: dict[str, str], body: bytes
     ) -> tuple[int, Any]:
+        """Status and content: bytes as they are, or what JSON can say."""
         try:
             for known, pattern, answer in self.routes:
                 found = pattern.fullmatch(path)
@@ -98,6 +72,16 @@ class Server:
         if found is None or (kinds and found.kind not in kinds):
             raise Refused(404, f"no workload {number}")
         return found
+
+
+class _Handler(Handler):
+    platform: Server
+
+    def answer(self) -> None:
+        path = urlsplit(self.path).path
+        status, found = self.platform.reply(self.command, path, dict(self.headers), self.body())
+        content = found if isinstance(found, bytes) else json.dumps(found)
+        self.send(status, content, Content_Type="application/json")
 
 
 def known_fields(sent: Any, names: set[str], where: str) -> None:

@@ -2,9 +2,7 @@
 
 import json
 import logging
-import threading
 from collections.abc import Callable, Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from types import SimpleNamespace
 
 import pytest
@@ -14,6 +12,7 @@ from nemo_run.core.execution.dgxcloud import DGXCloudExecutor
 
 from nemo_run_ray import patches
 from nemo_run_ray.errors import UnsupportedNemoRun
+from tests.http_server import Handler, serving
 from tests.patches.dgxcloud import make_executor
 
 REASON = "the client's credentials were revoked"
@@ -31,41 +30,30 @@ class Platform:
     """A token endpoint that gives the answers it is told, the last one for ever."""
 
     def __init__(self) -> None:
+        self.url = ""
         self.answers: list[tuple[int, str]] = []
         self.asked: list[dict] = []
-        outer = self
-
-        class Handler(BaseHTTPRequestHandler):
-            def do_POST(self) -> None:
-                body = self.rfile.read(int(self.headers["Content-Length"]))
-                outer.asked.append(json.loads(body))
-                answers = outer.answers
-                status, text = answers.pop(0) if len(answers) > 1 else answers[0]
-                self.send_response(status)
-                self.send_header("Content-Length", str(len(text.encode())))
-                self.end_headers()
-                self.wfile.write(text.encode())
-
-            def log_message(self, *_: object) -> None:
-                """The requests are in ``asked``."""
-
-        self.http = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        self.url = f"http://127.0.0.1:{self.http.server_address[1]}/api/v1"
 
     def answer(self, *answers: tuple[int, str]) -> DGXCloudExecutor:
         self.answers = list(answers)
         return make_executor(base_url=self.url)
 
 
+class _Handler(Handler):
+    platform: Platform
+
+    def answer(self) -> None:
+        self.platform.asked.append(json.loads(self.body()))
+        answers = self.platform.answers
+        self.send(*(answers.pop(0) if len(answers) > 1 else answers[0]))
+
+
 @pytest.fixture
 def platform() -> Iterator[Platform]:
     one = Platform()
-    thread = threading.Thread(target=one.http.serve_forever, args=(0.05,))
-    thread.start()
-    yield one
-    one.http.shutdown()
-    one.http.server_close()
-    thread.join()
+    with serving(_Handler, platform=one) as url:
+        one.url = f"{url}/api/v1"
+        yield one
 
 
 @pytest.fixture(autouse=True)

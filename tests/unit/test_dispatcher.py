@@ -10,7 +10,6 @@ import zipfile
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from io import BytesIO
 from urllib.parse import unquote
 
@@ -52,6 +51,7 @@ from nemo_run_ray.remote.output import PREFIX
 from nemo_run_ray.remote.rest import Away, Rest
 from nemo_run_ray.remote.rundir import SECRETS
 from nemo_run_ray.remote.spec import ChainSpec, LinkSpec
+from tests.http_server import Handler, serving
 
 NOW = 1_800_000_000.0
 OWN, SESSION = "e.dispatcher", "session_2027-01-15_08-00-00_000000_1"
@@ -280,15 +280,12 @@ def of_the_agent(words: str) -> str:
     )
 
 
-class _Handler(BaseHTTPRequestHandler):
-    protocol_version = "HTTP/1.1"
-    disable_nagle_algorithm = True
-    wbufsize = -1
-    server: "_Server"
+class _Handler(Handler):
+    ray: FakeRay
 
-    def do_GET(self) -> None:
-        ray = self.server.ray
-        data = self.rfile.read(int(self.headers.get("Content-Length") or 0))
+    def answer(self) -> None:
+        ray = self.ray
+        data = self.body()
         if self.path == "/api/jobs/":
             ray.before_table()
         with ray.lock:
@@ -300,29 +297,10 @@ class _Handler(BaseHTTPRequestHandler):
             if trouble is None or trouble.is_carried_out:
                 given = ray.answer(self.command, self.path, data)
                 status, text = given if trouble is None else (status, text)
-        if not status:
+        if status:
+            self.send(status, text, **({"Connection": "close"} if ray.is_closing else {}))
+        else:
             self.close_connection = True
-            return
-        self.send_response(status)
-        self.send_header("Content-Length", str(len(text.encode())))
-        if ray.is_closing:
-            self.send_header("Connection", "close")
-        self.end_headers()
-        self.wfile.write(text.encode())
-
-    def do_POST(self) -> None:
-        self.do_GET()
-
-    def do_PUT(self) -> None:
-        self.do_GET()
-
-    def log_message(self, *arguments) -> None:
-        """Say nothing."""
-
-
-class _Server(ThreadingHTTPServer):
-    daemon_threads = True
-    ray: FakeRay
 
 
 @pytest.fixture
@@ -331,13 +309,8 @@ def serve() -> Iterator[Callable[..., FakeRay]]:
     with contextlib.ExitStack() as stack:
 
         def start(*arguments, **options) -> FakeRay:
-            server = stack.enter_context(_Server(("127.0.0.1", 0), _Handler))
-            server.ray = ray = FakeRay(*arguments, **options)
-            ray.url = f"http://127.0.0.1:{server.server_port}"
-            thread = threading.Thread(target=server.serve_forever, args=(0.01,))
-            thread.start()
-            stack.callback(thread.join)
-            stack.callback(server.shutdown)
+            ray = FakeRay(*arguments, **options)
+            ray.url = stack.enter_context(serving(_Handler, ray=ray))
             stack.callback(ray.close)
             return ray
 

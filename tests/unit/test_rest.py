@@ -6,12 +6,12 @@ import socket
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
 
 from nemo_run_ray.remote.rest import Away, Refused, Rest, candidates
+from tests.http_server import Handler, serving
 
 VERSION = json.dumps({"version": "4", "ray_version": "2.60.0", "session_name": "session_1"})
 BODY = {"submission_id": "e.a", "entrypoint": "true", "metadata": {"é": "ü"}}
@@ -46,15 +46,12 @@ class Script:
         self.answers.append(Answer(status, data, missing))
 
 
-class _Handler(BaseHTTPRequestHandler):
-    protocol_version = "HTTP/1.1"
-    disable_nagle_algorithm = True
-    server: "_Server"
+class _Handler(Handler):
+    script: Script
 
-    def do_GET(self) -> None:
-        script = self.server.script
-        data = self.rfile.read(int(self.headers.get("Content-Length") or 0))
-        script.asked.append((self.command, self.path, data))
+    def answer(self) -> None:
+        script = self.script
+        script.asked.append((self.command, self.path, self.body()))
         script.headers.append(dict(self.headers))
         script.connections.add(self.client_address)
         answer = script.answers.pop(0)
@@ -63,37 +60,17 @@ class _Handler(BaseHTTPRequestHandler):
         self.close_connection = not answer.status or answer.missing > 0
         if not answer.status:
             return
-        self.send_response(answer.status)
-        self.send_header("Content-Length", str(len(answer.text) + answer.missing))
+        headers = {"Content_Length": str(len(answer.text) + answer.missing)}
         if not script.keeps_alive:
-            self.send_header("Connection", "close")
-        self.end_headers()
-        self.wfile.write(answer.text)
-
-    def do_POST(self) -> None:
-        self.do_GET()
-
-    def do_PUT(self) -> None:
-        self.do_GET()
-
-    def log_message(self, *arguments) -> None:
-        """Say nothing."""
-
-
-class _Server(ThreadingHTTPServer):
-    daemon_threads = True
-    script: Script
+            headers["Connection"] = "close"
+        self.send(answer.status, answer.text, **headers)
 
 
 @pytest.fixture
 def script() -> Iterator[Script]:
-    with _Server(("127.0.0.1", 0), _Handler) as server:
-        server.script = Script(f"http://127.0.0.1:{server.server_port}")
-        thread = threading.Thread(target=server.serve_forever, args=(0.01,))
-        thread.start()
-        yield server.script
-        server.shutdown()
-        thread.join()
+    known = Script()
+    with serving(_Handler, script=known) as known.url:
+        yield known
 
 
 @pytest.fixture(autouse=True)

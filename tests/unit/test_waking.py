@@ -1,16 +1,15 @@
 """Jobs that a head's death has orphaned: the client makes Ray look after them."""
 
 import json
-import threading
 import time
 from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
 from nemo_run_ray import jobs_api
 from nemo_run_ray.clusters import Dashboard
 from nemo_run_ray.jobs_api import JobsApi
+from tests.http_server import Handler, serving
 
 
 class Head:
@@ -37,42 +36,28 @@ class Head:
         return 400, f"Job with submission_id {name} already exists."
 
 
+class _Handler(Handler):
+    head: Head
+
+    def answer(self) -> None:
+        if self.command == "POST":
+            self.send(*self.head.posted(json.loads(self.body())["submission_id"]))
+        elif self.path == "/api/jobs/":
+            self.send(200, json.dumps(list(self.head.rows.values())))
+        else:
+            nodes = [{"node_id": node, "state": "ALIVE"} for node in self.head.alive]
+            nodes.append({"node_id": "node0", "state": "DEAD"})
+            self.send(200, json.dumps({"data": {"result": {"result": nodes}}}))
+
+
 @pytest.fixture
 def head(monkeypatch) -> Iterator[Head]:
     found = Head()
-
-    class Handler(BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
-            if self.path == "/api/jobs/":
-                self._answer(200, json.dumps(list(found.rows.values())))
-            else:
-                nodes = [{"node_id": node, "state": "ALIVE"} for node in found.alive]
-                nodes.append({"node_id": "node0", "state": "DEAD"})
-                self._answer(200, json.dumps({"data": {"result": {"result": nodes}}}))
-
-        def do_POST(self) -> None:
-            body = self.rfile.read(int(self.headers["Content-Length"]))
-            self._answer(*found.posted(json.loads(body)["submission_id"]))
-
-        def _answer(self, status: int, text: str) -> None:
-            self.send_response(status)
-            self.send_header("Content-Length", str(len(text)))
-            self.end_headers()
-            self.wfile.write(text.encode())
-
-        def log_message(self, *_: object) -> None:
-            return None
-
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    thread = threading.Thread(target=server.serve_forever, args=(0.01,))
-    thread.start()
     monkeypatch.setattr(jobs_api, "_WAKE_S", 0.0)
-    found.api = JobsApi(Dashboard(f"http://127.0.0.1:{server.server_port}", {}))
-    yield found
-    found.api._http.close()
-    server.shutdown()
-    thread.join()
-    server.server_close()
+    with serving(_Handler, head=found) as url:
+        found.api = JobsApi(Dashboard(url, {}))
+        yield found
+        found.api._http.close()
 
 
 def test_a_job_that_ran_on_a_lost_head_ends_at_the_first_look(head):
