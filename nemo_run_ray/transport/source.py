@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import fnmatch
 import itertools
 import os
@@ -272,7 +273,10 @@ def _read(root: Path, name: str) -> Entry:
     path = root / name
     try:
         target = path.resolve()
-    except (OSError, RuntimeError) as error:  # a loop of links
+        if path.is_symlink():
+            with contextlib.suppress(FileNotFoundError):  # it may point to nothing, here
+                path.stat()
+    except (OSError, RuntimeError) as error:  # a loop of links; from 3.13 resolve() keeps quiet
         raise TransportError(
             f"ShipSource: {path} cannot be followed: {error}. Leave it out with "
             f"exclude=[{name!r}]. Nothing was sent."
