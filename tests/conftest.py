@@ -44,9 +44,13 @@ def pytest_runtest_makereport(item, call):
 
 
 def pytest_collection_modifyitems(config, items) -> None:
-    """Soak tests run when they are asked for."""
+    """Soak tests run when they are asked for; a file stays together, and all that need hosts."""
     if not config.getoption("-m"):
         items[:] = [item for item in items if item.get_closest_marker("soak") is None]
+    for item in items:
+        folder = item.path.parent
+        together = folder if folder.name == "hosts" else item.path  # one set of hosts at a time
+        item.add_marker(pytest.mark.xdist_group(str(together.relative_to(ROOT))))
 
 
 @pytest.fixture(scope="session")

@@ -201,6 +201,12 @@ def test_a_folder_that_is_a_link_out_of_the_tree(root, tmp_path):
         source.collect(root, include=["conf2/*"])
 
 
+def test_a_link_to_nothing_travels_as_it_is(root):
+    fill(root, "src/a/__init__.py")
+    (root / "src/a/later.py").symlink_to("generated.py")
+    assert source.collect(root).tree["src/a/later.py"] == Link("generated.py")
+
+
 def test_a_loop_of_links(root):
     fill(root, "src/a/__init__.py")
     (root / "src/a/loop.py").symlink_to("loop.py")
