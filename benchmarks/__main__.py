@@ -45,6 +45,7 @@ def main(wanted: list[str]) -> None:
     atexit.register(cluster.stop)  # the detached runs below would keep it
     os.environ["RAY_AUTH_TOKEN"] = dashboard.headers["Authorization"].removeprefix("Bearer ")
     latest = ROOT / "benchmarks" / "results" / "latest.json"
+    latest.parent.mkdir(exist_ok=True)
     results: dict[str, object] = (
         json.loads(latest.read_text()) if wanted and latest.exists() else {}
     )
@@ -65,7 +66,6 @@ def main(wanted: list[str]) -> None:
     for name in wanted or measures:
         print(f"measuring: {name}", file=sys.stderr, flush=True)
         results[name] = measures[name]()
-    latest.parent.mkdir(exist_ok=True)
     latest.write_text(json.dumps(results, indent=1))
     show(results)
 

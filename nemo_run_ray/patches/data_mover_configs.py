@@ -24,6 +24,8 @@ from nemo_run_ray.patches.base import Edit, Patch
 #: from ``<name>_fn_or_script`` beside them, so the folder itself must travel.
 UNREAD = ("_executor.yaml", "_config.yaml")
 
+#: In the job's folder on the cluster, once all pieces of it have been unpacked.
+MOVED = ".moved"
 _MOVE = ["self", "token", "project_id", "cluster_id", "sleep"]
 _RUN = ["self", "token", "project_id", "cluster_id", "name", "cmd", "sleep", "timeout"]
 
@@ -161,7 +163,7 @@ def _move_data(self: Any, token: str, project_id: str, cluster_id: str, sleep: f
 def _in_pieces(executor: Any, source: str, target: str) -> Iterator[str]:
     """Scripts that each write a piece to a file of its own; the last one unpacks them all.
 
-    Each can run twice, as a pod that is restarted does.
+    Each can run twice, as that of a pod does which dies before the platform knows its end.
     """
     data = _encoded(executor, source)
     folder = quote_between_single_quotes(target)
@@ -171,4 +173,6 @@ def _in_pieces(executor: Any, source: str, target: str) -> Iterator[str]:
     for number, first in enumerate(range(0, len(data), size)):
         write = f"echo {data[first : first + size]} > {start}{number:05d}"
         yield write if number else prepare + write
-    yield f"cat {start}* | base64 -d | tar -xzf - -C {folder} && rm -f {start}*"
+    done = quote_between_single_quotes(f"{target}/{MOVED}")
+    unpack = f"cat {start}* | base64 -d | tar -xzf - -C {folder}"
+    yield f"[ -e {done} ] || {{ {unpack} && : > {done}; }} && rm -f {start}*"

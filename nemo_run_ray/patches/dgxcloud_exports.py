@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import copy
 import functools
+import json
 import logging
-import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from nemo_run.core.execution import dgxcloud
@@ -19,6 +19,10 @@ OUR_PREFIX = "_NEMO_RUN_RAY_SRC_"
 #: What starts the name of a variable that carries source code: ours, and that of the Nemotron
 #: recipes, whose transport works the same way.
 SOURCE_PREFIXES = (OUR_PREFIX, "_NEMOTRON_SRC_")
+
+
+#: Characters of a value that is source code, and not a count or a path beside it.
+_LONG = 200
 
 
 class DGXCloudExportsPatch(Patch):
@@ -39,7 +43,10 @@ class DGXCloudExportsPatch(Patch):
         self.must({"executor", "extra_env"} <= set(fields), "the fields of DGXCloudRequest")
         create: Any = vars(DGXCloudExecutor).get("create_training_job")
         self.must(callable(create), "DGXCloudExecutor.create_training_job")
-        self.must(isinstance(getattr(dgxcloud, "logger", None), logging.Logger), "its logger")
+        self.must(
+            isinstance(getattr(dgxcloud, "logger", None), logging.Logger),
+            f"{dgxcloud.__name__}.logger",
+        )
         return [
             Edit(DGXCloudRequest, "materialize", _without_source(render)),
             Edit(DGXCloudExecutor, "create_training_job", _logging_no_source(create)),
@@ -63,7 +70,10 @@ def _without_source(render: Any) -> Any:
 def _logging_no_source(create: Any) -> Any:
     @functools.wraps(create)
     def create_training_job(self: DGXCloudExecutor, *args: Any, **kwargs: Any) -> Any:
-        short = _Shortened()
+        values = [
+            value for name, value in self.env_vars.items() if name.startswith(SOURCE_PREFIXES)
+        ]
+        short = _Shortened(values)
         dgxcloud.logger.addFilter(short)
         try:
             return create(self, *args, **kwargs)
@@ -74,15 +84,17 @@ def _logging_no_source(create: Any) -> Any:
 
 
 class _Shortened(logging.Filter):
-    """NeMo-Run logs the whole workload at INFO; source code has no place there."""
+    """NeMo-Run logs the workload and the answer to it; source code has no place there."""
 
-    _VALUE = re.compile(
-        rf'("name": "(?:{"|".join(SOURCE_PREFIXES)})\w*", "value": )"(?:[^"\\]|\\.)*"'
-    )
+    def __init__(self, values: Iterable[str]) -> None:
+        super().__init__()
+        self._values = [json.dumps(value)[1:-1] for value in values if len(value) > _LONG]
 
     def filter(self, record: logging.LogRecord) -> bool:
-        if isinstance(record.msg, str) and not record.args:
-            record.msg = self._VALUE.sub(r'\1"…"', record.msg)
+        text = record.getMessage()
+        for value in self._values:
+            text = text.replace(value, "…")
+        record.msg, record.args = text, ()
         return True
 
 

@@ -49,6 +49,26 @@ def dgxcloud(nodes: int) -> Limits:
     return Limits("DGX Cloud", value_chars=9_500, copies=2 if nodes > 1 else 1)
 
 
+#: More than that is no source code, and reading and compressing it would take minutes.
+MOST_SOURCE_BYTES = 200_000_000
+
+
+def check_source(sizes: Sequence[tuple[str, int]], most_bytes: int) -> None:
+    """Refuse a tree that is too large even to be compressed.
+
+    Args:
+        sizes: the files, with their sizes in bytes.
+        most_bytes: of all of them.
+
+    Raises:
+        SourceTooLarge: they have more; the message has the limit, the size and the largest files.
+    """
+    found = sum(size_bytes for _, size_bytes in sizes)
+    if found > most_bytes:
+        largest = sorted(sizes, key=lambda one: (-one[1], one[0]))[:10]
+        _refuse("ShipSource", "the files", found, most_bytes, largest)
+
+
 def check(
     limits: Limits,
     source: Mapping[str, str],
@@ -69,25 +89,27 @@ def check(
     variables = {**others, **source}
     for name, value in source.items():
         if len(value) > limits.value_chars:
-            _refuse(limits, f"the variable {name}", len(value), limits.value_chars, largest)
+            _refuse(
+                limits.platform, f"the variable {name}", len(value), limits.value_chars, largest
+            )
     process = sum(len(f"{name}={value}".encode()) + 9 for name, value in variables.items())
     if process > limits.process_bytes:
-        _refuse(limits, "a process's variables", process, limits.process_bytes, largest)
+        _refuse(limits.platform, "a process's variables", process, limits.process_bytes, largest)
     listed = json.dumps([{"name": name, "value": value} for name, value in variables.items()])
     size = limits.copies * (len(listed) + _MANAGED_BYTES * len(variables))
     if size > limits.object_bytes:
         what = "the workload's description"
         if limits.copies > 1:
             what += f", which repeats the variables {limits.copies} times,"
-        _refuse(limits, what, size, limits.object_bytes, largest)
+        _refuse(limits.platform, what, size, limits.object_bytes, largest)
 
 
 def _refuse(
-    limits: Limits, what: str, size: int, limit: int, largest: Sequence[tuple[str, int]]
+    where: str, what: str, size: int, limit: int, largest: Sequence[tuple[str, int]]
 ) -> None:
     files = "\n".join(f"  {size_bytes:>10,} {name}" for name, size_bytes in largest)
     raise SourceTooLarge(
-        f"The source code is too large for {limits.platform}: {what} would have {size:,} bytes, "
+        f"The source code is too large for {where}: {what} would have {size:,} bytes, "
         f"the limit is {limit:,}. Nothing was sent. Leave something out with exclude=[…]; the "
         f"largest files are, in bytes:\n{files}"
     )

@@ -33,6 +33,7 @@ from nemo_run_ray.transport.source import Source, collect, find_module, scripts_
 log = logging.getLogger(__name__)
 
 _BOOT, _SPEC = f"{OUR_PREFIX}BOOT", f"{OUR_PREFIX}SPEC"
+_TREE = "NEMO_RUN_RAY_SRC"
 _PATCHES = ("data_mover_configs", "dgxcloud_exports")
 _DGXCLOUD_PATCHES = (*_PATCHES, "dgxcloud_refusal")
 #: Runs what stands behind it when the source code is there. No "$(", which Kubernetes reads as a
@@ -43,7 +44,7 @@ _UNPACK = (
     f'exit 127; }}; exec $nrr -I -c "${{{_BOOT}:?nemo-run-ray: the source code has not arrived}}"'
 )
 #: First line of Lepton's launch script, which starts itself again when ``pod.py`` has set this.
-_LEPTON_LINE = f'if [ -z "$NEMO_RUN_RAY_SRC" ]; then {_UNPACK} /bin/bash "$0"; fi'
+_LEPTON_LINE = f'if [ -z "${_TREE}" ]; then {_UNPACK} /bin/bash "$0"; fi'
 
 
 @dataclass
@@ -96,7 +97,8 @@ class ShipSource(ExperimentPlugin):
                 f"ShipSource: the executor has a {type(executor.packager).__name__}, which sends "
                 "code too. Keep one of the two."
             )
-        source = collect(root, self.include, self.exclude, self.collections, scripts)
+        most = limits.MOST_SOURCE_BYTES
+        source = collect(root, self.include, self.exclude, self.collections, scripts, most)
         _report(source)
         _into_environment(source, task, executor)
         if isinstance(task, Script):
@@ -234,34 +236,22 @@ def _into_environment(
     source: Source, task: Partial | Script, executor: LeptonExecutor | DGXCloudExecutor
 ) -> None:
     packed = encode.pack(source.tree)
-    digest = encode.digest(packed)
-    is_lepton = isinstance(executor, LeptonExecutor)
-    shared, job = (
-        (executor.nemo_run_dir, executor.lepton_job_dir)
-        if isinstance(executor, LeptonExecutor)
-        else (executor.pvc_nemo_run_dir, executor.pvc_job_dir)
-    )
-    for path in (shared, job):
-        if not re.fullmatch(r"/[\w@%+=:,./-]*", path, re.ASCII):
-            raise TransportError(
-                f"ShipSource: the folder {path!r} on the cluster must be absolute, of letters, "
-                "digits and @%+=:,./- only, because NeMo-Run writes it unquoted into its scripts."
-            )
-    variables = dict(executor.env_vars)
-    older = json.loads(variables.get(_SPEC, "{}"))  # of an experiment that runs again
-    variables = {n: value for n, value in variables.items() if not n.startswith(OUR_PREFIX)}
-    spec: dict[str, Any] = {
-        "digest": digest,
-        "tree": f"{shared.rstrip('/')}/.source/src-{digest[:40]}",
-        "code": f"{job}/code",
-        "roots": list(source.roots),
+    older = json.loads(executor.env_vars.get(_SPEC, "{}"))  # of an experiment that runs again
+    variables = {
+        name: value
+        for name, value in executor.env_vars.items()
+        if not name.startswith(OUR_PREFIX) and name != _TREE  # as a shipped driver has it
     }
+    spec = _places(executor, encode.digest(packed))
+    spec["roots"] = list(source.roots)
     # The scripts of DGX Cloud would set a PYTHONPATH of the user's anew, without the tree.
     path = variables.pop("PYTHONPATH", older.get("path"))
     if isinstance(task, Script):
+        task.env.pop(_TREE, None)
         path = task.env.pop("PYTHONPATH", path)
     if path is not None:
         spec["path"] = path
+    is_lepton = isinstance(executor, LeptonExecutor)
     allowed = limits.LEPTON if is_lepton else limits.dgxcloud(executor.nodes)
     pieces = encode.chunks(encode.encode(packed), allowed.value_chars)
     spec["count"] = len(pieces)
@@ -275,6 +265,23 @@ def _into_environment(
     else:
         _wrap_command(executor)
     executor.env_vars = {**variables, **ours}
+
+
+def _places(executor: LeptonExecutor | DGXCloudExecutor, digest: str) -> dict[str, Any]:
+    """Where on the cluster the tree and the job's own folder of code are, and the digest."""
+    shared, job = (
+        (executor.nemo_run_dir, executor.lepton_job_dir)
+        if isinstance(executor, LeptonExecutor)
+        else (executor.pvc_nemo_run_dir, executor.pvc_job_dir)
+    )
+    for path in (shared, job):
+        if not re.fullmatch(r"/[\w@%+=:,./-]*", path, re.ASCII):
+            raise TransportError(
+                f"ShipSource: the folder {path!r} on the cluster must be absolute, of letters, "
+                "digits and @%+=:,./- only, because NeMo-Run writes it unquoted into its scripts."
+            )
+    tree = f"{shared.rstrip('/')}/.source/src-{digest[:40]}"
+    return {"digest": digest, "tree": tree, "code": f"{job}/code"}
 
 
 def _wrap_command(executor: DGXCloudExecutor) -> None:

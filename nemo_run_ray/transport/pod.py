@@ -153,14 +153,18 @@ def main(env: Dict[str, str], command: List[str]) -> None:
         link(spec["tree"], spec["code"])
     except Refused as error:
         sys.exit(f"nemo-run-ray: the source code was not usable: {error}")
-    except OSError as error:
+    except (OSError, UnicodeError) as error:
         sys.exit(f"nemo-run-ray: the source code cannot be unpacked: {error}")
     env = {name: value for name, value in env.items() if not name.startswith(PREFIX)}
     with contextlib.suppress(OSError), open("/proc/self/environ", "rb") as given:
-        if b"\0LC_CTYPE=" not in b"\0" + given.read():
-            env.pop("LC_CTYPE", None)  # Python's own doing where there is no locale, PEP 538
+        lines = given.read().split(b"\0")
+        env.pop("LC_CTYPE", None)  # which Python itself sets where the locale is C, PEP 538
+        env.update(os.fsdecode(one).split("=", 1) for one in lines if one.startswith(b"LC_CTYPE="))
     paths = [os.path.normpath(os.path.join(spec["tree"], root)) for root in spec["roots"]]
-    others = spec.get("path", env.get("PYTHONPATH"))
+    others = env.get("PYTHONPATH", "")
+    if "path" in spec:
+        os.environ["PYTHONPATH"] = others  # which the user's may extend
+        others = os.path.expandvars(spec["path"])
     env["NEMO_RUN_RAY_SRC"] = spec["tree"]
     env["PYTHONPATH"] = os.pathsep.join(paths + ([others] if others else []))
     for ignored in (signal.SIGPIPE, signal.SIGXFSZ):  # Python's own doing, which exec would pass on

@@ -7,14 +7,12 @@ import fnmatch
 import itertools
 import os
 import re
-import shutil
-import subprocess
-import tempfile
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 
 from nemo_run_ray.errors import TransportError
+from nemo_run_ray.transport import gitignore, limits
 from nemo_run_ray.transport.encode import Entry, File, Link
 
 #: Left out unless ``include`` names them: caches, environments, data and models. A name, or a
@@ -67,6 +65,7 @@ def collect(
     exclude: Sequence[str] = (),
     collections: Sequence[str] = (),
     scripts: Sequence[str] = (),
+    most_bytes: int | None = None,
 ) -> Source:
     """Choose and read the files of a source tree, as they are now, committed or not.
 
@@ -77,15 +76,21 @@ def collect(
             ``.gitignore`` say.
         exclude: patterns, relative to the root, or of names, of what does not travel.
         collections: names of folders of which only the subfolder with a script travels.
-        scripts: paths, relative to the root, of what will run; their folders' files travel too.
+        scripts: paths, relative to the root, of what will run. They travel whatever ``LEFT_OUT``
+            and ``.gitignore`` say, with the packages that they are in or the files beside them.
+
+        most_bytes: more than that is refused before it is read.
 
     Raises:
-        TransportError: there is no Python source, a file cannot be read, or a link leaves the root.
+        TransportError: there is no Python source, a file cannot be read, a link leaves the root or
+            what travels, or ``exclude`` names a script.
+        SourceTooLarge: the files have more than ``most_bytes``.
     """
     if not root.is_dir():
         raise TransportError(f"ShipSource: there is no folder {root}. Nothing was sent.")
     roots = import_roots(root)
     asked = {name for name in _globbed(root, include) if not _matches(name, exclude)}
+    asked |= _wanted(scripts, exclude)
     families = _families(scripts, collections)
     found: list[str] = []
     left_out: list[str] = []
@@ -93,16 +98,19 @@ def collect(
         if name in asked or _matches(name, exclude) or _is_other_family(root, name, families):
             continue
         (left_out if any(_is_left_out(part) for part in name.split("/")) else found).append(name)
-    ignored = _ignored(root, found)
+    ignored = gitignore.ignored(root, found)
     names = asked | {name for name in found if name not in ignored}
-    chosen = sorted({_behind_links(root, name) for name in names})
+    chosen = sorted({one for name in names for one in _with_links(root, name)})
     if not any(name.endswith(".py") for name in chosen):
         raise TransportError(
             f"ShipSource: no Python source to send in {root}: looked for packages and modules in "
             f"{root / 'src'} and in the folder itself. Give the root of your project, or name "
             "files with include=[…]."
         )
-    tree = {name: _read(root, name) for name in chosen}
+    if most_bytes is not None:
+        sizes = [(name, os.stat(root / name, follow_symlinks=False).st_size) for name in chosen]
+        limits.check_source(sizes, most_bytes)
+    tree = {name: _read(root, name, chosen) for name in chosen}
     return Source(tree, roots, tuple(sorted(ignored)), tuple(left_out))
 
 
@@ -117,7 +125,7 @@ def import_roots(root: Path) -> tuple[str, ...]:
 
 def find_module(root: Path, module: str) -> str | None:
     """The file of a module, relative to the root; ``None`` when it is not in this tree."""
-    for base in import_roots(root):
+    for base in (*import_roots(root), "."):  # commands start in the root
         path = root / base / Path(*module.split("."))
         for file in (path.with_suffix(".py"), path / "__main__.py", path / "__init__.py"):
             if file.is_file():
@@ -135,15 +143,34 @@ def _candidates(root: Path, roots: Sequence[str], scripts: Sequence[str]) -> lis
         for base in roots:
             names.update(_walk(root, root / base))
     for script in scripts:
-        folder = PurePosixPath(script).parent
         names.add(script)
-        if str(folder) != ".":  # a script imports its neighbours
-            names.update(
-                one.relative_to(root).as_posix()
-                for one in (root / folder).iterdir()
-                if one.is_file()
-            )
+        names.update(_beside(root, root / script))
     return sorted(names)
+
+
+def _beside(root: Path, script: Path) -> Iterator[str]:
+    """What a script imports: the package that it is in, or its neighbours."""
+    package = None
+    for folder in script.parents:
+        if folder == root or not (folder / "__init__.py").is_file():
+            break
+        package = folder
+    if package is not None:
+        yield from _walk(root, package)
+        return
+    for one in script.parent.iterdir():
+        if one.is_file() and (script.parent != root or one.suffix == ".py"):
+            yield one.relative_to(root).as_posix()
+
+
+def _wanted(scripts: Iterable[str], exclude: Sequence[str]) -> set[str]:
+    for script in scripts:
+        if _matches(script, exclude):
+            raise TransportError(
+                f"ShipSource: exclude={list(exclude)} keeps {script} here, which the task runs. "
+                "Nothing was sent."
+            )
+    return set(scripts)
 
 
 def _walk(root: Path, start: Path) -> Iterator[str]:
@@ -179,7 +206,7 @@ def _matches(name: str, patterns: Iterable[str]) -> bool:
     path = PurePosixPath(name)
     wholes = [name, *(str(one) for one in path.parents)]
     return any(
-        fnmatch.fnmatchcase(one, pattern.rstrip("/"))
+        fnmatch.fnmatchcase(one, str(PurePosixPath(pattern)))
         for pattern in patterns
         for one in (*wholes, *path.parts)
     )
@@ -211,54 +238,12 @@ def _is_other_family(root: Path, name: str, families: dict[str, set[str]]) -> bo
     return False
 
 
-def _ignored(root: Path, names: Sequence[str]) -> set[str]:
-    """Which of the paths ``.gitignore`` files keep out; tracked ones never."""
-    if not names:
-        return set()
-    git = shutil.which("git")
-    inside = git and _run_git([git, "-C", str(root), "rev-parse", "--git-dir"]).returncode == 0
-    if not inside and not any(root.rglob(".gitignore")):
-        return set()
-    if git is None:
-        raise TransportError(
-            f"ShipSource: {root} has .gitignore files, and git, which knows what they mean, is not "
-            "installed. Install it; nothing was sent."
-        )
-    if not inside:
-        with tempfile.TemporaryDirectory() as folder:
-            _run_git([git, "init", "--quiet", "--bare", folder])
-            return _asked([git, f"--git-dir={folder}", f"--work-tree={root}"], root, names)
-    found: set[str] = set()
-    for base, below in _by_repository(root, names).items():
-        start = "" if base == "." else f"{base}/"
-        inner = [name.removeprefix(start) for name in below]
-        found |= {start + name for name in _asked([git], root / base, inner)}
-    return found
-
-
-def _by_repository(root: Path, names: Iterable[str]) -> dict[str, list[str]]:
-    """The names by the folder of the repository that they are in: submodules ask for themselves."""
-    found: dict[str, list[str]] = {}
-    for name in names:
-        above = [str(one) for one in PurePosixPath(name).parents]
-        base = next((one for one in above if one == "." or (root / one / ".git").exists()), ".")
-        found.setdefault(base, []).append(name)
-    return found
-
-
-def _asked(git: list[str], folder: Path, names: Sequence[str]) -> set[str]:
-    text = "\0".join(names).encode()
-    done = _run_git([git[0], "-C", str(folder), *git[1:], "check-ignore", "-z", "--stdin"], text)
-    if done.returncode not in (0, 1):  # 1: none of them is ignored
-        raise TransportError(
-            f"ShipSource: git check-ignore failed in {folder}: {done.stderr.decode().strip()}. "
-            "Nothing was sent; does `git status` work there?"
-        )
-    return set(filter(None, done.stdout.decode().split("\0")))
-
-
-def _run_git(words: list[str], text: bytes = b"") -> subprocess.CompletedProcess[bytes]:
-    return subprocess.run(words, input=text, capture_output=True, check=False)
+def _with_links(root: Path, name: str) -> Iterator[str]:
+    """The name without links to folders on its way, and those links."""
+    yield _behind_links(root, name)
+    for folder in list(PurePosixPath(name).parents)[:-1]:
+        if (root / folder).is_symlink():
+            yield _behind_links(root, str(folder))
 
 
 def _behind_links(root: Path, name: str) -> str:
@@ -269,7 +254,7 @@ def _behind_links(root: Path, name: str) -> str:
     return real.relative_to(root.resolve()).as_posix() if inside else name
 
 
-def _read(root: Path, name: str) -> Entry:
+def _read(root: Path, name: str, chosen: Sequence[str]) -> Entry:
     path = root / name
     try:
         target = path.resolve()
@@ -287,12 +272,25 @@ def _read(root: Path, name: str) -> Entry:
             f"what it points to, or leave it out with exclude=[{name!r}]. Nothing was sent."
         )
     if path.is_symlink():
-        return Link(os.path.relpath(target, path.parent.resolve()))
+        aim = target.relative_to(root.resolve()).as_posix()
+        if aim in chosen or not target.exists() or _is_above(aim, chosen):
+            return Link(os.path.relpath(target, path.parent.resolve()))
+        if target.is_dir():
+            raise TransportError(
+                f"ShipSource: {path} is a link to {target}, which does not travel. Send that with "
+                f"include=[{aim!r}], or leave the link out with exclude=[{name!r}]. Nothing was "
+                "sent."
+            )
     try:
         is_executable = bool(path.stat().st_mode & 0o100)
         return File(path.read_bytes(), is_executable)
     except OSError as error:
         raise _unreadable(path, error) from error
+
+
+def _is_above(folder: str, chosen: Sequence[str]) -> bool:
+    start = "" if folder == "." else f"{folder}/"
+    return any(name.startswith(start) for name in chosen)
 
 
 def _unreadable(path: Path, error: OSError) -> TransportError:

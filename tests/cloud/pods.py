@@ -49,10 +49,12 @@ class Image:
     Attributes:
         folder: on the machine, seen at the same path in every pod; its ``bin`` comes first.
         path: other folders of programs.
+        variables: of its own.
     """
 
     folder: Path
     path: tuple[str, ...] = (str(Path(sys.executable).parent), "/usr/bin", "/bin")
+    variables: dict[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         (self.folder / "bin").mkdir(parents=True, exist_ok=True)
@@ -64,7 +66,8 @@ class Image:
         path.chmod(0o755)
 
     def environment(self) -> dict[str, str]:
-        return {"PATH": ":".join([f"{self.folder}/bin", *self.path]), "HOME": "/root"}
+        path = ":".join([f"{self.folder}/bin", *self.path])
+        return {**self.variables, "PATH": path, "HOME": "/root"}
 
     def mounts(self) -> dict[str, str]:
         places = [str(self.folder), sys.prefix, sys.base_prefix]

@@ -7,7 +7,7 @@ import pytest
 from nemo_run.core.execution.dgxcloud import DGXCloudExecutor
 
 from nemo_run_ray import patches
-from nemo_run_ray.patches.data_mover_configs import falls_back
+from nemo_run_ray.patches.data_mover_configs import MOVED, falls_back
 from tests.patches.test_data_mover_configs import HOSTILE
 
 pytestmark = pytest.mark.skipif(
@@ -59,7 +59,7 @@ def test_it_arrives_in_pieces_whatever_its_files_are_called(applied, runai, clus
     arrived = cluster.shared / "runs/job"
     sent = _contents(large)
     del sent["configs/job_config.yaml"]
-    assert _contents(arrived) == sent
+    assert _contents(arrived) == {**sent, MOVED: b""}
     assert (arrived / "run.sh").stat().st_mode & 0o777 == 0o755
     assert (arrived / "link").is_symlink()
     command = executor.copy_directory_data_command(executor.job_dir, executor.pvc_job_dir)
@@ -79,6 +79,20 @@ def test_what_was_there_before_is_gone(applied, runai, cluster, large):
     old.write_text("of an attempt that died")
     _move(runai, large)
     assert not old.exists()
+
+
+def test_every_workload_may_run_twice(applied, runai, cluster, large, monkeypatch):
+    run_one = DGXCloudExecutor._run_workspace_and_wait
+
+    def twice(self, *args, **kwargs):
+        run_one(self, *args, **kwargs)
+        run_one(self, *args, **kwargs)
+
+    monkeypatch.setattr(DGXCloudExecutor, "_run_workspace_and_wait", twice)
+    _move(runai, large)
+    arrived = cluster.shared / "runs/job"
+    assert (arrived / "noise.bin").read_bytes() == (large / "noise.bin").read_bytes()
+    assert not list(arrived.glob("archive*"))
 
 
 def test_a_piece_that_got_lost_is_an_error(applied, runai, cluster, large, monkeypatch):

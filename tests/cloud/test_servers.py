@@ -10,7 +10,7 @@ from nemo_run.core.execution import dgxcloud
 
 from nemo_run_ray.transport import ShipSource
 from tests.cloud.pods import expand, expanded
-from tests.cloud.test_ship_source import launch
+from tests.cloud.runs import launch
 from tests.conftest import wait_for
 from tests.patches.dgxcloud import SECRET
 

@@ -1,8 +1,6 @@
 """``run.run`` with ``ShipSource`` against the platforms' servers, which run what they get."""
 
 import importlib
-import json
-import logging
 import os
 import random
 import shutil
@@ -17,41 +15,10 @@ import pytest
 from nemo_run.core.execution.lepton import LeptonExecutor
 
 from nemo_run_ray import patches
-from nemo_run_ray.errors import SourceTooLarge, TransportError
 from nemo_run_ray.transport import ShipSource
 from tests.cloud.conftest import Platform
+from tests.cloud.runs import finished, found, launch, logs, must_succeed
 from tests.conftest import wait_for
-
-
-def launch(platform: Platform, task, project, name: str, ship=None, detach=False, **fields) -> None:
-    """A user's call as it is."""
-    run.run(
-        task,
-        executor=platform.make(**fields),
-        plugins=[ship or ShipSource(project.root)],
-        name=name,
-        detach=detach,
-        tail_logs=False,
-    )
-
-
-def found(results: Path) -> dict[str, dict]:
-    return {path.stem: json.loads(path.read_text()) for path in results.glob("*.json")}
-
-
-def logs(platform: Platform) -> str:
-    return "\n".join(one.log() for one in platform.cluster.submitted)
-
-
-def finished(platform: Platform) -> bool:
-    """Whether all pods of the last job have ended."""
-    return None not in platform.jobs()[-1].codes()
-
-
-def must_succeed(platform: Platform) -> None:
-    wait_for(lambda: finished(platform))
-    assert set(platform.jobs()[-1].codes()) == {0}, logs(platform)
-
 
 # ---------------------------------------------------------------------- kinds of tasks
 
@@ -250,147 +217,44 @@ def test_a_pythonpath_of_the_users_comes_after_ours(platform, project, results, 
     assert seen["path"].split(":")[1] == "/mine"
 
 
-def test_the_environment_is_the_submitted_one_and_ours(platform, project, unique):
-    """Python itself sets a variable where the image has no locale."""
+def environment(platform: Platform, project, name: str, **variables: str) -> dict[str, str]:
+    """Of a command, when these variables were submitted."""
     (project.package / "show.sh").write_text("env -0 > /shared/environment\n")
-    launch(platform, run.Script(inline="sh src/shippable/show.sh"), project, unique)
+    task = run.Script(inline="sh src/shippable/show.sh")
+    launch(platform, task, project, name, env_vars=variables)
     must_succeed(platform)
     text = (platform.cluster.shared / "environment").read_text()
-    names = {line.partition("=")[0] for line in text.split("\0")}
-    assert {"NEMO_RUN_RAY_SRC", "PYTHONPATH"} <= names
-    assert not {"LC_CTYPE", "LC_ALL"} & names
-    assert not [one for one in names if one.startswith("_NEMO")]
+    return dict(line.split("=", 1) for line in text.split("\0") if line)
 
 
-# ---------------------------------------------------------------------- what goes wrong
+def test_the_environment_is_the_submitted_one_and_ours(platform, project, unique):
+    """Python itself sets a variable where the image has no locale."""
+    found = environment(platform, project, unique)
+    assert {"NEMO_RUN_RAY_SRC", "PYTHONPATH"} <= set(found)
+    assert not {"LC_CTYPE", "LC_ALL"} & set(found)
+    assert not [one for one in found if one.startswith("_NEMO")]
 
 
-def test_a_changed_piece_stops_the_pod_with_one_line(platform, project, unique):
-    class Liar(dict):
-        def get(self, key, value):
-            return value[:100] + "zzzz" + value[104:] if key.endswith("_SRC_0") else value
-
-    platform.cluster.tamper = Liar()
-    launch(platform, run.Script(inline="echo started"), project, unique)
-    wait_for(lambda: finished(platform))
-    log = platform.jobs()[-1].log()
-    assert platform.jobs()[-1].codes() == [1], log
-    assert log.count("nemo-run-ray:") == 1
-    assert "changed on its way" in log
-    assert "Traceback" not in log
-    assert "started" not in log
-    assert list(platform.cluster.shared.glob("runs/.source/*")) == []
+def test_a_locale_that_was_submitted_stays(platform, project, unique):
+    assert environment(platform, project, unique, LC_CTYPE="C")["LC_CTYPE"] == "C"
 
 
-def test_variables_that_did_not_arrive_stop_the_pod(platform, project, unique):
-    class Thief(dict):
-        def get(self, key, value):
-            return "" if key.endswith("_SRC_BOOT") else value
-
-    platform.cluster.tamper = Thief()
-    launch(platform, run.Script(inline="echo started"), project, unique)
-    wait_for(lambda: finished(platform))
-    log = platform.jobs()[-1].log()
-    assert platform.jobs()[-1].codes() != [0], log
-    assert "the source code has not arrived" in log
-    assert "started" not in log
+@pytest.mark.parametrize("own", ["/opt/image", None])
+def test_a_pythonpath_that_extends_that_of_the_image(platform, project, unique, own):
+    if own:
+        platform.cluster.image.variables["PYTHONPATH"] = own
+    found = environment(platform, project, unique, PYTHONPATH="/mine:${PYTHONPATH}")
+    assert found["PYTHONPATH"].split(":")[1:] == ["/mine", own or ""]
 
 
-def test_an_image_without_python(platform, project, unique):
-    programs = platform.cluster.image.folder / "few"
-    programs.mkdir()
-    for name in ("sh", "bash", "rm", "mkdir", "base64", "tar", "gzip", "ln", "tee", "cat"):
-        (programs / name).symlink_to(f"/usr/bin/{name}")
-    platform.cluster.image.path = (str(programs),)
-    launch(platform, run.Script(inline="echo started"), project, unique)
-    wait_for(lambda: finished(platform))
-    log = platform.jobs()[-1].log()
-    assert platform.jobs()[-1].codes() == [127], log
-    assert "the image has no python3" in log
-    assert "started" not in log
-
-
-def test_an_image_without_tar(platform, project, results, unique):
-    """The source needs none; NeMo-Run's data mover has the one of its own image."""
-    launched = type(platform.cluster).add
-
-    def add(self, kind, *rest):
-        if kind not in ("workspaces", "mover"):
-            self.image.add("tar", "#!/bin/sh\necho no tar here >&2\nexit 127\n")
-        return launched(self, kind, *rest)
-
-    with pytest.MonkeyPatch.context() as context:
-        context.setattr(type(platform.cluster), "add", add)
-        launch(platform, run.Script(inline="python -m shippable.main"), project, unique)
+def test_a_driver_that_was_shipped_itself_ships(platform, project, results, unique):
+    """Its environment says already where its own tree is."""
+    task = run.Script(inline="python -m shippable.main", env={"NEMO_RUN_RAY_SRC": "/other"})
+    launch(platform, task, project, unique, env_vars={"NEMO_RUN_RAY_SRC": "/other"})
     must_succeed(platform)
-    assert len(found(results)) == 1
-
-
-def test_too_large_a_tree_is_refused_before_anything_is_sent(platform, project, unique):
-    for number in range(12):
-        noise = random.Random(number).randbytes(110_000 + number)
-        (project.package / f"noise{number}.txt").write_text(noise.hex())
-    with pytest.raises(SourceTooLarge) as caught:
-        launch(platform, run.Script(inline="true"), project, unique, nodes=2)
-    text = str(caught.value)
-    assert platform.name in text
-    assert "Nothing was sent" in text
-    assert "1,441,792" in text  # the limit
-    listed = [line.split()[-1] for line in text.splitlines() if line.startswith("  ")]
-    assert listed[0] == "src/shippable/noise11.txt"
-    assert len(listed) == 10
-    assert platform.server.requests == []
-
-
-@pytest.mark.parametrize("what", ["folder", "file", "packages"])
-def test_a_root_without_source(platform, tmp_path, unique, what):
-    root = tmp_path / "empty"
-    if what == "file":
-        root.write_text("")
-    elif what == "packages":
-        (root / "src").mkdir(parents=True)
-    with pytest.raises(TransportError, match=r"ShipSource: (there is no folder|no Python source)"):
-        launch(platform, run.Script(inline="true"), None, unique, ship=ShipSource(root))
-    assert platform.server.requests == []
-
-
-def test_a_link_out_of_the_tree(platform, project, tmp_path, unique):
-    (tmp_path / "secret").write_text("x")
-    (project.package / "link.py").symlink_to(tmp_path / "secret")
-    with pytest.raises(TransportError, match=r"link\.py is a link to .*secret, out of the tree"):
-        launch(platform, run.Script(inline="true"), project, unique)
-    assert platform.server.requests == []
-
-
-def test_two_ways_of_sending_code(platform, project, unique):
-    packager = run.PatternPackager(include_pattern="src", relative_path=".")
-    with pytest.raises(TransportError, match="PatternPackager, which sends code too"):
-        launch(platform, run.Script(inline="true"), project, unique, packager=packager)
-
-
-def test_a_command_of_the_users_in_custom_spec(runai, project, unique):
-    with pytest.raises(TransportError, match="custom_spec has command"):
-        launch(
-            runai, run.Script(inline="true"), project, unique, custom_spec={"command": "sleep 1"}
-        )
-
-
-def test_a_folder_on_the_cluster_with_a_space(lepton_ai, project, unique):
-    with pytest.raises(TransportError, match="the folder '/shared/my runs'"):
-        launch(
-            lepton_ai, run.Script(inline="true"), project, unique, nemo_run_dir="/shared/my runs"
-        )
-
-
-def test_wrong_credentials_on_lepton(lepton_ai, project, unique, monkeypatch, caplog, capfd):
-    monkeypatch.setenv("LEPTON_WORKSPACE_TOKEN", "wrong-token")
-    with caplog.at_level(logging.INFO), pytest.raises(Exception, match="does not know this token"):
-        launch(lepton_ai, run.Script(inline="true"), project, unique)
-    assert lepton_ai.jobs() == lepton_ai.movers() == []
-    assert [status for _, _, status in lepton_ai.server.requests] == [401]
-    seen = capfd.readouterr()
-    shown = " ".join(f"{seen.out} {seen.err} {caplog.text}".split())
-    assert shown.count("does not know this token") == 1
+    (seen,) = found(results).values()
+    assert seen["digest"] == project.digest()
+    assert seen["left"] == []
 
 
 # ---------------------------------------------------------------------- other executors

@@ -12,7 +12,7 @@ import nemo_run as run
 import pytest
 
 from nemo_run_ray import patches
-from nemo_run_ray.errors import TransportError
+from nemo_run_ray.errors import SourceTooLarge, TransportError
 from nemo_run_ray.transport import LEFT_OUT, ShipSource, source
 from nemo_run_ray.transport.encode import File, Link
 
@@ -146,6 +146,44 @@ def test_the_tasks_of_a_group_share_a_packager_with_all_their_families(root):
     assert packager.scripts == []
 
 
+@pytest.mark.parametrize("script", ["checkpoints/convert.py", "scratch/try.py"])
+def test_a_script_travels_wherever_it_is(root, script):
+    fill(root, "src/a/__init__.py", script)
+    (root / ".gitignore").write_text("scratch/\n")
+    assert script in sent(root, scripts=[script])
+
+
+def test_a_script_that_is_excluded_is_refused(root):
+    fill(root, "src/a/__init__.py", "scripts/train.py")
+    with pytest.raises(TransportError, match=r"keeps scripts/train\.py here, which the task runs"):
+        source.collect(root, exclude=["scripts"], scripts=["scripts/train.py"])
+
+
+def test_the_neighbours_of_a_script_in_the_root(root):
+    fill(root, "src/a/__init__.py", "train.py", "helper.py", "big.txt")
+    assert sent(root, scripts=["train.py"]) == {"src/a/__init__.py", "train.py", "helper.py"}
+
+
+def test_a_module_beside_src_travels_with_its_package(root):
+    names = ("tools/__init__.py", "tools/deep/__init__.py", "tools/deep/x.py", "tools/y.json")
+    fill(root, "src/a/__init__.py", *names)
+    assert source.find_module(root, "tools.deep.x") == "tools/deep/x.py"
+    assert sent(root, scripts=["tools/deep/x.py"]) == {"src/a/__init__.py", *names}
+
+
+def test_too_much_is_refused_before_it_is_read(root):
+    fill(root, "src/a/__init__.py", "src/a/small.txt")
+    with (root / "src/a/big.csv").open("wb") as stream:
+        stream.truncate(400_000_000_000)  # nobody could read that
+    executor = run.LeptonExecutor(container_image="i", nemo_run_dir="/shared/runs")
+    with pytest.raises(SourceTooLarge) as caught:
+        ShipSource(root).setup(run.Script(inline="true"), executor)
+    lines = str(caught.value).splitlines()
+    for word in ("400,000,000,0", "the limit is 200,000,000", "Nothing was sent"):
+        assert word in lines[0]
+    assert lines[1].split() == ["400,000,000,000", "src/a/big.csv"]
+
+
 def test_a_script_outside_of_the_packages_travels_with_its_neighbours(root):
     fill(root, "src/a/__init__.py", "scripts/train.py", "scripts/helper.py", "scripts/sub/no.py")
     assert sent(root, scripts=["scripts/train.py"]) == {
@@ -182,7 +220,8 @@ def test_include_and_exclude(root):
     fill(root, "src/a/__init__.py", "src/a/w.npy", "src/a/big.txt", "conf/x.yaml", "conf/y.yaml")
     found = sent(root, include=["conf/*.yaml", "src/a/*.npy"], exclude=["big.txt", "conf/y.yaml"])
     assert found == {"src/a/__init__.py", "src/a/w.npy", "conf/x.yaml"}
-    assert sent(root, exclude=["src/a/big.txt", "*.npy"]) == {"src/a/__init__.py"}
+    for name in ("src/a/big.txt", "./src/a/big.txt"):
+        assert sent(root, exclude=[name, "*.npy"]) == {"src/a/__init__.py"}
 
 
 @pytest.mark.parametrize("pattern", ["../other/*.py", "/etc/*", "src/../../x"])
@@ -199,6 +238,47 @@ def test_a_folder_that_is_a_link_out_of_the_tree(root, tmp_path):
     (root / "conf2").symlink_to(other)
     with pytest.raises(TransportError, match="out of the tree"):
         source.collect(root, include=["conf2/*"])
+
+
+def test_a_repository_that_git_does_not_trust_is_refused(root, monkeypatch):
+    """What it tracks cannot be known then, and would stay here without a word."""
+    fill(root, "src/a/__init__.py")
+    subprocess.run(["git", "init", "--quiet", str(root)], check=True)
+    monkeypatch.setenv("GIT_TEST_ASSUME_DIFFERENT_OWNER", "1")
+    monkeypatch.setenv("GIT_CONFIG_GLOBAL", os.devnull)
+    monkeypatch.setenv("GIT_CONFIG_NOSYSTEM", "1")
+    with pytest.raises(TransportError, match="dubious ownership"):
+        source.collect(root)
+
+
+def test_a_link_to_a_file_that_stays_travels_as_a_file(root):
+    fill(root, "src/a/__init__.py", "conf/base.yaml", "src/a/w.npy")
+    (root / "src/a/base.yaml").symlink_to("../../conf/base.yaml")
+    (root / "src/a/weights").symlink_to("w.npy")
+    tree = source.collect(root).tree
+    assert tree["src/a/base.yaml"] == File(b"conf/base.yaml")
+    assert tree["src/a/weights"] == File(b"src/a/w.npy")
+
+
+def test_a_link_to_a_folder_that_stays_is_refused(root):
+    fill(root, "src/a/__init__.py", "conf/base.yaml")
+    (root / "src/a/conf").symlink_to("../../conf")
+    with pytest.raises(TransportError) as caught:
+        source.collect(root)
+    for word in ("src/a/conf is a link to", "include=['conf']", "exclude=['src/a/conf']"):
+        assert word in str(caught.value)
+    tree = source.collect(root, include=["conf"]).tree
+    assert tree["src/a/conf"] == Link("../../conf")
+    assert tree["conf/base.yaml"] == File(b"conf/base.yaml")
+    assert sent(root, exclude=["src/a/conf"]) == {"src/a/__init__.py"}
+
+
+def test_what_an_include_names_behind_a_link_is_found_there(root):
+    fill(root, "src/a/__init__.py", "shared/conf/x.yaml")
+    (root / "conf").symlink_to("shared/conf")
+    tree = source.collect(root, include=["conf/*"]).tree
+    assert tree["conf"] == Link("shared/conf")
+    assert tree["shared/conf/x.yaml"] == File(b"shared/conf/x.yaml")
 
 
 def test_a_link_to_nothing_travels_as_it_is(root):
@@ -302,7 +382,8 @@ def test_what_cannot_be_read_is_named(tmp_path, root, what):
     fill(root, "src/a/__init__.py", "src/a/sub/secret.py")
     secret = root / ("src/a/sub/secret.py" if what == "file" else "src/a/sub")
     secret.chmod(0)
-    modes = {place: stat.S_IMODE(place.stat().st_mode) for place in [root, *root.parents][:4]}
+    modes = {place: stat.S_IMODE(place.stat().st_mode) for place in [root, *root.parents]}
+    modes = {place: mode for place, mode in modes.items() if mode & 0o055 != 0o055}
     try:
         if os.getuid():
             with pytest.raises(TransportError) as caught:

@@ -4,6 +4,7 @@ import json
 import logging
 import threading
 from collections.abc import Iterator
+from json import dumps
 from types import SimpleNamespace
 
 import pytest
@@ -84,6 +85,8 @@ def test_what_is_logged_has_no_source_and_all_else(applied, monkeypatch):
     payload = json.loads(next(line for line in lines if line.startswith("{")))
     found = {one["name"]: one["value"] for one in payload["spec"]["environmentVariables"]}
     assert found == {**OTHERS, **dict.fromkeys(SOURCE, "\u2026")}
+    assert len(lines) == 2
+    assert "x{`$" not in "".join(lines)
     assert dgxcloud.logger.filters == []
 
 
@@ -92,11 +95,16 @@ def test_unpatched_the_source_is_logged(monkeypatch):
 
 
 def _logged_by_creating(monkeypatch) -> list[str]:
-    hostile = dict.fromkeys(SOURCE, 'x{`$ "quoted" \\" \n')
+    hostile = dict.fromkeys(SOURCE, 'x{`$ "quoted" \\" \n' * 20)
     executor = make_executor(env_vars={**OTHERS, **hostile})
     sent, lines = [], []
-    answer = SimpleNamespace(status_code=202, text="{}")
-    monkeypatch.setattr("requests.post", lambda *_, json, **__: sent.append(json) or answer)
+
+    def post(*_, json, **__):
+        sent.append(json)
+        text = dumps(json, separators=(",", ":"), sort_keys=True)  # the platform repeats it
+        return SimpleNamespace(status_code=202, text=text)
+
+    monkeypatch.setattr("requests.post", post)
     handler = logging.Handler()
     handler.emit = lambda record: lines.append(record.getMessage())
     monkeypatch.setattr(dgxcloud.logger, "handlers", [handler])
