@@ -159,7 +159,9 @@ def main(env: Dict[str, str], command: List[str]) -> None:
     with contextlib.suppress(OSError), open("/proc/self/environ", "rb") as given:
         lines = given.read().split(b"\0")
         env.pop("LC_CTYPE", None)  # which Python itself sets where the locale is C, PEP 538
-        env.update(os.fsdecode(one).split("=", 1) for one in lines if one.startswith(b"LC_CTYPE="))
+        for one in lines:
+            if one.startswith(b"LC_CTYPE="):
+                env["LC_CTYPE"] = os.fsdecode(one).partition("=")[2]
     paths = [os.path.normpath(os.path.join(spec["tree"], root)) for root in spec["roots"]]
     others = env.get("PYTHONPATH", "")
     if "path" in spec:
