@@ -63,7 +63,7 @@ _BAD = {
     "env_vars": [{"": "x"}, {"A=B": "x"}, {"A": 1}, {"A": None}, {1: "x"}, {"A": "a\0b"}, None],
     "role": [3, None],
     "service": ["yes", None],
-    "ready": ["http", 8000, {"port": 80}, Probe(), PortProbe, object()],
+    "ready": ["http", 8000, {"port": 80}, Probe(), PortProbe, ...],
     "ports": [
         {"http": -1},
         {"http": 65536},
