@@ -32,9 +32,9 @@ check: $(STAMP)                ## format, lint, types
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 
-# Side by side: what runs on several hosts mostly waits. File by file, in order; see tests/conftest.py.
+# Side by side, since what runs on several hosts mostly waits; what goes together: tests/conftest.py.
 test: $(STAMP) $(TORCH)
-	$(BIN)/python -m pytest -n 2 --dist loadgroup --no-loadscope-reorder
+	$(BIN)/python -m pytest -n 2 --no-loadscope-reorder
 
 soak: $(STAMP) $(TORCH)                 ## long loops; SEED=… repeats one
 	$(BIN)/python -m pytest -m soak --timeout 7200 -s

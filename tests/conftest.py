@@ -13,6 +13,7 @@ from pathlib import Path
 
 import hypothesis
 import pytest
+from xdist.scheduler import LoadScopeScheduling
 
 # Read by NeMo-Run when it is imported.
 _HOME = tempfile.mkdtemp(prefix="nrr-")
@@ -33,6 +34,10 @@ hypothesis.settings.load_profile("untimed")
 ROOT = Path(__file__).resolve().parent.parent
 
 
+#: Folders of tests that share one: there is one set of hosts at a time, and one embedded Ray.
+_CLUSTERS = {"hosts": "hosts", "ray": "ray", "examples": "ray"}
+
+
 @pytest.hookimpl(hookwrapper=True)
 def pytest_runtest_makereport(item, call):
     """In CI a skipped test is a test that is missing."""
@@ -44,13 +49,24 @@ def pytest_runtest_makereport(item, call):
 
 
 def pytest_collection_modifyitems(config, items) -> None:
-    """Soak tests run when they are asked for; a file stays together, and all that need hosts."""
+    """Soak tests run when they are asked for."""
     if not config.getoption("-m"):
         items[:] = [item for item in items if item.get_closest_marker("soak") is None]
-    for item in items:
-        folder = item.path.parent
-        together = folder if folder.name == "hosts" else item.path  # one set of hosts at a time
-        item.add_marker(pytest.mark.xdist_group(str(together.relative_to(ROOT))))
+
+
+class ByCluster(LoadScopeScheduling):
+    """A file is run by one process, and so are all that share a cluster.
+
+    Not by pytest-xdist's own groups, whose names pytest 9.2 does not let it add to the tests'.
+    """
+
+    def _split_scope(self, nodeid: str) -> str:
+        path = nodeid.partition("::")[0]
+        return _CLUSTERS.get(path.split("/")[1], path)
+
+
+def pytest_xdist_make_scheduler(config, log) -> ByCluster:
+    return ByCluster(config, log)
 
 
 @pytest.fixture(scope="session")

@@ -403,7 +403,12 @@ def dispatchers(submission_id: str) -> list[int]:
 
 
 def kill_dispatcher(submission_id: str) -> None:
-    (number,) = wait_for(lambda: dispatchers(submission_id))
+    def alone() -> list[int]:
+        # What a process starts has the words of the process itself for a moment.
+        found = dispatchers(submission_id)
+        return found if len(found) == 1 else []
+
+    (number,) = wait_for(alone)
     os.kill(number, signal.SIGKILL)
     wait_for(lambda: number not in dispatchers(submission_id))
 
