@@ -108,7 +108,8 @@ def collect(
             "files with include=[…]."
         )
     if most_bytes is not None:
-        sizes = [(name, os.stat(root / name, follow_symlinks=False).st_size) for name in chosen]
+        # Of a link what it points to, which may be what travels.
+        sizes = [(name, (root / name).stat().st_size) for name in chosen if (root / name).is_file()]
         limits.check_source(sizes, most_bytes)
     tree = {name: _read(root, name, chosen) for name in chosen}
     return Source(tree, roots, tuple(sorted(ignored)), tuple(left_out))

@@ -171,10 +171,14 @@ def test_a_module_beside_src_travels_with_its_package(root):
     assert sent(root, scripts=["tools/deep/x.py"]) == {"src/a/__init__.py", *names}
 
 
-def test_too_much_is_refused_before_it_is_read(root):
+@pytest.mark.parametrize("is_behind_a_link", [False, True])
+def test_too_much_is_refused_before_it_is_read(root, is_behind_a_link):
     fill(root, "src/a/__init__.py", "src/a/small.txt")
-    with (root / "src/a/big.csv").open("wb") as stream:
+    big = root / ("big.csv" if is_behind_a_link else "src/a/big.csv")
+    with big.open("wb") as stream:
         stream.truncate(400_000_000_000)  # nobody could read that
+    if is_behind_a_link:
+        (root / "src/a/big.csv").symlink_to(big)
     executor = run.LeptonExecutor(container_image="i", nemo_run_dir="/shared/runs")
     with pytest.raises(SourceTooLarge) as caught:
         ShipSource(root).setup(run.Script(inline="true"), executor)
