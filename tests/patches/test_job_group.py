@@ -441,6 +441,8 @@ def test_with_an_unknown_nemo_run_single_tasks_still_work(unpatched, unique, cap
     before = _held()
     with pytest.MonkeyPatch.context() as newer, caplog.at_level(logging.WARNING):
         newer.setattr(base, "version", lambda name: "0.99.0")
+        # NeMo-Run takes the handlers of the root logger away when it sets its console up.
+        newer.setattr(plugin.log, "handlers", [caplog.handler])
         plugin.register()
         assert re.search(r"Groups cannot be used.*0\.99\.0.*0\.9 to 0\.11", caplog.text)
         assert _differences(before, _held()) == []
