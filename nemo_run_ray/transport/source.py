@@ -78,7 +78,6 @@ def collect(
         collections: names of folders of which only the subfolder with a script travels.
         scripts: paths, relative to the root, of what will run. They travel whatever ``LEFT_OUT``
             and ``.gitignore`` say, with the packages that they are in or the files beside them.
-
         most_bytes: more than that is refused before it is read.
 
     Raises:
