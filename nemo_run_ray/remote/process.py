@@ -26,7 +26,17 @@ from contextlib import suppress
 from typing import Callable, Dict, List, NoReturn, Optional, Sequence, Tuple
 
 from .output import PREFIX, Output, end_mark, say
-from .tree import ENDING, ROUND_S, TAG, Tree, adopt_orphans, before_exec, explain_start, sweep
+from .tree import (
+    ENDING,
+    ROUND_S,
+    TAG,
+    Tree,
+    adopt_orphans,
+    before_exec,
+    explain_start,
+    sweep,
+    wake_at,
+)
 
 
 def describe_exit(code: int) -> str:
@@ -57,15 +67,19 @@ def keep(tag: str, nonce: str, work: Callable[[Runner], int]) -> int:
         _be_runner(theirs, tag, work)
     theirs.close()
     os.waitpid(child, 0)
-    for number in ENDING:
-        signal.signal(number, lambda *_: _send(ours, b"T"))
+    told = wake_at(*ENDING)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, ENDING)
     answer = b""
     while True:
-        data = ours.recv(4096)
-        if not data:
-            break
-        answer += data
+        ready, _, _ = select.select([ours.fileno(), told], [], [])
+        if told in ready:
+            os.read(told, 1024)
+            _send(ours, b"T")
+        if ours.fileno() in ready:
+            data = ours.recv(4096)
+            if not data:
+                break
+            answer += data
     left = sweep(tag)  # nothing, unless the runner was killed or failed
     if answer:
         outcome = json.loads(answer)
@@ -104,10 +118,7 @@ class Runner:
         #: How the command ended, in words.
         self.ending = ""
         self.cancelled = False
-        self._wake, wake = os.pipe()  # readable after the death of a child
-        os.set_blocking(wake, False)
-        signal.signal(signal.SIGCHLD, lambda *_: None)
-        signal.set_wakeup_fd(wake, warn_on_full_buffer=False)
+        self._wake = wake_at(signal.SIGCHLD)
 
     def order(self) -> Optional[bytes]:
         """What the keeper has said since: ``T`` to end, nothing when it is dead, else ``None``."""

@@ -46,6 +46,7 @@ from .tree import (
     collect,
     explain_start,
     sweep,
+    wake_at,
 )
 
 _HERE = os.path.dirname(os.path.abspath(__file__))
@@ -103,10 +104,7 @@ class Replica:
         self._folder = folder
         self._orders = b""
         self._unsent = bytearray()
-        self._wake, wake = os.pipe()  # readable after the death of a child
-        os.set_blocking(wake, False)
-        signal.signal(signal.SIGCHLD, lambda *_: None)
-        signal.set_wakeup_fd(wake, warn_on_full_buffer=False)
+        self._wake = wake_at(signal.SIGCHLD)
         self._tree = Tree(0, adopt_orphans())
         self._run_dir: Optional[RunDir] = None
         self._ranks: List[_Rank] = []

@@ -127,6 +127,20 @@ def adopt_orphans() -> bool:
     return _prctl(_PR_SET_CHILD_SUBREAPER, 1)
 
 
+def wake_at(*numbers: signal.Signals) -> int:
+    """A descriptor that is readable after one of the signals, also if that came before the wait.
+
+    A handler alone is not enough: Python runs it between two of its instructions, so a signal just
+    before a wait begins is noticed when the wait is over.
+    """
+    woken, wake = os.pipe()
+    os.set_blocking(wake, False)
+    signal.set_wakeup_fd(wake, warn_on_full_buffer=False)
+    for number in numbers:
+        signal.signal(number, lambda *_: None)
+    return woken
+
+
 def before_exec() -> None:
     """In a command's process before it becomes the command."""
     for number in ENDING:
