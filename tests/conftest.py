@@ -23,6 +23,8 @@ os.environ["NEMORUN_HOME"] = _HOME
 for _name in ("RAY_ADDRESS", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"):
     os.environ.pop(_name, None)
 
+from nemo_run.run import experiment  # noqa: E402
+
 from nemo_run_ray import ExistingCluster, LocalCluster  # noqa: E402
 from nemo_run_ray.clusters import Dashboard  # noqa: E402
 from nemo_run_ray.jobs_api import JobsApi  # noqa: E402
@@ -105,6 +107,17 @@ def existing(dashboard: Dashboard, token: str, monkeypatch) -> ExistingCluster:
 @pytest.fixture(scope="session")
 def api(dashboard: Dashboard) -> JobsApi:
     return JobsApi.of(dashboard)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def handlers_that_stay() -> Iterator[None]:
+    """An ``Experiment`` that is collected takes the first handler of the root logger.
+
+    That is pytest's, and the test that runs just then finds nothing in ``caplog``.
+    """
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(experiment, "deconfigure_logging", lambda: None)
+        yield
 
 
 @pytest.fixture(autouse=True)
