@@ -1219,7 +1219,7 @@ def test_the_death_of_our_process_is_reported_and_kills_the_tree(site):
     _wait(lambda: len(site.processes()) == 4)
     os.kill(site.process(), signal.SIGKILL)
     gone = site.until("gone")
-    assert 1 <= gone["left"] <= 4
+    assert 0 <= gone["left"] <= 4  # its guard kills them too, and may be the first
     assert site.processes() == set()
     assert not site.root.exists()
     assert site.reports[-1] == gone
