@@ -34,9 +34,11 @@ check: $(STAMP)                ## format, lint, types
 
 # Side by side, but not beside several hosts on this one machine: beside another Ray, a head that is
 # started again may never get an agent. What else goes together is said in tests/conftest.py.
-test: $(STAMP) $(TORCH)
-	$(BIN)/python -m pytest tests/hosts
+# Torch comes last: NeMo-Run imports it where it is, and every client takes twice as long to start.
+test: $(STAMP)
 	$(BIN)/python -m pytest -n 2 --no-loadscope-reorder --ignore tests/hosts
+	$(MAKE) $(TORCH)
+	$(BIN)/python -m pytest tests/hosts
 
 soak: $(STAMP) $(TORCH)                 ## long loops; SEED=… repeats one
 	$(BIN)/python -m pytest -m soak --timeout 7200 -s
