@@ -346,6 +346,7 @@ class Replica:
 
     def _over(self) -> None:
         self._stop_probing()
+        self._reap()  # what has died since the last time; nothing is left when we report
         for rank in self._ranks:
             while rank.fd is not None:
                 self._report_text(rank.read())

@@ -350,7 +350,7 @@ def test_a_port_that_another_replica_on_the_node_has_reserved_is_taken(make):
     first.prepare(role)
     assert first.until("prepared")["ports"] == {"http": port}
     second.prepare(role, index=1)
-    assert str(port) in second.until("unprepared")["words"]
+    assert str(port) in second.until("unprepared", within_s=3)["words"]
 
 
 def test_a_reserved_port_takes_no_connections(site):
@@ -687,8 +687,8 @@ def test_a_stubborn_tree_is_killed_after_the_grace(site):
     _wait(lambda: len(site.processes()) == 4)
     asked_at = time.monotonic()
     site.end()
-    exited = site.until("exited", within_s=30)
-    assert 2.0 <= time.monotonic() - asked_at < 20
+    exited = site.until("exited")
+    assert 2.0 <= time.monotonic() - asked_at < 6.5
     assert exited["code"] == 137
     assert site.processes() == set()
     assert site.text.count("TERM") == 3
@@ -929,7 +929,7 @@ stay()
     asked = site.root / "nemo_run" / "code" / "asked"
     _wait(asked.exists)
     site.end()
-    assert site.until("exited", within_s=30)["code"] == 0
+    assert site.until("exited")["code"] == 0
     assert asked.read_text() == "x\n"
 
 
@@ -999,7 +999,7 @@ def test_a_pull_waits_for_a_report_and_no_longer_than_its_patience(site):
     site.until("prepared")
     asked_at = time.monotonic()
     assert site.ask(1, 0.3) == (1, [])
-    assert 0.3 <= time.monotonic() - asked_at < 10
+    assert 0.3 <= time.monotonic() - asked_at < 3
     answers: list[Any] = []
     waits = threading.Thread(target=lambda: answers.append(site.ask(1, 30.0)))
     asked_at = time.monotonic()
@@ -1217,9 +1217,15 @@ def test_the_death_of_our_process_is_reported_and_kills_the_tree(site):
     site.run(_stubborn(grace_s=1000.0))
     site.says("up")
     _wait(lambda: len(site.processes()) == 4)
-    os.kill(site.process(), signal.SIGKILL)
-    gone = site.until("gone")
-    assert 0 <= gone["left"] <= 4  # its guard kills them too, and may be the first
+    ours = psutil.Process(site.process())
+    guard = ours.parent()
+    guard.suspend()  # it kills them too, and may be the first
+    try:
+        ours.kill()
+        gone = site.until("gone")
+    finally:
+        guard.resume()
+    assert 3 <= gone["left"] <= 4  # the system kills the first one of the command
     assert site.processes() == set()
     assert not site.root.exists()
     assert site.reports[-1] == gone

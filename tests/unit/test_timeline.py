@@ -341,7 +341,7 @@ def test_many_jobs_are_no_trouble():
     ]
     began_at = time.perf_counter()
     text = page("t", rows, _BEGAN, _BEGAN + 1000)
-    assert time.perf_counter() - began_at < 5
+    assert time.perf_counter() - began_at < 1
     assert text.count('<li class="row') == 500
     assert len(text) < 10e6
 
