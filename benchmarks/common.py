@@ -21,6 +21,8 @@ FOLDER = Path(tempfile.mkdtemp(prefix="nrr-bench-"))
 # Registered before what leaves the embedded Ray at the end, and so done after it.
 atexit.register(shutil.rmtree, FOLDER, ignore_errors=True)
 os.environ["NEMORUN_HOME"] = str(FOLDER / "home")
+# LocalExecutor takes the first python on PATH, and this environment need not be activated.
+os.environ["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
 
 
 def quietly(work: Callable[[], None]) -> None:
