@@ -17,6 +17,7 @@ from nemo_run_ray.errors import ConfigError
 from nemo_run_ray.executor import RayExecutor
 from nemo_run_ray.remote.addresses import RENDEZVOUS, key
 from nemo_run_ray.remote.spec import GroupSpec, JobSpec, RoleSpec
+from nemo_run_ray.runtime_env import brings_python, is_container, resolve
 
 #: Longest name of a role: it is part of a folder's name on the node.
 ROLE_MAX = 48
@@ -45,6 +46,7 @@ _OF_ROLES = (
     "label_selector",
     "strategy",
     "runtime_env",
+    "allow_unknown_runtime_env",
     "secrets",
     "role",
     "service",
@@ -58,7 +60,11 @@ _OF_ROLES = (
 
 
 def is_group(app: AppDef, executor: RayExecutor) -> bool:
-    """Whether a job needs the group's driver: several roles, replicas, processes, or ports."""
+    """Whether a job needs the group's driver: several roles, replicas, processes, or ports.
+
+    A task in a container does too. Ray combines a container with no archives, which every job has;
+    the actors of a group get theirs by the object store.
+    """
     launched = isinstance(executor.get_launcher(), (Torchrun, FaultTolerance))
     several = executor.ntasks_per_node > 1 and not launched
     return bool(
@@ -67,6 +73,7 @@ def is_group(app: AppDef, executor: RayExecutor) -> bool:
         or executor.nodes > 1
         or several
         or executor.ports
+        or is_container(executor.runtime_env)
     )
 
 
@@ -79,17 +86,28 @@ def task_spec(role: Role, executor: RayExecutor) -> JobSpec:
                 "or the executor of its group, sets in clear too; leave it out there."
             )
     argv = _argv(role, executor)
-    cluster = executor.resolve_cluster()
     return JobSpec(
         argv=tuple(argv),
         env={name: _macro(value, executor) for name, value in role.env.items()},
-        python=executor.python if executor.python is not None else cluster.python,
+        python=_python(executor),
         grace_s=executor.grace_s,
         keep_run_dir=executor.keep_run_dir,
         has_code=executor.packager_ships,
         secrets=tuple(executor.secrets),
         config=_config(argv),
     )
+
+
+def _python(executor: RayExecutor) -> str | None:
+    """The interpreter of a task: the one that is asked for, then that of its runtime environment,
+    then the cluster's.
+
+    ``None`` is what the node's ``PATH`` gives, where Ray has put the Python of ``pip``, ``uv`` or
+    ``conda`` first, and in a container that of the image.
+    """
+    if executor.python is not None or brings_python(executor.runtime_env):
+        return executor.python
+    return executor.resolve_cluster().python
 
 
 def group_spec(app: AppDef, executor: RayExecutor) -> GroupSpec:
@@ -109,14 +127,14 @@ def group_spec(app: AppDef, executor: RayExecutor) -> GroupSpec:
         roles.append(_role_spec(role, own, len(executors)))
     _check_together(roles)
     strategies = {own.strategy for own in executors}
-    pythons = {own.python for own in executors}
+    # One that is asked for in a container, or by some roles only, may not be on the head.
+    pythons = {None if is_container(own.runtime_env) else own.python for own in executors}
     limits = [own.pending_timeout_s for own in executors if own.pending_timeout_s is not None]
     return GroupSpec(
         roles=tuple(_spread(roles, executors)),
         strategy=strategies.pop() if _is_common(strategies, len(roles)) else "PACK",
         wait_for_nodes=any(own.wait_for_nodes for own in executors),
         placing_timeout_s=min(limits) if limits else None,
-        # An interpreter that only some roles name may be one of their images'.
         python=(pythons.pop() if len(pythons) == 1 else None) or executor.resolve_cluster().python,
     )
 
@@ -178,7 +196,7 @@ def _role_spec(role: Role, executor: RayExecutor, count: int) -> RoleSpec:
         ready=executor.ready.spec() if executor.ready is not None else None,
         resources=_resources(executor),
         label_selector=dict(executor.label_selector),
-        runtime_env=dict(executor.runtime_env),
+        runtime_env=resolve(executor.runtime_env),
     )
 
 

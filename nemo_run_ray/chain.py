@@ -306,9 +306,10 @@ class Chain:
             ClusterError: the cluster cannot be asked.
         """
         record = self._cluster_record()
-        dashboard = from_record(record).find()
+        cluster = from_record(record)
+        dashboard = cluster.find()
         if dashboard is None:
-            return "the embedded Ray that had it has been stopped; run the experiment again"
+            return f"run the experiment again: {cluster.why_gone()}"
         api = JobsApi.of(dashboard)
         look = self.look(api, fresh=True)
         if look.lost:

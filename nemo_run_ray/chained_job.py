@@ -3,23 +3,27 @@
 from __future__ import annotations
 
 import math
+import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
 from nemo_run_ray import ledger
 from nemo_run_ray.chain import Chain, Look
 from nemo_run_ray.errors import Gone, JobError, NemoRunRayError
-from nemo_run_ray.follow import lines
+from nemo_run_ray.follow import attempt_mark, lines
 from nemo_run_ray.jobs_api import JobsApi
 from nemo_run_ray.ledger import JobRecord, Ledger
+from nemo_run_ray.remote import story
 from nemo_run_ray.remote.decide import attempt_id
-from nemo_run_ray.remote.output import PREFIX
 from nemo_run_ray.remote_job import CANCEL_MARGIN_S, PLACING_S, STOP_AGAIN_S, RemoteJob
 from nemo_run_ray.states import JobState, Verdict, judge
 
 _LOOK_AGAIN_S = 1.0
+#: Chains of which this process has written down when their attempts were seen running.
+_kept: set[Path] = set()
+_kept_lock = threading.Lock()
 
 
 class ChainedJob(RemoteJob):
@@ -34,7 +38,7 @@ class ChainedJob(RemoteJob):
             return self._terminal()
         api = self._api()
         if api is None:
-            return self._lost("the embedded Ray that had it has been stopped")
+            return self._lost(self._cluster.why_gone())
         found = self.chain.look(api)
         verdict = self._explained(found)
         if found.lost and not verdict.attempt:
@@ -43,6 +47,8 @@ class ChainedJob(RemoteJob):
             self._note(verdict)
         elif not found.lost:
             self.chain.revive(api, self.record.cluster, found)
+        if found.decision.is_over:
+            _keep_running_at(self.chain)
         return verdict
 
     def cancel(self, grace_s: float) -> Verdict:
@@ -78,19 +84,31 @@ class ChainedJob(RemoteJob):
         if self._kept_log.exists():
             yield from super().log(should_tail)
             return
+        yield from self._joined(self._attempt_logs(should_tail))
+
+    def _attempt_logs(self, should_tail: bool) -> Iterator[Iterator[str]]:
         number = 0
         while True:
             verdict = self.look()
             while number < verdict.attempt:
                 number += 1
-                if number > 1:
-                    yield f"{PREFIX}attempt {number}\n"
-                yield from self._attempt(number).cluster_log(should_tail)
+                yield self._attempt(number).cluster_log(should_tail)
             if verdict.state.is_terminal or not should_tail:
                 break
             time.sleep(_LOOK_AGAIN_S)
         if number == 0:
             raise JobError(f"There is no log: {verdict.message}")
+
+    def _joined(self, logs: Iterable[Iterator[str]]) -> Iterator[str]:
+        """The logs of the attempts with a line of ours between them."""
+        is_at_start = True  # an attempt that was killed may have left half a line
+        for number, texts in enumerate(logs, start=1):
+            if number > 1:
+                begin = "" if is_at_start else "\n"
+                yield f"{begin}{attempt_mark(self.record.nonces[-1])}{number}\n"
+            for text in texts:
+                is_at_start = text.endswith("\n")
+                yield text
 
     def _explained(self, found: Look) -> Verdict:
         """What the decision says, with the log's end where Ray's row has one."""
@@ -99,8 +117,10 @@ class ChainedJob(RemoteJob):
         if row is None or not verdict.attempt:
             return verdict
         told = judge(row)
-        same = told.state is verdict.state and told.reason is verdict.reason
-        return replace(verdict, detail=told.detail) if same else verdict
+        if told.state is not verdict.state or told.reason is not verdict.reason:
+            return verdict
+        told = self._explain_pending(row, told)
+        return replace(verdict, reason=told.reason, detail=told.detail)
 
     def _live(self, found: Look, verdict: Verdict) -> JobState | None:
         """The state of its newest attempt in Ray's table, if that goes on."""
@@ -116,17 +136,17 @@ class ChainedJob(RemoteJob):
         return _Attempt(replace(self.record, submission_id=name, last=ledger.SUBMITTED))
 
     def _logs(self, api: JobsApi, verdict: Verdict) -> Iterator[str]:
-        for number in range(1, verdict.attempt + 1):
-            if number > 1:
-                yield f"{PREFIX}attempt {number}\n"
-            yield from api.whole_log(attempt_id(self.submission_id, number))
+        numbers = range(1, verdict.attempt + 1)
+        return self._joined(
+            api.whole_log(attempt_id(self.submission_id, number)) for number in numbers
+        )
 
 
 class _Attempt(RemoteJob):
     """One attempt, for its log; the job's record tells of its end."""
 
-    def _write_down(self, verdict: Verdict) -> None:
-        return None
+    def _note(self, verdict: Verdict) -> None:
+        """Nothing: the job itself notes its end, under the same id as its first attempt."""
 
 
 def dispatcher_lines(chain: Chain) -> Iterator[str]:
@@ -137,6 +157,31 @@ def dispatcher_lines(chain: Chain) -> Iterator[str]:
                 yield from lines(RemoteJob(record).log(should_tail=False))
             except NemoRunRayError:
                 continue  # it never started, or its cluster is gone
+
+
+def running_at(chain: Chain) -> dict[str, float]:
+    """When each attempt was first seen running, as the chain's dispatchers tell."""
+    found: dict[str, float] = {}
+    for line in story.parse(dispatcher_lines(chain)):
+        if line.state == JobState.RUNNING.value:
+            found[line.submission_id] = min(line.at, found.get(line.submission_id, line.at))
+    return found
+
+
+def _keep_running_at(chain: Chain) -> None:
+    """Write down, once in a process, what only the dispatchers' logs tell of a chain's jobs."""
+    with _kept_lock:
+        if chain.folder in _kept:
+            return
+        told, news = running_at(chain), {}
+        if told:  # else the logs could not be read, and the next look tries again
+            _kept.add(chain.folder)
+    for job in jobs_of(chain.exp_dir):
+        if job.record.chain == chain.id:
+            attempts = job.attempts(told)
+            if attempts != job.record.attempts:
+                news[job.submission_id] = attempts
+    Ledger(chain.exp_dir).keep_attempts(news)
 
 
 def find_job(submission_id: str) -> RemoteJob:

@@ -3,7 +3,7 @@
 import dataclasses
 import difflib
 import functools
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 from nemo_run_ray.errors import ConfigError
 
@@ -16,6 +16,11 @@ def is_amount(value: Any) -> bool:
     """Whether it is a finite number from 0, and no bool."""
     number = isinstance(value, (int, float)) and not isinstance(value, bool)
     return number and bool(0 <= value <= AMOUNT_MAX)
+
+
+def refuse(name: str, value: Any, allowed: str) -> NoReturn:
+    """Raise for a field of RayExecutor that has a wrong value."""
+    raise ConfigError(f"RayExecutor.{name} is {value!r}; allowed is {allowed}.")
 
 
 def named_fields(cls: type[_Class]) -> type[_Class]:

@@ -127,8 +127,9 @@ def logs(
     follow: Annotated[bool, typer.Option("--follow", "-f", help="Until the job's end.")] = False,
     job: Annotated[str, typer.Option(help="Which job of an experiment.")] = "",
     role: Annotated[str, typer.Option(help="One role of a group, or role/replica.")] = "",
+    raw: Annotated[bool, typer.Option("--raw", help="With Ray's lines and our last one.")] = False,
 ) -> None:
-    """The log of a job."""
+    """What a job has printed."""
     from nemo_run_ray.follow import lines, only
 
     found = [one for one in _jobs(name) if not job or one.record.job == job]
@@ -137,7 +138,7 @@ def logs(
         raise JobError(f"{name!r} has the jobs {names}; name one of them with --job.")
     if role:
         _must_have_role(found[0], role)
-    text = found[0].log(should_tail=follow)
+    text = (found[0].log if raw else found[0].output)(should_tail=follow)
     for piece in only(role, lines(text)) if role else text:
         sys.stdout.write(piece)
         sys.stdout.flush()

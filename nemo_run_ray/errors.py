@@ -20,12 +20,23 @@
         └── SourceTooLarge   it exceeds a limit of the platform
 
 A message says what failed, on which object, what was expected and found, and the next step.
-Exceptions of other libraries are translated where they enter and kept as ``__cause__``.
+Exceptions of other libraries are translated where they enter and kept as ``__cause__``. What ends a
+program is printed by ``plain_errors.py``.
 """
+
+import traceback
 
 
 class NemoRunRayError(Exception):
     """Root of the tree above."""
+
+    def _render_traceback_(self) -> list[str]:
+        """What IPython and notebooks print of an error that nobody caught."""
+        from nemo_run_ray.plain_errors import needs_traceback, paragraph
+
+        if needs_traceback(self):
+            return "".join(traceback.format_exception(self)).splitlines()
+        return paragraph(self, self.__traceback__).splitlines()
 
 
 class ConfigError(NemoRunRayError, ValueError):

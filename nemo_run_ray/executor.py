@@ -1,18 +1,20 @@
 """RayExecutor: the fields that users set, their checks, and the hooks that NeMo-Run calls."""
 
-# No postponed annotations: NeMo-Run's command line parses values by the types themselves.
+# No postponed annotations, and none with "|": the command line of NeMo-Run 0.11 parses values by
+# the types themselves, and knows Optional and Union only.
 
 import copy
 import os
 import re
 from dataclasses import dataclass, field
-from typing import Any, NoReturn
+from typing import Any, Optional, Union
 
 from nemo_run.core.execution.base import Executor, ExecutorMacros
 from nemo_run.core.execution.launcher import FaultTolerance, Launcher, Torchrun
 from nemo_run.core.packaging.base import Packager
 
-from nemo_run_ray.checks import is_amount, named_fields
+from nemo_run_ray import runtime_env as runtime_envs
+from nemo_run_ray.checks import is_amount, named_fields, refuse
 from nemo_run_ray.clusters import Cluster, ExistingCluster, LocalCluster
 from nemo_run_ray.errors import ConfigError
 from nemo_run_ray.probes import Probe
@@ -39,7 +41,11 @@ _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 _TYPES: tuple[tuple[tuple[str, ...], type, str], ...] = (
     (("resources_per_node", "label_selector", "runtime_env", "ports", "env_vars"), dict, "a dict"),
     (("secrets", "dependencies", "resource_group", "permanent_exit_codes"), list, "a list"),
-    (("service", "keep_run_dir", "wait_for_nodes"), bool, "True or False"),
+    (
+        ("service", "keep_run_dir", "wait_for_nodes", "allow_unknown_runtime_env"),
+        bool,
+        "True or False",
+    ),
     (("role", "strategy"), str, "a text"),
 )
 
@@ -58,19 +64,19 @@ class RayExecutor(Executor):
     """
 
     #: Where to run; ``None`` is ``LocalCluster()``, an embedded Ray on this machine.
-    cluster: Cluster | None = None
+    cluster: Optional[Cluster] = None
     #: Short for ``cluster=ExistingCluster(url=address)``.
-    address: str | None = None
+    address: Optional[str] = None
     #: Replicas of the task, each with its own bundle of resources.
     nodes: int = 1
     #: Processes in each replica.
     ntasks_per_node: int = 1
     #: CPUs that one replica reserves; ``None`` reserves nothing.
-    cpus_per_node: float | None = None
+    cpus_per_node: Optional[float] = None
     #: GPUs that one replica reserves.
     gpus_per_node: float = 0
     #: Memory that one replica reserves: bytes, or a text such as ``"64GiB"``.
-    memory_per_node: int | str | None = None
+    memory_per_node: Optional[Union[int, str]] = None
     #: Ray's custom resources that one replica reserves.
     resources_per_node: dict[str, float] = field(default_factory=dict)
     #: Labels of the nodes that may host it (Ray's label selectors).
@@ -79,6 +85,10 @@ class RayExecutor(Executor):
     strategy: str = "PACK"
     #: Passed to Ray: ``pip``, ``image_uri``, ``env_vars`` … ``working_dir`` is ours.
     runtime_env: dict[str, Any] = field(default_factory=dict)
+    #: Let ``runtime_env`` have fields that Ray's documentation does not list: those of a newer Ray
+    #: and of plug-ins of the cluster. Ray says nothing of a field that it does not know, and the
+    #: task would run without it; so they are refused otherwise.
+    allow_unknown_runtime_env: bool = False
     #: Names of variables of the caller's environment that the task gets; the values are written
     #: nowhere but into an archive of their own on the cluster.
     secrets: list[str] = field(default_factory=list)
@@ -87,7 +97,7 @@ class RayExecutor(Executor):
     #: The role runs until the primary roles are done.
     service: bool = False
     #: Probe that says when the service is ready: PortProbe, HttpProbe or CommandProbe.
-    ready: Probe | None = None
+    ready: Optional[Probe] = None
     #: Named ports of the role; 0 is a free one.
     ports: dict[str, int] = field(default_factory=dict)
     #: Wait for nodes to join when those that are there can never host it (an autoscaler).
@@ -95,10 +105,10 @@ class RayExecutor(Executor):
     #: The roles' executors, when this is the executor of a whole group; ``merge`` sets it.
     resource_group: list[Any] = field(default_factory=list)
     #: At most so many of the experiment's jobs at once; ``None`` is what the head's memory allows.
-    max_in_flight: int | None = None
+    max_in_flight: Optional[int] = None
     #: Seconds after which a job that was not placed is given up. With ``None``, what a dispatcher
     #: hands over waits for ever, and other jobs for as long as Ray lets them (900 s).
-    pending_timeout_s: float | None = None
+    pending_timeout_s: Optional[float] = None
     #: Exit codes that no further attempt would change, such as that of a usage error.
     permanent_exit_codes: list[int] = field(default_factory=list)
     #: Seconds from SIGTERM to SIGKILL.
@@ -108,7 +118,7 @@ class RayExecutor(Executor):
     #: Leave the run directory on the node.
     keep_run_dir: bool = False
     #: The cluster's interpreter; ``None`` takes the first that serves.
-    python: str | None = None
+    python: Optional[str] = None
 
     def __post_init__(self) -> None:
         self.check()
@@ -137,20 +147,14 @@ class RayExecutor(Executor):
                 "address is short for ExistingCluster, so give one of them."
             )
         if self.cluster is not None and not isinstance(self.cluster, Cluster):
-            _refuse("cluster", self.cluster, "one of nemo_run_ray.clusters, such as LocalCluster()")
+            refuse("cluster", self.cluster, "one of nemo_run_ray.clusters, such as LocalCluster()")
         if self.address is not None:
             ExistingCluster(url=self.address)
         self._check_numbers()
+        runtime_envs.check(self.runtime_env, self.allow_unknown_runtime_env)
         self._check_names()
         if self.strategy not in STRATEGIES:
-            _refuse("strategy", self.strategy, f"one of {', '.join(STRATEGIES)}")
-        for name in ("working_dir", "py_modules"):
-            if name in self.runtime_env:
-                _refuse(
-                    f"runtime_env[{name!r}]",
-                    self.runtime_env[name],
-                    "absent: the code travels by the executor's packager",
-                )
+            refuse("strategy", self.strategy, f"one of {', '.join(STRATEGIES)}")
         self._check_launcher()
 
     def resolve_cluster(self) -> Cluster:
@@ -272,59 +276,59 @@ class RayExecutor(Executor):
                 if not isinstance(getattr(self, name), kind):
                     # A secret given by its value must not be shown, not even as refused.
                     value = "not a list" if name == "secrets" else getattr(self, name)
-                    _refuse(name, value, allowed)
+                    refuse(name, value, allowed)
         for one in self.resource_group:
             if not isinstance(one, RayExecutor):
-                _refuse("resource_group", self.resource_group, "a list of RayExecutors")
+                refuse("resource_group", self.resource_group, "a list of RayExecutors")
         if self.ready is not None and (
             not isinstance(self.ready, Probe) or type(self.ready) is Probe
         ):
-            _refuse("ready", self.ready, "a PortProbe, an HttpProbe, a CommandProbe or None")
+            refuse("ready", self.ready, "a PortProbe, an HttpProbe, a CommandProbe or None")
         if self.python is not None and (not isinstance(self.python, str) or not self.python):
-            _refuse("python", self.python, "a path, a program's name, or None")
+            refuse("python", self.python, "a path, a program's name, or None")
         for handle in self.dependencies:
             if not isinstance(handle, str) or not handle.startswith(f"{SCHEDULER}://"):
                 allowed = f"a list of handles of Ray jobs, {SCHEDULER}://nemo_run/<job's id>"
-                _refuse("dependencies", self.dependencies, allowed)
+                refuse("dependencies", self.dependencies, allowed)
         for code in self.permanent_exit_codes:
             if isinstance(code, bool) or not isinstance(code, int) or not 1 <= code <= 255:
-                _refuse("permanent_exit_codes", self.permanent_exit_codes, "numbers from 1 to 255")
+                refuse("permanent_exit_codes", self.permanent_exit_codes, "numbers from 1 to 255")
 
     def _check_numbers(self) -> None:
         for name in ("nodes", "ntasks_per_node"):
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                _refuse(name, value, "a whole number from 1")
+                refuse(name, value, "a whole number from 1")
         if isinstance(self.retries, bool) or not isinstance(self.retries, int) or self.retries < 0:
-            _refuse("retries", self.retries, "a whole number from 0")
+            refuse("retries", self.retries, "a whole number from 0")
         if self.max_in_flight is not None and (
             isinstance(self.max_in_flight, bool)
             or not isinstance(self.max_in_flight, int)
             or self.max_in_flight < 1
         ):
-            _refuse("max_in_flight", self.max_in_flight, "a whole number from 1, or None")
+            refuse("max_in_flight", self.max_in_flight, "a whole number from 1, or None")
         for name in ("cpus_per_node", "pending_timeout_s"):
             if getattr(self, name) is not None:
                 _check_amount(name, getattr(self, name))
         for name in ("gpus_per_node", "grace_s"):
             _check_amount(name, getattr(self, name))
         if self.gpus_per_node > 1 and self.gpus_per_node != int(self.gpus_per_node):
-            _refuse("gpus_per_node", self.gpus_per_node, "a fraction below 1 or a whole number")
+            refuse("gpus_per_node", self.gpus_per_node, "a fraction below 1 or a whole number")
         for name, amount in self.resources_per_node.items():
             _check_amount(f"resources_per_node[{name!r}]", amount)
             if not isinstance(name, str) or not name or name in _OWN_FIELDS:
                 allowed = f"custom resources; {', '.join(_OWN_FIELDS)} have fields of their own"
-                _refuse("resources_per_node", self.resources_per_node, allowed)
+                refuse("resources_per_node", self.resources_per_node, allowed)
         if self.memory_per_node is not None:
             parse_memory(self.memory_per_node)
         for name, port in self.ports.items():
             if not isinstance(name, str) or not name or name.startswith("_"):
-                _refuse("ports", name, "names that do not begin with '_'")
+                refuse("ports", name, "names that do not begin with '_'")
             if isinstance(port, bool) or not isinstance(port, int) or not 0 <= port <= 65535:
-                _refuse(f"ports[{name!r}]", port, "a whole number from 0 to 65535")
+                refuse(f"ports[{name!r}]", port, "a whole number from 0 to 65535")
         fixed = [port for port in self.ports.values() if port]
         if len(set(fixed)) < len(fixed):
-            _refuse("ports", self.ports, "different numbers, or 0 for a free one")
+            refuse("ports", self.ports, "different numbers, or 0 for a free one")
 
     def _check_names(self) -> None:
         for name in self.secrets:
@@ -336,35 +340,30 @@ class RayExecutor(Executor):
                 )
         for name, value in self.env_vars.items():
             if not isinstance(name, str) or not name or "=" in name or "\0" in name:
-                _refuse("env_vars", name, "names of environment variables")
+                refuse("env_vars", name, "names of environment variables")
             if not isinstance(value, str) or "\0" in value:
-                _refuse(f"env_vars[{name!r}]", value, "a text without NUL")
+                refuse(f"env_vars[{name!r}]", value, "a text without NUL")
             if name in self.secrets:
-                _refuse("env_vars", name, "a name that is not in secrets too")
-        variables = self.runtime_env.get("env_vars", {})
-        if not isinstance(variables, dict) or not all(
-            isinstance(word, str) for pair in variables.items() for word in pair
-        ):
-            _refuse("runtime_env['env_vars']", variables, "a dict of texts by text")
+                refuse("env_vars", name, "a name that is not in secrets too")
         for name in self.secrets:
-            if name in variables:
-                _refuse("runtime_env['env_vars']", name, "a name that is not in secrets too")
+            if name in self.runtime_env.get("env_vars", {}):
+                refuse("runtime_env['env_vars']", name, "a name that is not in secrets too")
         for name, value in self.label_selector.items():
             if not isinstance(name, str) or not isinstance(value, str):
-                _refuse("label_selector", self.label_selector, "texts by label")
+                refuse("label_selector", self.label_selector, "texts by label")
 
     def _check_launcher(self) -> None:
         launcher = self.launcher
         if self.resource_group and launcher is not None and type(launcher) is not Launcher:
-            _refuse("launcher", launcher, "None for a group; set it on the executor of a role")
+            refuse("launcher", launcher, "None for a group; set it on the executor of a role")
         if isinstance(launcher, str):
             if launcher not in _LAUNCHERS:
-                _refuse("launcher", launcher, f"None or one of {', '.join(_LAUNCHERS)}")
+                refuse("launcher", launcher, f"None or one of {', '.join(_LAUNCHERS)}")
         elif launcher is not None:
             if type(launcher) not in (Launcher, Torchrun, FaultTolerance):
-                _refuse("launcher", launcher, "None, Torchrun or FaultTolerance")
+                refuse("launcher", launcher, "None, Torchrun or FaultTolerance")
             if launcher.nsys_profile:
-                _refuse("launcher.nsys_profile", True, "False: profiling on Ray is not built yet")
+                refuse("launcher.nsys_profile", True, "False: profiling on Ray is not built yet")
 
 
 def parse_memory(value: int | str) -> int:
@@ -375,23 +374,19 @@ def parse_memory(value: int | str) -> int:
     """
     allowed = f"bytes, or a number with one of the units {', '.join(_UNITS)}"
     if isinstance(value, bool) or not isinstance(value, (int, str)):
-        _refuse("memory_per_node", value, allowed)
+        refuse("memory_per_node", value, allowed)
     if isinstance(value, int):
         if value < 0:
-            _refuse("memory_per_node", value, allowed)
+            refuse("memory_per_node", value, allowed)
         return value
     match = _MEMORY.fullmatch(value)
     if match is None or (match.group(2) or "B") not in _UNITS:
-        _refuse("memory_per_node", value, allowed)
+        refuse("memory_per_node", value, allowed)
     return int(float(match.group(1)) * _UNITS[match.group(2) or "B"])
 
 
 def _check_amount(name: str, value: Any) -> None:
     if name not in _SECONDS and is_amount(value) and 0 < value < RESOURCE_MIN:
-        _refuse(name, value, f"0 or a number from {RESOURCE_MIN}, the step in which Ray counts")
+        refuse(name, value, f"0 or a number from {RESOURCE_MIN}, the step in which Ray counts")
     if not is_amount(value):
-        _refuse(name, value, "a number from 0")
-
-
-def _refuse(name: str, value: Any, allowed: str) -> NoReturn:
-    raise ConfigError(f"RayExecutor.{name} is {value!r}; allowed is {allowed}.")
+        refuse(name, value, "a number from 0")

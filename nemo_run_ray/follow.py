@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Protocol
 
 from nemo_run_ray.errors import Gone, StreamCut
+from nemo_run_ray.remote.output import PREFIX
 
 log = logging.getLogger(__name__)
 
@@ -21,6 +22,10 @@ _BARREN_ROUNDS = 3
 #: Attempts to read the log of a job that is over, without progress, before that is an error.
 _ROUNDS_AFTER_END = 6
 _PAUSES_S = (0.1, 0.2, 0.5, 1.0, 2.0)
+#: How Ray begins the line after which everything in a job's log is the command's and ours.
+_ENTRYPOINT = "Running entrypoint for job "
+#: Lines before that one that are held back: a Ray that words it otherwise must not hide a log.
+_HEAD_MAX_LINES = 1000
 
 
 class LogSource(Protocol):
@@ -104,6 +109,94 @@ class _Reader:
                 yield fresh
                 if self.is_complete:
                     return  # the server would keep the stream open for seconds more
+
+
+def attempt_mark(nonce: str) -> str:
+    """How the line begins that separates the logs of a job's attempts.
+
+    The nonce tells it from a line that the task has printed.
+    """
+    return f"{PREFIX}attempt {nonce[:8]}: "
+
+
+def output_of(
+    texts: Iterable[str], end_marks: tuple[str, ...], attempt_marks: tuple[str, ...] = ()
+) -> Iterator[str]:
+    """What the task has printed: the log without the lines before its start and our last one.
+
+    The head of the log of a job that never started is all that there is, and is passed on.
+
+    Args:
+        texts: the log, in pieces of any size.
+        end_marks: how the remote half may begin the last line.
+        attempt_marks: how a line may begin after which the log of another attempt follows.
+    """
+    frame = _Frame(end_marks, attempt_marks)
+    try:
+        for text in texts:
+            for piece in _split(text):
+                yield from frame.passes(piece)
+    except Exception:
+        yield from frame.rest()
+        raise
+    yield from frame.rest()
+
+
+class _Frame:
+    """Takes a log's frame away, and holds back no more than it needs to know what a line is."""
+
+    def __init__(self, end_marks: tuple[str, ...], attempt_marks: tuple[str, ...]) -> None:
+        self._end_marks = end_marks
+        self._attempt_marks = attempt_marks
+        self._head: list[str] = []
+        self._in_head = True
+        self._begun = ""  # beginning of a line that may be a part of the frame
+        self._at_start = True
+
+    def passes(self, piece: str) -> Iterator[str]:
+        """What of a line, or of its beginning, is the task's."""
+        if not self._at_start:
+            self._at_start = piece.endswith("\n")
+            yield piece
+            return
+        self._begun += piece
+        is_whole = self._begun.endswith("\n")
+        if not is_whole and (self._in_head or self._may_be_ours()):
+            return
+        line, self._begun, self._at_start = self._begun, "", is_whole
+        if self._in_head:
+            yield from self._of_head(line)
+        elif line.startswith(self._attempt_marks):
+            self._in_head = True
+            yield self._readable(line)
+        elif not line.startswith(self._end_marks):
+            yield line
+
+    def rest(self) -> Iterator[str]:
+        """What was held back at the log's end."""
+        yield from self._head
+        if self._begun and not self._begun.startswith(self._end_marks):
+            yield self._begun
+
+    def _may_be_ours(self) -> bool:
+        return PREFIX.startswith(self._begun) or self._begun.startswith(PREFIX)
+
+    def _of_head(self, line: str) -> Iterator[str]:
+        if line.startswith(_ENTRYPOINT):
+            self._head, self._in_head = [], False
+            return
+        if line.startswith(self._attempt_marks):  # the last attempt never started
+            yield from self._head
+            yield self._readable(line)
+            self._head = []
+            return
+        self._head.append(line)
+        if len(self._head) > _HEAD_MAX_LINES:
+            yield from self._head
+            self._head, self._in_head = [], False
+
+    def _readable(self, separator: str) -> str:
+        return f"{PREFIX}attempt {separator.rpartition(' ')[2]}"
 
 
 def lines(texts: Iterator[str]) -> Iterator[str]:

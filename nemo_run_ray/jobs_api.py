@@ -15,6 +15,7 @@ import ssl
 import threading
 import time
 from collections.abc import Callable, Iterator
+from functools import cached_property
 from typing import Any, ClassVar, TypeVar
 from urllib.parse import quote
 
@@ -24,6 +25,7 @@ from tenacity import Retrying, retry_if_exception_type, stop_before_delay, wait_
 from websockets.exceptions import ConnectionClosedOK, InvalidStatus, WebSocketException
 
 from nemo_run_ray.clusters import Dashboard
+from nemo_run_ray.env_builds import AGENT_LOG, AGENT_LOG_LINES, EnvBuilds
 from nemo_run_ray.errors import (
     ClusterError,
     ConfigError,
@@ -44,6 +46,8 @@ from nemo_run_ray.remote.roles_file import file_name
 #: Seconds that a person waits for an address to answer before it is called unreachable.
 PATIENCE_S = 8.0
 _CONNECT_S, _READ_S, _POST_S, _UPLOAD_S = 4.0, 10.0, 60.0, 600.0
+#: The same for what only explains.
+_EXPLAIN_S = 5.0
 #: Ray's own WebSocket inside the cluster takes 4 MiB; longer lines never arrive that way.
 _MESSAGE_MAX_BYTES = 8 * 1024**2
 #: Seconds of a log stream's silence until the job is looked at, and until the stream is given up.
@@ -281,6 +285,8 @@ class JobsApi:
     def whole_log(self, submission_id: str) -> Iterator[str]:
         """The log as it is now, piece by piece, whatever its size.
 
+        Of a job that never started Ray gives none; its message is what there is.
+
         Raises:
             StreamCut: it broke off.
             JobError: the cluster has no such job.
@@ -293,9 +299,16 @@ class JobsApi:
                     raise self._no_such_job(submission_id)
                 if response.status_code != 200:
                     raise StreamCut(f"{path}: HTTP {response.status_code}")
-                yield from decode_log(response.iter_text())
+                is_empty = True
+                for text in decode_log(response.iter_text()):
+                    is_empty = False
+                    yield text
         except httpx.HTTPError as error:
             raise StreamCut(f"{path}: {error}") from error
+        row = (self.job(submission_id) if is_empty else None) or {}
+        never_started = row.get("status") == "FAILED" and row.get("driver_exit_code") is None
+        if never_started and row.get("message"):
+            yield f"{row['message'].strip()}\n"
 
     def last_lines(self, node: str, submission_id: str, count: int) -> list[str]:
         """The end of a job's log by Ray's state API. It explains; nothing is decided by it."""
@@ -309,6 +322,25 @@ class JobsApi:
             return dict(json.loads(text)) if text else {}
         except ValueError:
             return {}  # Ray's own words, about a file that is not there
+
+    @cached_property
+    def env_builds(self) -> EnvBuilds:
+        """The runtime environments that the cluster builds now."""
+        return EnvBuilds(
+            self._runtime_envs, lambda node: self._log_file(node, AGENT_LOG, AGENT_LOG_LINES)
+        )
+
+    def _runtime_envs(self) -> list[dict[str, Any]]:
+        """By Ray's state API; none when it does not say."""
+        query = {"limit": "10000", "timeout": "3"}
+        try:
+            url = self._url("/api/v0/runtime_envs")
+            answer = self._http.get(url, params=query, timeout=_EXPLAIN_S)
+            return list(answer.json()["data"]["result"]["result"])
+        except httpx.HTTPError as error:
+            raise self._unreachable(error) from error
+        except (ValueError, KeyError, TypeError):
+            return []
 
     def _log_file(self, node: str, name: str, lines: int) -> str:
         query = {"node_id": node, "filename": name, "lines": str(lines), "media_type": "file"}
@@ -423,6 +455,9 @@ class JobsApi:
                 f"The request to {self.dashboard.url} cannot be formed: a header or the token "
                 "holds a character that HTTP does not allow (it is not shown here). Correct it."
             )
+        why_dead = self.dashboard.why_dead()
+        if why_dead:  # nobody needs to ask again
+            return Unreachable(why_dead)
         cause = str(error) or type(error).__name__
         if "CERTIFICATE_VERIFY_FAILED" in cause:
             step = "Renew the certificate, or give its CA: ExistingCluster(url, verify='ca.pem')."

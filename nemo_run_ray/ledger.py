@@ -10,7 +10,7 @@ import json
 import logging
 import os
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,7 @@ from typing import Any
 from filelock import FileLock
 from nemo_run.config import get_nemorun_home
 
+from nemo_run_ray.attempts import AttemptRecord, Attempts, merged
 from nemo_run_ray.errors import JobError
 from nemo_run_ray.executor import LEDGER
 from nemo_run_ray.plan import ID_MAX, safe_id
@@ -25,7 +26,7 @@ from nemo_run_ray.plan import ID_MAX, safe_id
 log = logging.getLogger(__name__)
 
 INTENT, SUBMITTED, UNSETTLED = "intent", "submitted", "unsettled"
-CANCEL, TERMINAL = "cancel", "terminal"
+CANCEL, TERMINAL, SEEN = "cancel", "terminal", "seen"
 
 
 @dataclass
@@ -47,6 +48,7 @@ class JobRecord:
         last: the last event of its submission.
         cancelled: somebody asked for its end.
         terminal: what was last seen of it, once it had ended.
+        attempts: what was seen of its attempts, by submission id.
     """
 
     submission_id: str
@@ -62,6 +64,7 @@ class JobRecord:
     last: str = INTENT
     cancelled: bool = False
     terminal: dict[str, Any] = field(default_factory=dict)
+    attempts: dict[str, AttemptRecord] = field(default_factory=dict)
 
 
 class Ledger:
@@ -92,27 +95,52 @@ class Ledger:
             file.flush()
             os.fsync(file.fileno())
 
+    def keep_attempts(self, found: Mapping[str, Attempts]) -> None:
+        """Write down what was seen of the attempts of jobs, by the jobs' submission ids.
+
+        Where nothing can be written (another user's folder, a full disk) it is not kept: who looks
+        at a job is not to fail for that.
+        """
+        if not found or not os.access(self.exp_dir, os.W_OK):
+            return
+        try:
+            self.write_all(
+                [
+                    (SEEN, name, {"attempts": [one.to_json() for one in attempts.values()]})
+                    for name, attempts in found.items()
+                ]
+            )
+        except OSError as error:
+            log.warning("What was seen of the jobs is not kept in %s: %s", self.path, error)
+
     def jobs(self) -> dict[str, JobRecord]:
         """All jobs by submission id, as the events tell."""
         records: dict[str, JobRecord] = {}
         for event in self.events():
             submission_id, kind = event["id"], event["event"]
             if kind == INTENT:
-                before = records[submission_id].nonces if submission_id in records else []
+                before = records.get(submission_id)
                 names = ("job", "role", "cluster", "session")
                 optional = ("chain", "dispatches", "is_group")
                 more = {name: event[name] for name in optional if name in event}
                 records[submission_id] = JobRecord(
                     submission_id=submission_id,
                     exp_dir=self.exp_dir,
-                    nonces=[*before, event["nonce"]],
+                    nonces=[*(before.nonces if before else ()), event["nonce"]],
+                    attempts=before.attempts if before else {},
                     **{name: event[name] for name in names},
                     **more,
                 )
             elif submission_id not in records:
                 log.warning("%s tells of %s before its intent.", self.path, submission_id)
-            elif kind == TERMINAL:
-                records[submission_id].terminal = event["verdict"]
+            elif kind in (TERMINAL, SEEN):
+                if kind == TERMINAL:
+                    records[submission_id].terminal = event["verdict"]
+                found = [AttemptRecord.from_json(one) for one in event.get("attempts", ())]
+                # Several processes look, and each knows what it has seen.
+                records[submission_id].attempts = merged(
+                    records[submission_id].attempts, {one.submission_id: one for one in found}
+                )
             elif kind == CANCEL:
                 records[submission_id].cancelled = True
             else:

@@ -21,6 +21,7 @@ from nemo_run_ray.errors import ConfigError
 from nemo_run_ray.executor import RayExecutor
 from nemo_run_ray.remote.decide import CHAIN_KEY, NONCE_KEY, PERMANENT_KEY, RETRIES_KEY
 from nemo_run_ray.remote.spec import CODE, GroupSpec, JobSpec, LinkSpec, OutsideSpec, ProbeSpec
+from nemo_run_ray.runtime_env import is_container, resolve
 
 #: Name of the package in the job archive.
 REMOTE_PACKAGE = "nemo_run_ray_remote"
@@ -30,6 +31,10 @@ ID_MAX = 180
 _STOP_MARGIN_S = 10
 #: How often one dispatcher's job starts it, when it is killed again and again.
 _DISPATCHER_STARTS = 100
+#: What ``_find`` has found, in shell.
+_FOUND = '"$p"'
+#: Credentials in the address of a package index.
+_CREDENTIALS = re.compile(r"(?<=://)[^/\s@'\"]+@")
 _UNSAFE = re.compile(r"[^A-Za-z0-9_.-]+")
 
 
@@ -99,11 +104,11 @@ class JobPlan:
         runtime_env = {**self.runtime_env, "env_vars": variables, "py_modules": modules}
         if main is not None:
             runtime_env["working_dir"] = main
-        arguments = ["run", self.spec_name, self.submission_id, nonce]
-        needs_ray = isinstance(self.spec, GroupSpec)
+        kind = "group" if isinstance(self.spec, GroupSpec) else "task"
+        line = entrypoint(self.spec.python, [kind, self.spec_name, self.submission_id, nonce])
         return {
             "submission_id": self.submission_id,
-            "entrypoint": entrypoint(self.spec.python, arguments, needs_ray),
+            "entrypoint": line,
             "runtime_env": runtime_env,
             "metadata": {NONCE_KEY: nonce, "nemo_run_job": self.job},
             **self.request,
@@ -156,7 +161,7 @@ def plan(app: AppDef, executor: RayExecutor, submission_id: str, job: str) -> Jo
         _check_alone(executor)
         spec = task_spec(app.roles[0], executor)
         spec = replace(spec, env={**spec.env, **_macro_environment(executor)})
-        request, runtime_env = _reservation(executor), dict(executor.runtime_env)
+        request, runtime_env = _reservation(executor), resolve(executor.runtime_env)
     return JobPlan(
         job=job,
         submission_id=submission_id,
@@ -199,7 +204,11 @@ def in_folder(planned: JobPlan, cwd: str) -> JobPlan:
     spec = planned.spec
     if isinstance(spec, JobSpec):
         return replace(planned, spec=_moved(spec, cwd))
-    roles = tuple(replace(role, task=_moved(role.task, cwd)) for role in spec.roles)
+    roles = tuple(
+        # A container does not have the caller's folder.
+        role if is_container(role.runtime_env) else replace(role, task=_moved(role.task, cwd))
+        for role in spec.roles
+    )
     return replace(planned, spec=replace(spec, roles=roles))
 
 
@@ -233,29 +242,17 @@ def _shorten(name: str) -> str:
     return f"{name[: ID_MAX - 11]}-{hashlib.sha256(name.encode()).hexdigest()[:10]}"
 
 
-def entrypoint(python: str | None, arguments: list[str], needs_ray: bool = False) -> str:
-    """The shell line that Ray runs: the remote half with these arguments.
+def entrypoint(python: str | None, arguments: Sequence[str]) -> str:
+    """The shell line that Ray runs and shows: the remote half with these arguments.
 
-    ``-I`` keeps the user's files from shadowing the standard library in our process; the archives
-    are put behind it. Without a given interpreter it takes python3, then that of the ``ray``
-    command, then python, the first that is recent enough and, for groups, can import ray.
+    Args:
+        python: the interpreter; ``None`` is python3 or python, and ``remote/start.py`` looks for
+            another one if that does not serve.
+        arguments: the kind of the job, and what ``remote/__main__.py`` gets behind it.
     """
-    words = _python_words(arguments)
     if python is not None:
-        return f"exec {shlex.quote(python)} {words}"
-    test = "import sys;sys.exit(sys.version_info<(3,9))"
-    if needs_ray:
-        test = (
-            "import sys,importlib.util as u;"
-            'sys.exit(sys.version_info<(3,9) or u.find_spec("ray") is None)'
-        )
-    serves, having = shlex.quote(test), " that has ray" if needs_ray else ""
-    return (
-        'for p in python3 "$(sed -n "1s/^#! *//p" "$(command -v ray)" 2>/dev/null)" python; do '
-        f'[ -n "$p" ] && "$p" -I -c {serves} 2>/dev/null && exec "$p" {words}; done; '
-        f'echo "nemo_run_ray| no Python of version 3.9 or newer{having} on this node: '
-        'set RayExecutor(python=...), for a group on all of its roles"; exit 127'
-    )
+        return f"exec {_start(shlex.quote(python), arguments)}"
+    return f"{_find(['python3', 'python'])}exec {_start(_FOUND, arguments)}"
 
 
 def dispatcher_entrypoint(pythons: Sequence[str], submission_id: str, nonce: str) -> str:
@@ -266,26 +263,26 @@ def dispatcher_entrypoint(pythons: Sequence[str], submission_id: str, nonce: str
         submission_id: of the dispatcher.
         nonce: of the chain.
     """
-    words = _python_words(["dispatch", submission_id, nonce])
-    test = shlex.quote("import sys;sys.exit(sys.version_info<(3,9))")
-    given = "".join(f"{shlex.quote(one)} " for one in pythons)
+    line = _start(_FOUND, ["dispatch", submission_id, nonce])
     return (
-        f'for p in {given}python3 "$(sed -n "1s/^#! *//p" "$(command -v ray)" 2>/dev/null)" '
-        f'python; do [ -n "$p" ] && "$p" -I -c {test} 2>/dev/null || continue; n=0; '
-        f'while :; do "$p" {words}; c=$?; n=$((n+1)); '
-        f'{{ [ "$c" -le 128 ] || [ "$n" -ge {_DISPATCHER_STARTS} ]; }} && exit "$c"; '
-        'echo "nemo_run_ray| the dispatcher was killed (exit code $c) and is started again"; '
-        "sleep 1; done; done; "
-        'echo "nemo_run_ray| no Python of version 3.9 or newer on the head"; exit 127'
+        f"{_find([*pythons, 'python3', 'python'])}"
+        f"for start in $(seq {_DISPATCHER_STARTS}); do {line}; code=$?; "
+        "[ $code -gt 128 ] || break; "
+        'echo "nemo_run_ray| the dispatcher was killed (exit code $code) and is started again"; '
+        "sleep 1; done; "
+        "exit $code"
     )
 
 
-def _python_words(arguments: Sequence[str]) -> str:
-    code = (
-        'import os,sys;sys.path+=os.environ["PYTHONPATH"].split(":");'
-        f"from {REMOTE_PACKAGE}.__main__ import main;sys.exit(main(sys.argv[1:]))"
-    )
-    return shlex.join(["-I", "-c", code, *arguments])
+def _find(pythons: Sequence[str]) -> str:
+    """Shell text that finds the first of these that runs; one may be the shim of a version manager
+    that has no version."""
+    names = " ".join(shlex.quote(one) for one in pythons)
+    return f'for p in {names}; do {_FOUND} -c "" 2>/dev/null && break; done; '
+
+
+def _start(python: str, arguments: Sequence[str]) -> str:
+    return f"{python} -m {REMOTE_PACKAGE}.start {shlex.join(arguments)}"
 
 
 def describe(planned: JobPlan, cluster: str, travels: list[str]) -> str:
@@ -341,7 +338,7 @@ def _describe_task(spec: JobSpec, reserves: str, runtime_env: Mapping[str, Any])
         f"folder    {spec.cwd or 'a private run directory on the node'}",
     ]
     if runtime_env:
-        lines.append(f"runtime   {dict(runtime_env)}")
+        lines.append(f"runtime   {_CREDENTIALS.sub('***@', str(dict(runtime_env)))}")
     lines += [f"env       {name}={value}" for name, value in sorted(spec.env.items())]
     lines += [f"secret    {name}=***" for name in spec.secrets]
     return lines

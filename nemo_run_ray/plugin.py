@@ -20,7 +20,7 @@ from nemo_run.run.job import JobGroup
 from nemo_run.run.torchx_backend.schedulers.api import EXECUTOR_MAPPING, REVERSE_EXECUTOR_MAPPING
 from torchx.specs import AppState, make_app_handle
 
-from nemo_run_ray import patches
+from nemo_run_ray import patches, plain_errors
 from nemo_run_ray.errors import UnsupportedNemoRun
 from nemo_run_ray.executor import SCHEDULER, RayExecutor
 
@@ -42,6 +42,7 @@ def register() -> None:
         if RayExecutor not in classes:
             setattr(Experiment, name, (*classes, RayExecutor))
     factory(ray, target=Executor)
+    plain_errors.install()
     try:
         patches.apply("job_group")
     except UnsupportedNemoRun as error:  # single tasks run all the same

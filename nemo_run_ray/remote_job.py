@@ -13,9 +13,10 @@ from pathlib import Path
 from typing import Any
 
 from nemo_run_ray import ledger
+from nemo_run_ray.attempts import Attempts, merged, of_rows
 from nemo_run_ray.clusters import from_record
 from nemo_run_ray.errors import ClusterError, Gone, JobError, NemoRunRayError
-from nemo_run_ray.follow import follow
+from nemo_run_ray.follow import attempt_mark, follow, output_of
 from nemo_run_ray.jobs_api import JobsApi
 from nemo_run_ray.ledger import JobRecord, Ledger
 from nemo_run_ray.plan import nonce_of
@@ -45,6 +46,7 @@ class RemoteJob:
         self.record = record
         self.submission_id = record.submission_id
         self._cluster = from_record(record.cluster)
+        self._kept_at: tuple[JobState, int] | None = None
 
     def verdict(self) -> Verdict:
         """What is known of it now. Never raises because a cluster is away."""
@@ -64,7 +66,7 @@ class RemoteJob:
             return self._terminal()
         api = self._api()
         if api is None:
-            return self._lost("the embedded Ray that had it has been stopped")
+            return self._lost(self._cluster.why_gone())
         row = api.table().get(self.submission_id)
         if row is None:
             row = api.job(self.submission_id)  # younger than the table, or not there
@@ -82,8 +84,8 @@ class RemoteJob:
         api = self._api()
         if api is None:
             raise JobError(
-                f"The embedded Ray that had the job {self.submission_id} has been stopped, and its "
-                "logs went with it."
+                f"The job {self.submission_id} cannot be asked, and its log went with its "
+                f"cluster: {self._cluster.why_gone()}"
             )
         return api
 
@@ -164,13 +166,21 @@ class RemoteJob:
             return _read(self._kept_log)
         return self.cluster_log(should_tail)
 
+    def output(self, should_tail: bool) -> Iterator[str]:
+        """The same without Ray's lines before the task's first one, and without our last one."""
+        marks = tuple(attempt_mark(nonce) for nonce in self.record.nonces)
+        return output_of(self.log(should_tail), self._end_marks, marks)
+
     def cluster_log(self, should_tail: bool) -> Iterator[str]:
-        """The same from its cluster alone."""
+        """Its log from its cluster alone."""
         source = _Log(self)
         if should_tail or source.is_over():
-            marks = tuple(end_mark(nonce) for nonce in self.record.nonces)
-            return follow(source, marks, time.sleep)
+            return follow(source, self._end_marks, time.sleep)
         return source.whole()
+
+    @property
+    def _end_marks(self) -> tuple[str, ...]:
+        return tuple(end_mark(nonce) for nonce in self.record.nonces)
 
     def _terminal(self) -> Verdict:
         """Its end as it was written down."""
@@ -195,6 +205,29 @@ class RemoteJob:
         """
         api = self._api()
         return {} if api is None else api.table()
+
+    def attempts(self, running_at: Mapping[str, float] | None = None) -> Attempts:
+        """Its attempts as they are now, or as they were seen last when nobody can tell.
+
+        Args:
+            running_at: when attempts were seen running by somebody else, by submission id.
+        """
+        try:
+            rows = self.rows()
+        except NemoRunRayError:  # the cluster is away: the verdict says so
+            rows = {}
+        found = of_rows(rows, self.submission_id, self.record.nonces, time.time())
+        return merged(self.record.attempts, found, running_at)
+
+    def keep_attempts(self, verdict: Verdict) -> None:
+        """Write down what is seen of its attempts, when the job is not where it was before."""
+        if (verdict.state, verdict.attempt) == self._kept_at:
+            return
+        attempts = self.attempts()
+        if attempts != self.record.attempts:
+            self.record.attempts = dict(attempts)
+            Ledger(self.record.exp_dir).keep_attempts({self.submission_id: attempts})
+        self._kept_at = verdict.state, verdict.attempt
 
     def _ran_as(self, verdict: Verdict) -> str:
         """Submission id of what the verdict tells of."""
@@ -222,7 +255,12 @@ class RemoteJob:
                 "cancelled while it waited for room; Ray shows it as pending until then, and ends "
                 "it without running its command",
             )
-        return verdict
+        return self._explain_pending(row, verdict)
+
+    def _explain_pending(self, row: Mapping[str, Any], verdict: Verdict) -> Verdict:
+        """The verdict of a job that waits for its runtime environment, with how far that is."""
+        api = self._api()
+        return verdict if api is None else api.env_builds.explain(row, verdict)
 
     def _absent(self, api: JobsApi) -> Verdict:
         session = api.version(patience_s=0.0)["session_name"]
@@ -246,7 +284,8 @@ class RemoteJob:
     def _lost(self, why: str) -> Verdict:
         arrived = self.record.last == ledger.SUBMITTED
         what = "Its end is not known" if arrived else "Nobody can tell whether it ran"
-        return Verdict(JobState.LOST, Reason.CLUSTER_GONE, f"{what}: {why}.")
+        end = "" if "\n" in why else "."  # the lines of a log end by themselves
+        return Verdict(JobState.LOST, Reason.CLUSTER_GONE, f"{what}: {why}{end}")
 
     def _note(self, verdict: Verdict) -> None:
         """Write down how it ended, once in a process, so that it is known without the cluster."""
@@ -268,8 +307,13 @@ class RemoteJob:
             if self._cluster.runs_here and verdict.attempt:
                 self._keep_log(verdict)
                 self._keep_roles(verdict)
-            book = Ledger(self.record.exp_dir)
-            book.write(ledger.TERMINAL, self.submission_id, verdict=self.record.terminal)
+            self.record.attempts = dict(self.attempts())
+            Ledger(self.record.exp_dir).write(
+                ledger.TERMINAL,
+                self.submission_id,
+                verdict=self.record.terminal,
+                attempts=[one.to_json() for one in self.record.attempts.values()],
+            )
 
     def _keep_log(self, verdict: Verdict) -> None:
         """Copy the log of an ended job: the embedded Ray and its logs may be gone soon."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import signal
 import threading
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from datetime import datetime
 from pathlib import Path
@@ -33,7 +33,7 @@ from nemo_run_ray.follow import lines, only
 from nemo_run_ray.plan import JobPlan, describe, in_folder, job_id, plan
 from nemo_run_ray.remote_job import RemoteJob
 from nemo_run_ray.shipment import Shipment
-from nemo_run_ray.states import JobState, Verdict, torchx_state
+from nemo_run_ray.states import JobState, Reason, Verdict, torchx_state
 
 
 @dataclass
@@ -146,6 +146,7 @@ class RayJobsScheduler(SchedulerMixin, Scheduler[Any]):
         except JobError:
             return None
         verdict = job.verdict()
+        job.keep_attempts(verdict)
         _report(app_id, verdict)
         _interrupt.end_wait(app_id, verdict)
         state = torchx_state(verdict)
@@ -175,7 +176,7 @@ class RayJobsScheduler(SchedulerMixin, Scheduler[Any]):
                 f"Ray keeps one log of a job; there is no stream {streams.value} alone."
             )
         job = self._job(app_id)
-        found = lines(job.log(should_tail))
+        found = _told(lines(job.output(should_tail)))
         if role_name != job.record.role:  # of a group
             found = only(f"{role_name}/{k}", found)
         return filter_regex(regex, found) if regex else found
@@ -273,16 +274,28 @@ class _Interrupt:
 
 
 _interrupt = _Interrupt()
-#: (job, state) that were explained to this process's user already.
-_reported: set[tuple[str, JobState]] = set()
+#: (job, state, reason) that were explained to this process's user already.
+_reported: set[tuple[str, JobState, Reason]] = set()
 
 
 def _report(app_id: str, verdict: Verdict) -> None:
     """Say once why a job did not end well, or cannot be asked: NeMo-Run shows only the state."""
-    if not verdict.reason.is_trouble or (app_id, verdict.state) in _reported:
+    said = (app_id, verdict.state, verdict.reason)
+    if not verdict.reason.is_trouble or said in _reported:
         return
-    _reported.add((app_id, verdict.state))
+    _reported.add(said)
     CONSOLE.log(escape(f"{app_id} is {verdict.state.value}: {verdict.message}"))
+
+
+def _told(log: Iterable[str]) -> Iterator[str]:
+    """The log to where it can be read: NeMo-Run reads in a thread, which would end in a traceback.
+
+    The end of the log says nothing about the job.
+    """
+    try:
+        yield from log
+    except NemoRunRayError as error:
+        CONSOLE.log(escape(str(error)))
 
 
 def create_scheduler(session_name: str, **kwargs: Any) -> RayJobsScheduler:

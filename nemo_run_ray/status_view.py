@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +12,9 @@ from rich.table import Table
 from rich.text import Text
 
 from nemo_run_ray import plugin, timeline
-from nemo_run_ray.chained_job import ChainedJob, dispatcher_lines
-from nemo_run_ray.errors import NemoRunRayError
+from nemo_run_ray.attempts import AttemptRecord, Attempts
+from nemo_run_ray.chained_job import ChainedJob, running_at
 from nemo_run_ray.ledger import Ledger
-from nemo_run_ray.remote import story
-from nemo_run_ray.remote.decide import Seen, attempts_of, first_id, seen
 from nemo_run_ray.remote_job import RemoteJob
 from nemo_run_ray.states import JobState, Verdict
 
@@ -32,16 +30,35 @@ _NAMES_MAX = 3
 
 
 class View:
-    """One look at jobs: verdicts, attempts, and how long they have been where they are."""
+    """One look at jobs: verdicts, attempts, and how long they have been where they are.
 
-    def __init__(self, jobs: Sequence[RemoteJob]) -> None:
+    What is seen of attempts is kept in the experiment's folder.
+
+    Args:
+        jobs: of any experiments.
+        running_at: when attempts were seen running by somebody else, by submission id.
+    """
+
+    def __init__(
+        self, jobs: Sequence[RemoteJob], running_at: Mapping[str, float] | None = None
+    ) -> None:
         self.jobs = jobs
         self.verdicts = [job.verdict() for job in jobs]
         self.roles = [
             job.roles(verdict) if job.record.is_group else {}
             for job, verdict in zip(jobs, self.verdicts, strict=True)
         ]
-        self.attempts = [_attempts(job) for job in jobs]
+        self.attempts = [job.attempts(running_at) for job in jobs]
+        self._keep_attempts()
+
+    def _keep_attempts(self) -> None:
+        news: dict[Path, dict[str, Attempts]] = {}
+        for job, attempts in zip(self.jobs, self.attempts, strict=True):
+            if attempts != job.record.attempts:
+                job.record.attempts = dict(attempts)
+                news.setdefault(job.record.exp_dir, {})[job.submission_id] = attempts
+        for exp_dir, found in news.items():
+            Ledger(exp_dir).keep_attempts(found)
 
     @property
     def is_over(self) -> bool:
@@ -55,7 +72,7 @@ class View:
         """Everything for people; ``now`` in seconds since the epoch."""
         names = ("job", "state", "reason", "attempt", "node", "since", "waits for")
         table = Table(*names, box=None, pad_edge=False)
-        details: list[Text] = []
+        troubles: dict[str, list[str]] = {}  # names by message: many jobs may share one
         rows = zip(self.jobs, self.verdicts, self.attempts, self.roles, strict=True)
         for job, verdict, attempts, _ in rows:
             name = job.record.job
@@ -69,20 +86,21 @@ class View:
                 Text(_short(verdict.waits_for)),
             )
             if verdict.reason.is_trouble:
-                details.append(Text(f"\n{name}: {verdict.message}"))
+                troubles.setdefault(verdict.message, []).append(name)
         groups = [
             _roles_table(job.record.job, roles)
             for job, roles in zip(self.jobs, self.roles, strict=True)
             if roles
         ]
+        details = [Text(f"\n{_short(names)}: {message}") for message, names in troubles.items()]
         return Group(table, *groups, *details)
 
 
 def timeline_page(title: str, exp_dir: Path, jobs: Sequence[RemoteJob], now: float) -> str:
     """The page of ``nemo-run-ray timeline``."""
-    view = View(jobs)
+    chains = dict.fromkeys(job.chain for job in jobs if isinstance(job, ChainedJob))
+    view = View(jobs, {name: at for chain in chains for name, at in running_at(chain).items()})
     began = min((event["at"] for event in Ledger(exp_dir).events()), default=now)
-    running = _first_seen_running(jobs)
     rows = [
         timeline.Row(
             name=job.record.job,
@@ -92,8 +110,8 @@ def timeline_page(title: str, exp_dir: Path, jobs: Sequence[RemoteJob], now: flo
             after=_after(job),
             waits_for=verdict.waits_for,
             attempts=tuple(
-                _span(name, number, row, running.get(name))
-                for number, (name, row) in enumerate(attempts.items(), start=1)
+                _span(number, attempt, verdict)
+                for number, attempt in enumerate(attempts.values(), start=1)
             ),
         )
         for job, verdict, attempts in zip(jobs, view.verdicts, view.attempts, strict=True)
@@ -101,25 +119,8 @@ def timeline_page(title: str, exp_dir: Path, jobs: Sequence[RemoteJob], now: flo
     return timeline.page(title, rows, began, now)
 
 
-def _attempts(job: RemoteJob) -> dict[str, Seen]:
-    """The attempts of a job by submission id, in their order; claims are none."""
-    try:
-        own = {n: row for n, row in job.rows().items() if first_id(n) == job.submission_id}
-        table = {name: seen(row) for name, row in own.items()}
-    except NemoRunRayError:
-        return {}  # the cluster is away or gone: the verdict says so
-    found = attempts_of([job.submission_id], table)[job.submission_id]
-    rows = [found[number] for number in sorted(found)]
-    names = [job.attempt_id(number) for number in sorted(found)]
-    return {
-        name: row
-        for name, row in zip(names, rows, strict=True)
-        if not row.claim and row.nonce in job.record.nonces
-    }
-
-
 def _as_dict(
-    job: RemoteJob, verdict: Verdict, attempts: dict[str, Seen], roles: dict[str, Any]
+    job: RemoteJob, verdict: Verdict, attempts: Attempts, roles: dict[str, Any]
 ) -> dict[str, Any]:
     return {
         "job": job.record.job,
@@ -134,15 +135,16 @@ def _as_dict(
         "after": list(_after(job)),
         "attempts": [
             {
-                "id": name,
-                "state": row.verdict.state.value,
-                "reason": row.verdict.reason.value,
-                "node": row.verdict.node,
-                "posted_at": row.posted_at,
-                "ended_at": row.ended_at or None,
-                "exit_code": row.exit_code,
+                "id": one.submission_id,
+                "state": one.state,
+                "reason": one.reason,
+                "node": one.node,
+                "posted_at": one.posted_at,
+                "running_at": one.running_at,
+                "ended_at": one.ended_at,
+                "exit_code": one.exit_code,
             }
-            for name, row in attempts.items()
+            for one in attempts.values()
         ],
         **roles,
     }
@@ -155,7 +157,7 @@ def _after(job: RemoteJob) -> tuple[str, ...]:
     return tuple(name for link in links for name in link.after)
 
 
-def _since(verdict: Verdict, attempts: dict[str, Seen], now: float) -> str:
+def _since(verdict: Verdict, attempts: Attempts, now: float) -> str:
     """How long ago the newest attempt was handed over, or ended."""
     if not attempts:
         return ""
@@ -182,28 +184,19 @@ def _short(names: Sequence[str]) -> str:
     return f"{shown} and {more} more" if more > 0 else shown
 
 
-def _span(name: str, number: int, row: Seen, running_at: float | None) -> timeline.Attempt:
+def _span(number: int, attempt: AttemptRecord, verdict: Verdict) -> timeline.Attempt:
+    # It was not over when somebody looked for the last time, and now nobody can tell.
+    is_lost = verdict.state is JobState.LOST and not JobState(attempt.state).is_terminal
     return timeline.Attempt(
         number=number,
-        submission_id=name,
-        node=row.verdict.node,
-        posted_at=row.posted_at,
-        running_at=running_at,
-        ended_at=row.ended_at or None,
-        outcome=row.verdict.state.value,
-        reason=row.verdict.detail or row.verdict.reason.value,
+        submission_id=attempt.submission_id,
+        node=attempt.node,
+        posted_at=attempt.posted_at,
+        running_at=attempt.running_at,
+        ended_at=attempt.ended_at,
+        outcome=verdict.state.value if is_lost else attempt.state,
+        reason=attempt.detail or attempt.reason,
     )
-
-
-def _first_seen_running(jobs: Sequence[RemoteJob]) -> dict[str, float]:
-    """When each attempt was first seen running, as the dispatchers' logs tell."""
-    found: dict[str, float] = {}
-    chains = dict.fromkeys(job.chain for job in jobs if isinstance(job, ChainedJob))
-    for chain in chains:
-        for line in story.parse(dispatcher_lines(chain)):
-            if line.state == JobState.RUNNING.value:
-                found[line.submission_id] = min(line.at, found.get(line.submission_id, line.at))
-    return found
 
 
 def _roles_table(job: str, group: dict[str, Any]) -> Group:

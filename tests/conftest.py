@@ -20,6 +20,12 @@ _HOME = tempfile.mkdtemp(prefix="nrr-")
 # Registered before anything that leaves the embedded Ray at the end, and so done after it.
 atexit.register(shutil.rmtree, _HOME, ignore_errors=True)
 os.environ["NEMORUN_HOME"] = _HOME
+#: Folders for programs of single tests: an embedded Ray has the environment of its start.
+BIN, CONDA = Path(_HOME, "bin"), Path(_HOME, "conda")
+os.environ["PATH"] = os.pathsep.join([str(BIN), os.environ["PATH"]])
+os.environ["RAY_CONDA_HOME"] = str(CONDA)
+# Once is our own choice for an embedded Ray. Another Ray tries three times, and each takes 20 s.
+os.environ["RUNTIME_ENV_RETRY_TIMES"] = "2"
 for _name in ("RAY_ADDRESS", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"):
     os.environ.pop(_name, None)
 

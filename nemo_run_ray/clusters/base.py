@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import abc
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 from urllib.parse import urlsplit
@@ -20,11 +21,14 @@ class Dashboard:
         url: base of all requests, without a slash at its end; may have a path prefix.
         headers: sent with every request, the token among them.
         verify: check the server's certificate, or the path of a file with the CA to trust.
+        why_dead: says in sentences why it can never answer again; empty while it may. Whoever
+            started Ray knows that it has ended, and nobody needs to wait for it.
     """
 
     url: str
     headers: dict[str, str] = field(default_factory=dict, repr=False)
     verify: bool | str = True
+    why_dead: Callable[[], str] = field(default=str, repr=False, compare=False)
 
     @property
     def is_loopback(self) -> bool:
@@ -59,6 +63,10 @@ class Cluster(ConfigurableMixin, abc.ABC):
     @abc.abstractmethod
     def find(self) -> Dashboard | None:
         """The dashboard of a cluster that was used before, or ``None`` when it is gone for good."""
+
+    def why_gone(self) -> str:
+        """Why ``find`` gives nothing, as the end of a sentence."""
+        return "the cluster that had it is gone"
 
     @abc.abstractmethod
     def record(self) -> dict[str, Any]:

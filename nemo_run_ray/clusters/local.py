@@ -13,6 +13,7 @@ import sys
 import tempfile
 import time
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -87,6 +88,9 @@ class LocalCluster(Cluster):
         state = self._home.read()
         return None if state is None else self._dashboard(state)
 
+    def why_gone(self) -> str:
+        return self._home.why_gone()
+
     def record(self) -> dict[str, Any]:
         return {"kind": self.kind, "state_dir": str(self._home.path)}
 
@@ -113,7 +117,8 @@ class LocalCluster(Cluster):
         return Home(Path(get_nemorun_home()) / "ray_local" / environment)
 
     def _dashboard(self, state: State) -> Dashboard:
-        return Dashboard(state.url, {"Authorization": f"Bearer {self._home.token()}"})
+        headers = {"Authorization": f"Bearer {self._home.token()}"}
+        return Dashboard(state.url, headers, why_dead=partial(self._home.why_dead, state))
 
     def _start(self) -> State:
         """Start Ray and wait until its dashboard answers. The lock is held."""
@@ -122,6 +127,8 @@ class LocalCluster(Cluster):
         port = _free_port()
         command = [sys.executable, "-m", "ray.scripts.scripts", "start", "--head", "--block"]
         command += ["--port=0", "--dashboard-agent-listen-port=0"]
+        # Ray's default, 10001, may be another Ray's, and `ray start` ends when it cannot have it.
+        command += [f"--ray-client-server-port={_free_port()}"]
         command += ["--dashboard-host=127.0.0.1", f"--dashboard-port={port}"]
         command += ["--include-dashboard=true", "--disable-usage-stats", f"--temp-dir={root}/r"]
         for flag, value in (("num-cpus", self.num_cpus), ("num-gpus", self.num_gpus)):
@@ -161,8 +168,8 @@ class LocalCluster(Cluster):
                 if process.poll() is not None:
                     raise ClusterError(
                         "The embedded Ray did not start: `ray start` ended with exit code "
-                        f"{process.returncode}. Its last words: {self._home.last_words()}. Mend "
-                        "that, or give RayExecutor the address of a cluster."
+                        f"{process.returncode}. Correct what its log names, or give RayExecutor "
+                        f"the address of a cluster. {self._home.end_of_log()}"
                     )
                 try:
                     # The job table needs more than the version: the head's agent must be up too.
@@ -172,8 +179,8 @@ class LocalCluster(Cluster):
                     pass  # not listening yet
                 time.sleep(0.1)
         raise ClusterError(
-            f"The embedded Ray did not answer at {state.url} within {_START_LIMIT_S:.0f} s. Its "
-            f"last words: {self._home.last_words()}. Its log is {self._home.log}."
+            f"The embedded Ray did not answer at {state.url} within {_START_LIMIT_S:.0f} s. "
+            f"{self._home.end_of_log()}"
         )
 
 

@@ -16,6 +16,7 @@ import atexit
 import contextlib
 import json
 import os
+import re
 import secrets
 import shutil
 import signal
@@ -35,6 +36,10 @@ from nemo_run_ray.remote.tree import descendants, kill, marked
 _MARK = "NEMO_RUN_RAY_LOCAL"
 _STOP_LIMIT_S = 20.0
 _LOCK_LIMIT_S = 180.0
+#: How much of the log of `ray start` a message shows. A failed start ends with some lines that say
+#: nothing, behind those that say why.
+_LINES_SHOWN, _LINE_MAX = 12, 300
+_COLOUR = re.compile(r"\x1b\[[0-9;]*m")
 #: Clusters that this process started, by pid: it is their parent and has to collect them.
 children: dict[int, subprocess.Popen[bytes]] = {}
 
@@ -123,14 +128,46 @@ class Home:
             "RAY_AUTH_MODE": "token",
             "RAY_AUTH_TOKEN_PATH": str(self._token),
             "RAY_USAGE_STATS_ENABLED": "0",
+            # Ray builds a runtime environment up to three times. Each time starts from nothing,
+            # and takes 20 s for `pip` here; pip itself repeats what the network drops.
+            "RUNTIME_ENV_RETRY_TIMES": os.environ.get("RUNTIME_ENV_RETRY_TIMES", "1"),
             "TMPDIR": root,  # Ray's helpers leave folders in it; jobs get the caller's again
             "NEMO_RUN_RAY_TMPDIR": os.environ.get("TMPDIR", ""),
             _MARK: root,
         }
 
-    def last_words(self) -> str:
-        lines = self.log.read_text(encoding="utf-8", errors="replace").strip().splitlines()
-        return " / ".join(line.strip() for line in lines[-5:]) or "none"
+    def end_of_log(self) -> str:
+        """The last lines that `ray start` printed, with the path of the file."""
+        try:
+            text = self.log.read_text(encoding="utf-8", errors="replace")
+        except OSError as error:
+            return f"Its log {self.log} cannot be read: {error.strerror}."
+        lines = [line.rstrip() for line in _COLOUR.sub("", text).splitlines() if line.strip()]
+        shown = "\n".join(f"  {line[:_LINE_MAX]}" for line in lines[-_LINES_SHOWN:])
+        return f"The end of its log {self.log}:\n{shown or '  (empty)'}"
+
+    def why_dead(self, state: State) -> str:
+        """Why a cluster cannot answer any more; empty while its first process lives."""
+        if _lives(state.pid, state.born):
+            return ""
+        last = self._read_any()
+        if last is None or last.pid != state.pid:
+            return f"The embedded Ray at {state.url} has been stopped."
+        return (
+            f"The embedded Ray at {state.url} has died: its process {state.pid} is gone. "
+            f"{self.end_of_log()}"
+        )
+
+    def why_gone(self) -> str:
+        """Why there is no cluster, as the end of a sentence. One that was stopped has left nothing;
+        what has died has left its state, and may be a later one than the caller's."""
+        last = self._read_any()
+        if last is None:
+            return "the embedded Ray that had it has been stopped"
+        return (
+            f"no embedded Ray is up; the last one has died (process {last.pid}). "
+            f"{self.end_of_log()}"
+        )
 
     def join(self, state: State, keep: bool) -> None:
         """Note that this process uses the cluster, until its end."""

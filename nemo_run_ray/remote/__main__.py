@@ -1,7 +1,7 @@
 """Entry on the cluster.
 
-``run <job> <submission id> <nonce>`` runs one job of the archive, ``dispatch <submission id>
-<nonce>`` hands the jobs of a chain over.
+``task|group <job> <submission id> <nonce>`` runs one job of the archive, ``dispatch <submission
+id> <nonce>`` hands the jobs of a chain over. ``start.py`` calls it.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ def main(argv: list[str]) -> int:
     command.restore_tmpdir()
     if len(argv) == 3 and argv[0] == "dispatch":
         return _dispatch(*argv[1:])
-    if len(argv) != 4 or argv[0] != "run":
-        say(f"usage: run <job> <submission id> <nonce>, not {argv}")
+    if len(argv) != 4 or argv[0] not in ("task", "group"):
+        say(f"usage: task|group <job> <submission id> <nonce>, not {argv}")
         return 2
     _, job, submission_id, nonce = argv
     tag = f"{submission_id}/{secrets.token_hex(8)}"

@@ -253,7 +253,7 @@ class _Wanted:
 def attempt_body(link: LinkSpec, number: int) -> Dict[str, Any]:
     """The body of the request for a job's n-th attempt.
 
-    The entrypoint names the submission id just before the nonce, as ``plan.entrypoint`` writes it.
+    The entrypoint names the submission id just before the nonce, as ``JobPlan.body`` writes it.
     """
     body: Dict[str, Any] = json.loads(json.dumps(link.body))
     name = attempt_id(link.id, number)

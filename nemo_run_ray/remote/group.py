@@ -22,6 +22,7 @@ from typing import Any, Dict, List, Mapping, Optional, Tuple
 from . import machine, placement
 from .actors import Actor, Replica, code_of, forget_runtime_env, hire, key_of, passed_on
 from .addresses import variables
+from .env_error import cause_of
 from .machine import Cause, Life, Phase, Who, name
 from .output import say, write
 from .process import Runner
@@ -282,8 +283,12 @@ class _Driver:
             return
         except self._ray.exceptions.RayError as error:
             call.actor.dead = True
+            words = f"Ray's worker there died: {_first_line(error)}"
+            if isinstance(error, self._ray.exceptions.RuntimeEnvSetupError):
+                write(f"{error}\n")  # whole, for who reads the log
+                words = f"the runtime environment could not be built: {cause_of(str(error))}"
             for replica in call.actor.team:
-                self._lost(replica, f"Ray's worker there died: {_first_line(error)}")
+                self._lost(replica, words)
             return
         call.actor.answers = True
         if call.replica is None:

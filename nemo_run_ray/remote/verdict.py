@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
+from .env_error import cause_of
 from .machine import Cause
 
 
@@ -58,6 +59,8 @@ class Reason(str, Enum):
     WAITS = "waits for upstream jobs"
     TURN = "waits for its turn"
     RETRY = "waits for its next attempt"
+    BUILDING = "its runtime environment is being built"
+    REBUILDING = "its runtime environment failed to build, Ray tries again"
     NOT_SUBMITTED = "never reached the cluster"
     TAKEN = "its id belongs to another run's job"
     CLUSTER_GONE = "its cluster is gone"
@@ -70,7 +73,7 @@ class Reason(str, Enum):
         return self not in _CALM
 
 
-_CALM = {Reason.NONE, Reason.WAITS, Reason.TURN}
+_CALM = {Reason.NONE, Reason.WAITS, Reason.TURN, Reason.BUILDING}
 
 #: Ray's JobStatus -> ours. A word that is not here (a newer Ray) is UNKNOWN, never a guess.
 FROM_RAY = {
@@ -107,9 +110,13 @@ FROM_CAUSE = {
 #: One next step for every reason, in words.
 NEXT_STEP = {
     Reason.NONE: "",
-    Reason.EXIT_CODE: "Read the log's end above; the whole log is in `nemo experiment logs`.",
+    Reason.EXIT_CODE: "Its whole log: `nemo-run-ray logs`, or `nemo experiment logs`.",
     Reason.SIGNAL: "SIGKILL is often the node's memory: see the node's metrics in Ray's dashboard.",
-    Reason.RUNTIME_ENV: "Correct `runtime_env`; the part above is Ray's own reason.",
+    Reason.RUNTIME_ENV: "Correct `runtime_env`. Ray's own message, with its traceback, is in the "
+    "job's log.",
+    Reason.BUILDING: "",
+    Reason.REBUILDING: "Wait for it if the network was the cause; else cancel the job and correct "
+    "`runtime_env`.",
     Reason.START_TIMEOUT: "Ask for less, or raise RAY_JOB_START_TIMEOUT_SECONDS on the cluster.",
     Reason.NOT_PLACED: "Ask for less, or raise RayExecutor.pending_timeout_s.",
     Reason.UNSCHEDULABLE: "Ask for resources and labels that nodes of this cluster have; a group "
@@ -135,8 +142,10 @@ NEXT_STEP = {
 LOG_FOLLOWS = "; the last lines of its log:"
 #: The last line of a group's log. It explains a failure that Ray's record has; it decides nothing.
 _ENDING = re.compile(r"^nemo_run_ray\| end \w{8}: \[([\w ]+)\] (.*)$", re.MULTILINE)
-#: Lines that Ray itself writes at the head of every job's log.
-_OF_RAY = re.compile(r"^Running entrypoint for job |INFO job_manager\.py:\d+ -- ")
+#: Lines that Ray itself writes at the head of every job's log, and our last one.
+_FRAME = re.compile(
+    r"^Running entrypoint for job |INFO job_manager\.py:\d+ -- |^nemo_run_ray\| end \w{8}: "
+)
 
 
 @dataclass(frozen=True)
@@ -200,7 +209,8 @@ def judge(row: dict[str, Any]) -> Verdict:
         reason = Reason.NODE_DIED  # it did start: Ray calls a supervisor so that is gone, too
     code = row.get("driver_exit_code")
     if not isinstance(code, int) or code == 0:
-        return Verdict(state, reason, f"{reason.value}: {message}".rstrip(": "), node)
+        words = cause_of(message) if reason is Reason.RUNTIME_ENV else message
+        return Verdict(state, reason, f"{reason.value}: {words}".rstrip(": "), node)
     name = signal_name(code)
     cause = f"killed by {name} (exit code {code})" if name else f"exit code {code}"
     _, _, tail = message.partition("last available logs (truncated to 20,000 chars):\n")
@@ -209,6 +219,8 @@ def judge(row: dict[str, Any]) -> Verdict:
     causes = {cause.value: reason for cause, reason in FROM_CAUSE.items()}
     if endings and endings[-1][0] in causes:
         reason, cause = causes[endings[-1][0]], f"{cause}: {endings[-1][1]}"
-    lines = [line for line in tail.splitlines() if not _OF_RAY.search(line)]
+        if reason is Reason.NOT_STARTED:  # our words are all, and a traceback of Ray's may follow
+            return Verdict(state, reason, cause, node)
+    lines = [line for line in tail.splitlines() if not _FRAME.search(line)]
     detail = "\n".join([f"{cause}{LOG_FOLLOWS}", *lines]) if lines else cause
     return Verdict(state, reason, detail, node)

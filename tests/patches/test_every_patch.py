@@ -201,10 +201,11 @@ def test_the_variable_names_what_importing_applies(tmp_path, value, applied):
 
 
 def test_a_name_that_is_unknown_is_refused_with_those_there_are(tmp_path):
+    """One paragraph, and the line of the program."""
     done = _states(tmp_path, "dgxcloud_export")
     assert done.returncode != 0
     for word in (patches.VARIABLE, "'dgxcloud_export'", *TARGETS, "all"):
-        assert word in done.stderr.splitlines()[-1]
+        assert word in done.stderr.splitlines()[-2]
 
 
 def test_nothing_is_applied_when_one_name_is_wrong():

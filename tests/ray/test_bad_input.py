@@ -284,18 +284,5 @@ def test_failures_name_their_cause(existing, unique, local_cluster):
     assert "SIGSEGV" in row["message"]
 
 
-def test_a_runtime_env_that_cannot_be_built_shows_rays_reason(existing, unique):
-    executor = RayExecutor(
-        cluster=existing,
-        runtime_env={"pip": {"packages": ["/no/such/wheel.whl"], "pip_check": False}},
-    )
-    row = outcome(executor, TRUE, f"x{unique}")
-    assert (row["state"], row["reason"]) == (
-        "FAILED",
-        "the runtime environment could not be built",
-    )
-    assert re.search("/no/such/wheel.whl|No module named pip", row["message"]), row["message"]
-
-
 def trusting(url: str, ca: str) -> ExistingCluster:
     return ExistingCluster(url=url, verify=ca)

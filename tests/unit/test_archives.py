@@ -343,7 +343,7 @@ def test_the_job_archive_runs(tmp_path):
     secret.mkdir()
     (secret / SECRETS).write_text('{"TOKEN": "very $ecret"}')
     work.mkdir()
-    (work / "types.py").write_text("raise SystemExit('the wrong module')")
+    (work / "select.py").write_text("raise SystemExit('the wrong module')")
     (work / MANIFEST).write_text('{"executables": [], "symlinks": {}}')
     (tmp_path / "tmp").mkdir()
     environment = {
@@ -364,12 +364,12 @@ def test_the_job_archive_runs(tmp_path):
         f"n=1 $HOME * {root}/nemo_run/code very $ecret",
     ]
     assert MANIFEST not in text
-    assert "types.py" in text
+    assert "select.py" in text
     assert text.splitlines()[-1].endswith("exit code 3")
     assert done.returncode == 3
     assert list((tmp_path / "tmp").iterdir()) == []
     assert list(secret.iterdir()) == []
-    assert sorted(one.name for one in work.iterdir()) == [MANIFEST, "types.py"]
+    assert sorted(one.name for one in work.iterdir()) == [MANIFEST, "select.py"]
 
 
 # ---------------------------------------------------------------------- secrets

@@ -339,7 +339,7 @@ def link(name: str, *after: str, **fields) -> LinkSpec:
     metadata = {NONCE_KEY: nonce, "nemo_run_job": name, CHAIN_KEY: OWN, PERMANENT_KEY: ""}
     body = {
         "submission_id": f"e.{name}",
-        "entrypoint": entrypoint(None, ["run", name, f"e.{name}", nonce]),
+        "entrypoint": entrypoint(None, ["task", name, f"e.{name}", nonce]),
         "runtime_env": {"py_modules": ["gcs://_ray_pkg_jobs.zip"], "env_vars": {"A": "1"}},
         "metadata": {**metadata, RETRIES_KEY: str(fields.get("retries", 0))},
         "entrypoint_num_cpus": 1,
@@ -406,18 +406,18 @@ def test_what_failed_is_started_again_under_an_id_of_its_own(serve):
         given = json.loads(json.dumps(plan.links[0].body))
         name = "e.a" if number == 1 else f"e.a@{number}"
         given["submission_id"] = name
-        given["entrypoint"] = entrypoint(None, ["run", "a", name, "nonce-a"])
+        given["entrypoint"] = entrypoint(None, ["task", "a", name, "nonce-a"])
         given["runtime_env"]["env_vars"] = {"A": "1", "NEMO_RUN_ATTEMPT": str(number)}
         assert body == given
 
 
 def test_a_job_that_has_its_ids_name_keeps_it(serve):
     plan = chain(replace(link("a", retries=1), name="e.a"))
-    plan.links[0].body["entrypoint"] = entrypoint(None, ["run", "e.a", "e.a", "nonce-a"])
+    plan.links[0].body["entrypoint"] = entrypoint(None, ["task", "e.a", "e.a", "nonce-a"])
     ray = serve(plan)
     ray.fates["e.a"] = FAILS
     assert dispatcher_of(plan, ray).run(ray.pass_time) == ALL_SUCCEEDED
-    assert ray.bodies[1]["entrypoint"].count(" run e.a e.a@2 nonce-a") == 1
+    assert ray.bodies[1]["entrypoint"].count(" task e.a e.a@2 nonce-a") == 1
 
 
 @pytest.mark.parametrize(("given", "wait_s"), [(None, NODE_DEAD_S), ("5", 20.0), ("x", 75.0)])

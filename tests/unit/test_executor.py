@@ -1,9 +1,11 @@
 import dataclasses
 
 import fiddle as fdl
+import nemo_run as run
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from nemo_run.cli.cli_parser import parse_cli_args
 from nemo_run.core.execution.launcher import FaultTolerance, Launcher, SlurmTemplate, Torchrun
 from nemo_run.core.packaging.base import Packager
 from nemo_run.core.packaging.git import GitArchivePackager
@@ -58,7 +60,7 @@ _BAD = {
     "resources_per_node": [{"TPU": -1}, {"TPU": "4"}, {"TPU": None}, None, ["TPU"]],
     "label_selector": [{"zone": 1}, {1: "x"}, None, ["zone"]],
     "strategy": ["pack", "", None, "RANDOM"],
-    "runtime_env": [{"working_dir": "."}, {"py_modules": []}, None, ["pip"], {"env_vars": None}],
+    "runtime_env": [{"working_dir": "."}, {"py_modules": []}, None, ["pip"], {"env_vars": []}],
     "secrets": [["a-b"], ["A=1"], [""], ["1A"], [3], "TOKEN", None],
     "env_vars": [{"": "x"}, {"A=B": "x"}, {"A": 1}, {"A": None}, {1: "x"}, {"A": "a\0b"}, None],
     "role": [3, None],
@@ -78,6 +80,7 @@ _BAD = {
         [80],
     ],
     "wait_for_nodes": ["yes", None, 1],
+    "allow_unknown_runtime_env": ["yes", None, 1],
     "resource_group": [None, "roles", [3], [None]],
     "retries": [-1, 1.5, "3", True, None],
     "max_in_flight": [0, -1, 1.5, "3", True],
@@ -204,7 +207,8 @@ def full():
         resources_per_node={"a b": 0.5},
         label_selector={"zone": "!in(a,b)"},
         strategy="SPREAD",
-        runtime_env={"pip": ["x==1"], "env_vars": {"Q": "'\"\n$é"}},
+        runtime_env={"pip": ["x==1"], "env_vars": {"Q": "'\"\n$é"}, "later": 1},
+        allow_unknown_runtime_env=True,
         nodes=2,
         ntasks_per_node=8,
         role="a-b",
@@ -265,6 +269,30 @@ def test_the_role_is_named_when_it_is_known():
         executor.check()
     with pytest.raises(ConfigError, match=r"^The role 'a b': RayExecutor\.nodes is 0"):
         executor.check("a b")
+
+
+@pytest.mark.parametrize(
+    ("argument", "value"),
+    [
+        ("address=http://127.0.0.1:9", "http://127.0.0.1:9"),
+        ("cpus_per_node=0.5", 0.5),
+        ("memory_per_node=64GiB", "64GiB"),
+        ("memory_per_node=1024", 1024),
+        ("max_in_flight=4", 4),
+        ("pending_timeout_s=60", 60),
+        ("python=/opt/python", "/opt/python"),
+        ("grace_s=3", 3),
+        ("retries=2", 2),
+        ("wait_for_nodes=True", True),
+        ("secrets=['HF_TOKEN']", ["HF_TOKEN"]),
+        ("label_selector={'pool': 'gpu'}", {"pool": "gpu"}),
+        ("runtime_env={'pip': ['x']}", {"pip": ["x"]}),
+    ],
+)
+def test_nemo_runs_command_line_parses_the_fields(argument, value):
+    name = argument.partition("=")[0]
+    config = parse_cli_args(RayExecutor, [argument], run.Config)
+    assert getattr(fdl.build(config), name) == value
 
 
 def test_every_field_is_tried_with_bad_values():

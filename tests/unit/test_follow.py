@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from nemo_run_ray.errors import Gone, StreamCut, Unauthorised
-from nemo_run_ray.follow import LINE_MAX_CHARS, follow, lines
+from nemo_run_ray.follow import LINE_MAX_CHARS, attempt_mark, follow, lines, output_of
 from nemo_run_ray.remote.output import end_mark
 
 _MARK = end_mark("0123456789")
@@ -209,3 +209,78 @@ def test_a_very_long_line_comes_in_pieces(size):
     assert "".join(found) == text
     assert max(len(one) for one in found) <= LINE_MAX_CHARS
     assert found[-1] == "end\n"
+
+
+# ---------------------------------------------------------------------- the task's own output
+
+_SETTING_UP = "2026-11-22 04:53:24,072\tINFO job_manager.py:581 -- Runtime env is setting up.\n"
+_HEAD = f"{_SETTING_UP}Running entrypoint for job exp.job: exec python3 -m x task job exp.job 01\n"
+_OUTPUTS = st.lists(
+    st.sampled_from(
+        ["a\n", "\n", "no end", "nemo_run_ray| a hint\n", "nemo_run", "| x\r\n", "50%\r", "| "]
+    )
+)
+
+
+def _in_pieces(text: str, cuts: list[int]) -> list[str]:
+    places = [0, *sorted({cut % (len(text) + 1) for cut in cuts}), len(text)]
+    return [text[a:b] for a, b in itertools.pairwise(places)]
+
+
+@given(_OUTPUTS, st.lists(st.integers(0, 10_000)))
+def test_only_what_the_task_printed_is_left(printed, cuts):
+    body = "".join(printed)
+    body += "" if not body or body.endswith("\n") else "\n"
+    log = f"{_HEAD}{body}{_END}"
+    assert "".join(output_of(_in_pieces(log, cuts), (_MARK,))) == body
+    running = log[: -len(_END)]
+    assert "".join(output_of(_in_pieces(running, cuts), (_MARK,))) == body
+
+
+@given(st.lists(st.integers(0, 10_000)))
+def test_a_job_that_never_started_shows_what_ray_says(cuts):
+    text = f"{_SETTING_UP}runtime_env setup failed: x\nTraceback\n  y"
+    assert "".join(output_of(_in_pieces(text, cuts), (_MARK,))) == text
+
+
+@given(st.lists(st.integers(0, 10_000)))
+def test_every_attempt_has_a_head_of_its_own(cuts):
+    """A line of the task's that looks like ours begins none."""
+    mark = attempt_mark("0123456789")
+    never = f"{_SETTING_UP}why\n"
+    own = "nemo_run_ray| attempt 2\nRunning entrypoint for job x: y\n"
+    log = f"{_HEAD}one\n{own}{_END}{mark}2\n{_HEAD}two\n{_END}{mark}3\n{never}{mark}4\n{_HEAD}4"
+    expected = (
+        f"one\n{own}nemo_run_ray| attempt 2\ntwo\nnemo_run_ray| attempt 3\n{never}"
+        "nemo_run_ray| attempt 4\n4"
+    )
+    assert "".join(output_of(_in_pieces(log, cuts), (_MARK,), (mark,))) == expected
+
+
+def test_what_is_held_back_is_shown_when_the_source_breaks():
+    def source():
+        yield _SETTING_UP
+        raise StreamCut("gone")
+
+    found = output_of(source(), (_MARK,))
+    assert next(found) == _SETTING_UP
+    with pytest.raises(StreamCut):
+        next(found)
+
+
+def test_output_comes_as_soon_as_it_is_no_frame():
+    """A progress bar has no line's end for long."""
+    passed = []
+    for text in [_HEAD, "10%\r", "20%\r", "nemo", "run"]:
+        passed.append("".join(output_of([*_HEAD.splitlines(True), text], (_MARK,))))
+    assert passed[1:] == ["10%\r", "20%\r", "nemo", "run"]
+    source = iter([_HEAD, "10%\r", "20%\r", pytest.fail])
+    found = output_of((one if isinstance(one, str) else one("read on") for one in source), ())
+    assert [next(found), next(found)] == ["10%\r", "20%\r"]
+
+
+def test_a_ray_with_other_words_hides_no_log():
+    log = "".join(f"line {number}\n" for number in range(5000))
+    source = (f"line {number}\n" for number in itertools.count())
+    assert next(output_of(source, (_MARK,))) == "line 0\n"
+    assert "".join(output_of([log], (_MARK,))) == log

@@ -15,12 +15,15 @@ ROOT = Path(nemo_run_ray.__file__).parent
 #: From low to high; a module imports from its own layer and those below.
 _LAYERS = (
     {"remote"},
-    {"errors", "states", "probes", "checks"},
+    {"errors", "plain_errors", "states", "probes", "checks"},
     {
         "executor",
+        "runtime_env",
         "app_roles",
         "plan",
         "archives",
+        "attempts",
+        "env_builds",
         "jobs_api",
         "clusters",
         "ledger",
@@ -169,6 +172,13 @@ def test_the_import_needs_only_what_nemo_run_brings():
                 if at_module_level
             }
             assert found <= allowed, f"{module}: {found - allowed}"
+
+
+def test_the_first_step_on_a_node_can_be_read_by_older_pythons():
+    """It says which Python is too old, so it must get so far on one."""
+    text = (ROOT / "remote" / "start.py").read_text()
+    ast.parse(text, feature_version=(3, 6))
+    assert {name for name, _ in _imports("remote/start.py")} == {"os", "sys"}
 
 
 def test_what_runs_on_nodes_is_written_for_python_39():

@@ -1,6 +1,7 @@
 import json
-import os
 import re
+import shlex
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -18,6 +19,7 @@ from nemo_run_ray.errors import ConfigError
 from nemo_run_ray.plan import (
     JobPlan,
     describe,
+    dispatcher_entrypoint,
     entrypoint,
     in_folder,
     job_id,
@@ -25,6 +27,7 @@ from nemo_run_ray.plan import (
     safe_id,
 )
 from nemo_run_ray.probes import CommandProbe, HttpProbe, PortProbe
+from nemo_run_ray.remote import start
 
 _WORDS = [
     "",
@@ -231,8 +234,8 @@ def test_one_code_of_several_roles_is_the_working_directory():
 def test_only_a_groups_driver_needs_ray():
     for planned, needs in ((_planned(_app("true")), False), (_group_plan(), True)):
         line = planned.body({}, [], "nonce")["entrypoint"]
-        assert line == entrypoint(None, ["run", planned.spec_name, "exp.job", "nonce"], needs)
-    assert entrypoint(None, ["x"], True) != entrypoint(None, ["x"], False)
+        kind = "group" if needs else "task"
+        assert line == entrypoint(None, [kind, planned.spec_name, "exp.job", "nonce"])
 
 
 def test_the_pass_through_packager_on_the_embedded_ray_runs_here():
@@ -312,9 +315,11 @@ def node(tmp_path):
     (archive / "nemo_run_ray_remote").mkdir(parents=True)
     (archive / "nemo_run_ray_remote" / "__init__.py").touch()
     (archive / "nemo_run_ray_remote" / "__main__.py").write_text(_FAKE)
+    shutil.copy(start.__file__, archive / "nemo_run_ray_remote")
     work = tmp_path / "work dir"
     work.mkdir()
-    for name in ("json", "types", "os", "re", "encodings", "sitecustomize"):
+    # Where a file is called os.py or re.py, Ray's own workers do not start.
+    for name in ("json", "select", "socket", "subprocess", "tempfile", "dataclasses"):
         (work / f"{name}.py").write_text("raise SystemExit('the wrong module')")
 
     def execute(line: str, path: str) -> subprocess.CompletedProcess:
@@ -335,18 +340,33 @@ def _python(path: Path) -> None:
     _program(path, f'#!/bin/sh\nexec {sys.executable} "$@"\n')
 
 
+def _lacking_python(path: Path, serves: str, pretends: str = "") -> None:
+    """A Python that runs ``start``, and ``serves`` when it is asked whether it does."""
+    program = (
+        f"import runpy, sys; {pretends}sys.executable = sys.argv[1]; sys.argv = sys.argv[3:]; "
+        'runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)'
+    )
+    begin = f'exec {sys.executable} -c {shlex.quote(program)} "$0" "$@"'
+    runs = f'[ "$1" = -c ] && exec {sys.executable} "$@"'
+    _program(path, f'#!/bin/sh\n[ "$1" = -m ] && {begin}\n{runs}\n{serves}\n')
+
+
 def _python_without_ray(path: Path) -> None:
-    _program(path, f'#!/bin/sh\nexec {sys.executable} -S "$@"\n')
+    _lacking_python(path, f'exec {sys.executable} -S "$@"')
+
+
+def _old_python(path: Path) -> None:
+    _lacking_python(path, "exit 1", "sys.version_info = (3, 6, 9); ")
 
 
 _LINES = [
-    entrypoint(None, ["job", "exp.job", "nonce"]),
-    entrypoint("/opt/a b'c/python", ["job", "exp.job", "nonce"]),
+    entrypoint(None, ["task", "job", "exp.job", "nonce"]),
+    entrypoint("/opt/a b'c/python", ["task", "job", "exp.job", "nonce"]),
     entrypoint(None, ["it's $HOME", 'a"b`c', "-x"]),
-    entrypoint(None, ["it's $HOME", 'a"b`c', "-x"], True),
-    entrypoint("/opt/a b'c/python", ["job", "exp.job", "nonce"], True),
+    dispatcher_entrypoint(["/opt/a b'c/python"], "exp.dispatcher", "nonce"),
+    dispatcher_entrypoint([], "exp.dispatcher", "nonce"),
 ]
-_GROUPS_LINE = entrypoint(None, ["job", "exp.job", "nonce"], True)
+_GROUPS_LINE = entrypoint(None, ["group", "job", "exp.job", "nonce"])
 
 
 @pytest.mark.parametrize("line", _LINES)
@@ -354,13 +374,23 @@ def test_the_line_is_valid_shell(line):
     subprocess.run(["sh", "-n", "-c", line], check=True)
 
 
+def test_a_person_can_read_the_line():
+    """Ray's dashboard and the head of each log show it."""
+    words = "-m nemo_run_ray_remote.start task train exp.train 5f0c"
+    arguments = ["task", "train", "exp.train", "5f0c"]
+    assert entrypoint("/venv/bin/python", arguments) == f"exec /venv/bin/python {words}"
+    find = 'for p in python3 python; do "$p" -c "" 2>/dev/null && break; done; '
+    assert entrypoint(None, arguments) == f'{find}exec "$p" {words}'
+
+
 @pytest.mark.parametrize("python", [None, sys.executable])
 def test_the_users_files_do_not_shadow_ours(node, tmp_path, python):
     _python(tmp_path / "bin" / "python3")
-    done = node(entrypoint(python, ["it's $HOME", 'a"b`c']), str(tmp_path / "bin"))
+    line = entrypoint(python, ["task", "it's $HOME", 'a"b`c'])
+    done = node(line, str(tmp_path / "bin"))
     assert done.returncode == 5, done.stderr
     argv, _, module = json.loads(done.stdout)
-    assert argv == ["it's $HOME", 'a"b`c']
+    assert argv == ["task", "it's $HOME", 'a"b`c']
     assert module == json.__file__
 
 
@@ -370,28 +400,48 @@ def test_python_when_there_is_no_python3(node, tmp_path):
     assert done.returncode == 5, done.stderr
 
 
+def test_a_python3_that_does_not_run_is_passed_over(node, tmp_path):
+    """The shim of a version manager that has no version."""
+    _program(tmp_path / "bin" / "python3", "#!/bin/sh\nexit 127\n")
+    _python(tmp_path / "bin" / "python")
+    assert node(_LINES[0], str(tmp_path / "bin")).returncode == 5
+    line = dispatcher_entrypoint([str(tmp_path / "bin" / "python3")], "exp.dispatcher", "nonce")
+    assert node(line, f"{tmp_path / 'bin'}:/usr/bin:/bin").returncode == 5
+
+
 def test_an_old_python3_is_passed_over(node, tmp_path):
-    _program(tmp_path / "bin" / "python3", "#!/bin/sh\nexit 1\n")
+    _old_python(tmp_path / "bin" / "python3")
     _python(tmp_path / "bin" / "python")
     assert node(_LINES[0], str(tmp_path / "bin")).returncode == 5
 
 
 @pytest.mark.parametrize("shebang", ["#!{python}", "#! {python}"])
-def test_the_python_of_the_ray_command(node, tmp_path, shebang):
+@pytest.mark.parametrize("kind", ["task", "group"])
+def test_the_python_of_the_ray_command(node, tmp_path, shebang, kind):
+    """A node may have Ray in an environment that is not activated."""
+    lacking = _old_python if kind == "task" else _python_without_ray
+    for name in ("python3", "python"):
+        lacking(tmp_path / "bin" / name)
+    line = entrypoint(None, [kind, "job", "exp.job", "nonce"])
+    assert node(line, str(tmp_path / "bin")).returncode == 127
     _python(tmp_path / "hidden" / "pythonX")
     first = shebang.format(python=tmp_path / "hidden" / "pythonX")
     _program(tmp_path / "bin" / "ray", f"{first}\nimport ray\n")
-    assert node(_LINES[0], f"{tmp_path / 'bin'}:/no/python/here").returncode == 127
-    sed = next(one for one in ("/usr/bin/sed", "/bin/sed") if os.path.exists(one))
-    os.symlink(sed, tmp_path / "bin" / "sed")
-    done = node(_LINES[0], str(tmp_path / "bin"))
+    done = node(line, str(tmp_path / "bin"))
     assert done.returncode == 5, done.stderr
 
 
 def test_no_python_at_all(node, tmp_path):
     done = node(_LINES[0], str(tmp_path))
     assert done.returncode == 127
-    assert done.stdout.startswith("nemo_run_ray| no Python of version 3.9")
+    assert "python: not found" in done.stderr
+
+
+def test_no_python_that_is_recent_enough(node, tmp_path):
+    _old_python(tmp_path / "bin" / "python3")
+    done = node(_LINES[0], str(tmp_path / "bin"))
+    assert done.returncode == 127
+    assert done.stdout.startswith("nemo_run_ray| no Python of version 3.9 or newer on this node")
     assert "RayExecutor(python=" in done.stdout
 
 
@@ -402,16 +452,6 @@ def test_a_group_passes_over_a_python_without_ray(node, tmp_path):
     assert done.returncode == 5, done.stderr
     assert done.stdout.count("[") == 2  # it ran once
     assert node(_LINES[0], str(tmp_path / "bin")).returncode == 5
-
-
-def test_a_group_takes_the_python_of_the_ray_command(node, tmp_path):
-    _python_without_ray(tmp_path / "bin" / "python3")
-    _python(tmp_path / "hidden" / "pythonX")
-    _program(tmp_path / "bin" / "ray", f"#!{tmp_path / 'hidden' / 'pythonX'}\nimport ray\n")
-    sed = next(one for one in ("/usr/bin/sed", "/bin/sed") if os.path.exists(one))
-    os.symlink(sed, tmp_path / "bin" / "sed")
-    done = node(_GROUPS_LINE, str(tmp_path / "bin"))
-    assert done.returncode == 5, done.stderr
 
 
 def test_no_python_with_ray_at_all(node, tmp_path):

@@ -134,3 +134,14 @@ def test_nothing_wrong_needs_no_words(status):
 def test_a_stopped_job_is_cancelled():
     verdict = judge({"status": "STOPPED", "message": "Job was intentionally stopped."})
     assert (verdict.state, verdict.reason) == (JobState.CANCELLED, Reason.CANCELLED)
+
+
+def test_of_a_replica_that_could_not_be_prepared_our_own_words_are_all():
+    """Ray's traceback about its runtime environment is in the log before them."""
+    logs = (
+        "Traceback (most recent call last):\nRuntimeError: Podman\n"
+        "nemo_run_ray| end 01234567: [could not be prepared] a/0: no worker: name unknown\n"
+    )
+    verdict = judge(_failed(1, f"Job entrypoint command failed with exit code 1, {_MARKER}{logs}"))
+    assert verdict.reason is Reason.NOT_STARTED
+    assert verdict.detail == "exit code 1: a/0: no worker: name unknown"

@@ -1,0 +1,83 @@
+"""Errors of this package that end a program: one paragraph, as on the command line.
+
+They are about a value that the user gave, or about the network. The line of the user's program says
+where; the frames of NeMo-Run, and the causes in httpx and other libraries, say nothing more to him.
+Whoever catches the error has them: nothing is taken from it. Other errors are not touched.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import sysconfig
+import traceback
+from pathlib import Path
+from types import TracebackType
+
+import nemo_run
+
+from nemo_run_ray.errors import NemoRunRayError
+
+#: Environment variable that brings the tracebacks back, for a report of a fault of this package.
+VARIABLE = "NEMO_RUN_RAY_TRACEBACK"
+_LIBRARIES = (Path(__file__).parent, Path(nemo_run.__file__).parent)
+_PYTHONS = tuple(Path(sysconfig.get_path(name)) for name in ("stdlib", "purelib", "platlib"))
+
+
+def install() -> None:
+    """Let Python print such an error as a paragraph; twice is once."""
+    before = sys.excepthook
+    if getattr(before, "_of_nemo_run_ray", False):
+        return
+
+    def excepthook(
+        kind: type[BaseException], error: BaseException, frames: TracebackType | None
+    ) -> None:
+        if isinstance(error, NemoRunRayError) and not needs_traceback(error):
+            print(paragraph(error, frames), file=sys.stderr)
+        else:
+            before(kind, error, frames)
+
+    excepthook._of_nemo_run_ray = True  # type: ignore[attr-defined]
+    sys.excepthook = excepthook
+
+
+def needs_traceback(error: BaseException) -> bool:
+    """Whether it is asked for, or tells of another error: one that the user's program handled."""
+    if os.environ.get(VARIABLE):
+        return True
+    seen: BaseException | None = error
+    while seen is not None:
+        if not isinstance(seen, NemoRunRayError) and _is_of_the_user(seen):
+            return True
+        seen = seen.__cause__ or (None if seen.__suppress_context__ else seen.__context__)
+    return False
+
+
+def paragraph(error: NemoRunRayError, frames: TracebackType | None) -> str:
+    """The error, and the line of the user's program that led to it."""
+    kind = type(error)
+    notes = getattr(error, "__notes__", ())
+    text = "\n".join([f"{kind.__module__}.{kind.__qualname__}: {error}", *notes])
+    place = _place(frames)
+    hint = f"{VARIABLE}=1 shows the traceback"
+    return f"{text}\n({place}; {hint})" if place else f"{text}\n({hint})"
+
+
+def _is_of_the_user(error: BaseException) -> bool:
+    """Whether the user's program caught it, and no library did."""
+    frames = traceback.extract_tb(error.__traceback__, limit=1)
+    folders = (*_LIBRARIES, *_PYTHONS)
+    return bool(frames) and not any(
+        Path(frame.filename).is_relative_to(folder) for frame in frames for folder in folders
+    )
+
+
+def _place(frames: TracebackType | None) -> str:
+    """The last line before NeMo-Run or this package was called."""
+    found = ""
+    for frame in traceback.extract_tb(frames):
+        if any(Path(frame.filename).is_relative_to(folder) for folder in _LIBRARIES):
+            break
+        found = f"{frame.filename}, line {frame.lineno}"
+    return found

@@ -1,0 +1,72 @@
+"""What went wrong while Ray built a runtime environment, found in the traceback that Ray gives."""
+
+from __future__ import annotations
+
+import re
+from typing import List, Optional
+
+#: pip's own lines, and those of build tools that it runs.
+_PIP = re.compile(r"^ERROR: (?P<words>.+)$")
+#: uv begins its explanation with one of these, and goes on with lines that are drawn as a tree.
+_UV = re.compile(r"^(?:error:|\N{MULTIPLICATION SIGN}) (?P<words>.+)$")
+_UV_MORE = re.compile(r"^(?:╰─▶|├─▶|│|cause:|hint:|Caused by:)\s*(?P<words>.*)$")
+#: Podman's, for a container.
+_PODMAN = re.compile(r"stderr=(?P<words>.*)$")
+#: The last line of a traceback.
+_RAISED = re.compile(r"^(?:[\w.]+\.)?(?P<kind>\w*(?:Error|Exception|Timeout))\b:? ?(?P<words>.*)$")
+_NEVER_THE_CAUSE = ("SubprocessCalledProcessError", "RuntimeEnvSetupError", "ActorDiedError")
+_TIMEOUT = re.compile(r"^Failed to install runtime_env within the timeout of .+ seconds")
+#: What stands before the output of a program that failed, and how much of its end is told when
+#: nothing in it is known.
+_OUTPUT = re.compile(r"^Last \d+ lines of stdout:$")
+_END_LINES = 3
+
+
+def cause_of(text: str) -> str:
+    """The reason in the words of the program that failed: pip, uv, conda, podman or Ray itself.
+
+    Args:
+        text: Ray's message or log, tracebacks of the failure in it.
+
+    Returns:
+        One line; the end of the text when no line of it is known.
+    """
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    found = _last(lines, _TIMEOUT) or _last(lines, _PIP) or _of_uv(lines) or _last(lines, _PODMAN)
+    return found or _raised(lines) or " / ".join(_printed(lines)[-_END_LINES:])
+
+
+def _last(lines: List[str], pattern: re.Pattern[str]) -> Optional[str]:
+    for line in reversed(lines):
+        match = pattern.search(line)
+        if match:
+            return match.groupdict().get("words") or match.group()
+    return None
+
+
+def _of_uv(lines: List[str]) -> Optional[str]:
+    for number in range(len(lines) - 1, -1, -1):
+        first = _UV.match(lines[number])
+        if first:
+            words = [first["words"]]
+            for line in lines[number + 1 :]:
+                more = _UV_MORE.match(line)
+                if more is None:
+                    break
+                words.append(more["words"])
+            return " ".join(word for word in words if word)
+    return None
+
+
+def _printed(lines: List[str]) -> List[str]:
+    """What the program printed that failed; all lines when that cannot be told."""
+    begins = [number for number, line in enumerate(lines, start=1) if _OUTPUT.match(line)]
+    return (lines[begins[-1] :] if begins else []) or lines
+
+
+def _raised(lines: List[str]) -> Optional[str]:
+    for line in reversed(lines):
+        match = _RAISED.match(line)
+        if match and match["kind"] not in _NEVER_THE_CAUSE:
+            return line
+    return None

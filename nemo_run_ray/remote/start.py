@@ -1,0 +1,81 @@
+"""First step on the cluster: finds a Python that serves and lets it run the job.
+
+Ray writes the line that starts a job into its dashboard and into the job's log, for people to read:
+``python3 -m nemo_run_ray_remote.start task train my-experiment.train 5f0c…``. What a longer line
+would have to say is done here. Python 3.6 can read this file, and it imports as little as it can
+before the user's files are out of the way.
+"""
+
+import os
+import sys
+
+#: What the rest of the package is written for.
+OLDEST = (3, 9)
+#: Kinds of a job whose program imports ray.
+_WITH_RAY = ("group",)
+#: ``-I`` keeps the user's files and variables from shadowing the standard library in our process;
+#: the folders that Ray put on the path come behind it.
+_PROGRAM = (
+    'import os,sys;sys.path+=os.environ["PYTHONPATH"].split(":");'
+    "from nemo_run_ray_remote.__main__ import main;sys.exit(main(sys.argv[1:]))"
+)
+_TEST = "import sys;sys.exit(sys.version_info<(3,9))"
+_TEST_WITH_RAY = (
+    'import sys,importlib.util as u;sys.exit(sys.version_info<(3,9) or u.find_spec("ray") is None)'
+)
+
+
+def main(argv: "list[str]") -> int:
+    """Become the first Python that serves: this one, that of the ``ray`` command, or another one.
+
+    Args:
+        argv: the kind of the job, and the words that ``__main__`` gets behind it.
+
+    Returns:
+        The exit code when none serves.
+    """
+    needs_ray = bool(argv) and argv[0] in _WITH_RAY
+    if sys.version_info >= OLDEST and not needs_ray:
+        return _become(sys.executable, argv)
+    for python in (sys.executable, _python_of_ray(), "python3", "python"):
+        if python and _serves(python, needs_ray):
+            return _become(python, argv)
+    having = " that has ray" if needs_ray else ""
+    print(
+        f"nemo_run_ray| no Python of version 3.9 or newer{having} on this node: set "
+        "RayExecutor(python=...), for a group on all of its roles",
+        flush=True,
+    )
+    return 127
+
+
+def _become(python: str, argv: "list[str]") -> int:
+    os.execvp(python, [python, "-I", "-c", _PROGRAM, *argv])
+
+
+def _serves(python: str, needs_ray: bool) -> bool:
+    words = [python, "-I", "-c", _TEST_WITH_RAY if needs_ray else _TEST]
+    child = os.fork()
+    if child == 0:
+        silent = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(silent, 2)
+        try:
+            os.execvp(python, words)
+        finally:  # it is not there
+            os._exit(127)
+    return os.waitpid(child, 0)[1] == 0
+
+
+def _python_of_ray() -> str:
+    """The interpreter in the first line of the ``ray`` command, if there is one."""
+    for folder in os.environ.get("PATH", os.defpath).split(os.pathsep):
+        path = os.path.join(folder, "ray")
+        if os.path.isfile(path) and os.access(path, os.X_OK):
+            with open(path, "rb") as file:
+                first = file.readline(1024)
+            return os.fsdecode(first[2:].strip()) if first.startswith(b"#!") else ""
+    return ""
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,113 @@
+"""An embedded Ray of one's own that dies: what is said at once, and what is still known."""
+
+import json
+import os
+import re
+import signal
+import time
+from pathlib import Path
+
+import nemo_run as run
+import pytest
+
+from nemo_run_ray import LocalCluster, RayExecutor
+from nemo_run_ray.errors import Unreachable
+from nemo_run_ray.jobs_api import JobsApi
+from tests.conftest import tool, wait_for
+from tests.ray.test_local_cluster import lives
+
+
+@pytest.fixture
+def own(tmp_path):
+    """An embedded Ray that nobody else uses."""
+    cluster = LocalCluster(num_cpus=2, keep=True, state_dir=str(tmp_path / "ray"))
+    cluster.connect()
+    yield cluster
+    cluster.stop()
+
+
+def kill(cluster: LocalCluster) -> None:
+    state = json.loads(Path(cluster.state_dir, "state.json").read_text())
+    os.kill(state["pid"], signal.SIGKILL)
+    wait_for(lambda: not lives(state["pid"]))
+    # Its children outlive it for a moment.
+    wait_for(lambda: not answers(cluster, state["url"]))
+
+
+def answers(cluster: LocalCluster, url: str) -> bool:
+    import httpx
+
+    try:
+        return bool(httpx.get(f"{url}/api/version", timeout=5, trust_env=False))
+    except httpx.HTTPError:
+        return False
+
+
+def status(name: str) -> list[dict]:
+    return json.loads(tool("nemo-run-ray", "status", "--json", name).stdout)
+
+
+def page_of(name: str, path: Path) -> str:
+    done = tool("nemo-run-ray", "timeline", name, "-o", str(path))
+    assert done.returncode == 0, done.stderr
+    return path.read_text()
+
+
+def test_times_outlive_the_cluster_and_nobody_waits_for_it(own, unique, tmp_path):
+    executor = RayExecutor(cluster=own)
+    with run.Experiment(unique, skip_status_at_exit=True) as experiment:
+        first = experiment.add(run.Script(inline="sleep 2"), executor=executor, name="first")
+        retried = RayExecutor(cluster=own, retries=1)
+        script = run.Script(inline="sleep 1; exit 3")
+        experiment.add(script, executor=retried, name="fails", dependencies=[first])
+        experiment.run()
+    before = {row["job"]: row for row in status(unique)}
+    drawn = page_of(unique, tmp_path / "before.html")
+    assert [len(before[name]["attempts"]) for name in ("first", "fails")] == [1, 2]
+
+    api = JobsApi.of(own.find())
+    kill(own)
+
+    began = time.monotonic()
+    with pytest.raises(Unreachable, match="has died") as caught:
+        api.post({"submission_id": "x", "entrypoint": "true"})
+    with pytest.raises(Unreachable, match="has died"):
+        api.table(fresh=True, patience_s=60)
+    assert time.monotonic() - began < 5, "there is nothing to wait for"
+    assert "The end of its log" in str(caught.value)
+    assert "ray.log" in str(caught.value)
+
+    after = {row["job"]: row for row in status(unique)}
+    assert after == before
+    for row in after.values():
+        for attempt in row["attempts"]:
+            assert attempt["ended_at"] - attempt["posted_at"] > 1
+            assert attempt["posted_at"] < attempt["running_at"] < attempt["ended_at"]
+            assert attempt["node"]
+    assert bars(page_of(unique, tmp_path / "after.html")) == bars(drawn)
+
+
+def bars(page: str) -> list[str]:
+    """Place and width of every bar that has one."""
+    found = re.findall(r'<rect class="(\w+)" x="([\d.]+)%" width="([\d.]+)%"', page)
+    assert len([one for one in found if float(one[2]) > 1]) >= 3, found
+    return found
+
+
+def test_a_job_whose_cluster_died_under_it_is_lost_with_its_times(own, unique):
+    with run.Experiment(unique, skip_status_at_exit=True) as experiment:
+        script = run.Script(inline="echo here; sleep 1000")
+        experiment.add(script, executor=RayExecutor(cluster=own), name="job")
+        experiment.run(detach=True)
+    wait_for(lambda: status(unique)[0]["state"] == "RUNNING")
+    seen = status(unique)[0]["attempts"]
+    kill(own)
+
+    (row,) = status(unique)
+    assert (row["state"], row["attempts"]) == ("LOST", seen)
+    assert "has died" in row["message"]
+    assert "ray.log" in row["message"]
+    own.stop()  # in order: then there is no death to tell of
+    (row,) = status(unique)
+    assert (row["state"], row["attempts"]) == ("LOST", seen)
+    assert "has been stopped" in row["message"]

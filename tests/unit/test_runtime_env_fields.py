@@ -1,0 +1,229 @@
+"""The fields of ``runtime_env``, held against Ray's own class."""
+
+import itertools
+import json
+
+import nemo_run as run
+import pytest
+from nemo_run.core.packaging.base import Packager
+from ray.runtime_env import RuntimeEnv
+from torchx.specs import AppDef, Role
+
+from nemo_run_ray import LocalCluster, RayExecutor
+from nemo_run_ray.errors import ConfigError
+from nemo_run_ray.plan import describe, in_folder, plan
+from nemo_run_ray.remote.spec import GroupSpec
+from nemo_run_ray.runtime_env import brings_python, check, is_container, resolve
+
+#: One value for each field that users set.
+_GIVEN = {
+    "pip": ["einops"],
+    "uv": {"packages": ["einops"], "uv_pip_install_options": ["--no-cache"]},
+    "conda": {"dependencies": ["pip", {"pip": ["einops"]}]},
+    "env_vars": {"A": "b"},
+    "image_uri": "registry.example.org/vllm:1",
+    "container": {"image": "registry.example.org/vllm:1", "run_options": ["--cap-drop=ALL"]},
+    "py_executable": "python -X dev",
+    "worker_process_setup_hook": "module.function",
+    "nsight": "default",
+    "rocprof_sys": "default",
+    "java_jars": ["gcs://a.jar"],
+    "config": {"setup_timeout_seconds": 60},
+}
+#: Fields that packagers stand for, and those that Ray sets itself.
+_REFUSED = {"working_dir", "py_modules", "excludes"}
+_RAYS_OWN = {"_ray_release", "_ray_commit", "_inject_current_ray", "_nsight", "_rocprof_sys"}
+
+
+def _app() -> AppDef:
+    return AppDef("job", [Role("job", image="", entrypoint="true")])
+
+
+def _sent(runtime_env: dict, packager: Packager | None = None) -> dict:
+    """What Ray gets for a task of this runtime environment: with the job, or with its actor."""
+    executor = RayExecutor(
+        address="http://h:1", runtime_env=runtime_env, packager=packager or Packager()
+    )
+    planned = plan(_app(), executor, "exp.job", "job")
+    code = {"job": "gcs://code.zip"} if planned.packagers else {}
+    body = planned.body(code, ["gcs://job.zip"], "0123456789abcdef")
+    if isinstance(planned.spec, GroupSpec):
+        RuntimeEnv(**body["runtime_env"])  # that of the driver
+        return dict(planned.spec.roles[0].runtime_env)
+    return dict(body["runtime_env"])
+
+
+def test_every_field_of_rays_is_known_here():
+    """A new Ray with a new field fails here: it is to be added, or named as refused."""
+    fields = set(RuntimeEnv.known_fields) - _REFUSED - _RAYS_OWN
+    assert fields <= set(_GIVEN)
+    for name, value in _GIVEN.items():
+        check({name: value})
+    for name in _REFUSED:
+        with pytest.raises(ConfigError, match="packager says which code travels"):
+            check({name: "x"})
+
+
+@pytest.mark.parametrize(
+    "packager", [None, run.PatternPackager(include_pattern="*", relative_path=".")]
+)
+@pytest.mark.parametrize("name", sorted(_GIVEN))
+def test_ray_takes_what_is_sent_for_each_field(name, packager):
+    sent = _sent({name: _GIVEN[name]}, packager)
+    assert name in sent
+    RuntimeEnv(**sent)
+
+
+@pytest.mark.parametrize(("one", "two"), itertools.combinations(sorted(_GIVEN), 2))
+def test_two_fields_that_ray_does_not_combine_are_refused_before_anything_is_sent(one, two):
+    both = {one: _GIVEN[one], two: _GIVEN[two]}
+    try:
+        RuntimeEnv(**both)
+    except ValueError:
+        with pytest.raises(ConfigError, match=one):
+            RayExecutor(runtime_env=both)
+    else:
+        RuntimeEnv(**_sent(both))
+
+
+@pytest.mark.parametrize(
+    ("wrong", "words"),
+    [
+        ({"pipp": ["x"]}, "did you mean 'pip'"),
+        ({"enviroment": {}}, "Ray's fields are pip, uv, conda"),
+        ({"env_var": {"A": "b"}}, "did you mean 'env_vars'"),
+        ({7: 1}, "field 7"),
+        ({"pip": 3}, r"\['pip'\] is 3; allowed is a list of requirements"),
+        ({"pip": [3]}, "allowed is a list of texts"),
+        ({"pip": {"package": []}}, "allowed is a dict with some of packages, pip_check"),
+        ({"pip": {"pip_check": True}}, "allowed is a dict with 'packages'"),
+        ({"pip": {"packages": ["x"], "pip_check": "yes"}}, r"\['pip_check'\] is 'yes'; allowed"),
+        ({"uv": {"packages": ["x"], "uv_version": 1}}, r"\['uv_version'\] is 1; allowed is a text"),
+        ({"conda": []}, "allowed is a text or a dict"),
+        ({"env_vars": {"A": 1}}, r"\['env_vars'\]\['A'\] is <class 'int'>; allowed is a text"),
+        ({"env_vars": {1: "A"}}, "for the name 1 is <class 'int'>; allowed is a dict of texts"),
+        ({"pip": [], "uv": ["x"]}, "has pip and uv"),
+        ({"image_uri": "x", "pip": []}, "has image_uri beside pip"),
+        ({"env_vars": []}, "allowed is a dict of texts by text"),
+        ({"image_uri": ""}, "allowed is a text"),
+        ({"container": "image"}, "allowed is a dict with 'image'"),
+        ({"container": {"image": "x", "worker": "y"}}, "some of image, worker_path, run_options"),
+        ({"config": {"setup_timeout_seconds": 0}}, "a whole number of seconds from 1"),
+        ({"config": {"setup_timeout_seconds": True}}, "a whole number of seconds from 1"),
+        ({"config": {"timeout": 1}}, "some of setup_timeout_seconds"),
+        ({"worker_process_setup_hook": print}, "that JSON cannot carry"),
+        ({"pip": {"packages": ["x"], "pip_version": {1}}}, "that JSON cannot carry"),
+    ],
+)
+def test_what_is_wrong_is_named(wrong, words):
+    with pytest.raises(ConfigError, match=words) as caught:
+        RayExecutor(runtime_env=wrong)
+    assert "runtime_env" in str(caught.value)
+
+
+def test_none_is_not_given():
+    """As in Ray's own class."""
+    runtime_env = {"pip": None, "uv": ["x"], "conda": None, "env_vars": None, "config": None}
+    RayExecutor(runtime_env=runtime_env)
+    assert resolve(runtime_env) == {"uv": ["x"]}
+    RayExecutor(runtime_env={"pip": ["x"], "working_dir": None, "_inject_current_ray": True})
+
+
+def test_values_that_may_be_credentials_are_not_shown():
+    with pytest.raises(ConfigError) as caught:
+        RayExecutor(runtime_env={"env_vars": {"KEY": "s3cret", "N": 1}})
+    assert "s3cret" not in str(caught.value)
+    given = {"pip": ["--extra-index-url https://me:s3cret@example.org/simple", "x"]}
+    planned = plan(_app(), RayExecutor(address="http://h:1", runtime_env=given), "exp.job", "job")
+    assert "s3cret" not in describe(planned, "c", [])
+    assert "https://***@example.org" in describe(planned, "c", [])
+
+
+def test_unknown_fields_pass_when_they_are_allowed():
+    executor = RayExecutor(
+        address="http://h:1", runtime_env={"mpi": {"args": []}}, allow_unknown_runtime_env=True
+    )
+    body = plan(_app(), executor, "exp.job", "job").body({}, [], "0123456789abcdef")
+    assert body["runtime_env"]["mpi"] == {"args": []}
+    with pytest.raises(ConfigError, match="is 3; allowed"):  # what is known is checked all the same
+        RayExecutor(runtime_env={"pip": 3}, allow_unknown_runtime_env=True)
+
+
+def test_files_are_read_where_the_caller_is(weird_tmp_path, monkeypatch):
+    """Ray's server would look for them on the head."""
+    monkeypatch.chdir(weird_tmp_path)
+    (weird_tmp_path / "req.txt").write_text("# ours\neinops==0.8\n\nx>1 ; python_version>'3'\n")
+    (weird_tmp_path / "env.yml").write_text("dependencies: [python=3.11]\n")
+    lines = ["# ours", "einops==0.8", "", "x>1 ; python_version>'3'"]
+    assert resolve({"pip": "req.txt"}) == {"pip": lines}
+    assert resolve({"uv": {"packages": "req.txt"}}) == {"uv": {"packages": lines}}
+    assert resolve({"conda": "env.yml"}) == {"conda": {"dependencies": ["python=3.11"]}}
+    assert resolve({"conda": "an-environment"}) == {"conda": "an-environment"}
+    assert RuntimeEnv(pip="req.txt")["pip"]["packages"] == list(dict.fromkeys(lines))
+    json.dumps(_sent({"pip": "req.txt"}))
+
+
+@pytest.mark.parametrize(
+    ("runtime_env", "text"),
+    [({"pip": "none.txt"}, None), ({"conda": "e.yml"}, "a: ["), ({"conda": "e.yml"}, "- a")],
+)
+def test_a_file_that_cannot_be_read_is_named(tmp_path, monkeypatch, runtime_env, text):
+    monkeypatch.chdir(tmp_path)
+    if text is not None:
+        (tmp_path / "e.yml").write_text(text)
+    (name,) = runtime_env.values()
+    with pytest.raises(ConfigError, match=f"'{name}' in {tmp_path}, which cannot be read as a"):
+        _sent(runtime_env)
+
+
+# ---------------------------------------------------------------------- which Python
+
+
+@pytest.mark.parametrize(
+    ("runtime_env", "python", "expected"),
+    [
+        ({}, None, "embedded"),
+        ({"env_vars": {"A": "b"}}, None, "embedded"),
+        ({"py_executable": "python -X dev"}, None, "embedded"),  # of Ray's workers alone
+        ({"pip": ["x"]}, None, None),
+        ({"uv": ["x"]}, None, None),
+        ({"conda": "an-environment"}, None, None),
+        ({"image_uri": "image"}, None, None),
+        ({}, "/opt/python", "/opt/python"),
+        ({"pip": ["x"]}, "/opt/python", "/opt/python"),
+        ({"image_uri": "image"}, "/opt/python", "/opt/python"),
+    ],
+)
+@pytest.mark.parametrize("embedded", [True, False])
+def test_which_python_a_task_gets(runtime_env, python, expected, embedded):
+    """``python=``, then the runtime environment's, then the cluster's."""
+    cluster = LocalCluster() if embedded else None
+    where = {"cluster": cluster} if embedded else {"address": "http://h:1"}
+    executor = RayExecutor(runtime_env=runtime_env, python=python, **where)
+    spec = plan(_app(), executor, "exp.job", "job").spec
+    task = spec.roles[0].task if isinstance(spec, GroupSpec) else spec
+    of_cluster = cluster.python if cluster is not None else None
+    assert task.python == (of_cluster if expected == "embedded" else expected)
+
+
+def test_a_groups_driver_is_not_run_by_the_python_of_an_image():
+    executor = RayExecutor(
+        address="http://h:1", runtime_env={"image_uri": "i"}, python="/in/image/python"
+    )
+    planned = plan(_app(), executor, "exp.job", "job")
+    assert planned.spec.python is None
+    assert planned.spec.roles[0].task.python == "/in/image/python"
+
+
+def test_a_container_does_not_run_in_the_callers_folder():
+    apart = plan(_app(), RayExecutor(runtime_env={"image_uri": "i"}), "exp.job", "job")
+    assert in_folder(apart, "/here").spec.roles[0].task.cwd is None
+    here = plan(_app(), RayExecutor(ports={"http": 0}), "exp.job", "job")
+    assert in_folder(here, "/here").spec.roles[0].task.cwd == "/here"
+
+
+def test_what_a_field_means_for_the_plan():
+    assert brings_python({"uv": ["x"]})
+    assert not brings_python({"pip": [], "env_vars": {"A": "b"}})
+    assert is_container({"container": {"image": "x"}})
+    assert not is_container({"pip": ["x"]})
