@@ -70,9 +70,8 @@ def follow(
             over = source.is_over()
             if not reader.is_complete:
                 stuck = barren >= _BARREN_ROUNDS
-                yield from reader.read(source.whole() if stuck else source.tail())
-            if over and not reader.is_complete:
-                yield from reader.read(source.whole())
+                # Ray's WebSocket needs two seconds before its first text: only for what grows.
+                yield from reader.read(source.whole() if over or stuck else source.tail())
             if over:
                 return
             failures = 0

@@ -50,6 +50,8 @@ _CONNECT_S, _READ_S, _POST_S, _UPLOAD_S = 4.0, 10.0, 60.0, 600.0
 _EXPLAIN_S = 5.0
 #: Ray's own WebSocket inside the cluster takes 4 MiB; longer lines never arrive that way.
 _MESSAGE_MAX_BYTES = 8 * 1024**2
+#: Seconds that a log stream gets for its close. Ray reads nothing on that socket and never answers.
+_GOODBYE_S = 0.1
 #: Seconds of a log stream's silence until the job is looked at, and until the stream is given up.
 _SILENCE_S, _SILENCE_MAX_S = 15.0, 300.0
 #: Seconds between two looks for jobs that a head's death has orphaned, until one that failed is
@@ -249,7 +251,7 @@ class JobsApi:
                 compression=None,
                 proxy=None if self.dashboard.is_loopback else True,
                 open_timeout=_READ_S,
-                close_timeout=1,
+                close_timeout=_GOODBYE_S,
                 ping_interval=None,  # Ray only sends on this socket: it answers no ping
                 max_size=_MESSAGE_MAX_BYTES,
                 **options,

@@ -109,10 +109,25 @@ def test_an_ended_job_whose_output_holds_our_mark_is_read_to_its_end():
     assert "".join(follow(Flaky(text, [], [len(_END)]), (_MARK,), Pauses())) == text
 
 
+class Running(Flaky):
+    """The job is not over before its log has been read."""
+
+    def is_over(self) -> bool:
+        return self._there == len(self._text)
+
+
 def test_a_complete_log_is_read_once():
-    source = Flaky(f"a\n{_END}", [], [3])
+    source = Running(f"a\n{_END}", [], [3])
     source.whole = pytest.fail
     assert "".join(follow(source, (_MARK,), Pauses())) == f"a\n{_END}"
+
+
+def test_an_ended_jobs_log_is_read_at_once():
+    """Ray's WebSocket waits two seconds before its first text, even of a job that is over."""
+    source, pauses = Flaky(f"a\n{_END}", [], [3]), Pauses()
+    source.tail = pytest.fail
+    assert "".join(follow(source, (_MARK,), pauses)) == f"a\n{_END}"
+    assert pauses.slept_s == []
 
 
 class Endless(Flaky):
@@ -175,7 +190,7 @@ def test_wrong_credentials_are_not_waited_for():
 
 
 def test_what_is_not_the_clusters_fault_is_not_swallowed():
-    class Broken(Flaky):
+    class Broken(Running):
         def tail(self) -> Iterator[str]:
             raise KeyError("a bug")
 
