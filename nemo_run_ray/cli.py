@@ -7,7 +7,7 @@ import json
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Set
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -58,8 +58,19 @@ def down(
                 f"{len(busy)} job(s) still run on the embedded Ray: {', '.join(busy)}. Cancel "
                 "them, or stop it with all that runs on it: nemo-run-ray down --force"
             )
+        _keep_ends(cluster, rows.keys())
     cluster.stop()
     _out.print("The embedded Ray is stopped.")
+
+
+def _keep_ends(cluster: Cluster, submission_ids: Set[str]) -> None:
+    """Look at the jobs of detached runs once more: their ends and logs go with the cluster."""
+    from nemo_run_ray.chained_job import jobs_of
+    from nemo_run_ray.ledger import experiments_of
+    from nemo_run_ray.status_view import View
+
+    jobs = [job for exp_dir in experiments_of(submission_ids) for job in jobs_of(exp_dir)]
+    View([job for job in jobs if job.record.cluster == cluster.record()])
 
 
 def doctor(address: Address = "") -> None:

@@ -10,7 +10,7 @@ import json
 import logging
 import os
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -166,7 +166,7 @@ def find(submission_id: str) -> JobRecord:
     Raises:
         JobError: no experiment in this home submitted such a job.
     """
-    for exp_dir in _candidates(submission_id):
+    for exp_dir in _candidates({submission_id}):
         record = Ledger(exp_dir).jobs().get(submission_id)
         if record is not None:
             return record
@@ -174,6 +174,12 @@ def find(submission_id: str) -> JobRecord:
         f"No experiment below {get_nemorun_home()} has submitted a Ray job {submission_id}. Is the "
         "handle right, and NEMORUN_HOME that of the run?"
     )
+
+
+def experiments_of(submission_ids: Set[str]) -> set[Path]:
+    """Folders of the experiments in NeMo-Run's home that have submitted one of these jobs."""
+    candidates = set(_candidates(submission_ids))
+    return {one for one in candidates if not Ledger(one).jobs().keys().isdisjoint(submission_ids)}
 
 
 def remember(exp_dir: Path, experiment_id: str) -> None:
@@ -185,18 +191,18 @@ def remember(exp_dir: Path, experiment_id: str) -> None:
     pointer.write_text(str(exp_dir.absolute()), encoding="utf-8")
 
 
-def _candidates(submission_id: str) -> Iterator[Path]:
+def _candidates(submission_ids: Set[str]) -> Iterator[Path]:
     for folder in (Path(get_nemorun_home()) / "experiments").glob("*/*"):
-        if _may_hold(safe_id(folder.name), submission_id) and (folder / LEDGER).exists():
+        if _may_hold(safe_id(folder.name), submission_ids) and (folder / LEDGER).exists():
             yield folder
     for pointer in _pointers().glob("*"):
-        if _may_hold(pointer.name, submission_id):
+        if _may_hold(pointer.name, submission_ids):
             yield Path(pointer.read_text(encoding="utf-8"))
 
 
-def _may_hold(experiment_id: str, submission_id: str) -> bool:
+def _may_hold(experiment_id: str, submission_ids: Set[str]) -> bool:
     # A shortened id may have lost the end of the experiment's.
-    return submission_id.startswith(f"{experiment_id}.") or len(submission_id) >= ID_MAX
+    return any(one.startswith(f"{experiment_id}.") or len(one) >= ID_MAX for one in submission_ids)
 
 
 def _pointers() -> Path:

@@ -11,7 +11,7 @@ import httpx
 import psutil
 import pytest
 
-from tests.conftest import wait_for
+from tests.conftest import tool, wait_for
 
 USER = """
 import sys
@@ -125,3 +125,40 @@ def marked(root: str) -> list[int]:
         except psutil.Error:
             continue
     return found
+
+
+def test_what_ended_unseen_is_noted_before_a_stop(home_of_its_own):
+    """A detached chain that nobody has looked at: its states, times and output are kept."""
+    program = home_of_its_own / "program.py"
+    program.write_text(CHAIN)
+    subprocess.run([sys.executable, str(program)], check=True, capture_output=True, timeout=120)
+
+    def stop() -> bool:
+        return tool("nemo-run-ray", "down").returncode == 0  # 1 while jobs run
+
+    wait_for(stop, 90)
+    rows = {one["job"]: one for one in json.loads(look("status", "--json", "pipe"))}
+    assert {name: row["state"] for name, row in rows.items()} == {
+        "first": "SUCCEEDED",
+        "second": "FAILED",
+    }
+    for row in rows.values():
+        (attempt,) = row["attempts"]
+        assert attempt["posted_at"] < attempt["running_at"] < attempt["ended_at"]
+    assert look("logs", "pipe", "--job", "first") == "hello\n"
+
+
+CHAIN = """
+import nemo_run as run
+from nemo_run_ray import RayExecutor
+with run.Experiment("pipe", executor=RayExecutor()) as experiment:
+    first = experiment.add(run.Script(inline="sleep 2; echo hello"), name="first")
+    experiment.add(run.Script(inline="sleep 2; exit 3"), name="second", dependencies=[first])
+    experiment.run(detach=True)
+"""
+
+
+def look(*arguments: str) -> str:
+    done = tool("nemo-run-ray", *arguments)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
