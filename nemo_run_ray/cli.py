@@ -18,7 +18,7 @@ from rich.live import Live
 
 from nemo_run_ray import plugin
 from nemo_run_ray.clusters import Cluster, ExistingCluster, LocalCluster
-from nemo_run_ray.errors import JobError, NemoRunRayError
+from nemo_run_ray.errors import ClusterError, JobError, NemoRunRayError
 from nemo_run_ray.executor import RayExecutor
 from nemo_run_ray.states import JobState
 
@@ -50,27 +50,35 @@ def down(
     if dashboard is None:
         _out.print("No embedded Ray is up.")
         return
-    if not force:
+    try:
         rows = JobsApi.of(dashboard).table()
         busy = [one for one, row in rows.items() if row["status"] in ("PENDING", "RUNNING")]
-        if busy:
+        if busy and not force:
             raise JobError(
                 f"{len(busy)} job(s) still run on the embedded Ray: {', '.join(busy)}. Cancel "
                 "them, or stop it with all that runs on it: nemo-run-ray down --force"
             )
-        _keep_ends(cluster, rows.keys())
+        _end_and_note(cluster, rows.keys())
+    except ClusterError as error:
+        if not force:
+            raise
+        _out.print(f"It is stopped without a last look at its jobs: {error}", markup=False)
     cluster.stop()
     _out.print("The embedded Ray is stopped.")
 
 
-def _keep_ends(cluster: Cluster, submission_ids: Set[str]) -> None:
-    """Look at the jobs of detached runs once more: their ends and logs go with the cluster."""
+def _end_and_note(cluster: Cluster, submission_ids: Set[str]) -> None:
+    """End the jobs that still run, and look at all once more: ends and logs go with the cluster."""
     from nemo_run_ray.chained_job import jobs_of
     from nemo_run_ray.ledger import experiments_of
     from nemo_run_ray.status_view import View
 
-    jobs = [job for exp_dir in experiments_of(submission_ids) for job in jobs_of(exp_dir)]
-    View([job for job in jobs if job.record.cluster == cluster.record()])
+    for exp_dir in experiments_of(submission_ids):
+        jobs = [one for one in jobs_of(exp_dir) if one.record.cluster == cluster.record()]
+        if not View(jobs).is_over:
+            for line in _cancelled(jobs):
+                _out.print(line, markup=False)
+            View(jobs)
 
 
 def doctor(address: Address = "") -> None:
@@ -80,8 +88,10 @@ def doctor(address: Address = "") -> None:
     cluster: Cluster = ExistingCluster(url=address) if address else LocalCluster()
     dashboard = cluster.find()
     if dashboard is None:
-        _out.print("No embedded Ray is up. Start one with: nemo-run-ray up")
-        return
+        raise ClusterError(
+            "No embedded Ray is up. Start one with: nemo-run-ray up; look at another cluster with: "
+            "nemo-run-ray doctor --address http://…"
+        )
     api = JobsApi.of(dashboard)
     version = api.version()
     jobs = api.table()
@@ -171,18 +181,28 @@ def cancel(
 ) -> None:
     """Stop the jobs of an experiment, or one job, and wait until they have ended."""
     jobs = _jobs(name)
-    if not job and len(jobs) > 1:
+    if job:
+        names = ", ".join(one.record.job for one in jobs)
+        jobs = [one for one in jobs if one.record.job == job]
+        if not jobs:
+            raise JobError(f"{name!r} has no job {job!r}; it has {names}.")
+    for line in _cancelled(jobs):
+        _out.print(line, markup=False)
+
+
+def _cancelled(jobs: list[Any]) -> Iterator[str]:
+    """Cancel jobs of one experiment, one after the other; tells what became of each."""
+    if len(jobs) > 1:
         _cancel_chains(jobs)
     for one in jobs:
-        if job and one.record.job != job:
-            continue
         verdict = one.verdict()
-        proof = ""
+        if verdict.state.is_terminal and verdict.state is not JobState.CANCELLED:
+            yield f"{one.record.job} had ended before: {verdict.state.value}"
+            continue
         if not verdict.state.is_terminal:
             verdict = one.cancel(plugin.grace_s(_experiment_of(one), one.record.job))
-        if verdict.state is JobState.CANCELLED:
-            proof = f"; {one.leftovers(verdict)}"
-        _out.print(f"{one.record.job} is {verdict.state.value.lower()}{proof}", markup=False)
+        proof = f"; {one.leftovers(verdict)}" if verdict.state is JobState.CANCELLED else ""
+        yield f"{one.record.job} is {verdict.state.value.lower()}{proof}"
 
 
 def _cancel_chains(jobs: list[Any]) -> None:

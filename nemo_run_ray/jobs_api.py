@@ -463,12 +463,12 @@ class JobsApi:
         cause = str(error) or type(error).__name__
         if "CERTIFICATE_VERIFY_FAILED" in cause:
             step = "Renew the certificate, or give its CA: ExistingCluster(url, verify='ca.pem')."
+        elif "WRONG_VERSION_NUMBER" in cause:
+            step = "No TLS is spoken there: try http:// in the address."
         elif isinstance(error, httpx.ConnectError):
-            step = (
-                "Is the address right, the cluster up, a tunnel open? `nemo-run-ray doctor` checks."
-            )
+            step = "Is the address right, the cluster up, a tunnel open?"
         else:
-            step = "It may be overloaded, or not be a Ray dashboard. `nemo-run-ray doctor` checks."
+            step = "It may be overloaded, or not be a Ray dashboard."
         return Gone(f"Ray's dashboard at {self.dashboard.url} cannot be reached: {cause}. {step}")
 
     def _not_ray(self, response: httpx.Response) -> Unreachable:

@@ -35,11 +35,19 @@ def install() -> None:
     ) -> None:
         if isinstance(error, NemoRunRayError) and not needs_traceback(error):
             print(paragraph(error, frames), file=sys.stderr)
+        elif getattr(error, "_is_explained", False) and not os.environ.get(VARIABLE):
+            print(error, file=sys.stderr)
         else:
             before(kind, error, frames)
 
     excepthook._of_nemo_run_ray = True  # type: ignore[attr-defined]
     sys.excepthook = excepthook
+
+
+def explained(interrupt: KeyboardInterrupt) -> KeyboardInterrupt:
+    """The same, which ends a program with its text alone; the frames where it hit say nothing."""
+    interrupt._is_explained = True  # type: ignore[attr-defined]
+    return interrupt
 
 
 def needs_traceback(error: BaseException) -> bool:

@@ -53,6 +53,8 @@ class RemoteJob:
         try:
             return self.look()
         except NemoRunRayError as error:  # a token's file that is gone is no news of the job either
+            if self._has_lost_its_cluster():  # since `look` began
+                return self._lost(self._cluster.why_gone())
             return Verdict(JobState.UNKNOWN, Reason.UNREACHABLE, str(error))
 
     def look(self) -> Verdict:
@@ -140,7 +142,7 @@ class RemoteJob:
         return f"its node {verdict.node[:12]} did not confirm that all its processes ended"
 
     def roles(self, verdict: Verdict) -> dict[str, Any]:
-        """What is known of the roles of a group: ``phase``, ``waits_for`` and a list ``roles``.
+        """What is known of a group's roles: ``phase``, ``waits_for_room`` and a list ``roles``.
 
         Empty for a task alone, and for a group whose cluster does not answer. It explains; the
         job's state is in its verdict.
@@ -154,7 +156,7 @@ class RemoteJob:
             return {}
         if found and verdict.state.is_terminal and found["phase"] != Phase.OVER.value:
             # The driver was killed, and what it wrote last is no longer so.
-            found.update(phase=Phase.OVER.value, waits_for="")
+            found.update(phase=Phase.OVER.value, waits_for_room="")
             for one in found["roles"]:
                 if one["state"] != Life.ENDED.value:
                     one["state"] = Life.LOST.value
@@ -252,8 +254,8 @@ class RemoteJob:
             return Verdict(
                 JobState.CANCELLED,
                 Reason.CANCELLED,
-                "cancelled while it waited for room; Ray shows it as pending until then, and ends "
-                "it without running its command",
+                "cancelled while it waited for room; Ray shows it as pending until there is room "
+                "or 900 s have passed, and ends it without running its command",
             )
         return self._explain_pending(row, verdict)
 
@@ -281,11 +283,24 @@ class RemoteJob:
             "The client died, or was refused, before the job reached the cluster.",
         )
 
+    def _has_lost_its_cluster(self) -> bool:
+        try:
+            return self._cluster.find() is None
+        except NemoRunRayError:
+            return False  # nobody can tell
+
     def _lost(self, why: str) -> Verdict:
         arrived = self.record.last == ledger.SUBMITTED
         what = "Its end is not known" if arrived else "Nobody can tell whether it ran"
         end = "" if "\n" in why else "."  # the lines of a log end by themselves
-        return Verdict(JobState.LOST, Reason.CLUSTER_GONE, f"{what}: {why}{end}")
+        attempts = list(self.record.attempts.values())
+        return Verdict(
+            JobState.LOST,
+            Reason.CLUSTER_GONE,
+            f"{what}: {why}{end}",
+            node=attempts[-1].node if attempts else "",
+            attempt=len(attempts),
+        )
 
     def _note(self, verdict: Verdict) -> None:
         """Write down how it ended, once in a process, so that it is known without the cluster."""

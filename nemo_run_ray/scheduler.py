@@ -23,7 +23,7 @@ from torchx.schedulers.api import (
 )
 from torchx.specs import AppDef, AppDryRunInfo, ReplicaStatus, Role, RoleStatus
 
-from nemo_run_ray import ledger, plugin
+from nemo_run_ray import ledger, plain_errors, plugin
 from nemo_run_ray.chain import chain_id
 from nemo_run_ray.chained_job import find_job
 from nemo_run_ray.clusters import Cluster
@@ -270,7 +270,11 @@ class _Interrupt:
 
     def _note(self, number: int, frame: Any) -> None:
         self._happened.set()
-        signal.default_int_handler(number, frame)
+        raise plain_errors.explained(
+            KeyboardInterrupt(
+                "Interrupted. Jobs that were handed over go on; nemo-run-ray status shows them."
+            )
+        )
 
 
 _interrupt = _Interrupt()

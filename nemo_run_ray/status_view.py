@@ -158,11 +158,11 @@ def _after(job: RemoteJob) -> tuple[str, ...]:
 
 
 def _since(verdict: Verdict, attempts: Attempts, now: float) -> str:
-    """How long ago the newest attempt was handed over, or ended."""
+    """How long ago the newest attempt was handed over, or ended; empty when nobody saw the end."""
     if not attempts:
         return ""
     last = list(attempts.values())[-1]
-    at = last.ended_at if verdict.state.is_terminal and last.ended_at else last.posted_at
+    at = last.ended_at if verdict.state.is_terminal else last.posted_at
     return f"{duration(now - at)} ago" if at else ""
 
 
@@ -202,8 +202,8 @@ def _span(number: int, attempt: AttemptRecord, verdict: Verdict) -> timeline.Att
 def _roles_table(job: str, group: dict[str, Any]) -> Group:
     """One line for every replica of a group."""
     lines: list[Any] = [Text(f"\n{job} is {group['phase']}")]
-    if group["waits_for"]:
-        lines.append(Text(f"waiting for room: {group['waits_for']}"))
+    if group["waits_for_room"]:
+        lines.append(Text(f"waiting for room: {group['waits_for_room']}"))
     table = Table("role", "state", "exit code", "node", "address", box=None, pad_edge=False)
     for one in group["roles"]:
         code = "" if one["exit_code"] is None else str(one["exit_code"])

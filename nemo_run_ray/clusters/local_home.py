@@ -29,7 +29,7 @@ from typing import Any, ClassVar
 
 from nemo_run.core.frontend.console.api import CONSOLE
 
-from nemo_run_ray.errors import ClusterError
+from nemo_run_ray.errors import ClusterError, ConfigError
 from nemo_run_ray.remote.tree import descendants, kill, marked
 
 #: In the environment of every process of an embedded Ray, so that a stop finds them all.
@@ -39,6 +39,8 @@ _LOCK_LIMIT_S = 180.0
 #: How much of the log of `ray start` a message shows. A failed start ends with some lines that say
 #: nothing, behind those that say why.
 _LINES_SHOWN, _LINE_MAX = 12, 300
+#: In the lines in which `ray start` says how to use what it has started.
+_GREETING = re.compile(r"\sINFO \w+\.py:\d+ -- ")
 _COLOUR = re.compile(r"\x1b\[[0-9;]*m")
 #: Clusters that this process started, by pid: it is their parent and has to collect them.
 children: dict[int, subprocess.Popen[bytes]] = {}
@@ -74,14 +76,20 @@ class Home:
         """Alone in the folder, among all processes.
 
         Raises:
+            ConfigError: the folder cannot be made or written to.
             ClusterError: another process has held it for ``_LOCK_LIMIT_S``.
         """
         from filelock import FileLock, Timeout
 
-        self.path.mkdir(parents=True, exist_ok=True, mode=0o700)
         lock = FileLock(self.path / "lock", timeout=_LOCK_LIMIT_S)
         try:
+            self.path.mkdir(parents=True, exist_ok=True, mode=0o700)
             lock.acquire()
+        except OSError as error:
+            raise ConfigError(
+                f"The embedded Ray cannot use its folder {self.path}: {error.strerror}. Set "
+                "NEMORUN_HOME to a folder that you may write to."
+            ) from error
         except Timeout as error:
             raise ClusterError(
                 f"Another process has been starting or stopping the embedded Ray for "
@@ -142,9 +150,15 @@ class Home:
             text = self.log.read_text(encoding="utf-8", errors="replace")
         except OSError as error:
             return f"Its log {self.log} cannot be read: {error.strerror}."
-        lines = [line.rstrip() for line in _COLOUR.sub("", text).splitlines() if line.strip()]
+        lines = [
+            line.rstrip()
+            for line in _COLOUR.sub("", text).splitlines()
+            if line.strip() and not _GREETING.search(line)
+        ]
+        if not lines:
+            return f"Its log {self.log} does not say why."
         shown = "\n".join(f"  {line[:_LINE_MAX]}" for line in lines[-_LINES_SHOWN:])
-        return f"The end of its log {self.log}:\n{shown or '  (empty)'}"
+        return f"The end of its log {self.log}:\n{shown}"
 
     def why_dead(self, state: State) -> str:
         """Why a cluster cannot answer any more; empty while its first process lives."""

@@ -361,7 +361,8 @@ class _Driver:
                     "address": replica.node.address if replica else "",
                 }
             )
-        self._file.write({"phase": self._group.phase.value, "waits_for": waits_for, "roles": rows})
+        phase = self._group.phase.value
+        self._file.write({"phase": phase, "waits_for_room": waits_for, "roles": rows})
 
     def _close(self, room: Optional[Room]) -> None:
         """Let the nodes clean up, and give everything back."""

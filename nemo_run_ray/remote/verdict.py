@@ -110,7 +110,7 @@ FROM_CAUSE = {
 #: One next step for every reason, in words.
 NEXT_STEP = {
     Reason.NONE: "",
-    Reason.EXIT_CODE: "Its whole log: `nemo-run-ray logs`, or `nemo experiment logs`.",
+    Reason.EXIT_CODE: "Its whole log: `nemo-run-ray logs <its id>`, or `nemo experiment logs`.",
     Reason.SIGNAL: "SIGKILL is often the node's memory: see the node's metrics in Ray's dashboard.",
     Reason.RUNTIME_ENV: "Correct `runtime_env`. Ray's own message, with its traceback, is in the "
     "job's log.",
@@ -122,7 +122,8 @@ NEXT_STEP = {
     Reason.UNSCHEDULABLE: "Ask for resources and labels that nodes of this cluster have; a group "
     "can wait for nodes to join: RayExecutor(wait_for_nodes=True).",
     Reason.NODE_DIED: "Look at the cluster's nodes in Ray's dashboard, then run it again.",
-    Reason.NOT_STARTED: "The message above says why; run it again when that is mended.",
+    Reason.NOT_STARTED: "Correct what the message names (an image needs podman on the node) and "
+    "run it again.",
     Reason.NOT_READY: "Look at the service's lines in the log, or raise the probe's timeout_s.",
     Reason.SERVICE_ENDED: "Look at the service's lines in the log; `retries` starts it again.",
     Reason.CANCELLED: "Run it again when you want it.",
@@ -133,7 +134,7 @@ NEXT_STEP = {
     Reason.NOT_SUBMITTED: "`nemo-run-ray resume <experiment>` hands it over now.",
     Reason.TAKEN: "Give the experiment another id or title and run it again.",
     Reason.CLUSTER_GONE: "Run it again: what it had written to other places is still there.",
-    Reason.UNREACHABLE: "Nothing is lost: look again when the cluster answers.",
+    Reason.UNREACHABLE: "Nothing is lost while the cluster lives: look again when it answers.",
     Reason.OTHER: "Ray's message above is all that is known.",
 }
 

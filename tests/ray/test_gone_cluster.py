@@ -74,7 +74,8 @@ def test_times_outlive_the_cluster_and_nobody_waits_for_it(own, unique, tmp_path
     with pytest.raises(Unreachable, match="has died"):
         api.table(fresh=True, patience_s=60)
     assert time.monotonic() - began < 5, "there is nothing to wait for"
-    assert "The end of its log" in str(caught.value)
+    assert "Its log" in str(caught.value)
+    assert "INFO" not in str(caught.value), "Ray's greeting says nothing of a death"
     assert "ray.log" in str(caught.value)
 
     after = {row["job"]: row for row in status(unique)}
@@ -105,6 +106,7 @@ def test_a_job_whose_cluster_died_under_it_is_lost_with_its_times(own, unique):
 
     (row,) = status(unique)
     assert (row["state"], row["attempts"]) == ("LOST", seen)
+    assert row["node"] == seen[0]["node"] != ""
     assert "has died" in row["message"]
     assert "ray.log" in row["message"]
     own.stop()  # in order: then there is no death to tell of

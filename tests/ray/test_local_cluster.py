@@ -148,6 +148,30 @@ def test_what_ended_unseen_is_noted_before_a_stop(home_of_its_own):
     assert look("logs", "pipe", "--job", "first") == "hello\n"
 
 
+def test_a_forced_stop_cancels_and_keeps_the_output(home_of_its_own):
+    program = home_of_its_own / "program.py"
+    program.write_text(CHAIN.replace("sleep 2; echo hello", "echo hello; sleep 1000"))
+    subprocess.run([sys.executable, str(program)], check=True, capture_output=True, timeout=120)
+    wait_for(lambda: json.loads(look("status", "--json", "pipe"))[0]["state"] == "RUNNING")
+    refused = tool("nemo-run-ray", "down")
+    assert (refused.returncode, "still run" in refused.stderr) == (1, True)
+
+    assert "first is cancelled" in look("down", "--force")
+
+    rows = json.loads(look("status", "--json", "pipe"))
+    assert [row["state"] for row in rows] == ["CANCELLED", "CANCELLED"]
+    assert look("logs", "pipe", "--job", "first") == "hello\n"
+
+
+@pytest.mark.parametrize("home", ["/proc/no", "/dev/null"])
+def test_a_home_that_cannot_be_used_is_named(home):
+    done = tool("nemo-run-ray", "up", env={**os.environ, "NEMORUN_HOME": home})
+    assert done.returncode == 1
+    assert done.stderr.startswith(f"nemo-run-ray: The embedded Ray cannot use its folder {home}/")
+    assert "Set NEMORUN_HOME" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
 CHAIN = """
 import nemo_run as run
 from nemo_run_ray import RayExecutor

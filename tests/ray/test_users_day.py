@@ -125,6 +125,8 @@ def test_ctrl_c_ends_the_wait_and_leaves_the_job(project, unique, local_cluster,
     client.send_signal(signal.SIGINT)
     output, _ = client.communicate(timeout=30)
 
+    assert "Traceback" not in output
+    assert output.splitlines()[-1].startswith("Interrupted. Jobs that were handed over go on")
     flat = " ".join(output.split())
     assert f"Interrupted: {job} goes on" in flat
     for verb in ("status", "logs --follow", "cancel"):
