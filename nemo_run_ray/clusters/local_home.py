@@ -40,7 +40,7 @@ _LOCK_LIMIT_S = 180.0
 #: nothing, behind those that say why.
 _LINES_SHOWN, _LINE_MAX = 12, 300
 #: In the lines in which `ray start` says how to use what it has started.
-_GREETING = re.compile(r"\sINFO \w+\.py:\d+ -- ")
+_GREETING = re.compile(r"\s(?:INFO|SUCC) \w+\.py:\d+ -- ")
 _COLOUR = re.compile(r"\x1b\[[0-9;]*m")
 #: Clusters that this process started, by pid: it is their parent and has to collect them.
 children: dict[int, subprocess.Popen[bytes]] = {}
