@@ -44,12 +44,20 @@ class ChainedJob(RemoteJob):
         if found.lost and not verdict.attempt:
             return self._lost(found.lost)
         if verdict.state.is_terminal:
-            self._note(verdict)
+            self.note(verdict)
         elif not found.lost:
             self.chain.revive(api, self.record.cluster, found)
         if found.decision.is_over:
             _keep_running_at(self.chain)
         return verdict
+
+    def note_end(self) -> None:
+        if not self.record.terminal:
+            found = self.chain.look(self.api(), fresh=True)
+            verdict = self._explained(found)
+            if verdict.state.is_terminal and not found.lost:
+                self.note(verdict)
+            _keep_running_at(self.chain)
 
     def cancel(self, grace_s: float) -> Verdict:
         verdict = self.look()
@@ -66,7 +74,7 @@ class ChainedJob(RemoteJob):
                 live = self._live(found, verdict)
                 trusted = live is JobState.PENDING and time.monotonic() - began_at >= PLACING_S
                 if verdict.state.is_terminal and (live is None or trusted):
-                    self._note(verdict)
+                    self.note(verdict)
                     return verdict
                 if live is not None and time.monotonic() - asked_at >= STOP_AGAIN_S:
                     api.stop(self._ran_as(verdict))
@@ -145,7 +153,7 @@ class ChainedJob(RemoteJob):
 class _Attempt(RemoteJob):
     """One attempt, for its log; the job's record tells of its end."""
 
-    def _note(self, verdict: Verdict) -> None:
+    def note(self, verdict: Verdict) -> None:
         """Nothing: the job itself notes its end, under the same id as its first attempt."""
 
 

@@ -7,7 +7,7 @@ import json
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator, Set
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -40,9 +40,12 @@ def up(
 
 
 def down(
-    force: Annotated[bool, typer.Option("--force", help="Also when jobs run on it.")] = False,
+    force: Annotated[
+        bool, typer.Option("--force", help="Cancel the jobs that run on it first.")
+    ] = False,
 ) -> None:
-    """Stop the embedded Ray."""
+    """Stop the embedded Ray, when its jobs have ended; how they ended is noted first."""
+    from nemo_run_ray.before_stop import active, end_all, note_ends
     from nemo_run_ray.jobs_api import JobsApi
 
     cluster = LocalCluster()
@@ -50,35 +53,26 @@ def down(
     if dashboard is None:
         _out.print("No embedded Ray is up.")
         return
+    api = JobsApi.of(dashboard)
     try:
-        rows = JobsApi.of(dashboard).table()
-        busy = [one for one, row in rows.items() if row["status"] in ("PENDING", "RUNNING")]
+        busy = active(api.table(fresh=True))
         if busy and not force:
             raise JobError(
                 f"{len(busy)} job(s) still run on the embedded Ray: {', '.join(busy)}. Cancel "
-                "them, or stop it with all that runs on it: nemo-run-ray down --force"
+                "them, or cancel all and stop it: nemo-run-ray down --force"
             )
-        _end_and_note(cluster, rows.keys())
+        if busy:
+            _out.print(f"Cancelling {len(busy)} job(s) …")
+            for name in end_all(api):
+                _out.print(f"{name} has not ended; it is killed with the cluster.", markup=False)
+        for line in note_ends(api, cluster, is_forced=bool(busy)):
+            _out.print(line, markup=False)
     except ClusterError as error:
         if not force:
             raise
-        _out.print(f"It is stopped without a last look at its jobs: {error}", markup=False)
+        _out.print(f"Its jobs' ends are not known: {error}", markup=False)
     cluster.stop()
     _out.print("The embedded Ray is stopped.")
-
-
-def _end_and_note(cluster: Cluster, submission_ids: Set[str]) -> None:
-    """End the jobs that still run, and look at all once more: ends and logs go with the cluster."""
-    from nemo_run_ray.chained_job import jobs_of
-    from nemo_run_ray.ledger import experiments_of
-    from nemo_run_ray.status_view import View
-
-    for exp_dir in experiments_of(submission_ids):
-        jobs = [one for one in jobs_of(exp_dir) if one.record.cluster == cluster.record()]
-        if not View(jobs).is_over:
-            for line in _cancelled(jobs):
-                _out.print(line, markup=False)
-            View(jobs)
 
 
 def doctor(address: Address = "") -> None:
@@ -197,12 +191,20 @@ def _cancelled(jobs: list[Any]) -> Iterator[str]:
     for one in jobs:
         verdict = one.verdict()
         if verdict.state.is_terminal and verdict.state is not JobState.CANCELLED:
-            yield f"{one.record.job} had ended before: {verdict.state.value}"
+            yield f"{one.record.job} is {verdict.state.value}: there is nothing to cancel"
             continue
         if not verdict.state.is_terminal:
             verdict = one.cancel(plugin.grace_s(_experiment_of(one), one.record.job))
-        proof = f"; {one.leftovers(verdict)}" if verdict.state is JobState.CANCELLED else ""
-        yield f"{one.record.job} is {verdict.state.value.lower()}{proof}"
+        yield f"{one.record.job} is {verdict.state.value.lower()}{_proof(one, verdict)}"
+
+
+def _proof(job: Any, verdict: Any) -> str:
+    if verdict.state is not JobState.CANCELLED:
+        return ""
+    try:
+        return f"; {job.leftovers(verdict)}"
+    except JobError:  # its cluster has been stopped since, with all that ran on it
+        return ""
 
 
 def _cancel_chains(jobs: list[Any]) -> None:

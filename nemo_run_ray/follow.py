@@ -69,9 +69,12 @@ def follow(
         try:
             over = source.is_over()
             if not reader.is_complete:
-                stuck = barren >= _BARREN_ROUNDS
-                # Ray's WebSocket needs two seconds before its first text: only for what grows.
-                yield from reader.read(source.whole() if over or stuck else source.tail())
+                # Ray's WebSocket needs two seconds before its first text. Where the whole log
+                # breaks off, because it is huge, it comes by the WebSocket after all.
+                at_once = (over and failures % 2 == 0) or barren >= _BARREN_ROUNDS
+                yield from reader.read(source.whole() if at_once else source.tail())
+                if over and not at_once and not reader.is_complete:
+                    yield from reader.read(source.whole())
             if over:
                 return
             failures = 0

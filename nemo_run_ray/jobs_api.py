@@ -293,20 +293,20 @@ class JobsApi:
             StreamCut: it broke off.
             JobError: the cluster has no such job.
         """
-        path = f"{self._job_path(submission_id)}/logs"
+        url = self._url(f"{self._job_path(submission_id)}/logs")
         limit = httpx.Timeout(_POST_S, connect=_CONNECT_S)
         try:
-            with self._http.stream("GET", self._url(path), timeout=limit) as response:
+            with self._http.stream("GET", url, timeout=limit) as response:
                 if response.status_code == 404:
                     raise self._no_such_job(submission_id)
                 if response.status_code != 200:
-                    raise StreamCut(f"{path}: HTTP {response.status_code}")
+                    raise StreamCut(f"{url}: HTTP {response.status_code}")
                 is_empty = True
                 for text in decode_log(response.iter_text()):
                     is_empty = False
                     yield text
         except httpx.HTTPError as error:
-            raise StreamCut(f"{path}: {error}") from error
+            raise StreamCut(f"{url}: {error}") from error
         row = (self.job(submission_id) if is_empty else None) or {}
         never_started = row.get("status") == "FAILED" and row.get("driver_exit_code") is None
         if never_started and row.get("message"):
@@ -463,7 +463,7 @@ class JobsApi:
         cause = str(error) or type(error).__name__
         if "CERTIFICATE_VERIFY_FAILED" in cause:
             step = "Renew the certificate, or give its CA: ExistingCluster(url, verify='ca.pem')."
-        elif "WRONG_VERSION_NUMBER" in cause:
+        elif re.search("WRONG_VERSION_NUMBER|record layer failure", cause, re.IGNORECASE):
             step = "No TLS is spoken there: try http:// in the address."
         elif isinstance(error, httpx.ConnectError):
             step = "Is the address right, the cluster up, a tunnel open?"

@@ -249,7 +249,7 @@ class RemoteJob:
             return Verdict(JobState.WAITING, Reason.TAKEN, detail)
         verdict = judge(row)
         if verdict.state.is_terminal:
-            self._note(verdict)
+            self.note(verdict)
         elif verdict.state is JobState.PENDING and self.record.cancelled:
             return Verdict(
                 JobState.CANCELLED,
@@ -292,7 +292,7 @@ class RemoteJob:
     def _lost(self, why: str) -> Verdict:
         arrived = self.record.last == ledger.SUBMITTED
         what = "Its end is not known" if arrived else "Nobody can tell whether it ran"
-        end = "" if "\n" in why else "."  # the lines of a log end by themselves
+        end = "" if "\n" in why or why.endswith(".") else "."  # a log's lines end by themselves
         attempts = list(self.record.attempts.values())
         return Verdict(
             JobState.LOST,
@@ -302,7 +302,19 @@ class RemoteJob:
             attempt=len(attempts),
         )
 
-    def _note(self, verdict: Verdict) -> None:
+    def note_end(self) -> None:
+        """Write down how it ended, if it has. Nothing is started or stopped for it.
+
+        Raises:
+            ClusterError: the cluster cannot be asked.
+        """
+        row = None if self.record.terminal else self.rows().get(self.submission_id)
+        if row is not None and nonce_of(row) in self.record.nonces:
+            verdict = judge(row)
+            if verdict.state.is_terminal:
+                self.note(verdict)
+
+    def note(self, verdict: Verdict) -> None:
         """Write down how it ended, once in a process, so that it is known without the cluster."""
         with _noted_lock:
             if self.submission_id in _noted:

@@ -272,7 +272,7 @@ class _Interrupt:
         self._happened.set()
         raise plain_errors.explained(
             KeyboardInterrupt(
-                "Interrupted. Jobs that were handed over go on; nemo-run-ray status shows them."
+                "Interrupted. Jobs that were handed over go on: nemo-run-ray status <experiment>"
             )
         )
 

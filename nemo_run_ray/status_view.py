@@ -202,7 +202,7 @@ def _span(number: int, attempt: AttemptRecord, verdict: Verdict) -> timeline.Att
 def _roles_table(job: str, group: dict[str, Any]) -> Group:
     """One line for every replica of a group."""
     lines: list[Any] = [Text(f"\n{job} is {group['phase']}")]
-    if group["waits_for_room"]:
+    if group.get("waits_for_room"):
         lines.append(Text(f"waiting for room: {group['waits_for_room']}"))
     table = Table("role", "state", "exit code", "node", "address", box=None, pad_edge=False)
     for one in group["roles"]:

@@ -85,16 +85,13 @@ class Home:
         try:
             self.path.mkdir(parents=True, exist_ok=True, mode=0o700)
             lock.acquire()
-        except OSError as error:
-            raise ConfigError(
-                f"The embedded Ray cannot use its folder {self.path}: {error.strerror}. Set "
-                "NEMORUN_HOME to a folder that you may write to."
-            ) from error
         except Timeout as error:
             raise ClusterError(
                 f"Another process has been starting or stopping the embedded Ray for "
                 f"{_LOCK_LIMIT_S:.0f} s (lock {self.path / 'lock'}); end it or wait for it."
             ) from error
+        except OSError as error:
+            raise self._unusable(error) from error
         try:
             yield
         finally:
@@ -116,6 +113,15 @@ class Home:
             return State(**json.loads(self._state.read_text(encoding="utf-8")))
         except (FileNotFoundError, ValueError, TypeError):
             return None  # none, or not one of ours: then nobody has joined it
+        except OSError as error:
+            raise self._unusable(error) from error
+
+    def _unusable(self, error: OSError) -> ConfigError:
+        return ConfigError(
+            f"The embedded Ray cannot use its folder {self.path}: {error.strerror}. Set "
+            "NEMORUN_HOME (or LocalCluster.state_dir, where you gave it) to a folder that you may "
+            "write to."
+        )
 
     def write(self, state: State) -> None:
         temporary = self._state.with_suffix(".new")
@@ -156,7 +162,10 @@ class Home:
             if line.strip() and not _GREETING.search(line)
         ]
         if not lines:
-            return f"Its log {self.log} does not say why."
+            return (
+                f"Its log {self.log} does not say why. A process that is killed without a word has "
+                "often met the machine's out-of-memory killer."
+            )
         shown = "\n".join(f"  {line[:_LINE_MAX]}" for line in lines[-_LINES_SHOWN:])
         return f"The end of its log {self.log}:\n{shown}"
 

@@ -149,27 +149,34 @@ def test_what_ended_unseen_is_noted_before_a_stop(home_of_its_own):
 
 
 def test_a_forced_stop_cancels_and_keeps_the_output(home_of_its_own):
+    """What runs, what waits in a chain, and what waits for room."""
     program = home_of_its_own / "program.py"
-    program.write_text(CHAIN.replace("sleep 2; echo hello", "echo hello; sleep 1000"))
+    program.write_text(CHAIN.replace("sleep 2; echo hello", "echo hello; sleep 1000") + TOO_LARGE)
     subprocess.run([sys.executable, str(program)], check=True, capture_output=True, timeout=120)
     wait_for(lambda: json.loads(look("status", "--json", "pipe"))[0]["state"] == "RUNNING")
+    wait_for(lambda: json.loads(look("status", "--json", "large"))[0]["state"] == "PENDING")
     refused = tool("nemo-run-ray", "down")
     assert (refused.returncode, "still run" in refused.stderr) == (1, True)
 
-    assert "first is cancelled" in look("down", "--force")
+    assert "Cancelling 3 job(s)" in look("down", "--force")  # the dispatcher is one
 
-    rows = json.loads(look("status", "--json", "pipe"))
-    assert [row["state"] for row in rows] == ["CANCELLED", "CANCELLED"]
+    rows = json.loads(look("status", "--json", "pipe")) + json.loads(
+        look("status", "--json", "large")
+    )
+    assert [row["state"] for row in rows] == ["CANCELLED", "CANCELLED", "CANCELLED"]
     assert look("logs", "pipe", "--job", "first") == "hello\n"
+    assert "first is cancelled" in look("cancel", "pipe")
 
 
+@pytest.mark.parametrize("verb", ["up", "down", "doctor"])
 @pytest.mark.parametrize("home", ["/proc/no", "/dev/null"])
-def test_a_home_that_cannot_be_used_is_named(home):
-    done = tool("nemo-run-ray", "up", env={**os.environ, "NEMORUN_HOME": home})
-    assert done.returncode == 1
-    assert done.stderr.startswith(f"nemo-run-ray: The embedded Ray cannot use its folder {home}/")
-    assert "Set NEMORUN_HOME" in done.stderr
+def test_a_home_that_cannot_be_used_is_named(home, verb):
+    done = tool("nemo-run-ray", verb, env={**os.environ, "NEMORUN_HOME": home})
     assert "Traceback" not in done.stderr
+    if verb == "up" or home == "/dev/null":
+        assert done.returncode == 1
+        assert f"nemo-run-ray: The embedded Ray cannot use its folder {home}/" in done.stderr
+        assert "NEMORUN_HOME" in done.stderr
 
 
 CHAIN = """
@@ -186,3 +193,11 @@ def look(*arguments: str) -> str:
     done = tool("nemo-run-ray", *arguments)
     assert done.returncode == 0, done.stderr
     return done.stdout
+
+
+TOO_LARGE = """
+task = run.Script(inline="true")
+with run.Experiment("large") as experiment:
+    experiment.add(task, executor=RayExecutor(cpus_per_node=5000), name="large")
+    experiment.run(detach=True)
+"""

@@ -116,6 +116,20 @@ class Running(Flaky):
         return self._there == len(self._text)
 
 
+def test_an_ended_jobs_log_that_breaks_off_comes_by_the_stream():
+    """Ray holds the whole of a log in memory to answer; one of gigabytes may not come that way."""
+    text = f"a\nb\n{_END}"
+    source, pauses = Flaky(text, [], [3]), Pauses()
+
+    def cut() -> Iterator[str]:
+        yield text[:2]
+        raise StreamCut("cut")
+
+    source.whole = cut
+    assert "".join(follow(source, (_MARK,), pauses)) == text
+    assert sum(pauses.slept_s) < 5
+
+
 def test_a_complete_log_is_read_once():
     source = Running(f"a\n{_END}", [], [3])
     source.whole = pytest.fail

@@ -36,6 +36,7 @@ _LAYERS = (
     {"submission"},
     {"chain", "remote_job"},
     {"chained_job", "shipment"},
+    {"before_stop"},
     {"plugin"},
     {"scheduler", "status_view"},
     {"cli", "nemo_cli"},

@@ -9,9 +9,9 @@ import sys
 import pytest
 
 from nemo_run_ray import LocalCluster
-from nemo_run_ray.clusters import from_record
+from nemo_run_ray.clusters import from_record, local_home
 from nemo_run_ray.clusters.local_home import Home, State, birth
-from nemo_run_ray.errors import ConfigError
+from nemo_run_ray.errors import ClusterError, ConfigError
 
 
 @pytest.fixture
@@ -183,3 +183,34 @@ def test_counts_are_checked(fields):
     (name,) = fields
     with pytest.raises(ConfigError, match=name):
         LocalCluster(**fields)
+
+
+def test_who_waits_too_long_for_another_process_is_told_so(home, monkeypatch):
+    monkeypatch.setattr(local_home, "_LOCK_LIMIT_S", 0.2)
+    with home.locked(), pytest.raises(ClusterError, match="Another process has been starting"):
+        with Home(home.path).locked():
+            pytest.fail("both hold it")
+
+
+def test_a_folder_that_is_none(tmp_path):
+    (tmp_path / "file").touch()
+    home = Home(tmp_path / "file" / "ray")
+    with pytest.raises(ConfigError, match="cannot use its folder"):
+        home.read()
+    with pytest.raises(ConfigError, match="NEMORUN_HOME"), home.locked():
+        pytest.fail("there is no such folder")
+
+
+_GREETING = """2026-11-22 09:26:35,703\tINFO usage_lib.py:447 -- Usage stats collection is disabled.
+2026-11-22 09:26:35,703\tSUCC scripts.py:1085 -- Ray runtime started.
+"""
+_REASON = (
+    "2026-11-22 09:26:41,101\tERR scripts.py:1301 -- Some Ray subprocesses exited unexpectedly:"
+)
+
+
+def test_the_log_of_a_dead_ray_without_its_greeting(home):
+    home.log.write_text(_GREETING)
+    assert "does not say why" in home.end_of_log()
+    home.log.write_text(f"{_GREETING}{_REASON}\n  gcs_server [exit code=-9]\n")
+    assert home.end_of_log().splitlines()[-2:] == [f"  {_REASON}", "    gcs_server [exit code=-9]"]
