@@ -187,9 +187,9 @@ def test_counts_are_checked(fields):
 
 def test_who_waits_too_long_for_another_process_is_told_so(home, monkeypatch):
     monkeypatch.setattr(local_home, "_LOCK_LIMIT_S", 0.2)
-    with home.locked(), pytest.raises(ClusterError, match="Another process has been starting"):
-        with Home(home.path).locked():
-            pytest.fail("both hold it")
+    message = "Another process has been starting"
+    with home.locked(), pytest.raises(ClusterError, match=message), Home(home.path).locked():
+        pytest.fail("both hold it")
 
 
 def test_a_folder_that_is_none(tmp_path):
