@@ -30,9 +30,9 @@ import psutil
 
 from benchmarks import chains, cloud, groups
 from nemo_run_ray import ExistingCluster, LocalCluster, RayExecutor
-from nemo_run_ray.chained_job import find_job
 from nemo_run_ray.clusters import Dashboard
-from nemo_run_ray.jobs_api import JobsApi
+from nemo_run_ray.dashboard.jobs_api import JobsApi
+from nemo_run_ray.jobs.dispatched_job import find_job
 from tests.flaky_proxy import FlakyProxy
 
 ROUNDS = 9

@@ -14,9 +14,10 @@ import nemo_run as run
 import psutil
 
 from benchmarks.common import ROOT, Add, quietly, wait_for
-from nemo_run_ray import RayExecutor, cli
+from nemo_run_ray import RayExecutor
+from nemo_run_ray.cli.main import main as cli
 from nemo_run_ray.clusters import Dashboard
-from nemo_run_ray.jobs_api import JobsApi
+from nemo_run_ray.dashboard.jobs_api import JobsApi
 
 JOBS, IN_FLIGHT = 300, 4
 #: Jobs of the loop before the chain, and as many after it, so that the machine's moods hit both.

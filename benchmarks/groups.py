@@ -15,8 +15,8 @@ import psutil
 
 from benchmarks.common import FOLDER, Add, quietly, wait_for
 from nemo_run_ray import LocalCluster, RayExecutor
-from nemo_run_ray.chained_job import find_job
-from nemo_run_ray.remote_job import RemoteJob
+from nemo_run_ray.jobs.dispatched_job import find_job
+from nemo_run_ray.jobs.job import RemoteJob
 
 ROUNDS = 5
 ROLES, LINES = 4, 100_000

@@ -9,12 +9,11 @@ from pathlib import Path
 import nemo_run as run
 
 from nemo_run_ray import RayExecutor
-from nemo_run_ray.chain import Chain, chain_id
-from nemo_run_ray.chained_job import find_job
 from nemo_run_ray.clusters import Cluster
-from nemo_run_ray.jobs_api import JobsApi
-from nemo_run_ray.remote.verdict import Verdict
-from nemo_run_ray.states import JobState
+from nemo_run_ray.dashboard.jobs_api import JobsApi
+from nemo_run_ray.jobs.dispatch import Chain, chain_id
+from nemo_run_ray.jobs.dispatched_job import find_job
+from nemo_run_ray.remote.states import JobState, Verdict
 from tests.conftest import wait_for
 
 #: Seconds after which a job that waits for its gate gives up.

@@ -33,8 +33,8 @@ from nemo_run.run import experiment  # noqa: E402
 
 from nemo_run_ray import ExistingCluster, LocalCluster  # noqa: E402
 from nemo_run_ray.clusters import Dashboard  # noqa: E402
-from nemo_run_ray.jobs_api import JobsApi  # noqa: E402
-from nemo_run_ray.remote.tree import TAG  # noqa: E402
+from nemo_run_ray.dashboard.jobs_api import JobsApi  # noqa: E402
+from nemo_run_ray.remote.node.tree import TAG  # noqa: E402
 
 # The machines differ, and a limit on an example's time would fail at their whim.
 hypothesis.settings.register_profile("untimed", deadline=None)

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 import nemo_run as run
 
 from nemo_run_ray import PortProbe, RayExecutor
-from nemo_run_ray.chained_job import find_job
 from nemo_run_ray.clusters import Cluster
-from nemo_run_ray.remote_job import RemoteJob
+from nemo_run_ray.jobs.dispatched_job import find_job
+from nemo_run_ray.jobs.job import RemoteJob
 from tests.conftest import processes_of, wait_for
 
 #: A server that is ready at once and says when it is told to end.

@@ -1,6 +1,6 @@
 """An embedded Ray on this machine, for one user and one Python environment.
 
-How processes find and leave it, and who stops it, is in ``local_home.py``.
+How processes find and leave it, and who stops it, is in ``local_state.py``.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from nemo_run.core.frontend.console.api import CONSOLE
 
 from nemo_run_ray.checks import named_fields
 from nemo_run_ray.clusters.base import Cluster, Dashboard
-from nemo_run_ray.clusters.local_home import Home, State, birth, children
+from nemo_run_ray.clusters.local_state import Home, State, birth, children
 from nemo_run_ray.errors import ClusterError, ConfigError
 
 #: Linux limits the name of a Unix socket to 107 bytes; Ray puts up to 75 behind its folder.

@@ -10,14 +10,13 @@ import os
 import secrets
 import sys
 
-from . import command
-from .missing import explain
-from .output import PREFIX, end_mark, say
-from .process import Runner, keep
-from .rundir import CHAIN, RunDir, archived, take_secrets
+from . import FOLDER
+from .node import command
+from .node.missing_modules import explain
+from .node.output import PREFIX, end_mark, say
+from .node.process import Runner, keep
+from .node.rundir import CHAIN, RunDir, archived, take_secrets
 from .spec import ChainSpec, GroupSpec, JobSpec, from_json
-
-_HERE = os.path.dirname(os.path.abspath(__file__))
 
 
 def main(argv: list[str]) -> int:
@@ -33,7 +32,7 @@ def main(argv: list[str]) -> int:
 
 
 def _dispatch(submission_id: str, nonce: str) -> int:
-    from . import dispatcher
+    from .dispatch import dispatcher
 
     path = archived(CHAIN)
     if path is None:
@@ -48,10 +47,10 @@ def _dispatch(submission_id: str, nonce: str) -> int:
 
 
 def _run(runner: Runner, job: str, submission_id: str) -> int:
-    with open(os.path.join(_HERE, "jobs", f"{job}.json"), encoding="utf-8") as file:
+    with open(os.path.join(FOLDER, "jobs", f"{job}.json"), encoding="utf-8") as file:
         spec = from_json(file.read())
     if isinstance(spec, GroupSpec):
-        from .group import run
+        from .group.driver import run
 
         return run(runner, spec, job, submission_id)
     if not isinstance(spec, JobSpec):
@@ -61,7 +60,7 @@ def _run(runner: Runner, job: str, submission_id: str) -> int:
 
 def _run_task(runner: Runner, spec: JobSpec, job: str, submission_id: str) -> int:
     run_dir = RunDir(submission_id)
-    run_dir.create(os.path.join(_HERE, "payload"), job, os.getcwd() if spec.has_code else None)
+    run_dir.create(os.path.join(FOLDER, "payload"), job, os.getcwd() if spec.has_code else None)
     try:
         env = command.environment(spec, run_dir, os.environ, take_secrets(spec.secrets))
         cwd = spec.cwd or run_dir.code

@@ -6,7 +6,7 @@ import sys
 
 import nemo_run as run
 
-from nemo_run_ray.cli import VERBS
+from nemo_run_ray.cli.main import VERBS
 from tests.conftest import ROOT, python, tool
 
 

@@ -11,8 +11,8 @@ import httpx
 import pytest
 
 from nemo_run_ray import ExistingCluster
+from nemo_run_ray.dashboard.jobs_api import JobsApi
 from nemo_run_ray.errors import ClusterError
-from nemo_run_ray.jobs_api import JobsApi
 from tests import groups
 from tests.conftest import wait_for
 from tests.hosts.head import ADDRESS as HEAD

@@ -16,11 +16,12 @@ from pathlib import Path
 
 import pytest
 
-from nemo_run_ray import ExistingCluster, ledger
-from nemo_run_ray.chain import Chain
-from nemo_run_ray.chained_job import chains_of, jobs_of
-from nemo_run_ray.jobs_api import JobsApi
-from nemo_run_ray.states import JobState, Reason
+from nemo_run_ray import ExistingCluster
+from nemo_run_ray.dashboard.jobs_api import JobsApi
+from nemo_run_ray.jobs import ledger
+from nemo_run_ray.jobs.dispatch import Chain
+from nemo_run_ray.jobs.dispatched_job import chains_of, jobs_of
+from nemo_run_ray.remote.states import JobState, Reason
 from tests.conftest import wait_for
 from tests.hosts.conftest import HEAD, TOKEN, Hosts
 from tests.hosts.steps import FLAKY, Step, complaints, hand_over, starts

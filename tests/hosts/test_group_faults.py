@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from nemo_run_ray import PortProbe
-from nemo_run_ray.remote_job import RemoteJob
+from nemo_run_ray.jobs.job import RemoteJob
 from tests.conftest import wait_for
 from tests.groups import Role, assert_nothing_left, finish, submit
 from tests.hosts.conftest import POOLS, Hosts, bed, client, server

@@ -7,7 +7,7 @@ import nemo_run as run
 import pytest
 
 from nemo_run_ray import RayExecutor
-from nemo_run_ray.chained_job import find_job
+from nemo_run_ray.jobs.dispatched_job import find_job
 
 PROGRAM = """
 import json, os, socket

@@ -2,8 +2,8 @@
 
 import pytest
 
-from nemo_run_ray.chained_job import find_job
-from nemo_run_ray.remote.decide import STARTING_MAX
+from nemo_run_ray.jobs.dispatched_job import find_job
+from nemo_run_ray.remote.dispatch.decide import STARTING_MAX
 from tests.conftest import wait_for
 from tests.hosts.steps import Step, complaints, hand_over, starts
 

@@ -221,7 +221,7 @@ def test_the_command_shows_them(tmp_path):
         "PYTHONPATH": os.pathsep.join(["", str(Path(patches.__file__).parents[2]), *sys.path]),
         patches.VARIABLE: "dgxcloud_exports",
     }
-    program = "from nemo_run_ray.cli import main; main()"
+    program = "from nemo_run_ray.cli.main import main; main()"
     shown = python("-c", program, "patches", "--json", env=environment)
     assert shown.returncode == 0, shown.stderr
     rows = {row["name"]: row for row in json.loads(shown.stdout)}

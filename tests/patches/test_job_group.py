@@ -20,8 +20,9 @@ from nemo_run.core.serialization.zlib_json import ZlibJSONSerializer
 from nemo_run.run.job import JobGroup
 from torchx.specs import AppState
 
-from nemo_run_ray import RayExecutor, patches, plugin
+from nemo_run_ray import RayExecutor, patches
 from nemo_run_ray.errors import UnsupportedNemoRun
+from nemo_run_ray.nemo import registry as plugin
 from nemo_run_ray.patches import base
 from nemo_run_ray.patches.base import Patch
 from nemo_run_ray.probes import CommandProbe, HttpProbe, PortProbe

@@ -33,10 +33,12 @@ from flaky_proxy import (
     Hang,
 )
 
-from nemo_run_ray import ExistingCluster, RayExecutor, cli, ledger
-from nemo_run_ray.chained_job import jobs_of
-from nemo_run_ray.jobs_api import JobsApi
-from nemo_run_ray.remote_job import RemoteJob
+from nemo_run_ray import ExistingCluster, RayExecutor
+from nemo_run_ray.cli.main import main as cli
+from nemo_run_ray.dashboard.jobs_api import JobsApi
+from nemo_run_ray.jobs import ledger
+from nemo_run_ray.jobs.dispatched_job import jobs_of
+from nemo_run_ray.jobs.job import RemoteJob
 
 NETWORK = ("drop answer", "cut before", "errors while waiting", "hang while waiting", "cut logs")
 KILLS = (

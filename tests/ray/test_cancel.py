@@ -6,9 +6,9 @@ import nemo_run as run
 import pytest
 
 from nemo_run_ray import RayExecutor
-from nemo_run_ray.chained_job import find_job
-from nemo_run_ray.remote_job import RemoteJob
-from nemo_run_ray.states import JobState
+from nemo_run_ray.jobs.dispatched_job import find_job
+from nemo_run_ray.jobs.job import RemoteJob
+from nemo_run_ray.remote.states import JobState
 from tests.conftest import processes_of, wait_for
 
 

@@ -16,11 +16,14 @@ import nemo_run as run
 import pytest
 from typer.testing import CliRunner
 
-from nemo_run_ray import ExistingCluster, RayExecutor, cli, plugin
-from nemo_run_ray.chained_job import find_job
+from nemo_run_ray import ExistingCluster, RayExecutor
+from nemo_run_ray.cli.main import main as cli
 from nemo_run_ray.errors import ConfigError, NemoRunRayError, SubmissionError
-from nemo_run_ray.remote.decide import ALL_SUCCEEDED, CLAIM_KEY, NOT_ALL_SUCCEEDED
-from nemo_run_ray.states import JobState, Reason
+from nemo_run_ray.jobs.dispatched_job import find_job
+from nemo_run_ray.nemo import registry as plugin
+from nemo_run_ray.remote.attempts import CLAIM_KEY
+from nemo_run_ray.remote.dispatch.decide import ALL_SUCCEEDED, NOT_ALL_SUCCEEDED
+from nemo_run_ray.remote.states import JobState, Reason
 from tests.chains import Started, Yard, step
 from tests.conftest import files_with, python, tool, wait_for
 from tests.flaky_proxy import FlakyProxy

@@ -11,8 +11,8 @@ import nemo_run as run
 import pytest
 
 from nemo_run_ray import LocalCluster, RayExecutor
+from nemo_run_ray.dashboard.jobs_api import JobsApi
 from nemo_run_ray.errors import Unreachable
-from nemo_run_ray.jobs_api import JobsApi
 from tests.conftest import tool, wait_for
 from tests.ray.test_local_cluster import lives
 

@@ -13,8 +13,8 @@ import pytest
 from nemo_run.core.execution.base import ExecutorMacros
 
 from nemo_run_ray import CommandProbe, PortProbe, RayExecutor
-from nemo_run_ray.chained_job import find_job
 from nemo_run_ray.errors import ConfigError
+from nemo_run_ray.jobs.dispatched_job import find_job
 from tests.conftest import processes_of, python, tool, wait_for
 from tests.groups import client, finish, server, submit
 

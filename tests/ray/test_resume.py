@@ -8,9 +8,9 @@ import nemo_run as run
 import pytest
 
 from nemo_run_ray import LocalCluster, RayExecutor
-from nemo_run_ray.chained_job import find_job
-from nemo_run_ray.ledger import Ledger
-from nemo_run_ray.states import JobState
+from nemo_run_ray.jobs.dispatched_job import find_job
+from nemo_run_ray.jobs.ledger import Ledger
+from nemo_run_ray.remote.states import JobState
 from tests.conftest import python, tool, wait_for
 
 KILLED = """

@@ -13,8 +13,8 @@ import nemo_run as run
 import pytest
 
 from nemo_run_ray import RayExecutor
-from nemo_run_ray.chained_job import find_job
-from nemo_run_ray.states import JobState, Reason
+from nemo_run_ray.jobs.dispatched_job import find_job
+from nemo_run_ray.remote.states import JobState, Reason
 from tests.conftest import BIN, CONDA, tool
 from tests.groups import client, finish
 from tests.stand_ins import CONDA_ENVIRONMENT, IMAGE, conda, podman

@@ -1,0 +1,405 @@
+"""The command line: ``nemo-run-ray``, and the same verbs below ``nemo ray``."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from nemo_run.core.frontend.console.api import CONSOLE
+from rich.console import Console
+from rich.live import Live
+
+from nemo_run_ray.clusters import Cluster, ExistingCluster, LocalCluster
+from nemo_run_ray.errors import ClusterError, JobError, NemoRunRayError
+from nemo_run_ray.executor import RayExecutor
+from nemo_run_ray.nemo import registry
+from nemo_run_ray.remote.states import JobState
+
+Name = Annotated[str, typer.Argument(help="An experiment's id or title, a handle or a job's id.")]
+Address = Annotated[str, typer.Option(help="A dashboard's address; without it the embedded Ray.")]
+#: Seconds between two looks of a table that follows.
+_LOOK_AGAIN_S = 2.0
+_out = Console(soft_wrap=True, highlight=False)
+
+
+def up(
+    num_cpus: Annotated[int | None, typer.Option(help="CPUs that Ray may give away.")] = None,
+    num_gpus: Annotated[int | None, typer.Option(help="GPUs that Ray may give away.")] = None,
+) -> None:
+    """Start the embedded Ray and keep it."""
+    dashboard = LocalCluster(num_cpus=num_cpus, num_gpus=num_gpus, keep=True).connect()
+    _out.print(f"The embedded Ray is up: {dashboard.url}")
+    _out.print("Stop it with: nemo-run-ray down")
+
+
+def down(
+    force: Annotated[
+        bool, typer.Option("--force", help="Cancel the jobs that run on it first.")
+    ] = False,
+) -> None:
+    """Stop the embedded Ray, when its jobs have ended; how they ended is noted first."""
+    from nemo_run_ray.dashboard.jobs_api import JobsApi
+    from nemo_run_ray.jobs.before_stop import active, end_all, note_ends
+
+    cluster = LocalCluster()
+    dashboard = cluster.find()
+    if dashboard is None:
+        _out.print("No embedded Ray is up.")
+        return
+    api = JobsApi.of(dashboard)
+    try:
+        busy = active(api.table(fresh=True))
+        if busy and not force:
+            raise JobError(
+                f"{len(busy)} job(s) still run on the embedded Ray: {', '.join(busy)}. Cancel "
+                "them, or cancel all and stop it: nemo-run-ray down --force"
+            )
+        if busy:
+            _out.print(f"Cancelling {len(busy)} job(s) …")
+            for name in end_all(api):
+                _out.print(f"{name} has not ended; it is killed with the cluster.", markup=False)
+        for line in note_ends(api, cluster, is_forced=bool(busy)):
+            _out.print(line, markup=False)
+    except ClusterError as error:
+        if not force:
+            raise
+        _out.print(f"Its jobs' ends are not known: {error}", markup=False)
+    cluster.stop()
+    _out.print("The embedded Ray is stopped.")
+
+
+def doctor(address: Address = "") -> None:
+    """Check that a cluster can be reached and used."""
+    from nemo_run_ray.dashboard.jobs_api import JobsApi
+
+    cluster: Cluster = ExistingCluster(url=address) if address else LocalCluster()
+    dashboard = cluster.find()
+    if dashboard is None:
+        raise ClusterError(
+            "No embedded Ray is up. Start one with: nemo-run-ray up; look at another cluster with: "
+            "nemo-run-ray doctor --address http://…"
+        )
+    api = JobsApi.of(dashboard)
+    version = api.version()
+    jobs = api.table()
+    active = sum(row["status"] in ("PENDING", "RUNNING") for row in jobs.values())
+    _out.print(f"dashboard  {dashboard.url} answers, and takes these credentials")
+    _out.print(f"Ray        {version['ray_version']} ({version['session_name']})")
+    _out.print(f"jobs       {len(jobs)} known, {active} pending or running")
+
+
+def status(
+    name: Name,
+    as_json: Annotated[bool, typer.Option("--json", help="For programs.")] = False,
+    once: Annotated[bool, typer.Option("--once", help="Look once, do not follow.")] = False,
+) -> None:
+    """State and reason of an experiment's jobs, or of one job; on a terminal until all ended."""
+    from nemo_run_ray.cli.status_report import View
+
+    jobs = _jobs(name)
+    view = View(jobs)
+    if as_json:
+        print(view.as_json())
+        return
+    if once or view.is_over or not _out.is_terminal:
+        _out.print(view.table(time.time()))
+        return
+    with Live(view.table(time.time()), console=_out, auto_refresh=False) as live:
+        while not view.is_over:
+            time.sleep(_LOOK_AGAIN_S)
+            view = View(jobs)
+            live.update(view.table(time.time()), refresh=True)
+
+
+def timeline(
+    experiment: Annotated[str, typer.Argument(help="Its id or title.")],
+    output: Annotated[Path, typer.Option("--output", "-o", help="The HTML file to write.")],
+) -> None:
+    """Write a page that shows when each job of an experiment waited, ran and ended."""
+    from nemo_run_ray.cli.status_report import timeline_page
+
+    loaded = _experiment(experiment)
+    jobs = _jobs(experiment)
+    page = timeline_page(loaded._id, registry.experiment_dir(loaded), jobs, time.time())
+    try:
+        output.write_text(page, encoding="utf-8")
+    except OSError as error:
+        raise JobError(
+            f"The page cannot be written to {output}: {error.strerror}. Give another --output."
+        ) from error
+    _out.print(f"The timeline of {len(jobs)} job(s) is in {output}", markup=False)
+
+
+def logs(
+    name: Name,
+    follow: Annotated[bool, typer.Option("--follow", "-f", help="Until the job's end.")] = False,
+    job: Annotated[str, typer.Option(help="Which job of an experiment.")] = "",
+    role: Annotated[str, typer.Option(help="One role of a group, or role/replica.")] = "",
+    raw: Annotated[bool, typer.Option("--raw", help="With Ray's lines and our last one.")] = False,
+) -> None:
+    """What a job has printed."""
+    from nemo_run_ray.jobs.follow import lines, only
+
+    found = [one for one in _jobs(name) if not job or one.record.job == job]
+    if len(found) != 1:
+        names = ", ".join(one.record.job for one in _jobs(name))
+        raise JobError(f"{name!r} has the jobs {names}; name one of them with --job.")
+    if role:
+        _must_have_role(found[0], role)
+    text = (found[0].log if raw else found[0].output)(should_tail=follow)
+    for piece in only(role, lines(text)) if role else text:
+        sys.stdout.write(piece)
+        sys.stdout.flush()
+
+
+def _must_have_role(job: Any, role: str) -> None:
+    rows = job.roles(job.verdict()).get("roles", [])
+    names = {row["role"] for row in rows}
+    replicas = {f"{row['role']}/{row['replica']}" for row in rows}
+    if rows and role not in names | replicas:
+        raise JobError(
+            f"The job {job.record.job!r} has no role {role!r}; it has "
+            f"{', '.join(sorted(replicas))}."
+        )
+
+
+def cancel(
+    name: Name, job: Annotated[str, typer.Option(help="Only this job of an experiment.")] = ""
+) -> None:
+    """Stop the jobs of an experiment, or one job, and wait until they have ended."""
+    jobs = _jobs(name)
+    if job:
+        names = ", ".join(one.record.job for one in jobs)
+        jobs = [one for one in jobs if one.record.job == job]
+        if not jobs:
+            raise JobError(f"{name!r} has no job {job!r}; it has {names}.")
+    for line in _cancelled(jobs):
+        _out.print(line, markup=False)
+
+
+def _cancelled(jobs: list[Any]) -> Iterator[str]:
+    """Cancel jobs of one experiment, one after the other; tells what became of each."""
+    if len(jobs) > 1:
+        _cancel_chains(jobs)
+    for one in jobs:
+        verdict = one.verdict()
+        if verdict.state.is_terminal and verdict.state is not JobState.CANCELLED:
+            yield f"{one.record.job} is {verdict.state.value}: there is nothing to cancel"
+            continue
+        if not verdict.state.is_terminal:
+            verdict = one.cancel(registry.grace_s(_experiment_of(one), one.record.job))
+        yield f"{one.record.job} is {verdict.state.value.lower()}{_proof(one, verdict)}"
+
+
+def _proof(job: Any, verdict: Any) -> str:
+    if verdict.state is not JobState.CANCELLED:
+        return ""
+    try:
+        return f"; {job.leftovers(verdict)}"
+    except JobError:  # its cluster has been stopped since, with all that ran on it
+        return ""
+
+
+def _cancel_chains(jobs: list[Any]) -> None:
+    """Cancel what a dispatcher would still start: one claim for all of it."""
+    from nemo_run_ray.jobs.dispatched_job import ChainedJob
+
+    chained = {one.chain.id: one for one in jobs if isinstance(one, ChainedJob)}
+    for one in chained.values():
+        experiment = _experiment_of(one)
+        grace_s = max(
+            registry.grace_s(experiment, other.record.job)
+            for other in jobs
+            if isinstance(other, ChainedJob) and other.chain is one.chain
+        )
+        if not all(other.verdict().state.is_terminal for other in jobs):
+            one.chain.cancel(one.api(), grace_s)
+
+
+def resume(experiment: Annotated[str, typer.Argument(help="Its id or title.")]) -> None:
+    """Hand over what never reached the cluster, and start a dispatcher that has ended too early."""
+    loaded = _experiment(experiment)
+    # Before the jobs are looked at: a look starts a dead dispatcher too, with a warning.
+    for line in _resume_chains(loaded):
+        _out.print(line, markup=False)
+    known = {one.record.job: one for one in _all_jobs(loaded)}
+    states = {job.id: _state(loaded, job, known.get(job.id)) for job in loaded.jobs}
+    ready = []
+    for job in loaded.jobs:
+        missing = _missing(loaded, job, states)
+        if states[job.id] != JobState.WAITING.value:
+            _out.print(f"{job.id}: {states[job.id]}, left as it is", markup=False)
+        elif job.id in known and known[job.id].record.chain:
+            _out.print(f"{job.id}: waits on the cluster, left to its dispatcher", markup=False)
+        elif missing:
+            waits = ", ".join(f"{one} ({states[one]})" for one in missing)
+            _out.print(
+                f"{job.id}: not handed over, it depends on {waits}; resume again after that",
+                markup=False,
+            )
+        else:
+            ready.append(job)
+    for job in ready:
+        registry.prepare_again(loaded, job)
+    registry.launch(loaded, ready)
+    for job in ready:
+        _out.print(f"{job.id}: handed over", markup=False)
+
+
+def _missing(experiment: Any, job: Any, states: dict[str, str]) -> list[str]:
+    """What a job must wait for before it is handed over: nothing, if the cluster can wait."""
+    if registry.is_ordered_by_us(experiment):
+        return []
+    return [one for one in job.dependencies if states[one] != JobState.SUCCEEDED.value]
+
+
+def _resume_chains(experiment: Any) -> list[str]:
+    """Start every dispatcher that is dead and has something left to do."""
+    from nemo_run_ray.jobs.dispatched_job import chains_of
+
+    return [
+        f"{chain.id}: {chain.resume()}" for chain in chains_of(registry.experiment_dir(experiment))
+    ]
+
+
+def _state(experiment: Any, job: Any, found: Any) -> str:
+    """The state of a job; WAITING only if it is for Ray and Ray never got it."""
+    if found is not None:
+        return str(found.verdict().state.value)
+    if isinstance(job.executor, RayExecutor):
+        return JobState.WAITING.value
+    return f"{registry.status_of(experiment, job)} on {type(job.executor).__name__}"
+
+
+def patches(
+    as_json: Annotated[bool, typer.Option("--json", help="For programs.")] = False,
+) -> None:
+    """The changes of NeMo-Run that there are: what each is for, and whether it is applied."""
+    from nemo_run_ray import patches as known
+
+    states = known.status()
+    rows = [
+        {
+            "name": name,
+            "state": states[name],
+            "why": patch.why,
+            "verified": list(patch.verified),
+            "retired_by": patch.retired_by,
+        }
+        for name, patch in known.PATCHES.items()
+    ]
+    if as_json:
+        print(json.dumps(rows, indent=1))
+        return
+    for row in rows:
+        _out.print(f"{row['name']}: {row['state']}", markup=False)
+        _out.print(f"  {row['why']}", markup=False)
+        _out.print(
+            f"  Verified on NeMo-Run {' to '.join(row['verified'])}; retired by "
+            f"{row['retired_by']}.",
+            markup=False,
+        )
+    _out.print(f"Apply them with nemo_run_ray.patches.apply() or {known.VARIABLE}=…", markup=False)
+
+
+VERBS: tuple[Callable[..., Any], ...] = (
+    up,
+    down,
+    doctor,
+    status,
+    logs,
+    cancel,
+    resume,
+    timeline,
+    patches,
+)
+
+
+def guarded(verb: Callable[..., Any]) -> Callable[..., Any]:
+    """The verb, with our errors as one paragraph and exit code 1."""
+    import functools
+
+    @functools.wraps(verb)
+    def run(*args: Any, **kwargs: Any) -> None:
+        try:
+            with _nemo_run_on_stderr():
+                verb(*args, **kwargs)
+        except NemoRunRayError as error:
+            print(f"nemo-run-ray: {error}", file=sys.stderr)
+            raise typer.Exit(1) from error
+        except KeyboardInterrupt:
+            raise typer.Exit(130) from None
+        except BrokenPipeError:  # `… | head`: nobody reads on, and nothing may be flushed at exit
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            raise typer.Exit(141) from None
+
+    return run
+
+
+@contextlib.contextmanager
+def _nemo_run_on_stderr() -> Iterator[None]:
+    """NeMo-Run logs and warns on stdout, where programs read what ``status --json`` prints."""
+    before = CONSOLE.stderr
+    CONSOLE.stderr = True
+    try:
+        yield
+    finally:
+        CONSOLE.stderr = before
+
+
+def build() -> typer.Typer:
+    app = typer.Typer(
+        help="Run NeMo-Run tasks on Ray.", no_args_is_help=True, pretty_exceptions_enable=False
+    )
+    for verb in VERBS:
+        app.command()(guarded(verb))
+    return app
+
+
+def main() -> None:
+    build()()
+
+
+def _experiment(name: str) -> Any:
+    try:
+        return registry.load_experiment(name)
+    except FileNotFoundError as error:
+        raise JobError(
+            f"There is no experiment {name!r} in NeMo-Run's home. `nemo experiment list <title>` "
+            "lists those of a title; NEMORUN_HOME names another home."
+        ) from error
+
+
+def _jobs(name: str) -> list[Any]:
+    """The jobs of an experiment, or the one of a handle or a job's id."""
+    from nemo_run_ray.jobs.dispatched_job import find_job
+
+    bare = name.rpartition("/")[2]
+    try:
+        return [find_job(bare)]
+    except JobError:
+        found = _all_jobs(_experiment(name))
+    if not found:
+        raise JobError(f"The experiment {name!r} has handed nothing over to Ray yet.")
+    return found
+
+
+def _all_jobs(experiment: Any) -> list[Any]:
+    from nemo_run_ray.jobs.dispatched_job import jobs_of
+
+    return list(jobs_of(registry.experiment_dir(experiment)))
+
+
+def _experiment_of(job: Any) -> Any:
+    path = Path(job.record.exp_dir)
+    try:
+        return registry.load_experiment(path.name)
+    except FileNotFoundError:
+        return None

@@ -1,0 +1,27 @@
+"""What NeMo-Run's command line loads: ``nemo ray <verb>``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import catalogue
+import typer
+from nemo_run.cli.api import ROOT_ENTRYPOINT_NAMESPACE
+
+from nemo_run_ray.cli.main import VERBS, guarded
+
+
+class _Verb:
+    """One verb as NeMo-Run's command line takes it: with a path and a way to add itself."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self.path = f"ray.{function.__name__}"
+        self._function = function
+
+    def cli(self, parent: typer.Typer) -> None:
+        parent.command(self._function.__name__)(guarded(self._function))
+
+
+for _function in VERBS:
+    catalogue._set((ROOT_ENTRYPOINT_NAMESPACE, "ray", _function.__name__), _Verb(_function))

@@ -1,0 +1,214 @@
+"""What ``nemo-run-ray status`` and ``timeline`` know of an experiment, as plain values."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.console import Group
+from rich.table import Table
+from rich.text import Text
+
+from nemo_run_ray.jobs.attempts import AttemptRecord, Attempts
+from nemo_run_ray.jobs.dispatched_job import ChainedJob, running_at
+from nemo_run_ray.jobs.job import RemoteJob
+from nemo_run_ray.jobs.ledger import Ledger
+from nemo_run_ray.nemo import registry
+from nemo_run_ray.remote.states import JobState, Verdict
+from nemo_run_ray.timeline import page as timeline
+
+_COLORS = {
+    JobState.SUCCEEDED: "green",
+    JobState.FAILED: "red",
+    JobState.LOST: "red",
+    JobState.CANCELLED: "yellow",
+    JobState.RUNNING: "cyan",
+}
+#: Jobs whose names a cell shows before it only counts them.
+_NAMES_MAX = 3
+
+
+class View:
+    """One look at jobs: verdicts, attempts, and how long they have been where they are.
+
+    What is seen of attempts is kept in the experiment's folder.
+
+    Args:
+        jobs: of any experiments.
+        running_at: when attempts were seen running by somebody else, by submission id.
+    """
+
+    def __init__(
+        self, jobs: Sequence[RemoteJob], running_at: Mapping[str, float] | None = None
+    ) -> None:
+        self.jobs = jobs
+        self.verdicts = [job.verdict() for job in jobs]
+        self.roles = [
+            job.roles(verdict) if job.record.is_group else {}
+            for job, verdict in zip(jobs, self.verdicts, strict=True)
+        ]
+        self.attempts = [job.attempts(running_at) for job in jobs]
+        self._keep_attempts()
+
+    def _keep_attempts(self) -> None:
+        news: dict[Path, dict[str, Attempts]] = {}
+        for job, attempts in zip(self.jobs, self.attempts, strict=True):
+            if attempts != job.record.attempts:
+                job.record.attempts = dict(attempts)
+                news.setdefault(job.record.exp_dir, {})[job.submission_id] = attempts
+        for exp_dir, found in news.items():
+            Ledger(exp_dir).keep_attempts(found)
+
+    @property
+    def is_over(self) -> bool:
+        return all(verdict.state.is_terminal for verdict in self.verdicts)
+
+    def as_json(self) -> str:
+        rows = zip(self.jobs, self.verdicts, self.attempts, self.roles, strict=True)
+        return json.dumps([_as_dict(*row) for row in rows], indent=1)
+
+    def table(self, now: float) -> Group:
+        """Everything for people; ``now`` in seconds since the epoch."""
+        names = ("job", "state", "reason", "attempt", "node", "since", "waits for")
+        table = Table(*names, box=None, pad_edge=False)
+        troubles: dict[str, list[str]] = {}  # names by message: many jobs may share one
+        rows = zip(self.jobs, self.verdicts, self.attempts, self.roles, strict=True)
+        for job, verdict, attempts, _ in rows:
+            name = job.record.job
+            table.add_row(
+                Text(name),
+                Text(verdict.state.value, _COLORS.get(verdict.state, "")),
+                verdict.reason.value,
+                str(verdict.attempt) if isinstance(job, ChainedJob) and verdict.attempt else "",
+                verdict.node[:12],
+                _since(verdict, attempts, now),
+                Text(_short(verdict.waits_for)),
+            )
+            if verdict.reason.is_trouble:
+                troubles.setdefault(verdict.message, []).append(name)
+        groups = [
+            _roles_table(job.record.job, roles)
+            for job, roles in zip(self.jobs, self.roles, strict=True)
+            if roles
+        ]
+        details = [Text(f"\n{_short(names)}: {message}") for message, names in troubles.items()]
+        return Group(table, *groups, *details)
+
+
+def timeline_page(title: str, exp_dir: Path, jobs: Sequence[RemoteJob], now: float) -> str:
+    """The page of ``nemo-run-ray timeline``."""
+    chains = dict.fromkeys(job.chain for job in jobs if isinstance(job, ChainedJob))
+    view = View(jobs, {name: at for chain in chains for name, at in running_at(chain).items()})
+    began = min((event["at"] for event in Ledger(exp_dir).events()), default=now)
+    rows = [
+        timeline.Row(
+            name=job.record.job,
+            state=verdict.state.value,
+            reason=verdict.reason.value,
+            message=verdict.message,
+            after=_after(job),
+            waits_for=verdict.waits_for,
+            attempts=tuple(
+                _span(number, attempt, verdict)
+                for number, attempt in enumerate(attempts.values(), start=1)
+            ),
+        )
+        for job, verdict, attempts in zip(jobs, view.verdicts, view.attempts, strict=True)
+    ]
+    return timeline.page(title, rows, began, now)
+
+
+def _as_dict(
+    job: RemoteJob, verdict: Verdict, attempts: Attempts, roles: dict[str, Any]
+) -> dict[str, Any]:
+    return {
+        "job": job.record.job,
+        "id": job.submission_id,
+        "handle": registry.handle(job.submission_id),
+        "state": verdict.state.value,
+        "reason": verdict.reason.value,
+        "message": verdict.message,
+        "node": verdict.node,
+        "attempt": verdict.attempt,
+        "waits_for": list(verdict.waits_for),
+        "after": list(_after(job)),
+        "attempts": [
+            {
+                "id": one.submission_id,
+                "state": one.state,
+                "reason": one.reason,
+                "node": one.node,
+                "posted_at": one.posted_at,
+                "running_at": one.running_at,
+                "ended_at": one.ended_at,
+                "exit_code": one.exit_code,
+            }
+            for one in attempts.values()
+        ],
+        **roles,
+    }
+
+
+def _after(job: RemoteJob) -> tuple[str, ...]:
+    if not isinstance(job, ChainedJob):
+        return ()
+    links = (link for link in job.chain.spec.links if link.name == job.record.job)
+    return tuple(name for link in links for name in link.after)
+
+
+def _since(verdict: Verdict, attempts: Attempts, now: float) -> str:
+    """How long ago the newest attempt was handed over, or ended; empty when nobody saw the end."""
+    if not attempts:
+        return ""
+    last = list(attempts.values())[-1]
+    at = last.ended_at if verdict.state.is_terminal else last.posted_at
+    return f"{duration(now - at)} ago" if at else ""
+
+
+def duration(seconds: float) -> str:
+    """``45s``, ``12m``, ``3h 05m``, ``2d 4h``."""
+    minutes, rest = divmod(max(0, int(seconds)), 60)
+    hours, minutes = divmod(minutes, 60)
+    days, hours = divmod(hours, 24)
+    if days:
+        return f"{days}d {hours}h"
+    if hours:
+        return f"{hours}h {minutes:02d}m"
+    return f"{minutes}m {rest:02d}s" if minutes else f"{rest}s"
+
+
+def _short(names: Sequence[str]) -> str:
+    shown = ", ".join(names[:_NAMES_MAX])
+    more = len(names) - _NAMES_MAX
+    return f"{shown} and {more} more" if more > 0 else shown
+
+
+def _span(number: int, attempt: AttemptRecord, verdict: Verdict) -> timeline.Attempt:
+    # It was not over when somebody looked for the last time, and now nobody can tell.
+    is_lost = verdict.state is JobState.LOST and not JobState(attempt.state).is_terminal
+    return timeline.Attempt(
+        number=number,
+        submission_id=attempt.submission_id,
+        node=attempt.node,
+        posted_at=attempt.posted_at,
+        running_at=attempt.running_at,
+        ended_at=attempt.ended_at,
+        outcome=verdict.state.value if is_lost else attempt.state,
+        reason=attempt.detail or attempt.reason,
+    )
+
+
+def _roles_table(job: str, group: dict[str, Any]) -> Group:
+    """One line for every replica of a group."""
+    lines: list[Any] = [Text(f"\n{job} is {group['phase']}")]
+    if group.get("waits_for_room"):
+        lines.append(Text(f"waiting for room: {group['waits_for_room']}"))
+    table = Table("role", "state", "exit code", "node", "address", box=None, pad_edge=False)
+    for one in group["roles"]:
+        code = "" if one["exit_code"] is None else str(one["exit_code"])
+        kind = " (service)" if one["service"] else ""
+        name = f"{one['role']}/{one['replica']}{kind}"
+        table.add_row(Text(name), one["state"], code, one["host"], one["address"])
+    return Group(*lines, table)

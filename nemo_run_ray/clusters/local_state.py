@@ -1,0 +1,279 @@
+"""The folder in which all processes of a user meet for one embedded Ray::
+
+    ray_local/<environment>/
+        lock          held while somebody starts, joins, leaves or stops it
+        state.json    where it is, who uses it, whether it is to be kept
+        token         what every request must carry; for the owner only
+        ray.log       what Ray printed at its start
+
+A state file is believed only when the process that it names was born when it says. Whoever leaves
+last stops the cluster, unless it is to be kept or something still runs on it.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import json
+import os
+import re
+import secrets
+import shutil
+import signal
+import subprocess
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, ClassVar
+
+from nemo_run.core.frontend.console.api import CONSOLE
+
+from nemo_run_ray.errors import ClusterError, ConfigError
+from nemo_run_ray.remote.node.tree import descendants, kill, marked
+
+#: In the environment of every process of an embedded Ray, so that a stop finds them all.
+_MARK = "NEMO_RUN_RAY_LOCAL"
+_STOP_LIMIT_S = 20.0
+_LOCK_LIMIT_S = 180.0
+#: How much of the log of `ray start` a message shows. A failed start ends with some lines that say
+#: nothing, behind those that say why.
+_LINES_SHOWN, _LINE_MAX = 12, 300
+#: In the lines in which `ray start` says how to use what it has started.
+_GREETING = re.compile(r"\s(?:INFO|SUCC) \w+\.py:\d+ -- ")
+_COLOUR = re.compile(r"\x1b\[[0-9;]*m")
+#: Clusters that this process started, by pid: it is their parent and has to collect them.
+children: dict[int, subprocess.Popen[bytes]] = {}
+
+
+@dataclass
+class State:
+    """What ``state.json`` holds."""
+
+    pid: int
+    born: str
+    url: str
+    root: str
+    size: list[int | None] = field(default_factory=lambda: [None, None])
+    keep: bool = False
+    users: list[list[Any]] = field(default_factory=list)
+
+
+class Home:
+    """The folder that all processes of the user meet in."""
+
+    #: Folders that this process has joined and will leave at its end.
+    _joined: ClassVar[set[tuple[int, Path]]] = set()
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.log = path / "ray.log"
+        self._state = path / "state.json"
+        self._token = path / "token"
+
+    @contextlib.contextmanager
+    def locked(self) -> Iterator[None]:
+        """Alone in the folder, among all processes.
+
+        Raises:
+            ConfigError: the folder cannot be made or written to.
+            ClusterError: another process has held it for ``_LOCK_LIMIT_S``.
+        """
+        from filelock import FileLock, Timeout
+
+        lock = FileLock(self.path / "lock", timeout=_LOCK_LIMIT_S)
+        try:
+            self.path.mkdir(parents=True, exist_ok=True, mode=0o700)
+            lock.acquire()
+        except Timeout as error:
+            raise ClusterError(
+                f"Another process has been starting or stopping the embedded Ray for "
+                f"{_LOCK_LIMIT_S:.0f} s (lock {self.path / 'lock'}); end it or wait for it."
+            ) from error
+        except OSError as error:
+            raise self._unusable(error) from error
+        try:
+            yield
+        finally:
+            lock.release()
+
+    def read(self) -> State | None:
+        """The state of a cluster that lives, else ``None``."""
+        state = self._read_any()
+        return state if state is not None and _lives(state.pid, state.born) else None
+
+    def bury(self) -> None:
+        """Remove what a cluster left whose first process was killed. The lock is held."""
+        state = self._read_any()
+        if state is not None:
+            self.stop(state)
+
+    def _read_any(self) -> State | None:
+        try:
+            return State(**json.loads(self._state.read_text(encoding="utf-8")))
+        except (FileNotFoundError, ValueError, TypeError):
+            return None  # none, or not one of ours: then nobody has joined it
+        except OSError as error:
+            raise self._unusable(error) from error
+
+    def _unusable(self, error: OSError) -> ConfigError:
+        return ConfigError(
+            f"The embedded Ray cannot use its folder {self.path}: {error.strerror}. Set "
+            "NEMORUN_HOME (or LocalCluster.state_dir, where you gave it) to a folder that you may "
+            "write to."
+        )
+
+    def write(self, state: State) -> None:
+        temporary = self._state.with_suffix(".new")
+        temporary.write_text(json.dumps(vars(state)), encoding="utf-8")
+        temporary.replace(self._state)
+
+    def token(self) -> str:
+        return self._token.read_text(encoding="utf-8").strip()
+
+    def environment(self, root: str) -> dict[str, str]:
+        """The environment of the embedded Ray; writes a new token."""
+        self._token.unlink(missing_ok=True)
+        with open(os.open(self._token, os.O_WRONLY | os.O_CREAT, 0o600), "w") as file:
+            file.write(secrets.token_hex(32))
+        dropped = ("RAY_ADDRESS", "RAY_AUTH_TOKEN", "RAY_API_SERVER_ADDRESS")
+        env = {name: value for name, value in os.environ.items() if name not in dropped}
+        return env | {
+            "RAY_AUTH_MODE": "token",
+            "RAY_AUTH_TOKEN_PATH": str(self._token),
+            "RAY_USAGE_STATS_ENABLED": "0",
+            # Ray builds a runtime environment up to three times. Each time starts from nothing,
+            # and takes 20 s for `pip` here; pip itself repeats what the network drops.
+            "RUNTIME_ENV_RETRY_TIMES": os.environ.get("RUNTIME_ENV_RETRY_TIMES", "1"),
+            "TMPDIR": root,  # Ray's helpers leave folders in it; jobs get the caller's again
+            "NEMO_RUN_RAY_TMPDIR": os.environ.get("TMPDIR", ""),
+            _MARK: root,
+        }
+
+    def end_of_log(self) -> str:
+        """The last lines that `ray start` printed, with the path of the file."""
+        try:
+            text = self.log.read_text(encoding="utf-8", errors="replace")
+        except OSError as error:
+            return f"Its log {self.log} cannot be read: {error.strerror}."
+        lines = [
+            line.rstrip()
+            for line in _COLOUR.sub("", text).splitlines()
+            if line.strip() and not _GREETING.search(line)
+        ]
+        if not lines:
+            return (
+                f"Its log {self.log} does not say why. A process that is killed without a word has "
+                "often met the machine's out-of-memory killer."
+            )
+        shown = "\n".join(f"  {line[:_LINE_MAX]}" for line in lines[-_LINES_SHOWN:])
+        return f"The end of its log {self.log}:\n{shown}"
+
+    def why_dead(self, state: State) -> str:
+        """Why a cluster cannot answer any more; empty while its first process lives."""
+        if _lives(state.pid, state.born):
+            return ""
+        last = self._read_any()
+        if last is None or last.pid != state.pid:
+            return f"The embedded Ray at {state.url} has been stopped."
+        return (
+            f"The embedded Ray at {state.url} has died: its process {state.pid} is gone. "
+            f"{self.end_of_log()}"
+        )
+
+    def why_gone(self) -> str:
+        """Why there is no cluster, as the end of a sentence. One that was stopped has left nothing;
+        what has died has left its state, and may be a later one than the caller's."""
+        last = self._read_any()
+        if last is None:
+            return "the embedded Ray that had it has been stopped"
+        return (
+            f"no embedded Ray is up; the last one has died (process {last.pid}). "
+            f"{self.end_of_log()}"
+        )
+
+    def join(self, state: State, keep: bool) -> None:
+        """Note that this process uses the cluster, until its end."""
+        me = [os.getpid(), birth(os.getpid()) or ""]
+        if me not in state.users or (keep and not state.keep):
+            state.users = [user for user in state.users if _lives(*user)]
+            state.users.append(me)
+            state.keep = state.keep or keep
+            self.write(state)
+        if (os.getpid(), self.path) not in self._joined:
+            self._joined.add((os.getpid(), self.path))
+            atexit.register(self._leave, os.getpid())
+
+    def stop(self, state: State) -> None:
+        """End the cluster's processes and remove what they left. The lock is held."""
+        family = {}
+        if _lives(state.pid, state.born):
+            # Those that changed their title have lost the environment that marks them.
+            family = {pid: birth(pid) for pid in descendants(state.pid)}
+            kill(state.pid, signal.SIGTERM)
+        mark = f"{_MARK}={state.root}".encode()
+        deadline = time.monotonic() + _STOP_LIMIT_S
+        while left := {*marked(mark), *(pid for pid, born in family.items() if _lives(pid, born))}:
+            if time.monotonic() > deadline or not _lives(state.pid, state.born):
+                for pid in left:
+                    kill(pid, signal.SIGKILL)
+            time.sleep(0.05)
+        if state.pid in children:
+            children.pop(state.pid).wait()
+        shutil.rmtree(state.root, ignore_errors=True)
+        self._token.unlink(missing_ok=True)
+        self._state.unlink(missing_ok=True)
+
+    def _leave(self, pid: int) -> None:
+        if pid != os.getpid():
+            return  # a forked child runs our exit handlers too
+        with self.locked():
+            state = self.read()
+            if state is None:
+                return
+            state.users = [user for user in state.users if user[0] != pid and _lives(*user)]
+            if state.users or state.keep or self._is_busy(state):
+                self.write(state)
+            else:
+                self.stop(state)
+
+    def _is_busy(self, state: State) -> bool:
+        """Whether jobs run on it; when it cannot tell, it is left alone."""
+        import httpx
+
+        headers = {"Authorization": f"Bearer {self.token()}"}
+        try:
+            answer = httpx.get(f"{state.url}/api/jobs/", headers=headers, trust_env=False)
+            jobs = answer.raise_for_status().json()
+        except (httpx.HTTPError, ValueError) as error:
+            CONSOLE.log(
+                f"The embedded Ray at {state.url} does not say whether jobs run on it ({error}); "
+                "it stays up. Stop it with: nemo-run-ray down"
+            )
+            return True
+        busy = [job for job in jobs if job["status"] in ("PENDING", "RUNNING")]
+        if busy:
+            CONSOLE.log(
+                f"{len(busy)} job(s) still run on the embedded Ray, which stays up for them. Stop "
+                "it with: nemo-run-ray down"
+            )
+        return bool(busy)
+
+
+def birth(pid: int) -> str | None:
+    """Names the process of that pid for good; ``None`` when there is none, or a zombie.
+
+    Ticks since the boot, and which boot: a wall clock that is set does not change them.
+    """
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()
+    except (FileNotFoundError, ProcessLookupError):
+        return None
+    if fields[0] in (b"Z", b"X"):
+        return None
+    return f"{Path('/proc/sys/kernel/random/boot_id').read_text().strip()}/{int(fields[19])}"
+
+
+def _lives(pid: int, born: str | None) -> bool:
+    """Whether the process of that pid is the one that was born then."""
+    return born is not None and born == birth(pid)

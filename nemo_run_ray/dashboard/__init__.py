@@ -1,0 +1,1 @@
+"""The only place that speaks HTTP to a Ray dashboard."""

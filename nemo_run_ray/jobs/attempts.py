@@ -1,0 +1,127 @@
+"""What was seen of a job's attempts, kept in the ledger: it outlives the cluster's table."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, fields, replace
+from typing import Any
+
+from nemo_run_ray.remote.attempts import Seen, attempt_id, attempts_of, first_id, seen
+from nemo_run_ray.remote.states import JobState
+
+
+@dataclass(frozen=True)
+class AttemptRecord:
+    """One attempt as it was last seen. Times are seconds since the epoch.
+
+    Attributes:
+        submission_id: its name on the cluster.
+        state: a ``JobState``'s value.
+        reason: a ``Reason``'s value.
+        detail: why, in words.
+        node: hexadecimal id of the node of its driver; empty when it had none.
+        posted_at: when Ray got it.
+        running_at: when it was first seen running; ``None`` when nobody saw that.
+        ended_at: ``None`` when nobody saw its end.
+        exit_code: of its command; ``None`` when it has none.
+    """
+
+    submission_id: str
+    state: str
+    reason: str = ""
+    detail: str = ""
+    node: str = ""
+    posted_at: float = 0.0
+    running_at: float | None = None
+    ended_at: float | None = None
+    exit_code: int | None = None
+
+    @classmethod
+    def of(cls, submission_id: str, row: Seen, now: float) -> AttemptRecord:
+        """The record of a row of the job table at this moment."""
+        verdict = row.verdict
+        return cls(
+            submission_id=submission_id,
+            state=verdict.state.value,
+            reason=verdict.reason.value,
+            detail=verdict.detail,
+            node=verdict.node,
+            posted_at=row.posted_at,
+            running_at=now if verdict.state is JobState.RUNNING else None,
+            ended_at=row.ended_at or None,
+            exit_code=row.exit_code,
+        )
+
+    @classmethod
+    def from_json(cls, values: Mapping[str, Any]) -> AttemptRecord:
+        """Inverse of ``to_json``; what a later version has added is left out."""
+        known = {one.name for one in fields(cls)}
+        return cls(**{name: value for name, value in values.items() if name in known})
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+#: The attempts of one job by submission id, the first one first.
+Attempts = Mapping[str, AttemptRecord]
+
+
+def of_rows(
+    rows: Mapping[str, dict[str, Any]], job: str, nonces: Sequence[str], now: float
+) -> dict[str, AttemptRecord]:
+    """The attempts of a job in the cluster's job table; claims are none.
+
+    Args:
+        rows: the table.
+        job: submission id of the first attempt.
+        nonces: of the job's submissions.
+        now: seconds since the epoch.
+    """
+    table = {name: seen(row) for name, row in _by_job(rows).get(job, {}).items()}
+    found = attempts_of([job], table)[job]
+    named = {attempt_id(job, number): row for number, row in found.items()}
+    return {
+        name: AttemptRecord.of(name, row, now)
+        for name, row in named.items()
+        if not row.claim and row.nonce in nonces
+    }
+
+
+#: The job table that was grouped last, and its rows by first id. All jobs of one look share it.
+_grouped: tuple[Mapping[str, Any], dict[str, dict[str, dict[str, Any]]]] = ({}, {})
+
+
+def _by_job(rows: Mapping[str, dict[str, Any]]) -> dict[str, dict[str, dict[str, Any]]]:
+    global _grouped
+    last, groups = _grouped
+    if last is not rows:
+        groups = {}
+        for name, row in rows.items():
+            groups.setdefault(first_id(name), {})[name] = row
+        _grouped = rows, groups
+    return groups
+
+
+def merged(
+    kept: Attempts, found: Attempts, running_at: Mapping[str, float] | None = None
+) -> dict[str, AttemptRecord]:
+    """What is known of a job's attempts.
+
+    Args:
+        kept: as they were seen before.
+        found: as they are now; empty when the cluster does not tell.
+        running_at: when attempts were seen running by somebody else.
+    """
+    result = {}
+    for name, now in {**kept, **found}.items():
+        moments = [
+            at
+            for at in (
+                kept[name].running_at if name in kept else None,
+                now.running_at,
+                (running_at or {}).get(name),
+            )
+            if at is not None
+        ]
+        result[name] = replace(now, running_at=min(moments, default=None))
+    return result

@@ -1,0 +1,200 @@
+"""The jobs of one experiment on one cluster, and how they get there."""
+
+from __future__ import annotations
+
+import secrets
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from graphlib import TopologicalSorter
+from pathlib import Path
+
+from nemo_run.core.packaging.base import Packager
+
+from nemo_run_ray.clusters import Cluster
+from nemo_run_ray.dashboard.jobs_api import JobsApi
+from nemo_run_ray.errors import NemoRunRayError
+from nemo_run_ray.executor import RayExecutor
+from nemo_run_ray.jobs import archives, ledger
+from nemo_run_ray.jobs.dispatch import Chain, chain_id, outside_spec
+from nemo_run_ray.jobs.ledger import Ledger
+from nemo_run_ray.jobs.submit_once import submit_once
+from nemo_run_ray.planning.job_plan import JobPlan
+from nemo_run_ray.remote.spec import ChainSpec, GroupSpec, LinkSpec
+
+#: So many jobs are handed over by the client at once; more wait on the cluster, where a dispatcher
+#: sees to it that the head's memory suffices for them (110 MB each).
+DIRECT_MAX = 16
+#: Experiments on two clusters pack the same code into the same file, one after the other.
+_packing = threading.Lock()
+
+
+@dataclass
+class Shipment:
+    """The jobs of one experiment on one cluster: what they share is built and uploaded once.
+
+    Attributes:
+        exp_dir: NeMo-Run's folder of the experiment.
+        cluster: where all of them go.
+        plans: all jobs, those that are not submitted yet among them.
+        executors: by the job's name.
+        chain_id: id of the dispatcher, if there is one.
+        is_ordered: the jobs' order is kept on the cluster, by that dispatcher. Where NeMo-Run keeps
+            it, since the experiment has jobs elsewhere too, a job is handed over by itself.
+    """
+
+    exp_dir: Path
+    cluster: Cluster
+    plans: dict[str, JobPlan] = field(default_factory=dict)
+    executors: dict[str, RayExecutor] = field(default_factory=dict)
+    chain_id: str = ""
+    is_ordered: bool = True
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+    _session: str = ""
+    _api: JobsApi | None = None
+    _packed: dict[str, archives.Archive] = field(default_factory=dict)
+    _dispatched: set[str] = field(default_factory=set)
+    _jobs_packed: tuple[tuple[str, ...], archives.Archive] | None = None
+
+    def submit(self, name: str) -> str:
+        """Hand one job over, or with the first of them all those of its chain; its submission id.
+
+        Raises:
+            ClusterError: the cluster cannot take it.
+            SubmissionError: the job cannot be sent, or nobody can tell whether it arrived.
+            ConfigError: a secret is not set.
+        """
+        planned = self.plans[name]
+        together = list(self.plans.values()) if self.is_ordered else [planned]
+        if any(one.needs_dispatcher for one in together) or len(together) > DIRECT_MAX:
+            name = self.chain_id if self.is_ordered else chain_id(planned.submission_id)
+            with self._lock:
+                if name not in self._dispatched:
+                    self._submit_chain(name, together)
+                    self._dispatched.add(name)
+            return planned.submission_id
+        return self._submit_alone(planned)
+
+    def _submit_alone(self, planned: JobPlan) -> str:
+        nonce = secrets.token_hex(8)
+        hidden = archives.secrets_archive(planned.spec.secrets, nonce)
+        with self._lock:
+            self._connect()
+            code = {role: self._upload(self._code(one)) for role, one in planned.packagers.items()}
+            carried = [self._upload(self._job_archive())]
+        if planned.spec.secrets:
+            carried.append(self._upload(hidden))
+        book = Ledger(self.exp_dir)
+        book.write_all([self._intent(planned, nonce)])
+        body = planned.body(code, carried, nonce)
+
+        def nonces() -> list[str]:
+            return book.jobs()[planned.submission_id].nonces
+
+        try:
+            submit_once(self._connect(), body, nonces, time.monotonic, time.sleep)
+        except NemoRunRayError as error:
+            book.write(ledger.UNSETTLED, planned.submission_id, why=str(error))
+            raise
+        book.write(ledger.SUBMITTED, planned.submission_id)
+        return planned.submission_id
+
+    def _submit_chain(self, name: str, jobs: Sequence[JobPlan]) -> None:
+        """Write the plan of a chain down and start its dispatcher."""
+        for planned in jobs:
+            archives.secrets_archive(planned.spec.secrets, "")  # they must be set
+        api = self._connect()
+        travels = {one.uri: one for one in [self._job_archive()]}
+        links, intents = [], []
+        for planned in _after_their_upstreams(jobs):
+            nonce = secrets.token_hex(8)
+            code = {role: self._code(one) for role, one in planned.packagers.items()}
+            travels.update({one.uri: one for one in code.values()})
+            uris = {role: one.uri for role, one in code.items()}
+            body = planned.body(uris, [self._job_archive().uri], nonce)
+            outside = [outside_spec(handle, api, self._session) for handle in planned.outside]
+            links.append(planned.link(body, outside, name))
+            intents.append(self._intent(planned, nonce, name))
+        chain = Chain.of(self.exp_dir, name)
+        chain.save(self._chain_spec(name, jobs, links), travels, self._pythons(jobs))
+        Ledger(self.exp_dir).write_all(intents)
+        chain.start(api, self.cluster.record())
+
+    def _chain_spec(
+        self, name: str, jobs: Sequence[JobPlan], links: Sequence[LinkSpec]
+    ) -> ChainSpec:
+        limits = [one.max_in_flight for one in jobs if one.max_in_flight is not None]
+        return ChainSpec(
+            id=name,
+            nonce=secrets.token_hex(8),
+            links=tuple(links),
+            session=self._session,
+            dashboards=(self._connect().dashboard.url,),
+            max_in_flight=min(limits) if limits else None,
+        )
+
+    def _pythons(self, jobs: Sequence[JobPlan]) -> list[str]:
+        named = [self.cluster.python, *(one.spec.python for one in jobs)]
+        return [one for one in dict.fromkeys(named) if one is not None]
+
+    def _intent(
+        self, planned: JobPlan, nonce: str, chain: str = ""
+    ) -> tuple[str, str, dict[str, object]]:
+        values: dict[str, object] = {
+            "job": planned.job,
+            "role": planned.job,
+            "cluster": self.cluster.record(),
+            "session": self._session,
+            "nonce": nonce,
+        }
+        if chain:
+            values["chain"] = chain
+        if isinstance(planned.spec, GroupSpec):
+            values["is_group"] = True
+        return ledger.INTENT, planned.submission_id, values
+
+    @property
+    def page(self) -> Callable[[str], str]:
+        """Gives the page of a job in Ray's dashboard."""
+        return self._connect().dashboard.job_page
+
+    def _connect(self) -> JobsApi:
+        if self._api is None:
+            api = JobsApi.of(self.cluster.connect())
+            version = api.version()
+            for planned in self.plans.values():
+                api.require(version["ray_version"], planned.selector_since)
+            self._session, self._api = version["session_name"], api
+        return self._api
+
+    def _upload(self, archive: archives.Archive) -> str:
+        """The archive's URI. Asked for every job: Ray forgets what nobody used for some minutes."""
+        api = self._connect()
+        if not api.has_package(archive.name):
+            api.put_package(archive.name, archive.pack())
+        return archive.uri
+
+    def _code(self, packager: Packager) -> archives.Archive:
+        key = archives.packager_key(packager)
+        if key not in self._packed:
+            with _packing:
+                name = f"ray_code_{key}"
+                self._packed[key] = archives.code_archive(packager, self.exp_dir, name)
+        return self._packed[key]
+
+    def _job_archive(self) -> archives.Archive:
+        names = tuple(sorted(self.plans))
+        if self._jobs_packed is None or self._jobs_packed[0] != names:
+            job_dirs = {name: Path(one.job_dir) for name, one in self.executors.items()}
+            main = self.exp_dir / "__main__.py"
+            made = archives.job_archive(list(self.plans.values()), job_dirs, main)
+            self._jobs_packed = names, made
+        return self._jobs_packed[1]
+
+
+def _after_their_upstreams(jobs: Sequence[JobPlan]) -> list[JobPlan]:
+    """The jobs in an order in which each comes after those that it depends on."""
+    by_name = {one.job: one for one in jobs}
+    order = TopologicalSorter({one.job: one.after for one in jobs}).static_order()
+    return [by_name[name] for name in order]

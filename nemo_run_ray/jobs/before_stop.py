@@ -1,0 +1,95 @@
+"""What is done for the jobs of an embedded Ray before it is stopped.
+
+How they ended, and their logs, go with the cluster: both are written down first.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from nemo_run_ray.clusters import Cluster
+from nemo_run_ray.dashboard.jobs_api import JobsApi
+from nemo_run_ray.errors import Gone, NemoRunRayError
+from nemo_run_ray.jobs import ledger
+from nemo_run_ray.jobs.dispatch import DISPATCHER
+from nemo_run_ray.jobs.dispatched_job import job_of
+from nemo_run_ray.jobs.job import RemoteJob
+from nemo_run_ray.jobs.ledger import Ledger
+from nemo_run_ray.remote.states import JobState, Reason, Verdict
+
+#: Seconds until the cluster is stopped under what has not ended. Longer than most grace periods.
+_END_LIMIT_S = 60.0
+_STOP_AGAIN_S = 3.0
+
+
+def active(rows: Mapping[str, Mapping[str, Any]]) -> list[str]:
+    """Submission ids of the jobs that run or may start."""
+    return [name for name, row in rows.items() if row["status"] in ("PENDING", "RUNNING")]
+
+
+def end_all(api: JobsApi) -> list[str]:
+    """Stop all jobs of a cluster that is about to be stopped, and wait until none runs.
+
+    Dispatchers go first, so that they start nothing more. What waits for room is not waited for.
+
+    Returns:
+        Submission ids of those that still run after ``_END_LIMIT_S``.
+    """
+    deadline = time.monotonic() + _END_LIMIT_S
+    asked_at: dict[str, float] = {}
+    while True:
+        rows = api.table(fresh=True)
+        names = sorted(active(rows), key=lambda name: not name.endswith(f".{DISPATCHER}"))
+        for name in names:
+            if time.monotonic() - asked_at.get(name, 0.0) >= _STOP_AGAIN_S:
+                try:
+                    api.stop(name)
+                except Gone:
+                    continue  # it is asked again
+                asked_at[name] = time.monotonic()
+        running = [name for name in names if rows[name]["status"] == "RUNNING"]
+        if not running or time.monotonic() > deadline:
+            return running
+        time.sleep(0.3)
+
+
+def note_ends(api: JobsApi, cluster: Cluster, is_forced: bool) -> Iterator[str]:
+    """Write down how the jobs of this NeMo-Run home ended, and keep their logs.
+
+    Args:
+        api: the cluster's dashboard.
+        cluster: the embedded Ray.
+        is_forced: its jobs were stopped; those that have not ended are noted as cancelled.
+
+    Yields:
+        What could not be kept, in words.
+    """
+    for exp_dir in sorted(ledger.experiments_of(api.table(fresh=True).keys())):
+        for record in Ledger(exp_dir).jobs().values():
+            if record.dispatches or not _is_on(record.cluster, cluster):
+                continue
+            try:
+                job = job_of(record)
+                job.note_end()
+                if is_forced and not record.terminal:
+                    _note_cancelled(job)
+            except (NemoRunRayError, OSError) as error:
+                yield f"The end of {record.submission_id} could not be kept: {error}"
+
+
+def _note_cancelled(job: RemoteJob) -> None:
+    detail = "cancelled when the embedded Ray was stopped"
+    attempts = list(job.attempts().values())
+    node = attempts[-1].node if attempts else ""
+    job.note(Verdict(JobState.CANCELLED, Reason.CANCELLED, detail, node, attempt=len(attempts)))
+
+
+def _is_on(record: Mapping[str, Any], cluster: Cluster) -> bool:
+    """Whether a job's record names this embedded Ray, however its path was written."""
+    own = cluster.record()
+    if record["kind"] != own["kind"]:
+        return False
+    return Path(record["state_dir"]).resolve() == Path(own["state_dir"]).resolve()

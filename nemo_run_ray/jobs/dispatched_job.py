@@ -1,0 +1,221 @@
+"""A job that a dispatcher hands over: it has attempts, and may wait for other jobs."""
+
+from __future__ import annotations
+
+import math
+import threading
+import time
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+from pathlib import Path
+
+from nemo_run_ray.dashboard.jobs_api import JobsApi
+from nemo_run_ray.errors import Gone, JobError, NemoRunRayError
+from nemo_run_ray.jobs import ledger
+from nemo_run_ray.jobs.dispatch import Chain, Look
+from nemo_run_ray.jobs.follow import attempt_mark, lines
+from nemo_run_ray.jobs.job import CANCEL_MARGIN_S, PLACING_S, STOP_AGAIN_S, RemoteJob
+from nemo_run_ray.jobs.ledger import JobRecord, Ledger
+from nemo_run_ray.remote.attempts import attempt_id
+from nemo_run_ray.remote.dispatch import log
+from nemo_run_ray.remote.states import JobState, Verdict, judge
+
+_LOOK_AGAIN_S = 1.0
+#: Chains of which this process has written down when their attempts were seen running.
+_kept: set[Path] = set()
+_kept_lock = threading.Lock()
+
+
+class ChainedJob(RemoteJob):
+    """One job of a chain, found again by the id of its first attempt."""
+
+    def __init__(self, record: JobRecord) -> None:
+        super().__init__(record)
+        self.chain = Chain.of(record.exp_dir, record.chain)
+
+    def look(self) -> Verdict:
+        if self.record.terminal:
+            return self._terminal()
+        api = self._api()
+        if api is None:
+            return self._lost(self._cluster.why_gone())
+        found = self.chain.look(api)
+        verdict = self._explained(found)
+        if found.lost and not verdict.attempt:
+            return self._lost(found.lost)
+        if verdict.state.is_terminal:
+            self.note(verdict)
+        elif not found.lost:
+            self.chain.revive(api, self.record.cluster, found)
+        if found.decision.is_over:
+            _keep_running_at(self.chain)
+        return verdict
+
+    def note_end(self) -> None:
+        if not self.record.terminal:
+            found = self.chain.look(self.api(), fresh=True)
+            verdict = self._explained(found)
+            if verdict.state.is_terminal and not found.lost:
+                self.note(verdict)
+            _keep_running_at(self.chain)
+
+    def cancel(self, grace_s: float) -> Verdict:
+        verdict = self.look()
+        if verdict.state.is_terminal:
+            return verdict
+        api = self.api()
+        Ledger(self.record.exp_dir).write(ledger.CANCEL, self.submission_id)
+        began_at = time.monotonic()
+        asked_at, trouble = -math.inf, "it goes on"
+        while time.monotonic() < began_at + grace_s + CANCEL_MARGIN_S:
+            try:
+                found = self.chain.look(api, fresh=True)
+                verdict = self._explained(found)
+                live = self._live(found, verdict)
+                trusted = live is JobState.PENDING and time.monotonic() - began_at >= PLACING_S
+                if verdict.state.is_terminal and (live is None or trusted):
+                    self.note(verdict)
+                    return verdict
+                if live is not None and time.monotonic() - asked_at >= STOP_AGAIN_S:
+                    api.stop(self._ran_as(verdict))
+                    asked_at = time.monotonic()
+                if verdict.state in (JobState.WAITING, JobState.PENDING):
+                    name = attempt_id(self.submission_id, verdict.attempt + 1)
+                    self.chain.claim(api, name, self.record.nonces[-1])
+            except Gone as error:
+                trouble = str(error)
+            time.sleep(0.2)
+        raise self._not_ended(verdict, grace_s, trouble)
+
+    def log(self, should_tail: bool) -> Iterator[str]:
+        """The logs of all attempts, one after the other."""
+        if self._kept_log.exists():
+            yield from super().log(should_tail)
+            return
+        yield from self._joined(self._attempt_logs(should_tail))
+
+    def _attempt_logs(self, should_tail: bool) -> Iterator[Iterator[str]]:
+        number = 0
+        while True:
+            verdict = self.look()
+            while number < verdict.attempt:
+                number += 1
+                yield self._attempt(number).cluster_log(should_tail)
+            if verdict.state.is_terminal or not should_tail:
+                break
+            time.sleep(_LOOK_AGAIN_S)
+        if number == 0:
+            raise JobError(f"There is no log: {verdict.message}")
+
+    def _joined(self, logs: Iterable[Iterator[str]]) -> Iterator[str]:
+        """The logs of the attempts with a line of ours between them."""
+        is_at_start = True  # an attempt that was killed may have left half a line
+        for number, texts in enumerate(logs, start=1):
+            if number > 1:
+                begin = "" if is_at_start else "\n"
+                yield f"{begin}{attempt_mark(self.record.nonces[-1])}{number}\n"
+            for text in texts:
+                is_at_start = text.endswith("\n")
+                yield text
+
+    def _explained(self, found: Look) -> Verdict:
+        """What the decision says, with the log's end where Ray's row has one."""
+        verdict = found.decision.standings[self.record.job]
+        row = found.rows.get(self._ran_as(verdict))
+        if row is None or not verdict.attempt:
+            return verdict
+        told = judge(row)
+        if told.state is not verdict.state or told.reason is not verdict.reason:
+            return verdict
+        told = self._explain_pending(row, told)
+        return replace(verdict, reason=told.reason, detail=told.detail)
+
+    def _live(self, found: Look, verdict: Verdict) -> JobState | None:
+        """The state of its newest attempt in Ray's table, if that goes on."""
+        row = found.rows.get(self._ran_as(verdict)) if verdict.attempt else None
+        state = None if row is None else judge(row).state
+        return None if state is None or state.is_terminal else state
+
+    def _ran_as(self, verdict: Verdict) -> str:
+        return attempt_id(self.submission_id, max(1, verdict.attempt))
+
+    def _attempt(self, number: int) -> RemoteJob:
+        name = attempt_id(self.submission_id, number)
+        return _Attempt(replace(self.record, submission_id=name, last=ledger.SUBMITTED))
+
+    def _logs(self, api: JobsApi, verdict: Verdict) -> Iterator[str]:
+        numbers = range(1, verdict.attempt + 1)
+        return self._joined(
+            api.whole_log(attempt_id(self.submission_id, number)) for number in numbers
+        )
+
+
+class _Attempt(RemoteJob):
+    """One attempt, for its log; the job's record tells of its end."""
+
+    def note(self, verdict: Verdict) -> None:
+        """Nothing: the job itself notes its end, under the same id as its first attempt."""
+
+
+def dispatcher_lines(chain: Chain) -> Iterator[str]:
+    """The logs of a chain's dispatchers, line by line, as far as they can be read."""
+    for record in Ledger(chain.exp_dir).jobs().values():
+        if record.dispatches and record.chain == chain.id:
+            try:
+                yield from lines(RemoteJob(record).log(should_tail=False))
+            except NemoRunRayError:
+                continue  # it never started, or its cluster is gone
+
+
+def running_at(chain: Chain) -> dict[str, float]:
+    """When each attempt was first seen running, as the chain's dispatchers tell."""
+    found: dict[str, float] = {}
+    for line in log.parse(dispatcher_lines(chain)):
+        if line.state == JobState.RUNNING.value:
+            found[line.submission_id] = min(line.at, found.get(line.submission_id, line.at))
+    return found
+
+
+def _keep_running_at(chain: Chain) -> None:
+    """Write down, once in a process, what only the dispatchers' logs tell of a chain's jobs."""
+    with _kept_lock:
+        if chain.folder in _kept:
+            return
+        told, news = running_at(chain), {}
+        if told:  # else the logs could not be read, and the next look tries again
+            _kept.add(chain.folder)
+    for job in jobs_of(chain.exp_dir):
+        if job.record.chain == chain.id:
+            attempts = job.attempts(told)
+            if attempts != job.record.attempts:
+                news[job.submission_id] = attempts
+    Ledger(chain.exp_dir).keep_attempts(news)
+
+
+def find_job(submission_id: str) -> RemoteJob:
+    """The job of a handle, submitted from this NeMo-Run home.
+
+    Raises:
+        JobError: nobody submitted it from here.
+    """
+    return job_of(ledger.find(submission_id))
+
+
+def job_of(record: JobRecord) -> RemoteJob:
+    """The job that a record tells of."""
+    return ChainedJob(record) if record.chain and not record.dispatches else RemoteJob(record)
+
+
+def jobs_of(exp_dir: Path) -> list[RemoteJob]:
+    """The jobs that an experiment's ledger knows, in the order of their submission."""
+    records = Ledger(exp_dir).jobs().values()
+    return [job_of(record) for record in records if not record.dispatches]
+
+
+def chains_of(exp_dir: Path) -> list[Chain]:
+    """The chains of an experiment, saved ones only."""
+    ids = dict.fromkeys(one.chain for one in Ledger(exp_dir).jobs().values() if one.chain)
+    return [chain for chain in (Chain.of(exp_dir, one) for one in ids) if chain.is_saved]
+
+
+__all__ = ["ChainedJob", "chains_of", "find_job", "job_of", "jobs_of"]

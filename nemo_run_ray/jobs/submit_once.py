@@ -1,0 +1,77 @@
+"""Handing one job over, once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from typing import Any
+
+from nemo_run_ray.dashboard.jobs_api import JobsApi
+from nemo_run_ray.errors import ClusterError, Conflict, Gone, SubmissionError, Taken
+from nemo_run_ray.planning.job_plan import nonce_of
+
+#: Seconds to find out what became of a request whose answer was lost; a dashboard's restart is
+#: less.
+OUTCOME_S = 180.0
+
+
+def submit_once(
+    api: JobsApi,
+    body: dict[str, Any],
+    nonces: Callable[[], Collection[str]],
+    clock: Callable[[], float],
+    sleep: Callable[[float], None],
+) -> None:
+    """Post a job so that exactly one comes of it, also when answers are lost.
+
+    After an error the job table is asked before anything else is done. A repeated request cannot
+    start a second job: Ray gives a submission id away once.
+
+    Args:
+        api: where.
+        body: of the request; its intent is in the ledger.
+        nonces: gives those of the experiment's submissions of this id. A job that another of its
+            processes submitted at the same time is taken for what it is, ours.
+        clock: seconds that only grow.
+        sleep: waits so many of them.
+
+    Raises:
+        SubmissionError: Ray refuses the request, or ``OUTCOME_S`` passed without an outcome.
+        Conflict: the id belongs to a job that is not ours.
+    """
+    submission_id = str(body["submission_id"])
+    deadline = clock() + OUTCOME_S
+    while True:
+        try:
+            api.post(body)
+            return
+        except Taken:
+            lost: ClusterError | None = None
+        except Gone as error:
+            lost = error
+        try:
+            row = api.job(submission_id, patience_s=max(0.0, deadline - clock()))
+        except Gone as error:
+            raise SubmissionError(
+                f"Nobody can tell whether the job {submission_id} has started: {error} It is "
+                "noted; `nemo-run-ray status` finds it when the cluster answers, and `nemo-run-ray "
+                "resume` hands it over if it never arrived."
+            ) from error
+        if row is not None:
+            _must_be_ours(api, row, nonces())
+            return
+        if clock() >= deadline:
+            raise SubmissionError(
+                f"{api.dashboard.url} has not taken the job {submission_id} in {OUTCOME_S:.0f} s: "
+                f"{lost}. It has not started; `nemo-run-ray resume` hands it over later."
+            )
+        sleep(0.5)
+
+
+def _must_be_ours(api: JobsApi, row: dict[str, Any], nonces: Collection[str]) -> None:
+    if nonce_of(row) in nonces:
+        return
+    raise Conflict(
+        f"The id {row.get('submission_id')} is taken at {api.dashboard.url} by a job that another "
+        f"run submitted (its entrypoint: {str(row.get('entrypoint'))[:80]!r}). Nothing was "
+        "started. Give the experiment another id or title."
+    )

@@ -1,0 +1,31 @@
+"""The table from the states of a job to torchx's words, which NeMo-Run shows."""
+
+from __future__ import annotations
+
+from torchx.specs import AppState
+
+from nemo_run_ray.remote.states import JobState, Reason, Verdict
+
+#: Ours -> torchx's, which is what NeMo-Run shows. torchx has no word for LOST.
+TO_TORCHX = {
+    JobState.WAITING: AppState.UNSUBMITTED,
+    JobState.PENDING: AppState.PENDING,
+    JobState.RUNNING: AppState.RUNNING,
+    JobState.SUCCEEDED: AppState.SUCCEEDED,
+    JobState.FAILED: AppState.FAILED,
+    JobState.CANCELLED: AppState.CANCELLED,
+    JobState.LOST: AppState.FAILED,
+    JobState.UNKNOWN: AppState.UNKNOWN,
+}
+#: Why a job waits that a dispatcher has.
+_ON_THE_CLUSTER = {Reason.WAITS, Reason.TURN, Reason.RETRY}
+
+
+def torchx_state(verdict: Verdict) -> AppState:
+    """What NeMo-Run shows: a job that waits on the cluster was submitted.
+
+    torchx's UNSUBMITTED is 0, which NeMo-Run takes for no answer: it calls a group UNKNOWN then.
+    """
+    if verdict.state is JobState.WAITING and verdict.reason in _ON_THE_CLUSTER:
+        return AppState.SUBMITTED
+    return TO_TORCHX[verdict.state]

@@ -1,0 +1,1 @@
+"""What NeMo-Run calls, and its registries."""

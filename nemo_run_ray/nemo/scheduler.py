@@ -1,0 +1,313 @@
+"""The torchx scheduler behind ``RayExecutor``: thin, it calls ``plan`` and ``submission``."""
+
+from __future__ import annotations
+
+import json
+import signal
+import threading
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+from datetime import datetime
+from pathlib import Path
+from typing import Any, ClassVar
+
+from nemo_run.core.frontend.console.api import CONSOLE
+from nemo_run.run.torchx_backend.schedulers.api import SchedulerMixin
+from rich.markup import escape
+from torchx.schedulers.api import (
+    DescribeAppResponse,
+    ListAppResponse,
+    Scheduler,
+    Stream,
+    filter_regex,
+)
+from torchx.specs import AppDef, AppDryRunInfo, ReplicaStatus, Role, RoleStatus
+
+from nemo_run_ray import plain_errors
+from nemo_run_ray.clusters import Cluster
+from nemo_run_ray.errors import ConfigError, JobError, NemoRunRayError
+from nemo_run_ray.executor import SCHEDULER, RayExecutor
+from nemo_run_ray.jobs import ledger
+from nemo_run_ray.jobs.batch import Shipment
+from nemo_run_ray.jobs.dispatch import chain_id
+from nemo_run_ray.jobs.dispatched_job import find_job
+from nemo_run_ray.jobs.follow import lines, only
+from nemo_run_ray.jobs.job import RemoteJob
+from nemo_run_ray.jobs.torchx_states import torchx_state
+from nemo_run_ray.nemo import registry
+from nemo_run_ray.planning.job_plan import JobPlan, describe, in_folder, job_id, plan
+from nemo_run_ray.remote.states import JobState, Reason, Verdict
+
+
+@dataclass
+class Request:
+    """What a dry run shows and ``schedule`` sends."""
+
+    plan: JobPlan
+    shipment: Shipment
+
+    def __str__(self) -> str:
+        travels = [f"configs, scripts and specs of {len(self.shipment.plans)} job(s)"]
+        for packager in dict.fromkeys(type(one) for one in self.plan.packagers.values()):
+            travels.insert(0, f"code, packed by {packager.__name__}")
+        if self.plan.spec.secrets:
+            travels.append(
+                f"secrets {', '.join(self.plan.spec.secrets)}, in an archive of their own"
+            )
+        return describe(self.plan, repr(self.shipment.cluster), travels)
+
+
+class RayJobsScheduler(SchedulerMixin, Scheduler[Any]):
+    """Submits NeMo-Run's jobs to Ray and answers for them, also in a process that did not."""
+
+    def __init__(self, session_name: str, experiment: Any = None) -> None:
+        super().__init__(SCHEDULER, session_name)
+        self._experiment = experiment
+        self._shipments: dict[str, Shipment] = {}
+        self._jobs: dict[str, RemoteJob] = {}
+        self._announced: set[str] = set()
+        self._lock = threading.Lock()
+
+    # ------------------------------------------------------------------ submission
+
+    def _submit_dryrun(self, app: AppDef, cfg: RayExecutor) -> AppDryRunInfo[Request]:
+        if not isinstance(cfg, RayExecutor):
+            raise ConfigError(f"The scheduler {self.backend} takes a RayExecutor, not {cfg!r}.")
+        _interrupt.watch()
+        experiment_id = cfg.experiment_id or "experiment"
+        planned = plan(app, cfg, job_id(experiment_id, app.name), app.name)
+        if planned.runs_here:
+            planned = in_folder(planned, str(Path.cwd()))
+        shipment = self._shipment(cfg)
+        planned = self._in_order(planned, shipment)
+        _check_id(planned, shipment)
+        shipment.plans[planned.job] = planned
+        shipment.executors[planned.job] = cfg
+        return AppDryRunInfo(Request(planned, shipment), str)
+
+    def _in_order(self, planned: JobPlan, shipment: Shipment) -> JobPlan:
+        """The plan with the jobs of the experiment that it comes after."""
+        shipment.is_ordered = registry.is_ordered_by_us(self._experiment)
+        if not shipment.is_ordered and planned.max_in_flight is not None:
+            raise ConfigError(
+                f"RayExecutor.max_in_flight of {planned.job!r} is {planned.max_in_flight}, but the "
+                "experiment has dependencies and jobs elsewhere too, so that NeMo-Run hands its "
+                "jobs over one by one; leave the field out, or put all jobs on one Ray cluster."
+            )
+        own = {one.submission_id for one in shipment.plans.values()}
+        before = shipment.plans.get(planned.job)
+        # NeMo-Run overwrites the field with the handles of the experiment's own jobs at the launch.
+        given = [*(before.outside if before else ()), *planned.outside]
+        outside = [one for one in dict.fromkeys(given) if one.rpartition("/")[2] not in own]
+        after = registry.upstreams(self._experiment, planned.job) if shipment.is_ordered else ()
+        return replace(planned, after=after, outside=tuple(outside))
+
+    def schedule(self, dryrun_info: AppDryRunInfo[Request]) -> str:
+        request = dryrun_info.request
+        shipment = request.shipment
+        self._announce()
+        submission_id: str = shipment.submit(request.plan.job)
+        try:
+            shipment.cluster.release(registry.is_detached(self._experiment))
+        except NemoRunRayError as error:  # the job runs: its launch has not failed
+            CONSOLE.log(escape(str(error)))
+        CONSOLE.log(f"{escape(request.plan.job)} on Ray: {shipment.page(submission_id)}")
+        return submission_id
+
+    def _shipment(self, executor: RayExecutor) -> Shipment:
+        cluster: Cluster = executor.resolve_cluster()
+        key = json.dumps([executor.experiment_dir, cluster.record()], sort_keys=True)
+        if key not in self._shipments:
+            folder = Path(executor.experiment_dir)
+            others = [one for one in self._shipments.values() if one.exp_dir == folder]
+            name = chain_id(executor.experiment_id or "experiment")
+            if others:  # on another cluster, and a ledger has one job of an id
+                name = f"{name}-{len(others) + 1}"
+            self._shipments[key] = Shipment(folder, cluster, chain_id=name)
+        return self._shipments[key]
+
+    def _announce(self) -> None:
+        """Once, before the first request: let later processes find the experiment's jobs."""
+        with self._lock:
+            if self._experiment is None or self._experiment._id in self._announced:
+                return
+            ids = {
+                name: one.submission_id
+                for shipment in self._shipments.values()
+                if shipment.exp_dir == registry.experiment_dir(self._experiment)
+                for name, one in shipment.plans.items()
+            }
+            registry.save_handles(self._experiment, ids)
+            ledger.remember(registry.experiment_dir(self._experiment), self._experiment._id)
+            self._announced.add(self._experiment._id)
+
+    # ------------------------------------------------------------------ questions
+
+    def describe(self, app_id: str) -> DescribeAppResponse | None:
+        try:
+            job = self._job(app_id)
+        except JobError:
+            return None
+        verdict = job.verdict()
+        job.keep_attempts(verdict)
+        _report(app_id, verdict)
+        _interrupt.end_wait(app_id, verdict)
+        state = torchx_state(verdict)
+        name = job.record.role
+        replica = ReplicaStatus(id=0, state=state, role=name, hostname=verdict.node)
+        return DescribeAppResponse(
+            app_id=app_id,
+            state=state,
+            msg=verdict.message,
+            roles=[Role(name=name, image="", num_replicas=1)],
+            roles_statuses=[RoleStatus(role=name, replicas=[replica])],
+        )
+
+    def log_iter(
+        self,
+        app_id: str,
+        role_name: str,
+        k: int = 0,
+        regex: str | None = None,
+        since: datetime | None = None,
+        until: datetime | None = None,
+        should_tail: bool = False,
+        streams: Stream | None = None,
+    ) -> Iterable[str]:
+        if streams not in (None, Stream.COMBINED):
+            raise ValueError(
+                f"Ray keeps one log of a job; there is no stream {streams.value} alone."
+            )
+        job = self._job(app_id)
+        found = _told(lines(job.output(should_tail)))
+        if role_name != job.record.role:  # of a group
+            found = only(f"{role_name}/{k}", found)
+        return filter_regex(regex, found) if regex else found
+
+    def list(self) -> list[ListAppResponse]:
+        """The jobs of this experiment; torchx gives no other scope."""
+        if self._experiment is None:
+            return []
+        records = ledger.Ledger(registry.experiment_dir(self._experiment)).jobs()
+        return [
+            ListAppResponse(app_id=one, state=torchx_state(self._job(one).verdict()))
+            for one in records
+        ]
+
+    # ------------------------------------------------------------------ endings
+
+    def _cancel_existing(self, app_id: str) -> None:
+        job = self._job(app_id)
+        verdict = job.cancel(registry.grace_s(self._experiment, job.record.job))
+        proof = job.leftovers(verdict) if verdict.state is JobState.CANCELLED else ""
+        ending = f"; {proof}" if proof else ""
+        CONSOLE.log(escape(f"{app_id} is {verdict.state.value.lower()}{ending}."))
+
+    def close(self) -> None:
+        _interrupt.unwatch()
+
+    def _job(self, app_id: str) -> RemoteJob:
+        if app_id not in self._jobs:
+            job = find_job(app_id)
+            if job.record.last == ledger.INTENT:
+                return job  # its submission goes on, perhaps in another process: look again
+            self._jobs[app_id] = job
+        return self._jobs[app_id]
+
+    def _validate(self, app: AppDef, scheduler: str) -> None:
+        """Nothing: resources are the executor's fields, not torchx's, and are checked there."""
+
+
+def _check_id(planned: JobPlan, shipment: Shipment) -> None:
+    """Every job and the dispatcher need an id of their own."""
+    name = planned.submission_id
+    if name == shipment.chain_id:
+        raise ConfigError(
+            f"The job {planned.job!r} would get the id {name}, which is that of the experiment's "
+            "dispatcher; rename it."
+        )
+    for other in shipment.plans.values():
+        if other.job != planned.job and other.submission_id == name:
+            raise ConfigError(
+                f"The jobs {other.job!r} and {planned.job!r} of one experiment would get the same "
+                f"id {name} on the cluster; rename one of them."
+            )
+
+
+class _Interrupt:
+    """Ctrl-C ends the wait, not the job.
+
+    NeMo-Run waits in threads that do not see a KeyboardInterrupt, and joins them: without this the
+    first Ctrl-C would wait for the job's end.
+    """
+
+    _help: ClassVar[str] = (
+        "Interrupted: {job} goes on, state {state}.\n"
+        "  look at it    nemo-run-ray status {job}\n"
+        "  follow it     nemo-run-ray logs --follow {job}\n"
+        "  cancel it     nemo-run-ray cancel {job}"
+    )
+
+    def __init__(self) -> None:
+        self._happened = threading.Event()
+
+    def watch(self) -> None:
+        """Notice Ctrl-C from now on, if nobody else handles it. Only the main thread can."""
+        if threading.current_thread() is not threading.main_thread():
+            return
+        self._happened.clear()
+        if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+            signal.signal(signal.SIGINT, self._note)
+
+    def unwatch(self) -> None:
+        is_main = threading.current_thread() is threading.main_thread()
+        if is_main and signal.getsignal(signal.SIGINT) == self._note:
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+
+    def end_wait(self, job: str, verdict: Verdict) -> None:
+        """Raise in a thread that waits for a job, after Ctrl-C."""
+        main = threading.current_thread() is threading.main_thread()
+        if self._happened.is_set() and not main and not verdict.state.is_terminal:
+            CONSOLE.print(escape(self._help.format(job=job, state=verdict.state.value.lower())))
+            raise NemoRunRayError(f"The wait for {job} was interrupted; the job goes on.")
+
+    def _note(self, number: int, frame: Any) -> None:
+        self._happened.set()
+        raise plain_errors.explained(
+            KeyboardInterrupt(
+                "Interrupted. Jobs that were handed over go on: nemo-run-ray status <experiment>"
+            )
+        )
+
+
+_interrupt = _Interrupt()
+#: (job, state, reason) that were explained to this process's user already.
+_reported: set[tuple[str, JobState, Reason]] = set()
+
+
+def _report(app_id: str, verdict: Verdict) -> None:
+    """Say once why a job did not end well, or cannot be asked: NeMo-Run shows only the state."""
+    said = (app_id, verdict.state, verdict.reason)
+    if not verdict.reason.is_trouble or said in _reported:
+        return
+    _reported.add(said)
+    CONSOLE.log(escape(f"{app_id} is {verdict.state.value}: {verdict.message}"))
+
+
+def _told(log: Iterable[str]) -> Iterator[str]:
+    """The log to where it can be read: NeMo-Run reads in a thread, which would end in a traceback.
+
+    The end of the log says nothing about the job.
+    """
+    try:
+        yield from log
+    except NemoRunRayError as error:
+        CONSOLE.log(escape(str(error)))
+
+
+def create_scheduler(session_name: str, **kwargs: Any) -> RayJobsScheduler:
+    """What torchx calls, by the entry point ``ray_jobs``."""
+    return RayJobsScheduler(session_name, experiment=kwargs.get("experiment"))
+
+
+__all__ = ["RayJobsScheduler", "create_scheduler"]

@@ -1,0 +1,114 @@
+"""Ids of a job's attempts, what a row of Ray's job table means for decisions, and claims.
+
+An attempt of a job is a row of the table. A *claim* is one too: it takes the id of the next
+attempt, so that nobody can start it any more, and says why (``CLAIM_KEY`` in its metadata).
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import Any, Dict, Mapping, Optional, Sequence, Tuple
+
+from .states import LOG_FOLLOWS, Verdict, judge
+
+#: Keys in a job's metadata: what makes it ours, why it is a claim, when it is tried again.
+NONCE_KEY, CLAIM_KEY = "nemo_run_ray", "nemo_run_ray_claim"
+RETRIES_KEY, PERMANENT_KEY = "nemo_run_ray_retries", "nemo_run_ray_permanent"
+#: Key of the id of the dispatcher that hands the job over.
+CHAIN_KEY = "nemo_run_ray_chain"
+#: What a claim says; any other text is why Ray refuses the attempt.
+CANCELLED, NOT_PLACED = "cancelled", "not placed in time"
+#: An attempt's id; more digits are not ours, and int() refuses thousands of them.
+_ATTEMPT = re.compile(r"([^@]*)(?:@([2-9]|[1-9][0-9]{1,8}))?")
+
+
+@dataclass(frozen=True)
+class Seen:
+    """One row of the job table, as far as decisions need it.
+
+    Attributes:
+        verdict: what the row says, without the log's end.
+        nonce: of the submission that made it.
+        posted_at: seconds since the epoch, when Ray got it.
+        ended_at: the same of its end; 0 while it goes on.
+        exit_code: of its command.
+        claim: why it is a claim and no attempt; empty for an attempt.
+        retries: further attempts that its own experiment gives it.
+        permanent_exit_codes: that end its attempts.
+    """
+
+    verdict: Verdict
+    nonce: str = ""
+    posted_at: float = 0.0
+    ended_at: float = 0.0
+    exit_code: Optional[int] = None
+    claim: str = ""
+    retries: int = 0
+    permanent_exit_codes: Tuple[int, ...] = ()
+
+    @property
+    def is_live(self) -> bool:
+        return not self.claim and not self.verdict.state.is_terminal
+
+
+def attempt_id(first: str, number: int) -> str:
+    """Submission id of a job's n-th attempt, from 1.
+
+    No job's own id holds an ``@``. A dot would do harm: Ray names a logger after each id, and the
+    first attempt's log would get the lines of the others.
+    """
+    return first if number == 1 else f"{first}@{number}"
+
+
+def first_id(submission_id: str) -> str:
+    """Submission id of the first attempt of the same job."""
+    return submission_id.partition("@")[0]
+
+
+def attempts_of(ids: Sequence[str], table: Mapping[str, Seen]) -> Dict[str, Dict[int, Seen]]:
+    """The rows of these ids' attempts, by id and number."""
+    wanted = set(ids)
+    found: Dict[str, Dict[int, Seen]] = {one: {} for one in ids}
+    for submission_id, row in table.items():
+        match = _ATTEMPT.fullmatch(submission_id)
+        if match and match[1] in wanted:
+            found[match[1]][int(match[2] or 1)] = row
+    # In the order of their numbers, so that the table's order does not matter.
+    return {first: dict(sorted(rows.items())) for first, rows in found.items()}
+
+
+def seen(row: Mapping[str, Any]) -> Seen:
+    """What a row of ``GET /api/jobs/`` means for decisions."""
+    verdict = judge(dict(row))
+    metadata = row.get("metadata") or {}
+    code = row.get("driver_exit_code")
+    return Seen(
+        verdict=Verdict(
+            verdict.state, verdict.reason, verdict.detail.partition(LOG_FOLLOWS)[0], verdict.node
+        ),
+        nonce=str(metadata.get(NONCE_KEY, "")),
+        posted_at=(row.get("start_time") or 0) / 1000,
+        ended_at=(row.get("end_time") or 0) / 1000,
+        exit_code=code if isinstance(code, int) else None,
+        claim=str(metadata.get(CLAIM_KEY, "")),
+        retries=next(iter(_numbers(metadata.get(RETRIES_KEY, ""))), 0),
+        permanent_exit_codes=_numbers(metadata.get(PERMANENT_KEY, "")),
+    )
+
+
+def _numbers(text: Any) -> Tuple[int, ...]:
+    """``1,2``; nothing when it is a stranger's."""
+    try:
+        return tuple(int(number) for number in str(text).split(",") if number)
+    except ValueError:
+        return ()
+
+
+def claim_body(submission_id: str, nonce: str, why: str) -> Dict[str, Any]:
+    """The body of a request that takes an id, so that nothing can be started under it."""
+    return {
+        "submission_id": submission_id,
+        "entrypoint": "true",
+        "metadata": {NONCE_KEY: nonce, CLAIM_KEY: why},
+    }

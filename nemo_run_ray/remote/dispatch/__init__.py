@@ -1,0 +1,1 @@
+"""The dispatcher: hands jobs over one by one, in their order."""

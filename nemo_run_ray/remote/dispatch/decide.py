@@ -1,0 +1,322 @@
+"""What a chain of jobs does next: a pure function of the plan and of the cluster's job table.
+
+The dispatcher carries out what it says; the client asks it where every job stands, also those that
+Ray has never heard of. Nobody remembers anything between two calls: the table is the memory.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from enum import Enum
+from typing import Dict, List, Mapping, Optional, Sequence, Tuple
+
+from ..attempts import CANCELLED, NOT_PLACED, Seen, attempt_id, attempts_of
+from ..spec import ChainSpec, LinkSpec, OutsideSpec, cancel_id
+from ..states import JobState, Reason, Verdict
+
+#: Exit codes of a dispatcher that has decided everything: all jobs succeeded, or not all.
+ALL_SUCCEEDED, NOT_ALL_SUCCEEDED = 0, 8
+#: Jobs that may start at the same moment: each start costs the head 1.4 s of a CPU (measured).
+STARTING_MAX = 8
+#: Seconds after which a job that has not started is taken to wait for room. Until it gets it, no
+#: other one that asks for the same is handed over: Ray gives up what waits for 900 s.
+STUCK_S = 6.0
+#: Seconds from the end of an attempt to the next one.
+SETTLE_S = 1.0
+#: The same when its node died, or Ray does not know why it lost it: a node that was cut off goes on
+#: until its raylet has noticed, Ray's ``gcs_rpc_server_reconnect_timeout_s`` (60), and its
+#: processes for some moments more.
+NODE_DEAD_S = 75.0
+#: Failures that Ray's head concludes, while the command may still run on a node that is cut off.
+_UNPROVEN = {Reason.NODE_DIED, Reason.OTHER}
+#: What the same attempt once more would not change. See docs/chains.md.
+_PERMANENT = {Reason.RUNTIME_ENV, Reason.UNSCHEDULABLE, Reason.NOT_PLACED}
+
+
+class Do(str, Enum):
+    """What the dispatcher can do."""
+
+    #: Hand over an attempt.
+    SUBMIT = "submit"
+    #: End an attempt, or keep a pending one from starting.
+    STOP = "stop"
+    #: Take an id so that nothing can be started under it.
+    CLAIM = "claim"
+
+
+@dataclass(frozen=True)
+class Action:
+    """One thing to do.
+
+    Attributes:
+        do: what.
+        job: name of the job.
+        submission_id: of the attempt.
+        why: in words; of a claim, what it says.
+    """
+
+    do: Do
+    job: str
+    submission_id: str
+    why: str = ""
+
+
+@dataclass(frozen=True)
+class Decision:
+    """What to do, and where every job stands, by its name."""
+
+    actions: Tuple[Action, ...]
+    standings: Dict[str, Verdict]
+
+    @property
+    def is_over(self) -> bool:
+        return all(verdict.state.is_terminal for verdict in self.standings.values())
+
+
+def decide(
+    chain: ChainSpec,
+    table: Mapping[str, Seen],
+    now: float,
+    limit: Optional[int] = None,
+    node_dead_s: float = NODE_DEAD_S,
+) -> Decision:
+    """What to do now, and where every job of the chain stands.
+
+    Args:
+        chain: the plan; every job comes after those that it depends on.
+        table: the cluster's jobs by submission id, others' jobs among them.
+        now: seconds since the epoch, by the clock of the table's times.
+        limit: of jobs at once, where the chain has none of its own; ``None`` is none.
+        node_dead_s: seconds from a node's death until nothing can run on it any more.
+    """
+    ids = [link.id for link in chain.links]
+    outside = [one for link in chain.links for one in link.outside]
+    dispatchers = [one.dispatcher for one in outside if one.dispatcher]
+    attempts = attempts_of([*ids, *(one.id for one in outside), *dispatchers], table)
+    cancel = table.get(chain.cancel_id)
+    cancelled = cancel is not None and cancel.nonce == chain.nonce and bool(cancel.claim)
+
+    standings: Dict[str, Verdict] = {}
+    stops: List[Action] = []
+    ready: List[Tuple[LinkSpec, int]] = []
+    for link in chain.links:
+        rows = attempts[link.id]
+        needs = {name: standings[name] for name in link.after}
+        others = {
+            one.id: _stand_outside(one, attempts, table.get(cancel_id(one.dispatcher)))
+            for one in link.outside
+        }
+        verdict = _stand(link, rows, [*needs.items(), *others.items()], cancelled)
+        standings[link.name] = verdict
+        stops += _stops(link, rows, verdict, cancelled, now)
+        lives = any(row.is_live for row in rows.values())
+        if verdict.reason in (Reason.TURN, Reason.RETRY) and not lives:
+            last = rows.get(verdict.attempt)
+            if last is None or _is_settled(last, now, node_dead_s):
+                ready.append((link, verdict.attempt + 1))
+    most = limit if chain.max_in_flight is None else chain.max_in_flight
+    submits = _submits(chain, ready, attempts, now, most)
+    return Decision((*stops, *submits), standings)
+
+
+def _stand(
+    link: LinkSpec,
+    rows: Mapping[int, Seen],
+    needs: Sequence[Tuple[str, Verdict]],
+    cancelled: bool,
+) -> Verdict:
+    """Where one job stands: its attempts decide, before each of them what it depends on."""
+    strangers = [number for number, row in rows.items() if row.nonce != link.nonce]
+    if strangers:
+        name = attempt_id(link.id, strangers[0])
+        return Verdict(JobState.FAILED, Reason.TAKEN, f"the id {name} is another run's", attempt=0)
+    turn = Verdict(JobState.WAITING, Reason.TURN, "waits for its turn", attempt=0)
+    if rows:
+        turn = _stand_attempts(rows, link.retries, link.permanent_exit_codes)
+        if turn.reason is not Reason.RETRY:
+            return turn
+    if cancelled:
+        detail = "cancelled between attempts" if rows else "cancelled before its start"
+        return _with(turn, JobState.CANCELLED, Reason.CANCELLED, detail)
+    for name, need in needs:
+        if need.state.is_terminal and need.state is not JobState.SUCCEEDED:
+            failed = need.state is JobState.FAILED
+            detail = f"upstream {name} {'failed' if failed else 'was cancelled'}"
+            return _with(turn, JobState.CANCELLED, Reason.UPSTREAM, detail)
+    missing = tuple(name for name, need in needs if need.state is not JobState.SUCCEEDED)
+    if missing:
+        detail = f"waits for {', '.join(missing)}"
+        verdict = _with(turn, JobState.WAITING, Reason.WAITS, detail)
+        return replace(verdict, waits_for=missing)
+    return turn
+
+
+def _stand_attempts(
+    rows: Mapping[int, Seen], retries: int, permanent_exit_codes: Tuple[int, ...]
+) -> Verdict:
+    """Where a job with at least one attempt or claim stands."""
+    for number, row in rows.items():
+        if row.verdict.state is JobState.SUCCEEDED and not row.claim:
+            return _of(row, number)
+    for claim in rows.values():
+        if claim.claim:
+            runs = [one for one, row in rows.items() if row.verdict.state is JobState.RUNNING]
+            # Its end is still open: it may succeed before it is stopped.
+            return _of(rows[runs[-1]], runs[-1]) if runs else _claimed(claim, rows)
+    number = max(rows)
+    last = rows[number]
+    if last.verdict.state is not JobState.FAILED:
+        return _of(last, number)
+    failed = [one for one, row in rows.items() if _counts(row)]
+    if failed:
+        newest = rows[failed[-1]]
+        permanent = newest.verdict.reason in _PERMANENT or newest.exit_code in permanent_exit_codes
+        if permanent or len(failed) > retries:
+            return _of(newest, failed[-1])
+    if last.verdict.reason is Reason.START_TIMEOUT:
+        detail = f"attempt {number} was not started in time by Ray, which does not count"
+    else:
+        left = retries - len(failed) + 1
+        detail = f"attempt {number} failed ({last.verdict.detail}); {left} more allowed"
+    return _with(_of(last, number), JobState.WAITING, Reason.RETRY, detail)
+
+
+def _counts(row: Seen) -> bool:
+    """Whether an attempt has used one up: it failed, and not since Ray gave its start up."""
+    verdict = row.verdict
+    return verdict.state is JobState.FAILED and verdict.reason is not Reason.START_TIMEOUT
+
+
+def _claimed(claim: Seen, rows: Mapping[int, Seen]) -> Verdict:
+    """Where a job stands whose next attempt was claimed; what ran before explains it."""
+    before = max((one for one, row in rows.items() if not row.claim), default=0)
+    node = rows[before].verdict.node if before else ""
+    if claim.claim == NOT_PLACED:
+        return Verdict(JobState.FAILED, Reason.NOT_PLACED, NOT_PLACED, node, before)
+    if claim.claim != CANCELLED:
+        return Verdict(JobState.FAILED, Reason.NOT_STARTED, claim.claim, node, before)
+    detail = "cancelled" if before else "cancelled before its start"
+    return Verdict(JobState.CANCELLED, Reason.CANCELLED, detail, node, before)
+
+
+def _stand_outside(
+    one: OutsideSpec, attempts: Mapping[str, Dict[int, Seen]], cancel: Optional[Seen]
+) -> Verdict:
+    """Where a job of another experiment stands, as far as the table proves it.
+
+    Args:
+        one: the job.
+        attempts: the rows by first id and number.
+        cancel: the row that claims the other experiment's ``cancel_id``, if there is one.
+    """
+    rows = {n: row for n, row in attempts[one.id].items() if row.nonce in one.nonces}
+    verdict = Verdict(JobState.WAITING, Reason.WAITS)
+    if rows:
+        last = rows[max(rows)]
+        verdict = _stand_attempts(rows, last.retries, last.permanent_exit_codes)
+        if verdict.reason is Reason.RETRY and not one.dispatcher:
+            return last.verdict  # nobody would try it again
+    if one.dispatcher and verdict.state is JobState.WAITING:
+        own = attempts[one.dispatcher]
+        last_own = own[max(own)] if own else None
+        ended = last_own and last_own.exit_code in (ALL_SUCCEEDED, NOT_ALL_SUCCEEDED)
+        nonces = {row.nonce for row in own.values()}
+        if ended or (cancel and cancel.claim and cancel.nonce in nonces):
+            return Verdict(JobState.CANCELLED, Reason.UPSTREAM, "it is not started any more")
+    return verdict
+
+
+def _stops(
+    link: LinkSpec, rows: Mapping[int, Seen], verdict: Verdict, cancelled: bool, now: float
+) -> List[Action]:
+    """Every attempt that must not go on; and the claim that gives up what was not placed."""
+    live = [number for number in sorted(rows) if rows[number].is_live]
+    if any(row.nonce != link.nonce for row in rows.values()):
+        live = [number for number in live if rows[number].nonce == link.nonce]
+    if not live:
+        return []
+    newest = live[-1]
+    row = rows[newest]
+    is_late = (
+        link.pending_timeout_s is not None
+        and now - _pending_since(rows, newest) > link.pending_timeout_s
+    )
+    why = CANCELLED if cancelled else verdict.detail or "it is superseded"
+    claims: List[Action] = []
+    doomed = live if cancelled else live[:-1]
+    if verdict.state.is_terminal or newest != max(rows):
+        doomed = live
+    elif row.verdict.state is JobState.PENDING and (cancelled or is_late):
+        # The claim comes first: it is what says why, whoever sees the stopped attempt, which Ray
+        # shows as pending until there is room for it.
+        why = CANCELLED if cancelled else NOT_PLACED
+        claims = [Action(Do.CLAIM, link.name, attempt_id(link.id, newest + 1), why)]
+        doomed = live
+    return claims + [
+        Action(Do.STOP, link.name, attempt_id(link.id, number), why) for number in doomed
+    ]
+
+
+def _submits(
+    chain: ChainSpec,
+    ready: Sequence[Tuple[LinkSpec, int]],
+    attempts: Mapping[str, Dict[int, Seen]],
+    now: float,
+    limit: Optional[int],
+) -> List[Action]:
+    """The attempts to hand over, in the order of the jobs, as far as there is room for them."""
+    starting, live, stuck, crowded, pending = 0, 0, set(), set(), set()
+    for link in chain.links:
+        for row in attempts[link.id].values():
+            if row.verdict.reason is Reason.START_TIMEOUT:
+                crowded.add(link.shape)  # from now on one at a time waits for such room
+            if not row.is_live or row.nonce != link.nonce:
+                continue
+            live += 1
+            if row.verdict.state is JobState.PENDING:
+                pending.add(link.shape)
+                if now - row.posted_at > STUCK_S:
+                    stuck.add(link.shape)
+                else:
+                    starting += 1
+    submits: List[Action] = []
+    for link, number in ready:
+        if (limit is not None and live >= limit) or starting >= STARTING_MAX:
+            break
+        if link.shape in stuck or link.shape in crowded & pending:
+            continue
+        name = attempt_id(link.id, number)
+        submits.append(Action(Do.SUBMIT, link.name, name, f"attempt {number}"))
+        live, starting = live + 1, starting + 1
+        pending.add(link.shape)
+    return submits
+
+
+def _pending_since(rows: Mapping[int, Seen], number: int) -> float:
+    """When the job began to wait for room: starts that Ray gave up belong to the same wait."""
+    while number - 1 in rows and rows[number - 1].verdict.reason is Reason.START_TIMEOUT:
+        number -= 1
+    return rows[number].posted_at
+
+
+def _is_settled(last: Seen, now: float, node_dead_s: float) -> bool:
+    """Whether nothing of an attempt that failed can still run."""
+    if last.verdict.reason in _UNPROVEN:
+        return now >= last.ended_at + node_dead_s
+    # The end was written by the clock of the attempt's node, which may be ahead.
+    return now >= last.ended_at + SETTLE_S or last.ended_at > now
+
+
+def _of(row: Seen, number: int) -> Verdict:
+    return _with(row.verdict, row.verdict.state, row.verdict.reason, row.verdict.detail, number)
+
+
+def _with(
+    verdict: Verdict,
+    state: JobState,
+    reason: Reason,
+    detail: str,
+    attempt: Optional[int] = None,
+) -> Verdict:
+    number = verdict.attempt if attempt is None else attempt
+    return Verdict(state, reason, detail, verdict.node, number, verdict.waits_for)

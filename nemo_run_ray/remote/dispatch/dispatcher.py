@@ -1,0 +1,357 @@
+"""The dispatcher: one small job on the head that hands the other jobs of an experiment over.
+
+It keeps nothing that matters: killed at any line and started again, also twice at the same time,
+it goes on from the cluster's job table. Ray gives every submission id away once, so what two of
+them do at the same moment is done once.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import json
+import os
+import time
+import zipfile
+from typing import Any, Callable, Dict, List, Mapping, Optional
+
+from ..attempts import Seen, attempt_id, claim_body, first_id, seen
+from ..node.output import say
+from ..node.rundir import SECRETS, read_secrets, remove_secrets
+from ..spec import ChainSpec, LinkSpec
+from ..states import JobState, Reason, Verdict
+from . import log, rest
+from .decide import ALL_SUCCEEDED, NODE_DEAD_S, NOT_ALL_SUCCEEDED, Action, Decision, Do, decide
+
+#: Exit code when the cluster no longer knows this dispatcher, or its dashboard cannot be found.
+DISOWNED = 3
+#: Memory of the head for each job's supervisor (measured: 85 to 110 MB), and the part of the
+#: head's memory that supervisors may take when the user sets no limit.
+SUPERVISOR_BYTES, HEAD_PART = 110 * 10**6, 0.5
+#: Seconds between two looks at the table: at first, and when nothing has happened for long.
+PACE_S, PACE_MAX_S = 0.3, 5.0
+#: A look may take this part of the time between two of them.
+LOOK_PART = 0.25
+#: Seconds between two requests to stop the same attempt, and for how long a stop of what waits for
+#: room is repeated before Ray is trusted to hold it back until the start.
+STOP_AGAIN_S, STOP_TRUST_S = 3.0, 6.0
+#: Seconds that the table may lack the dispatcher itself before it believes it: a head that
+#: recovers may answer before it knows its jobs.
+ABSENT_MAX_S = 60.0
+#: Seconds in which only other clusters' dashboards answer until the own one is taken to be gone.
+FOREIGN_MAX_S = 120.0
+#: Seconds that Ray may answer an attempt with an error of its own before the job is given up.
+REFUSED_AFTER_S = 180.0
+
+
+class Disowned(Exception):
+    """The cluster does not know this dispatcher, so its job table is not that of the chain."""
+
+
+class Dispatcher:
+    """Looks, decides, acts; see ``decide``."""
+
+    def __init__(
+        self,
+        chain: ChainSpec,
+        own_id: str,
+        api: rest.Rest,
+        secrets: Mapping[str, str],
+        limit: int,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        self._chain = chain
+        self._own_id = own_id
+        self._api = api
+        self._secrets = secrets
+        self._limit = limit
+        self._clock = clock
+        self._links = {link.name: link for link in chain.links}
+        self._node_dead_s = _node_dead_s()
+        self._told: Dict[str, str] = {}
+        self._stopped: Dict[str, float] = {}  # first request to stop an attempt that Ray took
+        self._asked: Dict[str, float] = {}  # last one
+        self._errors: Dict[str, float] = {}  # first unexplained error of an attempt
+        self._troubles: Dict[str, str] = {}  # told already, by what they are about
+        self._absent_since: Optional[float] = None
+        self._changed_at = clock()
+        self._look_s = 0.0
+
+    def run(self, sleep: Callable[[float], None] = time.sleep) -> int:
+        """Until everything is decided; the exit code.
+
+        Raises:
+            Disowned: the cluster has no record of this dispatcher.
+        """
+        while True:
+            over = self.round()
+            if over is not None:
+                return over
+            sleep(self.pace_s())
+
+    def round(self) -> Optional[int]:
+        """Look once and act; the exit code when there is nothing left to do."""
+        try:
+            table = self._look()
+        except rest.Away as error:
+            self._complain("", str(error))
+            self._absent_since = None
+            self._errors.clear()
+            return None
+        if table is None:
+            return None
+        decision = decide(self._chain, table, self._clock(), self._limit, self._node_dead_s)
+        self._tell(decision, table)
+        waiting = False
+        for action in decision.actions:
+            try:
+                waiting |= self._act(action, table)
+            except (rest.Away, rest.Refused) as error:
+                self._complain(action.submission_id, f"{action.submission_id}: {error}")
+                waiting = True
+        if not decision.is_over or waiting:
+            return None
+        return self._sum_up(decision)
+
+    def pace_s(self) -> float:
+        """Seconds until the next look: short while things happen, and never a burden."""
+        idle_s = self._clock() - self._changed_at
+        return max(min(max(PACE_S, idle_s / 20), PACE_MAX_S), self._look_s / LOOK_PART)
+
+    # ------------------------------------------------------------------ observe
+
+    def _look(self) -> Optional[Dict[str, Seen]]:
+        """The table, or ``None`` when it is not (yet) the one that has this dispatcher."""
+        began = time.monotonic()
+        wanted = _Wanted(self._chain)
+        table = {row["submission_id"]: seen(row) for row in self._api.rows() if wanted.has(row)}
+        self._look_s = time.monotonic() - began
+        self._troubles.pop("", None)
+        own = table.get(self._own_id)
+        if own is not None and own.nonce == self._chain.nonce:
+            if own.verdict.state.is_terminal:
+                raise Disowned(f"Ray says that this dispatcher is {own.verdict.state.value}")
+            self._absent_since = None
+            return table
+        if self._absent_since is None:
+            self._absent_since = self._clock()
+        if self._clock() - self._absent_since > ABSENT_MAX_S:
+            raise Disowned(f"the job table of {self._api.url} does not have this dispatcher")
+        return None
+
+    # ------------------------------------------------------------------ act
+
+    def _act(self, action: Action, table: Mapping[str, Seen]) -> bool:
+        """Carry one action out; whether it must be looked after in the next round."""
+        if action.do is Do.STOP:
+            return self._stop(action, table)
+        self._changed_at = self._clock()
+        if action.do is Do.CLAIM:
+            self._claim(action)
+            return True
+        link = self._links[action.job]
+        number = _number(link, action.submission_id)
+        before = table.get(attempt_id(link.id, number - 1)) if number > 1 else None
+        if before is not None and before.verdict.reason is Reason.START_TIMEOUT:
+            # Ray has given the start up, and some versions start it later all the same.
+            self._api.stop(attempt_id(link.id, number - 1))
+        try:
+            self._api.post(self._body(link, number))
+        except rest.Refused as error:
+            self._claim(Action(Do.CLAIM, link.name, action.submission_id, str(error)))
+        except rest.Away as error:
+            first = self._errors.setdefault(action.submission_id, self._clock())
+            if self._clock() - first < REFUSED_AFTER_S:
+                raise
+            self._claim(Action(Do.CLAIM, link.name, action.submission_id, f"not taken: {error}"))
+        return True
+
+    def _stop(self, action: Action, table: Mapping[str, Seen]) -> bool:
+        now = self._clock()
+        name = action.submission_id
+        if now - self._asked.get(name, 0.0) >= STOP_AGAIN_S:
+            if name not in self._asked:
+                say(f"stopping {name}: {action.why}")
+            self._asked[name] = now
+            self._api.stop(name)
+            self._stopped.setdefault(name, now)
+        pending = table[name].verdict.state is JobState.PENDING
+        return not pending or now - self._stopped.get(name, now) < STOP_TRUST_S
+
+    def _claim(self, action: Action) -> None:
+        link = self._links[action.job]
+        self._api.post(claim_body(action.submission_id, link.nonce, action.why))
+
+    def _body(self, link: LinkSpec, number: int) -> Dict[str, Any]:
+        body = attempt_body(link, number)
+        missing = [one for one in link.secrets if one not in self._secrets]
+        if missing:
+            raise rest.Refused(f"the dispatcher was started without {', '.join(missing)}")
+        if link.secrets:
+            name, data = secrets_package(link, body["submission_id"], self._secrets)
+            self._api.put_package(name, data)
+            body["runtime_env"]["py_modules"].append(f"gcs://{name}")
+        return body
+
+    # ------------------------------------------------------------------ tell
+
+    def _tell(self, decision: Decision, table: Mapping[str, Seen]) -> None:
+        """One line for every job that is not where it was at the last look."""
+        first_look = not self._told
+        for name, verdict in decision.standings.items():
+            link = self._links[name]
+            now = f"{verdict.state.value} {verdict.attempt} {verdict.reason.value}"
+            if self._told.get(name) == now:
+                continue
+            self._told[name] = now
+            self._changed_at = self._clock()
+            calm = verdict.state is JobState.WAITING and not verdict.reason.is_trouble
+            if first_look and (calm or verdict.state.is_terminal):
+                continue  # thousands, perhaps, and nothing that happened now
+            submission_id = attempt_id(link.id, max(1, verdict.attempt))
+            say(str(log.Line(self._clock(), verdict.state.value, submission_id, _words(verdict))))
+        if first_look:
+            say(f"{_count(decision)}; {len(table)} of their rows are in the job table")
+
+    def _sum_up(self, decision: Decision) -> int:
+        say(f"all is decided: {_count(decision)}")
+        states = {verdict.state for verdict in decision.standings.values()}
+        return ALL_SUCCEEDED if states <= {JobState.SUCCEEDED} else NOT_ALL_SUCCEEDED
+
+    def _complain(self, about: str, text: str) -> None:
+        if self._troubles.get(about) != text:
+            say(f"{text}; asking again")
+            self._troubles[about] = text
+
+
+class _Wanted:
+    """Which rows of the table concern a chain: its own, and those of jobs that it waits for."""
+
+    def __init__(self, chain: ChainSpec) -> None:
+        outside = [one for link in chain.links for one in link.outside]
+        self._ids = {chain.id, chain.cancel_id, *(link.id for link in chain.links)}
+        self._ids |= {one.id for one in outside} | {one.dispatcher for one in outside}
+
+    def has(self, row: Mapping[str, Any]) -> bool:
+        name = str(row["submission_id"])
+        return name in self._ids or first_id(name) in self._ids
+
+
+def attempt_body(link: LinkSpec, number: int) -> Dict[str, Any]:
+    """The body of the request for a job's n-th attempt.
+
+    The entrypoint names the submission id just before the nonce, as ``JobPlan.body`` writes it.
+    """
+    body: Dict[str, Any] = json.loads(json.dumps(link.body))
+    name = attempt_id(link.id, number)
+    body["submission_id"] = name
+    body["entrypoint"] = body["entrypoint"].replace(
+        f" {link.id} {link.nonce}", f" {name} {link.nonce}"
+    )
+    body["runtime_env"]["env_vars"]["NEMO_RUN_ATTEMPT"] = str(number)
+    return body
+
+
+def secrets_package(
+    link: LinkSpec, submission_id: str, secrets: Mapping[str, str]
+) -> tuple[str, bytes]:
+    """Name and contents of the archive with the values of a job's secrets, for one attempt."""
+    text = json.dumps({name: secrets[name] for name in link.secrets})
+    buffer = io.BytesIO()
+    with zipfile.ZipFile(buffer, "w") as archive:
+        info = zipfile.ZipInfo(SECRETS)
+        info.external_attr = 0o600 << 16
+        archive.writestr(info, text)
+    digest = hashlib.sha256(f"{link.nonce} {submission_id}".encode()).hexdigest()
+    return f"_ray_pkg_{digest[:32]}.zip", buffer.getvalue()
+
+
+def run(chain: ChainSpec, submission_id: str) -> int:
+    """What the dispatcher's job does; its exit code."""
+    limit = default_limit(_head_memory_bytes())
+    chosen = "as the experiment asks"
+    if chain.max_in_flight is None:
+        part, size = f"{HEAD_PART:.0%}", f"{_head_memory_bytes() / 2**30:.1f} GiB"
+        chosen = f"{part} of this node's {size}, at {SUPERVISOR_BYTES / 1e6:.0f} MB a job"
+    most = limit if chain.max_in_flight is None else chain.max_in_flight
+    say(f"{len(chain.links)} jobs, at most {most} at once: {chosen}")
+    secrets = read_secrets()
+    api = find_dashboard(chain)
+    if api is None:
+        say(f"other sessions than {chain.session} answer here; tried {chain.dashboards}")
+        remove_secrets()
+        return DISOWNED
+    try:
+        code = Dispatcher(chain, submission_id, api, secrets, limit).run()
+    except Disowned as error:
+        say(f"{error}; nothing more is started")
+        code = DISOWNED
+    remove_secrets()
+    return code
+
+
+def find_dashboard(
+    chain: ChainSpec,
+    within_s: float = FOREIGN_MAX_S,
+    clock: Callable[[], float] = time.monotonic,
+    sleep: Callable[[float], None] = time.sleep,
+) -> Optional[rest.Rest]:
+    """The dashboard that belongs to the chain's session, however long it is away.
+
+    ``None`` when other sessions have answered for so long: this is not the chain's cluster.
+    """
+    foreign_since: Optional[float] = None
+    while foreign_since is None or clock() - foreign_since < within_s:
+        for url in rest.candidates(chain.dashboards):
+            try:
+                if rest.Rest(url, timeout_s=5.0).session() == chain.session:
+                    return rest.Rest(url)
+            except rest.Away:
+                continue
+            foreign_since = clock() if foreign_since is None else foreign_since
+        sleep(1.0)
+    return None
+
+
+def default_limit(memory_bytes: int) -> int:
+    """How many jobs a head of this size may have at once when the user sets no limit."""
+    return max(4, int(memory_bytes * HEAD_PART / SUPERVISOR_BYTES))
+
+
+def _head_memory_bytes() -> int:
+    """This node's memory, or what its container may use of it."""
+    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    for path in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
+        try:
+            with open(path, encoding="ascii") as file:
+                total = min(total, int(file.read()))
+        except (OSError, ValueError):
+            continue  # no such file, or no limit in it
+    return total
+
+
+def _node_dead_s() -> float:
+    """``NODE_DEAD_S``, or less where this Ray's raylets notice sooner that they are alone."""
+    try:
+        # Ray writes the name in two cases.
+        given = os.environ["RAY_gcs_rpc_server_reconnect_timeout_s"]  # noqa: SIM112
+        return float(given) + NODE_DEAD_S - 60.0
+    except (KeyError, ValueError):
+        return NODE_DEAD_S
+
+
+def _number(link: LinkSpec, submission_id: str) -> int:
+    return 1 if submission_id == link.id else int(submission_id.partition("@")[2])
+
+
+def _words(verdict: Verdict) -> str:
+    node = f"on node {verdict.node[:12]}" if verdict.node else ""
+    return verdict.detail or (node if verdict.state is JobState.RUNNING else "")
+
+
+def _count(decision: Decision) -> str:
+    """``3 SUCCEEDED, 1 RUNNING``."""
+    states: List[JobState] = [verdict.state for verdict in decision.standings.values()]
+    return ", ".join(
+        f"{states.count(state)} {state.value}" for state in JobState if state in states
+    )

@@ -1,0 +1,1 @@
+"""The driver of a group, and what it starts on the nodes."""

@@ -1,0 +1,226 @@
+"""The actors of a group: who shares one, how they are started, what travels to them.
+
+``ray`` is passed in: the driver imports it. The class travels by value and the archives through
+Ray's object store, so that the actors run in workers that Ray keeps ready: a worker for the job's
+runtime environment is started anew, 1.1 s more (measured with three).
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import tarfile
+import zlib
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any, Dict, Iterable, Iterator, List, Mapping, Optional, Tuple
+
+from .. import FOLDER
+from ..spec import CODE, RoleSpec
+from .machine import Who, name
+from .packing import Node
+
+_JOB_CONFIG = "RAY_JOB_CONFIG_JSON_ENV_VAR"
+#: Variables of the driver that a role needs: which attempt it is, and what a Ray program needs.
+_PASSED_ON = ("NEMO_RUN_ATTEMPT", "RAY_ADDRESS", "RAY_OVERRIDE_JOB_RUNTIME_ENV")
+#: What replicas may ask for and still share an actor: nothing that Ray hands out piece by piece.
+_SHARED = {"CPU", "memory"}
+
+
+@dataclass(eq=False)
+class Replica:
+    """What the driver holds of one replica."""
+
+    who: Who
+    role: RoleSpec
+    node: Node
+    bundle: int
+    tag: str
+    run_dir: str
+    actor: Optional[Actor] = None
+    seen: int = 0  # reports
+    orders: int = 0
+    ports: Dict[str, int] = field(default_factory=dict)
+    end_by: Optional[float] = None
+    starts: int = 0
+
+    @property
+    def prefix(self) -> str:
+        return f"{name(self.who)}| "
+
+    @property
+    def shares(self) -> bool:
+        """Whether one actor can serve it together with others of its node."""
+        return not self.role.runtime_env and set(self.role.resources) <= _SHARED
+
+
+@dataclass(eq=False)
+class Actor:
+    """One actor, its replicas, and what is known of it.
+
+    Attributes:
+        handle: Ray's.
+        team: the replicas that it serves, all on one node.
+        answers: it has answered once.
+        dead: its worker is gone.
+    """
+
+    handle: Any
+    team: List[Replica]
+    answers: bool = False
+    dead: bool = False
+
+
+def hire(ray: Any, placement_group: Any, replicas: Iterable[Replica]) -> List[Actor]:
+    """Start the actors that serve the replicas, each in a bundle of theirs."""
+    package = ray.put(_tar(os.path.dirname(FOLDER)))
+    codes: Dict[str, Any] = {}  # by the folder on this node
+    made = ray.remote(_actor_class())
+    actors = []
+    for team in _teams(replicas):
+        folders = list(dict.fromkeys(code_of(one.role) for one in team if one.role.task.has_code))
+        for folder in folders:
+            if folder not in codes:
+                codes[folder] = ray.put(_tar(folder))
+        first = team[0]
+        resources = {} if first.shares else dict(first.role.resources)
+        options = made.options(
+            num_cpus=resources.pop("CPU", 0),
+            num_gpus=resources.pop("GPU", 0),
+            memory=resources.pop("memory", None),
+            resources=resources,
+            max_concurrency=8,  # pulls that wait, pulls behind broken lines, orders
+            runtime_env=first.role.runtime_env or None,
+            scheduling_strategy=ray.util.scheduling_strategies.PlacementGroupSchedulingStrategy(
+                placement_group, first.bundle
+            ),
+        )
+        places = [(name(one.who), one.tag, one.run_dir) for one in team]
+        names = [key_of(folder) for folder in folders]
+        handle = options.remote(places, names, package, *(codes[one] for one in folders))
+        actors.append(Actor(handle, team))
+        for one in team:
+            one.actor = actors[-1]
+    return actors
+
+
+def code_of(role: RoleSpec) -> str:
+    """The folder in which Ray has unpacked the code of a role."""
+    archive = _archives().get(role.name)
+    if archive is None:
+        return os.getcwd()
+    for folder in os.environ["PYTHONPATH"].split(os.pathsep):
+        if os.path.basename(folder.rstrip("/")) == archive.removesuffix(".zip"):
+            return folder
+    raise FileNotFoundError(f"the code {archive} of the role {role.name} is not on this node")
+
+
+def key_of(folder: str) -> str:
+    """Name of a code folder on the replicas' nodes."""
+    return f"code-{zlib.crc32(folder.encode()):08x}"
+
+
+def passed_on(role: RoleSpec, config_of_job: str) -> Dict[str, str]:
+    """The variables by which a role that is a Ray program finds the cluster and its own code.
+
+    Of what travelled with the job a role gets its own code and ours, not the code of other roles
+    and not the archive of secrets.
+
+    Args:
+        role: the role.
+        config_of_job: what ``forget_runtime_env`` has returned.
+    """
+    found = {one: os.environ[one] for one in _PASSED_ON if one in os.environ}
+    with suppress(KeyError, ValueError, TypeError):  # a Ray that says it otherwise
+        config = json.loads(config_of_job)
+        runtime_env = config["runtime_env"]
+        runtime_env["py_modules"] = runtime_env["py_modules"][:1]
+        if role.name in _archives():
+            runtime_env["working_dir"] = f"gcs://{_archives()[role.name]}"
+        found[_JOB_CONFIG] = json.dumps(config)
+    return found
+
+
+def forget_runtime_env() -> str:
+    """Keep the job's runtime environment from this driver's actors, which need nothing of it.
+
+    Returns:
+        The job's configuration as Ray gave it to the driver.
+    """
+    given = os.environ.get(_JOB_CONFIG, "")
+    with suppress(KeyError, ValueError, AttributeError):  # slower, but right
+        config = json.loads(given)
+        config.pop("runtime_env")
+        os.environ[_JOB_CONFIG] = json.dumps(config)
+    return given
+
+
+def _archives() -> Mapping[str, str]:
+    archives: Mapping[str, str] = json.loads(os.environ.get(CODE, "{}"))
+    return archives
+
+
+def _teams(replicas: Iterable[Replica]) -> Iterator[List[Replica]]:
+    """The replicas that share an actor."""
+    sharing: Dict[str, List[Replica]] = {}
+    for replica in replicas:
+        if replica.shares:
+            sharing.setdefault(replica.node.node_id, []).append(replica)
+        else:
+            yield [replica]
+    yield from sharing.values()
+
+
+def _tar(folder: str) -> bytes:
+    buffer = io.BytesIO()
+    with tarfile.open(fileobj=buffer, mode="w") as archive:
+        archive.add(folder, ".")
+    return buffer.getvalue()
+
+
+def _actor_class() -> Any:
+    """The class of the actors; defined here, so that it travels by value and needs no archive."""
+
+    class Replicas:
+        def __init__(
+            self,
+            places: List[Tuple[str, str, str]],
+            names: List[str],
+            package: bytes,
+            *codes: bytes,
+        ) -> None:
+            import importlib
+            import io
+            import os
+            import shutil
+            import sys
+            import tarfile
+            import tempfile
+
+            import ray
+
+            self._node = ray.get_runtime_context().get_node_id()
+            folder = tempfile.mkdtemp(prefix="nemo_run_ray_")
+            try:
+                for kind, data in [("package", package), *zip(names, codes)]:
+                    with tarfile.open(fileobj=io.BytesIO(data)) as archive:
+                        archive.extraction_filter = lambda member, path: member  # it is ours
+                        archive.extractall(os.path.join(folder, kind))
+                sys.path.append(os.path.join(folder, "package"))
+                relay = importlib.import_module("nemo_run_ray_remote.group.relay")
+                self._relays = relay.Relays(folder, places)
+            except BaseException:  # a full disk
+                shutil.rmtree(folder, ignore_errors=True)
+                raise
+
+        def order(self, key: str, number: int, order: Dict[str, Any]) -> None:
+            self._relays.order(key, number, order)
+
+        def pull(self, seen: Dict[str, int], patience_s: float) -> Any:
+            return self._node, self._relays.pull(seen, patience_s)
+
+        def close(self) -> Any:
+            return self._relays.close()
+
+    return Replicas

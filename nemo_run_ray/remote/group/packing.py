@@ -1,0 +1,314 @@
+"""Where the replicas of a group may go, and why they cannot: pure, over what Ray says of its nodes.
+
+Ray places; this only says which nodes a role's replicas may have, and explains a wait.
+"""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass, field, replace
+from typing import Any, Dict, Iterable, List, Mapping, Optional, Sequence, Set, Tuple
+
+from ..spec import GroupSpec
+from .machine import Who, name
+
+#: Label of every node that holds its id.
+NODE_ID = "ray.io/node-id"
+#: In place of a node's id: none has it, so the replica waits until it is asked for again.
+_NO_NODE = "none"
+#: Steps of the search for a packing before it is given up as undecided.
+_SEARCH_STEPS = 20_000
+#: Replicas beyond which it is not begun; each is a frame of Python's stack.
+_SEARCH_DEPTH = 500
+#: Ray counts in steps of 0.0001.
+_TOLERANCE = 1e-5
+
+
+@dataclass(frozen=True)
+class Node:
+    """One living node of the cluster, with all that it can give, busy or not."""
+
+    node_id: str
+    host: str
+    address: str
+    labels: Mapping[str, str] = field(default_factory=dict)
+    resources: Mapping[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Bundle:
+    """What one replica asks for."""
+
+    who: Who
+    resources: Mapping[str, float]
+    selector: Mapping[str, str] = field(default_factory=dict)
+
+
+def nodes_of(rows: Iterable[Mapping[str, Any]]) -> List[Node]:
+    """The living nodes of ``ray.nodes()``."""
+    return [
+        Node(
+            node_id=str(row["NodeID"]),
+            host=str(row["NodeManagerHostname"]),
+            address=str(row["NodeManagerAddress"]),
+            labels=dict(row.get("Labels") or {}),
+            resources=dict(row.get("Resources") or {}),
+        )
+        for row in rows
+        if row.get("Alive")
+    ]
+
+
+def bundles_of(spec: GroupSpec, nodes: Sequence[Node] = (), turn: int = 0) -> List[Bundle]:
+    """A bundle for every replica of every role, in order.
+
+    Ray has one strategy for all bundles. Replicas of a role that want nodes of their own all the
+    same get disjoint sets of nodes to choose from, around a packing of the whole group.
+
+    Args:
+        spec: the group.
+        nodes: the cluster's; needed for roles that spread.
+        turn: how often it was tried: other sets each time, and a mere wish only the first time.
+    """
+    bundles = _plain(spec)
+    apart = {role.name for role in spec.roles if role.spread == "STRICT_SPREAD"}
+    apart |= {role.name for role in spec.roles if role.spread and turn == 0}
+    if not apart:
+        return bundles
+    order = sorted(nodes, key=lambda node: node.node_id)
+    if turn > 0:  # by chance, so that every choice of nodes has its turn, and the same each time
+        random.Random(turn).shuffle(order)
+    found, chosen = _pack(bundles, order, apart)
+    if not found:
+        chosen = {}
+        apart = {role.name for role in spec.roles if role.spread == "STRICT_SPREAD"}
+    shares = _shares(bundles, order, apart, chosen)
+    return [
+        replace(
+            one, selector={**one.selector, NODE_ID: f"in({','.join(shares[one.who]) or _NO_NODE})"}
+        )
+        if one.who[0] in apart
+        else one
+        for one in bundles
+    ]
+
+
+def _plain(spec: GroupSpec) -> List[Bundle]:
+    """The bundles without what spreads them."""
+    return [
+        Bundle((role.name, index), role.resources, role.label_selector)
+        for role in spec.roles
+        for index in range(role.replicas)
+    ]
+
+
+def why_never(spec: GroupSpec, nodes: Sequence[Node]) -> Optional[str]:
+    """Why these nodes can never host the group, even when idle; ``None`` when they may."""
+    for role in spec.roles:
+        bundle = Bundle((role.name, 0), role.resources, role.label_selector)
+        trouble = _why_not_one(bundle, nodes)
+        if trouble is not None:
+            return f"{role.name}: {trouble}"
+        hosts = len(_hosts(bundle, nodes))
+        spreads = "STRICT_SPREAD" in (role.spread, spec.strategy)
+        if spreads and role.replicas > hosts:
+            return (
+                f"{role.name}: its {role.replicas} replicas want nodes of their own "
+                f"(STRICT_SPREAD), and {hosts} node(s) can host one"
+            )
+    bundles = _plain(spec)
+    if spec.strategy == "STRICT_PACK":
+        if not any(_fit_one(bundles, node) for node in nodes):
+            return f"no node can host all {len(bundles)} replicas at once (STRICT_PACK)"
+        return None
+    apart = {role.name for role in spec.roles if role.spread == "STRICT_SPREAD"}
+    if spec.strategy == "STRICT_SPREAD":
+        apart.add("*")
+    if _pack(bundles, nodes, apart)[0] is False:
+        return (
+            f"the {len(bundles)} replicas together ask for {_words(_sum(bundles))}; the nodes, "
+            f"idle, cannot give that at once ({_words(_total(nodes))})"
+        )
+    return None
+
+
+def why_waiting(spec: GroupSpec, nodes: Sequence[Node], available: Mapping[str, float]) -> str:
+    """One line for a group that waits: asked, available, what does not fit and why."""
+    bundles = _plain(spec)
+    asked = f"asked {_words(_sum(bundles))} in {len(bundles)} bundle(s)"
+    free = {key: available.get(key, 0.0) for key in _sum(bundles)}
+    never = why_never(spec, nodes)
+    if never is not None:
+        return f"{asked}; available {_words(free)}; {never}"
+    return f"{asked}; available {_words(free)}; {_busiest(bundles, nodes, free)}"
+
+
+def matches(selector: Mapping[str, str], labels: Mapping[str, str]) -> bool:
+    """Whether a node's labels satisfy a selector of Ray: ``v``, ``!v``, ``in(a,b)``, ``!in(a)``."""
+    for key, wanted in selector.items():
+        negated = wanted.startswith("!")
+        text = wanted[1:] if negated else wanted
+        inside = text.startswith("in(") and text.endswith(")")
+        values = [one.strip() for one in text[3:-1].split(",")] if inside else [text]
+        if (labels.get(key) in values) is negated:
+            return False
+    return True
+
+
+def _why_not_one(bundle: Bundle, nodes: Sequence[Node]) -> Optional[str]:
+    labelled = [node for node in nodes if matches(bundle.selector, node.labels)]
+    if not labelled:
+        return f"no node has the labels {dict(bundle.selector)}"
+    if not any(_fits(bundle.resources, node.resources) for node in labelled):
+        scope = f" with the labels {dict(bundle.selector)}" if bundle.selector else ""
+        best = ", ".join(
+            f"{key} {_number(key, max(node.resources.get(key, 0.0) for node in labelled))}"
+            for key in bundle.resources
+        )
+        return (
+            f"a replica asks for {_words(bundle.resources)}, more than any node{scope} has "
+            f"(at most {best})"
+        )
+    return None
+
+
+def _busiest(bundles: Sequence[Bundle], nodes: Sequence[Node], free: Mapping[str, float]) -> str:
+    scarce = [
+        bundle
+        for bundle in bundles
+        if any(amount > free[key] + _TOLERANCE for key, amount in bundle.resources.items())
+    ]
+    if not scarce:
+        return "each bundle would fit by itself, the nodes that are free now do not fit all of them"
+    bundle = scarce[0]
+    hosts = ", ".join(sorted(node.host for node in _hosts(bundle, nodes))[:8])
+    return f"{name(bundle.who)} waits: the nodes that can host it are busy ({hosts})"
+
+
+def _hosts(bundle: Bundle, nodes: Sequence[Node]) -> List[Node]:
+    return [
+        node
+        for node in nodes
+        if matches(bundle.selector, node.labels) and _fits(bundle.resources, node.resources)
+    ]
+
+
+def _shares(
+    bundles: Sequence[Bundle], nodes: Sequence[Node], apart: Set[str], chosen: Mapping[Who, int]
+) -> Dict[Who, List[str]]:
+    """Disjoint sets of nodes for the replicas of each role; empty ones when there are too few."""
+    shares: Dict[Who, List[str]] = {}
+    for role in apart:
+        replicas = [one for one in bundles if one.who[0] == role]
+        taken = {chosen[one.who] for one in replicas if one.who in chosen}
+        hosts = {node.node_id for node in _hosts(replicas[0], nodes)}
+        free = [
+            node.node_id
+            for number, node in enumerate(nodes)
+            if number not in taken and node.node_id in hosts
+        ]
+        for index, one in enumerate(replicas):
+            own = [nodes[chosen[one.who]].node_id] if one.who in chosen else []
+            shares[one.who] = own + free[index :: len(replicas)]
+    return shares
+
+
+def _fits(asked: Mapping[str, float], there: Mapping[str, float]) -> bool:
+    return all(amount <= there.get(key, 0.0) + _TOLERANCE for key, amount in asked.items())
+
+
+def _fit_one(bundles: Sequence[Bundle], node: Node) -> bool:
+    return all(matches(one.selector, node.labels) for one in bundles) and _fits(
+        _sum(bundles), node.resources
+    )
+
+
+def _pack(
+    bundles: Sequence[Bundle], nodes: Sequence[Node], apart: Set[str]
+) -> Tuple[Optional[bool], Dict[Who, int]]:
+    """Whether the bundles fit on the idle nodes, and on which ones.
+
+    Args:
+        bundles: of the whole group.
+        nodes: in the order in which they are tried.
+        apart: roles whose replicas want nodes of their own; ``*`` is all roles together.
+
+    Returns:
+        ``None`` when the search was too long; the number of each bundle's node when they fit.
+    """
+    order = sorted(bundles, key=lambda one: (one.who[0], -sum(one.resources.values())))
+    chosen: Dict[Who, int] = {}
+    if len(order) > _SEARCH_DEPTH:
+        return None, {}
+    left = [dict(node.resources) for node in nodes]
+    used: List[List[str]] = [[] for _ in nodes]
+    steps = 0
+
+    def may(bundle: Bundle, number: int) -> bool:
+        exclusive = bundle.who[0] in apart and bundle.who[0] in used[number]
+        if exclusive or ("*" in apart and used[number]):
+            return False
+        return matches(bundle.selector, nodes[number].labels) and _fits(
+            bundle.resources, left[number]
+        )
+
+    def place(position: int, after: int) -> Optional[bool]:
+        nonlocal steps
+        if position == len(order):
+            return True
+        bundle = order[position]
+        alike = position > 0 and order[position - 1].who[0] == bundle.who[0]
+        undecided = False
+        # Replicas of a role are alike: only placements in the order of the nodes are different.
+        for number in range(after if alike else 0, len(nodes)):
+            steps += 1
+            if steps > _SEARCH_STEPS:
+                return None
+            if not may(bundle, number):
+                continue
+            before = left[number]
+            left[number] = {
+                key: amount - bundle.resources.get(key, 0.0) for key, amount in before.items()
+            }
+            used[number].append(bundle.who[0])
+            chosen[bundle.who] = number
+            answer = place(position + 1, number)
+            left[number] = before
+            used[number].pop()
+            if answer:
+                return True
+            undecided = undecided or answer is None
+        return None if undecided else False
+
+    found = place(0, 0)
+    return found, chosen if found else {}
+
+
+def _sum(bundles: Sequence[Bundle]) -> Dict[str, float]:
+    total: Dict[str, float] = {}
+    for bundle in bundles:
+        for key, amount in bundle.resources.items():
+            total[key] = total.get(key, 0.0) + amount
+    return total
+
+
+def _total(nodes: Sequence[Node]) -> Dict[str, float]:
+    total: Dict[str, float] = {}
+    for node in nodes:
+        for key, amount in node.resources.items():
+            if not key.startswith(("node:", "object_store_memory")):
+                total[key] = total.get(key, 0.0) + amount
+    return total
+
+
+def _words(resources: Mapping[str, float]) -> str:
+    shown: List[Tuple[str, str]] = [
+        (key, _number(key, amount)) for key, amount in sorted(resources.items())
+    ]
+    return ", ".join(f"{key} {amount}" for key, amount in shown) or "nothing"
+
+
+def _number(key: str, amount: float) -> str:
+    if key == "memory":
+        return "next to nothing" if amount < 2**20 else f"{amount / 2**30:.2f} GiB"
+    return f"{amount:g}"

@@ -1,0 +1,184 @@
+"""Between the driver of a group and the processes of replicas: in the actor on their node.
+
+Reports are numbered and kept until the driver has said that it has them, so that a call whose
+answer was lost can be made again: no line is lost and none comes twice.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections import deque
+from contextlib import suppress
+from typing import Any, Deque, Dict, List, Mapping, NamedTuple, Sequence, Tuple
+
+from .. import FOLDER
+from .replica import clean_up
+
+#: Bytes of one replica's reports kept for the driver; beyond it the role's processes wait to write.
+_KEPT_MAX = 8 * 2**20
+#: Bytes of one replica's reports in one answer.
+_ANSWER_MAX = 2**20
+#: Seconds for the processes to end and to remove their folders.
+_CLOSE_S = 10.0
+_PROGRAM = (
+    "import sys; sys.path.append(sys.argv[1]); "
+    f"from {__package__}.replica import main; main(sys.argv[2:])"
+)
+
+
+class Place(NamedTuple):
+    """One replica of an actor's.
+
+    Attributes:
+        key: names the replica.
+        tag: in the environment of all its processes.
+        run_dir: name of its run directory.
+    """
+
+    key: str
+    tag: str
+    run_dir: str
+
+
+class Relays:
+    """All replicas of one actor. The methods are called from any thread.
+
+    Args:
+        folder: of this actor alone; the replicas' processes remove it.
+        places: one for each replica.
+    """
+
+    def __init__(self, folder: str, places: Sequence[Tuple[str, str, str]]) -> None:
+        self._folder = folder
+        self._changed = threading.Condition()
+        self._relays = {
+            place.key: _Relay(folder, place, self._changed)
+            for place in (Place(*one) for one in places)
+        }
+        for relay in self._relays.values():
+            relay.listen()
+
+    def order(self, key: str, number: int, order: Dict[str, Any]) -> None:
+        """Pass an order on: once, and in the order of the numbers, however often it comes."""
+        self._relays[key].order(number, order)
+
+    def pull(self, seen: Mapping[str, int], patience_s: float) -> Dict[str, Tuple[int, List[str]]]:
+        """What the replicas have reported; what the caller has is forgotten.
+
+        Args:
+            seen: how many reports of each replica the caller has.
+            patience_s: how long to wait for one.
+
+        Returns:
+            By replica the number of the first report, and the reports; nothing of those that have
+            none.
+        """
+        deadline = time.monotonic() + patience_s
+        with self._changed:
+            for key, count in seen.items():
+                self._relays[key].forget(count)
+            self._changed.notify_all()
+            while True:
+                found = {key: relay.kept() for key, relay in self._relays.items()}
+                answer = {key: reports for key, reports in found.items() if reports[1]}
+                left_s = deadline - time.monotonic()
+                if answer or left_s <= 0:
+                    return answer
+                self._changed.wait(left_s)
+
+    def close(self) -> bool:
+        """End the processes and wait until they have removed their folders; whether they have."""
+        with self._changed:
+            for relay in self._relays.values():
+                relay.hang_up()
+            self._changed.notify_all()  # who waits for room among the reports need not any more
+        deadline = time.monotonic() + _CLOSE_S
+        gone = [relay.is_gone(deadline - time.monotonic()) for relay in self._relays.values()]
+        shutil.rmtree(self._folder, ignore_errors=True)  # those that were killed could not
+        return all(gone)
+
+
+class _Relay:
+    """One replica's process, and its reports that the driver does not have yet."""
+
+    def __init__(self, folder: str, place: Place, changed: threading.Condition) -> None:
+        self._place = place
+        self._changed = changed
+        self._ordering = threading.Lock()
+        self._early: Dict[int, Dict[str, Any]] = {}
+        self._next = 0
+        self._kept: Deque[bytes] = deque()
+        self._kept_bytes = 0
+        self._first = 0  # number of the oldest report that is kept
+        self._gone = threading.Event()
+        self._closing = False
+        self._channel, theirs = socket.socketpair()
+        package = os.path.dirname(FOLDER)
+        self._process = subprocess.Popen(
+            [sys.executable, "-I", "-c", _PROGRAM, package, folder, str(theirs.fileno())],
+            pass_fds=[theirs.fileno()],
+            stdin=subprocess.DEVNULL,
+        )
+        theirs.close()
+
+    def listen(self) -> None:
+        self._process.wait()  # it is only the parent of the one that stays
+        threading.Thread(target=self._listen, name="reports", daemon=True).start()
+
+    def order(self, number: int, order: Dict[str, Any]) -> None:
+        with self._ordering:
+            if number >= self._next:
+                self._early[number] = order
+            while self._next in self._early:
+                data = json.dumps(self._early.pop(self._next)).encode()
+                self._next += 1
+                with suppress(OSError):  # the process is gone; its last report says so
+                    self._channel.sendall(data + b"\n")
+
+    def forget(self, count: int) -> None:
+        while self._kept and self._first < count:
+            self._kept_bytes -= len(self._kept.popleft())
+            self._first += 1
+
+    def kept(self) -> Tuple[int, List[str]]:
+        answer: List[str] = []
+        size_bytes = 0
+        for report in self._kept:
+            if answer and size_bytes + len(report) > _ANSWER_MAX:
+                break
+            answer.append(report.decode())
+            size_bytes += len(report)
+        return self._first, answer
+
+    def hang_up(self) -> None:
+        self._closing = True
+        with suppress(OSError):  # it is gone already
+            self._channel.shutdown(socket.SHUT_WR)
+
+    def is_gone(self, within_s: float) -> bool:
+        return self._gone.wait(max(0.0, within_s))
+
+    def _listen(self) -> None:
+        with self._channel.makefile("rb") as reports:
+            for report in reports:
+                if report.endswith(b"\n"):  # else it died in the middle of it
+                    self._keep(report)
+        if not self._closing:  # it was killed
+            left = clean_up(self._place.tag, self._place.run_dir)
+            self._keep(json.dumps({"at": "gone", "left": left}).encode())
+        self._gone.set()
+
+    def _keep(self, report: bytes) -> None:
+        with self._changed:
+            while self._kept_bytes > _KEPT_MAX and not self._closing:
+                self._changed.wait()
+            self._kept.append(report)
+            self._kept_bytes += len(report)
+            self._changed.notify_all()

@@ -1,0 +1,1 @@
+"""One command on one node."""

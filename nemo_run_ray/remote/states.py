@@ -1,0 +1,281 @@
+"""The states of a job, why it is in one, and the tables from Ray's words to ours."""
+
+from __future__ import annotations
+
+import re
+import signal
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any
+
+from .env_error import cause_of
+
+
+class JobState(str, Enum):
+    """Where a job is. ``reason`` beside it says why."""
+
+    #: The cluster does not have it: its turn has not come, or it was never handed over.
+    WAITING = "WAITING"
+    #: Ray has it and has not started its command: no room yet, or its runtime environment is built.
+    PENDING = "PENDING"
+    #: Its command runs.
+    RUNNING = "RUNNING"
+    #: Its command ended with exit code 0; only Ray's own record says so, never a log.
+    SUCCEEDED = "SUCCEEDED"
+    #: It ended otherwise, or could not start.
+    FAILED = "FAILED"
+    #: Somebody stopped it; unlike FAILED this was asked for.
+    CANCELLED = "CANCELLED"
+    #: The cluster that had it is gone, and the truth with it; unlike FAILED nobody saw it end.
+    LOST = "LOST"
+    #: It cannot be asked right now; unlike LOST the next look may tell.
+    UNKNOWN = "UNKNOWN"
+
+    @property
+    def is_terminal(self) -> bool:
+        return self in _TERMINAL
+
+
+_TERMINAL = {JobState.SUCCEEDED, JobState.FAILED, JobState.CANCELLED, JobState.LOST}
+
+
+class Reason(str, Enum):
+    """Why a job is where it is. The value is what is printed."""
+
+    NONE = ""
+    EXIT_CODE = "exit code"
+    SIGNAL = "killed by a signal"
+    RUNTIME_ENV = "the runtime environment could not be built"
+    START_TIMEOUT = "not started in time"
+    NOT_PLACED = "not placed in time"
+    UNSCHEDULABLE = "no node can ever take it"
+    NODE_DIED = "its node or its supervisor died"
+    NOT_STARTED = "its command could not be started"
+    NOT_READY = "a service was not ready in time"
+    SERVICE_ENDED = "a service ended before the primaries"
+    CANCELLED = "cancelled"
+    UPSTREAM = "upstream"
+    WAITS = "waits for upstream jobs"
+    TURN = "waits for its turn"
+    RETRY = "waits for its next attempt"
+    BUILDING = "its runtime environment is being built"
+    REBUILDING = "its runtime environment failed to build, Ray tries again"
+    NOT_SUBMITTED = "never reached the cluster"
+    TAKEN = "its id belongs to another run's job"
+    CLUSTER_GONE = "its cluster is gone"
+    UNREACHABLE = "its cluster cannot be reached"
+    OTHER = "see Ray's message"
+
+    @property
+    def is_trouble(self) -> bool:
+        """Whether something went wrong; to wait for one's turn is none."""
+        return self not in _CALM
+
+
+_CALM = {Reason.NONE, Reason.WAITS, Reason.TURN, Reason.BUILDING}
+
+
+class Phase(str, Enum):
+    """Where a group is."""
+
+    #: Waits for room for all of its replicas at once.
+    PLACING = "placing"
+    #: Has its nodes; ports and folders are made there.
+    PREPARING = "preparing"
+    #: Services run, not all of them are ready; no primary has started.
+    SERVICES = "starting services"
+    #: Every service was ready once; primaries run.
+    PRIMARIES = "running"
+    #: The outcome is known; what still runs has been told to end.
+    ENDING = "ending"
+    #: Nothing of it runs.
+    OVER = "over"
+
+
+class Life(str, Enum):
+    """Where a replica is."""
+
+    #: Its node has not answered yet.
+    AWAITED = "awaited"
+    #: Its ports and folders are there.
+    PREPARED = "prepared"
+    #: Its processes run.
+    STARTED = "started"
+    #: They run, and its probe has succeeded.
+    READY = "ready"
+    #: They were told to end.
+    STOPPING = "stopping"
+    #: They have ended; there is an exit code.
+    ENDED = "ended"
+    #: Its node or our process there is gone, and its processes with it.
+    LOST = "lost"
+
+    @property
+    def runs(self) -> bool:
+        return self in (Life.STARTED, Life.READY, Life.STOPPING)
+
+
+class Cause(str, Enum):
+    """Why a group ended as it did. The value goes into the log's last line."""
+
+    DONE = "done"
+    EXIT_CODE = "exit code"
+    CANCELLED = "cancelled"
+    INFEASIBLE = "no node can ever take it"
+    NOT_PLACED = "not placed in time"
+    NOT_PREPARED = "could not be prepared"
+    NOT_READY = "not ready in time"
+    SERVICE_ENDED = "a service ended early"
+    NODE_DIED = "a node or our process on it died"
+
+
+#: Ray's JobStatus -> ours. A word that is not here (a newer Ray) is UNKNOWN, never a guess.
+FROM_RAY = {
+    "PENDING": JobState.PENDING,
+    "RUNNING": JobState.RUNNING,
+    "SUCCEEDED": JobState.SUCCEEDED,
+    "FAILED": JobState.FAILED,
+    "STOPPED": JobState.CANCELLED,
+}
+
+#: Ray's JobErrorType -> why the job FAILED.
+FROM_RAY_ERROR = {
+    "RUNTIME_ENV_SETUP_FAILURE": Reason.RUNTIME_ENV,
+    "JOB_SUPERVISOR_ACTOR_START_TIMEOUT": Reason.START_TIMEOUT,
+    "JOB_SUPERVISOR_ACTOR_START_FAILURE": Reason.NOT_STARTED,
+    "JOB_SUPERVISOR_ACTOR_UNSCHEDULABLE": Reason.UNSCHEDULABLE,
+    "JOB_SUPERVISOR_ACTOR_UNKNOWN_FAILURE": Reason.OTHER,
+    "JOB_SUPERVISOR_ACTOR_DIED": Reason.NODE_DIED,
+    "JOB_ENTRYPOINT_COMMAND_START_ERROR": Reason.NOT_STARTED,
+    "JOB_ENTRYPOINT_COMMAND_ERROR": Reason.EXIT_CODE,
+}
+
+#: The cause in a group's last line -> why the job FAILED.
+FROM_CAUSE = {
+    Cause.EXIT_CODE: Reason.EXIT_CODE,
+    Cause.INFEASIBLE: Reason.UNSCHEDULABLE,
+    Cause.NOT_PLACED: Reason.NOT_PLACED,
+    Cause.NOT_PREPARED: Reason.NOT_STARTED,
+    Cause.NOT_READY: Reason.NOT_READY,
+    Cause.SERVICE_ENDED: Reason.SERVICE_ENDED,
+    Cause.NODE_DIED: Reason.NODE_DIED,
+}
+
+#: One next step for every reason, in words.
+NEXT_STEP = {
+    Reason.NONE: "",
+    Reason.EXIT_CODE: "Its whole log: `nemo-run-ray logs <its id>`, or `nemo experiment logs`.",
+    Reason.SIGNAL: "SIGKILL is often the node's memory: see the node's metrics in Ray's dashboard.",
+    Reason.RUNTIME_ENV: "Correct `runtime_env`. Ray's own message, with its traceback, is in the "
+    "job's log.",
+    Reason.BUILDING: "",
+    Reason.REBUILDING: "Wait for it if the network was the cause; else cancel the job and correct "
+    "`runtime_env`.",
+    Reason.START_TIMEOUT: "Ask for less, or raise RAY_JOB_START_TIMEOUT_SECONDS on the cluster.",
+    Reason.NOT_PLACED: "Ask for less, or raise RayExecutor.pending_timeout_s.",
+    Reason.UNSCHEDULABLE: "Ask for resources and labels that nodes of this cluster have; a group "
+    "can wait for nodes to join: RayExecutor(wait_for_nodes=True).",
+    Reason.NODE_DIED: "Look at the cluster's nodes in Ray's dashboard, then run it again.",
+    Reason.NOT_STARTED: "Correct what the message names (an image needs podman on the node) and "
+    "run it again.",
+    Reason.NOT_READY: "Look at the service's lines in the log, or raise the probe's timeout_s.",
+    Reason.SERVICE_ENDED: "Look at the service's lines in the log; `retries` starts it again.",
+    Reason.CANCELLED: "Run it again when you want it.",
+    Reason.UPSTREAM: "Correct what it depends on and run the experiment again.",
+    Reason.WAITS: "",
+    Reason.TURN: "",
+    Reason.RETRY: "Nothing needs to be done: it is started again by itself.",
+    Reason.NOT_SUBMITTED: "`nemo-run-ray resume <experiment>` hands it over now.",
+    Reason.TAKEN: "Give the experiment another id or title and run it again.",
+    Reason.CLUSTER_GONE: "Run it again: what it had written to other places is still there.",
+    Reason.UNREACHABLE: "Nothing is lost while the cluster lives: look again when it answers.",
+    Reason.OTHER: "Ray's message above is all that is known.",
+}
+
+
+#: What stands between the cause of a failure and the end of the job's log.
+LOG_FOLLOWS = "; the last lines of its log:"
+#: The last line of a group's log. It explains a failure that Ray's record has; it decides nothing.
+_ENDING = re.compile(r"^nemo_run_ray\| end \w{8}: \[([\w ]+)\] (.*)$", re.MULTILINE)
+#: Lines that Ray itself writes at the head of every job's log, and our last one.
+_FRAME = re.compile(
+    r"^Running entrypoint for job |INFO job_manager\.py:\d+ -- |^nemo_run_ray\| end \w{8}: "
+)
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What is known about a job at one moment.
+
+    Attributes:
+        state: where it is.
+        reason: why, ``Reason.NONE`` while nothing is wrong.
+        detail: one paragraph for people, with the last lines of the log where Ray has them.
+        node: hexadecimal id of Ray's node that runs its driver; empty when it has none.
+        attempt: number of the attempt that it tells of, from 1; 0 before the first.
+        waits_for: names of the jobs that must succeed before it is started.
+    """
+
+    state: JobState
+    reason: Reason = Reason.NONE
+    detail: str = ""
+    node: str = ""
+    attempt: int = 1
+    waits_for: tuple[str, ...] = ()
+
+    @property
+    def message(self) -> str:
+        """Detail and next step; empty while nothing is wrong."""
+        if not self.reason.is_trouble:
+            return self.detail
+        return f"{self.detail or self.reason.value}\n{NEXT_STEP[self.reason]}".strip()
+
+
+def signal_name(exit_code: int) -> str | None:
+    """The signal behind an exit code: Python's negative ones and the shell's 128 + n."""
+    number = -exit_code if exit_code < 0 else exit_code - 128
+    try:
+        return signal.Signals(number).name if number > 0 else None
+    except ValueError:
+        return None
+
+
+def judge(row: dict[str, Any]) -> Verdict:
+    """What one row of Ray's job table says. Pure.
+
+    Args:
+        row: a job as ``GET /api/jobs/<id>`` gives it.
+    """
+    state = FROM_RAY.get(str(row.get("status")), JobState.UNKNOWN)
+    node = str(row.get("driver_node_id") or "")
+    message = str(row.get("message") or "").strip()
+    if state is JobState.CANCELLED:
+        return Verdict(state, Reason.CANCELLED, "cancelled", node)
+    if state is JobState.UNKNOWN:
+        detail = (
+            f"Ray calls the job's status {row.get('status')!r}, which this version does not know."
+        )
+        return Verdict(state, Reason.OTHER, detail, node)
+    if state is not JobState.FAILED:
+        return Verdict(state, node=node)
+    error = str(row.get("error_type"))
+    reason = FROM_RAY_ERROR.get(error, Reason.OTHER)
+    if error == "JOB_SUPERVISOR_ACTOR_START_FAILURE" and node:
+        reason = Reason.NODE_DIED  # it did start: Ray calls a supervisor so that is gone, too
+    code = row.get("driver_exit_code")
+    if not isinstance(code, int) or code == 0:
+        words = cause_of(message) if reason is Reason.RUNTIME_ENV else message
+        return Verdict(state, reason, f"{reason.value}: {words}".rstrip(": "), node)
+    name = signal_name(code)
+    cause = f"killed by {name} (exit code {code})" if name else f"exit code {code}"
+    _, _, tail = message.partition("last available logs (truncated to 20,000 chars):\n")
+    reason = Reason.SIGNAL if name else Reason.EXIT_CODE
+    endings = _ENDING.findall(tail)
+    causes = {cause.value: reason for cause, reason in FROM_CAUSE.items()}
+    if endings and endings[-1][0] in causes:
+        reason, cause = causes[endings[-1][0]], f"{cause}: {endings[-1][1]}"
+        if reason is Reason.NOT_STARTED:  # our words are all, and a traceback of Ray's may follow
+            return Verdict(state, reason, cause, node)
+    lines = [line for line in tail.splitlines() if not _FRAME.search(line)]
+    detail = "\n".join([f"{cause}{LOG_FOLLOWS}", *lines]) if lines else cause
+    return Verdict(state, reason, detail, node)

@@ -1,0 +1,1 @@
+"""The page that shows when each job waited, ran and ended."""

@@ -1,0 +1,219 @@
+"""Why a runtime environment is not built: texts as Ray 2.60 writes them, shortened."""
+
+import json
+
+import pytest
+
+from nemo_run_ray.dashboard.env_builds import EnvBuilds, failures
+from nemo_run_ray.errors import Gone
+from nemo_run_ray.remote.env_error import cause_of
+from nemo_run_ray.remote.states import JobState, Reason, Verdict, judge
+
+_TRACEBACK = """\
+Traceback (most recent call last):
+  File "/v/ray/_private/runtime_env/pip.py", line 276, in _run
+    await self._install_pip_packages(
+ray._private.runtime_env.utils.SubprocessCalledProcessError: Run cmd[13] failed with the following \
+details.
+Command '['/tmp/v/bin/python', '-m', 'pip']' returned non-zero exit status 1.
+Last 50 lines of stdout:
+"""
+_PIP = f"""{_TRACEBACK}\
+    Looking in indexes: https://example.org/simple
+    WARNING: Location '/none' is ignored
+    ERROR: Could not find a version that satisfies the requirement nope (from versions: none)
+    ERROR: No matching distribution found for nope
+"""
+_UV = f"""{_TRACEBACK}\
+    Using Python 3.11.7 environment at: /tmp/v
+    error: No solution found when resolving dependencies
+      cause: Because nope was not found in the package registry and you require nope, we can \
+conclude that your requirements are unsatisfiable.
+"""
+_OLD_UV = f"""{_TRACEBACK}\
+      \N{MULTIPLICATION SIGN} No solution found when resolving dependencies:
+      ╰─▶ Because nope was not found in the package registry and you require nope,
+"""
+_CONDA = """\
+[Node 10.0.0.1] Traceback (most recent call last):
+  File "/v/ray/_private/runtime_env/conda.py", line 340, in _create
+    conda_info = get_conda_info_json()
+ValueError: Could not find Conda executable at conda.
+"""
+_PODMAN = """\
+Traceback (most recent call last):
+RuntimeError: Podman command failed: cmd=['podman'], returncode=125, stdout=, stderr=Error: \
+initializing source: name unknown
+"""
+_SLOW = (
+    "Failed to install runtime_env within the timeout of 60 seconds. Consider increasing the "
+    "timeout in the runtime_env config. For example:\n"
+    '    runtime_env={"config": {"setup_timeout_seconds": 1800}, ...}\n'
+    "Traceback (most recent call last):\nTimeoutError\n"
+)
+
+
+@pytest.mark.parametrize(
+    ("text", "cause"),
+    [
+        (_PIP, "No matching distribution found for nope"),
+        (_UV, "No solution found when resolving dependencies Because nope was not found"),
+        (_OLD_UV, "No solution found when resolving dependencies: Because nope was not found"),
+        (_CONDA, "ValueError: Could not find Conda executable at conda."),
+        (_PODMAN, "Error: initializing source: name unknown"),
+        (_SLOW, "Failed to install runtime_env within the timeout of 60 seconds"),
+        (f"{_TRACEBACK}    a strange tool\n    gave up\n", "a strange tool / gave up"),
+        (
+            f"{_TRACEBACK}    /v/bin/python: No module named pip\n",
+            "/v/bin/python: No module named pip",
+        ),
+        ("", ""),
+    ],
+)
+def test_the_cause_comes_in_the_words_of_who_failed(text, cause):
+    found = cause_of(text)
+    assert cause in found
+    assert "Traceback" not in found
+    assert "returned non-zero exit status" not in found
+    assert "\n" not in found
+
+
+def test_a_failed_job_says_the_cause_first():
+    row = {"status": "FAILED", "error_type": "RUNTIME_ENV_SETUP_FAILURE", "message": _PIP}
+    verdict = judge(row)
+    assert verdict.reason is Reason.RUNTIME_ENV
+    assert verdict.detail == (
+        "the runtime environment could not be built: No matching distribution found for nope"
+    )
+
+
+# ---------------------------------------------------------------------- while Ray tries
+
+_MODULES = ["gcs://_ray_pkg_1.zip"]
+#: As they are posted: of two jobs of one experiment, which share an archive, and of another one.
+_OURS = {"pip": ["nope"], "py_modules": _MODULES}
+_OTHERS = {"pip": ["fine"], "py_modules": _MODULES}
+_STRANGERS = {"pip": ["nope"], "py_modules": ["gcs://_ray_pkg_2.zip"]}
+
+
+def _entry(level: str, text: str) -> str:
+    return f"2026-11-22 05:32:30,268\t{level} runtime_env_agent.py:543 -- {text}\n"
+
+
+def _as_ray_writes_it(env: dict) -> dict:
+    packages = {"packages": env["pip"], "pip_check": False}
+    return {**env, "pip": packages, "env_vars": {"RAY_worker_niceness": "0"}}
+
+
+def _begins(given: dict) -> str:
+    env = json.dumps(_as_ray_writes_it(given))
+    return _entry("INFO", f"Creating runtime env: {env} with timeout 600 seconds.")
+
+
+def _fails(given: dict, text: str = _PIP) -> str:
+    env = json.dumps(_as_ray_writes_it(given))
+    return _entry("ERROR", f"Failed to create runtime env {env}.") + text
+
+
+_OTHER_ENTRY = _entry("INFO", "Got request from 1 to increase reference")
+
+
+@pytest.mark.parametrize(
+    ("log", "count"),
+    [
+        ("", 0),
+        (_begins(_OURS), 0),
+        (_begins(_OURS) + _fails(_OURS), 1),
+        (_begins(_OURS) + _fails(_OURS) + _fails(_OURS) + _OTHER_ENTRY, 2),
+        (_fails(_OURS), 1),  # the beginning lies before the part that was read
+        (_begins(_OTHERS) + _fails(_OTHERS), 0),
+        (_begins(_STRANGERS) + _fails(_STRANGERS), 0),
+        (_begins(_OURS) + _fails(_OTHERS, _CONDA) + _fails(_OURS), 1),
+        (_begins(_OURS) + _fails(_OURS) + _begins(_OURS), 0),  # of an earlier job
+        (_entry("ERROR", "Failed to create runtime env {not json}."), 0),
+    ],
+)
+def test_failures_of_one_environment_are_counted(log, count):
+    assert failures(log, _OURS) == ["No matching distribution found for nope"] * count
+
+
+_ROW = {"status": "PENDING", "runtime_env": _OURS}
+_PENDING = Verdict(JobState.PENDING)
+
+
+def _builds(log: str, success: bool | None = None) -> tuple[EnvBuilds, list[str]]:
+    asked: list[str] = []
+    listed = {
+        "runtime_env": _as_ray_writes_it(_OURS),
+        "success": success,
+        "node_id": "a" * 56,
+    }
+
+    def environments():
+        asked.append("environments")
+        others = [_as_ray_writes_it(one) for one in (_OTHERS, _STRANGERS)]
+        return [*({**listed, "runtime_env": one, "node_id": "b"} for one in others), listed]
+
+    def agent_log(node):
+        asked.append(node)
+        return log
+
+    return EnvBuilds(environments, agent_log), asked
+
+
+def test_a_build_that_goes_on():
+    builds, _ = _builds(_begins(_OURS))
+    verdict = builds.explain(_ROW, _PENDING)
+    assert (verdict.state, verdict.reason) == (JobState.PENDING, Reason.BUILDING)
+    assert not verdict.reason.is_trouble
+
+
+def test_a_build_that_is_tried_again():
+    builds, _ = _builds(_begins(_OURS) + _fails(_OURS) * 2)
+    verdict = builds.explain(_ROW, _PENDING)
+    assert (verdict.state, verdict.reason) == (JobState.PENDING, Reason.REBUILDING)
+    assert verdict.detail == (
+        "Ray failed 2 times to build its runtime environment on node aaaaaaaaaaaa: No matching "
+        "distribution found for nope"
+    )
+
+
+def test_nothing_is_asked_for_a_job_that_builds_nothing():
+    builds, asked = _builds("")
+    running = Verdict(JobState.RUNNING)
+    plain = {"status": "PENDING", "runtime_env": {"py_modules": _MODULES}}
+    assert builds.explain(_ROW, running) is running
+    assert builds.explain(plain, _PENDING) is _PENDING
+    assert builds.explain({"status": "PENDING"}, _PENDING) is _PENDING
+    assert asked == []
+
+
+def test_a_failure_of_another_job_of_the_experiment_is_not_its_own():
+    builds, _ = _builds(_begins(_OURS) + _fails(_OURS))
+    row = {"status": "PENDING", "runtime_env": _OTHERS}
+    assert builds.explain(row, _PENDING).reason is Reason.BUILDING
+
+
+def test_an_environment_that_is_built_explains_nothing():
+    builds, _ = _builds("", success=True)
+    assert builds.explain(_ROW, _PENDING) is _PENDING
+
+
+def test_a_thousand_jobs_cost_two_requests():
+    builds, asked = _builds(_begins(_OURS))
+    for _ in range(1000):
+        assert builds.explain(_ROW, _PENDING).reason is Reason.BUILDING
+    assert asked == ["environments", "a" * 56]
+
+
+def test_a_state_api_that_does_not_answer_changes_nothing():
+    asked = []
+
+    def environments():
+        asked.append(1)
+        raise Gone("no answer")
+
+    builds = EnvBuilds(environments, lambda node: pytest.fail("asked"))
+    for _ in range(3):
+        assert builds.explain(_ROW, _PENDING) is _PENDING
+    assert len(asked) == 1

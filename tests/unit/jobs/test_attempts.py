@@ -1,0 +1,101 @@
+"""What is kept of attempts, and what is known when the cluster tells nothing."""
+
+import dataclasses
+import errno
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from nemo_run_ray.jobs import ledger
+from nemo_run_ray.jobs.attempts import AttemptRecord, merged, of_rows
+from nemo_run_ray.jobs.ledger import Ledger
+from nemo_run_ray.remote.attempts import CLAIM_KEY, NONCE_KEY
+
+_MOMENTS = st.none() | st.floats(0, 2e9)
+
+
+def _row(status: str, nonce: str = "n", posted: int = 1000, ended: int = 0, **metadata) -> dict:
+    row = {"status": status, "metadata": {NONCE_KEY: nonce, **metadata}, "start_time": posted}
+    return {**row, "end_time": ended or None, "driver_node_id": "node"}
+
+
+def test_the_attempts_of_a_job_in_the_table():
+    rows = {
+        "e.a": {**_row("FAILED", ended=5000), "driver_exit_code": 3},
+        "e.a@2": _row("RUNNING", posted=7000),
+        "e.a@3": _row("SUCCEEDED", **{CLAIM_KEY: "cancelled"}),
+        "e.a@4": _row("RUNNING", nonce="a stranger's"),
+        "e.b": _row("RUNNING"),
+    }
+    found = of_rows(rows, "e.a", ["n"], now=9.0)
+    assert list(found) == ["e.a", "e.a@2"]
+    assert (found["e.a"].posted_at, found["e.a"].ended_at) == (1.0, 5.0)
+    assert (found["e.a"].state, found["e.a"].exit_code) == ("FAILED", 3)
+    assert (found["e.a@2"].running_at, found["e.a@2"].ended_at) == (9.0, None)
+
+
+def _attempt(state: str = "RUNNING", running_at: float | None = None) -> AttemptRecord:
+    return AttemptRecord("e.a", state, posted_at=1.0, running_at=running_at)
+
+
+def test_what_was_seen_stays_when_the_cluster_tells_nothing():
+    kept = {"e.a": _attempt(running_at=2.0)}
+    assert merged(kept, {}) == kept
+    ended = dataclasses.replace(_attempt("SUCCEEDED"), ended_at=9.0)
+    (found,) = merged(kept, {"e.a": ended}).values()
+    assert (found.state, found.running_at, found.ended_at) == ("SUCCEEDED", 2.0, 9.0)
+
+
+@given(_MOMENTS, _MOMENTS, _MOMENTS)
+def test_the_first_moment_at_which_it_was_seen_running_counts(kept, now, told):
+    others = {"e.a": told} if told is not None else {}
+    before, after = {"e.a": _attempt("PENDING", kept)}, {"e.a": _attempt("RUNNING", now)}
+    (found,) = merged(before, after, others).values()
+    known = [one for one in (kept, now, told) if one is not None]
+    assert found.running_at == (min(known) if known else None)
+
+
+def test_the_ledger_keeps_them(tmp_path):
+    book = Ledger(tmp_path)
+    given = {"job": "a", "role": "a", "cluster": {}, "session": "s"}
+    book.write(ledger.INTENT, "e.a", **given, nonce="n")
+    attempt = dataclasses.replace(_attempt("FAILED", 2.0), ended_at=3.0, exit_code=1, node="x")
+    book.keep_attempts({"e.a": {"e.a": attempt}})
+    book.write(ledger.SUBMITTED, "e.a")
+    book.write(ledger.INTENT, "e.a", **given, nonce="m")
+    (record,) = book.jobs().values()
+    assert record.attempts == {"e.a": attempt}
+    assert record.terminal == {}
+    later = {**attempt.to_json(), "later": 1}
+    verdict = {"state": "FAILED", "reason": "", "detail": "", "node": ""}
+    book.write(ledger.TERMINAL, "e.a", verdict=verdict, attempts=[later])
+    (record,) = book.jobs().values()
+    assert record.attempts == {"e.a": attempt}
+    assert record.terminal == verdict
+
+
+def test_nothing_is_written_for_nothing(tmp_path):
+    Ledger(tmp_path).keep_attempts({})
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_who_knows_less_takes_nothing_away(tmp_path):
+    """Several processes look; one that came late has not seen when it began to run."""
+    book = Ledger(tmp_path)
+    book.write(ledger.INTENT, "e.a", job="a", role="a", cluster={}, session="s", nonce="n")
+    book.keep_attempts({"e.a": {"e.a": _attempt("RUNNING", 2.0)}})
+    late = dataclasses.replace(_attempt("SUCCEEDED"), ended_at=9.0)
+    verdict = {"state": "SUCCEEDED", "reason": "", "detail": "", "node": ""}
+    book.write(ledger.TERMINAL, "e.a", verdict=verdict, attempts=[late.to_json()])
+    (record,) = book.jobs().values()
+    assert record.attempts["e.a"].running_at == 2.0
+    assert record.attempts["e.a"].ended_at == 9.0
+
+
+def test_a_full_disk_does_not_end_a_look(tmp_path, monkeypatch, caplog):
+    def full(_: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("os.fsync", full)
+    Ledger(tmp_path).keep_attempts({"e.a": {"e.a": _attempt()}})
+    assert "No space left on device" in caplog.text

@@ -1,0 +1,171 @@
+import json
+import logging
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import nemo_run.config
+import pytest
+
+from nemo_run_ray.errors import JobError
+from nemo_run_ray.jobs import ledger
+from nemo_run_ray.jobs.ledger import INTENT, SUBMITTED, TERMINAL, UNSETTLED, Ledger
+from nemo_run_ray.planning.job_plan import job_id
+
+_INTENT = {"job": "j", "role": "r", "cluster": {"kind": "local"}, "session": "s", "nonce": "n"}
+_VERDICT = {"state": "FAILED", "reason": "exit code", "detail": "é\n'", "node": ""}
+
+
+@pytest.fixture
+def home(tmp_path):
+    before = nemo_run.config.get_nemorun_home()
+    nemo_run.config.set_nemorun_home(str(tmp_path / "home é"))
+    yield tmp_path / "home é"
+    nemo_run.config.set_nemorun_home(before)
+
+
+@pytest.fixture
+def book(tmp_path):
+    return Ledger(tmp_path)
+
+
+def test_events_become_records(book, tmp_path):
+    book.write(INTENT, "exp.a", **_INTENT)
+    book.write(INTENT, "exp.b", **{**_INTENT, "job": "two\nlines é"})
+    book.write(SUBMITTED, "exp.a")
+    book.write(TERMINAL, "exp.a", verdict=_VERDICT)
+    book.write(UNSETTLED, "exp.b", why="no")
+    one, two = Ledger(tmp_path).jobs().values()
+    assert (one.submission_id, one.last, one.terminal) == ("exp.a", SUBMITTED, _VERDICT)
+    assert (two.submission_id, two.last, two.terminal) == ("exp.b", UNSETTLED, {})
+    assert (two.job, two.cluster, two.nonces) == ("two\nlines é", {"kind": "local"}, ["n"])
+    assert one.exp_dir == tmp_path
+
+
+def test_no_ledger_is_no_jobs(book):
+    assert book.jobs() == {}
+
+
+def test_a_second_intent_starts_the_record_anew(book):
+    book.write(INTENT, "exp.a", **_INTENT)
+    book.write(UNSETTLED, "exp.a", why="no")
+    book.write(INTENT, "exp.a", **{**_INTENT, "nonce": "n2"})
+    assert (book.jobs()["exp.a"].last, book.jobs()["exp.a"].nonces) == (INTENT, ["n", "n2"])
+
+
+def test_a_torn_line_is_ignored_and_repaired_by_the_next_write(book, caplog):
+    book.write(INTENT, "exp.a", **_INTENT)
+    book.write(INTENT, "exp.b", **_INTENT)
+    whole = book.path.read_bytes()
+    first = whole.index(b"\n") + 1
+    for cut in range(first + 1, len(whole) - 1):
+        book.path.write_bytes(whole[:cut])
+        with caplog.at_level(logging.WARNING):
+            assert list(book.jobs()) == ["exp.a"]
+        assert "Line 2" in caplog.text
+        caplog.clear()
+    book.write(SUBMITTED, "exp.a")
+    book.write(INTENT, "exp.c", **_INTENT)
+    assert list(book.jobs()) == ["exp.a", "exp.c"]
+    assert book.jobs()["exp.a"].last == SUBMITTED
+
+
+def test_bytes_that_are_no_text_are_ignored(book):
+    book.write(INTENT, "exp.a", **_INTENT)
+    with open(book.path, "ab") as file:
+        file.write(b"\0\0\xff\xfe")
+    book.write(INTENT, "exp.b", **_INTENT)
+    assert list(book.jobs()) == ["exp.a", "exp.b"]
+
+
+_WRITER = """
+import sys
+from pathlib import Path
+from nemo_run_ray.jobs.ledger import Ledger
+book = Ledger(Path(sys.argv[1]))
+for number in range(40):
+    book.write("note", f"{sys.argv[2]}.{number}", text="x" * 5000)
+"""
+
+
+def test_writers_do_not_mix_their_lines(tmp_path):
+    words = [sys.executable, "-c", _WRITER, str(tmp_path)]
+    processes = [subprocess.Popen([*words, f"p{number}"]) for number in range(2)]
+
+    def write(name: str) -> None:
+        for number in range(40):
+            Ledger(tmp_path).write("note", f"{name}.{number}", text="y" * 5000)
+
+    threads = [threading.Thread(target=write, args=(f"t{number}",)) for number in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert [process.wait(60) for process in processes] == [0, 0]
+    events = [json.loads(line) for line in Ledger(tmp_path).path.read_bytes().splitlines()]
+    names = [f"{kind}{one}" for kind, count in (("p", 2), ("t", 4)) for one in range(count)]
+    written = [event["id"] for event in events]
+    assert sorted(written) == sorted(f"{name}.{number}" for name in names for number in range(40))
+    for name in names:
+        assert [one for one in written if one.startswith(f"{name}.")] == [
+            f"{name}.{number}" for number in range(40)
+        ]
+
+
+def _submit(exp_dir: Path, job: str = "job") -> str:
+    submission_id = job_id(exp_dir.name, job)
+    exp_dir.mkdir(parents=True, exist_ok=True)
+    Ledger(exp_dir).write(INTENT, submission_id, **{**_INTENT, "job": job})
+    return submission_id
+
+
+@pytest.mark.parametrize(
+    "title", ["plain", "a.b", "a b", "é'\"", "a\nb", ".hidden", "[x]*", "x" * 200]
+)
+def test_a_job_is_found_by_its_id(home, title):
+    exp_dir = home / "experiments" / title / f"{title}_1700000000"
+    submission_id = _submit(exp_dir, f"{title}.job é")
+    ledger.remember(exp_dir, exp_dir.name)
+    found = ledger.find(submission_id)
+    assert (found.submission_id, found.exp_dir) == (submission_id, exp_dir)
+
+
+def test_experiments_with_alike_ids_are_kept_apart(home):
+    dirs = [home / "experiments" / title / f"{title}_1" for title in ("a", "a_1.b", "a_1")]
+    ids = [_submit(one) for one in dirs]
+    assert [ledger.find(one).exp_dir for one in ids] == dirs
+
+
+@pytest.mark.parametrize("name", ["exp_1", "exp é_1", "a.b_1", "x" * 200])
+def test_an_experiment_outside_of_the_home_is_found(home, tmp_path, monkeypatch, name):
+    exp_dir = tmp_path / "else where\n" / name
+    submission_id = _submit(exp_dir)
+    with pytest.raises(JobError, match="No experiment"):
+        ledger.find(submission_id)
+    ledger.remember(exp_dir, name)
+    monkeypatch.chdir("/")
+    assert ledger.find(submission_id).exp_dir == exp_dir
+
+
+def test_a_relative_folder_is_found_from_elsewhere(home, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    submission_id = _submit(Path("here") / "exp_1")
+    ledger.remember(Path("here") / "exp_1", "exp_1")
+    monkeypatch.chdir("/")
+    assert ledger.find(submission_id).exp_dir == tmp_path / "here" / "exp_1"
+
+
+def test_an_unknown_job_is_named_with_the_home(home):
+    with pytest.raises(JobError, match=r"exp_1\.job") as caught:
+        ledger.find("exp_1.job")
+    assert str(home) in str(caught.value)
+
+
+def test_an_experiment_that_was_moved_away_is_not_found(home, tmp_path):
+    exp_dir = tmp_path / "exp_1"
+    submission_id = _submit(exp_dir)
+    ledger.remember(exp_dir, "exp_1")
+    exp_dir.rename(tmp_path / "gone")
+    with pytest.raises(JobError):
+        ledger.find(submission_id)

@@ -1,0 +1,1045 @@
+"""Rules by example, safety on random tables, and an end of every chain in a simulated cluster."""
+
+import copy
+import random
+from dataclasses import dataclass, replace
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from nemo_run_ray.remote.attempts import CANCELLED, NOT_PLACED, Seen, attempt_id, attempts_of, seen
+from nemo_run_ray.remote.dispatch.decide import (
+    ALL_SUCCEEDED,
+    NODE_DEAD_S,
+    NOT_ALL_SUCCEEDED,
+    SETTLE_S,
+    STARTING_MAX,
+    STUCK_S,
+    Action,
+    Decision,
+    Do,
+    decide,
+)
+from nemo_run_ray.remote.spec import ChainSpec, LinkSpec, OutsideSpec
+from nemo_run_ray.remote.states import JobState, Reason, Verdict
+
+NOW = 100_000.0
+PERMANENT = {Reason.RUNTIME_ENV, Reason.UNSCHEDULABLE, Reason.NOT_PLACED}
+
+
+def link(name: str, *after: str, **fields) -> LinkSpec:
+    return LinkSpec(name, f"e.{name}", f"nonce-{name}", {}, after, **fields)
+
+
+def chain(*links: LinkSpec, **fields) -> ChainSpec:
+    return ChainSpec("e.dispatcher", "boss", links, **fields)
+
+
+def row(state: JobState, job: str, reason: Reason = Reason.NONE, **fields) -> Seen:
+    """A row of a job of ``link``; what has ended did so long ago."""
+    fields = {"nonce": f"nonce-{job}", "posted_at": 100.0, **fields}
+    if state.is_terminal:
+        fields = {"ended_at": 200.0, **fields}
+    return Seen(Verdict(state, reason), **fields)
+
+
+def pending(job: str, **fields) -> Seen:
+    return row(JobState.PENDING, job, **fields)
+
+
+def running(job: str, **fields) -> Seen:
+    return row(JobState.RUNNING, job, **fields)
+
+
+def succeeded(job: str, **fields) -> Seen:
+    return row(JobState.SUCCEEDED, job, **fields)
+
+
+def failed(job: str, reason: Reason = Reason.EXIT_CODE, **fields) -> Seen:
+    if reason is Reason.EXIT_CODE:
+        fields = {"exit_code": 1, **fields}
+    return row(JobState.FAILED, job, reason, **fields)
+
+
+def claimed(job: str, words: str = CANCELLED, **fields) -> Seen:
+    return row(JobState.SUCCEEDED, job, claim=words, **fields)
+
+
+def did(decision: Decision, *kinds: Do) -> list[str]:
+    """Ids of the actions of these kinds."""
+    return [one.submission_id for one in decision.actions if one.do in kinds]
+
+
+def submitted(plan: ChainSpec, table: dict[str, Seen], now: float = NOW, **options) -> list[str]:
+    return did(decide(plan, table, now, **options), Do.SUBMIT)
+
+
+def stopped(plan: ChainSpec, table: dict[str, Seen], now: float = NOW, **options) -> list[str]:
+    return did(decide(plan, table, now, **options), Do.STOP)
+
+
+def standing(plan: ChainSpec, table: dict[str, Seen], name: str, now: float = NOW) -> Verdict:
+    return decide(plan, table, now).standings[name]
+
+
+# ------------------------------------------------------------------ what comes first
+
+
+def test_what_depends_on_nothing_is_submitted():
+    assert submitted(chain(link("a"), link("b")), {}) == ["e.a", "e.b"]
+
+
+@pytest.mark.parametrize("state", [JobState.PENDING, JobState.RUNNING, JobState.UNKNOWN])
+def test_a_job_waits_until_its_upstream_has_succeeded(state):
+    plan = chain(link("a"), link("b", "a"))
+    table = {"e.a": row(state, "a")}
+    assert submitted(plan, table) == []
+    verdict = standing(plan, table, "b")
+    assert (verdict.state, verdict.reason) == (JobState.WAITING, Reason.WAITS)
+    assert verdict.waits_for == ("a",)
+    assert submitted(plan, {"e.a": succeeded("a")}) == ["e.b"]
+
+
+def test_a_later_attempt_that_succeeded_releases_what_waits():
+    plan = chain(link("a", retries=1), link("b", "a"))
+    assert submitted(plan, {"e.a": failed("a"), "e.a@2": succeeded("a")}) == ["e.b"]
+
+
+def test_the_success_of_a_claim_releases_nothing():
+    plan = chain(link("a"), link("b", "a"))
+    assert submitted(plan, {"e.a": claimed("a")}) == []
+
+
+def test_the_success_of_a_stranger_releases_nothing():
+    plan = chain(link("a"), link("b", "a"))
+    assert submitted(plan, {"e.a": succeeded("a", nonce="stranger")}) == []
+
+
+def test_all_downstream_of_a_failure_is_cancelled_and_the_rest_goes_on():
+    plan = chain(link("a"), link("x"), link("b", "a"), link("c", "b"), link("y", "x"))
+    table = {"e.a": failed("a"), "e.x": succeeded("x")}
+    decision = decide(plan, table, NOW)
+    for name in ("b", "c"):
+        verdict = decision.standings[name]
+        assert (verdict.state, verdict.reason) == (JobState.CANCELLED, Reason.UPSTREAM)
+        assert verdict.attempt == 0
+    assert "a failed" in decision.standings["b"].detail
+    assert "b was cancelled" in decision.standings["c"].detail
+    assert did(decision, Do.SUBMIT) == ["e.y"]
+
+
+def test_a_retry_waits_for_its_upstream_as_the_first_attempt_did():
+    plan = chain(link("a"), link("b", "a", retries=1))
+    table = {"e.a": running("a"), "e.b": failed("b")}
+    assert submitted(plan, table) == []
+
+
+def test_a_retry_is_given_up_with_its_upstream():
+    plan = chain(link("a"), link("b", "a", retries=1))
+    decision = decide(plan, {"e.a": failed("a"), "e.b": failed("b")}, NOW)
+    assert did(decision, Do.SUBMIT) == []
+    assert decision.is_over
+
+
+# ------------------------------------------------------------------ other experiments
+
+
+OTHER = OutsideSpec("o.x", ("nonce-x", "nonce-of-an-earlier-run"), "o.dispatcher")
+DIRECT = OutsideSpec("o.x", ("nonce-x",))
+
+
+@pytest.mark.parametrize("outside", [OTHER, DIRECT])
+def test_a_job_waits_for_a_job_of_another_experiment(outside):
+    plan = chain(link("a", outside=(outside,)))
+    for table in ({}, {"o.x": running("x")}, {"o.x": succeeded("x", nonce="stranger")}):
+        assert submitted(plan, table) == []
+        assert standing(plan, table, "a").waits_for == ("o.x",)
+    assert submitted(plan, {"o.x": succeeded("x")}) == ["e.a"]
+
+
+def test_only_the_chains_own_jobs_have_a_standing():
+    decision = decide(chain(link("a", outside=(OTHER,))), {"o.x": succeeded("x")}, NOW)
+    assert set(decision.standings) == {"a"}
+
+
+def test_a_job_named_as_anothers_id_is_a_job_of_its_own():
+    plan = chain(LinkSpec("o.x", "e.o.x", "mine", {}), link("b", "o.x", outside=(OTHER,)))
+    decision = decide(plan, {"o.x": succeeded("x")}, NOW)
+    assert set(decision.standings) == {"o.x", "b"}
+    assert did(decision, Do.SUBMIT) == ["e.o.x"]
+
+
+def test_another_experiments_retry_is_waited_for():
+    plan = chain(link("a", outside=(OTHER,)))
+    assert not decide(plan, {"o.x": failed("x", retries=1)}, NOW).is_over
+    assert decide(plan, {"o.x": failed("x", retries=0)}, NOW).is_over
+    table = {"o.x": failed("x", retries=1), "o.x@2": succeeded("x", retries=1)}
+    assert submitted(plan, table) == ["e.a"]
+
+
+def test_another_experiments_permanent_exit_code_is_final():
+    plan = chain(link("a", outside=(OTHER,)))
+    gone = failed("x", exit_code=7, retries=3, permanent_exit_codes=(7,))
+    assert standing(plan, {"o.x": gone}, "a").reason is Reason.UPSTREAM
+
+
+def test_a_job_without_a_dispatcher_has_one_attempt():
+    plan = chain(link("a", outside=(DIRECT,)))
+    for reason in (Reason.EXIT_CODE, Reason.START_TIMEOUT):
+        table = {"o.x": failed("x", reason, retries=3)}
+        assert standing(plan, table, "a").reason is Reason.UPSTREAM
+
+
+@pytest.mark.parametrize("code", [ALL_SUCCEEDED, NOT_ALL_SUCCEEDED])
+def test_what_another_experiment_never_started_is_cancelled_with_it(code):
+    plan = chain(link("a", outside=(OTHER,)))
+    ended = row(JobState.SUCCEEDED if code == 0 else JobState.FAILED, "boss", exit_code=code)
+    assert standing(plan, {"o.dispatcher": ended}, "a").state is JobState.CANCELLED
+    assert standing(plan, {"o.dispatcher": running("boss")}, "a").state is JobState.WAITING
+    died = row(JobState.FAILED, "boss", Reason.NODE_DIED)
+    assert standing(plan, {"o.dispatcher": died}, "a").state is JobState.WAITING
+    table = {"o.dispatcher": died, "o.dispatcher@2": ended}
+    assert standing(plan, table, "a").state is JobState.CANCELLED
+
+
+@pytest.mark.parametrize("last", [failed("x", retries=1), failed("x", Reason.START_TIMEOUT)])
+def test_what_another_experiment_gave_up_between_two_attempts_is_not_waited_for(last):
+    plan = chain(link("a", outside=(OTHER,)))
+    table = {"o.x": last, "o.dispatcher": row(JobState.FAILED, "boss", exit_code=NOT_ALL_SUCCEEDED)}
+    verdict = standing(plan, table, "a")
+    assert (verdict.state, verdict.reason) == (JobState.CANCELLED, Reason.UPSTREAM)
+
+
+# ------------------------------------------------------------------ attempts
+
+
+def test_a_failure_is_tried_again_so_often_as_asked():
+    plan = chain(link("a", retries=2))
+    table = {}
+    for number in (1, 2, 3):
+        assert submitted(plan, table) == [attempt_id("e.a", number)]
+        table[attempt_id("e.a", number)] = failed("a")
+    verdict = standing(plan, table, "a")
+    assert (verdict.state, verdict.reason) == (JobState.FAILED, Reason.EXIT_CODE)
+    assert verdict.attempt == 3
+    assert submitted(plan, table) == []
+
+
+def test_a_start_timeout_does_not_count():
+    plan = chain(link("a"))
+    table = {attempt_id("e.a", number): failed("a", Reason.START_TIMEOUT) for number in range(1, 9)}
+    assert submitted(plan, table) == ["e.a@9"]
+    table["e.a@9"] = failed("a")
+    assert decide(plan, table, NOW).is_over
+
+
+@pytest.mark.parametrize("reason", sorted(PERMANENT))
+def test_what_cannot_change_is_not_tried_again(reason):
+    decision = decide(chain(link("a", retries=5)), {"e.a": failed("a", reason)}, NOW)
+    assert decision.is_over
+    assert decision.standings["a"].reason is reason
+
+
+def test_a_permanent_exit_code_is_not_tried_again():
+    plan = chain(link("a", retries=5, permanent_exit_codes=(0, 42)))
+    assert submitted(plan, {"e.a": failed("a", exit_code=43)}) == ["e.a@2"]
+    assert decide(plan, {"e.a": failed("a", exit_code=42)}, NOW).is_over
+
+
+def test_a_retry_comes_a_moment_after_the_failure():
+    plan = chain(link("a", retries=1))
+    table = {"e.a": failed("a", ended_at=NOW)}
+    assert submitted(plan, table, NOW + SETTLE_S / 2) == []
+    assert submitted(plan, table, NOW + SETTLE_S) == ["e.a@2"]
+
+
+def test_a_retry_waits_until_nothing_runs_on_a_dead_node():
+    plan = chain(link("a", retries=1))
+    table = {"e.a": failed("a", Reason.NODE_DIED, ended_at=NOW)}
+    assert submitted(plan, table, NOW + NODE_DEAD_S - 1) == []
+    assert submitted(plan, table, NOW + NODE_DEAD_S) == ["e.a@2"]
+    assert submitted(plan, table, NOW + 10, node_dead_s=10) == ["e.a@2"]
+    assert not decide(plan, table, NOW).is_over
+
+
+def test_what_somebody_stopped_is_not_tried_again():
+    plan = chain(link("a", retries=3))
+    decision = decide(plan, {"e.a": row(JobState.CANCELLED, "a", Reason.CANCELLED)}, NOW)
+    assert decision.is_over
+    assert decision.standings["a"].state is JobState.CANCELLED
+
+
+def test_no_attempt_while_an_older_one_lives():
+    plan = chain(link("a", retries=5))
+    table = {"e.a": running("a"), "e.a@2": failed("a")}
+    decision = decide(plan, table, NOW)
+    assert did(decision, Do.STOP) == ["e.a"]
+    assert did(decision, Do.SUBMIT) == []
+
+
+def test_what_lives_beside_a_success_is_stopped():
+    plan = chain(link("a", retries=5))
+    assert stopped(plan, {"e.a": succeeded("a"), "e.a@2": running("a")}) == ["e.a@2"]
+
+
+def test_older_live_attempts_are_stopped():
+    plan = chain(link("a", retries=5))
+    table = {"e.a": running("a"), "e.a@2": pending("a"), "e.a@3": running("a")}
+    assert stopped(plan, table) == ["e.a", "e.a@2"]
+
+
+@pytest.mark.parametrize(
+    "tail", ["@0", "@1", "@01", "@02", "@x", "@", "@-2", "@٢", "@²", "@2@2", ".a2"]
+)
+def test_strange_numbers_are_nobodys(tail):
+    plan = chain(link("a", retries=1))
+    for stray in (failed("a"), running("stranger"), claimed("a")):
+        assert decide(plan, {f"e.a{tail}": stray}, NOW) == decide(plan, {}, NOW)
+
+
+def test_a_number_of_thousands_of_digits_is_nobodys():
+    plan = chain(link("a"))
+    assert submitted(plan, {f"e.a@{'9' * 5000}": running("stranger")}) == ["e.a"]
+
+
+def test_attempts_are_found_by_id_and_number():
+    table = {"x": running("x"), "x@2": pending("x"), "x@12": failed("x"), "y": running("y")}
+    found = attempts_of(["x", "z"], table)
+    assert found == {"x": {1: table["x"], 2: table["x@2"], 12: table["x@12"]}, "z": {}}
+
+
+def test_a_job_named_as_an_attempt_was_once_is_a_job_of_its_own():
+    plan = chain(link("x", retries=1), link("x.a2"))
+    decision = decide(plan, {"e.x": failed("x"), "e.x.a2": running("x.a2")}, NOW)
+    assert did(decision, Do.SUBMIT) == ["e.x@2"]
+    assert decision.standings["x.a2"].state is JobState.RUNNING
+
+
+def test_what_ray_lost_without_a_reason_may_still_run():
+    plan = chain(link("a", retries=1))
+    table = {"e.a": failed("a", Reason.OTHER, ended_at=NOW)}
+    assert submitted(plan, table, NOW + NODE_DEAD_S - 1) == []
+    assert submitted(plan, table, NOW + NODE_DEAD_S) == ["e.a@2"]
+
+
+def test_the_clock_of_a_node_that_is_ahead_delays_no_attempt():
+    plan = chain(link("a", retries=1))
+    assert submitted(plan, {"e.a": failed("a", ended_at=NOW + 3600)}) == ["e.a@2"]
+
+
+def test_after_a_start_timeout_one_at_a_time_waits_for_such_room():
+    room = {"entrypoint_resources": {"worker": 1}}
+    links = [LinkSpec(one, f"e.{one}", f"nonce-{one}", room) for one in "abc"]
+    plan = chain(*links, link("small"))
+    given_up = failed("a", Reason.START_TIMEOUT)
+    assert submitted(plan, {"e.a": given_up}) == ["e.a@2", "e.small"]
+    assert submitted(plan, {"e.a": given_up, "e.a@2": running("a")}) == ["e.b", "e.small"]
+
+
+# ------------------------------------------------------------------ claims and cancelling
+
+
+def test_what_runs_below_a_claim_has_an_open_end():
+    plan = chain(link("a"), link("b", "a"))
+    table = {"e.a": running("a"), "e.a@2": claimed("a")}
+    decision = decide(plan, table, NOW)
+    assert decision.standings["a"].state is JobState.RUNNING
+    assert did(decision, Do.STOP) == ["e.a"]
+    assert submitted(plan, {**table, "e.a": succeeded("a")}) == ["e.b"]
+
+
+def test_a_job_of_another_experiment_that_was_cancelled_is_not_waited_for():
+    plan = chain(link("a", outside=(OTHER,)))
+    table = {"o.dispatcher": row(JobState.FAILED, "o"), "o.dispatcher@cancel": claimed("o")}
+    assert standing(plan, table, "a").reason is Reason.UPSTREAM
+    stranger = {**table, "o.dispatcher@cancel": claimed("x")}
+    assert standing(plan, stranger, "a").state is JobState.WAITING
+
+
+@pytest.mark.parametrize(
+    ("words", "state", "reason"),
+    [
+        (CANCELLED, JobState.CANCELLED, Reason.CANCELLED),
+        (NOT_PLACED, JobState.FAILED, Reason.NOT_PLACED),
+        ("Ray refuses it: no such image", JobState.FAILED, Reason.NOT_STARTED),
+    ],
+)
+@pytest.mark.parametrize("of", [JobState.PENDING, JobState.FAILED])
+def test_a_claim_is_final_whatever_becomes_of_its_row(words, state, reason, of):
+    plan = chain(link("a", retries=5), link("b", "a"))
+    decision = decide(plan, {"e.a": failed("a"), "e.a@2": row(of, "a", claim=words)}, NOW)
+    assert decision.actions == ()
+    verdict = decision.standings["a"]
+    assert (verdict.state, verdict.reason, verdict.attempt) == (state, reason, 1)
+    assert decision.standings["b"].reason is Reason.UPSTREAM
+
+
+def test_what_lives_below_a_claim_is_stopped():
+    plan = chain(link("a", retries=5))
+    assert stopped(plan, {"e.a": running("a"), "e.a@2": claimed("a")}) == ["e.a"]
+
+
+def test_what_succeeded_below_a_claim_has_succeeded():
+    plan = chain(link("a"))
+    assert standing(plan, {"e.a": succeeded("a"), "e.a@2": claimed("a")}, "a").state is (
+        JobState.SUCCEEDED
+    )
+
+
+def test_the_claim_of_the_cancel_id_ends_everything():
+    plan = chain(link("a"), link("b", retries=3), link("c", "a"), link("d"), max_in_flight=9)
+    table = {
+        plan.cancel_id: claimed("any", nonce="boss"),
+        "e.a": running("a"),
+        "e.b": failed("b"),
+        "e.d": succeeded("d"),
+    }
+    decision = decide(plan, table, NOW)
+    assert decision.actions == (Action(Do.STOP, "a", "e.a", decision.actions[0].why),)
+    states = {name: verdict.state for name, verdict in decision.standings.items()}
+    assert states == {
+        "a": JobState.RUNNING,
+        "b": JobState.CANCELLED,
+        "c": JobState.CANCELLED,
+        "d": JobState.SUCCEEDED,
+    }
+
+
+@pytest.mark.parametrize("cancel", [claimed("x", nonce="stranger"), running("x", nonce="boss")])
+def test_only_our_own_claim_cancels(cancel):
+    plan = chain(link("a"))
+    assert submitted(plan, {plan.cancel_id: cancel}) == ["e.a"]
+
+
+# ------------------------------------------------------------------ strangers
+
+
+@pytest.mark.parametrize("where", ["e.a", "e.a@2"])
+def test_a_stranger_at_a_jobs_id_fails_the_job_and_is_left_alone(where):
+    plan = chain(link("a", retries=3), link("b", "a"))
+    table = {"e.a": failed("a"), where: running("a", nonce="stranger")}
+    decision = decide(plan, table, NOW)
+    assert decision.actions == ()
+    assert decision.standings["a"].reason is Reason.TAKEN
+    assert where in decision.standings["a"].detail
+    assert decision.standings["b"].reason is Reason.UPSTREAM
+
+
+@pytest.mark.parametrize("stranger", [JobState.RUNNING, JobState.PENDING])
+def test_a_stranger_takes_no_place_of_ours(stranger):
+    plan = chain(link("a"), link("b"), max_in_flight=1)
+    table = {"e.a": row(stranger, "a", nonce="stranger")}
+    assert submitted(plan, table) == ["e.b"]
+
+
+# ------------------------------------------------------------------ room
+
+
+@pytest.mark.parametrize(("own", "given_limit"), [(2, None), (2, 5), (None, 2)])
+def test_no_more_at_once_than_the_limit(own, given_limit):
+    plan = chain(*(link(name) for name in "abcd"), max_in_flight=own)
+    assert submitted(plan, {}, limit=given_limit) == ["e.a", "e.b"]
+    assert submitted(plan, {"e.b": running("b")}, limit=given_limit) == ["e.a"]
+    table = {f"e.{name}": running(name) for name in "bcd"}
+    decision = decide(plan, table, NOW, given_limit)
+    assert decision.actions == ()
+
+
+def test_claims_take_no_room():
+    plan = chain(link("a"), link("b"), max_in_flight=1)
+    assert submitted(plan, {"e.a": row(JobState.PENDING, "a", claim=CANCELLED)}) == ["e.b"]
+
+
+def test_only_some_start_at_the_same_moment():
+    plan = chain(*(link(f"j{number}") for number in range(STARTING_MAX + 3)))
+    first = submitted(plan, {})
+    assert len(first) == STARTING_MAX
+    table = {name: pending(name.partition(".")[2], posted_at=NOW) for name in first}
+    assert submitted(plan, table) == []
+    table[first[0]] = running("j0")
+    assert submitted(plan, table) == [f"e.j{STARTING_MAX}"]
+
+
+def test_behind_one_that_waits_for_room_only_others_go_on():
+    big, small = {"entrypoint_num_gpus": 8}, {"entrypoint_num_cpus": 1}
+    plan = chain(
+        *(replace(link(name), body={"entrypoint": name, **big}) for name in "ab"),
+        replace(link("c"), body=small),
+    )
+    table = {"e.a": pending("a", posted_at=NOW - STUCK_S - 1)}
+    assert submitted(plan, table) == ["e.c"]
+    assert submitted(plan, {"e.a": pending("a", posted_at=NOW - 1)}) == ["e.b", "e.c"]
+
+
+# ------------------------------------------------------------------ what gets no room
+
+
+def test_what_gets_no_room_in_time_is_claimed_and_then_stopped():
+    plan = chain(link("a", pending_timeout_s=60.0, retries=3))
+    table = {"e.a": pending("a", posted_at=NOW)}
+    assert decide(plan, table, NOW + 59).actions == ()
+    claim, stop = decide(plan, table, NOW + 61).actions
+    assert (claim.do, claim.submission_id, claim.why) == (Do.CLAIM, "e.a@2", NOT_PLACED)
+    assert (stop.do, stop.submission_id) == (Do.STOP, "e.a")
+    table["e.a@2"] = claimed("a", NOT_PLACED)
+    assert stopped(plan, table, NOW + 62) == ["e.a"]
+    assert standing(plan, table, "a").reason is Reason.NOT_PLACED
+
+
+def test_what_runs_has_its_room():
+    plan = chain(link("a", pending_timeout_s=60.0))
+    assert decide(plan, {"e.a": running("a", posted_at=0.0)}, NOW).actions == ()
+
+
+def test_starts_that_ray_gave_up_belong_to_the_same_wait():
+    plan = chain(link("a", pending_timeout_s=1000.0))
+    table = {
+        "e.a": failed("a", Reason.START_TIMEOUT, posted_at=NOW, ended_at=NOW + 900),
+        "e.a@2": pending("a", posted_at=NOW + 901),
+    }
+    assert decide(plan, table, NOW + 999).actions == ()
+    assert did(decide(plan, table, NOW + 1001), Do.CLAIM) == ["e.a@3"]
+
+
+def test_a_failure_ends_the_wait_for_room():
+    plan = chain(link("a", pending_timeout_s=1000.0, retries=1))
+    table = {
+        "e.a": failed("a", posted_at=NOW, ended_at=NOW + 900),
+        "e.a@2": pending("a", posted_at=NOW + 901),
+    }
+    assert decide(plan, table, NOW + 1001).actions == ()
+
+
+# ------------------------------------------------------------------ rows
+
+
+def test_a_row_of_rays_table_is_understood():
+    found = seen(
+        {
+            "status": "FAILED",
+            "error_type": "JOB_ENTRYPOINT_COMMAND_ERROR",
+            "driver_exit_code": 3,
+            "driver_node_id": "abc",
+            "message": "x last available logs (truncated to 20,000 chars):\none\ntwo",
+            "start_time": 1500,
+            "end_time": 2500,
+            "metadata": {
+                "nemo_run_ray": "mine",
+                "nemo_run_ray_retries": "2",
+                "nemo_run_ray_permanent": "3,4",
+            },
+        }
+    )
+    assert (found.posted_at, found.ended_at, found.exit_code) == (1.5, 2.5, 3)
+    assert (found.nonce, found.retries, found.permanent_exit_codes) == ("mine", 2, (3, 4))
+    assert found.verdict.reason is Reason.EXIT_CODE
+    assert "\n" not in found.verdict.detail
+    assert not found.is_live
+
+
+def test_a_claim_is_no_live_attempt():
+    found = seen({"status": "RUNNING", "metadata": {"nemo_run_ray_claim": CANCELLED}})
+    assert found.claim == CANCELLED
+    assert not found.is_live
+
+
+@pytest.mark.parametrize(
+    "metadata",
+    [
+        None,
+        {},
+        {"nemo_run_ray_retries": "many"},
+        {"nemo_run_ray_permanent": "1,two"},
+        {"nemo_run_ray_retries": ""},
+    ],
+)
+def test_any_row_can_be_read(metadata):
+    found = seen({"status": "RUNNING", "start_time": None, "metadata": metadata})
+    assert (found.retries, found.permanent_exit_codes) == (0, ())
+    assert found.is_live
+
+
+# ------------------------------------------------------------------ safety on random tables
+
+
+@dataclass(frozen=True)
+class Scene:
+    """A chain, a table that may be impossible, and a limit."""
+
+    chain: ChainSpec
+    table: dict[str, Seen]
+    limit: int | None
+
+    def decide(self) -> Decision:
+        return decide(self.chain, self.table, NOW, self.limit)
+
+    def own(self, one: LinkSpec) -> dict[int, Seen]:
+        """Rows at the ids of a job, also strangers'."""
+        ids = {attempt_id(one.id, number): number for number in range(1, 10)}
+        return {ids[name]: row for name, row in self.table.items() if name in ids}
+
+    def live(self, one: LinkSpec) -> list[int]:
+        return [n for n, row in self.own(one).items() if row.is_live and row.nonce == one.nonce]
+
+    def has_stranger(self, one: LinkSpec) -> bool:
+        return any(row.nonce != one.nonce for row in self.own(one).values())
+
+    def proven(self, one: LinkSpec | OutsideSpec) -> bool:
+        nonces = one.nonces if isinstance(one, OutsideSpec) else (one.nonce,)
+        return any(
+            row.verdict.state is JobState.SUCCEEDED and not row.claim and row.nonce in nonces
+            for row in self.own(one).values()
+        )
+
+    @property
+    def cancelled(self) -> bool:
+        row = self.table.get(self.chain.cancel_id)
+        return row is not None and bool(row.claim) and row.nonce == self.chain.nonce
+
+    def submits(self) -> list[tuple[LinkSpec, int]]:
+        links = {one.name: one for one in self.chain.links}
+        return [
+            (links[one.job], 1 if one.submission_id == links[one.job].id else _number(one))
+            for one in self.decide().actions
+            if one.do is Do.SUBMIT
+        ]
+
+
+def _number(action: Action) -> int:
+    return int(action.submission_id.partition("@")[2])
+
+
+_KINDS = (
+    *(succeeded("") for _ in range(6)),
+    failed(""),
+    failed("", exit_code=2),
+    failed("", ended_at=NOW - SETTLE_S / 2),
+    *(failed("", reason) for reason in (*sorted(PERMANENT), Reason.NOT_STARTED, Reason.SIGNAL)),
+    failed("", Reason.START_TIMEOUT),
+    failed("", Reason.START_TIMEOUT, posted_at=NOW - 70, ended_at=NOW - 50),
+    failed("", Reason.NODE_DIED),
+    failed("", Reason.NODE_DIED, ended_at=NOW - NODE_DEAD_S / 2),
+    failed("", retries=2),
+    row(JobState.CANCELLED, "", Reason.CANCELLED),
+    row(JobState.UNKNOWN, "", Reason.OTHER),
+    pending("", posted_at=NOW - 1),
+    pending("", posted_at=NOW - 30),
+    pending("", posted_at=NOW - 100),
+    running(""),
+    running("", posted_at=NOW - 1),
+    claimed(""),
+    claimed("", NOT_PLACED),
+    row(JobState.PENDING, "", claim="Ray refuses it"),
+    row(JobState.FAILED, "", Reason.EXIT_CODE, claim=CANCELLED),
+)
+_NUMBERS = ((), (), (), (1,), (1,), (1,), (1, 2), (1, 2), (1, 2, 3), (2,), (1, 3), (3, 1, 2, 4))
+_OPTIONS = (
+    {},
+    {},
+    {"retries": 1},
+    {"retries": 3},
+    {"retries": 2, "permanent_exit_codes": (2,)},
+    {"pending_timeout_s": 60.0},
+    {"pending_timeout_s": 60.0, "retries": 2},
+    {"body": {"entrypoint_num_gpus": 1}},
+)
+_OUTSIDE = (
+    OutsideSpec("o.x", ("nonce-x", "older")),
+    OutsideSpec("o.y", ("nonce-y",), "o.dispatcher"),
+)
+_DEPENDS = ((), (), (), (), _OUTSIDE[:1], _OUTSIDE[1:], _OUTSIDE)
+_STRANGE = ("@0", "@01", "@x", "@1", "@", ".a2", "2", "@2@2")
+
+
+@st.composite
+def scenes(draw) -> Scene:
+    links, table = [], {}
+    kinds, who = st.sampled_from(_KINDS), st.integers(0, 15)
+
+    def put(first: str, nonce: str) -> None:
+        for number in draw(st.sampled_from(_NUMBERS)):
+            mine = "stranger" if draw(who) == 15 else nonce
+            table[attempt_id(first, number)] = replace(draw(kinds), nonce=mine)
+
+    for number in range(draw(st.integers(1, 12))):
+        before = [draw(st.integers(-2, number - 1)) for _ in range(2)] if number else []
+        after = [f"j{one}" for one in sorted(set(before)) if one >= 0]
+        options = {"body": {}, **draw(st.sampled_from(_OPTIONS))}
+        outside = draw(st.sampled_from(_DEPENDS))
+        name = f"j{number}"
+        links.append(
+            LinkSpec(name, f"e.{name}", name, after=tuple(after), outside=outside, **options)
+        )
+        put(f"e.{name}", name)
+    for first, nonce in (("o.x", "nonce-x"), ("o.y", "nonce-y"), ("o.dispatcher", "o")):
+        put(first, nonce)
+    plan = chain(*links, max_in_flight=draw(st.sampled_from((None, 1, 3))))
+    if draw(who) > 12:
+        table[plan.cancel_id] = replace(claimed(""), nonce=draw(st.sampled_from(("boss", "x"))))
+    return Scene(plan, table, draw(st.sampled_from((None, 1, 4))))
+
+
+many = settings(
+    max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow], database=None
+)
+
+
+@many
+@given(scenes())
+def test_every_dependency_of_a_submit_is_proven(scene):
+    links = {one.name: one for one in scene.chain.links}
+    for one, _ in scene.submits():
+        assert all(scene.proven(links[name]) for name in one.after)
+        assert all(scene.proven(other) for other in one.outside)
+
+
+@many
+@given(scenes())
+def test_submits_never_exceed_the_limit(scene):
+    limit = scene.chain.max_in_flight or scene.limit
+    live = sum(len(scene.live(one)) for one in scene.chain.links)
+    submits = len(scene.submits())
+    assert submits <= STARTING_MAX
+    assert limit is None or submits <= max(0, limit - live)
+
+
+@many
+@given(scenes())
+def test_an_attempt_follows_only_the_failed_last_one(scene):
+    for one, number in scene.submits():
+        rows = scene.own(one)
+        assert scene.live(one) == []
+        assert number == max(rows, default=0) + 1
+        assert not rows or rows[number - 1].verdict.state is JobState.FAILED
+
+
+@many
+@given(scenes())
+def test_every_id_is_taken_once(scene):
+    ids = did(scene.decide(), Do.SUBMIT, Do.CLAIM)
+    assert len(set(ids)) == len(ids)
+    assert not set(ids) & set(scene.table)
+
+
+@many
+@given(scenes())
+def test_retries_are_given_only_to_what_has_some(scene):
+    for one, number in scene.submits():
+        rows = scene.own(one)
+        counted = [
+            row
+            for row in rows.values()
+            if row.verdict.state is JobState.FAILED
+            and row.verdict.reason is not Reason.START_TIMEOUT
+        ]
+        assert len(counted) <= one.retries
+        if number == 1:
+            continue
+        last = rows[number - 1]
+        assert last.verdict.reason not in PERMANENT
+        assert last.exit_code is None or last.exit_code not in one.permanent_exit_codes
+        wait_s = NODE_DEAD_S if last.verdict.reason is Reason.NODE_DIED else SETTLE_S
+        assert last.ended_at + wait_s <= NOW
+
+
+@many
+@given(scenes())
+def test_every_claim_is_final(scene):
+    decision = scene.decide()
+    for one in scene.chain.links:
+        rows = scene.own(one).values()
+        if any(row.claim for row in rows):
+            runs = any(row.verdict.state is JobState.RUNNING for row in rows)
+            assert runs or decision.standings[one.name].state.is_terminal
+            assert all(job is not one for job, _ in scene.submits())
+
+
+@many
+@given(scenes())
+def test_a_cancelled_chain_starts_nothing_and_stops_all(scene):
+    table = {**scene.table, scene.chain.cancel_id: replace(claimed(""), nonce="boss")}
+    scene = replace(scene, table=table)
+    decision = scene.decide()
+    assert did(decision, Do.SUBMIT) == []
+    live = {attempt_id(one.id, n) for one in scene.chain.links for n in scene.live(one)}
+    assert set(did(decision, Do.STOP)) == live
+    if not live:
+        assert decision.is_over
+
+
+@many
+@given(scenes())
+def test_strangers_fail_their_job_and_are_left_alone(scene):
+    decision = scene.decide()
+    ids = {one.submission_id for one in decision.actions}
+    for one in scene.chain.links:
+        if scene.has_stranger(one):
+            assert decision.standings[one.name].state is JobState.FAILED
+            assert decision.standings[one.name].reason is Reason.TAKEN
+            assert all(job is not one for job, _ in scene.submits())
+            rows = scene.own(one).items()
+            assert not ids & {attempt_id(one.id, n) for n, row in rows if row.nonce != one.nonce}
+
+
+@many
+@given(scenes())
+def test_what_strangers_do_changes_nothing(scene):
+    links = {one.id: one for one in scene.chain.links}
+    ended = dict(scene.table)
+    for name, row_ in scene.table.items():
+        one = links.get(name) or links.get(name.partition("@")[0])
+        if one is not None and row_.nonce != one.nonce:
+            ended[name] = replace(succeeded(""), nonce=row_.nonce)
+    assert scene.decide() == replace(scene, table=ended).decide()
+
+
+@many
+@given(scenes())
+def test_what_must_not_go_on_is_stopped_and_nothing_else(scene):
+    decision = scene.decide()
+    stops = set(did(decision, Do.STOP))
+    claims = set(did(decision, Do.CLAIM))
+    may = set()
+    for one in scene.chain.links:
+        over = decision.standings[one.name].state.is_terminal or scene.cancelled
+        for number in scene.live(one):
+            name = attempt_id(one.id, number)
+            if over or number != max(scene.own(one)):
+                assert name in stops
+                may.add(name)
+            elif attempt_id(one.id, number + 1) in claims:
+                assert scene.own(one)[number].verdict.state is JobState.PENDING
+                may.add(name)
+    assert stops == may
+
+
+@many
+@given(scenes())
+def test_what_is_not_placed_in_time_is_claimed_before_it_is_stopped(scene):
+    actions = scene.decide().actions
+    for position, action in enumerate(actions):
+        if action.do is Do.CLAIM:
+            one = next(link for link in scene.chain.links if link.name == action.job)
+            if action.why == NOT_PLACED:
+                assert one.pending_timeout_s is not None
+            else:
+                assert (action.why, scene.cancelled) == (CANCELLED, True)
+            later = {(two.do, two.submission_id) for two in actions[position:]}
+            assert (Do.STOP, attempt_id(one.id, _number(action) - 1)) in later
+
+
+def test_what_waits_for_room_in_a_cancelled_chain_is_claimed():
+    plan = chain(link("a", retries=2), link("b"))
+    table = {plan.cancel_id: claimed("any", nonce="boss"), "e.a": pending("a"), "e.b": running("b")}
+    decision = decide(plan, table, NOW)
+    assert [(one.do, one.submission_id) for one in decision.actions] == [
+        (Do.CLAIM, "e.a@2"),
+        (Do.STOP, "e.a"),
+        (Do.STOP, "e.b"),
+    ]
+
+
+@many
+@given(scenes())
+def test_a_failure_cancels_what_depends_on_it_and_nothing_else(scene):
+    standings = scene.decide().standings
+    assert list(standings) == [one.name for one in scene.chain.links]
+    for one in scene.chain.links:
+        verdict = standings[one.name]
+        ended = [
+            name
+            for name in one.after
+            if standings[name].state.is_terminal and standings[name].state is not JobState.SUCCEEDED
+        ]
+        if ended and not scene.own(one) and not scene.cancelled:
+            assert (verdict.state, verdict.reason) == (JobState.CANCELLED, Reason.UPSTREAM)
+        if verdict.reason is Reason.UPSTREAM:
+            assert ended or one.outside
+            assert not all(map(scene.proven, one.outside)) or ended
+
+
+@many
+@given(scenes())
+def test_what_can_be_done_is_done(scene):
+    decision = scene.decide()
+    waiting = {
+        one.name: one
+        for one in scene.chain.links
+        if decision.standings[one.name].state is JobState.WAITING
+    }
+    for one in waiting.values():
+        verdict = decision.standings[one.name]
+        if verdict.reason is Reason.WAITS:
+            outside = {other.id for other in one.outside}
+            assert verdict.waits_for
+            for name in verdict.waits_for:
+                assert name in outside or not decision.standings[name].state.is_terminal
+    if any(scene.live(one) for one in scene.chain.links):
+        return
+    for one in waiting.values():
+        verdict = decision.standings[one.name]
+        last = scene.own(one).get(verdict.attempt)
+        died = last is not None and last.verdict.reason is Reason.NODE_DIED
+        wait_s = NODE_DEAD_S if died else SETTLE_S
+        if verdict.reason is not Reason.WAITS and (not last or last.ended_at + wait_s <= NOW):
+            assert did(decision, Do.SUBMIT)
+
+
+@many
+@given(scenes(), st.randoms(use_true_random=False))
+def test_a_decision_is_a_pure_function_of_a_set_of_rows(scene, chance):
+    before = copy.deepcopy(scene)
+    decision = scene.decide()
+    assert scene == before
+    rows = list(scene.table.items())
+    chance.shuffle(rows)
+    assert replace(scene, table=dict(rows)).decide() == decision == scene.decide()
+
+
+@many
+@given(scenes(), st.sampled_from(_STRANGE), st.sampled_from(_KINDS))
+def test_other_ids_change_nothing(scene, tail, stray):
+    table = dict(scene.table)
+    for one in scene.chain.links:
+        table[one.id + tail] = replace(stray, nonce=one.nonce)
+        table[f"other.{one.id}"] = replace(stray, nonce=one.nonce)
+    assert replace(scene, table=table).decide() == scene.decide()
+
+
+# ------------------------------------------------------------------ a simulated cluster
+
+
+class Cluster:
+    """Ray's job table with a life of its own; it checks what it is asked for."""
+
+    def __init__(self, plan: ChainSpec, chance: random.Random) -> None:
+        self.chain = plan
+        self.now = NOW
+        self.rows: dict[str, Seen] = {}
+        self.history: list[dict[str, Seen]] = [{}]
+        self._links = {one.name: one for one in plan.links}
+        self._chance = chance
+        self._stopping: set[str] = set()
+
+    def act(self, action: Action) -> None:
+        if action.do is Do.STOP:
+            assert self.rows[action.submission_id].nonce == self._links[action.job].nonce
+            self._stopping.add(action.submission_id)
+        elif action.submission_id not in self.rows:
+            one = self._links[action.job]
+            if action.do is Do.SUBMIT:
+                self._check(one, action)
+            claim = action.why if action.do is Do.CLAIM else ""
+            verdict = Verdict(JobState.PENDING)
+            self.rows[action.submission_id] = Seen(verdict, one.nonce, self.now, claim=claim)
+
+    def _check(self, one: LinkSpec, action: Action) -> None:
+        truth = Scene(self.chain, self.rows, None)
+        rows = truth.own(one)
+        assert truth.live(one) == []
+        assert all(truth.proven(self._links[name]) for name in one.after)
+        assert all(truth.proven(other) for other in one.outside)
+        assert not any(row.claim for row in rows.values())
+        reasons = [row.verdict.reason for row in rows.values()]
+        assert len(reasons) - reasons.count(Reason.START_TIMEOUT) <= one.retries
+        if rows:
+            last = rows[max(rows)]
+            assert action.submission_id == attempt_id(one.id, max(rows) + 1)
+            died = last.verdict.reason is Reason.NODE_DIED
+            assert self.now >= last.ended_at + (NODE_DEAD_S if died else SETTLE_S)
+
+    def live(self) -> list[str]:
+        return [name for name, row in self.rows.items() if row.is_live]
+
+    def pass_time(self) -> None:
+        self.now += self._chance.choice((0.3, 1.0, 5.0, 40.0))
+        for name, row_ in list(self.rows.items()):
+            if row_.verdict.state in (JobState.PENDING, JobState.RUNNING):
+                self._live_on(name, row_)
+        self.history.append(dict(self.rows))
+
+    def end(self, name: str, state: JobState, reason: Reason = Reason.NONE, code=None) -> None:
+        row_ = self.rows[name]
+        self.rows[name] = replace(
+            row_, verdict=Verdict(state, reason), ended_at=self.now, exit_code=code
+        )
+
+    def _live_on(self, name: str, row_: Seen) -> None:
+        dice = self._chance.random()
+        if name in self._stopping and dice < 0.5:
+            self.end(name, JobState.CANCELLED, Reason.CANCELLED)
+        elif row_.verdict.state is JobState.PENDING:
+            if self.now - row_.posted_at > 900 or dice < 0.05:
+                self.end(name, JobState.FAILED, Reason.START_TIMEOUT)
+            elif dice < 0.1:
+                self.end(name, JobState.FAILED, self._chance.choice(sorted(PERMANENT)))
+            elif dice < 0.4:
+                self.rows[name] = replace(row_, verdict=Verdict(JobState.RUNNING))
+        elif row_.claim or dice < 0.25:
+            self.end(name, JobState.SUCCEEDED, code=0)
+        elif dice < 0.35:
+            self.end(name, JobState.FAILED, Reason.EXIT_CODE, self._chance.choice((1, 2)))
+        elif dice < 0.4:
+            self.end(name, JobState.FAILED, Reason.NODE_DIED)
+
+
+def _any_chain(chance: random.Random) -> ChainSpec:
+    links = []
+    for number in range(chance.randint(1, 12)):
+        after = chance.sample(range(number), min(number, chance.choice((0, 1, 1, 2))))
+        options = {"body": {}, **chance.choice(_OPTIONS)}
+        outside = chance.choice(_DEPENDS)
+        name = f"j{number}"
+        needs = tuple(f"j{one}" for one in after)
+        links.append(LinkSpec(name, f"e.{name}", name, after=needs, outside=outside, **options))
+    return chain(*links, max_in_flight=chance.choice((None, 1, 3)))
+
+
+def _others_end(cluster: Cluster, chance: random.Random) -> None:
+    """What becomes of the jobs of other experiments, and of the dispatcher that has some."""
+    ends = (
+        {"o.x": succeeded("x"), "o.y": succeeded("y")},
+        {"o.x": failed("x"), "o.y": failed("y")},
+        {"o.x": succeeded("x"), "o.y": failed("y", retries=1), "o.y@2": succeeded("y")},
+        {"o.x": row(JobState.CANCELLED, "x"), "o.y": failed("y", retries=1)},
+        {"o.x": failed("x", Reason.START_TIMEOUT)},
+    )
+    cluster.rows.update(chance.choice(ends))
+    cluster.rows["o.dispatcher"] = failed("o", exit_code=NOT_ALL_SUCCEEDED)
+
+
+@pytest.mark.parametrize("dispatchers", [1, 2])
+@settings(max_examples=100, deadline=None, database=None)
+@given(seed=st.integers(0, 2**32))
+def test_every_chain_ends_and_no_rule_is_broken_on_the_way(dispatchers, seed):
+    chance = random.Random(seed)
+    plan = _any_chain(chance)
+    cluster = Cluster(plan, chance)
+    others_at, cancel_at = chance.randint(0, 60), chance.choice((10**6, 10**6, 10, 40))
+    for step in range(3000):
+        if step == others_at:
+            _others_end(cluster, chance)
+        if step == cancel_at:
+            cluster.rows[plan.cancel_id] = claimed("", nonce=plan.nonce)
+        cluster.pass_time()
+        for _ in range(dispatchers):
+            old = chance.randint(1, 4) if dispatchers > 1 else 1
+            table = cluster.history[max(0, len(cluster.history) - old)]
+            decision = decide(plan, table, cluster.now)
+            for action in decision.actions:
+                if chance.random() < 0.8:
+                    cluster.act(action)
+            if dispatchers == 1 and plan.max_in_flight and did(decision, Do.SUBMIT):
+                assert len(cluster.live()) <= plan.max_in_flight
+        decision = decide(plan, cluster.rows, cluster.now)
+        if decision.is_over and not cluster.live() and not decision.actions:
+            break
+    else:
+        pytest.fail(f"not over: {decision.standings}")
+    truth = Scene(plan, cluster.rows, None)
+    for one in plan.links:
+        verdict = decision.standings[one.name]
+        assert (verdict.state is JobState.SUCCEEDED) == truth.proven(one)
+        if not truth.own(one):
+            assert verdict.state is JobState.CANCELLED

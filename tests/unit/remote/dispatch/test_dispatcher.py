@@ -1,0 +1,1148 @@
+"""The dispatcher against a server that answers as Ray's Jobs API does, over simulated jobs."""
+
+import contextlib
+import itertools
+import json
+import os
+import threading
+import traceback
+import zipfile
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from io import BytesIO
+from urllib.parse import unquote
+
+import pytest
+from ray.dashboard.modules.job.common import JobSubmitRequest, validate_request_type
+
+from nemo_run_ray.planning.job_plan import entrypoint
+from nemo_run_ray.remote.attempts import (
+    CANCELLED,
+    CHAIN_KEY,
+    CLAIM_KEY,
+    NONCE_KEY,
+    NOT_PLACED,
+    PERMANENT_KEY,
+    RETRIES_KEY,
+    claim_body,
+    first_id,
+)
+from nemo_run_ray.remote.dispatch import dispatcher
+from nemo_run_ray.remote.dispatch import log as story
+from nemo_run_ray.remote.dispatch.decide import (
+    ALL_SUCCEEDED,
+    NODE_DEAD_S,
+    NOT_ALL_SUCCEEDED,
+    STARTING_MAX,
+)
+from nemo_run_ray.remote.dispatch.dispatcher import (
+    ABSENT_MAX_S,
+    DISOWNED,
+    PACE_MAX_S,
+    PACE_S,
+    REFUSED_AFTER_S,
+    STOP_AGAIN_S,
+    STOP_TRUST_S,
+    SUPERVISOR_BYTES,
+    Disowned,
+    Dispatcher,
+    default_limit,
+    find_dashboard,
+)
+from nemo_run_ray.remote.dispatch.rest import Away, Rest
+from nemo_run_ray.remote.node.output import PREFIX
+from nemo_run_ray.remote.node.rundir import SECRETS
+from nemo_run_ray.remote.spec import ChainSpec, LinkSpec
+from tests.http_server import Handler, serving
+
+NOW = 1_800_000_000.0
+OWN, SESSION = "e.dispatcher", "session_2027-01-15_08-00-00_000000_1"
+
+# ------------------------------------------------------------------ fates of attempts
+
+SUCCEEDS = {"status": "SUCCEEDED", "driver_exit_code": 0, "message": "Job finished successfully."}
+FAILS = {
+    "status": "FAILED",
+    "driver_exit_code": 1,
+    "error_type": "JOB_ENTRYPOINT_COMMAND_ERROR",
+    "message": "Job entrypoint command failed with exit code 1",
+}
+NODE_DIES = {
+    "status": "FAILED",
+    "error_type": "JOB_SUPERVISOR_ACTOR_DIED",
+    "message": "Job supervisor actor died",
+}
+START_TIMES_OUT = {
+    "status": "FAILED",
+    "error_type": "JOB_SUPERVISOR_ACTOR_START_TIMEOUT",
+    "message": "Job supervisor actor failed to start within 900.0 seconds.",
+}
+STOPPED = {"status": "STOPPED", "message": "Job was intentionally stopped."}
+GOES_ON = {"status": "RUNNING"}
+FINDS_NO_ROOM = {"status": "PENDING"}
+
+
+@dataclass(frozen=True)
+class Trouble:
+    """What becomes of a request: an answer of the server's own, or none at all."""
+
+    status: int = 0
+    text: str = ""
+    is_carried_out: bool = False
+
+
+class FakeRay:
+    """Ray's Jobs API over jobs whose lives the test tells.
+
+    Attributes:
+        now: seconds since the epoch.
+        rows: the job table, by submission id.
+        fates: how attempts end, by submission id; what is not here succeeds.
+        refuses: status and text that an attempt is answered with, by submission id.
+        trouble: what goes wrong with a request, asked with its method and path.
+        before_table: called before the job table is read.
+        requests: method and path of every one.
+        bodies: of the accepted jobs, claims among them.
+        taken: ids that were asked for once more.
+        overlaps: ids that were started while an older attempt lived or an upstream had not
+            succeeded.
+    """
+
+    def __init__(self, chain: ChainSpec | None = None, session: str = SESSION) -> None:
+        self.now = NOW
+        self.session = session
+        self.rows: dict[str, dict] = {}
+        self.fates: dict[str, dict] = {}
+        self.refuses: dict[str, tuple[int, str]] = {}
+        self.trouble: Callable[[str, str], Trouble | None] = lambda method, path: None
+        self.before_table: Callable[[], object] = lambda: None
+        self.requests: list[tuple[str, str]] = []
+        self.bodies: list[dict] = []
+        self.sent: list[bytes] = []
+        self.packages: dict[str, bytes] = {}
+        self.taken: list[str] = []
+        self.overlaps: list[str] = []
+        self.lock = threading.RLock()
+        self.url = ""
+        self.is_closing = False
+        self._links = {link.id: link for link in chain.links} if chain else {}
+        self._apis: list[Rest] = []
+        if chain:
+            self.add(chain.id, {NONCE_KEY: chain.nonce}, status="RUNNING")
+
+    # -------------------------------------------------------------- what tests ask and do
+
+    def api(self) -> Rest:
+        self._apis.append(Rest(self.url, timeout_s=10))
+        return self._apis[-1]
+
+    def close(self) -> None:
+        """Answer everybody a last time, so that no connection stays open."""
+        self.trouble, self.is_closing = lambda method, path: None, True
+        for api in self._apis:
+            with contextlib.suppress(Away):
+                api.session()
+
+    @property
+    def started(self) -> list[str]:
+        return [one["submission_id"] for one in self.bodies if not _is_claim(one)]
+
+    @property
+    def claims(self) -> dict[str, str]:
+        found = [one for one in self.bodies if _is_claim(one)]
+        return {one["submission_id"]: one["metadata"][CLAIM_KEY] for one in found}
+
+    @property
+    def stops(self) -> list[str]:
+        """Ids that were asked to stop."""
+        return [path.split("/")[3] for _, path in self.requests if path.endswith("/stop")]
+
+    def posts(self) -> int:
+        return self.requests.count(("POST", "/api/jobs/"))
+
+    def status(self, submission_id: str) -> str:
+        return self.rows[submission_id]["status"]
+
+    def cancel(self, chain: ChainSpec) -> None:
+        self.post(claim_body(chain.cancel_id, chain.nonce, CANCELLED))
+
+    def pass_time(self, seconds: float) -> None:
+        """Every live job takes one step."""
+        with self.lock:
+            self.now += seconds
+            for name, row in self.rows.items():
+                if name.startswith(OWN) and not _is_claim(row):
+                    continue
+                if row["status"] not in ("PENDING", "RUNNING"):
+                    continue
+                fate = self.fates.get(name, SUCCEEDS)
+                starts = row["status"] == "PENDING" and fate is not START_TIMES_OUT
+                if starts and fate["status"] != "PENDING":
+                    row.update(status="RUNNING", driver_node_id="f" * 56)
+                else:
+                    row.update(fate)
+                if row["status"] not in ("PENDING", "RUNNING"):
+                    row["end_time"] = int(self.now * 1000)
+
+    # -------------------------------------------------------------- Ray's side
+
+    def add(self, name: str, metadata: dict[str, str], **fields) -> None:
+        self.rows[name] = {
+            "type": "SUBMISSION",
+            "job_id": None,
+            "submission_id": name,
+            "driver_info": None,
+            "status": "PENDING",
+            "entrypoint": "true",
+            "message": None,
+            "error_type": None,
+            "start_time": int(self.now * 1000),
+            "end_time": None,
+            "metadata": metadata,
+            "runtime_env": {},
+            "driver_agent_http_address": None,
+            "driver_node_id": None,
+            "driver_exit_code": None,
+            **fields,
+        }
+
+    def answer(self, method: str, path: str, data: bytes) -> tuple[int, str]:
+        parts = [unquote(one) for one in path.split("/")[2:]]
+        if (method, path) == ("GET", "/api/version"):
+            version = {"version": "4", "ray_version": "2.60.0", "session_name": self.session}
+            return 200, json.dumps({**version, "ray_commit": "0"})
+        if (method, path) == ("GET", "/api/jobs/"):
+            driver = {"type": "DRIVER", "job_id": "01000000", "submission_id": None}
+            rows = [driver, *reversed(self.rows.values())]
+            return 200, json.dumps([{**row, "status": row.get("status")} for row in rows])
+        if (method, path) == ("POST", "/api/jobs/"):
+            return self.post(json.loads(data))
+        if method == "POST" and parts[0] == "jobs" and parts[2:] == ["stop"]:
+            return self._stop(parts[1])
+        if parts[:2] == ["packages", "gcs"] and len(parts) == 3:
+            if method == "PUT":
+                self.packages[parts[2]] = data
+                return 200, ""
+            return (200, "") if parts[2] in self.packages else (404, "Package does not exist")
+        return 404, "404: Not Found"
+
+    def post(self, body: dict) -> tuple[int, str]:
+        try:
+            validate_request_type(body, JobSubmitRequest)
+        except Exception:
+            return 400, traceback.format_exc()
+        name = body["submission_id"]
+        if name in self.rows:
+            self.taken.append(name)
+            return 500, of_the_agent(
+                f"Job with submission_id {name} already exists. "
+                "Please use a different submission_id."
+            )
+        if not _is_claim(body):
+            if name in self.refuses:
+                return self.refuses[name]
+            self._check(name)
+        self.bodies.append(body)
+        self.add(name, body.get("metadata") or {}, entrypoint=body["entrypoint"])
+        return 200, json.dumps({"job_id": name, "submission_id": name})
+
+    def _check(self, name: str) -> None:
+        link = self._links[first_id(name)]
+        needs = [one.id for one in self._links.values() if one.name in link.after]
+        attempts = {one: row for one, row in self.rows.items() if first_id(one) == link.id}
+        lives = any(row["status"] in ("PENDING", "RUNNING") for row in attempts.values())
+        proven = {first_id(one) for one, row in self.rows.items() if row["status"] == "SUCCEEDED"}
+        if lives or link.id in proven or not proven.issuperset(needs):
+            self.overlaps.append(name)
+
+    def _stop(self, name: str) -> tuple[int, str]:
+        if name not in self.rows:
+            return 404, f"Job {name} does not exist"
+        alive = self.rows[name]["status"] in ("PENDING", "RUNNING")
+        if alive and self.fates.get(name, SUCCEEDS) is not FINDS_NO_ROOM:
+            self.fates[name] = STOPPED
+        return 200, json.dumps({"stopped": alive})
+
+
+def _is_claim(job: dict) -> bool:
+    return CLAIM_KEY in (job.get("metadata") or {})
+
+
+def of_the_agent(words: str) -> str:
+    """How Ray 2.60 hands on what the agent of the head refuses with a ValueError.
+
+    The agent answers 400 with its traceback; ``JobAgentSubmissionClient`` makes a RuntimeError of
+    it, and the dashboard answers 500 with the traceback of that.
+    """
+    head = "Traceback (most recent call last):\n"
+    inner = f'{head}  File "job_agent.py", line 54, in submit_job\nValueError: {words}\n'
+    return (
+        f'{head}  File "job_head.py", line 407, in submit_job\n'
+        f"RuntimeError: Request failed with status code 400: {inner}.\n"
+    )
+
+
+class _Handler(Handler):
+    ray: FakeRay
+
+    def answer(self) -> None:
+        ray = self.ray
+        data = self.body()
+        if self.path == "/api/jobs/":
+            ray.before_table()
+        with ray.lock:
+            if not ray.is_closing:
+                ray.requests.append((self.command, self.path))
+                ray.sent.append(data)
+            trouble = ray.trouble(self.command, self.path)
+            status, text = trouble.status if trouble else 0, trouble.text if trouble else ""
+            if trouble is None or trouble.is_carried_out:
+                given = ray.answer(self.command, self.path, data)
+                status, text = given if trouble is None else (status, text)
+        if status:
+            self.send(status, text, **({"Connection": "close"} if ray.is_closing else {}))
+        else:
+            self.close_connection = True
+
+
+@pytest.fixture
+def serve() -> Iterator[Callable[..., FakeRay]]:
+    """Start a server for a chain, or for none."""
+    with contextlib.ExitStack() as stack:
+
+        def start(*arguments, **options) -> FakeRay:
+            ray = FakeRay(*arguments, **options)
+            ray.url = stack.enter_context(serving(_Handler, ray=ray))
+            stack.callback(ray.close)
+            return ray
+
+        yield start
+
+
+@pytest.fixture(autouse=True)
+def no_token(monkeypatch, tmp_path) -> None:
+    for name in ("RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH", "RAY_ADDRESS"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("HOME", str(tmp_path))
+
+
+@pytest.fixture
+def told(capfd) -> Callable[[], list[str]]:
+    """Our lines in the dispatcher's log since the last time."""
+
+    def read() -> list[str]:
+        return [one for one in capfd.readouterr().out.splitlines() if one.startswith(PREFIX)]
+
+    return read
+
+
+def link(name: str, *after: str, **fields) -> LinkSpec:
+    nonce = f"nonce-{name}"
+    metadata = {NONCE_KEY: nonce, "nemo_run_job": name, CHAIN_KEY: OWN, PERMANENT_KEY: ""}
+    body = {
+        "submission_id": f"e.{name}",
+        "entrypoint": entrypoint(None, ["task", name, f"e.{name}", nonce]),
+        "runtime_env": {"py_modules": ["gcs://_ray_pkg_jobs.zip"], "env_vars": {"A": "1"}},
+        "metadata": {**metadata, RETRIES_KEY: str(fields.get("retries", 0))},
+        "entrypoint_num_cpus": 1,
+    }
+    return LinkSpec(name, f"e.{name}", nonce, body, after, **fields)
+
+
+def chain(*links: LinkSpec, **fields) -> ChainSpec:
+    return ChainSpec(OWN, "boss", links, **{"session": SESSION, **fields})
+
+
+def dispatcher_of(plan: ChainSpec, ray: FakeRay, **options) -> Dispatcher:
+    values = {"own_id": OWN, "secrets": {}, "limit": 100, "clock": lambda: ray.now, **options}
+    return Dispatcher(plan, api=ray.api(), **values)
+
+
+def rounds(one: Dispatcher, ray: FakeRay, count: int, seconds: float = 1.0) -> int | None:
+    """Let time pass and look, so many times; the exit code if it is over before."""
+    for _ in range(count):
+        code = one.round()
+        if code is not None:
+            return code
+        ray.pass_time(seconds)
+    return None
+
+
+def stories(lines: list[str]) -> list[tuple[str, str]]:
+    return [(one.state, one.submission_id) for one in story.parse(lines)]
+
+
+# ------------------------------------------------------------------ order and attempts
+
+
+def test_jobs_are_started_after_those_that_they_depend_on(serve):
+    plan = chain(link("a"), link("b", "a"), link("c", "a"), link("d", "b", "c"), link("x"))
+    ray = serve(plan)
+    assert dispatcher_of(plan, ray).run(ray.pass_time) == ALL_SUCCEEDED
+    assert ray.started == ["e.a", "e.x", "e.b", "e.c", "e.d"]
+    assert ray.overlaps == ray.taken == []
+
+
+def test_a_failure_ends_with_an_exit_code_of_its_own_and_starts_nothing_downstream(serve):
+    plan = chain(link("a"), link("b", "a"), link("x"))
+    ray = serve(plan)
+    ray.fates["e.a"] = FAILS
+    assert dispatcher_of(plan, ray).run(ray.pass_time) == NOT_ALL_SUCCEEDED
+    assert ray.started == ["e.a", "e.x"]
+    assert ray.status("e.x") == "SUCCEEDED"
+
+
+def test_the_exit_codes_tell_a_revival_from_an_end():
+    assert len({ALL_SUCCEEDED, NOT_ALL_SUCCEEDED, DISOWNED, 1, 2}) == 5
+    assert ALL_SUCCEEDED == 0
+
+
+def test_what_failed_is_started_again_under_an_id_of_its_own(serve):
+    plan = chain(link("a", retries=2), link("b", "a"))
+    ray = serve(plan)
+    ray.fates.update({"e.a": FAILS, "e.a@2": NODE_DIES})
+    assert dispatcher_of(plan, ray).run(ray.pass_time) == ALL_SUCCEEDED
+    assert ray.started == ["e.a", "e.a@2", "e.a@3", "e.b"]
+    assert ray.overlaps == []
+    for number, body in enumerate(ray.bodies[:3], 1):
+        given = json.loads(json.dumps(plan.links[0].body))
+        name = "e.a" if number == 1 else f"e.a@{number}"
+        given["submission_id"] = name
+        given["entrypoint"] = entrypoint(None, ["task", "a", name, "nonce-a"])
+        given["runtime_env"]["env_vars"] = {"A": "1", "NEMO_RUN_ATTEMPT": str(number)}
+        assert body == given
+
+
+def test_a_job_that_has_its_ids_name_keeps_it(serve):
+    plan = chain(replace(link("a", retries=1), name="e.a"))
+    plan.links[0].body["entrypoint"] = entrypoint(None, ["task", "e.a", "e.a", "nonce-a"])
+    ray = serve(plan)
+    ray.fates["e.a"] = FAILS
+    assert dispatcher_of(plan, ray).run(ray.pass_time) == ALL_SUCCEEDED
+    assert ray.bodies[1]["entrypoint"].count(" task e.a e.a@2 nonce-a") == 1
+
+
+@pytest.mark.parametrize(("given", "wait_s"), [(None, NODE_DEAD_S), ("5", 20.0), ("x", 75.0)])
+def test_an_attempt_after_a_nodes_death_waits_so_long_as_this_ray_takes_to_notice(
+    serve, monkeypatch, given, wait_s
+):
+    monkeypatch.delenv("RAY_gcs_rpc_server_reconnect_timeout_s", raising=False)
+    if given is not None:
+        monkeypatch.setenv("RAY_gcs_rpc_server_reconnect_timeout_s", given)
+    plan = chain(link("a", retries=1))
+    ray = serve(plan)
+    ray.fates["e.a"] = NODE_DIES
+    one = dispatcher_of(plan, ray)
+    rounds(one, ray, 3)
+    died_at = ray.rows["e.a"]["end_time"] / 1000
+    ray.now = died_at + wait_s - 0.1
+    one.round()
+    assert ray.started == ["e.a"]
+    ray.now = died_at + wait_s
+    one.round()
+    assert ray.started == ["e.a", "e.a@2"]
+
+
+def test_the_old_supervisor_of_a_start_that_ray_gave_up_is_stopped_before_the_next_one(serve):
+    plan = chain(link("a"))
+    ray = serve(plan)
+    ray.fates["e.a"] = START_TIMES_OUT
+    assert dispatcher_of(plan, ray).run(ray.pass_time) == ALL_SUCCEEDED
+    assert ray.started == ["e.a", "e.a@2"]
+    asked = [path for method, path in ray.requests if method == "POST"]
+    assert asked == ["/api/jobs/", "/api/jobs/e.a/stop", "/api/jobs/"]
+
+
+def test_no_attempt_until_the_old_supervisors_stop_has_arrived(serve):
+    plan = chain(link("a"))
+    ray = serve(plan)
+    ray.fates["e.a"] = START_TIMES_OUT
+    ray.trouble = lambda method, path: Trouble(500, "oops") if path.endswith("/stop") else None
+    one = dispatcher_of(plan, ray)
+    rounds(one, ray, 6)
+    assert ray.started == ["e.a"]
+    ray.trouble = lambda method, path: None
+    assert rounds(one, ray, 6) == ALL_SUCCEEDED
+    assert ray.started == ["e.a", "e.a@2"]
+
+
+def test_an_ordinary_failure_is_not_stopped_once_more(serve):
+    plan = chain(link("a", retries=1))
+    ray = serve(plan)
+    ray.fates["e.a"] = FAILS
+    dispatcher_of(plan, ray).run(ray.pass_time)
+    assert ray.stops == []
+
+
+# ------------------------------------------------------------------ answers that do not come
+
+
+def test_a_job_whose_answer_was_lost_is_not_started_again(serve):
+    plan = chain(link("a", retries=3), link("b", "a"))
+    ray = serve(plan)
+    lost = iter([Trouble(is_carried_out=True), Trouble(502, "bad gateway", True)])
+    ray.trouble = lambda method, path: next(lost, None) if method == "POST" else None
+    assert dispatcher_of(plan, ray).run(ray.pass_time) == ALL_SUCCEEDED
+    assert ray.started == ["e.a", "e.b"]
+    assert ray.claims == {}
+
+
+def test_a_job_whose_request_was_lost_is_started_at_the_next_look(serve):
+    plan = chain(link("a"))
+    ray = serve(plan)
+    lost = iter([Trouble()])
+    ray.trouble = lambda method, path: next(lost, None) if method == "POST" else None
+    assert dispatcher_of(plan, ray).run(ray.pass_time) == ALL_SUCCEEDED
+    assert (ray.started, ray.posts()) == (["e.a"], 2)
+
+
+@pytest.mark.parametrize("trouble", [Trouble(503, "busy"), Trouble(429), Trouble()])
+def test_a_dashboard_that_is_away_is_asked_again_and_told_of_once(serve, told, trouble):
+    plan = chain(link("a"), link("b", "a"))
+    ray = serve(plan)
+    one = dispatcher_of(plan, ray)
+    one.round()
+    ray.trouble = lambda method, path: trouble
+    told()
+    assert rounds(one, ray, 5, seconds=120) is None
+    assert [line for line in told() if ray.url in line] != []
+    assert rounds(one, ray, 5, seconds=120) is None
+    assert told() == []
+    ray.trouble = lambda method, path: None
+    assert rounds(one, ray, 9) == ALL_SUCCEEDED
+    assert ray.started == ["e.a", "e.b"]
+
+
+def test_trouble_with_some_jobs_is_told_once(serve, told):
+    plan = chain(link("a"), link("b"))
+    ray = serve(plan)
+    ray.refuses.update({"e.a": (500, "disk full"), "e.b": (500, "disk full")})
+    one = dispatcher_of(plan, ray)
+    assert rounds(one, ray, 5) is None
+    lines = [line for line in told() if "disk full" in line]
+    assert len(lines) == 2
+    ray.refuses.clear()
+    assert rounds(one, ray, 9) == ALL_SUCCEEDED
+
+
+def test_trouble_that_comes_back_is_told_again(serve, told):
+    plan = chain(link("a"), link("b", "a"))
+    ray = serve(plan)
+    ray.fates["e.a"] = GOES_ON
+    one = dispatcher_of(plan, ray)
+    for trouble in (Trouble(503), None, Trouble(503)):
+        ray.trouble = lambda method, path, trouble=trouble: trouble
+        rounds(one, ray, 2)
+    assert len([line for line in told() if "answered 503" in line]) == 2
+
+
+def test_trouble_with_one_job_does_not_hold_the_others_up(serve):
+    plan = chain(link("a", secrets=("KEY",)), link("b"), link("c", "b"))
+    ray = serve(plan)
+    ray.trouble = lambda method, path: Trouble(500, "disk full") if method == "PUT" else None
+    one = dispatcher_of(plan, ray, secrets={"KEY": "hidden"})
+    assert rounds(one, ray, 8) is None
+    assert ray.started == ["e.b", "e.c"]
+
+
+# ------------------------------------------------------------------ what Ray refuses
+
+
+def test_what_ray_refuses_becomes_a_claim_that_says_why(serve, told):
+    plan = chain(link("a", retries=5), link("b", "a"), link("x"))
+    plan.links[0].body["entrypoint_memory"] = "much"
+    ray = serve(plan)
+    assert dispatcher_of(plan, ray).run(ray.pass_time) == NOT_ALL_SUCCEEDED
+    assert list(ray.claims) == ["e.a"]
+    assert "entrypoint_memory must be an integer" in ray.claims["e.a"]
+    assert "HTTP 400" in ray.claims["e.a"]
+    assert ray.started == ["e.x"]
+    assert ray.posts() == 3
+    (line,) = [line for line in told() if " FAILED e.a " in line]
+    assert ray.claims["e.a"] in line
+
+
+def test_a_claim_that_is_refused_itself_is_asked_for_again(serve):
+    plan = chain(link("a"))
+    ray = serve(plan)
+    ray.trouble = lambda method, path: Trouble(400, "blocked") if method == "POST" else None
+    one = dispatcher_of(plan, ray)
+    assert rounds(one, ray, 3) is None
+    ray.trouble = lambda method, path: None
+    assert rounds(one, ray, 9) == ALL_SUCCEEDED
+    assert ray.claims == {}
+
+
+def test_an_error_of_rays_own_becomes_a_claim_when_it_stays(serve):
+    plan = chain(link("a"), link("x"))
+    ray = serve(plan)
+    ray.refuses["e.a"] = (500, of_the_agent("No such label"))
+    one = dispatcher_of(plan, ray)
+    while ray.now < NOW + REFUSED_AFTER_S:
+        assert one.round() is None
+        assert ray.claims == {}
+        ray.pass_time(10)
+    assert rounds(one, ray, 9) == NOT_ALL_SUCCEEDED
+    assert list(ray.claims) == ["e.a"]
+    assert ray.claims["e.a"].startswith("not taken: ")
+    assert ray.status("e.x") == "SUCCEEDED"
+
+
+def test_the_claim_for_an_error_of_rays_own_has_its_words(serve):
+    plan = chain(link("a"))
+    ray = serve(plan)
+    ray.refuses["e.a"] = (500, of_the_agent("No such label"))
+    rounds(dispatcher_of(plan, ray), ray, 3, seconds=REFUSED_AFTER_S)
+    assert "No such label" in ray.claims["e.a"]
+
+
+def test_an_outage_is_no_error_of_rays_own(serve):
+    plan = chain(link("a"))
+    ray = serve(plan)
+    ray.refuses["e.a"] = (500, of_the_agent("No agent"))
+    one = dispatcher_of(plan, ray)
+    one.round()
+    ray.trouble = lambda method, path: Trouble()
+    rounds(one, ray, 3, seconds=REFUSED_AFTER_S)
+    ray.trouble = lambda method, path: None
+    one.round()
+    assert ray.claims == {}
+    ray.refuses.clear()
+    assert rounds(one, ray, 9) == ALL_SUCCEEDED
+
+
+# ------------------------------------------------------------------ a table that is not the chain's
+
+
+def test_a_table_without_the_dispatcher_is_believed_after_a_while(serve):
+    plan = chain(link("a"))
+    ray = serve(plan)
+    del ray.rows[OWN]
+    one = dispatcher_of(plan, ray)
+    for _ in range(2):
+        assert one.round() is None
+        ray.now += ABSENT_MAX_S / 2
+    assert one.round() is None
+    ray.now += 0.1
+    with pytest.raises(Disowned, match="does not have this dispatcher"):
+        one.round()
+    assert {method for method, _ in ray.requests} == {"GET"}
+
+
+def test_another_runs_dispatcher_is_not_this_one(serve):
+    plan = chain(link("a"))
+    ray = serve(plan)
+    ray.rows[OWN]["metadata"] = {NONCE_KEY: "another"}
+    one = dispatcher_of(plan, ray)
+    assert one.round() is None
+    ray.now += ABSENT_MAX_S + 1
+    with pytest.raises(Disowned):
+        one.round()
+    assert ray.posts() == 0
+
+
+@pytest.mark.parametrize("end", [FAILS, STOPPED, SUCCEEDS])
+def test_a_dispatcher_that_ray_calls_ended_does_nothing_more(serve, end):
+    plan = chain(link("a"), link("b", "a"))
+    ray = serve(plan)
+    one = dispatcher_of(plan, ray)
+    rounds(one, ray, 2)
+    ray.rows[OWN].update(end)
+    with pytest.raises(Disowned, match="this dispatcher is"):
+        one.round()
+    assert ray.started == ["e.a"]
+
+
+def test_nothing_happens_while_a_head_recovers(serve, told):
+    plan = chain(link("a"), link("b", "a"))
+    ray = serve(plan)
+    one = dispatcher_of(plan, ray)
+    one.round()
+    told()
+    everything, ray.rows = ray.rows, {}
+    for _ in range(5):
+        assert one.round() is None
+        ray.now += ABSENT_MAX_S / 6
+    assert (ray.posts(), ray.stops, told()) == (1, [], [])
+    ray.rows = everything
+    assert rounds(one, ray, 9) == ALL_SUCCEEDED
+    assert ray.started == ["e.a", "e.b"]
+
+
+@pytest.mark.parametrize("between", [None, Trouble(503), Trouble()])
+def test_only_an_absence_at_a_stretch_counts(serve, between):
+    plan = chain(link("a"))
+    ray = serve(plan)
+    one = dispatcher_of(plan, ray)
+    own = ray.rows.pop(OWN)
+    assert one.round() is None
+    if between is None:
+        ray.rows[OWN] = own
+    ray.trouble = lambda method, path: between
+    ray.now += ABSENT_MAX_S + 1
+    assert one.round() is None
+    ray.rows.pop(OWN, None)
+    ray.trouble = lambda method, path: None
+    assert one.round() is None
+
+
+# ------------------------------------------------------------------ more than one dispatcher
+
+
+def _eventful() -> tuple[ChainSpec, dict[str, dict]]:
+    """A chain in which much happens, and how its attempts end."""
+    plan = chain(
+        link("a", retries=2),
+        link("b", "a"),
+        link("c", "a", retries=1),
+        link("d", "b", "c"),
+        link("e", retries=1),
+        link("f", "e"),
+        link("g"),
+        max_in_flight=3,
+    )
+    fates = {"e.a": FAILS, "e.a@2": NODE_DIES, "e.c": FAILS, "e.e": FAILS, "e.e@2": FAILS}
+    return plan, {**fates, "e.g": START_TIMES_OUT}
+
+
+_EVENTS = ["a", "a@2", "a@3", "b", "c", "c@2", "d", "e", "e@2", "g", "g@2"]
+
+
+def _check_events(ray: FakeRay) -> None:
+    assert sorted(ray.started) == [f"e.{one}" for one in _EVENTS]
+    assert ray.overlaps == []
+    assert ray.claims == {}
+
+
+def test_two_dispatchers_at_once_start_everything_once(serve, told):
+    plan, fates = _eventful()
+    ray = serve(plan)
+    ray.fates.update(fates)
+    ray.add(f"{OWN}@2", {NONCE_KEY: plan.nonce}, status="RUNNING")
+    # Both read the table before either acts, so that both want the same.
+    together = threading.Barrier(2, timeout=5)
+
+    def meet() -> None:
+        with contextlib.suppress(threading.BrokenBarrierError):
+            together.wait()
+
+    ray.before_table = meet
+    codes: list[int] = []
+
+    def run(own_id: str) -> None:
+        codes.append(dispatcher_of(plan, ray, own_id=own_id).run(ray.pass_time))
+        together.abort()
+
+    threads = [threading.Thread(target=run, args=(one,)) for one in (OWN, f"{OWN}@2")]
+    for one in threads:
+        one.start()
+    for one in threads:
+        one.join()
+    assert codes == [NOT_ALL_SUCCEEDED, NOT_ALL_SUCCEEDED]
+    _check_events(ray)
+    assert len(ray.taken) >= 3
+    assert "asking again" not in "".join(told())
+
+
+class Killed(Exception):
+    """The dispatcher's process ends here."""
+
+
+def test_a_dispatcher_that_is_killed_at_any_moment_is_replaced_by_another(serve):
+    whole, moments = None, 1
+    while whole is None:
+        plan, fates = _eventful()
+        ray = serve(plan)
+        ray.fates.update(fates)
+        left = [moments]
+
+        def clock(ray: FakeRay = ray, left: list[int] = left) -> float:
+            left[0] -= 1
+            if left[0] < 0:
+                raise Killed
+            return ray.now
+
+        try:
+            whole = dispatcher_of(plan, ray, clock=clock).run(ray.pass_time)
+        except Killed:
+            code = dispatcher_of(plan, ray).run(ray.pass_time)
+            assert code == NOT_ALL_SUCCEEDED
+        _check_events(ray)
+        moments += 17
+    assert whole == NOT_ALL_SUCCEEDED
+    assert moments > 50
+
+
+def test_a_new_dispatcher_tells_where_everything_is_in_one_line(serve, told):
+    plan = chain(link("a"), link("b", "a"), link("c", "b"))
+    ray = serve(plan)
+    ray.fates["e.b"] = GOES_ON
+    rounds(dispatcher_of(plan, ray), ray, 5)
+    told()
+    dispatcher_of(plan, ray).round()
+    lines = told()
+    assert stories(lines) == [("RUNNING", "e.b")]
+    assert "1 WAITING, 1 RUNNING, 1 SUCCEEDED" in lines[-1]
+
+
+# ------------------------------------------------------------------ cancelling and stopping
+
+
+def test_a_cancelled_chain_stops_what_runs_and_starts_nothing_more(serve):
+    plan = chain(link("a", retries=3), link("b", "a"), link("c", retries=3), link("x"))
+    ray = serve(plan)
+    ray.fates.update({"e.a": GOES_ON, "e.c": FAILS})
+    one = dispatcher_of(plan, ray)
+    rounds(one, ray, 3, seconds=0.3)
+    assert (ray.status("e.a"), ray.status("e.c"), ray.status("e.x")) == (
+        "RUNNING",
+        "FAILED",
+        "SUCCEEDED",
+    )
+    ray.cancel(plan)
+    assert rounds(one, ray, 9) == NOT_ALL_SUCCEEDED
+    assert ray.stops == ["e.a"]
+    assert ray.status("e.a") == "STOPPED"
+    assert ray.started == ["e.a", "e.c", "e.x"]
+
+
+def test_a_stranger_cancels_nothing(serve):
+    plan = chain(link("a"))
+    ray = serve(plan)
+    ray.post(claim_body(plan.cancel_id, "stranger", CANCELLED))
+    assert dispatcher_of(plan, ray).run(ray.pass_time) == ALL_SUCCEEDED
+
+
+def _stubborn(ray: FakeRay, plan: ChainSpec) -> Dispatcher:
+    """A dispatcher of one job that runs on whatever is asked of it."""
+    one = dispatcher_of(plan, ray)
+    one.round()
+    ray.rows["e.a"]["status"] = "RUNNING"
+    ray.cancel(plan)
+    return one
+
+
+def test_a_stop_is_asked_for_again_but_not_all_the_time(serve, told):
+    plan = chain(link("a"))
+    ray = serve(plan)
+    one = _stubborn(ray, plan)
+    told()
+    asked_at = []
+    for eighth in range(int(8 * 3.5 * STOP_AGAIN_S)):
+        ray.now, before = NOW + eighth / 8, len(ray.stops)
+        assert one.round() is None
+        asked_at += [eighth / 8] * (len(ray.stops) - before)
+    assert asked_at == [number * STOP_AGAIN_S for number in range(4)]
+    assert set(ray.stops) == {"e.a"}
+    (line,) = [line for line in told() if "stopping" in line]
+    assert line.startswith(f"{PREFIX}stopping e.a: ")
+
+
+def test_a_stop_says_why(serve, told):
+    plan = chain(link("a"))
+    ray = serve(plan)
+    _stubborn(ray, plan).round()
+    (line,) = [line for line in told() if "stopping" in line]
+    assert "cancelled" in line
+
+
+@pytest.mark.parametrize("trouble", [Trouble(500, "oops"), Trouble()])
+def test_a_stop_that_ray_does_not_answer_is_not_asked_for_all_the_time(serve, told, trouble):
+    plan = chain(link("a"))
+    ray = serve(plan)
+    one = _stubborn(ray, plan)
+    told()
+    ray.trouble = lambda method, path: trouble if path.endswith("/stop") else None
+    for tenth in range(int(10 * 2.5 * STOP_AGAIN_S)):
+        ray.now = NOW + tenth / 10
+        assert one.round() is None
+    assert ray.stops == ["e.a"] * 3
+    assert len([line for line in told() if "stopping" in line]) == 1
+
+
+def test_what_finds_no_room_in_time_is_claimed_then_stopped_then_left_to_ray(serve):
+    plan = chain(link("a", pending_timeout_s=60, retries=3), link("b", "a"))
+    ray = serve(plan)
+    ray.fates["e.a"] = FINDS_NO_ROOM
+    one = dispatcher_of(plan, ray)
+    assert rounds(one, ray, 3, seconds=30) is None
+    assert ray.claims == {}
+    ray.requests.clear()
+    began_at = ray.now
+    assert rounds(one, ray, 99, seconds=0.5) == NOT_ALL_SUCCEEDED
+    assert ray.now - began_at == STOP_TRUST_S
+    assert ray.claims == {"e.a@2": NOT_PLACED}
+    asked = [path for method, path in ray.requests if method == "POST"]
+    assert asked == ["/api/jobs/", *["/api/jobs/e.a/stop"] * 3]
+    assert ray.started == ["e.a"]
+
+
+def _given_up(ray: FakeRay, plan: ChainSpec) -> Dispatcher:
+    """A dispatcher of one job that waits for room, and whose next attempt is claimed."""
+    ray.fates["e.a"] = FINDS_NO_ROOM
+    one = dispatcher_of(plan, ray)
+    rounds(one, ray, 2)
+    ray.post(claim_body("e.a@2", "nonce-a", NOT_PLACED))
+    return one
+
+
+def test_what_was_given_up_and_got_room_meanwhile_is_stopped_until_it_ends(serve):
+    plan = chain(link("a"))
+    ray = serve(plan)
+    one = _given_up(ray, plan)
+    ray.rows["e.a"]["status"] = "RUNNING"
+    for number in range(1, 9):
+        assert one.round() is None
+        assert len(ray.stops) == number
+        ray.now += STOP_AGAIN_S
+    ray.rows["e.a"].update(STOPPED)
+    assert one.round() == NOT_ALL_SUCCEEDED
+
+
+def test_a_stop_that_never_arrived_is_not_left_to_ray(serve):
+    plan = chain(link("a"))
+    ray = serve(plan)
+    one = _given_up(ray, plan)
+    ray.trouble = lambda method, path: Trouble(500, "oops") if path.endswith("/stop") else None
+    assert rounds(one, ray, 40, seconds=0.5) is None
+    ray.trouble = lambda method, path: None
+    assert rounds(one, ray, 40, seconds=0.5) == NOT_ALL_SUCCEEDED
+
+
+# ------------------------------------------------------------------ secrets
+
+
+def test_every_attempt_gets_its_secrets_in_a_package_of_its_own(serve, told):
+    plan = chain(link("a", retries=1, secrets=("KEY", "TOKEN")), link("b", secrets=("KEY",)))
+    ray = serve(plan)
+    ray.fates["e.a"] = FAILS
+    values = {"KEY": "hidden-key", "TOKEN": 'hidden"\\é\n', "OTHER": "hidden-other"}
+    assert dispatcher_of(plan, ray, secrets=values).run(ray.pass_time) == ALL_SUCCEEDED
+    found = {}
+    for body in ray.bodies:
+        shared, own = body["runtime_env"]["py_modules"]
+        assert shared == "gcs://_ray_pkg_jobs.zip"
+        name = own.removeprefix("gcs://")
+        with zipfile.ZipFile(BytesIO(ray.packages[name])) as archive:
+            (info,) = archive.infolist()
+            assert info.external_attr >> 16 == 0o600
+            found[body["submission_id"]] = json.loads(archive.read(SECRETS))
+    both = {"KEY": "hidden-key", "TOKEN": 'hidden"\\é\n'}
+    assert found == {"e.a": both, "e.a@2": both, "e.b": {"KEY": "hidden-key"}}
+    assert len(ray.packages) == 3
+    for (method, path), data in zip(ray.requests, ray.sent, strict=True):
+        assert "hidden" not in path
+        assert method == "PUT" or b"hidden" not in data
+    assert "hidden" not in "".join(told())
+
+
+def test_a_job_whose_secret_did_not_come_is_given_up_in_words(serve):
+    plan = chain(link("a", secrets=("KEY",)), link("b"))
+    ray = serve(plan)
+    assert dispatcher_of(plan, ray, secrets={}).run(ray.pass_time) == NOT_ALL_SUCCEEDED
+    assert "without KEY" in ray.rows["e.a"]["metadata"][CLAIM_KEY]
+    assert ray.rows["e.b"]["status"] == "SUCCEEDED"
+
+
+def test_secrets_that_nobody_needs_any_more_need_not_come(serve, monkeypatch, told):
+    monkeypatch.setenv("PYTHONPATH", "")
+    plan = chain(link("a", secrets=("KEY",)))
+    ray = serve(plan)
+    ray.is_closing = True
+    plan = replace(plan, dashboards=(ray.url,))
+    ray.add("e.a", {NONCE_KEY: "nonce-a"}, **SUCCEEDS, end_time=1)
+    assert dispatcher.run(plan, OWN) == ALL_SUCCEEDED
+
+
+def test_a_package_is_there_before_the_job_that_needs_it(serve):
+    plan = chain(link("a", secrets=("KEY",)))
+    ray = serve(plan)
+    dispatcher_of(plan, ray, secrets={"KEY": "hidden"}).round()
+    assert [method for method, _ in ray.requests] == ["GET", "PUT", "POST"]
+
+
+def test_the_plan_is_not_changed_by_what_is_made_of_it(serve):
+    plan = chain(link("a", retries=1, secrets=("KEY",)))
+    before = plan.to_json()
+    ray = serve(plan)
+    ray.fates["e.a"] = FAILS
+    dispatcher_of(plan, ray, secrets={"KEY": "hidden"}).run(ray.pass_time)
+    assert plan.to_json() == before
+
+
+# ------------------------------------------------------------------ a guest on the head
+
+
+def test_the_pace_slackens_while_nothing_happens_and_quickens_when_it_does(serve):
+    plan = chain(link("a"))
+    ray = serve(plan)
+    one = dispatcher_of(plan, ray)
+    one.round()
+    # Wide bounds: a look on a busy machine takes its time, and the pace regards it.
+    assert PACE_S <= one.pace_s() < PACE_MAX_S / 2
+    ray.rows["e.a"]["status"] = "RUNNING"
+    one.round()
+    for idle_s, pace_s in ((40, 2.0), (80, 4.0), (10**6, PACE_MAX_S)):
+        ray.now = NOW + idle_s
+        one.round()
+        assert one.pace_s() == pace_s
+    ray.rows["e.a"].update(FAILS)
+    one.round()
+    assert PACE_S <= one.pace_s() < PACE_MAX_S / 2
+
+
+def test_a_slow_look_slackens_the_pace(serve):
+    plan = chain(link("a"))
+    ray = serve(plan)
+    slow = threading.Event()
+    ray.before_table = lambda: slow.wait(0.1)
+    one = dispatcher_of(plan, ray)
+    one.round()
+    assert one.pace_s() >= 0.4
+
+
+def test_a_clock_that_goes_back_leaves_a_pace(serve):
+    plan = chain(link("a"))
+    ray = serve(plan)
+    one = dispatcher_of(plan, ray)
+    one.round()
+    ray.now -= 10**6
+    assert PACE_S <= one.pace_s() < PACE_MAX_S
+
+
+@pytest.mark.parametrize("count", [10, 1000])
+def test_a_look_costs_one_request_however_many_jobs_wait(serve, count):
+    plan = chain(link("a"), *(link(f"j{number}", "a") for number in range(count)))
+    ray = serve(plan)
+    ray.fates["e.a"] = GOES_ON
+    one = dispatcher_of(plan, ray)
+    rounds(one, ray, 2)
+    ray.requests.clear()
+    rounds(one, ray, 3)
+    assert ray.requests == [("GET", "/api/jobs/")] * 3
+    ray.fates["e.a"] = SUCCEEDS
+    rounds(one, ray, 1)
+    ray.requests.clear()
+    rounds(one, ray, 1)
+    assert Counter(method for method, _ in ray.requests) == {"GET": 1, "POST": STARTING_MAX}
+
+
+@pytest.mark.parametrize(("own", "given", "most"), [(None, 3, 3), (2, 3, 2), (5, 3, 5)])
+def test_no_more_jobs_at_once_than_allowed(serve, own, given, most):
+    plan = chain(*(link(f"j{number}") for number in range(9)), max_in_flight=own)
+    ray = serve(plan)
+    live = []
+
+    def look() -> None:
+        states = [row["status"] for name, row in ray.rows.items() if name != OWN]
+        live.append(states.count("PENDING") + states.count("RUNNING"))
+
+    ray.before_table = look
+    assert dispatcher_of(plan, ray, limit=given).run(ray.pass_time) == ALL_SUCCEEDED
+    assert max(live) == most
+
+
+@pytest.mark.parametrize(
+    ("memory_gib", "limit"), [(0, 4), (0.5, 4), (1, 4), (2, 9), (16, 78), (1024, 4997)]
+)
+def test_the_default_limit_leaves_the_head_half_of_its_memory(memory_gib, limit):
+    size = int(memory_gib * 2**30)
+    assert default_limit(size) == limit
+    assert limit == 4 or limit * SUPERVISOR_BYTES <= size / 2
+
+
+# ------------------------------------------------------------------ the log
+
+
+def test_every_change_is_told_once(serve, told):
+    plan, fates = _eventful()
+    ray = serve(plan)
+    ray.fates.update(fates)
+    lives = itertools.cycle((False, True))  # so that everything is looked at twice
+    dispatcher_of(plan, ray).run(lambda _: ray.pass_time(0.4) if next(lives) else None)
+    lines = told()
+    told_of = stories(lines)
+    for name in _EVENTS:
+        fate = fates.get(f"e.{name}", SUCCEEDS)
+        started = [] if fate is START_TIMES_OUT else ["RUNNING"]
+        is_last = name in ("b", "d", "a@3", "c@2", "g@2", "e@2")
+        whole = ["PENDING", *started, fate["status"] if is_last else "WAITING"]
+        assert [state for state, one in told_of if one == f"e.{name}"][-len(whole) :] == whole
+    assert told_of.count(("CANCELLED", "e.f")) == 1
+    assert max(Counter(lines).values()) == 1
+    (end,) = [line for line in lines if "all is decided" in line]
+    assert end == f"{PREFIX}all is decided: 5 SUCCEEDED, 1 FAILED, 1 CANCELLED"
+
+
+def test_the_log_says_when_and_why(serve, told):
+    plan = chain(link("a", retries=1))
+    ray = serve(plan)
+    ray.fates["e.a"] = FAILS
+    one = dispatcher_of(plan, ray)
+    rounds(one, ray, 3, seconds=10)
+    (failed,) = [line for line in story.parse(told()) if line.state == "WAITING"]
+    assert (failed.at, failed.submission_id) == (NOW + 20, "e.a")
+    assert failed.words == "attempt 1 failed (exit code 1); 1 more allowed"
+
+
+def test_any_message_of_rays_can_be_told(serve, told):
+    plan = chain(link("a", retries=1))
+    ray = serve(plan)
+    ray.fates["e.a"] = {**FAILS, "driver_exit_code": None, "message": "a\nb \x1b[31m\ud800 é\x00"}
+    assert dispatcher_of(plan, ray).run(ray.pass_time) == ALL_SUCCEEDED
+    assert ("WAITING", "e.a") in stories(told())
+
+
+# ------------------------------------------------------------------ as the job runs it
+
+
+def test_the_dashboard_of_the_right_session_is_found(serve):
+    closed = serve()
+    silent, other = serve(), serve(session="session_of_somebody_else")
+    silent.trouble = lambda method, path: Trouble()
+    no_ray, busy, right = serve(), serve(), serve()
+    no_ray.trouble = lambda method, path: Trouble(200, "<html>Welcome</html>")
+    busy.trouble = lambda method, path: Trouble(503)
+    tried = (silent, other, no_ray, busy, right)
+    plan = chain(dashboards=tuple(one.url for one in (*tried, closed)))
+    for one in tried:
+        one.is_closing = True  # nobody will ask these twice
+    found = find_dashboard(plan)
+    assert found is not None
+    assert found.url == right.url
+    assert found.session() == SESSION
+
+
+@pytest.fixture
+def files(tmp_path, monkeypatch) -> str:
+    """The archives of the dispatcher as Ray unpacked them; the file with the secrets."""
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path / 'code'}{os.pathsep}{tmp_path}")
+    path = tmp_path / SECRETS
+    path.write_text(json.dumps({"KEY": "hidden"}))
+    return str(path)
+
+
+def test_the_secrets_are_gone_when_all_is_decided(serve, files, told):
+    plan = chain(link("a", secrets=("KEY",)))
+    ray = serve(plan)
+    ray.is_closing = True
+    plan = replace(plan, dashboards=(ray.url,))
+    ray.add("e.a", {NONCE_KEY: "nonce-a"}, **SUCCEEDS, end_time=1)
+    assert dispatcher.run(plan, OWN) == ALL_SUCCEEDED
+    assert not os.path.exists(files)
+    assert "all is decided" in told()[-1]
+
+
+def test_a_dispatcher_without_an_owner_ends_with_a_code_of_its_own(serve, files, told):
+    plan = chain(link("a", secrets=("KEY",)), max_in_flight=7)
+    ray = serve(plan)
+    ray.is_closing = True
+    plan = replace(plan, dashboards=(ray.url,))
+    ray.rows[OWN].update(STOPPED)
+    assert dispatcher.run(plan, OWN) == DISOWNED
+    assert not os.path.exists(files)
+    first, *_, last = told()
+    assert "1 jobs, at most 7 at once: as the experiment asks" in first
+    assert "nothing more is started" in last
+    assert ray.posts() == 0

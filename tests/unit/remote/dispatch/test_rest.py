@@ -1,0 +1,448 @@
+"""The dispatcher's requests against a server that answers what it is told to."""
+
+import contextlib
+import json
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+
+from nemo_run_ray.remote.dispatch.rest import Away, Refused, Rest, candidates
+from tests.http_server import Handler, serving
+
+VERSION = json.dumps({"version": "4", "ray_version": "2.60.0", "session_name": "session_1"})
+BODY = {"submission_id": "e.a", "entrypoint": "true", "metadata": {"é": "ü"}}
+TAKEN = "ValueError: Job with submission_id e.a already exists. Please use a different one.\n"
+#: How Ray 2.60's dashboard hands on what the head's agent says.
+HANDED_ON = "Traceback:\nRuntimeError: Request failed with status code 400: Traceback:\n{}.\n"
+
+
+@dataclass
+class Answer:
+    """One answer; it may come late, and bytes that are promised and not sent cut it short."""
+
+    status: int = 200
+    text: bytes = b""
+    missing: int = 0
+    after: threading.Event | None = None
+
+
+@dataclass
+class Script:
+    """What the server answers, and what it was asked."""
+
+    url: str = ""
+    answers: list[Answer] = field(default_factory=list)
+    asked: list[tuple[str, str, bytes]] = field(default_factory=list)
+    headers: list[dict[str, str]] = field(default_factory=list)
+    connections: set[object] = field(default_factory=set)
+    keeps_alive: bool = False
+
+    def says(self, status: int, text: str | bytes = "", missing: int = 0) -> None:
+        data = text if isinstance(text, bytes) else text.encode()
+        self.answers.append(Answer(status, data, missing))
+
+
+class _Handler(Handler):
+    script: Script
+
+    def answer(self) -> None:
+        script = self.script
+        script.asked.append((self.command, self.path, self.body()))
+        script.headers.append(dict(self.headers))
+        script.connections.add(self.client_address)
+        answer = script.answers.pop(0)
+        if answer.after:
+            answer.after.wait(5)
+        self.close_connection = not answer.status or answer.missing > 0
+        if not answer.status:
+            return
+        headers = {"Content_Length": str(len(answer.text) + answer.missing)}
+        if not script.keeps_alive:
+            headers["Connection"] = "close"
+        self.send(answer.status, answer.text, **headers)
+
+
+@pytest.fixture
+def script() -> Iterator[Script]:
+    known = Script()
+    with serving(_Handler, script=known) as known.url:
+        yield known
+
+
+@pytest.fixture(autouse=True)
+def home(monkeypatch, tmp_path) -> Path:
+    """A home without a token."""
+    for name in ("RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH", "RAY_ADDRESS"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    return tmp_path
+
+
+REQUESTS = [
+    pytest.param(lambda api: api.session(), id="session"),
+    pytest.param(lambda api: list(api.rows()), id="rows"),
+    pytest.param(lambda api: api.post(BODY), id="post"),
+    pytest.param(lambda api: api.stop("e.a"), id="stop"),
+    pytest.param(lambda api: api.put_package("_ray_pkg_1.zip", b"zip"), id="put"),
+]
+
+
+# ------------------------------------------------------------------ what is asked
+
+
+def test_requests_are_those_of_rays_api(script):
+    api = Rest(script.url)
+    script.says(200, VERSION)
+    assert api.session() == "session_1"
+    script.says(200, "[]")
+    assert list(api.rows()) == []
+    script.says(200, "{}")
+    assert api.post(BODY)
+    script.says(200, '{"stopped": true}')
+    api.stop("e.a@2")
+    script.says(200)
+    api.put_package("_ray_pkg_1.zip", b"\x00zip")
+    *others, post, stop, put = script.asked
+    assert others == [("GET", "/api/version", b""), ("GET", "/api/jobs/", b"")]
+    assert (post[:2], json.loads(post[2])) == (("POST", "/api/jobs/"), BODY)
+    assert stop == ("POST", "/api/jobs/e.a%402/stop", b"")
+    assert put == ("PUT", "/api/packages/gcs/_ray_pkg_1.zip", b"\x00zip")
+    assert {one["Content-Type"] for one in script.headers} == {"application/json"}
+
+
+def test_a_proxys_path_stands_before_rays(script):
+    script.says(200, VERSION)
+    Rest(f"{script.url}/ray/1").session()
+    assert script.asked[0][:2] == ("GET", "/ray/1/api/version")
+
+
+def test_a_strange_id_stays_one_part_of_the_path(script):
+    script.says(404)
+    Rest(script.url).stop("../a b?c#d/é")
+    assert script.asked[0][1] == "/api/jobs/..%2Fa%20b%3Fc%23d%2F%C3%A9/stop"
+
+
+def test_one_connection_serves_all_requests(script):
+    api = Rest(script.url)
+    script.keeps_alive = True
+    for _ in range(4):
+        script.says(200, VERSION)
+        api.session()
+    script.says(500, "oops")
+    with pytest.raises(Away):
+        api.stop("e.a")
+    assert len(script.connections) == 1
+    script.keeps_alive = False
+    script.says(200, VERSION)
+    api.session()
+
+
+# ------------------------------------------------------------------ the job table
+
+
+def test_rows_without_a_submission_id_are_left_out(script):
+    rows = [
+        {"type": "DRIVER", "job_id": "01000000", "submission_id": None},
+        {"submission_id": "e.a", "message": 'é [1, {"a": "]"}], \u2028'},
+        {"submission_id": ""},
+        {"type": "DRIVER"},
+        {"submission_id": "e.b"},
+    ]
+    for text in (json.dumps(rows), json.dumps(rows, indent=1, ensure_ascii=False)):
+        script.says(200, text)
+        assert list(Rest(script.url).rows()) == [rows[1], rows[4]]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        b"",
+        b"<html>",
+        b"null",
+        b"{}",
+        b"[",
+        b"[1]",
+        b'"e.a"',
+        b'[{"submission_id": "e.a"}',
+        b'[{"submission_id": "e.a"},',
+        b'[{"submission_id": "e.a"}, {"submission_i',
+        '{"grüße": 1}'.encode("latin-1"),
+        b"\xff\xfe[]",
+    ],
+)
+def test_a_table_that_cannot_be_read_is_none(script, text):
+    script.says(200, text)
+    with pytest.raises(Away, match="cannot be read"):
+        list(Rest(script.url).rows())
+
+
+@pytest.mark.parametrize("text", [b"", b"<html>", b"[]", b"null", b'"x"', b"\xff"])
+def test_another_servers_version_is_none(script, text):
+    script.says(200, text)
+    with pytest.raises(Away):
+        Rest(script.url).session()
+
+
+def test_a_version_without_a_session_is_nobodys(script):
+    script.says(200, "{}")
+    assert Rest(script.url).session() == ""
+
+
+# ------------------------------------------------------------------ no answer
+
+
+@pytest.mark.parametrize("request_", REQUESTS)
+def test_nobody_there(request_):
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    with pytest.raises(Away, match=f"{port} cannot be reached"):
+        request_(Rest(f"http://127.0.0.1:{port}"))
+
+
+@pytest.mark.parametrize("request_", REQUESTS)
+def test_an_answer_that_does_not_come_is_not_waited_for(request_):
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        url = f"http://127.0.0.1:{silent.getsockname()[1]}"
+        with pytest.raises(Away, match="timed out"):
+            request_(Rest(url, timeout_s=0.05))
+
+
+@pytest.mark.parametrize("status", [500, 502, 503, 504])
+@pytest.mark.parametrize("request_", REQUESTS)
+def test_trouble_of_the_server_may_pass(script, request_, status):
+    script.says(status, "first\nlast words\n\n")
+    with pytest.raises(Away, match=f"answered {status} .*last words"):
+        request_(Rest(script.url))
+
+
+@pytest.mark.parametrize("request_", REQUESTS)
+def test_an_answer_that_is_cut_off_is_none(script, request_):
+    for status, missing in ((0, 0), (200, 9)):
+        script.says(status, "[", missing)
+        with pytest.raises(Away, match="cannot be reached"):
+            request_(Rest(script.url))
+
+
+def test_after_trouble_a_new_connection_is_made(script):
+    api = Rest(script.url)
+    script.keeps_alive = True
+    for _ in range(3):
+        script.says(0)
+        with pytest.raises(Away):
+            api.session()
+    script.keeps_alive = False
+    script.says(200, VERSION)
+    assert api.session() == "session_1"
+    assert len(script.connections) == 4
+
+
+def test_after_a_request_that_was_not_answered_in_time_the_next_one_is_asked(script):
+    api, late = Rest(script.url, timeout_s=0.2), threading.Event()
+    script.answers.append(Answer(0, after=late))
+    with pytest.raises(Away, match="timed out"):
+        api.session()
+    script.says(200, VERSION)
+    try:
+        assert api.session() == "session_1"
+    finally:
+        late.set()
+
+
+def test_a_server_that_does_not_speak_http_is_away():
+    with socket.create_server(("127.0.0.1", 0)) as server:
+
+        def answer() -> None:
+            stream, _ = server.accept()
+            with stream:
+                stream.recv(4096)
+                stream.sendall(b"SSH-2.0-OpenSSH_9.6\r\n")
+
+        thread = threading.Thread(target=answer)
+        thread.start()
+        with pytest.raises(Away, match="cannot be reached"):
+            Rest(f"http://127.0.0.1:{server.getsockname()[1]}").session()
+        thread.join()
+
+
+def test_https_is_not_spoken_in_clear(script):
+    with pytest.raises(Away, match="cannot be reached"):
+        Rest(script.url.replace("http:", "https:"), timeout_s=5).session()
+    assert script.asked == []
+
+
+# ------------------------------------------------------------------ Ray's answers to a new job
+
+
+@pytest.mark.parametrize(
+    ("status", "text"), [(400, TAKEN), (500, TAKEN), (500, HANDED_ON.format(TAKEN))]
+)
+def test_a_taken_id_is_no_error(script, status, text):
+    script.says(status, text)
+    assert Rest(script.url).post(BODY) is False
+
+
+@pytest.mark.parametrize("status", [400, 405, 409, 413, 422])
+def test_what_ray_refuses_is_refused_for_good(script, status):
+    script.says(status, "Traceback:\nTypeError: metadata values must be strings\n")
+    with pytest.raises(Refused, match=f"metadata values must be strings.*HTTP {status}"):
+        Rest(script.url).post(BODY)
+
+
+@pytest.mark.parametrize("status", [301, 302, 401, 403, 404, 408, 429])
+def test_what_somebody_before_ray_refuses_may_pass(script, status):
+    script.says(status, "not you")
+    with pytest.raises(Away, match=f"{status} to a new job: not you"):
+        Rest(script.url).post(BODY)
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("", "no text"),
+        (" \n\n", "no text"),
+        ("one\r\ntwo \r\n", "two"),
+        (b"\xff\xfe oops", "\ufffd\ufffd oops"),
+        ("x" * 999, "x" * 300),
+        (HANDED_ON.format("ValueError: no such label\n"), "ValueError: no such label"),
+    ],
+)
+def test_the_last_words_of_an_answer_are_told(script, text, words):
+    script.says(400, text)
+    with pytest.raises(Refused) as refused:
+        Rest(script.url).post(BODY)
+    assert str(refused.value) == f"Ray refuses it: {words} (HTTP 400)"
+
+
+def test_to_stop_what_is_not_there_is_harmless(script):
+    script.says(404, "Job e.a does not exist")
+    Rest(script.url).stop("e.a")
+
+
+@pytest.mark.parametrize("status", [302, 400, 401, 500])
+def test_a_stop_that_is_not_taken_may_be_later(script, status):
+    script.says(status, "no")
+    with pytest.raises(Away, match=f"{status} to a stop: no"):
+        Rest(script.url).stop("e.a")
+
+
+@pytest.mark.parametrize("status", [302, 401, 404, 413])
+def test_a_package_that_is_not_taken_may_be_later(script, status):
+    script.says(status, "no")
+    with pytest.raises(Away, match=f"{status} to PUT .*: no"):
+        Rest(script.url).put_package("p.zip", b"")
+
+
+# ------------------------------------------------------------------ the token
+
+
+@pytest.fixture
+def sent(script) -> Callable[[], str | None]:
+    """The credentials of one request."""
+    api = Rest(script.url)
+
+    def ask() -> str | None:
+        script.says(200, VERSION)
+        api.session()
+        return script.headers[-1].get("Authorization")
+
+    return ask
+
+
+def _write(path: Path, text: str) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text)
+    return path
+
+
+def test_without_a_token_none_is_sent(sent, monkeypatch, home):
+    assert sent() is None
+    monkeypatch.setenv("RAY_AUTH_TOKEN_PATH", str(home / "absent"))
+    assert sent() is None
+
+
+def test_the_token_is_found_where_ray_looks_for_it(sent, monkeypatch, home):
+    default = _write(home / ".ray" / "auth_token", "of-the-home\n")
+    assert sent() == "Bearer of-the-home"
+    monkeypatch.setenv("RAY_AUTH_TOKEN_PATH", str(_write(home / "mine", " of-the-path \n")))
+    assert sent() == "Bearer of-the-path"
+    monkeypatch.setenv("RAY_AUTH_TOKEN", "of-the-variable")
+    assert sent() == "Bearer of-the-variable"
+    for name in ("RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"):
+        monkeypatch.setenv(name, "")
+    assert sent() == "Bearer of-the-home"
+    default.write_text("renewed")
+    assert sent() == "Bearer renewed"
+
+
+def test_a_tokens_blanks_do_not_matter(sent, monkeypatch):
+    monkeypatch.setenv("RAY_AUTH_TOKEN", " abc\n")
+    assert sent() == "Bearer abc"
+
+
+@pytest.mark.parametrize("text", ["", " \n"])
+def test_an_empty_token_is_none(sent, home, text):
+    _write(home / ".ray" / "auth_token", text)
+    assert sent() is None
+
+
+# ------------------------------------------------------------------ where the dashboard may be
+
+
+@pytest.fixture
+def pythons(monkeypatch, tmp_path) -> Callable[[str, str], None]:
+    """Put commands on a PATH that has nothing else."""
+    folder = tmp_path / "bin"
+    folder.mkdir()
+    monkeypatch.setenv("PATH", str(folder))
+
+    def make(name: str, script: str) -> None:
+        (folder / name).write_text(f"#!/bin/sh\n{script}\n")
+        (folder / name).chmod(0o700)
+
+    return make
+
+
+@pytest.mark.usefixtures("pythons")
+def test_the_likeliest_address_comes_first(monkeypatch):
+    given = ("http://tunnel:9999/ray", "https://proxy")
+    here = ["http://127.0.0.1:9999", "http://127.0.0.1:8265"]
+    assert list(candidates(given)) == [*here, *given]
+    monkeypatch.setenv("RAY_ADDRESS", "10.0.0.5:6379")
+    assert list(candidates(given)) == [
+        "http://10.0.0.5:9999",
+        "http://127.0.0.1:9999",
+        "http://10.0.0.5:8265",
+        "http://127.0.0.1:8265",
+        *given,
+    ]
+    monkeypatch.setenv("RAY_ADDRESS", "[fd00::5]:6379")
+    assert next(candidates(())) == "http://[fd00::5]:8265"
+
+
+@pytest.mark.usefixtures("pythons")
+def test_the_same_port_is_tried_once():
+    given = ("http://a:8265", "http://b:8265")
+    assert list(candidates(given)) == ["http://127.0.0.1:8265", *given]
+
+
+def test_ray_itself_is_asked_last(pythons):
+    pythons("python3", "echo some warning; echo http://10.1.1.1:8266")
+    pythons("python", "echo http://wrong")
+    assert list(candidates(()))[1:] == ["http://10.1.1.1:8266"]
+
+
+def test_an_interpreter_without_ray_is_passed_over(pythons):
+    pythons("python3", "echo no ray here; exit 1")
+    pythons("python", "echo http://10.1.1.1:8266")
+    assert list(candidates(()))[1:] == ["http://10.1.1.1:8266"]
+
+
+def test_interpreters_that_know_nothing_end_the_list(pythons):
+    pythons("python3", "exit 0")
+    pythons("python", "exit 3")
+    with contextlib.closing(candidates(())) as found:
+        assert list(found) == ["http://127.0.0.1:8265"]

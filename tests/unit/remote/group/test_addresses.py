@@ -1,0 +1,160 @@
+"""What every process of a group is told about the others."""
+
+import pytest
+
+from nemo_run_ray.remote.group.addresses import RENDEZVOUS, key, variables
+from nemo_run_ray.remote.spec import GroupSpec, JobSpec, RoleSpec
+
+_TASK = JobSpec(argv=("true",))
+
+_SPEC = GroupSpec(
+    (
+        RoleSpec("rm-server.v2", _TASK, service=True, ports={"http": 0, "grpc-web": 9000}),
+        RoleSpec("train", _TASK, 3, processes=4, ranked=True, ports={RENDEZVOUS: 0}),
+        RoleSpec("workers", _TASK, 2, ports={"rpc": 0}),
+    )
+)
+_HOSTS = {
+    ("rm-server.v2", 0): "10.0.0.1",
+    ("train", 0): "10.0.0.2",
+    ("train", 1): "10.0.0.3",
+    ("train", 2): "10.0.0.2",
+    ("workers", 0): "10.0.0.4",
+    ("workers", 1): "10.0.0.5",
+}
+_PORTS = {
+    ("rm-server.v2", 0): {"http": 8001, "grpc-web": 9000},
+    ("train", 0): {RENDEZVOUS: 29501},
+    ("train", 1): {RENDEZVOUS: 29502},
+    ("train", 2): {RENDEZVOUS: 29503},
+    ("workers", 0): {"rpc": 7001},
+    ("workers", 1): {"rpc": 7002},
+}
+
+
+def _of(role: str, index: int = 0) -> dict[str, str]:
+    return variables(_SPEC, (role, index), _HOSTS, _PORTS)
+
+
+@pytest.mark.parametrize("who", _HOSTS)
+def test_every_process_knows_every_roles_hosts(who):
+    found = _of(*who)
+    assert found["NEMO_RUN_RM_SERVER_V2_HOST"] == "10.0.0.1"
+    assert found["NEMO_RUN_RM_SERVER_V2_HOSTS"] == "10.0.0.1"
+    assert found["NEMO_RUN_TRAIN_HOST"] == "10.0.0.2"
+    assert found["NEMO_RUN_TRAIN_HOSTS"] == "10.0.0.2,10.0.0.3,10.0.0.2"
+    assert found["NEMO_RUN_WORKERS_HOSTS"] == "10.0.0.4,10.0.0.5"
+
+
+@pytest.mark.parametrize("who", _HOSTS)
+def test_every_process_knows_every_roles_ports(who):
+    found = _of(*who)
+    assert found["NEMO_RUN_RM_SERVER_V2_PORT_HTTP"] == "8001"
+    assert found["NEMO_RUN_RM_SERVER_V2_PORT_GRPC_WEB"] == "9000"
+    assert found["NEMO_RUN_WORKERS_PORTS_RPC"] == "7001,7002"
+
+
+@pytest.mark.parametrize(
+    ("who", "port"),
+    [(("workers", 0), "7001"), (("workers", 1), "7002"), (("train", 2), "7001")],
+)
+def test_a_port_is_ones_own_or_the_first_replicas(who, port):
+    assert _of(*who)["NEMO_RUN_WORKERS_PORT_RPC"] == port
+
+
+@pytest.mark.parametrize("who", _HOSTS)
+def test_nemo_runs_heterogeneous_hosts_are_in_the_order_of_the_roles(who):
+    found = _of(*who)
+    hosts = [found[f"NEMO_RUN_HET_GROUP_HOST_{number}"] for number in range(3)]
+    assert hosts == ["10.0.0.1", "10.0.0.2", "10.0.0.4"]
+
+
+def test_nemo_runs_macros_are_those_of_ones_own_role():
+    found = _of("train", 1)
+    assert found["NEMO_RUN_HEAD_NODE_IP"] == "10.0.0.2"
+    assert found["NEMO_RUN_NUM_NODES"] == "3"
+    assert found["NEMO_RUN_NODE_RANK"] == "1"
+    assert found["NEMO_RUN_NPROC_PER_NODE"] == "4"
+    assert _of("workers", 1)["NEMO_RUN_HEAD_NODE_IP"] == "10.0.0.4"
+
+
+def test_ranked_processes_get_what_torch_distributed_reads():
+    found = _of("train", 2)
+    assert found["NODE_RANK"] == "2"
+    assert found["WORLD_SIZE"] == "12"
+    assert found["LOCAL_WORLD_SIZE"] == "4"
+    assert found["MASTER_ADDR"] == "10.0.0.2"
+    assert found["MASTER_PORT"] == found["NEMO_RUN_RDZV_PORT"] == "29501"
+
+
+def test_all_replicas_meet_at_the_same_place():
+    meet = ("MASTER_ADDR", "MASTER_PORT", "WORLD_SIZE", "NEMO_RUN_HEAD_NODE_IP")
+    found = [{name: _of("train", index)[name] for name in meet} for index in range(3)]
+    assert found[0] == found[1] == found[2]
+
+
+@pytest.mark.parametrize("role", ["rm-server.v2", "workers"])
+def test_others_are_not_told_of_a_rendezvous(role):
+    names = {"NODE_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}
+    assert not (names | {"NEMO_RUN_RDZV_PORT"}) & set(_of(role))
+
+
+def _launched(task: JobSpec, index: int) -> dict[str, str]:
+    spec = GroupSpec((RoleSpec("train", task, 2, ports={RENDEZVOUS: 0}),))
+    hosts = {("train", 0): "10.0.0.1", ("train", 1): "10.0.0.2"}
+    ports = {("train", number): {RENDEZVOUS: 29500 + number} for number in range(2)}
+    return variables(spec, ("train", index), hosts, ports)
+
+
+def test_a_launcher_finds_its_rendezvous_and_sets_the_ranks_itself():
+    found = _launched(_TASK, 1)
+    assert found["NEMO_RUN_RDZV_PORT"] == "29500"
+    assert "MASTER_PORT" not in found
+    assert "WORLD_SIZE" not in found
+
+
+@pytest.mark.parametrize(("index", "host"), [(0, "10.0.0.1"), (1, "10.0.0.2")])
+def test_torchrun_is_told_who_hosts_and_ones_own_address(index, host):
+    found = _launched(_TASK, index)
+    assert found["PET_RDZV_CONF"] == f"is_host={int(index == 0)}"
+    assert found["PET_LOCAL_ADDR"] == host
+
+
+@pytest.mark.parametrize("name", ["PET_RDZV_CONF", "PET_LOCAL_ADDR"])
+def test_what_the_user_tells_torchrun_is_left_alone(name):
+    found = _launched(JobSpec(("torchrun",), {name: "mine"}), 0)
+    assert name not in found
+    assert [one for one in found if one.startswith("PET_")] != []
+
+
+@pytest.mark.parametrize("who", _HOSTS)
+def test_only_a_launcher_is_told_of_torchruns_variables(who):
+    assert not [name for name in _of(*who) if name.startswith("PET_")]
+
+
+@pytest.mark.parametrize("who", _HOSTS)
+def test_the_rendezvous_is_no_port_of_the_users(who):
+    assert not [name for name in _of(*who) if "_PORT_" in name and "RENDEZVOUS" in name]
+    assert not [name for name in _of(*who) if name.endswith("_PORTS__RENDEZVOUS")]
+
+
+@pytest.mark.parametrize("who", _HOSTS)
+def test_names_and_values_can_be_an_environment(who):
+    for name, value in _of(*who).items():
+        assert isinstance(value, str)
+        assert name.replace("_", "A").isalnum()
+        assert name == name.upper()
+
+
+@pytest.mark.parametrize(
+    ("name", "variable"),
+    [
+        ("train", "TRAIN"),
+        ("rm-server.v2", "RM_SERVER_V2"),
+        ("a b/c", "A_B_C"),
+        ("é1", "_1"),
+        ("_x", "_X"),
+    ],
+)
+def test_all_but_letters_and_digits_is_an_underscore(name, variable):
+    assert key(name) == variable

@@ -1,0 +1,569 @@
+"""The machine alone: every pair of state and event, random lives of random groups, and examples."""
+
+import itertools
+import typing
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from nemo_run_ray.remote.group import machine
+from nemo_run_ray.remote.group.machine import (
+    Action,
+    End,
+    Event,
+    Exited,
+    Finish,
+    Group,
+    Lost,
+    Member,
+    Outcome,
+    Placed,
+    Prepare,
+    Prepared,
+    Ready,
+    Refused,
+    Start,
+    Stop,
+    Unprepared,
+    Unready,
+    Who,
+    step,
+)
+from nemo_run_ray.remote.states import Cause, Life, Phase
+
+_SERVICE, _PRIMARY = ("server", 0), ("train", 0)
+_NOTED = Outcome(9, Cause.EXIT_CODE, "noted before")
+
+
+def _of_the_whole_group() -> list[Event]:
+    causes = [Cause.INFEASIBLE, Cause.NOT_PLACED]
+    return [Placed(), Stop(), *(Refused(cause, "no room") for cause in causes)]
+
+
+def _of_one(who: Who) -> list[Event]:
+    return [
+        Prepared(who),
+        Unprepared(who, "port taken"),
+        Ready(who),
+        Unready(who, "too late"),
+        Exited(who, 0, "exit code 0"),
+        Exited(who, 3, "exit code 3"),
+        Lost(who, "node died"),
+    ]
+
+
+def _events(whos: Iterable[Who]) -> list[Event]:
+    return [*_of_the_whole_group(), *(event for who in whos for event in _of_one(who))]
+
+
+def _lives(group: Group) -> dict[Who, Life]:
+    return {one.who: one.life for one in group.members}
+
+
+# ---------------------------------------------------------------------- every pair
+
+
+def _states(phase: Phase) -> Iterator[Group]:
+    """A service and a primary in all lives, reachable or not, with and without an outcome."""
+    outcomes = [_NOTED] if phase in (Phase.ENDING, Phase.OVER) else [None, _NOTED]
+    for lives in itertools.product(Life, Life):
+        for restarts, outcome in itertools.product((0, 1), outcomes):
+            members = (
+                Member(*_SERVICE, True, restarts, lives[0]),
+                Member(*_PRIMARY, False, 0, lives[1]),
+            )
+            yield Group(members, phase, outcome)
+
+
+def test_the_events_below_are_all_there_are():
+    assert {type(event) for event in _events([_SERVICE])} == set(typing.get_args(Event))
+
+
+@pytest.mark.parametrize("phase", Phase)
+@pytest.mark.parametrize("event", _events([_SERVICE, _PRIMARY]), ids=str)
+def test_every_event_has_an_answer_in_every_state(phase, event):
+    for group in _states(phase):
+        after, actions = step(group, event)
+        assert all(isinstance(one, typing.get_args(Action)) for one in actions)
+        assert [one.who for one in after.members] == [one.who for one in group.members]
+        if group.outcome is not None:
+            assert after.outcome == group.outcome
+        if after.phase in (Phase.ENDING, Phase.OVER):
+            assert after.outcome is not None
+        assert [one for one in actions if isinstance(one, Finish)] == (
+            [Finish(after.outcome)] if after.phase is Phase.OVER is not group.phase else []
+        )
+
+
+@pytest.mark.parametrize("event", _events([_SERVICE, _PRIMARY]), ids=str)
+def test_nothing_happens_once_it_is_over(event):
+    for group in _states(Phase.OVER):
+        assert step(group, event) == (group, [])
+
+
+@pytest.mark.parametrize("event", _events([_SERVICE, _PRIMARY]), ids=str)
+def test_phases_go_one_way(event):
+    order = list(Phase)
+    for phase in Phase:
+        for group in _states(phase):
+            assert order.index(step(group, event)[0].phase) >= order.index(phase)
+
+
+def test_a_step_leaves_the_state_before_it_as_it_was():
+    group = Group((Member(*_SERVICE, True), Member(*_PRIMARY, False)))
+    step(group, Placed())
+    assert group == Group((Member(*_SERVICE, True), Member(*_PRIMARY, False)))
+
+
+# ---------------------------------------------------------------------- random lives
+
+
+@st.composite
+def _groups(draw) -> Group:
+    services = [False, *draw(st.lists(st.booleans(), max_size=3))]
+    members = []
+    for number, service in enumerate(draw(st.permutations(services))):
+        restarts = draw(st.integers(0, 2)) if service else 0
+        for index in range(draw(st.integers(1, 3))):
+            members.append(Member(f"role{number}", index, service, restarts))
+    return Group(tuple(members))
+
+
+@dataclass
+class World:
+    """What the actions make of the nodes: which processes run, are ready, exited with what."""
+
+    group: Group
+    prepared: set[Who] = field(default_factory=set)  # told to prepare
+    answered: set[Who] = field(default_factory=set)
+    running: set[Who] = field(default_factory=set)
+    ended: set[Who] = field(default_factory=set)  # told to end
+    ready: set[Who] = field(default_factory=set)
+    codes: dict[Who, int] = field(default_factory=dict)
+    starts: dict[Who, int] = field(default_factory=dict)
+    finish: Outcome | None = None
+
+    def feed(self, event: Event) -> list[Action]:
+        before = self.group
+        self._happens(event)
+        self.group, actions = step(self.group, event)
+        if self.finish is not None:
+            assert (self.group, actions) == (before, [])
+        for action in actions:
+            assert self.finish is None, "something is to be done after the end"
+            self._do(action)
+        assert {one.who for one in self.group.members if one.life.runs} == self.running
+        if before.outcome is not None:
+            assert self.group.outcome == before.outcome
+        return actions
+
+    def _happens(self, event: Event) -> None:
+        if isinstance(event, (Exited, Lost)) and event.who in self.running:
+            self.running.discard(event.who)
+            self.ready.discard(event.who)
+            self.ended.discard(event.who)
+            if isinstance(event, Exited):
+                self.codes[event.who] = event.code
+        elif isinstance(event, Ready) and event.who in self.running:
+            self.ready.add(event.who)
+        elif isinstance(event, Prepared):
+            self.answered.add(event.who)
+
+    def _do(self, action: Action) -> None:
+        if isinstance(action, Finish):
+            assert not self.running
+            assert action.outcome == self.group.outcome
+            self.finish = action.outcome
+            assert action.outcome.code or self._all_primaries_succeeded
+            return
+        member = next(one for one in self.group.members if one.who == action.who)
+        if isinstance(action, Prepare):
+            assert action.who not in self.prepared
+            self.prepared.add(action.who)
+        elif isinstance(action, Start):
+            assert action.who not in self.running
+            assert self.group.phase in (Phase.SERVICES, Phase.PRIMARIES)
+            assert self.prepared == self.answered == {one.who for one in self.group.members}
+            assert member.service or self._services <= self.ready
+            self.starts[action.who] = self.starts.get(action.who, 0) + 1
+            self.running.add(action.who)
+        else:
+            assert action.who in self.running - self.ended
+            self.ended.add(action.who)
+
+    @property
+    def _services(self) -> set[Who]:
+        return {one.who for one in self.group.members if one.service}
+
+    @property
+    def primaries(self) -> set[Who]:
+        return {one.who for one in self.group.members if not one.service}
+
+    @property
+    def _all_primaries_succeeded(self) -> bool:
+        return all(self.codes.get(who) == 0 for who in self.primaries)
+
+    def plausible(self) -> list[Event]:
+        """What can really happen next."""
+        found: list[Event] = []
+        if self.group.phase is Phase.PLACING:
+            found.append(Placed())
+        for who, life in _lives(self.group).items():
+            if life is Life.AWAITED and who in self.prepared:
+                found.append(Prepared(who))
+            if who in self.running:
+                found += [Ready(who)] if who not in self.ready else []
+                found += [Exited(who, code, f"exit code {code}") for code in (0, 0, 3, 143)]
+        return found
+
+    def goes_well(self) -> None:
+        """Nodes answer, probes succeed, primaries exit, and whatever is told to end ends."""
+        restarts = sum(one.restarts for one in self.group.members)
+        for _ in range(6 * (len(self.group.members) + restarts)):
+            if self.finish is not None:
+                return
+            event = self._next_good_thing()
+            assert event is not None, f"nothing can happen any more in {self.group}"
+            self.feed(event)
+        assert self.finish is not None
+
+    def _next_good_thing(self) -> Event | None:
+        if self.group.phase is Phase.PLACING:
+            return Placed()
+        for who, life in _lives(self.group).items():
+            if self.group.phase is Phase.PREPARING and life is Life.AWAITED:
+                return Prepared(who)
+            if who in self.ended or (who in self.running and who in self.primaries):
+                return Exited(who, 0, "exit code 0")
+            if who in self.running - self.ready and self.group.phase is not Phase.ENDING:
+                return Ready(who)
+        return None
+
+
+def _live(data: st.DataObject, steps: int, stranger: bool = True) -> World:
+    """A group to which things happen, plausible ones more often than others."""
+    world = World(data.draw(_groups()))
+    nonsense = _events([one.who for one in world.group.members])
+    for _ in range(data.draw(st.integers(0, steps))):
+        plausible = world.plausible()
+        rare = stranger and data.draw(st.integers(0, 19)) == 0
+        pool = nonsense if rare or not plausible else plausible
+        world.feed(data.draw(st.sampled_from(pool)))
+    return world
+
+
+@given(st.data())
+@settings(max_examples=150, deadline=None)
+def test_whatever_happens_the_rules_hold_and_the_group_can_finish(data):
+    world = _live(data, 40)
+    world.goes_well()
+    assert world.group.phase is Phase.OVER
+    for event in _events([one.who for one in world.group.members]):
+        assert world.feed(event) == []
+
+
+@given(st.data())
+@settings(max_examples=60, deadline=None)
+def test_any_events_in_any_order_break_no_rule(data):
+    world = World(data.draw(_groups()))
+    events = _events([one.who for one in world.group.members])
+    for event in data.draw(st.lists(st.sampled_from(events), max_size=40)):
+        world.feed(event)
+
+
+@given(st.data())
+@settings(max_examples=80, deadline=None)
+def test_a_stop_ends_all_that_runs_and_then_the_group(data):
+    world = _live(data, 30, stranger=False)
+    world.feed(Stop())
+    assert world.group.phase in (Phase.ENDING, Phase.OVER)
+    assert world.ended == world.running
+    assert world.group.outcome is not None
+    for who in sorted(world.running):
+        assert world.finish is None
+        assert not [one for one in world.feed(Exited(who, 143, "")) if isinstance(one, Start)]
+    assert world.finish is not None
+
+
+@given(st.data())
+@settings(max_examples=80, deadline=None)
+def test_when_nothing_goes_wrong_the_code_is_0_and_each_starts_once(data):
+    world = World(data.draw(_groups()))
+    world.goes_well()
+    assert world.finish == Outcome(0, Cause.DONE, "all done")
+    assert world.starts == {one.who: 1 for one in world.group.members}
+
+
+@given(st.data())
+@settings(max_examples=80, deadline=None)
+def test_a_service_is_started_once_more_than_it_has_restarts_at_most(data):
+    group = data.draw(_groups())
+    world = World(group)
+    for _ in range(60):
+        plausible = [one for one in world.plausible() if not isinstance(one, Exited)]
+        early = [Exited(who, 3, "") for who in sorted(world.running - world.primaries)]
+        if not plausible + early:
+            break
+        world.feed(data.draw(st.sampled_from(plausible + early)))
+    for one in group.members:
+        assert world.starts.get(one.who, 0) <= 1 + one.restarts
+
+
+# ---------------------------------------------------------------------- examples
+
+
+def _group(restarts: int = 0) -> Group:
+    """One service, a primary role of two replicas, and another primary role."""
+    return Group(
+        (
+            Member("server", 0, True, restarts),
+            Member("train", 0, False),
+            Member("train", 1, False),
+            Member("eval", 0, False),
+        )
+    )
+
+
+_SERVER, _TRAIN0, _TRAIN1, _EVAL = ("server", 0), ("train", 0), ("train", 1), ("eval", 0)
+
+
+def _after(group: Group, *events: Event) -> tuple[Group, list[Action]]:
+    """The state after all events, and the actions of the last one."""
+    actions: list[Action] = []
+    for event in events:
+        group, actions = step(group, event)
+    return group, actions
+
+
+def _in(phase: Phase, restarts: int = 0) -> Group:
+    """The group, led into a phase by what leads there."""
+    way: list[tuple[Phase, list[Event]]] = [
+        (Phase.PLACING, []),
+        (Phase.PREPARING, [Placed()]),
+        (Phase.SERVICES, [Prepared(who) for who in (_SERVER, _TRAIN0, _TRAIN1, _EVAL)]),
+        (Phase.PRIMARIES, [Ready(_SERVER)]),
+        (Phase.ENDING, [Exited(who, 0, "") for who in (_TRAIN0, _TRAIN1, _EVAL)]),
+        (Phase.OVER, [Exited(_SERVER, 143, "")]),
+    ]
+    group = _group(restarts)
+    for reached, events in way:
+        group, _ = _after(group, *events)
+        assert group.phase is reached
+        if reached is phase:
+            break
+    return group
+
+
+def test_placed_prepares_every_replica():
+    group, actions = step(_group(), Placed())
+    assert actions == [Prepare(one.who) for one in group.members]
+
+
+def test_services_start_when_the_last_replica_is_prepared():
+    group = _in(Phase.PREPARING)
+    group, actions = _after(group, Prepared(_EVAL), Prepared(_TRAIN1), Prepared(_SERVER))
+    assert (group.phase, actions) == (Phase.PREPARING, [])
+    group, actions = step(group, Prepared(_TRAIN0))
+    assert actions == [Start(_SERVER)]
+
+
+def test_primaries_start_when_the_last_service_is_ready():
+    members = (
+        Member("a", 0, True),
+        Member("a", 1, True),
+        Member("b", 0, True),
+        _group().members[3],
+    )
+    group, _ = _after(Group(members), Placed(), *(Prepared(one.who) for one in members))
+    group, actions = _after(group, Ready(("a", 1)), Ready(("b", 0)))
+    assert (group.phase, actions) == (Phase.SERVICES, [])
+    group, actions = step(group, Ready(("a", 0)))
+    assert (group.phase, actions) == (Phase.PRIMARIES, [Start(_EVAL)])
+
+
+def test_without_services_primaries_start_as_soon_as_all_are_prepared():
+    group = Group((Member("train", 0, False), Member("train", 1, False)))
+    group, actions = _after(group, Placed(), Prepared(_TRAIN1), Prepared(_TRAIN0))
+    assert (group.phase, actions) == (Phase.PRIMARIES, [Start(_TRAIN0), Start(_TRAIN1)])
+
+
+def test_when_the_last_primary_is_done_the_services_are_ended():
+    group, actions = _after(_in(Phase.PRIMARIES), *(Exited(w, 0, "") for w in (_TRAIN0, _TRAIN1)))
+    assert (group.phase, actions) == (Phase.PRIMARIES, [])
+    group, actions = step(group, Exited(_EVAL, 0, ""))
+    assert (group.phase, actions) == (Phase.ENDING, [End(_SERVER)])
+    group, actions = step(group, Exited(_SERVER, 137, "killed by SIGKILL"))
+    assert actions == [Finish(Outcome(0, Cause.DONE, "all done"))]
+
+
+@pytest.mark.parametrize("phase", [Phase.SERVICES, Phase.PRIMARIES])
+@pytest.mark.parametrize(("code", "group_code"), [(0, 1), (1, 1), (3, 3), (139, 139)])
+def test_a_service_that_ends_early_fails_the_group(phase, code, group_code):
+    group, actions = step(_in(phase), Exited(_SERVER, code, f"exit code {code}"))
+    assert group.outcome is not None
+    assert (group.outcome.code, group.outcome.cause) == (group_code, Cause.SERVICE_ENDED)
+    assert "server/0" in group.outcome.words
+    assert f"exit code {code}" in group.outcome.words
+    if phase is Phase.SERVICES:
+        assert actions == [Finish(group.outcome)]
+    else:
+        assert actions == [End(_TRAIN0), End(_TRAIN1), End(_EVAL)]
+
+
+@pytest.mark.parametrize("code", [0, 3])
+def test_a_service_is_started_again_while_primaries_run(code):
+    group, actions = step(_in(Phase.PRIMARIES, restarts=1), Exited(_SERVER, code, ""))
+    assert actions == [Start(_SERVER)]
+    assert (group.phase, group.outcome) == (Phase.PRIMARIES, None)
+    assert _lives(group)[_SERVER] is Life.STARTED
+    group, actions = step(group, Ready(_SERVER))
+    assert actions == []  # the primaries run already
+    group, actions = step(group, Exited(_SERVER, 4, "exit code 4"))
+    assert actions == [End(_TRAIN0), End(_TRAIN1), End(_EVAL)]
+    assert group.outcome is not None
+    assert (group.outcome.code, group.outcome.cause) == (4, Cause.SERVICE_ENDED)
+
+
+def test_a_service_that_starts_again_before_the_primaries_is_waited_for_again():
+    members = (Member("a", 0, True, 1), Member("b", 0, True), Member("train", 0, False))
+    group, _ = _after(Group(members), Placed(), *(Prepared(one.who) for one in members))
+    group, actions = _after(group, Ready(("a", 0)), Exited(("a", 0), 1, ""))
+    assert actions == [Start(("a", 0))]
+    group, actions = step(group, Ready(("b", 0)))
+    assert (group.phase, actions) == (Phase.SERVICES, [])
+    group, actions = step(group, Ready(("a", 0)))
+    assert actions == [Start(_TRAIN0)]
+
+
+def test_only_the_replica_that_ended_is_started_again_and_only_its_restarts_are_used():
+    members = (Member("a", 0, True, 1), Member("a", 1, True, 1), Member("train", 0, False))
+    group, _ = _after(Group(members), Placed(), *(Prepared(one.who) for one in members))
+    group, actions = step(group, Exited(("a", 1), 1, ""))
+    assert actions == [Start(("a", 1))]
+    assert [one.restarts for one in group.members] == [1, 0, 0]
+
+
+@pytest.mark.parametrize("restarts", [0, 2])
+def test_a_service_that_is_not_ready_in_time_fails_the_group(restarts):
+    group, actions = step(_in(Phase.SERVICES, restarts), Unready(_SERVER, "refused"))
+    assert group.outcome == Outcome(1, Cause.NOT_READY, "server/0: refused")
+    assert actions == [End(_SERVER)]
+    _, actions = step(group, Exited(_SERVER, 143, ""))
+    assert actions == [Finish(group.outcome)]
+
+
+def test_a_service_that_is_not_ready_in_time_after_a_restart_fails_the_group():
+    group, _ = step(_in(Phase.PRIMARIES, restarts=1), Exited(_SERVER, 1, ""))
+    group, actions = step(group, Unready(_SERVER, "refused"))
+    assert group.outcome == Outcome(1, Cause.NOT_READY, "server/0: refused")
+    assert actions == [End(_SERVER), End(_TRAIN0), End(_TRAIN1), End(_EVAL)]
+
+
+def test_the_first_failing_primarys_code_wins_while_other_roles_go_on():
+    group, actions = step(_in(Phase.PRIMARIES), Exited(_EVAL, 5, "exit code 5"))
+    assert (group.phase, actions) == (Phase.PRIMARIES, [])
+    assert {_lives(group)[who] for who in (_SERVER, _TRAIN0, _TRAIN1)} == {Life.READY, Life.STARTED}
+    group, actions = step(group, Exited(_TRAIN0, 7, "exit code 7"))
+    assert actions == [End(_TRAIN1)]
+    group, actions = step(group, Exited(_TRAIN1, 143, ""))
+    assert actions == [End(_SERVER)]
+    group, actions = step(group, Exited(_SERVER, 0, ""))
+    assert actions == [Finish(Outcome(5, Cause.EXIT_CODE, "eval/0: exit code 5"))]
+
+
+def test_replicas_of_a_failing_primarys_role_are_ended_and_their_codes_do_not_count():
+    group, actions = step(_in(Phase.PRIMARIES), Exited(_TRAIN1, 3, "exit code 3"))
+    assert actions == [End(_TRAIN0)]
+    group, _ = _after(group, Exited(_TRAIN0, 143, "killed"), Exited(_EVAL, 0, ""))
+    assert group.phase is Phase.ENDING
+    assert group.outcome == Outcome(3, Cause.EXIT_CODE, "train/1: exit code 3")
+
+
+def test_a_role_that_failed_does_not_make_the_others_successful():
+    group, _ = _after(_in(Phase.PRIMARIES), Exited(_EVAL, 5, "exit code 5"))
+    group, actions = _after(group, Exited(_TRAIN0, 0, ""), Exited(_TRAIN1, 0, ""))
+    assert actions == [End(_SERVER)]
+    assert group.outcome is not None
+    assert group.outcome.code == 5
+
+
+@pytest.mark.parametrize("who", [_SERVER, _TRAIN0, _EVAL])
+@pytest.mark.parametrize("phase", [Phase.PREPARING, Phase.SERVICES, Phase.PRIMARIES])
+def test_a_lost_node_fails_the_group(phase, who):
+    before = _in(phase)
+    group, actions = step(before, Lost(who, "node n1 died"))
+    assert group.outcome is not None
+    assert (group.outcome.code, group.outcome.cause) == (1, Cause.NODE_DIED)
+    assert machine.name(who) in group.outcome.words
+    assert "node n1 died" in group.outcome.words
+    others = [End(one.who) for one in before.members if one.life.runs and one.who != who]
+    assert actions == (others or [Finish(group.outcome)])
+
+
+def test_a_lost_node_is_nothing_while_placing():
+    assert step(_in(Phase.PLACING), Lost(_SERVER, "")) == (_in(Phase.PLACING), [])
+
+
+def test_a_node_lost_while_ending_is_no_longer_waited_for():
+    group, actions = step(_in(Phase.ENDING), Lost(_SERVER, "node died"))
+    assert actions == [Finish(Outcome(0, Cause.DONE, "all done"))]
+    assert group.phase is Phase.OVER
+
+
+def test_the_node_of_a_primary_that_is_done_may_go():
+    group, _ = step(_in(Phase.PRIMARIES), Exited(_TRAIN0, 0, ""))
+    assert step(group, Lost(_TRAIN0, "node died")) == (group, [])
+
+
+@pytest.mark.parametrize("phase", [Phase.PLACING, Phase.PREPARING])
+def test_a_stop_before_anything_runs_finishes_at_once(phase):
+    group, actions = step(_in(phase), Stop())
+    assert actions == [Finish(Outcome(143, Cause.CANCELLED, "cancelled"))]
+    assert group.phase is Phase.OVER
+
+
+@pytest.mark.parametrize(
+    ("phase", "running"),
+    [
+        (Phase.SERVICES, [_SERVER]),
+        (Phase.PRIMARIES, [_SERVER, _TRAIN0, _TRAIN1, _EVAL]),
+    ],
+)
+def test_a_stop_ends_what_runs(phase, running):
+    group, actions = step(_in(phase), Stop("by somebody"))
+    assert actions == [End(who) for who in running]
+    assert step(group, Stop()) == (group, [])  # once is enough
+    group, actions = _after(group, *(Exited(who, 0, "") for who in running))
+    assert actions == [Finish(Outcome(143, Cause.CANCELLED, "by somebody"))]
+
+
+def test_a_stop_while_ending_changes_nothing():
+    assert step(_in(Phase.ENDING), Stop()) == (_in(Phase.ENDING), [])
+
+
+def test_a_service_that_ends_after_a_stop_is_not_started_again():
+    group, _ = step(_in(Phase.PRIMARIES, restarts=2), Stop())
+    group, actions = step(group, Exited(_SERVER, 1, ""))
+    assert actions == []
+    assert _lives(group)[_SERVER] is Life.ENDED
+
+
+@pytest.mark.parametrize("cause", [Cause.INFEASIBLE, Cause.NOT_PLACED])
+def test_a_refused_placing_finishes_with_its_cause(cause):
+    group, actions = step(_in(Phase.PLACING), Refused(cause, "CPU 900"))
+    assert actions == [Finish(Outcome(1, cause, "CPU 900"))]
+    assert group.phase is Phase.OVER
+
+
+def test_an_unprepared_replica_finishes_the_group():
+    group, _ = step(_in(Phase.PREPARING), Prepared(_SERVER))
+    _, actions = step(group, Unprepared(_TRAIN1, "port 80 is taken"))
+    words = "train/1: port 80 is taken"
+    assert actions == [Finish(Outcome(1, Cause.NOT_PREPARED, words))]
+
+
+def test_who_is_in_words_as_in_the_prefix_of_its_lines():
+    assert machine.name(("train", 12)) == "train/12"

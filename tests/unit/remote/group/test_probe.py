@@ -1,0 +1,486 @@
+"""Probes against real sockets and a real HTTP server, asked as the replica's loop asks them."""
+
+import contextlib
+import http.server
+import itertools
+import select
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+
+import pytest
+
+from nemo_run_ray.remote.group import probe
+from nemo_run_ray.remote.group.probe import Probing
+from nemo_run_ray.remote.spec import ProbeSpec
+
+_LOCAL = "127.0.0.1"
+#: Another address of the same machine, as a node's is.
+_NODE = "127.0.0.2"
+
+
+def _no_spawn(words: Sequence[str]) -> int:
+    raise AssertionError(f"{words} is no command of this probe's")
+
+
+def _probing(
+    spec: ProbeSpec,
+    address: str = _LOCAL,
+    ports: dict[str, int] | None = None,
+    spawn: Callable[[Sequence[str]], int] = _no_spawn,
+) -> Probing:
+    return Probing(spec, address, ports or {}, spawn)
+
+
+def _port(port: int | str, **values: float) -> ProbeSpec:
+    return ProbeSpec("port", port, **{"interval_s": 0.02, "timeout_s": 10.0, **values})
+
+
+def _http(port: int | str, **values) -> ProbeSpec:
+    return ProbeSpec("http", port, **{"interval_s": 0.02, "timeout_s": 10.0, **values})
+
+
+def _turn(probing: Probing) -> str | None:
+    """One round of the loop: wait for the socket, then go on; it must never be held up."""
+    if probing.socket is not None:
+        waits = [[], [probing.socket]] if not probing.is_asked else [[probing.socket], []]
+        select.select(*waits, [], 0.02)
+    else:
+        time.sleep(0.005)
+    began_at = time.monotonic()
+    answer = probing.step()
+    assert time.monotonic() - began_at < 0.8
+    return answer
+
+
+def _answer(probing: Probing, within_s: float = 15) -> str:
+    deadline = time.monotonic() + within_s
+    while (answer := _turn(probing)) is None:
+        assert time.monotonic() < deadline, "not decided in time"
+    assert probing.socket is None
+    return answer
+
+
+@pytest.fixture
+def bound() -> Iterator[Callable[..., socket.socket]]:
+    """Makes sockets with a port of the system's choice that take no connections yet."""
+    with contextlib.ExitStack() as stack:
+
+        def make(address: str = _LOCAL) -> socket.socket:
+            family = socket.AF_INET6 if ":" in address else socket.AF_INET
+            made = stack.enter_context(socket.socket(family, socket.SOCK_STREAM))
+            made.bind((address, 0))
+            return made
+
+        yield make
+
+
+@pytest.fixture
+def listening(bound) -> Callable[..., int]:
+    """Makes servers that take connections and say nothing; gives their ports."""
+
+    def make(address: str = _LOCAL) -> int:
+        server = bound(address)
+        server.listen()
+        return server.getsockname()[1]
+
+    return make
+
+
+@pytest.fixture
+def answering(bound) -> Iterator[Callable[..., int]]:
+    """Makes servers that answer every connection with the same pieces and close it."""
+    threads = []
+    done = threading.Event()
+
+    def serve(server: socket.socket, pieces: Sequence[bytes], address: list[bytes]) -> None:
+        server.settimeout(0.05)
+        while not done.is_set():
+            with contextlib.suppress(OSError):
+                connection, _ = server.accept()
+                with connection:
+                    connection.settimeout(5)
+                    address.append(connection.recv(4096))
+                    for piece in pieces:
+                        connection.sendall(piece)
+                        done.wait(0.05)
+
+    def make(*pieces: bytes, address: str = _LOCAL, asked: list[bytes] | None = None) -> int:
+        server = bound(address)
+        server.listen()
+        words = (server, pieces, [] if asked is None else asked)
+        threads.append(threading.Thread(target=serve, args=words))
+        threads[-1].start()
+        return server.getsockname()[1]
+
+    yield make
+    done.set()
+    for thread in threads:
+        thread.join(10)
+        assert not thread.is_alive()
+
+
+class Site:
+    """A real web server whose answers can be changed."""
+
+    def __init__(self, address: str) -> None:
+        self.statuses = [200]
+        self.asked: list[tuple[str, str]] = []
+        site = self
+
+        class Handler(http.server.BaseHTTPRequestHandler):
+            protocol_version = "HTTP/1.1"
+
+            def do_GET(self) -> None:
+                site.asked.append((self.path, self.headers["Host"]))
+                status = site.statuses.pop(0) if len(site.statuses) > 1 else site.statuses[0]
+                self.send_response(status)
+                self.send_header("Content-Length", "2")
+                self.end_headers()
+                self.wfile.write(b"ok")
+
+            def log_message(self, *_: object) -> None:
+                pass
+
+        self.server = http.server.ThreadingHTTPServer((address, 0), Handler)
+        self.port = self.server.server_address[1]
+
+
+@pytest.fixture
+def site() -> Iterator[Callable[..., Site]]:
+    made = []
+
+    def make(address: str = _LOCAL) -> Site:
+        one = Site(address)
+        thread = threading.Thread(target=one.server.serve_forever, args=(0.02,))
+        thread.start()
+        made.append((one, thread))
+        return one
+
+    yield make
+    for one, thread in made:
+        one.server.shutdown()
+        one.server.server_close()
+        thread.join(10)
+
+
+# ---------------------------------------------------------------------- ports
+
+
+def test_a_port_that_takes_connections_is_ready(listening):
+    assert _answer(_probing(_port(listening()))) == ""
+
+
+def test_a_port_may_be_named(listening):
+    ports = {"other": 1, "rpc": listening()}
+    assert _answer(_probing(_port("rpc"), ports=ports)) == ""
+
+
+def test_the_first_try_is_made_at_once(listening):
+    probing = _probing(_port(listening(), interval_s=1000.0))
+    assert _answer(probing, within_s=5) == ""
+
+
+def test_a_closed_port_is_given_up_with_the_reason(bound):
+    port = bound().getsockname()[1]
+    began_at = time.monotonic()
+    answer = _answer(_probing(_port(port, timeout_s=0.25)))
+    assert 0.25 <= time.monotonic() - began_at < 3
+    assert answer == (
+        f"not ready within 0.25 s: port {_LOCAL}:{port} does not take connections: "
+        "Connection refused"
+    )
+
+
+def test_a_port_that_opens_late_is_ready_then(bound):
+    server = bound()
+    probing = _probing(_port(server.getsockname()[1]))
+    for _ in range(10):
+        assert _turn(probing) is None
+    server.listen()
+    assert _answer(probing) == ""
+
+
+def test_tries_are_an_interval_apart(bound, monkeypatch):
+    tries = []
+    real = socket.socket.connect_ex
+    port = bound().getsockname()[1]
+
+    class Counting(socket.socket):
+        def connect_ex(self, address):
+            tries.append(time.monotonic())
+            return real(self, address)
+
+    monkeypatch.setattr(socket, "socket", Counting)
+    _answer(_probing(_port(port, interval_s=0.2, timeout_s=0.75)))
+    assert 2 <= len(tries) <= 4
+    assert all(later - before >= 0.2 for before, later in itertools.pairwise(tries))
+
+
+def test_a_server_on_another_address_alone_is_not_ready_and_the_hint_says_so(listening):
+    port = listening(_LOCAL)
+    answer = _answer(_probing(_port(port, timeout_s=0.2), address=_NODE))
+    assert f"port {_NODE}:{port} does not take connections" in answer
+    assert f"It does listen on {_LOCAL}:{port}" in answer
+    assert "listen on 0.0.0.0" in answer
+
+
+def test_a_server_on_all_addresses_is_ready_at_the_nodes(listening):
+    assert _answer(_probing(_port(listening("0.0.0.0")), address=_NODE)) == ""
+
+
+def test_without_a_server_there_is_no_hint(bound):
+    port = bound().getsockname()[1]
+    answer = _answer(_probing(_port(port, timeout_s=0.1), address=_NODE))
+    assert "does not take connections" in answer
+    assert "It does listen" not in answer
+
+
+def test_a_server_whose_queue_is_full_does_not_take_connections(bound, monkeypatch):
+    """A try that hangs is over after its own time, and the next one may succeed."""
+    monkeypatch.setattr(probe, "_TRY_S", 0.3)
+    server = bound()
+    server.listen(0)
+    port = server.getsockname()[1]
+    with contextlib.ExitStack() as stack:
+        for _ in range(3):
+            one = stack.enter_context(socket.socket())
+            one.setblocking(False)
+            one.connect_ex((_LOCAL, port))
+        answer = _answer(_probing(_port(port, timeout_s=0.7)))
+    assert answer == f"not ready within 0.7 s: {_LOCAL}:{port} does not take connections"
+
+
+def test_a_nodes_address_may_be_of_ip_version_6(listening):
+    assert _answer(_probing(_port(listening("::1")), address="::1")) == ""
+
+
+# ---------------------------------------------------------------------- http
+
+
+def test_a_get_with_the_status_is_ready(site):
+    one = site()
+    assert _answer(_probing(_http(one.port, path="/health?full=1"))) == ""
+    assert one.asked == [("/health?full=1", f"{_LOCAL}:{one.port}")]
+
+
+@pytest.mark.parametrize("status", [204, 301, 401, 503])
+def test_any_status_may_be_the_one_that_is_wanted(site, status):
+    one = site()
+    one.statuses = [status]
+    assert _answer(_probing(_http(one.port, status=status))) == ""
+
+
+@pytest.mark.parametrize("status", [204, 301, 404, 503])
+def test_another_status_is_given_up_with_both(site, status):
+    one = site()
+    one.statuses = [status]
+    answer = _answer(_probing(_http(one.port, path="/health", timeout_s=0.2)))
+    assert answer == (
+        f"not ready within 0.2 s: GET http://{_LOCAL}:{one.port}/health is answered with {status}, "
+        "not 200"
+    )
+
+
+def test_a_server_that_becomes_ready_is_ready_then(site):
+    one = site()
+    one.statuses = [503, 503, 200]
+    assert _answer(_probing(_http(one.port))) == ""
+    assert len(one.asked) == 3
+
+
+def test_a_get_goes_to_the_nodes_address(site):
+    one = site(_LOCAL)
+    answer = _answer(_probing(_http(one.port, timeout_s=0.2), address=_NODE))
+    assert f"It does listen on {_LOCAL}:{one.port}" in answer
+    assert one.asked == []
+
+
+@pytest.mark.parametrize("line", ["SSH-2.0-OpenSSH_9.6", "220 200 mail.example.org ESMTP"])
+def test_an_answer_that_is_not_http_is_shown(answering, line):
+    port = answering(f"{line}\r\n".encode())
+    answer = _answer(_probing(_http(port, timeout_s=0.2)))
+    assert f"is answered with {line!r}, which is not HTTP" in answer
+
+
+@pytest.mark.parametrize("answer", [b"", b"\x15\x03\x01\x00\x02\x02\x46", b"\n", b"HTTP/1.1\r\n"])
+def test_an_answer_that_is_hardly_any_is_not_http(answering, answer):
+    words = _answer(_probing(_http(answering(answer), timeout_s=0.2)))
+    assert "which is not HTTP" in words or "failed" in words
+
+
+def test_an_answer_in_pieces_is_put_together(answering):
+    assert _answer(_probing(_http(answering(b"HT", b"TP/1.1 2", b"00 OK\r", b"\n\r\n")))) == ""
+
+
+def test_an_answer_without_a_reason_or_with_another_version_counts(answering):
+    assert _answer(_probing(_http(answering(b"HTTP/1.0 200\r\n\r\n")))) == ""
+
+
+def test_a_server_that_never_answers_is_given_up_in_time_and_named(listening):
+    port = listening()
+    began_at = time.monotonic()
+    answer = _answer(_probing(_http(port, timeout_s=0.3)))
+    assert 0.3 <= time.monotonic() - began_at < 3
+    assert answer.startswith("not ready within 0.3 s: ")
+    assert f"{_LOCAL}:{port} does not answer" in answer
+
+
+def test_a_server_that_hangs_is_asked_again(bound, monkeypatch):
+    monkeypatch.setattr(probe, "_TRY_S", 0.15)
+    server = bound()
+    server.listen()
+    server.setblocking(False)
+    probing = _probing(_http(server.getsockname()[1]))
+    with contextlib.ExitStack() as stack:
+        answer = None
+        deadline = time.monotonic() + 10
+        taken: list[socket.socket] = []
+        while answer is None:
+            assert time.monotonic() < deadline
+            answer = _turn(probing)
+            with contextlib.suppress(BlockingIOError):
+                taken.append(stack.enter_context(server.accept()[0]))
+                if len(taken) == 2:  # the first one never gets an answer
+                    taken[1].sendall(b"HTTP/1.1 200 OK\r\n\r\n")
+    assert answer == ""
+    assert len(taken) == 2
+
+
+_STREAM = """
+import socket
+with socket.create_server(("127.0.0.1", 0)) as server:
+    print(server.getsockname()[1], flush=True)
+    while True:
+        connection, _ = server.accept()
+        try:
+            while True:
+                connection.sendall(b"x" * 2**20)
+        except OSError:
+            pass  # whoever asked has hung up
+"""
+
+
+@pytest.mark.timeout(15)
+def test_a_server_that_streams_without_a_lines_end_does_not_hold_the_loop_up():
+    words = [sys.executable, "-I", "-c", _STREAM]
+    with subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) as server:
+        try:
+            assert server.stdout is not None
+            port = int(server.stdout.readline())
+            answer = _answer(_probing(_http(port, timeout_s=0.5)))
+        finally:
+            server.kill()
+    assert "is answered with 'xxx" in answer
+
+
+def test_a_host_of_ip_version_6_stands_in_brackets(answering):
+    """Servers refuse a Host without them, with 400 (RFC 9112, 3.2)."""
+    asked: list[bytes] = []
+    port = answering(b"HTTP/1.1 200 OK\r\n\r\n", address="::1", asked=asked)
+    assert _answer(_probing(_http(port), address="::1")) == ""
+    assert f"Host: [::1]:{port}\r\n".encode() in asked[0]
+
+
+# ---------------------------------------------------------------------- commands
+
+
+class Commands:
+    """Gives process ids as a spawn does."""
+
+    def __init__(self) -> None:
+        self.begun: list[tuple[str, ...]] = []
+
+    def __call__(self, words: Sequence[str]) -> int:
+        self.begun.append(tuple(words))
+        return 1000 + len(self.begun)
+
+
+def _command(**values: float) -> ProbeSpec:
+    words = ("check", "--all", "a b")
+    limits = {"interval_s": 0.05, "timeout_s": 10.0, **values}
+    return ProbeSpec("command", command=words, **limits)
+
+
+def test_a_command_that_exits_with_0_is_ready():
+    commands = Commands()
+    probing = _probing(_command(), spawn=commands)
+    assert probing.step() is None
+    assert commands.begun == [("check", "--all", "a b")]
+    assert probing.pid == 1001
+    assert probing.step() is None  # it runs
+    assert len(commands.begun) == 1
+    probing.reaped(0)
+    assert probing.pid is None
+    assert probing.step() == ""
+
+
+def test_a_command_that_fails_is_run_again_after_the_interval():
+    commands = Commands()
+    probing = _probing(_command(interval_s=0.2), spawn=commands)
+    assert probing.step() is None
+    probing.reaped(1)
+    ended_at = time.monotonic()
+    while len(commands.begun) == 1:
+        assert probing.step() is None
+        assert time.monotonic() < ended_at + 5
+    assert time.monotonic() >= ended_at + 0.2
+    probing.reaped(0)
+    assert probing.step() == ""
+
+
+def test_a_command_that_goes_on_failing_is_given_up_with_its_code():
+    commands = Commands()
+    probing = _probing(_command(timeout_s=0.2), spawn=commands)
+    deadline = time.monotonic() + 5
+    while (answer := probing.step()) is None:
+        if probing.pid is not None:
+            probing.reaped(3)
+        assert time.monotonic() < deadline
+    assert answer == ("not ready within 0.2 s: ['check', '--all', 'a b'] ended with exit code 3")
+    assert len(commands.begun) > 1
+
+
+def test_a_command_that_cannot_be_started_is_tried_again_and_named():
+    begun = []
+
+    def spawn(words: Sequence[str]) -> int:
+        begun.append(words)
+        raise FileNotFoundError(2, "No such file or directory", "check")
+
+    answer = _answer(_probing(_command(timeout_s=0.2), spawn=spawn))
+    assert "['check', '--all', 'a b'] cannot be started" in answer
+    assert "No such file or directory" in answer
+    assert len(begun) > 1
+
+
+def test_a_command_that_never_ends_is_given_up_in_time_and_named():
+    commands = Commands()
+    probing = _probing(_command(timeout_s=0.2), spawn=commands)
+    answer = _answer(probing)
+    assert len(commands.begun) == 1
+    assert answer.startswith("not ready within 0.2 s: ")
+    assert "['check', '--all', 'a b']" in answer
+
+
+def test_a_command_has_no_socket_to_wait_for():
+    probing = _probing(_command(), spawn=Commands())
+    assert probing.step() is None
+    assert (probing.socket, probing.is_asked) == (None, False)
+
+
+# ---------------------------------------------------------------------- the end
+
+
+def test_a_probe_that_is_closed_leaves_no_socket(listening):
+    probing = _probing(_http(listening()))
+    assert probing.step() is None
+    asking = probing.socket
+    assert asking is not None
+    probing.close()
+    assert asking.fileno() == -1
+    assert probing.socket is None
+    probing.close()

@@ -1,0 +1,1340 @@
+"""The real relays and the real processes of replicas, without Ray."""
+
+import base64
+import contextlib
+import hashlib
+import importlib
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import uuid
+import zlib
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import psutil
+import pytest
+
+import nemo_run_ray
+from nemo_run_ray.remote.group.addresses import RENDEZVOUS, variables
+from nemo_run_ray.remote.node.rundir import MANIFEST
+from nemo_run_ray.remote.spec import GroupSpec, JobSpec, ProbeSpec, RoleSpec
+
+_LOCAL = "127.0.0.1"
+
+#: Prelude of commands.
+_WORDS = """
+import json, os, signal, socket, subprocess, sys, time
+def say(text):
+    os.write(1, f"{text}\\n".encode())
+def wait_for(path):
+    while not os.path.exists(path):
+        time.sleep(0.005)
+def stay():
+    # Not one long sleep: a signal just before it runs Python's handler only after it.
+    while True:
+        time.sleep(0.02)
+"""
+
+
+def _wait(question: Callable[[], object], within_s: float = 10) -> object:
+    deadline = time.monotonic() + within_s
+    while not (answer := question()):
+        if time.monotonic() > deadline:
+            pytest.fail(f"not true within {within_s} s")
+        time.sleep(0.01)
+    return answer
+
+
+def _holding(text: str, *kinds: str) -> set[int]:
+    """Living processes with the text in their ``cmdline`` or ``environ``, or one of them."""
+    found = set()
+    for pid in filter(str.isdigit, os.listdir("/proc")):
+        for kind in kinds or ("environ", "cmdline"):
+            with contextlib.suppress(OSError):  # it ended while we looked
+                if text.encode() in Path(f"/proc/{pid}/{kind}").read_bytes():
+                    found.add(int(pid))
+    return {pid for pid in found if not _is_zombie(pid)}
+
+
+def _is_zombie(pid: int) -> bool:
+    """Or gone altogether."""
+    with contextlib.suppress(psutil.NoSuchProcess):
+        return psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+    return True
+
+
+def _python(code: str, *words: str) -> tuple[str, ...]:
+    return (sys.executable, "-ISc", _WORDS + code, *words)
+
+
+def _shell(code: str) -> tuple[str, ...]:
+    return ("sh", "-c", code)
+
+
+def _role(
+    argv: tuple[str, ...] = ("true",), task: Mapping[str, Any] | None = None, **values: Any
+) -> RoleSpec:
+    return RoleSpec("train", JobSpec(argv, **(task or {})), **values)
+
+
+def _preparation(
+    role: RoleSpec, tag: str, run_dir: str, index: int = 0, **values: Any
+) -> dict[str, Any]:
+    """As the driver orders it."""
+    return {
+        "do": "prepare",
+        "role": role.to_json(),
+        "index": index,
+        "job": "job",
+        "run_dir": run_dir,
+        "code": "code-1",
+        "address": _LOCAL,
+        "tag": tag,
+        "given": {},
+        "secrets": {},
+        **values,
+    }
+
+
+class Site:
+    """What a driver holds of one replica, and the relays of its actor."""
+
+    def __init__(self, relays: Any, folder: Path, place: tuple[str, str, str]) -> None:
+        self.relays = relays
+        self.folder = folder
+        self.key, self.tag, self.run_dir = place
+        self.reports: list[dict[str, Any]] = []
+        self._looked_at = 0
+        self._orders = 0
+
+    @property
+    def root(self) -> Path:
+        """The replica's run directory."""
+        return Path(tempfile.gettempdir()) / f"nemo_run_{os.getuid()}" / self.run_dir
+
+    @property
+    def text(self) -> str:
+        return "".join(one["text"] for one in self.reports if one["at"] == "text")
+
+    def kinds(self) -> list[str]:
+        return [one["at"] for one in self.reports if one["at"] != "text"]
+
+    def order(self, order: Mapping[str, Any]) -> None:
+        self.relays.order(self.key, self._orders, dict(order))
+        self._orders += 1
+
+    def prepare(self, role: RoleSpec, index: int = 0, **values: Any) -> None:
+        self._role, self._index = role, index
+        self.order(_preparation(role, self.tag, self.run_dir, index, **values))
+
+    def start(self) -> None:
+        """With the variables that the driver gives when all replicas are on this node."""
+        ports = next(one["ports"] for one in self.reports if one["at"] == "prepared")
+        replicas = [("train", index) for index in range(self._role.replicas)]
+        env = variables(
+            GroupSpec((self._role,)),
+            ("train", self._index),
+            dict.fromkeys(replicas, _LOCAL),
+            dict.fromkeys(replicas, ports),
+        )
+        self.order({"do": "start", "env": env})
+
+    def run(self, role: RoleSpec, index: int = 0, **values: Any) -> None:
+        self.prepare(role, index, **values)
+        self.until("prepared")
+        self.start()
+
+    def end(self) -> None:
+        self.order({"do": "end"})
+
+    def ask(self, seen: int, patience_s: float) -> tuple[int, list[str]]:
+        """The number of the first report that is there, and the reports as they came."""
+        answer = self.relays.pull({self.key: seen}, patience_s)
+        return answer.get(self.key, (seen, []))
+
+    def pull(self, patience_s: float = 0.1) -> None:
+        first, reports = self.ask(len(self.reports), patience_s)
+        for number, report in enumerate(reports, start=first):
+            if number == len(self.reports):
+                self.reports.append(json.loads(report))
+
+    def drain(self) -> None:
+        """Forget what is there, so that nothing waits for a pull."""
+        seen = 0
+        while True:
+            first, reports = self.ask(seen, 0.0)
+            if not reports:
+                return
+            seen = first + len(reports)
+
+    def until(self, kind: str, within_s: float = 10) -> dict[str, Any]:
+        """The next report of a kind."""
+        deadline = time.monotonic() + within_s
+        while True:
+            while self._looked_at < len(self.reports):
+                self._looked_at += 1
+                if self.reports[self._looked_at - 1]["at"] == kind:
+                    return self.reports[self._looked_at - 1]
+            if time.monotonic() > deadline:
+                pytest.fail(f"no {kind!r} within {within_s} s; there is {self.reports[-20:]}")
+            self.pull()
+
+    def says(self, text: str) -> None:
+        deadline = time.monotonic() + 10
+        while text not in self.text:
+            if time.monotonic() > deadline:
+                pytest.fail(f"{text!r} is not said; there is {self.reports[-20:]}")
+            self.pull()
+
+    def processes(self) -> set[int]:
+        """The role's, wherever they went."""
+        return _holding(f"NEMO_RUN_RAY_TAG={self.tag}", "environ")
+
+    def process(self) -> int:
+        """Ours, which looks after them; the processes of other replicas have the same words."""
+        return _only(_wait(self._parents))
+
+    def _parents(self) -> set[int]:
+        role, ours = self.processes(), _holding(str(self.folder), "cmdline")
+        below = {pid: {one.pid for one in psutil.Process(pid).children()} for pid in ours}
+        guarded = {pid for pid in ours if psutil.Process(pid).ppid() in ours}
+        return {pid for pid in guarded if not role or below[pid] & role}
+
+
+def _only(found: Any) -> int:
+    (one,) = found
+    return int(one)
+
+
+@pytest.fixture(scope="module")
+def package(tmp_path_factory) -> Path:
+    """A folder with the remote half, without the rest of the package."""
+    folder = tmp_path_factory.mktemp("remote")
+    source = Path(nemo_run_ray.__file__).parent / "remote"
+    shutil.copytree(
+        source, folder / "nemo_run_ray_remote", ignore=shutil.ignore_patterns("__pycache__")
+    )
+    return folder
+
+
+@pytest.fixture(scope="module")
+def relays(package) -> Iterator[ModuleType]:
+    """The relay's module, as an actor imports it."""
+    sys.path.append(str(package))
+    yield importlib.import_module("nemo_run_ray_remote.group.relay")
+    sys.path.remove(str(package))
+    for name in [one for one in sys.modules if one.startswith("nemo_run_ray_remote")]:
+        del sys.modules[name]
+
+
+@pytest.fixture(autouse=True)
+def tag() -> Iterator[str]:
+    """In the environment or the command line of all that a test starts; it leaves none of them."""
+    text = f"t{uuid.uuid4().hex}"
+    yield text
+    deadline = time.monotonic() + 5  # a replica's guard ends a moment after it
+    while (left := _holding(text)) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    for pid in left:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+    assert not left, f"left are {left}"
+
+
+@pytest.fixture
+def temporary(tmp_path, monkeypatch) -> Path:
+    """The node's folder for temporary files."""
+    folder = tmp_path / "tmp"
+    folder.mkdir()
+    monkeypatch.setenv("TMPDIR", str(folder))
+    monkeypatch.setattr(tempfile, "tempdir", None)
+    return folder
+
+
+@pytest.fixture
+def team(relays, tag, temporary) -> Iterator[Callable[..., list[Site]]]:
+    """Makes actors, one after the other on the same node; gives their replicas."""
+    made: list[list[Site]] = []
+
+    def begin(count: int, name: str = "") -> list[Site]:
+        number = len(made)
+        folder = temporary / f"{tag}.{number}{name}"
+        folder.mkdir()
+        places = [
+            (f"train/{index}", f"{tag}/{number}.{index}", f"{tag}.{number}~train-{index}")
+            for index in range(count)
+        ]
+        one = relays.Relays(str(folder), places)
+        made.append([Site(one, folder, place) for place in places])
+        return made[-1]
+
+    yield begin
+    for sites in made:
+        for one in sites:
+            one.drain()
+        sites[0].relays.close()
+        for relay in sites[0].relays._relays.values():
+            relay._channel.close()
+
+
+@pytest.fixture
+def make(team) -> Callable[..., Site]:
+    """Makes actors of one replica each."""
+    return lambda name="": team(1, name)[0]
+
+
+@pytest.fixture
+def site(make) -> Site:
+    return make()
+
+
+# ---------------------------------------------------------------------- ports
+
+
+_BIND = """
+for name in sys.argv[1:]:
+    server = socket.socket()
+    server.bind(("", int(os.environ[f"NEMO_RUN_TRAIN_PORT_{name}"])))
+    server.listen()
+    say(f"{name} {server.getsockname()[1]}")
+"""
+
+
+def _free_port() -> int:
+    with socket.socket() as one:
+        one.bind(("", 0))
+        return one.getsockname()[1]
+
+
+def test_ports_are_the_roles_from_the_preparation_to_the_start(site):
+    fixed = _free_port()
+    site.prepare(_role(_python(_BIND, "A", "B", "C"), ports={"a": 0, "b": fixed, "c": 0}))
+    ports = site.until("prepared")["ports"]
+    assert ports["b"] == fixed
+    assert len({0, *ports.values()}) == 4
+    for port in ports.values():  # nobody else can take it meanwhile
+        with socket.socket() as other, pytest.raises(OSError, match="in use"):
+            other.bind(("", port))
+    site.start()
+    assert site.until("exited")["code"] == 0
+    assert site.text == "".join(f"{name} {ports[name.lower()]}\n" for name in "ABC")
+
+
+@pytest.mark.parametrize("address", ["0.0.0.0", _LOCAL])
+def test_a_taken_port_is_named_with_the_role(site, address):
+    with socket.create_server((address, 0)) as server:
+        port = server.getsockname()[1]
+        site.prepare(_role(ports={"other": 0, "http": port}))
+        words = site.until("unprepared")["words"]
+    assert str(port) in words
+    assert "'http'" in words
+    assert "'train'" in words
+    assert socket.gethostname() in words
+    assert site.kinds() == ["unprepared"]
+
+
+def test_a_port_that_another_replica_on_the_node_has_reserved_is_taken(make):
+    first, second = make(), make()
+    port = _free_port()
+    role = _role(ports={"http": port}, replicas=2)
+    first.prepare(role)
+    assert first.until("prepared")["ports"] == {"http": port}
+    second.prepare(role, index=1)
+    assert str(port) in second.until("unprepared", within_s=3)["words"]
+
+
+def test_a_reserved_port_takes_no_connections(site):
+    """Whoever waits for the role would talk to nobody, and be cut off when it starts."""
+    site.prepare(_role(ports={"http": 0}))
+    port = site.until("prepared")["ports"]["http"]
+    with socket.socket() as other:
+        other.settimeout(5)
+        with pytest.raises(ConnectionRefusedError):
+            other.connect((_LOCAL, port))
+
+
+def test_free_ports_of_replicas_on_one_node_differ(make):
+    sites = [make() for _ in range(3)]
+    for one in sites:
+        one.prepare(_role(ports={"a": 0, "b": 0}))
+    ports = [port for one in sites for port in one.until("prepared")["ports"].values()]
+    assert len(set(ports)) == 6
+
+
+# ---------------------------------------------------------------------- what a process gets
+
+
+_SHOW = "say(json.dumps([dict(os.environ), sys.argv[1:], os.getcwd(), sys.stdin.read()]))"
+
+
+def test_two_processes_get_their_ranks(site):
+    ports = {RENDEZVOUS: 0}
+    site.run(_role(_python(_SHOW), replicas=2, processes=2, ranked=True, ports=ports), index=1)
+    assert site.until("exited")["code"] == 0
+    envs = [json.loads(line)[0] for line in site.text.splitlines()]
+    envs.sort(key=lambda env: env["RANK"])
+    assert [env["RANK"] for env in envs] == ["2", "3"]
+    assert [env["LOCAL_RANK"] for env in envs] == ["0", "1"]
+    for env in envs:
+        assert env["WORLD_SIZE"] == "4"
+        assert env["LOCAL_WORLD_SIZE"] == "2"
+        assert env["NODE_RANK"] == env["NEMO_RUN_NODE_RANK"] == "1"
+        assert env["MASTER_ADDR"] == _LOCAL
+        assert env["MASTER_PORT"] == str(site.reports[0]["ports"][RENDEZVOUS])
+
+
+def test_a_process_gets_its_variables_words_folder_and_no_input(make, package, monkeypatch):
+    monkeypatch.setenv("NODE_HAS", "1")
+    monkeypatch.setenv("BOTH", "node")
+    monkeypatch.setenv("PYTHONPATH", "/from/ray")
+    site = make()
+    words = ("$NEMO_RUN_HEAD_NODE_IP:x", "$HOME *", "/nemo_run/code", "")
+    task = {"env": {"MINE": "é /nemo_run/code", "BOTH": "task"}, "secrets": ("TOKEN",)}
+    site.run(
+        _role(_python(_SHOW, *words), task),
+        given={"RAY_ADDRESS": "10.0.0.1:6379", "BOTH": "driver"},
+        secrets={"TOKEN": "s3cret"},
+    )
+    assert site.until("exited")["code"] == 0
+    env, argv, cwd, given_input = json.loads(site.text)
+    code = str(site.root / "nemo_run" / "code")
+    assert argv == [f"{_LOCAL}:x", "$HOME *", code, ""]
+    assert cwd == code
+    assert given_input == ""
+    assert env["NODE_HAS"] == "1"
+    assert env["MINE"] == f"é {code}"
+    assert env["BOTH"] == "task"
+    assert env["TOKEN"] == "s3cret"
+    assert env["RAY_ADDRESS"] == "10.0.0.1:6379"
+    assert env["NEMO_RUN_TRAIN_HOST"] == _LOCAL
+    assert env["PYTHONPATH"].split(os.pathsep) == [code, str(package), "/from/ray"]
+    assert not {"RANK", "LOCAL_RANK", "WORLD_SIZE"} & set(env)
+
+
+@pytest.mark.parametrize(
+    ("node", "cpus", "task", "expected"),
+    [
+        ("1", 3.5, {}, "3"),
+        (None, None, {}, "1"),
+        ("6", 3.0, {}, "6"),
+        ("1", 3.0, {"OMP_NUM_THREADS": "2"}, "2"),
+    ],
+)
+def test_threads_are_as_many_as_the_cpus_unless_somebody_says_it(
+    make, monkeypatch, node, cpus, task, expected
+):
+    """Ray gives 1 to an actor that reserves nothing itself."""
+    if node is None:
+        monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    else:
+        monkeypatch.setenv("OMP_NUM_THREADS", node)
+    site = make()
+    resources = {"memory": 1.0} if cpus is None else {"CPU": cpus}
+    site.run(_role(_shell("echo $OMP_NUM_THREADS"), {"env": task}, resources=resources))
+    site.until("exited")
+    assert site.text == f"{expected}\n"
+
+
+def test_what_is_about_the_worker_alone_does_not_reach_a_process(make, monkeypatch):
+    for name in ("RAY_JOB_ID", "RAY_RAYLET_PID"):
+        monkeypatch.setenv(name, "of the worker")
+    site = make()
+    site.run(_role(("env",)), given={"RAY_ADDRESS": "10.0.0.1:6379"})
+    site.until("exited")
+    assert "of the worker" not in site.text
+    assert "RAY_ADDRESS=10.0.0.1:6379\n" in site.text
+
+
+def test_a_folder_of_ones_own_choice(site, tmp_path):
+    site.run(_role(("pwd",), {"cwd": str(tmp_path)}))
+    assert site.until("exited")["code"] == 0
+    assert site.text == f"{tmp_path}\n"
+
+
+def test_code_that_travelled_is_the_folder_with_its_executables(site):
+    code = site.folder / "code-1"
+    code.mkdir()
+    (code / "tool").write_text("#!/bin/sh\ncat data.txt\n")
+    (code / "data.txt").write_text("mine\n")
+    (code / MANIFEST).write_text(json.dumps({"executables": ["tool"], "symlinks": {}}))
+    site.run(_role(("./tool",), {"has_code": True}))
+    assert site.until("exited")["code"] == 0
+    assert site.text == "mine\n"
+
+
+def test_a_folder_with_a_hostile_name(make):
+    site = make(" b'c\"d$HOME*\n;#é漢\\%s")
+    site.run(_role(("echo", "hi")))
+    assert site.until("exited")["code"] == 0
+    assert site.text == "hi\n"
+    assert site.relays.close()
+    assert not site.folder.exists()
+
+
+# ---------------------------------------------------------------------- output
+
+
+def test_20000_lines_are_complete_and_in_order_over_pulls_that_are_lost(site):
+    site.run(_role(_shell("seq 20000")))
+    while "exited" not in site.kinds():
+        site.ask(len(site.reports), 0.05)  # the answer does not arrive
+        site.pull(0.05)
+    assert site.text == "".join(f"{number}\n" for number in range(1, 20001))
+
+
+def test_lines_of_two_processes_are_never_mixed(site):
+    code = """
+mine = "ab"[int(os.environ["LOCAL_RANK"])] * 50
+for _ in range(200):
+    os.write(1, mine[:25].encode())
+    os.write(1, f"{mine[25:]}\\n".encode())
+"""
+    site.run(_role(_python(code), processes=2, ranked=True, ports={RENDEZVOUS: 0}))
+    assert site.until("exited")["code"] == 0
+    assert all(one["text"].endswith("\n") for one in site.reports if one["at"] == "text")
+    assert sorted(site.text.splitlines()) == ["a" * 50] * 200 + ["b" * 50] * 200
+
+
+def test_both_streams_keep_their_order_and_wrong_bytes_are_shown(site):
+    site.run(_role(_shell(r"echo 1; echo 2 >&2; printf 'a\377b\r\nend'")))
+    site.until("exited")
+    assert site.text == "1\n2\na\\xffb\nend\n"
+
+
+def test_all_output_comes_before_the_exit(site):
+    site.run(
+        _role(
+            _shell(
+                "(trap 'echo child ends; exit' TERM; echo up; while :; do sleep 0.01; "
+                "done) & while ! [ -e stop ]; do sleep 0.01; done; exit 4"
+            )
+        )
+    )
+    site.says("up")
+    (site.root / "nemo_run" / "code" / "stop").touch()
+    exited = site.until("exited")
+    assert exited["code"] == 4
+    assert "child ends" in site.text
+    assert site.reports[-1] == exited
+
+
+# ---------------------------------------------------------------------- exit codes
+
+
+@pytest.mark.parametrize("code", [0, 3, 255])
+def test_the_exit_code_is_the_commands(site, code):
+    site.run(_role(_shell(f"exit {code}")))
+    exited = site.until("exited")
+    assert exited == {"at": "exited", "code": code, "words": f"exit code {code}"}
+    assert site.kinds() == ["prepared", "ready", "exited"]
+
+
+def test_a_signals_death_is_named(site):
+    site.run(_role(_shell("ulimit -c 0; kill -SEGV $$")))
+    exited = site.until("exited")
+    assert (exited["code"], exited["words"]) == (139, "killed by SIGSEGV (exit code 139)")
+
+
+def test_one_failing_process_ends_the_others_and_its_code_is_the_replicas(site):
+    code = """
+if os.environ["LOCAL_RANK"] == "1":
+    wait_for("up")
+    sys.exit(3)
+def leave(*_):
+    say("told to end")
+    sys.exit(7)
+signal.signal(signal.SIGTERM, leave)
+open("up", "w").close()
+stay()
+"""
+    site.run(_role(_python(code), processes=2, ranked=True, ports={RENDEZVOUS: 0}))
+    exited = site.until("exited")
+    assert exited["code"] == 3
+    assert exited["words"] == "process 1: exit code 3"
+    assert site.text == "told to end\n"
+    assert site.processes() == set()
+
+
+def test_a_process_that_is_done_leaves_the_others_alone(site):
+    code = """
+if os.environ["LOCAL_RANK"] == "0":
+    sys.exit(0)
+say("goes on")
+wait_for("go")
+say("done")
+"""
+    site.run(_role(_python(code), processes=2, ranked=True, ports={RENDEZVOUS: 0}))
+    site.says("goes on")
+    _wait(lambda: len(site.processes()) == 1)
+    (site.root / "nemo_run" / "code" / "go").touch()
+    assert site.until("exited")["code"] == 0
+    assert site.text == "goes on\ndone\n"
+
+
+def test_a_failure_for_a_missing_module_is_explained_before_the_exit(site, package):
+    tree = {"module": "no_such_module_of_mine"}
+    config = base64.urlsafe_b64encode(zlib.compress(json.dumps(tree).encode()))
+    folder = package / "nemo_run_ray_remote" / "payload" / "job" / "configs"
+    folder.mkdir(parents=True)
+    (folder / "task").write_bytes(config)
+    path = {"PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])}
+    task = {"config": "nemo_run/configs/task", "env": path}
+    site.run(_role(_shell("cat /nemo_run/configs/task; exit 3"), task))
+    exited = site.until("exited")
+    assert site.text.startswith(config.decode())
+    assert "nemo_run_ray: the task needs 'no_such_module_of_mine'" in site.text
+    assert exited == {"at": "exited", "code": 3, "words": "exit code 3"}
+
+
+# ---------------------------------------------------------------------- commands that cannot start
+
+
+def test_a_program_that_is_not_there(site):
+    site.run(_role(("no-such-program",), {"env": {"PATH": "/nowhere/bin"}}))
+    exited = site.until("exited")
+    assert exited["code"] == 127
+    assert "'no-such-program'" in exited["words"]
+    assert "/nowhere/bin" in exited["words"]
+    assert socket.gethostname() in exited["words"]
+
+
+def test_a_folder_that_is_not_there(site):
+    site.run(_role(("true",), {"cwd": "/no/such/folder"}))
+    exited = site.until("exited")
+    assert exited["code"] == 127
+    assert "/no/such/folder" in exited["words"]
+
+
+def test_a_file_that_is_no_program(site, tmp_path):
+    (tmp_path / "data").write_text("no program")
+    site.run(_role((str(tmp_path / "data"),)))
+    exited = site.until("exited")
+    assert exited["code"] == 126
+    assert "cannot be started" in exited["words"]
+
+
+def test_a_word_that_no_system_takes_is_reported_as_the_commands_failure(site):
+    site.run(_role(("echo", "a\0b")))
+    _wait(lambda: site.pull() or len(site.kinds()) > 1)
+    assert site.kinds()[-1] == "exited"
+    assert site.reports[-1]["code"] in (126, 127)
+
+
+def test_a_command_that_cannot_start_is_no_ready_service(site):
+    site.run(_role(("no-such-program",), service=True))
+    assert site.until("exited")["code"] == 127
+    assert site.kinds() == ["prepared", "exited"]
+
+
+def test_a_program_that_vanishes_between_two_starts_is_reported_again(site, tmp_path):
+    program = tmp_path / "program"
+    program.write_text("#!/bin/sh\nexit 2\n")
+    program.chmod(0o755)
+    site.run(_role((str(program),), service=True))
+    assert site.until("exited")["code"] == 2
+    program.unlink()
+    site.start()
+    assert site.until("exited")["code"] == 127
+
+
+# ---------------------------------------------------------------------- the end
+
+
+#: A process that ignores SIGTERM, with a child in its session, one in another, and a daemon.
+_STUBBORN = """
+signal.signal(signal.SIGTERM, lambda *_: say("TERM"))
+here, tell = os.pipe()  # Python drops what a process gets before fork() has returned in it
+if not os.fork():
+    os.write(tell, b"x")
+    stay()
+if not os.fork():
+    os.setsid()
+    os.write(tell, b"x")
+    stay()
+if not os.fork():
+    os.setsid()
+    if os.fork():
+        os._exit(0)
+    for fd in range(3):
+        os.close(fd)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    stay()
+os.wait()
+for _ in range(2):
+    os.read(here, 1)
+say("up")
+stay()
+"""
+
+
+def _stubborn(**task: Any) -> RoleSpec:
+    return _role(_python(_STUBBORN), task)
+
+
+def test_a_stubborn_tree_is_killed_after_the_grace(site):
+    site.run(_stubborn(grace_s=2.0))
+    site.says("up")
+    _wait(lambda: len(site.processes()) == 4)
+    asked_at = time.monotonic()
+    site.end()
+    exited = site.until("exited")
+    assert 2.0 <= time.monotonic() - asked_at < 6.5
+    assert exited["code"] == 137
+    assert site.processes() == set()
+    assert site.text.count("TERM") == 3
+
+
+def test_the_end_is_asked_for_once_however_often_it_is_ordered(site):
+    code = """
+signal.signal(signal.SIGTERM, lambda *_: say("TERM"))
+say("up")
+wait_for("go")
+sys.exit(7)
+"""
+    site.run(_role(_python(code), {"grace_s": 30.0}))
+    site.says("up")
+    for _ in range(3):
+        site.end()
+    site.says("TERM")
+    (site.root / "nemo_run" / "code" / "go").touch()
+    assert site.until("exited")["code"] == 7
+    assert site.text == "up\nTERM\n"
+
+
+def test_a_command_that_obeys_is_not_waited_for_longer(site):
+    site.run(_role(_shell("echo up; exec sleep 1000"), {"grace_s": 60.0}))
+    site.says("up")
+    site.end()
+    exited = site.until("exited", within_s=5)
+    assert (exited["code"], exited["words"]) == (143, "killed by SIGTERM (exit code 143)")
+
+
+def test_what_a_command_left_behind_is_ended_with_it(site):
+    site.run(_role(_shell("setsid sleep 1000 & sleep 1000 & exit 5")))
+    assert site.until("exited")["code"] == 5
+    assert site.processes() == set()
+
+
+def test_the_exit_is_reported_when_nothing_of_the_command_is_left(site):
+    """What it left has closed its output and ignores SIGTERM."""
+    code = """
+if os.fork():
+    wait_for("up")
+    sys.exit(0)
+os.setsid()
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+for fd in range(3):
+    os.close(fd)
+open("up", "w").close()
+time.sleep(1000)
+"""
+    began_at = time.monotonic()
+    site.run(_role(_python(code), {"grace_s": 0.5}))
+    exited = site.until("exited")
+    assert site.processes() == set()
+    assert time.monotonic() - began_at >= 0.5
+    assert exited["code"] == 0
+
+
+def test_an_order_to_end_that_comes_too_late_is_nothing(site):
+    site.run(_role(service=True))
+    site.until("exited")
+    site.end()
+    site.start()
+    assert site.until("exited")["code"] == 0
+
+
+def test_signals_for_the_worker_do_not_reach_ours(site):
+    site.run(_role(_shell("echo up; while ! [ -e go ]; do sleep 0.01; done; echo done")))
+    site.says("up")
+    ours = site.process()
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        os.kill(ours, number)
+    assert ours not in {one.pid for one in psutil.Process().children(recursive=True)}
+    assert os.getsid(ours) != os.getsid(0)
+    (site.root / "nemo_run" / "code" / "go").touch()
+    assert site.until("exited")["code"] == 0
+    assert site.text == "up\ndone\n"
+
+
+# ---------------------------------------------------------------------- starts
+
+
+def test_a_replica_is_started_again_with_its_ports_and_folder(site):
+    code = (
+        _BIND
+        + """
+with open("starts", "a") as file:
+    file.write("x")
+say(os.path.getsize("starts"))
+sys.exit(3)
+"""
+    )
+    site.run(_role(_python(code, "A"), service=True, ports={"a": 0}))
+    assert site.until("exited")["code"] == 3
+    for _ in range(2):
+        site.start()
+        site.until("ready")
+        assert site.until("exited")["code"] == 3
+    port = site.reports[0]["ports"]["a"]
+    assert site.text == f"A {port}\n1\nA {port}\n2\nA {port}\n3\n"
+    assert site.kinds() == ["prepared"] + ["ready", "exited"] * 3
+
+
+def test_a_replica_that_was_killed_after_its_grace_can_be_started_again(site):
+    site.run(_stubborn(grace_s=0.1))
+    site.says("up")
+    site.end()
+    assert site.until("exited")["code"] == 137
+    site.start()
+    site.until("ready")
+    _wait(lambda: len(site.processes()) == 4)
+    site.end()
+    assert site.until("exited")["code"] == 137
+
+
+def test_starts_leave_no_open_files_and_no_zombies(site):
+    probe = ProbeSpec("port", "http", interval_s=0.02)
+    site.run(_role(_shell("sleep 0.1 & exit 3"), service=True, ports={"http": 0}, ready=probe))
+    counts = set()
+    for _ in range(5):
+        site.until("exited")
+        ours = psutil.Process(site.process())
+        counts.add(ours.num_fds())
+        assert ours.children() == []
+        site.start()
+    site.until("exited")
+    assert len(counts) == 1
+
+
+def test_a_process_that_closes_its_output_does_not_keep_ours_busy(site):
+    site.run(_role(_shell("echo up; exec sleep 1000 >&- 2>&-")))
+    site.says("up")
+    assert _busy(psutil.Process(site.process()), 0.5) < 0.1
+
+
+# ---------------------------------------------------------------------- readiness
+
+
+_SERVE = """
+server = socket.socket()
+server.bind((sys.argv[1], int(os.environ["NEMO_RUN_TRAIN_PORT_HTTP"])))
+say("bound")
+wait_for("go")
+server.listen()
+say("listens")
+while True:
+    server.accept()
+"""
+
+
+def _service(argv: tuple[str, ...], ready: ProbeSpec, **task: Any) -> RoleSpec:
+    return _role(argv, task, service=True, ports={"http": 0}, ready=ready)
+
+
+def test_a_service_is_ready_when_its_port_is(site):
+    site.run(_service(_python(_SERVE, ""), ProbeSpec("port", "http", interval_s=0.05)))
+    site.says("bound")
+    assert site.kinds() == ["prepared"]
+    (site.root / "nemo_run" / "code" / "go").touch()
+    site.until("ready")
+    site.end()
+    assert site.until("exited")["code"] == 143
+    assert site.kinds() == ["prepared", "ready", "exited"]
+
+
+def test_a_service_that_is_not_ready_in_time_is_reported_and_goes_on(site):
+    probe = ProbeSpec("port", "http", interval_s=0.05, timeout_s=0.3)
+    site.run(_service(_python(_SERVE, ""), probe))
+    assert "not ready within 0.3 s: port" in site.until("unready")["words"]
+    assert len(site.processes()) == 1
+    site.end()
+    assert site.until("exited")["code"] == 143
+
+
+def test_a_service_on_a_local_address_is_told_so(site):
+    probe = ProbeSpec("port", "http", interval_s=0.05, timeout_s=1.0)
+    site.run(_service(_python(_SERVE, _LOCAL), probe), address="127.0.0.2")
+    (site.root / "nemo_run" / "code" / "go").touch()
+    assert "listen on 0.0.0.0" in site.until("unready")["words"]
+    site.end()
+    site.until("exited")
+
+
+def test_a_service_that_ends_before_it_is_ready_only_ends(site):
+    probe = ProbeSpec("port", "http", interval_s=0.05)
+    site.run(_service(_shell("exit 3"), probe))
+    assert site.until("exited")["code"] == 3
+    assert site.kinds() == ["prepared", "exited"]
+
+
+def test_a_command_asks_in_the_services_environment_and_folder(site):
+    ask = _shell('[ -e up ] && [ "$MINE" = 1 ] && [ "$0" = ' + _LOCAL + " ]")
+    probe = ProbeSpec("command", command=(*ask, "$NEMO_RUN_HEAD_NODE_IP"), interval_s=0.05)
+    command = _shell("while ! [ -e go ]; do sleep 0.01; done; touch up; exec sleep 1000")
+    site.run(_service(command, probe, env={"MINE": "1"}))
+    site.pull(0.3)
+    assert site.kinds() == ["prepared"]
+    (site.root / "nemo_run" / "code" / "go").touch()
+    site.until("ready")
+    site.end()
+    site.until("exited")
+    assert site.text == ""
+
+
+def test_a_service_started_again_is_asked_again(site):
+    command = _shell("[ -e second ] && touch up; touch second; while ! [ -e end ]; do :; done")
+    probe = ProbeSpec("command", command=("test", "-e", "up"), interval_s=0.05, timeout_s=0.3)
+    site.run(_service(command, probe))
+    site.until("unready")
+    site.end()
+    site.until("exited")
+    site.start()
+    site.until("ready")
+    site.end()
+    site.until("exited")
+
+
+def test_a_probe_that_hangs_is_ended_with_its_service(site):
+    ask = _shell("touch asked; exec sleep 1000")
+    probe = ProbeSpec("command", command=ask, interval_s=0.05)
+    site.run(_service(_shell("exec sleep 1000"), probe, grace_s=60.0))
+    _wait((site.root / "nemo_run" / "code" / "asked").exists)
+    site.end()
+    site.until("exited", within_s=5)
+    assert site.processes() == set()
+
+
+def test_a_service_that_was_told_to_end_is_asked_no_more(site):
+    """What a probe starts then has missed the SIGTERM, and the end waits for the whole grace."""
+    ask = _shell("echo x >> asked; exec sleep 1000")
+    probe = ProbeSpec("command", command=ask, interval_s=0.05)
+    command = _python("""
+signal.signal(signal.SIGTERM, lambda *_: (time.sleep(0.7), os._exit(0)))
+say("up")
+stay()
+""")
+    site.run(_service(command, probe, grace_s=60.0))
+    site.says("up")
+    asked = site.root / "nemo_run" / "code" / "asked"
+    _wait(asked.exists)
+    site.end()
+    assert site.until("exited")["code"] == 0
+    assert asked.read_text() == "x\n"
+
+
+# ---------------------------------------------------------------------- orders and pulls
+
+
+def test_orders_are_carried_out_once_and_in_their_order(site):
+    site._role, site._index = _role(_shell("echo x >> ran; cat ran")), 0
+    prepare = _preparation(site._role, site.tag, site.run_dir)
+    start, again = {"do": "start", "env": {"N": "1"}}, {"do": "start", "env": {"N": "2"}}
+    for number, order in [(1, start), (1, start), (0, prepare), (0, prepare), (1, start)]:
+        site.relays.order(site.key, number, order)
+    assert site.until("exited")["code"] == 0
+    site.relays.order(site.key, 1, start)
+    site.relays.order(site.key, 0, prepare)
+    site.relays.order(site.key, 2, again)
+    assert site.until("exited")["code"] == 0
+    assert site.kinds() == ["prepared", "ready", "exited", "ready", "exited"]
+    assert site.text == "x\nx\nx\n"
+
+
+def test_an_order_may_be_larger_than_what_is_read_at_once(site):
+    env = {f"LARGE{number}": "é" * 50_000 for number in range(8)}
+    site.run(_role(_shell('echo "$LARGE7" | wc -m'), {"env": {**env, "LC_ALL": "C.UTF-8"}}))
+    assert site.until("exited")["code"] == 0
+    assert site.text.strip() == "50001"
+
+
+def test_orders_from_several_threads_are_carried_out_once(site):
+    role = _role(_shell("echo ran"))
+    orders = [_preparation(role, site.tag, site.run_dir), {"do": "start", "env": {}}]
+
+    def give() -> None:
+        for number in (1, 0):
+            site.relays.order(site.key, number, orders[number])
+
+    threads = [threading.Thread(target=give) for _ in range(4)]
+    for one in threads:
+        one.start()
+    for one in threads:
+        one.join()
+    assert site.until("exited")["code"] == 0
+    assert site.kinds() == ["prepared", "ready", "exited"]
+    assert site.text == "ran\n"
+
+
+def test_a_pull_repeated_gives_the_same_and_the_next_what_follows(site):
+    site.prepare(_role(_shell("echo 1; echo 2"), service=True))
+    first, prepared = site.ask(0, 10.0)
+    assert first == 0
+    assert [json.loads(one)["at"] for one in prepared] == ["prepared"]
+    assert site.ask(0, 10.0) == (0, prepared)
+    site.reports.append(json.loads(prepared[0]))
+    site.start()
+    _wait(lambda: any("exited" in one for one in site.ask(1, 0.1)[1]))
+    first, reports = site.ask(1, 0.0)
+    assert first == 1
+    assert site.ask(1, 0.0) == (1, reports)
+    assert site.ask(2, 0.0) == (2, reports[1:])
+    late = site.ask(0, 0.0)  # a call that was under way for long
+    assert late == (2, reports[1:])
+    assert site.ask(1 + len(reports), 0.0) == (1 + len(reports), [])
+
+
+def test_a_pull_waits_for_a_report_and_no_longer_than_its_patience(site):
+    site.prepare(_role())
+    site.until("prepared")
+    asked_at = time.monotonic()
+    assert site.ask(1, 0.3) == (1, [])
+    assert 0.3 <= time.monotonic() - asked_at < 3
+    answers: list[Any] = []
+    waits = threading.Thread(target=lambda: answers.append(site.ask(1, 30.0)))
+    asked_at = time.monotonic()
+    waits.start()
+    site.start()
+    waits.join(10)
+    assert time.monotonic() - asked_at < 10
+    assert json.loads(answers[0][1][0])["at"] == "ready"
+
+
+# ---------------------------------------------------------------------- several replicas
+
+
+def test_replicas_of_one_actor_share_the_code_and_nothing_else(team):
+    sites = team(3)
+    code = sites[0].folder / "code-1"
+    code.mkdir()
+    (code / "data.txt").write_text("ours\n")
+    command = _shell("cat data.txt; echo mine > data.txt; echo $NEMO_RUN_NODE_RANK; cat data.txt")
+    for index, one in enumerate(sites):
+        one.run(_role(command, {"has_code": True}, replicas=3), index=index)
+        assert one.until("exited")["code"] == 0
+    assert [one.text for one in sites] == [f"ours\n{index}\nmine\n" for index in range(3)]
+
+
+def test_one_pull_brings_the_reports_of_all_replicas_that_have_some(team):
+    sites = team(3)
+    relays = sites[0].relays
+    for one in sites[:2]:
+        one.prepare(_role())
+    _wait(lambda: len(relays.pull({}, 0.1)) == 2)
+    answer = relays.pull({one.key: 0 for one in sites}, 5.0)
+    assert {key: first for key, (first, _) in answer.items()} == {"train/0": 0, "train/1": 0}
+    assert relays.pull({"train/0": 1}, 0.1) == {"train/1": answer["train/1"]}
+    assert relays.pull({"train/1": 1}, 0.1) == {}
+    sites[2].prepare(_role())
+    answer = relays.pull({"train/0": 1, "train/1": 1, "train/2": 0}, 10.0)
+    assert list(answer) == ["train/2"]
+
+
+def test_a_replica_whose_output_waits_does_not_hold_the_others_up(team):
+    chatty, other = team(2)
+    chatty.run(_role(_python(_MUCH)))
+    _until_it_waits(chatty)
+    other.run(_role(_shell("exit 3")))
+    assert other.until("exited")["code"] == 3
+
+
+def test_the_death_of_one_replicas_process_leaves_the_others_alone(team):
+    victim, other = team(2)
+    for one in (victim, other):
+        one.run(_role(_shell("echo up; while ! [ -e go ]; do sleep 0.01; done; echo done")))
+        one.says("up")
+    assert victim.process() != other.process()
+    os.kill(victim.process(), signal.SIGKILL)
+    victim.until("gone")
+    assert not victim.root.exists()
+    (other.root / "nemo_run" / "code" / "go").touch()
+    assert other.until("exited")["code"] == 0
+    assert other.text == "up\ndone\n"
+
+
+def test_close_ends_all_replicas(team):
+    sites = team(3)
+    for one in sites:
+        one.run(_role(_shell("echo up; exec sleep 1000")))
+        one.says("up")
+    assert sites[0].relays.close()
+    for one in sites:
+        assert one.processes() == set()
+        assert not one.root.exists()
+    assert not sites[0].folder.exists()
+
+
+# ---------------------------------------------------------------------- backpressure
+
+
+#: Prints 30 MB, and beside it how much of that it could write.
+_MUCH = """
+piece = b"0123456789abcde\\n" * 4096
+with open("progress", "w") as progress:
+    for number in range(480):
+        os.write(1, piece)
+        progress.write("x")
+        progress.flush()
+"""
+_PIECE = b"0123456789abcde\n" * 4096
+
+
+def _written(site: Site) -> int:
+    path = site.root / "nemo_run" / "code" / "progress"
+    return path.stat().st_size * len(_PIECE) if path.exists() else 0
+
+
+def _until_it_waits(site: Site) -> int:
+    """Bytes that the command could write until it made no progress for a while."""
+    last, since = 0, time.monotonic()
+    deadline = since + 15
+    while not last or time.monotonic() - since < 0.4:
+        assert time.monotonic() < deadline
+        if (now := _written(site)) != last:
+            last, since = now, time.monotonic()
+        time.sleep(0.02)
+    return last
+
+
+def _busy(process: psutil.Process, for_s: float) -> float:
+    """Seconds of computing in so much time."""
+    before = process.cpu_times()
+    time.sleep(for_s)
+    after = process.cpu_times()
+    return after.user + after.system - before.user - before.system
+
+
+def test_a_command_waits_while_nobody_pulls_and_nothing_is_lost(site):
+    site.run(_role(_python(_MUCH)))
+    before = psutil.Process().memory_info().rss
+    assert len(_PIECE) <= _until_it_waits(site) < 20 * 2**20
+    assert psutil.Process().memory_info().rss - before < 24 * 2**20
+    ours = psutil.Process(site.process())
+    assert ours.memory_info().rss < 64 * 2**20
+    assert _busy(ours, 0.4) < 0.1
+    digest, size_bytes, code = hashlib.sha256(), 0, None
+    seen = len(site.reports)
+    deadline = time.monotonic() + 30
+    while code is None:
+        assert time.monotonic() < deadline
+        first, reports = site.ask(seen, 1.0)
+        assert first == seen
+        assert sum(map(len, reports)) < 3 * 2**20
+        seen += len(reports)
+        for report in map(json.loads, reports):
+            if report["at"] == "text":
+                digest.update(report["text"].encode())
+                size_bytes += len(report["text"])
+            elif report["at"] == "exited":
+                code = report["code"]
+    assert (code, size_bytes) == (0, 480 * len(_PIECE))
+    assert digest.digest() == hashlib.sha256(_PIECE * 480).digest()
+
+
+def test_a_command_that_waits_for_a_pull_can_be_ended(site):
+    site.run(_role(_python(_MUCH)))
+    _until_it_waits(site)
+    site.end()
+    _wait(lambda: not site.processes())
+    assert site.until("exited")["code"] == 143
+    assert set(site.text.splitlines()) == {"0123456789abcde"}
+
+
+def test_close_knows_that_all_is_removed_also_when_nobody_pulls(site):
+    site.run(_role(_python(_MUCH)))
+    _until_it_waits(site)
+    assert site.relays.close()
+    assert not site.folder.exists()
+    assert not site.root.exists()
+
+
+# ---------------------------------------------------------------------- close
+
+
+def test_close_removes_processes_and_folders(site):
+    (site.folder / "package").mkdir()
+    site.run(_stubborn(grace_s=1000.0))
+    site.says("up")
+    ours = site.process()
+    assert site.root.exists()
+    assert site.relays.close()
+    assert site.processes() == set()
+    _wait(lambda: _is_zombie(ours))
+    assert not site.folder.exists()
+    assert not site.root.exists()
+    assert site.relays.close()  # twice is once
+
+
+@pytest.mark.parametrize("prepared", [True, False])
+def test_close_before_the_start_removes_the_folders(site, prepared):
+    if prepared:
+        site.prepare(_role(ports={"http": 0}))
+        site.until("prepared")
+    assert site.relays.close()
+    assert not site.folder.exists()
+    assert not site.root.exists()
+
+
+def test_the_run_directory_is_kept_when_that_is_asked_for(site):
+    site.run(_role(_shell("echo kept > file"), {"keep_run_dir": True}))
+    site.until("exited")
+    assert site.relays.close()
+    assert (site.root / "nemo_run" / "code" / "file").read_text() == "kept\n"
+    assert not site.folder.exists()
+
+
+def test_a_preparation_that_fails_leaves_no_folder(site):
+    """Here the code is not there; a disk that becomes full on the way ends the same."""
+    site.prepare(_role(task={"has_code": True}))
+    assert str(site.folder) in site.until("unprepared")["words"]
+    assert site.relays.close()
+    assert not site.folder.exists()
+    assert not site.root.exists()
+
+
+def test_a_port_that_is_taken_leaves_no_folder(site):
+    with socket.create_server(("", 0)) as server:
+        site.prepare(_role(ports={"http": server.getsockname()[1]}))
+        site.until("unprepared")
+    assert site.relays.close()
+    assert not site.root.exists()
+
+
+# ---------------------------------------------------------------------- sudden deaths
+
+
+def test_the_death_of_our_process_is_reported_and_kills_the_tree(site):
+    site.run(_stubborn(grace_s=1000.0))
+    site.says("up")
+    _wait(lambda: len(site.processes()) == 4)
+    ours = psutil.Process(site.process())
+    guard = ours.parent()
+    guard.suspend()  # it kills them too, and may be the first
+    try:
+        ours.kill()
+        gone = site.until("gone")
+    finally:
+        guard.resume()
+    assert 3 <= gone["left"] <= 4  # the system kills the first one of the command
+    assert site.processes() == set()
+    assert not site.root.exists()
+    assert site.reports[-1] == gone
+    site.end()  # nobody is there, and that is known
+    site.pull()
+    assert site.reports[-1] == gone
+    assert site.relays.close()
+
+
+def test_the_death_of_our_process_leaves_no_folder(site):
+    site.run(_role(_shell("echo up; exec sleep 1000")))
+    site.says("up")
+    os.kill(site.process(), signal.SIGKILL)
+    site.until("gone")
+    assert site.relays.close()
+    assert not site.root.exists()
+    assert not site.folder.exists()
+
+
+def test_the_death_of_our_process_leaves_no_folder_on_an_embedded_ray(make, tmp_path, monkeypatch):
+    """There the actor's TMPDIR is Ray's, and the role's processes get the caller's again."""
+    (tmp_path / "callers").mkdir()
+    monkeypatch.setenv("NEMO_RUN_RAY_TMPDIR", str(tmp_path / "callers"))
+    site = make()
+    site.run(_role(_shell("pwd; exec sleep 1000")))
+    site.says("\n")
+    run_dir = Path(site.text.strip()).parent.parent
+    assert run_dir.is_relative_to(tmp_path / "callers")
+    os.kill(site.process(), signal.SIGKILL)
+    site.until("gone")
+    assert not run_dir.exists()
+
+
+def test_reports_are_whole_when_our_process_dies_in_the_middle_of_one(site):
+    """The line is longer than the socket's buffer, so that some of it is under way."""
+    code = """
+with open("progress", "w") as progress:
+    while True:
+        os.write(1, b"x" * 800_000 + b"\\n")
+        progress.write("x")
+        progress.flush()
+"""
+    site.run(_role(_python(code)))
+    _until_it_waits(site)
+    os.kill(site.process(), signal.SIGKILL)
+    seen, reports = len(site.reports), []
+    deadline = time.monotonic() + 20
+    while not reports or '"gone"' not in reports[-1]:
+        assert time.monotonic() < deadline
+        first, some = site.ask(seen, 0.5)
+        seen = first + len(some)
+        reports += some
+    kinds = {json.loads(one)["at"] for one in reports}
+    assert kinds <= {"text", "ready", "gone"}
+
+
+_ACTOR = """
+import json, sys
+sys.path.append(sys.argv[1])
+from nemo_run_ray_remote.group.relay import Relays
+folder, tag, run_dir, orders = json.loads(sys.argv[2])
+relays = Relays(folder, [("train/0", tag, run_dir)])
+for number, order in enumerate(orders):
+    relays.order("train/0", number, order)
+seen = 0
+while True:
+    for first, reports in relays.pull({"train/0": seen}, 1.0).values():
+        seen = first + len(reports)
+        for report in reports:
+            print(report.strip(), flush=True)
+"""
+
+
+@pytest.fixture
+def actor(package, tag, temporary) -> Iterator[Callable[[RoleSpec], subprocess.Popen]]:
+    """Starts a process that holds the relays, and waits until the role's says that it is up."""
+    with contextlib.ExitStack() as stack:
+
+        def begin(role: RoleSpec) -> subprocess.Popen:
+            folder, run_dir = temporary / tag, f"{tag}~train-0"
+            folder.mkdir()
+            orders = [_preparation(role, tag, run_dir), {"do": "start", "env": {}}]
+            told = json.dumps([str(folder), tag, run_dir, orders])
+            words = [sys.executable, "-I", "-c", _ACTOR, str(package), told]
+            made = subprocess.Popen(words, stdout=subprocess.PIPE, text=True)
+            stack.enter_context(made)
+            stack.callback(made.kill)
+            assert made.stdout is not None
+            lines = iter(made.stdout.readline, "")
+            assert any("up" in json.loads(line).get("text", "") for line in lines)
+            return made
+
+        yield begin
+
+
+@pytest.mark.parametrize("how", ["SIGKILL", "SIGTERM"])
+def test_the_death_of_the_actors_process_kills_the_tree(actor, tag, temporary, how):
+    made = actor(_stubborn(grace_s=1000.0))
+    _wait(lambda: len(_holding(tag, "environ")) == 4)
+    made.send_signal(signal.Signals[how])
+    made.wait(10)
+    _wait(lambda: not _holding(tag))
+    assert not (temporary / tag).exists()
+    assert not (temporary / f"nemo_run_{os.getuid()}" / f"{tag}~train-0").exists()
+
+
+def test_a_command_dies_also_when_the_actor_and_our_process_die_at_once(actor, tag):
+    made = actor(_role(_shell("trap '' TERM; echo up; exec sleep 1000")))
+    made.send_signal(signal.SIGSTOP)
+    (command,) = _holding(tag, "environ")
+    os.kill(psutil.Process(command).ppid(), signal.SIGKILL)
+    _wait(lambda: not _holding(tag, "environ"))

@@ -1,0 +1,78 @@
+import json
+import os
+import sys
+
+import fiddle as fdl
+import nemo_run as run
+import pytest
+from nemo_run.core.serialization.zlib_json import ZlibJSONSerializer
+
+from nemo_run_ray.remote.node.missing_modules import explain, modules_of
+
+
+def _task(path: str) -> str:
+    return path
+
+
+def _serialize(task: fdl.Buildable) -> str:
+    return ZlibJSONSerializer().serialize(task)
+
+
+def test_modules_of_a_task():
+    task = run.Partial(json.dumps, obj=run.Config(_task, path="x"))
+    found = modules_of(_serialize(task))
+    assert {"nemo_run", "json", __name__.partition(".")[0]} <= found
+    assert "__main__" not in found
+    assert "builtins" not in found
+
+
+@pytest.fixture
+def config(tmp_path):
+    """Writes a task as NeMo-Run does; its function lies in module ``gone_module``."""
+    serialized = _serialize(run.Partial(_task, path="x"))
+    import base64
+    import zlib
+
+    text = zlib.decompress(base64.urlsafe_b64decode(serialized)).decode()
+    text = text.replace(f'"{__name__}"', '"gone_module.part"')
+    path = tmp_path / "task é"
+    path.write_bytes(base64.urlsafe_b64encode(zlib.compress(text.encode())))
+    return path
+
+
+def with_python(folder, command: str) -> dict[str, str]:
+    """An environment in which ``python`` is this command."""
+    (folder / "bin").mkdir()
+    wrapper = folder / "bin" / "python"
+    wrapper.write_text(f'#!/bin/sh\nexec {command} "$@"\n')
+    wrapper.chmod(0o755)
+    return {"PATH": f"{wrapper.parent}:{os.defpath}"}
+
+
+def test_the_missing_module_is_named(config, tmp_path):
+    hint = explain(str(config), with_python(tmp_path, sys.executable), str(tmp_path))
+    assert "'gone_module'" in hint
+    assert "packager" in hint
+    assert "'nemo_run'" not in hint
+
+
+def test_a_module_in_the_working_folder_is_not_missing(config, tmp_path):
+    (tmp_path / "gone_module.py").touch()
+    assert explain(str(config), with_python(tmp_path, sys.executable), str(tmp_path)) is None
+
+
+def test_only_nemo_run_is_missing(tmp_path):
+    path = tmp_path / "task"
+    path.write_text(_serialize(run.Partial(json.dumps, obj=1)))
+    bare = with_python(tmp_path, f"{sys.executable} -S -I")  # without site-packages
+    hint = explain(str(path), bare, str(tmp_path))
+    assert "'nemo_run'" in hint
+    assert "pip" in hint
+
+
+def test_an_interpreter_that_does_not_start_explains_nothing(config, tmp_path):
+    assert explain(str(config), with_python(tmp_path, "/no/python"), str(tmp_path)) is None
+
+
+def test_a_task_that_removed_its_own_config_explains_nothing(tmp_path):
+    assert explain(str(tmp_path / "gone"), dict(os.environ), str(tmp_path)) is None

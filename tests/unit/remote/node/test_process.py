@@ -1,0 +1,437 @@
+"""The real keeper and runner, with their output in a file, as under Ray."""
+
+import contextlib
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+import pytest
+
+import nemo_run_ray
+from nemo_run_ray.remote.node.output import end_mark
+
+_NONCE = "0123456789abcdef"
+_MARK = end_mark(_NONCE)
+
+_KEEPER = """
+import json, os, sys
+sys.path.append(sys.argv[1])
+from nemo_run_ray_remote.node.process import keep
+argv, env, cwd, grace_s, tag, nonce = json.loads(sys.argv[2])
+sys.exit(keep(tag, nonce, lambda runner: runner.run(argv, {**os.environ, **env}, cwd, grace_s)))
+"""
+
+#: Prelude of commands: ``put`` returns when the runner has read what was written, and nothing else.
+_PUT = """
+import fcntl, os, signal, struct, subprocess, sys, termios, time
+def put(data):
+    os.write(1, data)
+    while struct.unpack("i", fcntl.ioctl(1, termios.FIONREAD, b"\\0\\0\\0\\0"))[0]:
+        time.sleep(0.001)
+def wait_for(path):
+    while not os.path.exists(path):
+        time.sleep(0.002)
+"""
+
+
+def _wait(question: Callable[[], object], within_s: float = 20) -> object:
+    deadline = time.monotonic() + within_s
+    while not (answer := question()):
+        if time.monotonic() > deadline:
+            pytest.fail(f"not true within {within_s} s")
+        time.sleep(0.005)
+    return answer
+
+
+def _holding(kind: str, text: str) -> set[int]:
+    """Living processes with the text in their ``cmdline`` or ``environ``."""
+    found = set()
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            zombie = (folder / "stat").read_bytes().rpartition(b")")[2].split()[0] == b"Z"
+            if text.encode() in (folder / kind).read_bytes() and not zombie:
+                found.add(int(folder.name))
+        except OSError:
+            continue
+    return found
+
+
+@dataclass
+class Kept:
+    """One command under a keeper."""
+
+    keeper: subprocess.Popen
+    log: Path
+    tag: str
+
+    @property
+    def raw(self) -> bytes:
+        return self.log.read_bytes()
+
+    @property
+    def text(self) -> str:
+        """The log as Ray reads it: strict UTF-8, universal newlines."""
+        return self.log.read_text(encoding="utf-8")
+
+    @property
+    def output(self) -> str:
+        """What came from the command."""
+        return self.text.rpartition(_MARK)[0]
+
+    @property
+    def ending(self) -> str:
+        return self.text.rpartition(_MARK)[2].rstrip("\n")
+
+    def end(self, within_s: float = 30) -> int:
+        return self.keeper.wait(within_s)
+
+    def says(self, text: str) -> None:
+        _wait(lambda: text in self.text)
+
+    def command(self) -> set[int]:
+        """Processes of the command, wherever they went."""
+        return _holding("environ", f"NEMO_RUN_RAY_TAG={self.tag}")
+
+    def runner(self) -> int:
+        (pid,) = _holding("cmdline", self.tag) - {self.keeper.pid}
+        return pid
+
+
+@pytest.fixture(scope="module")
+def package(tmp_path_factory) -> Path:
+    """A folder with the remote half, without the rest of the package."""
+    folder = tmp_path_factory.mktemp("remote")
+    source = Path(nemo_run_ray.__file__).parent / "remote"
+    shutil.copytree(
+        source, folder / "nemo_run_ray_remote", ignore=shutil.ignore_patterns("__pycache__")
+    )
+    return folder
+
+
+@pytest.fixture
+def start(package, tmp_path) -> Iterator[Callable[..., Kept]]:
+    begun = []
+
+    def begin(*argv: str, env: dict | None = None, cwd: str = "", grace_s: float = 10) -> Kept:
+        tag = uuid.uuid4().hex
+        log = tmp_path / f"{tag}.log"
+        told = json.dumps([argv, env or {}, cwd or str(tmp_path), grace_s, tag, _NONCE])
+        with open(log, "wb") as file:
+            keeper = subprocess.Popen(
+                [sys.executable, "-I", "-c", _KEEPER, str(package), told],
+                stdout=file,
+                stderr=file,
+            )
+        begun.append(Kept(keeper, log, tag))
+        return begun[-1]
+
+    yield begin
+    for one in begun:
+        one.keeper.kill()
+        one.keeper.wait()
+        for pid in one.command():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+
+
+@pytest.fixture
+def start_python(start) -> Callable[..., Kept]:
+    """Starts Python code as the command."""
+    return lambda code, *words, **options: start(
+        sys.executable, "-I", "-c", _PUT + code, *words, **options
+    )
+
+
+@pytest.mark.parametrize("code", [0, 1, 3, 127, 255])
+def test_the_exit_code_is_the_commands(start, code):
+    kept = start("sh", "-c", f"exit {code}")
+    assert kept.end() == code
+    assert kept.ending == f"exit code {code}"
+
+
+@pytest.mark.parametrize("name", ["SIGKILL", "SIGSEGV", "SIGTERM", "SIGABRT"])
+def test_a_signals_death_is_named(start, name):
+    kept = start("sh", "-c", f"ulimit -c 0; kill -{name.removeprefix('SIG')} $$")
+    code = 128 + signal.Signals[name]
+    assert kept.end() == code
+    assert kept.ending == f"killed by {name} (exit code {code})"
+
+
+def test_words_arrive_as_they_are(start_python, hostile):
+    words = ["", " ", "$HOME", "*", "`id`", "$(id)", "a\nb", "--", "'", '"', "\\", "é漢", hostile]
+    kept = start_python("import json; print(json.dumps(sys.argv[1:]))", *words)
+    assert kept.end() == 0
+    assert json.loads(kept.output) == words
+
+
+def test_environment_folder_and_closed_input(start_python, weird_tmp_path, hostile):
+    code = "import json; print(json.dumps([os.environ['X'], os.getcwd(), sys.stdin.read()]))"
+    kept = start_python(code, env={"X": hostile}, cwd=str(weird_tmp_path))
+    assert kept.end() == 0
+    assert json.loads(kept.output) == [hostile, str(weird_tmp_path), ""]
+
+
+def test_both_streams_in_their_order(start):
+    kept = start("sh", "-c", "echo 1; echo 2 >&2; echo 3")
+    assert kept.end() == 0
+    assert kept.output == "1\n2\n3\n"
+
+
+def test_wrong_bytes_do_not_break_the_log(start_python):
+    kept = start_python(
+        r'os.write(1, b"a\xffb\xc3\x28\xed\xa0\x80c\n"); os.write(1, b"end \xe2\x82")'
+    )
+    assert kept.end() == 0
+    assert kept.output == "a\\xffb\\xc3(\\xed\\xa0\\x80c\nend \\xe2\\x82\n"
+
+
+def test_characters_cut_in_two_are_one(start_python):
+    code = r'for one in "é漢😀\n".encode(): put(bytes([one]))'
+    kept = start_python(code)
+    assert kept.end() == 0
+    assert kept.output == "é漢😀\n"
+
+
+@pytest.mark.parametrize(
+    "pieces",
+    [
+        ["a\r", "\nb\n"],
+        ["a\r\nb\n"],
+        ["a\r", "b\r", "\n"],
+        ["\r", "\r", "\n", "x\n"],
+        ["a\r", "\n", "\n", "b\n"],
+        ["a\r", "\n", "\nb\n"],
+        ["10%\r", "20%\r", "done\n"],
+    ],
+)
+def test_line_ends_count_once_wherever_the_writes_are_cut(start_python, pieces):
+    """Ray reads with universal newlines; who reads the raw text must count the same characters."""
+    kept = start_python(f"for one in {pieces!r}: put(one.encode())")
+    assert kept.end() == 0
+    expected = "".join(pieces).replace("\r\n", "\n").replace("\r", "\n")
+    assert kept.output == expected
+    assert b"\r\n" not in kept.raw
+
+
+def test_output_arrives_before_its_line_ends(start_python, tmp_path):
+    kept = start_python("put(b'50%\\r'); wait_for(sys.argv[1])", str(tmp_path / "go"))
+    _wait(lambda: b"50%\r" in kept.raw)
+    (tmp_path / "go").touch()
+    assert kept.end() == 0
+
+
+def test_a_line_of_5_megabytes(start_python):
+    kept = start_python("sys.stdout.write('é' * 2_500_000)")
+    assert kept.end() == 0
+    assert kept.output.rstrip("\n") == "é" * 2_500_000
+
+
+def test_our_last_line_begins_a_line(start):
+    """``follow`` knows the log's end by a line that begins with our mark."""
+    kept = start("printf", "no newline")
+    assert kept.end() == 0
+    assert kept.text.splitlines()[-1] == f"{_MARK}exit code 0"
+
+
+_DAEMON = """
+if os.fork():
+    os._exit(0)
+os.setsid()
+if os.fork():
+    os._exit(0)
+for fd in range(3):
+    os.close(fd)
+open(sys.argv[1], "w").close()
+time.sleep(1000)
+"""
+
+
+@pytest.mark.parametrize("how", ["sleep 1000 &", "setsid sleep 1000 &", "nohup sleep 1000 &"])
+def test_background_children_go_with_the_command(start, how):
+    kept = start("sh", "-c", f"{how} echo started; exit 4")
+    assert kept.end() == 4
+    assert kept.command() == set()
+
+
+def test_daemons_go_with_the_command(start_python, tmp_path):
+    up = tmp_path / "up"
+    code = f"subprocess.Popen([sys.executable, '-c', {_PUT + _DAEMON!r}, sys.argv[1]])\n"
+    kept = start_python(code + "wait_for(sys.argv[1])", str(up))
+    assert kept.end() == 0
+    assert up.exists()
+    assert kept.command() == set()
+
+
+def test_a_left_child_that_ignores_sigterm_is_killed_after_the_grace(start, tmp_path):
+    go = tmp_path / "go"
+    child = f"trap '' TERM; touch {go}; while :; do sleep 0.05; done"
+    kept = start("sh", "-c", f'sh -c "{child}" & while [ ! -e {go} ]; do :; done', grace_s=0.3)
+    assert kept.end() == 0
+    assert kept.command() == set()
+
+
+def test_output_of_children_that_outlive_the_command_is_kept(start, tmp_path):
+    go = tmp_path / "go"
+    child = f"trap 'echo child ends; exit' TERM; touch {go}; while :; do sleep 0.01; done"
+    kept = start("sh", "-c", f'sh -c "{child}" & while [ ! -e {go} ]; do :; done')
+    assert kept.end() == 0
+    assert "child ends" in kept.output
+
+
+def test_sigterm_reaches_the_command_once(start_python, tmp_path):
+    code = """
+folder = sys.argv[1]
+signal.signal(signal.SIGTERM, lambda *_: os.write(1, b"TERM\\n"))
+put(b"ready\\n")
+for name in ("1", "2", "3", "4", "5"):
+    wait_for(f"{folder}/{name}")
+    put(f"seen {name}\\n".encode())
+sys.exit(7)
+"""
+    kept = start_python(code, str(tmp_path), grace_s=30)
+    kept.says("ready")
+    kept.keeper.terminate()
+    kept.says("TERM")
+    kept.keeper.terminate()
+    kept.keeper.send_signal(signal.SIGINT)
+    for name in "12345":  # each answer is a round of the runner's loop after the signals
+        (tmp_path / name).touch()
+        kept.says(f"seen {name}")
+    assert kept.end() == 7
+    assert kept.output.count("TERM") == 1
+    assert "cancelled" in kept.ending
+    assert "no process of it is left" in kept.ending
+
+
+def test_sigterm_reaches_every_process_of_the_command(start, tmp_path):
+    word = "trap 'echo {0} ends; exit' TERM; echo {0} ready; while :; do sleep 0.01; done"
+    kept = start("sh", "-c", f'setsid sh -c "{word.format("child")}" & {word.format("parent")}')
+    kept.says("child ready")
+    kept.says("parent ready")
+    kept.keeper.terminate()
+    kept.end()
+    assert "child ends" in kept.output
+    assert "parent ends" in kept.output
+    assert kept.command() == set()
+
+
+def test_sigterm_becomes_sigkill_after_the_grace(start):
+    kept = start("sh", "-c", "trap '' TERM; echo ready; while :; do sleep 0.05; done", grace_s=0.5)
+    kept.says("ready")
+    asked_at = time.monotonic()
+    kept.keeper.terminate()
+    assert kept.end() == 137
+    assert 0.5 <= time.monotonic() - asked_at < 8
+    assert kept.command() == set()
+
+
+def test_the_command_is_no_descendant_of_the_keeper(start):
+    """Ray signals every descendant of its shell: the command would get SIGTERM twice."""
+    kept = start("sh", "-c", "echo ready; sleep 1000")
+    kept.says("ready")
+    below = {one.pid for one in psutil.Process(kept.keeper.pid).children(recursive=True)}
+    assert not below & kept.command()
+    assert len(kept.command()) >= 1
+
+
+@pytest.mark.parametrize("victim", ["keeper", "runner"])
+def test_the_death_of_one_of_ours_ends_everything(start_python, tmp_path, victim):
+    up = tmp_path / "up"
+    code = f"""
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+subprocess.Popen([sys.executable, '-c', {_PUT + _DAEMON!r}, sys.argv[1]])
+wait_for(sys.argv[1])
+put(b"ready\\n")
+time.sleep(1000)
+"""
+    kept = start_python(code, str(up), grace_s=1000)
+    kept.says("ready")
+    runner = kept.runner()
+    assert len(kept.command()) == 2
+    os.kill(kept.keeper.pid if victim == "keeper" else runner, signal.SIGKILL)
+    code = kept.end()
+    _wait(lambda: not kept.command())
+    _wait(lambda: not psutil.pid_exists(runner) or psutil.Process(runner).status() == "zombie")
+    if victim == "runner":
+        assert code == 137
+        assert "our process on this node was killed" in kept.ending
+
+
+def test_a_program_that_is_not_there(start):
+    kept = start("no such program é", env={"PATH": "/nowhere/bin"})
+    assert kept.end() == 127
+    assert "'no such program é'" in kept.ending
+    assert "/nowhere/bin" in kept.ending
+
+
+def test_a_folder_that_is_not_there(start):
+    kept = start("true", cwd="/no/such/folder")
+    assert kept.end() == 127
+    assert "/no/such/folder" in kept.ending
+
+
+def test_a_program_that_cannot_be_run(start, tmp_path):
+    (tmp_path / "data").write_text("no program")
+    kept = start("./data")
+    assert kept.end() == 126
+    assert "'./data' cannot be started" in kept.ending
+
+
+def test_a_script_whose_interpreter_is_missing(start, tmp_path):
+    script = tmp_path / "script"
+    script.write_text("#!/no/such/interpreter\n")
+    script.chmod(0o755)
+    kept = start("./script")
+    assert kept.end() in (126, 127)
+    assert "there is no program './script'" not in kept.ending
+
+
+def test_work_that_raises_is_reported_in_the_log(package, tmp_path):
+    code = (
+        "import sys; sys.path.append(sys.argv[1])\n"
+        "from nemo_run_ray_remote.node.process import keep\n"
+        "def work(runner): raise RuntimeError('two\\nlines')\n"
+        "sys.exit(keep('tag', 'nonce', work))"
+    )
+    words = [sys.executable, "-I", "-c", code, str(package)]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=30)
+    assert done.returncode == 125
+    assert "RuntimeError: two" in done.stdout
+
+
+def test_memory_of_our_two_processes(start):
+    kept = start("sh", "-c", "echo ready; sleep 1000")
+    kept.says("ready")
+    pss = 0
+    for pid in (kept.keeper.pid, kept.runner()):
+        for line in Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines():
+            if line.startswith("Pss:"):
+                pss += int(line.split()[1])
+    assert 0 < pss < 25 * 1024
+
+
+def test_a_full_disk_costs_the_output_and_nothing_else(tmp_path):
+    """``/dev/full`` takes no byte; what the command left behind must be gone all the same."""
+    mark = f"4711{os.getpid()}"
+    program = (
+        "import sys\n"
+        "from nemo_run_ray.remote.node.process import keep\n"
+        "import os\n"
+        f"command = ['sh', '-c', 'setsid sleep {mark} & echo hi; exit 3']\n"
+        "work = lambda runner: runner.run(command, dict(os.environ), '/', 1)\n"
+        "sys.exit(keep('t/1', 'n' * 8, work))"
+    )
+    with open("/dev/full", "w") as full:
+        done = subprocess.run([sys.executable, "-c", program], stdout=full, stderr=full, timeout=60)
+    assert done.returncode == 3
+    commands = [process.info["cmdline"] for process in psutil.process_iter(["cmdline"])]
+    assert ["sleep", mark] not in commands

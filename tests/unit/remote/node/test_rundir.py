@@ -1,0 +1,175 @@
+import json
+import os
+import stat
+from pathlib import Path
+
+import pytest
+
+from nemo_run_ray.remote.node.rundir import MANIFEST, SECRETS, RunDir, read_secrets, take_secrets
+
+
+@pytest.fixture
+def payload(tmp_path, hostile):
+    """The job archive's payload: one job with a config and a script, and the user's main."""
+    folder = tmp_path / "payload"
+    for kind in ("configs", "scripts"):
+        (folder / "job" / kind).mkdir(parents=True)
+    (folder / "job" / "configs" / hostile).write_text("config")
+    (folder / "job" / "scripts" / "job.sh").write_bytes(b"cd /nemo_run/code\r\n# \xff kept\n")
+    (folder / "__main__.py").write_text("main = 1")
+    return folder
+
+
+@pytest.fixture
+def code(tmp_path, hostile):
+    """Ray's working directory: unpacked without executable bits and symlinks."""
+    folder = tmp_path / "working_dir"
+    (folder / "bin").mkdir(parents=True)
+    (folder / "bin" / "tool").write_text("#!/bin/sh\n")
+    (folder / "bin" / "tool").chmod(0o644)
+    (folder / hostile).write_text("data")
+    links = {"latest": "bin/tool", "new/é": "../bin", "dangling": "nowhere"}
+    manifest = {"executables": ["bin/tool"], "symlinks": links}
+    (folder / MANIFEST).write_text(json.dumps(manifest))
+    return folder
+
+
+@pytest.fixture
+def run_dir(tmp_path, payload, code):
+    found = RunDir("exp.job", str(tmp_path / "base"))
+    found.create(str(payload), "job", str(code))
+    return found
+
+
+def _mode(path: str | Path) -> int:
+    return stat.S_IMODE(os.lstat(path).st_mode)
+
+
+def test_it_is_for_the_owner_only(run_dir):
+    assert _mode(run_dir.base) == 0o700
+    assert _mode(run_dir.root) == 0o700
+    assert _mode(run_dir.mount) == 0o700
+
+
+def test_somebody_elses_base_is_refused(tmp_path, payload):
+    base = tmp_path / "base"
+    base.mkdir()
+    if os.getuid() == 0:
+        os.chown(base, 12345, -1)
+    else:
+        base = Path("/usr")
+    with pytest.raises(PermissionError, match="belongs to user"):
+        RunDir("exp.job", str(base)).create(str(payload), "job", None)
+
+
+def test_code_keeps_executables_and_links(run_dir, hostile):
+    code = Path(run_dir.code)
+    assert os.access(code / "bin" / "tool", os.X_OK)
+    assert (code / hostile).read_text() == "data"
+    assert os.readlink(code / "latest") == "bin/tool"
+    assert os.readlink(code / "new" / "é") == "../bin"
+    assert os.readlink(code / "dangling") == "nowhere"
+    assert not (code / MANIFEST).exists()
+
+
+def test_configs_scripts_and_main(run_dir, hostile):
+    assert Path(run_dir.mount, "configs", hostile).read_text() == "config"
+    script = Path(run_dir.mount, "scripts", "job.sh")
+    assert script.read_bytes() == b"cd %s\r\n# \xff kept\n" % os.fsencode(run_dir.code)
+    assert os.access(script, os.X_OK)
+    assert Path(run_dir.root, "__main__.py").read_text() == "main = 1"
+
+
+def test_nothing_travelled(tmp_path):
+    (tmp_path / "empty").mkdir()
+    run_dir = RunDir("exp.job", str(tmp_path / "base"))
+    run_dir.create(str(tmp_path / "empty"), "job", None)
+    assert sorted(os.listdir(run_dir.mount)) == ["code", "configs", "scripts"]
+    assert os.listdir(run_dir.code) == []
+
+
+def test_two_jobs_with_one_working_dir_do_not_see_each_other(tmp_path, payload, code):
+    one, two = (RunDir(f"exp.{name}", str(tmp_path / "base")) for name in ("one", "two"))
+    one.create(str(payload), "job", str(code))
+    two.create(str(payload), "job", str(code))
+    Path(one.code, "bin", "tool").write_text("changed")
+    Path(one.code, "new file").touch()
+    assert Path(two.code, "bin", "tool").read_text() == "#!/bin/sh\n"
+    assert (code / "bin" / "tool").read_text() == "#!/bin/sh\n"
+    assert not Path(two.code, "new file").exists()
+    assert not (code / "new file").exists()
+
+
+def test_what_a_dead_attempt_left_is_gone(tmp_path, payload, code, run_dir):
+    Path(run_dir.code, "old").touch()
+    run_dir.create(str(payload), "job", str(code))
+    assert not Path(run_dir.code, "old").exists()
+
+
+def test_removal_takes_the_base_with_the_last(tmp_path, payload, run_dir):
+    other = RunDir("exp.other", run_dir.base)
+    other.create(str(payload), "job", None)
+    run_dir.remove()
+    assert not os.path.exists(run_dir.root)
+    assert os.path.isdir(other.root)
+    other.remove()
+    assert not os.path.exists(run_dir.base)
+
+
+@pytest.mark.parametrize(
+    ("word", "mapped"),
+    [
+        ("/nemo_run", "{}"),
+        ("/nemo_run/code/x y.py", "{}/code/x y.py"),
+        ("--config=/nemo_run/configs/a", "--config={}/configs/a"),
+        ("/nemo_run/a:/nemo_run/b", "{}/a:{}/b"),
+        ("'/nemo_run/a'", "'{}/a'"),
+        ("cd /nemo_run; ls", "cd {}; ls"),
+        ("/nemo_run\n/nemo_run", "{}\n{}"),
+    ],
+)
+def test_the_mount_is_mapped(tmp_path, word, mapped):
+    run_dir = RunDir("exp.job", str(tmp_path / r"back\1slash"))
+    assert run_dir.map(word) == mapped.replace("{}", run_dir.mount)
+
+
+@pytest.mark.parametrize(
+    "word",
+    [
+        "nemo_run",
+        "/nemo_runner",
+        "/nemo_run_2/x",
+        "/nemo_run-old",
+        "/nemo_run.py",
+        "/home/me/nemo_run/x",
+        "./nemo_run/x",
+        "../nemo_run",
+        "~/nemo_run/x",
+        "$HOME/nemo_run/x",
+        "${HOME}/nemo_run/x",
+        "$(pwd)/nemo_run/x",
+        "http://host/nemo_run/x",
+        "file:///nemo_run",
+        "é/nemo_run",
+        "*/nemo_run/x",
+    ],
+)
+def test_other_paths_stay(tmp_path, word):
+    assert RunDir("exp.job", str(tmp_path)).map(word) == word
+
+
+def test_secrets_are_read_once(tmp_path, monkeypatch, hostile):
+    folder = tmp_path / "secrets"
+    folder.mkdir()
+    (folder / SECRETS).write_text(json.dumps({"A": hostile, "B": ""}))
+    monkeypatch.setenv("PYTHONPATH", f":/nowhere:{folder}")
+    assert take_secrets(("A", "B")) == {"A": hostile, "B": ""}
+    assert not (folder / SECRETS).exists()
+    with pytest.raises(FileNotFoundError, match="A, B"):
+        take_secrets(("A", "B"))
+
+
+def test_no_secrets_need_no_archive(monkeypatch):
+    monkeypatch.delenv("PYTHONPATH", raising=False)
+    assert take_secrets(()) == {}
+    assert read_secrets() == {}

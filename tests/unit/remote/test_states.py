@@ -1,0 +1,146 @@
+import pytest
+from ray.job_submission import JobErrorType, JobStatus
+from torchx.specs import AppState, is_terminal
+
+from nemo_run_ray.jobs.torchx_states import TO_TORCHX, torchx_state
+from nemo_run_ray.remote.states import (
+    FROM_RAY,
+    FROM_RAY_ERROR,
+    NEXT_STEP,
+    JobState,
+    Reason,
+    Verdict,
+    judge,
+    signal_name,
+)
+
+_MARKER = "last available logs (truncated to 20,000 chars):\n"
+
+
+def _failed(code: int | None, message: str, error: str = "JOB_ENTRYPOINT_COMMAND_ERROR") -> dict:
+    return {
+        "status": "FAILED",
+        "driver_exit_code": code,
+        "message": message,
+        "error_type": error,
+        "driver_node_id": "abc",
+    }
+
+
+@pytest.mark.parametrize("status", [one.value for one in JobStatus])
+def test_every_status_of_this_ray_is_known(status):
+    state = judge({"status": status}).state
+    assert state is FROM_RAY[status]
+    assert state.is_terminal == JobStatus(status).is_terminal()
+
+
+@pytest.mark.parametrize("error", [one.value for one in JobErrorType])
+def test_every_error_of_this_ray_is_known(error):
+    verdict = judge({**_failed(None, "Ray's own words", error), "driver_node_id": None})
+    assert verdict.reason is FROM_RAY_ERROR[error]
+    assert verdict.reason is not Reason.NONE
+    assert "Ray's own words" in verdict.message
+
+
+@pytest.mark.parametrize("row", [{"status": "PAUSED"}, {"status": None}, {}, {"status": 3}])
+def test_a_status_of_a_newer_ray_is_no_end(row):
+    verdict = judge(row)
+    assert verdict.state is JobState.UNKNOWN
+    assert not verdict.state.is_terminal
+    assert verdict.message
+
+
+def test_an_error_of_a_newer_ray_keeps_its_message():
+    verdict = judge(_failed(None, "the moon is full", "MOON"))
+    assert (verdict.state, verdict.reason) == (JobState.FAILED, Reason.OTHER)
+    assert "the moon is full" in verdict.message
+
+
+@pytest.mark.parametrize("state", JobState)
+def test_torchx_agrees_on_what_is_an_end(state):
+    assert isinstance(TO_TORCHX[state], AppState)
+    assert is_terminal(TO_TORCHX[state]) == state.is_terminal
+
+
+@pytest.mark.parametrize("reason", [Reason.WAITS, Reason.TURN, Reason.RETRY])
+def test_a_job_that_waits_on_the_cluster_was_submitted(reason):
+    assert torchx_state(Verdict(JobState.WAITING, reason)) is AppState.SUBMITTED
+    never = Verdict(JobState.WAITING, Reason.NOT_SUBMITTED)
+    assert torchx_state(never) is AppState.UNSUBMITTED
+
+
+@pytest.mark.parametrize("reason", Reason)
+def test_every_reason_has_a_next_step(reason):
+    assert (NEXT_STEP[reason] == "") == (not reason.is_trouble)
+
+
+def test_exit_code_and_the_logs_end():
+    logs = (
+        "2026-01-01 00:00:00,000\tINFO job_manager.py:531 -- Runtime env is setting up.\n"
+        "Running entrypoint for job exp.job: exec python3 -I\n"
+        "Traceback\n"
+        "ValueError: no\n"
+    )
+    verdict = judge(_failed(3, f"Job entrypoint command failed with exit code 3, {_MARKER}{logs}"))
+    assert (verdict.state, verdict.reason) == (JobState.FAILED, Reason.EXIT_CODE)
+    assert verdict.detail.startswith("exit code 3")
+    assert verdict.detail.endswith("Traceback\nValueError: no")
+    assert "Runtime env is setting up" not in verdict.detail
+    assert "Running entrypoint" not in verdict.detail
+    assert NEXT_STEP[Reason.EXIT_CODE] in verdict.message
+    assert verdict.node == "abc"
+
+
+def test_lines_of_the_user_are_not_taken_for_rays():
+    line = "my INFO worker.py:3 -- Running entrypoint for job of mine"
+    assert line in judge(_failed(1, f"{_MARKER}{line}\n")).detail
+
+
+@pytest.mark.parametrize(
+    ("code", "name"), [(137, "SIGKILL"), (-9, "SIGKILL"), (139, "SIGSEGV"), (-15, "SIGTERM")]
+)
+def test_a_signal_is_named(code, name):
+    verdict = judge(_failed(code, "Job entrypoint command failed"))
+    assert verdict.reason is Reason.SIGNAL
+    assert f"killed by {name} (exit code {code})" in verdict.detail
+
+
+@pytest.mark.parametrize("code", [0, 1, 127, 128, 255, -1000])
+def test_other_codes_are_no_signal(code):
+    assert signal_name(code) is None
+
+
+def test_a_runtime_env_that_fails_shows_rays_message():
+    message = "Failed to set up runtime environment.\nERROR: No matching distribution: nope"
+    verdict = judge(_failed(None, message, "RUNTIME_ENV_SETUP_FAILURE"))
+    assert verdict.reason is Reason.RUNTIME_ENV
+    assert "No matching distribution: nope" in verdict.message
+    assert "runtime_env" in verdict.message
+
+
+def test_a_supervisor_that_ran_and_is_gone_is_a_death():
+    message = "Unexpected error occurred: failed to get job supervisor."
+    row = _failed(None, message, "JOB_SUPERVISOR_ACTOR_START_FAILURE")
+    assert judge(row).reason is Reason.NODE_DIED
+    assert judge({**row, "driver_node_id": None}).reason is Reason.NOT_STARTED
+
+
+@pytest.mark.parametrize("status", ["PENDING", "RUNNING", "SUCCEEDED"])
+def test_nothing_wrong_needs_no_words(status):
+    assert judge({"status": status, "message": "Job is doing fine."}).message == ""
+
+
+def test_a_stopped_job_is_cancelled():
+    verdict = judge({"status": "STOPPED", "message": "Job was intentionally stopped."})
+    assert (verdict.state, verdict.reason) == (JobState.CANCELLED, Reason.CANCELLED)
+
+
+def test_of_a_replica_that_could_not_be_prepared_our_own_words_are_all():
+    """Ray's traceback about its runtime environment is in the log before them."""
+    logs = (
+        "Traceback (most recent call last):\nRuntimeError: Podman\n"
+        "nemo_run_ray| end 01234567: [could not be prepared] a/0: no worker: name unknown\n"
+    )
+    verdict = judge(_failed(1, f"Job entrypoint command failed with exit code 1, {_MARKER}{logs}"))
+    assert verdict.reason is Reason.NOT_STARTED
+    assert verdict.detail == "exit code 1: a/0: no worker: name unknown"

@@ -1,0 +1,403 @@
+"""The page in a real browser, under its own policy."""
+
+import base64
+import json
+import os
+import random
+import shutil
+import signal
+import subprocess
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from websockets.sync.client import ClientConnection, connect
+
+from nemo_run_ray.timeline.page import Attempt, Row, page
+
+_CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
+pytestmark = pytest.mark.skipif(_CHROMIUM is None, reason="needs Chromium")
+
+_BEGAN = 1_767_225_600.0  # 2026-01-01
+_HOSTILE = (
+    "</script><script>document.title='owned'</script>",
+    "<img src=x onerror=\"document.title='owned'\">",
+    "\"quotes\" & 'apostrophes' &lt;b&gt; ${x} $title",
+    "two\nlines\tand a tab",
+    "\u202e\u05e9\u05dc\u05d5\u05dd \u0645\u0631\u062d\u0628\u0627",
+    "long-" + "x" * 195,
+    "train \U0001f680 \u6f22\u5b57",
+)
+_LOG = "exit code 1; the last lines of its log:\nTraceback (most recent call last):\n" + (
+    '  File "/app/train.py", line 88, in step\nRuntimeError: CUDA error: <unknown> & "so on"\n'
+)
+
+
+def experiment(count: int) -> list[Row]:
+    """Stages of jobs, each after one or two of the stage before; some fail, some try again."""
+    chance = random.Random(count)
+    width = max(2, count // 6)
+    rows: list[Row] = []
+    for number in range(count):
+        stage = number // width
+        above = rows[max(0, (stage - 1) * width) : stage * width]
+        after = chance.sample(above, min(len(above), chance.choice((1, 1, 2))))
+        rows.append(_job(number, after, chance, is_last=number >= count - width))
+    return rows
+
+
+def _job(number: int, after: list[Row], chance: random.Random, is_last: bool) -> Row:
+    name = f"{chance.choice(('prepare', 'train', 'evaluate', 'export'))}-{number:03d}"
+    if number % 11 == 3 and number // 11 < len(_HOSTILE):
+        name = _HOSTILE[number // 11]
+    names = tuple(row.name for row in after)
+    if any(row.state in ("FAILED", "LOST", "CANCELLED") for row in after):
+        words = ("CANCELLED", "a job before it failed", "")
+        return Row(name, *words, names, (), ())
+    waits = tuple(row.name for row in after if row.state != "SUCCEEDED")
+    if waits:
+        return Row(name, "WAITING", "", "", names, waits, ())
+    ends = [row.attempts[-1].ended_at for row in after]
+    at = max([_BEGAN, *(end for end in ends if end is not None)]) + chance.uniform(1, 20)
+    tries = chance.choice((1, 1, 1, 1, 2, 3))
+    attempts = tuple(_attempts(number, at, tries, chance))
+    state = chance.choice(("SUCCEEDED",) * 30 + ("FAILED",))
+    if number % 97 == 17:
+        state = "LOST"
+    if is_last:
+        state = chance.choice(("RUNNING", "RUNNING", "PENDING", "SUCCEEDED", "FAILED", "UNKNOWN"))
+    reason = {"FAILED": "exit code", "LOST": "its cluster is gone"}.get(state, "")
+    last = attempts[-1]
+    live = state in ("RUNNING", "PENDING", "UNKNOWN")
+    running_at = None if state == "PENDING" or number % 7 == 5 else last.running_at
+    ended_at = None if live else last.ended_at
+    last = Attempt(
+        tries, last.submission_id, last.node, last.posted_at, running_at, ended_at, state, reason
+    )
+    message = _LOG if state == "FAILED" else ""
+    return Row(name, state, reason, message, names, (), (*attempts[:-1], last))
+
+
+def _attempts(number: int, at: float, tries: int, chance: random.Random) -> Iterator[Attempt]:
+    for turn in range(1, tries + 1):
+        running_at = at + chance.uniform(2, 60)
+        ended_at = running_at + chance.uniform(30, 600)
+        node = f"{chance.getrandbits(224):056x}"
+        words = (turn, f"exp_1767225600.job-{number}.{turn}", node)
+        yield Attempt(*words, at, running_at, ended_at, "FAILED", "killed by a signal")
+        at = ended_at + chance.uniform(5, 30)
+
+
+def _now(rows: list[Row]) -> float:
+    moments = [
+        at for row in rows for one in row.attempts for at in (one.posted_at, one.ended_at) if at
+    ]
+    return max(moments, default=_BEGAN) + 45
+
+
+def _write(folder: Path, rows: list[Row], title: str = "llama3-sft_1767225600") -> Path:
+    path = folder / "timeline.html"
+    path.write_text(page(title, rows, _BEGAN, _now(rows)), encoding="utf-8")
+    return path
+
+
+class _Tab:
+    """One page in Chromium, through DevTools' protocol; keeps what the browser complains of."""
+
+    def __init__(self, socket: ClientConnection) -> None:
+        self._socket = socket
+        self._last = 0
+        self._session = ""
+        self.complaints: list[str] = []
+        self._target = self.send("Target.createTarget", url="about:blank")["targetId"]
+        joined = self.send("Target.attachToTarget", targetId=self._target, flatten=True)
+        self._session = joined["sessionId"]
+        for domain in ("Page", "Runtime", "Log"):
+            self.send(f"{domain}.enable")
+        self.size(1400, 900)
+
+    def send(self, method: str, **params: Any) -> dict[str, Any]:
+        self._last += 1
+        session = {"sessionId": self._session} if self._session else {}
+        words = {"id": self._last, "method": method, "params": params, **session}
+        self._socket.send(json.dumps(words))
+        while True:
+            answer = json.loads(self._socket.recv(timeout=60))
+            if answer.get("method") in _COMPLAINTS:
+                self.complaints.append(json.dumps(answer["params"]))
+            if answer.get("id") == self._last:
+                assert "error" not in answer, answer
+                return dict(answer["result"])
+
+    def size(self, width: int, height: int) -> None:
+        size = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": False}
+        self.send("Emulation.setDeviceMetricsOverride", **size)
+
+    def open(self, path: Path, fragment: str = "") -> None:
+        self.send("Page.navigate", url=path.as_uri() + fragment)
+        deadline = time.monotonic() + 60
+        while not self.ask("location.protocol === 'file:' && document.readyState === 'complete'"):
+            assert time.monotonic() < deadline, "the page was not read"
+
+    def ask(self, expression: str) -> Any:
+        answer = self.send("Runtime.evaluate", expression=expression, returnByValue=True)
+        assert "exceptionDetails" not in answer, answer["exceptionDetails"]
+        return answer["result"].get("value")
+
+    def press(self, key: str, text: str = "") -> None:
+        self.send("Input.dispatchKeyEvent", type="keyDown", key=key, text=text)
+        self.send("Input.dispatchKeyEvent", type="keyUp", key=key)
+
+    def point(self, selector: str, click: bool = False) -> None:
+        where = f"(({_CENTRE})({json.dumps(selector)}))"
+        x, y = self.ask(where)
+        for kind in ("mouseMoved", *(("mousePressed", "mouseReleased") if click else ())):
+            button = {"button": "left", "clickCount": 1} if click else {}
+            self.send("Input.dispatchMouseEvent", type=kind, x=x, y=y, **button)
+
+    def picture(self) -> bytes:
+        return base64.b64decode(self.send("Page.captureScreenshot")["data"])
+
+    def close(self) -> None:
+        self._session = ""
+        self.send("Target.closeTarget", targetId=self._target)
+
+
+_COMPLAINTS = {"Log.entryAdded", "Runtime.exceptionThrown", "Runtime.consoleAPICalled"}
+_CENTRE = """(selector) => {
+    const { left, top, width, height } = document.querySelector(selector).getBoundingClientRect();
+    return [left + width / 2, top + height / 2];
+}"""
+#: Left edge and width of the axis, of what lies behind the rows, and of every row's lane.
+_LANES = """[...document.querySelectorAll(".axis .lane, .under, .row .lane")].map((one) => {
+    const { left, width } = one.getBoundingClientRect();
+    return `${left.toFixed(1)} ${width.toFixed(1)}`;
+})"""
+#: Rows of which something is drawn beyond their upper or lower edge.
+_BEYOND = """[...document.querySelectorAll(".row")].filter((row) => {
+    const { top, bottom } = row.getBoundingClientRect();
+    return [...row.querySelectorAll("rect, use, text, span")].some((one) => {
+        const box = one.getBoundingClientRect();
+        return box.height > 0 && (box.top < top - 1.5 || box.bottom > bottom + 1.5);
+    });
+}).length"""
+_SHOWN = (
+    """[...document.querySelectorAll(".row:not([hidden]) bdi")].map((one) => one.textContent)"""
+)
+_OF = "[...document.querySelectorAll({})].map((one) => one.querySelector('bdi').textContent)"
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[ClientConnection]:
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
+        words = [
+            *(str(_CHROMIUM), "--headless", "--no-sandbox", "--disable-gpu", "--no-first-run"),
+            *("--disable-dev-shm-usage", "--disable-crash-reporter", "--remote-debugging-port=0"),
+            *(f"--user-data-dir={folder}", "about:blank"),
+        ]
+        process = subprocess.Popen(
+            words,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            env={**os.environ, "TMPDIR": folder},
+            start_new_session=True,
+        )
+        try:
+            port, path = _devtools(Path(folder) / "DevToolsActivePort", process)
+            address = f"ws://127.0.0.1:{port}{path}"
+            with connect(address, proxy=None, max_size=None) as socket:
+                yield socket
+        finally:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+
+
+def _devtools(file: Path, process: "subprocess.Popen[bytes]") -> list[str]:
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline:
+        lines = file.read_text().split() if file.exists() else []
+        if len(lines) == 2:
+            return lines
+        assert process.poll() is None, "Chromium ended"
+        time.sleep(0.05)
+    raise AssertionError("Chromium did not start")
+
+
+@pytest.fixture
+def tab(browser) -> Iterator[_Tab]:
+    made = _Tab(browser)
+    yield made
+    made.close()
+    assert made.complaints == []
+
+
+@pytest.mark.parametrize("count", [0, 1, 5, 12, 300, 500])
+def test_the_page_works_under_its_policy(tab, tmp_path, count):
+    rows = experiment(count)
+    tab.open(_write(tmp_path, rows))
+    assert tab.ask("document.documentElement.dataset.ready") == "true"
+    assert tab.ask("document.title") == "llama3-sft_1767225600"
+    assert tab.ask(_SHOWN) == [row.name for row in rows]
+    assert tab.ask("document.querySelectorAll('img').length") == 0
+    assert tab.ask("document.querySelectorAll('script').length") == 1
+    titles = "[...document.querySelectorAll('.row .name')].map((one) => one.title)"
+    assert tab.ask(titles) == [row.name for row in rows]
+
+
+@pytest.mark.parametrize("width", [480, 1000, 1400, 2200])
+@pytest.mark.parametrize("count", [12, 100, 300])
+def test_everything_is_aligned(tab, tmp_path, count, width):
+    tab.size(width, 900)
+    tab.open(_write(tmp_path, experiment(count)))
+    assert len(set(tab.ask(_LANES))) == 1
+    assert tab.ask(_BEYOND) == 0
+    assert tab.ask("document.documentElement.scrollWidth <= innerWidth")
+    axis = "document.querySelector('.axis').getBoundingClientRect().bottom"
+    tab.ask("scrollTo(0, 10000)")
+    assert 0 < tab.ask(axis) < 250  # stays in sight
+
+
+def test_hostile_words_stay_words(tab, tmp_path):
+    names = list(_HOSTILE)
+    rows = [
+        Row(name, name, name, name, (names[number - 1],), (name,), (_only(name),))
+        for number, name in enumerate(names)
+    ]
+    tab.open(_write(tmp_path, rows, title=_HOSTILE[0]))
+    assert tab.ask("document.documentElement.dataset.ready") == "true"
+    assert tab.ask("document.title") == _HOSTILE[0]
+    assert tab.ask("document.querySelector('h1').textContent") == _HOSTILE[0]
+    assert tab.ask(_SHOWN) == names
+    assert tab.ask(_OF.format("'.card h3'")) == names
+    messages = tab.ask("[...document.querySelectorAll('.card pre')].map((one) => one.textContent)")
+    assert messages == names
+
+
+def _only(words: str) -> Attempt:
+    return Attempt(1, words, words, _BEGAN, None, _BEGAN + 10, words, words)
+
+
+def test_a_script_or_a_style_that_is_not_ours_does_not_run(tab, tmp_path):
+    path = _write(tmp_path, experiment(5))
+    text = path.read_text(encoding="utf-8")
+    foreign = (
+        "<script>document.title = 'owned'</script><img src=https://example.invalid/x onerror="
+        "\"document.title = 'owned'\"><style>body { padding-left: 77px }</style></body>"
+    )
+    path.write_text(text.replace("</body>", foreign), encoding="utf-8")
+    tab.open(path)
+    assert tab.ask("document.title") == "llama3-sft_1767225600"
+    assert tab.ask("getComputedStyle(document.body).paddingLeft") == "0px"
+    assert len([one for one in tab.complaints if "Content Security Policy" in one]) >= 3
+    tab.complaints.clear()
+
+
+def _chain() -> list[Row]:
+    """a <- b <- c, and d by itself; b failed, so c was never submitted."""
+    first = Attempt(1, "x.a", "ab" * 28, _BEGAN + 1, _BEGAN + 5, _BEGAN + 60, "SUCCEEDED", "")
+    second = Attempt(1, "x.b", "", _BEGAN + 61, None, _BEGAN + 90, "FAILED", "exit code")
+    return [
+        Row("a", "SUCCEEDED", "", "", (), (), (first,)),
+        Row("b", "FAILED", "exit code", "the unusual word xyzzy", ("a",), (), (second,)),
+        Row("c", "CANCELLED", "b failed", "", ("b",), (), ()),
+        Row("d", "SUCCEEDED", "", "", (), (), (first,)),
+    ]
+
+
+def test_a_job_shows_what_it_needs_and_what_needs_it(tab, tmp_path):
+    tab.open(_write(tmp_path, _chain()))
+    chosen = "document.querySelectorAll('.chosen use').length"
+    assert tab.ask("document.querySelectorAll('.all use').length") == 2
+    assert tab.ask(chosen) == 0
+    tab.point(".row:nth-child(3) .name")
+    assert tab.ask(_OF.format("'.row.kin'")) == ["a", "b"]
+    assert tab.ask(chosen) == 1
+    tab.point(".row:nth-child(2) .name")
+    assert tab.ask(_OF.format("'.row.kin'")) == ["a", "c"]
+    assert tab.ask(chosen) == 2
+    tab.point("h1")
+    assert tab.ask(chosen) == 0
+
+
+def test_details_open_and_close(tab, tmp_path):
+    tab.open(_write(tmp_path, _chain()))
+    visible = "[...document.querySelectorAll('.card')].filter((one) => one.checkVisibility())"
+    assert tab.ask(f"{visible}.length") == 0
+    tab.point(".row:nth-child(2) .name", click=True)
+    words = tab.ask(f"{visible}.map((one) => one.innerText)")
+    assert len(words) == 1
+    assert all(word in words[0] for word in ("failed: exit code", "xyzzy", "x.b", "not seen"))
+    assert len(set(tab.ask(_LANES))) == 1  # the chart made room for it
+    tab.point("#job-1 ul a", click=True)  # what it runs after
+    assert tab.ask(f"{visible}.map((one) => one.id)") == ["job-0"]
+    tab.press("Escape")
+    assert tab.ask(f"{visible}.length") == 0
+    assert tab.ask("document.activeElement.getAttribute('href')") == "#job-0"
+
+
+def test_the_keyboard_is_enough(tab, tmp_path):
+    tab.open(_write(tmp_path, _chain()))
+    active = "document.activeElement.getAttribute('href')"
+    tab.press("/", text="/")
+    assert tab.ask("document.activeElement.id") == "filter"
+    tab.press("ArrowDown")
+    assert tab.ask(active) == "#job-0"
+    tab.press("ArrowDown")
+    assert tab.ask(active) == "#job-1"
+    assert tab.ask(_OF.format("'.row.kin'")) == ["a", "c"]
+    tab.press("End")
+    assert tab.ask(active) == "#job-3"
+    tab.press("ArrowUp")
+    tab.press("Enter", text="\r")
+    assert tab.ask("location.hash") == "#job-2"
+    tab.press("Escape")
+    assert tab.ask(active) == "#job-2"
+
+
+def test_rows_are_filtered(tab, tmp_path):
+    tab.open(_write(tmp_path, _chain()))
+    tab.point("#only-failed", click=True)
+    assert tab.ask(_SHOWN) == ["b"]
+    assert tab.ask("document.querySelector('.shown').textContent") == "1 of 4 shown"
+    assert tab.ask("document.querySelectorAll('.all use').length") == 0
+    tab.point("#only-failed", click=True)
+    tab.point("#filter", click=True)
+    for key in "xyzzy":
+        tab.press(key, text=key)
+    assert tab.ask(_SHOWN) == ["b"]
+    tab.press("Escape")
+    assert tab.ask(_SHOWN) == ["a", "b", "c", "d"]
+    assert tab.ask("document.querySelectorAll('.all use').length") == 2
+    for key in "nowhere":
+        tab.press(key, text=key)
+    assert tab.ask("document.querySelector('.nothing').checkVisibility()")
+
+
+def test_a_link_to_a_job_shows_its_row(tab, tmp_path):
+    tab.open(_write(tmp_path, experiment(500)), "#job-444")
+    top = "document.querySelector('.row.picked').getBoundingClientRect().top"
+    head = "document.querySelector('header').getBoundingClientRect().bottom"
+    assert tab.ask(head) <= tab.ask(top) <= 900
+
+
+def test_without_scripts_all_is_there(tab, tmp_path):
+    tab.send("Emulation.setScriptExecutionDisabled", value=True)
+    rows = _chain()
+    tab.open(_write(tmp_path, rows), "#job-1")
+    assert tab.ask("document.documentElement.dataset.ready") is None
+    assert tab.ask(_SHOWN) == [row.name for row in rows]
+    assert tab.ask("document.querySelector('.tools').checkVisibility()") is False
+    assert tab.ask("document.querySelector('#job-1').checkVisibility()")
+    assert tab.ask("document.querySelectorAll('.all use').length") == 2
+
+
+def test_print_tells_what_went_wrong(tab, tmp_path):
+    tab.open(_write(tmp_path, _chain()))
+    tab.send("Emulation.setEmulatedMedia", media="print")
+    visible = "[...document.querySelectorAll('.card')].filter((one) => one.checkVisibility())"
+    assert tab.ask(f"{visible}.map((one) => one.id)") == ["job-1"]
+    assert tab.ask("document.querySelector('.tools').checkVisibility()") is False
+    assert tab.send("Page.printToPDF")["data"]

@@ -1,0 +1,385 @@
+import base64
+import hashlib
+import re
+import time
+from dataclasses import replace
+from html.parser import HTMLParser
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from nemo_run_ray.timeline.page import ALL_LINKS_MAX, MESSAGE_MAX, Attempt, Row, page
+
+_BEGAN = 1_767_225_600.0  # 2026-01-01
+_VOID = {"meta", "input"}
+_STATES = ("WAITING", "PENDING", "RUNNING", "SUCCEEDED", "FAILED", "CANCELLED", "LOST", "UNKNOWN")
+_HOSTILE = (
+    "</script><script>alert(1)</script>",
+    "</title></style><img src=x onerror=alert(1)>",
+    "\"' onmouseover='alert(1)' x=\"",
+    "<!-- ]]> -->",
+    "$title ${rows} %s {0} \\",
+    "a\nb\rc\td\0\x1b[31me\x1b[0m\x7f",
+    "\u202e\u05e9\u05dc\u05d5\u05dd",
+    "\ud800 alone",
+    "x" * 200,
+    "",
+)
+
+
+class _Page(HTMLParser):
+    """Checks that every tag is closed, and keeps what the page is made of."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.tags: list[tuple[str, dict[str, str]]] = []
+        self.texts: list[tuple[str, str]] = []
+        self.feed(text)
+        self.close()
+        assert self.open == []
+
+    def handle_starttag(self, tag, attrs):
+        names = [name for name, _ in attrs]
+        assert len(names) == len(set(names)), f"{tag} has an attribute twice"
+        self.tags.append((tag, {name: value or "" for name, value in attrs}))
+        if tag not in _VOID:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag, attrs):
+        self.tags.append((tag, {name: value or "" for name, value in attrs}))
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+
+    def handle_data(self, data):
+        self.texts.append((self.open[-1] if self.open else "", data))
+
+    def all(self, tag: str, **wanted: str) -> list[dict[str, str]]:
+        return [
+            attributes
+            for name, attributes in self.tags
+            if name == tag and wanted.items() <= attributes.items()
+        ]
+
+    def texts_in(self, tag: str) -> list[str]:
+        return [text for inside, text in self.texts if inside == tag]
+
+    def bars(self) -> list[dict[str, str]]:
+        """Those of the lanes, without those of the legend."""
+        return [one for one in self.all("rect") if one.get("width", "").endswith("%")]
+
+    def kinds(self) -> list[str]:
+        return [one["class"] for one in self.bars()]
+
+
+def _attempt(number=1, posted=1.0, running=5.0, ended=60.0, outcome="SUCCEEDED", reason=""):
+    moments = [None if at is None else _BEGAN + at for at in (posted, running, ended)]
+    return Attempt(number, f"exp.job.{number}", "ab" * 28, *moments, outcome, reason)
+
+
+def _row(name="job", state="SUCCEEDED", *attempts, after=(), waits_for=(), reason="", message=""):
+    return Row(name, state, reason, message, after, waits_for, attempts)
+
+
+def _page(*rows: Row, now: float = 100.0, title: str = "exp_1") -> _Page:
+    return _Page(page(title, rows, _BEGAN, _BEGAN + now))
+
+
+def _percent(words: str) -> float:
+    assert words.endswith("%")
+    return float(words[:-1])
+
+
+def _check_bars(made: _Page) -> None:
+    for bar in made.bars():
+        left, width = _percent(bar["x"]), _percent(bar["width"])
+        assert 0 <= left <= 100
+        assert width > 0
+        assert left + width <= 100.02  # each was rounded
+
+
+def test_phases_of_a_job():
+    made = _page(_row("a", "SUCCEEDED", _attempt(posted=10, running=20, ended=100)))
+    waiting, pending, running = made.bars()
+    assert [waiting["class"], pending["class"], running["class"]] == [
+        *("waiting", "pending succeeded", "running succeeded")
+    ]
+    places = [(_percent(one["x"]), _percent(one["width"])) for one in made.bars()]
+    assert places == [(0, 10), (10, 10), (20, 80)]
+
+
+def test_waiting_for_others_is_told_from_waiting_for_ones_turn():
+    first = _row("a", "SUCCEEDED", _attempt(posted=0, running=0, ended=40))
+    second = _row("b", "SUCCEEDED", _attempt(posted=50, running=60, ended=100), after=("a",))
+    early, waiting = _page(first, second).bars()[1:3]
+    assert (early["class"], _percent(early["x"]), _percent(early["width"])) == ("early", 0, 40)
+    assert (waiting["class"], _percent(waiting["x"])) == ("waiting", 40)
+    assert _percent(waiting["width"]) == 10
+
+
+def test_a_start_that_nobody_saw():
+    made = _page(_row("a", "FAILED", _attempt(posted=0, running=None, outcome="FAILED")))
+    assert made.kinds() == ["running failed"]
+    assert any("start not seen" in text for text in made.texts_in("title"))
+
+
+def test_what_goes_on_goes_to_the_present():
+    going = _attempt(posted=0, running=50, ended=None, outcome="RUNNING")
+    pending, running = _page(_row("a", "RUNNING", going)).bars()
+    assert (_percent(pending["width"]), _percent(running["width"])) == (50, 50)
+    still = _attempt(posted=20, running=None, ended=None, outcome="PENDING")
+    assert _page(_row("a", "PENDING", still)).kinds() == ["waiting", "pending pending"]
+    assert _page(_row("a", "WAITING")).kinds() == ["waiting"]
+
+
+def test_an_experiment_that_is_over_ends_with_its_last_job():
+    made = _page(_row("a", "SUCCEEDED", _attempt(ended=50)), now=1e6)
+    assert made.all("svg", role="img")[0]["data-span"] == "50.000"
+
+
+def test_an_end_that_nobody_saw_is_no_present():
+    lost = _row("a", "LOST", _attempt(ended=None, outcome="RUNNING"))
+    made = _page(lost, _row("b", "SUCCEEDED", _attempt(ended=50)), now=1e6)
+    assert made.all("svg", role="img")[0]["data-span"] == "50.000"
+
+
+def test_every_attempt_has_its_bars():
+    attempts = (
+        _attempt(1, 0, 10, 30, "FAILED", "exit code"),
+        _attempt(2, 40, 50, 70, "LOST"),
+        _attempt(3, 75, None, None, "RUNNING"),
+    )
+    made = _page(_row("a", "RUNNING", *attempts))
+    assert made.kinds() == [
+        *("pending failed", "running failed", "waiting"),
+        *("pending lost", "running lost", "waiting", "running running"),
+    ]
+    marks = [one["href"] for one in made.all("use") if one.get("y") == "50%"]
+    assert marks == ["#mark-failed", "#mark-lost", "#mark-running"]
+    tips = "\n".join(made.texts_in("title"))
+    assert "attempt 1 of 3: failed: exit code" in tips
+    assert made.texts_in("text")[-3:] == ["1", "2", "3"]
+
+
+def test_an_attempt_that_took_no_time_is_seen():
+    made = _page(_row("a", "FAILED", _attempt(posted=5, running=5, ended=5, outcome="FAILED")))
+    assert "running failed" in made.kinds()
+    _check_bars(made)
+
+
+@pytest.mark.parametrize("state", _STATES)
+def test_every_state_has_a_mark_a_word_and_a_count(state):
+    made = _page(_row("a", state, _attempt(outcome=state)), _row("b", state))
+    assert len(made.all("g", id=f"mark-{state.lower()}")) == 1
+    rows = made.all("li", **{"class": f"row {state.lower()}"})
+    assert len(rows) == 2
+    places = [one for one in made.all("use", href=f"#mark-{state.lower()}") if "y" in one]
+    assert len(places) == 2
+    assert f" {state.lower()}" in made.texts_in("li")
+    assert "2" in made.texts_in("b")
+    assert made.texts_in("span").count(state.lower()) == 2
+
+
+def test_marks_differ_in_shape():
+    text = page("t", (), _BEGAN, _BEGAN)
+    shapes = re.findall(r'<g id="mark-\w+" class="mark (open )?\w+">(.*)</g>', text)
+    assert len(shapes) == len(set(shapes)) == len(_STATES)
+
+
+@pytest.mark.parametrize("state", ["CANCELLED", "FAILED", "SUCCEEDED", "LOST"])
+def test_a_job_that_was_never_submitted_has_only_a_mark(state):
+    above = _row("a", "FAILED", _attempt(posted=0, ended=40, outcome="FAILED"))
+    last = _row("c", "SUCCEEDED", _attempt(posted=0, ended=80))
+    made = _page(above, _row("b", state, after=("a",)), _row("d", state, after=("b",)), last)
+    marks = [one for one in made.all("use") if one.get("y") == "50%"]
+    assert [_percent(one["x"]) for one in marks] == [50, 50, 50, 100]  # where the first one failed
+    assert len(made.bars()) == 4
+    assert made.texts_in("p").count("It was never submitted.") == 2
+
+
+def test_a_foreign_state_is_shown_as_it_is():
+    made = _page(_row("a", "PAUSED", _attempt(outcome="PAUSED")))
+    assert made.all("li", **{"class": "row unknown"})
+    assert "paused" in made.texts_in("span")
+
+
+def test_clocks_that_disagree():
+    rows = (
+        _row("a", "SUCCEEDED", _attempt(posted=50, running=40, ended=30)),
+        _row("b", "SUCCEEDED", _attempt(posted=-500, running=900, ended=-400), after=("a",)),
+        _row("c", "RUNNING", _attempt(posted=9000, running=None, ended=None, outcome="RUNNING")),
+    )
+    _check_bars(_page(*rows))
+
+
+def test_dependencies_are_drawn_for_few_jobs():
+    few = [_row(str(number), after=(str(number - 1),)) for number in range(ALL_LINKS_MAX)]
+    heads = _page(*few).all("use", href="#head-down")
+    assert len(heads) == ALL_LINKS_MAX - 1
+    assert not _page(*few, _row("one more")).all("use", href="#head-down")
+
+
+def test_names_that_no_row_has():
+    made = _page(_row("a", after=("gone", "a")), _row("b", after=("a", "a")))
+    assert [one["data-after"] for one in made.all("li") if "data-after" in one] == ["", "0"]
+    assert "gone" in made.texts_in("bdi")
+
+
+def test_the_head():
+    rows = (_row("a", "FAILED", _attempt(ended=3725)), _row("b", "CANCELLED"))
+    made = _page(*rows, now=4000, title="my <title>")
+    assert made.texts_in("title")[0] == "my <title>"
+    facts = " ".join(made.texts_in("span"))
+    assert "2 jobs took 1h 2m began 2026-01-01 00:00:00 UTC" in re.sub(r"\s+", " ", facts)
+    assert "page made 2026-01-01 01:06:40 UTC" in facts
+    going = _page(_row("a", "RUNNING", _attempt(ended=None)), now=4000)
+    assert "going on for 1h 6m" in going.texts_in("span")
+
+
+@pytest.mark.parametrize(
+    ("span", "labels"),
+    [
+        (0, ["0", "0.2s", "0.4s", "0.6s", "0.8s", "1s"]),
+        (60, ["0", "10s", "20s", "30s", "40s", "50s", "1m"]),
+        (5400, ["0", "10m", "20m", "30m", "40m", "50m", "1h", "1h 10m", "1h 20m", "1h 30m"]),
+        (30 * 3600, ["0", "6h", "12h", "18h", "1d", "1d 6h"]),
+        (10 * 86400, ["0", "2d", "4d", "6d", "8d", "10d"]),
+        (400 * 86400, ["0", "56d", "112d", "168d", "224d", "280d", "336d", "392d"]),
+    ],
+)
+def test_ticks(span, labels):
+    assert _page(_row("a", "WAITING"), now=span).texts_in("text") == labels
+
+
+def test_nothing_to_show():
+    made = _page()
+    assert "hidden" not in made.all("p", **{"class": "nothing"})[0]
+    assert not made.bars()
+
+
+def test_a_long_message_keeps_both_ends():
+    message = "first line\n" + "x" * 3 * MESSAGE_MAX + "\nlast line"
+    shown = "".join(_page(_row(message=message)).texts_in("pre"))
+    assert shown.startswith("first line\n")
+    assert shown.endswith("\nlast line")
+    assert "characters are left out" in shown
+    assert len(shown) < MESSAGE_MAX + 100
+
+
+def test_the_policy_names_the_only_style_and_script():
+    text = page("t", [_row(name) for name in _HOSTILE], _BEGAN, _BEGAN)
+    policy = _Page(text).all("meta", **{"http-equiv": "Content-Security-Policy"})[0]["content"]
+    for tag in ("style", "script"):
+        (inside,) = re.findall(f"<{tag}>(.*?)</{tag}>", text, re.DOTALL)
+        digest = base64.b64encode(hashlib.sha256(inside.encode()).digest()).decode()
+        assert f"{tag}-src 'sha256-{digest}'" in policy
+    assert policy.startswith("default-src 'none'; ")
+    assert "unsafe" not in policy
+    assert text.index("Content-Security-Policy") < text.index("<style>")
+
+
+def test_nothing_is_fetched_and_no_attribute_runs():
+    made = _page(*[_row(name, name, reason=name, message=name) for name in _HOSTILE])
+    for tag, attributes in made.tags:
+        assert tag not in {"img", "link", "iframe", "object", "embed", "base", "form"}
+        assert not {"src", "style", "srcset", "action"} & attributes.keys()
+        assert not [name for name in attributes if name.startswith("on")]
+        assert attributes.get("href", "#").startswith("#")
+    text = page("t", [_row()], _BEGAN, _BEGAN)
+    assert "@import" not in text
+    assert set(re.findall(r"https?://[\w./]+", text)) == {"http://www.w3.org/2000/svg"}
+    assert set(re.findall(r"url\((.)", text)) == {"#"}
+
+
+def test_hostile_words_stay_words():
+    rows = [
+        _row(
+            name,
+            name,
+            replace(_attempt(outcome=name, reason=name), submission_id=name, node=name),
+            after=(_HOSTILE[number - 1],),
+            waits_for=(name,),
+            reason=name,
+            message=name,
+        )
+        for number, name in enumerate(_HOSTILE)
+    ]
+    made = _page(*rows, title=_HOSTILE[0])
+    for name in (_HOSTILE[number] for number in (0, 1, 2, 3, 4, 6, 8)):
+        assert made.texts_in("bdi").count(name) >= 3
+        assert made.all("span", title=name)
+        assert name in made.texts_in("pre")
+        assert name in made.texts_in("code")
+    assert "(no name)" in made.texts_in("bdi")
+
+
+def test_the_page_can_be_written():
+    text = page("\ud800", [_row(name, message=name) for name in _HOSTILE], _BEGAN, _BEGAN)
+    assert text.encode()
+    assert not re.search("[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f]", text)
+    assert "d\ufffde\ufffd" in text  # without the terminal's colour
+
+
+def test_the_same_jobs_give_the_same_page():
+    rows = [_row("a", "FAILED", _attempt()), _row("b", "WAITING", after=("a",))]
+    assert page("t", rows, _BEGAN, _BEGAN + 9) == page("t", list(rows), _BEGAN, _BEGAN + 9)
+
+
+def test_many_jobs_are_no_trouble():
+    layers = 10
+    rows = [
+        _row(
+            f"job-{number}",
+            "FAILED",
+            *(_attempt(turn, 100.0 * turn, None, 100.0 * turn + 90) for turn in (1, 2, 3)),
+            after=tuple(f"job-{one}" for one in range(number // 50 * 50 - 50, number // 50 * 50)),
+            message="line <of> the log\n" * 200,
+        )
+        for number in range(50 * layers)
+    ]
+    began_at = time.perf_counter()
+    text = page("t", rows, _BEGAN, _BEGAN + 1000)
+    assert time.perf_counter() - began_at < 1
+    assert text.count('<li class="row') == 500
+    assert len(text) < 10e6
+
+
+_words = st.text(max_size=30) | st.sampled_from(_HOSTILE)
+_moments = st.floats(-1e6, 1e6).map(lambda at: _BEGAN + at)
+_attempts = st.builds(
+    Attempt,
+    number=st.integers(1, 9),
+    submission_id=_words,
+    node=_words,
+    posted_at=_moments,
+    running_at=st.none() | _moments,
+    ended_at=st.none() | _moments,
+    outcome=st.sampled_from(_STATES) | _words,
+    reason=_words,
+)
+_rows = st.builds(
+    Row,
+    name=_words,
+    state=st.sampled_from(_STATES) | _words,
+    reason=_words,
+    message=_words,
+    after=st.lists(_words, max_size=3).map(tuple),
+    waits_for=st.lists(_words, max_size=2).map(tuple),
+    attempts=st.lists(_attempts, max_size=3).map(tuple),
+)
+
+
+@settings(max_examples=60, deadline=None)
+@given(_words, st.lists(_rows, max_size=6), _moments, _moments)
+def test_any_jobs_give_a_page(title, rows, began_at, now):
+    text = page(title, rows, began_at, now)
+    made = _Page(text)
+    _check_bars(made)
+    assert text.encode()
+    lanes = [one for one in made.all("li") if one.get("class", "").startswith("row ")]
+    assert len(lanes) == len(made.all("section")) == len(rows)
+    allowed = {tag for tag, _ in _page(_row("a", "FAILED", _attempt(), message="m")).tags}
+    assert {tag for tag, _ in made.tags} <= allowed | {"ul", "li", "h4", "a", "text", "line"}
+    assert len(made.all("script")) == len(made.all("style")) == 1
