@@ -4,7 +4,7 @@
     ├── ConfigError          a field, a file or a command-line argument is wrong (also a ValueError)
     ├── ClusterError         the cluster cannot serve the request
     │   ├── Unreachable      no answer, or not Ray's answer
-    │   │   └── Gone         the same, and the next attempt may succeed
+    │   │   └── Unanswered   the same, and the next attempt may succeed
     │   ├── StreamCut        a log stream ended without the server's goodbye
     │   ├── Unauthorised     the answer is 401 or 403
     │   └── TooOld           this Ray lacks a feature that was asked for
@@ -51,7 +51,7 @@ class Unreachable(ClusterError):
     """No answer from the address, or an answer that is not Ray's."""
 
 
-class Gone(Unreachable):
+class Unanswered(Unreachable):
     """No usable answer this time; the same request may be answered later."""
 
 

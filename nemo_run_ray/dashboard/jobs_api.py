@@ -31,12 +31,12 @@ from nemo_run_ray.dashboard.log_text import decode_log
 from nemo_run_ray.errors import (
     ClusterError,
     ConfigError,
-    Gone,
     JobError,
     StreamCut,
     SubmissionError,
     Taken,
     TooOld,
+    Unanswered,
     Unauthorised,
     Unreachable,
 )
@@ -159,7 +159,7 @@ class JobsApi:
         Raises:
             Taken: the id exists; it may be ours, from a request whose answer was lost.
             SubmissionError: Ray refuses the request; asking again changes nothing.
-            Gone: it is not known whether the request arrived.
+            Unanswered: it is not known whether the request arrived.
         """
         self._table.forget()
         limit = httpx.Timeout(_POST_S, connect=_CONNECT_S)
@@ -181,7 +181,7 @@ class JobsApi:
                 f"Ray at {self.dashboard.url} refuses the job {body['submission_id']}: "
                 f"{_last_line(response.text)} (HTTP {response.status_code}). Nothing was started."
             )
-        raise Gone(
+        raise Unanswered(
             f"{self.dashboard.url} answered {response.status_code} to a new job: "
             f"{_last_line(response.text)}"
         )
@@ -195,7 +195,7 @@ class JobsApi:
         self._table.forget()
         self._check_front(response)
         if response.status_code >= 400:
-            raise Gone(
+            raise Unanswered(
                 f"{self.dashboard.url} answered {response.status_code} to a stop: "
                 f"{_last_line(response.text)}"
             )
@@ -226,7 +226,9 @@ class JobsApi:
                     "the dashboard may have a lower limit than Ray's 100 MiB."
                 )
             if response.status_code != 200:
-                raise Gone(f"{self.dashboard.url} answered {response.status_code} to an upload.")
+                raise Unanswered(
+                    f"{self.dashboard.url} answered {response.status_code} to an upload."
+                )
 
         self._repeat(send, 60.0)
 
@@ -418,7 +420,7 @@ class JobsApi:
             raise self._unreachable(error) from error
         self._check_front(response)
         if response.status_code >= 500:
-            raise Gone(
+            raise Unanswered(
                 f"{self.dashboard.url} answered {response.status_code} to GET {path}: "
                 f"{_last_line(response.text)}. Look at the dashboard's log, or try again later."
             )
@@ -430,7 +432,7 @@ class JobsApi:
         if patience_s <= 0:
             return ask()
         attempts = Retrying(
-            retry=retry_if_exception_type(Gone),
+            retry=retry_if_exception_type(Unanswered),
             stop=stop_before_delay(patience_s),
             wait=wait_random_exponential(multiplier=0.2, max=3),
             reraise=True,
@@ -469,7 +471,9 @@ class JobsApi:
             step = "Is the address right, the cluster up, a tunnel open?"
         else:
             step = "It may be overloaded, or not be a Ray dashboard."
-        return Gone(f"Ray's dashboard at {self.dashboard.url} cannot be reached: {cause}. {step}")
+        return Unanswered(
+            f"Ray's dashboard at {self.dashboard.url} cannot be reached: {cause}. {step}"
+        )
 
     def _not_ray(self, response: httpx.Response) -> Unreachable:
         kind = response.headers.get("content-type", "no content type")

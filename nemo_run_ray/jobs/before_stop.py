@@ -12,7 +12,7 @@ from typing import Any
 
 from nemo_run_ray.clusters import Cluster
 from nemo_run_ray.dashboard.jobs_api import JobsApi
-from nemo_run_ray.errors import Gone, NemoRunRayError
+from nemo_run_ray.errors import NemoRunRayError, Unanswered
 from nemo_run_ray.jobs import ledger
 from nemo_run_ray.jobs.dispatch import DISPATCHER
 from nemo_run_ray.jobs.dispatched_job import job_of
@@ -47,7 +47,7 @@ def end_all(api: JobsApi) -> list[str]:
             if time.monotonic() - asked_at.get(name, 0.0) >= _STOP_AGAIN_S:
                 try:
                     api.stop(name)
-                except Gone:
+                except Unanswered:
                     continue  # it is asked again
                 asked_at[name] = time.monotonic()
         running = [name for name in names if rows[name]["status"] == "RUNNING"]

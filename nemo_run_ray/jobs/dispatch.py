@@ -26,11 +26,11 @@ from nemo_run_ray.clusters import from_record
 from nemo_run_ray.dashboard.jobs_api import JobsApi
 from nemo_run_ray.errors import (
     ClusterError,
-    Gone,
     JobError,
     NemoRunRayError,
     SubmissionError,
     Taken,
+    Unanswered,
 )
 from nemo_run_ray.jobs import archives, ledger
 from nemo_run_ray.jobs.ledger import JobRecord, Ledger
@@ -184,7 +184,7 @@ class Chain:
                 if look.decision.is_over and (not stops or trusted):
                     return
                 self._end(api, look.decision)
-            except Gone as error:
+            except Unanswered as error:
                 trouble = str(error)
             time.sleep(1.0)
         raise ClusterError(

@@ -10,7 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from nemo_run_ray.dashboard.jobs_api import JobsApi
-from nemo_run_ray.errors import Gone, JobError, NemoRunRayError
+from nemo_run_ray.errors import JobError, NemoRunRayError, Unanswered
 from nemo_run_ray.jobs import ledger
 from nemo_run_ray.jobs.dispatch import Chain, Look
 from nemo_run_ray.jobs.follow import attempt_mark, lines
@@ -82,7 +82,7 @@ class ChainedJob(RemoteJob):
                 if verdict.state in (JobState.WAITING, JobState.PENDING):
                     name = attempt_id(self.submission_id, verdict.attempt + 1)
                     self.chain.claim(api, name, self.record.nonces[-1])
-            except Gone as error:
+            except Unanswered as error:
                 trouble = str(error)
             time.sleep(0.2)
         raise self._not_ended(verdict, grace_s, trouble)

@@ -11,7 +11,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator
 from typing import Protocol
 
-from nemo_run_ray.errors import Gone, StreamCut
+from nemo_run_ray.errors import StreamCut, Unanswered
 from nemo_run_ray.remote.node.output import PREFIX
 
 log = logging.getLogger(__name__)
@@ -78,7 +78,7 @@ def follow(
             if over:
                 return
             failures = 0
-        except (Gone, StreamCut) as error:  # the next round goes on at this place
+        except (Unanswered, StreamCut) as error:  # the next round goes on at this place
             failures = 0 if reader.place > before else failures + 1
             if over and failures >= _ROUNDS_AFTER_END:
                 raise

@@ -14,7 +14,7 @@ from typing import Any
 
 from nemo_run_ray.clusters import from_record
 from nemo_run_ray.dashboard.jobs_api import JobsApi
-from nemo_run_ray.errors import ClusterError, Gone, JobError, NemoRunRayError
+from nemo_run_ray.errors import ClusterError, JobError, NemoRunRayError, Unanswered
 from nemo_run_ray.jobs import ledger
 from nemo_run_ray.jobs.attempts import Attempts, merged, of_rows
 from nemo_run_ray.jobs.follow import attempt_mark, follow, output_of
@@ -116,7 +116,7 @@ class RemoteJob:
                 settled = row is None or row["status"] != "PENDING"
                 if verdict.state.is_terminal and (settled or asked_at - began_at >= PLACING_S):
                     return verdict
-            except Gone as error:
+            except Unanswered as error:
                 trouble = str(error)
             time.sleep(0.2)
         raise self._not_ended(verdict, grace_s, trouble)

@@ -6,7 +6,7 @@ from collections.abc import Callable, Collection
 from typing import Any
 
 from nemo_run_ray.dashboard.jobs_api import JobsApi
-from nemo_run_ray.errors import ClusterError, Conflict, Gone, SubmissionError, Taken
+from nemo_run_ray.errors import ClusterError, Conflict, SubmissionError, Taken, Unanswered
 from nemo_run_ray.planning.job_plan import nonce_of
 
 #: Seconds to find out what became of a request whose answer was lost; a dashboard's restart is
@@ -46,11 +46,11 @@ def submit_once(
             return
         except Taken:
             lost: ClusterError | None = None
-        except Gone as error:
+        except Unanswered as error:
             lost = error
         try:
             row = api.job(submission_id, patience_s=max(0.0, deadline - clock()))
-        except Gone as error:
+        except Unanswered as error:
             raise SubmissionError(
                 f"Nobody can tell whether the job {submission_id} has started: {error} It is "
                 "noted; `nemo-run-ray status` finds it when the cluster answers, and `nemo-run-ray "

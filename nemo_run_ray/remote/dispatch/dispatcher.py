@@ -93,7 +93,7 @@ class Dispatcher:
         """Look once and act; the exit code when there is nothing left to do."""
         try:
             table = self._look()
-        except rest.Away as error:
+        except rest.Unanswered as error:
             self._complain("", str(error))
             self._absent_since = None
             self._errors.clear()
@@ -106,7 +106,7 @@ class Dispatcher:
         for action in decision.actions:
             try:
                 waiting |= self._act(action, table)
-            except (rest.Away, rest.Refused) as error:
+            except (rest.Unanswered, rest.Refused) as error:
                 self._complain(action.submission_id, f"{action.submission_id}: {error}")
                 waiting = True
         if not decision.is_over or waiting:
@@ -159,7 +159,7 @@ class Dispatcher:
             self._api.post(self._body(link, number))
         except rest.Refused as error:
             self._claim(Action(Do.CLAIM, link.name, action.submission_id, str(error)))
-        except rest.Away as error:
+        except rest.Unanswered as error:
             first = self._errors.setdefault(action.submission_id, self._clock())
             if self._clock() - first < REFUSED_AFTER_S:
                 raise
@@ -306,7 +306,7 @@ def find_dashboard(
             try:
                 if rest.Rest(url, timeout_s=5.0).session() == chain.session:
                     return rest.Rest(url)
-            except rest.Away:
+            except rest.Unanswered:
                 continue
             foreign_since = clock() if foreign_since is None else foreign_since
         sleep(1.0)

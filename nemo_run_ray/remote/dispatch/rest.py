@@ -22,7 +22,7 @@ _BETWEEN = re.compile(r"[\[,\s]*")
 _ASK_RAY = "from ray.dashboard.utils import ray_address_to_api_server_url as find;print(find(None))"
 
 
-class Away(Exception):
+class Unanswered(Exception):
     """The dashboard gave no usable answer; the same request may be answered later."""
 
 
@@ -46,7 +46,7 @@ class Rest:
         """The job table, a row at a time.
 
         Raises:
-            Away: it cannot be read.
+            Unanswered: it cannot be read.
         """
         text = self._ask("GET", "/api/jobs/").decode(errors="replace")
         decoder, position = json.JSONDecoder(), 0
@@ -56,13 +56,13 @@ class Rest:
                 if row.get("submission_id"):
                     yield row
         except (ValueError, IndexError, AttributeError) as error:
-            raise Away(f"{self.url} gave a job table that cannot be read: {error}") from error
+            raise Unanswered(f"{self.url} gave a job table that cannot be read: {error}") from error
 
     def post(self, body: Dict[str, Any]) -> bool:
         """Ask for a job; whether Ray took it now. It may have it from an earlier request.
 
         Raises:
-            Away: nobody knows what became of the request; the table tells.
+            Unanswered: nobody knows what became of the request; the table tells.
             Refused: Ray does not take it.
         """
         status, text = self._send("POST", "/api/jobs/", json.dumps(body).encode())
@@ -73,14 +73,14 @@ class Rest:
         words = _last_line(text)
         if 400 <= status < 500 and status not in (401, 403, 404, 408, 429):
             raise Refused(f"Ray refuses it: {words} (HTTP {status})")
-        raise Away(f"{self.url} answered {status} to a new job: {words}")
+        raise Unanswered(f"{self.url} answered {status} to a new job: {words}")
 
     def stop(self, submission_id: str) -> None:
         """Ask Ray to stop a job; harmless when it has ended."""
         path = f"/api/jobs/{quote(submission_id, safe='')}/stop"
         status, text = self._send("POST", path, b"")
         if status != 200 and status != 404:
-            raise Away(f"{self.url} answered {status} to a stop: {_last_line(text)}")
+            raise Unanswered(f"{self.url} answered {status} to a stop: {_last_line(text)}")
 
     def put_package(self, name: str, data: bytes) -> None:
         self._ask("PUT", f"/api/packages/gcs/{quote(name)}", data)
@@ -88,7 +88,7 @@ class Rest:
     def _ask(self, method: str, path: str, data: Optional[bytes] = None) -> bytes:
         status, text = self._send(method, path, data)
         if status != 200:
-            raise Away(f"{self.url} answered {status} to {method} {path}: {_last_line(text)}")
+            raise Unanswered(f"{self.url} answered {status} to {method} {path}: {_last_line(text)}")
         return text
 
     def _send(self, method: str, path: str, data: Optional[bytes] = None) -> Tuple[int, bytes]:
@@ -103,7 +103,9 @@ class Rest:
             if self._connection is not None:
                 self._connection.close()
             self._connection = None
-            raise Away(f"{self.url} cannot be reached: {error or type(error).__name__}") from error
+            raise Unanswered(
+                f"{self.url} cannot be reached: {error or type(error).__name__}"
+            ) from error
 
 
 def candidates(given: Sequence[str]) -> Iterator[str]:
@@ -160,9 +162,9 @@ def _object(text: bytes) -> Dict[str, Any]:
     try:
         found = json.loads(text)
     except ValueError as error:
-        raise Away("the answer is not Ray's") from error
+        raise Unanswered("the answer is not Ray's") from error
     if not isinstance(found, dict):
-        raise Away("the answer is not Ray's")
+        raise Unanswered("the answer is not Ray's")
     return found
 
 

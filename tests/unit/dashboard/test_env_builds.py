@@ -5,7 +5,7 @@ import json
 import pytest
 
 from nemo_run_ray.dashboard.env_builds import EnvBuilds, failures
-from nemo_run_ray.errors import Gone
+from nemo_run_ray.errors import Unanswered
 from nemo_run_ray.remote.env_error import cause_of
 from nemo_run_ray.remote.states import JobState, Reason, Verdict, judge
 
@@ -211,7 +211,7 @@ def test_a_state_api_that_does_not_answer_changes_nothing():
 
     def environments():
         asked.append(1)
-        raise Gone("no answer")
+        raise Unanswered("no answer")
 
     builds = EnvBuilds(environments, lambda node: pytest.fail("asked"))
     for _ in range(3):

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nemo_run_ray.errors import Gone, StreamCut, Unauthorised
+from nemo_run_ray.errors import StreamCut, Unanswered, Unauthorised
 from nemo_run_ray.jobs.follow import LINE_MAX_CHARS, attempt_mark, follow, lines, output_of
 from nemo_run_ray.remote.node.output import end_mark
 
@@ -35,7 +35,7 @@ class Flaky:
     def is_over(self) -> bool:
         fault = next(self._faults, None)
         if fault is not None and fault % 4 == 0:
-            raise Gone("no answer")
+            raise Unanswered("no answer")
         self._over = self._over or fault is None or fault % 7 == 0
         return self._over
 
@@ -86,7 +86,7 @@ def check_every_character_once(text: str, faults: list[int], sizes: list[int]) -
     try:
         for piece in follow(Flaky(text, faults, sizes), (_MARK,), Pauses()):
             found += piece
-    except (Gone, StreamCut):
+    except (Unanswered, StreamCut):
         assert text.startswith(found)
         assert len(faults) >= 6
     else:

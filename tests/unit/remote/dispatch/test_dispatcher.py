@@ -50,7 +50,7 @@ from nemo_run_ray.remote.dispatch.dispatcher import (
     default_limit,
     find_dashboard,
 )
-from nemo_run_ray.remote.dispatch.rest import Away, Rest
+from nemo_run_ray.remote.dispatch.rest import Rest, Unanswered
 from nemo_run_ray.remote.node.output import PREFIX
 from nemo_run_ray.remote.node.rundir import SECRETS
 from nemo_run_ray.remote.spec import ChainSpec, LinkSpec
@@ -141,7 +141,7 @@ class FakeRay:
         """Answer everybody a last time, so that no connection stays open."""
         self.trouble, self.is_closing = lambda method, path: None, True
         for api in self._apis:
-            with contextlib.suppress(Away):
+            with contextlib.suppress(Unanswered):
                 api.session()
 
     @property

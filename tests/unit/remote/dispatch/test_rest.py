@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from nemo_run_ray.remote.dispatch.rest import Away, Refused, Rest, candidates
+from nemo_run_ray.remote.dispatch.rest import Refused, Rest, Unanswered, candidates
 from tests.http_server import Handler, serving
 
 VERSION = json.dumps({"version": "4", "ray_version": "2.60.0", "session_name": "session_1"})
@@ -133,7 +133,7 @@ def test_one_connection_serves_all_requests(script):
         script.says(200, VERSION)
         api.session()
     script.says(500, "oops")
-    with pytest.raises(Away):
+    with pytest.raises(Unanswered):
         api.stop("e.a")
     assert len(script.connections) == 1
     script.keeps_alive = False
@@ -176,14 +176,14 @@ def test_rows_without_a_submission_id_are_left_out(script):
 )
 def test_a_table_that_cannot_be_read_is_none(script, text):
     script.says(200, text)
-    with pytest.raises(Away, match="cannot be read"):
+    with pytest.raises(Unanswered, match="cannot be read"):
         list(Rest(script.url).rows())
 
 
 @pytest.mark.parametrize("text", [b"", b"<html>", b"[]", b"null", b'"x"', b"\xff"])
 def test_another_servers_version_is_none(script, text):
     script.says(200, text)
-    with pytest.raises(Away):
+    with pytest.raises(Unanswered):
         Rest(script.url).session()
 
 
@@ -199,7 +199,7 @@ def test_a_version_without_a_session_is_nobodys(script):
 def test_nobody_there(request_):
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
-    with pytest.raises(Away, match=f"{port} cannot be reached"):
+    with pytest.raises(Unanswered, match=f"{port} cannot be reached"):
         request_(Rest(f"http://127.0.0.1:{port}"))
 
 
@@ -207,7 +207,7 @@ def test_nobody_there(request_):
 def test_an_answer_that_does_not_come_is_not_waited_for(request_):
     with socket.create_server(("127.0.0.1", 0)) as silent:
         url = f"http://127.0.0.1:{silent.getsockname()[1]}"
-        with pytest.raises(Away, match="timed out"):
+        with pytest.raises(Unanswered, match="timed out"):
             request_(Rest(url, timeout_s=0.05))
 
 
@@ -215,7 +215,7 @@ def test_an_answer_that_does_not_come_is_not_waited_for(request_):
 @pytest.mark.parametrize("request_", REQUESTS)
 def test_trouble_of_the_server_may_pass(script, request_, status):
     script.says(status, "first\nlast words\n\n")
-    with pytest.raises(Away, match=f"answered {status} .*last words"):
+    with pytest.raises(Unanswered, match=f"answered {status} .*last words"):
         request_(Rest(script.url))
 
 
@@ -223,7 +223,7 @@ def test_trouble_of_the_server_may_pass(script, request_, status):
 def test_an_answer_that_is_cut_off_is_none(script, request_):
     for status, missing in ((0, 0), (200, 9)):
         script.says(status, "[", missing)
-        with pytest.raises(Away, match="cannot be reached"):
+        with pytest.raises(Unanswered, match="cannot be reached"):
             request_(Rest(script.url))
 
 
@@ -232,7 +232,7 @@ def test_after_trouble_a_new_connection_is_made(script):
     script.keeps_alive = True
     for _ in range(3):
         script.says(0)
-        with pytest.raises(Away):
+        with pytest.raises(Unanswered):
             api.session()
     script.keeps_alive = False
     script.says(200, VERSION)
@@ -243,7 +243,7 @@ def test_after_trouble_a_new_connection_is_made(script):
 def test_after_a_request_that_was_not_answered_in_time_the_next_one_is_asked(script):
     api, late = Rest(script.url, timeout_s=0.2), threading.Event()
     script.answers.append(Answer(0, after=late))
-    with pytest.raises(Away, match="timed out"):
+    with pytest.raises(Unanswered, match="timed out"):
         api.session()
     script.says(200, VERSION)
     try:
@@ -263,13 +263,13 @@ def test_a_server_that_does_not_speak_http_is_away():
 
         thread = threading.Thread(target=answer)
         thread.start()
-        with pytest.raises(Away, match="cannot be reached"):
+        with pytest.raises(Unanswered, match="cannot be reached"):
             Rest(f"http://127.0.0.1:{server.getsockname()[1]}").session()
         thread.join()
 
 
 def test_https_is_not_spoken_in_clear(script):
-    with pytest.raises(Away, match="cannot be reached"):
+    with pytest.raises(Unanswered, match="cannot be reached"):
         Rest(script.url.replace("http:", "https:"), timeout_s=5).session()
     assert script.asked == []
 
@@ -295,7 +295,7 @@ def test_what_ray_refuses_is_refused_for_good(script, status):
 @pytest.mark.parametrize("status", [301, 302, 401, 403, 404, 408, 429])
 def test_what_somebody_before_ray_refuses_may_pass(script, status):
     script.says(status, "not you")
-    with pytest.raises(Away, match=f"{status} to a new job: not you"):
+    with pytest.raises(Unanswered, match=f"{status} to a new job: not you"):
         Rest(script.url).post(BODY)
 
 
@@ -325,14 +325,14 @@ def test_to_stop_what_is_not_there_is_harmless(script):
 @pytest.mark.parametrize("status", [302, 400, 401, 500])
 def test_a_stop_that_is_not_taken_may_be_later(script, status):
     script.says(status, "no")
-    with pytest.raises(Away, match=f"{status} to a stop: no"):
+    with pytest.raises(Unanswered, match=f"{status} to a stop: no"):
         Rest(script.url).stop("e.a")
 
 
 @pytest.mark.parametrize("status", [302, 401, 404, 413])
 def test_a_package_that_is_not_taken_may_be_later(script, status):
     script.says(status, "no")
-    with pytest.raises(Away, match=f"{status} to PUT .*: no"):
+    with pytest.raises(Unanswered, match=f"{status} to PUT .*: no"):
         Rest(script.url).put_package("p.zip", b"")
 
 
