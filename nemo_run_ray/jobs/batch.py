@@ -31,7 +31,7 @@ _packing = threading.Lock()
 
 
 @dataclass
-class Shipment:
+class Batch:
     """The jobs of one experiment on one cluster: what they share is built and uploaded once.
 
     Attributes:

@@ -28,7 +28,7 @@ from nemo_run_ray.clusters import Cluster
 from nemo_run_ray.errors import ConfigError, JobError, NemoRunRayError
 from nemo_run_ray.executor import SCHEDULER, RayExecutor
 from nemo_run_ray.jobs import ledger
-from nemo_run_ray.jobs.batch import Shipment
+from nemo_run_ray.jobs.batch import Batch
 from nemo_run_ray.jobs.dispatch import chain_id
 from nemo_run_ray.jobs.dispatched_job import find_job
 from nemo_run_ray.jobs.follow import lines, only
@@ -44,17 +44,17 @@ class Request:
     """What a dry run shows and ``schedule`` sends."""
 
     plan: JobPlan
-    shipment: Shipment
+    batch: Batch
 
     def __str__(self) -> str:
-        travels = [f"configs, scripts and specs of {len(self.shipment.plans)} job(s)"]
+        travels = [f"configs, scripts and specs of {len(self.batch.plans)} job(s)"]
         for packager in dict.fromkeys(type(one) for one in self.plan.packagers.values()):
             travels.insert(0, f"code, packed by {packager.__name__}")
         if self.plan.spec.secrets:
             travels.append(
                 f"secrets {', '.join(self.plan.spec.secrets)}, in an archive of their own"
             )
-        return describe(self.plan, repr(self.shipment.cluster), travels)
+        return describe(self.plan, repr(self.batch.cluster), travels)
 
 
 class RayJobsScheduler(SchedulerMixin, Scheduler[Any]):
@@ -63,7 +63,7 @@ class RayJobsScheduler(SchedulerMixin, Scheduler[Any]):
     def __init__(self, session_name: str, experiment: Any = None) -> None:
         super().__init__(SCHEDULER, session_name)
         self._experiment = experiment
-        self._shipments: dict[str, Shipment] = {}
+        self._batches: dict[str, Batch] = {}
         self._jobs: dict[str, RemoteJob] = {}
         self._announced: set[str] = set()
         self._lock = threading.Lock()
@@ -78,53 +78,53 @@ class RayJobsScheduler(SchedulerMixin, Scheduler[Any]):
         planned = plan(app, cfg, job_id(experiment_id, app.name), app.name)
         if planned.runs_here:
             planned = in_folder(planned, str(Path.cwd()))
-        shipment = self._shipment(cfg)
-        planned = self._in_order(planned, shipment)
-        _check_id(planned, shipment)
-        shipment.plans[planned.job] = planned
-        shipment.executors[planned.job] = cfg
-        return AppDryRunInfo(Request(planned, shipment), str)
+        batch = self._batch(cfg)
+        planned = self._in_order(planned, batch)
+        _check_id(planned, batch)
+        batch.plans[planned.job] = planned
+        batch.executors[planned.job] = cfg
+        return AppDryRunInfo(Request(planned, batch), str)
 
-    def _in_order(self, planned: JobPlan, shipment: Shipment) -> JobPlan:
+    def _in_order(self, planned: JobPlan, batch: Batch) -> JobPlan:
         """The plan with the jobs of the experiment that it comes after."""
-        shipment.is_ordered = registry.is_ordered_by_us(self._experiment)
-        if not shipment.is_ordered and planned.max_in_flight is not None:
+        batch.is_ordered = registry.is_ordered_by_us(self._experiment)
+        if not batch.is_ordered and planned.max_in_flight is not None:
             raise ConfigError(
                 f"RayExecutor.max_in_flight of {planned.job!r} is {planned.max_in_flight}, but the "
                 "experiment has dependencies and jobs elsewhere too, so that NeMo-Run hands its "
                 "jobs over one by one; leave the field out, or put all jobs on one Ray cluster."
             )
-        own = {one.submission_id for one in shipment.plans.values()}
-        before = shipment.plans.get(planned.job)
+        own = {one.submission_id for one in batch.plans.values()}
+        before = batch.plans.get(planned.job)
         # NeMo-Run overwrites the field with the handles of the experiment's own jobs at the launch.
         given = [*(before.outside if before else ()), *planned.outside]
         outside = [one for one in dict.fromkeys(given) if one.rpartition("/")[2] not in own]
-        after = registry.upstreams(self._experiment, planned.job) if shipment.is_ordered else ()
+        after = registry.upstreams(self._experiment, planned.job) if batch.is_ordered else ()
         return replace(planned, after=after, outside=tuple(outside))
 
     def schedule(self, dryrun_info: AppDryRunInfo[Request]) -> str:
         request = dryrun_info.request
-        shipment = request.shipment
+        batch = request.batch
         self._announce()
-        submission_id: str = shipment.submit(request.plan.job)
+        submission_id: str = batch.submit(request.plan.job)
         try:
-            shipment.cluster.release(registry.is_detached(self._experiment))
+            batch.cluster.release(registry.is_detached(self._experiment))
         except NemoRunRayError as error:  # the job runs: its launch has not failed
             CONSOLE.log(escape(str(error)))
-        CONSOLE.log(f"{escape(request.plan.job)} on Ray: {shipment.page(submission_id)}")
+        CONSOLE.log(f"{escape(request.plan.job)} on Ray: {batch.page(submission_id)}")
         return submission_id
 
-    def _shipment(self, executor: RayExecutor) -> Shipment:
+    def _batch(self, executor: RayExecutor) -> Batch:
         cluster: Cluster = executor.resolve_cluster()
         key = json.dumps([executor.experiment_dir, cluster.record()], sort_keys=True)
-        if key not in self._shipments:
+        if key not in self._batches:
             folder = Path(executor.experiment_dir)
-            others = [one for one in self._shipments.values() if one.exp_dir == folder]
+            others = [one for one in self._batches.values() if one.exp_dir == folder]
             name = chain_id(executor.experiment_id or "experiment")
             if others:  # on another cluster, and a ledger has one job of an id
                 name = f"{name}-{len(others) + 1}"
-            self._shipments[key] = Shipment(folder, cluster, chain_id=name)
-        return self._shipments[key]
+            self._batches[key] = Batch(folder, cluster, chain_id=name)
+        return self._batches[key]
 
     def _announce(self) -> None:
         """Once, before the first request: let later processes find the experiment's jobs."""
@@ -133,9 +133,9 @@ class RayJobsScheduler(SchedulerMixin, Scheduler[Any]):
                 return
             ids = {
                 name: one.submission_id
-                for shipment in self._shipments.values()
-                if shipment.exp_dir == registry.experiment_dir(self._experiment)
-                for name, one in shipment.plans.items()
+                for batch in self._batches.values()
+                if batch.exp_dir == registry.experiment_dir(self._experiment)
+                for name, one in batch.plans.items()
             }
             registry.save_handles(self._experiment, ids)
             ledger.remember(registry.experiment_dir(self._experiment), self._experiment._id)
@@ -218,15 +218,15 @@ class RayJobsScheduler(SchedulerMixin, Scheduler[Any]):
         """Nothing: resources are the executor's fields, not torchx's, and are checked there."""
 
 
-def _check_id(planned: JobPlan, shipment: Shipment) -> None:
+def _check_id(planned: JobPlan, batch: Batch) -> None:
     """Every job and the dispatcher need an id of their own."""
     name = planned.submission_id
-    if name == shipment.chain_id:
+    if name == batch.chain_id:
         raise ConfigError(
             f"The job {planned.job!r} would get the id {name}, which is that of the experiment's "
             "dispatcher; rename it."
         )
-    for other in shipment.plans.values():
+    for other in batch.plans.values():
         if other.job != planned.job and other.submission_id == name:
             raise ConfigError(
                 f"The jobs {other.job!r} and {planned.job!r} of one experiment would get the same "

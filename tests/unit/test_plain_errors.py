@@ -60,7 +60,9 @@ def test_a_cluster_that_nobody_reaches_is_one_paragraph(tmp_path):
     assert "caught ConnectError" in done.stdout
     assert "Traceback" not in done.stdout + done.stderr
     error, place = done.stderr.splitlines()[-2:]
-    assert error.startswith(f"nemo_run_ray.errors.Unanswered: Ray's dashboard at {_NOBODY} cannot be")
+    assert error.startswith(
+        f"nemo_run_ray.errors.Unanswered: Ray's dashboard at {_NOBODY} cannot be"
+    )
     assert place.startswith(f"({tmp_path / 'program.py'}, line 5;")
 
 

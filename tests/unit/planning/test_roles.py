@@ -22,7 +22,7 @@ from nemo_run_ray import ExistingCluster, LocalCluster, RayExecutor
 from nemo_run_ray.clusters import Dashboard
 from nemo_run_ray.dashboard.jobs_api import JobsApi
 from nemo_run_ray.errors import ConfigError, TooOld
-from nemo_run_ray.jobs.batch import Shipment
+from nemo_run_ray.jobs.batch import Batch
 from nemo_run_ray.planning.job_plan import JobPlan, in_folder, plan
 from nemo_run_ray.planning.roles import ROLE_MAX
 from nemo_run_ray.probes import CommandProbe, HttpProbe, PortProbe
@@ -846,11 +846,11 @@ def submitted(monkeypatch) -> list[str]:
     """The jobs that were handed over."""
     jobs: list[str] = []
 
-    def submit(self: Shipment, name: str) -> str:
+    def submit(self: Batch, name: str) -> str:
         jobs.append(name)
         raise AssertionError(f"{name} was submitted")
 
-    monkeypatch.setattr(Shipment, "submit", submit)
+    monkeypatch.setattr(Batch, "submit", submit)
     return jobs
 
 
