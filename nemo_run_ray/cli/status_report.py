@@ -185,10 +185,10 @@ def _short(names: Sequence[str]) -> str:
     return f"{shown} and {more} more" if more > 0 else shown
 
 
-def _span(number: int, attempt: AttemptRecord, verdict: Verdict) -> timeline.Attempt:
+def _span(number: int, attempt: AttemptRecord, verdict: Verdict) -> timeline.Span:
     # It was not over when somebody looked for the last time, and now nobody can tell.
     is_lost = verdict.state is JobState.LOST and not JobState(attempt.state).is_terminal
-    return timeline.Attempt(
+    return timeline.Span(
         number=number,
         submission_id=attempt.submission_id,
         node=attempt.node,

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
-from nemo_run_ray.remote.attempts import Seen, attempt_id, attempts_of, first_id, seen
+from nemo_run_ray.remote.attempts import Attempt, attempt_id, attempt_of_row, attempts_of, first_id
 from nemo_run_ray.remote.states import JobState
 
 
@@ -37,7 +37,7 @@ class AttemptRecord:
     exit_code: int | None = None
 
     @classmethod
-    def of(cls, submission_id: str, row: Seen, now: float) -> AttemptRecord:
+    def of(cls, submission_id: str, row: Attempt, now: float) -> AttemptRecord:
         """The record of a row of the job table at this moment."""
         verdict = row.verdict
         return cls(
@@ -77,7 +77,7 @@ def of_rows(
         nonces: of the job's submissions.
         now: seconds since the epoch.
     """
-    table = {name: seen(row) for name, row in _by_job(rows).get(job, {}).items()}
+    table = {name: attempt_of_row(row) for name, row in _by_job(rows).get(job, {}).items()}
     found = attempts_of([job], table)[job]
     named = {attempt_id(job, number): row for number, row in found.items()}
     return {

@@ -40,12 +40,12 @@ from nemo_run_ray.remote.attempts import (
     CANCELLED,
     CHAIN_KEY,
     NONCE_KEY,
-    Seen,
+    Attempt,
     attempt_id,
+    attempt_of_row,
     attempts_of,
     claim_body,
     first_id,
-    seen,
 )
 from nemo_run_ray.remote.dispatch.decide import Decision, Do, decide
 from nemo_run_ray.remote.dispatch.dispatcher import STOP_TRUST_S
@@ -64,7 +64,7 @@ _LOOK_AGAIN_S = 2.0
 PENDING_MAX_S = 60.0
 #: Seconds beyond the grace period until a cancelled chain must have ended.
 CANCEL_S = 60.0
-_NOTHING = Seen(Verdict(JobState.UNKNOWN))
+_NOTHING = Attempt(Verdict(JobState.UNKNOWN))
 
 
 @dataclass(frozen=True)
@@ -80,7 +80,7 @@ class Look:
 
     decision: Decision
     rows: Mapping[str, dict[str, Any]]
-    dispatcher: Mapping[int, Seen]
+    dispatcher: Mapping[int, Attempt]
     lost: str = ""
 
     @property
@@ -217,7 +217,7 @@ class Chain:
         rows = api.table(fresh)
         with self._lock:
             if self._last is None or self._last[0] is not rows:
-                table = {name: seen(row) for name, row in self._own(rows).items()}
+                table = {name: attempt_of_row(row) for name, row in self._own(rows).items()}
                 decision = decide(self.spec, table, time.time())
                 own = attempts_of([self.id], table)[self.id]
                 ours = {n: row for n, row in own.items() if row.nonce == self.spec.nonce}

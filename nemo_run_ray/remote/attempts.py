@@ -24,7 +24,7 @@ _ATTEMPT = re.compile(r"([^@]*)(?:@([2-9]|[1-9][0-9]{1,8}))?")
 
 
 @dataclass(frozen=True)
-class Seen:
+class Attempt:
     """One row of the job table, as far as decisions need it.
 
     Attributes:
@@ -66,10 +66,10 @@ def first_id(submission_id: str) -> str:
     return submission_id.partition("@")[0]
 
 
-def attempts_of(ids: Sequence[str], table: Mapping[str, Seen]) -> Dict[str, Dict[int, Seen]]:
+def attempts_of(ids: Sequence[str], table: Mapping[str, Attempt]) -> Dict[str, Dict[int, Attempt]]:
     """The rows of these ids' attempts, by id and number."""
     wanted = set(ids)
-    found: Dict[str, Dict[int, Seen]] = {one: {} for one in ids}
+    found: Dict[str, Dict[int, Attempt]] = {one: {} for one in ids}
     for submission_id, row in table.items():
         match = _ATTEMPT.fullmatch(submission_id)
         if match and match[1] in wanted:
@@ -78,12 +78,12 @@ def attempts_of(ids: Sequence[str], table: Mapping[str, Seen]) -> Dict[str, Dict
     return {first: dict(sorted(rows.items())) for first, rows in found.items()}
 
 
-def seen(row: Mapping[str, Any]) -> Seen:
+def attempt_of_row(row: Mapping[str, Any]) -> Attempt:
     """What a row of ``GET /api/jobs/`` means for decisions."""
     verdict = judge(dict(row))
     metadata = row.get("metadata") or {}
     code = row.get("driver_exit_code")
-    return Seen(
+    return Attempt(
         verdict=Verdict(
             verdict.state, verdict.reason, verdict.detail.partition(LOG_FOLLOWS)[0], verdict.node
         ),

@@ -12,7 +12,7 @@ _LIVE = {"WAITING", "PENDING", "RUNNING", "UNKNOWN"}
 
 
 @dataclass(frozen=True)
-class Attempt:
+class Span:
     """One attempt of a job. Times are seconds since 1970.
 
     Attributes:
@@ -60,7 +60,7 @@ class Row:
     message: str
     after: Sequence[str]
     waits_for: Sequence[str]
-    attempts: tuple[Attempt, ...]
+    attempts: tuple[Span, ...]
 
     @property
     def known(self) -> str:
@@ -159,7 +159,7 @@ def lanes_of(rows: Sequence[Row], axis: Axis, began_at: float) -> list[Lane]:
     return lanes
 
 
-def span_of(attempt: Attempt, axis: Axis) -> tuple[float, float, float]:
+def span_of(attempt: Span, axis: Axis) -> tuple[float, float, float]:
     """Posted, running, ended: in this order whatever the clocks say."""
     posted = attempt.posted_at
     ended = max(posted, _or(attempt.ended_at, axis.end))
@@ -191,7 +191,7 @@ def _bars(lane: Lane, axis: Axis) -> Iterator[Bar]:
         yield Bar("waiting", last, axis.end, "waiting after its last attempt")
 
 
-def _phases(attempt: Attempt, total: int, axis: Axis) -> list[Bar]:
+def _phases(attempt: Span, total: int, axis: Axis) -> list[Bar]:
     posted, running, ended = span_of(attempt, axis)
     words = "running" if attempt.running_at is not None else "running, start not seen"
     which = f"attempt {attempt.number} of {total}: {attempt.said}"

@@ -18,11 +18,11 @@ from string import Template
 
 from nemo_run_ray.timeline.lanes import (
     STATES,
-    Attempt,
     Axis,
     Bar,
     Lane,
     Row,
+    Span,
     axis_of,
     bars_of,
     known_state,
@@ -30,7 +30,7 @@ from nemo_run_ray.timeline.lanes import (
     span_of,
 )
 
-__all__ = ["Attempt", "Row", "page"]
+__all__ = ["Row", "Span", "page"]
 
 #: Up to so many jobs all dependencies are drawn; beyond, those of the chosen job.
 ALL_LINKS_MAX = 40
@@ -170,7 +170,7 @@ def _bar(bar: Bar, axis: Axis) -> str:
     )
 
 
-def _inside(attempts: Sequence[Attempt], axis: Axis) -> str:
+def _inside(attempts: Sequence[Span], axis: Axis) -> str:
     """The numbers of several attempts, and how all but the last ended, where there is room."""
     drawn = []
     for attempt in attempts if len(attempts) > 1 else ():
@@ -204,7 +204,7 @@ def _card(lane: Lane, lanes: Sequence[Lane], axis: Axis) -> str:
     )
 
 
-def _attempt(attempt: Attempt, axis: Axis) -> str:
+def _attempt(attempt: Span, axis: Axis) -> str:
     posted, running, ended = span_of(attempt, axis)
     is_seen, is_over = attempt.running_at is not None, attempt.ended_at is not None
     facts = {

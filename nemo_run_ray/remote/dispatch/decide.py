@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from enum import Enum
 from typing import Dict, List, Mapping, Optional, Sequence, Tuple
 
-from ..attempts import CANCELLED, NOT_PLACED, Seen, attempt_id, attempts_of
+from ..attempts import CANCELLED, NOT_PLACED, Attempt, attempt_id, attempts_of
 from ..spec import ChainSpec, LinkSpec, OutsideSpec, cancel_id
 from ..states import JobState, Reason, Verdict
 
@@ -75,7 +75,7 @@ class Decision:
 
 def decide(
     chain: ChainSpec,
-    table: Mapping[str, Seen],
+    table: Mapping[str, Attempt],
     now: float,
     limit: Optional[int] = None,
     node_dead_s: float = NODE_DEAD_S,
@@ -121,7 +121,7 @@ def decide(
 
 def _stand(
     link: LinkSpec,
-    rows: Mapping[int, Seen],
+    rows: Mapping[int, Attempt],
     needs: Sequence[Tuple[str, Verdict]],
     cancelled: bool,
 ) -> Verdict:
@@ -152,7 +152,7 @@ def _stand(
 
 
 def _stand_attempts(
-    rows: Mapping[int, Seen], retries: int, permanent_exit_codes: Tuple[int, ...]
+    rows: Mapping[int, Attempt], retries: int, permanent_exit_codes: Tuple[int, ...]
 ) -> Verdict:
     """Where a job with at least one attempt or claim stands."""
     for number, row in rows.items():
@@ -181,13 +181,13 @@ def _stand_attempts(
     return _with(_of(last, number), JobState.WAITING, Reason.RETRY, detail)
 
 
-def _counts(row: Seen) -> bool:
+def _counts(row: Attempt) -> bool:
     """Whether an attempt has used one up: it failed, and not since Ray gave its start up."""
     verdict = row.verdict
     return verdict.state is JobState.FAILED and verdict.reason is not Reason.START_TIMEOUT
 
 
-def _claimed(claim: Seen, rows: Mapping[int, Seen]) -> Verdict:
+def _claimed(claim: Attempt, rows: Mapping[int, Attempt]) -> Verdict:
     """Where a job stands whose next attempt was claimed; what ran before explains it."""
     before = max((one for one, row in rows.items() if not row.claim), default=0)
     node = rows[before].verdict.node if before else ""
@@ -200,7 +200,7 @@ def _claimed(claim: Seen, rows: Mapping[int, Seen]) -> Verdict:
 
 
 def _stand_outside(
-    one: OutsideSpec, attempts: Mapping[str, Dict[int, Seen]], cancel: Optional[Seen]
+    one: OutsideSpec, attempts: Mapping[str, Dict[int, Attempt]], cancel: Optional[Attempt]
 ) -> Verdict:
     """Where a job of another experiment stands, as far as the table proves it.
 
@@ -227,7 +227,7 @@ def _stand_outside(
 
 
 def _stops(
-    link: LinkSpec, rows: Mapping[int, Seen], verdict: Verdict, cancelled: bool, now: float
+    link: LinkSpec, rows: Mapping[int, Attempt], verdict: Verdict, cancelled: bool, now: float
 ) -> List[Action]:
     """Every attempt that must not go on; and the claim that gives up what was not placed."""
     live = [number for number in sorted(rows) if rows[number].is_live]
@@ -260,7 +260,7 @@ def _stops(
 def _submits(
     chain: ChainSpec,
     ready: Sequence[Tuple[LinkSpec, int]],
-    attempts: Mapping[str, Dict[int, Seen]],
+    attempts: Mapping[str, Dict[int, Attempt]],
     now: float,
     limit: Optional[int],
 ) -> List[Action]:
@@ -292,14 +292,14 @@ def _submits(
     return submits
 
 
-def _pending_since(rows: Mapping[int, Seen], number: int) -> float:
+def _pending_since(rows: Mapping[int, Attempt], number: int) -> float:
     """When the job began to wait for room: starts that Ray gave up belong to the same wait."""
     while number - 1 in rows and rows[number - 1].verdict.reason is Reason.START_TIMEOUT:
         number -= 1
     return rows[number].posted_at
 
 
-def _is_settled(last: Seen, now: float, node_dead_s: float) -> bool:
+def _is_settled(last: Attempt, now: float, node_dead_s: float) -> bool:
     """Whether nothing of an attempt that failed can still run."""
     if last.verdict.reason in _UNPROVEN:
         return now >= last.ended_at + node_dead_s
@@ -307,7 +307,7 @@ def _is_settled(last: Seen, now: float, node_dead_s: float) -> bool:
     return now >= last.ended_at + SETTLE_S or last.ended_at > now
 
 
-def _of(row: Seen, number: int) -> Verdict:
+def _of(row: Attempt, number: int) -> Verdict:
     return _with(row.verdict, row.verdict.state, row.verdict.reason, row.verdict.detail, number)
 
 

@@ -15,7 +15,7 @@ import time
 import zipfile
 from typing import Any, Callable, Dict, List, Mapping, Optional
 
-from ..attempts import Seen, attempt_id, claim_body, first_id, seen
+from ..attempts import Attempt, attempt_id, attempt_of_row, claim_body, first_id
 from ..node.output import say
 from ..node.rundir import SECRETS, read_secrets, remove_secrets
 from ..spec import ChainSpec, LinkSpec
@@ -120,11 +120,13 @@ class Dispatcher:
 
     # ------------------------------------------------------------------ observe
 
-    def _look(self) -> Optional[Dict[str, Seen]]:
+    def _look(self) -> Optional[Dict[str, Attempt]]:
         """The table, or ``None`` when it is not (yet) the one that has this dispatcher."""
         began = time.monotonic()
         wanted = _Wanted(self._chain)
-        table = {row["submission_id"]: seen(row) for row in self._api.rows() if wanted.has(row)}
+        table = {
+            row["submission_id"]: attempt_of_row(row) for row in self._api.rows() if wanted.has(row)
+        }
         self._look_s = time.monotonic() - began
         self._troubles.pop("", None)
         own = table.get(self._own_id)
@@ -141,7 +143,7 @@ class Dispatcher:
 
     # ------------------------------------------------------------------ act
 
-    def _act(self, action: Action, table: Mapping[str, Seen]) -> bool:
+    def _act(self, action: Action, table: Mapping[str, Attempt]) -> bool:
         """Carry one action out; whether it must be looked after in the next round."""
         if action.do is Do.STOP:
             return self._stop(action, table)
@@ -166,7 +168,7 @@ class Dispatcher:
             self._claim(Action(Do.CLAIM, link.name, action.submission_id, f"not taken: {error}"))
         return True
 
-    def _stop(self, action: Action, table: Mapping[str, Seen]) -> bool:
+    def _stop(self, action: Action, table: Mapping[str, Attempt]) -> bool:
         now = self._clock()
         name = action.submission_id
         if now - self._asked.get(name, 0.0) >= STOP_AGAIN_S:
@@ -195,7 +197,7 @@ class Dispatcher:
 
     # ------------------------------------------------------------------ tell
 
-    def _tell(self, decision: Decision, table: Mapping[str, Seen]) -> None:
+    def _tell(self, decision: Decision, table: Mapping[str, Attempt]) -> None:
         """One line for every job that is not where it was at the last look."""
         first_look = not self._told
         for name, verdict in decision.standings.items():

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 from websockets.sync.client import ClientConnection, connect
 
-from nemo_run_ray.timeline.page import Attempt, Row, page
+from nemo_run_ray.timeline.page import Row, Span, page
 
 _CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
 pytestmark = pytest.mark.skipif(_CHROMIUM is None, reason="needs Chromium")
@@ -74,20 +74,20 @@ def _job(number: int, after: list[Row], chance: random.Random, is_last: bool) ->
     live = state in ("RUNNING", "PENDING", "UNKNOWN")
     running_at = None if state == "PENDING" or number % 7 == 5 else last.running_at
     ended_at = None if live else last.ended_at
-    last = Attempt(
+    last = Span(
         tries, last.submission_id, last.node, last.posted_at, running_at, ended_at, state, reason
     )
     message = _LOG if state == "FAILED" else ""
     return Row(name, state, reason, message, names, (), (*attempts[:-1], last))
 
 
-def _attempts(number: int, at: float, tries: int, chance: random.Random) -> Iterator[Attempt]:
+def _attempts(number: int, at: float, tries: int, chance: random.Random) -> Iterator[Span]:
     for turn in range(1, tries + 1):
         running_at = at + chance.uniform(2, 60)
         ended_at = running_at + chance.uniform(30, 600)
         node = f"{chance.getrandbits(224):056x}"
         words = (turn, f"exp_1767225600.job-{number}.{turn}", node)
-        yield Attempt(*words, at, running_at, ended_at, "FAILED", "killed by a signal")
+        yield Span(*words, at, running_at, ended_at, "FAILED", "killed by a signal")
         at = ended_at + chance.uniform(5, 30)
 
 
@@ -276,8 +276,8 @@ def test_hostile_words_stay_words(tab, tmp_path):
     assert messages == names
 
 
-def _only(words: str) -> Attempt:
-    return Attempt(1, words, words, _BEGAN, None, _BEGAN + 10, words, words)
+def _only(words: str) -> Span:
+    return Span(1, words, words, _BEGAN, None, _BEGAN + 10, words, words)
 
 
 def test_a_script_or_a_style_that_is_not_ours_does_not_run(tab, tmp_path):
@@ -297,8 +297,8 @@ def test_a_script_or_a_style_that_is_not_ours_does_not_run(tab, tmp_path):
 
 def _chain() -> list[Row]:
     """a <- b <- c, and d by itself; b failed, so c was never submitted."""
-    first = Attempt(1, "x.a", "ab" * 28, _BEGAN + 1, _BEGAN + 5, _BEGAN + 60, "SUCCEEDED", "")
-    second = Attempt(1, "x.b", "", _BEGAN + 61, None, _BEGAN + 90, "FAILED", "exit code")
+    first = Span(1, "x.a", "ab" * 28, _BEGAN + 1, _BEGAN + 5, _BEGAN + 60, "SUCCEEDED", "")
+    second = Span(1, "x.b", "", _BEGAN + 61, None, _BEGAN + 90, "FAILED", "exit code")
     return [
         Row("a", "SUCCEEDED", "", "", (), (), (first,)),
         Row("b", "FAILED", "exit code", "the unusual word xyzzy", ("a",), (), (second,)),

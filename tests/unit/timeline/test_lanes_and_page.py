@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nemo_run_ray.timeline.page import ALL_LINKS_MAX, MESSAGE_MAX, Attempt, Row, page
+from nemo_run_ray.timeline.page import ALL_LINKS_MAX, MESSAGE_MAX, Row, Span, page
 
 _BEGAN = 1_767_225_600.0  # 2026-01-01
 _VOID = {"meta", "input"}
@@ -76,7 +76,7 @@ class _Page(HTMLParser):
 
 def _attempt(number=1, posted=1.0, running=5.0, ended=60.0, outcome="SUCCEEDED", reason=""):
     moments = [None if at is None else _BEGAN + at for at in (posted, running, ended)]
-    return Attempt(number, f"exp.job.{number}", "ab" * 28, *moments, outcome, reason)
+    return Span(number, f"exp.job.{number}", "ab" * 28, *moments, outcome, reason)
 
 
 def _row(name="job", state="SUCCEEDED", *attempts, after=(), waits_for=(), reason="", message=""):
@@ -349,7 +349,7 @@ def test_many_jobs_are_no_trouble():
 _words = st.text(max_size=30) | st.sampled_from(_HOSTILE)
 _moments = st.floats(-1e6, 1e6).map(lambda at: _BEGAN + at)
 _attempts = st.builds(
-    Attempt,
+    Span,
     number=st.integers(1, 9),
     submission_id=_words,
     node=_words,

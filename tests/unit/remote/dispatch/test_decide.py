@@ -8,7 +8,14 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from nemo_run_ray.remote.attempts import CANCELLED, NOT_PLACED, Seen, attempt_id, attempts_of, seen
+from nemo_run_ray.remote.attempts import (
+    CANCELLED,
+    NOT_PLACED,
+    Attempt,
+    attempt_id,
+    attempt_of_row,
+    attempts_of,
+)
 from nemo_run_ray.remote.dispatch.decide import (
     ALL_SUCCEEDED,
     NODE_DEAD_S,
@@ -36,33 +43,33 @@ def chain(*links: LinkSpec, **fields) -> ChainSpec:
     return ChainSpec("e.dispatcher", "boss", links, **fields)
 
 
-def row(state: JobState, job: str, reason: Reason = Reason.NONE, **fields) -> Seen:
+def row(state: JobState, job: str, reason: Reason = Reason.NONE, **fields) -> Attempt:
     """A row of a job of ``link``; what has ended did so long ago."""
     fields = {"nonce": f"nonce-{job}", "posted_at": 100.0, **fields}
     if state.is_terminal:
         fields = {"ended_at": 200.0, **fields}
-    return Seen(Verdict(state, reason), **fields)
+    return Attempt(Verdict(state, reason), **fields)
 
 
-def pending(job: str, **fields) -> Seen:
+def pending(job: str, **fields) -> Attempt:
     return row(JobState.PENDING, job, **fields)
 
 
-def running(job: str, **fields) -> Seen:
+def running(job: str, **fields) -> Attempt:
     return row(JobState.RUNNING, job, **fields)
 
 
-def succeeded(job: str, **fields) -> Seen:
+def succeeded(job: str, **fields) -> Attempt:
     return row(JobState.SUCCEEDED, job, **fields)
 
 
-def failed(job: str, reason: Reason = Reason.EXIT_CODE, **fields) -> Seen:
+def failed(job: str, reason: Reason = Reason.EXIT_CODE, **fields) -> Attempt:
     if reason is Reason.EXIT_CODE:
         fields = {"exit_code": 1, **fields}
     return row(JobState.FAILED, job, reason, **fields)
 
 
-def claimed(job: str, words: str = CANCELLED, **fields) -> Seen:
+def claimed(job: str, words: str = CANCELLED, **fields) -> Attempt:
     return row(JobState.SUCCEEDED, job, claim=words, **fields)
 
 
@@ -71,15 +78,15 @@ def did(decision: Decision, *kinds: Do) -> list[str]:
     return [one.submission_id for one in decision.actions if one.do in kinds]
 
 
-def submitted(plan: ChainSpec, table: dict[str, Seen], now: float = NOW, **options) -> list[str]:
+def submitted(plan: ChainSpec, table: dict[str, Attempt], now: float = NOW, **options) -> list[str]:
     return did(decide(plan, table, now, **options), Do.SUBMIT)
 
 
-def stopped(plan: ChainSpec, table: dict[str, Seen], now: float = NOW, **options) -> list[str]:
+def stopped(plan: ChainSpec, table: dict[str, Attempt], now: float = NOW, **options) -> list[str]:
     return did(decide(plan, table, now, **options), Do.STOP)
 
 
-def standing(plan: ChainSpec, table: dict[str, Seen], name: str, now: float = NOW) -> Verdict:
+def standing(plan: ChainSpec, table: dict[str, Attempt], name: str, now: float = NOW) -> Verdict:
     return decide(plan, table, now).standings[name]
 
 
@@ -515,7 +522,7 @@ def test_a_failure_ends_the_wait_for_room():
 
 
 def test_a_row_of_rays_table_is_understood():
-    found = seen(
+    found = attempt_of_row(
         {
             "status": "FAILED",
             "error_type": "JOB_ENTRYPOINT_COMMAND_ERROR",
@@ -539,7 +546,7 @@ def test_a_row_of_rays_table_is_understood():
 
 
 def test_a_claim_is_no_live_attempt():
-    found = seen({"status": "RUNNING", "metadata": {"nemo_run_ray_claim": CANCELLED}})
+    found = attempt_of_row({"status": "RUNNING", "metadata": {"nemo_run_ray_claim": CANCELLED}})
     assert found.claim == CANCELLED
     assert not found.is_live
 
@@ -555,7 +562,7 @@ def test_a_claim_is_no_live_attempt():
     ],
 )
 def test_any_row_can_be_read(metadata):
-    found = seen({"status": "RUNNING", "start_time": None, "metadata": metadata})
+    found = attempt_of_row({"status": "RUNNING", "start_time": None, "metadata": metadata})
     assert (found.retries, found.permanent_exit_codes) == (0, ())
     assert found.is_live
 
@@ -568,13 +575,13 @@ class Scene:
     """A chain, a table that may be impossible, and a limit."""
 
     chain: ChainSpec
-    table: dict[str, Seen]
+    table: dict[str, Attempt]
     limit: int | None
 
     def decide(self) -> Decision:
         return decide(self.chain, self.table, NOW, self.limit)
 
-    def own(self, one: LinkSpec) -> dict[int, Seen]:
+    def own(self, one: LinkSpec) -> dict[int, Attempt]:
         """Rows at the ids of a job, also strangers'."""
         ids = {attempt_id(one.id, number): number for number in range(1, 10)}
         return {ids[name]: row for name, row in self.table.items() if name in ids}
@@ -916,8 +923,8 @@ class Cluster:
     def __init__(self, plan: ChainSpec, chance: random.Random) -> None:
         self.chain = plan
         self.now = NOW
-        self.rows: dict[str, Seen] = {}
-        self.history: list[dict[str, Seen]] = [{}]
+        self.rows: dict[str, Attempt] = {}
+        self.history: list[dict[str, Attempt]] = [{}]
         self._links = {one.name: one for one in plan.links}
         self._chance = chance
         self._stopping: set[str] = set()
@@ -932,7 +939,7 @@ class Cluster:
                 self._check(one, action)
             claim = action.why if action.do is Do.CLAIM else ""
             verdict = Verdict(JobState.PENDING)
-            self.rows[action.submission_id] = Seen(verdict, one.nonce, self.now, claim=claim)
+            self.rows[action.submission_id] = Attempt(verdict, one.nonce, self.now, claim=claim)
 
     def _check(self, one: LinkSpec, action: Action) -> None:
         truth = Scene(self.chain, self.rows, None)
@@ -965,7 +972,7 @@ class Cluster:
             row_, verdict=Verdict(state, reason), ended_at=self.now, exit_code=code
         )
 
-    def _live_on(self, name: str, row_: Seen) -> None:
+    def _live_on(self, name: str, row_: Attempt) -> None:
         dice = self._chance.random()
         if name in self._stopping and dice < 0.5:
             self.end(name, JobState.CANCELLED, Reason.CANCELLED)
