@@ -101,21 +101,21 @@ def status(
     once: Annotated[bool, typer.Option("--once", help="Look once, do not follow.")] = False,
 ) -> None:
     """State and reason of an experiment's jobs, or of one job; on a terminal until all ended."""
-    from nemo_run_ray.cli.status_report import View
+    from nemo_run_ray.cli.status_report import StatusReport
 
     jobs = _jobs(name)
-    view = View(jobs)
+    report = StatusReport(jobs)
     if as_json:
-        print(view.as_json())
+        print(report.as_json())
         return
-    if once or view.is_over or not _out.is_terminal:
-        _out.print(view.table(time.time()))
+    if once or report.is_over or not _out.is_terminal:
+        _out.print(report.table(time.time()))
         return
-    with Live(view.table(time.time()), console=_out, auto_refresh=False) as live:
-        while not view.is_over:
+    with Live(report.table(time.time()), console=_out, auto_refresh=False) as live:
+        while not report.is_over:
             time.sleep(_LOOK_AGAIN_S)
-            view = View(jobs)
-            live.update(view.table(time.time()), refresh=True)
+            report = StatusReport(jobs)
+            live.update(report.table(time.time()), refresh=True)
 
 
 def timeline(

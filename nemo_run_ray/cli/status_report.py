@@ -30,7 +30,7 @@ _COLORS = {
 _NAMES_MAX = 3
 
 
-class View:
+class StatusReport:
     """One look at jobs: verdicts, attempts, and how long they have been where they are.
 
     What is seen of attempts is kept in the experiment's folder.
@@ -100,7 +100,9 @@ class View:
 def timeline_page(title: str, exp_dir: Path, jobs: Sequence[RemoteJob], now: float) -> str:
     """The page of ``nemo-run-ray timeline``."""
     chains = dict.fromkeys(job.chain for job in jobs if isinstance(job, ChainedJob))
-    view = View(jobs, {name: at for chain in chains for name, at in running_at(chain).items()})
+    report = StatusReport(
+        jobs, {name: at for chain in chains for name, at in running_at(chain).items()}
+    )
     began = min((event["at"] for event in Ledger(exp_dir).events()), default=now)
     rows = [
         timeline.Row(
@@ -115,7 +117,7 @@ def timeline_page(title: str, exp_dir: Path, jobs: Sequence[RemoteJob], now: flo
                 for number, attempt in enumerate(attempts.values(), start=1)
             ),
         )
-        for job, verdict, attempts in zip(jobs, view.verdicts, view.attempts, strict=True)
+        for job, verdict, attempts in zip(jobs, report.verdicts, report.attempts, strict=True)
     ]
     return timeline.page(title, rows, began, now)
 

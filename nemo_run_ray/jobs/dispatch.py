@@ -68,7 +68,7 @@ _NOTHING = Attempt(Verdict(JobState.UNKNOWN))
 
 
 @dataclass(frozen=True)
-class Look:
+class Snapshot:
     """One look at a chain.
 
     Attributes:
@@ -109,7 +109,7 @@ class Chain:
         self.folder = exp_dir / FOLDER / chain_id
         self._spec: ChainSpec | None = None
         self._lock = threading.Lock()
-        self._last: tuple[dict[str, dict[str, Any]], Look] | None = None
+        self._last: tuple[dict[str, dict[str, Any]], Snapshot] | None = None
         self._revived_at = -1e9
         self._revivals = 0
 
@@ -208,7 +208,7 @@ class Chain:
 
     # ------------------------------------------------------------------ the cluster
 
-    def look(self, api: JobsApi, fresh: bool = False) -> Look:
+    def look(self, api: JobsApi, fresh: bool = False) -> Snapshot:
         """Where every job stands now. Jobs of one look share one decision.
 
         Raises:
@@ -222,7 +222,7 @@ class Chain:
                 own = attempts_of([self.id], table)[self.id]
                 ours = {n: row for n, row in own.items() if row.nonce == self.spec.nonce}
                 lost = "" if ours else self._why_lost(api)
-                self._last = rows, Look(decision, rows, ours, lost)
+                self._last = rows, Snapshot(decision, rows, ours, lost)
             return self._last[1]
 
     def start(self, api: JobsApi, cluster: dict[str, Any]) -> str:
@@ -323,7 +323,7 @@ class Chain:
         records = Ledger(self.exp_dir).jobs().values()
         return next(one.cluster for one in records if one.chain == self.id)
 
-    def revive(self, api: JobsApi, cluster: dict[str, Any], look: Look) -> None:
+    def revive(self, api: JobsApi, cluster: dict[str, Any], look: Snapshot) -> None:
         """Start the dispatcher again if it is dead and there is something left for it to do."""
         if look.is_dispatched or look.decision.is_over:
             return
@@ -377,7 +377,7 @@ class Chain:
             "The experiment's plan", CHAIN, data, hashlib.sha256(data).hexdigest()
         )
 
-    def _secrets(self, look: Look) -> list[str]:
+    def _secrets(self, look: Snapshot) -> list[str]:
         """Names of the secrets that a job needs which may still be started."""
         return sorted(
             {
@@ -437,4 +437,4 @@ def _write(path: Path, data: bytes) -> None:
     temporary.replace(path)
 
 
-__all__ = ["Chain", "Look", "chain_id", "outside_spec"]
+__all__ = ["Chain", "Snapshot", "chain_id", "outside_spec"]

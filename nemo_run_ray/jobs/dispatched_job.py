@@ -12,7 +12,7 @@ from pathlib import Path
 from nemo_run_ray.dashboard.jobs_api import JobsApi
 from nemo_run_ray.errors import JobError, NemoRunRayError, Unanswered
 from nemo_run_ray.jobs import ledger
-from nemo_run_ray.jobs.dispatch import Chain, Look
+from nemo_run_ray.jobs.dispatch import Chain, Snapshot
 from nemo_run_ray.jobs.follow import attempt_mark, lines
 from nemo_run_ray.jobs.job import CANCEL_MARGIN_S, PLACING_S, STOP_AGAIN_S, RemoteJob
 from nemo_run_ray.jobs.ledger import JobRecord, Ledger
@@ -118,7 +118,7 @@ class ChainedJob(RemoteJob):
                 is_at_start = text.endswith("\n")
                 yield text
 
-    def _explained(self, found: Look) -> Verdict:
+    def _explained(self, found: Snapshot) -> Verdict:
         """What the decision says, with the log's end where Ray's row has one."""
         verdict = found.decision.standings[self.record.job]
         row = found.rows.get(self._ran_as(verdict))
@@ -130,7 +130,7 @@ class ChainedJob(RemoteJob):
         told = self._explain_pending(row, told)
         return replace(verdict, reason=told.reason, detail=told.detail)
 
-    def _live(self, found: Look, verdict: Verdict) -> JobState | None:
+    def _live(self, found: Snapshot, verdict: Verdict) -> JobState | None:
         """The state of its newest attempt in Ray's table, if that goes on."""
         row = found.rows.get(self._ran_as(verdict)) if verdict.attempt else None
         state = None if row is None else judge(row).state
