@@ -18,7 +18,7 @@ from typing import Any, Dict, Iterable, Iterator, List, Mapping, Optional, Tuple
 
 from .. import FOLDER
 from ..spec import CODE, RoleSpec
-from .machine import Who, name
+from .machine import ReplicaId, name
 from .packing import Node
 
 _JOB_CONFIG = "RAY_JOB_CONFIG_JSON_ENV_VAR"
@@ -29,10 +29,10 @@ _SHARED = {"CPU", "memory"}
 
 
 @dataclass(eq=False)
-class Replica:
+class ReplicaHandle:
     """What the driver holds of one replica."""
 
-    who: Who
+    replica_id: ReplicaId
     role: RoleSpec
     node: Node
     bundle: int
@@ -47,7 +47,7 @@ class Replica:
 
     @property
     def prefix(self) -> str:
-        return f"{name(self.who)}| "
+        return f"{name(self.replica_id)}| "
 
     @property
     def shares(self) -> bool:
@@ -61,29 +61,29 @@ class Actor:
 
     Attributes:
         handle: Ray's.
-        team: the replicas that it serves, all on one node.
+        replicas: those that it serves, all on one node.
         answers: it has answered once.
         dead: its worker is gone.
     """
 
     handle: Any
-    team: List[Replica]
+    replicas: List[ReplicaHandle]
     answers: bool = False
     dead: bool = False
 
 
-def hire(ray: Any, placement_group: Any, replicas: Iterable[Replica]) -> List[Actor]:
+def start_actors(ray: Any, placement_group: Any, replicas: Iterable[ReplicaHandle]) -> List[Actor]:
     """Start the actors that serve the replicas, each in a bundle of theirs."""
     package = ray.put(_tar(os.path.dirname(FOLDER)))
     codes: Dict[str, Any] = {}  # by the folder on this node
     made = ray.remote(_actor_class())
     actors = []
-    for team in _teams(replicas):
-        folders = list(dict.fromkeys(code_of(one.role) for one in team if one.role.task.has_code))
+    for served in _by_actor(replicas):
+        folders = list(dict.fromkeys(code_of(one.role) for one in served if one.role.task.has_code))
         for folder in folders:
             if folder not in codes:
                 codes[folder] = ray.put(_tar(folder))
-        first = team[0]
+        first = served[0]
         resources = {} if first.shares else dict(first.role.resources)
         options = made.options(
             num_cpus=resources.pop("CPU", 0),
@@ -96,11 +96,11 @@ def hire(ray: Any, placement_group: Any, replicas: Iterable[Replica]) -> List[Ac
                 placement_group, first.bundle
             ),
         )
-        places = [(name(one.who), one.tag, one.run_dir) for one in team]
+        places = [(name(one.replica_id), one.tag, one.run_dir) for one in served]
         names = [key_of(folder) for folder in folders]
         handle = options.remote(places, names, package, *(codes[one] for one in folders))
-        actors.append(Actor(handle, team))
-        for one in team:
+        actors.append(Actor(handle, served))
+        for one in served:
             one.actor = actors[-1]
     return actors
 
@@ -161,9 +161,9 @@ def _archives() -> Mapping[str, str]:
     return archives
 
 
-def _teams(replicas: Iterable[Replica]) -> Iterator[List[Replica]]:
+def _by_actor(replicas: Iterable[ReplicaHandle]) -> Iterator[List[ReplicaHandle]]:
     """The replicas that share an actor."""
-    sharing: Dict[str, List[Replica]] = {}
+    sharing: Dict[str, List[ReplicaHandle]] = {}
     for replica in replicas:
         if replica.shares:
             sharing.setdefault(replica.node.node_id, []).append(replica)

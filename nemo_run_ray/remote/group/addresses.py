@@ -6,14 +6,17 @@ import re
 from typing import Dict, Mapping
 
 from ..spec import GroupSpec, RoleSpec
-from .machine import Who
+from .machine import ReplicaId
 
 #: Port of a role's first replica on which its processes find each other; not the user's.
 RENDEZVOUS = "_rendezvous"
 
 
 def variables(
-    spec: GroupSpec, who: Who, hosts: Mapping[Who, str], ports: Mapping[Who, Mapping[str, int]]
+    spec: GroupSpec,
+    replica_id: ReplicaId,
+    hosts: Mapping[ReplicaId, str],
+    ports: Mapping[ReplicaId, Mapping[str, int]],
 ) -> Dict[str, str]:
     """The variables of one replica.
 
@@ -36,12 +39,12 @@ def variables(
         for port in role.ports:
             if port != RENDEZVOUS:
                 # A replica asks for its own ports by the name by which others ask for the first's.
-                own = who if who[0] == role.name else replicas[0]
+                own = replica_id if replica_id[0] == role.name else replicas[0]
                 found[f"{prefix}_PORT_{key(port)}"] = str(ports[own][port])
                 found[f"{prefix}_PORTS_{key(port)}"] = ",".join(
                     str(ports[one][port]) for one in replicas
                 )
-    return {**found, **_own(spec, who, hosts, ports)}
+    return {**found, **_own(spec, replica_id, hosts, ports)}
 
 
 def key(name: str) -> str:
@@ -50,23 +53,26 @@ def key(name: str) -> str:
 
 
 def _own(
-    spec: GroupSpec, who: Who, hosts: Mapping[Who, str], ports: Mapping[Who, Mapping[str, int]]
+    spec: GroupSpec,
+    replica_id: ReplicaId,
+    hosts: Mapping[ReplicaId, str],
+    ports: Mapping[ReplicaId, Mapping[str, int]],
 ) -> Dict[str, str]:
-    role = next(one for one in spec.roles if one.name == who[0])
+    role = next(one for one in spec.roles if one.name == replica_id[0])
     head = (role.name, 0)
     found = {
         "NEMO_RUN_HEAD_NODE_IP": hosts[head],
         "NEMO_RUN_NUM_NODES": str(role.replicas),
-        "NEMO_RUN_NODE_RANK": str(who[1]),
+        "NEMO_RUN_NODE_RANK": str(replica_id[1]),
         "NEMO_RUN_NPROC_PER_NODE": str(role.processes),
     }
     if RENDEZVOUS in role.ports:
         found["NEMO_RUN_RDZV_PORT"] = str(ports[head][RENDEZVOUS])
         if not role.ranked:
-            found.update(_torchrun(role, who, hosts))
+            found.update(_torchrun(role, replica_id, hosts))
     if role.ranked:
         found.update(
-            NODE_RANK=str(who[1]),
+            NODE_RANK=str(replica_id[1]),
             WORLD_SIZE=str(role.replicas * role.processes),
             LOCAL_WORLD_SIZE=str(role.processes),
             MASTER_ADDR=hosts[head],
@@ -75,14 +81,16 @@ def _own(
     return found
 
 
-def _torchrun(role: RoleSpec, who: Who, hosts: Mapping[Who, str]) -> Dict[str, str]:
+def _torchrun(
+    role: RoleSpec, replica_id: ReplicaId, hosts: Mapping[ReplicaId, str]
+) -> Dict[str, str]:
     """What torchrun must not find out by the host's own name.
 
     It hosts the rendezvous only where that name resolves to the rendezvous' address, and gives the
     name to the workers as ``MASTER_ADDR``; beside ``127.0.0.1`` in /etc/hosts (Debian) both fail.
     """
     found = {
-        "PET_RDZV_CONF": f"is_host={int(who[1] == 0)}",
-        "PET_LOCAL_ADDR": hosts[who],
+        "PET_RDZV_CONF": f"is_host={int(replica_id[1] == 0)}",
+        "PET_LOCAL_ADDR": hosts[replica_id],
     }
     return {name: value for name, value in found.items() if name not in role.task.env}

@@ -26,10 +26,18 @@ from ..node.rundir import take_secrets
 from ..spec import GroupSpec
 from ..states import Cause, Life, Phase
 from . import machine, packing
-from .actors import Actor, Replica, code_of, forget_runtime_env, hire, key_of, passed_on
+from .actors import (
+    Actor,
+    ReplicaHandle,
+    code_of,
+    forget_runtime_env,
+    key_of,
+    passed_on,
+    start_actors,
+)
 from .addresses import variables
-from .machine import Who, name
-from .placement_group import NoRoom, Room
+from .machine import ReplicaId, name
+from .placement_group import NoRoom, PlacementGroup
 from .roles_file import RolesFile
 
 #: Seconds of one turn of the loop when nothing happens.
@@ -68,7 +76,7 @@ class _Call:
     """A call of an actor whose answer is awaited: an order to a replica, or a pull for all."""
 
     actor: Actor
-    replica: Optional[Replica] = None
+    replica: Optional[ReplicaHandle] = None
     order: Optional[Mapping[str, Any]] = None
     number: int = 0
 
@@ -88,7 +96,7 @@ class _Driver:
         self._job = job
         self._submission_id = submission_id
         self._secrets = take_secrets(spec.secrets)
-        self._replicas: Dict[Who, Replica] = {}
+        self._replicas: Dict[ReplicaId, ReplicaHandle] = {}
         self._actors: List[Actor] = []
         self._watch_at = self._tell_at = 0.0
         #: Every node has confirmed that nothing of the group runs there.
@@ -99,7 +107,7 @@ class _Driver:
         self._outcome: Optional[machine.Outcome] = None
         self._group = machine.Group(
             tuple(
-                machine.Member(role.name, index, role.service, role.restarts)
+                machine.ReplicaState(role.name, index, role.service, role.restarts)
                 for role in spec.roles
                 for index in range(role.replicas)
             )
@@ -119,9 +127,9 @@ class _Driver:
 
     # ------------------------------------------------------------------ room
 
-    def _wait_for_room(self) -> Optional[Room]:
+    def _wait_for_room(self) -> Optional[PlacementGroup]:
         try:
-            room = Room(self._ray, self._spec)
+            room = PlacementGroup(self._ray, self._spec)
             while self._outcome is None:
                 if room.look():
                     self._settle(room)
@@ -133,22 +141,22 @@ class _Driver:
             self._happened(machine.Refused(error.cause, error.words))
             return None  # what was asked for goes with the driver
 
-    def _settle(self, room: Room) -> None:
+    def _settle(self, room: PlacementGroup) -> None:
         roles = {role.name: role for role in self._spec.roles}
         mark = secrets.token_hex(8)
-        for number, (member, node) in enumerate(zip(self._group.members, room.nodes())):
-            self._replicas[member.who] = Replica(
-                who=member.who,
-                role=roles[member.role],
+        for number, (state, node) in enumerate(zip(self._group.replicas, room.nodes())):
+            self._replicas[state.replica_id] = ReplicaHandle(
+                replica_id=state.replica_id,
+                role=roles[state.role],
                 node=node,
                 bundle=number,
                 tag=f"{self._submission_id}/{mark}.{number}",
-                run_dir=f"{self._submission_id}~{member.role}-{member.index}",
+                run_dir=f"{self._submission_id}~{state.role}-{state.index}",
             )
         for role in self._spec.roles:
             hosts = [self._replicas[role.name, index].node.host for index in range(role.replicas)]
             say(f"{role.name} goes to {', '.join(dict.fromkeys(hosts))}")
-        self._actors = hire(self._ray, room.group, self._replicas.values())
+        self._actors = start_actors(self._ray, room.group, self._replicas.values())
         for actor in self._actors:
             self._call(_Call(actor))
         self._tell_at = time.monotonic() + _TELL_S
@@ -181,10 +189,12 @@ class _Driver:
         for reference in ready:
             self._answered(self._calls.pop(reference), reference)
 
-    def _give_up(self, replica: Replica) -> None:
+    def _give_up(self, replica: ReplicaHandle) -> None:
         """Its processes have not ended in time: the node is away, or the kernel holds them."""
         actor = _actor_of(replica)
-        if not any(self._life(one.who) in (Life.STARTED, Life.READY) for one in actor.team):
+        if not any(
+            self._life(one.replica_id) in (Life.STARTED, Life.READY) for one in actor.replicas
+        ):
             self._ray.kill(actor.handle, no_restart=True)
             actor.dead = True
         self._lost(replica, "it did not end when told to, and was given up")
@@ -192,13 +202,15 @@ class _Driver:
     def _watch(self, now: float) -> None:
         """See to it that nobody waits for ever for a node that has died since the placing."""
         alive = {node.node_id for node in packing.nodes_of(self._ray.nodes())}
-        waiting = [one for one in self._replicas.values() if self._life(one.who) is Life.AWAITED]
+        waiting = [
+            one for one in self._replicas.values() if self._life(one.replica_id) is Life.AWAITED
+        ]
         for replica in waiting:
             if replica.node.node_id not in alive:
                 self._lost(replica, "the node died before the replica was prepared")
         if now >= self._tell_at and waiting:
             self._tell_at = now + _TELL_S
-            hosts = ", ".join(f"{name(one.who)} on {one.node.host}" for one in waiting[:8])
+            hosts = ", ".join(f"{name(one.replica_id)} on {one.node.host}" for one in waiting[:8])
             say(f"waiting for {len(waiting)} replica(s) to be prepared: {hosts}")
 
     def _obey(self) -> None:
@@ -228,30 +240,32 @@ class _Driver:
         if isinstance(action, machine.Finish):
             self._outcome = action.outcome
             return
-        replica = self._replicas[action.who]
+        replica = self._replicas[action.replica_id]
         if isinstance(action, machine.Prepare):
             self._order(replica, self._preparation(replica))
         elif isinstance(action, machine.Start):
-            hosts = {who: one.node.address for who, one in self._replicas.items()}
-            ports = {who: one.ports for who, one in self._replicas.items()}
-            env = variables(self._spec, replica.who, hosts, ports)
+            hosts = {replica_id: one.node.address for replica_id, one in self._replicas.items()}
+            ports = {replica_id: one.ports for replica_id, one in self._replicas.items()}
+            env = variables(self._spec, replica.replica_id, hosts, ports)
             replica.starts += 1
             if replica.starts > 1:
-                say(f"{name(replica.who)} is started again, {self._restarts(replica)} left")
+                say(f"{name(replica.replica_id)} is started again, {self._restarts(replica)} left")
             self._order(replica, {"do": "start", "env": env})
         else:
             replica.end_by = time.monotonic() + replica.role.task.grace_s + _END_MARGIN_S
             self._order(replica, {"do": "end"})
 
-    def _restarts(self, replica: Replica) -> int:
-        return next(one.restarts for one in self._group.members if one.who == replica.who)
+    def _restarts(self, replica: ReplicaHandle) -> int:
+        return next(
+            one.restarts for one in self._group.replicas if one.replica_id == replica.replica_id
+        )
 
-    def _preparation(self, replica: Replica) -> Dict[str, Any]:
+    def _preparation(self, replica: ReplicaHandle) -> Dict[str, Any]:
         names = replica.role.task.secrets
         return {
             "do": "prepare",
             "role": replica.role.to_json(),
-            "index": replica.who[1],
+            "index": replica.replica_id[1],
             "job": self._job,
             "run_dir": replica.run_dir,
             "code": key_of(code_of(replica.role)),
@@ -263,16 +277,16 @@ class _Driver:
 
     # ------------------------------------------------------------------ calls and answers
 
-    def _order(self, replica: Replica, order: Mapping[str, Any]) -> None:
+    def _order(self, replica: ReplicaHandle, order: Mapping[str, Any]) -> None:
         self._call(_Call(_actor_of(replica), replica, order, replica.orders))
         replica.orders += 1
 
     def _call(self, call: _Call) -> None:
         if call.replica is None or call.order is None:
-            seen = {name(one.who): one.seen for one in call.actor.team}
+            seen = {name(one.replica_id): one.seen for one in call.actor.replicas}
             reference = call.actor.handle.pull.remote(seen, _PULL_S)
         else:
-            key = name(call.replica.who)
+            key = name(call.replica.replica_id)
             reference = call.actor.handle.order.remote(key, call.number, dict(call.order))
         self._calls[reference] = call
 
@@ -288,7 +302,7 @@ class _Driver:
             if isinstance(error, self._ray.exceptions.RuntimeEnvSetupError):
                 write(f"{error}\n")  # whole, for who reads the log
                 words = f"the runtime environment could not be built: {cause_of(str(error))}"
-            for replica in call.actor.team:
+            for replica in call.actor.replicas:
                 self._lost(replica, words)
             return
         call.actor.answers = True
@@ -298,46 +312,46 @@ class _Driver:
     def _pulled(
         self, actor: Actor, node_id: str, answer: Mapping[str, Tuple[int, List[str]]]
     ) -> None:
-        for replica in actor.team:
+        for replica in actor.replicas:
             if replica.node.node_id != node_id:
                 self._lost(replica, f"Ray has moved the replica to the node {node_id} since")
-            first, reports = answer.get(name(replica.who), (0, []))
+            first, reports = answer.get(name(replica.replica_id), (0, []))
             for number, report in enumerate(reports, start=first):
                 if number == replica.seen:
                     replica.seen += 1
                     self._reported(replica, json.loads(report))
-        if any(self._life(one.who) is not Life.LOST for one in actor.team):
+        if any(self._life(one.replica_id) is not Life.LOST for one in actor.replicas):
             self._call(_Call(actor))
 
-    def _life(self, who: Who) -> Life:
-        return next(one.life for one in self._group.members if one.who == who)
+    def _life(self, replica_id: ReplicaId) -> Life:
+        return next(one.life for one in self._group.replicas if one.replica_id == replica_id)
 
-    def _lost(self, replica: Replica, why: str) -> None:
+    def _lost(self, replica: ReplicaHandle, why: str) -> None:
         where = f"node {replica.node.host} ({replica.node.address})"
-        if self._life(replica.who) is Life.AWAITED and _actor_of(replica).dead:
+        if self._life(replica.replica_id) is Life.AWAITED and _actor_of(replica).dead:
             # Ray's own reason: a runtime_env that cannot be built, an image that is not there.
-            self._happened(machine.Unprepared(replica.who, f"no worker on {where}: {why}"))
-        self._happened(machine.Lost(replica.who, f"{where}: {why}"))
+            self._happened(machine.Unprepared(replica.replica_id, f"no worker on {where}: {why}"))
+        self._happened(machine.Lost(replica.replica_id, f"{where}: {why}"))
 
-    def _reported(self, replica: Replica, report: Mapping[str, Any]) -> None:
-        who, kind = replica.who, report["at"]
+    def _reported(self, replica: ReplicaHandle, report: Mapping[str, Any]) -> None:
+        replica_id, kind = replica.replica_id, report["at"]
         if kind == "text":
             text = str(report["text"])
             prefix = replica.prefix
             write(prefix + text[:-1].replace("\n", f"\n{prefix}") + "\n")
         elif kind == "prepared":
             replica.ports = report["ports"]
-            self._happened(machine.Prepared(who))
+            self._happened(machine.Prepared(replica_id))
         elif kind == "unprepared":
-            self._happened(machine.Unprepared(who, report["words"]))
+            self._happened(machine.Unprepared(replica_id, report["words"]))
         elif kind == "ready":
-            self._happened(machine.Ready(who))
+            self._happened(machine.Ready(replica_id))
         elif kind == "unready":
-            self._happened(machine.Unready(who, report["words"]))
+            self._happened(machine.Unready(replica_id, report["words"]))
         elif kind == "exited":
             replica.end_by = None
-            say(f"{name(who)} on {replica.node.host} ended: {report['words']}")
-            self._happened(machine.Exited(who, report["code"], report["words"]))
+            say(f"{name(replica_id)} on {replica.node.host} ended: {report['words']}")
+            self._happened(machine.Exited(replica_id, report["code"], report["words"]))
         elif kind == "failed":
             self._lost(replica, report["words"])
         elif kind == "gone":
@@ -348,15 +362,15 @@ class _Driver:
 
     def _show(self, waits_for: str = "") -> None:
         rows = []
-        for member in self._group.members:
-            replica = self._replicas.get(member.who)
+        for state in self._group.replicas:
+            replica = self._replicas.get(state.replica_id)
             rows.append(
                 {
-                    "role": member.role,
-                    "replica": member.index,
-                    "service": member.service,
-                    "state": member.life.value,
-                    "exit_code": member.code,
+                    "role": state.role,
+                    "replica": state.index,
+                    "service": state.service,
+                    "state": state.life.value,
+                    "exit_code": state.code,
                     "node": replica.node.node_id if replica else "",
                     "host": replica.node.host if replica else "",
                     "address": replica.node.address if replica else "",
@@ -365,7 +379,7 @@ class _Driver:
         phase = self._group.phase.value
         self._file.write({"phase": phase, "waits_for_room": waits_for, "roles": rows})
 
-    def _close(self, room: Optional[Room]) -> None:
+    def _close(self, room: Optional[PlacementGroup]) -> None:
         """Let the nodes clean up, and give everything back."""
         living = [actor for actor in self._actors if actor.answers and not actor.dead]
         ends = [actor.handle.close.remote() for actor in living]
@@ -374,7 +388,7 @@ class _Driver:
             ready, _ = self._ray.wait(ends, num_returns=len(ends), timeout=_CLOSE_S)
         confirmed = [self._has_ended(reference) for reference in ready]
         # An actor that never answered has not started anything, or ends it with its own end.
-        lost = any(member.life is Life.LOST for member in self._group.members)
+        lost = any(state.life is Life.LOST for state in self._group.replicas)
         self.all_ended = len(confirmed) == len(ends) and all(confirmed) and not lost
         if room is not None:
             room.leave()
@@ -387,9 +401,9 @@ class _Driver:
             return False
 
 
-def _actor_of(replica: Replica) -> Actor:
+def _actor_of(replica: ReplicaHandle) -> Actor:
     if replica.actor is None:
-        raise ValueError(f"{name(replica.who)} has no actor yet")
+        raise ValueError(f"{name(replica.replica_id)} has no actor yet")
     return replica.actor
 
 

@@ -11,11 +11,11 @@ from typing import Callable, Dict, List, Optional, Sequence, Tuple, Union
 from ..states import Cause, Life, Phase
 
 #: One replica of one role.
-Who = Tuple[str, int]
+ReplicaId = Tuple[str, int]
 
 
 @dataclass(frozen=True)
-class Member:
+class ReplicaState:
     """One replica: what it is and where it is."""
 
     role: str
@@ -26,7 +26,7 @@ class Member:
     code: Optional[int] = None
 
     @property
-    def who(self) -> Who:
+    def replica_id(self) -> ReplicaId:
         return self.role, self.index
 
 
@@ -43,7 +43,7 @@ class Outcome:
 class Group:
     """The whole state. Immutable: ``step`` gives a new one."""
 
-    members: Tuple[Member, ...]
+    replicas: Tuple[ReplicaState, ...]
     phase: Phase = Phase.PLACING
     outcome: Optional[Outcome] = None
 
@@ -68,14 +68,14 @@ class Refused:
 class Prepared:
     """A replica's node is ready to start it."""
 
-    who: Who
+    replica_id: ReplicaId
 
 
 @dataclass(frozen=True)
 class Unprepared:
     """A replica cannot be started on its node."""
 
-    who: Who
+    replica_id: ReplicaId
     words: str
 
 
@@ -83,14 +83,14 @@ class Unprepared:
 class Ready:
     """A replica runs, and its probe, if it has one, has succeeded."""
 
-    who: Who
+    replica_id: ReplicaId
 
 
 @dataclass(frozen=True)
 class Unready:
     """A replica's probe did not succeed in time."""
 
-    who: Who
+    replica_id: ReplicaId
     words: str
 
 
@@ -98,7 +98,7 @@ class Unready:
 class Exited:
     """All processes of a replica have ended."""
 
-    who: Who
+    replica_id: ReplicaId
     code: int
     words: str
 
@@ -107,7 +107,7 @@ class Exited:
 class Lost:
     """A replica's node, or our process there, is gone."""
 
-    who: Who
+    replica_id: ReplicaId
     words: str
 
 
@@ -128,21 +128,21 @@ Event = Union[Placed, Refused, Prepared, Unprepared, Ready, Unready, Exited, Los
 class Prepare:
     """Make a replica's folder and ports on its node."""
 
-    who: Who
+    replica_id: ReplicaId
 
 
 @dataclass(frozen=True)
 class Start:
     """Start a replica's processes, perhaps again."""
 
-    who: Who
+    replica_id: ReplicaId
 
 
 @dataclass(frozen=True)
 class End:
     """SIGTERM to a replica's processes, SIGKILL after the grace period."""
 
-    who: Who
+    replica_id: ReplicaId
 
 
 @dataclass(frozen=True)
@@ -173,27 +173,27 @@ class _Move:
     group: Group
     actions: List[Action] = field(default_factory=list)
 
-    def member(self, who: Who) -> Member:
-        return next(one for one in self.group.members if one.who == who)
+    def replica(self, replica_id: ReplicaId) -> ReplicaState:
+        return next(one for one in self.group.replicas if one.replica_id == replica_id)
 
-    def set(self, who: Who, **values: object) -> None:
-        members = tuple(
-            replace(one, **values) if one.who == who else one  # type: ignore[arg-type]
-            for one in self.group.members
+    def set(self, replica_id: ReplicaId, **values: object) -> None:
+        replicas = tuple(
+            replace(one, **values) if one.replica_id == replica_id else one  # type: ignore[arg-type]
+            for one in self.group.replicas
         )
-        self.group = replace(self.group, members=members)
+        self.group = replace(self.group, replicas=replicas)
 
     def enter(self, phase: Phase) -> None:
         self.group = replace(self.group, phase=phase)
 
-    def start(self, who: Who) -> None:
-        self.set(who, life=Life.STARTED, code=None)
-        self.actions.append(Start(who))
+    def start(self, replica_id: ReplicaId) -> None:
+        self.set(replica_id, life=Life.STARTED, code=None)
+        self.actions.append(Start(replica_id))
 
-    def end(self, who: Who) -> None:
-        if self.member(who).life in (Life.STARTED, Life.READY):
-            self.set(who, life=Life.STOPPING)
-            self.actions.append(End(who))
+    def end(self, replica_id: ReplicaId) -> None:
+        if self.replica(replica_id).life in (Life.STARTED, Life.READY):
+            self.set(replica_id, life=Life.STOPPING)
+            self.actions.append(End(replica_id))
 
     def note(self, outcome: Outcome) -> None:
         """The first outcome is the group's."""
@@ -203,40 +203,40 @@ class _Move:
     def fail(self, outcome: Outcome) -> None:
         self.note(outcome)
         self.enter(Phase.ENDING)
-        for one in self.group.members:
-            self.end(one.who)
+        for one in self.group.replicas:
+            self.end(one.replica_id)
 
     def go_on(self) -> None:
         """Enter the next phases, as far as what is known allows."""
-        members = self.group.members
-        services = [one for one in members if one.service]
-        primaries = [one for one in members if not one.service]
-        if self.group.phase is Phase.PREPARING and _all(members, Life.PREPARED):
+        replicas = self.group.replicas
+        services = [one for one in replicas if one.service]
+        primaries = [one for one in replicas if not one.service]
+        if self.group.phase is Phase.PREPARING and _all(replicas, Life.PREPARED):
             self.enter(Phase.SERVICES)
             for one in services:
-                self.start(one.who)
-            services = [one for one in self.group.members if one.service]
+                self.start(one.replica_id)
+            services = [one for one in self.group.replicas if one.service]
         if self.group.phase is Phase.SERVICES and _all(services, Life.READY):
             self.enter(Phase.PRIMARIES)
             for one in primaries:
-                self.start(one.who)
-            primaries = [one for one in self.group.members if not one.service]
+                self.start(one.replica_id)
+            primaries = [one for one in self.group.replicas if not one.service]
         if self.group.phase is Phase.PRIMARIES and _all(primaries, Life.ENDED):
             self.fail(Outcome(0, Cause.DONE, "all done"))  # or with the failure noted before
-        if self.group.phase is Phase.ENDING and not any(m.life.runs for m in self.group.members):
+        if self.group.phase is Phase.ENDING and not any(m.life.runs for m in self.group.replicas):
             self.enter(Phase.OVER)
             assert self.group.outcome is not None  # ENDING is entered with one
             self.actions.append(Finish(self.group.outcome))
 
 
-def _all(members: Sequence[Member], life: Life) -> bool:
-    return all(one.life is life for one in members)
+def _all(replicas: Sequence[ReplicaState], life: Life) -> bool:
+    return all(one.life is life for one in replicas)
 
 
 def _placed(move: _Move, event: Placed) -> None:
     if move.group.phase is Phase.PLACING:
         move.enter(Phase.PREPARING)
-        move.actions += [Prepare(one.who) for one in move.group.members]
+        move.actions += [Prepare(one.replica_id) for one in move.group.replicas]
 
 
 def _refused(move: _Move, event: Refused) -> None:
@@ -245,58 +245,58 @@ def _refused(move: _Move, event: Refused) -> None:
 
 
 def _prepared(move: _Move, event: Prepared) -> None:
-    if move.member(event.who).life is Life.AWAITED:
-        move.set(event.who, life=Life.PREPARED)
+    if move.replica(event.replica_id).life is Life.AWAITED:
+        move.set(event.replica_id, life=Life.PREPARED)
 
 
 def _unprepared(move: _Move, event: Unprepared) -> None:
-    if move.member(event.who).life is Life.AWAITED:
-        move.fail(Outcome(1, Cause.NOT_PREPARED, f"{name(event.who)}: {event.words}"))
+    if move.replica(event.replica_id).life is Life.AWAITED:
+        move.fail(Outcome(1, Cause.NOT_PREPARED, f"{name(event.replica_id)}: {event.words}"))
 
 
 def _ready(move: _Move, event: Ready) -> None:
-    if move.member(event.who).life is Life.STARTED:
-        move.set(event.who, life=Life.READY)
+    if move.replica(event.replica_id).life is Life.STARTED:
+        move.set(event.replica_id, life=Life.READY)
 
 
 def _unready(move: _Move, event: Unready) -> None:
-    if move.member(event.who).life is Life.STARTED:
-        move.fail(Outcome(1, Cause.NOT_READY, f"{name(event.who)}: {event.words}"))
+    if move.replica(event.replica_id).life is Life.STARTED:
+        move.fail(Outcome(1, Cause.NOT_READY, f"{name(event.replica_id)}: {event.words}"))
 
 
 def _exited(move: _Move, event: Exited) -> None:
-    member = move.member(event.who)
-    if not member.life.runs:
+    replica = move.replica(event.replica_id)
+    if not replica.life.runs:
         return
-    move.set(event.who, life=Life.ENDED, code=event.code)
-    if member.life is Life.STOPPING:
+    move.set(event.replica_id, life=Life.ENDED, code=event.code)
+    if replica.life is Life.STOPPING:
         return
-    if not member.service:
-        _primary_exited(move, member, event)
-    elif member.restarts > 0:
-        move.set(event.who, restarts=member.restarts - 1)
-        move.start(event.who)
+    if not replica.service:
+        _primary_exited(move, replica, event)
+    elif replica.restarts > 0:
+        move.set(event.replica_id, restarts=replica.restarts - 1)
+        move.start(event.replica_id)
     else:
-        words = f"the service {name(event.who)} ended before the primaries: {event.words}"
+        words = f"the service {name(event.replica_id)} ended before the primaries: {event.words}"
         move.fail(Outcome(event.code or 1, Cause.SERVICE_ENDED, words))
 
 
-def _primary_exited(move: _Move, member: Member, event: Exited) -> None:
+def _primary_exited(move: _Move, replica: ReplicaState, event: Exited) -> None:
     if event.code == 0:
         return
-    move.note(Outcome(event.code, Cause.EXIT_CODE, f"{name(event.who)}: {event.words}"))
-    for other in move.group.members:  # those of its role wait for it, for ever
-        if other.role == member.role:
-            move.end(other.who)
+    move.note(Outcome(event.code, Cause.EXIT_CODE, f"{name(event.replica_id)}: {event.words}"))
+    for other in move.group.replicas:  # those of its role wait for it, for ever
+        if other.role == replica.role:
+            move.end(other.replica_id)
 
 
 def _lost(move: _Move, event: Lost) -> None:
     if move.group.phase is Phase.PLACING:
         return
-    if move.member(event.who).life in (Life.ENDED, Life.LOST):
+    if move.replica(event.replica_id).life in (Life.ENDED, Life.LOST):
         return  # its work was done: the group can still succeed without its node
-    move.set(event.who, life=Life.LOST)
-    move.fail(Outcome(1, Cause.NODE_DIED, f"{name(event.who)}: {event.words}"))
+    move.set(event.replica_id, life=Life.LOST)
+    move.fail(Outcome(1, Cause.NODE_DIED, f"{name(event.replica_id)}: {event.words}"))
 
 
 def _stop(move: _Move, event: Stop) -> None:
@@ -316,6 +316,6 @@ _HANDLERS: Dict[type, Callable[[_Move, Event], None]] = {
 }
 
 
-def name(who: Who) -> str:
+def name(replica_id: ReplicaId) -> str:
     """``role/replica``, as it stands before the lines of its output."""
-    return f"{who[0]}/{who[1]}"
+    return f"{replica_id[0]}/{replica_id[1]}"

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Dict, Iterable, List, Mapping, Optional, Sequence, Set, Tuple
 
 from ..spec import GroupSpec
-from .machine import Who, name
+from .machine import ReplicaId, name
 
 #: Label of every node that holds its id.
 NODE_ID = "ray.io/node-id"
@@ -39,7 +39,7 @@ class Node:
 class Bundle:
     """What one replica asks for."""
 
-    who: Who
+    replica_id: ReplicaId
     resources: Mapping[str, float]
     selector: Mapping[str, str] = field(default_factory=dict)
 
@@ -85,9 +85,13 @@ def bundles_of(spec: GroupSpec, nodes: Sequence[Node] = (), turn: int = 0) -> Li
     shares = _shares(bundles, order, apart, chosen)
     return [
         replace(
-            one, selector={**one.selector, NODE_ID: f"in({','.join(shares[one.who]) or _NO_NODE})"}
+            one,
+            selector={
+                **one.selector,
+                NODE_ID: f"in({','.join(shares[one.replica_id]) or _NO_NODE})",
+            },
         )
-        if one.who[0] in apart
+        if one.replica_id[0] in apart
         else one
         for one in bundles
     ]
@@ -182,7 +186,7 @@ def _busiest(bundles: Sequence[Bundle], nodes: Sequence[Node], free: Mapping[str
         return "each bundle would fit by itself, the nodes that are free now do not fit all of them"
     bundle = scarce[0]
     hosts = ", ".join(sorted(node.host for node in _hosts(bundle, nodes))[:8])
-    return f"{name(bundle.who)} waits: the nodes that can host it are busy ({hosts})"
+    return f"{name(bundle.replica_id)} waits: the nodes that can host it are busy ({hosts})"
 
 
 def _hosts(bundle: Bundle, nodes: Sequence[Node]) -> List[Node]:
@@ -194,13 +198,16 @@ def _hosts(bundle: Bundle, nodes: Sequence[Node]) -> List[Node]:
 
 
 def _shares(
-    bundles: Sequence[Bundle], nodes: Sequence[Node], apart: Set[str], chosen: Mapping[Who, int]
-) -> Dict[Who, List[str]]:
+    bundles: Sequence[Bundle],
+    nodes: Sequence[Node],
+    apart: Set[str],
+    chosen: Mapping[ReplicaId, int],
+) -> Dict[ReplicaId, List[str]]:
     """Disjoint sets of nodes for the replicas of each role; empty ones when there are too few."""
-    shares: Dict[Who, List[str]] = {}
+    shares: Dict[ReplicaId, List[str]] = {}
     for role in apart:
-        replicas = [one for one in bundles if one.who[0] == role]
-        taken = {chosen[one.who] for one in replicas if one.who in chosen}
+        replicas = [one for one in bundles if one.replica_id[0] == role]
+        taken = {chosen[one.replica_id] for one in replicas if one.replica_id in chosen}
         hosts = {node.node_id for node in _hosts(replicas[0], nodes)}
         free = [
             node.node_id
@@ -208,8 +215,8 @@ def _shares(
             if number not in taken and node.node_id in hosts
         ]
         for index, one in enumerate(replicas):
-            own = [nodes[chosen[one.who]].node_id] if one.who in chosen else []
-            shares[one.who] = own + free[index :: len(replicas)]
+            own = [nodes[chosen[one.replica_id]].node_id] if one.replica_id in chosen else []
+            shares[one.replica_id] = own + free[index :: len(replicas)]
     return shares
 
 
@@ -225,7 +232,7 @@ def _fit_one(bundles: Sequence[Bundle], node: Node) -> bool:
 
 def _pack(
     bundles: Sequence[Bundle], nodes: Sequence[Node], apart: Set[str]
-) -> Tuple[Optional[bool], Dict[Who, int]]:
+) -> Tuple[Optional[bool], Dict[ReplicaId, int]]:
     """Whether the bundles fit on the idle nodes, and on which ones.
 
     Args:
@@ -236,8 +243,8 @@ def _pack(
     Returns:
         ``None`` when the search was too long; the number of each bundle's node when they fit.
     """
-    order = sorted(bundles, key=lambda one: (one.who[0], -sum(one.resources.values())))
-    chosen: Dict[Who, int] = {}
+    order = sorted(bundles, key=lambda one: (one.replica_id[0], -sum(one.resources.values())))
+    chosen: Dict[ReplicaId, int] = {}
     if len(order) > _SEARCH_DEPTH:
         return None, {}
     left = [dict(node.resources) for node in nodes]
@@ -245,7 +252,7 @@ def _pack(
     steps = 0
 
     def may(bundle: Bundle, number: int) -> bool:
-        exclusive = bundle.who[0] in apart and bundle.who[0] in used[number]
+        exclusive = bundle.replica_id[0] in apart and bundle.replica_id[0] in used[number]
         if exclusive or ("*" in apart and used[number]):
             return False
         return matches(bundle.selector, nodes[number].labels) and _fits(
@@ -257,7 +264,7 @@ def _pack(
         if position == len(order):
             return True
         bundle = order[position]
-        alike = position > 0 and order[position - 1].who[0] == bundle.who[0]
+        alike = position > 0 and order[position - 1].replica_id[0] == bundle.replica_id[0]
         undecided = False
         # Replicas of a role are alike: only placements in the order of the nodes are different.
         for number in range(after if alike else 0, len(nodes)):
@@ -270,8 +277,8 @@ def _pack(
             left[number] = {
                 key: amount - bundle.resources.get(key, 0.0) for key, amount in before.items()
             }
-            used[number].append(bundle.who[0])
-            chosen[bundle.who] = number
+            used[number].append(bundle.replica_id[0])
+            chosen[bundle.replica_id] = number
             answer = place(position + 1, number)
             left[number] = before
             used[number].pop()

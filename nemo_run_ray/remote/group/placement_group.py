@@ -36,7 +36,7 @@ class NoRoom(Exception):
         self.words = words
 
 
-class Room:
+class PlacementGroup:
     """One placement group for all replicas: all get their nodes, or none does."""
 
     def __init__(self, ray: Any, spec: GroupSpec) -> None:

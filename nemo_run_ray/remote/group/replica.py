@@ -72,7 +72,7 @@ def main(argv: Sequence[str]) -> NoReturn:
     if child:
         channel.close()
         _guard(child)
-    replica = Replica(channel, folder)
+    replica = ReplicaProcess(channel, folder)
     try:
         replica.serve()
     except Exception as error:  # the last frame of this process: its actor is whom it can tell
@@ -95,7 +95,7 @@ def _guard(child: int) -> NoReturn:
     os._exit(0)
 
 
-class Replica:
+class ReplicaProcess:
     """Everything of one replica, in one loop without threads."""
 
     def __init__(self, channel: socket.socket, folder: str) -> None:

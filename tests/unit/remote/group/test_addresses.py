@@ -36,9 +36,9 @@ def _of(role: str, index: int = 0) -> dict[str, str]:
     return variables(_SPEC, (role, index), _HOSTS, _PORTS)
 
 
-@pytest.mark.parametrize("who", _HOSTS)
-def test_every_process_knows_every_roles_hosts(who):
-    found = _of(*who)
+@pytest.mark.parametrize("replica_id", _HOSTS)
+def test_every_process_knows_every_roles_hosts(replica_id):
+    found = _of(*replica_id)
     assert found["NEMO_RUN_RM_SERVER_V2_HOST"] == "10.0.0.1"
     assert found["NEMO_RUN_RM_SERVER_V2_HOSTS"] == "10.0.0.1"
     assert found["NEMO_RUN_TRAIN_HOST"] == "10.0.0.2"
@@ -46,25 +46,25 @@ def test_every_process_knows_every_roles_hosts(who):
     assert found["NEMO_RUN_WORKERS_HOSTS"] == "10.0.0.4,10.0.0.5"
 
 
-@pytest.mark.parametrize("who", _HOSTS)
-def test_every_process_knows_every_roles_ports(who):
-    found = _of(*who)
+@pytest.mark.parametrize("replica_id", _HOSTS)
+def test_every_process_knows_every_roles_ports(replica_id):
+    found = _of(*replica_id)
     assert found["NEMO_RUN_RM_SERVER_V2_PORT_HTTP"] == "8001"
     assert found["NEMO_RUN_RM_SERVER_V2_PORT_GRPC_WEB"] == "9000"
     assert found["NEMO_RUN_WORKERS_PORTS_RPC"] == "7001,7002"
 
 
 @pytest.mark.parametrize(
-    ("who", "port"),
+    ("replica_id", "port"),
     [(("workers", 0), "7001"), (("workers", 1), "7002"), (("train", 2), "7001")],
 )
-def test_a_port_is_ones_own_or_the_first_replicas(who, port):
-    assert _of(*who)["NEMO_RUN_WORKERS_PORT_RPC"] == port
+def test_a_port_is_ones_own_or_the_first_replicas(replica_id, port):
+    assert _of(*replica_id)["NEMO_RUN_WORKERS_PORT_RPC"] == port
 
 
-@pytest.mark.parametrize("who", _HOSTS)
-def test_nemo_runs_heterogeneous_hosts_are_in_the_order_of_the_roles(who):
-    found = _of(*who)
+@pytest.mark.parametrize("replica_id", _HOSTS)
+def test_nemo_runs_heterogeneous_hosts_are_in_the_order_of_the_roles(replica_id):
+    found = _of(*replica_id)
     hosts = [found[f"NEMO_RUN_HET_GROUP_HOST_{number}"] for number in range(3)]
     assert hosts == ["10.0.0.1", "10.0.0.2", "10.0.0.4"]
 
@@ -127,20 +127,20 @@ def test_what_the_user_tells_torchrun_is_left_alone(name):
     assert [one for one in found if one.startswith("PET_")] != []
 
 
-@pytest.mark.parametrize("who", _HOSTS)
-def test_only_a_launcher_is_told_of_torchruns_variables(who):
-    assert not [name for name in _of(*who) if name.startswith("PET_")]
+@pytest.mark.parametrize("replica_id", _HOSTS)
+def test_only_a_launcher_is_told_of_torchruns_variables(replica_id):
+    assert not [name for name in _of(*replica_id) if name.startswith("PET_")]
 
 
-@pytest.mark.parametrize("who", _HOSTS)
-def test_the_rendezvous_is_no_port_of_the_users(who):
-    assert not [name for name in _of(*who) if "_PORT_" in name and "RENDEZVOUS" in name]
-    assert not [name for name in _of(*who) if name.endswith("_PORTS__RENDEZVOUS")]
+@pytest.mark.parametrize("replica_id", _HOSTS)
+def test_the_rendezvous_is_no_port_of_the_users(replica_id):
+    assert not [name for name in _of(*replica_id) if "_PORT_" in name and "RENDEZVOUS" in name]
+    assert not [name for name in _of(*replica_id) if name.endswith("_PORTS__RENDEZVOUS")]
 
 
-@pytest.mark.parametrize("who", _HOSTS)
-def test_names_and_values_can_be_an_environment(who):
-    for name, value in _of(*who).items():
+@pytest.mark.parametrize("replica_id", _HOSTS)
+def test_names_and_values_can_be_an_environment(replica_id):
+    for name, value in _of(*replica_id).items():
         assert isinstance(value, str)
         assert name.replace("_", "A").isalnum()
         assert name == name.upper()

@@ -18,18 +18,18 @@ from nemo_run_ray.remote.group.machine import (
     Finish,
     Group,
     Lost,
-    Member,
     Outcome,
     Placed,
     Prepare,
     Prepared,
     Ready,
     Refused,
+    ReplicaId,
+    ReplicaState,
     Start,
     Stop,
     Unprepared,
     Unready,
-    Who,
     step,
 )
 from nemo_run_ray.remote.states import Cause, Life, Phase
@@ -43,24 +43,27 @@ def _of_the_whole_group() -> list[Event]:
     return [Placed(), Stop(), *(Refused(cause, "no room") for cause in causes)]
 
 
-def _of_one(who: Who) -> list[Event]:
+def _of_one(replica_id: ReplicaId) -> list[Event]:
     return [
-        Prepared(who),
-        Unprepared(who, "port taken"),
-        Ready(who),
-        Unready(who, "too late"),
-        Exited(who, 0, "exit code 0"),
-        Exited(who, 3, "exit code 3"),
-        Lost(who, "node died"),
+        Prepared(replica_id),
+        Unprepared(replica_id, "port taken"),
+        Ready(replica_id),
+        Unready(replica_id, "too late"),
+        Exited(replica_id, 0, "exit code 0"),
+        Exited(replica_id, 3, "exit code 3"),
+        Lost(replica_id, "node died"),
     ]
 
 
-def _events(whos: Iterable[Who]) -> list[Event]:
-    return [*_of_the_whole_group(), *(event for who in whos for event in _of_one(who))]
+def _events(whos: Iterable[ReplicaId]) -> list[Event]:
+    return [
+        *_of_the_whole_group(),
+        *(event for replica_id in whos for event in _of_one(replica_id)),
+    ]
 
 
-def _lives(group: Group) -> dict[Who, Life]:
-    return {one.who: one.life for one in group.members}
+def _lives(group: Group) -> dict[ReplicaId, Life]:
+    return {one.replica_id: one.life for one in group.replicas}
 
 
 # ---------------------------------------------------------------------- every pair
@@ -71,11 +74,11 @@ def _states(phase: Phase) -> Iterator[Group]:
     outcomes = [_NOTED] if phase in (Phase.ENDING, Phase.OVER) else [None, _NOTED]
     for lives in itertools.product(Life, Life):
         for restarts, outcome in itertools.product((0, 1), outcomes):
-            members = (
-                Member(*_SERVICE, True, restarts, lives[0]),
-                Member(*_PRIMARY, False, 0, lives[1]),
+            replicas = (
+                ReplicaState(*_SERVICE, True, restarts, lives[0]),
+                ReplicaState(*_PRIMARY, False, 0, lives[1]),
             )
-            yield Group(members, phase, outcome)
+            yield Group(replicas, phase, outcome)
 
 
 def test_the_events_below_are_all_there_are():
@@ -88,7 +91,9 @@ def test_every_event_has_an_answer_in_every_state(phase, event):
     for group in _states(phase):
         after, actions = step(group, event)
         assert all(isinstance(one, typing.get_args(Action)) for one in actions)
-        assert [one.who for one in after.members] == [one.who for one in group.members]
+        assert [one.replica_id for one in after.replicas] == [
+            one.replica_id for one in group.replicas
+        ]
         if group.outcome is not None:
             assert after.outcome == group.outcome
         if after.phase in (Phase.ENDING, Phase.OVER):
@@ -113,9 +118,9 @@ def test_phases_go_one_way(event):
 
 
 def test_a_step_leaves_the_state_before_it_as_it_was():
-    group = Group((Member(*_SERVICE, True), Member(*_PRIMARY, False)))
+    group = Group((ReplicaState(*_SERVICE, True), ReplicaState(*_PRIMARY, False)))
     step(group, Placed())
-    assert group == Group((Member(*_SERVICE, True), Member(*_PRIMARY, False)))
+    assert group == Group((ReplicaState(*_SERVICE, True), ReplicaState(*_PRIMARY, False)))
 
 
 # ---------------------------------------------------------------------- random lives
@@ -124,12 +129,12 @@ def test_a_step_leaves_the_state_before_it_as_it_was():
 @st.composite
 def _groups(draw) -> Group:
     services = [False, *draw(st.lists(st.booleans(), max_size=3))]
-    members = []
+    replicas = []
     for number, service in enumerate(draw(st.permutations(services))):
         restarts = draw(st.integers(0, 2)) if service else 0
         for index in range(draw(st.integers(1, 3))):
-            members.append(Member(f"role{number}", index, service, restarts))
-    return Group(tuple(members))
+            replicas.append(ReplicaState(f"role{number}", index, service, restarts))
+    return Group(tuple(replicas))
 
 
 @dataclass
@@ -137,13 +142,13 @@ class World:
     """What the actions make of the nodes: which processes run, are ready, exited with what."""
 
     group: Group
-    prepared: set[Who] = field(default_factory=set)  # told to prepare
-    answered: set[Who] = field(default_factory=set)
-    running: set[Who] = field(default_factory=set)
-    ended: set[Who] = field(default_factory=set)  # told to end
-    ready: set[Who] = field(default_factory=set)
-    codes: dict[Who, int] = field(default_factory=dict)
-    starts: dict[Who, int] = field(default_factory=dict)
+    prepared: set[ReplicaId] = field(default_factory=set)  # told to prepare
+    answered: set[ReplicaId] = field(default_factory=set)
+    running: set[ReplicaId] = field(default_factory=set)
+    ended: set[ReplicaId] = field(default_factory=set)  # told to end
+    ready: set[ReplicaId] = field(default_factory=set)
+    codes: dict[ReplicaId, int] = field(default_factory=dict)
+    starts: dict[ReplicaId, int] = field(default_factory=dict)
     finish: Outcome | None = None
 
     def feed(self, event: Event) -> list[Action]:
@@ -155,22 +160,22 @@ class World:
         for action in actions:
             assert self.finish is None, "something is to be done after the end"
             self._do(action)
-        assert {one.who for one in self.group.members if one.life.runs} == self.running
+        assert {one.replica_id for one in self.group.replicas if one.life.runs} == self.running
         if before.outcome is not None:
             assert self.group.outcome == before.outcome
         return actions
 
     def _happens(self, event: Event) -> None:
-        if isinstance(event, (Exited, Lost)) and event.who in self.running:
-            self.running.discard(event.who)
-            self.ready.discard(event.who)
-            self.ended.discard(event.who)
+        if isinstance(event, (Exited, Lost)) and event.replica_id in self.running:
+            self.running.discard(event.replica_id)
+            self.ready.discard(event.replica_id)
+            self.ended.discard(event.replica_id)
             if isinstance(event, Exited):
-                self.codes[event.who] = event.code
-        elif isinstance(event, Ready) and event.who in self.running:
-            self.ready.add(event.who)
+                self.codes[event.replica_id] = event.code
+        elif isinstance(event, Ready) and event.replica_id in self.running:
+            self.ready.add(event.replica_id)
         elif isinstance(event, Prepared):
-            self.answered.add(event.who)
+            self.answered.add(event.replica_id)
 
     def _do(self, action: Action) -> None:
         if isinstance(action, Finish):
@@ -179,50 +184,50 @@ class World:
             self.finish = action.outcome
             assert action.outcome.code or self._all_primaries_succeeded
             return
-        member = next(one for one in self.group.members if one.who == action.who)
+        replica = next(one for one in self.group.replicas if one.replica_id == action.replica_id)
         if isinstance(action, Prepare):
-            assert action.who not in self.prepared
-            self.prepared.add(action.who)
+            assert action.replica_id not in self.prepared
+            self.prepared.add(action.replica_id)
         elif isinstance(action, Start):
-            assert action.who not in self.running
+            assert action.replica_id not in self.running
             assert self.group.phase in (Phase.SERVICES, Phase.PRIMARIES)
-            assert self.prepared == self.answered == {one.who for one in self.group.members}
-            assert member.service or self._services <= self.ready
-            self.starts[action.who] = self.starts.get(action.who, 0) + 1
-            self.running.add(action.who)
+            assert self.prepared == self.answered == {one.replica_id for one in self.group.replicas}
+            assert replica.service or self._services <= self.ready
+            self.starts[action.replica_id] = self.starts.get(action.replica_id, 0) + 1
+            self.running.add(action.replica_id)
         else:
-            assert action.who in self.running - self.ended
-            self.ended.add(action.who)
+            assert action.replica_id in self.running - self.ended
+            self.ended.add(action.replica_id)
 
     @property
-    def _services(self) -> set[Who]:
-        return {one.who for one in self.group.members if one.service}
+    def _services(self) -> set[ReplicaId]:
+        return {one.replica_id for one in self.group.replicas if one.service}
 
     @property
-    def primaries(self) -> set[Who]:
-        return {one.who for one in self.group.members if not one.service}
+    def primaries(self) -> set[ReplicaId]:
+        return {one.replica_id for one in self.group.replicas if not one.service}
 
     @property
     def _all_primaries_succeeded(self) -> bool:
-        return all(self.codes.get(who) == 0 for who in self.primaries)
+        return all(self.codes.get(replica_id) == 0 for replica_id in self.primaries)
 
     def plausible(self) -> list[Event]:
         """What can really happen next."""
         found: list[Event] = []
         if self.group.phase is Phase.PLACING:
             found.append(Placed())
-        for who, life in _lives(self.group).items():
-            if life is Life.AWAITED and who in self.prepared:
-                found.append(Prepared(who))
-            if who in self.running:
-                found += [Ready(who)] if who not in self.ready else []
-                found += [Exited(who, code, f"exit code {code}") for code in (0, 0, 3, 143)]
+        for replica_id, life in _lives(self.group).items():
+            if life is Life.AWAITED and replica_id in self.prepared:
+                found.append(Prepared(replica_id))
+            if replica_id in self.running:
+                found += [Ready(replica_id)] if replica_id not in self.ready else []
+                found += [Exited(replica_id, code, f"exit code {code}") for code in (0, 0, 3, 143)]
         return found
 
     def goes_well(self) -> None:
         """Nodes answer, probes succeed, primaries exit, and whatever is told to end ends."""
-        restarts = sum(one.restarts for one in self.group.members)
-        for _ in range(6 * (len(self.group.members) + restarts)):
+        restarts = sum(one.restarts for one in self.group.replicas)
+        for _ in range(6 * (len(self.group.replicas) + restarts)):
             if self.finish is not None:
                 return
             event = self._next_good_thing()
@@ -233,20 +238,22 @@ class World:
     def _next_good_thing(self) -> Event | None:
         if self.group.phase is Phase.PLACING:
             return Placed()
-        for who, life in _lives(self.group).items():
+        for replica_id, life in _lives(self.group).items():
             if self.group.phase is Phase.PREPARING and life is Life.AWAITED:
-                return Prepared(who)
-            if who in self.ended or (who in self.running and who in self.primaries):
-                return Exited(who, 0, "exit code 0")
-            if who in self.running - self.ready and self.group.phase is not Phase.ENDING:
-                return Ready(who)
+                return Prepared(replica_id)
+            if replica_id in self.ended or (
+                replica_id in self.running and replica_id in self.primaries
+            ):
+                return Exited(replica_id, 0, "exit code 0")
+            if replica_id in self.running - self.ready and self.group.phase is not Phase.ENDING:
+                return Ready(replica_id)
         return None
 
 
 def _live(data: st.DataObject, steps: int, stranger: bool = True) -> World:
     """A group to which things happen, plausible ones more often than others."""
     world = World(data.draw(_groups()))
-    nonsense = _events([one.who for one in world.group.members])
+    nonsense = _events([one.replica_id for one in world.group.replicas])
     for _ in range(data.draw(st.integers(0, steps))):
         plausible = world.plausible()
         rare = stranger and data.draw(st.integers(0, 19)) == 0
@@ -261,7 +268,7 @@ def test_whatever_happens_the_rules_hold_and_the_group_can_finish(data):
     world = _live(data, 40)
     world.goes_well()
     assert world.group.phase is Phase.OVER
-    for event in _events([one.who for one in world.group.members]):
+    for event in _events([one.replica_id for one in world.group.replicas]):
         assert world.feed(event) == []
 
 
@@ -269,7 +276,7 @@ def test_whatever_happens_the_rules_hold_and_the_group_can_finish(data):
 @settings(max_examples=60, deadline=None)
 def test_any_events_in_any_order_break_no_rule(data):
     world = World(data.draw(_groups()))
-    events = _events([one.who for one in world.group.members])
+    events = _events([one.replica_id for one in world.group.replicas])
     for event in data.draw(st.lists(st.sampled_from(events), max_size=40)):
         world.feed(event)
 
@@ -282,9 +289,11 @@ def test_a_stop_ends_all_that_runs_and_then_the_group(data):
     assert world.group.phase in (Phase.ENDING, Phase.OVER)
     assert world.ended == world.running
     assert world.group.outcome is not None
-    for who in sorted(world.running):
+    for replica_id in sorted(world.running):
         assert world.finish is None
-        assert not [one for one in world.feed(Exited(who, 143, "")) if isinstance(one, Start)]
+        assert not [
+            one for one in world.feed(Exited(replica_id, 143, "")) if isinstance(one, Start)
+        ]
     assert world.finish is not None
 
 
@@ -294,7 +303,7 @@ def test_when_nothing_goes_wrong_the_code_is_0_and_each_starts_once(data):
     world = World(data.draw(_groups()))
     world.goes_well()
     assert world.finish == Outcome(0, Cause.DONE, "all done")
-    assert world.starts == {one.who: 1 for one in world.group.members}
+    assert world.starts == {one.replica_id: 1 for one in world.group.replicas}
 
 
 @given(st.data())
@@ -304,12 +313,14 @@ def test_a_service_is_started_once_more_than_it_has_restarts_at_most(data):
     world = World(group)
     for _ in range(60):
         plausible = [one for one in world.plausible() if not isinstance(one, Exited)]
-        early = [Exited(who, 3, "") for who in sorted(world.running - world.primaries)]
+        early = [
+            Exited(replica_id, 3, "") for replica_id in sorted(world.running - world.primaries)
+        ]
         if not plausible + early:
             break
         world.feed(data.draw(st.sampled_from(plausible + early)))
-    for one in group.members:
-        assert world.starts.get(one.who, 0) <= 1 + one.restarts
+    for one in group.replicas:
+        assert world.starts.get(one.replica_id, 0) <= 1 + one.restarts
 
 
 # ---------------------------------------------------------------------- examples
@@ -319,10 +330,10 @@ def _group(restarts: int = 0) -> Group:
     """One service, a primary role of two replicas, and another primary role."""
     return Group(
         (
-            Member("server", 0, True, restarts),
-            Member("train", 0, False),
-            Member("train", 1, False),
-            Member("eval", 0, False),
+            ReplicaState("server", 0, True, restarts),
+            ReplicaState("train", 0, False),
+            ReplicaState("train", 1, False),
+            ReplicaState("eval", 0, False),
         )
     )
 
@@ -343,9 +354,12 @@ def _in(phase: Phase, restarts: int = 0) -> Group:
     way: list[tuple[Phase, list[Event]]] = [
         (Phase.PLACING, []),
         (Phase.PREPARING, [Placed()]),
-        (Phase.SERVICES, [Prepared(who) for who in (_SERVER, _TRAIN0, _TRAIN1, _EVAL)]),
+        (
+            Phase.SERVICES,
+            [Prepared(replica_id) for replica_id in (_SERVER, _TRAIN0, _TRAIN1, _EVAL)],
+        ),
         (Phase.PRIMARIES, [Ready(_SERVER)]),
-        (Phase.ENDING, [Exited(who, 0, "") for who in (_TRAIN0, _TRAIN1, _EVAL)]),
+        (Phase.ENDING, [Exited(replica_id, 0, "") for replica_id in (_TRAIN0, _TRAIN1, _EVAL)]),
         (Phase.OVER, [Exited(_SERVER, 143, "")]),
     ]
     group = _group(restarts)
@@ -359,7 +373,7 @@ def _in(phase: Phase, restarts: int = 0) -> Group:
 
 def test_placed_prepares_every_replica():
     group, actions = step(_group(), Placed())
-    assert actions == [Prepare(one.who) for one in group.members]
+    assert actions == [Prepare(one.replica_id) for one in group.replicas]
 
 
 def test_services_start_when_the_last_replica_is_prepared():
@@ -371,13 +385,13 @@ def test_services_start_when_the_last_replica_is_prepared():
 
 
 def test_primaries_start_when_the_last_service_is_ready():
-    members = (
-        Member("a", 0, True),
-        Member("a", 1, True),
-        Member("b", 0, True),
-        _group().members[3],
+    replicas = (
+        ReplicaState("a", 0, True),
+        ReplicaState("a", 1, True),
+        ReplicaState("b", 0, True),
+        _group().replicas[3],
     )
-    group, _ = _after(Group(members), Placed(), *(Prepared(one.who) for one in members))
+    group, _ = _after(Group(replicas), Placed(), *(Prepared(one.replica_id) for one in replicas))
     group, actions = _after(group, Ready(("a", 1)), Ready(("b", 0)))
     assert (group.phase, actions) == (Phase.SERVICES, [])
     group, actions = step(group, Ready(("a", 0)))
@@ -385,7 +399,7 @@ def test_primaries_start_when_the_last_service_is_ready():
 
 
 def test_without_services_primaries_start_as_soon_as_all_are_prepared():
-    group = Group((Member("train", 0, False), Member("train", 1, False)))
+    group = Group((ReplicaState("train", 0, False), ReplicaState("train", 1, False)))
     group, actions = _after(group, Placed(), Prepared(_TRAIN1), Prepared(_TRAIN0))
     assert (group.phase, actions) == (Phase.PRIMARIES, [Start(_TRAIN0), Start(_TRAIN1)])
 
@@ -428,8 +442,12 @@ def test_a_service_is_started_again_while_primaries_run(code):
 
 
 def test_a_service_that_starts_again_before_the_primaries_is_waited_for_again():
-    members = (Member("a", 0, True, 1), Member("b", 0, True), Member("train", 0, False))
-    group, _ = _after(Group(members), Placed(), *(Prepared(one.who) for one in members))
+    replicas = (
+        ReplicaState("a", 0, True, 1),
+        ReplicaState("b", 0, True),
+        ReplicaState("train", 0, False),
+    )
+    group, _ = _after(Group(replicas), Placed(), *(Prepared(one.replica_id) for one in replicas))
     group, actions = _after(group, Ready(("a", 0)), Exited(("a", 0), 1, ""))
     assert actions == [Start(("a", 0))]
     group, actions = step(group, Ready(("b", 0)))
@@ -439,11 +457,15 @@ def test_a_service_that_starts_again_before_the_primaries_is_waited_for_again():
 
 
 def test_only_the_replica_that_ended_is_started_again_and_only_its_restarts_are_used():
-    members = (Member("a", 0, True, 1), Member("a", 1, True, 1), Member("train", 0, False))
-    group, _ = _after(Group(members), Placed(), *(Prepared(one.who) for one in members))
+    replicas = (
+        ReplicaState("a", 0, True, 1),
+        ReplicaState("a", 1, True, 1),
+        ReplicaState("train", 0, False),
+    )
+    group, _ = _after(Group(replicas), Placed(), *(Prepared(one.replica_id) for one in replicas))
     group, actions = step(group, Exited(("a", 1), 1, ""))
     assert actions == [Start(("a", 1))]
-    assert [one.restarts for one in group.members] == [1, 0, 0]
+    assert [one.restarts for one in group.replicas] == [1, 0, 0]
 
 
 @pytest.mark.parametrize("restarts", [0, 2])
@@ -465,7 +487,10 @@ def test_a_service_that_is_not_ready_in_time_after_a_restart_fails_the_group():
 def test_the_first_failing_primarys_code_wins_while_other_roles_go_on():
     group, actions = step(_in(Phase.PRIMARIES), Exited(_EVAL, 5, "exit code 5"))
     assert (group.phase, actions) == (Phase.PRIMARIES, [])
-    assert {_lives(group)[who] for who in (_SERVER, _TRAIN0, _TRAIN1)} == {Life.READY, Life.STARTED}
+    assert {_lives(group)[replica_id] for replica_id in (_SERVER, _TRAIN0, _TRAIN1)} == {
+        Life.READY,
+        Life.STARTED,
+    }
     group, actions = step(group, Exited(_TRAIN0, 7, "exit code 7"))
     assert actions == [End(_TRAIN1)]
     group, actions = step(group, Exited(_TRAIN1, 143, ""))
@@ -490,16 +515,20 @@ def test_a_role_that_failed_does_not_make_the_others_successful():
     assert group.outcome.code == 5
 
 
-@pytest.mark.parametrize("who", [_SERVER, _TRAIN0, _EVAL])
+@pytest.mark.parametrize("replica_id", [_SERVER, _TRAIN0, _EVAL])
 @pytest.mark.parametrize("phase", [Phase.PREPARING, Phase.SERVICES, Phase.PRIMARIES])
-def test_a_lost_node_fails_the_group(phase, who):
+def test_a_lost_node_fails_the_group(phase, replica_id):
     before = _in(phase)
-    group, actions = step(before, Lost(who, "node n1 died"))
+    group, actions = step(before, Lost(replica_id, "node n1 died"))
     assert group.outcome is not None
     assert (group.outcome.code, group.outcome.cause) == (1, Cause.NODE_DIED)
-    assert machine.name(who) in group.outcome.words
+    assert machine.name(replica_id) in group.outcome.words
     assert "node n1 died" in group.outcome.words
-    others = [End(one.who) for one in before.members if one.life.runs and one.who != who]
+    others = [
+        End(one.replica_id)
+        for one in before.replicas
+        if one.life.runs and one.replica_id != replica_id
+    ]
     assert actions == (others or [Finish(group.outcome)])
 
 
@@ -534,9 +563,9 @@ def test_a_stop_before_anything_runs_finishes_at_once(phase):
 )
 def test_a_stop_ends_what_runs(phase, running):
     group, actions = step(_in(phase), Stop("by somebody"))
-    assert actions == [End(who) for who in running]
+    assert actions == [End(replica_id) for replica_id in running]
     assert step(group, Stop()) == (group, [])  # once is enough
-    group, actions = _after(group, *(Exited(who, 0, "") for who in running))
+    group, actions = _after(group, *(Exited(replica_id, 0, "") for replica_id in running))
     assert actions == [Finish(Outcome(143, Cause.CANCELLED, "by somebody"))]
 
 

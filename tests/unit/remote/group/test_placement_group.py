@@ -7,7 +7,7 @@ import types
 import pytest
 
 from nemo_run_ray.remote.group import placement_group as room
-from nemo_run_ray.remote.group.placement_group import NoRoom, Room
+from nemo_run_ray.remote.group.placement_group import NoRoom, PlacementGroup
 from nemo_run_ray.remote.spec import GroupSpec, JobSpec, RoleSpec
 from nemo_run_ray.remote.states import Cause
 
@@ -95,7 +95,7 @@ def group(cpus: float = 1.0, replicas: int = 1, **fields) -> GroupSpec:
     return GroupSpec((role,), **fields)
 
 
-def wait(waiting: Room, clock: Clock, until: float) -> int:
+def wait(waiting: PlacementGroup, clock: Clock, until: float) -> int:
     """Look until there is room or the time is up; how often it was looked."""
     looks = 0
     while clock.now < until:
@@ -106,14 +106,14 @@ def wait(waiting: Room, clock: Clock, until: float) -> int:
 
 
 def test_a_group_that_waits_looks_about_once_a_second(ray, clock):
-    looks = wait(Room(ray, group()), clock, until=clock.now + 600)
+    looks = wait(PlacementGroup(ray, group()), clock, until=clock.now + 600)
     assert looks < 700
 
 
 def test_room_is_found_soon(ray, clock):
     ray.free_at = clock.now + 0.5
     began_at = clock.now
-    waiting = Room(ray, group(replicas=2))
+    waiting = PlacementGroup(ray, group(replicas=2))
     wait(waiting, clock, until=began_at + 10)
     assert clock.now - began_at < 1.0
     assert [node.host for node in waiting.nodes()] == ["host-a", "host-b"]
@@ -122,13 +122,13 @@ def test_room_is_found_soon(ray, clock):
 def test_what_no_node_can_host_is_refused_in_time_and_in_words(ray, clock):
     began_at = clock.now
     with pytest.raises(NoRoom, match="worker: a replica asks for CPU 5") as caught:
-        wait(Room(ray, group(cpus=5)), clock, until=began_at + 60)
+        wait(PlacementGroup(ray, group(cpus=5)), clock, until=began_at + 60)
     assert caught.value.cause is Cause.INFEASIBLE
     assert 3 <= clock.now - began_at < 10
 
 
 def test_nodes_that_join_in_time_are_waited_for(ray, clock):
-    waiting = Room(ray, group(cpus=5))
+    waiting = PlacementGroup(ray, group(cpus=5))
     wait(waiting, clock, until=clock.now + 2)
     ray.cpus["c"] = 8.0
     ray.free_at = clock.now
@@ -138,24 +138,24 @@ def test_nodes_that_join_in_time_are_waited_for(ray, clock):
 def test_what_ray_calls_infeasible_is_refused(ray, clock):
     ray.state = "INFEASIBLE"
     with pytest.raises(NoRoom, match="no nodes of this cluster can host the group"):
-        wait(Room(ray, group()), clock, until=clock.now + 60)
+        wait(PlacementGroup(ray, group()), clock, until=clock.now + 60)
 
 
 def test_wait_for_nodes_waits_for_them(ray, clock):
     spec = group(cpus=5, wait_for_nodes=True)
-    wait(Room(ray, spec), clock, until=clock.now + 600)
+    wait(PlacementGroup(ray, spec), clock, until=clock.now + 600)
 
 
 def test_a_limit_ends_the_wait(ray, clock):
     began_at = clock.now
     with pytest.raises(NoRoom, match="not placed within 20 s: asked CPU 1") as caught:
-        wait(Room(ray, group(placing_timeout_s=20)), clock, until=began_at + 60)
+        wait(PlacementGroup(ray, group(placing_timeout_s=20)), clock, until=began_at + 60)
     assert caught.value.cause is Cause.NOT_PLACED
     assert 20 <= clock.now - began_at < 22
 
 
 def test_every_30_seconds_a_line_says_what_is_missing(ray, clock, capfd):
-    wait(Room(ray, group()), clock, until=clock.now + 100)
+    wait(PlacementGroup(ray, group()), clock, until=clock.now + 100)
     lines = [one for one in capfd.readouterr().out.splitlines() if "waiting for room" in one]
     assert len(lines) == 4
     assert "asked CPU 1 in 1 bundle(s); available CPU 0" in lines[0]
@@ -164,7 +164,7 @@ def test_every_30_seconds_a_line_says_what_is_missing(ray, clock, capfd):
 
 def test_a_node_that_died_since_is_no_room(ray, clock):
     ray.free_at = clock.now
-    waiting = Room(ray, group(replicas=2))
+    waiting = PlacementGroup(ray, group(replicas=2))
     del ray.cpus["b"]
     assert not waiting.look()
     ray.where = ["a"]
@@ -172,7 +172,9 @@ def test_a_node_that_died_since_is_no_room(ray, clock):
 
 
 def test_a_role_that_spreads_tries_other_nodes_while_it_waits(ray, clock):
-    wait(Room(ray, group(replicas=2, spread="STRICT_SPREAD")), clock, until=clock.now + 30)
+    wait(
+        PlacementGroup(ray, group(replicas=2, spread="STRICT_SPREAD")), clock, until=clock.now + 30
+    )
     assert 5 <= len(ray.asked) <= 12
     assert ray.removed == len(ray.asked) - 1
     for one in ray.asked:
@@ -183,4 +185,4 @@ def test_a_role_that_spreads_tries_other_nodes_while_it_waits(ray, clock):
 def test_an_old_ray_needs_custom_resources(ray, clock):
     ray.util.placement_group = lambda bundles, strategy="PACK", name="": ray._create(bundles)
     with pytest.raises(NoRoom, match=r"worker: spreading its replicas needs Ray 2\.47"):
-        Room(ray, group(spread="STRICT_SPREAD", replicas=2))
+        PlacementGroup(ray, group(spread="STRICT_SPREAD", replicas=2))

@@ -262,7 +262,7 @@ def temporary(tmp_path, monkeypatch) -> Path:
 
 
 @pytest.fixture
-def team(relays, tag, temporary) -> Iterator[Callable[..., list[Site]]]:
+def replicas(relays, tag, temporary) -> Iterator[Callable[..., list[Site]]]:
     """Makes actors, one after the other on the same node; gives their replicas."""
     made: list[list[Site]] = []
 
@@ -288,9 +288,9 @@ def team(relays, tag, temporary) -> Iterator[Callable[..., list[Site]]]:
 
 
 @pytest.fixture
-def make(team) -> Callable[..., Site]:
+def make(replicas) -> Callable[..., Site]:
     """Makes actors of one replica each."""
-    return lambda name="": team(1, name)[0]
+    return lambda name="": replicas(1, name)[0]
 
 
 @pytest.fixture
@@ -1013,8 +1013,8 @@ def test_a_pull_waits_for_a_report_and_no_longer_than_its_patience(site):
 # ---------------------------------------------------------------------- several replicas
 
 
-def test_replicas_of_one_actor_share_the_code_and_nothing_else(team):
-    sites = team(3)
+def test_replicas_of_one_actor_share_the_code_and_nothing_else(replicas):
+    sites = replicas(3)
     code = sites[0].folder / "code-1"
     code.mkdir()
     (code / "data.txt").write_text("ours\n")
@@ -1025,8 +1025,8 @@ def test_replicas_of_one_actor_share_the_code_and_nothing_else(team):
     assert [one.text for one in sites] == [f"ours\n{index}\nmine\n" for index in range(3)]
 
 
-def test_one_pull_brings_the_reports_of_all_replicas_that_have_some(team):
-    sites = team(3)
+def test_one_pull_brings_the_reports_of_all_replicas_that_have_some(replicas):
+    sites = replicas(3)
     relays = sites[0].relays
     for one in sites[:2]:
         one.prepare(_role())
@@ -1040,16 +1040,16 @@ def test_one_pull_brings_the_reports_of_all_replicas_that_have_some(team):
     assert list(answer) == ["train/2"]
 
 
-def test_a_replica_whose_output_waits_does_not_hold_the_others_up(team):
-    chatty, other = team(2)
+def test_a_replica_whose_output_waits_does_not_hold_the_others_up(replicas):
+    chatty, other = replicas(2)
     chatty.run(_role(_python(_MUCH)))
     _until_it_waits(chatty)
     other.run(_role(_shell("exit 3")))
     assert other.until("exited")["code"] == 3
 
 
-def test_the_death_of_one_replicas_process_leaves_the_others_alone(team):
-    victim, other = team(2)
+def test_the_death_of_one_replicas_process_leaves_the_others_alone(replicas):
+    victim, other = replicas(2)
     for one in (victim, other):
         one.run(_role(_shell("echo up; while ! [ -e go ]; do sleep 0.01; done; echo done")))
         one.says("up")
@@ -1062,8 +1062,8 @@ def test_the_death_of_one_replicas_process_leaves_the_others_alone(team):
     assert other.text == "up\ndone\n"
 
 
-def test_close_ends_all_replicas(team):
-    sites = team(3)
+def test_close_ends_all_replicas(replicas):
+    sites = replicas(3)
     for one in sites:
         one.run(_role(_shell("echo up; exec sleep 1000")))
         one.says("up")
