@@ -23,7 +23,7 @@ def refuse(name: str, value: Any, allowed: str) -> NoReturn:
     raise ConfigError(f"RayExecutor.{name} is {value!r}; allowed is {allowed}.")
 
 
-def named_fields(cls: type[_Class]) -> type[_Class]:
+def strict_init(cls: type[_Class]) -> type[_Class]:
     """A dataclass whose constructor refuses unknown fields by an error of ours.
 
     The signature stays that of the fields: NeMo-Run's command line and fiddle read it.

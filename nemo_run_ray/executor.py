@@ -14,7 +14,7 @@ from nemo_run.core.execution.launcher import FaultTolerance, Launcher, Torchrun
 from nemo_run.core.packaging.base import Packager
 
 from nemo_run_ray import runtime_env as runtime_envs
-from nemo_run_ray.checks import is_amount, named_fields, refuse
+from nemo_run_ray.checks import is_amount, refuse, strict_init
 from nemo_run_ray.clusters import Cluster, ExistingCluster, LocalCluster
 from nemo_run_ray.errors import ConfigError
 from nemo_run_ray.probes import Probe
@@ -50,7 +50,7 @@ _TYPES: tuple[tuple[tuple[str, ...], type, str], ...] = (
 )
 
 
-@named_fields
+@strict_init
 @dataclass(kw_only=True)
 class RayExecutor(Executor):
     """Runs NeMo-Run tasks as jobs of a Ray cluster.

@@ -5,7 +5,7 @@
 from dataclasses import KW_ONLY, dataclass
 from typing import Any, NoReturn
 
-from nemo_run_ray.checks import is_amount, named_fields
+from nemo_run_ray.checks import is_amount, strict_init
 from nemo_run_ray.errors import ConfigError
 from nemo_run_ray.remote.spec import ProbeSpec
 
@@ -44,7 +44,7 @@ class Probe:
             self._refuse("port", port, "a number from 1 to 65535")
 
 
-@named_fields
+@strict_init
 @dataclass
 class PortProbe(Probe):
     """Ready when the port takes connections on the node's own address."""
@@ -62,7 +62,7 @@ class PortProbe(Probe):
         )
 
 
-@named_fields
+@strict_init
 @dataclass
 class HttpProbe(Probe):
     """Ready when ``GET http://<node>:<port><path>`` is answered with the status."""
@@ -94,7 +94,7 @@ class HttpProbe(Probe):
         )
 
 
-@named_fields
+@strict_init
 @dataclass
 class CommandProbe(Probe):
     """Ready when the command exits with 0; it runs on the node, in the role's environment."""

@@ -46,7 +46,7 @@ class StatusReport:
         self.jobs = jobs
         self.verdicts = [job.verdict() for job in jobs]
         self.roles = [
-            job.roles(verdict) if job.record.is_group else {}
+            job.roles(verdict) if job.record.has_roles else {}
             for job, verdict in zip(jobs, self.verdicts, strict=True)
         ]
         self.attempts = [job.attempts(running_at) for job in jobs]

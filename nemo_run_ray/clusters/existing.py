@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 from urllib.parse import urlsplit
 
-from nemo_run_ray.checks import named_fields
+from nemo_run_ray.checks import strict_init
 from nemo_run_ray.clusters.base import Cluster, Dashboard
 from nemo_run_ray.errors import ConfigError
 
@@ -25,7 +25,7 @@ _VARIABLE = re.compile(r"\$\{(\w+)\}")
 _TOKENS: dict[str, str] = {}
 
 
-@named_fields
+@strict_init
 @dataclass
 class ExistingCluster(Cluster):
     """A Ray cluster reached through its dashboard. Never started and never stopped by us.

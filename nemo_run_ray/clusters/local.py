@@ -20,9 +20,9 @@ from typing import Any, ClassVar
 from nemo_run.config import get_nemorun_home
 from nemo_run.core.frontend.console.api import CONSOLE
 
-from nemo_run_ray.checks import named_fields
+from nemo_run_ray.checks import strict_init
 from nemo_run_ray.clusters.base import Cluster, Dashboard
-from nemo_run_ray.clusters.local_state import Home, State, birth, children
+from nemo_run_ray.clusters.local_state import Home, State, children, process_identity
 from nemo_run_ray.errors import ClusterError, ConfigError
 
 #: Linux limits the name of a Unix socket to 107 bytes; Ray puts up to 75 behind its folder.
@@ -30,7 +30,7 @@ _TEMP_ROOT_MAX_BYTES = 107 - 75
 _START_LIMIT_S = 120.0
 
 
-@named_fields
+@strict_init
 @dataclass(kw_only=True)
 class LocalCluster(Cluster):
     """An embedded Ray, started when it is needed. Token authentication is always on.
@@ -74,7 +74,7 @@ class LocalCluster(Cluster):
         with self._home.locked():
             state = self._home.read()
             if state is None:
-                self._home.bury()
+                self._home.remove_dead()
                 state = self._start()
             elif (self.num_cpus, self.num_gpus) not in ((None, None), tuple(state.size)):
                 CONSOLE.log(
@@ -107,7 +107,7 @@ class LocalCluster(Cluster):
     def stop(self) -> None:
         """Stop it now, with all that runs on it, if there is one."""
         with self._home.locked():
-            self._home.bury()
+            self._home.remove_dead()
 
     @property
     def _home(self) -> Home:
@@ -149,7 +149,7 @@ class LocalCluster(Cluster):
                 start_new_session=True,
             )
         children[process.pid] = process
-        state.pid, state.born = process.pid, birth(process.pid) or ""
+        state.pid, state.born = process.pid, process_identity(process.pid) or ""
         self._home.write(state)
         try:
             self._await_dashboard(state, process)

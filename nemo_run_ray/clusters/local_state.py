@@ -102,7 +102,7 @@ class Home:
         state = self._read_any()
         return state if state is not None and _lives(state.pid, state.born) else None
 
-    def bury(self) -> None:
+    def remove_dead(self) -> None:
         """Remove what a cluster left whose first process was killed. The lock is held."""
         state = self._read_any()
         if state is not None:
@@ -194,7 +194,7 @@ class Home:
 
     def join(self, state: State, keep: bool) -> None:
         """Note that this process uses the cluster, until its end."""
-        me = [os.getpid(), birth(os.getpid()) or ""]
+        me = [os.getpid(), process_identity(os.getpid()) or ""]
         if me not in state.users or (keep and not state.keep):
             state.users = [user for user in state.users if _lives(*user)]
             state.users.append(me)
@@ -209,7 +209,7 @@ class Home:
         family = {}
         if _lives(state.pid, state.born):
             # Those that changed their title have lost the environment that marks them.
-            family = {pid: birth(pid) for pid in descendants(state.pid)}
+            family = {pid: process_identity(pid) for pid in descendants(state.pid)}
             kill(state.pid, signal.SIGTERM)
         mark = f"{_MARK}={state.root}".encode()
         deadline = time.monotonic() + _STOP_LIMIT_S
@@ -260,7 +260,7 @@ class Home:
         return bool(busy)
 
 
-def birth(pid: int) -> str | None:
+def process_identity(pid: int) -> str | None:
     """Names the process of that pid for good; ``None`` when there is none, or a zombie.
 
     Ticks since the boot, and which boot: a wall clock that is set does not change them.
@@ -276,4 +276,4 @@ def birth(pid: int) -> str | None:
 
 def _lives(pid: int, born: str | None) -> bool:
     """Whether the process of that pid is the one that was born then."""
-    return born is not None and born == birth(pid)
+    return born is not None and born == process_identity(pid)

@@ -151,7 +151,7 @@ class Batch:
         if chain:
             values["chain"] = chain
         if isinstance(planned.spec, GroupSpec):
-            values["is_group"] = True
+            values["has_roles"] = True
         return ledger.INTENT, planned.submission_id, values
 
     @property

@@ -44,7 +44,7 @@ class JobRecord:
         exp_dir: folder of its experiment.
         chain: id of the dispatcher that hands it over; empty when the client did.
         dispatches: it is an attempt of that dispatcher itself.
-        is_group: it has roles.
+        has_roles: it is a group.
         last: the last event of its submission.
         cancelled: somebody asked for its end.
         terminal: what was last seen of it, once it had ended.
@@ -60,7 +60,7 @@ class JobRecord:
     exp_dir: Path
     chain: str = ""
     dispatches: bool = False
-    is_group: bool = False
+    has_roles: bool = False
     last: str = INTENT
     cancelled: bool = False
     terminal: dict[str, Any] = field(default_factory=dict)
@@ -121,7 +121,7 @@ class Ledger:
             if kind == INTENT:
                 before = records.get(submission_id)
                 names = ("job", "role", "cluster", "session")
-                optional = ("chain", "dispatches", "is_group")
+                optional = ("chain", "dispatches", "has_roles")
                 more = {name: event[name] for name in optional if name in event}
                 records[submission_id] = JobRecord(
                     submission_id=submission_id,

@@ -18,7 +18,13 @@ from torchx.specs import AppDef
 
 from nemo_run_ray.errors import ConfigError
 from nemo_run_ray.executor import RayExecutor
-from nemo_run_ray.planning.roles import group_spec, is_group, packagers, selector_since, task_spec
+from nemo_run_ray.planning.roles import (
+    group_spec,
+    needs_group_driver,
+    packagers,
+    selector_since,
+    task_spec,
+)
 from nemo_run_ray.remote.attempts import CHAIN_KEY, NONCE_KEY, PERMANENT_KEY, RETRIES_KEY
 from nemo_run_ray.remote.spec import CODE, GroupSpec, JobSpec, LinkSpec, OutsideSpec, ProbeSpec
 from nemo_run_ray.runtime_env import is_container, resolve
@@ -46,7 +52,7 @@ class JobPlan:
         job: its name in NeMo-Run.
         submission_id: its name on the cluster.
         spec: what the node is told.
-        request: the parts of Ray's job request that say what to reserve.
+        reservation: the parts of Ray's job request that say what to reserve.
         runtime_env: the user's, to which the archives are added.
         packagers: of the roles whose code travels, by the role's name.
         selector_since: first version of Ray that knows what it asks for, if it matters.
@@ -62,7 +68,7 @@ class JobPlan:
     job: str
     submission_id: str
     spec: JobSpec | GroupSpec
-    request: dict[str, Any] = field(default_factory=dict)
+    reservation: dict[str, Any] = field(default_factory=dict)
     runtime_env: dict[str, Any] = field(default_factory=dict)
     packagers: dict[str, Packager] = field(default_factory=dict)
     selector_since: tuple[int, int] | None = None
@@ -111,7 +117,7 @@ class JobPlan:
             "entrypoint": line,
             "runtime_env": runtime_env,
             "metadata": {NONCE_KEY: nonce, "nemo_run_job": self.job},
-            **self.request,
+            **self.reservation,
         }
 
     def link(self, body: dict[str, Any], outside: Sequence[OutsideSpec], chain: str) -> LinkSpec:
@@ -155,18 +161,18 @@ def plan(app: AppDef, executor: RayExecutor, submission_id: str, job: str) -> Jo
     executor.check()
     ships = packagers(app, executor)
     spec: JobSpec | GroupSpec
-    if is_group(app, executor):
-        spec, request, runtime_env = group_spec(app, executor), {}, {}
+    if needs_group_driver(app, executor):
+        spec, reservation, runtime_env = group_spec(app, executor), {}, {}
     else:
         _check_alone(executor)
         spec = task_spec(app.roles[0], executor)
         spec = replace(spec, env={**spec.env, **_macro_environment(executor)})
-        request, runtime_env = _reservation(executor), resolve(executor.runtime_env)
+        reservation, runtime_env = _reservation(executor), resolve(executor.runtime_env)
     return JobPlan(
         job=job,
         submission_id=submission_id,
         spec=spec,
-        request=request,
+        reservation=reservation,
         runtime_env=runtime_env,
         packagers=ships,
         selector_since=selector_since(spec, executor),
@@ -176,7 +182,7 @@ def plan(app: AppDef, executor: RayExecutor, submission_id: str, job: str) -> Jo
         permanent_exit_codes=tuple(executor.permanent_exit_codes),
         max_in_flight=executor.max_in_flight,
         # A group gives itself up: its driver knows whether it is placed.
-        pending_timeout_s=None if is_group(app, executor) else executor.pending_timeout_s,
+        pending_timeout_s=None if needs_group_driver(app, executor) else executor.pending_timeout_s,
     )
 
 
@@ -296,7 +302,7 @@ def describe(planned: JobPlan, cluster: str, travels: list[str]) -> str:
     lines = [f"Ray job   {planned.submission_id}", f"cluster   {cluster}"]
     lines += _describe_turn(planned)
     if isinstance(spec, JobSpec):
-        lines += _describe_task(spec, _words(planned.request), planned.runtime_env)
+        lines += _describe_task(spec, _words(planned.reservation), planned.runtime_env)
         return "\n".join(lines + [f"travels   {one}" for one in travels])
     lines.append(f"strategy  {spec.strategy}, all {len(spec.roles)} role(s) at once or none")
     lines += [f"travels   {one}" for one in travels]

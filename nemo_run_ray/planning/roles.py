@@ -59,7 +59,7 @@ _OF_ROLES = (
 )
 
 
-def is_group(app: AppDef, executor: RayExecutor) -> bool:
+def needs_group_driver(app: AppDef, executor: RayExecutor) -> bool:
     """Whether a job needs the group's driver: several roles, replicas, processes, or ports.
 
     A task in a container does too. Ray combines a container with no archives, which every job has;

@@ -10,7 +10,7 @@ import pytest
 
 from nemo_run_ray import LocalCluster
 from nemo_run_ray.clusters import from_record, local_state
-from nemo_run_ray.clusters.local_state import Home, State, birth
+from nemo_run_ray.clusters.local_state import Home, State, process_identity
 from nemo_run_ray.errors import ClusterError, ConfigError
 
 
@@ -19,9 +19,9 @@ def home(weird_tmp_path):
     return Home(weird_tmp_path)
 
 
-def _shifted(birth: str, ticks: int) -> str:
-    """The birth of another process that had the same pid in the same boot."""
-    boot, _, born = birth.partition("/")
+def _shifted(process_identity: str, ticks: int) -> str:
+    """The identity of another process that had the same pid in the same boot."""
+    boot, _, born = process_identity.partition("/")
     return f"{boot}/{int(born) + ticks}"
 
 
@@ -30,7 +30,7 @@ def _state(pid: int, born: str) -> State:
 
 
 def _me() -> State:
-    return _state(os.getpid(), birth(os.getpid()))
+    return _state(os.getpid(), process_identity(os.getpid()))
 
 
 @pytest.fixture
@@ -52,7 +52,7 @@ def test_nothing_is_there(home):
 
 
 def test_a_dead_process(home, child):
-    home.write(_state(child.pid, birth(child.pid)))
+    home.write(_state(child.pid, process_identity(child.pid)))
     assert home.read() is not None
     child.kill()
     child.wait()
@@ -60,7 +60,7 @@ def test_a_dead_process(home, child):
 
 
 def test_a_zombie_is_dead(home, child):
-    home.write(_state(child.pid, birth(child.pid)))
+    home.write(_state(child.pid, process_identity(child.pid)))
     child.kill()
     os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
     assert home.read() is None
@@ -68,7 +68,7 @@ def test_a_zombie_is_dead(home, child):
 
 @pytest.mark.parametrize("shift", [-3600, 1])
 def test_a_pid_that_somebody_else_has_now(home, shift):
-    home.write(_state(os.getpid(), _shifted(birth(os.getpid()), shift)))
+    home.write(_state(os.getpid(), _shifted(process_identity(os.getpid()), shift)))
     assert home.read() is None
 
 
@@ -156,7 +156,7 @@ def test_stopping_buries_what_a_killed_cluster_left(tmp_path, child):
     root = tmp_path / "root"
     root.mkdir()
     left = subprocess.Popen(["sleep", "1000"], env={**os.environ, "NEMO_RUN_RAY_LOCAL": str(root)})
-    state = _state(child.pid, _shifted(birth(child.pid), -1000))
+    state = _state(child.pid, _shifted(process_identity(child.pid), -1000))
     state.root = str(root)
     home = Home(tmp_path / "home")
     home.path.mkdir()

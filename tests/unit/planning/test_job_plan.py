@@ -168,14 +168,14 @@ def test_macros():
 def test_reservations():
     fields = {"cpus_per_node": 0, "gpus_per_node": 0.5, "memory_per_node": "1KiB"}
     fields |= {"resources_per_node": {"x": 1}, "label_selector": {"a": "b"}}
-    assert _planned(_app("true"), **fields).request == {
+    assert _planned(_app("true"), **fields).reservation == {
         "entrypoint_num_cpus": 0,
         "entrypoint_num_gpus": 0.5,
         "entrypoint_memory": 1024,
         "entrypoint_resources": {"x": 1},
         "entrypoint_label_selector": {"a": "b"},
     }
-    assert _planned(_app("true")).request == {}
+    assert _planned(_app("true")).reservation == {}
 
 
 def test_the_body():

@@ -159,7 +159,7 @@ def test_a_task_of_several_replicas_processes_or_ports_is_a_group_of_one_role(pl
     (role,) = made.spec.roles
     assert role.name == "job"
     assert (role.replicas, role.service) == (fields.get("nodes", 1), False)
-    assert made.request == {}
+    assert made.reservation == {}
     assert made.runtime_env == {}
 
 
@@ -176,7 +176,7 @@ def test_a_group_reserves_nothing_for_its_driver(planned):
     """What the roles ask for is in their bundles."""
     fields = {"cpus_per_node": 4, "gpus_per_node": 1, "label_selector": {"a": "b"}}
     made = planned(_tasks(2), _executor(**fields, runtime_env={"pip": ["x"]}))
-    assert made.request == {}
+    assert made.reservation == {}
     assert made.runtime_env == {}
     for role in made.spec.roles:
         assert role.resources == {"CPU": 4, "GPU": 1}
