@@ -13,7 +13,7 @@ from nemo_run_ray.clusters import Cluster
 from nemo_run_ray.dashboard.jobs_api import JobsApi
 from nemo_run_ray.jobs.dispatch import Chain, chain_id
 from nemo_run_ray.jobs.dispatched_job import find_job
-from nemo_run_ray.remote.states import JobState, Verdict
+from nemo_run_ray.remote.states import JobState, JobStatus
 from tests.conftest import wait_for
 
 #: Seconds after which a job that waits for its gate gives up.
@@ -132,18 +132,18 @@ class Started:
         """Its submission id."""
         return f"{self.id}.{name}"
 
-    def verdict(self, name: str) -> Verdict:
-        return find_job(self.job(name)).verdict()
+    def status(self, name: str) -> JobStatus:
+        return find_job(self.job(name)).status()
 
-    def verdicts(self) -> dict[str, Verdict]:
-        return {link.name: self.verdict(link.name) for link in self.chain.spec.links}
+    def statuses(self) -> dict[str, JobStatus]:
+        return {link.name: self.status(link.name) for link in self.chain.spec.links}
 
     def states(self) -> dict[str, str]:
-        return {name: verdict.state.value for name, verdict in self.verdicts().items()}
+        return {name: status.state.value for name, status in self.statuses().items()}
 
-    def wait_until(self, name: str, state: JobState) -> Verdict:
-        wait_for(lambda: self.verdict(name).state is state)
-        return self.verdict(name)
+    def wait_until(self, name: str, state: JobState) -> JobStatus:
+        wait_for(lambda: self.status(name).state is state)
+        return self.status(name)
 
     def dispatch_ends(self, api: JobsApi, number: int = 1, within_s: float = 120) -> int:
         """Exit code of a dispatcher, once it has ended; nothing but its row is asked."""

@@ -57,8 +57,8 @@ def submit(name: str, cluster: Cluster, *roles: Role) -> RemoteJob:
 def finish(job: RemoteJob) -> tuple[str, str, str]:
     """Follow a job to its end: state, reason and log."""
     log = "".join(job.log(should_tail=True))
-    verdict = job.verdict()
-    return verdict.state.value, verdict.reason.value, log
+    status = job.status()
+    return status.state.value, status.reason.value, log
 
 
 def assert_nothing_left(hosts, job: RemoteJob, within_s: float = 60) -> None:

@@ -160,7 +160,7 @@ def logs(
 
 
 def _must_have_role(job: Any, role: str) -> None:
-    rows = job.roles(job.verdict()).get("roles", [])
+    rows = job.roles(job.status()).get("roles", [])
     names = {row["role"] for row in rows}
     replicas = {f"{row['role']}/{row['replica']}" for row in rows}
     if rows and role not in names | replicas:
@@ -189,20 +189,20 @@ def _cancelled(jobs: list[Any]) -> Iterator[str]:
     if len(jobs) > 1:
         _cancel_chains(jobs)
     for one in jobs:
-        verdict = one.verdict()
-        if verdict.state.is_terminal and verdict.state is not JobState.CANCELLED:
-            yield f"{one.record.job} is {verdict.state.value}: there is nothing to cancel"
+        status = one.status()
+        if status.state.is_terminal and status.state is not JobState.CANCELLED:
+            yield f"{one.record.job} is {status.state.value}: there is nothing to cancel"
             continue
-        if not verdict.state.is_terminal:
-            verdict = one.cancel(registry.grace_s(_experiment_of(one), one.record.job))
-        yield f"{one.record.job} is {verdict.state.value.lower()}{_proof(one, verdict)}"
+        if not status.state.is_terminal:
+            status = one.cancel(registry.grace_s(_experiment_of(one), one.record.job))
+        yield f"{one.record.job} is {status.state.value.lower()}{_proof(one, status)}"
 
 
-def _proof(job: Any, verdict: Any) -> str:
-    if verdict.state is not JobState.CANCELLED:
+def _proof(job: Any, status: Any) -> str:
+    if status.state is not JobState.CANCELLED:
         return ""
     try:
-        return f"; {job.leftovers(verdict)}"
+        return f"; {job.leftovers(status)}"
     except JobError:  # its cluster has been stopped since, with all that ran on it
         return ""
 
@@ -219,7 +219,7 @@ def _cancel_chains(jobs: list[Any]) -> None:
             for other in jobs
             if isinstance(other, ChainedJob) and other.chain is one.chain
         )
-        if not all(other.verdict().state.is_terminal for other in jobs):
+        if not all(other.status().state.is_terminal for other in jobs):
             one.chain.cancel(one.api(), grace_s)
 
 
@@ -272,7 +272,7 @@ def _resume_chains(experiment: Any) -> list[str]:
 def _state(experiment: Any, job: Any, found: Any) -> str:
     """The state of a job; WAITING only if it is for Ray and Ray never got it."""
     if found is not None:
-        return str(found.verdict().state.value)
+        return str(found.status().state.value)
     if isinstance(job.executor, RayExecutor):
         return JobState.WAITING.value
     return f"{registry.status_of(experiment, job)} on {type(job.executor).__name__}"

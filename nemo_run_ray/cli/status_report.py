@@ -16,7 +16,7 @@ from nemo_run_ray.jobs.dispatched_job import ChainedJob, running_at
 from nemo_run_ray.jobs.job import RemoteJob
 from nemo_run_ray.jobs.ledger import Ledger
 from nemo_run_ray.nemo import registry
-from nemo_run_ray.remote.states import JobState, Verdict
+from nemo_run_ray.remote.states import JobState, JobStatus
 from nemo_run_ray.timeline import page as timeline
 
 _COLORS = {
@@ -31,7 +31,7 @@ _NAMES_MAX = 3
 
 
 class StatusReport:
-    """One look at jobs: verdicts, attempts, and how long they have been where they are.
+    """One look at jobs: statuses, attempts, and how long they have been where they are.
 
     What is seen of attempts is kept in the experiment's folder.
 
@@ -44,10 +44,10 @@ class StatusReport:
         self, jobs: Sequence[RemoteJob], running_at: Mapping[str, float] | None = None
     ) -> None:
         self.jobs = jobs
-        self.verdicts = [job.verdict() for job in jobs]
+        self.statuses = [job.status() for job in jobs]
         self.roles = [
-            job.roles(verdict) if job.record.has_roles else {}
-            for job, verdict in zip(jobs, self.verdicts, strict=True)
+            job.roles(status) if job.record.has_roles else {}
+            for job, status in zip(jobs, self.statuses, strict=True)
         ]
         self.attempts = [job.attempts(running_at) for job in jobs]
         self._keep_attempts()
@@ -63,10 +63,10 @@ class StatusReport:
 
     @property
     def is_over(self) -> bool:
-        return all(verdict.state.is_terminal for verdict in self.verdicts)
+        return all(status.state.is_terminal for status in self.statuses)
 
     def as_json(self) -> str:
-        rows = zip(self.jobs, self.verdicts, self.attempts, self.roles, strict=True)
+        rows = zip(self.jobs, self.statuses, self.attempts, self.roles, strict=True)
         return json.dumps([_as_dict(*row) for row in rows], indent=1)
 
     def table(self, now: float) -> Group:
@@ -74,20 +74,20 @@ class StatusReport:
         names = ("job", "state", "reason", "attempt", "node", "since", "waits for")
         table = Table(*names, box=None, pad_edge=False)
         troubles: dict[str, list[str]] = {}  # names by message: many jobs may share one
-        rows = zip(self.jobs, self.verdicts, self.attempts, self.roles, strict=True)
-        for job, verdict, attempts, _ in rows:
+        rows = zip(self.jobs, self.statuses, self.attempts, self.roles, strict=True)
+        for job, status, attempts, _ in rows:
             name = job.record.job
             table.add_row(
                 Text(name),
-                Text(verdict.state.value, _COLORS.get(verdict.state, "")),
-                verdict.reason.value,
-                str(verdict.attempt) if isinstance(job, ChainedJob) and verdict.attempt else "",
-                verdict.node[:12],
-                _since(verdict, attempts, now),
-                Text(_short(verdict.waits_for)),
+                Text(status.state.value, _COLORS.get(status.state, "")),
+                status.reason.value,
+                str(status.attempt) if isinstance(job, ChainedJob) and status.attempt else "",
+                status.node[:12],
+                _since(status, attempts, now),
+                Text(_short(status.waits_for)),
             )
-            if verdict.reason.is_trouble:
-                troubles.setdefault(verdict.message, []).append(name)
+            if status.reason.is_trouble:
+                troubles.setdefault(status.message, []).append(name)
         groups = [
             _roles_table(job.record.job, roles)
             for job, roles in zip(self.jobs, self.roles, strict=True)
@@ -107,34 +107,34 @@ def timeline_page(title: str, exp_dir: Path, jobs: Sequence[RemoteJob], now: flo
     rows = [
         timeline.Row(
             name=job.record.job,
-            state=verdict.state.value,
-            reason=verdict.reason.value,
-            message=verdict.message,
+            state=status.state.value,
+            reason=status.reason.value,
+            message=status.message,
             after=_after(job),
-            waits_for=verdict.waits_for,
+            waits_for=status.waits_for,
             attempts=tuple(
-                _span(number, attempt, verdict)
+                _span(number, attempt, status)
                 for number, attempt in enumerate(attempts.values(), start=1)
             ),
         )
-        for job, verdict, attempts in zip(jobs, report.verdicts, report.attempts, strict=True)
+        for job, status, attempts in zip(jobs, report.statuses, report.attempts, strict=True)
     ]
     return timeline.page(title, rows, began, now)
 
 
 def _as_dict(
-    job: RemoteJob, verdict: Verdict, attempts: Attempts, roles: dict[str, Any]
+    job: RemoteJob, status: JobStatus, attempts: Attempts, roles: dict[str, Any]
 ) -> dict[str, Any]:
     return {
         "job": job.record.job,
         "id": job.submission_id,
         "handle": registry.handle(job.submission_id),
-        "state": verdict.state.value,
-        "reason": verdict.reason.value,
-        "message": verdict.message,
-        "node": verdict.node,
-        "attempt": verdict.attempt,
-        "waits_for": list(verdict.waits_for),
+        "state": status.state.value,
+        "reason": status.reason.value,
+        "message": status.message,
+        "node": status.node,
+        "attempt": status.attempt,
+        "waits_for": list(status.waits_for),
         "after": list(_after(job)),
         "attempts": [
             {
@@ -160,12 +160,12 @@ def _after(job: RemoteJob) -> tuple[str, ...]:
     return tuple(name for link in links for name in link.after)
 
 
-def _since(verdict: Verdict, attempts: Attempts, now: float) -> str:
+def _since(status: JobStatus, attempts: Attempts, now: float) -> str:
     """How long ago the newest attempt was handed over, or ended; empty when nobody saw the end."""
     if not attempts:
         return ""
     last = list(attempts.values())[-1]
-    at = last.ended_at if verdict.state.is_terminal else last.posted_at
+    at = last.ended_at if status.state.is_terminal else last.posted_at
     return f"{duration(now - at)} ago" if at else ""
 
 
@@ -187,9 +187,9 @@ def _short(names: Sequence[str]) -> str:
     return f"{shown} and {more} more" if more > 0 else shown
 
 
-def _span(number: int, attempt: AttemptRecord, verdict: Verdict) -> timeline.Span:
+def _span(number: int, attempt: AttemptRecord, status: JobStatus) -> timeline.Span:
     # It was not over when somebody looked for the last time, and now nobody can tell.
-    is_lost = verdict.state is JobState.LOST and not JobState(attempt.state).is_terminal
+    is_lost = status.state is JobState.LOST and not JobState(attempt.state).is_terminal
     return timeline.Span(
         number=number,
         submission_id=attempt.submission_id,
@@ -197,7 +197,7 @@ def _span(number: int, attempt: AttemptRecord, verdict: Verdict) -> timeline.Spa
         posted_at=attempt.posted_at,
         running_at=attempt.running_at,
         ended_at=attempt.ended_at,
-        outcome=verdict.state.value if is_lost else attempt.state,
+        outcome=status.state.value if is_lost else attempt.state,
         reason=attempt.detail or attempt.reason,
     )
 

@@ -16,7 +16,7 @@ from typing import Any
 
 from nemo_run_ray.errors import NemoRunRayError
 from nemo_run_ray.remote.env_error import cause_of
-from nemo_run_ray.remote.states import JobState, Reason, Verdict
+from nemo_run_ray.remote.states import JobState, JobStatus, Reason
 from nemo_run_ray.runtime_env import brings_python
 
 #: File of the agent on each node that builds runtime environments, and how much of it is read.
@@ -50,24 +50,24 @@ class EnvBuilds:
         self._environments = _Recent(lambda _: [one for one in environments() if _is_built(one)])
         self._agent_log = _Recent(agent_log)
 
-    def explain(self, row: Mapping[str, Any], verdict: Verdict) -> Verdict:
-        """The verdict of a pending job with what its runtime environment waits for.
+    def explain(self, row: Mapping[str, Any], status: JobStatus) -> JobStatus:
+        """The status of a pending job with what its runtime environment waits for.
 
         Args:
             row: the job in Ray's table.
-            verdict: what the row says.
+            status: what the row says.
         """
         runtime_env = row.get("runtime_env") or {}
-        if verdict.state is not JobState.PENDING or not brings_python(runtime_env):
-            return verdict
+        if status.state is not JobState.PENDING or not brings_python(runtime_env):
+            return status
         try:
             for found in self._environments.get(""):
                 if _key(found["runtime_env"]) == _key(runtime_env):
                     node = str(found["node_id"])
                     return _told(failures(self._agent_log.get(node), runtime_env), node)
         except NemoRunRayError:
-            return verdict  # this only explains
-        return verdict
+            return status  # this only explains
+        return status
 
 
 def failures(agent_log: str, runtime_env: Mapping[str, Any]) -> list[str]:
@@ -117,14 +117,14 @@ def _is_of(environment: str, key: Mapping[str, Any]) -> bool:
         return False  # a Ray that writes it otherwise
 
 
-def _told(failed: Sequence[str], node: str) -> Verdict:
+def _told(failed: Sequence[str], node: str) -> JobStatus:
     where = f"on node {node[:12]}"
     if not failed:
         detail = f"Ray builds its runtime environment {where}"
-        return Verdict(JobState.PENDING, Reason.BUILDING, detail)
+        return JobStatus(JobState.PENDING, Reason.BUILDING, detail)
     times = "once" if len(failed) == 1 else f"{len(failed)} times"
     detail = f"Ray failed {times} to build its runtime environment {where}: {failed[-1]}"
-    return Verdict(JobState.PENDING, Reason.REBUILDING, detail)
+    return JobStatus(JobState.PENDING, Reason.REBUILDING, detail)
 
 
 class _Recent:

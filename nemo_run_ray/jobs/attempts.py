@@ -39,15 +39,15 @@ class AttemptRecord:
     @classmethod
     def of(cls, submission_id: str, row: Attempt, now: float) -> AttemptRecord:
         """The record of a row of the job table at this moment."""
-        verdict = row.verdict
+        status = row.status
         return cls(
             submission_id=submission_id,
-            state=verdict.state.value,
-            reason=verdict.reason.value,
-            detail=verdict.detail,
-            node=verdict.node,
+            state=status.state.value,
+            reason=status.reason.value,
+            detail=status.detail,
+            node=status.node,
             posted_at=row.posted_at,
-            running_at=now if verdict.state is JobState.RUNNING else None,
+            running_at=now if status.state is JobState.RUNNING else None,
             ended_at=row.ended_at or None,
             exit_code=row.exit_code,
         )

@@ -18,7 +18,7 @@ from nemo_run_ray.jobs.dispatch import DISPATCHER
 from nemo_run_ray.jobs.dispatched_job import job_of
 from nemo_run_ray.jobs.job import RemoteJob
 from nemo_run_ray.jobs.ledger import Ledger
-from nemo_run_ray.remote.states import JobState, Reason, Verdict
+from nemo_run_ray.remote.states import JobState, JobStatus, Reason
 
 #: Seconds until the cluster is stopped under what has not ended. Longer than most grace periods.
 _END_LIMIT_S = 60.0
@@ -84,7 +84,7 @@ def _note_cancelled(job: RemoteJob) -> None:
     detail = "cancelled when the embedded Ray was stopped"
     attempts = list(job.attempts().values())
     node = attempts[-1].node if attempts else ""
-    job.note(Verdict(JobState.CANCELLED, Reason.CANCELLED, detail, node, attempt=len(attempts)))
+    job.note(JobStatus(JobState.CANCELLED, Reason.CANCELLED, detail, node, attempt=len(attempts)))
 
 
 def _is_on(record: Mapping[str, Any], cluster: Cluster) -> bool:

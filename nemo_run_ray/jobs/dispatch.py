@@ -51,7 +51,7 @@ from nemo_run_ray.remote.dispatch.decide import Decision, Do, decide
 from nemo_run_ray.remote.dispatch.dispatcher import STOP_TRUST_S
 from nemo_run_ray.remote.node.rundir import CHAIN
 from nemo_run_ray.remote.spec import ChainSpec, OutsideSpec, from_json
-from nemo_run_ray.remote.states import JobState, Verdict
+from nemo_run_ray.remote.states import JobState, JobStatus
 
 log = logging.getLogger(__name__)
 
@@ -64,7 +64,7 @@ _LOOK_AGAIN_S = 2.0
 PENDING_MAX_S = 60.0
 #: Seconds beyond the grace period until a cancelled chain must have ended.
 CANCEL_S = 60.0
-_NOTHING = Attempt(Verdict(JobState.UNKNOWN))
+_NOTHING = Attempt(JobStatus(JobState.UNKNOWN))
 
 
 @dataclass(frozen=True)
@@ -72,7 +72,7 @@ class Snapshot:
     """One look at a chain.
 
     Attributes:
-        decision: where every job stands.
+        decision: the status of every job.
         rows: Ray's rows, by submission id.
         dispatcher: attempts of the dispatcher, by number.
         lost: why the cluster does not have the chain any more; empty as long as it has.
@@ -92,7 +92,7 @@ class Snapshot:
         """
         too_early = time.time() - PENDING_MAX_S
         return any(
-            row.is_live and (row.verdict.state is not JobState.PENDING or row.posted_at > too_early)
+            row.is_live and (row.status.state is not JobState.PENDING or row.posted_at > too_early)
             for row in self.dispatcher.values()
         )
 
@@ -209,7 +209,7 @@ class Chain:
     # ------------------------------------------------------------------ the cluster
 
     def look(self, api: JobsApi, fresh: bool = False) -> Snapshot:
-        """Where every job stands now. Jobs of one look share one decision.
+        """The status of every job now. Jobs of one look share one decision.
 
         Raises:
             ClusterError: the cluster cannot be asked.
@@ -334,7 +334,7 @@ class Chain:
             self._revived_at, self._revivals = time.monotonic(), self._revivals + 1
         why = "never reached the cluster"
         if look.dispatcher:
-            last = look.dispatcher[max(look.dispatcher)].verdict
+            last = look.dispatcher[max(look.dispatcher)].status
             why = f"has ended before its jobs ({last.detail or last.state.value.lower()})"
         try:
             name = self.start(api, cluster)
@@ -383,7 +383,7 @@ class Chain:
             {
                 name
                 for link in self.spec.links
-                if not look.decision.standings[link.name].state.is_terminal
+                if not look.decision.statuses[link.name].state.is_terminal
                 for name in link.secrets
             }
         )

@@ -18,7 +18,7 @@ from nemo_run_ray.jobs.job import CANCEL_MARGIN_S, PLACING_S, STOP_AGAIN_S, Remo
 from nemo_run_ray.jobs.ledger import JobRecord, Ledger
 from nemo_run_ray.remote.attempts import attempt_id
 from nemo_run_ray.remote.dispatch import log
-from nemo_run_ray.remote.states import JobState, Verdict, judge
+from nemo_run_ray.remote.states import JobState, JobStatus, status_of_row
 
 _LOOK_AGAIN_S = 1.0
 #: Chains of which this process has written down when their attempts were seen running.
@@ -33,36 +33,36 @@ class ChainedJob(RemoteJob):
         super().__init__(record)
         self.chain = Chain.of(record.exp_dir, record.chain)
 
-    def look(self) -> Verdict:
+    def look(self) -> JobStatus:
         if self.record.terminal:
             return self._terminal()
         api = self._api()
         if api is None:
             return self._lost(self._cluster.why_gone())
         found = self.chain.look(api)
-        verdict = self._explained(found)
-        if found.lost and not verdict.attempt:
+        status = self._explained(found)
+        if found.lost and not status.attempt:
             return self._lost(found.lost)
-        if verdict.state.is_terminal:
-            self.note(verdict)
+        if status.state.is_terminal:
+            self.note(status)
         elif not found.lost:
             self.chain.revive(api, self.record.cluster, found)
         if found.decision.is_over:
             _keep_running_at(self.chain)
-        return verdict
+        return status
 
     def note_end(self) -> None:
         if not self.record.terminal:
             found = self.chain.look(self.api(), fresh=True)
-            verdict = self._explained(found)
-            if verdict.state.is_terminal and not found.lost:
-                self.note(verdict)
+            status = self._explained(found)
+            if status.state.is_terminal and not found.lost:
+                self.note(status)
             _keep_running_at(self.chain)
 
-    def cancel(self, grace_s: float) -> Verdict:
-        verdict = self.look()
-        if verdict.state.is_terminal:
-            return verdict
+    def cancel(self, grace_s: float) -> JobStatus:
+        status = self.look()
+        if status.state.is_terminal:
+            return status
         api = self.api()
         Ledger(self.record.exp_dir).write(ledger.CANCEL, self.submission_id)
         began_at = time.monotonic()
@@ -70,22 +70,22 @@ class ChainedJob(RemoteJob):
         while time.monotonic() < began_at + grace_s + CANCEL_MARGIN_S:
             try:
                 found = self.chain.look(api, fresh=True)
-                verdict = self._explained(found)
-                live = self._live(found, verdict)
+                status = self._explained(found)
+                live = self._live(found, status)
                 trusted = live is JobState.PENDING and time.monotonic() - began_at >= PLACING_S
-                if verdict.state.is_terminal and (live is None or trusted):
-                    self.note(verdict)
-                    return verdict
+                if status.state.is_terminal and (live is None or trusted):
+                    self.note(status)
+                    return status
                 if live is not None and time.monotonic() - asked_at >= STOP_AGAIN_S:
-                    api.stop(self._ran_as(verdict))
+                    api.stop(self._ran_as(status))
                     asked_at = time.monotonic()
-                if verdict.state in (JobState.WAITING, JobState.PENDING):
-                    name = attempt_id(self.submission_id, verdict.attempt + 1)
+                if status.state in (JobState.WAITING, JobState.PENDING):
+                    name = attempt_id(self.submission_id, status.attempt + 1)
                     self.chain.claim(api, name, self.record.nonces[-1])
             except Unanswered as error:
                 trouble = str(error)
             time.sleep(0.2)
-        raise self._not_ended(verdict, grace_s, trouble)
+        raise self._not_ended(status, grace_s, trouble)
 
     def log(self, should_tail: bool) -> Iterator[str]:
         """The logs of all attempts, one after the other."""
@@ -97,15 +97,15 @@ class ChainedJob(RemoteJob):
     def _attempt_logs(self, should_tail: bool) -> Iterator[Iterator[str]]:
         number = 0
         while True:
-            verdict = self.look()
-            while number < verdict.attempt:
+            status = self.look()
+            while number < status.attempt:
                 number += 1
                 yield self._attempt(number).cluster_log(should_tail)
-            if verdict.state.is_terminal or not should_tail:
+            if status.state.is_terminal or not should_tail:
                 break
             time.sleep(_LOOK_AGAIN_S)
         if number == 0:
-            raise JobError(f"There is no log: {verdict.message}")
+            raise JobError(f"There is no log: {status.message}")
 
     def _joined(self, logs: Iterable[Iterator[str]]) -> Iterator[str]:
         """The logs of the attempts with a line of ours between them."""
@@ -118,33 +118,33 @@ class ChainedJob(RemoteJob):
                 is_at_start = text.endswith("\n")
                 yield text
 
-    def _explained(self, found: Snapshot) -> Verdict:
+    def _explained(self, found: Snapshot) -> JobStatus:
         """What the decision says, with the log's end where Ray's row has one."""
-        verdict = found.decision.standings[self.record.job]
-        row = found.rows.get(self._ran_as(verdict))
-        if row is None or not verdict.attempt:
-            return verdict
-        told = judge(row)
-        if told.state is not verdict.state or told.reason is not verdict.reason:
-            return verdict
+        status = found.decision.statuses[self.record.job]
+        row = found.rows.get(self._ran_as(status))
+        if row is None or not status.attempt:
+            return status
+        told = status_of_row(row)
+        if told.state is not status.state or told.reason is not status.reason:
+            return status
         told = self._explain_pending(row, told)
-        return replace(verdict, reason=told.reason, detail=told.detail)
+        return replace(status, reason=told.reason, detail=told.detail)
 
-    def _live(self, found: Snapshot, verdict: Verdict) -> JobState | None:
+    def _live(self, found: Snapshot, status: JobStatus) -> JobState | None:
         """The state of its newest attempt in Ray's table, if that goes on."""
-        row = found.rows.get(self._ran_as(verdict)) if verdict.attempt else None
-        state = None if row is None else judge(row).state
+        row = found.rows.get(self._ran_as(status)) if status.attempt else None
+        state = None if row is None else status_of_row(row).state
         return None if state is None or state.is_terminal else state
 
-    def _ran_as(self, verdict: Verdict) -> str:
-        return attempt_id(self.submission_id, max(1, verdict.attempt))
+    def _ran_as(self, status: JobStatus) -> str:
+        return attempt_id(self.submission_id, max(1, status.attempt))
 
     def _attempt(self, number: int) -> RemoteJob:
         name = attempt_id(self.submission_id, number)
         return _Attempt(replace(self.record, submission_id=name, last=ledger.SUBMITTED))
 
-    def _logs(self, api: JobsApi, verdict: Verdict) -> Iterator[str]:
-        numbers = range(1, verdict.attempt + 1)
+    def _logs(self, api: JobsApi, status: JobStatus) -> Iterator[str]:
+        numbers = range(1, status.attempt + 1)
         return self._joined(
             api.whole_log(attempt_id(self.submission_id, number)) for number in numbers
         )
@@ -153,7 +153,7 @@ class ChainedJob(RemoteJob):
 class _Attempt(RemoteJob):
     """One attempt, for its log; the job's record tells of its end."""
 
-    def note(self, verdict: Verdict) -> None:
+    def note(self, status: JobStatus) -> None:
         """Nothing: the job itself notes its end, under the same id as its first attempt."""
 
 

@@ -22,7 +22,7 @@ from nemo_run_ray.jobs.ledger import JobRecord, Ledger
 from nemo_run_ray.planning.job_plan import nonce_of
 from nemo_run_ray.remote.attempts import attempt_id
 from nemo_run_ray.remote.node.output import end_mark
-from nemo_run_ray.remote.states import JobState, Life, Phase, Reason, Verdict, judge
+from nemo_run_ray.remote.states import JobState, JobStatus, Life, Phase, Reason, status_of_row
 
 log = logging.getLogger(__name__)
 
@@ -47,16 +47,16 @@ class RemoteJob:
         self._cluster = from_record(record.cluster)
         self._kept_at: tuple[JobState, int] | None = None
 
-    def verdict(self) -> Verdict:
+    def status(self) -> JobStatus:
         """What is known of it now. Never raises because a cluster is away."""
         try:
             return self.look()
         except NemoRunRayError as error:  # a token's file that is gone is no news of the job either
             if self._has_lost_its_cluster():  # since `look` began
                 return self._lost(self._cluster.why_gone())
-            return Verdict(JobState.UNKNOWN, Reason.UNREACHABLE, str(error))
+            return JobStatus(JobState.UNKNOWN, Reason.UNREACHABLE, str(error))
 
-    def look(self) -> Verdict:
+    def look(self) -> JobStatus:
         """What its cluster says of it now.
 
         Raises:
@@ -71,10 +71,10 @@ class RemoteJob:
         row = api.table().get(self.submission_id)
         if row is None:
             row = api.job(self.submission_id)  # younger than the table, or not there
-        verdict = self._absent(api) if row is None else self._present(row)
-        if verdict.state is JobState.RUNNING and self.record.cancelled:
+        status = self._absent(api) if row is None else self._present(row)
+        if status.state is JobState.RUNNING and self.record.cancelled:
             api.stop(self.submission_id)  # Ray forgot the stop that it was told before the start
-        return verdict
+        return status
 
     def api(self) -> JobsApi:
         """The dashboard of its cluster.
@@ -90,15 +90,15 @@ class RemoteJob:
             )
         return api
 
-    def cancel(self, grace_s: float) -> Verdict:
+    def cancel(self, grace_s: float) -> JobStatus:
         """Stop it, again and again until it is terminal. Somebody else's job is never touched.
 
         Raises:
             ClusterError: it did not end in time, or the cluster stopped answering.
         """
-        verdict = self.look()
-        if verdict.state.is_terminal or verdict.state is JobState.WAITING:
-            return verdict
+        status = self.look()
+        if status.state.is_terminal or status.state is JobState.WAITING:
+            return status
         api = self.api()
         Ledger(self.record.exp_dir).write(ledger.CANCEL, self.submission_id)
         self.record.cancelled = True
@@ -112,48 +112,48 @@ class RemoteJob:
                     api.stop(self.submission_id)
                     asked_at = time.monotonic()
                 row = api.job(self.submission_id)
-                verdict = self._absent(api) if row is None else self._present(row)
+                status = self._absent(api) if row is None else self._present(row)
                 settled = row is None or row["status"] != "PENDING"
-                if verdict.state.is_terminal and (settled or asked_at - began_at >= PLACING_S):
-                    return verdict
+                if status.state.is_terminal and (settled or asked_at - began_at >= PLACING_S):
+                    return status
             except Unanswered as error:
                 trouble = str(error)
             time.sleep(0.2)
-        raise self._not_ended(verdict, grace_s, trouble)
+        raise self._not_ended(status, grace_s, trouble)
 
-    def _not_ended(self, verdict: Verdict, grace_s: float, trouble: str) -> ClusterError:
-        page = self.api().dashboard.job_page(self._ran_as(verdict))
+    def _not_ended(self, status: JobStatus, grace_s: float, trouble: str) -> ClusterError:
+        page = self.api().dashboard.job_page(self._ran_as(status))
         return ClusterError(
             f"The job {self.submission_id} did not end within {grace_s + CANCEL_MARGIN_S:.0f} s of "
             f"being cancelled: {trouble}. Cancel it again, or look at it in Ray's dashboard: {page}"
         )
 
-    def leftovers(self, verdict: Verdict) -> str:
+    def leftovers(self, status: JobStatus) -> str:
         """Proof that no process of a cancelled job is left on its node, in words.
 
         The remote half ends every process of the job before its own last line.
         """
-        if not verdict.node:
+        if not status.node:
             return "it never had a process"
-        ending = self.api().last_lines(verdict.node, self._ran_as(verdict), 3)
+        ending = self.api().last_lines(status.node, self._ran_as(status), 3)
         if any("no process of it is left" in line for line in ending):
             return "no process of it is left on its node"
-        return f"its node {verdict.node[:12]} did not confirm that all its processes ended"
+        return f"its node {status.node[:12]} did not confirm that all its processes ended"
 
-    def roles(self, verdict: Verdict) -> dict[str, Any]:
+    def roles(self, status: JobStatus) -> dict[str, Any]:
         """What is known of a group's roles: ``phase``, ``waits_for_room`` and a list ``roles``.
 
         Empty for a task alone, and for a group whose cluster does not answer. It explains; the
-        job's state is in its verdict.
+        job's state is in its status.
         """
         if self._kept_roles.exists():
             return dict(json.loads(self._kept_roles.read_text(encoding="utf-8")))
         try:
             api = self._api()
-            found = api.roles(verdict.node, self._ran_as(verdict)) if api and verdict.node else {}
+            found = api.roles(status.node, self._ran_as(status)) if api and status.node else {}
         except NemoRunRayError:
             return {}
-        if found and verdict.state.is_terminal and found["phase"] != Phase.OVER.value:
+        if found and status.state.is_terminal and found["phase"] != Phase.OVER.value:
             # The driver was killed, and what it wrote last is no longer so.
             found.update(phase=Phase.OVER.value, waits_for_room="")
             for one in found["roles"]:
@@ -183,10 +183,10 @@ class RemoteJob:
     def _end_marks(self) -> tuple[str, ...]:
         return tuple(end_mark(nonce) for nonce in self.record.nonces)
 
-    def _terminal(self) -> Verdict:
+    def _terminal(self) -> JobStatus:
         """Its end as it was written down."""
         seen = self.record.terminal
-        return Verdict(
+        return JobStatus(
             JobState(seen["state"]),
             Reason(seen["reason"]),
             seen["detail"],
@@ -215,26 +215,26 @@ class RemoteJob:
         """
         try:
             rows = self.rows()
-        except NemoRunRayError:  # the cluster is away: the verdict says so
+        except NemoRunRayError:  # the cluster is away: its status says so
             rows = {}
         found = of_rows(rows, self.submission_id, self.record.nonces, time.time())
         return merged(self.record.attempts, found, running_at)
 
-    def keep_attempts(self, verdict: Verdict) -> None:
+    def keep_attempts(self, status: JobStatus) -> None:
         """Write down what is seen of its attempts, when the job is not where it was before."""
-        if (verdict.state, verdict.attempt) == self._kept_at:
+        if (status.state, status.attempt) == self._kept_at:
             return
         attempts = self.attempts()
         if attempts != self.record.attempts:
             self.record.attempts = dict(attempts)
             Ledger(self.record.exp_dir).keep_attempts({self.submission_id: attempts})
-        self._kept_at = verdict.state, verdict.attempt
+        self._kept_at = status.state, status.attempt
 
-    def _ran_as(self, verdict: Verdict) -> str:
-        """Submission id of what the verdict tells of."""
+    def _ran_as(self, status: JobStatus) -> str:
+        """Submission id of what the status tells of."""
         return self.submission_id
 
-    def _logs(self, api: JobsApi, verdict: Verdict) -> Iterator[str]:
+    def _logs(self, api: JobsApi, status: JobStatus) -> Iterator[str]:
         """Its log as it is now."""
         return api.whole_log(self.submission_id)
 
@@ -242,28 +242,28 @@ class RemoteJob:
         dashboard = self._cluster.find()
         return None if dashboard is None else JobsApi.of(dashboard)
 
-    def _present(self, row: dict[str, Any]) -> Verdict:
+    def _present(self, row: dict[str, Any]) -> JobStatus:
         if nonce_of(row) not in self.record.nonces:
             detail = f"The id {self.submission_id} is another run's; ours never started."
-            return Verdict(JobState.WAITING, Reason.TAKEN, detail)
-        verdict = judge(row)
-        if verdict.state.is_terminal:
-            self.note(verdict)
-        elif verdict.state is JobState.PENDING and self.record.cancelled:
-            return Verdict(
+            return JobStatus(JobState.WAITING, Reason.TAKEN, detail)
+        status = status_of_row(row)
+        if status.state.is_terminal:
+            self.note(status)
+        elif status.state is JobState.PENDING and self.record.cancelled:
+            return JobStatus(
                 JobState.CANCELLED,
                 Reason.CANCELLED,
                 "cancelled while it waited for room; Ray shows it as pending until there is room "
                 "or 900 s have passed, and ends it without running its command",
             )
-        return self._explain_pending(row, verdict)
+        return self._explain_pending(row, status)
 
-    def _explain_pending(self, row: Mapping[str, Any], verdict: Verdict) -> Verdict:
-        """The verdict of a job that waits for its runtime environment, with how far that is."""
+    def _explain_pending(self, row: Mapping[str, Any], status: JobStatus) -> JobStatus:
+        """The status of a job that waits for its runtime environment, with how far that is."""
         api = self._api()
-        return verdict if api is None else api.env_builds.explain(row, verdict)
+        return status if api is None else api.env_builds.explain(row, status)
 
-    def _absent(self, api: JobsApi) -> Verdict:
+    def _absent(self, api: JobsApi) -> JobStatus:
         session = api.version(patience_s=0.0)["session_name"]
         if session != self.record.session:
             return self._lost(
@@ -276,7 +276,7 @@ class RemoteJob:
             if row is not None:
                 return self._present(row)
             return self._lost(f"the Ray at {api.dashboard.url} has no record of it any more")
-        return Verdict(
+        return JobStatus(
             JobState.WAITING,
             Reason.NOT_SUBMITTED,
             "The client died, or was refused, before the job reached the cluster.",
@@ -288,12 +288,12 @@ class RemoteJob:
         except NemoRunRayError:
             return False  # nobody can tell
 
-    def _lost(self, why: str) -> Verdict:
+    def _lost(self, why: str) -> JobStatus:
         arrived = self.record.last == ledger.SUBMITTED
         what = "Its end is not known" if arrived else "Nobody can tell whether it ran"
         end = "" if "\n" in why or why.endswith(".") else "."  # a log's lines end by themselves
         attempts = list(self.record.attempts.values())
-        return Verdict(
+        return JobStatus(
             JobState.LOST,
             Reason.CLUSTER_GONE,
             f"{what}: {why}{end}",
@@ -309,39 +309,39 @@ class RemoteJob:
         """
         row = None if self.record.terminal else self.rows().get(self.submission_id)
         if row is not None and nonce_of(row) in self.record.nonces:
-            verdict = judge(row)
-            if verdict.state.is_terminal:
-                self.note(verdict)
+            status = status_of_row(row)
+            if status.state.is_terminal:
+                self.note(status)
 
-    def note(self, verdict: Verdict) -> None:
+    def note(self, status: JobStatus) -> None:
         """Write down how it ended, once in a process, so that it is known without the cluster."""
         with _noted_lock:
             if self.submission_id in _noted:
                 return
-            self._write_down(verdict)
+            self._write_down(status)
             _noted.add(self.submission_id)
 
-    def _write_down(self, verdict: Verdict) -> None:
+    def _write_down(self, status: JobStatus) -> None:
         self.record.terminal = {
-            "state": verdict.state.value,
-            "reason": verdict.reason.value,
-            "detail": verdict.detail,
-            "node": verdict.node,
-            "attempt": verdict.attempt,
+            "state": status.state.value,
+            "reason": status.reason.value,
+            "detail": status.detail,
+            "node": status.node,
+            "attempt": status.attempt,
         }
         if os.access(self.record.exp_dir, os.W_OK):
-            if self._cluster.runs_here and verdict.attempt:
-                self._keep_log(verdict)
-                self._keep_roles(verdict)
+            if self._cluster.runs_here and status.attempt:
+                self._keep_log(status)
+                self._keep_roles(status)
             self.record.attempts = dict(self.attempts())
             Ledger(self.record.exp_dir).write(
                 ledger.TERMINAL,
                 self.submission_id,
-                verdict=self.record.terminal,
+                status=self.record.terminal,
                 attempts=[one.to_json() for one in self.record.attempts.values()],
             )
 
-    def _keep_log(self, verdict: Verdict) -> None:
+    def _keep_log(self, status: JobStatus) -> None:
         """Copy the log of an ended job: the embedded Ray and its logs may be gone soon."""
         api = self._api()
         if api is None:
@@ -350,14 +350,14 @@ class RemoteJob:
         temporary.parent.mkdir(parents=True, exist_ok=True)
         try:
             with open(temporary, "w", encoding="utf-8") as file:
-                file.writelines(self._logs(api, verdict))
+                file.writelines(self._logs(api, status))
         except ClusterError as error:
             log.warning("The log of %s could not be kept: %s", self.submission_id, error)
             return
         temporary.replace(self._kept_log)
 
-    def _keep_roles(self, verdict: Verdict) -> None:
-        roles = self.roles(verdict)
+    def _keep_roles(self, status: JobStatus) -> None:
+        roles = self.roles(status)
         if roles:
             temporary = self._kept_roles.with_suffix(f".{os.getpid()}")
             temporary.write_text(json.dumps(roles), encoding="utf-8")
@@ -393,9 +393,9 @@ class _Log:
         return self._job.api().whole_log(self._job.submission_id)
 
     def is_over(self) -> bool:
-        verdict = self._job.look()
-        if verdict.state is JobState.LOST:
-            raise JobError(f"There is no log any more. {verdict.message}")
-        if verdict.state is JobState.WAITING:
-            raise JobError(f"There is no log yet. {verdict.message}")
-        return verdict.state.is_terminal
+        status = self._job.look()
+        if status.state is JobState.LOST:
+            raise JobError(f"There is no log any more. {status.message}")
+        if status.state is JobState.WAITING:
+            raise JobError(f"There is no log yet. {status.message}")
+        return status.state.is_terminal

@@ -135,7 +135,7 @@ class Ledger:
                 log.warning("%s tells of %s before its intent.", self.path, submission_id)
             elif kind in (TERMINAL, SEEN):
                 if kind == TERMINAL:
-                    records[submission_id].terminal = event["verdict"]
+                    records[submission_id].terminal = event["status"]
                 found = [AttemptRecord.from_json(one) for one in event.get("attempts", ())]
                 # Several processes look, and each knows what it has seen.
                 records[submission_id].attempts = merged(

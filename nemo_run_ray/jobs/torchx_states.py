@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torchx.specs import AppState
 
-from nemo_run_ray.remote.states import JobState, Reason, Verdict
+from nemo_run_ray.remote.states import JobState, JobStatus, Reason
 
 #: Ours -> torchx's, which is what NeMo-Run shows. torchx has no word for LOST.
 TO_TORCHX = {
@@ -21,11 +21,11 @@ TO_TORCHX = {
 _ON_THE_CLUSTER = {Reason.WAITS, Reason.TURN, Reason.RETRY}
 
 
-def torchx_state(verdict: Verdict) -> AppState:
+def torchx_state(status: JobStatus) -> AppState:
     """What NeMo-Run shows: a job that waits on the cluster was submitted.
 
     torchx's UNSUBMITTED is 0, which NeMo-Run takes for no answer: it calls a group UNKNOWN then.
     """
-    if verdict.state is JobState.WAITING and verdict.reason in _ON_THE_CLUSTER:
+    if status.state is JobState.WAITING and status.reason in _ON_THE_CLUSTER:
         return AppState.SUBMITTED
-    return TO_TORCHX[verdict.state]
+    return TO_TORCHX[status.state]

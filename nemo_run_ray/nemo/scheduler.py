@@ -36,7 +36,7 @@ from nemo_run_ray.jobs.job import RemoteJob
 from nemo_run_ray.jobs.torchx_states import torchx_state
 from nemo_run_ray.nemo import registry
 from nemo_run_ray.planning.job_plan import JobPlan, describe, in_folder, job_id, plan
-from nemo_run_ray.remote.states import JobState, Reason, Verdict
+from nemo_run_ray.remote.states import JobState, JobStatus, Reason
 
 
 @dataclass
@@ -148,17 +148,17 @@ class RayJobsScheduler(SchedulerMixin, Scheduler[Any]):
             job = self._job(app_id)
         except JobError:
             return None
-        verdict = job.verdict()
-        job.keep_attempts(verdict)
-        _report(app_id, verdict)
-        _interrupt.end_wait(app_id, verdict)
-        state = torchx_state(verdict)
+        status = job.status()
+        job.keep_attempts(status)
+        _report(app_id, status)
+        _interrupt.end_wait(app_id, status)
+        state = torchx_state(status)
         name = job.record.role
-        replica = ReplicaStatus(id=0, state=state, role=name, hostname=verdict.node)
+        replica = ReplicaStatus(id=0, state=state, role=name, hostname=status.node)
         return DescribeAppResponse(
             app_id=app_id,
             state=state,
-            msg=verdict.message,
+            msg=status.message,
             roles=[Role(name=name, image="", num_replicas=1)],
             roles_statuses=[RoleStatus(role=name, replicas=[replica])],
         )
@@ -190,7 +190,7 @@ class RayJobsScheduler(SchedulerMixin, Scheduler[Any]):
             return []
         records = ledger.Ledger(registry.experiment_dir(self._experiment)).jobs()
         return [
-            ListAppResponse(app_id=one, state=torchx_state(self._job(one).verdict()))
+            ListAppResponse(app_id=one, state=torchx_state(self._job(one).status()))
             for one in records
         ]
 
@@ -198,10 +198,10 @@ class RayJobsScheduler(SchedulerMixin, Scheduler[Any]):
 
     def _cancel_existing(self, app_id: str) -> None:
         job = self._job(app_id)
-        verdict = job.cancel(registry.grace_s(self._experiment, job.record.job))
-        proof = job.leftovers(verdict) if verdict.state is JobState.CANCELLED else ""
+        status = job.cancel(registry.grace_s(self._experiment, job.record.job))
+        proof = job.leftovers(status) if status.state is JobState.CANCELLED else ""
         ending = f"; {proof}" if proof else ""
-        CONSOLE.log(escape(f"{app_id} is {verdict.state.value.lower()}{ending}."))
+        CONSOLE.log(escape(f"{app_id} is {status.state.value.lower()}{ending}."))
 
     def close(self) -> None:
         _interrupt.unwatch()
@@ -264,11 +264,11 @@ class _Interrupt:
         if is_main and signal.getsignal(signal.SIGINT) == self._note:
             signal.signal(signal.SIGINT, signal.default_int_handler)
 
-    def end_wait(self, job: str, verdict: Verdict) -> None:
+    def end_wait(self, job: str, status: JobStatus) -> None:
         """Raise in a thread that waits for a job, after Ctrl-C."""
         main = threading.current_thread() is threading.main_thread()
-        if self._happened.is_set() and not main and not verdict.state.is_terminal:
-            CONSOLE.print(escape(self._help.format(job=job, state=verdict.state.value.lower())))
+        if self._happened.is_set() and not main and not status.state.is_terminal:
+            CONSOLE.print(escape(self._help.format(job=job, state=status.state.value.lower())))
             raise NemoRunRayError(f"The wait for {job} was interrupted; the job goes on.")
 
     def _note(self, number: int, frame: Any) -> None:
@@ -285,13 +285,13 @@ _interrupt = _Interrupt()
 _reported: set[tuple[str, JobState, Reason]] = set()
 
 
-def _report(app_id: str, verdict: Verdict) -> None:
+def _report(app_id: str, status: JobStatus) -> None:
     """Say once why a job did not end well, or cannot be asked: NeMo-Run shows only the state."""
-    said = (app_id, verdict.state, verdict.reason)
-    if not verdict.reason.is_trouble or said in _reported:
+    said = (app_id, status.state, status.reason)
+    if not status.reason.is_trouble or said in _reported:
         return
     _reported.add(said)
-    CONSOLE.log(escape(f"{app_id} is {verdict.state.value}: {verdict.message}"))
+    CONSOLE.log(escape(f"{app_id} is {status.state.value}: {status.message}"))
 
 
 def _told(log: Iterable[str]) -> Iterator[str]:

@@ -10,7 +10,7 @@ import re
 from dataclasses import dataclass
 from typing import Any, Dict, Mapping, Optional, Sequence, Tuple
 
-from .states import LOG_FOLLOWS, Verdict, judge
+from .states import LOG_FOLLOWS, JobStatus, status_of_row
 
 #: Keys in a job's metadata: what makes it ours, why it is a claim, when it is tried again.
 NONCE_KEY, CLAIM_KEY = "nemo_run_ray", "nemo_run_ray_claim"
@@ -28,7 +28,7 @@ class Attempt:
     """One row of the job table, as far as decisions need it.
 
     Attributes:
-        verdict: what the row says, without the log's end.
+        status: what the row says, without the log's end.
         nonce: of the submission that made it.
         posted_at: seconds since the epoch, when Ray got it.
         ended_at: the same of its end; 0 while it goes on.
@@ -38,7 +38,7 @@ class Attempt:
         permanent_exit_codes: that end its attempts.
     """
 
-    verdict: Verdict
+    status: JobStatus
     nonce: str = ""
     posted_at: float = 0.0
     ended_at: float = 0.0
@@ -49,7 +49,7 @@ class Attempt:
 
     @property
     def is_live(self) -> bool:
-        return not self.claim and not self.verdict.state.is_terminal
+        return not self.claim and not self.status.state.is_terminal
 
 
 def attempt_id(first: str, number: int) -> str:
@@ -80,12 +80,12 @@ def attempts_of(ids: Sequence[str], table: Mapping[str, Attempt]) -> Dict[str, D
 
 def attempt_of_row(row: Mapping[str, Any]) -> Attempt:
     """What a row of ``GET /api/jobs/`` means for decisions."""
-    verdict = judge(dict(row))
+    status = status_of_row(dict(row))
     metadata = row.get("metadata") or {}
     code = row.get("driver_exit_code")
     return Attempt(
-        verdict=Verdict(
-            verdict.state, verdict.reason, verdict.detail.partition(LOG_FOLLOWS)[0], verdict.node
+        status=JobStatus(
+            status.state, status.reason, status.detail.partition(LOG_FOLLOWS)[0], status.node
         ),
         nonce=str(metadata.get(NONCE_KEY, "")),
         posted_at=(row.get("start_time") or 0) / 1000,

@@ -204,7 +204,7 @@ _FRAME = re.compile(
 
 
 @dataclass(frozen=True)
-class Verdict:
+class JobStatus:
     """What is known about a job at one moment.
 
     Attributes:
@@ -240,7 +240,7 @@ def signal_name(exit_code: int) -> str | None:
         return None
 
 
-def judge(row: dict[str, Any]) -> Verdict:
+def status_of_row(row: dict[str, Any]) -> JobStatus:
     """What one row of Ray's job table says. Pure.
 
     Args:
@@ -250,14 +250,14 @@ def judge(row: dict[str, Any]) -> Verdict:
     node = str(row.get("driver_node_id") or "")
     message = str(row.get("message") or "").strip()
     if state is JobState.CANCELLED:
-        return Verdict(state, Reason.CANCELLED, "cancelled", node)
+        return JobStatus(state, Reason.CANCELLED, "cancelled", node)
     if state is JobState.UNKNOWN:
         detail = (
             f"Ray calls the job's status {row.get('status')!r}, which this version does not know."
         )
-        return Verdict(state, Reason.OTHER, detail, node)
+        return JobStatus(state, Reason.OTHER, detail, node)
     if state is not JobState.FAILED:
-        return Verdict(state, node=node)
+        return JobStatus(state, node=node)
     error = str(row.get("error_type"))
     reason = FROM_RAY_ERROR.get(error, Reason.OTHER)
     if error == "JOB_SUPERVISOR_ACTOR_START_FAILURE" and node:
@@ -265,7 +265,7 @@ def judge(row: dict[str, Any]) -> Verdict:
     code = row.get("driver_exit_code")
     if not isinstance(code, int) or code == 0:
         words = cause_of(message) if reason is Reason.RUNTIME_ENV else message
-        return Verdict(state, reason, f"{reason.value}: {words}".rstrip(": "), node)
+        return JobStatus(state, reason, f"{reason.value}: {words}".rstrip(": "), node)
     name = signal_name(code)
     cause = f"killed by {name} (exit code {code})" if name else f"exit code {code}"
     _, _, tail = message.partition("last available logs (truncated to 20,000 chars):\n")
@@ -275,7 +275,7 @@ def judge(row: dict[str, Any]) -> Verdict:
     if endings and endings[-1][0] in causes:
         reason, cause = causes[endings[-1][0]], f"{cause}: {endings[-1][1]}"
         if reason is Reason.NOT_STARTED:  # our words are all, and a traceback of Ray's may follow
-            return Verdict(state, reason, cause, node)
+            return JobStatus(state, reason, cause, node)
     lines = [line for line in tail.splitlines() if not _FRAME.search(line)]
     detail = "\n".join([f"{cause}{LOG_FOLLOWS}", *lines]) if lines else cause
-    return Verdict(state, reason, detail, node)
+    return JobStatus(state, reason, detail, node)

@@ -148,11 +148,11 @@ def strike(
 
 def ended(exp_dir: Path) -> dict[str, tuple[str, str]] | None:
     """How every job ended, or ``None`` as long as one has not."""
-    verdicts = {job.record.job: job.verdict() for job in jobs_of(exp_dir)}
+    statuses = {job.record.job: job.status() for job in jobs_of(exp_dir)}
     time.sleep(1)  # as a person watches, not as a loop does
-    if not all(one.state.is_terminal for one in verdicts.values()):
+    if not all(one.state.is_terminal for one in statuses.values()):
         return None
-    return {name: (one.state.value, one.reason.value) for name, one in verdicts.items()}
+    return {name: (one.state.value, one.reason.value) for name, one in statuses.items()}
 
 
 @pytest.mark.parametrize(
@@ -172,15 +172,15 @@ def test_what_a_lost_head_had_is_lost(hosts, unique, tmp_path):
     name = hand_over(unique, hosts.cluster, tmp_path / "run", *steps, Step("three", ("two",)))
     (exp_dir,) = Path(os.environ["NEMORUN_HOME"]).glob(f"experiments/*/{name}")
     jobs = {job.record.job: job for job in jobs_of(exp_dir)}
-    wait_for(lambda: jobs["two"].verdict().state is JobState.RUNNING)
-    assert jobs["one"].verdict().state is JobState.SUCCEEDED
+    wait_for(lambda: jobs["two"].status().state is JobState.RUNNING)
+    assert jobs["one"].status().state is JobState.SUCCEEDED
 
     hosts.head.kill()
-    wait_for(lambda: jobs["two"].verdict().state is JobState.UNKNOWN)
-    away = jobs["two"].verdict()
+    wait_for(lambda: jobs["two"].status().state is JobState.UNKNOWN)
+    away = jobs["two"].status()
     hosts.start_anew(keeps_its_table=False)
     try:
-        lost = {job.record.job: job.verdict() for job in jobs_of(exp_dir)}
+        lost = {job.record.job: job.status() for job in jobs_of(exp_dir)}
     finally:
         hosts.head.kill()
         hosts.start_anew(keeps_its_table=True)

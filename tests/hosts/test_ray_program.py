@@ -50,6 +50,6 @@ def test_actors_on_the_other_host_import_the_code_that_travelled(
 
     log = "".join(job.log(should_tail=True))
 
-    assert job.verdict().state.value == "SUCCEEDED", log
+    assert job.status().state.value == "SUCCEEDED", log
     (line,) = [line for line in log.splitlines() if line.startswith("RESULT")]
     assert json.loads(line.removeprefix("RESULT ")) == ["n1", ["n2", 42, extra], 2]

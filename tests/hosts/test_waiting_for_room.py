@@ -17,9 +17,9 @@ def run_all(hosts, title, folder, count: int, seconds: float, within_s: float) -
     name = hand_over(title, hosts.cluster, folder, *steps, max_in_flight=count)
     jobs = [find_job(f"{name}.{step.name}") for step in steps]
 
-    wait_for(lambda: all(job.verdict().state.is_terminal for job in jobs), within_s)
+    wait_for(lambda: all(job.status().state.is_terminal for job in jobs), within_s)
 
-    assert {job.verdict().state.value for job in jobs} == {"SUCCEEDED"}
+    assert {job.status().state.value for job in jobs} == {"SUCCEEDED"}
     assert complaints(folder) == ""
     assert len(starts(folder)) == count
     rows = hosts.api.table(fresh=True).items()

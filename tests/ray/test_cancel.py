@@ -26,13 +26,13 @@ def start(existing):
 
 def test_a_job_that_waits_for_room_never_runs_its_command(start, unique, tmp_path, api):
     room = start(f"{unique}a", "sleep 300", cpus_per_node=4)
-    wait_for(lambda: room.verdict().state is JobState.RUNNING)
+    wait_for(lambda: room.status().state is JobState.RUNNING)
     waiting = start(f"{unique}b", f"date > {tmp_path}/ran", cpus_per_node=4)
-    wait_for(lambda: waiting.verdict().state is JobState.PENDING)
+    wait_for(lambda: waiting.status().state is JobState.PENDING)
 
-    verdict = waiting.cancel(grace_s=1)
-    assert verdict.state is JobState.CANCELLED
-    assert find_job(waiting.submission_id).verdict().state is JobState.CANCELLED
+    status = waiting.cancel(grace_s=1)
+    assert status.state is JobState.CANCELLED
+    assert find_job(waiting.submission_id).status().state is JobState.CANCELLED
     assert "Running entrypoint" not in "".join(waiting.log(should_tail=True))
     assert room.cancel(grace_s=1).state is JobState.CANCELLED
 
@@ -54,7 +54,7 @@ def test_a_command_that_ignores_sigterm_is_killed_after_its_grace(start, unique)
 
 def test_cancelling_what_has_ended_changes_nothing(start, unique):
     job = start(unique, "true")
-    wait_for(lambda: job.verdict().state is JobState.SUCCEEDED)
+    wait_for(lambda: job.status().state is JobState.SUCCEEDED)
 
     assert job.cancel(grace_s=1).state is JobState.SUCCEEDED
 

@@ -135,7 +135,7 @@ def test_a_failure_cancels_what_comes_after_it_and_nothing_else(yard, unique, ap
 
     assert started.dispatch_ends(api) == NOT_ALL_SUCCEEDED
     assert sorted(yard.begun()) == ["end", "fails", "other"]
-    found = started.verdicts()
+    found = started.statuses()
     assert (found["fails"].state, found["fails"].reason) == (JobState.FAILED, Reason.EXIT_CODE)
     for name, upstream in {
         "next": "upstream fails failed",
@@ -219,7 +219,7 @@ def test_a_job_is_tried_again_as_often_as_it_may(yard, unique, api):
     assert yard.is_before("third", "after")
     assert re.findall(r"^try (\d)$", log, re.M) == ["1", "2", "3"]
     assert re.findall(r"^try (\d)$", log_of(started, "third"), re.M) == ["1", "2", "3"]
-    found = started.verdicts()
+    found = started.statuses()
     assert {name: (one.state.value, one.attempt) for name, one in found.items()} == {
         "third": ("SUCCEEDED", 3),
         "never": ("FAILED", 2),
@@ -259,9 +259,9 @@ def test_what_is_not_placed_in_time_is_given_up(yard, unique, api):
         step("after", after="late"),
     )
     for name in ("late", "never"):
-        verdict = started.wait_until(name, JobState.FAILED)
-        assert (verdict.reason, verdict.detail) == (Reason.NOT_PLACED, "not placed in time")
-    assert started.verdict("after").detail == "upstream late failed"
+        status = started.wait_until(name, JobState.FAILED)
+        assert (status.reason, status.detail) == (Reason.NOT_PLACED, "not placed in time")
+    assert started.status("after").detail == "upstream late failed"
 
     assert started.dispatch_ends(api) == NOT_ALL_SUCCEEDED
     yard.open()
@@ -306,7 +306,7 @@ def test_cancelling_a_job_before_its_start_takes_its_id(yard, unique, api, capsy
 
     assert "second is cancelled; it never had a process" in capsys.readouterr().out
     assert api.job(started.job("second"))["metadata"][CLAIM_KEY] == "cancelled"
-    assert started.verdict("third").detail == "upstream second was cancelled"
+    assert started.status("third").detail == "upstream second was cancelled"
     yard.open()
     assert started.dispatch_ends(api) == NOT_ALL_SUCCEEDED
     assert yard.begun() == ["first"]
@@ -315,7 +315,7 @@ def test_cancelling_a_job_before_its_start_takes_its_id(yard, unique, api, capsy
         "second": "CANCELLED",
         "third": "CANCELLED",
     }
-    assert "cancelled before its start" in started.verdict("second").message
+    assert "cancelled before its start" in started.status("second").message
 
 
 def test_cancelling_a_running_job_keeps_it_from_being_tried_again(yard, unique, api, capsys):
@@ -367,9 +367,9 @@ def test_a_job_waits_for_jobs_of_other_experiments(yard, unique, api):
         step("after", after="both"),
     )
 
-    verdict = started.wait_until("lost", JobState.CANCELLED)
-    assert verdict.detail == f"upstream {chain.job('bad')} failed"
-    waits = started.verdict("both")
+    status = started.wait_until("lost", JobState.CANCELLED)
+    assert status.detail == f"upstream {chain.job('bad')} failed"
+    waits = started.status("both")
     assert (waits.state, waits.reason) == (JobState.WAITING, Reason.WAITS)
     assert waits.waits_for == (alone.job("alone"), chain.job("good"))
     yard.open()

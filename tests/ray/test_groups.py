@@ -74,7 +74,7 @@ def test_the_first_failing_primary_decides_and_the_others_go_on(existing, unique
     state, reason, log = finish(job)
 
     assert (state, reason) == ("FAILED", "exit code")
-    assert "exit code 3: fails/0: exit code 3" in job.verdict().detail
+    assert "exit code 3: fails/0: exit code 3" in job.status().detail
     assert lines_of(log, "slow/0") == ["done"]
 
 
@@ -208,7 +208,7 @@ def test_cancel_ends_every_process(existing, unique):
 
     assert "group is cancelled; no process of it is left on its node" in done.stdout
     assert processes_of(job.submission_id) == []
-    assert job.verdict().state.value == "CANCELLED"
+    assert job.status().state.value == "CANCELLED"
 
 
 def test_functions_in_a_group(local_cluster, unique, tmp_path):

@@ -104,7 +104,7 @@ def test_a_job_that_nemo_run_keeps_waiting_is_handed_over_after_its_dependency(k
     assert "first: handed over" in shown
     assert "second: not handed over, it depends on first (WAITING); resume again" in shown
     job = run.Experiment.from_title(name)._id + ".first"
-    wait_for(lambda: find_job(job).verdict().state is JobState.SUCCEEDED)
+    wait_for(lambda: find_job(job).status().state is JobState.SUCCEEDED)
     assert "second: handed over" in resume(name)
 
     wait_for(lambda: ran(tmp_path) == ["first", "second"])

@@ -58,8 +58,8 @@ def ran(task: object, executor: RayExecutor, name: str) -> str:
         experiment.run(detach=True)
     job = find_job(f"{experiment._id}.job")
     text = "".join(job.output(should_tail=True))
-    verdict = job.verdict()
-    assert verdict.state is JobState.SUCCEEDED, f"{verdict.message}\n{text}"
+    status = job.status()
+    assert status.state is JobState.SUCCEEDED, f"{status.message}\n{text}"
     return text
 
 
@@ -182,11 +182,11 @@ def test_an_image_that_is_not_there(local_cluster, unique):
         experiment.run(detach=True)
     job = find_job(f"{experiment._id}.job")
     log = "".join(job.log(should_tail=True))
-    verdict = job.verdict()
-    assert (verdict.state, verdict.reason) == (JobState.FAILED, Reason.NOT_STARTED), verdict
-    first = verdict.message.splitlines()[0]
+    status = job.status()
+    assert (status.state, status.reason) == (JobState.FAILED, Reason.NOT_STARTED), status
+    first = status.message.splitlines()[0]
     assert "Error: initializing source: name unknown" in first
-    assert "Traceback" not in verdict.message
+    assert "Traceback" not in status.message
     assert "Traceback" in log
 
 
@@ -202,21 +202,21 @@ def test_packages_that_cannot_be_had(existing, unique):
     job = find_job(f"{experiment._id}.job")
     told = {}
     deadline = time.monotonic() + 300
-    while not (verdict := job.verdict()).state.is_terminal and time.monotonic() < deadline:
-        told[verdict.reason] = verdict.message
+    while not (status := job.status()).state.is_terminal and time.monotonic() < deadline:
+        told[status.reason] = status.message
         time.sleep(0.5)
 
-    assert (verdict.state, verdict.reason) == (JobState.FAILED, Reason.RUNTIME_ENV)
-    first = verdict.message.splitlines()[0]
+    assert (status.state, status.reason) == (JobState.FAILED, Reason.RUNTIME_ENV)
+    first = status.message.splitlines()[0]
     assert first.endswith(f"No matching distribution found for {_NOWHERE}")
-    assert "Traceback" not in verdict.message
+    assert "Traceback" not in status.message
     assert "Ray failed once to build" in told[Reason.REBUILDING]
     assert f"No matching distribution found for {_NOWHERE}" in told[Reason.REBUILDING]
     assert Reason.BUILDING in told
     shown = tool("nemo-run-ray", "logs", unique).stdout
     assert "Traceback (most recent call last)" in shown, "a job without output has Ray's log"
     (row,) = json.loads(tool("nemo-run-ray", "status", "--json", unique).stdout)
-    assert row["message"] == verdict.message
+    assert row["message"] == status.message
 
 
 def test_the_lines_that_ray_and_we_add_are_shown_when_asked_for(existing, unique):

@@ -1,6 +1,6 @@
 """What a chain of jobs does next: a pure function of the plan and of the cluster's job table.
 
-The dispatcher carries out what it says; the client asks it where every job stands, also those that
+The dispatcher carries out what it says; the client asks it the status of every job, also those that
 Ray has never heard of. Nobody remembers anything between two calls: the table is the memory.
 """
 
@@ -12,7 +12,7 @@ from typing import Dict, List, Mapping, Optional, Sequence, Tuple
 
 from ..attempts import CANCELLED, NOT_PLACED, Attempt, attempt_id, attempts_of
 from ..spec import ChainSpec, LinkSpec, OutsideSpec, cancel_id
-from ..states import JobState, Reason, Verdict
+from ..states import JobState, JobStatus, Reason
 
 #: Exit codes of a dispatcher that has decided everything: all jobs succeeded, or not all.
 ALL_SUCCEEDED, NOT_ALL_SUCCEEDED = 0, 8
@@ -63,14 +63,14 @@ class Action:
 
 @dataclass(frozen=True)
 class Decision:
-    """What to do, and where every job stands, by its name."""
+    """What to do, and the status of every job, by its name."""
 
     actions: Tuple[Action, ...]
-    standings: Dict[str, Verdict]
+    statuses: Dict[str, JobStatus]
 
     @property
     def is_over(self) -> bool:
-        return all(verdict.state.is_terminal for verdict in self.standings.values())
+        return all(status.state.is_terminal for status in self.statuses.values())
 
 
 def decide(
@@ -80,7 +80,7 @@ def decide(
     limit: Optional[int] = None,
     node_dead_s: float = NODE_DEAD_S,
 ) -> Decision:
-    """What to do now, and where every job of the chain stands.
+    """What to do now, and the status of every job of the chain.
 
     Args:
         chain: the plan; every job comes after those that it depends on.
@@ -96,43 +96,45 @@ def decide(
     cancel = table.get(chain.cancel_id)
     cancelled = cancel is not None and cancel.nonce == chain.nonce and bool(cancel.claim)
 
-    standings: Dict[str, Verdict] = {}
+    statuses: Dict[str, JobStatus] = {}
     stops: List[Action] = []
     ready: List[Tuple[LinkSpec, int]] = []
     for link in chain.links:
         rows = attempts[link.id]
-        needs = {name: standings[name] for name in link.after}
+        needs = {name: statuses[name] for name in link.after}
         others = {
-            one.id: _stand_outside(one, attempts, table.get(cancel_id(one.dispatcher)))
+            one.id: _status_outside(one, attempts, table.get(cancel_id(one.dispatcher)))
             for one in link.outside
         }
-        verdict = _stand(link, rows, [*needs.items(), *others.items()], cancelled)
-        standings[link.name] = verdict
-        stops += _stops(link, rows, verdict, cancelled, now)
+        status = _status(link, rows, [*needs.items(), *others.items()], cancelled)
+        statuses[link.name] = status
+        stops += _stops(link, rows, status, cancelled, now)
         lives = any(row.is_live for row in rows.values())
-        if verdict.reason in (Reason.TURN, Reason.RETRY) and not lives:
-            last = rows.get(verdict.attempt)
+        if status.reason in (Reason.TURN, Reason.RETRY) and not lives:
+            last = rows.get(status.attempt)
             if last is None or _is_settled(last, now, node_dead_s):
-                ready.append((link, verdict.attempt + 1))
+                ready.append((link, status.attempt + 1))
     most = limit if chain.max_in_flight is None else chain.max_in_flight
     submits = _submits(chain, ready, attempts, now, most)
-    return Decision((*stops, *submits), standings)
+    return Decision((*stops, *submits), statuses)
 
 
-def _stand(
+def _status(
     link: LinkSpec,
     rows: Mapping[int, Attempt],
-    needs: Sequence[Tuple[str, Verdict]],
+    needs: Sequence[Tuple[str, JobStatus]],
     cancelled: bool,
-) -> Verdict:
-    """Where one job stands: its attempts decide, before each of them what it depends on."""
+) -> JobStatus:
+    """The status of one job: its attempts decide, before each of them what it depends on."""
     strangers = [number for number, row in rows.items() if row.nonce != link.nonce]
     if strangers:
         name = attempt_id(link.id, strangers[0])
-        return Verdict(JobState.FAILED, Reason.TAKEN, f"the id {name} is another run's", attempt=0)
-    turn = Verdict(JobState.WAITING, Reason.TURN, "waits for its turn", attempt=0)
+        return JobStatus(
+            JobState.FAILED, Reason.TAKEN, f"the id {name} is another run's", attempt=0
+        )
+    turn = JobStatus(JobState.WAITING, Reason.TURN, "waits for its turn", attempt=0)
     if rows:
-        turn = _stand_attempts(rows, link.retries, link.permanent_exit_codes)
+        turn = _status_of_attempts(rows, link.retries, link.permanent_exit_codes)
         if turn.reason is not Reason.RETRY:
             return turn
     if cancelled:
@@ -146,63 +148,63 @@ def _stand(
     missing = tuple(name for name, need in needs if need.state is not JobState.SUCCEEDED)
     if missing:
         detail = f"waits for {', '.join(missing)}"
-        verdict = _with(turn, JobState.WAITING, Reason.WAITS, detail)
-        return replace(verdict, waits_for=missing)
+        status = _with(turn, JobState.WAITING, Reason.WAITS, detail)
+        return replace(status, waits_for=missing)
     return turn
 
 
-def _stand_attempts(
+def _status_of_attempts(
     rows: Mapping[int, Attempt], retries: int, permanent_exit_codes: Tuple[int, ...]
-) -> Verdict:
-    """Where a job with at least one attempt or claim stands."""
+) -> JobStatus:
+    """The status of a job with at least one attempt or claim."""
     for number, row in rows.items():
-        if row.verdict.state is JobState.SUCCEEDED and not row.claim:
+        if row.status.state is JobState.SUCCEEDED and not row.claim:
             return _of(row, number)
     for claim in rows.values():
         if claim.claim:
-            runs = [one for one, row in rows.items() if row.verdict.state is JobState.RUNNING]
+            runs = [one for one, row in rows.items() if row.status.state is JobState.RUNNING]
             # Its end is still open: it may succeed before it is stopped.
             return _of(rows[runs[-1]], runs[-1]) if runs else _claimed(claim, rows)
     number = max(rows)
     last = rows[number]
-    if last.verdict.state is not JobState.FAILED:
+    if last.status.state is not JobState.FAILED:
         return _of(last, number)
     failed = [one for one, row in rows.items() if _counts(row)]
     if failed:
         newest = rows[failed[-1]]
-        permanent = newest.verdict.reason in _PERMANENT or newest.exit_code in permanent_exit_codes
+        permanent = newest.status.reason in _PERMANENT or newest.exit_code in permanent_exit_codes
         if permanent or len(failed) > retries:
             return _of(newest, failed[-1])
-    if last.verdict.reason is Reason.START_TIMEOUT:
+    if last.status.reason is Reason.START_TIMEOUT:
         detail = f"attempt {number} was not started in time by Ray, which does not count"
     else:
         left = retries - len(failed) + 1
-        detail = f"attempt {number} failed ({last.verdict.detail}); {left} more allowed"
+        detail = f"attempt {number} failed ({last.status.detail}); {left} more allowed"
     return _with(_of(last, number), JobState.WAITING, Reason.RETRY, detail)
 
 
 def _counts(row: Attempt) -> bool:
     """Whether an attempt has used one up: it failed, and not since Ray gave its start up."""
-    verdict = row.verdict
-    return verdict.state is JobState.FAILED and verdict.reason is not Reason.START_TIMEOUT
+    status = row.status
+    return status.state is JobState.FAILED and status.reason is not Reason.START_TIMEOUT
 
 
-def _claimed(claim: Attempt, rows: Mapping[int, Attempt]) -> Verdict:
-    """Where a job stands whose next attempt was claimed; what ran before explains it."""
+def _claimed(claim: Attempt, rows: Mapping[int, Attempt]) -> JobStatus:
+    """The status of a job whose next attempt was claimed; what ran before explains it."""
     before = max((one for one, row in rows.items() if not row.claim), default=0)
-    node = rows[before].verdict.node if before else ""
+    node = rows[before].status.node if before else ""
     if claim.claim == NOT_PLACED:
-        return Verdict(JobState.FAILED, Reason.NOT_PLACED, NOT_PLACED, node, before)
+        return JobStatus(JobState.FAILED, Reason.NOT_PLACED, NOT_PLACED, node, before)
     if claim.claim != CANCELLED:
-        return Verdict(JobState.FAILED, Reason.NOT_STARTED, claim.claim, node, before)
+        return JobStatus(JobState.FAILED, Reason.NOT_STARTED, claim.claim, node, before)
     detail = "cancelled" if before else "cancelled before its start"
-    return Verdict(JobState.CANCELLED, Reason.CANCELLED, detail, node, before)
+    return JobStatus(JobState.CANCELLED, Reason.CANCELLED, detail, node, before)
 
 
-def _stand_outside(
+def _status_outside(
     one: OutsideSpec, attempts: Mapping[str, Dict[int, Attempt]], cancel: Optional[Attempt]
-) -> Verdict:
-    """Where a job of another experiment stands, as far as the table proves it.
+) -> JobStatus:
+    """The status of a job of another experiment, as far as the table proves it.
 
     Args:
         one: the job.
@@ -210,24 +212,24 @@ def _stand_outside(
         cancel: the row that claims the other experiment's ``cancel_id``, if there is one.
     """
     rows = {n: row for n, row in attempts[one.id].items() if row.nonce in one.nonces}
-    verdict = Verdict(JobState.WAITING, Reason.WAITS)
+    status = JobStatus(JobState.WAITING, Reason.WAITS)
     if rows:
         last = rows[max(rows)]
-        verdict = _stand_attempts(rows, last.retries, last.permanent_exit_codes)
-        if verdict.reason is Reason.RETRY and not one.dispatcher:
-            return last.verdict  # nobody would try it again
-    if one.dispatcher and verdict.state is JobState.WAITING:
+        status = _status_of_attempts(rows, last.retries, last.permanent_exit_codes)
+        if status.reason is Reason.RETRY and not one.dispatcher:
+            return last.status  # nobody would try it again
+    if one.dispatcher and status.state is JobState.WAITING:
         own = attempts[one.dispatcher]
         last_own = own[max(own)] if own else None
         ended = last_own and last_own.exit_code in (ALL_SUCCEEDED, NOT_ALL_SUCCEEDED)
         nonces = {row.nonce for row in own.values()}
         if ended or (cancel and cancel.claim and cancel.nonce in nonces):
-            return Verdict(JobState.CANCELLED, Reason.UPSTREAM, "it is not started any more")
-    return verdict
+            return JobStatus(JobState.CANCELLED, Reason.UPSTREAM, "it is not started any more")
+    return status
 
 
 def _stops(
-    link: LinkSpec, rows: Mapping[int, Attempt], verdict: Verdict, cancelled: bool, now: float
+    link: LinkSpec, rows: Mapping[int, Attempt], status: JobStatus, cancelled: bool, now: float
 ) -> List[Action]:
     """Every attempt that must not go on; and the claim that gives up what was not placed."""
     live = [number for number in sorted(rows) if rows[number].is_live]
@@ -241,12 +243,12 @@ def _stops(
         link.pending_timeout_s is not None
         and now - _pending_since(rows, newest) > link.pending_timeout_s
     )
-    why = CANCELLED if cancelled else verdict.detail or "it is superseded"
+    why = CANCELLED if cancelled else status.detail or "it is superseded"
     claims: List[Action] = []
     doomed = live if cancelled else live[:-1]
-    if verdict.state.is_terminal or newest != max(rows):
+    if status.state.is_terminal or newest != max(rows):
         doomed = live
-    elif row.verdict.state is JobState.PENDING and (cancelled or is_late):
+    elif row.status.state is JobState.PENDING and (cancelled or is_late):
         # The claim comes first: it is what says why, whoever sees the stopped attempt, which Ray
         # shows as pending until there is room for it.
         why = CANCELLED if cancelled else NOT_PLACED
@@ -268,12 +270,12 @@ def _submits(
     starting, live, stuck, crowded, pending = 0, 0, set(), set(), set()
     for link in chain.links:
         for row in attempts[link.id].values():
-            if row.verdict.reason is Reason.START_TIMEOUT:
+            if row.status.reason is Reason.START_TIMEOUT:
                 crowded.add(link.shape)  # from now on one at a time waits for such room
             if not row.is_live or row.nonce != link.nonce:
                 continue
             live += 1
-            if row.verdict.state is JobState.PENDING:
+            if row.status.state is JobState.PENDING:
                 pending.add(link.shape)
                 if now - row.posted_at > STUCK_S:
                     stuck.add(link.shape)
@@ -294,29 +296,29 @@ def _submits(
 
 def _pending_since(rows: Mapping[int, Attempt], number: int) -> float:
     """When the job began to wait for room: starts that Ray gave up belong to the same wait."""
-    while number - 1 in rows and rows[number - 1].verdict.reason is Reason.START_TIMEOUT:
+    while number - 1 in rows and rows[number - 1].status.reason is Reason.START_TIMEOUT:
         number -= 1
     return rows[number].posted_at
 
 
 def _is_settled(last: Attempt, now: float, node_dead_s: float) -> bool:
     """Whether nothing of an attempt that failed can still run."""
-    if last.verdict.reason in _UNPROVEN:
+    if last.status.reason in _UNPROVEN:
         return now >= last.ended_at + node_dead_s
     # The end was written by the clock of the attempt's node, which may be ahead.
     return now >= last.ended_at + SETTLE_S or last.ended_at > now
 
 
-def _of(row: Attempt, number: int) -> Verdict:
-    return _with(row.verdict, row.verdict.state, row.verdict.reason, row.verdict.detail, number)
+def _of(row: Attempt, number: int) -> JobStatus:
+    return _with(row.status, row.status.state, row.status.reason, row.status.detail, number)
 
 
 def _with(
-    verdict: Verdict,
+    status: JobStatus,
     state: JobState,
     reason: Reason,
     detail: str,
     attempt: Optional[int] = None,
-) -> Verdict:
-    number = verdict.attempt if attempt is None else attempt
-    return Verdict(state, reason, detail, verdict.node, number, verdict.waits_for)
+) -> JobStatus:
+    number = status.attempt if attempt is None else attempt
+    return JobStatus(state, reason, detail, status.node, number, status.waits_for)

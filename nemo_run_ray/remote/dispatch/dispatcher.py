@@ -19,7 +19,7 @@ from ..attempts import Attempt, attempt_id, attempt_of_row, claim_body, first_id
 from ..node.output import say
 from ..node.rundir import SECRETS, read_secrets, remove_secrets
 from ..spec import ChainSpec, LinkSpec
-from ..states import JobState, Reason, Verdict
+from ..states import JobState, JobStatus, Reason
 from . import log, rest
 from .decide import ALL_SUCCEEDED, NODE_DEAD_S, NOT_ALL_SUCCEEDED, Action, Decision, Do, decide
 
@@ -131,8 +131,8 @@ class Dispatcher:
         self._troubles.pop("", None)
         own = table.get(self._own_id)
         if own is not None and own.nonce == self._chain.nonce:
-            if own.verdict.state.is_terminal:
-                raise Disowned(f"Ray says that this dispatcher is {own.verdict.state.value}")
+            if own.status.state.is_terminal:
+                raise Disowned(f"Ray says that this dispatcher is {own.status.state.value}")
             self._absent_since = None
             return table
         if self._absent_since is None:
@@ -154,7 +154,7 @@ class Dispatcher:
         link = self._links[action.job]
         number = _number(link, action.submission_id)
         before = table.get(attempt_id(link.id, number - 1)) if number > 1 else None
-        if before is not None and before.verdict.reason is Reason.START_TIMEOUT:
+        if before is not None and before.status.reason is Reason.START_TIMEOUT:
             # Ray has given the start up, and some versions start it later all the same.
             self._api.stop(attempt_id(link.id, number - 1))
         try:
@@ -177,7 +177,7 @@ class Dispatcher:
             self._asked[name] = now
             self._api.stop(name)
             self._stopped.setdefault(name, now)
-        pending = table[name].verdict.state is JobState.PENDING
+        pending = table[name].status.state is JobState.PENDING
         return not pending or now - self._stopped.get(name, now) < STOP_TRUST_S
 
     def _claim(self, action: Action) -> None:
@@ -200,24 +200,24 @@ class Dispatcher:
     def _tell(self, decision: Decision, table: Mapping[str, Attempt]) -> None:
         """One line for every job that is not where it was at the last look."""
         first_look = not self._told
-        for name, verdict in decision.standings.items():
+        for name, status in decision.statuses.items():
             link = self._links[name]
-            now = f"{verdict.state.value} {verdict.attempt} {verdict.reason.value}"
+            now = f"{status.state.value} {status.attempt} {status.reason.value}"
             if self._told.get(name) == now:
                 continue
             self._told[name] = now
             self._changed_at = self._clock()
-            calm = verdict.state is JobState.WAITING and not verdict.reason.is_trouble
-            if first_look and (calm or verdict.state.is_terminal):
+            calm = status.state is JobState.WAITING and not status.reason.is_trouble
+            if first_look and (calm or status.state.is_terminal):
                 continue  # thousands, perhaps, and nothing that happened now
-            submission_id = attempt_id(link.id, max(1, verdict.attempt))
-            say(str(log.Line(self._clock(), verdict.state.value, submission_id, _words(verdict))))
+            submission_id = attempt_id(link.id, max(1, status.attempt))
+            say(str(log.Line(self._clock(), status.state.value, submission_id, _words(status))))
         if first_look:
             say(f"{_count(decision)}; {len(table)} of their rows are in the job table")
 
     def _sum_up(self, decision: Decision) -> int:
         say(f"all is decided: {_count(decision)}")
-        states = {verdict.state for verdict in decision.standings.values()}
+        states = {status.state for status in decision.statuses.values()}
         return ALL_SUCCEEDED if states <= {JobState.SUCCEEDED} else NOT_ALL_SUCCEEDED
 
     def _complain(self, about: str, text: str) -> None:
@@ -346,14 +346,14 @@ def _number(link: LinkSpec, submission_id: str) -> int:
     return 1 if submission_id == link.id else int(submission_id.partition("@")[2])
 
 
-def _words(verdict: Verdict) -> str:
-    node = f"on node {verdict.node[:12]}" if verdict.node else ""
-    return verdict.detail or (node if verdict.state is JobState.RUNNING else "")
+def _words(status: JobStatus) -> str:
+    node = f"on node {status.node[:12]}" if status.node else ""
+    return status.detail or (node if status.state is JobState.RUNNING else "")
 
 
 def _count(decision: Decision) -> str:
     """``3 SUCCEEDED, 1 RUNNING``."""
-    states: List[JobState] = [verdict.state for verdict in decision.standings.values()]
+    states: List[JobState] = [status.state for status in decision.statuses.values()]
     return ", ".join(
         f"{states.count(state)} {state.value}" for state in JobState if state in states
     )

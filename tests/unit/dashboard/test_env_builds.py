@@ -7,7 +7,7 @@ import pytest
 from nemo_run_ray.dashboard.env_builds import EnvBuilds, failures
 from nemo_run_ray.errors import Unanswered
 from nemo_run_ray.remote.env_error import cause_of
-from nemo_run_ray.remote.states import JobState, Reason, Verdict, judge
+from nemo_run_ray.remote.states import JobState, JobStatus, Reason, status_of_row
 
 _TRACEBACK = """\
 Traceback (most recent call last):
@@ -80,9 +80,9 @@ def test_the_cause_comes_in_the_words_of_who_failed(text, cause):
 
 def test_a_failed_job_says_the_cause_first():
     row = {"status": "FAILED", "error_type": "RUNTIME_ENV_SETUP_FAILURE", "message": _PIP}
-    verdict = judge(row)
-    assert verdict.reason is Reason.RUNTIME_ENV
-    assert verdict.detail == (
+    status = status_of_row(row)
+    assert status.reason is Reason.RUNTIME_ENV
+    assert status.detail == (
         "the runtime environment could not be built: No matching distribution found for nope"
     )
 
@@ -138,7 +138,7 @@ def test_failures_of_one_environment_are_counted(log, count):
 
 
 _ROW = {"status": "PENDING", "runtime_env": _OURS}
-_PENDING = Verdict(JobState.PENDING)
+_PENDING = JobStatus(JobState.PENDING)
 
 
 def _builds(log: str, success: bool | None = None) -> tuple[EnvBuilds, list[str]]:
@@ -163,16 +163,16 @@ def _builds(log: str, success: bool | None = None) -> tuple[EnvBuilds, list[str]
 
 def test_a_build_that_goes_on():
     builds, _ = _builds(_begins(_OURS))
-    verdict = builds.explain(_ROW, _PENDING)
-    assert (verdict.state, verdict.reason) == (JobState.PENDING, Reason.BUILDING)
-    assert not verdict.reason.is_trouble
+    status = builds.explain(_ROW, _PENDING)
+    assert (status.state, status.reason) == (JobState.PENDING, Reason.BUILDING)
+    assert not status.reason.is_trouble
 
 
 def test_a_build_that_is_tried_again():
     builds, _ = _builds(_begins(_OURS) + _fails(_OURS) * 2)
-    verdict = builds.explain(_ROW, _PENDING)
-    assert (verdict.state, verdict.reason) == (JobState.PENDING, Reason.REBUILDING)
-    assert verdict.detail == (
+    status = builds.explain(_ROW, _PENDING)
+    assert (status.state, status.reason) == (JobState.PENDING, Reason.REBUILDING)
+    assert status.detail == (
         "Ray failed 2 times to build its runtime environment on node aaaaaaaaaaaa: No matching "
         "distribution found for nope"
     )
@@ -180,7 +180,7 @@ def test_a_build_that_is_tried_again():
 
 def test_nothing_is_asked_for_a_job_that_builds_nothing():
     builds, asked = _builds("")
-    running = Verdict(JobState.RUNNING)
+    running = JobStatus(JobState.RUNNING)
     plain = {"status": "PENDING", "runtime_env": {"py_modules": _MODULES}}
     assert builds.explain(_ROW, running) is running
     assert builds.explain(plain, _PENDING) is _PENDING

@@ -67,11 +67,11 @@ def test_the_ledger_keeps_them(tmp_path):
     assert record.attempts == {"e.a": attempt}
     assert record.terminal == {}
     later = {**attempt.to_json(), "later": 1}
-    verdict = {"state": "FAILED", "reason": "", "detail": "", "node": ""}
-    book.write(ledger.TERMINAL, "e.a", verdict=verdict, attempts=[later])
+    status = {"state": "FAILED", "reason": "", "detail": "", "node": ""}
+    book.write(ledger.TERMINAL, "e.a", status=status, attempts=[later])
     (record,) = book.jobs().values()
     assert record.attempts == {"e.a": attempt}
-    assert record.terminal == verdict
+    assert record.terminal == status
 
 
 def test_nothing_is_written_for_nothing(tmp_path):
@@ -85,8 +85,8 @@ def test_who_knows_less_takes_nothing_away(tmp_path):
     book.write(ledger.INTENT, "e.a", job="a", role="a", cluster={}, session="s", nonce="n")
     book.keep_attempts({"e.a": {"e.a": _attempt("RUNNING", 2.0)}})
     late = dataclasses.replace(_attempt("SUCCEEDED"), ended_at=9.0)
-    verdict = {"state": "SUCCEEDED", "reason": "", "detail": "", "node": ""}
-    book.write(ledger.TERMINAL, "e.a", verdict=verdict, attempts=[late.to_json()])
+    status = {"state": "SUCCEEDED", "reason": "", "detail": "", "node": ""}
+    book.write(ledger.TERMINAL, "e.a", status=status, attempts=[late.to_json()])
     (record,) = book.jobs().values()
     assert record.attempts["e.a"].running_at == 2.0
     assert record.attempts["e.a"].ended_at == 9.0

@@ -34,7 +34,7 @@ def test_events_become_records(book, tmp_path):
     book.write(INTENT, "exp.a", **_INTENT)
     book.write(INTENT, "exp.b", **{**_INTENT, "job": "two\nlines é"})
     book.write(SUBMITTED, "exp.a")
-    book.write(TERMINAL, "exp.a", verdict=_VERDICT)
+    book.write(TERMINAL, "exp.a", status=_VERDICT)
     book.write(UNSETTLED, "exp.b", why="no")
     one, two = Ledger(tmp_path).jobs().values()
     assert (one.submission_id, one.last, one.terminal) == ("exp.a", SUBMITTED, _VERDICT)

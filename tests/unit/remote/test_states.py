@@ -1,5 +1,6 @@
 import pytest
-from ray.job_submission import JobErrorType, JobStatus
+from ray.job_submission import JobErrorType
+from ray.job_submission import JobStatus as RaysJobStatus
 from torchx.specs import AppState, is_terminal
 
 from nemo_run_ray.jobs.torchx_states import TO_TORCHX, torchx_state
@@ -8,10 +9,10 @@ from nemo_run_ray.remote.states import (
     FROM_RAY_ERROR,
     NEXT_STEP,
     JobState,
+    JobStatus,
     Reason,
-    Verdict,
-    judge,
     signal_name,
+    status_of_row,
 )
 
 _MARKER = "last available logs (truncated to 20,000 chars):\n"
@@ -27,33 +28,33 @@ def _failed(code: int | None, message: str, error: str = "JOB_ENTRYPOINT_COMMAND
     }
 
 
-@pytest.mark.parametrize("status", [one.value for one in JobStatus])
+@pytest.mark.parametrize("status", [one.value for one in RaysJobStatus])
 def test_every_status_of_this_ray_is_known(status):
-    state = judge({"status": status}).state
+    state = status_of_row({"status": status}).state
     assert state is FROM_RAY[status]
-    assert state.is_terminal == JobStatus(status).is_terminal()
+    assert state.is_terminal == RaysJobStatus(status).is_terminal()
 
 
 @pytest.mark.parametrize("error", [one.value for one in JobErrorType])
 def test_every_error_of_this_ray_is_known(error):
-    verdict = judge({**_failed(None, "Ray's own words", error), "driver_node_id": None})
-    assert verdict.reason is FROM_RAY_ERROR[error]
-    assert verdict.reason is not Reason.NONE
-    assert "Ray's own words" in verdict.message
+    status = status_of_row({**_failed(None, "Ray's own words", error), "driver_node_id": None})
+    assert status.reason is FROM_RAY_ERROR[error]
+    assert status.reason is not Reason.NONE
+    assert "Ray's own words" in status.message
 
 
 @pytest.mark.parametrize("row", [{"status": "PAUSED"}, {"status": None}, {}, {"status": 3}])
 def test_a_status_of_a_newer_ray_is_no_end(row):
-    verdict = judge(row)
-    assert verdict.state is JobState.UNKNOWN
-    assert not verdict.state.is_terminal
-    assert verdict.message
+    status = status_of_row(row)
+    assert status.state is JobState.UNKNOWN
+    assert not status.state.is_terminal
+    assert status.message
 
 
 def test_an_error_of_a_newer_ray_keeps_its_message():
-    verdict = judge(_failed(None, "the moon is full", "MOON"))
-    assert (verdict.state, verdict.reason) == (JobState.FAILED, Reason.OTHER)
-    assert "the moon is full" in verdict.message
+    status = status_of_row(_failed(None, "the moon is full", "MOON"))
+    assert (status.state, status.reason) == (JobState.FAILED, Reason.OTHER)
+    assert "the moon is full" in status.message
 
 
 @pytest.mark.parametrize("state", JobState)
@@ -64,8 +65,8 @@ def test_torchx_agrees_on_what_is_an_end(state):
 
 @pytest.mark.parametrize("reason", [Reason.WAITS, Reason.TURN, Reason.RETRY])
 def test_a_job_that_waits_on_the_cluster_was_submitted(reason):
-    assert torchx_state(Verdict(JobState.WAITING, reason)) is AppState.SUBMITTED
-    never = Verdict(JobState.WAITING, Reason.NOT_SUBMITTED)
+    assert torchx_state(JobStatus(JobState.WAITING, reason)) is AppState.SUBMITTED
+    never = JobStatus(JobState.WAITING, Reason.NOT_SUBMITTED)
     assert torchx_state(never) is AppState.UNSUBMITTED
 
 
@@ -81,28 +82,30 @@ def test_exit_code_and_the_logs_end():
         "Traceback\n"
         "ValueError: no\n"
     )
-    verdict = judge(_failed(3, f"Job entrypoint command failed with exit code 3, {_MARKER}{logs}"))
-    assert (verdict.state, verdict.reason) == (JobState.FAILED, Reason.EXIT_CODE)
-    assert verdict.detail.startswith("exit code 3")
-    assert verdict.detail.endswith("Traceback\nValueError: no")
-    assert "Runtime env is setting up" not in verdict.detail
-    assert "Running entrypoint" not in verdict.detail
-    assert NEXT_STEP[Reason.EXIT_CODE] in verdict.message
-    assert verdict.node == "abc"
+    status = status_of_row(
+        _failed(3, f"Job entrypoint command failed with exit code 3, {_MARKER}{logs}")
+    )
+    assert (status.state, status.reason) == (JobState.FAILED, Reason.EXIT_CODE)
+    assert status.detail.startswith("exit code 3")
+    assert status.detail.endswith("Traceback\nValueError: no")
+    assert "Runtime env is setting up" not in status.detail
+    assert "Running entrypoint" not in status.detail
+    assert NEXT_STEP[Reason.EXIT_CODE] in status.message
+    assert status.node == "abc"
 
 
 def test_lines_of_the_user_are_not_taken_for_rays():
     line = "my INFO worker.py:3 -- Running entrypoint for job of mine"
-    assert line in judge(_failed(1, f"{_MARKER}{line}\n")).detail
+    assert line in status_of_row(_failed(1, f"{_MARKER}{line}\n")).detail
 
 
 @pytest.mark.parametrize(
     ("code", "name"), [(137, "SIGKILL"), (-9, "SIGKILL"), (139, "SIGSEGV"), (-15, "SIGTERM")]
 )
 def test_a_signal_is_named(code, name):
-    verdict = judge(_failed(code, "Job entrypoint command failed"))
-    assert verdict.reason is Reason.SIGNAL
-    assert f"killed by {name} (exit code {code})" in verdict.detail
+    status = status_of_row(_failed(code, "Job entrypoint command failed"))
+    assert status.reason is Reason.SIGNAL
+    assert f"killed by {name} (exit code {code})" in status.detail
 
 
 @pytest.mark.parametrize("code", [0, 1, 127, 128, 255, -1000])
@@ -112,27 +115,27 @@ def test_other_codes_are_no_signal(code):
 
 def test_a_runtime_env_that_fails_shows_rays_message():
     message = "Failed to set up runtime environment.\nERROR: No matching distribution: nope"
-    verdict = judge(_failed(None, message, "RUNTIME_ENV_SETUP_FAILURE"))
-    assert verdict.reason is Reason.RUNTIME_ENV
-    assert "No matching distribution: nope" in verdict.message
-    assert "runtime_env" in verdict.message
+    status = status_of_row(_failed(None, message, "RUNTIME_ENV_SETUP_FAILURE"))
+    assert status.reason is Reason.RUNTIME_ENV
+    assert "No matching distribution: nope" in status.message
+    assert "runtime_env" in status.message
 
 
 def test_a_supervisor_that_ran_and_is_gone_is_a_death():
     message = "Unexpected error occurred: failed to get job supervisor."
     row = _failed(None, message, "JOB_SUPERVISOR_ACTOR_START_FAILURE")
-    assert judge(row).reason is Reason.NODE_DIED
-    assert judge({**row, "driver_node_id": None}).reason is Reason.NOT_STARTED
+    assert status_of_row(row).reason is Reason.NODE_DIED
+    assert status_of_row({**row, "driver_node_id": None}).reason is Reason.NOT_STARTED
 
 
 @pytest.mark.parametrize("status", ["PENDING", "RUNNING", "SUCCEEDED"])
 def test_nothing_wrong_needs_no_words(status):
-    assert judge({"status": status, "message": "Job is doing fine."}).message == ""
+    assert status_of_row({"status": status, "message": "Job is doing fine."}).message == ""
 
 
 def test_a_stopped_job_is_cancelled():
-    verdict = judge({"status": "STOPPED", "message": "Job was intentionally stopped."})
-    assert (verdict.state, verdict.reason) == (JobState.CANCELLED, Reason.CANCELLED)
+    status = status_of_row({"status": "STOPPED", "message": "Job was intentionally stopped."})
+    assert (status.state, status.reason) == (JobState.CANCELLED, Reason.CANCELLED)
 
 
 def test_of_a_replica_that_could_not_be_prepared_our_own_words_are_all():
@@ -141,6 +144,8 @@ def test_of_a_replica_that_could_not_be_prepared_our_own_words_are_all():
         "Traceback (most recent call last):\nRuntimeError: Podman\n"
         "nemo_run_ray| end 01234567: [could not be prepared] a/0: no worker: name unknown\n"
     )
-    verdict = judge(_failed(1, f"Job entrypoint command failed with exit code 1, {_MARKER}{logs}"))
-    assert verdict.reason is Reason.NOT_STARTED
-    assert verdict.detail == "exit code 1: a/0: no worker: name unknown"
+    status = status_of_row(
+        _failed(1, f"Job entrypoint command failed with exit code 1, {_MARKER}{logs}")
+    )
+    assert status.reason is Reason.NOT_STARTED
+    assert status.detail == "exit code 1: a/0: no worker: name unknown"

@@ -29,7 +29,7 @@ from nemo_run_ray.remote.dispatch.decide import (
     decide,
 )
 from nemo_run_ray.remote.spec import ChainSpec, LinkSpec, OutsideSpec
-from nemo_run_ray.remote.states import JobState, Reason, Verdict
+from nemo_run_ray.remote.states import JobState, JobStatus, Reason
 
 NOW = 100_000.0
 PERMANENT = {Reason.RUNTIME_ENV, Reason.UNSCHEDULABLE, Reason.NOT_PLACED}
@@ -48,7 +48,7 @@ def row(state: JobState, job: str, reason: Reason = Reason.NONE, **fields) -> At
     fields = {"nonce": f"nonce-{job}", "posted_at": 100.0, **fields}
     if state.is_terminal:
         fields = {"ended_at": 200.0, **fields}
-    return Attempt(Verdict(state, reason), **fields)
+    return Attempt(JobStatus(state, reason), **fields)
 
 
 def pending(job: str, **fields) -> Attempt:
@@ -86,8 +86,8 @@ def stopped(plan: ChainSpec, table: dict[str, Attempt], now: float = NOW, **opti
     return did(decide(plan, table, now, **options), Do.STOP)
 
 
-def standing(plan: ChainSpec, table: dict[str, Attempt], name: str, now: float = NOW) -> Verdict:
-    return decide(plan, table, now).standings[name]
+def status_of(plan: ChainSpec, table: dict[str, Attempt], name: str, now: float = NOW) -> JobStatus:
+    return decide(plan, table, now).statuses[name]
 
 
 # ------------------------------------------------------------------ what comes first
@@ -102,9 +102,9 @@ def test_a_job_waits_until_its_upstream_has_succeeded(state):
     plan = chain(link("a"), link("b", "a"))
     table = {"e.a": row(state, "a")}
     assert submitted(plan, table) == []
-    verdict = standing(plan, table, "b")
-    assert (verdict.state, verdict.reason) == (JobState.WAITING, Reason.WAITS)
-    assert verdict.waits_for == ("a",)
+    status = status_of(plan, table, "b")
+    assert (status.state, status.reason) == (JobState.WAITING, Reason.WAITS)
+    assert status.waits_for == ("a",)
     assert submitted(plan, {"e.a": succeeded("a")}) == ["e.b"]
 
 
@@ -128,11 +128,11 @@ def test_all_downstream_of_a_failure_is_cancelled_and_the_rest_goes_on():
     table = {"e.a": failed("a"), "e.x": succeeded("x")}
     decision = decide(plan, table, NOW)
     for name in ("b", "c"):
-        verdict = decision.standings[name]
-        assert (verdict.state, verdict.reason) == (JobState.CANCELLED, Reason.UPSTREAM)
-        assert verdict.attempt == 0
-    assert "a failed" in decision.standings["b"].detail
-    assert "b was cancelled" in decision.standings["c"].detail
+        status = decision.statuses[name]
+        assert (status.state, status.reason) == (JobState.CANCELLED, Reason.UPSTREAM)
+        assert status.attempt == 0
+    assert "a failed" in decision.statuses["b"].detail
+    assert "b was cancelled" in decision.statuses["c"].detail
     assert did(decision, Do.SUBMIT) == ["e.y"]
 
 
@@ -161,19 +161,19 @@ def test_a_job_waits_for_a_job_of_another_experiment(outside):
     plan = chain(link("a", outside=(outside,)))
     for table in ({}, {"o.x": running("x")}, {"o.x": succeeded("x", nonce="stranger")}):
         assert submitted(plan, table) == []
-        assert standing(plan, table, "a").waits_for == ("o.x",)
+        assert status_of(plan, table, "a").waits_for == ("o.x",)
     assert submitted(plan, {"o.x": succeeded("x")}) == ["e.a"]
 
 
 def test_only_the_chains_own_jobs_have_a_standing():
     decision = decide(chain(link("a", outside=(OTHER,))), {"o.x": succeeded("x")}, NOW)
-    assert set(decision.standings) == {"a"}
+    assert set(decision.statuses) == {"a"}
 
 
 def test_a_job_named_as_anothers_id_is_a_job_of_its_own():
     plan = chain(LinkSpec("o.x", "e.o.x", "mine", {}), link("b", "o.x", outside=(OTHER,)))
     decision = decide(plan, {"o.x": succeeded("x")}, NOW)
-    assert set(decision.standings) == {"o.x", "b"}
+    assert set(decision.statuses) == {"o.x", "b"}
     assert did(decision, Do.SUBMIT) == ["e.o.x"]
 
 
@@ -188,34 +188,34 @@ def test_another_experiments_retry_is_waited_for():
 def test_another_experiments_permanent_exit_code_is_final():
     plan = chain(link("a", outside=(OTHER,)))
     gone = failed("x", exit_code=7, retries=3, permanent_exit_codes=(7,))
-    assert standing(plan, {"o.x": gone}, "a").reason is Reason.UPSTREAM
+    assert status_of(plan, {"o.x": gone}, "a").reason is Reason.UPSTREAM
 
 
 def test_a_job_without_a_dispatcher_has_one_attempt():
     plan = chain(link("a", outside=(DIRECT,)))
     for reason in (Reason.EXIT_CODE, Reason.START_TIMEOUT):
         table = {"o.x": failed("x", reason, retries=3)}
-        assert standing(plan, table, "a").reason is Reason.UPSTREAM
+        assert status_of(plan, table, "a").reason is Reason.UPSTREAM
 
 
 @pytest.mark.parametrize("code", [ALL_SUCCEEDED, NOT_ALL_SUCCEEDED])
 def test_what_another_experiment_never_started_is_cancelled_with_it(code):
     plan = chain(link("a", outside=(OTHER,)))
     ended = row(JobState.SUCCEEDED if code == 0 else JobState.FAILED, "boss", exit_code=code)
-    assert standing(plan, {"o.dispatcher": ended}, "a").state is JobState.CANCELLED
-    assert standing(plan, {"o.dispatcher": running("boss")}, "a").state is JobState.WAITING
+    assert status_of(plan, {"o.dispatcher": ended}, "a").state is JobState.CANCELLED
+    assert status_of(plan, {"o.dispatcher": running("boss")}, "a").state is JobState.WAITING
     died = row(JobState.FAILED, "boss", Reason.NODE_DIED)
-    assert standing(plan, {"o.dispatcher": died}, "a").state is JobState.WAITING
+    assert status_of(plan, {"o.dispatcher": died}, "a").state is JobState.WAITING
     table = {"o.dispatcher": died, "o.dispatcher@2": ended}
-    assert standing(plan, table, "a").state is JobState.CANCELLED
+    assert status_of(plan, table, "a").state is JobState.CANCELLED
 
 
 @pytest.mark.parametrize("last", [failed("x", retries=1), failed("x", Reason.START_TIMEOUT)])
 def test_what_another_experiment_gave_up_between_two_attempts_is_not_waited_for(last):
     plan = chain(link("a", outside=(OTHER,)))
     table = {"o.x": last, "o.dispatcher": row(JobState.FAILED, "boss", exit_code=NOT_ALL_SUCCEEDED)}
-    verdict = standing(plan, table, "a")
-    assert (verdict.state, verdict.reason) == (JobState.CANCELLED, Reason.UPSTREAM)
+    status = status_of(plan, table, "a")
+    assert (status.state, status.reason) == (JobState.CANCELLED, Reason.UPSTREAM)
 
 
 # ------------------------------------------------------------------ attempts
@@ -227,9 +227,9 @@ def test_a_failure_is_tried_again_so_often_as_asked():
     for number in (1, 2, 3):
         assert submitted(plan, table) == [attempt_id("e.a", number)]
         table[attempt_id("e.a", number)] = failed("a")
-    verdict = standing(plan, table, "a")
-    assert (verdict.state, verdict.reason) == (JobState.FAILED, Reason.EXIT_CODE)
-    assert verdict.attempt == 3
+    status = status_of(plan, table, "a")
+    assert (status.state, status.reason) == (JobState.FAILED, Reason.EXIT_CODE)
+    assert status.attempt == 3
     assert submitted(plan, table) == []
 
 
@@ -245,7 +245,7 @@ def test_a_start_timeout_does_not_count():
 def test_what_cannot_change_is_not_tried_again(reason):
     decision = decide(chain(link("a", retries=5)), {"e.a": failed("a", reason)}, NOW)
     assert decision.is_over
-    assert decision.standings["a"].reason is reason
+    assert decision.statuses["a"].reason is reason
 
 
 def test_a_permanent_exit_code_is_not_tried_again():
@@ -274,7 +274,7 @@ def test_what_somebody_stopped_is_not_tried_again():
     plan = chain(link("a", retries=3))
     decision = decide(plan, {"e.a": row(JobState.CANCELLED, "a", Reason.CANCELLED)}, NOW)
     assert decision.is_over
-    assert decision.standings["a"].state is JobState.CANCELLED
+    assert decision.statuses["a"].state is JobState.CANCELLED
 
 
 def test_no_attempt_while_an_older_one_lives():
@@ -320,7 +320,7 @@ def test_a_job_named_as_an_attempt_was_once_is_a_job_of_its_own():
     plan = chain(link("x", retries=1), link("x.a2"))
     decision = decide(plan, {"e.x": failed("x"), "e.x.a2": running("x.a2")}, NOW)
     assert did(decision, Do.SUBMIT) == ["e.x@2"]
-    assert decision.standings["x.a2"].state is JobState.RUNNING
+    assert decision.statuses["x.a2"].state is JobState.RUNNING
 
 
 def test_what_ray_lost_without_a_reason_may_still_run():
@@ -351,7 +351,7 @@ def test_what_runs_below_a_claim_has_an_open_end():
     plan = chain(link("a"), link("b", "a"))
     table = {"e.a": running("a"), "e.a@2": claimed("a")}
     decision = decide(plan, table, NOW)
-    assert decision.standings["a"].state is JobState.RUNNING
+    assert decision.statuses["a"].state is JobState.RUNNING
     assert did(decision, Do.STOP) == ["e.a"]
     assert submitted(plan, {**table, "e.a": succeeded("a")}) == ["e.b"]
 
@@ -359,9 +359,9 @@ def test_what_runs_below_a_claim_has_an_open_end():
 def test_a_job_of_another_experiment_that_was_cancelled_is_not_waited_for():
     plan = chain(link("a", outside=(OTHER,)))
     table = {"o.dispatcher": row(JobState.FAILED, "o"), "o.dispatcher@cancel": claimed("o")}
-    assert standing(plan, table, "a").reason is Reason.UPSTREAM
+    assert status_of(plan, table, "a").reason is Reason.UPSTREAM
     stranger = {**table, "o.dispatcher@cancel": claimed("x")}
-    assert standing(plan, stranger, "a").state is JobState.WAITING
+    assert status_of(plan, stranger, "a").state is JobState.WAITING
 
 
 @pytest.mark.parametrize(
@@ -377,9 +377,9 @@ def test_a_claim_is_final_whatever_becomes_of_its_row(words, state, reason, of):
     plan = chain(link("a", retries=5), link("b", "a"))
     decision = decide(plan, {"e.a": failed("a"), "e.a@2": row(of, "a", claim=words)}, NOW)
     assert decision.actions == ()
-    verdict = decision.standings["a"]
-    assert (verdict.state, verdict.reason, verdict.attempt) == (state, reason, 1)
-    assert decision.standings["b"].reason is Reason.UPSTREAM
+    status = decision.statuses["a"]
+    assert (status.state, status.reason, status.attempt) == (state, reason, 1)
+    assert decision.statuses["b"].reason is Reason.UPSTREAM
 
 
 def test_what_lives_below_a_claim_is_stopped():
@@ -389,7 +389,7 @@ def test_what_lives_below_a_claim_is_stopped():
 
 def test_what_succeeded_below_a_claim_has_succeeded():
     plan = chain(link("a"))
-    assert standing(plan, {"e.a": succeeded("a"), "e.a@2": claimed("a")}, "a").state is (
+    assert status_of(plan, {"e.a": succeeded("a"), "e.a@2": claimed("a")}, "a").state is (
         JobState.SUCCEEDED
     )
 
@@ -404,7 +404,7 @@ def test_the_claim_of_the_cancel_id_ends_everything():
     }
     decision = decide(plan, table, NOW)
     assert decision.actions == (Action(Do.STOP, "a", "e.a", decision.actions[0].why),)
-    states = {name: verdict.state for name, verdict in decision.standings.items()}
+    states = {name: status.state for name, status in decision.statuses.items()}
     assert states == {
         "a": JobState.RUNNING,
         "b": JobState.CANCELLED,
@@ -428,9 +428,9 @@ def test_a_stranger_at_a_jobs_id_fails_the_job_and_is_left_alone(where):
     table = {"e.a": failed("a"), where: running("a", nonce="stranger")}
     decision = decide(plan, table, NOW)
     assert decision.actions == ()
-    assert decision.standings["a"].reason is Reason.TAKEN
-    assert where in decision.standings["a"].detail
-    assert decision.standings["b"].reason is Reason.UPSTREAM
+    assert decision.statuses["a"].reason is Reason.TAKEN
+    assert where in decision.statuses["a"].detail
+    assert decision.statuses["b"].reason is Reason.UPSTREAM
 
 
 @pytest.mark.parametrize("stranger", [JobState.RUNNING, JobState.PENDING])
@@ -491,7 +491,7 @@ def test_what_gets_no_room_in_time_is_claimed_and_then_stopped():
     assert (stop.do, stop.submission_id) == (Do.STOP, "e.a")
     table["e.a@2"] = claimed("a", NOT_PLACED)
     assert stopped(plan, table, NOW + 62) == ["e.a"]
-    assert standing(plan, table, "a").reason is Reason.NOT_PLACED
+    assert status_of(plan, table, "a").reason is Reason.NOT_PLACED
 
 
 def test_what_runs_has_its_room():
@@ -540,8 +540,8 @@ def test_a_row_of_rays_table_is_understood():
     )
     assert (found.posted_at, found.ended_at, found.exit_code) == (1.5, 2.5, 3)
     assert (found.nonce, found.retries, found.permanent_exit_codes) == ("mine", 2, (3, 4))
-    assert found.verdict.reason is Reason.EXIT_CODE
-    assert "\n" not in found.verdict.detail
+    assert found.status.reason is Reason.EXIT_CODE
+    assert "\n" not in found.status.detail
     assert not found.is_live
 
 
@@ -595,7 +595,7 @@ class Scene:
     def proven(self, one: LinkSpec | OutsideSpec) -> bool:
         nonces = one.nonces if isinstance(one, OutsideSpec) else (one.nonce,)
         return any(
-            row.verdict.state is JobState.SUCCEEDED and not row.claim and row.nonce in nonces
+            row.status.state is JobState.SUCCEEDED and not row.claim and row.nonce in nonces
             for row in self.own(one).values()
         )
 
@@ -718,7 +718,7 @@ def test_an_attempt_follows_only_the_failed_last_one(scene):
         rows = scene.own(one)
         assert scene.live(one) == []
         assert number == max(rows, default=0) + 1
-        assert not rows or rows[number - 1].verdict.state is JobState.FAILED
+        assert not rows or rows[number - 1].status.state is JobState.FAILED
 
 
 @many
@@ -737,16 +737,15 @@ def test_retries_are_given_only_to_what_has_some(scene):
         counted = [
             row
             for row in rows.values()
-            if row.verdict.state is JobState.FAILED
-            and row.verdict.reason is not Reason.START_TIMEOUT
+            if row.status.state is JobState.FAILED and row.status.reason is not Reason.START_TIMEOUT
         ]
         assert len(counted) <= one.retries
         if number == 1:
             continue
         last = rows[number - 1]
-        assert last.verdict.reason not in PERMANENT
+        assert last.status.reason not in PERMANENT
         assert last.exit_code is None or last.exit_code not in one.permanent_exit_codes
-        wait_s = NODE_DEAD_S if last.verdict.reason is Reason.NODE_DIED else SETTLE_S
+        wait_s = NODE_DEAD_S if last.status.reason is Reason.NODE_DIED else SETTLE_S
         assert last.ended_at + wait_s <= NOW
 
 
@@ -757,8 +756,8 @@ def test_every_claim_is_final(scene):
     for one in scene.chain.links:
         rows = scene.own(one).values()
         if any(row.claim for row in rows):
-            runs = any(row.verdict.state is JobState.RUNNING for row in rows)
-            assert runs or decision.standings[one.name].state.is_terminal
+            runs = any(row.status.state is JobState.RUNNING for row in rows)
+            assert runs or decision.statuses[one.name].state.is_terminal
             assert all(job is not one for job, _ in scene.submits())
 
 
@@ -782,8 +781,8 @@ def test_strangers_fail_their_job_and_are_left_alone(scene):
     ids = {one.submission_id for one in decision.actions}
     for one in scene.chain.links:
         if scene.has_stranger(one):
-            assert decision.standings[one.name].state is JobState.FAILED
-            assert decision.standings[one.name].reason is Reason.TAKEN
+            assert decision.statuses[one.name].state is JobState.FAILED
+            assert decision.statuses[one.name].reason is Reason.TAKEN
             assert all(job is not one for job, _ in scene.submits())
             rows = scene.own(one).items()
             assert not ids & {attempt_id(one.id, n) for n, row in rows if row.nonce != one.nonce}
@@ -809,14 +808,14 @@ def test_what_must_not_go_on_is_stopped_and_nothing_else(scene):
     claims = set(did(decision, Do.CLAIM))
     may = set()
     for one in scene.chain.links:
-        over = decision.standings[one.name].state.is_terminal or scene.cancelled
+        over = decision.statuses[one.name].state.is_terminal or scene.cancelled
         for number in scene.live(one):
             name = attempt_id(one.id, number)
             if over or number != max(scene.own(one)):
                 assert name in stops
                 may.add(name)
             elif attempt_id(one.id, number + 1) in claims:
-                assert scene.own(one)[number].verdict.state is JobState.PENDING
+                assert scene.own(one)[number].status.state is JobState.PENDING
                 may.add(name)
     assert stops == may
 
@@ -850,18 +849,18 @@ def test_what_waits_for_room_in_a_cancelled_chain_is_claimed():
 @many
 @given(scenes())
 def test_a_failure_cancels_what_depends_on_it_and_nothing_else(scene):
-    standings = scene.decide().standings
-    assert list(standings) == [one.name for one in scene.chain.links]
+    statuses = scene.decide().statuses
+    assert list(statuses) == [one.name for one in scene.chain.links]
     for one in scene.chain.links:
-        verdict = standings[one.name]
+        status = statuses[one.name]
         ended = [
             name
             for name in one.after
-            if standings[name].state.is_terminal and standings[name].state is not JobState.SUCCEEDED
+            if statuses[name].state.is_terminal and statuses[name].state is not JobState.SUCCEEDED
         ]
         if ended and not scene.own(one) and not scene.cancelled:
-            assert (verdict.state, verdict.reason) == (JobState.CANCELLED, Reason.UPSTREAM)
-        if verdict.reason is Reason.UPSTREAM:
+            assert (status.state, status.reason) == (JobState.CANCELLED, Reason.UPSTREAM)
+        if status.reason is Reason.UPSTREAM:
             assert ended or one.outside
             assert not all(map(scene.proven, one.outside)) or ended
 
@@ -873,23 +872,23 @@ def test_what_can_be_done_is_done(scene):
     waiting = {
         one.name: one
         for one in scene.chain.links
-        if decision.standings[one.name].state is JobState.WAITING
+        if decision.statuses[one.name].state is JobState.WAITING
     }
     for one in waiting.values():
-        verdict = decision.standings[one.name]
-        if verdict.reason is Reason.WAITS:
+        status = decision.statuses[one.name]
+        if status.reason is Reason.WAITS:
             outside = {other.id for other in one.outside}
-            assert verdict.waits_for
-            for name in verdict.waits_for:
-                assert name in outside or not decision.standings[name].state.is_terminal
+            assert status.waits_for
+            for name in status.waits_for:
+                assert name in outside or not decision.statuses[name].state.is_terminal
     if any(scene.live(one) for one in scene.chain.links):
         return
     for one in waiting.values():
-        verdict = decision.standings[one.name]
-        last = scene.own(one).get(verdict.attempt)
-        died = last is not None and last.verdict.reason is Reason.NODE_DIED
+        status = decision.statuses[one.name]
+        last = scene.own(one).get(status.attempt)
+        died = last is not None and last.status.reason is Reason.NODE_DIED
         wait_s = NODE_DEAD_S if died else SETTLE_S
-        if verdict.reason is not Reason.WAITS and (not last or last.ended_at + wait_s <= NOW):
+        if status.reason is not Reason.WAITS and (not last or last.ended_at + wait_s <= NOW):
             assert did(decision, Do.SUBMIT)
 
 
@@ -938,8 +937,8 @@ class Cluster:
             if action.do is Do.SUBMIT:
                 self._check(one, action)
             claim = action.why if action.do is Do.CLAIM else ""
-            verdict = Verdict(JobState.PENDING)
-            self.rows[action.submission_id] = Attempt(verdict, one.nonce, self.now, claim=claim)
+            status = JobStatus(JobState.PENDING)
+            self.rows[action.submission_id] = Attempt(status, one.nonce, self.now, claim=claim)
 
     def _check(self, one: LinkSpec, action: Action) -> None:
         truth = Scene(self.chain, self.rows, None)
@@ -948,12 +947,12 @@ class Cluster:
         assert all(truth.proven(self._links[name]) for name in one.after)
         assert all(truth.proven(other) for other in one.outside)
         assert not any(row.claim for row in rows.values())
-        reasons = [row.verdict.reason for row in rows.values()]
+        reasons = [row.status.reason for row in rows.values()]
         assert len(reasons) - reasons.count(Reason.START_TIMEOUT) <= one.retries
         if rows:
             last = rows[max(rows)]
             assert action.submission_id == attempt_id(one.id, max(rows) + 1)
-            died = last.verdict.reason is Reason.NODE_DIED
+            died = last.status.reason is Reason.NODE_DIED
             assert self.now >= last.ended_at + (NODE_DEAD_S if died else SETTLE_S)
 
     def live(self) -> list[str]:
@@ -962,27 +961,27 @@ class Cluster:
     def pass_time(self) -> None:
         self.now += self._chance.choice((0.3, 1.0, 5.0, 40.0))
         for name, row_ in list(self.rows.items()):
-            if row_.verdict.state in (JobState.PENDING, JobState.RUNNING):
+            if row_.status.state in (JobState.PENDING, JobState.RUNNING):
                 self._live_on(name, row_)
         self.history.append(dict(self.rows))
 
     def end(self, name: str, state: JobState, reason: Reason = Reason.NONE, code=None) -> None:
         row_ = self.rows[name]
         self.rows[name] = replace(
-            row_, verdict=Verdict(state, reason), ended_at=self.now, exit_code=code
+            row_, status=JobStatus(state, reason), ended_at=self.now, exit_code=code
         )
 
     def _live_on(self, name: str, row_: Attempt) -> None:
         dice = self._chance.random()
         if name in self._stopping and dice < 0.5:
             self.end(name, JobState.CANCELLED, Reason.CANCELLED)
-        elif row_.verdict.state is JobState.PENDING:
+        elif row_.status.state is JobState.PENDING:
             if self.now - row_.posted_at > 900 or dice < 0.05:
                 self.end(name, JobState.FAILED, Reason.START_TIMEOUT)
             elif dice < 0.1:
                 self.end(name, JobState.FAILED, self._chance.choice(sorted(PERMANENT)))
             elif dice < 0.4:
-                self.rows[name] = replace(row_, verdict=Verdict(JobState.RUNNING))
+                self.rows[name] = replace(row_, status=JobStatus(JobState.RUNNING))
         elif row_.claim or dice < 0.25:
             self.end(name, JobState.SUCCEEDED, code=0)
         elif dice < 0.35:
@@ -1043,10 +1042,10 @@ def test_every_chain_ends_and_no_rule_is_broken_on_the_way(dispatchers, seed):
         if decision.is_over and not cluster.live() and not decision.actions:
             break
     else:
-        pytest.fail(f"not over: {decision.standings}")
+        pytest.fail(f"not over: {decision.statuses}")
     truth = Scene(plan, cluster.rows, None)
     for one in plan.links:
-        verdict = decision.standings[one.name]
-        assert (verdict.state is JobState.SUCCEEDED) == truth.proven(one)
+        status = decision.statuses[one.name]
+        assert (status.state is JobState.SUCCEEDED) == truth.proven(one)
         if not truth.own(one):
-            assert verdict.state is JobState.CANCELLED
+            assert status.state is JobState.CANCELLED
