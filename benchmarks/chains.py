@@ -15,7 +15,7 @@ import psutil
 
 from benchmarks.common import ROOT, Add, quietly, wait_for
 from nemo_run_ray import RayExecutor
-from nemo_run_ray.cli.main import main as cli
+from nemo_run_ray.cli import main as cli
 from nemo_run_ray.clusters import Dashboard
 from nemo_run_ray.dashboard.jobs_api import JobsApi
 

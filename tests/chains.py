@@ -11,7 +11,7 @@ import nemo_run as run
 from nemo_run_ray import RayExecutor
 from nemo_run_ray.clusters import Cluster
 from nemo_run_ray.dashboard.jobs_api import JobsApi
-from nemo_run_ray.jobs.dispatch import Chain, chain_id
+from nemo_run_ray.jobs.dispatch import Dispatch, dispatcher_id
 from nemo_run_ray.jobs.dispatched_job import find_job
 from nemo_run_ray.remote.states import JobState, JobStatus
 from tests.conftest import wait_for
@@ -125,8 +125,8 @@ class Started:
     exp_dir: Path
 
     @property
-    def chain(self) -> Chain:
-        return Chain.of(self.exp_dir, chain_id(self.id))
+    def chain(self) -> Dispatch:
+        return Dispatch.of(self.exp_dir, dispatcher_id(self.id))
 
     def job(self, name: str) -> str:
         """Its submission id."""
@@ -136,7 +136,7 @@ class Started:
         return find_job(self.job(name)).status()
 
     def statuses(self) -> dict[str, JobStatus]:
-        return {link.name: self.status(link.name) for link in self.chain.spec.links}
+        return {link.name: self.status(link.name) for link in self.chain.spec.jobs}
 
     def states(self) -> dict[str, str]:
         return {name: status.state.value for name, status in self.statuses().items()}

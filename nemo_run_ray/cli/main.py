@@ -187,7 +187,7 @@ def cancel(
 def _cancelled(jobs: list[Any]) -> Iterator[str]:
     """Cancel jobs of one experiment, one after the other; tells what became of each."""
     if len(jobs) > 1:
-        _cancel_chains(jobs)
+        _cancel_dispatches(jobs)
     for one in jobs:
         status = one.status()
         if status.state.is_terminal and status.state is not JobState.CANCELLED:
@@ -207,27 +207,27 @@ def _proof(job: Any, status: Any) -> str:
         return ""
 
 
-def _cancel_chains(jobs: list[Any]) -> None:
+def _cancel_dispatches(jobs: list[Any]) -> None:
     """Cancel what a dispatcher would still start: one claim for all of it."""
-    from nemo_run_ray.jobs.dispatched_job import ChainedJob
+    from nemo_run_ray.jobs.dispatched_job import DispatchedJob
 
-    chained = {one.chain.id: one for one in jobs if isinstance(one, ChainedJob)}
-    for one in chained.values():
+    dispatched = {one.dispatch.id: one for one in jobs if isinstance(one, DispatchedJob)}
+    for one in dispatched.values():
         experiment = _experiment_of(one)
         grace_s = max(
             registry.grace_s(experiment, other.record.job)
             for other in jobs
-            if isinstance(other, ChainedJob) and other.chain is one.chain
+            if isinstance(other, DispatchedJob) and other.dispatch is one.dispatch
         )
         if not all(other.status().state.is_terminal for other in jobs):
-            one.chain.cancel(one.api(), grace_s)
+            one.dispatch.cancel(one.api(), grace_s)
 
 
 def resume(experiment: Annotated[str, typer.Argument(help="Its id or title.")]) -> None:
     """Hand over what never reached the cluster, and start a dispatcher that has ended too early."""
     loaded = _experiment(experiment)
     # Before the jobs are looked at: a look starts a dead dispatcher too, with a warning.
-    for line in _resume_chains(loaded):
+    for line in _resume_dispatches(loaded):
         _out.print(line, markup=False)
     known = {one.record.job: one for one in _all_jobs(loaded)}
     states = {job.id: _state(loaded, job, known.get(job.id)) for job in loaded.jobs}
@@ -236,7 +236,7 @@ def resume(experiment: Annotated[str, typer.Argument(help="Its id or title.")]) 
         missing = _missing(loaded, job, states)
         if states[job.id] != JobState.WAITING.value:
             _out.print(f"{job.id}: {states[job.id]}, left as it is", markup=False)
-        elif job.id in known and known[job.id].record.chain:
+        elif job.id in known and known[job.id].record.dispatcher:
             _out.print(f"{job.id}: waits on the cluster, left to its dispatcher", markup=False)
         elif missing:
             waits = ", ".join(f"{one} ({states[one]})" for one in missing)
@@ -260,12 +260,13 @@ def _missing(experiment: Any, job: Any, states: dict[str, str]) -> list[str]:
     return [one for one in job.dependencies if states[one] != JobState.SUCCEEDED.value]
 
 
-def _resume_chains(experiment: Any) -> list[str]:
+def _resume_dispatches(experiment: Any) -> list[str]:
     """Start every dispatcher that is dead and has something left to do."""
-    from nemo_run_ray.jobs.dispatched_job import chains_of
+    from nemo_run_ray.jobs.dispatched_job import dispatches_of
 
     return [
-        f"{chain.id}: {chain.resume()}" for chain in chains_of(registry.experiment_dir(experiment))
+        f"{dispatch.id}: {dispatch.resume()}"
+        for dispatch in dispatches_of(registry.experiment_dir(experiment))
     ]
 
 

@@ -12,7 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from nemo_run_ray.jobs.attempts import AttemptRecord, Attempts
-from nemo_run_ray.jobs.dispatched_job import ChainedJob, running_at
+from nemo_run_ray.jobs.dispatched_job import DispatchedJob, running_at
 from nemo_run_ray.jobs.job import RemoteJob
 from nemo_run_ray.jobs.ledger import Ledger
 from nemo_run_ray.nemo import registry
@@ -81,7 +81,7 @@ class StatusReport:
                 Text(name),
                 Text(status.state.value, _COLORS.get(status.state, "")),
                 status.reason.value,
-                str(status.attempt) if isinstance(job, ChainedJob) and status.attempt else "",
+                str(status.attempt) if isinstance(job, DispatchedJob) and status.attempt else "",
                 status.node[:12],
                 _since(status, attempts, now),
                 Text(_short(status.waits_for)),
@@ -99,9 +99,9 @@ class StatusReport:
 
 def timeline_page(title: str, exp_dir: Path, jobs: Sequence[RemoteJob], now: float) -> str:
     """The page of ``nemo-run-ray timeline``."""
-    chains = dict.fromkeys(job.chain for job in jobs if isinstance(job, ChainedJob))
+    dispatches = dict.fromkeys(job.dispatch for job in jobs if isinstance(job, DispatchedJob))
     report = StatusReport(
-        jobs, {name: at for chain in chains for name, at in running_at(chain).items()}
+        jobs, {name: at for dispatch in dispatches for name, at in running_at(dispatch).items()}
     )
     began = min((event["at"] for event in Ledger(exp_dir).events()), default=now)
     rows = [
@@ -154,10 +154,10 @@ def _as_dict(
 
 
 def _after(job: RemoteJob) -> tuple[str, ...]:
-    if not isinstance(job, ChainedJob):
+    if not isinstance(job, DispatchedJob):
         return ()
-    links = (link for link in job.chain.spec.links if link.name == job.record.job)
-    return tuple(name for link in links for name in link.after)
+    specs = (one for one in job.dispatch.spec.jobs if one.name == job.record.job)
+    return tuple(name for one in specs for name in one.after)
 
 
 def _since(status: JobStatus, attempts: Attempts, now: float) -> str:

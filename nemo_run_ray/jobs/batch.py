@@ -17,11 +17,11 @@ from nemo_run_ray.dashboard.jobs_api import JobsApi
 from nemo_run_ray.errors import NemoRunRayError
 from nemo_run_ray.executor import RayExecutor
 from nemo_run_ray.jobs import archives, ledger
-from nemo_run_ray.jobs.dispatch import Chain, chain_id, outside_spec
+from nemo_run_ray.jobs.dispatch import Dispatch, dispatcher_id, outside_spec
 from nemo_run_ray.jobs.ledger import Ledger
 from nemo_run_ray.jobs.submit_once import submit_once
 from nemo_run_ray.planning.job_plan import JobPlan
-from nemo_run_ray.remote.spec import ChainSpec, GroupSpec, LinkSpec
+from nemo_run_ray.remote.spec import DispatchedJobSpec, DispatchSpec, GroupSpec
 
 #: So many jobs are handed over by the client at once; more wait on the cluster, where a dispatcher
 #: sees to it that the head's memory suffices for them (110 MB each).
@@ -48,7 +48,7 @@ class Batch:
     cluster: Cluster
     plans: dict[str, JobPlan] = field(default_factory=dict)
     executors: dict[str, RayExecutor] = field(default_factory=dict)
-    chain_id: str = ""
+    dispatcher_id: str = ""
     is_ordered: bool = True
     _lock: threading.Lock = field(default_factory=threading.Lock)
     _session: str = ""
@@ -58,7 +58,7 @@ class Batch:
     _jobs_packed: tuple[tuple[str, ...], archives.Archive] | None = None
 
     def submit(self, name: str) -> str:
-        """Hand one job over, or with the first of them all those of its chain; its submission id.
+        """Hand one job over, or with the first of them all those of its dispatch; its submission id.
 
         Raises:
             ClusterError: the cluster cannot take it.
@@ -68,10 +68,10 @@ class Batch:
         planned = self.plans[name]
         together = list(self.plans.values()) if self.is_ordered else [planned]
         if any(one.needs_dispatcher for one in together) or len(together) > DIRECT_MAX:
-            name = self.chain_id if self.is_ordered else chain_id(planned.submission_id)
+            name = self.dispatcher_id if self.is_ordered else dispatcher_id(planned.submission_id)
             with self._lock:
                 if name not in self._dispatched:
-                    self._submit_chain(name, together)
+                    self._submit_dispatch(name, together)
                     self._dispatched.add(name)
             return planned.submission_id
         return self._submit_alone(planned)
@@ -100,13 +100,13 @@ class Batch:
         book.write(ledger.SUBMITTED, planned.submission_id)
         return planned.submission_id
 
-    def _submit_chain(self, name: str, jobs: Sequence[JobPlan]) -> None:
-        """Write the plan of a chain down and start its dispatcher."""
+    def _submit_dispatch(self, name: str, jobs: Sequence[JobPlan]) -> None:
+        """Write the plan of a dispatch down and start its dispatcher."""
         for planned in jobs:
             archives.secrets_archive(planned.spec.secrets, "")  # they must be set
         api = self._connect()
         travels = {one.uri: one for one in [self._job_archive()]}
-        links, intents = [], []
+        dispatched, intents = [], []
         for planned in _after_their_upstreams(jobs):
             nonce = secrets.token_hex(8)
             code = {role: self._code(one) for role, one in planned.packagers.items()}
@@ -114,21 +114,21 @@ class Batch:
             uris = {role: one.uri for role, one in code.items()}
             body = planned.body(uris, [self._job_archive().uri], nonce)
             outside = [outside_spec(handle, api, self._session) for handle in planned.outside]
-            links.append(planned.link(body, outside, name))
+            dispatched.append(planned.dispatched(body, outside, name))
             intents.append(self._intent(planned, nonce, name))
-        chain = Chain.of(self.exp_dir, name)
-        chain.save(self._chain_spec(name, jobs, links), travels, self._pythons(jobs))
+        dispatch = Dispatch.of(self.exp_dir, name)
+        dispatch.save(self._dispatch_spec(name, jobs, dispatched), travels, self._pythons(jobs))
         Ledger(self.exp_dir).write_all(intents)
-        chain.start(api, self.cluster.record())
+        dispatch.start(api, self.cluster.record())
 
-    def _chain_spec(
-        self, name: str, jobs: Sequence[JobPlan], links: Sequence[LinkSpec]
-    ) -> ChainSpec:
+    def _dispatch_spec(
+        self, name: str, jobs: Sequence[JobPlan], dispatched: Sequence[DispatchedJobSpec]
+    ) -> DispatchSpec:
         limits = [one.max_in_flight for one in jobs if one.max_in_flight is not None]
-        return ChainSpec(
+        return DispatchSpec(
             id=name,
             nonce=secrets.token_hex(8),
-            links=tuple(links),
+            jobs=tuple(dispatched),
             session=self._session,
             dashboards=(self._connect().dashboard.url,),
             max_in_flight=min(limits) if limits else None,
@@ -139,7 +139,7 @@ class Batch:
         return [one for one in dict.fromkeys(named) if one is not None]
 
     def _intent(
-        self, planned: JobPlan, nonce: str, chain: str = ""
+        self, planned: JobPlan, nonce: str, dispatcher: str = ""
     ) -> tuple[str, str, dict[str, object]]:
         values: dict[str, object] = {
             "job": planned.job,
@@ -148,8 +148,8 @@ class Batch:
             "session": self._session,
             "nonce": nonce,
         }
-        if chain:
-            values["chain"] = chain
+        if dispatcher:
+            values["dispatcher"] = dispatcher
         if isinstance(planned.spec, GroupSpec):
             values["has_roles"] = True
         return ledger.INTENT, planned.submission_id, values

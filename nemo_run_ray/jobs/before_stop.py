@@ -69,7 +69,7 @@ def note_ends(api: JobsApi, cluster: Cluster, is_forced: bool) -> Iterator[str]:
     """
     for exp_dir in sorted(ledger.experiments_of(api.table(fresh=True).keys())):
         for record in Ledger(exp_dir).jobs().values():
-            if record.dispatches or not _is_on(record.cluster, cluster):
+            if record.is_dispatcher or not _is_on(record.cluster, cluster):
                 continue
             try:
                 job = job_of(record)

@@ -1,9 +1,9 @@
-"""A chain as the client knows it: its plan in the experiment's folder, and its dispatcher.
+"""A dispatch as the client knows it: its plan in the experiment's folder, and its dispatcher.
 
 The folder holds all that a dispatcher needs to be started again, by whoever has it::
 
-    <experiment>/ray_chains/<dispatcher's id>/
-        chain.json     the jobs, see ``remote/spec.py``; written last, so that it means "complete"
+    <experiment>/ray_dispatches/<dispatcher's id>/
+        dispatch.json  the jobs, see ``remote/spec.py``; written last, so that it means "complete"
         dispatcher.json    how the dispatcher is started
         _ray_pkg_….zip     the archives: Ray forgets what nobody uses for some minutes
 """
@@ -38,7 +38,7 @@ from nemo_run_ray.jobs.submit_once import submit_once
 from nemo_run_ray.planning.job_plan import dispatcher_entrypoint, job_id
 from nemo_run_ray.remote.attempts import (
     CANCELLED,
-    CHAIN_KEY,
+    DISPATCHER_KEY,
     NONCE_KEY,
     Attempt,
     attempt_id,
@@ -49,33 +49,33 @@ from nemo_run_ray.remote.attempts import (
 )
 from nemo_run_ray.remote.dispatch.decide import Decision, Do, decide
 from nemo_run_ray.remote.dispatch.dispatcher import STOP_TRUST_S
-from nemo_run_ray.remote.node.rundir import CHAIN
-from nemo_run_ray.remote.spec import ChainSpec, OutsideSpec, from_json
+from nemo_run_ray.remote.node.rundir import DISPATCH
+from nemo_run_ray.remote.spec import DispatchSpec, OutsideSpec, from_json
 from nemo_run_ray.remote.states import JobState, JobStatus
 
 log = logging.getLogger(__name__)
 
-#: Name of a dispatcher after its experiment's, and of the folder of chains.
-DISPATCHER, FOLDER = "dispatcher", "ray_chains"
+#: Name of a dispatcher after its experiment's, and of the folder of dispatches.
+DISPATCHER, FOLDER = "dispatcher", "ray_dispatches"
 #: Seconds between two starts of a dispatcher by one process that finds it dead, and how many.
 REVIVE_AGAIN_S, REVIVALS_MAX = 20.0, 20
 _LOOK_AGAIN_S = 2.0
 #: Seconds that a dispatcher may be about to start before another one is started.
 PENDING_MAX_S = 60.0
-#: Seconds beyond the grace period until a cancelled chain must have ended.
+#: Seconds beyond the grace period until a cancelled dispatch must have ended.
 CANCEL_S = 60.0
 _NOTHING = Attempt(JobStatus(JobState.UNKNOWN))
 
 
 @dataclass(frozen=True)
 class Snapshot:
-    """One look at a chain.
+    """One look at a dispatch.
 
     Attributes:
         decision: the status of every job.
         rows: Ray's rows, by submission id.
         dispatcher: attempts of the dispatcher, by number.
-        lost: why the cluster does not have the chain any more; empty as long as it has.
+        lost: why the cluster does not have the dispatch any more; empty as long as it has.
     """
 
     decision: Decision
@@ -97,37 +97,37 @@ class Snapshot:
         )
 
 
-class Chain:
-    """One chain of an experiment; all users of a process share one by ``Chain.of``."""
+class Dispatch:
+    """One dispatch of an experiment; all users of a process share one by ``Dispatch.of``."""
 
-    _shared: ClassVar[dict[tuple[Path, str], Chain]] = {}
+    _shared: ClassVar[dict[tuple[Path, str], Dispatch]] = {}
     _shared_lock = threading.Lock()
 
-    def __init__(self, exp_dir: Path, chain_id: str) -> None:
+    def __init__(self, exp_dir: Path, dispatcher_id: str) -> None:
         self.exp_dir = exp_dir
-        self.id = chain_id
-        self.folder = exp_dir / FOLDER / chain_id
-        self._spec: ChainSpec | None = None
+        self.id = dispatcher_id
+        self.folder = exp_dir / FOLDER / dispatcher_id
+        self._spec: DispatchSpec | None = None
         self._lock = threading.Lock()
         self._last: tuple[dict[str, dict[str, Any]], Snapshot] | None = None
         self._revived_at = -1e9
         self._revivals = 0
 
     @classmethod
-    def of(cls, exp_dir: Path, chain_id: str) -> Chain:
+    def of(cls, exp_dir: Path, dispatcher_id: str) -> Dispatch:
         with cls._shared_lock:
-            key = (exp_dir, chain_id)
+            key = (exp_dir, dispatcher_id)
             if key not in cls._shared:
-                cls._shared[key] = cls(exp_dir, chain_id)
+                cls._shared[key] = cls(exp_dir, dispatcher_id)
             return cls._shared[key]
 
     @property
     def is_saved(self) -> bool:
         """Whether everything is there that a dispatcher needs."""
-        return (self.folder / "chain.json").exists()
+        return (self.folder / "dispatch.json").exists()
 
     @property
-    def spec(self) -> ChainSpec:
+    def spec(self) -> DispatchSpec:
         """The plan.
 
         Raises:
@@ -135,20 +135,20 @@ class Chain:
         """
         if self._spec is None:
             try:
-                found = from_json((self.folder / "chain.json").read_text(encoding="utf-8"))
+                found = from_json((self.folder / "dispatch.json").read_text(encoding="utf-8"))
             except (OSError, ValueError) as error:
                 raise JobError(
                     f"The plan of the chain {self.id} cannot be read from {self.folder}: {error}. "
                     "Copy the experiment's whole folder, with the version of nemo_run_ray that "
                     "submitted it."
                 ) from error
-            if not isinstance(found, ChainSpec):
+            if not isinstance(found, DispatchSpec):
                 raise JobError(f"{self.folder} holds no chain.")
             self._spec = found
         return self._spec
 
     def save(
-        self, spec: ChainSpec, travels: Mapping[str, archives.Archive], pythons: list[str]
+        self, spec: DispatchSpec, travels: Mapping[str, archives.Archive], pythons: list[str]
     ) -> None:
         """Write the plan and all that travels into the experiment's folder.
 
@@ -163,7 +163,7 @@ class Chain:
                 _write(self.folder / archive.name, archive.pack())
         start = {"archives": [one.name for one in travels.values()], "pythons": pythons}
         _write(self.folder / "dispatcher.json", json.dumps(start).encode())
-        _write(self.folder / "chain.json", spec.to_json().encode())
+        _write(self.folder / "dispatch.json", spec.to_json().encode())
         self._spec = spec
 
     def cancel(self, api: JobsApi, grace_s: float) -> None:
@@ -194,7 +194,7 @@ class Chain:
 
     def _end(self, api: JobsApi, decision: Decision) -> None:
         """What a dispatcher would do to end jobs, since there may be none at work."""
-        nonces = {link.name: link.nonce for link in self.spec.links}
+        nonces = {job.name: job.nonce for job in self.spec.jobs}
         for action in decision.actions:
             if action.do is Do.CLAIM:
                 self.claim(api, action.submission_id, nonces[action.job])
@@ -286,8 +286,8 @@ class Chain:
                 cluster=cluster,
                 session=self.spec.session,
                 nonce=self.spec.nonce,
-                chain=self.id,
-                dispatches=True,
+                dispatcher=self.id,
+                is_dispatcher=True,
             )
         except OSError as error:
             raise JobError(
@@ -321,7 +321,7 @@ class Chain:
 
     def _cluster_record(self) -> dict[str, Any]:
         records = Ledger(self.exp_dir).jobs().values()
-        return next(one.cluster for one in records if one.chain == self.id)
+        return next(one.cluster for one in records if one.dispatcher == self.id)
 
     def revive(self, api: JobsApi, cluster: dict[str, Any], look: Snapshot) -> None:
         """Start the dispatcher again if it is dead and there is something left for it to do."""
@@ -344,7 +344,7 @@ class Chain:
         log.warning("The dispatcher %s %s; it is started again as %s.", self.id, why, name)
 
     def _why_lost(self, api: JobsApi) -> str:
-        """Why a table without any dispatcher of ours is not that of the chain; empty if it is."""
+        """Why a table without a dispatcher of this dispatch is not its table; empty if it is."""
         session = api.version(patience_s=0.0)["session_name"]
         if session != self.spec.session:
             return (
@@ -353,7 +353,7 @@ class Chain:
             )
         records = Ledger(self.exp_dir).jobs().values()
         if not any(
-            one.dispatches and one.chain == self.id and one.last == ledger.SUBMITTED
+            one.is_dispatcher and one.dispatcher == self.id and one.last == ledger.SUBMITTED
             for one in records
         ):
             return ""
@@ -364,9 +364,9 @@ class Chain:
 
     def _own(self, rows: Mapping[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
         wanted = {self.id, self.spec.cancel_id}
-        for link in self.spec.links:
-            wanted.add(link.id)
-            wanted.update(name for one in link.outside for name in (one.id, one.dispatcher))
+        for job in self.spec.jobs:
+            wanted.add(job.id)
+            wanted.update(name for one in job.outside for name in (one.id, one.dispatcher))
         return {
             name: row for name, row in rows.items() if name in wanted or first_id(name) in wanted
         }
@@ -374,7 +374,7 @@ class Chain:
     def _plan_archive(self) -> archives.Archive:
         data = self.spec.to_json().encode()
         return archives.single_file(
-            "The experiment's plan", CHAIN, data, hashlib.sha256(data).hexdigest()
+            "The experiment's plan", DISPATCH, data, hashlib.sha256(data).hexdigest()
         )
 
     def _secrets(self, look: Snapshot) -> list[str]:
@@ -382,14 +382,14 @@ class Chain:
         return sorted(
             {
                 name
-                for link in self.spec.links
-                if not look.decision.statuses[link.name].state.is_terminal
-                for name in link.secrets
+                for job in self.spec.jobs
+                if not look.decision.statuses[job.name].state.is_terminal
+                for name in job.secrets
             }
         )
 
 
-def chain_id(experiment_or_job: str) -> str:
+def dispatcher_id(experiment_or_job: str) -> str:
     """Id of the dispatcher of an experiment, or of a job that is handed over by itself."""
     return job_id(experiment_or_job, DISPATCHER)
 
@@ -417,8 +417,8 @@ def outside_spec(handle: str, api: JobsApi, session: str) -> OutsideSpec:
             f"Ray at {api.dashboard.url} has the session {session}. Wait for the job in the "
             "program, or run both on one cluster. Nothing was started."
         )
-    if record is not None and record.chain:
-        return OutsideSpec(name, tuple(record.nonces), record.chain)
+    if record is not None and record.dispatcher:
+        return OutsideSpec(name, tuple(record.nonces), record.dispatcher)
     row = api.job(name)
     if row is None:
         raise SubmissionError(
@@ -428,7 +428,7 @@ def outside_spec(handle: str, api: JobsApi, session: str) -> OutsideSpec:
         )
     metadata = row.get("metadata") or {}
     nonces = tuple(record.nonces) if record else (str(metadata.get(NONCE_KEY, "")),)
-    return OutsideSpec(name, nonces, str(metadata.get(CHAIN_KEY, "")))
+    return OutsideSpec(name, nonces, str(metadata.get(DISPATCHER_KEY, "")))
 
 
 def _write(path: Path, data: bytes) -> None:
@@ -437,4 +437,4 @@ def _write(path: Path, data: bytes) -> None:
     temporary.replace(path)
 
 
-__all__ = ["Chain", "Snapshot", "chain_id", "outside_spec"]
+__all__ = ["Dispatch", "Snapshot", "dispatcher_id", "outside_spec"]

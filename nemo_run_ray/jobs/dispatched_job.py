@@ -12,7 +12,7 @@ from pathlib import Path
 from nemo_run_ray.dashboard.jobs_api import JobsApi
 from nemo_run_ray.errors import JobError, NemoRunRayError, Unanswered
 from nemo_run_ray.jobs import ledger
-from nemo_run_ray.jobs.dispatch import Chain, Snapshot
+from nemo_run_ray.jobs.dispatch import Dispatch, Snapshot
 from nemo_run_ray.jobs.follow import attempt_mark, lines
 from nemo_run_ray.jobs.job import CANCEL_MARGIN_S, PLACING_S, STOP_AGAIN_S, RemoteJob
 from nemo_run_ray.jobs.ledger import JobRecord, Ledger
@@ -21,17 +21,17 @@ from nemo_run_ray.remote.dispatch import log
 from nemo_run_ray.remote.states import JobState, JobStatus, status_of_row
 
 _LOOK_AGAIN_S = 1.0
-#: Chains of which this process has written down when their attempts were seen running.
+#: Dispatches of which this process has written down when their attempts were seen running.
 _kept: set[Path] = set()
 _kept_lock = threading.Lock()
 
 
-class ChainedJob(RemoteJob):
-    """One job of a chain, found again by the id of its first attempt."""
+class DispatchedJob(RemoteJob):
+    """One job of a dispatch, found again by the id of its first attempt."""
 
     def __init__(self, record: JobRecord) -> None:
         super().__init__(record)
-        self.chain = Chain.of(record.exp_dir, record.chain)
+        self.dispatch = Dispatch.of(record.exp_dir, record.dispatcher)
 
     def look(self) -> JobStatus:
         if self.record.terminal:
@@ -39,25 +39,25 @@ class ChainedJob(RemoteJob):
         api = self._api()
         if api is None:
             return self._lost(self._cluster.why_gone())
-        found = self.chain.look(api)
+        found = self.dispatch.look(api)
         status = self._explained(found)
         if found.lost and not status.attempt:
             return self._lost(found.lost)
         if status.state.is_terminal:
             self.note(status)
         elif not found.lost:
-            self.chain.revive(api, self.record.cluster, found)
+            self.dispatch.revive(api, self.record.cluster, found)
         if found.decision.is_over:
-            _keep_running_at(self.chain)
+            _keep_running_at(self.dispatch)
         return status
 
     def note_end(self) -> None:
         if not self.record.terminal:
-            found = self.chain.look(self.api(), fresh=True)
+            found = self.dispatch.look(self.api(), fresh=True)
             status = self._explained(found)
             if status.state.is_terminal and not found.lost:
                 self.note(status)
-            _keep_running_at(self.chain)
+            _keep_running_at(self.dispatch)
 
     def cancel(self, grace_s: float) -> JobStatus:
         status = self.look()
@@ -69,7 +69,7 @@ class ChainedJob(RemoteJob):
         asked_at, trouble = -math.inf, "it goes on"
         while time.monotonic() < began_at + grace_s + CANCEL_MARGIN_S:
             try:
-                found = self.chain.look(api, fresh=True)
+                found = self.dispatch.look(api, fresh=True)
                 status = self._explained(found)
                 live = self._live(found, status)
                 trusted = live is JobState.PENDING and time.monotonic() - began_at >= PLACING_S
@@ -81,7 +81,7 @@ class ChainedJob(RemoteJob):
                     asked_at = time.monotonic()
                 if status.state in (JobState.WAITING, JobState.PENDING):
                     name = attempt_id(self.submission_id, status.attempt + 1)
-                    self.chain.claim(api, name, self.record.nonces[-1])
+                    self.dispatch.claim(api, name, self.record.nonces[-1])
             except Unanswered as error:
                 trouble = str(error)
             time.sleep(0.2)
@@ -157,39 +157,39 @@ class _Attempt(RemoteJob):
         """Nothing: the job itself notes its end, under the same id as its first attempt."""
 
 
-def dispatcher_lines(chain: Chain) -> Iterator[str]:
-    """The logs of a chain's dispatchers, line by line, as far as they can be read."""
-    for record in Ledger(chain.exp_dir).jobs().values():
-        if record.dispatches and record.chain == chain.id:
+def dispatcher_lines(dispatch: Dispatch) -> Iterator[str]:
+    """The logs of a dispatch's dispatchers, line by line, as far as they can be read."""
+    for record in Ledger(dispatch.exp_dir).jobs().values():
+        if record.is_dispatcher and record.dispatcher == dispatch.id:
             try:
                 yield from lines(RemoteJob(record).log(should_tail=False))
             except NemoRunRayError:
                 continue  # it never started, or its cluster is gone
 
 
-def running_at(chain: Chain) -> dict[str, float]:
-    """When each attempt was first seen running, as the chain's dispatchers tell."""
+def running_at(dispatch: Dispatch) -> dict[str, float]:
+    """When each attempt was first seen running, as the dispatch's dispatchers tell."""
     found: dict[str, float] = {}
-    for line in log.parse(dispatcher_lines(chain)):
+    for line in log.parse(dispatcher_lines(dispatch)):
         if line.state == JobState.RUNNING.value:
             found[line.submission_id] = min(line.at, found.get(line.submission_id, line.at))
     return found
 
 
-def _keep_running_at(chain: Chain) -> None:
-    """Write down, once in a process, what only the dispatchers' logs tell of a chain's jobs."""
+def _keep_running_at(dispatch: Dispatch) -> None:
+    """Write down, once in a process, what only the dispatchers' logs tell of a dispatch's jobs."""
     with _kept_lock:
-        if chain.folder in _kept:
+        if dispatch.folder in _kept:
             return
-        told, news = running_at(chain), {}
+        told, news = running_at(dispatch), {}
         if told:  # else the logs could not be read, and the next look tries again
-            _kept.add(chain.folder)
-    for job in jobs_of(chain.exp_dir):
-        if job.record.chain == chain.id:
+            _kept.add(dispatch.folder)
+    for job in jobs_of(dispatch.exp_dir):
+        if job.record.dispatcher == dispatch.id:
             attempts = job.attempts(told)
             if attempts != job.record.attempts:
                 news[job.submission_id] = attempts
-    Ledger(chain.exp_dir).keep_attempts(news)
+    Ledger(dispatch.exp_dir).keep_attempts(news)
 
 
 def find_job(submission_id: str) -> RemoteJob:
@@ -203,19 +203,25 @@ def find_job(submission_id: str) -> RemoteJob:
 
 def job_of(record: JobRecord) -> RemoteJob:
     """The job that a record tells of."""
-    return ChainedJob(record) if record.chain and not record.dispatches else RemoteJob(record)
+    return (
+        DispatchedJob(record)
+        if record.dispatcher and not record.is_dispatcher
+        else RemoteJob(record)
+    )
 
 
 def jobs_of(exp_dir: Path) -> list[RemoteJob]:
     """The jobs that an experiment's ledger knows, in the order of their submission."""
     records = Ledger(exp_dir).jobs().values()
-    return [job_of(record) for record in records if not record.dispatches]
+    return [job_of(record) for record in records if not record.is_dispatcher]
 
 
-def chains_of(exp_dir: Path) -> list[Chain]:
-    """The chains of an experiment, saved ones only."""
-    ids = dict.fromkeys(one.chain for one in Ledger(exp_dir).jobs().values() if one.chain)
-    return [chain for chain in (Chain.of(exp_dir, one) for one in ids) if chain.is_saved]
+def dispatches_of(exp_dir: Path) -> list[Dispatch]:
+    """The dispatches of an experiment, saved ones only."""
+    ids = dict.fromkeys(one.dispatcher for one in Ledger(exp_dir).jobs().values() if one.dispatcher)
+    return [
+        dispatch for dispatch in (Dispatch.of(exp_dir, one) for one in ids) if dispatch.is_saved
+    ]
 
 
-__all__ = ["ChainedJob", "chains_of", "find_job", "job_of", "jobs_of"]
+__all__ = ["DispatchedJob", "dispatches_of", "find_job", "job_of", "jobs_of"]

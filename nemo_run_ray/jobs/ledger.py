@@ -42,8 +42,8 @@ class JobRecord:
         nonces: one of every submission of ours, by whatever process; they tell our job from another
             one that took the same id.
         exp_dir: folder of its experiment.
-        chain: id of the dispatcher that hands it over; empty when the client did.
-        dispatches: it is an attempt of that dispatcher itself.
+        dispatcher: id of the dispatcher that hands it over; empty when the client did.
+        is_dispatcher: it is an attempt of that dispatcher itself.
         has_roles: it is a group.
         last: the last event of its submission.
         cancelled: somebody asked for its end.
@@ -58,8 +58,8 @@ class JobRecord:
     session: str
     nonces: list[str]
     exp_dir: Path
-    chain: str = ""
-    dispatches: bool = False
+    dispatcher: str = ""
+    is_dispatcher: bool = False
     has_roles: bool = False
     last: str = INTENT
     cancelled: bool = False
@@ -121,7 +121,7 @@ class Ledger:
             if kind == INTENT:
                 before = records.get(submission_id)
                 names = ("job", "role", "cluster", "session")
-                optional = ("chain", "dispatches", "has_roles")
+                optional = ("dispatcher", "is_dispatcher", "has_roles")
                 more = {name: event[name] for name in optional if name in event}
                 records[submission_id] = JobRecord(
                     submission_id=submission_id,

@@ -29,7 +29,7 @@ from nemo_run_ray.errors import ConfigError, JobError, NemoRunRayError
 from nemo_run_ray.executor import SCHEDULER, RayExecutor
 from nemo_run_ray.jobs import ledger
 from nemo_run_ray.jobs.batch import Batch
-from nemo_run_ray.jobs.dispatch import chain_id
+from nemo_run_ray.jobs.dispatch import dispatcher_id
 from nemo_run_ray.jobs.dispatched_job import find_job
 from nemo_run_ray.jobs.follow import lines, only
 from nemo_run_ray.jobs.job import RemoteJob
@@ -120,10 +120,10 @@ class RayJobsScheduler(SchedulerMixin, Scheduler[Any]):
         if key not in self._batches:
             folder = Path(executor.experiment_dir)
             others = [one for one in self._batches.values() if one.exp_dir == folder]
-            name = chain_id(executor.experiment_id or "experiment")
+            name = dispatcher_id(executor.experiment_id or "experiment")
             if others:  # on another cluster, and a ledger has one job of an id
                 name = f"{name}-{len(others) + 1}"
-            self._batches[key] = Batch(folder, cluster, chain_id=name)
+            self._batches[key] = Batch(folder, cluster, dispatcher_id=name)
         return self._batches[key]
 
     def _announce(self) -> None:
@@ -221,7 +221,7 @@ class RayJobsScheduler(SchedulerMixin, Scheduler[Any]):
 def _check_id(planned: JobPlan, batch: Batch) -> None:
     """Every job and the dispatcher need an id of their own."""
     name = planned.submission_id
-    if name == batch.chain_id:
+    if name == batch.dispatcher_id:
         raise ConfigError(
             f"The job {planned.job!r} would get the id {name}, which is that of the experiment's "
             "dispatcher; rename it."

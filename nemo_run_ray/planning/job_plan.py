@@ -25,8 +25,15 @@ from nemo_run_ray.planning.roles import (
     selector_since,
     task_spec,
 )
-from nemo_run_ray.remote.attempts import CHAIN_KEY, NONCE_KEY, PERMANENT_KEY, RETRIES_KEY
-from nemo_run_ray.remote.spec import CODE, GroupSpec, JobSpec, LinkSpec, OutsideSpec, ProbeSpec
+from nemo_run_ray.remote.attempts import DISPATCHER_KEY, NONCE_KEY, PERMANENT_KEY, RETRIES_KEY
+from nemo_run_ray.remote.spec import (
+    CODE,
+    DispatchedJobSpec,
+    GroupSpec,
+    JobSpec,
+    OutsideSpec,
+    ProbeSpec,
+)
 from nemo_run_ray.runtime_env import is_container, resolve
 
 #: Name of the package in the job archive.
@@ -120,21 +127,23 @@ class JobPlan:
             **self.reservation,
         }
 
-    def link(self, body: dict[str, Any], outside: Sequence[OutsideSpec], chain: str) -> LinkSpec:
+    def dispatched(
+        self, body: dict[str, Any], outside: Sequence[OutsideSpec], dispatcher: str
+    ) -> DispatchedJobSpec:
         """The job as a dispatcher gets it.
 
         Args:
             body: of its first attempt's request.
             outside: the jobs behind ``outside``.
-            chain: id of the dispatcher.
+            dispatcher: id of the dispatcher.
         """
         metadata = {
             **body["metadata"],
-            CHAIN_KEY: chain,
+            DISPATCHER_KEY: dispatcher,
             RETRIES_KEY: str(self.retries),
             PERMANENT_KEY: ",".join(str(code) for code in self.permanent_exit_codes),
         }
-        return LinkSpec(
+        return DispatchedJobSpec(
             name=self.job,
             id=self.submission_id,
             nonce=metadata[NONCE_KEY],
@@ -267,7 +276,7 @@ def dispatcher_entrypoint(pythons: Sequence[str], submission_id: str, nonce: str
     Args:
         pythons: interpreters that the jobs name, tried first; they may not be on the head.
         submission_id: of the dispatcher.
-        nonce: of the chain.
+        nonce: of the dispatch.
     """
     line = _start(_FOUND, ["dispatch", submission_id, nonce])
     return (

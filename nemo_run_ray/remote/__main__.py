@@ -1,7 +1,7 @@
 """Entry on the cluster.
 
 ``task|group <job> <submission id> <nonce>`` runs one job of the archive, ``dispatch <submission
-id> <nonce>`` hands the jobs of a chain over. ``start.py`` calls it.
+id> <nonce>`` hands the jobs of a dispatch over. ``start.py`` calls it.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from .node import command
 from .node.missing_modules import explain
 from .node.output import PREFIX, end_mark, say
 from .node.process import Runner, keep
-from .node.rundir import CHAIN, RunDir, archived, take_secrets
-from .spec import ChainSpec, GroupSpec, JobSpec, from_json
+from .node.rundir import DISPATCH, RunDir, archived, take_secrets
+from .spec import DispatchSpec, GroupSpec, JobSpec, from_json
 
 
 def main(argv: list[str]) -> int:
@@ -34,14 +34,14 @@ def main(argv: list[str]) -> int:
 def _dispatch(submission_id: str, nonce: str) -> int:
     from .dispatch import dispatcher
 
-    path = archived(CHAIN)
+    path = archived(DISPATCH)
     if path is None:
         raise FileNotFoundError("the archive of the chain is not on this node")
     with open(path, encoding="utf-8") as file:
-        chain = from_json(file.read())
-    if not isinstance(chain, ChainSpec):
+        dispatch = from_json(file.read())
+    if not isinstance(dispatch, DispatchSpec):
         raise ValueError(f"{path} holds no chain")
-    code = dispatcher.run(chain, submission_id)
+    code = dispatcher.run(dispatch, submission_id)
     say(f"{end_mark(nonce)}exit code {code}".removeprefix(PREFIX))
     return code
 

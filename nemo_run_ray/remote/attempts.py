@@ -16,7 +16,7 @@ from .states import LOG_FOLLOWS, JobStatus, status_of_row
 NONCE_KEY, CLAIM_KEY = "nemo_run_ray", "nemo_run_ray_claim"
 RETRIES_KEY, PERMANENT_KEY = "nemo_run_ray_retries", "nemo_run_ray_permanent"
 #: Key of the id of the dispatcher that hands the job over.
-CHAIN_KEY = "nemo_run_ray_chain"
+DISPATCHER_KEY = "nemo_run_ray_dispatcher"
 #: What a claim says; any other text is why Ray refuses the attempt.
 CANCELLED, NOT_PLACED = "cancelled", "not placed in time"
 #: An attempt's id; more digits are not ours, and int() refuses thousands of them.

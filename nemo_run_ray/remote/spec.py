@@ -19,10 +19,10 @@ _Spec = TypeVar(
     "RoleSpec",
     "GroupSpec",
     "OutsideSpec",
-    "LinkSpec",
-    "ChainSpec",
+    "DispatchedJobSpec",
+    "DispatchSpec",
 )
-_AnySpec = Union["JobSpec", "RoleSpec", "GroupSpec", "ChainSpec"]
+_AnySpec = Union["JobSpec", "RoleSpec", "GroupSpec", "DispatchSpec"]
 
 
 @dataclass(frozen=True)
@@ -167,15 +167,15 @@ class OutsideSpec:
 
 
 @dataclass(frozen=True)
-class LinkSpec:
-    """One job of a chain.
+class DispatchedJobSpec:
+    """One job of a dispatch.
 
     Attributes:
         name: in its experiment.
         id: submission id of its first attempt.
         nonce: of all of its attempts.
         body: of the request for its first attempt.
-        after: names of the jobs of the chain that must have succeeded.
+        after: names of the jobs of the dispatch that must have succeeded.
         outside: jobs of other experiments that must have succeeded.
         retries: further attempts after a failure.
         permanent_exit_codes: that no further attempt would change.
@@ -207,21 +207,21 @@ def cancel_id(dispatcher: str) -> str:
 
 
 @dataclass(frozen=True)
-class ChainSpec:
+class DispatchSpec:
     """The jobs of one experiment on one cluster, for the dispatcher.
 
     Attributes:
         id: the dispatcher's submission id, without the number of an attempt.
-        nonce: of the dispatcher's attempts and of what cancels the chain.
-        links: the jobs, each after those that it depends on.
-        session: Ray's name of the cluster's life that the chain belongs to.
+        nonce: of the dispatcher's attempts and of what cancels the dispatch.
+        jobs: the jobs, each after those that it depends on.
+        session: Ray's name of the cluster's life that the dispatch belongs to.
         dashboards: addresses to try for the dashboard, as seen from the head.
         max_in_flight: so many jobs at once at most; ``None`` lets the dispatcher choose.
     """
 
     id: str
     nonce: str
-    links: Tuple[LinkSpec, ...]
+    jobs: Tuple[DispatchedJobSpec, ...]
     session: str = ""
     dashboards: Tuple[str, ...] = ()
     max_in_flight: Optional[int] = None
@@ -232,7 +232,7 @@ class ChainSpec:
         return cancel_id(self.id)
 
     def to_json(self) -> str:
-        return _dump("chain", self)
+        return _dump("dispatch", self)
 
 
 def from_json(text: str) -> _AnySpec:
@@ -247,7 +247,7 @@ def from_json(text: str) -> _AnySpec:
         "task": _task,
         "role": _role,
         "group": _group,
-        "chain": _chain,
+        "dispatch": _dispatch,
     }
     if version != VERSION or kind not in makers:
         raise ValueError(
@@ -280,19 +280,19 @@ def _group(values: Dict[str, Any]) -> GroupSpec:
     return _make(GroupSpec, values)
 
 
-def _chain(values: Dict[str, Any]) -> ChainSpec:
-    values["links"] = tuple(_link(link) for link in values["links"])
+def _dispatch(values: Dict[str, Any]) -> DispatchSpec:
+    values["jobs"] = tuple(_dispatched_job(job) for job in values["jobs"])
     values["dashboards"] = tuple(values.get("dashboards", ()))
-    return _make(ChainSpec, values)
+    return _make(DispatchSpec, values)
 
 
-def _link(values: Dict[str, Any]) -> LinkSpec:
+def _dispatched_job(values: Dict[str, Any]) -> DispatchedJobSpec:
     for name in ("after", "permanent_exit_codes", "secrets"):
         values[name] = tuple(values.get(name, ()))
     for one in values.get("outside", ()):
         one["nonces"] = tuple(one.get("nonces", ()))
     values["outside"] = tuple(_make(OutsideSpec, one) for one in values.get("outside", ()))
-    return _make(LinkSpec, values)
+    return _make(DispatchedJobSpec, values)
 
 
 def _make(kind: Type[_Spec], values: Dict[str, Any]) -> _Spec:

@@ -19,8 +19,8 @@ import pytest
 from nemo_run_ray import ExistingCluster
 from nemo_run_ray.dashboard.jobs_api import JobsApi
 from nemo_run_ray.jobs import ledger
-from nemo_run_ray.jobs.dispatch import Chain
-from nemo_run_ray.jobs.dispatched_job import chains_of, jobs_of
+from nemo_run_ray.jobs.dispatch import Dispatch
+from nemo_run_ray.jobs.dispatched_job import dispatches_of, jobs_of
 from nemo_run_ray.remote.states import JobState, Reason
 from tests.conftest import wait_for
 from tests.hosts.conftest import HEAD, TOKEN, Hosts
@@ -50,7 +50,7 @@ class Run:
     """A chain that was handed over, and what may be struck."""
 
     hosts: Hosts
-    chain: Chain
+    chain: Dispatch
     api: JobsApi
     record: dict
     drop: Path
@@ -133,7 +133,7 @@ def strike(
     cluster = ExistingCluster(url=f"http://{HEAD}:{WAY}", token=TOKEN)
     name = hand_over(title, cluster, folder, *STEPS, max_in_flight=3)
     (exp_dir,) = Path(os.environ["NEMORUN_HOME"]).glob(f"experiments/*/{name}")
-    (chain,) = chains_of(exp_dir)
+    (chain,) = dispatches_of(exp_dir)
     record = next(iter(ledger.Ledger(exp_dir).jobs().values())).cluster
     run = Run(hosts, chain, hosts.api, record, drop, chance)
     for fault in faults:

@@ -34,7 +34,7 @@ from flaky_proxy import (
 )
 
 from nemo_run_ray import ExistingCluster, RayExecutor
-from nemo_run_ray.cli.main import main as cli
+from nemo_run_ray.cli import main as cli
 from nemo_run_ray.dashboard.jobs_api import JobsApi
 from nemo_run_ray.jobs import ledger
 from nemo_run_ray.jobs.dispatched_job import jobs_of

@@ -17,7 +17,7 @@ import pytest
 from typer.testing import CliRunner
 
 from nemo_run_ray import ExistingCluster, RayExecutor
-from nemo_run_ray.cli.main import main as cli
+from nemo_run_ray.cli import main as cli
 from nemo_run_ray.errors import ConfigError, NemoRunRayError, SubmissionError
 from nemo_run_ray.jobs.dispatched_job import find_job
 from nemo_run_ray.nemo import registry as plugin

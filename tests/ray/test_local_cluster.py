@@ -130,7 +130,7 @@ def marked(root: str) -> list[int]:
 def test_what_ended_unseen_is_noted_before_a_stop(home_of_its_own):
     """A detached chain that nobody has looked at: its states, times and output are kept."""
     program = home_of_its_own / "program.py"
-    program.write_text(CHAIN)
+    program.write_text(DISPATCH)
     subprocess.run([sys.executable, str(program)], check=True, capture_output=True, timeout=120)
 
     def stop() -> bool:
@@ -151,7 +151,9 @@ def test_what_ended_unseen_is_noted_before_a_stop(home_of_its_own):
 def test_a_forced_stop_cancels_and_keeps_the_output(home_of_its_own):
     """What runs, what waits in a chain, and what waits for room."""
     program = home_of_its_own / "program.py"
-    program.write_text(CHAIN.replace("sleep 2; echo hello", "echo hello; sleep 1000") + TOO_LARGE)
+    program.write_text(
+        DISPATCH.replace("sleep 2; echo hello", "echo hello; sleep 1000") + TOO_LARGE
+    )
     subprocess.run([sys.executable, str(program)], check=True, capture_output=True, timeout=120)
     wait_for(lambda: json.loads(look("status", "--json", "pipe"))[0]["state"] == "RUNNING")
     wait_for(lambda: json.loads(look("status", "--json", "large"))[0]["state"] == "PENDING")
@@ -179,7 +181,7 @@ def test_a_home_that_cannot_be_used_is_named(home, verb):
         assert "NEMORUN_HOME" in done.stderr
 
 
-CHAIN = """
+DISPATCH = """
 import nemo_run as run
 from nemo_run_ray import RayExecutor
 with run.Experiment("pipe", executor=RayExecutor()) as experiment:

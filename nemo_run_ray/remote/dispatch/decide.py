@@ -1,4 +1,4 @@
-"""What a chain of jobs does next: a pure function of the plan and of the cluster's job table.
+"""What a dispatch of jobs does next: a pure function of the plan and of the cluster's job table.
 
 The dispatcher carries out what it says; the client asks it the status of every job, also those that
 Ray has never heard of. Nobody remembers anything between two calls: the table is the memory.
@@ -11,7 +11,7 @@ from enum import Enum
 from typing import Dict, List, Mapping, Optional, Sequence, Tuple
 
 from ..attempts import CANCELLED, NOT_PLACED, Attempt, attempt_id, attempts_of
-from ..spec import ChainSpec, LinkSpec, OutsideSpec, cancel_id
+from ..spec import DispatchedJobSpec, DispatchSpec, OutsideSpec, cancel_id
 from ..states import JobState, JobStatus, Reason
 
 #: Exit codes of a dispatcher that has decided everything: all jobs succeeded, or not all.
@@ -74,67 +74,67 @@ class Decision:
 
 
 def decide(
-    chain: ChainSpec,
+    dispatch: DispatchSpec,
     table: Mapping[str, Attempt],
     now: float,
     limit: Optional[int] = None,
     node_dead_s: float = NODE_DEAD_S,
 ) -> Decision:
-    """What to do now, and the status of every job of the chain.
+    """What to do now, and the status of every job of the dispatch.
 
     Args:
-        chain: the plan; every job comes after those that it depends on.
+        dispatch: the plan; every job comes after those that it depends on.
         table: the cluster's jobs by submission id, others' jobs among them.
         now: seconds since the epoch, by the clock of the table's times.
-        limit: of jobs at once, where the chain has none of its own; ``None`` is none.
+        limit: of jobs at once, where the dispatch has none of its own; ``None`` is none.
         node_dead_s: seconds from a node's death until nothing can run on it any more.
     """
-    ids = [link.id for link in chain.links]
-    outside = [one for link in chain.links for one in link.outside]
+    ids = [job.id for job in dispatch.jobs]
+    outside = [one for job in dispatch.jobs for one in job.outside]
     dispatchers = [one.dispatcher for one in outside if one.dispatcher]
     attempts = attempts_of([*ids, *(one.id for one in outside), *dispatchers], table)
-    cancel = table.get(chain.cancel_id)
-    cancelled = cancel is not None and cancel.nonce == chain.nonce and bool(cancel.claim)
+    cancel = table.get(dispatch.cancel_id)
+    cancelled = cancel is not None and cancel.nonce == dispatch.nonce and bool(cancel.claim)
 
     statuses: Dict[str, JobStatus] = {}
     stops: List[Action] = []
-    ready: List[Tuple[LinkSpec, int]] = []
-    for link in chain.links:
-        rows = attempts[link.id]
-        needs = {name: statuses[name] for name in link.after}
+    ready: List[Tuple[DispatchedJobSpec, int]] = []
+    for job in dispatch.jobs:
+        rows = attempts[job.id]
+        needs = {name: statuses[name] for name in job.after}
         others = {
             one.id: _status_outside(one, attempts, table.get(cancel_id(one.dispatcher)))
-            for one in link.outside
+            for one in job.outside
         }
-        status = _status(link, rows, [*needs.items(), *others.items()], cancelled)
-        statuses[link.name] = status
-        stops += _stops(link, rows, status, cancelled, now)
+        status = _status(job, rows, [*needs.items(), *others.items()], cancelled)
+        statuses[job.name] = status
+        stops += _stops(job, rows, status, cancelled, now)
         lives = any(row.is_live for row in rows.values())
         if status.reason in (Reason.TURN, Reason.RETRY) and not lives:
             last = rows.get(status.attempt)
             if last is None or _is_settled(last, now, node_dead_s):
-                ready.append((link, status.attempt + 1))
-    most = limit if chain.max_in_flight is None else chain.max_in_flight
-    submits = _submits(chain, ready, attempts, now, most)
+                ready.append((job, status.attempt + 1))
+    most = limit if dispatch.max_in_flight is None else dispatch.max_in_flight
+    submits = _submits(dispatch, ready, attempts, now, most)
     return Decision((*stops, *submits), statuses)
 
 
 def _status(
-    link: LinkSpec,
+    job: DispatchedJobSpec,
     rows: Mapping[int, Attempt],
     needs: Sequence[Tuple[str, JobStatus]],
     cancelled: bool,
 ) -> JobStatus:
     """The status of one job: its attempts decide, before each of them what it depends on."""
-    strangers = [number for number, row in rows.items() if row.nonce != link.nonce]
+    strangers = [number for number, row in rows.items() if row.nonce != job.nonce]
     if strangers:
-        name = attempt_id(link.id, strangers[0])
+        name = attempt_id(job.id, strangers[0])
         return JobStatus(
             JobState.FAILED, Reason.TAKEN, f"the id {name} is another run's", attempt=0
         )
     turn = JobStatus(JobState.WAITING, Reason.TURN, "waits for its turn", attempt=0)
     if rows:
-        turn = _status_of_attempts(rows, link.retries, link.permanent_exit_codes)
+        turn = _status_of_attempts(rows, job.retries, job.permanent_exit_codes)
         if turn.reason is not Reason.RETRY:
             return turn
     if cancelled:
@@ -229,19 +229,23 @@ def _status_outside(
 
 
 def _stops(
-    link: LinkSpec, rows: Mapping[int, Attempt], status: JobStatus, cancelled: bool, now: float
+    job: DispatchedJobSpec,
+    rows: Mapping[int, Attempt],
+    status: JobStatus,
+    cancelled: bool,
+    now: float,
 ) -> List[Action]:
     """Every attempt that must not go on; and the claim that gives up what was not placed."""
     live = [number for number in sorted(rows) if rows[number].is_live]
-    if any(row.nonce != link.nonce for row in rows.values()):
-        live = [number for number in live if rows[number].nonce == link.nonce]
+    if any(row.nonce != job.nonce for row in rows.values()):
+        live = [number for number in live if rows[number].nonce == job.nonce]
     if not live:
         return []
     newest = live[-1]
     row = rows[newest]
     is_late = (
-        link.pending_timeout_s is not None
-        and now - _pending_since(rows, newest) > link.pending_timeout_s
+        job.pending_timeout_s is not None
+        and now - _pending_since(rows, newest) > job.pending_timeout_s
     )
     why = CANCELLED if cancelled else status.detail or "it is superseded"
     claims: List[Action] = []
@@ -252,45 +256,45 @@ def _stops(
         # The claim comes first: it is what says why, whoever sees the stopped attempt, which Ray
         # shows as pending until there is room for it.
         why = CANCELLED if cancelled else NOT_PLACED
-        claims = [Action(Do.CLAIM, link.name, attempt_id(link.id, newest + 1), why)]
+        claims = [Action(Do.CLAIM, job.name, attempt_id(job.id, newest + 1), why)]
         doomed = live
     return claims + [
-        Action(Do.STOP, link.name, attempt_id(link.id, number), why) for number in doomed
+        Action(Do.STOP, job.name, attempt_id(job.id, number), why) for number in doomed
     ]
 
 
 def _submits(
-    chain: ChainSpec,
-    ready: Sequence[Tuple[LinkSpec, int]],
+    dispatch: DispatchSpec,
+    ready: Sequence[Tuple[DispatchedJobSpec, int]],
     attempts: Mapping[str, Dict[int, Attempt]],
     now: float,
     limit: Optional[int],
 ) -> List[Action]:
     """The attempts to hand over, in the order of the jobs, as far as there is room for them."""
     starting, live, stuck, crowded, pending = 0, 0, set(), set(), set()
-    for link in chain.links:
-        for row in attempts[link.id].values():
+    for job in dispatch.jobs:
+        for row in attempts[job.id].values():
             if row.status.reason is Reason.START_TIMEOUT:
-                crowded.add(link.shape)  # from now on one at a time waits for such room
-            if not row.is_live or row.nonce != link.nonce:
+                crowded.add(job.shape)  # from now on one at a time waits for such room
+            if not row.is_live or row.nonce != job.nonce:
                 continue
             live += 1
             if row.status.state is JobState.PENDING:
-                pending.add(link.shape)
+                pending.add(job.shape)
                 if now - row.posted_at > STUCK_S:
-                    stuck.add(link.shape)
+                    stuck.add(job.shape)
                 else:
                     starting += 1
     submits: List[Action] = []
-    for link, number in ready:
+    for job, number in ready:
         if (limit is not None and live >= limit) or starting >= STARTING_MAX:
             break
-        if link.shape in stuck or link.shape in crowded & pending:
+        if job.shape in stuck or job.shape in crowded & pending:
             continue
-        name = attempt_id(link.id, number)
-        submits.append(Action(Do.SUBMIT, link.name, name, f"attempt {number}"))
+        name = attempt_id(job.id, number)
+        submits.append(Action(Do.SUBMIT, job.name, name, f"attempt {number}"))
         live, starting = live + 1, starting + 1
-        pending.add(link.shape)
+        pending.add(job.shape)
     return submits
 
 

@@ -18,7 +18,7 @@ from typing import Any, Callable, Dict, List, Mapping, Optional
 from ..attempts import Attempt, attempt_id, attempt_of_row, claim_body, first_id
 from ..node.output import say
 from ..node.rundir import SECRETS, read_secrets, remove_secrets
-from ..spec import ChainSpec, LinkSpec
+from ..spec import DispatchedJobSpec, DispatchSpec
 from ..states import JobState, JobStatus, Reason
 from . import log, rest
 from .decide import ALL_SUCCEEDED, NODE_DEAD_S, NOT_ALL_SUCCEEDED, Action, Decision, Do, decide
@@ -45,7 +45,7 @@ REFUSED_AFTER_S = 180.0
 
 
 class Disowned(Exception):
-    """The cluster does not know this dispatcher, so its job table is not that of the chain."""
+    """The cluster does not know this dispatcher, so its job table is not that of the dispatch."""
 
 
 class Dispatcher:
@@ -53,20 +53,20 @@ class Dispatcher:
 
     def __init__(
         self,
-        chain: ChainSpec,
+        dispatch: DispatchSpec,
         own_id: str,
         api: rest.Rest,
         secrets: Mapping[str, str],
         limit: int,
         clock: Callable[[], float] = time.time,
     ) -> None:
-        self._chain = chain
+        self._dispatch = dispatch
         self._own_id = own_id
         self._api = api
         self._secrets = secrets
         self._limit = limit
         self._clock = clock
-        self._links = {link.name: link for link in chain.links}
+        self._jobs = {job.name: job for job in dispatch.jobs}
         self._node_dead_s = _node_dead_s()
         self._told: Dict[str, str] = {}
         self._stopped: Dict[str, float] = {}  # first request to stop an attempt that Ray took
@@ -100,7 +100,7 @@ class Dispatcher:
             return None
         if table is None:
             return None
-        decision = decide(self._chain, table, self._clock(), self._limit, self._node_dead_s)
+        decision = decide(self._dispatch, table, self._clock(), self._limit, self._node_dead_s)
         self._tell(decision, table)
         waiting = False
         for action in decision.actions:
@@ -123,14 +123,14 @@ class Dispatcher:
     def _look(self) -> Optional[Dict[str, Attempt]]:
         """The table, or ``None`` when it is not (yet) the one that has this dispatcher."""
         began = time.monotonic()
-        wanted = _Wanted(self._chain)
+        wanted = _Wanted(self._dispatch)
         table = {
             row["submission_id"]: attempt_of_row(row) for row in self._api.rows() if wanted.has(row)
         }
         self._look_s = time.monotonic() - began
         self._troubles.pop("", None)
         own = table.get(self._own_id)
-        if own is not None and own.nonce == self._chain.nonce:
+        if own is not None and own.nonce == self._dispatch.nonce:
             if own.status.state.is_terminal:
                 raise Disowned(f"Ray says that this dispatcher is {own.status.state.value}")
             self._absent_since = None
@@ -151,21 +151,21 @@ class Dispatcher:
         if action.do is Do.CLAIM:
             self._claim(action)
             return True
-        link = self._links[action.job]
-        number = _number(link, action.submission_id)
-        before = table.get(attempt_id(link.id, number - 1)) if number > 1 else None
+        job = self._jobs[action.job]
+        number = _number(job, action.submission_id)
+        before = table.get(attempt_id(job.id, number - 1)) if number > 1 else None
         if before is not None and before.status.reason is Reason.START_TIMEOUT:
             # Ray has given the start up, and some versions start it later all the same.
-            self._api.stop(attempt_id(link.id, number - 1))
+            self._api.stop(attempt_id(job.id, number - 1))
         try:
-            self._api.post(self._body(link, number))
+            self._api.post(self._body(job, number))
         except rest.Refused as error:
-            self._claim(Action(Do.CLAIM, link.name, action.submission_id, str(error)))
+            self._claim(Action(Do.CLAIM, job.name, action.submission_id, str(error)))
         except rest.Unanswered as error:
             first = self._errors.setdefault(action.submission_id, self._clock())
             if self._clock() - first < REFUSED_AFTER_S:
                 raise
-            self._claim(Action(Do.CLAIM, link.name, action.submission_id, f"not taken: {error}"))
+            self._claim(Action(Do.CLAIM, job.name, action.submission_id, f"not taken: {error}"))
         return True
 
     def _stop(self, action: Action, table: Mapping[str, Attempt]) -> bool:
@@ -181,16 +181,16 @@ class Dispatcher:
         return not pending or now - self._stopped.get(name, now) < STOP_TRUST_S
 
     def _claim(self, action: Action) -> None:
-        link = self._links[action.job]
-        self._api.post(claim_body(action.submission_id, link.nonce, action.why))
+        job = self._jobs[action.job]
+        self._api.post(claim_body(action.submission_id, job.nonce, action.why))
 
-    def _body(self, link: LinkSpec, number: int) -> Dict[str, Any]:
-        body = attempt_body(link, number)
-        missing = [one for one in link.secrets if one not in self._secrets]
+    def _body(self, job: DispatchedJobSpec, number: int) -> Dict[str, Any]:
+        body = attempt_body(job, number)
+        missing = [one for one in job.secrets if one not in self._secrets]
         if missing:
             raise rest.Refused(f"the dispatcher was started without {', '.join(missing)}")
-        if link.secrets:
-            name, data = secrets_package(link, body["submission_id"], self._secrets)
+        if job.secrets:
+            name, data = secrets_package(job, body["submission_id"], self._secrets)
             self._api.put_package(name, data)
             body["runtime_env"]["py_modules"].append(f"gcs://{name}")
         return body
@@ -201,7 +201,7 @@ class Dispatcher:
         """One line for every job that is not where it was at the last look."""
         first_look = not self._told
         for name, status in decision.statuses.items():
-            link = self._links[name]
+            job = self._jobs[name]
             now = f"{status.state.value} {status.attempt} {status.reason.value}"
             if self._told.get(name) == now:
                 continue
@@ -210,7 +210,7 @@ class Dispatcher:
             calm = status.state is JobState.WAITING and not status.reason.is_trouble
             if first_look and (calm or status.state.is_terminal):
                 continue  # thousands, perhaps, and nothing that happened now
-            submission_id = attempt_id(link.id, max(1, status.attempt))
+            submission_id = attempt_id(job.id, max(1, status.attempt))
             say(str(log.Line(self._clock(), status.state.value, submission_id, _words(status))))
         if first_look:
             say(f"{_count(decision)}; {len(table)} of their rows are in the job table")
@@ -227,11 +227,11 @@ class Dispatcher:
 
 
 class _Wanted:
-    """Which rows of the table concern a chain: its own, and those of jobs that it waits for."""
+    """Which rows of the table concern a dispatch: its own, and those of jobs that it waits for."""
 
-    def __init__(self, chain: ChainSpec) -> None:
-        outside = [one for link in chain.links for one in link.outside]
-        self._ids = {chain.id, chain.cancel_id, *(link.id for link in chain.links)}
+    def __init__(self, dispatch: DispatchSpec) -> None:
+        outside = [one for job in dispatch.jobs for one in job.outside]
+        self._ids = {dispatch.id, dispatch.cancel_id, *(job.id for job in dispatch.jobs)}
         self._ids |= {one.id for one in outside} | {one.dispatcher for one in outside}
 
     def has(self, row: Mapping[str, Any]) -> bool:
@@ -239,52 +239,52 @@ class _Wanted:
         return name in self._ids or first_id(name) in self._ids
 
 
-def attempt_body(link: LinkSpec, number: int) -> Dict[str, Any]:
+def attempt_body(job: DispatchedJobSpec, number: int) -> Dict[str, Any]:
     """The body of the request for a job's n-th attempt.
 
     The entrypoint names the submission id just before the nonce, as ``JobPlan.body`` writes it.
     """
-    body: Dict[str, Any] = json.loads(json.dumps(link.body))
-    name = attempt_id(link.id, number)
+    body: Dict[str, Any] = json.loads(json.dumps(job.body))
+    name = attempt_id(job.id, number)
     body["submission_id"] = name
     body["entrypoint"] = body["entrypoint"].replace(
-        f" {link.id} {link.nonce}", f" {name} {link.nonce}"
+        f" {job.id} {job.nonce}", f" {name} {job.nonce}"
     )
     body["runtime_env"]["env_vars"]["NEMO_RUN_ATTEMPT"] = str(number)
     return body
 
 
 def secrets_package(
-    link: LinkSpec, submission_id: str, secrets: Mapping[str, str]
+    job: DispatchedJobSpec, submission_id: str, secrets: Mapping[str, str]
 ) -> tuple[str, bytes]:
     """Name and contents of the archive with the values of a job's secrets, for one attempt."""
-    text = json.dumps({name: secrets[name] for name in link.secrets})
+    text = json.dumps({name: secrets[name] for name in job.secrets})
     buffer = io.BytesIO()
     with zipfile.ZipFile(buffer, "w") as archive:
         info = zipfile.ZipInfo(SECRETS)
         info.external_attr = 0o600 << 16
         archive.writestr(info, text)
-    digest = hashlib.sha256(f"{link.nonce} {submission_id}".encode()).hexdigest()
+    digest = hashlib.sha256(f"{job.nonce} {submission_id}".encode()).hexdigest()
     return f"_ray_pkg_{digest[:32]}.zip", buffer.getvalue()
 
 
-def run(chain: ChainSpec, submission_id: str) -> int:
+def run(dispatch: DispatchSpec, submission_id: str) -> int:
     """What the dispatcher's job does; its exit code."""
     limit = default_limit(_head_memory_bytes())
     chosen = "as the experiment asks"
-    if chain.max_in_flight is None:
+    if dispatch.max_in_flight is None:
         part, size = f"{HEAD_PART:.0%}", f"{_head_memory_bytes() / 2**30:.1f} GiB"
         chosen = f"{part} of this node's {size}, at {SUPERVISOR_BYTES / 1e6:.0f} MB a job"
-    most = limit if chain.max_in_flight is None else chain.max_in_flight
-    say(f"{len(chain.links)} jobs, at most {most} at once: {chosen}")
+    most = limit if dispatch.max_in_flight is None else dispatch.max_in_flight
+    say(f"{len(dispatch.jobs)} jobs, at most {most} at once: {chosen}")
     secrets = read_secrets()
-    api = find_dashboard(chain)
+    api = find_dashboard(dispatch)
     if api is None:
-        say(f"other sessions than {chain.session} answer here; tried {chain.dashboards}")
+        say(f"other sessions than {dispatch.session} answer here; tried {dispatch.dashboards}")
         remove_secrets()
         return DISOWNED
     try:
-        code = Dispatcher(chain, submission_id, api, secrets, limit).run()
+        code = Dispatcher(dispatch, submission_id, api, secrets, limit).run()
     except Disowned as error:
         say(f"{error}; nothing more is started")
         code = DISOWNED
@@ -293,20 +293,20 @@ def run(chain: ChainSpec, submission_id: str) -> int:
 
 
 def find_dashboard(
-    chain: ChainSpec,
+    dispatch: DispatchSpec,
     within_s: float = FOREIGN_MAX_S,
     clock: Callable[[], float] = time.monotonic,
     sleep: Callable[[float], None] = time.sleep,
 ) -> Optional[rest.Rest]:
-    """The dashboard that belongs to the chain's session, however long it is away.
+    """The dashboard that belongs to the dispatch's session, however long it is away.
 
-    ``None`` when other sessions have answered for so long: this is not the chain's cluster.
+    ``None`` when other sessions have answered for so long: this is not the dispatch's cluster.
     """
     foreign_since: Optional[float] = None
     while foreign_since is None or clock() - foreign_since < within_s:
-        for url in rest.candidates(chain.dashboards):
+        for url in rest.candidates(dispatch.dashboards):
             try:
-                if rest.Rest(url, timeout_s=5.0).session() == chain.session:
+                if rest.Rest(url, timeout_s=5.0).session() == dispatch.session:
                     return rest.Rest(url)
             except rest.Unanswered:
                 continue
@@ -342,8 +342,8 @@ def _node_dead_s() -> float:
         return NODE_DEAD_S
 
 
-def _number(link: LinkSpec, submission_id: str) -> int:
-    return 1 if submission_id == link.id else int(submission_id.partition("@")[2])
+def _number(job: DispatchedJobSpec, submission_id: str) -> int:
+    return 1 if submission_id == job.id else int(submission_id.partition("@")[2])
 
 
 def _words(status: JobStatus) -> str:

@@ -19,8 +19,8 @@ import tempfile
 
 #: File in the code archive that keeps what Ray's unpacking drops: executable bits and symlinks.
 MANIFEST = ".nemo_run_ray_manifest.json"
-#: File in the archive of a chain.
-CHAIN = "nemo_run_ray_chain.json"
+#: File in the archive of a dispatch.
+DISPATCH = "nemo_run_ray_dispatch.json"
 #: File in the archive of secrets.
 SECRETS = "nemo_run_ray_secrets.json"
 #: ``/nemo_run`` as a path of its own, not the tail of another one.

@@ -3,31 +3,31 @@
 import pytest
 
 from nemo_run_ray.errors import JobError
-from nemo_run_ray.jobs.dispatch import Chain, chain_id
+from nemo_run_ray.jobs.dispatch import Dispatch, dispatcher_id
 from nemo_run_ray.planning.job_plan import ID_MAX
-from nemo_run_ray.remote.spec import ChainSpec
+from nemo_run_ray.remote.spec import DispatchSpec
 
 
 def test_a_long_title_gives_an_id_that_files_can_have():
-    assert chain_id("pipeline_1") == "pipeline_1.dispatcher"
-    long, other = chain_id("x" * 225), chain_id("x" * 226)
+    assert dispatcher_id("pipeline_1") == "pipeline_1.dispatcher"
+    long, other = dispatcher_id("x" * 225), dispatcher_id("x" * 226)
     assert len(long) <= ID_MAX
     assert long != other
 
 
 def test_a_chain_is_saved_when_its_plan_is(tmp_path):
-    chain = Chain(tmp_path, "e.dispatcher")
+    chain = Dispatch(tmp_path, "e.dispatcher")
     assert not chain.is_saved
-    chain.save(ChainSpec("e.dispatcher", "nonce", ()), {}, [])
+    chain.save(DispatchSpec("e.dispatcher", "nonce", ()), {}, [])
     assert chain.is_saved
-    assert Chain(tmp_path, "e.dispatcher").spec == chain.spec
+    assert Dispatch(tmp_path, "e.dispatcher").spec == chain.spec
 
 
 @pytest.mark.parametrize("text", [None, "", "{", '{"version": 99}', '{"kind": "group"}'])
 def test_a_plan_that_cannot_be_read_says_what_to_copy(tmp_path, text):
-    chain = Chain(tmp_path, "e.dispatcher")
+    chain = Dispatch(tmp_path, "e.dispatcher")
     if text is not None:
         chain.folder.mkdir(parents=True)
-        (chain.folder / "chain.json").write_text(text)
+        (chain.folder / "dispatch.json").write_text(text)
     with pytest.raises(JobError, match="Copy the experiment's whole folder"):
         assert chain.spec

@@ -28,19 +28,19 @@ from nemo_run_ray.remote.dispatch.decide import (
     Do,
     decide,
 )
-from nemo_run_ray.remote.spec import ChainSpec, LinkSpec, OutsideSpec
+from nemo_run_ray.remote.spec import DispatchedJobSpec, DispatchSpec, OutsideSpec
 from nemo_run_ray.remote.states import JobState, JobStatus, Reason
 
 NOW = 100_000.0
 PERMANENT = {Reason.RUNTIME_ENV, Reason.UNSCHEDULABLE, Reason.NOT_PLACED}
 
 
-def link(name: str, *after: str, **fields) -> LinkSpec:
-    return LinkSpec(name, f"e.{name}", f"nonce-{name}", {}, after, **fields)
+def link(name: str, *after: str, **fields) -> DispatchedJobSpec:
+    return DispatchedJobSpec(name, f"e.{name}", f"nonce-{name}", {}, after, **fields)
 
 
-def chain(*links: LinkSpec, **fields) -> ChainSpec:
-    return ChainSpec("e.dispatcher", "boss", links, **fields)
+def chain(*links: DispatchedJobSpec, **fields) -> DispatchSpec:
+    return DispatchSpec("e.dispatcher", "boss", links, **fields)
 
 
 def row(state: JobState, job: str, reason: Reason = Reason.NONE, **fields) -> Attempt:
@@ -78,15 +78,21 @@ def did(decision: Decision, *kinds: Do) -> list[str]:
     return [one.submission_id for one in decision.actions if one.do in kinds]
 
 
-def submitted(plan: ChainSpec, table: dict[str, Attempt], now: float = NOW, **options) -> list[str]:
+def submitted(
+    plan: DispatchSpec, table: dict[str, Attempt], now: float = NOW, **options
+) -> list[str]:
     return did(decide(plan, table, now, **options), Do.SUBMIT)
 
 
-def stopped(plan: ChainSpec, table: dict[str, Attempt], now: float = NOW, **options) -> list[str]:
+def stopped(
+    plan: DispatchSpec, table: dict[str, Attempt], now: float = NOW, **options
+) -> list[str]:
     return did(decide(plan, table, now, **options), Do.STOP)
 
 
-def status_of(plan: ChainSpec, table: dict[str, Attempt], name: str, now: float = NOW) -> JobStatus:
+def status_of(
+    plan: DispatchSpec, table: dict[str, Attempt], name: str, now: float = NOW
+) -> JobStatus:
     return decide(plan, table, now).statuses[name]
 
 
@@ -171,7 +177,7 @@ def test_only_the_chains_own_jobs_have_a_standing():
 
 
 def test_a_job_named_as_anothers_id_is_a_job_of_its_own():
-    plan = chain(LinkSpec("o.x", "e.o.x", "mine", {}), link("b", "o.x", outside=(OTHER,)))
+    plan = chain(DispatchedJobSpec("o.x", "e.o.x", "mine", {}), link("b", "o.x", outside=(OTHER,)))
     decision = decide(plan, {"o.x": succeeded("x")}, NOW)
     assert set(decision.statuses) == {"o.x", "b"}
     assert did(decision, Do.SUBMIT) == ["e.o.x"]
@@ -337,7 +343,7 @@ def test_the_clock_of_a_node_that_is_ahead_delays_no_attempt():
 
 def test_after_a_start_timeout_one_at_a_time_waits_for_such_room():
     room = {"entrypoint_resources": {"worker": 1}}
-    links = [LinkSpec(one, f"e.{one}", f"nonce-{one}", room) for one in "abc"]
+    links = [DispatchedJobSpec(one, f"e.{one}", f"nonce-{one}", room) for one in "abc"]
     plan = chain(*links, link("small"))
     given_up = failed("a", Reason.START_TIMEOUT)
     assert submitted(plan, {"e.a": given_up}) == ["e.a@2", "e.small"]
@@ -574,25 +580,25 @@ def test_any_row_can_be_read(metadata):
 class Scene:
     """A chain, a table that may be impossible, and a limit."""
 
-    chain: ChainSpec
+    chain: DispatchSpec
     table: dict[str, Attempt]
     limit: int | None
 
     def decide(self) -> Decision:
         return decide(self.chain, self.table, NOW, self.limit)
 
-    def own(self, one: LinkSpec) -> dict[int, Attempt]:
+    def own(self, one: DispatchedJobSpec) -> dict[int, Attempt]:
         """Rows at the ids of a job, also strangers'."""
         ids = {attempt_id(one.id, number): number for number in range(1, 10)}
         return {ids[name]: row for name, row in self.table.items() if name in ids}
 
-    def live(self, one: LinkSpec) -> list[int]:
+    def live(self, one: DispatchedJobSpec) -> list[int]:
         return [n for n, row in self.own(one).items() if row.is_live and row.nonce == one.nonce]
 
-    def has_stranger(self, one: LinkSpec) -> bool:
+    def has_stranger(self, one: DispatchedJobSpec) -> bool:
         return any(row.nonce != one.nonce for row in self.own(one).values())
 
-    def proven(self, one: LinkSpec | OutsideSpec) -> bool:
+    def proven(self, one: DispatchedJobSpec | OutsideSpec) -> bool:
         nonces = one.nonces if isinstance(one, OutsideSpec) else (one.nonce,)
         return any(
             row.status.state is JobState.SUCCEEDED and not row.claim and row.nonce in nonces
@@ -604,8 +610,8 @@ class Scene:
         row = self.table.get(self.chain.cancel_id)
         return row is not None and bool(row.claim) and row.nonce == self.chain.nonce
 
-    def submits(self) -> list[tuple[LinkSpec, int]]:
-        links = {one.name: one for one in self.chain.links}
+    def submits(self) -> list[tuple[DispatchedJobSpec, int]]:
+        links = {one.name: one for one in self.chain.jobs}
         return [
             (links[one.job], 1 if one.submission_id == links[one.job].id else _number(one))
             for one in self.decide().actions
@@ -676,7 +682,9 @@ def scenes(draw) -> Scene:
         outside = draw(st.sampled_from(_DEPENDS))
         name = f"j{number}"
         links.append(
-            LinkSpec(name, f"e.{name}", name, after=tuple(after), outside=outside, **options)
+            DispatchedJobSpec(
+                name, f"e.{name}", name, after=tuple(after), outside=outside, **options
+            )
         )
         put(f"e.{name}", name)
     for first, nonce in (("o.x", "nonce-x"), ("o.y", "nonce-y"), ("o.dispatcher", "o")):
@@ -695,7 +703,7 @@ many = settings(
 @many
 @given(scenes())
 def test_every_dependency_of_a_submit_is_proven(scene):
-    links = {one.name: one for one in scene.chain.links}
+    links = {one.name: one for one in scene.chain.jobs}
     for one, _ in scene.submits():
         assert all(scene.proven(links[name]) for name in one.after)
         assert all(scene.proven(other) for other in one.outside)
@@ -705,7 +713,7 @@ def test_every_dependency_of_a_submit_is_proven(scene):
 @given(scenes())
 def test_submits_never_exceed_the_limit(scene):
     limit = scene.chain.max_in_flight or scene.limit
-    live = sum(len(scene.live(one)) for one in scene.chain.links)
+    live = sum(len(scene.live(one)) for one in scene.chain.jobs)
     submits = len(scene.submits())
     assert submits <= STARTING_MAX
     assert limit is None or submits <= max(0, limit - live)
@@ -753,7 +761,7 @@ def test_retries_are_given_only_to_what_has_some(scene):
 @given(scenes())
 def test_every_claim_is_final(scene):
     decision = scene.decide()
-    for one in scene.chain.links:
+    for one in scene.chain.jobs:
         rows = scene.own(one).values()
         if any(row.claim for row in rows):
             runs = any(row.status.state is JobState.RUNNING for row in rows)
@@ -768,7 +776,7 @@ def test_a_cancelled_chain_starts_nothing_and_stops_all(scene):
     scene = replace(scene, table=table)
     decision = scene.decide()
     assert did(decision, Do.SUBMIT) == []
-    live = {attempt_id(one.id, n) for one in scene.chain.links for n in scene.live(one)}
+    live = {attempt_id(one.id, n) for one in scene.chain.jobs for n in scene.live(one)}
     assert set(did(decision, Do.STOP)) == live
     if not live:
         assert decision.is_over
@@ -779,7 +787,7 @@ def test_a_cancelled_chain_starts_nothing_and_stops_all(scene):
 def test_strangers_fail_their_job_and_are_left_alone(scene):
     decision = scene.decide()
     ids = {one.submission_id for one in decision.actions}
-    for one in scene.chain.links:
+    for one in scene.chain.jobs:
         if scene.has_stranger(one):
             assert decision.statuses[one.name].state is JobState.FAILED
             assert decision.statuses[one.name].reason is Reason.TAKEN
@@ -791,7 +799,7 @@ def test_strangers_fail_their_job_and_are_left_alone(scene):
 @many
 @given(scenes())
 def test_what_strangers_do_changes_nothing(scene):
-    links = {one.id: one for one in scene.chain.links}
+    links = {one.id: one for one in scene.chain.jobs}
     ended = dict(scene.table)
     for name, row_ in scene.table.items():
         one = links.get(name) or links.get(name.partition("@")[0])
@@ -807,7 +815,7 @@ def test_what_must_not_go_on_is_stopped_and_nothing_else(scene):
     stops = set(did(decision, Do.STOP))
     claims = set(did(decision, Do.CLAIM))
     may = set()
-    for one in scene.chain.links:
+    for one in scene.chain.jobs:
         over = decision.statuses[one.name].state.is_terminal or scene.cancelled
         for number in scene.live(one):
             name = attempt_id(one.id, number)
@@ -826,7 +834,7 @@ def test_what_is_not_placed_in_time_is_claimed_before_it_is_stopped(scene):
     actions = scene.decide().actions
     for position, action in enumerate(actions):
         if action.do is Do.CLAIM:
-            one = next(link for link in scene.chain.links if link.name == action.job)
+            one = next(link for link in scene.chain.jobs if link.name == action.job)
             if action.why == NOT_PLACED:
                 assert one.pending_timeout_s is not None
             else:
@@ -850,8 +858,8 @@ def test_what_waits_for_room_in_a_cancelled_chain_is_claimed():
 @given(scenes())
 def test_a_failure_cancels_what_depends_on_it_and_nothing_else(scene):
     statuses = scene.decide().statuses
-    assert list(statuses) == [one.name for one in scene.chain.links]
-    for one in scene.chain.links:
+    assert list(statuses) == [one.name for one in scene.chain.jobs]
+    for one in scene.chain.jobs:
         status = statuses[one.name]
         ended = [
             name
@@ -871,7 +879,7 @@ def test_what_can_be_done_is_done(scene):
     decision = scene.decide()
     waiting = {
         one.name: one
-        for one in scene.chain.links
+        for one in scene.chain.jobs
         if decision.statuses[one.name].state is JobState.WAITING
     }
     for one in waiting.values():
@@ -881,7 +889,7 @@ def test_what_can_be_done_is_done(scene):
             assert status.waits_for
             for name in status.waits_for:
                 assert name in outside or not decision.statuses[name].state.is_terminal
-    if any(scene.live(one) for one in scene.chain.links):
+    if any(scene.live(one) for one in scene.chain.jobs):
         return
     for one in waiting.values():
         status = decision.statuses[one.name]
@@ -907,7 +915,7 @@ def test_a_decision_is_a_pure_function_of_a_set_of_rows(scene, chance):
 @given(scenes(), st.sampled_from(_STRANGE), st.sampled_from(_KINDS))
 def test_other_ids_change_nothing(scene, tail, stray):
     table = dict(scene.table)
-    for one in scene.chain.links:
+    for one in scene.chain.jobs:
         table[one.id + tail] = replace(stray, nonce=one.nonce)
         table[f"other.{one.id}"] = replace(stray, nonce=one.nonce)
     assert replace(scene, table=table).decide() == scene.decide()
@@ -919,12 +927,12 @@ def test_other_ids_change_nothing(scene, tail, stray):
 class Cluster:
     """Ray's job table with a life of its own; it checks what it is asked for."""
 
-    def __init__(self, plan: ChainSpec, chance: random.Random) -> None:
+    def __init__(self, plan: DispatchSpec, chance: random.Random) -> None:
         self.chain = plan
         self.now = NOW
         self.rows: dict[str, Attempt] = {}
         self.history: list[dict[str, Attempt]] = [{}]
-        self._links = {one.name: one for one in plan.links}
+        self._links = {one.name: one for one in plan.jobs}
         self._chance = chance
         self._stopping: set[str] = set()
 
@@ -940,7 +948,7 @@ class Cluster:
             status = JobStatus(JobState.PENDING)
             self.rows[action.submission_id] = Attempt(status, one.nonce, self.now, claim=claim)
 
-    def _check(self, one: LinkSpec, action: Action) -> None:
+    def _check(self, one: DispatchedJobSpec, action: Action) -> None:
         truth = Scene(self.chain, self.rows, None)
         rows = truth.own(one)
         assert truth.live(one) == []
@@ -990,7 +998,7 @@ class Cluster:
             self.end(name, JobState.FAILED, Reason.NODE_DIED)
 
 
-def _any_chain(chance: random.Random) -> ChainSpec:
+def _any_chain(chance: random.Random) -> DispatchSpec:
     links = []
     for number in range(chance.randint(1, 12)):
         after = chance.sample(range(number), min(number, chance.choice((0, 1, 1, 2))))
@@ -998,7 +1006,9 @@ def _any_chain(chance: random.Random) -> ChainSpec:
         outside = chance.choice(_DEPENDS)
         name = f"j{number}"
         needs = tuple(f"j{one}" for one in after)
-        links.append(LinkSpec(name, f"e.{name}", name, after=needs, outside=outside, **options))
+        links.append(
+            DispatchedJobSpec(name, f"e.{name}", name, after=needs, outside=outside, **options)
+        )
     return chain(*links, max_in_flight=chance.choice((None, 1, 3)))
 
 
@@ -1044,7 +1054,7 @@ def test_every_chain_ends_and_no_rule_is_broken_on_the_way(dispatchers, seed):
     else:
         pytest.fail(f"not over: {decision.statuses}")
     truth = Scene(plan, cluster.rows, None)
-    for one in plan.links:
+    for one in plan.jobs:
         status = decision.statuses[one.name]
         assert (status.state is JobState.SUCCEEDED) == truth.proven(one)
         if not truth.own(one):

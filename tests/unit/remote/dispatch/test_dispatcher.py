@@ -19,8 +19,8 @@ from ray.dashboard.modules.job.common import JobSubmitRequest, validate_request_
 from nemo_run_ray.planning.job_plan import entrypoint
 from nemo_run_ray.remote.attempts import (
     CANCELLED,
-    CHAIN_KEY,
     CLAIM_KEY,
+    DISPATCHER_KEY,
     NONCE_KEY,
     NOT_PLACED,
     PERMANENT_KEY,
@@ -53,7 +53,7 @@ from nemo_run_ray.remote.dispatch.dispatcher import (
 from nemo_run_ray.remote.dispatch.rest import Rest, Unanswered
 from nemo_run_ray.remote.node.output import PREFIX
 from nemo_run_ray.remote.node.rundir import SECRETS
-from nemo_run_ray.remote.spec import ChainSpec, LinkSpec
+from nemo_run_ray.remote.spec import DispatchedJobSpec, DispatchSpec
 from tests.http_server import Handler, serving
 
 NOW = 1_800_000_000.0
@@ -109,7 +109,7 @@ class FakeRay:
             succeeded.
     """
 
-    def __init__(self, chain: ChainSpec | None = None, session: str = SESSION) -> None:
+    def __init__(self, chain: DispatchSpec | None = None, session: str = SESSION) -> None:
         self.now = NOW
         self.session = session
         self.rows: dict[str, dict] = {}
@@ -126,7 +126,7 @@ class FakeRay:
         self.lock = threading.RLock()
         self.url = ""
         self.is_closing = False
-        self._links = {link.id: link for link in chain.links} if chain else {}
+        self._links = {link.id: link for link in chain.jobs} if chain else {}
         self._apis: list[Rest] = []
         if chain:
             self.add(chain.id, {NONCE_KEY: chain.nonce}, status="RUNNING")
@@ -164,7 +164,7 @@ class FakeRay:
     def status(self, submission_id: str) -> str:
         return self.rows[submission_id]["status"]
 
-    def cancel(self, chain: ChainSpec) -> None:
+    def cancel(self, chain: DispatchSpec) -> None:
         self.post(claim_body(chain.cancel_id, chain.nonce, CANCELLED))
 
     def pass_time(self, seconds: float) -> None:
@@ -337,9 +337,9 @@ def told(capfd) -> Callable[[], list[str]]:
     return read
 
 
-def link(name: str, *after: str, **fields) -> LinkSpec:
+def link(name: str, *after: str, **fields) -> DispatchedJobSpec:
     nonce = f"nonce-{name}"
-    metadata = {NONCE_KEY: nonce, "nemo_run_job": name, CHAIN_KEY: OWN, PERMANENT_KEY: ""}
+    metadata = {NONCE_KEY: nonce, "nemo_run_job": name, DISPATCHER_KEY: OWN, PERMANENT_KEY: ""}
     body = {
         "submission_id": f"e.{name}",
         "entrypoint": entrypoint(None, ["task", name, f"e.{name}", nonce]),
@@ -347,14 +347,14 @@ def link(name: str, *after: str, **fields) -> LinkSpec:
         "metadata": {**metadata, RETRIES_KEY: str(fields.get("retries", 0))},
         "entrypoint_num_cpus": 1,
     }
-    return LinkSpec(name, f"e.{name}", nonce, body, after, **fields)
+    return DispatchedJobSpec(name, f"e.{name}", nonce, body, after, **fields)
 
 
-def chain(*links: LinkSpec, **fields) -> ChainSpec:
-    return ChainSpec(OWN, "boss", links, **{"session": SESSION, **fields})
+def chain(*links: DispatchedJobSpec, **fields) -> DispatchSpec:
+    return DispatchSpec(OWN, "boss", links, **{"session": SESSION, **fields})
 
 
-def dispatcher_of(plan: ChainSpec, ray: FakeRay, **options) -> Dispatcher:
+def dispatcher_of(plan: DispatchSpec, ray: FakeRay, **options) -> Dispatcher:
     values = {"own_id": OWN, "secrets": {}, "limit": 100, "clock": lambda: ray.now, **options}
     return Dispatcher(plan, api=ray.api(), **values)
 
@@ -406,7 +406,7 @@ def test_what_failed_is_started_again_under_an_id_of_its_own(serve):
     assert ray.started == ["e.a", "e.a@2", "e.a@3", "e.b"]
     assert ray.overlaps == []
     for number, body in enumerate(ray.bodies[:3], 1):
-        given = json.loads(json.dumps(plan.links[0].body))
+        given = json.loads(json.dumps(plan.jobs[0].body))
         name = "e.a" if number == 1 else f"e.a@{number}"
         given["submission_id"] = name
         given["entrypoint"] = entrypoint(None, ["task", "a", name, "nonce-a"])
@@ -416,7 +416,7 @@ def test_what_failed_is_started_again_under_an_id_of_its_own(serve):
 
 def test_a_job_that_has_its_ids_name_keeps_it(serve):
     plan = chain(replace(link("a", retries=1), name="e.a"))
-    plan.links[0].body["entrypoint"] = entrypoint(None, ["task", "e.a", "e.a", "nonce-a"])
+    plan.jobs[0].body["entrypoint"] = entrypoint(None, ["task", "e.a", "e.a", "nonce-a"])
     ray = serve(plan)
     ray.fates["e.a"] = FAILS
     assert dispatcher_of(plan, ray).run(ray.pass_time) == ALL_SUCCEEDED
@@ -551,7 +551,7 @@ def test_trouble_with_one_job_does_not_hold_the_others_up(serve):
 
 def test_what_ray_refuses_becomes_a_claim_that_says_why(serve, told):
     plan = chain(link("a", retries=5), link("b", "a"), link("x"))
-    plan.links[0].body["entrypoint_memory"] = "much"
+    plan.jobs[0].body["entrypoint_memory"] = "much"
     ray = serve(plan)
     assert dispatcher_of(plan, ray).run(ray.pass_time) == NOT_ALL_SUCCEEDED
     assert list(ray.claims) == ["e.a"]
@@ -690,7 +690,7 @@ def test_only_an_absence_at_a_stretch_counts(serve, between):
 # ------------------------------------------------------------------ more than one dispatcher
 
 
-def _eventful() -> tuple[ChainSpec, dict[str, dict]]:
+def _eventful() -> tuple[DispatchSpec, dict[str, dict]]:
     """A chain in which much happens, and how its attempts end."""
     plan = chain(
         link("a", retries=2),
@@ -814,7 +814,7 @@ def test_a_stranger_cancels_nothing(serve):
     assert dispatcher_of(plan, ray).run(ray.pass_time) == ALL_SUCCEEDED
 
 
-def _stubborn(ray: FakeRay, plan: ChainSpec) -> Dispatcher:
+def _stubborn(ray: FakeRay, plan: DispatchSpec) -> Dispatcher:
     """A dispatcher of one job that runs on whatever is asked of it."""
     one = dispatcher_of(plan, ray)
     one.round()
@@ -878,7 +878,7 @@ def test_what_finds_no_room_in_time_is_claimed_then_stopped_then_left_to_ray(ser
     assert ray.started == ["e.a"]
 
 
-def _given_up(ray: FakeRay, plan: ChainSpec) -> Dispatcher:
+def _given_up(ray: FakeRay, plan: DispatchSpec) -> Dispatcher:
     """A dispatcher of one job that waits for room, and whose next attempt is claimed."""
     ray.fates["e.a"] = FINDS_NO_ROOM
     one = dispatcher_of(plan, ray)
