@@ -58,7 +58,7 @@ class Batch:
     _jobs_packed: tuple[tuple[str, ...], archives.Archive] | None = None
 
     def submit(self, name: str) -> str:
-        """Hand one job over, or with the first of them all those of its dispatch; its submission id.
+        """Hand a job over, or with the first one all those of its dispatch; its submission id.
 
         Raises:
             ClusterError: the cluster cannot take it.
