@@ -1,6 +1,6 @@
 #!/bin/sh
 # Tests of units, patches and the cloud transport with the lowest and the highest versions that pyproject.toml
-# declares.
+# declares, and with the NeMo-Run of NEMO_RUN_WHEEL, if it is set.
 set -eu
 uv="${BIN:?call this by: make matrix}/uv"
 
@@ -15,12 +15,17 @@ interpreter() {
     echo "$1"
 }
 
-for row in 3.10:lowest-direct 3.13:highest; do
+# NEMO_RUN_WHEEL is a NeMo-Run that no registry has yet: its main, say.
+for row in 3.10:lowest-direct 3.13:highest ${NEMO_RUN_WHEEL:+3.12:wheel}; do
     python=${row%%:*} resolution=${row##*:}
     venv=.venv-$python-$resolution
+    wheel=
+    if [ "$resolution" = wheel ]; then
+        resolution=highest wheel=$NEMO_RUN_WHEEL
+    fi
     "$uv" venv --quiet --clear --python "$(interpreter "$python")" "$venv"
     "$uv" pip install --quiet --python "$venv/bin/python" --resolution "$resolution" \
-        --editable '.[dev,examples]'
+        --editable '.[dev,examples]' ${wheel:+"$wheel"}
     echo "== $("$venv/bin/python" --version), $resolution versions"
     "$uv" pip list --python "$venv/bin/python" 2>/dev/null |
         grep -E '^(nemo-run|torchx|fiddle|ray|leptonai|httpx|websockets|filelock|typer|rich) '

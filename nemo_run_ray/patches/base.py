@@ -1,12 +1,17 @@
-"""A patch of NeMo-Run: applied whole or not at all, undone exactly, never on an unknown version.
+"""A patch of NeMo-Run: applied whole or not at all, undone exactly, never on an unknown structure.
 
-One record drives both ways: what ``apply`` sets is what ``undo`` takes back.
+What a patch touches decides whether it fits, not the number of the version: on a NeMo-Run that is
+newer than those it was verified on, it is applied when all of its targets are as it knows them. One
+record drives both ways: what ``apply`` sets is what ``undo`` takes back.
 """
 
 from __future__ import annotations
 
+import hashlib
+import inspect
 import logging
 import re
+import textwrap
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
@@ -30,11 +35,14 @@ class Edit:
         owner: the class or module that gets it.
         name: of the attribute.
         value: the new one.
+        bodies: digests, by ``digest_of``, of all function bodies that the new one can take the
+            place of; empty when it wraps what is there and does not replace it.
     """
 
     owner: Any
     name: str
     value: Any
+    bodies: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True)
@@ -53,10 +61,11 @@ class Patch(ABC):
     #: The change of NeMo-Run that would make it unnecessary.
     retired_by: ClassVar[str]
     #: First and last version of NeMo-Run that it was verified on; the third number is not compared.
-    verified: ClassVar[tuple[str, str]] = ("0.9", "0.11")
+    verified: ClassVar[tuple[str, str]] = ("0.9", "0.12")
 
     def __init__(self) -> None:
         self._done: list[_Done] = []
+        self._told = False
 
     @abstractmethod
     def edits(self) -> Sequence[Edit]:
@@ -80,13 +89,15 @@ class Patch(ABC):
             ``undo``.
 
         Raises:
-            UnsupportedNemoRun: this NeMo-Run is not one that the patch was verified on. Nothing
-                was changed.
+            UnsupportedNemoRun: this NeMo-Run is older than those that the patch was verified on,
+                or a target is not as it knows it. Nothing was changed.
         """
         with _lock:
             if not self._done and self.is_needed():
-                self._check_version()
-                self._set(self.edits())
+                self._refuse_older()
+                edits = self.edits()
+                self._check_newer(edits)
+                self._set(edits)
                 self.refresh()
         return self.undo
 
@@ -132,13 +143,34 @@ class Patch(ABC):
                 f"{self._supported()} Nothing was changed."
             )
 
-    def _check_version(self) -> None:
+    def _refuse_older(self) -> None:
         found = version("nemo-run")
-        first, last = self.verified
-        if not _numbers(first) <= _numbers(found) <= _numbers(last):
+        if _numbers(found) < _numbers(self.verified[0]):
             raise UnsupportedNemoRun(
                 f"The patch {self.name} does not know NeMo-Run {found}; {self._supported()} "
                 "Nothing was changed."
+            )
+
+    def _check_newer(self, edits: Sequence[Edit]) -> None:
+        """On a NeMo-Run that nobody verified it on, what it replaces must be what it knows."""
+        found = version("nemo-run")
+        if _numbers(found) <= _numbers(self.verified[1]):
+            return
+        for edit in edits:
+            if edit.bodies:
+                body = digest_of(vars(edit.owner)[edit.name])
+                expected = " or ".join(sorted(edit.bodies))
+                where = f"{edit.owner.__name__}.{edit.name}"
+                self.must(
+                    body in edit.bodies, f"the body of {where} (digest {body}, not {expected})"
+                )
+        if not self._told:
+            self._told = True
+            log.info(
+                "The patch %s was verified on NeMo-Run %s to %s; %s has the same targets.",
+                self.name,
+                *self.verified,
+                found,
             )
 
     def _supported(self) -> str:
@@ -163,6 +195,15 @@ class Patch(ABC):
                 what = "nothing" if now is _ABSENT else repr(now)
                 found.append(f"{done.edit.owner.__name__}.{done.edit.name} is {what}")
         return found
+
+
+def digest_of(function: Any) -> str:
+    """The first characters of the SHA-256 of a function's source; empty when it has none."""
+    try:
+        source = inspect.getsource(inspect.unwrap(function))
+    except (OSError, TypeError):
+        return ""
+    return hashlib.sha256(textwrap.dedent(source).strip().encode()).hexdigest()[:16]
 
 
 def _restore(done: _Done) -> None:

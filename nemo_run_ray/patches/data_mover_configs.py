@@ -27,6 +27,12 @@ UNREAD = ("_executor.yaml", "_config.yaml")
 #: In the job's folder on the cluster, once all pieces of it have been unpacked.
 MOVED = ".moved"
 _MOVE = ["self", "token", "project_id", "cluster_id", "sleep"]
+#: Digests of what is replaced, of NeMo-Run 0.9 to 0.12.
+_BODIES = {
+    "LeptonExecutor.copy_directory_data_command": frozenset({"29da4aa806a9b282"}),
+    "DGXCloudExecutor.copy_directory_data_command": frozenset({"444047769386ae20"}),
+    "DGXCloudExecutor.move_data": frozenset({"88209ab2bf3958ec"}),
+}
 _RUN = ["self", "token", "project_id", "cluster_id", "name", "cmd", "sleep", "timeout"]
 
 
@@ -48,8 +54,8 @@ class DataMoverConfigsPatch(Patch):
             parameters = list(inspect.signature(make).parameters)
             self.must(parameters == ["self", "local_dir_path", "dest_path"], where)
         edits = [
-            Edit(LeptonExecutor, "copy_directory_data_command", _lepton_command),
-            Edit(DGXCloudExecutor, "copy_directory_data_command", _dgxcloud_command),
+            _edit(LeptonExecutor, "copy_directory_data_command", _lepton_command),
+            _edit(DGXCloudExecutor, "copy_directory_data_command", _dgxcloud_command),
         ]
         if falls_back():
             known: dict[str, list[str]] = {"move_data": _MOVE, "_run_workspace_and_wait": _RUN}
@@ -58,8 +64,12 @@ class DataMoverConfigsPatch(Patch):
                 where = f"DGXCloudExecutor.{name}"
                 self.must(callable(method), where)
                 self.must(list(inspect.signature(method).parameters) == parameters, where)
-            edits.append(Edit(DGXCloudExecutor, "move_data", _move_data))
+            edits.append(_edit(DGXCloudExecutor, "move_data", _move_data))
         return edits
+
+
+def _edit(owner: type, name: str, value: Callable[..., Any]) -> Edit:
+    return Edit(owner, name, value, _BODIES[f"{owner.__name__}.{name}"])
 
 
 def falls_back() -> bool:

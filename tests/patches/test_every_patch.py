@@ -144,15 +144,50 @@ def test_somebodys_wrapper_on_top_is_left_alone(patch, caplog):
     assert patch.status() == "applied"
 
 
-@pytest.mark.parametrize("found", ["0.8.1", "0.12.0", "1.0"])
+@pytest.mark.parametrize("found", ["0.8.1", "0.1"])
 def test_an_unknown_version_is_refused_by_name(patch, monkeypatch, found):
     before = _held()
     monkeypatch.setattr(base, "version", lambda name: found)
     with pytest.raises(UnsupportedNemoRun) as caught:
         patch.apply()
-    for word in (patch.name, found, "0.9 to 0.11", "Nothing was changed"):
+    for word in (patch.name, found, "0.9 to 0.12", "Nothing was changed"):
         assert word in str(caught.value)
     assert _changed(before) == set()
+
+
+def test_a_newer_one_of_the_same_structure_is_taken(patch, monkeypatch, caplog):
+    """Recipes depend on NeMo-Run's main, whose number says nothing of what a patch touches."""
+    before = _held()
+    monkeypatch.setattr(base, "version", lambda name: "0.99.0")
+    monkeypatch.setattr(patch, "_told", False)
+    with caplog.at_level(logging.INFO):
+        patch.apply()
+        assert patch.status() == "applied"
+        assert patch.undo()
+        patch.apply()
+    told = [one for one in caplog.records if "0.99.0 has the same targets" in one.getMessage()]
+    assert len(told) == 1, "once"
+    assert patch.undo()
+    assert _changed(before) == set()
+
+
+def test_a_body_that_has_changed_is_refused_on_a_newer_one_only(monkeypatch):
+    patch = patches.PATCHES["data_mover_configs"]
+
+    def copy_directory_data_command(self, local_dir_path: str, dest_path: str) -> str:
+        return "something new"
+
+    monkeypatch.setattr(
+        DGXCloudExecutor, "copy_directory_data_command", copy_directory_data_command
+    )
+    before = _held()
+    monkeypatch.setattr(base, "version", lambda name: "0.99.0")
+    with pytest.raises(UnsupportedNemoRun) as caught:
+        patch.apply()
+    for word in ("the body of DGXCloudExecutor.copy_directory_data_command", "not 444047769386"):
+        assert word in str(caught.value)
+    assert _changed(before) == set()
+    assert patch.status() == "off"
 
 
 def test_a_target_that_is_gone_is_refused_by_name(patch):
@@ -227,7 +262,7 @@ def test_the_command_shows_them(tmp_path):
     rows = {row["name"]: row for row in json.loads(shown.stdout)}
     assert set(rows) == set(patches.PATCHES)
     assert rows["dgxcloud_exports"]["state"] == "applied"
-    assert rows["dgxcloud_exports"]["verified"] == ["0.9", "0.11"]
+    assert rows["dgxcloud_exports"]["verified"] == ["0.9", "0.12"]
     assert all(row["why"] and row["retired_by"] for row in rows.values())
     text = python("-c", program, "patches", env=environment).stdout
     assert "dgxcloud_exports: applied" in text
