@@ -6,6 +6,7 @@
 import copy
 import os
 import re
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Optional, Union
 
@@ -48,6 +49,10 @@ _TYPES: tuple[tuple[tuple[str, ...], type, str], ...] = (
     ),
     (("role", "strategy"), str, "a text"),
 )
+
+
+#: Called with every new subclass of ``RayExecutor``, so that NeMo-Run's registries know it too.
+ON_SUBCLASS: list[Callable[[type], None]] = []
 
 
 @strict_init
@@ -119,6 +124,11 @@ class RayExecutor(Executor):
     keep_run_dir: bool = False
     #: The cluster's interpreter; ``None`` takes the first that serves.
     python: Optional[str] = None
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        for register in ON_SUBCLASS:
+            register(cls)
 
     def __post_init__(self) -> None:
         self.check()

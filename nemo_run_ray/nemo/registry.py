@@ -22,7 +22,7 @@ from torchx.specs import AppState, make_app_handle
 
 from nemo_run_ray import patches, plain_errors
 from nemo_run_ray.errors import UnsupportedNemoRun
-from nemo_run_ray.executor import SCHEDULER, RayExecutor
+from nemo_run_ray.executor import ON_SUBCLASS, SCHEDULER, RayExecutor
 
 log = logging.getLogger(__name__)
 
@@ -31,16 +31,14 @@ _SESSION = "nemo_run"
 
 def register() -> None:
     """Tell NeMo-Run about ``RayExecutor``; twice is once."""
-    # Other modules of NeMo-Run hold these very dictionaries: they are extended, never replaced.
-    EXECUTOR_MAPPING[RayExecutor] = SCHEDULER
+    for kind in _classes():
+        _register_class(kind)
+    if _register_class not in ON_SUBCLASS:
+        ON_SUBCLASS.append(_register_class)
     REVERSE_EXECUTOR_MAPPING[SCHEDULER] = RayExecutor
     if not isinstance(vars(Experiment)["_DEPENDENCY_SUPPORTED_EXECUTORS"], _OwnOrder):
         known = Experiment._DEPENDENCY_SUPPORTED_EXECUTORS
         Experiment._DEPENDENCY_SUPPORTED_EXECUTORS = _OwnOrder(known)
-    for name in ("_PARALLEL_SUPPORTED_EXECUTORS", "_DETACH_SUPPORTED_EXECUTORS"):
-        classes = getattr(Experiment, name)
-        if RayExecutor not in classes:
-            setattr(Experiment, name, (*classes, RayExecutor))
     factory(ray, target=Executor)
     plain_errors.install()
     try:
@@ -48,6 +46,24 @@ def register() -> None:
     except UnsupportedNemoRun as error:  # single tasks run all the same
         log.warning("Groups cannot be used: %s", error)
     patches.apply_from_environment()
+
+
+def _register_class(kind: type) -> None:
+    """Enter one class: NeMo-Run looks the very class of an executor up, not its bases."""
+    # Other modules of NeMo-Run hold this very dictionary: it is extended, never replaced.
+    EXECUTOR_MAPPING[kind] = SCHEDULER
+    for name in ("_PARALLEL_SUPPORTED_EXECUTORS", "_DETACH_SUPPORTED_EXECUTORS"):
+        classes = getattr(Experiment, name)
+        if kind not in classes:
+            setattr(Experiment, name, (*classes, kind))
+
+
+def _classes() -> list[type[RayExecutor]]:
+    """``RayExecutor`` and all of its subclasses that there are."""
+    found: list[type[RayExecutor]] = [RayExecutor]
+    for kind in found:
+        found += [one for one in kind.__subclasses__() if one not in found]
+    return found
 
 
 class _OwnOrder:
@@ -63,7 +79,7 @@ class _OwnOrder:
     def __get__(self, experiment: Any, owner: type) -> tuple[type[Executor], ...]:
         if experiment is not None and not _is_on_one_cluster(experiment):
             return self._known
-        return (*self._known, RayExecutor)
+        return (*self._known, *_classes())
 
 
 def is_ordered_by_us(experiment: Experiment | None) -> bool:

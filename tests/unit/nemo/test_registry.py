@@ -1,0 +1,66 @@
+"""What is entered into NeMo-Run's registries."""
+
+import logging
+import sys
+from dataclasses import dataclass
+
+import nemo_run as run
+import pytest
+from nemo_run.run.experiment import Experiment
+from nemo_run.run.torchx_backend.schedulers.api import EXECUTOR_MAPPING
+
+import nemo_run_ray.nemo
+from nemo_run_ray import RayExecutor
+from nemo_run_ray.nemo import registry
+
+ADDRESS = "http://ray.example.org:8265"
+
+
+@dataclass(kw_only=True)
+class TeamExecutor(RayExecutor):
+    """A subclass with a field of its own, defined after the registration."""
+
+    team: str = "vision"
+
+
+class Own(TeamExecutor):
+    """A subclass of a subclass."""
+
+
+def test_a_subclass_is_registered_by_itself(unique):
+    """NeMo-Run looks the very class up."""
+    for kind in (TeamExecutor, Own):
+        executor = kind(address=ADDRESS, cpus_per_node=2)
+        with run.Experiment(unique) as experiment:
+            first = experiment.add(run.Script(inline="true"), executor=executor, name="a")
+            experiment.add(
+                run.Script(inline="true"), executor=executor, name="b", dependencies=[first]
+            )
+            experiment.add([run.Script(inline="true")] * 2, executor=executor, name="group")
+            experiment.dryrun(log=False)
+        assert kind in Experiment._DETACH_SUPPORTED_EXECUTORS
+        assert kind in Experiment._PARALLEL_SUPPORTED_EXECUTORS
+        assert kind in experiment._DEPENDENCY_SUPPORTED_EXECUTORS
+
+
+def test_twice_is_once():
+    registry.register()
+    before = dict(EXECUTOR_MAPPING), Experiment._DETACH_SUPPORTED_EXECUTORS
+    registry.register()
+    assert (dict(EXECUTOR_MAPPING), Experiment._DETACH_SUPPORTED_EXECUTORS) == before
+
+
+@pytest.mark.parametrize(
+    "broken", ["nemo_run.run.torchx_backend.schedulers.api", "nemo_run.run.experiment"]
+)
+def test_a_nemo_run_with_other_registries_gets_one_warning(monkeypatch, caplog, broken):
+    monkeypatch.setitem(sys.modules, broken, None)
+    monkeypatch.delitem(sys.modules, "nemo_run_ray.nemo.registry")
+    monkeypatch.delattr(nemo_run_ray.nemo, "registry")
+    # NeMo-Run takes the handlers of the root logger away when it sets its console up.
+    monkeypatch.setattr(nemo_run_ray.nemo.log, "handlers", [caplog.handler])
+    nemo_run_ray.nemo.register()
+    (record, *_) = caplog.records  # the root logger's handler may have it too
+    assert record.levelno == logging.WARNING
+    for word in ("RayExecutor cannot be used", broken, "ModuleNotFoundError"):
+        assert word in record.getMessage()
