@@ -45,7 +45,8 @@ def test_the_readmes_first_program(local_cluster, tmp_path):
 
 
 def test_the_readme_names_commands_that_exist():
-    text = (ROOT / "README.md").read_text() + (ROOT / "CONTRIBUTING.md").read_text()
+    pages = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").glob("*.md")]
+    text = "".join(page.read_text() for page in pages)
     targets = set(re.findall(r"^(\w+):", (ROOT / "Makefile").read_text(), re.M))
     assert set(re.findall(r"^make (\w+)", text, re.M)) <= targets
     verbs = {verb.__name__ for verb in VERBS}
@@ -54,6 +55,19 @@ def test_the_readme_names_commands_that_exist():
         shown = tool(*program, "--help").stdout
         for verb in verbs:
             assert re.search(rf"^\W*{verb}\b", shown, re.M), (program, verb, shown)
+
+
+def test_every_page_is_linked_and_every_link_leads_somewhere():
+    pages = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").glob("*.md")]
+    found = set()
+    for page in pages:
+        for target in re.findall(r"\]\(([^)#:]+)\)", page.read_text()):
+            assert (page.parent / target).exists(), f"{page.name}: {target}"
+            found.add((page.parent / target).resolve())
+    assert {page.resolve() for page in pages} - found <= {
+        ROOT / "README.md",
+        ROOT / "docs/upstream.md",
+    }
 
 
 def test_nemo_runs_command_line_knows_the_executor(local_cluster, tmp_path, unique):
