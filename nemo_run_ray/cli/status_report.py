@@ -11,7 +11,7 @@ from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
-from nemo_run_ray.jobs.attempts import AttemptRecord, Attempts
+from nemo_run_ray.jobs.attempt_records import AttemptRecord, Attempts
 from nemo_run_ray.jobs.dispatched_job import DispatchedJob, running_at
 from nemo_run_ray.jobs.job import RemoteJob
 from nemo_run_ray.jobs.ledger import Ledger

@@ -1,4 +1,7 @@
-"""Where Ray comes from."""
+"""Where Ray comes from: a cluster that runs already, or one that is started on this machine.
+
+A new kind is a new file here, with a subclass of ``base.Cluster`` that is imported below.
+"""
 
 from nemo_run_ray.clusters.base import Cluster, Dashboard, from_record
 from nemo_run_ray.clusters.existing import ExistingCluster

@@ -1,1 +1,1 @@
-"""The only place that speaks HTTP to a Ray dashboard."""
+"""The client's HTTP to a Ray dashboard; the dispatcher has its own, ``remote/dispatch/rest.py``."""

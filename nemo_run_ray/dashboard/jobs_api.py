@@ -1,4 +1,4 @@
-"""Ray's Jobs REST API: the only module that speaks to a dashboard.
+"""Ray's Jobs REST API as the client uses it: submit, stop, list, logs and packages.
 
 Every request has a time limit. Requests that can be repeated without harm are, with back-off and
 jitter; the one that starts a job is not: who sends it decides (``jobs/submit_once.py``).

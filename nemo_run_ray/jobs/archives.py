@@ -1,4 +1,4 @@
-"""What travels: the code archive, the job archive, the archive of secrets.
+"""Packs what a Ray job needs: the code, the half on the cluster with the specs, the secrets.
 
 Archives are named by the digest of their contents, so equal contents are uploaded once. The digest
 is taken before anything is compressed: a second submission of the same code costs one question.
@@ -27,7 +27,8 @@ from nemo_run.core.packaging.git import GitArchivePackager
 
 from nemo_run_ray import remote
 from nemo_run_ray.errors import ArchiveTooLarge, ConfigError, PackagingFailed
-from nemo_run_ray.planning.job_plan import REMOTE_PACKAGE, JobPlan
+from nemo_run_ray.planning.entrypoints import REMOTE_PACKAGE
+from nemo_run_ray.planning.job_plan import JobPlan
 from nemo_run_ray.remote.node.rundir import MANIFEST, SECRETS
 
 #: What Ray's dashboard takes as the body of one request (DASHBOARD_CLIENT_MAX_SIZE); one byte more

@@ -39,7 +39,7 @@ class Batch:
         cluster: where all of them go.
         plans: all jobs, those that are not submitted yet among them.
         executors: by the job's name.
-        chain_id: id of the dispatcher, if there is one.
+        dispatcher_id: id of the dispatcher, if there is one.
         is_ordered: the jobs' order is kept on the cluster, by that dispatcher. Where NeMo-Run keeps
             it, since the experiment has jobs elsewhere too, a job is handed over by itself.
     """

@@ -32,10 +32,11 @@ from nemo_run_ray.errors import (
     Taken,
     Unanswered,
 )
+from nemo_run_ray.ids import job_id
 from nemo_run_ray.jobs import archives, ledger
 from nemo_run_ray.jobs.ledger import JobRecord, Ledger
 from nemo_run_ray.jobs.submit_once import submit_once
-from nemo_run_ray.planning.job_plan import dispatcher_entrypoint, job_id
+from nemo_run_ray.planning.entrypoints import dispatcher_entrypoint
 from nemo_run_ray.remote.attempts import (
     CANCELLED,
     DISPATCHER_KEY,

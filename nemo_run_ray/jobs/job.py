@@ -16,7 +16,7 @@ from nemo_run_ray.clusters import from_record
 from nemo_run_ray.dashboard.jobs_api import JobsApi
 from nemo_run_ray.errors import ClusterError, JobError, NemoRunRayError, Unanswered
 from nemo_run_ray.jobs import ledger
-from nemo_run_ray.jobs.attempts import Attempts, merged, of_rows
+from nemo_run_ray.jobs.attempt_records import Attempts, merged, of_rows
 from nemo_run_ray.jobs.follow import attempt_mark, follow, output_of
 from nemo_run_ray.jobs.ledger import JobRecord, Ledger
 from nemo_run_ray.planning.job_plan import nonce_of

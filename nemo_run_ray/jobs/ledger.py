@@ -20,8 +20,8 @@ from nemo_run.config import get_nemorun_home
 
 from nemo_run_ray.errors import JobError
 from nemo_run_ray.executor import LEDGER
-from nemo_run_ray.jobs.attempts import AttemptRecord, Attempts, merged
-from nemo_run_ray.planning.job_plan import ID_MAX, safe_id
+from nemo_run_ray.ids import ID_MAX, safe_id
+from nemo_run_ray.jobs.attempt_records import AttemptRecord, Attempts, merged
 
 log = logging.getLogger(__name__)
 

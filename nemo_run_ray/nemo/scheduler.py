@@ -1,15 +1,14 @@
-"""The torchx scheduler behind ``RayExecutor``: thin, it calls ``plan`` and ``submission``."""
+"""What torchx calls for ``RayExecutor``: plans a job, hands it over and answers for it later."""
 
 from __future__ import annotations
 
 import json
-import signal
 import threading
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from datetime import datetime
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 from nemo_run.core.frontend.console.api import CONSOLE
 from nemo_run.run.torchx_backend.schedulers.api import SchedulerMixin
@@ -23,10 +22,10 @@ from torchx.schedulers.api import (
 )
 from torchx.specs import AppDef, AppDryRunInfo, ReplicaStatus, Role, RoleStatus
 
-from nemo_run_ray import plain_errors
 from nemo_run_ray.clusters import Cluster
 from nemo_run_ray.errors import ConfigError, JobError, NemoRunRayError
 from nemo_run_ray.executor import SCHEDULER, RayExecutor
+from nemo_run_ray.ids import job_id
 from nemo_run_ray.jobs import ledger
 from nemo_run_ray.jobs.batch import Batch
 from nemo_run_ray.jobs.dispatch import dispatcher_id
@@ -35,7 +34,9 @@ from nemo_run_ray.jobs.follow import lines, only
 from nemo_run_ray.jobs.job import RemoteJob
 from nemo_run_ray.jobs.torchx_states import torchx_state
 from nemo_run_ray.nemo import registry
-from nemo_run_ray.planning.job_plan import JobPlan, describe, in_folder, job_id, plan
+from nemo_run_ray.nemo.interrupt import interrupt
+from nemo_run_ray.planning.dry_run import describe
+from nemo_run_ray.planning.job_plan import JobPlan, in_folder, plan
 from nemo_run_ray.remote.states import JobState, JobStatus, Reason
 
 
@@ -73,7 +74,7 @@ class RayJobsScheduler(SchedulerMixin, Scheduler[Any]):
     def _submit_dryrun(self, app: AppDef, cfg: RayExecutor) -> AppDryRunInfo[Request]:
         if not isinstance(cfg, RayExecutor):
             raise ConfigError(f"The scheduler {self.backend} takes a RayExecutor, not {cfg!r}.")
-        _interrupt.watch()
+        interrupt.watch()
         experiment_id = cfg.experiment_id or "experiment"
         planned = plan(app, cfg, job_id(experiment_id, app.name), app.name)
         if planned.runs_here:
@@ -151,7 +152,7 @@ class RayJobsScheduler(SchedulerMixin, Scheduler[Any]):
         status = job.status()
         job.keep_attempts(status)
         _report(app_id, status)
-        _interrupt.end_wait(app_id, status)
+        interrupt.end_wait(app_id, status)
         state = torchx_state(status)
         name = job.record.role
         replica = ReplicaStatus(id=0, state=state, role=name, hostname=status.node)
@@ -204,7 +205,7 @@ class RayJobsScheduler(SchedulerMixin, Scheduler[Any]):
         CONSOLE.log(escape(f"{app_id} is {status.state.value.lower()}{ending}."))
 
     def close(self) -> None:
-        _interrupt.unwatch()
+        interrupt.unwatch()
 
     def _job(self, app_id: str) -> RemoteJob:
         if app_id not in self._jobs:
@@ -234,53 +235,6 @@ def _check_id(planned: JobPlan, batch: Batch) -> None:
             )
 
 
-class _Interrupt:
-    """Ctrl-C ends the wait, not the job.
-
-    NeMo-Run waits in threads that do not see a KeyboardInterrupt, and joins them: without this the
-    first Ctrl-C would wait for the job's end.
-    """
-
-    _help: ClassVar[str] = (
-        "Interrupted: {job} goes on, state {state}.\n"
-        "  look at it    nemo-run-ray status {job}\n"
-        "  follow it     nemo-run-ray logs --follow {job}\n"
-        "  cancel it     nemo-run-ray cancel {job}"
-    )
-
-    def __init__(self) -> None:
-        self._happened = threading.Event()
-
-    def watch(self) -> None:
-        """Notice Ctrl-C from now on, if nobody else handles it. Only the main thread can."""
-        if threading.current_thread() is not threading.main_thread():
-            return
-        self._happened.clear()
-        if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
-            signal.signal(signal.SIGINT, self._note)
-
-    def unwatch(self) -> None:
-        is_main = threading.current_thread() is threading.main_thread()
-        if is_main and signal.getsignal(signal.SIGINT) == self._note:
-            signal.signal(signal.SIGINT, signal.default_int_handler)
-
-    def end_wait(self, job: str, status: JobStatus) -> None:
-        """Raise in a thread that waits for a job, after Ctrl-C."""
-        main = threading.current_thread() is threading.main_thread()
-        if self._happened.is_set() and not main and not status.state.is_terminal:
-            CONSOLE.print(escape(self._help.format(job=job, state=status.state.value.lower())))
-            raise NemoRunRayError(f"The wait for {job} was interrupted; the job goes on.")
-
-    def _note(self, number: int, frame: Any) -> None:
-        self._happened.set()
-        raise plain_errors.explained(
-            KeyboardInterrupt(
-                "Interrupted. Jobs that were handed over go on: nemo-run-ray status <experiment>"
-            )
-        )
-
-
-_interrupt = _Interrupt()
 #: (job, state, reason) that were explained to this process's user already.
 _reported: set[tuple[str, JobState, Reason]] = set()
 

@@ -1,8 +1,8 @@
 """A patch of NeMo-Run: applied whole or not at all, undone exactly, never on an unknown structure.
 
-What a patch touches decides whether it fits, not the number of the version: on a NeMo-Run that is
-newer than those it was verified on, it is applied when all of its targets are as it knows them. One
-record drives both ways: what ``apply`` sets is what ``undo`` takes back.
+A NeMo-Run older than those that a patch was verified on is refused by its version. On a newer one
+the targets decide: the patch is applied when all of them are as it knows them. One record drives
+both ways: what ``apply`` sets is what ``undo`` takes back.
 """
 
 from __future__ import annotations

@@ -1,4 +1,8 @@
-"""``data_mover_configs``: config files that no process on the pod reads do not travel."""
+"""``data_mover_configs``: what Lepton's and DGX Cloud's data movers send in a command line.
+
+YAML files that no process on the pod reads stay out of it, the tarball is reproducible, and a large
+one is sent in pieces.
+"""
 
 from __future__ import annotations
 

@@ -1,14 +1,12 @@
-"""Pure planning: what torchx and the executor say becomes what the node is told.
+"""The plan of one job: what torchx and the executor say becomes what the node is told.
 
-Nothing here asks a cluster, reads a clock or imports ray.
+Nothing here asks a cluster, reads a clock or imports ray; files that a runtime environment names
+are read.
 """
 
 from __future__ import annotations
 
-import hashlib
 import json
-import re
-import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -18,6 +16,8 @@ from torchx.specs import AppDef
 
 from nemo_run_ray.errors import ConfigError
 from nemo_run_ray.executor import RayExecutor
+from nemo_run_ray.ids import safe_id
+from nemo_run_ray.planning.entrypoints import entrypoint
 from nemo_run_ray.planning.roles import (
     group_spec,
     needs_group_driver,
@@ -32,23 +32,11 @@ from nemo_run_ray.remote.spec import (
     GroupSpec,
     JobSpec,
     OutsideSpec,
-    ProbeSpec,
 )
 from nemo_run_ray.runtime_env import is_container, resolve
 
-#: Name of the package in the job archive.
-REMOTE_PACKAGE = "nemo_run_ray_remote"
-#: Longest id: Ray makes ``job-driver-<id>.log`` of it, and a file's name has 255 bytes.
-ID_MAX = 180
 #: Seconds that Ray waits longer than we do before it kills our own process.
 _STOP_MARGIN_S = 10
-#: How often one dispatcher's job starts it, when it is killed again and again.
-_DISPATCHER_STARTS = 100
-#: What ``_find`` has found, in shell.
-_FOUND = '"$p"'
-#: Credentials in the address of a package index.
-_CREDENTIALS = re.compile(r"(?<=://)[^/\s@'\"]+@")
-_UNSAFE = re.compile(r"[^A-Za-z0-9_.-]+")
 
 
 @dataclass(frozen=True)
@@ -229,149 +217,6 @@ def in_folder(planned: JobPlan, cwd: str) -> JobPlan:
 
 def _moved(spec: JobSpec, cwd: str) -> JobSpec:
     return spec if spec.has_code else replace(spec, cwd=cwd)
-
-
-def job_id(experiment_id: str, job: str) -> str:
-    """Submission id of an experiment's job: the same at every call.
-
-    Names with dots can be cut in two ways; ``submit_once`` refuses an id that is another job's.
-    """
-    return _shorten(f"{safe_id(experiment_id)}.{safe_id(job)}")
-
-
-def safe_id(name: str) -> str:
-    """The name in characters that are safe in an id, a file's name and a URL.
-
-    A name that had to change gets a hash, so that different names stay different.
-    """
-    safe = _UNSAFE.sub("_", name)
-    if safe == name and safe.strip("."):
-        return safe
-    digest = hashlib.sha256(name.encode("utf-8", "surrogatepass")).hexdigest()
-    return f"{safe.strip('.')}-{digest[:8]}"
-
-
-def _shorten(name: str) -> str:
-    if len(name) <= ID_MAX:
-        return name
-    return f"{name[: ID_MAX - 11]}-{hashlib.sha256(name.encode()).hexdigest()[:10]}"
-
-
-def entrypoint(python: str | None, arguments: Sequence[str]) -> str:
-    """The shell line that Ray runs and shows: the remote half with these arguments.
-
-    Args:
-        python: the interpreter; ``None`` is python3 or python, and ``remote/start.py`` looks for
-            another one if that does not serve.
-        arguments: the kind of the job, and what ``remote/__main__.py`` gets behind it.
-    """
-    if python is not None:
-        return f"exec {_start(shlex.quote(python), arguments)}"
-    return f"{_find(['python3', 'python'])}exec {_start(_FOUND, arguments)}"
-
-
-def dispatcher_entrypoint(pythons: Sequence[str], submission_id: str, nonce: str) -> str:
-    """The shell line of a dispatcher: killed by a signal, it is started again.
-
-    Args:
-        pythons: interpreters that the jobs name, tried first; they may not be on the head.
-        submission_id: of the dispatcher.
-        nonce: of the dispatch.
-    """
-    line = _start(_FOUND, ["dispatch", submission_id, nonce])
-    return (
-        f"{_find([*pythons, 'python3', 'python'])}"
-        f"for start in $(seq {_DISPATCHER_STARTS}); do {line}; code=$?; "
-        "[ $code -gt 128 ] || break; "
-        'echo "nemo_run_ray| the dispatcher was killed (exit code $code) and is started again"; '
-        "sleep 1; done; "
-        "exit $code"
-    )
-
-
-def _find(pythons: Sequence[str]) -> str:
-    """Shell text that finds the first of these that runs; one may be the shim of a version manager
-    that has no version."""
-    names = " ".join(shlex.quote(one) for one in pythons)
-    return f'for p in {names}; do {_FOUND} -c "" 2>/dev/null && break; done; '
-
-
-def _start(python: str, arguments: Sequence[str]) -> str:
-    return f"{python} -m {REMOTE_PACKAGE}.start {shlex.join(arguments)}"
-
-
-def describe(planned: JobPlan, cluster: str, travels: list[str]) -> str:
-    """The request for people, as a dry run prints it. Secrets are named, never shown.
-
-    Args:
-        cluster: the cluster in words.
-        travels: what would be uploaded, in words.
-    """
-    spec = planned.spec
-    lines = [f"Ray job   {planned.submission_id}", f"cluster   {cluster}"]
-    lines += _describe_turn(planned)
-    if isinstance(spec, JobSpec):
-        lines += _describe_task(spec, _words(planned.reservation), planned.runtime_env)
-        return "\n".join(lines + [f"travels   {one}" for one in travels])
-    lines.append(f"strategy  {spec.strategy}, all {len(spec.roles)} role(s) at once or none")
-    lines += [f"travels   {one}" for one in travels]
-    for role in spec.roles:
-        kind = "service" if role.service else "primary"
-        copies = f"{role.replicas} replica(s) of {role.processes} process(es)"
-        lines += ["", f"role      {role.name}, {kind}, {copies}"]
-        lines += _describe_task(role.task, _words(role.resources), role.runtime_env)
-        if role.label_selector:
-            lines.append(f"labels    {role.label_selector}")
-        ports = {name: port or "free" for name, port in role.ports.items() if name[0] != "_"}
-        if ports:
-            lines.append(f"ports     {_words(ports)}")
-        if role.ready is not None:
-            lines.append(f"ready     {_describe_probe(role.ready)}")
-    return "\n".join(lines)
-
-
-def _describe_turn(planned: JobPlan) -> list[str]:
-    """What the dispatcher will see to."""
-    lines = []
-    if planned.after or planned.outside:
-        lines.append(f"after     {', '.join([*planned.after, *planned.outside])}")
-    if planned.retries:
-        codes = ", ".join(str(code) for code in planned.permanent_exit_codes)
-        unless = f", unless it ends with exit code {codes}" if codes else ""
-        lines.append(f"retries   {planned.retries}{unless}")
-    if planned.max_in_flight is not None:
-        lines.append(f"at once   {planned.max_in_flight} of the experiment's jobs")
-    if planned.pending_timeout_s is not None:
-        lines.append(f"give up   when not placed within {planned.pending_timeout_s:g} s")
-    return lines
-
-
-def _describe_task(spec: JobSpec, reserves: str, runtime_env: Mapping[str, Any]) -> list[str]:
-    lines = [
-        f"command   {shlex.join(spec.argv)}",
-        f"reserves  {reserves or 'nothing'}",
-        f"folder    {spec.cwd or 'a private run directory on the node'}",
-    ]
-    if runtime_env:
-        lines.append(f"runtime   {_CREDENTIALS.sub('***@', str(dict(runtime_env)))}")
-    lines += [f"env       {name}={value}" for name, value in sorted(spec.env.items())]
-    lines += [f"secret    {name}=***" for name in spec.secrets]
-    return lines
-
-
-def _describe_probe(probe: ProbeSpec) -> str:
-    if probe.kind == "command":
-        what = shlex.join(probe.command)
-    else:
-        what = f"port {probe.port}"
-        what += f", GET {probe.path} gives {probe.status}" if probe.kind == "http" else ""
-    return f"{what}; every {probe.interval_s:g} s, at most {probe.timeout_s:g} s"
-
-
-def _words(values: Mapping[str, Any]) -> str:
-    return ", ".join(
-        f"{name.removeprefix('entrypoint_')}={value}" for name, value in values.items()
-    )
 
 
 def _macro_environment(executor: RayExecutor) -> dict[str, str]:

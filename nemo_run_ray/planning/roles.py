@@ -1,4 +1,4 @@
-"""From torchx's roles and the executors behind them to specs. Pure."""
+"""Turns each torchx role and its executor into what the half on the cluster reads."""
 
 from __future__ import annotations
 

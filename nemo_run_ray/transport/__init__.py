@@ -1,4 +1,4 @@
-"""Source code to pods that share nothing with us but a folder of their own."""
+"""Source code for tasks on Lepton and DGX Cloud. What Ray jobs need is in ``jobs/archives.py``."""
 
 from nemo_run_ray.transport.ship_source import ShipSource, SourcePackager
 from nemo_run_ray.transport.source import LEFT_OUT

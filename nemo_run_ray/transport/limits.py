@@ -1,4 +1,4 @@
-"""What a platform takes at most, in one value, in all of them, and in the whole object."""
+"""Size limits of Lepton and DGX Cloud: a variable, all variables, and the Kubernetes object."""
 
 from __future__ import annotations
 

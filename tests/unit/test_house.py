@@ -22,7 +22,7 @@ _LINES = (
     {"executor", "dashboard"},
     {"clusters", "probes", "transport"},
     {"patches", "checks", "runtime_env", "timeline"},
-    {"remote", "errors", "plain_errors"},
+    {"remote", "ids", "errors", "plain_errors"},
 )
 #: The same inside ``remote``: programs above what they share.
 _REMOTE_LINES = (

@@ -1,6 +1,7 @@
-"""What a dispatch of jobs does next: a pure function of the plan and of the cluster's job table.
+"""Decides for jobs that are handed over together which start, are tried again, or end.
 
-The dispatcher carries out what it says; the client asks it the status of every job, also those that
+It is a pure function of their plan (a *dispatch*) and of the cluster's job table. The dispatcher
+carries out what it says; the client asks it the status of every job, also those that
 Ray has never heard of. Nobody remembers anything between two calls: the table is the memory.
 """
 

@@ -20,12 +20,12 @@ def variables(
 ) -> Dict[str, str]:
     """The variables of one replica.
 
-    Every role's addresses by the role's name (design: Groups), NeMo-Run's macros, and for roles
+    Every role's addresses by the role's name (docs/groups.md), NeMo-Run's macros, and for roles
     without a launcher what ``torch.distributed`` reads.
 
     Args:
         spec: the group.
-        who: the replica.
+        replica_id: the replica.
         hosts: address of every replica's node.
         ports: every replica's ports by name.
     """

@@ -1,4 +1,4 @@
-"""The life of a group as a pure table: what happened goes in, what to do comes out.
+"""State machine of a group: services start first, primaries when they are ready. Pure.
 
 The driver feeds every event to ``step`` and carries out the actions; it decides nothing itself.
 """

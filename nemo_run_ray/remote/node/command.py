@@ -1,4 +1,4 @@
-"""What a task's command gets on a node: its words, its environment, its interpreter."""
+"""The words, the environment and the interpreter of the user's command on a node."""
 
 from __future__ import annotations
 

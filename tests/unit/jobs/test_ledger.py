@@ -9,9 +9,9 @@ import nemo_run.config
 import pytest
 
 from nemo_run_ray.errors import JobError
+from nemo_run_ray.ids import job_id
 from nemo_run_ray.jobs import ledger
 from nemo_run_ray.jobs.ledger import INTENT, SUBMITTED, TERMINAL, UNSETTLED, Ledger
-from nemo_run_ray.planning.job_plan import job_id
 
 _INTENT = {"job": "j", "role": "r", "cluster": {"kind": "local"}, "session": "s", "nonce": "n"}
 _VERDICT = {"state": "FAILED", "reason": "exit code", "detail": "é\n'", "node": ""}

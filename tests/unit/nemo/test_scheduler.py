@@ -3,8 +3,8 @@ import pytest
 
 from nemo_run_ray import RayExecutor
 from nemo_run_ray.errors import ConfigError
+from nemo_run_ray.ids import safe_id
 from nemo_run_ray.nemo.scheduler import create_scheduler
-from nemo_run_ray.planning.job_plan import safe_id
 
 
 @pytest.fixture

@@ -16,16 +16,10 @@ from torchx.specs import AppDef, Role
 
 from nemo_run_ray import RayExecutor
 from nemo_run_ray.errors import ConfigError
-from nemo_run_ray.planning.job_plan import (
-    JobPlan,
-    describe,
-    dispatcher_entrypoint,
-    entrypoint,
-    in_folder,
-    job_id,
-    plan,
-    safe_id,
-)
+from nemo_run_ray.ids import job_id, safe_id
+from nemo_run_ray.planning.dry_run import describe
+from nemo_run_ray.planning.entrypoints import dispatcher_entrypoint, entrypoint
+from nemo_run_ray.planning.job_plan import JobPlan, in_folder, plan
 from nemo_run_ray.probes import CommandProbe, HttpProbe, PortProbe
 from nemo_run_ray.remote import start
 

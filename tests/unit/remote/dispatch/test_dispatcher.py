@@ -16,7 +16,7 @@ from urllib.parse import unquote
 import pytest
 from ray.dashboard.modules.job.common import JobSubmitRequest, validate_request_type
 
-from nemo_run_ray.planning.job_plan import entrypoint
+from nemo_run_ray.planning.entrypoints import entrypoint
 from nemo_run_ray.remote.attempts import (
     CANCELLED,
     CLAIM_KEY,

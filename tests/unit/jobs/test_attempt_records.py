@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from nemo_run_ray.jobs import ledger
-from nemo_run_ray.jobs.attempts import AttemptRecord, merged, of_rows
+from nemo_run_ray.jobs.attempt_records import AttemptRecord, merged, of_rows
 from nemo_run_ray.jobs.ledger import Ledger
 from nemo_run_ray.remote.attempts import CLAIM_KEY, NONCE_KEY
 

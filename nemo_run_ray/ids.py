@@ -1,0 +1,36 @@
+"""Ids on the cluster: the same at every call, and safe in a file's name and a URL."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+
+#: Longest id: Ray makes ``job-driver-<id>.log`` of it, and a file's name has 255 bytes.
+ID_MAX = 180
+_UNSAFE = re.compile(r"[^A-Za-z0-9_.-]+")
+
+
+def job_id(experiment_id: str, job: str) -> str:
+    """Submission id of an experiment's job: the same at every call.
+
+    Names with dots can be cut in two ways; ``submit_once`` refuses an id that is another job's.
+    """
+    return _shorten(f"{safe_id(experiment_id)}.{safe_id(job)}")
+
+
+def safe_id(name: str) -> str:
+    """The name in characters that are safe in an id, a file's name and a URL.
+
+    A name that had to change gets a hash, so that different names stay different.
+    """
+    safe = _UNSAFE.sub("_", name)
+    if safe == name and safe.strip("."):
+        return safe
+    digest = hashlib.sha256(name.encode("utf-8", "surrogatepass")).hexdigest()
+    return f"{safe.strip('.')}-{digest[:8]}"
+
+
+def _shorten(name: str) -> str:
+    if len(name) <= ID_MAX:
+        return name
+    return f"{name[: ID_MAX - 11]}-{hashlib.sha256(name.encode()).hexdigest()[:10]}"
