@@ -245,7 +245,8 @@ def test_a_group_goes_on_without_its_client_and_is_found_again(existing, unique,
 KILLED = """
 import os, signal, sys
 import nemo_run as run
-from nemo_run_ray import RayExecutor, ledger
+from nemo_run_ray import RayExecutor
+from nemo_run_ray.jobs import ledger
 
 write_all = ledger.Ledger.write_all
 

@@ -16,7 +16,8 @@ from tests.conftest import python, tool, wait_for
 KILLED = """
 import os, signal, sys
 import nemo_run as run
-from nemo_run_ray import RayExecutor, ledger
+from nemo_run_ray import RayExecutor
+from nemo_run_ray.jobs import ledger
 
 title, folder, chain, moment = sys.argv[1:5]
 write_all = ledger.Ledger.write_all
