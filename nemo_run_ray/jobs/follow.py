@@ -22,6 +22,8 @@ _BARREN_ROUNDS = 3
 #: Attempts to read the log of a job that is over, without progress, before that is an error.
 _ROUNDS_AFTER_END = 6
 _PAUSES_S = (0.1, 0.2, 0.5, 1.0, 2.0)
+#: A job whose first process was killed is over for Ray before its other processes have said why.
+_LAST_WORDS_S = 1.0
 #: How Ray begins the line after which everything in a job's log is the command's and ours.
 _ENTRYPOINT = "Running entrypoint for job "
 #: Lines before that one that are held back: a Ray that words it otherwise must not hide a log.
@@ -49,7 +51,7 @@ def follow(
     The stream's end only means "look again". All has been passed on when the job is over and the
     log ends with the remote half's last line. Where that line is missing (the remote half was
     killed, or a line beyond the WebSocket's limit stopped the stream early), the whole log is read
-    the other way.
+    the other way, and once more a second later.
 
     Args:
         source: where to read.
@@ -64,6 +66,7 @@ def follow(
     """
     reader = _Reader(end_marks)
     barren = failures = 0
+    has_waited = False
     while True:
         before, over = reader.place, False
         try:
@@ -75,8 +78,12 @@ def follow(
                 yield from reader.read(source.whole() if at_once else source.tail())
                 if over and not at_once and not reader.is_complete:
                     yield from reader.read(source.whole())
-            if over:
+            if over and (reader.is_complete or has_waited):
                 return
+            if over:
+                has_waited = True
+                sleep(_LAST_WORDS_S)
+                continue
             failures = 0
         except (Unanswered, StreamCut) as error:  # the next round goes on at this place
             failures = 0 if reader.place > before else failures + 1

@@ -144,6 +144,17 @@ def test_an_ended_jobs_log_is_read_at_once():
     assert pauses.slept_s == []
 
 
+def test_what_is_written_right_after_the_end_is_not_lost():
+    """Ray tells that the first process is dead before the group's driver has written why."""
+    source = Flaky("a\n", [], [3])
+
+    def sleep(seconds: float) -> None:
+        source._text = "a\nour first process was killed\n"
+
+    found = "".join(follow(source, (_MARK,), sleep))
+    assert found == "a\nour first process was killed\n"
+
+
 class Endless(Flaky):
     """The server keeps the stream open after the last character."""
 
