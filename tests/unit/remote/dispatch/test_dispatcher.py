@@ -5,16 +5,13 @@ import itertools
 import json
 import os
 import threading
-import traceback
 import zipfile
 from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from io import BytesIO
-from urllib.parse import unquote
 
 import pytest
-from ray.dashboard.modules.job.common import JobSubmitRequest, validate_request_type
 
 from nemo_run_ray.planning.entrypoints import entrypoint
 from nemo_run_ray.remote.attempts import (
@@ -26,7 +23,6 @@ from nemo_run_ray.remote.attempts import (
     PERMANENT_KEY,
     RETRIES_KEY,
     claim_body,
-    first_id,
 )
 from nemo_run_ray.remote.dispatch import dispatcher
 from nemo_run_ray.remote.dispatch import log as story
@@ -50,274 +46,32 @@ from nemo_run_ray.remote.dispatch.dispatcher import (
     default_limit,
     find_dashboard,
 )
-from nemo_run_ray.remote.dispatch.rest import Rest, Unanswered
 from nemo_run_ray.remote.node.output import PREFIX
 from nemo_run_ray.remote.node.rundir import SECRETS
 from nemo_run_ray.remote.spec import DispatchedJobSpec, DispatchSpec
-from tests.http_server import Handler, serving
-
-NOW = 1_800_000_000.0
-OWN, SESSION = "e.dispatcher", "session_2027-01-15_08-00-00_000000_1"
-
-# ------------------------------------------------------------------ fates of attempts
-
-SUCCEEDS = {"status": "SUCCEEDED", "driver_exit_code": 0, "message": "Job finished successfully."}
-FAILS = {
-    "status": "FAILED",
-    "driver_exit_code": 1,
-    "error_type": "JOB_ENTRYPOINT_COMMAND_ERROR",
-    "message": "Job entrypoint command failed with exit code 1",
-}
-NODE_DIES = {
-    "status": "FAILED",
-    "error_type": "JOB_SUPERVISOR_ACTOR_DIED",
-    "message": "Job supervisor actor died",
-}
-START_TIMES_OUT = {
-    "status": "FAILED",
-    "error_type": "JOB_SUPERVISOR_ACTOR_START_TIMEOUT",
-    "message": "Job supervisor actor failed to start within 900.0 seconds.",
-}
-STOPPED = {"status": "STOPPED", "message": "Job was intentionally stopped."}
-GOES_ON = {"status": "RUNNING"}
-FINDS_NO_ROOM = {"status": "PENDING"}
-
-
-@dataclass(frozen=True)
-class Trouble:
-    """What becomes of a request: an answer of the server's own, or none at all."""
-
-    status: int = 0
-    text: str = ""
-    is_carried_out: bool = False
-
-
-class FakeRay:
-    """Ray's Jobs API over jobs whose lives the test tells.
-
-    Attributes:
-        now: seconds since the epoch.
-        rows: the job table, by submission id.
-        fates: how attempts end, by submission id; what is not here succeeds.
-        refuses: status and text that an attempt is answered with, by submission id.
-        trouble: what goes wrong with a request, asked with its method and path.
-        before_table: called before the job table is read.
-        requests: method and path of every one.
-        bodies: of the accepted jobs, claims among them.
-        taken: ids that were asked for once more.
-        overlaps: ids that were started while an older attempt lived or an upstream had not
-            succeeded.
-    """
-
-    def __init__(self, chain: DispatchSpec | None = None, session: str = SESSION) -> None:
-        self.now = NOW
-        self.session = session
-        self.rows: dict[str, dict] = {}
-        self.fates: dict[str, dict] = {}
-        self.refuses: dict[str, tuple[int, str]] = {}
-        self.trouble: Callable[[str, str], Trouble | None] = lambda method, path: None
-        self.before_table: Callable[[], object] = lambda: None
-        self.requests: list[tuple[str, str]] = []
-        self.bodies: list[dict] = []
-        self.sent: list[bytes] = []
-        self.packages: dict[str, bytes] = {}
-        self.taken: list[str] = []
-        self.overlaps: list[str] = []
-        self.lock = threading.RLock()
-        self.url = ""
-        self.is_closing = False
-        self._links = {link.id: link for link in chain.jobs} if chain else {}
-        self._apis: list[Rest] = []
-        if chain:
-            self.add(chain.id, {NONCE_KEY: chain.nonce}, status="RUNNING")
-
-    # -------------------------------------------------------------- what tests ask and do
-
-    def api(self) -> Rest:
-        self._apis.append(Rest(self.url, timeout_s=10))
-        return self._apis[-1]
-
-    def close(self) -> None:
-        """Answer everybody a last time, so that no connection stays open."""
-        self.trouble, self.is_closing = lambda method, path: None, True
-        for api in self._apis:
-            with contextlib.suppress(Unanswered):
-                api.session()
-
-    @property
-    def started(self) -> list[str]:
-        return [one["submission_id"] for one in self.bodies if not _is_claim(one)]
-
-    @property
-    def claims(self) -> dict[str, str]:
-        found = [one for one in self.bodies if _is_claim(one)]
-        return {one["submission_id"]: one["metadata"][CLAIM_KEY] for one in found}
-
-    @property
-    def stops(self) -> list[str]:
-        """Ids that were asked to stop."""
-        return [path.split("/")[3] for _, path in self.requests if path.endswith("/stop")]
-
-    def posts(self) -> int:
-        return self.requests.count(("POST", "/api/jobs/"))
-
-    def status(self, submission_id: str) -> str:
-        return self.rows[submission_id]["status"]
-
-    def cancel(self, chain: DispatchSpec) -> None:
-        self.post(claim_body(chain.cancel_id, chain.nonce, CANCELLED))
-
-    def pass_time(self, seconds: float) -> None:
-        """Every live job takes one step."""
-        with self.lock:
-            self.now += seconds
-            for name, row in self.rows.items():
-                if name.startswith(OWN) and not _is_claim(row):
-                    continue
-                if row["status"] not in ("PENDING", "RUNNING"):
-                    continue
-                fate = self.fates.get(name, SUCCEEDS)
-                starts = row["status"] == "PENDING" and fate is not START_TIMES_OUT
-                if starts and fate["status"] != "PENDING":
-                    row.update(status="RUNNING", driver_node_id="f" * 56)
-                else:
-                    row.update(fate)
-                if row["status"] not in ("PENDING", "RUNNING"):
-                    row["end_time"] = int(self.now * 1000)
-
-    # -------------------------------------------------------------- Ray's side
-
-    def add(self, name: str, metadata: dict[str, str], **fields) -> None:
-        self.rows[name] = {
-            "type": "SUBMISSION",
-            "job_id": None,
-            "submission_id": name,
-            "driver_info": None,
-            "status": "PENDING",
-            "entrypoint": "true",
-            "message": None,
-            "error_type": None,
-            "start_time": int(self.now * 1000),
-            "end_time": None,
-            "metadata": metadata,
-            "runtime_env": {},
-            "driver_agent_http_address": None,
-            "driver_node_id": None,
-            "driver_exit_code": None,
-            **fields,
-        }
-
-    def answer(self, method: str, path: str, data: bytes) -> tuple[int, str]:
-        parts = [unquote(one) for one in path.split("/")[2:]]
-        if (method, path) == ("GET", "/api/version"):
-            version = {"version": "4", "ray_version": "2.60.0", "session_name": self.session}
-            return 200, json.dumps({**version, "ray_commit": "0"})
-        if (method, path) == ("GET", "/api/jobs/"):
-            driver = {"type": "DRIVER", "job_id": "01000000", "submission_id": None}
-            rows = [driver, *reversed(self.rows.values())]
-            return 200, json.dumps([{**row, "status": row.get("status")} for row in rows])
-        if (method, path) == ("POST", "/api/jobs/"):
-            return self.post(json.loads(data))
-        if method == "POST" and parts[0] == "jobs" and parts[2:] == ["stop"]:
-            return self._stop(parts[1])
-        if parts[:2] == ["packages", "gcs"] and len(parts) == 3:
-            if method == "PUT":
-                self.packages[parts[2]] = data
-                return 200, ""
-            return (200, "") if parts[2] in self.packages else (404, "Package does not exist")
-        return 404, "404: Not Found"
-
-    def post(self, body: dict) -> tuple[int, str]:
-        try:
-            validate_request_type(body, JobSubmitRequest)
-        except Exception:
-            return 400, traceback.format_exc()
-        name = body["submission_id"]
-        if name in self.rows:
-            self.taken.append(name)
-            return 500, of_the_agent(
-                f"Job with submission_id {name} already exists. "
-                "Please use a different submission_id."
-            )
-        if not _is_claim(body):
-            if name in self.refuses:
-                return self.refuses[name]
-            self._check(name)
-        self.bodies.append(body)
-        self.add(name, body.get("metadata") or {}, entrypoint=body["entrypoint"])
-        return 200, json.dumps({"job_id": name, "submission_id": name})
-
-    def _check(self, name: str) -> None:
-        link = self._links[first_id(name)]
-        needs = [one.id for one in self._links.values() if one.name in link.after]
-        attempts = {one: row for one, row in self.rows.items() if first_id(one) == link.id}
-        lives = any(row["status"] in ("PENDING", "RUNNING") for row in attempts.values())
-        proven = {first_id(one) for one, row in self.rows.items() if row["status"] == "SUCCEEDED"}
-        if lives or link.id in proven or not proven.issuperset(needs):
-            self.overlaps.append(name)
-
-    def _stop(self, name: str) -> tuple[int, str]:
-        if name not in self.rows:
-            return 404, f"Job {name} does not exist"
-        alive = self.rows[name]["status"] in ("PENDING", "RUNNING")
-        if alive and self.fates.get(name, SUCCEEDS) is not FINDS_NO_ROOM:
-            self.fates[name] = STOPPED
-        return 200, json.dumps({"stopped": alive})
-
-
-def _is_claim(job: dict) -> bool:
-    return CLAIM_KEY in (job.get("metadata") or {})
-
-
-def of_the_agent(words: str) -> str:
-    """How Ray 2.60 hands on what the agent of the head refuses with a ValueError.
-
-    The agent answers 400 with its traceback; ``JobAgentSubmissionClient`` makes a RuntimeError of
-    it, and the dashboard answers 500 with the traceback of that.
-    """
-    head = "Traceback (most recent call last):\n"
-    inner = f'{head}  File "job_agent.py", line 54, in submit_job\nValueError: {words}\n'
-    return (
-        f'{head}  File "job_head.py", line 407, in submit_job\n'
-        f"RuntimeError: Request failed with status code 400: {inner}.\n"
-    )
-
-
-class _Handler(Handler):
-    ray: FakeRay
-
-    def answer(self) -> None:
-        ray = self.ray
-        data = self.body()
-        if self.path == "/api/jobs/":
-            ray.before_table()
-        with ray.lock:
-            if not ray.is_closing:
-                ray.requests.append((self.command, self.path))
-                ray.sent.append(data)
-            trouble = ray.trouble(self.command, self.path)
-            status, text = trouble.status if trouble else 0, trouble.text if trouble else ""
-            if trouble is None or trouble.is_carried_out:
-                given = ray.answer(self.command, self.path, data)
-                status, text = given if trouble is None else (status, text)
-        if status:
-            self.send(status, text, **({"Connection": "close"} if ray.is_closing else {}))
-        else:
-            self.close_connection = True
+from tests.fake_ray import (
+    FAILS,
+    FINDS_NO_ROOM,
+    GOES_ON,
+    NODE_DIES,
+    NOW,
+    OWN,
+    SESSION,
+    START_TIMES_OUT,
+    STOPPED,
+    SUCCEEDS,
+    FakeRay,
+    Trouble,
+    fake_ray,
+    of_the_agent,
+)
 
 
 @pytest.fixture
 def serve() -> Iterator[Callable[..., FakeRay]]:
     """Start a server for a chain, or for none."""
     with contextlib.ExitStack() as stack:
-
-        def start(*arguments, **options) -> FakeRay:
-            ray = FakeRay(*arguments, **options)
-            ray.url = stack.enter_context(serving(_Handler, ray=ray))
-            stack.callback(ray.close)
-            return ray
-
-        yield start
+        yield lambda *given, **options: stack.enter_context(fake_ray(*given, **options))
 
 
 @pytest.fixture(autouse=True)
@@ -861,7 +615,7 @@ def test_a_stop_that_ray_does_not_answer_is_not_asked_for_all_the_time(serve, to
     assert len([line for line in told() if "stopping" in line]) == 1
 
 
-def test_what_finds_no_room_in_time_is_claimed_then_stopped_then_left_to_ray(serve):
+def test_what_finds_no_room_in_timeis_claimed_then_stopped_then_left_to_ray(serve):
     plan = chain(link("a", pending_timeout_s=60, retries=3), link("b", "a"))
     ray = serve(plan)
     ray.fates["e.a"] = FINDS_NO_ROOM
