@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from urllib.parse import unquote
 
+from ray._private.label_utils import validate_label_selector
 from ray.dashboard.modules.job.common import JobSubmitRequest, validate_request_type
 
 from nemo_run_ray.remote.attempts import CANCELLED, CLAIM_KEY, NONCE_KEY, claim_body, first_id
@@ -198,6 +199,9 @@ class FakeRay:
         except Exception:
             return 400, traceback.format_exc()
         name = body["submission_id"]
+        error = validate_label_selector(body.get("entrypoint_label_selector") or {})
+        if error:
+            return 500, of_the_agent(error)
         if name in self.rows:
             self.taken.append(name)
             return 500, of_the_agent(

@@ -146,7 +146,7 @@ class DispatchedJob(RemoteJob):
     def _logs(self, api: JobsApi, status: JobStatus) -> Iterator[str]:
         numbers = range(1, status.attempt + 1)
         return self._joined(
-            api.whole_log(attempt_id(self.submission_id, number)) for number in numbers
+            api.logs.whole(attempt_id(self.submission_id, number)) for number in numbers
         )
 
 

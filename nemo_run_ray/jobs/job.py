@@ -135,7 +135,7 @@ class RemoteJob:
         """
         if not status.node:
             return "it never had a process"
-        ending = self.api().last_lines(status.node, self._ran_as(status), 3)
+        ending = self.api().state.last_lines(status.node, self._ran_as(status), 3)
         if any("no process of it is left" in line for line in ending):
             return "no process of it is left on its node"
         return f"its node {status.node[:12]} did not confirm that all its processes ended"
@@ -149,8 +149,8 @@ class RemoteJob:
         if self._kept_roles.exists():
             return dict(json.loads(self._kept_roles.read_text(encoding="utf-8")))
         try:
-            api = self._api()
-            found = api.roles(status.node, self._ran_as(status)) if api and status.node else {}
+            api = self._api() if status.node else None
+            found = api.state.roles(status.node, self._ran_as(status)) if api else {}
         except NemoRunRayError:
             return {}
         if found and status.state.is_terminal and found["phase"] != Phase.OVER.value:
@@ -236,7 +236,7 @@ class RemoteJob:
 
     def _logs(self, api: JobsApi, status: JobStatus) -> Iterator[str]:
         """Its log as it is now."""
-        return api.whole_log(self.submission_id)
+        return api.logs.whole(self.submission_id)
 
     def _api(self) -> JobsApi | None:
         dashboard = self._cluster.find()
@@ -261,7 +261,7 @@ class RemoteJob:
     def _explain_pending(self, row: Mapping[str, Any], status: JobStatus) -> JobStatus:
         """The status of a job that waits for its runtime environment, with how far that is."""
         api = self._api()
-        return status if api is None else api.env_builds.explain(row, status)
+        return status if api is None else api.state.env_builds.explain(row, status)
 
     def _absent(self, api: JobsApi) -> JobStatus:
         session = api.version(patience_s=0.0)["session_name"]
@@ -387,10 +387,10 @@ class _Log:
     def tail(self) -> Iterator[str]:
         if self._job.look().state is JobState.CANCELLED:
             return self.whole()  # the stream of one that never starts would never begin
-        return self._job.api().tail(self._job.submission_id)
+        return self._job.api().logs.tail(self._job.submission_id)
 
     def whole(self) -> Iterator[str]:
-        return self._job.api().whole_log(self._job.submission_id)
+        return self._job.api().logs.whole(self._job.submission_id)
 
     def is_over(self) -> bool:
         status = self._job.look()

@@ -431,7 +431,7 @@ def test_a_dispatcher_that_is_killed_goes_on_by_itself(yard, unique, api):
 
     assert started.dispatch_ends(api) == ALL_SUCCEEDED
     assert yard.begun() == ["first", "first@2", "second", "third"]
-    log = "".join(api.whole_log(started.chain.id))
+    log = "".join(api.logs.whole(started.chain.id))
     assert log.count("the dispatcher was killed (exit code 137) and is started again") == 3
 
 

@@ -1,0 +1,220 @@
+"""Requests to one dashboard, each with a time limit, and the translation of their failures."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import re
+import ssl
+from collections.abc import Callable, Iterator
+from contextvars import ContextVar
+from typing import Any, TypeVar
+
+import httpx
+from tenacity import Retrying, retry_if_exception_type, stop_before_delay, wait_random_exponential
+
+from nemo_run_ray.clusters import Dashboard
+from nemo_run_ray.errors import ClusterError, ConfigError, Unanswered, Unauthorised, Unreachable
+
+#: Seconds until a connection stands, until an answer has come, and the same of a request that Ray
+#: works on before it answers.
+CONNECT_S, READ_S, SLOW_S = 4.0, 10.0, 60.0
+_T = TypeVar("_T")
+
+
+class Http:
+    """One dashboard. Thread-safe."""
+
+    def __init__(self, dashboard: Dashboard) -> None:
+        self.dashboard = dashboard
+        self._client = httpx.Client(
+            headers=dashboard.headers,
+            verify=tls(dashboard.verify),
+            timeout=httpx.Timeout(READ_S, connect=CONNECT_S),
+            trust_env=not dashboard.is_loopback,
+            follow_redirects=False,  # a redirected POST would become a GET, and be answered
+        )
+        logging.getLogger("httpx").addFilter(_without_ours)
+
+    def request(
+        self,
+        method: str,
+        path: str,
+        limit_s: float = READ_S,
+        **content: Any,
+    ) -> httpx.Response:
+        """The answer to one request, whatever it is.
+
+        Args:
+            method: of HTTP.
+            path: behind the dashboard's address.
+            limit_s: seconds until an answer must have come.
+            content: what httpx sends: ``json``, ``content`` or ``params``.
+
+        Raises:
+            Unanswered: no answer came.
+            Unreachable: no answer can ever come.
+        """
+        limit = httpx.Timeout(limit_s, connect=CONNECT_S)
+        try:
+            with _quietly():
+                return self._client.request(method, self.url(path), timeout=limit, **content)
+        except httpx.HTTPError as error:
+            raise self._unreachable(error) from error
+
+    def get(self, path: str, may_be_absent: bool = False) -> httpx.Response:
+        """Ray's answer to a question.
+
+        Raises:
+            Unanswered: there is none, or one of the 5xx.
+            Unreachable: something else than Ray answers.
+            Unauthorised: other credentials are wanted.
+        """
+        response = self.request("GET", path)
+        self.check_front(response)
+        if response.status_code >= 500:
+            raise Unanswered(
+                f"{self.dashboard.url} answered {response.status_code} to GET {path}: "
+                f"{last_line(response.text)}. Look at the dashboard's log, or try again later."
+            )
+        if response.status_code != 200 and not (may_be_absent and response.status_code == 404):
+            raise self.not_ray(response)
+        return response
+
+    @contextlib.contextmanager
+    def stream(self, path: str, limit_s: float) -> Iterator[httpx.Response]:
+        """The answer to a question, to be read piece by piece. Raises what httpx raises."""
+        limit = httpx.Timeout(limit_s, connect=CONNECT_S)
+        request = self._client.build_request("GET", self.url(path), timeout=limit)
+        with _quietly():
+            response = self._client.send(request, stream=True)
+        try:
+            yield response
+        finally:
+            response.close()
+
+    def repeat(self, ask: Callable[[], _T], patience_s: float) -> _T:
+        """What ``ask`` gives, asked again for so long when there is no answer.
+
+        The pauses grow and differ, so that many clients do not ask at the same moments.
+        """
+        if patience_s <= 0:
+            return ask()
+        attempts = Retrying(
+            retry=retry_if_exception_type(Unanswered),
+            stop=stop_before_delay(patience_s),
+            wait=wait_random_exponential(multiplier=0.2, max=3),
+            reraise=True,
+        )
+        return attempts(ask)
+
+    def url(self, path: str) -> str:
+        return f"{self.dashboard.url}{path}"
+
+    def json(self, response: httpx.Response) -> Any:
+        """The values of an answer.
+
+        Raises:
+            Unreachable: it is not Ray's.
+        """
+        try:
+            return response.json()
+        except ValueError as error:
+            raise self.not_ray(response) from error
+
+    def close(self) -> None:
+        self._client.close()
+
+    # ------------------------------------------------------------------ translation of failures
+
+    def _unreachable(self, error: httpx.HTTPError) -> ClusterError:
+        if isinstance(error, httpx.LocalProtocolError):
+            return Unreachable(
+                f"The request to {self.dashboard.url} cannot be formed: a header or the token "
+                "holds a character that HTTP does not allow (it is not shown here). Correct it."
+            )
+        why_dead = self.dashboard.why_dead()
+        if why_dead:  # nobody needs to ask again
+            return Unreachable(why_dead)
+        cause = str(error) or type(error).__name__
+        if "CERTIFICATE_VERIFY_FAILED" in cause:
+            step = "Renew the certificate, or give its CA: ExistingCluster(url, verify='ca.pem')."
+        elif re.search("WRONG_VERSION_NUMBER|record layer failure", cause, re.IGNORECASE):
+            step = "No TLS is spoken there: try http:// in the address."
+        elif isinstance(error, httpx.ConnectError):
+            step = "Is the address right, the cluster up, a tunnel open?"
+        else:
+            step = "It may be overloaded, or not be a Ray dashboard."
+        return Unanswered(
+            f"Ray's dashboard at {self.dashboard.url} cannot be reached: {cause}. {step}"
+        )
+
+    def not_ray(self, response: httpx.Response) -> Unreachable:
+        kind = response.headers.get("content-type", "no content type")
+        return Unreachable(
+            f"{self.dashboard.url} is not a Ray dashboard: {response.request.url} answered "
+            f"{response.status_code} ({kind}), expected Ray's JSON. Give the address of the "
+            "dashboard, usually port 8265 of the head, with the path prefix if a proxy adds one."
+        )
+
+    def check_front(self, response: httpx.Response) -> None:
+        """Refuse what is no answer of Ray's jobs: a redirect, or the wish for other credentials."""
+        if response.is_redirect:
+            raise Unreachable(
+                f"{self.dashboard.url} sends requests on to {response.headers.get('location')}; "
+                "jobs are not sent through redirects. Give the address that it names."
+            )
+        if response.status_code not in (401, 403):
+            return
+        sent = any(name.lower() == "authorization" for name in self.dashboard.headers)
+        found = "The token that was sent is not its token" if sent else "No token was sent"
+        raise Unauthorised(
+            f"Ray's dashboard at {self.dashboard.url} answered {response.status_code}: "
+            f"{last_line(response.text)}. {found}. Set RAY_AUTH_TOKEN or RAY_AUTH_TOKEN_PATH, "
+            "write ~/.ray/auth_token, or give ExistingCluster(url, token=…)."
+        )
+
+
+def last_line(text: str) -> str:
+    """The last line of an answer that says something: of a traceback, the error."""
+    lines = [line.strip() for line in text.strip().splitlines() if line.strip(" .")]
+    return (lines[-1] if lines else "no text")[:300].rstrip(".")
+
+
+def tls(verify: bool | str) -> ssl.SSLContext:
+    """What a connection trusts.
+
+    Raises:
+        ConfigError: the file holds no certificates.
+    """
+    try:
+        context = ssl.create_default_context(cafile=verify if isinstance(verify, str) else None)
+    except (ssl.SSLError, OSError) as error:
+        raise ConfigError(
+            f"ExistingCluster.verify names {verify!r}, which holds no certificates ({error}); "
+            "expected a PEM file with the CA to trust."
+        ) from error
+    if verify is False:
+        context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+    return context
+
+
+#: Whether the code that runs now asks a dashboard.
+_asks = ContextVar("_asks", default=False)
+
+
+@contextlib.contextmanager
+def _quietly() -> Iterator[None]:
+    """Keep what httpx tells of this request out of the log.
+
+    NeMo-Run shows every logger's INFO, and httpx tells of each request: a line every two seconds.
+    """
+    before = _asks.set(True)
+    try:
+        yield
+    finally:
+        _asks.reset(before)
+
+
+def _without_ours(record: logging.LogRecord) -> bool:
+    return record.levelno >= logging.WARNING or not _asks.get()

@@ -1,0 +1,140 @@
+"""The log of a job by Ray's Jobs API: as it grows, or as it is now."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Callable, Iterator
+from typing import Any
+from urllib.parse import quote
+
+import httpx
+from websockets.exceptions import ConnectionClosedOK, InvalidStatus, WebSocketException
+from websockets.sync.client import ClientConnection, connect
+
+from nemo_run_ray.dashboard.http import READ_S, SLOW_S, Http, tls
+from nemo_run_ray.dashboard.log_text import decode_log
+from nemo_run_ray.errors import JobError, StreamCut, Unauthorised
+
+#: Ray's own WebSocket inside the cluster takes 4 MiB; longer lines never arrive that way.
+_MESSAGE_MAX_BYTES = 8 * 1024**2
+#: Seconds that a log stream gets for its close. Ray reads nothing on that socket and never answers.
+_GOODBYE_S = 0.1
+#: Seconds of a log stream's silence until the job is looked at, and until the stream is given up.
+_SILENCE_S, _SILENCE_MAX_S = 15.0, 300.0
+
+
+class LogStream:
+    """The logs of one cluster's jobs.
+
+    Args:
+        http: the dashboard.
+        row: gives a job's row now, ``None`` when there is none.
+    """
+
+    def __init__(self, http: Http, row: Callable[[str], dict[str, Any] | None]) -> None:
+        self._http = http
+        self._row = row
+
+    def tail(self, submission_id: str) -> Iterator[str]:
+        """The log from its first character on, as it grows, by WebSocket.
+
+        The end of the stream means nothing about the job.
+
+        Raises:
+            StreamCut: it was cut off, or could not be opened.
+            JobError: the cluster has no such job.
+            Unauthorised: other credentials are wanted.
+        """
+        url = self._http.url(f"{_path(submission_id)}/tail")
+        try:
+            with self._open(url) as stream:
+                _keep_alive(stream.socket)
+                yield from self._messages(stream, submission_id)
+        except InvalidStatus as error:
+            if error.response.status_code == 404:
+                raise self._no_such_job(submission_id) from error
+            if error.response.status_code in (401, 403):
+                raise Unauthorised(f"{url}: HTTP {error.response.status_code}") from error
+            raise StreamCut(f"{url}: HTTP {error.response.status_code}") from error
+        except (WebSocketException, OSError, TimeoutError) as error:
+            raise StreamCut(f"{url}: {error}") from error
+
+    def whole(self, submission_id: str) -> Iterator[str]:
+        """The log as it is now, piece by piece, whatever its size.
+
+        Of a job that never started Ray gives none; its message is what there is.
+
+        Raises:
+            StreamCut: it broke off.
+            JobError: the cluster has no such job.
+        """
+        path = _path(submission_id)
+        try:
+            with self._http.stream(path, SLOW_S) as response:
+                if response.status_code == 404:
+                    raise self._no_such_job(submission_id)
+                if response.status_code != 200:
+                    raise StreamCut(f"{self._http.url(path)}: HTTP {response.status_code}")
+                is_empty = True
+                for text in decode_log(response.iter_text()):
+                    is_empty = False
+                    yield text
+        except httpx.HTTPError as error:
+            raise StreamCut(f"{self._http.url(path)}: {error}") from error
+        row = (self._row(submission_id) if is_empty else None) or {}
+        never_started = row.get("status") == "FAILED" and row.get("driver_exit_code") is None
+        if never_started and row.get("message"):
+            yield f"{row['message'].strip()}\n"
+
+    def _open(self, url: str) -> ClientConnection:
+        dashboard = self._http.dashboard
+        options: dict[str, Any] = {}
+        if url.startswith("https"):
+            options["ssl"] = tls(dashboard.verify)
+        opened: ClientConnection = connect(
+            "ws" + url.removeprefix("http"),
+            additional_headers=dashboard.headers,
+            compression=None,
+            proxy=None if dashboard.is_loopback else True,
+            open_timeout=READ_S,
+            close_timeout=_GOODBYE_S,
+            ping_interval=None,  # Ray only sends on this socket: it answers no ping
+            max_size=_MESSAGE_MAX_BYTES,
+            **options,
+        )
+        return opened
+
+    def _messages(self, stream: ClientConnection, submission_id: str) -> Iterator[str]:
+        silent_s = 0.0
+        while True:
+            try:
+                message = stream.recv(timeout=_SILENCE_S)
+            except TimeoutError:
+                silent_s += _SILENCE_S
+                self._check_silence(submission_id, silent_s)
+                continue
+            except ConnectionClosedOK:
+                return
+            silent_s = 0.0
+            yield message if isinstance(message, str) else message.decode()
+
+    def _check_silence(self, submission_id: str, silent_s: float) -> None:
+        """Whether to wait on: a stream may be dead without anybody's goodbye."""
+        row = self._row(submission_id)
+        if row is None or row["status"] not in ("PENDING", "RUNNING") or silent_s >= _SILENCE_MAX_S:
+            raise StreamCut(f"the log of {submission_id} was silent for {silent_s:.0f} s")
+
+    def _no_such_job(self, submission_id: str) -> JobError:
+        return JobError(f"Ray at {self._http.dashboard.url} has no job {submission_id}.")
+
+
+def _path(submission_id: str) -> str:
+    return f"/api/jobs/{quote(submission_id, safe='')}/logs"
+
+
+def _keep_alive(stream: socket.socket) -> None:
+    """Let the kernel notice within a minute that the other end of a silent stream is gone."""
+    stream.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for name, value in (("TCP_KEEPIDLE", 20), ("TCP_KEEPINTVL", 10), ("TCP_KEEPCNT", 4)):
+        if hasattr(socket, name):  # not on every system
+            stream.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)

@@ -1,0 +1,97 @@
+"""Jobs that a dead head has left behind, and how Ray is made to look after them.
+
+Ray's job manager comes to life with the first request to it. Until then jobs whose supervisors died
+with the head stay RUNNING or PENDING (measured with Ray 2.54 and 2.60 and a fault-tolerant GCS).
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from nemo_run_ray.dashboard.http import SLOW_S, Http
+from nemo_run_ray.errors import ClusterError
+
+#: Seconds between two looks for such jobs, and until a request that failed is repeated.
+_WAKE_AGAIN_S, _WAKE_FAILED_S = 20.0, 5.0
+#: Seconds that a job may be about to start before it may be one of them.
+_PENDING_LONG_S = 30.0
+#: A label that Ray's job manager refuses after it has looked at all jobs, before it takes the id.
+_REFUSED_LABEL = {"no label": "wake"}
+
+
+class JobManager:
+    """Ray's job manager of one cluster, which may be asleep.
+
+    Args:
+        http: the dashboard.
+        alive_nodes: gives the ids of the nodes that live, ``None`` when nobody knows.
+    """
+
+    def __init__(self, http: Http, alive_nodes: Callable[[], set[str] | None]) -> None:
+        self._http = http
+        self._alive_nodes = alive_nodes
+        self._asked_at = -math.inf
+
+    def wake_for(self, rows: Mapping[str, Mapping[str, Any]]) -> bool:
+        """Make Ray look after these jobs if nobody does; whether it was asked to.
+
+        Args:
+            rows: our own jobs by submission id: a request names one of them.
+        """
+        if time.monotonic() - self._asked_at < _WAKE_AGAIN_S:
+            return False
+        self._asked_at = time.monotonic()
+        found = orphan(rows, self._alive_nodes, time.time())
+        if not found:
+            return False
+        if not self._wake(found):
+            self._asked_at -= _WAKE_AGAIN_S - _WAKE_FAILED_S
+        return True
+
+    def _wake(self, submission_id: str) -> bool:
+        """Ask for what Ray must refuse twice over, so that nothing can come of it.
+
+        No label is called so, and the id is taken. Ray 2.54 and 2.60 read the label when the job
+        manager has found all jobs again.
+        """
+        body = {
+            "submission_id": submission_id,
+            "entrypoint": "true",
+            "entrypoint_label_selector": _REFUSED_LABEL,
+        }
+        try:
+            answer = self._http.request("POST", "/api/jobs/", SLOW_S, json=body)
+        except ClusterError:
+            return False
+        return "label" in answer.text
+
+
+def orphan(
+    rows: Mapping[str, Mapping[str, Any]],
+    alive_nodes: Callable[[], set[str] | None],
+    now: float,
+) -> str:
+    """Id of a job that nobody may look after: it has been about to start for long, or runs on a
+    node that is gone. Empty if there is none.
+
+    Args:
+        rows: by submission id.
+        alive_nodes: asked when a job runs.
+        now: seconds since the epoch.
+    """
+    for name, row in rows.items():
+        age_s = now - (row.get("start_time") or 0) / 1000
+        if row.get("status") == "PENDING" and age_s > _PENDING_LONG_S:
+            return name
+    running = {
+        row["driver_node_id"]: name
+        for name, row in rows.items()
+        if row.get("status") == "RUNNING" and row.get("driver_node_id")
+    }
+    alive = alive_nodes() if running else None
+    if alive is None:
+        return ""
+    return next((name for node, name in running.items() if node not in alive), "")
