@@ -59,7 +59,7 @@ class StatusReport:
                 job.record.attempts = dict(attempts)
                 news.setdefault(job.record.exp_dir, {})[job.submission_id] = attempts
         for exp_dir, found in news.items():
-            Ledger(exp_dir).keep_attempts(found)
+            Ledger.of(exp_dir).keep_attempts(found)
 
     @property
     def is_over(self) -> bool:
@@ -103,7 +103,7 @@ def timeline_page(title: str, exp_dir: Path, jobs: Sequence[RemoteJob], now: flo
     report = StatusReport(
         jobs, {name: at for dispatch in dispatches for name, at in running_at(dispatch).items()}
     )
-    began = min((event["at"] for event in Ledger(exp_dir).events()), default=now)
+    began = Ledger.of(exp_dir).began_at() or now
     rows = [
         timeline.Row(
             name=job.record.job,

@@ -85,7 +85,7 @@ class Batch:
             carried = [self._upload(self._job_archive())]
         if planned.spec.secrets:
             carried.append(self._upload(hidden))
-        book = Ledger(self.exp_dir)
+        book = Ledger.of(self.exp_dir)
         book.write_all([self._intent(planned, nonce)])
         body = planned.body(code, carried, nonce)
 
@@ -118,7 +118,7 @@ class Batch:
             intents.append(self._intent(planned, nonce, name))
         dispatch = Dispatch.of(self.exp_dir, name)
         dispatch.save(self._dispatch_spec(name, jobs, dispatched), travels, self._pythons(jobs))
-        Ledger(self.exp_dir).write_all(intents)
+        Ledger.of(self.exp_dir).write_all(intents)
         dispatch.start(api, self.cluster.record())
 
     def _dispatch_spec(

@@ -68,7 +68,7 @@ def note_ends(api: JobsApi, cluster: Cluster, is_forced: bool) -> Iterator[str]:
         What could not be kept, in words.
     """
     for exp_dir in sorted(ledger.experiments_of(api.table(fresh=True).keys())):
-        for record in Ledger(exp_dir).jobs().values():
+        for record in Ledger.of(exp_dir).jobs().values():
             if record.is_dispatcher or not _is_on(record.cluster, cluster):
                 continue
             try:

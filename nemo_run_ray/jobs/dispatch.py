@@ -277,7 +277,7 @@ class Dispatch:
         return start
 
     def _write_intent(self, name: str, cluster: dict[str, Any]) -> Ledger:
-        book = Ledger(self.exp_dir)
+        book = Ledger.of(self.exp_dir)
         try:
             book.write(
                 ledger.INTENT,
@@ -321,7 +321,7 @@ class Dispatch:
         return f"started again as {self.start(api, record)}"
 
     def _cluster_record(self) -> dict[str, Any]:
-        records = Ledger(self.exp_dir).jobs().values()
+        records = Ledger.of(self.exp_dir).jobs().values()
         return next(one.cluster for one in records if one.dispatcher == self.id)
 
     def revive(self, api: JobsApi, cluster: dict[str, Any], look: Snapshot) -> None:
@@ -352,7 +352,7 @@ class Dispatch:
                 f"the Ray at {api.dashboard.url} is not the one that had it (then "
                 f"{self.spec.session}, now {session})"
             )
-        records = Ledger(self.exp_dir).jobs().values()
+        records = Ledger.of(self.exp_dir).jobs().values()
         if not any(
             one.is_dispatcher and one.dispatcher == self.id and one.last == ledger.SUBMITTED
             for one in records

@@ -64,7 +64,7 @@ class DispatchedJob(RemoteJob):
         if status.state.is_terminal:
             return status
         api = self.api()
-        Ledger(self.record.exp_dir).write(ledger.CANCEL, self.submission_id)
+        Ledger.of(self.record.exp_dir).write(ledger.CANCEL, self.submission_id)
         began_at = time.monotonic()
         asked_at, trouble = -math.inf, "it goes on"
         while time.monotonic() < began_at + grace_s + CANCEL_MARGIN_S:
@@ -159,7 +159,7 @@ class _Attempt(RemoteJob):
 
 def dispatcher_lines(dispatch: Dispatch) -> Iterator[str]:
     """The logs of a dispatch's dispatchers, line by line, as far as they can be read."""
-    for record in Ledger(dispatch.exp_dir).jobs().values():
+    for record in Ledger.of(dispatch.exp_dir).jobs().values():
         if record.is_dispatcher and record.dispatcher == dispatch.id:
             try:
                 yield from lines(RemoteJob(record).log(should_tail=False))
@@ -189,7 +189,7 @@ def _keep_running_at(dispatch: Dispatch) -> None:
             attempts = job.attempts(told)
             if attempts != job.record.attempts:
                 news[job.submission_id] = attempts
-    Ledger(dispatch.exp_dir).keep_attempts(news)
+    Ledger.of(dispatch.exp_dir).keep_attempts(news)
 
 
 def find_job(submission_id: str) -> RemoteJob:
@@ -212,13 +212,15 @@ def job_of(record: JobRecord) -> RemoteJob:
 
 def jobs_of(exp_dir: Path) -> list[RemoteJob]:
     """The jobs that an experiment's ledger knows, in the order of their submission."""
-    records = Ledger(exp_dir).jobs().values()
+    records = Ledger.of(exp_dir).jobs().values()
     return [job_of(record) for record in records if not record.is_dispatcher]
 
 
 def dispatches_of(exp_dir: Path) -> list[Dispatch]:
     """The dispatches of an experiment, saved ones only."""
-    ids = dict.fromkeys(one.dispatcher for one in Ledger(exp_dir).jobs().values() if one.dispatcher)
+    ids = dict.fromkeys(
+        one.dispatcher for one in Ledger.of(exp_dir).jobs().values() if one.dispatcher
+    )
     return [
         dispatch for dispatch in (Dispatch.of(exp_dir, one) for one in ids) if dispatch.is_saved
     ]

@@ -100,7 +100,7 @@ class RemoteJob:
         if status.state.is_terminal or status.state is JobState.WAITING:
             return status
         api = self.api()
-        Ledger(self.record.exp_dir).write(ledger.CANCEL, self.submission_id)
+        Ledger.of(self.record.exp_dir).write(ledger.CANCEL, self.submission_id)
         self.record.cancelled = True
         began_at = time.monotonic()
         deadline = began_at + grace_s + CANCEL_MARGIN_S
@@ -227,7 +227,7 @@ class RemoteJob:
         attempts = self.attempts()
         if attempts != self.record.attempts:
             self.record.attempts = dict(attempts)
-            Ledger(self.record.exp_dir).keep_attempts({self.submission_id: attempts})
+            Ledger.of(self.record.exp_dir).keep_attempts({self.submission_id: attempts})
         self._kept_at = status.state, status.attempt
 
     def _ran_as(self, status: JobStatus) -> str:
@@ -334,7 +334,7 @@ class RemoteJob:
                 self._keep_log(status)
                 self._keep_roles(status)
             self.record.attempts = dict(self.attempts())
-            Ledger(self.record.exp_dir).write(
+            Ledger.of(self.record.exp_dir).write(
                 ledger.TERMINAL,
                 self.submission_id,
                 status=self.record.terminal,

@@ -9,11 +9,11 @@ from __future__ import annotations
 import json
 import logging
 import os
+import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence, Set
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from filelock import FileLock
 from nemo_run.config import get_nemorun_home
@@ -21,58 +21,43 @@ from nemo_run.config import get_nemorun_home
 from nemo_run_ray.errors import JobError
 from nemo_run_ray.executor import LEDGER
 from nemo_run_ray.ids import ID_MAX, safe_id
-from nemo_run_ray.jobs.attempt_records import AttemptRecord, Attempts, merged
+from nemo_run_ray.jobs.attempt_records import Attempts
+from nemo_run_ray.jobs.job_records import (
+    CANCEL,
+    INTENT,
+    SEEN,
+    SUBMITTED,
+    TERMINAL,
+    UNSETTLED,
+    JobRecord,
+    JobRecords,
+)
 
 log = logging.getLogger(__name__)
 
-INTENT, SUBMITTED, UNSETTLED = "intent", "submitted", "unsettled"
-CANCEL, TERMINAL, SEEN = "cancel", "terminal", "seen"
-
-
-@dataclass
-class JobRecord:
-    """What the ledger knows of one job.
-
-    Attributes:
-        submission_id: its name on the cluster.
-        job: its name in NeMo-Run.
-        role: name of its role, for logs.
-        cluster: ``Cluster.record()`` of its cluster.
-        session: Ray's name of the cluster's life that got it.
-        nonces: one of every submission of ours, by whatever process; they tell our job from another
-            one that took the same id.
-        exp_dir: folder of its experiment.
-        dispatcher: id of the dispatcher that hands it over; empty when the client did.
-        is_dispatcher: it is an attempt of that dispatcher itself.
-        has_roles: it is a group.
-        last: the last event of its submission.
-        cancelled: somebody asked for its end.
-        terminal: what was last seen of it, once it had ended.
-        attempts: what was seen of its attempts, by submission id.
-    """
-
-    submission_id: str
-    job: str
-    role: str
-    cluster: dict[str, Any]
-    session: str
-    nonces: list[str]
-    exp_dir: Path
-    dispatcher: str = ""
-    is_dispatcher: bool = False
-    has_roles: bool = False
-    last: str = INTENT
-    cancelled: bool = False
-    terminal: dict[str, Any] = field(default_factory=dict)
-    attempts: dict[str, AttemptRecord] = field(default_factory=dict)
-
 
 class Ledger:
-    """One experiment's ledger. Any number of processes may write."""
+    """One experiment's ledger. Any number of processes may write.
+
+    What was read of the file is remembered: only what was added since is read again.
+    """
+
+    _shared: ClassVar[dict[Path, Ledger]] = {}
+    _shared_lock = threading.Lock()
 
     def __init__(self, exp_dir: Path) -> None:
         self.exp_dir = exp_dir
         self.path = exp_dir / LEDGER
+        self._lock = threading.Lock()
+        self._forget(None)
+
+    @classmethod
+    def of(cls, exp_dir: Path) -> Ledger:
+        """The process's one for this experiment."""
+        with cls._shared_lock:
+            if exp_dir not in cls._shared:
+                cls._shared[exp_dir] = cls(exp_dir)
+            return cls._shared[exp_dir]
 
     def write(self, event: str, submission_id: str, **values: Any) -> None:
         """Append one event; on return it is on the disk."""
@@ -114,50 +99,58 @@ class Ledger:
             log.warning("What was seen of the jobs is not kept in %s: %s", self.path, error)
 
     def jobs(self) -> dict[str, JobRecord]:
-        """All jobs by submission id, as the events tell."""
-        records: dict[str, JobRecord] = {}
-        for event in self.events():
-            submission_id, kind = event["id"], event["event"]
-            if kind == INTENT:
-                before = records.get(submission_id)
-                names = ("job", "role", "cluster", "session")
-                optional = ("dispatcher", "is_dispatcher", "has_roles")
-                more = {name: event[name] for name in optional if name in event}
-                records[submission_id] = JobRecord(
-                    submission_id=submission_id,
-                    exp_dir=self.exp_dir,
-                    nonces=[*(before.nonces if before else ()), event["nonce"]],
-                    attempts=before.attempts if before else {},
-                    **{name: event[name] for name in names},
-                    **more,
-                )
-            elif submission_id not in records:
-                log.warning("%s tells of %s before its intent.", self.path, submission_id)
-            elif kind in (TERMINAL, SEEN):
-                if kind == TERMINAL:
-                    records[submission_id].terminal = event["status"]
-                found = [AttemptRecord.from_json(one) for one in event.get("attempts", ())]
-                # Several processes look, and each knows what it has seen.
-                records[submission_id].attempts = merged(
-                    records[submission_id].attempts, {one.submission_id: one for one in found}
-                )
-            elif kind == CANCEL:
-                records[submission_id].cancelled = True
-            else:
-                records[submission_id].last = kind
-        return records
+        """All jobs by submission id, as the events tell, in the order of their submission."""
+        with self._lock:
+            return {name: one.copy() for name, one in self._read().by_id.items()}
 
-    def events(self) -> Iterator[dict[str, Any]]:
-        """Every event, the oldest first."""
-        if not self.path.exists():
-            return
-        for number, line in enumerate(self.path.read_bytes().splitlines(), start=1):
-            try:
-                event = json.loads(line)
-            except ValueError:
-                log.warning("Line %d of %s is torn and ignored.", number, self.path)
-                continue
-            yield event
+    def job(self, submission_id: str) -> JobRecord | None:
+        """One of them, ``None`` when there is no such job."""
+        with self._lock:
+            found = self._read().by_id.get(submission_id)
+            return None if found is None else found.copy()
+
+    def has_any(self, submission_ids: Set[str]) -> bool:
+        """Whether one of these jobs is in it."""
+        with self._lock:
+            return not self._read().by_id.keys().isdisjoint(submission_ids)
+
+    def began_at(self) -> float | None:
+        """When the first event was written, in seconds since the epoch."""
+        with self._lock:
+            return self._read().began_at
+
+    def _read(self) -> JobRecords:
+        """All records, after what has been added to the file. The lock is held."""
+        try:
+            file = open(self.path, "rb")  # noqa: SIM115
+        except FileNotFoundError:
+            self._forget(None)
+            return self._records
+        with file:
+            found = os.fstat(file.fileno())
+            if found.st_ino != self._inode or found.st_size < self._offset:
+                self._forget(found.st_ino)
+            file.seek(self._offset)
+            for line in file.readlines():
+                self._add(line)
+        return self._records
+
+    def _add(self, line: bytes) -> None:
+        is_whole = line.endswith(b"\n")
+        try:
+            if line.strip():
+                self._records.add(json.loads(line))
+        except ValueError:
+            log.warning("Line %d of %s is torn and ignored.", self._lines + 1, self.path)
+            if not is_whole:
+                return  # perhaps its writer is at it
+        self._offset += len(line)
+        self._lines += is_whole
+
+    def _forget(self, inode: int | None) -> None:
+        self._inode = inode
+        self._offset = self._lines = 0
+        self._records = JobRecords(self.exp_dir)
 
 
 def find(submission_id: str) -> JobRecord:
@@ -167,7 +160,7 @@ def find(submission_id: str) -> JobRecord:
         JobError: no experiment in this home submitted such a job.
     """
     for exp_dir in _candidates({submission_id}):
-        record = Ledger(exp_dir).jobs().get(submission_id)
+        record = Ledger.of(exp_dir).job(submission_id)
         if record is not None:
             return record
     raise JobError(
@@ -179,7 +172,7 @@ def find(submission_id: str) -> JobRecord:
 def experiments_of(submission_ids: Set[str]) -> set[Path]:
     """Folders of the experiments in NeMo-Run's home that have submitted one of these jobs."""
     candidates = set(_candidates(submission_ids))
-    return {one for one in candidates if not Ledger(one).jobs().keys().isdisjoint(submission_ids)}
+    return {one for one in candidates if Ledger.of(one).has_any(submission_ids)}
 
 
 def remember(exp_dir: Path, experiment_id: str) -> None:
@@ -207,3 +200,18 @@ def _may_hold(experiment_id: str, submission_ids: Set[str]) -> bool:
 
 def _pointers() -> Path:
     return Path(get_nemorun_home()) / "ray_experiments"
+
+
+__all__ = [
+    "CANCEL",
+    "INTENT",
+    "SEEN",
+    "SUBMITTED",
+    "TERMINAL",
+    "UNSETTLED",
+    "JobRecord",
+    "Ledger",
+    "experiments_of",
+    "find",
+    "remember",
+]

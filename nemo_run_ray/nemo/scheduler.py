@@ -189,7 +189,7 @@ class RayJobsScheduler(SchedulerMixin, Scheduler[Any]):
         """The jobs of this experiment; torchx gives no other scope."""
         if self._experiment is None:
             return []
-        records = ledger.Ledger(registry.experiment_dir(self._experiment)).jobs()
+        records = ledger.Ledger.of(registry.experiment_dir(self._experiment)).jobs()
         return [
             ListAppResponse(app_id=one, state=torchx_state(self._job(one).status()))
             for one in records

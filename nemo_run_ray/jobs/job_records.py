@@ -1,0 +1,108 @@
+"""What the events of a ledger say of each job."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from nemo_run_ray.jobs.attempt_records import AttemptRecord, merged
+
+log = logging.getLogger(__name__)
+
+INTENT, SUBMITTED, UNSETTLED = "intent", "submitted", "unsettled"
+CANCEL, TERMINAL, SEEN = "cancel", "terminal", "seen"
+#: What an intent says of a job, and what it may leave out.
+_GIVEN = ("job", "role", "cluster", "session")
+_OPTIONAL = ("dispatcher", "is_dispatcher", "has_roles", "grace_s")
+
+
+@dataclass
+class JobRecord:
+    """What the ledger knows of one job.
+
+    Attributes:
+        submission_id: its name on the cluster.
+        job: its name in NeMo-Run.
+        role: name of its role, for logs.
+        cluster: ``Cluster.record()`` of its cluster.
+        session: Ray's name of the cluster's life that got it.
+        nonces: one of every submission of ours, by whatever process; they tell our job from another
+            one that took the same id.
+        exp_dir: folder of its experiment.
+        dispatcher: id of the dispatcher that hands it over; empty when the client did.
+        is_dispatcher: it is an attempt of that dispatcher itself.
+        has_roles: it is a group.
+        grace_s: seconds from SIGTERM to SIGKILL when it is cancelled.
+        last: the last event of its submission.
+        cancelled: somebody asked for its end.
+        terminal: what was last seen of it, once it had ended.
+        attempts: what was seen of its attempts, by submission id.
+    """
+
+    submission_id: str
+    job: str
+    role: str
+    cluster: dict[str, Any]
+    session: str
+    nonces: list[str]
+    exp_dir: Path
+    dispatcher: str = ""
+    is_dispatcher: bool = False
+    has_roles: bool = False
+    grace_s: float = 10.0
+    last: str = INTENT
+    cancelled: bool = False
+    terminal: dict[str, Any] = field(default_factory=dict)
+    attempts: dict[str, AttemptRecord] = field(default_factory=dict)
+
+    def copy(self) -> JobRecord:
+        """One that may be changed."""
+        return replace(self, nonces=[*self.nonces], attempts={**self.attempts})
+
+
+class JobRecords:
+    """The records of one experiment, which every event changes.
+
+    Attributes:
+        by_id: the jobs by submission id, in the order of their first intents.
+        began_at: seconds since the epoch, when the first event was written; ``None`` before it.
+    """
+
+    def __init__(self, exp_dir: Path) -> None:
+        self._exp_dir = exp_dir
+        self.by_id: dict[str, JobRecord] = {}
+        self.began_at: float | None = None
+
+    def add(self, event: Mapping[str, Any]) -> None:
+        """Take the next event into account."""
+        if self.began_at is None:
+            self.began_at = event.get("at")
+        submission_id, kind = event["id"], event["event"]
+        record = self.by_id.get(submission_id)
+        if kind == INTENT:
+            self.by_id[submission_id] = self._intended(event, record)
+        elif record is None:
+            log.warning("The ledger in %s tells of %s too early.", self._exp_dir, submission_id)
+        elif kind in (TERMINAL, SEEN):
+            if kind == TERMINAL:
+                record.terminal = event["status"]
+            found = [AttemptRecord.from_json(one) for one in event.get("attempts", ())]
+            # Several processes look, and each knows what it has seen.
+            record.attempts = merged(record.attempts, {one.submission_id: one for one in found})
+        elif kind == CANCEL:
+            record.cancelled = True
+        else:
+            record.last = kind
+
+    def _intended(self, event: Mapping[str, Any], before: JobRecord | None) -> JobRecord:
+        return JobRecord(
+            submission_id=event["id"],
+            exp_dir=self._exp_dir,
+            nonces=[*(before.nonces if before else ()), event["nonce"]],
+            attempts=before.attempts if before else {},
+            **{name: event[name] for name in _GIVEN},
+            **{name: event[name] for name in _OPTIONAL if name in event},
+        )
