@@ -32,7 +32,7 @@ from benchmarks import chains, cloud, groups
 from nemo_run_ray import ExistingCluster, LocalCluster, RayExecutor
 from nemo_run_ray.clusters import Dashboard
 from nemo_run_ray.dashboard.jobs_api import JobsApi
-from nemo_run_ray.jobs.dispatched_job import find_job
+from nemo_run_ray.jobs.find import find_job
 from tests.flaky_proxy import FlakyProxy
 
 ROUNDS = 9
@@ -212,7 +212,7 @@ def measure_log(dashboard: Dashboard) -> dict[str, object]:
     before = peak = process.memory_info().rss
     characters = 0
     began = time.monotonic()
-    for number, text in enumerate(find_job(job).log(should_tail=True)):
+    for number, text in enumerate(find_job(job).log(follow=True)):
         characters += len(text)
         if number % 20 == 0:
             peak = max(peak, process.memory_info().rss)

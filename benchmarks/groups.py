@@ -15,7 +15,7 @@ import psutil
 
 from benchmarks.common import FOLDER, Add, quietly, wait_for
 from nemo_run_ray import LocalCluster, RayExecutor
-from nemo_run_ray.jobs.dispatched_job import find_job
+from nemo_run_ray.jobs.find import find_job
 from nemo_run_ray.jobs.job import RemoteJob
 
 ROUNDS = 5
@@ -33,7 +33,7 @@ def measure_start() -> dict[str, object]:
             marks = [folder / f"{number}-{roles}-{role}" for role in range(roles)]
             began_at = time.time()
             job = submit([f"date +%s.%N > {mark}.new; mv {mark}.new {mark}" for mark in marks])
-            wait_for(lambda job=job: job.look().state.is_terminal)
+            wait_for(lambda job=job: job.status.state.is_terminal)
             first = min(float(mark.read_text()) for mark in marks)
             if number:  # the first round warms up
                 taken[name].append(first - began_at)
@@ -52,11 +52,11 @@ def measure_log() -> dict[str, object]:
     printing = "import sys\nfor n in range(int(sys.argv[1])): print(n, 'words of a log')"
     program = f"date +%s.%N > {mark}/$$\n{sys.executable} -c {shlex.quote(printing)} {LINES}"
     job = submit([program] * ROLES)
-    wait_for(lambda: job.look().state.is_terminal)
-    row = job.api().job(job.submission_id) or {}
+    wait_for(lambda: job.status.state.is_terminal)
+    row = job.api().job(job.id) or {}
     began_at = min(float(one.read_text()) for one in mark.iterdir())
     seen: dict[str, int] = {}
-    for line in "".join(job.log(should_tail=False)).splitlines():
+    for line in "".join(job.log()).splitlines():
         role, _, text = line.partition("| ")
         number = text.partition(" ")[0]
         if "/" in role and number.isdigit():
@@ -85,9 +85,9 @@ def measure_replicas() -> dict[str, object]:
         wait_for(lambda: len(list(folder.glob("*.mark"))) == REPLICAS, within_s=600)
         held = before - psutil.virtual_memory().available
         (folder / "go").touch()
-        wait_for(lambda: job.look().state.is_terminal, within_s=300)
-        if job.look().state.value != "SUCCEEDED":
-            raise AssertionError(job.look())
+        wait_for(lambda: job.status.state.is_terminal, within_s=300)
+        if job.status.state.value != "SUCCEEDED":
+            raise AssertionError(job.status)
     finally:
         cluster.stop()
     starts = [float(one.read_text()) for one in folder.glob("*.mark")]

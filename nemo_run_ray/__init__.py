@@ -4,10 +4,17 @@ Importing registers ``RayExecutor`` with NeMo-Run, lets executors say whether th
 and changes nothing for other executors.
 """
 
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
 from nemo_run_ray.clusters import ExistingCluster, LocalCluster
 from nemo_run_ray.executor import RayExecutor
 from nemo_run_ray.nemo import register as _register
 from nemo_run_ray.probes import CommandProbe, HttpProbe, PortProbe
+
+if TYPE_CHECKING:
+    from nemo_run_ray.jobs.job import RemoteJob
 
 __version__ = "0.1.0"
 __all__ = [
@@ -17,6 +24,26 @@ __all__ = [
     "LocalCluster",
     "PortProbe",
     "RayExecutor",
+    "find",
 ]
+
+
+def find(name: str) -> list[RemoteJob]:
+    """The jobs of an experiment, or one job.
+
+    A job has an ``id``, a ``name``, a ``status`` (state, reason, detail, node …), ``attempts``,
+    ``log(follow=False)``, ``wait(timeout_s)`` and ``cancel()``. Looking changes nothing.
+
+    Args:
+        name: an experiment's id, or its title (then its newest one); a handle of NeMo-Run's; or a
+            job's id on the cluster.
+
+    Raises:
+        JobError: nobody submitted such a job from this NeMo-Run home.
+    """
+    from nemo_run_ray.jobs import find as finding
+
+    return finding.find(name)
+
 
 _register()

@@ -7,6 +7,8 @@ import re
 
 #: Longest id: Ray makes ``job-driver-<id>.log`` of it, and a file's name has 255 bytes.
 ID_MAX = 180
+#: Name of a dispatcher after its experiment's.
+DISPATCHER = "dispatcher"
 _UNSAFE = re.compile(r"[^A-Za-z0-9_.-]+")
 
 
@@ -16,6 +18,11 @@ def job_id(experiment_id: str, job: str) -> str:
     Names with dots can be cut in two ways; ``submit_once`` refuses an id that is another job's.
     """
     return _shorten(f"{safe_id(experiment_id)}.{safe_id(job)}")
+
+
+def dispatcher_id(experiment_or_job: str) -> str:
+    """Id of the dispatcher of an experiment, or of a job that is handed over by itself."""
+    return job_id(experiment_or_job, DISPATCHER)
 
 
 def safe_id(name: str) -> str:

@@ -11,8 +11,9 @@ import nemo_run as run
 from nemo_run_ray import RayExecutor
 from nemo_run_ray.clusters import Cluster
 from nemo_run_ray.dashboard.jobs_api import JobsApi
-from nemo_run_ray.jobs.dispatch import Dispatch, dispatcher_id
-from nemo_run_ray.jobs.dispatched_job import find_job
+from nemo_run_ray.ids import dispatcher_id
+from nemo_run_ray.jobs.dispatch import Dispatch
+from nemo_run_ray.jobs.find import find_job
 from nemo_run_ray.remote.states import JobState, JobStatus
 from tests.conftest import wait_for
 
@@ -133,7 +134,7 @@ class Started:
         return f"{self.id}.{name}"
 
     def status(self, name: str) -> JobStatus:
-        return find_job(self.job(name)).status()
+        return find_job(self.job(name)).status
 
     def statuses(self) -> dict[str, JobStatus]:
         return {link.name: self.status(link.name) for link in self.chain.spec.jobs}

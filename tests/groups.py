@@ -9,7 +9,7 @@ import nemo_run as run
 
 from nemo_run_ray import PortProbe, RayExecutor
 from nemo_run_ray.clusters import Cluster
-from nemo_run_ray.jobs.dispatched_job import find_job
+from nemo_run_ray.jobs.find import find_job
 from nemo_run_ray.jobs.job import RemoteJob
 from tests.conftest import processes_of, wait_for
 
@@ -56,12 +56,12 @@ def submit(name: str, cluster: Cluster, *roles: Role) -> RemoteJob:
 
 def finish(job: RemoteJob) -> tuple[str, str, str]:
     """Follow a job to its end: state, reason and log."""
-    log = "".join(job.log(should_tail=True))
-    status = job.status()
+    log = "".join(job.log(follow=True))
+    status = job.status
     return status.state.value, status.reason.value, log
 
 
 def assert_nothing_left(hosts, job: RemoteJob, within_s: float = 60) -> None:
     """No process of the job on any host, and on the cluster nothing that a group holds."""
-    wait_for(lambda: not processes_of(job.submission_id), within_s)
+    wait_for(lambda: not processes_of(job.id), within_s)
     wait_for(lambda: not hosts.leftovers(), within_s)

@@ -18,14 +18,13 @@ from rich.live import Live
 
 from nemo_run_ray.clusters import Cluster, ExistingCluster, LocalCluster
 from nemo_run_ray.errors import ClusterError, JobError, NemoRunRayError
-from nemo_run_ray.executor import RayExecutor
 from nemo_run_ray.nemo import registry
-from nemo_run_ray.remote.states import JobState
+from nemo_run_ray.remote.states import is_active
 
 Name = Annotated[str, typer.Argument(help="An experiment's id or title, a handle or a job's id.")]
 Address = Annotated[str, typer.Option(help="A dashboard's address; without it the embedded Ray.")]
 #: Seconds between two looks of a table that follows.
-_LOOK_AGAIN_S = 2.0
+_REFRESH_S = 2.0
 _out = Console(soft_wrap=True, highlight=False)
 
 
@@ -89,7 +88,7 @@ def doctor(address: Address = "") -> None:
     api = JobsApi.of(dashboard)
     version = api.version()
     jobs = api.table()
-    active = sum(row["status"] in ("PENDING", "RUNNING") for row in jobs.values())
+    active = sum(is_active(row) for row in jobs.values())
     _out.print(f"dashboard  {dashboard.url} answers, and takes these credentials")
     _out.print(f"Ray        {version['ray_version']} ({version['session_name']})")
     _out.print(f"jobs       {len(jobs)} known, {active} pending or running")
@@ -102,8 +101,10 @@ def status(
 ) -> None:
     """State and reason of an experiment's jobs, or of one job; on a terminal until all ended."""
     from nemo_run_ray.cli.status_report import StatusReport
+    from nemo_run_ray.jobs.find import find
+    from nemo_run_ray.jobs.tend import tend
 
-    jobs = _jobs(name)
+    jobs = find(name)
     report = StatusReport(jobs)
     if as_json:
         print(report.as_json())
@@ -113,7 +114,9 @@ def status(
         return
     with Live(report.table(time.time()), console=_out, auto_refresh=False) as live:
         while not report.is_over:
-            time.sleep(_LOOK_AGAIN_S)
+            for exp_dir in {one.record.exp_dir for one in jobs}:
+                tend(exp_dir)
+            time.sleep(_REFRESH_S)
             report = StatusReport(jobs)
             live.update(report.table(time.time()), refresh=True)
 
@@ -124,10 +127,11 @@ def timeline(
 ) -> None:
     """Write a page that shows when each job of an experiment waited, ran and ended."""
     from nemo_run_ray.cli.status_report import timeline_page
+    from nemo_run_ray.jobs.find import find
 
-    loaded = _experiment(experiment)
-    jobs = _jobs(experiment)
-    page = timeline_page(loaded._id, registry.experiment_dir(loaded), jobs, time.time())
+    jobs = find(experiment)
+    folder = jobs[0].record.exp_dir
+    page = timeline_page(folder.name, folder, jobs, time.time())
     try:
         output.write_text(page, encoding="utf-8")
     except OSError as error:
@@ -145,28 +149,31 @@ def logs(
     raw: Annotated[bool, typer.Option("--raw", help="With Ray's lines and our last one.")] = False,
 ) -> None:
     """What a job has printed."""
+    from nemo_run_ray.jobs.find import find
     from nemo_run_ray.jobs.follow import lines, only
 
-    found = [one for one in _jobs(name) if not job or one.record.job == job]
+    jobs = find(name)
+    found = [one for one in jobs if not job or one.name == job]
     if len(found) != 1:
-        names = ", ".join(one.record.job for one in _jobs(name))
+        names = ", ".join(one.name for one in jobs)
         raise JobError(f"{name!r} has the jobs {names}; name one of them with --job.")
     if role:
         _must_have_role(found[0], role)
-    text = (found[0].log if raw else found[0].output)(should_tail=follow)
+    text = (found[0].log if raw else found[0].output)(follow)
     for piece in only(role, lines(text)) if role else text:
         sys.stdout.write(piece)
         sys.stdout.flush()
 
 
 def _must_have_role(job: Any, role: str) -> None:
-    rows = job.roles(job.status()).get("roles", [])
+    from nemo_run_ray.jobs.explanations import roles
+
+    rows = roles(job, job.status).get("roles", [])
     names = {row["role"] for row in rows}
     replicas = {f"{row['role']}/{row['replica']}" for row in rows}
     if rows and role not in names | replicas:
         raise JobError(
-            f"The job {job.record.job!r} has no role {role!r}; it has "
-            f"{', '.join(sorted(replicas))}."
+            f"The job {job.name!r} has no role {role!r}; it has {', '.join(sorted(replicas))}."
         )
 
 
@@ -174,109 +181,25 @@ def cancel(
     name: Name, job: Annotated[str, typer.Option(help="Only this job of an experiment.")] = ""
 ) -> None:
     """Stop the jobs of an experiment, or one job, and wait until they have ended."""
-    jobs = _jobs(name)
+    from nemo_run_ray.jobs.cancel import cancel_all
+    from nemo_run_ray.jobs.find import find
+
+    jobs = find(name)
     if job:
-        names = ", ".join(one.record.job for one in jobs)
-        jobs = [one for one in jobs if one.record.job == job]
+        names = ", ".join(one.name for one in jobs)
+        jobs = [one for one in jobs if one.name == job]
         if not jobs:
             raise JobError(f"{name!r} has no job {job!r}; it has {names}.")
-    for line in _cancelled(jobs):
+    for line in cancel_all(jobs):
         _out.print(line, markup=False)
-
-
-def _cancelled(jobs: list[Any]) -> Iterator[str]:
-    """Cancel jobs of one experiment, one after the other; tells what became of each."""
-    if len(jobs) > 1:
-        _cancel_dispatches(jobs)
-    for one in jobs:
-        status = one.status()
-        if status.state.is_terminal and status.state is not JobState.CANCELLED:
-            yield f"{one.record.job} is {status.state.value}: there is nothing to cancel"
-            continue
-        if not status.state.is_terminal:
-            status = one.cancel(registry.grace_s(_experiment_of(one), one.record.job))
-        yield f"{one.record.job} is {status.state.value.lower()}{_proof(one, status)}"
-
-
-def _proof(job: Any, status: Any) -> str:
-    if status.state is not JobState.CANCELLED:
-        return ""
-    try:
-        return f"; {job.leftovers(status)}"
-    except JobError:  # its cluster has been stopped since, with all that ran on it
-        return ""
-
-
-def _cancel_dispatches(jobs: list[Any]) -> None:
-    """Cancel what a dispatcher would still start: one claim for all of it."""
-    from nemo_run_ray.jobs.dispatched_job import DispatchedJob
-
-    dispatched = {one.dispatch.id: one for one in jobs if isinstance(one, DispatchedJob)}
-    for one in dispatched.values():
-        experiment = _experiment_of(one)
-        grace_s = max(
-            registry.grace_s(experiment, other.record.job)
-            for other in jobs
-            if isinstance(other, DispatchedJob) and other.dispatch is one.dispatch
-        )
-        if not all(other.status().state.is_terminal for other in jobs):
-            one.dispatch.cancel(one.api(), grace_s)
 
 
 def resume(experiment: Annotated[str, typer.Argument(help="Its id or title.")]) -> None:
     """Hand over what never reached the cluster, and start a dispatcher that has ended too early."""
-    loaded = _experiment(experiment)
-    # Before the jobs are looked at: a look starts a dead dispatcher too, with a warning.
-    for line in _resume_dispatches(loaded):
+    from nemo_run_ray.nemo.resume import resume_experiment
+
+    for line in resume_experiment(_experiment(experiment)):
         _out.print(line, markup=False)
-    known = {one.record.job: one for one in _all_jobs(loaded)}
-    states = {job.id: _state(loaded, job, known.get(job.id)) for job in loaded.jobs}
-    ready = []
-    for job in loaded.jobs:
-        missing = _missing(loaded, job, states)
-        if states[job.id] != JobState.WAITING.value:
-            _out.print(f"{job.id}: {states[job.id]}, left as it is", markup=False)
-        elif job.id in known and known[job.id].record.dispatcher:
-            _out.print(f"{job.id}: waits on the cluster, left to its dispatcher", markup=False)
-        elif missing:
-            waits = ", ".join(f"{one} ({states[one]})" for one in missing)
-            _out.print(
-                f"{job.id}: not handed over, it depends on {waits}; resume again after that",
-                markup=False,
-            )
-        else:
-            ready.append(job)
-    for job in ready:
-        registry.prepare_again(loaded, job)
-    registry.launch(loaded, ready)
-    for job in ready:
-        _out.print(f"{job.id}: handed over", markup=False)
-
-
-def _missing(experiment: Any, job: Any, states: dict[str, str]) -> list[str]:
-    """What a job must wait for before it is handed over: nothing, if the cluster can wait."""
-    if registry.is_ordered_by_us(experiment):
-        return []
-    return [one for one in job.dependencies if states[one] != JobState.SUCCEEDED.value]
-
-
-def _resume_dispatches(experiment: Any) -> list[str]:
-    """Start every dispatcher that is dead and has something left to do."""
-    from nemo_run_ray.jobs.dispatched_job import dispatches_of
-
-    return [
-        f"{dispatch.id}: {dispatch.resume()}"
-        for dispatch in dispatches_of(registry.experiment_dir(experiment))
-    ]
-
-
-def _state(experiment: Any, job: Any, found: Any) -> str:
-    """The state of a job; WAITING only if it is for Ray and Ray never got it."""
-    if found is not None:
-        return str(found.status().state.value)
-    if isinstance(job.executor, RayExecutor):
-        return JobState.WAITING.value
-    return f"{registry.status_of(experiment, job)} on {type(job.executor).__name__}"
 
 
 def patches(
@@ -376,31 +299,3 @@ def _experiment(name: str) -> Any:
             f"There is no experiment {name!r} in NeMo-Run's home. `nemo experiment list <title>` "
             "lists those of a title; NEMORUN_HOME names another home."
         ) from error
-
-
-def _jobs(name: str) -> list[Any]:
-    """The jobs of an experiment, or the one of a handle or a job's id."""
-    from nemo_run_ray.jobs.dispatched_job import find_job
-
-    bare = name.rpartition("/")[2]
-    try:
-        return [find_job(bare)]
-    except JobError:
-        found = _all_jobs(_experiment(name))
-    if not found:
-        raise JobError(f"The experiment {name!r} has handed nothing over to Ray yet.")
-    return found
-
-
-def _all_jobs(experiment: Any) -> list[Any]:
-    from nemo_run_ray.jobs.dispatched_job import jobs_of
-
-    return list(jobs_of(registry.experiment_dir(experiment)))
-
-
-def _experiment_of(job: Any) -> Any:
-    path = Path(job.record.exp_dir)
-    try:
-        return registry.load_experiment(path.name)
-    except FileNotFoundError:
-        return None

@@ -12,9 +12,12 @@ from rich.table import Table
 from rich.text import Text
 
 from nemo_run_ray.jobs.attempt_records import AttemptRecord, Attempts
-from nemo_run_ray.jobs.dispatched_job import DispatchedJob, running_at
+from nemo_run_ray.jobs.dispatched_job import DispatchedJob
+from nemo_run_ray.jobs.explanations import roles
 from nemo_run_ray.jobs.job import RemoteJob
 from nemo_run_ray.jobs.ledger import Ledger
+from nemo_run_ray.jobs.running_at import note_running_at, running_at
+from nemo_run_ray.jobs.snapshot import Snapshot
 from nemo_run_ray.nemo import registry
 from nemo_run_ray.remote.states import JobState, JobStatus
 from nemo_run_ray.timeline import page as timeline
@@ -43,21 +46,21 @@ class StatusReport:
     def __init__(
         self, jobs: Sequence[RemoteJob], running_at: Mapping[str, float] | None = None
     ) -> None:
+        snapshot = Snapshot()
         self.jobs = jobs
-        self.statuses = [job.status() for job in jobs]
-        self.roles = [
-            job.roles(status) if job.record.has_roles else {}
-            for job, status in zip(jobs, self.statuses, strict=True)
-        ]
-        self.attempts = [job.attempts(running_at) for job in jobs]
+        self.statuses = [job.status_in(snapshot) for job in jobs]
+        self.roles = [roles(job, status) for job, status in zip(jobs, self.statuses, strict=True)]
+        self.attempts = [job.attempts_in(snapshot, running_at) for job in jobs]
         self._keep_attempts()
+        for job in jobs:
+            note_running_at(job, snapshot)
 
     def _keep_attempts(self) -> None:
         news: dict[Path, dict[str, Attempts]] = {}
         for job, attempts in zip(self.jobs, self.attempts, strict=True):
             if attempts != job.record.attempts:
                 job.record.attempts = dict(attempts)
-                news.setdefault(job.record.exp_dir, {})[job.submission_id] = attempts
+                news.setdefault(job.record.exp_dir, {})[job.id] = attempts
         for exp_dir, found in news.items():
             Ledger.of(exp_dir).keep_attempts(found)
 
@@ -76,7 +79,7 @@ class StatusReport:
         troubles: dict[str, list[str]] = {}  # names by message: many jobs may share one
         rows = zip(self.jobs, self.statuses, self.attempts, self.roles, strict=True)
         for job, status, attempts, _ in rows:
-            name = job.record.job
+            name = job.name
             table.add_row(
                 Text(name),
                 Text(status.state.value, _COLORS.get(status.state, "")),
@@ -89,9 +92,9 @@ class StatusReport:
             if status.reason.is_trouble:
                 troubles.setdefault(status.message, []).append(name)
         groups = [
-            _roles_table(job.record.job, roles)
-            for job, roles in zip(self.jobs, self.roles, strict=True)
-            if roles
+            _roles_table(job.name, found)
+            for job, found in zip(self.jobs, self.roles, strict=True)
+            if found
         ]
         details = [Text(f"\n{_short(names)}: {message}") for message, names in troubles.items()]
         return Group(table, *groups, *details)
@@ -106,7 +109,7 @@ def timeline_page(title: str, exp_dir: Path, jobs: Sequence[RemoteJob], now: flo
     began = Ledger.of(exp_dir).began_at() or now
     rows = [
         timeline.Row(
-            name=job.record.job,
+            name=job.name,
             state=status.state.value,
             reason=status.reason.value,
             message=status.message,
@@ -123,12 +126,12 @@ def timeline_page(title: str, exp_dir: Path, jobs: Sequence[RemoteJob], now: flo
 
 
 def _as_dict(
-    job: RemoteJob, status: JobStatus, attempts: Attempts, roles: dict[str, Any]
+    job: RemoteJob, status: JobStatus, attempts: Attempts, group: dict[str, Any]
 ) -> dict[str, Any]:
     return {
-        "job": job.record.job,
-        "id": job.submission_id,
-        "handle": registry.handle(job.submission_id),
+        "job": job.name,
+        "id": job.id,
+        "handle": registry.handle(job.id),
         "state": status.state.value,
         "reason": status.reason.value,
         "message": status.message,
@@ -149,15 +152,12 @@ def _as_dict(
             }
             for one in attempts.values()
         ],
-        **roles,
+        **group,
     }
 
 
 def _after(job: RemoteJob) -> tuple[str, ...]:
-    if not isinstance(job, DispatchedJob):
-        return ()
-    specs = (one for one in job.dispatch.spec.jobs if one.name == job.record.job)
-    return tuple(name for one in specs for name in one.after)
+    return job.after if isinstance(job, DispatchedJob) else ()
 
 
 def _since(status: JobStatus, attempts: Attempts, now: float) -> str:

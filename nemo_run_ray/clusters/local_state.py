@@ -30,7 +30,9 @@ from typing import Any, ClassVar
 from nemo_run.core.frontend.console.api import CONSOLE
 
 from nemo_run_ray.errors import ClusterError, ConfigError
+from nemo_run_ray.remote.files import write_file
 from nemo_run_ray.remote.node.tree import descendants, kill, marked
+from nemo_run_ray.remote.states import is_active
 
 #: In the environment of every process of an embedded Ray, so that a stop finds them all.
 _MARK = "NEMO_RUN_RAY_LOCAL"
@@ -124,9 +126,7 @@ class Home:
         )
 
     def write(self, state: State) -> None:
-        temporary = self._state.with_suffix(".new")
-        temporary.write_text(json.dumps(vars(state)), encoding="utf-8")
-        temporary.replace(self._state)
+        write_file(self._state, json.dumps(vars(state)))
 
     def token(self) -> str:
         return self._token.read_text(encoding="utf-8").strip()
@@ -251,7 +251,7 @@ class Home:
                 "it stays up. Stop it with: nemo-run-ray down"
             )
             return True
-        busy = [job for job in jobs if job["status"] in ("PENDING", "RUNNING")]
+        busy = [job for job in jobs if is_active(job)]
         if busy:
             CONSOLE.log(
                 f"{len(busy)} job(s) still run on the embedded Ray, which stays up for them. Stop "

@@ -14,6 +14,7 @@ from websockets.sync.client import ClientConnection, connect
 from nemo_run_ray.dashboard.http import READ_S, SLOW_S, Http, tls
 from nemo_run_ray.dashboard.log_text import decode_log
 from nemo_run_ray.errors import JobError, StreamCut, Unauthorised
+from nemo_run_ray.remote.states import is_active
 
 #: Ray's own WebSocket inside the cluster takes 4 MiB; longer lines never arrive that way.
 _MESSAGE_MAX_BYTES = 8 * 1024**2
@@ -121,7 +122,7 @@ class LogStream:
     def _check_silence(self, submission_id: str, silent_s: float) -> None:
         """Whether to wait on: a stream may be dead without anybody's goodbye."""
         row = self._row(submission_id)
-        if row is None or row["status"] not in ("PENDING", "RUNNING") or silent_s >= _SILENCE_MAX_S:
+        if row is None or not is_active(row) or silent_s >= _SILENCE_MAX_S:
             raise StreamCut(f"the log of {submission_id} was silent for {silent_s:.0f} s")
 
     def _no_such_job(self, submission_id: str) -> JobError:

@@ -16,9 +16,12 @@ from nemo_run_ray.clusters import Cluster
 from nemo_run_ray.dashboard.jobs_api import JobsApi
 from nemo_run_ray.errors import NemoRunRayError
 from nemo_run_ray.executor import RayExecutor
+from nemo_run_ray.ids import dispatcher_id
 from nemo_run_ray.jobs import archives, ledger
-from nemo_run_ray.jobs.dispatch import Dispatch, dispatcher_id, outside_spec
+from nemo_run_ray.jobs.dispatch import Dispatch
 from nemo_run_ray.jobs.ledger import Ledger
+from nemo_run_ray.jobs.outside import outside_spec
+from nemo_run_ray.jobs.start_dispatcher import start_dispatcher
 from nemo_run_ray.jobs.submit_once import submit_once
 from nemo_run_ray.planning.job_plan import JobPlan
 from nemo_run_ray.remote.spec import DispatchedJobSpec, DispatchSpec, GroupSpec
@@ -90,7 +93,8 @@ class Batch:
         body = planned.body(code, carried, nonce)
 
         def nonces() -> list[str]:
-            return book.jobs()[planned.submission_id].nonces
+            record = book.job(planned.submission_id)
+            return record.nonces if record else []
 
         try:
             submit_once(self._connect(), body, nonces, time.monotonic, time.sleep)
@@ -119,7 +123,7 @@ class Batch:
         dispatch = Dispatch.of(self.exp_dir, name)
         dispatch.save(self._dispatch_spec(name, jobs, dispatched), travels, self._pythons(jobs))
         Ledger.of(self.exp_dir).write_all(intents)
-        dispatch.start(api, self.cluster.record())
+        start_dispatcher(dispatch, api, self.cluster.record())
 
     def _dispatch_spec(
         self, name: str, jobs: Sequence[JobPlan], dispatched: Sequence[DispatchedJobSpec]
@@ -147,6 +151,7 @@ class Batch:
             "cluster": self.cluster.record(),
             "session": self._session,
             "nonce": nonce,
+            "grace_s": planned.spec.grace_s,
         }
         if dispatcher:
             values["dispatcher"] = dispatcher

@@ -13,21 +13,23 @@ from typing import Any
 from nemo_run_ray.clusters import Cluster
 from nemo_run_ray.dashboard.jobs_api import JobsApi
 from nemo_run_ray.errors import NemoRunRayError, Unanswered
+from nemo_run_ray.ids import DISPATCHER
 from nemo_run_ray.jobs import ledger
-from nemo_run_ray.jobs.dispatch import DISPATCHER
-from nemo_run_ray.jobs.dispatched_job import job_of
+from nemo_run_ray.jobs.find import job_of
 from nemo_run_ray.jobs.job import RemoteJob
 from nemo_run_ray.jobs.ledger import Ledger
-from nemo_run_ray.remote.states import JobState, JobStatus, Reason
+from nemo_run_ray.jobs.running_at import note_running_at
+from nemo_run_ray.jobs.snapshot import Snapshot
+from nemo_run_ray.remote.attempts import STOP_AGAIN_S
+from nemo_run_ray.remote.states import JobState, JobStatus, Reason, is_active
 
 #: Seconds until the cluster is stopped under what has not ended. Longer than most grace periods.
 _END_LIMIT_S = 60.0
-_STOP_AGAIN_S = 3.0
 
 
 def active(rows: Mapping[str, Mapping[str, Any]]) -> list[str]:
     """Submission ids of the jobs that run or may start."""
-    return [name for name, row in rows.items() if row["status"] in ("PENDING", "RUNNING")]
+    return [name for name, row in rows.items() if is_active(row)]
 
 
 def end_all(api: JobsApi) -> list[str]:
@@ -44,7 +46,7 @@ def end_all(api: JobsApi) -> list[str]:
         rows = api.table(fresh=True)
         names = sorted(active(rows), key=lambda name: not name.endswith(f".{DISPATCHER}"))
         for name in names:
-            if time.monotonic() - asked_at.get(name, 0.0) >= _STOP_AGAIN_S:
+            if time.monotonic() - asked_at.get(name, 0.0) >= STOP_AGAIN_S:
                 try:
                     api.stop(name)
                 except Unanswered:
@@ -67,13 +69,15 @@ def note_ends(api: JobsApi, cluster: Cluster, is_forced: bool) -> Iterator[str]:
     Yields:
         What could not be kept, in words.
     """
+    snapshot = Snapshot(is_fresh=True)
     for exp_dir in sorted(ledger.experiments_of(api.table(fresh=True).keys())):
         for record in Ledger.of(exp_dir).jobs().values():
             if record.is_dispatcher or not _is_on(record.cluster, cluster):
                 continue
             try:
                 job = job_of(record)
-                job.note_end()
+                job.look(snapshot)  # which writes an end down
+                note_running_at(job, snapshot)
                 if is_forced and not record.terminal:
                     _note_cancelled(job)
             except (NemoRunRayError, OSError) as error:
@@ -82,7 +86,7 @@ def note_ends(api: JobsApi, cluster: Cluster, is_forced: bool) -> Iterator[str]:
 
 def _note_cancelled(job: RemoteJob) -> None:
     detail = "cancelled when the embedded Ray was stopped"
-    attempts = list(job.attempts().values())
+    attempts = job.attempts
     node = attempts[-1].node if attempts else ""
     job.note(JobStatus(JobState.CANCELLED, Reason.CANCELLED, detail, node, attempt=len(attempts)))
 

@@ -32,6 +32,7 @@ from nemo_run_ray.jobs.job_records import (
     JobRecord,
     JobRecords,
 )
+from nemo_run_ray.remote.files import write_file
 
 log = logging.getLogger(__name__)
 
@@ -181,7 +182,13 @@ def remember(exp_dir: Path, experiment_id: str) -> None:
         return
     pointer = _pointers() / safe_id(experiment_id)[:ID_MAX]
     pointer.parent.mkdir(parents=True, exist_ok=True)
-    pointer.write_text(str(exp_dir.absolute()), encoding="utf-8")
+    write_file(pointer, str(exp_dir.absolute()))
+
+
+def remembered(experiment_id: str) -> Path | None:
+    """The folder of an experiment that ``remember`` was told of."""
+    pointer = _pointers() / safe_id(experiment_id)[:ID_MAX]
+    return Path(pointer.read_text(encoding="utf-8")) if pointer.is_file() else None
 
 
 def _candidates(submission_ids: Set[str]) -> Iterator[Path]:
@@ -214,4 +221,5 @@ __all__ = [
     "experiments_of",
     "find",
     "remember",
+    "remembered",
 ]

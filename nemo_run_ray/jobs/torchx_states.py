@@ -18,7 +18,7 @@ TO_TORCHX = {
     JobState.UNKNOWN: AppState.UNKNOWN,
 }
 #: Why a job waits that a dispatcher has.
-_ON_THE_CLUSTER = {Reason.WAITS, Reason.TURN, Reason.RETRY}
+_ON_THE_CLUSTER = {Reason.WAITS, Reason.TURN, Reason.RETRY, Reason.UNDISPATCHED}
 
 
 def torchx_state(status: JobStatus) -> AppState:

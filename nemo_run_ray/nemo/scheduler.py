@@ -25,13 +25,16 @@ from torchx.specs import AppDef, AppDryRunInfo, ReplicaStatus, Role, RoleStatus
 from nemo_run_ray.clusters import Cluster
 from nemo_run_ray.errors import ConfigError, JobError, NemoRunRayError
 from nemo_run_ray.executor import SCHEDULER, RayExecutor
-from nemo_run_ray.ids import job_id
-from nemo_run_ray.jobs import ledger
+from nemo_run_ray.ids import dispatcher_id, job_id
+from nemo_run_ray.jobs import ledger, notes
 from nemo_run_ray.jobs.batch import Batch
-from nemo_run_ray.jobs.dispatch import dispatcher_id
-from nemo_run_ray.jobs.dispatched_job import find_job
+from nemo_run_ray.jobs.explanations import leftovers
+from nemo_run_ray.jobs.find import find_job
 from nemo_run_ray.jobs.follow import lines, only
 from nemo_run_ray.jobs.job import RemoteJob
+from nemo_run_ray.jobs.running_at import note_running_at
+from nemo_run_ray.jobs.snapshot import Snapshot
+from nemo_run_ray.jobs.tend import Tending
 from nemo_run_ray.jobs.torchx_states import torchx_state
 from nemo_run_ray.nemo import registry
 from nemo_run_ray.nemo.interrupt import interrupt
@@ -67,6 +70,7 @@ class RayJobsScheduler(SchedulerMixin, Scheduler[Any]):
         self._batches: dict[str, Batch] = {}
         self._jobs: dict[str, RemoteJob] = {}
         self._announced: set[str] = set()
+        self._tending: Tending | None = None
         self._lock = threading.Lock()
 
     # ------------------------------------------------------------------ submission
@@ -74,7 +78,8 @@ class RayJobsScheduler(SchedulerMixin, Scheduler[Any]):
     def _submit_dryrun(self, app: AppDef, cfg: RayExecutor) -> AppDryRunInfo[Request]:
         if not isinstance(cfg, RayExecutor):
             raise ConfigError(f"The scheduler {self.backend} takes a RayExecutor, not {cfg!r}.")
-        interrupt.watch()
+        if registry.is_running():
+            interrupt.watch()
         experiment_id = cfg.experiment_id or "experiment"
         planned = plan(app, cfg, job_id(experiment_id, app.name), app.name)
         if planned.runs_here:
@@ -112,8 +117,16 @@ class RayJobsScheduler(SchedulerMixin, Scheduler[Any]):
             batch.cluster.release(registry.is_detached(self._experiment))
         except NemoRunRayError as error:  # the job runs: its launch has not failed
             CONSOLE.log(escape(str(error)))
+        self._tend(batch.exp_dir)
         CONSOLE.log(f"{escape(request.plan.job)} on Ray: {batch.page(submission_id)}")
         return submission_id
+
+    def _tend(self, exp_dir: Path) -> None:
+        """Look after the experiment's jobs for as long as this process stays for them."""
+        with self._lock:
+            if self._tending is None and not registry.is_detached(self._experiment):
+                self._tending = Tending(exp_dir)
+                self._tending.start()
 
     def _batch(self, executor: RayExecutor) -> Batch:
         cluster: Cluster = executor.resolve_cluster()
@@ -149,9 +162,12 @@ class RayJobsScheduler(SchedulerMixin, Scheduler[Any]):
             job = self._job(app_id)
         except JobError:
             return None
-        status = job.status()
-        job.keep_attempts(status)
-        _report(app_id, status)
+        snapshot = Snapshot()
+        status = job.status_in(snapshot)
+        notes.note_attempts(job, status)
+        if status.state.is_terminal:
+            note_running_at(job, snapshot)
+        _report(job, status)
         interrupt.end_wait(app_id, status)
         state = torchx_state(status)
         name = job.record.role
@@ -180,7 +196,7 @@ class RayJobsScheduler(SchedulerMixin, Scheduler[Any]):
                 f"Ray keeps one log of a job; there is no stream {streams.value} alone."
             )
         job = self._job(app_id)
-        found = _told(lines(job.output(should_tail)))
+        found = _told(lines(job.output(follow=should_tail)))
         if role_name != job.record.role:  # of a group
             found = only(f"{role_name}/{k}", found)
         return filter_regex(regex, found) if regex else found
@@ -191,7 +207,7 @@ class RayJobsScheduler(SchedulerMixin, Scheduler[Any]):
             return []
         records = ledger.Ledger.of(registry.experiment_dir(self._experiment)).jobs()
         return [
-            ListAppResponse(app_id=one, state=torchx_state(self._job(one).status()))
+            ListAppResponse(app_id=one, state=torchx_state(self._job(one).status))
             for one in records
         ]
 
@@ -199,13 +215,16 @@ class RayJobsScheduler(SchedulerMixin, Scheduler[Any]):
 
     def _cancel_existing(self, app_id: str) -> None:
         job = self._job(app_id)
-        status = job.cancel(registry.grace_s(self._experiment, job.record.job))
-        proof = job.leftovers(status) if status.state is JobState.CANCELLED else ""
+        status = job.cancel()
+        proof = leftovers(job, status) if status.state is JobState.CANCELLED else ""
         ending = f"; {proof}" if proof else ""
         CONSOLE.log(escape(f"{app_id} is {status.state.value.lower()}{ending}."))
 
     def close(self) -> None:
         interrupt.unwatch()
+        if self._tending is not None:
+            self._tending.stop()
+            self._tending = None
 
     def _job(self, app_id: str) -> RemoteJob:
         if app_id not in self._jobs:
@@ -239,13 +258,14 @@ def _check_id(planned: JobPlan, batch: Batch) -> None:
 _reported: set[tuple[str, JobState, Reason]] = set()
 
 
-def _report(app_id: str, status: JobStatus) -> None:
+def _report(job: RemoteJob, status: JobStatus) -> None:
     """Say once why a job did not end well, or cannot be asked: NeMo-Run shows only the state."""
-    said = (app_id, status.state, status.reason)
+    about = job.record.dispatcher if status.reason is Reason.UNDISPATCHED else job.id
+    said = (about, status.state, status.reason)
     if not status.reason.is_trouble or said in _reported:
         return
     _reported.add(said)
-    CONSOLE.log(escape(f"{app_id} is {status.state.value}: {status.message}"))
+    CONSOLE.log(escape(f"{job.id} is {status.state.value}: {status.message}"))
 
 
 def _told(log: Iterable[str]) -> Iterator[str]:

@@ -7,10 +7,10 @@ attempt, so that nobody can start it any more, and says why (``CLAIM_KEY`` in it
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Dict, Mapping, Optional, Sequence, Tuple
 
-from .states import LOG_FOLLOWS, JobStatus, status_of_row
+from .states import JobStatus, status_of_row
 
 #: Keys in a job's metadata: what makes it ours, why it is a claim, when it is tried again.
 NONCE_KEY, CLAIM_KEY = "nemo_run_ray", "nemo_run_ray_claim"
@@ -19,6 +19,9 @@ RETRIES_KEY, PERMANENT_KEY = "nemo_run_ray_retries", "nemo_run_ray_permanent"
 DISPATCHER_KEY = "nemo_run_ray_dispatcher"
 #: What a claim says; any other text is why Ray refuses the attempt.
 CANCELLED, NOT_PLACED = "cancelled", "not placed in time"
+#: Seconds between two requests to stop the same attempt, and for how long a stop of what waits for
+#: room is repeated before Ray is trusted to hold it back until the start.
+STOP_AGAIN_S, STOP_TRUST_S = 3.0, 6.0
 #: An attempt's id; more digits are not ours, and int() refuses thousands of them.
 _ATTEMPT = re.compile(r"([^@]*)(?:@([2-9]|[1-9][0-9]{1,8}))?")
 
@@ -80,13 +83,11 @@ def attempts_of(ids: Sequence[str], table: Mapping[str, Attempt]) -> Dict[str, D
 
 def attempt_of_row(row: Mapping[str, Any]) -> Attempt:
     """What a row of ``GET /api/jobs/`` means for decisions."""
-    status = status_of_row(dict(row))
+    status = status_of_row(row)
     metadata = row.get("metadata") or {}
     code = row.get("driver_exit_code")
     return Attempt(
-        status=JobStatus(
-            status.state, status.reason, status.detail.partition(LOG_FOLLOWS)[0], status.node
-        ),
+        status=replace(status, tail=""),
         nonce=str(metadata.get(NONCE_KEY, "")),
         posted_at=(row.get("start_time") or 0) / 1000,
         ended_at=(row.get("end_time") or 0) / 1000,

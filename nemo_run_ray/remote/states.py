@@ -6,7 +6,7 @@ import re
 import signal
 from dataclasses import dataclass
 from enum import Enum
-from typing import Any
+from typing import Any, Mapping
 
 from .env_error import cause_of
 
@@ -58,6 +58,7 @@ class Reason(str, Enum):
     WAITS = "waits for upstream jobs"
     TURN = "waits for its turn"
     RETRY = "waits for its next attempt"
+    UNDISPATCHED = "its dispatcher is not at work"
     BUILDING = "its runtime environment is being built"
     REBUILDING = "its runtime environment failed to build, Ray tries again"
     NOT_SUBMITTED = "never reached the cluster"
@@ -185,6 +186,8 @@ NEXT_STEP = {
     Reason.WAITS: "",
     Reason.TURN: "",
     Reason.RETRY: "Nothing needs to be done: it is started again by itself.",
+    Reason.UNDISPATCHED: "`nemo-run-ray resume <experiment>` starts it again, and so does a client "
+    "that waits.",
     Reason.NOT_SUBMITTED: "`nemo-run-ray resume <experiment>` hands it over now.",
     Reason.TAKEN: "Give the experiment another id or title and run it again.",
     Reason.CLUSTER_GONE: "Run it again: what it had written to other places is still there.",
@@ -193,8 +196,6 @@ NEXT_STEP = {
 }
 
 
-#: What stands between the cause of a failure and the end of the job's log.
-LOG_FOLLOWS = "; the last lines of its log:"
 #: The last line of a group's log. It explains a failure that Ray's record has; it decides nothing.
 _ENDING = re.compile(r"^nemo_run_ray\| end \w{8}: \[([\w ]+)\] (.*)$", re.MULTILINE)
 #: Lines that Ray itself writes at the head of every job's log, and our last one.
@@ -210,10 +211,11 @@ class JobStatus:
     Attributes:
         state: where it is.
         reason: why, ``Reason.NONE`` while nothing is wrong.
-        detail: one paragraph for people, with the last lines of the log where Ray has them.
+        detail: one paragraph for people.
         node: hexadecimal id of Ray's node that runs its driver; empty when it has none.
         attempt: number of the attempt that it tells of, from 1; 0 before the first.
         waits_for: names of the jobs that must succeed before it is started.
+        tail: the last lines of its log, where Ray has them.
     """
 
     state: JobState
@@ -222,13 +224,38 @@ class JobStatus:
     node: str = ""
     attempt: int = 1
     waits_for: tuple[str, ...] = ()
+    tail: str = ""
 
     @property
     def message(self) -> str:
-        """Detail and next step; empty while nothing is wrong."""
+        """Detail, the log's tail and the next step; the detail alone while nothing is wrong."""
         if not self.reason.is_trouble:
             return self.detail
-        return f"{self.detail or self.reason.value}\n{NEXT_STEP[self.reason]}".strip()
+        tail = f"; the last lines of its log:\n{self.tail}" if self.tail else ""
+        return f"{self.detail or self.reason.value}{tail}\n{NEXT_STEP[self.reason]}".strip()
+
+    def to_json(self) -> dict[str, Any]:
+        """As it is written down when it is the end."""
+        return {
+            "state": self.state.value,
+            "reason": self.reason.value,
+            "detail": self.detail,
+            "node": self.node,
+            "attempt": self.attempt,
+            "tail": self.tail,
+        }
+
+    @classmethod
+    def from_json(cls, values: Mapping[str, Any]) -> JobStatus:
+        """Inverse of ``to_json``."""
+        return cls(
+            JobState(values["state"]),
+            Reason(values["reason"]),
+            values["detail"],
+            values["node"],
+            int(values["attempt"]),
+            tail=values["tail"],
+        )
 
 
 def signal_name(exit_code: int) -> str | None:
@@ -240,7 +267,12 @@ def signal_name(exit_code: int) -> str | None:
         return None
 
 
-def status_of_row(row: dict[str, Any]) -> JobStatus:
+def is_active(row: Mapping[str, Any]) -> bool:
+    """Whether the job of a row runs or may start."""
+    return row.get("status") in ("PENDING", "RUNNING")
+
+
+def status_of_row(row: Mapping[str, Any]) -> JobStatus:
     """What one row of Ray's job table says. Pure.
 
     Args:
@@ -277,5 +309,4 @@ def status_of_row(row: dict[str, Any]) -> JobStatus:
         if reason is Reason.NOT_STARTED:  # our words are all, and a traceback of Ray's may follow
             return JobStatus(state, reason, cause, node)
     lines = [line for line in tail.splitlines() if not _FRAME.search(line)]
-    detail = "\n".join([f"{cause}{LOG_FOLLOWS}", *lines]) if lines else cause
-    return JobStatus(state, reason, detail, node)
+    return JobStatus(state, reason, cause, node, tail="\n".join(lines))

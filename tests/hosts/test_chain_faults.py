@@ -19,8 +19,10 @@ import pytest
 from nemo_run_ray import ExistingCluster
 from nemo_run_ray.dashboard.jobs_api import JobsApi
 from nemo_run_ray.jobs import ledger
-from nemo_run_ray.jobs.dispatch import Dispatch
-from nemo_run_ray.jobs.dispatched_job import dispatches_of, jobs_of
+from nemo_run_ray.jobs.dispatch import Dispatch, dispatches_of
+from nemo_run_ray.jobs.find import jobs_of
+from nemo_run_ray.jobs.start_dispatcher import start_dispatcher
+from nemo_run_ray.jobs.tend import tend
 from nemo_run_ray.remote.states import JobState, Reason
 from tests.conftest import wait_for
 from tests.hosts.conftest import HEAD, TOKEN, Hosts
@@ -71,7 +73,7 @@ def stop_job(run: Run) -> None:
 
 
 def start_second(run: Run) -> None:
-    run.chain.start(run.api, run.record)
+    start_dispatcher(run.chain, run.api, run.record)
 
 
 def drop_answers(run: Run) -> None:
@@ -109,7 +111,7 @@ def drop(hosts, tmp_path_factory) -> Path:
 
 
 def is_over(run: Run) -> bool:
-    """As ``status`` looks: a dispatcher that died with the head is started again by that."""
+    """As a client that waits: a dispatcher that died with the head is started again by that."""
     return ended(run.chain.exp_dir) is not None
 
 
@@ -147,8 +149,9 @@ def strike(
 
 
 def ended(exp_dir: Path) -> dict[str, tuple[str, str]] | None:
-    """How every job ended, or ``None`` as long as one has not."""
-    statuses = {job.record.job: job.status() for job in jobs_of(exp_dir)}
+    """How every job ended, or ``None`` as long as one has not; who waits looks after them."""
+    tend(exp_dir)
+    statuses = {job.name: job.status for job in jobs_of(exp_dir)}
     time.sleep(1)  # as a person watches, not as a loop does
     if not all(one.state.is_terminal for one in statuses.values()):
         return None
@@ -171,16 +174,16 @@ def test_what_a_lost_head_had_is_lost(hosts, unique, tmp_path):
     steps = (Step("one", fields=ON_WORKERS), Step("two", ("one",), 600, fields=ON_WORKERS))
     name = hand_over(unique, hosts.cluster, tmp_path / "run", *steps, Step("three", ("two",)))
     (exp_dir,) = Path(os.environ["NEMORUN_HOME"]).glob(f"experiments/*/{name}")
-    jobs = {job.record.job: job for job in jobs_of(exp_dir)}
-    wait_for(lambda: jobs["two"].status().state is JobState.RUNNING)
-    assert jobs["one"].status().state is JobState.SUCCEEDED
+    jobs = {job.name: job for job in jobs_of(exp_dir)}
+    wait_for(lambda: jobs["two"].status.state is JobState.RUNNING)
+    assert jobs["one"].status.state is JobState.SUCCEEDED
 
     hosts.head.kill()
-    wait_for(lambda: jobs["two"].status().state is JobState.UNKNOWN)
-    away = jobs["two"].status()
+    wait_for(lambda: jobs["two"].status.state is JobState.UNKNOWN)
+    away = jobs["two"].status
     hosts.start_anew(keeps_its_table=False)
     try:
-        lost = {job.record.job: job.status() for job in jobs_of(exp_dir)}
+        lost = {job.name: job.status for job in jobs_of(exp_dir)}
     finally:
         hosts.head.kill()
         hosts.start_anew(keeps_its_table=True)

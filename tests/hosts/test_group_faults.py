@@ -62,7 +62,7 @@ def processes(wanted: Callable[[int, list[str]], bool]) -> list[int]:
 
 def ours(job: RemoteJob) -> list[int]:
     """Our processes on the head: the one that Ray started, and the driver that it started."""
-    return sorted(processes(lambda _, words: job.submission_id in words and "-I" in words))
+    return sorted(processes(lambda _, words: job.id in words and "-I" in words))
 
 
 def kill_driver(hosts: Hosts, job: RemoteJob, chance: random.Random) -> None:
@@ -106,7 +106,7 @@ def cut_and_heal(hosts: Hosts, job: RemoteJob, chance: random.Random) -> None:
 
 
 def stop(hosts: Hosts, job: RemoteJob, chance: random.Random) -> None:
-    hosts.api.stop(job.submission_id)
+    hosts.api.stop(job.id)
 
 
 _ready = PortProbe("http", interval_s=0.2, timeout_s=3)
@@ -169,7 +169,7 @@ def strike(hosts: Hosts, name: str, title: str, seed: int) -> None:
     job = submit(title, hosts.cluster, *fault.roles())
     try:
         if fault.strike is not None:
-            wait_for(lambda: "client runs" in "".join(job.log(should_tail=False)), within_s=60)
+            wait_for(lambda: "client runs" in "".join(job.log(follow=False)), within_s=60)
             fault.strike(hosts, job, random.Random(seed))
         state, reason, log = finish(job)
         assert (state, reason) == (fault.state, fault.reason), log

@@ -50,7 +50,7 @@ def test_two_groups_that_need_the_whole_cluster(hosts, unique):
     for job in jobs:
         state, _, log = finish(job)
         assert state == "SUCCEEDED", log
-    assert any("waiting for room" in "".join(job.log(should_tail=False)) for job in jobs)
+    assert any("waiting for room" in "".join(job.log(follow=False)) for job in jobs)
     assert_nothing_left(hosts, jobs[0])
 
 
@@ -91,20 +91,20 @@ def test_replicas_of_one_role_spread_beside_another(hosts, unique):
 def test_status_and_logs_by_role(hosts, unique, monkeypatch):
     stays = client('echo "I am here"; sleep 600')
     job = submit(unique, hosts.cluster, server(), stays)
-    wait_for(lambda: "I am here" in "".join(job.log(should_tail=False)), within_s=60)
+    wait_for(lambda: "I am here" in "".join(job.log(follow=False)), within_s=60)
 
     monkeypatch.setenv("RAY_AUTH_TOKEN", TOKEN)
-    shown = tool("nemo-run-ray", "status", job.submission_id).stdout
-    rows = json.loads(tool("nemo-run-ray", "status", "--json", job.submission_id).stdout)
+    shown = tool("nemo-run-ray", "status", job.id).stdout
+    rows = json.loads(tool("nemo-run-ray", "status", "--json", job.id).stdout)
 
     assert re.search(r"server/0 \(service\) +ready +n2 +10\.77\.0\.2", shown), shown
     roles = {one["role"]: (one["state"], one["host"]) for one in rows[0]["roles"]}
     assert roles == {"server": ("ready", "n2"), "client": ("ready", "n1")}
-    one = tool("nemo-run-ray", "logs", "--role", "client/0", job.submission_id).stdout
+    one = tool("nemo-run-ray", "logs", "--role", "client/0", job.id).stdout
     assert one == "client/0| I am here\n"
-    unknown = tool("nemo-run-ray", "logs", "--role", "nobody", job.submission_id)
+    unknown = tool("nemo-run-ray", "logs", "--role", "nobody", job.id)
     assert "it has client/0, server/0" in unknown.stderr
 
-    done = tool("nemo-run-ray", "cancel", job.submission_id)
+    done = tool("nemo-run-ray", "cancel", job.id)
     assert "group is cancelled; no process of it is left on its node" in done.stdout
     assert_nothing_left(hosts, job)

@@ -7,7 +7,7 @@ import nemo_run as run
 import pytest
 
 from nemo_run_ray import RayExecutor
-from nemo_run_ray.jobs.dispatched_job import find_job
+from nemo_run_ray.jobs.find import find_job
 
 PROGRAM = """
 import json, os, socket
@@ -48,8 +48,8 @@ def test_actors_on_the_other_host_import_the_code_that_travelled(
         experiment.run(detach=True)
     job = find_job(f"{experiment._id}.job")
 
-    log = "".join(job.log(should_tail=True))
+    log = "".join(job.log(follow=True))
 
-    assert job.status().state.value == "SUCCEEDED", log
+    assert job.status.state.value == "SUCCEEDED", log
     (line,) = [line for line in log.splitlines() if line.startswith("RESULT")]
     assert json.loads(line.removeprefix("RESULT ")) == ["n1", ["n2", 42, extra], 2]

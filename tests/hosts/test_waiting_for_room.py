@@ -2,7 +2,7 @@
 
 import pytest
 
-from nemo_run_ray.jobs.dispatched_job import find_job
+from nemo_run_ray.jobs.find import find_job
 from nemo_run_ray.remote.dispatch.decide import STARTING_MAX
 from tests.conftest import wait_for
 from tests.hosts.steps import Step, complaints, hand_over, starts
@@ -17,9 +17,9 @@ def run_all(hosts, title, folder, count: int, seconds: float, within_s: float) -
     name = hand_over(title, hosts.cluster, folder, *steps, max_in_flight=count)
     jobs = [find_job(f"{name}.{step.name}") for step in steps]
 
-    wait_for(lambda: all(job.status().state.is_terminal for job in jobs), within_s)
+    wait_for(lambda: all(job.status.state.is_terminal for job in jobs), within_s)
 
-    assert {job.status().state.value for job in jobs} == {"SUCCEEDED"}
+    assert {job.status.state.value for job in jobs} == {"SUCCEEDED"}
     assert complaints(folder) == ""
     assert len(starts(folder)) == count
     rows = hosts.api.table(fresh=True).items()

@@ -37,7 +37,7 @@ from nemo_run_ray import ExistingCluster, RayExecutor
 from nemo_run_ray.cli import main as cli
 from nemo_run_ray.dashboard.jobs_api import JobsApi
 from nemo_run_ray.jobs import ledger
-from nemo_run_ray.jobs.dispatched_job import jobs_of
+from nemo_run_ray.jobs.find import jobs_of
 from nemo_run_ray.jobs.job import RemoteJob
 
 NETWORK = ("drop answer", "cut before", "errors while waiting", "hang while waiting", "cut logs")
@@ -189,8 +189,8 @@ def _check(report: dict, url: str, folder: Path, title: str, ran: Path) -> None:
     (experiment_dir,) = (folder / "experiments").glob("*/*")
     (job,) = jobs_of(experiment_dir)
     direct = RemoteJob(job.record)
-    direct._cluster = ExistingCluster(url=url)  # the proxy is gone
-    lines = re.findall(r"^line (\d+)$", "".join(direct.log(should_tail=True)), re.M)
+    direct.cluster = ExistingCluster(url=url)  # the proxy is gone
+    lines = re.findall(r"^line (\d+)$", "".join(direct.log(follow=True)), re.M)
     _expect(report, "lines of the log", lines, [str(i + 1) for i in range(LINES)])
 
 

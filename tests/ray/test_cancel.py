@@ -6,7 +6,7 @@ import nemo_run as run
 import pytest
 
 from nemo_run_ray import RayExecutor
-from nemo_run_ray.jobs.dispatched_job import find_job
+from nemo_run_ray.jobs.find import find_job
 from nemo_run_ray.jobs.job import RemoteJob
 from nemo_run_ray.remote.states import JobState
 from tests.conftest import processes_of, wait_for
@@ -26,37 +26,37 @@ def start(existing):
 
 def test_a_job_that_waits_for_room_never_runs_its_command(start, unique, tmp_path, api):
     room = start(f"{unique}a", "sleep 300", cpus_per_node=4)
-    wait_for(lambda: room.status().state is JobState.RUNNING)
+    wait_for(lambda: room.status.state is JobState.RUNNING)
     waiting = start(f"{unique}b", f"date > {tmp_path}/ran", cpus_per_node=4)
-    wait_for(lambda: waiting.status().state is JobState.PENDING)
+    wait_for(lambda: waiting.status.state is JobState.PENDING)
 
-    status = waiting.cancel(grace_s=1)
+    status = waiting.cancel()
     assert status.state is JobState.CANCELLED
-    assert find_job(waiting.submission_id).status().state is JobState.CANCELLED
-    assert "Running entrypoint" not in "".join(waiting.log(should_tail=True))
-    assert room.cancel(grace_s=1).state is JobState.CANCELLED
+    assert find_job(waiting.id).status.state is JobState.CANCELLED
+    assert "Running entrypoint" not in "".join(waiting.log(follow=True))
+    assert room.cancel().state is JobState.CANCELLED
 
-    wait_for(lambda: api.job(waiting.submission_id)["status"] == "STOPPED")
+    wait_for(lambda: api.job(waiting.id)["status"] == "STOPPED")
     assert not (tmp_path / "ran").exists()
 
 
 def test_a_command_that_ignores_sigterm_is_killed_after_its_grace(start, unique):
     job = start(unique, "trap 'echo asked' TERM; while :; do sleep 1; done", grace_s=2)
-    wait_for(lambda: len(processes_of(job.submission_id)) >= 2)
+    wait_for(lambda: len(processes_of(job.id)) >= 2)
 
-    assert job.cancel(grace_s=2).state is JobState.CANCELLED
+    assert job.cancel().state is JobState.CANCELLED
 
-    assert processes_of(job.submission_id) == []
-    log = "".join(job.log(should_tail=True))
+    assert processes_of(job.id) == []
+    log = "".join(job.log(follow=True))
     assert log.count("asked") == 1
     assert "no process of it is left" in log
 
 
 def test_cancelling_what_has_ended_changes_nothing(start, unique):
     job = start(unique, "true")
-    wait_for(lambda: job.status().state is JobState.SUCCEEDED)
+    wait_for(lambda: job.status.state is JobState.SUCCEEDED)
 
-    assert job.cancel(grace_s=1).state is JobState.SUCCEEDED
+    assert job.cancel().state is JobState.SUCCEEDED
 
 
 def test_nemo_run_orders_a_chain(existing, unique, tmp_path):

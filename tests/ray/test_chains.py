@@ -19,7 +19,7 @@ from typer.testing import CliRunner
 from nemo_run_ray import ExistingCluster, RayExecutor
 from nemo_run_ray.cli import main as cli
 from nemo_run_ray.errors import ConfigError, NemoRunRayError, SubmissionError
-from nemo_run_ray.jobs.dispatched_job import find_job
+from nemo_run_ray.jobs.find import find_job
 from nemo_run_ray.nemo import registry as plugin
 from nemo_run_ray.remote.attempts import CLAIM_KEY
 from nemo_run_ray.remote.dispatch.decide import ALL_SUCCEEDED, NOT_ALL_SUCCEEDED
@@ -70,8 +70,8 @@ def rows_of(started: Started) -> dict[str, dict]:
     return {row["job"]: row for row in json.loads(done.stdout)}
 
 
-def log_of(started: Started, name: str, should_tail: bool = False) -> str:
-    return "".join(find_job(started.job(name)).log(should_tail))
+def log_of(started: Started, name: str, follow: bool = False) -> str:
+    return "".join(find_job(started.job(name)).log(follow))
 
 
 # ---------------------------------------------------------------------- order
@@ -211,7 +211,7 @@ def test_a_job_is_tried_again_as_often_as_it_may(yard, unique, api):
         step("usage", "exit 64", retries=2, permanent_exit_codes=[64]),
         step("after", after="third"),
     )
-    log = log_of(started, "third", should_tail=True)
+    log = log_of(started, "third", follow=True)
 
     assert started.dispatch_ends(api) == NOT_ALL_SUCCEEDED
     begun = yard.begun()

@@ -14,7 +14,7 @@ from nemo_run.core.execution.base import ExecutorMacros
 
 from nemo_run_ray import CommandProbe, PortProbe, RayExecutor
 from nemo_run_ray.errors import ConfigError
-from nemo_run_ray.jobs.dispatched_job import find_job
+from nemo_run_ray.jobs.find import find_job
 from tests.conftest import processes_of, python, tool, wait_for
 from tests.groups import client, finish, server, submit
 
@@ -74,7 +74,7 @@ def test_the_first_failing_primary_decides_and_the_others_go_on(existing, unique
     state, reason, log = finish(job)
 
     assert (state, reason) == ("FAILED", "exit code")
-    assert "exit code 3: fails/0: exit code 3" in job.status().detail
+    assert "exit code 3: fails/0: exit code 3" in job.status.detail
     assert lines_of(log, "slow/0") == ["done"]
 
 
@@ -164,7 +164,7 @@ def test_every_role_has_its_own_secrets_code_and_environment(
     assert lines_of(log, "one/0") == [digest, "code of one", "one"]
     assert lines_of(log, "two/0") == [nothing, "code of two", "twogiven"]
     assert value not in log
-    assert value not in json.dumps(job.api().job(job.submission_id))
+    assert value not in json.dumps(job.api().job(job.id))
 
 
 def test_a_role_that_is_a_ray_program(existing, unique, tmp_path):
@@ -201,14 +201,14 @@ def test_cancel_ends_every_process(existing, unique):
         client("sleep 1000 & setsid sleep 1000 & echo here; wait", role=f"r{n}") for n in (0, 1)
     ]
     job = submit(unique, existing, *roles)
-    wait_for(lambda: "".join(job.log(should_tail=False)).count("| here") == 2)
-    assert processes_of(job.submission_id)
+    wait_for(lambda: "".join(job.log(follow=False)).count("| here") == 2)
+    assert processes_of(job.id)
 
-    done = tool("nemo-run-ray", "cancel", job.submission_id)
+    done = tool("nemo-run-ray", "cancel", job.id)
 
     assert "group is cancelled; no process of it is left on its node" in done.stdout
-    assert processes_of(job.submission_id) == []
-    assert job.status().state.value == "CANCELLED"
+    assert processes_of(job.id) == []
+    assert job.status.state.value == "CANCELLED"
 
 
 def test_functions_in_a_group(local_cluster, unique, tmp_path):
@@ -230,7 +230,7 @@ def test_functions_in_a_group(local_cluster, unique, tmp_path):
 
 def test_a_group_goes_on_without_its_client_and_is_found_again(existing, unique, home):
     job = submit(unique, existing, server(), client("sleep 2; echo $((6 * 7))"))
-    experiment_id = job.submission_id.removesuffix(".group")
+    experiment_id = job.id.removesuffix(".group")
 
     found = run.Experiment.from_id(experiment_id)
     wait_for(lambda: str(found.status(return_dict=True)["group"]["status"]) == "SUCCEEDED")

@@ -6,7 +6,7 @@ import nemo_run as run
 import pytest
 
 from nemo_run_ray import RayExecutor
-from nemo_run_ray.jobs.dispatched_job import find_job
+from nemo_run_ray.jobs.find import find_job
 from nemo_run_ray.jobs.job import RemoteJob
 
 WIDE = 6 * 1024**2  # beyond the 4 MiB that Ray's own WebSocket takes
@@ -36,7 +36,7 @@ def body(text: str) -> str:
 def test_a_line_beyond_the_websockets_limit_arrives_whole(start):
     job = start(f"print('before'); print('x' * {WIDE}); print('after')")
 
-    text = body("".join(job.log(should_tail=True)))
+    text = body("".join(job.log(follow=True)))
 
     assert (len(text), text[:7], text[-7:]) == (WIDE + 14, "before\n", "\nafter\n")
     assert text.count("x") == WIDE
@@ -47,7 +47,7 @@ def test_bytes_that_are_not_text_do_not_end_the_log(start):
         "import os; os.write(1, b'caf\\xe9 \\xff\\n'); os.write(1, 'größe \\U0001f680\\n'.encode())"
     )
 
-    assert body("".join(job.log(should_tail=True))) == "caf\\xe9 \\xff\ngröße \U0001f680\n"
+    assert body("".join(job.log(follow=True))) == "caf\\xe9 \\xff\ngröße \U0001f680\n"
 
 
 def test_a_progress_bar_arrives_while_the_job_runs(start):
@@ -58,7 +58,7 @@ def test_a_progress_bar_arrives_while_the_job_runs(start):
     )
 
     arrivals = {}
-    for text in job.log(should_tail=True):
+    for text in job.log(follow=True):
         for i in range(8):
             if f"{i}/8" in text:
                 arrivals[i] = time.monotonic()
@@ -70,7 +70,7 @@ def test_a_progress_bar_arrives_while_the_job_runs(start):
 def test_a_log_of_many_lines_arrives_whole_and_in_order(start):
     job = start("for i in range(200_000): print(f'line {i} ' + 'y' * 80)")
 
-    found = body("".join(job.log(should_tail=True)))
+    found = body("".join(job.log(follow=True)))
 
     expected = "".join(f"line {i} {'y' * 80}\n" for i in range(200_000))
     assert len(found) == len(expected)
@@ -80,8 +80,8 @@ def test_a_log_of_many_lines_arrives_whole_and_in_order(start):
 def test_without_tailing_a_running_job_shows_what_there_is(start, eventually):
     job = start("import time; print('first'); time.sleep(100)")
 
-    eventually(lambda: "first" in "".join(job.log(should_tail=False)))
-    job.cancel(grace_s=1)
+    eventually(lambda: "first" in "".join(job.log(follow=False)))
+    job.cancel()
 
 
 def test_a_program_that_prints_our_last_line_does_not_end_the_log(start):
@@ -92,4 +92,4 @@ def test_a_program_that_prints_our_last_line_does_not_end_the_log(start):
         "print('goes on')"
     )
 
-    assert "goes on" in "".join(job.log(should_tail=True))
+    assert "goes on" in "".join(job.log(follow=True))

@@ -8,7 +8,7 @@ import nemo_run as run
 import pytest
 
 from nemo_run_ray import LocalCluster, RayExecutor
-from nemo_run_ray.jobs.dispatched_job import find_job
+from nemo_run_ray.jobs.find import find_job
 from nemo_run_ray.jobs.ledger import Ledger
 from nemo_run_ray.remote.states import JobState
 from tests.conftest import python, tool, wait_for
@@ -105,7 +105,7 @@ def test_a_job_that_nemo_run_keeps_waiting_is_handed_over_after_its_dependency(k
     assert "first: handed over" in shown
     assert "second: not handed over, it depends on first (WAITING); resume again" in shown
     job = run.Experiment.from_title(name)._id + ".first"
-    wait_for(lambda: find_job(job).status().state is JobState.SUCCEEDED)
+    wait_for(lambda: find_job(job).status.state is JobState.SUCCEEDED)
     assert "second: handed over" in resume(name)
 
     wait_for(lambda: ran(tmp_path) == ["first", "second"])

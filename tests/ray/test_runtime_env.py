@@ -13,7 +13,7 @@ import nemo_run as run
 import pytest
 
 from nemo_run_ray import RayExecutor
-from nemo_run_ray.jobs.dispatched_job import find_job
+from nemo_run_ray.jobs.find import find_job
 from nemo_run_ray.remote.states import JobState, Reason
 from tests.conftest import BIN, CONDA, tool
 from tests.groups import client, finish
@@ -57,8 +57,8 @@ def ran(task: object, executor: RayExecutor, name: str) -> str:
         experiment.add(task, executor=executor, name="job")
         experiment.run(detach=True)
     job = find_job(f"{experiment._id}.job")
-    text = "".join(job.output(should_tail=True))
-    status = job.status()
+    text = "".join(job.output(follow=True))
+    status = job.status
     assert status.state is JobState.SUCCEEDED, f"{status.message}\n{text}"
     return text
 
@@ -181,8 +181,8 @@ def test_an_image_that_is_not_there(local_cluster, unique):
         experiment.add(run.Script(inline="true"), executor=executor, name="job")
         experiment.run(detach=True)
     job = find_job(f"{experiment._id}.job")
-    log = "".join(job.log(should_tail=True))
-    status = job.status()
+    log = "".join(job.log(follow=True))
+    status = job.status
     assert (status.state, status.reason) == (JobState.FAILED, Reason.NOT_STARTED), status
     first = status.message.splitlines()[0]
     assert "Error: initializing source: name unknown" in first
@@ -202,7 +202,7 @@ def test_packages_that_cannot_be_had(existing, unique):
     job = find_job(f"{experiment._id}.job")
     told = {}
     deadline = time.monotonic() + 300
-    while not (status := job.status()).state.is_terminal and time.monotonic() < deadline:
+    while not (status := job.status).state.is_terminal and time.monotonic() < deadline:
         told[status.reason] = status.message
         time.sleep(0.5)
 

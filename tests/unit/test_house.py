@@ -30,7 +30,7 @@ _REMOTE_LINES = (
     {"group", "dispatch"},
     {"node"},
     {"attempts"},
-    {"states", "spec", "env_error", "__init__"},
+    {"states", "spec", "files", "env_error", "__init__"},
 )
 _MAY_IMPORT_RAY = {
     "remote/group/actors.py",
@@ -152,6 +152,7 @@ def test_public_names():
         "LocalCluster",
         "PortProbe",
         "RayExecutor",
+        "find",
     ]
     assert all(hasattr(nemo_run_ray, name) for name in nemo_run_ray.__all__)
 

@@ -15,7 +15,15 @@ import time
 import zipfile
 from typing import Any, Callable, Dict, List, Mapping, Optional
 
-from ..attempts import Attempt, attempt_id, attempt_of_row, claim_body, first_id
+from ..attempts import (
+    STOP_AGAIN_S,
+    STOP_TRUST_S,
+    Attempt,
+    attempt_id,
+    attempt_of_row,
+    claim_body,
+    first_id,
+)
 from ..node.output import say
 from ..node.rundir import SECRETS, read_secrets, remove_secrets
 from ..spec import DispatchedJobSpec, DispatchSpec
@@ -32,9 +40,6 @@ SUPERVISOR_BYTES, HEAD_PART = 110 * 10**6, 0.5
 PACE_S, PACE_MAX_S = 0.3, 5.0
 #: A look may take this part of the time between two of them.
 LOOK_PART = 0.25
-#: Seconds between two requests to stop the same attempt, and for how long a stop of what waits for
-#: room is repeated before Ray is trusted to hold it back until the start.
-STOP_AGAIN_S, STOP_TRUST_S = 3.0, 6.0
 #: Seconds that the table may lack the dispatcher itself before it believes it: a head that
 #: recovers may answer before it knows its jobs.
 ABSENT_MAX_S = 60.0

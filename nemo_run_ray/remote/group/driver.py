@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from typing import Any, Dict, List, Mapping, Optional, Tuple
 
 from ..env_error import cause_of
-from ..node.output import say, write
+from ..node.output import NO_PROCESS_LEFT, say, write
 from ..node.process import Runner
 from ..node.rundir import take_secrets
 from ..spec import GroupSpec
@@ -60,9 +60,7 @@ def run(runner: Runner, spec: GroupSpec, job: str, submission_id: str) -> int:
     outcome = driver.run()
     if outcome.cause is Cause.CANCELLED:
         runner.cancelled = True
-        proof = (
-            "no process of it is left" if driver.all_ended else "not every node has confirmed it"
-        )
+        proof = NO_PROCESS_LEFT if driver.all_ended else "not every node has confirmed it"
         runner.ending = f"cancelled; {proof}"
     elif outcome.cause is Cause.DONE:
         runner.ending = "exit code 0"

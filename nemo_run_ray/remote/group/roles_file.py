@@ -9,6 +9,8 @@ import json
 import os
 from typing import Any, Dict, Optional
 
+from ..files import write_file
+
 
 def file_name(submission_id: str) -> str:
     """Name of the file in Ray's folder of logs."""
@@ -29,11 +31,8 @@ class RolesFile:
         text = json.dumps(values)
         if self._path is None or text == self._last:
             return
-        temporary = f"{self._path}.new"
         try:
-            with open(temporary, "w", encoding="utf-8") as file:
-                file.write(text)
-            os.replace(temporary, self._path)
+            write_file(self._path, text)
         except OSError:  # a full disk: the group goes on, and nobody sees its roles
             return
         self._last = text

@@ -10,6 +10,8 @@ from typing import Optional, Sequence
 
 #: How our lines in a job's log begin.
 PREFIX = "nemo_run_ray| "
+#: What is said when every process of a cancelled job is proven to have ended.
+NO_PROCESS_LEFT = "no process of it is left"
 #: Bytes of output read at once.
 CHUNK_BYTES = 65536
 #: Characters after which a line of a group that does not end is cut.

@@ -25,7 +25,7 @@ import time
 from contextlib import suppress
 from typing import Callable, Dict, List, NoReturn, Optional, Sequence, Tuple
 
-from .output import PREFIX, Output, end_mark, say
+from .output import NO_PROCESS_LEFT, PREFIX, Output, end_mark, say
 from .tree import (
     ENDING,
     ROUND_S,
@@ -155,7 +155,7 @@ class Runner:
         code, self.cancelled = self._watch(tree, Output(read_end), grace_s)
         self.ending = describe_exit(code)
         if self.cancelled:
-            self.ending = "cancelled; no process of it is left"
+            self.ending = f"cancelled; {NO_PROCESS_LEFT}"
         return code
 
     def _watch(self, tree: Tree, output: Output, grace_s: float) -> Tuple[int, bool]:

@@ -3,8 +3,8 @@
 import pytest
 
 from nemo_run_ray.errors import JobError
-from nemo_run_ray.ids import ID_MAX
-from nemo_run_ray.jobs.dispatch import Dispatch, dispatcher_id
+from nemo_run_ray.ids import ID_MAX, dispatcher_id
+from nemo_run_ray.jobs.dispatch import Dispatch
 from nemo_run_ray.remote.spec import DispatchSpec
 
 

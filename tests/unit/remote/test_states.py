@@ -1,3 +1,5 @@
+import json
+
 import pytest
 from ray.job_submission import JobErrorType
 from ray.job_submission import JobStatus as RaysJobStatus
@@ -86,17 +88,15 @@ def test_exit_code_and_the_logs_end():
         _failed(3, f"Job entrypoint command failed with exit code 3, {_MARKER}{logs}")
     )
     assert (status.state, status.reason) == (JobState.FAILED, Reason.EXIT_CODE)
-    assert status.detail.startswith("exit code 3")
-    assert status.detail.endswith("Traceback\nValueError: no")
-    assert "Runtime env is setting up" not in status.detail
-    assert "Running entrypoint" not in status.detail
-    assert NEXT_STEP[Reason.EXIT_CODE] in status.message
+    assert (status.detail, status.tail) == ("exit code 3", "Traceback\nValueError: no")
+    shown = "exit code 3; the last lines of its log:\nTraceback\nValueError: no\n"
+    assert status.message == shown + NEXT_STEP[Reason.EXIT_CODE]
     assert status.node == "abc"
 
 
 def test_lines_of_the_user_are_not_taken_for_rays():
     line = "my INFO worker.py:3 -- Running entrypoint for job of mine"
-    assert line in status_of_row(_failed(1, f"{_MARKER}{line}\n")).detail
+    assert status_of_row(_failed(1, f"{_MARKER}{line}\n")).tail == line
 
 
 @pytest.mark.parametrize(
@@ -149,3 +149,8 @@ def test_of_a_replica_that_could_not_be_prepared_our_own_words_are_all():
     )
     assert status.reason is Reason.NOT_STARTED
     assert status.detail == "exit code 1: a/0: no worker: name unknown"
+
+
+def test_an_end_is_read_as_it_was_written_down():
+    status = JobStatus(JobState.FAILED, Reason.SIGNAL, "why", "node", 3, tail="a\nb")
+    assert JobStatus.from_json(json.loads(json.dumps(status.to_json()))) == status

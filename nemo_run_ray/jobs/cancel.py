@@ -1,0 +1,51 @@
+"""Cancelling several jobs of one experiment."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from nemo_run_ray.errors import JobError
+from nemo_run_ray.jobs.dispatched_job import DispatchedJob
+from nemo_run_ray.jobs.explanations import leftovers
+from nemo_run_ray.jobs.job import RemoteJob
+from nemo_run_ray.jobs.snapshot import Snapshot
+from nemo_run_ray.remote.states import JobState, JobStatus
+
+
+def cancel_all(jobs: Sequence[RemoteJob]) -> Iterator[str]:
+    """Cancel jobs, and wait for the end of one after the other.
+
+    Yields:
+        What became of each, in words.
+
+    Raises:
+        ClusterError: a job did not end in time, or a cluster stopped answering.
+    """
+    if len(jobs) > 1:
+        _cancel_dispatches(jobs)
+    for job in jobs:
+        status = job.status
+        if status.state.is_terminal and status.state is not JobState.CANCELLED:
+            yield f"{job.name} is {status.state.value}: there is nothing to cancel"
+            continue
+        if not status.state.is_terminal:
+            status = job.cancel()
+        yield f"{job.name} is {status.state.value.lower()}{_proof(job, status)}"
+
+
+def _cancel_dispatches(jobs: Sequence[RemoteJob]) -> None:
+    """Cancel what a dispatcher would still start: one claim for all of it."""
+    dispatched = [one for one in jobs if isinstance(one, DispatchedJob)]
+    snapshot = Snapshot()
+    going_on = [one for one in dispatched if not one.status_in(snapshot).state.is_terminal]
+    for one in {one.dispatch.id: one for one in going_on}.values():
+        one.dispatch.cancel(one.api())
+
+
+def _proof(job: RemoteJob, status: JobStatus) -> str:
+    if status.state is not JobState.CANCELLED:
+        return ""
+    try:
+        return f"; {leftovers(job, status)}"
+    except JobError:  # its cluster has been stopped since, with all that ran on it
+        return ""

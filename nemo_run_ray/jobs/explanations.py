@@ -1,0 +1,51 @@
+"""What explains a job beside its status: a group's roles, and what is left of a cancelled job."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from nemo_run_ray.errors import NemoRunRayError
+from nemo_run_ray.remote.node.output import NO_PROCESS_LEFT
+from nemo_run_ray.remote.states import JobStatus, Life, Phase
+
+if TYPE_CHECKING:
+    from nemo_run_ray.jobs.job import RemoteJob
+
+
+def roles(job: RemoteJob, status: JobStatus) -> dict[str, Any]:
+    """What is known of a group's roles: ``phase``, ``waits_for_room`` and a list ``roles``.
+
+    Empty for a task alone, and for a group whose cluster does not answer.
+    """
+    if not job.record.has_roles:
+        return {}
+    if job.kept.has_roles:
+        return job.kept.roles()
+    try:
+        found = job.api().state.roles(status.node, job.ran_as(status)) if status.node else {}
+    except NemoRunRayError:
+        return {}
+    if found and status.state.is_terminal and found["phase"] != Phase.OVER.value:
+        # The driver was killed, and what it wrote last is no longer so.
+        found.update(phase=Phase.OVER.value, waits_for_room="")
+        for one in found["roles"]:
+            if one["state"] != Life.ENDED.value:
+                one["state"] = Life.LOST.value
+    return found
+
+
+def leftovers(job: RemoteJob, status: JobStatus) -> str:
+    """Proof that no process of a cancelled job is left on its node, in words.
+
+    The remote half ends every process of the job before its own last line.
+
+    Raises:
+        ClusterError: the cluster cannot be asked.
+        JobError: the cluster is gone for good.
+    """
+    if not status.node:
+        return "it never had a process"
+    ending = job.api().state.last_lines(status.node, job.ran_as(status), 3)
+    if any(NO_PROCESS_LEFT in line for line in ending):
+        return f"{NO_PROCESS_LEFT} on its node"
+    return f"its node {status.node[:12]} did not confirm that all its processes ended"

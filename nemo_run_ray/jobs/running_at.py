@@ -1,0 +1,72 @@
+"""When attempts began to run, which only the dispatchers' logs tell: Ray's table does not."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+from nemo_run_ray.errors import NemoRunRayError
+from nemo_run_ray.jobs.attempt_records import Attempts
+from nemo_run_ray.jobs.dispatch import Dispatch
+from nemo_run_ray.jobs.dispatched_job import DispatchedJob
+from nemo_run_ray.jobs.find import jobs_of
+from nemo_run_ray.jobs.follow import lines
+from nemo_run_ray.jobs.job import RemoteJob
+from nemo_run_ray.jobs.ledger import Ledger
+from nemo_run_ray.jobs.snapshot import Snapshot
+from nemo_run_ray.remote.dispatch import log
+from nemo_run_ray.remote.states import JobState
+
+#: Dispatches of which this process has written it down.
+_noted: set[Path] = set()
+_lock = threading.Lock()
+
+
+def running_at(dispatch: Dispatch) -> dict[str, float]:
+    """When each attempt was first seen running, in seconds since the epoch, by submission id."""
+    found: dict[str, float] = {}
+    for line in log.parse(dispatcher_lines(dispatch)):
+        if line.state == JobState.RUNNING.value:
+            found[line.submission_id] = min(line.at, found.get(line.submission_id, line.at))
+    return found
+
+
+def note_running_at(job: RemoteJob, snapshot: Snapshot) -> None:
+    """Write it down, once in a process, for all jobs of a dispatch when the last one has ended.
+
+    A cluster that does not answer is asked at the next look.
+    """
+    if not isinstance(job, DispatchedJob):
+        return
+    dispatch = job.dispatch
+    with _lock:
+        if dispatch.folder in _noted:
+            return
+    try:
+        if not dispatch.look(job.api(), snapshot).decision.is_over:
+            return
+    except NemoRunRayError:
+        return
+    told = running_at(dispatch)
+    if not told:
+        return  # the logs cannot be read
+    with _lock:
+        _noted.add(dispatch.folder)
+    news: dict[str, Attempts] = {}
+    for one in jobs_of(dispatch.exp_dir):
+        if one.record.dispatcher == dispatch.id:
+            attempts = one.attempts_in(snapshot, told)
+            if attempts != one.record.attempts:
+                news[one.id] = attempts
+    Ledger.of(dispatch.exp_dir).keep_attempts(news)
+
+
+def dispatcher_lines(dispatch: Dispatch) -> Iterator[str]:
+    """The logs of a dispatch's dispatchers, line by line, as far as they can be read."""
+    for record in Ledger.of(dispatch.exp_dir).jobs().values():
+        if record.is_dispatcher and record.dispatcher == dispatch.id:
+            try:
+                yield from lines(RemoteJob(record).log())
+            except NemoRunRayError:
+                continue  # it never started, or its cluster is gone

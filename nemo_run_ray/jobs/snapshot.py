@@ -1,0 +1,91 @@
+"""One look at the job tables of clusters, from which all statuses of one answer come."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
+
+from nemo_run_ray.dashboard.jobs_api import JobsApi
+from nemo_run_ray.errors import NemoRunRayError
+
+#: Seconds in which a head that recovers may answer before it knows its jobs.
+_RECOVERS_S = 2.0
+Rows = Mapping[str, dict[str, Any]]
+_T = TypeVar("_T")
+
+
+class Snapshot:
+    """What clusters say at one moment. Each is asked once, and an error is an answer too.
+
+    Args:
+        is_fresh: the tables are asked for now; otherwise they may be a moment old.
+    """
+
+    def __init__(self, is_fresh: bool = False) -> None:
+        self._is_fresh = is_fresh
+        self._answers: dict[tuple[JobsApi, str], Any] = {}
+
+    def rows(self, api: JobsApi) -> Rows:
+        """The job table.
+
+        Raises:
+            ClusterError: the cluster cannot be asked.
+        """
+        return self._once(api, "rows", lambda: api.table(self._is_fresh))
+
+    def why_lost(
+        self, api: JobsApi, session: str, was_there: bool, is_in: Callable[[Rows], bool]
+    ) -> str:
+        """Why a cluster whose table lacks something has lost it; empty when it has not.
+
+        Args:
+            api: of the cluster.
+            session: Ray's name of the cluster's life that got it.
+            was_there: it has arrived there; otherwise its lack proves nothing.
+            is_in: whether a table has it.
+
+        Raises:
+            ClusterError: the cluster cannot be asked.
+        """
+        found = self._once(api, "session", lambda: api.version(0.0)["session_name"])
+        url = api.dashboard.url
+        if found != session:
+            return f"the Ray at {url} is not the one that had it (then {session}, now {found})"
+        if not was_there or is_in(self.rows_again(api)):
+            return ""
+        return f"the Ray at {url} has no record of it any more"
+
+    def rows_again(self, api: JobsApi) -> Rows:
+        """The table when a head that recovers has had time to.
+
+        Raises:
+            ClusterError: the cluster cannot be asked.
+        """
+
+        def wait_and_ask() -> Rows:
+            time.sleep(_RECOVERS_S)
+            return api.table(fresh=True)
+
+        return self._once(api, "again", wait_and_ask)
+
+    def rows_now(self, api: JobsApi) -> Rows:
+        """The table for what may be younger than ``rows``.
+
+        Raises:
+            ClusterError: the cluster cannot be asked.
+        """
+        return self._once(api, "now", lambda: api.table(fresh=True))
+
+    def _once(self, api: JobsApi, what: str, ask: Callable[[], _T]) -> _T:
+        key = (api, what)
+        if key not in self._answers:
+            try:
+                self._answers[key] = ask()
+            except NemoRunRayError as error:
+                self._answers[key] = error
+        found = self._answers[key]
+        if isinstance(found, NemoRunRayError):
+            raise found
+        answer: _T = found
+        return answer

@@ -1,0 +1,144 @@
+"""Starting the dispatcher of a dispatch, also again and by another process than the first time."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import time
+from typing import Any
+
+from nemo_run_ray.clusters import from_record
+from nemo_run_ray.dashboard.jobs_api import JobsApi
+from nemo_run_ray.errors import JobError, NemoRunRayError
+from nemo_run_ray.ids import DISPATCHER
+from nemo_run_ray.jobs import archives, ledger
+from nemo_run_ray.jobs.dispatch import Dispatch, DispatchStatus
+from nemo_run_ray.jobs.ledger import Ledger
+from nemo_run_ray.jobs.snapshot import Snapshot
+from nemo_run_ray.jobs.submit_once import submit_once
+from nemo_run_ray.planning.entrypoints import dispatcher_entrypoint
+from nemo_run_ray.remote.attempts import NONCE_KEY, attempt_id
+from nemo_run_ray.remote.node.rundir import DISPATCH
+
+
+def start_dispatcher(dispatch: Dispatch, api: JobsApi, cluster: dict[str, Any]) -> str:
+    """Start a dispatcher, whether there was one before or not; its submission id.
+
+    Args:
+        dispatch: what it is to hand over.
+        api: of the cluster.
+        cluster: the cluster's record.
+
+    Raises:
+        ConfigError: a secret of a job that has not started is not set.
+        JobError: the experiment's folder is not whole, or cannot be written to.
+        SubmissionError: Ray refuses it, or nobody can tell whether it arrived.
+        ClusterError: the cluster cannot be reached.
+    """
+    found = dispatch.look(api, Snapshot(is_fresh=True))
+    nonce = dispatch.spec.nonce
+    name = attempt_id(dispatch.id, max(found.dispatcher, default=0) + 1)
+    start = _upload(dispatch, api)
+    travels = [_plan_archive(dispatch)]
+    hidden = _secrets(dispatch, found)
+    if hidden:
+        travels.append(archives.secrets_archive(hidden, f"{nonce} {name}"))
+    for archive in travels:
+        api.put_package(archive.name, archive.pack())
+    names = [*start["archives"], *(archive.name for archive in travels)]
+    body = {
+        "submission_id": name,
+        "entrypoint": dispatcher_entrypoint(start["pythons"], name, nonce),
+        "runtime_env": {"py_modules": [f"gcs://{one}" for one in names], "env_vars": {}},
+        "metadata": {NONCE_KEY: nonce, "nemo_run_job": DISPATCHER},
+    }
+    book = _write_intent(dispatch, name, cluster)
+    try:
+        submit_once(api, body, lambda: [nonce], time.monotonic, time.sleep)
+    except NemoRunRayError as error:
+        book.write(ledger.UNSETTLED, name, why=str(error))
+        raise
+    book.write(ledger.SUBMITTED, name)
+    return name
+
+
+def resume(dispatch: Dispatch) -> str:
+    """Start the dispatcher if it is dead and something is left to do; what was done, in words.
+
+    Raises:
+        ConfigError: a secret of a job that has not started is not set.
+        SubmissionError: Ray refuses it.
+        ClusterError: the cluster cannot be asked.
+    """
+    records = Ledger.of(dispatch.exp_dir).jobs().values()
+    record = next(one.cluster for one in records if one.dispatcher == dispatch.id)
+    cluster = from_record(record)
+    dashboard = cluster.find()
+    if dashboard is None:
+        return f"run the experiment again: {cluster.why_gone()}"
+    api = JobsApi.of(dashboard)
+    found = dispatch.look(api, Snapshot(is_fresh=True))
+    if found.lost:
+        return f"lost: {found.lost}; run the experiment again"
+    if found.decision.is_over:
+        return "all is decided"
+    if found.is_dispatched:
+        return "its dispatcher is at work"
+    return f"started again as {start_dispatcher(dispatch, api, record)}"
+
+
+def _upload(dispatch: Dispatch, api: JobsApi) -> dict[str, Any]:
+    """Send the archives that Ray lacks; how the dispatcher is started."""
+    folder = dispatch.folder
+    try:
+        start: dict[str, Any] = json.loads((folder / "dispatcher.json").read_text(encoding="utf-8"))
+        for name in start["archives"]:
+            if not api.has_package(name):
+                api.put_package(name, (folder / name).read_bytes())
+    except (OSError, ValueError) as error:
+        raise JobError(
+            f"The chain {dispatch.id} cannot be started again from {folder}: {error}. Copy the "
+            "experiment's whole folder."
+        ) from error
+    return start
+
+
+def _write_intent(dispatch: Dispatch, name: str, cluster: dict[str, Any]) -> Ledger:
+    book = Ledger.of(dispatch.exp_dir)
+    try:
+        book.write(
+            ledger.INTENT,
+            name,
+            job=DISPATCHER,
+            role=DISPATCHER,
+            cluster=cluster,
+            session=dispatch.spec.session,
+            nonce=dispatch.spec.nonce,
+            dispatcher=dispatch.id,
+            is_dispatcher=True,
+        )
+    except OSError as error:
+        raise JobError(
+            f"The dispatcher {name} cannot be written down in {dispatch.exp_dir}: "
+            f"{error.strerror}. Look at the experiment as the user who owns that folder."
+        ) from error
+    return book
+
+
+def _plan_archive(dispatch: Dispatch) -> archives.Archive:
+    data = dispatch.spec.to_json().encode()
+    return archives.single_file(
+        "The experiment's plan", DISPATCH, data, hashlib.sha256(data).hexdigest()
+    )
+
+
+def _secrets(dispatch: Dispatch, found: DispatchStatus) -> list[str]:
+    """Names of the secrets that a job needs which may still be started."""
+    return sorted(
+        {
+            name
+            for job in dispatch.spec.jobs
+            if not found.decision.statuses[job.name].state.is_terminal
+            for name in job.secrets
+        }
+    )
