@@ -31,14 +31,15 @@ def find(name: str) -> list[RemoteJob]:
         return [find_job(bare)]
     except JobError:
         folder = find_experiment(name)
-    found = [] if folder is None else jobs_of(folder)
-    if not found:
-        known = "has handed nothing over to Ray yet" if folder else "is not in this NeMo-Run home"
+    if folder is None:
         raise JobError(
-            f"There is no job, handle or experiment {name!r}: an experiment of that name {known}. "
-            "`nemo experiment list <title>` lists those of a title; NEMORUN_HOME names another "
-            "home."
+            f"There is no experiment {name!r} in NeMo-Run's home, and no job or handle of that "
+            "name. `nemo experiment list <title>` lists the experiments of a title; NEMORUN_HOME "
+            "names another home."
         )
+    found = jobs_of(folder)
+    if not found:
+        raise JobError(f"The experiment {name!r} has handed nothing over to Ray yet.")
     return found
 
 

@@ -20,6 +20,7 @@ from nemo_run_ray import ExistingCluster, RayExecutor
 from nemo_run_ray.cli import main as cli
 from nemo_run_ray.errors import ConfigError, NemoRunRayError, SubmissionError
 from nemo_run_ray.jobs.find import find_job
+from nemo_run_ray.jobs.start_dispatcher import start_dispatcher
 from nemo_run_ray.nemo import registry as plugin
 from nemo_run_ray.remote.attempts import CLAIM_KEY
 from nemo_run_ray.remote.dispatch.decide import ALL_SUCCEEDED, NOT_ALL_SUCCEEDED
@@ -459,12 +460,19 @@ def test_resume_starts_a_dispatcher_that_was_stopped(stopped):
     assert "second: waits on the cluster, left to its dispatcher" in done.stdout
 
 
-def test_a_look_starts_a_dispatcher_that_was_stopped_and_says_so(stopped):
+def test_a_look_says_that_the_dispatcher_was_stopped_and_who_waits_starts_it(stopped, api, caplog):
     done = CliRunner().invoke(cli.build(), ["status", stopped.id, "--json"])
 
     assert done.exit_code == 0, done.stderr
-    assert [row["job"] for row in json.loads(done.stdout)] == ["first", "second"]
-    assert f"startedagainas{stopped.chain.id}@2" in "".join(done.stderr.split())
+    first, second = json.loads(done.stdout)
+    assert (first["job"], second["job"]) == ("first", "second")
+    assert second["reason"] == "its dispatcher is not at work"
+    assert "nemo-run-ray resume" in second["message"]
+    assert f"{stopped.chain.id}@2" not in api.table(fresh=True)
+
+    with pytest.raises(TimeoutError, match="it goes on"):
+        find_job(stopped.job("second")).wait(timeout_s=0.5)
+    assert f"is started again as {stopped.chain.id}@2" in caplog.text
 
 
 def test_two_dispatchers_at_the_same_time_do_no_harm(yard, existing, unique, api):
@@ -474,7 +482,7 @@ def test_two_dispatchers_at_the_same_time_do_no_harm(yard, existing, unique, api
         *(step(f"job{number}", after="first") for number in range(3)),
         step("bad", "exit 1", after="job0 job1 job2", retries=1),
     )
-    assert started.chain.start(api, existing.record()) == f"{started.chain.id}@2"
+    assert start_dispatcher(started.chain, api, existing.record()) == f"{started.chain.id}@2"
 
     for number in (1, 2):
         assert started.dispatch_ends(api, number) == NOT_ALL_SUCCEEDED
