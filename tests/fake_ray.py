@@ -18,11 +18,13 @@ from ray._private.label_utils import validate_label_selector
 from ray.dashboard.modules.job.common import JobSubmitRequest, validate_request_type
 
 from nemo_run_ray.remote.attempts import CANCELLED, CLAIM_KEY, NONCE_KEY, claim_body, first_id
+from nemo_run_ray.remote.dispatch.dispatcher import Dispatcher
 from nemo_run_ray.remote.dispatch.rest import Rest, Unanswered
 from nemo_run_ray.remote.spec import DispatchSpec
 from tests.http_server import Handler, serving
 
 NOW = 1_800_000_000.0
+NODE = "f" * 56
 OWN, SESSION = "e.dispatcher", "session_2027-01-15_08-00-00_000000_1"
 
 # ------------------------------------------------------------------ fates of attempts
@@ -73,10 +75,14 @@ class FakeRay:
         taken: ids that were asked for once more.
         overlaps: ids that were started while an older attempt lived or an upstream had not
             succeeded.
+        logs: by submission id.
+        alive: ids of the nodes that live.
     """
 
-    def __init__(self, chain: DispatchSpec | None = None, session: str = SESSION) -> None:
-        self.now = NOW
+    def __init__(
+        self, chain: DispatchSpec | None = None, session: str = SESSION, now: float = NOW
+    ) -> None:
+        self.now = now
         self.session = session
         self.rows: dict[str, dict] = {}
         self.fates: dict[str, dict] = {}
@@ -88,11 +94,14 @@ class FakeRay:
         self.sent: list[bytes] = []
         self.packages: dict[str, bytes] = {}
         self.taken: list[str] = []
+        self.logs: dict[str, str] = {}
+        self.alive = [NODE]
         self.overlaps: list[str] = []
         self.lock = threading.RLock()
         self.url = ""
         self.is_closing = False
         self._links = {link.id: link for link in chain.jobs} if chain else {}
+        self._dispatchers = {chain.id} if chain else set()
         self._apis: list[Rest] = []
         if chain:
             self.add(chain.id, {NONCE_KEY: chain.nonce}, status="RUNNING")
@@ -124,6 +133,11 @@ class FakeRay:
         """Ids that were asked to stop."""
         return [path.split("/")[3] for _, path in self.requests if path.endswith("/stop")]
 
+    @property
+    def writes(self) -> list[tuple[str, str]]:
+        """The requests that may have changed something."""
+        return [one for one in self.requests if one[0] != "GET"]
+
     def posts(self) -> int:
         return self.requests.count(("POST", "/api/jobs/"))
 
@@ -138,18 +152,39 @@ class FakeRay:
         with self.lock:
             self.now += seconds
             for name, row in self.rows.items():
-                if name.startswith(OWN) and not is_claim(row):
+                if first_id(name) in self._dispatchers and not is_claim(row):
                     continue
                 if row["status"] not in ("PENDING", "RUNNING"):
                     continue
                 fate = self.fates.get(name, SUCCEEDS)
                 starts = row["status"] == "PENDING" and fate is not START_TIMES_OUT
                 if starts and fate["status"] != "PENDING":
-                    row.update(status="RUNNING", driver_node_id="f" * 56)
+                    row.update(status="RUNNING", driver_node_id=NODE)
                 else:
                     row.update(fate)
                 if row["status"] not in ("PENDING", "RUNNING"):
                     row["end_time"] = int(self.now * 1000)
+
+    def dispatch(self, plan: DispatchSpec, rounds: int = 1) -> int | None:
+        """Let the dispatcher of a plan that was handed over work; its exit code if it is over.
+
+        Its job runs as long as this is called, and in the test's process.
+        """
+        own_id = max(name for name in self.rows if first_id(name) == plan.id)
+        self._dispatchers.add(plan.id)
+        self.rows[own_id].update(status="RUNNING", driver_node_id=NODE)
+        one = Dispatcher(plan, own_id, self.api(), {}, 100, lambda: self.now)
+        for _ in range(rounds):
+            code = one.round()
+            if code is not None:
+                self.rows[own_id].update(
+                    status="SUCCEEDED" if code == 0 else "FAILED",
+                    driver_exit_code=code,
+                    end_time=int(self.now * 1000),
+                )
+                return code
+            self.pass_time(1.0)
+        return None
 
     # -------------------------------------------------------------- Ray's side
 
@@ -174,6 +209,7 @@ class FakeRay:
         }
 
     def answer(self, method: str, path: str, data: bytes) -> tuple[int, str]:
+        path = path.partition("?")[0]
         parts = [unquote(one) for one in path.split("/")[2:]]
         if (method, path) == ("GET", "/api/version"):
             version = {"version": "4", "ray_version": "2.60.0", "session_name": self.session}
@@ -186,6 +222,10 @@ class FakeRay:
             return self.post(json.loads(data))
         if method == "POST" and parts[0] == "jobs" and parts[2:] == ["stop"]:
             return self._stop(parts[1])
+        if method == "GET" and parts[0] == "jobs" and parts[2:] in ([], ["logs"]):
+            return self._told(parts[1], "logs" in parts)
+        if parts[:2] == ["v0", "nodes"]:
+            return 200, json.dumps({"data": {"result": {"result": self._nodes()}}})
         if parts[:2] == ["packages", "gcs"] and len(parts) == 3:
             if method == "PUT":
                 self.packages[parts[2]] = data
@@ -216,8 +256,18 @@ class FakeRay:
         self.add(name, body.get("metadata") or {}, entrypoint=body["entrypoint"])
         return 200, json.dumps({"job_id": name, "submission_id": name})
 
+    def _nodes(self) -> list[dict]:
+        return [{"node_id": one, "state": "ALIVE"} for one in self.alive]
+
+    def _told(self, name: str, is_log: bool) -> tuple[int, str]:
+        if name not in self.rows:
+            return 404, f"Job {name} does not exist"
+        return 200, json.dumps({"logs": self.logs.get(name, "")} if is_log else self.rows[name])
+
     def _check(self, name: str) -> None:
-        link = self._links[first_id(name)]
+        link = self._links.get(first_id(name))
+        if link is None:  # nobody has told of its order
+            return
         needs = [one.id for one in self._links.values() if one.name in link.after]
         attempts = {one: row for one, row in self.rows.items() if first_id(one) == link.id}
         lives = any(row["status"] in ("PENDING", "RUNNING") for row in attempts.values())
@@ -276,9 +326,11 @@ class _Handler(Handler):
 
 
 @contextlib.contextmanager
-def fake_ray(chain: DispatchSpec | None = None, session: str = SESSION) -> Iterator[FakeRay]:
+def fake_ray(
+    chain: DispatchSpec | None = None, session: str = SESSION, now: float = NOW
+) -> Iterator[FakeRay]:
     """Serve one until the end of the block."""
-    ray = FakeRay(chain, session)
+    ray = FakeRay(chain, session, now)
     with serving(_Handler, ray=ray) as ray.url:
         try:
             yield ray

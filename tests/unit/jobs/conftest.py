@@ -1,0 +1,81 @@
+"""Experiments that are handed over to a simulated Ray, through NeMo-Run as users do."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import nemo_run as run
+import pytest
+
+from nemo_run_ray import RayExecutor
+from nemo_run_ray.jobs.dispatch import Dispatch, dispatches_of
+from nemo_run_ray.jobs.find import find_experiment, jobs_of
+from nemo_run_ray.jobs.job import RemoteJob
+from nemo_run_ray.jobs.snapshot import Snapshot
+from tests.fake_ray import FakeRay, fake_ray
+
+
+class Handed:
+    """One experiment on a simulated Ray.
+
+    Attributes:
+        ray: where it is.
+        id: of the experiment.
+    """
+
+    def __init__(self, ray: FakeRay, title: str, *tasks: str, **fields) -> None:
+        """Hand tasks over and leave.
+
+        Args:
+            ray: where.
+            title: of the experiment.
+            tasks: ``name``, or ``name after other names``.
+            fields: of every executor.
+        """
+        self.ray = ray
+        with run.Experiment(title, skip_status_at_exit=True) as experiment:
+            for task in tasks:
+                name, _, after = task.partition(" after ")
+                experiment.add(
+                    run.Script(inline="true"),
+                    executor=RayExecutor(address=ray.url, **fields),
+                    name=name,
+                    dependencies=after.split(),
+                )
+            experiment.run(detach=True)
+        self.id = experiment._id
+
+    @property
+    def exp_dir(self) -> Path:
+        found = find_experiment(self.id)
+        assert found is not None
+        return found
+
+    @property
+    def jobs(self) -> dict[str, RemoteJob]:
+        return {one.name: one for one in jobs_of(self.exp_dir)}
+
+    @property
+    def dispatch(self) -> Dispatch:
+        (found,) = dispatches_of(self.exp_dir)
+        return found
+
+    def states(self) -> dict[str, str]:
+        """The states as they are now, not a moment ago."""
+        snapshot = Snapshot(is_fresh=True)
+        return {name: one.status_in(snapshot).state.value for name, one in self.jobs.items()}
+
+    def stranger(self, name: str, status: str, **fields) -> None:
+        """A job of somebody else in the cluster's table, older than most."""
+        self.ray.add(name, {}, status=status, **fields)
+        self.ray.rows[name]["start_time"] -= 3_600_000
+
+
+@pytest.fixture
+def ray(monkeypatch) -> Iterator[FakeRay]:
+    for name in ("RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH", "RAY_ADDRESS"):
+        monkeypatch.delenv(name, raising=False)
+    with fake_ray(now=time.time()) as found:
+        yield found

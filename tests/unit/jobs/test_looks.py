@@ -1,0 +1,109 @@
+"""To look changes nothing: every verb that reads, against a cluster that counts writes."""
+
+import json
+import logging
+import signal
+from collections.abc import Callable
+
+import nemo_run as run
+import pytest
+from typer.testing import CliRunner
+
+from nemo_run_ray import RayExecutor, find
+from nemo_run_ray.cli import main as cli
+from nemo_run_ray.jobs import notes
+from nemo_run_ray.jobs.tend import tend
+from tests.fake_ray import NODE, FakeRay
+from tests.unit.jobs.conftest import Handed
+
+
+def invoke(*words: str) -> str:
+    done = CliRunner().invoke(cli.build(), list(words))
+    assert done.exit_code == 0, done.output
+    return done.output
+
+
+READS: dict[str, Callable[[str, FakeRay], object]] = {
+    "status --json": lambda name, ray: invoke("status", "--json", name),
+    "status --once": lambda name, ray: invoke("status", "--once", name),
+    "logs": lambda name, ray: invoke("logs", "--job", "ended", name),
+    "logs --follow": lambda name, ray: invoke("logs", "--follow", "--raw", "--job", "ended", name),
+    "timeline": lambda name, ray: invoke("timeline", name, "-o", "/dev/null"),
+    "doctor": lambda name, ray: invoke("doctor", "--address", ray.url),
+    "Experiment.status": lambda name, ray: run.Experiment.from_title(name).status(True),
+    "find": lambda name, ray: [(one.status, one.attempts, one.name) for one in find(name)],
+    "a dry run": lambda name, ray: run.run(
+        run.Script(inline="true"), executor=RayExecutor(address=ray.url), dryrun=True
+    ),
+}
+
+
+@pytest.fixture
+def direct(ray: FakeRay, unique: str) -> Handed:
+    """Jobs without a dispatcher: one has ended, one goes on although it was cancelled."""
+    handed = Handed(ray, unique, "ended", "goes-on", "starts")
+    ray.rows[f"{handed.id}.ended"].update(status="SUCCEEDED", driver_exit_code=0)
+    ray.logs[f"{handed.id}.ended"] = "words\n"
+    ray.rows[f"{handed.id}.goes-on"].update(status="RUNNING", driver_node_id="a node that is gone")
+    ray.rows[f"{handed.id}.starts"]["start_time"] -= 3_600_000
+    notes.note_cancel(handed.jobs["goes-on"])
+    return handed
+
+
+@pytest.fixture
+def chain(ray: FakeRay, unique: str) -> Handed:
+    """A chain whose dispatcher has died after the first job."""
+    handed = Handed(ray, unique, "ended", "next after ended")
+    ray.dispatch(handed.dispatch.spec, rounds=3)
+    ray.logs[f"{handed.id}.ended"] = "words\n"
+    ray.rows[handed.dispatch.id].update(status="FAILED", message="killed")
+    return handed
+
+
+@pytest.fixture(params=["direct", "chain"])
+def handed(request) -> Handed:
+    """Either, beside jobs of a stranger's that look as if nobody looked after them."""
+    found: Handed = request.getfixturevalue(request.param)
+    found.stranger("theirs-waits", "PENDING")
+    found.stranger("theirs-runs", "RUNNING", driver_node_id="a node that is gone")
+    found.ray.requests.clear()
+    return found
+
+
+@pytest.mark.parametrize("verb", READS)
+def test_a_verb_that_reads_writes_nothing(handed, unique, verb):
+    before = json.dumps(handed.ray.rows)
+    handler, level = signal.getsignal(signal.SIGINT), logging.getLogger("httpx").level
+    READS[verb](unique, handed.ray)
+    assert handed.ray.requests or verb == "a dry run"
+    assert handed.ray.writes == []
+    assert json.dumps(handed.ray.rows) == before
+    assert signal.getsignal(signal.SIGINT) is handler
+    assert logging.getLogger("httpx").level == level
+
+
+def test_what_is_not_ours_is_not_tended(handed):
+    theirs = {name: dict(handed.ray.rows[name]) for name in ("theirs-waits", "theirs-runs")}
+    for _ in range(3):
+        tend(handed.exp_dir)
+    assert handed.ray.writes, "ours is looked after"
+    assert all("theirs" not in path for _, path in handed.ray.requests)
+    assert all("theirs" not in body.decode(errors="replace") for body in handed.ray.sent)
+    assert {name: handed.ray.rows[name] for name in theirs} == theirs
+
+
+def test_nobody_is_woken_for_strangers(ray, unique):
+    handed = Handed(ray, unique, "well")
+    ray.rows[f"{handed.id}.well"].update(status="RUNNING", driver_node_id=NODE)
+    handed.stranger("theirs-waits", "PENDING")
+    ray.requests.clear()
+    tend(handed.exp_dir)
+    assert ray.writes == []
+
+
+def test_one_answer_comes_from_one_look(ray, unique):
+    Handed(ray, unique, *(f"job{number}" for number in range(5)))
+    ray.requests.clear()
+    invoke("status", "--json", unique)
+    assert [path for _, path in ray.requests if path == "/api/jobs/"] == ["/api/jobs/"]
+    assert len(ray.requests) == 1
