@@ -28,7 +28,7 @@ import httpx
 import nemo_run as run
 import psutil
 
-from benchmarks import chains, cloud, groups
+from benchmarks import chains, cloud, groups, status
 from nemo_run_ray import ExistingCluster, LocalCluster, RayExecutor
 from nemo_run_ray.clusters import Dashboard
 from nemo_run_ray.dashboard.jobs_api import JobsApi
@@ -58,8 +58,9 @@ def main(wanted: list[str]) -> None:
     )
     results |= {"python": platform.python_version(), "rounds": ROUNDS}
     measures: dict[str, Callable[[], object]] = {
-        "cloud": cloud.measure,  # these two before there is a Ray
+        "cloud": cloud.measure,  # these three before there is a Ray
         "import": measure_import,
+        "status": status.measure,
         "start": lambda: measure_start(embedded()),
         "upload": lambda: measure_upload(embedded()),
         "polling": lambda: measure_polling(embedded()),
@@ -72,7 +73,7 @@ def main(wanted: list[str]) -> None:
     }
     for name in wanted or measures:
         print(f"measuring: {name}", file=sys.stderr, flush=True)
-        if name not in ("cloud", "import"):
+        if name not in ("cloud", "import", "status"):
             embedded()
         results[name] = measures[name]()
     latest.write_text(json.dumps(results, indent=1))
@@ -313,6 +314,7 @@ SHOW: dict[str, Callable[[dict, Add], None]] = {
     ),
     "footprint": _show_footprint,
     "log": _show_log,
+    "status": status.show,
     "group start": groups.show_start,
     "group log": groups.show_log,
     "64 replicas": groups.show_replicas,

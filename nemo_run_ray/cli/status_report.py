@@ -11,6 +11,7 @@ from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
+from nemo_run_ray.jobs import notes
 from nemo_run_ray.jobs.attempt_records import AttemptRecord, Attempts
 from nemo_run_ray.jobs.dispatched_job import DispatchedJob
 from nemo_run_ray.jobs.explanations import roles
@@ -48,7 +49,8 @@ class StatusReport:
     ) -> None:
         snapshot = Snapshot()
         self.jobs = jobs
-        self.statuses = [job.status_in(snapshot) for job in jobs]
+        with notes.together():
+            self.statuses = [job.status_in(snapshot) for job in jobs]
         self.roles = [roles(job, status) for job, status in zip(jobs, self.statuses, strict=True)]
         self.attempts = [job.attempts_in(snapshot, running_at) for job in jobs]
         self._keep_attempts()

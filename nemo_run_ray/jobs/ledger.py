@@ -37,6 +37,10 @@ from nemo_run_ray.remote.files import write_file
 log = logging.getLogger(__name__)
 
 
+#: Kind, submission id and values.
+Event = tuple[str, str, dict[str, Any]]
+
+
 class Ledger:
     """One experiment's ledger. Any number of processes may write.
 
@@ -64,7 +68,7 @@ class Ledger:
         """Append one event; on return it is on the disk."""
         self.write_all([(event, submission_id, values)])
 
-    def write_all(self, events: Sequence[tuple[str, str, dict[str, Any]]]) -> None:
+    def write_all(self, events: Sequence[Event]) -> None:
         """Append several events: kind, submission id and values of each."""
         at = round(time.time(), 3)
         lines = "".join(
@@ -216,6 +220,7 @@ __all__ = [
     "SUBMITTED",
     "TERMINAL",
     "UNSETTLED",
+    "Event",
     "JobRecord",
     "Ledger",
     "experiments_of",

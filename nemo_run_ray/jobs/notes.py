@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import threading
+from collections.abc import Iterator
+from contextvars import ContextVar
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from nemo_run_ray.errors import ClusterError
 from nemo_run_ray.jobs import ledger
 from nemo_run_ray.jobs.explanations import roles
-from nemo_run_ray.jobs.ledger import Ledger
+from nemo_run_ray.jobs.ledger import Event, Ledger
 from nemo_run_ray.jobs.snapshot import Snapshot
 from nemo_run_ray.remote.states import JobState, JobStatus
 
@@ -23,6 +27,21 @@ _lock = threading.Lock()
 #: Jobs whose end this process has written down, and where jobs were when their attempts were.
 _ended: set[str] = set()
 _seen: dict[str, tuple[JobState, int]] = {}
+#: Events that are written together, by experiment.
+_held_back: ContextVar[dict[Path, list[Event]] | None] = ContextVar("_held_back", default=None)
+
+
+@contextlib.contextmanager
+def together() -> Iterator[None]:
+    """Write the ends that are noted inside at once: each write waits for the disk."""
+    events: dict[Path, list[Event]] = {}
+    before = _held_back.set(events)
+    try:
+        yield
+    finally:
+        _held_back.reset(before)
+        for exp_dir, found in events.items():
+            Ledger.of(exp_dir).write_all(found)
 
 
 def note_cancel(job: RemoteJob) -> None:
@@ -66,12 +85,13 @@ def _write_end(job: RemoteJob, status: JobStatus) -> None:
         if found:
             job.kept.keep_roles(found)
     record.attempts = dict(job.attempts_in(Snapshot()))
-    Ledger.of(record.exp_dir).write(
-        ledger.TERMINAL,
-        job.id,
-        status=record.terminal,
-        attempts=[one.to_json() for one in record.attempts.values()],
-    )
+    attempts = [one.to_json() for one in record.attempts.values()]
+    event = ledger.TERMINAL, job.id, {"status": record.terminal, "attempts": attempts}
+    held_back = _held_back.get()
+    if held_back is None:
+        Ledger.of(record.exp_dir).write_all([event])
+    else:
+        held_back.setdefault(record.exp_dir, []).append(event)
 
 
 def _keep_log(job: RemoteJob, status: JobStatus) -> None:

@@ -28,6 +28,7 @@ from nemo_run_ray.planning.roles import (
 from nemo_run_ray.remote.attempts import DISPATCHER_KEY, NONCE_KEY, PERMANENT_KEY, RETRIES_KEY
 from nemo_run_ray.remote.spec import (
     CODE,
+    SUBMISSION_ID,
     DispatchedJobSpec,
     GroupSpec,
     JobSpec,
@@ -105,11 +106,9 @@ class JobPlan:
         runtime_env = {**self.runtime_env, "env_vars": variables, "py_modules": modules}
         if main is not None:
             runtime_env["working_dir"] = main
-        kind = "group" if isinstance(self.spec, GroupSpec) else "task"
-        line = entrypoint(self.spec.python, [kind, self.spec_name, self.submission_id, nonce])
         return {
             "submission_id": self.submission_id,
-            "entrypoint": line,
+            "entrypoint": self._entrypoint(self.submission_id, nonce),
             "runtime_env": runtime_env,
             "metadata": {NONCE_KEY: nonce, "nemo_run_job": self.job},
             **self.reservation,
@@ -135,7 +134,11 @@ class JobPlan:
             name=self.job,
             id=self.submission_id,
             nonce=metadata[NONCE_KEY],
-            body={**body, "metadata": metadata},
+            body={
+                **body,
+                "entrypoint": self._entrypoint(SUBMISSION_ID, metadata[NONCE_KEY]),
+                "metadata": metadata,
+            },
             after=self.after,
             outside=tuple(outside),
             retries=self.retries,
@@ -143,6 +146,10 @@ class JobPlan:
             pending_timeout_s=self.pending_timeout_s,
             secrets=self.spec.secrets,
         )
+
+    def _entrypoint(self, submission_id: str, nonce: str) -> str:
+        kind = "group" if isinstance(self.spec, GroupSpec) else "task"
+        return entrypoint(self.spec.python, [kind, self.spec_name, submission_id, nonce])
 
     @property
     def _stop_wait_s(self) -> int:

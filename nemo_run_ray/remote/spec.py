@@ -22,6 +22,8 @@ _Spec = TypeVar(
     "DispatchedJobSpec",
     "DispatchSpec",
 )
+#: Stands in a dispatched job's entrypoint for the id of the attempt.
+SUBMISSION_ID = "@submission_id@"
 _AnySpec = Union["JobSpec", "RoleSpec", "GroupSpec", "DispatchSpec"]
 
 
@@ -174,7 +176,7 @@ class DispatchedJobSpec:
         name: in its experiment.
         id: submission id of its first attempt.
         nonce: of all of its attempts.
-        body: of the request for its first attempt.
+        body: of the request for an attempt; its entrypoint has ``SUBMISSION_ID`` for the id.
         after: names of the jobs of the dispatch that must have succeeded.
         outside: jobs of other experiments that must have succeeded.
         retries: further attempts after a failure.

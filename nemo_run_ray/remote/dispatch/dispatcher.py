@@ -26,7 +26,7 @@ from ..attempts import (
 )
 from ..node.output import say
 from ..node.rundir import SECRETS, read_secrets, remove_secrets
-from ..spec import DispatchedJobSpec, DispatchSpec
+from ..spec import SUBMISSION_ID, DispatchedJobSpec, DispatchSpec
 from ..states import JobState, JobStatus, Reason
 from . import log, rest
 from .decide import ALL_SUCCEEDED, NODE_DEAD_S, NOT_ALL_SUCCEEDED, Action, Decision, Do, decide
@@ -245,16 +245,11 @@ class _Wanted:
 
 
 def attempt_body(job: DispatchedJobSpec, number: int) -> Dict[str, Any]:
-    """The body of the request for a job's n-th attempt.
-
-    The entrypoint names the submission id just before the nonce, as ``JobPlan.body`` writes it.
-    """
+    """The body of the request for a job's n-th attempt."""
     body: Dict[str, Any] = json.loads(json.dumps(job.body))
     name = attempt_id(job.id, number)
     body["submission_id"] = name
-    body["entrypoint"] = body["entrypoint"].replace(
-        f" {job.id} {job.nonce}", f" {name} {job.nonce}"
-    )
+    body["entrypoint"] = body["entrypoint"].replace(SUBMISSION_ID, name)
     body["runtime_env"]["env_vars"]["NEMO_RUN_ATTEMPT"] = str(number)
     return body
 

@@ -4,6 +4,7 @@ import shlex
 import shutil
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import nemo_run as run
@@ -22,6 +23,7 @@ from nemo_run_ray.planning.entrypoints import dispatcher_entrypoint, entrypoint
 from nemo_run_ray.planning.job_plan import JobPlan, in_folder, plan
 from nemo_run_ray.probes import CommandProbe, HttpProbe, PortProbe
 from nemo_run_ray.remote import start
+from nemo_run_ray.remote.dispatch.dispatcher import attempt_body
 
 _WORDS = [
     "",
@@ -551,3 +553,15 @@ def test_the_dry_run_of_a_group_that_runs_here():
     app = AppDef("job", [Role(name, image="", entrypoint="true") for name in ("job-0", "job-1")])
     planned = in_folder(plan(app, merged, "exp.job", "job"), "/here")
     assert describe(planned, "c", []).count("folder    /here") == 2
+
+
+def test_a_dispatched_job_leaves_the_id_of_the_attempt_open():
+    planned = _planned(_app("true"), python="/opt/e.job nonce/python")
+    spec = planned.dispatched(planned.body({}, [], "nonce"), [], "e.dispatcher")
+    for number, name in ((1, planned.submission_id), (3, f"{planned.submission_id}@3")):
+        body = attempt_body(spec, number)
+        assert (
+            body["entrypoint"]
+            == replace(planned, submission_id=name).body({}, [], "nonce")["entrypoint"]
+        )
+        assert body["submission_id"] == name

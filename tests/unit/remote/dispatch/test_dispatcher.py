@@ -48,7 +48,7 @@ from nemo_run_ray.remote.dispatch.dispatcher import (
 )
 from nemo_run_ray.remote.node.output import PREFIX
 from nemo_run_ray.remote.node.rundir import SECRETS
-from nemo_run_ray.remote.spec import DispatchedJobSpec, DispatchSpec
+from nemo_run_ray.remote.spec import SUBMISSION_ID, DispatchedJobSpec, DispatchSpec
 from tests.fake_ray import (
     FAILS,
     FINDS_NO_ROOM,
@@ -96,7 +96,7 @@ def link(name: str, *after: str, **fields) -> DispatchedJobSpec:
     metadata = {NONCE_KEY: nonce, "nemo_run_job": name, DISPATCHER_KEY: OWN, PERMANENT_KEY: ""}
     body = {
         "submission_id": f"e.{name}",
-        "entrypoint": entrypoint(None, ["task", name, f"e.{name}", nonce]),
+        "entrypoint": entrypoint(None, ["task", name, SUBMISSION_ID, nonce]),
         "runtime_env": {"py_modules": ["gcs://_ray_pkg_jobs.zip"], "env_vars": {"A": "1"}},
         "metadata": {**metadata, RETRIES_KEY: str(fields.get("retries", 0))},
         "entrypoint_num_cpus": 1,
@@ -170,7 +170,7 @@ def test_what_failed_is_started_again_under_an_id_of_its_own(serve):
 
 def test_a_job_that_has_its_ids_name_keeps_it(serve):
     plan = chain(replace(link("a", retries=1), name="e.a"))
-    plan.jobs[0].body["entrypoint"] = entrypoint(None, ["task", "e.a", "e.a", "nonce-a"])
+    plan.jobs[0].body["entrypoint"] = entrypoint(None, ["task", "e.a", SUBMISSION_ID, "nonce-a"])
     ray = serve(plan)
     ray.fates["e.a"] = FAILS
     assert dispatcher_of(plan, ray).run(ray.pass_time) == ALL_SUCCEEDED
