@@ -18,6 +18,13 @@ def is_amount(value: Any) -> bool:
     return number and bool(0 <= value <= AMOUNT_MAX)
 
 
+def is_whole(value: Any, least: int, most: int | None = None) -> bool:
+    """Whether it is a whole number between these, and no bool."""
+    if isinstance(value, bool) or not isinstance(value, int):
+        return False
+    return least <= value and (most is None or value <= most)
+
+
 def refuse(name: str, value: Any, allowed: str) -> NoReturn:
     """Raise for a field of RayExecutor that has a wrong value."""
     raise ConfigError(f"RayExecutor.{name} is {value!r}; allowed is {allowed}.")

@@ -7,6 +7,10 @@ import re
 
 #: Longest id: Ray makes ``job-driver-<id>.log`` of it, and a file's name has 255 bytes.
 ID_MAX = 180
+#: Name of the torchx scheduler, and the beginning of every handle.
+SCHEDULER = "ray_jobs"
+#: Name of the ledger in an experiment's folder.
+LEDGER = "ray_jobs.jsonl"
 #: Name of a dispatcher after its experiment's.
 DISPATCHER = "dispatcher"
 _UNSAFE = re.compile(r"[^A-Za-z0-9_.-]+")

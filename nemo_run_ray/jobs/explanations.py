@@ -9,10 +9,10 @@ from nemo_run_ray.remote.node.output import NO_PROCESS_LEFT
 from nemo_run_ray.remote.states import JobStatus, Life, Phase
 
 if TYPE_CHECKING:
-    from nemo_run_ray.jobs.job import RemoteJob
+    from nemo_run_ray.jobs.observed_job import ObservedJob
 
 
-def roles(job: RemoteJob, status: JobStatus) -> dict[str, Any]:
+def roles(job: ObservedJob, status: JobStatus) -> dict[str, Any]:
     """What is known of a group's roles: ``phase``, ``waits_for_room`` and a list ``roles``.
 
     Empty for a task alone, and for a group whose cluster does not answer.
@@ -34,7 +34,7 @@ def roles(job: RemoteJob, status: JobStatus) -> dict[str, Any]:
     return found
 
 
-def leftovers(job: RemoteJob, status: JobStatus) -> str:
+def leftovers(job: ObservedJob, status: JobStatus) -> str:
     """Proof that no process of a cancelled job is left on its node, in words.
 
     The remote half ends every process of the job before its own last line.

@@ -71,20 +71,11 @@ def follow(
         before, over = reader.place, False
         try:
             over = source.is_over()
-            if not reader.is_complete:
-                # Ray's WebSocket needs two seconds before its first text. Where the whole log
-                # breaks off, because it is huge, it comes by the WebSocket after all.
-                at_once = (over and failures % 2 == 0) or barren >= _BARREN_ROUNDS
-                yield from reader.read(source.whole() if at_once else source.tail())
-                if over and not at_once and not reader.is_complete:
-                    yield from reader.read(source.whole())
+            at_once = (over and failures % 2 == 0) or barren >= _BARREN_ROUNDS
+            yield from _round(reader, source, over, at_once)
             if over and (reader.is_complete or has_waited):
                 return
-            if over:
-                has_waited = True
-                sleep(_LAST_WORDS_S)
-                continue
-            failures = 0
+            failures, has_waited = 0, over
         except (Unanswered, StreamCut) as error:  # the next round goes on at this place
             failures = 0 if reader.place > before else failures + 1
             if over and failures >= _ROUNDS_AFTER_END:
@@ -92,7 +83,20 @@ def follow(
             if failures == _BARREN_ROUNDS:
                 log.warning("The log goes on when the cluster answers again: %s", error)
         barren = 0 if reader.place > before or barren >= _BARREN_ROUNDS else barren + 1
-        sleep(_PAUSES_S[min(barren, len(_PAUSES_S) - 1)])
+        sleep(_LAST_WORDS_S if has_waited else _PAUSES_S[min(barren, len(_PAUSES_S) - 1)])
+
+
+def _round(reader: _Reader, source: LogSource, is_over: bool, at_once: bool) -> Iterator[str]:
+    """Read on by the WebSocket, or at once all that there is.
+
+    The WebSocket needs two seconds before its first text. Where the whole log breaks off, because
+    it is huge, it comes by the WebSocket after all.
+    """
+    if reader.is_complete:
+        return
+    yield from reader.read(source.whole() if at_once else source.tail())
+    if is_over and not at_once and not reader.is_complete:
+        yield from reader.read(source.whole())
 
 
 class _Reader:

@@ -19,8 +19,7 @@ from filelock import FileLock
 from nemo_run.config import get_nemorun_home
 
 from nemo_run_ray.errors import JobError
-from nemo_run_ray.executor import LEDGER
-from nemo_run_ray.ids import ID_MAX, safe_id
+from nemo_run_ray.ids import ID_MAX, LEDGER, safe_id
 from nemo_run_ray.jobs.attempt_records import Attempts
 from nemo_run_ray.jobs.job_records import (
     CANCEL,

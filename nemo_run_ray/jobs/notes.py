@@ -19,7 +19,7 @@ from nemo_run_ray.jobs.snapshot import Snapshot
 from nemo_run_ray.remote.states import JobState, JobStatus
 
 if TYPE_CHECKING:
-    from nemo_run_ray.jobs.job import RemoteJob
+    from nemo_run_ray.jobs.observed_job import ObservedJob
 
 log = logging.getLogger(__name__)
 
@@ -44,13 +44,13 @@ def together() -> Iterator[None]:
             Ledger.of(exp_dir).write_all(found)
 
 
-def note_cancel(job: RemoteJob) -> None:
+def note_cancel(job: ObservedJob) -> None:
     """Write down that somebody asks for its end."""
     Ledger.of(job.record.exp_dir).write(ledger.CANCEL, job.id)
     job.record.cancelled = True
 
 
-def note_end(job: RemoteJob, status: JobStatus) -> None:
+def note_end(job: ObservedJob, status: JobStatus) -> None:
     """Write down how it ended, once in a process."""
     with _lock:
         if job.id in _ended:
@@ -63,7 +63,7 @@ def note_end(job: RemoteJob, status: JobStatus) -> None:
         raise
 
 
-def note_attempts(job: RemoteJob, status: JobStatus) -> None:
+def note_attempts(job: ObservedJob, status: JobStatus) -> None:
     """Write down what is seen of its attempts, when the job is not where it was before."""
     if _seen.get(job.id) == (status.state, status.attempt):
         return
@@ -74,7 +74,7 @@ def note_attempts(job: RemoteJob, status: JobStatus) -> None:
     _seen[job.id] = status.state, status.attempt
 
 
-def _write_end(job: RemoteJob, status: JobStatus) -> None:
+def _write_end(job: ObservedJob, status: JobStatus) -> None:
     record = job.record
     record.terminal = status.to_json()
     if not os.access(record.exp_dir, os.W_OK):
@@ -94,7 +94,7 @@ def _write_end(job: RemoteJob, status: JobStatus) -> None:
         held_back.setdefault(record.exp_dir, []).append(event)
 
 
-def _keep_log(job: RemoteJob, status: JobStatus) -> None:
+def _keep_log(job: ObservedJob, status: JobStatus) -> None:
     try:
         job.kept.keep_log(job.whole_log(job.api(), status))
     except ClusterError as error:

@@ -48,23 +48,32 @@ def submit_once(
             lost: ClusterError | None = None
         except Unanswered as error:
             lost = error
-        try:
-            row = api.job(submission_id, patience_s=max(0.0, deadline - clock()))
-        except Unanswered as error:
-            raise SubmissionError(
-                f"Nobody can tell whether the job {submission_id} has started: {error} It is "
-                "noted; `nemo-run-ray status` finds it when the cluster answers, and `nemo-run-ray "
-                "resume` hands it over if it never arrived."
-            ) from error
+        row = _outcome(api, submission_id, max(0.0, deadline - clock()))
         if row is not None:
             _must_be_ours(api, row, nonces())
             return
         if clock() >= deadline:
-            raise SubmissionError(
-                f"{api.dashboard.url} has not taken the job {submission_id} in {OUTCOME_S:.0f} s: "
-                f"{lost}. It has not started; `nemo-run-ray resume` hands it over later."
-            )
+            raise _not_taken(api, submission_id, lost)
         sleep(0.5)
+
+
+def _outcome(api: JobsApi, submission_id: str, patience_s: float) -> dict[str, Any] | None:
+    """The job's row now; ``None`` when the cluster has no such job."""
+    try:
+        return api.job(submission_id, patience_s)
+    except Unanswered as error:
+        raise SubmissionError(
+            f"Nobody can tell whether the job {submission_id} has started: {error} It is noted; "
+            "`nemo-run-ray status` finds it when the cluster answers, and `nemo-run-ray resume` "
+            "hands it over if it never arrived."
+        ) from error
+
+
+def _not_taken(api: JobsApi, submission_id: str, lost: ClusterError | None) -> SubmissionError:
+    return SubmissionError(
+        f"{api.dashboard.url} has not taken the job {submission_id} in {OUTCOME_S:.0f} s: {lost}. "
+        "It has not started; `nemo-run-ray resume` hands it over later."
+    )
 
 
 def _must_be_ours(api: JobsApi, row: dict[str, Any], nonces: Collection[str]) -> None:

@@ -23,7 +23,8 @@ from torchx.specs import AppState, make_app_handle
 
 from nemo_run_ray import patches, plain_errors
 from nemo_run_ray.errors import UnsupportedNemoRun
-from nemo_run_ray.executor import ON_SUBCLASS, SCHEDULER, RayExecutor
+from nemo_run_ray.executor import ON_SUBCLASS, RayExecutor
+from nemo_run_ray.ids import SCHEDULER
 from nemo_run_ray.remote.files import write_file
 
 log = logging.getLogger(__name__)

@@ -24,8 +24,8 @@ from torchx.specs import AppDef, AppDryRunInfo, ReplicaStatus, Role, RoleStatus
 
 from nemo_run_ray.clusters import Cluster
 from nemo_run_ray.errors import ConfigError, JobError, NemoRunRayError
-from nemo_run_ray.executor import SCHEDULER, RayExecutor
-from nemo_run_ray.ids import dispatcher_id, job_id
+from nemo_run_ray.executor import RayExecutor
+from nemo_run_ray.ids import SCHEDULER, dispatcher_id, job_id
 from nemo_run_ray.jobs import ledger, notes
 from nemo_run_ray.jobs.batch import Batch
 from nemo_run_ray.jobs.explanations import leftovers

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass, field, fields
-from typing import Any, Callable, Dict, Optional, Tuple, Type, TypeVar, Union
+from dataclasses import asdict, dataclass, field, is_dataclass
+from typing import Any, Dict, Optional, Tuple, Union, get_args, get_origin, get_type_hints
 
 #: Raised when a field changes its meaning. Client and remote half travel together, so it only ever
 #: differs when somebody mixes archives by hand.
@@ -12,16 +12,6 @@ VERSION = 2
 #: Environment variable of a group's driver: the code archive of each role, when there are several.
 CODE = "NEMO_RUN_RAY_CODE"
 
-_Spec = TypeVar(
-    "_Spec",
-    "JobSpec",
-    "ProbeSpec",
-    "RoleSpec",
-    "GroupSpec",
-    "OutsideSpec",
-    "DispatchedJobSpec",
-    "DispatchSpec",
-)
 #: Stands in a dispatched job's entrypoint for the id of the attempt.
 SUBMISSION_ID = "@submission_id@"
 _AnySpec = Union["JobSpec", "RoleSpec", "GroupSpec", "DispatchSpec"]
@@ -245,60 +235,37 @@ def from_json(text: str) -> _AnySpec:
     """
     values = json.loads(text)
     version, kind = values.pop("version", None), values.pop("kind", None)
-    makers: Dict[Any, Callable[[Dict[str, Any]], _AnySpec]] = {
-        "task": _task,
-        "role": _role,
-        "group": _group,
-        "dispatch": _dispatch,
-    }
-    if version != VERSION or kind not in makers:
+    kinds = {"task": JobSpec, "role": RoleSpec, "group": GroupSpec, "dispatch": DispatchSpec}
+    if version != VERSION or kind not in kinds:
         raise ValueError(
-            f"{kind!r} spec of version {version!r}; this code reads {sorted(makers)} of version "
+            f"{kind!r} spec of version {version!r}; this code reads {sorted(kinds)} of version "
             f"{VERSION}"
         )
-    return makers[kind](values)
+    found: _AnySpec = _made(kinds[kind], values)
+    return found
 
 
 def _dump(kind: str, spec: Any) -> str:
     return json.dumps({"version": VERSION, "kind": kind, **asdict(spec)}, indent=1, sort_keys=True)
 
 
-def _task(values: Dict[str, Any]) -> JobSpec:
-    for name in ("argv", "secrets"):
-        values[name] = tuple(values.get(name, ()))
-    return _make(JobSpec, values)
+def _made(kind: Any, value: Any) -> Any:
+    """A plain value as what an annotation says: a dataclass, a tuple, or the value itself.
 
-
-def _role(values: Dict[str, Any]) -> RoleSpec:
-    values["task"] = _task(values["task"])
-    if values.get("ready") is not None:
-        values["ready"]["command"] = tuple(values["ready"].get("command", ()))
-        values["ready"] = _make(ProbeSpec, values["ready"])
-    return _make(RoleSpec, values)
-
-
-def _group(values: Dict[str, Any]) -> GroupSpec:
-    values["roles"] = tuple(_role(role) for role in values["roles"])
-    return _make(GroupSpec, values)
-
-
-def _dispatch(values: Dict[str, Any]) -> DispatchSpec:
-    values["jobs"] = tuple(_dispatched_job(job) for job in values["jobs"])
-    values["dashboards"] = tuple(values.get("dashboards", ()))
-    return _make(DispatchSpec, values)
-
-
-def _dispatched_job(values: Dict[str, Any]) -> DispatchedJobSpec:
-    for name in ("after", "permanent_exit_codes", "secrets"):
-        values[name] = tuple(values.get(name, ()))
-    for one in values.get("outside", ()):
-        one["nonces"] = tuple(one.get("nonces", ()))
-    values["outside"] = tuple(_make(OutsideSpec, one) for one in values.get("outside", ()))
-    return _make(DispatchedJobSpec, values)
-
-
-def _make(kind: Type[_Spec], values: Dict[str, Any]) -> _Spec:
-    unknown = set(values) - {one.name for one in fields(kind)}
+    Raises:
+        ValueError: a dataclass has no such field, or needs one that is not there.
+    """
+    if get_origin(kind) is Union:  # Optional
+        return None if value is None else _made(get_args(kind)[0], value)
+    if get_origin(kind) is tuple:
+        return tuple(_made(get_args(kind)[0], one) for one in value)
+    if not isinstance(kind, type) or not is_dataclass(kind):
+        return value
+    hints = get_type_hints(kind)
+    unknown = set(value) - set(hints)
     if unknown:
         raise ValueError(f"{kind.__name__} with unknown fields {sorted(unknown)}")
-    return kind(**values)
+    try:
+        return kind(**{name: _made(hints[name], one) for name, one in value.items()})
+    except TypeError as error:
+        raise ValueError(str(error)) from error

@@ -19,7 +19,7 @@ _LINES = (
     {"nemo"},
     {"jobs"},
     {"planning"},
-    {"executor", "dashboard"},
+    {"executor", "executor_checks", "dashboard"},
     {"clusters", "probes", "transport"},
     {"patches", "checks", "runtime_env", "timeline"},
     {"remote", "ids", "errors", "plain_errors"},

@@ -1,0 +1,278 @@
+"""The checks of RayExecutor's fields: a table for single fields, then what belongs together.
+
+A check takes the field's name and value, and raises ``ConfigError`` with what is allowed.
+"""
+
+import re
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from nemo_run.core.execution.launcher import FaultTolerance, Launcher, Torchrun
+
+from nemo_run_ray import runtime_env as runtime_envs
+from nemo_run_ray.checks import is_amount, is_whole, refuse
+from nemo_run_ray.clusters import Cluster, ExistingCluster
+from nemo_run_ray.errors import ConfigError
+from nemo_run_ray.ids import SCHEDULER
+from nemo_run_ray.probes import Probe
+
+if TYPE_CHECKING:
+    from nemo_run_ray.executor import RayExecutor
+
+STRATEGIES = ("PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD")
+#: The smallest part of a resource that Ray gives away.
+RESOURCE_MIN = 0.0001
+#: Resources with a field of their own.
+_OWN_FIELDS = ("CPU", "GPU", "memory", "object_store_memory")
+_LAUNCHERS = ("torchrun", "ft")
+_UNITS = {"B": 1} | {
+    f"{prefix}{suffix}": base**power
+    for power, prefix in enumerate("KMGTP", start=1)
+    for suffix, base in (("B", 1000), ("iB", 1024))
+}
+_MEMORY = re.compile(r"\s*(\d{1,18}(?:\.\d{1,18})?)\s*([A-Za-z]*)\s*")
+_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+_Check = Callable[[str, Any], None]
+
+
+def check_fields(executor: "RayExecutor") -> None:
+    """Check every field of an executor.
+
+    Raises:
+        ConfigError: the first field that is wrong.
+    """
+    # Texts are sequences too, and "false" is true: types come before anything is iterated.
+    for name, check in _TYPES.items():
+        check(name, getattr(executor, name))
+    for name, check in _VALUES.items():
+        check(name, getattr(executor, name))
+    if executor.cluster is not None and executor.address is not None:
+        raise ConfigError(
+            f"RayExecutor has both cluster={executor.cluster!r} and address={executor.address!r}; "
+            "address is short for ExistingCluster, so give one of them."
+        )
+    runtime_envs.check(executor.runtime_env, executor.allow_unknown_runtime_env)
+    _check_secrets(executor)
+    _check_launcher(executor)
+
+
+def parse_memory(value: int | str) -> int:
+    """Bytes of ``"64GiB"``, ``"500 MB"`` or a plain number.
+
+    Raises:
+        ConfigError: no number, a negative one, or an unknown unit.
+    """
+    allowed = f"bytes, or a number with one of the units {', '.join(_UNITS)}"
+    if isinstance(value, bool) or not isinstance(value, (int, str)):
+        refuse("memory_per_node", value, allowed)
+    if isinstance(value, int):
+        if value < 0:
+            refuse("memory_per_node", value, allowed)
+        return value
+    match = _MEMORY.fullmatch(value)
+    if match is None or (match.group(2) or "B") not in _UNITS:
+        refuse("memory_per_node", value, allowed)
+    return int(float(match.group(1)) * _UNITS[match.group(2) or "B"])
+
+
+# ---------------------------------------------------------------------- checks of one field
+
+
+def _a(kind: type, allowed: str) -> _Check:
+    def check(name: str, value: Any) -> None:
+        if not isinstance(value, kind):
+            # A secret given by its value must not be shown, not even as refused.
+            refuse(name, "not a list" if name == "secrets" else value, allowed)
+
+    return check
+
+
+def _whole(least: int, most: int | None = None) -> _Check:
+    allowed = f"a whole number from {least}" + ("" if most is None else f" to {most}")
+
+    def check(name: str, value: Any) -> None:
+        if not is_whole(value, least, most):
+            refuse(name, value, allowed)
+
+    return check
+
+
+def _or_none(check: _Check, words: str = "") -> _Check:
+    def check_or_none(name: str, value: Any) -> None:
+        if value is None:
+            return
+        try:
+            check(name, value)
+        except ConfigError:
+            if words:
+                refuse(name, value, words)
+            raise
+
+    return check_or_none
+
+
+def _seconds(name: str, value: Any) -> None:
+    if not is_amount(value):
+        refuse(name, value, "a number from 0")
+
+
+def _resource(name: str, value: Any) -> None:
+    if is_amount(value) and 0 < value < RESOURCE_MIN:
+        refuse(name, value, f"0 or a number from {RESOURCE_MIN}, the step in which Ray counts")
+    if not is_amount(value):
+        refuse(name, value, "a number from 0")
+
+
+def _gpus(name: str, value: Any) -> None:
+    _resource(name, value)
+    if value > 1 and value != int(value):
+        refuse(name, value, "a fraction below 1 or a whole number")
+
+
+def _custom_resources(name: str, value: dict[Any, Any]) -> None:
+    for key, amount in value.items():
+        _resource(f"{name}[{key!r}]", amount)
+        if not isinstance(key, str) or not key or key in _OWN_FIELDS:
+            allowed = f"custom resources; {', '.join(_OWN_FIELDS)} have fields of their own"
+            refuse(name, value, allowed)
+
+
+def _memory(name: str, value: Any) -> None:
+    parse_memory(value)
+
+
+def _ports(name: str, value: dict[Any, Any]) -> None:
+    for key, port in value.items():
+        if not isinstance(key, str) or not key or key.startswith("_"):
+            refuse(name, key, "names that do not begin with '_'")
+        _whole(0, 65535)(f"{name}[{key!r}]", port)
+    fixed = [port for port in value.values() if port]
+    if len(set(fixed)) < len(fixed):
+        refuse(name, value, "different numbers, or 0 for a free one")
+
+
+def _exit_codes(name: str, value: list[Any]) -> None:
+    if not all(is_whole(code, 1, 255) for code in value):
+        refuse(name, value, "numbers from 1 to 255")
+
+
+def _handles(name: str, value: list[Any]) -> None:
+    begin = f"{SCHEDULER}://"
+    if not all(isinstance(one, str) and one.startswith(begin) for one in value):
+        refuse(name, value, f"a list of handles of Ray jobs, {begin}nemo_run/<job's id>")
+
+
+def _probe(name: str, value: Any) -> None:
+    if not isinstance(value, Probe) or type(value) is Probe:
+        refuse(name, value, "a PortProbe, an HttpProbe, a CommandProbe or None")
+
+
+def _interpreter(name: str, value: Any) -> None:
+    if not isinstance(value, str) or not value:
+        refuse(name, value, "a path, a program's name, or None")
+
+
+def _cluster(name: str, value: Any) -> None:
+    if not isinstance(value, Cluster):
+        refuse(name, value, "one of nemo_run_ray.clusters, such as LocalCluster()")
+
+
+def _address(name: str, value: Any) -> None:
+    ExistingCluster(url=value)
+
+
+def _strategy(name: str, value: str) -> None:
+    if value not in STRATEGIES:
+        refuse(name, value, f"one of {', '.join(STRATEGIES)}")
+
+
+def _labels(name: str, value: dict[Any, Any]) -> None:
+    if not all(isinstance(key, str) and isinstance(one, str) for key, one in value.items()):
+        refuse(name, value, "texts by label")
+
+
+def _variables(name: str, value: dict[Any, Any]) -> None:
+    for key, one in value.items():
+        if not isinstance(key, str) or not key or "=" in key or "\0" in key:
+            refuse(name, key, "names of environment variables")
+        if not isinstance(one, str) or "\0" in one:
+            refuse(f"{name}[{key!r}]", one, "a text without NUL")
+
+
+def _secret_names(name: str, value: list[Any]) -> None:
+    if not all(isinstance(one, str) and _NAME.fullmatch(one) for one in value):
+        raise ConfigError(
+            f"RayExecutor.{name} holds something that is no name of an environment variable (not "
+            "shown here, in case it is a value); allowed are names, such as ['HF_TOKEN'], whose "
+            "values are taken from the environment."
+        )
+
+
+_A_DICT, _A_LIST, _A_BOOL = _a(dict, "a dict"), _a(list, "a list"), _a(bool, "True or False")
+_A_TEXT = _a(str, "a text")
+_TYPES: dict[str, _Check] = {
+    "resources_per_node": _A_DICT,
+    "label_selector": _A_DICT,
+    "runtime_env": _A_DICT,
+    "ports": _A_DICT,
+    "env_vars": _A_DICT,
+    "secrets": _A_LIST,
+    "dependencies": _A_LIST,
+    "resource_group": _A_LIST,
+    "permanent_exit_codes": _A_LIST,
+    "service": _A_BOOL,
+    "keep_run_dir": _A_BOOL,
+    "wait_for_nodes": _A_BOOL,
+    "allow_unknown_runtime_env": _A_BOOL,
+    "role": _A_TEXT,
+    "strategy": _A_TEXT,
+}
+_VALUES: dict[str, _Check] = {
+    "ready": _or_none(_probe),
+    "python": _or_none(_interpreter),
+    "dependencies": _handles,
+    "permanent_exit_codes": _exit_codes,
+    "cluster": _or_none(_cluster),
+    "address": _or_none(_address),
+    "nodes": _whole(1),
+    "ntasks_per_node": _whole(1),
+    "retries": _whole(0),
+    "max_in_flight": _or_none(_whole(1), "a whole number from 1, or None"),
+    "cpus_per_node": _or_none(_resource),
+    "gpus_per_node": _gpus,
+    "pending_timeout_s": _or_none(_seconds),
+    "grace_s": _seconds,
+    "resources_per_node": _custom_resources,
+    "memory_per_node": _or_none(_memory),
+    "ports": _ports,
+    "secrets": _secret_names,
+    "env_vars": _variables,
+    "label_selector": _labels,
+    "strategy": _strategy,
+}
+
+
+# ---------------------------------------------------------------------- what belongs together
+
+
+def _check_secrets(executor: "RayExecutor") -> None:
+    in_clear = executor.runtime_env.get("env_vars", {})
+    for name in executor.secrets:
+        if name in executor.env_vars:
+            refuse("env_vars", name, "a name that is not in secrets too")
+        if name in in_clear:
+            refuse("runtime_env['env_vars']", name, "a name that is not in secrets too")
+
+
+def _check_launcher(executor: "RayExecutor") -> None:
+    launcher = executor.launcher
+    if executor.resource_group and launcher is not None and type(launcher) is not Launcher:
+        refuse("launcher", launcher, "None for a group; set it on the executor of a role")
+    if isinstance(launcher, str):
+        if launcher not in _LAUNCHERS:
+            refuse("launcher", launcher, f"None or one of {', '.join(_LAUNCHERS)}")
+    elif launcher is not None:
+        if type(launcher) not in (Launcher, Torchrun, FaultTolerance):
+            refuse("launcher", launcher, "None, Torchrun or FaultTolerance")
+        if launcher.nsys_profile:
+            refuse("launcher.nsys_profile", True, "False: profiling on Ray is not built yet")
