@@ -65,8 +65,7 @@ def follow(
         JobError: there is no such log.
     """
     reader = _Reader(end_marks)
-    barren = failures = 0
-    has_waited = False
+    barren, failures, has_waited = 0, 0, False
     while True:
         before, over = reader.place, False
         try:

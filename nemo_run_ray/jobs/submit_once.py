@@ -29,8 +29,7 @@ def submit_once(
     Args:
         api: where.
         body: of the request; its intent is in the ledger.
-        nonces: gives those of the experiment's submissions of this id. A job that another of its
-            processes submitted at the same time is taken for what it is, ours.
+        nonces: gives those of all submissions of this id by the experiment's processes.
         clock: seconds that only grow.
         sleep: waits so many of them.
 
