@@ -1,0 +1,107 @@
+"""Cancelling, on a simulated Ray whose answers are lost and whose jobs are slow to end."""
+
+import itertools
+
+import pytest
+
+from nemo_run_ray.errors import ClusterError
+from nemo_run_ray.jobs import cancelling
+from nemo_run_ray.jobs.cancel import cancel_all
+from nemo_run_ray.remote.states import JobState
+from tests.fake_ray import FINDS_NO_ROOM, GOES_ON, NODE, Trouble
+from tests.unit.jobs.conftest import Handed
+
+
+@pytest.fixture(autouse=True)
+def time_passes(monkeypatch, ray):
+    """Every pause of ours is time in which the simulated jobs go on."""
+    clock = itertools.count()
+    monkeypatch.setattr(cancelling.time, "monotonic", lambda: next(clock) * 0.25)
+    monkeypatch.setattr(cancelling.time, "sleep", ray.pass_time)
+
+
+@pytest.fixture
+def one(ray, unique) -> Handed:
+    handed = Handed(ray, unique, "job", grace_s=1)
+    ray.fates[f"{handed.id}.job"] = GOES_ON
+    ray.rows[f"{handed.id}.job"].update(status="RUNNING", driver_node_id=NODE)
+    return handed
+
+
+def test_a_job_that_runs_is_stopped(ray, one):
+    assert one.jobs["job"].cancel().state is JobState.CANCELLED
+    assert ray.stops == [f"{one.id}.job"]
+
+
+def test_a_stop_that_gets_lost_is_asked_for_again(ray, one):
+    lost = iter([Trouble(), Trouble(502, "bad gateway")])
+    ray.trouble = lambda method, path: next(lost, None) if path.endswith("/stop") else None
+    assert one.jobs["job"].cancel().state is JobState.CANCELLED
+    assert len(ray.stops) == 3
+
+
+def test_a_job_that_never_ends_is_an_error_that_names_it(ray, one):
+    ray._stop = lambda name: (200, "{}")
+    with pytest.raises(ClusterError, match="did not end within 41 s") as caught:
+        one.jobs["job"].cancel()
+    assert f"{one.id}.job" in str(caught.value)
+    assert "Cancel it again" in str(caught.value)
+
+
+def test_a_job_that_has_ended_is_left_alone(ray, one):
+    ray.rows[f"{one.id}.job"].update(status="SUCCEEDED", driver_exit_code=0)
+    assert one.jobs["job"].cancel().state is JobState.SUCCEEDED
+    assert ray.stops == []
+
+
+def test_a_job_that_waits_for_room_is_stopped_until_ray_holds_it_back(ray, one):
+    name = f"{one.id}.job"
+    ray.rows[name].update(status="PENDING", driver_node_id=None)
+    ray.fates[name] = FINDS_NO_ROOM
+    status = one.jobs["job"].cancel()
+    assert status.state is JobState.CANCELLED
+    assert "without running its command" in status.detail
+    assert len(ray.stops) >= 3
+    assert one.states() == {"job": "CANCELLED"}, "as other processes see it"
+
+
+def test_an_id_of_a_stranger_is_left_alone(ray, unique):
+    handed = Handed(ray, unique, "job")
+    ray.rows[f"{handed.id}.job"]["metadata"] = {"nemo_run_ray": "theirs"}
+    ray.requests.clear()
+    assert handed.jobs["job"].cancel().state is JobState.WAITING
+    assert ray.writes == []
+
+
+def test_a_whole_chain_is_cancelled_by_one_claim(ray, unique):
+    handed = Handed(ray, unique, "first", "second after first", "third after second")
+    ray.fates[f"{handed.id}.first"] = GOES_ON
+    ray.dispatch(handed.dispatch.spec, rounds=2)
+    told = list(cancel_all(list(handed.jobs.values())))
+    assert handed.states() == dict.fromkeys(("first", "second", "third"), "CANCELLED")
+    assert [one.split(" ")[0] for one in told] == ["first", "second", "third"]
+    assert list(ray.claims) == [handed.dispatch.spec.cancel_id]
+    assert ray.stops == [f"{handed.id}.first"]
+
+
+def test_a_chain_is_cancelled_when_its_dispatcher_is_dead(ray, unique):
+    handed = Handed(ray, unique, "first", "second after first")
+    ray.rows[handed.dispatch.id]["status"] = "FAILED"
+    list(cancel_all(list(handed.jobs.values())))
+    assert handed.states() == {"first": "CANCELLED", "second": "CANCELLED"}
+
+
+def test_one_job_of_a_chain_that_waits_is_claimed(ray, unique):
+    handed = Handed(ray, unique, "first", "second after first", "other")
+    ray.fates[f"{handed.id}.first"] = GOES_ON
+    ray.dispatch(handed.dispatch.spec, rounds=2)
+    assert handed.jobs["second"].cancel().state is JobState.CANCELLED
+    assert list(ray.claims) == [f"{handed.id}.second"]
+    assert handed.states()["first"] == "RUNNING"
+
+
+def test_nothing_is_left_to_cancel_of_what_has_ended(ray, one):
+    ray.rows[f"{one.id}.job"].update(status="SUCCEEDED", driver_exit_code=0)
+    assert list(cancel_all(list(one.jobs.values()))) == [
+        "job is SUCCEEDED: there is nothing to cancel"
+    ]

@@ -1,0 +1,118 @@
+"""What is said of a job when its cluster, its row or its answer is not what it was."""
+
+import logging
+
+import pytest
+
+from nemo_run_ray.dashboard.job_table import TABLE_AGE_S
+from nemo_run_ray.jobs import snapshot as snapshots
+from nemo_run_ray.jobs.snapshot import Snapshot
+from nemo_run_ray.remote.states import JobState, JobStatus, Reason
+from tests.fake_ray import FAILS, NODE, SUCCEEDS, Trouble
+from tests.unit.jobs.conftest import Handed
+
+
+@pytest.fixture(autouse=True)
+def no_pause(monkeypatch):
+    monkeypatch.setattr(snapshots, "_RECOVERS_S", 0.0)
+
+
+@pytest.fixture
+def one(ray, unique) -> Handed:
+    return Handed(ray, unique, "job")
+
+
+def status_of(handed: Handed, name: str = "job") -> JobStatus:
+    """As a process that knows nothing sees it now."""
+    return handed.jobs[name].status_in(Snapshot(is_fresh=True))
+
+
+def test_a_cluster_that_was_started_anew_has_lost_it(ray, one):
+    ray.rows.clear()
+    ray.session = "session_of_another_life"
+    status = status_of(one)
+    assert (status.state, status.reason) == (JobState.LOST, Reason.CLUSTER_GONE)
+    assert "session_of_another_life" in status.detail
+
+
+def test_a_head_that_recovers_may_answer_before_it_knows_its_jobs(ray, one):
+    rows = dict(ray.rows)
+    looks = iter([{}, {}])
+    ray.before_table = lambda: ray.rows.update(next(looks, rows))
+    ray.rows.clear()
+    assert status_of(one).state is JobState.PENDING
+
+
+def test_a_row_that_stays_away_is_lost(ray, one):
+    ray.rows.clear()
+    status = status_of(one)
+    assert status.state is JobState.LOST
+    assert "no record of it any more" in status.detail
+
+
+@pytest.mark.parametrize("trouble", [Trouble(), Trouble(503, "starting"), Trouble(403)])
+def test_a_cluster_that_does_not_answer_leaves_it_unknown(ray, one, trouble):
+    ray.trouble = lambda method, path: trouble
+    status = status_of(one)
+    assert (status.state, status.reason) == (JobState.UNKNOWN, Reason.UNREACHABLE)
+    assert ray.url in status.detail
+
+
+def test_an_id_that_a_stranger_has_was_never_ours(ray, one):
+    ray.rows[f"{one.id}.job"]["metadata"] = {"nemo_run_ray": "theirs"}
+    assert status_of(one).reason is Reason.TAKEN
+
+
+def test_an_end_is_known_without_its_cluster(ray, one):
+    ray.rows[f"{one.id}.job"].update(SUCCEEDS, end_time=int(ray.now * 1000), driver_node_id=NODE)
+    assert status_of(one).state is JobState.SUCCEEDED
+    ray.rows.clear()
+    ray.session = "another"
+    ray.requests.clear()
+    assert status_of(one).state is JobState.SUCCEEDED
+    assert ray.requests == []
+
+
+def test_the_end_of_a_log_explains_a_failure(ray, one):
+    tail = "last available logs (truncated to 20,000 chars):\nTraceback\nValueError: no\n"
+    ray.rows[f"{one.id}.job"].update({**FAILS, "message": f"failed with exit code 1, {tail}"})
+    status = status_of(one)
+    assert (status.detail, status.tail) == ("exit code 1", "Traceback\nValueError: no")
+
+
+def test_a_word_of_a_newer_ray_is_no_end(ray, one):
+    ray.rows[f"{one.id}.job"]["status"] = "PAUSED"
+    assert status_of(one).state is JobState.UNKNOWN
+
+
+def test_one_look_at_the_table_serves_everybody_for_a_moment(ray, one):
+    (job,) = one.jobs.values()
+    ray.requests.clear()
+    for _ in range(20):
+        assert job.status.state is JobState.PENDING
+    assert len(ray.requests) <= 1 + 1 / TABLE_AGE_S
+
+
+def test_a_wait_that_is_too_short_says_so_and_the_job_goes_on(ray, one):
+    (job,) = one.jobs.values()
+    with pytest.raises(TimeoutError, match="is PENDING after 0 s; it goes on"):
+        job.wait(timeout_s=0.0)
+    assert ray.stops == []
+
+
+def test_a_wait_ends_with_the_job(ray, one):
+    ray.rows[f"{one.id}.job"].update(SUCCEEDS)
+    (job,) = one.jobs.values()
+    assert job.wait(timeout_s=30).state is JobState.SUCCEEDED
+
+
+def test_an_end_that_cannot_be_written_down_is_told_all_the_same(ray, one, monkeypatch):
+    ray.rows[f"{one.id}.job"].update(SUCCEEDS)
+    monkeypatch.setattr("os.access", lambda path, mode: False)
+    assert status_of(one).state is JobState.SUCCEEDED
+
+
+def test_requests_of_ours_are_not_in_the_log(ray, one, caplog):
+    with caplog.at_level(logging.INFO):
+        status_of(one)
+    assert [one for one in caplog.records if one.name == "httpx"] == []
