@@ -1,8 +1,12 @@
-"""Names and paths that break what is not quoted."""
+"""Names and paths that break what is not quoted, and a simulated Ray."""
 
+import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+
+from tests.fake_ray import FakeRay, fake_ray
 
 #: A file's name that holds all that a shell, a format string or a codec may trip over.
 HOSTILE = "a b'c\"d$HOME*\n;#é漢\\%s"
@@ -18,3 +22,11 @@ def weird_tmp_path(tmp_path) -> Path:
     folder = tmp_path / HOSTILE
     folder.mkdir()
     return folder
+
+
+@pytest.fixture
+def ray(monkeypatch) -> Iterator[FakeRay]:
+    for name in ("RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH", "RAY_ADDRESS"):
+        monkeypatch.delenv(name, raising=False)
+    with fake_ray(now=time.time()) as found:
+        yield found

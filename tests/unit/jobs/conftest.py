@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import nemo_run as run
-import pytest
 
 from nemo_run_ray import RayExecutor
 from nemo_run_ray.jobs.dispatch import Dispatch, dispatches_of
 from nemo_run_ray.jobs.find import find_experiment, jobs_of
 from nemo_run_ray.jobs.job import RemoteJob
 from nemo_run_ray.jobs.snapshot import Snapshot
-from tests.fake_ray import FakeRay, fake_ray
+from tests.fake_ray import FakeRay
 
 
 class Handed:
@@ -71,11 +68,3 @@ class Handed:
         """A job of somebody else in the cluster's table, older than most."""
         self.ray.add(name, {}, status=status, **fields)
         self.ray.rows[name]["start_time"] -= 3_600_000
-
-
-@pytest.fixture
-def ray(monkeypatch) -> Iterator[FakeRay]:
-    for name in ("RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH", "RAY_ADDRESS"):
-        monkeypatch.delenv(name, raising=False)
-    with fake_ray(now=time.time()) as found:
-        yield found

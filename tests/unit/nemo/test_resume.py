@@ -1,0 +1,72 @@
+"""Going on with experiments whose client died, on a simulated Ray."""
+
+import nemo_run as run
+import pytest
+
+from nemo_run_ray import RayExecutor
+from nemo_run_ray.errors import NemoRunRayError
+from nemo_run_ray.jobs.find import find_experiment, jobs_of
+from nemo_run_ray.nemo import registry
+from nemo_run_ray.nemo.resume import resume_experiment
+from tests.fake_ray import SUCCEEDS, FakeRay, Trouble
+
+JOBS = ("first", "second")
+
+
+def hand_over(ray: FakeRay, title: str, *names: str, local: bool = False, chain: bool = False):
+    """An experiment whose requests never arrive."""
+    ray.trouble = lambda method, path: Trouble(200, "a page") if path == "/api/version" else None
+    with run.Experiment(title, skip_status_at_exit=True, threadpool_workers=1) as experiment:
+        for number, name in enumerate(names):
+            after = [names[number - 1]] if chain and number else None
+            executor = RayExecutor(address=ray.url)
+            experiment.add(
+                run.Script(inline="true"), executor=executor, name=name, dependencies=after
+            )
+        if local:
+            experiment.add(run.Script(inline="true"), executor=run.LocalExecutor(), name="here")
+        with pytest.raises(NemoRunRayError):
+            experiment.run(detach=True)
+    ray.trouble = lambda method, path: None
+    return registry.load_experiment(title)
+
+
+def test_jobs_that_never_arrived_are_handed_over_once(ray, unique):
+    experiment = hand_over(ray, unique, "first", "second")
+    assert list(resume_experiment(experiment)) == ["first: handed over", "second: handed over"]
+    assert len(ray.started) == 2
+    again = list(resume_experiment(registry.load_experiment(unique)))
+    assert again == ["first: PENDING, left as it is", "second: PENDING, left as it is"]
+    assert len(ray.started) == 2
+
+
+def test_a_chain_that_never_arrived_is_handed_over_together(ray, unique):
+    experiment = hand_over(ray, unique, "first", "second", chain=True)
+    assert [one.split(": ")[1] for one in resume_experiment(experiment)][-2:] == ["handed over"] * 2
+    assert len(ray.started) == 1, "the dispatcher"
+
+
+def test_a_chain_whose_dispatcher_died_is_left_to_a_new_one(ray, unique):
+    experiment = hand_over(ray, unique, "first", "second", chain=True)
+    list(resume_experiment(experiment))
+    (dispatcher,) = ray.started
+    ray.rows[dispatcher]["status"] = "STOPPED"
+    told = list(resume_experiment(registry.load_experiment(unique)))
+    assert told[0] == f"{dispatcher}: started again as {dispatcher}@2"
+    assert told[1:] == [f"{one}: waits on the cluster, left to its dispatcher" for one in JOBS]
+    again = list(resume_experiment(registry.load_experiment(unique)))
+    assert again[0] == f"{dispatcher}: its dispatcher is at work"
+
+
+def test_what_nemo_run_keeps_in_order_waits_for_its_turn(ray, unique):
+    experiment = hand_over(ray, unique, *JOBS, local=True, chain=True)
+    told = dict(one.split(": ", 1) for one in resume_experiment(experiment))
+    assert told["first"] == "handed over"
+    assert told["second"] == (
+        "not handed over, it depends on first (WAITING); resume again after that"
+    )
+    assert told["here"].endswith(" on LocalExecutor, left as it is")
+    (first,) = jobs_of(find_experiment(unique))
+    ray.rows[first.id].update(SUCCEEDS)
+    told = dict(one.split(": ", 1) for one in resume_experiment(registry.load_experiment(unique)))
+    assert (told["first"], told["second"]) == ("SUCCEEDED, left as it is", "handed over")
