@@ -168,7 +168,8 @@ def logs(
 def _must_have_role(job: Any, role: str) -> None:
     from nemo_run_ray.jobs.explanations import roles
 
-    rows = roles(job, job.status).get("roles", [])
+    found = roles(job, job.status)
+    rows = found["roles"] if found else []
     names = {row["role"] for row in rows}
     replicas = {f"{row['role']}/{row['replica']}" for row in rows}
     if rows and role not in names | replicas:

@@ -20,6 +20,7 @@ from nemo_run_ray.jobs.ledger import Ledger
 from nemo_run_ray.jobs.running_at import note_running_at, running_at
 from nemo_run_ray.jobs.snapshot import Snapshot
 from nemo_run_ray.nemo import registry
+from nemo_run_ray.remote.rows import GroupRows
 from nemo_run_ray.remote.states import JobState, JobStatus
 from nemo_run_ray.timeline import page as timeline
 
@@ -128,7 +129,7 @@ def timeline_page(title: str, exp_dir: Path, jobs: Sequence[RemoteJob], now: flo
 
 
 def _as_dict(
-    job: RemoteJob, status: JobStatus, attempts: Attempts, group: dict[str, Any]
+    job: RemoteJob, status: JobStatus, attempts: Attempts, group: GroupRows | None
 ) -> dict[str, Any]:
     return {
         "job": job.name,
@@ -154,7 +155,7 @@ def _as_dict(
             }
             for one in attempts.values()
         ],
-        **group,
+        **(group or {}),
     }
 
 
@@ -204,7 +205,7 @@ def _span(number: int, attempt: AttemptRecord, status: JobStatus) -> timeline.Sp
     )
 
 
-def _roles_table(job: str, group: dict[str, Any]) -> Group:
+def _roles_table(job: str, group: GroupRows) -> Group:
     """One line for every replica of a group."""
     lines: list[Any] = [Text(f"\n{job} is {group['phase']}")]
     if group.get("waits_for_room"):

@@ -16,6 +16,7 @@ from typing import Any
 
 from nemo_run_ray.errors import NemoRunRayError
 from nemo_run_ray.remote.env_error import cause_of
+from nemo_run_ray.remote.rows import JobRow
 from nemo_run_ray.remote.states import JobState, JobStatus, Reason
 from nemo_run_ray.runtime_env import brings_python
 
@@ -50,7 +51,7 @@ class EnvBuilds:
         self._environments = _Recent(lambda _: [one for one in environments() if _is_built(one)])
         self._agent_log = _Recent(agent_log)
 
-    def explain(self, row: Mapping[str, Any], status: JobStatus) -> JobStatus:
+    def explain(self, row: JobRow, status: JobStatus) -> JobStatus:
         """The status of a pending job with what its runtime environment waits for.
 
         Args:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
-from typing import Any
 
 from nemo_run_ray.errors import ClusterError
+from nemo_run_ray.remote.rows import JobRows
 
 #: Seconds that one look at the job table serves everybody in this process. NeMo-Run looks at every
 #: job each 2 s, at moments of their own; this makes it at most two requests in that time.
@@ -17,14 +17,14 @@ TABLE_AGE_S = 1.5
 class JobTable:
     """The last look at the job table, shared by all threads; also a failed look is shared."""
 
-    def __init__(self, read: Callable[[], dict[str, dict[str, Any]]]) -> None:
+    def __init__(self, read: Callable[[], JobRows]) -> None:
         self._read = read
         self._lock = threading.Lock()
         self._seen_at = -1e9
-        self._rows: dict[str, dict[str, Any]] = {}
+        self._rows: JobRows = {}
         self._error: ClusterError | None = None
 
-    def read(self, fresh: bool) -> dict[str, dict[str, Any]]:
+    def read(self, fresh: bool) -> JobRows:
         asked_at = time.monotonic()
         with self._lock:
             # Who waited for the lock while another thread looked takes what that one saw.

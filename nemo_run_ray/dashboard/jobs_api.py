@@ -20,6 +20,7 @@ from nemo_run_ray.dashboard.log_stream import LogStream
 from nemo_run_ray.dashboard.state_api import StateApi
 from nemo_run_ray.dashboard.wake import JobManager
 from nemo_run_ray.errors import SubmissionError, Taken, TooOld, Unanswered
+from nemo_run_ray.remote.rows import JobRow, JobRows
 
 #: Seconds that a person waits for an address to answer before it is called unreachable.
 PATIENCE_S = 8.0
@@ -102,14 +103,14 @@ class JobsApi:
 
     # ------------------------------------------------------------------ jobs
 
-    def table(self, fresh: bool = False, patience_s: float = 0.0) -> dict[str, dict[str, Any]]:
+    def table(self, fresh: bool = False, patience_s: float = 0.0) -> JobRows:
         """All jobs by submission id, a moment old at most, or asked for now if ``fresh``."""
         return self._http.repeat(lambda: self._table.read(fresh), patience_s)
 
-    def job(self, submission_id: str, patience_s: float = 0.0) -> dict[str, Any] | None:
+    def job(self, submission_id: str, patience_s: float = 0.0) -> JobRow | None:
         """One job as it is now, or ``None`` when the cluster has no such job."""
 
-        def ask() -> dict[str, Any] | None:
+        def ask() -> JobRow | None:
             response = self._http.get(_job_path(submission_id), may_be_absent=True)
             return None if response.status_code == 404 else self._http.json(response)
 
@@ -184,7 +185,7 @@ class JobsApi:
 
         self._http.repeat(send, _UPLOAD_AGAIN_S)
 
-    def _rows(self) -> dict[str, dict[str, Any]]:
+    def _rows(self) -> JobRows:
         response = self._http.get("/api/jobs/")
         rows = self._http.json(response)
         if not isinstance(rows, list):

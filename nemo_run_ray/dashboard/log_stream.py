@@ -14,6 +14,7 @@ from websockets.sync.client import ClientConnection, connect
 from nemo_run_ray.dashboard.http import READ_S, SLOW_S, Http, tls
 from nemo_run_ray.dashboard.log_text import decode_log
 from nemo_run_ray.errors import JobError, StreamCut, Unauthorised
+from nemo_run_ray.remote.rows import JobRow
 from nemo_run_ray.remote.states import is_active
 
 #: Ray's own WebSocket inside the cluster takes 4 MiB; longer lines never arrive that way.
@@ -32,7 +33,7 @@ class LogStream:
         row: gives a job's row now, ``None`` when there is none.
     """
 
-    def __init__(self, http: Http, row: Callable[[str], dict[str, Any] | None]) -> None:
+    def __init__(self, http: Http, row: Callable[[str], JobRow | None]) -> None:
         self._http = http
         self._row = row
 
@@ -82,10 +83,11 @@ class LogStream:
                     yield text
         except httpx.HTTPError as error:
             raise StreamCut(f"{self._http.url(path)}: {error}") from error
-        row = (self._row(submission_id) if is_empty else None) or {}
+        row: JobRow = (self._row(submission_id) if is_empty else None) or {}
         never_started = row.get("status") == "FAILED" and row.get("driver_exit_code") is None
-        if never_started and row.get("message"):
-            yield f"{row['message'].strip()}\n"
+        message = row.get("message")
+        if never_started and message:
+            yield f"{message.strip()}\n"
 
     def _open(self, url: str) -> ClientConnection:
         dashboard = self._http.dashboard

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 from functools import cached_property
-from typing import Any
+from typing import Any, cast
 
 from nemo_run_ray.dashboard.env_builds import AGENT_LOG, AGENT_LOG_LINES, EnvBuilds
 from nemo_run_ray.dashboard.http import READ_S, Http
 from nemo_run_ray.errors import ClusterError
 from nemo_run_ray.remote.group.roles_file import file_name
+from nemo_run_ray.remote.rows import GroupRows
 
 #: Seconds until an answer must have come of which the next look may do without.
 _EXPLAIN_S = 5.0
@@ -36,13 +37,13 @@ class StateApi:
         text = self._log_file(node, f"job-driver-{submission_id}.log", count)
         return text.splitlines()[-count:]
 
-    def roles(self, node: str, submission_id: str) -> dict[str, Any]:
-        """What a group's driver wrote of its roles; empty when there is nothing of it."""
+    def roles(self, node: str, submission_id: str) -> GroupRows | None:
+        """What a group's driver wrote of its roles; ``None`` when there is nothing of it."""
         text = self._log_file(node, file_name(submission_id), -1)
         try:
-            return dict(json.loads(text)) if text else {}
+            return cast(GroupRows, json.loads(text)) if text else None
         except ValueError:
-            return {}  # Ray's own words, about a file that is not there
+            return None  # Ray's own words, about a file that is not there
 
     @cached_property
     def env_builds(self) -> EnvBuilds:

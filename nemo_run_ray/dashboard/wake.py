@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable
 
 from nemo_run_ray.dashboard.http import SLOW_S, Http
 from nemo_run_ray.errors import ClusterError
+from nemo_run_ray.remote.rows import JobRows
 
 #: Seconds between two looks for such jobs, and until a request that failed is repeated.
 _WAKE_AGAIN_S, _WAKE_FAILED_S = 20.0, 5.0
@@ -35,7 +35,7 @@ class JobManager:
         self._alive_nodes = alive_nodes
         self._asked_at = -math.inf
 
-    def wake_for(self, rows: Mapping[str, Mapping[str, Any]]) -> bool:
+    def wake_for(self, rows: JobRows) -> bool:
         """Make Ray look after these jobs if nobody does; whether it was asked to.
 
         Args:
@@ -70,7 +70,7 @@ class JobManager:
 
 
 def orphan(
-    rows: Mapping[str, Mapping[str, Any]],
+    rows: JobRows,
     alive_nodes: Callable[[], set[str] | None],
     now: float,
 ) -> str:

@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
 from nemo_run_ray.remote.attempts import Attempt, attempt_id, attempt_of_row, attempts_of, first_id
+from nemo_run_ray.remote.rows import JobRow, JobRows
 from nemo_run_ray.remote.states import JobState
 
 
@@ -66,9 +67,7 @@ class AttemptRecord:
 Attempts = Mapping[str, AttemptRecord]
 
 
-def of_rows(
-    rows: Mapping[str, dict[str, Any]], job: str, nonces: Sequence[str], now: float
-) -> dict[str, AttemptRecord]:
+def of_rows(rows: JobRows, job: str, nonces: Sequence[str], now: float) -> dict[str, AttemptRecord]:
     """The attempts of a job in the cluster's job table; claims are none.
 
     Args:
@@ -88,10 +87,10 @@ def of_rows(
 
 
 #: The job table that was grouped last, and its rows by first id. All jobs of one look share it.
-_grouped: tuple[Mapping[str, Any], dict[str, dict[str, dict[str, Any]]]] = ({}, {})
+_grouped: tuple[JobRows, dict[str, dict[str, JobRow]]] = ({}, {})
 
 
-def _by_job(rows: Mapping[str, dict[str, Any]]) -> dict[str, dict[str, dict[str, Any]]]:
+def _by_job(rows: JobRows) -> dict[str, dict[str, JobRow]]:
     global _grouped
     last, groups = _grouped
     if last is not rows:

@@ -21,13 +21,14 @@ from nemo_run_ray.jobs.ledger import Ledger
 from nemo_run_ray.jobs.running_at import note_running_at
 from nemo_run_ray.jobs.snapshot import Snapshot
 from nemo_run_ray.remote.attempts import STOP_AGAIN_S
+from nemo_run_ray.remote.rows import JobRows
 from nemo_run_ray.remote.states import JobState, JobStatus, Reason, is_active
 
 #: Seconds until the cluster is stopped under what has not ended. Longer than most grace periods.
 _END_LIMIT_S = 60.0
 
 
-def active(rows: Mapping[str, Mapping[str, Any]]) -> list[str]:
+def active(rows: JobRows) -> list[str]:
     """Submission ids of the jobs that run or may start."""
     return [name for name, row in rows.items() if is_active(row)]
 

@@ -17,7 +17,7 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from nemo_run_ray.dashboard.jobs_api import JobsApi
 from nemo_run_ray.errors import JobError, Taken
@@ -25,7 +25,7 @@ from nemo_run_ray.jobs import ledger
 from nemo_run_ray.jobs.archives import Archive
 from nemo_run_ray.jobs.cancelling import DISPATCH_MARGIN_S, Stops, insist
 from nemo_run_ray.jobs.ledger import Ledger
-from nemo_run_ray.jobs.snapshot import Rows, Snapshot
+from nemo_run_ray.jobs.snapshot import Snapshot
 from nemo_run_ray.remote.attempts import (
     CANCELLED,
     Attempt,
@@ -36,6 +36,7 @@ from nemo_run_ray.remote.attempts import (
 )
 from nemo_run_ray.remote.dispatch.decide import Decision, Do, decide
 from nemo_run_ray.remote.files import write_file
+from nemo_run_ray.remote.rows import JobRows
 from nemo_run_ray.remote.spec import DispatchSpec, from_json
 from nemo_run_ray.remote.states import JobState
 
@@ -57,7 +58,7 @@ class DispatchStatus:
     """
 
     decision: Decision
-    rows: Rows
+    rows: JobRows
     dispatcher: Mapping[int, Attempt]
     lost: str = ""
 
@@ -196,17 +197,17 @@ class Dispatch:
             elif action.do is Do.STOP:
                 stops.ask(action.submission_id)
 
-    def _decided(self, rows: Rows) -> DispatchStatus:
+    def _decided(self, rows: JobRows) -> DispatchStatus:
         table = {name: attempt_of_row(row) for name, row in self._own(rows).items()}
         decision = decide(self.spec, table, time.time())
         own = attempts_of([self.id], table)[self.id]
         ours = {n: row for n, row in own.items() if row.nonce == self.spec.nonce}
         return DispatchStatus(decision, rows, ours)
 
-    def _is_in(self, rows: Rows) -> bool:
+    def _is_in(self, rows: JobRows) -> bool:
         return any(first_id(name) == self.id for name in rows)
 
-    def _own(self, rows: Rows) -> dict[str, dict[str, Any]]:
+    def _own(self, rows: JobRows) -> JobRows:
         wanted = {self.id, self.spec.cancel_id}
         for job in self.spec.jobs:
             wanted.add(job.id)

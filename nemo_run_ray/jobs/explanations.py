@@ -2,32 +2,33 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from nemo_run_ray.errors import NemoRunRayError
 from nemo_run_ray.remote.node.output import NO_PROCESS_LEFT
+from nemo_run_ray.remote.rows import GroupRows
 from nemo_run_ray.remote.states import JobStatus, Life, Phase
 
 if TYPE_CHECKING:
     from nemo_run_ray.jobs.observed_job import ObservedJob
 
 
-def roles(job: ObservedJob, status: JobStatus) -> dict[str, Any]:
+def roles(job: ObservedJob, status: JobStatus) -> GroupRows | None:
     """What is known of a group's roles: ``phase``, ``waits_for_room`` and a list ``roles``.
 
-    Empty for a task alone, and for a group whose cluster does not answer.
+    ``None`` for a task alone, and for a group whose cluster does not answer.
     """
     if not job.record.has_roles:
-        return {}
+        return None
     if job.kept.has_roles:
         return job.kept.roles()
     try:
-        found = job.api().state.roles(status.node, job.ran_as(status)) if status.node else {}
+        found = job.api().state.roles(status.node, job.ran_as(status)) if status.node else None
     except NemoRunRayError:
-        return {}
+        return None
     if found and status.state.is_terminal and found["phase"] != Phase.OVER.value:
         # The driver was killed, and what it wrote last is no longer so.
-        found.update(phase=Phase.OVER.value, waits_for_room="")
+        found["phase"], found["waits_for_room"] = Phase.OVER.value, ""
         for one in found["roles"]:
             if one["state"] != Life.ENDED.value:
                 one["state"] = Life.LOST.value

@@ -5,9 +5,10 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import cast
 
 from nemo_run_ray.remote.files import replacing, write_file
+from nemo_run_ray.remote.rows import GroupRows
 
 
 class Kept:
@@ -42,9 +43,9 @@ class Kept:
     def has_roles(self) -> bool:
         return self._roles.exists()
 
-    def roles(self) -> dict[str, Any]:
-        return dict(json.loads(self._roles.read_text(encoding="utf-8")))
+    def roles(self) -> GroupRows:
+        return cast(GroupRows, json.loads(self._roles.read_text(encoding="utf-8")))
 
-    def keep_roles(self, roles: dict[str, Any]) -> None:
+    def keep_roles(self, roles: GroupRows) -> None:
         self._roles.parent.mkdir(parents=True, exist_ok=True)
         write_file(self._roles, json.dumps(roles))

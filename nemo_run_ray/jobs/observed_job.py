@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Mapping
-from typing import Any
 
 from nemo_run_ray.clusters import from_record
 from nemo_run_ray.dashboard.jobs_api import JobsApi
@@ -13,8 +12,9 @@ from nemo_run_ray.jobs import ledger, notes
 from nemo_run_ray.jobs.attempt_records import AttemptRecord, Attempts, merged, of_rows
 from nemo_run_ray.jobs.kept import Kept
 from nemo_run_ray.jobs.ledger import JobRecord
-from nemo_run_ray.jobs.snapshot import Rows, Snapshot
+from nemo_run_ray.jobs.snapshot import Snapshot
 from nemo_run_ray.planning.job_plan import nonce_of
+from nemo_run_ray.remote.rows import JobRow, JobRows
 from nemo_run_ray.remote.states import JobState, JobStatus, Reason, status_of_row
 
 _HELD_BACK = (
@@ -127,7 +127,7 @@ class ObservedJob:
         row = snapshot.rows(api).get(self.id) or snapshot.rows_now(api).get(self.id)
         return self._absent(api, snapshot) if row is None else self._present(row)
 
-    def _present(self, row: dict[str, Any]) -> JobStatus:
+    def _present(self, row: JobRow) -> JobStatus:
         if nonce_of(row) not in self.record.nonces:
             detail = f"The id {self.id} is another run's; ours never started."
             return JobStatus(JobState.WAITING, Reason.TAKEN, detail)
@@ -138,7 +138,7 @@ class ObservedJob:
             return JobStatus(JobState.CANCELLED, Reason.CANCELLED, _HELD_BACK)
         return self._explain_pending(row, status)
 
-    def _explain_pending(self, row: Mapping[str, Any], status: JobStatus) -> JobStatus:
+    def _explain_pending(self, row: JobRow, status: JobStatus) -> JobStatus:
         """The status of a job that waits for its runtime environment, with how far that is."""
         api = self._api()
         return status if api is None else api.state.env_builds.explain(row, status)
@@ -175,7 +175,7 @@ class ObservedJob:
         except NemoRunRayError:
             return False  # nobody can tell
 
-    def rows_in(self, snapshot: Snapshot) -> Rows:
+    def rows_in(self, snapshot: Snapshot) -> JobRows:
         """The job table of its cluster; empty when the cluster is gone for good.
 
         Raises:

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any, TypeVar
 
 from nemo_run_ray.dashboard.jobs_api import JobsApi
 from nemo_run_ray.errors import NemoRunRayError
+from nemo_run_ray.remote.rows import JobRows
 
 #: Seconds in which a head that recovers may answer before it knows its jobs.
 _RECOVERS_S = 2.0
-Rows = Mapping[str, dict[str, Any]]
 _T = TypeVar("_T")
 
 
@@ -26,7 +26,7 @@ class Snapshot:
         self._is_fresh = is_fresh
         self._answers: dict[tuple[JobsApi, str], Any] = {}
 
-    def rows(self, api: JobsApi) -> Rows:
+    def rows(self, api: JobsApi) -> JobRows:
         """The job table.
 
         Raises:
@@ -35,7 +35,7 @@ class Snapshot:
         return self._once(api, "rows", lambda: api.table(self._is_fresh))
 
     def why_lost(
-        self, api: JobsApi, session: str, was_there: bool, is_in: Callable[[Rows], bool]
+        self, api: JobsApi, session: str, was_there: bool, is_in: Callable[[JobRows], bool]
     ) -> str:
         """Why a cluster whose table lacks something has lost it; empty when it has not.
 
@@ -56,20 +56,20 @@ class Snapshot:
             return ""
         return f"the Ray at {url} has no record of it any more"
 
-    def rows_again(self, api: JobsApi) -> Rows:
+    def rows_again(self, api: JobsApi) -> JobRows:
         """The table when a head that recovers has had time to.
 
         Raises:
             ClusterError: the cluster cannot be asked.
         """
 
-        def wait_and_ask() -> Rows:
+        def wait_and_ask() -> JobRows:
             time.sleep(_RECOVERS_S)
             return api.table(fresh=True)
 
         return self._once(api, "again", wait_and_ask)
 
-    def rows_now(self, api: JobsApi) -> Rows:
+    def rows_now(self, api: JobsApi) -> JobRows:
         """The table for what may be younger than ``rows``.
 
         Raises:

@@ -8,6 +8,7 @@ from typing import Any
 from nemo_run_ray.dashboard.jobs_api import JobsApi
 from nemo_run_ray.errors import ClusterError, Conflict, SubmissionError, Taken, Unanswered
 from nemo_run_ray.planning.job_plan import nonce_of
+from nemo_run_ray.remote.rows import JobRow
 
 #: Seconds to find out what became of a request whose answer was lost; a dashboard's restart is
 #: less.
@@ -56,7 +57,7 @@ def submit_once(
         sleep(0.5)
 
 
-def _outcome(api: JobsApi, submission_id: str, patience_s: float) -> dict[str, Any] | None:
+def _outcome(api: JobsApi, submission_id: str, patience_s: float) -> JobRow | None:
     """The job's row now; ``None`` when the cluster has no such job."""
     try:
         return api.job(submission_id, patience_s)
@@ -75,7 +76,7 @@ def _not_taken(api: JobsApi, submission_id: str, lost: ClusterError | None) -> S
     )
 
 
-def _must_be_ours(api: JobsApi, row: dict[str, Any], nonces: Collection[str]) -> None:
+def _must_be_ours(api: JobsApi, row: JobRow, nonces: Collection[str]) -> None:
     if nonce_of(row) in nonces:
         return
     raise Conflict(

@@ -10,7 +10,6 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -19,10 +18,11 @@ from nemo_run_ray.dashboard.jobs_api import JobsApi
 from nemo_run_ray.errors import NemoRunRayError
 from nemo_run_ray.jobs.dispatch import Dispatch, DispatchStatus
 from nemo_run_ray.jobs.ledger import JobRecord, Ledger
-from nemo_run_ray.jobs.snapshot import Rows, Snapshot
+from nemo_run_ray.jobs.snapshot import Snapshot
 from nemo_run_ray.jobs.start_dispatcher import start_dispatcher
 from nemo_run_ray.planning.job_plan import nonce_of
 from nemo_run_ray.remote.attempts import first_id
+from nemo_run_ray.remote.rows import JobRows
 from nemo_run_ray.remote.states import JobState, status_of_row
 
 log = logging.getLogger(__name__)
@@ -75,7 +75,7 @@ def _tend_on(api: JobsApi, records: list[JobRecord]) -> None:
                 _Revivals.of(dispatch).revive(api, record.cluster, found)
 
 
-def _own(rows: Rows, records: list[JobRecord]) -> dict[str, Mapping[str, Any]]:
+def _own(rows: JobRows, records: list[JobRecord]) -> JobRows:
     """The rows of these jobs' attempts and of no others."""
     nonces = {first_id(one.submission_id): one.nonces for one in records}
     return {

@@ -26,6 +26,7 @@ from nemo_run_ray.planning.roles import (
     task_spec,
 )
 from nemo_run_ray.remote.attempts import DISPATCHER_KEY, NONCE_KEY, PERMANENT_KEY, RETRIES_KEY
+from nemo_run_ray.remote.rows import JobRow
 from nemo_run_ray.remote.spec import (
     CODE,
     SUBMISSION_ID,
@@ -204,7 +205,7 @@ def _check_alone(executor: RayExecutor) -> None:
         )
 
 
-def nonce_of(row: Mapping[str, Any]) -> str:
+def nonce_of(row: JobRow) -> str:
     """The nonce of the submission that made a row of Ray's job table; empty if none of ours."""
     return str((row.get("metadata") or {}).get(NONCE_KEY, ""))
 

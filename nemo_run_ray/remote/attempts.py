@@ -10,6 +10,7 @@ import re
 from dataclasses import dataclass, replace
 from typing import Any, Dict, Mapping, Optional, Sequence, Tuple
 
+from .rows import JobRow
 from .states import JobStatus, status_of_row
 
 #: Keys in a job's metadata: what makes it ours, why it is a claim, when it is tried again.
@@ -81,7 +82,7 @@ def attempts_of(ids: Sequence[str], table: Mapping[str, Attempt]) -> Dict[str, D
     return {first: dict(sorted(rows.items())) for first, rows in found.items()}
 
 
-def attempt_of_row(row: Mapping[str, Any]) -> Attempt:
+def attempt_of_row(row: JobRow) -> Attempt:
     """What a row of ``GET /api/jobs/`` means for decisions."""
     status = status_of_row(row)
     metadata = row.get("metadata") or {}

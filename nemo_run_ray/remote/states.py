@@ -9,6 +9,7 @@ from enum import Enum
 from typing import Any, Mapping
 
 from .env_error import cause_of
+from .rows import JobRow
 
 
 class JobState(str, Enum):
@@ -267,12 +268,12 @@ def signal_name(exit_code: int) -> str | None:
         return None
 
 
-def is_active(row: Mapping[str, Any]) -> bool:
+def is_active(row: JobRow) -> bool:
     """Whether the job of a row runs or may start."""
     return row.get("status") in ("PENDING", "RUNNING")
 
 
-def status_of_row(row: Mapping[str, Any]) -> JobStatus:
+def status_of_row(row: JobRow) -> JobStatus:
     """What one row of Ray's job table says. Pure.
 
     Args:

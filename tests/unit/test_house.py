@@ -30,7 +30,7 @@ _REMOTE_LINES = (
     {"group", "dispatch"},
     {"node"},
     {"attempts"},
-    {"states", "spec", "files", "env_error", "__init__"},
+    {"states", "spec", "rows", "files", "env_error", "__init__"},
 )
 _MAY_IMPORT_RAY = {
     "remote/group/actors.py",

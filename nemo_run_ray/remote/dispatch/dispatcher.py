@@ -129,9 +129,8 @@ class Dispatcher:
         """The table, or ``None`` when it is not (yet) the one that has this dispatcher."""
         began = time.monotonic()
         wanted = _Wanted(self._dispatch)
-        table = {
-            row["submission_id"]: attempt_of_row(row) for row in self._api.rows() if wanted.has(row)
-        }
+        rows = ((str(row["submission_id"]), row) for row in self._api.rows())
+        table = {name: attempt_of_row(row) for name, row in rows if wanted.has(name)}
         self._look_s = time.monotonic() - began
         self._troubles.pop("", None)
         own = table.get(self._own_id)
@@ -239,8 +238,7 @@ class _Wanted:
         self._ids = {dispatch.id, dispatch.cancel_id, *(job.id for job in dispatch.jobs)}
         self._ids |= {one.id for one in outside} | {one.dispatcher for one in outside}
 
-    def has(self, row: Mapping[str, Any]) -> bool:
-        name = str(row["submission_id"])
+    def has(self, name: str) -> bool:
         return name in self._ids or first_id(name) in self._ids
 
 

@@ -15,6 +15,8 @@ from pathlib import Path
 from typing import Any, Dict, Iterator, List, Optional, Sequence, Tuple
 from urllib.parse import quote, urlsplit
 
+from ..rows import JobRow
+
 #: Seconds that one request may take.
 TIMEOUT_S = 30.0
 #: What is between the rows of a JSON list, and before the first one.
@@ -42,7 +44,7 @@ class Rest:
         """Ray's name of the cluster's life."""
         return str(_object(self._ask("GET", "/api/version")).get("session_name", ""))
 
-    def rows(self) -> Iterator[Dict[str, Any]]:
+    def rows(self) -> Iterator[JobRow]:
         """The job table, a row at a time.
 
         Raises:
