@@ -169,6 +169,19 @@ def tool(name: str, *arguments: str, **options) -> subprocess.CompletedProcess:
     return subprocess.run([str(Path(sys.executable).parent / name), *arguments], **options)
 
 
+def processes_where(wanted: Callable[[int, list[str]], bool]) -> list[int]:
+    """The processes on this machine for which this holds of their id and their words."""
+    found = []
+    for folder in Path("/proc").iterdir():
+        try:
+            text = (folder / "cmdline").read_text() if folder.name.isdigit() else ""
+            if text and wanted(int(folder.name), text.split("\0")):
+                found.append(int(folder.name))
+        except (OSError, UnicodeDecodeError):
+            continue  # it ended while we looked, or is another user's
+    return found
+
+
 def processes_of(submission_id: str) -> list[int]:
     """The processes on this machine that belong to a job's command."""
     mark = f"{TAG}={submission_id}/".encode()

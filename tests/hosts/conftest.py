@@ -4,7 +4,7 @@ import json
 import os
 import shutil
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import httpx
@@ -14,7 +14,7 @@ from nemo_run_ray import ExistingCluster
 from nemo_run_ray.dashboard.jobs_api import JobsApi
 from nemo_run_ray.errors import ClusterError
 from tests import groups
-from tests.conftest import wait_for
+from tests.conftest import processes_where, wait_for
 from tests.hosts.head import ADDRESS as HEAD
 from tests.hosts.head import REDIS, REDIS_HOST, Head, bed
 
@@ -87,6 +87,23 @@ class Hosts:
             f"{key} {used}" for key, (used, _) in usage.items() if key in ("CPU", "worker") and used
         ]
         return found
+
+    def processes(self, wanted: Callable[[int, list[str]], bool]) -> list[int]:
+        """The processes of these hosts, and of nobody else."""
+        spaces = {
+            bed("exec", name, "--", "readlink", "/proc/self/ns/pid").strip() for name in POOLS
+        }
+
+        def is_here(pid: int, words: list[str]) -> bool:
+            return os.readlink(f"/proc/{pid}/ns/pid") in spaces and wanted(pid, words)
+
+        return processes_where(is_here)
+
+    def server(self, *program: str, **fields: object) -> groups.Role:
+        return server(*program, **fields)
+
+    def client(self, *program: str, **fields: object) -> groups.Role:
+        return client(*program, **fields)
 
     def get(self, path: str) -> dict:
         headers = {"Authorization": f"Bearer {TOKEN}"}

@@ -27,7 +27,6 @@ from nemo_run_ray.remote.states import JobState, Reason
 from tests.conftest import wait_for
 from tests.hosts.conftest import HEAD, TOKEN, Hosts
 from tests.hosts.steps import FLAKY, Step, complaints, hand_over, starts
-from tests.hosts.test_group_faults import processes
 
 WAY = 8267
 ON_WORKERS = {"label_selector": {"pool": "in(gpu,cpu)"}}
@@ -61,7 +60,7 @@ class Run:
 
 def kill_process(run: Run) -> None:
     def dispatchers() -> list[int]:
-        return list(processes(lambda _, words: "dispatch" in words and "-I" in words))
+        return run.hosts.processes(lambda _, words: "dispatch" in words and "-I" in words)
 
     found = wait_for(lambda: dispatchers() or is_over(run), 60)
     if isinstance(found, list):  # else the chain was faster

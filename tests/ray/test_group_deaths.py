@@ -1,0 +1,60 @@
+"""What becomes of a group on one host when something of it dies."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import httpx
+import pytest
+
+from nemo_run_ray import LocalCluster
+from nemo_run_ray.clusters import Dashboard
+from nemo_run_ray.dashboard.jobs_api import JobsApi
+from tests import groups
+from tests.conftest import processes_where
+from tests.group_faults import FAULTS, strike
+
+
+@dataclass
+class Embedded:
+    """The embedded Ray of these tests, as ``tests.group_faults`` strikes it."""
+
+    cluster: LocalCluster
+    api: JobsApi
+    home: Path
+
+    def processes(self, wanted: Callable[[int, list[str]], bool]) -> list[int]:
+        # All that this Ray starts has its environment, which names the home of this test process.
+        mark = f"NEMORUN_HOME={self.home}\0".encode()
+
+        def is_ours(pid: int, words: list[str]) -> bool:
+            return mark in Path(f"/proc/{pid}/environ").read_bytes() and wanted(pid, words)
+
+        return processes_where(is_ours)
+
+    def leftovers(self) -> list[str]:
+        url, headers = self.api.dashboard.url, self.api.dashboard.headers
+        found = []
+        for kind, states in (("actors", ("ALIVE",)), ("placement_groups", ("CREATED", "PENDING"))):
+            answer = httpx.get(f"{url}/api/v0/{kind}?limit=5000", headers=headers, timeout=20)
+            rows = answer.json()["data"]["result"]["result"]
+            found += [f"{kind} {row}" for row in rows if row["state"] in states]
+        return [one for one in found if "JobSupervisor" not in one]
+
+    def server(self, *program: str, **fields: object) -> groups.Role:
+        return groups.server(*program, **fields)
+
+    def client(self, *program: str, **fields: object) -> groups.Role:
+        return groups.client(*program, **fields)
+
+
+@pytest.fixture
+def embedded(local_cluster: LocalCluster, dashboard: Dashboard, home: Path) -> Embedded:
+    return Embedded(local_cluster, JobsApi.of(dashboard), home)
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_a_fault(embedded, unique, name):
+    strike(embedded, FAULTS[name], unique, seed=0)
