@@ -90,16 +90,19 @@ def collect(
     roots = import_roots(root)
     asked = {name for name in _globbed(root, include) if not _matches(name, exclude)}
     asked |= _wanted(scripts, exclude)
-    families = _families(scripts, collections)
-    found: list[str] = []
-    left_out: list[str] = []
-    for name in _candidates(root, roots, scripts):
-        if name in asked or _matches(name, exclude) or _is_other_family(root, name, families):
-            continue
-        (left_out if any(_is_left_out(part) for part in name.split("/")) else found).append(name)
+    others = _candidates(root, roots, scripts, collections, exclude) - asked
+    left_out = sorted(one for one in others if any(_is_left_out(part) for part in one.split("/")))
+    found = sorted(others.difference(left_out))
     ignored = gitignore.ignored(root, found)
     names = asked | {name for name in found if name not in ignored}
     chosen = sorted({one for name in names for one in _with_links(root, name)})
+    _check_chosen(root, chosen, most_bytes)
+    tree = {name: _read(root, name, chosen) for name in chosen}
+    return Source(tree, roots, tuple(sorted(ignored)), tuple(left_out))
+
+
+def _check_chosen(root: Path, chosen: Sequence[str], most_bytes: int | None) -> None:
+    """Refuse a choice without Python source, and one that is too large."""
     if not any(name.endswith(".py") for name in chosen):
         raise TransportError(
             f"ShipSource: no Python source to send in {root}: looked for packages and modules in "
@@ -107,11 +110,9 @@ def collect(
             "files with include=[…]."
         )
     if most_bytes is not None:
-        # Of a link what it points to, which may be what travels.
+        # The size of a link is that of the file it points to, which may be what travels.
         sizes = [(name, (root / name).stat().st_size) for name in chosen if (root / name).is_file()]
         limits.check_source(sizes, most_bytes)
-    tree = {name: _read(root, name, chosen) for name in chosen}
-    return Source(tree, roots, tuple(sorted(ignored)), tuple(left_out))
 
 
 def import_roots(root: Path) -> tuple[str, ...]:
@@ -133,7 +134,14 @@ def find_module(root: Path, module: str) -> str | None:
     return None
 
 
-def _candidates(root: Path, roots: Sequence[str], scripts: Sequence[str]) -> list[str]:
+def _candidates(
+    root: Path,
+    roots: Sequence[str],
+    scripts: Sequence[str],
+    collections: Sequence[str],
+    exclude: Sequence[str],
+) -> set[str]:
+    """The files that travel for the place where they are, unless something else keeps them."""
     names: set[str] = set()
     if roots == (".",):
         for one in sorted(root.iterdir()):
@@ -145,7 +153,12 @@ def _candidates(root: Path, roots: Sequence[str], scripts: Sequence[str]) -> lis
     for script in scripts:
         names.add(script)
         names.update(_beside(root, root / script))
-    return sorted(names)
+    families = _families(scripts, collections)
+    return {
+        name
+        for name in names
+        if not _matches(name, exclude) and not _is_other_family(root, name, families)
+    }
 
 
 def _beside(root: Path, script: Path) -> Iterator[str]:
