@@ -94,8 +94,7 @@ def decide(
     outside = [one for job in dispatch.jobs for one in job.outside]
     dispatchers = [one.dispatcher for one in outside if one.dispatcher]
     attempts = attempts_of([*ids, *(one.id for one in outside), *dispatchers], table)
-    cancel = table.get(dispatch.cancel_id)
-    cancelled = cancel is not None and cancel.nonce == dispatch.nonce and bool(cancel.claim)
+    cancelled = _is_cancelled(dispatch, table)
 
     statuses: Dict[str, JobStatus] = {}
     stops: List[Action] = []
@@ -103,10 +102,7 @@ def decide(
     for job in dispatch.jobs:
         rows = attempts[job.id]
         needs = {name: statuses[name] for name in job.after}
-        others = {
-            one.id: _status_outside(one, attempts, table.get(cancel_id(one.dispatcher)))
-            for one in job.outside
-        }
+        others = _statuses_outside(job, attempts, table)
         status = _status(job, rows, [*needs.items(), *others.items()], cancelled)
         statuses[job.name] = status
         stops += _stops(job, rows, status, cancelled, now)
@@ -118,6 +114,12 @@ def decide(
     most = limit if dispatch.max_in_flight is None else dispatch.max_in_flight
     submits = _submits(dispatch, ready, attempts, now, most)
     return Decision((*stops, *submits), statuses)
+
+
+def _is_cancelled(dispatch: DispatchSpec, table: Mapping[str, Attempt]) -> bool:
+    """Whether somebody has claimed the id by which the whole dispatch is cancelled."""
+    cancel = table.get(dispatch.cancel_id)
+    return cancel is not None and cancel.nonce == dispatch.nonce and bool(cancel.claim)
 
 
 def _status(
@@ -200,6 +202,18 @@ def _claimed(claim: Attempt, rows: Mapping[int, Attempt]) -> JobStatus:
         return JobStatus(JobState.FAILED, Reason.NOT_STARTED, claim.claim, node, before)
     detail = "cancelled" if before else "cancelled before its start"
     return JobStatus(JobState.CANCELLED, Reason.CANCELLED, detail, node, before)
+
+
+def _statuses_outside(
+    job: DispatchedJobSpec,
+    attempts: Mapping[str, Dict[int, Attempt]],
+    table: Mapping[str, Attempt],
+) -> Dict[str, JobStatus]:
+    """The status of every job of another experiment that a job depends on, by its first id."""
+    return {
+        one.id: _status_outside(one, attempts, table.get(cancel_id(one.dispatcher)))
+        for one in job.outside
+    }
 
 
 def _status_outside(

@@ -28,14 +28,11 @@ from ..node.output import say
 from ..node.rundir import SECRETS, read_secrets, remove_secrets
 from ..spec import SUBMISSION_ID, DispatchedJobSpec, DispatchSpec
 from ..states import JobState, JobStatus, Reason
-from . import log, rest
+from . import head, log, rest
 from .decide import ALL_SUCCEEDED, NODE_DEAD_S, NOT_ALL_SUCCEEDED, Action, Decision, Do, decide
 
 #: Exit code when the cluster no longer knows this dispatcher, or its dashboard cannot be found.
 DISOWNED = 3
-#: Memory of the head for each job's supervisor (measured: 85 to 110 MB), and the part of the
-#: head's memory that supervisors may take when the user sets no limit.
-SUPERVISOR_BYTES, HEAD_PART = 110 * 10**6, 0.5
 #: Seconds between two looks at the table: at first, and when nothing has happened for long.
 PACE_S, PACE_MAX_S = 0.3, 5.0
 #: A look may take this part of the time between two of them.
@@ -43,8 +40,6 @@ LOOK_PART = 0.25
 #: Seconds that the table may lack the dispatcher itself before it believes it: a head that
 #: recovers may answer before it knows its jobs.
 ABSENT_MAX_S = 60.0
-#: Seconds in which only other clusters' dashboards answer until the own one is taken to be gone.
-FOREIGN_MAX_S = 120.0
 #: Seconds that Ray may answer an attempt with an error of its own before the job is given up.
 REFUSED_AFTER_S = 180.0
 
@@ -268,15 +263,15 @@ def secrets_package(
 
 def run(dispatch: DispatchSpec, submission_id: str) -> int:
     """What the dispatcher's job does; its exit code."""
-    limit = default_limit(_head_memory_bytes())
+    limit = head.default_limit(head.memory_bytes())
     chosen = "as the experiment asks"
     if dispatch.max_in_flight is None:
-        part, size = f"{HEAD_PART:.0%}", f"{_head_memory_bytes() / 2**30:.1f} GiB"
-        chosen = f"{part} of this node's {size}, at {SUPERVISOR_BYTES / 1e6:.0f} MB a job"
+        part, size = f"{head.HEAD_PART:.0%}", f"{head.memory_bytes() / 2**30:.1f} GiB"
+        chosen = f"{part} of this node's {size}, at {head.SUPERVISOR_BYTES / 1e6:.0f} MB a job"
     most = limit if dispatch.max_in_flight is None else dispatch.max_in_flight
     say(f"{len(dispatch.jobs)} jobs, at most {most} at once: {chosen}")
     secrets = read_secrets()
-    api = find_dashboard(dispatch)
+    api = head.find_dashboard(dispatch)
     if api is None:
         say(f"other sessions than {dispatch.session} answer here; tried {dispatch.dashboards}")
         remove_secrets()
@@ -288,46 +283,6 @@ def run(dispatch: DispatchSpec, submission_id: str) -> int:
         code = DISOWNED
     remove_secrets()
     return code
-
-
-def find_dashboard(
-    dispatch: DispatchSpec,
-    within_s: float = FOREIGN_MAX_S,
-    clock: Callable[[], float] = time.monotonic,
-    sleep: Callable[[float], None] = time.sleep,
-) -> Optional[rest.Rest]:
-    """The dashboard that belongs to the dispatch's session, however long it is away.
-
-    ``None`` when other sessions have answered for so long: this is not the dispatch's cluster.
-    """
-    foreign_since: Optional[float] = None
-    while foreign_since is None or clock() - foreign_since < within_s:
-        for url in rest.candidates(dispatch.dashboards):
-            try:
-                if rest.Rest(url, timeout_s=5.0).session() == dispatch.session:
-                    return rest.Rest(url)
-            except rest.Unanswered:
-                continue
-            foreign_since = clock() if foreign_since is None else foreign_since
-        sleep(1.0)
-    return None
-
-
-def default_limit(memory_bytes: int) -> int:
-    """How many jobs a head of this size may have at once when the user sets no limit."""
-    return max(4, int(memory_bytes * HEAD_PART / SUPERVISOR_BYTES))
-
-
-def _head_memory_bytes() -> int:
-    """This node's memory, or what its container may use of it."""
-    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    for path in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
-        try:
-            with open(path, encoding="ascii") as file:
-                total = min(total, int(file.read()))
-        except (OSError, ValueError):
-            continue  # no such file, or no limit in it
-    return total
 
 
 def _node_dead_s() -> float:

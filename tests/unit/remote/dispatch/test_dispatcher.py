@@ -40,12 +40,10 @@ from nemo_run_ray.remote.dispatch.dispatcher import (
     REFUSED_AFTER_S,
     STOP_AGAIN_S,
     STOP_TRUST_S,
-    SUPERVISOR_BYTES,
     Disowned,
     Dispatcher,
-    default_limit,
-    find_dashboard,
 )
+from nemo_run_ray.remote.dispatch.head import SUPERVISOR_BYTES, default_limit, find_dashboard
 from nemo_run_ray.remote.node.output import PREFIX
 from nemo_run_ray.remote.node.rundir import SECRETS
 from nemo_run_ray.remote.spec import SUBMISSION_ID, DispatchedJobSpec, DispatchSpec
