@@ -7,10 +7,14 @@ runtime environment is started anew, 1.1 s more (measured with three).
 
 from __future__ import annotations
 
+import importlib
 import io
 import json
 import os
+import shutil
+import sys
 import tarfile
+import tempfile
 import zlib
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -180,7 +184,10 @@ def _tar(folder: str) -> bytes:
 
 
 def _actor_class() -> Any:
-    """The class of the actors; defined here, so that it travels by value and needs no archive."""
+    """The class of the actors; defined here, so that it travels by value and needs no archive.
+
+    It may use modules of the standard library, which travel as names, and nothing else of ours.
+    """
 
     class Replicas:
         def __init__(
@@ -190,14 +197,6 @@ def _actor_class() -> Any:
             package: bytes,
             *codes: bytes,
         ) -> None:
-            import importlib
-            import io
-            import os
-            import shutil
-            import sys
-            import tarfile
-            import tempfile
-
             import ray
 
             self._node = ray.get_runtime_context().get_node_id()

@@ -244,51 +244,74 @@ def _pack(
         ``None`` when the search was too long; the number of each bundle's node when they fit.
     """
     order = sorted(bundles, key=lambda one: (one.replica_id[0], -sum(one.resources.values())))
-    chosen: Dict[ReplicaId, int] = {}
     if len(order) > _SEARCH_DEPTH:
         return None, {}
-    left = [dict(node.resources) for node in nodes]
-    used: List[List[str]] = [[] for _ in nodes]
-    steps = 0
+    search = _Search(order, nodes, apart)
+    found = search.place(0, 0)
+    return found, search.chosen if found else {}
 
-    def may(bundle: Bundle, number: int) -> bool:
-        exclusive = bundle.replica_id[0] in apart and bundle.replica_id[0] in used[number]
-        if exclusive or ("*" in apart and used[number]):
-            return False
-        return matches(bundle.selector, nodes[number].labels) and _fits(
-            bundle.resources, left[number]
-        )
 
-    def place(position: int, after: int) -> Optional[bool]:
-        nonlocal steps
-        if position == len(order):
+class _Search:
+    """The search of ``_pack``; it takes a step back where a bundle fits nowhere."""
+
+    def __init__(self, order: Sequence[Bundle], nodes: Sequence[Node], apart: Set[str]) -> None:
+        self._order = order
+        self._nodes = nodes
+        self._apart = apart
+        self._left = [dict(node.resources) for node in nodes]
+        self._used: List[List[str]] = [[] for _ in nodes]
+        self._steps = 0
+        #: The number of each bundle's node, as far as the search has come.
+        self.chosen: Dict[ReplicaId, int] = {}
+
+    def place(self, position: int, after: int) -> Optional[bool]:
+        """Whether the bundles from this position on fit; ``None`` when the search was too long.
+
+        Args:
+            position: of the next bundle.
+            after: number of the node that the bundle before it has.
+        """
+        if position == len(self._order):
             return True
-        bundle = order[position]
-        alike = position > 0 and order[position - 1].replica_id[0] == bundle.replica_id[0]
+        bundle = self._order[position]
+        role = bundle.replica_id[0]
+        alike = position > 0 and self._order[position - 1].replica_id[0] == role
         undecided = False
         # Replicas of a role are alike: only placements in the order of the nodes are different.
-        for number in range(after if alike else 0, len(nodes)):
-            steps += 1
-            if steps > _SEARCH_STEPS:
+        for number in range(after if alike else 0, len(self._nodes)):
+            self._steps += 1
+            if self._steps > _SEARCH_STEPS:
                 return None
-            if not may(bundle, number):
+            if not self._may(bundle, number):
                 continue
-            before = left[number]
-            left[number] = {
-                key: amount - bundle.resources.get(key, 0.0) for key, amount in before.items()
-            }
-            used[number].append(bundle.replica_id[0])
-            chosen[bundle.replica_id] = number
-            answer = place(position + 1, number)
-            left[number] = before
-            used[number].pop()
+            before = self._take(bundle, number)
+            answer = self.place(position + 1, number)
+            self._left[number] = before
+            self._used[number].pop()
             if answer:
                 return True
             undecided = undecided or answer is None
         return None if undecided else False
 
-    found = place(0, 0)
-    return found, chosen if found else {}
+    def _may(self, bundle: Bundle, number: int) -> bool:
+        """Whether a node may host a bundle beside those that it has already."""
+        role, used = bundle.replica_id[0], self._used[number]
+        exclusive = role in self._apart and role in used
+        if exclusive or ("*" in self._apart and used):
+            return False
+        return matches(bundle.selector, self._nodes[number].labels) and _fits(
+            bundle.resources, self._left[number]
+        )
+
+    def _take(self, bundle: Bundle, number: int) -> Dict[str, float]:
+        """Give a bundle its node; what the node had left before."""
+        before = self._left[number]
+        self._left[number] = {
+            key: amount - bundle.resources.get(key, 0.0) for key, amount in before.items()
+        }
+        self._used[number].append(bundle.replica_id[0])
+        self.chosen[bundle.replica_id] = number
+        return before
 
 
 def _sum(bundles: Sequence[Bundle]) -> Dict[str, float]:
