@@ -1,0 +1,176 @@
+"""A replica's place on its node: the run directory, the ports and the environment.
+
+Its processes start here, and the commands of its probe too.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import socket
+import subprocess
+from typing import Any, Dict, Mapping, Optional, Sequence
+
+from .. import FOLDER
+from ..node import command
+from ..node.missing_modules import explain
+from ..node.rundir import RunDir
+from ..node.tree import TAG, before_exec, explain_start
+from ..spec import RoleSpec, from_json
+from .rank import Rank
+
+#: Variables by which a worker knows its raylet and job; a role that is a Ray program has others.
+_OF_WORKER = ("RAY_JOB_ID", "RAY_RAYLET_PID")
+
+
+class Workspace:
+    """The place of one replica. Nothing is made or reserved before ``prepare``.
+
+    Args:
+        order: the driver's order to prepare.
+
+    Attributes:
+        role: the replica's role.
+        address: of this node, as the other roles know it.
+        ports: the role's ports by name, once they are reserved.
+    """
+
+    def __init__(self, order: Mapping[str, Any]) -> None:
+        role = from_json(order["role"])
+        if not isinstance(role, RoleSpec):
+            raise ValueError("the order to prepare holds no role")
+        self._order = order
+        self._index, self._tag = int(order["index"]), str(order["tag"])
+        self._run_dir: Optional[RunDir] = None
+        self._env: Dict[str, str] = {}
+        self._held: Dict[str, socket.socket] = {}  # ports, until the role's processes take them
+        self.role = role
+        self.address = str(order["address"])
+        self.ports: Dict[str, int] = {}
+
+    # ------------------------------------------------------------------ before the start
+
+    def prepare(self, folder: str) -> None:
+        """Make the run directory and reserve the ports.
+
+        Args:
+            folder: where the actor has unpacked the code.
+
+        Raises:
+            OSError, ValueError: this node cannot host the replica; the message says why.
+        """
+        order, role = self._order, self.role
+        run_dir = self._run_dir = RunDir(order["run_dir"])
+        code = os.path.join(folder, order["code"]) if role.task.has_code else None
+        run_dir.create(os.path.join(FOLDER, "payload"), order["job"], code)
+        given = {**_of_node(role), **order["given"]}
+        # As Ray sets it for a job: first the code, then what travels with it.
+        paths = [run_dir.code, os.path.dirname(FOLDER), given.get("PYTHONPATH", "")]
+        given["PYTHONPATH"] = os.pathsep.join(path for path in paths if path)
+        self._env = command.environment(role.task, run_dir, given, order["secrets"])
+        self._reserve_ports()
+
+    def _reserve_ports(self) -> None:
+        """Reserve the role's ports: free ones are chosen, the others must be free."""
+        for name, port in self.role.ports.items():
+            holder = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+            holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            try:
+                holder.bind(("", port))
+                # Taken back, so that no other replica can reserve the same one. Nobody listens on
+                # it: who connects too early is refused, and can try again.
+                holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 0)
+            except OSError as error:
+                taken = "is taken" if error.errno == errno.EADDRINUSE else "cannot be had"
+                raise OSError(
+                    f"the port {port} ({name!r}), which the role {self.role.name!r} asks for, "
+                    f"{taken} on node {socket.gethostname()}: {error.strerror}. Ask for another "
+                    "one, or for 0, which is a free one"
+                ) from error
+            self._held[name] = holder
+        self.ports = {name: one.getsockname()[1] for name, one in self._held.items()}
+
+    def remove(self) -> None:
+        """Remove the run directory, unless the task wants it to be kept."""
+        if self._run_dir is not None and not self.role.task.keep_run_dir:
+            self._run_dir.remove()
+
+    # ------------------------------------------------------------------ start
+
+    def begin(self, env: Mapping[str, str]) -> None:
+        """Let the processes have the ports, and the variables that are known only now."""
+        for holder in self._held.values():
+            holder.close()
+        self._held.clear()
+        self._env.update(env)
+        for name in self.role.task.env:  # they may hold macros, whose values are known now
+            self._env[name] = command.expand(self._env[name], self._env)
+
+    def start_rank(self, local_rank: int) -> Rank:
+        """Start one process of the role; it has ended already when it cannot be started."""
+        env = {**self._env, **self._rank_variables(local_rank)}
+        argv = command.words(self.role.task, self._folders, env)
+        try:
+            return Rank(self._spawn(argv, env, piped=True))
+        except (OSError, ValueError) as error:
+            return Rank(None, *explain_start(argv, env, self._cwd, error))
+
+    def start_probe(self, words: Sequence[str]) -> int:
+        """Start the command of a probe; its process id."""
+        process = self._spawn([command.expand(one, self._env) for one in words], self._env, False)
+        process.returncode = 0  # the loop collects it; the object must not
+        return process.pid
+
+    def _rank_variables(self, local_rank: int) -> Dict[str, str]:
+        if not self.role.ranked:
+            return {}
+        return {
+            "RANK": str(self._index * self.role.processes + local_rank),
+            "LOCAL_RANK": str(local_rank),
+        }
+
+    def _spawn(
+        self, argv: Sequence[str], env: Mapping[str, str], piped: bool
+    ) -> subprocess.Popen[bytes]:
+        return subprocess.Popen(
+            list(argv),
+            env={**env, TAG: self._tag},
+            cwd=self._cwd,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE if piped else subprocess.DEVNULL,
+            stderr=subprocess.STDOUT if piped else subprocess.DEVNULL,
+            start_new_session=True,
+            preexec_fn=before_exec,
+        )
+
+    # ------------------------------------------------------------------ the end
+
+    def explain(self) -> Optional[str]:
+        """One line on the modules that the task lacks here; ``None`` if that is not the trouble."""
+        config = self.role.task.config
+        if config is None:
+            return None
+        return explain(os.path.join(self._folders.root, config), self._env, self._cwd)
+
+    @property
+    def root(self) -> str:
+        """The root of the run directory."""
+        return self._folders.root
+
+    @property
+    def _folders(self) -> RunDir:
+        if self._run_dir is None:
+            raise ValueError("the run directory is used before it is made")
+        return self._run_dir
+
+    @property
+    def _cwd(self) -> str:
+        return self.role.task.cwd or self._folders.code
+
+
+def _of_node(role: RoleSpec) -> Dict[str, str]:
+    """What the node has set: the worker's environment without what is about the worker alone."""
+    env = {name: value for name, value in os.environ.items() if name not in _OF_WORKER}
+    if env.get("OMP_NUM_THREADS", "1") == "1":  # Ray's, for a worker that reserves nothing
+        env["OMP_NUM_THREADS"] = str(max(1, int(role.resources.get("CPU", 0))))
+    return env
