@@ -76,6 +76,13 @@ class Actor:
     dead: bool = False
 
 
+def actor_of(replica: ReplicaHandle) -> Actor:
+    """The actor that serves a replica."""
+    if replica.actor is None:
+        raise ValueError(f"{name(replica.replica_id)} has no actor yet")
+    return replica.actor
+
+
 def start_actors(ray: Any, placement_group: Any, replicas: Iterable[ReplicaHandle]) -> List[Actor]:
     """Start the actors that serve the replicas, each in a bundle of theirs."""
     package = ray.put(_tar(os.path.dirname(FOLDER)))

@@ -8,7 +8,6 @@ is a worker with ray imported: 0.6 s of a CPU and some 60 MB, which plain replic
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import secrets
@@ -16,40 +15,24 @@ import signal
 import socket
 import sys
 import time
-from dataclasses import dataclass
-from typing import Any, Dict, List, Mapping, Optional, Tuple
+from typing import Any, Dict, List, Optional, Sequence
 
-from ..env_error import cause_of
-from ..node.output import NO_PROCESS_LEFT, say, write
+from ..node.output import NO_PROCESS_LEFT, say
 from ..node.process import Runner
 from ..node.rundir import take_secrets
 from ..spec import GroupSpec
 from ..states import Cause, Life, Phase
 from . import machine, packing
-from .actors import (
-    Actor,
-    ReplicaHandle,
-    code_of,
-    forget_runtime_env,
-    key_of,
-    passed_on,
-    start_actors,
-)
-from .addresses import variables
+from .actors import Actor, ReplicaHandle, actor_of, forget_runtime_env, start_actors
+from .calls import Calls, Pulled
 from .machine import ReplicaId, name
+from .orders import Orders
 from .placement_group import NoRoom, PlacementGroup
+from .reports import events_of, losses
 from .roles_file import RolesFile
 
-#: Seconds of one turn of the loop when nothing happens.
-_TURN_S = 0.2
-#: Seconds for which an actor keeps the question for reports open.
-_PULL_S = 2.0
-#: Seconds until a call is made again whose actor could not be reached.
-_AGAIN_S = 1.0
 #: Seconds beyond the grace period until a replica that was told to end is given up.
 _END_MARGIN_S = 30.0
-#: Seconds for the replicas' processes to remove their folders.
-_CLOSE_S = 10.0
 #: Seconds between two looks at the nodes, and two lines, while the replicas are prepared.
 _WATCH_S, _TELL_S = 5.0, 30.0
 
@@ -69,16 +52,6 @@ def run(runner: Runner, spec: GroupSpec, job: str, submission_id: str) -> int:
     return outcome.code
 
 
-@dataclass(frozen=True)
-class _Call:
-    """A call of an actor whose answer is awaited: an order to a replica, or a pull for all."""
-
-    actor: Actor
-    replica: Optional[ReplicaHandle] = None
-    order: Optional[Mapping[str, Any]] = None
-    number: int = 0
-
-
 class _Driver:
     """One group."""
 
@@ -91,16 +64,13 @@ class _Driver:
     ) -> None:
         self._runner = runner
         self._spec = spec
-        self._job = job
         self._submission_id = submission_id
-        self._secrets = take_secrets(spec.secrets)
+        self._orders = Orders(spec, job, take_secrets(spec.secrets), forget_runtime_env())
         self._replicas: Dict[ReplicaId, ReplicaHandle] = {}
         self._actors: List[Actor] = []
         self._watch_at = self._tell_at = 0.0
         #: Every node has confirmed that nothing of the group runs there.
         self.all_ended = False
-        self._calls: Dict[Any, _Call] = {}
-        self._again: List[Tuple[float, _Call]] = []
         self._file = RolesFile(submission_id)
         self._outcome: Optional[machine.Outcome] = None
         self._group = machine.Group(
@@ -112,8 +82,8 @@ class _Driver:
         )
 
     def run(self) -> machine.Outcome:
-        self._config = forget_runtime_env()
         self._ray = _connect()
+        self._calls = Calls(self._ray)
         room = None
         try:
             room = self._wait_for_room()
@@ -140,37 +110,22 @@ class _Driver:
             return None  # what was asked for goes with the driver
 
     def _settle(self, room: PlacementGroup) -> None:
-        roles = {role.name: role for role in self._spec.roles}
-        mark = secrets.token_hex(8)
-        for number, (state, node) in enumerate(zip(self._group.replicas, room.nodes())):
-            self._replicas[state.replica_id] = ReplicaHandle(
-                replica_id=state.replica_id,
-                role=roles[state.role],
-                node=node,
-                bundle=number,
-                tag=f"{self._submission_id}/{mark}.{number}",
-                run_dir=f"{self._submission_id}~{state.role}-{state.index}",
-            )
+        self._replicas = _replicas_on(room.nodes(), self._spec, self._group, self._submission_id)
         for role in self._spec.roles:
             hosts = [self._replicas[role.name, index].node.host for index in range(role.replicas)]
             say(f"{role.name} goes to {', '.join(dict.fromkeys(hosts))}")
         self._actors = start_actors(self._ray, room.group, self._replicas.values())
         for actor in self._actors:
-            self._call(_Call(actor))
+            self._calls.pull(actor)
         self._tell_at = time.monotonic() + _TELL_S
         self._happened(machine.Placed())
 
-    # ------------------------------------------------------------------ the loop
+    # ------------------------------------------------------------------ what happens
 
     def _turn(self) -> None:
         self._obey()
+        self._calls.repeat()
         now = time.monotonic()
-        again, self._again = self._again, []
-        for due_at, call in again:
-            if now >= due_at:
-                self._call(call)
-            else:
-                self._again.append((due_at, call))
         for replica in self._replicas.values():
             if replica.end_by is not None and now >= replica.end_by:
                 replica.end_by = None
@@ -178,18 +133,23 @@ class _Driver:
         if self._group.phase is Phase.PREPARING and now >= self._watch_at:
             self._watch_at = now + _WATCH_S
             self._watch(now)
-        if not self._calls:
-            time.sleep(_TURN_S)
-            return
-        ready, _ = self._ray.wait(list(self._calls), num_returns=1, timeout=_TURN_S)
-        if ready:
-            ready, _ = self._ray.wait(list(self._calls), num_returns=len(self._calls), timeout=0)
-        for reference in ready:
-            self._answered(self._calls.pop(reference), reference)
+        for answer in self._calls.answers():
+            for event in events_of(answer):
+                self._happened(event)
+            if isinstance(answer, Pulled) and not self._are_lost(answer.actor):
+                self._calls.pull(answer.actor)
+
+    def _obey(self) -> None:
+        order = self._runner.order()
+        if order == b"":
+            say("our first process was killed; Ray ends what the group runs")
+            os._exit(1)  # with the driver go its actors, and with them all processes
+        if order is not None:
+            self._happened(machine.Stop())
 
     def _give_up(self, replica: ReplicaHandle) -> None:
         """Its processes have not ended in time: the node is away, or the kernel holds them."""
-        actor = _actor_of(replica)
+        actor = actor_of(replica)
         if not any(
             self._life(one.replica_id) in (Life.STARTED, Life.READY) for one in actor.replicas
         ):
@@ -211,13 +171,17 @@ class _Driver:
             hosts = ", ".join(f"{name(one.replica_id)} on {one.node.host}" for one in waiting[:8])
             say(f"waiting for {len(waiting)} replica(s) to be prepared: {hosts}")
 
-    def _obey(self) -> None:
-        order = self._runner.order()
-        if order == b"":
-            say("our first process was killed; Ray ends what the group runs")
-            os._exit(1)  # with the driver go its actors, and with them all processes
-        if order is not None:
-            self._happened(machine.Stop())
+    def _lost(self, replica: ReplicaHandle, why: str) -> None:
+        for event in losses(replica, why):
+            self._happened(event)
+
+    def _are_lost(self, actor: Actor) -> bool:
+        return all(self._life(one.replica_id) is Life.LOST for one in actor.replicas)
+
+    def _life(self, replica_id: ReplicaId) -> Life:
+        return self._group.replica(replica_id).life
+
+    # ------------------------------------------------------------------ what is done about it
 
     def _happened(self, event: machine.Event) -> None:
         before = self._group.phase
@@ -240,169 +204,51 @@ class _Driver:
             return
         replica = self._replicas[action.replica_id]
         if isinstance(action, machine.Prepare):
-            self._order(replica, self._preparation(replica))
+            self._calls.order(replica, self._orders.prepare(replica))
         elif isinstance(action, machine.Start):
-            hosts = {replica_id: one.node.address for replica_id, one in self._replicas.items()}
-            ports = {replica_id: one.ports for replica_id, one in self._replicas.items()}
-            env = variables(self._spec, replica.replica_id, hosts, ports)
+            order = self._orders.start(replica, self._replicas)
             replica.starts += 1
             if replica.starts > 1:
-                say(f"{name(replica.replica_id)} is started again, {self._restarts(replica)} left")
-            self._order(replica, {"do": "start", "env": env})
+                left = self._group.replica(replica.replica_id).restarts
+                say(f"{name(replica.replica_id)} is started again, {left} left")
+            self._calls.order(replica, order)
         else:
             replica.end_by = time.monotonic() + replica.role.task.grace_s + _END_MARGIN_S
-            self._order(replica, {"do": "end"})
-
-    def _restarts(self, replica: ReplicaHandle) -> int:
-        return next(
-            one.restarts for one in self._group.replicas if one.replica_id == replica.replica_id
-        )
-
-    def _preparation(self, replica: ReplicaHandle) -> Dict[str, Any]:
-        names = replica.role.task.secrets
-        return {
-            "do": "prepare",
-            "role": replica.role.to_json(),
-            "index": replica.replica_id[1],
-            "job": self._job,
-            "run_dir": replica.run_dir,
-            "code": key_of(code_of(replica.role)),
-            "address": replica.node.address,
-            "tag": replica.tag,
-            "given": passed_on(replica.role, self._config),
-            "secrets": {one: self._secrets[one] for one in names},
-        }
-
-    # ------------------------------------------------------------------ calls and answers
-
-    def _order(self, replica: ReplicaHandle, order: Mapping[str, Any]) -> None:
-        self._call(_Call(_actor_of(replica), replica, order, replica.orders))
-        replica.orders += 1
-
-    def _call(self, call: _Call) -> None:
-        if call.replica is None or call.order is None:
-            seen = {name(one.replica_id): one.seen for one in call.actor.replicas}
-            reference = call.actor.handle.pull.remote(seen, _PULL_S)
-        else:
-            key = name(call.replica.replica_id)
-            reference = call.actor.handle.order.remote(key, call.number, dict(call.order))
-        self._calls[reference] = call
-
-    def _answered(self, call: _Call, reference: Any) -> None:
-        try:
-            answer = self._ray.get(reference)
-        except self._ray.exceptions.ActorUnavailableError:
-            self._again.append((time.monotonic() + _AGAIN_S, call))  # its node may come back
-            return
-        except self._ray.exceptions.RayError as error:
-            call.actor.dead = True
-            words = f"Ray's worker there died: {_first_line(error)}"
-            if isinstance(error, self._ray.exceptions.RuntimeEnvSetupError):
-                write(f"{error}\n")  # whole, for who reads the log
-                words = f"the runtime environment could not be built: {cause_of(str(error))}"
-            for replica in call.actor.replicas:
-                self._lost(replica, words)
-            return
-        call.actor.answers = True
-        if call.replica is None:
-            self._pulled(call.actor, *answer)
-
-    def _pulled(
-        self, actor: Actor, node_id: str, answer: Mapping[str, Tuple[int, List[str]]]
-    ) -> None:
-        for replica in actor.replicas:
-            if replica.node.node_id != node_id:
-                self._lost(replica, f"Ray has moved the replica to the node {node_id} since")
-            first, reports = answer.get(name(replica.replica_id), (0, []))
-            for number, report in enumerate(reports, start=first):
-                if number == replica.seen:
-                    replica.seen += 1
-                    self._reported(replica, json.loads(report))
-        if any(self._life(one.replica_id) is not Life.LOST for one in actor.replicas):
-            self._call(_Call(actor))
-
-    def _life(self, replica_id: ReplicaId) -> Life:
-        return next(one.life for one in self._group.replicas if one.replica_id == replica_id)
-
-    def _lost(self, replica: ReplicaHandle, why: str) -> None:
-        where = f"node {replica.node.host} ({replica.node.address})"
-        if self._life(replica.replica_id) is Life.AWAITED and _actor_of(replica).dead:
-            # Ray's own reason: a runtime_env that cannot be built, an image that is not there.
-            self._happened(machine.Unprepared(replica.replica_id, f"no worker on {where}: {why}"))
-        self._happened(machine.Lost(replica.replica_id, f"{where}: {why}"))
-
-    def _reported(self, replica: ReplicaHandle, report: Mapping[str, Any]) -> None:
-        replica_id, kind = replica.replica_id, report["at"]
-        if kind == "text":
-            text = str(report["text"])
-            prefix = replica.prefix
-            write(prefix + text[:-1].replace("\n", f"\n{prefix}") + "\n")
-        elif kind == "prepared":
-            replica.ports = report["ports"]
-            self._happened(machine.Prepared(replica_id))
-        elif kind == "unprepared":
-            self._happened(machine.Unprepared(replica_id, report["words"]))
-        elif kind == "ready":
-            self._happened(machine.Ready(replica_id))
-        elif kind == "unready":
-            self._happened(machine.Unready(replica_id, report["words"]))
-        elif kind == "exited":
-            replica.end_by = None
-            say(f"{name(replica_id)} on {replica.node.host} ended: {report['words']}")
-            self._happened(machine.Exited(replica_id, report["code"], report["words"]))
-        elif kind == "failed":
-            self._lost(replica, report["words"])
-        elif kind == "gone":
-            others = f", and {report['left']} others with it" if report["left"] else ""
-            self._lost(replica, f"our process there was killed{others}")
-
-    # ------------------------------------------------------------------ what one sees, the end
+            self._calls.order(replica, self._orders.end())
 
     def _show(self, waits_for: str = "") -> None:
-        rows = []
-        for state in self._group.replicas:
-            replica = self._replicas.get(state.replica_id)
-            rows.append(
-                {
-                    "role": state.role,
-                    "replica": state.index,
-                    "service": state.service,
-                    "state": state.life.value,
-                    "exit_code": state.code,
-                    "node": replica.node.node_id if replica else "",
-                    "host": replica.node.host if replica else "",
-                    "address": replica.node.address if replica else "",
-                }
-            )
-        phase = self._group.phase.value
-        self._file.write({"phase": phase, "waits_for_room": waits_for, "roles": rows})
+        nodes = {replica_id: one.node for replica_id, one in self._replicas.items()}
+        self._file.write(self._group, nodes, waits_for)
 
     def _close(self, room: Optional[PlacementGroup]) -> None:
         """Let the nodes clean up, and give everything back."""
-        living = [actor for actor in self._actors if actor.answers and not actor.dead]
-        ends = [actor.handle.close.remote() for actor in living]
-        ready: List[Any] = []
-        if ends:
-            ready, _ = self._ray.wait(ends, num_returns=len(ends), timeout=_CLOSE_S)
-        confirmed = [self._has_ended(reference) for reference in ready]
         # An actor that never answered has not started anything, or ends it with its own end.
+        living = [actor for actor in self._actors if actor.answers and not actor.dead]
+        confirmed = self._calls.close(living)
         lost = any(state.life is Life.LOST for state in self._group.replicas)
-        self.all_ended = len(confirmed) == len(ends) and all(confirmed) and not lost
+        self.all_ended = confirmed and not lost
         if room is not None:
             room.leave()
         self._ray.shutdown()
 
-    def _has_ended(self, reference: Any) -> bool:
-        try:
-            return bool(self._ray.get(reference))
-        except self._ray.exceptions.RayError:
-            return False
 
-
-def _actor_of(replica: ReplicaHandle) -> Actor:
-    if replica.actor is None:
-        raise ValueError(f"{name(replica.replica_id)} has no actor yet")
-    return replica.actor
+def _replicas_on(
+    nodes: Sequence[packing.Node], spec: GroupSpec, group: machine.Group, submission_id: str
+) -> Dict[ReplicaId, ReplicaHandle]:
+    """The replicas of a group on the nodes that Ray has given them, in order."""
+    roles = {role.name: role for role in spec.roles}
+    mark = secrets.token_hex(8)
+    return {
+        state.replica_id: ReplicaHandle(
+            replica_id=state.replica_id,
+            role=roles[state.role],
+            node=node,
+            bundle=number,
+            tag=f"{submission_id}/{mark}.{number}",
+            run_dir=f"{submission_id}~{state.role}-{state.index}",
+        )
+        for number, (state, node) in enumerate(zip(group.replicas, nodes))
+    }
 
 
 def _connect() -> Any:
@@ -419,8 +265,3 @@ def _connect() -> Any:
     )
     signal.signal(signal.SIGTERM, signal.SIG_IGN)  # Ray's handler would leave at once
     return ray
-
-
-def _first_line(error: BaseException) -> str:
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return lines[0][:300] if lines else type(error).__name__

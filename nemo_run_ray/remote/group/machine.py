@@ -47,6 +47,9 @@ class Group:
     phase: Phase = Phase.PLACING
     outcome: Optional[Outcome] = None
 
+    def replica(self, replica_id: ReplicaId) -> ReplicaState:
+        return next(one for one in self.replicas if one.replica_id == replica_id)
+
 
 # ---------------------------------------------------------------------- what happens
 
@@ -174,7 +177,7 @@ class _Move:
     actions: List[Action] = field(default_factory=list)
 
     def replica(self, replica_id: ReplicaId) -> ReplicaState:
-        return next(one for one in self.group.replicas if one.replica_id == replica_id)
+        return self.group.replica(replica_id)
 
     def set(self, replica_id: ReplicaId, **values: object) -> None:
         replicas = tuple(

@@ -7,9 +7,12 @@ from __future__ import annotations
 
 import json
 import os
-from typing import Any, Dict, Optional
+from typing import List, Mapping, Optional
 
 from ..files import write_file
+from ..rows import GroupRows, ReplicaRow
+from .machine import Group, ReplicaId
+from .packing import Node
 
 
 def file_name(submission_id: str) -> str:
@@ -27,7 +30,20 @@ class RolesFile:
             self._path = os.path.join(os.path.dirname(log), file_name(submission_id))
         self._last = ""
 
-    def write(self, values: Dict[str, Any]) -> None:
+    def write(self, group: Group, nodes: Mapping[ReplicaId, Node], waits_for: str) -> None:
+        """Show where the group is.
+
+        Args:
+            group: the state.
+            nodes: the node of every replica that has one.
+            waits_for: why there is no room yet, in words; empty when that is not the matter.
+        """
+        phase = group.phase.value
+        values: GroupRows = {
+            "phase": phase,
+            "waits_for_room": waits_for,
+            "roles": _rows(group, nodes),
+        }
         text = json.dumps(values)
         if self._path is None or text == self._last:
             return
@@ -36,3 +52,23 @@ class RolesFile:
         except OSError:  # a full disk: the group goes on, and nobody sees its roles
             return
         self._last = text
+
+
+def _rows(group: Group, nodes: Mapping[ReplicaId, Node]) -> List[ReplicaRow]:
+    """One row for every replica."""
+    rows: List[ReplicaRow] = []
+    for state in group.replicas:
+        node = nodes.get(state.replica_id)
+        rows.append(
+            {
+                "role": state.role,
+                "replica": state.index,
+                "service": state.service,
+                "state": state.life.value,
+                "exit_code": state.code,
+                "node": node.node_id if node else "",
+                "host": node.host if node else "",
+                "address": node.address if node else "",
+            }
+        )
+    return rows

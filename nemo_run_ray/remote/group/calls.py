@@ -1,0 +1,148 @@
+"""The driver's calls of its actors: orders to replicas, pulls of their reports, and the answers."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from typing import Any, Dict, Iterator, List, Mapping, NamedTuple, Optional, Sequence, Tuple, Union
+
+from ..env_error import cause_of
+from ..node.output import write
+from .actors import Actor, ReplicaHandle, actor_of
+from .machine import name
+
+#: Seconds to wait for an answer.
+_WAIT_S = 0.2
+#: Seconds for which an actor keeps the question for reports open.
+_PULL_S = 2.0
+#: Seconds until a call is made again whose actor could not be reached.
+_AGAIN_S = 1.0
+#: Seconds for the replicas' processes to remove their folders.
+_CLOSE_S = 10.0
+
+
+@dataclass(frozen=True)
+class _Call:
+    """A call of an actor whose answer is awaited: an order to a replica, or a pull for all."""
+
+    actor: Actor
+    replica: Optional[ReplicaHandle] = None
+    order: Optional[Mapping[str, Any]] = None
+    number: int = 0
+
+
+class Pulled(NamedTuple):
+    """What an actor has answered to a pull.
+
+    Attributes:
+        actor: the actor.
+        node_id: of the node that it is on.
+        reports: by replica the number of the first report, and the reports.
+    """
+
+    actor: Actor
+    node_id: str
+    reports: Mapping[str, Tuple[int, List[str]]]
+
+
+class Died(NamedTuple):
+    """An actor that cannot answer any more, and why, in words."""
+
+    actor: Actor
+    words: str
+
+
+Answer = Union[Pulled, Died]
+
+
+class Calls:
+    """The calls whose answers are awaited, and those that must be made again.
+
+    A call is repeated while its actor cannot be reached; orders are numbered, and reports counted,
+    so that nothing is lost or done twice.
+    """
+
+    def __init__(self, ray: Any) -> None:
+        self._ray = ray
+        self._awaited: Dict[Any, _Call] = {}
+        self._again: List[Tuple[float, _Call]] = []
+
+    def order(self, replica: ReplicaHandle, order: Mapping[str, Any]) -> None:
+        """Give a replica an order; nothing is answered to it."""
+        self._make(_Call(actor_of(replica), replica, order, replica.orders))
+        replica.orders += 1
+
+    def pull(self, actor: Actor) -> None:
+        """Ask an actor for its replicas' reports that are not here yet."""
+        self._make(_Call(actor))
+
+    def repeat(self) -> None:
+        """Make those calls again that are due."""
+        now = time.monotonic()
+        again, self._again = self._again, []
+        for due_at, call in again:
+            if now >= due_at:
+                self._make(call)
+            else:
+                self._again.append((due_at, call))
+
+    def answers(self) -> Iterator[Answer]:
+        """Wait a moment for the next answer, and go through all that are there."""
+        if not self._awaited:
+            time.sleep(_WAIT_S)
+            return
+        ready, _ = self._ray.wait(list(self._awaited), num_returns=1, timeout=_WAIT_S)
+        if ready:
+            count = len(self._awaited)
+            ready, _ = self._ray.wait(list(self._awaited), num_returns=count, timeout=0)
+        for reference in ready:
+            answer = self._answer(self._awaited.pop(reference), reference)
+            if answer is not None:
+                yield answer
+
+    def close(self, actors: Sequence[Actor]) -> bool:
+        """Let living actors end their replicas; whether all have confirmed that nothing runs."""
+        ends = [actor.handle.close.remote() for actor in actors]
+        ready: List[Any] = []
+        if ends:
+            ready, _ = self._ray.wait(ends, num_returns=len(ends), timeout=_CLOSE_S)
+        confirmed = [self._has_ended(reference) for reference in ready]
+        return len(confirmed) == len(ends) and all(confirmed)
+
+    def _make(self, call: _Call) -> None:
+        if call.replica is None or call.order is None:
+            seen = {name(one.replica_id): one.seen for one in call.actor.replicas}
+            reference = call.actor.handle.pull.remote(seen, _PULL_S)
+        else:
+            key = name(call.replica.replica_id)
+            reference = call.actor.handle.order.remote(key, call.number, dict(call.order))
+        self._awaited[reference] = call
+
+    def _answer(self, call: _Call, reference: Any) -> Optional[Answer]:
+        try:
+            answer = self._ray.get(reference)
+        except self._ray.exceptions.ActorUnavailableError:
+            self._again.append((time.monotonic() + _AGAIN_S, call))  # its node may come back
+            return None
+        except self._ray.exceptions.RayError as error:
+            call.actor.dead = True
+            return Died(call.actor, self._why_dead(error))
+        call.actor.answers = True
+        return Pulled(call.actor, *answer) if call.replica is None else None
+
+    def _why_dead(self, error: Exception) -> str:
+        if isinstance(error, self._ray.exceptions.RuntimeEnvSetupError):
+            write(f"{error}\n")  # whole, for who reads the log
+            return f"the runtime environment could not be built: {cause_of(str(error))}"
+        return f"Ray's worker there died: {_first_line(error)}"
+
+    def _has_ended(self, reference: Any) -> bool:
+        try:
+            return bool(self._ray.get(reference))
+        except self._ray.exceptions.RayError:
+            return False
+
+
+def _first_line(error: BaseException) -> str:
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return lines[0][:300] if lines else type(error).__name__
