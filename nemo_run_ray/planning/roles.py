@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import re
 from collections.abc import Mapping
 from dataclasses import replace
@@ -126,11 +127,15 @@ def _executors(app: AppDef, executor: RayExecutor) -> list[RayExecutor]:
             f"The job {app.name!r} has {len(app.roles)} roles and {len(found)} executor(s); give a "
             "list of tasks to `experiment.add`, and one executor or one for each."
         )
-    if executor.resource_group and executor.packager_ships:
-        for one in found:
-            if not one.packager_ships:
-                one.packager = executor.packager
-    return found
+    if not executor.resource_group or not executor.packager_ships:
+        return found
+    return [one if one.packager_ships else _with_packager(one, executor) for one in found]
+
+
+def _with_packager(one: RayExecutor, group: RayExecutor) -> RayExecutor:
+    own = copy.copy(one)  # the user's own stays as it is
+    own.packager = group.packager
+    return own
 
 
 def role_name(role: Role, executor: RayExecutor) -> str:

@@ -144,6 +144,17 @@ def test_ray_is_imported_late_and_in_two_places(module):
             assert not at_module_level
 
 
+@pytest.mark.parametrize("module", _MODULES)
+def test_nothing_outgrows_a_reader(module):
+    """Lines of a file, a class, a function; a page of a screen or a few."""
+    text = (ROOT / module).read_text(encoding="utf-8")
+    assert text.count("\n") <= 350
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, (ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)):
+            lines = (node.end_lineno or 0) - node.lineno + 1
+            assert lines <= (200 if isinstance(node, ast.ClassDef) else 40), node.name
+
+
 def test_public_names():
     assert nemo_run_ray.__all__ == [
         "CommandProbe",

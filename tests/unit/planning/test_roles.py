@@ -24,7 +24,7 @@ from nemo_run_ray.dashboard.jobs_api import JobsApi
 from nemo_run_ray.errors import ConfigError, TooOld
 from nemo_run_ray.jobs.batch import Batch
 from nemo_run_ray.planning.job_plan import JobPlan, in_folder, plan
-from nemo_run_ray.planning.roles import ROLE_MAX
+from nemo_run_ray.planning.roles import ROLE_MAX, packagers
 from nemo_run_ray.probes import CommandProbe, HttpProbe, PortProbe
 from nemo_run_ray.remote.group.addresses import RENDEZVOUS, variables
 from nemo_run_ray.remote.spec import GroupSpec, JobSpec, ProbeSpec, RoleSpec, from_json
@@ -951,3 +951,13 @@ def test_the_executor_of_another_group_is_refused(planned):
     for count in (1, 3):
         with pytest.raises(ConfigError, match=r"resource_group|roles|tasks"):
             planned(_tasks(count), merged)
+
+
+def test_planning_a_group_leaves_the_users_executors_as_they_are():
+    code = run.PatternPackager(include_pattern="*.py", relative_path="/")
+    roles = [RayExecutor(role="a"), RayExecutor(role="b")]
+    group = RayExecutor.merge(roles, 2)
+    group.packager = code
+    app = AppDef("group", [Role(name, "", entrypoint="true") for name in ("a", "b")])
+    assert packagers(app, group) == {"a": code, "b": code}
+    assert [one.packager_ships for one in group.resource_group] == [False, False]
