@@ -315,6 +315,13 @@ def test_hostile_words_stay_words():
     assert "(no name)" in made.texts_in("bdi")
 
 
+def test_words_are_no_template():
+    words = "{{ 7 * 7 }}{% raw %}{# gone #}"
+    made = _page(_row(words, reason=words, message=words), title=words)
+    assert made.texts_in("bdi") == [words] * 3
+    assert made.texts_in("pre") == [words]
+
+
 def test_the_page_can_be_written():
     text = page("\ud800", [_row(name, message=name) for name in _HOSTILE], _BEGAN, _BEGAN)
     assert text.encode()
