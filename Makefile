@@ -32,11 +32,11 @@ check: $(STAMP)                ## format, lint, types
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 
-# Side by side, but not beside several hosts on this one machine: beside another Ray, a head that is
-# started again may never get an agent. What else goes together is said in tests/conftest.py.
+# Side by side, each process with a Ray of its own, but not beside several hosts on this one machine:
+# beside another Ray, a head that is started again may never get an agent. What takes long comes first.
 # Torch comes last: NeMo-Run imports it where it is, and every client takes twice as long to start.
 test: $(STAMP)
-	$(BIN)/python -m pytest -n 2 --no-loadscope-reorder --ignore tests/hosts
+	$(BIN)/python -m pytest -n 2 --no-loadscope-reorder $(addprefix tests/,ray examples cloud patches unit)
 	$(MAKE) $(TORCH)
 	$(BIN)/python -m pytest tests/hosts
 

@@ -1,4 +1,4 @@
-"""One home and one Ray for all tests; unique names keep them apart."""
+"""One home and one Ray for all tests of a process; unique names keep them apart."""
 
 import atexit
 import os
@@ -42,8 +42,8 @@ hypothesis.settings.load_profile("untimed")
 ROOT = Path(__file__).resolve().parent.parent
 
 
-#: Folders of tests that share one: there is one set of hosts at a time, and one embedded Ray.
-_CLUSTERS = {"hosts": "hosts", "ray": "ray", "examples": "ray"}
+#: Folders whose tests share something that there is once on a machine: a set of hosts.
+_ONCE = {"hosts"}
 
 
 @pytest.hookimpl(hookwrapper=True)
@@ -63,14 +63,16 @@ def pytest_collection_modifyitems(config, items) -> None:
 
 
 class ByCluster(LoadScopeScheduling):
-    """A file is run by one process, and so are all that share a cluster.
+    """A file is run by one process, and so are all that need what there is once.
 
-    Not by pytest-xdist's own groups, whose names pytest 9.2 does not let it add to the tests'.
+    Every process has a home of its own, and in it an embedded Ray. This is not done by
+    pytest-xdist's own groups, whose names pytest 9.2 does not let it add to the tests'.
     """
 
     def _split_scope(self, nodeid: str) -> str:
         path = nodeid.partition("::")[0]
-        return _CLUSTERS.get(path.split("/")[1], path)
+        folder = path.split("/")[1]
+        return folder if folder in _ONCE else path
 
 
 def pytest_xdist_make_scheduler(config, log) -> ByCluster:
