@@ -29,11 +29,13 @@ os.environ["RUNTIME_ENV_RETRY_TIMES"] = "2"
 for _name in ("RAY_ADDRESS", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"):
     os.environ.pop(_name, None)
 
+import nemo_run as run  # noqa: E402
 from nemo_run.run import experiment  # noqa: E402
 
-from nemo_run_ray import ExistingCluster, LocalCluster  # noqa: E402
+from nemo_run_ray import ExistingCluster, LocalCluster, RayExecutor  # noqa: E402
 from nemo_run_ray.clusters import Dashboard  # noqa: E402
 from nemo_run_ray.dashboard.jobs_api import JobsApi  # noqa: E402
+from nemo_run_ray.errors import NemoRunRayError  # noqa: E402
 from nemo_run_ray.remote.node.tree import TAG  # noqa: E402
 
 # The machines differ, and a limit on an example's time would fail at their whim.
@@ -169,6 +171,23 @@ def tool(name: str, *arguments: str, **options) -> subprocess.CompletedProcess:
     """Run a command of this environment, such as ``nemo``."""
     options = {"capture_output": True, "text": True, "timeout": 180, **options}
     return subprocess.run([str(Path(sys.executable).parent / name), *arguments], **options)
+
+
+TRUE = run.Script(inline="true")
+
+
+def refused(
+    kind: type[NemoRunRayError], executor: RayExecutor, name: str, script: run.Script = TRUE
+) -> str:
+    """The error of a run: one paragraph, within seconds."""
+    began = time.monotonic()
+    with pytest.raises(kind) as caught:
+        run.run(script, executor=executor, name=name)
+    assert time.monotonic() - began < 15
+    message = str(caught.value)
+    assert "\n\n" not in message
+    assert "Traceback" not in message
+    return message
 
 
 def processes_where(wanted: Callable[[int, list[str]], bool]) -> list[int]:

@@ -8,7 +8,6 @@ import re
 import secrets
 import signal
 import sys
-import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -22,7 +21,6 @@ from nemo_run_ray.errors import ConfigError, NemoRunRayError, SubmissionError
 from nemo_run_ray.jobs.find import find_job
 from nemo_run_ray.jobs.start_dispatcher import start_dispatcher
 from nemo_run_ray.nemo import registry as plugin
-from nemo_run_ray.remote.attempts import CLAIM_KEY
 from nemo_run_ray.remote.dispatch.decide import ALL_SUCCEEDED, NOT_ALL_SUCCEEDED
 from nemo_run_ray.remote.states import JobState, Reason
 from tests.chains import Started, Yard, step
@@ -114,44 +112,6 @@ def test_a_diamond_outlives_its_client(yard, existing, unique, tmp_path, home, a
     )
 
 
-def test_sequential_jobs_run_one_after_the_other(yard, unique):
-    started = yard.start(
-        unique, *(step(name) for name in ("b", "c", "a")), sequential=True, detach=False
-    )
-
-    assert yard.begun() == ["b", "c", "a"]
-    assert yard.most_at_once() == 1
-    assert set(started.states().values()) == {"SUCCEEDED"}
-
-
-def test_a_failure_cancels_what_comes_after_it_and_nothing_else(yard, unique, api, tmp_path):
-    started = yard.start(
-        unique,
-        step("fails", "exit 3"),
-        step("next", after="fails"),
-        step("last", after="next"),
-        step("other"),
-        step("end", after="other"),
-    )
-
-    assert started.dispatch_ends(api) == NOT_ALL_SUCCEEDED
-    assert sorted(yard.begun()) == ["end", "fails", "other"]
-    found = started.statuses()
-    assert (found["fails"].state, found["fails"].reason) == (JobState.FAILED, Reason.EXIT_CODE)
-    for name, upstream in {
-        "next": "upstream fails failed",
-        "last": "upstream next was cancelled",
-    }.items():
-        assert (found[name].state, found[name].reason) == (JobState.CANCELLED, Reason.UPSTREAM)
-        assert found[name].detail == upstream
-    assert found["end"].state is JobState.SUCCEEDED
-
-    page = tmp_path / "f.html"
-    cli.timeline(started.id, page)
-    for name in (started.id, *found, "upstream fails failed"):
-        assert name in page.read_text(encoding="utf-8")
-
-
 def test_an_experiment_with_jobs_elsewhere_is_ordered_by_nemo_run(yard, existing, unique):
     on_ray = RayExecutor(cluster=existing, retries=1)
     with run.Experiment(unique, skip_status_at_exit=True) as experiment:
@@ -229,27 +189,6 @@ def test_a_job_is_tried_again_as_often_as_it_may(yard, unique, api):
     }
 
 
-def test_never_more_than_max_in_flight_at_once(yard, unique, api):
-    names = [f"job{number}" for number in range(6)]
-    started = yard.start(unique, *(step(name, "sleep 0.5", max_in_flight=2) for name in names))
-
-    most = 0
-    deadline = time.monotonic() + 120
-    while api.table(fresh=True)[started.chain.id]["status"] in ("PENDING", "RUNNING"):
-        live = [
-            name
-            for name, row in api.table().items()
-            if name.startswith(f"{started.id}.job") and row["status"] in ("PENDING", "RUNNING")
-        ]
-        most = max(most, len(live))
-        assert time.monotonic() < deadline
-        time.sleep(0.1)
-    assert most == 2
-    assert yard.most_at_once() <= 2
-    assert sorted(yard.begun()) == names
-    assert started.dispatch_ends(api) == ALL_SUCCEEDED
-
-
 def test_what_is_not_placed_in_time_is_given_up(yard, unique, api):
     yard.start(f"{unique}a", step("holder", yard.gate(), cpus_per_node=1))
     wait_for(lambda: yard.begun() == ["holder"])
@@ -292,43 +231,6 @@ def test_every_attempt_gets_its_secrets_and_nobody_else(
 
 
 # ---------------------------------------------------------------------- cancelling
-
-
-def test_cancelling_a_job_before_its_start_takes_its_id(yard, unique, api, capsys):
-    started = yard.start(
-        unique,
-        step("first", yard.gate()),
-        step("second", after="first"),
-        step("third", after="second"),
-    )
-    wait_for(lambda: yard.begun() == ["first"])
-
-    cli.cancel(started.id, job="second")
-
-    assert "second is cancelled; it never had a process" in capsys.readouterr().out
-    assert api.job(started.job("second"))["metadata"][CLAIM_KEY] == "cancelled"
-    assert started.status("third").detail == "upstream second was cancelled"
-    yard.open()
-    assert started.dispatch_ends(api) == NOT_ALL_SUCCEEDED
-    assert yard.begun() == ["first"]
-    assert started.states() == {
-        "first": "SUCCEEDED",
-        "second": "CANCELLED",
-        "third": "CANCELLED",
-    }
-    assert "cancelled before its start" in started.status("second").message
-
-
-def test_cancelling_a_running_job_keeps_it_from_being_tried_again(yard, unique, api, capsys):
-    started = yard.start(unique, step("first", yard.gate(), retries=3), step("next", after="first"))
-    wait_for(lambda: yard.begun() == ["first"])
-
-    run.Experiment.from_id(started.id).cancel("first")
-
-    assert started.dispatch_ends(api) == NOT_ALL_SUCCEEDED
-    assert yard.begun() == ["first"]
-    assert started.states() == {"first": "CANCELLED", "next": "CANCELLED"}
-    assert "no process of it is left" in " ".join(capsys.readouterr().out.split())
 
 
 def test_cancelling_an_experiment_ends_all_of_it(yard, unique, api, capsys):

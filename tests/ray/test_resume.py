@@ -8,9 +8,7 @@ import nemo_run as run
 import pytest
 
 from nemo_run_ray import LocalCluster, RayExecutor
-from nemo_run_ray.jobs.find import find_job
 from nemo_run_ray.jobs.ledger import Ledger
-from nemo_run_ray.remote.states import JobState
 from tests.conftest import python, tool, wait_for
 
 KILLED = """
@@ -84,31 +82,16 @@ def test_all_jobs_that_never_arrived_are_handed_over_once(killed, tmp_path):
     (tmp_path / "go").touch()
 
 
-@pytest.mark.parametrize("moment", ["intent", "submitted"])
-def test_a_chain_is_handed_over_once_and_together(killed, tmp_path, moment):
-    name = killed("chain", moment)
+def test_a_chain_is_handed_over_once_and_together(killed, tmp_path):
+    name = killed("chain", "intent")
 
     shown = resume(name)
-    assert ("dispatcher: started again as" in shown) == (moment == "intent")
+    assert "dispatcher: started again as" in shown
     assert "second: waits on the cluster, left to its dispatcher" in shown
 
     (tmp_path / "go").touch()
     wait_for(lambda: all_succeeded(name))
     assert (tmp_path / "ran").read_text().split() == ["first", "second"]
-
-
-def test_a_job_that_nemo_run_keeps_waiting_is_handed_over_after_its_dependency(killed, tmp_path):
-    name = killed("mixed chain", "intent")
-    (tmp_path / "go").touch()
-
-    shown = resume(name)
-    assert "first: handed over" in shown
-    assert "second: not handed over, it depends on first (WAITING); resume again" in shown
-    job = run.Experiment.from_title(name)._id + ".first"
-    wait_for(lambda: find_job(job).status.state is JobState.SUCCEEDED)
-    assert "second: handed over" in resume(name)
-
-    wait_for(lambda: ran(tmp_path) == ["first", "second"])
 
 
 def test_an_experiment_that_is_reset_runs_again_under_its_new_id(existing, unique, tmp_path):

@@ -22,13 +22,16 @@ class Handed:
         id: of the experiment.
     """
 
-    def __init__(self, ray: FakeRay, title: str, *tasks: str, **fields) -> None:
+    def __init__(
+        self, ray: FakeRay, title: str, *tasks: str, sequential: bool = False, **fields
+    ) -> None:
         """Hand tasks over and leave.
 
         Args:
             ray: where.
             title: of the experiment.
             tasks: ``name``, or ``name after other names``.
+            sequential: one after the other.
             fields: of every executor.
         """
         self.ray = ray
@@ -41,7 +44,7 @@ class Handed:
                     name=name,
                     dependencies=after.split(),
                 )
-            experiment.run(detach=True)
+            experiment.run(detach=True, sequential=sequential)
         self.id = experiment._id
 
     @property
