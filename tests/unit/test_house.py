@@ -4,6 +4,7 @@ import ast
 import json
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -153,6 +154,12 @@ def test_nothing_outgrows_a_reader(module):
         if isinstance(node, (ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)):
             lines = (node.end_lineno or 0) - node.lineno + 1
             assert lines <= (200 if isinstance(node, ast.ClassDef) else 40), node.name
+
+
+def test_every_test_module_has_a_name_of_its_own():
+    """Else pytest takes one for the other."""
+    names = [path.name for path in Path(__file__).parent.parent.rglob("test_*.py")]
+    assert [name for name, count in Counter(names).items() if count > 1] == []
 
 
 def test_public_names():

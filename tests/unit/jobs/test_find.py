@@ -15,7 +15,7 @@ from tests.unit.jobs.conftest import Handed
 def test_an_id_a_title_a_handle_and_a_jobs_id(ray, unique):
     handed = Handed(ray, unique, "one", "two")
     for name in (handed.id, unique):
-        assert [one.name for one in nemo_run_ray.find(name)] == ["one", "two"]
+        assert {one.name for one in nemo_run_ray.find(name)} == {"one", "two"}
     job = f"{handed.id}.two"
     for name in (job, registry.handle(job)):
         (found,) = nemo_run_ray.find(name)
