@@ -8,6 +8,7 @@ import re
 import secrets
 import signal
 import sys
+import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -375,6 +376,26 @@ def test_a_look_says_that_the_dispatcher_was_stopped_and_who_waits_starts_it(sto
     with pytest.raises(TimeoutError, match="it goes on"):
         find_job(stopped.job("second")).wait(timeout_s=0.5)
     assert f"is started again as {stopped.chain.id}@2" in caplog.text
+
+
+def test_a_client_that_waits_starts_a_dispatcher_again_that_was_stopped(yard, unique, api):
+    steps = step("first", yard.gate()), step("second", after="first")
+    waits = threading.Thread(
+        target=yard.start, args=(unique, *steps), kwargs={"detach": False}, daemon=True
+    )
+    waits.start()
+    wait_for(lambda: yard.begun() == ["first"])
+    (dispatcher,) = [
+        name
+        for name in api.table(fresh=True)
+        if name.startswith(f"{unique}_") and name.endswith(".dispatcher")
+    ]
+    api.stop(dispatcher)
+    wait_for(lambda: f"{dispatcher}@2" in api.table(fresh=True))
+    yard.open()
+    waits.join(120)
+    assert not waits.is_alive(), "the client has seen the end"
+    assert yard.begun() == ["first", "second"]
 
 
 def test_two_dispatchers_at_the_same_time_do_no_harm(yard, existing, unique, api):
