@@ -45,7 +45,7 @@ _FOR_PEOPLE = ("_executor.yaml", "_config.yaml")
 
 @dataclass(frozen=True)
 class Archive:
-    """Something that travels, not yet packed.
+    """An archive to be sent, not yet packed.
 
     Attributes:
         what: in words, for messages.
@@ -99,7 +99,7 @@ class Entry:
 
 
 def code_archive(packager: Packager, folder: Path, name: str) -> Archive:
-    """The user's code, as his packager delivers it.
+    """The user's code, as the packager delivers it.
 
     Args:
         packager: any but NeMo-Run's base packager.
@@ -120,7 +120,7 @@ def code_archive(packager: Packager, folder: Path, name: str) -> Archive:
 
 
 def packager_key(packager: Packager) -> str:
-    """Equal for packagers that deliver the same."""
+    """A key that is equal for packagers that deliver the same."""
     values = repr(sorted(vars(packager).items(), key=lambda item: item[0]))
     kind = f"{type(packager).__module__}.{type(packager).__qualname__}"
     return hashlib.sha256(f"{kind} {values}".encode()).hexdigest()[:12]
@@ -129,8 +129,8 @@ def packager_key(packager: Packager) -> str:
 def job_archive(plans: Sequence[JobPlan], job_dirs: Mapping[str, Path], main: Path) -> Archive:
     """The half that runs on the cluster, with the specs, configs and scripts of all jobs.
 
-    ``nemo_run_ray`` itself travels too: functions of the user's ``__main__`` are found by running
-    that file again on the node, and it imports us.
+    ``nemo_run_ray`` itself is sent too: functions of the user's ``__main__`` are found by running
+    that file again on the node, and it imports this package.
 
     Args:
         plans: the experiment's jobs on this cluster.
@@ -145,7 +145,7 @@ def job_archive(plans: Sequence[JobPlan], job_dirs: Mapping[str, Path], main: Pa
         payload = f"{REMOTE_PACKAGE}/payload"
         if main.exists():
             yield _file(main, f"{payload}/__main__.py")
-        for planned in sorted(plans, key=lambda one: one.job):
+        for planned in sorted(plans, key=lambda plan: plan.job):
             name = planned.spec_name
             yield _text(f"{REMOTE_PACKAGE}/jobs/{name}.json", planned.spec.to_json().encode())
             for kind in ("configs", "scripts"):
@@ -176,7 +176,7 @@ def secrets_archive(names: Sequence[str], nonce: str) -> Archive:
     def entries() -> Iterator[Entry]:
         yield _text(SECRETS, text, _PRIVATE)
 
-    digest = hashlib.sha256(nonce.encode()).hexdigest()  # of no value: an archive's name is public
+    digest = hashlib.sha256(nonce.encode()).hexdigest()  # holds no value, since names are public
     return Archive("The secrets", digest, entries)
 
 
@@ -197,7 +197,7 @@ def _run_packager(packager: Packager, folder: Path, name: str) -> Path:
     try:
         start = _git_root(packager) if isinstance(packager, GitArchivePackager) else Path.cwd()
         delivered = packager.package(start, str(folder), name)
-    except Exception as error:  # a packager is anybody's code, and its errors are of any kind
+    except Exception as error:  # a packager is the user's code, and may raise anything
         cause = " ".join(f"{type(error).__name__}: {error}".split())[:400]
         raise PackagingFailed(
             f"The packager {kind} failed in {Path.cwd()}: {cause}. Nothing was sent. Correct the "
@@ -221,7 +221,7 @@ def _git_root(packager: GitArchivePackager) -> Path:
 
 
 def _plain_tar(path: Path) -> BinaryIO:
-    """The archive without its compression, in a file that vanishes when nobody holds it.
+    """The archive without its compression, in a file that vanishes when it is closed.
 
     Members are read in the order of their names, and going back in a compressed file means to
     decompress it from its start: 92 s instead of 1 s for 2,000 files.
@@ -243,7 +243,7 @@ def _open_tar(plain: BinaryIO) -> tarfile.TarFile:
 
 def _tar_files(plain: BinaryIO) -> Iterator[Entry]:
     with _open_tar(plain) as tar:
-        for member in sorted(_last_of_name(tar).values(), key=lambda one: one.name):
+        for member in sorted(_last_of_name(tar).values(), key=lambda info: info.name):
             if member.isfile() or member.islnk():
                 opener = partial(_contents, tar, member)
                 yield Entry(_relative(member.name), _FILE, member.size, opener)
@@ -253,16 +253,16 @@ def _manifest(plain: BinaryIO) -> bytes:
     with _open_tar(plain) as tar:
         members = _last_of_name(tar).values()
         executables = sorted(
-            _relative(one.name)
-            for one in members
-            if (one.isfile() or one.islnk()) and one.mode & stat.S_IXUSR
+            _relative(member.name)
+            for member in members
+            if (member.isfile() or member.islnk()) and member.mode & stat.S_IXUSR
         )
-        symlinks = {_relative(one.name): one.linkname for one in members if one.issym()}
+        symlinks = {_relative(member.name): member.linkname for member in members if member.issym()}
     return json.dumps({"executables": executables, "symlinks": symlinks}, sort_keys=True).encode()
 
 
 def _last_of_name(tar: tarfile.TarFile) -> dict[str, tarfile.TarInfo]:
-    """As unpacking would leave it: of several members of one name the last one counts."""
+    """The members as unpacking would leave them: of several with one name the last counts."""
     return {_relative(member.name): member for member in tar}
 
 
@@ -327,7 +327,7 @@ def _digest(entries: Iterator[Entry]) -> str:
 
 def _too_large(what: str, entries: list[Entry]) -> str:
     largest = sorted(entries, key=lambda entry: entry.size_bytes, reverse=True)[:10]
-    table = "\n".join(f"  {one.size_bytes / 1024**2:8.1f} MiB  {one.name}" for one in largest)
+    table = "\n".join(f"  {entry.size_bytes / 1024**2:8.1f} MiB  {entry.name}" for entry in largest)
     total = sum(entry.size_bytes for entry in entries) / 1024**2
     return (
         f"{what} is {total:.1f} MiB and does not fit into the {UPLOAD_MAX_BYTES / 1024**2:.0f} MiB "

@@ -22,8 +22,8 @@ class AttemptRecord:
         detail: why, in words.
         node: hexadecimal id of the node of its driver; empty when it had none.
         posted_at: when Ray got it.
-        running_at: when it was first seen running; ``None`` when nobody saw that.
-        ended_at: ``None`` when nobody saw its end.
+        running_at: when it was first seen running; ``None`` when no process saw that.
+        ended_at: when it ended; ``None`` when no process saw that.
         exit_code: of its command; ``None`` when it has none.
     """
 
@@ -56,7 +56,7 @@ class AttemptRecord:
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> AttemptRecord:
         """Inverse of ``to_json``; what a later version has added is left out."""
-        known = {one.name for one in fields(cls)}
+        known = {field.name for field in fields(cls)}
         return cls(**{name: value for name, value in values.items() if name in known})
 
     def to_json(self) -> dict[str, Any]:
@@ -109,7 +109,7 @@ def merged(
     Args:
         kept: as they were seen before.
         found: as they are now; empty when the cluster does not tell.
-        running_at: when attempts were seen running by somebody else.
+        running_at: when attempts were seen running by their dispatcher.
     """
     result = {}
     for name, now in {**kept, **found}.items():

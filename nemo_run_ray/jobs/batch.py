@@ -27,7 +27,7 @@ from nemo_run_ray.planning.job_plan import JobPlan
 from nemo_run_ray.remote.spec import DispatchedJobSpec, DispatchSpec, GroupSpec
 
 #: So many jobs are handed over by the client at once; more wait on the cluster, where a dispatcher
-#: sees to it that the head's memory suffices for them (110 MB each).
+#: limits them to what the head's memory suffices for (110 MB each).
 DIRECT_MAX = 16
 #: Experiments on two clusters pack the same code into the same file, one after the other.
 _packing = threading.Lock()
@@ -65,12 +65,12 @@ class Batch:
 
         Raises:
             ClusterError: the cluster cannot take it.
-            SubmissionError: the job cannot be sent, or nobody can tell whether it arrived.
+            SubmissionError: the job cannot be sent, or it is not known whether it arrived.
             ConfigError: a secret is not set.
         """
         planned = self.plans[name]
         together = list(self.plans.values()) if self.is_ordered else [planned]
-        if any(one.needs_dispatcher for one in together) or len(together) > DIRECT_MAX:
+        if any(plan.needs_dispatcher for plan in together) or len(together) > DIRECT_MAX:
             name = self.dispatcher_id if self.is_ordered else dispatcher_id(planned.submission_id)
             with self._lock:
                 if name not in self._dispatched:
@@ -84,7 +84,10 @@ class Batch:
         hidden = archives.secrets_archive(planned.spec.secrets, nonce)
         with self._lock:
             self._connect()
-            code = {role: self._upload(self._code(one)) for role, one in planned.packagers.items()}
+            code = {
+                role: self._upload(self._code(packager))
+                for role, packager in planned.packagers.items()
+            }
             carried = [self._upload(self._job_archive())]
         if planned.spec.secrets:
             carried.append(self._upload(hidden))
@@ -109,26 +112,26 @@ class Batch:
         for planned in jobs:
             archives.secrets_archive(planned.spec.secrets, "")  # they must be set
         api = self._connect()
-        travels = {one.uri: one for one in [self._job_archive()]}
+        uploads = {archive.uri: archive for archive in [self._job_archive()]}
         dispatched, intents = [], []
         for planned in _after_their_upstreams(jobs):
             nonce = secrets.token_hex(8)
-            code = {role: self._code(one) for role, one in planned.packagers.items()}
-            travels.update({one.uri: one for one in code.values()})
-            uris = {role: one.uri for role, one in code.items()}
+            code = {role: self._code(packager) for role, packager in planned.packagers.items()}
+            uploads.update({archive.uri: archive for archive in code.values()})
+            uris = {role: archive.uri for role, archive in code.items()}
             body = planned.body(uris, [self._job_archive().uri], nonce)
             outside = [outside_spec(handle, api, self._session) for handle in planned.outside]
             dispatched.append(planned.dispatched(body, outside, name))
             intents.append(self._intent(planned, nonce, name))
         dispatch = Dispatch.of(self.exp_dir, name)
-        dispatch.save(self._dispatch_spec(name, jobs, dispatched), travels, self._pythons(jobs))
+        dispatch.save(self._dispatch_spec(name, jobs, dispatched), uploads, self._pythons(jobs))
         Ledger.of(self.exp_dir).write_all(intents)
         start_dispatcher(dispatch, api, self.cluster.record())
 
     def _dispatch_spec(
         self, name: str, jobs: Sequence[JobPlan], dispatched: Sequence[DispatchedJobSpec]
     ) -> DispatchSpec:
-        limits = [one.max_in_flight for one in jobs if one.max_in_flight is not None]
+        limits = [plan.max_in_flight for plan in jobs if plan.max_in_flight is not None]
         return DispatchSpec(
             id=name,
             nonce=secrets.token_hex(8),
@@ -139,8 +142,8 @@ class Batch:
         )
 
     def _pythons(self, jobs: Sequence[JobPlan]) -> list[str]:
-        named = [self.cluster.python, *(one.spec.python for one in jobs)]
-        return [one for one in dict.fromkeys(named) if one is not None]
+        named = [self.cluster.python, *(plan.spec.python for plan in jobs)]
+        return [python for python in dict.fromkeys(named) if python is not None]
 
     def _intent(
         self, planned: JobPlan, nonce: str, dispatcher: str = ""
@@ -161,7 +164,7 @@ class Batch:
 
     @property
     def page(self) -> Callable[[str], str]:
-        """Gives the page of a job in Ray's dashboard."""
+        """The function that gives a job's page in Ray's dashboard."""
         return self._connect().dashboard.job_page
 
     def _connect(self) -> JobsApi:
@@ -174,7 +177,7 @@ class Batch:
         return self._api
 
     def _upload(self, archive: archives.Archive) -> str:
-        """The archive's URI. Asked for every job: Ray forgets what nobody used for some minutes."""
+        """The archive's URI, asked for every job: Ray forgets archives unused for some minutes."""
         api = self._connect()
         if not api.has_package(archive.name):
             api.put_package(archive.name, archive.pack())
@@ -191,7 +194,7 @@ class Batch:
     def _job_archive(self) -> archives.Archive:
         names = tuple(sorted(self.plans))
         if self._jobs_packed is None or self._jobs_packed[0] != names:
-            job_dirs = {name: Path(one.job_dir) for name, one in self.executors.items()}
+            job_dirs = {name: Path(executor.job_dir) for name, executor in self.executors.items()}
             main = self.exp_dir / "__main__.py"
             made = archives.job_archive(list(self.plans.values()), job_dirs, main)
             self._jobs_packed = names, made
@@ -200,6 +203,6 @@ class Batch:
 
 def _after_their_upstreams(jobs: Sequence[JobPlan]) -> list[JobPlan]:
     """The jobs in an order in which each comes after those that it depends on."""
-    by_name = {one.job: one for one in jobs}
-    order = TopologicalSorter({one.job: one.after for one in jobs}).static_order()
+    by_name = {plan.job: plan for plan in jobs}
+    order = TopologicalSorter({plan.job: plan.after for plan in jobs}).static_order()
     return [by_name[name] for name in order]

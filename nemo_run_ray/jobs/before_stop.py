@@ -1,6 +1,6 @@
 """What is done for the jobs of an embedded Ray before it is stopped.
 
-How they ended, and their logs, go with the cluster: both are written down first.
+Their logs, and how they ended, are lost with the cluster: both are written down first.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from nemo_run_ray.remote.attempts import STOP_AGAIN_S
 from nemo_run_ray.remote.rows import JobRows
 from nemo_run_ray.remote.states import JobState, JobStatus, Reason, is_active
 
-#: Seconds until the cluster is stopped under what has not ended. Longer than most grace periods.
+#: Seconds until the cluster is stopped under what has not ended; longer than most grace periods.
 _END_LIMIT_S = 60.0
 
 

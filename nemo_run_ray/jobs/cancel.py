@@ -35,11 +35,12 @@ def cancel_all(jobs: Sequence[RemoteJob]) -> Iterator[str]:
 
 def _cancel_dispatches(jobs: Sequence[RemoteJob]) -> None:
     """Cancel what a dispatcher would still start: one claim for all of it."""
-    dispatched = [one for one in jobs if isinstance(one, DispatchedJob)]
+    dispatched = [job for job in jobs if isinstance(job, DispatchedJob)]
     snapshot = Snapshot()
-    going_on = [one for one in dispatched if not one.status_in(snapshot).state.is_terminal]
-    for one in {one.dispatch.id: one for one in going_on}.values():
-        one.dispatch.cancel(one.api())
+    going_on = [job for job in dispatched if not job.status_in(snapshot).state.is_terminal]
+    by_dispatch = {job.dispatch.id: job for job in going_on}
+    for job in by_dispatch.values():
+        job.dispatch.cancel(job.api())
 
 
 def _proof(job: RemoteJob, status: JobStatus) -> str:

@@ -18,7 +18,7 @@ _T = TypeVar("_T")
 
 
 def insist(turn: Callable[[], _T | None], limit_s: float, what: str) -> _T:
-    """Take one turn after the other until one gives something; what it gave.
+    """Take one turn after the other until one gives something, and return that.
 
     Args:
         turn: looks and asks; a cluster that does not answer is asked again in the next turn.

@@ -1,11 +1,11 @@
 """A dispatch as the client knows it: its plan in the experiment's folder, and one look at it.
 
-The folder holds all that a dispatcher needs to be started again, by whoever has it::
+The folder holds all that a dispatcher needs to be started again, by any client::
 
     <experiment>/ray_dispatches/<dispatcher's id>/
         dispatch.json  the jobs, see ``remote/spec.py``; written last, so that it means "complete"
         dispatcher.json    how the dispatcher is started
-        _ray_pkg_….zip     the archives: Ray forgets what nobody uses for some minutes
+        _ray_pkg_….zip     the archives: Ray forgets those that are unused for some minutes
 """
 
 from __future__ import annotations
@@ -66,8 +66,8 @@ class DispatchStatus:
     def is_dispatched(self) -> bool:
         """Whether a dispatcher is on its way or at work.
 
-        One that has been about to start for long may never do so: the head died at that moment. A
-        second one beside it does no harm.
+        A dispatcher that has been about to start for long may never do so: the head died at that
+        moment. A second one beside it does no harm.
         """
         too_early = time.time() - PENDING_MAX_S
         return any(
@@ -124,19 +124,19 @@ class Dispatch:
             self._spec = found
         return self._spec
 
-    def save(self, spec: DispatchSpec, travels: Mapping[str, Archive], pythons: list[str]) -> None:
-        """Write the plan and all that travels into the experiment's folder.
+    def save(self, spec: DispatchSpec, uploads: Mapping[str, Archive], pythons: list[str]) -> None:
+        """Write the plan and all archives into the experiment's folder.
 
         Args:
             spec: the jobs.
-            travels: the archives that the jobs use, by URI.
+            uploads: the archives that the jobs use, by URI.
             pythons: interpreters that the jobs name.
         """
         self.folder.mkdir(parents=True, exist_ok=True)
-        for archive in travels.values():
+        for archive in uploads.values():
             if not (self.folder / archive.name).exists():
                 write_file(self.folder / archive.name, archive.pack())
-        start = {"archives": [one.name for one in travels.values()], "pythons": pythons}
+        start = {"archives": [archive.name for archive in uploads.values()], "pythons": pythons}
         write_file(self.folder / "dispatcher.json", json.dumps(start))
         write_file(self.folder / "dispatch.json", spec.to_json())
         self._spec = spec
@@ -155,8 +155,10 @@ class Dispatch:
         if found.dispatcher:
             return found
         was_there = any(
-            one.is_dispatcher and one.dispatcher == self.id and one.last == ledger.SUBMITTED
-            for one in Ledger.of(self.exp_dir).jobs().values()
+            record.is_dispatcher
+            and record.dispatcher == self.id
+            and record.last == ledger.SUBMITTED
+            for record in Ledger.of(self.exp_dir).jobs().values()
         )
         why = snapshot.why_lost(api, self.spec.session, was_there, self._is_in)
         return replace(found, lost=why)
@@ -172,24 +174,24 @@ class Dispatch:
         def turn() -> bool | None:
             self.claim(api, self.spec.cancel_id, self.spec.nonce)
             found = self.look(api, Snapshot(is_fresh=True))
-            wanted = [one for one in found.decision.actions if one.do is Do.STOP]
-            held = all(found.rows[one.submission_id]["status"] == "PENDING" for one in wanted)
+            wanted = [action for action in found.decision.actions if action.do is Do.STOP]
+            held = all(found.rows[action.submission_id]["status"] == "PENDING" for action in wanted)
             if found.decision.is_over and (not wanted or (held and stops.are_trusted)):
                 return True
             self._end(api, found.decision, stops)
             return None
 
         records = Ledger.of(self.exp_dir).jobs().values()
-        grace_s = max(one.grace_s for one in records if one.dispatcher == self.id)
+        grace_s = max(record.grace_s for record in records if record.dispatcher == self.id)
         insist(turn, grace_s + DISPATCH_MARGIN_S, f"The chain {self.id}")
 
     def claim(self, api: JobsApi, submission_id: str, nonce: str) -> None:
-        """Take an id, so that nobody can start it any more, unless somebody has it."""
+        """Take an id, so that no process can start it any more, unless it is taken already."""
         with contextlib.suppress(Taken):  # an attempt that began now, or a claim: look again
             api.post(claim_body(submission_id, nonce, CANCELLED))
 
     def _end(self, api: JobsApi, decision: Decision, stops: Stops) -> None:
-        """What a dispatcher would do to end jobs, since there may be none at work."""
+        """Do what a dispatcher would do to end jobs, since there may be none at work."""
         nonces = {job.name: job.nonce for job in self.spec.jobs}
         for action in decision.actions:
             if action.do is Do.CLAIM:
@@ -201,8 +203,8 @@ class Dispatch:
         table = {name: attempt_of_row(row) for name, row in self._own(rows).items()}
         decision = decide(self.spec, table, time.time())
         own = attempts_of([self.id], table)[self.id]
-        ours = {n: row for n, row in own.items() if row.nonce == self.spec.nonce}
-        return DispatchStatus(decision, rows, ours)
+        attempts = {n: row for n, row in own.items() if row.nonce == self.spec.nonce}
+        return DispatchStatus(decision, rows, attempts)
 
     def _is_in(self, rows: JobRows) -> bool:
         return any(first_id(name) == self.id for name in rows)
@@ -211,7 +213,9 @@ class Dispatch:
         wanted = {self.id, self.spec.cancel_id}
         for job in self.spec.jobs:
             wanted.add(job.id)
-            wanted.update(name for one in job.outside for name in (one.id, one.dispatcher))
+            wanted.update(
+                name for upstream in job.outside for name in (upstream.id, upstream.dispatcher)
+            )
         return {
             name: row for name, row in rows.items() if name in wanted or first_id(name) in wanted
         }
@@ -220,5 +224,7 @@ class Dispatch:
 def dispatches_of(exp_dir: Path) -> list[Dispatch]:
     """The dispatches of an experiment, saved ones only."""
     records = Ledger.of(exp_dir).jobs().values()
-    found = dict.fromkeys(one.dispatcher for one in records if one.dispatcher)
-    return [one for one in (Dispatch.of(exp_dir, name) for name in found) if one.is_saved]
+    found = dict.fromkeys(record.dispatcher for record in records if record.dispatcher)
+    return [
+        dispatch for dispatch in (Dispatch.of(exp_dir, name) for name in found) if dispatch.is_saved
+    ]

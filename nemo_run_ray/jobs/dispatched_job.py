@@ -32,8 +32,8 @@ class DispatchedJob(RemoteJob):
     @property
     def after(self) -> tuple[str, ...]:
         """Names of the jobs that it depends on."""
-        specs = (one for one in self.dispatch.spec.jobs if one.name == self.name)
-        return tuple(name for one in specs for name in one.after)
+        specs = (spec for spec in self.dispatch.spec.jobs if spec.name == self.name)
+        return tuple(name for spec in specs for name in spec.after)
 
     def cancel(self) -> JobStatus:
         status = self.look(Snapshot(is_fresh=True))
@@ -121,7 +121,7 @@ class DispatchedJob(RemoteJob):
         return _Attempt(replace(self.record, submission_id=name, last=ledger.SUBMITTED))
 
     def _joined(self, logs: Iterable[Iterator[str]]) -> Iterator[str]:
-        """The logs of the attempts with a line of ours between them."""
+        """The logs of the attempts with a separating line between them."""
         is_at_start = True  # an attempt that was killed may have left half a line
         for number, texts in enumerate(logs, start=1):
             if number > 1:
@@ -136,4 +136,4 @@ class _Attempt(RemoteJob):
     """One attempt, for its log; the job's record tells of its end."""
 
     def note(self, status: JobStatus) -> None:
-        """Nothing: the job itself notes its end, under the same id as its first attempt."""
+        """Do nothing: the job itself notes its end, under the same id as its first attempt."""

@@ -29,9 +29,9 @@ def roles(job: ObservedJob, status: JobStatus) -> GroupRows | None:
     if found and status.state.is_terminal and found["phase"] != Phase.OVER.value:
         # The driver was killed, and what it wrote last is no longer so.
         found["phase"], found["waits_for_room"] = Phase.OVER.value, ""
-        for one in found["roles"]:
-            if one["state"] != Life.ENDED.value:
-                one["state"] = Life.LOST.value
+        for row in found["roles"]:
+            if row["state"] != Life.ENDED.value:
+                row["state"] = Life.LOST.value
     return found
 
 

@@ -24,7 +24,7 @@ def find(name: str) -> list[RemoteJob]:
         The jobs in the order of their submission; one of a handle or a job's id.
 
     Raises:
-        JobError: nobody submitted such a job from this NeMo-Run home.
+        JobError: no such job was submitted from this NeMo-Run home.
     """
     bare = name.rpartition("/")[2]
     try:
@@ -47,13 +47,13 @@ def find_job(submission_id: str) -> RemoteJob:
     """The job of a submission id.
 
     Raises:
-        JobError: nobody submitted it from this NeMo-Run home.
+        JobError: it was not submitted from this NeMo-Run home.
     """
     return job_of(ledger.find(submission_id))
 
 
 def find_experiment(name: str) -> Path | None:
-    """The folder of an experiment's id, or of the newest one of a title; ``None`` without one."""
+    """The folder of an experiment's id, or of the newest one of a title; ``None`` without any."""
     home = Path(get_nemorun_home()) / "experiments"
     by_id = [folder for folder in home.glob("*/*") if folder.name == name]
     if by_id:
@@ -62,7 +62,7 @@ def find_experiment(name: str) -> Path | None:
     if outside is not None:
         return outside
     of_title = [folder for folder in home.glob("*/*") if folder.parent.name == name]
-    # As NeMo-Run's from_title chooses.
+    # NeMo-Run's from_title chooses in the same way.
     return max(of_title, key=lambda folder: folder.stat().st_ctime, default=None)
 
 

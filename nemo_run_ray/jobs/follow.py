@@ -24,7 +24,7 @@ _ROUNDS_AFTER_END = 6
 _PAUSES_S = (0.1, 0.2, 0.5, 1.0, 2.0)
 #: A job whose first process was killed is over for Ray before its other processes have said why.
 _LAST_WORDS_S = 1.0
-#: How Ray begins the line after which everything in a job's log is the command's and ours.
+#: How Ray begins the line after which a job's log has only the command's and this package's lines.
 _ENTRYPOINT = "Running entrypoint for job "
 #: Lines before that one that are held back: a Ray that words it otherwise must not hide a log.
 _HEAD_MAX_LINES = 1000
@@ -166,7 +166,7 @@ class _Frame:
         self._at_start = True
 
     def passes(self, piece: str) -> Iterator[str]:
-        """What of a line, or of its beginning, is the task's."""
+        """The part of a line, or of its beginning, that the task has printed."""
         if not self._at_start:
             self._at_start = piece.endswith("\n")
             yield piece
@@ -227,7 +227,7 @@ def lines(texts: Iterator[str]) -> Iterator[str]:
 
 
 def only(role: str, pieces: Iterable[str]) -> Iterator[str]:
-    """Of a group's log the lines of one role, or of one replica ``role/0``."""
+    """The lines of one role of a group's log, or of one replica ``role/0``."""
     name = re.escape(role) if re.search(r"/\d+$", role) else rf"{re.escape(role)}/\d+"
     begins = re.compile(rf"{name}\| ")
     wanted, whole = False, True

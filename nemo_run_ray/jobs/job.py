@@ -23,7 +23,7 @@ class RemoteJob(ObservedJob):
     """One job on a cluster: what ``nemo_run_ray.find`` gives."""
 
     def log(self, follow: bool = False) -> Iterator[str]:
-        """Its log's text: to its end if it is over or ``follow``, else what there is now.
+        """Its log's text: all of it if it is over or ``follow`` is set, else what there is now.
 
         Raises:
             ClusterError: the log cannot be read.
@@ -32,12 +32,12 @@ class RemoteJob(ObservedJob):
         return self.kept.log() if self.kept.has_log else self.cluster_log(follow)
 
     def output(self, follow: bool = False) -> Iterator[str]:
-        """The same without Ray's lines before the task's first one, and without our last one."""
+        """Its log without Ray's lines before the task's first one, and without the last line."""
         marks = tuple(attempt_mark(nonce) for nonce in self.record.nonces)
         return output_of(self.log(follow), self._end_marks, marks)
 
     def wait(self, timeout_s: float | None = None) -> JobStatus:
-        """Wait until it has ended; how it did. Meanwhile its experiment is looked after.
+        """Wait until it has ended, and return how. Meanwhile its experiment is looked after.
 
         Args:
             timeout_s: seconds to wait at most; without it as long as it takes.
@@ -59,7 +59,7 @@ class RemoteJob(ObservedJob):
             time.sleep(_WAIT_AGAIN_S)
 
     def cancel(self) -> JobStatus:
-        """Stop it, again and again until it is terminal; how it ended.
+        """Stop it, again and again until it is terminal, and return how it ended.
 
         Raises:
             ClusterError: it did not end in time, or the cluster stopped answering.

@@ -29,15 +29,15 @@ class JobRecord:
         role: name of its role, for logs.
         cluster: ``Cluster.record()`` of its cluster.
         session: Ray's name of the cluster's life that got it.
-        nonces: one of every submission of ours, by whatever process; they tell our job from another
-            one that took the same id.
+        nonces: one of every submission, by whatever process; they tell this job from another one
+            that took the same id.
         exp_dir: folder of its experiment.
         dispatcher: id of the dispatcher that hands it over; empty when the client did.
         is_dispatcher: it is an attempt of that dispatcher itself.
         has_roles: it is a group.
         grace_s: seconds from SIGTERM to SIGKILL when it is cancelled.
         last: the last event of its submission.
-        cancelled: somebody asked for its end.
+        cancelled: its end was asked for.
         terminal: what was last seen of it, once it had ended.
         attempts: what was seen of its attempts, by submission id.
     """
@@ -59,7 +59,7 @@ class JobRecord:
     attempts: dict[str, AttemptRecord] = field(default_factory=dict)
 
     def copy(self) -> JobRecord:
-        """One that may be changed."""
+        """A copy that may be changed."""
         return replace(self, nonces=[*self.nonces], attempts={**self.attempts})
 
 
@@ -89,9 +89,11 @@ class JobRecords:
         elif kind in (TERMINAL, SEEN):
             if kind == TERMINAL:
                 record.terminal = event["status"]
-            found = [AttemptRecord.from_json(one) for one in event.get("attempts", ())]
+            found = [AttemptRecord.from_json(attempt) for attempt in event.get("attempts", ())]
             # Several processes look, and each knows what it has seen.
-            record.attempts = merged(record.attempts, {one.submission_id: one for one in found})
+            record.attempts = merged(
+                record.attempts, {attempt.submission_id: attempt for attempt in found}
+            )
         elif kind == CANCEL:
             record.cancelled = True
         else:

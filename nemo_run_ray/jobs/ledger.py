@@ -57,7 +57,7 @@ class Ledger:
 
     @classmethod
     def of(cls, exp_dir: Path) -> Ledger:
-        """The process's one for this experiment."""
+        """The process's ledger of this experiment."""
         with cls._shared_lock:
             if exp_dir not in cls._shared:
                 cls._shared[exp_dir] = cls(exp_dir)
@@ -87,15 +87,15 @@ class Ledger:
     def keep_attempts(self, found: Mapping[str, Attempts]) -> None:
         """Write down what was seen of the attempts of jobs, by the jobs' submission ids.
 
-        Where nothing can be written (another user's folder, a full disk) it is not kept: who looks
-        at a job is not to fail for that.
+        Where nothing can be written (another user's folder, a full disk) it is not kept: a look at
+        a job must not fail for that.
         """
         if not found or not os.access(self.exp_dir, os.W_OK):
             return
         try:
             self.write_all(
                 [
-                    (SEEN, name, {"attempts": [one.to_json() for one in attempts.values()]})
+                    (SEEN, name, {"attempts": [attempt.to_json() for attempt in attempts.values()]})
                     for name, attempts in found.items()
                 ]
             )
@@ -105,10 +105,10 @@ class Ledger:
     def jobs(self) -> dict[str, JobRecord]:
         """All jobs by submission id, as the events tell, in the order of their submission."""
         with self._lock:
-            return {name: one.copy() for name, one in self._read().by_id.items()}
+            return {name: record.copy() for name, record in self._read().by_id.items()}
 
     def job(self, submission_id: str) -> JobRecord | None:
-        """One of them, ``None`` when there is no such job."""
+        """The record of one job; ``None`` when there is no such job."""
         with self._lock:
             found = self._read().by_id.get(submission_id)
             return None if found is None else found.copy()
@@ -176,7 +176,7 @@ def find(submission_id: str) -> JobRecord:
 def experiments_of(submission_ids: Set[str]) -> set[Path]:
     """Folders of the experiments in NeMo-Run's home that have submitted one of these jobs."""
     candidates = set(_candidates(submission_ids))
-    return {one for one in candidates if Ledger.of(one).has_any(submission_ids)}
+    return {folder for folder in candidates if Ledger.of(folder).has_any(submission_ids)}
 
 
 def remember(exp_dir: Path, experiment_id: str) -> None:
@@ -205,7 +205,10 @@ def _candidates(submission_ids: Set[str]) -> Iterator[Path]:
 
 def _may_hold(experiment_id: str, submission_ids: Set[str]) -> bool:
     # A shortened id may have lost the end of the experiment's.
-    return any(one.startswith(f"{experiment_id}.") or len(one) >= ID_MAX for one in submission_ids)
+    return any(
+        submission_id.startswith(f"{experiment_id}.") or len(submission_id) >= ID_MAX
+        for submission_id in submission_ids
+    )
 
 
 def _pointers() -> Path:

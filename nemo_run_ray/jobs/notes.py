@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 _lock = threading.Lock()
-#: Jobs whose end this process has written down, and where jobs were when their attempts were.
+#: Jobs whose end this process has written down, and states of those whose attempts it has.
 _ended: set[str] = set()
 _seen: dict[str, tuple[JobState, int]] = {}
 #: Events that are written together, by experiment.
@@ -33,7 +33,7 @@ _held_back: ContextVar[dict[Path, list[Event]] | None] = ContextVar("_held_back"
 
 @contextlib.contextmanager
 def together() -> Iterator[None]:
-    """Write the ends that are noted inside at once: each write waits for the disk."""
+    """Write all ends that are noted inside together: each write waits for the disk."""
     events: dict[Path, list[Event]] = {}
     before = _held_back.set(events)
     try:
@@ -45,7 +45,7 @@ def together() -> Iterator[None]:
 
 
 def note_cancel(job: ObservedJob) -> None:
-    """Write down that somebody asks for its end."""
+    """Write down that its end is asked for."""
     Ledger.of(job.record.exp_dir).write(ledger.CANCEL, job.id)
     job.record.cancelled = True
 
@@ -85,7 +85,7 @@ def _write_end(job: ObservedJob, status: JobStatus) -> None:
         if found:
             job.kept.keep_roles(found)
     record.attempts = dict(job.attempts_in(Snapshot()))
-    attempts = [one.to_json() for one in record.attempts.values()]
+    attempts = [attempt.to_json() for attempt in record.attempts.values()]
     event = ledger.TERMINAL, job.id, {"status": record.terminal, "attempts": attempts}
     held_back = _held_back.get()
     if held_back is None:

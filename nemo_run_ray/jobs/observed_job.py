@@ -46,7 +46,7 @@ class ObservedJob:
 
     @property
     def status(self) -> JobStatus:
-        """What is known of it now. Never raises because a cluster is away."""
+        """What is known of it now. It never raises because a cluster is away."""
         return self.status_in(Snapshot())
 
     @property
@@ -57,7 +57,7 @@ class ObservedJob:
     # ------------------------------------------------------------------ one look
 
     def status_in(self, snapshot: Snapshot) -> JobStatus:
-        """What a snapshot says of it. Never raises because a cluster is away."""
+        """What a snapshot says of it. It never raises because a cluster is away."""
         try:
             return self.look(snapshot)
         except NemoRunRayError as error:  # a token's file that is gone is no news of the job either
@@ -82,11 +82,11 @@ class ObservedJob:
     def attempts_in(
         self, snapshot: Snapshot, running_at: Mapping[str, float] | None = None
     ) -> Attempts:
-        """Its attempts by submission id, or as they were seen last when nobody can tell.
+        """Its attempts by submission id, or as they were seen last when the cluster does not tell.
 
         Args:
             snapshot: what clusters say.
-            running_at: when attempts were seen running by somebody else, by submission id.
+            running_at: when attempts were seen running by their dispatcher, by submission id.
         """
         try:
             rows = self.rows_in(snapshot)
@@ -110,7 +110,7 @@ class ObservedJob:
         return api
 
     def ran_as(self, status: JobStatus) -> str:
-        """Submission id of what the status tells of."""
+        """Submission id of the attempt that the status tells of."""
         return self.id
 
     def whole_log(self, api: JobsApi, status: JobStatus) -> Iterator[str]:
@@ -129,7 +129,7 @@ class ObservedJob:
 
     def _present(self, row: JobRow) -> JobStatus:
         if nonce_of(row) not in self.record.nonces:
-            detail = f"The id {self.id} is another run's; ours never started."
+            detail = f"The id {self.id} is another run's; this job never started."
             return JobStatus(JobState.WAITING, Reason.TAKEN, detail)
         status = status_of_row(row)
         if status.state.is_terminal:
@@ -158,7 +158,7 @@ class ObservedJob:
 
     def _lost(self, why: str) -> JobStatus:
         arrived = self.record.last == ledger.SUBMITTED
-        what = "Its end is not known" if arrived else "Nobody can tell whether it ran"
+        what = "Its end is not known" if arrived else "It is not known whether it ran"
         end = "" if "\n" in why or why.endswith(".") else "."  # a log's lines end by themselves
         attempts = list(self.record.attempts.values())
         return JobStatus(
@@ -173,7 +173,7 @@ class ObservedJob:
         try:
             return self.cluster.find() is None
         except NemoRunRayError:
-            return False  # nobody can tell
+            return False  # the cluster does not tell
 
     def rows_in(self, snapshot: Snapshot) -> JobRows:
         """The job table of its cluster; empty when the cluster is gone for good.

@@ -19,7 +19,7 @@ def outside_spec(handle: str, api: JobsApi, session: str) -> OutsideSpec:
         session: Ray's name of that cluster's life; a cluster may have several addresses.
 
     Raises:
-        SubmissionError: nobody knows the job, or another cluster has it.
+        SubmissionError: the job is unknown, or another cluster has it.
     """
     name = handle.rpartition("/")[2]
     try:

@@ -18,7 +18,7 @@ from nemo_run_ray.jobs.snapshot import Snapshot
 from nemo_run_ray.remote.dispatch import log
 from nemo_run_ray.remote.states import JobState
 
-#: Dispatches of which this process has written it down.
+#: Dispatches whose times this process has written down.
 _noted: set[Path] = set()
 _lock = threading.Lock()
 
@@ -33,7 +33,7 @@ def running_at(dispatch: Dispatch) -> dict[str, float]:
 
 
 def note_running_at(job: RemoteJob, snapshot: Snapshot) -> None:
-    """Write it down, once in a process, for all jobs of a dispatch when the last one has ended.
+    """Write these times down, once in a process, when the last job of a dispatch has ended.
 
     A cluster that does not answer is asked at the next look.
     """
@@ -54,11 +54,11 @@ def note_running_at(job: RemoteJob, snapshot: Snapshot) -> None:
     with _lock:
         _noted.add(dispatch.folder)
     news: dict[str, Attempts] = {}
-    for one in jobs_of(dispatch.exp_dir):
-        if one.record.dispatcher == dispatch.id:
-            attempts = one.attempts_in(snapshot, told)
-            if attempts != one.record.attempts:
-                news[one.id] = attempts
+    for sibling in jobs_of(dispatch.exp_dir):
+        if sibling.record.dispatcher == dispatch.id:
+            attempts = sibling.attempts_in(snapshot, told)
+            if attempts != sibling.record.attempts:
+                news[sibling.id] = attempts
     Ledger.of(dispatch.exp_dir).keep_attempts(news)
 
 

@@ -57,7 +57,7 @@ class Snapshot:
         return f"the Ray at {url} has no record of it any more"
 
     def rows_again(self, api: JobsApi) -> JobRows:
-        """The table when a head that recovers has had time to.
+        """The table after a head that recovers has had time to fill it.
 
         Raises:
             ClusterError: the cluster cannot be asked.
@@ -70,7 +70,7 @@ class Snapshot:
         return self._once(api, "again", wait_and_ask)
 
     def rows_now(self, api: JobsApi) -> JobRows:
-        """The table for what may be younger than ``rows``.
+        """The table as it is now, for jobs that may be younger than ``rows``.
 
         Raises:
             ClusterError: the cluster cannot be asked.

@@ -32,24 +32,24 @@ def start_dispatcher(dispatch: Dispatch, api: JobsApi, cluster: dict[str, Any]) 
     Raises:
         ConfigError: a secret of a job that has not started is not set.
         JobError: the experiment's folder is not whole, or cannot be written to.
-        SubmissionError: Ray refuses it, or nobody can tell whether it arrived.
+        SubmissionError: Ray refuses it, or it is not known whether it arrived.
         ClusterError: the cluster cannot be reached.
     """
     found = dispatch.look(api, Snapshot(is_fresh=True))
     nonce = dispatch.spec.nonce
     name = attempt_id(dispatch.id, max(found.dispatcher, default=0) + 1)
     start = _upload(dispatch, api)
-    travels = [_plan_archive(dispatch)]
+    uploads = [_plan_archive(dispatch)]
     hidden = _secrets(dispatch, found)
     if hidden:
-        travels.append(archives.secrets_archive(hidden, f"{nonce} {name}"))
-    for archive in travels:
+        uploads.append(archives.secrets_archive(hidden, f"{nonce} {name}"))
+    for archive in uploads:
         api.put_package(archive.name, archive.pack())
-    names = [*start["archives"], *(archive.name for archive in travels)]
+    names = [*start["archives"], *(archive.name for archive in uploads)]
     body = {
         "submission_id": name,
         "entrypoint": dispatcher_entrypoint(start["pythons"], name, nonce),
-        "runtime_env": {"py_modules": [f"gcs://{one}" for one in names], "env_vars": {}},
+        "runtime_env": {"py_modules": [f"gcs://{package}" for package in names], "env_vars": {}},
         "metadata": {NONCE_KEY: nonce, "nemo_run_job": DISPATCHER},
     }
     book = _write_intent(dispatch, name, cluster)
@@ -63,7 +63,7 @@ def start_dispatcher(dispatch: Dispatch, api: JobsApi, cluster: dict[str, Any]) 
 
 
 def resume(dispatch: Dispatch) -> str:
-    """Start the dispatcher if it is dead and something is left to do; what was done, in words.
+    """Start the dispatcher if it is dead and something is left to do, and say what was done.
 
     Raises:
         ConfigError: a secret of a job that has not started is not set.
@@ -71,7 +71,7 @@ def resume(dispatch: Dispatch) -> str:
         ClusterError: the cluster cannot be asked.
     """
     records = Ledger.of(dispatch.exp_dir).jobs().values()
-    record = next(one.cluster for one in records if one.dispatcher == dispatch.id)
+    record = next(job.cluster for job in records if job.dispatcher == dispatch.id)
     cluster = from_record(record)
     dashboard = cluster.find()
     if dashboard is None:
@@ -88,7 +88,7 @@ def resume(dispatch: Dispatch) -> str:
 
 
 def _upload(dispatch: Dispatch, api: JobsApi) -> dict[str, Any]:
-    """Send the archives that Ray lacks; how the dispatcher is started."""
+    """Send the archives that Ray lacks, and return how the dispatcher is started."""
     folder = dispatch.folder
     try:
         start: dict[str, Any] = json.loads((folder / "dispatcher.json").read_text(encoding="utf-8"))
@@ -133,7 +133,7 @@ def _plan_archive(dispatch: Dispatch) -> archives.Archive:
 
 
 def _secrets(dispatch: Dispatch, found: DispatchStatus) -> list[str]:
-    """Names of the secrets that a job needs which may still be started."""
+    """Names of the secrets of all jobs that may still be started."""
     return sorted(
         {
             name

@@ -36,7 +36,7 @@ def submit_once(
 
     Raises:
         SubmissionError: Ray refuses the request, or ``OUTCOME_S`` passed without an outcome.
-        Conflict: the id belongs to a job that is not ours.
+        Conflict: the id belongs to a job of another run.
     """
     submission_id = str(body["submission_id"])
     deadline = clock() + OUTCOME_S
@@ -63,7 +63,7 @@ def _outcome(api: JobsApi, submission_id: str, patience_s: float) -> JobRow | No
         return api.job(submission_id, patience_s)
     except Unanswered as error:
         raise SubmissionError(
-            f"Nobody can tell whether the job {submission_id} has started: {error} It is noted; "
+            f"It is not known whether the job {submission_id} has started: {error} It is noted; "
             "`nemo-run-ray status` finds it when the cluster answers, and `nemo-run-ray resume` "
             "hands it over if it never arrived."
         ) from error

@@ -1,8 +1,8 @@
-"""Looking after the jobs of an experiment while somebody waits for them.
+"""Looking after the jobs of an experiment while a client waits for them.
 
-To look changes nothing. What heals is here: a dispatcher that has died is started again, what a
+Looking changes nothing. What heals is here: a dispatcher that has died is started again, what a
 cancelled job has left is stopped, and Ray's job manager is woken when a head has died. Only jobs of
-the experiment at hand are touched.
+that experiment are touched.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def _tend_on(api: JobsApi, records: list[JobRecord]) -> None:
         if record.cancelled and state is JobState.RUNNING:
             # Ray forgets with its head the stop that it was told before the start.
             api.stop(record.submission_id)
-    dispatches = {one.dispatcher: one for one in records if one.dispatcher}
+    dispatches = {record.dispatcher: record for record in records if record.dispatcher}
     for name, record in dispatches.items():
         dispatch = Dispatch.of(record.exp_dir, name)
         if dispatch.is_saved:
@@ -77,7 +77,7 @@ def _tend_on(api: JobsApi, records: list[JobRecord]) -> None:
 
 def _own(rows: JobRows, records: list[JobRecord]) -> JobRows:
     """The rows of these jobs' attempts and of no others."""
-    nonces = {first_id(one.submission_id): one.nonces for one in records}
+    nonces = {first_id(record.submission_id): record.nonces for record in records}
     return {
         name: row for name, row in rows.items() if nonce_of(row) in nonces.get(first_id(name), ())
     }

@@ -6,7 +6,7 @@ from torchx.specs import AppState
 
 from nemo_run_ray.remote.states import JobState, JobStatus, Reason
 
-#: Ours -> torchx's, which is what NeMo-Run shows. torchx has no word for LOST.
+#: JobState -> torchx's word, which is what NeMo-Run shows. torchx has no word for LOST.
 TO_TORCHX = {
     JobState.WAITING: AppState.UNSUBMITTED,
     JobState.PENDING: AppState.PENDING,

@@ -81,7 +81,7 @@ def test_when_nobody_can_tell_what_became_of_it(ray, unique, monkeypatch):
 
     ray.trouble = trouble
     message = refused(SubmissionError, ray, unique, "job")
-    assert "Nobody can tell whether the job" in message
+    assert "It is not known whether the job" in message
     assert "nemo-run-ray status" in message
 
 
