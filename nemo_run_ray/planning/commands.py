@@ -56,7 +56,7 @@ def with_launcher(role: Role, executor: RayExecutor) -> Role:
         "j": f"{executor.nnodes()}x{executor.nproc_per_node()}",
         "rdzv_backend": launcher.rdzv_backend,
         "rdzv_port": launcher.rdzv_port,
-        # Equal jobs make equal archives, so no number by chance.
+        # Equal jobs make equal archives, so the number is not random.
         "rdzv_id": launcher.rdzv_id or zlib.crc32(role.name.encode()) % 10000 + 1,
         "env": dict(role.env),
         "debug": executor.packager.debug,
@@ -71,7 +71,7 @@ def with_launcher(role: Role, executor: RayExecutor) -> Role:
 def with_free_rendezvous(word: str, executor: RayExecutor) -> str:
     """The word with a port that is free on the node instead of NeMo-Run's default for a rendezvous.
 
-    The default is one for all: two jobs on a node would meet there.
+    The default is the same for all: two jobs on a node would meet there.
     """
     launcher = executor.get_launcher()
     if not isinstance(launcher, (Torchrun, FaultTolerance)):

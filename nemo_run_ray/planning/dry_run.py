@@ -14,21 +14,21 @@ from nemo_run_ray.remote.spec import JobSpec, ProbeSpec
 _CREDENTIALS = re.compile(r"(?<=://)[^/\s@'\"]+@")
 
 
-def describe(planned: JobPlan, cluster: str, travels: list[str]) -> str:
+def describe(planned: JobPlan, cluster: str, uploads: list[str]) -> str:
     """The request for people, as a dry run prints it. Secrets are named, never shown.
 
     Args:
         cluster: the cluster in words.
-        travels: what would be uploaded, in words.
+        uploads: what would be uploaded, in words.
     """
     spec = planned.spec
     lines = [f"Ray job   {planned.submission_id}", f"cluster   {cluster}"]
     lines += _describe_turn(planned)
     if isinstance(spec, JobSpec):
         lines += _describe_task(spec, _words(planned.reservation), planned.runtime_env)
-        return "\n".join(lines + [f"travels   {one}" for one in travels])
+        return "\n".join(lines + [f"sends     {upload}" for upload in uploads])
     lines.append(f"strategy  {spec.strategy}, all {len(spec.roles)} role(s) at once or none")
-    lines += [f"travels   {one}" for one in travels]
+    lines += [f"sends     {upload}" for upload in uploads]
     for role in spec.roles:
         kind = "service" if role.service else "primary"
         copies = f"{role.replicas} replica(s) of {role.processes} process(es)"
@@ -45,7 +45,7 @@ def describe(planned: JobPlan, cluster: str, travels: list[str]) -> str:
 
 
 def _describe_turn(planned: JobPlan) -> list[str]:
-    """What the dispatcher will see to."""
+    """The lines about what the dispatcher will do."""
     lines = []
     if planned.after or planned.outside:
         lines.append(f"after     {', '.join([*planned.after, *planned.outside])}")

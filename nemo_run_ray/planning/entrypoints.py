@@ -48,7 +48,7 @@ def dispatcher_entrypoint(pythons: Sequence[str], submission_id: str, nonce: str
 def _find(pythons: Sequence[str]) -> str:
     """Shell text that finds the first of these that runs; one may be the shim of a version manager
     that has no version."""
-    names = " ".join(shlex.quote(one) for one in pythons)
+    names = " ".join(shlex.quote(python) for python in pythons)
     return f'for p in {names}; do {_FOUND} -c "" 2>/dev/null && break; done; '
 
 

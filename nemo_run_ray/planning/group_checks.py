@@ -44,7 +44,7 @@ def check_whole(executor: RayExecutor) -> None:
                 f"RayExecutor.{name} of a whole group is {getattr(executor, name)!r}, where it "
                 "does nothing; set it on the executors of the roles."
             )
-    if executor.grace_s != max(one.grace_s for one in executor.resource_group):
+    if executor.grace_s != max(member.grace_s for member in executor.resource_group):
         raise ConfigError(
             f"RayExecutor.grace_s of a whole group is {executor.grace_s!r}, where it does nothing; "
             "set it on the executors of the roles."
@@ -52,7 +52,7 @@ def check_whole(executor: RayExecutor) -> None:
 
 
 def check_probe(name: str, executor: RayExecutor, count: int) -> None:
-    """Refuse a service that is alone in its group, and a probe that nobody asks or can ask.
+    """Refuse a service that is alone in its group, and a probe that is never or cannot be asked.
 
     Args:
         name: of the role.
@@ -69,7 +69,7 @@ def check_probe(name: str, executor: RayExecutor, count: int) -> None:
     if not executor.service:
         raise ConfigError(
             f"RayExecutor.ready of the role {name!r} is {executor.ready!r}, but the role is no "
-            "service, and nobody waits for it; set service=True or leave ready out."
+            "service, so nothing waits for it; set service=True or leave ready out."
         )
     port = executor.ready.spec().port
     if isinstance(port, str) and port not in executor.ports:

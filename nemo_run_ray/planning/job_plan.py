@@ -51,7 +51,7 @@ class JobPlan:
         spec: what the node is told.
         reservation: the parts of Ray's job request that say what to reserve.
         runtime_env: the user's, to which the archives are added.
-        packagers: of the roles whose code travels, by the role's name.
+        packagers: of the roles whose code is sent, by the role's name.
         selector_since: first version of Ray that knows what it asks for, if it matters.
         runs_here: the code stays where it is.
         after: names of the experiment's jobs on this cluster that must have succeeded.
@@ -79,7 +79,7 @@ class JobPlan:
 
     @property
     def needs_dispatcher(self) -> bool:
-        """Whether somebody must look after it on the cluster, before its start or after its end."""
+        """Whether a dispatcher must look after it on the cluster, before its start or after it."""
         timed = self.pending_timeout_s is not None
         return bool(self.after or self.outside or self.retries or self.max_in_flight or timed)
 
@@ -103,7 +103,7 @@ class JobPlan:
         if others:
             names = {role: uri.rpartition("/")[2] for role, uri in code.items()}
             variables[CODE] = json.dumps(names, sort_keys=True)
-        modules = [*archives, *(one for one in others if one is not None)]
+        modules = [*archives, *(uri for uri in others if uri is not None)]
         runtime_env = {**self.runtime_env, "env_vars": variables, "py_modules": modules}
         if main is not None:
             runtime_env["working_dir"] = main
@@ -206,7 +206,7 @@ def _check_alone(executor: RayExecutor) -> None:
 
 
 def nonce_of(row: JobRow) -> str:
-    """The nonce of the submission that made a row of Ray's job table; empty if none of ours."""
+    """The nonce of the submission that made a row of Ray's job table; empty if it has none."""
     return str((row.get("metadata") or {}).get(NONCE_KEY, ""))
 
 

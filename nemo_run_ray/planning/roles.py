@@ -98,7 +98,7 @@ def group_spec(app: AppDef, executor: RayExecutor) -> GroupSpec:
         roles.append(_role_spec(role, own, len(executors)))
     check_together(roles)
     strategies = {own.strategy for own in executors}
-    # One that is asked for in a container, or by some roles only, may not be on the head.
+    # A Python that is asked for in a container, or by some roles only, may not be on the head.
     pythons = {None if is_container(own.runtime_env) else own.python for own in executors}
     limits = [own.pending_timeout_s for own in executors if own.pending_timeout_s is not None]
     return GroupSpec(
@@ -120,7 +120,7 @@ def packagers(app: AppDef, executor: RayExecutor) -> dict[str, Any]:
 
 
 def _executors(app: AppDef, executor: RayExecutor) -> list[RayExecutor]:
-    """One for each role; those that ship no code get the group's packager, which plug-ins set."""
+    """An executor for each role; one without code gets the group's packager, set by plug-ins."""
     found: list[RayExecutor] = executor.resource_group or [executor]
     if len(found) != len(app.roles):
         raise ConfigError(
@@ -129,11 +129,13 @@ def _executors(app: AppDef, executor: RayExecutor) -> list[RayExecutor]:
         )
     if not executor.resource_group or not executor.packager_ships:
         return found
-    return [one if one.packager_ships else _with_packager(one, executor) for one in found]
+    return [
+        member if member.packager_ships else _with_packager(member, executor) for member in found
+    ]
 
 
-def _with_packager(one: RayExecutor, group: RayExecutor) -> RayExecutor:
-    own = copy.copy(one)  # the user's own stays as it is
+def _with_packager(member: RayExecutor, group: RayExecutor) -> RayExecutor:
+    own = copy.copy(member)  # the user's own stays as it is
     own.packager = group.packager
     return own
 
@@ -211,7 +213,7 @@ def _spread(roles: list[RoleSpec], executors: list[RayExecutor]) -> list[RoleSpe
 def selector_since(spec: JobSpec | GroupSpec, executor: RayExecutor) -> tuple[int, int] | None:
     """The first version of Ray that can do what the label selectors ask for.
 
-    An older one answers a job's with 400, and has no such argument for placement groups (read from
+    An older Ray answers a job's with 400, and has no such argument for placement groups (read from
     the wheels); there custom resources do for a group.
     """
     if isinstance(spec, JobSpec):

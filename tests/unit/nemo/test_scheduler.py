@@ -26,7 +26,7 @@ def test_a_dry_run_asks_no_cluster(address, unique):
     run.run(task, executor=RayExecutor(address=address), name=unique, dryrun=True)
 
 
-def test_a_dry_run_of_a_group_asks_no_cluster_and_says_what_travels(address, unique, tmp_path):
+def test_a_dry_run_of_a_group_asks_no_cluster_and_says_what_is_sent(address, unique, tmp_path):
     code = run.PatternPackager(include_pattern="*.py", relative_path=str(tmp_path))
     executors = [
         RayExecutor(address=address, role="a", packager=code, secrets=["B", "A"]),
@@ -38,8 +38,8 @@ def test_a_dry_run_of_a_group_asks_no_cluster_and_says_what_travels(address, uni
         experiment.dryrun(log=False)
     (info,) = experiment.jobs[0]._dryrun_infos
     lines = str(info).splitlines()
-    travels = [one.removeprefix("travels   ") for one in lines if one.startswith("travels")]
-    assert sorted(travels) == [
+    sends = [one.removeprefix("sends     ") for one in lines if one.startswith("sends")]
+    assert sorted(sends) == [
         "code, packed by GitArchivePackager",
         "code, packed by PatternPackager",
         "configs, scripts and specs of 1 job(s)",

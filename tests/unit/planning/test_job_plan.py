@@ -480,8 +480,8 @@ env       NEMO_RUN_NODE_RANK=0
 env       NEMO_RUN_NPROC_PER_NODE=1
 env       NEMO_RUN_NUM_NODES=1
 secret    TOKEN=***
-travels   code
-travels   configs"""
+sends     code
+sends     configs"""
 
 
 def test_the_dry_run(monkeypatch):
@@ -507,8 +507,8 @@ _GOLDEN_GROUP = """\
 Ray job   exp.job
 cluster   a cluster
 strategy  PACK, all 2 role(s) at once or none
-travels   code
-travels   configs
+sends     code
+sends     configs
 
 role      store, service, 1 replica(s) of 1 process(es)
 command   serve 'a b' '$HOME'
