@@ -9,7 +9,7 @@ log = logging.getLogger(__name__)
 
 
 def register() -> None:
-    """Tell NeMo-Run about ``RayExecutor``; twice is once.
+    """Tell NeMo-Run about ``RayExecutor``; a second call changes nothing.
 
     A NeMo-Run that keeps its registries elsewhere gets one warning, and everything else of it, and
     of the programs that import this package, works on.

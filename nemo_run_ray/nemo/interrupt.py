@@ -32,7 +32,7 @@ class Interrupt:
         self._happened = threading.Event()
 
     def watch(self) -> None:
-        """Notice Ctrl-C from now on, if nobody else handles it. Only the main thread can."""
+        """Notice Ctrl-C from now on, unless the program handles it. Only the main thread can."""
         if threading.current_thread() is not threading.main_thread():
             return
         self._happened.clear()
@@ -60,5 +60,5 @@ class Interrupt:
         )
 
 
-#: The process's one: there is one Ctrl-C.
+#: The process's handler: there is one Ctrl-C.
 interrupt = Interrupt()

@@ -33,7 +33,7 @@ _SESSION = "nemo_run"
 
 
 def register() -> None:
-    """Tell NeMo-Run about ``RayExecutor``; twice is once."""
+    """Tell NeMo-Run about ``RayExecutor``; a second call changes nothing."""
     for kind in _classes():
         _register_class(kind)
     if _register_class not in ON_SUBCLASS:
@@ -65,7 +65,7 @@ def _classes() -> list[type[RayExecutor]]:
     """``RayExecutor`` and all of its subclasses that there are."""
     found: list[type[RayExecutor]] = [RayExecutor]
     for kind in found:
-        found += [one for one in kind.__subclasses__() if one not in found]
+        found += [subclass for subclass in kind.__subclasses__() if subclass not in found]
     return found
 
 
@@ -86,7 +86,7 @@ class _OwnOrder:
 
 
 def is_ordered_by_us(experiment: Experiment | None) -> bool:
-    """Whether the order of an experiment's jobs is kept on the cluster, or nobody needs to."""
+    """Whether the order of an experiment's jobs is kept on the cluster, or need not be kept."""
     if experiment is None or _is_on_one_cluster(experiment):
         return True
     return not any(job.dependencies for job in experiment.jobs)
@@ -95,14 +95,18 @@ def is_ordered_by_us(experiment: Experiment | None) -> bool:
 def upstreams(experiment: Experiment | None, job: str) -> tuple[str, ...]:
     """Names of the jobs that a job of the experiment depends on."""
     jobs = experiment.jobs if experiment is not None else ()
-    return tuple(dict.fromkeys(name for one in jobs if one.id == job for name in one.dependencies))
+    return tuple(
+        dict.fromkeys(
+            name for candidate in jobs if candidate.id == job for name in candidate.dependencies
+        )
+    )
 
 
 def _is_on_one_cluster(experiment: Experiment) -> bool:
-    executors = [one for job in experiment.jobs for one in _executors(job)]
-    if not all(isinstance(one, RayExecutor) for one in executors):
+    executors = [executor for job in experiment.jobs for executor in _executors(job)]
+    if not all(isinstance(executor, RayExecutor) for executor in executors):
         return False
-    return len({json.dumps(one.resolve_cluster().record()) for one in executors}) <= 1
+    return len({json.dumps(executor.resolve_cluster().record()) for executor in executors}) <= 1
 
 
 def _executors(job: Any) -> list[Any]:
@@ -143,9 +147,9 @@ def load_experiment(name: str) -> Experiment:
 
 
 def is_running() -> bool:
-    """Whether ``Experiment.run`` calls us, which dry-runs all jobs before it launches them.
+    """Whether the caller is ``Experiment.run``, which dry-runs all jobs before it launches them.
 
-    Of a dry run alone nothing tells it apart but who has called.
+    Only the caller tells it from a dry run alone.
     """
     frame = inspect.currentframe()
     while frame is not None and frame.f_code is not Experiment.run.__code__:

@@ -1,4 +1,4 @@
-"""Going on with an experiment whose client died before all of it was on its way."""
+"""Going on with an experiment whose client died before all jobs were handed over."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def resume_experiment(experiment: Any) -> Iterator[str]:
     for dispatch in dispatches_of(folder):
         yield f"{dispatch.id}: {resume(dispatch)}"
     tend(folder)
-    known = {one.name: one for one in jobs_of(folder)}
+    known = {remote_job.name: remote_job for remote_job in jobs_of(folder)}
     states = {job.id: _state(experiment, job, known.get(job.id)) for job in experiment.jobs}
     ready = []
     for job in experiment.jobs:
@@ -57,8 +57,10 @@ def _why_not(experiment: Any, job: Any, found: RemoteJob | None, states: dict[st
         return "waits on the cluster, left to its dispatcher"
     if registry.is_ordered_by_us(experiment):
         return ""
-    missing = [one for one in job.dependencies if states[one] != JobState.SUCCEEDED.value]
-    waits = ", ".join(f"{one} ({states[one]})" for one in missing)
+    missing = [
+        upstream for upstream in job.dependencies if states[upstream] != JobState.SUCCEEDED.value
+    ]
+    waits = ", ".join(f"{upstream} ({states[upstream]})" for upstream in missing)
     return f"not handed over, it depends on {waits}; resume again after that" if missing else ""
 
 

@@ -51,18 +51,18 @@ class Request:
     batch: Batch
 
     def __str__(self) -> str:
-        travels = [f"configs, scripts and specs of {len(self.batch.plans)} job(s)"]
-        for packager in dict.fromkeys(type(one) for one in self.plan.packagers.values()):
-            travels.insert(0, f"code, packed by {packager.__name__}")
+        uploads = [f"configs, scripts and specs of {len(self.batch.plans)} job(s)"]
+        for packager in dict.fromkeys(type(instance) for instance in self.plan.packagers.values()):
+            uploads.insert(0, f"code, packed by {packager.__name__}")
         if self.plan.spec.secrets:
-            travels.append(
+            uploads.append(
                 f"secrets {', '.join(self.plan.spec.secrets)}, in an archive of their own"
             )
-        return describe(self.plan, repr(self.batch.cluster), travels)
+        return describe(self.plan, repr(self.batch.cluster), uploads)
 
 
 class RayJobsScheduler(SchedulerMixin, Scheduler[Any]):
-    """Submits NeMo-Run's jobs to Ray and answers for them, also in a process that did not."""
+    """Submits NeMo-Run's jobs to Ray and answers for them, also in a later process."""
 
     def __init__(self, session_name: str, experiment: Any = None) -> None:
         super().__init__(SCHEDULER, session_name)
@@ -100,11 +100,13 @@ class RayJobsScheduler(SchedulerMixin, Scheduler[Any]):
                 "experiment has dependencies and jobs elsewhere too, so that NeMo-Run hands its "
                 "jobs over one by one; leave the field out, or put all jobs on one Ray cluster."
             )
-        own = {one.submission_id for one in batch.plans.values()}
+        own = {job_plan.submission_id for job_plan in batch.plans.values()}
         before = batch.plans.get(planned.job)
         # NeMo-Run overwrites the field with the handles of the experiment's own jobs at the launch.
         given = [*(before.outside if before else ()), *planned.outside]
-        outside = [one for one in dict.fromkeys(given) if one.rpartition("/")[2] not in own]
+        outside = [
+            handle for handle in dict.fromkeys(given) if handle.rpartition("/")[2] not in own
+        ]
         after = registry.upstreams(self._experiment, planned.job) if batch.is_ordered else ()
         return replace(planned, after=after, outside=tuple(outside))
 
@@ -133,7 +135,7 @@ class RayJobsScheduler(SchedulerMixin, Scheduler[Any]):
         key = json.dumps([executor.experiment_dir, cluster.record()], sort_keys=True)
         if key not in self._batches:
             folder = Path(executor.experiment_dir)
-            others = [one for one in self._batches.values() if one.exp_dir == folder]
+            others = [batch for batch in self._batches.values() if batch.exp_dir == folder]
             name = dispatcher_id(executor.experiment_id or "experiment")
             if others:  # on another cluster, and a ledger has one job of an id
                 name = f"{name}-{len(others) + 1}"
@@ -141,15 +143,15 @@ class RayJobsScheduler(SchedulerMixin, Scheduler[Any]):
         return self._batches[key]
 
     def _announce(self) -> None:
-        """Once, before the first request: let later processes find the experiment's jobs."""
+        """Let later processes find the experiment's jobs: once, before the first request."""
         with self._lock:
             if self._experiment is None or self._experiment._id in self._announced:
                 return
             ids = {
-                name: one.submission_id
+                name: job_plan.submission_id
                 for batch in self._batches.values()
                 if batch.exp_dir == registry.experiment_dir(self._experiment)
-                for name, one in batch.plans.items()
+                for name, job_plan in batch.plans.items()
             }
             registry.save_handles(self._experiment, ids)
             ledger.remember(registry.experiment_dir(self._experiment), self._experiment._id)
@@ -207,8 +209,8 @@ class RayJobsScheduler(SchedulerMixin, Scheduler[Any]):
             return []
         records = ledger.Ledger.of(registry.experiment_dir(self._experiment)).jobs()
         return [
-            ListAppResponse(app_id=one, state=torchx_state(self._job(one).status))
-            for one in records
+            ListAppResponse(app_id=app_id, state=torchx_state(self._job(app_id).status))
+            for app_id in records
         ]
 
     # ------------------------------------------------------------------ endings
@@ -235,7 +237,7 @@ class RayJobsScheduler(SchedulerMixin, Scheduler[Any]):
         return self._jobs[app_id]
 
     def _validate(self, app: AppDef, scheduler: str) -> None:
-        """Nothing: resources are the executor's fields, not torchx's, and are checked there."""
+        """Check nothing: resources are fields of the executor, not torchx's, and checked there."""
 
 
 def _check_id(planned: JobPlan, batch: Batch) -> None:
@@ -269,7 +271,7 @@ def _report(job: RemoteJob, status: JobStatus) -> None:
 
 
 def _told(log: Iterable[str]) -> Iterator[str]:
-    """The log to where it can be read: NeMo-Run reads in a thread, which would end in a traceback.
+    """The log as far as it can be read: an error would end NeMo-Run's thread in a traceback.
 
     The end of the log says nothing about the job.
     """
