@@ -1,6 +1,6 @@
 """The half that runs on the cluster.
 
-It travels with every submission as the package ``nemo_run_ray_remote`` and needs nothing there but
+It is sent with every submission as the package ``nemo_run_ray_remote`` and needs nothing there but
 a Python of version 3.9 or newer: standard library and relative imports only.
 """
 

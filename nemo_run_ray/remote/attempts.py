@@ -1,7 +1,7 @@
 """Ids of a job's attempts, what a row of Ray's job table means for decisions, and claims.
 
 An attempt of a job is a row of the table. A *claim* is one too: it takes the id of the next
-attempt, so that nobody can start it any more, and says why (``CLAIM_KEY`` in its metadata).
+attempt, so that no process can start it any more, and says why (``CLAIM_KEY`` in its metadata).
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any, Dict, Mapping, Optional, Sequence, Tuple
 from .rows import JobRow
 from .states import JobStatus, status_of_row
 
-#: Keys in a job's metadata: what makes it ours, why it is a claim, when it is tried again.
+#: Keys in a job's metadata: the nonce of its submission, and why it is a claim.
 NONCE_KEY, CLAIM_KEY = "nemo_run_ray", "nemo_run_ray_claim"
 RETRIES_KEY, PERMANENT_KEY = "nemo_run_ray_retries", "nemo_run_ray_permanent"
 #: Key of the id of the dispatcher that hands the job over.
@@ -23,7 +23,7 @@ CANCELLED, NOT_PLACED = "cancelled", "not placed in time"
 #: Seconds between two requests to stop the same attempt, and for how long a stop of what waits for
 #: room is repeated before Ray is trusted to hold it back until the start.
 STOP_AGAIN_S, STOP_TRUST_S = 3.0, 6.0
-#: An attempt's id; more digits are not ours, and int() refuses thousands of them.
+#: An attempt's id; more digits are not of this package, and int() refuses thousands of them.
 _ATTEMPT = re.compile(r"([^@]*)(?:@([2-9]|[1-9][0-9]{1,8}))?")
 
 
@@ -73,12 +73,12 @@ def first_id(submission_id: str) -> str:
 def attempts_of(ids: Sequence[str], table: Mapping[str, Attempt]) -> Dict[str, Dict[int, Attempt]]:
     """The rows of these ids' attempts, by id and number."""
     wanted = set(ids)
-    found: Dict[str, Dict[int, Attempt]] = {one: {} for one in ids}
+    found: Dict[str, Dict[int, Attempt]] = {first: {} for first in ids}
     for submission_id, row in table.items():
         match = _ATTEMPT.fullmatch(submission_id)
         if match and match[1] in wanted:
             found[match[1]][int(match[2] or 1)] = row
-    # In the order of their numbers, so that the table's order does not matter.
+    # They are in the order of their numbers, so that the table's order does not matter.
     return {first: dict(sorted(rows.items())) for first, rows in found.items()}
 
 
@@ -100,7 +100,7 @@ def attempt_of_row(row: JobRow) -> Attempt:
 
 
 def _numbers(text: Any) -> Tuple[int, ...]:
-    """``1,2``; nothing when it is a stranger's."""
+    """The numbers of ``1,2``; none when another program wrote the text."""
     try:
         return tuple(int(number) for number in str(text).split(",") if number)
     except ValueError:

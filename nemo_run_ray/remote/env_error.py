@@ -10,7 +10,7 @@ _PIP = re.compile(r"^ERROR: (?P<words>.+)$")
 #: uv begins its explanation with one of these, and goes on with lines that are drawn as a tree.
 _UV = re.compile(r"^(?:error:|\N{MULTIPLICATION SIGN}) (?P<words>.+)$")
 _UV_MORE = re.compile(r"^(?:╰─▶|├─▶|│|cause:|hint:|Caused by:)\s*(?P<words>.*)$")
-#: Podman's, for a container.
+#: Podman's output, for a container.
 _PODMAN = re.compile(r"stderr=(?P<words>.*)$")
 #: The last line of a traceback.
 _RAISED = re.compile(r"^(?:[\w.]+\.)?(?P<kind>\w*(?:Error|Exception|Timeout))\b:? ?(?P<words>.*)$")

@@ -6,8 +6,8 @@ import json
 from dataclasses import asdict, dataclass, field, is_dataclass
 from typing import Any, Dict, Optional, Tuple, Union, get_args, get_origin, get_type_hints
 
-#: Raised when a field changes its meaning. Client and remote half travel together, so it only ever
-#: differs when somebody mixes archives by hand.
+#: Raised when a field changes its meaning. The client sends the remote half along, so it only
+#: differs when a user mixes archives by hand.
 VERSION = 2
 #: Environment variable of a group's driver: the code archive of each role, when there are several.
 CODE = "NEMO_RUN_RAY_CODE"
@@ -188,7 +188,7 @@ class DispatchedJobSpec:
 
     @property
     def shape(self) -> str:
-        """Equal for jobs that ask Ray for the same room."""
+        """A text that is equal for jobs that ask Ray for the same room."""
         asked = {key: value for key, value in self.body.items() if key.startswith("entrypoint_")}
         return json.dumps(asked, sort_keys=True)
 
@@ -258,7 +258,7 @@ def _made(kind: Any, value: Any) -> Any:
     if get_origin(kind) is Union:  # Optional
         return None if value is None else _made(get_args(kind)[0], value)
     if get_origin(kind) is tuple:
-        return tuple(_made(get_args(kind)[0], one) for one in value)
+        return tuple(_made(get_args(kind)[0], entry) for entry in value)
     if not isinstance(kind, type) or not is_dataclass(kind):
         return value
     hints = get_type_hints(kind)
@@ -266,6 +266,6 @@ def _made(kind: Any, value: Any) -> Any:
     if unknown:
         raise ValueError(f"{kind.__name__} with unknown fields {sorted(unknown)}")
     try:
-        return kind(**{name: _made(hints[name], one) for name, one in value.items()})
+        return kind(**{name: _made(hints[name], entry) for name, entry in value.items()})
     except TypeError as error:
         raise ValueError(str(error)) from error

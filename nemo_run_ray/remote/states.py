@@ -1,4 +1,4 @@
-"""The states of a job, why it is in one, and the tables from Ray's words to ours."""
+"""The states of a job, why it is in one, and the tables from Ray's words to these."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ class JobState(str, Enum):
     SUCCEEDED = "SUCCEEDED"
     #: It ended otherwise, or could not start.
     FAILED = "FAILED"
-    #: Somebody stopped it; unlike FAILED this was asked for.
+    #: It was stopped; unlike FAILED this was asked for.
     CANCELLED = "CANCELLED"
-    #: The cluster that had it is gone, and the truth with it; unlike FAILED nobody saw it end.
+    #: The cluster that had it is gone with its records; unlike FAILED no client saw it end.
     LOST = "LOST"
     #: It cannot be asked right now; unlike LOST the next look may tell.
     UNKNOWN = "UNKNOWN"
@@ -70,7 +70,7 @@ class Reason(str, Enum):
 
     @property
     def is_trouble(self) -> bool:
-        """Whether something went wrong; to wait for one's turn is none."""
+        """Whether something went wrong; waiting for a turn is no trouble."""
         return self not in _CALM
 
 
@@ -131,7 +131,7 @@ class Cause(str, Enum):
     NODE_DIED = "a node or our process on it died"
 
 
-#: Ray's JobStatus -> ours. A word that is not here (a newer Ray) is UNKNOWN, never a guess.
+#: Ray's JobStatus -> JobState. A word that is not here (a newer Ray) is UNKNOWN, never a guess.
 FROM_RAY = {
     "PENDING": JobState.PENDING,
     "RUNNING": JobState.RUNNING,
@@ -199,7 +199,7 @@ NEXT_STEP = {
 
 #: The last line of a group's log. It explains a failure that Ray's record has; it decides nothing.
 _ENDING = re.compile(r"^nemo_run_ray\| end \w{8}: \[([\w ]+)\] (.*)$", re.MULTILINE)
-#: Lines that Ray itself writes at the head of every job's log, and our last one.
+#: Lines that Ray itself writes at the head of every job's log, and the remote half's last one.
 _FRAME = re.compile(
     r"^Running entrypoint for job |INFO job_manager\.py:\d+ -- |^nemo_run_ray\| end \w{8}: "
 )
@@ -236,7 +236,7 @@ class JobStatus:
         return f"{self.detail or self.reason.value}{tail}\n{NEXT_STEP[self.reason]}".strip()
 
     def to_json(self) -> dict[str, Any]:
-        """As it is written down when it is the end."""
+        """The status as it is written down when it is the last one."""
         return {
             "state": self.state.value,
             "reason": self.reason.value,
@@ -274,7 +274,7 @@ def is_active(row: JobRow) -> bool:
 
 
 def status_of_row(row: JobRow) -> JobStatus:
-    """What one row of Ray's job table says. Pure.
+    """What one row of Ray's job table says; a pure function.
 
     Args:
         row: a job as ``GET /api/jobs/<id>`` gives it.
@@ -307,7 +307,7 @@ def status_of_row(row: JobRow) -> JobStatus:
     causes = {cause.value: reason for cause, reason in FROM_CAUSE.items()}
     if endings and endings[-1][0] in causes:
         reason, cause = causes[endings[-1][0]], f"{cause}: {endings[-1][1]}"
-        if reason is Reason.NOT_STARTED:  # our words are all, and a traceback of Ray's may follow
+        if reason is Reason.NOT_STARTED:  # the words say all; a traceback of Ray's may follow
             return JobStatus(state, reason, cause, node)
     lines = [line for line in tail.splitlines() if not _FRAME.search(line)]
     return JobStatus(state, reason, cause, node, tail="\n".join(lines))

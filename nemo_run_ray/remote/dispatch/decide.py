@@ -2,7 +2,7 @@
 
 It is a pure function of their plan (a *dispatch*) and of the cluster's job table. The dispatcher
 carries out what it says; the client asks it the status of every job, also those that
-Ray has never heard of. Nobody remembers anything between two calls: the table is the memory.
+Ray has never heard of. Nothing is remembered between two calls: the table is the memory.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from ..states import JobState, JobStatus, Reason
 ALL_SUCCEEDED, NOT_ALL_SUCCEEDED = 0, 8
 #: Jobs that may start at the same moment: each start costs the head 1.4 s of a CPU (measured).
 STARTING_MAX = 8
-#: Seconds after which a job that has not started is taken to wait for room. Until it gets it, no
-#: other one that asks for the same is handed over: Ray gives up what waits for 900 s.
+#: Seconds after which a job that has not started is taken to wait for room. Until it gets
+#: room, no other job that asks for the same is handed over: Ray gives up what waits for 900 s.
 STUCK_S = 6.0
 #: Seconds from the end of an attempt to the next one.
 SETTLE_S = 1.0
@@ -30,7 +30,7 @@ SETTLE_S = 1.0
 NODE_DEAD_S = 75.0
 #: Failures that Ray's head concludes, while the command may still run on a node that is cut off.
 _UNPROVEN = {Reason.NODE_DIED, Reason.OTHER}
-#: What the same attempt once more would not change. See docs/chains.md.
+#: Failures that another attempt would not change. See docs/chains.md.
 _PERMANENT = {Reason.RUNTIME_ENV, Reason.UNSCHEDULABLE, Reason.NOT_PLACED}
 
 
@@ -91,9 +91,9 @@ def decide(
         node_dead_s: seconds from a node's death until nothing can run on it any more.
     """
     ids = [job.id for job in dispatch.jobs]
-    outside = [one for job in dispatch.jobs for one in job.outside]
-    dispatchers = [one.dispatcher for one in outside if one.dispatcher]
-    attempts = attempts_of([*ids, *(one.id for one in outside), *dispatchers], table)
+    outside = [upstream for job in dispatch.jobs for upstream in job.outside]
+    dispatchers = [upstream.dispatcher for upstream in outside if upstream.dispatcher]
+    attempts = attempts_of([*ids, *(upstream.id for upstream in outside), *dispatchers], table)
     cancelled = _is_cancelled(dispatch, table)
 
     statuses: Dict[str, JobStatus] = {}
@@ -117,7 +117,7 @@ def decide(
 
 
 def _is_cancelled(dispatch: DispatchSpec, table: Mapping[str, Attempt]) -> bool:
-    """Whether somebody has claimed the id by which the whole dispatch is cancelled."""
+    """Whether the id is claimed by which the whole dispatch is cancelled."""
     cancel = table.get(dispatch.cancel_id)
     return cancel is not None and cancel.nonce == dispatch.nonce and bool(cancel.claim)
 
@@ -128,7 +128,7 @@ def _status(
     needs: Sequence[Tuple[str, JobStatus]],
     cancelled: bool,
 ) -> JobStatus:
-    """The status of one job: its attempts decide, before each of them what it depends on."""
+    """The status of one job: its attempts decide, and before each the jobs that it depends on."""
     strangers = [number for number, row in rows.items() if row.nonce != job.nonce]
     if strangers:
         name = attempt_id(job.id, strangers[0])
@@ -165,14 +165,16 @@ def _status_of_attempts(
             return _of(row, number)
     for claim in rows.values():
         if claim.claim:
-            runs = [one for one, row in rows.items() if row.status.state is JobState.RUNNING]
+            runs = [
+                attempt for attempt, row in rows.items() if row.status.state is JobState.RUNNING
+            ]
             # Its end is still open: it may succeed before it is stopped.
             return _of(rows[runs[-1]], runs[-1]) if runs else _claimed(claim, rows)
     number = max(rows)
     last = rows[number]
     if last.status.state is not JobState.FAILED:
         return _of(last, number)
-    failed = [one for one, row in rows.items() if _counts(row)]
+    failed = [attempt for attempt, row in rows.items() if _counts(row)]
     if failed:
         newest = rows[failed[-1]]
         permanent = newest.status.reason in _PERMANENT or newest.exit_code in permanent_exit_codes
@@ -187,14 +189,14 @@ def _status_of_attempts(
 
 
 def _counts(row: Attempt) -> bool:
-    """Whether an attempt has used one up: it failed, and not since Ray gave its start up."""
+    """Whether an attempt counts: it failed, and not because Ray gave its start up."""
     status = row.status
     return status.state is JobState.FAILED and status.reason is not Reason.START_TIMEOUT
 
 
 def _claimed(claim: Attempt, rows: Mapping[int, Attempt]) -> JobStatus:
     """The status of a job whose next attempt was claimed; what ran before explains it."""
-    before = max((one for one, row in rows.items() if not row.claim), default=0)
+    before = max((attempt for attempt, row in rows.items() if not row.claim), default=0)
     node = rows[before].status.node if before else ""
     if claim.claim == NOT_PLACED:
         return JobStatus(JobState.FAILED, Reason.NOT_PLACED, NOT_PLACED, node, before)
@@ -211,30 +213,30 @@ def _statuses_outside(
 ) -> Dict[str, JobStatus]:
     """The status of every job of another experiment that a job depends on, by its first id."""
     return {
-        one.id: _status_outside(one, attempts, table.get(cancel_id(one.dispatcher)))
-        for one in job.outside
+        upstream.id: _status_outside(upstream, attempts, table.get(cancel_id(upstream.dispatcher)))
+        for upstream in job.outside
     }
 
 
 def _status_outside(
-    one: OutsideSpec, attempts: Mapping[str, Dict[int, Attempt]], cancel: Optional[Attempt]
+    upstream: OutsideSpec, attempts: Mapping[str, Dict[int, Attempt]], cancel: Optional[Attempt]
 ) -> JobStatus:
     """The status of a job of another experiment, as far as the table proves it.
 
     Args:
-        one: the job.
+        upstream: the job.
         attempts: the rows by first id and number.
         cancel: the row that claims the other experiment's ``cancel_id``, if there is one.
     """
-    rows = {n: row for n, row in attempts[one.id].items() if row.nonce in one.nonces}
+    rows = {n: row for n, row in attempts[upstream.id].items() if row.nonce in upstream.nonces}
     status = JobStatus(JobState.WAITING, Reason.WAITS)
     if rows:
         last = rows[max(rows)]
         status = _status_of_attempts(rows, last.retries, last.permanent_exit_codes)
-        if status.reason is Reason.RETRY and not one.dispatcher:
-            return last.status  # nobody would try it again
-    if one.dispatcher and status.state is JobState.WAITING:
-        own = attempts[one.dispatcher]
+        if status.reason is Reason.RETRY and not upstream.dispatcher:
+            return last.status  # no dispatcher would try it again
+    if upstream.dispatcher and status.state is JobState.WAITING:
+        own = attempts[upstream.dispatcher]
         last_own = own[max(own)] if own else None
         ended = last_own and last_own.exit_code in (ALL_SUCCEEDED, NOT_ALL_SUCCEEDED)
         nonces = {row.nonce for row in own.values()}
@@ -268,7 +270,7 @@ def _stops(
     if status.state.is_terminal or newest != max(rows):
         doomed = live
     elif row.status.state is JobState.PENDING and (cancelled or is_late):
-        # The claim comes first: it is what says why, whoever sees the stopped attempt, which Ray
+        # The claim comes first: it says why, to any client that sees the stopped attempt, which Ray
         # shows as pending until there is room for it.
         why = CANCELLED if cancelled else NOT_PLACED
         claims = [Action(Do.CLAIM, job.name, attempt_id(job.id, newest + 1), why)]

@@ -78,7 +78,7 @@ class Dispatcher:
         self._look_s = 0.0
 
     def run(self, sleep: Callable[[float], None] = time.sleep) -> int:
-        """Until everything is decided; the exit code.
+        """Go on until everything is decided, and return the exit code.
 
         Raises:
             Disowned: the cluster has no record of this dispatcher.
@@ -143,7 +143,7 @@ class Dispatcher:
     # ------------------------------------------------------------------ act
 
     def _act(self, action: Action, table: Mapping[str, Attempt]) -> bool:
-        """Carry one action out; whether it must be looked after in the next round."""
+        """Carry one action out, and return whether the next round must look after it."""
         if action.do is Do.STOP:
             return self._stop(action, table)
         self._changed_at = self._clock()
@@ -185,7 +185,7 @@ class Dispatcher:
 
     def _body(self, job: DispatchedJobSpec, number: int) -> Dict[str, Any]:
         body = attempt_body(job, number)
-        missing = [one for one in job.secrets if one not in self._secrets]
+        missing = [secret for secret in job.secrets if secret not in self._secrets]
         if missing:
             raise rest.Refused(f"the dispatcher was started without {', '.join(missing)}")
         if job.secrets:
@@ -197,7 +197,7 @@ class Dispatcher:
     # ------------------------------------------------------------------ tell
 
     def _tell(self, decision: Decision, table: Mapping[str, Attempt]) -> None:
-        """One line for every job that is not where it was at the last look."""
+        """Say one line for every job that is not where it was at the last look."""
         first_look = not self._told
         for name, status in decision.statuses.items():
             job = self._jobs[name]
@@ -208,7 +208,7 @@ class Dispatcher:
             self._changed_at = self._clock()
             calm = status.state is JobState.WAITING and not status.reason.is_trouble
             if first_look and (calm or status.state.is_terminal):
-                continue  # thousands, perhaps, and nothing that happened now
+                continue  # there may be thousands, and none happened now
             submission_id = attempt_id(job.id, max(1, status.attempt))
             say(str(log.Line(self._clock(), status.state.value, submission_id, _words(status))))
         if first_look:
@@ -229,9 +229,11 @@ class _Wanted:
     """Which rows of the table concern a dispatch: its own, and those of jobs that it waits for."""
 
     def __init__(self, dispatch: DispatchSpec) -> None:
-        outside = [one for job in dispatch.jobs for one in job.outside]
+        outside = [upstream for job in dispatch.jobs for upstream in job.outside]
         self._ids = {dispatch.id, dispatch.cancel_id, *(job.id for job in dispatch.jobs)}
-        self._ids |= {one.id for one in outside} | {one.dispatcher for one in outside}
+        self._ids |= {upstream.id for upstream in outside} | {
+            upstream.dispatcher for upstream in outside
+        }
 
     def has(self, name: str) -> bool:
         return name in self._ids or first_id(name) in self._ids
@@ -305,7 +307,7 @@ def _words(status: JobStatus) -> str:
 
 
 def _count(decision: Decision) -> str:
-    """``3 SUCCEEDED, 1 RUNNING``."""
+    """The count of every state, as in ``3 SUCCEEDED, 1 RUNNING``."""
     states: List[JobState] = [status.state for status in decision.statuses.values()]
     return ", ".join(
         f"{states.count(state)} {state.value}" for state in JobState if state in states

@@ -17,7 +17,7 @@ _LINE = re.compile(
 
 @dataclass(frozen=True)
 class Line:
-    """One line of the story.
+    """One line of the dispatcher's log.
 
     Attributes:
         at: seconds since the epoch.
@@ -48,5 +48,5 @@ def parse(lines: Iterable[str]) -> Iterator[Line]:
             try:
                 parsed = time.strptime(f"{whole}+0000", "%Y-%m-%dT%H:%M:%S%z")
             except ValueError:
-                continue  # somebody else's line
+                continue  # another program's line
             yield Line(calendar.timegm(parsed) + int(millis) / 1000, state, name, words)

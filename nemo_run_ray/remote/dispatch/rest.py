@@ -61,10 +61,10 @@ class Rest:
             raise Unanswered(f"{self.url} gave a job table that cannot be read: {error}") from error
 
     def post(self, body: Dict[str, Any]) -> bool:
-        """Ask for a job; whether Ray took it now. It may have it from an earlier request.
+        """Ask for a job, and return whether Ray took it now. It may have it already.
 
         Raises:
-            Unanswered: nobody knows what became of the request; the table tells.
+            Unanswered: it is not known what became of the request; the table tells.
             Refused: Ray does not take it.
         """
         status, text = self._send("POST", "/api/jobs/", json.dumps(body).encode())
@@ -78,7 +78,7 @@ class Rest:
         raise Unanswered(f"{self.url} answered {status} to a new job: {words}")
 
     def stop(self, submission_id: str) -> None:
-        """Ask Ray to stop a job; harmless when it has ended."""
+        """Ask Ray to stop a job, which is harmless when it has ended."""
         path = f"/api/jobs/{quote(submission_id, safe='')}/stop"
         status, text = self._send("POST", path, b"")
         if status != 200 and status != 404:
@@ -127,7 +127,7 @@ def candidates(given: Sequence[str]) -> Iterator[str]:
 
 
 def _ask_ray() -> Iterator[str]:
-    """The address as Ray knows it, by an interpreter that has ray; takes a second or two."""
+    """The address as Ray knows it, by an interpreter that has ray; this takes a second or two."""
     for python in ("python3", "python"):
         try:
             done = subprocess.run(
@@ -142,7 +142,7 @@ def _ask_ray() -> Iterator[str]:
 
 
 def _authorization() -> Dict[str, str]:
-    """Ray's token, from where Ray itself takes it. Read anew: it may be renewed."""
+    """Ray's token, from where Ray itself takes it. It is read anew, since it may be renewed."""
     token = os.environ.get("RAY_AUTH_TOKEN", "").strip()
     path = os.environ.get("RAY_AUTH_TOKEN_PATH") or str(Path.home() / ".ray" / "auth_token")
     if not token:

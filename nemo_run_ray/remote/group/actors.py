@@ -1,8 +1,8 @@
-"""The actors of a group: who shares one, how they are started, what travels to them.
+"""The actors of a group: who shares one, how they are started, what is sent to them.
 
-``ray`` is passed in: the driver imports it. The class travels by value and the archives through
-Ray's object store, so that the actors run in workers that Ray keeps ready: a worker for the job's
-runtime environment is started anew, 1.1 s more (measured with three).
+``ray`` is passed in: the driver imports it. The class is sent by value and the archives go
+through Ray's object store, so that the actors run in workers that Ray keeps ready: a worker for the
+job's runtime environment is started anew, 1.1 s more (measured with three).
 """
 
 from __future__ import annotations
@@ -90,7 +90,9 @@ def start_actors(ray: Any, placement_group: Any, replicas: Iterable[ReplicaHandl
     made = ray.remote(_actor_class())
     actors = []
     for served in _by_actor(replicas):
-        folders = list(dict.fromkeys(code_of(one.role) for one in served if one.role.task.has_code))
+        folders = list(
+            dict.fromkeys(code_of(replica.role) for replica in served if replica.role.task.has_code)
+        )
         for folder in folders:
             if folder not in codes:
                 codes[folder] = ray.put(_tar(folder))
@@ -107,12 +109,12 @@ def start_actors(ray: Any, placement_group: Any, replicas: Iterable[ReplicaHandl
                 placement_group, first.bundle
             ),
         )
-        places = [(name(one.replica_id), one.tag, one.run_dir) for one in served]
+        places = [(name(replica.replica_id), replica.tag, replica.run_dir) for replica in served]
         names = [key_of(folder) for folder in folders]
-        handle = options.remote(places, names, package, *(codes[one] for one in folders))
+        handle = options.remote(places, names, package, *(codes[folder] for folder in folders))
         actors.append(Actor(handle, served))
-        for one in served:
-            one.actor = actors[-1]
+        for replica in served:
+            replica.actor = actors[-1]
     return actors
 
 
@@ -135,14 +137,14 @@ def key_of(folder: str) -> str:
 def passed_on(role: RoleSpec, config_of_job: str) -> Dict[str, str]:
     """The variables by which a role that is a Ray program finds the cluster and its own code.
 
-    Of what travelled with the job a role gets its own code and ours, not the code of other roles
-    and not the archive of secrets.
+    A role gets its own code and this package, but of what was sent with the job neither the code
+    of other roles nor the archive of secrets.
 
     Args:
         role: the role.
         config_of_job: what ``forget_runtime_env`` has returned.
     """
-    found = {one: os.environ[one] for one in _PASSED_ON if one in os.environ}
+    found = {variable: os.environ[variable] for variable in _PASSED_ON if variable in os.environ}
     with suppress(KeyError, ValueError, TypeError):  # a Ray that says it otherwise
         config = json.loads(config_of_job)
         runtime_env = config["runtime_env"]
@@ -191,9 +193,9 @@ def _tar(folder: str) -> bytes:
 
 
 def _actor_class() -> Any:
-    """The class of the actors; defined here, so that it travels by value and needs no archive.
+    """The class of the actors; defined here, so that it is sent by value and needs no archive.
 
-    It may use modules of the standard library, which travel as names, and nothing else of ours.
+    It may use nothing of this package, only the standard library, whose modules are sent as names.
     """
 
     class Replicas:
@@ -211,7 +213,7 @@ def _actor_class() -> Any:
             try:
                 for kind, data in [("package", package), *zip(names, codes)]:
                     with tarfile.open(fileobj=io.BytesIO(data)) as archive:
-                        archive.extraction_filter = lambda member, path: member  # it is ours
+                        archive.extraction_filter = lambda member, path: member  # it is trusted
                         archive.extractall(os.path.join(folder, kind))
                 sys.path.append(os.path.join(folder, "package"))
                 relay = importlib.import_module("nemo_run_ray_remote.group.relay")

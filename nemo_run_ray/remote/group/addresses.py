@@ -1,4 +1,4 @@
-"""What the processes of a group are told about each other, as environment variables. Pure."""
+"""What the processes of a group are told about each other, as environment variables: pure."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def variables(
         replicas = [(role.name, index) for index in range(role.replicas)]
         prefix = f"NEMO_RUN_{key(role.name)}"
         found[f"{prefix}_HOST"] = hosts[replicas[0]]
-        found[f"{prefix}_HOSTS"] = ",".join(hosts[one] for one in replicas)
+        found[f"{prefix}_HOSTS"] = ",".join(hosts[replica] for replica in replicas)
         found[f"NEMO_RUN_HET_GROUP_HOST_{number}"] = hosts[replicas[0]]
         for port in role.ports:
             if port != RENDEZVOUS:
@@ -42,13 +42,13 @@ def variables(
                 own = replica_id if replica_id[0] == role.name else replicas[0]
                 found[f"{prefix}_PORT_{key(port)}"] = str(ports[own][port])
                 found[f"{prefix}_PORTS_{key(port)}"] = ",".join(
-                    str(ports[one][port]) for one in replicas
+                    str(ports[replica][port]) for replica in replicas
                 )
     return {**found, **_own(spec, replica_id, hosts, ports)}
 
 
 def key(name: str) -> str:
-    """A name as part of a variable's: upper case, ``_`` for all but letters and digits."""
+    """A name as part of a variable's name: upper case, ``_`` for all but letters and digits."""
     return re.sub(r"[^A-Z0-9]", "_", name.upper())
 
 
@@ -58,7 +58,7 @@ def _own(
     hosts: Mapping[ReplicaId, str],
     ports: Mapping[ReplicaId, Mapping[str, int]],
 ) -> Dict[str, str]:
-    role = next(one for one in spec.roles if one.name == replica_id[0])
+    role = next(role for role in spec.roles if role.name == replica_id[0])
     head = (role.name, 0)
     found = {
         "NEMO_RUN_HEAD_NODE_IP": hosts[head],

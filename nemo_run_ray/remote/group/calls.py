@@ -101,7 +101,7 @@ class Calls:
                 yield answer
 
     def close(self, actors: Sequence[Actor]) -> bool:
-        """Let living actors end their replicas; whether all have confirmed that nothing runs."""
+        """Let living actors end their replicas; true if all have confirmed that nothing runs."""
         ends = [actor.handle.close.remote() for actor in actors]
         ready: List[Any] = []
         if ends:
@@ -111,7 +111,7 @@ class Calls:
 
     def _make(self, call: _Call) -> None:
         if call.replica is None or call.order is None:
-            seen = {name(one.replica_id): one.seen for one in call.actor.replicas}
+            seen = {name(replica.replica_id): replica.seen for replica in call.actor.replicas}
             reference = call.actor.handle.pull.remote(seen, _PULL_S)
         else:
             key = name(call.replica.replica_id)
@@ -132,7 +132,7 @@ class Calls:
 
     def _why_dead(self, error: Exception) -> str:
         if isinstance(error, self._ray.exceptions.RuntimeEnvSetupError):
-            write(f"{error}\n")  # whole, for who reads the log
+            write(f"{error}\n")  # the whole error, for readers of the log
             return f"the runtime environment could not be built: {cause_of(str(error))}"
         return f"Ray's worker there died: {_first_line(error)}"
 

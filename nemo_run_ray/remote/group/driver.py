@@ -107,7 +107,7 @@ class _Driver:
             return room
         except NoRoom as error:
             self._happened(machine.Refused(error.cause, error.words))
-            return None  # what was asked for goes with the driver
+            return None  # Ray drops the request for room when the driver ends
 
     def _settle(self, room: PlacementGroup) -> None:
         self._replicas = _replicas_on(room.nodes(), self._spec, self._group, self._submission_id)
@@ -143,7 +143,7 @@ class _Driver:
         order = self._runner.order()
         if order == b"":
             say("our first process was killed; Ray ends what the group runs")
-            os._exit(1)  # with the driver go its actors, and with them all processes
+            os._exit(1)  # with the driver end its actors, and with them all processes
         if order is not None:
             self._happened(machine.Stop())
 
@@ -151,24 +151,29 @@ class _Driver:
         """Its processes have not ended in time: the node is away, or the kernel holds them."""
         actor = actor_of(replica)
         if not any(
-            self._life(one.replica_id) in (Life.STARTED, Life.READY) for one in actor.replicas
+            self._life(neighbour.replica_id) in (Life.STARTED, Life.READY)
+            for neighbour in actor.replicas
         ):
             self._ray.kill(actor.handle, no_restart=True)
             actor.dead = True
         self._lost(replica, "it did not end when told to, and was given up")
 
     def _watch(self, now: float) -> None:
-        """See to it that nobody waits for ever for a node that has died since the placing."""
+        """End the wait for nodes that have died since the placing, and say what is waited for."""
         alive = {node.node_id for node in packing.nodes_of(self._ray.nodes())}
         waiting = [
-            one for one in self._replicas.values() if self._life(one.replica_id) is Life.AWAITED
+            replica
+            for replica in self._replicas.values()
+            if self._life(replica.replica_id) is Life.AWAITED
         ]
         for replica in waiting:
             if replica.node.node_id not in alive:
                 self._lost(replica, "the node died before the replica was prepared")
         if now >= self._tell_at and waiting:
             self._tell_at = now + _TELL_S
-            hosts = ", ".join(f"{name(one.replica_id)} on {one.node.host}" for one in waiting[:8])
+            hosts = ", ".join(
+                f"{name(replica.replica_id)} on {replica.node.host}" for replica in waiting[:8]
+            )
             say(f"waiting for {len(waiting)} replica(s) to be prepared: {hosts}")
 
     def _lost(self, replica: ReplicaHandle, why: str) -> None:
@@ -176,7 +181,7 @@ class _Driver:
             self._happened(event)
 
     def _are_lost(self, actor: Actor) -> bool:
-        return all(self._life(one.replica_id) is Life.LOST for one in actor.replicas)
+        return all(self._life(replica.replica_id) is Life.LOST for replica in actor.replicas)
 
     def _life(self, replica_id: ReplicaId) -> Life:
         return self._group.replica(replica_id).life
@@ -217,7 +222,7 @@ class _Driver:
             self._calls.order(replica, self._orders.end())
 
     def _show(self, waits_for: str = "") -> None:
-        nodes = {replica_id: one.node for replica_id, one in self._replicas.items()}
+        nodes = {replica_id: replica.node for replica_id, replica in self._replicas.items()}
         self._file.write(self._group, nodes, waits_for)
 
     def _close(self, room: Optional[PlacementGroup]) -> None:

@@ -1,4 +1,4 @@
-"""State machine of a group: services start first, primaries when they are ready. Pure.
+"""State machine of a group: services start first, primaries when they are ready; pure.
 
 The driver feeds every event to ``step`` and carries out the actions; it decides nothing itself.
 """
@@ -41,14 +41,14 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Group:
-    """The whole state. Immutable: ``step`` gives a new one."""
+    """The whole state, immutable: ``step`` gives a new one."""
 
     replicas: Tuple[ReplicaState, ...]
     phase: Phase = Phase.PLACING
     outcome: Optional[Outcome] = None
 
     def replica(self, replica_id: ReplicaId) -> ReplicaState:
-        return next(one for one in self.replicas if one.replica_id == replica_id)
+        return next(replica for replica in self.replicas if replica.replica_id == replica_id)
 
 
 # ---------------------------------------------------------------------- what happens
@@ -116,7 +116,7 @@ class Lost:
 
 @dataclass(frozen=True)
 class Stop:
-    """Somebody wants the group to end."""
+    """The group is told to end."""
 
     words: str = "cancelled"
 
@@ -143,7 +143,7 @@ class Start:
 
 @dataclass(frozen=True)
 class End:
-    """SIGTERM to a replica's processes, SIGKILL after the grace period."""
+    """Send SIGTERM to a replica's processes, and SIGKILL after the grace period."""
 
     replica_id: ReplicaId
 
@@ -159,7 +159,7 @@ Action = Union[Prepare, Start, End, Finish]
 
 
 def step(group: Group, event: Event) -> Tuple[Group, List[Action]]:
-    """The state after an event, and what is to be done about it. Defined for every pair."""
+    """The state after an event, and what is to be done about it; defined for every pair."""
     if group.phase is Phase.OVER:
         return group, []
     handler = _HANDLERS[type(event)]
@@ -181,8 +181,8 @@ class _Move:
 
     def set(self, replica_id: ReplicaId, **values: object) -> None:
         replicas = tuple(
-            replace(one, **values) if one.replica_id == replica_id else one  # type: ignore[arg-type]
-            for one in self.group.replicas
+            replace(replica, **values) if replica.replica_id == replica_id else replica  # type: ignore[arg-type]
+            for replica in self.group.replicas
         )
         self.group = replace(self.group, replicas=replicas)
 
@@ -206,24 +206,24 @@ class _Move:
     def fail(self, outcome: Outcome) -> None:
         self.note(outcome)
         self.enter(Phase.ENDING)
-        for one in self.group.replicas:
-            self.end(one.replica_id)
+        for replica in self.group.replicas:
+            self.end(replica.replica_id)
 
     def go_on(self) -> None:
         """Enter the next phases, as far as what is known allows."""
         replicas = self.group.replicas
-        services = [one for one in replicas if one.service]
-        primaries = [one for one in replicas if not one.service]
+        services = [replica for replica in replicas if replica.service]
+        primaries = [replica for replica in replicas if not replica.service]
         if self.group.phase is Phase.PREPARING and _all(replicas, Life.PREPARED):
             self.enter(Phase.SERVICES)
-            for one in services:
-                self.start(one.replica_id)
-            services = [one for one in self.group.replicas if one.service]
+            for replica in services:
+                self.start(replica.replica_id)
+            services = [replica for replica in self.group.replicas if replica.service]
         if self.group.phase is Phase.SERVICES and _all(services, Life.READY):
             self.enter(Phase.PRIMARIES)
-            for one in primaries:
-                self.start(one.replica_id)
-            primaries = [one for one in self.group.replicas if not one.service]
+            for replica in primaries:
+                self.start(replica.replica_id)
+            primaries = [replica for replica in self.group.replicas if not replica.service]
         if self.group.phase is Phase.PRIMARIES and _all(primaries, Life.ENDED):
             self.fail(Outcome(0, Cause.DONE, "all done"))  # or with the failure noted before
         if self.group.phase is Phase.ENDING and not any(m.life.runs for m in self.group.replicas):
@@ -233,13 +233,13 @@ class _Move:
 
 
 def _all(replicas: Sequence[ReplicaState], life: Life) -> bool:
-    return all(one.life is life for one in replicas)
+    return all(replica.life is life for replica in replicas)
 
 
 def _placed(move: _Move, event: Placed) -> None:
     if move.group.phase is Phase.PLACING:
         move.enter(Phase.PREPARING)
-        move.actions += [Prepare(one.replica_id) for one in move.group.replicas]
+        move.actions += [Prepare(replica.replica_id) for replica in move.group.replicas]
 
 
 def _refused(move: _Move, event: Refused) -> None:

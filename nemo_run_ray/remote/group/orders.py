@@ -38,15 +38,15 @@ class Orders:
             "address": replica.node.address,
             "tag": replica.tag,
             "given": passed_on(replica.role, self._config),
-            "secrets": {one: self._secrets[one] for one in replica.role.task.secrets},
+            "secrets": {secret: self._secrets[secret] for secret in replica.role.task.secrets},
         }
 
     def start(
         self, replica: ReplicaHandle, replicas: Mapping[ReplicaId, ReplicaHandle]
     ) -> Dict[str, Any]:
         """The order to start a replica's processes, with the addresses of all replicas."""
-        hosts = {replica_id: one.node.address for replica_id, one in replicas.items()}
-        ports = {replica_id: one.ports for replica_id, one in replicas.items()}
+        hosts = {replica_id: handle.node.address for replica_id, handle in replicas.items()}
+        ports = {replica_id: handle.ports for replica_id, handle in replicas.items()}
         env = variables(self._spec, replica.replica_id, hosts, ports)
         return {"do": "start", "env": env}
 

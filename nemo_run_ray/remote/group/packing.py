@@ -14,7 +14,7 @@ from .machine import ReplicaId, name
 
 #: Label of every node that holds its id.
 NODE_ID = "ray.io/node-id"
-#: In place of a node's id: none has it, so the replica waits until it is asked for again.
+#: A text in place of a node's id: no node has it, so the replica waits until asked for again.
 _NO_NODE = "none"
 #: Steps of the search for a packing before it is given up as undecided.
 _SEARCH_STEPS = 20_000
@@ -76,7 +76,7 @@ def bundles_of(spec: GroupSpec, nodes: Sequence[Node] = (), turn: int = 0) -> Li
     if not apart:
         return bundles
     order = sorted(nodes, key=lambda node: node.node_id)
-    if turn > 0:  # by chance, so that every choice of nodes has its turn, and the same each time
+    if turn > 0:  # at random, so that every choice of nodes has its turn, and equal at each call
         random.Random(turn).shuffle(order)
     found, chosen = _pack(bundles, order, apart)
     if not found:
@@ -85,15 +85,15 @@ def bundles_of(spec: GroupSpec, nodes: Sequence[Node] = (), turn: int = 0) -> Li
     shares = _shares(bundles, order, apart, chosen)
     return [
         replace(
-            one,
+            bundle,
             selector={
-                **one.selector,
-                NODE_ID: f"in({','.join(shares[one.replica_id]) or _NO_NODE})",
+                **bundle.selector,
+                NODE_ID: f"in({','.join(shares[bundle.replica_id]) or _NO_NODE})",
             },
         )
-        if one.replica_id[0] in apart
-        else one
-        for one in bundles
+        if bundle.replica_id[0] in apart
+        else bundle
+        for bundle in bundles
     ]
 
 
@@ -153,7 +153,7 @@ def matches(selector: Mapping[str, str], labels: Mapping[str, str]) -> bool:
         negated = wanted.startswith("!")
         text = wanted[1:] if negated else wanted
         inside = text.startswith("in(") and text.endswith(")")
-        values = [one.strip() for one in text[3:-1].split(",")] if inside else [text]
+        values = [value.strip() for value in text[3:-1].split(",")] if inside else [text]
         if (labels.get(key) in values) is negated:
             return False
     return True
@@ -206,17 +206,17 @@ def _shares(
     """Disjoint sets of nodes for the replicas of each role; empty ones when there are too few."""
     shares: Dict[ReplicaId, List[str]] = {}
     for role in apart:
-        replicas = [one for one in bundles if one.replica_id[0] == role]
-        taken = {chosen[one.replica_id] for one in replicas if one.replica_id in chosen}
+        replicas = [bundle for bundle in bundles if bundle.replica_id[0] == role]
+        taken = {chosen[bundle.replica_id] for bundle in replicas if bundle.replica_id in chosen}
         hosts = {node.node_id for node in _hosts(replicas[0], nodes)}
         free = [
             node.node_id
             for number, node in enumerate(nodes)
             if number not in taken and node.node_id in hosts
         ]
-        for index, one in enumerate(replicas):
-            own = [nodes[chosen[one.replica_id]].node_id] if one.replica_id in chosen else []
-            shares[one.replica_id] = own + free[index :: len(replicas)]
+        for index, bundle in enumerate(replicas):
+            own = [nodes[chosen[bundle.replica_id]].node_id] if bundle.replica_id in chosen else []
+            shares[bundle.replica_id] = own + free[index :: len(replicas)]
     return shares
 
 
@@ -225,7 +225,7 @@ def _fits(asked: Mapping[str, float], there: Mapping[str, float]) -> bool:
 
 
 def _fit_one(bundles: Sequence[Bundle], node: Node) -> bool:
-    return all(matches(one.selector, node.labels) for one in bundles) and _fits(
+    return all(matches(bundle.selector, node.labels) for bundle in bundles) and _fits(
         _sum(bundles), node.resources
     )
 
@@ -243,7 +243,9 @@ def _pack(
     Returns:
         ``None`` when the search was too long; the number of each bundle's node when they fit.
     """
-    order = sorted(bundles, key=lambda one: (one.replica_id[0], -sum(one.resources.values())))
+    order = sorted(
+        bundles, key=lambda bundle: (bundle.replica_id[0], -sum(bundle.resources.values()))
+    )
     if len(order) > _SEARCH_DEPTH:
         return None, {}
     search = _Search(order, nodes, apart)
@@ -304,7 +306,7 @@ class _Search:
         )
 
     def _take(self, bundle: Bundle, number: int) -> Dict[str, float]:
-        """Give a bundle its node; what the node had left before."""
+        """Give a bundle its node, and return what the node had left before."""
         before = self._left[number]
         self._left[number] = {
             key: amount - bundle.resources.get(key, 0.0) for key, amount in before.items()

@@ -54,7 +54,7 @@ class PlacementGroup:
         self.group = self._ask()
 
     def look(self) -> bool:
-        """Whether the group has its room now; waits a moment for it.
+        """Whether the group has its room now; this waits a moment for it.
 
         Raises:
             NoRoom: it never will, or not in time.

@@ -1,7 +1,7 @@
 """Asks whether a service is ready, beside everything else that its process loop does.
 
-No thread and no waiting: the loop that starts processes must not be forked while a thread holds a
-lock, and must not miss a deadline while a server is slow.
+There is no thread and no waiting: the loop that starts processes must not be forked while a thread
+holds a lock, and must not miss a deadline while a server is slow.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class Probing:
 
     @property
     def socket(self) -> Optional[socket.socket]:
-        """What to wait for: for writing until it ``is_asked``, then for reading."""
+        """The socket to wait for: for writing until it ``is_asked``, then for reading."""
         return self._try.socket if self._try is not None else None
 
     @property
@@ -65,7 +65,7 @@ class Probing:
         self._settle("" if code == 0 else f"{list(self._spec.command)} ended with exit code {code}")
 
     def step(self) -> Optional[str]:
-        """Go on. ``None``: not decided; ``""``: ready; else why it is given up."""
+        """Go on: ``None`` means not decided, ``""`` ready, another text why it is given up."""
         now = time.monotonic()
         if self._try is not None:
             answer = self._try.step(now)
@@ -136,7 +136,7 @@ class _Try:
         self._connect_error = self.socket.connect_ex((address, port))
 
     def step(self, now: float) -> Optional[str]:
-        """``None``: not decided; ``""``: success; else why not."""
+        """Go on: ``None`` means not decided, ``""`` success, another text why not."""
         if not self.is_asked:
             return self._connected(now)
         try:

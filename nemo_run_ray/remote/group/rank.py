@@ -11,7 +11,7 @@ from ..node.output import CHUNK_BYTES, Lines
 
 
 class Rank:
-    """One process of the role's, and its output.
+    """One process of the role, and its output.
 
     Args:
         process: the process, or ``None`` when it could not be started.

@@ -1,4 +1,4 @@
-"""Between the driver of a group and the processes of replicas: in the actor on their node.
+"""The link between the driver of a group and its replicas' processes, in the actor on their node.
 
 Reports are numbered and kept until the driver has said that it has them, so that a call whose
 answer was lost can be made again: no line is lost and none comes twice.
@@ -34,7 +34,7 @@ _PROGRAM = (
 
 
 class Place(NamedTuple):
-    """One replica of an actor's.
+    """One replica of an actor.
 
     Attributes:
         key: names the replica.
@@ -60,7 +60,7 @@ class Relays:
         self._changed = threading.Condition()
         self._relays = {
             place.key: _Relay(folder, place, self._changed)
-            for place in (Place(*one) for one in places)
+            for place in (Place(*values) for values in places)
         }
         for relay in self._relays.values():
             relay.listen()
@@ -94,11 +94,11 @@ class Relays:
                 self._changed.wait(left_s)
 
     def close(self) -> bool:
-        """End the processes and wait until they have removed their folders; whether they have."""
+        """End the processes and wait until they have removed their folders; true if they have."""
         with self._changed:
             for relay in self._relays.values():
                 relay.hang_up()
-            self._changed.notify_all()  # who waits for room among the reports need not any more
+            self._changed.notify_all()  # no thread need wait for room among the reports now
         deadline = time.monotonic() + _CLOSE_S
         gone = [relay.is_gone(deadline - time.monotonic()) for relay in self._relays.values()]
         shutil.rmtree(self._folder, ignore_errors=True)  # those that were killed could not

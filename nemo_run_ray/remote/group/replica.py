@@ -9,7 +9,7 @@ The replica's actor starts this process and passes orders and reports on::
 Its parent is a guard that does nothing but end what is left when this process is killed.
 
 When the actor dies, for whatever reason, the socket ends and all processes are killed: by then Ray
-may have given the GPUs to somebody else.
+may have given the GPUs to another job.
 
 Orders and reports are JSON, one a line. Orders: ``prepare``, ``start``, ``end``. Reports:
 ``prepared``, ``unprepared``, ``ready``, ``unready``, ``exited``, ``text``, ``failed``.
@@ -45,8 +45,8 @@ def main(argv: Sequence[str]) -> NoReturn:
     if os.fork():
         os._exit(0)
     os.setsid()
-    for one in ENDING:  # whoever stops the worker above us closes the socket as well
-        signal.signal(one, signal.SIG_IGN)
+    for signum in ENDING:  # a stop of the worker closes the socket as well
+        signal.signal(signum, signal.SIG_IGN)
     command.restore_tmpdir()
     channel = socket.socket(fileno=int(number))
     adopt_orphans()
@@ -57,7 +57,7 @@ def main(argv: Sequence[str]) -> NoReturn:
     replica = ReplicaProcess(channel, folder)
     try:
         replica.serve()
-    except Exception as error:  # the last frame of this process: its actor is whom it can tell
+    except Exception as error:  # the last frame of this process: only its actor can be told
         traceback.print_exc()  # into the worker's log
         replica.fail(f"our process failed: {type(error).__name__}: {error}")
     finally:
@@ -68,7 +68,7 @@ def main(argv: Sequence[str]) -> NoReturn:
 def _guard(child: int) -> NoReturn:
     """Outlive the replica's process and end what it can leave behind only by being killed."""
     while os.wait()[0] != child:
-        pass  # an orphan of a replica's that is dead by now
+        pass  # an orphan of a replica that is dead by now
     tree = Tree(child, adopts=True)
     while tree.alive():
         tree.signal(signal.SIGKILL)
@@ -92,7 +92,7 @@ class ReplicaProcess:
         self._told_to_end = False
 
     def serve(self) -> None:
-        """Until the actor is gone."""
+        """Serve until the actor is gone."""
         while True:
             ready = self._wait()
             if self._channel in ready and not self._obey():
@@ -127,7 +127,7 @@ class ReplicaProcess:
         asking = self._probing.socket if self._probing is not None else None
         if asking is not None and self._probing is not None:
             (reading if self._probing.is_asked else writing).append(asking)
-        busy = self._deadline is not None or any(one.code is not None for one in self._ranks)
+        busy = self._deadline is not None or any(rank.code is not None for rank in self._ranks)
         timeout_s = ROUND_S if busy else 0.2 if self._probing is not None else _IDLE_S
         ready, writable, _ = select.select(reading, writing, [], timeout_s)
         if self._wake in ready:
@@ -205,7 +205,7 @@ class ReplicaProcess:
         if not self._ranks:
             return
         codes = [rank.code for rank in self._ranks]
-        # All are done and what they left is not, or one failed and the others wait for it.
+        # All have ended and what they left has not, or one failed and the others wait for it.
         ends = None not in codes or any(codes)
         if self._deadline is None and ends and self._tree.alive():
             self._terminate()
@@ -227,7 +227,7 @@ class ReplicaProcess:
 
     def _over(self) -> None:
         self._stop_probing()
-        self._reap()  # what has died since the last time; nothing is left when we report
+        self._reap()  # what has died since the last time; nothing is left at the report
         for rank in self._ranks:
             while rank.fd is not None:
                 self._channel.report_text(rank.read())
@@ -252,7 +252,7 @@ class ReplicaProcess:
 
 
 def clean_up(tag: str, run_dir: str) -> int:
-    """End what a killed replica process left, from its actor; how many processes there were."""
+    """End what a killed replica process left, from its actor; the number of its processes."""
     left = sweep(tag)
     RunDir(run_dir, base=run_dirs(command.tmpdir())).remove()
     return left

@@ -21,7 +21,7 @@ def file_name(submission_id: str) -> str:
 
 
 class RolesFile:
-    """Written anew at every change; absent when the output goes to no file of Ray's."""
+    """The file, written anew at every change; absent when the output goes to no file of Ray's."""
 
     def __init__(self, submission_id: str) -> None:
         log = os.readlink("/proc/self/fd/1")
@@ -36,7 +36,7 @@ class RolesFile:
         Args:
             group: the state.
             nodes: the node of every replica that has one.
-            waits_for: why there is no room yet, in words; empty when that is not the matter.
+            waits_for: why there is no room yet, in words; empty when there is.
         """
         phase = group.phase.value
         values: GroupRows = {
@@ -49,7 +49,7 @@ class RolesFile:
             return
         try:
             write_file(self._path, text)
-        except OSError:  # a full disk: the group goes on, and nobody sees its roles
+        except OSError:  # a full disk: the group goes on, and its roles are not shown
             return
         self._last = text
 

@@ -64,7 +64,7 @@ class Workspace:
         code = os.path.join(folder, order["code"]) if role.task.has_code else None
         run_dir.create(os.path.join(FOLDER, "payload"), order["job"], code)
         given = {**_of_node(role), **order["given"]}
-        # As Ray sets it for a job: first the code, then what travels with it.
+        # Ray sets it so for a job: first the code, then the archives that are sent with it.
         paths = [run_dir.code, os.path.dirname(FOLDER), given.get("PYTHONPATH", "")]
         given["PYTHONPATH"] = os.pathsep.join(path for path in paths if path)
         self._env = command.environment(role.task, run_dir, given, order["secrets"])
@@ -77,8 +77,8 @@ class Workspace:
             holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             try:
                 holder.bind(("", port))
-                # Taken back, so that no other replica can reserve the same one. Nobody listens on
-                # it: who connects too early is refused, and can try again.
+                # Taken back, so that no other replica can reserve the same one. No process listens
+                # on it: a client that connects too early is refused, and can try again.
                 holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 0)
             except OSError as error:
                 taken = "is taken" if error.errno == errno.EADDRINUSE else "cannot be had"
@@ -88,7 +88,7 @@ class Workspace:
                     "one, or for 0, which is a free one"
                 ) from error
             self._held[name] = holder
-        self.ports = {name: one.getsockname()[1] for name, one in self._held.items()}
+        self.ports = {name: holder.getsockname()[1] for name, holder in self._held.items()}
 
     def remove(self) -> None:
         """Remove the run directory, unless the task wants it to be kept."""
@@ -117,7 +117,7 @@ class Workspace:
 
     def start_probe(self, words: Sequence[str]) -> int:
         """Start the command of a probe; its process id."""
-        process = self._spawn([command.expand(one, self._env) for one in words], self._env, False)
+        process = self._spawn([command.expand(word, self._env) for word in words], self._env, False)
         process.returncode = 0  # the loop collects it; the object must not
         return process.pid
 

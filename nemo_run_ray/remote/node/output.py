@@ -8,7 +8,7 @@ import os
 from contextlib import suppress
 from typing import Optional, Sequence
 
-#: How our lines in a job's log begin.
+#: How this package's lines in a job's log begin.
 PREFIX = "nemo_run_ray| "
 #: What is said when every process of a cancelled job is proven to have ended.
 NO_PROCESS_LEFT = "no process of it is left"
@@ -19,7 +19,7 @@ LINE_MAX = 2**20
 
 
 def say(text: str) -> None:
-    """Write one line of ours into the job's log."""
+    """Write one line of this package into the job's log."""
     write(f"{PREFIX}{text}\n")
 
 
@@ -86,9 +86,9 @@ class Output:
                 self.fd = None
 
     def drain(self) -> None:
-        """Pass on what is left in the pipe; nobody holds its other end any more.
+        """Pass on what is left in the pipe; no process holds its other end any more.
 
-        A last line without its end gets one, so that ours begins a new line.
+        A last line without its end gets one, so that this package's line begins a new one.
         """
         while self.fd is not None:
             self.pump([self.fd])

@@ -1,16 +1,17 @@
 """One command on a node: environment, process tree, output, signals, exit code.
 
-Two processes of ours look after the command:
+Two processes of this package look after the command:
 
     Ray's shell ── keeper        relays SIGTERM, returns the exit code
                      ╎
                    runner        own session, no relative of Ray's shell; adopts orphans
                      └── command, in a session of its own, with whatever it starts
 
-Ray stops a job by signalling every descendant of its shell, and then again through whoever forwards
-signals; a command must get SIGTERM once. That is why the runner is not a descendant. The two watch
-each other through a socket: when the keeper dies (Ray kills it, or its supervisor dies) the runner
-kills the whole tree, and when the runner dies the keeper kills all that carries the job's tag.
+Ray stops a job by signalling every descendant of its shell, and then again through programs that
+forward signals; a command must get SIGTERM once. That is why the runner is not a descendant. The
+two watch each other through a socket: when the keeper dies (Ray kills it, or its supervisor dies)
+the runner kills the whole tree, and when the runner dies the keeper kills all that carries the
+job's tag.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ from .tree import (
 
 
 def describe_exit(code: int) -> str:
-    """``exit code 3`` or ``killed by SIGSEGV (exit code 139)``."""
+    """The words ``exit code 3`` or ``killed by SIGSEGV (exit code 139)``."""
     if code > 128:
         try:
             return f"killed by {signal.Signals(code - 128).name} (exit code {code})"
@@ -57,26 +58,26 @@ def keep(tag: str, nonce: str, work: Callable[[Runner], int]) -> int:
         nonce: the submission's, for the log's last line.
         work: called in the runner; it prepares, calls ``Runner.run`` and cleans up.
     """
-    ours, theirs = socket.socketpair()
+    own_end, runner_end = socket.socketpair()
     signal.pthread_sigmask(signal.SIG_BLOCK, ENDING)  # until the handlers below are there
     child = os.fork()
     if child == 0:
-        ours.close()
+        own_end.close()
         if os.fork():
             os._exit(0)
-        _be_runner(theirs, tag, work)
-    theirs.close()
+        _be_runner(runner_end, tag, work)
+    runner_end.close()
     os.waitpid(child, 0)
     told = wake_at(*ENDING)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, ENDING)
     answer = b""
     while True:
-        ready, _, _ = select.select([ours.fileno(), told], [], [])
+        ready, _, _ = select.select([own_end.fileno(), told], [], [])
         if told in ready:
             os.read(told, 1024)
-            _send(ours, b"T")
-        if ours.fileno() in ready:
-            data = ours.recv(4096)
+            _send(own_end, b"T")
+        if own_end.fileno() in ready:
+            data = own_end.recv(4096)
             if not data:
                 break
             answer += data
@@ -95,7 +96,7 @@ def _be_runner(keeper: socket.socket, tag: str, work: Callable[[Runner], int]) -
     code, words = 125, ""
     try:
         os.setsid()
-        for number in ENDING:  # the keeper tells us; Ray may still have taken us for a relative
+        for number in ENDING:  # the keeper tells it; Ray may still take it for a descendant
             signal.signal(number, signal.SIG_IGN)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, ENDING)
         runner = Runner(keeper, tag)
@@ -109,7 +110,7 @@ def _be_runner(keeper: socket.socket, tag: str, work: Callable[[Runner], int]) -
 
 
 class Runner:
-    """Starts the command and sees to it that nothing of it outlives ``run``."""
+    """Starts the command and lets nothing of it outlive ``run``."""
 
     def __init__(self, keeper: socket.socket, tag: str) -> None:
         self._keeper = keeper
@@ -159,7 +160,7 @@ class Runner:
         return code
 
     def _watch(self, tree: Tree, output: Output, grace_s: float) -> Tuple[int, bool]:
-        """Pass output on until the tree is gone; end the tree when told to. One loop, no thread."""
+        """Pass output on until the tree is gone, and end it when told to: one loop, no thread."""
         cancelled = False
         deadline: Optional[float] = None  # when SIGTERM becomes SIGKILL
         while True:
@@ -168,7 +169,7 @@ class Runner:
             output.pump(ready)
             if self._keeper.fileno() in ready:
                 order = self._keeper.recv(1)
-                if not order:  # the keeper is dead: whoever killed it wants the job gone
+                if not order:  # the keeper is dead: its killer wants the job to end
                     self._keeper.close()
                     cancelled, deadline = True, 0.0
                 elif deadline is None:

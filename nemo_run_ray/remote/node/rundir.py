@@ -47,10 +47,10 @@ class RunDir:
         Args:
             payload: folder ``payload`` of the job archive.
             job: name of the job in it.
-            working_dir: folder of the code as Ray unpacked it, or ``None`` when none travelled.
+            working_dir: folder of the code as Ray unpacked it, or ``None`` when none was sent.
 
         Raises:
-            PermissionError: the base belongs to somebody else.
+            PermissionError: the base is not a folder of this user.
         """
         self._make_root()
         os.mkdir(self.mount, 0o700)
@@ -73,7 +73,7 @@ class RunDir:
             shutil.copy(main, self.root)
 
     def map(self, text: str) -> str:
-        """``/nemo_run/…`` in a word of the command or a variable, as a path of this directory."""
+        """A word or a variable with ``/nemo_run/…`` in it replaced by paths of this directory."""
         return _MOUNT.sub(lambda _: self.mount, text)
 
     def remove(self) -> None:
@@ -91,8 +91,8 @@ class RunDir:
                 owner = os.lstat(self.base)
                 if owner.st_uid != os.getuid() or not stat.S_ISDIR(owner.st_mode):
                     raise PermissionError(
-                        f"{self.base} is no folder of ours; it belongs to user id {owner.st_uid}. "
-                        "Remove it, or set TMPDIR on the cluster"
+                        f"{self.base} is no folder of this user; it belongs to user id "
+                        f"{owner.st_uid}. Remove it, or set TMPDIR on the cluster"
                     )
                 shutil.rmtree(self.root, ignore_errors=True)  # what a dead attempt left
                 os.mkdir(self.root, 0o700)
@@ -140,9 +140,9 @@ def take_secrets(names: tuple[str, ...]) -> dict[str, str]:
 
 
 def read_secrets() -> dict[str, str]:
-    """The secrets that came along, by name; none if no archive brought some.
+    """The secrets that were sent along, by name; none if no archive has some.
 
-    Their file is left, to its owner alone, for another reading.
+    Their file is left for another reading, to its owner alone.
     """
     path = archived(SECRETS)
     if path is None:

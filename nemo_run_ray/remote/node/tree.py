@@ -1,4 +1,4 @@
-"""The processes of a command: found, signalled and ended, whoever their parents are now."""
+"""The processes of a command: found, signalled and ended, whatever their parents are now."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Tree:
             kill(pid, number)
 
     def _pids(self) -> List[int]:
-        if self._adopts:  # orphans become our children, so the tree below us is complete
+        if self._adopts:  # orphans become its children, so the tree below this process is complete
             return descendants(os.getpid())
         return [pid for pid, _, session in _processes() if session == self._pid]
 
@@ -74,7 +74,7 @@ def descendants(root: int) -> List[int]:
 
 
 def sweep(tag: str) -> int:
-    """SIGKILL every process that carries the tag until there is none; how many there were."""
+    """Kill every process that carries the tag until there is none; the number of those killed."""
     mark = f"{TAG}={tag}".encode()
     killed = set()
     for _ in range(500):
@@ -102,7 +102,7 @@ def _processes() -> List[Tuple[int, int, int]]:
                 with open(f"/proc/{name}/stat", "rb") as file:
                     fields = file.read().rpartition(b")")[2].split()
             except (FileNotFoundError, ProcessLookupError):
-                continue  # it ended while we looked
+                continue  # it ended meanwhile
             if fields[0] not in (b"Z", b"X"):
                 rows.append((int(name), int(fields[1]), int(fields[3])))
     return rows
@@ -113,17 +113,17 @@ def _environment(pid: int) -> List[bytes]:
         with open(f"/proc/{pid}/environ", "rb") as file:
             return file.read().split(b"\0")
     except OSError:
-        return []  # ended, or not ours
+        return []  # ended, or another user's
 
 
 def kill(pid: int, number: int) -> None:
     """Send a signal to a process that may have ended."""
-    with suppress(ProcessLookupError):  # it was faster
+    with suppress(ProcessLookupError):  # it has ended
         os.kill(pid, number)
 
 
 def adopt_orphans() -> bool:
-    """Become the parent of all orphans below this process; whether the system can do that."""
+    """Become the parent of all orphans below this process; true if the system can do that."""
     return _prctl(_PR_SET_CHILD_SUBREAPER, 1)
 
 
@@ -142,7 +142,7 @@ def wake_at(*numbers: signal.Signals) -> int:
 
 
 def before_exec() -> None:
-    """In a command's process before it becomes the command."""
+    """Prepare a command's process before it becomes the command."""
     for number in ENDING:
         signal.signal(number, signal.SIG_DFL)
     _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
