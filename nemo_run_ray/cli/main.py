@@ -114,7 +114,7 @@ def status(
         return
     with Live(report.table(time.time()), console=_out, auto_refresh=False) as live:
         while not report.is_over:
-            for exp_dir in {one.record.exp_dir for one in jobs}:
+            for exp_dir in {job.record.exp_dir for job in jobs}:
                 tend(exp_dir)
             time.sleep(_REFRESH_S)
             report = StatusReport(jobs)
@@ -146,16 +146,18 @@ def logs(
     follow: Annotated[bool, typer.Option("--follow", "-f", help="Until the job's end.")] = False,
     job: Annotated[str, typer.Option(help="Which job of an experiment.")] = "",
     role: Annotated[str, typer.Option(help="One role of a group, or role/replica.")] = "",
-    raw: Annotated[bool, typer.Option("--raw", help="With Ray's lines and our last one.")] = False,
+    raw: Annotated[
+        bool, typer.Option("--raw", help="With Ray's lines and the package's last one.")
+    ] = False,
 ) -> None:
     """What a job has printed."""
     from nemo_run_ray.jobs.find import find
     from nemo_run_ray.jobs.follow import lines, only
 
     jobs = find(name)
-    found = [one for one in jobs if not job or one.name == job]
+    found = [remote_job for remote_job in jobs if not job or remote_job.name == job]
     if len(found) != 1:
-        names = ", ".join(one.name for one in jobs)
+        names = ", ".join(remote_job.name for remote_job in jobs)
         raise JobError(f"{name!r} has the jobs {names}; name one of them with --job.")
     if role:
         _must_have_role(found[0], role)
@@ -187,8 +189,8 @@ def cancel(
 
     jobs = find(name)
     if job:
-        names = ", ".join(one.name for one in jobs)
-        jobs = [one for one in jobs if one.name == job]
+        names = ", ".join(remote_job.name for remote_job in jobs)
+        jobs = [remote_job for remote_job in jobs if remote_job.name == job]
         if not jobs:
             raise JobError(f"{name!r} has no job {job!r}; it has {names}.")
     for line in cancel_all(jobs):
@@ -248,7 +250,7 @@ VERBS: tuple[Callable[..., Any], ...] = (
 
 
 def guarded(verb: Callable[..., Any]) -> Callable[..., Any]:
-    """The verb, with our errors as one paragraph and exit code 1."""
+    """The verb, with this package's errors as one paragraph and exit code 1."""
     import functools
 
     @functools.wraps(verb)
@@ -261,7 +263,9 @@ def guarded(verb: Callable[..., Any]) -> Callable[..., Any]:
             raise typer.Exit(1) from error
         except KeyboardInterrupt:
             raise typer.Exit(130) from None
-        except BrokenPipeError:  # `… | head`: nobody reads on, and nothing may be flushed at exit
+        except (
+            BrokenPipeError
+        ):  # `… | head`: the reader is gone, and nothing may be flushed at exit
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             raise typer.Exit(141) from None
 

@@ -42,7 +42,7 @@ class StatusReport:
 
     Args:
         jobs: of any experiments.
-        running_at: when attempts were seen running by somebody else, by submission id.
+        running_at: when attempts were seen running by their dispatcher, by submission id.
     """
 
     def __init__(
@@ -144,16 +144,16 @@ def _as_dict(
         "after": list(_after(job)),
         "attempts": [
             {
-                "id": one.submission_id,
-                "state": one.state,
-                "reason": one.reason,
-                "node": one.node,
-                "posted_at": one.posted_at,
-                "running_at": one.running_at,
-                "ended_at": one.ended_at,
-                "exit_code": one.exit_code,
+                "id": attempt.submission_id,
+                "state": attempt.state,
+                "reason": attempt.reason,
+                "node": attempt.node,
+                "posted_at": attempt.posted_at,
+                "running_at": attempt.running_at,
+                "ended_at": attempt.ended_at,
+                "exit_code": attempt.exit_code,
             }
-            for one in attempts.values()
+            for attempt in attempts.values()
         ],
         **(group or {}),
     }
@@ -164,7 +164,7 @@ def _after(job: RemoteJob) -> tuple[str, ...]:
 
 
 def _since(status: JobStatus, attempts: Attempts, now: float) -> str:
-    """How long ago the newest attempt was handed over, or ended; empty when nobody saw the end."""
+    """How long ago the newest attempt was handed over, or ended; empty when that was not seen."""
     if not attempts:
         return ""
     last = list(attempts.values())[-1]
@@ -173,7 +173,7 @@ def _since(status: JobStatus, attempts: Attempts, now: float) -> str:
 
 
 def duration(seconds: float) -> str:
-    """``45s``, ``12m``, ``3h 05m``, ``2d 4h``."""
+    """A duration as text: ``45s``, ``12m``, ``3h 05m``, ``2d 4h``."""
     minutes, rest = divmod(max(0, int(seconds)), 60)
     hours, minutes = divmod(minutes, 60)
     days, hours = divmod(hours, 24)
@@ -191,7 +191,7 @@ def _short(names: Sequence[str]) -> str:
 
 
 def _span(number: int, attempt: AttemptRecord, status: JobStatus) -> timeline.Span:
-    # It was not over when somebody looked for the last time, and now nobody can tell.
+    # It was not over at the last look, and now its end cannot be found out.
     is_lost = status.state is JobState.LOST and not JobState(attempt.state).is_terminal
     return timeline.Span(
         number=number,
@@ -211,9 +211,9 @@ def _roles_table(job: str, group: GroupRows) -> Group:
     if group.get("waits_for_room"):
         lines.append(Text(f"waiting for room: {group['waits_for_room']}"))
     table = Table("role", "state", "exit code", "node", "address", box=None, pad_edge=False)
-    for one in group["roles"]:
-        code = "" if one["exit_code"] is None else str(one["exit_code"])
-        kind = " (service)" if one["service"] else ""
-        name = f"{one['role']}/{one['replica']}{kind}"
-        table.add_row(Text(name), one["state"], code, one["host"], one["address"])
+    for row in group["roles"]:
+        code = "" if row["exit_code"] is None else str(row["exit_code"])
+        kind = " (service)" if row["service"] else ""
+        name = f"{row['role']}/{row['replica']}{kind}"
+        table.add_row(Text(name), row["state"], code, row["host"], row["address"])
     return Group(*lines, table)
