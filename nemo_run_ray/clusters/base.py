@@ -15,14 +15,14 @@ from nemo_run_ray.errors import ConfigError
 
 @dataclass(frozen=True)
 class Dashboard:
-    """How to reach one Ray dashboard. Holds credentials: never written anywhere.
+    """The way to one Ray dashboard. It holds credentials and is never written anywhere.
 
     Attributes:
         url: base of all requests, without a slash at its end; may have a path prefix.
         headers: sent with every request, the token among them.
         verify: check the server's certificate, or the path of a file with the CA to trust.
-        why_dead: says in sentences why it can never answer again; empty while it may. Whoever
-            started Ray knows that it has ended, and nobody needs to wait for it.
+        why_dead: says in sentences why it can never answer again; empty while it may. The
+            process that started Ray knows when it has ended, and no client need wait for it.
     """
 
     url: str
@@ -79,7 +79,7 @@ class Cluster(ConfigurableMixin, abc.ABC):
 
     @property
     def runs_here(self) -> bool:
-        """Whether jobs see the caller's files, so that code need not travel."""
+        """Whether jobs see the caller's files, so that code need not be sent."""
         return False
 
     def release(self, detach: bool) -> None:

@@ -1,4 +1,4 @@
-"""A cluster that somebody else runs: KubeRay, Slurm, bare machines."""
+"""A cluster that this package does not run: KubeRay, Slurm, bare machines."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _TOKENS: dict[str, str] = {}
 @strict_init
 @dataclass
 class ExistingCluster(Cluster):
-    """A Ray cluster reached through its dashboard. Never started and never stopped by us.
+    """A Ray cluster reached through its dashboard. This package never starts or stops it.
 
     Example:
         ``ExistingCluster("https://ray.example.org/team-a", verify="/etc/ssl/our-ca.pem")``
@@ -141,7 +141,7 @@ def _find_token() -> str | None:
         return None
     except OSError as error:
         raise ConfigError(
-            f"Ray's token file {path} cannot be read ({error.strerror}); mend its permissions."
+            f"Ray's token file {path} cannot be read ({error.strerror}); correct its permissions."
         ) from error
 
 

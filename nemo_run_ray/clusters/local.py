@@ -134,7 +134,7 @@ class LocalCluster(Cluster):
         for flag, value in (("num-cpus", self.num_cpus), ("num-gpus", self.num_gpus)):
             if value is not None:
                 command.append(f"--{flag}={value}")
-        # Written first: whoever comes after a client that dies here finds what to clean up.
+        # This is written first: if this client dies here, the next one finds what to clean up.
         size = [self.num_cpus, self.num_gpus]
         state = State(pid=0, born="", url=f"http://127.0.0.1:{port}", root=root, size=size)
         self._home.write(state)

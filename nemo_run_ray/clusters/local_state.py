@@ -1,13 +1,13 @@
 """The folder in which all processes of a user meet for one embedded Ray::
 
     ray_local/<environment>/
-        lock          held while somebody starts, joins, leaves or stops it
+        lock          held while a process starts, joins, leaves or stops it
         state.json    where it is, who uses it, whether it is to be kept
         token         what every request must carry; for the owner only
         ray.log       what Ray printed at its start
 
-A state file is believed only when the process that it names was born when it says. Whoever leaves
-last stops the cluster, unless it is to be kept or something still runs on it.
+A state file is believed only when the process that it names was born when it says. The last
+process to leave stops the cluster, unless it is to be kept or something still runs on it.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ from nemo_run_ray.remote.files import write_file
 from nemo_run_ray.remote.node.tree import descendants, kill, marked
 from nemo_run_ray.remote.states import is_active
 
-#: In the environment of every process of an embedded Ray, so that a stop finds them all.
+#: A variable of every process of an embedded Ray, so that a stop finds them all.
 _MARK = "NEMO_RUN_RAY_LOCAL"
 _STOP_LIMIT_S = 20.0
 _LOCK_LIMIT_S = 180.0
 #: How much of the log of `ray start` a message shows. A failed start ends with some lines that say
 #: nothing, behind those that say why.
 _LINES_SHOWN, _LINE_MAX = 12, 300
-#: In the lines in which `ray start` says how to use what it has started.
+#: A pattern of the lines in which `ray start` says how to use what it has started.
 _GREETING = re.compile(r"\s(?:INFO|SUCC) \w+\.py:\d+ -- ")
 _COLOUR = re.compile(r"\x1b\[[0-9;]*m")
 #: Clusters that this process started, by pid: it is their parent and has to collect them.
@@ -75,7 +75,7 @@ class Home:
 
     @contextlib.contextmanager
     def locked(self) -> Iterator[None]:
-        """Alone in the folder, among all processes.
+        """Hold the folder alone, among all processes.
 
         Raises:
             ConfigError: the folder cannot be made or written to.
@@ -114,7 +114,7 @@ class Home:
         try:
             return State(**json.loads(self._state.read_text(encoding="utf-8")))
         except (FileNotFoundError, ValueError, TypeError):
-            return None  # none, or not one of ours: then nobody has joined it
+            return None  # none, or another program's: then no process has joined it
         except OSError as error:
             raise self._unusable(error) from error
 
@@ -182,8 +182,8 @@ class Home:
         )
 
     def why_gone(self) -> str:
-        """Why there is no cluster, as the end of a sentence. One that was stopped has left nothing;
-        what has died has left its state, and may be a later one than the caller's."""
+        """Why there is no cluster, as the end of a sentence. One that was stopped left nothing; one
+        that died left its state, and may be a later one than the caller's."""
         last = self._read_any()
         if last is None:
             return "the embedded Ray that had it has been stopped"
@@ -226,7 +226,7 @@ class Home:
 
     def _leave(self, pid: int) -> None:
         if pid != os.getpid():
-            return  # a forked child runs our exit handlers too
+            return  # a forked child runs these exit handlers too
         with self.locked():
             state = self.read()
             if state is None:
@@ -238,7 +238,7 @@ class Home:
                 self.stop(state)
 
     def _is_busy(self, state: State) -> bool:
-        """Whether jobs run on it; when it cannot tell, it is left alone."""
+        """Whether jobs run on it; when that cannot be told, it is left alone."""
         import httpx
 
         headers = {"Authorization": f"Bearer {self.token()}"}
@@ -261,9 +261,9 @@ class Home:
 
 
 def process_identity(pid: int) -> str | None:
-    """Names the process of that pid for good; ``None`` when there is none, or a zombie.
+    """A lasting name of the process of that pid; ``None`` when there is none, or a zombie.
 
-    Ticks since the boot, and which boot: a wall clock that is set does not change them.
+    It consists of the boot and the ticks since then: a wall clock that is set changes neither.
     """
     try:
         fields = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()
