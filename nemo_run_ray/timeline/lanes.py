@@ -20,8 +20,8 @@ class Span:
         submission_id: its name on the cluster.
         node: hexadecimal id of the node of its driver; empty when it has none.
         posted_at: when Ray got it.
-        running_at: when it was first seen running; ``None`` when nobody saw that.
-        ended_at: ``None`` while it goes on, and when nobody saw its end.
+        running_at: when it was first seen running; ``None`` when no process saw that.
+        ended_at: ``None`` while it goes on, and when no process saw its end.
         outcome: its state in one word.
         reason: why, in words.
     """
@@ -86,7 +86,7 @@ class Axis:
         return self.end - self.start
 
     def x(self, at: float) -> float:
-        """Percent of the axis."""
+        """The place of a moment, in percent of the axis."""
         return min(100.0, max(0.0, (at - self.start) / self.span_s * 100))
 
 
@@ -148,9 +148,9 @@ def lanes_of(rows: Sequence[Row], axis: Axis, began_at: float) -> list[Lane]:
         names = [name for name in dict.fromkeys(row.after) if name != row.name]
         after = [numbers[name] for name in names if name in numbers]
         strangers = [name for name in names if name not in numbers]
-        for one in after:
-            before[one].append(number)
-        ready_at = max([began_at, *(_or(ends[one], began_at) for one in after)])
+        for upstream in after:
+            before[upstream].append(number)
+        ready_at = max([began_at, *(_or(ends[upstream], began_at) for upstream in after)])
         first_at = row.attempts[0].posted_at if row.attempts else _or(ends[number], ready_at)
         # A job below that was cancelled with this one has its mark where this one's is.
         ends[number] = end_at = _or(ends[number], ready_at)
@@ -160,7 +160,7 @@ def lanes_of(rows: Sequence[Row], axis: Axis, began_at: float) -> list[Lane]:
 
 
 def span_of(attempt: Span, axis: Axis) -> tuple[float, float, float]:
-    """Posted, running, ended: in this order whatever the clocks say."""
+    """The moments posted, running and ended, in this order whatever the clocks say."""
     posted = attempt.posted_at
     ended = max(posted, _or(attempt.ended_at, axis.end))
     is_pending = attempt.ended_at is None and attempt.outcome == "PENDING"
@@ -169,7 +169,7 @@ def span_of(attempt: Span, axis: Axis) -> tuple[float, float, float]:
 
 
 def bars_of(lane: Lane, axis: Axis) -> list[Bar]:
-    """All its bars, in order. Every attempt has one, if of no length."""
+    """All its bars, in order. Every attempt has one, perhaps of no length."""
     return [bar for bar in _bars(lane, axis) if bar.start < bar.end or bar.outcome]
 
 
@@ -204,7 +204,7 @@ def _phases(attempt: Span, total: int, axis: Axis) -> list[Bar]:
 
 
 def _end(row: Row, axis: Axis) -> float | None:
-    """Of its last bar; ``None`` for a job that has none."""
+    """The end of its last bar; ``None`` for a job that has none."""
     if row.known in _LIVE:
         return axis.end
     return max((span_of(attempt, axis)[2] for attempt in row.attempts), default=None)

@@ -78,7 +78,8 @@ def _template() -> Template:
 def _clean(value: object) -> object:
     """Words without a terminal's colours and without what a page cannot carry.
 
-    Markup stays as it is: it is our style or script, or a macro's result, whose parts were cleaned.
+    Markup stays as it is: it is the page's style or script, or the result of a macro, whose parts
+    were cleaned.
     """
     if not isinstance(value, str) or hasattr(value, "__html__") or not _UNFIT.search(value):
         return value

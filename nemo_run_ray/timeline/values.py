@@ -15,7 +15,7 @@ from nemo_run_ray.timeline.lanes import Axis, Bar, Lane, Span, bars_of, known_st
 MESSAGE_MAX = 6000
 #: So many neighbours of a job are listed in its details.
 NEIGHBOURS_MAX = 25
-#: In percent of the axis: the least bar, and the room that a mark or a number inside it needs.
+#: Percents of the axis: the least bar, and the room that a mark or a number inside it needs.
 _BAR_MIN, _MARK_MIN, _NUMBER_MIN = 0.12, 2.5, 4.5
 _TICKS_MAX = 9
 _DAY_S = 86400
@@ -36,7 +36,7 @@ class Tick:
 
 @dataclass(frozen=True, slots=True)
 class Arrow:
-    """From the end of a job's bars along its row, then down or up to the bars of the next one.
+    """A line from the end of a job's bars along its row, then down or up to the next one's bars.
 
     Attributes:
         end: where it begins.
@@ -105,7 +105,7 @@ class Neighbour:
 
 @dataclass(frozen=True, slots=True)
 class Neighbours:
-    """The first of them, and how many more there are."""
+    """The first neighbours, and how many more there are."""
 
     shown: Sequence[Neighbour]
     more: int
@@ -145,7 +145,7 @@ def arrows(lanes: Sequence[Lane], axis: Axis) -> list[Arrow]:
 
 
 def job_values(lanes: Sequence[Lane], axis: Axis) -> list[JobValues]:
-    # Made once for each job, which may be the neighbour of many.
+    # They are made once for each job, which may be the neighbour of many.
     jobs = [Neighbour(lane.row.name, lane.number, lane.row.known.lower()) for lane in lanes]
     return [_job(lane, jobs, axis) for lane in lanes]
 
@@ -172,7 +172,7 @@ def _job(lane: Lane, jobs: Sequence[Neighbour], axis: Axis) -> JobValues:
 
 
 def length(seconds: float) -> str:
-    """At most two units: ``3.2s``, ``1m 5s``, ``2h``, ``3d 4h``."""
+    """A length of time in at most two units: ``3.2s``, ``1m 5s``, ``2h``, ``3d 4h``."""
     if seconds < 9.95:
         return f"{seconds:.1f}".removesuffix(".0") + "s"
     whole = round(seconds)
@@ -187,8 +187,10 @@ def utc(at: float) -> str:
 
 
 def _moments(axis: Axis) -> list[float]:
-    """Of the ticks, in seconds since the start."""
-    step: float = next((one for one in _STEPS_S if axis.span_s / one <= _TICKS_MAX), _STEPS_S[-1])
+    """The moments of the ticks, in seconds since the start."""
+    step: float = next(
+        (step_s for step_s in _STEPS_S if axis.span_s / step_s <= _TICKS_MAX), _STEPS_S[-1]
+    )
     while axis.span_s / step > _TICKS_MAX:
         step *= 2
     return [number * step for number in range(int(axis.span_s / step) + 1)]
@@ -242,7 +244,7 @@ def _attempt(attempt: Span, axis: Axis) -> AttemptValues:
 
 
 def _neighbours(known: Sequence[Neighbour], names: Sequence[str]) -> Neighbours | None:
-    """Those that have a row, and then those of which only the name is known."""
+    """The neighbours that have a row, and then those of which only the name is known."""
     if not known and not names:
         return None
     strangers = [Neighbour(name) for name in names[:NEIGHBOURS_MAX]]
