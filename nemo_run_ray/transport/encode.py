@@ -1,4 +1,4 @@
-"""Source code as text: packed in one order, compressed, in characters that nobody changes.
+"""Source code as text: packed in one order, compressed, in characters that no platform changes.
 
 The pod's half, which undoes this, is ``pod.py``.
 """
@@ -21,8 +21,8 @@ from nemo_run_ray.transport.pod import INDENTS
 _TO_SAFE = str.maketrans("$<>&", ".,/:")
 #: Compressing is a matter of seconds: larger trees are done in parts, one a core.
 _PART_BYTES = 5 * 1024**2
-#: Preset 6, tuned to text: more of a character's high bits, none of its alignment. Less of
-#: its depth of search saves a fifth of the time and costs a thousandth of the size.
+#: Preset 6, tuned to text: more of a character's high bits, none of its alignment. A lower
+#: depth of search saves a fifth of the time and costs a thousandth of the size.
 _FILTERS = [
     {
         "id": lzma.FILTER_LZMA2,
@@ -90,7 +90,7 @@ def digest(packed: bytes) -> str:
 
 
 def encode(packed: bytes) -> str:
-    """Compressed, as ASCII without quotes, backslashes, ``$``, ``<``, ``>`` and ``&``."""
+    """Compressed text: ASCII without quotes, backslashes, ``$``, ``<``, ``>`` and ``&``."""
     short = _shorten(packed)
     count = -(-len(short) // _PART_BYTES)
     size = -(-len(short) // count)
@@ -101,7 +101,7 @@ def encode(packed: bytes) -> str:
 
 
 def _shorten(packed: bytes) -> bytes:
-    """With a byte for each indentation, which is a sixth of source code and slow to compress.
+    """Code with a byte for each indentation, which is a sixth of it and slow to compress.
 
     The first line has those bytes, in the order of ``INDENTS``: bytes that the rest has not, and
     fewer or none where it has them all.

@@ -13,7 +13,7 @@ from nemo_run_ray.errors import TransportError
 
 
 def ignored(root: Path, names: Sequence[str]) -> set[str]:
-    """Those that ``.gitignore`` files keep out; tracked ones never.
+    """The names that ``.gitignore`` files keep out; tracked ones never are.
 
     Args:
         root: of the tree, in a repository or not.
@@ -56,8 +56,10 @@ def _by_repository(root: Path, names: Iterable[str]) -> dict[str, list[str]]:
     """The names by the folder of the repository that they are in: submodules ask for themselves."""
     found: dict[str, list[str]] = {}
     for name in names:
-        above = [str(one) for one in PurePosixPath(name).parents]
-        base = next((one for one in above if one == "." or (root / one / ".git").exists()), ".")
+        above = [str(folder) for folder in PurePosixPath(name).parents]
+        base = next(
+            (folder for folder in above if folder == "." or (root / folder / ".git").exists()), "."
+        )
         found.setdefault(base, []).append(name)
     return found
 

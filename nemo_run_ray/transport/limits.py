@@ -8,11 +8,11 @@ from dataclasses import dataclass
 
 from nemo_run_ray.errors import SourceTooLarge
 
-#: Of an object in etcd, which holds it for Kubernetes: --max-request-bytes, 1.5 MiB.
+#: Limit of an object in etcd, which holds it for Kubernetes: --max-request-bytes, 1.5 MiB.
 _OBJECT_BYTES = 1_572_864
-#: Of all arguments and variables of a new process: a quarter of a stack of 8 MiB, execve(2).
+#: Limit of all arguments and variables of a new process: a quarter of a stack of 8 MiB, execve(2).
 _PROCESS_BYTES = 2_097_152
-#: Left to what is not ours: the object's status and managed fields, the platform's own variables.
+#: Reserve for other contents: the object's status and managed fields, the platform's own variables.
 _RESERVE_BYTES = 131_072
 #: What Kubernetes notes in an object's managed fields for one variable, about.
 _MANAGED_BYTES = 80
@@ -42,7 +42,7 @@ LEPTON = Limits("Lepton", value_chars=120_000)
 
 
 def dgxcloud(nodes: int) -> Limits:
-    """Of run:ai, which answers 400 for a value of more than 10,000 characters.
+    """The limits of run:ai, which answers 400 for a value of more than 10,000 characters.
 
     A distributed workload holds its variables twice: for the master, and for the workers.
     """
@@ -65,7 +65,7 @@ def check_source(sizes: Sequence[tuple[str, int]], most_bytes: int) -> None:
     """
     found = sum(size_bytes for _, size_bytes in sizes)
     if found > most_bytes:
-        largest = sorted(sizes, key=lambda one: (-one[1], one[0]))[:10]
+        largest = sorted(sizes, key=lambda file: (-file[1], file[0]))[:10]
         _refuse("ShipSource", "the files", found, most_bytes, largest)
 
 

@@ -1,4 +1,4 @@
-"""Makes the tree of the source code that travelled, then becomes the user's command.
+"""Makes the tree of the source code that was sent, then becomes the user's command.
 
 Runs on a pod as ``python3 -I -c <this> command ...``: standard library, Python 3.6 or newer. No pod
 waits for another: each unpacks into a folder of its own and renames it.
@@ -18,7 +18,7 @@ from typing import Any, Dict, Iterator, List, Mapping, Optional, Tuple
 
 PREFIX = "_NEMO_RUN_RAY_SRC_"
 STALE_S = 86400
-# Each travels as a byte of its own; longest first.
+# Each is sent as a byte of its own; longest first.
 INDENTS = [b"\n" + b" " * width for width in (16, 12, 8, 4)] + [b" " * 4]
 
 
@@ -27,7 +27,7 @@ class Refused(Exception):
 
 
 def received(env: Mapping[str, str], spec: Mapping[str, Any]) -> bytes:
-    """What was packed, and checked."""
+    """The packed bytes, checked."""
     try:
         import lzma
     except ImportError:
@@ -92,7 +92,7 @@ def write(path: str, content: Optional[bytes], more: Any) -> None:
 
 
 def unpack(packed: bytes, tree: str) -> None:
-    """The tree, whole from the first moment that it has its name."""
+    """Unpack the tree, which is whole from the moment that it has its name."""
     folder = os.path.dirname(tree)
     os.makedirs(folder, exist_ok=True)
     start = "." + os.path.basename(tree) + "."
@@ -118,10 +118,10 @@ def unpack(packed: bytes, tree: str) -> None:
 def ensure(packed: bytes, tree: str) -> None:
     if not os.path.isdir(tree):
         unpack(packed, tree)
-    for name, content, more in entries(packed):  # somebody may have changed it since
+    for name, content, more in entries(packed):  # a job may have changed it since
         path = os.path.join(tree, name)
         if not is_there(path, content, more):
-            print(f"nemo-run-ray: {path} is not as sent; mended", file=sys.stderr)
+            print(f"nemo-run-ray: {path} is not as sent; restored", file=sys.stderr)
             write(path, content, more)
 
 
@@ -159,9 +159,9 @@ def main(env: Dict[str, str], command: List[str]) -> None:
     with contextlib.suppress(OSError), open("/proc/self/environ", "rb") as given:
         lines = given.read().split(b"\0")
         env.pop("LC_CTYPE", None)  # which Python itself sets where the locale is C, PEP 538
-        for one in lines:
-            if one.startswith(b"LC_CTYPE="):
-                env["LC_CTYPE"] = os.fsdecode(one).partition("=")[2]
+        for line in lines:
+            if line.startswith(b"LC_CTYPE="):
+                env["LC_CTYPE"] = os.fsdecode(line).partition("=")[2]
     paths = [os.path.normpath(os.path.join(spec["tree"], root)) for root in spec["roots"]]
     others = env.get("PYTHONPATH", "")
     if "path" in spec:

@@ -1,4 +1,4 @@
-"""``ShipSource``: the plug-in of NeMo-Run that makes a task's source code travel with it."""
+"""``ShipSource``: the plug-in of NeMo-Run that sends a task's source code with it."""
 
 from __future__ import annotations
 
@@ -49,19 +49,19 @@ _LEPTON_LINE = f'if [ -z "${_TREE}" ]; then {_UNPACK} /bin/bash "$0"; fi'
 
 @dataclass
 class ShipSource(ExperimentPlugin):
-    """Sends the caller's source code along with a task, to pods that share nothing with us.
+    """Sends the caller's source code along with a task, to pods that share no files with it.
 
-    On Lepton and DGX Cloud it travels in the environment of the pods, is unpacked into a folder
+    On Lepton and DGX Cloud it is sent in the environment of the pods, unpacked into a folder
     that they share, and is on ``PYTHONPATH``; commands start in it. Other executors unpack what a
     packager makes: one that the user chose stays, else it is ``SourcePackager``; nothing else
     changes.
 
     Attributes:
         root: of the project.
-        include: patterns, relative to the root, of files that travel beside the packages.
-        exclude: patterns of files that do not.
+        include: patterns, relative to the root, of files that are sent beside the packages.
+        exclude: patterns of files that are not.
         collections: names of folders with families of scripts, of which only the family that the
-            task's script belongs to travels.
+            task's script belongs to is sent.
     """
 
     root: str = "."
@@ -191,7 +191,7 @@ def _scripts(task: Partial | Script, root: Path) -> Iterator[str]:
 
 
 def _modules(task: Partial) -> Iterator[str]:
-    """Of the function, and of all that its arguments are built from or name."""
+    """The modules of the function, and of all that its arguments are built from or name."""
     for value, _ in daglish.iterate(task):
         named = value.__fn_or_cls__ if isinstance(value, Buildable) else value
         if inspect.isroutine(named) or inspect.isclass(named):
@@ -255,16 +255,16 @@ def _into_environment(
     allowed = limits.LEPTON if is_lepton else limits.dgxcloud(executor.nodes)
     pieces = encode.chunks(encode.encode(packed), allowed.value_chars)
     spec["count"] = len(pieces)
-    ours = {f"{OUR_PREFIX}{number}": piece for number, piece in enumerate(pieces)}
-    ours[_SPEC] = json.dumps(spec, separators=(",", ":"))
-    ours[_BOOT] = Path(__file__).with_name("pod.py").read_text(encoding="utf-8")
-    limits.check(allowed, ours, variables, source.largest())
+    carriers = {f"{OUR_PREFIX}{number}": piece for number, piece in enumerate(pieces)}
+    carriers[_SPEC] = json.dumps(spec, separators=(",", ":"))
+    carriers[_BOOT] = Path(__file__).with_name("pod.py").read_text(encoding="utf-8")
+    limits.check(allowed, carriers, variables, source.largest())
     if isinstance(executor, LeptonExecutor):
-        others = [one for one in executor.pre_launch_commands if one != _LEPTON_LINE]
+        others = [command for command in executor.pre_launch_commands if command != _LEPTON_LINE]
         executor.pre_launch_commands = [_LEPTON_LINE, *others]
     else:
         _wrap_command(executor)
-    executor.env_vars = {**variables, **ours}
+    executor.env_vars = {**variables, **carriers}
 
 
 def _places(executor: LeptonExecutor | DGXCloudExecutor, digest: str) -> dict[str, Any]:

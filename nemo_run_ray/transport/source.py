@@ -1,4 +1,4 @@
-"""Which files of a source tree travel."""
+"""Which files of a source tree are sent."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from nemo_run_ray.errors import TransportError
 from nemo_run_ray.transport import gitignore, limits
 from nemo_run_ray.transport.encode import Entry, File, Link
 
-#: Left out unless ``include`` names them: caches, environments, data and models. A name, or a
-#: pattern of names, of files and folders.
+#: Names, or patterns of names, of files and folders that are left out unless ``include`` names
+#: them: caches, environments, data and models.
 LEFT_OUT: tuple[str, ...] = (
     *("__pycache__", "*.py[co]", ".git", ".hg", ".svn", ".DS_Store", "*.egg-info", ".eggs"),
     *(".venv", "venv", ".tox", ".nox", "node_modules", ".ipynb_checkpoints"),
@@ -32,7 +32,7 @@ LEFT_OUT: tuple[str, ...] = (
 
 @dataclass(frozen=True)
 class Source:
-    """What travels.
+    """The files to be sent.
 
     Attributes:
         tree: the entries, by path relative to the root, with ``/``.
@@ -49,7 +49,7 @@ class Source:
     def largest(self, count: int = 10) -> list[tuple[str, int]]:
         """The largest files, with their sizes in bytes."""
         sizes = [(n, len(e.content)) for n, e in self.tree.items() if isinstance(e, File)]
-        return sorted(sizes, key=lambda one: (-one[1], one[0]))[:count]
+        return sorted(sizes, key=lambda file: (-file[1], file[0]))[:count]
 
     def packages_left_out(self) -> list[str]:
         """Python packages that stay here for nothing but their own name."""
@@ -70,19 +70,19 @@ def collect(
     """Choose and read the files of a source tree, as they are now, committed or not.
 
     Args:
-        root: of the tree. With packages below ``src/`` that folder travels, otherwise the
+        root: of the tree. With packages below ``src/`` that folder is sent, otherwise the
             packages and modules in the root itself.
-        include: patterns, relative to the root, of more that travels, whatever ``LEFT_OUT`` and
+        include: patterns, relative to the root, of more that is sent, whatever ``LEFT_OUT`` and
             ``.gitignore`` say.
-        exclude: patterns, relative to the root, or of names, of what does not travel.
-        collections: names of folders of which only the subfolder with a script travels.
-        scripts: paths, relative to the root, of what will run. They travel whatever ``LEFT_OUT``
+        exclude: patterns, relative to the root, or of names, of what is not sent.
+        collections: names of folders of which only the subfolder with a script is sent.
+        scripts: paths, relative to the root, of what will run. They are sent whatever ``LEFT_OUT``
             and ``.gitignore`` say, with the packages that they are in or the files beside them.
         most_bytes: more than that is refused before it is read.
 
     Raises:
         TransportError: there is no Python source, a file cannot be read, a link leaves the root or
-            what travels, or ``exclude`` names a script.
+            what is sent, or ``exclude`` names a script.
         SourceTooLarge: the files have more than ``most_bytes``.
     """
     if not root.is_dir():
@@ -91,11 +91,11 @@ def collect(
     asked = {name for name in _globbed(root, include) if not _matches(name, exclude)}
     asked |= _wanted(scripts, exclude)
     others = _candidates(root, roots, scripts, collections, exclude) - asked
-    left_out = sorted(one for one in others if any(_is_left_out(part) for part in one.split("/")))
+    left_out = sorted(name for name in others if _is_left_out(name))
     found = sorted(others.difference(left_out))
     ignored = gitignore.ignored(root, found)
     names = asked | {name for name in found if name not in ignored}
-    chosen = sorted({one for name in names for one in _with_links(root, name)})
+    chosen = sorted({path for name in names for path in _with_links(root, name)})
     _check_chosen(root, chosen, most_bytes)
     tree = {name: _read(root, name, chosen) for name in chosen}
     return Source(tree, roots, tuple(sorted(ignored)), tuple(left_out))
@@ -110,7 +110,7 @@ def _check_chosen(root: Path, chosen: Sequence[str], most_bytes: int | None) -> 
             "files with include=[…]."
         )
     if most_bytes is not None:
-        # The size of a link is that of the file it points to, which may be what travels.
+        # The size of a link is that of the file it points to, which may be what is sent.
         sizes = [(name, (root / name).stat().st_size) for name in chosen if (root / name).is_file()]
         limits.check_source(sizes, most_bytes)
 
@@ -119,7 +119,8 @@ def import_roots(root: Path) -> tuple[str, ...]:
     """The folders, relative to the root, from which its packages are imported."""
     below = root / "src"
     is_src = below.is_dir() and any(
-        one.suffix == ".py" or (one.is_dir() and any(one.rglob("*.py"))) for one in below.iterdir()
+        entry.suffix == ".py" or (entry.is_dir() and any(entry.rglob("*.py")))
+        for entry in below.iterdir()
     )
     return ("src",) if is_src and not (below / "__init__.py").exists() else (".",)
 
@@ -141,12 +142,12 @@ def _candidates(
     collections: Sequence[str],
     exclude: Sequence[str],
 ) -> set[str]:
-    """The files that travel for the place where they are, unless something else keeps them."""
+    """The files that are sent for the place where they are, unless another rule keeps them."""
     names: set[str] = set()
     if roots == (".",):
-        for one in sorted(root.iterdir()):
-            if one.suffix == ".py" or (one / "__init__.py").is_file():
-                names.update(_walk(root, one))
+        for path in sorted(root.iterdir()):
+            if path.suffix == ".py" or (path / "__init__.py").is_file():
+                names.update(_walk(root, path))
     else:
         for base in roots:
             names.update(_walk(root, root / base))
@@ -171,9 +172,9 @@ def _beside(root: Path, script: Path) -> Iterator[str]:
     if package is not None:
         yield from _walk(root, package)
         return
-    for one in script.parent.iterdir():
-        if one.is_file() and (script.parent != root or one.suffix == ".py"):
-            yield one.relative_to(root).as_posix()
+    for path in script.parent.iterdir():
+        if path.is_file() and (script.parent != root or path.suffix == ".py"):
+            yield path.relative_to(root).as_posix()
 
 
 def _wanted(scripts: Iterable[str], exclude: Sequence[str]) -> set[str]:
@@ -195,10 +196,14 @@ def _walk(root: Path, start: Path) -> Iterator[str]:
         raise _unreadable(Path(error.filename), error)
 
     for folder, folders, files in os.walk(start, onerror=refuse):
-        links = [one for one in folders if Path(folder, one).is_symlink()]
+        links = [subfolder for subfolder in folders if Path(folder, subfolder).is_symlink()]
         for name in files + links:
             yield Path(folder, name).relative_to(root).as_posix()
-        folders[:] = sorted(one for one in folders if one not in links and one != "__pycache__")
+        folders[:] = sorted(
+            subfolder
+            for subfolder in folders
+            if subfolder not in links and subfolder != "__pycache__"
+        )
 
 
 def _globbed(root: Path, patterns: Iterable[str]) -> Iterator[str]:
@@ -211,22 +216,23 @@ def _globbed(root: Path, patterns: Iterable[str]) -> Iterator[str]:
         found = list(root.glob(pattern))
         if not found:
             raise TransportError(f"ShipSource: include={pattern!r} names nothing in {root}.")
-        for one in found:
-            yield from _walk(root, one)
+        for path in found:
+            yield from _walk(root, path)
 
 
 def _matches(name: str, patterns: Iterable[str]) -> bool:
     path = PurePosixPath(name)
-    wholes = [name, *(str(one) for one in path.parents)]
+    wholes = [name, *(str(parent) for parent in path.parents)]
     return any(
-        fnmatch.fnmatchcase(one, str(PurePosixPath(pattern)))
+        fnmatch.fnmatchcase(part, str(PurePosixPath(pattern)))
         for pattern in patterns
-        for one in (*wholes, *path.parts)
+        for part in (*wholes, *path.parts)
     )
 
 
-def _is_left_out(part: str) -> bool:
-    return any(fnmatch.fnmatchcase(part, pattern) for pattern in LEFT_OUT)
+def _is_left_out(name: str) -> bool:
+    parts = name.split("/")
+    return any(fnmatch.fnmatchcase(part, pattern) for part in parts for pattern in LEFT_OUT)
 
 
 def _families(scripts: Iterable[str], collections: Sequence[str]) -> dict[str, set[str]]:
@@ -245,9 +251,9 @@ def _is_other_family(root: Path, name: str, families: dict[str, set[str]]) -> bo
     for depth, (above, below) in enumerate(itertools.pairwise(parts[:-1])):
         wanted = families.get(above)
         if wanted and below not in wanted:
-            # A collection of another package, without such a family, travels whole.
+            # A collection of another package, without such a family, is sent whole.
             folder = root.joinpath(*parts[: depth + 1])
-            return any((folder / one).is_dir() for one in wanted)
+            return any((folder / family).is_dir() for family in wanted)
     return False
 
 
@@ -260,7 +266,7 @@ def _with_links(root: Path, name: str) -> Iterator[str]:
 
 
 def _behind_links(root: Path, name: str) -> str:
-    """The name without links to folders of the tree, which travel as links."""
+    """The name without links to folders of the tree, which are sent as links."""
     path = root / name
     real = path.parent.resolve() / path.name
     inside = real.is_relative_to(root.resolve())
@@ -290,7 +296,7 @@ def _read(root: Path, name: str, chosen: Sequence[str]) -> Entry:
             return Link(os.path.relpath(target, path.parent.resolve()))
         if target.is_dir():
             raise TransportError(
-                f"ShipSource: {path} is a link to {target}, which does not travel. Send that with "
+                f"ShipSource: {path} is a link to {target}, which is not sent. Send that with "
                 f"include=[{aim!r}], or leave the link out with exclude=[{name!r}]. Nothing was "
                 "sent."
             )

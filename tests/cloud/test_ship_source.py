@@ -195,7 +195,7 @@ def test_a_second_job_uses_the_tree_of_the_first(platform, project, results, uni
     assert {path: path.stat().st_ino for path in tree.rglob("*.py")} == marks
 
 
-def test_a_tree_that_somebody_changed_is_mended(platform, project, results, unique):
+def test_a_tree_that_a_job_changed_is_restored(platform, project, results, unique):
     task = run.Script(inline="python -m shippable.main")
     launch(platform, task, project, f"{unique}a")
     (tree,) = (platform.cluster.shared / "runs/.source").iterdir()
@@ -204,7 +204,7 @@ def test_a_tree_that_somebody_changed_is_mended(platform, project, results, uniq
     launch(platform, task, project, f"{unique}b")
     must_succeed(platform)
     assert {one["digest"] for one in found(results).values()} == {project.digest()}
-    assert "part7.py is not as sent; mended" in logs(platform)
+    assert "part7.py is not as sent; restored" in logs(platform)
 
 
 def test_what_is_not_committed_travels(platform, project, results, unique):
