@@ -22,7 +22,7 @@ from nemo_run_ray.runtime_env import brings_python
 
 #: File of the agent on each node that builds runtime environments, and how much of it is read.
 AGENT_LOG, AGENT_LOG_LINES = "runtime_env_agent.log", 600
-#: Seconds that one answer serves everybody in this process: while Ray builds, while it does not
+#: Seconds that one answer serves every caller in this process: while Ray builds, while it does not
 #: (the state API asks every node), and after a failure.
 _AGE_S, _IDLE_AGE_S, _FAILED_AGE_S = 3.0, 15.0, 30.0
 _BEGINS = re.compile(
@@ -48,7 +48,7 @@ class EnvBuilds:
         environments: Callable[[], Sequence[Mapping[str, Any]]],
         agent_log: Callable[[str], str],
     ) -> None:
-        self._environments = _Recent(lambda _: [one for one in environments() if _is_built(one)])
+        self._environments = _Recent(lambda _: [env for env in environments() if _is_built(env)])
         self._agent_log = _Recent(agent_log)
 
     def explain(self, row: JobRow, status: JobStatus) -> JobStatus:
@@ -95,14 +95,14 @@ def failures(agent_log: str, runtime_env: Mapping[str, Any]) -> list[str]:
 
 
 def _is_built(row: Mapping[str, Any]) -> bool:
-    """Whether Ray is at it: it has neither succeeded nor failed."""
+    """Whether Ray is building it: it has neither succeeded nor failed."""
     return row.get("success") is None and bool(row.get("runtime_env"))
 
 
 def _key(runtime_env: Mapping[str, Any]) -> dict[str, Any]:
     """What tells an environment from all others, also from those of the same experiment.
 
-    Ray writes a list of packages as a dict, with fields that nobody gave.
+    Ray writes a list of packages as a dict, with fields that the user did not give.
     """
     key = {}
     for name in ("py_modules", "pip", "uv", "conda", "image_uri", "container"):
@@ -129,7 +129,7 @@ def _told(failed: Sequence[str], node: str) -> JobStatus:
 
 
 class _Recent:
-    """Answers that serve everybody for a while; failures too, since to wait for one takes long."""
+    """Answers that serve all callers for a while, and failures too, which take long to come."""
 
     def __init__(self, ask: Callable[[str], Any]) -> None:
         self._ask = ask

@@ -134,7 +134,7 @@ class Http:
                 "holds a character that HTTP does not allow (it is not shown here). Correct it."
             )
         why_dead = self.dashboard.why_dead()
-        if why_dead:  # nobody needs to ask again
+        if why_dead:  # there is no need to ask again
             return Unreachable(why_dead)
         cause = str(error) or type(error).__name__
         if "CERTIFICATE_VERIFY_FAILED" in cause:

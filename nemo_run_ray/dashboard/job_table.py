@@ -9,8 +9,8 @@ from collections.abc import Callable
 from nemo_run_ray.errors import ClusterError
 from nemo_run_ray.remote.rows import JobRows
 
-#: Seconds that one look at the job table serves everybody in this process. NeMo-Run looks at every
-#: job each 2 s, at moments of their own; this makes it at most two requests in that time.
+#: Seconds that one look at the job table serves all callers in this process. NeMo-Run looks at each
+#: job every 2 s, at moments of their own; this makes it at most two requests in that time.
 TABLE_AGE_S = 1.5
 
 
@@ -27,7 +27,7 @@ class JobTable:
     def read(self, fresh: bool) -> JobRows:
         asked_at = time.monotonic()
         with self._lock:
-            # Who waited for the lock while another thread looked takes what that one saw.
+            # A thread that waited for the lock while another one looked takes what that one saw.
             if self._seen_at < (asked_at if fresh else asked_at - TABLE_AGE_S):
                 began_at = time.monotonic()
                 try:

@@ -1,7 +1,7 @@
 """Ray's Jobs REST API as the client uses it: submit, stop, list, logs and packages.
 
 Every request has a time limit. Requests that can be repeated without harm are, with back-off and
-jitter; the one that starts a job is not: who sends it decides (``jobs/submit_once.py``).
+jitter; the one that starts a job is not: its sender decides (``jobs/submit_once.py``).
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ class JobsApi:
                 raise self._http.not_ray(response) from error
 
         found = self._http.repeat(ask, patience_s)
-        # Some dashboards tell their version to everybody; what a submission needs is the job table.
+        # Some dashboards tell any client their version; what a submission needs is the job table.
         self.table(patience_s=patience_s)
         return found
 
@@ -120,7 +120,7 @@ class JobsApi:
         """Ask for a job, once.
 
         Raises:
-            Taken: the id exists; it may be ours, from a request whose answer was lost.
+            Taken: the id exists; it may be from this request, if an answer was lost.
             SubmissionError: Ray refuses the request; asking again changes nothing.
             Unanswered: it is not known whether the request arrived.
         """
@@ -147,7 +147,7 @@ class JobsApi:
         )
 
     def stop(self, submission_id: str) -> None:
-        """Ask Ray to stop a job; harmless when it has ended. One request."""
+        """Ask Ray once to stop a job, which is harmless when it has ended."""
         response = self._http.request("POST", f"{_job_path(submission_id)}/stop")
         self._table.forget()
         self._http.check_front(response)

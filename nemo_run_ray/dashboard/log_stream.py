@@ -20,7 +20,7 @@ from nemo_run_ray.remote.states import is_active
 #: Ray's own WebSocket inside the cluster takes 4 MiB; longer lines never arrive that way.
 _MESSAGE_MAX_BYTES = 8 * 1024**2
 #: Seconds that a log stream gets for its close. Ray reads nothing on that socket and never answers.
-_GOODBYE_S = 0.1
+_CLOSE_S = 0.1
 #: Seconds of a log stream's silence until the job is looked at, and until the stream is given up.
 _SILENCE_S, _SILENCE_MAX_S = 15.0, 300.0
 
@@ -64,7 +64,7 @@ class LogStream:
     def whole(self, submission_id: str) -> Iterator[str]:
         """The log as it is now, piece by piece, whatever its size.
 
-        Of a job that never started Ray gives none; its message is what there is.
+        Ray gives none of a job that never started; its message is what there is.
 
         Raises:
             StreamCut: it broke off.
@@ -100,7 +100,7 @@ class LogStream:
             compression=None,
             proxy=None if dashboard.is_loopback else True,
             open_timeout=READ_S,
-            close_timeout=_GOODBYE_S,
+            close_timeout=_CLOSE_S,
             ping_interval=None,  # Ray only sends on this socket: it answers no ping
             max_size=_MESSAGE_MAX_BYTES,
             **options,
@@ -122,7 +122,7 @@ class LogStream:
             yield message if isinstance(message, str) else message.decode()
 
     def _check_silence(self, submission_id: str, silent_s: float) -> None:
-        """Whether to wait on: a stream may be dead without anybody's goodbye."""
+        """Raise if the stream may be dead, which a missing close does not tell."""
         row = self._row(submission_id)
         if row is None or not is_active(row) or silent_s >= _SILENCE_MAX_S:
             raise StreamCut(f"the log of {submission_id} was silent for {silent_s:.0f} s")

@@ -27,7 +27,7 @@ class JobManager:
 
     Args:
         http: the dashboard.
-        alive_nodes: gives the ids of the nodes that live, ``None`` when nobody knows.
+        alive_nodes: gives the ids of the nodes that live, ``None`` when they are not known.
     """
 
     def __init__(self, http: Http, alive_nodes: Callable[[], set[str] | None]) -> None:
@@ -36,7 +36,7 @@ class JobManager:
         self._asked_at = -math.inf
 
     def wake_for(self, rows: JobRows) -> bool:
-        """Make Ray look after these jobs if nobody does; whether it was asked to.
+        """Make Ray look after these jobs if it does not, and return whether it was asked to.
 
         Args:
             rows: our own jobs by submission id: a request names one of them.
@@ -74,7 +74,7 @@ def orphan(
     alive_nodes: Callable[[], set[str] | None],
     now: float,
 ) -> str:
-    """Id of a job that nobody may look after: it has been about to start for long, or runs on a
+    """Id of a job that Ray may not look after: it has been about to start for long, or runs on a
     node that is gone. Empty if there is none.
 
     Args:
