@@ -39,7 +39,7 @@ def apply(*names: str) -> Callable[[], bool]:
         PatchError: there is no patch of that name.
         UnsupportedNemoRun: a patch does not know this NeMo-Run.
     """
-    fresh = [one for one in _named(names) if one.status() == "off"]
+    fresh = [patch for patch in _named(names) if patch.status() == "off"]
     done: list[Patch] = []
     try:
         for patch in fresh:
@@ -75,7 +75,7 @@ def apply_from_environment(environment: Mapping[str, str] = os.environ) -> Calla
 
 
 def undo(*names: str) -> bool:
-    """Undo the named patches, or all; whether all of them are off now."""
+    """Undo the named patches, or all, and return whether all of them are off now."""
     return _undo(_named(names))
 
 

@@ -54,7 +54,7 @@ class _Done:
 class Patch(ABC):
     """One change of NeMo-Run. Subclasses say what; applying and undoing is here."""
 
-    #: By which users ask for it.
+    #: The name by which users ask for it.
     name: ClassVar[str]
     #: What it changes and why, in one sentence.
     why: ClassVar[str]
@@ -69,7 +69,7 @@ class Patch(ABC):
 
     @abstractmethod
     def edits(self) -> Sequence[Edit]:
-        """What to replace. Called only when the patch is not applied.
+        """What to replace. It is called only when the patch is not applied.
 
         Raises:
             UnsupportedNemoRun: a target is not as this patch knows it.
@@ -80,7 +80,7 @@ class Patch(ABC):
         return True
 
     def refresh(self) -> None:  # noqa: B027 nothing to drop, for most
-        """Drop what somebody remembers of the targets; after every change, either way."""
+        """Drop what other libraries remember of the targets; after every change, either way."""
 
     def apply(self) -> Callable[[], bool]:
         """Apply it, if it is needed and not applied yet.
@@ -102,11 +102,11 @@ class Patch(ABC):
         return self.undo
 
     def undo(self) -> bool:
-        """Put everything back as it was, if nobody has put something on top.
+        """Put everything back as it was, unless another program has put something on top.
 
         Returns:
-            Whether the patch is off now. ``False`` means that somebody else's patch lies on top of
-            ours; then nothing is changed, and a warning names it.
+            Whether the patch is off now. ``False`` means that a patch of another program lies on
+            top of this one; then nothing is changed, and a warning names it.
         """
         with _lock:
             covers = self._covers()
@@ -124,7 +124,7 @@ class Patch(ABC):
             return True
 
     def status(self) -> str:
-        """``applied``, ``off``, ``not needed``, or ``applied, covered by …``."""
+        """Its state: ``applied``, ``off``, ``not needed``, or ``applied, covered by …``."""
         with _lock:
             if not self._done:
                 return "off" if self.is_needed() else "not needed"
@@ -152,7 +152,7 @@ class Patch(ABC):
             )
 
     def _check_newer(self, edits: Sequence[Edit]) -> None:
-        """On a NeMo-Run that nobody verified it on, what it replaces must be what it knows."""
+        """On a NeMo-Run that it was not verified on, what it replaces must be what it knows."""
         found = version("nemo-run")
         if _numbers(found) <= _numbers(self.verified[1]):
             return

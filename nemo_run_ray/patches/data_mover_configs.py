@@ -25,10 +25,10 @@ from nemo_run.core.execution.lepton import LeptonExecutor
 from nemo_run_ray.patches.base import Edit, Patch
 
 #: What NeMo-Run writes for people: the executor and the task, as YAML. A ``run.Partial`` is read
-#: from ``<name>_fn_or_script`` beside them, so the folder itself must travel.
+#: from ``<name>_fn_or_script`` beside them, so the folder itself must be sent.
 UNREAD = ("_executor.yaml", "_config.yaml")
 
-#: In the job's folder on the cluster, once all pieces of it have been unpacked.
+#: A file in the job's folder on the cluster, made when all pieces have been unpacked.
 MOVED = ".moved"
 _MOVE = ["self", "token", "project_id", "cluster_id", "sleep"]
 #: Digests of what is replaced, of NeMo-Run 0.9 to 0.12.
@@ -46,7 +46,7 @@ class DataMoverConfigsPatch(Patch):
         "Lepton and DGX Cloud: the YAML files about executor and task, which no process on the "
         "pod reads, stay out of what is sent inside a command line; the tarball is the same for "
         "the same files, paths with spaces and quotes survive, and a folder that is too large for "
-        "one command line travels in pieces of the tarball and not file by file."
+        "one command line is sent in pieces of the tarball and not file by file."
     )
     retired_by = "executors of NeMo-Run that do not send a job's folder inside a command line"
 
@@ -114,7 +114,7 @@ def _entries(folder: Path) -> Iterator[str]:
 
 
 def _add(archive: tarfile.TarFile, path: Path, name: str) -> None:
-    archive.inodes.clear()  # type: ignore[attr-defined]  # a hard link's content travels
+    archive.inodes.clear()  # type: ignore[attr-defined]  # a hard link's content is sent
     entry: tarfile.TarInfo | None = archive.gettarinfo(str(path), arcname=name)
     if entry is None:  # a socket
         return

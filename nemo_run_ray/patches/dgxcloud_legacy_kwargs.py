@@ -52,7 +52,7 @@ class _Fiddle:
     """What we must know of fiddle that it does not publish; ``None`` where it is elsewhere."""
 
     def __init__(self) -> None:
-        # Looked for when it is needed: importing us must not depend on it.
+        # It is looked for when it is needed: importing this package must not depend on it.
         self.signatures: Any = _inner("signatures", "_signature_cache")
         self.state: Any = _inner("building", "_state")
 
@@ -85,7 +85,7 @@ def _translating(build: Any, notice: _Notice, fiddle: _Fiddle) -> Any:
         for name, value in old.items():
             if value is not None and kwargs.get(RENAMED[name]) is None:
                 kwargs[RENAMED[name]] = value
-        # A saved configuration, which every look at a job's state builds anew, is nobody's to fix.
+        # No user can fix a saved configuration, which every look at a job's state builds anew.
         if old and not fiddle.state.in_build:
             notice.tell(
                 f"DGXCloudExecutor: {', '.join(old)} are now called "
@@ -106,8 +106,8 @@ def _signature(build: Any) -> inspect.Signature:
     """The constructor's, with the old names; for fiddle, either name suffices."""
     known = inspect.signature(build)
     parameters = [
-        one.replace(default=None) if one.name in RENAMED.values() else one
-        for one in known.parameters.values()
+        parameter.replace(default=None) if parameter.name in RENAMED.values() else parameter
+        for parameter in known.parameters.values()
     ]
     parameters += [
         inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=str)

@@ -63,13 +63,13 @@ class _Requests:
         return getattr(self._real, name)
 
     def post(self, *args: Any, **kwargs: Any) -> Any:
-        """As ``requests.post``.
+        """Post as ``requests.post`` does.
 
         Raises:
             _Refusal: it was asked for a token, and the answer is final.
         """
         answer = self._real.post(*args, **kwargs)
-        # Only below our own frame, which catches it: others may be asking since before the patch.
+        # It is raised only below this patch's frame, which catches it: others may ask meanwhile.
         if self._asking.get() and answer.status_code in FINAL:
             raise _Refusal(answer.status_code, answer.text.strip() or answer.reason)
         return answer

@@ -38,7 +38,7 @@ class JobGroupPatch(Patch):
 
 
 class _AskingList(list):  # type: ignore[type-arg]
-    """NeMo-Run's list; whether it holds a class is for the class to say."""
+    """NeMo-Run's list, which asks a class whether the list holds it."""
 
     def __contains__(self, kind: object) -> bool:
         supports = getattr(kind, "supports_job_group", None)
@@ -70,7 +70,7 @@ def _merging(build: Any, listed: list[type]) -> Any:
             ) from None
         executors = [given] if isinstance(given, Executor) else given
         kind = type(executors[0])
-        # Those that NeMo-Run lists it merges by itself, or means not to.
+        # NeMo-Run itself merges those that it lists, or means not to.
         if kind not in listed and kind.supports_job_group() and hasattr(kind, "merge"):
             self.executors = kind.merge(executors, num_tasks=len(self.tasks))
             self._merge = True
