@@ -39,7 +39,7 @@ def find(name: str) -> list[RemoteJob]:
             job's id on the cluster.
 
     Raises:
-        JobError: nobody submitted such a job from this NeMo-Run home.
+        JobError: no such job was submitted from this NeMo-Run home.
     """
     from nemo_run_ray.jobs import find as finding
 

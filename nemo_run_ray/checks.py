@@ -1,4 +1,4 @@
-"""Checks that several of our dataclasses share."""
+"""Checks that several dataclasses of this package share."""
 
 import dataclasses
 import difflib
@@ -31,18 +31,18 @@ def refuse(name: str, value: Any, allowed: str) -> NoReturn:
 
 
 def strict_init(cls: type[_Class]) -> type[_Class]:
-    """A dataclass whose constructor refuses unknown fields by an error of ours.
+    """A dataclass whose constructor refuses unknown fields by a ``ConfigError``.
 
     The signature stays that of the fields: NeMo-Run's command line and fiddle read it.
     """
     construct: Any = cls.__init__
     fields: tuple[dataclasses.Field[Any], ...] = dataclasses.fields(cls)  # type: ignore[arg-type]
-    known = [one.name for one in fields if one.init]
-    unnamed = [one.name for one in fields if one.init and not one.kw_only]
+    known = [field.name for field in fields if field.init]
+    unnamed = [field.name for field in fields if field.init and not field.kw_only]
     required = {
-        one.name
-        for one in fields
-        if one.default is dataclasses.MISSING and one.default_factory is dataclasses.MISSING
+        field.name
+        for field in fields
+        if field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
     }
 
     @functools.wraps(construct)
@@ -60,7 +60,7 @@ def strict_init(cls: type[_Class]) -> type[_Class]:
         for name in unnamed[: len(args)]:
             if name in kwargs:
                 raise ConfigError(f"{cls.__name__} got {name!r} twice, once without its name.")
-        missing = [one for one in unnamed[len(args) :] if one in required - kwargs.keys()]
+        missing = [name for name in unnamed[len(args) :] if name in required - kwargs.keys()]
         if missing:
             raise ConfigError(f"{cls.__name__} needs {', '.join(missing)}.")
         construct(self, *args, **kwargs)

@@ -5,18 +5,18 @@
     ├── ClusterError         the cluster cannot serve the request
     │   ├── Unreachable      no answer, or not Ray's answer
     │   │   └── Unanswered   the same, and the next attempt may succeed
-    │   ├── StreamCut        a log stream ended without the server's goodbye
+    │   ├── StreamCut        a log stream ended without the server's close
     │   ├── Unauthorised     the answer is 401 or 403
     │   └── TooOld           this Ray lacks a feature that was asked for
     ├── SubmissionError      a job could not be handed over
-    │   ├── ArchiveTooLarge  what would travel exceeds Ray's limit
+    │   ├── ArchiveTooLarge  what would be sent exceeds Ray's limit
     │   ├── PackagingFailed  the packager did not deliver an archive
-    │   ├── Conflict         the submission id belongs to somebody else's job
-    │   └── Taken            Ray has the submission id already, whoever's it is
+    │   ├── Conflict         the submission id belongs to another run's job
+    │   └── Taken            Ray has a job of the submission id already
     ├── JobError             a job is unknown, or did not end as asked
     ├── PatchError           a change of NeMo-Run is unknown or cannot be made
     │   └── UnsupportedNemoRun  this NeMo-Run is not one that the patch knows
-    └── TransportError       source code cannot travel to a pod
+    └── TransportError       source code cannot be sent to a pod
         └── SourceTooLarge   it exceeds a limit of the platform
 
 A message says what failed, on which object, what was expected and found, and the next step.
@@ -31,7 +31,7 @@ class NemoRunRayError(Exception):
     """Root of the tree above."""
 
     def _render_traceback_(self) -> list[str]:
-        """What IPython and notebooks print of an error that nobody caught."""
+        """What IPython and notebooks print of an uncaught error."""
         from nemo_run_ray.plain_errors import needs_traceback, paragraph
 
         if needs_traceback(self):
@@ -56,7 +56,7 @@ class Unanswered(Unreachable):
 
 
 class StreamCut(ClusterError):
-    """A log stream ended without the server's goodbye."""
+    """A log stream ended without the server's close."""
 
 
 class Unauthorised(ClusterError):
@@ -72,7 +72,7 @@ class SubmissionError(NemoRunRayError):
 
 
 class ArchiveTooLarge(SubmissionError):
-    """What would travel exceeds the limit of Ray's Jobs API; nothing was sent."""
+    """What would be sent exceeds the limit of Ray's Jobs API; nothing was sent."""
 
 
 class PackagingFailed(SubmissionError):
@@ -84,7 +84,7 @@ class Conflict(SubmissionError):
 
 
 class Taken(SubmissionError):
-    """Ray has a job of this submission id already; it may be ours."""
+    """Ray has a job of this submission id already; it may be the same one."""
 
 
 class JobError(NemoRunRayError):
@@ -100,7 +100,7 @@ class UnsupportedNemoRun(PatchError):
 
 
 class TransportError(NemoRunRayError):
-    """Source code cannot travel to a pod; nothing was sent."""
+    """Source code cannot be sent to a pod; nothing was sent."""
 
 
 class SourceTooLarge(TransportError):

@@ -56,7 +56,7 @@ class RayExecutor(Executor):
     label_selector: dict[str, str] = field(default_factory=dict)
     #: Ray's placement strategy for the replicas.
     strategy: str = "PACK"
-    #: Passed to Ray: ``pip``, ``image_uri``, ``env_vars`` … ``working_dir`` is ours.
+    #: Ray's fields: ``pip``, ``image_uri``, ``env_vars`` …; the packager sets ``working_dir``.
     runtime_env: dict[str, Any] = field(default_factory=dict)
     #: Let ``runtime_env`` have fields that Ray's documentation does not list: those of a newer Ray
     #: and of plug-ins of the cluster. Ray says nothing of a field that it does not know, and the
@@ -112,8 +112,8 @@ class RayExecutor(Executor):
         """
         try:
             check_fields(self)
-            for one in self.resource_group:
-                if not isinstance(one, RayExecutor):
+            for executor in self.resource_group:
+                if not isinstance(executor, RayExecutor):
                     refuse("resource_group", self.resource_group, "a list of RayExecutors")
         except ConfigError as error:
             if not role:
@@ -128,7 +128,7 @@ class RayExecutor(Executor):
 
     @property
     def packager_ships(self) -> bool:
-        """Whether code travels; NeMo-Run's base packager is the one that ships nothing."""
+        """Whether code is sent; NeMo-Run's base packager is the one that sends nothing."""
         return type(self.packager) is not Packager
 
     @property
@@ -166,14 +166,14 @@ class RayExecutor(Executor):
             executors = [copy.deepcopy(executors[0]) for _ in range(num_tasks)]
         _check_roles(cls, executors)
         first = executors[0]
-        limits = [one.max_in_flight for one in executors if one.max_in_flight is not None]
-        handles = [handle for one in executors for handle in one.dependencies]
+        limits = [role.max_in_flight for role in executors if role.max_in_flight is not None]
+        handles = [handle for role in executors for handle in role.dependencies]
         merged = cls(
             cluster=first.resolve_cluster(),
-            grace_s=max(one.grace_s for one in executors),
-            retries=max((one.retries for one in executors if not one.service), default=0),
+            grace_s=max(role.grace_s for role in executors),
+            retries=max((role.retries for role in executors if not role.service), default=0),
             permanent_exit_codes=sorted(
-                {code for one in executors for code in one.permanent_exit_codes}
+                {code for role in executors for code in role.permanent_exit_codes}
             ),
             max_in_flight=min(limits, default=None),
             dependencies=list(dict.fromkeys(handles)),
@@ -218,17 +218,17 @@ class RayExecutor(Executor):
 def _check_roles(kind: type[RayExecutor], executors: list[RayExecutor]) -> None:
     """Check that these can be the executors of one group's roles."""
     first = executors[0]
-    for number, one in enumerate(executors):
-        if not isinstance(one, kind) or one.resource_group:
+    for number, executor in enumerate(executors):
+        if not isinstance(executor, kind) or executor.resource_group:
             raise ConfigError(
-                f"The executor of the role {number} of a group is {one!r}; allowed is a "
+                f"The executor of the role {number} of a group is {executor!r}; allowed is a "
                 "RayExecutor that is not that of another group."
             )
-        one.check(one.role or str(number))
-        if one.resolve_cluster().record() != first.resolve_cluster().record():
+        executor.check(executor.role or str(number))
+        if executor.resolve_cluster().record() != first.resolve_cluster().record():
             raise ConfigError(
-                f"The roles {first.role or '0'!r} and {one.role or str(number)!r} of a group "
+                f"The roles {first.role or '0'!r} and {executor.role or str(number)!r} of a group "
                 f"have different clusters: {first.resolve_cluster()!r} and "
-                f"{one.resolve_cluster()!r}. A group is placed on one cluster; give all of its "
-                "executors the same RayExecutor.cluster or address."
+                f"{executor.resolve_cluster()!r}. A group is placed on one cluster; give all of "
+                "its executors the same RayExecutor.cluster or address."
             )

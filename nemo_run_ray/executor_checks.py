@@ -158,7 +158,7 @@ def _exit_codes(name: str, value: list[Any]) -> None:
 
 def _handles(name: str, value: list[Any]) -> None:
     begin = f"{SCHEDULER}://"
-    if not all(isinstance(one, str) and one.startswith(begin) for one in value):
+    if not all(isinstance(handle, str) and handle.startswith(begin) for handle in value):
         refuse(name, value, f"a list of handles of Ray jobs, {begin}nemo_run/<job's id>")
 
 
@@ -187,20 +187,20 @@ def _strategy(name: str, value: str) -> None:
 
 
 def _labels(name: str, value: dict[Any, Any]) -> None:
-    if not all(isinstance(key, str) and isinstance(one, str) for key, one in value.items()):
+    if not all(isinstance(key, str) and isinstance(text, str) for key, text in value.items()):
         refuse(name, value, "texts by label")
 
 
 def _variables(name: str, value: dict[Any, Any]) -> None:
-    for key, one in value.items():
+    for key, text in value.items():
         if not isinstance(key, str) or not key or "=" in key or "\0" in key:
             refuse(name, key, "names of environment variables")
-        if not isinstance(one, str) or "\0" in one:
-            refuse(f"{name}[{key!r}]", one, "a text without NUL")
+        if not isinstance(text, str) or "\0" in text:
+            refuse(f"{name}[{key!r}]", text, "a text without NUL")
 
 
 def _secret_names(name: str, value: list[Any]) -> None:
-    if not all(isinstance(one, str) and _NAME.fullmatch(one) for one in value):
+    if not all(isinstance(variable, str) and _NAME.fullmatch(variable) for variable in value):
         raise ConfigError(
             f"RayExecutor.{name} holds something that is no name of an environment variable (not "
             "shown here, in case it is a value); allowed are names, such as ['HF_TOKEN'], whose "

@@ -1,8 +1,8 @@
 """Errors of this package that end a program: one paragraph, as on the command line.
 
 They are about a value that the user gave, or about the network. The line of the user's program says
-where; the frames of NeMo-Run, and the causes in httpx and other libraries, say nothing more to him.
-Whoever catches the error has them: nothing is taken from it. Other errors are not touched.
+where; the frames of NeMo-Run, and the causes in httpx and other libraries, tell the user nothing.
+A program that catches the error has them: nothing is taken from it. Other errors are not touched.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _PYTHONS = tuple(Path(sysconfig.get_path(name)) for name in ("stdlib", "purelib"
 
 
 def install() -> None:
-    """Let Python print such an error as a paragraph; twice is once."""
+    """Let Python print such an error as a paragraph; a second call changes nothing."""
     before = sys.excepthook
     if getattr(before, "_of_nemo_run_ray", False):
         return
@@ -45,13 +45,13 @@ def install() -> None:
 
 
 def explained(interrupt: KeyboardInterrupt) -> KeyboardInterrupt:
-    """The same, which ends a program with its text alone; the frames where it hit say nothing."""
+    """The interrupt, marked so that it ends a program with its text alone, without its frames."""
     interrupt._is_explained = True  # type: ignore[attr-defined]
     return interrupt
 
 
 def needs_traceback(error: BaseException) -> bool:
-    """Whether it is asked for, or tells of another error: one that the user's program handled."""
+    """Whether the traceback is asked for, or tells of an error that the user's program handled."""
     if os.environ.get(VARIABLE):
         return True
     seen: BaseException | None = error

@@ -47,9 +47,9 @@ class Probe:
 @strict_init
 @dataclass
 class PortProbe(Probe):
-    """Ready when the port takes connections on the node's own address."""
+    """The service is ready when the port takes connections on the node's own address."""
 
-    #: Its number, or the name of one of the role's ``ports``.
+    #: The port's number, or the name of one of the role's ``ports``.
     port: int | str
 
     def __post_init__(self) -> None:
@@ -65,9 +65,9 @@ class PortProbe(Probe):
 @strict_init
 @dataclass
 class HttpProbe(Probe):
-    """Ready when ``GET http://<node>:<port><path>`` is answered with the status."""
+    """The service is ready when ``GET http://<node>:<port><path>`` is answered with the status."""
 
-    #: Its number, or the name of one of the role's ``ports``.
+    #: The port's number, or the name of one of the role's ``ports``.
     port: int | str
     path: str = "/"
     status: int = 200
@@ -97,9 +97,9 @@ class HttpProbe(Probe):
 @strict_init
 @dataclass
 class CommandProbe(Probe):
-    """Ready when the command exits with 0; it runs on the node, in the role's environment."""
+    """Exit code 0 of the command means ready; it runs on the node, in the role's environment."""
 
-    #: Word by word; no shell sees it.
+    #: The command, word by word; no shell sees it.
     command: list[str]
 
     def __post_init__(self) -> None:

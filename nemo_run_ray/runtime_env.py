@@ -41,7 +41,7 @@ def check(runtime_env: Mapping[str, Any], allow_unknown: bool = False) -> None:
     given = {name: value for name, value in runtime_env.items() if value is not None}
     for name, value in given.items():
         if name in _PACKAGED:
-            refuse(_field(name), value, "absent: the executor's packager says which code travels")
+            refuse(_field(name), value, "absent: the executor's packager says which code is sent")
         if name not in (*_CHECKS, *_OF_RAY_ITSELF) and not allow_unknown:
             raise ConfigError(_unknown(name))
         try:
@@ -92,7 +92,7 @@ def _field(name: str) -> str:
 
 def _unknown(name: str) -> str:
     close = difflib.get_close_matches(str(name), _CHECKS, n=1)
-    documented = ", ".join(one for one in _CHECKS if not one.startswith("_"))
+    documented = ", ".join(field for field in _CHECKS if not field.startswith("_"))
     hint = f"did you mean {close[0]!r}?" if close else f"Ray's fields are {documented}."
     return (
         f"RayExecutor.runtime_env has the field {name!r}, which Ray would pass over silently; "
@@ -159,7 +159,7 @@ def _text(field: str, value: Any) -> None:
 
 
 def _texts(field: str, value: Any) -> None:
-    if not isinstance(value, list) or not all(isinstance(one, str) for one in value):
+    if not isinstance(value, list) or not all(isinstance(text, str) for text in value):
         refuse(field, value, "a list of texts")
 
 
@@ -190,11 +190,11 @@ def _texts_by_text(field: str, value: Any) -> None:
     allowed = "a dict of texts by text"
     if not isinstance(value, dict):
         refuse(field, value, allowed)
-    for name, one in value.items():
+    for name, text in value.items():
         if not isinstance(name, str):
             refuse(f"{field} for the name {name!r}", type(name), allowed)
-        if not isinstance(one, str):  # the value may be a credential
-            refuse(f"{field}[{name!r}]", type(one), "a text")
+        if not isinstance(text, str):  # the value may be a credential
+            refuse(f"{field}[{name!r}]", type(text), "a text")
 
 
 def _keys(field: str, value: dict[str, Any], required: str, checks: Mapping[str, _Check]) -> None:

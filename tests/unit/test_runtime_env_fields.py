@@ -61,7 +61,7 @@ def test_every_field_of_rays_is_known_here():
     for name, value in _GIVEN.items():
         check({name: value})
     for name in _REFUSED:
-        with pytest.raises(ConfigError, match="packager says which code travels"):
+        with pytest.raises(ConfigError, match="packager says which code is sent"):
             check({name: "x"})
 
 
