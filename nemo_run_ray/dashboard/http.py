@@ -137,17 +137,18 @@ class Http:
         if why_dead:  # there is no need to ask again
             return Unreachable(why_dead)
         cause = str(error) or type(error).__name__
+        kind: type[ClusterError] = Unanswered
         if "CERTIFICATE_VERIFY_FAILED" in cause:
+            kind = Unreachable  # the same request once more would be refused too
             step = "Renew the certificate, or give its CA: ExistingCluster(url, verify='ca.pem')."
         elif re.search("WRONG_VERSION_NUMBER|record layer failure", cause, re.IGNORECASE):
+            kind = Unreachable
             step = "No TLS is spoken there: try http:// in the address."
         elif isinstance(error, httpx.ConnectError):
             step = "Is the address right, the cluster up, a tunnel open?"
         else:
             step = "It may be overloaded, or not be a Ray dashboard."
-        return Unanswered(
-            f"Ray's dashboard at {self.dashboard.url} cannot be reached: {cause}. {step}"
-        )
+        return kind(f"Ray's dashboard at {self.dashboard.url} cannot be reached: {cause}. {step}")
 
     def not_ray(self, response: httpx.Response) -> Unreachable:
         kind = response.headers.get("content-type", "no content type")

@@ -80,16 +80,17 @@ def note_ends(api: JobsApi, cluster: Cluster, is_forced: bool) -> Iterator[str]:
                 job.look(snapshot)  # which writes an end down
                 note_running_at(job, snapshot)
                 if is_forced and not record.terminal:
-                    _note_cancelled(job)
+                    _note_cancelled(job, snapshot)
             except (NemoRunRayError, OSError) as error:
                 yield f"The end of {record.submission_id} could not be kept: {error}"
 
 
-def _note_cancelled(job: RemoteJob) -> None:
+def _note_cancelled(job: RemoteJob, snapshot: Snapshot) -> None:
     detail = "cancelled when the embedded Ray was stopped"
-    attempts = job.attempts
+    attempts = list(job.attempts_in(snapshot).values())
     node = attempts[-1].node if attempts else ""
-    job.note(JobStatus(JobState.CANCELLED, Reason.CANCELLED, detail, node, attempt=len(attempts)))
+    status = JobStatus(JobState.CANCELLED, Reason.CANCELLED, detail, node, attempt=len(attempts))
+    job.note(status, snapshot)
 
 
 def _is_on(record: Mapping[str, Any], cluster: Cluster) -> bool:

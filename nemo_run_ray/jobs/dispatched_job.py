@@ -44,12 +44,13 @@ class DispatchedJob(RemoteJob):
         stops = Stops(api)
 
         def turn() -> JobStatus | None:
-            found = self.dispatch.look(api, Snapshot(is_fresh=True))
+            snapshot = Snapshot(is_fresh=True)
+            found = self.dispatch.look(api, snapshot)
             status = self._explained(found)
             live = self._live(found, status)
             trusted = live is JobState.PENDING and stops.are_trusted
             if status.state.is_terminal and (live is None or trusted):
-                self.note(status)
+                self.note(status, snapshot)
                 return status
             if live is not None:
                 stops.ask(self.ran_as(status))
@@ -79,7 +80,7 @@ class DispatchedJob(RemoteJob):
         if found.lost and not status.attempt:
             return self._lost(found.lost)
         if status.state.is_terminal:
-            self.note(status)
+            self.note(status, snapshot)
         return status
 
     def _explained(self, found: DispatchStatus) -> JobStatus:
@@ -135,5 +136,5 @@ class DispatchedJob(RemoteJob):
 class _Attempt(RemoteJob):
     """One attempt, for its log; the job's record tells of its end."""
 
-    def note(self, status: JobStatus) -> None:
+    def note(self, status: JobStatus, snapshot: Snapshot) -> None:
         """Do nothing: the job itself notes its end, under the same id as its first attempt."""

@@ -75,7 +75,7 @@ class RemoteJob(ObservedJob):
             stops.ask(self.id)
             snapshot = Snapshot(is_fresh=True)
             row = snapshot.rows(api).get(self.id)
-            status = self._absent(api, snapshot) if row is None else self._present(row)
+            status = self._absent(api, snapshot) if row is None else self._present(row, snapshot)
             settled = row is None or row["status"] != "PENDING" or stops.are_trusted
             return status if status.state.is_terminal and settled else None
 

@@ -41,7 +41,7 @@ def together() -> Iterator[None]:
     finally:
         _held_back.reset(before)
         for exp_dir, found in events.items():
-            Ledger.of(exp_dir).write_all(found)
+            _write(exp_dir, found)
 
 
 def note_cancel(job: ObservedJob) -> None:
@@ -50,52 +50,60 @@ def note_cancel(job: ObservedJob) -> None:
     job.record.cancelled = True
 
 
-def note_end(job: ObservedJob, status: JobStatus) -> None:
-    """Write down how it ended, once in a process."""
+def note_end(job: ObservedJob, status: JobStatus, snapshot: Snapshot) -> None:
+    """Write down how it ended, once in a process.
+
+    Where nothing can be written (another user's folder, a full disk) it is not kept: who looks at a
+    job is not to fail for that.
+    """
     with _lock:
         if job.id in _ended:
             return
         _ended.add(job.id)
-    try:
-        _write_end(job, status)
-    except BaseException:
-        _ended.discard(job.id)
-        raise
+    job.record.terminal = status.to_json()
+    if os.access(job.record.exp_dir, os.W_OK):
+        _write_end(job, status, snapshot)
 
 
-def note_attempts(job: ObservedJob, status: JobStatus) -> None:
+def note_attempts(job: ObservedJob, status: JobStatus, snapshot: Snapshot) -> None:
     """Write down what is seen of its attempts, when the job is not where it was before."""
     if _seen.get(job.id) == (status.state, status.attempt):
         return
-    attempts = job.attempts_in(Snapshot())
+    attempts = job.attempts_in(snapshot)
     if attempts != job.record.attempts:
         job.record.attempts = dict(attempts)
         Ledger.of(job.record.exp_dir).keep_attempts({job.id: attempts})
     _seen[job.id] = status.state, status.attempt
 
 
-def _write_end(job: ObservedJob, status: JobStatus) -> None:
+def _write_end(job: ObservedJob, status: JobStatus, snapshot: Snapshot) -> None:
     record = job.record
-    record.terminal = status.to_json()
-    if not os.access(record.exp_dir, os.W_OK):
-        return
     if job.cluster.runs_here and status.attempt:  # the embedded Ray may be gone soon
-        _keep_log(job, status)
-        found = roles(job, status)
-        if found:
-            job.kept.keep_roles(found)
-    record.attempts = dict(job.attempts_in(Snapshot()))
+        _keep_files(job, status)
+    record.attempts = dict(job.attempts_in(snapshot))
     attempts = [attempt.to_json() for attempt in record.attempts.values()]
     event = ledger.TERMINAL, job.id, {"status": record.terminal, "attempts": attempts}
     held_back = _held_back.get()
     if held_back is None:
-        Ledger.of(record.exp_dir).write_all([event])
+        _write(record.exp_dir, [event])
     else:
         held_back.setdefault(record.exp_dir, []).append(event)
 
 
-def _keep_log(job: ObservedJob, status: JobStatus) -> None:
+def _write(exp_dir: Path, events: list[Event]) -> None:
+    try:
+        Ledger.of(exp_dir).write_all(events)
+    except OSError as error:
+        log.warning("The ends of jobs are not kept in %s: %s", exp_dir, error)
+        with _lock:
+            _ended.difference_update(name for _, name, _ in events)
+
+
+def _keep_files(job: ObservedJob, status: JobStatus) -> None:
     try:
         job.kept.keep_log(job.whole_log(job.api(), status))
-    except ClusterError as error:
+        found = roles(job, status)
+        if found:
+            job.kept.keep_roles(found)
+    except (ClusterError, OSError) as error:
         log.warning("The log of %s could not be kept: %s", job.id, error)

@@ -117,23 +117,23 @@ class ObservedJob:
         """Its log as it is now."""
         return api.logs.whole(self.id)
 
-    def note(self, status: JobStatus) -> None:
+    def note(self, status: JobStatus, snapshot: Snapshot) -> None:
         """Write down how it ended."""
-        notes.note_end(self, status)
+        notes.note_end(self, status, snapshot)
 
     # ------------------------------------------------------------------ what rows say
 
     def _seen(self, api: JobsApi, snapshot: Snapshot) -> JobStatus:
         row = snapshot.rows(api).get(self.id) or snapshot.rows_now(api).get(self.id)
-        return self._absent(api, snapshot) if row is None else self._present(row)
+        return self._absent(api, snapshot) if row is None else self._present(row, snapshot)
 
-    def _present(self, row: JobRow) -> JobStatus:
+    def _present(self, row: JobRow, snapshot: Snapshot) -> JobStatus:
         if nonce_of(row) not in self.record.nonces:
             detail = f"The id {self.id} is another run's; this job never started."
             return JobStatus(JobState.WAITING, Reason.TAKEN, detail)
         status = status_of_row(row)
         if status.state.is_terminal:
-            self.note(status)
+            self.note(status, snapshot)
         elif status.state is JobState.PENDING and self.record.cancelled:
             return JobStatus(JobState.CANCELLED, Reason.CANCELLED, _HELD_BACK)
         return self._explain_pending(row, status)
@@ -149,7 +149,7 @@ class ObservedJob:
         if why:
             return self._lost(why)
         if was_there:
-            return self._present(snapshot.rows_again(api)[self.id])
+            return self._present(snapshot.rows_again(api)[self.id], snapshot)
         return JobStatus(
             JobState.WAITING,
             Reason.NOT_SUBMITTED,

@@ -166,7 +166,7 @@ class RayJobsScheduler(SchedulerMixin, Scheduler[Any]):
             return None
         snapshot = Snapshot()
         status = job.status_in(snapshot)
-        notes.note_attempts(job, status)
+        notes.note_attempts(job, status, snapshot)
         if status.state.is_terminal:
             note_running_at(job, snapshot)
         _report(job, status)

@@ -6,6 +6,7 @@ import pytest
 
 from nemo_run_ray.dashboard.job_table import TABLE_AGE_S
 from nemo_run_ray.jobs import snapshot as snapshots
+from nemo_run_ray.jobs.ledger import Ledger
 from nemo_run_ray.jobs.snapshot import Snapshot
 from nemo_run_ray.remote.states import JobState, JobStatus, Reason
 from tests.fake_ray import FAILS, NODE, SUCCEEDS, Trouble
@@ -116,3 +117,18 @@ def test_requests_of_ours_are_not_in_the_log(ray, one, caplog):
     with caplog.at_level(logging.INFO):
         status_of(one)
     assert [one for one in caplog.records if one.name == "httpx"] == []
+
+
+def test_a_full_disk_does_not_end_a_look(ray, one, monkeypatch, caplog):
+    ray.rows[f"{one.id}.job"].update(SUCCEEDS)
+
+    def full(self, events) -> None:
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("nemo_run_ray.jobs.ledger.Ledger.write_all", full)
+        assert status_of(one).state is JobState.SUCCEEDED
+    assert "No space left" in caplog.text
+    assert status_of(one).state is JobState.SUCCEEDED, "and now it is written down"
+    (record,) = Ledger.of(one.exp_dir).jobs().values()
+    assert record.terminal["state"] == "SUCCEEDED"
