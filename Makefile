@@ -32,13 +32,13 @@ check: $(STAMP)                ## format, lint, types
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 
-# Side by side, each process with a Ray of its own, but not beside several hosts on this one machine:
-# beside another Ray, a head that is started again may never get an agent. What takes long comes first.
-# Torch comes last: NeMo-Run imports it where it is, and every client takes twice as long to start.
+# Side by side, each process with a Ray of its own. Several hosts on this one machine do not go beside
+# another Ray, where a head that is started again may never get an agent: what needs no Ray does.
+# Torch is for two nodes only: where it is NeMo-Run imports it, and a client takes twice as long to start.
 test: $(STAMP)
-	$(BIN)/python -m pytest -n 2 --no-loadscope-reorder $(addprefix tests/,ray examples cloud patches unit)
+	$(BIN)/python -m pytest -n 2 --no-loadscope-reorder tests/ray tests/examples
 	$(MAKE) $(TORCH)
-	$(BIN)/python -m pytest tests/hosts
+	$(BIN)/python -m pytest -n 2 --no-loadscope-reorder $(addprefix tests/,hosts cloud patches unit)
 
 soak: $(STAMP) $(TORCH)                 ## long loops; SEED=… repeats one
 	$(BIN)/python -m pytest -m soak --timeout 7200 -s
