@@ -171,7 +171,7 @@ def test_a_job_waits_for_a_job_of_another_experiment(outside):
     assert submitted(plan, {"o.x": succeeded("x")}) == ["e.a"]
 
 
-def test_only_the_chains_own_jobs_have_a_standing():
+def test_only_the_chains_own_jobs_have_a_status():
     decision = decide(chain(link("a", outside=(OTHER,))), {"o.x": succeeded("x")}, NOW)
     assert set(decision.statuses) == {"a"}
 
