@@ -96,7 +96,7 @@ class PatchError(NemoRunRayError):
 
 
 class UnsupportedNemoRun(PatchError):
-    """The NeMo-Run that is installed is not one that the patch was verified on."""
+    """The NeMo-Run that is installed has another structure than the patch knows."""
 
 
 class TransportError(NemoRunRayError):

@@ -50,12 +50,13 @@ class StatusReport:
     ) -> None:
         snapshot = Snapshot()
         self.jobs = jobs
+        going_on = [job for job in jobs if not job.record.terminal]
         with notes.together():
             self.statuses = [job.status_in(snapshot) for job in jobs]
         self.roles = [roles(job, status) for job, status in zip(jobs, self.statuses, strict=True)]
         self.attempts = [job.attempts_in(snapshot, running_at) for job in jobs]
         self._keep_attempts()
-        for job in jobs:
+        for job in going_on:  # of the others all was noted when they were seen to end
             note_running_at(job, snapshot)
 
     def _keep_attempts(self) -> None:

@@ -15,7 +15,7 @@ from nemo_run_ray.dashboard.http import READ_S, SLOW_S, Http, tls
 from nemo_run_ray.dashboard.log_text import decode_log
 from nemo_run_ray.errors import JobError, StreamCut, Unauthorised
 from nemo_run_ray.remote.rows import JobRow
-from nemo_run_ray.remote.states import is_active
+from nemo_run_ray.remote.states import JobState, is_active, state_of_row
 
 #: Ray's own WebSocket inside the cluster takes 4 MiB; longer lines never arrive that way.
 _MESSAGE_MAX_BYTES = 8 * 1024**2
@@ -84,7 +84,7 @@ class LogStream:
         except httpx.HTTPError as error:
             raise StreamCut(f"{self._http.url(path)}: {error}") from error
         row: JobRow = (self._row(submission_id) if is_empty else None) or {}
-        never_started = row.get("status") == "FAILED" and row.get("driver_exit_code") is None
+        never_started = state_of_row(row) is JobState.FAILED and row.get("driver_exit_code") is None
         message = row.get("message")
         if never_started and message:
             yield f"{message.strip()}\n"

@@ -28,6 +28,8 @@ class StateApi:
         """Ids of the nodes that live; ``None`` when the cluster does not say."""
         try:
             rows = self._rows("nodes", READ_S)
+            if rows is None:
+                return None
             return {row["node_id"] for row in rows if row["state"] == "ALIVE"}
         except (ClusterError, KeyError, TypeError):
             return None
@@ -49,18 +51,18 @@ class StateApi:
     def env_builds(self) -> EnvBuilds:
         """The runtime environments that the cluster builds now."""
         return EnvBuilds(
-            lambda: self._rows("runtime_envs", _EXPLAIN_S),
+            lambda: self._rows("runtime_envs", _EXPLAIN_S) or [],
             lambda node: self._log_file(node, AGENT_LOG, AGENT_LOG_LINES),
         )
 
-    def _rows(self, what: str, limit_s: float) -> list[dict[str, Any]]:
+    def _rows(self, what: str, limit_s: float) -> list[dict[str, Any]] | None:
         """The rows of one table; none when the answer is not Ray's."""
         query = {"limit": _ROWS_MAX, "timeout": "3"}
         answer = self._http.request("GET", f"/api/v0/{what}", limit_s, params=query)
         try:
             return list(answer.json()["data"]["result"]["result"])
         except (ValueError, KeyError, TypeError):
-            return []
+            return None
 
     def _log_file(self, node: str, name: str, lines: int) -> str:
         query = {"node_id": node, "filename": name, "lines": str(lines), "media_type": "file"}

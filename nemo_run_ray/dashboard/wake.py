@@ -13,6 +13,7 @@ from collections.abc import Callable
 from nemo_run_ray.dashboard.http import SLOW_S, Http
 from nemo_run_ray.errors import ClusterError
 from nemo_run_ray.remote.rows import JobRows
+from nemo_run_ray.remote.states import is_pending, is_running
 
 #: Seconds between two looks for such jobs, and until a request that failed is repeated.
 _WAKE_AGAIN_S, _WAKE_FAILED_S = 20.0, 5.0
@@ -55,7 +56,8 @@ class JobManager:
         """Ask for what Ray must refuse twice over, so that nothing can come of it.
 
         No label is called so, and the id is taken. Ray 2.54 and 2.60 read the label when the job
-        manager has found all jobs again.
+        manager has found all jobs again. An older Ray refuses such a request in its dashboard, and
+        its job manager sleeps on.
         """
         body = {
             "submission_id": submission_id,
@@ -66,7 +68,7 @@ class JobManager:
             answer = self._http.request("POST", "/api/jobs/", SLOW_S, json=body)
         except ClusterError:
             return False
-        return "label" in answer.text
+        return "Invalid label" in answer.text
 
 
 def orphan(
@@ -84,12 +86,12 @@ def orphan(
     """
     for name, row in rows.items():
         age_s = now - (row.get("start_time") or 0) / 1000
-        if row.get("status") == "PENDING" and age_s > _PENDING_LONG_S:
+        if is_pending(row) and age_s > _PENDING_LONG_S:
             return name
     running = {
         row["driver_node_id"]: name
         for name, row in rows.items()
-        if row.get("status") == "RUNNING" and row.get("driver_node_id")
+        if is_running(row) and row.get("driver_node_id")
     }
     alive = alive_nodes() if running else None
     if alive is None:

@@ -22,7 +22,7 @@ from nemo_run_ray.jobs.running_at import note_running_at
 from nemo_run_ray.jobs.snapshot import Snapshot
 from nemo_run_ray.remote.attempts import STOP_AGAIN_S
 from nemo_run_ray.remote.rows import JobRows
-from nemo_run_ray.remote.states import JobState, JobStatus, Reason, is_active
+from nemo_run_ray.remote.states import JobState, JobStatus, Reason, is_active, is_running
 
 #: Seconds until the cluster is stopped under what has not ended; longer than most grace periods.
 _END_LIMIT_S = 60.0
@@ -53,7 +53,7 @@ def end_all(api: JobsApi) -> list[str]:
                 except Unanswered:
                     continue  # it is asked again
                 asked_at[name] = time.monotonic()
-        running = [name for name in names if rows[name]["status"] == "RUNNING"]
+        running = [name for name in names if is_running(rows[name])]
         if not running or time.monotonic() > deadline:
             return running
         time.sleep(0.3)
@@ -78,7 +78,7 @@ def note_ends(api: JobsApi, cluster: Cluster, is_forced: bool) -> Iterator[str]:
             try:
                 job = job_of(record)
                 job.look(snapshot)  # which writes an end down
-                note_running_at(job, snapshot)
+                note_running_at(job, snapshot, is_stopping=True)
                 if is_forced and not record.terminal:
                     _note_cancelled(job, snapshot)
             except (NemoRunRayError, OSError) as error:

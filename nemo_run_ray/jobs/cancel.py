@@ -21,8 +21,7 @@ def cancel_all(jobs: Sequence[RemoteJob]) -> Iterator[str]:
     Raises:
         ClusterError: a job did not end in time, or a cluster stopped answering.
     """
-    if len(jobs) > 1:
-        _cancel_dispatches(jobs)
+    _cancel_dispatches(jobs)
     for job in jobs:
         status = job.status
         if status.state.is_terminal and status.state is not JobState.CANCELLED:
@@ -34,13 +33,17 @@ def cancel_all(jobs: Sequence[RemoteJob]) -> Iterator[str]:
 
 
 def _cancel_dispatches(jobs: Sequence[RemoteJob]) -> None:
-    """Cancel what a dispatcher would still start: one claim for all of it."""
-    dispatched = [job for job in jobs if isinstance(job, DispatchedJob)]
+    """Cancel dispatches whose jobs are all given, with one claim each for what has not started."""
+    by_dispatch: dict[str, list[DispatchedJob]] = {}
+    for job in jobs:
+        if isinstance(job, DispatchedJob):
+            by_dispatch.setdefault(job.dispatch.id, []).append(job)
     snapshot = Snapshot()
-    going_on = [job for job in dispatched if not job.status_in(snapshot).state.is_terminal]
-    by_dispatch = {job.dispatch.id: job for job in going_on}
-    for job in by_dispatch.values():
-        job.dispatch.cancel(job.api())
+    for given in by_dispatch.values():
+        dispatch = given[0].dispatch
+        going_on = [job for job in given if not job.status_in(snapshot).state.is_terminal]
+        if going_on and len(dispatch.spec.jobs) == len(given) > 1:
+            dispatch.cancel(given[0].api())
 
 
 def _proof(job: RemoteJob, status: JobStatus) -> str:

@@ -21,7 +21,6 @@ from typing import ClassVar
 
 from nemo_run_ray.dashboard.jobs_api import JobsApi
 from nemo_run_ray.errors import JobError, Taken
-from nemo_run_ray.jobs import ledger
 from nemo_run_ray.jobs.archives import Archive
 from nemo_run_ray.jobs.cancelling import DISPATCH_MARGIN_S, Stops, insist
 from nemo_run_ray.jobs.ledger import Ledger
@@ -38,7 +37,7 @@ from nemo_run_ray.remote.dispatch.decide import Decision, Do, decide
 from nemo_run_ray.remote.files import write_file
 from nemo_run_ray.remote.rows import JobRows
 from nemo_run_ray.remote.spec import DispatchSpec, from_json
-from nemo_run_ray.remote.states import JobState
+from nemo_run_ray.remote.states import JobState, is_pending
 
 #: Name of the folder of dispatches.
 FOLDER = "ray_dispatches"
@@ -147,21 +146,7 @@ class Dispatch:
         Raises:
             ClusterError: the cluster cannot be asked.
         """
-        rows = snapshot.rows(api)
-        with self._lock:  # for many threads that look at the same table; nothing in here waits
-            if self._last is None or self._last.rows is not rows:
-                self._last = self._decided(rows)
-            found = self._last
-        if found.dispatcher:
-            return found
-        was_there = any(
-            record.is_dispatcher
-            and record.dispatcher == self.id
-            and record.last == ledger.SUBMITTED
-            for record in Ledger.of(self.exp_dir).jobs().values()
-        )
-        why = snapshot.why_lost(api, self.spec.session, was_there, self._is_in)
-        return replace(found, lost=why)
+        return snapshot.once(self, api.dashboard.url, lambda: self._seen(api, snapshot))
 
     def cancel(self, api: JobsApi) -> None:
         """Cancel every job of it, those that have not started among them.
@@ -172,10 +157,12 @@ class Dispatch:
         stops = Stops(api)
 
         def turn() -> bool | None:
-            self.claim(api, self.spec.cancel_id, self.spec.nonce)
             found = self.look(api, Snapshot(is_fresh=True))
+            if self.spec.cancel_id not in found.rows:
+                self.claim(api, self.spec.cancel_id, self.spec.nonce)
+                return None
             wanted = [action for action in found.decision.actions if action.do is Do.STOP]
-            held = all(found.rows[action.submission_id]["status"] == "PENDING" for action in wanted)
+            held = all(is_pending(found.rows[action.submission_id]) for action in wanted)
             if found.decision.is_over and (not wanted or (held and stops.are_trusted)):
                 return True
             self._end(api, found.decision, stops)
@@ -199,7 +186,23 @@ class Dispatch:
             elif action.do is Do.STOP:
                 stops.ask(action.submission_id)
 
+    def _seen(self, api: JobsApi, snapshot: Snapshot) -> DispatchStatus:
+        found = self._decided(snapshot.rows(api))
+        if found.dispatcher:
+            return found
+        was_there = Ledger.of(self.exp_dir).has_arrived(self.id)
+        why = snapshot.why_lost(api, self.spec.session, was_there, self._is_in)
+        if why or not was_there:
+            return replace(found, lost=why)
+        return self._decided(snapshot.rows_again(api))  # the head has recovered since
+
     def _decided(self, rows: JobRows) -> DispatchStatus:
+        with self._lock:  # for many threads that look at the same table; nothing in here waits
+            if self._last is None or self._last.rows is not rows:
+                self._last = self._decide(rows)
+            return self._last
+
+    def _decide(self, rows: JobRows) -> DispatchStatus:
         table = {name: attempt_of_row(row) for name, row in self._own(rows).items()}
         decision = decide(self.spec, table, time.time())
         own = attempts_of([self.id], table)[self.id]

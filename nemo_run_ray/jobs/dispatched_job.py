@@ -136,5 +136,8 @@ class DispatchedJob(RemoteJob):
 class _Attempt(RemoteJob):
     """One attempt, for its log; the job's record tells of its end."""
 
+    def _read_record(self) -> None:
+        """Do nothing: the ledger's record under its id is that of the job."""
+
     def note(self, status: JobStatus, snapshot: Snapshot) -> None:
         """Do nothing: the job itself notes its end, under the same id as its first attempt."""

@@ -55,13 +55,14 @@ def find_job(submission_id: str) -> RemoteJob:
 def find_experiment(name: str) -> Path | None:
     """The folder of an experiment's id, or of the newest one of a title; ``None`` without any."""
     home = Path(get_nemorun_home()) / "experiments"
-    by_id = [folder for folder in home.glob("*/*") if folder.name == name]
+    folders = [folder for folder in home.glob("*/*") if folder.is_dir()]
+    by_id = [folder for folder in folders if folder.name == name]
     if by_id:
         return by_id[0]
     outside = ledger.remembered(name)
     if outside is not None:
         return outside
-    of_title = [folder for folder in home.glob("*/*") if folder.parent.name == name]
+    of_title = [folder for folder in folders if folder.parent.name == name]
     # NeMo-Run's from_title chooses in the same way.
     return max(of_title, key=lambda folder: folder.stat().st_ctime, default=None)
 

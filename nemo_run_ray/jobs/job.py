@@ -11,9 +11,10 @@ from nemo_run_ray.jobs.cancelling import JOB_MARGIN_S, Stops, insist
 from nemo_run_ray.jobs.follow import attempt_mark, follow, output_of
 from nemo_run_ray.jobs.observed_job import ObservedJob
 from nemo_run_ray.jobs.snapshot import Snapshot
+from nemo_run_ray.jobs.submit_once import OUTCOME_S
 from nemo_run_ray.jobs.tend import tend
 from nemo_run_ray.remote.node.output import end_mark
-from nemo_run_ray.remote.states import JobState, JobStatus
+from nemo_run_ray.remote.states import JobState, JobStatus, Reason, is_pending
 
 #: Seconds between two looks of a wait.
 _WAIT_AGAIN_S = 1.0
@@ -43,6 +44,7 @@ class RemoteJob(ObservedJob):
             timeout_s: seconds to wait at most; without it as long as it takes.
 
         Raises:
+            JobError: it will never start: another run has its id, or it never reached the cluster.
             TimeoutError: it has not ended in that time. It goes on.
         """
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
@@ -50,6 +52,8 @@ class RemoteJob(ObservedJob):
             status = self.status
             if status.state.is_terminal:
                 return status
+            if self._never_starts(status):
+                raise JobError(f"The job {self.id} will not start. {status.message}")
             if deadline is not None and time.monotonic() >= deadline:
                 raise TimeoutError(
                     f"The job {self.id} is {status.state.value} after {timeout_s:.0f} s; it goes "
@@ -63,6 +67,7 @@ class RemoteJob(ObservedJob):
 
         Raises:
             ClusterError: it did not end in time, or the cluster stopped answering.
+            ConfigError: the cluster's address or credentials cannot be used.
         """
         status = self.look(Snapshot(is_fresh=True))
         if status.state.is_terminal or status.state is JobState.WAITING:
@@ -74,12 +79,17 @@ class RemoteJob(ObservedJob):
         def turn() -> JobStatus | None:
             stops.ask(self.id)
             snapshot = Snapshot(is_fresh=True)
-            row = snapshot.rows(api).get(self.id)
+            row = api.job(self.id)
             status = self._absent(api, snapshot) if row is None else self._present(row, snapshot)
-            settled = row is None or row["status"] != "PENDING" or stops.are_trusted
+            settled = row is None or not is_pending(row) or stops.are_trusted
             return status if status.state.is_terminal and settled else None
 
         return self._insist(turn)
+
+    def _never_starts(self, status: JobStatus) -> bool:
+        age_s = time.time() - self.record.intended_at
+        is_given_up = status.reason is Reason.NOT_SUBMITTED and age_s > OUTCOME_S
+        return status.reason is Reason.TAKEN or is_given_up
 
     def cluster_log(self, is_followed: bool) -> Iterator[str]:
         """Its log from its cluster alone."""

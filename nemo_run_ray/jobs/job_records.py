@@ -36,6 +36,7 @@ class JobRecord:
         is_dispatcher: it is an attempt of that dispatcher itself.
         has_roles: it is a group.
         grace_s: seconds from SIGTERM to SIGKILL when it is cancelled.
+        intended_at: when it was last about to be submitted, in seconds since the epoch.
         last: the last event of its submission.
         cancelled: its end was asked for.
         terminal: what was last seen of it, once it had ended.
@@ -53,6 +54,7 @@ class JobRecord:
     is_dispatcher: bool = False
     has_roles: bool = False
     grace_s: float = 10.0
+    intended_at: float = 0.0
     last: str = INTENT
     cancelled: bool = False
     terminal: dict[str, Any] = field(default_factory=dict)
@@ -68,12 +70,14 @@ class JobRecords:
 
     Attributes:
         by_id: the jobs by submission id, in the order of their first intents.
+        arrived: ids of the dispatchers that have reached their cluster.
         began_at: seconds since the epoch, when the first event was written; ``None`` before it.
     """
 
     def __init__(self, exp_dir: Path) -> None:
         self._exp_dir = exp_dir
         self.by_id: dict[str, JobRecord] = {}
+        self.arrived: set[str] = set()
         self.began_at: float | None = None
 
     def add(self, event: Mapping[str, Any]) -> None:
@@ -98,11 +102,14 @@ class JobRecords:
             record.cancelled = True
         else:
             record.last = kind
+            if kind == SUBMITTED and record.is_dispatcher:
+                self.arrived.add(record.dispatcher)
 
     def _intended(self, event: Mapping[str, Any], before: JobRecord | None) -> JobRecord:
         return JobRecord(
             submission_id=event["id"],
             exp_dir=self._exp_dir,
+            intended_at=float(event.get("at", 0.0)),
             nonces=[*(before.nonces if before else ()), event["nonce"]],
             attempts=before.attempts if before else {},
             **{name: event[name] for name in _GIVEN},

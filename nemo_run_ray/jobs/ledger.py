@@ -53,7 +53,10 @@ class Ledger:
         self.exp_dir = exp_dir
         self.path = exp_dir / LEDGER
         self._lock = threading.Lock()
-        self._forget(None)
+        self._inode: int | None = None
+        self._beginning = b""
+        self._offset = self._lines = 0
+        self._records = JobRecords(exp_dir)
 
     @classmethod
     def of(cls, exp_dir: Path) -> Ledger:
@@ -118,6 +121,11 @@ class Ledger:
         with self._lock:
             return not self._read().by_id.keys().isdisjoint(submission_ids)
 
+    def has_arrived(self, dispatcher: str) -> bool:
+        """Whether a dispatcher of this id has reached its cluster."""
+        with self._lock:
+            return dispatcher in self._read().arrived
+
     def began_at(self) -> float | None:
         """When the first event was written, in seconds since the epoch."""
         with self._lock:
@@ -132,8 +140,13 @@ class Ledger:
             return self._records
         with file:
             found = os.fstat(file.fileno())
-            if found.st_ino != self._inode or found.st_size < self._offset:
+            is_same = found.st_ino == self._inode and found.st_size >= self._offset
+            # The number of a file that was removed is given to the next one that is made.
+            if not is_same or file.read(len(self._beginning)) != self._beginning:
                 self._forget(found.st_ino)
+            if not self._beginning:
+                file.seek(0)
+                self._beginning = file.readline()
             file.seek(self._offset)
             for line in file.readlines():
                 self._add(line)
@@ -154,6 +167,7 @@ class Ledger:
     def _forget(self, inode: int | None) -> None:
         self._inode = inode
         self._offset = self._lines = 0
+        self._beginning = b""
         self._records = JobRecords(self.exp_dir)
 
 

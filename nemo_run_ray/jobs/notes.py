@@ -11,7 +11,7 @@ from contextvars import ContextVar
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from nemo_run_ray.errors import ClusterError
+from nemo_run_ray.errors import NemoRunRayError
 from nemo_run_ray.jobs import ledger
 from nemo_run_ray.jobs.explanations import roles
 from nemo_run_ray.jobs.ledger import Event, Ledger
@@ -23,10 +23,13 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+#: What tells a job from another one of its id that an experiment made anew has.
+_Key = tuple[Path, str, str]
 _lock = threading.Lock()
-#: Jobs whose end this process has written down, and states of those whose attempts it has.
-_ended: set[str] = set()
-_seen: dict[str, tuple[JobState, int]] = {}
+_writing: dict[_Key, threading.Lock] = {}
+#: Jobs whose end this process has written down, and where jobs were when their attempts were.
+_ended: set[_Key] = set()
+_seen: dict[_Key, tuple[JobState, int]] = {}
 #: Events that are written together, by experiment.
 _held_back: ContextVar[dict[Path, list[Event]] | None] = ContextVar("_held_back", default=None)
 
@@ -45,9 +48,12 @@ def together() -> Iterator[None]:
 
 
 def note_cancel(job: ObservedJob) -> None:
-    """Write down that its end is asked for."""
-    Ledger.of(job.record.exp_dir).write(ledger.CANCEL, job.id)
+    """Write down that its end is asked for; a folder that takes no note keeps nothing alive."""
     job.record.cancelled = True
+    try:
+        Ledger.of(job.record.exp_dir).write(ledger.CANCEL, job.id)
+    except OSError as error:
+        log.warning("That %s is cancelled is not kept in its folder: %s", job.id, error)
 
 
 def note_end(job: ObservedJob, status: JobStatus, snapshot: Snapshot) -> None:
@@ -56,24 +62,28 @@ def note_end(job: ObservedJob, status: JobStatus, snapshot: Snapshot) -> None:
     Where nothing can be written (another user's folder, a full disk) it is not kept: who looks at a
     job is not to fail for that.
     """
+    key = _key(job)
     with _lock:
-        if job.id in _ended:
-            return
-        _ended.add(job.id)
-    job.record.terminal = status.to_json()
-    if os.access(job.record.exp_dir, os.W_OK):
-        _write_end(job, status, snapshot)
+        writing = _writing.setdefault(key, threading.Lock())
+    with writing:  # for another thread that saw the end too, and may end the process after that
+        job.record.terminal = status.to_json()
+        if key not in _ended and os.access(job.record.exp_dir, os.W_OK):
+            _write_end(job, status, snapshot)
 
 
 def note_attempts(job: ObservedJob, status: JobStatus, snapshot: Snapshot) -> None:
     """Write down what is seen of its attempts, when the job is not where it was before."""
-    if _seen.get(job.id) == (status.state, status.attempt):
+    if _seen.get(_key(job)) == (status.state, status.attempt):
         return
     attempts = job.attempts_in(snapshot)
     if attempts != job.record.attempts:
         job.record.attempts = dict(attempts)
         Ledger.of(job.record.exp_dir).keep_attempts({job.id: attempts})
-    _seen[job.id] = status.state, status.attempt
+    _seen[_key(job)] = status.state, status.attempt
+
+
+def _key(job: ObservedJob) -> _Key:
+    return job.record.exp_dir, job.id, job.record.nonces[-1]
 
 
 def _write_end(job: ObservedJob, status: JobStatus, snapshot: Snapshot) -> None:
@@ -84,19 +94,23 @@ def _write_end(job: ObservedJob, status: JobStatus, snapshot: Snapshot) -> None:
     attempts = [attempt.to_json() for attempt in record.attempts.values()]
     event = ledger.TERMINAL, job.id, {"status": record.terminal, "attempts": attempts}
     held_back = _held_back.get()
-    if held_back is None:
-        _write(record.exp_dir, [event])
-    else:
+    if held_back is not None:
         held_back.setdefault(record.exp_dir, []).append(event)
+    elif not _write(record.exp_dir, [event]):
+        return
+    _ended.add(_key(job))
 
 
-def _write(exp_dir: Path, events: list[Event]) -> None:
+def _write(exp_dir: Path, events: list[Event]) -> bool:
     try:
         Ledger.of(exp_dir).write_all(events)
     except OSError as error:
         log.warning("The ends of jobs are not kept in %s: %s", exp_dir, error)
-        with _lock:
-            _ended.difference_update(name for _, name, _ in events)
+        names = {name for _, name, _ in events}
+        for key in [key for key in _ended if key[0] == exp_dir and key[1] in names]:
+            _ended.discard(key)
+        return False
+    return True
 
 
 def _keep_files(job: ObservedJob, status: JobStatus) -> None:
@@ -105,5 +119,5 @@ def _keep_files(job: ObservedJob, status: JobStatus) -> None:
         found = roles(job, status)
         if found:
             job.kept.keep_roles(found)
-    except (ClusterError, OSError) as error:
+    except (NemoRunRayError, OSError) as error:
         log.warning("The log of %s could not be kept: %s", job.id, error)

@@ -11,7 +11,7 @@ from nemo_run_ray.errors import JobError, NemoRunRayError
 from nemo_run_ray.jobs import ledger, notes
 from nemo_run_ray.jobs.attempt_records import AttemptRecord, Attempts, merged, of_rows
 from nemo_run_ray.jobs.kept import Kept
-from nemo_run_ray.jobs.ledger import JobRecord
+from nemo_run_ray.jobs.ledger import JobRecord, Ledger
 from nemo_run_ray.jobs.snapshot import Snapshot
 from nemo_run_ray.planning.job_plan import nonce_of
 from nemo_run_ray.remote.rows import JobRow, JobRows
@@ -72,6 +72,7 @@ class ObservedJob:
             ClusterError: the cluster cannot be asked.
             ConfigError: its address or credentials cannot be used.
         """
+        self._read_record()
         if self.record.terminal:
             return JobStatus.from_json(self.record.terminal)
         api = self._api()
@@ -120,6 +121,11 @@ class ObservedJob:
     def note(self, status: JobStatus, snapshot: Snapshot) -> None:
         """Write down how it ended."""
         notes.note_end(self, status, snapshot)
+
+    def _read_record(self) -> None:
+        """Take note of what other processes have written down since."""
+        if not self.record.terminal:
+            self.record = Ledger.of(self.record.exp_dir).job(self.id) or self.record
 
     # ------------------------------------------------------------------ what rows say
 

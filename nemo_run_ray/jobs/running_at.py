@@ -19,7 +19,7 @@ from nemo_run_ray.remote.dispatch import log
 from nemo_run_ray.remote.states import JobState
 
 #: Dispatches whose times this process has written down.
-_noted: set[Path] = set()
+_noted: set[tuple[Path, str]] = set()
 _lock = threading.Lock()
 
 
@@ -32,29 +32,32 @@ def running_at(dispatch: Dispatch) -> dict[str, float]:
     return found
 
 
-def note_running_at(job: RemoteJob, snapshot: Snapshot) -> None:
-    """Write these times down, once in a process, when the last job of a dispatch has ended.
+def note_running_at(job: RemoteJob, snapshot: Snapshot, is_stopping: bool = False) -> None:
+    """Write these times down when the last job of a dispatch has ended; each process does it once.
 
-    A cluster that does not answer is asked at the next look.
+    Args:
+        job: one of the dispatch's, or another one, of which there is nothing to note.
+        snapshot: what clusters say.
+        is_stopping: the cluster is about to be stopped: now or never.
     """
     if not isinstance(job, DispatchedJob):
         return
     dispatch = job.dispatch
-    with _lock:
-        if dispatch.folder in _noted:
-            return
     try:
-        if not dispatch.look(job.api(), snapshot).decision.is_over:
+        key = dispatch.folder, dispatch.spec.nonce
+        if key in _noted:
+            return
+        if not is_stopping and not dispatch.look(job.api(), snapshot).decision.is_over:
             return
     except NemoRunRayError:
-        return
-    told = running_at(dispatch)
-    if not told:
-        return  # the logs cannot be read
+        return  # the next look asks again
     with _lock:
-        _noted.add(dispatch.folder)
+        if key in _noted:
+            return
+        _noted.add(key)
+    told = running_at(dispatch)
     news: dict[str, Attempts] = {}
-    for sibling in jobs_of(dispatch.exp_dir):
+    for sibling in jobs_of(dispatch.exp_dir) if told else []:
         if sibling.record.dispatcher == dispatch.id:
             attempts = sibling.attempts_in(snapshot, told)
             if attempts != sibling.record.attempts:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from typing import Any, TypeVar
 
 from nemo_run_ray.dashboard.jobs_api import JobsApi
@@ -24,7 +24,7 @@ class Snapshot:
 
     def __init__(self, is_fresh: bool = False) -> None:
         self._is_fresh = is_fresh
-        self._answers: dict[tuple[JobsApi, str], Any] = {}
+        self._answers: dict[tuple[Hashable, str], Any] = {}
 
     def rows(self, api: JobsApi) -> JobRows:
         """The job table.
@@ -32,7 +32,7 @@ class Snapshot:
         Raises:
             ClusterError: the cluster cannot be asked.
         """
-        return self._once(api, "rows", lambda: api.table(self._is_fresh))
+        return self.once(api, "rows", lambda: api.table(self._is_fresh))
 
     def why_lost(
         self, api: JobsApi, session: str, was_there: bool, is_in: Callable[[JobRows], bool]
@@ -48,7 +48,7 @@ class Snapshot:
         Raises:
             ClusterError: the cluster cannot be asked.
         """
-        found = self._once(api, "session", lambda: api.version(0.0)["session_name"])
+        found = self.once(api, "session", lambda: api.version(0.0)["session_name"])
         url = api.dashboard.url
         if found != session:
             return f"the Ray at {url} is not the one that had it (then {session}, now {found})"
@@ -67,18 +67,32 @@ class Snapshot:
             time.sleep(_RECOVERS_S)
             return api.table(fresh=True)
 
-        return self._once(api, "again", wait_and_ask)
+        return self.once(api, "again", wait_and_ask)
 
     def rows_now(self, api: JobsApi) -> JobRows:
         """The table as it is now, for jobs that may be younger than ``rows``.
 
+        It takes the place of ``rows``, so that all that is said later comes from the same look.
+
         Raises:
             ClusterError: the cluster cannot be asked.
         """
-        return self._once(api, "now", lambda: api.table(fresh=True))
 
-    def _once(self, api: JobsApi, what: str, ask: Callable[[], _T]) -> _T:
-        key = (api, what)
+        def ask() -> JobRows:
+            self._answers[api, "rows"] = rows = api.table(fresh=True)
+            return rows
+
+        return self.once(api, "now", ask)
+
+    def once(self, about: Hashable, what: str, ask: Callable[[], _T]) -> _T:
+        """What ``ask`` gives, or the error that it raises, remembered for this answer.
+
+        Args:
+            about: the object that is asked.
+            what: the question.
+            ask: gives the answer the first time.
+        """
+        key = (about, what)
         if key not in self._answers:
             try:
                 self._answers[key] = ask()

@@ -29,6 +29,8 @@ log = logging.getLogger(__name__)
 
 #: Seconds between two starts of a dispatcher by one process that finds it dead, and how many.
 _REVIVE_AGAIN_S, _REVIVALS_MAX = 20.0, 20
+#: Seconds that the client that hands a dispatch over may need until its dispatcher is there.
+_SENDING_S = 120.0
 #: Seconds between two times that a waiting client tends.
 _TEND_AGAIN_S = 2.0
 
@@ -37,8 +39,15 @@ def tend(exp_dir: Path) -> None:
     """Look after an experiment's jobs that go on. A cluster that does not answer is left alone.
 
     Args:
-        exp_dir: the experiment's folder.
+        exp_dir: the experiment's folder; one that cannot be read or written to is left alone too.
     """
+    try:
+        _tend(exp_dir)
+    except OSError as error:
+        log.warning("The jobs of %s are not looked after: %s", exp_dir, error)
+
+
+def _tend(exp_dir: Path) -> None:
     going_on: dict[str, list[JobRecord]] = {}
     clusters: dict[str, dict[str, Any]] = {}
     for record in Ledger.of(exp_dir).jobs().values():
@@ -71,7 +80,9 @@ def _tend_on(api: JobsApi, records: list[JobRecord]) -> None:
         dispatch = Dispatch.of(record.exp_dir, name)
         if dispatch.is_saved:
             found = dispatch.look(api, snapshot)
-            if not found.lost:
+            # Its first dispatcher may be on its way: the client sends the archives before.
+            is_young = time.time() - record.intended_at < _SENDING_S and not found.dispatcher
+            if not found.lost and not is_young:
                 _Revivals.of(dispatch).revive(api, record.cluster, found)
 
 
@@ -110,6 +121,8 @@ class _Revivals:
             last = found.dispatcher[max(found.dispatcher)].status
             why = f"has ended before its jobs ({last.detail or last.state.value.lower()})"
         try:
+            if self._dispatch.look(api, Snapshot(is_fresh=True)).is_dispatched:
+                return  # another client was faster
             started = start_dispatcher(self._dispatch, api, cluster)
         except NemoRunRayError as error:
             log.warning("The dispatcher %s %s, and cannot be started: %s", name, why, error)

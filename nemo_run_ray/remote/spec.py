@@ -234,6 +234,8 @@ def from_json(text: str) -> _AnySpec:
         ValueError: the text is of another version or has unknown fields.
     """
     values = json.loads(text)
+    if not isinstance(values, dict):
+        raise ValueError(f"a spec is a JSON object, and this is a {type(values).__name__}")
     version, kind = values.pop("version", None), values.pop("kind", None)
     kinds = {"task": JobSpec, "role": RoleSpec, "group": GroupSpec, "dispatch": DispatchSpec}
     if version != VERSION or kind not in kinds:

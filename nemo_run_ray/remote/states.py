@@ -268,9 +268,24 @@ def signal_name(exit_code: int) -> str | None:
         return None
 
 
+def state_of_row(row: JobRow) -> JobState:
+    """The state that Ray's word in a row stands for."""
+    return FROM_RAY.get(str(row.get("status")), JobState.UNKNOWN)
+
+
+def is_pending(row: JobRow) -> bool:
+    """Whether the job of a row may start."""
+    return state_of_row(row) is JobState.PENDING
+
+
+def is_running(row: JobRow) -> bool:
+    """Whether the job of a row has started and not ended."""
+    return state_of_row(row) is JobState.RUNNING
+
+
 def is_active(row: JobRow) -> bool:
     """Whether the job of a row runs or may start."""
-    return row.get("status") in ("PENDING", "RUNNING")
+    return is_pending(row) or is_running(row)
 
 
 def status_of_row(row: JobRow) -> JobStatus:
@@ -279,7 +294,7 @@ def status_of_row(row: JobRow) -> JobStatus:
     Args:
         row: a job as ``GET /api/jobs/<id>`` gives it.
     """
-    state = FROM_RAY.get(str(row.get("status")), JobState.UNKNOWN)
+    state = state_of_row(row)
     node = str(row.get("driver_node_id") or "")
     message = str(row.get("message") or "").strip()
     if state is JobState.CANCELLED:

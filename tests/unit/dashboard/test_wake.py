@@ -100,6 +100,12 @@ def test_it_is_repeated_soon_when_nobody_was_there(api, monkeypatch):
     assert len(api.posts) == 2
 
 
+def test_nodes_that_are_not_told_are_no_dead_ones(api, monkeypatch):
+    monkeypatch.setattr(_Handler, "answer", lambda self: self.send(500, '{"data": null}'))
+    assert api.state.alive_nodes() is None
+    assert not api.manager.wake_for(ORPHANS)
+
+
 def test_nobody_is_woken_for_jobs_that_are_well(api):
     runs = {"runs": {"status": "RUNNING", "start_time": 0, "driver_node_id": "node1"}}
     assert not api.manager.wake_for(runs)

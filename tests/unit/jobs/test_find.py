@@ -42,6 +42,12 @@ def test_an_experiment_that_has_handed_nothing_over(ray, unique):
         nemo_run_ray.find(handed.id)
 
 
+def test_a_file_beside_experiments_is_none(ray, unique):
+    handed = Handed(ray, unique, "one")
+    (handed.exp_dir.parent / "notes.txt").write_text("mine")
+    assert find_experiment(unique) == handed.exp_dir
+
+
 def test_a_folder_that_was_copied_to_another_home_is_found_there(
     ray, unique, tmp_path, monkeypatch
 ):

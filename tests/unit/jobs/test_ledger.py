@@ -169,3 +169,16 @@ def test_an_experiment_that_was_moved_away_is_not_found(home, tmp_path):
     exp_dir.rename(tmp_path / "gone")
     with pytest.raises(JobError):
         ledger.find(submission_id)
+
+
+def test_a_ledger_that_was_removed_and_made_anew_is_read_anew(tmp_path):
+    """A file system may give the new file the old one's number."""
+    book = Ledger.of(tmp_path)
+    for nonce in ("old", "new"):
+        book.write(INTENT, "e.a", **{**_INTENT, "nonce": nonce})
+        assert book.job("e.a").nonces == [nonce]
+        lines = book.path.read_bytes()
+        book.path.write_bytes(b"")  # the same file, as after an unlink whose number is reused
+        book.path.write_bytes(lines.replace(b"old", b"new"))
+        assert book.job("e.a").nonces == ["new"]
+        book.path.unlink()

@@ -5,6 +5,8 @@ import logging
 import pytest
 
 from nemo_run_ray.dashboard.job_table import TABLE_AGE_S
+from nemo_run_ray.errors import JobError
+from nemo_run_ray.jobs import notes
 from nemo_run_ray.jobs import snapshot as snapshots
 from nemo_run_ray.jobs.ledger import Ledger
 from nemo_run_ray.jobs.snapshot import Snapshot
@@ -132,3 +134,48 @@ def test_a_full_disk_does_not_end_a_look(ray, one, monkeypatch, caplog):
     assert status_of(one).state is JobState.SUCCEEDED, "and now it is written down"
     (record,) = Ledger.of(one.exp_dir).jobs().values()
     assert record.terminal["state"] == "SUCCEEDED"
+
+
+def test_a_job_object_sees_what_other_processes_have_written_down(ray, one):
+    (job,) = one.jobs.values()
+    assert job.status.state is JobState.PENDING
+    notes.note_cancel(one.jobs["job"])  # another object, as of another process
+    assert job.status_in(Snapshot(is_fresh=True)).state is JobState.CANCELLED
+
+
+def test_a_wait_for_an_id_that_a_stranger_has_is_an_error(ray, one):
+    ray.rows[f"{one.id}.job"]["metadata"] = {"nemo_run_ray": "theirs"}
+    (job,) = one.jobs.values()
+    with pytest.raises(JobError, match="will not start"):
+        job.wait()
+
+
+def test_a_chain_is_not_told_as_undispatched_while_a_head_recovers(ray, unique):
+    handed = Handed(ray, unique, "first", "second after first")
+    rows = dict(ray.rows)
+    looks = iter([{}])
+    ray.before_table = lambda: ray.rows.update(next(looks, rows))
+    ray.rows.clear()
+    snapshot = Snapshot(is_fresh=True)
+    reasons = {job.status_in(snapshot).reason for job in handed.jobs.values()}
+    assert reasons == {Reason.TURN, Reason.WAITS}
+
+
+def test_a_lost_chain_is_asked_about_once_for_all_of_its_jobs(ray, unique):
+    handed = Handed(ray, unique, *(f"job{number}" for number in range(20)))
+    ray.rows.clear()
+    ray.requests.clear()
+    snapshot = Snapshot(is_fresh=True)
+    assert {job.status_in(snapshot).state for job in handed.jobs.values()} == {JobState.LOST}
+    asked = [path for _, path in ray.requests]
+    assert asked.count("/api/jobs/") == 2, "now, and when a head has had time to recover"
+
+
+def test_an_end_is_told_when_its_log_is_gone_with_the_cluster(ray, one, monkeypatch):
+    """The embedded Ray is stopped between the look and the copy of the log."""
+    ray.rows[f"{one.id}.job"].update(SUCCEEDS, driver_node_id=NODE)
+    (job,) = one.jobs.values()
+    monkeypatch.setattr(type(job.cluster), "runs_here", True)
+    ray.trouble = lambda method, path: Trouble(404) if path.endswith("/logs") else None
+    assert job.status.state is JobState.SUCCEEDED
+    assert one.jobs["job"].record.terminal["state"] == "SUCCEEDED"

@@ -5,6 +5,7 @@ import time
 import pytest
 
 from nemo_run_ray.jobs import notes
+from nemo_run_ray.jobs.ledger import Ledger
 from nemo_run_ray.jobs.tend import Tending, _Revivals, tend
 from tests.conftest import wait_for
 from tests.fake_ray import Trouble
@@ -36,6 +37,26 @@ def test_it_is_not_started_twice_at_once(ray, stopped, monkeypatch):
     monkeypatch.setattr(_Revivals.of(stopped.dispatch), "_last_at", -1e9)
     tend(stopped.exp_dir)
     assert f"{stopped.dispatch.id}@3" in ray.rows
+
+
+def test_a_dispatch_that_is_being_handed_over_is_left_to_its_client(ray, unique):
+    handed = Handed(ray, unique, "first", "second after first")
+    del ray.rows[handed.dispatch.id]
+    write = Ledger.of(handed.exp_dir).path
+    lines = write.read_text().splitlines()
+    write.write_text("".join(f"{line}\n" for line in lines if '"submitted"' not in line))
+    ray.requests.clear()
+    tend(handed.exp_dir)
+    assert ray.writes == []
+
+
+def test_a_folder_that_cannot_be_written_to_ends_no_wait(ray, stopped, monkeypatch, caplog):
+    def full(self, *given, **values) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("nemo_run_ray.jobs.ledger.Ledger.write_all", full)
+    tend(stopped.exp_dir)
+    assert "No space left" in caplog.text
 
 
 def test_a_dispatcher_at_work_is_left_alone(ray, unique):
