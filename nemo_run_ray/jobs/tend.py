@@ -34,6 +34,9 @@ _SENDING_S = 120.0
 #: Seconds between two times that a waiting client tends.
 _TEND_AGAIN_S = 2.0
 
+#: What was last told of a folder, which is tended every two seconds.
+_complaints: dict[Path, str] = {}
+
 
 def tend(exp_dir: Path) -> None:
     """Look after an experiment's jobs that go on. A cluster that does not answer is left alone.
@@ -44,7 +47,9 @@ def tend(exp_dir: Path) -> None:
     try:
         _tend(exp_dir)
     except OSError as error:
-        log.warning("The jobs of %s are not looked after: %s", exp_dir, error)
+        if _complaints.get(exp_dir) != str(error):
+            log.warning("The jobs of %s are not looked after: %s", exp_dir, error)
+        _complaints[exp_dir] = str(error)
 
 
 def _tend(exp_dir: Path) -> None:
