@@ -20,7 +20,7 @@ from nemo_run_ray.ids import dispatcher_id
 from nemo_run_ray.jobs import archives, ledger
 from nemo_run_ray.jobs.dispatch import Dispatch
 from nemo_run_ray.jobs.ledger import Ledger
-from nemo_run_ray.jobs.outside import outside_spec
+from nemo_run_ray.jobs.other_experiments import outside_spec
 from nemo_run_ray.jobs.start_dispatcher import start_dispatcher
 from nemo_run_ray.jobs.submit_once import submit_once
 from nemo_run_ray.planning.job_plan import JobPlan

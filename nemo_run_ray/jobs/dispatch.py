@@ -22,7 +22,7 @@ from typing import ClassVar
 from nemo_run_ray.dashboard.jobs_api import JobsApi
 from nemo_run_ray.errors import JobError, Taken
 from nemo_run_ray.jobs.archives import Archive
-from nemo_run_ray.jobs.cancelling import DISPATCH_MARGIN_S, Stops, insist
+from nemo_run_ray.jobs.cancel_loop import DISPATCH_MARGIN_S, Stops, insist
 from nemo_run_ray.jobs.ledger import Ledger
 from nemo_run_ray.jobs.snapshot import Snapshot
 from nemo_run_ray.remote.attempts import (

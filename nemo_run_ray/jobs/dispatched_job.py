@@ -9,7 +9,7 @@ from dataclasses import replace
 from nemo_run_ray.dashboard.jobs_api import JobsApi
 from nemo_run_ray.errors import JobError
 from nemo_run_ray.jobs import ledger, notes
-from nemo_run_ray.jobs.cancelling import Stops
+from nemo_run_ray.jobs.cancel_loop import Stops
 from nemo_run_ray.jobs.dispatch import Dispatch, DispatchStatus
 from nemo_run_ray.jobs.follow import attempt_mark
 from nemo_run_ray.jobs.job import RemoteJob

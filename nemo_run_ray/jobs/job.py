@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 
 from nemo_run_ray.errors import JobError
 from nemo_run_ray.jobs import notes
-from nemo_run_ray.jobs.cancelling import JOB_MARGIN_S, Stops, insist
+from nemo_run_ray.jobs.cancel_loop import JOB_MARGIN_S, Stops, insist
 from nemo_run_ray.jobs.follow import attempt_mark, follow, output_of
 from nemo_run_ray.jobs.observed_job import ObservedJob
 from nemo_run_ray.jobs.snapshot import Snapshot

@@ -10,7 +10,7 @@ from nemo_run_ray.dashboard.jobs_api import JobsApi
 from nemo_run_ray.errors import JobError, NemoRunRayError
 from nemo_run_ray.jobs import ledger, notes
 from nemo_run_ray.jobs.attempt_records import AttemptRecord, Attempts, merged, of_rows
-from nemo_run_ray.jobs.kept import Kept
+from nemo_run_ray.jobs.kept_files import Kept
 from nemo_run_ray.jobs.ledger import JobRecord, Ledger
 from nemo_run_ray.jobs.snapshot import Snapshot
 from nemo_run_ray.planning.job_plan import nonce_of

@@ -5,7 +5,7 @@ import itertools
 import pytest
 
 from nemo_run_ray.errors import ClusterError
-from nemo_run_ray.jobs import cancelling
+from nemo_run_ray.jobs import cancel_loop
 from nemo_run_ray.jobs.cancel import cancel_all
 from nemo_run_ray.remote.states import JobState
 from tests.fake_ray import FINDS_NO_ROOM, GOES_ON, NODE, Trouble
@@ -16,8 +16,8 @@ from tests.unit.jobs.conftest import Handed
 def time_passes(monkeypatch, ray):
     """Every pause of ours is time in which the simulated jobs go on."""
     clock = itertools.count()
-    monkeypatch.setattr(cancelling.time, "monotonic", lambda: next(clock) * 0.25)
-    monkeypatch.setattr(cancelling.time, "sleep", ray.pass_time)
+    monkeypatch.setattr(cancel_loop.time, "monotonic", lambda: next(clock) * 0.25)
+    monkeypatch.setattr(cancel_loop.time, "sleep", ray.pass_time)
 
 
 @pytest.fixture
