@@ -170,6 +170,8 @@ def logs(
 def _must_have_role(job: Any, role: str) -> None:
     from nemo_run_ray.jobs.explanations import roles
 
+    if not job.record.has_roles:
+        raise JobError(f"The job {job.name!r} is no group and has no roles; leave --role out.")
     found = roles(job, job.status)
     rows = found["roles"] if found else []
     names = {row["role"] for row in rows}

@@ -22,8 +22,8 @@ from nemo_run.core.frontend.console.api import CONSOLE
 
 from nemo_run_ray.checks import strict_init
 from nemo_run_ray.clusters.base import Cluster, Dashboard
-from nemo_run_ray.clusters.local_state import Home, State, children, process_identity
-from nemo_run_ray.errors import ClusterError, ConfigError
+from nemo_run_ray.clusters.local_state import Home, State, children, jobs_of, process_identity
+from nemo_run_ray.errors import ClusterError, ConfigError, Unanswered
 
 #: Linux limits the name of a Unix socket to 107 bytes; Ray puts up to 75 behind its folder.
 _TEMP_ROOT_MAX_BYTES = 107 - 75
@@ -159,25 +159,20 @@ class LocalCluster(Cluster):
         return state
 
     def _await_dashboard(self, state: State, process: subprocess.Popen[bytes]) -> None:
-        import httpx
-
-        dashboard = self._dashboard(state)
         deadline = time.monotonic() + _START_LIMIT_S
-        with httpx.Client(headers=dashboard.headers, trust_env=False, timeout=5) as client:
-            while time.monotonic() < deadline:
-                if process.poll() is not None:
-                    raise ClusterError(
-                        "The embedded Ray did not start: `ray start` ended with exit code "
-                        f"{process.returncode}. Correct what its log names, or give RayExecutor "
-                        f"the address of a cluster. {self._home.end_of_log()}"
-                    )
-                try:
-                    # The job table needs more than the version: the head's agent must be up too.
-                    if client.get(f"{state.url}/api/jobs/").status_code == 200:
-                        return
-                except httpx.TransportError:
-                    pass  # not listening yet
-                time.sleep(0.1)
+        while time.monotonic() < deadline:
+            if process.poll() is not None:
+                raise ClusterError(
+                    "The embedded Ray did not start: `ray start` ended with exit code "
+                    f"{process.returncode}. Correct what its log names, or give RayExecutor "
+                    f"the address of a cluster. {self._home.end_of_log()}"
+                )
+            try:
+                # The job table needs more than the version: the head's agent must be up too.
+                jobs_of(state.url, self._home.token())
+                return
+            except Unanswered:
+                time.sleep(0.1)  # not listening yet
         raise ClusterError(
             f"The embedded Ray did not answer at {state.url} within {_START_LIMIT_S:.0f} s. "
             f"{self._home.end_of_log()}"

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import http.client
 import json
 import os
 import re
@@ -22,6 +23,7 @@ import shutil
 import signal
 import subprocess
 import time
+import urllib.request
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -29,10 +31,14 @@ from typing import Any, ClassVar
 
 from nemo_run.core.frontend.console.api import CONSOLE
 
-from nemo_run_ray.errors import ClusterError, ConfigError
+from nemo_run_ray.errors import ClusterError, ConfigError, Unanswered
 from nemo_run_ray.remote.files import write_file
 from nemo_run_ray.remote.node.tree import descendants, kill, marked
+from nemo_run_ray.remote.rows import JobRow
 from nemo_run_ray.remote.states import is_active
+
+#: Seconds for an answer of the job table.
+_ANSWER_S = 5.0
 
 #: A variable of every process of an embedded Ray, so that a stop finds them all.
 _MARK = "NEMO_RUN_RAY_LOCAL"
@@ -239,13 +245,9 @@ class Home:
 
     def _is_busy(self, state: State) -> bool:
         """Whether jobs run on it; when that cannot be told, it is left alone."""
-        import httpx
-
-        headers = {"Authorization": f"Bearer {self.token()}"}
         try:
-            answer = httpx.get(f"{state.url}/api/jobs/", headers=headers, trust_env=False)
-            jobs = answer.raise_for_status().json()
-        except (httpx.HTTPError, ValueError) as error:
+            jobs = jobs_of(state.url, self.token())
+        except Unanswered as error:
             CONSOLE.log(
                 f"The embedded Ray at {state.url} does not say whether jobs run on it ({error}); "
                 "it stays up. Stop it with: nemo-run-ray down"
@@ -258,6 +260,23 @@ class Home:
                 "it with: nemo-run-ray down"
             )
         return bool(busy)
+
+
+def jobs_of(url: str, token: str) -> list[JobRow]:
+    """The job table of an embedded Ray, whose dashboard is on this machine.
+
+    Raises:
+        Unanswered: there is no answer, or none of the job table.
+    """
+    headers = {"Authorization": f"Bearer {token}"}
+    request = urllib.request.Request(f"{url}/api/jobs/", headers=headers)
+    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+    try:
+        with opener.open(request, timeout=_ANSWER_S) as answer:
+            rows: list[JobRow] = json.load(answer)
+            return rows
+    except (OSError, http.client.HTTPException, ValueError) as error:
+        raise Unanswered(str(error)) from error
 
 
 def process_identity(pid: int) -> str | None:

@@ -156,6 +156,12 @@ def test_nothing_outgrows_a_reader(module):
             assert lines <= (200 if isinstance(node, ast.ClassDef) else 40), node.name
 
 
+@pytest.mark.parametrize("module", [one for one in _MODULES if _part(one) != "dashboard"])
+def test_the_dashboards_folder_is_the_only_one_with_httpx(module):
+    """Which logs every request at INFO, and is kept quiet there."""
+    assert "httpx" not in {name.split(".")[0] for name, _ in _imports(module)}
+
+
 def test_every_test_module_has_a_name_of_its_own():
     """Else pytest takes one for the other."""
     names = [path.name for path in Path(__file__).parent.parent.rglob("test_*.py")]

@@ -141,3 +141,10 @@ def test_cancelling_a_running_job_keeps_it_from_being_tried_again(ray, first_run
     assert ray.dispatch(first_runs.dispatch.spec, rounds=30) == NOT_ALL_SUCCEEDED
     assert started_jobs(first_runs) == ["first"]
     assert set(first_runs.states().values()) == {"CANCELLED"}
+
+
+def test_a_role_of_a_job_that_is_no_group(ray, unique):
+    handed = Handed(ray, unique, "job")
+    done = CliRunner().invoke(cli.build(), ["logs", handed.id, "--role", "server"])
+    assert done.exit_code == 1
+    assert "is no group and has no roles" in done.stderr
