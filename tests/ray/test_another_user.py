@@ -59,6 +59,7 @@ def test_the_embedded_ray_of_another_user(folder, local_cluster):
     assert done.returncode == 0, done.stdout + done.stderr
     tail = [line.split("/0 ")[-1] for line in done.stdout.splitlines() if "other/0" in line]
     assert [line.removeprefix("\x1b[0m") for line in tail] == [str(UID), "home /usr"]
+    assert "HTTP Request" not in done.stdout + done.stderr, "of a whole life of an embedded Ray"
     assert not list(folder.glob("nemo/ray_local/*/state.json")), "the last user stops it"
     left = [one for one in Path("/tmp").glob("nray-*") if one.stat().st_uid == UID]
     assert left == []
