@@ -2,26 +2,35 @@
 PYTHON ?= python3
 VENV   := .venv
 # Nothing is written outside of this folder: no caches in the home, no byte code beside the sources.
-export UV_CACHE_DIR := $(CURDIR)/$(VENV)/.cache/uv
-export PIP_CACHE_DIR := $(CURDIR)/$(VENV)/.cache/pip
-export PYTHONPYCACHEPREFIX := $(CURDIR)/$(VENV)/.cache/pycache
+# They are not in .venv, which Ray copies for every runtime environment with packages.
+CACHE  := $(CURDIR)/.cache
+export UV_CACHE_DIR := $(CACHE)/uv
+export PIP_CACHE_DIR := $(CACHE)/pip
+export PYTHONPYCACHEPREFIX := $(CACHE)/pycache
+# uv takes the certificates that the machine trusts, as pip is told to where it must.
+export UV_SYSTEM_CERTS := true
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
-TORCH  := $(VENV)/.torch
+TORCH  := .venv-torch/.installed
 
 .PHONY: install demo check test soak bench matrix build clean
 
 install: $(STAMP)
 
+# Compiled at once: the first Ray would have all its processes do it at the same time.
 $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet uv
-	$(BIN)/uv pip install --quiet --python $(BIN)/python --constraint constraints.txt --editable '.[dev,examples]'
+	$(BIN)/uv pip install --quiet --compile-bytecode --python $(BIN)/python --constraint constraints.txt --editable '.[dev,examples]'
 	touch $@
 
-# By pip: it finds a CPU build where the machine offers one, which uv does not. For one example.
+# For one example, in an environment of its own over the other one: NeMo-Run imports torch where it is,
+# and a client takes twice as long to start. By pip: it finds a CPU build where the machine offers one,
+# which uv does not.
 $(TORCH): $(STAMP)
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt torch
+	$(PYTHON) -m venv $(@D)
+	$(BIN)/python tests/over.py $(@D)
+	$(@D)/bin/python -m pip install --quiet --constraint constraints.txt torch
 	touch $@
 
 demo: $(STAMP)                 ## train a classifier on an embedded Ray
@@ -32,13 +41,10 @@ check: $(STAMP)                ## format, lint, types
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 
-# Side by side, each process with a Ray of its own. Several hosts on this one machine do not go beside
-# another Ray, where a head that is started again may never get an agent: what needs no Ray does.
-# Torch is for two nodes only: where it is NeMo-Run imports it, and a client takes twice as long to start.
-test: $(STAMP)
-	$(BIN)/python -m pytest -n 2 --no-loadscope-reorder tests/ray tests/examples
-	$(MAKE) $(TORCH)
-	$(BIN)/python -m pytest -n 2 --no-loadscope-reorder $(addprefix tests/,hosts cloud patches unit)
+# Side by side, each process with a Ray of its own; one of the three is for the hosts, which wait more
+# than they work.
+test: $(STAMP) $(TORCH)
+	$(BIN)/python -m pytest -n 3 --no-loadscope-reorder --durations 30 $(addprefix tests/,hosts ray examples cloud patches unit)
 
 soak: $(STAMP) $(TORCH)                 ## long loops; SEED=… repeats one
 	$(BIN)/python -m pytest -m soak --timeout 7200 -s
@@ -53,4 +59,4 @@ build: $(STAMP)
 	$(BIN)/python -m build --outdir dist .
 
 clean:
-	rm -rf $(VENV) .venv-* dist build *.egg-info
+	rm -rf $(VENV) .venv-* $(CACHE) dist build *.egg-info

@@ -133,7 +133,7 @@ def _dispatchers() -> list[psutil.Process]:
     found = []
     for process in psutil.process_iter(["cmdline"]):
         command = process.info["cmdline"] or []
-        if "-I" in command and "dispatch" in command:
+        if "dispatch" in command:
             found.append(process)
     return found
 

@@ -12,6 +12,7 @@ from nemo_run_ray.clusters import ExistingCluster, LocalCluster
 from nemo_run_ray.executor import RayExecutor
 from nemo_run_ray.nemo import register as _register
 from nemo_run_ray.probes import CommandProbe, HttpProbe, PortProbe
+from nemo_run_ray.transport.folder_packager import FolderPackager
 
 if TYPE_CHECKING:
     from nemo_run_ray.jobs.job import RemoteJob
@@ -20,6 +21,7 @@ __version__ = "0.1.0"
 __all__ = [
     "CommandProbe",
     "ExistingCluster",
+    "FolderPackager",
     "HttpProbe",
     "LocalCluster",
     "PortProbe",

@@ -3,6 +3,7 @@
 import dataclasses
 import difflib
 import functools
+from collections.abc import Iterable
 from typing import Any, NoReturn, TypeVar
 
 from nemo_run_ray.errors import ConfigError
@@ -30,6 +31,13 @@ def refuse(name: str, value: Any, allowed: str) -> NoReturn:
     raise ConfigError(f"RayExecutor.{name} is {value!r}; allowed is {allowed}.")
 
 
+def nearest(name: object, known: Iterable[str]) -> str | None:
+    """What is meant by a name that is not known, if one is like it, also in another case."""
+    by_lower = {one.lower(): one for one in known}
+    close = difflib.get_close_matches(str(name).lower(), by_lower, n=1)
+    return by_lower[close[0]] if close else None
+
+
 def strict_init(cls: type[_Class]) -> type[_Class]:
     """A dataclass whose constructor refuses unknown fields by a ``ConfigError``.
 
@@ -54,8 +62,8 @@ def strict_init(cls: type[_Class]) -> type[_Class]:
             )
         for name in kwargs:
             if name not in known:
-                close = difflib.get_close_matches(name, known, n=1)
-                hint = f"did you mean {close[0]!r}?" if close else f"it has {', '.join(known)}."
+                meant = nearest(name, known)
+                hint = f"did you mean {meant!r}?" if meant else f"it has {', '.join(known)}."
                 raise ConfigError(f"{cls.__name__} has no field {name!r}; {hint}")
         for name in unnamed[: len(args)]:
             if name in kwargs:

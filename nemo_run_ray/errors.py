@@ -7,13 +7,15 @@
     │   │   └── Unanswered   the same, and the next attempt may succeed
     │   ├── StreamCut        a log stream ended without the server's close
     │   ├── Unauthorised     the answer is 401 or 403
-    │   └── TooOld           this Ray lacks a feature that was asked for
+    │   ├── TooOld           this Ray lacks a feature that was asked for
+    │   └── DoesNotFit       a preflight found what would keep the jobs from running
     ├── SubmissionError      a job could not be handed over
     │   ├── ArchiveTooLarge  what would be sent exceeds Ray's limit
     │   ├── PackagingFailed  the packager did not deliver an archive
     │   ├── Conflict         the submission id belongs to another run's job
     │   └── Taken            Ray has a job of the submission id already
     ├── JobError             a job is unknown, or did not end as asked
+    │   └── StillGoesOn      it has not ended in the time of a wait (also a TimeoutError)
     ├── PatchError           a change of NeMo-Run is unknown or cannot be made
     │   └── UnsupportedNemoRun  this NeMo-Run is not one that the patch knows
     └── TransportError       source code cannot be sent to a pod
@@ -43,6 +45,10 @@ class ConfigError(NemoRunRayError, ValueError):
     """A value that the user gave is wrong."""
 
 
+class NoClusterFile(ConfigError):
+    """No folder has a cluster file of that name."""
+
+
 class ClusterError(NemoRunRayError):
     """The cluster cannot serve the request."""
 
@@ -67,6 +73,10 @@ class TooOld(ClusterError):
     """The cluster's Ray lacks a feature that was asked for."""
 
 
+class DoesNotFit(ClusterError):
+    """A look at the cluster found what would keep the jobs from running; nothing was sent."""
+
+
 class SubmissionError(NemoRunRayError):
     """A job could not be handed over to the cluster."""
 
@@ -89,6 +99,10 @@ class Taken(SubmissionError):
 
 class JobError(NemoRunRayError):
     """A job is unknown, or it did not end as asked."""
+
+
+class StillGoesOn(JobError, TimeoutError):
+    """A job has not ended in the time that was given to a wait for it."""
 
 
 class PatchError(NemoRunRayError):

@@ -16,6 +16,7 @@ from nemo_run_ray.checks import refuse, strict_init
 from nemo_run_ray.clusters import Cluster, ExistingCluster, LocalCluster
 from nemo_run_ray.errors import ConfigError
 from nemo_run_ray.executor_checks import check_fields, parse_memory
+from nemo_run_ray.executor_file import TakesFile
 from nemo_run_ray.ids import LEDGER
 from nemo_run_ray.probes import Probe
 
@@ -25,7 +26,7 @@ ON_SUBCLASS: list[Callable[[type], None]] = []
 
 @strict_init
 @dataclass(kw_only=True)
-class RayExecutor(Executor):
+class RayExecutor(TakesFile, Executor):
     """Runs NeMo-Run tasks as jobs of a Ray cluster.
 
     Example:
@@ -36,10 +37,18 @@ class RayExecutor(Executor):
             the value and what is allowed.
     """
 
-    #: Where to run; ``None`` is ``LocalCluster()``, an embedded Ray on this machine.
-    cluster: Optional[Cluster] = None
+    #: Where to run: a cluster, or the name or the path of a cluster file. ``None`` is the file that
+    #: NEMO_RUN_RAY_CLUSTER names, else ``LocalCluster()``, an embedded Ray on this machine.
+    cluster: Optional[Union[Cluster, str]] = None
     #: Short for ``cluster=ExistingCluster(url=address)``.
     address: Optional[str] = None
+    #: Pool of the cluster file: its labels, image and resources, under the fields given here.
+    pool: Optional[str] = None
+    #: Container image, or its name in the cluster file, which says how a task gets it there.
+    image: Optional[str] = None
+    #: Look before the experiment's first job whether the cluster can run it; ``None`` is what the
+    #: cluster file says.
+    preflight: Optional[bool] = None
     #: Replicas of the task, each with its own bundle of resources.
     nodes: int = 1
     #: Processes in each replica.
@@ -86,12 +95,22 @@ class RayExecutor(Executor):
     permanent_exit_codes: list[int] = field(default_factory=list)
     #: Seconds from SIGTERM to SIGKILL.
     grace_s: float = 10
-    #: Handles of jobs that must have succeeded.
+    #: What must have succeeded before: handles of Ray jobs, or titles or ids of experiments, whose
+    #: jobs all must have; of a title it is the newest experiment.
     dependencies: list[str] = field(default_factory=list)
     #: Leave the run directory on the node.
     keep_run_dir: bool = False
     #: The cluster's interpreter; ``None`` takes the first that serves.
     python: Optional[str] = None
+    #: ``"login"`` starts the command, word by word, from a login shell: its profile sets ``PATH``.
+    entrypoint_shell: Optional[str] = None
+    #: Shell commands that run before the task, in the shell that starts it; each must succeed.
+    startup_commands: list[str] = field(default_factory=list)
+    #: Bytes of a log that the experiment's folder keeps when a job has ended, the last ones of a
+    #: longer log; 0 keeps none, ``None`` keeps all.
+    keep_logs_max_bytes: Optional[int] = 64 * 1024**2
+    #: Fields that were given their default's value, which wins over a cluster file; set by itself.
+    given_fields: list[str] = field(default_factory=list, compare=False)
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
@@ -99,7 +118,12 @@ class RayExecutor(Executor):
             register(cls)
 
     def __post_init__(self) -> None:
+        if isinstance(self.cluster, os.PathLike):
+            self.cluster = os.fspath(self.cluster)
+        self._note_given_fields()
         self.check()
+        if self.address == "auto":  # what another process finds in its environment is another one
+            self.address = ExistingCluster(url=self.address).url
 
     def check(self, role: str = "") -> None:
         """Check every field; called again before a submission, since fields can be assigned.
@@ -121,10 +145,15 @@ class RayExecutor(Executor):
             raise ConfigError(f"The role {role!r}: {error}") from error
 
     def resolve_cluster(self) -> Cluster:
-        """The cluster that the fields name."""
-        if self.address is not None:
-            return ExistingCluster(url=self.address)
-        return self.cluster if self.cluster is not None else LocalCluster()
+        """The cluster that the fields name.
+
+        Raises:
+            ConfigError: the cluster file that they name is wrong, or is not there.
+        """
+        found = self.resolved()
+        if found.address is not None:
+            return ExistingCluster(url=found.address)
+        return found.cluster if isinstance(found.cluster, Cluster) else LocalCluster()
 
     @property
     def packager_ships(self) -> bool:
@@ -165,24 +194,7 @@ class RayExecutor(Executor):
         if len(executors) == 1:
             executors = [copy.deepcopy(executors[0]) for _ in range(num_tasks)]
         _check_roles(cls, executors)
-        first = executors[0]
-        limits = [role.max_in_flight for role in executors if role.max_in_flight is not None]
-        handles = [handle for role in executors for handle in role.dependencies]
-        merged = cls(
-            cluster=first.resolve_cluster(),
-            grace_s=max(role.grace_s for role in executors),
-            retries=max((role.retries for role in executors if not role.service), default=0),
-            permanent_exit_codes=sorted(
-                {code for role in executors for code in role.permanent_exit_codes}
-            ),
-            max_in_flight=min(limits, default=None),
-            dependencies=list(dict.fromkeys(handles)),
-            experiment_id=first.experiment_id,
-            job_dir=first.job_dir,
-            resource_group=list(executors),
-        )
-        merged.experiment_dir = first.experiment_dir
-        return merged
+        return _of_a_group(cls, executors)
 
     def assign(self, exp_id: str, exp_dir: str, task_id: str, task_dir: str) -> None:
         if os.path.exists(os.path.join(exp_dir, LEDGER)):
@@ -196,10 +208,10 @@ class RayExecutor(Executor):
         self.job_dir = os.path.join(exp_dir, task_dir)
 
     def nnodes(self) -> int:
-        return self.nodes
+        return int(self.resolved().nodes)
 
     def nproc_per_node(self) -> int:
-        return self.ntasks_per_node
+        return int(self.resolved().ntasks_per_node)
 
     def macro_values(self) -> ExecutorMacros:
         return ExecutorMacros(
@@ -213,6 +225,33 @@ class RayExecutor(Executor):
     def package_configs(self, *cfgs: tuple[str, str]) -> list[str]:
         super().package_configs(*cfgs)
         return [f"/nemo_run/configs/{name}" for name, _ in cfgs]
+
+
+def _of_a_group(kind: type[RayExecutor], executors: list[RayExecutor]) -> RayExecutor:
+    """The executor of a whole group, with what its roles have in common."""
+    first = executors[0]
+    roles = [executor.resolved() for executor in executors]
+    limits = [role.max_in_flight for role in roles if role.max_in_flight is not None]
+    kept = [role.keep_logs_max_bytes for role in roles]
+    limited = [size_bytes for size_bytes in kept if size_bytes is not None]
+    handles = [handle for role in roles for handle in role.dependencies]
+    merged = kind(
+        # Names stay names: they are resolved when the group is launched.
+        cluster=first.cluster,
+        address=first.address,
+        preflight=any(role.preflight for role in roles),
+        grace_s=max(role.grace_s for role in roles),
+        retries=max((role.retries for role in roles if not role.service), default=0),
+        permanent_exit_codes=sorted({code for role in roles for code in role.permanent_exit_codes}),
+        max_in_flight=min(limits, default=None),
+        keep_logs_max_bytes=None if len(limited) < len(roles) else max(limited),
+        dependencies=list(dict.fromkeys(handles)),
+        experiment_id=first.experiment_id,
+        job_dir=first.job_dir,
+        resource_group=list(executors),
+    )
+    merged.experiment_dir = first.experiment_dir
+    return merged
 
 
 def _check_roles(kind: type[RayExecutor], executors: list[RayExecutor]) -> None:

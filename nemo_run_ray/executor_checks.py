@@ -8,12 +8,13 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from nemo_run.core.execution.launcher import FaultTolerance, Launcher, Torchrun
+from nemo_run.core.packaging.base import Packager
 
 from nemo_run_ray import runtime_env as runtime_envs
 from nemo_run_ray.checks import is_amount, is_whole, refuse
 from nemo_run_ray.clusters import Cluster, ExistingCluster
 from nemo_run_ray.errors import ConfigError
-from nemo_run_ray.ids import SCHEDULER
+from nemo_run_ray.ids import HANDLE, SCHEDULER
 from nemo_run_ray.probes import Probe
 
 if TYPE_CHECKING:
@@ -22,6 +23,9 @@ if TYPE_CHECKING:
 STRATEGIES = ("PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD")
 #: The smallest part of a resource that Ray gives away.
 RESOURCE_MIN = 0.0001
+#: The largest amount of a resource: Ray counts the steps in 64 bits, and takes a job that asks for
+#: more as one that asks for nothing (839 TiB of memory, measured on Ray 2.60).
+RESOURCE_MAX = int(2**63 * RESOURCE_MIN)
 #: Resources with a field of their own.
 _OWN_FIELDS = ("CPU", "GPU", "memory", "object_store_memory")
 _LAUNCHERS = ("torchrun", "ft")
@@ -32,6 +36,8 @@ _UNITS = {"B": 1} | {
 }
 _MEMORY = re.compile(r"\s*(\d{1,18}(?:\.\d{1,18})?)\s*([A-Za-z]*)\s*")
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+#: What no variable's name has that a shell can read.
+_NEVER_IN_A_NAME = re.compile(r"[\s=\0]")
 _Check = Callable[[str, Any], None]
 
 
@@ -60,19 +66,21 @@ def parse_memory(value: int | str) -> int:
     """Bytes of ``"64GiB"``, ``"500 MB"`` or a plain number.
 
     Raises:
-        ConfigError: no number, a negative one, or an unknown unit.
+        ConfigError: no number, a negative one, one that Ray cannot count, or an unknown unit.
     """
     allowed = f"bytes, or a number with one of the units {', '.join(_UNITS)}"
     if isinstance(value, bool) or not isinstance(value, (int, str)):
         refuse("memory_per_node", value, allowed)
+    match = None if isinstance(value, int) else _MEMORY.fullmatch(value)
     if isinstance(value, int):
-        if value < 0:
-            refuse("memory_per_node", value, allowed)
-        return value
-    match = _MEMORY.fullmatch(value)
-    if match is None or (match.group(2) or "B") not in _UNITS:
+        size_bytes = value
+    elif match is None or (match.group(2) or "B") not in _UNITS:
         refuse("memory_per_node", value, allowed)
-    return int(float(match.group(1)) * _UNITS[match.group(2) or "B"])
+    else:
+        size_bytes = int(float(match.group(1)) * _UNITS[match.group(2) or "B"])
+    if not 0 <= size_bytes <= RESOURCE_MAX:
+        refuse("memory_per_node", value, f"{allowed}; at most {RESOURCE_MAX} bytes")
+    return size_bytes
 
 
 # ---------------------------------------------------------------------- checks of one field
@@ -81,8 +89,7 @@ def parse_memory(value: int | str) -> int:
 def _a(kind: type, allowed: str) -> _Check:
     def check(name: str, value: Any) -> None:
         if not isinstance(value, kind):
-            # A secret given by its value must not be shown, not even as refused.
-            refuse(name, "not a list" if name == "secrets" else value, allowed)
+            refuse(name, value, allowed)
 
     return check
 
@@ -97,18 +104,17 @@ def _whole(least: int, most: int | None = None) -> _Check:
     return check
 
 
-def _or_none(check: _Check, words: str = "") -> _Check:
+def _or_none(check: _Check) -> _Check:
     def check_or_none(name: str, value: Any) -> None:
-        if value is None:
-            return
-        try:
+        if value is not None:
             check(name, value)
-        except ConfigError:
-            if words:
-                refuse(name, value, words)
-            raise
 
     return check_or_none
+
+
+def _limit(name: str, value: Any) -> None:
+    if not is_whole(value, 1):
+        refuse(name, value, "a whole number from 1, or None")
 
 
 def _seconds(name: str, value: Any) -> None:
@@ -119,8 +125,8 @@ def _seconds(name: str, value: Any) -> None:
 def _resource(name: str, value: Any) -> None:
     if is_amount(value) and 0 < value < RESOURCE_MIN:
         refuse(name, value, f"0 or a number from {RESOURCE_MIN}, the step in which Ray counts")
-    if not is_amount(value):
-        refuse(name, value, "a number from 0")
+    if not is_amount(value) or value > RESOURCE_MAX:
+        refuse(name, value, f"a number from 0 to {RESOURCE_MAX}")
 
 
 def _gpus(name: str, value: Any) -> None:
@@ -158,8 +164,20 @@ def _exit_codes(name: str, value: list[Any]) -> None:
 
 def _handles(name: str, value: list[Any]) -> None:
     begin = f"{SCHEDULER}://"
-    if not all(isinstance(handle, str) and handle.startswith(begin) for handle in value):
-        refuse(name, value, f"a list of handles of Ray jobs, {begin}nemo_run/<job's id>")
+    for one in value:
+        if not isinstance(one, str) or not one or ("://" in one and not one.startswith(begin)):
+            refuse(name, value, f"experiments' titles or ids, and handles {HANDLE}<job's id>")
+
+
+def _shell(name: str, value: Any) -> None:
+    if value != "login":
+        refuse(name, value, "'login', or None for no shell")
+
+
+def _commands(name: str, value: list[Any]) -> None:
+    for command in value:
+        if not isinstance(command, str) or not command.strip() or "\0" in command:
+            refuse(name, value, "a list of shell commands")
 
 
 def _probe(name: str, value: Any) -> None:
@@ -173,8 +191,19 @@ def _interpreter(name: str, value: Any) -> None:
 
 
 def _cluster(name: str, value: Any) -> None:
-    if not isinstance(value, Cluster):
-        refuse(name, value, "one of nemo_run_ray.clusters, such as LocalCluster()")
+    if not isinstance(value, Cluster) and not (isinstance(value, str) and value.strip()):
+        allowed = "one of nemo_run_ray.clusters, such as LocalCluster(), or a cluster file's name"
+        refuse(name, value, allowed)
+    if isinstance(value, str) and "://" in value:
+        raise ConfigError(
+            f"RayExecutor.cluster is {value!r}; allowed is a cluster or a cluster file's name. "
+            f"Give address={value!r}."
+        )
+
+
+def _file_name(name: str, value: Any) -> None:
+    if not isinstance(value, str) or not value.strip():
+        refuse(name, value, "a name in the cluster file, or None")
 
 
 def _address(name: str, value: Any) -> None:
@@ -193,13 +222,19 @@ def _labels(name: str, value: dict[Any, Any]) -> None:
 
 def _variables(name: str, value: dict[Any, Any]) -> None:
     for key, text in value.items():
-        if not isinstance(key, str) or not key or "=" in key or "\0" in key:
-            refuse(name, key, "names of environment variables")
+        if not isinstance(key, str) or not key or _NEVER_IN_A_NAME.search(key):
+            refuse(name, key, "names of environment variables, without blanks and '='")
         if not isinstance(text, str) or "\0" in text:
             refuse(f"{name}[{key!r}]", text, "a text without NUL")
 
 
-def _secret_names(name: str, value: list[Any]) -> None:
+def _secret_names(name: str, value: Any) -> None:
+    # A secret given by its value must not be shown, not even as refused.
+    if not isinstance(value, list):
+        raise ConfigError(
+            f"RayExecutor.{name} is no list (what it is, is not shown here, in case it is a "
+            "value); allowed is a list of names of environment variables, such as ['HF_TOKEN']."
+        )
     if not all(isinstance(variable, str) and _NAME.fullmatch(variable) for variable in value):
         raise ConfigError(
             f"RayExecutor.{name} holds something that is no name of an environment variable (not "
@@ -216,28 +251,37 @@ _TYPES: dict[str, _Check] = {
     "runtime_env": _A_DICT,
     "ports": _A_DICT,
     "env_vars": _A_DICT,
-    "secrets": _A_LIST,
+    "secrets": _secret_names,
     "dependencies": _A_LIST,
+    "startup_commands": _A_LIST,
     "resource_group": _A_LIST,
     "permanent_exit_codes": _A_LIST,
+    "given_fields": _A_LIST,
     "service": _A_BOOL,
     "keep_run_dir": _A_BOOL,
     "wait_for_nodes": _A_BOOL,
     "allow_unknown_runtime_env": _A_BOOL,
     "role": _A_TEXT,
     "strategy": _A_TEXT,
+    "packager": _a(Packager, "a packager, such as nemo_run.GitArchivePackager()"),
 }
 _VALUES: dict[str, _Check] = {
     "ready": _or_none(_probe),
     "python": _or_none(_interpreter),
     "dependencies": _handles,
+    "entrypoint_shell": _or_none(_shell),
+    "startup_commands": _commands,
     "permanent_exit_codes": _exit_codes,
     "cluster": _or_none(_cluster),
+    "pool": _or_none(_file_name),
+    "image": _or_none(_file_name),
+    "preflight": _or_none(_A_BOOL),
     "address": _or_none(_address),
     "nodes": _whole(1),
     "ntasks_per_node": _whole(1),
     "retries": _whole(0),
-    "max_in_flight": _or_none(_whole(1), "a whole number from 1, or None"),
+    "keep_logs_max_bytes": _or_none(_whole(0)),
+    "max_in_flight": _or_none(_limit),
     "cpus_per_node": _or_none(_resource),
     "gpus_per_node": _gpus,
     "pending_timeout_s": _or_none(_seconds),
@@ -245,7 +289,6 @@ _VALUES: dict[str, _Check] = {
     "resources_per_node": _custom_resources,
     "memory_per_node": _or_none(_memory),
     "ports": _ports,
-    "secrets": _secret_names,
     "env_vars": _variables,
     "label_selector": _labels,
     "strategy": _strategy,
@@ -256,12 +299,17 @@ _VALUES: dict[str, _Check] = {
 
 
 def _check_secrets(executor: "RayExecutor") -> None:
-    in_clear = executor.runtime_env.get("env_vars", {})
-    for name in executor.secrets:
-        if name in executor.env_vars:
-            refuse("env_vars", name, "a name that is not in secrets too")
-        if name in in_clear:
-            refuse("runtime_env['env_vars']", name, "a name that is not in secrets too")
+    in_clear = {
+        "env_vars": executor.env_vars,
+        "runtime_env['env_vars']": executor.runtime_env.get("env_vars") or {},
+    }
+    for field, variables in in_clear.items():
+        for name in executor.secrets:
+            if name in variables:
+                raise ConfigError(
+                    f"RayExecutor.{field} names {name}, and RayExecutor.secrets does too; allowed "
+                    "is one of them: a secret's value is taken from your environment."
+                )
 
 
 def _check_launcher(executor: "RayExecutor") -> None:

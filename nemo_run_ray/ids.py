@@ -9,6 +9,9 @@ import re
 ID_MAX = 180
 #: Name of the torchx scheduler, and the beginning of every handle.
 SCHEDULER = "ray_jobs"
+#: Name of NeMo-Run's session of torchx, and the beginning of the handles of our jobs.
+SESSION = "nemo_run"
+HANDLE = f"{SCHEDULER}://{SESSION}/"
 #: Name of the ledger in an experiment's folder.
 LEDGER = "ray_jobs.jsonl"
 #: Name of a dispatcher after its experiment's.

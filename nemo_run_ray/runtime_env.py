@@ -7,13 +7,12 @@ it does not know, and looks on the head for a file that the caller has. Read fro
 
 from __future__ import annotations
 
-import difflib
 import json
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from nemo_run_ray.checks import refuse
+from nemo_run_ray.checks import nearest, refuse
 from nemo_run_ray.errors import ConfigError
 
 #: Fields that NeMo-Run's packagers stand for.
@@ -91,9 +90,9 @@ def _field(name: str) -> str:
 
 
 def _unknown(name: str) -> str:
-    close = difflib.get_close_matches(str(name), _CHECKS, n=1)
+    meant = nearest(name, _CHECKS)
     documented = ", ".join(field for field in _CHECKS if not field.startswith("_"))
-    hint = f"did you mean {close[0]!r}?" if close else f"Ray's fields are {documented}."
+    hint = f"did you mean {meant!r}?" if meant else f"Ray's fields are {documented}."
     return (
         f"RayExecutor.runtime_env has the field {name!r}, which Ray would pass over silently; "
         f"{hint} For a field of a newer Ray, or of a plug-in of your cluster, set "
@@ -200,7 +199,12 @@ def _texts_by_text(field: str, value: Any) -> None:
 def _keys(field: str, value: dict[str, Any], required: str, checks: Mapping[str, _Check]) -> None:
     for key in value:
         if key not in checks:
-            refuse(field, value, f"a dict with some of {', '.join(checks)}")
+            meant = nearest(key, checks)
+            hint = f"did you mean {meant!r}? " if meant else ""
+            raise ConfigError(
+                f"RayExecutor.{field} has the key {key!r}; {hint}allowed is a dict with some of "
+                f"{', '.join(checks)}."
+            )
     if required and required not in value:
         refuse(field, value, f"a dict with {required!r}")
     for key, check_one in checks.items():

@@ -17,6 +17,7 @@ from urllib.parse import unquote
 from ray._private.label_utils import validate_label_selector
 from ray.dashboard.modules.job.common import JobSubmitRequest, validate_request_type
 
+from nemo_run_ray.dashboard.jobs_api import version_of
 from nemo_run_ray.remote.attempts import CANCELLED, CLAIM_KEY, NONCE_KEY, claim_body, first_id
 from nemo_run_ray.remote.dispatch.dispatcher import Dispatcher
 from nemo_run_ray.remote.dispatch.rest import Rest, Unanswered
@@ -77,6 +78,9 @@ class FakeRay:
             succeeded.
         logs: by submission id.
         alive: ids of the nodes that live.
+        version: of Ray; before 2.54 it knows no label selectors of jobs.
+        room: the nodes, as the dashboard sums them up; ``None`` when it does not say.
+        actors: rows of the state API; ``None`` when that is closed.
     """
 
     def __init__(
@@ -96,6 +100,9 @@ class FakeRay:
         self.taken: list[str] = []
         self.logs: dict[str, str] = {}
         self.alive = [NODE]
+        self.version = "2.60.0"
+        self.room: dict | None = None
+        self.actors: list[dict] | None = None
         self.overlaps: list[str] = []
         self.lock = threading.RLock()
         self.url = ""
@@ -212,7 +219,7 @@ class FakeRay:
         path = path.partition("?")[0]
         parts = [unquote(one) for one in path.split("/")[2:]]
         if (method, path) == ("GET", "/api/version"):
-            version = {"version": "4", "ray_version": "2.60.0", "session_name": self.session}
+            version = {"version": "4", "ray_version": self.version, "session_name": self.session}
             return 200, json.dumps({**version, "ray_commit": "0"})
         if (method, path) == ("GET", "/api/jobs/"):
             driver = {"type": "DRIVER", "job_id": "01000000", "submission_id": None}
@@ -220,10 +227,14 @@ class FakeRay:
             return 200, json.dumps([{**row, "status": row.get("status")} for row in rows])
         if (method, path) == ("POST", "/api/jobs/"):
             return self.post(json.loads(data))
-        if method == "POST" and parts[0] == "jobs" and parts[2:] == ["stop"]:
+        if method == "POST" and parts[:1] == ["jobs"] and parts[2:] == ["stop"]:
             return self._stop(parts[1])
-        if method == "GET" and parts[0] == "jobs" and parts[2:] in ([], ["logs"]):
+        if method == "GET" and parts[:1] == ["jobs"] and parts[2:] in ([], ["logs"]):
             return self._told(parts[1], "logs" in parts)
+        if path == "/nodes" and self.room is not None:
+            return 200, json.dumps(self.room)
+        if parts[:2] == ["v0", "actors"] and self.actors is not None:
+            return 200, json.dumps({"data": {"result": {"result": self.actors}}})
         if parts[:2] == ["v0", "nodes"]:
             return 200, json.dumps({"data": {"result": {"result": self._nodes()}}})
         if parts[:2] == ["packages", "gcs"] and len(parts) == 3:
@@ -238,6 +249,9 @@ class FakeRay:
             validate_request_type(body, JobSubmitRequest)
         except Exception:
             return 400, traceback.format_exc()
+        if "entrypoint_label_selector" in body and version_of(self.version) < (2, 54):
+            unexpected = "got an unexpected keyword argument 'entrypoint_label_selector'"
+            return 400, f"Traceback …\nTypeError: JobSubmitRequest.__init__() {unexpected}"
         name = body["submission_id"]
         error = validate_label_selector(body.get("entrypoint_label_selector") or {})
         if error:

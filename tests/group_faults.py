@@ -13,6 +13,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
+import psutil
+
 from nemo_run_ray import PortProbe
 from nemo_run_ray.clusters import Cluster
 from nemo_run_ray.dashboard.jobs_api import JobsApi
@@ -87,9 +89,19 @@ def kill_actor(bench: Bench, job: RemoteJob, chance: random.Random) -> None:
     os.kill(chance.choice(actors), signal.SIGKILL)
 
 
+def replicas_and_guards(bench: Bench) -> tuple[list[int], list[int]]:
+    """The replicas' processes, and their parents, which outlive them."""
+    found = bench.processes(lambda _, words: any("replica import main" in one for one in words))
+    replicas = [pid for pid in found if psutil.Process(pid).ppid() in found]
+    return replicas, [pid for pid in found if pid not in replicas]
+
+
 def kill_replica(bench: Bench, job: RemoteJob, chance: random.Random) -> None:
-    replicas = bench.processes(lambda _, words: any("replica import main" in one for one in words))
-    os.kill(chance.choice(replicas), signal.SIGKILL)
+    os.kill(chance.choice(replicas_and_guards(bench)[0]), signal.SIGKILL)
+
+
+def kill_guard(bench: Bench, job: RemoteJob, chance: random.Random) -> None:
+    os.kill(chance.choice(replicas_and_guards(bench)[1]), signal.SIGKILL)
 
 
 def stop(bench: Bench, job: RemoteJob, chance: random.Random) -> None:
@@ -99,7 +111,7 @@ def stop(bench: Bench, job: RemoteJob, chance: random.Random) -> None:
 _ready = PortProbe("http", interval_s=0.2, timeout_s=3)
 FAULTS = {
     "the driver is killed": Fault(
-        pair, "FAILED", "killed by a signal", "our process on this node was killed", kill_driver
+        pair, "FAILED", "killed by a signal", "process on this node was killed", kill_driver
     ),
     "the first process is killed": Fault(
         pair, "FAILED", "killed by a signal", "our first process was killed", kill_keeper
@@ -109,6 +121,13 @@ FAULTS = {
     ),
     "a replica's process is killed": Fault(
         pair, "FAILED", "its node or its supervisor died", "was killed", kill_replica
+    ),
+    "a guard of a replica is killed": Fault(
+        lambda bench: [bench.server(), bench.client('echo "client runs"; sleep 5')],
+        "SUCCEEDED",
+        "",
+        "client/0 on",
+        kill_guard,
     ),
     "the job is stopped": Fault(pair, "CANCELLED", "cancelled", "end", stop),
     "a service exits with 0": Fault(

@@ -15,8 +15,9 @@ interpreter() {
     echo "$1"
 }
 
-# NEMO_RUN_WHEEL is a NeMo-Run that no registry has yet: its main, say.
-for row in 3.10:lowest-direct 3.13:highest ${NEMO_RUN_WHEEL:+3.12:wheel}; do
+# NEMO_RUN_WHEEL is a NeMo-Run that no registry has yet: its main, say. ROWS and TESTS choose
+# some only.
+for row in ${ROWS:-3.10:lowest-direct 3.13:highest ${NEMO_RUN_WHEEL:+3.12:wheel}}; do
     python=${row%%:*} resolution=${row##*:}
     venv=.venv-$python-$resolution
     wheel=
@@ -30,6 +31,8 @@ for row in 3.10:lowest-direct 3.13:highest ${NEMO_RUN_WHEEL:+3.12:wheel}; do
     "$uv" pip list --python "$venv/bin/python" 2>/dev/null |
         grep -E '^(nemo-run|torchx|fiddle|ray|leptonai|httpx|websockets|filelock|typer|rich) '
     # Of tests/cloud those that need no job on DGX Cloud, which NeMo-Run 0.9 cannot start from here.
-    "$venv/bin/python" -m pytest tests/unit tests/patches \
-        tests/cloud/test_encode.py tests/cloud/test_source.py tests/cloud/test_servers.py
+    cloud="tests/cloud/test_encode.py tests/cloud/test_source.py tests/cloud/test_servers.py"
+    # shellcheck disable=SC2086  # several words each
+    "$venv/bin/python" -m pytest -n 2 --no-loadscope-reorder \
+        ${TESTS:-tests/unit tests/patches $cloud}
 done

@@ -9,20 +9,23 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from nemo_run.core.frontend.console.api import CONSOLE
 from rich.console import Console
 from rich.live import Live
 
-from nemo_run_ray.clusters import Cluster, ExistingCluster, LocalCluster
+from nemo_run_ray.cli.cluster_verbs import clusters, init
+from nemo_run_ray.cli.doctor import doctor
+from nemo_run_ray.clusters import LocalCluster
 from nemo_run_ray.errors import ClusterError, JobError, NemoRunRayError
 from nemo_run_ray.nemo import registry
-from nemo_run_ray.remote.states import is_active
+
+if TYPE_CHECKING:
+    from nemo_run_ray.jobs.job import RemoteJob
 
 Name = Annotated[str, typer.Argument(help="An experiment's id or title, a handle or a job's id.")]
-Address = Annotated[str, typer.Option(help="A dashboard's address; without it the embedded Ray.")]
 #: Seconds between two looks of a table that follows.
 _REFRESH_S = 2.0
 _out = Console(soft_wrap=True, highlight=False)
@@ -74,26 +77,6 @@ def down(
     _out.print("The embedded Ray is stopped.")
 
 
-def doctor(address: Address = "") -> None:
-    """Check that a cluster can be reached and used."""
-    from nemo_run_ray.dashboard.jobs_api import JobsApi
-
-    cluster: Cluster = ExistingCluster(url=address) if address else LocalCluster()
-    dashboard = cluster.find()
-    if dashboard is None:
-        raise ClusterError(
-            "No embedded Ray is up. Start one with: nemo-run-ray up; look at another cluster with: "
-            "nemo-run-ray doctor --address http://…"
-        )
-    api = JobsApi.of(dashboard)
-    version = api.version()
-    jobs = api.table()
-    active = sum(is_active(row) for row in jobs.values())
-    _out.print(f"dashboard  {dashboard.url} answers, and takes these credentials")
-    _out.print(f"Ray        {version['ray_version']} ({version['session_name']})")
-    _out.print(f"jobs       {len(jobs)} known, {active} pending or running")
-
-
 def status(
     name: Name,
     as_json: Annotated[bool, typer.Option("--json", help="For programs.")] = False,
@@ -101,6 +84,7 @@ def status(
 ) -> None:
     """State and reason of an experiment's jobs, or of one job; on a terminal until all ended."""
     from nemo_run_ray.cli.status_report import StatusReport
+    from nemo_run_ray.jobs import keep_logs
     from nemo_run_ray.jobs.find import find
     from nemo_run_ray.jobs.tend import tend
 
@@ -112,13 +96,20 @@ def status(
     if once or report.is_over or not _out.is_terminal:
         _out.print(report.table(time.time()))
         return
-    with Live(report.table(time.time()), console=_out, auto_refresh=False) as live:
-        while not report.is_over:
-            for exp_dir in {job.record.exp_dir for job in jobs}:
-                tend(exp_dir)
-            time.sleep(_REFRESH_S)
-            report = StatusReport(jobs)
-            live.update(report.table(time.time()), refresh=True)
+    # A table that follows is cut at the terminal's width, so the last one is printed once more.
+    live = Live(report.table(time.time()), console=_out, auto_refresh=False, transient=True)
+    try:
+        with live, keep_logs.waiting():
+            is_over = False
+            while not is_over:
+                for exp_dir in {job.record.exp_dir for job in jobs}:
+                    tend(exp_dir)
+                time.sleep(_REFRESH_S)
+                report = StatusReport(jobs)
+                is_over = report.is_over
+                live.update(report.table(time.time()), refresh=True)
+    finally:
+        _out.print(report.table(time.time()))
 
 
 def timeline(
@@ -152,12 +143,11 @@ def logs(
 ) -> None:
     """What a job has printed."""
     from nemo_run_ray.jobs.find import find
-    from nemo_run_ray.jobs.follow import lines, only
+    from nemo_run_ray.jobs.follow_log import lines, only
 
-    jobs = find(name)
-    found = [remote_job for remote_job in jobs if not job or remote_job.name == job]
+    found = _chosen(name, find(name), job)
     if len(found) != 1:
-        names = ", ".join(remote_job.name for remote_job in jobs)
+        names = ", ".join(remote_job.name for remote_job in found)
         raise JobError(f"{name!r} has the jobs {names}; name one of them with --job.")
     if role:
         _must_have_role(found[0], role)
@@ -189,14 +179,17 @@ def cancel(
     from nemo_run_ray.jobs.cancel import cancel_all
     from nemo_run_ray.jobs.find import find
 
-    jobs = find(name)
-    if job:
-        names = ", ".join(remote_job.name for remote_job in jobs)
-        jobs = [remote_job for remote_job in jobs if remote_job.name == job]
-        if not jobs:
-            raise JobError(f"{name!r} has no job {job!r}; it has {names}.")
-    for line in cancel_all(jobs):
+    for line in cancel_all(_chosen(name, find(name), job)):
         _out.print(line, markup=False)
+
+
+def _chosen(name: str, jobs: list[RemoteJob], job: str) -> list[RemoteJob]:
+    """The job of that name, or all jobs when none is named."""
+    found = [remote_job for remote_job in jobs if not job or remote_job.name == job]
+    if not found:
+        names = ", ".join(remote_job.name for remote_job in jobs)
+        raise JobError(f"{name!r} has no job {job!r}; it has {names}.")
+    return found
 
 
 def resume(experiment: Annotated[str, typer.Argument(help="Its id or title.")]) -> None:
@@ -248,6 +241,8 @@ VERBS: tuple[Callable[..., Any], ...] = (
     resume,
     timeline,
     patches,
+    clusters,
+    init,
 )
 
 
@@ -299,10 +294,14 @@ def main() -> None:
 
 
 def _experiment(name: str) -> Any:
+    from nemo_run_ray.jobs.find import did_you_mean, find_experiment, titles
+
+    folder = find_experiment(name)
     try:
-        return registry.load_experiment(name)
+        return registry.load_experiment(folder.name if folder else name)
     except FileNotFoundError as error:
         raise JobError(
-            f"There is no experiment {name!r} in NeMo-Run's home. `nemo experiment list <title>` "
-            "lists those of a title; NEMORUN_HOME names another home."
+            f"There is no experiment {name!r} in NeMo-Run's home.{did_you_mean(name, titles())} "
+            "`nemo experiment list <title>` lists those of a title; NEMORUN_HOME names another "
+            "home."
         ) from error

@@ -21,7 +21,7 @@ from nemo_run_ray.jobs.running_at import note_running_at, running_at
 from nemo_run_ray.jobs.snapshot import Snapshot
 from nemo_run_ray.nemo import registry
 from nemo_run_ray.remote.rows import GroupRows
-from nemo_run_ray.remote.states import JobState, JobStatus
+from nemo_run_ray.remote.states import JobState, JobStatus, Reason
 from nemo_run_ray.timeline import page as timeline
 
 _COLORS = {
@@ -80,7 +80,7 @@ class StatusReport:
         """Everything for people; ``now`` in seconds since the epoch."""
         names = ("job", "state", "reason", "attempt", "node", "since", "waits for")
         table = Table(*names, box=None, pad_edge=False)
-        troubles: dict[str, list[str]] = {}  # names by message: many jobs may share one
+        troubles: dict[tuple[str, ...], list[tuple[str, str]]] = {}  # many jobs may share one
         rows = zip(self.jobs, self.statuses, self.attempts, self.roles, strict=True)
         for job, status, attempts, _ in rows:
             name = job.name
@@ -93,14 +93,18 @@ class StatusReport:
                 _since(status, attempts, now),
                 Text(_short(status.waits_for)),
             )
-            if status.reason.is_trouble:
-                troubles.setdefault(status.message, []).append(name)
+            if status.reason.is_trouble or status.reason is Reason.ROOM:
+                what = (status.reason.value, status.detail, status.tail)
+                troubles.setdefault(what, []).append((name, status.message))
         groups = [
             _roles_table(job.name, found)
             for job, found in zip(self.jobs, self.roles, strict=True)
             if found
         ]
-        details = [Text(f"\n{_short(names)}: {message}") for message, names in troubles.items()]
+        details = [
+            Text(f"\n{_short([name for name, _ in shared])}: {shared[0][1]}")
+            for shared in troubles.values()
+        ]
         return Group(table, *groups, *details)
 
 
@@ -120,7 +124,7 @@ def timeline_page(title: str, exp_dir: Path, jobs: Sequence[RemoteJob], now: flo
             after=_after(job),
             waits_for=status.waits_for,
             attempts=tuple(
-                _span(number, attempt, status)
+                _span(number, attempt, job, status)
                 for number, attempt in enumerate(attempts.values(), start=1)
             ),
         )
@@ -146,7 +150,7 @@ def _as_dict(
         "attempts": [
             {
                 "id": attempt.submission_id,
-                "state": attempt.state,
+                "state": JobState.LOST.value if _is_lost(attempt, status) else attempt.state,
                 "reason": attempt.reason,
                 "node": attempt.node,
                 "posted_at": attempt.posted_at,
@@ -156,8 +160,14 @@ def _as_dict(
             }
             for attempt in attempts.values()
         ],
-        **(group or {}),
+        **(group or {"waits_for_room": _waits_for_room(status)}),
     }
+
+
+def _waits_for_room(status: JobStatus) -> str:
+    """What a task waits for, in words; empty when it does not wait for room."""
+    explained = status.reason in (Reason.ROOM, Reason.UNSCHEDULABLE)
+    return status.detail if explained and status.state is JobState.PENDING else ""
 
 
 def _after(job: RemoteJob) -> tuple[str, ...]:
@@ -165,11 +175,16 @@ def _after(job: RemoteJob) -> tuple[str, ...]:
 
 
 def _since(status: JobStatus, attempts: Attempts, now: float) -> str:
-    """How long ago the newest attempt was handed over, or ended; empty when that was not seen."""
+    """How long ago the newest attempt got to where it is; empty when that was not seen.
+
+    Of one that runs, and that nobody saw begin, it is when it was handed over.
+    """
     if not attempts:
         return ""
     last = list(attempts.values())[-1]
-    at = last.ended_at if status.state.is_terminal else last.posted_at
+    at = last.running_at or last.posted_at
+    if status.state.is_terminal:
+        at = last.ended_at or 0.0
     return f"{duration(now - at)} ago" if at else ""
 
 
@@ -191,9 +206,8 @@ def _short(names: Sequence[str]) -> str:
     return f"{shown} and {more} more" if more > 0 else shown
 
 
-def _span(number: int, attempt: AttemptRecord, status: JobStatus) -> timeline.Span:
-    # It was not over at the last look, and now its end cannot be found out.
-    is_lost = status.state is JobState.LOST and not JobState(attempt.state).is_terminal
+def _span(number: int, attempt: AttemptRecord, job: RemoteJob, status: JobStatus) -> timeline.Span:
+    is_lost = _is_lost(attempt, status)
     return timeline.Span(
         number=number,
         submission_id=attempt.submission_id,
@@ -203,7 +217,19 @@ def _span(number: int, attempt: AttemptRecord, status: JobStatus) -> timeline.Sp
         ended_at=attempt.ended_at,
         outcome=status.state.value if is_lost else attempt.state,
         reason=attempt.detail or attempt.reason,
+        seen_at=_last_written(job) if is_lost else None,
     )
+
+
+def _last_written(job: RemoteJob) -> float | None:
+    """When a job last wrote into its log, in seconds since the epoch, if its cluster left that."""
+    moments = [path.stat().st_mtime for path in job.left_logs()]
+    return max(moments, default=None)
+
+
+def _is_lost(attempt: AttemptRecord, status: JobStatus) -> bool:
+    """Whether it was not over at the last look, and now its end cannot be found out."""
+    return status.state is JobState.LOST and not JobState(attempt.state).is_terminal
 
 
 def _roles_table(job: str, group: GroupRows) -> Group:

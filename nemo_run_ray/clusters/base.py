@@ -5,6 +5,7 @@ from __future__ import annotations
 import abc
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, ClassVar
 from urllib.parse import urlsplit
 
@@ -21,6 +22,8 @@ class Dashboard:
         url: base of all requests, without a slash at its end; may have a path prefix.
         headers: sent with every request, the token among them.
         verify: check the server's certificate, or the path of a file with the CA to trust.
+        credentials_step: what to do when the credentials are refused; empty where they come from
+            where Ray itself looks for a token.
         why_dead: says in sentences why it can never answer again; empty while it may. The
             process that started Ray knows when it has ended, and no client need wait for it.
     """
@@ -28,6 +31,7 @@ class Dashboard:
     url: str
     headers: dict[str, str] = field(default_factory=dict, repr=False)
     verify: bool | str = True
+    credentials_step: str = field(default="", compare=False)
     why_dead: Callable[[], str] = field(default=str, repr=False, compare=False)
 
     @property
@@ -64,9 +68,22 @@ class Cluster(ConfigurableMixin, abc.ABC):
     def find(self) -> Dashboard | None:
         """The dashboard of a cluster that was used before, or ``None`` when it is gone for good."""
 
-    def why_gone(self) -> str:
-        """Why ``find`` gives nothing, as the end of a sentence."""
-        return "the cluster that had it is gone"
+    def why_gone(self, session: str) -> str:
+        """Why a life of this cluster is over, as the end of a sentence; empty if nobody here knows.
+
+        Args:
+            session: Ray's name of that life.
+        """
+        return ""
+
+    def left_log(self, session: str, submission_id: str) -> Path | None:
+        """The log of a job that a cluster which has died has left on this machine, if it has.
+
+        Args:
+            session: Ray's name of the cluster's life that had the job.
+            submission_id: of the job.
+        """
+        return None
 
     @abc.abstractmethod
     def record(self) -> dict[str, Any]:

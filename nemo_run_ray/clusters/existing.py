@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import hashlib
+import ipaddress
 import os
 import re
+import sys
 import warnings
 from dataclasses import KW_ONLY, dataclass, field
 from pathlib import Path
@@ -17,12 +19,18 @@ from nemo_run_ray.errors import ConfigError
 
 #: Ray's default port of the dashboard.
 DASHBOARD_PORT = 8265
+#: Where Ray says how it is reached, first its dashboard.
+_ADDRESS_VARIABLES = ("RAY_API_SERVER_ADDRESS", "RAY_ADDRESS")
+_HOST_AND_PORT = re.compile(r"([\w.-]+|\[[0-9a-fA-F:.]+\]):\d+")
 #: Headers that carry credentials.
 _SECRET_HEADERS = ("authorization", "proxy-authorization", "cookie")
 _VARIABLE = re.compile(r"\$\{(\w+)\}")
 #: Tokens given in code, by fingerprint: NeMo-Run saves executors, and a token must not be in a
 #: file.
 _TOKENS: dict[str, str] = {}
+#: Where this package's files are, and the addresses that were warned of.
+_PACKAGE = f"{Path(__file__).parents[1]}{os.sep}"
+_warned: set[str] = set()
 
 
 @strict_init
@@ -39,7 +47,9 @@ class ExistingCluster(Cluster):
 
     kind: ClassVar[str] = "existing"
 
-    #: ``http(s)://host[:port][/prefix]``; ``ray://host:port`` is read as ``http://host:8265``.
+    #: ``http(s)://host[:port][/prefix]``. ``ray://host:port`` and ``host:port``, where the
+    #: dashboard does not listen, are read as ``http://host:8265``. ``"auto"`` is the address in
+    #: RAY_API_SERVER_ADDRESS or RAY_ADDRESS, and without one ``http://127.0.0.1:8265``.
     url: str
     _: KW_ONLY
     #: Ray's token. Kept in this process only: what is saved is its fingerprint. Without it the
@@ -88,7 +98,13 @@ class ExistingCluster(Cluster):
         token = self._token()
         if token is not None and not any(name.lower() == "authorization" for name in headers):
             headers["Authorization"] = f"Bearer {token}"
-        return Dashboard(self.url, headers, self.verify)
+        return Dashboard(self.url, headers, self.verify, self._credentials_step())
+
+    def _credentials_step(self) -> str:
+        """What to do when the credentials are refused that a header takes from variables."""
+        given = [text for name, text in self.headers.items() if name.lower() == "authorization"]
+        names = _VARIABLE.findall("".join(given))
+        return f"Correct the variable {', '.join(names)} of your environment." if names else ""
 
     def find(self) -> Dashboard | None:
         return self.connect()
@@ -149,9 +165,15 @@ def _dashboard_url(url: str) -> str:
     allowed = "expected http(s)://host[:port][/prefix] of Ray's dashboard"
     if not isinstance(url, str) or not url.strip():
         raise ConfigError(f"The cluster's address is {url!r}; {allowed}.")
+    if url.strip() == "auto":
+        return _url_of_environment()
     try:
         parts = urlsplit(url.strip())
+        if _HOST_AND_PORT.fullmatch(url.strip()):
+            parts = urlsplit(f"ray://{url.strip()}")
         port = parts.port
+        if "[" in parts.netloc:
+            ipaddress.ip_address(str(parts.hostname))  # Python 3.10 takes any word in brackets
     except ValueError as error:
         raise ConfigError(f"The cluster's address is {url!r} ({error}); {allowed}.") from error
     if parts.username is not None:
@@ -163,18 +185,46 @@ def _dashboard_url(url: str) -> str:
     if parts.scheme == "ray" and parts.hostname:
         host = f"[{parts.hostname}]" if ":" in parts.hostname else parts.hostname
         found = f"http://{host}:{DASHBOARD_PORT}"
-        warnings.warn(
-            f"{url} is an address for Ray Client; jobs go through the dashboard, taken to be at "
-            f"{found}. Give that address to silence this.",
-            UserWarning,
-            stacklevel=5,
-        )
+        or_that = f"; if the dashboard has port {port}, http://{host}:{port}" if port else ""
+        if url not in _warned:
+            _warned.add(url)
+            warnings.warn(
+                f"{url} is no address of a dashboard; jobs go through it, and it is taken to be at "
+                f"{found}. Give that address to silence this{or_that}.",
+                UserWarning,
+                stacklevel=_users_level(),
+            )
         return found
     blank = re.search(r"\s", parts.netloc + parts.path) is not None
     if parts.scheme not in ("http", "https") or not parts.hostname or port == 0 or blank:
         hint = f" Did you mean http://{url}?" if "://" not in url else ""
         raise ConfigError(f"The cluster's address is {url!r}; {allowed}.{hint}")
     return f"{parts.scheme}://{parts.netloc}{parts.path.rstrip('/')}"
+
+
+def _users_level() -> int:
+    """The stack level of the user's line, for who calls this: the first outside of this package."""
+    frame, level = sys._getframe(1), 1
+    while frame.f_back is not None and _is_inner(frame.f_code.co_filename):
+        frame, level = frame.f_back, level + 1
+    return level
+
+
+def _is_inner(path: str) -> bool:
+    """Whether code is of this package, or made for one of its dataclasses."""
+    return path.startswith((_PACKAGE, "<string>", "<frozen"))
+
+
+def _url_of_environment() -> str:
+    """The address that Ray's own tools would use, or that of a Ray on this machine."""
+    for name in _ADDRESS_VARIABLES:
+        given = os.environ.get(name, "").strip()
+        if given and given not in ("auto", "local"):
+            try:
+                return _dashboard_url(given)
+            except ConfigError as error:
+                raise ConfigError(f"The variable {name}: {error}") from None
+    return f"http://127.0.0.1:{DASHBOARD_PORT}"
 
 
 def _fill(header: str, value: str) -> str:

@@ -5,8 +5,10 @@ How processes find and leave it, and who stops it, is in ``local_state.py``.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
+import random
 import socket
 import subprocess
 import sys
@@ -22,12 +24,26 @@ from nemo_run.core.frontend.console.api import CONSOLE
 
 from nemo_run_ray.checks import strict_init
 from nemo_run_ray.clusters.base import Cluster, Dashboard
-from nemo_run_ray.clusters.local_state import Home, State, children, jobs_of, process_identity
+from nemo_run_ray.clusters.left_behind import RAY_FOLDER
+from nemo_run_ray.clusters.local_state import (
+    Home,
+    State,
+    children,
+    has_node,
+    jobs_of,
+    process_identity,
+)
+from nemo_run_ray.clusters.start_log import end_of_log
 from nemo_run_ray.errors import ClusterError, ConfigError, Unanswered
 
 #: Linux limits the name of a Unix socket to 107 bytes; Ray puts up to 75 behind its folder.
 _TEMP_ROOT_MAX_BYTES = 107 - 75
 _START_LIMIT_S = 120.0
+#: What `ray start` says when its raylet is dead. A raylet gives its agents 15 s to start, whatever
+#: its options are (Ray 2.60), and on a busy machine they may need longer: then it is tried again.
+_TOO_SLOW = "timed out during startup"
+_STARTS = 3
+_PORTS_TRIED = 100
 
 
 @strict_init
@@ -61,6 +77,8 @@ class LocalCluster(Cluster):
                     f"LocalCluster.{name} is {value!r}; allowed is a whole number from {least}, or "
                     "None for all that this machine has."
                 )
+        if not isinstance(self.keep, bool):
+            raise ConfigError(f"LocalCluster.keep is {self.keep!r}; allowed is True or False.")
 
     @property
     def python(self) -> str | None:
@@ -75,8 +93,8 @@ class LocalCluster(Cluster):
             state = self._home.read()
             if state is None:
                 self._home.remove_dead()
-                state = self._start()
-            elif (self.num_cpus, self.num_gpus) not in ((None, None), tuple(state.size)):
+                return self._dashboard(self._start())
+            if (self.num_cpus, self.num_gpus) not in ((None, None), tuple(state.size)):
                 CONSOLE.log(
                     f"The embedded Ray is up with num_cpus, num_gpus = {state.size}, not with "
                     f"{[self.num_cpus, self.num_gpus]}. To change that: nemo-run-ray down"
@@ -88,8 +106,11 @@ class LocalCluster(Cluster):
         state = self._home.read()
         return None if state is None else self._dashboard(state)
 
-    def why_gone(self) -> str:
-        return self._home.why_gone()
+    def why_gone(self, session: str) -> str:
+        return self._home.why_gone(session)
+
+    def left_log(self, session: str, submission_id: str) -> Path | None:
+        return self._home.left_log(session, submission_id)
 
     def record(self) -> dict[str, Any]:
         return {"kind": self.kind, "state_dir": str(self._home.path)}
@@ -121,8 +142,18 @@ class LocalCluster(Cluster):
         return Dashboard(state.url, headers, why_dead=partial(self._home.why_dead, state))
 
     def _start(self) -> State:
-        """Start Ray and wait until its dashboard answers. The lock is held."""
+        """Start Ray, wait until a node has joined it, and join it too. The lock is held."""
         CONSOLE.log("Starting an embedded Ray on this machine (about 10 s) …")
+        for _ in range(_STARTS - 1):
+            try:
+                return self._start_once()
+            except ClusterError:
+                if _TOO_SLOW not in end_of_log(self._home.log):
+                    raise
+            CONSOLE.log("Ray was too slow on this busy machine. Starting it again …")
+        return self._start_once()
+
+    def _start_once(self) -> State:
         root = _temp_root()
         port = _free_port()
         command = [sys.executable, "-m", "ray.scripts.scripts", "start", "--head", "--block"]
@@ -130,15 +161,31 @@ class LocalCluster(Cluster):
         # Ray's default, 10001, may be another Ray's, and `ray start` ends when it cannot have it.
         command += [f"--ray-client-server-port={_free_port()}"]
         command += ["--dashboard-host=127.0.0.1", f"--dashboard-port={port}"]
-        command += ["--include-dashboard=true", "--disable-usage-stats", f"--temp-dir={root}/r"]
+        command += [
+            "--include-dashboard=true",
+            "--disable-usage-stats",
+            f"--temp-dir={root}/{RAY_FOLDER}",
+        ]
         for flag, value in (("num-cpus", self.num_cpus), ("num-gpus", self.num_gpus)):
             if value is not None:
                 command.append(f"--{flag}={value}")
         # This is written first: if this client dies here, the next one finds what to clean up.
         size = [self.num_cpus, self.num_gpus]
         state = State(pid=0, born="", url=f"http://127.0.0.1:{port}", root=root, size=size)
-        self._home.write(state)
-        with open(self._home.log, "wb") as log:
+        try:
+            self._home.write(state)
+            process = self._launch(command, root)
+            state.pid, state.born = process.pid, process_identity(process.pid) or ""
+            self._home.write(state)
+            self._await_node(state, process)
+            self._home.join(state, self.keep)
+        except BaseException:
+            self._home.stop(state)
+            raise
+        return state
+
+    def _launch(self, command: list[str], root: str) -> subprocess.Popen[bytes]:
+        with self._home.new_log() as log:
             process = subprocess.Popen(
                 command,
                 env=self._home.environment(root),
@@ -149,33 +196,28 @@ class LocalCluster(Cluster):
                 start_new_session=True,
             )
         children[process.pid] = process
-        state.pid, state.born = process.pid, process_identity(process.pid) or ""
-        self._home.write(state)
-        try:
-            self._await_dashboard(state, process)
-        except BaseException:
-            self._home.stop(state)
-            raise
-        return state
+        return process
 
-    def _await_dashboard(self, state: State, process: subprocess.Popen[bytes]) -> None:
+    def _await_node(self, state: State, process: subprocess.Popen[bytes]) -> None:
         deadline = time.monotonic() + _START_LIMIT_S
         while time.monotonic() < deadline:
             if process.poll() is not None:
                 raise ClusterError(
                     "The embedded Ray did not start: `ray start` ended with exit code "
                     f"{process.returncode}. Correct what its log names, or give RayExecutor "
-                    f"the address of a cluster. {self._home.end_of_log()}"
+                    f"the address of a cluster. {end_of_log(self._home.log)}"
                 )
             try:
-                # The job table needs more than the version: the head's agent must be up too.
-                jobs_of(state.url, self._home.token())
-                return
+                # The dashboard may answer for long before there is a node that can run a job.
+                if has_node(state.url, self._home.token()):
+                    jobs_of(state.url, self._home.token())
+                    return
             except Unanswered:
-                time.sleep(0.1)  # not listening yet
+                pass  # not listening yet
+            time.sleep(0.1)
         raise ClusterError(
-            f"The embedded Ray did not answer at {state.url} within {_START_LIMIT_S:.0f} s. "
-            f"{self._home.end_of_log()}"
+            f"No node joined the embedded Ray at {state.url} within {_START_LIMIT_S:.0f} s. "
+            f"{end_of_log(self._home.log)}"
         )
 
 
@@ -192,7 +234,18 @@ def _temp_root() -> str:
 
 
 def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
+    """A port that is free now, and that the kernel gives to no connection until Ray takes it.
+
+    Ray's workers have those from 10002 to 19999.
+    """
+    with open("/proc/sys/net/ipv4/ip_local_port_range", encoding="ascii") as file:
+        end = int(file.read().split()[0])
+    ports = range(20000, end)
+    for port in random.sample(ports, min(len(ports), _PORTS_TRIED)):
+        with contextlib.suppress(OSError), socket.socket() as probe:
+            probe.bind(("", port))
+            return port
+    with socket.socket() as probe:  # the kernel gives all of them to connections
+        probe.bind(("", 0))
+        found: int = probe.getsockname()[1]
+        return found

@@ -3,6 +3,7 @@
     ray_local/<environment>/
         lock          held while a process starts, joins, leaves or stops it
         state.json    where it is, who uses it, whether it is to be kept
+        left/         what is known of those that are over, see ``left_behind.py``
         token         what every request must carry; for the owner only
         ray.log       what Ray printed at its start
 
@@ -17,7 +18,6 @@ import contextlib
 import http.client
 import json
 import os
-import re
 import secrets
 import shutil
 import signal
@@ -27,10 +27,13 @@ import urllib.request
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, BinaryIO, ClassVar
 
 from nemo_run.core.frontend.console.api import CONSOLE
 
+from nemo_run_ray.clusters import left_behind
+from nemo_run_ray.clusters.left_behind import RAY_FOLDER
+from nemo_run_ray.clusters.start_log import end_of_log
 from nemo_run_ray.errors import ClusterError, ConfigError, Unanswered
 from nemo_run_ray.remote.files import write_file
 from nemo_run_ray.remote.node.tree import descendants, kill, marked
@@ -44,12 +47,6 @@ _ANSWER_S = 5.0
 _MARK = "NEMO_RUN_RAY_LOCAL"
 _STOP_LIMIT_S = 20.0
 _LOCK_LIMIT_S = 180.0
-#: How much of the log of `ray start` a message shows. A failed start ends with some lines that say
-#: nothing, behind those that say why.
-_LINES_SHOWN, _LINE_MAX = 12, 300
-#: A pattern of the lines in which `ray start` says how to use what it has started.
-_GREETING = re.compile(r"\s(?:INFO|SUCC) \w+\.py:\d+ -- ")
-_COLOUR = re.compile(r"\x1b\[[0-9;]*m")
 #: Clusters that this process started, by pid: it is their parent and has to collect them.
 children: dict[int, subprocess.Popen[bytes]] = {}
 
@@ -99,7 +96,7 @@ class Home:
                 f"{_LOCK_LIMIT_S:.0f} s (lock {self.path / 'lock'}); end it or wait for it."
             ) from error
         except OSError as error:
-            raise self._unusable(error) from error
+            raise _unusable(self.path, error) from error
         try:
             yield
         finally:
@@ -111,7 +108,7 @@ class Home:
         return state if state is not None and _lives(state.pid, state.born) else None
 
     def remove_dead(self) -> None:
-        """Remove what a cluster left whose first process was killed. The lock is held."""
+        """Stop the cluster, or remove what one has left that died. The lock is held."""
         state = self._read_any()
         if state is not None:
             self.stop(state)
@@ -122,26 +119,26 @@ class Home:
         except (FileNotFoundError, ValueError, TypeError):
             return None  # none, or another program's: then no process has joined it
         except OSError as error:
-            raise self._unusable(error) from error
-
-    def _unusable(self, error: OSError) -> ConfigError:
-        return ConfigError(
-            f"The embedded Ray cannot use its folder {self.path}: {error.strerror}. Set "
-            "NEMORUN_HOME (or LocalCluster.state_dir, where you gave it) to a folder that you may "
-            "write to."
-        )
+            raise _unusable(self.path, error) from error
 
     def write(self, state: State) -> None:
-        write_file(self._state, json.dumps(vars(state)))
+        with _writing(self.path):
+            write_file(self._state, json.dumps(vars(state)))
+
+    def new_log(self) -> BinaryIO:
+        """An empty log for the process that is about to start."""
+        with _writing(self.path):
+            return open(self.log, "wb")
 
     def token(self) -> str:
         return self._token.read_text(encoding="utf-8").strip()
 
     def environment(self, root: str) -> dict[str, str]:
         """The environment of the embedded Ray; writes a new token."""
-        self._token.unlink(missing_ok=True)
-        with open(os.open(self._token, os.O_WRONLY | os.O_CREAT, 0o600), "w") as file:
-            file.write(secrets.token_hex(32))
+        with _writing(self.path):
+            self._token.unlink(missing_ok=True)
+            with open(os.open(self._token, os.O_WRONLY | os.O_CREAT, 0o600), "w") as file:
+                file.write(secrets.token_hex(32))
         dropped = ("RAY_ADDRESS", "RAY_AUTH_TOKEN", "RAY_API_SERVER_ADDRESS")
         env = {name: value for name, value in os.environ.items() if name not in dropped}
         return env | {
@@ -156,25 +153,6 @@ class Home:
             _MARK: root,
         }
 
-    def end_of_log(self) -> str:
-        """The last lines that `ray start` printed, with the path of the file."""
-        try:
-            text = self.log.read_text(encoding="utf-8", errors="replace")
-        except OSError as error:
-            return f"Its log {self.log} cannot be read: {error.strerror}."
-        lines = [
-            line.rstrip()
-            for line in _COLOUR.sub("", text).splitlines()
-            if line.strip() and not _GREETING.search(line)
-        ]
-        if not lines:
-            return (
-                f"Its log {self.log} does not say why. A process that is killed without a word has "
-                "often met the machine's out-of-memory killer."
-            )
-        shown = "\n".join(f"  {line[:_LINE_MAX]}" for line in lines[-_LINES_SHOWN:])
-        return f"The end of its log {self.log}:\n{shown}"
-
     def why_dead(self, state: State) -> str:
         """Why a cluster cannot answer any more; empty while its first process lives."""
         if _lives(state.pid, state.born):
@@ -184,19 +162,24 @@ class Home:
             return f"The embedded Ray at {state.url} has been stopped."
         return (
             f"The embedded Ray at {state.url} has died: its process {state.pid} is gone. "
-            f"{self.end_of_log()}"
+            f"{end_of_log(self.log)}"
         )
 
-    def why_gone(self) -> str:
-        """Why there is no cluster, as the end of a sentence. One that was stopped left nothing; one
-        that died left its state, and may be a later one than the caller's."""
+    def why_gone(self, session: str) -> str:
+        """Why the cluster of a session is gone, as the end of a sentence; empty if it may live, or
+        if nothing is known of it."""
+        told = left_behind.why(self.path, session)
         last = self._read_any()
-        if last is None:
-            return "the embedded Ray that had it has been stopped"
-        return (
-            f"no embedded Ray is up; the last one has died (process {last.pid}). "
-            f"{self.end_of_log()}"
-        )
+        if told or last is None or not os.path.exists(Path(last.root, RAY_FOLDER, session)):
+            return told
+        return "" if _lives(last.pid, last.born) else left_behind.why_dead(last.pid, self.log)
+
+    def left_log(self, session: str, submission_id: str) -> Path | None:
+        """The log of a job on a cluster that has died."""
+        last = self._read_any()
+        is_dead = last is not None and not _lives(last.pid, last.born)
+        root = Path(last.root) if last is not None and is_dead else None
+        return left_behind.log_of(self.path, root, session, submission_id)
 
     def join(self, state: State, keep: bool) -> None:
         """Note that this process uses the cluster, until its end."""
@@ -211,9 +194,10 @@ class Home:
             atexit.register(self._leave, os.getpid())
 
     def stop(self, state: State) -> None:
-        """End the cluster's processes and remove what they left. The lock is held."""
+        """End the cluster's processes and remove what nobody needs of it. The lock is held."""
         family = {}
-        if _lives(state.pid, state.born):
+        has_died = not _lives(state.pid, state.born)
+        if not has_died:
             # Those that changed their title have lost the environment that marks them.
             family = {pid: process_identity(pid) for pid in descendants(state.pid)}
             kill(state.pid, signal.SIGTERM)
@@ -226,6 +210,7 @@ class Home:
             time.sleep(0.05)
         if state.pid in children:
             children.pop(state.pid).wait()
+        left_behind.keep(Path(state.root), self.path, state.pid, has_died)
         shutil.rmtree(state.root, ignore_errors=True)
         self._token.unlink(missing_ok=True)
         self._state.unlink(missing_ok=True)
@@ -262,19 +247,50 @@ class Home:
         return bool(busy)
 
 
+def _unusable(folder: Path, error: OSError) -> ConfigError:
+    return ConfigError(
+        f"The embedded Ray cannot use its folder {folder}: {error.strerror}. Set NEMORUN_HOME (or "
+        "LocalCluster.state_dir, where you gave it) to a folder that you may write to."
+    )
+
+
+@contextlib.contextmanager
+def _writing(folder: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:  # a full disk, another user's file
+        raise _unusable(folder, error) from error
+
+
 def jobs_of(url: str, token: str) -> list[JobRow]:
     """The job table of an embedded Ray, whose dashboard is on this machine.
 
     Raises:
         Unanswered: there is no answer, or none of the job table.
     """
-    headers = {"Authorization": f"Bearer {token}"}
-    request = urllib.request.Request(f"{url}/api/jobs/", headers=headers)
+    rows: list[JobRow] = _answer(f"{url}/api/jobs/", token)
+    return rows
+
+
+def has_node(url: str, token: str) -> bool:
+    """Whether a node has joined the embedded Ray: its raylet is up, and the raylet's agents are.
+
+    Raises:
+        Unanswered: there is no answer.
+    """
+    answer = _answer(f"{url}/api/v0/nodes", token)
+    try:
+        return any(node["state"] == "ALIVE" for node in answer["data"]["result"]["result"])
+    except (KeyError, TypeError):
+        return True  # a Ray that words it otherwise: then its job table tells
+
+
+def _answer(url: str, token: str) -> Any:
+    request = urllib.request.Request(url, headers={"Authorization": f"Bearer {token}"})
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
     try:
         with opener.open(request, timeout=_ANSWER_S) as answer:
-            rows: list[JobRow] = json.load(answer)
-            return rows
+            return json.load(answer)
     except (OSError, http.client.HTTPException, ValueError) as error:
         raise Unanswered(str(error)) from error
 

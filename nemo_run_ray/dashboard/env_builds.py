@@ -8,12 +8,11 @@ from __future__ import annotations
 
 import json
 import re
-import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
+from nemo_run_ray.dashboard.recent import Recent
 from nemo_run_ray.errors import NemoRunRayError
 from nemo_run_ray.remote.env_error import cause_of
 from nemo_run_ray.remote.rows import JobRow
@@ -22,9 +21,12 @@ from nemo_run_ray.runtime_env import brings_python
 
 #: File of the agent on each node that builds runtime environments, and how much of it is read.
 AGENT_LOG, AGENT_LOG_LINES = "runtime_env_agent.log", 600
-#: Seconds that one answer serves every caller in this process: while Ray builds, while it does not
-#: (the state API asks every node), and after a failure.
-_AGE_S, _IDLE_AGE_S, _FAILED_AGE_S = 3.0, 15.0, 30.0
+#: Seconds that one answer serves every caller in this process: while Ray builds, and while it does
+#: not (the state API asks every node).
+_AGE_S, _IDLE_AGE_S = 3.0, 15.0
+#: Seconds that a build is told of as it was seen last. A node's agent does not answer for some of
+#: them while it builds, and then Ray leaves the node's builds out of the list.
+_TOLD_AGE_S = 60.0
 _BEGINS = re.compile(
     r"runtime_env_agent\.py:\d+ -- Creating runtime env: (?P<env>\{.*\}) with timeout "
 )
@@ -48,8 +50,14 @@ class EnvBuilds:
         environments: Callable[[], Sequence[Mapping[str, Any]]],
         agent_log: Callable[[str], str],
     ) -> None:
-        self._environments = _Recent(lambda _: [env for env in environments() if _is_built(env)])
-        self._agent_log = _Recent(agent_log)
+        self._environments = Recent(
+            lambda _: [env for env in environments() if _is_of_interest(env)],
+            _AGE_S,
+            _IDLE_AGE_S,
+        )
+        self._agent_log = Recent(agent_log, _AGE_S, _IDLE_AGE_S)
+        #: What was told last of each environment, and when, by the monotonic clock.
+        self._told: dict[str, tuple[JobStatus, float]] = {}
 
     def explain(self, row: JobRow, status: JobStatus) -> JobStatus:
         """The status of a pending job with what its runtime environment waits for.
@@ -61,14 +69,26 @@ class EnvBuilds:
         runtime_env = row.get("runtime_env") or {}
         if status.state is not JobState.PENDING or not brings_python(runtime_env):
             return status
+        key = json.dumps(_key(runtime_env), sort_keys=True)
         try:
-            for found in self._environments.get(""):
-                if _key(found["runtime_env"]) == _key(runtime_env):
-                    node = str(found["node_id"])
-                    return _told(failures(self._agent_log.get(node), runtime_env), node)
+            found = [
+                env
+                for env in self._environments.get()
+                if _key(env["runtime_env"]) == _key(runtime_env)
+            ]
+            building = [str(env["node_id"]) for env in found if env.get("success") is None]
+            if building:
+                failed = failures(self._agent_log.get(building[0]), runtime_env)
+                self._told[key] = _status(failed, building[0]), time.monotonic()
+            elif found:  # it failed for good, which Ray's table of jobs has not got yet
+                node = str(found[-1]["node_id"])
+                failed = failures(self._agent_log.get(node), runtime_env)
+                if failed:
+                    self._told[key] = _status(failed, node), time.monotonic()
         except NemoRunRayError:
-            return status  # this only explains
-        return status
+            pass  # this only explains
+        told, told_at = self._told.get(key, (status, 0.0))
+        return told if time.monotonic() - told_at <= _TOLD_AGE_S else status
 
 
 def failures(agent_log: str, runtime_env: Mapping[str, Any]) -> list[str]:
@@ -94,9 +114,9 @@ def failures(agent_log: str, runtime_env: Mapping[str, Any]) -> list[str]:
     return found if text is None else [*found, cause_of("\n".join(text))]
 
 
-def _is_built(row: Mapping[str, Any]) -> bool:
-    """Whether Ray is building it: it has neither succeeded nor failed."""
-    return row.get("success") is None and bool(row.get("runtime_env"))
+def _is_of_interest(row: Mapping[str, Any]) -> bool:
+    """Whether Ray builds it, or failed to."""
+    return bool(row.get("runtime_env")) and not row.get("success")
 
 
 def _key(runtime_env: Mapping[str, Any]) -> dict[str, Any]:
@@ -118,7 +138,7 @@ def _is_of(environment: str, key: Mapping[str, Any]) -> bool:
         return False  # a Ray that writes it otherwise
 
 
-def _told(failed: Sequence[str], node: str) -> JobStatus:
+def _status(failed: Sequence[str], node: str) -> JobStatus:
     where = f"on node {node[:12]}"
     if not failed:
         detail = f"Ray builds its runtime environment {where}"
@@ -126,37 +146,3 @@ def _told(failed: Sequence[str], node: str) -> JobStatus:
     times = "once" if len(failed) == 1 else f"{len(failed)} times"
     detail = f"Ray failed {times} to build its runtime environment {where}: {failed[-1]}"
     return JobStatus(JobState.PENDING, Reason.REBUILDING, detail)
-
-
-class _Recent:
-    """Answers that serve all callers for a while, and failures too, which take long to come."""
-
-    def __init__(self, ask: Callable[[str], Any]) -> None:
-        self._ask = ask
-        self._lock = threading.Lock()
-        self._answers: dict[str, _Answer] = {}
-
-    def get(self, name: str) -> Any:
-        with self._lock:
-            answer = self._answers.setdefault(name, _Answer())
-        with answer.lock:
-            if time.monotonic() >= answer.ask_at:
-                try:
-                    answer.value, answer.error = self._ask(name), None
-                    age_s = _AGE_S if answer.value else _IDLE_AGE_S
-                except NemoRunRayError as failure:
-                    answer.error, age_s = failure, _FAILED_AGE_S
-                answer.ask_at = time.monotonic() + age_s
-            if answer.error is not None:
-                raise answer.error
-            return answer.value
-
-
-@dataclass
-class _Answer:
-    """The last answer to one question, and when it is to be asked again."""
-
-    value: Any = None
-    error: NemoRunRayError | None = None
-    ask_at: float = -1e9
-    lock: threading.Lock = field(default_factory=threading.Lock)

@@ -6,6 +6,7 @@ import contextlib
 import logging
 import re
 import ssl
+import time
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from typing import Any, TypeVar
@@ -19,6 +20,9 @@ from nemo_run_ray.errors import ClusterError, ConfigError, Unanswered, Unauthori
 #: Seconds until a connection stands, until an answer has come, and the same of a request that Ray
 #: works on before it answers.
 CONNECT_S, READ_S, SLOW_S = 4.0, 10.0, 60.0
+#: What Ray's dashboard takes as the body of one request (DASHBOARD_CLIENT_MAX_SIZE); one byte more
+#: is answered with 413. Measured on Ray 2.60: 99 MiB pass, 101 MiB do not.
+UPLOAD_MAX_BYTES = 100 * 1024**2
 _T = TypeVar("_T")
 
 
@@ -48,7 +52,8 @@ class Http:
         Args:
             method: of HTTP.
             path: behind the dashboard's address.
-            limit_s: seconds until an answer must have come.
+            limit_s: seconds from one piece of the answer to the next, and until all of it has come
+                after its beginning.
             content: what httpx sends: ``json``, ``content`` or ``params``.
 
         Raises:
@@ -58,11 +63,16 @@ class Http:
         limit = httpx.Timeout(limit_s, connect=CONNECT_S)
         try:
             with _quietly():
-                return self._client.request(method, self.url(path), timeout=limit, **content)
+                request = self._client.build_request(
+                    method, self.url(path), timeout=limit, **content
+                )
+                return _read_within(limit_s, self._client.send(request, stream=True))
         except httpx.HTTPError as error:
-            raise self._unreachable(error) from error
+            raise self.unreachable(error) from error
 
-    def get(self, path: str, may_be_absent: bool = False) -> httpx.Response:
+    def get(
+        self, path: str, may_be_absent: bool = False, limit_s: float = READ_S
+    ) -> httpx.Response:
         """Ray's answer to a question.
 
         Raises:
@@ -70,7 +80,7 @@ class Http:
             Unreachable: something else than Ray answers.
             Unauthorised: other credentials are wanted.
         """
-        response = self.request("GET", path)
+        response = self.request("GET", path, limit_s)
         self.check_front(response)
         if response.status_code >= 500:
             raise Unanswered(
@@ -127,7 +137,8 @@ class Http:
 
     # ------------------------------------------------------------------ translation of failures
 
-    def _unreachable(self, error: httpx.HTTPError) -> ClusterError:
+    def unreachable(self, error: httpx.HTTPError) -> ClusterError:
+        """The error of this package for one of httpx."""
         if isinstance(error, httpx.LocalProtocolError):
             return Unreachable(
                 f"The request to {self.dashboard.url} cannot be formed: a header or the token "
@@ -136,7 +147,7 @@ class Http:
         why_dead = self.dashboard.why_dead()
         if why_dead:  # there is no need to ask again
             return Unreachable(why_dead)
-        cause = str(error) or type(error).__name__
+        cause = str(error).rstrip(".") or type(error).__name__
         kind: type[ClusterError] = Unanswered
         if "CERTIFICATE_VERIFY_FAILED" in cause:
             kind = Unreachable  # the same request once more would be refused too
@@ -169,11 +180,34 @@ class Http:
             return
         sent = any(name.lower() == "authorization" for name in self.dashboard.headers)
         found = "The token that was sent is not its token" if sent else "No token was sent"
+        step = self.dashboard.credentials_step or (
+            "Set RAY_AUTH_TOKEN or RAY_AUTH_TOKEN_PATH, write ~/.ray/auth_token, or give "
+            "ExistingCluster(url, token=…)."
+        )
         raise Unauthorised(
             f"Ray's dashboard at {self.dashboard.url} answered {response.status_code}: "
-            f"{last_line(response.text)}. {found}. Set RAY_AUTH_TOKEN or RAY_AUTH_TOKEN_PATH, "
-            "write ~/.ray/auth_token, or give ExistingCluster(url, token=…)."
+            f"{last_line(response.text)}. {found}. {step}"
         )
+
+
+def _read_within(limit_s: float, response: httpx.Response) -> httpx.Response:
+    """An answer with its content, which httpx itself would wait for as long as pieces come."""
+    deadline = time.monotonic() + limit_s
+    pieces = []
+    with contextlib.closing(response):
+        for piece in response.iter_raw():
+            pieces.append(piece)
+            if time.monotonic() > deadline:
+                raise httpx.ReadTimeout(
+                    f"the answer has not ended {limit_s:g} s after its beginning",
+                    request=response.request,
+                )
+    return httpx.Response(
+        response.status_code,
+        headers=response.headers,
+        content=b"".join(pieces),
+        request=response.request,
+    )
 
 
 def last_line(text: str) -> str:

@@ -91,8 +91,7 @@ class JobsApi:
         Raises:
             TooOld: it cannot; the message names the feature and the first version that has it.
         """
-        found = tuple(int(part) for part in re.findall(r"\d+", version)[:2])
-        if selector_since is not None and found < selector_since:
+        if selector_since is not None and version_of(version) < selector_since:
             needed = ".".join(str(part) for part in selector_since)
             raise TooOld(
                 "Choosing nodes by RayExecutor.label_selector, or by strategy in a group, needs "
@@ -143,7 +142,7 @@ class JobsApi:
             )
         raise Unanswered(
             f"{self.dashboard.url} answered {response.status_code} to a new job: "
-            f"{last_line(response.text)}"
+            f"{last_line(response.text)}. Look at the dashboard's log."
         )
 
     def stop(self, submission_id: str) -> None:
@@ -154,7 +153,7 @@ class JobsApi:
         if response.status_code >= 400:
             raise Unanswered(
                 f"{self.dashboard.url} answered {response.status_code} to a stop: "
-                f"{last_line(response.text)}"
+                f"{last_line(response.text)}. Look at the dashboard's log."
             )
 
     # ------------------------------------------------------------------ archives
@@ -191,6 +190,11 @@ class JobsApi:
         if not isinstance(rows, list):
             raise self._http.not_ray(response)
         return {row["submission_id"]: row for row in rows if row.get("submission_id")}
+
+
+def version_of(text: str) -> tuple[int, ...]:
+    """The first two numbers of a version of Ray, to be compared."""
+    return tuple(int(part) for part in re.findall(r"\d+", text)[:2])
 
 
 def _job_path(submission_id: str) -> str:

@@ -23,6 +23,8 @@ _MESSAGE_MAX_BYTES = 8 * 1024**2
 _CLOSE_S = 0.1
 #: Seconds of a log stream's silence until the job is looked at, and until the stream is given up.
 _SILENCE_S, _SILENCE_MAX_S = 15.0, 300.0
+#: Seconds from one look to the next at a job whose stream has not begun: it may never start.
+_BEGIN_S = 1.0
 
 
 class LogStream:
@@ -37,13 +39,18 @@ class LogStream:
         self._http = http
         self._row = row
 
-    def tail(self, submission_id: str) -> Iterator[str]:
+    def tail(self, submission_id: str, may_begin: Callable[[], bool]) -> Iterator[str]:
         """The log from its first character on, as it grows, by WebSocket.
 
         The end of the stream means nothing about the job.
 
+        Args:
+            submission_id: of the job.
+            may_begin: asked until the first text comes; a stream that will never begin ends.
+
         Raises:
             StreamCut: it was cut off, or could not be opened.
+            Unreachable: nothing listens there.
             JobError: the cluster has no such job.
             Unauthorised: other credentials are wanted.
         """
@@ -51,28 +58,35 @@ class LogStream:
         try:
             with self._open(url) as stream:
                 _keep_alive(stream.socket)
-                yield from self._messages(stream, submission_id)
+                yield from self._messages(stream, submission_id, may_begin)
         except InvalidStatus as error:
             if error.response.status_code == 404:
                 raise self._no_such_job(submission_id) from error
             if error.response.status_code in (401, 403):
                 raise Unauthorised(f"{url}: HTTP {error.response.status_code}") from error
             raise StreamCut(f"{url}: HTTP {error.response.status_code}") from error
+        except ConnectionRefusedError as error:
+            raise self._http.unreachable(httpx.ConnectError(str(error))) from error
         except (WebSocketException, OSError, TimeoutError) as error:
             raise StreamCut(f"{url}: {error}") from error
 
-    def whole(self, submission_id: str) -> Iterator[str]:
+    def whole(self, submission_id: str, silence_s: float = SLOW_S) -> Iterator[str]:
         """The log as it is now, piece by piece, whatever its size.
 
         Ray gives none of a job that never started; its message is what there is.
 
+        Args:
+            submission_id: of the job.
+            silence_s: seconds without a further piece after which it has broken off.
+
         Raises:
             StreamCut: it broke off.
+            Unreachable: nothing listens there.
             JobError: the cluster has no such job.
         """
         path = _path(submission_id)
         try:
-            with self._http.stream(path, SLOW_S) as response:
+            with self._http.stream(path, silence_s) as response:
                 if response.status_code == 404:
                     raise self._no_such_job(submission_id)
                 if response.status_code != 200:
@@ -81,6 +95,8 @@ class LogStream:
                 for text in decode_log(response.iter_text()):
                     is_empty = False
                     yield text
+        except httpx.ConnectError as error:
+            raise self._http.unreachable(error) from error
         except httpx.HTTPError as error:
             raise StreamCut(f"{self._http.url(path)}: {error}") from error
         row: JobRow = (self._row(submission_id) if is_empty else None) or {}
@@ -107,18 +123,24 @@ class LogStream:
         )
         return opened
 
-    def _messages(self, stream: ClientConnection, submission_id: str) -> Iterator[str]:
-        silent_s = 0.0
+    def _messages(
+        self, stream: ClientConnection, submission_id: str, may_begin: Callable[[], bool]
+    ) -> Iterator[str]:
+        silent_s, has_begun = 0.0, False
         while True:
+            patience_s = _SILENCE_S if has_begun else _BEGIN_S
             try:
-                message = stream.recv(timeout=_SILENCE_S)
+                message = stream.recv(timeout=patience_s)
             except TimeoutError:
-                silent_s += _SILENCE_S
-                self._check_silence(submission_id, silent_s)
+                silent_s += patience_s
+                if has_begun or silent_s >= _SILENCE_MAX_S:
+                    self._check_silence(submission_id, silent_s)
+                elif not may_begin():
+                    return
                 continue
             except ConnectionClosedOK:
                 return
-            silent_s = 0.0
+            silent_s, has_begun = 0.0, True
             yield message if isinstance(message, str) else message.decode()
 
     def _check_silence(self, submission_id: str, silent_s: float) -> None:

@@ -10,7 +10,7 @@ from nemo_run_ray.errors import StreamCut
 
 #: The body of a complete escape sequence, or of a plain run, inside a JSON string.
 _JSON_TEXT = re.compile(
-    r'(?:[^"\\]|\\u[dD][89abAB][0-9a-fA-F]{2}\\u[0-9a-fA-F]{4}'
+    r'(?:[^"\\]+|\\u[dD][89abAB][0-9a-fA-F]{2}\\u[0-9a-fA-F]{4}'
     r"|\\u(?![dD][89abAB])[0-9a-fA-F]{4}|\\[^u])*"
 )
 

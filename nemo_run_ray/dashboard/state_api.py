@@ -3,11 +3,21 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
+from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 from nemo_run_ray.dashboard.env_builds import AGENT_LOG, AGENT_LOG_LINES, EnvBuilds
 from nemo_run_ray.dashboard.http import READ_S, Http
+from nemo_run_ray.dashboard.nodes import (
+    ClusterNode,
+    Holding,
+    holdings_of,
+    nodes_of_summary,
+    nodes_of_table,
+)
+from nemo_run_ray.dashboard.recent import Recent
 from nemo_run_ray.errors import ClusterError
 from nemo_run_ray.remote.group.roles_file import file_name
 from nemo_run_ray.remote.rows import GroupRows
@@ -16,6 +26,27 @@ from nemo_run_ray.remote.rows import GroupRows
 _EXPLAIN_S = 5.0
 #: So many rows at most, which is Ray's own limit.
 _ROWS_MAX = "10000"
+#: Seconds until each of two answers must have come that explain why a job waits for room.
+_ROOM_S = 3.0
+#: Seconds that these answers serve all callers; what Ray says of its nodes is as old.
+_ROOM_AGE_S = 5.0
+#: The same of a cluster that does not say what it has.
+_NO_ROOM_AGE_S = 30.0
+_LIVING = {"filter_keys": "state", "filter_predicates": "=", "filter_values": "ALIVE"}
+_T = TypeVar("_T")
+
+
+@dataclass(frozen=True)
+class Room:
+    """What a cluster has, and who holds it.
+
+    Attributes:
+        nodes: those that live.
+        holdings: what is held; ``None`` when it does not say.
+    """
+
+    nodes: tuple[ClusterNode, ...]
+    holdings: tuple[Holding, ...] | None = None
 
 
 class StateApi:
@@ -55,9 +86,70 @@ class StateApi:
             lambda node: self._log_file(node, AGENT_LOG, AGENT_LOG_LINES),
         )
 
-    def _rows(self, what: str, limit_s: float) -> list[dict[str, Any]] | None:
+    def room(self) -> Room | None:
+        """What the cluster has and who holds it, a moment old; ``None`` when it does not say.
+
+        It costs two requests, and one when the first is not answered.
+
+        Raises:
+            ClusterError: no answer came.
+        """
+        return self._room.get()
+
+    def nodes(self, limit_s: float) -> list[ClusterNode] | None:
+        """The living nodes and what is free there; ``None`` when the cluster does not say.
+
+        Raises:
+            ClusterError: no answer came.
+        """
+        query = {"view": "summary", "nocache": "1"}
+        answer = self._http.request("GET", "/nodes", limit_s, params=query)
+        return _understood(lambda: nodes_of_summary(answer.json()))
+
+    def holdings(self, limit_s: float) -> list[Holding] | None:
+        """What is held on which node; ``None`` when the cluster does not say.
+
+        Raises:
+            ClusterError: no answer came.
+        """
+        rows = self._rows("actors", limit_s, detail="true", **_LIVING)
+        return None if rows is None else _understood(lambda: holdings_of(rows))
+
+    def node_table(self, limit_s: float) -> list[ClusterNode] | None:
+        """The living nodes with the names of their labels; ``None`` when the cluster does not say.
+
+        Raises:
+            ClusterError: no answer came.
+        """
+        rows = self._rows("nodes", limit_s, detail="true")
+        return None if rows is None else _understood(lambda: nodes_of_table(rows))
+
+    def python(self, limit_s: float) -> str | None:
+        """The version of the head's Python; ``None`` when the cluster does not say.
+
+        Raises:
+            ClusterError: no answer came.
+        """
+        answer = self._http.request("GET", "/api/v0/cluster_metadata", limit_s)
+        return _understood(lambda: str(answer.json()["data"]["pythonVersion"]))
+
+    @cached_property
+    def _room(self) -> Recent[Room | None]:
+        def ask(_: str) -> Room | None:
+            nodes = self.nodes(_ROOM_S)
+            if not nodes:
+                return None
+            try:
+                holdings = self.holdings(_ROOM_S)
+            except ClusterError:  # what the nodes have told is worth saying by itself
+                holdings = None
+            return Room(tuple(nodes), None if holdings is None else tuple(holdings))
+
+        return Recent(ask, _ROOM_AGE_S, _NO_ROOM_AGE_S)
+
+    def _rows(self, what: str, limit_s: float, **more: str) -> list[dict[str, Any]] | None:
         """The rows of one table; none when the answer is not Ray's."""
-        query = {"limit": _ROWS_MAX, "timeout": "3"}
+        query = {"limit": _ROWS_MAX, "timeout": "3", **more}
         answer = self._http.request("GET", f"/api/v0/{what}", limit_s, params=query)
         try:
             return list(answer.json()["data"]["result"]["result"])
@@ -68,3 +160,11 @@ class StateApi:
         query = {"node_id": node, "filename": name, "lines": str(lines), "media_type": "file"}
         response = self._http.request("GET", "/api/v0/logs/file", params=query)
         return response.text if response.status_code == 200 else ""
+
+
+def _understood(read: Callable[[], _T]) -> _T | None:
+    """What is read of an answer; ``None`` when it has not the form of Ray's."""
+    try:
+        return read()
+    except (ValueError, KeyError, TypeError, AttributeError, IndexError):
+        return None

@@ -1,4 +1,4 @@
-"""Packs what a Ray job needs: the code, the half on the cluster with the specs, the secrets.
+"""Packs what a Ray job needs: the code, this package, the specs of its jobs, the secrets.
 
 Archives are named by the digest of their contents, so equal contents are uploaded once. The digest
 is taken before anything is compressed: a second submission of the same code costs one question.
@@ -12,28 +12,27 @@ import json
 import os
 import shutil
 import stat
-import subprocess
 import tarfile
 import tempfile
 import zipfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import BinaryIO, cast
 
 from nemo_run.core.packaging.base import Packager
-from nemo_run.core.packaging.git import GitArchivePackager
 
 from nemo_run_ray import remote
+from nemo_run_ray.cluster_files.credentials import value_of
+from nemo_run_ray.dashboard.http import UPLOAD_MAX_BYTES
 from nemo_run_ray.errors import ArchiveTooLarge, ConfigError, PackagingFailed
+from nemo_run_ray.jobs.run_packager import in_words, run_packager
 from nemo_run_ray.planning.entrypoints import REMOTE_PACKAGE
 from nemo_run_ray.planning.job_plan import JobPlan
-from nemo_run_ray.remote.node.rundir import MANIFEST, SECRETS
+from nemo_run_ray.remote.node.rundir import JOBS, MANIFEST, SECRETS, SPEC
 
-#: What Ray's dashboard takes as the body of one request (DASHBOARD_CLIENT_MAX_SIZE); one byte more
-#: is answered with 413. Measured on Ray 2.60: 99 MiB pass, 101 MiB do not.
-UPLOAD_MAX_BYTES = 100 * 1024**2
 #: Zip knows no earlier day; a fixed one keeps equal contents equal.
 _ZIP_EPOCH = (1980, 1, 1, 0, 0, 0)
 _FILE, _PRIVATE = 0o644, 0o600
@@ -109,14 +108,14 @@ def code_archive(packager: Packager, folder: Path, name: str) -> Archive:
     Raises:
         PackagingFailed: the packager raised, or left nothing.
     """
-    plain = _plain_tar(_run_packager(packager, folder, name))
+    plain = _plain_tar(run_packager(packager, folder, name))
     manifest = _manifest(plain)
 
     def entries() -> Iterator[Entry]:
         yield _text(MANIFEST, manifest)
         yield from _tar_files(plain)
 
-    return Archive(f"The code of {type(packager).__name__}", _digest(entries()), entries)
+    return Archive(f"The code, {in_words(packager)},", _digest(entries()), entries)
 
 
 def packager_key(packager: Packager) -> str:
@@ -126,52 +125,67 @@ def packager_key(packager: Packager) -> str:
     return hashlib.sha256(f"{kind} {values}".encode()).hexdigest()[:12]
 
 
-def job_archive(plans: Sequence[JobPlan], job_dirs: Mapping[str, Path], main: Path) -> Archive:
-    """The half that runs on the cluster, with the specs, configs and scripts of all jobs.
+@cache
+def package_archive() -> Archive:
+    """This package, and the half of it that runs on the cluster under a name of its own.
 
-    ``nemo_run_ray`` itself is sent too: functions of the user's ``__main__`` are found by running
-    that file again on the node, and it imports this package.
+    It is equal for all jobs, so a node unpacks and compiles it once. ``nemo_run_ray`` itself is
+    sent too: functions of the user's ``__main__`` are found by running that file again on the
+    node, and it imports this package.
+    """
+    here = Path(remote.FOLDER).parent
+    found = [
+        *_folder(here, "nemo_run_ray", lambda path: path.suffix in (".py", ".typed")),
+        *_folder(here / "remote", REMOTE_PACKAGE, lambda path: path.suffix == ".py"),
+    ]
+    # Read once: a package that is installed anew must not go up under the name of the old one.
+    kept = [_text(entry.name, _read(entry), entry.mode) for entry in found]
+    return Archive("nemo_run_ray itself", _digest(iter(kept)), lambda: iter(kept))
+
+
+def job_archive(plans: Sequence[JobPlan], job_dirs: Mapping[str, Path], main: Path) -> Archive:
+    """The specs, configs and scripts of an experiment's jobs.
 
     Args:
         plans: the experiment's jobs on this cluster.
         job_dirs: NeMo-Run's folder of each job, by the job's name.
         main: NeMo-Run's copy of the user's ``__main__``; may be absent.
     """
-    here = Path(remote.FOLDER).parent
 
     def entries() -> Iterator[Entry]:
-        yield from _folder(here, "nemo_run_ray", lambda path: path.suffix in (".py", ".typed"))
-        yield from _folder(here / "remote", REMOTE_PACKAGE, lambda path: path.suffix == ".py")
-        payload = f"{REMOTE_PACKAGE}/payload"
         if main.exists():
-            yield _file(main, f"{payload}/__main__.py")
+            yield _file(main, f"{JOBS}/__main__.py")
         for planned in sorted(plans, key=lambda plan: plan.job):
             name = planned.spec_name
-            yield _text(f"{REMOTE_PACKAGE}/jobs/{name}.json", planned.spec.to_json().encode())
+            yield _text(f"{JOBS}/{name}/{SPEC}", planned.spec.to_json().encode())
             for kind in ("configs", "scripts"):
                 source = job_dirs[planned.job] / kind
-                yield from _folder(source, f"{payload}/{name}/{kind}", _is_needed)
+                yield from _folder(source, f"{JOBS}/{name}/{kind}", _is_needed)
 
     return Archive("The experiment's configs and scripts", _digest(entries()), entries)
 
 
-def secrets_archive(names: Sequence[str], nonce: str) -> Archive:
-    """The values of the secrets, from this process's environment.
+def secrets_archive(
+    names: Sequence[str], nonce: str, places: Mapping[str, Sequence[str]] = MappingProxyType({})
+) -> Archive:
+    """The values of the secrets, from this process's environment or where a cluster file says.
 
     Args:
         names: variables to read.
         nonce: makes the archive this submission's own, since its reader removes it.
+        places: where values come from instead of the variables of their names.
 
     Raises:
         ConfigError: a variable is not set.
     """
-    for name in names:
-        if name not in os.environ:
+    values = {name: value_of(name, places.get(name, (name,))) for name in names}
+    for name, value in values.items():
+        if value is None:
             raise ConfigError(
                 f"RayExecutor.secrets names {name}, which is not set in this environment; set it "
                 "(its value is sent to the cluster and written nowhere else) or leave it out."
             )
-    text = json.dumps({name: os.environ[name] for name in names}).encode()
+    text = json.dumps(values).encode()
 
     def entries() -> Iterator[Entry]:
         yield _text(SECRETS, text, _PRIVATE)
@@ -190,34 +204,6 @@ def single_file(what: str, name: str, data: bytes, digest: str) -> Archive:
         digest: names the contents.
     """
     return Archive(what, digest, lambda: iter([_text(name, data)]))
-
-
-def _run_packager(packager: Packager, folder: Path, name: str) -> Path:
-    kind = type(packager).__name__
-    try:
-        start = _git_root(packager) if isinstance(packager, GitArchivePackager) else Path.cwd()
-        delivered = packager.package(start, str(folder), name)
-    except Exception as error:  # a packager is the user's code, and may raise anything
-        cause = " ".join(f"{type(error).__name__}: {error}".split())[:400]
-        raise PackagingFailed(
-            f"The packager {kind} failed in {Path.cwd()}: {cause}. Nothing was sent. Correct the "
-            "packager's fields or the folder it packs."
-        ) from error
-    if not delivered or not Path(delivered).is_file() or not tarfile.is_tarfile(delivered):
-        raise PackagingFailed(
-            f"The packager {kind} returned {delivered!r}; expected the path of a tar archive. "
-            "Nothing was sent."
-        )
-    return Path(delivered)
-
-
-def _git_root(packager: GitArchivePackager) -> Path:
-    if packager.basepath:
-        return Path(packager.basepath)
-    done = subprocess.run(
-        ["git", "rev-parse", "--show-toplevel"], check=True, stdout=subprocess.PIPE, text=True
-    )
-    return Path(done.stdout.strip())
 
 
 def _plain_tar(path: Path) -> BinaryIO:
@@ -335,3 +321,8 @@ def _too_large(what: str, entries: list[Entry]) -> str:
         f"packager's pattern and put them where the nodes can read them. Its largest "
         f"entries:\n{table}"
     )
+
+
+def _read(entry: Entry) -> bytes:
+    with entry.open() as file:
+        return file.read()

@@ -10,6 +10,9 @@ from nemo_run_ray.remote.attempts import Attempt, attempt_id, attempt_of_row, at
 from nemo_run_ray.remote.rows import JobRow, JobRows
 from nemo_run_ray.remote.states import JobState
 
+#: Seconds from Ray's getting an attempt in which it begins to run where nothing is in its way.
+_FRESH_S = 3.0
+
 
 @dataclass(frozen=True)
 class AttemptRecord:
@@ -22,7 +25,7 @@ class AttemptRecord:
         detail: why, in words.
         node: hexadecimal id of the node of its driver; empty when it had none.
         posted_at: when Ray got it.
-        running_at: when it was first seen running; ``None`` when no process saw that.
+        running_at: when it began to run; ``None`` when no process saw that.
         ended_at: when it ended; ``None`` when no process saw that.
         exit_code: of its command; ``None`` when it has none.
     """
@@ -39,8 +42,13 @@ class AttemptRecord:
 
     @classmethod
     def of(cls, submission_id: str, row: Attempt, now: float) -> AttemptRecord:
-        """The record of a row of the job table at this moment."""
+        """The record of a row of the job table at this moment.
+
+        Ray does not tell when it began to run. One that was posted long ago may have done so at any
+        moment since.
+        """
         status = row.status
+        is_running = status.state is JobState.RUNNING
         return cls(
             submission_id=submission_id,
             state=status.state.value,
@@ -48,7 +56,7 @@ class AttemptRecord:
             detail=status.detail,
             node=status.node,
             posted_at=row.posted_at,
-            running_at=now if status.state is JobState.RUNNING else None,
+            running_at=now if is_running and now - row.posted_at <= _FRESH_S else None,
             ended_at=row.ended_at or None,
             exit_code=row.exit_code,
         )

@@ -13,17 +13,18 @@ from pathlib import Path
 from nemo_run.core.packaging.base import Packager
 
 from nemo_run_ray.clusters import Cluster
-from nemo_run_ray.dashboard.jobs_api import JobsApi
-from nemo_run_ray.errors import NemoRunRayError
+from nemo_run_ray.dashboard.jobs_api import JobsApi, version_of
+from nemo_run_ray.errors import DoesNotFit, NemoRunRayError
 from nemo_run_ray.executor import RayExecutor
 from nemo_run_ray.ids import dispatcher_id
 from nemo_run_ray.jobs import archives, ledger
+from nemo_run_ray.jobs.before_start import asks_of, misfit
 from nemo_run_ray.jobs.dispatch import Dispatch
 from nemo_run_ray.jobs.ledger import Ledger
 from nemo_run_ray.jobs.other_experiments import outside_spec
 from nemo_run_ray.jobs.start_dispatcher import start_dispatcher
 from nemo_run_ray.jobs.submit_once import submit_once
-from nemo_run_ray.planning.job_plan import JobPlan
+from nemo_run_ray.planning.job_plan import JobPlan, joined_places
 from nemo_run_ray.remote.spec import DispatchedJobSpec, DispatchSpec, GroupSpec
 
 #: So many jobs are handed over by the client at once; more wait on the cluster, where a dispatcher
@@ -43,8 +44,10 @@ class Batch:
         plans: all jobs, those that are not submitted yet among them.
         executors: by the job's name.
         dispatcher_id: id of the dispatcher, if there is one.
-        is_ordered: the jobs' order is kept on the cluster, by that dispatcher. Where NeMo-Run keeps
-            it, since the experiment has jobs elsewhere too, a job is handed over by itself.
+        is_ordered: the jobs' order is kept on the cluster, by that dispatcher. Otherwise NeMo-Run
+            keeps it, and each job is handed over by itself.
+        places: which job of the experiment each is, from 0, by the job's name.
+        before_post: called before anything is sent, and raises to forbid it.
     """
 
     exp_dir: Path
@@ -53,8 +56,13 @@ class Batch:
     executors: dict[str, RayExecutor] = field(default_factory=dict)
     dispatcher_id: str = ""
     is_ordered: bool = True
+    places: dict[str, int] = field(default_factory=dict)
+    before_post: Callable[[], None] = lambda: None
     _lock: threading.Lock = field(default_factory=threading.Lock)
     _session: str = ""
+    _ray_version: str = ""
+    _is_checked: bool = False
+    _misfit: DoesNotFit | None = None
     _api: JobsApi | None = None
     _packed: dict[str, archives.Archive] = field(default_factory=dict)
     _dispatched: set[str] = field(default_factory=set)
@@ -81,14 +89,15 @@ class Batch:
 
     def _submit_alone(self, planned: JobPlan) -> str:
         nonce = secrets.token_hex(8)
-        hidden = archives.secrets_archive(planned.spec.secrets, nonce)
+        hidden = archives.secrets_archive(planned.spec.secrets, nonce, planned.secret_places)
         with self._lock:
-            self._connect()
+            (planned,) = self._fitted([planned])
+            self.before_post()
             code = {
                 role: self._upload(self._code(packager))
                 for role, packager in planned.packagers.items()
             }
-            carried = [self._upload(self._job_archive())]
+            carried = [self._upload(archive) for archive in self._job_archives()]
         if planned.spec.secrets:
             carried.append(self._upload(hidden))
         book = Ledger.of(self.exp_dir)
@@ -109,22 +118,27 @@ class Batch:
 
     def _submit_dispatch(self, name: str, jobs: Sequence[JobPlan]) -> None:
         """Write the plan of a dispatch down and start its dispatcher."""
+        places = joined_places(planned.secret_places for planned in jobs)
         for planned in jobs:
-            archives.secrets_archive(planned.spec.secrets, "")  # they must be set
+            archives.secrets_archive(planned.spec.secrets, "", places)  # they must be set
+        jobs = self._fitted(jobs)
         api = self._connect()
-        uploads = {archive.uri: archive for archive in [self._job_archive()]}
+        shared = self._job_archives()
+        uploads = {archive.uri: archive for archive in shared}
         dispatched, intents = [], []
         for planned in _after_their_upstreams(jobs):
             nonce = secrets.token_hex(8)
             code = {role: self._code(packager) for role, packager in planned.packagers.items()}
             uploads.update({archive.uri: archive for archive in code.values()})
             uris = {role: archive.uri for role, archive in code.items()}
-            body = planned.body(uris, [self._job_archive().uri], nonce)
+            body = planned.body(uris, [archive.uri for archive in shared], nonce)
             outside = [outside_spec(handle, api, self._session) for handle in planned.outside]
             dispatched.append(planned.dispatched(body, outside, name))
             intents.append(self._intent(planned, nonce, name))
+        spec = self._dispatch_spec(name, jobs, dispatched)
         dispatch = Dispatch.of(self.exp_dir, name)
-        dispatch.save(self._dispatch_spec(name, jobs, dispatched), uploads, self._pythons(jobs))
+        dispatch.save(spec, uploads, _pythons(self.cluster, jobs), places)
+        self.before_post()
         Ledger.of(self.exp_dir).write_all(intents)
         start_dispatcher(dispatch, api, self.cluster.record())
 
@@ -141,10 +155,6 @@ class Batch:
             max_in_flight=min(limits) if limits else None,
         )
 
-    def _pythons(self, jobs: Sequence[JobPlan]) -> list[str]:
-        named = [self.cluster.python, *(plan.spec.python for plan in jobs)]
-        return [python for python in dict.fromkeys(named) if python is not None]
-
     def _intent(
         self, planned: JobPlan, nonce: str, dispatcher: str = ""
     ) -> tuple[str, str, dict[str, object]]:
@@ -154,12 +164,15 @@ class Batch:
             "cluster": self.cluster.record(),
             "session": self._session,
             "nonce": nonce,
+            "has_roles": isinstance(planned.spec, GroupSpec),
+            "place": self.places.get(planned.job, 0),
             "grace_s": planned.spec.grace_s,
+            "keep_logs_max_bytes": self.executors[planned.job].resolved().keep_logs_max_bytes,
         }
         if dispatcher:
             values["dispatcher"] = dispatcher
-        if isinstance(planned.spec, GroupSpec):
-            values["has_roles"] = True
+        if planned.reservation:
+            values["reservation"] = planned.reservation
         return ledger.INTENT, planned.submission_id, values
 
     @property
@@ -171,10 +184,30 @@ class Batch:
         if self._api is None:
             api = JobsApi.of(self.cluster.connect())
             version = api.version()
-            for planned in self.plans.values():
-                api.require(version["ray_version"], planned.selector_since)
-            self._session, self._api = version["session_name"], api
+            self._ray_version, self._session = version["ray_version"], version["session_name"]
+            self._api = api
         return self._api
+
+    def _fitted(self, jobs: Sequence[JobPlan]) -> list[JobPlan]:
+        """These jobs in the form that the cluster's Ray carries out; all plans get it at once.
+
+        Raises:
+            TooOld: it cannot carry out one of the experiment's jobs.
+        """
+        api = self._connect()
+        version = version_of(self._ray_version)
+        # Before a task becomes a group, which would wait for nodes.
+        asks = dict(ask for planned in self.plans.values() for ask in asks_of(planned))
+        for name, planned in list(self.plans.items()):
+            self.plans[name] = planned.for_ray(version)
+            api.require(self._ray_version, self.plans[name].selector_since)
+        if not self._is_checked:
+            # Every job of the batch asks for this, and one look is enough.
+            self._misfit = misfit(api.dashboard, self.plans, asks, self.executors)
+            self._is_checked = True
+        if self._misfit is not None:
+            raise self._misfit
+        return [self.plans[planned.job] for planned in jobs]
 
     def _upload(self, archive: archives.Archive) -> str:
         """The archive's URI, asked for every job: Ray forgets archives unused for some minutes."""
@@ -191,14 +224,15 @@ class Batch:
                 self._packed[key] = archives.code_archive(packager, self.exp_dir, name)
         return self._packed[key]
 
-    def _job_archive(self) -> archives.Archive:
+    def _job_archives(self) -> list[archives.Archive]:
+        """What every job needs; this package comes first, as the driver of a group expects it."""
         names = tuple(sorted(self.plans))
         if self._jobs_packed is None or self._jobs_packed[0] != names:
             job_dirs = {name: Path(executor.job_dir) for name, executor in self.executors.items()}
             main = self.exp_dir / "__main__.py"
             made = archives.job_archive(list(self.plans.values()), job_dirs, main)
             self._jobs_packed = names, made
-        return self._jobs_packed[1]
+        return [archives.package_archive(), self._jobs_packed[1]]
 
 
 def _after_their_upstreams(jobs: Sequence[JobPlan]) -> list[JobPlan]:
@@ -206,3 +240,9 @@ def _after_their_upstreams(jobs: Sequence[JobPlan]) -> list[JobPlan]:
     by_name = {plan.job: plan for plan in jobs}
     order = TopologicalSorter({plan.job: plan.after for plan in jobs}).static_order()
     return [by_name[name] for name in order]
+
+
+def _pythons(cluster: Cluster, jobs: Sequence[JobPlan]) -> list[str]:
+    """The interpreters that are named, each once."""
+    named = dict.fromkeys([cluster.python, *(plan.spec.python for plan in jobs)])
+    return [python for python in named if python is not None]

@@ -13,6 +13,8 @@ from nemo_run_ray.remote.attempts import STOP_AGAIN_S, STOP_TRUST_S
 #: Seconds beyond the grace period until a cancelled job must be terminal, and all jobs of a
 #: dispatch, which end one after the other.
 JOB_MARGIN_S, DISPATCH_MARGIN_S = 40.0, 60.0
+#: Seconds that a cluster may take for its first answer.
+_AWAY_S = 20.0
 _TURN_S = 0.2
 _T = TypeVar("_T")
 
@@ -23,24 +25,32 @@ def insist(turn: Callable[[], _T | None], limit_s: float, what: str) -> _T:
     Args:
         turn: looks and asks; a cluster that does not answer is asked again in the next turn.
         limit_s: seconds for all turns.
-        what: the object, for the error.
+        what: the object, for the error: ``the job …``.
 
     Raises:
         ClusterError: no turn gave anything in that time.
     """
-    deadline = time.monotonic() + limit_s
-    trouble = "it goes on"
-    while time.monotonic() < deadline:
+    began = time.monotonic()
+    trouble: Unanswered | None = None
+    has_answered = False
+    while time.monotonic() < began + (limit_s if has_answered else min(limit_s, _AWAY_S)):
         try:
             found = turn()
             if found is not None:
                 return found
+            trouble, has_answered = None, True
         except Unanswered as error:
-            trouble = str(error)
+            trouble = error
         time.sleep(_TURN_S)
+    if trouble is not None and not has_answered:
+        raise ClusterError(
+            f"It is not known whether {what} was told to end. {trouble} Cancel it "
+            "again when the cluster answers."
+        ) from trouble
+    reason = "it goes on." if trouble is None else str(trouble)
     raise ClusterError(
-        f"{what} did not end within {limit_s:.0f} s of being cancelled: {trouble}. Cancel it "
-        "again, or look at it in Ray's dashboard."
+        f"Within {limit_s:.0f} s of being cancelled {what} did not end: {reason} Cancel it again, "
+        "or look at it in Ray's dashboard."
     )
 
 

@@ -14,7 +14,7 @@ import contextlib
 import json
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import ClassVar
@@ -123,19 +123,30 @@ class Dispatch:
             self._spec = found
         return self._spec
 
-    def save(self, spec: DispatchSpec, uploads: Mapping[str, Archive], pythons: list[str]) -> None:
+    def save(
+        self,
+        spec: DispatchSpec,
+        uploads: Mapping[str, Archive],
+        pythons: list[str],
+        places: Mapping[str, Sequence[str]],
+    ) -> None:
         """Write the plan and all archives into the experiment's folder.
 
         Args:
             spec: the jobs.
             uploads: the archives that the jobs use, by URI.
             pythons: interpreters that the jobs name.
+            places: where secrets come from, which a later start of the dispatcher reads again.
         """
         self.folder.mkdir(parents=True, exist_ok=True)
         for archive in uploads.values():
             if not (self.folder / archive.name).exists():
                 write_file(self.folder / archive.name, archive.pack())
-        start = {"archives": [archive.name for archive in uploads.values()], "pythons": pythons}
+        start = {
+            "archives": [archive.name for archive in uploads.values()],
+            "pythons": pythons,
+            "secret_places": places,
+        }
         write_file(self.folder / "dispatcher.json", json.dumps(start))
         write_file(self.folder / "dispatch.json", spec.to_json())
         self._spec = spec
@@ -170,7 +181,7 @@ class Dispatch:
 
         records = Ledger.of(self.exp_dir).jobs().values()
         grace_s = max(record.grace_s for record in records if record.dispatcher == self.id)
-        insist(turn, grace_s + DISPATCH_MARGIN_S, f"The chain {self.id}")
+        insist(turn, grace_s + DISPATCH_MARGIN_S, f"the chain {self.id}")
 
     def claim(self, api: JobsApi, submission_id: str, nonce: str) -> None:
         """Take an id, so that no process can start it any more, unless it is taken already."""

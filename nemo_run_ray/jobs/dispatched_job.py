@@ -6,12 +6,13 @@ import time
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
+from nemo_run_ray.clusters.left_behind import text_of
 from nemo_run_ray.dashboard.jobs_api import JobsApi
 from nemo_run_ray.errors import JobError
 from nemo_run_ray.jobs import ledger, notes
 from nemo_run_ray.jobs.cancel_loop import Stops
 from nemo_run_ray.jobs.dispatch import Dispatch, DispatchStatus
-from nemo_run_ray.jobs.follow import attempt_mark
+from nemo_run_ray.jobs.follow_log import attempt_mark
 from nemo_run_ray.jobs.job import RemoteJob
 from nemo_run_ray.jobs.ledger import JobRecord
 from nemo_run_ray.jobs.snapshot import Snapshot
@@ -46,7 +47,7 @@ class DispatchedJob(RemoteJob):
         def turn() -> JobStatus | None:
             snapshot = Snapshot(is_fresh=True)
             found = self.dispatch.look(api, snapshot)
-            status = self._explained(found)
+            status = self._explained(found, api, snapshot)
             live = self._live(found, status)
             trusted = live is JobState.PENDING and stops.are_trusted
             if status.state.is_terminal and (live is None or trusted):
@@ -63,27 +64,28 @@ class DispatchedJob(RemoteJob):
 
     def log(self, follow: bool = False) -> Iterator[str]:
         """The logs of all attempts, one after the other."""
-        if self.kept.has_log:
-            return self.kept.log()
-        return self._joined(self._attempt_logs(follow))
+        return self._or_kept(lambda: self._joined(self._attempt_logs(follow)))
 
     def ran_as(self, status: JobStatus) -> str:
         return attempt_id(self.id, max(1, status.attempt))
 
-    def whole_log(self, api: JobsApi, status: JobStatus) -> Iterator[str]:
-        numbers = range(1, status.attempt + 1)
-        return self._joined(api.logs.whole(attempt_id(self.id, number)) for number in numbers)
+    def whole_log(self, api: JobsApi, status: JobStatus, silence_s: float) -> Iterator[str]:
+        names = [attempt_id(self.id, number) for number in range(1, status.attempt + 1)]
+        return self._joined(api.logs.whole(name, silence_s) for name in names)
+
+    def left_text(self) -> Iterator[str]:
+        return self._joined(text_of(path) for path in self.left_logs())
 
     def _seen(self, api: JobsApi, snapshot: Snapshot) -> JobStatus:
         found = self.dispatch.look(api, snapshot)
-        status = self._explained(found)
+        status = self._explained(found, api, snapshot)
         if found.lost and not status.attempt:
             return self._lost(found.lost)
         if status.state.is_terminal:
             self.note(status, snapshot)
         return status
 
-    def _explained(self, found: DispatchStatus) -> JobStatus:
+    def _explained(self, found: DispatchStatus, api: JobsApi, snapshot: Snapshot) -> JobStatus:
         """What the decision says, with the log's end where Ray's row has one."""
         status = found.decision.statuses[self.name]
         if status.state is JobState.WAITING and not (found.is_dispatched or found.lost):
@@ -95,7 +97,7 @@ class DispatchedJob(RemoteJob):
         told = status_of_row(row)
         if told.state is not status.state or told.reason is not status.reason:
             return status
-        told = self._explain_pending(row, told)
+        told = self._explain_pending(row, told, api, snapshot)
         return replace(status, reason=told.reason, detail=told.detail, tail=told.tail)
 
     def _live(self, found: DispatchStatus, status: JobStatus) -> JobState | None:
@@ -119,7 +121,7 @@ class DispatchedJob(RemoteJob):
 
     def _attempt(self, number: int) -> RemoteJob:
         name = attempt_id(self.id, number)
-        return _Attempt(replace(self.record, submission_id=name, last=ledger.SUBMITTED))
+        return _Attempt(self, replace(self.record, submission_id=name, last=ledger.SUBMITTED))
 
     def _joined(self, logs: Iterable[Iterator[str]]) -> Iterator[str]:
         """The logs of the attempts with a separating line between them."""
@@ -136,8 +138,22 @@ class DispatchedJob(RemoteJob):
 class _Attempt(RemoteJob):
     """One attempt, for its log; the job's record tells of its end."""
 
+    def __init__(self, job: DispatchedJob, record: JobRecord) -> None:
+        super().__init__(record)
+        self._job = job
+
+    def look(self, snapshot: Snapshot) -> JobStatus:
+        status = super().look(snapshot)
+        if status.state is not JobState.PENDING:
+            return status
+        whole = self._job.look(snapshot)
+        return whole if whole.state.is_terminal else status  # Ray holds it back from its start
+
     def _read_record(self) -> None:
         """Do nothing: the ledger's record under its id is that of the job."""
 
     def note(self, status: JobStatus, snapshot: Snapshot) -> None:
         """Do nothing: the job itself notes its end, under the same id as its first attempt."""
+
+    def keep_log(self, status: JobStatus, snapshot: Snapshot) -> None:
+        """Do nothing: the job itself keeps the logs of all attempts."""

@@ -5,9 +5,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from nemo_run_ray.errors import NemoRunRayError
-from nemo_run_ray.remote.node.output import NO_PROCESS_LEFT
+from nemo_run_ray.jobs.follow_log import OF_RAY
+from nemo_run_ray.remote.node.output import NO_PROCESS_LEFT, RUNNER_KILLED, end_mark
 from nemo_run_ray.remote.rows import GroupRows
-from nemo_run_ray.remote.states import JobStatus, Life, Phase
+from nemo_run_ray.remote.states import JobStatus, Life, Phase, Reason
 
 if TYPE_CHECKING:
     from nemo_run_ray.jobs.observed_job import ObservedJob
@@ -22,6 +23,8 @@ def roles(job: ObservedJob, status: JobStatus) -> GroupRows | None:
         return None
     if job.kept.has_roles:
         return job.kept.roles()
+    if status.reason in (Reason.UNREACHABLE, Reason.CLUSTER_GONE):
+        return None  # a node may be known all the same
     try:
         found = job.api().state.roles(status.node, job.ran_as(status)) if status.node else None
     except NemoRunRayError:
@@ -38,15 +41,23 @@ def roles(job: ObservedJob, status: JobStatus) -> GroupRows | None:
 def leftovers(job: ObservedJob, status: JobStatus) -> str:
     """Proof that no process of a cancelled job is left on its node, in words.
 
-    The remote half ends every process of the job before its own last line.
+    The remote half ends every process of a task before its own last line, unless it was killed. The
+    last line of a group says whether it could, on all its nodes.
 
     Raises:
         ClusterError: the cluster cannot be asked.
         JobError: the cluster is gone for good.
     """
+    never = "it never had a process"
+    if status.attempt > 1:
+        never = f"its attempt {status.attempt} never had a process"
     if not status.node:
-        return "it never had a process"
+        return never
     ending = job.api().state.last_lines(status.node, job.ran_as(status), 3)
-    if any(NO_PROCESS_LEFT in line for line in ending):
+    marks = () if job.record.has_roles else tuple(end_mark(nonce) for nonce in job.record.nonces)
+    ends = [line for line in ending if line.startswith(marks) and RUNNER_KILLED not in line]
+    if ends or any(NO_PROCESS_LEFT in line for line in ending):
         return f"{NO_PROCESS_LEFT} on its node"
+    if ending and all(OF_RAY.match(line) for line in ending):
+        return never
     return f"its node {status.node[:12]} did not confirm that all its processes ended"

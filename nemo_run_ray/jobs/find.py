@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import difflib
+import shlex
+from collections.abc import Iterable
 from pathlib import Path
 
 from nemo_run.config import get_nemorun_home
@@ -12,6 +15,9 @@ from nemo_run_ray.jobs.dispatched_job import DispatchedJob
 from nemo_run_ray.jobs.job import RemoteJob
 from nemo_run_ray.jobs.ledger import JobRecord, Ledger
 
+#: Digits of seconds since the epoch, until the year 2286.
+_DIGITS_OF_SECONDS = 10
+
 
 def find(name: str) -> list[RemoteJob]:
     """The jobs of an experiment, or one job.
@@ -21,7 +27,7 @@ def find(name: str) -> list[RemoteJob]:
             job's id on the cluster.
 
     Returns:
-        The jobs in the order of their submission; one of a handle or a job's id.
+        The jobs in the order in which they were added; one of a handle or a job's id.
 
     Raises:
         JobError: no such job was submitted from this NeMo-Run home.
@@ -33,13 +39,16 @@ def find(name: str) -> list[RemoteJob]:
         folder = find_experiment(name)
     if folder is None:
         raise JobError(
-            f"There is no experiment {name!r} in NeMo-Run's home, and no job or handle of that "
-            "name. `nemo experiment list <title>` lists the experiments of a title; NEMORUN_HOME "
-            "names another home."
+            f"There is no experiment {name!r} in NeMo-Run's home {get_nemorun_home()}, and no job "
+            f"or handle of that name.{did_you_mean(name, titles())} `nemo experiment list <title>` "
+            "lists the experiments of a title; NEMORUN_HOME names another home."
         )
     found = jobs_of(folder)
     if not found:
-        raise JobError(f"The experiment {name!r} has handed nothing over to Ray yet.")
+        raise JobError(
+            f"The experiment {name!r} has handed nothing over to Ray yet. If its program does not "
+            f"run any more, this hands it over: nemo-run-ray resume {shlex.quote(name)}"
+        )
     return found
 
 
@@ -52,24 +61,60 @@ def find_job(submission_id: str) -> RemoteJob:
     return job_of(ledger.find(submission_id))
 
 
-def find_experiment(name: str) -> Path | None:
-    """The folder of an experiment's id, or of the newest one of a title; ``None`` without any."""
-    home = Path(get_nemorun_home()) / "experiments"
-    folders = [folder for folder in home.glob("*/*") if folder.is_dir()]
+def find_experiment(name: str, but: Path | None = None) -> Path | None:
+    """The folder of an experiment's id, or of the newest one of a title; ``None`` without any.
+
+    Args:
+        name: the id or the title.
+        but: a folder that a title does not mean.
+    """
+    folders = _folders()
     by_id = [folder for folder in folders if folder.name == name]
     if by_id:
         return by_id[0]
     outside = ledger.remembered(name)
     if outside is not None:
         return outside
-    of_title = [folder for folder in folders if folder.parent.name == name]
-    # NeMo-Run's from_title chooses in the same way.
-    return max(of_title, key=lambda folder: folder.stat().st_ctime, default=None)
+    of_title = [folder for folder in folders if folder.parent.name == name and folder != but]
+    return max(of_title, key=_began_at, default=None)
+
+
+def _began_at(exp_dir: Path) -> float:
+    """When an experiment was made: by the number at the end of its id, in seconds or parts of them.
+
+    NeMo-Run's ``from_title`` goes by the folder's last change, and a look that keeps a log is one.
+    """
+    number = exp_dir.name.rpartition("_")[2]
+    if number.isdigit() and len(number) >= _DIGITS_OF_SECONDS:
+        return float(f"{number[:_DIGITS_OF_SECONDS]}.{number[_DIGITS_OF_SECONDS:]}")
+    return exp_dir.stat().st_ctime
+
+
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """A question that names those most like it, with a space before it; empty without any.
+
+    Args:
+        name: what was given: a title, or an id, which begins with its title.
+        known: titles.
+    """
+    near = difflib.get_close_matches(name, sorted(known), n=3)
+    near = near or difflib.get_close_matches(name.rpartition("_")[0], sorted(known), n=3)
+    return f" Did you mean {' or '.join(repr(title) for title in near)}?" if near else ""
+
+
+def titles() -> set[str]:
+    """The titles of all experiments in NeMo-Run's home."""
+    return {folder.parent.name for folder in _folders()}
+
+
+def _folders() -> list[Path]:
+    home = Path(get_nemorun_home()) / "experiments"
+    return [folder for folder in home.glob("*/*") if folder.is_dir()]
 
 
 def jobs_of(exp_dir: Path) -> list[RemoteJob]:
-    """The jobs that an experiment's ledger knows, in the order of their submission."""
-    records = Ledger.of(exp_dir).jobs().values()
+    """The jobs that an experiment's ledger knows, in the order in which they were added to it."""
+    records = sorted(Ledger.of(exp_dir).jobs().values(), key=lambda record: record.place)
     return [job_of(record) for record in records if not record.is_dispatcher]
 
 

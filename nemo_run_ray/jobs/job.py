@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import numbers
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from itertools import chain
 
-from nemo_run_ray.errors import JobError
-from nemo_run_ray.jobs import notes
+from nemo_run_ray.clusters.left_behind import CUT, text_of
+from nemo_run_ray.errors import ClusterError, ConfigError, JobError, NemoRunRayError, StillGoesOn
+from nemo_run_ray.jobs import keep_logs, notes
 from nemo_run_ray.jobs.cancel_loop import JOB_MARGIN_S, Stops, insist
-from nemo_run_ray.jobs.follow import attempt_mark, follow, output_of
+from nemo_run_ray.jobs.follow_log import attempt_mark, follow, output_of
 from nemo_run_ray.jobs.observed_job import ObservedJob
 from nemo_run_ray.jobs.snapshot import Snapshot
 from nemo_run_ray.jobs.submit_once import OUTCOME_S
 from nemo_run_ray.jobs.tend import tend
+from nemo_run_ray.planning.job_plan import nonce_of
 from nemo_run_ray.remote.node.output import end_mark
 from nemo_run_ray.remote.states import JobState, JobStatus, Reason, is_pending
 
@@ -30,7 +34,7 @@ class RemoteJob(ObservedJob):
             ClusterError: the log cannot be read.
             JobError: there is no log.
         """
-        return self.kept.log() if self.kept.has_log else self.cluster_log(follow)
+        return self._or_kept(lambda: self.cluster_log(follow))
 
     def output(self, follow: bool = False) -> Iterator[str]:
         """Its log without Ray's lines before the task's first one, and without the last line."""
@@ -44,18 +48,21 @@ class RemoteJob(ObservedJob):
             timeout_s: seconds to wait at most; without it as long as it takes.
 
         Raises:
+            ConfigError: the time is no number.
             JobError: it will never start: another run has its id, or it never reached the cluster.
-            TimeoutError: it has not ended in that time. It goes on.
+            StillGoesOn: it has not ended in that time; it is a ``TimeoutError`` too.
         """
+        _check_timeout(timeout_s)
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
         while True:
-            status = self.status
+            with keep_logs.waiting():
+                status = self.status
             if status.state.is_terminal:
                 return status
             if self._never_starts(status):
                 raise JobError(f"The job {self.id} will not start. {status.message}")
             if deadline is not None and time.monotonic() >= deadline:
-                raise TimeoutError(
+                raise StillGoesOn(
                     f"The job {self.id} is {status.state.value} after {timeout_s:.0f} s; it goes "
                     "on. Wait again, or cancel it."
                 )
@@ -98,13 +105,68 @@ class RemoteJob(ObservedJob):
             return follow(source, self._end_marks, time.sleep)
         return source.whole()
 
+    def left_text(self) -> Iterator[str]:
+        """The log that a cluster which has died has left on this machine."""
+        return (text for path in self.left_logs() for text in text_of(path))
+
+    def _or_kept(self, cluster_log: Callable[[], Iterator[str]]) -> Iterator[str]:
+        """The log of its cluster, or the one that was kept where the cluster does not have it."""
+        if self.kept.has_log and (self.cluster.runs_here or not self._is_on_cluster()):
+            return self.kept.log()
+        return self._begun_or_kept(cluster_log)
+
+    def _is_on_cluster(self) -> bool:
+        """Whether the cluster answers and has the attempt that the kept log ends with."""
+        self._read_record()  # another process may have seen the end since
+        if not self.record.terminal:
+            return True
+        ran_as = self.ran_as(JobStatus.from_json(self.record.terminal))
+        try:
+            row = self.api().job(ran_as)
+        except NemoRunRayError:
+            return False
+        return row is not None and nonce_of(row) in self.record.nonces
+
+    def _begun_or_kept(self, cluster_log: Callable[[], Iterator[str]]) -> Iterator[str]:
+        passed = 0
+        try:
+            for text in cluster_log():
+                passed += len(text)
+                yield text
+        except (ClusterError, JobError) as error:  # the node that had it is gone, or the cluster
+            rest = self.kept.log() if self.kept.has_log else self.left_text()
+            beginning = next(rest, "")
+            if not beginning or (passed and beginning.startswith(CUT)):
+                raise
+            yield from _from(passed, chain([beginning], rest))
+            if passed and not self.record.terminal:
+                raise JobError(f"No more of its log is left. {self.status.message}") from error
+
     def _insist(self, turn: Callable[[], JobStatus | None]) -> JobStatus:
         page = self.api().dashboard.job_page(self.id)
-        return insist(turn, self.record.grace_s + JOB_MARGIN_S, f"The job {self.id} ({page})")
+        limit_s = self.record.grace_s + JOB_MARGIN_S
+        return self._named(insist(turn, limit_s, f"the job {self.id} ({page})"))
 
     @property
     def _end_marks(self) -> tuple[str, ...]:
         return tuple(end_mark(nonce) for nonce in self.record.nonces)
+
+
+def _from(place: int, texts: Iterable[str]) -> Iterator[str]:
+    """What comes after so many characters."""
+    for text in texts:
+        if len(text) > place:
+            yield text[place:]
+        place = max(0, place - len(text))
+
+
+def _check_timeout(timeout_s: object) -> None:
+    is_number = isinstance(timeout_s, numbers.Real) and not isinstance(timeout_s, bool)
+    if timeout_s is not None and not (is_number and float(timeout_s) >= 0):  # type: ignore[arg-type]
+        raise ConfigError(
+            f"The timeout_s of a wait is {timeout_s!r}; allowed is a number of seconds from 0, or "
+            "None to wait as long as it takes."
+        )
 
 
 class _Log:
@@ -116,7 +178,7 @@ class _Log:
     def tail(self) -> Iterator[str]:
         if self._job.look(Snapshot()).state is JobState.CANCELLED:
             return self.whole()  # the stream of one that never starts would never begin
-        return self._job.api().logs.tail(self._job.id)
+        return self._job.api().logs.tail(self._job.id, lambda: not self.is_over())
 
     def whole(self) -> Iterator[str]:
         return self._job.api().logs.whole(self._job.id)

@@ -13,10 +13,18 @@ from nemo_run_ray.jobs.attempt_records import AttemptRecord, merged
 log = logging.getLogger(__name__)
 
 INTENT, SUBMITTED, UNSETTLED = "intent", "submitted", "unsettled"
-CANCEL, TERMINAL, SEEN = "cancel", "terminal", "seen"
+CANCEL, TERMINAL, SEEN, UNKEPT = "cancel", "terminal", "seen", "unkept"
 #: What an intent says of a job, and what it may leave out.
 _GIVEN = ("job", "role", "cluster", "session")
-_OPTIONAL = ("dispatcher", "is_dispatcher", "has_roles", "grace_s")
+_OPTIONAL = (
+    "dispatcher",
+    "is_dispatcher",
+    "has_roles",
+    "place",
+    "grace_s",
+    "reservation",
+    "keep_logs_max_bytes",
+)
 
 
 @dataclass
@@ -35,10 +43,15 @@ class JobRecord:
         dispatcher: id of the dispatcher that hands it over; empty when the client did.
         is_dispatcher: it is an attempt of that dispatcher itself.
         has_roles: it is a group.
+        place: which job of its experiment it is, from 0, in the order in which they were added.
         grace_s: seconds from SIGTERM to SIGKILL when it is cancelled.
+        reservation: the parts of its request to Ray that say what it asks for; empty when it asks
+            for nothing, is a group, or was handed over by a version that did not write them down.
+        keep_logs_max_bytes: bytes of its log that the folder keeps; ``None`` is all of it.
         intended_at: when it was last about to be submitted, in seconds since the epoch.
         last: the last event of its submission.
         cancelled: its end was asked for.
+        is_log_given_up: its log could not be kept.
         terminal: what was last seen of it, once it had ended.
         attempts: what was seen of its attempts, by submission id.
     """
@@ -53,10 +66,14 @@ class JobRecord:
     dispatcher: str = ""
     is_dispatcher: bool = False
     has_roles: bool = False
+    place: int = 0
     grace_s: float = 10.0
+    reservation: Mapping[str, Any] = field(default_factory=dict)
+    keep_logs_max_bytes: int | None = 0
     intended_at: float = 0.0
     last: str = INTENT
     cancelled: bool = False
+    is_log_given_up: bool = False
     terminal: dict[str, Any] = field(default_factory=dict)
     attempts: dict[str, AttemptRecord] = field(default_factory=dict)
 
@@ -100,6 +117,8 @@ class JobRecords:
             )
         elif kind == CANCEL:
             record.cancelled = True
+        elif kind == UNKEPT:
+            record.is_log_given_up = True
         else:
             record.last = kind
             if kind == SUBMITTED and record.is_dispatcher:

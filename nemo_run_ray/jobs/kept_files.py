@@ -3,12 +3,19 @@
 from __future__ import annotations
 
 import json
+import shutil
+import tempfile
 from collections.abc import Iterable, Iterator
+from contextlib import ExitStack
 from pathlib import Path
-from typing import cast
+from typing import IO, cast
 
+from nemo_run_ray.clusters.left_behind import CUT
 from nemo_run_ray.remote.files import replacing, write_file
 from nemo_run_ray.remote.rows import GroupRows
+
+#: Bytes in which the first line of a log's end is looked for: a longer line is kept in part.
+_LINE_BYTES = 64 * 1024
 
 
 class Kept:
@@ -33,11 +40,24 @@ class Kept:
             while text := file.read(65536):
                 yield text
 
-    def keep_log(self, texts: Iterable[str]) -> None:
-        """Write the log; none is left when reading or writing fails."""
-        self._log.parent.mkdir(parents=True, exist_ok=True)
-        with replacing(self._log) as file:
-            file.writelines(text.encode() for text in texts)
+    def keep_log(self, texts: Iterable[str], most_bytes: int | None = None) -> None:
+        """Write the log; none is left when reading or writing fails.
+
+        Args:
+            texts: the log, in pieces of any size.
+            most_bytes: of a longer log the end is kept, behind a line that says how much is not.
+        """
+        folder = self._log.parent
+        folder.mkdir(parents=True, exist_ok=True)
+        pieces = (text.encode(errors="replace") for text in texts)
+        with replacing(self._log) as file, ExitStack() as stack:
+            if most_bytes is None:
+                file.writelines(pieces)
+                return
+            end = _End(stack.enter_context(_scratch(folder)), stack.enter_context(_scratch(folder)))
+            for piece in pieces:
+                end.add(piece, most_bytes)
+            end.write_to(file, most_bytes)
 
     @property
     def has_roles(self) -> bool:
@@ -49,3 +69,61 @@ class Kept:
     def keep_roles(self, roles: GroupRows) -> None:
         self._roles.parent.mkdir(parents=True, exist_ok=True)
         write_file(self._roles, json.dumps(roles))
+
+
+class _End:
+    """The last bytes of a text of any length, on the disk: two files take turns.
+
+    Args:
+        older: holds what came before the newer one.
+        newer: is written to, until it is full.
+    """
+
+    def __init__(self, older: IO[bytes], newer: IO[bytes]) -> None:
+        self._older, self._newer = older, newer
+        self._size_bytes = 0
+
+    def add(self, piece: bytes, most_bytes: int) -> None:
+        self._size_bytes += len(piece)
+        while piece:
+            room = most_bytes - self._newer.tell()
+            self._newer.write(piece[:room])
+            piece = piece[room:]
+            if piece:  # it is full
+                self._older, self._newer = self._newer, self._older
+                self._newer.seek(0)
+                self._newer.truncate()
+
+    def write_to(self, file: IO[bytes], most_bytes: int) -> None:
+        """Write the last ``most_bytes`` at most, from the beginning of a line on."""
+        missing = max(0, self._size_bytes - most_bytes)
+        filled = self._newer.tell()
+        self._newer.seek(0)
+        if not missing:
+            shutil.copyfileobj(self._newer, file)
+            return
+        self._older.seek(filled)
+        beginning = self._older.read(_LINE_BYTES)
+        if len(beginning) < _LINE_BYTES:
+            beginning += self._newer.read(_LINE_BYTES)
+        dropped = _to_next_line(beginning)
+        file.write(
+            f"{CUT}{missing + dropped} bytes of this log are not kept: "
+            f"RayExecutor.keep_logs_max_bytes is {most_bytes}\n".encode()
+        )
+        file.write(beginning[dropped:])
+        shutil.copyfileobj(self._older, file)
+        shutil.copyfileobj(self._newer, file)
+
+
+def _to_next_line(text: bytes) -> int:
+    """Where the next line begins, or else the next character."""
+    line = text.find(b"\n") + 1
+    if line:
+        return line
+    return next((at for at, byte in enumerate(text) if byte & 0xC0 != 0x80), len(text))
+
+
+def _scratch(folder: Path) -> IO[bytes]:
+    """A file that vanishes when it is closed."""
+    return cast(IO[bytes], tempfile.TemporaryFile(dir=folder))

@@ -6,11 +6,14 @@ import contextlib
 import logging
 import os
 import threading
+import time
 from collections.abc import Iterator
 from contextvars import ContextVar
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from nemo_run_ray.dashboard.http import SLOW_S
 from nemo_run_ray.errors import NemoRunRayError
 from nemo_run_ray.jobs import ledger
 from nemo_run_ray.jobs.explanations import roles
@@ -30,21 +33,41 @@ _writing: dict[_Key, threading.Lock] = {}
 #: Jobs whose end this process has written down, and where jobs were when their attempts were.
 _ended: set[_Key] = set()
 _seen: dict[_Key, tuple[JobState, int]] = {}
-#: Events that are written together, by experiment.
-_held_back: ContextVar[dict[Path, list[Event]] | None] = ContextVar("_held_back", default=None)
+#: When this process looked at a job last, and which of its attempts ran then.
+_looked: dict[_Key, tuple[float, frozenset[str]]] = {}
+#: Seconds between two looks that see when an attempt begins, and not only that it has begun.
+_MOMENT_S = 10.0
+
+
+@dataclass
+class _Together:
+    """Ends that are written together.
+
+    Attributes:
+        events: by experiment.
+        ended: the jobs, how each ended, and the look that saw it.
+    """
+
+    events: dict[Path, list[Event]] = field(default_factory=dict)
+    ended: list[tuple[ObservedJob, JobStatus, Snapshot]] = field(default_factory=list)
+
+
+_together: ContextVar[_Together | None] = ContextVar("_together", default=None)
 
 
 @contextlib.contextmanager
 def together() -> Iterator[None]:
     """Write all ends that are noted inside together: each write waits for the disk."""
-    events: dict[Path, list[Event]] = {}
-    before = _held_back.set(events)
+    found = _Together()
+    before = _together.set(found)
     try:
         yield
     finally:
-        _held_back.reset(before)
-        for exp_dir, found in events.items():
-            _write(exp_dir, found)
+        _together.reset(before)
+        for exp_dir, events in found.events.items():
+            _write(exp_dir, events)
+    for job, status, snapshot in found.ended:  # the ends are on the disk, whatever happens now
+        job.keep_log(status, snapshot)
 
 
 def note_cancel(job: ObservedJob) -> None:
@@ -73,13 +96,24 @@ def note_end(job: ObservedJob, status: JobStatus, snapshot: Snapshot) -> None:
 
 def note_attempts(job: ObservedJob, status: JobStatus, snapshot: Snapshot) -> None:
     """Write down what is seen of its attempts, when the job is not where it was before."""
-    if _seen.get(_key(job)) == (status.state, status.attempt):
+    key = _key(job)
+    if _seen.get(key) == (status.state, status.attempt):
+        if key in _looked:  # the same attempts run as before
+            _looked[key] = time.monotonic(), _looked[key][1]
         return
     attempts = job.attempts_in(snapshot)
     if attempts != job.record.attempts:
         job.record.attempts = dict(attempts)
         Ledger.of(job.record.exp_dir).keep_attempts({job.id: attempts})
-    _seen[_key(job)] = status.state, status.attempt
+    _seen[key] = status.state, status.attempt
+
+
+def have_begun(job: ObservedJob, running: frozenset[str]) -> frozenset[str]:
+    """Which of the attempts that run now did not when this process looked a moment ago."""
+    key, now = _key(job), time.monotonic()
+    looked_at, before = _looked.get(key, (-_MOMENT_S, running))
+    _looked[key] = now, running
+    return running - before if now - looked_at <= _MOMENT_S else frozenset()
 
 
 def _key(job: ObservedJob) -> _Key:
@@ -93,12 +127,15 @@ def _write_end(job: ObservedJob, status: JobStatus, snapshot: Snapshot) -> None:
     record.attempts = dict(job.attempts_in(snapshot))
     attempts = [attempt.to_json() for attempt in record.attempts.values()]
     event = ledger.TERMINAL, job.id, {"status": record.terminal, "attempts": attempts}
-    held_back = _held_back.get()
-    if held_back is not None:
-        held_back.setdefault(record.exp_dir, []).append(event)
+    together = _together.get()
+    if together is not None:
+        together.events.setdefault(record.exp_dir, []).append(event)
+        together.ended.append((job, status, snapshot))
     elif not _write(record.exp_dir, [event]):
         return
     _ended.add(_key(job))
+    if together is None:
+        job.keep_log(status, snapshot)
 
 
 def _write(exp_dir: Path, events: list[Event]) -> bool:
@@ -115,7 +152,9 @@ def _write(exp_dir: Path, events: list[Event]) -> bool:
 
 def _keep_files(job: ObservedJob, status: JobStatus) -> None:
     try:
-        job.kept.keep_log(job.whole_log(job.api(), status))
+        most_bytes = job.record.keep_logs_max_bytes
+        if most_bytes != 0:
+            job.kept.keep_log(job.whole_log(job.api(), status, SLOW_S), most_bytes)
         found = roles(job, status)
         if found:
             job.kept.keep_roles(found)

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
 
 from nemo_run_ray.clusters import from_record
 from nemo_run_ray.dashboard.jobs_api import JobsApi
 from nemo_run_ray.errors import JobError, NemoRunRayError
-from nemo_run_ray.jobs import ledger, notes
+from nemo_run_ray.jobs import keep_logs, ledger, notes, why_pending
 from nemo_run_ray.jobs.attempt_records import AttemptRecord, Attempts, merged, of_rows
 from nemo_run_ray.jobs.kept_files import Kept
 from nemo_run_ray.jobs.ledger import JobRecord, Ledger
 from nemo_run_ray.jobs.snapshot import Snapshot
 from nemo_run_ray.planning.job_plan import nonce_of
+from nemo_run_ray.remote.attempts import attempt_id
 from nemo_run_ray.remote.rows import JobRow, JobRows
 from nemo_run_ray.remote.states import JobState, JobStatus, Reason, status_of_row
 
@@ -21,6 +25,9 @@ _HELD_BACK = (
     "cancelled while it waited for room; Ray shows it as pending until there is room or 900 s have "
     "passed, and ends it without running its command"
 )
+#: Why there is no cluster, when nobody knows better.
+_GONE = "the cluster that had it is gone"
+_NEVER_THERE = "The client died, or was refused, before the job reached the cluster."
 
 
 class ObservedJob:
@@ -38,6 +45,9 @@ class ObservedJob:
         self.id = record.submission_id
         self.cluster = from_record(record.cluster)
         self.kept = Kept(record.exp_dir, self.id)
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__} {self.id}>"
 
     @property
     def name(self) -> str:
@@ -62,11 +72,11 @@ class ObservedJob:
             return self.look(snapshot)
         except NemoRunRayError as error:  # a token's file that is gone is no news of the job either
             if self._has_lost_its_cluster():  # since `look` began
-                return self._lost(self.cluster.why_gone())
-            return JobStatus(JobState.UNKNOWN, Reason.UNREACHABLE, str(error))
+                return self._lost(_GONE)
+            return self._as_recorded(JobState.UNKNOWN, Reason.UNREACHABLE, str(error))
 
     def look(self, snapshot: Snapshot) -> JobStatus:
-        """What its cluster says of it. An end is written down, and nothing else is changed.
+        """What its cluster says of it. An end is written down; nothing else is changed.
 
         Raises:
             ClusterError: the cluster cannot be asked.
@@ -74,11 +84,13 @@ class ObservedJob:
         """
         self._read_record()
         if self.record.terminal:
-            return JobStatus.from_json(self.record.terminal)
+            status = JobStatus.from_json(self.record.terminal)
+            self.keep_log(status, snapshot)  # for which the look that saw the end had no time
+            return self._named(status)
         api = self._api()
         if api is None:
-            return self._lost(self.cluster.why_gone())
-        return self._seen(api, snapshot)
+            return self._lost(_GONE)
+        return self._named(self._seen(api, snapshot))
 
     def attempts_in(
         self, snapshot: Snapshot, running_at: Mapping[str, float] | None = None
@@ -93,7 +105,11 @@ class ObservedJob:
             rows = self.rows_in(snapshot)
         except NemoRunRayError:  # the cluster is away: its status says so
             rows = {}
-        found = of_rows(rows, self.id, self.record.nonces, time.time())
+        now = time.time()
+        found = of_rows(rows, self.id, self.record.nonces, now)
+        running = (name for name, one in found.items() if one.state == JobState.RUNNING.value)
+        for name in notes.have_begun(self, frozenset(running)):
+            found[name] = replace(found[name], running_at=now)
         return merged(self.record.attempts, found, running_at)
 
     def api(self) -> JobsApi:
@@ -104,23 +120,35 @@ class ObservedJob:
         """
         api = self._api()
         if api is None:
-            raise JobError(
-                f"The job {self.id} cannot be asked, and its log went with its cluster: "
-                f"{self.cluster.why_gone()}"
-            )
+            raise JobError(f"The job {self.id} cannot be asked any more: {self._why_gone(_GONE)}")
         return api
 
     def ran_as(self, status: JobStatus) -> str:
         """Submission id of the attempt that the status tells of."""
         return self.id
 
-    def whole_log(self, api: JobsApi, status: JobStatus) -> Iterator[str]:
-        """Its log as it is now."""
-        return api.logs.whole(self.id)
+    def whole_log(self, api: JobsApi, status: JobStatus, silence_s: float) -> Iterator[str]:
+        """Its log as it is now; it has broken off when nothing comes for so many seconds."""
+        return api.logs.whole(self.id, silence_s)
+
+    def left_logs(self) -> list[Path]:
+        """What a cluster that has died has left of its attempts' logs on this machine."""
+        found = []
+        for number in itertools.count(1):  # there may be more than anybody has seen
+            path = self.cluster.left_log(self.record.session, attempt_id(self.id, number))
+            if path is not None:
+                found.append(path)
+            elif number >= len(self.record.attempts):
+                break
+        return found
 
     def note(self, status: JobStatus, snapshot: Snapshot) -> None:
         """Write down how it ended."""
         notes.note_end(self, status, snapshot)
+
+    def keep_log(self, status: JobStatus, snapshot: Snapshot) -> None:
+        """Keep its log in the experiment's folder, if that was not done."""
+        keep_logs.keep_log(self, status, snapshot)
 
     def _read_record(self) -> None:
         """Take note of what other processes have written down since."""
@@ -142,12 +170,16 @@ class ObservedJob:
             self.note(status, snapshot)
         elif status.state is JobState.PENDING and self.record.cancelled:
             return JobStatus(JobState.CANCELLED, Reason.CANCELLED, _HELD_BACK)
-        return self._explain_pending(row, status)
-
-    def _explain_pending(self, row: JobRow, status: JobStatus) -> JobStatus:
-        """The status of a job that waits for its runtime environment, with how far that is."""
         api = self._api()
-        return status if api is None else api.state.env_builds.explain(row, status)
+        return status if api is None else self._explain_pending(row, status, api, snapshot)
+
+    def _explain_pending(
+        self, row: JobRow, status: JobStatus, api: JobsApi, snapshot: Snapshot
+    ) -> JobStatus:
+        """The status of a job that has not started, with what it waits for."""
+        told = api.state.env_builds.explain(row, status)
+        asked = self.record.reservation
+        return why_pending.explain(row, told, asked, api.state, lambda: snapshot.rows(api))
 
     def _absent(self, api: JobsApi, snapshot: Snapshot) -> JobStatus:
         was_there = self.record.last == ledger.SUBMITTED
@@ -156,24 +188,28 @@ class ObservedJob:
             return self._lost(why)
         if was_there:
             return self._present(snapshot.rows_again(api)[self.id], snapshot)
-        return JobStatus(
-            JobState.WAITING,
-            Reason.NOT_SUBMITTED,
-            "The client died, or was refused, before the job reached the cluster.",
-        )
+        return JobStatus(JobState.WAITING, Reason.NOT_SUBMITTED, _NEVER_THERE)
 
     def _lost(self, why: str) -> JobStatus:
-        arrived = self.record.last == ledger.SUBMITTED
+        why = self._why_gone(why)
+        arrived = self.record.last == ledger.SUBMITTED or self.record.attempts or self.left_logs()
         what = "Its end is not known" if arrived else "It is not known whether it ran"
         end = "" if "\n" in why or why.endswith(".") else "."  # a log's lines end by themselves
+        return self._as_recorded(JobState.LOST, Reason.CLUSTER_GONE, f"{what}: {why}{end}")
+
+    def _why_gone(self, why: str) -> str:
+        """Why its cluster is gone, in the words of who knows best."""
+        return self.cluster.why_gone(self.record.session) or why
+
+    def _as_recorded(self, state: JobState, reason: Reason, detail: str) -> JobStatus:
+        """A status without an answer of its cluster: node and attempt are those seen last."""
         attempts = list(self.record.attempts.values())
-        return JobStatus(
-            JobState.LOST,
-            Reason.CLUSTER_GONE,
-            f"{what}: {why}{end}",
-            node=attempts[-1].node if attempts else "",
-            attempt=len(attempts),
-        )
+        node = attempts[-1].node if attempts else ""
+        return self._named(JobStatus(state, reason, detail, node=node, attempt=len(attempts)))
+
+    def _named(self, status: JobStatus) -> JobStatus:
+        """The status with the names that its next step is told with."""
+        return replace(status, job=self.id, experiment=self.record.exp_dir.name)
 
     def _has_lost_its_cluster(self) -> bool:
         try:

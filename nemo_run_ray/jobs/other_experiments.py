@@ -2,12 +2,68 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Collection, Iterable
+from pathlib import Path
+
 from nemo_run_ray.dashboard.jobs_api import JobsApi
-from nemo_run_ray.errors import JobError, SubmissionError
+from nemo_run_ray.errors import ConfigError, JobError, SubmissionError
+from nemo_run_ray.ids import HANDLE
 from nemo_run_ray.jobs import ledger
-from nemo_run_ray.jobs.ledger import JobRecord
+from nemo_run_ray.jobs.find import did_you_mean, find_experiment, titles
+from nemo_run_ray.jobs.ledger import JobRecord, Ledger
 from nemo_run_ray.remote.attempts import DISPATCHER_KEY, NONCE_KEY
 from nemo_run_ray.remote.spec import OutsideSpec
+
+
+def handles_of(
+    dependencies: Iterable[str], exp_dir: Path, jobs_of: Callable[[Path], Collection[str]]
+) -> list[str]:
+    """The handles that dependencies mean: each experiment that is named becomes all of its jobs.
+
+    Args:
+        dependencies: handles, and titles or ids of experiments.
+        exp_dir: folder of the experiment that has them; its title means an earlier one.
+        jobs_of: gives the names of all jobs of an experiment, whatever their executors are.
+
+    Raises:
+        ConfigError: there is no such experiment, or a job of it was not handed over to Ray.
+    """
+    found: list[str] = []
+    for name in dependencies:
+        found += [name] if "://" in name else _handles_of_one(name, exp_dir, jobs_of)
+    return list(dict.fromkeys(found))
+
+
+def _handles_of_one(
+    name: str, exp_dir: Path, jobs_of: Callable[[Path], Collection[str]]
+) -> list[str]:
+    folder = find_experiment(name, but=exp_dir)
+    if folder is None:
+        meant = did_you_mean(name, titles() - {exp_dir.parent.name})
+        raise ConfigError(
+            f"RayExecutor.dependencies names {name!r}, and NeMo-Run's home has no experiment of "
+            f"that title or id.{meant} Nothing was sent. `nemo experiment list <title>` lists the "
+            "experiments of a title."
+        )
+    if folder == exp_dir:
+        raise ConfigError(
+            f"RayExecutor.dependencies names {name!r}, which is the experiment itself; use the "
+            "dependencies of `experiment.add` for its own jobs. Nothing was sent."
+        )
+    records = [job for job in Ledger.of(folder).jobs().values() if not job.is_dispatcher]
+    missing = sorted(set(jobs_of(folder)) - {record.job for record in records})
+    if missing:
+        raise ConfigError(
+            f"RayExecutor.dependencies names {name!r}, but these jobs of the experiment "
+            f"{folder.name} were not handed over to Ray: {', '.join(missing)}. Wait until they "
+            "are, or name the jobs that you mean by their handles. Nothing was sent."
+        )
+    if not records:
+        raise ConfigError(
+            f"RayExecutor.dependencies names {name!r}, but the experiment {folder.name} has handed "
+            "nothing over to Ray. Nothing was sent."
+        )
+    return sorted(f"{HANDLE}{record.submission_id}" for record in records)
 
 
 def outside_spec(handle: str, api: JobsApi, session: str) -> OutsideSpec:

@@ -11,7 +11,7 @@ from nemo_run_ray.jobs.attempt_records import Attempts
 from nemo_run_ray.jobs.dispatch import Dispatch
 from nemo_run_ray.jobs.dispatched_job import DispatchedJob
 from nemo_run_ray.jobs.find import jobs_of
-from nemo_run_ray.jobs.follow import lines
+from nemo_run_ray.jobs.follow_log import lines
 from nemo_run_ray.jobs.job import RemoteJob
 from nemo_run_ray.jobs.ledger import Ledger
 from nemo_run_ray.jobs.snapshot import Snapshot

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Hashable
 from typing import Any, TypeVar
@@ -25,6 +26,13 @@ class Snapshot:
     def __init__(self, is_fresh: bool = False) -> None:
         self._is_fresh = is_fresh
         self._answers: dict[tuple[Hashable, str], Any] = {}
+        self._deadline = math.inf
+
+    def deadline(self, budget_s: float) -> float:
+        """When the time is over that this answer spends on what is not asked for, by the monotonic
+        clock. It begins with the first question, and a smaller budget shortens it."""
+        self._deadline = min(self._deadline, time.monotonic() + budget_s)
+        return self._deadline
 
     def rows(self, api: JobsApi) -> JobRows:
         """The job table.

@@ -20,6 +20,9 @@ from nemo_run_ray.planning.entrypoints import dispatcher_entrypoint
 from nemo_run_ray.remote.attempts import NONCE_KEY, attempt_id
 from nemo_run_ray.remote.node.rundir import DISPATCH
 
+#: What is said of a dispatch with which nothing is left to do.
+_OVER = "all is decided"
+
 
 def start_dispatcher(dispatch: Dispatch, api: JobsApi, cluster: dict[str, Any]) -> str:
     """Start a dispatcher, whether there was one before or not; its submission id.
@@ -42,7 +45,8 @@ def start_dispatcher(dispatch: Dispatch, api: JobsApi, cluster: dict[str, Any]) 
     uploads = [_plan_archive(dispatch)]
     hidden = _secrets(dispatch, found)
     if hidden:
-        uploads.append(archives.secrets_archive(hidden, f"{nonce} {name}"))
+        places = start.get("secret_places", {})
+        uploads.append(archives.secrets_archive(hidden, f"{nonce} {name}", places))
     for archive in uploads:
         api.put_package(archive.name, archive.pack())
     names = [*start["archives"], *(archive.name for archive in uploads)]
@@ -70,18 +74,23 @@ def resume(dispatch: Dispatch) -> str:
         SubmissionError: Ray refuses it.
         ClusterError: the cluster cannot be asked.
     """
-    records = Ledger.of(dispatch.exp_dir).jobs().values()
-    record = next(job.cluster for job in records if job.dispatcher == dispatch.id)
+    records = [
+        job for job in Ledger.of(dispatch.exp_dir).jobs().values() if job.dispatcher == dispatch.id
+    ]
+    if all(job.terminal for job in records if not job.is_dispatcher):
+        return _OVER  # its cluster may be gone since
+    record = records[0].cluster
     cluster = from_record(record)
     dashboard = cluster.find()
     if dashboard is None:
-        return f"run the experiment again: {cluster.why_gone()}"
+        why = cluster.why_gone(dispatch.spec.session) or "the cluster that had it is gone"
+        return f"run the experiment again: {why}"
     api = JobsApi.of(dashboard)
     found = dispatch.look(api, Snapshot(is_fresh=True))
     if found.lost:
         return f"lost: {found.lost}; run the experiment again"
     if found.decision.is_over:
-        return "all is decided"
+        return _OVER
     if found.is_dispatched:
         return "its dispatcher is at work"
     return f"started again as {start_dispatcher(dispatch, api, record)}"

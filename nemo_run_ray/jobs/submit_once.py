@@ -31,8 +31,7 @@ def submit_once(
         api: where.
         body: of the request; its intent is in the ledger.
         nonces: gives those of all submissions of this id by the experiment's processes.
-        clock: seconds that only grow.
-        sleep: waits so many of them.
+        clock: seconds that only grow; ``sleep`` waits so many of them.
 
     Raises:
         SubmissionError: Ray refuses the request, or ``OUTCOME_S`` passed without an outcome.
@@ -70,9 +69,10 @@ def _outcome(api: JobsApi, submission_id: str, patience_s: float) -> JobRow | No
 
 
 def _not_taken(api: JobsApi, submission_id: str, lost: ClusterError | None) -> SubmissionError:
+    why = "its id is taken" if lost is None else str(lost).rstrip(".")
     return SubmissionError(
-        f"{api.dashboard.url} has not taken the job {submission_id} in {OUTCOME_S:.0f} s: {lost}. "
-        "It has not started; `nemo-run-ray resume` hands it over later."
+        f"{api.dashboard.url} has not taken the job {submission_id} in {OUTCOME_S:.0f} s: {why}. "
+        "It has not started; as long as this Ray lives, `nemo-run-ray resume` hands it over later."
     )
 
 

@@ -16,6 +16,7 @@ from typing import Any, ClassVar
 from nemo_run_ray.clusters import from_record
 from nemo_run_ray.dashboard.jobs_api import JobsApi
 from nemo_run_ray.errors import NemoRunRayError
+from nemo_run_ray.jobs import keep_logs
 from nemo_run_ray.jobs.dispatch import Dispatch, DispatchStatus
 from nemo_run_ray.jobs.ledger import JobRecord, Ledger
 from nemo_run_ray.jobs.snapshot import Snapshot
@@ -152,8 +153,9 @@ class Tending(threading.Thread):
         self._is_over = threading.Event()
 
     def run(self) -> None:
-        while not self._is_over.wait(_TEND_AGAIN_S):
-            tend(self._exp_dir)
+        with keep_logs.waiting():
+            while not self._is_over.wait(_TEND_AGAIN_S):
+                tend(self._exp_dir)
 
     def stop(self) -> None:
         self._is_over.set()

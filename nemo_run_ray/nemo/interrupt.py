@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
+import shlex
 import signal
 import threading
 from typing import Any, ClassVar
-
-from nemo_run.core.frontend.console.api import CONSOLE
-from rich.markup import escape
 
 from nemo_run_ray import plain_errors
 from nemo_run_ray.errors import NemoRunRayError
@@ -21,43 +19,52 @@ class Interrupt:
     first Ctrl-C would wait for the job's end.
     """
 
+    #: Told by the main thread: those that wait may end with the program before they tell anything.
     _help: ClassVar[str] = (
-        "Interrupted: {job} goes on, state {state}.\n"
-        "  look at it    nemo-run-ray status {job}\n"
-        "  follow it     nemo-run-ray logs --follow {job}\n"
-        "  cancel it     nemo-run-ray cancel {job}"
+        "Interrupted. Jobs that were handed over go on:\n"
+        "  look at them  nemo-run-ray status {name}\n"
+        "  follow them   nemo-run-ray logs --follow {name}\n"
+        "  cancel them   nemo-run-ray cancel {name}"
     )
 
     def __init__(self) -> None:
         self._happened = threading.Event()
+        self._experiment = ""
 
-    def watch(self) -> None:
-        """Notice Ctrl-C from now on, unless the program handles it. Only the main thread can."""
+    def watch(self, experiment: str) -> None:
+        """Notice Ctrl-C from now on, unless the program handles it. Only the main thread can.
+
+        Args:
+            experiment: id of the one whose jobs are handed over.
+        """
         if threading.current_thread() is not threading.main_thread():
             return
+        self._experiment = experiment
         self._happened.clear()
         if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
             signal.signal(signal.SIGINT, self._note)
 
     def unwatch(self) -> None:
+        self._happened.clear()
         is_main = threading.current_thread() is threading.main_thread()
         if is_main and signal.getsignal(signal.SIGINT) == self._note:
             signal.signal(signal.SIGINT, signal.default_int_handler)
+
+    def forbid(self) -> None:
+        """Raise after Ctrl-C, before jobs are handed over: the cluster took long to come up."""
+        if self._happened.is_set():
+            raise NemoRunRayError("Interrupted. What was not handed over before is not sent.")
 
     def end_wait(self, job: str, status: JobStatus) -> None:
         """Raise in a thread that waits for a job, after Ctrl-C."""
         main = threading.current_thread() is threading.main_thread()
         if self._happened.is_set() and not main and not status.state.is_terminal:
-            CONSOLE.print(escape(self._help.format(job=job, state=status.state.value.lower())))
             raise NemoRunRayError(f"The wait for {job} was interrupted; the job goes on.")
 
     def _note(self, number: int, frame: Any) -> None:
         self._happened.set()
-        raise plain_errors.explained(
-            KeyboardInterrupt(
-                "Interrupted. Jobs that were handed over go on: nemo-run-ray status <experiment>"
-            )
-        )
+        told = self._help.format(name=shlex.quote(self._experiment))
+        raise plain_errors.explained(KeyboardInterrupt(told))
 
 
 #: The process's handler: there is one Ctrl-C.

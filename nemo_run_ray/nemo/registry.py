@@ -10,26 +10,28 @@ import glob
 import inspect
 import json
 import logging
+import zlib
 from pathlib import Path
 from typing import Any
 
 from nemo_run.cli.api import factory
 from nemo_run.config import Config, get_nemorun_home
 from nemo_run.core.execution.base import Executor
+from nemo_run.core.serialization.zlib_json import ZlibJSONSerializer
 from nemo_run.run.experiment import Experiment
 from nemo_run.run.job import JobGroup
 from nemo_run.run.torchx_backend.schedulers.api import EXECUTOR_MAPPING, REVERSE_EXECUTOR_MAPPING
 from torchx.specs import AppState, make_app_handle
 
 from nemo_run_ray import patches, plain_errors
-from nemo_run_ray.errors import UnsupportedNemoRun
+from nemo_run_ray.cluster_files import from_file
+from nemo_run_ray.errors import ConfigError, UnsupportedNemoRun
 from nemo_run_ray.executor import ON_SUBCLASS, RayExecutor
-from nemo_run_ray.ids import SCHEDULER
+from nemo_run_ray.executor_file import FROM_FILE
+from nemo_run_ray.ids import SCHEDULER, SESSION
 from nemo_run_ray.remote.files import write_file
 
 log = logging.getLogger(__name__)
-
-_SESSION = "nemo_run"
 
 
 def register() -> None:
@@ -38,6 +40,7 @@ def register() -> None:
         _register_class(kind)
     if _register_class not in ON_SUBCLASS:
         ON_SUBCLASS.append(_register_class)
+        FROM_FILE.append(from_file)
     REVERSE_EXECUTOR_MAPPING[SCHEDULER] = RayExecutor
     if not isinstance(vars(Experiment)["_DEPENDENCY_SUPPORTED_EXECUTORS"], _OwnOrder):
         known = Experiment._DEPENDENCY_SUPPORTED_EXECUTORS
@@ -122,11 +125,34 @@ def ray() -> Config[RayExecutor]:
 
 def handle(submission_id: str) -> str:
     """NeMo-Run's handle of a job."""
-    return str(make_app_handle(SCHEDULER, _SESSION, submission_id))
+    return str(make_app_handle(SCHEDULER, SESSION, submission_id))
 
 
 def experiment_dir(experiment: Experiment) -> Path:
     return Path(experiment._exp_dir)
+
+
+def place(experiment: Experiment | None, name: str) -> int:
+    """Which job of an experiment has that name, from 0; 0 for a job that it does not have."""
+    names = [] if experiment is None else [job.id for job in experiment.jobs]
+    return names.index(name) if name in names else 0
+
+
+def job_names(exp_dir: Path) -> set[str]:
+    """The names of all jobs of a saved experiment, of any executor.
+
+    Raises:
+        ConfigError: they cannot be read in this program.
+    """
+    try:
+        saved = json.loads((exp_dir / Experiment._TASK_FILE).read_text(encoding="utf-8"))
+        return {str(ZlibJSONSerializer().deserialize(job).id) for job, _ in saved}
+    except (OSError, ValueError, TypeError, AttributeError, ImportError, zlib.error) as error:
+        raise ConfigError(
+            f"The jobs of the experiment {exp_dir.name} cannot be read here ({error}), so nobody "
+            "can tell whether all of them were handed over. Name those that you mean by their "
+            "handles. Nothing was sent."
+        ) from error
 
 
 def load_experiment(name: str) -> Experiment:

@@ -30,8 +30,10 @@ from nemo_run_ray.jobs import ledger, notes
 from nemo_run_ray.jobs.batch import Batch
 from nemo_run_ray.jobs.explanations import leftovers
 from nemo_run_ray.jobs.find import find_job
-from nemo_run_ray.jobs.follow import lines, only
+from nemo_run_ray.jobs.follow_log import lines, only
 from nemo_run_ray.jobs.job import RemoteJob
+from nemo_run_ray.jobs.other_experiments import handles_of
+from nemo_run_ray.jobs.run_packager import in_words
 from nemo_run_ray.jobs.running_at import note_running_at
 from nemo_run_ray.jobs.snapshot import Snapshot
 from nemo_run_ray.jobs.tend import Tending
@@ -52,13 +54,15 @@ class Request:
 
     def __str__(self) -> str:
         uploads = [f"configs, scripts and specs of {len(self.batch.plans)} job(s)"]
-        for packager in dict.fromkeys(type(instance) for instance in self.plan.packagers.values()):
-            uploads.insert(0, f"code, packed by {packager.__name__}")
+        for words in dict.fromkeys(in_words(one) for one in self.plan.packagers.values()):
+            uploads.insert(0, f"code, {words}")
         if self.plan.spec.secrets:
             uploads.append(
                 f"secrets {', '.join(self.plan.spec.secrets)}, in an archive of their own"
             )
-        return describe(self.plan, repr(self.batch.cluster), uploads)
+        file = self.batch.executors[self.plan.job].resolved().resolved_from
+        named = f", by the cluster file {file}" if file else ""
+        return describe(self.plan, f"{self.batch.cluster!r}{named}", uploads)
 
 
 class RayJobsScheduler(SchedulerMixin, Scheduler[Any]):
@@ -78,9 +82,9 @@ class RayJobsScheduler(SchedulerMixin, Scheduler[Any]):
     def _submit_dryrun(self, app: AppDef, cfg: RayExecutor) -> AppDryRunInfo[Request]:
         if not isinstance(cfg, RayExecutor):
             raise ConfigError(f"The scheduler {self.backend} takes a RayExecutor, not {cfg!r}.")
-        if registry.is_running():
-            interrupt.watch()
         experiment_id = cfg.experiment_id or "experiment"
+        if registry.is_running():
+            interrupt.watch(experiment_id)
         planned = plan(app, cfg, job_id(experiment_id, app.name), app.name)
         if planned.runs_here:
             planned = in_folder(planned, str(Path.cwd()))
@@ -89,6 +93,7 @@ class RayJobsScheduler(SchedulerMixin, Scheduler[Any]):
         _check_id(planned, batch)
         batch.plans[planned.job] = planned
         batch.executors[planned.job] = cfg
+        batch.places[planned.job] = registry.place(self._experiment, planned.job)
         return AppDryRunInfo(Request(planned, batch), str)
 
     def _in_order(self, planned: JobPlan, batch: Batch) -> JobPlan:
@@ -103,7 +108,8 @@ class RayJobsScheduler(SchedulerMixin, Scheduler[Any]):
         own = {job_plan.submission_id for job_plan in batch.plans.values()}
         before = batch.plans.get(planned.job)
         # NeMo-Run overwrites the field with the handles of the experiment's own jobs at the launch.
-        given = [*(before.outside if before else ()), *planned.outside]
+        named = handles_of(planned.outside, batch.exp_dir, registry.job_names)
+        given = [*(before.outside if before else ()), *named]
         outside = [
             handle for handle in dict.fromkeys(given) if handle.rpartition("/")[2] not in own
         ]
@@ -139,7 +145,8 @@ class RayJobsScheduler(SchedulerMixin, Scheduler[Any]):
             name = dispatcher_id(executor.experiment_id or "experiment")
             if others:  # on another cluster, and a ledger has one job of an id
                 name = f"{name}-{len(others) + 1}"
-            self._batches[key] = Batch(folder, cluster, dispatcher_id=name)
+            batch = Batch(folder, cluster, dispatcher_id=name, before_post=interrupt.forbid)
+            self._batches[key] = batch
         return self._batches[key]
 
     def _announce(self) -> None:
@@ -198,7 +205,7 @@ class RayJobsScheduler(SchedulerMixin, Scheduler[Any]):
                 f"Ray keeps one log of a job; there is no stream {streams.value} alone."
             )
         job = self._job(app_id)
-        found = _told(lines(job.output(follow=should_tail)))
+        found = _told(lines(job.output(follow=should_tail)), job)
         if role_name != job.record.role:  # of a group
             found = only(f"{role_name}/{k}", found)
         return filter_regex(regex, found) if regex else found
@@ -256,21 +263,26 @@ def _check_id(planned: JobPlan, batch: Batch) -> None:
             )
 
 
+#: Why a job may wait for minutes. The first one of an experiment is told of, and no trouble.
+_WAITS = {Reason.BUILDING, Reason.ROOM}
 #: (job, state, reason) that were explained to this process's user already.
 _reported: set[tuple[str, JobState, Reason]] = set()
 
 
 def _report(job: RemoteJob, status: JobStatus) -> None:
-    """Say once why a job did not end well, or cannot be asked: NeMo-Run shows only the state."""
+    """Say once why a job waits, did not end well, or cannot be asked: NeMo-Run shows the state."""
     about = job.record.dispatcher if status.reason is Reason.UNDISPATCHED else job.id
+    if status.reason in _WAITS:
+        about = job.record.exp_dir.name
     said = (about, status.state, status.reason)
-    if not status.reason.is_trouble or said in _reported:
+    is_told = status.reason.is_trouble or (status.reason in _WAITS and status.detail)
+    if not is_told or said in _reported:
         return
     _reported.add(said)
     CONSOLE.log(escape(f"{job.id} is {status.state.value}: {status.message}"))
 
 
-def _told(log: Iterable[str]) -> Iterator[str]:
+def _told(log: Iterable[str], job: RemoteJob) -> Iterator[str]:
     """The log as far as it can be read: an error would end NeMo-Run's thread in a traceback.
 
     The end of the log says nothing about the job.
@@ -278,7 +290,11 @@ def _told(log: Iterable[str]) -> Iterator[str]:
     try:
         yield from log
     except NemoRunRayError as error:
-        CONSOLE.log(escape(str(error)))
+        gone = job.id, JobState.LOST, Reason.CLUSTER_GONE
+        if gone not in _reported:
+            CONSOLE.log(escape(str(error)))
+        if isinstance(error, JobError) and job.status.state is JobState.LOST:
+            _reported.add(gone)  # the error says it
 
 
 def create_scheduler(session_name: str, **kwargs: Any) -> RayJobsScheduler:

@@ -26,6 +26,9 @@ def describe(planned: JobPlan, cluster: str, uploads: list[str]) -> str:
     lines += _describe_turn(planned)
     if isinstance(spec, JobSpec):
         lines += _describe_task(spec, _words(planned.reservation), planned.runtime_env)
+        if planned.as_group is not None and planned.selector_since is not None:
+            first = ".".join(str(part) for part in planned.selector_since)
+            lines.append(f"labels    before Ray {first} a group's driver places it by them")
         return "\n".join(lines + [f"sends     {upload}" for upload in uploads])
     lines.append(f"strategy  {spec.strategy}, all {len(spec.roles)} role(s) at once or none")
     lines += [f"sends     {upload}" for upload in uploads]
@@ -63,6 +66,7 @@ def _describe_turn(planned: JobPlan) -> list[str]:
 def _describe_task(spec: JobSpec, reserves: str, runtime_env: Mapping[str, Any]) -> list[str]:
     lines = [
         f"command   {shlex.join(spec.argv)}",
+        *_describe_shell(spec),
         f"reserves  {reserves or 'nothing'}",
         f"folder    {spec.cwd or 'a private run directory on the node'}",
     ]
@@ -70,6 +74,14 @@ def _describe_task(spec: JobSpec, reserves: str, runtime_env: Mapping[str, Any])
         lines.append(f"runtime   {_CREDENTIALS.sub('***@', str(dict(runtime_env)))}")
     lines += [f"env       {name}={value}" for name, value in sorted(spec.env.items())]
     lines += [f"secret    {name}=***" for name in spec.secrets]
+    return lines
+
+
+def _describe_shell(spec: JobSpec) -> list[str]:
+    """The lines about the shell that starts the command, if one does."""
+    lines = ["shell     bash -l: the node's profile sets PATH"] if spec.login_shell else []
+    for command in spec.startup:
+        lines.append("before    " + "\n          ".join(command.splitlines()))
     return lines
 
 

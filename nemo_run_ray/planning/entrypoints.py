@@ -5,7 +5,7 @@ from __future__ import annotations
 import shlex
 from collections.abc import Sequence
 
-#: Name of the package in the job archive.
+#: Name under which the half on the cluster is sent.
 REMOTE_PACKAGE = "nemo_run_ray_remote"
 #: How often one dispatcher's job starts it, when it is killed again and again.
 _DISPATCHER_STARTS = 100
@@ -49,8 +49,8 @@ def _find(pythons: Sequence[str]) -> str:
     """Shell text that finds the first of these that runs; one may be the shim of a version manager
     that has no version."""
     names = " ".join(shlex.quote(python) for python in pythons)
-    return f'for p in {names}; do {_FOUND} -c "" 2>/dev/null && break; done; '
+    return f'for p in {names}; do {_FOUND} -S -c "" 2>/dev/null && break; done; '
 
 
 def _start(python: str, arguments: Sequence[str]) -> str:
-    return f"{python} -m {REMOTE_PACKAGE}.start {shlex.join(arguments)}"
+    return f"{python} -S -m {REMOTE_PACKAGE}.start {shlex.join(arguments)}"

@@ -29,6 +29,8 @@ _OF_ROLES = (
     "pending_timeout_s",
     "wait_for_nodes",
     "keep_run_dir",
+    "entrypoint_shell",
+    "startup_commands",
     "python",
 )
 

@@ -6,8 +6,9 @@ are read.
 
 from __future__ import annotations
 
+import copy
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -19,6 +20,8 @@ from nemo_run_ray.executor import RayExecutor
 from nemo_run_ray.ids import safe_id
 from nemo_run_ray.planning.entrypoints import entrypoint
 from nemo_run_ray.planning.roles import (
+    BUNDLE_SELECTORS_SINCE,
+    ROLE_MAX,
     group_spec,
     needs_group_driver,
     packagers,
@@ -42,6 +45,21 @@ _STOP_MARGIN_S = 10
 
 
 @dataclass(frozen=True)
+class GroupForm:
+    """A single task as a group of one role: what runs it on a Ray without its label selectors.
+
+    Such a Ray knows them of a group's bundles only.
+
+    Attributes:
+        spec: what the group's driver is told.
+        packagers: of the role, by its name.
+    """
+
+    spec: GroupSpec
+    packagers: dict[str, Packager]
+
+
+@dataclass(frozen=True)
 class JobPlan:
     """One job, ready to be given addresses and sent.
 
@@ -53,9 +71,13 @@ class JobPlan:
         runtime_env: the user's, to which the archives are added.
         packagers: of the roles whose code is sent, by the role's name.
         selector_since: first version of Ray that knows what it asks for, if it matters.
+        as_group: the other form of a single task, for an older Ray.
+        secret_places: where the values of secrets come from that are not those of the caller's
+            variables of their names: other variables, or files, by the secret's name.
         runs_here: the code stays where it is.
         after: names of the experiment's jobs on this cluster that must have succeeded.
-        outside: handles of other experiments' jobs that must have succeeded.
+        outside: handles of other experiments' jobs that must have succeeded; the planned one has
+            names of experiments too, which the scheduler looks up.
         retries: further attempts after a failure.
         permanent_exit_codes: that no further attempt would change.
         max_in_flight: so many of the experiment's jobs at once at most.
@@ -69,6 +91,8 @@ class JobPlan:
     runtime_env: dict[str, Any] = field(default_factory=dict)
     packagers: dict[str, Packager] = field(default_factory=dict)
     selector_since: tuple[int, int] | None = None
+    as_group: GroupForm | None = None
+    secret_places: dict[str, tuple[str, ...]] = field(default_factory=dict)
     runs_here: bool = False
     after: tuple[str, ...] = ()
     outside: tuple[str, ...] = ()
@@ -83,6 +107,21 @@ class JobPlan:
         timed = self.pending_timeout_s is not None
         return bool(self.after or self.outside or self.retries or self.max_in_flight or timed)
 
+    def for_ray(self, version: tuple[int, ...]) -> JobPlan:
+        """The plan in the form that a Ray of this version carries out, if it can at all."""
+        is_old = self.selector_since is not None and version < self.selector_since
+        if self.as_group is None or not is_old:
+            return self
+        return replace(
+            self,
+            spec=self.as_group.spec,
+            packagers=self.as_group.packagers,
+            reservation={},
+            runtime_env={},
+            selector_since=BUNDLE_SELECTORS_SINCE,
+            as_group=None,
+        )
+
     @property
     def spec_name(self) -> str:
         """Name of the job inside the job archive; equal for equal jobs of other experiments."""
@@ -93,7 +132,7 @@ class JobPlan:
 
         Args:
             code: URIs of the code archives, by the names in ``packagers``.
-            archives: URIs of the job archive and of the archive of secrets.
+            archives: URIs, first of the package, then of the job and of its secrets.
             nonce: tells this submission from any other of the same id.
         """
         variables = dict(self.runtime_env.get("env_vars", {}))
@@ -144,7 +183,8 @@ class JobPlan:
             outside=tuple(outside),
             retries=self.retries,
             permanent_exit_codes=self.permanent_exit_codes,
-            pending_timeout_s=self.pending_timeout_s,
+            # A group gives itself up: its driver knows whether it is placed.
+            pending_timeout_s=None if isinstance(self.spec, GroupSpec) else self.pending_timeout_s,
             secrets=self.spec.secrets,
         )
 
@@ -164,8 +204,9 @@ def plan(app: AppDef, executor: RayExecutor, submission_id: str, job: str) -> Jo
         ConfigError: a field of the executor is wrong, or asks for what this version cannot do.
     """
     executor.check()
-    ships = packagers(app, executor)
+    executor = executor.resolved()
     spec: JobSpec | GroupSpec
+    as_group = None
     if needs_group_driver(app, executor):
         spec, reservation, runtime_env = group_spec(app, executor), {}, {}
     else:
@@ -173,22 +214,55 @@ def plan(app: AppDef, executor: RayExecutor, submission_id: str, job: str) -> Jo
         spec = task_spec(app.roles[0], executor)
         spec = replace(spec, env={**spec.env, **_macro_environment(executor)})
         reservation, runtime_env = _reservation(executor), resolve(executor.runtime_env)
+        as_group = _as_group(app, executor) if executor.label_selector else None
     return JobPlan(
         job=job,
         submission_id=submission_id,
         spec=spec,
         reservation=reservation,
         runtime_env=runtime_env,
-        packagers=ships,
+        packagers=packagers(app, executor),
         selector_since=selector_since(spec, executor),
+        as_group=as_group,
+        secret_places=joined_places(
+            one.secret_places for one in (executor, *executor.resource_group)
+        ),
         runs_here=executor.resolve_cluster().runs_here,
         outside=tuple(executor.dependencies),
         retries=executor.retries,
         permanent_exit_codes=tuple(executor.permanent_exit_codes),
         max_in_flight=executor.max_in_flight,
-        # A group gives itself up: its driver knows whether it is placed.
+        # With nothing else, a group needs no dispatcher for it: it gives itself up.
         pending_timeout_s=None if needs_group_driver(app, executor) else executor.pending_timeout_s,
     )
+
+
+def joined_places(
+    several: Iterable[Mapping[str, Sequence[str]]],
+) -> dict[str, tuple[str, ...]]:
+    """The places of several executors' or jobs' secrets, which are sent together.
+
+    Raises:
+        ConfigError: they differ about a secret.
+    """
+    joined: dict[str, tuple[str, ...]] = {}
+    for places in several:
+        for name, found in places.items():
+            if joined.setdefault(name, tuple(found)) != tuple(found):
+                raise ConfigError(
+                    f"The secret {name} comes from {', '.join(joined[name])} by one cluster file, "
+                    f"and from {', '.join(found)} by another; jobs that are handed over together "
+                    "have one value of it. Give them different names, or one file."
+                )
+    return joined
+
+
+def _as_group(app: AppDef, executor: RayExecutor) -> GroupForm:
+    own = copy.copy(executor)  # the user's own stays as it is
+    own.role = safe_id(executor.role or app.roles[0].name)[:ROLE_MAX]
+    # Ray waits for a node to join for a task too.
+    own.wait_for_nodes = True
+    return GroupForm(group_spec(app, own), packagers(app, own))
 
 
 def _check_alone(executor: RayExecutor) -> None:
@@ -212,15 +286,21 @@ def nonce_of(row: JobRow) -> str:
 
 def in_folder(planned: JobPlan, cwd: str) -> JobPlan:
     """The plan of a job on this machine: what ships no code runs in the caller's folder."""
-    spec = planned.spec
-    if isinstance(spec, JobSpec):
-        return replace(planned, spec=_moved(spec, cwd))
+    group = planned.as_group
+    if group is not None:
+        planned = replace(planned, as_group=replace(group, spec=_moved_roles(group.spec, cwd)))
+    if isinstance(planned.spec, JobSpec):
+        return replace(planned, spec=_moved(planned.spec, cwd))
+    return replace(planned, spec=_moved_roles(planned.spec, cwd))
+
+
+def _moved_roles(spec: GroupSpec, cwd: str) -> GroupSpec:
     roles = tuple(
         # A container does not have the caller's folder.
         role if is_container(role.runtime_env) else replace(role, task=_moved(role.task, cwd))
         for role in spec.roles
     )
-    return replace(planned, spec=replace(spec, roles=roles))
+    return replace(spec, roles=roles)
 
 
 def _moved(spec: JobSpec, cwd: str) -> JobSpec:

@@ -6,8 +6,8 @@ import copy
 import re
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
 
+from nemo_run.core.packaging.base import Packager
 from torchx.specs import AppDef, Role
 
 from nemo_run_ray.errors import ConfigError
@@ -24,9 +24,13 @@ from nemo_run_ray.planning.group_checks import check_probe, check_together, chec
 from nemo_run_ray.remote.group.addresses import RENDEZVOUS
 from nemo_run_ray.remote.spec import GroupSpec, JobSpec, RoleSpec
 from nemo_run_ray.runtime_env import brings_python, is_container, resolve
+from nemo_run_ray.transport.folder_packager import FolderPackager, code_dir
 
 #: Longest name of a role: it is part of a folder's name on the node.
 ROLE_MAX = 48
+#: First version of Ray that knows label selectors of a job, and of a placement group's bundles. An
+#: older Ray answers a job's with 400, and has no such argument for groups (read from the wheels).
+JOB_SELECTORS_SINCE, BUNDLE_SELECTORS_SINCE = (2, 54), (2, 47)
 _ROLE = re.compile(r"[A-Za-z0-9_.-]+")
 _SPREADS = ("SPREAD", "STRICT_SPREAD")
 
@@ -57,15 +61,23 @@ def task_spec(role: Role, executor: RayExecutor) -> JobSpec:
                 "or the executor of its group, sets in clear too; leave it out there."
             )
     argv = argv_of(role, executor)
+    has_shell = executor.entrypoint_shell is not None or bool(executor.startup_commands)
     return JobSpec(
         argv=tuple(argv),
-        env={name: replace_macros(value, executor) for name, value in role.env.items()},
+        # NeMo-Run has put the variables of the code into role.env; a cluster file may have more.
+        env={
+            name: replace_macros(value, executor)
+            for name, value in {**executor.env_vars, **role.env}.items()
+        },
         python=_python(executor),
         grace_s=executor.grace_s,
         keep_run_dir=executor.keep_run_dir,
-        has_code=executor.packager_ships,
+        has_code=_code_packager(executor) is not None,
         secrets=tuple(executor.secrets),
-        config=config_of(argv),
+        # The hint of a failure asks the node's Python, which need not be that of the shell.
+        config=None if has_shell else config_of(argv),
+        login_shell=executor.entrypoint_shell == "login",
+        startup=tuple(executor.startup_commands),
     )
 
 
@@ -110,13 +122,31 @@ def group_spec(app: AppDef, executor: RayExecutor) -> GroupSpec:
     )
 
 
-def packagers(app: AppDef, executor: RayExecutor) -> dict[str, Any]:
-    """The packager of every role that ships code, by the role's name."""
-    return {
-        role_name(role, own): own.packager
-        for role, own in zip(app.roles, _executors(app, executor), strict=True)
-        if own.packager_ships
-    }
+def packagers(app: AppDef, executor: RayExecutor) -> dict[str, Packager]:
+    """The packager of every role that ships code, by the role's name.
+
+    Raises:
+        ConfigError: there is nothing where a FolderPackager expects it.
+    """
+    found = {}
+    for role, own in zip(app.roles, _executors(app, executor), strict=True):
+        packager = _code_packager(own)
+        if isinstance(packager, FolderPackager):
+            packager.check()
+        if packager is not None:
+            found[role_name(role, own)] = packager
+    return found
+
+
+def _code_packager(executor: RayExecutor) -> Packager | None:
+    """What packs the code that is sent; ``None`` when none is.
+
+    Where the packager sends none, it is what NEMO_RUN_CODE_DIR names, for a cluster that does not
+    see the caller's files.
+    """
+    if executor.packager_ships:
+        return executor.packager
+    return None if executor.resolve_cluster().runs_here else code_dir()
 
 
 def _executors(app: AppDef, executor: RayExecutor) -> list[RayExecutor]:
@@ -213,11 +243,10 @@ def _spread(roles: list[RoleSpec], executors: list[RayExecutor]) -> list[RoleSpe
 def selector_since(spec: JobSpec | GroupSpec, executor: RayExecutor) -> tuple[int, int] | None:
     """The first version of Ray that can do what the label selectors ask for.
 
-    An older Ray answers a job's with 400, and has no such argument for placement groups (read from
-    the wheels); there custom resources do for a group.
+    For a group on an older Ray custom resources do.
     """
     if isinstance(spec, JobSpec):
-        return (2, 54) if executor.label_selector else None
+        return JOB_SELECTORS_SINCE if executor.label_selector else None
     for role in spec.roles:
         own: Mapping[str, float] = {
             name: amount
@@ -225,5 +254,5 @@ def selector_since(spec: JobSpec | GroupSpec, executor: RayExecutor) -> tuple[in
             if name not in ("CPU", "GPU", "memory")
         }
         if role.spread or (role.label_selector and not own):
-            return (2, 47)
+            return BUNDLE_SELECTORS_SINCE
     return None

@@ -7,15 +7,12 @@ id> <nonce>`` hands the jobs of a dispatch over. ``start.py`` calls it.
 from __future__ import annotations
 
 import os
-import secrets
 import sys
 
-from . import FOLDER
 from .node import command
-from .node.missing_modules import explain
 from .node.output import PREFIX, end_mark, say
 from .node.process import Runner, keep
-from .node.rundir import DISPATCH, RunDir, archived, take_secrets
+from .node.rundir import DISPATCH, SPEC, RunDir, archived, jobs_folder, take_secrets
 from .spec import DispatchSpec, GroupSpec, JobSpec, from_json
 
 
@@ -27,7 +24,7 @@ def main(argv: list[str]) -> int:
         say(f"usage: task|group <job> <submission id> <nonce>, not {argv}")
         return 2
     _, job, submission_id, nonce = argv
-    tag = f"{submission_id}/{secrets.token_hex(8)}"
+    tag = f"{submission_id}/{os.urandom(8).hex()}"
     return keep(tag, nonce, lambda runner: _run(runner, job, submission_id))
 
 
@@ -47,7 +44,7 @@ def _dispatch(submission_id: str, nonce: str) -> int:
 
 
 def _run(runner: Runner, job: str, submission_id: str) -> int:
-    with open(os.path.join(FOLDER, "jobs", f"{job}.json"), encoding="utf-8") as file:
+    with open(os.path.join(jobs_folder(), job, SPEC), encoding="utf-8") as file:
         spec = from_json(file.read())
     if isinstance(spec, GroupSpec):
         from .group.driver import run
@@ -60,13 +57,15 @@ def _run(runner: Runner, job: str, submission_id: str) -> int:
 
 def _run_task(runner: Runner, spec: JobSpec, job: str, submission_id: str) -> int:
     run_dir = RunDir(submission_id)
-    run_dir.create(os.path.join(FOLDER, "payload"), job, os.getcwd() if spec.has_code else None)
+    run_dir.create(jobs_folder(), job, os.getcwd() if spec.has_code else None)
     try:
         env = command.environment(spec, run_dir, os.environ, take_secrets(spec.secrets))
         cwd = spec.cwd or run_dir.code
         code = runner.run(command.words(spec, run_dir, env), env, cwd, spec.grace_s)
         if code != 0 and spec.config is not None and not runner.cancelled:
-            hint = explain(os.path.join(run_dir.root, spec.config), env, cwd)
+            from .node.missing_modules import explain
+
+            hint = explain(run_dir.root, spec.config, env, cwd)
             if hint is not None:
                 say(hint)
         return code

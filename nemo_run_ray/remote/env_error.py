@@ -12,9 +12,13 @@ _UV = re.compile(r"^(?:error:|\N{MULTIPLICATION SIGN}) (?P<words>.+)$")
 _UV_MORE = re.compile(r"^(?:╰─▶|├─▶|│|cause:|hint:|Caused by:)\s*(?P<words>.*)$")
 #: Podman's output, for a container.
 _PODMAN = re.compile(r"stderr=(?P<words>.*)$")
+#: Ray's line where a node has no podman.
+_NO_PODMAN = re.compile(r"^FileNotFoundError: .*No such file or directory: 'podman'$")
 #: The last line of a traceback.
 _RAISED = re.compile(r"^(?:[\w.]+\.)?(?P<kind>\w*(?:Error|Exception|Timeout))\b:? ?(?P<words>.*)$")
 _NEVER_THE_CAUSE = ("SubprocessCalledProcessError", "RuntimeEnvSetupError", "ActorDiedError")
+#: How Ray begins what it raises itself; the reason is in the lines below.
+_SETUP_FAILED = re.compile(r"\bRuntimeEnvSetupError: Failed to set up runtime environment\.$")
 _TIMEOUT = re.compile(r"^Failed to install runtime_env within the timeout of .+ seconds")
 #: What stands before the output of a program that failed, and how much of its end is told when
 #: nothing in it is known.
@@ -33,6 +37,8 @@ def cause_of(text: str) -> str:
     """
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     found = _last(lines, _TIMEOUT) or _last(lines, _PIP) or _of_uv(lines) or _last(lines, _PODMAN)
+    if not found and _last(lines, _NO_PODMAN):
+        return "podman is not on the PATH of that node's Ray; an image needs it"
     return found or _raised(lines) or " / ".join(_printed(lines)[-_END_LINES:])
 
 
@@ -59,8 +65,12 @@ def _of_uv(lines: List[str]) -> Optional[str]:
 
 
 def _printed(lines: List[str]) -> List[str]:
-    """What the program printed that failed; all lines when that cannot be told."""
-    begins = [number for number, line in enumerate(lines, start=1) if _OUTPUT.match(line)]
+    """What the program printed that failed, or Ray said; all lines when that cannot be told."""
+    begins = [
+        number
+        for number, line in enumerate(lines, start=1)
+        if _OUTPUT.match(line) or _SETUP_FAILED.search(line)
+    ]
     return (lines[begins[-1] :] if begins else []) or lines
 
 

@@ -10,6 +10,7 @@ class JobRow(TypedDict, total=False):
 
     Keys:
         submission_id: ``None`` of a job that was not submitted by the Jobs API.
+        job_id: Ray's number of the program that it runs; ``None`` of one that is not Ray's.
         status: a word of Ray's, see ``states.FROM_RAY``.
         message: why, in Ray's words, with the end of the log.
         error_type: of a failure, see ``states.FROM_RAY_ERROR``.
@@ -19,6 +20,7 @@ class JobRow(TypedDict, total=False):
     """
 
     submission_id: Optional[str]
+    job_id: Optional[str]
     status: str
     entrypoint: str
     message: Optional[str]

@@ -22,7 +22,7 @@ class JobSpec:
     """One task as the node runs it. It names no experiment, so equal tasks make equal archives.
 
     Attributes:
-        argv: the command, word by word; never seen by a shell.
+        argv: the command, word by word; no shell ever reads it as text.
         env: variables for the command, over those that Ray gave the job.
         cwd: absolute folder to run in, or ``None`` for ``code/`` of the run directory.
         python: interpreter asked for; its folder comes first on ``PATH``, as after an activation.
@@ -31,6 +31,8 @@ class JobSpec:
         has_code: Ray's working directory holds the user's code.
         secrets: names of the variables that arrive in an archive of their own.
         config: path below the run directory of NeMo-Run's serialised task, to explain failures.
+        login_shell: a login shell starts the command, so that the profile sets ``PATH`` and others.
+        startup: shell commands that run before the command in the same shell; each must succeed.
     """
 
     argv: Tuple[str, ...]
@@ -42,6 +44,8 @@ class JobSpec:
     has_code: bool = False
     secrets: Tuple[str, ...] = ()
     config: Optional[str] = None
+    login_shell: bool = False
+    startup: Tuple[str, ...] = ()
 
     def to_json(self) -> str:
         return _dump("task", self)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import re
+import shlex
 import signal
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any, Mapping
 
 from .env_error import cause_of
+from .exit_words import meaning
 from .rows import JobRow
 
 
@@ -60,6 +62,7 @@ class Reason(str, Enum):
     TURN = "waits for its turn"
     RETRY = "waits for its next attempt"
     UNDISPATCHED = "its dispatcher is not at work"
+    ROOM = "waits for room"
     BUILDING = "its runtime environment is being built"
     REBUILDING = "its runtime environment failed to build, Ray tries again"
     NOT_SUBMITTED = "never reached the cluster"
@@ -74,7 +77,7 @@ class Reason(str, Enum):
         return self not in _CALM
 
 
-_CALM = {Reason.NONE, Reason.WAITS, Reason.TURN, Reason.BUILDING}
+_CALM = {Reason.NONE, Reason.WAITS, Reason.TURN, Reason.ROOM, Reason.BUILDING}
 
 
 class Phase(str, Enum):
@@ -163,23 +166,23 @@ FROM_CAUSE = {
     Cause.NODE_DIED: Reason.NODE_DIED,
 }
 
-#: One next step for every reason, in words.
+#: One next step for every reason, in words; what is in braces the client knows.
 NEXT_STEP = {
     Reason.NONE: "",
-    Reason.EXIT_CODE: "Its whole log: `nemo-run-ray logs <its id>`, or `nemo experiment logs`.",
+    Reason.EXIT_CODE: "Its whole log: `nemo-run-ray logs {job}`.",
     Reason.SIGNAL: "SIGKILL is often the node's memory: see the node's metrics in Ray's dashboard.",
     Reason.RUNTIME_ENV: "Correct `runtime_env`. Ray's own message, with its traceback, is in the "
     "job's log.",
+    Reason.ROOM: "",
     Reason.BUILDING: "",
     Reason.REBUILDING: "Wait for it if the network was the cause; else cancel the job and correct "
     "`runtime_env`.",
     Reason.START_TIMEOUT: "Ask for less, or raise RAY_JOB_START_TIMEOUT_SECONDS on the cluster.",
     Reason.NOT_PLACED: "Ask for less, or raise RayExecutor.pending_timeout_s.",
-    Reason.UNSCHEDULABLE: "Ask for resources and labels that nodes of this cluster have; a group "
-    "can wait for nodes to join: RayExecutor(wait_for_nodes=True).",
+    Reason.UNSCHEDULABLE: "Ask for resources and labels that nodes of this cluster have, or add "
+    "such nodes: a task waits for them, a group does with RayExecutor(wait_for_nodes=True).",
     Reason.NODE_DIED: "Look at the cluster's nodes in Ray's dashboard, then run it again.",
-    Reason.NOT_STARTED: "Correct what the message names (an image needs podman on the node) and "
-    "run it again.",
+    Reason.NOT_STARTED: "Correct what the message names and run it again.",
     Reason.NOT_READY: "Look at the service's lines in the log, or raise the probe's timeout_s.",
     Reason.SERVICE_ENDED: "Look at the service's lines in the log; `retries` starts it again.",
     Reason.CANCELLED: "Run it again when you want it.",
@@ -187,9 +190,9 @@ NEXT_STEP = {
     Reason.WAITS: "",
     Reason.TURN: "",
     Reason.RETRY: "Nothing needs to be done: it is started again by itself.",
-    Reason.UNDISPATCHED: "`nemo-run-ray resume <experiment>` starts it again, and so does a client "
+    Reason.UNDISPATCHED: "`nemo-run-ray resume {experiment}` starts it again, and so does a client "
     "that waits.",
-    Reason.NOT_SUBMITTED: "`nemo-run-ray resume <experiment>` hands it over now.",
+    Reason.NOT_SUBMITTED: "`nemo-run-ray resume {experiment}` hands it over now.",
     Reason.TAKEN: "Give the experiment another id or title and run it again.",
     Reason.CLUSTER_GONE: "Run it again: what it had written to other places is still there.",
     Reason.UNREACHABLE: "Nothing is lost while the cluster lives: look again when it answers.",
@@ -217,6 +220,8 @@ class JobStatus:
         attempt: number of the attempt that it tells of, from 1; 0 before the first.
         waits_for: names of the jobs that must succeed before it is started.
         tail: the last lines of its log, where Ray has them.
+        job: its id, for the next step; empty on the cluster, which shows none.
+        experiment: that of its experiment, likewise.
     """
 
     state: JobState
@@ -226,6 +231,8 @@ class JobStatus:
     attempt: int = 1
     waits_for: tuple[str, ...] = ()
     tail: str = ""
+    job: str = field(default="", compare=False)
+    experiment: str = field(default="", compare=False)
 
     @property
     def message(self) -> str:
@@ -233,7 +240,12 @@ class JobStatus:
         if not self.reason.is_trouble:
             return self.detail
         tail = f"; the last lines of its log:\n{self.tail}" if self.tail else ""
-        return f"{self.detail or self.reason.value}{tail}\n{NEXT_STEP[self.reason]}".strip()
+        names = {
+            "job": shlex.quote(self.job) if self.job else "<its id>",
+            "experiment": shlex.quote(self.experiment) if self.experiment else "<its experiment>",
+        }
+        next_step = NEXT_STEP[self.reason].format(**names)
+        return f"{self.detail or self.reason.value}{tail}\n{next_step}".strip()
 
     def to_json(self) -> dict[str, Any]:
         """The status as it is written down when it is the last one."""
@@ -325,4 +337,5 @@ def status_of_row(row: JobRow) -> JobStatus:
         if reason is Reason.NOT_STARTED:  # the words say all; a traceback of Ray's may follow
             return JobStatus(state, reason, cause, node)
     lines = [line for line in tail.splitlines() if not _FRAME.search(line)]
+    cause += meaning(code, "\n".join(lines))
     return JobStatus(state, reason, cause, node, tail="\n".join(lines))

@@ -22,6 +22,7 @@ class Span:
         posted_at: when Ray got it.
         running_at: when it was first seen running; ``None`` when no process saw that.
         ended_at: ``None`` while it goes on, and when no process saw its end.
+        seen_at: when one whose end was not seen was last seen going on; ``None`` for all others.
         outcome: its state in one word.
         reason: why, in words.
     """
@@ -34,6 +35,7 @@ class Span:
     ended_at: float | None
     outcome: str
     reason: str
+    seen_at: float | None = None
 
     @property
     def said(self) -> str:
@@ -134,7 +136,7 @@ def axis_of(rows: Sequence[Row], began_at: float, now: float) -> Axis:
     # A cluster's clock may be off by much: whatever it said is on the axis.
     known = [began_at, now] if is_live else [began_at]
     for attempt in (attempt for row in rows for attempt in row.attempts):
-        moments = (attempt.posted_at, attempt.running_at, attempt.ended_at)
+        moments = (attempt.posted_at, attempt.running_at, attempt.ended_at, attempt.seen_at)
         known += [at for at in moments if at is not None]
     return Axis(min(known), max(*known, min(known) + 1), is_live)
 
@@ -162,7 +164,7 @@ def lanes_of(rows: Sequence[Row], axis: Axis, began_at: float) -> list[Lane]:
 def span_of(attempt: Span, axis: Axis) -> tuple[float, float, float]:
     """The moments posted, running and ended, in this order whatever the clocks say."""
     posted = attempt.posted_at
-    ended = max(posted, _or(attempt.ended_at, axis.end))
+    ended = max(posted, _or(attempt.ended_at, _or(attempt.seen_at, axis.end)))
     is_pending = attempt.ended_at is None and attempt.outcome == "PENDING"
     running = _or(attempt.running_at, ended if is_pending else posted)
     return posted, min(max(posted, running), ended), ended

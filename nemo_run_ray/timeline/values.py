@@ -127,6 +127,7 @@ class JobValues:
     bars: Sequence[Rect]
     labels: Sequence[Label]
     attempts: Sequence[AttemptValues]
+    no_attempt: str
     waits_for: Neighbours | None
     runs_after: Neighbours | None
     needed_by: Neighbours | None
@@ -142,6 +143,11 @@ def ticks(axis: Axis) -> list[Tick]:
 def arrows(lanes: Sequence[Lane], axis: Axis) -> list[Arrow]:
     pairs = [(lanes[number], lane) for lane in lanes for number in lane.after]
     return [_arrow(source, target, len(lanes), axis) for source, target in pairs]
+
+
+#: What is said of a job without attempts: of one that may have had some, and of any other.
+_UNSEEN = {"LOST", "UNKNOWN"}
+_NO_ATTEMPT_SEEN, _NO_ATTEMPT = "No attempt of it was seen.", "It was never submitted."
 
 
 def job_values(lanes: Sequence[Lane], axis: Axis) -> list[JobValues]:
@@ -165,6 +171,7 @@ def _job(lane: Lane, jobs: Sequence[Neighbour], axis: Axis) -> JobValues:
         bars=[_rect(bar, axis) for bar in bars_of(lane, axis)],
         labels=list(_labels(row.attempts, axis)),
         attempts=[_attempt(attempt, axis) for attempt in row.attempts],
+        no_attempt=_NO_ATTEMPT_SEEN if row.known in _UNSEEN else _NO_ATTEMPT,
         waits_for=_neighbours((), row.waits_for),
         runs_after=_neighbours([jobs[number] for number in lane.after], lane.strangers),
         needed_by=_neighbours([jobs[number] for number in lane.before], ()),
@@ -231,13 +238,16 @@ def _labels(attempts: Sequence[Span], axis: Axis) -> Iterator[Label]:
 def _attempt(attempt: Span, axis: Axis) -> AttemptValues:
     posted, running, ended = span_of(attempt, axis)
     is_seen, is_over = attempt.running_at is not None, attempt.ended_at is not None
+    not_seen = "not seen"
+    if attempt.seen_at is not None:
+        not_seen += f"; last seen going on {utc(attempt.seen_at)}"
     return AttemptValues(
         number=attempt.number,
         state=known_state(attempt.outcome).lower(),
         said=attempt.said,
         posted=utc(posted),
         running=f"{utc(running)}, {length(running - posted)} later" if is_seen else "not seen",
-        ended=f"{utc(ended)}, {length(ended - running)} later" if is_over else "not seen",
+        ended=f"{utc(ended)}, {length(ended - running)} later" if is_over else not_seen,
         submission_id=attempt.submission_id,
         node=attempt.node,
     )

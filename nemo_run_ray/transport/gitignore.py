@@ -30,7 +30,7 @@ def ignored(root: Path, names: Sequence[str]) -> set[str]:
         return set()
     if git is None:
         raise TransportError(
-            f"ShipSource: {root} has .gitignore files, and git, which knows what they mean, is not "
+            f"{root} has .gitignore files, and git, which knows what they mean, is not "
             "installed. Install it; nothing was sent."
         )
     if not inside:
@@ -74,7 +74,7 @@ def _asked(git: list[str], folder: Path, names: Sequence[str]) -> set[str]:
 
 def _git_failed(folder: Path, done: subprocess.CompletedProcess[bytes]) -> TransportError:
     return TransportError(
-        f"ShipSource: git cannot say in {folder} what .gitignore keeps here: "
+        f"git cannot say in {folder} what .gitignore keeps here: "
         f"{done.stderr.decode(errors='replace').strip()}. Nothing was sent; does `git status` work "
         "there?"
     )

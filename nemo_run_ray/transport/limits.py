@@ -53,12 +53,15 @@ def dgxcloud(nodes: int) -> Limits:
 MOST_SOURCE_BYTES = 200_000_000
 
 
-def check_source(sizes: Sequence[tuple[str, int]], most_bytes: int) -> None:
+def check_source(
+    sizes: Sequence[tuple[str, int]], most_bytes: int, where: str = "ShipSource"
+) -> None:
     """Refuse a tree that is too large even to be compressed.
 
     Args:
         sizes: the files, with their sizes in bytes.
         most_bytes: of all of them.
+        where: what would send them, for the message.
 
     Raises:
         SourceTooLarge: they have more; the message has the limit, the size and the largest files.
@@ -66,7 +69,7 @@ def check_source(sizes: Sequence[tuple[str, int]], most_bytes: int) -> None:
     found = sum(size_bytes for _, size_bytes in sizes)
     if found > most_bytes:
         largest = sorted(sizes, key=lambda file: (-file[1], file[0]))[:10]
-        _refuse("ShipSource", "the files", found, most_bytes, largest)
+        _refuse(where, "the files", found, most_bytes, largest)
 
 
 def check(

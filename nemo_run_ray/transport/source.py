@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import fnmatch
 import itertools
-import os
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -13,7 +11,8 @@ from pathlib import Path, PurePosixPath
 
 from nemo_run_ray.errors import TransportError
 from nemo_run_ray.transport import gitignore, limits
-from nemo_run_ray.transport.encode import Entry, File, Link
+from nemo_run_ray.transport.encode import Entry, File
+from nemo_run_ray.transport.tree import matches, read_entry, walk, with_links
 
 #: Names, or patterns of names, of files and folders that are left out unless ``include`` names
 #: them: caches, environments, data and models.
@@ -88,16 +87,16 @@ def collect(
     if not root.is_dir():
         raise TransportError(f"ShipSource: there is no folder {root}. Nothing was sent.")
     roots = import_roots(root)
-    asked = {name for name in _globbed(root, include) if not _matches(name, exclude)}
+    asked = {name for name in _globbed(root, include) if not matches(name, exclude)}
     asked |= _wanted(scripts, exclude)
     others = _candidates(root, roots, scripts, collections, exclude) - asked
     left_out = sorted(name for name in others if _is_left_out(name))
     found = sorted(others.difference(left_out))
     ignored = gitignore.ignored(root, found)
     names = asked | {name for name in found if name not in ignored}
-    chosen = sorted({path for name in names for path in _with_links(root, name)})
+    chosen = sorted({path for name in names for path in with_links(root, name)})
     _check_chosen(root, chosen, most_bytes)
-    tree = {name: _read(root, name, chosen) for name in chosen}
+    tree = {name: read_entry(root, name, chosen) for name in chosen}
     return Source(tree, roots, tuple(sorted(ignored)), tuple(left_out))
 
 
@@ -147,10 +146,10 @@ def _candidates(
     if roots == (".",):
         for path in sorted(root.iterdir()):
             if path.suffix == ".py" or (path / "__init__.py").is_file():
-                names.update(_walk(root, path))
+                names.update(walk(root, path))
     else:
         for base in roots:
-            names.update(_walk(root, root / base))
+            names.update(walk(root, root / base))
     for script in scripts:
         names.add(script)
         names.update(_beside(root, root / script))
@@ -158,7 +157,7 @@ def _candidates(
     return {
         name
         for name in names
-        if not _matches(name, exclude) and not _is_other_family(root, name, families)
+        if not matches(name, exclude) and not _is_other_family(root, name, families)
     }
 
 
@@ -170,7 +169,7 @@ def _beside(root: Path, script: Path) -> Iterator[str]:
             break
         package = folder
     if package is not None:
-        yield from _walk(root, package)
+        yield from walk(root, package)
         return
     for path in script.parent.iterdir():
         if path.is_file() and (script.parent != root or path.suffix == ".py"):
@@ -179,31 +178,12 @@ def _beside(root: Path, script: Path) -> Iterator[str]:
 
 def _wanted(scripts: Iterable[str], exclude: Sequence[str]) -> set[str]:
     for script in scripts:
-        if _matches(script, exclude):
+        if matches(script, exclude):
             raise TransportError(
                 f"ShipSource: exclude={list(exclude)} keeps {script} here, which the task runs. "
                 "Nothing was sent."
             )
     return set(scripts)
-
-
-def _walk(root: Path, start: Path) -> Iterator[str]:
-    if start.is_symlink() or not start.is_dir():
-        yield start.relative_to(root).as_posix()
-        return
-
-    def refuse(error: OSError) -> None:
-        raise _unreadable(Path(error.filename), error)
-
-    for folder, folders, files in os.walk(start, onerror=refuse):
-        links = [subfolder for subfolder in folders if Path(folder, subfolder).is_symlink()]
-        for name in files + links:
-            yield Path(folder, name).relative_to(root).as_posix()
-        folders[:] = sorted(
-            subfolder
-            for subfolder in folders
-            if subfolder not in links and subfolder != "__pycache__"
-        )
 
 
 def _globbed(root: Path, patterns: Iterable[str]) -> Iterator[str]:
@@ -217,17 +197,7 @@ def _globbed(root: Path, patterns: Iterable[str]) -> Iterator[str]:
         if not found:
             raise TransportError(f"ShipSource: include={pattern!r} names nothing in {root}.")
         for path in found:
-            yield from _walk(root, path)
-
-
-def _matches(name: str, patterns: Iterable[str]) -> bool:
-    path = PurePosixPath(name)
-    wholes = [name, *(str(parent) for parent in path.parents)]
-    return any(
-        fnmatch.fnmatchcase(part, str(PurePosixPath(pattern)))
-        for pattern in patterns
-        for part in (*wholes, *path.parts)
-    )
+            yield from walk(root, path)
 
 
 def _is_left_out(name: str) -> bool:
@@ -255,68 +225,6 @@ def _is_other_family(root: Path, name: str, families: dict[str, set[str]]) -> bo
             folder = root.joinpath(*parts[: depth + 1])
             return any((folder / family).is_dir() for family in wanted)
     return False
-
-
-def _with_links(root: Path, name: str) -> Iterator[str]:
-    """The name without links to folders on its way, and those links."""
-    yield _behind_links(root, name)
-    for folder in list(PurePosixPath(name).parents)[:-1]:
-        if (root / folder).is_symlink():
-            yield _behind_links(root, str(folder))
-
-
-def _behind_links(root: Path, name: str) -> str:
-    """The name without links to folders of the tree, which are sent as links."""
-    path = root / name
-    real = path.parent.resolve() / path.name
-    inside = real.is_relative_to(root.resolve())
-    return real.relative_to(root.resolve()).as_posix() if inside else name
-
-
-def _read(root: Path, name: str, chosen: Sequence[str]) -> Entry:
-    path = root / name
-    try:
-        target = path.resolve()
-        if path.is_symlink():
-            with contextlib.suppress(FileNotFoundError):  # it may point to nothing, here
-                path.stat()
-    except (OSError, RuntimeError) as error:  # a loop of links; from 3.13 resolve() keeps quiet
-        raise TransportError(
-            f"ShipSource: {path} cannot be followed: {error}. Leave it out with "
-            f"exclude=[{name!r}]. Nothing was sent."
-        ) from error
-    if not target.is_relative_to(root.resolve()):
-        raise TransportError(
-            f"ShipSource: {path} is a link to {target}, out of the tree, or lies behind one. Copy "
-            f"what it points to, or leave it out with exclude=[{name!r}]. Nothing was sent."
-        )
-    if path.is_symlink():
-        aim = target.relative_to(root.resolve()).as_posix()
-        if aim in chosen or not target.exists() or _is_above(aim, chosen):
-            return Link(os.path.relpath(target, path.parent.resolve()))
-        if target.is_dir():
-            raise TransportError(
-                f"ShipSource: {path} is a link to {target}, which is not sent. Send that with "
-                f"include=[{aim!r}], or leave the link out with exclude=[{name!r}]. Nothing was "
-                "sent."
-            )
-    try:
-        is_executable = bool(path.stat().st_mode & 0o100)
-        return File(path.read_bytes(), is_executable)
-    except OSError as error:
-        raise _unreadable(path, error) from error
-
-
-def _is_above(folder: str, chosen: Sequence[str]) -> bool:
-    start = "" if folder == "." else f"{folder}/"
-    return any(name.startswith(start) for name in chosen)
-
-
-def _unreadable(path: Path, error: OSError) -> TransportError:
-    return TransportError(
-        f"ShipSource: {path} cannot be read: {error.strerror}. Make it readable, or leave it out "
-        f"with exclude=[{path.name!r}]. Nothing was sent."
-    )
 
 
 def scripts_in(text: str) -> tuple[list[str], list[str]]:

@@ -32,6 +32,18 @@ def test_existing_cluster(dashboard, token, home):
     assert python(example).returncode == 1, "without an address it says how to call it"
 
 
+def test_named_cluster(local_cluster, home):
+    example = str(ROOT / "examples" / "named_cluster.py")
+    done = python(example, cwd=home)
+
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "hello from a pool of" in done.stdout
+    wrong = python(example, "no-such-cluster", cwd=home)
+    assert wrong.returncode == 1
+    assert "There is no cluster file of the name 'no-such-cluster'" in wrong.stderr
+    assert "Traceback" not in wrong.stderr
+
+
 def test_the_readmes_first_program(local_cluster, tmp_path):
     text = (ROOT / "README.md").read_text()
     program = re.findall(r"```python\n(import nemo_run.*?)```", text, re.S)[0]

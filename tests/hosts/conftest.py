@@ -16,7 +16,16 @@ from nemo_run_ray.errors import ClusterError
 from tests import groups
 from tests.conftest import processes_where, wait_for
 from tests.hosts.head import ADDRESS as HEAD
-from tests.hosts.head import REDIS, REDIS_HOST, Head, bed
+from tests.hosts.head import (
+    FIRST,
+    REDIS,
+    REDIS_HOST,
+    Head,
+    address_of,
+    bed,
+    namespace_of,
+    share,
+)
 
 TOKEN = "a5" * 32
 #: n1 to n3 are Ray's, n4 has the Redis, and n5 is a user's own machine.
@@ -37,7 +46,9 @@ class Hosts:
         path = f"PATH={Path(sys.executable).parent}:$PATH"
         # /tmp/ray is a folder of each host's own; the rest of the file system is one for all.
         auth = f"RAY_AUTH_MODE=token RAY_AUTH_TOKEN_PATH={token}"
-        self._env = f"env TMPDIR={logs} RAY_TMPDIR=/tmp {auth} {path}"
+        # A raylet whose head is away ends after this time, and a busy machine's head needs long.
+        patient = "RAY_gcs_rpc_server_reconnect_timeout_s=300"
+        self._env = f"env TMPDIR={logs} RAY_TMPDIR=/tmp {patient} {auth} {path}"
         # A job that was about to start when the head died is given up after this time.
         head = f"{self._env} RAY_JOB_START_TIMEOUT_SECONDS=20"
         self.head = Head(logs, head, self._options("n1"), lambda: answers(self.api))
@@ -49,7 +60,7 @@ class Hosts:
     def start_worker(self, name: str) -> None:
         ray = f"{sys.executable} -m ray.scripts.scripts start --block --disable-usage-stats"
         command = (
-            f"exec {self._env} {ray} --address={HEAD}:6379 --node-ip-address=10.77.0.{name[1:]} "
+            f"{FIRST} {self._env} {ray} --address={HEAD}:6379 --node-ip-address={address_of(name)} "
             f"{self._options(name)}"
         )
         bed("spawn", name, str(self.logs / f"{name}.log"), "--", "sh", "-c", command)
@@ -67,8 +78,10 @@ class Hosts:
 
     def wait_for_nodes(self, *names: str) -> None:
         """Until Ray counts exactly these hosts as alive."""
-        wanted = {f"10.77.0.{name[1:]}" for name in names}
+        wanted = {address_of(name) for name in names}
         wait_for(lambda: {row["node_ip"] for row in self.state("nodes", "ALIVE")} == wanted, 120)
+        for name in names:
+            share(name)
 
     def state(self, kind: str, state: str) -> list[dict]:
         """What Ray's state API has of ``nodes``, ``actors`` or ``placement_groups``."""
@@ -90,9 +103,7 @@ class Hosts:
 
     def processes(self, wanted: Callable[[int, list[str]], bool]) -> list[int]:
         """The processes of these hosts, and of nobody else."""
-        spaces = {
-            bed("exec", name, "--", "readlink", "/proc/self/ns/pid").strip() for name in POOLS
-        }
+        spaces = {namespace_of(name) for name in POOLS}
 
         def is_here(pid: int, words: list[str]) -> bool:
             return os.readlink(f"/proc/{pid}/ns/pid") in spaces and wanted(pid, words)
@@ -117,7 +128,9 @@ class Hosts:
 
     def _options(self, name: str) -> str:
         pool, cpus, resources = POOLS[name]
-        return f"--num-cpus={cpus} --labels=pool={pool} --resources='{json.dumps(resources)}'"
+        # Nobody reads here what the monitor would send, and it reads all logs all the time.
+        options = f"--include-log-monitor=false --num-cpus={cpus} --labels=pool={pool}"
+        return f"{options} --resources='{json.dumps(resources)}'"
 
 
 def server(*program: str, **fields) -> groups.Role:
@@ -137,7 +150,7 @@ def answers(api: JobsApi) -> bool:
         return False
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def hosts(tmp_path_factory) -> Iterator[Hosts]:
     if os.geteuid() != 0:
         pytest.skip("network namespaces need root")
@@ -156,3 +169,11 @@ def hosts(tmp_path_factory) -> Iterator[Hosts]:
         yield found
     finally:
         bed("down")
+
+
+@pytest.fixture(autouse=True)
+def whole(hosts: Hosts) -> None:
+    """A test that fails may leave the cluster broken; the next one shall not fail for that."""
+    if not answers(hosts.api) or len(hosts.state("nodes", "ALIVE")) < len(POOLS):
+        hosts.head.kill()
+        hosts.start_anew(keeps_its_table=True)

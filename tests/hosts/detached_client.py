@@ -1,7 +1,7 @@
 """A user's program: hands a chain of twelve jobs over and dies at once.
 
 ``detached_client.py URL TITLE FOLDER``; the token is in RAY_AUTH_TOKEN, NeMo-Run's home in
-NEMORUN_HOME.
+NEMORUN_HOME. The first job ends when the folder has a file ``go``.
 """
 
 import os
@@ -24,7 +24,7 @@ wait
 GPU = {"label_selector": {"pool": "gpu"}}
 CPU = {"label_selector": {"pool": "cpu"}}
 STEPS = (
-    Step("prepare", seconds=2, fields=CPU),
+    Step("prepare", end="until test -e go; do sleep 0.2; done", fields=CPU),
     Step("train-a", ("prepare",), fields=GPU),
     Step("train-b", ("prepare",), fields=CPU),
     Step("train-c", ("prepare",)),

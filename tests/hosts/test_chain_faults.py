@@ -60,7 +60,7 @@ class Run:
 
 def kill_process(run: Run) -> None:
     def dispatchers() -> list[int]:
-        return run.hosts.processes(lambda _, words: "dispatch" in words and "-I" in words)
+        return run.hosts.processes(lambda _, words: "dispatch" in words)
 
     found = wait_for(lambda: dispatchers() or is_over(run), 60)
     if isinstance(found, list):  # else the chain was faster
@@ -159,8 +159,8 @@ def ended(exp_dir: Path) -> dict[str, tuple[str, str]] | None:
 
 @pytest.mark.parametrize(
     "faults",
-    [(kill_process, stop_job, start_second), (drop_answers, restart_dashboard), (restart_head,)],
-    ids=["dispatcher", "dashboard", "head"],
+    [(kill_process, drop_answers, restart_dashboard), (restart_head,)],
+    ids=["dispatcher and dashboard", "head"],
 )
 def test_a_chain_outlives(hosts, drop, unique, tmp_path, faults):
     print(f"seed {unique}")

@@ -43,6 +43,7 @@ def test_a_chain_completes_without_its_client(hosts, unique, tmp_path):
         early = status()
         assert early["report"]["state"] == "WAITING"
         assert set(early["report"]["waits_for"]) <= {"serve", "flaky", "alone"}
+        (work / "go").touch()
         wait_for(lambda: (work / "done-report").exists(), within_s=180)
         wait_for(lambda: all(one["state"] in ENDED for one in status().values()))
         jobs = status()

@@ -3,19 +3,18 @@
 import os
 import re
 import sys
+from pathlib import Path
 
 from tests.conftest import ROOT, python, wait_for
 from tests.hosts.conftest import TOKEN
 
+#: The environment with torch, which `make test` makes.
+TORCH = ROOT / ".venv-torch" / "bin" / "python"
 
-def run_example(hosts, name: str, *arguments: str) -> str:
-    words = (
-        str(ROOT / "examples" / name),
-        "--address",
-        hosts.cluster.url,
-        "--python",
-        sys.executable,
-    )
+
+def run_example(hosts, name: str, *arguments: str, interpreter: str | Path = sys.executable) -> str:
+    words = [str(ROOT / "examples" / name), "--address", hosts.cluster.url]
+    words += ["--python", str(interpreter)]
     done = python(*words, *arguments, env={**os.environ, "RAY_AUTH_TOKEN": TOKEN}, cwd="/")
     assert done.returncode == 0, done.stdout + done.stderr
     wait_for(lambda: not hosts.leftovers(), within_s=60)
@@ -35,7 +34,7 @@ def test_evaluate_with_server_in_three_pools(hosts):
 
 
 def test_torchrun_on_two_nodes(hosts):
-    shown = run_example(hosts, "torchrun_two_nodes.py")
+    shown = run_example(hosts, "torchrun_two_nodes.py", interpreter=TORCH)
 
     (found,) = re.findall(r"world size 4, on (.+)$", shown, re.M)
     first, second, third, fourth = found.split(", ")

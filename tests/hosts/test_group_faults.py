@@ -11,6 +11,7 @@ import pytest
 from nemo_run_ray.jobs.job import RemoteJob
 from tests.group_faults import FAULTS, Fault, pair, strike
 from tests.hosts.conftest import Hosts, bed
+from tests.hosts.head import address_of
 
 
 def kill_raylet(hosts: Hosts, job: RemoteJob, chance: random.Random) -> None:
@@ -38,7 +39,11 @@ HOST_FAULTS = {
         pair, "FAILED", "its node or its supervisor died", "server/0: node n2", kill_raylet
     ),
     "a host loses power": Fault(
-        pair, "FAILED", "its node or its supervisor died", "server/0: node n2 (10.77.0.2)", crash
+        pair,
+        "FAILED",
+        "its node or its supervisor died",
+        f"server/0: node n2 ({address_of('n2')})",
+        crash,
     ),
     "a host is cut off for 20 s": Fault(
         lambda bench: [bench.server(), bench.client("echo client runs; sleep 30")],

@@ -8,6 +8,7 @@ import time
 from tests.conftest import tool, wait_for
 from tests.groups import assert_nothing_left, finish, submit
 from tests.hosts.conftest import TOKEN, client, server
+from tests.hosts.head import address_of
 
 WHERE = 'echo "$(hostname) sees $NEMO_RUN_SERVER_HOST and $NEMO_RUN_SANDBOX_HOST"\n'
 FETCH = "{python} -c \"import urllib.request as u; print(u.urlopen('http://{at}').status)\"\n"
@@ -29,7 +30,7 @@ def test_three_pools_on_three_hosts(hosts, unique):
     assert state == "SUCCEEDED", log
     lines = [line for line in log.splitlines() if line.startswith("client/0| ")]
     assert lines == [
-        "client/0| n1 sees 10.77.0.2 and 10.77.0.3",
+        f"client/0| n1 sees {address_of('n2')} and {address_of('n3')}",
         "client/0| 200",
         "client/0| 200",
     ]
@@ -97,7 +98,7 @@ def test_status_and_logs_by_role(hosts, unique, monkeypatch):
     shown = tool("nemo-run-ray", "status", job.id).stdout
     rows = json.loads(tool("nemo-run-ray", "status", "--json", job.id).stdout)
 
-    assert re.search(r"server/0 \(service\) +ready +n2 +10\.77\.0\.2", shown), shown
+    assert re.search(rf"server/0 \(service\) +ready +n2 +{address_of('n2')}", shown), shown
     roles = {one["role"]: (one["state"], one["host"]) for one in rows[0]["roles"]}
     assert roles == {"server": ("ready", "n2"), "client": ("ready", "n1")}
     one = tool("nemo-run-ray", "logs", "--role", "client/0", job.id).stdout

@@ -4,7 +4,6 @@ import json
 import logging
 import os
 import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -19,7 +18,8 @@ from nemo_run_ray.errors import UnsupportedNemoRun
 from nemo_run_ray.patches import base
 from nemo_run_ray.patches.base import Patch
 from nemo_run_ray.patches.data_mover_configs import falls_back
-from tests.conftest import python
+from tests import warm
+from tests.conftest import tool
 from tests.patches.dgxcloud import ID
 
 #: What each of them replaces.
@@ -213,7 +213,7 @@ def _states(tmp_path: Path, value: str | None) -> subprocess.CompletedProcess:
     environment.pop(patches.VARIABLE, None)
     if value is not None:
         environment[patches.VARIABLE] = value
-    return python("-c", f"import nemo_run_ray; {_STATES}", env=environment)
+    return warm.python("-c", f"import nemo_run_ray; {_STATES}", env=environment, cwd=str(tmp_path))
 
 
 @pytest.mark.parametrize(
@@ -253,17 +253,15 @@ def test_the_command_shows_them(tmp_path):
     environment = {
         **os.environ,
         "NEMORUN_HOME": str(tmp_path),
-        "PYTHONPATH": os.pathsep.join(["", str(Path(patches.__file__).parents[2]), *sys.path]),
         patches.VARIABLE: "dgxcloud_exports",
     }
-    program = "from nemo_run_ray.cli.main import main; main()"
-    shown = python("-c", program, "patches", "--json", env=environment)
+    shown = tool("nemo-run-ray", "patches", "--json", env=environment)
     assert shown.returncode == 0, shown.stderr
     rows = {row["name"]: row for row in json.loads(shown.stdout)}
     assert set(rows) == set(patches.PATCHES)
     assert rows["dgxcloud_exports"]["state"] == "applied"
     assert rows["dgxcloud_exports"]["verified"] == ["0.9", "0.12"]
     assert all(row["why"] and row["retired_by"] for row in rows.values())
-    text = python("-c", program, "patches", env=environment).stdout
+    text = tool("nemo-run-ray", "patches", env=environment).stdout
     assert "dgxcloud_exports: applied" in text
     assert "data_mover_configs: off" in text

@@ -529,7 +529,7 @@ print(group._merge, [one.role for one in group.executors.resource_group])
 
 def test_a_process_that_has_not_imported_us_loads_it_too(saved):
     words = [sys.executable, "-c", _LOAD, saved._id]
-    done = subprocess.run(words, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(words, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines()[-1] == "True ['store', 'side', 'rpc', '']"
 

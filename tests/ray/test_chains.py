@@ -199,10 +199,16 @@ def test_what_is_not_placed_in_time_is_given_up(yard, unique, api):
         step("never", cpus_per_node=1000, pending_timeout_s=2),
         step("after", after="late"),
     )
+    reading = threading.Thread(
+        target=lambda: "".join(find_job(started.job("never")).output(follow=True))
+    )
+    reading.start()  # while it is pending
     for name in ("late", "never"):
         status = started.wait_until(name, JobState.FAILED)
         assert (status.reason, status.detail) == (Reason.NOT_PLACED, "not placed in time")
     assert started.status("after").detail == "upstream late failed"
+    reading.join(15)
+    assert not reading.is_alive(), "it follows a log that will never begin"
 
     assert started.dispatch_ends(api) == NOT_ALL_SUCCEEDED
     yard.open()
@@ -435,13 +441,17 @@ def test_the_timeline_of_an_unknown_experiment(tmp_path):
         ("max_in_flight", 0, "a whole number from 1, or None"),
         ("pending_timeout_s", -1, "a number from 0"),
         ("permanent_exit_codes", [0], "numbers from 1 to 255"),
-        ("dependencies", ["first"], "a list of handles of Ray jobs"),
         ("dependencies", "ray_jobs://nemo_run/x", "a list"),
     ],
 )
 def test_a_field_that_is_wrong(yard, unique, nothing_started, name, value, allowed):
     with pytest.raises(ConfigError, match=f"RayExecutor.{name} is .*; allowed is {allowed}"):
         yard.start(unique, step("first"), step("next", after="first", **{name: value}))
+
+
+def test_a_job_of_this_experiment_is_no_other_experiment(yard, unique, nothing_started):
+    with pytest.raises(ConfigError, match="has no experiment of that title or id"):
+        yard.start(unique, step("first"), step("next", after="first", dependencies=["first"]))
 
 
 def refused(kind: type[NemoRunRayError], yard: Yard, name: str, **fields) -> str:

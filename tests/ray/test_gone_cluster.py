@@ -20,7 +20,7 @@ from tests.ray.test_local_cluster import lives
 @pytest.fixture
 def own(tmp_path):
     """An embedded Ray that nobody else uses."""
-    cluster = LocalCluster(num_cpus=2, keep=True, state_dir=str(tmp_path / "ray"))
+    cluster = LocalCluster(num_cpus=3, keep=True, state_dir=str(tmp_path / "ray"))
     cluster.connect()
     yield cluster
     cluster.stop()
@@ -55,61 +55,82 @@ def page_of(name: str, path: Path) -> str:
 
 def test_times_outlive_the_cluster_and_nobody_waits_for_it(own, unique, tmp_path):
     executor = RayExecutor(cluster=own)
-    with run.Experiment(unique, skip_status_at_exit=True) as experiment:
+    running, ended = f"{unique}r", f"{unique}e"
+    with run.Experiment(running, skip_status_at_exit=True) as experiment:
+        script = run.Script(inline="echo here; sleep 3; echo there; sleep 1000")
+        experiment.add(script, executor=executor, name="job")
+        experiment.run(detach=True)
+    with run.Experiment(ended, skip_status_at_exit=True) as experiment:
         first = experiment.add(run.Script(inline="sleep 2"), executor=executor, name="first")
         retried = RayExecutor(cluster=own, retries=1)
         script = run.Script(inline="sleep 1; exit 3")
         experiment.add(script, executor=retried, name="fails", dependencies=[first])
         experiment.run()
-    before = {row["job"]: row for row in status(unique)}
-    drawn = page_of(unique, tmp_path / "before.html")
+    unseen = f"{unique}u"
+    with run.Experiment(unseen, skip_status_at_exit=True) as experiment:
+        script = run.Script(inline=f"echo unseen; touch {tmp_path}/unseen; sleep 1000")
+        experiment.add(script, executor=executor, name="job")
+        experiment.run(detach=True)
+    wait_for((tmp_path / "unseen").exists)
+    before = {row["job"]: row for row in status(ended)}
+    drawn = page_of(ended, tmp_path / "before.html")
     assert [len(before[name]["attempts"]) for name in ("first", "fails")] == [1, 2]
+    wait_for(lambda: "there" in tool("nemo-run-ray", "logs", running).stdout)
+    (job,) = status(running)
+    assert job["state"] == "RUNNING"
 
     api = JobsApi.of(own.find())
     kill(own)
 
-    began = time.monotonic()
-    with pytest.raises(Unreachable, match="has died") as caught:
-        api.post({"submission_id": "x", "entrypoint": "true"})
-    with pytest.raises(Unreachable, match="has died"):
-        api.table(fresh=True, patience_s=60)
-    assert time.monotonic() - began < 5, "there is nothing to wait for"
-    assert "Its log" in str(caught.value)
-    assert "INFO" not in str(caught.value), "Ray's greeting says nothing of a death"
-    assert "ray.log" in str(caught.value)
-
-    after = {row["job"]: row for row in status(unique)}
+    assert_a_death_is_told_at_once(api)
+    after = {row["job"]: row for row in status(ended)}
     assert after == before
     for row in after.values():
         for attempt in row["attempts"]:
             assert attempt["ended_at"] - attempt["posted_at"] > 1
             assert attempt["posted_at"] < attempt["running_at"] < attempt["ended_at"]
             assert attempt["node"]
-    assert bars(page_of(unique, tmp_path / "after.html")) == bars(drawn)
+    assert bars(page_of(ended, tmp_path / "after.html")) == bars(drawn)
+    assert_lost_with_its_times(own, running, job["attempts"])
+    (row,) = status(unseen)
+    assert row["state"] == "LOST"
+    assert "has died" in row["message"], "though nobody had looked before its rest was removed"
+    assert tool("nemo-run-ray", "logs", unseen).stdout == "unseen\n"
+    page = page_of(running, tmp_path / "lost.html")
+    assert "last seen going on" in page
+    ((_, width),) = re.findall(r'<rect class="running lost" x="([\d.]+)%" width="([\d.]+)%"', page)
+    assert float(width) > 50, "it ran to its last line, 3 s after its first one"
+
+
+def assert_a_death_is_told_at_once(api: JobsApi) -> None:
+    began = time.monotonic()
+    with pytest.raises(Unreachable, match="has died") as caught:
+        api.post({"submission_id": "x", "entrypoint": "true"})
+    with pytest.raises(Unreachable, match="has died"):
+        api.table(fresh=True, patience_s=60)
+    assert time.monotonic() - began < 30, "there is nothing to wait for"
+    assert "Its log" in str(caught.value)
+    assert "INFO" not in str(caught.value), "Ray's greeting says nothing of a death"
+    assert "ray.log" in str(caught.value)
+
+
+def assert_lost_with_its_times(cluster: LocalCluster, name: str, seen: list[dict]) -> None:
+    lost = [{**attempt, "state": "LOST"} for attempt in seen]
+    (row,) = status(name)
+    assert (row["state"], row["attempts"]) == ("LOST", lost)
+    assert row["node"] == seen[0]["node"] != ""
+    assert "has died" in row["message"]
+    assert "ray.log" in row["message"]
+    cluster.stop()  # as a later one does before its start: it removes what that one has left
+    (row,) = status(name)
+    assert (row["state"], row["attempts"]) == ("LOST", lost)
+    assert "has died" in row["message"]
+    log = tool("nemo-run-ray", "logs", name)
+    assert log.stdout.splitlines()[0] == "here", "its cluster had left the log"
 
 
 def bars(page: str) -> list[str]:
     """Place and width of every bar that has one."""
-    found = re.findall(r'<rect class="(\w+)" x="([\d.]+)%" width="([\d.]+)%"', page)
+    found = re.findall(r'<rect class="([\w ]+)" x="([\d.]+)%" width="([\d.]+)%"', page)
     assert len([one for one in found if float(one[2]) > 1]) >= 3, found
     return found
-
-
-def test_a_job_whose_cluster_died_under_it_is_lost_with_its_times(own, unique):
-    with run.Experiment(unique, skip_status_at_exit=True) as experiment:
-        script = run.Script(inline="echo here; sleep 1000")
-        experiment.add(script, executor=RayExecutor(cluster=own), name="job")
-        experiment.run(detach=True)
-    wait_for(lambda: status(unique)[0]["state"] == "RUNNING")
-    seen = status(unique)[0]["attempts"]
-    kill(own)
-
-    (row,) = status(unique)
-    assert (row["state"], row["attempts"]) == ("LOST", seen)
-    assert row["node"] == seen[0]["node"] != ""
-    assert "has died" in row["message"]
-    assert "ray.log" in row["message"]
-    own.stop()  # in order: then there is no death to tell of
-    (row,) = status(unique)
-    assert (row["state"], row["attempts"]) == ("LOST", seen)
-    assert "has been stopped" in row["message"]

@@ -54,13 +54,17 @@ def states(home: Path) -> list[dict]:
     return [json.loads(path.read_text()) for path in home.glob("ray_local/*/state.json")]
 
 
-def test_a_race_starts_one_and_the_last_one_stops_it(home_of_its_own):
-    first, second = user(), user()
-    urls = {url_of(first), url_of(second)}
+def test_a_race_starts_one_and_the_last_living_one_stops_it(home_of_its_own):
+    first, second, killed = user(), user(), user()
+    urls = {url_of(first), url_of(second), url_of(killed)}
     assert len(urls) == 1
     (state,) = states(home_of_its_own)
-    assert len(state["users"]) == 2
+    assert len(state["users"]) == 3
 
+    killed.kill()  # from now on it is no user
+    killed.wait()
+    killed.stdin.close()
+    killed.stdout.close()
     leave(first)
     assert lives(state["pid"])
     assert httpx.get(urls.pop() + "/api/version").status_code in (200, 401)
@@ -90,22 +94,6 @@ def test_a_dead_one_is_replaced_and_its_rest_removed(home_of_its_own):
     assert states(home_of_its_own) == []
     assert marked(state["root"]) == []
     assert not Path(state["root"]).exists()
-
-
-def test_a_client_that_was_killed_is_no_user(home_of_its_own):
-    first, second = user(), user()
-    url_of(first)
-    url_of(second)
-    (state,) = states(home_of_its_own)
-    first.kill()
-    first.wait()
-    first.stdin.close()
-    first.stdout.close()
-
-    leave(second)
-
-    assert states(home_of_its_own) == []
-    assert marked(state["root"]) == []
 
 
 def lives(pid: int) -> bool:

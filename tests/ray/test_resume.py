@@ -9,7 +9,8 @@ import pytest
 
 from nemo_run_ray import LocalCluster, RayExecutor
 from nemo_run_ray.jobs.ledger import Ledger
-from tests.conftest import python, tool, wait_for
+from tests import warm
+from tests.conftest import tool, wait_for
 
 KILLED = """
 import os, signal, sys
@@ -45,7 +46,8 @@ if __name__ == "__main__":
 def killed(tmp_path, unique, local_cluster):
     def killed(chain: str, moment: str) -> str:
         (tmp_path / "train.py").write_text(KILLED)
-        done = python("train.py", unique, str(tmp_path), chain, moment, cwd=tmp_path)
+        words = ("train.py", unique, str(tmp_path), chain, moment)
+        done = warm.python(*words, env=os.environ, cwd=str(tmp_path))
         assert done.returncode == -signal.SIGKILL, done.stdout + done.stderr
         return unique
 

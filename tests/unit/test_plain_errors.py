@@ -1,4 +1,4 @@
-"""What a program prints that ends with an error of ours. In processes: it is Python that prints."""
+"""What a program prints that ends with an error of ours. In processes of their own."""
 
 import os
 import subprocess
@@ -9,7 +9,7 @@ import pytest
 from nemo_run_ray import RayExecutor
 from nemo_run_ray.errors import ConfigError
 from nemo_run_ray.plain_errors import VARIABLE, paragraph
-from tests.conftest import python
+from tests import warm
 
 _NOBODY = "http://127.0.0.1:9"  # the port of a service that no machine runs any more
 
@@ -18,7 +18,7 @@ def _run(tmp_path: Path, program: str, **variables: str) -> subprocess.Completed
     path = tmp_path / "program.py"
     path.write_text(program)
     env = {**os.environ, "NEMORUN_HOME": str(tmp_path / "home"), **variables}
-    return python(str(path), env=env, cwd=tmp_path)
+    return warm.python(str(path), env=env, cwd=tmp_path)
 
 
 _WRONG_FIELD = """\

@@ -91,12 +91,17 @@ def test_two_fields_that_ray_does_not_combine_are_refused_before_anything_is_sen
     ("wrong", "words"),
     [
         ({"pipp": ["x"]}, "did you mean 'pip'"),
+        ({"PIP": ["x"]}, "did you mean 'pip'"),
         ({"enviroment": {}}, "Ray's fields are pip, uv, conda"),
         ({"env_var": {"A": "b"}}, "did you mean 'env_vars'"),
         ({7: 1}, "field 7"),
         ({"pip": 3}, r"\['pip'\] is 3; allowed is a list of requirements"),
         ({"pip": [3]}, "allowed is a list of texts"),
-        ({"pip": {"package": []}}, "allowed is a dict with some of packages, pip_check"),
+        (
+            {"pip": {"package": []}},
+            "the key 'package'; did you mean 'packages'.* a dict with some of packages,",
+        ),
+        ({"config": {"Eager_Install": True}}, "did you mean 'eager_install'"),
         ({"pip": {"pip_check": True}}, "allowed is a dict with 'packages'"),
         ({"pip": {"packages": ["x"], "pip_check": "yes"}}, r"\['pip_check'\] is 'yes'; allowed"),
         ({"uv": {"packages": ["x"], "uv_version": 1}}, r"\['uv_version'\] is 1; allowed is a text"),

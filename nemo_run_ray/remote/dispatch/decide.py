@@ -14,6 +14,7 @@ from typing import Dict, List, Mapping, Optional, Sequence, Tuple
 from ..attempts import CANCELLED, NOT_PLACED, Attempt, attempt_id, attempts_of
 from ..spec import DispatchedJobSpec, DispatchSpec, OutsideSpec, cancel_id
 from ..states import JobState, JobStatus, Reason
+from .retries import NODE_DEAD_S, is_settled, status_of_attempts, with_state
 
 #: Exit codes of a dispatcher that has decided everything: all jobs succeeded, or not all.
 ALL_SUCCEEDED, NOT_ALL_SUCCEEDED = 0, 8
@@ -22,16 +23,6 @@ STARTING_MAX = 8
 #: Seconds after which a job that has not started is taken to wait for room. Until it gets
 #: room, no other job that asks for the same is handed over: Ray gives up what waits for 900 s.
 STUCK_S = 6.0
-#: Seconds from the end of an attempt to the next one.
-SETTLE_S = 1.0
-#: The same when its node died, or Ray does not know why it lost it: a node that was cut off goes on
-#: until its raylet has noticed, Ray's ``gcs_rpc_server_reconnect_timeout_s`` (60), and its
-#: processes for some moments more.
-NODE_DEAD_S = 75.0
-#: Failures that Ray's head concludes, while the command may still run on a node that is cut off.
-_UNPROVEN = {Reason.NODE_DIED, Reason.OTHER}
-#: Failures that another attempt would not change. See docs/chains.md.
-_PERMANENT = {Reason.RUNTIME_ENV, Reason.UNSCHEDULABLE, Reason.NOT_PLACED}
 
 
 class Do(str, Enum):
@@ -109,7 +100,7 @@ def decide(
         lives = any(row.is_live for row in rows.values())
         if status.reason in (Reason.TURN, Reason.RETRY) and not lives:
             last = rows.get(status.attempt)
-            if last is None or _is_settled(last, now, node_dead_s):
+            if last is None or is_settled(last, now, node_dead_s):
                 ready.append((job, status.attempt + 1))
     most = limit if dispatch.max_in_flight is None else dispatch.max_in_flight
     submits = _submits(dispatch, ready, attempts, now, most)
@@ -137,73 +128,23 @@ def _status(
         )
     turn = JobStatus(JobState.WAITING, Reason.TURN, "waits for its turn", attempt=0)
     if rows:
-        turn = _status_of_attempts(rows, job.retries, job.permanent_exit_codes)
+        turn = status_of_attempts(rows, job.retries, job.permanent_exit_codes)
         if turn.reason is not Reason.RETRY:
             return turn
     if cancelled:
         detail = "cancelled between attempts" if rows else "cancelled before its start"
-        return _with(turn, JobState.CANCELLED, Reason.CANCELLED, detail)
+        return with_state(turn, JobState.CANCELLED, Reason.CANCELLED, detail)
     for name, need in needs:
         if need.state.is_terminal and need.state is not JobState.SUCCEEDED:
             failed = need.state is JobState.FAILED
             detail = f"upstream {name} {'failed' if failed else 'was cancelled'}"
-            return _with(turn, JobState.CANCELLED, Reason.UPSTREAM, detail)
+            return with_state(turn, JobState.CANCELLED, Reason.UPSTREAM, detail)
     missing = tuple(name for name, need in needs if need.state is not JobState.SUCCEEDED)
     if missing:
         detail = f"waits for {', '.join(missing)}"
-        status = _with(turn, JobState.WAITING, Reason.WAITS, detail)
+        status = with_state(turn, JobState.WAITING, Reason.WAITS, detail)
         return replace(status, waits_for=missing)
     return turn
-
-
-def _status_of_attempts(
-    rows: Mapping[int, Attempt], retries: int, permanent_exit_codes: Tuple[int, ...]
-) -> JobStatus:
-    """The status of a job with at least one attempt or claim."""
-    for number, row in rows.items():
-        if row.status.state is JobState.SUCCEEDED and not row.claim:
-            return _of(row, number)
-    for claim in rows.values():
-        if claim.claim:
-            runs = [
-                attempt for attempt, row in rows.items() if row.status.state is JobState.RUNNING
-            ]
-            # Its end is still open: it may succeed before it is stopped.
-            return _of(rows[runs[-1]], runs[-1]) if runs else _claimed(claim, rows)
-    number = max(rows)
-    last = rows[number]
-    if last.status.state is not JobState.FAILED:
-        return _of(last, number)
-    failed = [attempt for attempt, row in rows.items() if _counts(row)]
-    if failed:
-        newest = rows[failed[-1]]
-        permanent = newest.status.reason in _PERMANENT or newest.exit_code in permanent_exit_codes
-        if permanent or len(failed) > retries:
-            return _of(newest, failed[-1])
-    if last.status.reason is Reason.START_TIMEOUT:
-        detail = f"attempt {number} was not started in time by Ray, which does not count"
-    else:
-        left = retries - len(failed) + 1
-        detail = f"attempt {number} failed ({last.status.detail}); {left} more allowed"
-    return _with(_of(last, number), JobState.WAITING, Reason.RETRY, detail)
-
-
-def _counts(row: Attempt) -> bool:
-    """Whether an attempt counts: it failed, and not because Ray gave its start up."""
-    status = row.status
-    return status.state is JobState.FAILED and status.reason is not Reason.START_TIMEOUT
-
-
-def _claimed(claim: Attempt, rows: Mapping[int, Attempt]) -> JobStatus:
-    """The status of a job whose next attempt was claimed; what ran before explains it."""
-    before = max((attempt for attempt, row in rows.items() if not row.claim), default=0)
-    node = rows[before].status.node if before else ""
-    if claim.claim == NOT_PLACED:
-        return JobStatus(JobState.FAILED, Reason.NOT_PLACED, NOT_PLACED, node, before)
-    if claim.claim != CANCELLED:
-        return JobStatus(JobState.FAILED, Reason.NOT_STARTED, claim.claim, node, before)
-    detail = "cancelled" if before else "cancelled before its start"
-    return JobStatus(JobState.CANCELLED, Reason.CANCELLED, detail, node, before)
 
 
 def _statuses_outside(
@@ -232,7 +173,7 @@ def _status_outside(
     status = JobStatus(JobState.WAITING, Reason.WAITS)
     if rows:
         last = rows[max(rows)]
-        status = _status_of_attempts(rows, last.retries, last.permanent_exit_codes)
+        status = status_of_attempts(rows, last.retries, last.permanent_exit_codes)
         if status.reason is Reason.RETRY and not upstream.dispatcher:
             return last.status  # no dispatcher would try it again
     if upstream.dispatcher and status.state is JobState.WAITING:
@@ -320,26 +261,3 @@ def _pending_since(rows: Mapping[int, Attempt], number: int) -> float:
     while number - 1 in rows and rows[number - 1].status.reason is Reason.START_TIMEOUT:
         number -= 1
     return rows[number].posted_at
-
-
-def _is_settled(last: Attempt, now: float, node_dead_s: float) -> bool:
-    """Whether nothing of an attempt that failed can still run."""
-    if last.status.reason in _UNPROVEN:
-        return now >= last.ended_at + node_dead_s
-    # The end was written by the clock of the attempt's node, which may be ahead.
-    return now >= last.ended_at + SETTLE_S or last.ended_at > now
-
-
-def _of(row: Attempt, number: int) -> JobStatus:
-    return _with(row.status, row.status.state, row.status.reason, row.status.detail, number)
-
-
-def _with(
-    status: JobStatus,
-    state: JobState,
-    reason: Reason,
-    detail: str,
-    attempt: Optional[int] = None,
-) -> JobStatus:
-    number = status.attempt if attempt is None else attempt
-    return JobStatus(state, reason, detail, status.node, number, status.waits_for)

@@ -29,7 +29,8 @@ from ..node.rundir import SECRETS, read_secrets, remove_secrets
 from ..spec import SUBMISSION_ID, DispatchedJobSpec, DispatchSpec
 from ..states import JobState, JobStatus, Reason
 from . import head, log, rest
-from .decide import ALL_SUCCEEDED, NODE_DEAD_S, NOT_ALL_SUCCEEDED, Action, Decision, Do, decide
+from .decide import ALL_SUCCEEDED, NOT_ALL_SUCCEEDED, Action, Decision, Do, decide
+from .retries import NODE_DEAD_S
 
 #: Exit code when the cluster no longer knows this dispatcher, or its dashboard cannot be found.
 DISOWNED = 3

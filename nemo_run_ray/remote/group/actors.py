@@ -21,6 +21,7 @@ from dataclasses import dataclass, field
 from typing import Any, Dict, Iterable, Iterator, List, Mapping, Optional, Tuple
 
 from .. import FOLDER
+from ..node.rundir import jobs_folder
 from ..spec import CODE, RoleSpec
 from .machine import ReplicaId, name
 from .packing import Node
@@ -85,7 +86,7 @@ def actor_of(replica: ReplicaHandle) -> Actor:
 
 def start_actors(ray: Any, placement_group: Any, replicas: Iterable[ReplicaHandle]) -> List[Actor]:
     """Start the actors that serve the replicas, each in a bundle of theirs."""
-    package = ray.put(_tar(os.path.dirname(FOLDER)))
+    package = ray.put(_tar(os.path.dirname(FOLDER), os.path.dirname(jobs_folder())))
     codes: Dict[str, Any] = {}  # by the folder on this node
     made = ray.remote(_actor_class())
     actors = []
@@ -185,11 +186,17 @@ def _by_actor(replicas: Iterable[ReplicaHandle]) -> Iterator[List[ReplicaHandle]
     yield from sharing.values()
 
 
-def _tar(folder: str) -> bytes:
+def _tar(*folders: str) -> bytes:
+    """The files of all folders, but for compiled ones: other jobs may be writing those."""
     buffer = io.BytesIO()
     with tarfile.open(fileobj=buffer, mode="w") as archive:
-        archive.add(folder, ".")
+        for folder in folders:
+            archive.add(folder, ".", filter=_unless_compiled)
     return buffer.getvalue()
+
+
+def _unless_compiled(member: tarfile.TarInfo) -> Optional[tarfile.TarInfo]:
+    return None if os.path.basename(member.name) == "__pycache__" else member
 
 
 def _actor_class() -> Any:

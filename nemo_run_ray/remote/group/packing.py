@@ -130,8 +130,8 @@ def why_never(spec: GroupSpec, nodes: Sequence[Node]) -> Optional[str]:
         apart.add("*")
     if _pack(bundles, nodes, apart)[0] is False:
         return (
-            f"the {len(bundles)} replicas together ask for {_words(_sum(bundles))}; the nodes, "
-            f"idle, cannot give that at once ({_words(_total(nodes))})"
+            f"the {len(bundles)} replicas together ask for {words(_sum(bundles))}; the nodes, "
+            f"idle, cannot give that at once ({words(_total(nodes))})"
         )
     return None
 
@@ -139,12 +139,12 @@ def why_never(spec: GroupSpec, nodes: Sequence[Node]) -> Optional[str]:
 def why_waiting(spec: GroupSpec, nodes: Sequence[Node], available: Mapping[str, float]) -> str:
     """One line for a group that waits: asked, available, what does not fit and why."""
     bundles = _plain(spec)
-    asked = f"asked {_words(_sum(bundles))} in {len(bundles)} bundle(s)"
+    asked = f"asked {words(_sum(bundles))} in {len(bundles)} bundle(s)"
     free = {key: available.get(key, 0.0) for key in _sum(bundles)}
     never = why_never(spec, nodes)
     if never is not None:
-        return f"{asked}; available {_words(free)}; {never}"
-    return f"{asked}; available {_words(free)}; {_busiest(bundles, nodes, free)}"
+        return f"{asked}; available {words(free)}; {never}"
+    return f"{asked}; available {words(free)}; {_busiest(bundles, nodes, free)}"
 
 
 def matches(selector: Mapping[str, str], labels: Mapping[str, str]) -> bool:
@@ -163,14 +163,14 @@ def _why_not_one(bundle: Bundle, nodes: Sequence[Node]) -> Optional[str]:
     labelled = [node for node in nodes if matches(bundle.selector, node.labels)]
     if not labelled:
         return f"no node has the labels {dict(bundle.selector)}"
-    if not any(_fits(bundle.resources, node.resources) for node in labelled):
+    if not any(fits(bundle.resources, node.resources) for node in labelled):
         scope = f" with the labels {dict(bundle.selector)}" if bundle.selector else ""
         best = ", ".join(
-            f"{key} {_number(key, max(node.resources.get(key, 0.0) for node in labelled))}"
+            f"{key} {amount_text(key, max(node.resources.get(key, 0.0) for node in labelled))}"
             for key in bundle.resources
         )
         return (
-            f"a replica asks for {_words(bundle.resources)}, more than any node{scope} has "
+            f"a replica asks for {words(bundle.resources)}, more than any node{scope} has "
             f"(at most {best})"
         )
     return None
@@ -193,7 +193,7 @@ def _hosts(bundle: Bundle, nodes: Sequence[Node]) -> List[Node]:
     return [
         node
         for node in nodes
-        if matches(bundle.selector, node.labels) and _fits(bundle.resources, node.resources)
+        if matches(bundle.selector, node.labels) and fits(bundle.resources, node.resources)
     ]
 
 
@@ -220,12 +220,13 @@ def _shares(
     return shares
 
 
-def _fits(asked: Mapping[str, float], there: Mapping[str, float]) -> bool:
+def fits(asked: Mapping[str, float], there: Mapping[str, float]) -> bool:
+    """Whether amounts suffice, as exactly as Ray counts."""
     return all(amount <= there.get(key, 0.0) + _TOLERANCE for key, amount in asked.items())
 
 
 def _fit_one(bundles: Sequence[Bundle], node: Node) -> bool:
-    return all(matches(bundle.selector, node.labels) for bundle in bundles) and _fits(
+    return all(matches(bundle.selector, node.labels) for bundle in bundles) and fits(
         _sum(bundles), node.resources
     )
 
@@ -301,7 +302,7 @@ class _Search:
         exclusive = role in self._apart and role in used
         if exclusive or ("*" in self._apart and used):
             return False
-        return matches(bundle.selector, self._nodes[number].labels) and _fits(
+        return matches(bundle.selector, self._nodes[number].labels) and fits(
             bundle.resources, self._left[number]
         )
 
@@ -333,14 +334,16 @@ def _total(nodes: Sequence[Node]) -> Dict[str, float]:
     return total
 
 
-def _words(resources: Mapping[str, float]) -> str:
+def words(resources: Mapping[str, float]) -> str:
+    """Amounts of resources for people: ``CPU 2, memory 1.00 GiB``."""
     shown: List[Tuple[str, str]] = [
-        (key, _number(key, amount)) for key, amount in sorted(resources.items())
+        (key, amount_text(key, amount)) for key, amount in sorted(resources.items())
     ]
     return ", ".join(f"{key} {amount}" for key, amount in shown) or "nothing"
 
 
-def _number(key: str, amount: float) -> str:
+def amount_text(key: str, amount: float) -> str:
+    """The amount of one resource for people."""
     if key == "memory":
         return "next to nothing" if amount < 2**20 else f"{amount / 2**30:.2f} GiB"
     return f"{amount:g}"

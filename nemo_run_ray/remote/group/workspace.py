@@ -14,7 +14,7 @@ from typing import Any, Dict, Mapping, Optional, Sequence
 from .. import FOLDER
 from ..node import command
 from ..node.missing_modules import explain
-from ..node.rundir import RunDir
+from ..node.rundir import JOBS, RunDir
 from ..node.tree import TAG, before_exec, explain_start
 from ..spec import RoleSpec, from_json
 from .rank import Rank
@@ -62,7 +62,7 @@ class Workspace:
         order, role = self._order, self.role
         run_dir = self._run_dir = RunDir(order["run_dir"])
         code = os.path.join(folder, order["code"]) if role.task.has_code else None
-        run_dir.create(os.path.join(FOLDER, "payload"), order["job"], code)
+        run_dir.create(os.path.join(os.path.dirname(FOLDER), JOBS), order["job"], code)
         given = {**_of_node(role), **order["given"]}
         # Ray sets it so for a job: first the code, then the archives that are sent with it.
         paths = [run_dir.code, os.path.dirname(FOLDER), given.get("PYTHONPATH", "")]
@@ -150,7 +150,7 @@ class Workspace:
         config = self.role.task.config
         if config is None:
             return None
-        return explain(os.path.join(self._folders.root, config), self._env, self._cwd)
+        return explain(self._folders.root, config, self._env, self._cwd)
 
     @property
     def root(self) -> str:

@@ -11,6 +11,7 @@ from typing import Dict, List, Mapping
 
 from ..spec import JobSpec
 from .rundir import RunDir
+from .shell import in_shell
 
 #: The variables behind NeMo-Run's macros; nothing else in a command is expanded.
 _MACROS = re.compile(
@@ -64,6 +65,9 @@ def environment(
 def words(spec: JobSpec, run_dir: RunDir, env: Mapping[str, str]) -> List[str]:
     """The exact words of a task's command."""
     argv = [expand(run_dir.map(word), env) for word in spec.argv]
+    if spec.login_shell or spec.startup:
+        startup = [run_dir.map(line) for line in spec.startup]
+        return in_shell(argv, spec.login_shell, startup, spec.python)
     if argv[0] == "python":
         argv[0] = _python(spec, env)
     return argv

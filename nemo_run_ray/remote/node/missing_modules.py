@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import ast
 import base64
 import json
+import os
 import socket
 import subprocess
 import zlib
+from contextlib import suppress
 from typing import Dict, List, Optional, Set
 
 _PROBE = """
@@ -16,13 +19,18 @@ for name in sys.argv[1:]:
         found = importlib.util.find_spec(name) is not None
     except ImportError:
         found = False
+    except ValueError:
+        found = True
     if not found:
         print(name)
 """
 
 
 def modules_of(serialized: str) -> Set[str]:
-    """Top-level modules that a serialised task refers to, NeMo-Run's own among them."""
+    """Top-level modules that a serialised task refers to, NeMo-Run's own among them.
+
+    The user's ``__main__`` is one of them too.
+    """
     tree = json.loads(zlib.decompress(base64.urlsafe_b64decode(serialized)))
     names = {"nemo_run"}
     queue = [tree]
@@ -31,21 +39,52 @@ def modules_of(serialized: str) -> Set[str]:
         if isinstance(node, dict):
             queue.extend(node.values())
             module = node.get("module")
-            if isinstance(module, str) and module not in ("__main__", "builtins"):
+            if isinstance(module, str) and module != "builtins":
                 names.add(module.partition(".")[0])
         elif isinstance(node, list):
             queue.extend(node)
     return names
 
 
-def explain(config: str, env: Dict[str, str], cwd: str) -> Optional[str]:
-    """One line that names the missing modules, or ``None`` when that is not the trouble."""
+def imported_by(program: str) -> Set[str]:
+    """Top-level modules that a program imports before it does anything else.
+
+    What comes later may depend on that: on a folder that it puts on the path, say.
+    """
+    names: Set[str] = set()
+    for statement in ast.parse(program).body:
+        if isinstance(statement, ast.Import):
+            names.update(alias.name for alias in statement.names)
+        elif isinstance(statement, ast.ImportFrom):
+            if statement.module and not statement.level:
+                names.add(statement.module)
+        elif not isinstance(statement, ast.Expr):  # a docstring is one
+            break
+    return {name.partition(".")[0] for name in names}
+
+
+def explain(root: str, config: str, env: Dict[str, str], cwd: str) -> Optional[str]:
+    """One line that names the missing modules, or ``None`` when that is not the trouble.
+
+    Args:
+        root: the run directory, with the user's ``__main__.py``.
+        config: path of the serialised task, below it.
+        env: of the command.
+        cwd: of the command.
+    """
     try:
-        with open(config, encoding="ascii") as file:
-            wanted = sorted(modules_of(file.read()))
+        with open(os.path.join(root, config), encoding="ascii") as file:
+            wanted = modules_of(file.read())
     except (OSError, ValueError, zlib.error):
         return None  # the task removed it, or it is of a NeMo-Run that writes it otherwise
-    missing = _missing(wanted, env, cwd)
+    if "__main__" in wanted:
+        wanted.remove("__main__")
+        main = os.path.join(root, "__main__.py")
+        # It may be written for a newer Python.
+        unreadable = (OSError, ValueError, SyntaxError, RecursionError)
+        with suppress(*unreadable), open(main, encoding="utf-8") as file:
+            wanted |= imported_by(file.read())
+    missing = _missing(sorted(wanted), env, cwd)
     if not missing:
         return None
     names = ", ".join(repr(name) for name in missing)

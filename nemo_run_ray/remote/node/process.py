@@ -26,7 +26,7 @@ import time
 from contextlib import suppress
 from typing import Callable, Dict, List, NoReturn, Optional, Sequence, Tuple
 
-from .output import NO_PROCESS_LEFT, PREFIX, Output, end_mark, say
+from .output import NO_PROCESS_LEFT, PREFIX, RUNNER_KILLED, Output, end_mark, say
 from .tree import (
     ENDING,
     ROUND_S,
@@ -70,26 +70,33 @@ def keep(tag: str, nonce: str, work: Callable[[Runner], int]) -> int:
     os.waitpid(child, 0)
     told = wake_at(*ENDING)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, ENDING)
-    answer = b""
-    while True:
-        ready, _, _ = select.select([own_end.fileno(), told], [], [])
-        if told in ready:
-            os.read(told, 1024)
-            _send(own_end, b"T")
-        if own_end.fileno() in ready:
-            data = own_end.recv(4096)
-            if not data:
-                break
-            answer += data
+    answer = _await(own_end, told)
     left = sweep(tag)  # nothing, unless the runner was killed or failed
     if answer:
         outcome = json.loads(answer)
         code, words = int(outcome["code"]), str(outcome["words"])
     else:
         say("")  # what it passed on last may lack its line's end
-        code, words = 137, f"our process on this node was killed, and {left} others with it"
+        code = 137
+        words = f"{RUNNER_KILLED}, and {left} others with it"
+        say(words)
     say(f"{end_mark(nonce)}{words}".removeprefix(PREFIX))
     return code
+
+
+def _await(runner: socket.socket, told: int) -> bytes:
+    """What the runner says at its end; nothing if it was killed. SIGTERM is passed on to it."""
+    answer = b""
+    while True:
+        ready, _, _ = select.select([runner.fileno(), told], [], [])
+        if told in ready:
+            os.read(told, 1024)
+            _send(runner, b"T")
+        if runner.fileno() in ready:
+            data = runner.recv(4096)
+            if not data:
+                return answer
+            answer += data
 
 
 def _be_runner(keeper: socket.socket, tag: str, work: Callable[[Runner], int]) -> NoReturn:
@@ -104,6 +111,7 @@ def _be_runner(keeper: socket.socket, tag: str, work: Callable[[Runner], int]) -
         words = runner.ending
     except Exception as error:  # the last frame of this process: the log is where it can tell
         words = f"the command cannot be run: {type(error).__name__}: {error}".replace("\n", " ")
+        say(words)
     finally:
         _send(keeper, json.dumps({"code": code, "words": words}).encode())
         os._exit(0)
@@ -149,6 +157,7 @@ class Runner:
             )
         except OSError as error:
             code, self.ending = explain_start(argv, env, cwd, error)
+            say(self.ending)  # readers of what the command has printed do not see the last line
             return code
         finally:
             os.close(write_end)

@@ -19,6 +19,11 @@ import tempfile
 
 #: File in the code archive that keeps what Ray's unpacking drops: executable bits and symlinks.
 MANIFEST = ".nemo_run_ray_manifest.json"
+#: Folder in the job archive: a folder for each job, with its spec, ``configs`` and ``scripts``, and
+#: the user's ``__main__.py``.
+JOBS = "nemo_run_ray_jobs"
+#: File in the folder of a job.
+SPEC = "spec.json"
 #: File in the archive of a dispatch.
 DISPATCH = "nemo_run_ray_dispatch.json"
 #: File in the archive of secrets.
@@ -41,11 +46,11 @@ class RunDir:
         self.mount = os.path.join(self.root, "nemo_run")
         self.code = os.path.join(self.mount, "code")
 
-    def create(self, payload: str, job: str, working_dir: str | None) -> None:
+    def create(self, jobs: str, job: str, working_dir: str | None) -> None:
         """Make the directory and fill it.
 
         Args:
-            payload: folder ``payload`` of the job archive.
+            jobs: folder ``JOBS`` of the job archive.
             job: name of the job in it.
             working_dir: folder of the code as Ray unpacked it, or ``None`` when none was sent.
 
@@ -60,7 +65,7 @@ class RunDir:
             shutil.copytree(working_dir, self.code, symlinks=True)
             _restore_manifest(self.code)
         for kind in ("configs", "scripts"):
-            source = os.path.join(payload, job, kind)
+            source = os.path.join(jobs, job, kind)
             target = os.path.join(self.mount, kind)
             if os.path.isdir(source):
                 shutil.copytree(source, target)
@@ -68,7 +73,7 @@ class RunDir:
                 os.mkdir(target)
         for name in os.listdir(os.path.join(self.mount, "scripts")):
             self._map_script(os.path.join(self.mount, "scripts", name))
-        main = os.path.join(payload, "__main__.py")
+        main = os.path.join(jobs, "__main__.py")
         if os.path.exists(main):
             shutil.copy(main, self.root)
 
@@ -160,8 +165,20 @@ def remove_secrets() -> None:
         os.remove(path)
 
 
+def jobs_folder() -> str:
+    """Path of the folder ``JOBS`` that Ray unpacked for this job.
+
+    Raises:
+        FileNotFoundError: it is not on this node.
+    """
+    folder = archived(JOBS)
+    if folder is None:
+        raise FileNotFoundError("the archive of the job is not on this node")
+    return folder
+
+
 def archived(name: str) -> str | None:
-    """Path of a file at the top of one of the archives that Ray unpacked for this job."""
+    """Path of what lies at the top of one of the archives that Ray unpacked for this job."""
     for folder in os.environ.get("PYTHONPATH", "").split(os.pathsep):
         path = os.path.join(folder, name)
         if folder and os.path.exists(path):

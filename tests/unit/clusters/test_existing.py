@@ -189,11 +189,12 @@ def test_addresses(given, url):
         "",
         " ",
         "host",
-        "host:8265",
         "ftp://host",
         "http://",
         "http://:8265",
         "http://host:port",
+        "host:99999",
+        "[dead]:80",
         "http://host:99999",
         "http://host:0",
         "http://[::1",
@@ -210,18 +211,48 @@ def test_what_is_no_address(address):
 
 
 def test_a_forgotten_scheme_is_suggested():
-    with pytest.raises(ConfigError, match=r"Did you mean http://host:8265\?"):
-        ExistingCluster(url="host:8265")
+    with pytest.raises(ConfigError, match=r"Did you mean http://host\?"):
+        ExistingCluster(url="host")
 
 
 @pytest.mark.parametrize(
     ("given", "url"),
-    [("ray://head:10001", "http://head:8265"), ("ray://[::1]:10001", "http://[::1]:8265")],
+    [
+        ("ray://head:10001", "http://head:8265"),
+        ("ray://[::1]:10001", "http://[::1]:8265"),
+        ("head:6379", "http://head:8265"),
+        ("[::1]:6379", "http://[::1]:8265"),
+    ],
 )
-def test_ray_clients_address_is_translated_with_a_warning(given, url):
+def test_another_address_of_ray_is_translated_with_a_warning(given, url):
     with pytest.warns(UserWarning, match="dashboard"):
         cluster = ExistingCluster(url=given)
     assert cluster.url == url
+
+
+@pytest.mark.parametrize(
+    ("variables", "url"),
+    [
+        ({}, "http://127.0.0.1:8265"),
+        ({"RAY_ADDRESS": "auto"}, "http://127.0.0.1:8265"),
+        ({"RAY_ADDRESS": "https://ray.example.org/team-a/"}, "https://ray.example.org/team-a"),
+        ({"RAY_ADDRESS": "http://a:1", "RAY_API_SERVER_ADDRESS": "http://b:2"}, "http://b:2"),
+    ],
+)
+def test_the_address_of_the_environment(monkeypatch, variables, url):
+    for name in ("RAY_ADDRESS", "RAY_API_SERVER_ADDRESS"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    cluster = ExistingCluster(url="auto")
+    assert cluster.url == url
+    assert cluster.record()["url"] == url, "another process has another environment"
+
+
+def test_a_wrong_address_of_the_environment_is_named(monkeypatch):
+    monkeypatch.setenv("RAY_ADDRESS", "nonsense")
+    with pytest.raises(ConfigError, match=r"The variable RAY_ADDRESS: .*'nonsense'"):
+        ExistingCluster(url="auto")
 
 
 def test_a_password_in_the_address_is_refused_without_repeating_it():

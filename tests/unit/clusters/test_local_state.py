@@ -1,16 +1,23 @@
 """The folder in which processes find the embedded Ray, without a Ray."""
 
+import contextlib
 import json
 import os
+import resource
+import socket
 import stat
 import subprocess
 import sys
+import tempfile
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from nemo_run_ray import LocalCluster
-from nemo_run_ray.clusters import from_record, local_state
+from nemo_run_ray.clusters import from_record, local, local_state
 from nemo_run_ray.clusters.local_state import Home, State, process_identity
+from nemo_run_ray.clusters.start_log import end_of_log
 from nemo_run_ray.errors import ClusterError, ConfigError
 
 
@@ -177,9 +184,11 @@ def test_stopping_buries_what_a_killed_cluster_left(tmp_path, child):
         {"num_cpus": True},
         {"num_cpus": "4"},
         {"num_cpus": 1.5},
+        {"keep": "yes"},
+        {"keep": None},
     ],
 )
-def test_counts_are_checked(fields):
+def test_fields_are_checked(fields):
     (name,) = fields
     with pytest.raises(ConfigError, match=name):
         LocalCluster(**fields)
@@ -201,6 +210,69 @@ def test_a_folder_that_is_none(tmp_path):
         pytest.fail("there is no such folder")
 
 
+@pytest.fixture
+def room(monkeypatch, tmp_path):
+    """Folders of a cluster that starts, and a program in the place of Ray that only sleeps."""
+    ray = tmp_path / "ray"
+    ray.write_text("#!/bin/sh\nexec sleep 600\n")
+    ray.chmod(0o755)
+    monkeypatch.setattr(local, "sys", SimpleNamespace(executable=str(ray), prefix=sys.prefix))
+    short = Path(tempfile.mkdtemp(prefix="t", dir="/tmp"))
+    monkeypatch.setattr(tempfile, "tempdir", str(short))
+    yield short
+    short.rmdir()  # nothing is left in it
+
+
+def test_a_ray_that_was_too_slow_is_started_again(room, tmp_path):
+    """Its raylet gives up after 15 s; what is wrong otherwise is wrong the next time too."""
+    starts = tmp_path / "starts"
+    for words, count in (("node timed out during startup", 3), ("no space", 1)):
+        starts.unlink(missing_ok=True)
+        (tmp_path / "ray").write_text(f"#!/bin/sh\necho s >> {starts}\necho {words}\nexit 1\n")
+        with pytest.raises(ClusterError, match=words):
+            LocalCluster(state_dir=str(tmp_path / "state")).connect()
+        assert starts.read_text() == "s\n" * count
+
+
+def test_a_port_is_free_and_none_that_connections_get():
+    first = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+    with contextlib.ExitStack() as taken:
+        for _ in range(50):
+            port = local._free_port()
+            assert 20000 <= port < first or first <= 20000
+            taken.enter_context(socket.socket()).bind(("", port))
+
+
+def test_a_disk_that_is_full_before_the_start(room, tmp_path, monkeypatch):
+    monkeypatch.setattr(local.CONSOLE, "quiet", True)  # pytest keeps what is printed in a file
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, before[1]))
+    try:
+        with pytest.raises(ConfigError, match=r"cannot use its folder.*NEMORUN_HOME"):
+            LocalCluster(state_dir=str(tmp_path / "state")).connect()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def test_a_disk_that_is_full_when_ray_has_started(room, tmp_path, monkeypatch):
+    started = []
+    write = Home.write
+
+    def full(self, state):
+        if state.pid:
+            started.append(state.pid)
+            raise local_state._unusable(self.path, OSError(28, os.strerror(28)))
+        write(self, state)
+
+    monkeypatch.setattr(Home, "write", full)
+    cluster = LocalCluster(state_dir=str(tmp_path / "state"))
+    with pytest.raises(ConfigError, match="No space left on device"):
+        cluster.connect()
+    (pid,) = started
+    assert process_identity(pid) is None
+    assert cluster.find() is None
+
+
 _GREETING = """2026-11-22 09:26:35,703\tINFO usage_lib.py:447 -- Usage stats collection is disabled.
 2026-11-22 09:26:35,703\tSUCC scripts.py:1085 -- Ray runtime started.
 """
@@ -211,6 +283,41 @@ _REASON = (
 
 def test_the_log_of_a_dead_ray_without_its_greeting(home):
     home.log.write_text(_GREETING)
-    assert "does not say why" in home.end_of_log()
+    assert "does not say why" in end_of_log(home.log)
     home.log.write_text(f"{_GREETING}{_REASON}\n  gcs_server [exit code=-9]\n")
-    assert home.end_of_log().splitlines()[-2:] == [f"  {_REASON}", "    gcs_server [exit code=-9]"]
+    assert end_of_log(home.log).splitlines()[-2:] == [
+        f"  {_REASON}",
+        "    gcs_server [exit code=-9]",
+    ]
+
+
+_CHATTER = """\
+[2026-11-22 09:26:40,003 I 123 123] (raylet) node_manager.cc:3131: Sending heartbeat
+(raylet) [2026-11-22 09:26:40,003 I 123 145] (raylet) worker_pool.cc:71: Started worker
+[2026-11-22 09:26:40,003 W 123 123] (raylet) store.cc:366: Disconnecting client
+[2026-11-22 09:26:40,003 I 123 123] (raylet) [state-dump] NodeManager:
+(raylet) [state-dump] Node ID: ffff
+2026-11-22 09:26:41,101\tERR a.py:122 --     [2026-11-22 09:26:40,003 I 1 1] (raylet) a.cc:1: x
+[state-dump]
+"""
+
+
+def test_the_log_of_a_dead_ray_without_what_its_processes_said_of_themselves(home):
+    raylet = "  raylet [exit code=-9]"
+    error = "(raylet) [2026-11-22 09:26:41,003 E 123 123] (raylet) main.cc:9: no memory"
+    fatal = "terminate called after throwing an instance of 'std::bad_alloc'"
+    text = (
+        f"{_REASON}\n{raylet}\n"
+        f"ERR a.py:116 -- ----- BEGIN raylet.err tail (exit code(s)=-9) -----\n{fatal}\n"
+        "ERR a.py:128 -- ----- END raylet.err tail (exit code(s)=-9) -----\n"
+        f"ERR a.py:116 -- ----- BEGIN raylet.out tail (exit code(s)=-9) -----\n{error}\n"
+        f"Traceback (most recent call last):\nFileNotFoundError: podman\n{_CHATTER * 9}"
+        "ERR a.py:128 -- ----- END raylet.out tail (exit code(s)=-9) -----\n"
+        "Remaining processes will be killed.\n"
+    )
+    home.log.write_text(f"{_CHATTER}before\n{text}")
+    shown = end_of_log(home.log).splitlines()[-5:]
+    end = [_REASON, raylet, fatal, error, "Remaining processes will be killed."]
+    assert shown == [f"  {line}" for line in end]
+    home.log.write_text("more\n" * 20)
+    assert end_of_log(home.log).count("\n  more") == 6

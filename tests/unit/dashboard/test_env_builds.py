@@ -1,6 +1,7 @@
 """Why a runtime environment is not built: texts as Ray 2.60 writes them, shortened."""
 
 import json
+import time
 
 import pytest
 
@@ -45,6 +46,19 @@ Traceback (most recent call last):
 RuntimeError: Podman command failed: cmd=['podman'], returncode=125, stdout=, stderr=Error: \
 initializing source: name unknown
 """
+_NO_PODMAN = """\
+Traceback (most recent call last):
+  File "/v/ray/_private/runtime_env/image_uri.py", line 38, in _create_impl
+    process = await asyncio.create_subprocess_exec(
+FileNotFoundError: [Errno 2] No such file or directory: 'podman'
+"""
+_NSIGHT = """\
+[Node 10.0.0.1] Traceback (most recent call last):
+  File "/v/ray/_private/runtime_env/nsight.py", line 120, in create
+    raise RuntimeEnvSetupError(
+ray.exceptions.RuntimeEnvSetupError: Failed to set up runtime environment.
+Unsupported nsight config: defaul. The supported config is 'default' or Dictionary of nsight options
+"""
 _SLOW = (
     "Failed to install runtime_env within the timeout of 60 seconds. Consider increasing the "
     "timeout in the runtime_env config. For example:\n"
@@ -61,6 +75,8 @@ _SLOW = (
         (_OLD_UV, "No solution found when resolving dependencies: Because nope was not found"),
         (_CONDA, "ValueError: Could not find Conda executable at conda."),
         (_PODMAN, "Error: initializing source: name unknown"),
+        (_NO_PODMAN, "podman is not on the PATH of that node's Ray; an image needs it"),
+        (_NSIGHT, "Unsupported nsight config: defaul. The supported config is 'default' or"),
         (_SLOW, "Failed to install runtime_env within the timeout of 60 seconds"),
         (f"{_TRACEBACK}    a strange tool\n    gave up\n", "a strange tool / gave up"),
         (
@@ -74,6 +90,7 @@ def test_the_cause_comes_in_the_words_of_who_failed(text, cause):
     found = cause_of(text)
     assert cause in found
     assert "Traceback" not in found
+    assert "RuntimeEnvSetupError" not in found
     assert "returned non-zero exit status" not in found
     assert "\n" not in found
 
@@ -217,3 +234,40 @@ def test_a_state_api_that_does_not_answer_changes_nothing():
     for _ in range(3):
         assert builds.explain(_ROW, _PENDING) is _PENDING
     assert len(asked) == 1
+
+
+def test_a_build_is_told_of_while_its_node_does_not_answer():
+    """Ray leaves the builds of a node out whose agent does not answer (it copies its Python)."""
+    log = _begins(_OURS) + _fails(_OURS)
+    listed = [{"runtime_env": _as_ray_writes_it(_OURS), "success": None, "node_id": "a" * 56}]
+    answers = [listed, [], Unanswered("no answer"), listed]
+
+    def environments():
+        answer = answers.pop(0)
+        if isinstance(answer, Unanswered):
+            raise answer
+        return answer
+
+    builds = EnvBuilds(environments, lambda _: log)
+    told = set()
+    while answers:
+        told.add(builds.explain(_ROW, _PENDING).reason)
+        builds._environments._answers[""].ask_at = 0.0
+    assert told == {Reason.REBUILDING}
+
+
+def test_a_build_that_is_not_listed_for_long_is_over(monkeypatch):
+    builds, _ = _builds(_begins(_OURS))
+    assert builds.explain(_ROW, _PENDING).reason is Reason.BUILDING
+    now = time.monotonic()
+    monkeypatch.setattr(builds._environments, "_ask", lambda _: [])
+    monkeypatch.setattr(time, "monotonic", lambda: now + 61)
+    assert builds.explain(_ROW, _PENDING) is _PENDING
+
+
+def test_a_build_that_failed_for_good_is_told_of_until_the_job_has_failed():
+    """Ray's table of jobs has it some seconds later."""
+    builds, _ = _builds(_begins(_OURS) + _fails(_OURS) * 3, success=False)
+    status = builds.explain(_ROW, _PENDING)
+    assert status.reason is Reason.REBUILDING
+    assert "failed 3 times" in status.detail

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 
 import nemo_run as run
@@ -35,7 +36,9 @@ class Handed:
             fields: of every executor.
         """
         self.ray = ray
-        with run.Experiment(title, skip_status_at_exit=True) as experiment:
+        # NeMo-Run 0.9 counts whole seconds, and one title may come twice in a second.
+        id_ = f"{title}_{time.time_ns()}"
+        with run.Experiment(title, id=id_, skip_status_at_exit=True) as experiment:
             for task in tasks:
                 name, _, after = task.partition(" after ")
                 experiment.add(
@@ -45,7 +48,7 @@ class Handed:
                     dependencies=after.split(),
                 )
             experiment.run(detach=True, sequential=sequential)
-        self.id = experiment._id
+        self.id = id_
 
     @property
     def exp_dir(self) -> Path:

@@ -23,11 +23,12 @@ from nemo_run_ray.jobs.archives import (
     Archive,
     code_archive,
     job_archive,
+    package_archive,
     packager_key,
     secrets_archive,
 )
 from nemo_run_ray.planning.job_plan import JobPlan
-from nemo_run_ray.remote.node.rundir import MANIFEST, SECRETS
+from nemo_run_ray.remote.node.rundir import JOBS, MANIFEST, SECRETS
 from nemo_run_ray.remote.spec import JobSpec, from_json
 
 
@@ -191,6 +192,8 @@ class BadPackager(Packager):
     def package(self, path: Path, job_dir: str, name: str) -> str:
         if self.how == "raises":
             raise OSError("disk full")
+        if self.how == "program":
+            raise subprocess.CalledProcessError(3, ["pack", "it"], stderr=b"begins\nno space.\n\n")
         if self.how == "empty file":
             Path(job_dir, name).write_text("no tar")
             return str(Path(job_dir, name))
@@ -199,7 +202,9 @@ class BadPackager(Packager):
         ]
 
 
-@pytest.mark.parametrize("how", ["raises", "none", "nothing", "missing", "folder", "empty file"])
+@pytest.mark.parametrize(
+    "how", ["raises", "program", "none", "nothing", "missing", "folder", "empty file"]
+)
 def test_a_packager_that_fails(tmp_path, how):
     with pytest.raises(PackagingFailed, match="BadPackager") as caught:
         code_archive(BadPackager(how=how), tmp_path, "code")
@@ -207,6 +212,9 @@ def test_a_packager_that_fails(tmp_path, how):
     if how == "raises":
         assert "disk full" in str(caught.value)
         assert isinstance(caught.value.__cause__, OSError)
+    if how == "program":
+        assert "non-zero exit status 3 (no space). Nothing" in str(caught.value)
+    assert ".." not in str(caught.value)
 
 
 def test_packagers_of_equal_fields_share_a_key():
@@ -285,8 +293,11 @@ def test_git_archive_packager_of_a_repository_elsewhere(repository, tmp_path, mo
 
 def test_git_archive_packager_without_a_repository(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(PackagingFailed, match="GitArchivePackager failed"):
-        _code_of(GitArchivePackager(), tmp_path)
+    for packager in (GitArchivePackager(), GitArchivePackager(basepath=str(tmp_path))):
+        with pytest.raises(PackagingFailed, match="GitArchivePackager failed") as caught:
+            _code_of(packager, tmp_path)
+        assert f"the folder {tmp_path} is in no git repository (fatal: " in str(caught.value)
+        assert "CalledProcessError" not in str(caught.value)
 
 
 # ---------------------------------------------------------------------- the job archive
@@ -311,13 +322,18 @@ def test_the_job_archive(job_dir, tmp_path):
     main = tmp_path / "main"
     main.write_text("x = 1")
     found = _unzip(job_archive([_plan("true")], {"job": job_dir}, main))
-    payload = "nemo_run_ray_remote/payload"
-    assert found[f"{payload}/job/configs/job_fn_or_script"] == b"configs/job_fn_or_script"
-    assert found[f"{payload}/job/scripts/job.sh"] == b"scripts/job.sh"
-    assert found[f"{payload}/__main__.py"] == b"x = 1"
+    assert found[f"{JOBS}/job/configs/job_fn_or_script"] == b"configs/job_fn_or_script"
+    assert found[f"{JOBS}/job/scripts/job.sh"] == b"scripts/job.sh"
+    assert found[f"{JOBS}/__main__.py"] == b"x = 1"
     assert not [name for name in found if name.endswith(".yaml")]
     assert not [data for data in found.values() if b"TOKEN: in clear" in data]
-    assert from_json(found["nemo_run_ray_remote/jobs/job.json"].decode()).argv == ("true",)
+    assert from_json(found[f"{JOBS}/job/spec.json"].decode()).argv == ("true",)
+    assert all(name.startswith(f"{JOBS}/") for name in found)
+
+
+def test_the_archive_of_the_package():
+    """It is equal for all jobs: nodes keep it, compiled."""
+    found = _unzip(package_archive())
     assert {"nemo_run_ray_remote/__main__.py", "nemo_run_ray/__init__.py"} <= set(found)
     assert not [name for name in found if "__pycache__" in name]
 
@@ -344,8 +360,10 @@ def test_the_job_archive_runs(tmp_path):
     planned = _plan(*words, env=env, python=sys.executable, has_code=True, secrets=("TOKEN",))
     unpacked, secret, work = (tmp_path / name for name in ("archive", "secret", "work"))
     archive = job_archive([planned], {"job": tmp_path / "job dir"}, tmp_path / "absent")
-    with zipfile.ZipFile(io.BytesIO(archive.pack())) as file:
-        file.extractall(unpacked)
+    package = tmp_path / "package"
+    for sent, folder in ((package_archive(), package), (archive, unpacked)):
+        with zipfile.ZipFile(io.BytesIO(sent.pack())) as file:
+            file.extractall(folder)
     secret.mkdir()
     (secret / SECRETS).write_text('{"TOKEN": "very $ecret"}')
     work.mkdir()
@@ -354,7 +372,7 @@ def test_the_job_archive_runs(tmp_path):
     (tmp_path / "tmp").mkdir()
     environment = {
         "PATH": os.defpath,
-        "PYTHONPATH": f"{unpacked}:{secret}",
+        "PYTHONPATH": f"{package}:{unpacked}:{secret}",
         "TMPDIR": str(tmp_path / "tmp"),
         "HOME": "/home/me",
     }

@@ -2,14 +2,17 @@
 
 import dataclasses
 import errno
+import time
 
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nemo_run_ray.jobs import ledger
+from nemo_run_ray.dashboard import job_table
+from nemo_run_ray.jobs import ledger, notes
 from nemo_run_ray.jobs.attempt_records import AttemptRecord, merged, of_rows
 from nemo_run_ray.jobs.ledger import Ledger
 from nemo_run_ray.remote.attempts import CLAIM_KEY, NONCE_KEY
+from tests.unit.jobs.conftest import Handed
 
 _MOMENTS = st.none() | st.floats(0, 2e9)
 
@@ -32,6 +35,28 @@ def test_the_attempts_of_a_job_in_the_table():
     assert (found["e.a"].posted_at, found["e.a"].ended_at) == (1.0, 5.0)
     assert (found["e.a"].state, found["e.a"].exit_code) == ("FAILED", 3)
     assert (found["e.a@2"].running_at, found["e.a@2"].ended_at) == (9.0, None)
+
+
+def test_what_was_posted_long_ago_may_have_begun_at_any_moment():
+    (found,) = of_rows({"e.a": _row("RUNNING")}, "e.a", ["n"], now=60.0).values()
+    assert (found.state, found.running_at) == ("RUNNING", None)
+
+
+def test_who_has_just_seen_it_wait_sees_when_it_begins(ray, unique, monkeypatch):
+    handed = Handed(ray, unique, "watched", "late", "slow")
+    for name, row in ray.rows.items():
+        row.update(status="PENDING" if "late" not in name else "RUNNING", start_time=1000)
+    monkeypatch.setattr(job_table, "TABLE_AGE_S", 0)
+    jobs = handed.jobs
+    assert [jobs[name].attempts[0].running_at for name in jobs] == [None] * 3
+    for row in ray.rows.values():
+        row["status"] = "RUNNING"
+    monkeypatch.setattr(notes, "_MOMENT_S", 10.0)
+    before = time.time()
+    assert before <= jobs["watched"].attempts[0].running_at <= time.time()
+    assert jobs["late"].attempts[0].running_at is None, "it ran when it was first seen"
+    monkeypatch.setattr(notes, "_MOMENT_S", 0.0)
+    assert jobs["slow"].attempts[0].running_at is None, "the last look was too long ago"
 
 
 def _attempt(state: str = "RUNNING", running_at: float | None = None) -> AttemptRecord:

@@ -143,6 +143,15 @@ def test_cancelling_a_running_job_keeps_it_from_being_tried_again(ray, first_run
     assert set(first_runs.states().values()) == {"CANCELLED"}
 
 
+@pytest.mark.parametrize("verb", ["logs", "cancel"])
+def test_a_job_that_an_experiment_does_not_have(ray, unique, verb):
+    handed = Handed(ray, unique, "one", "two")
+    done = CliRunner().invoke(cli.build(), [verb, handed.id, "--job", "nosuch"])
+    assert done.exit_code == 1
+    assert f"'{handed.id}' has no job 'nosuch'; it has " in done.stderr
+    assert all(one in done.stderr for one in handed.jobs)
+
+
 def test_a_role_of_a_job_that_is_no_group(ray, unique):
     handed = Handed(ray, unique, "job")
     done = CliRunner().invoke(cli.build(), ["logs", handed.id, "--role", "server"])

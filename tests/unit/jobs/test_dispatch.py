@@ -18,7 +18,7 @@ def test_a_long_title_gives_an_id_that_files_can_have():
 def test_a_chain_is_saved_when_its_plan_is(tmp_path):
     chain = Dispatch(tmp_path, "e.dispatcher")
     assert not chain.is_saved
-    chain.save(DispatchSpec("e.dispatcher", "nonce", ()), {}, [])
+    chain.save(DispatchSpec("e.dispatcher", "nonce", ()), {}, [], {})
     assert chain.is_saved
     assert Dispatch(tmp_path, "e.dispatcher").spec == chain.spec
 

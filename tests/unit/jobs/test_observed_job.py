@@ -3,15 +3,18 @@
 import logging
 
 import pytest
+from rich.console import Console
 
+from nemo_run_ray.cli.status_report import StatusReport
 from nemo_run_ray.dashboard.job_table import TABLE_AGE_S
-from nemo_run_ray.errors import JobError
+from nemo_run_ray.errors import ConfigError, JobError
 from nemo_run_ray.jobs import notes
 from nemo_run_ray.jobs import snapshot as snapshots
+from nemo_run_ray.jobs.explanations import roles
 from nemo_run_ray.jobs.ledger import Ledger
 from nemo_run_ray.jobs.snapshot import Snapshot
 from nemo_run_ray.remote.states import JobState, JobStatus, Reason
-from tests.fake_ray import FAILS, NODE, SUCCEEDS, Trouble
+from tests.fake_ray import FAILS, GOES_ON, NODE, SUCCEEDS, Trouble
 from tests.unit.jobs.conftest import Handed
 
 
@@ -61,6 +64,23 @@ def test_a_cluster_that_does_not_answer_leaves_it_unknown(ray, one, trouble):
     assert ray.url in status.detail
 
 
+@pytest.mark.parametrize("fields", [{}, {"retries": 1}])
+def test_a_cluster_that_does_not_answer_leaves_node_and_attempt(ray, unique, fields):
+    handed = Handed(ray, unique, "job", **fields)
+    if fields:
+        ray.fates[f"{handed.id}.job"] = GOES_ON
+        ray.dispatch(handed.dispatch.spec, rounds=2)
+    ray.rows[f"{handed.id}.job"].update(status="RUNNING", driver_node_id=NODE)
+    StatusReport(list(handed.jobs.values()))
+    ray.trouble = lambda method, path: Trouble()
+    status = status_of(handed)
+    assert (status.state, status.node, status.attempt) == (JobState.UNKNOWN, NODE, 1)
+    ray.requests.clear()
+    handed.jobs["job"].record.has_roles = True
+    assert roles(handed.jobs["job"], status) is None
+    assert ray.requests == []
+
+
 def test_an_id_that_a_stranger_has_was_never_ours(ray, one):
     ray.rows[f"{one.id}.job"]["metadata"] = {"nemo_run_ray": "theirs"}
     assert status_of(one).reason is Reason.TAKEN
@@ -83,6 +103,28 @@ def test_the_end_of_a_log_explains_a_failure(ray, one):
     assert (status.detail, status.tail) == ("exit code 1", "Traceback\nValueError: no")
 
 
+def test_the_next_step_names_the_job_and_the_experiment(ray, one, unique):
+    ray.rows[f"{one.id}.job"].update(FAILS)
+    (job,) = one.jobs.values()
+    shown = f"Its whole log: `nemo-run-ray logs {one.id}.job`."
+    assert job.status_in(Snapshot(is_fresh=True)).message.endswith(shown)
+    assert job.status.message.endswith(shown), "as it was written down"
+    assert job.cancel().message.endswith(shown)
+    chain = Handed(ray, f"c{unique}", "first", "second after first")
+    ray.rows[chain.dispatch.id]["status"] = "STOPPED"
+    assert f"`nemo-run-ray resume {chain.id}` starts it" in status_of(chain, "first").message
+
+
+def test_jobs_that_failed_alike_are_told_of_once(ray, unique):
+    handed = Handed(ray, unique, "one", "two")
+    for row in ray.rows.values():
+        row.update(FAILS)
+    console = Console(width=300)
+    with console.capture() as capture:
+        console.print(StatusReport(list(handed.jobs.values())).table(0.0))
+    assert capture.get().count("Its whole log: `nemo-run-ray logs ") == 1
+
+
 def test_a_word_of_a_newer_ray_is_no_end(ray, one):
     ray.rows[f"{one.id}.job"]["status"] = "PAUSED"
     assert status_of(one).state is JobState.UNKNOWN
@@ -101,6 +143,20 @@ def test_a_wait_that_is_too_short_says_so_and_the_job_goes_on(ray, one):
     with pytest.raises(TimeoutError, match="is PENDING after 0 s; it goes on"):
         job.wait(timeout_s=0.0)
     assert ray.stops == []
+
+
+@pytest.mark.parametrize("timeout_s", ["x", -1, float("nan"), True, [1]])
+def test_a_wait_takes_seconds(one, timeout_s):
+    (job,) = one.jobs.values()
+    with pytest.raises(ConfigError, match="timeout_s of a wait is"):
+        job.wait(timeout_s=timeout_s)
+
+
+def test_a_job_is_shown_by_its_id_and_nobody_is_asked(ray, one):
+    (job,) = one.jobs.values()
+    ray.requests.clear()
+    assert repr(job) == f"<RemoteJob {one.id}.job>"
+    assert ray.requests == []
 
 
 def test_a_wait_ends_with_the_job(ray, one):

@@ -24,9 +24,11 @@ from nemo_run_ray.errors import (
     TooOld,
     Unreachable,
 )
+from nemo_run_ray.jobs import keep_logs
 from tests.certificates import certificate
 from tests.conftest import TRUE, refused
-from tests.fake_ray import FakeRay
+from tests.fake_ray import FakeRay, fake_ray
+from tests.unit.jobs.conftest import Handed
 
 
 @pytest.fixture
@@ -118,8 +120,8 @@ def test_an_expired_certificate_and_a_ca_of_our_own(unique, server, tmp_path):
     assert "expired" in message
     good, ca = certificate(tmp_path / "good", valid=True)
     url = server({"*": "x"}, good)
-    assert "self-signed" in refused(Unreachable, RayExecutor(address=url), unique)
-    message = refused(Unreachable, RayExecutor(cluster=trusting(url, ca)), unique)
+    assert "self-signed" in refused(Unreachable, RayExecutor(address=url), f"{unique}a")
+    message = refused(Unreachable, RayExecutor(cluster=trusting(url, ca)), f"{unique}b")
     assert "is not a Ray dashboard" in message, "the connection itself must be trusted"
 
 
@@ -129,7 +131,7 @@ def test_a_ray_that_is_too_old_for_a_label_selector(unique, server):
     executor = RayExecutor(address=server(answers), label_selector={"pool": "a"})
     message = refused(TooOld, executor, unique)
     assert "label_selector" in message
-    assert "2.54" in message
+    assert "2.47" in message
     assert "2.40.0" in message
 
 
@@ -166,9 +168,7 @@ def test_code_that_is_too_large(unique, existing, tmp_path):
         (tmp_path / f"weights{number}.bin").write_bytes(os.urandom(40 * 1024**2))
     packager = run.PatternPackager(include_pattern=str(tmp_path), relative_path=str(tmp_path))
     executor = RayExecutor(cluster=existing, packager=packager)
-    began = time.monotonic()
     message = refused(ArchiveTooLarge, executor, unique)
-    assert time.monotonic() - began < 15
     for expected in ("120.0 MiB", "100 MiB", "weights0.bin", "Nothing was sent"):
         assert expected in message
 
@@ -190,8 +190,8 @@ def test_an_experiment_id_that_ran(unique, existing):
     ("arguments", "expected"),
     [
         (["status", "no-such-thing"], "no experiment 'no-such-thing'"),
-        (["doctor", "--address", "http://127.0.0.1:9"], "cannot be reached"),
         (["doctor", "--address", "nonsense"], "Did you mean http://nonsense?"),
+        (["doctor", "--address", ""], "--address is empty"),
     ],
 )
 def test_the_command_line_says_it_in_one_paragraph(arguments, expected):
@@ -203,3 +203,18 @@ def test_the_command_line_says_it_in_one_paragraph(arguments, expected):
 
 def trusting(url: str, ca: str) -> ExistingCluster:
     return ExistingCluster(url=url, verify=ca)
+
+
+def test_the_log_of_a_cluster_that_is_gone_and_that_was_not_kept(unique, caplog, monkeypatch):
+    with fake_ray(now=time.time()) as ray:
+        handed = Handed(ray, unique, "job")
+        ray.rows[f"{handed.id}.job"].update(status="SUCCEEDED", driver_exit_code=0)
+        monkeypatch.setattr(keep_logs, "BUDGET_S", 0)
+        assert handed.states() == {"job": "SUCCEEDED"}
+
+    done = CliRunner().invoke(cli.build(), ["logs", unique])
+
+    assert done.exit_code == 1
+    assert f"Ray's dashboard at {ray.url} cannot be reached" in " ".join(done.stderr.split())
+    assert "a tunnel open?" in done.stderr
+    assert "goes on" not in caplog.text, "the command ends"

@@ -68,7 +68,7 @@ def test_a_dashboard_that_takes_nothing_for_long_is_given_up(ray, unique, monkey
     ray.trouble = lambda method, path: Trouble(503, "busy") if (method, path) == POST else None
     message = refused(SubmissionError, ray, unique, "job")
     assert "has not taken the job" in message
-    assert "`nemo-run-ray resume` hands it over later" in message
+    assert "`nemo-run-ray resume` hands it over" in message
 
 
 def test_when_nobody_can_tell_what_became_of_it(ray, unique, monkeypatch):

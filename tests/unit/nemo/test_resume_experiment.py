@@ -4,8 +4,10 @@ import nemo_run as run
 import pytest
 
 from nemo_run_ray import RayExecutor
-from nemo_run_ray.errors import NemoRunRayError
-from nemo_run_ray.jobs.find import find_experiment, jobs_of
+from nemo_run_ray.errors import JobError, NemoRunRayError
+from nemo_run_ray.jobs.dispatch import dispatches_of
+from nemo_run_ray.jobs.find import find, find_experiment, jobs_of
+from nemo_run_ray.jobs.snapshot import Snapshot
 from nemo_run_ray.nemo import registry
 from nemo_run_ray.nemo.resume import resume_experiment
 from tests.fake_ray import SUCCEEDS, FakeRay, Trouble
@@ -33,6 +35,8 @@ def hand_over(ray: FakeRay, title: str, *names: str, local: bool = False, chain:
 
 def test_jobs_that_never_arrived_are_handed_over_once(ray, unique):
     experiment = hand_over(ray, unique, "first", "second")
+    with pytest.raises(JobError, match=f"handed nothing over.*resume {experiment._id}"):
+        find(experiment._id)
     assert list(resume_experiment(experiment)) == ["first: handed over", "second: handed over"]
     assert len(ray.started) == 2
     again = list(resume_experiment(registry.load_experiment(unique)))
@@ -56,6 +60,23 @@ def test_a_chain_whose_dispatcher_died_is_left_to_a_new_one(ray, unique):
     assert told[1:] == [f"{one}: waits on the cluster, left to its dispatcher" for one in JOBS]
     again = list(resume_experiment(registry.load_experiment(unique)))
     assert again[0] == f"{dispatcher}: its dispatcher is at work"
+
+
+def test_a_chain_that_is_over_is_so_without_its_cluster(ray, unique):
+    experiment = hand_over(ray, unique, "first", "second", chain=True)
+    list(resume_experiment(experiment))
+    (dispatcher,) = ray.started
+    folder = find_experiment(unique)
+    (dispatch,) = dispatches_of(folder)
+    assert ray.dispatch(dispatch.spec, rounds=30) is not None
+    assert {job.status_in(Snapshot(is_fresh=True)).state.value for job in jobs_of(folder)} == {
+        "SUCCEEDED"
+    }
+    ray.rows.clear()
+    ray.session = "session_of_another_life"
+    told = list(resume_experiment(registry.load_experiment(unique)))
+    assert told[0] == f"{dispatcher}: all is decided"
+    assert told[1:] == [f"{one}: SUCCEEDED, left as it is" for one in JOBS]
 
 
 def test_what_nemo_run_keeps_in_order_waits_for_its_turn(ray, unique):

@@ -1,10 +1,14 @@
+from types import SimpleNamespace
+
 import nemo_run as run
 import pytest
 
 from nemo_run_ray import RayExecutor
 from nemo_run_ray.errors import ConfigError
 from nemo_run_ray.ids import safe_id
+from nemo_run_ray.nemo import scheduler
 from nemo_run_ray.nemo.scheduler import create_scheduler
+from nemo_run_ray.remote.states import JobState, JobStatus, Reason
 
 
 @pytest.fixture
@@ -67,3 +71,20 @@ def test_a_stream_alone_is_refused():
 
 def test_a_job_of_nobody_is_not_described():
     assert create_scheduler("s").describe("no.such") is None
+
+
+def test_a_waiting_program_says_once_what_its_experiments_jobs_wait_for(unique, tmp_path, capsys):
+    def told(name: str, reason: Reason, detail: str) -> None:
+        record = SimpleNamespace(exp_dir=tmp_path / unique, dispatcher="")
+        job = SimpleNamespace(id=f"{unique}.{name}", record=record)
+        scheduler._report(job, JobStatus(JobState.PENDING, reason, detail))
+
+    told("a", Reason.NONE, "")
+    told("a", Reason.BUILDING, "")  # nothing is known of it yet
+    told("a", Reason.BUILDING, "Ray builds it")
+    told("b", Reason.BUILDING, "Ray builds it")
+    told("b", Reason.ROOM, "It asks for CPU 2")
+    shown = " ".join(capsys.readouterr().out.split())
+    assert shown.count(f"{unique}.a is PENDING: Ray builds it") == 1
+    assert shown.count("Ray builds it") == 1
+    assert shown.count(f"{unique}.b is PENDING: It asks for CPU 2") == 1

@@ -339,12 +339,12 @@ def _python(path: Path) -> None:
 def _lacking_python(path: Path, serves: str, pretends: str = "") -> None:
     """A Python that runs ``start``, and ``serves`` when it is asked whether it does."""
     program = (
-        f"import runpy, sys; {pretends}sys.executable = sys.argv[1]; sys.argv = sys.argv[3:]; "
+        f"import runpy, sys; {pretends}sys.executable = sys.argv[1]; sys.argv = sys.argv[4:]; "
         'runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)'
     )
     begin = f'exec {sys.executable} -c {shlex.quote(program)} "$0" "$@"'
-    runs = f'[ "$1" = -c ] && exec {sys.executable} "$@"'
-    _program(path, f'#!/bin/sh\n[ "$1" = -m ] && {begin}\n{runs}\n{serves}\n')
+    runs = f'[ "$1 $2" = "-S -c" ] && exec {sys.executable} "$@"'
+    _program(path, f'#!/bin/sh\n[ "$1 $2" = "-S -m" ] && {begin}\n{runs}\n{serves}\n')
 
 
 def _python_without_ray(path: Path) -> None:
@@ -372,10 +372,10 @@ def test_the_line_is_valid_shell(line):
 
 def test_a_person_can_read_the_line():
     """Ray's dashboard and the head of each log show it."""
-    words = "-m nemo_run_ray_remote.start task train exp.train 5f0c"
+    words = "-S -m nemo_run_ray_remote.start task train exp.train 5f0c"
     arguments = ["task", "train", "exp.train", "5f0c"]
     assert entrypoint("/venv/bin/python", arguments) == f"exec /venv/bin/python {words}"
-    find = 'for p in python3 python; do "$p" -c "" 2>/dev/null && break; done; '
+    find = 'for p in python3 python; do "$p" -S -c "" 2>/dev/null && break; done; '
     assert entrypoint(None, arguments) == f'{find}exec "$p" {words}'
 
 
@@ -501,6 +501,26 @@ def test_the_dry_run_of_a_job_that_runs_here():
     text = describe(planned, "c", [])
     assert "reserves  nothing" in text
     assert "folder    /here" in text
+
+
+def test_the_dry_run_shows_the_shell():
+    planned = _planned(
+        _app("python", "a b.py"), entrypoint_shell="login", startup_commands=["cd 'a b'", "a\nb"]
+    )
+    assert describe(planned, "c", []).splitlines()[2:7] == [
+        "command   python 'a b.py'",
+        "shell     bash -l: the node's profile sets PATH",
+        "before    cd 'a b'",
+        "before    a",
+        "          b",
+    ]
+
+
+def test_no_hint_on_modules_for_a_task_of_a_shell(packed):
+    app, executor = packed(run.Partial(shutil.which, "x"))
+    assert plan(app, executor, "exp.job", "job").spec.config
+    executor.startup_commands = ["conda activate x"]
+    assert plan(app, executor, "exp.job", "job").spec.config is None
 
 
 _GOLDEN_GROUP = """\

@@ -1,4 +1,5 @@
 import json
+from dataclasses import replace
 
 import pytest
 from ray.job_submission import JobErrorType
@@ -90,7 +91,10 @@ def test_exit_code_and_the_logs_end():
     assert (status.state, status.reason) == (JobState.FAILED, Reason.EXIT_CODE)
     assert (status.detail, status.tail) == ("exit code 3", "Traceback\nValueError: no")
     shown = "exit code 3; the last lines of its log:\nTraceback\nValueError: no\n"
-    assert status.message == shown + NEXT_STEP[Reason.EXIT_CODE]
+    assert status.message == f"{shown}Its whole log: `nemo-run-ray logs <its id>`."
+    named = replace(status, job="exp.a", experiment="exp")
+    assert named.message == f"{shown}Its whole log: `nemo-run-ray logs exp.a`."
+    assert named == status, "the names are no part of what happened"
     assert status.node == "abc"
 
 
@@ -111,6 +115,34 @@ def test_a_signal_is_named(code, name):
 @pytest.mark.parametrize("code", [0, 1, 127, 128, 255, -1000])
 def test_other_codes_are_no_signal(code):
     assert signal_name(code) is None
+
+
+@pytest.mark.parametrize(
+    ("code", "log", "told"),
+    [
+        (127, "sh: 1: nope: not found", "a command was not found on that node"),
+        (126, "", "a command could not be run"),
+        (127, "nemo_run_ray| no Python of version 3.9 or newer", ""),
+        (
+            2,
+            "/v/bin/python: can't open file '/tmp/x/nemo_run/code/mine.py': [Errno 2] No such file "
+            "or directory",
+            "mine.py is not on that node",
+        ),
+        (127, "bash: /tmp/x/nemo_run/code/a/b.sh: No such file or directory", "a/b.sh is not on"),
+        (1, "cat: /x/nemo_run/code/last.ckpt: No such file or directory\nCUDA out of memory", ""),
+        (2, "cat: /x/nemo_run/code/a: No such file or directory\nusage: mine [-h]", ""),
+        (2, "config: /x/nemo_run/code/a\nE: [Errno 2] No such file or directory: 'b'", ""),
+        (127, "bash: line 1: /x/nemo_run/code/a.sh: No such file or directory", "a.sh is not on"),
+        (2, "FileNotFoundError: [Errno 2] No such file or directory: 'data'", ""),
+    ],
+)
+def test_what_a_user_forgot_is_said(code, log, told):
+    message = f"Job failed, last available logs (truncated to 20,000 chars):\n{log}"
+    detail = status_of_row(_failed(code, message)).detail
+    assert detail.startswith(f"exit code {code}")
+    assert told in detail
+    assert ("packager" in detail) == (bool(told) and code != 126)
 
 
 def test_a_runtime_env_that_fails_shows_rays_message():
@@ -149,6 +181,13 @@ def test_of_a_replica_that_could_not_be_prepared_our_own_words_are_all():
     )
     assert status.reason is Reason.NOT_STARTED
     assert status.detail == "exit code 1: a/0: no worker: name unknown"
+
+
+def test_podman_is_named_where_it_is_what_failed():
+    tail = "nemo_run_ray| end 01234567: [could not be prepared] a/0: the port 80 is taken\n"
+    status = status_of_row(_failed(1, f"{_MARKER}{tail}"))
+    assert status.reason is Reason.NOT_STARTED
+    assert "podman" not in status.message
 
 
 def test_an_end_is_read_as_it_was_written_down():

@@ -18,9 +18,7 @@ from nemo_run_ray.remote.attempts import (
 )
 from nemo_run_ray.remote.dispatch.decide import (
     ALL_SUCCEEDED,
-    NODE_DEAD_S,
     NOT_ALL_SUCCEEDED,
-    SETTLE_S,
     STARTING_MAX,
     STUCK_S,
     Action,
@@ -28,6 +26,7 @@ from nemo_run_ray.remote.dispatch.decide import (
     Do,
     decide,
 )
+from nemo_run_ray.remote.dispatch.retries import NODE_DEAD_S, SETTLE_S
 from nemo_run_ray.remote.spec import DispatchedJobSpec, DispatchSpec, OutsideSpec
 from nemo_run_ray.remote.states import JobState, JobStatus, Reason
 

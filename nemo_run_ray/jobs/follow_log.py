@@ -25,7 +25,10 @@ _PAUSES_S = (0.1, 0.2, 0.5, 1.0, 2.0)
 #: A job whose first process was killed is over for Ray before its other processes have said why.
 _LAST_WORDS_S = 1.0
 #: How Ray begins the line after which a job's log has only the command's and this package's lines.
+#: Ray writes it into a buffer, which may be flushed when the command has printed something already.
 _ENTRYPOINT = "Running entrypoint for job "
+#: What Ray writes before that line.
+OF_RAY = re.compile(r"\d{4}-\d\d-\d\d .* job_manager\.py:\d+ -- ")
 #: Lines before that one that are held back: a Ray that words it otherwise must not hide a log.
 _HEAD_MAX_LINES = 1000
 
@@ -79,7 +82,7 @@ def follow(
             failures = 0 if reader.place > before else failures + 1
             if over and failures >= _ROUNDS_AFTER_END:
                 raise
-            if failures == _BARREN_ROUNDS:
+            if failures == _BARREN_ROUNDS and not over:
                 log.warning("The log goes on when the cluster answers again: %s", error)
         barren = 0 if reader.place > before or barren >= _BARREN_ROUNDS else barren + 1
         sleep(_LAST_WORDS_S if has_waited else _PAUSES_S[min(barren, len(_PAUSES_S) - 1)])
@@ -186,7 +189,8 @@ class _Frame:
 
     def rest(self) -> Iterator[str]:
         """What was held back at the log's end."""
-        yield from self._head
+        # The head of a log of which only the end was kept may hold the last line too.
+        yield from (line for line in self._head if not line.startswith(self._end_marks))
         if self._begun and not self._begun.startswith(self._end_marks):
             yield self._begun
 
@@ -194,8 +198,18 @@ class _Frame:
         return PREFIX.startswith(self._begun) or self._begun.startswith(PREFIX)
 
     def _of_head(self, line: str) -> Iterator[str]:
-        if line.startswith(_ENTRYPOINT):
+        early, is_entrypoint, _ = line.partition(_ENTRYPOINT)
+        if is_entrypoint:
+            frame = self._end_marks
+            yield from (
+                printed
+                for printed in self._head
+                if not (OF_RAY.match(printed) or printed.startswith(frame))
+            )
             self._head, self._in_head = [], False
+            if early:  # of a line that goes on behind Ray's
+                self._at_start = False
+                yield early
             return
         if line.startswith(self._attempt_marks):  # the last attempt never started
             yield from self._head

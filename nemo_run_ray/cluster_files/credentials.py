@@ -1,0 +1,61 @@
+"""Which variables hold credentials, and where the value of a variable is found."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+#: Ends of the names of variables whose values nobody else may see: Ray shows a runtime environment
+#: to everybody.
+_ENDINGS = re.compile(r"(?:.*_)?(?:TOKEN|API_KEY|ACCESS_KEY|SECRET|PASSWORD)", re.IGNORECASE)
+#: Variables that give their value where these are not set, as NeMo-Skills does.
+_INSTEAD = {"NGC_API_KEY": "NVIDIA_API_KEY"}
+
+
+def looks_like_credential(name: str) -> bool:
+    """Whether a variable of this name holds a credential: ``HF_TOKEN``, ``OPENAI_API_KEY`` …"""
+    return _ENDINGS.fullmatch(name) is not None
+
+
+def value_of(
+    name: str, places: Sequence[str] = (), environ: Mapping[str, str] = os.environ
+) -> str | None:
+    """The value of a variable; ``None`` where no place has one.
+
+    Args:
+        name: of the variable.
+        places: variables, and files where there is a ``/``: the first that is there has the value.
+            Without any, those of ``usual_places``.
+        environ: variables of the caller's environment.
+    """
+    for place in places or usual_places(name, environ):
+        found = _content(place, environ) if os.sep in place else environ.get(place)
+        if found is not None:
+            return found
+    return None
+
+
+def usual_places(name: str, environ: Mapping[str, str] = os.environ) -> list[str]:
+    """Where a variable that a cluster file asks for gets its value, if the file says nothing.
+
+    It is the variable of that name; then for ``HF_TOKEN`` the file of ``huggingface-cli login``,
+    and for ``NGC_API_KEY`` the variable ``NVIDIA_API_KEY``.
+    """
+    places = [name, *([_INSTEAD[name]] if name in _INSTEAD else [])]
+    if name == "HF_TOKEN":
+        home = (
+            environ.get("HF_HOME") or f"{environ.get('XDG_CACHE_HOME') or '~/.cache'}/huggingface"
+        )
+        places.append(environ.get("HF_TOKEN_PATH") or f"{home}/token")
+    return places
+
+
+def _content(path: str, environ: Mapping[str, str]) -> str | None:
+    if path.startswith("~/"):
+        path = f"{environ.get('HOME') or ''}{path[1:]}"
+    try:
+        return Path(path).read_text(encoding="utf-8").strip() or None
+    except (OSError, UnicodeDecodeError):
+        return None  # nobody has logged in

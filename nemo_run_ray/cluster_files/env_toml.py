@@ -1,0 +1,326 @@
+"""Reads profiles of Nemotron's env.toml that are for Ray (``executor = "ray"``)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from nemo_run_ray.checks import nearest
+from nemo_run_ray.cluster_files.credentials import looks_like_credential
+from nemo_run_ray.cluster_files.document import Document, KeyPath
+from nemo_run_ray.cluster_files.foreign import Draft, Keys, at, dashboard_address, shown
+from nemo_run_ray.cluster_files.interpolation import (
+    Interpolation,
+    Unresolved,
+    variables_of,
+)
+from nemo_run_ray.cluster_files.reading import Reading
+from nemo_run_ray.errors import ConfigError
+
+NAME = "env.toml"
+#: Tables that are no profiles.
+RESERVED = ("wandb", "cli", "cache", "artifacts")
+#: Variable with the address of the cluster, where the profile has none.
+CLUSTER_VARIABLE = "NEMOTRON_EXISTING_RAY_CLUSTER"
+
+_SLURM = "It is for Slurm; on Ray, labels and resources say where a task runs."
+_TUNNEL = "It is for Slurm over SSH; jobs reach Ray through its dashboard."
+_LEPTON = "It is for Lepton, which starts no task here."
+_DGX = "It is for DGX Cloud, which starts no task here."
+_DOCKER = "It is for Docker, which starts no task here."
+_MOUNTS = "The containers of a Ray cluster run already, with the mounts they have."
+_STARTUP = "It is for another executor; `startup_commands` run before a task on Ray."
+_RECIPES = "It is for Nemotron's own launcher."
+_BUILDS = "It is for the building of images."
+_REASONS = {
+    **dict.fromkeys(
+        (
+            "account",
+            "partition",
+            "run_partition",
+            "batch_partition",
+            "cpus_per_task",
+            "time",
+            "mem",
+            "exclusive",
+        ),
+        _SLURM,
+    ),
+    **dict.fromkeys(("tunnel", "host", "user", "identity", "remote_job_dir"), _TUNNEL),
+    **dict.fromkeys(
+        (
+            "resource_shape",
+            "node_group",
+            "node_reservation",
+            "nemo_run_dir",
+            "shared_memory_size",
+            "image_pull_secrets",
+        ),
+        _LEPTON,
+    ),
+    **dict.fromkeys(
+        (
+            "base_url",
+            "kube_apiserver_url",
+            "client_id",
+            "client_secret",
+            "app_id",
+            "app_secret",
+            "project_name",
+            "pvc_nemo_run_dir",
+            "distributed_framework",
+            "custom_spec",
+            "dgxcloud_max_args_chars",
+        ),
+        _DGX,
+    ),
+    **dict.fromkeys(("runtime", "ipc_mode", "shm_size"), _DOCKER),
+    **dict.fromkeys(("mounts", "lustre_mount", "pvcs"), _MOUNTS),
+    **dict.fromkeys(("setup_lines", "pre_launch_commands"), _STARTUP),
+    **dict.fromkeys(("run_command", "launcher", "workspace", "code_src_dir"), _RECIPES),
+    **dict.fromkeys(
+        ("build_partition", "build_time", "build_cache_dir", "build_registry"), _BUILDS
+    ),
+    "repo_root": "The packager of the executor says which code travels.",
+    "ray_version": "The cluster has its own Ray.",
+}
+_PROCESSES = ("nprocs_per_node", "ntasks_per_node", "nproc_per_node")
+_IMAGES = ("container_image", "container")
+_USED = (
+    "extends",
+    "executor",
+    "existing_ray_cluster",
+    "nodes",
+    "gpus_per_node",
+    "env_vars",
+    "startup_commands",
+    "pip_extras",
+    *_PROCESSES,
+    *_IMAGES,
+)
+
+
+def find(cwd: Path, environ: Mapping[str, str]) -> Path | None:
+    """The env.toml of a folder: the one that ``NEMOTRON_ENV_FILE`` names, else upwards.
+
+    Args:
+        cwd: where to start; the folder that holds a pyproject.toml is the last one.
+        environ: the caller's environment.
+    """
+    named = environ.get("NEMOTRON_ENV_FILE")
+    if named:
+        return cwd / Path(named).expanduser()
+    for folder in (cwd, *cwd.parents):
+        if (folder / NAME).exists():
+            return folder / NAME
+        if (folder / "pyproject.toml").exists():
+            return None
+    return None
+
+
+def profiles(document: Document) -> list[str]:
+    """Names of the profiles: all tables but the reserved ones."""
+    return [
+        name
+        for name, table in document.values.items()
+        if isinstance(table, Mapping) and name not in RESERVED
+    ]
+
+
+def read(document: Document, profile: str, environ: Mapping[str, str]) -> Reading:
+    """Bring a profile into our form.
+
+    Args:
+        document: the env.toml.
+        profile: its name.
+        environ: the caller's environment.
+
+    Raises:
+        ConfigError: there is no such profile, it is not for Ray, its ``extends`` lead nowhere or in
+            a circle, a variable that it asks for is not set, or a value has the wrong type.
+    """
+    keys = _Profile(document, _chain(document, profile), environ)
+    draft = Draft("Nemotron env.toml", keys)
+    _check_executor(keys)
+    _put_address(draft, environ)
+    _put_first(draft, _IMAGES, "image", keys.text)
+    _put_first(draft, ("nodes",), "nodes", keys.whole)
+    _put_first(draft, _PROCESSES, "ntasks_per_node", keys.whole)
+    _put_first(draft, ("gpus_per_node",), "gpus_per_node", keys.amount)
+    if keys.texts("startup_commands"):
+        commands = keys.texts("startup_commands")
+        draft.put(("defaults", "startup_commands"), commands, ("startup_commands",))
+    if keys.texts("pip_extras"):
+        packages = {"pip": keys.texts("pip_extras")}
+        draft.put(("defaults", "runtime_env"), packages, ("pip_extras",))
+    for name in keys.table("env_vars"):
+        _put_variable(draft, keys, name)
+    draft.ignore_rest((), _USED, _REASONS)
+    return draft.done()
+
+
+class _Profile(Keys):
+    """A profile with what it extends, and with its texts resolved where they are asked for."""
+
+    def __init__(self, document: Document, chain: list[str], environ: Mapping[str, str]) -> None:
+        super().__init__(document)
+        self._chain = chain
+        self._merged: dict[str, Any] = {}
+        for name in reversed(chain):
+            self._merged = _merge(self._merged, document.values[name])
+        self._interpolation = Interpolation(self._merged, environ)
+
+    def written(self, path: KeyPath) -> KeyPath:
+        for name in self._chain:
+            if at(self.document.values[name], path) is not None:
+                return (name, *path)
+        return (self._chain[0], *path)
+
+    def raw(self, *path: str | int) -> Any:
+        """The value as the file has it."""
+        return at(self._merged, path)
+
+    def get(self, *path: str | int) -> Any:
+        return self._resolve(path)[0]
+
+    def asked(self, *path: str | int) -> tuple[str, ...]:
+        """Names of variables that the value asks for."""
+        return self._resolve(path)[1]
+
+    def _resolve(self, path: KeyPath) -> tuple[Any, tuple[str, ...]]:
+        raw = self.raw(*path)
+        if isinstance(raw, list):
+            return [self.get(*path, number) for number in range(len(raw))], ()
+        if not isinstance(raw, str) or "${" not in raw:
+            return raw, ()
+        try:
+            found = self._interpolation.resolve(path, raw)
+        except Unresolved as error:
+            raise self.refuse(path, str(error)) from error
+        return found.value, found.asked
+
+    def _number(self, path: KeyPath) -> Any:
+        """A number; a variable of the environment is a text, and may stand for one."""
+        value = self.get(*path)
+        if value == self.raw(*path) or not isinstance(value, str):
+            return value
+        for kind in (int, float):
+            try:
+                return kind(value)
+            except ValueError:
+                continue
+        return value
+
+
+def _chain(document: Document, profile: str) -> list[str]:
+    """A profile and what it extends, one after the other."""
+    known = profiles(document)
+    if profile not in known:
+        reserved = ", which is a table for other things" if profile in RESERVED else ""
+        raise document.refuse(
+            (), f"there is no profile {profile!r}{reserved}{_meant(profile, known)}."
+        )
+    chain = [profile]
+    while (parent := document.values[chain[-1]].get("extends")) is not None:
+        path = (chain[-1], "extends")
+        way = " -> ".join([*chain, str(parent)])
+        if not isinstance(parent, str):
+            raise document.refuse(path, "it is no text; expected the name of a profile.")
+        if parent in chain:
+            raise document.refuse(path, f"the profiles extend each other in a circle: {way}.")
+        if parent not in known:
+            raise document.refuse(
+                path, f"there is no profile {parent!r} ({way}){_meant(parent, known)}."
+            )
+        chain.append(parent)
+    return chain
+
+
+def _meant(name: str, known: list[str]) -> str:
+    like = nearest(name, known)
+    if like:
+        return f"; the nearest one is {like!r}"
+    return f"; expected one of {', '.join(known)}" if known else "; the file has no profile"
+
+
+def _merge(parent: Any, child: Any) -> Any:
+    if not isinstance(parent, Mapping) or not isinstance(child, Mapping):
+        return child
+    merged = dict(parent)
+    for key, value in child.items():
+        merged[key] = _merge(parent[key], value) if key in parent else value
+    return merged
+
+
+def names_ray(document: Document, profile: str) -> bool:
+    """Whether a profile is for Ray; another one is of no interest here.
+
+    Raises:
+        ConfigError: there is no such profile, or its ``extends`` lead nowhere or in a circle.
+    """
+    tables = [document.values[name] for name in _chain(document, profile)]
+    return next((table["executor"] for table in tables if "executor" in table), None) == "ray"
+
+
+def _check_executor(keys: Keys) -> None:
+    executor = keys.text("executor")
+    if executor == "ray":
+        return
+    found = f"the profile is for {executor!r}" if executor else "the profile names no executor"
+    raise keys.refuse(
+        ("executor",),
+        f'{found}, not for Ray; expected executor = "ray", with the address of a cluster as '
+        "existing_ray_cluster, such as http://<head>:8265. A profile of its own may extend this "
+        "one and say so.",
+    )
+
+
+def _put_address(draft: Draft, environ: Mapping[str, str]) -> None:
+    path: KeyPath = ("existing_ray_cluster",)
+    address, note = draft.keys.address(*path), ""
+    if address is None and environ.get(CLUSTER_VARIABLE):
+        note = f": {CLUSTER_VARIABLE} of your environment"
+        try:
+            address = dashboard_address(environ[CLUSTER_VARIABLE])
+        except ValueError as error:
+            raise ConfigError(f"{CLUSTER_VARIABLE} of your environment: {error}") from error
+    if address is not None:
+        draft.put(("cluster", "address"), address, path, note)
+
+
+def _put_first(
+    draft: Draft, names: tuple[str, ...], field: str, value_of: Callable[[str], Any]
+) -> None:
+    """Set a default from the first of some keys that has a value."""
+    given = [name for name in names if value_of(name) is not None]
+    if given:
+        draft.put(("defaults", field), value_of(given[0]), (given[0],))
+    for name in given[1:]:
+        draft.ignore((name,), f"{given[0]} comes first.")
+
+
+def _put_variable(draft: Draft, keys: _Profile, name: str) -> None:
+    """A variable: a text, or the value of one of the caller's, which may be a credential."""
+    path: KeyPath = ("env_vars", name)
+    raw = keys.raw(*path)
+    names, default = variables_of(raw) if isinstance(raw, str) else ([], None)
+    if any(map(looks_like_credential, [name, *names])) and names and not default:
+        draft.append(("env", "required" if default is None else "forward"), name, path)
+        if names != [name]:
+            draft.put(("env", "value_from", name), names, path)
+        return
+    value = keys.get(*path)
+    secret = [one for one in (name, *keys.asked(*path)) if looks_like_credential(one)]
+    if isinstance(value, (Mapping, list)):
+        raise keys.refuse(path, f"it is {shown(value)}; expected a text or a number.")
+    if value is None or (secret and value == ""):
+        draft.ignore(path, "It has no value.")
+    elif secret:
+        raise keys.refuse(
+            path,
+            f"it is a text, and {secret[0]} is the name of a credential, which a shared file must "
+            f"not hold (it is not shown here); expected ${{oc.env:{secret[0]}}} and nothing else.",
+        )
+    else:
+        draft.put(("env", "set", name), str(value), path)

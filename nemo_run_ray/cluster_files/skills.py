@@ -1,0 +1,304 @@
+"""Reads cluster files of NeMo-Skills that are for Ray.
+
+It has two ways to Ray, with a schema each: a back-end that submits Ray jobs (``backend: {name:
+ray}``, or ``with_ray`` and ``ray_endpoint``), and a staged executor (``executor: ray``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from nemo_run_ray.cluster_files.document import Document, KeyPath, dotted
+from nemo_run_ray.cluster_files.foreign import Draft, Keys, shown
+from nemo_run_ray.cluster_files.reading import Reading
+from nemo_run_ray.cluster_files.schema import ClusterFile
+from nemo_run_ray.cluster_files.skills_preflight import put_preflight
+from nemo_run_ray.cluster_files.skills_variables import put_variables
+
+_KUBERNETES = ("kubernetes-ray", "ray-kubernetes", "ray_kubernetes")
+_NO_RAY = ("", "default", "none")
+_SUPPORTED = ("ray", *_KUBERNETES, "default", "none")
+_MODES = ("offline", "online")
+#: Keys by which a file is one of NeMo-Skills.
+_MARKS = (
+    "executor",
+    "backend",
+    "execution_backend",
+    "ray_endpoint",
+    "with_ray",
+    "containers",
+    "required_env_vars",
+)
+_OURS = frozenset(ClusterFile.model_fields) - {"preflight"}
+_INSIDE_SLURM = "means Ray inside a Slurm allocation, not a cluster that jobs can be sent to."
+#: CPUs that the staged executor reserves for a task where its file says nothing.
+_STAGED_CPUS = 8
+
+_SLURM = "It is for Slurm; on Ray, labels and resources say where a task runs."
+_TIME = "It limits the time of a Slurm job; a Ray job has no such limit."
+_TUNNEL = "It is for Slurm over SSH; jobs reach Ray through its dashboard."
+_REASONS = {
+    "executor": "The back-end is Ray, so no other executor starts anything.",
+    "backend": "It does not name Ray.",
+    "execution_backend": "`backend` comes first, or it does not name Ray.",
+    "with_ray": "The back-end names Ray already.",
+    "ray_endpoint": "Another address comes first.",
+    "ray": "It belongs to `executor: ray`.",
+    "jobs": "Logs are kept with the experiment.",
+    "mounts": "The containers of a Ray cluster run already, with the mounts they have.",
+    "account": _SLURM,
+    "partition": _SLURM,
+    "cpu_partition": _SLURM,
+    "disable_gpus_per_node": _SLURM,
+    "dependency_type": _SLURM,
+    "mail_type": _SLURM,
+    "mail_user": _SLURM,
+    "timeouts": _TIME,
+    "default_timeout": _TIME,
+    "ssh_tunnel": _TUNNEL,
+    "job_dir": _TUNNEL,
+    "job_name_prefix": "A Ray job is named after its experiment.",
+    "skip_hf_home_check": "HF_HOME is not checked here.",
+    "num_workers": "It is for NeMo-Skills' own processes.",
+}
+_BACKEND_REASONS = {
+    "precreated_cluster": "A cluster with an address is there already.",
+    "control_plane": "Jobs reach the cluster in the same way, whatever runs it.",
+    "preflight": "NeMo-Skills reads `preflight` at the top of the file only; move it there.",
+}
+
+
+def is_skills(document: Document) -> bool:
+    """Whether it is a cluster file of NeMo-Skills, for Ray or not, and not one of ours."""
+    if document.path.suffix == ".toml" or any(key in _OURS for key in document.values):
+        return False
+    return any(key in _MARKS for key in document.values)
+
+
+def names_ray(document: Document) -> bool:
+    """Whether a file of NeMo-Skills is for Ray; another one is of no interest here.
+
+    Raises:
+        ConfigError: its back-end is no text and has no name.
+    """
+    keys = Keys(document)
+    executor = (keys.text("executor") or "").lower()
+    name = _backend(keys)[1]
+    with_ray = not name and bool(keys.flag("with_ray")) and executor != "slurm"
+    return name not in _NO_RAY or executor == "ray" or with_ray
+
+
+def read(document: Document, environ: Mapping[str, str]) -> Reading:
+    """Bring a file of NeMo-Skills into our form.
+
+    Args:
+        document: the file.
+        environ: the caller's environment, for ``$NAME`` in values of variables.
+
+    Raises:
+        ConfigError: it is for another executor, has no address of a cluster, gives a credential in
+            clear, or a value has the wrong type.
+    """
+    keys = Keys(document)
+    draft = Draft("NeMo-Skills", keys)
+    section, name = _backend(keys)
+    staged = name in _NO_RAY and (keys.text("executor") or "").lower() == "ray"
+    if staged:
+        why: KeyPath = ("executor",)
+        used = ["executor", "ray"]
+        _put_staged(draft)
+    elif name in _NO_RAY:
+        why = ("with_ray",)
+        used = ["with_ray", "ray_endpoint"]
+        _check_legacy(keys)
+        draft.put(("cluster", "address"), keys.address("ray_endpoint"), ("ray_endpoint",))
+    else:
+        why = (section, "name") if isinstance(keys.get(section), Mapping) else (section,)
+        used = [section]
+        _put_backend(draft, section, name, why)
+    _put_images(draft)
+    put_variables(draft, why, environ)
+    if not staged:
+        # A driver that calls ray.init with its own runtime_env would fail on what it shares with
+        # the job's; NeMo-Skills sets this for each of its Ray jobs, and NeMo-RL needs it.
+        override = ("env", "set", "RAY_OVERRIDE_JOB_RUNTIME_ENV")
+        draft.put(override, "1", why, ": NeMo-Skills always sets it")
+    has_endpoint = staged or any(keys.text(*path) for path in _endpoint_keys(section, False))
+    put_preflight(draft, None if staged else why, has_endpoint)
+    used += ["containers", "env_vars", "required_env_vars", "preflight"]
+    draft.ignore_rest((), used, _REASONS)
+    return draft.done()
+
+
+def _backend(keys: Keys) -> tuple[str, str]:
+    """The section of the back-end, and its name."""
+    section = "backend" if keys.get("backend") else "execution_backend"
+    value = keys.get(section)
+    if isinstance(value, str) or not value:
+        return section, (value or "").strip().lower()
+    if not isinstance(value, Mapping):
+        raise keys.refuse(
+            (section,), f"it is {shown(value)}; expected a back-end's name, or keys with values."
+        )
+    name = (keys.text(section, "name") or "").lower()
+    return section, name
+
+
+def _check_legacy(keys: Keys) -> None:
+    """Refuse a file without a back-end that is not for Ray."""
+    executor, endpoint = keys.text("executor"), keys.text("ray_endpoint")
+    # What names the default back-end has chosen it.
+    with_ray = keys.flag("with_ray") and not _backend(keys)[1]
+    needed = (
+        "For Ray it needs `backend: {name: ray, dashboard_url: http://<head>:8265}`, or "
+        "`executor: ray` with `ray.address`."
+    )
+    if with_ray and (executor or "").lower() == "slurm":
+        raise keys.refuse(
+            ("with_ray",),
+            f"with `executor: slurm` it {_INSIDE_SLURM} {needed}",
+        )
+    if with_ray and endpoint:
+        return
+    if with_ray:
+        raise keys.refuse(
+            ("with_ray",),
+            "no cluster is named; expected `ray_endpoint: ray://<head>:10001` beside it, or "
+            "`backend.dashboard_url`.",
+        )
+    if endpoint:
+        raise keys.refuse(("ray_endpoint",), f"it counts with `with_ray: true` only. {needed}")
+    if executor:
+        raise keys.refuse(
+            ("executor",), f"this file of NeMo-Skills is for {executor!r}, not for Ray. {needed}"
+        )
+    raise keys.refuse((), f"this file of NeMo-Skills names no executor. {needed}")
+
+
+def _put_backend(draft: Draft, section: str, name: str, why: KeyPath) -> None:
+    keys = draft.keys
+    if name not in _SUPPORTED:
+        raise keys.refuse(why, f"{name!r} is no back-end; expected one of {', '.join(_SUPPORTED)}.")
+    endpoints = _endpoint_keys(section, name in _KUBERNETES)
+    _put_address(draft, section, [*_dashboard_keys(section), *endpoints])
+    selector = _first(keys, section, "entrypoint_label_selector")
+    if selector:
+        draft.put(("defaults", "label_selector"), _labels(keys, selector), selector)
+    label_key = _first(keys, section, "image_label_key")
+    if label_key:
+        draft.put(("image_label_key",), keys.text(*label_key), label_key)
+    images = _first(keys, section, "image_label_selectors")
+    if images:
+        for image in keys.table(*images):
+            path = (*images, image)
+            draft.put(("image_labels", image), _image_labels(keys, path), path)
+    folder = (section, "working_dir")
+    if keys.text(*folder):
+        draft.put(("defaults", "packager"), {"folder": keys.text(*folder)}, folder)
+    _check_mode(draft, section)
+    _ignore_in_backend(draft, section)
+
+
+def _endpoint_keys(section: str, kubernetes_alias: bool) -> list[KeyPath]:
+    """Where the address of a Ray Client server may be, the one that counts first."""
+    keys: list[KeyPath] = [(section, "ray_endpoint"), (section, "kubernetes", "endpoint")]
+    if kubernetes_alias:
+        keys.reverse()
+    return [(section, "endpoint"), *keys, ("ray_endpoint",)]
+
+
+def _dashboard_keys(section: str) -> list[KeyPath]:
+    """Where the dashboard's address may be, the one that counts first."""
+    return [
+        (section, "dashboard_url"),
+        (section, "jobs_api_url"),
+        (section, "kubernetes", "dashboard_url"),
+    ]
+
+
+def _put_address(draft: Draft, section: str, candidates: list[KeyPath]) -> None:
+    keys = draft.keys
+    given = [path for path in candidates if keys.text(*path)]
+    if not given:
+        problem = (
+            "it says Ray, but no address of a cluster is given; expected "
+            f"`{section}.dashboard_url: http://<head>:8265`."
+        )
+        if (keys.text("executor") or "").lower() == "slurm":
+            problem += f" With `executor: slurm` it {_INSIDE_SLURM}"
+        raise keys.refuse((section, "name"), problem)
+    draft.put(("cluster", "address"), keys.address(*given[0]), given[0])
+    for path in given[1:]:
+        draft.ignore(path, f"{dotted(given[0])} comes first.")
+
+
+def _put_staged(draft: Draft) -> None:
+    """``executor: ray`` with its section ``ray``."""
+    keys = draft.keys
+    address = keys.address("ray", "address")
+    default = ": NeMo-Skills' default" if address is None else ""
+    draft.put(("cluster", "address"), address or "auto", ("ray", "address"), default)
+    path: KeyPath = ("ray", "default_num_cpus")
+    cpus = keys.amount(*path)
+    note = ": NeMo-Skills' default" if cpus is None else ""
+    cpus = _STAGED_CPUS if cpus is None else cpus
+    draft.put(("defaults", "cpus_per_node"), cpus, path, note)
+    reasons = {"namespace": "Ray jobs of this package share no named actors."}
+    draft.ignore_rest(("ray",), ("address", "default_num_cpus"), reasons)
+
+
+def _put_images(draft: Draft) -> None:
+    for name, image in draft.keys.table("containers").items():
+        path = ("containers", name)
+        if not isinstance(image, str) or not image.strip():
+            raise draft.keys.refuse(path, f"it is {shown(image)}; expected a container image.")
+        draft.put(("images", name), image, path)
+
+
+def _first(keys: Keys, section: str, key: str) -> KeyPath | None:
+    """A key of the back-end, or else of its section ``kubernetes``."""
+    for path in ((section, key), (section, "kubernetes", key)):
+        if keys.get(*path):
+            return path
+    return None
+
+
+def _labels(keys: Keys, path: KeyPath) -> dict[str, str]:
+    labels = {}
+    for key, value in keys.table(*path).items():
+        if isinstance(value, bool) or not isinstance(value, (str, int, float)):
+            raise keys.refuse(
+                (*path, key), f"it is {shown(value)}; expected a label's value, in quotes."
+            )
+        labels[key] = str(value)
+    return labels
+
+
+def _image_labels(keys: Keys, path: KeyPath) -> dict[str, str]:
+    """``{key: K, value: V}``, or labels."""
+    labels = _labels(keys, path)
+    return {labels["key"]: labels["value"]} if set(labels) == {"key", "value"} else labels
+
+
+def _check_mode(draft: Draft, section: str) -> None:
+    path: KeyPath = (section, "kubernetes", "mode")
+    mode = draft.keys.text(*path)
+    if mode is not None and mode.lower() not in _MODES:
+        raise draft.keys.refuse(path, f"it is {mode!r}; expected {' or '.join(_MODES)}.")
+    if mode is not None:
+        draft.ignore(path, "It changes nothing in how a job runs.")
+
+
+def _ignore_in_backend(draft: Draft, section: str) -> None:
+    if not isinstance(draft.keys.get(section), Mapping):
+        return
+    shared = ["entrypoint_label_selector", "image_label_key", "image_label_selectors"]
+    kubernetes = [*shared, "mode", "endpoint", "dashboard_url"]
+    addresses = ["dashboard_url", "jobs_api_url", "endpoint", "ray_endpoint"]
+    used = ["name", "kubernetes", "working_dir", *addresses, *shared]
+    draft.ignore_rest((section,), used, _BACKEND_REASONS)
+    draft.ignore_rest((section, "kubernetes"), kubernetes, {})
+    for key in shared:
+        second: KeyPath = (section, "kubernetes", key)
+        if draft.keys.get(section, key) and draft.keys.get(*second):
+            draft.ignore(second, f"{section}.{key} comes first.")

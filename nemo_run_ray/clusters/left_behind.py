@@ -1,0 +1,114 @@
+"""What an embedded Ray that is over leaves: why it is over, and of one that died its jobs' logs.
+
+Ray's own folder is removed, so they are copied into one of the session's name first. Those of the
+last sessions are kept::
+
+    ray_local/<environment>/left/<session>/
+        why.txt                  as the end of a sentence
+        ray.log                  what `ray start` printed; of a Ray that died
+        job-driver-<id>.log      of each job; of a Ray that died
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+from nemo_run_ray.clusters.start_log import end_of_log
+from nemo_run_ray.remote.files import write_file
+from nemo_run_ray.remote.node.output import PREFIX
+
+log = logging.getLogger(__name__)
+
+#: Ray's own folder in that of the cluster.
+RAY_FOLDER = "r"
+#: How the line begins that stands before the end of a log whose beginning is not kept.
+CUT = f"{PREFIX}the first "
+_STOPPED = "the embedded Ray that had it has been stopped"
+#: Sessions that are kept, and bytes of each log: of a longer one the end.
+_SESSIONS, _LOG_BYTES = 5, 64 * 1024**2
+#: Bytes of that end in which the beginning of a line is looked for.
+_LINE_BYTES = 64 * 1024
+
+
+def keep(root: Path, home: Path, pid: int, has_died: bool) -> None:
+    """Keep what is left of a cluster whose processes have ended.
+
+    What cannot be kept (a full disk) is told in a warning: the next start must not fail for that.
+
+    Args:
+        root: the cluster's folder, which is about to be removed.
+        home: where ``left`` is made.
+        pid: of the cluster's first process.
+        has_died: nobody stopped it.
+    """
+    for session in root.glob(f"{RAY_FOLDER}/session_*"):
+        if not session.is_symlink():
+            folder = home / "left" / session.name
+            try:
+                folder.mkdir(parents=True, exist_ok=True)
+                if has_died:
+                    _keep_logs(session, home, folder)
+                why_over = why_dead(pid, folder / "ray.log") if has_died else _STOPPED
+                write_file(folder / "why.txt", why_over)
+            except OSError as error:
+                log.warning("What the embedded Ray has left is not kept in %s: %s", folder, error)
+    by_age = sorted((home / "left").glob("session_*"), key=lambda path: path.stat().st_mtime)
+    for folder in by_age[:-_SESSIONS]:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def why_dead(pid: int, ray_log: Path) -> str:
+    """Why the cluster of a job is gone, as the end of a sentence."""
+    return (
+        f"the embedded Ray that had it has died: its process {pid} is gone. {end_of_log(ray_log)}"
+    )
+
+
+def why(home: Path, session: str) -> str:
+    """Why a session is over, as the end of a sentence; empty for one of which nothing is kept."""
+    try:
+        return (home / "left" / session / "why.txt").read_text(encoding="utf-8")
+    except OSError:
+        return ""
+
+
+def log_of(home: Path, root: Path | None, session: str, submission_id: str) -> Path | None:
+    """The log of a job: with what was kept, or still in the folder of the cluster that died."""
+    name = f"job-driver-{submission_id}.log"
+    paths = [home / "left" / session / name]
+    if root is not None:
+        paths.append(root / RAY_FOLDER / session / "logs" / name)
+    return next((path for path in paths if os.path.isfile(path)), None)
+
+
+def text_of(path: Path) -> Iterator[str]:
+    """A log's text, piece by piece, as Ray itself would give it."""
+    with open(path, encoding="utf-8", errors="replace") as file:
+        while text := file.read(65536):
+            yield text
+
+
+def _keep_logs(session: Path, home: Path, folder: Path) -> None:
+    for one in session.glob("logs/job-driver-*.log"):
+        part = folder / f"{one.name}.part"
+        _copy_end(one, part)
+        os.replace(part, folder / one.name)
+    if (home / "ray.log").exists():
+        shutil.copyfile(home / "ray.log", folder / "ray.log")
+
+
+def _copy_end(path: Path, to: Path) -> None:
+    missing = max(0, path.stat().st_size - _LOG_BYTES)
+    with open(path, "rb") as whole, open(to, "wb") as end:
+        whole.seek(missing)
+        if missing:
+            beginning = whole.read(_LINE_BYTES)
+            dropped = beginning.find(b"\n") + 1
+            end.write(f"{CUT}{missing + dropped} bytes of this log are not kept\n".encode())
+            end.write(beginning[dropped:])
+        shutil.copyfileobj(whole, end)
+    shutil.copystat(path, to)  # when it was written last is when the job was seen last

@@ -1,0 +1,37 @@
+"""What the exit code of a command and the end of its log say of what the user forgot."""
+
+from __future__ import annotations
+
+import re
+
+_SHIPS = "the executor's `packager` ships files to it"
+#: What a shell means by these exit codes, and most programs too.
+_SHELL_SAYS = {
+    126: ", with which a shell says that a command could not be run",
+    127: f", with which a shell says that a command was not found on that node; {_SHIPS}",
+}
+#: Python's words, and bash's, of a program that is not in the code's folder on the node.
+_NO_PROGRAM = re.compile(
+    r"(?:can't open file '|^\S+: (?:line \d+: )?|cannot open )/\S*/nemo_run/code/([^':]+)'?: .*"
+    r"No such file"
+)
+#: What Python and shells end with when they do not find the program that they are to run.
+_NO_PROGRAM_CODES = {2, 126, 127}
+#: A line of this package says what it was.
+_OURS = re.compile(r"^nemo_run_ray\| ", re.MULTILINE)
+
+
+def meaning(exit_code: int, tail: str) -> str:
+    """What to add to an exit code in a message; empty where nothing is known.
+
+    Args:
+        exit_code: of the command.
+        tail: the last lines of its log, without those that frame every log.
+    """
+    if _OURS.search(tail):
+        return ""
+    last = tail.rstrip().rpartition("\n")[2]
+    missing = _NO_PROGRAM.search(last) if exit_code in _NO_PROGRAM_CODES else None
+    if missing:
+        return f": {missing[1]} is not on that node; {_SHIPS}"
+    return _SHELL_SAYS.get(exit_code, "")

@@ -1,0 +1,118 @@
+"""Why a task does not start, said of a real Ray, and what saying it costs."""
+
+import json
+import time
+from collections.abc import Iterator
+
+import nemo_run as run
+import pytest
+
+from nemo_run_ray import RayExecutor
+from nemo_run_ray.cli.status_report import StatusReport
+from nemo_run_ray.dashboard.http import Http
+from nemo_run_ray.jobs.cancel import cancel_all
+from nemo_run_ray.jobs.find import find_experiment, jobs_of
+from nemo_run_ray.jobs.job import RemoteJob
+from nemo_run_ray.remote.states import JobState, Reason
+from tests.conftest import wait_for
+
+#: What tasks ask for, of 4 CPUs of which ``holder`` has 3.
+_ASKS = {
+    "waits": {"cpus_per_node": 2},
+    "no_label": {"cpus_per_node": 1, "label_selector": {"gpu_kind": "h100"}},
+}
+#: The limit needs a dispatcher.
+_TOO_LARGE = {"too_large": {"cpus_per_node": 16, "pending_timeout_s": 600}}
+
+
+def hand_over(title: str, tasks: dict[str, dict]) -> dict[str, RemoteJob]:
+    with run.Experiment(title, skip_status_at_exit=True) as experiment:
+        for name, fields in tasks.items():
+            executor = RayExecutor(**fields)
+            experiment.add(run.Script(inline="sleep 600"), executor=executor, name=name)
+        experiment.run(detach=True)
+    exp_dir = find_experiment(experiment._id)
+    assert exp_dir is not None
+    return {job.name: job for job in jobs_of(exp_dir)}
+
+
+@pytest.fixture(scope="module")
+def jobs(local_cluster) -> Iterator[dict[str, RemoteJob]]:
+    """A task that runs, others that cannot, and one of them from a dispatcher."""
+    title = f"why{time.time_ns()}"
+    found = hand_over(title, {"holder": {"cpus_per_node": 3}})
+    wait_for(lambda: found["holder"].status.state is JobState.RUNNING)
+    found |= hand_over(f"{title}a", _ASKS)
+    found |= hand_over(f"{title}b", _TOO_LARGE)
+    yield found
+    list(cancel_all(list(found.values())))
+
+
+@pytest.fixture
+def requests(monkeypatch) -> list[str]:
+    """The paths of all requests from now on."""
+    found: list[str] = []
+    send = Http.request
+
+    def request(self, method, path, *args, **options):
+        found.append(path)
+        return send(self, method, path, *args, **options)
+
+    monkeypatch.setattr(Http, "request", request)
+    return found
+
+
+def explained(job: RemoteJob) -> str:
+    """The status in words, once Ray has told what its nodes have free."""
+    wait_for(lambda: job.status.reason in (Reason.ROOM, Reason.UNSCHEDULABLE), within_s=120)
+    assert job.status.state is JobState.PENDING
+    return job.status.detail
+
+
+def test_more_than_is_free(jobs):
+    wait_for(lambda: "held by" in jobs["waits"].status.detail)
+    words = explained(jobs["waits"])
+    assert jobs["waits"].status.reason is Reason.ROOM
+    assert words.startswith("It asks for CPU 2; the node ")
+    assert f"has CPU 1 of 4 free; there it is held by {jobs['holder'].id} (CPU 3); " in words
+    assert "it waits since " in words
+
+
+def test_more_than_any_node_has_of_a_dispatchers_task(jobs):
+    job = jobs["too_large"]
+    assert job.record.dispatcher
+    assert not jobs["waits"].record.dispatcher
+    assert "the largest node has CPU 4, it asks for 16" in explained(job)
+    assert job.status.reason is Reason.UNSCHEDULABLE
+    assert "Ask for resources and labels" in job.status.message
+
+
+def test_a_label_that_no_node_has(jobs):
+    words = explained(jobs["no_label"])
+    assert words.startswith("It asks for CPU 1 on a node with gpu_kind=h100; no node can ever")
+    assert "no node has the label gpu_kind=h100; none has gpu_kind" in words
+
+
+def test_status_shows_it_for_people_and_programs(jobs):
+    for job in jobs.values():
+        if job.name != "holder":
+            explained(job)
+    rows = {row["job"]: row for row in json.loads(StatusReport(list(jobs.values())).as_json())}
+    assert rows["holder"]["waits_for_room"] == ""
+    assert rows["waits"]["waits_for_room"].startswith("It asks for CPU 2; ")
+    assert {row["state"] for row in rows.values() if row["waits_for_room"]} == {"PENDING"}
+    assert {name for name, row in rows.items() if row["waits_for_room"]} == {*_ASKS, *_TOO_LARGE}
+
+
+def test_an_answer_costs_two_more_requests_whatever_the_number_of_jobs(jobs, requests):
+    for job in jobs.values():
+        if job.name != "holder":
+            explained(job)
+
+    def explaining() -> list[str]:
+        """The requests of an answer; there are none while the answer before serves."""
+        del requests[:]
+        StatusReport(list(jobs.values()) * 10)
+        return [path for path in requests if path != "/api/jobs/"]
+
+    assert len(wait_for(explaining)) == 2

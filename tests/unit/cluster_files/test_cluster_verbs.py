@@ -1,0 +1,112 @@
+"""``nemo-run-ray clusters``: which files there are, and what one says."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from typer.testing import CliRunner
+
+from nemo_run_ray.cli.main import build
+
+
+@pytest.fixture
+def clusters(configs):
+    def run(*arguments: str, code: int = 0) -> str:
+        result = CliRunner().invoke(build(), ["clusters", *arguments])
+        assert result.exit_code == code, result.output
+        return result.output
+
+    return run
+
+
+def test_files_are_listed_with_what_is_wrong(clusters, write):
+    path = write("cluster: {address: 'http://head:8265'}\npools: {gpu: {}, cpu: {}}\n")
+    write("cluster: {local: {num_cpus: 2}}\n", "here.toml.yaml")
+    write("clutser: {}\n", "bad.yaml")
+    rows = {row["name"]: row for row in json.loads(clusters("--json"))}
+    assert rows["team-a"] == {
+        "name": "team-a",
+        "kind": "cluster file",
+        "where": "http://head:8265",
+        "pools": ["gpu", "cpu"],
+        "path": str(path),
+        "error": "",
+    }
+    assert "did you mean 'cluster'" in rows["bad"]["error"]
+    table = clusters()
+    assert table.splitlines()[0].split() == ["name", "kind", "where", "pools", "path"]
+    assert "http://head:8265" in table
+
+
+def test_a_file_for_another_executor_is_no_wrong_one(clusters, write):
+    path = write("executor: slurm\npartition: gpu\n", "slurm.yaml")
+    assert json.loads(clusters("--json")) == [
+        {
+            "name": "slurm",
+            "kind": "NeMo-Skills",
+            "where": "not for Ray",
+            "pools": [],
+            "path": str(path),
+            "error": "",
+        }
+    ]
+
+
+def test_profiles_for_other_executors_are_no_wrong_ones(clusters, tmp_path, monkeypatch):
+    path = tmp_path / "env.toml"
+    path.write_text(
+        '[slurm]\nexecutor = "slurm"\n[base]\nexecutor = "ray"\n'
+        'existing_ray_cluster = "http://h:1"\n[gpu]\nextends = "base"\n[lost]\nextends = "no"\n'
+    )
+    monkeypatch.setenv("NEMOTRON_ENV_FILE", str(path))
+    rows = {row["name"]: row for row in json.loads(clusters("--json"))}
+    assert {name: (row["kind"], row["where"]) for name, row in rows.items()} == {
+        "slurm": ("Nemotron env.toml", "not for Ray"),
+        "base": ("Nemotron env.toml", "http://h:1"),
+        "gpu": ("Nemotron env.toml", "http://h:1"),
+        "lost": ("wrong", ""),
+    }
+    assert "there is no profile 'no'" in rows["lost"]["error"]
+
+
+def test_no_files_at_all(clusters, configs):
+    assert "There are no cluster files" in clusters()
+    assert str(configs) in clusters().replace("\n", "")
+
+
+def test_every_value_with_its_line_and_secrets_masked(clusters, write, monkeypatch):
+    monkeypatch.setenv("HF_TOKEN", "hf_abc")
+    monkeypatch.setenv("PROXY", "pr0xy")
+    monkeypatch.setenv("DATA", "/data")
+    path = write(
+        """\
+        cluster:
+          address: http://head:8265
+          headers: {X-Proxy: "${PROXY}", X-Literal: l1teral}
+        env:
+          forward: [HF_TOKEN, DATA]
+        """
+    )
+    shown = clusters("team-a", "--json")
+    found = {row["key"]: (row["value"], row["source"]) for row in json.loads(shown)["values"]}
+    assert found["cluster.address"] == ("http://head:8265", f"{path}:2")
+    assert found["cluster.headers.X-Proxy"] == ("${PROXY}", f"{path}:3")
+    assert found["variable DATA"] == ("/data", "your environment")
+    assert found["secret HF_TOKEN"] == ("***", "your environment")
+    for text in (shown, clusters("team-a")):
+        for secret in ("hf_abc", "pr0xy", "l1teral"):
+            assert secret not in text
+    assert "team-a.yaml:2" in clusters("team-a")
+
+
+def test_a_missing_variable_does_not_keep_the_rest_from_being_seen(clusters, write):
+    write("cluster: {address: 'http://head:8265'}\nenv: {required: [NO_SUCH_DATA]}\n")
+    shown = clusters("team-a").replace("\n", " ")
+    assert "http://head:8265" in shown
+    assert "NO_SUCH_DATA" in shown
+
+
+def test_a_name_that_there_is_not(clusters, write):
+    write("")
+    clusters("team-b", code=1)

@@ -1,0 +1,80 @@
+"""Labels of the nodes that run an image."""
+
+import pytest
+
+from nemo_run_ray.cluster_files.images import derived_labels, label_value, labels_of
+from nemo_run_ray.cluster_files.schema import ClusterFile
+
+VLLM = "vllm/vllm-openai:v0.10.1"
+
+
+def _file(**values):
+    return ClusterFile.model_validate({"images": {"vllm": VLLM}, **values})
+
+
+@pytest.mark.parametrize("image", ["vllm", VLLM])
+@pytest.mark.parametrize("key", ["vllm", VLLM, "vllm/*", "*:v0.10.?"])
+def test_an_entry_is_a_name_an_image_or_a_pattern(image, key):
+    assert labels_of(image, _file(image_labels={key: {"pool": "gpu"}})) == {"pool": "gpu"}
+
+
+def test_a_pattern_is_one_of_images_not_of_names():
+    file = _file(image_labels={"vll?": {"pool": "gpu"}})
+
+    assert labels_of("vllm", file) == {}
+    assert labels_of("vllx", file) == {"pool": "gpu"}
+
+
+def test_a_pattern_tells_upper_and_lower_case_apart():
+    assert labels_of("vllm", _file(image_labels={"VLLM/*": {"pool": "gpu"}})) == {}
+
+
+def test_an_image_with_brackets_is_itself():
+    file = ClusterFile(images={"odd": "repo/[a]:1"}, image_labels={"odd": {"pool": "x"}})
+
+    assert labels_of("odd", file) == {"pool": "x"}
+
+
+def test_all_matching_entries_contribute_and_the_first_wins_a_label():
+    entries = {"vllm/*": {"a": "1", "b": "1"}, "nothing": {"c": "0"}, "vllm": {"b": "2", "c": "2"}}
+
+    assert labels_of("vllm", _file(image_labels=entries)) == {"a": "1", "b": "1", "c": "2"}
+
+
+def test_the_key_gives_a_label_only_where_no_entry_matches():
+    file = _file(image_labels={"vllm": {"pool": "gpu"}}, image_label_key="nemo/image")
+
+    assert labels_of("vllm", file) == {"pool": "gpu"}
+    assert labels_of("busybox:1", file) == {"nemo/image": "busybox-1"}
+
+
+def test_an_entry_without_labels_matches_too():
+    assert labels_of("vllm", _file(image_labels={"vllm": {}}, image_label_key="k")) == {}
+
+
+def test_static_labels_win_over_derived_ones():
+    static = {"label_selector": {"nemo/image": "preset", "type": "worker"}}
+    file = _file(defaults=static, image_label_key="nemo/image")
+
+    assert labels_of("vllm", file) == {"nemo/image": "preset", "type": "worker"}
+    assert derived_labels("vllm", file) == {"nemo/image": "vllm-vllm-openai-v0.10.1"}
+
+
+def test_without_rules_an_image_has_no_labels():
+    assert labels_of("vllm", _file()) == {}
+    assert labels_of("", _file(image_label_key="nemo/image")) == {}
+
+
+@pytest.mark.parametrize(
+    ("image", "value"),
+    [
+        ("nvcr.io/nvidia/pytorch:25.02-py3", "nvcr.io-nvidia-pytorch-25.02-py3"),
+        ("/containers/NeMo RL.sqsh", "containers-nemo-rl.sqsh"),
+        ("a--b//c@@d", "a-b-c-d"),
+        ("._-x_y-._", "x_y"),
+        ("///", "unknown"),
+        ("é", "unknown"),
+    ],
+)
+def test_an_image_as_the_value_of_a_label(image, value):
+    assert label_value(image) == value

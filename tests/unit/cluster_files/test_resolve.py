@@ -1,0 +1,418 @@
+"""What an executor gets of its cluster file."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import fiddle as fdl
+import nemo_run as run
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from nemo_run.cli.cli_parser import parse_cli_args
+from nemo_run.core.serialization.zlib_json import ZlibJSONSerializer
+
+from nemo_run_ray import ExistingCluster, FolderPackager, LocalCluster, RayExecutor
+from nemo_run_ray.cluster_files.credentials import value_of
+from nemo_run_ray.errors import ConfigError
+
+FILE = """\
+    cluster: {address: "http://head:8265"}
+    defaults:
+      retries: 1
+      packager: git
+      env_vars: {WHO: defaults, D: defaults}
+    env:
+      set: {WHO: file, E: file}
+    images: {vllm: "vllm/vllm-openai:v0.8"}
+    images_as: image_uri
+    pools:
+      gpu:
+        label_selector: {pool: gpu}
+        gpus_per_node: 8
+        resources_per_node: {worker: 1}
+        env_vars: {WHO: pool, P: pool}
+      other: {address: "http://other:8265"}
+"""
+
+
+def team(**fields: Any) -> RayExecutor:
+    return RayExecutor(cluster="team-a", **fields).resolved()
+
+
+def test_a_name_becomes_a_cluster_and_the_defaults_are_there(write):
+    write(FILE)
+    found = team()
+    assert found.cluster == ExistingCluster("http://head:8265")
+    assert found.retries == 1
+    assert isinstance(found.packager, run.GitArchivePackager)
+    assert found.env_vars == {"WHO": "defaults", "D": "defaults", "E": "file"}
+    assert found.resolved() is found, "it needs no file any more"
+
+
+def test_a_pool_gives_labels_and_resources(write):
+    write(FILE)
+    found = team(pool="gpu")
+    assert found.label_selector == {"pool": "gpu"}
+    assert (found.gpus_per_node, found.resources_per_node) == (8, {"worker": 1})
+    assert found.env_vars == {"WHO": "pool", "D": "defaults", "P": "pool", "E": "file"}
+
+
+def test_the_code_wins_also_with_the_default_s_value(write):
+    write(FILE)
+    found = team(pool="gpu", gpus_per_node=0, retries=0, packager=run.Packager())
+    assert (found.gpus_per_node, found.retries) == (0, 0)
+    assert type(found.packager) is run.Packager
+    found = team(pool="gpu", env_vars={"WHO": "code"}, label_selector={"pool": "in(gpu,cpu)"})
+    assert found.env_vars["WHO"] == "code"
+    assert found.label_selector == {"pool": "in(gpu,cpu)"}
+
+
+def test_fields_that_are_assigned_win_too(write):
+    write(FILE)
+    executor = RayExecutor(cluster="team-a", pool="gpu")
+    executor.gpus_per_node = 2
+    assert executor.resolved().gpus_per_node == 2
+    executor.gpus_per_node = 0
+    executor.retries = 0
+    assert (executor.resolved().gpus_per_node, executor.resolved().retries) == (0, 0)
+    assert executor.clone().resolved().gpus_per_node == 0
+
+
+def test_it_survives_clone_copies_and_saving(write):
+    write(FILE)
+    executor = RayExecutor(cluster="team-a", pool="gpu", gpus_per_node=0)
+    saved = ZlibJSONSerializer().serialize(executor.to_config())
+    loaded = fdl.build(ZlibJSONSerializer().deserialize(saved))
+    for one in (executor.clone(), executor.clone().clone(), loaded):
+        assert (one.cluster, one.pool) == ("team-a", "gpu"), "names are saved, and not values"
+        assert (one.resolved().gpus_per_node, one.resolved().retries) == (0, 1)
+
+
+def test_a_pool_with_a_dashboard_of_its_own(write):
+    write(FILE)
+    assert team(pool="other").cluster == ExistingCluster("http://other:8265")
+
+
+def test_torchrun_is_told_what_the_file_says(write):
+    write("cluster: {address: 'http://head:8265'}\ndefaults: {nodes: 2, ntasks_per_node: 4}\n")
+    executor = RayExecutor(cluster="team-a")
+    assert (executor.nnodes(), executor.nproc_per_node()) == (2, 4)
+
+
+def test_the_environment_names_the_cluster_of_those_that_name_none(write, monkeypatch):
+    write(FILE)
+    assert RayExecutor().resolve_cluster() == LocalCluster()
+    monkeypatch.setenv("NEMO_RUN_RAY_CLUSTER", "team-a")
+    assert RayExecutor().resolve_cluster() == ExistingCluster("http://head:8265")
+    assert RayExecutor(cluster=LocalCluster()).resolve_cluster() == LocalCluster()
+    assert RayExecutor(address="http://x").resolve_cluster() == ExistingCluster("http://x")
+
+
+def test_the_embedded_ray_of_a_file(write):
+    write("cluster: {local: {num_cpus: 3, keep: true}}\n")
+    assert team().cluster == LocalCluster(num_cpus=3, keep=True)
+
+
+def test_a_token_is_taken_from_its_variable_at_every_connection(write, monkeypatch):
+    write("cluster: {address: 'http://head:8265', token_variable: TEAM_A}\n")
+    monkeypatch.setenv("TEAM_A", "s3cret")
+    cluster = team().cluster
+    assert cluster.connect().headers == {"Authorization": "Bearer s3cret"}
+    assert "s3cret" not in json.dumps(cluster.record())
+    monkeypatch.delenv("TEAM_A")
+    with pytest.raises(ConfigError, match="TEAM_A"):
+        cluster.connect()
+
+
+def test_a_ca_lies_beside_the_file(write, configs):
+    (configs / "ca.pem").touch()
+    write("cluster: {address: 'https://head', verify: ca.pem}\n")
+    assert team().cluster.verify == str(configs / "ca.pem")
+
+
+def test_variables_of_the_caller(write, monkeypatch):
+    write("env: {forward: [WANDB_*, NOT_SET], required: [DATA]}\nsecrets: [MINE]\n")
+    values = {"WANDB_API_KEY": "k", "WANDB_PROJECT": "p", "DATA": "/d", "MINE": "m"}
+    for name, value in values.items():
+        monkeypatch.setenv(name, value)
+    found = team()
+    assert found.env_vars == {"DATA": "/d", "WANDB_PROJECT": "p"}
+    assert found.secrets == ["MINE", "WANDB_API_KEY"]
+    found = team(secrets=["DATA"], env_vars={"MINE": "public"})
+    assert found.env_vars == {"MINE": "public", "WANDB_PROJECT": "p"}
+    assert found.secrets == ["DATA", "WANDB_API_KEY"]
+
+
+def test_what_is_required_and_not_set_is_named(write, monkeypatch):
+    path = write("env: {required: [DATA_ROOT, B]}\nsecrets: [A_TOKEN]\n")
+    monkeypatch.delenv("A_TOKEN", raising=False)
+    with pytest.raises(ConfigError, match="requires DATA_ROOT, B, A_TOKEN, which are not set") as e:
+        team()
+    assert str(path) in str(e.value)
+
+
+def test_an_image_as_ray_s_image_uri(write):
+    write(FILE)
+    assert team(image="vllm").runtime_env == {"image_uri": "vllm/vllm-openai:v0.8"}
+    assert team(image="other/image:1").runtime_env == {"image_uri": "other/image:1"}
+    own = {"image_uri": "mine"}
+    assert team(image="vllm", runtime_env=own).runtime_env == own
+
+
+BAD = {
+    "defaults: {retires: 1}": ("defaults.retires", "did you mean 'retries'"),
+    "defaults: {retries: -1}": ("defaults.retries", "a whole number from 0"),
+    "defaults: {address: 'http://x'}": ("defaults.address", "the section `cluster` says that"),
+    "defaults: {role: a}": ("defaults.role", "it belongs to one task"),
+    "defaults: {packager: zip}": ("defaults.packager", "allowed are none, git and"),
+    "cluster: {address: 'ftp://x'}": ("cluster", "expected http"),
+    "cluster: {address: 'http://x', headers: {Cookie: abc}}": ("cluster", "given in clear"),
+    "pools: {gpu: {memory_per_node: 3 elephants}}": ("pools.gpu.memory_per_node", "units"),
+}
+
+
+@pytest.mark.parametrize("text", BAD)
+def test_a_wrong_value_is_told_where_it_is_written(write, text):
+    key, problem = BAD[text]
+    path = write(text)
+    with pytest.raises(ConfigError, match=problem) as caught:
+        team(pool="gpu" if "pools" in text else None)
+    assert str(caught.value).startswith(f"{path}:1: {key}: ")
+
+
+def test_a_pool_that_is_not_there(write):
+    path = write(FILE)
+    with pytest.raises(ConfigError, match="did you mean 'gpu'") as caught:
+        team(pool="gpus")
+    assert str(path) in str(caught.value)
+
+
+@pytest.mark.parametrize("field", ["pool", "image"])
+def test_a_pool_or_an_image_without_a_file(configs, field):
+    with pytest.raises(ConfigError, match="no cluster file is named"):
+        RayExecutor(**{field: "gpu"}).resolved()
+    with pytest.raises(ConfigError, match="no cluster file is named"):
+        RayExecutor(address="http://x", **{field: "gpu"}).resolved()
+
+
+def test_two_clusters_in_one_group_are_refused(write):
+    write(FILE)
+    roles = [RayExecutor(cluster="team-a", pool=pool) for pool in ("gpu", "other")]
+    with pytest.raises(ConfigError, match="have different clusters"):
+        RayExecutor.merge(roles, 2)
+
+
+def test_a_group_gets_the_file_s_defaults(write):
+    write(FILE)
+    roles = [RayExecutor(cluster="team-a", pool="gpu"), RayExecutor(cluster="team-a")]
+    merged = RayExecutor.merge(roles, 2)
+    assert merged.retries == 1
+    assert merged.resolve_cluster() == ExistingCluster("http://head:8265")
+    assert [role.label_selector for role in merged.resolved().resource_group] == [
+        {"pool": "gpu"},
+        {},
+    ]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    return tmp_path_factory.mktemp("properties")
+
+
+#: For each of these fields, the values that a layer may give it.
+_VALUES = {
+    "retries": st.integers(0, 3),
+    "gpus_per_node": st.sampled_from([0, 1, 2]),
+    "grace_s": st.sampled_from([1, 10, 20]),
+}
+_LAYER = st.fixed_dictionaries({}, optional=_VALUES)
+_ENV = st.dictionaries(st.sampled_from(["A_V", "B_V", "C_V"]), st.sampled_from("12"))
+
+
+@settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    layers=st.tuples(_LAYER, _LAYER, _LAYER),
+    env=st.tuples(_ENV, _ENV, _ENV, _ENV),
+)
+def test_code_wins_over_pool_over_defaults_over_environment(folder, layers, env):
+    """The first layer that has a value gives it, for fields and for every variable alike."""
+    code, pool, defaults = layers
+    in_pool = {name: value for name, value in pool.items() if name == "gpus_per_node"}
+    text = {
+        "cluster": {"local": {}},
+        "defaults": {**defaults, "env_vars": env[2]},
+        "pools": {"p": {**in_pool, "env_vars": env[1]}},
+        "env": {"forward": ["A_V", "B_V", "C_V"]},
+    }
+    path = folder / "x.yaml"
+    path.write_text(json.dumps(text))
+    executor = RayExecutor(cluster=str(path), pool="p", env_vars=env[0], **code)
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in env[3].items():
+            patch.setenv(name, value)
+        found = executor.resolved()
+    for name in _VALUES:
+        own = RayExecutor()
+        expected = [layer[name] for layer in (code, in_pool, defaults) if name in layer]
+        assert getattr(found, name) == [*expected, getattr(own, name)][0], name
+    assert found.env_vars == {**env[3], **env[2], **env[1], **env[0]}
+
+
+def test_nemo_runs_command_line(write):
+    write(FILE)
+    words = ["cluster=team-a", "pool=gpu", "gpus_per_node=0"]
+    executor = fdl.build(parse_cli_args(RayExecutor, words, run.Config))
+    assert (executor.cluster, executor.pool) == ("team-a", "gpu")
+    assert executor.resolved().gpus_per_node == 0
+
+
+def test_the_dry_run_names_the_file_and_shows_what_it_says(write, capsys, unique):
+    write(FILE)
+    executor = RayExecutor(cluster="team-a", pool="gpu")
+    run.run(run.Script(inline="true"), executor=executor, name=unique, dryrun=True)
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "by the cluster file team-a" in shown
+    assert "http://head:8265" in shown
+    assert "WHO=pool" in shown
+    assert "num_gpus=8" in shown
+
+
+SKILLS = """\
+    executor: none
+    backend: {name: ray, dashboard_url: "http://skills:8265"}
+    containers: {vllm: "vllm/vllm-openai:v0.8"}
+    mounts: [/a:/b]
+    env_vars: [WHO=skills]
+"""
+
+
+def test_a_file_of_nemo_skills(write, capsys):
+    write(SKILLS, "old.yaml")
+    executor = RayExecutor(cluster="old", image="vllm")
+    assert executor.resolve_cluster() == ExistingCluster("http://skills:8265")
+    assert executor.resolved().env_vars["WHO"] == "skills"
+    told = " ".join(capsys.readouterr().out.split())
+    assert told.count("not used on Ray are executor, mounts") == 1
+
+
+def test_keys_of_a_file_of_nemo_skills_are_secrets_and_required_ones_must_be_there(
+    write, monkeypatch
+):
+    for name in ("OPENAI_API_KEY", "TEAM_URL", "NEMO_SKILLS_AUTH"):
+        monkeypatch.setenv(name, f"{name} has a value")
+    text = SKILLS.replace("[WHO=skills]", "[WHO=skills, TEAM_URL]")
+    write(text + "    required_env_vars: [TEAM_NAME]\n")
+    with pytest.raises(ConfigError, match="requires TEAM_NAME, which is not set"):
+        team()
+    monkeypatch.setenv("TEAM_NAME", "a")
+    found = team()
+    assert {"OPENAI_API_KEY", "NEMO_SKILLS_AUTH"} <= set(found.secrets)
+    assert found.env_vars["TEAM_NAME"] == "a"
+    assert found.env_vars["TEAM_URL"] == "TEAM_URL has a value"
+    assert not set(found.secrets) & set(found.env_vars)
+
+
+def test_the_folder_that_a_file_of_nemo_skills_names_comes_before_the_variable(write, monkeypatch):
+    monkeypatch.setenv("NEMO_RUN_CODE_DIR", "/of/the/variable")
+    write("executor: none\nbackend: {name: ray, dashboard_url: 'http://h:1', working_dir: /w}\n")
+    assert team().packager == FolderPackager("/w")
+
+
+def test_nemo_skills_default_counts_where_it_is_for_ray(write, monkeypatch):
+    monkeypatch.setenv("NEMO_SKILLS_CONFIG", "old")
+    write(SKILLS, "old.yaml")
+    assert RayExecutor().resolve_cluster() == ExistingCluster("http://skills:8265")
+    write("executor: slurm\npartition: gpu\n", "old.yaml")
+    assert RayExecutor().resolve_cluster() == LocalCluster()
+    with pytest.raises(ConfigError, match="'slurm', not for Ray"):
+        RayExecutor(cluster="old").resolved()
+    monkeypatch.setenv("NEMO_RUN_RAY_CLUSTER", "team-a")
+    write(FILE)
+    assert RayExecutor().resolve_cluster() == ExistingCluster("http://head:8265")
+
+
+def test_a_profile_of_an_env_toml(tmp_path, configs):
+    (tmp_path / "cwd" / "env.toml").write_text(
+        '[base]\nexecutor = "ray"\nexisting_ray_cluster = "http://head:8265"\nnodes = 2\n'
+        '[gpu]\nextends = "base"\ngpus_per_node = 8\npartition = "x"\n'
+    )
+    found = RayExecutor(cluster="gpu").resolved()
+    assert found.cluster == ExistingCluster("http://head:8265")
+    assert (found.nodes, found.gpus_per_node) == (2, 8)
+
+
+def test_a_secret_from_another_place(write, monkeypatch, tmp_path):
+    write("env: {forward: [A_TOKEN, HF_TOKEN], value_from: {A_TOKEN: [OTHER]}}\n")
+    monkeypatch.setenv("OTHER", "v1")
+    monkeypatch.setenv("HF_HOME", str(tmp_path))
+    monkeypatch.delenv("HF_TOKEN", raising=False)
+    assert team().secrets == ["A_TOKEN"], "nobody has logged in to the hub"
+    (tmp_path / "token").write_text("v2\n")
+    assert team().secrets == ["A_TOKEN", "HF_TOKEN"]
+    found = team()
+    assert [value_of(name, found.secret_places[name]) for name in found.secrets] == ["v1", "v2"]
+    own = RayExecutor(secrets=["HF_TOKEN"]).resolved()
+    assert not own.secret_places, "only what a file asks for comes from other places"
+
+
+def test_a_variable_whose_value_is_a_credential_is_a_secret(write, monkeypatch):
+    write("env: {forward: [JUDGE], value_from: {JUDGE: [JUDGE_API_KEY]}}\n")
+    monkeypatch.setenv("JUDGE_API_KEY", "k")
+    assert (team().secrets, team().env_vars) == (["JUDGE"], {})
+
+
+def test_a_folder_as_the_code(write):
+    write("defaults: {packager: {folder: /code}}\n")
+    assert team().packager == FolderPackager("/code")
+    write("executor: none\nbackend: {name: ray, dashboard_url: 'http://h:1', working_dir: /w}\n")
+    assert team().packager == FolderPackager("/w")
+
+
+def test_an_image_that_the_file_does_not_know(write):
+    write("images: {vllm: v:1}\nimage_labels: {vllm: {pool: gpu}}\n")
+    assert team(image="vllm").label_selector == {"pool": "gpu"}
+    with pytest.raises(ConfigError, match=r"would run on any node. Did you mean 'vllm'"):
+        team(image="vlm")
+
+
+def test_skills_default_that_is_not_here(configs, monkeypatch):
+    monkeypatch.setenv("NEMO_SKILLS_CONFIG", "local")
+    assert RayExecutor().resolve_cluster() == LocalCluster()
+    with pytest.raises(ConfigError, match="There is no cluster file of the name 'local'"):
+        RayExecutor(cluster="local").resolved()
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [("executor: none\n\tbackend: ray\n", "team.yaml:2"), (None, "There is no cluster file")],
+)
+def test_skills_default_that_is_broken_is_not_the_embedded_ray(tmp_path, monkeypatch, text, told):
+    path = tmp_path / "team.yaml"
+    if text:
+        path.write_text(text)
+    monkeypatch.setenv("NEMO_SKILLS_CONFIG", str(path))
+    with pytest.raises(ConfigError, match=told):
+        RayExecutor().resolve_cluster()
+
+
+def test_a_path_object_and_an_address(write):
+    path = write(FILE)
+    assert RayExecutor(cluster=path).resolve_cluster() == ExistingCluster("http://head:8265")
+    with pytest.raises(ConfigError, match=r"give RayExecutor\(address='head:8265'\)"):
+        RayExecutor(cluster="head:8265").resolved()
+
+
+def test_two_authorizations(write):
+    write("cluster: {address: 'http://h', token_variable: T, headers: {authorization: '${A}'}}\n")
+    with pytest.raises(ConfigError, match="there is a header Authorization too"):
+        team()
+
+
+def test_a_group_follows_its_file_until_it_is_launched(write):
+    write(FILE)
+    merged = RayExecutor.merge([RayExecutor(cluster="team-a"), RayExecutor(cluster="team-a")], 2)
+    write(FILE.replace("http://head:8265", "http://new:8265"))
+    assert merged.resolve_cluster() == ExistingCluster("http://new:8265")

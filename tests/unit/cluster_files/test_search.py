@@ -1,0 +1,92 @@
+"""Where a cluster file's name is looked for."""
+
+import warnings
+
+import pytest
+
+from nemo_run_ray.cluster_files import search
+from nemo_run_ray.errors import ConfigError
+
+
+@pytest.fixture
+def everywhere(tmp_path, configs, monkeypatch):
+    """One folder of each kind, in the order in which they are looked through."""
+    monkeypatch.setenv("NEMO_SKILLS_CONFIG_DIR", str(tmp_path / "skills"))
+    found = [
+        configs,
+        tmp_path / "cwd" / "cluster_configs",
+        tmp_path / "xdg" / "nemo_run_ray",
+        tmp_path / "skills",
+    ]
+    for folder in found:
+        folder.mkdir(parents=True, exist_ok=True)
+    return found
+
+
+def test_every_folder_is_looked_through_and_the_first_wins(everywhere):
+    for folder in reversed(everywhere):
+        path = folder / "gpu.yaml"
+        path.touch()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            assert search.find("gpu") == (path, None)
+
+
+def test_without_xdg_it_is_dot_config_in_the_home(tmp_path):
+    folder = tmp_path / ".config" / "nemo_run_ray"
+    folder.mkdir(parents=True)
+    assert search.folders({"HOME": str(tmp_path)}) == [folder]
+
+
+@pytest.mark.parametrize("suffix", [".yaml", ".yml", ".toml"])
+def test_a_name_has_no_suffix_and_a_path_has_one(write, configs, suffix, monkeypatch):
+    path = write("", f"one{suffix}")
+    assert search.find("one") == (path, None)
+    assert search.find(str(path)) == (path, None)
+    monkeypatch.chdir(configs)
+    assert search.find(f"one{suffix}") == (path, None)
+
+
+def test_two_files_of_one_name_are_said_once(write):
+    first, second = write("", "team-b.toml"), write("", "team-b.yaml")
+    with pytest.warns(UserWarning, match="Two cluster files") as caught:
+        assert search.find("team-b") == (first, None)
+    assert str(first) in str(caught[0].message)
+    assert str(second) in str(caught[0].message)
+    assert search.find("team-b") == (first, None)  # and warnings are errors here
+
+
+def test_an_unknown_name_gets_the_nearest_and_the_folders(write, configs):
+    write("", "team-gpu.yaml")
+    with pytest.raises(ConfigError, match="Did you mean 'team-gpu'") as caught:
+        search.find("team-gpus")
+    assert str(configs) in str(caught.value)
+    assert "nemo-run-ray init" in str(caught.value)
+
+
+def test_no_folder_at_all():
+    with pytest.raises(ConfigError, match="no folder"):
+        search.find("x", {"HOME": "/nowhere", "XDG_CONFIG_HOME": "/nowhere"})
+
+
+def test_a_path_that_is_not_there(tmp_path):
+    with pytest.raises(ConfigError, match=r"There is no cluster file 'x.yaml'"):
+        search.find("./x.yaml")
+
+
+ENV_TOML = (
+    '[gpu]\nexecutor = "ray"\nexisting_ray_cluster = "http://head:8265"\n[wandb]\nproject = "x"\n'
+)
+
+
+def test_a_profile_of_an_env_toml(write, tmp_path):
+    path = tmp_path / "cwd" / "env.toml"
+    path.write_text(ENV_TOML)
+    assert search.find("gpu") == (path, "gpu")
+    assert search.find(f"{path}:gpu") == (path, "gpu")
+    with pytest.raises(ConfigError, match="Did you mean 'gpu'"):
+        search.find("gpus")
+    with pytest.raises(ConfigError, match="has profiles"):
+        search.find(str(path))
+    file = write("", "gpu.yaml")
+    assert search.find("gpu") == (file, None), "a file of its own comes first"

@@ -1,0 +1,35 @@
+"""What is said of the processes of a cancelled job, by the end of its log."""
+
+import pytest
+
+from nemo_run_ray.dashboard.state_api import StateApi
+from nemo_run_ray.jobs.explanations import leftovers
+from nemo_run_ray.remote.node.output import end_mark
+from nemo_run_ray.remote.states import JobState, JobStatus, Reason
+from tests.unit.jobs.conftest import Handed
+
+_SETTING_UP = "2026-11-22 04:53:24,072\tINFO job_manager.py:581 -- Runtime env is setting up."
+_LEFT = "no process of it is left on its node"
+_DOUBT = "its node abcdefabcdef did not confirm that all its processes ended"
+
+
+@pytest.mark.parametrize(
+    ("lines", "told"),
+    [
+        (["working", "{end}cancelled; no process of it is left"], _LEFT),
+        (["{end}exit code 3"], _LEFT),  # it was cancelled between two attempts
+        (["{end}the package's process on this node was killed, and 0 others with it"], _DOUBT),
+        ([_SETTING_UP], "it never had a process"),
+        ([], _DOUBT),
+        ([_SETTING_UP, "working"], _DOUBT),
+        (["nemo_run_ray| end 01234567: exit code 3"], _DOUBT),  # of another run
+    ],
+)
+def test_what_is_left_of_a_cancelled_job(ray, unique, monkeypatch, lines, told):
+    handed = Handed(ray, unique, "job")
+    job = handed.jobs["job"]
+    end = end_mark(job.record.nonces[-1])
+    shown = [line.format(end=end) for line in lines]
+    monkeypatch.setattr(StateApi, "last_lines", lambda *_: shown)
+    status = JobStatus(JobState.CANCELLED, Reason.CANCELLED, node="abcdef" * 5)
+    assert leftovers(job, status) == told
