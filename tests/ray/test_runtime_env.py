@@ -5,6 +5,7 @@ import os
 import shutil
 import subprocess
 import sys
+import threading
 import time
 import zipfile
 from pathlib import Path
@@ -17,6 +18,7 @@ from nemo_run_ray.jobs.find import find_job
 from nemo_run_ray.remote.states import JobState, Reason
 from tests.conftest import BIN, CONDA, tool
 from tests.groups import client, finish
+from tests.http_server import Handler, serving
 from tests.stand_ins import CONDA_ENVIRONMENT, IMAGE, conda, podman
 
 #: Where ``python`` of a command is, and what it can import.
@@ -190,21 +192,36 @@ def test_an_image_that_is_not_there(local_cluster, unique):
     assert "Traceback" in log
 
 
+class Index(Handler):
+    """An index without packages, which answers pip's question when a permit is given."""
+
+    permits: threading.Semaphore
+
+    def answer(self) -> None:
+        if _NOWHERE in self.path:
+            self.permits.acquire(timeout=240)
+        self.send(404, "")
+
+
 def test_packages_that_cannot_be_had(existing, unique):
     """pip's own line, first; Ray's traceback in the log; and `status` tells while Ray tries."""
-    executor = RayExecutor(
-        cluster=existing,
-        runtime_env={"pip": {"packages": [_NOWHERE], "pip_install_options": ["--no-index"]}},
-    )
-    with run.Experiment(unique, skip_status_at_exit=True) as experiment:
-        experiment.add(run.Script(inline="true"), executor=executor, name="job")
-        experiment.run(detach=True)
-    job = find_job(f"{experiment._id}.job")
+    permits = threading.Semaphore(0)
     told = {}
-    deadline = time.monotonic() + 300
-    while not (status := job.status).state.is_terminal and time.monotonic() < deadline:
-        told[status.reason] = status.message
-        time.sleep(0.5)
+    with serving(Index, permits=permits) as index:
+        options = ["--index-url", index, "--timeout", "240"]
+        pip = {"packages": [_NOWHERE], "pip_install_options": options}
+        executor = RayExecutor(cluster=existing, runtime_env={"pip": pip})
+        with run.Experiment(unique, skip_status_at_exit=True) as experiment:
+            experiment.add(run.Script(inline="true"), executor=executor, name="job")
+            experiment.run(detach=True)
+        job = find_job(f"{experiment._id}.job")
+        deadline = time.monotonic() + 300
+        while not (status := job.status).state.is_terminal and time.monotonic() < deadline:
+            # A build goes on when what is told of it has been seen, however slow the machine is.
+            if status.reason in (Reason.BUILDING, Reason.REBUILDING) and status.reason not in told:
+                permits.release(1 if status.reason is Reason.BUILDING else 100)
+            told.setdefault(status.reason, status.message)
+            time.sleep(0.5)
 
     assert (status.state, status.reason) == (JobState.FAILED, Reason.RUNTIME_ENV)
     first = status.message.splitlines()[0]
