@@ -29,6 +29,13 @@ Name = Annotated[str, typer.Argument(help="An experiment's id or title, a handle
 #: Seconds between two looks of a table that follows.
 _REFRESH_S = 2.0
 _out = Console(soft_wrap=True, highlight=False)
+#: Of a verb whose arguments, ``--help`` and ``--`` too, are another command's.
+_AS_THEY_ARE = {
+    "allow_extra_args": True,
+    "ignore_unknown_options": True,
+    "allow_interspersed_args": False,
+    "help_option_names": [],
+}
 
 
 def up(
@@ -246,6 +253,13 @@ VERBS: tuple[Callable[..., Any], ...] = (
 )
 
 
+def ns(context: typer.Context) -> None:
+    """Run a command of NeMo-Skills (`ns generate …`), whose tasks run on Ray."""
+    from nemo_run_ray.cli.skills_verb import run_ns
+
+    run_ns(context.args)
+
+
 def guarded(verb: Callable[..., Any]) -> Callable[..., Any]:
     """The verb, with this package's errors as one paragraph and exit code 1."""
     import functools
@@ -286,6 +300,7 @@ def build() -> typer.Typer:
     )
     for verb in VERBS:
         app.command()(guarded(verb))
+    app.command(context_settings=_AS_THEY_ARE)(guarded(ns))
     return app
 
 

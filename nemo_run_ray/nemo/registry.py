@@ -30,6 +30,7 @@ from nemo_run_ray.executor import ON_SUBCLASS, RayExecutor
 from nemo_run_ray.executor_file import FROM_FILE
 from nemo_run_ray.ids import SCHEDULER, SESSION
 from nemo_run_ray.remote.files import write_file
+from nemo_run_ray.skills.patch import SkillsExecutorPatch
 
 log = logging.getLogger(__name__)
 
@@ -51,6 +52,7 @@ def register() -> None:
         patches.apply("job_group")
     except UnsupportedNemoRun as error:  # single tasks run all the same
         log.warning("Groups cannot be used: %s", error)
+    patches.add(SkillsExecutorPatch())
     patches.apply_from_environment()
 
 

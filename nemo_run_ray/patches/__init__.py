@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Callable, Mapping
 
-from nemo_run_ray.errors import PatchError
+from nemo_run_ray.errors import PatchError, UnsupportedNemoRun
 from nemo_run_ray.patches.base import Patch
 from nemo_run_ray.patches.data_mover_configs import DataMoverConfigsPatch
 from nemo_run_ray.patches.dgxcloud_exports import DGXCloudExportsPatch
@@ -13,7 +14,18 @@ from nemo_run_ray.patches.dgxcloud_legacy_kwargs import DGXCloudLegacyKwargsPatc
 from nemo_run_ray.patches.dgxcloud_refusal import DGXCloudRefusalPatch
 from nemo_run_ray.patches.job_group import JobGroupPatch
 
-__all__ = ["PATCHES", "VARIABLE", "Patch", "apply", "apply_from_environment", "status", "undo"]
+__all__ = [
+    "PATCHES",
+    "VARIABLE",
+    "Patch",
+    "add",
+    "apply",
+    "apply_from_environment",
+    "status",
+    "undo",
+]
+
+log = logging.getLogger(__name__)
 
 #: Names the patches that ``import nemo_run_ray`` applies: separated by commas, or ``all``.
 VARIABLE = "NEMO_RUN_RAY_PATCHES"
@@ -27,6 +39,11 @@ PATCHES: dict[str, Patch] = {
         DGXCloudRefusalPatch(),
     )
 }
+
+
+def add(patch: Patch) -> None:
+    """Make a patch known that needs more of this package than patches may import."""
+    PATCHES.setdefault(patch.name, patch)
 
 
 def apply(*names: str) -> Callable[[], bool]:
@@ -54,12 +71,14 @@ def apply(*names: str) -> Callable[[], bool]:
 def apply_from_environment(environment: Mapping[str, str] = os.environ) -> Callable[[], bool]:
     """Apply what ``NEMO_RUN_RAY_PATCHES`` names; nothing when it is unset or empty.
 
+    ``all`` is every patch that fits: another one is left out, with a warning.
+
     Returns:
         As ``apply``.
 
     Raises:
         PatchError: there is no patch of a name.
-        UnsupportedNemoRun: a patch does not know this NeMo-Run.
+        UnsupportedNemoRun: a patch that it names does not know this NeMo-Run.
     """
     text = environment.get(VARIABLE, "")
     names = [name.strip() for name in text.split(",") if name.strip()]
@@ -71,7 +90,7 @@ def apply_from_environment(environment: Mapping[str, str] = os.environ) -> Calla
                 f"{VARIABLE}={text!r}: there is no patch {name!r}; there are "
                 f"{', '.join(PATCHES)}, and 'all' for all of them."
             )
-    return apply() if "all" in names else apply(*names)
+    return _apply_fitting() if "all" in names else apply(*names)
 
 
 def undo(*names: str) -> bool:
@@ -82,6 +101,21 @@ def undo(*names: str) -> bool:
 def status() -> dict[str, str]:
     """The state of every patch, by its name; see ``Patch.status``."""
     return {name: patch.status() for name, patch in PATCHES.items()}
+
+
+def _apply_fitting() -> Callable[[], bool]:
+    done = []
+    for name in PATCHES:
+        try:
+            done.append(apply(name))
+        except UnsupportedNemoRun as error:
+            log.warning("%s=all leaves a patch out: %s", VARIABLE, error)
+
+    def undo_all() -> bool:
+        off = [undo() for undo in reversed(done)]
+        return all(off)
+
+    return undo_all
 
 
 def _undo(patches: list[Patch]) -> bool:

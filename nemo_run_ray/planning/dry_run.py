@@ -10,6 +10,8 @@ from typing import Any
 from nemo_run_ray.planning.job_plan import JobPlan
 from nemo_run_ray.remote.spec import JobSpec, ProbeSpec
 
+#: Lines of one startup command that are shown; a program in it may have many.
+_SHOWN_LINES = 8
 #: Credentials in the address of a package index.
 _CREDENTIALS = re.compile(r"(?<=://)[^/\s@'\"]+@")
 
@@ -81,7 +83,11 @@ def _describe_shell(spec: JobSpec) -> list[str]:
     """The lines about the shell that starts the command, if one does."""
     lines = ["shell     bash -l: the node's profile sets PATH"] if spec.login_shell else []
     for command in spec.startup:
-        lines.append("before    " + "\n          ".join(command.splitlines()))
+        shown = command.splitlines()
+        if len(shown) > _SHOWN_LINES:
+            left_out = len(shown) - _SHOWN_LINES
+            shown[_SHOWN_LINES:] = [f"… ({left_out} more lines)"]
+        lines.append("before    " + "\n          ".join(shown))
     return lines
 
 

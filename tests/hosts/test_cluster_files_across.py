@@ -16,6 +16,7 @@ import pytest
 from nemo_run_ray import RayExecutor
 from nemo_run_ray.jobs.find import find_job
 from nemo_run_ray.remote.states import JobState
+from tests import skills
 from tests.conftest import wait_for
 from tests.groups import assert_nothing_left
 from tests.hosts.conftest import TOKEN
@@ -144,3 +145,42 @@ def test_a_group_in_a_chain_by_names_only(hosts, unique, tmp_path, monkeypatch, 
         "last": ["hello from n2"],
     }
     assert_nothing_left(hosts, jobs["group"])
+
+
+def test_a_task_of_nemo_skills_across_the_pools(hosts, unique, tmp_path, monkeypatch):
+    """Its client finds the server at localhost and the sandbox, each on the host of its image."""
+    port = 15_000
+    skills.write(tmp_path / "site")
+    (tmp_path / "cluster_configs").mkdir()
+    text = f"{OF_SKILLS}\nrequired_env_vars: [HOSTS_TOKEN]\n"
+    (tmp_path / "cluster_configs" / "hosts.yaml").write_text(text)
+    monkeypatch.chdir(tmp_path)
+    for variable in ("HOSTS_TOKEN", "RAY_AUTH_TOKEN"):
+        monkeypatch.setenv(variable, TOKEN)
+    with skills.imported(tmp_path / "site") as of_skills:
+        config = of_skills.cluster.get_cluster_config("hosts")
+        server = {"model_path": "/m", "server_type": "vllm", "num_gpus": 1, "num_nodes": 1}
+        server |= {"server_port": port, "server_entrypoint": "python3 nemo_skills/serve.py"}
+        with of_skills.exp.get_exp(unique, config) as exp:
+            of_skills.exp.add_task(
+                exp,
+                cmd=f"cd /nemo_run/code && python3 nemo_skills/client.py localhost:{port}",
+                task_name="t",
+                cluster_config=config,
+                container="client",
+                server_config=server,
+                with_sandbox=True,
+                sandbox_port=port + 1,
+            )
+            for role in exp.jobs[0].executors.resource_group:
+                role.gpus_per_node = 0  # the hosts have none
+            of_skills.exp.run_exp(exp, config)
+    job = find_job(f"{exp._id}.nemo-run")
+    wait_for(lambda: job.status.state.is_terminal, 120)
+    told = [line.strip() for line in job.output()]
+    assert job.status.state is JobState.SUCCEEDED, told
+    assert [line for line in told if line.startswith("main/0|")] == [
+        "main/0| server on n2",
+        "main/0| sandbox on n3",
+    ]
+    assert_nothing_left(hosts, job)

@@ -18,7 +18,7 @@ _LINES = (
     {"__init__"},
     {"cli"},
     {"nemo"},
-    {"jobs"},
+    {"jobs", "skills"},
     {"cluster_files"},
     {"planning"},
     {"executor", "executor_checks", "executor_file", "dashboard"},

@@ -1,0 +1,160 @@
+"""The dictionary that NeMo-Skills' functions pass around for a cluster, made from a file for Ray.
+
+It says ``executor: slurm``, because that is NeMo-Skills' word for a cluster: only there it hands
+over dependencies of other experiments, groups of several tasks, and detaches. What it asks such a
+dictionary for, and has no meaning on Ray, is there with a value that lets it pass.
+"""
+
+from __future__ import annotations
+
+import copy
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from nemo_run_ray.cluster_files import skills
+from nemo_run_ray.cluster_files.credentials import looks_like_credential
+from nemo_run_ray.cluster_files.document import Document
+from nemo_run_ray.cluster_files.document import read as read_document
+from nemo_run_ray.cluster_files.load import load
+from nemo_run_ray.errors import ConfigError
+
+#: Key of the dictionary that says that it is for Ray.
+_KEY = "nemo_run_ray"
+_LISTS = ("env_vars", "required_env_vars")
+#: What would make NeMo-Skills act for another executor, or look at this machine for the nodes.
+_DROPPED = frozenset(
+    {"backend", "execution_backend", "with_ray", "ray_endpoint", "ray", "preflight", "mounts"}
+    | {"ssh_tunnel", "job_dir", "timeouts", "default_timeout", "executor"}
+    | {"account", "partition", "cpu_partition"}
+)
+
+
+@dataclass(frozen=True)
+class Variables:
+    """Variables that NeMo-Skills added for one task.
+
+    Attributes:
+        clear: by their names.
+        secrets: names of those that look like credentials.
+    """
+
+    clear: Mapping[str, str]
+    secrets: tuple[str, ...]
+
+
+def read(path: Path) -> dict[str, Any] | None:
+    """The dictionary of a file of NeMo-Skills; ``None`` where it is not for Ray.
+
+    Raises:
+        ConfigError: it is for Ray, and is wrong.
+    """
+    path = path.absolute()  # it is read again when the task is handed over
+    try:
+        document = read_document(path)
+    except ConfigError:
+        if _looks_for_ray(path):
+            raise
+        return None  # NeMo-Skills is more lenient, and its files for Slurm are its own affair
+    if not skills.is_skills(document) or not skills.names_ray(document):
+        return None
+    load(str(path))
+    return _for_skills(document)
+
+
+def file_of(config: Any) -> str | None:
+    """The file that a dictionary was read from, if it is one for Ray.
+
+    Raises:
+        ConfigError: it is for Ray, and was not read by this package.
+    """
+    if not isinstance(config, Mapping):
+        return None
+    mark = config.get(_KEY)
+    if mark is not None:
+        return str(mark["file"])
+    if skills.names_ray(Document(Path("cluster_config"), dict(config), {})):
+        raise ConfigError(
+            "This cluster_config of NeMo-Skills is for Ray, and was not read from a file with the "
+            "patch skills_executor applied. Start the command as `nemo-run-ray ns …`, or apply the "
+            "patch before get_cluster_config, and give that the name of a file."
+        )
+    return None
+
+
+def added_variables(
+    config: Mapping[str, Any], environ: Mapping[str, str] = os.environ
+) -> Variables:
+    """What NeMo-Skills has added to the variables of the file.
+
+    Raises:
+        ConfigError: one is required and not set, or a credential has another value than in the
+            environment.
+    """
+    mark = config[_KEY]
+    clear: dict[str, str] = {}
+    secrets: list[str] = []
+    for kind in _LISTS:
+        known = mark[kind]
+        for entry in config.get(kind) or ():
+            if entry in known:
+                continue
+            name, equals, value = (part.strip() for part in str(entry).partition("="))
+            found = os.path.expandvars(value) if equals else environ.get(name)
+            if found is None and kind == "required_env_vars":
+                raise ConfigError(f"The variable {name} is required, and is not set; set it.")
+            if found is None:
+                continue
+            if not looks_like_credential(name):
+                clear[name] = found
+            elif found == environ.get(name):
+                secrets.append(name)
+            else:
+                raise ConfigError(
+                    f"NeMo-Skills gives {name} a value for one task, and it looks like a "
+                    f"credential (it is not shown here). Set {name} in your environment instead."
+                )
+    return Variables(clear, tuple(secrets))
+
+
+def _looks_for_ray(path: Path) -> bool:
+    """Whether a file that cannot be read here is for Ray, as NeMo-Skills would read it."""
+    try:
+        values = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeError, yaml.YAMLError):
+        return False
+    try:
+        return isinstance(values, dict) and skills.names_ray(Document(path, values, {}))
+    except ConfigError:
+        return True
+
+
+def _for_skills(document: Document) -> dict[str, Any]:
+    config = {
+        key: copy.deepcopy(value) for key, value in document.values.items() if key not in _DROPPED
+    }
+    lists = {kind: list(config.get(kind) or ()) for kind in _LISTS}
+    config.update(
+        executor="slurm",
+        account="",
+        # With a partition for CPUs, a task that asks for no GPU is not given one.
+        partition="",
+        cpu_partition="ray",
+        # Every path is the nodes' own.
+        mounts=["/:/"],
+    )
+    config.setdefault("skip_hf_home_check", True)
+    config.setdefault("containers", _NoContainers())
+    config[_KEY] = {"file": str(document.path), **lists}
+    return config
+
+
+class _NoContainers(dict[str, str]):
+    """The containers of a file that names none: every task runs in the cluster's own."""
+
+    def __missing__(self, name: str) -> str:
+        return ""

@@ -1,0 +1,134 @@
+"""The executor of a task of NeMo-Skills, from what its ``get_executor`` is asked for."""
+
+from __future__ import annotations
+
+import copy
+import re
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from contextvars import ContextVar
+from typing import Any
+
+from nemo_run.core.packaging.base import Packager
+
+from nemo_run_ray.cluster_files.defaults import default_values
+from nemo_run_ray.cluster_files.load import load
+from nemo_run_ray.errors import ConfigError
+from nemo_run_ray.executor import RayExecutor
+from nemo_run_ray.skills import slurm_words
+from nemo_run_ray.skills.cluster_config import added_variables
+
+#: The task that is being added is a Ray program, which asks the cluster for its resources itself.
+IS_RAY_PROGRAM: ContextVar[bool] = ContextVar("is_ray_program", default=False)
+#: Beginnings of NeMo-Skills' ``log_prefix``, which says what a part of a task does.
+_SERVER, _SANDBOX = "server", "sandbox"
+#: A role of a job of several Slurm groups, with the group's number.
+_HET_ROLE = re.compile(r".*-(\d+)")
+
+
+class SkillsExecutor(RayExecutor):
+    """A ``RayExecutor`` whose groups are tasks of NeMo-Skills: a client, its servers, a sandbox."""
+
+    @classmethod
+    def merge(cls, executors: list[RayExecutor], num_tasks: int) -> RayExecutor:
+        """The executor of a whole task; its servers and its sandbox run until the client is done.
+
+        Args:
+            executors: one for each part of the task, or the merged one of a saved experiment.
+            num_tasks: how many parts the task has.
+
+        Raises:
+            ConfigError: the executors are of different clusters, or one is wrong.
+        """
+        if len(executors) > 1:
+            executors = _as_roles(executors)
+        return super().merge(executors, num_tasks)
+
+
+def executor_of(call: Mapping[str, Any], file: str, packager: Packager) -> SkillsExecutor:
+    """The executor for a call of ``get_executor``.
+
+    Args:
+        call: its arguments, by their names.
+        file: the cluster file.
+        packager: of NeMo-Skills, for a file that says nothing of the code.
+
+    Raises:
+        ConfigError: the task asks for what there is on Slurm only, or the file is wrong.
+    """
+    _refuse_slurms(call)
+    of_file = default_values(load(file)).get("packager")
+    variables = added_variables(call["cluster_config"])
+    role = call["log_prefix"]
+    fields = {
+        "nodes": call["num_nodes"],
+        "ntasks_per_node": call["tasks_per_node"],
+        "gpus_per_node": call["gpus_per_node"] or 0,
+        "env_vars": dict(variables.clear),
+    }
+    if IS_RAY_PROGRAM.get() and not role.startswith((_SERVER, _SANDBOX)):
+        # Its actors get the nodes; what the task itself reserved would be missing for them.
+        gpus = {"GPUS_PER_NODE": str(fields["gpus_per_node"])}
+        fields = {"nodes": 1, "cpus_per_node": None, "env_vars": {**variables.clear, **gpus}}
+    return SkillsExecutor(
+        cluster=file,
+        image=call["container"] or None,
+        role=f"{role}-{call['het_group']}" if call["heterogeneous"] else role,
+        secrets=list(variables.secrets),
+        dependencies=list(call["dependencies"] or ()),
+        packager=packager if of_file is None else of_file,
+        startup_commands=[slurm_words.RANKS],
+        **fields,
+    )
+
+
+def _refuse_slurms(call: Mapping[str, Any]) -> None:
+    """Refuse what would start something else on Slurm, and not this task."""
+    if call.get("ray_template") is not None:
+        raise ConfigError(
+            "ray_template is a script for Slurm; leave it out, the task runs on a Ray cluster."
+        )
+    if call["with_ray"] and not IS_RAY_PROGRAM.get():
+        raise ConfigError(
+            "with_ray starts a Ray cluster inside a Slurm job; leave it out, the task runs on a "
+            "Ray cluster."
+        )
+
+
+def _as_roles(executors: Sequence[RayExecutor]) -> list[RayExecutor]:
+    """The parts of a task, each with a name of its own and with what it must know of the others."""
+    roles = [copy.copy(executor) for executor in executors]
+    _name(roles)
+    serving = [role for role in roles if role.role.startswith((_SERVER, _SANDBOX))]
+    if len(serving) == len(roles):
+        del serving[0]  # nobody but people use the server, and it is what the task is about
+    for role in serving:
+        role.service = True
+    servers = [role.role for role in serving if not role.role.startswith(_SANDBOX)]
+    sandbox = next((role.role for role in serving if role.role.startswith(_SANDBOX)), None)
+    het_groups = slurm_words.het_groups(_het_groups(roles))
+    for role in roles:
+        own = [] if role.service else slurm_words.client(servers, sandbox)
+        role.startup_commands = [*role.startup_commands, *het_groups, *own]
+    return roles
+
+
+def _name(roles: Sequence[RayExecutor]) -> None:
+    """Number the roles of one name."""
+    count = Counter(role.role for role in roles)
+    number: Counter[str] = Counter()
+    for role in roles:
+        name = role.role
+        if count[name] > 1:
+            role.role = f"{name}_{number[name]}"
+            number[name] += 1
+
+
+def _het_groups(roles: Sequence[RayExecutor]) -> dict[int, str]:
+    """The first role of each of Slurm's groups."""
+    found: dict[int, str] = {}
+    for role in roles:
+        match = _HET_ROLE.match(role.role)
+        if match is not None:
+            found.setdefault(int(match[1]), role.role)
+    return found

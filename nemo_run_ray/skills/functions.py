@@ -1,0 +1,90 @@
+"""The functions that take the place of NeMo-Skills' own; each leaves other clusters to that."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from nemo_run_ray.skills import cluster_config
+from nemo_run_ray.skills.executor import IS_RAY_PROGRAM, executor_of
+from nemo_run_ray.skills.patch import USED
+
+log = logging.getLogger(__name__)
+
+#: Parameters of ``get_executor`` that mean nothing on Ray, in all versions of NeMo-Skills.
+_OF_SLURM = frozenset(
+    {"job_name", "log_dir", "mounts", "partition", "account", "qos", "time_min", "overlap"}
+    | {"slurm_kwargs", "sbatch_kwargs", "extra_srun_args", "total_het_groups", "ray_template"}
+)
+
+
+def read_config(original: Callable[..., Any]) -> Callable[..., Any]:
+    """NeMo-Skills' ``read_config``, which knows files for Ray."""
+
+    @functools.wraps(original)
+    def wrapper(config_file: Any) -> Any:
+        for_ray = cluster_config.read(Path(config_file))
+        return original(config_file) if for_ray is None else for_ray
+
+    return wrapper
+
+
+def get_executor(original: Callable[..., Any], exp: ModuleType) -> Callable[..., Any]:
+    """NeMo-Skills' ``get_executor``, which gives a ``SkillsExecutor`` for a file for Ray."""
+    signature = inspect.signature(original)
+
+    @functools.wraps(original)
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        bound = signature.bind(*args, **kwargs)
+        file = cluster_config.file_of(bound.arguments["cluster_config"])
+        if file is None:
+            return original(*args, **kwargs)
+        _tell_unknown(bound, signature)
+        _forget_code(exp.REUSE_CODE_EXP)
+        bound.apply_defaults()
+        dirs = bound.arguments["extra_package_dirs"]
+        packager = exp.get_packager(extra_package_dirs=tuple(dirs) if dirs is not None else None)
+        return executor_of(bound.arguments, file, packager)
+
+    return wrapper
+
+
+def add_task(original: Callable[..., Any]) -> Callable[..., Any]:
+    """NeMo-Skills' ``add_task``, which does not mark a task on Ray as one for Slurm."""
+    signature = inspect.signature(original)
+
+    @functools.wraps(original)
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        bound = signature.bind(*args, **kwargs)
+        is_ray_program = bool(bound.arguments.get("with_ray"))
+        if not is_ray_program or cluster_config.file_of(bound.arguments["cluster_config"]) is None:
+            return original(*args, **kwargs)
+        # With it NeMo-Skills would mark the task as one for Slurm, and leave out the sandbox.
+        bound.arguments["with_ray"] = False
+        token = IS_RAY_PROGRAM.set(True)
+        try:
+            return original(*bound.args, **bound.kwargs)
+        finally:
+            IS_RAY_PROGRAM.reset(token)
+
+    return wrapper
+
+
+def _tell_unknown(bound: inspect.BoundArguments, signature: inspect.Signature) -> None:
+    """Say what is asked for and does nothing, because this package does not know it."""
+    for name, value in bound.arguments.items():
+        is_known = name in _OF_SLURM or name in USED["get_executor"]
+        if not is_known and value != signature.parameters[name].default:
+            log.warning("get_executor of NeMo-Skills: %s is not known here; not used on Ray.", name)
+
+
+def _forget_code(experiments: dict[str, Any]) -> None:
+    """Drop experiments on Ray from those whose code NeMo-Skills uses again over a tunnel."""
+    for key, experiment in list(experiments.items()):
+        if not getattr(experiment, "tunnels", None):
+            del experiments[key]

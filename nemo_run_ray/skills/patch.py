@@ -1,0 +1,121 @@
+"""NeMo-Skills' ``get_executor`` returns a RayExecutor for a cluster file that is for Ray."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import inspect
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from types import ModuleType
+from typing import Any
+
+from nemo_run_ray.errors import UnsupportedNemoRun
+from nemo_run_ray.patches.base import Edit, Patch
+
+_PACKAGE = "nemo_skills"
+_UTILS = f"{_PACKAGE}.pipeline.utils"
+#: Parameters of NeMo-Skills' functions that this patch reads.
+USED = {
+    "read_config": ("config_file",),
+    "get_executor": (
+        "cluster_config",
+        "container",
+        "num_nodes",
+        "tasks_per_node",
+        "gpus_per_node",
+        "log_prefix",
+        "dependencies",
+        "extra_package_dirs",
+        "heterogeneous",
+        "het_group",
+        "with_ray",
+    ),
+    "add_task": ("cluster_config", "with_ray"),
+    "get_packager": ("extra_package_dirs",),
+}
+
+
+class SkillsExecutorPatch(Patch):
+    """Replaces three functions of NeMo-Skills, in each of its modules that has them."""
+
+    name = "skills_executor"
+    why = (
+        "NeMo-Skills knows Slurm and this machine only; for a cluster file that is for Ray, its "
+        "commands start their tasks on Ray."
+    )
+    retired_by = "an executor for Ray in NeMo-Skills' get_executor"
+
+    def __init__(self) -> None:
+        super().__init__()
+        #: The functions of NeMo-Skills, by those that take their place.
+        self._originals: dict[Callable[..., Any], Callable[..., Any]] = {}
+
+    def is_needed(self) -> bool:
+        return importlib.util.find_spec(_PACKAGE) is not None
+
+    def edits(self) -> Sequence[Edit]:
+        cluster = self._module(f"{_UTILS}.cluster")
+        exp = self._module(f"{_UTILS}.exp")
+        found = {
+            "read_config": self._function(cluster, "read_config"),
+            "get_executor": self._function(exp, "get_executor"),
+            "add_task": self._function(exp, "add_task"),
+        }
+        self._function(exp, "get_packager")
+        if not isinstance(getattr(exp, "REUSE_CODE_EXP", None), dict):
+            raise self._unknown("nemo_skills.pipeline.utils.exp.REUSE_CODE_EXP")
+        # Only NeMo-Skills' users need what reads cluster files.
+        from nemo_run_ray.skills import functions
+
+        wrappers = {
+            "read_config": functions.read_config(found["read_config"]),
+            "get_executor": functions.get_executor(found["get_executor"], exp),
+            "add_task": functions.add_task(found["add_task"]),
+        }
+        self._originals = {wrappers[name]: found[name] for name in found}
+        return [
+            Edit(module, name, wrappers[name])
+            for name, original in found.items()
+            for module in _modules()
+            if vars(module).get(name) is original
+        ]
+
+    def refresh(self) -> None:
+        """Give modules that were imported while the patch was applied what they would have had."""
+        if self._done:
+            return
+        for module in _modules():
+            for name, value in list(vars(module).items()):
+                original = self._originals.get(value) if inspect.isfunction(value) else None
+                if original is not None:
+                    setattr(module, name, original)
+
+    def _module(self, name: str) -> ModuleType:
+        try:
+            return importlib.import_module(name)
+        except ImportError as error:
+            raise self._unknown(f"{name} ({error})") from error
+
+    def _function(self, module: ModuleType, name: str) -> Callable[..., Any]:
+        function = getattr(module, name, None)
+        if not inspect.isfunction(function):
+            raise self._unknown(f"{module.__name__}.{name}")
+        parameters = inspect.signature(function).parameters
+        lacking = [used for used in USED[name] if used not in parameters]
+        if lacking:
+            raise self._unknown(f"{module.__name__}.{name}, which has no {', '.join(lacking)}")
+        return function
+
+    def _unknown(self, target: str) -> UnsupportedNemoRun:
+        return UnsupportedNemoRun(
+            f"The patch {self.name} does not know this NeMo-Skills: {target} is not there as it "
+            "expects. Nothing was changed."
+        )
+
+
+def _modules() -> Iterator[ModuleType]:
+    """The modules of NeMo-Skills that are imported."""
+    for name, module in list(sys.modules.items()):
+        if name.partition(".")[0] == _PACKAGE and isinstance(module, ModuleType):
+            yield module

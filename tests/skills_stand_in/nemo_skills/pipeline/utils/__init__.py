@@ -1,0 +1,21 @@
+from nemo_skills.pipeline.utils.cluster import (
+    get_cluster_config,
+    get_env_variables,
+    get_tunnel,
+    read_config,
+    temporary_env_update,
+)
+from nemo_skills.pipeline.utils.exp import add_task, get_executor, get_exp, get_exp_handles, run_exp
+
+__all__ = [
+    "add_task",
+    "get_cluster_config",
+    "get_env_variables",
+    "get_executor",
+    "get_exp",
+    "get_exp_handles",
+    "get_tunnel",
+    "read_config",
+    "run_exp",
+    "temporary_env_update",
+]

@@ -1,0 +1,416 @@
+"""What NeMo-Skills' functions give for a cluster file that is for Ray, and for the others."""
+
+import importlib
+import inspect
+import logging
+import subprocess
+import sys
+from pathlib import Path
+
+import nemo_run as run
+import pytest
+
+from nemo_run_ray import FolderPackager, RayExecutor, patches
+from nemo_run_ray.errors import ConfigError, UnsupportedNemoRun
+from nemo_run_ray.planning.roles import group_spec
+from tests import skills
+
+_FILE = """\
+executor: ray
+ray: {address: "http://ray-head:8265", default_num_cpus: 2}
+mounts: ["/lustre:/data"]
+containers: {nemo-skills: client-image, vllm: server-image, sandbox: sandbox-image}
+env_vars: [HF_HOME=/hf, PYTHONPATH=/opt]
+"""
+_SLURM = "executor: slurm\njob_dir: /jobs\naccount: mine\ncontainers: {vllm: v}\n"
+_SERVER = {
+    "model_path": "/m",
+    "server_type": "vllm",
+    "num_gpus": 8,
+    "num_nodes": 2,
+    "server_port": 5000,
+    "server_entrypoint": "serve",
+}
+
+
+@pytest.fixture(params=skills.VERSIONS)
+def of_skills(request, tmp_path, monkeypatch):
+    """NeMo-Skills with the patch, in a folder with cluster files."""
+    skills.write(tmp_path / "site", request.param)
+    configs = tmp_path / "cluster_configs"
+    configs.mkdir()
+    (configs / "my-ray.yaml").write_text(_FILE)
+    (configs / "my-slurm.yaml").write_text(_SLURM)
+    monkeypatch.chdir(tmp_path)
+    with skills.imported(tmp_path / "site") as modules:
+        yield modules
+
+
+def config_of(of_skills, name="my-ray"):
+    return of_skills.cluster.get_cluster_config(name)
+
+
+def executor(of_skills, config=None, **asked):
+    """What ``get_executor`` gives for one task."""
+    given = {
+        "cluster_config": config if config is not None else config_of(of_skills),
+        "container": "client-image",
+        "num_nodes": 1,
+        "tasks_per_node": 1,
+        "gpus_per_node": None,
+        "job_name": "job",
+        "log_dir": None,
+    }
+    return of_skills.exp.get_executor(**{**given, **asked})
+
+
+def task(of_skills, name="t", config=None, **asked):
+    """The jobs of an experiment to which ``add_task`` has added one task."""
+    config = config if config is not None else config_of(of_skills)
+    given = {
+        "cmd": "curl localhost:5000",
+        "task_name": "t",
+        "cluster_config": config,
+        "container": "client-image",
+        "sandbox_port": 6000,
+    }
+    with of_skills.exp.get_exp(name, config) as exp:
+        of_skills.exp.add_task(exp, **{**given, **asked})
+        return exp.jobs
+
+
+def roles(job):
+    return {role.role: role for role in job.executors.resource_group}
+
+
+# ---------------------------------------------------------------------- one task
+
+
+def test_a_task_gets_a_ray_executor_of_the_file(of_skills, tmp_path):
+    found = executor(of_skills, num_nodes=2, tasks_per_node=4, gpus_per_node=8, log_prefix="main")
+    assert isinstance(found, RayExecutor)
+    assert (found.nodes, found.ntasks_per_node, found.gpus_per_node) == (2, 4, 8)
+    assert (found.role, found.service, found.image) == ("main", False, "client-image")
+    assert found.cluster == str(tmp_path / "cluster_configs" / "my-ray.yaml")
+    resolved = found.resolved()
+    assert resolved.resolve_cluster().url == "http://ray-head:8265"
+    assert resolved.cpus_per_node == 2
+    assert resolved.env_vars == {"HF_HOME": "/hf", "PYTHONPATH": "/opt"}
+
+
+def test_its_code_travels_by_the_packager_of_nemo_skills(of_skills, tmp_path):
+    extra = tmp_path / "extra"
+    found = executor(of_skills, extra_package_dirs=[str(extra)])
+    assert isinstance(found.packager, run.PatternPackager)
+    assert f"{extra}/*" in found.packager.include_pattern
+
+
+def test_the_code_that_the_file_names_comes_first(of_skills, tmp_path):
+    (tmp_path / "code").mkdir()
+    (tmp_path / "cluster_configs" / "my-ray.yaml").write_text(
+        "backend: {name: ray, dashboard_url: 'http://ray-head:8265', "
+        f"working_dir: {tmp_path / 'code'}}}\n"
+    )
+    found = executor(of_skills).packager
+    assert isinstance(found, FolderPackager)
+    assert Path(found.path) == tmp_path / "code"
+
+
+def test_slurms_own_parameters_mean_nothing(of_skills):
+    known = inspect.signature(of_skills.exp.get_executor).parameters
+    values = {"partition": "p", "account": "a", "qos": "q", "slurm_kwargs": {"exclusive": True}}
+    values |= {"overlap": True, "mounts": ["/a:/b"], "extra_srun_args": ["--mpi=none"]}
+    asked = {name: value for name, value in values.items() if name in known}
+    assert executor(of_skills, **asked) == executor(of_skills)
+
+
+@pytest.mark.parametrize("of_skills", ["newer"], indirect=True)
+def test_a_template_for_slurm_is_refused(of_skills):
+    with pytest.raises(ConfigError, match="ray_template is a script for Slurm"):
+        executor(of_skills, ray_template="ray.sub.j2")
+
+
+def test_dependencies_of_other_experiments_are_kept(of_skills):
+    handles = ["ray_jobs://nemo_run/a_1.nemo-run"]
+    assert executor(of_skills, dependencies=handles).dependencies == handles
+
+
+def test_a_task_that_asks_for_no_gpu_gets_none(of_skills):
+    (job,) = task(of_skills)
+    assert job.executor.gpus_per_node == 0
+
+
+def test_a_file_without_containers_runs_all_in_the_clusters_own(of_skills, tmp_path):
+    (tmp_path / "cluster_configs" / "my-ray.yaml").write_text(
+        "executor: ray\nray: {address: 'http://ray-head:8265'}\n"
+    )
+    config = config_of(of_skills)
+    image = config["containers"]["nemo-skills"]
+    assert executor(of_skills, config, container=image).image is None
+
+
+# ---------------------------------------------------------------------- variables
+
+
+def test_variables_of_one_task_are_its_own(of_skills):
+    config = config_of(of_skills)
+    with of_skills.cluster.temporary_env_update(config, {"PYTHONPATH": "/opt:/app", "A": 1}):
+        found = executor(of_skills, config)
+    assert found.env_vars == {"PYTHONPATH": "/opt:/app", "A": "1"}
+    assert executor(of_skills, config).env_vars == {}
+
+
+def test_an_added_name_takes_its_value_from_the_environment(of_skills, monkeypatch):
+    monkeypatch.setenv("SEEN", "yes")
+    config = config_of(of_skills)
+    config["env_vars"] += ["SEEN", "NOT_SET"]
+    assert executor(of_skills, config).env_vars == {"SEEN": "yes"}
+
+
+def test_an_added_name_that_is_required_must_be_set(of_skills):
+    config = config_of(of_skills)
+    del config["env_vars"]
+    config["required_env_vars"] = ["NOT_SET"]
+    with pytest.raises(ConfigError, match="NOT_SET is required, and is not set"):
+        executor(of_skills, config)
+
+
+def test_an_added_credential_is_a_secret(of_skills, monkeypatch):
+    monkeypatch.setenv("MY_API_KEY", "abc")
+    config = config_of(of_skills)
+    config["env_vars"].append("MY_API_KEY")
+    found = executor(of_skills, config)
+    assert (found.secrets, found.env_vars) == (["MY_API_KEY"], {})
+
+
+def test_a_credential_that_is_not_the_environments_is_refused(of_skills):
+    config = config_of(of_skills)
+    config["env_vars"].append("MY_API_KEY=abc")
+    with pytest.raises(ConfigError, match="Set MY_API_KEY in your environment") as caught:
+        executor(of_skills, config)
+    assert "abc" not in str(caught.value)
+
+
+# ---------------------------------------------------------------------- several parts
+
+
+def test_server_client_and_sandbox_are_the_roles_of_a_group(of_skills):
+    (job,) = task(of_skills, server_config=_SERVER, with_sandbox=True)
+    found = roles(job)
+    assert list(found) == ["server", "main", "sandbox"]
+    assert [role.service for role in found.values()] == [True, False, True]
+    assert [role.image for role in found.values()] == [
+        "server-image",
+        "client-image",
+        "sandbox-image",
+    ]
+    assert (found["server"].nodes, found["server"].gpus_per_node) == (2, 8)
+    assert found["main"].env_vars == {"NEMO_SKILLS_SANDBOX_PORT": "6000"}
+    assert found["sandbox"].env_vars == {"LISTEN_PORT": "6000", "NGINX_PORT": "6000"}
+    client = "\n".join(found["main"].startup_commands)
+    assert "$NEMO_RUN_SANDBOX_HOST" in client
+    assert "$NEMO_RUN_SERVER_HOST" in client
+    assert "NEMO_RUN_SANDBOX_HOST" not in "\n".join(found["server"].startup_commands)
+
+
+def test_a_server_without_gpus_is_somebody_elses(of_skills):
+    (job,) = task(of_skills, server_config={**_SERVER, "num_gpus": 0})
+    assert job.executor.service is False
+
+
+def test_a_server_without_a_client_is_what_the_task_is_about(of_skills):
+    (job,) = task(of_skills, "s", cmd="", server_config=_SERVER, with_sandbox=True)
+    found = roles(job)
+    assert {name: role.service for name, role in found.items()} == {
+        "server": False,
+        "sandbox": True,
+    }
+    (job,) = task(of_skills, "alone", cmd="", server_config=_SERVER)
+    assert job.executor.service is False
+
+
+def test_several_commands_are_several_roles(of_skills):
+    (job,) = task(of_skills, cmd=["a", "b"], container=["client-image", "client-image"])
+    assert list(roles(job)) == ["main_0", "main_1"]
+
+
+def test_parts_of_one_name_are_numbered(of_skills):
+    parts = [executor(of_skills, het_group=number) for number in range(2)]
+    merged = type(parts[0]).merge(parts, 2)
+    assert [role.role for role in merged.resource_group] == ["main_0", "main_1"]
+
+
+def test_a_part_of_several_slurm_groups_knows_their_addresses(of_skills):
+    server = executor(of_skills, log_prefix="server", heterogeneous=True, het_group=0)
+    client = executor(of_skills, log_prefix="main", heterogeneous=True, het_group=1)
+    merged = type(server).merge([server, client], 2)
+    found = {role.role: role for role in merged.resource_group}
+    assert list(found) == ["server-0", "main-1"]
+    told = "\n".join(found["main-1"].startup_commands)
+    assert 'SLURM_JOB_NODELIST_HET_GROUP_0="$NEMO_RUN_SERVER_0_HOSTS"' in told
+    assert 'SLURM_MASTER_NODE_HET_GROUP_1="$NEMO_RUN_MAIN_1_HOST"' in told
+
+
+def test_a_group_can_be_planned(of_skills):
+    """Names, variables and services go together, as the planning of every group asks for."""
+    from torchx.specs import AppDef, Role
+
+    (job,) = task(of_skills, server_config=_SERVER, with_sandbox=True)
+    group = job.executors.resolved()
+    app = AppDef("t", [Role(name, "", entrypoint="bash", args=["x.sh"]) for name in "abc"])
+    spec = group_spec(app, group)
+    assert [role.name for role in spec.roles] == ["server", "main", "sandbox"]
+    assert [role.replicas for role in spec.roles] == [2, 1, 2]
+
+
+# ---------------------------------------------------------------------- Ray programs
+
+
+def test_a_ray_program_reserves_nothing_itself(of_skills):
+    (job,) = task(of_skills, with_ray=True, num_gpus=8, num_nodes=4, with_sandbox=True)
+    found = roles(job)
+    main = found["main"]
+    assert (main.nodes, main.gpus_per_node, main.resolved().cpus_per_node) == (1, 0, None)
+    assert main.env_vars["GPUS_PER_NODE"] == "8"
+    assert found["sandbox"].service
+    assert not job.tasks[0].metadata, "NeMo-Run would refuse a task that is marked for Slurm"
+
+
+def test_with_ray_of_a_pipeline_is_refused(of_skills):
+    command = of_skills.declarative.Command("a")
+    pipeline = of_skills.declarative.Pipeline("p", config_of(of_skills), [[command]], with_ray=True)
+    with pytest.raises(ConfigError, match="inside a Slurm job; leave it out"):
+        pipeline.run()
+
+
+# ---------------------------------------------------------------------- code of other experiments
+
+
+def test_an_experiment_on_ray_has_no_code_to_use_again(of_skills):
+    config = config_of(of_skills)
+    of_skills.exp.REUSE_CODE_EXP["local"] = run.Experiment("earlier")
+    (job,) = task(of_skills, config=config)
+    assert job.executor.packager.symlink_from_remote_dir is None
+    assert of_skills.exp.REUSE_CODE_EXP == {}
+
+
+# ---------------------------------------------------------------------- other files
+
+
+def test_a_file_for_slurm_is_left_to_nemo_skills(of_skills):
+    config = config_of(of_skills, "my-slurm")
+    assert config == {
+        "executor": "slurm",
+        "job_dir": "/jobs",
+        "account": "mine",
+        "containers": {"vllm": "v"},
+    }
+    assert isinstance(executor(of_skills, config), run.SlurmExecutor)
+
+
+def test_a_file_for_slurm_may_be_less_strict_than_ours(of_skills, tmp_path):
+    path = tmp_path / "cluster_configs" / "my-slurm.yaml"
+    path.write_text(_SLURM + "account: twice\n")
+    assert config_of(of_skills, "my-slurm")["account"] == "twice"
+
+
+def test_a_wrong_file_for_ray_is_refused_when_it_is_read(of_skills, tmp_path):
+    path = tmp_path / "cluster_configs" / "my-ray.yaml"
+    path.write_text(_FILE + "executor: ray\n")
+    with pytest.raises(ConfigError, match=r"my-ray\.yaml"):
+        config_of(of_skills)
+    path.write_text("backend: ray\n")
+    with pytest.raises(ConfigError, match="no address of a cluster is given"):
+        config_of(of_skills)
+
+
+def test_a_dictionary_for_ray_must_come_from_a_file(of_skills):
+    with pytest.raises(ConfigError, match="nemo-run-ray ns"):
+        executor(of_skills, {"executor": "ray", "ray": {"address": "auto"}, "containers": {}})
+
+
+# ---------------------------------------------------------------------- the patch
+
+
+def test_undo_gives_everything_back(of_skills):
+    exp, utils = of_skills.exp, importlib.import_module("nemo_skills.pipeline.utils")
+    patched = exp.get_executor
+    assert patched is utils.get_executor
+    later = importlib.import_module("nemo_skills.pipeline.cli")  # imported while it is applied
+    assert patches.undo("skills_executor")
+    for module in (exp, utils, later, of_skills.declarative):
+        for name, value in vars(module).items():
+            assert not hasattr(value, "__wrapped__") or name == "temporary_env_update", name
+    assert patches.status()["skills_executor"] == "off"
+    assert patches.apply("skills_executor")
+    assert exp.get_executor is not patched
+
+
+def test_without_nemo_skills_it_is_not_needed():
+    assert patches.status()["skills_executor"] == "not needed"
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "target"),
+    [
+        ("    het_group=None,\n", "", "get_executor, which has no het_group"),
+        ("REUSE_CODE_EXP = {}", "REUSE_CODE_EXP = []", "REUSE_CODE_EXP"),
+        ("def add_task(", "def add_tasks(", "add_task"),
+    ],
+)
+def test_another_nemo_skills_is_refused_and_left_out_of_all(
+    tmp_path, monkeypatch, caplog, before, after, target
+):
+    skills.write(tmp_path)
+    path = tmp_path / "nemo_skills" / "pipeline" / "utils" / "exp.py"
+    path.write_text(path.read_text().replace(before, after))
+    if "add_task" in target:
+        (path.parent / "__init__.py").write_text("")
+    with pytest.raises(UnsupportedNemoRun, match=target), skills.imported(tmp_path):
+        pass
+    monkeypatch.syspath_prepend(tmp_path)
+    with caplog.at_level(logging.WARNING):
+        undo = patches.apply_from_environment({patches.VARIABLE: "all"})
+    assert [record.message for record in caplog.records if target in record.message]
+    assert patches.status()["dgxcloud_refusal"] == "applied"
+    assert undo()
+    for name in [name for name in sys.modules if name.partition(".")[0] == "nemo_skills"]:
+        del sys.modules[name]
+
+
+# ---------------------------------------------------------------------- the verb
+
+
+def test_ns_needs_nemo_skills():
+    from tests.conftest import tool
+
+    done = tool("nemo-run-ray", "ns", "run_cmd", "--help", check=False)
+    assert done.returncode == 1
+    assert done.stderr.startswith("nemo-run-ray: NeMo-Skills")
+    assert "Traceback" not in done.stderr
+
+
+def test_slurms_words_are_understood_by_bash(of_skills):
+    server = executor(of_skills, log_prefix="server", heterogeneous=True, het_group=0)
+    client = executor(of_skills, log_prefix="main", heterogeneous=True, het_group=1)
+    merged = type(server).merge([server, client], 2)
+    found = {role.role: role for role in merged.resource_group}
+    words = found["server-0"].startup_commands
+    command = of_skills.declarative.Command("x")
+    command.het_group_index = 0
+    script = f"echo $SLURM_PROCID $SLURM_MASTER_NODE {command.hostname_ref()}"
+    done = subprocess.run(
+        ["bash", "-c", "\n".join([*words, f"exec bash -c {script!r}"])],
+        env={
+            "PATH": "/usr/bin:/bin",
+            "RANK": "3",
+            "NEMO_RUN_SERVER_0_HOST": "a",
+            "NEMO_RUN_SERVER_0_HOSTS": "a,b",
+            "NEMO_RUN_MAIN_1_HOST": "c",
+            "NEMO_RUN_MAIN_1_HOSTS": "c",
+        },
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert done.stdout == "3 127.0.0.1 a\n"
