@@ -5,7 +5,8 @@ last sessions are kept::
 
     ray_local/<environment>/left/<session>/
         why.txt                  as the end of a sentence
-        ray.log                  what `ray start` printed; of a Ray that died
+        ray.log                  what `ray start` printed; of a Ray that died. raylet.out if that
+                                 was its raylet alone
         job-driver-<id>.log      of each job; of a Ray that died
 """
 
@@ -14,6 +15,8 @@ from __future__ import annotations
 import logging
 import os
 import shutil
+import subprocess
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -30,11 +33,14 @@ CUT = f"{PREFIX}the first "
 _STOPPED = "the embedded Ray that had it has been stopped"
 #: Sessions that are kept, and bytes of each log: of a longer one the end.
 _SESSIONS, _LOG_BYTES = 5, 64 * 1024**2
+#: Seconds that a caller waits for a folder's removal, which goes on without it.
+_REMOVE_WAIT_S = 5.0
+_AGAIN = 'sleep 3; rm -rf "$1"; sleep 12; rm -rf "$1";'
 #: Bytes of that end in which the beginning of a line is looked for.
 _LINE_BYTES = 64 * 1024
 
 
-def keep(root: Path, home: Path, pid: int, has_died: bool) -> None:
+def keep(root: Path, home: Path, dead: tuple[str, Path] | None) -> None:
     """Keep what is left of a cluster whose processes have ended.
 
     What cannot be kept (a full disk) is told in a warning: the next start must not fail for that.
@@ -42,17 +48,19 @@ def keep(root: Path, home: Path, pid: int, has_died: bool) -> None:
     Args:
         root: the cluster's folder, which is about to be removed.
         home: where ``left`` is made.
-        pid: of the cluster's first process.
-        has_died: nobody stopped it.
+        dead: of a cluster that died, the process that is gone and the log that says why; ``None``
+            for one that was stopped.
     """
     for session in root.glob(f"{RAY_FOLDER}/session_*"):
         if not session.is_symlink():
             folder = home / "left" / session.name
             try:
                 folder.mkdir(parents=True, exist_ok=True)
-                if has_died:
-                    _keep_logs(session, home, folder)
-                why_over = why_dead(pid, folder / "ray.log") if has_died else _STOPPED
+                why_over = _STOPPED
+                if dead is not None:
+                    process, its_log = dead
+                    _keep_logs(session, its_log, folder)
+                    why_over = why_dead(process, folder / its_log.name)
                 write_file(folder / "why.txt", why_over)
             except OSError as error:
                 log.warning("What the embedded Ray has left is not kept in %s: %s", folder, error)
@@ -61,11 +69,32 @@ def keep(root: Path, home: Path, pid: int, has_died: bool) -> None:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def why_dead(pid: int, ray_log: Path) -> str:
+def remove(root: Path, has_died: bool) -> None:
+    """Remove the folder of a cluster; a large one is removed while the caller goes on.
+
+    Environments of packages make 100,000 files of it, for which a start would wait a minute.
+
+    Args:
+        root: the cluster's folder.
+        has_died: nobody stopped it, and programs that it had started may go on to write there.
+    """
+    again = _AGAIN if has_died else ""
+    words = [
+        "sh",
+        "-c",
+        f'{{ rm -rf "$1"; {again} }} </dev/null >/dev/null 2>&1 &',
+        "sh",
+        str(root),
+    ]
+    subprocess.run(words, cwd="/", start_new_session=True, check=False)
+    deadline = time.monotonic() + _REMOVE_WAIT_S
+    while root.exists() and time.monotonic() < deadline:
+        time.sleep(0.02)
+
+
+def why_dead(process: str, its_log: Path) -> str:
     """Why the cluster of a job is gone, as the end of a sentence."""
-    return (
-        f"the embedded Ray that had it has died: its process {pid} is gone. {end_of_log(ray_log)}"
-    )
+    return f"the embedded Ray that had it has died: its {process} is gone. {end_of_log(its_log)}"
 
 
 def why(home: Path, session: str) -> str:
@@ -92,13 +121,13 @@ def text_of(path: Path) -> Iterator[str]:
             yield text
 
 
-def _keep_logs(session: Path, home: Path, folder: Path) -> None:
+def _keep_logs(session: Path, its_log: Path, folder: Path) -> None:
     for one in session.glob("logs/job-driver-*.log"):
         part = folder / f"{one.name}.part"
         _copy_end(one, part)
         os.replace(part, folder / one.name)
-    if (home / "ray.log").exists():
-        shutil.copyfile(home / "ray.log", folder / "ray.log")
+    if its_log.exists():
+        shutil.copyfile(its_log, folder / its_log.name)
 
 
 def _copy_end(path: Path, to: Path) -> None:

@@ -32,6 +32,7 @@ from nemo_run_ray.clusters.local_state import (
     has_node,
     jobs_of,
     process_identity,
+    raylet_of,
 )
 from nemo_run_ray.clusters.start_log import end_of_log
 from nemo_run_ray.errors import ClusterError, ConfigError, Unanswered
@@ -178,6 +179,7 @@ class LocalCluster(Cluster):
             state.pid, state.born = process.pid, process_identity(process.pid) or ""
             self._home.write(state)
             self._await_node(state, process)
+            state.raylet = raylet_of(process.pid)
             self._home.join(state, self.keep)
         except BaseException:
             self._home.stop(state)

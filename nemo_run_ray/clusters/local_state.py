@@ -19,7 +19,6 @@ import http.client
 import json
 import os
 import secrets
-import shutil
 import signal
 import subprocess
 import time
@@ -53,15 +52,29 @@ children: dict[int, subprocess.Popen[bytes]] = {}
 
 @dataclass
 class State:
-    """What ``state.json`` holds."""
+    """What ``state.json`` holds: the process of ``ray start`` is named by its pid and its birth."""
 
     pid: int
     born: str
     url: str
     root: str
+    #: The same of its raylet, without which nothing runs; `ray start` goes on when that has ended.
+    raylet: list[Any] = field(default_factory=list)
     size: list[int | None] = field(default_factory=lambda: [None, None])
     keep: bool = False
     users: list[list[Any]] = field(default_factory=list)
+
+    @property
+    def lives(self) -> bool:
+        """Whether the cluster may run jobs."""
+        return _lives(self.pid, self.born) and (not self.raylet or _lives(*self.raylet))
+
+    def dead_process(self, ray_log: Path) -> tuple[str, Path]:
+        """Of a cluster that has died: the process that is gone, and the log that says why."""
+        if not self.raylet or not _lives(self.pid, self.born):
+            return f"process {self.pid}", ray_log
+        logs = sorted(Path(self.root, RAY_FOLDER).glob("session_2*/logs/raylet.out"))
+        return f"raylet (process {self.raylet[0]})", logs[-1] if logs else ray_log
 
 
 class Home:
@@ -105,7 +118,7 @@ class Home:
     def read(self) -> State | None:
         """The state of a cluster that lives, else ``None``."""
         state = self._read_any()
-        return state if state is not None and _lives(state.pid, state.born) else None
+        return state if state is not None and state.lives else None
 
     def remove_dead(self) -> None:
         """Stop the cluster, or remove what one has left that died. The lock is held."""
@@ -154,16 +167,14 @@ class Home:
         }
 
     def why_dead(self, state: State) -> str:
-        """Why a cluster cannot answer any more; empty while its first process lives."""
-        if _lives(state.pid, state.born):
+        """Why a cluster cannot answer any more; empty while its processes live."""
+        if state.lives:
             return ""
         last = self._read_any()
         if last is None or last.pid != state.pid:
             return f"The embedded Ray at {state.url} has been stopped."
-        return (
-            f"The embedded Ray at {state.url} has died: its process {state.pid} is gone. "
-            f"{end_of_log(self.log)}"
-        )
+        process, log = state.dead_process(self.log)
+        return f"The embedded Ray at {state.url} has died: its {process} is gone. {end_of_log(log)}"
 
     def why_gone(self, session: str) -> str:
         """Why the cluster of a session is gone, as the end of a sentence; empty if it may live, or
@@ -172,13 +183,12 @@ class Home:
         last = self._read_any()
         if told or last is None or not os.path.exists(Path(last.root, RAY_FOLDER, session)):
             return told
-        return "" if _lives(last.pid, last.born) else left_behind.why_dead(last.pid, self.log)
+        return "" if last.lives else left_behind.why_dead(*last.dead_process(self.log))
 
     def left_log(self, session: str, submission_id: str) -> Path | None:
         """The log of a job on a cluster that has died."""
         last = self._read_any()
-        is_dead = last is not None and not _lives(last.pid, last.born)
-        root = Path(last.root) if last is not None and is_dead else None
+        root = Path(last.root) if last is not None and not last.lives else None
         return left_behind.log_of(self.path, root, session, submission_id)
 
     def join(self, state: State, keep: bool) -> None:
@@ -196,8 +206,8 @@ class Home:
     def stop(self, state: State) -> None:
         """End the cluster's processes and remove what nobody needs of it. The lock is held."""
         family = {}
-        has_died = not _lives(state.pid, state.born)
-        if not has_died:
+        dead = None if state.lives else state.dead_process(self.log)
+        if _lives(state.pid, state.born):
             # Those that changed their title have lost the environment that marks them.
             family = {pid: process_identity(pid) for pid in descendants(state.pid)}
             kill(state.pid, signal.SIGTERM)
@@ -210,8 +220,8 @@ class Home:
             time.sleep(0.05)
         if state.pid in children:
             children.pop(state.pid).wait()
-        left_behind.keep(Path(state.root), self.path, state.pid, has_died)
-        shutil.rmtree(state.root, ignore_errors=True)
+        left_behind.keep(Path(state.root), self.path, dead)
+        left_behind.remove(Path(state.root), dead is not None)
         self._token.unlink(missing_ok=True)
         self._state.unlink(missing_ok=True)
 
@@ -307,6 +317,15 @@ def process_identity(pid: int) -> str | None:
     if fields[0] in (b"Z", b"X"):
         return None
     return f"{Path('/proc/sys/kernel/random/boot_id').read_text().strip()}/{int(fields[19])}"
+
+
+def raylet_of(pid: int) -> list[Any]:
+    """The raylet that ``ray start`` has started, by its pid and its birth; empty without one."""
+    for child in descendants(pid):
+        with contextlib.suppress(OSError):
+            if Path(f"/proc/{child}/comm").read_text().strip() == "raylet":
+                return [child, process_identity(child)]
+    return []
 
 
 def _lives(pid: int, born: str | None) -> bool:

@@ -74,7 +74,7 @@ def test_a_race_starts_one_and_the_last_living_one_stops_it(home_of_its_own):
     assert states(home_of_its_own) == []
     assert not lives(state["pid"])
     assert [process for process in family if lives(process.pid)] == []
-    assert not Path(state["root"]).exists()
+    wait_for(lambda: not Path(state["root"]).exists())
     assert marked(state["root"]) == []
 
 
@@ -93,7 +93,7 @@ def test_a_dead_one_is_replaced_and_its_rest_removed(home_of_its_own):
 
     assert states(home_of_its_own) == []
     assert marked(state["root"]) == []
-    assert not Path(state["root"]).exists()
+    wait_for(lambda: not Path(state["root"]).exists())
 
 
 def lives(pid: int) -> bool:
