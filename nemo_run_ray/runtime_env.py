@@ -8,6 +8,7 @@ it does not know, and looks on the head for a file that the caller has. Read fro
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,11 @@ _ENVIRONMENTS = ("pip", "uv", "conda")
 _CONTAINERS, _BESIDE_CONTAINER = ("image_uri", "container"), ("config", "env_vars")
 #: Fields that Ray's client adds by itself, which a saved runtime environment may have.
 _OF_RAY_ITSELF = ("_ray_release", "_ray_commit", "_inject_current_ray")
+#: A line of requirements that names another file, and how deep such files may lie.
+_OTHER_FILE = re.compile(
+    r"\s*(?P<option>-r|-c|--requirement|--constraint)(?:\s+|=|(?<=-[rc]))(?P<path>[^\s#]+)"
+)
+_INCLUDES_MAX = 10
 _REQUIREMENTS = "a list of requirements, the path of a requirements file, or a dict with 'packages'"
 
 
@@ -65,11 +71,11 @@ def resolve(runtime_env: Mapping[str, Any]) -> dict[str, Any]:
     found = {name: value for name, value in runtime_env.items() if value is not None}
     for name in ("pip", "uv"):
         given = found.get(name)
-        if isinstance(given, str):
-            found[name] = _requirements(_field(name), given)
-        elif isinstance(given, dict) and isinstance(given["packages"], str):
-            packages = _requirements(f"{_field(name)}['packages']", given["packages"])
+        if isinstance(given, dict):
+            packages = _all_of(f"{_field(name)}['packages']", given["packages"])
             found[name] = {**given, "packages": packages}
+        elif given is not None:
+            found[name] = _all_of(_field(name), given)
     if _is_conda_file(found.get("conda")):
         found["conda"] = _conda_file(found["conda"])
     return found
@@ -117,11 +123,37 @@ def _check_together(given: Sequence[str]) -> None:
             )
 
 
-def _requirements(field: str, path: str) -> list[str]:
+def _all_of(field: str, given: str | Sequence[str]) -> list[str]:
+    """Requirements that are given as a list, or as the path of a file."""
+    if isinstance(given, str):
+        return _requirements(field, given)
+    return _included(field, given, Path(), 0)
+
+
+def _requirements(field: str, path: str, depth: int = 0) -> list[str]:
+    """The lines of a requirements file, with those of the files that it includes."""
     try:
-        return Path(path).read_text(encoding="utf-8").strip().split("\n")
+        text = Path(path).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(_unreadable(field, path, error, "a requirements file")) from error
+    return _included(field, text.strip().split("\n"), Path(path).parent, depth)
+
+
+def _included(field: str, lines: Sequence[str], folder: Path, depth: int) -> list[str]:
+    """Requirements without names of other files, which are not on the node."""
+    found = []
+    for line in lines:
+        other = _OTHER_FILE.match(line)
+        if other is None:
+            found.append(line)
+        elif other["option"].lstrip("-").startswith("c") or depth == _INCLUDES_MAX:
+            raise ConfigError(
+                f"RayExecutor.{field} has the line {line.strip()!r}, whose file is not sent to "
+                "the node. Put what it says into the requirements themselves."
+            )
+        else:
+            found += _requirements(field, str(folder / other["path"]), depth + 1)
+    return found
 
 
 def _is_conda_file(given: object) -> bool:
@@ -183,6 +215,18 @@ def _packages(field: str, value: Any) -> None:
 def _text_or_dict(field: str, value: Any) -> None:
     if not isinstance(value, (str, dict)) or not value:
         refuse(field, value, "a text or a dict")
+
+
+def _conda(field: str, value: Any) -> None:
+    _text_or_dict(field, value)
+    if isinstance(value, dict):
+        keys = {"name": _text, "channels": _texts, "dependencies": _list, "prefix": _text}
+        _keys(field, value, "", {**keys, "variables": _texts_by_text})
+
+
+def _list(field: str, value: Any) -> None:
+    if not isinstance(value, list):
+        refuse(field, value, "a list")
 
 
 def _texts_by_text(field: str, value: Any) -> None:
@@ -252,7 +296,7 @@ _Check = Callable[[str, Any], None]
 _CHECKS: dict[str, _Check] = {
     "pip": _installer("pip"),
     "uv": _installer("uv"),
-    "conda": _text_or_dict,
+    "conda": _conda,
     "env_vars": _texts_by_text,
     "image_uri": _text,
     "container": _container,

@@ -267,7 +267,8 @@ class FakeRay:
                 return self.refuses[name]
             self._check(name)
         self.bodies.append(body)
-        self.add(name, body.get("metadata") or {}, entrypoint=body["entrypoint"])
+        fields = {"entrypoint": body["entrypoint"], "runtime_env": body.get("runtime_env") or {}}
+        self.add(name, body.get("metadata") or {}, **fields)
         return 200, json.dumps({"job_id": name, "submission_id": name})
 
     def _nodes(self) -> list[dict]:

@@ -103,6 +103,7 @@ def _list(as_json: bool) -> None:
 
 
 def _row(path: str) -> dict[str, Any]:
+    from nemo_run_ray.cluster_files.defaults import check_fields_of
     from nemo_run_ray.cluster_files.load import load
     from nemo_run_ray.cluster_files.resolve import cluster_of
 
@@ -114,6 +115,7 @@ def _row(path: str) -> dict[str, Any]:
         if other:
             return row | {"kind": other, "where": "not for Ray"}
         loaded = load(path)
+        check_fields_of(loaded)
         row |= {"kind": loaded.reading.format, "pools": list(loaded.file.pools)}
         row["where"] = getattr(cluster_of(loaded), "url", "the embedded Ray")
     except ConfigError as error:

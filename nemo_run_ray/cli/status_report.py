@@ -12,7 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from nemo_run_ray.jobs import notes
-from nemo_run_ray.jobs.attempt_records import AttemptRecord, Attempts
+from nemo_run_ray.jobs.attempt_records import AttemptRecord, Attempts, has_news
 from nemo_run_ray.jobs.dispatched_job import DispatchedJob
 from nemo_run_ray.jobs.explanations import roles
 from nemo_run_ray.jobs.job import RemoteJob
@@ -62,7 +62,7 @@ class StatusReport:
     def _keep_attempts(self) -> None:
         news: dict[Path, dict[str, Attempts]] = {}
         for job, attempts in zip(self.jobs, self.attempts, strict=True):
-            if attempts != job.record.attempts:
+            if has_news(job.record.attempts, attempts):
                 job.record.attempts = dict(attempts)
                 news.setdefault(job.record.exp_dir, {})[job.id] = attempts
         for exp_dir, found in news.items():
@@ -217,14 +217,15 @@ def _span(number: int, attempt: AttemptRecord, job: RemoteJob, status: JobStatus
         ended_at=attempt.ended_at,
         outcome=status.state.value if is_lost else attempt.state,
         reason=attempt.detail or attempt.reason,
-        seen_at=_last_written(job) if is_lost else None,
+        seen_at=_last_seen(attempt, job) if is_lost else None,
     )
 
 
-def _last_written(job: RemoteJob) -> float | None:
-    """When a job last wrote into its log, in seconds since the epoch, if its cluster left that."""
+def _last_seen(attempt: AttemptRecord, job: RemoteJob) -> float | None:
+    """When an attempt was seen going on last, in seconds since the epoch: by a look, or by the last
+    line of its log, if its cluster left that."""
     moments = [path.stat().st_mtime for path in job.left_logs()]
-    return max(moments, default=None)
+    return max([*moments, *([attempt.seen_at] if attempt.seen_at else [])], default=None)
 
 
 def _is_lost(attempt: AttemptRecord, status: JobStatus) -> bool:

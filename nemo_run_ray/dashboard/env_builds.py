@@ -20,18 +20,23 @@ from nemo_run_ray.remote.states import JobState, JobStatus, Reason
 from nemo_run_ray.runtime_env import brings_python
 
 #: File of the agent on each node that builds runtime environments, and how much of it is read.
-AGENT_LOG, AGENT_LOG_LINES = "runtime_env_agent.log", 600
+AGENT_LOG, AGENT_LOG_LINES = "runtime_env_agent.log", 2000
 #: Seconds that one answer serves every caller in this process: while Ray builds, and while it does
 #: not (the state API asks every node).
 _AGE_S, _IDLE_AGE_S = 3.0, 15.0
 #: Seconds that a build is told of as it was seen last. A node's agent does not answer for some of
 #: them while it builds, and then Ray leaves the node's builds out of the list.
 _TOLD_AGE_S = 60.0
+#: Nodes whose agents' logs are read when Ray does not tell what is built, the head first.
+_NODES_MAX = 3
 _BEGINS = re.compile(
     r"runtime_env_agent\.py:\d+ -- Creating runtime env: (?P<env>\{.*\}) with timeout "
 )
 _FAILED = re.compile(
     r"runtime_env_agent\.py:\d+ -- Failed to create runtime env (?P<env>\{.*\})\.$"
+)
+_BUILT = re.compile(
+    r"runtime_env_agent\.py:\d+ -- Successfully created runtime env: (?P<env>\{.*\}), context: "
 )
 #: How a line of the agent's log begins; what does not belongs to the one before.
 _DATED = re.compile(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d+\s")
@@ -43,12 +48,14 @@ class EnvBuilds:
     Args:
         environments: asks Ray's state API for the runtime environments of all nodes.
         agent_log: gives the end of a node's ``AGENT_LOG``.
+        nodes: gives the living nodes, the head first.
     """
 
     def __init__(
         self,
         environments: Callable[[], Sequence[Mapping[str, Any]]],
         agent_log: Callable[[str], str],
+        nodes: Callable[[], Sequence[str]],
     ) -> None:
         self._environments = Recent(
             lambda _: [env for env in environments() if _is_of_interest(env)],
@@ -56,6 +63,7 @@ class EnvBuilds:
             _IDLE_AGE_S,
         )
         self._agent_log = Recent(agent_log, _AGE_S, _IDLE_AGE_S)
+        self._nodes = Recent(lambda _: nodes(), _IDLE_AGE_S, _IDLE_AGE_S)
         #: What was told last of each environment, and when, by the monotonic clock.
         self._told: dict[str, tuple[JobStatus, float]] = {}
 
@@ -71,24 +79,57 @@ class EnvBuilds:
             return status
         key = json.dumps(_key(runtime_env), sort_keys=True)
         try:
-            found = [
-                env
-                for env in self._environments.get()
-                if _key(env["runtime_env"]) == _key(runtime_env)
-            ]
-            building = [str(env["node_id"]) for env in found if env.get("success") is None]
-            if building:
-                failed = failures(self._agent_log.get(building[0]), runtime_env)
-                self._told[key] = _status(failed, building[0]), time.monotonic()
-            elif found:  # it failed for good, which Ray's table of jobs has not got yet
-                node = str(found[-1]["node_id"])
-                failed = failures(self._agent_log.get(node), runtime_env)
-                if failed:
-                    self._told[key] = _status(failed, node), time.monotonic()
+            listed = self._listed()
+            found = self._as_listed(listed, runtime_env) if listed else self._as_logged(runtime_env)
+            if found is not None:
+                self._told[key] = found, time.monotonic()
         except NemoRunRayError:
             pass  # this only explains
         told, told_at = self._told.get(key, (status, 0.0))
         return told if time.monotonic() - told_at <= _TOLD_AGE_S else status
+
+    def _listed(self) -> Sequence[Mapping[str, Any]]:
+        """What Ray builds, or failed to. While a node's agent builds, it may not answer for a
+        minute; then Ray leaves out what is there, or does not answer either.
+        """
+        try:
+            return self._environments.get()
+        except NemoRunRayError:
+            return ()
+
+    def _as_listed(
+        self, listed: Sequence[Mapping[str, Any]], runtime_env: Mapping[str, Any]
+    ) -> JobStatus | None:
+        found = [env for env in listed if _key(env["runtime_env"]) == _key(runtime_env)]
+        building = [str(env["node_id"]) for env in found if env.get("success") is None]
+        if building:
+            failed = failures(self._agent_log.get(building[0]), runtime_env)
+            return _status(failed, building[0])
+        if found:  # it failed for good, which Ray's table of jobs has not got yet
+            node = str(found[-1]["node_id"])
+            failed = failures(self._agent_log.get(node), runtime_env)
+            return _status(failed, node) if failed else None
+        return None
+
+    def _as_logged(self, runtime_env: Mapping[str, Any]) -> JobStatus | None:
+        """What the agents' logs say, which another process gives than the one that builds."""
+        for node in self._nodes.get()[:_NODES_MAX]:
+            text = self._agent_log.get(node)
+            if _is_building(text, runtime_env):
+                return _status(failures(text, runtime_env), node)
+        return None
+
+
+def _is_building(agent_log: str, runtime_env: Mapping[str, Any]) -> bool:
+    """Whether a node has begun to build an environment, and it is not built."""
+    key = _key(runtime_env)
+    is_building = False
+    for line in agent_log.splitlines():
+        for pattern, says in ((_BEGINS, True), (_FAILED, True), (_BUILT, False)):
+            match = pattern.search(line)
+            if match and _is_of(match["env"], key):
+                is_building = says
+    return is_building
 
 
 def failures(agent_log: str, runtime_env: Mapping[str, Any]) -> list[str]:

@@ -84,7 +84,14 @@ class StateApi:
         return EnvBuilds(
             lambda: self._rows("runtime_envs", _EXPLAIN_S) or [],
             lambda node: self._log_file(node, AGENT_LOG, AGENT_LOG_LINES),
+            self._head_first,
         )
+
+    def _head_first(self) -> list[str]:
+        """Ids of the living nodes, the head's first; none when the cluster does not say."""
+        rows = self._rows("nodes", _EXPLAIN_S, **_LIVING) or []
+        rows.sort(key=lambda row: not row.get("is_head_node"))
+        return [str(row.get("node_id")) for row in rows]
 
     def room(self) -> Room | None:
         """What the cluster has and who holds it, a moment old; ``None`` when it does not say.

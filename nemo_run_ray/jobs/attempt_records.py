@@ -12,6 +12,9 @@ from nemo_run_ray.remote.states import JobState
 
 #: Seconds from Ray's getting an attempt in which it begins to run where nothing is in its way.
 _FRESH_S = 3.0
+#: How much longer an attempt must have run than was written down, to be written down again: a job
+#: of days, looked at each second, adds some dozens of lines to its ledger.
+_LONGER, _LONGER_S = 1.25, 5.0
 
 
 @dataclass(frozen=True)
@@ -28,6 +31,7 @@ class AttemptRecord:
         running_at: when it began to run; ``None`` when no process saw that.
         ended_at: when it ended; ``None`` when no process saw that.
         exit_code: of its command; ``None`` when it has none.
+        seen_at: when it was seen running last; ``None`` when it was not, or has ended.
     """
 
     submission_id: str
@@ -39,6 +43,7 @@ class AttemptRecord:
     running_at: float | None = None
     ended_at: float | None = None
     exit_code: int | None = None
+    seen_at: float | None = None
 
     @classmethod
     def of(cls, submission_id: str, row: Attempt, now: float) -> AttemptRecord:
@@ -59,6 +64,7 @@ class AttemptRecord:
             running_at=now if is_running and now - row.posted_at <= _FRESH_S else None,
             ended_at=row.ended_at or None,
             exit_code=row.exit_code,
+            seen_at=now if is_running else None,
         )
 
     @classmethod
@@ -132,3 +138,24 @@ def merged(
         ]
         result[name] = replace(now, running_at=min(moments, default=None))
     return result
+
+
+def has_news(kept: Attempts, found: Attempts) -> bool:
+    """Whether what is known of a job's attempts is to be written down.
+
+    Args:
+        kept: as it was written down.
+        found: as it is now.
+    """
+    if {name: replace(one, seen_at=None) for name, one in kept.items()} != {
+        name: replace(one, seen_at=None) for name, one in found.items()
+    }:
+        return True
+    return any(_is_longer(kept[name], one) for name, one in found.items())
+
+
+def _is_longer(before: AttemptRecord, now: AttemptRecord) -> bool:
+    if now.seen_at is None or before.seen_at is None:
+        return now.seen_at != before.seen_at
+    length_s, known_s = now.seen_at - now.posted_at, before.seen_at - now.posted_at
+    return length_s > max(_LONGER * known_s, known_s + _LONGER_S)

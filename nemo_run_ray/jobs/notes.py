@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 from nemo_run_ray.dashboard.http import SLOW_S
 from nemo_run_ray.errors import NemoRunRayError
 from nemo_run_ray.jobs import ledger
+from nemo_run_ray.jobs.attempt_records import has_news
 from nemo_run_ray.jobs.explanations import roles
 from nemo_run_ray.jobs.ledger import Event, Ledger
 from nemo_run_ray.jobs.snapshot import Snapshot
@@ -33,6 +34,9 @@ _writing: dict[_Key, threading.Lock] = {}
 #: Jobs whose end this process has written down, and where jobs were when their attempts were.
 _ended: set[_Key] = set()
 _seen: dict[_Key, tuple[JobState, int]] = {}
+#: When this process asks again whether there is news of a job that is where it was, and how often.
+_again_at: dict[_Key, float] = {}
+_AGAIN_S = 10.0
 #: When this process looked at a job last, and which of its attempts ran then.
 _looked: dict[_Key, tuple[float, frozenset[str]]] = {}
 #: Seconds between two looks that see when an attempt begins, and not only that it has begun.
@@ -97,15 +101,17 @@ def note_end(job: ObservedJob, status: JobStatus, snapshot: Snapshot) -> None:
 def note_attempts(job: ObservedJob, status: JobStatus, snapshot: Snapshot) -> None:
     """Write down what is seen of its attempts, when the job is not where it was before."""
     key = _key(job)
-    if _seen.get(key) == (status.state, status.attempt):
+    is_due = time.monotonic() >= _again_at.get(key, 0.0)
+    if _seen.get(key) == (status.state, status.attempt) and not is_due:
         if key in _looked:  # the same attempts run as before
             _looked[key] = time.monotonic(), _looked[key][1]
         return
     attempts = job.attempts_in(snapshot)
-    if attempts != job.record.attempts:
+    if has_news(job.record.attempts, attempts):
         job.record.attempts = dict(attempts)
         Ledger.of(job.record.exp_dir).keep_attempts({job.id: attempts})
     _seen[key] = status.state, status.attempt
+    _again_at[key] = time.monotonic() + _AGAIN_S
 
 
 def have_begun(job: ObservedJob, running: frozenset[str]) -> frozenset[str]:

@@ -21,6 +21,8 @@ from nemo_run_ray.remote.states import JobState, JobStatus, Reason
 
 #: Seconds that a start takes where there is room; before that nothing is asked.
 _STARTS_S = 3.0
+#: Seconds in which Ray starts a worker by an interpreter of the task's.
+_WORKER_S = 15.0
 #: So many jobs are named that hold what a job waits for.
 _HOLDERS_MAX = 3
 #: Those of whom the cluster does not tell who they are.
@@ -36,7 +38,7 @@ def explain(
     state: StateApi,
     rows: Callable[[], JobRows],
 ) -> JobStatus:
-    """The status of a task with what it waits for, if it is pending and waits for room.
+    """The status of a task with what it waits for, if it is pending: room, or a worker.
 
     Args:
         row: the task in Ray's table.
@@ -48,14 +50,29 @@ def explain(
     ask = ask_of(reservation)
     waits = status.state is JobState.PENDING and status.reason is Reason.NONE
     posted_at = (row.get("start_time") or 0) / 1000
-    if not waits or not ask or 0 <= time.time() - posted_at < _STARTS_S:
+    age_s = time.time() - posted_at
+    if not waits or 0 <= age_s < _STARTS_S:
         return status
     try:
-        room = state.room()
+        room = state.room() if ask else None
         told = None if room is None else why_waiting(ask, room, rows, posted_at)
     except NemoRunRayError:
         return status  # this only explains
+    told = told or _no_worker(row, posted_at, age_s)
     return status if told is None else replace(status, reason=told[0], detail=told[1])
+
+
+def _no_worker(row: JobRow, posted_at: float, age_s: float) -> tuple[Reason, str] | None:
+    """What is said of a job whose own interpreter has not come up; Ray tries for six minutes."""
+    executable = (row.get("runtime_env") or {}).get("py_executable")
+    if not executable or 0 <= age_s < _WORKER_S:
+        return None
+    return (
+        Reason.REBUILDING,
+        f"No worker has come up for it with py_executable={executable!r} of its runtime "
+        "environment, which Ray starts each of its workers by: it must be there on the node, and "
+        f"be able to import ray; it waits since {_clock(posted_at)}.",
+    )
 
 
 def why_waiting(

@@ -19,7 +19,10 @@ _RAISED = re.compile(r"^(?:[\w.]+\.)?(?P<kind>\w*(?:Error|Exception|Timeout))\b:
 _NEVER_THE_CAUSE = ("SubprocessCalledProcessError", "RuntimeEnvSetupError", "ActorDiedError")
 #: How Ray begins what it raises itself; the reason is in the lines below.
 _SETUP_FAILED = re.compile(r"\bRuntimeEnvSetupError: Failed to set up runtime environment\.$")
-_TIMEOUT = re.compile(r"^Failed to install runtime_env within the timeout of .+ seconds")
+_TIMEOUT = re.compile(r"(?P<words>Failed to install runtime_env within the timeout of .+ seconds)")
+_RAISE_TIMEOUT = "; raise `setup_timeout_seconds` in its `config`"
+#: The last line of a program that does not know its arguments, behind how it is used.
+_USAGE = re.compile(r"^(?P<words>no such option: .+|[\w.-]+: error: .+)$")
 #: What stands before the output of a program that failed, and how much of its end is told when
 #: nothing in it is known.
 _OUTPUT = re.compile(r"^Last \d+ lines of stdout:$")
@@ -36,7 +39,10 @@ def cause_of(text: str) -> str:
         One line; the end of the text when no line of it is known.
     """
     lines = [line.strip() for line in text.splitlines() if line.strip()]
-    found = _last(lines, _TIMEOUT) or _last(lines, _PIP) or _of_uv(lines) or _last(lines, _PODMAN)
+    too_long = _last(lines, _TIMEOUT)
+    if too_long:
+        return too_long + _RAISE_TIMEOUT
+    found = _last(lines, _PIP) or _of_uv(lines) or _last(lines, _PODMAN) or _last(lines, _USAGE)
     if not found and _last(lines, _NO_PODMAN):
         return "podman is not on the PATH of that node's Ray; an image needs it"
     return found or _raised(lines) or " / ".join(_printed(lines)[-_END_LINES:])
@@ -78,5 +84,6 @@ def _raised(lines: List[str]) -> Optional[str]:
     for line in reversed(lines):
         match = _RAISED.match(line)
         if match and match["kind"] not in _NEVER_THE_CAUSE:
-            return line
+            is_too_long = match["kind"] == "TimeoutError" and not match["words"]
+            return f"it took too long{_RAISE_TIMEOUT}" if is_too_long else line
     return None

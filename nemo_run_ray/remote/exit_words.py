@@ -8,7 +8,8 @@ _SHIPS = "the executor's `packager` ships files to it"
 #: What a shell means by these exit codes, and most programs too.
 _SHELL_SAYS = {
     126: ", with which a shell says that a command could not be run",
-    127: f", with which a shell says that a command was not found on that node; {_SHIPS}",
+    127: f", with which a shell says that a command was not found on that node; {_SHIPS}, and "
+    "`python` must name one that is there",
 }
 #: Python's words, and bash's, of a program that is not in the code's folder on the node.
 _NO_PROGRAM = re.compile(

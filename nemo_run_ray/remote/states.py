@@ -166,6 +166,8 @@ FROM_CAUSE = {
     Cause.NODE_DIED: Reason.NODE_DIED,
 }
 
+#: What Ray says of a job for which no worker came up.
+_NO_WORKER = "worker startup repeatedly failed"
 #: One next step for every reason, in words; what is in braces the client knows.
 NEXT_STEP = {
     Reason.NONE: "",
@@ -198,7 +200,6 @@ NEXT_STEP = {
     Reason.UNREACHABLE: "Nothing is lost while the cluster lives: look again when it answers.",
     Reason.OTHER: "Ray's message above is all that is known.",
 }
-
 
 #: The last line of a group's log. It explains a failure that Ray's record has; it decides nothing.
 _ENDING = re.compile(r"^nemo_run_ray\| end \w{8}: \[([\w ]+)\] (.*)$", re.MULTILINE)
@@ -300,6 +301,16 @@ def is_active(row: JobRow) -> bool:
     return is_pending(row) or is_running(row)
 
 
+def _reason(error: str, node: str, message: str) -> Reason:
+    """Why a job failed by itself, or never came to run its command."""
+    if error == "JOB_SUPERVISOR_ACTOR_START_FAILURE" and node:
+        return Reason.NODE_DIED  # it did start: Ray calls a supervisor so that is gone, too
+    reason = FROM_RAY_ERROR.get(error, Reason.OTHER)
+    if reason is Reason.UNSCHEDULABLE and _NO_WORKER in message:
+        return Reason.RUNTIME_ENV  # Ray had a node for it
+    return reason
+
+
 def status_of_row(row: JobRow) -> JobStatus:
     """What one row of Ray's job table says; a pure function.
 
@@ -319,12 +330,10 @@ def status_of_row(row: JobRow) -> JobStatus:
     if state is not JobState.FAILED:
         return JobStatus(state, node=node)
     error = str(row.get("error_type"))
-    reason = FROM_RAY_ERROR.get(error, Reason.OTHER)
-    if error == "JOB_SUPERVISOR_ACTOR_START_FAILURE" and node:
-        reason = Reason.NODE_DIED  # it did start: Ray calls a supervisor so that is gone, too
+    reason = _reason(error, node, message)
     code = row.get("driver_exit_code")
     if not isinstance(code, int) or code == 0:
-        words = cause_of(message) if reason is Reason.RUNTIME_ENV else message
+        words = cause_of(message) if error.startswith("RUNTIME_ENV") else message
         return JobStatus(state, reason, f"{reason.value}: {words}".rstrip(": "), node)
     name = signal_name(code)
     cause = f"killed by {name} (exit code {code})" if name else f"exit code {code}"

@@ -106,6 +106,8 @@ def test_two_fields_that_ray_does_not_combine_are_refused_before_anything_is_sen
         ({"pip": {"packages": ["x"], "pip_check": "yes"}}, r"\['pip_check'\] is 'yes'; allowed"),
         ({"uv": {"packages": ["x"], "uv_version": 1}}, r"\['uv_version'\] is 1; allowed is a text"),
         ({"conda": []}, "allowed is a text or a dict"),
+        ({"conda": {"dependency": ["pip"]}}, "did you mean 'dependencies'"),
+        ({"conda": {"dependencies": "pip"}}, r"\['dependencies'\] is 'pip'; allowed is a list"),
         ({"env_vars": {"A": 1}}, r"\['env_vars'\]\['A'\] is <class 'int'>; allowed is a text"),
         ({"env_vars": {1: "A"}}, "for the name 1 is <class 'int'>; allowed is a dict of texts"),
         ({"pip": [], "uv": ["x"]}, "has pip and uv"),
@@ -167,6 +169,26 @@ def test_files_are_read_where_the_caller_is(weird_tmp_path, monkeypatch):
     assert resolve({"conda": "an-environment"}) == {"conda": "an-environment"}
     assert RuntimeEnv(pip="req.txt")["pip"]["packages"] == list(dict.fromkeys(lines))
     json.dumps(_sent({"pip": "req.txt"}))
+
+
+def test_files_that_requirements_include_are_read_too(weird_tmp_path, monkeypatch):
+    monkeypatch.chdir(weird_tmp_path)
+    (weird_tmp_path / "sub").mkdir()
+    (weird_tmp_path / "req.txt").write_text("einops\n-r sub/more.txt\nlast\n")
+    (weird_tmp_path / "sub" / "more.txt").write_text("--requirement=other.txt  # there\nmore\n")
+    (weird_tmp_path / "sub" / "other.txt").write_text("other")
+    expected = ["einops", "other", "more", "last"]
+    assert resolve({"pip": "req.txt"}) == {"pip": expected}
+    assert resolve({"uv": {"packages": ["-r req.txt"]}}) == {"uv": {"packages": expected}}
+    assert resolve({"pip": ["-rreq.txt", "ray-x"]}) == {"pip": [*expected, "ray-x"]}
+
+
+@pytest.mark.parametrize("line", ["-c limits.txt", "--constraint limits.txt", "-r again.txt"])
+def test_a_file_that_cannot_be_sent_is_refused(tmp_path, monkeypatch, line):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "again.txt").write_text(line)
+    with pytest.raises(ConfigError, match=f"has the line '{line}', whose file is not sent"):
+        resolve({"pip": "again.txt"})
 
 
 @pytest.mark.parametrize(

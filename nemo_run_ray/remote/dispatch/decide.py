@@ -232,9 +232,11 @@ def _submits(
     starting, live, stuck, crowded, pending = 0, 0, set(), set(), set()
     for job in dispatch.jobs:
         for row in attempts[job.id].values():
+            if row.nonce != job.nonce:
+                continue  # a stranger's asked for a room of its own
             if row.status.reason is Reason.START_TIMEOUT:
                 crowded.add(job.shape)  # from now on one at a time waits for such room
-            if not row.is_live or row.nonce != job.nonce:
+            if not row.is_live:
                 continue
             live += 1
             if row.status.state is JobState.PENDING:

@@ -24,6 +24,7 @@ def test_files_are_listed_with_what_is_wrong(clusters, write):
     path = write("cluster: {address: 'http://head:8265'}\npools: {gpu: {}, cpu: {}}\n")
     write("cluster: {local: {num_cpus: 2}}\n", "here.toml.yaml")
     write("clutser: {}\n", "bad.yaml")
+    write("cluster: {local: {}}\ndefaults: {runtime_env: {pipp: [six]}}\n", "worse.yaml")
     rows = {row["name"]: row for row in json.loads(clusters("--json"))}
     assert rows["team-a"] == {
         "name": "team-a",
@@ -34,6 +35,7 @@ def test_files_are_listed_with_what_is_wrong(clusters, write):
         "error": "",
     }
     assert "did you mean 'cluster'" in rows["bad"]["error"]
+    assert "did you mean 'pip'" in rows["worse"]["error"]
     table = clusters()
     assert table.splitlines()[0].split() == ["name", "kind", "where", "pools", "path"]
     assert "http://head:8265" in table

@@ -59,6 +59,21 @@ _NSIGHT = """\
 ray.exceptions.RuntimeEnvSetupError: Failed to set up runtime environment.
 Unsupported nsight config: defaul. The supported config is 'default' or Dictionary of nsight options
 """
+_USAGE = f"""{_TRACEBACK}\
+    Usage:
+      /tmp/v/bin/python -m pip install [options] <archive url/path> ...
+
+    no such option: --nope
+"""
+_CLONE = f"""{_TRACEBACK}\
+    Usage: _clonevirtualenv.py [options] /path/to/existing/venv /path/to/cloned/venv
+
+    _clonevirtualenv.py: error: dest dir '/tmp/v' exists
+"""
+_STILL_SLOW = (
+    'Traceback (most recent call last):\n  File "/p/asyncio/tasks.py", line 502, in wait_for\n'
+    "    raise exceptions.TimeoutError() from exc\nTimeoutError\n"
+)
 _SLOW = (
     "Failed to install runtime_env within the timeout of 60 seconds. Consider increasing the "
     "timeout in the runtime_env config. For example:\n"
@@ -77,7 +92,11 @@ _SLOW = (
         (_PODMAN, "Error: initializing source: name unknown"),
         (_NO_PODMAN, "podman is not on the PATH of that node's Ray; an image needs it"),
         (_NSIGHT, "Unsupported nsight config: defaul. The supported config is 'default' or"),
-        (_SLOW, "Failed to install runtime_env within the timeout of 60 seconds"),
+        (_SLOW, "Failed to install runtime_env within the timeout of 60 seconds; raise `setup_t"),
+        (f"[Node 10.0.0.1] {_SLOW}", "Failed to install runtime_env within the timeout of 60 s"),
+        (_STILL_SLOW, "it took too long; raise `setup_timeout_seconds` in its `config`"),
+        (_USAGE, "no such option: --nope"),
+        (_CLONE, "_clonevirtualenv.py: error: dest dir '/tmp/v' exists"),
         (f"{_TRACEBACK}    a strange tool\n    gave up\n", "a strange tool / gave up"),
         (
             f"{_TRACEBACK}    /v/bin/python: No module named pip\n",
@@ -132,6 +151,11 @@ def _fails(given: dict, text: str = _PIP) -> str:
     return _entry("ERROR", f"Failed to create runtime env {env}.") + text
 
 
+def _builds_it(given: dict) -> str:
+    env = json.dumps(_as_ray_writes_it(given))
+    return _entry("INFO", f"Successfully created runtime env: {env}, context: {{}}")
+
+
 _OTHER_ENTRY = _entry("INFO", "Got request from 1 to increase reference")
 
 
@@ -175,7 +199,7 @@ def _builds(log: str, success: bool | None = None) -> tuple[EnvBuilds, list[str]
         asked.append(node)
         return log
 
-    return EnvBuilds(environments, agent_log), asked
+    return EnvBuilds(environments, agent_log, lambda: ["a" * 56]), asked
 
 
 def test_a_build_that_goes_on():
@@ -230,7 +254,7 @@ def test_a_state_api_that_does_not_answer_changes_nothing():
         asked.append(1)
         raise Unanswered("no answer")
 
-    builds = EnvBuilds(environments, lambda node: pytest.fail("asked"))
+    builds = EnvBuilds(environments, lambda node: pytest.fail("asked"), list)
     for _ in range(3):
         assert builds.explain(_ROW, _PENDING) is _PENDING
     assert len(asked) == 1
@@ -248,7 +272,7 @@ def test_a_build_is_told_of_while_its_node_does_not_answer():
             raise answer
         return answer
 
-    builds = EnvBuilds(environments, lambda _: log)
+    builds = EnvBuilds(environments, lambda _: log, list)
     told = set()
     while answers:
         told.add(builds.explain(_ROW, _PENDING).reason)
@@ -261,8 +285,28 @@ def test_a_build_that_is_not_listed_for_long_is_over(monkeypatch):
     assert builds.explain(_ROW, _PENDING).reason is Reason.BUILDING
     now = time.monotonic()
     monkeypatch.setattr(builds._environments, "_ask", lambda _: [])
+    monkeypatch.setattr(builds._agent_log, "_ask", lambda _: _begins(_OURS) + _builds_it(_OURS))
     monkeypatch.setattr(time, "monotonic", lambda: now + 61)
     assert builds.explain(_ROW, _PENDING) is _PENDING
+
+
+@pytest.mark.parametrize("silence", ["empty", "none"])
+def test_a_fresh_process_reads_the_logs_while_ray_does_not_list_builds(silence):
+    """Other nodes' logs do not tell of it; the head's comes first."""
+
+    def environments():
+        if silence == "none":
+            raise Unanswered("504")
+        return []
+
+    logs = {"head": _begins(_OURS) + _fails(_OURS), "other": ""}
+    builds = EnvBuilds(environments, logs.__getitem__, lambda: ["other", "head"])
+    status = builds.explain(_ROW, _PENDING)
+    assert (status.reason, status.state) == (Reason.REBUILDING, JobState.PENDING)
+    assert status.detail.startswith("Ray failed once to build its runtime environment on node head")
+    logs["head"] += _builds_it(_OURS)
+    fresh = EnvBuilds(environments, logs.__getitem__, lambda: ["other", "head"])
+    assert fresh.explain(_ROW, _PENDING) is _PENDING
 
 
 def test_a_build_that_failed_for_good_is_told_of_until_the_job_has_failed():

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from nemo_run_ray.dashboard import job_table
 from nemo_run_ray.jobs import ledger, notes
-from nemo_run_ray.jobs.attempt_records import AttemptRecord, merged, of_rows
+from nemo_run_ray.jobs.attempt_records import AttemptRecord, has_news, merged, of_rows
 from nemo_run_ray.jobs.ledger import Ledger
 from nemo_run_ray.remote.attempts import CLAIM_KEY, NONCE_KEY
 from tests.unit.jobs.conftest import Handed
@@ -40,6 +40,20 @@ def test_the_attempts_of_a_job_in_the_table():
 def test_what_was_posted_long_ago_may_have_begun_at_any_moment():
     (found,) = of_rows({"e.a": _row("RUNNING")}, "e.a", ["n"], now=60.0).values()
     assert (found.state, found.running_at) == ("RUNNING", None)
+
+
+def test_how_long_it_was_seen_running_is_written_down_as_it_grows():
+    """A look each second for three days writes some dozens of times, and not 260,000."""
+    kept, written = {}, 0
+    for second in range(3 * 86_400):
+        found = {"e.a": AttemptRecord("e.a", "RUNNING", posted_at=0.0, seen_at=float(second))}
+        if has_news(kept, found):
+            kept, written = found, written + 1
+    assert 20 < written < 60
+    assert kept["e.a"].seen_at > 3 * 86_400 * 0.75
+    ended = {"e.a": dataclasses.replace(kept["e.a"], state="SUCCEEDED", seen_at=None)}
+    assert has_news(kept, ended)
+    assert not has_news(ended, ended)
 
 
 def test_who_has_just_seen_it_wait_sees_when_it_begins(ray, unique, monkeypatch):

@@ -153,6 +153,17 @@ def test_a_runtime_env_that_fails_shows_rays_message():
     assert "runtime_env" in status.message
 
 
+def test_a_worker_that_never_came_up_is_its_runtime_environments_fault():
+    message = (
+        "Job supervisor actor could not be scheduled: worker startup repeatedly failed on the "
+        "node, for example by a broken py_executable"
+    )
+    status = status_of_row(_failed(None, message, "JOB_SUPERVISOR_ACTOR_UNSCHEDULABLE"))
+    assert status.reason is Reason.RUNTIME_ENV
+    assert "broken py_executable" in status.message
+    assert "Correct `runtime_env`" in status.message
+
+
 def test_a_supervisor_that_ran_and_is_gone_is_a_death():
     message = "Unexpected error occurred: failed to get job supervisor."
     row = _failed(None, message, "JOB_SUPERVISOR_ACTOR_START_FAILURE")

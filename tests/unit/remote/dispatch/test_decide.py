@@ -347,6 +347,8 @@ def test_after_a_start_timeout_one_at_a_time_waits_for_such_room():
     given_up = failed("a", Reason.START_TIMEOUT)
     assert submitted(plan, {"e.a": given_up}) == ["e.a@2", "e.small"]
     assert submitted(plan, {"e.a": given_up, "e.a@2": running("a")}) == ["e.b", "e.small"]
+    stranger = replace(given_up, nonce="stranger")
+    assert submitted(plan, {"e.a": stranger}) == ["e.b", "e.c", "e.small"]
 
 
 # ------------------------------------------------------------------ claims and cancelling
