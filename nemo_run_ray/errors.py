@@ -17,7 +17,7 @@
     ├── JobError             a job is unknown, or did not end as asked
     │   └── StillGoesOn      it has not ended in the time of a wait (also a TimeoutError)
     ├── PatchError           a change of NeMo-Run is unknown or cannot be made
-    │   └── UnsupportedNemoRun  this NeMo-Run is not one that the patch knows
+    │   └── UnsupportedNemoRun  this NeMo-Run, or NeMo-Skills, is not one that the patch knows
     └── TransportError       source code cannot be sent to a pod
         └── SourceTooLarge   it exceeds a limit of the platform
 
@@ -110,7 +110,7 @@ class PatchError(NemoRunRayError):
 
 
 class UnsupportedNemoRun(PatchError):
-    """The NeMo-Run that is installed has another structure than the patch knows."""
+    """What is installed, NeMo-Run or NeMo-Skills, has another structure than the patch knows."""
 
 
 class TransportError(NemoRunRayError):

@@ -10,8 +10,8 @@ from typing import Any
 from nemo_run_ray.planning.job_plan import JobPlan
 from nemo_run_ray.remote.spec import JobSpec, ProbeSpec
 
-#: Lines of one startup command that are shown; a program in it may have many.
-_SHOWN_LINES = 8
+#: A startup command of more lines has a program in it, of which the first lines are shown.
+_LINES_MAX, _SHOWN_LINES = 40, 3
 #: Credentials in the address of a package index.
 _CREDENTIALS = re.compile(r"(?<=://)[^/\s@'\"]+@")
 
@@ -84,7 +84,7 @@ def _describe_shell(spec: JobSpec) -> list[str]:
     lines = ["shell     bash -l: the node's profile sets PATH"] if spec.login_shell else []
     for command in spec.startup:
         shown = command.splitlines()
-        if len(shown) > _SHOWN_LINES:
+        if len(shown) > _LINES_MAX:
             left_out = len(shown) - _SHOWN_LINES
             shown[_SHOWN_LINES:] = [f"… ({left_out} more lines)"]
         lines.append("before    " + "\n          ".join(shown))

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import os
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,6 +26,7 @@ from nemo_run_ray.errors import ConfigError
 
 #: Key of the dictionary that says that it is for Ray.
 _KEY = "nemo_run_ray"
+_REFERENCE = re.compile(r"\$(?:\{(\w+)\}|(\w+))")
 _LISTS = ("env_vars", "required_env_vars")
 #: What would make NeMo-Skills act for another executor, or look at this machine for the nodes.
 _DROPPED = frozenset(
@@ -77,11 +79,15 @@ def file_of(config: Any) -> str | None:
     mark = config.get(_KEY)
     if mark is not None:
         return str(mark["file"])
-    if skills.names_ray(Document(Path("cluster_config"), dict(config), {})):
+    try:
+        is_for_ray = skills.names_ray(Document(Path("cluster_config"), dict(config), {}))
+    except ConfigError:
+        return None  # NeMo-Skills says itself what it makes of it
+    if is_for_ray:
         raise ConfigError(
-            "This cluster_config of NeMo-Skills is for Ray, and was not read from a file with the "
-            "patch skills_executor applied. Start the command as `nemo-run-ray ns …`, or apply the "
-            "patch before get_cluster_config, and give that the name of a file."
+            "This cluster_config of NeMo-Skills is for Ray, and was not read from a file by the "
+            "patch skills_executor. Start the command as `nemo-run-ray ns …`, or apply the patch "
+            "before get_cluster_config, and pass it the file's name."
         )
     return None
 
@@ -105,18 +111,20 @@ def added_variables(
                 continue
             name, equals, value = (part.strip() for part in str(entry).partition("="))
             found = os.path.expandvars(value) if equals else environ.get(name)
+            names = [name, *(one for pair in _REFERENCE.findall(value) for one in pair if one)]
             if found is None and kind == "required_env_vars":
                 raise ConfigError(f"The variable {name} is required, and is not set; set it.")
             if found is None:
                 continue
-            if not looks_like_credential(name):
+            if not any(looks_like_credential(one) for one in names):
                 clear[name] = found
             elif found == environ.get(name):
                 secrets.append(name)
             else:
                 raise ConfigError(
                     f"NeMo-Skills gives {name} a value for one task, and it looks like a "
-                    f"credential (it is not shown here). Set {name} in your environment instead."
+                    "credential, or has one in it (it is not shown here). Set it in your "
+                    "environment instead."
                 )
     return Variables(clear, tuple(secrets))
 
@@ -135,7 +143,9 @@ def _looks_for_ray(path: Path) -> bool:
 
 def _for_skills(document: Document) -> dict[str, Any]:
     config = {
-        key: copy.deepcopy(value) for key, value in document.values.items() if key not in _DROPPED
+        key: copy.deepcopy(value)
+        for key, value in document.values.items()
+        if key not in _DROPPED and value is not None
     }
     lists = {kind: list(config.get(kind) or ()) for kind in _LISTS}
     config.update(
@@ -145,12 +155,19 @@ def _for_skills(document: Document) -> dict[str, Any]:
         partition="",
         cpu_partition="ray",
         # Every path is the nodes' own.
-        mounts=["/:/"],
+        mounts=_Mounts(["/:/"]),
     )
     config.setdefault("skip_hf_home_check", True)
     config.setdefault("containers", _NoContainers())
     config[_KEY] = {"file": str(document.path), **lists}
     return config
+
+
+class _Mounts(list[str]):
+    """The mounts of all paths; one more means nothing, and its source is not on this machine."""
+
+    def append(self, mount: str) -> None:
+        """Leave it out."""
 
 
 class _NoContainers(dict[str, str]):

@@ -66,6 +66,10 @@ def executor_of(call: Mapping[str, Any], file: str, packager: Packager) -> Skill
         "gpus_per_node": call["gpus_per_node"] or 0,
         "env_vars": dict(variables.clear),
     }
+    if role.startswith(_SANDBOX):
+        fields["nodes"] = 1  # clients know one address; two of them on one node share a port
+    elif call["num_nodes"] > 1:
+        fields["strategy"] = "STRICT_SPREAD"  # as Slurm's nodes are different ones
     if IS_RAY_PROGRAM.get() and not role.startswith((_SERVER, _SANDBOX)):
         # Its actors get the nodes; what the task itself reserved would be missing for them.
         gpus = {"GPUS_PER_NODE": str(fields["gpus_per_node"])}
@@ -101,16 +105,25 @@ def _as_roles(executors: Sequence[RayExecutor]) -> list[RayExecutor]:
     _name(roles)
     serving = [role for role in roles if role.role.startswith((_SERVER, _SANDBOX))]
     if len(serving) == len(roles):
-        del serving[0]  # nobody but people use the server, and it is what the task is about
+        del serving[0]  # there is no client in this task: the server is its purpose
     for role in serving:
         role.service = True
-    servers = [role.role for role in serving if not role.role.startswith(_SANDBOX)]
-    sandbox = next((role.role for role in serving if role.role.startswith(_SANDBOX)), None)
     het_groups = slurm_words.het_groups(_het_groups(roles))
     for role in roles:
-        own = [] if role.service else slurm_words.client(servers, sandbox)
-        role.startup_commands = [*role.startup_commands, *het_groups, *own]
+        role.startup_commands = [*role.startup_commands, *het_groups]
+        if not role.service:
+            own = [one.role for one in serving if _number_of(one) == _number_of(role)]
+            names = own or [one.role for one in serving]
+            servers = [name for name in names if not name.startswith(_SANDBOX)]
+            sandbox = next((name for name in names if name.startswith(_SANDBOX)), None)
+            role.startup_commands += slurm_words.client(role.role, servers, sandbox)
     return roles
+
+
+def _number_of(role: RayExecutor) -> int | None:
+    """The number of the role's group in a job of several Slurm groups."""
+    match = _HET_ROLE.match(role.role)
+    return None if match is None else int(match[1])
 
 
 def _name(roles: Sequence[RayExecutor]) -> None:
@@ -128,7 +141,7 @@ def _het_groups(roles: Sequence[RayExecutor]) -> dict[int, str]:
     """The first role of each of Slurm's groups."""
     found: dict[int, str] = {}
     for role in roles:
-        match = _HET_ROLE.match(role.role)
-        if match is not None:
-            found.setdefault(int(match[1]), role.role)
+        number = _number_of(role)
+        if number is not None:
+            found.setdefault(number, role.role)
     return found

@@ -55,18 +55,19 @@ def get_executor(original: Callable[..., Any], exp: ModuleType) -> Callable[...,
 
 
 def add_task(original: Callable[..., Any]) -> Callable[..., Any]:
-    """NeMo-Skills' ``add_task``, which does not mark a task on Ray as one for Slurm."""
+    """NeMo-Skills' ``add_task``, without what it would do to a task on Ray as to one on Slurm."""
     signature = inspect.signature(original)
 
     @functools.wraps(original)
     def wrapper(*args: Any, **kwargs: Any) -> Any:
         bound = signature.bind(*args, **kwargs)
-        is_ray_program = bool(bound.arguments.get("with_ray"))
-        if not is_ray_program or cluster_config.file_of(bound.arguments["cluster_config"]) is None:
+        if cluster_config.file_of(bound.arguments["cluster_config"]) is None:
             return original(*args, **kwargs)
         # With it NeMo-Skills would mark the task as one for Slurm, and leave out the sandbox.
-        bound.arguments["with_ray"] = False
-        token = IS_RAY_PROGRAM.set(True)
+        is_ray_program = bool(bound.arguments.pop("with_ray", False))
+        # Code is used again over a tunnel, and an experiment on Ray has none.
+        bound.arguments.pop("reuse_code_exp", None)
+        token = IS_RAY_PROGRAM.set(is_ray_program)
         try:
             return original(*bound.args, **bound.kwargs)
         finally:

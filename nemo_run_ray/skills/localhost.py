@@ -3,16 +3,18 @@
 On Slurm the server, the sandbox and the client of a task run on the same nodes, and NeMo-Skills
 writes ``localhost:5000`` and ``++server.host=127.0.0.1`` into the client's command. The roles of a
 group on Ray may be on different nodes, as their images ask for. So beside a client runs this
-program: it waits until a server of the group answers on a port that the client's script names, and
-then passes connections to that port of this machine on to it. It waits first, because the client
-takes the first connection that is not refused for a server that is up.
+program: it takes the ports that the client's script names, waits until a server of the group
+answers on one, and then passes connections to that port of this machine on to it. It refuses them
+first, because the client takes the first connection that is not refused for a server that is up.
 """
 
 # This file is sent as text and run by the node's Python: the standard library only, Python 3.9.
 
 import asyncio
 import contextlib
+import os
 import re
+import resource
 import socket
 import sys
 
@@ -20,6 +22,8 @@ _PORTS = re.compile(r"(?<![\w.-])(?:localhost:|127\.0\.0\.1:|\+*server\.port=)(\
 _HERE = "127.0.0.1"
 _AGAIN_S = 1.0
 _CHUNK_BYTES = 1 << 16
+#: Connections that may wait to be taken; NeMo-Skills asks a server 512 things at once.
+_BACKLOG = 4096
 
 
 def ports_in(script: str) -> list[int]:
@@ -27,8 +31,33 @@ def ports_in(script: str) -> list[int]:
     return sorted({int(port) for port in _PORTS.findall(script) if int(port) < 1 << 16})
 
 
+class Taken(socket.socket):
+    """A port of this machine, whose connections are refused as long as nobody listens.
+
+    Raises:
+        OSError: another program has it.
+    """
+
+    def __init__(self, port: int) -> None:
+        super().__init__()
+        # Connections that were on it a moment ago do not matter. But then two that do not listen
+        # yet could have the same port, so there is a name of which there can be one at a time.
+        self._name = socket.socket(socket.AF_UNIX)
+        try:
+            self._name.bind(f"\0nemo_run_ray localhost:{port}")
+            self.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            self.bind((_HERE, port))
+        except OSError:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        self._name.close()
+        super().close()
+
+
 def answers(host: str, port: int) -> bool:
-    """Whether somebody listens there."""
+    """Whether a server listens there."""
     try:
         socket.create_connection((host, port), 2).close()
     except OSError:
@@ -38,42 +67,72 @@ def answers(host: str, port: int) -> bool:
 
 async def copy(source: asyncio.StreamReader, target: asyncio.StreamWriter) -> None:
     """Pass on what comes, and then its end."""
-    with contextlib.suppress(OSError):
-        while data := await source.read(_CHUNK_BYTES):
-            target.write(data)
-            await target.drain()
-        if target.can_write_eof():
-            target.write_eof()
+    while data := await source.read(_CHUNK_BYTES):
+        target.write(data)
+        await target.drain()
+    target.write_eof()
 
 
-async def forward(port: int, hosts: list[str]) -> None:
-    """Serve one port, once a host answers on it; nothing if it is this one."""
-    host = None
-    while host is None:
-        if await asyncio.to_thread(answers, _HERE, port):
-            return
-        for candidate in hosts:
-            if await asyncio.to_thread(answers, candidate, port):
-                host = candidate
+async def forward(taken: socket.socket, hosts: list[str]) -> None:
+    """Serve one port, once a host answers on it."""
+    port = taken.getsockname()[1]
+    found = ""
+    while not found:
+        for host in hosts:
+            if not found and await asyncio.to_thread(answers, host, port):
+                found = host
         await asyncio.sleep(_AGAIN_S)
-    found = host
 
     async def connect(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         with contextlib.suppress(OSError), contextlib.closing(writer):
             there, back = await asyncio.open_connection(found, port)
             with contextlib.closing(back):
-                await asyncio.gather(copy(reader, back), copy(there, writer))
+                ways = {
+                    asyncio.create_task(copy(*way)) for way in ((reader, back), (there, writer))
+                }
+                # When one side breaks off, the other one is told at once.
+                _, left = await asyncio.wait(ways, return_when=asyncio.FIRST_EXCEPTION)
+                for way in left:
+                    way.cancel()
+                await asyncio.gather(*ways, return_exceptions=True)
 
-    with contextlib.suppress(OSError):  # another process of this node serves it already
-        async with await asyncio.start_server(connect, _HERE, port) as server:
-            await server.serve_forever()
+    print(f"nemo_run_ray| localhost:{port} is passed on to {found}", file=sys.stderr, flush=True)
+    async with await asyncio.start_server(connect, sock=taken, backlog=_BACKLOG) as server:
+        await server.serve_forever()
 
 
-async def main(path: str, *hosts: str) -> None:
+async def forward_all(taken: list[socket.socket], hosts: list[str]) -> None:
+    """Serve all ports, for ever."""
+    await asyncio.gather(*(forward(one, hosts) for one in taken))
+
+
+def main(path: str, own: str, *hosts: str) -> None:
+    """Serve the ports that a script names, in a process of its own.
+
+    Args:
+        path: of the script.
+        own: address of this node in the group.
+        hosts: addresses of the nodes on which the servers are.
+    """
+    if own in hosts:
+        return  # then localhost is the server's
     with open(path, encoding="utf-8", errors="replace") as file:
         ports = ports_in(file.read())
-    await asyncio.gather(*(forward(port, list(hosts)) for port in ports))
+    taken: list[socket.socket] = []
+    for port in ports:
+        try:
+            taken.append(Taken(port))
+        except OSError as error:
+            raise SystemExit(
+                f"nemo_run_ray| the client reaches its server at localhost:{port}, and another "
+                f"program of this node has that port ({error.strerror}): give the server another "
+                "one, for example by --get_random_port"
+            ) from error
+    if taken and os.fork() == 0:
+        _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+        asyncio.run(forward_all(taken, list(hosts)))
 
 
 if __name__ == "__main__":
-    asyncio.run(main(*sys.argv[1:]))
+    main(*sys.argv[1:])

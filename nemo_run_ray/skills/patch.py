@@ -31,7 +31,7 @@ USED = {
         "het_group",
         "with_ray",
     ),
-    "add_task": ("cluster_config", "with_ray"),
+    "add_task": ("cluster_config", "with_ray", "reuse_code_exp"),
     "get_packager": ("extra_package_dirs",),
 }
 
@@ -94,8 +94,8 @@ class SkillsExecutorPatch(Patch):
     def _module(self, name: str) -> ModuleType:
         try:
             return importlib.import_module(name)
-        except ImportError as error:
-            raise self._unknown(f"{name} ({error})") from error
+        except Exception as error:  # its many dependencies raise what they like
+            raise self._unknown(f"{name} ({type(error).__name__}: {error})") from error
 
     def _function(self, module: ModuleType, name: str) -> Callable[..., Any]:
         function = getattr(module, name, None)

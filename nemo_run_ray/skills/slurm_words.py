@@ -12,7 +12,8 @@ from pathlib import Path
 from nemo_run_ray.remote.group.addresses import key
 from nemo_run_ray.skills import localhost
 
-#: Names of Slurm's for what Ray's replicas know. A Ray that runs on Slurm has its own, for others.
+#: Slurm's names for what a replica knows. On a Ray cluster that itself runs on Slurm, Slurm has set
+#: them for its own tasks, so they are overwritten.
 RANKS = (
     'export SLURM_PROCID="${RANK:-0}" SLURM_LOCALID="${LOCAL_RANK:-0}" '
     'SLURM_NODEID="${NODE_RANK:-0}" SLURM_MASTER_NODE="${MASTER_ADDR:-127.0.0.1}"'
@@ -39,10 +40,11 @@ def het_groups(roles: Mapping[int, str]) -> list[str]:
     return [*lines, _SCONTROL]
 
 
-def client(servers: Sequence[str], sandbox: str | None) -> list[str]:
+def client(role: str, servers: Sequence[str], sandbox: str | None) -> list[str]:
     """Commands for a task that talks to servers and a sandbox of its group.
 
     Args:
+        role: of the task.
         servers: the roles that serve.
         sandbox: the role that runs code, if there is one.
     """
@@ -54,11 +56,11 @@ def client(servers: Sequence[str], sandbox: str | None) -> list[str]:
         # On Slurm the first node of the job is also the server's.
         first = f"NEMO_RUN_{key(servers[0])}_HOST"
         lines.append(f'export SLURM_MASTER_NODE="${{MASTER_ADDR:-${first}}}"')
-        hosts = " ".join(f'"$NEMO_RUN_{key(role)}_HOST"' for role in servers)
+        # The replica's own address is that of its number in the list of its role's.
+        own = f'"$(cut -d, -f$((NODE_RANK + 1)) <<< "$NEMO_RUN_{key(role)}_HOSTS")"'
+        hosts = " ".join(f'"$NEMO_RUN_{key(server)}_HOST"' for server in servers)
         program = shlex.quote(_program())
-        lines.append(
-            f'python3 -c {program} "${{nemo_run_ray_argv[@]: -1}}" {hosts} >/dev/null 2>&1 &'
-        )
+        lines.append(f'python3 -I -c {program} "${{nemo_run_ray_argv[@]: -1}}" {own} {hosts}')
     return lines
 
 

@@ -1,6 +1,10 @@
 """The program that serves at ``localhost`` what answers on another host: 127.0.0.2 is one here."""
 
+import contextlib
+import os
+import signal
 import socket
+import struct
 import subprocess
 import sys
 import threading
@@ -12,7 +16,7 @@ import pytest
 
 from nemo_run_ray.skills import localhost, slurm_words
 
-_ELSEWHERE = "127.0.0.2"
+_ELSEWHERE, _OWN = "127.0.0.2", "127.0.0.9"
 
 
 class Echo(BaseHTTPRequestHandler):
@@ -41,14 +45,18 @@ def start(tmp_path):
     def run(script: str, *hosts: str) -> subprocess.Popen:
         path = tmp_path / "it's the script.sh"
         path.write_text(script)
-        program = ["-c", slurm_words._program(), str(path), *hosts]
-        started.append(subprocess.Popen([sys.executable, *program]))
+        program = ["-I", "-c", slurm_words._program(), str(path), *hosts]
+        # The program goes on in a process of its own, which ends with this group.
+        words = [sys.executable, *program]
+        pipe = subprocess.PIPE
+        started.append(subprocess.Popen(words, start_new_session=True, text=True, stderr=pipe))
         return started[-1]
 
     yield run
     for process in started:
-        process.kill()
-        process.wait()
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.communicate()
 
 
 @pytest.fixture
@@ -87,26 +95,61 @@ def test_ports_that_a_script_names(script, ports):
 
 
 def test_a_port_is_refused_until_a_server_answers_and_then_passed_on(start, serve):
-    port = free_port()
-    start(f"curl localhost:{port}", "127.0.0.3", _ELSEWHERE)
-    time.sleep(1.5)
-    assert not localhost.answers("127.0.0.1", port), "the client would take it for the server"
-    serve(_ELSEWHERE, port)
-    until(lambda: localhost.answers("127.0.0.1", port))
+    first, second = free_port(), free_port()
+    program = start(f"curl localhost:{first} localhost:{second}", _OWN, "127.0.0.3", _ELSEWHERE)
+    assert program.wait(30) == 0, "the task starts when the ports are taken"
+    serve(_ELSEWHERE, first)
+    until(lambda: localhost.answers("127.0.0.1", first))
+    assert not localhost.answers("127.0.0.1", second), "the client would take it for the server"
+    with pytest.raises(OSError, match="in use"):
+        localhost.Taken(second)
+    serve(_ELSEWHERE, second)
+    until(lambda: localhost.answers("127.0.0.1", second))
     body = b"x" * 3_000_000
     for _ in range(3):
-        connection = HTTPConnection("127.0.0.1", port, timeout=30)
+        connection = HTTPConnection("127.0.0.1", second, timeout=30)
         connection.request("POST", "/", body)
         assert connection.getresponse().read() == body
         connection.close()
 
 
-def test_a_server_of_this_host_is_left_alone(start, serve):
+def test_a_client_that_breaks_off_is_passed_on_too(start):
+    port = free_port()
+    with socket.create_server((_ELSEWHERE, port)) as server:
+        start(f"curl localhost:{port}", _OWN, _ELSEWHERE)
+        until(lambda: localhost.answers("127.0.0.1", port))
+        client = socket.create_connection(("127.0.0.1", port), 30)
+        client.sendall(b"hello")
+        server.settimeout(30)
+        accepted = [server.accept()[0]]
+        accepted[-1].settimeout(30)
+        while accepted[-1].recv(5) != b"hello":  # those of the looks above come first
+            accepted.append(server.accept()[0])
+            accepted[-1].settimeout(30)
+        client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        client.close()
+        with contextlib.suppress(ConnectionResetError):
+            assert accepted[-1].recv(1) == b""
+        for one in accepted:
+            one.close()
+
+
+def test_a_server_of_this_node_is_at_localhost_already(start, serve):
+    port = free_port()
+    assert start(f"curl localhost:{port}", _OWN, _ELSEWHERE, _OWN).wait(30) == 0
+    localhost.Taken(port).close()
+
+
+def test_a_port_of_another_program_is_no_server_of_this_task(start, serve):
+    """The client would talk to another task's server, and not know it."""
     port = free_port()
     serve("127.0.0.1", port)
-    process = start(f"curl localhost:{port}", _ELSEWHERE)
-    assert process.wait(30) == 0
+    program = start(f"curl localhost:{port}", _OWN, _ELSEWHERE)
+    _, told = program.communicate(timeout=30)
+    assert program.returncode == 1
+    assert f"localhost:{port}, and another program of this node has that port" in told
+    assert "--get_random_port" in told
 
 
 def test_a_script_without_servers_needs_none(start):
-    assert start("echo hello", _ELSEWHERE).wait(30) == 0
+    assert start("echo hello", _OWN, _ELSEWHERE).wait(30) == 0

@@ -183,10 +183,12 @@ def test_an_added_credential_is_a_secret(of_skills, monkeypatch):
     assert (found.secrets, found.env_vars) == (["MY_API_KEY"], {})
 
 
-def test_a_credential_that_is_not_the_environments_is_refused(of_skills):
+@pytest.mark.parametrize("added", ["MY_API_KEY=abc", "HEADER=Bearer $MY_API_KEY"])
+def test_a_credential_that_is_not_the_environments_is_refused(of_skills, monkeypatch, added):
+    monkeypatch.setenv("MY_API_KEY", "abc" if "HEADER" in added else "other")
     config = config_of(of_skills)
-    config["env_vars"].append("MY_API_KEY=abc")
-    with pytest.raises(ConfigError, match="Set MY_API_KEY in your environment") as caught:
+    config["env_vars"].append(added)
+    with pytest.raises(ConfigError, match="Set it in your environment") as caught:
         executor(of_skills, config)
     assert "abc" not in str(caught.value)
 
@@ -260,7 +262,8 @@ def test_a_group_can_be_planned(of_skills):
     app = AppDef("t", [Role(name, "", entrypoint="bash", args=["x.sh"]) for name in "abc"])
     spec = group_spec(app, group)
     assert [role.name for role in spec.roles] == ["server", "main", "sandbox"]
-    assert [role.replicas for role in spec.roles] == [2, 1, 2]
+    assert [role.replicas for role in spec.roles] == [2, 1, 1], "a sandbox has one address"
+    assert [role.spread for role in spec.roles] == ["STRICT_SPREAD", "", ""]
 
 
 # ---------------------------------------------------------------------- Ray programs
@@ -288,10 +291,17 @@ def test_with_ray_of_a_pipeline_is_refused(of_skills):
 
 def test_an_experiment_on_ray_has_no_code_to_use_again(of_skills):
     config = config_of(of_skills)
-    of_skills.exp.REUSE_CODE_EXP["local"] = run.Experiment("earlier")
-    (job,) = task(of_skills, config=config)
+    of_skills.exp.REUSE_CODE_EXP["local"] = earlier = run.Experiment("earlier")
+    (job,) = task(of_skills, config=config, reuse_code_exp=earlier)
     assert job.executor.packager.symlink_from_remote_dir is None
     assert of_skills.exp.REUSE_CODE_EXP == {}
+
+
+def test_one_more_mount_means_nothing(of_skills):
+    """NeMo-Skills would look for its source on this machine."""
+    config = config_of(of_skills)
+    config["mounts"].append("/nowhere:/data")
+    assert config["mounts"] == ["/:/"]
 
 
 # ---------------------------------------------------------------------- other files
