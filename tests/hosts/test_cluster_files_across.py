@@ -20,7 +20,7 @@ from tests import skills
 from tests.conftest import wait_for
 from tests.groups import assert_nothing_left
 from tests.hosts.conftest import TOKEN
-from tests.hosts.head import ADDRESS
+from tests.hosts.head import ADDRESS, address_of
 
 URL = f"http://{ADDRESS}:8265"
 OWN = f"""\
@@ -180,6 +180,7 @@ def test_a_task_of_nemo_skills_across_the_pools(hosts, unique, tmp_path, monkeyp
     told = [line.strip() for line in job.output()]
     assert job.status.state is JobState.SUCCEEDED, told
     assert [line for line in told if line.startswith("main/0|")] == [
+        f"main/0| nemo_run_ray| localhost:{port} is passed on to {address_of('n2')}",
         "main/0| server on n2",
         "main/0| sandbox on n3",
     ]
