@@ -30,6 +30,7 @@ def doctor(
         str | None,
         typer.Option(help="A dashboard's address; without it and a name the embedded Ray."),
     ] = None,
+    cluster: Annotated[str | None, typer.Option(help="The same as the name.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="For programs.")] = False,
 ) -> None:
     """Check that a cluster can be reached and used. Exit code 1 when something is broken."""
@@ -38,6 +39,9 @@ def doctor(
     from nemo_run_ray.cluster_files.preflight import look
     from nemo_run_ray.cluster_files.resolve import cluster_of
 
+    if name is not None and cluster not in (None, name):
+        raise ConfigError(f"Give one cluster file, not {name!r} and --cluster {cluster!r}.")
+    name = name if name is not None else cluster
     if name is None:
         show(look(dashboard_of(cluster_at(address))), as_json)
     elif address is not None:

@@ -7,7 +7,8 @@ import json
 import pytest
 from typer.testing import CliRunner
 
-from nemo_run_ray.cli.main import build
+from nemo_run_ray import LocalCluster
+from nemo_run_ray.cli.main import build, embedded
 
 
 @pytest.fixture
@@ -112,3 +113,22 @@ def test_a_missing_variable_does_not_keep_the_rest_from_being_seen(clusters, wri
 def test_a_name_that_there_is_not(clusters, write):
     write("")
     clusters("team-b", code=1)
+
+
+def test_up_and_down_are_for_the_embedded_ray_of_a_file(write):
+    write("cluster: {local: {num_cpus: 2}}\n", "laptop.yaml")
+    write("cluster: {address: 'http://head:8265'}\n", "far.yaml")
+    assert embedded("laptop") == LocalCluster(num_cpus=2)
+    for verb in ("up", "down"):
+        result = CliRunner().invoke(build(), [verb, "--cluster", "far"])
+        assert result.exit_code == 1
+        assert "http://head:8265, which is not for this command" in result.output
+
+
+def test_doctor_takes_one_file(write):
+    write("cluster: {address: 'http://127.0.0.1:1'}\n", "a.yaml")
+    result = CliRunner().invoke(build(), ["doctor", "b", "--cluster", "a"])
+    assert result.exit_code == 1
+    assert "Give one cluster file, not 'b' and --cluster 'a'." in result.output
+    result = CliRunner().invoke(build(), ["doctor", "--cluster", "a"])
+    assert "dashboard" in result.output
