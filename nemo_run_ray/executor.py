@@ -269,5 +269,6 @@ def _check_roles(kind: type[RayExecutor], executors: list[RayExecutor]) -> None:
                 f"The roles {first.role or '0'!r} and {executor.role or str(number)!r} of a group "
                 f"have different clusters: {first.resolve_cluster()!r} and "
                 f"{executor.resolve_cluster()!r}. A group is placed on one cluster; give all of "
-                "its executors the same RayExecutor.cluster or address."
+                "its executors the same RayExecutor.cluster or address, and pools of a cluster "
+                "file that have no address of their own."
             )

@@ -79,8 +79,12 @@ def _list(as_json: bool) -> None:
     from nemo_run_ray.cluster_files import search
 
     rows = [_row(str(path)) for path in search.files()]
-    with_profiles, profiles = search.profiles_here()
-    rows += [_row(f"{with_profiles}:{profile}") for profile in profiles]
+    try:
+        with_profiles, profiles = search.profiles_here()
+        rows += [_row(f"{with_profiles}:{profile}") for profile in profiles]
+    except ConfigError as error:  # the others are good all the same
+        problem = {"name": "env.toml", "kind": "wrong", "where": "", "pools": [], "path": ""}
+        rows.append({**problem, "error": str(error)})
     if as_json:
         print(json.dumps(rows, indent=1))
     elif not rows:
@@ -97,7 +101,8 @@ def _list(as_json: bool) -> None:
         for row in rows:
             pools = ", ".join(row["pools"])
             problem = row["error"].partition("\n")[0].removeprefix(f"{row['path']}:")
-            where = f"line {problem}" if problem else row["where"]
+            line = "line " if problem[:1].isdigit() else ""
+            where = f"{line}{problem}" if problem else row["where"]
             table.add_row(row["name"], row["kind"], where, pools, row["path"])
         _out.print(table)
 

@@ -11,6 +11,7 @@ from nemo_run.core.packaging.git import GitArchivePackager
 
 from nemo_run_ray.checks import nearest
 from nemo_run_ray.cluster_files.document import KeyPath
+from nemo_run_ray.cluster_files.images import check_image
 from nemo_run_ray.cluster_files.load import Loaded
 from nemo_run_ray.errors import ConfigError
 from nemo_run_ray.executor import RayExecutor
@@ -46,8 +47,16 @@ def check_fields_of(loaded: Loaded) -> None:
         ConfigError: a field or a value is wrong.
     """
     default_values(loaded)
-    for pool in loaded.file.pools:
-        pool_values(loaded, pool)
+    images: dict[KeyPath, Any] = {("defaults", "image"): loaded.file.defaults.get("image")}
+    for name, pool in loaded.file.pools.items():
+        pool_values(loaded, name)
+        images["pools", name, "image"] = pool.image
+    for key, image in images.items():
+        if image is not None:
+            try:
+                check_image(str(image), loaded)
+            except ConfigError as error:
+                raise loaded.refuse(key, str(error)) from error
 
 
 def default_values(loaded: Loaded) -> dict[str, Any]:

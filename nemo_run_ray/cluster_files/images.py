@@ -5,7 +5,11 @@ from __future__ import annotations
 import re
 from fnmatch import fnmatchcase
 
+from nemo_run_ray.checks import nearest
+from nemo_run_ray.cluster_files import own_format
+from nemo_run_ray.cluster_files.load import Loaded
 from nemo_run_ray.cluster_files.schema import ClusterFile
+from nemo_run_ray.errors import ConfigError
 
 _NOT_IN_LABELS = re.compile(r"[^a-z0-9_.-]+")
 _HYPHENS = re.compile(r"-{2,}")
@@ -22,6 +26,25 @@ def labels_of(image: str, file: ClusterFile) -> dict[str, str]:
     """
     static = file.defaults.get("label_selector") or {}
     return {**derived_labels(image, file), **static}
+
+
+def check_image(image: str, loaded: Loaded) -> None:
+    """Check that a file of ours says which nodes have an image.
+
+    Raises:
+        ConfigError: it says of none, and the task would run on any node.
+    """
+    file = loaded.file
+    if file.images_as != "label" or loaded.reading.format != own_format.NAME:
+        return
+    if labels_of(image, file) or image in file.image_labels:
+        return
+    meant = None if image in file.images else nearest(image, [*file.images, *file.image_labels])
+    hint = f" Did you mean {meant!r}?" if meant else ""
+    raise ConfigError(
+        f"The image {image!r} has no labels in {loaded.path}, and would run on any node.{hint} "
+        "Add it to `image_labels`, give `image_label_key`, or say `images_as: none`."
+    )
 
 
 def derived_labels(image: str, file: ClusterFile) -> dict[str, str]:

@@ -16,11 +16,11 @@ from nemo_run.core.frontend.console.api import CONSOLE
 from rich.markup import escape
 
 from nemo_run_ray.checks import nearest
-from nemo_run_ray.cluster_files import DEFAULTS, file_name, own_format, skills
+from nemo_run_ray.cluster_files import DEFAULTS, file_name, skills
 from nemo_run_ray.cluster_files.credentials import usual_places
 from nemo_run_ray.cluster_files.defaults import NOT_IN_DEFAULTS, default_values, pool_values
 from nemo_run_ray.cluster_files.document import read
-from nemo_run_ray.cluster_files.images import labels_of
+from nemo_run_ray.cluster_files.images import check_image, labels_of
 from nemo_run_ray.cluster_files.load import Loaded, load
 from nemo_run_ray.cluster_files.search import find
 from nemo_run_ray.cluster_files.variables import Variables, variables_of
@@ -48,7 +48,13 @@ def resolve(executor: RayExecutor) -> RayExecutor:
     if name is None or _is_for_others(executor, name):
         _refuse_without_file(executor)
         return executor
-    loaded = load(name)
+    try:
+        loaded = load(name)
+    except NoClusterFile as error:
+        if executor.cluster is not None:
+            raise
+        variables = " or ".join(DEFAULTS)
+        raise NoClusterFile(f"{error} The name comes from the variable {variables}.") from error
     _tell_ignored(loaded)
     found = copy.copy(executor)
     for field, value in _values(executor, loaded).items():
@@ -215,13 +221,5 @@ def _of_image(image: str | None, loaded: Loaded) -> dict[str, Any]:
         return {}
     if file.images_as == "image_uri":
         return {"runtime_env": {"image_uri": file.images.get(image, image)}}
-    labels = labels_of(image, file)
-    is_ours = loaded.reading.format == own_format.NAME
-    if is_ours and not labels and image not in file.image_labels:
-        meant = nearest(image, [*file.images, *file.image_labels])
-        hint = f" Did you mean {meant!r}?" if meant else ""
-        raise ConfigError(
-            f"The image {image!r} has no labels in {loaded.path}, and would run on any node.{hint} "
-            "Add it to `image_labels`, give `image_label_key`, or say `images_as: none`."
-        )
-    return {"label_selector": labels}
+    check_image(image, loaded)
+    return {"label_selector": labels_of(image, file)}

@@ -93,8 +93,14 @@ def find(name: str, environ: Mapping[str, str] = os.environ) -> tuple[Path, str 
 
 
 def profiles_here(environ: Mapping[str, str] = os.environ) -> tuple[Path | None, list[str]]:
-    """The env.toml of the current folder, and its profiles."""
+    """The env.toml of the current folder, and its profiles.
+
+    Raises:
+        ConfigError: it cannot be read, or is not there, and a variable names it.
+    """
     path = env_toml.find(Path.cwd(), environ)
+    if path is not None and not path.is_file():
+        raise ConfigError(f"The variable NEMOTRON_ENV_FILE names {path}, which is no file.")
     return path, [] if path is None else env_toml.profiles(read(path))
 
 

@@ -416,3 +416,12 @@ def test_a_group_follows_its_file_until_it_is_launched(write):
     merged = RayExecutor.merge([RayExecutor(cluster="team-a"), RayExecutor(cluster="team-a")], 2)
     write(FILE.replace("http://head:8265", "http://new:8265"))
     assert merged.resolve_cluster() == ExistingCluster("http://new:8265")
+
+
+def test_a_name_of_a_variable_that_is_not_found_names_the_variable(configs, monkeypatch):
+    monkeypatch.setenv("NEMO_RUN_RAY_CLUSTER", "nope")
+    with pytest.raises(ConfigError, match="'nope'.* comes from the variable NEMO_RUN_RAY_CLUSTER"):
+        RayExecutor().resolved()
+    with pytest.raises(ConfigError) as caught:
+        RayExecutor(cluster="nope").resolved()
+    assert "variable" not in str(caught.value)
