@@ -420,8 +420,8 @@ def test_a_group_follows_its_file_until_it_is_launched(write):
 
 def test_a_name_of_a_variable_that_is_not_found_names_the_variable(configs, monkeypatch):
     monkeypatch.setenv("NEMO_RUN_RAY_CLUSTER", "nope")
-    with pytest.raises(ConfigError, match="'nope'.* comes from the variable NEMO_RUN_RAY_CLUSTER"):
+    with pytest.raises(ConfigError, match=r"'nope'.* comes from the variable NEMO_RUN_RAY_CLUSTER"):
         RayExecutor().resolved()
     with pytest.raises(ConfigError) as caught:
         RayExecutor(cluster="nope").resolved()
-    assert "variable" not in str(caught.value)
+    assert "NEMO_RUN_RAY_CLUSTER" not in str(caught.value)
