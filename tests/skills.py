@@ -10,6 +10,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 
+import nemo_run as run
+
 from nemo_run_ray import patches
 
 _SOURCE = Path(__file__).parent / "skills_stand_in"
@@ -62,3 +64,39 @@ def imported(folder: Path) -> Iterator[SimpleNamespace]:
         sys.path.remove(str(folder))
         for name in [name for name in sys.modules if name.partition(".")[0] == "nemo_skills"]:
             del sys.modules[name]
+
+
+def hand_over_served_task(
+    folder: Path, cluster: str, title: str, container: str, ports: tuple[int, int], **fields: object
+) -> run.Experiment:
+    """A client with a server and a sandbox of its own, handed over as NeMo-Skills does.
+
+    Args:
+        folder: where the package is.
+        cluster: name of the cluster file.
+        title: of the experiment.
+        container: of the client.
+        ports: of the server and of the sandbox.
+        fields: of the executors, beside GPUs, which no test has.
+    """
+    server, sandbox = ports
+    config = {"model_path": "/m", "server_type": "vllm", "num_gpus": 1, "num_nodes": 1}
+    entrypoint = "python3 nemo_skills/serve.py"
+    with imported(folder) as of_skills:
+        cluster_config = of_skills.cluster.get_cluster_config(cluster)
+        with of_skills.exp.get_exp(title, cluster_config) as exp:
+            of_skills.exp.add_task(
+                exp,
+                cmd=f"cd /nemo_run/code && python3 nemo_skills/client.py localhost:{server}",
+                task_name="t",
+                cluster_config=cluster_config,
+                container=container,
+                server_config={**config, "server_port": server, "server_entrypoint": entrypoint},
+                with_sandbox=True,
+                sandbox_port=sandbox,
+            )
+            for role in exp.jobs[0].executors.resource_group:
+                for name, value in {"gpus_per_node": 0, **fields}.items():
+                    setattr(role, name, value)
+            of_skills.exp.run_exp(exp, cluster_config)
+    return exp

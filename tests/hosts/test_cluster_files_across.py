@@ -157,24 +157,8 @@ def test_a_task_of_nemo_skills_across_the_pools(hosts, unique, tmp_path, monkeyp
     monkeypatch.chdir(tmp_path)
     for variable in ("HOSTS_TOKEN", "RAY_AUTH_TOKEN"):
         monkeypatch.setenv(variable, TOKEN)
-    with skills.imported(tmp_path / "site") as of_skills:
-        config = of_skills.cluster.get_cluster_config("hosts")
-        server = {"model_path": "/m", "server_type": "vllm", "num_gpus": 1, "num_nodes": 1}
-        server |= {"server_port": port, "server_entrypoint": "python3 nemo_skills/serve.py"}
-        with of_skills.exp.get_exp(unique, config) as exp:
-            of_skills.exp.add_task(
-                exp,
-                cmd=f"cd /nemo_run/code && python3 nemo_skills/client.py localhost:{port}",
-                task_name="t",
-                cluster_config=config,
-                container="client",
-                server_config=server,
-                with_sandbox=True,
-                sandbox_port=port + 1,
-            )
-            for role in exp.jobs[0].executors.resource_group:
-                role.gpus_per_node = 0  # the hosts have none
-            of_skills.exp.run_exp(exp, config)
+    ports = (port, port + 1)
+    exp = skills.hand_over_served_task(tmp_path / "site", "hosts", unique, "client", ports)
     job = find_job(f"{exp._id}.nemo-run")
     wait_for(lambda: job.status.state.is_terminal, 120)
     told = [line.strip() for line in job.output()]

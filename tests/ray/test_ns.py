@@ -73,25 +73,10 @@ def test_server_client_and_sandbox(folder, unique):
     with socket.socket() as one, socket.socket() as other:
         for holder in (one, other):
             holder.bind(("127.0.0.1", 0))
-        ports = [holder.getsockname()[1] for holder in (one, other)]
-    with skills.imported(folder / "site") as of_skills:
-        config = of_skills.cluster.get_cluster_config("my-ray")
-        server = {"model_path": "/m", "server_type": "vllm", "num_gpus": 1, "num_nodes": 1}
-        server |= {"server_port": ports[0], "server_entrypoint": "python3 nemo_skills/serve.py"}
-        with of_skills.exp.get_exp(unique, config) as exp:
-            of_skills.exp.add_task(
-                exp,
-                cmd=f"cd /nemo_run/code && python3 nemo_skills/client.py localhost:{ports[0]}",
-                task_name="t",
-                cluster_config=config,
-                container="a",
-                server_config=server,
-                with_sandbox=True,
-                sandbox_port=ports[1],
-            )
-            for role in exp.jobs[0].executors.resource_group:
-                role.gpus_per_node, role.python = 0, sys.executable  # there is no GPU here
-            of_skills.exp.run_exp(exp, config)
+        ports = (one.getsockname()[1], other.getsockname()[1])
+    exp = skills.hand_over_served_task(
+        folder / "site", "my-ray", unique, "a", ports, python=sys.executable
+    )
     job = find_job(f"{exp._id}.nemo-run")
     wait_for(lambda: job.status.state.is_terminal, 180)
     told = "".join(job.output())
