@@ -27,11 +27,11 @@ import traceback
 from typing import Any, List, Mapping, NoReturn, Optional, Sequence
 
 from ..node import command
+from ..node.probe import Probing
 from ..node.process import describe_exit
 from ..node.rundir import RunDir, run_dirs
 from ..node.tree import ENDING, ROUND_S, Tree, adopt_orphans, collect, sweep, wake_at
 from .channel import Channel
-from .probe import Probing
 from .rank import Rank
 from .workspace import Workspace
 

@@ -58,6 +58,17 @@ def keep(tag: str, nonce: str, work: Callable[[Runner], int]) -> int:
         nonce: the submission's, for the log's last line.
         work: called in the runner; it prepares, calls ``Runner.run`` and cleans up.
     """
+    code, words = guard(tag, work)
+    say(f"{end_mark(nonce)}{words}".removeprefix(PREFIX))
+    return code
+
+
+def guard(tag: str, work: Callable[[Runner], int]) -> Tuple[int, str]:
+    """Run ``work`` in a runner process; nothing that carries the tag is left afterwards.
+
+    Returns:
+        The exit code, and how it ended in words.
+    """
     own_end, runner_end = socket.socketpair()
     signal.pthread_sigmask(signal.SIG_BLOCK, ENDING)  # until the handlers below are there
     child = os.fork()
@@ -74,14 +85,11 @@ def keep(tag: str, nonce: str, work: Callable[[Runner], int]) -> int:
     left = sweep(tag)  # nothing, unless the runner was killed or failed
     if answer:
         outcome = json.loads(answer)
-        code, words = int(outcome["code"]), str(outcome["words"])
-    else:
-        say("")  # what it passed on last may lack its line's end
-        code = 137
-        words = f"{RUNNER_KILLED}, and {left} others with it"
-        say(words)
-    say(f"{end_mark(nonce)}{words}".removeprefix(PREFIX))
-    return code
+        return int(outcome["code"]), str(outcome["words"])
+    say("")  # what it passed on last may lack its line's end
+    words = f"{RUNNER_KILLED}, and {left} others with it"
+    say(words)
+    return 137, words
 
 
 def _await(runner: socket.socket, told: int) -> bytes:

@@ -13,8 +13,8 @@ from collections.abc import Callable, Iterator, Sequence
 
 import pytest
 
-from nemo_run_ray.remote.group import probe
-from nemo_run_ray.remote.group.probe import Probing
+from nemo_run_ray.remote.node import probe
+from nemo_run_ray.remote.node.probe import Probing
 from nemo_run_ray.remote.spec import ProbeSpec
 
 _LOCAL = "127.0.0.1"
