@@ -50,8 +50,8 @@ ROOT = Path(__file__).resolve().parent.parent
 _T = TypeVar("_T")
 
 
-#: Folders whose tests share something that there is once on a machine: a set of hosts.
-_ONCE = {"hosts"}
+#: Folders whose tests share something that takes long to start: a set of hosts, Slurm on one.
+_ONCE = {"hosts", "slurm"}
 
 
 @pytest.hookimpl(hookwrapper=True)

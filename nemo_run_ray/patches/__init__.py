@@ -13,6 +13,7 @@ from nemo_run_ray.patches.dgxcloud_exports import DGXCloudExportsPatch
 from nemo_run_ray.patches.dgxcloud_legacy_kwargs import DGXCloudLegacyKwargsPatch
 from nemo_run_ray.patches.dgxcloud_refusal import DGXCloudRefusalPatch
 from nemo_run_ray.patches.job_group import JobGroupPatch
+from nemo_run_ray.patches.slurm_ray import SlurmRayPatch
 
 __all__ = [
     "PATCHES",
@@ -37,6 +38,7 @@ PATCHES: dict[str, Patch] = {
         DGXCloudExportsPatch(),
         DGXCloudLegacyKwargsPatch(),
         DGXCloudRefusalPatch(),
+        SlurmRayPatch(),
     )
 }
 

@@ -61,8 +61,9 @@ def _changed(before: list[dict[str, object]]) -> set[tuple[str, str]]:
 
 
 def test_those_named_here_are_those_there_are():
-    # Two are not of a cloud executor: test_job_group.py, test_skills_patch.py.
-    assert set(TARGETS) | {"job_group", "skills_executor"} == set(patches.PATCHES)
+    # Three are not of a cloud executor: test_job_group.py, test_skills_patch.py, test_slurm_ray.py.
+    others = {"job_group", "skills_executor", "slurm_ray"}
+    assert set(TARGETS) | others == set(patches.PATCHES)
 
 
 def test_only_a_nemo_run_with_the_old_names_does_not_need_the_patch_for_them():
@@ -223,7 +224,7 @@ def _states(tmp_path: Path, value: str | None) -> subprocess.CompletedProcess:
         (None, set()),
         ("", set()),
         (" dgxcloud_exports , data_mover_configs,", {"dgxcloud_exports", "data_mover_configs"}),
-        ("all", set(TARGETS)),
+        ("all", {*TARGETS, "slurm_ray"}),
     ],
 )
 def test_the_variable_names_what_importing_applies(tmp_path, value, applied):

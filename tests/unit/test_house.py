@@ -24,12 +24,13 @@ _LINES = (
     {"executor", "executor_checks", "executor_file", "dashboard"},
     {"clusters", "probes", "transport"},
     {"patches", "checks", "runtime_env", "timeline"},
+    {"slurm_script"},
     {"remote", "ids", "errors", "plain_errors"},
 )
 #: The same inside ``remote``: programs above what they share.
 _REMOTE_LINES = (
     {"__main__", "start"},
-    {"group", "dispatch"},
+    {"group", "dispatch", "slurm"},
     {"node"},
     {"attempts"},
     {"states", "spec", "rows", "files", "env_error", "exit_words", "__init__"},

@@ -1,0 +1,41 @@
+"""Entry of the node program: ``srun … python3 node.pyz``, once on every node."""
+
+from __future__ import annotations
+
+import os
+import sys
+
+from ..node.output import say
+from ..node.process import Runner, guard
+from ..node.tree import adopt_orphans
+from .commands import Commands
+from .head import Head
+from .node import Node
+from .run_folder import RunFolder
+from .settings import WrongSetting, job_of, read
+from .temp_dir import temp_dir_of
+from .worker import Worker
+
+
+def main() -> int:
+    """Take part in the cluster until it is over; the exit code of this node's task."""
+    env = dict(os.environ)
+    try:
+        settings = read(env, temp_dir_of(job_of(env)))
+    except WrongSetting as error:
+        say(str(error))
+        return 2
+    tag = f"{settings.job}/{settings.rank}/{os.urandom(8).hex()}"
+
+    def take_part(runner: Runner) -> int:
+        adopt_orphans()
+        folder = RunFolder(settings.run, settings.rank)
+        kind = Head if settings.is_head else Worker
+        node: Node = kind(settings, folder, Commands(tag), env)
+        return node.run(runner)
+
+    return guard(tag, take_part)[0]
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,162 @@
+"""What the head does next: a pure function of what all nodes have told."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import FrozenSet, List, Mapping, Optional, Union
+
+from .run_folder import End, NodeReport
+from .settings import Settings
+
+#: Exit code of the job when the cluster, not the driver, has failed.
+CLUSTER_FAILED = 70
+
+
+@dataclass(frozen=True)
+class View:
+    """What the head sees in one look.
+
+    Attributes:
+        elapsed_s: since the head's program began.
+        reports: of the nodes, by rank.
+        dead: ranks whose program has shown no life for long.
+        address: the head's, once it is chosen.
+        gcs_listens: whether workers can join.
+        alive: addresses of the nodes that Ray counts as alive; ``None`` until Ray's dashboard
+            has told it.
+        was_ready: whether the cluster has been ready before.
+        missing_for_s: how long a node of a cluster that was ready has been missing in ``alive``.
+    """
+
+    elapsed_s: float
+    reports: Mapping[int, NodeReport]
+    dead: FrozenSet[int] = frozenset()
+    address: str = ""
+    gcs_listens: bool = False
+    alive: Optional[FrozenSet[str]] = None
+    was_ready: bool = False
+    missing_for_s: Mapping[int, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Wait:
+    """Nothing yet; ``what`` says what is waited for."""
+
+    what: str
+
+
+@dataclass(frozen=True)
+class Ready:
+    """The cluster can be used; ``workers`` have joined."""
+
+    workers: int
+
+
+#: Seconds that a node may be missing in Ray's list before the cluster counts it as lost.
+LOST_AFTER_S = 15.0
+
+
+def decide(settings: Settings, view: View) -> Union[Wait, Ready, End]:
+    """The next step of a cluster.
+
+    Returns:
+        ``Wait``; ``Ready``, also at every later look while all is well; or ``End`` with the reason.
+    """
+    broken = _failed(settings, view)
+    if broken is not None:
+        return End(CLUSTER_FAILED, broken)
+    waiting = _missing(settings, view)
+    if not waiting or view.was_ready:
+        return Ready(_workers(view))
+    absent = _absent(settings, view)
+    if view.elapsed_s >= settings.share_limit_s and _too_few(settings, absent):
+        return End(CLUSTER_FAILED, _not_shared(settings, absent))
+    if view.elapsed_s >= settings.start_limit_s:
+        return End(
+            CLUSTER_FAILED,
+            f"the cluster was not ready within {settings.start_limit_s:g} s: {waiting}",
+        )
+    return Wait(waiting)
+
+
+def _failed(settings: Settings, view: View) -> Optional[str]:
+    """Why the cluster cannot go on; ``None`` while it can."""
+    for rank, report in sorted(view.reports.items()):
+        if report.failed and (rank == 0 or _is_needed(settings, view)):
+            return f"node {report.host} (rank {rank}): {report.failed}"
+    if not _is_needed(settings, view):
+        return None
+    for rank in sorted(view.dead):
+        return (
+            f"node {settings.host_of(rank)} (rank {rank}) shows no life: its program writes "
+            f"nothing into {settings.run} any more. It has lost its power, its network or its file "
+            "system"
+        )
+    for rank, seconds in sorted(view.missing_for_s.items()):
+        if seconds >= LOST_AFTER_S:
+            report = view.reports[rank]
+            return (
+                f"node {report.host} (rank {rank}) was lost: Ray has not counted {report.address} "
+                f"as alive for {seconds:.0f} s. Its log: {report.log}"
+            )
+    return None
+
+
+def _is_needed(settings: Settings, view: View) -> bool:
+    """Whether the loss of one worker ends the job: always before all that are needed are there."""
+    return settings.fail_fast or not view.was_ready
+
+
+def _missing(settings: Settings, view: View) -> str:
+    """What a cluster lacks that is not ready, in words; empty when nothing is missing."""
+    if not view.address:
+        return f"the head {settings.host} waits for workers that reach it"
+    if not view.gcs_listens:
+        return f"Ray's GCS on {settings.host} does not listen yet (log: {settings.node_log})"
+    if view.alive is None:
+        return f"Ray's dashboard on {settings.host} does not answer yet (log: {settings.node_log})"
+    late = _late(settings, view)
+    if _too_few(settings, late):
+        return f"workers that have not joined: {'; '.join(late[:8])}"
+    slow = [
+        f"{sidecar.name} on {report.host} (log: {settings.log(sidecar.name)})"
+        for rank, report in sorted(view.reports.items())
+        for sidecar in settings.sidecars
+        if (sidecar.everywhere or rank == 0) and sidecar.name not in report.ready
+    ]
+    return f"sidecars that are not ready: {'; '.join(slow[:8])}" if slow else ""
+
+
+def _too_few(settings: Settings, lacking: List[str]) -> bool:
+    return settings.nodes - 1 - len(lacking) < settings.min_workers
+
+
+def _late(settings: Settings, view: View) -> List[str]:
+    alive = view.alive or frozenset()
+    found = []
+    for rank in range(1, settings.nodes):
+        report = view.reports.get(rank)
+        if report is None:
+            found.append(f"{settings.host_of(rank)}, which has not begun")
+        elif report.address not in alive:
+            found.append(f"{report.host}" + (f" (log: {report.log})" if report.log else ""))
+    return found
+
+
+def _workers(view: View) -> int:
+    alive = view.alive or frozenset()
+    return sum(1 for rank, one in view.reports.items() if rank and one.address in alive)
+
+
+def _absent(settings: Settings, view: View) -> List[str]:
+    found = [rank for rank in range(settings.nodes) if rank not in view.reports]
+    return [settings.host_of(rank) for rank in found]
+
+
+def _not_shared(settings: Settings, absent: List[str]) -> str:
+    more = f" and {len(absent) - 8} more" if len(absent) > 8 else ""
+    return (
+        f"{', '.join(absent[:8])}{more} has not written into {settings.run} within "
+        f"{settings.share_limit_s:g} s, which node {settings.host} sees. Either that folder is not "
+        "on a file system that all nodes share, or the step has not begun there"
+    )

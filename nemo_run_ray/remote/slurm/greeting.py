@@ -1,0 +1,68 @@
+"""Which of the head's addresses the workers reach: a host may have several networks."""
+
+from __future__ import annotations
+
+import socket
+import time
+from typing import List, Mapping, Optional
+
+from .run_folder import NodeReport
+from .settings import WrongSetting
+
+#: Seconds that workers get to say what they reach, after the first of them has said it.
+_LATE_S = 20.0
+_NAMED = 8
+
+
+class Greeting:
+    """Takes connections on all addresses of the head, until one is chosen.
+
+    Args:
+        addresses: of the head, the likeliest first.
+        workers: how many there are.
+    """
+
+    def __init__(self, addresses: List[str], workers: int) -> None:
+        self.addresses = addresses
+        self._workers = workers
+        self._first_told_at: Optional[float] = None
+        self._server: Optional[socket.socket] = None
+        if len(addresses) > 1 and workers:
+            # The kernel takes the connections; nobody has to accept them.
+            self._server = socket.create_server(("", 0), backlog=4096)
+
+    @property
+    def port(self) -> int:
+        """Where to connect; 0 when there is nothing to find out."""
+        return 0 if self._server is None else int(self._server.getsockname()[1])
+
+    def close(self) -> None:
+        """Take no more connections."""
+        if self._server is not None:
+            self._server.close()
+
+    def choose(self, reports: Mapping[int, NodeReport]) -> Optional[str]:
+        """The first address that every worker reaches; ``None`` until enough have told.
+
+        Raises:
+            WrongSetting: there is none.
+        """
+        if self._server is None:
+            return self.addresses[0]
+        told = [one for rank, one in sorted(reports.items()) if rank and one.reached is not None]
+        if not told:
+            return None
+        if self._first_told_at is None:
+            self._first_told_at = time.monotonic()
+        if len(told) < self._workers and time.monotonic() - self._first_told_at < _LATE_S:
+            return None
+        for address in self.addresses:
+            if all(address in (one.reached or ()) for one in told):
+                self.close()
+                return address
+        self.close()
+        rows = [f"{one.host} reaches {', '.join(one.reached or ()) or 'none'}" for one in told]
+        raise WrongSetting(
+            f"the workers do not all reach one of its addresses, {', '.join(self.addresses)}: "
+            f"{'; '.join(rows[:_NAMED])}. Name the network with NEMO_RUN_RAY_INTERFACE"
+        )

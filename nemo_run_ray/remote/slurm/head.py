@@ -1,0 +1,177 @@
+"""The head: starts Ray, waits for the workers, runs the driver, and ends the run for all."""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import time
+from contextlib import suppress
+from typing import Any, Dict, List, Optional, Set, Union
+
+from ..files import write_file
+from ..node.process import describe_exit
+from .commands import Command
+from .decide import CLUSTER_FAILED, Ready, View, Wait, decide
+from .greeting import Greeting
+from .log_copies import LogCopies
+from .network import head_addresses, listening
+from .node import TURN_S, Node
+from .ray_nodes import RayNodes
+from .ray_start import for_drivers, head_words
+from .run_folder import End, HeadAddress
+
+#: Seconds that the head waits at the end until the others have ended what is theirs.
+_LEAVE_S = 20.0
+#: Seconds between two lines that say what is waited for.
+_SAY_S = 30.0
+
+
+class Head(Node):
+    """The node with rank 0."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self._began = time.monotonic()
+        self._greeting: Optional[Greeting] = None
+        self._address = ""
+        self._ports: Dict[str, int] = {}
+        self._head: Optional[HeadAddress] = None
+        self._nodes = RayNodes(self.folder.file("token"))
+        self._was_ready = False
+        self._said_at = float("-inf")
+        self._driver: Optional[Command] = None
+        logs = os.path.join(self.settings.logs, "ray")
+        self._copies = LogCopies(self.settings.temp_dir, logs, self.settings.log_sync_s)
+
+    def greet(self) -> None:
+        flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC
+        with open(os.open(self.folder.file("token"), flags, 0o600), "w") as file:
+            file.write(secrets.token_hex(32))
+        addresses = head_addresses(self.settings.host, self.settings.interface)
+        self._greeting = Greeting(addresses, self.settings.nodes - 1)
+        self.publish(addresses=addresses, greeting_port=self._greeting.port)
+
+    def step(self) -> Optional[End]:
+        self._start()
+        why = self.watch_ray()
+        if why is not None:
+            return self.failed(why)
+        self._await_gcs()
+        if self._head is not None:
+            self._nodes.ask(self._head, self.folder.reports(), self._was_ready)
+        self._copies.step()
+        code = self._driver_code()
+        if code is not None:
+            return End(code, f"the driver: {describe_exit(code)}")
+        return self._act(decide(self.settings, self._view()))
+
+    def words(self) -> List[str]:
+        self._ports = self.ports.choose()
+        self._head = None
+        return head_words(self.settings, self._address, self._ports)
+
+    def failed(self, why: str) -> End:
+        return End(CLUSTER_FAILED, f"node {self.settings.host} (the head): {why}")
+
+    def watched(self) -> Set[int]:
+        return {rank for rank, one in self.folder.reports().items() if rank and not one.left}
+
+    def leave(self, end: End) -> int:
+        with suppress(OSError):  # on a full disk the workers miss the head's beat
+            end = self.folder.publish_end(end)
+        self.say(f"The run is over: {end.why}")
+        if self.settings.cluster:
+            with suppress(OSError):
+                os.unlink(self._info_path)
+        with suppress(OSError):
+            self._copies.copy()
+        super().leave(end)
+        deadline = time.monotonic() + _LEAVE_S
+        while time.monotonic() < deadline and not self._all_left():
+            time.sleep(TURN_S)
+        with suppress(OSError):
+            os.unlink(self.folder.file("token"))
+        with suppress(OSError):
+            write_file(os.path.join(self.settings.logs, "ENDED"), "")
+        return end.code
+
+    def _all_left(self) -> bool:
+        return all(one.left for one in self.folder.reports().values())
+
+    @property
+    def _info_path(self) -> str:
+        return os.path.join(self.settings.cluster, "ray_cluster_info.json")
+
+    def _start(self) -> None:
+        """Start Ray once it is known by which address the others reach it."""
+        if self.ray is None and self._greeting is not None:
+            address = self._greeting.choose(self.folder.reports())
+            if address is not None:
+                self._address = address
+                self.publish(address=address)
+                self.start_ray()
+
+    def _await_gcs(self) -> None:
+        if self._head is not None or self.ray is None:
+            return
+        if listening(self._address, self._ports["PORT"]):
+            ports = self._ports
+            self._head = HeadAddress(self._address, ports["PORT"], ports["DASHBOARD_PORT"])
+            self.folder.publish_head(self._head)
+            write_file(os.path.join(self.settings.logs, "STARTED_RAY_HEAD"), "")
+
+    def _view(self) -> View:
+        return View(
+            elapsed_s=time.monotonic() - self._began,
+            reports=self.folder.reports(),
+            dead=frozenset(self.dead),
+            address=self._address,
+            gcs_listens=self._head is not None,
+            alive=self._nodes.alive,
+            was_ready=self._was_ready,
+            missing_for_s=self._nodes.missing_for_s(),
+        )
+
+    def _act(self, decision: Union[Wait, Ready, End]) -> Optional[End]:
+        if isinstance(decision, End):
+            return decision
+        if isinstance(decision, Wait):
+            if time.monotonic() - self._said_at >= _SAY_S:
+                self._said_at = time.monotonic()
+                self.say(decision.what)
+        elif not self._was_ready and self._head is not None:
+            self._was_ready = True
+            self._tell_ready(self._head, decision.workers)
+        return None
+
+    def _tell_ready(self, head: HeadAddress, workers: int) -> None:
+        self.say(f"Ray is ready: {workers + 1} nodes, GCS {head.gcs}, dashboard {head.dashboard}")
+        units = self.settings.worker_units * (workers + 1)
+        write_file(os.path.join(self.settings.logs, "ray_worker_units"), f"{units}\n")
+        if self.settings.cluster:
+            # NeMo-Run reads this file, and takes its presence for readiness.
+            row = {
+                "head_ip": head.address,
+                "dashboard_port": str(head.dashboard_port),
+                "port": str(head.port),
+            }
+            write_file(self._info_path, json.dumps(row, indent=2) + "\n")
+        self.folder.publish_ready(head, for_drivers(self.ray_env(), head))
+
+    def _driver_code(self) -> Optional[int]:
+        """The driver's exit code once it has ended; starts it when the job's script names it."""
+        if self._driver is not None:
+            return self._driver.exit_code
+        if not self._was_ready or self._head is None:
+            return None
+        elsewhere = self.folder.text("driver_exit_code")
+        if elsewhere is not None:
+            return int(elsewhere)
+        command = self.folder.text("command")
+        if command is not None:
+            env = {**self.ray_env(), **for_drivers(self.ray_env(), self._head)}
+            cwd = self.folder.text("workdir") or None
+            words = ["bash", "-c", command]
+            self._driver = self.commands.start("driver", words, self.settings.log("job"), env, cwd)
+        return None

@@ -1,0 +1,190 @@
+"""The addresses and ports of one node."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import socket
+import struct
+from typing import Dict, Iterable, List, Mapping, Optional, Tuple
+
+from .settings import HEAD_PORTS, NODE_PORTS, WrongSetting
+
+#: Ports are taken from here: below those that the kernel gives to connections (from 32768 on), and
+#: above those of most services.
+_FIRST, _END = 10240, 32768
+#: Ports of one node of one cluster. Each of Ray's workers needs one.
+_BLOCK = 1024
+#: In a block, those in front are for Ray's services, the rest for its workers.
+_SERVICES = 32
+#: Ports for workers when the user has set the first or the last alone; as many as NeMo-Run's.
+_WORKERS = 256
+#: Ray's own numbers, which people and NeMo-Run's ``port_forward`` expect; used where they are free.
+_EXPECTED = {"PORT": 6379, "DASHBOARD_PORT": 8265, "RAY_CLIENT_SERVER_PORT": 10001}
+_SIOCGIFADDR = 0x8915
+_GREETING_S = 2.0
+
+
+def addresses_by_interface() -> Dict[str, str]:
+    """The IPv4 address of every network interface that has one, without the loopback."""
+    found = {}
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        for _, name in socket.if_nameindex():
+            request = struct.pack("256s", name.encode()[:15])
+            with contextlib.suppress(OSError):  # it has none
+                answer = fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, request)
+                address = socket.inet_ntoa(answer[20:24])
+                if not address.startswith("127."):
+                    found[name] = address
+    return found
+
+
+def head_addresses(host: str, interface: str) -> List[str]:
+    """Addresses under which the other nodes may reach this one, the likeliest first.
+
+    Args:
+        host: Slurm's name of this node; what it resolves to comes first.
+        interface: the one to use, or empty.
+
+    Raises:
+        WrongSetting: there is no such interface, or none at all.
+    """
+    own = addresses_by_interface()
+    if interface:
+        if interface not in own:
+            raise WrongSetting(
+                f"NEMO_RUN_RAY_INTERFACE is {interface!r}; node {host} has "
+                f"{', '.join(f'{name} ({address})' for name, address in own.items()) or 'none'}"
+            )
+        return [own[interface]]
+    resolved: List[str] = []
+    with contextlib.suppress(OSError):  # the name is unknown here
+        rows = socket.getaddrinfo(host, None, socket.AF_INET, socket.SOCK_STREAM)
+        resolved = [str(row[4][0]) for row in rows]
+    found = [address for address in resolved if address in own.values()]
+    found += [address for address in own.values() if address not in found]
+    if not found:
+        raise WrongSetting(f"node {host} has no network interface with an IPv4 address")
+    return list(dict.fromkeys(found))
+
+
+def way_to(address: str) -> str:
+    """The address of this node on the way to another; no packet is sent."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect((address, 9))
+        return str(probe.getsockname()[0])
+
+
+def reached(addresses: Iterable[str], port: int) -> List[str]:
+    """Those of the addresses that take a connection from here."""
+    found = []
+    for address in addresses:
+        with contextlib.suppress(OSError):
+            socket.create_connection((address, port), _GREETING_S).close()
+            found.append(address)
+    return found
+
+
+def listening(address: str, port: int) -> bool:
+    return bool(reached([address], port))
+
+
+class Ports:
+    """The ports of one node's Ray, which no other cluster of this program takes.
+
+    A claim is a socket without a file that only one process of a network can have, and that the
+    kernel takes back when the process ends, however it ends.
+
+    Args:
+        wanted: ports that the user has set, by variable.
+        is_head: whether the head's are needed.
+        salt: a number, for a first choice in which two jobs seldom meet.
+    """
+
+    def __init__(self, wanted: Mapping[str, int], is_head: bool, salt: int) -> None:
+        self._wanted = wanted
+        self._names = [*(HEAD_PORTS if is_head else ()), *NODE_PORTS]
+        self._salt = salt
+        self._claims: List[socket.socket] = []
+
+    def close(self) -> None:
+        """Give the claims back. The end of the process does it too."""
+        for claim in self._claims:
+            claim.close()
+        self._claims.clear()
+
+    def choose(self) -> Dict[str, int]:
+        """A port for each variable. A second call gives others, where none is set by the user.
+
+        Raises:
+            WrongSetting: one that the user has set is taken, or no block of ports is free.
+        """
+        taken = [f"{name}={port}" for name, port in self._of_services() if not _is_free(port)]
+        if taken:
+            raise WrongSetting(
+                f"{', '.join(taken)} is taken on node {socket.gethostname()}. Set another port, or "
+                "leave the variable out: then a free one is used"
+            )
+        first, services = self._claim_block()
+        free = iter(services)
+        chosen = {}
+        for name in self._names:
+            if name in self._wanted:
+                chosen[name] = self._wanted[name]
+            elif name == "MIN_WORKER_PORT":
+                end = self._wanted.get("MAX_WORKER_PORT")
+                chosen[name] = first + _SERVICES if end is None else max(end - _WORKERS, 1)
+            elif name == "MAX_WORKER_PORT":
+                start = self._wanted.get("MIN_WORKER_PORT")
+                end = first + _BLOCK - 1 if start is None else start + _WORKERS
+                chosen[name] = min(end, 65535)
+            else:
+                chosen[name] = self._expected(name) or next(free)
+        return chosen
+
+    def _of_services(self) -> List[Tuple[str, int]]:
+        return [
+            (name, port)
+            for name, port in self._wanted.items()
+            if name in self._names and not name.endswith("WORKER_PORT")
+        ]
+
+    def _expected(self, name: str) -> Optional[int]:
+        port = _EXPECTED.get(name)
+        if port is not None and _is_free(port) and self._claim(f"port/{port}"):
+            return port
+        return None
+
+    def _claim_block(self) -> Tuple[int, List[int]]:
+        blocks = (_END - _FIRST) // _BLOCK
+        for number in range(blocks):
+            first = _FIRST + (self._salt + number) % blocks * _BLOCK
+            if not self._claim(f"block/{first}"):
+                continue
+            free = [port for port in range(first, first + _SERVICES) if _is_free(port)]
+            if len(free) >= len(self._names):
+                return first, free
+        raise WrongSetting(
+            f"no block of ports from {_FIRST} to {_END - 1} is free on node {socket.gethostname()}"
+        )
+
+    def _claim(self, name: str) -> bool:
+        claim = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+        try:
+            claim.bind(f"\0nemo_run_ray/{name}")
+        except OSError as error:
+            claim.close()
+            if error.errno != errno.EADDRINUSE:
+                raise
+            return False
+        self._claims.append(claim)
+        return True
+
+
+def _is_free(port: int) -> bool:
+    with contextlib.suppress(OSError), socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as Ray's servers do
+        probe.bind(("", port))
+        return True
+    return False

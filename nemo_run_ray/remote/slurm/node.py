@@ -1,0 +1,210 @@
+"""What every node does: report, beat, start Ray and its sidecars, watch them, end them."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import time
+from abc import ABC, abstractmethod
+from contextlib import suppress
+from dataclasses import replace
+from typing import Any, Dict, List, Mapping, Optional, Set
+
+from ..node.output import say
+from ..node.process import Runner, describe_exit
+from ..node.tree import explain_start
+from .commands import Command, Commands, tail
+from .decide import CLUSTER_FAILED
+from .network import Ports
+from .ray_start import ray_environment, with_pre_start
+from .run_folder import BEAT_S, End, NodeReport, Pulse, RunFolder
+from .settings import Settings, WrongSetting
+from .sidecars import Sidecars
+from .temp_dir import make_private, remove_stale
+
+#: Seconds of one turn of the loop.
+TURN_S = 0.25
+#: Seconds between two looks at whether the run is over.
+_LOOK_S = 1.0
+#: From SIGTERM to SIGKILL. Slurm itself gives 30 s.
+_GRACE_S = 10.0
+#: A `ray start` that ends within so many seconds did not start; later, Ray has died.
+_STARTING_S = 60.0
+_NOT_FOUND = 127
+
+
+class Node(ABC):
+    """One node's part in the cluster: one loop, no thread.
+
+    Args:
+        settings: of this node.
+        folder: that all nodes share.
+        commands: starts and ends processes here.
+        env: of the job.
+    """
+
+    def __init__(
+        self, settings: Settings, folder: RunFolder, commands: Commands, env: Mapping[str, str]
+    ) -> None:
+        self.settings = settings
+        self.folder = folder
+        self.commands = commands
+        self.env = env
+        self.report = NodeReport(host=settings.host, log=settings.node_log)
+        self.ports = Ports(settings.ports, settings.is_head, _salt(settings.job))
+        self.ray: Optional[Command] = None
+        self.sidecars = Sidecars(settings, commands, self.ray_env())
+        #: Nodes that show no life, of those that are ``watched``.
+        self.dead: Set[int] = set()
+        self._starts = 0
+        self._started_at = 0.0
+        self._pulse = Pulse()
+        self._beaten_at = self._looked_at = float("-inf")
+
+    @abstractmethod
+    def greet(self) -> None:
+        """Say for the first time that this node is there."""
+
+    @abstractmethod
+    def step(self) -> Optional[End]:
+        """One turn of the loop; the end when the run is over."""
+
+    @abstractmethod
+    def words(self) -> List[str]:
+        """``ray start`` with all its options, for the next try."""
+
+    @abstractmethod
+    def failed(self, why: str) -> End:
+        """How the run ends for this node, which cannot go on."""
+
+    @abstractmethod
+    def watched(self) -> Set[int]:
+        """The ranks whose life this node depends on."""
+
+    def run(self, runner: Runner) -> int:
+        """Take part until the run is over; the exit code of this node's task."""
+        end = End(CLUSTER_FAILED, f"node {self.settings.host}: the node program has failed")
+        try:
+            end = self._begin() or self._loop(runner)
+        except WrongSetting as error:
+            end = self.failed(str(error))
+        except OSError as error:
+            end = self.failed(f"{type(error).__name__}: {error}")
+        finally:
+            code = self.leave(end)
+        return code
+
+    def leave(self, end: End) -> int:
+        """End everything of this node, and say so; the exit code of its task."""
+        self.commands.stop(_GRACE_S)
+        if "RAY_TEMP_DIR" not in self.env:
+            shutil.rmtree(self.settings.temp_dir, ignore_errors=True)
+        with suppress(OSError):  # the file system may be what has failed
+            self.publish(left=True)
+        return 0
+
+    def publish(self, **fields: Any) -> None:
+        """Say something new of this node."""
+        changed = replace(self.report, **fields)
+        if changed != self.report:
+            self.folder.report(changed)
+            self.report = changed
+
+    def say(self, text: str) -> None:
+        """Write a line into the job's own log."""
+        say(f"{self.settings.host}: {text}")
+
+    def ray_env(self) -> Dict[str, str]:
+        """The environment of Ray on this node, and of what runs beside it."""
+        return ray_environment(self.env, self.settings, self.folder.file("token"))
+
+    def start_ray(self) -> None:
+        """Start Ray on this node.
+
+        Raises:
+            WrongSetting: there is no Ray, or no port for it.
+        """
+        self._starts += 1
+        self._started_at = time.monotonic()
+        words = with_pre_start(self.words(), self.settings.pre_start)
+        env = self.ray_env()
+        try:
+            self.ray = self.commands.start("ray start", words, self.settings.node_log, env)
+        except FileNotFoundError as error:
+            raise WrongSetting(explain_start(words, env, os.getcwd(), error)[1]) from error
+
+    def watch_ray(self) -> Optional[str]:
+        """Why Ray is over on this node; ``None`` while it runs or is started again."""
+        if self.ray is None or self.ray.exit_code is None:
+            return None
+        how = describe_exit(self.ray.exit_code)
+        began = time.monotonic() - self._started_at < _STARTING_S and not self.folder.is_ready()
+        if began and self._starts < self.settings.starts and self.ray.exit_code != _NOT_FOUND:
+            self.say(f"`ray start` has ended: {how}. It is started again, with other ports.")
+            self.commands.stop(_GRACE_S, keep=self.sidecars.running)
+            self.start_ray()
+            return None
+        log = self.settings.node_log
+        return f"Ray has ended: {how}. Its log, {log}, ends with:{tail(log)}"
+
+    def _begin(self) -> Optional[End]:
+        """Find out whether this node can take part."""
+        deadline = time.monotonic() + self.settings.share_limit_s
+        while not self.folder.is_shared():
+            if time.monotonic() >= deadline:
+                return self.failed(
+                    f"the folder {self.settings.run} is not shared: this node has not seen within "
+                    f"{self.settings.share_limit_s:g} s what the job's script has written there"
+                )
+            time.sleep(TURN_S)
+        self.folder.prepare()
+        os.makedirs(self.settings.logs, exist_ok=True)
+        remove_stale(self.settings.job)
+        make_private(self.settings.temp_dir)
+        self.folder.beat()
+        self.greet()
+        self.sidecars.start()
+        return None
+
+    def _loop(self, runner: Runner) -> End:
+        while True:
+            order = runner.order()
+            if order is not None:
+                return self._cancelled(order)
+            self._beat()
+            why = self.sidecars.step(self.commands.reap())
+            if why is not None:
+                return self.failed(why)
+            self.publish(ready=self.sidecars.ready)
+            end = self._over() or self.step()
+            if end is not None:
+                return end
+            time.sleep(TURN_S)
+
+    def _cancelled(self, order: bytes) -> End:
+        """Slurm, or somebody else, has told this program to end."""
+        if not order:
+            return self.failed("the program that guards this node's processes was killed")
+        at = self.settings.ends_at
+        if at is not None and time.time() >= at - 1:
+            return End(143, "Slurm's time limit has ended the job")
+        return End(143, "the job was cancelled")
+
+    def _over(self) -> Optional[End]:
+        if time.monotonic() - self._looked_at < _LOOK_S:
+            return None
+        self._looked_at = time.monotonic()
+        return self.folder.end()
+
+    def _beat(self) -> None:
+        if time.monotonic() - self._beaten_at < BEAT_S:
+            return
+        self._beaten_at = time.monotonic()
+        self.folder.beat()
+        watched = self.watched()
+        self.dead = self._pulse.round(self.folder.beats(watched), watched)
+
+
+def _salt(job: str) -> int:
+    number = job.partition(".")[0]
+    return int(number) if number.isdigit() else 0

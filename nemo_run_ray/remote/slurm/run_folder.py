@@ -1,0 +1,223 @@
+"""The folder by which the nodes of a cluster talk to each other.
+
+It lies on the file system that all nodes share. Every file has one writer and takes its name when
+it is complete, so that a reader sees a whole file or none. Clocks of nodes may differ by minutes:
+no time in a file is compared with a reader's clock.
+
+    job                 written by the job's script; who does not see it has another file system
+    node.pyz            this program
+    token               Ray's token
+    command, workdir    the driver, a line for bash, and where it runs; written once env.sh is there
+    driver_exit_code    of a driver that the job's script runs itself
+    nodes/3.json        what the node with rank 3 says of itself
+    beats/3             a number that grows while the program of rank 3 lives
+    head.json           where Ray's GCS and dashboard are, once the GCS listens
+    ready.json          the same, once the cluster is ready
+    end.json            that the run is over, its exit code, and why
+    exit_code           the number alone, for the job's script
+    env.sh              the variables of a driver, for shells; written once the cluster is ready
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shlex
+from dataclasses import asdict, dataclass, field
+from typing import Any, Dict, List, Mapping, Optional, Set
+
+from ..files import write_file
+
+#: Rounds without a new beat of a node after which it is taken for dead. A round is ``BEAT_S`` or
+#: longer, by the reader's clock: a file system that stands still makes the rounds longer, not more.
+LATE_ROUNDS = 10
+#: Seconds from one beat to the next.
+BEAT_S = 3.0
+
+
+@dataclass(frozen=True)
+class NodeReport:
+    """What a node says of itself.
+
+    Attributes:
+        host: Slurm's name of the node.
+        addresses: that it can be reached by, the likeliest first; of the head until one is chosen.
+        greeting_port: where the head takes connections that find out which addresses are reached.
+        reached: those of the head's addresses that this worker has reached; ``None`` until tried.
+        ray: version of Ray; empty until it is known.
+        address: that its Ray has; empty until Ray starts there.
+        ready: names of its sidecars that are ready.
+        failed: why its part of the cluster cannot go on; empty while it can.
+        log: path of the log that says more.
+        left: whether it has ended everything of its own.
+    """
+
+    host: str
+    addresses: List[str] = field(default_factory=list)
+    greeting_port: int = 0
+    reached: Optional[List[str]] = None
+    ray: str = ""
+    address: str = ""
+    ready: List[str] = field(default_factory=list)
+    failed: str = ""
+    log: str = ""
+    left: bool = False
+
+
+@dataclass(frozen=True)
+class HeadAddress:
+    """Where the head's Ray is reached."""
+
+    address: str
+    port: int
+    dashboard_port: int
+
+    @property
+    def gcs(self) -> str:
+        return f"{self.address}:{self.port}"
+
+    @property
+    def dashboard(self) -> str:
+        return f"http://{self.address}:{self.dashboard_port}"
+
+
+@dataclass(frozen=True)
+class End:
+    """How the run is over."""
+
+    code: int
+    why: str
+
+
+class RunFolder:
+    """One run's folder, as one node reads and writes it.
+
+    Args:
+        path: of the folder.
+        rank: of this node.
+    """
+
+    def __init__(self, path: str, rank: int) -> None:
+        self.path = path
+        self._rank = rank
+        self._beats = 0
+
+    def is_shared(self) -> bool:
+        """Whether this node sees what the job's script has written."""
+        return os.path.isfile(self.file("job"))
+
+    def prepare(self) -> None:
+        for name in ("nodes", "beats"):
+            os.makedirs(self.file(name), exist_ok=True)
+
+    def report(self, report: NodeReport) -> None:
+        self._write(os.path.join("nodes", f"{self._rank}.json"), asdict(report))
+
+    def reports(self) -> Dict[int, NodeReport]:
+        """What every node says of itself, by rank."""
+        found = {}
+        for name in self._names("nodes"):
+            rank, _, end = name.partition(".")
+            if rank.isdigit() and end == "json":
+                row = self._read(os.path.join("nodes", name))
+                if row is not None:
+                    found[int(rank)] = NodeReport(**row)
+        return found
+
+    def beat(self) -> None:
+        """Show that this node's program lives."""
+        self._beats += 1
+        write_file(self.file("beats", str(self._rank)), str(self._beats))
+
+    def beats(self, ranks: Set[int]) -> Dict[int, str]:
+        """The last beat of these nodes; one that has none is left out."""
+        found = {}
+        for rank in ranks:
+            with contextlib.suppress(OSError), open(self.file("beats", str(rank))) as file:
+                found[rank] = file.read()
+        return found
+
+    def publish_head(self, head: HeadAddress) -> None:
+        """Let the workers join."""
+        self._write("head.json", asdict(head))
+
+    def publish_ready(self, head: HeadAddress, env: Mapping[str, str]) -> None:
+        """Let a driver start.
+
+        Args:
+            head: where the cluster is reached.
+            env: variables that a driver needs.
+        """
+        self._write("ready.json", asdict(head))
+        lines = [f"export {name}={shlex.quote(value)}" for name, value in env.items()]
+        lines += [f"head_node_ip={head.address}", f"ip_head={head.gcs}", ""]
+        write_file(self.file("env.sh"), "\n".join(lines))
+
+    def head(self) -> Optional[HeadAddress]:
+        row = self._read("head.json")
+        return None if row is None else HeadAddress(**row)
+
+    def is_ready(self) -> bool:
+        """Whether the cluster has been ready."""
+        return os.path.isfile(self.file("ready.json"))
+
+    def end(self) -> Optional[End]:
+        row = self._read("end.json")
+        return None if row is None else End(**row)
+
+    def publish_end(self, end: End) -> End:
+        """Say that the run is over, unless it has been said; the end that holds."""
+        said = self.end()
+        if said is not None:
+            return said
+        self._write("end.json", asdict(end))
+        write_file(self.file("exit_code"), f"{end.code}\n")
+        return end
+
+    def text(self, name: str) -> Optional[str]:
+        """What one of the job's script's files holds; ``None`` while it is not there."""
+        try:
+            with open(self.file(name), encoding="utf-8", errors="surrogateescape") as file:
+                return file.read()
+        except FileNotFoundError:
+            return None
+
+    def file(self, *names: str) -> str:
+        return os.path.join(self.path, *names)
+
+    def _names(self, folder: str) -> List[str]:
+        try:
+            return os.listdir(self.file(folder))
+        except FileNotFoundError:
+            return []
+
+    def _write(self, name: str, row: Dict[str, Any]) -> None:
+        write_file(self.file(name), json.dumps(row))
+
+    def _read(self, name: str) -> Optional[Dict[str, Any]]:
+        try:
+            with open(self.file(name), encoding="utf-8") as file:
+                row = json.load(file)
+        except (FileNotFoundError, ValueError):  # on some file systems a rename is seen in steps
+            return None
+        return row if isinstance(row, dict) else None
+
+
+class Pulse:
+    """Which nodes have shown no life for long, by this reader's own rounds."""
+
+    def __init__(self) -> None:
+        self._last: Dict[int, str] = {}
+        self._missed: Dict[int, int] = {}
+
+    def round(self, beats: Dict[int, str], ranks: Set[int]) -> Set[int]:
+        """Take one look, at least ``BEAT_S`` after the last one; the nodes taken for dead."""
+        for rank in ranks:
+            if beats.get(rank) != self._last.get(rank, beats.get(rank)):
+                self._missed[rank] = 0
+            else:
+                self._missed[rank] = self._missed.get(rank, 0) + (rank in self._last)
+            if rank in beats:
+                self._last[rank] = beats[rank]
+        return {rank for rank in ranks if self._missed.get(rank, 0) >= LATE_ROUNDS}

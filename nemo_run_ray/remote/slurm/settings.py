@@ -1,0 +1,281 @@
+"""What the node program is told: by Slurm, by the job's script, and by the user's variables."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from dataclasses import dataclass, field
+from typing import Any, Dict, List, Mapping, Optional, Tuple
+
+from ..spec import ProbeSpec
+
+#: The folder of this run of the job, which all nodes share. The job's script makes it.
+RUN = "NEMO_RUN_RAY_RUN"
+#: Variables with which users set a port of Ray (the names are NeMo-Run's), and their options of
+#: ``ray start``. The first three are the head's alone.
+HEAD_PORTS = {
+    "PORT": "port",
+    "DASHBOARD_PORT": "dashboard-port",
+    "RAY_CLIENT_SERVER_PORT": "ray-client-server-port",
+}
+NODE_PORTS = {
+    "NODE_MANAGER_PORT": "node-manager-port",
+    "OBJECT_MANAGER_PORT": "object-manager-port",
+    "RUNTIME_ENV_AGENT_PORT": "runtime-env-agent-port",
+    "DASHBOARD_AGENT_GRPC_PORT": "dashboard-agent-grpc-port",
+    "DASHBOARD_AGENT_LISTEN_PORT": "dashboard-agent-listen-port",
+    "METRICS_EXPORT_PORT": "metrics-export-port",
+    "MIN_WORKER_PORT": "min-worker-port",
+    "MAX_WORKER_PORT": "max-worker-port",
+}
+
+
+class WrongSetting(Exception):
+    """A variable's value is not allowed; the message names it."""
+
+
+@dataclass(frozen=True)
+class Sidecar:
+    """A command that runs beside Ray for the whole job.
+
+    Attributes:
+        name: for messages and its log.
+        command: a line for ``bash``.
+        everywhere: on every node, or on the head's alone.
+        probe: what says that it is ready; ``None`` means at once.
+        env: added to the job's environment.
+    """
+
+    name: str
+    command: str
+    everywhere: bool = True
+    probe: Optional[ProbeSpec] = None
+    env: Dict[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Settings:
+    """One node's part in the cluster. Times are in seconds.
+
+    Attributes:
+        run: folder of this run, shared by all nodes.
+        logs: folder of the logs that people read.
+        log_prefix: of the logs' names.
+        cluster: folder of the Ray cluster, which outlives the run; empty where there is none.
+        job: Slurm's number of the job, and how often it was started again: ``12.0``.
+        rank: of this node; 0 is the head.
+        nodes: how many there are.
+        host: Slurm's name of this node.
+        hosts: Slurm's names of all nodes, by rank; empty when Slurm does not tell them.
+        cpus: that Ray may give away here.
+        worker_units: how many of NeMo-Run's ``worker_units`` this node is worth: its GPUs, or one.
+        temp_dir: Ray's folder on the node.
+        ports: that the user has set, by variable.
+        interface: of the network that Ray shall use; empty lets the nodes find out.
+        min_workers: with so many workers the cluster is ready.
+        start_limit_s: until the cluster must be ready.
+        share_limit_s: until every node must see the others' files.
+        starts: how often ``ray start`` is tried.
+        fail_fast: whether the death of a worker ends the job.
+        pre_start: shell commands before Ray starts.
+        debugger: whether ``ray start`` gets ``--ray-debugger-external``.
+        log_sync_s: from one copy of Ray's logs to the next; ``None`` copies none.
+        ends_at: seconds since 1970 at which Slurm's time limit ends the job, or ``None``.
+        sidecars: of this node.
+        sandbox_ports: folder for the seeds' files of readiness; empty for none.
+    """
+
+    run: str
+    logs: str
+    log_prefix: str
+    cluster: str
+    job: str
+    rank: int
+    nodes: int
+    host: str
+    hosts: Tuple[str, ...]
+    cpus: Optional[int]
+    worker_units: int
+    temp_dir: str
+    ports: Mapping[str, int]
+    interface: str = ""
+    min_workers: int = 0
+    start_limit_s: float = 600.0
+    share_limit_s: float = 60.0
+    starts: int = 3
+    fail_fast: bool = True
+    pre_start: str = ""
+    debugger: bool = False
+    log_sync_s: Optional[float] = None
+    ends_at: Optional[float] = None
+    sidecars: Tuple[Sidecar, ...] = ()
+    sandbox_ports: str = ""
+
+    @property
+    def is_head(self) -> bool:
+        return self.rank == 0
+
+    def host_of(self, rank: int) -> str:
+        return self.hosts[rank] if rank < len(self.hosts) else f"the node with rank {rank}"
+
+    def log(self, what: str) -> str:
+        """The path of a log: ``head``, ``worker-03``, ``job``."""
+        return os.path.join(self.logs, f"{self.log_prefix}{what}.log")
+
+    @property
+    def node_log(self) -> str:
+        """The log of this node's Ray. Numbers are as wide as the largest, so that names sort."""
+        if self.is_head:
+            return self.log("head")
+        return self.log(f"worker-{self.rank:0{len(str(self.nodes - 1))}d}")
+
+
+def read(env: Mapping[str, str], temp_dir: str) -> Settings:
+    """The settings in an environment.
+
+    Args:
+        env: the environment of Slurm's task.
+        temp_dir: Ray's folder where the user names none.
+
+    Raises:
+        WrongSetting: a value is not allowed, or Slurm's variables are not there.
+    """
+    rank, nodes = _number(env, "SLURM_PROCID"), _number(env, "SLURM_STEP_NUM_TASKS")
+    if rank is None or nodes is None or not env.get(RUN):
+        raise WrongSetting(
+            "the variables SLURM_PROCID, SLURM_STEP_NUM_TASKS and NEMO_RUN_RAY_RUN are not all "
+            "set; this program is started by `srun` in the job's script"
+        )
+    run = env[RUN]
+    return Settings(
+        run=run,
+        logs=env.get("LOG_DIR") or run,
+        log_prefix=env.get("NEMO_RUN_RAY_LOG_PREFIX", "ray-"),
+        cluster=env.get("CLUSTER_DIR", ""),
+        job=job_of(env),
+        rank=rank,
+        nodes=nodes,
+        host=env.get("SLURMD_NODENAME") or os.uname().nodename,
+        hosts=tuple(expand(env.get("SLURM_STEP_NODELIST") or "")),
+        cpus=_number(env, "SLURM_CPUS_ON_NODE"),
+        worker_units=_gpus(env) or 1,
+        temp_dir=env.get("RAY_TEMP_DIR") or temp_dir,
+        ports=_ports(env),
+        sidecars=tuple(one for one in _sidecars(env) if one.everywhere or rank == 0),
+        sandbox_ports=env.get("SANDBOX_PORTS_DIR", ""),
+        ends_at=_number(env, "SLURM_JOB_END_TIME"),
+        **_choices(env, nodes - 1),
+    )
+
+
+def _choices(env: Mapping[str, str], workers: int) -> Dict[str, Any]:
+    """What users may choose, where they have."""
+    least = _number(env, "NEMO_RUN_RAY_MIN_WORKERS")
+    start_limit = _number(env, "RAY_HEAD_START_TIMEOUT")
+    starts = _number(env, "NEMO_RUN_RAY_STARTS")
+    return {
+        "interface": env.get("NEMO_RUN_RAY_INTERFACE", ""),
+        "min_workers": workers if least is None else min(least, workers),
+        "start_limit_s": 600.0 if start_limit is None else float(start_limit),
+        "starts": 3 if starts is None else max(starts, 3),
+        "fail_fast": env.get("NEMO_RUN_RAY_FAIL_FAST", "1") != "0",
+        "pre_start": env.get("NEMO_RUN_RAY_PRE_START", ""),
+        "debugger": env.get("RAY_DEBUG") == "legacy",
+        "log_sync_s": _number(env, "RAY_LOG_SYNC_FREQUENCY") or None,
+    }
+
+
+def job_of(env: Mapping[str, str]) -> str:
+    """Slurm's number of the job and of its start: ``12.0``, and ``12.1`` after a requeue."""
+    return f"{env.get('SLURM_JOB_ID', '0')}.{env.get('SLURM_RESTART_COUNT') or '0'}"
+
+
+def expand(nodelist: str) -> List[str]:
+    """The names in Slurm's short form of a list: ``n[1-2,07],login`` is n1, n2, n07, login."""
+    found = [""]
+    names: List[str] = []
+    for part in re.findall(r"\[[^]]*\]|[^\[\],]+|,", nodelist):
+        if part == ",":
+            names += found
+            found = [""]
+        else:
+            ends = _numbers(part[1:-1]) if part.startswith("[") else [part]
+            found = [start + end for start in found for end in ends]
+    return [name for name in names + found if name]
+
+
+def _numbers(ranges: str) -> List[str]:
+    found = []
+    for one in ranges.split(","):
+        first, _, last = one.partition("-")
+        numbers = range(int(first), int(last or first) + 1)
+        found += [f"{number:0{len(first)}d}" for number in numbers]
+    return found
+
+
+def _number(env: Mapping[str, str], name: str) -> Optional[int]:
+    text = env.get(name, "").strip()
+    if not text:
+        return None
+    if not text.isdigit():
+        raise WrongSetting(f"{name} is {text!r}; expected is a whole number from 0")
+    return int(text)
+
+
+def _port(env: Mapping[str, str], name: str) -> Optional[int]:
+    port = _number(env, name)
+    if port is not None and not 1 <= port <= 65535:
+        raise WrongSetting(f"{name} is {port}; expected is a port from 1 to 65535")
+    return port
+
+
+def _ports(env: Mapping[str, str]) -> Dict[str, int]:
+    found = {name: _port(env, name) for name in (*HEAD_PORTS, *NODE_PORTS)}
+    return {name: port for name, port in found.items() if port is not None}
+
+
+def _gpus(env: Mapping[str, str]) -> int:
+    count = env.get("SLURM_GPUS_ON_NODE", "")
+    if count.isdigit():
+        return int(count)
+    # Steps without GPUs of their own see those of the job.
+    devices = env.get("CUDA_VISIBLE_DEVICES", "")
+    return len([device for device in devices.split(",") if device.strip()])
+
+
+def _sidecars(env: Mapping[str, str]) -> List[Sidecar]:
+    text = env.get("NEMO_RUN_RAY_SIDECARS", "")
+    try:
+        rows = json.loads(text) if text else []
+        found = [Sidecar(**{**row, "probe": _probe(row.get("probe"))}) for row in rows]
+    except (ValueError, TypeError) as error:
+        raise WrongSetting(f"NEMO_RUN_RAY_SIDECARS cannot be read: {error!r}") from error
+    command = env.get("SANDBOX_COMMAND", "")
+    if command and not env.get("SANDBOX_CONTAINER"):  # else it has a step of its own
+        found.append(_sandbox(env, command))
+    return found
+
+
+def _probe(row: Optional[Dict[str, Any]]) -> Optional[ProbeSpec]:
+    return None if row is None else ProbeSpec(**{**row, "command": tuple(row.get("command", ()))})
+
+
+def _sandbox(env: Mapping[str, str], command: str) -> Sidecar:
+    """The sandbox of NeMo-RL's ``ray.sub``: a server on every node, ready when its port is.
+
+    ``SANDBOX_ENV_VARS`` is written as ``srun --export`` takes it: ``NAME=value`` sets a variable,
+    and ``NAME`` passes on what the job's script has.
+    """
+    given: Dict[str, str] = {}
+    for pair in env.get("SANDBOX_ENV_VARS", "").split(","):
+        name, equals, value = pair.strip().partition("=")
+        if equals:
+            given[name] = value
+        elif name and name in env:
+            given[name] = env[name]
+    port = _port(env, "NEMO_SKILLS_SANDBOX_PORT") or 6000
+    given["NGINX_PORT"] = str(port)
+    given["SANDBOX_WORKER_BASE_PORT"] = env.get("SANDBOX_BASE_PORT") or "6001"
+    probe = ProbeSpec(kind="port", port=port, timeout_s=600.0)
+    return Sidecar(name="sandbox", command=command, probe=probe, env=given)

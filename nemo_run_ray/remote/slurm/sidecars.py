@@ -1,0 +1,104 @@
+"""The sidecars of one node: started, asked until they are ready, and watched."""
+
+from __future__ import annotations
+
+import os
+from contextlib import suppress
+from typing import Dict, List, Mapping, Optional
+
+from ..files import write_file
+from ..node.probe import Probing
+from ..node.process import describe_exit
+from .commands import Command, Commands, tail
+from .settings import Settings, Sidecar
+
+#: The sidecar whose readiness NeMo-RL's programs read from a folder.
+_SANDBOX = "sandbox"
+
+
+class Sidecars:
+    """What runs beside Ray on this node.
+
+    Args:
+        settings: of this node.
+        commands: starts them.
+        env: of the job.
+    """
+
+    def __init__(self, settings: Settings, commands: Commands, env: Mapping[str, str]) -> None:
+        self._settings = settings
+        self._commands = commands
+        self._env = env
+        self._running: Dict[str, Command] = {}
+        self._probes: Dict[str, Probing] = {}
+        self._ready: List[str] = []
+
+    def start(self) -> None:
+        """Start all of them.
+
+        Raises:
+            OSError: a log cannot be written.
+        """
+        for one in self._settings.sidecars:
+            log = self.log_of(one)
+            env = {**self._env, **one.env}
+            words = ["bash", "-c", one.command]
+            self._running[one.name] = self._commands.start(one.name, words, log, env)
+            if one.probe is None:
+                self._ready.append(one.name)
+            else:
+                self._probes[one.name] = Probing(
+                    one.probe,
+                    "127.0.0.1",
+                    {},
+                    lambda words, one=one: self._spawn_probe(one, list(words)),  # type: ignore[misc]
+                )
+
+    def log_of(self, sidecar: Sidecar) -> str:
+        if sidecar.name == _SANDBOX and self._settings.sandbox_ports:
+            return os.path.join(self._settings.sandbox_ports, f"sandbox-{self._settings.rank}.log")
+        return self._settings.log(f"{sidecar.name}-{self._settings.host}")
+
+    @property
+    def running(self) -> List[Command]:
+        return list(self._running.values())
+
+    @property
+    def ready(self) -> List[str]:
+        return list(self._ready)
+
+    def step(self, ended: Mapping[int, int]) -> Optional[str]:
+        """Go on; the reason when one has died or was given up.
+
+        Args:
+            ended: exit codes of the processes that have ended since the last step.
+        """
+        for name, command in self._running.items():
+            if command.exit_code is not None:
+                when = "" if name in self._ready else " before it was ready"
+                return (
+                    f"the sidecar {name} has ended{when}: {describe_exit(command.exit_code)}. Its "
+                    f"log, {command.log}, ends with:{tail(command.log)}"
+                )
+        for name, probing in list(self._probes.items()):
+            if probing.pid is not None and probing.pid in ended:
+                probing.reaped(ended[probing.pid])
+            answer = probing.step()
+            if answer == "":
+                del self._probes[name]
+                self._ready.append(name)
+                self._tell(name)
+            elif answer is not None:
+                log = self._running[name].log
+                return f"the sidecar {name} is {answer}. Its log, {log}, ends with:{tail(log)}"
+        return None
+
+    def _spawn_probe(self, sidecar: Sidecar, words: List[str]) -> int:
+        env = {**self._env, **sidecar.env}
+        return self._commands.start(f"{sidecar.name} probe", words, os.devnull, env).pid
+
+    def _tell(self, name: str) -> None:
+        folder = self._settings.sandbox_ports
+        if name == _SANDBOX and folder:
+            with suppress(OSError):  # for others to read; we have our own file
+                write_file(os.path.join(folder, f"SANDBOX_READY_{self._settings.host}"), "")

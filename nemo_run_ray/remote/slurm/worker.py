@@ -1,0 +1,65 @@
+"""A worker: waits until the head's GCS listens, joins it, and stays while the head lives."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from typing import Any, List, Optional, Set
+
+from .decide import CLUSTER_FAILED
+from .network import reached, way_to
+from .node import Node
+from .ray_start import worker_words
+from .run_folder import End, HeadAddress
+
+
+class Worker(Node):
+    """A node that is not the head."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self._head: Optional[HeadAddress] = None
+        self._address = ""
+
+    def greet(self) -> None:
+        self.folder.report(self.report)
+
+    def step(self) -> Optional[End]:
+        if 0 in self.dead:
+            why = f"the head's program writes nothing into {self.settings.run} any more"
+            self.say(f"{why}; this node ends what is its own.")
+            return End(CLUSTER_FAILED, why)
+        if self._head is None:
+            self._join()
+            return None
+        broken = self.watch_ray()
+        return None if broken is None else self.failed(broken)
+
+    def words(self) -> List[str]:
+        # The head may have started again, with other ports, since the last try.
+        head = self.folder.head() or self._head
+        assert head is not None
+        return worker_words(self.settings, head, self._address, self.ports.choose())
+
+    def failed(self, why: str) -> End:
+        """Tell the head, which decides; without a shared folder only the job's own log is left."""
+        end = self.folder.end()
+        if end is not None:  # the head has left, and Ray with it
+            return end
+        self.say(why)
+        with suppress(OSError):
+            self.publish(failed=why)
+        return End(CLUSTER_FAILED, why)
+
+    def watched(self) -> Set[int]:
+        return {0}
+
+    def _join(self) -> None:
+        if self.report.reached is None:
+            head = self.folder.reports().get(0)
+            if head is not None and head.greeting_port:
+                self.publish(reached=reached(head.addresses, head.greeting_port))
+        self._head = self.folder.head()
+        if self._head is not None:
+            self._address = way_to(self._head.address)
+            self.publish(address=self._address)
+            self.start_ray()

@@ -1,0 +1,150 @@
+"""A real Slurm on hosts of this machine; ``bin/`` has what they lack: pyxis, and a light Ray."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import processes_where, wait_for
+
+_TESTBED = Path(__file__).parent.parent / "hosts" / "testbed.py"
+BIN = Path(__file__).parent / "bin"
+#: Hosts of these tests. The first one is the head of every cluster that has them all.
+COUNT = 4
+#: Each test process has a set of its own, beside those of the hosts' tests.
+NUMBER = str(20 + int(os.environ.get("PYTEST_XDIST_WORKER", "gw0")[2:]))
+
+
+class Slurm:
+    """Slurm on the hosts n1 to n4, and what can happen to them.
+
+    Args:
+        folder: that the hosts share, for logs and jobs.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.conf = f"/run/testbed{NUMBER}/slurm/slurm.conf"
+
+    def bed(self, *arguments: str) -> str:
+        return _done([sys.executable, str(_TESTBED), *arguments], {"TESTBED": NUMBER})
+
+    def ask(self, *words: str) -> str:
+        """What one of Slurm's commands prints."""
+        return _done(list(words), {"SLURM_CONF": self.conf})
+
+    def state(self, job: str) -> tuple[str, str]:
+        """(state, exit code) of a job, such as ``COMPLETED``, ``0:0``."""
+        told = self.ask("scontrol", "show", "job", job)
+        fields = dict(re.findall(r"(\w+)=(\S*)", told))
+        return fields["JobState"], fields["ExitCode"]
+
+    def wait(self, job: str, within_s: float = 60) -> tuple[str, str]:
+        """Until a job has ended; its state and exit code."""
+        live = ("PENDING", "RUNNING", "CONFIGURING", "COMPLETING")
+        wait_for(lambda: self.state(job)[0] not in live, within_s)
+        return self.state(job)
+
+    def rpcs(self) -> dict[str, int]:
+        """How often the controller was asked for what, since ``forget_rpcs``."""
+        told = self.ask("sdiag").partition("by message type")[2].partition("by user")[0]
+        found = {
+            name: int(count) for name, count in re.findall(r"(REQUEST_\w+).*count:(\d+)", told)
+        }
+        return {name: count for name, count in found.items() if name != "REQUEST_STATS_INFO"}
+
+    def forget_rpcs(self) -> None:
+        self.ask("sdiag", "-r")
+
+    def processes(self, text: str) -> list[int]:
+        """The processes on this machine that have a text among their words."""
+        return processes_where(lambda _, words: any(text in word for word in words))
+
+
+def _done(words: list[str], variables: dict[str, str]) -> str:
+    env = {**os.environ, **variables}
+    done = subprocess.run(words, env=env, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, f"{words}: {done.stdout}{done.stderr}"
+    return done.stdout
+
+
+@pytest.fixture(scope="package")
+def slurm(tmp_path_factory) -> Iterator[Slurm]:
+    if os.geteuid() != 0:
+        pytest.skip("network namespaces need root")
+    for tool in ("ip", "slurmctld", "slurmd", "munged", "rsync"):
+        if shutil.which(tool) is None:
+            pytest.skip(f"the program {tool} is not there (Debian: slurm-wlm, munge, rsync)")
+    found = Slurm(tmp_path_factory.mktemp("slurm"))
+    found.bed("up", str(COUNT))
+    try:
+        found.bed("slurm")
+        yield found
+    finally:
+        found.bed("down")
+
+
+@pytest.fixture(autouse=True)
+def whole(slurm: Slurm) -> Iterator[None]:
+    """All hosts are there for each test, and nothing of it is left on them."""
+    yield
+    slurm.ask("scancel", "--full", "--user=root")
+    wait_for(lambda: not slurm.ask("squeue", "-h"), 60)
+
+
+class RayOnSlurm:
+    """A job of Slurm with Ray in it, as NeMo-Run's ``RayJob`` has submitted it.
+
+    Args:
+        slurm: where.
+        name: of the Ray cluster.
+        job: Slurm's number of it.
+    """
+
+    def __init__(self, slurm: Slurm, name: str, job: str) -> None:
+        self.slurm = slurm
+        self.job = job
+        self.folder = slurm.folder / "jobs" / name
+        self.logs = self.folder / "logs"
+        self.run = self.folder / "run" / f"{job}.0"
+
+    def wait(self, within_s: float = 60) -> tuple[str, str]:
+        return self.slurm.wait(self.job, within_s)
+
+    def wait_ready(self) -> None:
+        wait_for(lambda: (self.run / "ready.json").exists(), 60)
+
+    def log(self, name: str) -> str:
+        return (self.logs / name).read_text()
+
+    @property
+    def told(self) -> str:
+        """What the job itself has printed."""
+        (path,) = self.logs.glob("sbatch_*")
+        return path.read_text()
+
+    @property
+    def why(self) -> str:
+        """Why the run was over."""
+        return json.loads((self.run / "end.json").read_text())["why"]
+
+    def leftovers(self) -> list[str]:
+        """What the job has left: processes, and Ray's folders on the hosts."""
+        found = [f"process {pid}" for pid in self.slurm.processes(str(self.folder))]
+        return found + [str(path) for path in Path("/tmp").glob(f"nrr-0-{self.job}.*")]
+
+    def wait_gone(self) -> None:
+        """Until nothing of it is left."""
+        deadline = time.monotonic() + 60
+        while self.leftovers():
+            assert time.monotonic() < deadline, self.leftovers()
+            time.sleep(0.2)

@@ -1,0 +1,79 @@
+"""The files by which nodes talk: whole or absent, and no clock of another host is believed."""
+
+import os
+import subprocess
+
+from nemo_run_ray.remote.slurm.run_folder import (
+    LATE_ROUNDS,
+    End,
+    HeadAddress,
+    NodeReport,
+    Pulse,
+    RunFolder,
+)
+
+_HEAD = HeadAddress("10.0.0.1", 6379, 8265)
+
+
+def test_what_one_node_says_the_others_read(tmp_path):
+    head, worker = RunFolder(str(tmp_path), 0), RunFolder(str(tmp_path), 1)
+    assert not worker.is_shared()
+    (tmp_path / "job").write_text("1")
+    assert worker.is_shared()
+    assert head.reports() == {}
+    head.prepare()
+    worker.prepare()
+    report = NodeReport(host="n2", reached=["10.0.0.1"], ready=["box"])
+    worker.report(report)
+    assert head.reports() == {1: report}
+    assert worker.head() is None
+    head.publish_head(_HEAD)
+    assert worker.head() == _HEAD
+
+
+def test_a_file_that_is_not_whole_is_not_there_yet(tmp_path):
+    folder = RunFolder(str(tmp_path), 0)
+    folder.prepare()
+    (tmp_path / "nodes" / "2.json").write_text('{"host": "n')
+    (tmp_path / "nodes" / "2.json.77-1").write_text("{}")
+    (tmp_path / "head.json").write_text("")
+    assert folder.reports() == {}
+    assert folder.head() is None
+
+
+def test_the_first_end_holds(tmp_path):
+    folder = RunFolder(str(tmp_path), 0)
+    assert folder.end() is None
+    assert folder.publish_end(End(3, "the driver")) == End(3, "the driver")
+    assert folder.publish_end(End(143, "cancelled")) == End(3, "the driver")
+    assert (tmp_path / "exit_code").read_text() == "3\n"
+
+
+def test_a_shell_reads_where_the_cluster_is(tmp_path):
+    folder = RunFolder(str(tmp_path), 0)
+    folder.publish_ready(_HEAD, {"RAY_ADDRESS": "10.0.0.1:6379", "ODD": "it's; $HOME"})
+    assert folder.is_ready()
+    script = f'. {tmp_path}/env.sh; env | grep "^RAY_ADDRESS="; echo "$ODD|$ip_head|$head_node_ip"'
+    done = subprocess.run(["bash", "-c", script], capture_output=True, text=True, env=os.environ)
+    assert done.stdout == "RAY_ADDRESS=10.0.0.1:6379\nit's; $HOME|10.0.0.1:6379|10.0.0.1\n"
+
+
+def test_the_driver_is_what_the_script_has_written(tmp_path):
+    folder = RunFolder(str(tmp_path), 0)
+    assert folder.text("command") is None
+    (tmp_path / "command").write_bytes(b"echo caf\xe9\n")
+    assert (folder.text("command") or "").encode(errors="surrogateescape") == b"echo caf\xe9\n"
+
+
+def test_a_beat_that_does_not_grow_is_a_death_after_some_rounds(tmp_path):
+    folder = RunFolder(str(tmp_path), 1)
+    folder.prepare()
+    pulse = Pulse()
+    for _ in range(3):
+        folder.beat()
+        assert pulse.round(folder.beats({1, 2}), {1, 2}) == set()
+    for _ in range(LATE_ROUNDS - 1):
+        assert pulse.round(folder.beats({1, 2}), {1, 2}) == set()
+    assert pulse.round(folder.beats({1, 2}), {1, 2}) == {1}
+    folder.beat()
+    assert pulse.round(folder.beats({1, 2}), {1, 2}) == set()

@@ -1,0 +1,122 @@
+"""When the head calls a cluster ready, and when it gives it up."""
+
+import re
+from dataclasses import replace
+
+import pytest
+
+from nemo_run_ray.remote.slurm.decide import CLUSTER_FAILED, Ready, View, Wait, decide
+from nemo_run_ray.remote.slurm.run_folder import End, NodeReport
+from nemo_run_ray.remote.slurm.settings import Settings, Sidecar
+
+_SETTINGS = Settings(
+    run="/run",
+    logs="/logs",
+    log_prefix="ray-",
+    cluster="",
+    job="1.0",
+    rank=0,
+    nodes=3,
+    host="n1",
+    hosts=("n1", "n2", "n3"),
+    cpus=4,
+    worker_units=1,
+    temp_dir="/tmp/x",
+    ports={},
+    min_workers=2,
+)
+_REPORTS = {
+    rank: NodeReport(host=f"n{rank + 1}", address=f"10.0.0.{rank}", log=f"/logs/{rank}")
+    for rank in range(3)
+}
+_WHOLE = View(
+    elapsed_s=20,
+    reports=_REPORTS,
+    address="10.0.0.0",
+    gcs_listens=True,
+    alive=frozenset(one.address for one in _REPORTS.values()),
+)
+
+
+def test_a_whole_cluster_is_ready():
+    assert decide(_SETTINGS, _WHOLE) == Ready(2)
+
+
+@pytest.mark.parametrize(
+    ("changes", "what"),
+    [
+        ({"address": "", "gcs_listens": False, "alive": None}, "waits for workers that reach it"),
+        ({"gcs_listens": False, "alive": None}, "GCS on n1 does not listen yet"),
+        ({"alive": None}, "dashboard on n1 does not answer yet"),
+        ({"alive": frozenset({"10.0.0.0", "10.0.0.1"})}, r"not joined: n3 \(log: /logs/2\)"),
+        ({"reports": {0: _REPORTS[0], 1: _REPORTS[1]}}, "n3, which has not begun"),
+    ],
+)
+def test_what_is_missing_is_said_and_has_an_end(changes, what):
+    view = replace(_WHOLE, **changes)
+    waiting = decide(_SETTINGS, view)
+    assert isinstance(waiting, Wait)
+    late = decide(_SETTINGS, replace(view, elapsed_s=600))
+    assert isinstance(late, End)
+    assert late.code == CLUSTER_FAILED
+    assert re.search(what, waiting.what)
+    assert "within" in late.why
+
+
+def test_a_node_that_writes_nothing_is_named_after_a_minute():
+    """Its folder is not the others', or the step has not begun there."""
+    view = replace(_WHOLE, reports={0: _REPORTS[0], 2: _REPORTS[2]}, elapsed_s=60)
+    end = decide(_SETTINGS, view)
+    assert isinstance(end, End)
+    assert "n2 has not written into /run within 60 s, which node n1 sees" in end.why
+
+
+def test_fewer_workers_may_do():
+    settings = replace(_SETTINGS, min_workers=1)
+    view = replace(_WHOLE, reports={0: _REPORTS[0], 1: _REPORTS[1]}, elapsed_s=60)
+    assert decide(settings, view) == Ready(1)
+
+
+def test_the_cluster_waits_for_its_sidecars():
+    settings = replace(_SETTINGS, sidecars=(Sidecar("box", "x"),))
+    ready = {rank: replace(one, ready=["box"]) for rank, one in _REPORTS.items()}
+    waiting = decide(settings, replace(_WHOLE, reports={**ready, 1: _REPORTS[1]}))
+    assert isinstance(waiting, Wait)
+    assert "box on n2" in waiting.what
+    assert decide(settings, replace(_WHOLE, reports=ready)) == Ready(2)
+
+
+_BROKEN = {
+    "failed": {"reports": {**_REPORTS, 2: replace(_REPORTS[2], failed="no Ray here")}},
+    "dead": {"dead": frozenset({2})},
+    "lost": {"missing_for_s": {2: 16.0}},
+}
+
+
+@pytest.mark.parametrize("how", _BROKEN)
+def test_the_death_of_a_worker_ends_the_cluster_and_names_it(how):
+    end = decide(_SETTINGS, replace(_WHOLE, was_ready=True, **_BROKEN[how]))
+    assert isinstance(end, End)
+    assert end.code == CLUSTER_FAILED
+    assert "n3 (rank 2)" in end.why
+
+
+@pytest.mark.parametrize("how", _BROKEN)
+def test_a_cluster_may_go_on_without_a_worker(how):
+    settings = replace(_SETTINGS, fail_fast=False)
+    view = replace(_WHOLE, **_BROKEN[how])
+    assert isinstance(decide(settings, view), End), "not before it was ready"
+    assert isinstance(decide(settings, replace(view, was_ready=True)), Ready)
+
+
+def test_the_head_itself_is_always_needed():
+    settings = replace(_SETTINGS, fail_fast=False)
+    reports = {**_REPORTS, 0: replace(_REPORTS[0], failed="the sidecar box has ended")}
+    end = decide(settings, replace(_WHOLE, was_ready=True, reports=reports))
+    assert isinstance(end, End)
+    assert "n1 (rank 0): the sidecar box" in end.why
+
+
+def test_a_short_gap_in_rays_list_is_no_loss():
+    view = replace(_WHOLE, was_ready=True, missing_for_s={2: 10.0})
+    assert isinstance(decide(_SETTINGS, view), Ready)

@@ -1,0 +1,107 @@
+"""Addresses and ports of a node, on this machine's own."""
+
+import contextlib
+import socket
+
+import pytest
+
+from nemo_run_ray.remote.slurm import network
+from nemo_run_ray.remote.slurm.greeting import Greeting
+from nemo_run_ray.remote.slurm.network import Ports, head_addresses, listening, reached, way_to
+from nemo_run_ray.remote.slurm.run_folder import NodeReport
+from nemo_run_ray.remote.slurm.settings import WrongSetting
+
+
+def _range() -> int:
+    with open("/proc/sys/net/ipv4/ip_local_port_range") as file:
+        return int(file.read().split()[0])
+
+
+def _choose(wanted: dict[str, int], is_head: bool, salt: int) -> dict[str, int]:
+    with contextlib.closing(Ports(wanted, is_head, salt)) as ports:
+        return ports.choose()
+
+
+def test_no_port_is_one_that_the_kernel_gives_to_connections():
+    ports = _choose({}, True, 7)
+    assert max(ports.values()) < min(_range(), 32768)
+    services = [port for name, port in ports.items() if "WORKER" not in name]
+    assert len(set(services)) == len(services) == 9
+    assert ports["MAX_WORKER_PORT"] - ports["MIN_WORKER_PORT"] > 900
+
+
+def test_two_clusters_on_a_node_do_not_meet():
+    with contextlib.closing(Ports({}, True, 7)) as one:
+        first, second = one.choose(), _choose({}, True, 7)
+    assert not set(first.values()) & set(second.values())
+    assert second["MIN_WORKER_PORT"] > first["MAX_WORKER_PORT"] or (
+        second["MAX_WORKER_PORT"] < first["MIN_WORKER_PORT"]
+    )
+
+
+def test_a_second_try_gets_other_ports():
+    with contextlib.closing(Ports({}, False, 3)) as ports:
+        assert not set(ports.choose().values()) & set(ports.choose().values())
+
+
+def test_ports_of_the_user_are_taken_as_they_are():
+    with socket.create_server(("", 0)) as server:
+        free = server.getsockname()[1]
+    chosen = _choose({"NODE_MANAGER_PORT": free, "MIN_WORKER_PORT": 54001}, False, 0)
+    assert chosen["NODE_MANAGER_PORT"] == free
+    assert (chosen["MIN_WORKER_PORT"], chosen["MAX_WORKER_PORT"]) == (54001, 54257)
+
+
+def test_a_port_that_is_set_and_taken_is_named():
+    with socket.create_server(("", 0)) as server:
+        port = server.getsockname()[1]
+        with pytest.raises(WrongSetting, match=f"PORT={port} is taken on node"):
+            _choose({"PORT": port}, True, 0)
+        worker = _choose({"PORT": port}, False, 0)
+    assert "PORT" not in worker, "the head's alone"
+
+
+def test_the_head_offers_what_its_name_resolves_to_first(monkeypatch):
+    monkeypatch.setattr(
+        network, "addresses_by_interface", lambda: {"a": "10.0.0.1", "b": "10.1.0.1"}
+    )
+    rows = [(0, 0, 0, "", ("10.1.0.1", 0)), (0, 0, 0, "", ("192.0.2.77", 0))]
+    monkeypatch.setattr(network.socket, "getaddrinfo", lambda *_: rows)
+    assert head_addresses("n1", "") == ["10.1.0.1", "10.0.0.1"]
+    assert head_addresses("n1", "a") == ["10.0.0.1"]
+    with pytest.raises(WrongSetting, match=r"'ib0'; node n1 has a \(10.0.0.1\), b \(10.1.0.1\)"):
+        head_addresses("n1", "ib0")
+
+
+def test_what_takes_connections_is_reached():
+    with socket.create_server(("127.0.0.2", 0)) as server:
+        port = server.getsockname()[1]
+        assert reached(["127.0.0.3", "127.0.0.2"], port) == ["127.0.0.2"]
+        assert listening("127.0.0.2", port)
+    assert not listening("127.0.0.2", port)
+    assert way_to("127.0.0.9") == "127.0.0.1"
+
+
+def _report(host: str, *addresses: str) -> NodeReport:
+    return NodeReport(host=host, reached=list(addresses))
+
+
+def test_the_address_that_every_worker_reaches_is_chosen():
+    greeting = Greeting(["a", "b", "c"], 2)
+    assert greeting.port > 0
+    assert greeting.choose({0: NodeReport("n1"), 1: NodeReport("n2")}) is None
+    assert greeting.choose({1: _report("n2", "b", "c")}) is None, "another worker has not told"
+    assert greeting.choose({1: _report("n2", "b", "c"), 2: _report("n3", "a", "c")}) == "c"
+
+
+def test_a_head_that_nobody_reaches_says_who_reaches_what():
+    greeting = Greeting(["a", "b"], 2)
+    with pytest.raises(
+        WrongSetting, match=r"n2 reaches a; n3 reaches none.*NEMO_RUN_RAY_INTERFACE"
+    ):
+        greeting.choose({1: _report("n2", "a"), 2: _report("n3")})
+
+
+def test_one_address_needs_no_greeting():
+    assert Greeting(["a"], 5).choose({}) == "a"
+    assert Greeting(["a", "b"], 0).choose({}) == "a", "nobody has to reach it"

@@ -1,0 +1,137 @@
+"""What the node program reads from Slurm's variables, the script's and the user's."""
+
+import json
+
+import pytest
+
+from nemo_run_ray.remote.slurm import settings
+from nemo_run_ray.remote.slurm.settings import Settings, WrongSetting, expand
+
+_SLURM = {
+    "SLURM_PROCID": "3",
+    "SLURM_STEP_NUM_TASKS": "12",
+    "SLURM_STEP_NODELIST": "n[01-12]",
+    "SLURM_JOB_ID": "42",
+    "SLURMD_NODENAME": "n04",
+    "SLURM_CPUS_ON_NODE": "8",
+    "NEMO_RUN_RAY_RUN": "/shared/run/42.0",
+    "LOG_DIR": "/shared/logs",
+}
+
+
+def _read(**variables: str) -> Settings:
+    return settings.read({**_SLURM, **variables}, "/tmp/own")
+
+
+def test_a_node_of_twelve():
+    found = _read()
+    assert (found.rank, found.nodes, found.host, found.cpus) == (3, 12, "n04", 8)
+    assert found.host_of(11) == "n12"
+    assert found.job == "42.0"
+    assert found.min_workers == 11
+    assert found.fail_fast
+    assert found.temp_dir == "/tmp/own"
+    assert found.node_log == "/shared/logs/ray-worker-03.log"
+
+
+def test_logs_have_nemo_runs_names_up_to_ten_nodes():
+    few = {"SLURM_STEP_NUM_TASKS": "4"}
+    assert _read(**few).node_log == "/shared/logs/ray-worker-3.log"
+    assert _read(**few, SLURM_PROCID="0").node_log == "/shared/logs/ray-head.log"
+    assert _read(**few, NEMO_RUN_RAY_LOG_PREFIX="a-").log("job") == "/shared/logs/a-job.log"
+
+
+def test_a_job_that_slurm_started_again():
+    assert _read(SLURM_RESTART_COUNT="2").job == "42.2"
+
+
+@pytest.mark.parametrize(
+    ("nodelist", "names"),
+    [
+        ("", []),
+        ("n5", ["n5"]),
+        ("n[1-2,07],login", ["n1", "n2", "n07", "login"]),
+        ("a1b[2-3]c[08-10]", [f"a1b{b}c{c}" for b in (2, 3) for c in ("08", "09", "10")]),
+        ("gpu-a[1],gpu-b2", ["gpu-a1", "gpu-b2"]),
+    ],
+)
+def test_slurms_short_form_of_names(nodelist, names):
+    assert expand(nodelist) == names
+
+
+def test_worker_units_are_gpus_and_one_without():
+    """NeMo-Run's own script says 8, whatever a node has."""
+    assert _read().worker_units == 1
+    assert _read(SLURM_GPUS_ON_NODE="4").worker_units == 4
+    assert _read(CUDA_VISIBLE_DEVICES="0,1").worker_units == 2
+
+
+def test_ports_and_choices_of_the_user():
+    found = _read(
+        NODE_MANAGER_PORT="53001",
+        PORT="6380",
+        RAY_TEMP_DIR="/ray-cluster",
+        NEMO_RUN_RAY_MIN_WORKERS="4",
+        NEMO_RUN_RAY_FAIL_FAST="0",
+        RAY_HEAD_START_TIMEOUT="30",
+        RAY_LOG_SYNC_FREQUENCY="15",
+        RAY_DEBUG="legacy",
+        NEMO_RUN_RAY_STARTS="1",
+    )
+    assert dict(found.ports) == {"NODE_MANAGER_PORT": 53001, "PORT": 6380}
+    assert found.temp_dir == "/ray-cluster"
+    assert (found.min_workers, found.fail_fast) == (4, False)
+    assert (found.start_limit_s, found.log_sync_s, found.debugger) == (30, 15, True)
+    assert found.starts == 3, "a start is tried again even where NeMo-Run retries nothing"
+
+
+@pytest.mark.parametrize(
+    ("variables", "message"),
+    [
+        ({"PORT": "six"}, "PORT is 'six'; expected is a whole number from 0"),
+        ({"PORT": "70000"}, "PORT is 70000; expected is a port from 1 to 65535"),
+        ({"NEMO_RUN_RAY_MIN_WORKERS": "-1"}, "NEMO_RUN_RAY_MIN_WORKERS is '-1'"),
+        ({"NEMO_RUN_RAY_SIDECARS": "{"}, "NEMO_RUN_RAY_SIDECARS cannot be read"),
+        ({"NEMO_RUN_RAY_SIDECARS": '[{"nam": "x"}]'}, "NEMO_RUN_RAY_SIDECARS cannot be read"),
+        ({"SLURM_PROCID": ""}, "started by `srun`"),
+        ({"NEMO_RUN_RAY_RUN": ""}, "started by `srun`"),
+    ],
+)
+def test_a_wrong_variable_is_named(variables, message):
+    with pytest.raises(WrongSetting, match=message):
+        _read(**variables)
+
+
+def test_sidecars_of_the_head_and_of_all():
+    rows = [
+        {"name": "all", "command": "serve", "probe": {"kind": "port", "port": 8000}},
+        {"name": "one", "command": "watch", "everywhere": False},
+    ]
+    text = json.dumps(rows)
+    assert [one.name for one in _read(NEMO_RUN_RAY_SIDECARS=text).sidecars] == ["all"]
+    head = _read(NEMO_RUN_RAY_SIDECARS=text, SLURM_PROCID="0").sidecars
+    assert [one.name for one in head] == ["all", "one"]
+    assert head[0].probe is not None
+    assert head[0].probe.port == 8000
+    assert head[1].probe is None
+
+
+def test_the_sandbox_of_nemo_rl():
+    """Its variables are given as ``srun --export`` takes them."""
+    (sandbox,) = _read(
+        SANDBOX_COMMAND="/start.sh", SANDBOX_ENV_VARS="A=1,B,C=x=y,NONE", B="2"
+    ).sidecars
+    assert sandbox.command == "/start.sh"
+    assert sandbox.env == {
+        "A": "1",
+        "B": "2",
+        "C": "x=y",
+        "NGINX_PORT": "6000",
+        "SANDBOX_WORKER_BASE_PORT": "6001",
+    }
+    assert sandbox.probe is not None
+    assert (sandbox.probe.kind, sandbox.probe.port) == ("port", 6000)
+
+
+def test_a_sandbox_in_a_container_is_a_step_of_its_own():
+    assert _read(SANDBOX_COMMAND="/start.sh", SANDBOX_CONTAINER="image").sidecars == ()
