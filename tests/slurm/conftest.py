@@ -9,11 +9,14 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import nemo_run as run
 import pytest
+from nemo_run.run.ray.job import RayJob
 
+from nemo_run_ray import patches
 from tests.conftest import processes_where, wait_for
 
 _TESTBED = Path(__file__).parent.parent / "hosts" / "testbed.py"
@@ -53,6 +56,10 @@ class Slurm:
         live = ("PENDING", "RUNNING", "CONFIGURING", "COMPLETING")
         wait_for(lambda: self.state(job)[0] not in live, within_s)
         return self.state(job)
+
+    def wait_idle(self) -> None:
+        """Until Slurm would use all hosts."""
+        wait_for(lambda: self.ask("sinfo", "-h", "-o", "%D %t").split() == [str(COUNT), "idle"], 90)
 
     def rpcs(self) -> dict[str, int]:
         """How often the controller was asked for what, since ``forget_rpcs``."""
@@ -148,3 +155,40 @@ class RayOnSlurm:
         while self.leftovers():
             assert time.monotonic() < deadline, self.leftovers()
             time.sleep(0.2)
+
+
+Start = Callable[..., RayOnSlurm]
+
+
+@pytest.fixture
+def start(slurm: Slurm, unique: str, tmp_path, monkeypatch) -> Iterator[Start]:
+    """Submit a driver; further arguments are the executor's."""
+    monkeypatch.setenv("SLURM_CONF", slurm.conf)
+    workdir = tmp_path / "code"
+    workdir.mkdir()
+    (workdir / "shipped.txt").write_text("here\n")
+    undo = patches.apply("slurm_ray")
+    jobs = []
+
+    def start(command: str | None, env: dict[str, str] | None = None, **fields) -> RayOnSlurm:
+        variables = {"PATH": f"{BIN}:$PATH", "PYXIS_LOG": str(tmp_path / "pyxis"), **(env or {})}
+        executor = run.SlurmExecutor(
+            account="root",
+            partition="batch",
+            time="00:05:00",
+            tunnel=run.LocalTunnel(job_dir=str(slurm.folder / "jobs")),
+            packager=run.Packager(),
+            env_vars=variables,
+            **{"nodes": COUNT, "ntasks_per_node": 1, **fields},
+        )
+        name = f"{unique}{len(jobs)}"
+        job = RayJob(name=name, executor=executor)
+        job.start(command=command, workdir=str(workdir))
+        jobs.append(RayOnSlurm(slurm, name, str(job.backend.job_id)))
+        return jobs[-1]
+
+    yield start
+    undo()
+    for job in jobs:
+        slurm.ask("scancel", job.job)
+        job.wait_gone()

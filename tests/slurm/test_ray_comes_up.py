@@ -3,50 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
-
-import nemo_run as run
-import pytest
-from nemo_run.run.ray.job import RayJob
-
-from nemo_run_ray import patches
-from tests.slurm.conftest import BIN, COUNT, RayOnSlurm, Slurm
-
-Start = Callable[..., RayOnSlurm]
-
-
-@pytest.fixture
-def start(slurm: Slurm, unique: str, tmp_path, monkeypatch) -> Iterator[Start]:
-    """Submit a driver; further arguments are the executor's."""
-    monkeypatch.setenv("SLURM_CONF", slurm.conf)
-    workdir = tmp_path / "code"
-    workdir.mkdir()
-    (workdir / "shipped.txt").write_text("here\n")
-    undo = patches.apply("slurm_ray")
-    jobs = []
-
-    def start(command: str | None, env: dict[str, str] | None = None, **fields) -> RayOnSlurm:
-        variables = {"PATH": f"{BIN}:$PATH", "PYXIS_LOG": str(tmp_path / "pyxis"), **(env or {})}
-        executor = run.SlurmExecutor(
-            account="root",
-            partition="batch",
-            time="00:05:00",
-            tunnel=run.LocalTunnel(job_dir=str(slurm.folder / "jobs")),
-            packager=run.Packager(),
-            env_vars=variables,
-            **{"nodes": COUNT, "ntasks_per_node": 1, **fields},
-        )
-        name = f"{unique}{len(jobs)}"
-        job = RayJob(name=name, executor=executor)
-        job.start(command=command, workdir=str(workdir))
-        jobs.append(RayOnSlurm(slurm, name, str(job.backend.job_id)))
-        return jobs[-1]
-
-    yield start
-    undo()
-    for job in jobs:
-        slurm.ask("scancel", job.job)
-        job.wait_gone()
 
 
 def test_a_driver_on_four_nodes(slurm, start, tmp_path):

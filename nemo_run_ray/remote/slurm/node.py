@@ -135,8 +135,8 @@ class Node(ABC):
 
     def watch_ray(self) -> Optional[str]:
         """Why Ray is over on this node; ``None`` while it runs or is started again."""
-        if self.ray is None or self.ray.exit_code is None:
-            return None
+        if self.ray is None or self.ray.exit_code is None or self.folder.end() is not None:
+            return None  # once the run is over, Ray has a reason to end
         how = describe_exit(self.ray.exit_code)
         began = time.monotonic() - self._started_at < _STARTING_S and not self.folder.is_ready()
         if began and self._starts < self.settings.starts and self.ray.exit_code != _NOT_FOUND:
@@ -145,6 +145,8 @@ class Node(ABC):
             self.start_ray()
             return None
         log = self.settings.node_log
+        if self.ray.exit_code == _NOT_FOUND:
+            how = f"{how}: there is no program 'ray', or none that a command before it needs"
         return f"Ray has ended: {how}. Its log, {log}, ends with:{tail(log)}"
 
     def _begin(self) -> Optional[End]:

@@ -173,11 +173,13 @@ def _choices(env: Mapping[str, str], workers: int) -> Dict[str, Any]:
     """What users may choose, where they have."""
     least = _number(env, "NEMO_RUN_RAY_MIN_WORKERS")
     start_limit = _number(env, "RAY_HEAD_START_TIMEOUT")
+    share_limit = _number(env, "NEMO_RUN_RAY_SHARE_TIMEOUT")
     starts = _number(env, "NEMO_RUN_RAY_STARTS")
     return {
         "interface": env.get("NEMO_RUN_RAY_INTERFACE", ""),
         "min_workers": workers if least is None else min(least, workers),
         "start_limit_s": 600.0 if start_limit is None else float(start_limit),
+        "share_limit_s": 60.0 if share_limit is None else float(share_limit),
         "starts": 3 if starts is None else max(starts, 3),
         "fail_fast": env.get("NEMO_RUN_RAY_FAIL_FAST", "1") != "0",
         "pre_start": env.get("NEMO_RUN_RAY_PRE_START", ""),

@@ -1,0 +1,246 @@
+"""What dies, and what the job says of it: it ends within a minute, and nothing is left."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from tests.conftest import wait_for
+from tests.slurm.conftest import BIN, RayOnSlurm, Slurm
+
+_FOREVER = "sleep 600"
+
+
+def _on(slurm: Slurm, host: str, text: str) -> list[int]:
+    """The processes of a host that have a text among their words."""
+    pid = slurm.bed("exec", host, "--", "sh", "-c", "readlink /proc/1/ns/pid").strip()
+    return [one for one in slurm.processes(text) if _namespace(one) == pid]
+
+
+def _namespace(pid: int) -> str:
+    try:
+        return os.readlink(f"/proc/{pid}/ns/pid")
+    except OSError:
+        return ""
+
+
+def _kill(slurm: Slurm, host: str, text: str) -> None:
+    pids = _on(slurm, host, text)
+    assert pids, f"{text} does not run on {host}"
+    for pid in pids:
+        os.kill(pid, signal.SIGKILL)
+
+
+def _failed(job: RayOnSlurm, *words: str) -> None:
+    """The job has ended with the cluster's exit code, says why, and has left nothing."""
+    began = time.monotonic()
+    assert job.wait(within_s=75) == ("FAILED", "70:0")
+    assert time.monotonic() - began < 60
+    for word in words:
+        assert word in job.why
+        assert word in job.told
+    job.wait_gone()
+
+
+@contextlib.contextmanager
+def _instead_of_ray(slurm: Slurm, host: str, text: str | None) -> Iterator[None]:
+    """Another program, or none, in the place of ``ray`` on one host."""
+    other = slurm.folder / "other-bin"
+    other.mkdir(exist_ok=True)
+    (other / "ray").unlink(missing_ok=True)
+    if text is not None:
+        (other / "ray").write_text(text)
+        (other / "ray").chmod(0o755)
+    slurm.bed("exec", host, "--", "mount", "--bind", str(other), str(BIN))
+    try:
+        yield
+    finally:
+        slurm.bed("exec", host, "--", "umount", str(BIN))
+
+
+@pytest.mark.parametrize("host", ["n1", "n3"])
+def test_ray_is_killed(slurm, start, host):
+    job = start(_FOREVER)
+    job.wait_ready()
+    _kill(slurm, host, str(BIN / "ray"))
+    log = "ray-head.log" if host == "n1" else "ray-worker-2.log"
+    _failed(job, f"node {host}", "killed by SIGKILL", log, "| Ray runtime started.")
+
+
+@pytest.mark.parametrize("host", ["n1", "n3"])
+def test_the_node_program_is_killed(slurm, start, host):
+    job = start(_FOREVER)
+    job.wait_ready()
+    guard = min(_on(slurm, host, f"{job.run}/node.pyz"))
+    os.kill(guard, signal.SIGKILL)
+    state, code = job.wait(within_s=75)
+    assert (state, code) == ("FAILED", "70:0")
+    assert f"node {host}" in job.why
+    assert "was killed" in job.why
+    job.wait_gone()
+
+
+def test_the_driver_is_killed(slurm, start):
+    job = start("sleep 601")
+    job.wait_ready()
+    wait_for(lambda: _on(slurm, "n1", "601"), 20)
+    _kill(slurm, "n1", "601")
+    assert job.wait() == ("FAILED", "137:0")
+    assert "the driver: killed by SIGKILL" in job.why
+    job.wait_gone()
+
+
+def test_a_worker_loses_power(slurm, start):
+    job = start(_FOREVER)
+    job.wait_ready()
+    slurm.bed("crash", "n4")
+    try:
+        wait_for(lambda: (job.run / "end.json").exists(), 60)
+        assert "node n4 (rank 3)" in job.why
+        wait_for(lambda: not slurm.processes(str(job.folder)), 60)
+    finally:
+        slurm.bed("up", "4")
+        slurm.bed("slurmd", "n4")
+        slurm.wait_idle()
+    job.wait_gone()
+
+
+def test_a_host_is_cut_off(slurm, start):
+    """Its file system goes on here, so only Ray's own list tells."""
+    job = start(_FOREVER)
+    job.wait_ready()
+    slurm.bed("cut", "n4")
+    try:
+        wait_for(lambda: (job.run / "end.json").exists(), 60)
+        assert "node n4 (rank 3)" in job.why
+    finally:
+        slurm.bed("heal", "n4")
+    job.wait(within_s=90)
+    job.wait_gone()
+
+
+def test_without_fail_fast_the_cluster_goes_on(slurm, start):
+    job = start("sleep 6; exit 4", env={"NEMO_RUN_RAY_FAIL_FAST": "0"})
+    job.wait_ready()
+    _kill(slurm, "n3", str(BIN / "ray"))
+    assert job.wait() == ("FAILED", "4:0")
+    assert "node n3" not in job.why
+    assert "n3: Ray has ended" in job.told
+
+
+def test_fewer_workers_may_do(slurm, start):
+    with _instead_of_ray(slurm, "n3", "#!/bin/sh\nexec sleep 600\n"):
+        job = start("echo there", env={"NEMO_RUN_RAY_MIN_WORKERS": "2"})
+        assert job.wait() == ("COMPLETED", "0:0")
+    assert "Ray is ready: 3 nodes" in job.told
+
+
+def test_slurms_controller_is_started_again(slurm, start):
+    job = start("sleep 5; exit 6")
+    job.wait_ready()
+    slurm.bed("slurmctld")
+    wait_for(lambda: (job.run / "exit_code").exists(), 60)
+    slurm.wait_idle()
+    assert job.wait(within_s=90)[1] == "6:0"
+    job.wait_gone()
+
+
+def test_a_requeue_begins_with_an_empty_folder(slurm, start):
+    job = start('sleep 3; echo "again $SLURM_RESTART_COUNT"')
+    job.wait_ready()
+    slurm.ask("scontrol", "requeue", job.job)
+    again = job.folder / "run" / f"{job.job}.1"
+    wait_for(lambda: slurm.state(job.job)[0] == "PENDING", 60)
+    slurm.ask("scontrol", "update", f"JobId={job.job}", "StartTime=now")  # else in two minutes
+    wait_for(again.exists, 60)
+    assert job.wait(within_s=90) == ("COMPLETED", "0:0")
+    assert "again 1" in job.log("ray-job.log")
+    job.wait_gone()
+
+
+def test_ray_is_missing_on_one_node(slurm, start):
+    with _instead_of_ray(slurm, "n3", None):
+        job = start(_FOREVER)
+        _failed(job, "node n3", "there is no program 'ray'", "ray: not found")
+
+
+def test_a_ray_that_does_not_start_is_tried_again_and_named(slurm, start):
+    text = "#!/bin/sh\necho RuntimeError: Version mismatch: the cluster has Ray 2.60.0; exit 1\n"
+    with _instead_of_ray(slurm, "n2", text):
+        job = start(_FOREVER)
+        _failed(job, "node n2", "exit code 1", "Version mismatch", "ray-worker-1.log")
+    assert job.told.count("It is started again") == 2
+
+
+def test_a_node_that_never_joins(slurm, start):
+    with _instead_of_ray(slurm, "n3", "#!/bin/sh\nexec sleep 600\n"):
+        job = start(_FOREVER, env={"RAY_HEAD_START_TIMEOUT": "6"})
+        _failed(job, "not ready within 6 s", "n3", "ray-worker-2.log")
+
+
+def test_a_folder_that_is_not_shared(slurm, start):
+    hidden = slurm.folder / "jobs"
+    hidden.mkdir(exist_ok=True)
+    slurm.bed("exec", "n3", "--", "mount", "-t", "tmpfs", "none", str(hidden))
+    try:
+        job = start("true", env={"NEMO_RUN_RAY_SHARE_TIMEOUT": "5"})
+        assert job.wait()[0] == "FAILED"
+    finally:
+        slurm.bed("exec", "n3", "--", "umount", str(hidden))
+    assert "n3" in job.told
+
+
+def test_a_port_that_is_set_and_taken(slurm, start, tmp_path):
+    log = tmp_path / "taken.log"
+    program = "import socket, time; s = socket.create_server(('', 53001)); time.sleep(60)"
+    slurm.bed("spawn", "n2", str(log), "--", "python3", "-c", program)
+    wait_for(lambda: _on(slurm, "n2", "53001"), 10)
+    job = start("true", env={"NODE_MANAGER_PORT": "53001"})
+    _failed(job, "node n2", "NODE_MANAGER_PORT=53001 is taken on node n2")
+    _kill(slurm, "n2", "53001")
+
+
+def test_a_head_with_two_addresses(slurm, start):
+    """The first one is that of a network which only the head has."""
+    slurm.bed("exec", "n1", "--", "ip", "link", "add", "a0", "type", "bridge")
+    slurm.bed("exec", "n1", "--", "ip", "addr", "add", "10.99.0.1/24", "dev", "a0")
+    slurm.bed("exec", "n1", "--", "ip", "link", "set", "a0", "up")
+    try:
+        job = start("true")
+        assert job.wait() == ("COMPLETED", "0:0")
+    finally:
+        slurm.bed("exec", "n1", "--", "ip", "link", "del", "a0")
+
+
+def test_a_folder_that_cannot_be_made_is_named(slurm, start):
+    job = start("true", env={"RAY_TEMP_DIR": "/proc/none"})
+    assert job.wait()[0] == "FAILED"
+    assert "/proc/none" in job.told
+
+
+_SERVER = "python3 -m http.server $NGINX_PORT"
+
+
+def test_the_driver_waits_for_the_sandbox_of_every_node(slurm, start):
+    job = start('ls "$SANDBOX_PORTS_DIR"', env={"SANDBOX_COMMAND": f"'sleep 2; exec {_SERVER}'"})
+    assert job.wait() == ("COMPLETED", "0:0")
+    ready = [line for line in job.log("ray-job.log").splitlines() if "READY" in line]
+    assert ready == [f"SANDBOX_READY_n{number}" for number in (1, 2, 3, 4)]
+    job.wait_gone()
+
+
+def test_a_sandbox_that_dies_ends_the_job(slurm, start):
+    job = start(_FOREVER, env={"SANDBOX_COMMAND": f"'exec {_SERVER}'"})
+    job.wait_ready()
+    _kill(slurm, "n2", "http.server")
+    _failed(job, "node n2", "the sidecar sandbox has ended", "killed by SIGKILL", "sandbox-1.log")
+
+
+def test_a_sandbox_that_dies_before_it_is_ready(slurm, start):
+    job = start("true", env={"SANDBOX_COMMAND": "'echo no such image; exit 9'"})
+    _failed(job, "the sidecar sandbox has ended before it was ready: exit code 9", "no such image")
