@@ -86,6 +86,11 @@ def brings_python(runtime_env: Mapping[str, Any]) -> bool:
     return any(runtime_env.get(name) for name in (*_ENVIRONMENTS, *_CONTAINERS))
 
 
+def environments(runtime_env: Mapping[str, Any]) -> list[str]:
+    """The fields by which Ray makes an environment with packages."""
+    return [name for name in _ENVIRONMENTS if runtime_env.get(name)]
+
+
 def is_container(runtime_env: Mapping[str, Any]) -> bool:
     """Whether the command runs in a container, which Ray combines with no archives of a job."""
     return any(runtime_env.get(name) for name in _CONTAINERS)
@@ -170,6 +175,7 @@ def _conda_file(path: str) -> dict[str, Any]:
         raise ConfigError(_unreadable(_field("conda"), path, error, wanted)) from error
     if not isinstance(found, dict):
         raise ConfigError(_unreadable(_field("conda"), path, "it holds no mapping", wanted))
+    _conda(f"{_field('conda')}, the file {path!r},", found)
     return found
 
 
@@ -220,13 +226,19 @@ def _text_or_dict(field: str, value: Any) -> None:
 def _conda(field: str, value: Any) -> None:
     _text_or_dict(field, value)
     if isinstance(value, dict):
-        keys = {"name": _text, "channels": _texts, "dependencies": _list, "prefix": _text}
+        keys = {"name": _text, "channels": _texts, "dependencies": _dependencies, "prefix": _text}
         _keys(field, value, "", {**keys, "variables": _texts_by_text})
 
 
-def _list(field: str, value: Any) -> None:
+def _dependencies(field: str, value: Any) -> None:
+    """conda's own packages by name, and those of pip in a list below ``pip``."""
     if not isinstance(value, list):
         refuse(field, value, "a list")
+    for one in value:
+        if isinstance(one, dict):
+            _keys(field, one, "", {"pip": _texts})
+        elif not isinstance(one, str):
+            refuse(field, value, "a list of texts, one of which may be a dict with 'pip'")
 
 
 def _texts_by_text(field: str, value: Any) -> None:

@@ -1,7 +1,7 @@
 """What an embedded Ray that is over leaves: why it is over, and of one that died its jobs' logs.
 
 Ray's own folder is removed, so they are copied into one of the session's name first. Those of the
-last sessions are kept::
+last five that died are kept, and of the last fifty that were stopped the sentence::
 
     ray_local/<environment>/left/<session>/
         why.txt                  as the end of a sentence
@@ -33,6 +33,8 @@ CUT = f"{PREFIX}the first "
 _STOPPED = "the embedded Ray that had it has been stopped"
 #: Sessions that are kept, and bytes of each log: of a longer one the end.
 _SESSIONS, _LOG_BYTES = 5, 64 * 1024**2
+#: Of those that were stopped there is a sentence alone.
+_STOPPED_SESSIONS = 50
 #: Seconds that a caller waits for a folder's removal, which goes on without it.
 _REMOVE_WAIT_S = 5.0
 _AGAIN = 'sleep 3; rm -rf "$1"; sleep 12; rm -rf "$1";'
@@ -65,7 +67,9 @@ def keep(root: Path, home: Path, dead: tuple[str, Path] | None) -> None:
             except OSError as error:
                 log.warning("What the embedded Ray has left is not kept in %s: %s", folder, error)
     by_age = sorted((home / "left").glob("session_*"), key=lambda path: path.stat().st_mtime)
-    for folder in by_age[:-_SESSIONS]:
+    stopped = [folder for folder in by_age if why(home, folder.name) == _STOPPED]
+    died = [folder for folder in by_age if folder not in stopped]
+    for folder in (*stopped[:-_STOPPED_SESSIONS], *died[:-_SESSIONS]):
         shutil.rmtree(folder, ignore_errors=True)
 
 

@@ -46,6 +46,10 @@ _ANSWER_S = 5.0
 _MARK = "NEMO_RUN_RAY_LOCAL"
 _STOP_LIMIT_S = 20.0
 _LOCK_LIMIT_S = 180.0
+#: Seconds in which `ray start` notices that a process of its own has died.
+_LAST_WORDS_S = 1.5
+#: Seconds after which somebody who waits for the folder is told what for.
+_SILENT_S = 1.0
 #: Clusters that this process started, by pid: it is their parent and has to collect them.
 children: dict[int, subprocess.Popen[bytes]] = {}
 
@@ -84,7 +88,7 @@ class Home:
     _joined: ClassVar[set[tuple[int, Path]]] = set()
 
     def __init__(self, path: Path) -> None:
-        self.path = path
+        self.path = path = path.absolute()  # Ray's processes run in another folder
         self.log = path / "ray.log"
         self._state = path / "state.json"
         self._token = path / "token"
@@ -102,7 +106,11 @@ class Home:
         lock = FileLock(self.path / "lock", timeout=_LOCK_LIMIT_S)
         try:
             self.path.mkdir(parents=True, exist_ok=True, mode=0o700)
-            lock.acquire()
+            try:
+                lock.acquire(timeout=_SILENT_S)
+            except Timeout:
+                CONSOLE.log("Another process is starting or stopping the embedded Ray; waiting …")
+                lock.acquire()
         except Timeout as error:
             raise ClusterError(
                 f"Another process has been starting or stopping the embedded Ray for "
@@ -170,6 +178,10 @@ class Home:
         """Why a cluster cannot answer any more; empty while its processes live."""
         if state.lives:
             return ""
+        # Where more has died than the raylet, `ray start` says what in a moment, and ends.
+        deadline = time.monotonic() + _LAST_WORDS_S
+        while _lives(state.pid, state.born) and time.monotonic() < deadline:
+            time.sleep(0.05)
         last = self._read_any()
         if last is None or last.pid != state.pid:
             return f"The embedded Ray at {state.url} has been stopped."

@@ -16,6 +16,7 @@ _CHATTER = re.compile(r"\[state-dump\]|\[\d{4}-\d\d-\d\d [\d:,.]+ [IW] \d")
 _SERIOUS = re.compile(r"\[\d{4}-\d\d-\d\d [\d:,.]+ [ECF] \d")
 #: Where `ray start` begins and ends to repeat the log of a process that has died.
 _REPEATED = re.compile(r"----- (BEGIN|END) (\S+) tail")
+_RAYLET_LOG = "raylet.out"
 _COLOUR = re.compile(r"\x1b\[[0-9;]*m")
 
 
@@ -26,6 +27,8 @@ def end_of_log(path: Path) -> str:
     except OSError as error:
         return f"Its log {path} cannot be read: {error.strerror}."
     lines = list(_telling(_COLOUR.sub("", text).splitlines()))
+    if path.name == _RAYLET_LOG:  # states and statistics, but for its errors
+        lines = [line for line in lines if _SERIOUS.search(line)]
     if not lines:
         return (
             f"Its log {path} does not say why. A process that is killed without a word has often "

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from nemo_run_ray.remote.attempts import Attempt, attempt_id, attempt_of_row, attempts_of, first_id
 from nemo_run_ray.remote.rows import JobRow, JobRows
-from nemo_run_ray.remote.states import JobState
+from nemo_run_ray.remote.states import JobState, JobStatus
+
+if TYPE_CHECKING:
+    from nemo_run_ray.jobs.ledger import JobRecord
 
 #: Seconds from Ray's getting an attempt in which it begins to run where nothing is in its way.
 _FRESH_S = 3.0
@@ -138,6 +141,38 @@ def merged(
         ]
         result[name] = replace(now, running_at=min(moments, default=None))
     return result
+
+
+def known(
+    record: JobRecord, found: Attempts, now: float, running_at: Mapping[str, float] | None = None
+) -> Attempts:
+    """What is known of a job's attempts; none goes on of a job that is over.
+
+    Of a job that was given up while it waited Ray's table may have an attempt as pending still: a
+    stop of such a row is held back until Ray would start it.
+
+    Args:
+        record: of the job, with the attempts as they were written down.
+        found: as they are now; empty when the cluster does not tell.
+        now: seconds since the epoch, for an end that nobody has written down.
+        running_at: when attempts were seen running by their dispatcher.
+    """
+    attempts = merged(record.attempts, found, running_at)
+    if not record.terminal:
+        return attempts
+    status = JobStatus.from_json(record.terminal)
+    for name, one in attempts.items():
+        if not JobState(one.state).is_terminal:
+            before = record.attempts[name].ended_at if name in record.attempts else None
+            attempts[name] = replace(
+                one,
+                state=status.state.value,
+                reason=status.reason.value,
+                detail=status.detail,
+                ended_at=now if before is None else before,
+                seen_at=None,
+            )
+    return attempts
 
 
 def has_news(kept: Attempts, found: Attempts) -> bool:

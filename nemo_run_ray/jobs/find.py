@@ -32,6 +32,8 @@ def find(name: str) -> list[RemoteJob]:
     Raises:
         JobError: no such job was submitted from this NeMo-Run home.
     """
+    if not isinstance(name, str):
+        raise JobError(f"A job is found by the name of an experiment or its own, not by {name!r}.")
     bare = name.rpartition("/")[2]
     try:
         return [find_job(bare)]

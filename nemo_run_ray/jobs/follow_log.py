@@ -29,6 +29,8 @@ _LAST_WORDS_S = 1.0
 _ENTRYPOINT = "Running entrypoint for job "
 #: What Ray writes before that line.
 OF_RAY = re.compile(r"\d{4}-\d\d-\d\d .* job_manager\.py:\d+ -- ")
+#: The one of them that says nothing to who reads the log of a job that never started.
+_SETTING_UP = "-- Runtime env is setting up."
 #: Lines before that one that are held back: a Ray that words it otherwise must not hide a log.
 _HEAD_MAX_LINES = 1000
 
@@ -190,9 +192,13 @@ class _Frame:
     def rest(self) -> Iterator[str]:
         """What was held back at the log's end."""
         # The head of a log of which only the end was kept may hold the last line too.
-        yield from (line for line in self._head if not line.startswith(self._end_marks))
+        yield from (line for line in self._told() if not line.startswith(self._end_marks))
         if self._begun and not self._begun.startswith(self._end_marks):
             yield self._begun
+
+    def _told(self) -> list[str]:
+        """What the log of an attempt says that never started."""
+        return [line for line in self._head if _SETTING_UP not in line]
 
     def _may_be_ours(self) -> bool:
         return PREFIX.startswith(self._begun) or self._begun.startswith(PREFIX)
@@ -212,7 +218,7 @@ class _Frame:
                 yield early
             return
         if line.startswith(self._attempt_marks):  # the last attempt never started
-            yield from self._head
+            yield from self._told()
             yield self._readable(line)
             self._head = []
             return

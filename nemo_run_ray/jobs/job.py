@@ -111,7 +111,9 @@ class RemoteJob(ObservedJob):
 
     def _or_kept(self, cluster_log: Callable[[], Iterator[str]]) -> Iterator[str]:
         """The log of its cluster, or the one that was kept where the cluster does not have it."""
-        if self.kept.has_log and (self.cluster.runs_here or not self._is_on_cluster()):
+        # What the embedded Ray had was kept whole, unless the user has set a limit.
+        is_whole = self.cluster.runs_here and self.kept.is_whole
+        if self.kept.has_log and (is_whole or not self._is_on_cluster()):
             return self.kept.log()
         return self._begun_or_kept(cluster_log)
 

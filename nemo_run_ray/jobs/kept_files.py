@@ -34,6 +34,11 @@ class Kept:
     def has_log(self) -> bool:
         return self._log.exists()
 
+    @property
+    def is_whole(self) -> bool:
+        """Whether a log was kept from its first line on."""
+        return self.has_log and not next(self.log(), "").startswith(CUT)
+
     def log(self) -> Iterator[str]:
         """The text, piece by piece."""
         with open(self._log, encoding="utf-8", newline="") as file:

@@ -12,7 +12,7 @@ from nemo_run_ray.clusters import from_record
 from nemo_run_ray.dashboard.jobs_api import JobsApi
 from nemo_run_ray.errors import JobError, NemoRunRayError
 from nemo_run_ray.jobs import keep_logs, ledger, notes, why_pending
-from nemo_run_ray.jobs.attempt_records import AttemptRecord, Attempts, merged, of_rows
+from nemo_run_ray.jobs.attempt_records import AttemptRecord, Attempts, known, of_rows
 from nemo_run_ray.jobs.kept_files import Kept
 from nemo_run_ray.jobs.ledger import JobRecord, Ledger
 from nemo_run_ray.jobs.snapshot import Snapshot
@@ -110,7 +110,7 @@ class ObservedJob:
         running = (name for name, one in found.items() if one.state == JobState.RUNNING.value)
         for name in notes.have_begun(self, frozenset(running)):
             found[name] = replace(found[name], running_at=now)
-        return merged(self.record.attempts, found, running_at)
+        return known(self.record, found, now, running_at)
 
     def api(self) -> JobsApi:
         """The dashboard of its cluster.

@@ -20,6 +20,7 @@ class Interrupt:
     """
 
     #: Told by the main thread: those that wait may end with the program before they tell anything.
+    _nothing: ClassVar[str] = "Interrupted. Nothing of {name} was handed over."
     _help: ClassVar[str] = (
         "Interrupted. Jobs that were handed over go on:\n"
         "  look at them  nemo-run-ray status {name}\n"
@@ -30,6 +31,7 @@ class Interrupt:
     def __init__(self) -> None:
         self._happened = threading.Event()
         self._experiment = ""
+        self._has_sent = False
 
     def watch(self, experiment: str) -> None:
         """Notice Ctrl-C from now on, unless the program handles it. Only the main thread can.
@@ -39,6 +41,7 @@ class Interrupt:
         """
         if threading.current_thread() is not threading.main_thread():
             return
+        self._has_sent = self._has_sent and self._experiment == experiment
         self._experiment = experiment
         self._happened.clear()
         if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
@@ -54,6 +57,7 @@ class Interrupt:
         """Raise after Ctrl-C, before jobs are handed over: the cluster took long to come up."""
         if self._happened.is_set():
             raise NemoRunRayError("Interrupted. What was not handed over before is not sent.")
+        self._has_sent = True
 
     def end_wait(self, job: str, status: JobStatus) -> None:
         """Raise in a thread that waits for a job, after Ctrl-C."""
@@ -63,7 +67,8 @@ class Interrupt:
 
     def _note(self, number: int, frame: Any) -> None:
         self._happened.set()
-        told = self._help.format(name=shlex.quote(self._experiment))
+        text = self._help if self._has_sent else self._nothing
+        told = text.format(name=shlex.quote(self._experiment))
         raise plain_errors.explained(KeyboardInterrupt(told))
 
 

@@ -70,6 +70,7 @@ def _describe_task(spec: JobSpec, reserves: str, runtime_env: Mapping[str, Any])
         f"command   {shlex.join(spec.argv)}",
         *_describe_shell(spec),
         f"reserves  {reserves or 'nothing'}",
+        *([f"python    {spec.python}"] if spec.python else []),
         f"folder    {spec.cwd or 'a private run directory on the node'}",
     ]
     if runtime_env:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import logging
 import re
 from collections.abc import Mapping
 from dataclasses import replace
@@ -23,8 +24,10 @@ from nemo_run_ray.planning.commands import (
 from nemo_run_ray.planning.group_checks import check_probe, check_together, check_whole
 from nemo_run_ray.remote.group.addresses import RENDEZVOUS
 from nemo_run_ray.remote.spec import GroupSpec, JobSpec, RoleSpec
-from nemo_run_ray.runtime_env import brings_python, is_container, resolve
+from nemo_run_ray.runtime_env import brings_python, environments, is_container, resolve
 from nemo_run_ray.transport.folder_packager import FolderPackager, code_dir
+
+log = logging.getLogger(__name__)
 
 #: Longest name of a role: it is part of a folder's name on the node.
 ROLE_MAX = 48
@@ -66,7 +69,7 @@ def task_spec(role: Role, executor: RayExecutor) -> JobSpec:
         argv=tuple(argv),
         # NeMo-Run has put the variables of the code into role.env; a cluster file may have more.
         env={
-            name: replace_macros(value, executor)
+            name: replace_macros(_variable(name, value), executor)
             for name, value in {**executor.env_vars, **role.env}.items()
         },
         python=_python(executor),
@@ -81,6 +84,15 @@ def task_spec(role: Role, executor: RayExecutor) -> JobSpec:
     )
 
 
+def _variable(name: str, value: object) -> str:
+    if not isinstance(value, str):  # run.Script takes any
+        raise ConfigError(
+            f"The task's env has the name {name!r} with a value of type {type(value).__name__}; "
+            "the value of a variable is a text."
+        )
+    return value
+
+
 def _python(executor: RayExecutor) -> str | None:
     """The interpreter of a task: the one that is asked for, then that of its runtime environment,
     then the cluster's.
@@ -88,6 +100,14 @@ def _python(executor: RayExecutor) -> str | None:
     ``None`` is what the node's ``PATH`` gives, where Ray has put the Python of ``pip``, ``uv`` or
     ``conda`` first, and in a container that of the image.
     """
+    unseen = environments(executor.runtime_env)
+    if executor.python is not None and unseen:
+        log.warning(
+            "RayExecutor.python is %r: the task runs by it, and sees nothing of what %s of its "
+            "runtime_env installs. Leave one of them out.",
+            executor.python,
+            " and ".join(unseen),
+        )
     if executor.python is not None or brings_python(executor.runtime_env):
         return executor.python
     return executor.resolve_cluster().python

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from typing import List, Optional
+from typing import Any, List, Mapping, Optional
 
 #: pip's own lines, and those of build tools that it runs.
 _PIP = re.compile(r"^ERROR: (?P<words>.+)$")
@@ -16,6 +16,8 @@ _PODMAN = re.compile(r"stderr=(?P<words>.*)$")
 _NO_PODMAN = re.compile(r"^FileNotFoundError: .*No such file or directory: 'podman'$")
 #: The last line of a traceback.
 _RAISED = re.compile(r"^(?:[\w.]+\.)?(?P<kind>\w*(?:Error|Exception|Timeout))\b:? ?(?P<words>.*)$")
+#: What Ray says of a job for which no worker came up.
+NO_WORKER = "worker startup repeatedly failed"
 _NEVER_THE_CAUSE = ("SubprocessCalledProcessError", "RuntimeEnvSetupError", "ActorDiedError")
 #: How Ray begins what it raises itself; the reason is in the lines below.
 _SETUP_FAILED = re.compile(r"\bRuntimeEnvSetupError: Failed to set up runtime environment\.$")
@@ -27,6 +29,19 @@ _USAGE = re.compile(r"^(?P<words>no such option: .+|[\w.-]+: error: .+)$")
 #: nothing in it is known.
 _OUTPUT = re.compile(r"^Last \d+ lines of stdout:$")
 _END_LINES = 3
+
+
+def why_no_worker(row: Mapping[str, Any], message: str) -> str:
+    """Why a job has no worker: its environment was not built, or has no interpreter that starts.
+
+    Args:
+        row: the job in Ray's table.
+        message: Ray's.
+    """
+    if NO_WORKER not in message:
+        return cause_of(message)
+    executable = (row.get("runtime_env") or {}).get("py_executable")
+    return f"py_executable={executable!r} starts no worker: {message}" if executable else message
 
 
 def cause_of(text: str) -> str:

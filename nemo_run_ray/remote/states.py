@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any, Mapping
 
-from .env_error import cause_of
+from .env_error import NO_WORKER, why_no_worker
 from .exit_words import meaning
 from .rows import JobRow
 
@@ -129,6 +129,7 @@ class Cause(str, Enum):
     INFEASIBLE = "no node can ever take it"
     NOT_PLACED = "not placed in time"
     NOT_PREPARED = "could not be prepared"
+    RUNTIME_ENV = "its runtime environment could not be built"
     NOT_READY = "not ready in time"
     SERVICE_ENDED = "a service ended early"
     NODE_DIED = "a node or our process on it died"
@@ -161,13 +162,12 @@ FROM_CAUSE = {
     Cause.INFEASIBLE: Reason.UNSCHEDULABLE,
     Cause.NOT_PLACED: Reason.NOT_PLACED,
     Cause.NOT_PREPARED: Reason.NOT_STARTED,
+    Cause.RUNTIME_ENV: Reason.RUNTIME_ENV,
     Cause.NOT_READY: Reason.NOT_READY,
     Cause.SERVICE_ENDED: Reason.SERVICE_ENDED,
     Cause.NODE_DIED: Reason.NODE_DIED,
 }
 
-#: What Ray says of a job for which no worker came up.
-_NO_WORKER = "worker startup repeatedly failed"
 #: One next step for every reason, in words; what is in braces the client knows.
 NEXT_STEP = {
     Reason.NONE: "",
@@ -306,7 +306,7 @@ def _reason(error: str, node: str, message: str) -> Reason:
     if error == "JOB_SUPERVISOR_ACTOR_START_FAILURE" and node:
         return Reason.NODE_DIED  # it did start: Ray calls a supervisor so that is gone, too
     reason = FROM_RAY_ERROR.get(error, Reason.OTHER)
-    if reason is Reason.UNSCHEDULABLE and _NO_WORKER in message:
+    if reason is Reason.UNSCHEDULABLE and NO_WORKER in message:
         return Reason.RUNTIME_ENV  # Ray had a node for it
     return reason
 
@@ -333,7 +333,7 @@ def status_of_row(row: JobRow) -> JobStatus:
     reason = _reason(error, node, message)
     code = row.get("driver_exit_code")
     if not isinstance(code, int) or code == 0:
-        words = cause_of(message) if error.startswith("RUNTIME_ENV") else message
+        words = why_no_worker(row, message) if reason is Reason.RUNTIME_ENV else message
         return JobStatus(state, reason, f"{reason.value}: {words}".rstrip(": "), node)
     name = signal_name(code)
     cause = f"killed by {name} (exit code {code})" if name else f"exit code {code}"
@@ -343,7 +343,7 @@ def status_of_row(row: JobRow) -> JobStatus:
     causes = {cause.value: reason for cause, reason in FROM_CAUSE.items()}
     if endings and endings[-1][0] in causes:
         reason, cause = causes[endings[-1][0]], f"{cause}: {endings[-1][1]}"
-        if reason is Reason.NOT_STARTED:  # the words say all; a traceback of Ray's may follow
+        if reason in (Reason.NOT_STARTED, Reason.RUNTIME_ENV):  # a traceback may follow
             return JobStatus(state, reason, cause, node)
     lines = [line for line in tail.splitlines() if not _FRAME.search(line)]
     cause += meaning(code, "\n".join(lines))

@@ -191,7 +191,7 @@ def test_a_runtime_env_that_cannot_be_built(existing, unique):
 
     state, reason, log = finish(job)
 
-    assert (state, reason) == ("FAILED", "its command could not be started"), log
+    assert (state, reason) == ("FAILED", "the runtime environment could not be built"), log
     assert "client/0: no worker on node" in log
     assert "other/0| never" not in log
 

@@ -204,6 +204,21 @@ def test_a_file_that_cannot_be_read_is_named(tmp_path, monkeypatch, runtime_env,
         _sent(runtime_env)
 
 
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("dependncies: [x]", "the file 'e.yml', has the key 'dependncies'; did you mean"),
+        ("dependencies: [{pip: tabulate}]", r"\['pip'\] is 'tabulate'; allowed is a list of texts"),
+        ("dependencies: [3]", "allowed is a list of texts, one of which may be a dict with 'pip'"),
+    ],
+)
+def test_a_file_of_conda_is_checked_as_a_dict_is(tmp_path, monkeypatch, text, message):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "e.yml").write_text(text)
+    with pytest.raises(ConfigError, match=message):
+        resolve({"conda": "e.yml"})
+
+
 # ---------------------------------------------------------------------- which Python
 
 

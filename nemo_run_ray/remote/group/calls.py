@@ -46,10 +46,17 @@ class Pulled(NamedTuple):
 
 
 class Died(NamedTuple):
-    """An actor that cannot answer any more, and why, in words."""
+    """An actor that cannot answer any more.
+
+    Attributes:
+        actor: the actor.
+        words: why.
+        is_env: whether it never came up, since its runtime environment could not be built.
+    """
 
     actor: Actor
     words: str
+    is_env: bool = False
 
 
 Answer = Union[Pulled, Died]
@@ -126,7 +133,8 @@ class Calls:
             return None
         except self._ray.exceptions.RayError as error:
             call.actor.dead = True
-            return Died(call.actor, self._why_dead(error))
+            is_env = isinstance(error, self._ray.exceptions.RuntimeEnvSetupError)
+            return Died(call.actor, self._why_dead(error), is_env)
         call.actor.answers = True
         return Pulled(call.actor, *answer) if call.replica is None else None
 

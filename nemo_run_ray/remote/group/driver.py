@@ -35,6 +35,9 @@ from .roles_file import RolesFile
 _END_MARGIN_S = 30.0
 #: Seconds between two looks at the nodes, and two lines, while the replicas are prepared.
 _WATCH_S, _TELL_S = 5.0, 30.0
+#: Seconds in which a worker comes up by an interpreter of the role's own. Ray starts it again and
+#: again, and nothing else on the node meanwhile: it must have an end.
+_OWN_PYTHON_S = 90.0
 
 
 def run(runner: Runner, spec: GroupSpec, job: str, submission_id: str) -> int:
@@ -68,7 +71,7 @@ class _Driver:
         self._orders = Orders(spec, job, take_secrets(spec.secrets), forget_runtime_env())
         self._replicas: Dict[ReplicaId, ReplicaHandle] = {}
         self._actors: List[Actor] = []
-        self._watch_at = self._tell_at = 0.0
+        self._watch_at = self._tell_at = self._no_worker_at = 0.0
         #: Every node has confirmed that nothing of the group runs there.
         self.all_ended = False
         self._file = RolesFile(submission_id)
@@ -118,6 +121,7 @@ class _Driver:
         for actor in self._actors:
             self._calls.pull(actor)
         self._tell_at = time.monotonic() + _TELL_S
+        self._no_worker_at = time.monotonic() + _OWN_PYTHON_S
         self._happened(machine.Placed())
 
     # ------------------------------------------------------------------ what happens
@@ -169,12 +173,26 @@ class _Driver:
         for replica in waiting:
             if replica.node.node_id not in alive:
                 self._lost(replica, "the node died before the replica was prepared")
+            elif now >= self._no_worker_at and not actor_of(replica).answers:
+                self._refuse_own_python(replica)
         if now >= self._tell_at and waiting:
             self._tell_at = now + _TELL_S
-            hosts = ", ".join(
-                f"{name(replica.replica_id)} on {replica.node.host}" for replica in waiting[:8]
+            texts = [
+                f"{name(replica.replica_id)} on {replica.node.host}{_built_for(replica)}"
+                for replica in waiting[:8]
+            ]
+            say(f"waiting for {len(waiting)} replica(s) to be prepared: {', '.join(texts)}")
+
+    def _refuse_own_python(self, replica: ReplicaHandle) -> None:
+        executable = replica.role.runtime_env.get("py_executable")
+        if executable:
+            words = (
+                f"no worker on node {replica.node.host} ({replica.node.address}) has come up in "
+                f"{_OWN_PYTHON_S:.0f} s with py_executable={executable!r}: it must be there on the "
+                "node, and be able to import ray"
             )
-            say(f"waiting for {len(waiting)} replica(s) to be prepared: {hosts}")
+            cause = Cause.RUNTIME_ENV
+            self._happened(machine.Unprepared(replica.replica_id, words, cause))
 
     def _lost(self, replica: ReplicaHandle, why: str) -> None:
         for event in losses(replica, why):
@@ -235,6 +253,13 @@ class _Driver:
         if room is not None:
             room.leave()
         self._ray.shutdown()
+
+
+def _built_for(replica: ReplicaHandle) -> str:
+    """What Ray makes on the node before the replica's worker comes up."""
+    if actor_of(replica).answers or not replica.role.runtime_env:
+        return ""
+    return f" (Ray makes its runtime environment: {', '.join(sorted(replica.role.runtime_env))})"
 
 
 def _replicas_on(

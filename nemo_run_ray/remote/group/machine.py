@@ -80,6 +80,7 @@ class Unprepared:
 
     replica_id: ReplicaId
     words: str
+    cause: Cause = Cause.NOT_PREPARED
 
 
 @dataclass(frozen=True)
@@ -254,7 +255,7 @@ def _prepared(move: _Move, event: Prepared) -> None:
 
 def _unprepared(move: _Move, event: Unprepared) -> None:
     if move.replica(event.replica_id).life is Life.AWAITED:
-        move.fail(Outcome(1, Cause.NOT_PREPARED, f"{name(event.replica_id)}: {event.words}"))
+        move.fail(Outcome(1, event.cause, f"{name(event.replica_id)}: {event.words}"))
 
 
 def _ready(move: _Move, event: Ready) -> None:

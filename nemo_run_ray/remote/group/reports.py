@@ -6,6 +6,7 @@ import json
 from typing import Any, Iterator, Mapping
 
 from ..node.output import say, write
+from ..states import Cause
 from . import machine
 from .actors import ReplicaHandle, actor_of
 from .calls import Answer, Died, Pulled
@@ -16,12 +17,15 @@ def events_of(answer: Answer) -> Iterator[machine.Event]:
     """What has happened, as an answer tells; what the replicas print goes to the log on the way."""
     if isinstance(answer, Died):
         for replica in answer.actor.replicas:
-            yield from losses(replica, answer.words)
+            cause = Cause.RUNTIME_ENV if answer.is_env else Cause.NOT_PREPARED
+            yield from losses(replica, answer.words, cause)
     else:
         yield from _events_of_reports(answer)
 
 
-def losses(replica: ReplicaHandle, why: str) -> Iterator[machine.Event]:
+def losses(
+    replica: ReplicaHandle, why: str, cause: Cause = Cause.NOT_PREPARED
+) -> Iterator[machine.Event]:
     """The events of a replica that is lost.
 
     A dead actor means that a replica which is awaited still cannot be prepared, for Ray's own
@@ -30,7 +34,7 @@ def losses(replica: ReplicaHandle, why: str) -> Iterator[machine.Event]:
     """
     where = f"node {replica.node.host} ({replica.node.address})"
     if actor_of(replica).dead:
-        yield machine.Unprepared(replica.replica_id, f"no worker on {where}: {why}")
+        yield machine.Unprepared(replica.replica_id, f"no worker on {where}: {why}", cause)
     yield machine.Lost(replica.replica_id, f"{where}: {why}")
 
 

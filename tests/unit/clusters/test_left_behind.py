@@ -62,6 +62,18 @@ def test_only_the_last_sessions_are_kept(home, tmp_path):
     assert kept == set(names[-5:])
 
 
+def test_those_that_were_stopped_take_no_place_of_those_that_died(home, tmp_path):
+    died, *stopped = [f"session_2026-11-22_10-00-0{number}_1_1" for number in range(8)]
+    with home.locked():
+        home.write(_dead(tmp_path, 0, died))
+        home.remove_dead()
+        for number, name in enumerate(stopped, start=1):
+            (tmp_path / f"nray-{number}" / "r" / name).mkdir(parents=True)
+            left_behind.keep(tmp_path / f"nray-{number}", home.path, None)
+    assert home.left_log(died, "x_1.job") is not None
+    assert "has been stopped" in home.why_gone(stopped[0])
+
+
 def test_of_a_long_log_the_end_is_kept_and_it_says_so(home, tmp_path, monkeypatch):
     monkeypatch.setattr(left_behind, "_LOG_BYTES", 20)
     state = _dead(tmp_path)

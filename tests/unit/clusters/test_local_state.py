@@ -66,6 +66,46 @@ def test_a_dead_process(home, child):
     assert home.read() is None
 
 
+def test_a_folder_is_where_it_was_named(tmp_path, monkeypatch):
+    """Ray's processes run in another folder, where a relative path names another file."""
+    monkeypatch.chdir(tmp_path)
+    home = Home(Path("relative"))
+    assert home.path == tmp_path / "relative"
+    with home.locked():
+        env = home.environment(str(tmp_path))
+    assert env["RAY_AUTH_TOKEN_PATH"] == str(tmp_path / "relative" / "token")
+
+
+def test_who_waits_for_another_process_is_told(home, monkeypatch):
+    told = []
+    monkeypatch.setattr(local_state, "_SILENT_S", 0.05)
+    monkeypatch.setattr(local_state, "CONSOLE", SimpleNamespace(log=told.append))
+    program = (
+        "import sys, time; from filelock import FileLock\n"
+        "with FileLock(sys.argv[1]): print('held', flush=True); time.sleep(0.5)"
+    )
+    home.path.mkdir(parents=True, exist_ok=True)
+    words = [sys.executable, "-c", program, str(home.path / "lock")]
+    with subprocess.Popen(words, stdout=subprocess.PIPE, text=True) as other:
+        assert other.stdout.readline() == "held\n"
+        with home.locked():
+            pass
+    assert told == ["Another process is starting or stopping the embedded Ray; waiting …"]
+
+
+def test_a_raylets_statistics_do_not_say_why_it_died(tmp_path):
+    log = tmp_path / "raylet.out"
+    log.write_text(
+        "[2026-11-23 09:00:00,000 I 1 1] (raylet) main.cc:1: started\n - objects restored: 0\n"
+        "[2026-11-23 09:00:01,000 C 1 1] (raylet) agent.cc:2: An agent has died.\n - bytes: 0\n"
+    )
+    assert end_of_log(log).splitlines()[1:] == [
+        "  [2026-11-23 09:00:01,000 C 1 1] (raylet) agent.cc:2: An agent has died."
+    ]
+    log.write_text(" - objects restored: 0\n")
+    assert "does not say why" in end_of_log(log)
+
+
 def test_a_zombie_is_dead(home, child):
     home.write(_state(child.pid, process_identity(child.pid)))
     child.kill()

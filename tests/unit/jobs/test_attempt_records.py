@@ -3,15 +3,17 @@
 import dataclasses
 import errno
 import time
+from types import SimpleNamespace
 
 from hypothesis import given
 from hypothesis import strategies as st
 
 from nemo_run_ray.dashboard import job_table
 from nemo_run_ray.jobs import ledger, notes
-from nemo_run_ray.jobs.attempt_records import AttemptRecord, has_news, merged, of_rows
+from nemo_run_ray.jobs.attempt_records import AttemptRecord, has_news, known, merged, of_rows
 from nemo_run_ray.jobs.ledger import Ledger
 from nemo_run_ray.remote.attempts import CLAIM_KEY, NONCE_KEY
+from nemo_run_ray.remote.states import JobState, JobStatus, Reason
 from tests.unit.jobs.conftest import Handed
 
 _MOMENTS = st.none() | st.floats(0, 2e9)
@@ -40,6 +42,21 @@ def test_the_attempts_of_a_job_in_the_table():
 def test_what_was_posted_long_ago_may_have_begun_at_any_moment():
     (found,) = of_rows({"e.a": _row("RUNNING")}, "e.a", ["n"], now=60.0).values()
     assert (found.state, found.running_at) == ("RUNNING", None)
+
+
+def test_no_attempt_goes_on_of_a_job_that_is_over():
+    """Ray has the row of one that was given up as pending, until it would start it."""
+    given_up = JobStatus(JobState.FAILED, Reason.NOT_PLACED, "not placed in time")
+    record = SimpleNamespace(attempts={}, terminal=given_up.to_json())
+    pending = of_rows({"e.a": _row("PENDING")}, "e.a", ["n"], now=20.0)
+    (seen,) = known(record, pending, 20.0).values()
+    assert (seen.state, seen.detail) == ("FAILED", "not placed in time")
+    assert seen.ended_at == 20.0
+    record.attempts = {"e.a": seen}
+    (later,) = known(record, pending, 99.0).values()
+    assert later.ended_at == 20.0
+    record.terminal = None
+    assert known(record, pending, 99.0)["e.a"].state == "PENDING"
 
 
 def test_how_long_it_was_seen_running_is_written_down_as_it_grows():

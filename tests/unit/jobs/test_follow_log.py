@@ -279,17 +279,20 @@ def test_only_what_the_task_printed_is_left(printed, cuts):
 
 @given(st.lists(st.integers(0, 10_000)))
 def test_a_job_that_never_started_shows_what_ray_says(cuts):
-    text = f"{_SETTING_UP}runtime_env setup failed: x\nTraceback\n  y"
-    assert "".join(output_of(_in_pieces(text, cuts), (_MARK,))) == text
+    text = "runtime_env setup failed: x\nTraceback\n  y"
+    assert "".join(output_of(_in_pieces(f"{_SETTING_UP}{text}", cuts), (_MARK,))) == text
 
 
 @given(st.lists(st.integers(0, 10_000)))
 def test_every_attempt_has_a_head_of_its_own(cuts):
     """A line of the task's that looks like ours begins none."""
     mark = attempt_mark("0123456789")
-    never = f"{_SETTING_UP}why\n"
+    never = "why\n"
     own = "nemo_run_ray| attempt 2\nRunning entrypoint for job x: y\n"
-    log = f"{_HEAD}one\n{own}{_END}{mark}2\n{_HEAD}two\n{_END}{mark}3\n{never}{mark}4\n{_HEAD}4"
+    log = (
+        f"{_HEAD}one\n{own}{_END}{mark}2\n{_HEAD}two\n{_END}{mark}3\n"
+        f"{_SETTING_UP}{never}{mark}4\n{_HEAD}4"
+    )
     expected = (
         f"one\n{own}nemo_run_ray| attempt 2\ntwo\nnemo_run_ray| attempt 3\n{never}"
         "nemo_run_ray| attempt 4\n4"
@@ -309,11 +312,11 @@ def test_output_that_comes_before_rays_line_is_shown(cuts, early):
 
 def test_what_is_held_back_is_shown_when_the_source_breaks():
     def source():
-        yield _SETTING_UP
+        yield f"{_SETTING_UP}why\n"
         raise StreamCut("gone")
 
     found = output_of(source(), (_MARK,))
-    assert next(found) == _SETTING_UP
+    assert next(found) == "why\n"
     with pytest.raises(StreamCut):
         next(found)
 

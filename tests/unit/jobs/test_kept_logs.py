@@ -148,6 +148,15 @@ def test_a_longer_log_keeps_its_end(ray, unique):
     )
 
 
+def test_a_log_was_kept_whole_or_from_a_later_line_on(tmp_path):
+    kept = Kept(tmp_path, "x")
+    assert not kept.is_whole
+    kept.keep_log(["a line\n" * 100])
+    assert kept.is_whole
+    kept.keep_log(["a line\n" * 100], 50)
+    assert not kept.is_whole
+
+
 def test_what_a_user_sees_of_an_end_has_not_our_last_line(unique):
     with fake_ray(now=time.time()) as ray:
         handed = Handed(ray, unique, "job", keep_logs_max_bytes=100)

@@ -253,6 +253,23 @@ def test_a_tasks_variables_are_before_its_executors(planned):
     assert two.task.env == {"A": "executor", "B": "executor"}
 
 
+def test_a_variable_that_is_no_text_is_named(planned):
+    """NeMo-Run takes any value for a script's."""
+    with pytest.raises(ConfigError, match="'A' with a value of type int"):
+        planned(run.Script(inline="true", env={"A": 1}), _executor())
+
+
+def test_who_hides_the_packages_of_his_own_environment_is_told(planned, capsys):
+    told = "sees nothing of what pip of its"
+    task = run.Script(inline="true")
+    spec = planned(task, _executor(python="/opt/py", runtime_env={"pip": ["einops"]})).spec
+    assert spec.python == "/opt/py"
+    assert told in capsys.readouterr().out
+    planned(task, _executor(python="/opt/py", runtime_env={"env_vars": {"A": "1"}}))
+    planned(task, _executor(runtime_env={"pip": ["einops"]}))
+    assert told not in capsys.readouterr().out
+
+
 def test_what_a_plugin_sets_reaches_every_role(roles):
     """NeMo-Run gives plug-ins the executor of the group."""
     one, two = roles(

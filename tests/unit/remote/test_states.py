@@ -158,9 +158,12 @@ def test_a_worker_that_never_came_up_is_its_runtime_environments_fault():
         "Job supervisor actor could not be scheduled: worker startup repeatedly failed on the "
         "node, for example by a broken py_executable"
     )
-    status = status_of_row(_failed(None, message, "JOB_SUPERVISOR_ACTOR_UNSCHEDULABLE"))
+    row = _failed(None, message, "JOB_SUPERVISOR_ACTOR_UNSCHEDULABLE")
+    status = status_of_row(row)
     assert status.reason is Reason.RUNTIME_ENV
     assert "broken py_executable" in status.message
+    row["runtime_env"] = {"py_executable": "/no/py"}
+    assert "py_executable='/no/py' starts no worker" in status_of_row(row).message
     assert "Correct `runtime_env`" in status.message
 
 
@@ -192,6 +195,17 @@ def test_of_a_replica_that_could_not_be_prepared_our_own_words_are_all():
     )
     assert status.reason is Reason.NOT_STARTED
     assert status.detail == "exit code 1: a/0: no worker: name unknown"
+
+
+def test_of_a_group_an_environment_that_cannot_be_built_is_told_as_of_a_task():
+    """So it is not tried again, either."""
+    tail = (
+        "nemo_run_ray| end 01234567: [its runtime environment could not be built] a/0: no worker "
+        "on node n: the runtime environment could not be built: No matching distribution: nope\n"
+    )
+    status = status_of_row(_failed(1, f"{_MARKER}{tail}"))
+    assert status.reason is Reason.RUNTIME_ENV
+    assert status.detail.endswith("No matching distribution: nope")
 
 
 def test_podman_is_named_where_it_is_what_failed():

@@ -592,6 +592,8 @@ def test_an_unprepared_replica_finishes_the_group():
     _, actions = step(group, Unprepared(_TRAIN1, "port 80 is taken"))
     words = "train/1: port 80 is taken"
     assert actions == [Finish(Outcome(1, Cause.NOT_PREPARED, words))]
+    _, actions = step(group, Unprepared(_TRAIN1, "port 80 is taken", Cause.RUNTIME_ENV))
+    assert actions == [Finish(Outcome(1, Cause.RUNTIME_ENV, words))]
 
 
 def test_who_is_in_words_as_in_the_prefix_of_its_lines():
