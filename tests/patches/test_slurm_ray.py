@@ -1,0 +1,198 @@
+"""NeMo-Run's script of a Ray cluster on Slurm and ours, from the same input."""
+
+from __future__ import annotations
+
+import base64
+import io
+import re
+import subprocess
+import sys
+import zipfile
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import nemo_run as run
+import pytest
+from nemo_run.run.ray.slurm import SlurmRayCluster, SlurmRayRequest
+
+from nemo_run_ray import patches
+from nemo_run_ray.errors import UnsupportedNemoRun
+from nemo_run_ray.slurm_script import node_program
+
+Both = Callable[..., tuple[str, str]]
+#: Fields of an executor that NeMo-Run sets after it was made.
+_NO_ARGUMENTS = ("stderr_to_stdout", "run_as_group", "resource_group")
+_PATCH = patches.PATCHES["slurm_ray"]
+
+
+@pytest.fixture
+def both(tmp_path) -> Iterator[Both]:
+    """(NeMo-Run's script, ours) of a request's fields and an executor's."""
+
+    def make(executor: dict[str, Any] | None = None, **fields: Any) -> tuple[str, str]:
+        def request() -> SlurmRayRequest:
+            tunnel = run.LocalTunnel(job_dir=str(tmp_path))
+            given = {"account": "acc", "partition": "gpu", "nodes": 2, "tunnel": tunnel}
+            given |= executor or {}
+            later = {name: given.pop(name) for name in _NO_ARGUMENTS if name in given}
+            slurm = run.SlurmExecutor(**given)
+            for name, value in later.items():
+                setattr(slurm, name, value)
+            return SlurmRayRequest(
+                name="c",
+                cluster_dir=str(tmp_path / "c"),
+                executor=slurm,
+                launch_cmd=["sbatch"],
+                **{"template_name": "ray.sub.j2", **fields},
+            )
+
+        theirs = request().materialize()
+        patches.apply("slurm_ray")
+        try:
+            return theirs, request().materialize()
+        finally:
+            patches.undo("slurm_ray")
+
+    yield make
+    assert _PATCH.status() == "off"
+
+
+def _lines(script: str, pattern: str) -> list[str]:
+    return [line for line in script.splitlines() if re.search(pattern, line)]
+
+
+def _step(script: str) -> str:
+    """The line that starts Ray: ours on all nodes, NeMo-Run's on the head."""
+    return _lines(script, r"^srun .*(node\.pyz|head\.log)")[0]
+
+
+_EXECUTORS = {
+    "plain": {},
+    "containers": {
+        "container_image": "nvcr.io/x:1",
+        "container_mounts": ["/a:/b", "/nemo_run:/d"],
+        "gpus_per_node": 8,
+    },
+    "gres": {"gres": "gpu:4", "qos": "high", "mem": "0", "exclusive": True},
+    "variables": {"env_vars": {"wandb_api_key": "$KEY", "A": "'a b'"}},
+    "setup": {"setup_lines": "module load cuda\nexport SETUP=1"},
+    "parameters": {"additional_parameters": {"switches": 1}, "stderr_to_stdout": False},
+}
+
+
+@pytest.mark.parametrize("name", _EXECUTORS)
+def test_flags_variables_and_srun_arguments_are_nemo_runs(both, name):
+    theirs, ours = both(_EXECUTORS[name], nemo_run_dir="/shared/run")
+    assert _lines(ours, "^#SBATCH") == _lines(theirs, "^#SBATCH")
+    env = _EXECUTORS[name].get("env_vars", {})
+    for variable, value in env.items():
+        assert f"export {variable.upper()}={value}" in ours.splitlines()
+    assert _EXECUTORS[name].get("setup_lines", "") in ours
+    arguments = _step(theirs).partition(" --container-name=")[0]
+    assert _step(ours).startswith(arguments)
+    assert "--container-name=ray-head" in _step(ours)
+
+
+@pytest.mark.parametrize("template", ["ray.sub.j2", "ray_enroot.sub.j2"])
+def test_both_templates_are_bash_that_bash_reads(both, template):
+    _, ours = both({"gpus_per_node": 8}, template_name=template, command="python x.py")
+    done = subprocess.run(["bash", "-n"], input=ours, text=True, capture_output=True)
+    assert done.returncode == 0, done.stderr
+    assert "{{" not in ours
+    assert "{%" not in ours
+    assert ("enroot exec" in ours) == (template == "ray_enroot.sub.j2")
+
+
+def test_no_variable_is_written_into_a_log(both):
+    """NeMo-Run's traces its script, and prints the environment of every node."""
+    theirs, ours = both({"env_vars": {"HF_TOKEN": "s3cr3t"}})
+    assert _lines(theirs, "^(env|set -eoux pipefail)$")
+    assert not _lines(ours, r"^\s*env\s*$|set -\w*x|bash -x")
+
+
+def test_one_step_whatever_the_number_of_nodes(both):
+    for nodes in (1, 64):
+        _, ours = both({"nodes": nodes}, command="true")
+        assert len(_lines(ours, r"^\s*srun (?!.*\\\$node)")) == 1  # the attach script has others
+        assert not _lines(ours, r"\b(squeue|sacct|sinfo)\b|scontrol show job")
+
+
+def test_the_driver_has_its_own_step_when_it_has_arguments_of_srun(both):
+    theirs, ours = both({"srun_args": ["--comment=a b"]}, command="python x.py", workdir="/code")
+    (upstream,) = _lines(theirs, r"^\s*srun .*job\.log")
+    (own,) = _lines(ours, r"^\s*srun .*job\.log")
+    for words in ("--overlap '--comment=a b'", "--container-name=ray-head", 'bash -c "$COMMAND"'):
+        assert words in upstream
+        assert words in own
+    assert "COMMAND_WORKDIR=/code" in theirs
+    assert "COMMAND_WORKDIR=/code" in ours
+
+
+def test_the_command_is_expanded_as_nemo_runs_is(both):
+    theirs, ours = both(command="python x.py --seed $SLURM_JOB_ID")
+    assert _lines(ours, "^COMMAND=") == _lines(theirs, "^COMMAND=")
+
+
+def test_commands_before_ray_run_on_every_node(both):
+    _, ours = both(pre_ray_start_commands=["export A=1", "echo \\$HOSTNAME"])
+    before, _, after = ours.partition("export A=1\necho \\$HOSTNAME\n")
+    assert "NEMO_RUN_RAY_PRE_START=$(cat <<EOF" in before
+    assert "node.pyz" in after
+
+
+def test_groups_of_a_heterogeneous_job(both):
+    groups = [
+        run.SlurmExecutor.ResourceRequest(
+            packager=run.Packager(),
+            nodes=nodes,
+            ntasks_per_node=1,
+            het_group_index=index,
+            env_vars={"ROLE": f"r{index}"},
+        )
+        for index, nodes in enumerate((2, 1))
+    ]
+    executor = {"heterogeneous": True, "run_as_group": True, "resource_group": groups}
+    theirs, ours = both(executor, command="true", command_groups=[["true"], ["serve"]])
+    assert _lines(ours, "^#SBATCH") == _lines(theirs, "^#SBATCH")
+    assert "srun --het-group=0 " in _step(ours)
+    assert _lines(ours, "^het_group_host_1=") == _lines(theirs, "^het_group_host_1=")
+    assert _lines(ours, "overlap-1") == _lines(theirs, "overlap-1") != []
+    assert "export ROLE=r1" in ours.splitlines()
+
+
+def test_a_template_of_the_users_own_stays(both, tmp_path):
+    (tmp_path / "ray.sub.j2").write_text("mine {{ log_dir }}")
+    theirs, ours = both(template_dir=str(tmp_path))
+    assert theirs == ours
+    assert ours.startswith("mine ")
+
+
+def test_the_script_carries_a_program_that_python_runs(both, tmp_path):
+    _, ours = both()
+    text = ours.partition("<<'NODE_PROGRAM'\n")[2].partition("\nNODE_PROGRAM\n")[0]
+    assert base64.b64decode(text) == node_program()
+    with zipfile.ZipFile(io.BytesIO(node_program())) as archive:
+        assert "nemo_run_ray_remote/slurm/node.py" in archive.namelist()
+    (tmp_path / "node.pyz").write_bytes(node_program())
+    words = [sys.executable, "-I", str(tmp_path / "node.pyz")]
+    done = subprocess.run(words, capture_output=True, text=True, env={})
+    assert done.returncode == 2
+    assert "this program is started by `srun` in the job's script" in done.stdout
+
+
+def test_a_dry_run_makes_no_folder(tmp_path, capsys):
+    tunnel = run.LocalTunnel(job_dir=str(tmp_path / "jobs"))
+    executor = run.SlurmExecutor(account="a", partition="p", tunnel=tunnel)
+    patches.apply("slurm_ray")
+    try:
+        SlurmRayCluster(name="c", executor=executor).create(dryrun=True)
+    finally:
+        patches.undo("slurm_ray")
+    assert "node.pyz" in capsys.readouterr().out
+    assert not (tmp_path / "jobs").exists()
+
+
+def test_a_nemo_run_without_the_seam_is_refused(monkeypatch):
+    monkeypatch.delattr(SlurmRayRequest, "materialize")
+    with pytest.raises(UnsupportedNemoRun, match=r"SlurmRayRequest\.materialize"):
+        patches.apply("slurm_ray")
