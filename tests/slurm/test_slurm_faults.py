@@ -234,11 +234,16 @@ def test_the_driver_waits_for_the_sandbox_of_every_node(slurm, start):
     job.wait_gone()
 
 
-def test_a_sandbox_that_dies_ends_the_job(slurm, start):
-    job = start(_FOREVER, env={"SANDBOX_COMMAND": f"'exec {_SERVER}'"})
+@pytest.mark.parametrize("image", ["", "sandbox:1"])
+def test_a_sandbox_that_dies_ends_the_job(slurm, start, tmp_path, image):
+    """Beside Ray, or in a container of its own."""
+    variables = {"SANDBOX_COMMAND": f"'exec {_SERVER}'", "SANDBOX_CONTAINER": image}
+    job = start(_FOREVER, env=variables)
     job.wait_ready()
     _kill(slurm, "n2", "http.server")
     _failed(job, "node n2", "the sidecar sandbox has ended", "killed by SIGKILL", "sandbox-1.log")
+    calls = (tmp_path / "pyxis").read_text()
+    assert ("--container-image=sandbox:1" in calls) == bool(image)
 
 
 def test_a_sandbox_that_dies_before_it_is_ready(slurm, start):

@@ -8,11 +8,12 @@ import sys
 from ..node.output import say
 from ..node.process import Runner, guard
 from ..node.tree import adopt_orphans
+from . import companion
 from .commands import Commands
 from .head import Head
 from .node import Node
 from .run_folder import RunFolder
-from .settings import WrongSetting, job_of, read
+from .settings import COMPANION, WrongSetting, job_of, read
 from .temp_dir import temp_dir_of
 from .worker import Worker
 
@@ -30,6 +31,8 @@ def main() -> int:
     def take_part(runner: Runner) -> int:
         adopt_orphans()
         folder = RunFolder(settings.run, settings.rank)
+        if env.get(COMPANION):
+            return companion.run(runner, settings, folder, Commands(tag), env)
         kind = Head if settings.is_head else Worker
         node: Node = kind(settings, folder, Commands(tag), env)
         return node.run(runner)

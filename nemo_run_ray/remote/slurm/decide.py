@@ -121,7 +121,7 @@ def _missing(settings: Settings, view: View) -> str:
     slow = [
         f"{sidecar.name} on {report.host} (log: {settings.log(sidecar.name)})"
         for rank, report in sorted(view.reports.items())
-        for sidecar in settings.sidecars
+        for sidecar in (*settings.sidecars, *settings.companions)
         if (sidecar.everywhere or rank == 0) and sidecar.name not in report.ready
     ]
     return f"sidecars that are not ready: {'; '.join(slow[:8])}" if slow else ""

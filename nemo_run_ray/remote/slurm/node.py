@@ -25,9 +25,9 @@ from .temp_dir import make_private, remove_stale
 #: Seconds of one turn of the loop.
 TURN_S = 0.25
 #: Seconds between two looks at whether the run is over.
-_LOOK_S = 1.0
+LOOK_S = 1.0
 #: From SIGTERM to SIGKILL. Slurm itself gives 30 s.
-_GRACE_S = 10.0
+GRACE_S = 10.0
 #: A `ray start` that ends within so many seconds did not start; later, Ray has died.
 _STARTING_S = 60.0
 _NOT_FOUND = 127
@@ -96,7 +96,7 @@ class Node(ABC):
 
     def leave(self, end: End) -> int:
         """End everything of this node, and say so; the exit code of its task."""
-        self.commands.stop(_GRACE_S)
+        self.commands.stop(GRACE_S)
         if "RAY_TEMP_DIR" not in self.env:
             shutil.rmtree(self.settings.temp_dir, ignore_errors=True)
         with suppress(OSError):  # the file system may be what has failed
@@ -141,7 +141,7 @@ class Node(ABC):
         began = time.monotonic() - self._started_at < _STARTING_S and not self.folder.is_ready()
         if began and self._starts < self.settings.starts and self.ray.exit_code != _NOT_FOUND:
             self.say(f"`ray start` has ended: {how}. It is started again, with other ports.")
-            self.commands.stop(_GRACE_S, keep=self.sidecars.running)
+            self.commands.stop(GRACE_S, keep=self.sidecars.running)
             self.start_ray()
             return None
         log = self.settings.node_log
@@ -151,16 +151,11 @@ class Node(ABC):
 
     def _begin(self) -> Optional[End]:
         """Find out whether this node can take part."""
-        deadline = time.monotonic() + self.settings.share_limit_s
-        while not self.folder.is_shared():
-            if time.monotonic() >= deadline:
-                return self.failed(
-                    f"the folder {self.settings.run} is not shared: this node has not seen within "
-                    f"{self.settings.share_limit_s:g} s what the job's script has written there"
-                )
-            time.sleep(TURN_S)
-        self.folder.prepare()
-        os.makedirs(self.settings.logs, exist_ok=True)
+        if not await_shared(self.settings, self.folder):
+            return self.failed(
+                f"the folder {self.settings.run} is not shared: this node has not seen within "
+                f"{self.settings.share_limit_s:g} s what the job's script has written there"
+            )
         remove_stale(self.settings.job)
         make_private(self.settings.temp_dir)
         self.folder.beat()
@@ -193,7 +188,7 @@ class Node(ABC):
         return End(143, "the job was cancelled")
 
     def _over(self) -> Optional[End]:
-        if time.monotonic() - self._looked_at < _LOOK_S:
+        if time.monotonic() - self._looked_at < LOOK_S:
             return None
         self._looked_at = time.monotonic()
         return self.folder.end()
@@ -205,6 +200,18 @@ class Node(ABC):
         self.folder.beat()
         watched = self.watched()
         self.dead = self._pulse.round(self.folder.beats(watched), watched)
+
+
+def await_shared(settings: Settings, folder: RunFolder) -> bool:
+    """Wait until this node sees what the job's script has written; whether it does in time."""
+    deadline = time.monotonic() + settings.share_limit_s
+    while not folder.is_shared():
+        if time.monotonic() >= deadline:
+            return False
+        time.sleep(TURN_S)
+    folder.prepare()
+    os.makedirs(settings.logs, exist_ok=True)
+    return True
 
 
 def _salt(job: str) -> int:

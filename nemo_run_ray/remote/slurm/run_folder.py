@@ -10,6 +10,7 @@ no time in a file is compared with a reader's clock.
     command, workdir    the driver, a line for bash, and where it runs; written once env.sh is there
     driver_exit_code    of a driver that the job's script runs itself
     nodes/3.json        what the node with rank 3 says of itself
+    nodes/3.beside.json what the step beside it says of the sidecars that it runs there
     beats/3             a number that grows while the program of rank 3 lives
     head.json           where Ray's GCS and dashboard are, once the GCS listens
     ready.json          the same, once the cluster is ready
@@ -24,7 +25,7 @@ import contextlib
 import json
 import os
 import shlex
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Dict, List, Mapping, Optional, Set
 
 from ..files import write_file
@@ -34,6 +35,7 @@ from ..files import write_file
 LATE_ROUNDS = 10
 #: Seconds from one beat to the next.
 BEAT_S = 3.0
+_BESIDE = ".beside.json"
 
 
 @dataclass(frozen=True)
@@ -111,18 +113,28 @@ class RunFolder:
         for name in ("nodes", "beats"):
             os.makedirs(self.file(name), exist_ok=True)
 
-    def report(self, report: NodeReport) -> None:
-        self._write(os.path.join("nodes", f"{self._rank}.json"), asdict(report))
+    def report(self, report: NodeReport, is_beside: bool = False) -> None:
+        """Say something of this node, or of the sidecars that a step beside it runs."""
+        end = _BESIDE if is_beside else ".json"
+        self._write(os.path.join("nodes", f"{self._rank}{end}"), asdict(report))
 
     def reports(self) -> Dict[int, NodeReport]:
         """What every node says of itself, by rank."""
+        found = self._reports(".json")
+        for rank, beside in self._reports(_BESIDE).items():
+            if rank in found:
+                own = found[rank]
+                ready, failed = [*own.ready, *beside.ready], own.failed or beside.failed
+                found[rank] = replace(own, ready=ready, failed=failed)
+        return found
+
+    def _reports(self, end: str) -> Dict[int, NodeReport]:
         found = {}
         for name in self._names("nodes"):
-            rank, _, end = name.partition(".")
-            if rank.isdigit() and end == "json":
-                row = self._read(os.path.join("nodes", name))
-                if row is not None:
-                    found[int(rank)] = NodeReport(**row)
+            rank, dot, rest = name.partition(".")
+            row = self._read(os.path.join("nodes", name)) if dot + rest == end else None
+            if rank.isdigit() and row is not None:
+                found[int(rank)] = NodeReport(**row)
         return found
 
     def beat(self) -> None:

@@ -12,6 +12,8 @@ from ..spec import ProbeSpec
 
 #: The folder of this run of the job, which all nodes share. The job's script makes it.
 RUN = "NEMO_RUN_RAY_RUN"
+#: Set in the step that runs sidecars in a container of their own, beside the step with Ray.
+COMPANION = "NEMO_RUN_RAY_COMPANION"
 #: Variables with which users set a port of Ray (the names are NeMo-Run's), and their options of
 #: ``ray start``. The first three are the head's alone.
 HEAD_PORTS = {
@@ -82,7 +84,8 @@ class Settings:
         debugger: whether ``ray start`` gets ``--ray-debugger-external``.
         log_sync_s: from one copy of Ray's logs to the next; ``None`` copies none.
         ends_at: seconds since 1970 at which Slurm's time limit ends the job, or ``None``.
-        sidecars: of this node.
+        sidecars: that this program runs on this node.
+        companions: those of this node that a step of their own runs, in another container.
         sandbox_ports: folder for the seeds' files of readiness; empty for none.
     """
 
@@ -110,6 +113,7 @@ class Settings:
     log_sync_s: Optional[float] = None
     ends_at: Optional[float] = None
     sidecars: Tuple[Sidecar, ...] = ()
+    companions: Tuple[Sidecar, ...] = ()
     sandbox_ports: str = ""
 
     @property
@@ -148,6 +152,9 @@ def read(env: Mapping[str, str], temp_dir: str) -> Settings:
             "set; this program is started by `srun` in the job's script"
         )
     run = env[RUN]
+    own, companions = _sidecars(env), _companions(env)
+    if env.get(COMPANION):
+        own, companions = [*companions], ()
     return Settings(
         run=run,
         logs=env.get("LOG_DIR") or run,
@@ -162,7 +169,8 @@ def read(env: Mapping[str, str], temp_dir: str) -> Settings:
         worker_units=_gpus(env) or 1,
         temp_dir=env.get("RAY_TEMP_DIR") or temp_dir,
         ports=_ports(env),
-        sidecars=tuple(one for one in _sidecars(env) if one.everywhere or rank == 0),
+        sidecars=tuple(one for one in own if one.everywhere or rank == 0),
+        companions=companions,
         sandbox_ports=env.get("SANDBOX_PORTS_DIR", ""),
         ends_at=_number(env, "SLURM_JOB_END_TIME"),
         **_choices(env, nodes - 1),
@@ -253,22 +261,28 @@ def _sidecars(env: Mapping[str, str]) -> List[Sidecar]:
         found = [Sidecar(**{**row, "probe": _probe(row.get("probe"))}) for row in rows]
     except (ValueError, TypeError) as error:
         raise WrongSetting(f"NEMO_RUN_RAY_SIDECARS cannot be read: {error!r}") from error
-    command = env.get("SANDBOX_COMMAND", "")
-    if command and not env.get("SANDBOX_CONTAINER"):  # else it has a step of its own
-        found.append(_sandbox(env, command))
+    if not env.get("SANDBOX_CONTAINER"):
+        found += _sandbox(env)
     return found
+
+
+def _companions(env: Mapping[str, str]) -> Tuple[Sidecar, ...]:
+    return tuple(_sandbox(env)) if env.get("SANDBOX_CONTAINER") else ()
 
 
 def _probe(row: Optional[Dict[str, Any]]) -> Optional[ProbeSpec]:
     return None if row is None else ProbeSpec(**{**row, "command": tuple(row.get("command", ()))})
 
 
-def _sandbox(env: Mapping[str, str], command: str) -> Sidecar:
+def _sandbox(env: Mapping[str, str]) -> List[Sidecar]:
     """The sandbox of NeMo-RL's ``ray.sub``: a server on every node, ready when its port is.
 
     ``SANDBOX_ENV_VARS`` is written as ``srun --export`` takes it: ``NAME=value`` sets a variable,
     and ``NAME`` passes on what the job's script has.
     """
+    command = env.get("SANDBOX_COMMAND", "")
+    if not command:
+        return []
     given: Dict[str, str] = {}
     for pair in env.get("SANDBOX_ENV_VARS", "").split(","):
         name, equals, value = pair.strip().partition("=")
@@ -280,4 +294,4 @@ def _sandbox(env: Mapping[str, str], command: str) -> Sidecar:
     given["NGINX_PORT"] = str(port)
     given["SANDBOX_WORKER_BASE_PORT"] = env.get("SANDBOX_BASE_PORT") or "6001"
     probe = ProbeSpec(kind="port", port=port, timeout_s=600.0)
-    return Sidecar(name="sandbox", command=command, probe=probe, env=given)
+    return [Sidecar(name="sandbox", command=command, probe=probe, env=given)]

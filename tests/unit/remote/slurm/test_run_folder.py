@@ -31,6 +31,17 @@ def test_what_one_node_says_the_others_read(tmp_path):
     assert worker.head() == _HEAD
 
 
+def test_the_step_beside_speaks_for_its_sidecars(tmp_path):
+    folder = RunFolder(str(tmp_path), 1)
+    folder.prepare()
+    folder.report(NodeReport(host="n2", ready=["box"]), is_beside=True)
+    assert folder.reports() == {}, "the node itself has not begun"
+    folder.report(NodeReport(host="n2", address="a", ready=["own"]))
+    assert folder.reports()[1] == NodeReport(host="n2", address="a", ready=["own", "box"])
+    folder.report(NodeReport(host="n2", failed="it died"), is_beside=True)
+    assert folder.reports()[1].failed == "it died"
+
+
 def test_a_file_that_is_not_whole_is_not_there_yet(tmp_path):
     folder = RunFolder(str(tmp_path), 0)
     folder.prepare()

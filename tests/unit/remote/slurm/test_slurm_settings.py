@@ -134,4 +134,8 @@ def test_the_sandbox_of_nemo_rl():
 
 
 def test_a_sandbox_in_a_container_is_a_step_of_its_own():
-    assert _read(SANDBOX_COMMAND="/start.sh", SANDBOX_CONTAINER="image").sidecars == ()
+    given = {"SANDBOX_COMMAND": "/start.sh", "SANDBOX_CONTAINER": "image"}
+    with_ray, beside = _read(**given), _read(**given, NEMO_RUN_RAY_COMPANION="1")
+    assert with_ray.sidecars == beside.companions == ()
+    assert with_ray.companions == beside.sidecars
+    assert [one.name for one in beside.sidecars] == ["sandbox"]
