@@ -28,7 +28,7 @@ import httpx
 import nemo_run as run
 import psutil
 
-from benchmarks import chains, cloud, groups, status
+from benchmarks import chains, cloud, groups, slurm, status
 from nemo_run_ray import ExistingCluster, LocalCluster, RayExecutor
 from nemo_run_ray.clusters import Dashboard
 from nemo_run_ray.dashboard.jobs_api import JobsApi
@@ -58,9 +58,10 @@ def main(wanted: list[str]) -> None:
     )
     results |= {"python": platform.python_version(), "rounds": ROUNDS}
     measures: dict[str, Callable[[], object]] = {
-        "cloud": cloud.measure,  # these three before there is a Ray
+        "cloud": cloud.measure,  # these four before there is a Ray
         "import": measure_import,
         "status": status.measure,
+        "slurm": slurm.measure,
         "start": lambda: measure_start(embedded()),
         "upload": lambda: measure_upload(embedded()),
         "polling": lambda: measure_polling(embedded()),
@@ -73,7 +74,7 @@ def main(wanted: list[str]) -> None:
     }
     for name in wanted or measures:
         print(f"measuring: {name}", file=sys.stderr, flush=True)
-        if name not in ("cloud", "import", "status"):
+        if name not in ("cloud", "import", "status", "slurm"):
             embedded()
         results[name] = measures[name]()
     latest.write_text(json.dumps(results, indent=1))
@@ -320,6 +321,7 @@ SHOW: dict[str, Callable[[dict, Add], None]] = {
     "64 replicas": groups.show_replicas,
     "chain": chains.show,
     "cloud": cloud.show,
+    "slurm": slurm.show,
     "import": lambda found, add: add(
         "import nemo_run_ray adds", f"{found['added_s']:.3f} s", "< 0.1"
     ),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -27,16 +28,37 @@ COUNT = 4
 NUMBER = str(20 + int(os.environ.get("PYTEST_XDIST_WORKER", "gw0")[2:]))
 
 
+#: Requests of ``scontrol show``, ``squeue``, ``sinfo`` and ``sdiag``.
+_LOOKS = {
+    "REQUEST_BUILD_INFO",
+    "REQUEST_FED_INFO",
+    "REQUEST_JOB_INFO",
+    "REQUEST_JOB_INFO_SINGLE",
+    "REQUEST_NODE_INFO",
+    "REQUEST_PARTITION_INFO",
+    "REQUEST_STATS_INFO",
+}
+
+
 class Slurm:
-    """Slurm on the hosts n1 to n4, and what can happen to them.
+    """Slurm on the hosts n1, n2, …, and what can happen to them.
 
     Args:
         folder: that the hosts share, for logs and jobs.
+        count: of the hosts.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, count: int = COUNT) -> None:
         self.folder = folder
+        self._count = count
         self.conf = f"/run/testbed{NUMBER}/slurm/slurm.conf"
+
+    @contextlib.contextmanager
+    def environment(self) -> Iterator[None]:
+        """Let Slurm's commands of this process find this Slurm."""
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("SLURM_CONF", self.conf)
+            yield
 
     def bed(self, *arguments: str) -> str:
         return _done([sys.executable, str(_TESTBED), *arguments], {"TESTBED": NUMBER})
@@ -59,15 +81,19 @@ class Slurm:
 
     def wait_idle(self) -> None:
         """Until Slurm would use all hosts."""
-        wait_for(lambda: self.ask("sinfo", "-h", "-o", "%D %t").split() == [str(COUNT), "idle"], 90)
+        idle = [str(self._count), "idle"]
+        wait_for(lambda: self.ask("sinfo", "-h", "-o", "%D %t").split() == idle, 90)
 
     def rpcs(self) -> dict[str, int]:
-        """How often the controller was asked for what, since ``forget_rpcs``."""
+        """How often the controller was asked for what, since ``forget_rpcs``.
+
+        What tests and NeMo-Run ask to see where a job is does not count.
+        """
         told = self.ask("sdiag").partition("by message type")[2].partition("by user")[0]
         found = {
             name: int(count) for name, count in re.findall(r"(REQUEST_\w+).*count:(\d+)", told)
         }
-        return {name: count for name, count in found.items() if name != "REQUEST_STATS_INFO"}
+        return {name: count for name, count in found.items() if name not in _LOOKS}
 
     def forget_rpcs(self) -> None:
         self.ask("sdiag", "-r")

@@ -19,7 +19,7 @@ from .network import head_addresses, listening
 from .node import TURN_S, Node
 from .ray_nodes import RayNodes
 from .ray_start import for_drivers, head_words
-from .run_folder import End, HeadAddress
+from .run_folder import End, HeadAddress, NodeReport
 
 #: Seconds that the head waits at the end until the others have ended what is theirs.
 _LEAVE_S = 20.0
@@ -33,6 +33,7 @@ class Head(Node):
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
         self._began = time.monotonic()
+        self._reports: Dict[int, NodeReport] = {}
         self._greeting: Optional[Greeting] = None
         self._address = ""
         self._ports: Dict[str, int] = {}
@@ -53,13 +54,14 @@ class Head(Node):
         self.publish(addresses=addresses, greeting_port=self._greeting.port)
 
     def step(self) -> Optional[End]:
+        self._reports = self.folder.reports()
         self._start()
         why = self.watch_ray()
         if why is not None:
             return self.failed(why)
         self._await_gcs()
         if self._head is not None:
-            self._nodes.ask(self._head, self.folder.reports(), self._was_ready)
+            self._nodes.ask(self._head, self._reports, self._was_ready)
         self._copies.step()
         code = self._driver_code()
         if code is not None:
@@ -75,7 +77,7 @@ class Head(Node):
         return End(CLUSTER_FAILED, f"node {self.settings.host} (the head): {why}")
 
     def watched(self) -> Set[int]:
-        return {rank for rank, one in self.folder.reports().items() if rank and not one.left}
+        return {rank for rank, one in self._reports.items() if rank and not one.left}
 
     def leave(self, end: End) -> int:
         with suppress(OSError):  # on a full disk the workers miss the head's beat
@@ -106,7 +108,7 @@ class Head(Node):
     def _start(self) -> None:
         """Start Ray once it is known by which address the others reach it."""
         if self.ray is None and self._greeting is not None:
-            address = self._greeting.choose(self.folder.reports())
+            address = self._greeting.choose(self._reports)
             if address is not None:
                 self._address = address
                 self.publish(address=address)
@@ -124,7 +126,7 @@ class Head(Node):
     def _view(self) -> View:
         return View(
             elapsed_s=time.monotonic() - self._began,
-            reports=self.folder.reports(),
+            reports=self._reports,
             dead=frozenset(self.dead),
             address=self._address,
             gcs_listens=self._head is not None,

@@ -11,7 +11,7 @@ from typing import Dict, FrozenSet, Mapping, Optional
 from .run_folder import HeadAddress, NodeReport
 
 #: Seconds between two questions, before the cluster is ready and after.
-_PAUSE_S, _PAUSE_READY_S = 1.0, 5.0
+_PAUSE_S, _PAUSE_READY_S = 0.5, 5.0
 _ANSWER_S = 5.0
 
 

@@ -128,6 +128,11 @@ class RunFolder:
                 found[rank] = replace(own, ready=ready, failed=failed)
         return found
 
+    def report_of(self, rank: int) -> Optional[NodeReport]:
+        """What one node says of itself; a few dozen others ask the same several times a second."""
+        row = self._read(os.path.join("nodes", f"{rank}.json"))
+        return None if row is None else NodeReport(**row)
+
     def _reports(self, end: str) -> Dict[int, NodeReport]:
         found = {}
         for name in self._names("nodes"):

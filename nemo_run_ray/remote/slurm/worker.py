@@ -55,7 +55,7 @@ class Worker(Node):
 
     def _join(self) -> None:
         if self.report.reached is None:
-            head = self.folder.reports().get(0)
+            head = self.folder.report_of(0)
             if head is not None and head.greeting_port:
                 self.publish(reached=reached(head.addresses, head.greeting_port))
         self._head = self.folder.head()
