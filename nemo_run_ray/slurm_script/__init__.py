@@ -1,18 +1,17 @@
 """The script of a Slurm job that starts Ray, and the program that it carries along.
 
 NeMo-Run fills the templates, by their folder and with its own variables. A template cannot read a
-file of another folder, so the folder is made for each script.
+file of another folder, so one folder is made with all of them.
 """
 
 from __future__ import annotations
 
+import atexit
 import base64
-import contextlib
 import io
 import shutil
 import tempfile
 import zipfile
-from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
@@ -38,17 +37,18 @@ sys.exit(main())
 """
 
 
-@contextlib.contextmanager
-def template_folder() -> Iterator[str]:
-    """A folder with the templates and the program, as long as it is needed."""
-    with tempfile.TemporaryDirectory(prefix="nemo-run-ray-") as folder:
-        for name in _PARTS:
-            shutil.copy(_HERE / name, folder)
-        text = base64.b64encode(node_program()).decode()
-        lines = range(0, len(text), _LINE_CHARACTERS)
-        encoded = "\n".join(text[start : start + _LINE_CHARACTERS] for start in lines)
-        Path(folder, "node.pyz.b64").write_text(encoded, encoding="ascii")
-        yield folder
+@cache
+def template_folder() -> str:
+    """A folder with the templates and the program, for as long as this process lives."""
+    folder = tempfile.mkdtemp(prefix="nemo-run-ray-")
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    for name in _PARTS:
+        shutil.copy(_HERE / name, folder)
+    text = base64.b64encode(node_program()).decode()
+    lines = range(0, len(text), _LINE_CHARACTERS)
+    encoded = "\n".join(text[start : start + _LINE_CHARACTERS] for start in lines)
+    Path(folder, "node.pyz.b64").write_text(encoded, encoding="ascii")
+    return folder
 
 
 @cache
