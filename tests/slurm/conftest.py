@@ -134,6 +134,13 @@ def whole(slurm: Slurm) -> Iterator[None]:
     wait_for(lambda: not slurm.ask("squeue", "-h"), 60)
 
 
+def _words_of(pid: int) -> str:
+    with contextlib.suppress(OSError):
+        words = Path(f"/proc/{pid}/cmdline").read_text().replace("\0", " ")
+        return f"{pid} in {os.readlink(f'/proc/{pid}/ns/pid')}: {words}"
+    return f"{pid}"
+
+
 class RayOnSlurm:
     """A job of Slurm with Ray in it, as NeMo-Run's ``RayJob`` has submitted it.
 
@@ -172,7 +179,7 @@ class RayOnSlurm:
 
     def leftovers(self) -> list[str]:
         """What the job has left: processes, and Ray's folders on the hosts."""
-        found = [f"process {pid}" for pid in self.slurm.processes(str(self.folder))]
+        found = [_words_of(pid) for pid in self.slurm.processes(str(self.folder))]
         return found + [str(path) for path in Path("/tmp").glob(f"nrr-0-{self.job}.*")]
 
     def wait_gone(self) -> None:

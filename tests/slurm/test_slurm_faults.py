@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import os
+import random
 import signal
+import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 
 from tests.conftest import wait_for
-from tests.slurm.conftest import BIN, RayOnSlurm, Slurm
+from tests.slurm.conftest import BIN, RayOnSlurm, Slurm, Start
 
 _FOREVER = "sleep 600"
 
@@ -249,3 +251,104 @@ def test_a_sandbox_that_dies_ends_the_job(slurm, start, tmp_path, image):
 def test_a_sandbox_that_dies_before_it_is_ready(slurm, start):
     job = start("true", env={"SANDBOX_COMMAND": "'echo no such image; exit 9'"})
     _failed(job, "the sidecar sandbox has ended before it was ready: exit code 9", "no such image")
+
+
+#: What the soak kills, by the words of its processes; ``guard`` and ``runner`` are the two
+#: processes of the program on a node.
+_VICTIMS = {"ray": str(BIN / "ray"), "guard": "node.pyz", "runner": "node.pyz", "driver": "602"}
+_STRIKES = (*_VICTIMS, "sidecar", "power", "cable", "controller", "scancel")
+
+
+def _strike(slurm: Slurm, job: RayOnSlurm, what: str, host: str) -> Callable[[], None]:
+    """Let something die, if it is there; what puts the hosts in order again."""
+    if what == "power":
+        slurm.bed("crash", host)
+        return lambda: _power_on(slurm, host)
+    if what == "cable":
+        slurm.bed("cut", host)
+        return lambda: _plug_in(slurm, host)
+    if what == "controller":
+        slurm.bed("slurmctld")
+    elif what == "scancel":
+        slurm.ask("scancel", job.job)
+    else:
+        text = _VICTIMS.get(what, "http.server")
+        pids = sorted(_on(slurm, "n1" if what == "driver" else host, text))
+        if what in ("guard", "runner"):
+            pids = pids[:1] if what == "guard" else pids[1:2]
+        for pid in pids:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+    return lambda: None
+
+
+def _power_on(slurm: Slurm, host: str) -> None:
+    slurm.bed("up", "4")
+    slurm.bed("slurmd", host)
+
+
+def _plug_in(slurm: Slurm, host: str) -> None:
+    slurm.bed("heal", host)
+
+
+def _one_run(slurm: Slurm, start: Start, chance: random.Random) -> str:
+    """Strike a job at some moment of its life; in words what is wrong with its end, if anything."""
+    what, host = chance.choice(_STRIKES), chance.choice(["n1", "n2", "n3", "n4"])
+    if what in ("power", "cable") and host == "n1":
+        host = "n2"  # the job's own script runs on n1: Slurm itself ends or requeues the job then
+    wait_s = chance.uniform(0, 9)
+    job = start("sleep 8.602; exit 5", env={"SANDBOX_COMMAND": f"'exec {_SERVER}'"})
+    wait_for(lambda: slurm.state(job.job)[0] != "PENDING", 60)
+    time.sleep(wait_s)
+    restore = _strike(slurm, job, what, host)
+    told = f"{what} on {host} after {wait_s:.1f} s"
+    print(f"{job.job}: {told}", file=sys.stderr)
+    try:
+        wait_for(lambda: (job.run / "exit_code").exists() or _is_over(slurm, job), 75)
+    finally:
+        restore()
+    slurm.wait_idle()
+    code = slurm.state(job.job)[1].partition(":")[0]
+    job.wait_gone()
+    # Slurm kills the whole step when a node is missing at its start.
+    others = {"driver": {"137"}, "scancel": {"143", "0"}}
+    allowed = {"5", "70"} | others.get(what, set())
+    if code not in allowed:
+        return f"{told}: exit code {code}\n{job.told}"
+    if code == "70" and what not in ("controller", "power") and host not in job.why:
+        return f"{told}: {job.why}"
+    return ""
+
+
+def test_a_worker_that_loses_power_before_it_begins(slurm, start):
+    """Slurm ends the step itself, or waits for a task of it that never says that it has ended."""
+    job = start(_FOREVER, env={"NEMO_RUN_RAY_SHARE_TIMEOUT": "8"})
+    wait_for(lambda: slurm.state(job.job)[0] != "PENDING", 30)
+    slurm.bed("crash", "n3")
+    try:
+        wait_for(lambda: (job.run / "exit_code").exists(), 75)
+    finally:
+        _power_on(slurm, "n3")
+    assert job.wait(within_s=90)[0] == "FAILED"
+    job.wait_gone()
+    slurm.wait_idle()
+
+
+def _is_over(slurm: Slurm, job: RayOnSlurm) -> bool:
+    return slurm.state(job.job)[0] not in ("PENDING", "RUNNING", "COMPLETING")
+
+
+def _soak(slurm: Slurm, start: Start, runs: int, seed: int) -> None:
+    print(f"seed {seed}", file=sys.stderr)
+    chance = random.Random(seed)
+    broken = [wrong for wrong in (_one_run(slurm, start, chance) for _ in range(runs)) if wrong]
+    assert not broken, f"seed {seed}:\n" + "\n".join(broken)
+
+
+def test_some_strikes_at_some_moments(slurm, start):
+    _soak(slurm, start, runs=3, seed=3)
+
+
+@pytest.mark.soak
+def test_sixty_strikes(slurm, start):
+    _soak(slurm, start, runs=60, seed=int(os.environ.get("SEED", random.randrange(10**6))))

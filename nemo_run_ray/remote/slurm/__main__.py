@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import os
 import sys
+from dataclasses import replace
 
-from ..node.output import say
+from ..node.output import RUNNER_KILLED, say
 from ..node.process import Runner, guard
 from ..node.tree import adopt_orphans
 from . import companion
 from .commands import Commands
+from .decide import CLUSTER_FAILED
 from .head import Head
 from .node import Node
-from .run_folder import RunFolder
+from .run_folder import End, NodeReport, RunFolder
 from .settings import COMPANION, WrongSetting, job_of, read
 from .temp_dir import temp_dir_of
 from .worker import Worker
@@ -37,7 +39,20 @@ def main() -> int:
         node: Node = kind(settings, folder, Commands(tag), env)
         return node.run(runner)
 
-    return guard(tag, take_part)[0]
+    code, words = guard(tag, take_part)
+    if not words.startswith(RUNNER_KILLED):
+        return code
+    # It could not say so itself, and everything of it is ended.
+    folder = RunFolder(settings.run, settings.rank)
+    if env.get(COMPANION):
+        folder.report(NodeReport(host=settings.host, failed=words), is_beside=True)
+    elif settings.is_head:
+        end = End(CLUSTER_FAILED, f"node {settings.host} (the head): {words}")
+        return folder.publish_end(end).code
+    else:
+        report = folder.report_of(settings.rank) or NodeReport(host=settings.host)
+        folder.report(replace(report, failed=report.failed or words, left=True))
+    return 0
 
 
 if __name__ == "__main__":
