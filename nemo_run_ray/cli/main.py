@@ -67,6 +67,7 @@ def down(
     cluster = embedded(name)
     dashboard = cluster.find()
     if dashboard is None:
+        cluster.stop()  # what one has left that has died is kept, and its folder removed
         _out.print("No embedded Ray is up.")
         return
     api = JobsApi.of(dashboard)

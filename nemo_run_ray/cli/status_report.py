@@ -177,13 +177,16 @@ def _after(job: RemoteJob) -> tuple[str, ...]:
 def _since(status: JobStatus, attempts: Attempts, now: float) -> str:
     """How long ago the newest attempt got to where it is; empty when that was not seen.
 
-    Of one that runs, and that nobody saw begin, it is when it was handed over.
+    Of one that runs, and that nobody saw begin, it is when it was handed over; of one that is lost,
+    when it was seen last.
     """
     if not attempts:
         return ""
     last = list(attempts.values())[-1]
     at = last.running_at or last.posted_at
-    if status.state.is_terminal:
+    if status.state is JobState.LOST and last.ended_at is None:
+        at = last.seen_at or at  # when it was seen last
+    elif status.state.is_terminal:
         at = last.ended_at or 0.0
     return f"{duration(now - at)} ago" if at else ""
 

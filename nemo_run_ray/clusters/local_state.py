@@ -47,7 +47,7 @@ _MARK = "NEMO_RUN_RAY_LOCAL"
 _STOP_LIMIT_S = 20.0
 _LOCK_LIMIT_S = 180.0
 #: Seconds in which `ray start` notices that a process of its own has died.
-_LAST_WORDS_S = 1.5
+_LAST_WORDS_S = 3.0
 #: Seconds after which somebody who waits for the folder is told what for.
 _SILENT_S = 1.0
 #: Clusters that this process started, by pid: it is their parent and has to collect them.

@@ -66,6 +66,11 @@ def _handles_of_one(
     return sorted(f"{HANDLE}{record.submission_id}" for record in records)
 
 
+def _where(record: JobRecord) -> str:
+    """The cluster of a job in words; its record may hold headers."""
+    return str(record.cluster.get("url") or "the embedded Ray")
+
+
 def outside_spec(handle: str, api: JobsApi, session: str) -> OutsideSpec:
     """What a dispatcher must know of a job of another experiment.
 
@@ -85,7 +90,7 @@ def outside_spec(handle: str, api: JobsApi, session: str) -> OutsideSpec:
     if record is not None and record.session != session:
         raise SubmissionError(
             f"RayExecutor.dependencies names {name}, which another cluster has, or the same one "
-            f"had before it was started again: {record.cluster}, session {record.session}, but "
+            f"had before it was started again: {_where(record)}, session {record.session}, but "
             f"Ray at {api.dashboard.url} has the session {session}. Wait for the job in the "
             "program, or run both on one cluster. Nothing was started."
         )

@@ -202,6 +202,8 @@ def _phases(attempt: Span, total: int, axis: Axis) -> list[Bar]:
         Bar("running", running, ended, words, attempt.outcome, which),
     ]
     only = bars[0] if attempt.outcome == "PENDING" else bars[1]
+    if attempt.outcome == "LOST" and attempt.running_at is not None:
+        return bars  # it was seen to begin, if nothing of it later
     return [bar for bar in bars if bar.start < bar.end] or [only]
 
 

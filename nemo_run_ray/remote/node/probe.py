@@ -49,6 +49,7 @@ class Probing:
         self._try: Optional[_Try] = None
         self.pid: Optional[int] = None
         self._why = _NOT_ASKED
+        self._was_reached = False  # by the last try, on the node's own address
 
     @property
     def socket(self) -> Optional[socket.socket]:
@@ -70,6 +71,7 @@ class Probing:
         if self._try is not None:
             answer = self._try.step(now)
             if answer is not None:
+                self._was_reached = self._try.is_asked
                 self._try.socket.close()
                 self._try = None
                 self._settle(answer)
@@ -106,7 +108,7 @@ class Probing:
         self._next_at = time.monotonic() + self._spec.interval_s
 
     def _hint(self) -> str:
-        if self._spec.kind == "command" or self._address == _LOCAL:
+        if self._spec.kind == "command" or self._address == _LOCAL or self._was_reached:
             return ""
         try:
             socket.create_connection((_LOCAL, self._port), timeout=1).close()

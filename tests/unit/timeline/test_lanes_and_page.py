@@ -145,6 +145,11 @@ def test_an_end_that_nobody_saw_is_no_present():
     assert made.all("svg", role="img")[0]["data-span"] == "50.000"
 
 
+def test_of_a_lost_attempt_that_nobody_saw_again_the_beginning_is_drawn():
+    made = _page(_row("a", "LOST", _attempt(1, 0, 10, None, "LOST")))
+    assert made.kinds() == ["pending lost", "running lost"]
+
+
 def test_every_attempt_has_its_bars():
     attempts = (
         _attempt(1, 0, 10, 30, "FAILED", "exit code"),

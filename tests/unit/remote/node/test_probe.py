@@ -285,6 +285,13 @@ def test_another_status_is_given_up_with_both(site, status):
     )
 
 
+def test_a_wrong_status_on_the_nodes_own_address_is_no_wrong_address(answering):
+    """The server listens everywhere, on 127.0.0.1 too."""
+    port = answering(b"HTTP/1.1 404 Not Found\r\n\r\n", address="0.0.0.0")
+    answer = _answer(_probing(_http(port, timeout_s=0.2), address=_NODE))
+    assert answer.endswith("is answered with 404, not 200")
+
+
 def test_a_server_that_becomes_ready_is_ready_then(site):
     one = site()
     one.statuses = [503, 503, 200]
