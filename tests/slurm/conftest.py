@@ -134,6 +134,16 @@ def whole(slurm: Slurm) -> Iterator[None]:
     wait_for(lambda: not slurm.ask("squeue", "-h"), 60)
 
 
+def _processes_with(mark: bytes) -> list[int]:
+    """The processes on this machine that have a text in their environment."""
+    found = []
+    for folder in Path("/proc").iterdir():
+        with contextlib.suppress(OSError):  # it ended while we looked
+            if folder.name.isdigit() and mark in (folder / "environ").read_bytes():
+                found.append(int(folder.name))
+    return found
+
+
 def _words_of(pid: int) -> str:
     with contextlib.suppress(OSError):
         words = Path(f"/proc/{pid}/cmdline").read_text().replace("\0", " ")
@@ -169,7 +179,7 @@ class RayOnSlurm:
     @property
     def told(self) -> str:
         """What the job itself has printed."""
-        (path,) = self.logs.glob("sbatch_*")
+        (path,) = self.logs.glob(f"sbatch_*_{self.job}.out")
         return path.read_text()
 
     @property
@@ -179,7 +189,8 @@ class RayOnSlurm:
 
     def leftovers(self) -> list[str]:
         """What the job has left: processes, and Ray's folders on the hosts."""
-        found = [_words_of(pid) for pid in self.slurm.processes(str(self.folder))]
+        mark = f"NEMO_RUN_RAY_RUN={self.folder}".encode()
+        found = [_words_of(pid) for pid in _processes_with(mark)]
         return found + [str(path) for path in Path("/tmp").glob(f"nrr-0-{self.job}.*")]
 
     def wait_gone(self) -> None:
@@ -203,7 +214,9 @@ def start(slurm: Slurm, unique: str, tmp_path, monkeypatch) -> Iterator[Start]:
     undo = patches.apply("slurm_ray")
     jobs = []
 
-    def start(command: str | None, env: dict[str, str] | None = None, **fields) -> RayOnSlurm:
+    def start(
+        command: str | None, env: dict[str, str] | None = None, name: str = "", **fields
+    ) -> RayOnSlurm:
         variables = {"PATH": f"{BIN}:$PATH", "PYXIS_LOG": str(tmp_path / "pyxis"), **(env or {})}
         executor = run.SlurmExecutor(
             account="root",
@@ -214,7 +227,7 @@ def start(slurm: Slurm, unique: str, tmp_path, monkeypatch) -> Iterator[Start]:
             env_vars=variables,
             **{"nodes": COUNT, "ntasks_per_node": 1, **fields},
         )
-        name = f"{unique}{len(jobs)}"
+        name = f"{unique}{name or len(jobs)}"
         job = RayJob(name=name, executor=executor)
         job.start(command=command, workdir=str(workdir))
         jobs.append(RayOnSlurm(slurm, name, str(job.backend.job_id)))

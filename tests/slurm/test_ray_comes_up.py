@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import time
+
+from tests.conftest import wait_for
 
 
 def test_a_driver_on_four_nodes(slurm, start, tmp_path):
@@ -28,7 +31,7 @@ def test_a_driver_on_four_nodes(slurm, start, tmp_path):
     job.wait_gone()
 
 
-def test_one_node_and_the_next_run_of_its_name(slurm, start):
+def test_one_node(slurm, start):
     job = start("true", nodes=1)
     assert job.wait() == ("COMPLETED", "0:0")
     assert "Ray is ready: 1 nodes" in job.told
@@ -37,12 +40,47 @@ def test_one_node_and_the_next_run_of_its_name(slurm, start):
 def test_without_a_driver_the_cluster_stays_up(slurm, start):
     job = start(None, nodes=2)
     job.wait_ready()
+    attach = job.folder / "scripts" / f"{job.job}-attach.sh"
+    wait_for(attach.exists, 30)
+    time.sleep(1)  # the job's script has nothing to do any more
     info = json.loads((job.folder / "ray_cluster_info.json").read_text())
     assert info["port"] == "6379"
     assert info["dashboard_port"] == "8265"
     assert (job.run / "token").stat().st_mode & 0o777 == 0o600
+    assert job.run.stat().st_mode & 0o777 == 0o700
     slurm.ask("scancel", job.job)
     assert job.wait()[0] == "CANCELLED"
     job.wait_gone()
     assert "cancelled" in job.why
     assert not (job.folder / "ray_cluster_info.json").exists()
+
+
+def test_who_writes_nemo_runs_file_ends_the_cluster(slurm, start):
+    job = start(None, nodes=1)
+    job.wait_ready()
+    (job.logs / "ENDED").touch()
+    assert job.wait() == ("FAILED", "70:0")
+    assert "ENDED" in job.why
+
+
+def test_a_command_that_the_script_cannot_read_ends_the_job_at_once(slurm, start):
+    """Not an idle cluster until the time limit."""
+    job = start("echo $NO_SUCH_VARIABLE", nodes=1)
+    assert job.wait() == ("FAILED", "70:0")
+    assert "NO_SUCH_VARIABLE: unbound variable" in job.told
+    assert "the job's script: it has ended with exit code 1" in job.why
+
+
+def test_a_driver_with_arguments_of_srun_has_its_own_step(slurm, start):
+    job = start("exit 3", nodes=2, srun_args=["--comment=own"])
+    assert job.wait() == ("FAILED", "3:0")
+    job.wait_gone()
+
+
+def test_the_next_job_of_a_name_has_logs_of_its_own(slurm, start):
+    for word in ("one", "two"):
+        job = start(f"echo {word}", nodes=1, name="again")
+        assert job.wait() == ("COMPLETED", "0:0")
+        job.wait_gone()
+    assert job.log("ray-job.log") == "two\n"
+    assert len(json.loads((job.folder / "job_ids.json").read_text())) == 2

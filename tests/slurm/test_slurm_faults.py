@@ -65,6 +65,18 @@ def _instead_of_ray(slurm: Slurm, host: str, text: str | None) -> Iterator[None]
         slurm.bed("exec", host, "--", "umount", str(BIN))
 
 
+def test_the_program_never_begins_on_the_head(slurm, start):
+    """Without a python3, for example: nobody there can say so."""
+    python = slurm.folder / "python-but-on-n1"
+    python.write_text('#!/bin/sh\n[ "$(hostname)" != n1 ] || exit 9\nexec python3 "$@"\n')
+    python.chmod(0o755)
+    variables = {"NEMO_RUN_RAY_PYTHON": str(python), "RAY_HEAD_START_TIMEOUT": "5"}
+    job = start("true", env=variables)
+    assert job.wait()[0] == "FAILED"
+    assert "no head was there within 5 s" in job.told
+    job.wait_gone()
+
+
 @pytest.mark.parametrize("host", ["n1", "n3"])
 def test_ray_is_killed(slurm, start, host):
     job = start(_FOREVER)

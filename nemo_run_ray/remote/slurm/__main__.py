@@ -45,7 +45,7 @@ def main() -> int:
     # It could not say so itself, and everything of it is ended.
     folder = RunFolder(settings.run, settings.rank)
     if env.get(COMPANION):
-        folder.report(NodeReport(host=settings.host, failed=words), is_beside=True)
+        folder.report(NodeReport(host=settings.host, failed=words))
     elif settings.is_head:
         end = End(CLUSTER_FAILED, f"node {settings.host} (the head): {words}")
         return folder.publish_end(end).code

@@ -8,7 +8,7 @@ import signal
 import subprocess
 import time
 from dataclasses import dataclass
-from typing import Dict, List, Mapping, Optional, Sequence
+from typing import Dict, List, Mapping, Optional, Sequence, Set
 
 from ..node.tree import TAG, before_exec, collect, descendants, kill
 
@@ -38,6 +38,7 @@ class Commands:
     def __init__(self, tag: str) -> None:
         self._tag = tag
         self._all: List[Command] = []
+        self._logs: Set[str] = set()
 
     def start(
         self,
@@ -52,7 +53,9 @@ class Commands:
         Raises:
             OSError: the program, the folder or the log is not to be had.
         """
-        with open(log, "ab") as output:
+        how = "ab" if log in self._logs or log == os.devnull else "wb"  # not that of another job
+        self._logs.add(log)
+        with open(log, how) as output:
             process = subprocess.Popen(
                 list(argv),
                 env={**env, TAG: self._tag},

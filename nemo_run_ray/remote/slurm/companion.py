@@ -9,7 +9,7 @@ from typing import Mapping
 from ..node.output import say
 from ..node.process import Runner
 from .commands import Commands
-from .node import GRACE_S, LOOK_S, TURN_S, await_shared
+from .node import GRACE_S, TURN_S, await_shared
 from .run_folder import NodeReport, RunFolder
 from .settings import Settings
 from .sidecars import Sidecars
@@ -22,9 +22,10 @@ def run(
     commands: Commands,
     env: Mapping[str, str],
 ) -> int:
-    """Run the sidecars of this node until the run is over; the exit code of this step's task.
+    """Run the sidecars of this node until the step is ended; the exit code of its task.
 
-    The head learns by files whether they are ready, and that one has died.
+    The head learns by files whether they are ready, and that one has died. This step sees no other
+    files of the run: code that is not trusted may run in its container.
     """
     report = NodeReport(host=settings.host)
     try:
@@ -33,24 +34,21 @@ def run(
             return 0  # the head gives up what is never ready
         sidecars = Sidecars(settings, commands, env)
         sidecars.start()
-        looked_at = float("-inf")
         while runner.order() is None:
             why = sidecars.step(commands.reap()) or ""
             now = NodeReport(host=settings.host, ready=sidecars.ready, failed=why)
             if now != report:
                 report = now
-                folder.report(report, is_beside=True)
+                folder.report(report)
             if why:
                 return 0
-            if time.monotonic() - looked_at >= LOOK_S:
-                looked_at = time.monotonic()
-                if folder.end() is not None:
-                    break
             time.sleep(TURN_S)
+        report = NodeReport(host=settings.host, failed="the step with the sidecars was told to end")
+        folder.report(report)
     except OSError as error:
         say(f"{settings.host}: the sidecars' step has failed: {error}")
         with suppress(OSError):
-            folder.report(NodeReport(host=settings.host, failed=str(error)), is_beside=True)
+            folder.report(NodeReport(host=settings.host, failed=str(error)))
     finally:
         commands.stop(GRACE_S)
     return 0

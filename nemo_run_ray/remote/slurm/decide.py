@@ -103,8 +103,11 @@ def _failed(settings: Settings, view: View) -> Optional[str]:
 
 
 def _is_needed(settings: Settings, view: View) -> bool:
-    """Whether the loss of one worker ends the job: always before all that are needed are there."""
-    return settings.fail_fast or not view.was_ready
+    """Whether workers that have failed end the job; before it was ready, if too few are left."""
+    if view.was_ready:
+        return settings.fail_fast
+    failed = {rank for rank, report in view.reports.items() if rank and report.failed}
+    return settings.nodes - 1 - len(failed | view.dead) < settings.min_workers
 
 
 def _missing(settings: Settings, view: View) -> str:
@@ -119,7 +122,7 @@ def _missing(settings: Settings, view: View) -> str:
     if _too_few(settings, late):
         return f"workers that have not joined: {'; '.join(late[:8])}"
     slow = [
-        f"{sidecar.name} on {report.host} (log: {settings.log(sidecar.name)})"
+        f"{sidecar.name} on {report.host} (log: {settings.sidecar_log(sidecar, rank, report.host)})"
         for rank, report in sorted(view.reports.items())
         for sidecar in (*settings.sidecars, *settings.companions)
         if (sidecar.everywhere or rank == 0) and sidecar.name not in report.ready

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import socket
 import time
+from contextlib import suppress
 from typing import List, Mapping, Optional
 
 from .run_folder import NodeReport
@@ -28,13 +29,19 @@ class Greeting:
         self._first_told_at: Optional[float] = None
         self._server: Optional[socket.socket] = None
         if len(addresses) > 1 and workers:
-            # The kernel takes the connections; nobody has to accept them.
             self._server = socket.create_server(("", 0), backlog=4096)
+            self._server.setblocking(False)
 
     @property
     def port(self) -> int:
         """Where to connect; 0 when there is nothing to find out."""
         return 0 if self._server is None else int(self._server.getsockname()[1])
+
+    def _accept(self, server: socket.socket) -> None:
+        """Take all connections that wait: the kernel holds a few hundred of them at most."""
+        with suppress(OSError):
+            while True:
+                server.accept()[0].close()
 
     def close(self) -> None:
         """Take no more connections."""
@@ -49,6 +56,7 @@ class Greeting:
         """
         if self._server is None:
             return self.addresses[0]
+        self._accept(self._server)
         told = [one for rank, one in sorted(reports.items()) if rank and one.reached is not None]
         if not told:
             return None

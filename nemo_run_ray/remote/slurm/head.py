@@ -25,6 +25,10 @@ from .run_folder import End, HeadAddress, NodeReport
 _LEAVE_S = 20.0
 #: Seconds between two lines that say what is waited for.
 _SAY_S = 30.0
+#: Seconds between two looks at what all nodes say, of a cluster that was ready.
+_LOOK_READY_S = 1.0
+#: The file by which NeMo-Run's script tells its nodes to end.
+_ENDED = "ENDED"
 
 
 class Head(Node):
@@ -34,6 +38,7 @@ class Head(Node):
         super().__init__(*args)
         self._began = time.monotonic()
         self._reports: Dict[int, NodeReport] = {}
+        self._looked_at = float("-inf")
         self._greeting: Optional[Greeting] = None
         self._address = ""
         self._ports: Dict[str, int] = {}
@@ -54,7 +59,7 @@ class Head(Node):
         self.publish(addresses=addresses, greeting_port=self._greeting.port)
 
     def step(self) -> Optional[End]:
-        self._reports = self.folder.reports()
+        self._look()
         self._start()
         why = self.watch_ray()
         if why is not None:
@@ -63,6 +68,9 @@ class Head(Node):
         if self._head is not None:
             self._nodes.ask(self._head, self._reports, self._was_ready)
         self._copies.step()
+        told = self._told_to_end()
+        if told is not None:
+            return told
         code = self._driver_code()
         if code is not None:
             return End(code, f"the driver: {describe_exit(code)}")
@@ -71,7 +79,9 @@ class Head(Node):
     def words(self) -> List[str]:
         self._ports = self.ports.choose()
         self._head = None
-        return head_words(self.settings, self._address, self._ports)
+        self._nodes.alive = None  # that of the last try
+        has_token = self.ray_env().get("RAY_AUTH_MODE") == "token"
+        return head_words(self.settings, self._address, self._ports, has_token)
 
     def failed(self, why: str) -> End:
         return End(CLUSTER_FAILED, f"node {self.settings.host} (the head): {why}")
@@ -86,8 +96,6 @@ class Head(Node):
         if self.settings.cluster:
             with suppress(OSError):
                 os.unlink(self._info_path)
-        with suppress(OSError):
-            self._copies.copy()
         super().leave(end)
         deadline = time.monotonic() + _LEAVE_S
         while time.monotonic() < deadline and not self._all_left():
@@ -95,8 +103,21 @@ class Head(Node):
         with suppress(OSError):
             os.unlink(self.folder.file("token"))
         with suppress(OSError):
-            write_file(os.path.join(self.settings.logs, "ENDED"), "")
+            write_file(os.path.join(self.settings.logs, _ENDED), "")
         return end.code
+
+    def before_removal(self) -> None:
+        with suppress(OSError):
+            self._copies.copy()
+
+    def _told_to_end(self) -> Optional[End]:
+        """The end that the job's script asks for, or somebody who has written NeMo-Run's file."""
+        why = self.folder.text("script_failed")
+        if why is not None:
+            return End(CLUSTER_FAILED, f"the job's script: {why.strip()}")
+        if os.path.exists(os.path.join(self.settings.logs, _ENDED)):
+            return End(CLUSTER_FAILED, f"somebody has written {_ENDED} into {self.settings.logs}")
+        return None
 
     def _all_left(self) -> bool:
         return all(one.left for one in self.folder.reports().values())
@@ -104,6 +125,13 @@ class Head(Node):
     @property
     def _info_path(self) -> str:
         return os.path.join(self.settings.cluster, "ray_cluster_info.json")
+
+    def _look(self) -> None:
+        """Read what the nodes say: they are many, and it is seldom new once all are there."""
+        pause = _LOOK_READY_S if self._was_ready else 0.0
+        if time.monotonic() - self._looked_at >= pause:
+            self._looked_at = time.monotonic()
+            self._reports = self.folder.reports()
 
     def _start(self) -> None:
         """Start Ray once it is known by which address the others reach it."""

@@ -14,6 +14,7 @@ from .settings import HEAD_PORTS, NODE_PORTS, WrongSetting
 #: Ports are taken from here: below those that the kernel gives to connections (from 32768 on), and
 #: above those of most services.
 _FIRST, _END = 10240, 32768
+_RANGE = "/proc/sys/net/ipv4/ip_local_port_range"
 #: Ports of one node of one cluster. Each of Ray's workers needs one.
 _BLOCK = 1024
 #: In a block, those in front are for Ray's services, the rest for its workers.
@@ -157,7 +158,7 @@ class Ports:
         return None
 
     def _claim_block(self) -> Tuple[int, List[int]]:
-        blocks = (_END - _FIRST) // _BLOCK
+        blocks = max((_kernels_first() - _FIRST) // _BLOCK, 1)
         for number in range(blocks):
             first = _FIRST + (self._salt + number) % blocks * _BLOCK
             if not self._claim(f"block/{first}"):
@@ -180,6 +181,15 @@ class Ports:
             return False
         self._claims.append(claim)
         return True
+
+
+def _kernels_first() -> int:
+    """The first port that the kernel gives to connections, where that is below the usual one."""
+    try:
+        with open(_RANGE, encoding="ascii") as file:
+            return min(int(file.read().split()[0]), _END)
+    except (OSError, ValueError):
+        return _END
 
 
 def _is_free(port: int) -> bool:

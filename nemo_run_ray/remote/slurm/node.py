@@ -51,6 +51,7 @@ class Node(ABC):
         self.commands = commands
         self.env = env
         self.report = NodeReport(host=settings.host, log=settings.node_log)
+        self._said: Optional[NodeReport] = None
         self.ports = Ports(settings.ports, settings.is_head, _salt(settings.job))
         self.ray: Optional[Command] = None
         self.sidecars = Sidecars(settings, commands, self.ray_env())
@@ -59,7 +60,7 @@ class Node(ABC):
         self._starts = 0
         self._started_at = 0.0
         self._pulse = Pulse()
-        self._beaten_at = self._looked_at = float("-inf")
+        self._beaten_at = self._asked_over_at = float("-inf")
 
     @abstractmethod
     def greet(self) -> None:
@@ -97,18 +98,22 @@ class Node(ABC):
     def leave(self, end: End) -> int:
         """End everything of this node, and say so; the exit code of its task."""
         self.commands.stop(GRACE_S)
+        self.before_removal()
         if "RAY_TEMP_DIR" not in self.env:
-            shutil.rmtree(self.settings.temp_dir, ignore_errors=True)
-        with suppress(OSError):  # the file system may be what has failed
-            self.publish(left=True)
+            shutil.rmtree(os.path.dirname(self.settings.temp_dir), ignore_errors=True)
+        self.publish(left=True)
         return 0
 
+    def before_removal(self) -> None:  # noqa: B027 nothing to keep, for most
+        """Keep what somebody wants of Ray's folder."""
+
     def publish(self, **fields: Any) -> None:
-        """Say something new of this node."""
-        changed = replace(self.report, **fields)
-        if changed != self.report:
-            self.folder.report(changed)
-            self.report = changed
+        """Say something new of this node; what cannot be written now is written at a later turn."""
+        self.report = replace(self.report, **fields)
+        if self.report != self._said:
+            with suppress(OSError):
+                self.folder.report(self.report)
+                self._said = self.report
 
     def say(self, text: str) -> None:
         """Write a line into the job's own log."""
@@ -157,7 +162,8 @@ class Node(ABC):
                 f"{self.settings.share_limit_s:g} s what the job's script has written there"
             )
         remove_stale(self.settings.job)
-        make_private(self.settings.temp_dir)
+        if "RAY_TEMP_DIR" not in self.env:
+            make_private(os.path.dirname(self.settings.temp_dir))
         self.folder.beat()
         self.greet()
         self.sidecars.start()
@@ -188,16 +194,17 @@ class Node(ABC):
         return End(143, "the job was cancelled")
 
     def _over(self) -> Optional[End]:
-        if time.monotonic() - self._looked_at < LOOK_S:
+        if time.monotonic() - self._asked_over_at < LOOK_S:
             return None
-        self._looked_at = time.monotonic()
+        self._asked_over_at = time.monotonic()
         return self.folder.end()
 
     def _beat(self) -> None:
         if time.monotonic() - self._beaten_at < BEAT_S:
             return
         self._beaten_at = time.monotonic()
-        self.folder.beat()
+        with suppress(OSError):  # one that fails for long is missed by the others
+            self.folder.beat()
         watched = self.watched()
         self.dead = self._pulse.round(self.folder.beats(watched), watched)
 

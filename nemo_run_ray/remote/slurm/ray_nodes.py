@@ -50,12 +50,12 @@ class RayNodes:
         return {rank: self._asked_at - since for rank, since in self._missing_since.items()}
 
     def _answer(self, head: HeadAddress) -> Optional[FrozenSet[str]]:
-        with open(self._token_path, encoding="ascii") as file:
-            headers = {"Authorization": f"Bearer {file.read()}"}
-        url = f"{head.dashboard}/api/v0/nodes?limit=10000"
-        request = urllib.request.Request(url, headers=headers)
+        url = f"http://127.0.0.1:{head.dashboard_port}/api/v0/nodes?limit=10000"
         opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
         try:
+            with open(self._token_path, encoding="ascii") as file:
+                headers = {"Authorization": f"Bearer {file.read()}"}
+            request = urllib.request.Request(url, headers=headers)
             with opener.open(request, timeout=_ANSWER_S) as answer:
                 rows = json.load(answer)["data"]["result"]["result"]
             return frozenset(str(row["node_ip"]) for row in rows if row["state"] == "ALIVE")

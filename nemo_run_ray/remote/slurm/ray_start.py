@@ -12,11 +12,14 @@ from .settings import HEAD_PORTS, NODE_PORTS, Settings
 _FOREIGN = ("RAY_ADDRESS", "RAY_API_SERVER_ADDRESS", "RAY_AUTH_TOKEN")
 
 
-def head_words(settings: Settings, address: str, ports: Mapping[str, int]) -> List[str]:
-    """``ray start`` of the head."""
+def head_words(
+    settings: Settings, address: str, ports: Mapping[str, int], has_token: bool
+) -> List[str]:
+    """``ray start`` of the head. Without a token its dashboard is for the node itself alone."""
     words = ["ray", "start", "--head", f"--node-ip-address={address}"]
     # On all interfaces: NeMo-Run's port_forward ends at the head's localhost.
-    words += ["--dashboard-host=0.0.0.0", "--include-dashboard=true"]
+    host = "0.0.0.0" if has_token else "127.0.0.1"
+    words += [f"--dashboard-host={host}", "--include-dashboard=true"]
     words += [f"--temp-dir={settings.temp_dir}"]
     words += [f"--{option}={ports[name]}" for name, option in HEAD_PORTS.items()]
     return words + _node_words(settings, ports)

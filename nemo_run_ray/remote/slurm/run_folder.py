@@ -10,12 +10,13 @@ no time in a file is compared with a reader's clock.
     command, workdir    the driver, a line for bash, and where it runs; written once env.sh is there
     driver_exit_code    of a driver that the job's script runs itself
     nodes/3.json        what the node with rank 3 says of itself
-    nodes/3.beside.json what the step beside it says of the sidecars that it runs there
+    beside/             the same for a step with sidecars in another container, which sees no more
     beats/3             a number that grows while the program of rank 3 lives
     head.json           where Ray's GCS and dashboard are, once the GCS listens
     ready.json          the same, once the cluster is ready
     end.json            that the run is over, its exit code, and why
     exit_code           the number alone, for the job's script
+    script_failed       why the job's script cannot go on; the head ends the run then
     env.sh              the variables of a driver, for shells; written once the cluster is ready
 """
 
@@ -35,7 +36,6 @@ from ..files import write_file
 LATE_ROUNDS = 10
 #: Seconds from one beat to the next.
 BEAT_S = 3.0
-_BESIDE = ".beside.json"
 
 
 @dataclass(frozen=True)
@@ -44,10 +44,9 @@ class NodeReport:
 
     Attributes:
         host: Slurm's name of the node.
-        addresses: that it can be reached by, the likeliest first; of the head until one is chosen.
+        addresses: of the head that may reach it, the likeliest first.
         greeting_port: where the head takes connections that find out which addresses are reached.
         reached: those of the head's addresses that this worker has reached; ``None`` until tried.
-        ray: version of Ray; empty until it is known.
         address: that its Ray has; empty until Ray starts there.
         ready: names of its sidecars that are ready.
         failed: why its part of the cluster cannot go on; empty while it can.
@@ -59,7 +58,6 @@ class NodeReport:
     addresses: List[str] = field(default_factory=list)
     greeting_port: int = 0
     reached: Optional[List[str]] = None
-    ray: str = ""
     address: str = ""
     ready: List[str] = field(default_factory=list)
     failed: str = ""
@@ -113,15 +111,14 @@ class RunFolder:
         for name in ("nodes", "beats"):
             os.makedirs(self.file(name), exist_ok=True)
 
-    def report(self, report: NodeReport, is_beside: bool = False) -> None:
-        """Say something of this node, or of the sidecars that a step beside it runs."""
-        end = _BESIDE if is_beside else ".json"
-        self._write(os.path.join("nodes", f"{self._rank}{end}"), asdict(report))
+    def report(self, report: NodeReport) -> None:
+        """Say something of this node, or, in the folder beside, of the sidecars of a step there."""
+        self._write(os.path.join("nodes", f"{self._rank}.json"), asdict(report))
 
     def reports(self) -> Dict[int, NodeReport]:
         """What every node says of itself, by rank."""
-        found = self._reports(".json")
-        for rank, beside in self._reports(_BESIDE).items():
+        found = self._reports("nodes")
+        for rank, beside in self._reports(os.path.join("beside", "nodes")).items():
             if rank in found:
                 own = found[rank]
                 ready, failed = [*own.ready, *beside.ready], own.failed or beside.failed
@@ -133,13 +130,14 @@ class RunFolder:
         row = self._read(os.path.join("nodes", f"{rank}.json"))
         return None if row is None else NodeReport(**row)
 
-    def _reports(self, end: str) -> Dict[int, NodeReport]:
+    def _reports(self, folder: str) -> Dict[int, NodeReport]:
         found = {}
-        for name in self._names("nodes"):
-            rank, dot, rest = name.partition(".")
-            row = self._read(os.path.join("nodes", name)) if dot + rest == end else None
-            if rank.isdigit() and row is not None:
-                found[int(rank)] = NodeReport(**row)
+        for name in self._names(folder):
+            rank, _, end = name.partition(".")
+            if rank.isdigit() and end == "json":
+                row = self._read(os.path.join(folder, name))
+                if row is not None:
+                    found[int(rank)] = NodeReport(**row)
         return found
 
     def beat(self) -> None:
@@ -167,7 +165,8 @@ class RunFolder:
             env: variables that a driver needs.
         """
         self._write("ready.json", asdict(head))
-        lines = [f"export {name}={shlex.quote(value)}" for name, value in env.items()]
+        lines = ["unset RAY_AUTH_TOKEN"]  # one of another cluster's
+        lines += [f"export {name}={shlex.quote(value)}" for name, value in env.items()]
         lines += [f"head_node_ip={head.address}", f"ip_head={head.gcs}", ""]
         write_file(self.file("env.sh"), "\n".join(lines))
 
@@ -194,29 +193,37 @@ class RunFolder:
 
     def text(self, name: str) -> Optional[str]:
         """What one of the job's script's files holds; ``None`` while it is not there."""
+        self._names("")
         try:
             with open(self.file(name), encoding="utf-8", errors="surrogateescape") as file:
                 return file.read()
-        except FileNotFoundError:
+        except OSError:
             return None
 
     def file(self, *names: str) -> str:
         return os.path.join(self.path, *names)
 
     def _names(self, folder: str) -> List[str]:
+        """The names of the files in a folder.
+
+        To look at the folder is also how a file that was not there before is seen soon: NFS keeps
+        for up to a minute that a file is not there, unless its folder has changed.
+        """
         try:
             return os.listdir(self.file(folder))
-        except FileNotFoundError:
+        except OSError:
             return []
 
     def _write(self, name: str, row: Dict[str, Any]) -> None:
         write_file(self.file(name), json.dumps(row))
 
     def _read(self, name: str) -> Optional[Dict[str, Any]]:
+        if os.sep not in name:
+            self._names("")
         try:
             with open(self.file(name), encoding="utf-8") as file:
                 row = json.load(file)
-        except (FileNotFoundError, ValueError):  # on some file systems a rename is seen in steps
+        except (OSError, ValueError):  # not there, or replaced meanwhile: the next look sees it
             return None
         return row if isinstance(row, dict) else None
 

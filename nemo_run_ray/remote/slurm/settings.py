@@ -12,6 +12,8 @@ from ..spec import ProbeSpec
 
 #: The folder of this run of the job, which all nodes share. The job's script makes it.
 RUN = "NEMO_RUN_RAY_RUN"
+#: The sidecar whose readiness NeMo-RL's programs read from a folder.
+SANDBOX = "sandbox"
 #: Set in the step that runs sidecars in a container of their own, beside the step with Ray.
 COMPANION = "NEMO_RUN_RAY_COMPANION"
 #: Variables with which users set a port of Ray (the names are NeMo-Run's), and their options of
@@ -126,6 +128,12 @@ class Settings:
     def log(self, what: str) -> str:
         """The path of a log: ``head``, ``worker-03``, ``job``."""
         return os.path.join(self.logs, f"{self.log_prefix}{what}.log")
+
+    def sidecar_log(self, sidecar: Sidecar, rank: int, host: str) -> str:
+        """The log of a sidecar on a node; a sandbox's is where NeMo-RL looks for it."""
+        if sidecar.name == SANDBOX and self.sandbox_ports:
+            return os.path.join(self.sandbox_ports, f"sandbox-{rank}.log")
+        return self.log(f"{sidecar.name}-{host}")
 
     @property
     def node_log(self) -> str:
@@ -294,4 +302,4 @@ def _sandbox(env: Mapping[str, str]) -> List[Sidecar]:
     given["NGINX_PORT"] = str(port)
     given["SANDBOX_WORKER_BASE_PORT"] = env.get("SANDBOX_BASE_PORT") or "6001"
     probe = ProbeSpec(kind="port", port=port, timeout_s=600.0)
-    return [Sidecar(name="sandbox", command=command, probe=probe, env=given)]
+    return [Sidecar(name=SANDBOX, command=command, probe=probe, env=given)]

@@ -10,10 +10,7 @@ from ..files import write_file
 from ..node.probe import Probing
 from ..node.process import describe_exit
 from .commands import Command, Commands, tail
-from .settings import Settings, Sidecar
-
-#: The sidecar whose readiness NeMo-RL's programs read from a folder.
-_SANDBOX = "sandbox"
+from .settings import SANDBOX, Settings, Sidecar
 
 
 class Sidecars:
@@ -40,7 +37,7 @@ class Sidecars:
             OSError: a log cannot be written.
         """
         for one in self._settings.sidecars:
-            log = self.log_of(one)
+            log = self._settings.sidecar_log(one, self._settings.rank, self._settings.host)
             env = {**self._env, **one.env}
             words = ["bash", "-c", one.command]
             self._running[one.name] = self._commands.start(one.name, words, log, env)
@@ -53,11 +50,6 @@ class Sidecars:
                     {},
                     lambda words, one=one: self._spawn_probe(one, list(words)),  # type: ignore[misc]
                 )
-
-    def log_of(self, sidecar: Sidecar) -> str:
-        if sidecar.name == _SANDBOX and self._settings.sandbox_ports:
-            return os.path.join(self._settings.sandbox_ports, f"sandbox-{self._settings.rank}.log")
-        return self._settings.log(f"{sidecar.name}-{self._settings.host}")
 
     @property
     def running(self) -> List[Command]:
@@ -99,6 +91,6 @@ class Sidecars:
 
     def _tell(self, name: str) -> None:
         folder = self._settings.sandbox_ports
-        if name == _SANDBOX and folder:
+        if name == SANDBOX and folder:
             with suppress(OSError):  # for others to read; we have our own file
                 write_file(os.path.join(folder, f"SANDBOX_READY_{self._settings.host}"), "")

@@ -11,12 +11,19 @@ _ROOT = "/tmp"
 
 
 def temp_dir_of(job: str) -> str:
-    """The path of the folder; short, since Linux limits the names of the sockets inside."""
+    """Ray's folder; short, since Linux limits the names of the sockets inside.
+
+    It lies in one of this user's alone: Ray lets everybody write into its own.
+    """
+    return os.path.join(_private_of(job), "r")
+
+
+def _private_of(job: str) -> str:
     return os.path.join(_ROOT, f"nrr-{os.getuid()}-{job}")
 
 
 def make_private(path: str) -> None:
-    """Make the folder; its name can be guessed, so it may be there already.
+    """Make a folder; its name can be guessed, so it may be there already.
 
     Raises:
         WrongSetting: it is another user's.
@@ -31,7 +38,7 @@ def make_private(path: str) -> None:
 def remove_stale(job: str) -> None:
     """Remove what earlier starts of the same job have left here, when Slurm starts it again."""
     number, _, restart = job.rpartition(".")
-    start = os.path.basename(temp_dir_of(f"{number}."))
+    start = os.path.basename(_private_of(f"{number}."))
     for name in os.listdir(_ROOT):
         earlier = name[len(start) :]
         if name.startswith(start) and earlier.isdigit() and int(earlier) < int(restart):

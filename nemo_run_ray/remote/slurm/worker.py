@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from contextlib import suppress
+import time
 from typing import Any, List, Optional, Set
 
 from .decide import CLUSTER_FAILED
@@ -10,6 +10,9 @@ from .network import reached, way_to
 from .node import Node
 from .ray_start import worker_words
 from .run_folder import End, HeadAddress
+
+#: Seconds in which a worker that reaches no address of the head tries again.
+_GREETING_S = 30.0
 
 
 class Worker(Node):
@@ -19,9 +22,10 @@ class Worker(Node):
         super().__init__(*args)
         self._head: Optional[HeadAddress] = None
         self._address = ""
+        self._began = time.monotonic()
 
     def greet(self) -> None:
-        self.folder.report(self.report)
+        self.publish()
 
     def step(self) -> Optional[End]:
         if 0 in self.dead:
@@ -30,6 +34,9 @@ class Worker(Node):
             return End(CLUSTER_FAILED, why)
         if self._head is None:
             self._join()
+            late = time.monotonic() - self._began >= self.settings.start_limit_s
+            if self._head is None and late:
+                return self.failed(f"no head was there within {self.settings.start_limit_s:g} s")
             return None
         broken = self.watch_ray()
         return None if broken is None else self.failed(broken)
@@ -46,9 +53,13 @@ class Worker(Node):
         if end is not None:  # the head has left, and Ray with it
             return end
         self.say(why)
-        with suppress(OSError):
-            self.publish(failed=why)
+        self.publish(failed=why)
         return End(CLUSTER_FAILED, why)
+
+    def leave(self, end: End) -> int:
+        if self.folder.end() is None and not self.report.failed:
+            self.publish(failed=end.why)  # the others go on: they must know why it does not
+        return super().leave(end)
 
     def watched(self) -> Set[int]:
         return {0}
@@ -57,7 +68,9 @@ class Worker(Node):
         if self.report.reached is None:
             head = self.folder.report_of(0)
             if head is not None and head.greeting_port:
-                self.publish(reached=reached(head.addresses, head.greeting_port))
+                found = reached(head.addresses, head.greeting_port)
+                if found or time.monotonic() - self._began >= _GREETING_S:
+                    self.publish(reached=found)
         self._head = self.folder.head()
         if self._head is not None:
             self._address = way_to(self._head.address)

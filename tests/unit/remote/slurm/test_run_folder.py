@@ -1,5 +1,6 @@
 """The files by which nodes talk: whole or absent, and no clock of another host is believed."""
 
+import errno
 import os
 import subprocess
 
@@ -34,11 +35,13 @@ def test_what_one_node_says_the_others_read(tmp_path):
 def test_the_step_beside_speaks_for_its_sidecars(tmp_path):
     folder = RunFolder(str(tmp_path), 1)
     folder.prepare()
-    folder.report(NodeReport(host="n2", ready=["box"]), is_beside=True)
+    beside = RunFolder(str(tmp_path / "beside"), 1)
+    beside.prepare()
+    beside.report(NodeReport(host="n2", ready=["box"]))
     assert folder.reports() == {}, "the node itself has not begun"
     folder.report(NodeReport(host="n2", address="a", ready=["own"]))
     assert folder.reports()[1] == NodeReport(host="n2", address="a", ready=["own", "box"])
-    folder.report(NodeReport(host="n2", failed="it died"), is_beside=True)
+    beside.report(NodeReport(host="n2", failed="it died"))
     assert folder.reports()[1].failed == "it died"
 
 
@@ -50,6 +53,25 @@ def test_a_file_that_is_not_whole_is_not_there_yet(tmp_path):
     (tmp_path / "head.json").write_text("")
     assert folder.reports() == {}
     assert folder.head() is None
+
+
+def test_a_file_that_cannot_be_read_now_is_looked_at_again(tmp_path, monkeypatch):
+    """NFS tells ESTALE of a file that another node replaces at this moment."""
+    folder = RunFolder(str(tmp_path), 0)
+    folder.prepare()
+    folder.publish_head(_HEAD)
+    folder.report(NodeReport(host="n1"))
+
+    def stale(*_: object, **__: object) -> None:
+        raise OSError(errno.ESTALE, "Stale file handle")
+
+    with monkeypatch.context() as context:
+        context.setattr("builtins.open", stale)
+        assert folder.head() is None
+        assert folder.reports() == {}
+        assert folder.text("command") is None
+    assert folder.head() == _HEAD
+    assert list(folder.reports()) == [0]
 
 
 def test_the_first_end_holds(tmp_path):
