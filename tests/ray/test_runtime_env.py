@@ -185,7 +185,7 @@ def test_an_image_that_is_not_there(local_cluster, unique):
     job = find_job(f"{experiment._id}.job")
     log = "".join(job.log(follow=True))
     status = job.status
-    assert (status.state, status.reason) == (JobState.FAILED, Reason.NOT_STARTED), status
+    assert (status.state, status.reason) == (JobState.FAILED, Reason.RUNTIME_ENV), status
     first = status.message.splitlines()[0]
     assert "Error: initializing source: name unknown" in first
     assert "Traceback" not in status.message

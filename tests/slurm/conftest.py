@@ -208,6 +208,7 @@ Start = Callable[..., RayOnSlurm]
 def start(slurm: Slurm, unique: str, tmp_path, monkeypatch) -> Iterator[Start]:
     """Submit a driver; further arguments are the executor's."""
     monkeypatch.setenv("SLURM_CONF", slurm.conf)
+    monkeypatch.setenv("PATH", f"{BIN}:{os.environ['PATH']}")  # NeMo-Run asks sacct, too
     workdir = tmp_path / "code"
     workdir.mkdir()
     (workdir / "shipped.txt").write_text("here\n")

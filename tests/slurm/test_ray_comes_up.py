@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import json
+import sys
 import time
+from pathlib import Path
 
 from tests.conftest import wait_for
+from tests.slurm.conftest import BIN
 
 
 def test_a_driver_on_four_nodes(slurm, start, tmp_path):
@@ -84,3 +87,29 @@ def test_the_next_job_of_a_name_has_logs_of_its_own(slurm, start):
         job.wait_gone()
     assert job.log("ray-job.log") == "two\n"
     assert len(json.loads((job.folder / "job_ids.json").read_text())) == 2
+
+
+_PROGRAM = """
+import os, urllib.error, urllib.request, ray
+try:
+    urllib.request.urlopen(os.environ["RAY_API_SERVER_ADDRESS"] + "/api/version")
+except urllib.error.HTTPError as error:
+    print("without a token:", error.code)
+ray.init(log_to_driver=False)
+print("nodes:", sum(node["Alive"] for node in ray.nodes()))
+print("units:", ray.cluster_resources()["worker_units"])
+"""
+
+
+def test_a_real_ray_on_two_nodes(slurm, start, tmp_path):
+    tools = tmp_path / "tools"
+    tools.mkdir()
+    (tools / "srun").symlink_to(BIN / "srun")
+    (tmp_path / "program.py").write_text(_PROGRAM)
+    path = f"{tools}:{Path(sys.executable).parent}:$PATH"
+    job = start(f"python {tmp_path}/program.py", nodes=2, env={"PATH": path})
+    assert job.wait(within_s=300) == ("COMPLETED", "0:0"), job.told
+    printed = [line for line in job.log("ray-job.log").splitlines() if ": " in line]
+    for line in ("without a token: 401", "nodes: 2", "units: 2.0"):
+        assert line in printed
+    job.wait_gone()

@@ -164,6 +164,7 @@ class Node(ABC):
         remove_stale(self.settings.job)
         if "RAY_TEMP_DIR" not in self.env:
             make_private(os.path.dirname(self.settings.temp_dir))
+        os.makedirs(self.settings.temp_dir, exist_ok=True)
         self.folder.beat()
         self.greet()
         self.sidecars.start()
