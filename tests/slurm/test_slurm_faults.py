@@ -100,10 +100,10 @@ def test_the_node_program_is_killed(slurm, start, host):
 
 
 def test_the_driver_is_killed(slurm, start):
-    job = start("sleep 601")
+    job = start("sleep 601.25")
     job.wait_ready()
-    wait_for(lambda: _on(slurm, "n1", "601"), 20)
-    _kill(slurm, "n1", "601")
+    wait_for(lambda: _on(slurm, "n1", "601.25"), 20)
+    _kill(slurm, "n1", "601.25")
     assert job.wait() == ("FAILED", "137:0")
     assert "the driver: killed by SIGKILL" in job.why
     job.wait_gone()
@@ -267,7 +267,7 @@ def test_a_sandbox_that_dies_before_it_is_ready(slurm, start):
 
 #: What the soak kills, by the words of its processes; ``guard`` and ``runner`` are the two
 #: processes of the program on a node.
-_VICTIMS = {"ray": str(BIN / "ray"), "guard": "node.pyz", "runner": "node.pyz", "driver": "602"}
+_VICTIMS = {"ray": str(BIN / "ray"), "guard": "node.pyz", "runner": "node.pyz", "driver": "8.602"}
 _STRIKES = (*_VICTIMS, "sidecar", "power", "cable", "controller", "scancel")
 
 
