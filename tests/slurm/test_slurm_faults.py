@@ -9,6 +9,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 
@@ -22,6 +23,13 @@ def _on(slurm: Slurm, host: str, text: str) -> list[int]:
     """The processes of a host that have a text among their words."""
     pid = slurm.bed("exec", host, "--", "sh", "-c", "readlink /proc/1/ns/pid").strip()
     return [one for one in slurm.processes(text) if _namespace(one) == pid]
+
+
+def _is_srun(pid: int) -> bool:
+    with contextlib.suppress(OSError):
+        words = Path(f"/proc/{pid}/cmdline").read_text(errors="replace").split("\0")
+        return any(os.path.basename(word) == "srun" for word in words[:3])
+    return False
 
 
 def _namespace(pid: int) -> str:
@@ -269,7 +277,7 @@ def test_a_sandbox_that_dies_before_it_is_ready(slurm, start):
 #: What the soak kills, by the words of its processes; ``guard`` and ``runner`` are the two
 #: processes of the program on a node.
 _VICTIMS = {"ray": str(BIN / "ray"), "guard": "node.pyz", "runner": "node.pyz", "driver": "8.602"}
-_STRIKES = (*_VICTIMS, "sidecar", "power", "cable", "controller", "scancel")
+_STRIKES = (*_VICTIMS, "sidecar", "srun", "power", "cable", "controller", "scancel")
 
 
 def _strike(slurm: Slurm, job: RayOnSlurm, what: str, host: str) -> Callable[[], None]:
@@ -285,8 +293,10 @@ def _strike(slurm: Slurm, job: RayOnSlurm, what: str, host: str) -> Callable[[],
     elif what == "scancel":
         slurm.ask("scancel", job.job)
     else:
-        text = _VICTIMS.get(what, "http.server")
-        pids = sorted(_on(slurm, "n1" if what == "driver" else host, text))
+        text = _VICTIMS.get(what, "node.pyz" if what == "srun" else "http.server")
+        pids = sorted(_on(slurm, "n1" if what in ("driver", "srun") else host, text))
+        if text == "node.pyz":  # among the words of srun, too
+            pids = [pid for pid in pids if _is_srun(pid) == (what == "srun")]
         if what in ("guard", "runner"):
             pids = pids[:1] if what == "guard" else pids[1:2]
         for pid in pids:
@@ -328,9 +338,18 @@ def _one_run(slurm: Slurm, start: Start, chance: random.Random) -> str:
     allowed = {"5", "70"} | others.get(what, set())
     if code not in allowed:
         return f"{told}: exit code {code}\n{job.told}"
-    if code == "70" and what not in ("controller", "power") and host not in job.why:
+    if code == "70" and what not in ("controller", "power", "srun") and host not in job.why:
         return f"{told}: {job.why}"
     return ""
+
+
+def test_srun_is_killed(slurm, start):
+    """Without its srun the step has nobody who waits for it; the head is told, and ends it."""
+    job = start(_FOREVER)
+    job.wait_ready()
+    _strike(slurm, job, "srun", "n1")
+    assert job.wait() == ("FAILED", "70:0")
+    job.wait_gone()
 
 
 def test_a_worker_that_loses_power_before_it_begins(slurm, start):
