@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from nemo_run_ray.clusters import ExistingCluster, LocalCluster
+from nemo_run_ray.clusters import ExistingCluster, LocalCluster, Sidecar, SlurmCluster
 from nemo_run_ray.executor import RayExecutor
 from nemo_run_ray.nemo import register as _register
 from nemo_run_ray.probes import CommandProbe, HttpProbe, PortProbe
@@ -26,6 +26,8 @@ __all__ = [
     "LocalCluster",
     "PortProbe",
     "RayExecutor",
+    "Sidecar",
+    "SlurmCluster",
     "find",
 ]
 

@@ -14,7 +14,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from nemo_run_ray.clusters import ExistingCluster
+from nemo_run_ray.clusters import Cluster, ExistingCluster, SlurmCluster
 from nemo_run_ray.errors import ClusterError, ConfigError
 
 if TYPE_CHECKING:
@@ -122,10 +122,16 @@ def _row(path: str) -> dict[str, Any]:
         loaded = load(path)
         check_fields_of(loaded)
         row |= {"kind": loaded.reading.format, "pools": list(loaded.file.pools)}
-        row["where"] = getattr(cluster_of(loaded), "url", "the embedded Ray")
+        row["where"] = _where(cluster_of(loaded))
     except ConfigError as error:
         row["error"] = str(error)
     return row
+
+
+def _where(cluster: Cluster) -> str:
+    if isinstance(cluster, SlurmCluster):
+        return f"Slurm, {cluster.executor.tunnel.key}"
+    return getattr(cluster, "url", "the embedded Ray")
 
 
 def _other_format(path: Path, profile: str) -> str:

@@ -11,7 +11,7 @@ from rich.console import Console, Group
 from rich.table import Table
 from rich.text import Text
 
-from nemo_run_ray.clusters import Cluster, Dashboard, ExistingCluster, LocalCluster
+from nemo_run_ray.clusters import Cluster, Dashboard, ExistingCluster, LocalCluster, SlurmCluster
 from nemo_run_ray.errors import ClusterError, ConfigError
 
 if TYPE_CHECKING:
@@ -70,9 +70,14 @@ def dashboard_of(cluster: Cluster) -> Dashboard:
     """The dashboard of a cluster that is up.
 
     Raises:
-        ClusterError: no embedded Ray is up.
+        ClusterError: no embedded Ray is up, or the cluster on Slurm is not.
     """
     dashboard = cluster.find()
+    if dashboard is None and isinstance(cluster, SlurmCluster):
+        raise ClusterError(
+            f"The cluster {cluster.name!r} has no allocation on Slurm in which Ray is up. Bring "
+            "one up with: nemo-run-ray up --cluster …"
+        )
     if dashboard is None:
         raise ClusterError(
             "No embedded Ray is up. Start one with: nemo-run-ray up; look at another cluster with: "

@@ -8,7 +8,6 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -19,15 +18,14 @@ from rich.live import Live
 
 from nemo_run_ray.cli.cluster_verbs import clusters, init
 from nemo_run_ray.cli.doctor import doctor
-from nemo_run_ray.clusters import LocalCluster
-from nemo_run_ray.errors import ClusterError, ConfigError, JobError, NemoRunRayError
+from nemo_run_ray.cli.up_down import down, up
+from nemo_run_ray.errors import JobError, NemoRunRayError
 from nemo_run_ray.nemo import registry
 
 if TYPE_CHECKING:
     from nemo_run_ray.jobs.job import RemoteJob
 
 Name = Annotated[str, typer.Argument(help="An experiment's id or title, a handle or a job's id.")]
-_LOCAL_FILE = "A cluster file that describes an embedded Ray."
 #: Seconds between two looks of a table that follows.
 _REFRESH_S = 2.0
 _out = Console(soft_wrap=True, highlight=False)
@@ -38,78 +36,6 @@ _AS_THEY_ARE = {
     "allow_interspersed_args": False,
     "help_option_names": [],
 }
-
-
-def up(
-    num_cpus: Annotated[int | None, typer.Option(help="CPUs that Ray may give away.")] = None,
-    num_gpus: Annotated[int | None, typer.Option(help="GPUs that Ray may give away.")] = None,
-    cluster: Annotated[str | None, typer.Option(help=_LOCAL_FILE)] = None,
-) -> None:
-    """Start the embedded Ray and keep it."""
-    found = embedded(cluster)
-    size = {"num_cpus": num_cpus, "num_gpus": num_gpus}
-    given: dict[str, Any] = {name: value for name, value in size.items() if value is not None}
-    dashboard = replace(found, keep=True, **given).connect()
-    _out.print(f"The embedded Ray is up: {dashboard.url}")
-    _out.print("Stop it with: nemo-run-ray down")
-
-
-def down(
-    force: Annotated[
-        bool, typer.Option("--force", help="Cancel the jobs that run on it first.")
-    ] = False,
-    name: Annotated[str | None, typer.Option("--cluster", help=_LOCAL_FILE)] = None,
-) -> None:
-    """Stop the embedded Ray, when its jobs have ended; how they ended is noted first."""
-    from nemo_run_ray.dashboard.jobs_api import JobsApi
-    from nemo_run_ray.jobs.before_stop import active, end_all, note_ends
-
-    cluster = embedded(name)
-    dashboard = cluster.find()
-    if dashboard is None:
-        cluster.stop()  # what one has left that has died is kept, and its folder removed
-        _out.print("No embedded Ray is up.")
-        return
-    api = JobsApi.of(dashboard)
-    try:
-        busy = active(api.table(fresh=True))
-        if busy and not force:
-            raise JobError(
-                f"{len(busy)} job(s) still run on the embedded Ray: {', '.join(busy)}. Cancel "
-                "them, or cancel all and stop it: nemo-run-ray down --force"
-            )
-        if busy:
-            _out.print(f"Cancelling {len(busy)} job(s) …")
-            for name in end_all(api):
-                _out.print(f"{name} has not ended; it is killed with the cluster.", markup=False)
-        for line in note_ends(api, cluster, is_forced=bool(busy)):
-            _out.print(line, markup=False)
-    except ClusterError as error:
-        if not force:
-            raise
-        _out.print(f"Its jobs' ends are not known: {error}", markup=False)
-    cluster.stop()
-    _out.print("The embedded Ray is stopped.")
-
-
-def embedded(name: str | None) -> LocalCluster:
-    """The embedded Ray, or the one that a cluster file describes.
-
-    Raises:
-        ConfigError: the file is wrong, or names a cluster that exists.
-    """
-    if name is None:
-        return LocalCluster()
-    from nemo_run_ray.cluster_files.load import load
-    from nemo_run_ray.cluster_files.resolve import cluster_of
-
-    found = cluster_of(load(name))
-    if not isinstance(found, LocalCluster):
-        raise ConfigError(
-            f"The cluster file {name!r} names {getattr(found, 'url', 'a cluster')}, which is not "
-            "for this command to start or stop; expected a file with `cluster: {local: {}}`."
-        )
-    return found
 
 
 def status(

@@ -24,8 +24,8 @@ from nemo_run_ray.errors import ConfigError
 _ENV_TOML = "Nemotron env.toml"
 #: What is said of a file without an address: ours, and a profile of Nemotron's.
 _NO_CLUSTER = (
-    "the file names no cluster; expected `address: http://<head>:8265`, or `local: {}` for the "
-    "embedded Ray of this machine.",
+    "the file names no cluster; expected `address: http://<head>:8265`, `local: {}` for the "
+    "embedded Ray of this machine, or `slurm:` with an account and a job_dir.",
     'the profile names no cluster; expected existing_ray_cluster = "http://<head>:8265", or the '
     "variable NEMOTRON_EXISTING_RAY_CLUSTER.",
 )
@@ -154,15 +154,18 @@ def _model_in(annotation: Any) -> type[BaseModel] | None:
 
 def _check(loaded: Loaded) -> None:
     cluster = loaded.file.cluster
-    if cluster.address is not None and cluster.local is not None:
-        raise loaded.refuse(("cluster",), "names an address and local; expected one of them.")
-    if cluster.address is None and cluster.local is None:
+    kinds = ("address", "local", "slurm")
+    named = [kind for kind in kinds if getattr(cluster, kind) is not None]
+    if len(named) > 1:
+        raise loaded.refuse(("cluster",), f"names {' and '.join(named)}; expected one of them.")
+    if not named:
         pools = loaded.file.pools.values()
         if not pools or any(pool.address is None for pool in pools):
             raise loaded.refuse(("cluster",), _NO_CLUSTER[loaded.reading.format == _ENV_TOML])
     for name in ("token_variable", "headers"):
-        if cluster.local is not None and getattr(cluster, name):
-            problem = "the embedded Ray has a token of its own and no proxy; leave it out."
+        if named and cluster.address is None and getattr(cluster, name):
+            whose = "the embedded Ray" if cluster.local is not None else "Ray on Slurm"
+            problem = f"{whose} has a token of its own and no proxy; leave it out."
             raise loaded.refuse(("cluster", name), problem)
     for number, pattern in enumerate(loaded.file.env.forward):
         if pattern.startswith("*"):
@@ -195,6 +198,8 @@ def _check_credentials(loaded: Loaded) -> None:
             places[key] = found
     for name, pool in file.pools.items():
         places["pools", name, "env_vars"] = pool.env_vars
+    if file.cluster.slurm is not None:
+        places["cluster", "slurm", "env_vars"] = file.cluster.slurm.env_vars
     for path, variables in places.items():
         for name in variables:
             if looks_like_credential(name):

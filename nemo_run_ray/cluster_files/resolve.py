@@ -23,6 +23,7 @@ from nemo_run_ray.cluster_files.document import read
 from nemo_run_ray.cluster_files.images import check_image, labels_of
 from nemo_run_ray.cluster_files.load import Loaded, load
 from nemo_run_ray.cluster_files.search import find
+from nemo_run_ray.cluster_files.slurm_part import slurm_cluster
 from nemo_run_ray.cluster_files.variables import Variables, variables_of
 from nemo_run_ray.clusters import Cluster, ExistingCluster, LocalCluster
 from nemo_run_ray.errors import ConfigError, NoClusterFile
@@ -125,6 +126,11 @@ def cluster_of(loaded: Loaded, pool: str | None = None) -> Cluster:
     own = loaded.file.pools[pool].address if pool is not None else None
     address = own if own is not None else part.address
     if address is None:
+        if part.slurm is not None:
+            try:
+                return slurm_cluster(part.slurm, loaded.path)
+            except ConfigError as error:
+                raise loaded.refuse(("cluster", "slurm"), str(error)) from error
         local = part.local
         return LocalCluster(**local.model_dump()) if local is not None else LocalCluster()
     headers = dict(part.headers)

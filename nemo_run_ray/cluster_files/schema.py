@@ -10,6 +10,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from nemo_run_ray.cluster_files.slurm_part import SlurmPart
+
 #: What a ``defaults`` section may name besides: objects of Python that a text can stand for.
 PACKAGERS = ("git", "none")
 _Texts = dict[str, str]
@@ -33,7 +35,7 @@ class LocalPart(_Part):
 
 
 class ClusterPart(_Part):
-    """Where jobs run: a dashboard's address, or the embedded Ray."""
+    """Where jobs run: a dashboard's address, the embedded Ray, or an allocation of Slurm."""
 
     address: Annotated[
         str | None,
@@ -41,6 +43,9 @@ class ClusterPart(_Part):
     ] = None
     local: Annotated[
         LocalPart | None, Field(description="The embedded Ray of this machine, with its fields.")
+    ] = None
+    slurm: Annotated[
+        SlurmPart | None, Field(description="Ray in an allocation of Slurm; see docs/slurm.md.")
     ] = None
     token_variable: Annotated[
         str | None,

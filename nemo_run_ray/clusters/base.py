@@ -89,6 +89,11 @@ class Cluster(ConfigurableMixin, abc.ABC):
     def record(self) -> dict[str, Any]:
         """Plain values from which a later process can make this object. No credentials."""
 
+    @classmethod
+    def of_record(cls, values: dict[str, Any]) -> Cluster:
+        """The object that ``record`` was called on, of its values without the kind."""
+        return cls(**values)
+
     @property
     def python(self) -> str | None:
         """The interpreter that jobs get when the executor names none; ``None`` is the node's."""
@@ -117,4 +122,4 @@ def from_record(record: dict[str, Any]) -> Cluster:
             f"The ledger names a cluster of kind {kind!r}; this version of nemo_run_ray knows "
             f"{', '.join(sorted(Cluster._kinds))}. Install the version that submitted the job."
         )
-    return Cluster._kinds[kind](**values)
+    return Cluster._kinds[kind].of_record(values)

@@ -89,8 +89,9 @@ def test_flags_variables_and_srun_arguments_are_nemo_runs(both, name):
         assert f"export {variable.upper()}={value}" in ours.splitlines()
     assert _EXECUTORS[name].get("setup_lines", "") in ours
     arguments = _step(theirs).partition(" --container-name=")[0]
-    assert _step(ours).startswith(arguments)
-    assert "--container-name=ray-head" in _step(ours)
+    arguments = arguments.removeprefix("srun ")
+    assert f"step_args=({arguments} --container-name=ray-head)" in ours.splitlines()
+    assert _step(ours).startswith('srun "${step_args[@]}" ')
 
 
 @pytest.mark.parametrize("template", ["ray.sub.j2", "ray_enroot.sub.j2"])

@@ -134,7 +134,7 @@ def whole(slurm: Slurm) -> Iterator[None]:
     wait_for(lambda: not slurm.ask("squeue", "-h"), 60)
 
 
-def _processes_with(mark: bytes) -> list[int]:
+def processes_with(mark: bytes) -> list[int]:
     """The processes on this machine that have a text in their environment."""
     found = []
     for folder in Path("/proc").iterdir():
@@ -190,7 +190,7 @@ class RayOnSlurm:
     def leftovers(self) -> list[str]:
         """What the job has left: processes, and Ray's folders on the hosts."""
         mark = f"NEMO_RUN_RAY_RUN={self.folder}".encode()
-        found = [_words_of(pid) for pid in _processes_with(mark)]
+        found = [_words_of(pid) for pid in processes_with(mark)]
         return found + [str(path) for path in Path("/tmp").glob(f"nrr-0-{self.job}.*")]
 
     def wait_gone(self) -> None:

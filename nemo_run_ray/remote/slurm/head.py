@@ -11,6 +11,7 @@ from typing import Any, Dict, List, Optional, Set, Union
 
 from ..files import write_file
 from ..node.process import describe_exit
+from .allocation import Allocation
 from .commands import Command
 from .decide import CLUSTER_FAILED, Ready, View, Wait, decide
 from .greeting import Greeting
@@ -44,6 +45,7 @@ class Head(Node):
         self._ports: Dict[str, int] = {}
         self._head: Optional[HeadAddress] = None
         self._nodes = RayNodes(self.folder.file("token"))
+        self._allocation = Allocation(self.settings, self.folder.file("token"))
         self._was_ready = False
         self._said_at = float("-inf")
         self._driver: Optional[Command] = None
@@ -74,6 +76,9 @@ class Head(Node):
         code = self._driver_code()
         if code is not None:
             return End(code, f"the driver: {describe_exit(code)}")
+        idle = self._why_idle()
+        if idle:
+            return End(0, idle)
         return self._act(decide(self.settings, self._view()))
 
     def words(self) -> List[str]:
@@ -188,6 +193,17 @@ class Head(Node):
             }
             write_file(self._info_path, json.dumps(row, indent=2) + "\n")
         self.folder.publish_ready(head, for_drivers(self.ray_env(), head))
+
+    def _why_idle(self) -> str:
+        """Why nobody needs this cluster any more; empty while somebody may."""
+        if not self._was_ready or self._head is None:
+            return ""
+        told = self._allocation.session
+        why = self._allocation.why_over(self._head)
+        if self._allocation.session != told:
+            with suppress(OSError):  # it is for people who look later
+                self.folder.publish_session(self._allocation.session)
+        return why
 
     def _driver_code(self) -> Optional[int]:
         """The driver's exit code once it has ended; starts it when the job's script names it."""

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import http.client
-import json
 import time
-import urllib.request
 from typing import Dict, FrozenSet, Mapping, Optional
 
+from .dashboard import answer_of
 from .run_folder import HeadAddress, NodeReport
 
 #: Seconds between two questions, before the cluster is ready and after.
 _PAUSE_S, _PAUSE_READY_S = 0.5, 5.0
-_ANSWER_S = 5.0
 
 
 class RayNodes:
@@ -50,14 +47,9 @@ class RayNodes:
         return {rank: self._asked_at - since for rank, since in self._missing_since.items()}
 
     def _answer(self, head: HeadAddress) -> Optional[FrozenSet[str]]:
-        url = f"http://127.0.0.1:{head.dashboard_port}/api/v0/nodes?limit=10000"
-        opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+        found = answer_of(head, self._token_path, "/api/v0/nodes?limit=10000")
         try:
-            with open(self._token_path, encoding="ascii") as file:
-                headers = {"Authorization": f"Bearer {file.read()}"}
-            request = urllib.request.Request(url, headers=headers)
-            with opener.open(request, timeout=_ANSWER_S) as answer:
-                rows = json.load(answer)["data"]["result"]["result"]
+            rows = found["data"]["result"]["result"]
             return frozenset(str(row["node_ip"]) for row in rows if row["state"] == "ALIVE")
-        except (OSError, http.client.HTTPException, ValueError, KeyError, TypeError):
+        except (KeyError, TypeError):
             return None

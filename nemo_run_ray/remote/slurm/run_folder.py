@@ -14,6 +14,7 @@ no time in a file is compared with a reader's clock.
     beats/3             a number that grows while the program of rank 3 lives
     head.json           where Ray's GCS and dashboard are, once the GCS listens
     ready.json          the same, once the cluster is ready
+    session             Ray's name of this life of the cluster, of one that a client asked for
     end.json            that the run is over, its exit code, and why
     exit_code           the number alone, for the job's script
     script_failed       why the job's script cannot go on; the head ends the run then
@@ -169,6 +170,10 @@ class RunFolder:
         lines += [f"export {name}={shlex.quote(value)}" for name, value in env.items()]
         lines += [f"head_node_ip={head.address}", f"ip_head={head.gcs}", ""]
         write_file(self.file("env.sh"), "\n".join(lines))
+
+    def publish_session(self, session: str) -> None:
+        """Say by which name Ray knows this life of the cluster."""
+        write_file(self.file("session"), session)
 
     def head(self) -> Optional[HeadAddress]:
         row = self._read("head.json")

@@ -12,6 +12,8 @@ from ..spec import ProbeSpec
 
 #: The folder of this run of the job, which all nodes share. The job's script makes it.
 RUN = "NEMO_RUN_RAY_RUN"
+#: The folder of the allocation, and seconds that it may be idle; see ``allocation.py``.
+LIFE, IDLE_TIMEOUT = "NEMO_RUN_RAY_LIFE", "NEMO_RUN_RAY_IDLE_TIMEOUT"
 #: The sidecar whose readiness NeMo-RL's programs read from a folder.
 SANDBOX = "sandbox"
 #: Set in the step that runs sidecars in a container of their own, beside the step with Ray.
@@ -89,6 +91,8 @@ class Settings:
         sidecars: that this program runs on this node.
         companions: those of this node that a step of their own runs, in another container.
         sandbox_ports: folder for the seeds' files of readiness; empty for none.
+        life: folder of the allocation, when a client has asked for it by the cluster's name.
+        idle_timeout_s: after which an allocation without a job ends; ``None`` for never.
     """
 
     run: str
@@ -117,6 +121,8 @@ class Settings:
     sidecars: Tuple[Sidecar, ...] = ()
     companions: Tuple[Sidecar, ...] = ()
     sandbox_ports: str = ""
+    life: str = ""
+    idle_timeout_s: Optional[float] = None
 
     @property
     def is_head(self) -> bool:
@@ -201,6 +207,8 @@ def _choices(env: Mapping[str, str], workers: int) -> Dict[str, Any]:
         "pre_start": env.get("NEMO_RUN_RAY_PRE_START", ""),
         "debugger": env.get("RAY_DEBUG") == "legacy",
         "log_sync_s": _number(env, "RAY_LOG_SYNC_FREQUENCY") or None,
+        "life": env.get(LIFE, ""),
+        "idle_timeout_s": _number(env, IDLE_TIMEOUT),
     }
 
 

@@ -8,7 +8,8 @@ import pytest
 from typer.testing import CliRunner
 
 from nemo_run_ray import LocalCluster
-from nemo_run_ray.cli.main import build, embedded
+from nemo_run_ray.cli.main import build
+from nemo_run_ray.cli.up_down import cluster_of_ours
 
 
 @pytest.fixture
@@ -118,7 +119,7 @@ def test_a_name_that_there_is_not(clusters, write):
 def test_up_and_down_are_for_the_embedded_ray_of_a_file(write):
     write("cluster: {local: {num_cpus: 2}}\n", "laptop.yaml")
     write("cluster: {address: 'http://head:8265'}\n", "far.yaml")
-    assert embedded("laptop") == LocalCluster(num_cpus=2)
+    assert cluster_of_ours("laptop") == LocalCluster(num_cpus=2)
     for verb in ("up", "down"):
         result = CliRunner().invoke(build(), [verb, "--cluster", "far"])
         assert result.exit_code == 1

@@ -1,0 +1,192 @@
+"""The way of a client to a cluster on Slurm: take the one that lives, or submit and wait."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from nemo_run_ray.clusters.slurm.lives import Life, Lives
+from nemo_run_ray.clusters.slurm.slurm_queue import QueuedJob, SlurmQueue
+from nemo_run_ray.errors import ClusterError, Unanswered
+
+#: Seconds between two looks at the folder of the cluster.
+_LOOK_S = 2.0
+#: Seconds after which a claimed life that Slurm does not know is passed over. Its client has died,
+#: or it waits for Slurm for longer than anybody waits for `sbatch`.
+_CLAIM_S = 45.0
+#: How often a job is submitted again that Slurm's controller gave no answer to.
+_SUBMISSIONS = 4
+#: What `sbatch` says when it does not know whether the controller has the job.
+_AWAY = ("Unable to contact", "timed out", "Connection refused", "Zero Bytes", "temporarily")
+_NO_REASON = ("", "None", "(null)")
+#: Slurm's reasons that no waiting takes away.
+_LASTING = {
+    "PartitionConfig": "it asks for more nodes than the partition has",
+    "PartitionNodeLimit": "it asks for more nodes than the partition gives to a job",
+    "PartitionTimeLimit": "it asks for more time than the partition gives to a job",
+    "BadConstraints": "no node is as it asks for",
+    "JobHeldAdmin": "an administrator holds it",
+    "JobHeldUser": "you hold it; `scontrol release` lets it go",
+    "InvalidAccount": "its account is not one of Slurm's",
+    "InvalidQOS": "its quality of service is not one of Slurm's",
+}
+
+
+@dataclass
+class BringUp:
+    """One client's way to a cluster that is ready.
+
+    Attributes:
+        name: of the cluster.
+        lives: its lives.
+        queue: what Slurm says.
+        script: makes the job's script, of the folder of its life.
+        user: name of this client among the users.
+        keep: whether the cluster stays when nobody uses it.
+        queue_timeout_s: how long to wait in Slurm's queue; ``None`` for as long as it takes.
+        say: shows what is waited for; called at every look.
+    """
+
+    name: str
+    lives: Lives
+    queue: SlurmQueue
+    script: Callable[[str], str]
+    user: str
+    keep: bool
+    queue_timeout_s: float | None
+    say: Callable[[str], None]
+    clock: Callable[[], float] = time.monotonic
+    sleep: Callable[[float], None] = time.sleep
+    joined: int = 0
+    _submitted: list[int] = field(default_factory=list)
+    _began: float = 0.0
+    _seen_since: tuple[int, float, float] = (0, 0.0, 0.0)
+
+    def run(self) -> Life:
+        """The life to use, with this client among its users.
+
+        Raises:
+            ClusterError: Slurm does not take the job, Ray does not come up in it, or it waits in
+                the queue for too long.
+        """
+        self._began = self.clock()
+        while True:
+            try:
+                life = self._step()
+            except Unanswered as error:
+                self.say(str(error))
+                life = None
+            if life is not None:
+                return life
+            self.sleep(_LOOK_S)
+
+    def _step(self) -> Life | None:
+        life = self.lives.look()
+        if life is None or self._is_over(life):
+            self._next(life)
+            return None
+        if self.joined != life.number:
+            self.lives.join(life.number, self.user, self.keep)
+            self.joined = life.number
+            return self._step()  # it may have ended meanwhile
+        if life.head is not None and life.token:
+            return life
+        self._wait(life)
+        return None
+
+    def _is_over(self, life: Life) -> bool:
+        """Whether there is nothing to be had of a life.
+
+        Raises:
+            ClusterError: it is this client's own, which has not come up.
+        """
+        why = life.why_over or self._why_not_there(life)
+        if why and life.number in self._submitted and not self._was_unheard(life):
+            raise ClusterError(self._why_not_up(life, why))
+        return bool(why)
+
+    def _was_unheard(self, life: Life) -> bool:
+        """Whether Slurm's controller was away when the life's job was submitted."""
+        away = any(words in life.refused for words in _AWAY)
+        return away and len(self._submitted) < _SUBMISSIONS
+
+    def _why_not_up(self, life: Life, why: str) -> str:
+        if life.refused:
+            return (
+                f"Slurm does not take the job of the cluster {self.name!r}: {why} Correct the "
+                "SlurmExecutor."
+            )
+        end = "" if why.endswith(".") else "."
+        log = "" if "\n" in why else self.lives.log_end(life)
+        return (
+            f"Ray did not come up in Slurm job {life.job} of the cluster {self.name!r}: {why}{end}"
+            + (f" {log}" if log else "")
+        )
+
+    def _why_not_there(self, life: Life) -> str:
+        """Why Slurm has no job of a life that nobody has ended; empty while it may have one."""
+        number, since, at = self._seen_since
+        if number != life.number:
+            self._seen_since = (life.number, self.clock(), time.time())
+            return ""
+        jobs = self.queue.jobs(after=at)
+        if jobs is None:
+            return ""
+        folder = self.lives.path(life.number)
+        found = [job for job in jobs if job.folder == folder]
+        if found:
+            if not life.job:
+                self.lives.note_job(life.number, found[0].number)
+            return ""
+        if life.job:
+            why = f"Slurm has no job {life.job} any more; `sacct -j {life.job}` may say why"
+        elif self.clock() - since >= _CLAIM_S:
+            why = "its client ended before Slurm had the job"
+        else:
+            return ""
+        self.lives.give_up(life.number, why)
+        return why
+
+    def _next(self, last: Life | None) -> None:
+        """Claim the next life and submit its job, unless another client does."""
+        number = 1 if last is None else last.number + 1
+        if not self.lives.claim(number):
+            return
+        self._submitted.append(number)
+        self.lives.join(number, self.user, self.keep)
+        self.joined = number
+        self.say(f"Submitting a job to Slurm for the cluster {self.name!r} …")
+        self.lives.submit(number, self.script(self.lives.path(number)))
+
+    def _wait(self, life: Life) -> None:
+        """Say what is waited for, and give up when it takes too long."""
+        waited = self.clock() - self._began
+        job = self._job(life)
+        if job is None:
+            what = "is submitted" if not life.run else "starts Ray on its nodes"
+        elif job.waits:
+            what = f"waits in the queue{_why_waits(job)}"
+        else:
+            what = "starts Ray on its nodes"
+        self.say(f"Slurm job {life.job or '…'} of the cluster {self.name!r} {what}.")
+        late = self.queue_timeout_s is not None and waited >= self.queue_timeout_s
+        if late and not life.run:
+            raise ClusterError(
+                f"Slurm job {life.job} of the cluster {self.name!r} has not started within "
+                f"queue_timeout_s={self.queue_timeout_s:g}: it {what}."
+            )
+
+    def _job(self, life: Life) -> QueuedJob | None:
+        if life.run:
+            return None
+        folder = self.lives.path(life.number)
+        return next((job for job in self.queue.jobs() or () if job.folder == folder), None)
+
+
+def _why_waits(job: QueuedJob) -> str:
+    """The reason and the expected start of a job that waits, as the end of a sentence."""
+    found = "" if job.reason in _NO_REASON else f": {job.reason}"
+    if job.reason in _LASTING:
+        return f"{found} ({_LASTING[job.reason]})"
+    return found if job.start == "N/A" else f"{found}; Slurm expects it to start at {job.start}"

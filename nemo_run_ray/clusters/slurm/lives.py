@@ -1,0 +1,220 @@
+"""The folder in which the clients of a cluster meet with its allocations.
+
+Each allocation is a life of the cluster and has a folder with the next number, see
+``remote/slurm/allocation.py``. To make that folder is to claim the life: one client can, on every
+file system, and it alone submits the job. A life whose client died before Slurm had the job is
+passed over; should Slurm get the job after all, the job's script sees the next life and ends.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shlex
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from nemo_run_ray.clusters.slurm.login import Login, quoted
+from nemo_run_ray.errors import ClusterError
+from nemo_run_ray.remote.slurm.allocation import KEEP, OVER, RELEASED, USERS
+from nemo_run_ray.remote.slurm.run_folder import End, HeadAddress
+
+#: Prints of the newest life a line for each file: its name, a tab, its text.
+_LOOK = """\
+cd {folder} 2>/dev/null || exit 0
+number=$(ls lives 2>/dev/null | sort -n | tail -n 1)
+[ -n "$number" ] || exit 0
+show() {{ [ -e "$2" ] && printf '%s\\t' "$1" && tr '\\n' ' ' < "$2" && echo; }}
+echo "number\t$number"
+cd "lives/$number" && ls > /dev/null; show job job; show over {over}; show refused refused
+job=$(cat job 2>/dev/null)
+[ -n "$job" ] || exit 0
+run=$(ls -d run/"$job".* 2>/dev/null | sort -t . -k 2 -n | tail -n 1)
+[ -n "$run" ] || exit 0
+cd "$run" && ls > /dev/null && echo "run\t$run"
+show ready ready.json; show end end.json; show token token; show session session
+exit 0
+"""
+#: Slurm's answer is kept in a file, so that it is not lost with a connection; and no second job can
+#: come of one life, whatever breaks off.
+_SUBMIT = """\
+cd {life} && mkdir sbatch || exit 0
+if sbatch --parsable --chdir={life} ray.sub > sbatch/out 2> sbatch/err; then
+  cut -d ';' -f 1 sbatch/out > job.new && mv job.new job
+else
+  mv sbatch/err refused
+fi
+"""
+#: A folder that is there was made by another client; every other error is told.
+_CLAIM = """\
+mkdir -p {lives} || exit 1
+if mkdir -m 700 {life} 2>/dev/null; then
+  mkdir {life}/{users} {life}/logs && echo claimed
+else
+  [ -d {life} ] || mkdir -m 700 {life}
+fi
+"""
+_LEAVE = """\
+cd {life} 2>/dev/null || exit 0
+rm -f {users}/{user}
+[ -z "$(ls {users})" ] && [ ! -e {keep} ] || exit 0
+: > {released}
+job=$(cat job 2>/dev/null); [ -n "$job" ] || exit 0
+ls run/"$job".*/ready.json > /dev/null 2>&1 && exit 0
+echo "its last user left before it was ready" > {over}
+scancel "$job"
+"""
+
+
+@dataclass(frozen=True)
+class Life:
+    """The newest life of a cluster, in one look.
+
+    Attributes:
+        number: counts the lives from 1.
+        job: Slurm's number of its job; empty until Slurm has taken it.
+        refused: what ``sbatch`` said when it did not take the job.
+        over: why a client gave it up; empty while nobody has.
+        run: folder of the job's run, below the life's; empty until it runs.
+        head: where Ray is reached, once the cluster is ready.
+        end: how the run was over.
+        token: Ray's.
+        session: Ray's name of this life.
+    """
+
+    number: int
+    job: str = ""
+    refused: str = ""
+    over: str = ""
+    run: str = ""
+    head: HeadAddress | None = None
+    end: End | None = None
+    token: str = ""
+    session: str = ""
+
+    @property
+    def why_over(self) -> str:
+        """Why there is nothing to be had of it any more; empty while there may be."""
+        return self.over or self.refused or (self.end.why if self.end is not None else "")
+
+
+class Lives:
+    """The lives of one cluster.
+
+    Args:
+        login: where the folder is.
+        folder: of the cluster, absolute.
+    """
+
+    def __init__(self, login: Login, folder: str) -> None:
+        self.login = login
+        self.folder = folder
+
+    def path(self, number: int) -> str:
+        return os.path.join(self.folder, "lives", str(number))
+
+    def look(self) -> Life | None:
+        """The newest life; ``None`` before the first one.
+
+        Raises:
+            ClusterError: the host cannot be asked.
+        """
+        told = self.login.run(_LOOK.format(folder=quoted(self.folder), over=OVER))
+        rows = dict(line.split("\t", 1) for line in told.splitlines() if "\t" in line)
+        return _life(rows) if rows else None
+
+    def claim(self, number: int) -> bool:
+        """Whether this client is the one that may submit the job of that life."""
+        life = quoted(self.path(number))
+        lives = quoted(self.folder, "lives")
+        told = self.login.run(_CLAIM.format(lives=lives, life=life, users=USERS))
+        return told.strip() == "claimed"
+
+    def submit(self, number: int, script: str) -> None:
+        """Hand the job of a life to Slurm; what comes of it is seen by ``look``."""
+        self.login.put(script, os.path.join(self.path(number), "ray.sub"))
+        self.login.run(_SUBMIT.format(life=quoted(self.path(number))))
+
+    def note_job(self, number: int, job: str) -> None:
+        """Write down the number of a job that Slurm has although nobody has heard so."""
+        life = quoted(self.path(number))
+        self.login.run(f"cd {life} && echo {shlex.quote(job)} > job.new && mv job.new job")
+
+    def give_up(self, number: int, why: str) -> None:
+        """Let nobody use a life any more. Its job ends as soon as it starts."""
+        line = shlex.quote(" ".join(why.split()))
+        self.login.run(
+            f"cd {quoted(self.path(number))} && echo {line} > {OVER}.new && mv {OVER}.new {OVER}"
+        )
+
+    def join(self, number: int, user: str, keep: bool) -> None:
+        """Say that a program uses a life, so that it does not end before the program."""
+        kept = f" && : > {KEEP}" if keep else ""
+        life = quoted(self.path(number))
+        self.login.run(f"cd {life} && : > {USERS}/{user} && rm -f {RELEASED}{kept}")
+
+    def leave(self, number: int, user: str) -> None:
+        """Take a user off; the last one ends a life that is not to be kept, once no job runs."""
+        names = {"users": USERS, "released": RELEASED, "keep": KEEP, "over": OVER}
+        self.login.run(_LEAVE.format(life=quoted(self.path(number)), user=user, **names))
+
+    def detach(self, number: int, user: str) -> None:
+        """Take a user off whose jobs go on without it."""
+        self.login.run(f"rm -f {quoted(self.path(number), USERS, user)}")
+
+    def cancel(self, life: Life, why: str) -> None:
+        """End a life now, with all that runs in it."""
+        self.give_up(life.number, why)
+        if life.job:
+            self.login.run(f"scancel {shlex.quote(life.job)}")
+
+    def why_gone(self, session: str) -> str:
+        """Why the life with this name of Ray's is over; empty if its folder does not say."""
+        told = self.login.run(
+            f"cd {quoted(self.folder)}/lives 2>/dev/null || exit 0; "
+            f"for found in $(grep -lx {shlex.quote(session)} */run/*/session 2>/dev/null); do "
+            'echo "${found%/*}"; cat "${found%/*}/end.json" 2>/dev/null; echo; done; exit 0'
+        )
+        run, _, end = told.strip().partition("\n")
+        if not run:
+            return ""
+        job = run.rpartition("/")[2].partition(".")[0]
+        found = _end(end)
+        return f"its Slurm job {job} has ended" + (f": {found.why}" if found is not None else "")
+
+    def log_end(self, life: Life) -> str:
+        """The last lines that a life's job has printed, and the path of its log."""
+        with contextlib.suppress(ClusterError):
+            told = self.login.run(
+                f"cd {quoted(self.path(life.number))}; for log in logs/sbatch_*_{life.job}.out; do "
+                'echo "$PWD/$log ends with:"; tail -n 5 "$log" 2>/dev/null; done; exit 0'
+            )
+            return told.strip()
+        return ""
+
+
+def _life(rows: Mapping[str, str]) -> Life:
+    texts = {name: rows.get(name, "").strip() for name in ("job", "refused", "over", "run")}
+    ready = _row(rows.get("ready", ""))
+    return Life(
+        number=int(rows["number"]),
+        **texts,
+        head=None if ready is None else HeadAddress(**ready),
+        end=_end(rows.get("end", "")),
+        token=rows.get("token", "").strip(),
+        session=rows.get("session", "").strip(),
+    )
+
+
+def _end(text: str) -> End | None:
+    row = _row(text)
+    return None if row is None else End(**row)
+
+
+def _row(text: str) -> dict[str, Any] | None:
+    with contextlib.suppress(ValueError):
+        row = json.loads(text)
+        return row if isinstance(row, dict) else None
+    return None

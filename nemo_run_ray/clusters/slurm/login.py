@@ -1,0 +1,135 @@
+"""The host where Slurm's commands run, reached by NeMo-Run's tunnel."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shlex
+import tempfile
+import threading
+from typing import Any
+
+import invoke
+import paramiko
+from nemo_run.core.tunnel.client import LocalTunnel
+
+from nemo_run_ray.errors import ClusterError, Unanswered
+
+#: Seconds for one command, and for a sign of life of a connection that nothing comes through.
+_COMMAND_S = 90
+_KEEPALIVE_S = 10
+#: What paramiko and sockets raise when a connection is not there or breaks off.
+_BROKEN = (OSError, EOFError, paramiko.SSHException, invoke.exceptions.ThreadException)
+
+
+class Login:
+    """Runs commands and writes files where Slurm is, for all threads of this process.
+
+    Args:
+        tunnel: NeMo-Run's, of this machine or by SSH.
+    """
+
+    def __init__(self, tunnel: Any) -> None:
+        self.tunnel = tunnel
+        self._lock = threading.RLock()
+
+    @property
+    def is_here(self) -> bool:
+        """Whether it is this machine."""
+        return isinstance(self.tunnel, LocalTunnel)
+
+    @property
+    def name(self) -> str:
+        """Who and where, for messages and files' names."""
+        return str(self.tunnel.key)
+
+    def run(self, script: str) -> str:
+        """What a script for ``sh`` prints.
+
+        Raises:
+            Unanswered: the connection has broken off; the script may have run.
+            ClusterError: it has failed, or nobody may log in.
+        """
+        with self._lock, self._translated():
+            self._connect()
+            done = self.tunnel.run(
+                f"sh -c {shlex.quote(script)}",
+                warn=True,
+                in_stream=False,
+                timeout=_COMMAND_S,
+            )
+        if done.return_code != 0:
+            told = done.stderr.strip() or done.stdout.strip() or f"exit code {done.return_code}"
+            raise ClusterError(f"A command on {self.name} has failed: {told}")
+        return str(done.stdout)
+
+    def put(self, text: str, path: str) -> None:
+        """Write a file there.
+
+        Raises:
+            Unanswered: the connection has broken off.
+            ClusterError: the file cannot be written, or nobody may log in.
+        """
+        with tempfile.NamedTemporaryFile("w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            with self._lock, self._translated():
+                self._connect()
+                self.tunnel.put(file.name, path)
+
+    def transport(self) -> paramiko.Transport:
+        """The SSH connection as it is now, made again if it has broken off.
+
+        Raises:
+            Unanswered: there is no connection now.
+            ClusterError: nobody may log in.
+        """
+        with self._lock, self._translated():
+            self._connect()
+            found: paramiko.Transport = self.tunnel.session.transport
+        return found
+
+    def _connect(self) -> None:
+        self.tunnel.connect()
+        session = getattr(self.tunnel, "session", None)
+        transport = getattr(session, "transport", None)
+        if transport is not None:  # or a cable that is cut is noticed by nobody
+            transport.set_keepalive(_KEEPALIVE_S)
+
+    @contextlib.contextmanager
+    def _translated(self) -> Any:
+        try:
+            yield
+        except SystemExit as error:  # NeMo-Run ends the program
+            raise ClusterError(
+                f"Nobody could log in as {self.name}. Try `ssh {self.name}` in a shell, and give "
+                "the tunnel the right user, host, port and identity."
+            ) from error
+        except paramiko.AuthenticationException as error:
+            raise ClusterError(f"{self.name} does not let this user in: {error}") from error
+        except invoke.exceptions.CommandTimedOut as error:
+            self._disconnect()
+            raise Unanswered(f"{self.name} gave no answer within {_COMMAND_S} s.") from error
+        except PermissionError as error:
+            raise ClusterError(f"{error.filename} cannot be written: {error.strerror}.") from error
+        except _BROKEN as error:
+            self._disconnect()
+            raise Unanswered(f"{self.name} cannot be reached now: {_words(error)}") from error
+
+    def _disconnect(self) -> None:
+        """The next command makes a new connection; this one may hang."""
+        session = None if self.is_here else self.tunnel.session
+        if session is not None:
+            with contextlib.suppress(*_BROKEN):
+                session.close()
+            self.tunnel.session = None
+
+
+def _words(error: BaseException) -> str:
+    text = str(error).strip() or type(error).__name__
+    return text if text.endswith(".") else f"{text}."
+
+
+def quoted(*parts: str) -> str:
+    """A path for ``sh``."""
+    return shlex.quote(os.path.join(*parts))

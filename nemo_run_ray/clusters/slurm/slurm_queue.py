@@ -1,0 +1,109 @@
+"""What Slurm says of this user's jobs, asked at most once in half a minute by all processes."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from nemo_run.config import get_nemorun_home
+
+from nemo_run_ray.clusters.slurm.login import Login
+from nemo_run_ray.errors import ClusterError
+from nemo_run_ray.remote.files import write_file
+
+#: Seconds between two questions to Slurm's controller, which serves everybody.
+PAUSE_S = 30.0
+_COMMAND = "squeue -h -u \"$(id -un)\" -o '%A|%T|%r|%S|%Z'"
+#: States of a job that holds its nodes or will get some.
+_ENDING = ("COMPLETING", "COMPLETED", "CANCELLED", "FAILED", "TIMEOUT", "NODE_FAIL", "PREEMPTED")
+
+
+@dataclass(frozen=True)
+class QueuedJob:
+    """One job of this user, as ``squeue`` tells it.
+
+    Attributes:
+        number: Slurm's.
+        state: Slurm's word, such as PENDING.
+        reason: why it does not run yet; ``None`` in text when there is none.
+        start: when it began, or when Slurm expects it to; ``N/A`` when Slurm does not know.
+        folder: its working directory.
+    """
+
+    number: str
+    state: str
+    reason: str
+    start: str
+    folder: str
+
+    @property
+    def waits(self) -> bool:
+        return self.state in ("PENDING", "CONFIGURING", "REQUEUED", "REQUEUE_HOLD")
+
+    @property
+    def ends(self) -> bool:
+        """Whether Slurm is taking its nodes back."""
+        return self.state in _ENDING
+
+
+class SlurmQueue:
+    """The jobs of this user on one Slurm.
+
+    Args:
+        login: where ``squeue`` is.
+        clock: seconds since 1970, the same for all processes of this machine.
+    """
+
+    def __init__(self, login: Login, clock: Callable[[], float] = time.time) -> None:
+        self._login = login
+        self._clock = clock
+        digest = hashlib.sha256(login.name.encode()).hexdigest()[:12]
+        folder = Path(get_nemorun_home(), "ray_slurm").absolute()
+        self._path, self._lock_path = folder / f"{digest}.json", folder / f"{digest}.lock"
+
+    def jobs(self, after: float = 0.0) -> list[QueuedJob] | None:
+        """What Slurm said last; ``None`` when nobody has asked since a moment, or nothing is known.
+
+        Args:
+            after: the answer must be younger than this moment, in seconds since 1970.
+
+        Raises:
+            Unanswered: the host with Slurm cannot be reached now.
+        """
+        from filelock import FileLock, Timeout
+
+        self._path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        try:
+            with FileLock(self._lock_path, timeout=PAUSE_S):
+                at, text = self._read()
+                now = self._clock()
+                if not at <= now < at + PAUSE_S:
+                    at, text = now, self._ask()
+                    write_file(self._path, json.dumps({"at": at, "text": text}))
+        except Timeout:
+            return None
+        return None if text is None or at < after else _jobs(text)
+
+    def _ask(self) -> str | None:
+        try:
+            return self._login.run(_COMMAND)
+        except ClusterError as error:
+            if type(error) is not ClusterError:
+                raise
+            return None  # its controller is away
+
+    def _read(self) -> tuple[float, str | None]:
+        try:
+            row = json.loads(self._path.read_text(encoding="utf-8"))
+            return float(row["at"]), row["text"]
+        except (OSError, ValueError, KeyError, TypeError):
+            return float("-inf"), None
+
+
+def _jobs(text: str) -> list[QueuedJob]:
+    rows = (line.split("|", 4) for line in text.splitlines())
+    return [QueuedJob(*row) for row in rows if len(row) == 5]

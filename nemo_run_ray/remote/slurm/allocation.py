@@ -1,0 +1,99 @@
+"""The users of an allocation that serves a cluster by name, and when it has none any more.
+
+The client has made the folder of the allocation, below that of the cluster::
+
+    lives/3/
+        ray.sub     the script of the job
+        job         Slurm's number of the job
+        run/, logs/ what the job writes, see ``run_folder.py``
+        users/…     one file for each program that uses the cluster and stays
+        released    the last of them has left
+        keep        the cluster stays although nobody uses it
+        over        why there is nothing to be had of it any more
+
+A folder with a higher number means that this allocation was given up.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from contextlib import suppress
+from typing import Any, Callable, Optional
+
+from .dashboard import answer_of
+from .run_folder import HeadAddress
+from .settings import Settings
+
+#: Names in the folder of an allocation.
+USERS, RELEASED, KEEP, OVER = "users", "released", "keep", "over"
+#: Seconds between two looks at Ray's job table.
+_LOOK_S = 5.0
+#: States of jobs that have not ended.
+_ACTIVE = ("PENDING", "RUNNING")
+
+
+class Allocation:
+    """What the head knows of the users of its allocation.
+
+    Args:
+        settings: of the head; without ``life`` nothing is watched.
+        token_path: of the file with Ray's token.
+        clock: seconds that only grow.
+    """
+
+    def __init__(
+        self, settings: Settings, token_path: str, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._settings = settings
+        self._token_path = token_path
+        self._clock = clock
+        self._looked_at = float("-inf")
+        self._idle_since: Optional[float] = None
+        #: Ray's name of this life of the cluster; empty until its dashboard has told it.
+        self.session = ""
+
+    def why_over(self, head: HeadAddress) -> str:
+        """Why nobody needs the allocation any more; empty while somebody may.
+
+        Args:
+            head: where Ray's dashboard is.
+        """
+        now = self._clock()
+        if not self._settings.life or now - self._looked_at < _LOOK_S:
+            return ""
+        self._looked_at = now
+        if not self.session:
+            self._ask_session(head)
+        rows = answer_of(head, self._token_path, "/api/jobs/")
+        if not isinstance(rows, list) or any(_is_active(row) for row in rows):
+            self._idle_since = None
+            return ""
+        if self._idle_since is None:
+            self._idle_since = now
+            return ""
+        return self._why_idle(now - self._idle_since)
+
+    def _why_idle(self, idle_s: float) -> str:
+        life, limit_s = self._settings.life, self._settings.idle_timeout_s
+        kept = os.path.exists(os.path.join(life, KEEP))
+        released = os.path.exists(os.path.join(life, RELEASED))
+        if released and not kept and not self._users():
+            return "its last user has left, and no job runs"
+        if limit_s is not None and idle_s >= limit_s:
+            return f"no job has run for {limit_s:g} s"
+        return ""
+
+    def _users(self) -> bool:
+        with suppress(OSError):
+            return bool(os.listdir(os.path.join(self._settings.life, USERS)))
+        return True  # the folder cannot be read now
+
+    def _ask_session(self, head: HeadAddress) -> None:
+        version = answer_of(head, self._token_path, "/api/version")
+        if isinstance(version, dict):
+            self.session = str(version.get("session_name") or "")
+
+
+def _is_active(row: Any) -> bool:
+    return isinstance(row, dict) and row.get("status") in _ACTIVE

@@ -1,0 +1,253 @@
+"""``SlurmCluster``: one allocation for a name, whoever asks, and whatever dies on the way."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import nemo_run as run
+import pytest
+
+from nemo_run_ray import SlurmCluster
+from nemo_run_ray.clusters import Dashboard, from_record
+from nemo_run_ray.clusters.slurm import bring_up, slurm_queue
+from nemo_run_ray.errors import ClusterError
+from tests.conftest import wait_for
+from tests.slurm.conftest import BIN, Slurm, processes_with
+
+#: A program of another process: what it connects to, and what it does then.
+_CLIENT = """
+import json, sys, time
+import nemo_run as run
+from nemo_run_ray import SlurmCluster
+given = json.loads(sys.argv[1])
+executor = run.SlurmExecutor(tunnel=run.LocalTunnel(job_dir=given["job_dir"]), **given["executor"])
+cluster = SlurmCluster(executor=executor, **given["cluster"])
+print("begins", flush=True)
+print(cluster.connect().url, flush=True)
+time.sleep(given["stays_s"])
+"""
+
+
+class Allocations:
+    """Clusters of one test, all in one folder."""
+
+    def __init__(self, slurm: Slurm, folder: Path) -> None:
+        self.slurm = slurm
+        self.folder = folder
+        self.executor = {
+            "account": "root",
+            "partition": "batch",
+            "time": "00:05:00",
+            "nodes": 2,
+            "ntasks_per_node": 1,
+            "env_vars": {"PATH": f"{BIN}:$PATH", "LIGHT_RAY_JOBS": str(folder / "jobs.json")},
+        }
+
+    def cluster(self, executor: dict | None = None, **fields) -> SlurmCluster:
+        given = {**self.executor, **(executor or {})}
+        tunnel = run.LocalTunnel(job_dir=str(self.folder))
+        return SlurmCluster(executor=run.SlurmExecutor(tunnel=tunnel, **given), **fields)
+
+    def client(self, stays_s: float = 0, **fields) -> subprocess.Popen[str]:
+        """A program that connects, stays for some time, and ends."""
+        given = {
+            "job_dir": str(self.folder),
+            "executor": self.executor,
+            "cluster": fields,
+            "stays_s": stays_s,
+        }
+        words = [sys.executable, "-c", _CLIENT, json.dumps(given)]
+        return subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+
+    def jobs(self, *states: str) -> list[str]:
+        """Numbers of the jobs that Slurm has."""
+        which = ["-t", ",".join(states)] if states else []
+        return self.slurm.ask("squeue", "-h", "-o", "%A", *which).split()
+
+    def life(self, number: int = 1, name: str = "ray") -> Path:
+        return self.folder / name / "lives" / str(number)
+
+    def run_jobs(self, *states: str) -> None:
+        """Let Ray's job table have these."""
+        rows = [{"submission_id": f"job{place}", "status": one} for place, one in enumerate(states)]
+        (self.folder / "new.json").write_text(json.dumps(rows))
+        (self.folder / "new.json").replace(self.folder / "jobs.json")
+
+
+@pytest.fixture
+def allocations(slurm: Slurm, tmp_path, monkeypatch) -> Iterator[Allocations]:
+    monkeypatch.setenv("SLURM_CONF", slurm.conf)
+    monkeypatch.setenv("PATH", f"{BIN}:{os.environ['PATH']}")
+    monkeypatch.setenv("NEMORUN_HOME", str(tmp_path / "home"))
+    monkeypatch.setattr(slurm_queue, "PAUSE_S", 2.0)
+    folder = slurm.folder / "clusters" / tmp_path.name
+    folder.mkdir(parents=True)
+    yield Allocations(slurm, folder)
+    slurm.ask("scancel", "--full", "--user=root")
+    wait_for(lambda: not slurm.ask("squeue", "-h"), 60)
+    mark = f"NEMO_RUN_RAY_LIFE={folder}".encode()
+    wait_for(lambda: not processes_with(mark), 60)
+
+
+def _version(dashboard: Dashboard) -> str:
+    request = urllib.request.Request(f"{dashboard.url}/api/version", headers=dashboard.headers)
+    with urllib.request.urlopen(request, timeout=10) as answer:
+        return json.load(answer)["session_name"]
+
+
+def test_the_cluster_of_a_name_is_found_and_ends_with_its_last_user(allocations):
+    cluster = allocations.cluster()
+    assert cluster.find() is None
+    dashboard = cluster.connect()
+    session = _version(dashboard)
+    assert allocations.cluster().connect() == dashboard
+    remembered = from_record(json.loads(json.dumps(cluster.record())))
+    assert remembered.find() == dashboard
+    assert len(allocations.jobs()) == 1
+    assert (allocations.life().stat().st_mode & 0o777) == 0o700
+    allocations.run_jobs("RUNNING")
+    cluster._leave_at_exit()
+    time.sleep(12)  # longer than it takes to see that nothing runs
+    assert dashboard.why_dead() == ""
+    allocations.run_jobs("SUCCEEDED")
+    wait_for(lambda: not allocations.jobs("RUNNING"), 30)
+    wait_for(lambda: remembered.find() is None, 10)
+    wait_for(lambda: "its last user has left" in dashboard.why_dead(), 10)
+    assert "its last user has left" in cluster.why_gone(session)
+    with pytest.raises(ClusterError, match="Run the program again"):
+        remembered.connect()
+
+
+def test_clients_at_the_same_time_get_one_allocation(allocations):
+    clients = [allocations.client(stays_s=1) for _ in range(4)]
+    told = [client.communicate(timeout=120)[0] for client in clients]
+    urls = {line for one in told for line in one.splitlines() if line.startswith("http")}
+    assert len(urls) == 1, told
+    assert sorted(path.name for path in allocations.life().parent.iterdir()) == ["1"]
+    wait_for(lambda: not allocations.jobs(), 60)  # all have left
+
+
+def test_an_idle_one_ends(allocations):
+    dashboard = allocations.cluster(keep=True, idle_timeout_s=3).connect()
+    wait_for(lambda: not allocations.jobs(), 60)
+    assert "no job has run for 3 s" in dashboard.why_dead()
+    end = json.loads(next(allocations.life().glob("run/*/end.json")).read_text())
+    assert end["code"] == 0
+
+
+def test_a_kept_one_stays_until_it_is_stopped(allocations):
+    cluster = allocations.cluster(keep=True)
+    cluster.connect()
+    cluster.release(detach=False)
+    assert not (allocations.life() / "released").exists()
+    assert cluster.stop()
+    wait_for(lambda: not allocations.jobs(), 60)
+    assert cluster.find() is None
+    assert not cluster.stop()
+
+
+def test_the_next_client_gets_another_one_after_it_has_died(allocations):
+    cluster = allocations.cluster()
+    first = cluster.connect()
+    (job,) = allocations.jobs()
+    allocations.slurm.ask("scancel", job)
+    wait_for(lambda: "cancelled" in first.why_dead(), 40)
+    second = cluster.connect()
+    assert second.headers != first.headers
+    assert "another one has its name" in first.why_dead()
+    cluster._leave_at_exit()
+
+
+@pytest.mark.parametrize(
+    ("executor", "words"),
+    [
+        ({"partition": "nix"}, "does not take the job of the cluster 'ray': .*nvalid partition"),
+        ({"time": "soon"}, "Invalid --time"),
+        (
+            {"setup_lines": "echo no license >&2; exit 3"},
+            r"did not come up in Slurm job \d+ of the cluster 'ray': .*\n?.*(3|no license)",
+        ),
+    ],
+)
+def test_what_slurm_or_the_script_refuses(allocations, executor, words):
+    with pytest.raises(ClusterError, match=words):
+        allocations.cluster(executor).connect()
+    assert allocations.cluster().connect().url  # the next one is not kept by it
+    assert allocations.life(2).is_dir()
+    allocations.cluster()._leave_at_exit()
+
+
+def test_more_nodes_than_there_are(allocations):
+    with pytest.raises(ClusterError, match="it asks for more nodes than"):
+        allocations.cluster(nodes=99, queue_timeout_s=4).connect()
+    wait_for(lambda: not allocations.jobs(), 10)
+
+
+def test_a_wait_that_ends_takes_the_job_out_of_the_queue(allocations, capsys):
+    first = allocations.cluster(name="first", nodes=4, executor={"exclusive": True})
+    first.connect()
+    waiting = allocations.client(name="second", nodes=4)
+    wait_for(lambda: allocations.jobs("PENDING"), 30)
+    waiting.send_signal(signal.SIGINT)
+    waiting.communicate(timeout=60)
+    wait_for(lambda: not allocations.jobs("PENDING"), 20)
+    assert "before it was ready" in (allocations.life(1, "second") / "over").read_text()
+    first._leave_at_exit()
+
+
+@pytest.mark.parametrize("moment", ["claim", "submit", "wait"])
+def test_a_client_that_dies_on_its_way(allocations, monkeypatch, moment):
+    """Another one goes on, or passes its life over; there are never two allocations."""
+    monkeypatch.setattr(bring_up, "_CLAIM_S", 4.0)
+    life = allocations.life()
+    client = allocations.client(stays_s=60)
+    signs: dict[str, Callable[[], bool]] = {
+        "claim": life.is_dir,
+        "submit": (life / "sbatch").is_dir,
+        "wait": (life / "job").exists,
+    }
+    deadline = time.monotonic() + 60
+    while not signs[moment]():
+        assert time.monotonic() < deadline
+    client.kill()
+    client.communicate(timeout=60)
+    dashboard = allocations.cluster().connect()
+    assert _version(dashboard)
+    running = allocations.jobs("RUNNING", "PENDING")
+    assert len(running) == 1, running
+    allocations.cluster()._leave_at_exit()
+
+
+def test_a_job_that_slurm_takes_late_ends_by_itself(allocations):
+    """It was given up, and another one has its name."""
+    cluster = allocations.cluster()
+    late = cluster._lives
+    assert late.claim(1)
+    monitored = allocations.life()
+    cluster_script = cluster._script(str(monitored))
+    assert late.claim(2)
+    late.give_up(2, "a test needs no second one")
+    late.submit(1, cluster_script)
+    wait_for(lambda: not allocations.jobs(), 60)
+    (log,) = monitored.glob("logs/sbatch_*.out")
+    assert "given up before it started" in log.read_text()
+
+
+def test_slurms_controller_is_away_for_a_moment(allocations):
+    slurm = allocations.slurm
+    pid = int(Path(f"{Path(slurm.conf).parent}/run/slurmctld.pid").read_text())
+    os.kill(pid, signal.SIGTERM)
+    client = allocations.client(stays_s=1)
+    time.sleep(6)
+    slurm.bed("slurmctld")
+    told = client.communicate(timeout=180)[0]
+    assert "http://" in told, told
+    wait_for(lambda: not allocations.jobs(), 60)
