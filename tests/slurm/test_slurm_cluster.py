@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
+import http.client
 import json
 import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 import urllib.request
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import nemo_run as run
@@ -21,6 +25,7 @@ from nemo_run_ray.clusters.slurm import bring_up, slurm_queue
 from nemo_run_ray.errors import ClusterError
 from tests.conftest import wait_for
 from tests.slurm.conftest import BIN, Slurm, processes_with
+from tests.slurm.sshd import Sshd, running
 
 #: A program of another process: what it connects to, and what it does then.
 _CLIENT = """
@@ -251,3 +256,74 @@ def test_slurms_controller_is_away_for_a_moment(allocations):
     told = client.communicate(timeout=180)[0]
     assert "http://" in told, told
     wait_for(lambda: not allocations.jobs(), 60)
+
+
+@pytest.fixture
+def sshd(allocations, tmp_path) -> Iterator[Sshd]:
+    env = {"SLURM_CONF": allocations.slurm.conf, "PATH": os.environ["PATH"]}
+    (tmp_path / "sshd").mkdir()
+    with running(tmp_path / "sshd", env) as server:
+        yield server
+
+
+def _by_ssh(allocations: Allocations, sshd: Sshd, **fields) -> SlurmCluster:
+    tunnel = run.SSHTunnel(
+        host="127.0.0.1",
+        user="root",
+        port=sshd.port,
+        identity=str(sshd.key),
+        job_dir=str(allocations.folder),
+    )
+    return SlurmCluster(executor=run.SlurmExecutor(tunnel=tunnel, **allocations.executor), **fields)
+
+
+def test_by_ssh_that_breaks_off(allocations, sshd):
+    cluster = _by_ssh(allocations, sshd)
+    dashboard = cluster.connect()
+    assert dashboard.url.startswith("http://127.0.0.1:")
+    session = _version(dashboard)
+    assert from_record(json.loads(json.dumps(cluster.record()))).find() == dashboard
+    for _ in range(3):
+        assert sshd.drop()
+        wait_for(lambda: _answers(dashboard, session), 30)
+        assert cluster._lives.look().number == 1
+    cluster._leave_at_exit()
+    wait_for(lambda: not allocations.jobs("RUNNING"), 60)
+
+
+def _answers(dashboard: Dashboard, session: str) -> bool:
+    with contextlib.suppress(OSError, http.client.HTTPException):
+        return _version(dashboard) == session
+    return False
+
+
+def test_ssh_that_breaks_off_on_the_way(allocations, sshd):
+    """Whatever it was doing: there is one allocation, and the client gets to it."""
+    cluster = _by_ssh(allocations, sshd)
+    stop = threading.Event()
+
+    def drop() -> None:
+        while not stop.wait(0.7):
+            sshd.drop()
+
+    dropping = threading.Thread(target=drop)
+    dropping.start()
+    try:
+        with ThreadPoolExecutor(1) as pool:
+            dashboard = pool.submit(cluster.connect).result(timeout=120)
+    finally:
+        stop.set()
+        dropping.join()
+    assert _version(dashboard)
+    assert len(allocations.jobs("RUNNING", "PENDING")) == 1
+    cluster._leave_at_exit()
+
+
+def test_nobody_may_log_in(allocations, sshd, tmp_path):
+    subprocess.run(
+        ["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(tmp_path / "other")], check=True
+    )
+    cluster = _by_ssh(allocations, sshd)
+    cluster.executor.tunnel.identity = str(tmp_path / "other")
+    with pytest.raises(ClusterError, match=r"root@127\.0\.0\.1"):
+        cluster.connect()

@@ -214,7 +214,7 @@ def test_the_import_needs_only_what_nemo_run_brings():
         [sys.executable, "-c", program], capture_output=True, text=True, check=True
     )
     allowed = {*sys.stdlib_module_names, "nemo_run", "nemo_run_ray", "torchx", "fiddle", "rich"}
-    allowed |= {"invoke", "paramiko"}  # of NeMo-Run's tunnels
+    allowed |= {"fabric", "invoke", "paramiko"}  # of NeMo-Run's tunnels
     for name in done.stdout.split():
         if name.startswith("nemo_run_ray"):
             path = ROOT / "/".join(name.split(".")[1:])

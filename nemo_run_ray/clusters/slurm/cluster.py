@@ -23,7 +23,7 @@ from nemo_run_ray.clusters.base import Cluster, Dashboard
 from nemo_run_ray.clusters.slurm.bring_up import BringUp
 from nemo_run_ray.clusters.slurm.forward import forwarded
 from nemo_run_ray.clusters.slurm.lives import Life, Lives
-from nemo_run_ray.clusters.slurm.login import Login
+from nemo_run_ray.clusters.slurm.login import Login, key_of
 from nemo_run_ray.clusters.slurm.progress import Progress
 from nemo_run_ray.clusters.slurm.script import script
 from nemo_run_ray.clusters.slurm.sidecar import Sidecar
@@ -170,11 +170,8 @@ class SlurmCluster(Cluster):
 
     @property
     def _login(self) -> Login:
-        return _logins.setdefault(self._login_key, Login(self.executor.tunnel))
-
-    @property
-    def _login_key(self) -> str:
-        return f"{type(self.executor.tunnel).__name__}:{self.executor.tunnel.key}"
+        tunnel = self.executor.tunnel
+        return _logins.setdefault(key_of(tunnel), Login(tunnel))
 
     @property
     def _lives(self) -> Lives:
@@ -182,7 +179,7 @@ class SlurmCluster(Cluster):
 
     @property
     def _key(self) -> tuple[str, str]:
-        return self._login_key, self._lives.folder
+        return self._login.key, self._lives.folder
 
     def _look(self) -> Life | None:
         at, life = _seen.get(self._key, (float("-inf"), None))

@@ -75,7 +75,7 @@ def _carry(client: socket.socket, channel: Any) -> None:
 
 def forwarded(login: Login, host: str, port: int) -> str:
     """The address of this machine that leads to a port behind a login."""
-    key = (login.name, host, port)
+    key = (login.key, host, port)
     with _lock:
         if key not in _forwards:
             _forwards[key] = Forward(login, host, port)

@@ -5,10 +5,12 @@ from __future__ import annotations
 import contextlib
 import os
 import shlex
+import sys
 import tempfile
 import threading
 from typing import Any
 
+import fabric
 import invoke
 import paramiko
 from nemo_run.core.tunnel.client import LocalTunnel
@@ -18,6 +20,10 @@ from nemo_run_ray.errors import ClusterError, Unanswered
 #: Seconds for one command, and for a sign of life of a connection that nothing comes through.
 _COMMAND_S = 90
 _KEEPALIVE_S = 10
+#: Seconds for a new connection.
+_CONNECT_S = 20
+#: Of a command whose connection broke off before it ended.
+_NO_EXIT_CODE = -1
 #: What paramiko and sockets raise when a connection is not there or breaks off.
 _BROKEN = (OSError, EOFError, paramiko.SSHException, invoke.exceptions.ThreadException)
 
@@ -40,8 +46,13 @@ class Login:
 
     @property
     def name(self) -> str:
-        """Who and where, for messages and files' names."""
+        """Who and where, for messages."""
         return str(self.tunnel.key)
+
+    @property
+    def key(self) -> str:
+        """All by which this way differs from others."""
+        return key_of(self.tunnel)
 
     def run(self, script: str) -> str:
         """What a script for ``sh`` prints.
@@ -58,6 +69,8 @@ class Login:
                 in_stream=False,
                 timeout=_COMMAND_S,
             )
+            if done.return_code == _NO_EXIT_CODE:
+                raise EOFError("The connection broke off.")
         if done.return_code != 0:
             told = done.stderr.strip() or done.stdout.strip() or f"exit code {done.return_code}"
             raise ClusterError(f"A command on {self.name} has failed: {told}")
@@ -90,23 +103,43 @@ class Login:
         return found
 
     def _connect(self) -> None:
-        self.tunnel.connect()
-        session = getattr(self.tunnel, "session", None)
-        transport = getattr(session, "transport", None)
-        if transport is not None:  # or a cable that is cut is noticed by nobody
-            transport.set_keepalive(_KEEPALIVE_S)
+        """Connect as NeMo-Run does, which takes a connection that breaks off for a refusal."""
+        tunnel = self.tunnel
+        if self.is_here or (tunnel.session is not None and tunnel.session.is_connected):
+            return
+        keys = {"key_filename": [str(tunnel.identity)]} if tunnel.identity else {}
+        session = fabric.Connection(
+            tunnel.host,
+            user=tunnel.user,
+            port=tunnel.port,
+            connect_kwargs=keys,
+            connect_timeout=_CONNECT_S,
+            forward_agent=False,
+            config=fabric.Config(overrides={"run": {"in_stream": False}}),
+        )
+        try:
+            session.open()
+        except paramiko.SSHException as error:
+            session.close()
+            if keys or not _is_refusal(error) or not sys.stdin.isatty():
+                raise
+            tunnel.connect()  # it asks for a password
+            session = tunnel.session
+        # Or nobody notices that a cable is cut.
+        session.transport.set_keepalive(_KEEPALIVE_S)
+        tunnel.session = session
 
     @contextlib.contextmanager
     def _translated(self) -> Any:
         try:
             yield
         except SystemExit as error:  # NeMo-Run ends the program
-            raise ClusterError(
-                f"Nobody could log in as {self.name}. Try `ssh {self.name}` in a shell, and give "
-                "the tunnel the right user, host, port and identity."
-            ) from error
-        except paramiko.AuthenticationException as error:
-            raise ClusterError(f"{self.name} does not let this user in: {error}") from error
+            raise ClusterError(self._refused(error)) from error
+        except paramiko.SSHException as error:
+            if _is_refusal(error):
+                raise ClusterError(self._refused(error)) from error
+            self._disconnect()
+            raise Unanswered(f"{self.name} cannot be reached now: {_words(error)}") from error
         except invoke.exceptions.CommandTimedOut as error:
             self._disconnect()
             raise Unanswered(f"{self.name} gave no answer within {_COMMAND_S} s.") from error
@@ -115,6 +148,12 @@ class Login:
         except _BROKEN as error:
             self._disconnect()
             raise Unanswered(f"{self.name} cannot be reached now: {_words(error)}") from error
+
+    def _refused(self, error: BaseException) -> str:
+        return (
+            f"Nobody could log in as {self.name} ({error}). Try `ssh {self.name}` in a shell, and "
+            "give the tunnel the right user, host, port and identity."
+        )
 
     def _disconnect(self) -> None:
         """The next command makes a new connection; this one may hang."""
@@ -125,9 +164,22 @@ class Login:
             self.tunnel.session = None
 
 
+def _is_refusal(error: paramiko.SSHException) -> bool:
+    """Whether the host let nobody in, as opposed to a connection that broke off."""
+    # Paramiko calls it so when the connection breaks off meanwhile.
+    is_one = isinstance(error, paramiko.AuthenticationException) and "saw EOF" not in str(error)
+    return is_one or "No authentication methods" in str(error)
+
+
 def _words(error: BaseException) -> str:
     text = str(error).strip() or type(error).__name__
     return text if text.endswith(".") else f"{text}."
+
+
+def key_of(tunnel: Any) -> str:
+    """All by which the way of a tunnel differs from others."""
+    parts = [tunnel.key, getattr(tunnel, "port", None), getattr(tunnel, "identity", None)]
+    return ":".join([type(tunnel).__name__, *(str(part) for part in parts if part is not None)])
 
 
 def quoted(*parts: str) -> str:

@@ -61,7 +61,7 @@ class SlurmQueue:
     def __init__(self, login: Login, clock: Callable[[], float] = time.time) -> None:
         self._login = login
         self._clock = clock
-        digest = hashlib.sha256(login.name.encode()).hexdigest()[:12]
+        digest = hashlib.sha256(login.key.encode()).hexdigest()[:12]
         folder = Path(get_nemorun_home(), "ray_slurm").absolute()
         self._path, self._lock_path = folder / f"{digest}.json", folder / f"{digest}.lock"
 
