@@ -8,6 +8,7 @@ it does not know, and looks on the head for a file that the caller has. Read fro
 from __future__ import annotations
 
 import json
+import os
 import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -29,6 +30,10 @@ _OTHER_FILE = re.compile(
     r"\s*(?P<option>-r|-c|--requirement|--constraint)(?:\s+|=|(?<=-[rc]))(?P<path>[^\s#]+)"
 )
 _INCLUDES_MAX = 10
+#: What may be meant as a package, and not as a file.
+_NAME_OF_ONE = re.compile(r"(?!.*\.(?:txt|in)$)[A-Za-z0-9][\w.-]*(\[[\w,-]+\])?([<>=!~]=?.+)?")
+#: Ray's variable for how often it builds a runtime environment.
+TRIES = "RUNTIME_ENV_RETRY_TIMES"
 _REQUIREMENTS = "a list of requirements, the path of a requirements file, or a dict with 'packages'"
 
 
@@ -140,7 +145,10 @@ def _requirements(field: str, path: str, depth: int = 0) -> list[str]:
     try:
         text = Path(path).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(_unreadable(field, path, error, "a requirements file")) from error
+        found = _unreadable(field, path, error, "a requirements file")
+        if isinstance(error, FileNotFoundError) and depth == 0 and _NAME_OF_ONE.fullmatch(path):
+            found += f" One package is written as a list: [{path!r}]."
+        raise ConfigError(found) from error
     return _included(field, text.strip().split("\n"), Path(path).parent, depth)
 
 
@@ -321,3 +329,13 @@ _CHECKS: dict[str, _Check] = {
     "_nsight": _text_or_dict,
     "_rocprof_sys": _text_or_dict,
 }
+
+
+def env_tries() -> int:
+    """How often an embedded Ray builds a runtime environment.
+
+    Ray's default is three times. Each starts from nothing and takes 20 s for ``pip`` here, and pip
+    itself repeats what the network drops.
+    """
+    given = os.environ.get(TRIES, "")
+    return int(given) if given.isdigit() else 1

@@ -26,6 +26,7 @@ class Dashboard:
             where Ray itself looks for a token.
         why_dead: says in sentences why it can never answer again; empty while it may. The
             process that started Ray knows when it has ended, and no client need wait for it.
+        env_tries: how often Ray builds a runtime environment there; ``None`` when it is not known.
     """
 
     url: str
@@ -33,6 +34,7 @@ class Dashboard:
     verify: bool | str = True
     credentials_step: str = field(default="", compare=False)
     why_dead: Callable[[], str] = field(default=str, repr=False, compare=False)
+    env_tries: int | None = field(default=None, repr=False, compare=False)
 
     @property
     def is_loopback(self) -> bool:

@@ -36,6 +36,7 @@ from nemo_run_ray.clusters.local_state import (
 )
 from nemo_run_ray.clusters.start_log import end_of_log
 from nemo_run_ray.errors import ClusterError, ConfigError, Unanswered
+from nemo_run_ray.runtime_env import env_tries
 
 #: Linux limits the name of a Unix socket to 107 bytes; Ray puts up to 75 behind its folder.
 _TEMP_ROOT_MAX_BYTES = 107 - 75
@@ -140,7 +141,8 @@ class LocalCluster(Cluster):
 
     def _dashboard(self, state: State) -> Dashboard:
         headers = {"Authorization": f"Bearer {self._home.token()}"}
-        return Dashboard(state.url, headers, why_dead=partial(self._home.why_dead, state))
+        why_dead = partial(self._home.why_dead, state)
+        return Dashboard(state.url, headers, why_dead=why_dead, env_tries=env_tries())
 
     def _start(self) -> State:
         """Start Ray, wait until a node has joined it, and join it too. The lock is held."""

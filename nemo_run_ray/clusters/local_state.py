@@ -38,6 +38,7 @@ from nemo_run_ray.remote.files import write_file
 from nemo_run_ray.remote.node.tree import descendants, kill, marked
 from nemo_run_ray.remote.rows import JobRow
 from nemo_run_ray.remote.states import is_active
+from nemo_run_ray.runtime_env import TRIES, env_tries
 
 #: Seconds for an answer of the job table.
 _ANSWER_S = 5.0
@@ -166,9 +167,7 @@ class Home:
             "RAY_AUTH_MODE": "token",
             "RAY_AUTH_TOKEN_PATH": str(self._token),
             "RAY_USAGE_STATS_ENABLED": "0",
-            # Ray builds a runtime environment up to three times. Each time starts from nothing,
-            # and takes 20 s for `pip` here; pip itself repeats what the network drops.
-            "RUNTIME_ENV_RETRY_TIMES": os.environ.get("RUNTIME_ENV_RETRY_TIMES", "1"),
+            TRIES: str(env_tries()),
             "TMPDIR": root,  # Ray's helpers leave folders in it; jobs get the caller's again
             "NEMO_RUN_RAY_TMPDIR": os.environ.get("TMPDIR", ""),
             _MARK: root,

@@ -49,6 +49,7 @@ class EnvBuilds:
         environments: asks Ray's state API for the runtime environments of all nodes.
         agent_log: gives the end of a node's ``AGENT_LOG``.
         nodes: gives the living nodes, the head first.
+        tries: how often Ray builds an environment there; ``None`` where that is not known.
     """
 
     def __init__(
@@ -56,7 +57,9 @@ class EnvBuilds:
         environments: Callable[[], Sequence[Mapping[str, Any]]],
         agent_log: Callable[[str], str],
         nodes: Callable[[], Sequence[str]],
+        tries: int | None = None,
     ) -> None:
+        self._tries = tries
         self._environments = Recent(
             lambda _: [env for env in environments() if _is_of_interest(env)],
             _AGE_S,
@@ -104,11 +107,11 @@ class EnvBuilds:
         building = [str(env["node_id"]) for env in found if env.get("success") is None]
         if building:
             failed = failures(self._agent_log.get(building[0]), runtime_env)
-            return _status(failed, building[0])
+            return self._status(failed, building[0])
         if found:  # it failed for good, which Ray's table of jobs has not got yet
             node = str(found[-1]["node_id"])
             failed = failures(self._agent_log.get(node), runtime_env)
-            return _status(failed, node) if failed else None
+            return self._status(failed, node, is_last=True) if failed else None
         return None
 
     def _as_logged(self, runtime_env: Mapping[str, Any]) -> JobStatus | None:
@@ -116,8 +119,19 @@ class EnvBuilds:
         for node in self._nodes.get()[:_NODES_MAX]:
             text = self._agent_log.get(node)
             if _is_building(text, runtime_env):
-                return _status(failures(text, runtime_env), node)
+                return self._status(failures(text, runtime_env), node)
         return None
+
+    def _status(self, failed: Sequence[str], node: str, is_last: bool = False) -> JobStatus:
+        where = f"on node {node[:12]}"
+        if not failed:
+            detail = f"Ray builds its runtime environment {where}"
+            return JobStatus(JobState.PENDING, Reason.BUILDING, detail)
+        times = "once" if len(failed) == 1 else f"{len(failed)} times"
+        detail = f"Ray failed {times} to build its runtime environment {where}: {failed[-1]}"
+        is_last = is_last or (self._tries is not None and len(failed) >= self._tries)
+        reason = Reason.RUNTIME_ENV if is_last else Reason.REBUILDING
+        return JobStatus(JobState.PENDING, reason, detail)
 
 
 def _is_building(agent_log: str, runtime_env: Mapping[str, Any]) -> bool:
@@ -177,13 +191,3 @@ def _is_of(environment: str, key: Mapping[str, Any]) -> bool:
         return _key(json.loads(environment)) == key
     except (ValueError, AttributeError):
         return False  # a Ray that writes it otherwise
-
-
-def _status(failed: Sequence[str], node: str) -> JobStatus:
-    where = f"on node {node[:12]}"
-    if not failed:
-        detail = f"Ray builds its runtime environment {where}"
-        return JobStatus(JobState.PENDING, Reason.BUILDING, detail)
-    times = "once" if len(failed) == 1 else f"{len(failed)} times"
-    detail = f"Ray failed {times} to build its runtime environment {where}: {failed[-1]}"
-    return JobStatus(JobState.PENDING, Reason.REBUILDING, detail)

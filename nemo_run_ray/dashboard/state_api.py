@@ -85,6 +85,7 @@ class StateApi:
             lambda: self._rows("runtime_envs", _EXPLAIN_S) or [],
             lambda node: self._log_file(node, AGENT_LOG, AGENT_LOG_LINES),
             self._head_first,
+            self._http.dashboard.env_tries,
         )
 
     def _head_first(self) -> list[str]:

@@ -192,6 +192,15 @@ def test_a_file_that_cannot_be_sent_is_refused(tmp_path, monkeypatch, line):
 
 
 @pytest.mark.parametrize(
+    ("text", "is_told"), [("einops", True), ("torch==2.6", True), ("none.txt", False)]
+)
+def test_a_package_that_is_given_as_a_file(text, is_told):
+    with pytest.raises(ConfigError, match="cannot be read as a requirements file") as caught:
+        _sent({"pip": text})
+    assert (f"written as a list: ['{text}']" in str(caught.value)) == is_told
+
+
+@pytest.mark.parametrize(
     ("runtime_env", "text"),
     [({"pip": "none.txt"}, None), ({"conda": "e.yml"}, "a: ["), ({"conda": "e.yml"}, "- a")],
 )

@@ -219,6 +219,17 @@ def test_a_build_that_is_tried_again():
     )
 
 
+def test_the_last_try_is_not_told_as_one_of_several():
+    """The embedded Ray builds once; and what Ray lists as failed is not tried again anywhere."""
+    log = _begins(_OURS) + _fails(_OURS)
+    row = {"runtime_env": _as_ray_writes_it(_OURS), "success": None, "node_id": "a" * 56}
+    once = EnvBuilds(lambda: [row], lambda _: log, list, tries=1)
+    assert once.explain(_ROW, _PENDING).reason is Reason.RUNTIME_ENV
+    failed = EnvBuilds(lambda: [row | {"success": False}], lambda _: log, list)
+    status = failed.explain(_ROW, _PENDING)
+    assert (status.state, status.reason) == (JobState.PENDING, Reason.RUNTIME_ENV)
+
+
 def test_nothing_is_asked_for_a_job_that_builds_nothing():
     builds, asked = _builds("")
     running = JobStatus(JobState.RUNNING)
@@ -313,5 +324,5 @@ def test_a_build_that_failed_for_good_is_told_of_until_the_job_has_failed():
     """Ray's table of jobs has it some seconds later."""
     builds, _ = _builds(_begins(_OURS) + _fails(_OURS) * 3, success=False)
     status = builds.explain(_ROW, _PENDING)
-    assert status.reason is Reason.REBUILDING
+    assert status.reason is Reason.RUNTIME_ENV
     assert "failed 3 times" in status.detail
