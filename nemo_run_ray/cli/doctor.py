@@ -79,9 +79,10 @@ def dashboard_of(cluster: Cluster) -> Dashboard:
             "one up with: nemo-run-ray up --cluster …"
         )
     if dashboard is None:
+        why = cluster.why_down()
         raise ClusterError(
-            "No embedded Ray is up. Start one with: nemo-run-ray up; look at another cluster with: "
-            "nemo-run-ray doctor --address http://…"
+            f"{why or 'No embedded Ray is up.'} Start one with: nemo-run-ray up; look at another "
+            "cluster with: nemo-run-ray doctor --address http://…"
         )
     return dashboard
 

@@ -46,8 +46,9 @@ def down(
     dashboard = cluster.find()
     if dashboard is None:
         # What an embedded Ray that has died has left is kept; a job of Slurm may wait in the queue.
+        ended = cluster.why_down() or f"No {title[4:]} is up."
         was_there = cluster.stop()
-        _out.print(f"{title} is stopped." if was_there else f"No {title[4:]} is up.", markup=False)
+        _out.print(f"{title} is stopped." if was_there else ended, markup=False)
         return
     _end_jobs(cluster, dashboard, force, name)
     cluster.stop()

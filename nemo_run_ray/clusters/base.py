@@ -78,6 +78,10 @@ class Cluster(ConfigurableMixin, abc.ABC):
         """
         return ""
 
+    def why_down(self) -> str:
+        """Why the life of this cluster that was here last is over; empty if nobody here knows."""
+        return ""
+
     def left_log(self, session: str, submission_id: str) -> Path | None:
         """The log of a job that a cluster which has died has left on this machine, if it has.
 

@@ -25,12 +25,11 @@ from nemo_run.core.frontend.console.api import CONSOLE
 from nemo_run_ray.checks import strict_init
 from nemo_run_ray.clusters.base import Cluster, Dashboard
 from nemo_run_ray.clusters.left_behind import RAY_FOLDER
+from nemo_run_ray.clusters.local_dashboard import has_node, jobs_of
 from nemo_run_ray.clusters.local_state import (
     Home,
     State,
     children,
-    has_node,
-    jobs_of,
     process_identity,
     raylet_of,
 )
@@ -110,6 +109,9 @@ class LocalCluster(Cluster):
 
     def why_gone(self, session: str) -> str:
         return self._home.why_gone(session)
+
+    def why_down(self) -> str:
+        return self._home.why_down()
 
     def left_log(self, session: str, submission_id: str) -> Path | None:
         return self._home.left_log(session, submission_id)

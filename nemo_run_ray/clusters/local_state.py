@@ -15,14 +15,12 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import http.client
 import json
 import os
 import secrets
 import signal
 import subprocess
 import time
-import urllib.request
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -32,25 +30,23 @@ from nemo_run.core.frontend.console.api import CONSOLE
 
 from nemo_run_ray.clusters import left_behind
 from nemo_run_ray.clusters.left_behind import RAY_FOLDER
+from nemo_run_ray.clusters.local_dashboard import jobs_of
 from nemo_run_ray.clusters.start_log import end_of_log
 from nemo_run_ray.errors import ClusterError, ConfigError, Unanswered
 from nemo_run_ray.remote.files import write_file
 from nemo_run_ray.remote.node.tree import descendants, kill, marked
-from nemo_run_ray.remote.rows import JobRow
+from nemo_run_ray.remote.spec import EMBEDDED
 from nemo_run_ray.remote.states import is_active
 from nemo_run_ray.runtime_env import TRIES, env_tries
 
-#: Seconds for an answer of the job table.
-_ANSWER_S = 5.0
-
-#: A variable of every process of an embedded Ray, so that a stop finds them all.
-_MARK = "NEMO_RUN_RAY_LOCAL"
 _STOP_LIMIT_S = 20.0
 _LOCK_LIMIT_S = 180.0
 #: Seconds in which `ray start` notices that a process of its own has died.
 _LAST_WORDS_S = 3.0
 #: Seconds after which somebody who waits for the folder is told what for.
 _SILENT_S = 1.0
+#: Those that go on without their raylet and have no more to say, by pid.
+_silent: set[int] = set()
 #: Clusters that this process started, by pid: it is their parent and has to collect them.
 children: dict[int, subprocess.Popen[bytes]] = {}
 
@@ -170,17 +166,14 @@ class Home:
             TRIES: str(env_tries()),
             "TMPDIR": root,  # Ray's helpers leave folders in it; jobs get the caller's again
             "NEMO_RUN_RAY_TMPDIR": os.environ.get("TMPDIR", ""),
-            _MARK: root,
+            EMBEDDED: root,
         }
 
     def why_dead(self, state: State) -> str:
         """Why a cluster cannot answer any more; empty while its processes live."""
         if state.lives:
             return ""
-        # Where more has died than the raylet, `ray start` says what in a moment, and ends.
-        deadline = time.monotonic() + _LAST_WORDS_S
-        while _lives(state.pid, state.born) and time.monotonic() < deadline:
-            time.sleep(0.05)
+        _await_last_words(state)
         last = self._read_any()
         if last is None or last.pid != state.pid:
             return f"The embedded Ray at {state.url} has been stopped."
@@ -194,7 +187,15 @@ class Home:
         last = self._read_any()
         if told or last is None or not os.path.exists(Path(last.root, RAY_FOLDER, session)):
             return told
-        return "" if last.lives else left_behind.why_dead(*last.dead_process(self.log))
+        if last.lives:
+            return ""
+        _await_last_words(last)
+        return left_behind.why_dead(*last.dead_process(self.log))
+
+    def why_down(self) -> str:
+        """Why the cluster that was here last is gone; empty when it lives, or was stopped."""
+        last = self._read_any()
+        return "" if last is None else self.why_dead(last)
 
     def left_log(self, session: str, submission_id: str) -> Path | None:
         """The log of a job on a cluster that has died."""
@@ -222,7 +223,7 @@ class Home:
             # Those that changed their title have lost the environment that marks them.
             family = {pid: process_identity(pid) for pid in descendants(state.pid)}
             kill(state.pid, signal.SIGTERM)
-        mark = f"{_MARK}={state.root}".encode()
+        mark = f"{EMBEDDED}={state.root}".encode()
         deadline = time.monotonic() + _STOP_LIMIT_S
         while left := {*marked(mark), *(pid for pid, born in family.items() if _lives(pid, born))}:
             if time.monotonic() > deadline or not _lives(state.pid, state.born):
@@ -268,6 +269,15 @@ class Home:
         return bool(busy)
 
 
+def _await_last_words(state: State) -> None:
+    """Where more has died than the raylet, `ray start` says what in a moment, and ends."""
+    deadline = time.monotonic() + _LAST_WORDS_S
+    while state.pid not in _silent and _lives(state.pid, state.born):
+        if time.monotonic() > deadline:
+            _silent.add(state.pid)
+        time.sleep(0.05)
+
+
 def _unusable(folder: Path, error: OSError) -> ConfigError:
     return ConfigError(
         f"The embedded Ray cannot use its folder {folder}: {error.strerror}. Set NEMORUN_HOME (or "
@@ -281,39 +291,6 @@ def _writing(folder: Path) -> Iterator[None]:
         yield
     except OSError as error:  # a full disk, another user's file
         raise _unusable(folder, error) from error
-
-
-def jobs_of(url: str, token: str) -> list[JobRow]:
-    """The job table of an embedded Ray, whose dashboard is on this machine.
-
-    Raises:
-        Unanswered: there is no answer, or none of the job table.
-    """
-    rows: list[JobRow] = _answer(f"{url}/api/jobs/", token)
-    return rows
-
-
-def has_node(url: str, token: str) -> bool:
-    """Whether a node has joined the embedded Ray: its raylet is up, and the raylet's agents are.
-
-    Raises:
-        Unanswered: there is no answer.
-    """
-    answer = _answer(f"{url}/api/v0/nodes", token)
-    try:
-        return any(node["state"] == "ALIVE" for node in answer["data"]["result"]["result"])
-    except (KeyError, TypeError):
-        return True  # a Ray that words it otherwise: then its job table tells
-
-
-def _answer(url: str, token: str) -> Any:
-    request = urllib.request.Request(url, headers={"Authorization": f"Bearer {token}"})
-    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-    try:
-        with opener.open(request, timeout=_ANSWER_S) as answer:
-            return json.load(answer)
-    except (OSError, http.client.HTTPException, ValueError) as error:
-        raise Unanswered(str(error)) from error
 
 
 def process_identity(pid: int) -> str | None:

@@ -21,6 +21,14 @@ from nemo_run_ray.remote.attempts import attempt_id
 from nemo_run_ray.remote.rows import JobRow, JobRows
 from nemo_run_ray.remote.states import JobState, JobStatus, Reason, status_of_row
 
+#: How a job ends that never had a process.
+_NEVER_RAN = (Reason.RUNTIME_ENV, Reason.START_TIMEOUT, Reason.UNSCHEDULABLE, Reason.NOT_PLACED)
+_BUILDS = (Reason.BUILDING, Reason.REBUILDING, Reason.RUNTIME_ENV)
+_BEFORE_ITS_COMMAND = "cancelled before its command ran"
+_HELD_BACK_BUILD = (
+    "cancelled while its runtime environment was being built; Ray shows it as pending until that "
+    "is over, and ends it without running its command"
+)
 _HELD_BACK = (
     "cancelled while it waited for room; Ray shows it as pending until there is room or 900 s have "
     "passed, and ends it without running its command"
@@ -166,12 +174,13 @@ class ObservedJob:
             detail = f"The id {self.id} is another run's; this job never started."
             return JobStatus(JobState.WAITING, Reason.TAKEN, detail)
         status = status_of_row(row)
+        if self.record.cancelled and status.reason in _NEVER_RAN:
+            status = JobStatus(JobState.CANCELLED, Reason.CANCELLED, _BEFORE_ITS_COMMAND)
         if status.state.is_terminal:
             self.note(status, snapshot)
-        elif status.state is JobState.PENDING and self.record.cancelled:
-            return JobStatus(JobState.CANCELLED, Reason.CANCELLED, _HELD_BACK)
         api = self._api()
-        return status if api is None else self._explain_pending(row, status, api, snapshot)
+        told = status if api is None else self._explain_pending(row, status, api, snapshot)
+        return _held_back(told) if self.record.cancelled else told
 
     def _explain_pending(
         self, row: JobRow, status: JobStatus, api: JobsApi, snapshot: Snapshot
@@ -229,3 +238,11 @@ class ObservedJob:
     def _api(self) -> JobsApi | None:
         dashboard = self.cluster.find()
         return None if dashboard is None else JobsApi.of(dashboard)
+
+
+def _held_back(told: JobStatus) -> JobStatus:
+    """The status of a job that was cancelled, where Ray only keeps it from running its command."""
+    if told.state is not JobState.PENDING:
+        return told
+    detail = _HELD_BACK_BUILD if told.reason in _BUILDS else _HELD_BACK
+    return JobStatus(JobState.CANCELLED, Reason.CANCELLED, detail)

@@ -12,6 +12,8 @@ VERSION = 2
 #: Environment variable of a group's driver: the code archive of each role, when there are several.
 CODE = "NEMO_RUN_RAY_CODE"
 
+#: Environment variable of every process of an embedded Ray: its folder.
+EMBEDDED = "NEMO_RUN_RAY_LOCAL"
 #: Stands in a dispatched job's entrypoint for the id of the attempt.
 SUBMISSION_ID = "@submission_id@"
 _AnySpec = Union["JobSpec", "RoleSpec", "GroupSpec", "DispatchSpec"]

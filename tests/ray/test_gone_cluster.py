@@ -14,7 +14,7 @@ import pytest
 from nemo_run_ray import LocalCluster, RayExecutor
 from nemo_run_ray.dashboard.jobs_api import JobsApi
 from nemo_run_ray.errors import Unreachable
-from tests.conftest import tool, wait_for
+from tests.conftest import processes_where, tool, wait_for
 from tests.ray.test_local_cluster import lives
 
 
@@ -80,6 +80,13 @@ def test_times_outlive_the_cluster_and_nobody_waits_for_it(own, unique, tmp_path
     (job,) = status(running)
     assert job["state"] == "RUNNING"
 
+    chain = f"{unique}c"
+    with run.Experiment(chain, skip_status_at_exit=True) as experiment:
+        script = run.Script(inline="sleep 1000")
+        experiment.add(script, executor=RayExecutor(cluster=own, retries=1), name="job")
+        experiment.run(detach=True)
+    dispatcher = f"{experiment._id}.dispatcher"
+    wait_for(lambda: processes_where(lambda _, words: dispatcher in words), 60)
     api = JobsApi.of(own.find())
     kill(own)
 
@@ -97,6 +104,8 @@ def test_times_outlive_the_cluster_and_nobody_waits_for_it(own, unique, tmp_path
     assert row["state"] == "LOST"
     assert "has died" in row["message"], "though nobody had looked before its rest was removed"
     assert tool("nemo-run-ray", "logs", unseen).stdout == "unseen\n"
+    # The chain's dispatcher waits for no cluster that never comes back.
+    wait_for(lambda: not processes_where(lambda _, words: dispatcher in words), 90)
     page = page_of(running, tmp_path / "lost.html")
     assert "last seen going on" in page
     ((_, width),) = re.findall(r'<rect class="running lost" x="([\d.]+)%" width="([\d.]+)%"', page)

@@ -26,7 +26,7 @@ from ..attempts import (
 )
 from ..node.output import say
 from ..node.rundir import SECRETS, read_secrets, remove_secrets
-from ..spec import SUBMISSION_ID, DispatchedJobSpec, DispatchSpec
+from ..spec import EMBEDDED, SUBMISSION_ID, DispatchedJobSpec, DispatchSpec
 from ..states import JobState, JobStatus, Reason
 from . import head, log, rest
 from .decide import ALL_SUCCEEDED, NOT_ALL_SUCCEEDED, Action, Decision, Do, decide
@@ -46,7 +46,8 @@ REFUSED_AFTER_S = 180.0
 
 
 class Disowned(Exception):
-    """The cluster does not know this dispatcher, so its job table is not that of the dispatch."""
+    """The cluster does not know this dispatcher, so its job table is not that of the dispatch; or
+    it is gone for good."""
 
 
 class Dispatcher:
@@ -67,6 +68,7 @@ class Dispatcher:
         self._secrets = secrets
         self._limit = limit
         self._clock = clock
+        self._parent = os.getppid()
         self._jobs = {job.name: job for job in dispatch.jobs}
         self._node_dead_s = _node_dead_s()
         self._told: Dict[str, str] = {}
@@ -82,7 +84,7 @@ class Dispatcher:
         """Go on until everything is decided, and return the exit code.
 
         Raises:
-            Disowned: the cluster has no record of this dispatcher.
+            Disowned: the cluster has no record of this dispatcher, or will not come back.
         """
         while True:
             over = self.round()
@@ -98,6 +100,9 @@ class Dispatcher:
             self._complain("", str(error))
             self._absent_since = None
             self._errors.clear()
+            # Another Ray comes up again, and goes on with its jobs.
+            if os.environ.get(EMBEDDED) and os.getppid() != self._parent:
+                raise Disowned("the embedded Ray that ran this dispatcher has died") from error
             return None
         if table is None:
             return None

@@ -5,10 +5,11 @@ from types import SimpleNamespace
 
 import pytest
 
+from nemo_run_ray.dashboard.env_builds import EnvBuilds
 from nemo_run_ray.errors import ClusterError
 from nemo_run_ray.jobs import cancel_loop
 from nemo_run_ray.jobs.cancel import cancel_all
-from nemo_run_ray.remote.states import JobState
+from nemo_run_ray.remote.states import JobState, JobStatus, Reason
 from tests.fake_ray import FINDS_NO_ROOM, GOES_ON, NODE, Trouble
 from tests.unit.jobs.conftest import Handed
 
@@ -64,6 +65,22 @@ def test_a_job_that_waits_for_room_is_stopped_until_ray_holds_it_back(ray, one):
     assert "without running its command" in status.detail
     assert len(ray.stops) >= 3
     assert one.states() == {"job": "CANCELLED"}, "as other processes see it"
+
+
+def test_a_job_is_cancelled_while_its_environment_is_built(ray, one, monkeypatch):
+    """Ray ends it as failed when the build fails; it was cancelled before."""
+    name = f"{one.id}.job"
+    building = JobStatus(JobState.PENDING, Reason.BUILDING)
+    monkeypatch.setattr(EnvBuilds, "explain", lambda *_: building)
+    ray.rows[name].update(status="PENDING", driver_node_id=None)
+    ray.fates[name] = FINDS_NO_ROOM
+    status = one.jobs["job"].cancel()
+    assert status.state is JobState.CANCELLED
+    assert "while its runtime environment was being built" in status.detail
+    ray.rows[name].update(status="FAILED", error_type="RUNTIME_ENV_SETUP_FAILURE", message="pip")
+    monkeypatch.undo()
+    assert one.states() == {"job": "CANCELLED"}
+    assert one.jobs["job"].status.detail == "cancelled before its command ran"
 
 
 def test_an_id_of_a_stranger_is_left_alone(ray, unique):
