@@ -303,7 +303,7 @@ def test_ssh_that_breaks_off_on_the_way(allocations, sshd):
     stop = threading.Event()
 
     def drop() -> None:
-        while not stop.wait(0.7):
+        while not stop.wait(2.5):
             sshd.drop()
 
     dropping = threading.Thread(target=drop)
