@@ -12,6 +12,7 @@ from urllib.parse import urlsplit
 from nemo_run.config import ConfigurableMixin
 
 from nemo_run_ray.errors import ConfigError
+from nemo_run_ray.remote.rows import JobRows
 
 
 @dataclass(frozen=True)
@@ -90,6 +91,14 @@ class Cluster(ConfigurableMixin, abc.ABC):
             submission_id: of the job.
         """
         return None
+
+    def left_rows(self, session: str) -> JobRows:
+        """Ray's job table as a life of this cluster has left it at its end; empty if it has not.
+
+        Args:
+            session: Ray's name of that life.
+        """
+        return {}
 
     @abc.abstractmethod
     def record(self) -> dict[str, Any]:

@@ -37,7 +37,7 @@ from nemo_run_ray.remote.dispatch.decide import Decision, Do, decide
 from nemo_run_ray.remote.files import write_file
 from nemo_run_ray.remote.rows import JobRows
 from nemo_run_ray.remote.spec import DispatchSpec, from_json
-from nemo_run_ray.remote.states import JobState, is_pending
+from nemo_run_ray.remote.states import JobState, JobStatus, is_pending
 
 #: Name of the folder of dispatches.
 FOLDER = "ray_dispatches"
@@ -158,6 +158,10 @@ class Dispatch:
             ClusterError: the cluster cannot be asked.
         """
         return snapshot.once(self, api.dashboard.url, lambda: self._seen(api, snapshot))
+
+    def statuses_left(self, rows: JobRows) -> Mapping[str, JobStatus]:
+        """The status of every job by the job table that a cluster has left at its end."""
+        return self._decided(rows).decision.statuses
 
     def cancel(self, api: JobsApi) -> None:
         """Cancel every job of it, those that have not started among them.

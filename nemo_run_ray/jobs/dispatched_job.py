@@ -17,6 +17,7 @@ from nemo_run_ray.jobs.job import RemoteJob
 from nemo_run_ray.jobs.ledger import JobRecord
 from nemo_run_ray.jobs.snapshot import Snapshot
 from nemo_run_ray.remote.attempts import attempt_id
+from nemo_run_ray.remote.rows import JobRows
 from nemo_run_ray.remote.states import JobState, JobStatus, Reason, status_of_row
 
 #: Seconds between two looks for a job's next attempt, while its log is followed.
@@ -80,10 +81,13 @@ class DispatchedJob(RemoteJob):
         found = self.dispatch.look(api, snapshot)
         status = self._explained(found, api, snapshot)
         if found.lost and not status.attempt:
-            return self._lost(found.lost)
+            return self._lost(found.lost, snapshot)
         if status.state.is_terminal:
             self.note(status, snapshot)
         return status
+
+    def _status_left(self, rows: JobRows) -> JobStatus | None:
+        return self.dispatch.statuses_left(rows).get(self.name) if rows else None
 
     def _explained(self, found: DispatchStatus, api: JobsApi, snapshot: Snapshot) -> JobStatus:
         """What the decision says, with the log's end where Ray's row has one."""

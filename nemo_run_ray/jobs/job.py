@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from itertools import chain
 
-from nemo_run_ray.clusters.left_behind import CUT, text_of
+from nemo_run_ray.clusters.left_behind import CUT
 from nemo_run_ray.errors import ClusterError, ConfigError, JobError, NemoRunRayError, StillGoesOn
 from nemo_run_ray.jobs import keep_logs, notes
 from nemo_run_ray.jobs.cancel_loop import JOB_MARGIN_S, Stops, insist
@@ -104,10 +104,6 @@ class RemoteJob(ObservedJob):
         if is_followed or source.is_over():
             return follow(source, self._end_marks, time.sleep)
         return source.whole()
-
-    def left_text(self) -> Iterator[str]:
-        """The log that a cluster which has died has left on this machine."""
-        return (text for path in self.left_logs() for text in text_of(path))
 
     def _or_kept(self, cluster_log: Callable[[], Iterator[str]]) -> Iterator[str]:
         """The log of its cluster, or the one that was kept where the cluster does not have it."""

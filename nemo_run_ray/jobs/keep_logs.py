@@ -79,7 +79,8 @@ def keep_log(job: ObservedJob, status: JobStatus, snapshot: Snapshot) -> None:
     if left_s <= 0 or not _begins(key):
         return
     try:
-        texts = job.whole_log(job.api(), status, left_s)
+        left = job.left_logs()
+        texts = job.left_text() if left else job.whole_log(job.api(), status, left_s)
         job.kept.keep_log(_until(texts, deadline), record.keep_logs_max_bytes)
     except (NemoRunRayError, OSError, ValueError) as error:
         is_late = time.monotonic() >= deadline

@@ -8,7 +8,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 
-from nemo_run_ray.clusters import from_record
+from nemo_run_ray.clusters import Cluster, from_record
+from nemo_run_ray.clusters.left_behind import text_of
 from nemo_run_ray.dashboard.jobs_api import JobsApi
 from nemo_run_ray.errors import JobError, NemoRunRayError
 from nemo_run_ray.jobs import keep_logs, ledger, notes, why_pending
@@ -80,7 +81,7 @@ class ObservedJob:
             return self.look(snapshot)
         except NemoRunRayError as error:  # a token's file that is gone is no news of the job either
             if self._has_lost_its_cluster():  # since `look` began
-                return self._lost(_GONE)
+                return self._lost(_GONE, snapshot)
             return self._as_recorded(JobState.UNKNOWN, Reason.UNREACHABLE, str(error))
 
     def look(self, snapshot: Snapshot) -> JobStatus:
@@ -97,7 +98,7 @@ class ObservedJob:
             return self._named(status)
         api = self._api()
         if api is None:
-            return self._lost(_GONE)
+            return self._lost(_GONE, snapshot)
         return self._named(self._seen(api, snapshot))
 
     def attempts_in(
@@ -113,12 +114,7 @@ class ObservedJob:
             rows = self.rows_in(snapshot)
         except NemoRunRayError:  # the cluster is away: its status says so
             rows = {}
-        now = time.time()
-        found = of_rows(rows, self.id, self.record.nonces, now)
-        running = (name for name, one in found.items() if one.state == JobState.RUNNING.value)
-        for name in notes.have_begun(self, frozenset(running)):
-            found[name] = replace(found[name], running_at=now)
-        return known(self.record, found, now, running_at)
+        return _attempts(self, rows, running_at)
 
     def api(self) -> JobsApi:
         """The dashboard of its cluster.
@@ -140,15 +136,12 @@ class ObservedJob:
         return api.logs.whole(self.id, silence_s)
 
     def left_logs(self) -> list[Path]:
-        """What a cluster that has died has left of its attempts' logs on this machine."""
-        found = []
-        for number in itertools.count(1):  # there may be more than anybody has seen
-            path = self.cluster.left_log(self.record.session, attempt_id(self.id, number))
-            if path is not None:
-                found.append(path)
-            elif number >= len(self.record.attempts):
-                break
-        return found
+        """What a cluster that has died has left of its attempts' logs."""
+        return left_logs(self.cluster, self.record)
+
+    def left_text(self) -> Iterator[str]:
+        """The log that a cluster which has died has left."""
+        return (text for path in self.left_logs() for text in text_of(path))
 
     def note(self, status: JobStatus, snapshot: Snapshot) -> None:
         """Write down how it ended."""
@@ -162,8 +155,6 @@ class ObservedJob:
         """Take note of what other processes have written down since."""
         if not self.record.terminal:
             self.record = Ledger.of(self.record.exp_dir).job(self.id) or self.record
-
-    # ------------------------------------------------------------------ what rows say
 
     def _seen(self, api: JobsApi, snapshot: Snapshot) -> JobStatus:
         row = snapshot.rows(api).get(self.id) or snapshot.rows_now(api).get(self.id)
@@ -179,8 +170,9 @@ class ObservedJob:
         if status.state.is_terminal:
             self.note(status, snapshot)
         api = self._api()
-        told = status if api is None else self._explain_pending(row, status, api, snapshot)
-        return _held_back(told) if self.record.cancelled else told
+        if api is not None:
+            status = self._explain_pending(row, status, api, snapshot)
+        return _held_back(status) if self.record.cancelled else status
 
     def _explain_pending(
         self, row: JobRow, status: JobStatus, api: JobsApi, snapshot: Snapshot
@@ -194,17 +186,26 @@ class ObservedJob:
         was_there = self.record.last == ledger.SUBMITTED
         why = snapshot.why_lost(api, self.record.session, was_there, lambda rows: self.id in rows)
         if why:
-            return self._lost(why)
+            return self._lost(why, snapshot)
         if was_there:
             return self._present(snapshot.rows_again(api)[self.id], snapshot)
         return JobStatus(JobState.WAITING, Reason.NOT_SUBMITTED, _NEVER_THERE)
 
-    def _lost(self, why: str) -> JobStatus:
+    def _lost(self, why: str, snapshot: Snapshot) -> JobStatus:
+        left = self._status_left(self.cluster.left_rows(self.record.session))
+        if left and left.state.is_terminal:
+            self.note(left, snapshot)
+            return left
         why = self._why_gone(why)
         arrived = self.record.last == ledger.SUBMITTED or self.record.attempts or self.left_logs()
         what = "Its end is not known" if arrived else "It is not known whether it ran"
         end = "" if "\n" in why or why.endswith(".") else "."  # a log's lines end by themselves
         return self._as_recorded(JobState.LOST, Reason.CLUSTER_GONE, f"{what}: {why}{end}")
+
+    def _status_left(self, rows: JobRows) -> JobStatus | None:
+        """Its status by the job table that its cluster has left; ``None`` if that lacks it."""
+        row = rows.get(self.id)
+        return status_of_row(row) if row and nonce_of(row) in self.record.nonces else None
 
     def _why_gone(self, why: str) -> str:
         """Why its cluster is gone, in the words of who knows best."""
@@ -233,7 +234,7 @@ class ObservedJob:
             ClusterError: the cluster cannot be asked.
         """
         api = self._api()
-        return {} if api is None else snapshot.rows(api)
+        return self.cluster.left_rows(self.record.session) if api is None else snapshot.rows(api)
 
     def _api(self) -> JobsApi | None:
         dashboard = self.cluster.find()
@@ -246,3 +247,25 @@ def _held_back(told: JobStatus) -> JobStatus:
         return told
     detail = _HELD_BACK_BUILD if told.reason in _BUILDS else _HELD_BACK
     return JobStatus(JobState.CANCELLED, Reason.CANCELLED, detail)
+
+
+def _attempts(job: ObservedJob, rows: JobRows, running_at: Mapping[str, float] | None) -> Attempts:
+    """The attempts that rows tell of, with what is known of them."""
+    now = time.time()
+    found = of_rows(rows, job.id, job.record.nonces, now)
+    running = (name for name, one in found.items() if one.state == JobState.RUNNING.value)
+    for name in notes.have_begun(job, frozenset(running)):
+        found[name] = replace(found[name], running_at=now)
+    return known(job.record, found, now, running_at)
+
+
+def left_logs(cluster: Cluster, record: JobRecord) -> list[Path]:
+    """What a cluster that has died has left of the logs of a job's attempts."""
+    found = []
+    for number in itertools.count(1):  # there may be more than anybody has seen
+        path = cluster.left_log(record.session, attempt_id(record.submission_id, number))
+        if path is not None:
+            found.append(path)
+        elif number >= len(record.attempts):
+            break
+    return found

@@ -6,6 +6,7 @@ import contextlib
 import http.client
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -23,7 +24,7 @@ from nemo_run_ray import SlurmCluster
 from nemo_run_ray.clusters import Dashboard, from_record
 from nemo_run_ray.clusters.slurm import bring_up, slurm_queue
 from nemo_run_ray.errors import ClusterError
-from tests.conftest import wait_for
+from tests.conftest import ROOT, wait_for
 from tests.slurm.conftest import BIN, Slurm, processes_with
 from tests.slurm.sshd import Sshd, running
 
@@ -327,3 +328,50 @@ def test_nobody_may_log_in(allocations, sshd, tmp_path):
     cluster.executor.tunnel.identity = str(tmp_path / "other")
     with pytest.raises(ClusterError, match=r"root@127\.0\.0\.1"):
         cluster.connect()
+
+
+#: Hands a chain over to the cluster of the example, and ends.
+_CHAIN = """
+import sys
+import nemo_run as run
+from nemo_run_ray import RayExecutor, SlurmCluster
+slurm = run.SlurmExecutor(account="root", nodes=2, time="00:05:00", setup_lines=sys.argv[2],
+                          tunnel=run.LocalTunnel(job_dir=sys.argv[1]))
+sys.path.append(sys.argv[3])
+from sandboxes_on_slurm import sandbox
+cluster = SlurmCluster(executor=slurm, name="sandboxes", sidecars=[sandbox()])
+with run.Experiment("chain", executor=RayExecutor(cluster=cluster)) as experiment:
+    first = experiment.add(run.Script(inline="echo first; sleep 1"), name="first")
+    second = run.Script(inline="echo second on $(hostname); exit 3")
+    experiment.add(second, name="second", dependencies=[first])
+    experiment.run(detach=True)
+"""
+
+
+def test_a_real_ray_with_a_chain_and_the_example(allocations, tmp_path):
+    """The chain's client ends; what became of it is known when the allocation has ended."""
+    env = {**os.environ, "NEMORUN_HOME": str(tmp_path / "home")}
+    env["PATH"] = env["PATH"].removeprefix(f"{BIN}:")  # Slurm's own srun, which has no pyxis
+    setup = f"export PATH={Path(sys.executable).parent}:$PATH"
+    examples = ROOT / "examples"
+
+    def done(*words: str) -> str:
+        found = subprocess.run(
+            [*words], env=env, capture_output=True, text=True, timeout=240, cwd=tmp_path
+        )
+        assert found.returncode == 0, found.stdout + found.stderr
+        return found.stdout
+
+    job_dir = str(allocations.folder)
+    done(sys.executable, "-c", _CHAIN, job_dir, setup, str(examples))
+    words = ["--account", "root", "--job-dir", job_dir, "--nodes", "2", "--setup", setup]
+    told = done(sys.executable, str(examples / "sandboxes_on_slurm.py"), *words)
+    assert sorted(re.findall(r"n[12]: (\d) of 4 solutions pass", told)) == ["2", "3"]
+    assert len(list(allocations.life(name="sandboxes").parent.iterdir())) == 1
+    wait_for(lambda: not allocations.jobs(), 60)
+
+    command = str(Path(sys.executable).parent / "nemo-run-ray")
+    rows = json.loads(done(command, "status", "--json", "chain"))
+    states = {row["job"]: (row["state"], row["reason"]) for row in rows}
+    assert states == {"first": ("SUCCEEDED", ""), "second": ("FAILED", "exit code")}
+    assert done(command, "logs", "chain", "--job", "second") == "second on n1\n"

@@ -13,6 +13,7 @@ import threading
 import time
 from dataclasses import dataclass, field
 from functools import partial
+from pathlib import Path
 from typing import Any, ClassVar
 
 from nemo_run.core.execution.slurm import SlurmExecutor
@@ -25,10 +26,12 @@ from nemo_run_ray.clusters.slurm.forward import forwarded
 from nemo_run_ray.clusters.slurm.lives import Life, Lives
 from nemo_run_ray.clusters.slurm.login import Login, key_of
 from nemo_run_ray.clusters.slurm.progress import Progress
+from nemo_run_ray.clusters.slurm.remains import Remains
 from nemo_run_ray.clusters.slurm.script import script
 from nemo_run_ray.clusters.slurm.sidecar import Sidecar
 from nemo_run_ray.clusters.slurm.slurm_queue import SlurmQueue
 from nemo_run_ray.errors import ClusterError, ConfigError, NemoRunRayError
+from nemo_run_ray.remote.rows import JobRows
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,99}")
 _SSH_FIELDS = ("host", "user", "port", "identity", "shell", "pre_command")
@@ -41,6 +44,8 @@ _lock = threading.Lock()
 #: By host and folder: what was seen when, and the life that this process uses. Logins by host.
 _seen: dict[tuple[str, str], tuple[float, Life | None]] = {}
 _used: dict[tuple[str, str], int] = {}
+#: What lives have left, by host, folder and Ray's name of the life, and when that was seen.
+_left: dict[tuple[str, str, str], tuple[float, Remains | None]] = {}
 _logins: dict[str, Login] = {}
 
 
@@ -108,9 +113,16 @@ class SlurmCluster(Cluster):
         return self._dashboard(life)
 
     def why_gone(self, session: str) -> str:
-        with contextlib.suppress(NemoRunRayError):
-            return self._lives.why_gone(session)
-        return ""
+        found = self._remains(session)
+        return "" if found is None else found.why
+
+    def left_rows(self, session: str) -> JobRows:
+        found = self._remains(session)
+        return {} if found is None else found.rows
+
+    def left_log(self, session: str, submission_id: str) -> Path | None:
+        found = self._remains(session)
+        return None if found is None else found.log(self._login, submission_id)
 
     def record(self) -> dict[str, Any]:
         tunnel = self.executor.tunnel
@@ -192,6 +204,16 @@ class SlurmCluster(Cluster):
         """Whether Slurm has the job, as far as it has said so."""
         jobs = SlurmQueue(self._login).jobs()
         return jobs is None or any(job.number == life.job for job in jobs)
+
+    def _remains(self, session: str) -> Remains | None:
+        """What a life that is over has left; ``None`` when it goes on, or cannot be asked."""
+        key = (*self._key, session)
+        at, found = _left.get(key, (float("-inf"), None))
+        if (found is None or found.end is None) and time.monotonic() - at >= _TRUST_S:
+            with contextlib.suppress(NemoRunRayError):
+                found = self._lives.remains(session)
+            _left[key] = time.monotonic(), found
+        return found
 
     def _dashboard(self, life: Life) -> Dashboard:
         assert life.head is not None

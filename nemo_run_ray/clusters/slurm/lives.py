@@ -17,8 +17,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from nemo_run_ray.clusters.slurm.login import Login, quoted
+from nemo_run_ray.clusters.slurm.remains import Remains
 from nemo_run_ray.errors import ClusterError
-from nemo_run_ray.remote.slurm.allocation import KEEP, OVER, RELEASED, USERS
+from nemo_run_ray.remote.slurm.allocation import KEEP, OVER, RELEASED, TABLE, USERS
+from nemo_run_ray.remote.slurm.log_copies import JOB_LOGS
 from nemo_run_ray.remote.slurm.run_folder import End, HeadAddress
 
 #: Prints of the newest life a line for each file: its name, a tab, its text.
@@ -65,6 +67,18 @@ job=$(cat job 2>/dev/null); [ -n "$job" ] || exit 0
 ls run/"$job".*/ready.json > /dev/null 2>&1 && exit 0
 echo "its last user left before it was ready" > {over}
 scancel "$job"
+"""
+
+
+#: Of the run with a name of Ray's: its folder, a line for each file, and the names of logs.
+_REMAINS = """\
+cd {folder}/lives 2>/dev/null || exit 0
+found=$(grep -lx {session} */run/*/session 2>/dev/null | head -n 1)
+[ -n "$found" ] || exit 0
+cd "${{found%/*}}" && echo "${{found%/*}}" || exit 0
+show() {{ [ -e "$2" ] && printf '%s\\t' "$1" && tr '\\n' ' ' < "$2" && echo; }}
+show end end.json; show table {table}; ls {logs} 2>/dev/null
+exit 0
 """
 
 
@@ -170,19 +184,24 @@ class Lives:
         if life.job:
             self.login.run(f"scancel {shlex.quote(life.job)}")
 
-    def why_gone(self, session: str) -> str:
-        """Why the life with this name of Ray's is over; empty if its folder does not say."""
+    def remains(self, session: str) -> Remains | None:
+        """What the life with this name of Ray's has left; ``None`` if there is no such life."""
         told = self.login.run(
-            f"cd {quoted(self.folder)}/lives 2>/dev/null || exit 0; "
-            f"for found in $(grep -lx {shlex.quote(session)} */run/*/session 2>/dev/null); do "
-            'echo "${found%/*}"; cat "${found%/*}/end.json" 2>/dev/null; echo; done; exit 0'
+            _REMAINS.format(
+                folder=quoted(self.folder), session=shlex.quote(session), table=TABLE, logs=JOB_LOGS
+            )
         )
-        run, _, end = told.strip().partition("\n")
+        run, *lines = told.splitlines() or [""]
         if not run:
-            return ""
-        job = run.rpartition("/")[2].partition(".")[0]
-        found = _end(end)
-        return f"its Slurm job {job} has ended" + (f": {found.why}" if found is not None else "")
+            return None
+        rows = dict(line.split("\t", 1) for line in lines if "\t" in line)
+        logs = tuple(line for line in lines if "\t" not in line)
+        return Remains(
+            os.path.join(self.folder, "lives", run),
+            _end(rows.get("end", "")),
+            rows.get("table", ""),
+            logs,
+        )
 
     def log_end(self, life: Life) -> str:
         """The last lines that a life's job has printed, and the path of its log."""

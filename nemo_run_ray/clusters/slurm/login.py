@@ -8,6 +8,7 @@ import shlex
 import sys
 import tempfile
 import threading
+from pathlib import Path
 from typing import Any
 
 import fabric
@@ -89,6 +90,22 @@ class Login:
             with self._lock, self._translated():
                 self._connect()
                 self.tunnel.put(file.name, path)
+
+    def get(self, path: str, here: Path) -> None:
+        """Fetch a file from there, whole or not at all.
+
+        Raises:
+            Unanswered: the connection has broken off.
+            ClusterError: the file cannot be read, or nobody may log in.
+        """
+        part = here.with_name(f"{here.name}.{os.getpid()}")
+        try:
+            with self._lock, self._translated():
+                self._connect()
+                self.tunnel.get(path, str(part))
+            part.replace(here)
+        finally:
+            part.unlink(missing_ok=True)
 
     def transport(self) -> paramiko.Transport:
         """The SSH connection as it is now, made again if it has broken off.

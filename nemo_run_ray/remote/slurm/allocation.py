@@ -16,17 +16,21 @@ A folder with a higher number means that this allocation was given up.
 
 from __future__ import annotations
 
+import json
 import os
 import time
 from contextlib import suppress
-from typing import Any, Callable, Optional
+from typing import Any, Callable, List, Optional
 
+from ..files import write_file
 from .dashboard import answer_of
 from .run_folder import HeadAddress
 from .settings import Settings
 
 #: Names in the folder of an allocation.
 USERS, RELEASED, KEEP, OVER = "users", "released", "keep", "over"
+#: Ray's job table as it was seen last, in the folder of the run.
+TABLE = "jobs.json"
 #: Seconds between two looks at Ray's job table.
 _LOOK_S = 5.0
 #: States of jobs that have not ended.
@@ -50,6 +54,7 @@ class Allocation:
         self._clock = clock
         self._looked_at = float("-inf")
         self._idle_since: Optional[float] = None
+        self._kept = ""
         #: Ray's name of this life of the cluster; empty until its dashboard has told it.
         self.session = ""
 
@@ -65,14 +70,29 @@ class Allocation:
         self._looked_at = now
         if not self.session:
             self._ask_session(head)
-        rows = answer_of(head, self._token_path, "/api/jobs/")
-        if not isinstance(rows, list) or any(_is_active(row) for row in rows):
+        rows = self.keep_table(head)
+        if rows is None or any(_is_active(row) for row in rows):
             self._idle_since = None
             return ""
         if self._idle_since is None:
             self._idle_since = now
             return ""
         return self._why_idle(now - self._idle_since)
+
+    def keep_table(self, head: HeadAddress) -> Optional[List[Any]]:
+        """Ray's job table, kept for those who look when the allocation has ended.
+
+        It is ``None`` when Ray does not answer.
+        """
+        rows = answer_of(head, self._token_path, "/api/jobs/")
+        if not isinstance(rows, list):
+            return None
+        text = json.dumps(rows)
+        if text != self._kept:
+            with suppress(OSError):  # the next look tries again
+                write_file(os.path.join(self._settings.run, TABLE), text)
+                self._kept = text
+        return rows
 
     def _why_idle(self, idle_s: float) -> str:
         life, limit_s = self._settings.life, self._settings.idle_timeout_s

@@ -95,6 +95,8 @@ class Head(Node):
         return {rank for rank, one in self._reports.items() if rank and not one.left}
 
     def leave(self, end: End) -> int:
+        if self._was_ready and self._head is not None and self.settings.life:
+            self._allocation.keep_table(self._head)
         with suppress(OSError):  # on a full disk the workers miss the head's beat
             end = self.folder.publish_end(end)
         self.say(f"The run is over: {end.why}")
@@ -112,6 +114,7 @@ class Head(Node):
         return end.code
 
     def before_removal(self) -> None:
+        super().before_removal()
         with suppress(OSError):
             self._copies.copy()
 

@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+import glob
 import os
 import shutil
 import time
 from contextlib import suppress
 from typing import Optional
+
+from ..files import replacing
+
+#: Folder of the logs of jobs, in that of the run, and what is kept of each of them.
+JOB_LOGS = "job_logs"
+_LOG_BYTES = 64 * 2**20
 
 
 class LogCopies:
@@ -39,3 +46,21 @@ class LogCopies:
                 target = os.path.join(self._target, name, "logs")
                 with suppress(OSError, shutil.Error):  # Ray removes a log while it is copied
                     shutil.copytree(source, target, dirs_exist_ok=True)
+
+
+def keep_job_logs(temp_dir: str, target: str) -> None:
+    """Keep the logs of Ray's jobs, of long ones the end; what cannot be copied is left out.
+
+    Args:
+        temp_dir: Ray's folder on this node.
+        target: a folder that is shared by the nodes.
+    """
+    for path in glob.glob(os.path.join(temp_dir, "session_2*", "logs", "job-driver-*.log")):
+        with suppress(OSError):
+            os.makedirs(target, exist_ok=True)
+            with (
+                open(path, "rb") as log,
+                replacing(os.path.join(target, os.path.basename(path))) as file,
+            ):
+                log.seek(max(0, os.fstat(log.fileno()).st_size - _LOG_BYTES))
+                shutil.copyfileobj(log, file)

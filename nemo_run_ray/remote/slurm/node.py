@@ -15,6 +15,7 @@ from ..node.process import Runner, describe_exit
 from ..node.tree import explain_start
 from .commands import Command, Commands, tail
 from .decide import CLUSTER_FAILED
+from .log_copies import JOB_LOGS, keep_job_logs
 from .network import Ports
 from .ray_start import ray_environment, with_pre_start
 from .run_folder import BEAT_S, End, NodeReport, Pulse, RunFolder
@@ -104,8 +105,10 @@ class Node(ABC):
         self.publish(left=True)
         return 0
 
-    def before_removal(self) -> None:  # noqa: B027 nothing to keep, for most
+    def before_removal(self) -> None:
         """Keep what somebody wants of Ray's folder."""
+        if self.settings.life:
+            keep_job_logs(self.settings.temp_dir, self.folder.file(JOB_LOGS))
 
     def publish(self, **fields: Any) -> None:
         """Say something new of this node; what cannot be written now is written at a later turn."""
