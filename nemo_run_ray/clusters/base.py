@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import abc
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -13,6 +14,10 @@ from nemo_run.config import ConfigurableMixin
 
 from nemo_run_ray.errors import ConfigError
 from nemo_run_ray.remote.rows import JobRows
+
+#: Set by Ctrl-C, which only the main thread sees: a thread that waits for a cluster to come up
+#: gives up. Whoever waits anew clears it.
+interrupted = threading.Event()
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,7 @@ import threading
 from typing import Any, ClassVar
 
 from nemo_run_ray import plain_errors
+from nemo_run_ray.clusters.base import interrupted
 from nemo_run_ray.errors import NemoRunRayError
 from nemo_run_ray.remote.states import JobStatus
 
@@ -44,11 +45,13 @@ class Interrupt:
         self._has_sent = self._has_sent and self._experiment == experiment
         self._experiment = experiment
         self._happened.clear()
+        interrupted.clear()
         if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
             signal.signal(signal.SIGINT, self._note)
 
     def unwatch(self) -> None:
         self._happened.clear()
+        interrupted.clear()
         is_main = threading.current_thread() is threading.main_thread()
         if is_main and signal.getsignal(signal.SIGINT) == self._note:
             signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -67,6 +70,7 @@ class Interrupt:
 
     def _note(self, number: int, frame: Any) -> None:
         self._happened.set()
+        interrupted.set()
         text = self._help if self._has_sent else self._nothing
         told = text.format(name=shlex.quote(self._experiment))
         raise plain_errors.explained(KeyboardInterrupt(told))

@@ -32,11 +32,12 @@ from tests.slurm.sshd import Sshd, running
 _CLIENT = """
 import json, sys, time
 import nemo_run as run
-from nemo_run_ray import SlurmCluster
+from nemo_run_ray import RayExecutor, SlurmCluster
 given = json.loads(sys.argv[1])
 executor = run.SlurmExecutor(tunnel=run.LocalTunnel(job_dir=given["job_dir"]), **given["executor"])
 cluster = SlurmCluster(executor=executor, **given["cluster"])
-print("begins", flush=True)
+if given["task"]:
+    run.run(run.Script(inline="true"), executor=RayExecutor(cluster=cluster))
 print(cluster.connect().url, flush=True)
 time.sleep(given["stays_s"])
 """
@@ -62,13 +63,14 @@ class Allocations:
         tunnel = run.LocalTunnel(job_dir=str(self.folder))
         return SlurmCluster(executor=run.SlurmExecutor(tunnel=tunnel, **given), **fields)
 
-    def client(self, stays_s: float = 0, **fields) -> subprocess.Popen[str]:
-        """A program that connects, stays for some time, and ends."""
+    def client(self, stays_s: float = 0, task: bool = False, **fields) -> subprocess.Popen[str]:
+        """A program that connects, also for a task, stays for some time, and ends."""
         given = {
             "job_dir": str(self.folder),
             "executor": self.executor,
             "cluster": fields,
             "stays_s": stays_s,
+            "task": task,
         }
         words = [sys.executable, "-c", _CLIENT, json.dumps(given)]
         return subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
@@ -133,7 +135,7 @@ def test_the_cluster_of_a_name_is_found_and_ends_with_its_last_user(allocations)
 
 
 def test_clients_at_the_same_time_get_one_allocation(allocations):
-    clients = [allocations.client(stays_s=1) for _ in range(4)]
+    clients = [allocations.client(stays_s=8) for _ in range(4)]
     told = [client.communicate(timeout=120)[0] for client in clients]
     urls = {line for one in told for line in one.splitlines() if line.startswith("http")}
     assert len(urls) == 1, told
@@ -197,11 +199,14 @@ def test_more_nodes_than_there_are(allocations):
     wait_for(lambda: not allocations.jobs(), 10)
 
 
-def test_a_wait_that_ends_takes_the_job_out_of_the_queue(allocations, capsys):
+@pytest.mark.parametrize("task", [False, True])
+def test_ctrl_c_takes_the_job_out_of_the_queue(allocations, task):
+    """Of a task another thread waits, which does not see it."""
     first = allocations.cluster(name="first", nodes=4, executor={"exclusive": True})
     first.connect()
-    waiting = allocations.client(name="second", nodes=4)
+    waiting = allocations.client(task=task, name="second", nodes=4)
     wait_for(lambda: allocations.jobs("PENDING"), 30)
+    time.sleep(1)
     waiting.send_signal(signal.SIGINT)
     waiting.communicate(timeout=60)
     wait_for(lambda: not allocations.jobs("PENDING"), 20)

@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from nemo_run_ray.clusters.base import interrupted
 from nemo_run_ray.clusters.slurm.lives import Life, Lives
 from nemo_run_ray.clusters.slurm.slurm_queue import QueuedJob, SlurmQueue
 from nemo_run_ray.errors import ClusterError, Unanswered
@@ -46,6 +47,8 @@ class BringUp:
         keep: whether the cluster stays when nobody uses it.
         queue_timeout_s: how long to wait in Slurm's queue; ``None`` for as long as it takes.
         say: shows what is waited for; called at every look.
+        clock: seconds that only grow.
+        pause: waits so many seconds; whether the wait was interrupted.
     """
 
     name: str
@@ -57,11 +60,11 @@ class BringUp:
     queue_timeout_s: float | None
     say: Callable[[str], None]
     clock: Callable[[], float] = time.monotonic
-    sleep: Callable[[float], None] = time.sleep
+    pause: Callable[[float], bool] = interrupted.wait
     joined: int = 0
     _submitted: list[int] = field(default_factory=list)
     _began: float = 0.0
-    _seen_since: tuple[int, float, float] = (0, 0.0, 0.0)
+    _seen_since: tuple[tuple[int, str], float, float] = ((0, ""), 0.0, 0.0)
 
     def run(self) -> Life:
         """The life to use, with this client among its users.
@@ -79,7 +82,11 @@ class BringUp:
                 life = None
             if life is not None:
                 return life
-            self.sleep(_LOOK_S)
+            if self.pause(_LOOK_S):
+                raise ClusterError(
+                    f"Interrupted while waiting for the cluster {self.name!r} on Slurm. Its job is "
+                    "taken out of the queue, unless another program waits for it."
+                )
 
     def _step(self) -> Life | None:
         life = self.lives.look()
@@ -126,9 +133,10 @@ class BringUp:
 
     def _why_not_there(self, life: Life) -> str:
         """Why Slurm has no job of a life that nobody has ended; empty while it may have one."""
-        number, since, at = self._seen_since
-        if number != life.number:
-            self._seen_since = (life.number, self.clock(), time.time())
+        # What Slurm said before its job was known proves nothing.
+        seen, since, at = self._seen_since
+        if seen != (life.number, life.job):
+            self._seen_since = (life.number, life.job), self.clock(), time.time()
             return ""
         jobs = self.queue.jobs(after=at)
         if jobs is None:

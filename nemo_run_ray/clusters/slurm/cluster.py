@@ -20,7 +20,7 @@ from nemo_run.core.execution.slurm import SlurmExecutor
 from nemo_run.core.tunnel.client import LocalTunnel, SSHTunnel
 
 from nemo_run_ray.checks import is_amount, is_whole, strict_init
-from nemo_run_ray.clusters.base import Cluster, Dashboard
+from nemo_run_ray.clusters.base import Cluster, Dashboard, interrupted
 from nemo_run_ray.clusters.slurm.bring_up import BringUp
 from nemo_run_ray.clusters.slurm.forward import forwarded
 from nemo_run_ray.clusters.slurm.lives import Life, Lives
@@ -40,10 +40,13 @@ _TRUST_S = 2.0
 _HOST = re.sub("[^A-Za-z0-9.-]", "_", socket.gethostname())
 #: This process among the users of clusters: a name that no other has.
 _USER = f"{_HOST}-{os.getpid()}-{secrets.token_hex(4)}"
-_lock = threading.Lock()
+#: Held by the thread that brings a cluster up; others of this process wait for it.
+_locks: dict[tuple[str, str], threading.Lock] = {}
 #: By host and folder: what was seen when, and the life that this process uses. Logins by host.
 _seen: dict[tuple[str, str], tuple[float, Life | None]] = {}
 _used: dict[tuple[str, str], int] = {}
+#: When this process heard of a job, in seconds since 1970.
+_known_at: dict[tuple[str, str, str], float] = {}
 #: What lives have left, by host, folder and Ray's name of the life, and when that was seen.
 _left: dict[tuple[str, str, str], tuple[float, Remains | None]] = {}
 _logins: dict[str, Login] = {}
@@ -92,7 +95,9 @@ class SlurmCluster(Cluster):
 
     def connect(self) -> Dashboard:
         key = self._key
-        with _lock, Progress() as progress:
+        if threading.current_thread() is threading.main_thread():
+            interrupted.clear()  # of a wait before this one
+        with _lock_of(key), Progress() as progress:
             way = self._bring_up(progress)
             try:
                 life = way.run()
@@ -139,10 +144,9 @@ class SlurmCluster(Cluster):
 
     def release(self, detach: bool) -> None:
         if detach:
-            with _lock:
-                number = _used.pop(self._key, None)
-                if number is not None:
-                    self._lives.detach(number, _USER)
+            number = _used.pop(self._key, None)
+            if number is not None:
+                self._lives.detach(number, _USER)
 
     def stop(self) -> bool:
         """End the allocation now, with all that runs in it; whether there was one."""
@@ -202,7 +206,9 @@ class SlurmCluster(Cluster):
 
     def _is_in_queue(self, life: Life) -> bool:
         """Whether Slurm has the job, as far as it has said so."""
-        jobs = SlurmQueue(self._login).jobs()
+        # What Slurm said before this process knew of the job proves nothing.
+        known_at = _known_at.setdefault((*self._key, life.job), time.time())
+        jobs = SlurmQueue(self._login).jobs(after=known_at)
         return jobs is None or any(job.number == life.job for job in jobs)
 
     def _remains(self, session: str) -> Remains | None:
@@ -237,14 +243,16 @@ class SlurmCluster(Cluster):
         return ""
 
     def _leave_at_exit(self) -> None:
-        with _lock:
-            number = _used.pop(self._key, 0)
-        self._leave(number)
+        self._leave(_used.pop(self._key, 0))
 
     def _leave(self, number: int) -> None:
         with contextlib.suppress(NemoRunRayError):  # it ends when it has been idle
             if number:
                 self._lives.leave(number, _USER)
+
+
+def _lock_of(key: tuple[str, str]) -> threading.Lock:
+    return _locks.setdefault(key, threading.Lock())
 
 
 def _check(cluster: SlurmCluster) -> None:

@@ -6,6 +6,7 @@ from types import TracebackType
 from typing import Any
 
 from nemo_run.core.frontend.console.api import CONSOLE
+from rich.errors import LiveError
 from rich.markup import escape
 
 
@@ -36,8 +37,13 @@ class Progress:
         if not CONSOLE.is_terminal:
             CONSOLE.log(escape(text))
         elif self._status is None:
-            self._status = CONSOLE.status(escape(text))
-            self._status.start()
+            status = CONSOLE.status(escape(text))
+            try:
+                status.start()
+            except LiveError:  # another thread shows a line
+                CONSOLE.log(escape(text))
+                return
+            self._status = status
         else:
             self._status.update(escape(text))
 
