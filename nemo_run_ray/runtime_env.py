@@ -8,7 +8,6 @@ it does not know, and looks on the head for a file that the caller has. Read fro
 from __future__ import annotations
 
 import json
-import os
 import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -32,8 +31,6 @@ _OTHER_FILE = re.compile(
 _INCLUDES_MAX = 10
 #: What may be meant as a package, and not as a file.
 _NAME_OF_ONE = re.compile(r"(?!.*\.(?:txt|in)$)[A-Za-z0-9][\w.-]*(\[[\w,-]+\])?([<>=!~]=?.+)?")
-#: Ray's variable for how often it builds a runtime environment.
-TRIES = "RUNTIME_ENV_RETRY_TIMES"
 _REQUIREMENTS = "a list of requirements, the path of a requirements file, or a dict with 'packages'"
 
 
@@ -183,8 +180,18 @@ def _conda_file(path: str) -> dict[str, Any]:
         raise ConfigError(_unreadable(_field("conda"), path, error, wanted)) from error
     if not isinstance(found, dict):
         raise ConfigError(_unreadable(_field("conda"), path, "it holds no mapping", wanted))
-    _conda(f"{_field('conda')}, the file {path!r},", found)
+    _check_conda_file(f"{_field('conda')}, the file {path!r},", found)
     return found
+
+
+def _check_conda_file(field: str, found: dict[str, Any]) -> None:
+    """Refuse what is misspelt; conda's files have more than Ray's documentation."""
+    for key in found:
+        meant = nearest(key, _CONDA)
+        if key not in _CONDA and meant:
+            raise ConfigError(f"RayExecutor.{field} has the key {key!r}; did you mean {meant!r}?")
+    if found.get("dependencies") is not None:
+        _dependencies(f"{field} 'dependencies'", found["dependencies"])
 
 
 def _unreadable(field: str, path: str, why: object, wanted: str) -> str:
@@ -234,8 +241,7 @@ def _text_or_dict(field: str, value: Any) -> None:
 def _conda(field: str, value: Any) -> None:
     _text_or_dict(field, value)
     if isinstance(value, dict):
-        keys = {"name": _text, "channels": _texts, "dependencies": _dependencies, "prefix": _text}
-        _keys(field, value, "", {**keys, "variables": _texts_by_text})
+        _keys(field, value, "", _CONDA)
 
 
 def _dependencies(field: str, value: Any) -> None:
@@ -258,6 +264,15 @@ def _texts_by_text(field: str, value: Any) -> None:
             refuse(f"{field} for the name {name!r}", type(name), allowed)
         if not isinstance(text, str):  # the value may be a credential
             refuse(f"{field}[{name!r}]", type(text), "a text")
+
+
+_CONDA: dict[str, _Check] = {
+    "name": _text,
+    "channels": _texts,
+    "dependencies": _dependencies,
+    "prefix": _text,
+    "variables": _texts_by_text,
+}
 
 
 def _keys(field: str, value: dict[str, Any], required: str, checks: Mapping[str, _Check]) -> None:
@@ -329,13 +344,3 @@ _CHECKS: dict[str, _Check] = {
     "_nsight": _text_or_dict,
     "_rocprof_sys": _text_or_dict,
 }
-
-
-def env_tries() -> int:
-    """How often an embedded Ray builds a runtime environment.
-
-    Ray's default is three times. Each starts from nothing and takes 20 s for ``pip`` here, and pip
-    itself repeats what the network drops.
-    """
-    given = os.environ.get(TRIES, "")
-    return int(given) if given.isdigit() else 1

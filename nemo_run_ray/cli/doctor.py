@@ -80,9 +80,10 @@ def dashboard_of(cluster: Cluster) -> Dashboard:
         )
     if dashboard is None:
         why = cluster.why_down()
+        gap = "\n" if "\n" in why else " "  # after the lines of a log
         raise ClusterError(
-            f"{why or 'No embedded Ray is up.'} Start one with: nemo-run-ray up; look at another "
-            "cluster with: nemo-run-ray doctor --address http://…"
+            f"{why or 'No embedded Ray is up.'}{gap}Start one with: nemo-run-ray up; look at "
+            "another cluster with: nemo-run-ray doctor --address http://…"
         )
     return dashboard
 

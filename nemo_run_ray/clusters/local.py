@@ -30,12 +30,12 @@ from nemo_run_ray.clusters.local_state import (
     Home,
     State,
     children,
+    env_tries,
     process_identity,
     raylet_of,
 )
 from nemo_run_ray.clusters.start_log import end_of_log
 from nemo_run_ray.errors import ClusterError, ConfigError, Unanswered
-from nemo_run_ray.runtime_env import env_tries
 
 #: Linux limits the name of a Unix socket to 107 bytes; Ray puts up to 75 behind its folder.
 _TEMP_ROOT_MAX_BYTES = 107 - 75
@@ -144,7 +144,7 @@ class LocalCluster(Cluster):
     def _dashboard(self, state: State) -> Dashboard:
         headers = {"Authorization": f"Bearer {self._home.token()}"}
         why_dead = partial(self._home.why_dead, state)
-        return Dashboard(state.url, headers, why_dead=why_dead, env_tries=env_tries())
+        return Dashboard(state.url, headers, why_dead=why_dead, env_tries=state.env_tries)
 
     def _start(self) -> State:
         """Start Ray, wait until a node has joined it, and join it too. The lock is held."""
@@ -176,7 +176,8 @@ class LocalCluster(Cluster):
                 command.append(f"--{flag}={value}")
         # This is written first: if this client dies here, the next one finds what to clean up.
         size = [self.num_cpus, self.num_gpus]
-        state = State(pid=0, born="", url=f"http://127.0.0.1:{port}", root=root, size=size)
+        url, tries = f"http://127.0.0.1:{port}", env_tries()
+        state = State(pid=0, born="", url=url, root=root, size=size, env_tries=tries)
         try:
             self._home.write(state)
             process = self._launch(command, root)

@@ -37,8 +37,9 @@ from nemo_run_ray.remote.files import write_file
 from nemo_run_ray.remote.node.tree import descendants, kill, marked
 from nemo_run_ray.remote.spec import EMBEDDED
 from nemo_run_ray.remote.states import is_active
-from nemo_run_ray.runtime_env import TRIES, env_tries
 
+#: Ray's variable for how often it builds a runtime environment.
+_TRIES = "RUNTIME_ENV_RETRY_TIMES"
 _STOP_LIMIT_S = 20.0
 _LOCK_LIMIT_S = 180.0
 #: Seconds in which `ray start` notices that a process of its own has died.
@@ -62,6 +63,8 @@ class State:
     #: The same of its raylet, without which nothing runs; `ray start` goes on when that has ended.
     raylet: list[Any] = field(default_factory=list)
     size: list[int | None] = field(default_factory=lambda: [None, None])
+    #: How often it builds a runtime environment; ``None`` of one that an older version started.
+    env_tries: int | None = None
     keep: bool = False
     users: list[list[Any]] = field(default_factory=list)
 
@@ -163,7 +166,7 @@ class Home:
             "RAY_AUTH_MODE": "token",
             "RAY_AUTH_TOKEN_PATH": str(self._token),
             "RAY_USAGE_STATS_ENABLED": "0",
-            TRIES: str(env_tries()),
+            _TRIES: str(env_tries()),
             "TMPDIR": root,  # Ray's helpers leave folders in it; jobs get the caller's again
             "NEMO_RUN_RAY_TMPDIR": os.environ.get("TMPDIR", ""),
             EMBEDDED: root,
@@ -314,6 +317,16 @@ def raylet_of(pid: int) -> list[Any]:
             if Path(f"/proc/{child}/comm").read_text().strip() == "raylet":
                 return [child, process_identity(child)]
     return []
+
+
+def env_tries() -> int:
+    """How often an embedded Ray builds a runtime environment.
+
+    Ray's default is three times. Each starts from nothing and takes 20 s for ``pip`` here, and pip
+    itself repeats what the network drops.
+    """
+    given = os.environ.get(_TRIES, "")
+    return int(given) if given.strip().isdecimal() else 1
 
 
 def _lives(pid: int, born: str | None) -> bool:

@@ -68,6 +68,9 @@ def _handles_of_one(
 
 def _where(record: JobRecord) -> str:
     """The cluster of a job in words; its record may hold headers."""
+    kind, name = record.cluster.get("kind"), record.cluster.get("name")
+    if kind == "slurm":
+        return f"the cluster {name!r} on Slurm"
     return str(record.cluster.get("url") or "the embedded Ray")
 
 

@@ -84,7 +84,11 @@ def task_spec(role: Role, executor: RayExecutor) -> JobSpec:
     )
 
 
-def _variable(name: str, value: object) -> str:
+def _variable(name: object, value: object) -> str:
+    if not isinstance(name, str):
+        raise ConfigError(
+            f"The task's env has the name {name!r}; the name of a variable is a text."
+        )
     if not isinstance(value, str):  # run.Script takes any
         raise ConfigError(
             f"The task's env has the name {name!r} with a value of type {type(value).__name__}; "

@@ -12,8 +12,9 @@ import psutil
 import pytest
 
 from nemo_run_ray import LocalCluster, RayExecutor
+from nemo_run_ray.cli.doctor import dashboard_of
 from nemo_run_ray.dashboard.jobs_api import JobsApi
-from nemo_run_ray.errors import Unreachable
+from nemo_run_ray.errors import ClusterError, Unreachable
 from tests.conftest import processes_where, tool, wait_for
 from tests.ray.test_local_cluster import lives
 
@@ -91,6 +92,8 @@ def test_times_outlive_the_cluster_and_nobody_waits_for_it(own, unique, tmp_path
     kill(own)
 
     assert_a_death_is_told_at_once(api)
+    with pytest.raises(ClusterError, match="has died: its process"):
+        dashboard_of(own)
     after = {row["job"]: row for row in status(ended)}
     assert after == before
     for row in after.values():

@@ -228,6 +228,20 @@ def test_a_file_of_conda_is_checked_as_a_dict_is(tmp_path, monkeypatch, text, me
         resolve({"conda": "e.yml"})
 
 
+@pytest.mark.parametrize(
+    "text",
+    [
+        "platforms: [linux-64]\ndependencies: [python=3.11]",
+        "variables: {OMP_NUM_THREADS: 4}",
+        "channels:\nname: 3",
+    ],
+)
+def test_a_file_that_conda_takes_is_taken(tmp_path, monkeypatch, text):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "e.yml").write_text(text)
+    assert resolve({"conda": "e.yml"})["conda"]
+
+
 # ---------------------------------------------------------------------- which Python
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import contextlib
 import os
 import shlex
@@ -65,7 +66,7 @@ class Login:
         with self._lock, self._translated():
             self._connect()
             done = self.tunnel.run(
-                f"sh -c {shlex.quote(script)}",
+                _command(script),
                 warn=True,
                 in_stream=False,
                 timeout=_COMMAND_S,
@@ -191,6 +192,11 @@ def _is_refusal(error: paramiko.SSHException) -> bool:
 def _words(error: BaseException) -> str:
     text = str(error).strip() or type(error).__name__
     return text if text.endswith(".") else f"{text}."
+
+
+def _command(script: str) -> str:
+    """A script for ``sh`` as a line that any login shell can read, csh and fish too."""
+    return f"echo {base64.b64encode(script.encode()).decode()} | base64 -d | sh"
 
 
 def key_of(tunnel: Any) -> str:

@@ -15,7 +15,7 @@ import signal
 import socket
 import sys
 import time
-from typing import Any, Dict, List, Optional, Sequence
+from typing import Any, Dict, List, Mapping, Optional, Sequence
 
 from ..node.output import NO_PROCESS_LEFT, say
 from ..node.process import Runner
@@ -35,9 +35,22 @@ from .roles_file import RolesFile
 _END_MARGIN_S = 30.0
 #: Seconds between two looks at the nodes, and two lines, while the replicas are prepared.
 _WATCH_S, _TELL_S = 5.0, 30.0
-#: Seconds in which a worker comes up by an interpreter of the role's own. Ray starts it again and
-#: again, and nothing else on the node meanwhile: it must have an end.
-_OWN_PYTHON_S = 90.0
+#: Seconds in which a worker comes up by an interpreter of the role's own: one that is there, and
+#: one that is a command, which may install something first. Ray starts it again and again, and
+#: nothing else on the node meanwhile: it must have an end.
+_OWN_PYTHON_S, _OWN_COMMAND_S = 90.0, 360.0
+#: What Ray builds before it starts a worker, and how long it may take for that by default.
+_BUILT, _BUILD_S = ("pip", "uv", "conda"), 600.0
+
+
+def own_python_s(runtime_env: Mapping[str, Any]) -> float:
+    """Seconds in which a worker must have come up by ``py_executable`` of an environment."""
+    is_command = len(str(runtime_env["py_executable"]).split()) > 1
+    start_s = _OWN_COMMAND_S if is_command else _OWN_PYTHON_S
+    if not any(runtime_env.get(name) for name in _BUILT):
+        return start_s
+    given = (runtime_env.get("config") or {}).get("setup_timeout_seconds", _BUILD_S)
+    return start_s + (float(given) if given > 0 else float("inf"))
 
 
 def run(runner: Runner, spec: GroupSpec, job: str, submission_id: str) -> int:
@@ -71,7 +84,7 @@ class _Driver:
         self._orders = Orders(spec, job, take_secrets(spec.secrets), forget_runtime_env())
         self._replicas: Dict[ReplicaId, ReplicaHandle] = {}
         self._actors: List[Actor] = []
-        self._watch_at = self._tell_at = self._no_worker_at = 0.0
+        self._watch_at = self._tell_at = self._placed_at = 0.0
         #: Every node has confirmed that nothing of the group runs there.
         self.all_ended = False
         self._file = RolesFile(submission_id)
@@ -121,7 +134,7 @@ class _Driver:
         for actor in self._actors:
             self._calls.pull(actor)
         self._tell_at = time.monotonic() + _TELL_S
-        self._no_worker_at = time.monotonic() + _OWN_PYTHON_S
+        self._placed_at = time.monotonic()
         self._happened(machine.Placed())
 
     # ------------------------------------------------------------------ what happens
@@ -173,8 +186,8 @@ class _Driver:
         for replica in waiting:
             if replica.node.node_id not in alive:
                 self._lost(replica, "the node died before the replica was prepared")
-            elif now >= self._no_worker_at and not actor_of(replica).answers:
-                self._refuse_own_python(replica)
+            elif not actor_of(replica).answers:
+                self._refuse_own_python(replica, now - self._placed_at)
         if now >= self._tell_at and waiting:
             self._tell_at = now + _TELL_S
             texts = [
@@ -183,12 +196,12 @@ class _Driver:
             ]
             say(f"waiting for {len(waiting)} replica(s) to be prepared: {', '.join(texts)}")
 
-    def _refuse_own_python(self, replica: ReplicaHandle) -> None:
+    def _refuse_own_python(self, replica: ReplicaHandle, waited_s: float) -> None:
         executable = replica.role.runtime_env.get("py_executable")
-        if executable:
+        if executable and waited_s >= own_python_s(replica.role.runtime_env):
             words = (
                 f"no worker on node {replica.node.host} ({replica.node.address}) has come up in "
-                f"{_OWN_PYTHON_S:.0f} s with py_executable={executable!r}: it must be there on the "
+                f"{waited_s:.0f} s with py_executable={executable!r}: it must be there on the "
                 "node, and be able to import ray"
             )
             cause = Cause.RUNTIME_ENV
