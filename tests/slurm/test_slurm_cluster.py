@@ -73,7 +73,14 @@ class Allocations:
             "task": task,
         }
         words = [sys.executable, "-c", _CLIENT, json.dumps(given)]
-        return subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        return subprocess.Popen(
+            words,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            # A shell lets what it starts in the background ignore Ctrl-C.
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+        )
 
     def jobs(self, *states: str) -> list[str]:
         """Numbers of the jobs that Slurm has."""
