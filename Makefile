@@ -43,10 +43,10 @@ check: $(STAMP)                ## format, lint, types
 
 # Side by side, each process with a Ray of its own; one of the three is for the hosts, which wait more
 # than they work.
-test: $(STAMP) $(TORCH)
+test: $(STAMP)
 	$(BIN)/python -m pytest -n 3 --no-loadscope-reorder --durations 30 $(addprefix tests/,hosts slurm ray examples cloud patches unit)
 
-soak: $(STAMP) $(TORCH)                 ## long loops; SEED=… repeats one
+soak: $(STAMP) $(TORCH)        ## long loops and second ways; SEED=… repeats one
 	$(BIN)/python -m pytest -m soak --timeout 7200 -s
 
 bench: $(STAMP)

@@ -159,6 +159,7 @@ def hosts(tmp_path_factory) -> Iterator[Hosts]:
     if shutil.which("redis-server") is None:
         pytest.skip("Ray's tables outlive its head in a redis-server (Debian: redis-server)")
     found = Hosts(tmp_path_factory.mktemp("hosts"))
+    bed("down")  # of a test process that was killed
     bed("up", str(COUNT))
     try:
         found.head.start_redis()

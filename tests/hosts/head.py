@@ -13,10 +13,11 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from tests.conftest import wait_for
+from tests.hosts import own_set
 
 TESTBED = Path(__file__).with_name("testbed.py")
 #: Each test process has a set of hosts of its own.
-NUMBER = os.environ.get("TESTBED") or os.environ.get("PYTEST_XDIST_WORKER", "gw0")[2:]
+NUMBER = own_set.claim()
 
 
 def address_of(name: str) -> str:

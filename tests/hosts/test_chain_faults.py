@@ -159,14 +159,21 @@ def ended(exp_dir: Path) -> dict[str, tuple[str, str]] | None:
 
 @pytest.mark.parametrize(
     "faults",
-    [(kill_process, drop_answers, restart_dashboard), (restart_head,)],
-    ids=["dispatcher and dashboard", "head"],
+    [
+        pytest.param(
+            (kill_process, drop_answers, restart_dashboard),
+            id="dispatcher and dashboard",
+            marks=pytest.mark.soak,
+        ),
+        pytest.param((restart_head,), id="head"),
+    ],
 )
 def test_a_chain_outlives(hosts, drop, unique, tmp_path, faults):
     print(f"seed {unique}")
     strike(hosts, drop, unique, tmp_path / "run", random.Random(unique), list(faults))
 
 
+@pytest.mark.soak
 def test_what_a_lost_head_had_is_lost(hosts, unique, tmp_path):
     """Without the tables in Redis nobody knows how the jobs ended."""
     tmp_path.joinpath("run").mkdir()

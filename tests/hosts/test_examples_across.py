@@ -5,10 +5,12 @@ import re
 import sys
 from pathlib import Path
 
+import pytest
+
 from tests.conftest import ROOT, python, wait_for
 from tests.hosts.conftest import TOKEN
 
-#: The environment with torch, which `make test` makes.
+#: The environment with torch, which `make soak` makes.
 TORCH = ROOT / ".venv-torch" / "bin" / "python"
 
 
@@ -33,6 +35,8 @@ def test_evaluate_with_server_in_three_pools(hosts):
     assert re.search(r"client/0\| sandbox 5 of 8 solutions pass$", shown, re.M)
 
 
+# Marked so for the environment that it needs, which takes minutes to make.
+@pytest.mark.soak
 def test_torchrun_on_two_nodes(hosts):
     shown = run_example(hosts, "torchrun_two_nodes.py", interpreter=TORCH)
 

@@ -29,8 +29,12 @@ print("RESULT", json.dumps([socket.gethostname(), list(there), shipped.double(1)
 
 @pytest.mark.parametrize(
     ("arguments", "extra"),
-    [("", ""), ('runtime_env={"env_vars": {"EXTRA": "given"}}', "given")],
-    ids=["plain", "runtime_env of its own"],
+    [
+        pytest.param("", "", id="plain", marks=pytest.mark.soak),
+        pytest.param(
+            'runtime_env={"env_vars": {"EXTRA": "given"}}', "given", id="runtime_env of its own"
+        ),
+    ],
 )
 def test_actors_on_the_other_host_import_the_code_that_travelled(
     hosts, tmp_path, unique, arguments, extra

@@ -115,6 +115,7 @@ def test_times_outlive_the_cluster_and_nobody_waits_for_it(own, unique, tmp_path
     assert float(width) > 50, "it ran to its last line, 3 s after its first one"
 
 
+@pytest.mark.soak
 def test_a_raylet_that_ended_alone_is_a_death_too(own, unique):
     """`ray start` goes on without it when it has ended by itself, as it does without an agent."""
     with run.Experiment(unique, skip_status_at_exit=True) as experiment:

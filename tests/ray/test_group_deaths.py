@@ -55,6 +55,18 @@ def embedded(local_cluster: LocalCluster, dashboard: Dashboard, home: Path) -> E
     return Embedded(local_cluster, JobsApi.of(dashboard), home)
 
 
-@pytest.mark.parametrize("name", FAULTS)
+#: Second ways to an end that another fault has too.
+RARE = {
+    "the first process is killed",
+    "a replica's process is killed",  # across hosts always
+    "a service exits with 1",
+    "a service hangs on SIGTERM",
+}
+OFTEN = [name for name in FAULTS if name not in RARE]
+
+
+@pytest.mark.parametrize(
+    "name", [*OFTEN, *(pytest.param(name, marks=pytest.mark.soak) for name in sorted(RARE))]
+)
 def test_a_fault(embedded, unique, name):
     strike(embedded, FAULTS[name], unique, seed=0)

@@ -136,6 +136,7 @@ def test_what_ended_unseen_is_noted_before_a_stop(home_of_its_own):
     assert look("logs", "pipe", "--job", "first") == "hello\n"
 
 
+@pytest.mark.soak
 def test_a_forced_stop_cancels_and_keeps_the_output(home_of_its_own):
     """What runs, what waits in a chain, and what waits for room."""
     program = home_of_its_own / "program.py"

@@ -82,6 +82,7 @@ def test_the_packages_of_a_script(where, unique, wheel):
     assert text.count("\n") == 1
 
 
+@pytest.mark.soak
 def test_the_packages_of_uv(local_cluster, unique, wheel):
     script = run.Script(inline=f'python -c "{_SHOW.format(module="nrr_probe")}"')
     text = ran(script, RayExecutor(runtime_env=uv(wheel)), unique)

@@ -19,13 +19,14 @@ from nemo_run.run.ray.job import RayJob
 
 from nemo_run_ray import patches
 from tests.conftest import processes_where, wait_for
+from tests.hosts import own_set
 
 _TESTBED = Path(__file__).parent.parent / "hosts" / "testbed.py"
 BIN = Path(__file__).parent / "bin"
 #: Hosts of these tests. The first one is the head of every cluster that has them all.
 COUNT = 4
 #: Each test process has a set of its own, beside those of the hosts' tests.
-NUMBER = str(20 + int(os.environ.get("PYTEST_XDIST_WORKER", "gw0")[2:]))
+NUMBER = own_set.claim()
 
 
 #: Requests of ``scontrol show``, ``squeue``, ``sinfo`` and ``sdiag``.
@@ -118,6 +119,7 @@ def slurm(tmp_path_factory) -> Iterator[Slurm]:
         if shutil.which(tool) is None:
             pytest.skip(f"the program {tool} is not there (Debian: slurm-wlm, munge, rsync)")
     found = Slurm(tmp_path_factory.mktemp("slurm"))
+    found.bed("down")  # of a test process that was killed
     found.bed("up", str(COUNT))
     try:
         found.bed("slurm")

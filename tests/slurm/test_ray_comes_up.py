@@ -7,6 +7,8 @@ import sys
 import time
 from pathlib import Path
 
+import pytest
+
 from tests.conftest import wait_for
 from tests.slurm.conftest import BIN
 
@@ -101,6 +103,7 @@ print("units:", ray.cluster_resources()["worker_units"])
 """
 
 
+@pytest.mark.soak
 def test_a_real_ray_on_two_nodes(slurm, start, tmp_path):
     tools = tmp_path / "tools"
     tools.mkdir()

@@ -378,7 +378,7 @@ def _soak(slurm: Slurm, start: Start, runs: int, seed: int) -> None:
 
 
 def test_some_strikes_at_some_moments(slurm, start):
-    _soak(slurm, start, runs=3, seed=3)
+    _soak(slurm, start, runs=2, seed=3)
 
 
 @pytest.mark.soak
