@@ -14,6 +14,11 @@ CODE = "NEMO_RUN_RAY_CODE"
 
 #: Environment variable of every process of an embedded Ray: its folder.
 EMBEDDED = "NEMO_RUN_RAY_LOCAL"
+#: The address of the dashboard in the environment of jobs, where this package has started Ray.
+DASHBOARD = "NEMO_RUN_RAY_DASHBOARD"
+#: There too, in an allocation of Slurm: when it ends, in seconds since the epoch by the head's
+#: clock; how many seconds it lasts from Ray's start; and ``1`` where another one goes on with jobs.
+ENDS_AT, LASTS_S, RENEWS = "NEMO_RUN_RAY_ENDS_AT", "NEMO_RUN_RAY_LASTS_S", "NEMO_RUN_RAY_RENEWS"
 #: Stands in a dispatched job's entrypoint for the id of the attempt.
 SUBMISSION_ID = "@submission_id@"
 _AnySpec = Union["JobSpec", "RoleSpec", "GroupSpec", "DispatchSpec"]
@@ -178,6 +183,7 @@ class DispatchedJobSpec:
         retries: further attempts after a failure.
         permanent_exit_codes: that no further attempt would change.
         pending_timeout_s: seconds that an attempt may wait for room; ``None`` is no limit.
+        time_s: seconds that an attempt needs; ``None`` is not known.
         secrets: names of the variables that every attempt gets in an archive of its own.
     """
 
@@ -190,6 +196,7 @@ class DispatchedJobSpec:
     retries: int = 0
     permanent_exit_codes: Tuple[int, ...] = ()
     pending_timeout_s: Optional[float] = None
+    time_s: Optional[float] = None
     secrets: Tuple[str, ...] = ()
 
     @property

@@ -248,10 +248,10 @@ def test_a_job_that_slurm_takes_late_ends_by_itself(allocations):
     """It was given up, and another one has its name."""
     cluster = allocations.cluster()
     late = cluster._lives
-    assert late.claim(1)
+    assert late.claim(1, "late")
     monitored = allocations.life()
     cluster_script = cluster._script(str(monitored))
-    assert late.claim(2)
+    assert late.claim(2, "next")
     late.give_up(2, "a test needs no second one")
     late.submit(1, cluster_script)
     wait_for(lambda: not allocations.jobs(), 60)

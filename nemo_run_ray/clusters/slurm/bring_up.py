@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 
 from nemo_run_ray.clusters.base import interrupted
 from nemo_run_ray.clusters.slurm.lives import Life, Lives
@@ -16,6 +16,8 @@ _LOOK_S = 2.0
 #: Seconds after which a claimed life that Slurm does not know is passed over. Its client has died,
 #: or it waits for Slurm for longer than anybody waits for `sbatch`.
 _CLAIM_S = 45.0
+#: Seconds within which the host with Slurm must answer for the first time.
+_FIRST_ANSWER_S = 60.0
 #: How often a job is submitted again that Slurm's controller gave no answer to.
 _SUBMISSIONS = 4
 #: What `sbatch` says when it does not know whether the controller has the job.
@@ -49,6 +51,7 @@ class BringUp:
         say: shows what is waited for; called at every look.
         clock: seconds that only grow.
         pause: waits so many seconds; whether the wait was interrupted.
+        held: number of the life that this client may be a user of, to be left if it gives up.
     """
 
     name: str
@@ -61,10 +64,13 @@ class BringUp:
     say: Callable[[str], None]
     clock: Callable[[], float] = time.monotonic
     pause: Callable[[float], bool] = interrupted.wait
-    joined: int = 0
-    _submitted: list[int] = field(default_factory=list)
+    held: int = 0
+    _joined: int = 0
+    _submissions: int = 0
+    _answered: bool = False
     _began: float = 0.0
     _seen_since: tuple[tuple[int, str], float, float] = ((0, ""), 0.0, 0.0)
+    _ready_since: tuple[str, float] = ("", 0.0)
 
     def run(self) -> Life:
         """The life to use, with this client among its users.
@@ -78,6 +84,10 @@ class BringUp:
             try:
                 life = self._step()
             except Unanswered as error:
+                if not self._answered and self.clock() - self._began >= _FIRST_ANSWER_S:
+                    raise ClusterError(
+                        f"The cluster {self.name!r} cannot be looked for: {error}"
+                    ) from error
                 self.say(str(error))
                 life = None
             if life is not None:
@@ -90,33 +100,42 @@ class BringUp:
 
     def _step(self) -> Life | None:
         life = self.lives.look()
+        self._answered = True
         if life is None or self._is_over(life):
-            self._next(life)
+            self._claim_next(life)
             return None
-        if self.joined != life.number:
-            self.lives.join(life.number, self.user, self.keep)
-            self.joined = life.number
+        if self._joined != life.number:
+            self.held = life.number
+            self.lives.join(life.number, self.user)
+            self._joined = life.number
             return self._step()  # it may have ended meanwhile
-        if life.head is not None and life.token:
+        if life.claimed == self.user and not life.sent:
+            self._submit(life.number)
+        elif life.head is None or not life.token or self._is_requeued(life):
+            self._wait(life)
+        else:
+            if self.keep:
+                self.lives.keep(life.number)
             return life
-        self._wait(life)
         return None
 
     def _is_over(self, life: Life) -> bool:
         """Whether there is nothing to be had of a life.
 
         Raises:
-            ClusterError: it is this client's own, which has not come up.
+            ClusterError: this client waited for it, and it has not come up.
         """
         why = life.why_over or self._why_not_there(life)
-        if why and life.number in self._submitted and not self._was_unheard(life):
+        # Of several clients that wait, none submits again what would fail again.
+        waited = life.number == self._joined and life.head is None
+        if why and waited and (life.job or life.refused) and not self._was_unheard(life):
             raise ClusterError(self._why_not_up(life, why))
         return bool(why)
 
     def _was_unheard(self, life: Life) -> bool:
         """Whether Slurm's controller was away when the life's job was submitted."""
         away = any(words in life.refused for words in _AWAY)
-        return away and len(self._submitted) < _SUBMISSIONS
+        return away and self._submissions < _SUBMISSIONS
 
     def _why_not_up(self, life: Life, why: str) -> str:
         if life.refused:
@@ -141,11 +160,10 @@ class BringUp:
         jobs = self.queue.jobs(after=at)
         if jobs is None:
             return ""
-        folder = self.lives.path(life.number)
-        found = [job for job in jobs if job.folder == folder]
-        if found:
+        found = self._job(life, jobs)
+        if found is not None:
             if not life.job:
-                self.lives.note_job(life.number, found[0].number)
+                self.lives.note_job(life.number, found.number)
             return ""
         if life.job:
             why = f"Slurm has no job {life.job} any more; `sacct -j {life.job}` may say why"
@@ -156,21 +174,35 @@ class BringUp:
         self.lives.give_up(life.number, why)
         return why
 
-    def _next(self, last: Life | None) -> None:
+    def _is_requeued(self, life: Life) -> bool:
+        """Whether Slurm has taken the nodes away from a life that was ready, to start it again."""
+        # What Slurm said before it was ready proves nothing.
+        if self._ready_since[0] != life.run:
+            self._ready_since = life.run, time.time()
+        job = self._job(life, self.queue.jobs(after=self._ready_since[1]) or ())
+        return job is not None and job.waits
+
+    def _claim_next(self, last: Life | None) -> None:
         """Claim the next life and submit its job, unless another client does."""
         number = 1 if last is None else last.number + 1
-        if not self.lives.claim(number):
+        script = self.script(self.lives.path(number))  # one that cannot be made claims nothing
+        self.held = number  # whether the answer comes or not
+        if self.lives.claim(number, self.user):
+            self._joined = number
+            self._submit(number, script)
+
+    def _submit(self, number: int, script: str = "") -> None:
+        """Submit the job of a life that this client has claimed."""
+        if interrupted.is_set():
             return
-        self._submitted.append(number)
-        self.lives.join(number, self.user, self.keep)
-        self.joined = number
+        self._submissions += 1
         self.say(f"Submitting a job to Slurm for the cluster {self.name!r} …")
-        self.lives.submit(number, self.script(self.lives.path(number)))
+        self.lives.submit(number, script or self.script(self.lives.path(number)))
 
     def _wait(self, life: Life) -> None:
         """Say what is waited for, and give up when it takes too long."""
         waited = self.clock() - self._began
-        job = self._job(life)
+        job = None if life.run and life.head is None else self._job(life, self.queue.jobs() or ())
         if job is None:
             what = "is submitted" if not life.run else "starts Ray on its nodes"
         elif job.waits:
@@ -185,11 +217,12 @@ class BringUp:
                 f"queue_timeout_s={self.queue_timeout_s:g}: it {what}."
             )
 
-    def _job(self, life: Life) -> QueuedJob | None:
-        if life.run:
-            return None
-        folder = self.lives.path(life.number)
-        return next((job for job in self.queue.jobs() or () if job.folder == folder), None)
+    def _job(self, life: Life, jobs: Iterable[QueuedJob]) -> QueuedJob | None:
+        """Slurm's job of a life, by its number, or by its folder while nobody knows that."""
+        for job in jobs:
+            if job.number == life.job or (not life.job and job.folder == life.folder):
+                return job
+        return None
 
 
 def _why_waits(job: QueuedJob) -> str:

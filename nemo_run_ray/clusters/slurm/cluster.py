@@ -102,7 +102,7 @@ class SlurmCluster(Cluster):
             try:
                 life = way.run()
             except BaseException:
-                self._leave(way.joined)
+                self._leave(way.held)
                 raise
             if key not in _used and not self.keep:
                 atexit.register(self._leave_at_exit)
@@ -215,7 +215,7 @@ class SlurmCluster(Cluster):
         """What a life that is over has left; ``None`` when it goes on, or cannot be asked."""
         key = (*self._key, session)
         at, found = _left.get(key, (float("-inf"), None))
-        if (found is None or found.end is None) and time.monotonic() - at >= _TRUST_S:
+        if (found is None or not found.is_whole) and time.monotonic() - at >= _TRUST_S:
             with contextlib.suppress(NemoRunRayError):
                 found = self._lives.remains(session)
             _left[key] = time.monotonic(), found
@@ -269,6 +269,13 @@ def _check(cluster: SlurmCluster) -> None:
             f"The tunnel of SlurmCluster {cluster.name!r} has job_dir="
             f"{executor.tunnel.job_dir!r}; expected is the absolute path of a folder that all "
             "nodes share: tunnel=run.LocalTunnel(job_dir='/shared/me/jobs')."
+        )
+    odd = re.search(r"[^\w/.,:@+=-]", executor.tunnel.job_dir, re.ASCII)
+    if odd:
+        raise ConfigError(
+            f"The tunnel of SlurmCluster {cluster.name!r} has job_dir="
+            f"{executor.tunnel.job_dir!r} with {odd.group()!r} in it, which the scripts of Slurm "
+            "and NeMo-Run do not take; use letters, digits and the characters / . , : @ + = _ -."
         )
     if executor.array is not None:
         raise ConfigError(

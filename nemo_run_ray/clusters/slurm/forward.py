@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import select
+import selectors
 import socket
 import socketserver
 import threading
@@ -63,14 +63,16 @@ class Forward:
 
 def _carry(client: socket.socket, channel: Any) -> None:
     """Pass on what comes, both ways, until one end has closed."""
-    others = {client: channel, channel: client}
-    while True:
-        ready, _, _ = select.select(list(others), [], [])
-        for one in ready:
-            data = one.recv(_CHUNK)
-            if not data:
-                return
-            others[one].sendall(data)
+    with selectors.DefaultSelector() as selector:
+        selector.register(client, selectors.EVENT_READ, (client, channel))
+        selector.register(channel, selectors.EVENT_READ, (channel, client))
+        while True:
+            for key, _ in selector.select():
+                one, other = key.data
+                data = one.recv(_CHUNK)
+                if not data:
+                    return
+                other.sendall(data)
 
 
 def forwarded(login: Login, host: str, port: int) -> str:

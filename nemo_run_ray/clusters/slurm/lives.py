@@ -30,7 +30,9 @@ number=$(ls lives 2>/dev/null | sort -n | tail -n 1)
 [ -n "$number" ] || exit 0
 show() {{ [ -e "$2" ] && printf '%s\\t' "$1" && tr '\\n' ' ' < "$2" && echo; }}
 echo "number\t$number"
-cd "lives/$number" && ls > /dev/null; show job job; show over {over}; show refused refused
+cd "lives/$number" && ls > /dev/null; echo "folder\t$(pwd -P)"
+show claimed claimed; show job job; show over {over}; show refused refused
+[ ! -d sbatch ] || echo "sent\tsent"
 job=$(cat job 2>/dev/null)
 [ -n "$job" ] || exit 0
 run=$(ls -d run/"$job".* 2>/dev/null | sort -t . -k 2 -n | tail -n 1)
@@ -40,33 +42,40 @@ show ready ready.json; show end end.json; show token token; show session session
 exit 0
 """
 #: Slurm's answer is kept in a file, so that it is not lost with a connection; and no second job can
-#: come of one life, whatever breaks off.
+#: come of one life, whatever breaks off. Slurm keeps the folder as it is given: by its real path.
 _SUBMIT = """\
-cd {life} && mkdir sbatch || exit 0
-if sbatch --parsable --chdir={life} ray.sub > sbatch/out 2> sbatch/err; then
+cd {life} || exit 1
+[ ! -d sbatch ] || exit 0
+mkdir sbatch || {{ [ -d sbatch ] && exit 0; exit 1; }}
+if sbatch --parsable --chdir="$(pwd -P)" ray.sub > sbatch/out 2> sbatch/err; then
   cut -d ';' -f 1 sbatch/out > job.new && mv job.new job
+  [ ! -e {over} ] || scancel "$(cat job)"
 else
   mv sbatch/err refused
 fi
 """
-#: A folder that is there was made by another client; every other error is told.
+#: A folder that is there was made by another client; every other error is told. `claimed` says
+#: whose it is to a client that did not hear so.
 _CLAIM = """\
 mkdir -p {lives} || exit 1
 if mkdir -m 700 {life} 2>/dev/null; then
-  mkdir {life}/{users} {life}/logs && echo claimed
+  cd {life} && mkdir logs && mkdir -p {users} && : > {users}/{user} && printf %s {user} > claimed
+  echo claimed
 else
   [ -d {life} ] || mkdir -m 700 {life}
 fi
 """
 _LEAVE = """\
-cd {life} 2>/dev/null || exit 0
+cd {life} 2>/dev/null && [ -e {users}/{user} ] || exit 0
 rm -f {users}/{user}
 [ -z "$(ls {users})" ] && [ ! -e {keep} ] || exit 0
 : > {released}
-job=$(cat job 2>/dev/null); [ -n "$job" ] || exit 0
-ls run/"$job".*/ready.json > /dev/null 2>&1 && exit 0
+job=$(cat job 2>/dev/null)
+run=$(ls -d run/"$job".* 2>/dev/null | sort -t . -k 2 -n | tail -n 1)
+[ -z "$job" ] || [ -z "$run" ] || [ ! -e "$run/ready.json" ] || exit 0
 echo "its last user left before it was ready" > {over}
-scancel "$job"
+[ -z "$job" ] || scancel "$job" 2>/dev/null
+exit 0
 """
 
 
@@ -77,7 +86,7 @@ found=$(grep -lx {session} */run/*/session 2>/dev/null | head -n 1)
 [ -n "$found" ] || exit 0
 cd "${{found%/*}}" && echo "${{found%/*}}" || exit 0
 show() {{ [ -e "$2" ] && printf '%s\\t' "$1" && tr '\\n' ' ' < "$2" && echo; }}
-show end end.json; show table {table}; ls {logs} 2>/dev/null
+show end end.json; show table {table}; [ ! -e token ] || echo "goes\ton"; ls {logs} 2>/dev/null
 exit 0
 """
 
@@ -88,6 +97,9 @@ class Life:
 
     Attributes:
         number: counts the lives from 1.
+        folder: real path of its folder, without symbolic links.
+        claimed: the user who may submit its job.
+        sent: whether that was begun.
         job: Slurm's number of its job; empty until Slurm has taken it.
         refused: what ``sbatch`` said when it did not take the job.
         over: why a client gave it up; empty while nobody has.
@@ -99,6 +111,9 @@ class Life:
     """
 
     number: int
+    folder: str = ""
+    claimed: str = ""
+    sent: bool = False
     job: str = ""
     refused: str = ""
     over: str = ""
@@ -139,17 +154,17 @@ class Lives:
         rows = dict(line.split("\t", 1) for line in told.splitlines() if "\t" in line)
         return _life(rows) if rows else None
 
-    def claim(self, number: int) -> bool:
-        """Whether this client is the one that may submit the job of that life."""
+    def claim(self, number: int, user: str) -> bool:
+        """Whether this client, one of its users then, may submit the job of that life."""
         life = quoted(self.path(number))
         lives = quoted(self.folder, "lives")
-        told = self.login.run(_CLAIM.format(lives=lives, life=life, users=USERS))
+        told = self.login.run(_CLAIM.format(lives=lives, life=life, users=USERS, user=user))
         return told.strip() == "claimed"
 
     def submit(self, number: int, script: str) -> None:
         """Hand the job of a life to Slurm; what comes of it is seen by ``look``."""
         self.login.put(script, os.path.join(self.path(number), "ray.sub"))
-        self.login.run(_SUBMIT.format(life=quoted(self.path(number))))
+        self.login.run(_SUBMIT.format(life=quoted(self.path(number)), over=OVER))
 
     def note_job(self, number: int, job: str) -> None:
         """Write down the number of a job that Slurm has although nobody has heard so."""
@@ -163,11 +178,17 @@ class Lives:
             f"cd {quoted(self.path(number))} && echo {line} > {OVER}.new && mv {OVER}.new {OVER}"
         )
 
-    def join(self, number: int, user: str, keep: bool) -> None:
+    def join(self, number: int, user: str) -> None:
         """Say that a program uses a life, so that it does not end before the program."""
-        kept = f" && : > {KEEP}" if keep else ""
-        life = quoted(self.path(number))
-        self.login.run(f"cd {life} && : > {USERS}/{user} && rm -f {RELEASED}{kept}")
+        # Whoever claimed it may have died before it made the folder of the users.
+        self.login.run(
+            f"cd {quoted(self.path(number))} && mkdir -p {USERS} && : > {USERS}/{user} && "
+            f"rm -f {RELEASED}"
+        )
+
+    def keep(self, number: int) -> None:
+        """Let a life stay when nobody uses it."""
+        self.login.run(f": > {quoted(self.path(number), KEEP)}")
 
     def leave(self, number: int, user: str) -> None:
         """Take a user off; the last one ends a life that is not to be kept, once no job runs."""
@@ -195,12 +216,12 @@ class Lives:
         if not run:
             return None
         rows = dict(line.split("\t", 1) for line in lines if "\t" in line)
-        logs = tuple(line for line in lines if "\t" not in line)
         return Remains(
-            os.path.join(self.folder, "lives", run),
-            _end(rows.get("end", "")),
-            rows.get("table", ""),
-            logs,
+            folder=os.path.join(self.folder, "lives", run),
+            end=_end(rows.get("end", "")),
+            is_whole="end" in rows and "goes" not in rows,
+            table=rows.get("table", ""),
+            logs=tuple(line for line in lines if "\t" not in line),
         )
 
     def log_end(self, life: Life) -> str:
@@ -215,10 +236,12 @@ class Lives:
 
 
 def _life(rows: Mapping[str, str]) -> Life:
-    texts = {name: rows.get(name, "").strip() for name in ("job", "refused", "over", "run")}
+    names = ("folder", "claimed", "job", "refused", "over", "run")
+    texts = {name: rows.get(name, "").strip() for name in names}
     ready = _row(rows.get("ready", ""))
     return Life(
         number=int(rows["number"]),
+        sent="sent" in rows,
         **texts,
         head=None if ready is None else HeadAddress(**ready),
         end=_end(rows.get("end", "")),

@@ -5,19 +5,22 @@ from __future__ import annotations
 import base64
 import contextlib
 import os
+import secrets
 import shlex
+import signal
+import subprocess
 import sys
-import tempfile
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import fabric
-import invoke
 import paramiko
 from nemo_run.core.tunnel.client import LocalTunnel
 
 from nemo_run_ray.errors import ClusterError, Unanswered
+from nemo_run_ray.remote.files import replacing
 
 #: Seconds for one command, and for a sign of life of a connection that nothing comes through.
 _COMMAND_S = 90
@@ -27,7 +30,10 @@ _CONNECT_S = 20
 #: Of a command whose connection broke off before it ended.
 _NO_EXIT_CODE = -1
 #: What paramiko and sockets raise when a connection is not there or breaks off.
-_BROKEN = (OSError, EOFError, paramiko.SSHException, invoke.exceptions.ThreadException)
+_BROKEN = (OSError, EOFError, paramiko.SSHException)
+#: What a script prints first.
+_MARK = "nemo-run-ray-begins"
+_CHUNK = 2**16
 
 
 class Login:
@@ -63,34 +69,18 @@ class Login:
             Unanswered: the connection has broken off; the script may have run.
             ClusterError: it has failed, or nobody may log in.
         """
-        with self._lock, self._translated():
-            self._connect()
-            done = self.tunnel.run(
-                _command(script),
-                warn=True,
-                in_stream=False,
-                timeout=_COMMAND_S,
-            )
-            if done.return_code == _NO_EXIT_CODE:
-                raise EOFError("The connection broke off.")
-        if done.return_code != 0:
-            told = done.stderr.strip() or done.stdout.strip() or f"exit code {done.return_code}"
-            raise ClusterError(f"A command on {self.name} has failed: {told}")
-        return str(done.stdout)
+        return self._output(script).decode(errors="replace")
 
     def put(self, text: str, path: str) -> None:
-        """Write a file there.
+        """Write a file there, whole or not at all.
 
         Raises:
             Unanswered: the connection has broken off.
             ClusterError: the file cannot be written, or nobody may log in.
         """
-        with tempfile.NamedTemporaryFile("w", encoding="utf-8") as file:
-            file.write(text)
-            file.flush()
-            with self._lock, self._translated():
-                self._connect()
-                self.tunnel.put(file.name, path)
+        new = quoted(f"{path}.{secrets.token_hex(4)}")
+        encoded = base64.encodebytes(text.encode()).decode()
+        self.run(f"base64 -d > {new} <<'END' && mv {new} {quoted(path)} || exit 1\n{encoded}END\n:")
 
     def get(self, path: str, here: Path) -> None:
         """Fetch a file from there, whole or not at all.
@@ -99,14 +89,39 @@ class Login:
             Unanswered: the connection has broken off.
             ClusterError: the file cannot be read, or nobody may log in.
         """
-        part = here.with_name(f"{here.name}.{os.getpid()}")
-        try:
-            with self._lock, self._translated():
-                self._connect()
-                self.tunnel.get(path, str(part))
-            part.replace(here)
-        finally:
-            part.unlink(missing_ok=True)
+        data = self._output(f"cat {quoted(path)}")
+        with replacing(here) as file:
+            file.write(data)
+
+    def _output(self, script: str) -> bytes:
+        # The shell reads all of it before it begins, and no command in it reads the rest.
+        text = f"{{ printf '%s\\n' {_MARK}\n{script}\n}} < /dev/null\n".encode()
+        with self._lock, self._translated():
+            self._connect()
+            code, told, errors = _here(text) if self.is_here else self._there(text)
+        # What the start files of a login shell print comes before.
+        told = told.partition(f"{_MARK}\n".encode())[2]
+        if code != 0:
+            words = (errors.strip() or told.strip()).decode(errors="replace")
+            raise ClusterError(
+                f"A command on {self.name} has failed: {words or f'exit code {code}'}"
+            )
+        return told
+
+    def _there(self, text: bytes) -> tuple[int, bytes, bytes]:
+        """Run a script by the SSH connection, without a thread: none can start while Python ends."""
+        tunnel = self.tunnel
+        channel = tunnel.session.transport.open_session(timeout=_CONNECT_S)
+        with contextlib.closing(channel):
+            channel.settimeout(_COMMAND_S)
+            # Any login shell understands this, csh and fish too.
+            channel.exec_command(f"{tunnel.pre_command} && sh" if tunnel.pre_command else "sh")
+            channel.sendall(text)
+            channel.shutdown_write()
+            told, errors = _all_of(channel.recv), _all_of(channel.recv_stderr)
+            if not channel.status_event.wait(_COMMAND_S) or channel.exit_status == _NO_EXIT_CODE:
+                raise EOFError("The connection broke off.")
+            return int(channel.exit_status), told, errors
 
     def transport(self) -> paramiko.Transport:
         """The SSH connection as it is now, made again if it has broken off.
@@ -158,14 +173,14 @@ class Login:
                 raise ClusterError(self._refused(error)) from error
             self._disconnect()
             raise Unanswered(f"{self.name} cannot be reached now: {_words(error)}") from error
-        except invoke.exceptions.CommandTimedOut as error:
+        except TimeoutError as error:
             self._disconnect()
             raise Unanswered(f"{self.name} gave no answer within {_COMMAND_S} s.") from error
-        except PermissionError as error:
-            raise ClusterError(f"{error.filename} cannot be written: {error.strerror}.") from error
         except _BROKEN as error:
             self._disconnect()
             raise Unanswered(f"{self.name} cannot be reached now: {_words(error)}") from error
+        except RuntimeError as error:  # Python ends, and paramiko cannot start its thread
+            raise Unanswered(f"{self.name} is not connected any more: {_words(error)}") from error
 
     def _refused(self, error: BaseException) -> str:
         return (
@@ -194,9 +209,23 @@ def _words(error: BaseException) -> str:
     return text if text.endswith(".") else f"{text}."
 
 
-def _command(script: str) -> str:
-    """A script for ``sh`` as a line that any login shell can read, csh and fish too."""
-    return f"echo {base64.b64encode(script.encode()).decode()} | base64 -d | sh"
+def _here(text: bytes) -> tuple[int, bytes, bytes]:
+    """Run a script on this machine. It ends what it has begun, whatever Ctrl-C ends."""
+    pipe = subprocess.PIPE
+    process = subprocess.Popen(["sh"], stdin=pipe, stdout=pipe, stderr=pipe, start_new_session=True)
+    try:
+        told, errors = process.communicate(text, timeout=_COMMAND_S)
+    except subprocess.TimeoutExpired as error:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.communicate()
+        raise TimeoutError from error
+    if process.returncode < 0:
+        raise EOFError("Its shell was killed.")
+    return process.returncode, told, errors
+
+
+def _all_of(receive: Callable[[int], bytes]) -> bytes:
+    return b"".join(iter(lambda: receive(_CHUNK), b""))
 
 
 def key_of(tunnel: Any) -> str:

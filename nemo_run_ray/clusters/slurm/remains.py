@@ -25,12 +25,14 @@ class Remains:
     Attributes:
         folder: of the run.
         end: how it was over; ``None`` while it goes on, or when nobody could say so.
+        is_whole: whether its head has left, and more of it cannot come.
         table: Ray's job table, as JSON.
         logs: names of the files with logs of jobs.
     """
 
     folder: str
     end: End | None
+    is_whole: bool
     table: str
     logs: tuple[str, ...]
 

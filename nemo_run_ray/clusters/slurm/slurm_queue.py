@@ -17,7 +17,7 @@ from nemo_run_ray.remote.files import write_file
 
 #: Seconds between two questions to Slurm's controller, which serves everybody.
 PAUSE_S = 30.0
-_COMMAND = "squeue -h -u \"$(id -un)\" -o '%A|%T|%r|%S|%Z'"
+_COMMAND = "squeue -h -a -u \"$(id -un)\" -o '%A|%T|%r|%S|%Z'"
 #: States of a job that holds its nodes or will get some.
 _ENDING = ("COMPLETING", "COMPLETED", "CANCELLED", "FAILED", "TIMEOUT", "NODE_FAIL", "PREEMPTED")
 

@@ -16,6 +16,7 @@ from typing import Any, Dict, Iterator, List, Optional, Sequence, Tuple
 from urllib.parse import quote, urlsplit
 
 from ..rows import JobRow
+from ..spec import DASHBOARD
 
 #: Seconds that one request may take.
 TIMEOUT_S = 30.0
@@ -117,6 +118,11 @@ def candidates(given: Sequence[str]) -> Iterator[str]:
         given: as the client knows it: its port is the dashboard's unless a tunnel or a proxy is
             between them, and then Ray itself is asked.
     """
+    known = os.environ.get(DASHBOARD)
+    if known:
+        # The token of this cluster is shown to no other that may listen at a port.
+        yield known
+        return
     head = os.environ.get("RAY_ADDRESS", "").rpartition(":")[0]
     ports = [urlsplit(url).port for url in given if urlsplit(url).port]
     for port in dict.fromkeys([*ports, 8265]):

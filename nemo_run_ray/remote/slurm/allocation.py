@@ -20,7 +20,7 @@ import json
 import os
 import time
 from contextlib import suppress
-from typing import Any, Callable, List, Optional
+from typing import Any, Callable, List, Optional, Set
 
 from ..files import write_file
 from .dashboard import answer_of
@@ -55,6 +55,7 @@ class Allocation:
         self._looked_at = float("-inf")
         self._idle_since: Optional[float] = None
         self._kept = ""
+        self._seen_users: Set[str] = set()
         #: Ray's name of this life of the cluster; empty until its dashboard has told it.
         self.session = ""
 
@@ -74,8 +75,12 @@ class Allocation:
         if rows is None or any(_is_active(row) for row in rows):
             self._idle_since = None
             return ""
-        if self._idle_since is None:
+        # Whoever has come since needs time to submit.
+        users = self._users() or set()
+        if self._idle_since is None or users - self._seen_users:
             self._idle_since = now
+        self._seen_users |= users
+        if self._idle_since == now:
             return ""
         return self._why_idle(now - self._idle_since)
 
@@ -98,16 +103,17 @@ class Allocation:
         life, limit_s = self._settings.life, self._settings.idle_timeout_s
         kept = os.path.exists(os.path.join(life, KEEP))
         released = os.path.exists(os.path.join(life, RELEASED))
-        if released and not kept and not self._users():
+        if released and not kept and self._users() == set():
             return "its last user has left, and no job runs"
         if limit_s is not None and idle_s >= limit_s:
             return f"no job has run for {limit_s:g} s"
         return ""
 
-    def _users(self) -> bool:
+    def _users(self) -> Optional[Set[str]]:
+        """Names of the programs that use it; ``None`` when the folder cannot be read now."""
         with suppress(OSError):
-            return bool(os.listdir(os.path.join(self._settings.life, USERS)))
-        return True  # the folder cannot be read now
+            return set(os.listdir(os.path.join(self._settings.life, USERS)))
+        return None
 
     def _ask_session(self, head: HeadAddress) -> None:
         version = answer_of(head, self._token_path, "/api/version")

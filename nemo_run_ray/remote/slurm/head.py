@@ -11,6 +11,7 @@ from typing import Any, Dict, List, Optional, Set, Union
 
 from ..files import write_file
 from ..node.process import describe_exit
+from ..spec import DASHBOARD
 from .allocation import Allocation
 from .commands import Command
 from .decide import CLUSTER_FAILED, Ready, View, Wait, decide
@@ -36,13 +37,13 @@ class Head(Node):
     """The node with rank 0."""
 
     def __init__(self, *args: Any) -> None:
+        self._ports: Dict[str, int] = {}
         super().__init__(*args)
         self._began = time.monotonic()
         self._reports: Dict[int, NodeReport] = {}
         self._looked_at = float("-inf")
         self._greeting: Optional[Greeting] = None
         self._address = ""
-        self._ports: Dict[str, int] = {}
         self._head: Optional[HeadAddress] = None
         self._nodes = RayNodes(self.folder.file("token"))
         self._allocation = Allocation(self.settings, self.folder.file("token"))
@@ -87,6 +88,12 @@ class Head(Node):
         self._nodes.alive = None  # that of the last try
         has_token = self.ray_env().get("RAY_AUTH_MODE") == "token"
         return head_words(self.settings, self._address, self._ports, has_token)
+
+    def ray_env(self) -> Dict[str, str]:
+        env = super().ray_env()
+        if self._ports:
+            env[DASHBOARD] = f"http://{self._address}:{self._ports['DASHBOARD_PORT']}"
+        return env
 
     def failed(self, why: str) -> End:
         return End(CLUSTER_FAILED, f"node {self.settings.host} (the head): {why}")

@@ -5,11 +5,12 @@ from __future__ import annotations
 import json
 from typing import Dict, List, Mapping
 
+from ..spec import DASHBOARD
 from .run_folder import HeadAddress
 from .settings import HEAD_PORTS, NODE_PORTS, Settings
 
 #: Variables that would lead Ray, or a driver, to another cluster.
-_FOREIGN = ("RAY_ADDRESS", "RAY_API_SERVER_ADDRESS", "RAY_AUTH_TOKEN")
+_FOREIGN = ("RAY_ADDRESS", "RAY_API_SERVER_ADDRESS", "RAY_AUTH_TOKEN", DASHBOARD)
 
 
 def head_words(

@@ -407,6 +407,12 @@ def pythons(monkeypatch, tmp_path) -> Callable[[str, str], None]:
 
 
 @pytest.mark.usefixtures("pythons")
+def test_no_other_port_is_shown_the_token_where_the_dashboard_is_known(monkeypatch):
+    monkeypatch.setenv("NEMO_RUN_RAY_DASHBOARD", "http://10.0.0.5:30123")
+    assert list(candidates(("http://127.0.0.1:9999",))) == ["http://10.0.0.5:30123"]
+
+
+@pytest.mark.usefixtures("pythons")
 def test_the_likeliest_address_comes_first(monkeypatch):
     given = ("http://tunnel:9999/ray", "https://proxy")
     here = ["http://127.0.0.1:9999", "http://127.0.0.1:8265"]

@@ -1,0 +1,418 @@
+"""The way to a cluster on Slurm, with commands of Slurm that a test plays, on real folders."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import nemo_run as run
+import pytest
+
+from nemo_run_ray import SlurmCluster
+from nemo_run_ray.clusters.base import interrupted
+from nemo_run_ray.clusters.slurm import login as login_module
+from nemo_run_ray.clusters.slurm import slurm_queue
+from nemo_run_ray.clusters.slurm.bring_up import BringUp
+from nemo_run_ray.clusters.slurm.lives import Life, Lives
+from nemo_run_ray.clusters.slurm.login import Login
+from nemo_run_ray.clusters.slurm.slurm_queue import SlurmQueue
+from nemo_run_ray.errors import ClusterError, ConfigError, Unanswered
+
+#: Each reads and writes $SLURM: `queue` has a line for each job, in the form of `squeue`.
+_COMMANDS = {
+    "sbatch": """\
+[ ! -e "$SLURM/refuse" ] || { cat "$SLURM/refuse" >&2; exit 1; }
+for word in "$@"; do case "$word" in --chdir=*) folder=${word#--chdir=};; esac; done
+number=$(($(cat "$SLURM/last" 2>/dev/null || echo 100) + 1)); echo $number > "$SLURM/last"
+echo "$number|PENDING|Resources|N/A|$folder" >> "$SLURM/queue"
+[ ! -e "$SLURM/breaks" ] || kill -9 $PPID
+echo "$number;cluster"
+""",
+    "squeue": """\
+echo asked >> "$SLURM/asked"
+[ ! -e "$SLURM/away" ] || exit 1
+cat "$SLURM/queue" 2>/dev/null; exit 0
+""",
+    "scancel": """\
+for number in "$@"; do echo "$number" >> "$SLURM/cancelled"
+grep -v "^$number|" "$SLURM/queue" > "$SLURM/queue.new"; mv "$SLURM/queue.new" "$SLURM/queue"; done
+""",
+}
+
+
+class World:
+    """A Slurm, a folder of a cluster, and a clock that only a wait moves."""
+
+    def __init__(self, folder: Path) -> None:
+        self.slurm, self.jobs = folder / "slurm", folder / "jobs"
+        for path in (self.slurm, self.jobs, folder / "bin"):
+            path.mkdir()
+        for name, text in _COMMANDS.items():
+            (folder / "bin" / name).write_text(f"#!/bin/sh\n{text}")
+            (folder / "bin" / name).chmod(0o755)
+        self.now = 1000.0
+        self.said: list[str] = []
+        #: What happens at the waits, one after another; more waits than these are a failure.
+        self.events: list[Callable[[], object]] = []
+
+    def client(self, user: str = "me", folder: Path | None = None, **fields) -> BringUp:
+        login = Login(run.LocalTunnel(job_dir=str(folder or self.jobs)))
+        given = {"keep": False, "queue_timeout_s": None, **fields}
+        return BringUp(
+            name="ray",
+            lives=Lives(login, str((folder or self.jobs) / "ray")),
+            queue=SlurmQueue(login),
+            script=lambda life: f"#!/bin/sh\n# {life}\n",
+            user=user,
+            say=self.said.append,
+            clock=lambda: self.now,
+            pause=self._pause,
+            **given,
+        )
+
+    def _pause(self, seconds: float) -> bool:
+        self.now += seconds
+        assert self.events, self.said
+        return bool(self.events.pop(0)())
+
+    def life(self, number: int = 1) -> Path:
+        return self.jobs / "ray" / "lives" / str(number)
+
+    def ready(self, number: int = 1, restart: int = 0) -> None:
+        """The job of a life runs, and Ray is up in it."""
+        job = (self.life(number) / "job").read_text().strip()
+        self.state(job, "RUNNING")
+        folder = self.life(number) / "run" / f"{job}.{restart}"
+        folder.mkdir(parents=True)
+        (folder / "token").write_text("secret")
+        row = {"address": "10.0.0.1", "port": 6379, "dashboard_port": 8265}
+        (folder / "ready.json").write_text(json.dumps(row))
+
+    def end(self, number: int, why: str) -> None:
+        (folder,) = (self.life(number) / "run").iterdir()
+        (folder / "end.json").write_text(json.dumps({"code": 70, "why": why}))
+
+    def state(self, job: str, state: str) -> None:
+        lines = (self.slurm / "queue").read_text().splitlines()
+        rows = [line.split("|") for line in lines]
+        for row in rows:
+            if row[0] == job:
+                row[1] = state
+        (self.slurm / "queue").write_text("".join("|".join(row) + "\n" for row in rows))
+
+    def forget(self, job: str = "101") -> None:
+        """Slurm has no such job any more."""
+        subprocess.run(["scancel", job], check=True)
+
+    def cancelled(self) -> list[str]:
+        path = self.slurm / "cancelled"
+        return path.read_text().split() if path.exists() else []
+
+    def lives(self) -> list[str]:
+        return sorted(path.name for path in self.life().parent.iterdir())
+
+
+@pytest.fixture
+def world(tmp_path, monkeypatch) -> Iterator[World]:
+    found = World(tmp_path)
+    monkeypatch.setenv("SLURM", str(found.slurm))
+    monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:{os.environ['PATH']}")
+    monkeypatch.setenv("NEMORUN_HOME", str(tmp_path / "home"))
+    monkeypatch.setattr(slurm_queue, "PAUSE_S", 0.0)  # every answer is a new one
+    interrupted.clear()
+    yield found
+    interrupted.clear()
+
+
+def _nothing() -> None:
+    return None
+
+
+def test_the_first_client_submits_and_waits(world):
+    world.events = [_nothing, _nothing, world.ready]
+    life = world.client().run()
+    assert (life.number, life.job, life.token) == (1, "101", "secret")
+    assert any("waits in the queue: Resources" in one for one in world.said)
+    assert os.listdir(world.life() / "users") == ["me"]
+    world.events = []
+    assert world.client("other").run().number == 1
+    assert (world.slurm / "last").read_text() == "101\n", "one job for both"
+
+
+def test_what_cannot_be_scripted_claims_nothing(world):
+    client = world.client()
+
+    def fail(life: str) -> str:
+        raise ConfigError("no such template")
+
+    client.script = fail
+    with pytest.raises(ConfigError):
+        client.run()
+    assert not world.life().exists()
+
+
+def test_a_claim_whose_answer_was_lost_is_known_again(world, monkeypatch):
+    client = world.client()
+    claim = Lives.claim
+
+    def lose(self: Lives, number: int, user: str) -> bool:
+        monkeypatch.setattr(Lives, "claim", claim)
+        assert claim(self, number, user)
+        raise Unanswered("The connection broke off.")
+
+    monkeypatch.setattr(Lives, "claim", lose)
+    world.events = [_nothing, world.ready]
+    assert client.run().number == 1
+    assert world.lives() == ["1"]
+
+
+@pytest.mark.parametrize("ran", [False, True])
+def test_a_submission_that_broke_off_is_made_again_or_found(world, monkeypatch, ran):
+    client = world.client()
+    submit = Lives.submit
+
+    def lose(self: Lives, number: int, script: str) -> None:
+        monkeypatch.setattr(Lives, "submit", submit)
+        if ran:
+            submit(self, number, script)
+        raise Unanswered("The connection broke off.")
+
+    monkeypatch.setattr(Lives, "submit", lose)
+    world.events = [_nothing, world.ready] if not ran else [world.ready]
+    assert client.run().job == "101"
+    assert (world.slurm / "last").read_text() == "101\n"
+
+
+def test_a_job_that_slurm_has_and_nobody_heard_of_is_found(world):
+    (world.slurm / "breaks").touch()  # the shell dies with sbatch
+    world.events = [(world.slurm / "breaks").unlink, _nothing, world.ready]
+    assert world.client().run().job == "101"
+
+
+def test_a_claim_without_the_folder_of_users(world):
+    """Its client died between two commands; others pass it over and go on."""
+    world.life().mkdir(parents=True)
+    reached = []
+
+    def until_second() -> None:
+        if not reached and (world.life(2) / "job").exists():
+            reached.append(world.ready(2))
+
+    world.events = [until_second] * 60
+    assert world.client().run().number == 2
+    assert "its client ended" in (world.life() / "over").read_text()
+
+
+def test_two_names_of_a_folder_are_one(world, tmp_path):
+    """Slurm tells the path that it was given."""
+    (tmp_path / "link").symlink_to(world.jobs)
+    world.events = [_nothing, world.ready]
+    first = world.client(folder=tmp_path / "link").run()
+    assert world.client("other").run().job == first.job
+    assert (world.slurm / "queue").read_text().strip().endswith(str(world.life().resolve()))
+
+
+def test_the_host_must_answer_once(world, monkeypatch):
+    def never(self: Lives) -> Life | None:
+        raise Unanswered("me@host cannot be reached now: no route.")
+
+    monkeypatch.setattr(Lives, "look", never)
+    world.events = [_nothing] * 100
+    with pytest.raises(ClusterError, match=r"'ray' cannot be looked for: me@host .*no route"):
+        world.client().run()
+    assert world.now == 1000 + 60
+
+
+def test_later_it_may_be_away_for_long(world, monkeypatch):
+    look = Lives.look
+    away = [60]
+
+    def mostly(self: Lives) -> Life | None:
+        away[0] -= 1
+        if 0 < away[0] < 55:
+            raise Unanswered("me@host cannot be reached now: no route.")
+        return look(self)
+
+    monkeypatch.setattr(Lives, "look", mostly)
+    world.events = [*[_nothing] * 61, world.ready]
+    assert world.client().run().number == 1
+
+
+def test_it_is_kept_only_once_it_is_ready(world):
+    client = world.client(keep=True)
+
+    def interrupt() -> bool:
+        assert not (world.life() / "keep").exists()
+        return True
+
+    world.events = [_nothing, interrupt]
+    with pytest.raises(ClusterError, match="Interrupted"):
+        client.run()
+    client.lives.leave(client.held, "me")
+    assert world.cancelled() == ["101"]
+    assert "before it was ready" in (world.life() / "over").read_text()
+    world.events = [_nothing, lambda: world.ready(2)]
+    assert world.client("second", keep=True).run().number == 2
+    assert (world.life(2) / "keep").exists()
+
+
+def test_an_interrupt_before_the_submission_submits_nothing(world):
+    interrupted.set()
+    world.events = [lambda: True]
+    client = world.client()
+    with pytest.raises(ClusterError, match="Interrupted"):
+        client.run()
+    client.lives.leave(client.held, "me")
+    assert not (world.slurm / "last").exists()
+    assert (world.life() / "over").exists(), "the next client need not wait for it"
+
+
+def test_a_user_that_left_before_sbatch_had_answered(world):
+    client = world.client()
+    lives = client.lives
+    assert lives.claim(1, "me")
+    lives.leave(1, "me")
+    lives.submit(1, "#!/bin/sh\n")
+    assert world.cancelled() == ["101"]
+
+
+def test_who_is_no_user_ends_nothing(world):
+    lives = world.client().lives
+    assert lives.claim(1, "me")
+    os.unlink(world.life() / "users" / "me")  # as it is before a claim is whole
+    lives.leave(1, "other")
+    assert not (world.life() / "over").exists()
+
+
+def test_every_client_that_waited_is_told_of_a_failure(world):
+    """And none of them submits the same again."""
+    world.events = [_nothing]
+    first, second = world.client("first"), world.client("second")
+
+    def fail() -> None:
+        world.ready()
+        (folder,) = (world.life() / "run").iterdir()
+        (folder / "ready.json").unlink()
+        world.end(1, "the cluster was not ready within 600 s")
+
+    assert first.lives.claim(1, "first")
+    first.lives.submit(1, "#!/bin/sh\n")
+    world.events = [fail]
+    with pytest.raises(ClusterError, match=r"did not come up in Slurm job 101.*not ready within"):
+        second.run()
+    assert world.lives() == ["1"]
+
+
+def test_one_that_was_ready_and_ended_is_followed_by_the_next(world):
+    world.events = [_nothing, world.ready]
+    world.client().run()
+    world.end(1, "no job has run for 900 s")
+    world.events = [_nothing, lambda: world.ready(2)]
+    assert world.client("second").run().number == 2
+
+
+def test_a_job_that_slurm_starts_again_is_waited_for(world):
+    """Its last start was ready; its nodes are gone."""
+    world.events = [_nothing, world.ready]
+    world.client().run()
+    world.state("101", "PENDING")
+    # What Slurm says at the first look is as old as that.
+    world.events = [_nothing, _nothing, lambda: world.ready(restart=1)]
+    life = world.client("second").run()
+    assert life.run.endswith("101.1")
+    assert world.events == []
+
+
+@pytest.mark.parametrize("words", ["Unable to contact slurm controller", "Socket timed out"])
+def test_a_controller_that_is_away_is_asked_again(world, words):
+    (world.slurm / "refuse").write_text(f"sbatch: error: {words}\n")
+    world.events = [(world.slurm / "refuse").unlink, _nothing, lambda: world.ready(2)]
+    assert world.client().run().number == 2
+
+
+def test_what_slurm_refuses(world):
+    (world.slurm / "refuse").write_text("sbatch: error: invalid partition specified: nix\n")
+    world.events = [_nothing]
+    with pytest.raises(ClusterError, match=r"does not take the job .*invalid partition"):
+        world.client().run()
+
+
+def test_a_job_that_vanished(world):
+    world.events = [_nothing, world.forget, _nothing, _nothing]
+    with pytest.raises(ClusterError, match="has no job 101 any more"):
+        world.client().run()
+
+
+def test_the_wait_in_the_queue_has_an_end(world):
+    world.events = [_nothing] * 20
+    with pytest.raises(ClusterError, match="has not started within queue_timeout_s=10"):
+        world.client(queue_timeout_s=10).run()
+
+
+@pytest.mark.parametrize("folder", ["/shared/my jobs", "/shared/%j", "/shared/$HOME", "/s/é"])
+def test_folders_that_scripts_do_not_take(folder):
+    executor = run.SlurmExecutor(account="a", tunnel=run.LocalTunnel(job_dir=folder))
+    with pytest.raises(ConfigError, match="which the scripts of Slurm"):
+        SlurmCluster(executor=executor)
+
+
+def test_a_login_prints_what_it_likes(tmp_path, monkeypatch):
+    """The start file of a shell; and no command reads the script."""
+    monkeypatch.setenv("ENV", str(tmp_path / "profile"))
+    login = Login(run.LocalTunnel(job_dir=str(tmp_path)))
+    assert login.run("cat; echo 'it''s'; echo \"$(printf 'a\\tb')\"") == "its\na\tb\n"
+    login.put("text with 'quotes'\nand lines\n", str(tmp_path / "file"))
+    assert (tmp_path / "file").read_text() == "text with 'quotes'\nand lines\n"
+    (tmp_path / "bytes").write_bytes(bytes(range(256)) * 1000)
+    login.get(str(tmp_path / "bytes"), tmp_path / "copy")
+    assert (tmp_path / "copy").read_bytes() == bytes(range(256)) * 1000
+    with pytest.raises(ClusterError, match="No such file"):
+        login.get(str(tmp_path / "none"), tmp_path / "other")
+    with pytest.raises(ClusterError, match="nowhere"):
+        login.put("text", str(tmp_path / "nowhere" / "file"))
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["bytes", "copy", "file"]
+
+
+def test_a_command_that_hangs_is_ended(tmp_path, monkeypatch):
+    monkeypatch.setattr(login_module, "_COMMAND_S", 0.5)
+    login = Login(run.LocalTunnel(job_dir=str(tmp_path)))
+    with pytest.raises(Unanswered, match=r"gave no answer within 0\.5 s"):
+        login.run(f"echo $$ > {tmp_path}/pid; exec sleep 600")
+    pid = int((tmp_path / "pid").read_text())
+    with pytest.raises(ProcessLookupError):
+        os.kill(pid, 0)
+
+
+_AT_EXIT = """
+import atexit, sys, nemo_run as run
+from nemo_run_ray.clusters.slurm.login import Login
+login = Login(run.LocalTunnel(job_dir="/"))
+atexit.register(lambda: login.run(f"echo left > {sys.argv[1]}"))
+"""
+
+
+def test_a_program_leaves_while_python_ends(tmp_path):
+    """When no thread can be started any more."""
+    done = subprocess.run(
+        [sys.executable, "-c", _AT_EXIT, str(tmp_path / "out")], capture_output=True, text=True
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    assert (tmp_path / "out").read_text() == "left\n"
+
+
+def test_threads_share_a_login(tmp_path):
+    login = Login(run.LocalTunnel(job_dir=str(tmp_path)))
+    (tmp_path / "log").write_text("x" * 100_000)
+    copies = [threading.Thread(target=login.get, args=(str(tmp_path / "log"), tmp_path / "copy"))]
+    copies += [threading.Thread(target=copies[0]._target, args=copies[0]._args) for _ in range(3)]
+    for thread in copies:
+        thread.start()
+    for thread in copies:
+        thread.join()
+    assert (tmp_path / "copy").stat().st_size == 100_000
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["copy", "log"]

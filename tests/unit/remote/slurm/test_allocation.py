@@ -1,0 +1,89 @@
+"""When an allocation ends because nobody needs it, on a real folder and a real HTTP server."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from nemo_run_ray.remote.slurm.allocation import KEEP, RELEASED, TABLE, USERS, Allocation
+from nemo_run_ray.remote.slurm.run_folder import HeadAddress
+from tests.http_server import Handler, serving
+from tests.unit.remote.slurm.test_slurm_decide import _SETTINGS
+
+
+class Dashboard(Handler):
+    rows: list
+
+    def answer(self) -> None:
+        if self.path == "/api/version":
+            return self.send(200, json.dumps({"session_name": "session_1"}))
+        return self.send(200, json.dumps(self.rows))
+
+
+class World:
+    """An allocation that is idle for at most 60 s, and a clock."""
+
+    def __init__(self, life: Path, url: str, rows: list) -> None:
+        (life / USERS).mkdir()
+        self.life, self.rows, self.now = life, rows, 100.0
+        settings = replace(_SETTINGS, life=str(life), run=str(life), idle_timeout_s=60)
+        (life / "token").write_text("a" * 64)
+        self.allocation = Allocation(settings, str(life / "token"), lambda: self.now)
+        self._head = HeadAddress("127.0.0.1", 6379, int(url.rpartition(":")[2]))
+
+    def after(self, seconds: float) -> str:
+        self.now += seconds
+        return self.allocation.why_over(self._head)
+
+
+@pytest.fixture
+def world(tmp_path) -> Iterator[World]:
+    rows: list = []
+    with serving(Dashboard, rows=rows) as url:
+        yield World(tmp_path, url, rows)
+
+
+def test_it_ends_when_it_was_idle_for_so_long(world):
+    assert world.after(6) == ""
+    assert world.allocation.session == "session_1"
+    world.rows.append({"submission_id": "one", "status": "RUNNING"})
+    assert world.after(100) == ""
+    world.rows[0]["status"] = "SUCCEEDED"
+    assert world.after(6) == ""
+    assert world.after(59) == ""
+    assert world.after(6) == "no job has run for 60 s"
+    assert json.loads((world.life / TABLE).read_text()) == world.rows
+
+
+def test_who_comes_late_has_time_to_submit(world):
+    world.after(6)
+    assert world.after(50) == ""
+    (world.life / USERS / "late").touch()
+    assert world.after(30) == ""
+    assert world.after(50) == ""
+    assert world.after(30) == "no job has run for 60 s"
+
+
+def test_it_ends_when_the_last_user_has_left(world):
+    user = world.life / USERS / "me"
+    user.touch()
+    world.after(6)
+    assert world.after(6) == ""
+    user.unlink()
+    assert world.after(6) == "", "nobody has said that it is not needed"
+    (world.life / RELEASED).touch()
+    (world.life / KEEP).touch()
+    assert world.after(6) == ""
+    (world.life / KEEP).unlink()
+    assert world.after(6) == "its last user has left, and no job runs"
+
+
+def test_a_folder_that_cannot_be_read_ends_nothing(world):
+    world.after(6)
+    (world.life / RELEASED).touch()
+    (world.life / USERS).rmdir()
+    assert world.after(6) == ""
