@@ -67,9 +67,8 @@ class RayExecutor(TakesFile, Executor):
     strategy: str = "PACK"
     #: Ray's fields: ``pip``, ``image_uri``, ``env_vars`` …; the packager sets ``working_dir``.
     runtime_env: dict[str, Any] = field(default_factory=dict)
-    #: Let ``runtime_env`` have fields that Ray's documentation does not list: those of a newer Ray
-    #: and of plug-ins of the cluster. Ray says nothing of a field that it does not know, and the
-    #: task would run without it; so they are refused otherwise.
+    #: Let ``runtime_env`` have fields that Ray's documentation does not list, of a newer Ray or a
+    #: plug-in. They are refused otherwise: Ray runs a task without a field that it does not know.
     allow_unknown_runtime_env: bool = False
     #: Names of variables of the caller's environment that the task gets; the values are written
     #: nowhere but into an archive of their own on the cluster.
@@ -91,6 +90,8 @@ class RayExecutor(TakesFile, Executor):
     #: Seconds after which a job that was not placed is given up. With ``None``, what a dispatcher
     #: hands over waits for ever, and other jobs for as long as Ray lets them (900 s).
     pending_timeout_s: Optional[float] = None
+    #: Seconds that the task needs: it is not started when its cluster on Slurm ends before.
+    time_s: Optional[float] = None
     #: Exit codes that no further attempt would change, such as that of a usage error.
     permanent_exit_codes: list[int] = field(default_factory=list)
     #: Seconds from SIGTERM to SIGKILL.
@@ -244,6 +245,7 @@ def _of_a_group(kind: type[RayExecutor], executors: list[RayExecutor]) -> RayExe
         retries=max((role.retries for role in roles if not role.service), default=0),
         permanent_exit_codes=sorted({code for role in roles for code in role.permanent_exit_codes}),
         max_in_flight=min(limits, default=None),
+        time_s=max((role.time_s for role in roles if role.time_s is not None), default=None),
         keep_logs_max_bytes=None if len(limited) < len(roles) else max(limited),
         dependencies=list(dict.fromkeys(handles)),
         experiment_id=first.experiment_id,

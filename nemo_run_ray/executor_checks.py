@@ -285,6 +285,7 @@ _VALUES: dict[str, _Check] = {
     "cpus_per_node": _or_none(_resource),
     "gpus_per_node": _gpus,
     "pending_timeout_s": _or_none(_seconds),
+    "time_s": _or_none(_seconds),
     "grace_s": _seconds,
     "resources_per_node": _custom_resources,
     "memory_per_node": _or_none(_memory),

@@ -13,7 +13,7 @@ from nemo_run_ray.errors import ConfigError
 from nemo_run_ray.probes import PortProbe
 
 _SSH = ("host", "user", "port", "identity")
-_OWN = ("name", "nodes", "walltime", "keep", "idle_timeout_s", "queue_timeout_s")
+_OWN = ("name", "nodes", "walltime", "keep", "idle_timeout_s", "renew", "queue_timeout_s")
 _NOT_SLURMS = {*_SSH, *_OWN, "job_dir", "sbatch", "sidecars"}
 
 
@@ -68,6 +68,9 @@ class SlurmPart(_Part):
     idle_timeout_s: Annotated[
         int | None, Field(description="Seconds without a job after which it ends.")
     ] = 900
+    renew: Annotated[
+        bool, Field(description="Chains go on in another allocation when its walltime is over.")
+    ] = False
     queue_timeout_s: Annotated[
         float | None, Field(description="Seconds to wait in Slurm's queue.")
     ] = None

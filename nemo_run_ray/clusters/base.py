@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import abc
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Protocol
 from urllib.parse import urlsplit
 
 from nemo_run.config import ConfigurableMixin
@@ -18,6 +18,16 @@ from nemo_run_ray.remote.rows import JobRows
 #: Set by Ctrl-C, which only the main thread sees: a thread that waits for a cluster to come up
 #: gives up. Whoever waits anew clears it.
 interrupted = threading.Event()
+
+
+class EarlierJobs(Protocol):
+    """Jobs of a cluster from before the Ray that is up; they go on in it."""
+
+    def rows(self) -> JobRows:
+        """Their rows in the job tables of then."""
+
+    def log(self, submission_id: str) -> Path | None:
+        """The log of one of them, as it was left; ``None`` without one."""
 
 
 @dataclass(frozen=True)
@@ -32,6 +42,7 @@ class Dashboard:
             where Ray itself looks for a token.
         why_dead: says in sentences why it can never answer again; empty while it may. The
             process that started Ray knows when it has ended, and no client need wait for it.
+        earlier: jobs from before this Ray that belong to its job table; ``None`` without any.
         env_tries: how often Ray builds a runtime environment there; ``None`` when it is not known.
     """
 
@@ -40,6 +51,7 @@ class Dashboard:
     verify: bool | str = True
     credentials_step: str = field(default="", compare=False)
     why_dead: Callable[[], str] = field(default=str, repr=False, compare=False)
+    earlier: EarlierJobs | None = field(default=None, repr=False, compare=False)
     env_tries: int | None = field(default=None, repr=False, compare=False)
 
     @property
@@ -87,6 +99,34 @@ class Cluster(ConfigurableMixin, abc.ABC):
     def why_down(self) -> str:
         """Why the life of this cluster that was here last is over; empty if nobody here knows."""
         return ""
+
+    def why_away(self, session: str) -> str:
+        """Why a life of this cluster is over whose jobs go on in the next one; empty otherwise.
+
+        Args:
+            session: Ray's name of that life.
+        """
+        return ""
+
+    def keep_chain(
+        self,
+        dispatcher: str,
+        ids: Sequence[str],
+        body: dict[str, Any],
+        archives: Callable[[], Mapping[str, bytes]],
+    ) -> None:
+        """Keep what a chain needs to go on in the next life of this cluster, if there may be one.
+
+        Args:
+            dispatcher: id of its dispatcher.
+            ids: of its jobs.
+            body: of the request that starts the dispatcher, with the id of its first attempt.
+            archives: gives those that the request and the jobs use, by name.
+
+        Raises:
+            ClusterError: it cannot be kept.
+        """
+        return None
 
     def left_log(self, session: str, submission_id: str) -> Path | None:
         """The log of a job that a cluster which has died has left on this machine, if it has.

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 import threading
+from pathlib import Path
 from typing import Any, ClassVar
 from urllib.parse import quote
 
@@ -46,7 +47,8 @@ class JobsApi:
         self._http = Http(dashboard)
         self._table = JobTable(self._rows)
         self.state = StateApi(self._http)
-        self.logs = LogStream(self._http, self.job)
+        self._earlier = dashboard.earlier
+        self.logs = LogStream(self._http, self.job, self._left_log)
         self.manager = JobManager(self._http, self.state.alive_nodes)
 
     @classmethod
@@ -111,7 +113,10 @@ class JobsApi:
 
         def ask() -> JobRow | None:
             response = self._http.get(_job_path(submission_id), may_be_absent=True)
-            return None if response.status_code == 404 else self._http.json(response)
+            if response.status_code == 404:
+                return None if self._earlier is None else self._earlier.rows().get(submission_id)
+            row: JobRow = self._http.json(response)
+            return row
 
         return self._http.repeat(ask, patience_s)
 
@@ -189,7 +194,14 @@ class JobsApi:
         rows = self._http.json(response)
         if not isinstance(rows, list):
             raise self._http.not_ray(response)
-        return {row["submission_id"]: row for row in rows if row.get("submission_id")}
+        found = {row["submission_id"]: row for row in rows if row.get("submission_id")}
+        return found if self._earlier is None else {**self._earlier.rows(), **found}
+
+    def _left_log(self, submission_id: str) -> Path | None:
+        """The log of a job from before this Ray; ``None`` of every other."""
+        if self._earlier is None or submission_id not in self._earlier.rows():
+            return None
+        return self._earlier.log(submission_id)
 
 
 def version_of(text: str) -> tuple[int, ...]:

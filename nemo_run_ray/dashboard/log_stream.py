@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import socket
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
@@ -11,6 +12,7 @@ import httpx
 from websockets.exceptions import ConnectionClosedOK, InvalidStatus, WebSocketException
 from websockets.sync.client import ClientConnection, connect
 
+from nemo_run_ray.clusters.left_behind import text_of
 from nemo_run_ray.dashboard.http import READ_S, SLOW_S, Http, tls
 from nemo_run_ray.dashboard.log_text import decode_log
 from nemo_run_ray.errors import JobError, StreamCut, Unauthorised
@@ -33,11 +35,18 @@ class LogStream:
     Args:
         http: the dashboard.
         row: gives a job's row now, ``None`` when there is none.
+        left: gives the log of a job from before this Ray, ``None`` of every other.
     """
 
-    def __init__(self, http: Http, row: Callable[[str], JobRow | None]) -> None:
+    def __init__(
+        self,
+        http: Http,
+        row: Callable[[str], JobRow | None],
+        left: Callable[[str], Path | None] = lambda _: None,
+    ) -> None:
         self._http = http
         self._row = row
+        self._left = left
 
     def tail(self, submission_id: str, may_begin: Callable[[], bool]) -> Iterator[str]:
         """The log from its first character on, as it grows, by WebSocket.
@@ -54,6 +63,10 @@ class LogStream:
             JobError: the cluster has no such job.
             Unauthorised: other credentials are wanted.
         """
+        path = self._left(submission_id)
+        if path is not None:
+            yield from text_of(path)
+            return
         url = self._http.url(f"{_path(submission_id)}/tail")
         try:
             with self._open(url) as stream:
@@ -84,6 +97,10 @@ class LogStream:
             Unreachable: nothing listens there.
             JobError: the cluster has no such job.
         """
+        left = self._left(submission_id)
+        if left is not None:
+            yield from text_of(left)
+            return
         path = _path(submission_id)
         try:
             with self._http.stream(path, silence_s) as response:

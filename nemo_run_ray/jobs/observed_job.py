@@ -80,7 +80,7 @@ class ObservedJob:
         try:
             return self.look(snapshot)
         except NemoRunRayError as error:  # a token's file that is gone is no news of the job either
-            if self._has_lost_its_cluster():  # since `look` began
+            if _is_gone(self.cluster):  # since `look` began
                 return self._lost(_GONE, snapshot)
             return self._as_recorded(JobState.UNKNOWN, Reason.UNREACHABLE, str(error))
 
@@ -196,6 +196,9 @@ class ObservedJob:
         if left and left.state.is_terminal:
             self.note(left, snapshot)
             return left
+        away = self.cluster.why_away(self.record.session)
+        if away:
+            return self._as_recorded(JobState.UNKNOWN, Reason.UNREACHABLE, f"{away}.")
         why = self._why_gone(why)
         arrived = self.record.last == ledger.SUBMITTED or self.record.attempts or self.left_logs()
         what = "Its end is not known" if arrived else "It is not known whether it ran"
@@ -209,7 +212,8 @@ class ObservedJob:
 
     def _why_gone(self, why: str) -> str:
         """Why its cluster is gone, in the words of who knows best."""
-        return self.cluster.why_gone(self.record.session) or why
+        session = self.record.session
+        return self.cluster.why_away(session) or self.cluster.why_gone(session) or why
 
     def _as_recorded(self, state: JobState, reason: Reason, detail: str) -> JobStatus:
         """A status without an answer of its cluster: node and attempt are those seen last."""
@@ -220,12 +224,6 @@ class ObservedJob:
     def _named(self, status: JobStatus) -> JobStatus:
         """The status with the names that its next step is told with."""
         return replace(status, job=self.id, experiment=self.record.exp_dir.name)
-
-    def _has_lost_its_cluster(self) -> bool:
-        try:
-            return self.cluster.find() is None
-        except NemoRunRayError:
-            return False  # the cluster does not tell
 
     def rows_in(self, snapshot: Snapshot) -> JobRows:
         """The job table of its cluster; empty when the cluster is gone for good.
@@ -239,6 +237,13 @@ class ObservedJob:
     def _api(self) -> JobsApi | None:
         dashboard = self.cluster.find()
         return None if dashboard is None else JobsApi.of(dashboard)
+
+
+def _is_gone(cluster: Cluster) -> bool:
+    try:
+        return cluster.find() is None
+    except NemoRunRayError:
+        return False  # the cluster does not tell
 
 
 def _held_back(told: JobStatus) -> JobStatus:

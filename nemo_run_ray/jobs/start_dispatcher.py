@@ -19,6 +19,7 @@ from nemo_run_ray.jobs.submit_once import submit_once
 from nemo_run_ray.planning.entrypoints import dispatcher_entrypoint
 from nemo_run_ray.remote.attempts import NONCE_KEY, attempt_id
 from nemo_run_ray.remote.node.rundir import DISPATCH
+from nemo_run_ray.remote.spec import SUBMISSION_ID
 
 #: What is said of a dispatch with which nothing is left to do.
 _OVER = "all is decided"
@@ -50,12 +51,9 @@ def start_dispatcher(dispatch: Dispatch, api: JobsApi, cluster: dict[str, Any]) 
     for archive in uploads:
         api.put_package(archive.name, archive.pack())
     names = [*start["archives"], *(archive.name for archive in uploads)]
-    body = {
-        "submission_id": name,
-        "entrypoint": dispatcher_entrypoint(start["pythons"], name, nonce),
-        "runtime_env": {"py_modules": [f"gcs://{package}" for package in names], "env_vars": {}},
-        "metadata": {NONCE_KEY: nonce, "nemo_run_job": DISPATCHER},
-    }
+    body = _body(name, nonce, start["pythons"], names)
+    if not hidden:
+        _keep(dispatch, cluster, body, start, uploads)
     book = _write_intent(dispatch, name, cluster)
     try:
         submit_once(api, body, lambda: [nonce], time.monotonic, time.sleep)
@@ -83,6 +81,9 @@ def resume(dispatch: Dispatch) -> str:
     cluster = from_record(record)
     dashboard = cluster.find()
     if dashboard is None:
+        away = cluster.why_away(dispatch.spec.session)
+        if away:
+            return f"it goes on by itself: {away}"
         why = cluster.why_gone(dispatch.spec.session) or "the cluster that had it is gone"
         return f"run the experiment again: {why}"
     api = JobsApi.of(dashboard)
@@ -110,6 +111,34 @@ def _upload(dispatch: Dispatch, api: JobsApi) -> dict[str, Any]:
             "experiment's whole folder."
         ) from error
     return start
+
+
+def _body(name: str, nonce: str, pythons: list[str], packages: list[str]) -> dict[str, Any]:
+    return {
+        "submission_id": name,
+        "entrypoint": dispatcher_entrypoint(pythons, name, nonce),
+        "runtime_env": {"py_modules": [f"gcs://{package}" for package in packages], "env_vars": {}},
+        "metadata": {NONCE_KEY: nonce, "nemo_run_job": DISPATCHER},
+    }
+
+
+def _keep(
+    dispatch: Dispatch,
+    cluster: dict[str, Any],
+    body: dict[str, Any],
+    start: dict[str, Any],
+    uploads: list[archives.Archive],
+) -> None:
+    """Let the cluster go on with a chain by itself, if it can; one with secrets needs a client."""
+    entrypoint = dispatcher_entrypoint(start["pythons"], SUBMISSION_ID, dispatch.spec.nonce)
+    again = {**body, "submission_id": dispatch.id, "entrypoint": entrypoint}
+
+    def data() -> dict[str, bytes]:
+        saved = {name: (dispatch.folder / name).read_bytes() for name in start["archives"]}
+        return saved | {archive.name: archive.pack() for archive in uploads}
+
+    ids = [job.id for job in dispatch.spec.jobs]
+    from_record(cluster).keep_chain(dispatch.id, ids, again, data)
 
 
 def _write_intent(dispatch: Dispatch, name: str, cluster: dict[str, Any]) -> Ledger:

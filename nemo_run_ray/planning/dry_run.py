@@ -62,6 +62,8 @@ def _describe_turn(planned: JobPlan) -> list[str]:
         lines.append(f"at once   {planned.max_in_flight} of the experiment's jobs")
     if planned.pending_timeout_s is not None:
         lines.append(f"give up   when not placed within {planned.pending_timeout_s:g} s")
+    if planned.time_s is not None:
+        lines.append(f"starts    when its allocation lasts {planned.time_s:g} s more")
     return lines
 
 

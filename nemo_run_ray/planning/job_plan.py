@@ -82,6 +82,7 @@ class JobPlan:
         permanent_exit_codes: that no further attempt would change.
         max_in_flight: so many of the experiment's jobs at once at most.
         pending_timeout_s: seconds that it may wait for room.
+        time_s: seconds that it needs, where the cluster may end before.
     """
 
     job: str
@@ -100,11 +101,12 @@ class JobPlan:
     permanent_exit_codes: tuple[int, ...] = ()
     max_in_flight: int | None = None
     pending_timeout_s: float | None = None
+    time_s: float | None = None
 
     @property
     def needs_dispatcher(self) -> bool:
         """Whether a dispatcher must look after it on the cluster, before its start or after it."""
-        timed = self.pending_timeout_s is not None
+        timed = self.pending_timeout_s is not None or self.time_s is not None
         return bool(self.after or self.outside or self.retries or self.max_in_flight or timed)
 
     def for_ray(self, version: tuple[int, ...]) -> JobPlan:
@@ -185,6 +187,7 @@ class JobPlan:
             permanent_exit_codes=self.permanent_exit_codes,
             # A group gives itself up: its driver knows whether it is placed.
             pending_timeout_s=None if isinstance(self.spec, GroupSpec) else self.pending_timeout_s,
+            time_s=self.time_s,
             secrets=self.spec.secrets,
         )
 
@@ -234,6 +237,7 @@ def plan(app: AppDef, executor: RayExecutor, submission_id: str, job: str) -> Jo
         max_in_flight=executor.max_in_flight,
         # With nothing else, a group needs no dispatcher for it: it gives itself up.
         pending_timeout_s=None if needs_group_driver(app, executor) else executor.pending_timeout_s,
+        time_s=executor.time_s,
     )
 
 

@@ -53,6 +53,7 @@ class Reason(str, Enum):
     NOT_PLACED = "not placed in time"
     UNSCHEDULABLE = "no node can ever take it"
     NODE_DIED = "its node or its supervisor died"
+    ALLOCATION = "its allocation ended"
     NOT_STARTED = "its command could not be started"
     NOT_READY = "a service was not ready in time"
     SERVICE_ENDED = "a service ended before the primaries"
@@ -154,6 +155,7 @@ FROM_RAY_ERROR = {
     "JOB_SUPERVISOR_ACTOR_DIED": Reason.NODE_DIED,
     "JOB_ENTRYPOINT_COMMAND_START_ERROR": Reason.NOT_STARTED,
     "JOB_ENTRYPOINT_COMMAND_ERROR": Reason.EXIT_CODE,
+    "NEMO_RUN_RAY_ALLOCATION_ENDED": Reason.ALLOCATION,  # of ``earlier.py``
 }
 
 #: The cause in a group's last line -> why the job FAILED.
@@ -168,15 +170,12 @@ FROM_CAUSE = {
     Cause.NODE_DIED: Reason.NODE_DIED,
 }
 
-#: One next step for every reason, in words; what is in braces the client knows.
+#: One next step for every reason that has one, in words; what is in braces the client knows.
 NEXT_STEP = {
-    Reason.NONE: "",
     Reason.EXIT_CODE: "Its whole log: `nemo-run-ray logs {job}`.",
     Reason.SIGNAL: "SIGKILL is often the node's memory: see the node's metrics in Ray's dashboard.",
     Reason.RUNTIME_ENV: "Correct `runtime_env`. Ray's own message, with its traceback, is in the "
     "job's log.",
-    Reason.ROOM: "",
-    Reason.BUILDING: "",
     Reason.REBUILDING: "Wait for it if the network was the cause; else cancel the job and correct "
     "`runtime_env`.",
     Reason.START_TIMEOUT: "Ask for less, or raise RAY_JOB_START_TIMEOUT_SECONDS on the cluster.",
@@ -184,13 +183,12 @@ NEXT_STEP = {
     Reason.UNSCHEDULABLE: "Ask for resources and labels that nodes of this cluster have, or add "
     "such nodes: a task waits for them, a group does with RayExecutor(wait_for_nodes=True).",
     Reason.NODE_DIED: "Look at the cluster's nodes in Ray's dashboard, then run it again.",
+    Reason.ALLOCATION: "Run it again; `retries` lets it go on where the cluster is renewed.",
     Reason.NOT_STARTED: "Correct what the message names and run it again.",
     Reason.NOT_READY: "Look at the service's lines in the log, or raise the probe's timeout_s.",
     Reason.SERVICE_ENDED: "Look at the service's lines in the log; `retries` starts it again.",
     Reason.CANCELLED: "Run it again when you want it.",
     Reason.UPSTREAM: "Correct what it depends on and run the experiment again.",
-    Reason.WAITS: "",
-    Reason.TURN: "",
     Reason.RETRY: "Nothing needs to be done: it is started again by itself.",
     Reason.UNDISPATCHED: "`nemo-run-ray resume {experiment}` starts it again, and so does a client "
     "that waits.",
@@ -245,7 +243,7 @@ class JobStatus:
             "job": shlex.quote(self.job) if self.job else "<its id>",
             "experiment": shlex.quote(self.experiment) if self.experiment else "<its experiment>",
         }
-        next_step = NEXT_STEP[self.reason].format(**names)
+        next_step = NEXT_STEP.get(self.reason, "").format(**names)
         return f"{self.detail or self.reason.value}{tail}\n{next_step}".strip()
 
     def to_json(self) -> dict[str, Any]:

@@ -32,6 +32,7 @@ _REMOTE_LINES = (
     {"__main__", "start"},
     {"group", "dispatch", "slurm"},
     {"node"},
+    {"earlier"},
     {"attempts"},
     {"states", "spec", "rows", "files", "env_error", "exit_words", "__init__"},
 )

@@ -18,6 +18,8 @@ _LOOK_S = 2.0
 _CLAIM_S = 45.0
 #: Seconds within which the host with Slurm must answer for the first time.
 _FIRST_ANSWER_S = 60.0
+#: Seconds that the script of an allocation may take until it has asked for the next one.
+_ASKING_S = 120.0
 #: How often a job is submitted again that Slurm's controller gave no answer to.
 _SUBMISSIONS = 4
 #: What `sbatch` says when it does not know whether the controller has the job.
@@ -70,6 +72,7 @@ class BringUp:
     _answered: bool = False
     _began: float = 0.0
     _seen_since: tuple[tuple[int, str], float, float] = ((0, ""), 0.0, 0.0)
+    _asked_since: tuple[int, float] = (0, 0.0)
     _ready_since: tuple[str, float] = ("", 0.0)
 
     def run(self) -> Life:
@@ -102,7 +105,8 @@ class BringUp:
         life = self.lives.look()
         self._answered = True
         if life is None or self._is_over(life):
-            self._claim_next(life)
+            if life is None or not self._is_asked_for(life):
+                self._claim_next(life)
             return None
         if self._joined != life.number:
             self.held = life.number
@@ -181,6 +185,15 @@ class BringUp:
             self._ready_since = life.run, time.time()
         job = self._job(life, self.queue.jobs(after=self._ready_since[1]) or ())
         return job is not None and job.waits
+
+    def _is_asked_for(self, life: Life) -> bool:
+        """Whether the script of a life that has ended is about to submit the next one."""
+        if life.end is None or not life.end.renews:
+            return False
+        if self._asked_since[0] != life.number:
+            self._asked_since = life.number, self.clock()
+        self.say(f"The allocation of the cluster {self.name!r} is being renewed.")
+        return self.clock() - self._asked_since[1] < _ASKING_S
 
     def _claim_next(self, last: Life | None) -> None:
         """Claim the next life and submit its job, unless another client does."""

@@ -10,7 +10,7 @@ import re
 import secrets
 import socket
 import threading
-import time
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -25,8 +25,8 @@ from nemo_run_ray.clusters.slurm.bring_up import BringUp
 from nemo_run_ray.clusters.slurm.forward import forwarded
 from nemo_run_ray.clusters.slurm.lives import Life, Lives
 from nemo_run_ray.clusters.slurm.login import Login, key_of
+from nemo_run_ray.clusters.slurm.looks import Looks
 from nemo_run_ray.clusters.slurm.progress import Progress
-from nemo_run_ray.clusters.slurm.remains import Remains
 from nemo_run_ray.clusters.slurm.script import script
 from nemo_run_ray.clusters.slurm.sidecar import Sidecar
 from nemo_run_ray.clusters.slurm.slurm_queue import SlurmQueue
@@ -35,20 +35,13 @@ from nemo_run_ray.remote.rows import JobRows
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,99}")
 _SSH_FIELDS = ("host", "user", "port", "identity", "shell", "pre_command")
-#: Seconds for which what a look has found is believed, by one process.
-_TRUST_S = 2.0
 _HOST = re.sub("[^A-Za-z0-9.-]", "_", socket.gethostname())
 #: This process among the users of clusters: a name that no other has.
 _USER = f"{_HOST}-{os.getpid()}-{secrets.token_hex(4)}"
 #: Held by the thread that brings a cluster up; others of this process wait for it.
 _locks: dict[tuple[str, str], threading.Lock] = {}
-#: By host and folder: what was seen when, and the life that this process uses. Logins by host.
-_seen: dict[tuple[str, str], tuple[float, Life | None]] = {}
+#: By host and folder, the life that this process uses. Logins by host.
 _used: dict[tuple[str, str], int] = {}
-#: When this process heard of a job, in seconds since 1970.
-_known_at: dict[tuple[str, str, str], float] = {}
-#: What lives have left, by host, folder and Ray's name of the life, and when that was seen.
-_left: dict[tuple[str, str, str], tuple[float, Remains | None]] = {}
 _logins: dict[str, Login] = {}
 
 
@@ -85,6 +78,8 @@ class SlurmCluster(Cluster):
     keep: bool = False
     #: Seconds without a job after which it ends; ``None`` is never before its walltime.
     idle_timeout_s: int | None = 900
+    #: Let chains go on in another allocation when the walltime of this one is over.
+    renew: bool = False
     #: Seconds to wait in Slurm's queue; ``None`` is as long as it takes.
     queue_timeout_s: float | None = None
 
@@ -107,38 +102,51 @@ class SlurmCluster(Cluster):
             if key not in _used and not self.keep:
                 atexit.register(self._leave_at_exit)
             _used[key] = life.number
-            _seen[key] = time.monotonic(), life
+            self._looks.saw(life)
             progress.done(f"Ray is up in Slurm job {life.job} of the cluster {self.name!r}.")
         return self._dashboard(life)
 
     def find(self) -> Dashboard | None:
-        life = self._look()
-        if life is None or life.why_over or life.head is None or not self._is_in_queue(life):
+        life = self._looks.newest()
+        if life is None or life.head is None or self._looks.is_over(life):
             return None
         return self._dashboard(life)
 
     def why_gone(self, session: str) -> str:
-        found = self._remains(session)
-        return "" if found is None else found.why
+        runs = self._looks.series(session).runs
+        return runs[0].why if runs else ""
+
+    def why_away(self, session: str) -> str:
+        return self._looks.why_away(session)
 
     def left_rows(self, session: str) -> JobRows:
-        found = self._remains(session)
-        return {} if found is None else found.rows
+        return self._looks.series(session).left_rows(session)
 
     def left_log(self, session: str, submission_id: str) -> Path | None:
-        found = self._remains(session)
-        return None if found is None else found.log(self._login, submission_id)
+        return self._looks.series(session).log(submission_id)
+
+    def keep_chain(
+        self,
+        dispatcher: str,
+        ids: Sequence[str],
+        body: dict[str, Any],
+        archives: Callable[[], Mapping[str, bytes]],
+    ) -> None:
+        if self.renew:
+            self._lives.keep_chain(dispatcher, ids, body, archives())
 
     def record(self) -> dict[str, Any]:
         tunnel = self.executor.tunnel
         way = {name: getattr(tunnel, name) for name in _SSH_FIELDS if not self._login.is_here}
-        return {"kind": self.kind, "name": self.name, "tunnel": {"job_dir": tunnel.job_dir, **way}}
+        found = {"kind": self.kind, "name": self.name, "tunnel": {"job_dir": tunnel.job_dir, **way}}
+        return {**found, "renew": True} if self.renew else found
 
     @classmethod
     def of_record(cls, values: dict[str, Any]) -> SlurmCluster:
         given = values["tunnel"]
         tunnel = SSHTunnel(**given) if "host" in given else LocalTunnel(**given)
-        found = cls(executor=SlurmExecutor(account="", tunnel=tunnel), name=values["name"])
+        executor = SlurmExecutor(account="", tunnel=tunnel)
+        found = cls(executor=executor, name=values["name"], renew=values.get("renew", False))
         found._is_remembered = True
         return found
 
@@ -154,7 +162,7 @@ class SlurmCluster(Cluster):
         if life is None or life.why_over:
             return False
         self._lives.cancel(life, "it was ended by `nemo-run-ray down`")
-        _seen.pop(self._key, None)
+        self._looks.forget()
         return True
 
     # ------------------------------------------------------------------ inside
@@ -182,7 +190,7 @@ class SlurmCluster(Cluster):
             executor.nodes = self.nodes
         if self.walltime is not None:
             executor.time = self.walltime
-        return script(executor, self.name, life, self.sidecars, self.idle_timeout_s)
+        return script(executor, self.name, life, self.sidecars, self.idle_timeout_s, self.renew)
 
     @property
     def _login(self) -> Login:
@@ -194,32 +202,12 @@ class SlurmCluster(Cluster):
         return Lives(self._login, os.path.join(self.executor.tunnel.job_dir, self.name))
 
     @property
+    def _looks(self) -> Looks:
+        return Looks(self._lives)
+
+    @property
     def _key(self) -> tuple[str, str]:
-        return self._login.key, self._lives.folder
-
-    def _look(self) -> Life | None:
-        at, life = _seen.get(self._key, (float("-inf"), None))
-        if time.monotonic() - at >= _TRUST_S:
-            life = self._lives.look()
-            _seen[self._key] = time.monotonic(), life
-        return life
-
-    def _is_in_queue(self, life: Life) -> bool:
-        """Whether Slurm has the job, as far as it has said so."""
-        # What Slurm said before this process knew of the job proves nothing.
-        known_at = _known_at.setdefault((*self._key, life.job), time.time())
-        jobs = SlurmQueue(self._login).jobs(after=known_at)
-        return jobs is None or any(job.number == life.job for job in jobs)
-
-    def _remains(self, session: str) -> Remains | None:
-        """What a life that is over has left; ``None`` when it goes on, or cannot be asked."""
-        key = (*self._key, session)
-        at, found = _left.get(key, (float("-inf"), None))
-        if (found is None or not found.is_whole) and time.monotonic() - at >= _TRUST_S:
-            with contextlib.suppress(NemoRunRayError):
-                found = self._lives.remains(session)
-            _left[key] = time.monotonic(), found
-        return found
+        return self._lives.key
 
     def _dashboard(self, life: Life) -> Dashboard:
         assert life.head is not None
@@ -227,16 +215,17 @@ class SlurmCluster(Cluster):
         if not self._login.is_here:
             url = forwarded(self._login, life.head.address, life.head.dashboard_port)
         headers = {"Authorization": f"Bearer {life.token}"}
-        return Dashboard(url, headers, why_dead=partial(self._why_dead, life))
+        why_dead = partial(self._why_dead, life)
+        return Dashboard(url, headers, why_dead=why_dead, earlier=self._looks.before(life))
 
     def _why_dead(self, life: Life) -> str:
         """Why this life of the cluster can never answer again; empty while it may."""
         with contextlib.suppress(NemoRunRayError):
-            now = self._look()
+            now = self._looks.newest()
             if now is None:
                 return ""
             why = now.why_over if now.number == life.number else "another one has its name"
-            if not why and not self._is_in_queue(life):
+            if not why and self._looks.is_over(life):
                 why = f"Slurm has no job {life.job} any more"
             if why:
                 return f"The cluster {self.name!r} in Slurm job {life.job} has ended: {why}."
@@ -249,6 +238,9 @@ class SlurmCluster(Cluster):
         with contextlib.suppress(NemoRunRayError):  # it ends when it has been idle
             if number:
                 self._lives.leave(number, _USER)
+                newest = self._lives.look() if self.renew else None
+                if newest is not None and newest.number != number:
+                    self._lives.leave(newest.number, _USER)
 
 
 def _lock_of(key: tuple[str, str]) -> threading.Lock:
@@ -303,6 +295,7 @@ def _allowed(cluster: SlurmCluster) -> dict[str, tuple[bool, str]]:
         "keep": (isinstance(cluster.keep, bool), "True or False"),
         "idle_timeout_s": (idle is None or is_whole(idle, 1), "whole seconds from 1, or None"),
         "queue_timeout_s": (queue is None or is_amount(queue), "a number of seconds, or None"),
+        "renew": (isinstance(cluster.renew, bool), "True or False"),
         "sidecars": (
             sidecars and all(isinstance(one, Sidecar) for one in cluster.sidecars),
             "a list of Sidecar(…)",

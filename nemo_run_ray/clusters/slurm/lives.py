@@ -12,14 +12,16 @@ import contextlib
 import json
 import os
 import shlex
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from nemo_run_ray.clusters.slurm.login import Login, quoted
 from nemo_run_ray.clusters.slurm.remains import Remains
+from nemo_run_ray.clusters.slurm.series import Series
 from nemo_run_ray.errors import ClusterError
-from nemo_run_ray.remote.slurm.allocation import KEEP, OVER, RELEASED, TABLE, USERS
+from nemo_run_ray.remote.earlier import CHAINS, IDS, RENEWED, TABLE
+from nemo_run_ray.remote.slurm.allocation import KEEP, OVER, RELEASED, USERS
 from nemo_run_ray.remote.slurm.log_copies import JOB_LOGS
 from nemo_run_ray.remote.slurm.run_folder import End, HeadAddress
 
@@ -32,7 +34,7 @@ show() {{ [ -e "$2" ] && printf '%s\\t' "$1" && tr '\\n' ' ' < "$2" && echo; }}
 echo "number\t$number"
 cd "lives/$number" && ls > /dev/null; echo "folder\t$(pwd -P)"
 show claimed claimed; show job job; show over {over}; show refused refused
-[ ! -d sbatch ] || echo "sent\tsent"
+[ ! -d sbatch ] || echo "sent\tsent"; [ ! -e {renewed} ] || echo "renewed\tyes"
 job=$(cat job 2>/dev/null)
 [ -n "$job" ] || exit 0
 run=$(ls -d run/"$job".* 2>/dev/null | sort -t . -k 2 -n | tail -n 1)
@@ -79,15 +81,29 @@ exit 0
 """
 
 
-#: Of the run with a name of Ray's: its folder, a line for each file, and the names of logs.
-_REMAINS = """\
+#: Of the runs whose chains go on in a life, or in the one with a name of Ray's, the newest one
+#: first: its folder, a line for each file, and the names of logs; before them ids of kept chains.
+_SERIES = """\
 cd {folder}/lives 2>/dev/null || exit 0
-found=$(grep -lx {session} */run/*/session 2>/dev/null | head -n 1)
-[ -n "$found" ] || exit 0
-cd "${{found%/*}}" && echo "${{found%/*}}" || exit 0
+number={number}
+if [ -z "$number" ]; then
+  found=$(grep -lx {session} */run/*/session 2>/dev/null | head -n 1)
+  [ -n "$found" ] || exit 0
+  number=${{found%%/*}}
+  while [ -e "$((number + 1))/renewed" ]; do number=$((number + 1)); done
+fi
 show() {{ [ -e "$2" ] && printf '%s\\t' "$1" && tr '\\n' ' ' < "$2" && echo; }}
-show end end.json; show table {table}; [ ! -e token ] || echo "goes\ton"; ls {logs} 2>/dev/null
-exit 0
+for ids in ../{chains}/*/ids; do show kept "$ids"; done
+while :; do
+  for run in $(ls -d "$number"/run/*.* 2>/dev/null | sort -t . -k 2 -n -r); do
+    echo "run\t$run"; show session "$run/session"; show end "$run/end.json"
+    show table "$run/{table}" && echo "at\t$(stat -c %Y "$run/{table}")"
+    [ ! -e "$run/token" ] || echo "goes\ton"
+    ls "$run/{logs}" 2>/dev/null
+  done
+  [ -e "$number/renewed" ] || exit 0
+  number=$((number - 1))
+done
 """
 
 
@@ -100,6 +116,7 @@ class Life:
         folder: real path of its folder, without symbolic links.
         claimed: the user who may submit its job.
         sent: whether that was begun.
+        renewed: whether it goes on with the chains of the life before.
         job: Slurm's number of its job; empty until Slurm has taken it.
         refused: what ``sbatch`` said when it did not take the job.
         over: why a client gave it up; empty while nobody has.
@@ -114,6 +131,7 @@ class Life:
     folder: str = ""
     claimed: str = ""
     sent: bool = False
+    renewed: bool = False
     job: str = ""
     refused: str = ""
     over: str = ""
@@ -141,6 +159,11 @@ class Lives:
         self.login = login
         self.folder = folder
 
+    @property
+    def key(self) -> tuple[str, str]:
+        """All by which this cluster differs from others."""
+        return self.login.key, self.folder
+
     def path(self, number: int) -> str:
         return os.path.join(self.folder, "lives", str(number))
 
@@ -150,7 +173,7 @@ class Lives:
         Raises:
             ClusterError: the host cannot be asked.
         """
-        told = self.login.run(_LOOK.format(folder=quoted(self.folder), over=OVER))
+        told = self.login.run(_LOOK.format(folder=quoted(self.folder), over=OVER, renewed=RENEWED))
         rows = dict(line.split("\t", 1) for line in told.splitlines() if "\t" in line)
         return _life(rows) if rows else None
 
@@ -163,7 +186,7 @@ class Lives:
 
     def submit(self, number: int, script: str) -> None:
         """Hand the job of a life to Slurm; what comes of it is seen by ``look``."""
-        self.login.put(script, os.path.join(self.path(number), "ray.sub"))
+        self.login.put(script.encode(), os.path.join(self.path(number), "ray.sub"))
         self.login.run(_SUBMIT.format(life=quoted(self.path(number)), over=OVER))
 
     def note_job(self, number: int, job: str) -> None:
@@ -205,24 +228,46 @@ class Lives:
         if life.job:
             self.login.run(f"scancel {shlex.quote(life.job)}")
 
-    def remains(self, session: str) -> Remains | None:
-        """What the life with this name of Ray's has left; ``None`` if there is no such life."""
+    def series(self, number: int | None = None, session: str = "") -> Series:
+        """The runs whose chains go on in one life.
+
+        Args:
+            number: of the life; ``None`` for the newest one whose chains are those of ``session``.
+            session: Ray's name of a life.
+        """
         told = self.login.run(
-            _REMAINS.format(
-                folder=quoted(self.folder), session=shlex.quote(session), table=TABLE, logs=JOB_LOGS
+            _SERIES.format(
+                folder=quoted(self.folder),
+                number="" if number is None else number,
+                session=shlex.quote(session),
+                chains=CHAINS,
+                table=TABLE,
+                logs=JOB_LOGS,
             )
         )
-        run, *lines = told.splitlines() or [""]
-        if not run:
-            return None
-        rows = dict(line.split("\t", 1) for line in lines if "\t" in line)
-        return Remains(
-            folder=os.path.join(self.folder, "lives", run),
-            end=_end(rows.get("end", "")),
-            is_whole="end" in rows and "goes" not in rows,
-            table=rows.get("table", ""),
-            logs=tuple(line for line in lines if "\t" not in line),
-        )
+        head, *blocks = f"\n{told}".split("\nrun\t")
+        kept = [line.partition("\t")[2] for line in head.splitlines() if line.startswith("kept\t")]
+        runs = tuple(_remains(self.folder, *block.splitlines()) for block in blocks)
+        return Series(self.login, runs, frozenset(" ".join(kept).split()))
+
+    def keep_chain(
+        self,
+        dispatcher: str,
+        ids: Sequence[str],
+        body: dict[str, Any],
+        archives: Mapping[str, bytes],
+    ) -> None:
+        """Keep a chain, so that it goes on in the next life."""
+        folder = os.path.join(self.folder, CHAINS, dispatcher)
+        there = f"[ ! -e {quoted(folder, IDS)} ] || echo there"
+        if self.login.run(f"mkdir -p -m 700 {quoted(folder)} && {there}").strip():
+            return
+        for name, data in archives.items():
+            self.login.put(data, os.path.join(folder, name))
+        start = json.dumps({"body": body, "archives": list(archives)})
+        self.login.put(start.encode(), os.path.join(folder, "start.json"))
+        # The last one: it says that the others are whole.
+        self.login.put("\n".join([dispatcher, *ids, ""]).encode(), os.path.join(folder, IDS))
 
     def log_end(self, life: Life) -> str:
         """The last lines that a life's job has printed, and the path of its log."""
@@ -242,11 +287,25 @@ def _life(rows: Mapping[str, str]) -> Life:
     return Life(
         number=int(rows["number"]),
         sent="sent" in rows,
+        renewed="renewed" in rows,
         **texts,
         head=None if ready is None else HeadAddress(**ready),
         end=_end(rows.get("end", "")),
         token=rows.get("token", "").strip(),
         session=rows.get("session", "").strip(),
+    )
+
+
+def _remains(folder: str, run: str, *lines: str) -> Remains:
+    rows = dict(line.split("\t", 1) for line in lines if "\t" in line)
+    return Remains(
+        folder=os.path.join(folder, "lives", run),
+        session=rows.get("session", "").strip(),
+        end=_end(rows.get("end", "")),
+        is_whole="end" in rows and "goes" not in rows,
+        table=rows.get("table", ""),
+        written_at=float(rows.get("at", "0")),
+        logs=tuple(line for line in lines if "\t" not in line),
     )
 
 

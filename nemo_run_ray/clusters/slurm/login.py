@@ -71,7 +71,7 @@ class Login:
         """
         return self._output(script).decode(errors="replace")
 
-    def put(self, text: str, path: str) -> None:
+    def put(self, data: bytes, path: str) -> None:
         """Write a file there, whole or not at all.
 
         Raises:
@@ -79,7 +79,7 @@ class Login:
             ClusterError: the file cannot be written, or nobody may log in.
         """
         new = quoted(f"{path}.{secrets.token_hex(4)}")
-        encoded = base64.encodebytes(text.encode()).decode()
+        encoded = base64.encodebytes(data).decode()
         self.run(f"base64 -d > {new} <<'END' && mv {new} {quoted(path)} || exit 1\n{encoded}END\n:")
 
     def get(self, path: str, here: Path) -> None:
@@ -109,7 +109,7 @@ class Login:
         return told
 
     def _there(self, text: bytes) -> tuple[int, bytes, bytes]:
-        """Run a script by the SSH connection, without a thread: none can start while Python ends."""
+        """Run a script by SSH without a thread: none can start while Python ends."""
         tunnel = self.tunnel
         channel = tunnel.session.transport.open_session(timeout=_CONNECT_S)
         with contextlib.closing(channel):

@@ -24,16 +24,20 @@ class Remains:
 
     Attributes:
         folder: of the run.
+        session: Ray's name of it; empty when nobody could say so.
         end: how it was over; ``None`` while it goes on, or when nobody could say so.
         is_whole: whether its head has left, and more of it cannot come.
         table: Ray's job table, as JSON.
+        written_at: seconds since the epoch, when the table was written last.
         logs: names of the files with logs of jobs.
     """
 
     folder: str
+    session: str
     end: End | None
     is_whole: bool
     table: str
+    written_at: float
     logs: tuple[str, ...]
 
     @cached_property

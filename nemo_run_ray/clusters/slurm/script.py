@@ -6,11 +6,12 @@ import copy
 import json
 import os
 import shlex
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from nemo_run_ray.clusters.slurm.sidecar import Sidecar
-from nemo_run_ray.remote.slurm.settings import IDLE_TIMEOUT, LIFE
+from nemo_run_ray.remote.earlier import LIFE
+from nemo_run_ray.remote.slurm.settings import IDLE_TIMEOUT, RENEW
 from nemo_run_ray.slurm_script import TEMPLATES, template_folder
 
 _SIDECARS = "NEMO_RUN_RAY_SIDECARS"
@@ -22,6 +23,7 @@ def script(
     life: str,
     sidecars: Sequence[Sidecar],
     idle_timeout_s: int | None,
+    renew: bool,
 ) -> str:
     """The text for ``sbatch``.
 
@@ -31,20 +33,21 @@ def script(
         life: folder of the allocation, in which all its files are.
         sidecars: that run beside Ray.
         idle_timeout_s: after which an allocation without a job ends.
+        renew: whether another one goes on with the chains of this one.
     """
     from nemo_run.run.ray.slurm import SlurmRayRequest
 
     ours = {
         LIFE: life,
         IDLE_TIMEOUT: "" if idle_timeout_s is None else str(idle_timeout_s),
+        RENEW: "1" if renew else "",
         _SIDECARS: json.dumps([one.row() for one in sidecars]) if sidecars else "",
     }
-    # NeMo-Run's request fills in what is missing, and writes variables as they are.
-    filled = copy.copy(executor)
-    filled.job_details = copy.deepcopy(executor.job_details)
-    filled.job_details.folder = os.path.join(life, "logs")
-    quoted = {key: shlex.quote(value) for key, value in ours.items()}
-    filled.env_vars = {**executor.env_vars, **quoted}
+    filled = _filled(executor, life, ours)
+    if renew:
+        # In a container too, the nodes read what the allocations before have left.
+        folder = os.path.dirname(os.path.dirname(life))
+        filled.container_mounts = [*executor.container_mounts, f"{folder}:{folder}"]
     request = SlurmRayRequest(
         name=name,
         cluster_dir=life,
@@ -53,5 +56,15 @@ def script(
         executor=filled,
         launch_cmd=["sbatch", "--parsable"],
     )
-    text: str = request.materialize()
-    return text
+    return str(request.materialize())
+
+
+def _filled(executor: Any, life: str, variables: Mapping[str, str]) -> Any:
+    """A copy of an executor with folders of the allocation and more variables."""
+    # NeMo-Run's request fills in what is missing, and writes variables as they are.
+    filled = copy.copy(executor)
+    filled.job_details = copy.deepcopy(executor.job_details)
+    filled.job_details.folder = os.path.join(life, "logs")
+    quoted = {key: shlex.quote(value) for key, value in variables.items()}
+    filled.env_vars = {**executor.env_vars, **quoted}
+    return filled

@@ -15,14 +15,21 @@ from ..attempts import CANCELLED, NOT_PLACED, Attempt, attempt_id, attempts_of
 from ..spec import DispatchedJobSpec, DispatchSpec, OutsideSpec, cancel_id
 from ..states import JobState, JobStatus, Reason
 from .retries import NODE_DEAD_S, is_settled, status_of_attempts, with_state
+from .time_left import TimeLeft
 
 #: Exit codes of a dispatcher that has decided everything: all jobs succeeded, or not all.
 ALL_SUCCEEDED, NOT_ALL_SUCCEEDED = 0, 8
+#: The same when what is left needs more time than the allocation has, and another one goes on.
+OUT_OF_TIME = 9
 #: Jobs that may start at the same moment: each start costs the head 1.4 s of a CPU (measured).
 STARTING_MAX = 8
 #: Seconds after which a job that has not started is taken to wait for room. Until it gets
 #: room, no other job that asks for the same is handed over: Ray gives up what waits for 900 s.
 STUCK_S = 6.0
+
+
+#: A job that may be started, and the number of its attempt.
+_Start = Tuple[DispatchedJobSpec, int]
 
 
 class Do(str, Enum):
@@ -55,10 +62,17 @@ class Action:
 
 @dataclass(frozen=True)
 class Decision:
-    """What to do, and the status of every job, by its name."""
+    """What to do, and the status of every job, by its name.
+
+    Attributes:
+        actions: in this order.
+        statuses: by the job's name.
+        is_out_of_time: nothing goes on, and what could start needs longer than there is time.
+    """
 
     actions: Tuple[Action, ...]
     statuses: Dict[str, JobStatus]
+    is_out_of_time: bool = False
 
     @property
     def is_over(self) -> bool:
@@ -71,6 +85,7 @@ def decide(
     now: float,
     limit: Optional[int] = None,
     node_dead_s: float = NODE_DEAD_S,
+    time_left: Optional[TimeLeft] = None,
 ) -> Decision:
     """What to do now, and the status of every job of the dispatch.
 
@@ -80,16 +95,14 @@ def decide(
         now: seconds since the epoch, by the clock of the table's times.
         limit: of jobs at once, where the dispatch has none of its own; ``None`` is none.
         node_dead_s: seconds from a node's death until nothing can run on it any more.
+        time_left: of the cluster's allocation; ``None`` where nothing ends it.
     """
-    ids = [job.id for job in dispatch.jobs]
-    outside = [upstream for job in dispatch.jobs for upstream in job.outside]
-    dispatchers = [upstream.dispatcher for upstream in outside if upstream.dispatcher]
-    attempts = attempts_of([*ids, *(upstream.id for upstream in outside), *dispatchers], table)
+    attempts = _attempts(dispatch, table)
     cancelled = _is_cancelled(dispatch, table)
 
     statuses: Dict[str, JobStatus] = {}
     stops: List[Action] = []
-    ready: List[Tuple[DispatchedJobSpec, int]] = []
+    ready: List[_Start] = []
     for job in dispatch.jobs:
         rows = attempts[job.id]
         needs = {name: statuses[name] for name in job.after}
@@ -102,9 +115,40 @@ def decide(
             last = rows.get(status.attempt)
             if last is None or is_settled(last, now, node_dead_s):
                 ready.append((job, status.attempt + 1))
-    most = limit if dispatch.max_in_flight is None else dispatch.max_in_flight
-    submits = _submits(dispatch, ready, attempts, now, most)
-    return Decision((*stops, *submits), statuses)
+    in_time, claims = _in_time(ready, time_left)
+    actions = [*stops, *claims, *_submits(dispatch, in_time, attempts, now, limit)]
+    is_held = bool(ready) and not (in_time or actions) and _goes_on(statuses) == len(ready)
+    return Decision(tuple(actions), statuses, is_held)
+
+
+def _goes_on(statuses: Mapping[str, JobStatus]) -> int:
+    """How many jobs neither have ended nor wait for others."""
+    left = (status for status in statuses.values() if not status.state.is_terminal)
+    return sum(status.reason is not Reason.WAITS for status in left)
+
+
+def _in_time(
+    ready: Sequence[_Start], left: Optional[TimeLeft]
+) -> Tuple[List[_Start], List[Action]]:
+    """The jobs that end before their allocation does, and claims of those that never will."""
+    if left is None:
+        return list(ready), []
+    claims = []
+    for job, number in ready:
+        why = left.why_never(job.time_s)
+        if why:
+            claims.append(Action(Do.CLAIM, job.name, attempt_id(job.id, number), why))
+    return [(job, number) for job, number in ready if left.has(job.time_s)], claims
+
+
+def _attempts(
+    dispatch: DispatchSpec, table: Mapping[str, Attempt]
+) -> Dict[str, Dict[int, Attempt]]:
+    """The rows of all jobs that matter to a dispatch, by first id and number."""
+    ids = [job.id for job in dispatch.jobs]
+    outside = [upstream for job in dispatch.jobs for upstream in job.outside]
+    dispatchers = [upstream.dispatcher for upstream in outside if upstream.dispatcher]
+    return attempts_of([*ids, *(upstream.id for upstream in outside), *dispatchers], table)
 
 
 def _is_cancelled(dispatch: DispatchSpec, table: Mapping[str, Attempt]) -> bool:
@@ -223,12 +267,13 @@ def _stops(
 
 def _submits(
     dispatch: DispatchSpec,
-    ready: Sequence[Tuple[DispatchedJobSpec, int]],
+    ready: Sequence[_Start],
     attempts: Mapping[str, Dict[int, Attempt]],
     now: float,
     limit: Optional[int],
 ) -> List[Action]:
     """The attempts to hand over, in the order of the jobs, as far as there is room for them."""
+    limit = limit if dispatch.max_in_flight is None else dispatch.max_in_flight
     starting, live, stuck, crowded, pending = 0, 0, set(), set(), set()
     for job in dispatch.jobs:
         for row in attempts[job.id].values():

@@ -15,6 +15,7 @@ import time
 import zipfile
 from typing import Any, Callable, Dict, List, Mapping, Optional
 
+from .. import earlier
 from ..attempts import (
     STOP_AGAIN_S,
     STOP_TRUST_S,
@@ -29,8 +30,17 @@ from ..node.rundir import SECRETS, read_secrets, remove_secrets
 from ..spec import EMBEDDED, SUBMISSION_ID, DispatchedJobSpec, DispatchSpec
 from ..states import JobState, JobStatus, Reason
 from . import head, log, rest
-from .decide import ALL_SUCCEEDED, NOT_ALL_SUCCEEDED, Action, Decision, Do, decide
+from .decide import (
+    ALL_SUCCEEDED,
+    NOT_ALL_SUCCEEDED,
+    OUT_OF_TIME,
+    Action,
+    Decision,
+    Do,
+    decide,
+)
 from .retries import NODE_DEAD_S
+from .time_left import time_left
 
 #: Exit code when the cluster no longer knows this dispatcher, or its dashboard cannot be found.
 DISOWNED = 3
@@ -79,6 +89,8 @@ class Dispatcher:
         self._absent_since: Optional[float] = None
         self._changed_at = clock()
         self._look_s = 0.0
+        rows_before = earlier.rows_of_job(os.environ)
+        self._earlier = {name: attempt_of_row(row) for name, row in rows_before.items()}
 
     def run(self, sleep: Callable[[float], None] = time.sleep) -> int:
         """Go on until everything is decided, and return the exit code.
@@ -106,7 +118,9 @@ class Dispatcher:
             return None
         if table is None:
             return None
-        decision = decide(self._dispatch, table, self._clock(), self._limit, self._node_dead_s)
+        now = self._clock()
+        left = time_left(os.environ, now)
+        decision = decide(self._dispatch, table, now, self._limit, self._node_dead_s, left)
         self._tell(decision, table)
         waiting = False
         for action in decision.actions:
@@ -115,6 +129,9 @@ class Dispatcher:
             except (rest.Unanswered, rest.Refused) as error:
                 self._complain(action.submission_id, f"{action.submission_id}: {error}")
                 waiting = True
+        if decision.is_out_of_time:
+            say("what is left needs more time than this allocation has; the next one goes on")
+            return OUT_OF_TIME
         if not decision.is_over or waiting:
             return None
         return self._sum_up(decision)
@@ -132,6 +149,7 @@ class Dispatcher:
         wanted = _Wanted(self._dispatch)
         rows = ((str(row["submission_id"]), row) for row in self._api.rows())
         table = {name: attempt_of_row(row) for name, row in rows if wanted.has(name)}
+        table = {**self._earlier, **table}
         self._look_s = time.monotonic() - began
         self._troubles.pop("", None)
         own = table.get(self._own_id)

@@ -6,7 +6,7 @@ import os
 import time
 from typing import Callable, Optional
 
-from ..spec import DispatchSpec
+from ..spec import DASHBOARD, DispatchSpec
 from . import rest
 
 #: Memory of the head for each job's supervisor (measured: 85 to 110 MB), and the part of the
@@ -31,7 +31,10 @@ def find_dashboard(
     while foreign_since is None or clock() - foreign_since < within_s:
         for url in rest.candidates(dispatch.dashboards):
             try:
-                if rest.Rest(url, timeout_s=5.0).session() == dispatch.session:
+                found = rest.Rest(url, timeout_s=5.0).session()
+                # Where Ray has set the address it is this cluster's; and chains of an allocation go
+                # on in the next one, whose Ray has another name.
+                if found == dispatch.session or url == os.environ.get(DASHBOARD):
                     return rest.Rest(url)
             except rest.Unanswered:
                 continue

@@ -2,6 +2,7 @@
 
 The client has made the folder of the allocation, below that of the cluster::
 
+    chains/…        chains that go on in the next allocation, see ``../earlier.py``
     lives/3/
         ray.sub     the script of the job
         job         Slurm's number of the job
@@ -10,6 +11,7 @@ The client has made the folder of the allocation, below that of the cluster::
         released    the last of them has left
         keep        the cluster stays although nobody uses it
         over        why there is nothing to be had of it any more
+        renewed     it goes on with the chains of the one before
 
 A folder with a higher number means that this allocation was given up.
 """
@@ -22,15 +24,15 @@ import time
 from contextlib import suppress
 from typing import Any, Callable, List, Optional, Set
 
+from ..earlier import TABLE
 from ..files import write_file
 from .dashboard import answer_of
-from .run_folder import HeadAddress
+from .renewal import Renewal
+from .run_folder import End, HeadAddress
 from .settings import Settings
 
 #: Names in the folder of an allocation.
 USERS, RELEASED, KEEP, OVER = "users", "released", "keep", "over"
-#: Ray's job table as it was seen last, in the folder of the run.
-TABLE = "jobs.json"
 #: Seconds between two looks at Ray's job table.
 _LOOK_S = 5.0
 #: States of jobs that have not ended.
@@ -43,13 +45,19 @@ class Allocation:
     Args:
         settings: of the head; without ``life`` nothing is watched.
         token_path: of the file with Ray's token.
+        renewal: what it knows of the walltime, and of chains that go on.
         clock: seconds that only grow.
     """
 
     def __init__(
-        self, settings: Settings, token_path: str, clock: Callable[[], float] = time.monotonic
+        self,
+        settings: Settings,
+        token_path: str,
+        renewal: Renewal,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._settings = settings
+        self._renewal = renewal
         self._token_path = token_path
         self._clock = clock
         self._looked_at = float("-inf")
@@ -59,30 +67,37 @@ class Allocation:
         #: Ray's name of this life of the cluster; empty until its dashboard has told it.
         self.session = ""
 
-    def why_over(self, head: HeadAddress) -> str:
-        """Why nobody needs the allocation any more; empty while somebody may.
+    def end(self, head: HeadAddress) -> Optional[End]:
+        """How it ends because nobody needs it any more; ``None`` while somebody may.
 
         Args:
             head: where Ray's dashboard is.
         """
         now = self._clock()
         if not self._settings.life or now - self._looked_at < _LOOK_S:
-            return ""
+            return None
         self._looked_at = now
+        self._renewal.step(head)
         if not self.session:
             self._ask_session(head)
         rows = self.keep_table(head)
-        if rows is None or any(_is_active(row) for row in rows):
+        if rows is None:
             self._idle_since = None
-            return ""
+            return None
+        is_idle = not any(_is_active(row) for row in rows)
+        next_one = self._renewal.end(rows, is_idle)
+        if next_one is not None:
+            return next_one
+        if not is_idle:
+            self._idle_since = None
+            return None
         # Whoever has come since needs time to submit.
         users = self._users() or set()
         if self._idle_since is None or users - self._seen_users:
             self._idle_since = now
         self._seen_users |= users
-        if self._idle_since == now:
-            return ""
-        return self._why_idle(now - self._idle_since)
+        why = "" if self._idle_since == now else self._why_idle(now - self._idle_since)
+        return End(0, why) if why else None
 
     def keep_table(self, head: HeadAddress) -> Optional[List[Any]]:
         """Ray's job table, kept for those who look when the allocation has ended.

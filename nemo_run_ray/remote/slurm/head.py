@@ -21,6 +21,7 @@ from .network import head_addresses, listening
 from .node import TURN_S, Node
 from .ray_nodes import RayNodes
 from .ray_start import for_drivers, head_words
+from .renewal import Renewal
 from .run_folder import End, HeadAddress, NodeReport
 
 #: Seconds that the head waits at the end until the others have ended what is theirs.
@@ -37,16 +38,18 @@ class Head(Node):
     """The node with rank 0."""
 
     def __init__(self, *args: Any) -> None:
+        settings, folder = args[0], args[1]
         self._ports: Dict[str, int] = {}
+        self._address = ""
+        self._renewal = Renewal(settings, folder.file("token"))
+        self._allocation = Allocation(settings, folder.file("token"), self._renewal)
         super().__init__(*args)
         self._began = time.monotonic()
         self._reports: Dict[int, NodeReport] = {}
         self._looked_at = float("-inf")
         self._greeting: Optional[Greeting] = None
-        self._address = ""
         self._head: Optional[HeadAddress] = None
         self._nodes = RayNodes(self.folder.file("token"))
-        self._allocation = Allocation(self.settings, self.folder.file("token"))
         self._was_ready = False
         self._said_at = float("-inf")
         self._driver: Optional[Command] = None
@@ -77,9 +80,9 @@ class Head(Node):
         code = self._driver_code()
         if code is not None:
             return End(code, f"the driver: {describe_exit(code)}")
-        idle = self._why_idle()
-        if idle:
-            return End(0, idle)
+        end = self._unneeded()
+        if end is not None:
+            return end
         return self._act(decide(self.settings, self._view()))
 
     def words(self) -> List[str]:
@@ -90,7 +93,7 @@ class Head(Node):
         return head_words(self.settings, self._address, self._ports, has_token)
 
     def ray_env(self) -> Dict[str, str]:
-        env = super().ray_env()
+        env = {**super().ray_env(), **self._renewal.environment()}
         if self._ports:
             env[DASHBOARD] = f"http://{self._address}:{self._ports['DASHBOARD_PORT']}"
         return env
@@ -204,16 +207,16 @@ class Head(Node):
             write_file(self._info_path, json.dumps(row, indent=2) + "\n")
         self.folder.publish_ready(head, for_drivers(self.ray_env(), head))
 
-    def _why_idle(self) -> str:
-        """Why nobody needs this cluster any more; empty while somebody may."""
+    def _unneeded(self) -> Optional[End]:
+        """How the run ends because nobody needs this cluster; ``None`` while somebody may."""
         if not self._was_ready or self._head is None:
-            return ""
+            return None
         told = self._allocation.session
-        why = self._allocation.why_over(self._head)
+        end = self._allocation.end(self._head)
         if self._allocation.session != told:
             with suppress(OSError):  # it is for people who look later
                 self.folder.publish_session(self._allocation.session)
-        return why
+        return end
 
     def _driver_code(self) -> Optional[int]:
         """The driver's exit code once it has ended; starts it when the job's script names it."""

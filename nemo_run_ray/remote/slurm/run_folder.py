@@ -16,6 +16,7 @@ no time in a file is compared with a reader's clock.
     ready.json          the same, once the cluster is ready
     session             Ray's name of this life of the cluster, of one that a client asked for
     end.json            that the run is over, its exit code, and why
+    renews              the job's script submits the allocation that goes on
     exit_code           the number alone, for the job's script
     script_failed       why the job's script cannot go on; the head ends the run then
     env.sh              the variables of a driver, for shells; written once the cluster is ready
@@ -85,10 +86,17 @@ class HeadAddress:
 
 @dataclass(frozen=True)
 class End:
-    """How the run is over."""
+    """How the run is over.
+
+    Attributes:
+        code: the job's exit code.
+        why: in words.
+        renews: whether another allocation goes on with what is left.
+    """
 
     code: int
     why: str
+    renews: bool = False
 
 
 class RunFolder:
@@ -192,6 +200,8 @@ class RunFolder:
         said = self.end()
         if said is not None:
             return said
+        if end.renews:
+            write_file(self.file("renews"), "")
         self._write("end.json", asdict(end))
         write_file(self.file("exit_code"), f"{end.code}\n")
         return end

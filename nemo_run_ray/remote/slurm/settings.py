@@ -8,12 +8,13 @@ import re
 from dataclasses import dataclass, field
 from typing import Any, Dict, List, Mapping, Optional, Tuple
 
+from ..earlier import LIFE, RUN
 from ..spec import ProbeSpec
 
-#: The folder of this run of the job, which all nodes share. The job's script makes it.
-RUN = "NEMO_RUN_RAY_RUN"
-#: The folder of the allocation, and seconds that it may be idle; see ``allocation.py``.
-LIFE, IDLE_TIMEOUT = "NEMO_RUN_RAY_LIFE", "NEMO_RUN_RAY_IDLE_TIMEOUT"
+#: Seconds that an allocation may be idle; see ``allocation.py``.
+IDLE_TIMEOUT = "NEMO_RUN_RAY_IDLE_TIMEOUT"
+#: Set to 1 where another allocation goes on with the chains of this one.
+RENEW = "NEMO_RUN_RAY_RENEW"
 #: The sidecar whose readiness NeMo-RL's programs read from a folder.
 SANDBOX = "sandbox"
 #: Set in the step that runs sidecars in a container of their own, beside the step with Ray.
@@ -93,6 +94,7 @@ class Settings:
         sandbox_ports: folder for the seeds' files of readiness; empty for none.
         life: folder of the allocation, when a client has asked for it by the cluster's name.
         idle_timeout_s: after which an allocation without a job ends; ``None`` for never.
+        renew: whether another allocation goes on with the chains of this one.
     """
 
     run: str
@@ -123,6 +125,7 @@ class Settings:
     sandbox_ports: str = ""
     life: str = ""
     idle_timeout_s: Optional[float] = None
+    renew: bool = False
 
     @property
     def is_head(self) -> bool:
@@ -209,6 +212,7 @@ def _choices(env: Mapping[str, str], workers: int) -> Dict[str, Any]:
         "log_sync_s": _number(env, "RAY_LOG_SYNC_FREQUENCY") or None,
         "life": env.get(LIFE, ""),
         "idle_timeout_s": _number(env, IDLE_TIMEOUT),
+        "renew": env.get(RENEW) == "1",
     }
 
 

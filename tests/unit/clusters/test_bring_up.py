@@ -366,7 +366,7 @@ def test_a_login_prints_what_it_likes(tmp_path, monkeypatch):
     monkeypatch.setenv("ENV", str(tmp_path / "profile"))
     login = Login(run.LocalTunnel(job_dir=str(tmp_path)))
     assert login.run("cat; echo 'it''s'; echo \"$(printf 'a\\tb')\"") == "its\na\tb\n"
-    login.put("text with 'quotes'\nand lines\n", str(tmp_path / "file"))
+    login.put(b"text with 'quotes'\nand lines\n", str(tmp_path / "file"))
     assert (tmp_path / "file").read_text() == "text with 'quotes'\nand lines\n"
     (tmp_path / "bytes").write_bytes(bytes(range(256)) * 1000)
     login.get(str(tmp_path / "bytes"), tmp_path / "copy")
@@ -374,7 +374,7 @@ def test_a_login_prints_what_it_likes(tmp_path, monkeypatch):
     with pytest.raises(ClusterError, match="No such file"):
         login.get(str(tmp_path / "none"), tmp_path / "other")
     with pytest.raises(ClusterError, match="nowhere"):
-        login.put("text", str(tmp_path / "nowhere" / "file"))
+        login.put(b"text", str(tmp_path / "nowhere" / "file"))
     assert sorted(path.name for path in tmp_path.iterdir()) == ["bytes", "copy", "file"]
 
 

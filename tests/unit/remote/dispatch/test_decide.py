@@ -27,6 +27,7 @@ from nemo_run_ray.remote.dispatch.decide import (
     decide,
 )
 from nemo_run_ray.remote.dispatch.retries import NODE_DEAD_S, SETTLE_S
+from nemo_run_ray.remote.dispatch.time_left import TimeLeft, time_left
 from nemo_run_ray.remote.spec import DispatchedJobSpec, DispatchSpec, OutsideSpec
 from nemo_run_ray.remote.states import JobState, JobStatus, Reason
 
@@ -1060,3 +1061,76 @@ def test_every_chain_ends_and_no_rule_is_broken_on_the_way(dispatchers, seed):
         assert (status.state is JobState.SUCCEEDED) == truth.proven(one)
         if not truth.own(one):
             assert status.state is JobState.CANCELLED
+
+
+def _with(left_s: float, lasts_s: float = 3600, renews: bool = False) -> TimeLeft:
+    return TimeLeft(left_s, lasts_s, renews)
+
+
+def test_what_ends_before_its_allocation_is_started():
+    plan = chain(link("a", time_s=600), link("b", time_s=601), link("c"))
+    found = decide(plan, {}, 1000.0, time_left=_with(600))
+    assert [(one.do, one.job) for one in found.actions] == [
+        (Do.CLAIM, "b"),
+        (Do.SUBMIT, "a"),
+        (Do.SUBMIT, "c"),
+    ]
+    assert "it needs 601 s, and its allocation ends in 600 s" in found.actions[0].why
+    assert not found.is_out_of_time
+
+
+def test_a_claim_of_what_needs_too_long_is_its_end():
+    plan = chain(link("a", time_s=700), link("b", "a"))
+    (claim,) = decide(plan, {}, 1000.0, time_left=_with(600)).actions
+    table = {claim.submission_id: row(JobState.PENDING, "a", claim=claim.why)}
+    found = decide(plan, table, 1001.0, time_left=_with(599))
+    status = found.statuses["a"]
+    assert (status.state, status.reason) == (JobState.FAILED, Reason.NOT_STARTED)
+    assert "it needs 700 s" in status.detail
+    assert found.statuses["b"].state is JobState.CANCELLED
+    assert found.is_over
+
+
+def test_where_another_allocation_goes_on_it_waits_for_that():
+    plan = chain(link("a", time_s=700), link("b", time_s=300), link("c", "a"))
+    busy = decide(plan, {"e.b": running("b")}, 1000.0, time_left=_with(600, renews=True))
+    assert (busy.actions, busy.is_out_of_time) == ((), False), "b still runs"
+    done = {"e.b": row(JobState.SUCCEEDED, "b")}
+    found = decide(plan, done, 1000.0, time_left=_with(600, renews=True))
+    assert (found.actions, found.is_out_of_time) == ((), True)
+    assert found.statuses["a"].reason is Reason.TURN
+    again = decide(plan, done, 1000.0, time_left=_with(900, renews=True))
+    assert [one.job for one in again.actions] == ["a"]
+
+
+def test_what_no_allocation_is_long_enough_for_is_given_up():
+    plan = chain(link("a", time_s=4000))
+    (claim,) = decide(plan, {}, 1000.0, time_left=_with(600, 3600, renews=True)).actions
+    assert "it needs 4000 s, and each allocation lasts 3600 s" in claim.why
+
+
+def test_an_attempt_that_its_allocation_has_ended_counts_and_is_tried_again():
+    ended = row(JobState.FAILED, "a", Reason.ALLOCATION)
+    once = decide(chain(link("a")), {"e.a": ended}, 1000.0)
+    assert once.statuses["a"].state is JobState.FAILED
+    twice = decide(chain(link("a", retries=1)), {"e.a": ended}, 1000.0)
+    assert [one.submission_id for one in twice.actions] == ["e.a@2"]
+
+
+def test_what_is_to_be_tried_again_soon_is_not_out_of_time():
+    ended = row(JobState.FAILED, "a", Reason.NODE_DIED, ended_at=999.0)
+    plan = chain(link("a", retries=1, time_s=10), link("b", time_s=700))
+    found = decide(plan, {"e.a": ended}, 1000.0, time_left=_with(600, renews=True))
+    assert not found.is_out_of_time
+
+
+@pytest.mark.parametrize(
+    ("env", "left"),
+    [
+        ({}, None),
+        ({"NEMO_RUN_RAY_ENDS_AT": "soon", "NEMO_RUN_RAY_LASTS_S": "9"}, None),
+        ({"NEMO_RUN_RAY_ENDS_AT": "160", "NEMO_RUN_RAY_LASTS_S": "90"}, TimeLeft(60, 90, False)),
+    ],
+)
+def test_the_time_left_is_in_the_environment(env, left):
+    assert time_left(env, 100.0) == left

@@ -9,8 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from nemo_run_ray.remote.slurm.allocation import KEEP, RELEASED, TABLE, USERS, Allocation
-from nemo_run_ray.remote.slurm.run_folder import HeadAddress
+from nemo_run_ray.remote.earlier import TABLE
+from nemo_run_ray.remote.slurm.allocation import KEEP, RELEASED, USERS, Allocation
+from nemo_run_ray.remote.slurm.renewal import Renewal
+from nemo_run_ray.remote.slurm.run_folder import End, HeadAddress
 from tests.http_server import Handler, serving
 from tests.unit.remote.slurm.test_slurm_decide import _SETTINGS
 
@@ -32,12 +34,16 @@ class World:
         self.life, self.rows, self.now = life, rows, 100.0
         settings = replace(_SETTINGS, life=str(life), run=str(life), idle_timeout_s=60)
         (life / "token").write_text("a" * 64)
-        self.allocation = Allocation(settings, str(life / "token"), lambda: self.now)
+        renewal = Renewal(settings, str(life / "token"))
+        self.allocation = Allocation(settings, str(life / "token"), renewal, lambda: self.now)
         self._head = HeadAddress("127.0.0.1", 6379, int(url.rpartition(":")[2]))
 
     def after(self, seconds: float) -> str:
+        """Why it ends so many seconds later; empty while it goes on."""
         self.now += seconds
-        return self.allocation.why_over(self._head)
+        end = self.allocation.end(self._head)
+        assert end is None or end == End(0, end.why)
+        return "" if end is None else end.why
 
 
 @pytest.fixture

@@ -1,0 +1,112 @@
+"""What this process has seen of clusters on Slurm, and believes for a moment."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+
+from nemo_run_ray.clusters.slurm.lives import Life, Lives
+from nemo_run_ray.clusters.slurm.series import Series
+from nemo_run_ray.clusters.slurm.slurm_queue import SlurmQueue
+from nemo_run_ray.errors import NemoRunRayError
+
+#: Seconds for which what a look has found is believed.
+_TRUST_S = 2.0
+#: Seconds that the script of an allocation may take until it has asked for the next one.
+_ASKING_S = 120.0
+_Key = tuple[str, str]
+#: By host and folder: what was seen when.
+_seen: dict[_Key, tuple[float, Life | None]] = {}
+#: When this process heard of a job, in seconds since 1970; when it saw the end of a life.
+_known_at: dict[tuple[str, str, str], float] = {}
+_ended_at: dict[tuple[str, str, int], float] = {}
+#: What lives have left, by host, folder and Ray's name of the life, and when that was seen.
+_left: dict[tuple[str, str, str], tuple[float, Series]] = {}
+#: The runs before one that is up, by host, folder and that run.
+_before: dict[tuple[str, str, str], Series] = {}
+
+
+class Looks:
+    """Looks at one cluster.
+
+    Args:
+        lives: of the cluster.
+    """
+
+    def __init__(self, lives: Lives) -> None:
+        self._lives = lives
+        self._key = lives.key
+
+    def newest(self) -> Life | None:
+        """The newest life, a moment old at most; ``None`` before the first one.
+
+        Raises:
+            ClusterError: the host cannot be asked.
+        """
+        at, life = _seen.get(self._key, (float("-inf"), None))
+        if time.monotonic() - at >= _TRUST_S:
+            life = self._lives.look()
+            self.saw(life)
+        return life
+
+    def saw(self, life: Life | None) -> None:
+        """Take note of what another look has found."""
+        _seen[self._key] = time.monotonic(), life
+
+    def forget(self) -> None:
+        """Believe nothing of it any more."""
+        _seen.pop(self._key, None)
+
+    def is_over(self, life: Life) -> bool:
+        """Whether there is nothing to be had of a life, as far as anybody has said so."""
+        if life.why_over:
+            return True
+        # What Slurm said before this process knew of the job proves nothing.
+        known_at = _known_at.setdefault((*self._key, life.job), time.time())
+        jobs = SlurmQueue(self._lives.login).jobs(after=known_at)
+        return jobs is not None and bool(life.job) and all(job.number != life.job for job in jobs)
+
+    def series(self, session: str) -> Series:
+        """What a life has left, with those before and after it in which its chains go on."""
+        key = (*self._key, session)
+        nothing = Series(self._lives.login, (), frozenset())
+        at, found = _left.get(key, (float("-inf"), nothing))
+        if not found.is_whole and time.monotonic() - at >= _TRUST_S:
+            with contextlib.suppress(NemoRunRayError):
+                found = self._lives.series(session=session)
+            _left[key] = time.monotonic(), found
+        return found
+
+    def before(self, life: Life) -> Series | None:
+        """The runs before the one that is up; ``None`` if it goes on with no chains.
+
+        Raises:
+            ClusterError: the host cannot be asked.
+        """
+        if not life.renewed and life.run.endswith(".0"):
+            return None
+        key = (*self._key, life.run)
+        if key not in _before:
+            _before[key] = self._lives.series(number=life.number).before(life.run)
+        return _before[key]
+
+    def why_away(self, session: str) -> str:
+        """Why a life is over whose chains go on in one that is not up yet; empty otherwise."""
+        with contextlib.suppress(NemoRunRayError):
+            life, series = self.newest(), self.series(session)
+            if life is None or not series.leads_to(life.number, life.renewed):
+                return ""
+            if self.is_asked_for(life):
+                return f"{series.runs[0].why}. It is being asked for"
+            runs = series.before(life.run).runs if life.run else series.runs
+            if life.head is None and runs and not self.is_over(life):
+                job = f"Slurm job {life.job}" if life.job else "a job of Slurm"
+                return f"{runs[0].why}, in {job}, which is not up yet"
+        return ""
+
+    def is_asked_for(self, life: Life) -> bool:
+        """Whether the script of a life that has ended is about to ask for the next one."""
+        if life.end is None or not life.end.renews:
+            return False
+        seen_at = _ended_at.setdefault((*self._key, life.number), time.monotonic())
+        return time.monotonic() - seen_at < _ASKING_S

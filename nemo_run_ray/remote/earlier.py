@@ -1,0 +1,156 @@
+"""Ray's job tables of allocations of Slurm whose jobs go on in the next one.
+
+An allocation writes the job table of its Ray down, see ``slurm/allocation.py``. Where it is
+renewed, the chains that were handed over to it go on in the next one, and their attempts are rows
+of several tables: those of the runs before, and that of the Ray which is up::
+
+    <cluster>/
+        chains/<dispatcher's id>/
+            ids         ids of the dispatcher and of all its jobs, a line each
+            start.json  the request by which the dispatcher is started
+            _ray_pkg_…  the archives of the chain
+        lives/4/
+            renewed     this allocation goes on with the chains of the one before
+            run/871.0/  its files, see ``slurm/run_folder.py``; ``871.1`` after a requeue
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Dict, Iterable, Iterator, List, Mapping, Set, Tuple
+
+from .attempts import first_id
+from .rows import JobRow, JobRows
+from .states import is_active, is_pending
+
+#: In the environment of all that runs in an allocation: the folder of this run of Slurm's job, and
+#: that of the allocation where a client has asked for it by a name.
+RUN, LIFE = "NEMO_RUN_RAY_RUN", "NEMO_RUN_RAY_LIFE"
+#: Names in the folder of a cluster, of an allocation and of a run.
+CHAINS, IDS, RENEWED, TABLE = "chains", "ids", "renewed", "jobs.json"
+#: Ray's own error of a start that it gave up, which counts as no attempt.
+_NOT_STARTED = "JOB_SUPERVISOR_ACTOR_START_TIMEOUT"
+#: The error of a job that its allocation has ended, in the place of Ray's.
+ALLOCATION_ENDED = "NEMO_RUN_RAY_ALLOCATION_ENDED"
+
+
+@dataclass(frozen=True)
+class EarlierRun:
+    """What a run that is over has left.
+
+    Attributes:
+        table: Ray's job table as JSON; empty if there was none.
+        written_at: seconds since the epoch, when the table was written last.
+        why: why the run was over; empty when nobody could say so.
+    """
+
+    table: str
+    written_at: float
+    why: str = ""
+
+
+def rows_of(runs: Iterable[EarlierRun], kept: Set[str]) -> JobRows:
+    """The rows of kept chains, as they are now that their allocations have ended.
+
+    Args:
+        runs: the first one first.
+        kept: first ids of the chains' dispatchers and jobs.
+    """
+    found: Dict[str, JobRow] = {}
+    for run in runs:
+        with suppress(ValueError):
+            for row in json.loads(run.table or "[]"):
+                name = str(row.get("submission_id") or "")
+                if first_id(name) in kept:
+                    found[name] = _ended(row, run)
+    return found
+
+
+def rows_before(life: str, run: str) -> JobRows:
+    """The rows of kept chains from before a run, read on one of its nodes.
+
+    Args:
+        life: folder of the allocation.
+        run: folder of the run.
+    """
+    runs = [_read(folder) for folder in _runs(life) if not os.path.samefile(folder, run)]
+    return rows_of(runs, kept_ids(life))
+
+
+def rows_of_job(env: Mapping[str, str]) -> JobRows:
+    """The rows of kept chains from before the run in which a job is.
+
+    Args:
+        env: of the job; empty rows where its cluster is no such allocation.
+    """
+    life, run = env.get(LIFE), env.get(RUN)
+    return rows_before(life, run) if life and run and goes_on(life, run) else {}
+
+
+def goes_on(life: str, run: str) -> bool:
+    """Whether a run goes on with the chains of those before it."""
+    renewed = os.path.exists(os.path.join(life, RENEWED))
+    return renewed or any(not os.path.samefile(folder, run) for folder in _runs(life))
+
+
+def chains(life: str) -> List[str]:
+    """The folders of the chains that are kept for the cluster of an allocation."""
+    folder = os.path.join(os.path.dirname(os.path.dirname(life)), CHAINS)
+    with suppress(OSError):
+        found = (os.path.join(folder, name) for name in sorted(os.listdir(folder)))
+        return [path for path in found if os.path.exists(os.path.join(path, IDS))]
+    return []
+
+
+def kept_ids(life: str) -> Set[str]:
+    """First ids of the dispatchers and jobs of all kept chains."""
+    found: Set[str] = set()
+    for folder in chains(life):
+        with suppress(OSError), open(os.path.join(folder, IDS), encoding="utf-8") as file:
+            found |= set(file.read().split())
+    return found
+
+
+def _ended(row: JobRow, run: EarlierRun) -> JobRow:
+    """A row as it is without its Ray: what had not ended has ended with it."""
+    if not is_active(row):
+        return row
+    words = f": {run.why}" if run.why else ""
+    changes: Mapping[str, object] = {
+        "status": "FAILED",
+        "end_time": int(run.written_at * 1000),
+        "error_type": _NOT_STARTED if is_pending(row) else ALLOCATION_ENDED,
+        "message": f"its allocation of Slurm has ended{words}",
+    }
+    return {**row, **changes}  # type: ignore[typeddict-item]
+
+
+def _runs(life: str) -> Iterator[str]:
+    """The folders of all runs whose chains go on in an allocation, the first one first."""
+    folders = [life]
+    while os.path.exists(os.path.join(folders[-1], RENEWED)):
+        parent, number = os.path.split(folders[-1])
+        folders.append(os.path.join(parent, str(int(number) - 1)))
+    for folder in reversed(folders):
+        names = []
+        with suppress(OSError):
+            names = os.listdir(os.path.join(folder, "run"))
+        for name in sorted(names, key=_place):
+            yield os.path.join(folder, "run", name)
+
+
+def _place(name: str) -> Tuple[int, ...]:
+    return tuple(int(part) for part in name.split(".") if part.isdigit())
+
+
+def _read(folder: str) -> EarlierRun:
+    table, written_at, why = "", 0.0, ""
+    path = os.path.join(folder, TABLE)
+    with suppress(OSError), open(path, encoding="utf-8") as file:
+        table, written_at = file.read(), os.path.getmtime(path)
+    with suppress(OSError, ValueError), open(os.path.join(folder, "end.json")) as file:
+        why = str(json.load(file)["why"])
+    return EarlierRun(table, written_at, why)

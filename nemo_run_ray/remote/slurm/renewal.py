@@ -1,0 +1,76 @@
+"""The end of an allocation as its jobs see it, and when it ends so that the next one goes on."""
+
+from __future__ import annotations
+
+import time
+from typing import Any, Callable, Dict, List, Optional
+
+from ..attempts import first_id
+from ..earlier import kept_ids
+from ..spec import ENDS_AT, LASTS_S, RENEWS
+from .run_folder import End, HeadAddress
+from .settings import Settings
+from .spool import Spool
+
+#: An allocation that is renewed ends by itself before its walltime, in time for jobs to end and for
+#: its script to submit the next one: by a tenth of it, at least and at most so many seconds.
+_MARGIN_MIN_S, _MARGIN_MAX_S = 20.0, 60.0
+#: Seconds from the start of the node program to that of the first job, at most.
+_FIRST_JOB_S = 30.0
+
+
+class Renewal:
+    """What the head knows of the walltime of its allocation, and of the chains that go on.
+
+    Args:
+        settings: of the head.
+        token_path: of the file with Ray's token.
+        clock: seconds since the epoch.
+    """
+
+    def __init__(
+        self, settings: Settings, token_path: str, clock: Callable[[], float] = time.time
+    ) -> None:
+        self._settings = settings
+        self._spool = Spool(settings, token_path)
+        self._clock = clock
+        self._ends_at: Optional[float] = None
+        self._lasts_s = 0.0
+        if settings.ends_at is not None:
+            left_s = settings.ends_at - clock()
+            margin_s = min(max(left_s / 10, _MARGIN_MIN_S), _MARGIN_MAX_S) if settings.renew else 0
+            self._ends_at = settings.ends_at - margin_s
+            self._lasts_s = left_s - margin_s - _FIRST_JOB_S
+
+    def environment(self) -> Dict[str, str]:
+        """The variables by which a dispatcher knows how long its jobs may take."""
+        if self._ends_at is None or not self._settings.life:
+            return {}
+        renews = "1" if self._settings.renew else "0"
+        return {ENDS_AT: f"{self._ends_at:.0f}", LASTS_S: f"{self._lasts_s:.0f}", RENEWS: renews}
+
+    def step(self, head: HeadAddress) -> None:
+        """Start the dispatchers of chains that go on here."""
+        self._spool.step(head)
+
+    def end(self, rows: List[Any], is_idle: bool) -> Optional[End]:
+        """The end by which the next allocation goes on; ``None`` while this one is of use.
+
+        Args:
+            rows: Ray's job table as it is now.
+            is_idle: whether no job of it goes on.
+        """
+        if not self._settings.renew or self._ends_at is None or not self._spool.has_open(rows):
+            return None
+        if self._clock() >= self._ends_at:
+            return End(0, "its walltime is over, and the next one goes on with its chains", True)
+        # Without the second condition a dispatcher that always fails would go on for ever.
+        if is_idle and self._has_progress(rows):
+            why = "what is left needs more time than it has, and the next one goes on with it"
+            return End(0, why, True)
+        return None
+
+    def _has_progress(self, rows: List[Any]) -> bool:
+        """Whether a job of a chain was started in this run, beside the dispatchers."""
+        names = {first_id(str(row.get("submission_id"))) for row in rows if isinstance(row, dict)}
+        return bool(names & (kept_ids(self._settings.life) - self._spool.dispatchers()))

@@ -1,0 +1,222 @@
+"""What a client sees of a chain that goes on in the next allocation, on real folders."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+
+import nemo_run as run
+import pytest
+
+from nemo_run_ray import RayExecutor, SlurmCluster
+from nemo_run_ray.clusters import Dashboard, from_record
+from nemo_run_ray.clusters.slurm import looks, slurm_queue
+from nemo_run_ray.dashboard.jobs_api import JobsApi
+from tests.http_server import Handler, serving
+from tests.unit.clusters.test_bring_up import World, world
+
+__all__ = ["world"]
+
+_FIRST = [
+    {"submission_id": "a", "status": "SUCCEEDED"},
+    {"submission_id": "b", "status": "RUNNING"},
+    {"submission_id": "d", "status": "RUNNING"},
+    {"submission_id": "other", "status": "RUNNING"},
+]
+
+
+def cluster(world: World, **fields) -> SlurmCluster:
+    executor = run.SlurmExecutor(account="a", tunnel=run.LocalTunnel(job_dir=str(world.jobs)))
+    return SlurmCluster(executor=executor, **{"renew": True, **fields})
+
+
+def end(world: World, number: int, why: str, renews: bool, rows: list) -> Path:
+    """The only run of a life is over."""
+    (folder,) = (world.life(number) / "run").iterdir()
+    row = {"code": 0, "why": why, "renews": renews}
+    (folder / "end.json").write_text(json.dumps(row))
+    (folder / "session").write_text(f"session_{number}")
+    (folder / "jobs.json").write_text(json.dumps(rows))
+    (folder / "job_logs").mkdir()
+    (folder / "job_logs" / "job-driver-b.log").write_text("from the first one\n")
+    (folder / "token").unlink()
+    return folder
+
+
+def start(world: World, number: int) -> None:
+    lives = cluster(world)._lives
+    assert lives.claim(number, "me")
+    lives.submit(number, "#!/bin/sh\n")
+
+
+def look_anew(monkeypatch) -> None:
+    monkeypatch.setattr(looks, "_TRUST_S", 0.0)
+
+
+@pytest.fixture
+def renewed(world, monkeypatch) -> World:
+    """A cluster whose first allocation is over, with a chain that goes on."""
+    look_anew(monkeypatch)
+    start(world, 1)
+    world.ready(1)
+    cluster(world).keep_chain("d", ["a", "b", "c"], {"submission_id": "d"}, lambda: {"x": b"y"})
+    end(world, 1, "its walltime is over", True, _FIRST)
+    return world
+
+
+def next_one(world: World) -> None:
+    """What the script of an allocation does at its end."""
+    start(world, 2)
+    (world.life(2) / "claimed").unlink()
+    (world.life(2) / "renewed").touch()
+
+
+def test_what_is_kept_is_whole_and_for_its_user_alone(renewed):
+    folder = renewed.jobs / "ray" / "chains" / "d"
+    assert (folder / "ids").read_text() == "d\na\nb\nc\n"
+    assert (folder / "x").read_bytes() == b"y"
+    assert json.loads((folder / "start.json").read_text())["archives"] == ["x"]
+    assert folder.stat().st_mode & 0o777 == 0o700
+
+
+def test_without_renew_nothing_is_kept(world):
+    asked = []
+    cluster(world, renew=False).keep_chain("d", [], {}, lambda: asked.append(1) or {})
+    assert asked == []
+    assert not (world.jobs / "ray").exists()
+
+
+def test_between_two_allocations_jobs_are_away_and_not_lost(renewed):
+    found = from_record(cluster(renewed).record())
+    assert "It is being asked for" in found.why_away("session_1")
+    next_one(renewed)
+    assert "in Slurm job 102, which is not up yet" in found.why_away("session_1")
+    assert found.find() is None
+    renewed.state("102", "RUNNING")
+    (renewed.life(2) / "run" / "102.0").mkdir(parents=True)
+    assert "which is not up yet" in found.why_away("session_1"), "Ray starts in it"
+    assert found.left_rows("session_1")["a"]["status"] == "SUCCEEDED"
+    assert found.why_away("another") == ""
+
+
+def test_a_next_one_that_never_comes_is_a_loss(renewed, monkeypatch):
+    found = cluster(renewed)
+    assert found.why_away("session_1")
+    monkeypatch.setattr(looks, "_ASKING_S", 0.0)
+    assert found.why_away("session_1") == ""
+    assert "its walltime is over" in found.why_gone("session_1")
+
+
+def test_one_that_slurm_does_not_take_is_a_loss(renewed):
+    (renewed.slurm / "refuse").write_text("sbatch: error: Batch job submission failed\n")
+    next_one(renewed)
+    assert cluster(renewed).why_away("session_1") == ""
+
+
+def test_another_allocation_of_the_name_is_not_the_next_one(renewed):
+    start(renewed, 2)  # by a client that had no patience
+    renewed.ready(2)
+    found = cluster(renewed)
+    assert found.why_away("session_1") == ""
+    dashboard = found.find()
+    assert dashboard is not None
+    assert dashboard.earlier is None
+
+
+def test_the_next_one_has_the_jobs_of_the_chain(renewed, monkeypatch):
+    monkeypatch.setattr(slurm_queue, "PAUSE_S", 30.0)
+    next_one(renewed)
+    renewed.ready(2)
+    found = cluster(renewed).find()
+    assert found is not None
+    assert found.earlier is not None
+    rows = found.earlier.rows()
+    assert {name: row["status"] for name, row in rows.items()} == {
+        "a": "SUCCEEDED",
+        "b": "FAILED",
+        "d": "FAILED",
+    }
+    assert "its walltime is over" in str(rows["b"]["message"])
+    log = found.earlier.log("b")
+    assert log is not None
+    assert log.read_text() == "from the first one\n"
+    assert found.earlier.log("a") is None
+
+
+def test_at_the_end_all_of_it_is_left(renewed):
+    next_one(renewed)
+    renewed.ready(2)
+    rows = [{"submission_id": name, "status": "SUCCEEDED"} for name in ("b@2", "c", "d@2")]
+    end(renewed, 2, "its last user has left", False, rows)
+    found = cluster(renewed)
+    left = found.left_rows("session_1")
+    assert {name: row["status"] for name, row in left.items() if name != "other"} == {
+        "a": "SUCCEEDED",
+        "b": "FAILED",
+        "b@2": "SUCCEEDED",
+        "c": "SUCCEEDED",
+        "d": "FAILED",
+        "d@2": "SUCCEEDED",
+    }
+    assert "its last user has left" in found.why_gone("session_1")
+    assert found.why_away("session_1") == ""
+
+
+class Ray(Handler):
+    def answer(self) -> None:
+        if self.path == "/api/jobs/":
+            rows = [{"submission_id": "b@2", "status": "RUNNING"}]
+            return self.send(200, json.dumps(rows))
+        return self.send(404, "no such job")
+
+
+def test_all_that_ask_see_one_job_table(renewed):
+    next_one(renewed)
+    renewed.ready(2)
+    earlier = cluster(renewed).find().earlier
+    with serving(Ray) as url:
+        api = JobsApi(Dashboard(url, earlier=earlier))
+        assert sorted(api.table(fresh=True)) == ["a", "b", "b@2", "d"]
+        assert api.job("b")["status"] == "FAILED"
+        assert api.job("nobody") is None
+        assert list(api.logs.whole("b")) == ["from the first one\n"]
+        assert list(api.logs.tail("b", lambda: True)) == ["from the first one\n"]
+
+
+def test_a_new_client_waits_for_the_next_one(renewed):
+    client = renewed.client("late")
+
+    def submitted() -> None:
+        next_one(renewed)
+        (renewed.life(2) / "users" / "me").unlink()
+
+    renewed.events = [submitted, lambda: None, lambda: renewed.ready(2)]
+    assert client.run().number == 2
+    assert (renewed.slurm / "last").read_text() == "102\n"
+    assert any("is being renewed" in one for one in renewed.said)
+
+
+def test_it_does_not_wait_for_ever_for_a_script_that_died(renewed):
+    client = renewed.client("late")
+    began = time.monotonic()
+    ready = []
+
+    def until_second() -> None:
+        if not ready and (renewed.life(2) / "job").exists():
+            ready.append(renewed.ready(2))
+
+    renewed.events = [until_second] * 80
+    assert client.run().number == 2
+    assert renewed.now >= 1000 + 120
+    assert time.monotonic() - began < 60
+
+
+def test_the_field_is_a_boolean():
+    with pytest.raises(Exception, match="renew"):
+        RayExecutor(
+            cluster=SlurmCluster(
+                executor=run.SlurmExecutor(account="a", tunnel=run.LocalTunnel(job_dir="/x")),
+                renew="yes",
+            )
+        )

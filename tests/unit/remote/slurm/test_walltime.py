@@ -1,0 +1,160 @@
+"""When an allocation ends so that the next one goes on, and how chains are started in that."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from nemo_run_ray.remote.dispatch.time_left import TimeLeft, time_left
+from nemo_run_ray.remote.slurm.renewal import Renewal
+from nemo_run_ray.remote.slurm.run_folder import End, HeadAddress, RunFolder
+from nemo_run_ray.remote.slurm.spool import Spool
+from tests.http_server import Handler, serving
+from tests.unit.remote.slurm.test_slurm_decide import _SETTINGS
+
+_DONE = {"submission_id": "a", "status": "SUCCEEDED"}
+_DISPATCHER = {"submission_id": "d", "status": "RUNNING"}
+
+
+@pytest.fixture
+def life(tmp_path) -> Path:
+    """The second allocation of a cluster with one chain: the dispatcher d, the jobs a and b."""
+    chain = tmp_path / "chains" / "d"
+    chain.mkdir(parents=True)
+    (chain / "ids").write_text("d\na\nb\n")
+    body = {"submission_id": "d", "entrypoint": "run @submission_id@", "metadata": {"k": "v"}}
+    (chain / "start.json").write_text(json.dumps({"body": body, "archives": ["x.zip"]}))
+    (chain / "x.zip").write_bytes(b"code")
+    for number, run in (1, "7.0"), (2, "8.0"):
+        (tmp_path / "lives" / str(number) / "run" / run).mkdir(parents=True)
+    (tmp_path / "lives/2/renewed").touch()
+    table = [_DONE, _DISPATCHER, {"submission_id": "d@cancel", "status": "SUCCEEDED"}]
+    (tmp_path / "lives/1/run/7.0/jobs.json").write_text(json.dumps(table))
+    (tmp_path / "token").write_text("t" * 64)
+    return tmp_path / "lives" / "2"
+
+
+def settings(life: Path, **fields):
+    run = next((life / "run").iterdir())
+    given = {"life": str(life), "run": str(run), "renew": True, "ends_at": 10_000, **fields}
+    return replace(_SETTINGS, **given)
+
+
+def renewal(life: Path, now: list[float], **fields) -> Renewal:
+    return Renewal(settings(life, **fields), str(life.parent.parent / "token"), lambda: now[0])
+
+
+def test_it_ends_in_time_for_the_next_one(life):
+    now = [9_000.0]
+    found = renewal(life, now)
+    rows = [_DISPATCHER, _DONE]
+    now[0] = 9_899.0
+    assert found.end(rows, is_idle=False) is None
+    now[0] = 9_940.0  # a tenth of it, at most 60 s before
+    end = found.end(rows, is_idle=False)
+    assert end is not None
+    assert end.renews
+    assert "its walltime is over" in end.why
+
+
+@pytest.mark.parametrize(
+    ("fields", "rows"),
+    [
+        ({"renew": False}, [_DISPATCHER]),
+        ({"ends_at": None}, [_DISPATCHER]),
+        ({}, [{"submission_id": "d", "status": "SUCCEEDED"}]),
+        ({}, [{"submission_id": "d@3", "status": "FAILED", "driver_exit_code": 8}]),
+    ],
+)
+def test_nothing_is_renewed_for_nothing(life, fields, rows):
+    assert renewal(life, [9_000.0], **fields).end(rows, is_idle=True) is None
+    assert renewal(life, [9_999.0], **fields).end(rows, is_idle=False) is None
+
+
+def test_what_is_left_needs_more_time(life):
+    rows = [{"submission_id": "d", "status": "FAILED", "driver_exit_code": 9}]
+    assert renewal(life, [9_000.0]).end(rows, is_idle=True) is None, "it has started nothing"
+    rows.append({"submission_id": "b", "status": "FAILED"})
+    assert renewal(life, [9_000.0]).end(rows, is_idle=False) is None
+    end = renewal(life, [9_000.0]).end(rows, is_idle=True)
+    assert end is not None
+    assert end.renews
+
+
+def test_a_dispatcher_knows_when_it_ends(life):
+    env = renewal(life, [9_000.0]).environment()
+    assert time_left(env, 9_100.0) == TimeLeft(840.0, 910.0, True)
+    env = renewal(life, [9_000.0], renew=False).environment()
+    assert time_left(env, 9_100.0) == TimeLeft(900.0, 970.0, False)
+    assert renewal(life, [9_000.0], ends_at=None).environment() == {}
+    job = replace(settings(life), life="")
+    assert Renewal(job, "", lambda: 9_000.0).environment() == {}, "that is NeMo-Run's own"
+
+
+def test_the_jobs_script_is_told(tmp_path):
+    folder = RunFolder(str(tmp_path), 0)
+    folder.publish_end(End(0, "its walltime is over", True))
+    assert (tmp_path / "renews").exists()
+    assert folder.end() == End(0, "its walltime is over", True)
+
+
+class Dashboard(Handler):
+    """Refuses the first request of each path, and knows the ids that it has."""
+
+    seen: list
+    taken: set
+
+    def answer(self) -> None:
+        data = self.body()
+        first = not any(path == self.path for _, path, _ in self.seen)
+        self.seen.append((self.command, self.path, data))
+        if first:
+            return self.send(500, "not yet")
+        if self.path == "/api/jobs/" and json.loads(data)["submission_id"] in self.taken:
+            return self.send(500, "Job with submission_id d@2 already exists.")
+        return self.send(200, "{}")
+
+
+@pytest.fixture(params=[False, True])
+def dashboard(request) -> Iterator[tuple[HeadAddress, list]]:
+    """One where nobody has started the dispatcher, and one where a client has."""
+    seen: list = []
+    with serving(Dashboard, seen=seen, taken={"d@2"} if request.param else set()) as url:
+        yield HeadAddress("127.0.0.1", 6379, int(url.rpartition(":")[2])), seen
+
+
+def test_its_dispatcher_is_started_once(life, dashboard):
+    head, seen = dashboard
+    spool = Spool(settings(life), str(life.parent.parent / "token"))
+    for _ in range(5):
+        spool.step(head)
+    posts = [json.loads(data) for method, _, data in seen if method == "POST"]
+    assert [post["submission_id"] for post in posts] == ["d@2", "d@2"], "the second one is heard"
+    assert posts[0]["entrypoint"] == "run d@2"
+    puts = [data for method, path, data in seen if method == "PUT"]
+    assert set(puts) == {b"code"}
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"submission_id": "d", "status": "SUCCEEDED"},
+        {"submission_id": "d", "status": "FAILED", "driver_exit_code": 8},
+    ],
+)
+def test_a_chain_that_is_decided_is_not_started(life, dashboard, row):
+    head, seen = dashboard
+    (life.parent / "1/run/7.0/jobs.json").write_text(json.dumps([row]))
+    Spool(settings(life), str(life.parent.parent / "token")).step(head)
+    assert seen == []
+
+
+def test_an_allocation_that_is_no_renewal_starts_nothing(life, dashboard):
+    head, seen = dashboard
+    (life / "renewed").unlink()
+    Spool(settings(life), str(life.parent.parent / "token")).step(head)
+    assert seen == []
