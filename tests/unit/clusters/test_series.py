@@ -176,7 +176,7 @@ def test_all_that_ask_see_one_job_table(renewed):
     renewed.ready(2)
     earlier = cluster(renewed).find().earlier
     with serving(Ray) as url:
-        api = JobsApi(Dashboard(url, earlier=earlier))
+        api = JobsApi.of(Dashboard(url, earlier=earlier))
         assert sorted(api.table(fresh=True)) == ["a", "b", "b@2", "d"]
         assert api.job("b")["status"] == "FAILED"
         assert api.job("nobody") is None
