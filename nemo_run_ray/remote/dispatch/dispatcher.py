@@ -13,7 +13,8 @@ import json
 import os
 import time
 import zipfile
-from typing import Any, Callable, Dict, List, Mapping, Optional
+from collections import deque
+from typing import Any, Callable, Deque, Dict, List, Mapping, Optional
 
 from .. import earlier
 from ..attempts import (
@@ -46,8 +47,11 @@ from .time_left import time_left
 DISOWNED = 3
 #: Seconds between two looks at the table: at first, and when nothing has happened for long.
 PACE_S, PACE_MAX_S = 0.3, 5.0
-#: A look may take this part of the time between two of them.
-LOOK_PART = 0.25
+#: A look may take this part of the time between two of them, by the quickest of the last ones: a
+#: head that has just restarted may take a minute for one (seen on Ray 2.60) and is not busy then.
+LOOK_PART, LOOKS = 0.25, 3
+#: Seconds until the next look at most, however long one takes.
+SLOW_MAX_S = 20.0
 #: Seconds that the table may lack the dispatcher itself before it believes it: a head that
 #: recovers may answer before it knows its jobs.
 ABSENT_MAX_S = 60.0
@@ -88,7 +92,7 @@ class Dispatcher:
         self._troubles: Dict[str, str] = {}  # told already, by what they are about
         self._absent_since: Optional[float] = None
         self._changed_at = clock()
-        self._look_s = 0.0
+        self._looks_s: Deque[float] = deque(maxlen=LOOKS)
         rows_before = earlier.rows_of_job(os.environ)
         self._earlier = {name: attempt_of_row(row) for name, row in rows_before.items()}
 
@@ -139,7 +143,8 @@ class Dispatcher:
     def pace_s(self) -> float:
         """Seconds until the next look: short while things happen, and never a burden."""
         idle_s = self._clock() - self._changed_at
-        return max(min(max(PACE_S, idle_s / 20), PACE_MAX_S), self._look_s / LOOK_PART)
+        slow_s = min(self._looks_s, default=0.0) / LOOK_PART
+        return max(min(max(PACE_S, idle_s / 20), PACE_MAX_S), min(slow_s, SLOW_MAX_S))
 
     # ------------------------------------------------------------------ observe
 
@@ -150,7 +155,7 @@ class Dispatcher:
         rows = ((str(row["submission_id"]), row) for row in self._api.rows())
         table = {name: attempt_of_row(row) for name, row in rows if wanted.has(name)}
         table = {**self._earlier, **table}
-        self._look_s = time.monotonic() - began
+        self._looks_s.append(time.monotonic() - began)
         self._troubles.pop("", None)
         own = table.get(self._own_id)
         if own is not None and own.nonce == self._dispatch.nonce:

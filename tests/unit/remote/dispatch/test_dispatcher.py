@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from io import BytesIO
+from types import SimpleNamespace
 
 import pytest
 
@@ -37,6 +38,7 @@ from nemo_run_ray.remote.dispatch.dispatcher import (
     PACE_MAX_S,
     PACE_S,
     REFUSED_AFTER_S,
+    SLOW_MAX_S,
     STOP_AGAIN_S,
     STOP_TRUST_S,
     Disowned,
@@ -747,6 +749,21 @@ def test_a_slow_look_slackens_the_pace(serve):
     one = dispatcher_of(plan, ray)
     one.round()
     assert one.pace_s() >= 0.4
+
+
+def test_one_look_that_hung_does_not(serve, monkeypatch):
+    """The head had just restarted; the jobs wait."""
+    plan = chain(link("a"))
+    ray = serve(plan)
+    one = dispatcher_of(plan, ray)
+    times = iter([0.0, 63.0, 100.0, 100.01, 200.0, 200.02])
+    monkeypatch.setattr(dispatcher, "time", SimpleNamespace(monotonic=lambda: next(times)))
+    one.round()
+    assert one.pace_s() == SLOW_MAX_S, "it may always take so long"
+    one.round()
+    assert one.pace_s() < PACE_MAX_S
+    one.round()
+    assert one.pace_s() < PACE_MAX_S
 
 
 def test_a_clock_that_goes_back_leaves_a_pace(serve):
