@@ -7,9 +7,9 @@ import os
 import re
 import subprocess
 import sys
-import time
 import urllib.request
 from pathlib import Path
+from time import monotonic, sleep
 
 import pytest
 
@@ -82,7 +82,8 @@ from nemo_run_ray import RayExecutor, SlurmCluster
 slurm = run.SlurmExecutor(account="root", nodes=1, time="00:02:00", setup_lines=sys.argv[2],
                           tunnel=run.LocalTunnel(job_dir=sys.argv[1]))
 cluster = SlurmCluster(executor=slurm, renew=True)
-with run.Experiment("long", executor=RayExecutor(cluster=cluster, time_s=28)) as experiment:
+fields = {"time_s": 28} if sys.argv[3] == "knows" else {"retries": 1}
+with run.Experiment("long", executor=RayExecutor(cluster=cluster, **fields)) as experiment:
     before = []
     for number in range(1, 7):
         line = f"echo job {number}; echo {number} >> {sys.argv[1]}/began; sleep 20"
@@ -92,8 +93,12 @@ with run.Experiment("long", executor=RayExecutor(cluster=cluster, time_s=28)) as
 
 
 @pytest.mark.soak
-def test_a_chain_that_is_longer_than_the_walltime(allocations: Allocations, tmp_path):
-    """Its client is gone; every job runs once, and looks during the renewal see no loss."""
+@pytest.mark.parametrize("time", ["knows", "does not know"])
+def test_a_chain_that_is_longer_than_the_walltime(allocations: Allocations, tmp_path, time):
+    """Its client is gone; looks during the renewal see no loss.
+
+    Where it knows how long a job takes, every job runs once; else one is cut off and tried again.
+    """
     env = {**os.environ, "NEMORUN_HOME": str(tmp_path / "home")}
     env["PATH"] = env["PATH"].removeprefix(f"{BIN}:")  # Slurm's own srun, which has no pyxis
     setup = f"export PATH={Path(sys.executable).parent}:$PATH"
@@ -105,9 +110,9 @@ def test_a_chain_that_is_longer_than_the_walltime(allocations: Allocations, tmp_
         assert found.returncode == 0, found.stdout + found.stderr
         return found.stdout
 
-    done(sys.executable, "-c", _CHAIN, str(allocations.folder), setup)
+    done(sys.executable, "-c", _CHAIN, str(allocations.folder), setup, time)
     command = str(Path(sys.executable).parent / "nemo-run-ray")
-    deadline = time.monotonic() + 600
+    deadline = monotonic() + 600
     seen = set()
     while True:
         rows = json.loads(done(command, "status", "--json", "long"))
@@ -115,16 +120,18 @@ def test_a_chain_that_is_longer_than_the_walltime(allocations: Allocations, tmp_
         seen |= set(states)
         if set(states) <= {"SUCCEEDED", "FAILED", "CANCELLED", "LOST"}:
             break
-        assert time.monotonic() < deadline, rows
-        time.sleep(3)
+        assert monotonic() < deadline, rows
+        sleep(3)
     assert states == ["SUCCEEDED"] * 6, rows
     assert "LOST" not in seen
-    assert (allocations.folder / "began").read_text().split() == list("123456")
+    began = (allocations.folder / "began").read_text().split()
+    tries = {row["job"].removeprefix("job"): len(row["attempts"]) for row in rows}
+    assert began == [number for number in "123456" for _ in range(tries[number])]
+    assert sum(tries.values()) == (6 if time == "knows" else 7)
     lives = sorted(path.name for path in (allocations.folder / "ray" / "lives").iterdir())
     assert len(lives) > 1
-    assert all(len(row["attempts"]) == 1 for row in rows)
-    for number in (1, 6):
+    for number in "123456":
         log = done(command, "logs", "long", "--job", f"job{number}")
-        assert re.findall(r"^job \d$", log, re.M) == [f"job {number}"]
+        assert re.findall(r"^job \d$", log, re.M) == [f"job {number}"] * tries[number]
     # The last one ends by itself, since its chain is over and nobody uses it.
     assert set(lives) == {str(number) for number in range(1, len(lives) + 1)}

@@ -63,6 +63,7 @@ class Allocation:
         self._looked_at = float("-inf")
         self._idle_since: Optional[float] = None
         self._kept = ""
+        self._rows: List[Any] = []
         self._seen_users: Set[str] = set()
         #: Ray's name of this life of the cluster; empty until its dashboard has told it.
         self.session = ""
@@ -81,11 +82,10 @@ class Allocation:
         if not self.session:
             self._ask_session(head)
         rows = self.keep_table(head)
-        if rows is None:
-            self._idle_since = None
-            return None
-        is_idle = not any(_is_active(row) for row in rows)
-        next_one = self._renewal.end(rows, is_idle)
+        is_idle = rows is not None and not any(_is_active(row) for row in rows)
+        # A dashboard that hangs does not keep the next allocation from its turn.
+        self._rows = self._rows if rows is None else rows
+        next_one = self._renewal.end(self._rows, is_idle)
         if next_one is not None:
             return next_one
         if not is_idle:

@@ -8,6 +8,7 @@ from typing import Any, Callable, Dict, List, Optional
 from ..attempts import first_id
 from ..earlier import kept_ids
 from ..spec import ENDS_AT, LASTS_S, RENEWS
+from ..states import JobState, Reason, status_of_row
 from .run_folder import End, HeadAddress
 from .settings import Settings
 from .spool import Spool
@@ -62,15 +63,22 @@ class Renewal:
         """
         if not self._settings.renew or self._ends_at is None or not self._spool.has_open(rows):
             return None
-        if self._clock() >= self._ends_at:
+        is_late = self._clock() >= self._ends_at
+        # Without progress, allocations would follow each other for ever.
+        if not (is_late or is_idle) or not self._has_progress(rows):
+            return None
+        if is_late:
             return End(0, "its walltime is over, and the next one goes on with its chains", True)
-        # Without the second condition a dispatcher that always fails would go on for ever.
-        if is_idle and self._has_progress(rows):
-            why = "what is left needs more time than it has, and the next one goes on with it"
-            return End(0, why, True)
-        return None
+        why = "what is left needs more time than it has, and the next one goes on with it"
+        return End(0, why, True)
 
     def _has_progress(self, rows: List[Any]) -> bool:
         """Whether a job of a chain was started in this run, beside the dispatchers."""
-        names = {first_id(str(row.get("submission_id"))) for row in rows if isinstance(row, dict)}
-        return bool(names & (kept_ids(self._settings.life) - self._spool.dispatchers()))
+        jobs = kept_ids(self._settings.life) - self._spool.dispatchers()
+        return any(first_id(str(row.get("submission_id"))) in jobs and _began(row) for row in rows)
+
+
+def _began(row: Any) -> bool:
+    """Whether the job of a row was started; one that waits for room was not."""
+    status = status_of_row(row)
+    return status.state is not JobState.PENDING and status.reason is not Reason.START_TIMEOUT

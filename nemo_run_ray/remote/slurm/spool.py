@@ -8,7 +8,7 @@ import os
 import urllib.error
 import urllib.request
 from contextlib import suppress
-from typing import Any, Dict, List, Optional, Set
+from typing import Any, Dict, List, Mapping, Optional, Set
 
 from .. import earlier
 from ..attempts import Attempt, attempt_id, attempt_of_row, attempts_of, first_id
@@ -22,8 +22,8 @@ from .settings import Settings
 #: A dispatcher's exit code when all is decided and not all jobs succeeded, as in
 #: ``dispatch/decide.py``.
 _NOT_ALL_SUCCEEDED = 8
-#: Seconds for one request; an archive may be large.
-_ANSWER_S = 60.0
+#: Seconds for one request. An archive may be large, and meanwhile the head shows no life.
+_ANSWER_S = 15.0
 
 
 class Spool:
@@ -39,6 +39,7 @@ class Spool:
         self._token_path = token_path
         self._left: Optional[List[str]] = None
         self._rows: JobRows = {}
+        self._decided: Set[str] = set()
 
     def step(self, head: HeadAddress) -> None:
         """Start the dispatchers that are not started yet; what fails is tried at the next step."""
@@ -50,14 +51,22 @@ class Spool:
                 self._left.remove(folder)
 
     def has_open(self, rows: List[Any]) -> bool:
-        """Whether a chain is left with which not everything is decided.
+        """Whether a chain that was started is left with which not everything is decided.
 
         Args:
             rows: Ray's job table as it is now.
         """
         table: Dict[str, Any] = dict(self._rows)
         table.update((str(row.get("submission_id")), row) for row in rows if isinstance(row, dict))
-        return any(not _is_decided(folder, table) for folder in earlier.chains(self._settings.life))
+        found = False
+        for folder in earlier.chains(self._settings.life):
+            if folder not in self._decided:
+                attempts = _attempts(os.path.basename(folder), table)
+                if _is_decided(attempts):
+                    self._decided.add(folder)
+                    _empty(folder)
+                found |= bool(attempts) and folder not in self._decided
+        return found
 
     def dispatchers(self) -> Set[str]:
         """Ids of the dispatchers of all chains."""
@@ -68,8 +77,13 @@ class Spool:
         if not life or not earlier.goes_on(life, run):
             return []
         self._rows = earlier.rows_before(life, run)
-        found = earlier.chains(life)
-        return [folder for folder in found if not _is_decided(folder, self._rows)]
+        found = []
+        for folder in earlier.chains(life):
+            attempts = _attempts(os.path.basename(folder), self._rows)
+            # One without an attempt is of another life, or its client died before it was sent.
+            if attempts and not _is_decided(attempts):
+                found.append(folder)
+        return found
 
     def _start(self, head: HeadAddress, folder: str) -> None:
         with open(os.path.join(folder, "start.json"), encoding="utf-8") as file:
@@ -105,10 +119,17 @@ def _attempts(first: str, rows: JobRows) -> Dict[int, Attempt]:
     return attempts_of([first], table)[first]
 
 
-def _is_decided(folder: str, rows: JobRows) -> bool:
+def _is_decided(attempts: Mapping[int, Attempt]) -> bool:
     """Whether a dispatcher of a chain has said that there is nothing left to do."""
-    attempts = _attempts(os.path.basename(folder), rows).values()
     return any(
         one.status.state is JobState.SUCCEEDED or one.exit_code == _NOT_ALL_SUCCEEDED
-        for one in attempts
+        for one in attempts.values()
     )
+
+
+def _empty(folder: str) -> None:
+    """Remove what a chain that is decided does not need; its ids tell which rows are its own."""
+    for name in os.listdir(folder):
+        if name != earlier.IDS:
+            with suppress(OSError):
+                os.unlink(os.path.join(folder, name))

@@ -64,15 +64,27 @@ def test_it_ends_in_time_for_the_next_one(life):
 @pytest.mark.parametrize(
     ("fields", "rows"),
     [
-        ({"renew": False}, [_DISPATCHER]),
-        ({"ends_at": None}, [_DISPATCHER]),
-        ({}, [{"submission_id": "d", "status": "SUCCEEDED"}]),
+        ({"renew": False}, [_DISPATCHER, _DONE]),
+        ({"ends_at": None}, [_DISPATCHER, _DONE]),
+        ({}, [_DISPATCHER]),
+        ({}, [_DISPATCHER, {"submission_id": "b", "status": "PENDING"}]),
+        ({}, [_DISPATCHER, {"submission_id": "other", "status": "RUNNING"}]),
+        ({}, [_DONE]),
+        ({}, [_DONE, {"submission_id": "d", "status": "SUCCEEDED"}]),
         ({}, [{"submission_id": "d@3", "status": "FAILED", "driver_exit_code": 8}]),
     ],
 )
 def test_nothing_is_renewed_for_nothing(life, fields, rows):
     assert renewal(life, [9_000.0], **fields).end(rows, is_idle=True) is None
     assert renewal(life, [9_999.0], **fields).end(rows, is_idle=False) is None
+
+
+def test_a_chain_that_is_decided_keeps_its_ids_alone(life):
+    found = renewal(life, [9_999.0])
+    assert found.end([_DISPATCHER, _DONE], is_idle=False) is not None
+    rows = [_DONE, {"submission_id": "d", "status": "SUCCEEDED"}]
+    assert found.end(rows, is_idle=False) is None
+    assert [path.name for path in (life.parent.parent / "chains/d").iterdir()] == ["ids"]
 
 
 def test_what_is_left_needs_more_time(life):
@@ -149,6 +161,14 @@ def test_its_dispatcher_is_started_once(life, dashboard):
 def test_a_chain_that_is_decided_is_not_started(life, dashboard, row):
     head, seen = dashboard
     (life.parent / "1/run/7.0/jobs.json").write_text(json.dumps([row]))
+    Spool(settings(life), str(life.parent.parent / "token")).step(head)
+    assert seen == []
+
+
+def test_a_chain_of_another_allocation_is_not_started(life, dashboard):
+    """It was lost with that, and its user knows so."""
+    head, seen = dashboard
+    (life.parent / "1/run/7.0/jobs.json").write_text(json.dumps([_DONE]))
     Spool(settings(life), str(life.parent.parent / "token")).step(head)
     assert seen == []
 
