@@ -113,8 +113,7 @@ class SlurmCluster(Cluster):
         return self._dashboard(life)
 
     def why_gone(self, session: str) -> str:
-        runs = self._looks.series(session).runs
-        return runs[0].why if runs else ""
+        return self._looks.why_gone(session)
 
     def why_away(self, session: str) -> str:
         return self._looks.why_away(session)

@@ -90,6 +90,22 @@ class Looks:
             _before[key] = self._lives.series(number=life.number).before(life.run)
         return _before[key]
 
+    def why_gone(self, session: str) -> str:
+        """Why a life is over, and with it its chains; empty if nobody can say so."""
+        series = self.series(session)
+        if not series.runs:
+            return ""
+        end, why = series.runs[0].end, series.runs[0].why
+        if end is None or not end.renews:
+            return why
+        with contextlib.suppress(NemoRunRayError):
+            life = self.newest()
+            if life is not None and series.leads_to(life.number, life.renewed):
+                told = " ".join((life.over or life.refused).split())
+                if told:
+                    return f"{why}, and the next one did not come: {told}"
+        return f"{why}, and nobody has asked for the next one"
+
     def why_away(self, session: str) -> str:
         """Why a life is over whose chains go on in one that is not up yet; empty otherwise."""
         with contextlib.suppress(NemoRunRayError):
@@ -97,11 +113,11 @@ class Looks:
             if life is None or not series.leads_to(life.number, life.renewed):
                 return ""
             if self.is_asked_for(life):
-                return f"{series.runs[0].why}. It is being asked for"
+                return f"{series.runs[0].why}, and the next one is being asked for"
             runs = series.before(life.run).runs if life.run else series.runs
             if life.head is None and runs and not self.is_over(life):
                 job = f"Slurm job {life.job}" if life.job else "a job of Slurm"
-                return f"{runs[0].why}, in {job}, which is not up yet"
+                return f"{runs[0].why}, and chains go on in {job}, which is not up yet"
         return ""
 
     def is_asked_for(self, life: Life) -> bool:

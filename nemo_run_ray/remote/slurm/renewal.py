@@ -67,9 +67,7 @@ class Renewal:
         # Without progress, allocations would follow each other for ever.
         if not (is_late or is_idle) or not self._has_progress(rows):
             return None
-        if is_late:
-            return End(0, "its walltime is over, and the next one goes on with its chains", True)
-        why = "what is left needs more time than it has, and the next one goes on with it"
+        why = "its walltime is over" if is_late else "what is left needs more time than it has"
         return End(0, why, True)
 
     def _has_progress(self, rows: List[Any]) -> bool:

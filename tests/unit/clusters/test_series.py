@@ -89,9 +89,9 @@ def test_without_renew_nothing_is_kept(world):
 
 def test_between_two_allocations_jobs_are_away_and_not_lost(renewed):
     found = from_record(cluster(renewed).record())
-    assert "It is being asked for" in found.why_away("session_1")
+    assert "the next one is being asked for" in found.why_away("session_1")
     next_one(renewed)
-    assert "in Slurm job 102, which is not up yet" in found.why_away("session_1")
+    assert "chains go on in Slurm job 102, which is not up yet" in found.why_away("session_1")
     assert found.find() is None
     renewed.state("102", "RUNNING")
     (renewed.life(2) / "run" / "102.0").mkdir(parents=True)
@@ -105,13 +105,17 @@ def test_a_next_one_that_never_comes_is_a_loss(renewed, monkeypatch):
     assert found.why_away("session_1")
     monkeypatch.setattr(looks, "_ASKING_S", 0.0)
     assert found.why_away("session_1") == ""
-    assert "its walltime is over" in found.why_gone("session_1")
+    assert "its walltime is over, and nobody has asked for the next one" in found.why_gone(
+        "session_1"
+    )
 
 
 def test_one_that_slurm_does_not_take_is_a_loss(renewed):
     (renewed.slurm / "refuse").write_text("sbatch: error: Batch job submission failed\n")
     next_one(renewed)
     assert cluster(renewed).why_away("session_1") == ""
+    told = cluster(renewed).why_gone("session_1")
+    assert "and the next one did not come: sbatch: error: Batch job submission failed" in told
 
 
 def test_another_allocation_of_the_name_is_not_the_next_one(renewed):
