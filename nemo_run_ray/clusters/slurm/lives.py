@@ -67,11 +67,13 @@ else
   [ -d {life} ] || mkdir -m 700 {life}
 fi
 """
+#: One that goes on with chains ends by itself when they are done, also before it is ready.
 _LEAVE = """\
 cd {life} 2>/dev/null && [ -e {users}/{user} ] || exit 0
 rm -f {users}/{user}
 [ -z "$(ls {users})" ] && [ ! -e {keep} ] || exit 0
 : > {released}
+[ ! -e {renewed} ] || exit 0
 job=$(cat job 2>/dev/null)
 run=$(ls -d run/"$job".* 2>/dev/null | sort -t . -k 2 -n | tail -n 1)
 [ -z "$job" ] || [ -z "$run" ] || [ ! -e "$run/ready.json" ] || exit 0
@@ -215,7 +217,13 @@ class Lives:
 
     def leave(self, number: int, user: str) -> None:
         """Take a user off; the last one ends a life that is not to be kept, once no job runs."""
-        names = {"users": USERS, "released": RELEASED, "keep": KEEP, "over": OVER}
+        names = {
+            "users": USERS,
+            "released": RELEASED,
+            "keep": KEEP,
+            "over": OVER,
+            "renewed": RENEWED,
+        }
         self.login.run(_LEAVE.format(life=quoted(self.path(number)), user=user, **names))
 
     def detach(self, number: int, user: str) -> None:

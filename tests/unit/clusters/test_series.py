@@ -13,6 +13,7 @@ from nemo_run_ray import RayExecutor, SlurmCluster
 from nemo_run_ray.clusters import Dashboard, from_record
 from nemo_run_ray.clusters.slurm import looks, slurm_queue
 from nemo_run_ray.dashboard.jobs_api import JobsApi
+from nemo_run_ray.errors import ClusterError
 from tests.http_server import Handler, serving
 from tests.unit.clusters.test_bring_up import World, world
 
@@ -199,6 +200,20 @@ def test_a_new_client_waits_for_the_next_one(renewed):
     assert client.run().number == 2
     assert (renewed.slurm / "last").read_text() == "102\n"
     assert any("is being renewed" in one for one in renewed.said)
+
+
+def test_a_user_that_leaves_the_next_one_does_not_end_it(renewed):
+    """The chain in it needs no client."""
+    next_one(renewed)
+    (renewed.life(2) / "users" / "me").unlink()
+    client = renewed.client("late")
+    renewed.events = [lambda: None, lambda: True]
+    with pytest.raises(ClusterError, match="Interrupted"):
+        client.run()
+    client.lives.leave(client.held, "late")
+    assert renewed.cancelled() == []
+    assert not (renewed.life(2) / "over").exists()
+    assert (renewed.life(2) / "released").exists()
 
 
 def test_it_does_not_wait_for_ever_for_a_script_that_died(renewed):
