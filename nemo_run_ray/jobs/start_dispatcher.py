@@ -138,6 +138,8 @@ def _keep(
         return saved | {archive.name: archive.pack() for archive in uploads}
 
     ids = [job.id for job in dispatch.spec.jobs]
+    outside = [upstream for job in dispatch.spec.jobs for upstream in job.outside]
+    ids += [name for one in outside for name in (one.id, one.dispatcher) if name]
     from_record(cluster).keep_chain(dispatch.id, ids, again, data)
 
 

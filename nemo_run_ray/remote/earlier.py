@@ -45,11 +45,13 @@ class EarlierRun:
         table: Ray's job table as JSON; empty if there was none.
         written_at: seconds since the epoch, when the table was written last.
         why: why the run was over; empty when nobody could say so.
+        is_over: whether nothing of it goes on, as far as anybody can know.
     """
 
     table: str
     written_at: float
     why: str = ""
+    is_over: bool = True
 
 
 def rows_of(runs: Iterable[EarlierRun], kept: Set[str]) -> JobRows:
@@ -116,7 +118,7 @@ def kept_ids(life: str) -> Set[str]:
 
 def _ended(row: JobRow, run: EarlierRun) -> JobRow:
     """A row as it is without its Ray: what had not ended has ended with it."""
-    if not is_active(row):
+    if not is_active(row) or not run.is_over:
         return row
     words = f": {run.why}" if run.why else ""
     changes: Mapping[str, object] = {

@@ -25,6 +25,7 @@ class Series:
     login: Login
     runs: tuple[Remains, ...]
     kept: frozenset[str]
+    _is_before: bool = False
 
     def before(self, run: str) -> Series:
         """The same without a run that is up.
@@ -32,7 +33,8 @@ class Series:
         Args:
             run: end of its folder, such as ``run/871.0``.
         """
-        return replace(self, runs=tuple(one for one in self.runs if not one.folder.endswith(run)))
+        runs = tuple(one for one in self.runs if not one.folder.endswith(run))
+        return replace(self, runs=runs, _is_before=True)
 
     @property
     def is_whole(self) -> bool:
@@ -73,7 +75,13 @@ class Series:
     @cached_property
     def _rows(self) -> JobRows:
         runs = [
-            EarlierRun(run.table, run.written_at, "" if run.end is None else run.end.why)
+            EarlierRun(
+                run.table,
+                run.written_at,
+                "" if run.end is None else run.end.why,
+                # The newest one may be up by now, whatever was seen a moment ago.
+                is_over=run.end is not None or run is not self.runs[0] or self._is_before,
+            )
             for run in reversed(self.runs)
         ]
         return rows_of(runs, set(self.kept))

@@ -6,7 +6,7 @@ import os
 import time
 from typing import Callable, Optional
 
-from ..spec import DASHBOARD, DispatchSpec
+from ..spec import DispatchSpec
 from . import rest
 
 #: Memory of the head for each job's supervisor (measured: 85 to 110 MB), and the part of the
@@ -34,7 +34,7 @@ def find_dashboard(
                 found = rest.Rest(url, timeout_s=5.0).session()
                 # Where Ray has set the address it is this cluster's; and chains of an allocation go
                 # on in the next one, whose Ray has another name.
-                if found == dispatch.session or url == os.environ.get(DASHBOARD):
+                if found == dispatch.session or url == rest.own_dashboard():
                     return rest.Rest(url)
             except rest.Unanswered:
                 continue

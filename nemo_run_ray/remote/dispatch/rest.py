@@ -16,7 +16,7 @@ from typing import Any, Dict, Iterator, List, Optional, Sequence, Tuple
 from urllib.parse import quote, urlsplit
 
 from ..rows import JobRow
-from ..spec import DASHBOARD
+from ..spec import DASHBOARD, EMBEDDED
 
 #: Seconds that one request may take.
 TIMEOUT_S = 30.0
@@ -111,6 +111,14 @@ class Rest:
             ) from error
 
 
+def own_dashboard() -> str:
+    """The dashboard's address where whoever started this Ray has set it; empty elsewhere.
+
+    An embedded Ray that a job has started inherits the variable of the cluster around it.
+    """
+    return "" if os.environ.get(EMBEDDED) else os.environ.get(DASHBOARD, "")
+
+
 def candidates(given: Sequence[str]) -> Iterator[str]:
     """Addresses at which the dashboard may be, the likeliest first.
 
@@ -118,7 +126,7 @@ def candidates(given: Sequence[str]) -> Iterator[str]:
         given: as the client knows it: its port is the dashboard's unless a tunnel or a proxy is
             between them, and then Ray itself is asked.
     """
-    known = os.environ.get(DASHBOARD)
+    known = own_dashboard()
     if known:
         # The token of this cluster is shown to no other that may listen at a port.
         yield known

@@ -168,6 +168,16 @@ def test_at_the_end_all_of_it_is_left(renewed):
     assert found.why_away("session_1") == ""
 
 
+def test_what_may_run_is_not_called_ended(renewed):
+    """The next one came up after the look that did not see it."""
+    next_one(renewed)
+    renewed.ready(2)
+    (folder,) = (renewed.life(2) / "run").iterdir()
+    (folder / "jobs.json").write_text('[{"submission_id": "b@2", "status": "RUNNING"}]')
+    rows = cluster(renewed).left_rows("session_1")
+    assert (rows["b"]["status"], rows["b@2"]["status"]) == ("FAILED", "RUNNING")
+
+
 class Ray(Handler):
     def answer(self) -> None:
         if self.path == "/api/jobs/":

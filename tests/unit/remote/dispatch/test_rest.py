@@ -410,6 +410,8 @@ def pythons(monkeypatch, tmp_path) -> Callable[[str, str], None]:
 def test_no_other_port_is_shown_the_token_where_the_dashboard_is_known(monkeypatch):
     monkeypatch.setenv("NEMO_RUN_RAY_DASHBOARD", "http://10.0.0.5:30123")
     assert list(candidates(("http://127.0.0.1:9999",))) == ["http://10.0.0.5:30123"]
+    monkeypatch.setenv("NEMO_RUN_RAY_LOCAL", "/an/embedded/ray/inside")
+    assert "http://10.0.0.5:30123" not in list(candidates(("http://127.0.0.1:9999",)))
 
 
 @pytest.mark.usefixtures("pythons")
