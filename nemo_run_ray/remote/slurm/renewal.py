@@ -61,11 +61,12 @@ class Renewal:
             rows: Ray's job table as it is now.
             is_idle: whether no job of it goes on.
         """
-        if not self._settings.renew or self._ends_at is None or not self._spool.has_open(rows):
+        if not self._settings.renew or self._ends_at is None:
             return None
         is_late = self._clock() >= self._ends_at
+        is_open = self._spool.has_open(rows, out_of_time=not is_late)
         # Without progress, allocations would follow each other for ever.
-        if not (is_late or is_idle) or not self._has_progress(rows):
+        if not is_open or not (is_late or is_idle) or not self._has_progress(rows):
             return None
         why = "its walltime is over" if is_late else "what is left needs more time than it has"
         return End(0, why, True)

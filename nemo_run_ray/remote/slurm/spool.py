@@ -22,6 +22,8 @@ from .settings import Settings
 #: A dispatcher's exit code when all is decided and not all jobs succeeded, as in
 #: ``dispatch/decide.py``.
 _NOT_ALL_SUCCEEDED = 8
+#: The same when what is left needs more time than the allocation has.
+_OUT_OF_TIME = 9
 #: Seconds for one request. An archive may be large, and meanwhile the head shows no life.
 _ANSWER_S = 15.0
 
@@ -44,17 +46,22 @@ class Spool:
     def step(self, head: HeadAddress) -> None:
         """Start the dispatchers that are not started yet; what fails is tried at the next step."""
         if self._left is None:
-            self._left = self._taken_over()
+            try:
+                self._left = self._taken_over()
+            except OSError:  # the folder cannot be read now
+                return
         for folder in list(self._left):
             with suppress(OSError, http.client.HTTPException, ValueError, KeyError):
                 self._start(head, folder)
                 self._left.remove(folder)
 
-    def has_open(self, rows: List[Any]) -> bool:
+    def has_open(self, rows: List[Any], out_of_time: bool) -> bool:
         """Whether a chain that was started is left with which not everything is decided.
 
         Args:
             rows: Ray's job table as it is now.
+            out_of_time: count only one whose dispatcher had no time for what is left. Another that
+                has died would die again.
         """
         table: Dict[str, Any] = dict(self._rows)
         table.update((str(row.get("submission_id")), row) for row in rows if isinstance(row, dict))
@@ -65,7 +72,9 @@ class Spool:
                 if _is_decided(attempts):
                     self._decided.add(folder)
                     _empty(folder)
-                found |= bool(attempts) and folder not in self._decided
+                elif attempts:
+                    newest = attempts[max(attempts)]
+                    found |= not out_of_time or newest.exit_code == _OUT_OF_TIME
         return found
 
     def dispatchers(self) -> Set[str]:
@@ -129,7 +138,7 @@ def _is_decided(attempts: Mapping[int, Attempt]) -> bool:
 
 def _empty(folder: str) -> None:
     """Remove what a chain that is decided does not need; its ids tell which rows are its own."""
-    for name in os.listdir(folder):
-        if name != earlier.IDS:
-            with suppress(OSError):
+    with suppress(OSError):  # what is left does no harm
+        for name in os.listdir(folder):
+            if name != earlier.IDS:
                 os.unlink(os.path.join(folder, name))

@@ -97,6 +97,15 @@ def test_what_is_left_needs_more_time(life):
     assert end.renews
 
 
+def test_a_dispatcher_that_died_gives_no_idle_allocation_back(life):
+    """Whoever uses it for other things keeps it until its walltime."""
+    rows = [_DONE, {"submission_id": "d", "status": "FAILED", "driver_exit_code": 3}]
+    assert renewal(life, [9_000.0]).end(rows, is_idle=True) is None
+    end = renewal(life, [9_999.0]).end(rows, is_idle=True)
+    assert end is not None
+    assert end.renews
+
+
 def test_a_dispatcher_knows_when_it_ends(life):
     env = renewal(life, [9_000.0]).environment()
     assert time_left(env, 9_100.0) == TimeLeft(840.0, 910.0, True)
