@@ -6,6 +6,7 @@ import shutil
 import sys
 from pathlib import Path
 
+from nemo_run_ray.remote.states import Reason
 from tests.conftest import ROOT, python, tool, wait_for
 from tests.hosts.conftest import TOKEN, bed
 from tests.hosts.detached_client import STEPS
@@ -50,11 +51,16 @@ def test_a_chain_completes_without_its_client(hosts, unique, tmp_path):
         assert {name: (one["state"], one["reason"]) for name, one in jobs.items()} == {
             step.name: NOT_RIGHT.get(step.name, ("SUCCEEDED", "")) for step in STEPS
         }
-        assert jobs["flaky"]["attempt"] == 3
+        # A busy machine may need longer for a start than Ray waits for it, which does not count.
+        flaky = [
+            row for row in jobs["flaky"]["attempts"] if row["reason"] != Reason.START_TIMEOUT.value
+        ]
+        assert [row["exit_code"] for row in flaky] == [5, 5, 0], jobs["flaky"]
         assert "upstream broken failed" in jobs["after-broken"]["message"]
         assert "upstream after-broken was cancelled" in jobs["after-both"]["message"]
         assert complaints(work) == ""
-        assert "serve 1" in starts(work), "a group's roles know which attempt it is"
+        serve = f"serve {jobs['serve']['attempt']}"
+        assert serve in starts(work), "a group's roles know which attempt it is"
         started = [one.split()[0] for one in starts(work)]
         assert sorted(started) == sorted(
             [*(step.name for step in STEPS if not step.name.startswith("after")), *["flaky"] * 2]
