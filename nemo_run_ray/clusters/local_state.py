@@ -33,13 +33,17 @@ from nemo_run_ray.clusters.left_behind import RAY_FOLDER
 from nemo_run_ray.clusters.local_dashboard import jobs_of
 from nemo_run_ray.clusters.start_log import end_of_log
 from nemo_run_ray.errors import ClusterError, ConfigError, Unanswered
+from nemo_run_ray.remote.earlier import LIFE, RUN
 from nemo_run_ray.remote.files import write_file
 from nemo_run_ray.remote.node.tree import descendants, kill, marked
-from nemo_run_ray.remote.spec import EMBEDDED
+from nemo_run_ray.remote.spec import DASHBOARD, EMBEDDED, ENDS_AT, LASTS_S, RENEWS
 from nemo_run_ray.remote.states import is_active
 
 #: Ray's variable for how often it builds a runtime environment.
 _TRIES = "RUNTIME_ENV_RETRY_TIMES"
+#: Variables of a cluster in which this program may run itself.
+_OF_ANOTHER = {"RAY_ADDRESS", "RAY_AUTH_TOKEN", "RAY_API_SERVER_ADDRESS"}
+_OF_ANOTHER |= {DASHBOARD, LIFE, RUN, ENDS_AT, LASTS_S, RENEWS}
 _STOP_LIMIT_S = 20.0
 _LOCK_LIMIT_S = 180.0
 #: Seconds in which `ray start` notices that a process of its own has died.
@@ -160,8 +164,7 @@ class Home:
             self._token.unlink(missing_ok=True)
             with open(os.open(self._token, os.O_WRONLY | os.O_CREAT, 0o600), "w") as file:
                 file.write(secrets.token_hex(32))
-        dropped = ("RAY_ADDRESS", "RAY_AUTH_TOKEN", "RAY_API_SERVER_ADDRESS")
-        env = {name: value for name, value in os.environ.items() if name not in dropped}
+        env = {name: value for name, value in os.environ.items() if name not in _OF_ANOTHER}
         return env | {
             "RAY_AUTH_MODE": "token",
             "RAY_AUTH_TOKEN_PATH": str(self._token),

@@ -33,7 +33,7 @@ from nemo_run_ray.remote.attempts import (
     claim_body,
     first_id,
 )
-from nemo_run_ray.remote.dispatch.decide import Decision, Do, decide
+from nemo_run_ray.remote.dispatch.decide import OUT_OF_TIME, Decision, Do, decide
 from nemo_run_ray.remote.files import write_file
 from nemo_run_ray.remote.rows import JobRows
 from nemo_run_ray.remote.spec import DispatchSpec, from_json
@@ -43,6 +43,8 @@ from nemo_run_ray.remote.states import JobState, JobStatus, is_pending
 FOLDER = "ray_dispatches"
 #: Seconds that a dispatcher may be about to start before another one is started.
 PENDING_MAX_S = 60.0
+#: Seconds that an allocation of Slurm may take to end when what is left needs more time.
+_RENEWAL_S = 120.0
 
 
 @dataclass(frozen=True)
@@ -65,10 +67,14 @@ class DispatchStatus:
     def is_dispatched(self) -> bool:
         """Whether a dispatcher is on its way or at work.
 
+        One that had no time for what is left is on its way in the next allocation, for a while.
         A dispatcher that has been about to start for long may never do so: the head died at that
         moment. A second one beside it does no harm.
         """
         too_early = time.time() - PENDING_MAX_S
+        last = self.dispatcher[max(self.dispatcher)] if self.dispatcher else None
+        if last and last.exit_code == OUT_OF_TIME and last.ended_at > time.time() - _RENEWAL_S:
+            return True
         return any(
             row.is_live and (row.status.state is not JobState.PENDING or row.posted_at > too_early)
             for row in self.dispatcher.values()

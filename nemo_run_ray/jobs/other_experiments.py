@@ -11,6 +11,7 @@ from nemo_run_ray.ids import HANDLE
 from nemo_run_ray.jobs import ledger
 from nemo_run_ray.jobs.find import did_you_mean, find_experiment, titles
 from nemo_run_ray.jobs.ledger import JobRecord, Ledger
+from nemo_run_ray.planning.job_plan import nonce_of
 from nemo_run_ray.remote.attempts import DISPATCHER_KEY, NONCE_KEY
 from nemo_run_ray.remote.spec import OutsideSpec
 
@@ -90,7 +91,7 @@ def outside_spec(handle: str, api: JobsApi, session: str) -> OutsideSpec:
         record: JobRecord | None = ledger.find(name)
     except JobError:
         record = None
-    if record is not None and record.session != session:
+    if record is not None and record.session != session and not _has_gone_on(record, api):
         raise SubmissionError(
             f"RayExecutor.dependencies names {name}, which another cluster has, or the same one "
             f"had before it was started again: {_where(record)}, session {record.session}, but "
@@ -109,3 +110,12 @@ def outside_spec(handle: str, api: JobsApi, session: str) -> OutsideSpec:
     metadata = row.get("metadata") or {}
     nonces = tuple(record.nonces) if record else (str(metadata.get(NONCE_KEY, "")),)
     return OutsideSpec(name, nonces, str(metadata.get(DISPATCHER_KEY, "")))
+
+
+def _has_gone_on(record: JobRecord, api: JobsApi) -> bool:
+    """Whether a job's chain goes on in the Ray that is up, in another allocation than before."""
+    if api.dashboard.earlier is None or not record.dispatcher:
+        return False
+    dispatcher = ledger.find(record.dispatcher)
+    row = api.job(dispatcher.submission_id)
+    return row is not None and nonce_of(row) in dispatcher.nonces

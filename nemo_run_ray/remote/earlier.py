@@ -31,6 +31,7 @@ from .states import is_active, is_pending
 RUN, LIFE = "NEMO_RUN_RAY_RUN", "NEMO_RUN_RAY_LIFE"
 #: Names in the folder of a cluster, of an allocation and of a run.
 CHAINS, IDS, RENEWED, TABLE = "chains", "ids", "renewed", "jobs.json"
+START = "start.json"
 #: Ray's own error of a start that it gave up, which counts as no attempt.
 _NOT_STARTED = "JOB_SUPERVISOR_ACTOR_START_TIMEOUT"
 #: The error of a job that its allocation has ended, in the place of Ray's.
@@ -77,9 +78,11 @@ def rows_before(life: str, run: str) -> JobRows:
     Args:
         life: folder of the allocation.
         run: folder of the run.
+
+    Raises:
+        OSError: a file is there and cannot be read now. Without it, jobs would run again.
     """
-    runs = [_read(folder) for folder in _runs(life) if not os.path.samefile(folder, run)]
-    return rows_of(runs, kept_ids(life))
+    return rows_of([_read(folder) for folder in _others(life, run)], kept_ids(life))
 
 
 def rows_of_job(env: Mapping[str, str]) -> JobRows:
@@ -87,31 +90,43 @@ def rows_of_job(env: Mapping[str, str]) -> JobRows:
 
     Args:
         env: of the job; empty rows where its cluster is no such allocation.
+
+    Raises:
+        OSError: a file is there and cannot be read now.
     """
     life, run = env.get(LIFE), env.get(RUN)
     return rows_before(life, run) if life and run and goes_on(life, run) else {}
 
 
 def goes_on(life: str, run: str) -> bool:
-    """Whether a run goes on with the chains of those before it."""
-    renewed = os.path.exists(os.path.join(life, RENEWED))
-    return renewed or any(not os.path.samefile(folder, run) for folder in _runs(life))
+    """Whether a run goes on with the chains of those before it.
+
+    Raises:
+        OSError: the folders cannot be read now.
+    """
+    return _is_there(os.path.join(life, RENEWED)) or bool(_others(life, run))
 
 
 def chains(life: str) -> List[str]:
-    """The folders of the chains that are kept for the cluster of an allocation."""
+    """The folders of the chains that are kept for the cluster of an allocation.
+
+    Raises:
+        OSError: they cannot be read now.
+    """
     folder = os.path.join(os.path.dirname(os.path.dirname(life)), CHAINS)
-    with suppress(OSError):
-        found = (os.path.join(folder, name) for name in sorted(os.listdir(folder)))
-        return [path for path in found if os.path.exists(os.path.join(path, IDS))]
-    return []
+    found = (os.path.join(folder, name) for name in sorted(_names(folder)))
+    return [path for path in found if _is_there(os.path.join(path, IDS))]
 
 
 def kept_ids(life: str) -> Set[str]:
-    """First ids of the dispatchers and jobs of all kept chains."""
+    """First ids of the dispatchers and jobs of all kept chains.
+
+    Raises:
+        OSError: they cannot be read now.
+    """
     found: Set[str] = set()
     for folder in chains(life):
-        with suppress(OSError), open(os.path.join(folder, IDS), encoding="utf-8") as file:
+        with open(os.path.join(folder, IDS), encoding="utf-8") as file:
             found |= set(file.read().split())
     return found
 
@@ -130,18 +145,35 @@ def _ended(row: JobRow, run: EarlierRun) -> JobRow:
     return {**row, **changes}  # type: ignore[typeddict-item]
 
 
+def _others(life: str, run: str) -> List[str]:
+    """The folders of the runs before a run whose chains go on in it, the first one first."""
+    own = os.path.basename(os.path.normpath(run))  # Slurm gives a number once
+    return [folder for folder in _runs(life) if os.path.basename(folder) != own]
+
+
 def _runs(life: str) -> Iterator[str]:
     """The folders of all runs whose chains go on in an allocation, the first one first."""
     folders = [life]
-    while os.path.exists(os.path.join(folders[-1], RENEWED)):
+    while _is_there(os.path.join(folders[-1], RENEWED)):
         parent, number = os.path.split(folders[-1])
         folders.append(os.path.join(parent, str(int(number) - 1)))
     for folder in reversed(folders):
-        names = []
-        with suppress(OSError):
-            names = os.listdir(os.path.join(folder, "run"))
-        for name in sorted(names, key=_place):
+        for name in sorted(_names(os.path.join(folder, "run")), key=_place):
             yield os.path.join(folder, "run", name)
+
+
+def _names(folder: str) -> List[str]:
+    with suppress(FileNotFoundError):
+        return os.listdir(folder)
+    return []
+
+
+def _is_there(path: str) -> bool:
+    """Whether there is a file; one that cannot be looked for is not taken for absent."""
+    with suppress(FileNotFoundError):
+        os.stat(path)
+        return True
+    return False
 
 
 def _place(name: str) -> Tuple[int, ...]:
@@ -151,8 +183,9 @@ def _place(name: str) -> Tuple[int, ...]:
 def _read(folder: str) -> EarlierRun:
     table, written_at, why = "", 0.0, ""
     path = os.path.join(folder, TABLE)
-    with suppress(OSError), open(path, encoding="utf-8") as file:
-        table, written_at = file.read(), os.path.getmtime(path)
-    with suppress(OSError, ValueError), open(os.path.join(folder, "end.json")) as file:
+    with suppress(FileNotFoundError), open(path, encoding="utf-8") as file:
+        table, written_at = file.read(), os.fstat(file.fileno()).st_mtime
+    end = os.path.join(folder, "end.json")
+    with suppress(FileNotFoundError, ValueError), open(end, encoding="utf-8") as file:
         why = str(json.load(file)["why"])
     return EarlierRun(table, written_at, why)

@@ -16,10 +16,10 @@ _LOOK_S = 2.0
 #: Seconds after which a claimed life that Slurm does not know is passed over. Its client has died,
 #: or it waits for Slurm for longer than anybody waits for `sbatch`.
 _CLAIM_S = 45.0
+#: The same of a life that the script of the one before has claimed. That asks several times.
+_RENEWAL_S = 600.0
 #: Seconds within which the host with Slurm must answer for the first time.
 _FIRST_ANSWER_S = 60.0
-#: Seconds that the script of an allocation may take until it has asked for the next one.
-_ASKING_S = 120.0
 #: How often a job is submitted again that Slurm's controller gave no answer to.
 _SUBMISSIONS = 4
 #: What `sbatch` says when it does not know whether the controller has the job.
@@ -171,7 +171,7 @@ class BringUp:
             return ""
         if life.job:
             why = f"Slurm has no job {life.job} any more; `sacct -j {life.job}` may say why"
-        elif self.clock() - since >= _CLAIM_S:
+        elif self.clock() - since >= (_RENEWAL_S if life.renewed else _CLAIM_S):
             why = "its client ended before Slurm had the job"
         else:
             return ""
@@ -188,12 +188,12 @@ class BringUp:
 
     def _is_asked_for(self, life: Life) -> bool:
         """Whether the script of a life that has ended is about to submit the next one."""
-        if life.end is None or not life.end.renews:
-            return False
         if self._asked_since[0] != life.number:
             self._asked_since = life.number, self.clock()
+        if not life.is_asked_for(self.clock() - self._asked_since[1]):
+            return False
         self.say(f"The allocation of the cluster {self.name!r} is being renewed.")
-        return self.clock() - self._asked_since[1] < _ASKING_S
+        return True
 
     def _claim_next(self, last: Life | None) -> None:
         """Claim the next life and submit its job, unless another client does."""

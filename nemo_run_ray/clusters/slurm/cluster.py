@@ -10,7 +10,7 @@ import re
 import secrets
 import socket
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -132,7 +132,7 @@ class SlurmCluster(Cluster):
         archives: Callable[[], Mapping[str, bytes]],
     ) -> None:
         if self.renew:
-            self._lives.keep_chain(dispatcher, ids, body, archives())
+            self._lives.keep_chain(dispatcher, ids, body, archives)
 
     def record(self) -> dict[str, Any]:
         tunnel = self.executor.tunnel
@@ -151,18 +151,20 @@ class SlurmCluster(Cluster):
 
     def release(self, detach: bool) -> None:
         if detach:
-            number = _used.pop(self._key, None)
-            if number is not None:
-                self._lives.detach(number, _USER)
+            for one in self._joined(_used.pop(self._key, 0)):
+                self._lives.detach(one, _USER)
 
     def stop(self) -> bool:
         """End the allocation now, with all that runs in it; whether there was one."""
-        life = self._lives.look()
-        if life is None or life.why_over:
-            return False
-        self._lives.cancel(life, "it was ended by `nemo-run-ray down`")
+        found = False
+        for _ in range(2):  # its script may ask for the next one meanwhile
+            life = self._lives.look()
+            if life is None or (life.why_over and not life.is_asked_for(0)):
+                break
+            self._lives.cancel(life, "it was ended by `nemo-run-ray down`")
+            found = True
         self._looks.forget()
-        return True
+        return found
 
     # ------------------------------------------------------------------ inside
 
@@ -235,11 +237,16 @@ class SlurmCluster(Cluster):
 
     def _leave(self, number: int) -> None:
         with contextlib.suppress(NemoRunRayError):  # it ends when it has been idle
-            if number:
-                self._lives.leave(number, _USER)
-                newest = self._lives.look() if self.renew else None
-                if newest is not None and newest.number != number:
-                    self._lives.leave(newest.number, _USER)
+            for one in self._joined(number):
+                self._lives.leave(one, _USER)
+
+    def _joined(self, number: int) -> Iterator[int]:
+        """The lives that this process uses: a renewal takes it along from the first one."""
+        if number:
+            yield number
+            newest = self._lives.look() if self.renew else None
+            if newest is not None and newest.number != number:
+                yield newest.number
 
 
 def _lock_of(key: tuple[str, str]) -> threading.Lock:

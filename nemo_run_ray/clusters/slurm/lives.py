@@ -12,7 +12,7 @@ import contextlib
 import json
 import os
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,10 +20,14 @@ from nemo_run_ray.clusters.slurm.login import Login, quoted
 from nemo_run_ray.clusters.slurm.remains import Remains
 from nemo_run_ray.clusters.slurm.series import Series
 from nemo_run_ray.errors import ClusterError
-from nemo_run_ray.remote.earlier import CHAINS, IDS, RENEWED, TABLE
+from nemo_run_ray.remote.earlier import CHAINS, IDS, RENEWED, START, TABLE
 from nemo_run_ray.remote.slurm.allocation import KEEP, OVER, RELEASED, USERS
 from nemo_run_ray.remote.slurm.log_copies import JOB_LOGS
 from nemo_run_ray.remote.slurm.run_folder import End, HeadAddress
+
+#: Seconds that the script of an allocation may take until it has asked for the next one, and by
+#: which clocks of hosts may differ.
+_ASKING_S, _CLOCKS_S = 120.0, 900.0
 
 #: Prints of the newest life a line for each file: its name, a tab, its text.
 _LOOK = """\
@@ -41,6 +45,7 @@ run=$(ls -d run/"$job".* 2>/dev/null | sort -t . -k 2 -n | tail -n 1)
 [ -n "$run" ] || exit 0
 cd "$run" && ls > /dev/null && echo "run\t$run"
 show ready ready.json; show end end.json; show token token; show session session
+[ ! -e end.json ] || echo "ended_s	$(( $(date +%s) - $(stat -c %Y end.json) ))"
 exit 0
 """
 #: Slurm's answer is kept in a file, so that it is not lost with a connection; and no second job can
@@ -95,7 +100,7 @@ if [ -z "$number" ]; then
   while [ -e "$((number + 1))/renewed" ]; do number=$((number + 1)); done
 fi
 show() {{ [ -e "$2" ] && printf '%s\\t' "$1" && tr '\\n' ' ' < "$2" && echo; }}
-for ids in ../{chains}/*/ids; do show kept "$ids"; done
+echo "kept	$(cat ../{chains}/*/ids 2>/dev/null | tr '\\n' ' ')"
 while :; do
   for run in $(ls -d "$number"/run/*.* 2>/dev/null | sort -t . -k 2 -n -r); do
     echo "run\t$run"; show session "$run/session"; show end "$run/end.json"
@@ -127,6 +132,7 @@ class Life:
         end: how the run was over.
         token: Ray's.
         session: Ray's name of this life.
+        ended_s: seconds since its end, by the clocks of two hosts.
     """
 
     number: int
@@ -142,11 +148,22 @@ class Life:
     end: End | None = None
     token: str = ""
     session: str = ""
+    ended_s: float = 0.0
 
     @property
     def why_over(self) -> str:
         """Why there is nothing to be had of it any more; empty while there may be."""
         return self.over or self.refused or (self.end.why if self.end is not None else "")
+
+    def is_asked_for(self, known_s: float) -> bool:
+        """Whether its script is about to ask for the life that goes on.
+
+        Args:
+            known_s: seconds for which this process has known its end.
+        """
+        if self.end is None or not self.end.renews or self.over:
+            return False
+        return known_s < _ASKING_S and self.ended_s < _ASKING_S + _CLOCKS_S
 
 
 class Lives:
@@ -263,17 +280,18 @@ class Lives:
         dispatcher: str,
         ids: Sequence[str],
         body: dict[str, Any],
-        archives: Mapping[str, bytes],
+        archives: Callable[[], Mapping[str, bytes]],
     ) -> None:
         """Keep a chain, so that it goes on in the next life."""
         folder = os.path.join(self.folder, CHAINS, dispatcher)
         there = f"[ ! -e {quoted(folder, IDS)} ] || echo there"
         if self.login.run(f"mkdir -p -m 700 {quoted(folder)} && {there}").strip():
             return
-        for name, data in archives.items():
+        files = archives()
+        for name, data in files.items():
             self.login.put(data, os.path.join(folder, name))
-        start = json.dumps({"body": body, "archives": list(archives)})
-        self.login.put(start.encode(), os.path.join(folder, "start.json"))
+        start = json.dumps({"body": body, "archives": list(files)})
+        self.login.put(start.encode(), os.path.join(folder, START))
         # The last one: it says that the others are whole.
         self.login.put("\n".join([dispatcher, *ids, ""]).encode(), os.path.join(folder, IDS))
 
@@ -301,6 +319,7 @@ def _life(rows: Mapping[str, str]) -> Life:
         end=_end(rows.get("end", "")),
         token=rows.get("token", "").strip(),
         session=rows.get("session", "").strip(),
+        ended_s=float(rows.get("ended_s") or 0.0),
     )
 
 

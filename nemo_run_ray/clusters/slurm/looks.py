@@ -12,16 +12,19 @@ from nemo_run_ray.errors import NemoRunRayError
 
 #: Seconds for which what a look has found is believed.
 _TRUST_S = 2.0
-#: Seconds that the script of an allocation may take until it has asked for the next one.
-_ASKING_S = 120.0
+#: The same of what lives have left, which may be large; less if another one has begun or ended.
+_TRUST_LEFT_S = 30.0
 _Key = tuple[str, str]
+#: Number and run of a life, and whether it has ended.
+_State = tuple[int, str, bool]
 #: By host and folder: what was seen when.
 _seen: dict[_Key, tuple[float, Life | None]] = {}
 #: When this process heard of a job, in seconds since 1970; when it saw the end of a life.
 _known_at: dict[tuple[str, str, str], float] = {}
 _ended_at: dict[tuple[str, str, int], float] = {}
-#: What lives have left, by host, folder and Ray's name of the life, and when that was seen.
-_left: dict[tuple[str, str, str], tuple[float, Series]] = {}
+#: What lives have left, by host, folder and Ray's name of the life; when that was seen, and what
+#: the newest life was then.
+_left: dict[tuple[str, str, str], tuple[float, _State, Series]] = {}
 #: The runs before one that is up, by host, folder and that run.
 _before: dict[tuple[str, str, str], Series] = {}
 
@@ -70,12 +73,20 @@ class Looks:
         """What a life has left, with those before and after it in which its chains go on."""
         key = (*self._key, session)
         nothing = Series(self._lives.login, (), frozenset())
-        at, found = _left.get(key, (float("-inf"), nothing))
-        if not found.is_whole and time.monotonic() - at >= _TRUST_S:
+        at, state, found = _left.get(key, (float("-inf"), self._state, nothing))
+        trust_s = _TRUST_LEFT_S if found.runs and state == self._state else _TRUST_S
+        if not found.is_whole and time.monotonic() - at >= trust_s:
+            state = self._state
             with contextlib.suppress(NemoRunRayError):
                 found = self._lives.series(session=session)
-            _left[key] = time.monotonic(), found
+            _left[key] = time.monotonic(), state, found
         return found
+
+    @property
+    def _state(self) -> _State:
+        """What the newest life was when somebody looked last."""
+        _, life = _seen.get(self._key, (0.0, None))
+        return (0, "", False) if life is None else (life.number, life.run, life.end is not None)
 
     def before(self, life: Life) -> Series | None:
         """The runs before the one that is up; ``None`` if it goes on with no chains.
@@ -122,7 +133,7 @@ class Looks:
 
     def is_asked_for(self, life: Life) -> bool:
         """Whether the script of a life that has ended is about to ask for the next one."""
-        if life.end is None or not life.end.renews:
+        if life.end is None:
             return False
         seen_at = _ended_at.setdefault((*self._key, life.number), time.monotonic())
-        return time.monotonic() - seen_at < _ASKING_S
+        return life.is_asked_for(time.monotonic() - seen_at)

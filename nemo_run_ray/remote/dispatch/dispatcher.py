@@ -93,8 +93,7 @@ class Dispatcher:
         self._absent_since: Optional[float] = None
         self._changed_at = clock()
         self._looks_s: Deque[float] = deque(maxlen=LOOKS)
-        rows_before = earlier.rows_of_job(os.environ)
-        self._earlier = {name: attempt_of_row(row) for name, row in rows_before.items()}
+        self._earlier: Optional[Dict[str, Attempt]] = None  # not read yet
 
     def run(self, sleep: Callable[[float], None] = time.sleep) -> int:
         """Go on until everything is decided, and return the exit code.
@@ -112,7 +111,7 @@ class Dispatcher:
         """Look once and act; the exit code when there is nothing left to do."""
         try:
             table = self._look()
-        except rest.Unanswered as error:
+        except (rest.Unanswered, OSError) as error:  # or an earlier table cannot be read now
             self._complain("", str(error))
             self._absent_since = None
             self._errors.clear()
@@ -150,6 +149,9 @@ class Dispatcher:
 
     def _look(self) -> Optional[Dict[str, Attempt]]:
         """The table, or ``None`` when it is not (yet) the one that has this dispatcher."""
+        if self._earlier is None:
+            rows_before = earlier.rows_of_job(os.environ)
+            self._earlier = {name: attempt_of_row(row) for name, row in rows_before.items()}
         began = time.monotonic()
         wanted = _Wanted(self._dispatch)
         rows = ((str(row["submission_id"]), row) for row in self._api.rows())

@@ -7,6 +7,10 @@ from typing import Mapping, Optional
 
 from ..spec import ENDS_AT, LASTS_S, RENEWS
 
+#: Seconds before an allocation is renewed in which no job begins: Ray's job table is written down
+#: then, and what it lacks would begin again.
+CLOSING_S = 5.0
+
 
 @dataclass(frozen=True)
 class TimeLeft:
@@ -33,7 +37,9 @@ class TimeLeft:
         return f"it needs {time_s:g} s, and its allocation ends in {max(self.left_s, 0):.0f} s"
 
     def has(self, time_s: Optional[float]) -> bool:
-        """Whether a job that needs so many seconds ends in time."""
+        """Whether a job that needs so many seconds may begin now."""
+        if self.renews and self.left_s < CLOSING_S:
+            return False  # the next allocation would not know that it has begun
         return time_s is None or time_s <= self.left_s
 
 

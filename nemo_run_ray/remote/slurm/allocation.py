@@ -26,6 +26,7 @@ from typing import Any, Callable, List, Optional, Set
 
 from ..earlier import TABLE
 from ..files import write_file
+from ..node.output import say
 from .dashboard import answer_of
 from .renewal import Renewal
 from .run_folder import End, HeadAddress
@@ -35,6 +36,8 @@ from .settings import Settings
 USERS, RELEASED, KEEP, OVER = "users", "released", "keep", "over"
 #: Seconds between two looks at Ray's job table.
 _LOOK_S = 5.0
+#: How often Ray is asked for its last job table, of which chains go on.
+_LAST_TRIES = 3
 #: States of jobs that have not ended.
 _ACTIVE = ("PENDING", "RUNNING")
 
@@ -74,15 +77,18 @@ class Allocation:
         Args:
             head: where Ray's dashboard is.
         """
+        if not self._settings.life:
+            return None
+        self._renewal.step(head)
         now = self._clock()
-        if not self._settings.life or now - self._looked_at < _LOOK_S:
+        if now - self._looked_at < _LOOK_S:
             return None
         self._looked_at = now
-        self._renewal.step(head)
         if not self.session:
             self._ask_session(head)
         rows = self.keep_table(head)
         is_idle = rows is not None and not any(_is_active(row) for row in rows)
+        is_idle = is_idle and not self._renewal.is_busy
         # A dashboard that hangs does not keep the next allocation from its turn.
         self._rows = self._rows if rows is None else rows
         next_one = self._renewal.end(self._rows, is_idle)
@@ -113,6 +119,17 @@ class Allocation:
                 write_file(os.path.join(self._settings.run, TABLE), text)
                 self._kept = text
         return rows
+
+    def keep_last_table(self, head: HeadAddress, end: End) -> None:
+        """Keep the table of which the next allocation takes what has become of its jobs."""
+        for _ in range(_LAST_TRIES if end.renews else 1):
+            if self.keep_table(head) is not None:
+                return
+        if end.renews:
+            say(
+                "Ray does not tell its job table. Jobs that have ended since the last look are "
+                "taken for jobs that the walltime has ended."
+            )
 
     def _why_idle(self, idle_s: float) -> str:
         life, limit_s = self._settings.life, self._settings.idle_timeout_s

@@ -57,6 +57,7 @@ class Head(Node):
         self._copies = LogCopies(self.settings.temp_dir, logs, self.settings.log_sync_s)
 
     def greet(self) -> None:
+        self._renewal.begin()
         flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC
         with open(os.open(self.folder.file("token"), flags, 0o600), "w") as file:
             file.write(secrets.token_hex(32))
@@ -80,10 +81,7 @@ class Head(Node):
         code = self._driver_code()
         if code is not None:
             return End(code, f"the driver: {describe_exit(code)}")
-        end = self._unneeded()
-        if end is not None:
-            return end
-        return self._act(decide(self.settings, self._view()))
+        return self._unneeded() or self._act(decide(self.settings, self._view()))
 
     def words(self) -> List[str]:
         self._ports = self.ports.choose()
@@ -106,7 +104,7 @@ class Head(Node):
 
     def leave(self, end: End) -> int:
         if self._was_ready and self._head is not None and self.settings.life:
-            self._allocation.keep_table(self._head)
+            self._allocation.keep_last_table(self._head, end)
         with suppress(OSError):  # on a full disk the workers miss the head's beat
             end = self.folder.publish_end(end)
         self.say(f"The run is over: {end.why}")

@@ -5,12 +5,13 @@ from __future__ import annotations
 import json
 from typing import Dict, List, Mapping
 
-from ..spec import DASHBOARD
+from ..spec import DASHBOARD, EMBEDDED, ENDS_AT, LASTS_S, RENEWS
 from .run_folder import HeadAddress
 from .settings import HEAD_PORTS, NODE_PORTS, Settings
 
-#: Variables that would lead Ray, or a driver, to another cluster.
-_FOREIGN = ("RAY_ADDRESS", "RAY_API_SERVER_ADDRESS", "RAY_AUTH_TOKEN", DASHBOARD)
+#: Variables that would lead Ray, or a driver, to another cluster; and what that says of itself.
+_FOREIGN = {"RAY_ADDRESS", "RAY_API_SERVER_ADDRESS", "RAY_AUTH_TOKEN", DASHBOARD}
+_FOREIGN |= {EMBEDDED, ENDS_AT, LASTS_S, RENEWS}
 
 
 def head_words(

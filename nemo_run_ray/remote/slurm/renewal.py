@@ -15,7 +15,7 @@ from .spool import Spool
 
 #: An allocation that is renewed ends by itself before its walltime, in time for jobs to end and for
 #: its script to submit the next one: by a tenth of it, at least and at most so many seconds.
-_MARGIN_MIN_S, _MARGIN_MAX_S = 20.0, 60.0
+_MARGIN_MIN_S, _MARGIN_MAX_S = 30.0, 60.0
 #: Seconds from the start of the node program to that of the first job, at most.
 _FIRST_JOB_S = 30.0
 
@@ -50,9 +50,18 @@ class Renewal:
         renews = "1" if self._settings.renew else "0"
         return {ENDS_AT: f"{self._ends_at:.0f}", LASTS_S: f"{self._lasts_s:.0f}", RENEWS: renews}
 
+    def begin(self) -> None:
+        """Forget chains that went on nowhere, before there is a cluster for others."""
+        self._spool.clear()
+
     def step(self, head: HeadAddress) -> None:
-        """Start the dispatchers of chains that go on here."""
+        """Go on with starting the dispatchers of chains that go on here."""
         self._spool.step(head)
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether a dispatcher is not started yet."""
+        return bool(self._settings.life) and self._spool.is_busy
 
     def end(self, rows: List[Any], is_idle: bool) -> Optional[End]:
         """The end by which the next allocation goes on; ``None`` while this one is of use.
@@ -64,9 +73,12 @@ class Renewal:
         if not self._settings.renew or self._ends_at is None:
             return None
         is_late = self._clock() >= self._ends_at
-        is_open = self._spool.has_open(rows, out_of_time=not is_late)
-        # Without progress, allocations would follow each other for ever.
-        if not is_open or not (is_late or is_idle) or not self._has_progress(rows):
+        try:
+            is_open = self._spool.has_open(rows, out_of_time=not is_late)
+            # Without progress, allocations would follow each other for ever.
+            if not is_open or not (is_late or is_idle) or not self._has_progress(rows):
+                return None
+        except OSError:  # the chains cannot be read now
             return None
         why = "its walltime is over" if is_late else "what is left needs more time than it has"
         return End(0, why, True)

@@ -5,10 +5,11 @@ from __future__ import annotations
 import http.client
 import json
 import os
+import time
 import urllib.error
 import urllib.request
 from contextlib import suppress
-from typing import Any, Dict, List, Mapping, Optional, Set
+from typing import Any, Callable, Dict, List, Mapping, Optional, Set
 
 from .. import earlier
 from ..attempts import Attempt, attempt_id, attempt_of_row, attempts_of, first_id
@@ -26,6 +27,9 @@ _NOT_ALL_SUCCEEDED = 8
 _OUT_OF_TIME = 9
 #: Seconds for one request. An archive may be large, and meanwhile the head shows no life.
 _ANSWER_S = 15.0
+#: Seconds until a request that has failed is tried again, and after how many tries of a chain it is
+#: given up: an allocation does not stay for its sake.
+_PAUSE_S, _TRIES = 5.0, 60
 
 
 class Spool:
@@ -34,26 +38,57 @@ class Spool:
     Args:
         settings: of the head.
         token_path: of the file with Ray's token.
+        clock: seconds that only grow.
     """
 
-    def __init__(self, settings: Settings, token_path: str) -> None:
+    def __init__(
+        self, settings: Settings, token_path: str, clock: Callable[[], float] = time.monotonic
+    ) -> None:
         self._settings = settings
+        self._clock = clock
         self._token_path = token_path
         self._left: Optional[List[str]] = None
         self._rows: JobRows = {}
+        self._sent: Set[str] = set()
         self._decided: Set[str] = set()
+        self._told: Dict[str, str] = {}
+        self._tries: Dict[str, int] = {}
+        self._pause_until = float("-inf")
 
     def step(self, head: HeadAddress) -> None:
-        """Start the dispatchers that are not started yet; what fails is tried at the next step."""
-        if self._left is None:
-            try:
+        """Go one request further with the first chain whose dispatcher is not started yet.
+
+        Between two requests the head shows that it lives. What fails is tried again, after the
+        other chains.
+        """
+        if not self.is_busy or self._clock() < self._pause_until:
+            return
+        about = ""
+        try:
+            if self._left is None:
                 self._left = self._taken_over()
-            except OSError:  # the folder cannot be read now
-                return
-        for folder in list(self._left):
-            with suppress(OSError, http.client.HTTPException, ValueError, KeyError):
-                self._start(head, folder)
-                self._left.remove(folder)
+            elif self._left:
+                about = os.path.basename(self._left[0])
+                if self._go_on(head, self._left[0]):
+                    del self._left[0]
+        except (OSError, http.client.HTTPException, ValueError, KeyError) as error:
+            self._failed(about, f"{error or type(error).__name__}")
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether a dispatcher is not started yet."""
+        return self._left is None or bool(self._left)
+
+    def clear(self) -> None:
+        """Remove what is kept of chains that went on in no allocation, before clients can add some.
+
+        Their ids stay: they tell which rows of old job tables are theirs.
+        """
+        life, run = self._settings.life, self._settings.run
+        with suppress(OSError):  # what is left does no harm
+            if life and not earlier.goes_on(life, run):
+                for folder in earlier.chains(life):
+                    _empty(folder)
 
     def has_open(self, rows: List[Any], out_of_time: bool) -> bool:
         """Whether a chain that was started is left with which not everything is decided.
@@ -62,23 +97,30 @@ class Spool:
             rows: Ray's job table as it is now.
             out_of_time: count only one whose dispatcher had no time for what is left. Another that
                 has died would die again.
+
+        Raises:
+            OSError: the chains cannot be read now.
         """
         table: Dict[str, Any] = dict(self._rows)
         table.update((str(row.get("submission_id")), row) for row in rows if isinstance(row, dict))
         found = False
-        for folder in earlier.chains(self._settings.life):
-            if folder not in self._decided:
-                attempts = _attempts(os.path.basename(folder), table)
-                if _is_decided(attempts):
-                    self._decided.add(folder)
-                    _empty(folder)
-                elif attempts:
-                    newest = attempts[max(attempts)]
-                    found |= not out_of_time or newest.exit_code == _OUT_OF_TIME
+        folders = [one for one in earlier.chains(self._settings.life) if one not in self._decided]
+        attempts = _attempts([os.path.basename(folder) for folder in folders], table)
+        for folder in folders:
+            own = attempts[os.path.basename(folder)]
+            if _is_decided(own) or not os.path.exists(os.path.join(folder, earlier.START)):
+                self._decided.add(folder)
+                _empty(folder)
+            elif own:
+                found |= not out_of_time or own[max(own)].exit_code == _OUT_OF_TIME
         return found
 
     def dispatchers(self) -> Set[str]:
-        """Ids of the dispatchers of all chains."""
+        """Ids of the dispatchers of all chains.
+
+        Raises:
+            OSError: the chains cannot be read now.
+        """
         return {os.path.basename(folder) for folder in earlier.chains(self._settings.life)}
 
     def _taken_over(self) -> List[str]:
@@ -86,27 +128,45 @@ class Spool:
         if not life or not earlier.goes_on(life, run):
             return []
         self._rows = earlier.rows_before(life, run)
-        found = []
-        for folder in earlier.chains(life):
-            attempts = _attempts(os.path.basename(folder), self._rows)
-            # One without an attempt is of another life, or its client died before it was sent.
-            if attempts and not _is_decided(attempts):
-                found.append(folder)
-        return found
+        folders = earlier.chains(life)
+        attempts = _attempts([os.path.basename(folder) for folder in folders], self._rows)
+        found = ((folder, attempts[os.path.basename(folder)]) for folder in folders)
+        # One without an attempt is of another life, or its client died before it was sent.
+        return [folder for folder, own in found if own and not _is_decided(own)]
 
-    def _start(self, head: HeadAddress, folder: str) -> None:
-        with open(os.path.join(folder, "start.json"), encoding="utf-8") as file:
+    def _go_on(self, head: HeadAddress, folder: str) -> bool:
+        """Send the next archive of a chain, or start its dispatcher; whether that was the last."""
+        with open(os.path.join(folder, earlier.START), encoding="utf-8") as file:
             start = json.load(file)
         for name in start["archives"]:
-            with open(os.path.join(folder, name), "rb") as archive:
-                self._send(head, "PUT", f"/api/packages/gcs/{name}", archive.read())
+            if name not in self._sent:
+                with open(os.path.join(folder, name), "rb") as archive:
+                    self._send(head, "PUT", f"/api/packages/gcs/{name}", archive.read())
+                self._sent.add(name)
+                return False
         body = start["body"]
         first = body["submission_id"]
-        number = 1 + max(_attempts(first, self._rows), default=0)
+        number = 1 + max(_attempts([first], self._rows)[first], default=0)
         body["submission_id"] = attempt_id(first, number)
         body["entrypoint"] = body["entrypoint"].replace(SUBMISSION_ID, body["submission_id"])
         self._send(head, "POST", "/api/jobs/", json.dumps(body).encode())
         say(f"The chain {first} goes on, by {body['submission_id']}.")
+        return True
+
+    def _failed(self, about: str, why: str) -> None:
+        """Say once what is tried again, and give a chain up that fails for too long."""
+        self._pause_until = self._clock() + _PAUSE_S
+        what = f"The chain {about} cannot go on" if about else "Earlier chains cannot be read"
+        if self._told.get(about) != why:
+            say(f"{what} yet: {why}")
+            self._told[about] = why
+        if about and self._left:
+            folder = self._left.pop(0)
+            self._tries[about] = self._tries.get(about, 0) + 1
+            if self._tries[about] < _TRIES:
+                self._left.append(folder)
+            else:
+                say(f"{what}, and is given up: {why}")
 
     def _send(self, head: HeadAddress, method: str, path: str, data: bytes) -> None:
         opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
@@ -119,13 +179,16 @@ class Spool:
                 answer.read()
         except urllib.error.HTTPError as error:
             with error:
-                if b"already exists" not in error.read():  # else a client has started it
-                    raise
+                said = error.read()
+                if b"already exists" not in said:  # else a client has started it
+                    raise ValueError(f"Ray answered {error.code}: {said[-300:]!r}") from error
 
 
-def _attempts(first: str, rows: JobRows) -> Dict[int, Attempt]:
-    table = {name: attempt_of_row(row) for name, row in rows.items() if first_id(name) == first}
-    return attempts_of([first], table)[first]
+def _attempts(firsts: List[str], rows: JobRows) -> Dict[str, Dict[int, Attempt]]:
+    """The attempts of dispatchers, by first id and number."""
+    wanted = set(firsts)
+    table = {name: attempt_of_row(row) for name, row in rows.items() if first_id(name) in wanted}
+    return attempts_of(firsts, table)
 
 
 def _is_decided(attempts: Mapping[int, Attempt]) -> bool:

@@ -76,6 +76,16 @@ def test_a_folder_is_where_it_was_named(tmp_path, monkeypatch):
     assert env["RAY_AUTH_TOKEN_PATH"] == str(tmp_path / "relative" / "token")
 
 
+def test_the_cluster_around_it_is_none_of_its_own(home, monkeypatch):
+    """A program that runs in an allocation of Slurm may start an embedded Ray there."""
+    names = ("LIFE", "RUN", "DASHBOARD", "ENDS_AT", "LASTS_S", "RENEWS")
+    for name in names:
+        monkeypatch.setenv(f"NEMO_RUN_RAY_{name}", "7")
+    with home.locked():
+        env = home.environment(str(home.path))
+    assert [name for name in names if f"NEMO_RUN_RAY_{name}" in env] == []
+
+
 def test_who_waits_for_another_process_is_told(home, monkeypatch):
     told = []
     monkeypatch.setattr(local_state, "_SILENT_S", 0.05)

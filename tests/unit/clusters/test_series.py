@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import time
 from pathlib import Path
 
@@ -11,7 +12,8 @@ import pytest
 
 from nemo_run_ray import RayExecutor, SlurmCluster
 from nemo_run_ray.clusters import Dashboard, from_record
-from nemo_run_ray.clusters.slurm import looks, slurm_queue
+from nemo_run_ray.clusters.slurm import cluster as slurm_cluster
+from nemo_run_ray.clusters.slurm import lives, looks, slurm_queue
 from nemo_run_ray.dashboard.jobs_api import JobsApi
 from nemo_run_ray.errors import ClusterError
 from tests.http_server import Handler, serving
@@ -46,13 +48,19 @@ def end(world: World, number: int, why: str, renews: bool, rows: list) -> Path:
 
 
 def start(world: World, number: int) -> None:
-    lives = cluster(world)._lives
-    assert lives.claim(number, "me")
-    lives.submit(number, "#!/bin/sh\n")
+    found = cluster(world)._lives
+    assert found.claim(number, "me")
+    found.submit(number, "#!/bin/sh\n")
 
 
 def look_anew(monkeypatch) -> None:
     monkeypatch.setattr(looks, "_TRUST_S", 0.0)
+
+
+def grow_old(world: World, number: int) -> None:
+    """The end of a life was two hours ago."""
+    (end,) = world.life(number).glob("run/*/end.json")
+    os.utime(end, (time.time() - 7200,) * 2)
 
 
 @pytest.fixture
@@ -81,6 +89,13 @@ def test_what_is_kept_is_whole_and_for_its_user_alone(renewed):
     assert folder.stat().st_mode & 0o777 == 0o700
 
 
+def test_a_chain_that_is_there_is_not_packed_again(renewed):
+    packed = []
+    again = cluster(renewed)
+    again.keep_chain("d", ["a", "b", "c"], {}, lambda: packed.append(1) or {})
+    assert packed == []
+
+
 def test_without_renew_nothing_is_kept(world):
     asked = []
     cluster(world, renew=False).keep_chain("d", [], {}, lambda: asked.append(1) or {})
@@ -104,11 +119,67 @@ def test_between_two_allocations_jobs_are_away_and_not_lost(renewed):
 def test_a_next_one_that_never_comes_is_a_loss(renewed, monkeypatch):
     found = cluster(renewed)
     assert found.why_away("session_1")
-    monkeypatch.setattr(looks, "_ASKING_S", 0.0)
+    monkeypatch.setattr(lives, "_ASKING_S", 0.0)
     assert found.why_away("session_1") == ""
     assert "its walltime is over, and nobody has asked for the next one" in found.why_gone(
         "session_1"
     )
+
+
+def test_a_script_that_died_long_ago_asks_for_nothing(renewed):
+    """A new process sees so at its first look."""
+    grow_old(renewed, 1)
+    assert cluster(renewed).why_away("session_1") == ""
+    client = renewed.client("late")
+    renewed.events = [lambda: renewed.ready(2)]
+    assert client.run().number == 2
+    assert renewed.now < 1000 + 10
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_down_between_two_allocations_ends_the_cluster(renewed, when):
+    """Also when the script asks for the next one at that moment."""
+    found = cluster(renewed)
+    if when == "after":
+        next_one(renewed)
+    assert found.stop()
+    newest = renewed.life(1 if when == "before" else 2)
+    assert "it was ended by" in (newest / "over").read_text()
+    assert renewed.cancelled() == (["101"] if when == "before" else ["102"])
+    assert found.why_away("session_1") == ""
+    told = found.why_gone("session_1")
+    assert "the next one did not come: it was ended by `nemo-run-ray down`" in told
+    assert not found.stop()
+
+
+def test_who_detaches_is_taken_off_the_next_one_too(renewed, monkeypatch):
+    found = cluster(renewed)
+    users = [renewed.life(number) / "users" / slurm_cluster._USER for number in (1, 2)]
+    monkeypatch.setitem(slurm_cluster._used, found._key, 1)
+    next_one(renewed)
+    for user in users:
+        user.touch()
+    found.release(detach=True)
+    assert not any(user.exists() for user in users)
+
+
+def test_large_tables_are_not_fetched_at_every_look(renewed, monkeypatch):
+    asked = []
+    series = lives.Lives.series
+
+    def counted(self, *args, **fields):
+        asked.append(fields)
+        return series(self, *args, **fields)
+
+    monkeypatch.setattr(lives.Lives, "series", counted)
+    found = cluster(renewed)
+    for _ in range(5):
+        assert "is being asked for" in found.why_away("session_1")
+    assert len(asked) == 1
+    next_one(renewed)
+    for _ in range(5):
+        assert "which is not up yet" in found.why_away("session_1")
+    assert len(asked) == 2
 
 
 def test_one_that_slurm_does_not_take_is_a_loss(renewed):

@@ -4,8 +4,13 @@ import nemo_run as run
 import pytest
 
 from nemo_run_ray import RayExecutor
-from nemo_run_ray.errors import ConfigError
+from nemo_run_ray.clusters import Dashboard
+from nemo_run_ray.dashboard.jobs_api import JobsApi
+from nemo_run_ray.errors import ConfigError, SubmissionError
+from nemo_run_ray.ids import HANDLE
+from nemo_run_ray.jobs.other_experiments import outside_spec
 from nemo_run_ray.remote.dispatch.decide import ALL_SUCCEEDED, NOT_ALL_SUCCEEDED
+from nemo_run_ray.remote.rows import JobRows
 from tests.conftest import refused
 from tests.fake_ray import FAILS, FakeRay
 from tests.unit.jobs.conftest import Handed
@@ -113,3 +118,31 @@ def test_a_groups_roles_may_name_them(ray, unique, prep):
     assert f"after     ray_jobs://nemo_run/{prep.id}.a, ray_jobs://nemo_run/{prep.id}.b" in str(
         info
     )
+
+
+class Earlier:
+    """Jobs of the allocations before the one that is up."""
+
+    def __init__(self, rows: JobRows) -> None:
+        self._rows = rows
+
+    def rows(self) -> JobRows:
+        return self._rows
+
+    def log(self, submission_id: str) -> None:
+        return None
+
+
+@pytest.mark.parametrize("has_it", [True, False])
+def test_a_chain_that_goes_on_in_another_allocation_may_be_waited_for(ray, unique, has_it):
+    """That one's Ray has another name than the one that the ledger knows."""
+    prep = Handed(ray, f"{unique}-prep", "a", "b after a")
+    rows = {prep.dispatch.id: ray.rows.pop(prep.dispatch.id)} if has_it else {}
+    ray.rows.clear()
+    api = JobsApi.of(Dashboard(ray.url, {"X-Of": unique}, earlier=Earlier(rows)))
+    if has_it:
+        found = outside_spec(f"{HANDLE}{prep.id}.b", api, "the next one")
+        assert (found.id, found.dispatcher) == (f"{prep.id}.b", prep.dispatch.id)
+    else:
+        with pytest.raises(SubmissionError, match="another cluster has"):
+            outside_spec(f"{HANDLE}{prep.id}.b", api, "the next one")

@@ -1,9 +1,12 @@
 """What a client that waits does for its jobs."""
 
+import time
+
 import pytest
 
 from nemo_run_ray.jobs import notes
 from nemo_run_ray.jobs.ledger import Ledger
+from nemo_run_ray.jobs.start_dispatcher import resume
 from nemo_run_ray.jobs.tend import Tending, _Revivals, tend
 from tests.conftest import wait_for
 from tests.fake_ray import Trouble
@@ -25,6 +28,17 @@ def test_a_dead_dispatcher_is_started_again_and_goes_on(ray, stopped, caplog):
     assert f"is started again as {again}" in caplog.text
     assert ray.dispatch(stopped.dispatch.spec, rounds=20) == 0
     assert stopped.states() == {"first": "SUCCEEDED", "second": "SUCCEEDED"}
+
+
+@pytest.mark.parametrize(("ended_s", "is_left"), [(0, True), (300, False)])
+def test_one_that_had_no_time_is_left_to_the_next_allocation(ray, stopped, ended_s, is_left):
+    """Until this one should have ended; then nobody started it in the next one."""
+    end_time = int((time.time() - ended_s) * 1000)
+    row = ray.rows[stopped.dispatch.id]
+    row.update(status="FAILED", driver_exit_code=9, end_time=end_time)
+    tend(stopped.exp_dir)
+    assert (f"{stopped.dispatch.id}@2" in ray.rows) != is_left
+    assert resume(stopped.dispatch) == "its dispatcher is at work"
 
 
 def test_it_is_not_started_twice_at_once(ray, stopped, monkeypatch):

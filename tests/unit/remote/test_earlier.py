@@ -68,6 +68,26 @@ def test_a_chain_that_is_not_whole_is_none(cluster):
     assert chains(str(cluster / "lives/3")) == [str(cluster / CHAINS / "d")]
 
 
-def test_a_table_that_cannot_be_read_says_nothing():
+@pytest.mark.parametrize("name", ["lives/2/run/8.0/jobs.json", f"{CHAINS}/d/ids", "lives/2/run"])
+def test_what_is_there_and_cannot_be_read_now_is_not_taken_for_nothing(cluster, name):
+    """Else jobs that have succeeded would run again."""
+    path = cluster / name
+    if path.is_dir():
+        path.rename(path.with_name("before"))
+        path.touch()
+    else:
+        path.unlink()
+        path.mkdir()
+    with pytest.raises(OSError, match=path.name):
+        rows_before(str(cluster / "lives/3"), str(cluster / "lives/3/run/10.0"))
+
+
+def test_a_run_is_known_by_its_name(cluster):
+    """A node may see the folder by another path than the one that it was given."""
+    found = rows_before(str(cluster / "lives/3"), "/elsewhere/lives/3/run/9.0/")
+    assert "a@3" not in found
+
+
+def test_a_table_that_is_no_table_says_nothing():
     runs = [EarlierRun("", 0.0), EarlierRun("{half", 0.0), EarlierRun('[{"x": 1}]', 0.0)]
     assert rows_of(runs, {"a"}) == {}

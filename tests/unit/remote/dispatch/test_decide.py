@@ -1103,6 +1103,15 @@ def test_where_another_allocation_goes_on_it_waits_for_that():
     assert [one.job for one in again.actions] == ["a"]
 
 
+def test_nothing_begins_while_the_job_table_is_written_down_for_the_next_allocation():
+    """What the table lacked would begin there again."""
+    plan = chain(link("a"))
+    busy = decide(plan, {}, 1000.0, time_left=_with(4.0, renews=True))
+    assert (busy.actions, busy.is_out_of_time) == ((), True)
+    assert decide(plan, {}, 1000.0, time_left=_with(4.0)).actions, "nothing goes on there"
+    assert decide(plan, {}, 1000.0, time_left=_with(6.0, renews=True)).actions
+
+
 def test_what_no_allocation_is_long_enough_for_is_given_up():
     plan = chain(link("a", time_s=4000))
     (claim,) = decide(plan, {}, 1000.0, time_left=_with(600, 3600, renews=True)).actions

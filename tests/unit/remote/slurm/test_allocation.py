@@ -19,10 +19,13 @@ from tests.unit.remote.slurm.test_slurm_decide import _SETTINGS
 
 class Dashboard(Handler):
     rows: list
+    refusals: list
 
     def answer(self) -> None:
         if self.path == "/api/version":
             return self.send(200, json.dumps({"session_name": "session_1"}))
+        if self.refusals:
+            return self.send(self.refusals.pop(), "not now")
         return self.send(200, json.dumps(self.rows))
 
 
@@ -32,16 +35,17 @@ class World:
     def __init__(self, life: Path, url: str, rows: list) -> None:
         (life / USERS).mkdir()
         self.life, self.rows, self.now = life, rows, 100.0
+        self.refusals: list[int] = []
         settings = replace(_SETTINGS, life=str(life), run=str(life), idle_timeout_s=60)
         (life / "token").write_text("a" * 64)
         renewal = Renewal(settings, str(life / "token"))
         self.allocation = Allocation(settings, str(life / "token"), renewal, lambda: self.now)
-        self._head = HeadAddress("127.0.0.1", 6379, int(url.rpartition(":")[2]))
+        self.head = HeadAddress("127.0.0.1", 6379, int(url.rpartition(":")[2]))
 
     def after(self, seconds: float) -> str:
         """Why it ends so many seconds later; empty while it goes on."""
         self.now += seconds
-        end = self.allocation.end(self._head)
+        end = self.allocation.end(self.head)
         assert end is None or end == End(0, end.why)
         return "" if end is None else end.why
 
@@ -49,8 +53,11 @@ class World:
 @pytest.fixture
 def world(tmp_path) -> Iterator[World]:
     rows: list = []
-    with serving(Dashboard, rows=rows) as url:
-        yield World(tmp_path, url, rows)
+    refusals: list = []
+    with serving(Dashboard, rows=rows, refusals=refusals) as url:
+        found = World(tmp_path, url, rows)
+        found.refusals = refusals
+        yield found
 
 
 def test_it_ends_when_it_was_idle_for_so_long(world):
@@ -93,3 +100,21 @@ def test_a_folder_that_cannot_be_read_ends_nothing(world):
     (world.life / RELEASED).touch()
     (world.life / USERS).rmdir()
     assert world.after(6) == ""
+
+
+@pytest.mark.parametrize(("refusals", "is_kept"), [(0, True), (2, True), (3, False)])
+def test_the_last_table_is_asked_for_again_where_chains_go_on(world, capfd, refusals, is_kept):
+    world.rows.append({"submission_id": "one", "status": "SUCCEEDED"})
+    world.refusals.extend([500] * refusals)
+    world.allocation.keep_last_table(world.head, End(0, "its walltime is over", True))
+    assert (world.life / TABLE).exists() == is_kept
+    assert ("does not tell its job table" in capfd.readouterr().out) == (not is_kept)
+
+
+def test_it_is_not_idle_while_chains_are_about_to_go_on(world, monkeypatch):
+    monkeypatch.setattr(Renewal, "is_busy", True)
+    world.after(6)
+    assert world.after(100) == ""
+    monkeypatch.setattr(Renewal, "is_busy", False)
+    assert world.after(6) == ""
+    assert world.after(60) == "no job has run for 60 s"

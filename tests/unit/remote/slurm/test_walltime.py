@@ -148,16 +148,101 @@ def dashboard(request) -> Iterator[tuple[HeadAddress, list]]:
         yield HeadAddress("127.0.0.1", 6379, int(url.rpartition(":")[2])), seen
 
 
+def spool_of(life: Path, now: list[float]) -> Spool:
+    return Spool(settings(life), str(life.parent.parent / "token"), lambda: now[0])
+
+
 def test_its_dispatcher_is_started_once(life, dashboard):
     head, seen = dashboard
-    spool = Spool(settings(life), str(life.parent.parent / "token"))
-    for _ in range(5):
+    now = [0.0]
+    spool = spool_of(life, now)
+    for _ in range(9):
+        now[0] += 5.0
         spool.step(head)
+    assert not spool.is_busy
     posts = [json.loads(data) for method, _, data in seen if method == "POST"]
     assert [post["submission_id"] for post in posts] == ["d@2", "d@2"], "the second one is heard"
     assert posts[0]["entrypoint"] == "run d@2"
     puts = [data for method, path, data in seen if method == "PUT"]
-    assert set(puts) == {b"code"}
+    assert puts == [b"code", b"code"], "the second one is heard, and never sent again"
+
+
+def test_between_two_requests_the_head_does_other_things(life, dashboard, capfd):
+    head, seen = dashboard
+    now = [0.0]
+    spool = spool_of(life, now)
+    for count in range(4):
+        assert len(seen) == max(0, count - 1)
+        spool.step(head)
+        now[0] += 5.0
+    assert spool.is_busy
+    told = capfd.readouterr().out
+    assert told.count("The chain d cannot go on yet: Ray answered 500") == 1
+    assert "t" * 64 not in told
+
+
+def test_a_request_that_failed_is_not_made_again_at_once(life, dashboard):
+    head, seen = dashboard
+    spool = spool_of(life, [0.0])
+    for _ in range(9):
+        spool.step(head)
+    assert len(seen) == 1
+
+
+def test_a_chain_that_never_goes_on_holds_no_allocation(life, dashboard, capfd):
+    head, _ = dashboard
+    (life.parent.parent / "chains/d/start.json").unlink()
+    now = [0.0]
+    spool = spool_of(life, now)
+    while spool.is_busy:
+        now[0] += 5.0
+        assert now[0] < 1000
+        spool.step(head)
+    told = capfd.readouterr().out
+    assert told.count("The chain d cannot go on yet") == 1
+    assert "and is given up" in told
+
+
+def test_earlier_tables_that_cannot_be_read_are_read_later(life, dashboard, capfd):
+    head, seen = dashboard
+    table = life.parent / "1/run/7.0/jobs.json"
+    text = table.read_text()
+    table.unlink()
+    table.mkdir()
+    now = [0.0]
+    spool = spool_of(life, now)
+    for _ in range(3):
+        now[0] += 5.0
+        spool.step(head)
+    assert spool.is_busy
+    assert seen == []
+    assert capfd.readouterr().out.count("Earlier chains cannot be read yet") == 1
+    table.rmdir()
+    table.write_text(text)
+    for _ in range(9):
+        now[0] += 5.0
+        spool.step(head)
+    assert not spool.is_busy
+
+
+def test_an_allocation_that_goes_on_with_nothing_forgets_the_code_of_other_chains(life):
+    chain = life.parent.parent / "chains/d"
+    Spool(settings(life), "").clear()
+    assert len(list(chain.iterdir())) == 3, "it goes on with them"
+    (life / "renewed").unlink()
+    Spool(settings(life), "").clear()
+    assert [path.name for path in chain.iterdir()] == ["ids"], "old tables are read by them"
+
+
+def test_chains_that_cannot_be_read_now_renew_nothing_yet(life):
+    found = renewal(life, [9_999.0])
+    ids = life.parent.parent / "chains/d/ids"
+    ids.unlink()
+    ids.mkdir()
+    assert found.end([_DISPATCHER, _DONE], is_idle=False) is None
+    ids.rmdir()
+    ids.write_text("d\na\nb\n")
+    assert found.end([_DISPATCHER, _DONE], is_idle=False) is not None
 
 
 @pytest.mark.parametrize(
@@ -170,7 +255,10 @@ def test_its_dispatcher_is_started_once(life, dashboard):
 def test_a_chain_that_is_decided_is_not_started(life, dashboard, row):
     head, seen = dashboard
     (life.parent / "1/run/7.0/jobs.json").write_text(json.dumps([row]))
-    Spool(settings(life), str(life.parent.parent / "token")).step(head)
+    spool = spool_of(life, [0.0])
+    for _ in range(3):
+        spool.step(head)
+    assert not spool.is_busy
     assert seen == []
 
 
@@ -178,12 +266,18 @@ def test_a_chain_of_another_allocation_is_not_started(life, dashboard):
     """It was lost with that, and its user knows so."""
     head, seen = dashboard
     (life.parent / "1/run/7.0/jobs.json").write_text(json.dumps([_DONE]))
-    Spool(settings(life), str(life.parent.parent / "token")).step(head)
+    spool = spool_of(life, [0.0])
+    for _ in range(3):
+        spool.step(head)
+    assert not spool.is_busy
     assert seen == []
 
 
 def test_an_allocation_that_is_no_renewal_starts_nothing(life, dashboard):
     head, seen = dashboard
     (life / "renewed").unlink()
-    Spool(settings(life), str(life.parent.parent / "token")).step(head)
+    spool = spool_of(life, [0.0])
+    for _ in range(3):
+        spool.step(head)
+    assert not spool.is_busy
     assert seen == []

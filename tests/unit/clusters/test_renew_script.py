@@ -1,0 +1,125 @@
+"""What the script of an allocation does to submit the next one, with a Slurm that a test plays."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from nemo_run_ray.slurm_script import template_folder
+from tests.unit.clusters.test_bring_up import World, world
+
+__all__ = ["world"]
+
+#: Of the script, from its first line with the functions to the last one.
+_BEGIN, _END = "# Submit the job of the next allocation", "# The exit code of the job is"
+
+
+def renew(world: World, **variables: str) -> str:
+    """Run the functions of the script as at the end of the first allocation; what it says."""
+    text = Path(template_folder(), "ray.sub.j2").read_text()
+    functions = text[text.index(_BEGIN) : text.index(_END)].replace("sleep 5", "sleep 0.1")
+    job = f"""
+first_environment=$(export -p)
+export SLURM_JOB_ID=101 SLURM_JOB_NAME=one RAY_ADDRESS=dead SANDBOX_PORTS_DIR=/old
+export NEMO_RUN_RAY_LIFE={world.life()} life_number=1
+{functions}
+renew
+"""
+    env = {**os.environ, "SLURM_CONF": "/etc/slurm.conf", **variables}
+    done = subprocess.run(["bash", "-eu"], input=job, env=env, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@pytest.fixture
+def over(world) -> World:
+    """A cluster whose first allocation is about to end."""
+    life = world.life()
+    (life / "users").mkdir(parents=True)
+    (life / "users" / "me").touch()
+    (life / "keep").touch()
+    (life / "ray.sub").write_text(f"#!/bin/sh\n# {life} {life}/logs {life}7\n")
+    return world
+
+
+def commands(world: World, **texts: str) -> None:
+    """Give a command lines that it begins with."""
+    for name, text in texts.items():
+        path = world.slurm.parent / "bin" / name
+        path.write_text(path.read_text().replace("#!/bin/sh\n", f"#!/bin/sh\n{text}\n"))
+
+
+def test_it_is_submitted_from_a_folder_of_its_own(over):
+    assert "Slurm job 101" in renew(over)
+    life = over.life(2)
+    assert (life / "job").read_text() == "101\n"
+    names = {"job", "keep", "logs", "ray.sub", "renewed", "sbatch", "users"}
+    assert set(os.listdir(life)) == names
+    assert os.listdir(life / "users") == ["me"]
+    first = over.life()
+    assert (life / "ray.sub").read_text() == f"#!/bin/sh\n# {life} {life}/logs {first}7\n"
+    assert over.lives() == ["1", "2"]
+
+
+def test_it_has_the_environment_of_the_first_submission(over):
+    commands(over, sbatch='export -p > "$SLURM/env"')
+    renew(over, MINE="a b\nc'd", NEMO_RUN_RAY_INTERFACE="eth7", SLURM_JOB_PARTITION="x")
+    env = (over.slurm / "env").read_text()
+    assert "eth7" in env
+    assert "a b\nc" in env
+    assert "SLURM_CONF" in env
+    for name in ("SLURM_JOB", "RAY_ADDRESS", "SANDBOX_PORTS_DIR", "NEMO_RUN_RAY_LIFE"):
+        assert name not in env
+
+
+def test_a_controller_that_is_away_is_asked_again(over):
+    trouble = "slurm_load_jobs error: Unable to contact slurm controller"
+    commands(
+        over,
+        sbatch='n=$(cat "$SLURM/n" 2>/dev/null || echo 0); echo $((n + 1)) > "$SLURM/n"\n'
+        f'[ "$n" -ge 2 ] || {{ echo "{trouble}" >&2; exit 1; }}',
+    )
+    renew(over)
+    assert (over.life(2) / "job").read_text() == "101\n"
+    assert not (over.life(2) / "refused").exists()
+    assert (over.slurm / "n").read_text() == "3\n"
+
+
+def test_a_job_that_slurm_has_without_an_answer_is_not_submitted_twice(over):
+    commands(
+        over,
+        sbatch='n=$(cat "$SLURM/n" 2>/dev/null || echo 0); echo $((n + 1)) > "$SLURM/n"\n'
+        'echo "107|$PWD" > "$SLURM/has"; echo "Socket timed out" >&2; exit 1',
+        squeue='echo "106 /another"; sed "s/|/ /" "$SLURM/has"; exit 0',
+    )
+    renew(over)
+    assert (over.life(2) / "job").read_text() == "107\n"
+    assert (over.slurm / "n").read_text() == "1\n"
+
+
+@pytest.mark.parametrize(
+    ("words", "tries"), [("Invalid account", "1"), ("Unable to contact slurm controller", "4")]
+)
+def test_what_slurm_does_not_take_is_told(over, words, tries):
+    commands(over, sbatch=f'echo x >> "$SLURM/n"; echo "{words}" >&2; exit 1', squeue="exit 1")
+    assert words in renew(over)
+    assert words in (over.life(2) / "refused").read_text()
+    assert not (over.life(2) / "job").exists()
+    assert (over.slurm / "n").read_text().count("x") == int(tries)
+
+
+def test_a_client_that_was_faster_has_the_next_one(over):
+    over.life(2).mkdir()
+    (over.life(2) / "claimed").write_text("client")
+    renew(over)
+    assert os.listdir(over.life(2)) == ["claimed"]
+    assert over.lives() == ["1", "2"]
+
+
+def test_a_cluster_that_was_ended_goes_on_nowhere(over):
+    (over.life() / "over").write_text("it was ended by `nemo-run-ray down`")
+    renew(over)
+    assert over.lives() == ["1"]
