@@ -1,6 +1,7 @@
 """Who may import whom."""
 
 import ast
+import functools
 import json
 import subprocess
 import sys
@@ -44,9 +45,19 @@ _MAY_IMPORT_RAY = {
 _MODULES = sorted(path.relative_to(ROOT).as_posix() for path in ROOT.rglob("*.py"))
 
 
-def _imports(module: str) -> Iterator[tuple[str, bool]]:
+@functools.cache
+def _tree(module: str) -> ast.Module:
+    return ast.parse((ROOT / module).read_text(encoding="utf-8"))
+
+
+@functools.cache
+def _imports(module: str) -> tuple[tuple[str, bool], ...]:
     """Full names of imported modules, and whether at module level."""
-    tree = ast.parse((ROOT / module).read_text(encoding="utf-8"))
+    return tuple(_found_imports(module))
+
+
+def _found_imports(module: str) -> Iterator[tuple[str, bool]]:
+    tree = _tree(module)
     inside = {
         child
         for node in ast.walk(tree)
@@ -99,16 +110,16 @@ def _wrong_imports(module: str, names: list[str]) -> list[str]:
     return wrong
 
 
-@pytest.mark.parametrize("module", _MODULES)
-def test_every_module_has_its_place(module):
-    _line(_LINES, _part(module))
-    if _part(module) == "remote":
-        _line(_REMOTE_LINES, Path(module).parts[1].removesuffix(".py"))
+def test_every_module_has_its_place():
+    for module in _MODULES:
+        _line(_LINES, _part(module))
+        if _part(module) == "remote":
+            _line(_REMOTE_LINES, Path(module).parts[1].removesuffix(".py"))
 
 
-@pytest.mark.parametrize("module", _MODULES)
-def test_imports_go_one_way(module):
-    assert _wrong_imports(module, [name for name, _ in _imports(module)]) == []
+def test_imports_go_one_way():
+    found = {one: _wrong_imports(one, [name for name, _ in _imports(one)]) for one in _MODULES}
+    assert {module: wrong for module, wrong in found.items() if wrong} == {}
 
 
 @pytest.mark.parametrize(
@@ -127,42 +138,43 @@ def test_an_import_that_goes_up_is_found(module, name):
     assert _wrong_imports(module, ["json", name]) == [name]
 
 
-@pytest.mark.parametrize("module", [one for one in _MODULES if _part(one) == "remote"])
-def test_the_remote_half_needs_only_the_standard_library(module):
-    allowed = sys.stdlib_module_names | ({"ray"} if module in _MAY_IMPORT_RAY else set())
-    for name, _ in _imports(module):
-        if name.startswith("nemo_run_ray"):
-            assert name.startswith("nemo_run_ray.remote"), f"{module} imports {name}"
-        else:
-            assert name.split(".")[0] in allowed, f"{module} imports {name}"
-    tree = ast.parse((ROOT / module).read_text(encoding="utf-8"))
-    absolute = [one for one in ast.walk(tree) if isinstance(one, ast.ImportFrom) and not one.level]
-    assert not [one.module for one in absolute if one.module.startswith("nemo_run_ray")]
+def test_the_remote_half_needs_only_the_standard_library():
+    for module in (one for one in _MODULES if _part(one) == "remote"):
+        allowed = sys.stdlib_module_names | ({"ray"} if module in _MAY_IMPORT_RAY else set())
+        for name, _ in _imports(module):
+            if name.startswith("nemo_run_ray"):
+                assert name.startswith("nemo_run_ray.remote"), f"{module} imports {name}"
+            else:
+                assert name.split(".")[0] in allowed, f"{module} imports {name}"
+        nodes = [one for one in ast.walk(_tree(module)) if isinstance(one, ast.ImportFrom)]
+        absolute = [str(one.module) for one in nodes if not one.level]
+        assert not [name for name in absolute if name.startswith("nemo_run_ray")], module
 
 
-@pytest.mark.parametrize("module", _MODULES)
-def test_ray_is_imported_late_and_in_two_places(module):
-    for name, at_module_level in _imports(module):
-        if name.split(".")[0] == "ray":
-            assert module in _MAY_IMPORT_RAY
-            assert not at_module_level
+def test_ray_is_imported_late_and_in_two_places():
+    for module in _MODULES:
+        for name, at_module_level in _imports(module):
+            if name.split(".")[0] == "ray":
+                assert module in _MAY_IMPORT_RAY
+                assert not at_module_level, module
 
 
-@pytest.mark.parametrize("module", _MODULES)
-def test_nothing_outgrows_a_reader(module):
+def test_nothing_outgrows_a_reader():
     """Lines of a file, a class, a function; a page of a screen or a few."""
-    text = (ROOT / module).read_text(encoding="utf-8")
-    assert text.count("\n") <= 350
-    for node in ast.walk(ast.parse(text)):
-        if isinstance(node, (ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)):
-            lines = (node.end_lineno or 0) - node.lineno + 1
-            assert lines <= (200 if isinstance(node, ast.ClassDef) else 40), node.name
+    for module in _MODULES:
+        assert (ROOT / module).read_text(encoding="utf-8").count("\n") <= 350, module
+        for node in ast.walk(_tree(module)):
+            if isinstance(node, (ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)):
+                lines = (node.end_lineno or 0) - node.lineno + 1
+                most = 200 if isinstance(node, ast.ClassDef) else 40
+                assert lines <= most, f"{module}: {node.name}"
 
 
-@pytest.mark.parametrize("module", [one for one in _MODULES if _part(one) != "dashboard"])
-def test_the_dashboards_folder_is_the_only_one_with_httpx(module):
+def test_the_dashboards_folder_is_the_only_one_with_httpx():
     """Which logs every request at INFO, and is kept quiet there."""
-    assert "httpx" not in {name.split(".")[0] for name, _ in _imports(module)}
+    others = [module for module in _MODULES if _part(module) != "dashboard"]
+    names = {module: {name.split(".")[0] for name, _ in _imports(module)} for module in others}
+    assert [module for module in others if "httpx" in names[module]] == []
 
 
 def test_every_test_module_has_a_name_of_its_own():
