@@ -21,6 +21,7 @@ import time
 import uuid
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from benchmarks.common import FOLDER, ROOT, Add, quietly, wait_for  # isort: skip
 
@@ -116,7 +117,7 @@ def measure_start(dashboard: Dashboard) -> dict[str, object]:
             began, cpu_began = time.time(), time.process_time()
             peer(mark)
             ended, cpu_ended = time.time(), time.process_time()
-            wait_for(lambda mark=mark: mark.exists() and mark.read_text().strip())
+            wait_for(functools.partial(_has_text, mark))
             if number > 0:  # the first round warms everything
                 taken[name].append(float(mark.read_text()) - began)
                 returned[name].append(ended - began)
@@ -132,6 +133,10 @@ def measure_start(dashboard: Dashboard) -> dict[str, object]:
         "ratio_of_medians": medians["RayExecutor"] / medians["bare REST"],
         "median_of_ratios": statistics.median(ours / bare for ours, bare in pairs),
     }
+
+
+def _has_text(mark: Path) -> bool:
+    return mark.exists() and bool(mark.read_text().strip())
 
 
 def launch(executor: run.Executor, mark: Path, partial: bool = False) -> None:
@@ -153,14 +158,14 @@ def measure_upload(dashboard: Dashboard) -> dict[str, object]:
         with FlakyProxy(dashboard.url) as proxy:
             packager = run.PatternPackager(include_pattern=str(source), relative_path=str(source))
             executor = RayExecutor(cluster=ExistingCluster(url=proxy.url), packager=packager)
-            quietly(
-                lambda executor=executor: run.run(
-                    run.Script(inline="true"), executor=executor, name="upload", detach=True
-                )
-            )
+            quietly(functools.partial(_upload, executor))
             sent.append(sum(size for line, size in proxy.sent.items() if line.startswith("PUT")))
         wait_for(lambda: is_idle(dashboard))
     return {"first_bytes": sent[0], "second_bytes": sent[1]}
+
+
+def _upload(executor: RayExecutor) -> None:
+    run.run(run.Script(inline="true"), executor=executor, name="upload", detach=True)
 
 
 def measure_polling(dashboard: Dashboard) -> dict[str, object]:
@@ -271,7 +276,7 @@ def pss_bytes(pid: int) -> int:
     return int(re.findall(r"^Pss:\s+(\d+) kB", text, re.M)[0]) * 1024
 
 
-def show(results: dict) -> None:
+def show(results: dict[str, Any]) -> None:
     from rich.console import Console
     from rich.table import Table
 
@@ -282,7 +287,7 @@ def show(results: dict) -> None:
     Console().print(table)
 
 
-def _show_start(found: dict, add: Add) -> None:
+def _show_start(found: dict[str, Any], add: Add) -> None:
     for name, median in found["median_s"].items():
         low, high = found["range_s"][name]
         add(f"{name}: call to first instruction", f"{median:.2f} s ({low:.2f} to {high:.2f})")
@@ -291,23 +296,23 @@ def _show_start(found: dict, add: Add) -> None:
     add("RayExecutor / bare REST, medians", f"{found['ratio_of_medians']:.2f}", "≤ 1.15")
 
 
-def _show_upload(found: dict, add: Add) -> None:
+def _show_upload(found: dict[str, Any], add: Add) -> None:
     add("second submission uploads", f"{found['second_bytes']} bytes", "0")
     add("first submission uploads", f"{found['first_bytes']} bytes")
 
 
-def _show_footprint(found: dict, add: Add) -> None:
+def _show_footprint(found: dict[str, Any], add: Add) -> None:
     both, larger = found["pss_bytes_of_both"] / MB, found["rss_bytes"] / MB
     add("our processes on the node (PSS of both)", f"{both:.1f} MiB", "< 25")
     add("the larger one (RSS)", f"{larger:.1f} MiB", "< 25")
 
 
-def _show_log(found: dict, add: Add) -> None:
+def _show_log(found: dict[str, Any], add: Add) -> None:
     add("client's growth, 200 MB log", f"{found['growth_bytes'] / MB:.1f} MiB", "< 64")
     add("following that log", f"{found['megabytes_per_s']:.1f} MB/s")
 
 
-SHOW: dict[str, Callable[[dict, Add], None]] = {
+SHOW: dict[str, Callable[[dict[str, Any], Add], None]] = {
     "start": _show_start,
     "upload": _show_upload,
     "polling": lambda found, add: add(

@@ -8,6 +8,7 @@ import threading
 import time
 import uuid
 from collections import Counter
+from typing import Any
 
 import httpx
 import nemo_run as run
@@ -18,6 +19,7 @@ from nemo_run_ray import RayExecutor
 from nemo_run_ray.cli import main as cli
 from nemo_run_ray.clusters import Dashboard
 from nemo_run_ray.dashboard.jobs_api import JobsApi
+from nemo_run_ray.remote.rows import JobRow
 
 JOBS, IN_FLIGHT = 300, 4
 #: Jobs of the loop before the chain, and as many after it, so that the machine's moods hit both.
@@ -76,7 +78,7 @@ def _by_chain(api: JobsApi) -> tuple[float, dict[str, int]]:
 
     quietly(hand_over)
 
-    def rows() -> list[dict]:
+    def rows() -> list[JobRow]:
         found = api.table(fresh=True).items()
         return [row for name, row in found if re.match(rf"{title}_\d+\.job", name)]
 
@@ -88,7 +90,9 @@ def _by_chain(api: JobsApi) -> tuple[float, dict[str, int]]:
     done = rows()
     wait_for(lambda: not _dispatchers())
     quietly(lambda: cli.timeline(title, PAGE))
-    took_ms = max(one["end_time"] for one in done) - min(one["start_time"] for one in done)
+    took_ms = max(one["end_time"] or 0 for one in done) - min(
+        one["start_time"] or 0 for one in done
+    )
     return took_ms / 1000 / JOBS, dict(Counter(one["status"] for one in done))
 
 
@@ -148,7 +152,7 @@ def _head_bytes() -> int:
     return total
 
 
-def show(found: dict, add: Add) -> None:
+def show(found: dict[str, Any], add: Add) -> None:
     mb = 1024**2
     low, high = sorted(found["bare_per_minute"])
     add("a chain's jobs per minute / a bare loop's", f"{found['rate_of_bare']:.2f}", "≥ 0.9")

@@ -13,6 +13,7 @@ import tarfile
 import time
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 from benchmarks.common import FOLDER, Add, quietly  # isort: skip
 
@@ -118,7 +119,7 @@ def measure_movers() -> dict[str, object]:
     return found
 
 
-def _movers(task: run.Script, plugins: list, packager: run.Packager, folder: Path) -> int:
+def _movers(task: run.Script, plugins: list[Any], packager: run.Packager, folder: Path) -> int:
     (folder / "shared").mkdir(parents=True)
     cluster = Cluster(folder / "shared", folder / "pods", Image(folder / "image"))
     server = RunAI(cluster)
@@ -141,7 +142,7 @@ def _movers(task: run.Script, plugins: list, packager: run.Packager, folder: Pat
         server.close()
 
 
-def show(found: dict, add: Add) -> None:
+def show(found: dict[str, Any], add: Add) -> None:
     size, packing, movers = (found[name] for name in ("size", "packing", "movers"))
     add("source as text / tar.gz and base64", f"{size['ratio']:.3f}", "≤ 0.65")
     took = f"{packing['median_s']:.1f} s ({packing['median_cpu_s']:.1f} s of CPU)"

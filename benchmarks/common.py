@@ -12,7 +12,9 @@ import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import TypeVar
 
+_T = TypeVar("_T")
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 #: Adds a row to the table of results: what, figure, promise.
@@ -30,7 +32,7 @@ def quietly(work: Callable[[], None]) -> None:
         work()
 
 
-def wait_for(question: Callable[[], object], within_s: float = 120) -> object:
+def wait_for(question: Callable[[], _T | None], within_s: float = 120) -> _T:
     deadline = time.monotonic() + within_s
     while time.monotonic() < deadline:
         answer = question()

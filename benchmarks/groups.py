@@ -9,6 +9,7 @@ import statistics
 import sys
 import time
 import uuid
+from typing import Any
 
 import nemo_run as run
 import psutil
@@ -33,7 +34,7 @@ def measure_start() -> dict[str, object]:
             marks = [folder / f"{number}-{roles}-{role}" for role in range(roles)]
             began_at = time.time()
             job = submit([f"date +%s.%N > {mark}.new; mv {mark}.new {mark}" for mark in marks])
-            wait_for(lambda job=job: job.status.state.is_terminal)
+            _wait_for_end(job)
             first = min(float(mark.read_text()) for mark in marks)
             if number:  # the first round warms up
                 taken[name].append(first - began_at)
@@ -52,7 +53,7 @@ def measure_log() -> dict[str, object]:
     printing = "import sys\nfor n in range(int(sys.argv[1])): print(n, 'words of a log')"
     program = f"date +%s.%N > {mark}/$$\n{sys.executable} -c {shlex.quote(printing)} {LINES}"
     job = submit([program] * ROLES)
-    wait_for(lambda: job.status.state.is_terminal)
+    _wait_for_end(job)
     row = job.api().job(job.id) or {}
     began_at = min(float(one.read_text()) for one in mark.iterdir())
     seen: dict[str, int] = {}
@@ -65,7 +66,7 @@ def measure_log() -> dict[str, object]:
             seen[role] = int(number) + 1
     if sorted(seen.values()) != [LINES] * ROLES:
         raise AssertionError(f"lines are missing: {seen}")
-    taken_s = row["end_time"] / 1000 - began_at
+    taken_s = (row["end_time"] or 0) / 1000 - began_at
     return {"seconds": taken_s, "lines_per_s": ROLES * LINES / taken_s}
 
 
@@ -85,7 +86,7 @@ def measure_replicas() -> dict[str, object]:
         wait_for(lambda: len(list(folder.glob("*.mark"))) == REPLICAS, within_s=600)
         held = before - psutil.virtual_memory().available
         (folder / "go").touch()
-        wait_for(lambda: job.status.state.is_terminal, within_s=300)
+        _wait_for_end(job)
         if job.status.state.value != "SUCCEEDED":
             raise AssertionError(job.status)
     finally:
@@ -94,10 +95,15 @@ def measure_replicas() -> dict[str, object]:
     return {"starts_s": max(starts) - min(starts), "memory_bytes": held / REPLICAS}
 
 
-def submit(programs: list[str], cluster: LocalCluster | None = None, **fields) -> RemoteJob:
+def _wait_for_end(job: RemoteJob) -> None:
+    wait_for(lambda: job.status.state.is_terminal, within_s=300)
+
+
+def submit(programs: list[str], cluster: LocalCluster | None = None, **fields: Any) -> RemoteJob:
     name = f"b{uuid.uuid4().hex[:10]}"
     scripts = [run.Script(inline=program) for program in programs]
     executors = [RayExecutor(cluster=cluster, role=f"r{n}", **fields) for n in range(len(programs))]
+    found: list[str] = []
 
     def hand_over() -> None:
         with run.Experiment(name) as experiment:
@@ -108,19 +114,18 @@ def submit(programs: list[str], cluster: LocalCluster | None = None, **fields) -
             experiment.run(detach=True)
             found.append(f"{experiment._id}.job")
 
-    found: list[str] = []
     quietly(hand_over)
     return find_job(found[0])
 
 
-def show_start(found: dict, add: Add) -> None:
+def show_start(found: dict[str, Any], add: Add) -> None:
     add("a group of 3 starts later than a task by", f"{found['later_s']:.2f} s", "≤ 2.0")
 
 
-def show_log(found: dict, add: Add) -> None:
+def show_log(found: dict[str, Any], add: Add) -> None:
     add("output of 4 roles", f"{found['lines_per_s']:,.0f} lines/s", "≥ 20,000")
 
 
-def show_replicas(found: dict, add: Add) -> None:
+def show_replicas(found: dict[str, Any], add: Add) -> None:
     add("64 replicas: from the first start to the last", f"{found['starts_s']:.2f} s")
     add("64 replicas: memory of each", f"{found['memory_bytes'] / 1024**2:.0f} MiB")

@@ -8,6 +8,7 @@ import statistics
 import time
 import uuid
 from pathlib import Path
+from typing import Any
 
 from benchmarks.common import FOLDER, Add
 from nemo_run_ray import ExistingCluster
@@ -61,8 +62,8 @@ def _hand_over(ray: FakeRay, size: int) -> str:
     dispatcher, nonce = f"{name}.dispatcher", uuid.uuid4().hex[:16]
     jobs = [_job(f"{name}.job{number}", f"job{number}") for number in range(size)]
     spec = DispatchSpec(dispatcher, nonce, tuple(jobs), ray.session, (ray.url,))
-    Dispatch.of(exp_dir, dispatcher).save(spec, {}, [])
-    common = {
+    Dispatch.of(exp_dir, dispatcher).save(spec, {}, [], {})
+    common: dict[str, Any] = {
         "cluster": ExistingCluster(url=ray.url).record(),
         "session": ray.session,
         "dispatcher": dispatcher,
@@ -91,7 +92,7 @@ def _job(submission_id: str, name: str) -> DispatchedJobSpec:
     return DispatchedJobSpec(name, submission_id, nonce, body)
 
 
-def show(found: dict, add: Add) -> None:
+def show(found: dict[str, Any], add: Add) -> None:
     for size, first, later in zip(
         found["jobs"], found["first_look_s"], found["later_look_s"], strict=True
     ):
