@@ -54,7 +54,7 @@ class Head(Node):
         self._said_at = float("-inf")
         self._driver: Optional[Command] = None
         logs = os.path.join(self.settings.logs, "ray")
-        self._copies = LogCopies(self.settings.temp_dir, logs, self.settings.log_sync_s)
+        self._copies = LogCopies(settings.temp_dir, logs, settings.log_sync_s, self.commands)
 
     def greet(self) -> None:
         self._renewal.begin()
@@ -124,7 +124,7 @@ class Head(Node):
     def before_removal(self) -> None:
         super().before_removal()
         with suppress(OSError):
-            self._copies.copy()
+            self._copies.finish()
 
     def _told_to_end(self) -> Optional[End]:
         """The end that the job's script asks for, or somebody who has written NeMo-Run's file."""

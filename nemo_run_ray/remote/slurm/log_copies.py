@@ -7,45 +7,74 @@ import os
 import shutil
 import time
 from contextlib import suppress
-from typing import Optional
+from typing import Callable, Optional
 
 from ..files import replacing
+from .commands import Command, Commands
 
 #: Folder of the logs of jobs, in that of the run, and what is kept of each of them.
 JOB_LOGS = "job_logs"
 _LOG_BYTES = 64 * 2**20
+#: Copies what has changed since the last time; Ray removes a log now and then while it is copied.
+_COPY = """\
+cd "$1" || exit
+for name in session_2*; do
+  [ ! -d "$name/logs" ] || { mkdir -p "$2/$name" && cp -rup "$name/logs" "$2/$name/"; }
+done
+"""
+#: Seconds for the last copy: Slurm, and the job's script, wait for the head to leave.
+_FINISH_S = 10.0
 
 
 class LogCopies:
     """Copies Ray's logs into the job's folder now and then.
 
+    A process of its own does it, so that the head goes on showing that it lives: the folder may be
+    slow, and the logs large.
+
     Args:
         temp_dir: Ray's folder.
         target: where the copies go, a folder for each of Ray's sessions.
         pause_s: from one copy to the next; ``None`` copies nothing.
+        commands: starts the process.
+        clock: seconds that only grow.
     """
 
-    def __init__(self, temp_dir: str, target: str, pause_s: Optional[float]) -> None:
-        self._temp_dir = temp_dir
-        self._target = target
+    def __init__(
+        self,
+        temp_dir: str,
+        target: str,
+        pause_s: Optional[float],
+        commands: Commands,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._words = ["sh", "-c", _COPY, "copy", temp_dir, target]
         self._pause_s = pause_s
-        self._copied_at = time.monotonic()
+        self._commands = commands
+        self._clock = clock
+        self._copied_at = clock()
+        self._last: Optional[Command] = None
 
     def step(self) -> None:
-        if self._pause_s is not None and time.monotonic() - self._copied_at >= self._pause_s:
-            self.copy()
-
-    def copy(self) -> None:
-        """Copy what there is now."""
-        self._copied_at = time.monotonic()
-        if self._pause_s is None:
+        """Begin a copy when it is time to, and the last one has ended."""
+        if self._pause_s is None or self._clock() - self._copied_at < self._pause_s:
             return
-        for name in os.listdir(self._temp_dir):
-            source = os.path.join(self._temp_dir, name, "logs")
-            if name.startswith("session_2") and os.path.isdir(source):
-                target = os.path.join(self._target, name, "logs")
-                with suppress(OSError, shutil.Error):  # Ray removes a log while it is copied
-                    shutil.copytree(source, target, dirs_exist_ok=True)
+        if self._last is None or self._last.exit_code is not None:
+            self._begin()
+
+    def finish(self) -> None:
+        """Copy what there is now, and wait for that, but not for long."""
+        if self._pause_s is not None:
+            copy = self._begin()
+            deadline = time.monotonic() + _FINISH_S
+            while copy.exit_code is None and time.monotonic() < deadline:
+                time.sleep(0.05)
+                self._commands.reap()
+
+    def _begin(self) -> Command:
+        self._copied_at = self._clock()
+        self._last = self._commands.start("log copies", self._words, os.devnull, os.environ)
+        return self._last
 
 
 def keep_job_logs(temp_dir: str, target: str) -> None:
