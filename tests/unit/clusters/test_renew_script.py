@@ -1,9 +1,10 @@
-"""What the script of an allocation does to submit the next one, with a Slurm that a test plays."""
+"""What the script of an allocation does for its end, with a Slurm that a test plays."""
 
 from __future__ import annotations
 
 import os
 import subprocess
+import time
 from pathlib import Path
 
 import pytest
@@ -123,3 +124,47 @@ def test_a_cluster_that_was_ended_goes_on_nowhere(over):
     (over.life() / "over").write_text("it was ended by `nemo-run-ray down`")
     renew(over)
     assert over.lives() == ["1"]
+
+
+def ends_in(world: World, **variables: str) -> str:
+    """Seconds until the end by the node's clock, as the script tells the nodes."""
+    text = Path(template_folder(), "ray.sub.j2").read_text()
+    begin, end = (
+        text.index("  # An older Slurm does not tell"),
+        text.index("# Ray would make an env"),
+    )
+    job = f"if true; then\n{text[begin:end]}\n"
+    job += 'echo "${SLURM_JOB_END_TIME:+$((SLURM_JOB_END_TIME - $(date +%s)))}"'
+    env = {name: value for name, value in os.environ.items() if "SLURM_JOB_" not in name}
+    env |= {"SLURM_JOB_ID": "101", **variables}
+    words = ["bash", "-eu", "-o", "pipefail"]
+    done = subprocess.run(words, input=job, env=env, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
+
+
+@pytest.mark.parametrize(
+    ("left", "seconds"),
+    [("1-02:03:04", 93784), ("10:09", 609), ("8:09:08", 29348), ("UNLIMITED", None), ("", None)],
+)
+def test_an_older_slurm_is_asked_when_the_job_ends(world, left, seconds):
+    commands(world, squeue=f"echo {left}; exit 0")
+    found = ends_in(world)
+    assert found == "" if seconds is None else abs(int(found) - seconds) <= 3
+
+
+@pytest.mark.parametrize(
+    ("ahead_s", "waited_s", "seconds"),
+    [(0, 0, 3600), (600, 0, 3600), (-600, 0, 3000), (0, 90, 3510)],
+)
+def test_the_controllers_clock_may_be_another_one(world, ahead_s, waited_s, seconds):
+    """The end never seems to be later than it is.
+
+    Args:
+        ahead_s: seconds by which the controller's clock is ahead of the node's.
+        waited_s: seconds that Slurm's own preparations took before the script.
+        seconds: until the end as the script takes it.
+    """
+    start = int(time.time()) + ahead_s - waited_s
+    times = {"SLURM_JOB_START_TIME": str(start), "SLURM_JOB_END_TIME": str(start + 3600)}
+    assert abs(int(ends_in(world, **times)) - seconds) <= 3
