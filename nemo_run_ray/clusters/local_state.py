@@ -33,11 +33,18 @@ from nemo_run_ray.clusters.left_behind import RAY_FOLDER
 from nemo_run_ray.clusters.local_dashboard import jobs_of
 from nemo_run_ray.clusters.start_log import end_of_log
 from nemo_run_ray.errors import ClusterError, ConfigError, Unanswered
-from nemo_run_ray.remote.earlier import LIFE, RUN
 from nemo_run_ray.remote.files import write_file
 from nemo_run_ray.remote.node.tree import descendants, kill, marked
-from nemo_run_ray.remote.spec import DASHBOARD, EMBEDDED, ENDS_AT, LASTS_S, RENEWS
 from nemo_run_ray.remote.states import is_active
+from nemo_run_ray.remote.variables import (
+    DASHBOARD,
+    EMBEDDED,
+    ENDS_AT,
+    LASTS_S,
+    LIFE,
+    RENEWS,
+    RUN,
+)
 
 #: Ray's variable for how often it builds a runtime environment.
 _TRIES = "RUNTIME_ENV_RETRY_TIMES"

@@ -25,10 +25,8 @@ from typing import Dict, Iterable, Iterator, List, Mapping, Set, Tuple
 from .attempts import first_id
 from .rows import JobRow, JobRows
 from .states import is_active, is_pending
+from .variables import LIFE, RUN
 
-#: In the environment of all that runs in an allocation: the folder of this run of Slurm's job, and
-#: that of the allocation where a client has asked for it by a name.
-RUN, LIFE = "NEMO_RUN_RAY_RUN", "NEMO_RUN_RAY_LIFE"
 #: Names in the folder of a cluster, of an allocation and of a run.
 CHAINS, IDS, RENEWED, TABLE = "chains", "ids", "renewed", "jobs.json"
 START = "start.json"

@@ -11,14 +11,6 @@ from typing import Any, Dict, Optional, Tuple, Union, get_args, get_origin, get_
 VERSION = 2
 #: Environment variable of a group's driver: the code archive of each role, when there are several.
 CODE = "NEMO_RUN_RAY_CODE"
-
-#: Environment variable of every process of an embedded Ray: its folder.
-EMBEDDED = "NEMO_RUN_RAY_LOCAL"
-#: The address of the dashboard in the environment of jobs, where this package has started Ray.
-DASHBOARD = "NEMO_RUN_RAY_DASHBOARD"
-#: There too, in an allocation of Slurm: when it ends, in seconds since the epoch by the head's
-#: clock; how many seconds it lasts from Ray's start; and ``1`` where another one goes on with jobs.
-ENDS_AT, LASTS_S, RENEWS = "NEMO_RUN_RAY_ENDS_AT", "NEMO_RUN_RAY_LASTS_S", "NEMO_RUN_RAY_RENEWS"
 #: Stands in a dispatched job's entrypoint for the id of the attempt.
 SUBMISSION_ID = "@submission_id@"
 _AnySpec = Union["JobSpec", "RoleSpec", "GroupSpec", "DispatchSpec"]

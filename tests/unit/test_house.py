@@ -35,7 +35,7 @@ _REMOTE_LINES = (
     {"node"},
     {"earlier"},
     {"attempts"},
-    {"states", "spec", "rows", "files", "env_error", "exit_words", "__init__"},
+    {"states", "spec", "rows", "files", "env_error", "exit_words", "variables", "__init__"},
 )
 _MAY_IMPORT_RAY = {
     "remote/group/actors.py",

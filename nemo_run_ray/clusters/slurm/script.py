@@ -10,8 +10,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from nemo_run_ray.clusters.slurm.sidecar import Sidecar
-from nemo_run_ray.remote.earlier import LIFE
 from nemo_run_ray.remote.slurm.settings import IDLE_TIMEOUT, RENEW
+from nemo_run_ray.remote.variables import LIFE
 from nemo_run_ray.slurm_script import TEMPLATES, template_folder
 
 _SIDECARS = "NEMO_RUN_RAY_SIDECARS"

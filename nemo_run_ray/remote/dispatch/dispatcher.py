@@ -28,8 +28,9 @@ from ..attempts import (
 )
 from ..node.output import say
 from ..node.rundir import SECRETS, read_secrets, remove_secrets
-from ..spec import EMBEDDED, SUBMISSION_ID, DispatchedJobSpec, DispatchSpec
+from ..spec import SUBMISSION_ID, DispatchedJobSpec, DispatchSpec
 from ..states import JobState, JobStatus, Reason
+from ..variables import EMBEDDED
 from . import head, log, rest
 from .decide import (
     ALL_SUCCEEDED,

@@ -16,7 +16,7 @@ from typing import Any, Dict, Iterator, List, Optional, Sequence, Tuple
 from urllib.parse import quote, urlsplit
 
 from ..rows import JobRow
-from ..spec import DASHBOARD, EMBEDDED
+from ..variables import DASHBOARD, EMBEDDED
 
 #: Seconds that one request may take.
 TIMEOUT_S = 30.0

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Mapping, Optional
 
-from ..spec import ENDS_AT, LASTS_S, RENEWS
+from ..variables import ENDS_AT, LASTS_S, RENEWS
 
 #: Seconds before an allocation is renewed in which no job begins: Ray's job table is written down
 #: then, and what it lacks would begin again.

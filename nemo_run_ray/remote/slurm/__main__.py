@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from dataclasses import replace
+from typing import Dict
 
 from ..node.output import RUNNER_KILLED, say
 from ..node.process import Runner, guard
@@ -12,12 +13,10 @@ from ..node.tree import adopt_orphans
 from . import companion
 from .commands import Commands
 from .decide import CLUSTER_FAILED
-from .head import Head
 from .node import Node
 from .run_folder import End, NodeReport, RunFolder
-from .settings import COMPANION, WrongSetting, job_of, read
+from .settings import COMPANION, Settings, WrongSetting, job_of, read
 from .temp_dir import temp_dir_of
-from .worker import Worker
 
 
 def main() -> int:
@@ -35,9 +34,7 @@ def main() -> int:
         folder = RunFolder(settings.run, settings.rank)
         if env.get(COMPANION):
             return companion.run(runner, settings, folder, Commands(tag), env)
-        kind = Head if settings.is_head else Worker
-        node: Node = kind(settings, folder, Commands(tag), env)
-        return node.run(runner)
+        return _node(settings, folder, Commands(tag), env).run(runner)
 
     code, words = guard(tag, take_part)
     if not words.startswith(RUNNER_KILLED):
@@ -53,6 +50,17 @@ def main() -> int:
         report = folder.report_of(settings.rank) or NodeReport(host=settings.host)
         folder.report(replace(report, failed=report.failed or words, left=True))
     return 0
+
+
+def _node(settings: Settings, folder: RunFolder, commands: Commands, env: Dict[str, str]) -> Node:
+    """This node's part. A worker does without the libraries of the head: there are many of them."""
+    if settings.is_head:
+        from .head import Head
+
+        return Head(settings, folder, commands, env)
+    from .worker import Worker
+
+    return Worker(settings, folder, commands, env)
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ from typing import Any, Dict, List, Optional, Set, Union
 
 from ..files import write_file
 from ..node.process import describe_exit
-from ..spec import DASHBOARD
+from ..variables import DASHBOARD
 from .allocation import Allocation
 from .commands import Command
 from .decide import CLUSTER_FAILED, Ready, View, Wait, decide

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from typing import Dict, List, Mapping
 
-from ..spec import DASHBOARD, EMBEDDED, ENDS_AT, LASTS_S, RENEWS
+from ..variables import DASHBOARD, EMBEDDED, ENDS_AT, LASTS_S, RENEWS
 from .run_folder import HeadAddress
 from .settings import HEAD_PORTS, NODE_PORTS, Settings
 

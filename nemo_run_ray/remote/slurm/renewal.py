@@ -7,8 +7,8 @@ from typing import Any, Callable, Dict, List, Optional
 
 from ..attempts import first_id
 from ..earlier import kept_ids
-from ..spec import ENDS_AT, LASTS_S, RENEWS
 from ..states import JobState, Reason, status_of_row
+from ..variables import ENDS_AT, LASTS_S, RENEWS
 from .run_folder import End, HeadAddress
 from .settings import Settings
 from .spool import Spool

@@ -8,8 +8,8 @@ import re
 from dataclasses import dataclass, field
 from typing import Any, Dict, List, Mapping, Optional, Tuple
 
-from ..earlier import LIFE, RUN
 from ..spec import ProbeSpec
+from ..variables import LIFE, RUN
 
 #: Seconds that an allocation may be idle; see ``allocation.py``.
 IDLE_TIMEOUT = "NEMO_RUN_RAY_IDLE_TIMEOUT"
