@@ -5,6 +5,7 @@ import re
 import sys
 
 import nemo_run as run
+import pytest
 
 from nemo_run_ray.cli.main import VERBS
 from tests.conftest import ROOT, python, tool
@@ -32,6 +33,7 @@ def test_existing_cluster(dashboard, token, home):
     assert python(example).returncode == 1, "without an address it says how to call it"
 
 
+@pytest.mark.soak
 def test_named_cluster(local_cluster, home):
     example = str(ROOT / "examples" / "named_cluster.py")
     done = python(example, cwd=home)

@@ -4,6 +4,8 @@ import json
 import re
 import time
 
+import pytest
+
 from tests.conftest import ROOT, python, tool, wait_for
 
 EXAMPLE = str(ROOT / "examples" / "pipeline.py")
@@ -21,6 +23,7 @@ def test_pipeline(local_cluster, home):
     assert {row["job"]: row["state"] for row in rows} == dict.fromkeys(JOBS, "SUCCEEDED")
 
 
+@pytest.mark.soak
 def test_a_detached_pipeline_goes_on(local_cluster, home, tmp_path):
     began_at = time.monotonic()
     done = python(EXAMPLE, "--detach", "--folder", str(tmp_path), cwd=home)

@@ -105,7 +105,15 @@ PROGRAM = run.Script(inline='echo "$GREETING from $(hostname)"')
 
 
 @pytest.mark.filterwarnings("ignore:ray.*is no address of a dashboard")
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize(
+    "form",
+    [
+        "ours",
+        "NeMo-Skills staged",
+        pytest.param("NeMo-Skills on the Jobs API", marks=pytest.mark.soak),
+        pytest.param("env.toml", marks=pytest.mark.soak),
+    ],
+)
 def test_a_group_in_a_chain_by_names_only(hosts, unique, tmp_path, monkeypatch, form):
     file, place = tmp_path / FORMS[form].file, FORMS[form].place
     Path(file).parent.mkdir(exist_ok=True)

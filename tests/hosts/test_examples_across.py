@@ -23,6 +23,7 @@ def run_example(hosts, name: str, *arguments: str, interpreter: str | Path = sys
     return done.stdout
 
 
+@pytest.mark.soak
 def test_evaluate_with_server_in_three_pools(hosts):
     shown = run_example(
         hosts, "evaluate_with_server.py", "--pools", "server=gpu,sandbox=cpu,client=client"

@@ -65,7 +65,18 @@ def strike_across(hosts: Hosts, name: str, title: str, seed: int) -> None:
             hosts.wait_for_nodes("n1", "n2", "n3")
 
 
-@pytest.mark.parametrize("name", [*HOST_FAULTS, "a replica's process is killed"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "a host loses power",
+        "a replica's process is killed",
+        *(
+            pytest.param(name, marks=pytest.mark.soak)
+            for name in HOST_FAULTS
+            if "power" not in name
+        ),
+    ],
+)
 def test_a_fault_across_hosts(hosts, unique, name):
     strike_across(hosts, name, unique, seed=0)
 

@@ -36,6 +36,7 @@ def folder(tmp_path):
     shutil.rmtree(folder)
 
 
+@pytest.mark.soak
 @pytest.mark.skipif(os.getuid() != 0, reason="only root can be somebody else")
 def test_the_embedded_ray_of_another_user(folder, local_cluster):
     """Beside root's own, and beside a Ray whose client server has the default port."""

@@ -39,6 +39,7 @@ def test_a_module_that_nobody_shipped_is_named(unique, existing, tmp_path):
     assert "packager" in shown
 
 
+@pytest.mark.soak
 def test_the_log_of_a_cluster_that_is_gone(unique, token, dashboard, existing):
     with FlakyProxy(dashboard.url) as proxy:
         for name, kept in (("x", 0), ("y", 1024)):

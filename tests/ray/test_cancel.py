@@ -59,6 +59,7 @@ def test_cancelling_what_has_ended_changes_nothing(start, unique):
     assert job.cancel().state is JobState.SUCCEEDED
 
 
+@pytest.mark.soak
 def test_nemo_run_orders_a_chain(existing, unique, tmp_path):
     order = tmp_path / "order"
     with run.Experiment(unique, executor=RayExecutor(cluster=existing)) as experiment:

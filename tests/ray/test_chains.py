@@ -190,6 +190,7 @@ def test_a_job_is_tried_again_as_often_as_it_may(yard, unique, api):
     }
 
 
+@pytest.mark.soak
 def test_what_is_not_placed_in_time_is_given_up(yard, unique, api):
     yard.start(f"{unique}a", step("holder", yard.gate(), cpus_per_node=1))
     wait_for(lambda: yard.begun() == ["holder"])
@@ -361,6 +362,7 @@ def stopped(yard, unique, api):
     assert started.states() == {"first": "SUCCEEDED", "second": "FAILED"}
 
 
+@pytest.mark.soak
 def test_resume_starts_a_dispatcher_that_was_stopped(stopped):
     done = tool("nemo-run-ray", "resume", stopped.id)
 
@@ -369,6 +371,7 @@ def test_resume_starts_a_dispatcher_that_was_stopped(stopped):
     assert "second: waits on the cluster, left to its dispatcher" in done.stdout
 
 
+@pytest.mark.soak
 def test_a_look_says_that_the_dispatcher_was_stopped_and_who_waits_starts_it(stopped, api, caplog):
     done = CliRunner().invoke(cli.build(), ["status", stopped.id, "--json"])
 
@@ -404,6 +407,7 @@ def test_a_client_that_waits_starts_a_dispatcher_again_that_was_stopped(yard, un
     assert yard.begun() == ["first", "second"]
 
 
+@pytest.mark.soak
 def test_two_dispatchers_at_the_same_time_do_no_harm(yard, existing, unique, api):
     started = yard.start(
         unique,

@@ -25,6 +25,7 @@ def lines_of(log: str, who: str) -> list[str]:
     ]
 
 
+@pytest.mark.soak
 def test_400_000_lines_of_4_roles_arrive_complete_and_in_order(existing, unique):
     count = 100_000
     program = f"{sys.executable} -c 'for n in range({count}): print(n, \"same words\")'"

@@ -17,6 +17,7 @@ def own(tmp_path, monkeypatch):
     cluster.stop()
 
 
+@pytest.mark.soak
 def test_the_log_of_a_waiting_client_outlives_the_cluster(own, unique):
     cluster, existing = own
     executors = {

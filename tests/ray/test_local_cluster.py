@@ -115,6 +115,7 @@ def marked(root: str) -> list[int]:
     return found
 
 
+@pytest.mark.soak
 def test_what_ended_unseen_is_noted_before_a_stop(home_of_its_own):
     """A detached chain that nobody has looked at: its states, times and output are kept."""
     program = home_of_its_own / "program.py"

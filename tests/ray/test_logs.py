@@ -33,6 +33,7 @@ def body(text: str) -> str:
     return rest.partition("\n")[2].partition("nemo_run_ray| end ")[0]
 
 
+@pytest.mark.soak
 def test_a_line_beyond_the_websockets_limit_arrives_whole(start):
     job = start(f"print('before'); print('x' * {WIDE}); print('after')")
 

@@ -47,7 +47,7 @@ def wheel(tmp_path_factory) -> Path:
     return path
 
 
-@pytest.fixture(params=["embedded", "existing"])
+@pytest.fixture(params=["embedded", pytest.param("existing", marks=pytest.mark.soak)])
 def where(request, local_cluster, existing) -> dict:
     """Fields of an executor: both ways to the same Ray."""
     return {} if request.param == "embedded" else {"cluster": existing}
@@ -204,6 +204,7 @@ class Index(Handler):
         self.send(404, "")
 
 
+@pytest.mark.soak
 def test_packages_that_cannot_be_had(existing, unique):
     """pip's own line, first; Ray's traceback in the log; and `status` tells while Ray tries."""
     permits = threading.Semaphore(0)
@@ -249,6 +250,7 @@ def test_the_lines_that_ray_and_we_add_are_shown_when_asked_for(existing, unique
     assert raw[-1].startswith("nemo_run_ray| end ")
 
 
+@pytest.mark.soak
 def test_nemo_runs_tail_begins_with_the_tasks_output(local_cluster, unique, tmp_path):
     program = (
         "import nemo_run as run\nfrom nemo_run_ray import RayExecutor\n"

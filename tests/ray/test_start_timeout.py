@@ -23,6 +23,7 @@ def impatient(tmp_path, monkeypatch):
     cluster.stop()
 
 
+@pytest.mark.soak
 def test_a_start_that_ray_gave_up_is_made_again(impatient, unique, tmp_path):
     # The room is free again when Ray has given the start up that waits for it.
     steps = [

@@ -57,7 +57,7 @@ def project(tmp_path):
     return tmp_path
 
 
-@pytest.fixture(params=["embedded", "existing"])
+@pytest.fixture(params=["embedded", pytest.param("existing", marks=pytest.mark.soak)])
 def where(request, dashboard, token, monkeypatch):
     if request.param == "existing":
         monkeypatch.setenv("RAY_AUTH_TOKEN", token)

@@ -104,6 +104,7 @@ def test_status_shows_it_for_people_and_programs(jobs):
     assert {name for name, row in rows.items() if row["waits_for_room"]} == {*_ASKS, *_TOO_LARGE}
 
 
+@pytest.mark.soak
 def test_an_answer_costs_two_more_requests_whatever_the_number_of_jobs(jobs, requests):
     for job in jobs.values():
         if job.name != "holder":

@@ -206,7 +206,7 @@ def test_more_nodes_than_there_are(allocations):
     wait_for(lambda: not allocations.jobs(), 10)
 
 
-@pytest.mark.parametrize("task", [False, True])
+@pytest.mark.parametrize("task", [pytest.param(False, marks=pytest.mark.soak), True])
 def test_ctrl_c_takes_the_job_out_of_the_queue(allocations, task):
     """Of a task another thread waits, which does not see it."""
     first = allocations.cluster(name="first", nodes=4, executor={"exclusive": True})
@@ -221,7 +221,14 @@ def test_ctrl_c_takes_the_job_out_of_the_queue(allocations, task):
     first._leave_at_exit()
 
 
-@pytest.mark.parametrize("moment", ["claim", "submit", "wait"])
+@pytest.mark.parametrize(
+    "moment",
+    [
+        pytest.param("claim", marks=pytest.mark.soak),
+        "submit",
+        pytest.param("wait", marks=pytest.mark.soak),
+    ],
+)
 def test_a_client_that_dies_on_its_way(allocations, monkeypatch, moment):
     """Another one goes on, or passes its life over; there are never two allocations."""
     monkeypatch.setattr(bring_up, "_CLAIM_S", 4.0)
@@ -259,6 +266,7 @@ def test_a_job_that_slurm_takes_late_ends_by_itself(allocations):
     assert "given up before it started" in log.read_text()
 
 
+@pytest.mark.soak
 def test_slurms_controller_is_away_for_a_moment(allocations):
     slurm = allocations.slurm
     pid = int(Path(f"{Path(slurm.conf).parent}/run/slurmctld.pid").read_text())
@@ -310,6 +318,7 @@ def _answers(dashboard: Dashboard, session: str) -> bool:
     return False
 
 
+@pytest.mark.soak
 def test_ssh_that_breaks_off_on_the_way(allocations, sshd):
     """Whatever it was doing: there is one allocation, and the client gets to it."""
     cluster = _by_ssh(allocations, sshd)

@@ -73,6 +73,7 @@ def _instead_of_ray(slurm: Slurm, host: str, text: str | None) -> Iterator[None]
         slurm.bed("exec", host, "--", "umount", str(BIN))
 
 
+@pytest.mark.soak
 def test_the_program_never_begins_on_the_head(slurm, start):
     """Without a python3, for example: nobody there can say so."""
     python = slurm.folder / "python-but-on-n1"
@@ -94,7 +95,7 @@ def test_ray_is_killed(slurm, start, host):
     _failed(job, f"node {host}", "killed by SIGKILL", log, "| Ray runtime started.")
 
 
-@pytest.mark.parametrize("host", ["n1", "n3"])
+@pytest.mark.parametrize("host", ["n1", pytest.param("n3", marks=pytest.mark.soak)])
 def test_the_node_program_is_killed(slurm, start, host):
     job = start(_FOREVER)
     job.wait_ready()
@@ -343,6 +344,7 @@ def _one_run(slurm: Slurm, start: Start, chance: random.Random) -> str:
     return ""
 
 
+@pytest.mark.soak
 def test_srun_is_killed(slurm, start):
     """Without its srun the step has nobody who waits for it; the head is told, and ends it."""
     job = start(_FOREVER)
@@ -352,6 +354,7 @@ def test_srun_is_killed(slurm, start):
     job.wait_gone()
 
 
+@pytest.mark.soak
 def test_a_worker_that_loses_power_before_it_begins(slurm, start):
     """Slurm ends the step itself, or waits for a task of it that never says that it has ended."""
     job = start(_FOREVER, env={"NEMO_RUN_RAY_SHARE_TIMEOUT": "8"})
