@@ -51,6 +51,8 @@ class Slurm:
 
     def __init__(self, folder: Path, count: int = COUNT) -> None:
         self.folder = folder
+        #: A file system of 16 MB that the hosts of the tests share.
+        self.small = folder / "small"
         self._count = count
         self.conf = f"/run/testbed{NUMBER}/slurm/slurm.conf"
 
@@ -120,12 +122,16 @@ def slurm(tmp_path_factory) -> Iterator[Slurm]:
             pytest.skip(f"the program {tool} is not there (Debian: slurm-wlm, munge, rsync)")
     found = Slurm(tmp_path_factory.mktemp("slurm"))
     found.bed("down")  # of a test process that was killed
-    found.bed("up", str(COUNT))
+    # The hosts have the mounts that are there before them.
+    found.small.mkdir()
+    _done(["mount", "-t", "tmpfs", "-o", "size=16m", "small", str(found.small)], {})
     try:
+        found.bed("up", str(COUNT))
         found.bed("slurm")
         yield found
     finally:
         found.bed("down")
+        _done(["umount", str(found.small)], {})
 
 
 @pytest.fixture(autouse=True)
@@ -160,12 +166,13 @@ class RayOnSlurm:
         slurm: where.
         name: of the Ray cluster.
         job: Slurm's number of it.
+        jobs: folder of jobs that all hosts share.
     """
 
-    def __init__(self, slurm: Slurm, name: str, job: str) -> None:
+    def __init__(self, slurm: Slurm, name: str, job: str, jobs: Path) -> None:
         self.slurm = slurm
         self.job = job
-        self.folder = slurm.folder / "jobs" / name
+        self.folder = jobs / name
         self.logs = self.folder / "logs"
         self.run = self.folder / "run" / f"{job}.0"
 
@@ -218,14 +225,18 @@ def start(slurm: Slurm, unique: str, tmp_path, monkeypatch) -> Iterator[Start]:
     jobs = []
 
     def start(
-        command: str | None, env: dict[str, str] | None = None, name: str = "", **fields
+        command: str | None,
+        env: dict[str, str] | None = None,
+        name: str = "",
+        jobs_in: str = "jobs",
+        **fields,
     ) -> RayOnSlurm:
         variables = {"PATH": f"{BIN}:$PATH", "PYXIS_LOG": str(tmp_path / "pyxis"), **(env or {})}
         executor = run.SlurmExecutor(
             account="root",
             partition="batch",
             time="00:05:00",
-            tunnel=run.LocalTunnel(job_dir=str(slurm.folder / "jobs")),
+            tunnel=run.LocalTunnel(job_dir=str(slurm.folder / jobs_in)),
             packager=run.Packager(),
             env_vars=variables,
             **{"nodes": COUNT, "ntasks_per_node": 1, **fields},
@@ -233,7 +244,7 @@ def start(slurm: Slurm, unique: str, tmp_path, monkeypatch) -> Iterator[Start]:
         name = f"{unique}{name or len(jobs)}"
         job = RayJob(name=name, executor=executor)
         job.start(command=command, workdir=str(workdir))
-        jobs.append(RayOnSlurm(slurm, name, str(job.backend.job_id)))
+        jobs.append(RayOnSlurm(slurm, name, str(job.backend.job_id), slurm.folder / jobs_in))
         return jobs[-1]
 
     yield start

@@ -6,6 +6,7 @@ import contextlib
 import os
 import random
 import signal
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -245,6 +246,22 @@ def test_a_folder_that_cannot_be_made_is_named(slurm, start):
     job = start("true", env={"RAY_TEMP_DIR": "/proc/none"})
     assert job.wait()[0] == "FAILED"
     assert "/proc/none" in job.told
+
+
+@pytest.mark.soak
+def test_a_disk_that_is_full_for_a_while(slurm, start):
+    """Longer than it takes until a node that shows no life is given up."""
+    job = start(f"sleep 50; touch {slurm.folder}/after", jobs_in="small")
+    job.wait_ready()
+    filler = slurm.small / "filler"
+    full = subprocess.run(["dd", "if=/dev/zero", f"of={filler}", "bs=4k"], capture_output=True)
+    assert b"No space left" in full.stderr
+    time.sleep(40)
+    assert job.slurm.state(job.job)[0] == "RUNNING"
+    filler.unlink()
+    assert job.wait() == ("COMPLETED", "0:0")
+    assert (slurm.folder / "after").exists()
+    job.wait_gone()
 
 
 _SERVER = "python3 -m http.server $NGINX_PORT"

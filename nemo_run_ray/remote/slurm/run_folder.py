@@ -11,7 +11,7 @@ no time in a file is compared with a reader's clock.
     driver_exit_code    of a driver that the job's script runs itself
     nodes/3.json        what the node with rank 3 says of itself
     beside/             the same for a step with sidecars in another container, which sees no more
-    beats/3             a number that grows while the program of rank 3 lives
+    beats/3             a number that grows while the program of rank 3 lives, written in place
     head.json           where Ray's GCS and dashboard are, once the GCS listens
     ready.json          the same, once the cluster is ready
     session             Ray's name of this life of the cluster, of one that a client asked for
@@ -150,9 +150,17 @@ class RunFolder:
         return found
 
     def beat(self) -> None:
-        """Show that this node's program lives."""
+        """Show that this node's program lives.
+
+        The file is written over, and none is made but the first: a disk that is full takes that. A
+        reader looks for another text, and half of one is another one too.
+        """
         self._beats += 1
-        write_file(self.file("beats", str(self._rank)), str(self._beats))
+        file = os.open(self.file("beats", str(self._rank)), os.O_WRONLY | os.O_CREAT, 0o600)
+        try:
+            os.pwrite(file, b"%012d" % self._beats, 0)
+        finally:
+            os.close(file)
 
     def beats(self, ranks: Set[int]) -> Dict[int, str]:
         """The last beat of these nodes; one that has none is left out."""

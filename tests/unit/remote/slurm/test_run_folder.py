@@ -98,6 +98,19 @@ def test_the_driver_is_what_the_script_has_written(tmp_path):
     assert (folder.text("command") or "").encode(errors="surrogateescape") == b"echo caf\xe9\n"
 
 
+def test_a_beat_needs_no_room_on_the_disk(tmp_path):
+    folder = RunFolder(str(tmp_path), 1)
+    folder.prepare()
+    folder.beat()
+    path = tmp_path / "beats" / "1"
+    before = path.stat()
+    first = folder.beats({1})
+    folder.beat()
+    after = path.stat()
+    assert (before.st_ino, before.st_size) == (after.st_ino, after.st_size)
+    assert folder.beats({1}) != first
+
+
 def test_a_beat_that_does_not_grow_is_a_death_after_some_rounds(tmp_path):
     folder = RunFolder(str(tmp_path), 1)
     folder.prepare()
