@@ -200,7 +200,7 @@ class RayOnSlurm:
         """What the job has left: processes, and Ray's folders on the hosts."""
         mark = f"NEMO_RUN_RAY_RUN={self.folder}".encode()
         found = [_words_of(pid) for pid in processes_with(mark)]
-        return found + [str(path) for path in Path("/tmp").glob(f"nrr-0-{self.job}.*")]
+        return found + [str(path) for path in Path("/tmp").glob(f"nrr-*-{self.job}.*")]
 
     def wait_gone(self) -> None:
         """Until nothing of it is left."""

@@ -3,14 +3,21 @@
 from __future__ import annotations
 
 import json
+import os
+import shutil
+import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
 import pytest
 
 from tests.conftest import wait_for
-from tests.slurm.conftest import BIN
+from tests.slurm.conftest import BIN, RayOnSlurm
+
+#: Debian's "daemon": a user that Slurm can look up on any machine.
+_OTHER_USER = 1
 
 
 def test_a_driver_on_four_nodes(slurm, start, tmp_path):
@@ -116,3 +123,47 @@ def test_a_real_ray_on_two_nodes(slurm, start, tmp_path):
     for line in ("without a token: 401", "nodes: 2", "units: 2.0"):
         assert line in printed
     job.wait_gone()
+
+
+@pytest.mark.soak
+def test_clusters_of_two_users_on_one_node(slurm, start, tmp_path):
+    """They meet in no port and no folder, and neither may read what the other one has."""
+    here = {"additional_parameters": {"nodelist": "n1"}, "nodes": 1}
+    own = start(None, **here)
+    own.wait_ready()
+    with tempfile.TemporaryDirectory(prefix="nemo-run-ray-", dir="/tmp") as name:
+        other = Path(name)
+        other.chmod(0o755)
+        shutil.copytree(BIN, other / "bin")
+        jobs, script = other / "jobs", other / "ray.sub"
+        text = (own.folder / "ray.sub").read_text()
+        moved = {own.folder: jobs / "theirs", BIN: other / "bin", tmp_path: jobs}
+        for before, after in moved.items():
+            text = text.replace(str(before), str(after))
+        script.write_text(text)
+        (jobs / "theirs" / "logs").mkdir(parents=True)
+        for path in (jobs, *jobs.rglob("*")):
+            os.chown(path, _OTHER_USER, _OTHER_USER)
+        someone = ["setpriv", f"--reuid={_OTHER_USER}", f"--regid={_OTHER_USER}", "--clear-groups"]
+        env = {**os.environ, "PATH": "/usr/bin:/bin", "HOME": name}
+        words = [*someone, "sbatch", "--parsable", f"--chdir={jobs}", str(script)]
+        done = subprocess.run(words, env=env, capture_output=True, text=True, cwd=name)
+        assert done.returncode == 0, done.stderr
+        theirs = RayOnSlurm(slurm, "theirs", done.stdout.strip(), jobs)
+        try:
+            theirs.wait_ready()
+            for job in (own, theirs):
+                assert slurm.state(job.job)[0] == "RUNNING"
+            ports = [json.loads((job.run / "ready.json").read_text()) for job in (own, theirs)]
+            assert ports[0]["port"] != ports[1]["port"]
+            assert ports[0]["dashboard_port"] != ports[1]["dashboard_port"]
+            for job in (own, theirs):
+                assert (job.run / "token").stat().st_mode & 0o077 == 0
+                (folder,) = Path("/tmp").glob(f"nrr-*-{job.job}.0")
+                assert folder.stat().st_mode & 0o077 == 0
+            slurm.ask("scancel", own.job)
+            own.wait_gone()
+            assert slurm.state(theirs.job)[0] == "RUNNING"
+        finally:
+            slurm.ask("scancel", theirs.job)
+            theirs.wait_gone()
