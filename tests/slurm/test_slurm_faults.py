@@ -175,15 +175,19 @@ def test_slurms_controller_is_started_again(slurm, start):
 
 
 def test_a_requeue_begins_with_an_empty_folder(slurm, start):
-    job = start('sleep 3; echo "again $SLURM_RESTART_COUNT"')
+    job = start('echo "start ${SLURM_RESTART_COUNT:-0}"; sleep 3')
     job.wait_ready()
+    own = job.logs / "ray-job.log"
+    wait_for(lambda: own.exists() and "start 0" in own.read_text(), 30)
     slurm.ask("scontrol", "requeue", job.job)
     again = job.folder / "run" / f"{job.job}.1"
     wait_for(lambda: slurm.state(job.job)[0] == "PENDING", 60)
     slurm.ask("scontrol", "update", f"JobId={job.job}", "StartTime=now")  # else in two minutes
     wait_for(again.exists, 60)
     assert job.wait(within_s=90) == ("COMPLETED", "0:0")
-    assert "again 1" in job.log("ray-job.log")
+    assert job.log("ray-job.log") == "start 1\n"
+    assert job.log("restart-0/ray-job.log") == "start 0\n"
+    assert "Ray runtime started." in job.log("restart-0/ray-head.log")
     job.wait_gone()
 
 
