@@ -191,6 +191,15 @@ def test_a_requeue_begins_with_an_empty_folder(slurm, start):
     job.wait_gone()
 
 
+@pytest.mark.parametrize("command", [_FOREVER, None])
+def test_a_signal_that_is_asked_for_ends_the_job_with_a_word(slurm, start, command):
+    """With a driver, and where a cluster stays up. ``--signal=B:USR1@60`` sends the same."""
+    job = start(command, nodes=2)
+    job.wait_ready()
+    slurm.ask("scancel", "--batch", "--signal=USR1", job.job)
+    _failed(job, "Slurm has sent it SIGUSR1")
+
+
 def test_ray_is_missing_on_one_node(slurm, start):
     with _instead_of_ray(slurm, "n3", None):
         job = start(_FOREVER)
