@@ -102,7 +102,7 @@ def goes_on(life: str, run: str) -> bool:
     Raises:
         OSError: the folders cannot be read now.
     """
-    return _is_there(os.path.join(life, RENEWED)) or bool(_others(life, run))
+    return is_there(os.path.join(life, RENEWED)) or bool(_others(life, run))
 
 
 def chains(life: str) -> List[str]:
@@ -113,7 +113,7 @@ def chains(life: str) -> List[str]:
     """
     folder = os.path.join(os.path.dirname(os.path.dirname(life)), CHAINS)
     found = (os.path.join(folder, name) for name in sorted(_names(folder)))
-    return [path for path in found if _is_there(os.path.join(path, IDS))]
+    return [path for path in found if is_there(os.path.join(path, IDS))]
 
 
 def kept_ids(life: str) -> Set[str]:
@@ -152,7 +152,7 @@ def _others(life: str, run: str) -> List[str]:
 def _runs(life: str) -> Iterator[str]:
     """The folders of all runs whose chains go on in an allocation, the first one first."""
     folders = [life]
-    while _is_there(os.path.join(folders[-1], RENEWED)):
+    while is_there(os.path.join(folders[-1], RENEWED)):
         parent, number = os.path.split(folders[-1])
         folders.append(os.path.join(parent, str(int(number) - 1)))
     for folder in reversed(folders):
@@ -166,7 +166,7 @@ def _names(folder: str) -> List[str]:
     return []
 
 
-def _is_there(path: str) -> bool:
+def is_there(path: str) -> bool:
     """Whether there is a file; one that cannot be looked for is not taken for absent."""
     with suppress(FileNotFoundError):
         os.stat(path)

@@ -74,7 +74,7 @@ class Looks:
         key = (*self._key, session)
         nothing = Series(self._lives.login, (), frozenset())
         at, state, found = _left.get(key, (float("-inf"), self._state, nothing))
-        trust_s = _TRUST_LEFT_S if found.runs and state == self._state else _TRUST_S
+        trust_s = _TRUST_LEFT_S if found.has_ended and state == self._state else _TRUST_S
         if not found.is_whole and time.monotonic() - at >= trust_s:
             state = self._state
             with contextlib.suppress(NemoRunRayError):

@@ -41,7 +41,12 @@ class Series:
         """Whether nothing can come to it any more."""
         newest = self.runs[0].end if self.runs else None
         is_last = newest is not None and not newest.renews
-        return is_last and all(run.is_whole for run in self.runs)
+        return is_last and self.has_ended
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether its runs have left all that they leave; another one may go on with its chains."""
+        return bool(self.runs) and all(run.is_whole for run in self.runs)
 
     def leads_to(self, number: int, renewed: bool) -> bool:
         """Whether its chains go on in a life.

@@ -26,7 +26,7 @@ _NOT_ALL_SUCCEEDED = 8
 #: The same when what is left needs more time than the allocation has.
 _OUT_OF_TIME = 9
 #: Seconds for one request. An archive may be large, and meanwhile the head shows no life.
-_ANSWER_S = 15.0
+_ANSWER_S = 10.0
 #: Seconds until a request that has failed is tried again, and after how many tries of a chain it is
 #: given up: an allocation does not stay for its sake.
 _PAUSE_S, _TRIES = 5.0, 60
@@ -108,7 +108,7 @@ class Spool:
         attempts = _attempts([os.path.basename(folder) for folder in folders], table)
         for folder in folders:
             own = attempts[os.path.basename(folder)]
-            if _is_decided(own) or not os.path.exists(os.path.join(folder, earlier.START)):
+            if _is_decided(own) or not earlier.is_there(os.path.join(folder, earlier.START)):
                 self._decided.add(folder)
                 _empty(folder)
             elif own:

@@ -182,6 +182,18 @@ def test_large_tables_are_not_fetched_at_every_look(renewed, monkeypatch):
     assert len(asked) == 2
 
 
+def test_what_is_still_written_is_looked_for_again_soon(renewed):
+    """The head copies logs after it has said that the run is over."""
+    (folder,) = (renewed.life(1) / "run").iterdir()
+    (folder / "token").write_text("still there")
+    found = cluster(renewed)
+    assert found.left_log("session_1", "a") is None
+    (folder / "job_logs" / "job-driver-a.log").write_text("late\n")
+    log = found.left_log("session_1", "a")
+    assert log is not None
+    assert log.read_text() == "late\n"
+
+
 def test_one_that_slurm_does_not_take_is_a_loss(renewed):
     (renewed.slurm / "refuse").write_text("sbatch: error: Batch job submission failed\n")
     next_one(renewed)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -232,6 +233,23 @@ def test_an_allocation_that_goes_on_with_nothing_forgets_the_code_of_other_chain
     (life / "renewed").unlink()
     Spool(settings(life), "").clear()
     assert [path.name for path in chain.iterdir()] == ["ids"], "old tables are read by them"
+
+
+def test_code_that_cannot_be_looked_for_is_not_removed(life, monkeypatch):
+    """A file system that hiccups is no proof that a chain is decided."""
+    found = renewal(life, [9_999.0])
+    stat = os.stat
+
+    def broken(path, *args, **fields):
+        if str(path).endswith("start.json"):
+            raise OSError(116, "Stale file handle")
+        return stat(path, *args, **fields)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "stat", broken)
+        assert found.end([_DISPATCHER, _DONE], is_idle=False) is None
+    assert (life.parent.parent / "chains/d/x.zip").exists()
+    assert found.end([_DISPATCHER, _DONE], is_idle=False) is not None
 
 
 def test_chains_that_cannot_be_read_now_renew_nothing_yet(life):
