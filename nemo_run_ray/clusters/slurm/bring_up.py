@@ -7,7 +7,8 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from nemo_run_ray.clusters.base import interrupted
-from nemo_run_ray.clusters.slurm.lives import Life, Lives
+from nemo_run_ray.clusters.slurm.life import RENEWAL_S, Life
+from nemo_run_ray.clusters.slurm.lives import Lives
 from nemo_run_ray.clusters.slurm.slurm_queue import QueuedJob, SlurmQueue
 from nemo_run_ray.errors import ClusterError, Unanswered
 
@@ -16,8 +17,6 @@ _LOOK_S = 2.0
 #: Seconds after which a claimed life that Slurm does not know is passed over. Its client has died,
 #: or it waits for Slurm for longer than anybody waits for `sbatch`.
 _CLAIM_S = 45.0
-#: The same of a life that the script of the one before has claimed. That asks several times.
-_RENEWAL_S = 600.0
 #: Seconds within which the host with Slurm must answer for the first time.
 _FIRST_ANSWER_S = 60.0
 #: How often a job is submitted again that Slurm's controller gave no answer to.
@@ -171,7 +170,7 @@ class BringUp:
             return ""
         if life.job:
             why = f"Slurm has no job {life.job} any more; `sacct -j {life.job}` may say why"
-        elif self.clock() - since >= (_RENEWAL_S if life.renewed else _CLAIM_S):
+        elif self.clock() - since >= (RENEWAL_S if life.renewed else _CLAIM_S):
             why = "its client ended before Slurm had the job"
         else:
             return ""

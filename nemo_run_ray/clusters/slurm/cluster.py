@@ -23,7 +23,8 @@ from nemo_run_ray.checks import is_amount, is_whole, strict_init
 from nemo_run_ray.clusters.base import Cluster, Dashboard, interrupted
 from nemo_run_ray.clusters.slurm.bring_up import BringUp
 from nemo_run_ray.clusters.slurm.forward import forwarded
-from nemo_run_ray.clusters.slurm.lives import Life, Lives
+from nemo_run_ray.clusters.slurm.life import Life
+from nemo_run_ray.clusters.slurm.lives import Lives
 from nemo_run_ray.clusters.slurm.login import Login, key_of
 from nemo_run_ray.clusters.slurm.looks import Looks
 from nemo_run_ray.clusters.slurm.progress import Progress

@@ -13,9 +13,9 @@ import json
 import os
 import shlex
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
+from nemo_run_ray.clusters.slurm.life import Life, end_of, life_of
 from nemo_run_ray.clusters.slurm.login import Login, quoted
 from nemo_run_ray.clusters.slurm.remains import Remains
 from nemo_run_ray.clusters.slurm.series import Series
@@ -23,11 +23,6 @@ from nemo_run_ray.errors import ClusterError
 from nemo_run_ray.remote.earlier import CHAINS, IDS, RENEWED, START, TABLE
 from nemo_run_ray.remote.slurm.allocation import KEEP, OVER, RELEASED, USERS
 from nemo_run_ray.remote.slurm.log_copies import JOB_LOGS
-from nemo_run_ray.remote.slurm.run_folder import End, HeadAddress
-
-#: Seconds that the script of an allocation may take until it has asked for the next one, and by
-#: which clocks of hosts may differ.
-_ASKING_S, _CLOCKS_S = 120.0, 900.0
 
 #: Prints of the newest life a line for each file: its name, a tab, its text.
 _LOOK = """\
@@ -40,6 +35,7 @@ cd "lives/$number" && ls > /dev/null; echo "folder\t$(pwd -P)"
 show claimed claimed; show job job; show over {over}; show refused refused
 [ ! -d sbatch ] || echo "sent\tsent"; [ ! -e {renewed} ] || echo "renewed\tyes"
 job=$(cat job 2>/dev/null)
+[ -n "$job" ] || echo "jobless_s	$(( $(date +%s) - $(stat -c %Y .) ))"
 [ -n "$job" ] || exit 0
 run=$(ls -d run/"$job".* 2>/dev/null | sort -t . -k 2 -n | tail -n 1)
 [ -n "$run" ] || exit 0
@@ -114,58 +110,6 @@ done
 """
 
 
-@dataclass(frozen=True)
-class Life:
-    """The newest life of a cluster, in one look.
-
-    Attributes:
-        number: counts the lives from 1.
-        folder: real path of its folder, without symbolic links.
-        claimed: the user who may submit its job.
-        sent: whether that was begun.
-        renewed: whether it goes on with the chains of the life before.
-        job: Slurm's number of its job; empty until Slurm has taken it.
-        refused: what ``sbatch`` said when it did not take the job.
-        over: why a client gave it up; empty while nobody has.
-        run: folder of the job's run, below the life's; empty until it runs.
-        head: where Ray is reached, once the cluster is ready.
-        end: how the run was over.
-        token: Ray's.
-        session: Ray's name of this life.
-        ended_s: seconds since its end, by the clocks of two hosts.
-    """
-
-    number: int
-    folder: str = ""
-    claimed: str = ""
-    sent: bool = False
-    renewed: bool = False
-    job: str = ""
-    refused: str = ""
-    over: str = ""
-    run: str = ""
-    head: HeadAddress | None = None
-    end: End | None = None
-    token: str = ""
-    session: str = ""
-    ended_s: float = 0.0
-
-    @property
-    def why_over(self) -> str:
-        """Why there is nothing to be had of it any more; empty while there may be."""
-        return self.over or self.refused or (self.end.why if self.end is not None else "")
-
-    def is_asked_for(self, known_s: float) -> bool:
-        """Whether its script is about to ask for the life that goes on.
-
-        Args:
-            known_s: seconds for which this process has known its end.
-        """
-        if self.end is None or not self.end.renews or self.over:
-            return False
-        return known_s < _ASKING_S and self.ended_s < _ASKING_S + _CLOCKS_S
-
-
 class Lives:
     """The lives of one cluster.
 
@@ -194,7 +138,7 @@ class Lives:
         """
         told = self.login.run(_LOOK.format(folder=quoted(self.folder), over=OVER, renewed=RENEWED))
         rows = dict(line.split("\t", 1) for line in told.splitlines() if "\t" in line)
-        return _life(rows) if rows else None
+        return life_of(rows) if rows else None
 
     def claim(self, number: int, user: str) -> bool:
         """Whether this client, one of its users then, may submit the job of that life."""
@@ -306,43 +250,14 @@ class Lives:
         return ""
 
 
-def _life(rows: Mapping[str, str]) -> Life:
-    names = ("folder", "claimed", "job", "refused", "over", "run")
-    texts = {name: rows.get(name, "").strip() for name in names}
-    ready = _row(rows.get("ready", ""))
-    return Life(
-        number=int(rows["number"]),
-        sent="sent" in rows,
-        renewed="renewed" in rows,
-        **texts,
-        head=None if ready is None else HeadAddress(**ready),
-        end=_end(rows.get("end", "")),
-        token=rows.get("token", "").strip(),
-        session=rows.get("session", "").strip(),
-        ended_s=float(rows.get("ended_s") or 0.0),
-    )
-
-
 def _remains(folder: str, run: str, *lines: str) -> Remains:
     rows = dict(line.split("\t", 1) for line in lines if "\t" in line)
     return Remains(
         folder=os.path.join(folder, "lives", run),
         session=rows.get("session", "").strip(),
-        end=_end(rows.get("end", "")),
+        end=end_of(rows.get("end", "")),
         is_whole="end" in rows and "goes" not in rows,
         table=rows.get("table", ""),
         written_at=float(rows.get("at", "0")),
         logs=tuple(line for line in lines if "\t" not in line),
     )
-
-
-def _end(text: str) -> End | None:
-    row = _row(text)
-    return None if row is None else End(**row)
-
-
-def _row(text: str) -> dict[str, Any] | None:
-    with contextlib.suppress(ValueError):
-        row = json.loads(text)
-        return row if isinstance(row, dict) else None
-    return None

@@ -5,7 +5,8 @@ from __future__ import annotations
 import contextlib
 import time
 
-from nemo_run_ray.clusters.slurm.lives import Life, Lives
+from nemo_run_ray.clusters.slurm.life import Life
+from nemo_run_ray.clusters.slurm.lives import Lives
 from nemo_run_ray.clusters.slurm.series import Series
 from nemo_run_ray.clusters.slurm.slurm_queue import SlurmQueue
 from nemo_run_ray.errors import NemoRunRayError
@@ -121,7 +122,7 @@ class Looks:
         """Why a life is over whose chains go on in one that is not up yet; empty otherwise."""
         with contextlib.suppress(NemoRunRayError):
             life, series = self.newest(), self.series(session)
-            if life is None or not series.leads_to(life.number, life.renewed):
+            if life is None or not series.leads_to(life.number, life.renewed) or life.was_left:
                 return ""
             if self.is_asked_for(life):
                 return f"{series.runs[0].why}, and the next one is being asked for"

@@ -18,7 +18,8 @@ from nemo_run_ray.clusters.base import interrupted
 from nemo_run_ray.clusters.slurm import login as login_module
 from nemo_run_ray.clusters.slurm import slurm_queue
 from nemo_run_ray.clusters.slurm.bring_up import BringUp
-from nemo_run_ray.clusters.slurm.lives import Life, Lives
+from nemo_run_ray.clusters.slurm.life import Life
+from nemo_run_ray.clusters.slurm.lives import Lives
 from nemo_run_ray.clusters.slurm.login import Login
 from nemo_run_ray.clusters.slurm.slurm_queue import SlurmQueue
 from nemo_run_ray.errors import ClusterError, ConfigError, Unanswered

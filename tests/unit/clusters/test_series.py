@@ -13,7 +13,7 @@ import pytest
 from nemo_run_ray import RayExecutor, SlurmCluster
 from nemo_run_ray.clusters import Dashboard, from_record
 from nemo_run_ray.clusters.slurm import cluster as slurm_cluster
-from nemo_run_ray.clusters.slurm import lives, looks, slurm_queue
+from nemo_run_ray.clusters.slurm import life, lives, looks, slurm_queue
 from nemo_run_ray.dashboard.jobs_api import JobsApi
 from nemo_run_ray.errors import ClusterError
 from tests.http_server import Handler, serving
@@ -119,7 +119,7 @@ def test_between_two_allocations_jobs_are_away_and_not_lost(renewed):
 def test_a_next_one_that_never_comes_is_a_loss(renewed, monkeypatch):
     found = cluster(renewed)
     assert found.why_away("session_1")
-    monkeypatch.setattr(lives, "_ASKING_S", 0.0)
+    monkeypatch.setattr(life, "_ASKING_S", 0.0)
     assert found.why_away("session_1") == ""
     assert "its walltime is over, and nobody has asked for the next one" in found.why_gone(
         "session_1"
@@ -134,6 +134,18 @@ def test_a_script_that_died_long_ago_asks_for_nothing(renewed):
     renewed.events = [lambda: renewed.ready(2)]
     assert client.run().number == 2
     assert renewed.now < 1000 + 10
+
+
+def test_a_script_that_died_while_it_asked_is_a_loss(renewed):
+    """It had claimed the next life; Slurm has never had a job of that."""
+    second = renewed.life(2)
+    second.mkdir()
+    (second / "renewed").touch()
+    found = cluster(renewed)
+    assert "chains go on in a job of Slurm, which is not up yet" in found.why_away("session_1")
+    os.utime(second, (time.time() - 7200,) * 2)
+    assert found.why_away("session_1") == ""
+    assert "nobody has asked for the next one" in found.why_gone("session_1")
 
 
 @pytest.mark.parametrize("when", ["before", "after"])
