@@ -12,7 +12,7 @@ import threading
 import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from urllib.parse import unquote
+from urllib.parse import parse_qsl, unquote
 
 from ray._private.label_utils import validate_label_selector
 from ray.dashboard.modules.job.common import JobSubmitRequest, validate_request_type
@@ -21,6 +21,7 @@ from nemo_run_ray.dashboard.jobs_api import version_of
 from nemo_run_ray.remote.attempts import CANCELLED, CLAIM_KEY, NONCE_KEY, claim_body, first_id
 from nemo_run_ray.remote.dispatch.dispatcher import Dispatcher
 from nemo_run_ray.remote.dispatch.rest import Rest, Unanswered
+from nemo_run_ray.remote.lost_ends import LOG_FILE
 from nemo_run_ray.remote.spec import DispatchSpec
 from tests.http_server import Handler, serving
 
@@ -41,6 +42,12 @@ NODE_DIES = {
     "status": "FAILED",
     "error_type": "JOB_SUPERVISOR_ACTOR_DIED",
     "message": "Job supervisor actor died",
+}
+#: Another monitor of Ray writes this over an exit code, see ``lost_ends.py``.
+EXIT_CODE_IS_LOST = {
+    "status": "FAILED",
+    "error_type": "JOB_SUPERVISOR_ACTOR_START_FAILURE",
+    "message": "Unexpected error occurred: failed to get job supervisor.",
 }
 START_TIMES_OUT = {
     "status": "FAILED",
@@ -216,7 +223,7 @@ class FakeRay:
         }
 
     def answer(self, method: str, path: str, data: bytes) -> tuple[int, str]:
-        path = path.partition("?")[0]
+        path, _, query = path.partition("?")
         parts = [unquote(one) for one in path.split("/")[2:]]
         if (method, path) == ("GET", "/api/version"):
             version = {"version": "4", "ray_version": self.version, "session_name": self.session}
@@ -231,6 +238,8 @@ class FakeRay:
             return self._stop(parts[1])
         if method == "GET" and parts[:1] == ["jobs"] and parts[2:] in ([], ["logs"]):
             return self._told(parts[1], "logs" in parts)
+        if (method, path) == ("GET", LOG_FILE):
+            return self._log_file(dict(parse_qsl(query)))
         if path == "/nodes" and self.room is not None:
             return 200, json.dumps(self.room)
         if parts[:2] == ["v0", "actors"] and self.actors is not None:
@@ -278,6 +287,16 @@ class FakeRay:
         if name not in self.rows:
             return 404, f"Job {name} does not exist"
         return 200, json.dumps({"logs": self.logs.get(name, "")} if is_log else self.rows[name])
+
+    def _log_file(self, query: dict[str, str]) -> tuple[int, str]:
+        """As Ray's state API, which says what it lacks with the status 500."""
+        if query["node_id"] not in self.alive:
+            return 500, f"Agent for node id: {query['node_id']} doesn't exist."
+        name = query["filename"].removeprefix("job-driver-").removesuffix(".log")
+        if self.rows.get(name, {}).get("driver_node_id") != query["node_id"]:
+            return 500, f"A file is not found at: /tmp/ray/session/logs/{query['filename']}"
+        lines, count = self.logs.get(name, "").splitlines(keepends=True), int(query["lines"])
+        return 200, "".join(lines if count < 0 else lines[-count:])
 
     def _check(self, name: str) -> None:
         link = self._links.get(first_id(name))

@@ -92,10 +92,13 @@ class Http:
         return response
 
     @contextlib.contextmanager
-    def stream(self, path: str, limit_s: float) -> Iterator[httpx.Response]:
+    def stream(
+        self, path: str, limit_s: float, params: dict[str, str] | None = None
+    ) -> Iterator[httpx.Response]:
         """The answer to a question, to be read piece by piece. Raises what httpx raises."""
         limit = httpx.Timeout(limit_s, connect=CONNECT_S)
-        request = self._client.build_request("GET", self.url(path), timeout=limit)
+        url = self.url(path)
+        request = self._client.build_request("GET", url, timeout=limit, params=params)
         with _quietly():
             response = self._client.send(request, stream=True)
         try:

@@ -21,6 +21,7 @@ from nemo_run_ray.dashboard.log_stream import LogStream
 from nemo_run_ray.dashboard.state_api import StateApi
 from nemo_run_ray.dashboard.wake import JobManager
 from nemo_run_ray.errors import SubmissionError, Taken, TooOld, Unanswered
+from nemo_run_ray.remote.lost_ends import LostEnds
 from nemo_run_ray.remote.rows import JobRow, JobRows
 
 #: Seconds that a person waits for an address to answer before it is called unreachable.
@@ -47,6 +48,7 @@ class JobsApi:
         self._http = Http(dashboard)
         self._table = JobTable(self._rows)
         self.state = StateApi(self._http)
+        self._ends = LostEnds(self.state.log_end)
         self._earlier = dashboard.earlier
         self.logs = LogStream(self._http, self.job, self._left_log)
         self.manager = JobManager(self._http, self.state.alive_nodes)
@@ -115,8 +117,7 @@ class JobsApi:
             response = self._http.get(_job_path(submission_id), may_be_absent=True)
             if response.status_code == 404:
                 return None if self._earlier is None else self._earlier.rows().get(submission_id)
-            row: JobRow = self._http.json(response)
-            return row
+            return self._ends.restored(self._http.json(response))
 
         return self._http.repeat(ask, patience_s)
 
@@ -194,7 +195,8 @@ class JobsApi:
         rows = self._http.json(response)
         if not isinstance(rows, list):
             raise self._http.not_ray(response)
-        found = {row["submission_id"]: row for row in rows if row.get("submission_id")}
+        restored = self._ends.restored
+        found = {row["submission_id"]: restored(row) for row in rows if row.get("submission_id")}
         return found if self._earlier is None else {**self._earlier.rows(), **found}
 
     def _left_log(self, submission_id: str) -> Path | None:

@@ -1,4 +1,9 @@
-"""The log of a job by Ray's Jobs API: as it grows, or as it is now."""
+"""The log of a job: by Ray's Jobs API as it grows, by Ray's state API as it is now.
+
+The agent of a node that is asked for a log by the Jobs API starts a job manager, which writes over
+the exit codes of jobs that fail at this moment (``remote/lost_ends.py``). The state API starts
+none, but a stream of it goes on in the agent for ever when its reader has left (Ray 2.60).
+"""
 
 from __future__ import annotations
 
@@ -14,8 +19,9 @@ from websockets.sync.client import ClientConnection, connect
 
 from nemo_run_ray.clusters.left_behind import text_of
 from nemo_run_ray.dashboard.http import READ_S, SLOW_S, Http, tls
-from nemo_run_ray.dashboard.log_text import decode_log
+from nemo_run_ray.dashboard.log_text import decode_log, decode_text
 from nemo_run_ray.errors import JobError, StreamCut, Unauthorised
+from nemo_run_ray.remote.lost_ends import LOG_FILE, log_query
 from nemo_run_ray.remote.rows import JobRow
 from nemo_run_ray.remote.states import JobState, is_active, state_of_row
 
@@ -27,6 +33,10 @@ _CLOSE_S = 0.1
 _SILENCE_S, _SILENCE_MAX_S = 15.0, 300.0
 #: Seconds from one look to the next at a job whose stream has not begun: it may never start.
 _BEGIN_S = 1.0
+#: Seconds that the state API may take for all of a log.
+_READING_MAX_S = "86400"
+#: What a front answers that passes the Jobs API on and not the state API.
+_CLOSED = {401, 403, 404, 405, 501}
 
 
 class LogStream:
@@ -101,26 +111,45 @@ class LogStream:
         if left is not None:
             yield from text_of(left)
             return
-        path = _path(submission_id)
+        row = self._row(submission_id)
+        if row is None:
+            raise self._no_such_job(submission_id)
+        is_empty = True
         try:
-            with self._http.stream(path, silence_s) as response:
-                if response.status_code == 404:
-                    raise self._no_such_job(submission_id)
-                if response.status_code != 200:
-                    raise StreamCut(f"{self._http.url(path)}: HTTP {response.status_code}")
-                is_empty = True
-                for text in decode_log(response.iter_text()):
-                    is_empty = False
-                    yield text
+            for text in self._now(row, submission_id, silence_s):
+                is_empty = False
+                yield text
         except httpx.ConnectError as error:
             raise self._http.unreachable(error) from error
         except httpx.HTTPError as error:
-            raise StreamCut(f"{self._http.url(path)}: {error}") from error
-        row: JobRow = (self._row(submission_id) if is_empty else None) or {}
+            raise StreamCut(f"the log of {submission_id}: {error}") from error
+        row = (self._row(submission_id) if is_empty else None) or {}
         never_started = state_of_row(row) is JobState.FAILED and row.get("driver_exit_code") is None
         message = row.get("message")
         if never_started and message:
             yield f"{message.strip()}\n"
+
+    def _now(self, row: JobRow, submission_id: str, silence_s: float) -> Iterator[str]:
+        """The log, or by the Jobs API where a front keeps the state API closed."""
+        node = row.get("driver_node_id")
+        if node:
+            query = {**log_query(node, submission_id, -1), "timeout": _READING_MAX_S}
+            with self._http.stream(LOG_FILE, silence_s, query) as response:
+                if response.status_code == 200:
+                    yield from decode_text(response.iter_bytes())
+                    return
+                if response.status_code not in _CLOSED:
+                    raise self._cut(LOG_FILE, response)
+        path = _path(submission_id)
+        with self._http.stream(path, silence_s) as response:
+            if response.status_code == 404:
+                raise self._no_such_job(submission_id)
+            if response.status_code != 200:
+                raise self._cut(path, response)
+            yield from decode_log(response.iter_text())
+
+    def _cut(self, path: str, response: httpx.Response) -> StreamCut:
+        return StreamCut(f"{self._http.url(path)}: HTTP {response.status_code}")
 
     def _open(self, url: str) -> ClientConnection:
         dashboard = self._http.dashboard

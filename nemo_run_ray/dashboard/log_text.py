@@ -1,10 +1,12 @@
-"""The text of a log inside the JSON of Ray's answer."""
+"""The text of a log, out of the JSON of Ray's Jobs API or the bytes of its state API."""
 
 from __future__ import annotations
 
+import codecs
+import io
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from nemo_run_ray.errors import StreamCut
 
@@ -13,6 +15,19 @@ _JSON_TEXT = re.compile(
     r'(?:[^"\\]+|\\u[dD][89abAB][0-9a-fA-F]{2}\\u[0-9a-fA-F]{4}'
     r"|\\u(?![dD][89abAB])[0-9a-fA-F]{4}|\\[^u])*"
 )
+
+
+def decode_text(pieces: Iterable[bytes]) -> Iterator[str]:
+    """The text as Ray's Jobs API reads it: every end of a line is ``\\n``. No byte is lost."""
+    utf8 = codecs.getincrementaldecoder("utf-8")("backslashreplace")
+    decoder = io.IncrementalNewlineDecoder(utf8, translate=True)
+    for piece in pieces:
+        text = decoder.decode(piece)
+        if text:
+            yield text
+    rest = decoder.decode(b"", final=True)
+    if rest:
+        yield rest
 
 
 def decode_log(pieces: Iterator[str]) -> Iterator[str]:

@@ -18,8 +18,10 @@ from nemo_run_ray.dashboard.nodes import (
     nodes_of_table,
 )
 from nemo_run_ray.dashboard.recent import Recent
+from nemo_run_ray.dashboard.wake import AliveNodes
 from nemo_run_ray.errors import ClusterError
 from nemo_run_ray.remote.group.roles_file import file_name
+from nemo_run_ray.remote.lost_ends import ANSWER_S, LINES, LOG_FILE, log_query
 from nemo_run_ray.remote.rows import GroupRows
 
 #: Seconds until an answer must have come of which the next look may do without.
@@ -55,20 +57,30 @@ class StateApi:
     def __init__(self, http: Http) -> None:
         self._http = http
 
-    def alive_nodes(self) -> set[str] | None:
-        """Ids of the nodes that live; ``None`` when the cluster does not say."""
+    def alive_nodes(self) -> AliveNodes | None:
+        """The nodes that live; ``None`` when the cluster does not say."""
         try:
-            rows = self._rows("nodes", READ_S)
+            rows = self._rows("nodes", READ_S, detail="true")
             if rows is None:
                 return None
-            return {row["node_id"] for row in rows if row["state"] == "ALIVE"}
+            alive = [row for row in rows if row["state"] == "ALIVE"]
+            heads = [row.get("start_time_ms") or 0 for row in alive if row.get("is_head_node")]
+            return AliveNodes({row["node_id"] for row in alive}, max(heads, default=0) / 1000)
         except (ClusterError, KeyError, TypeError):
             return None
 
     def last_lines(self, node: str, submission_id: str, count: int) -> list[str]:
         """The end of a job's log."""
-        text = self._log_file(node, f"job-driver-{submission_id}.log", count)
-        return text.splitlines()[-count:]
+        query = log_query(node, submission_id, count)
+        return self._told_log(query).splitlines()[-count:]
+
+    def log_end(self, node: str, submission_id: str) -> str | None:
+        """The end of a job's log; ``None`` when it cannot be had now."""
+        query = {**log_query(node, submission_id, LINES), "timeout": str(ANSWER_S)}
+        try:
+            return self._told_log(query, 2.0 * ANSWER_S) or None
+        except ClusterError:
+            return None
 
     def roles(self, node: str, submission_id: str) -> GroupRows | None:
         """What a group's driver wrote of its roles; ``None`` when there is nothing of it."""
@@ -166,7 +178,10 @@ class StateApi:
 
     def _log_file(self, node: str, name: str, lines: int) -> str:
         query = {"node_id": node, "filename": name, "lines": str(lines), "media_type": "file"}
-        response = self._http.request("GET", "/api/v0/logs/file", params=query)
+        return self._told_log(query)
+
+    def _told_log(self, query: dict[str, str], limit_s: float = READ_S) -> str:
+        response = self._http.request("GET", LOG_FILE, limit_s, params=query)
         return response.text if response.status_code == 200 else ""
 
 

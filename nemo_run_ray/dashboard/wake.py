@@ -1,7 +1,8 @@
 """Jobs that a dead head has left behind, and how Ray is made to look after them.
 
 Ray's job manager comes to life with the first request to it. Until then jobs whose supervisors died
-with the head stay RUNNING or PENDING (measured with Ray 2.54 and 2.60 and a fault-tolerant GCS).
+with the head, or while it was away, stay RUNNING or PENDING (measured with Ray 2.54 and 2.60 and a
+fault-tolerant GCS).
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 
 from nemo_run_ray.dashboard.http import SLOW_S, Http
 from nemo_run_ray.errors import ClusterError
@@ -23,18 +25,32 @@ _PENDING_LONG_S = 30.0
 _REFUSED_LABEL = {"no label": "wake"}
 
 
+@dataclass(frozen=True)
+class AliveNodes:
+    """The nodes that live.
+
+    Attributes:
+        ids: of all of them.
+        head_since: seconds since the epoch, when the head's Ray was started; 0 if it is not known.
+    """
+
+    ids: set[str]
+    head_since: float = 0.0
+
+
 class JobManager:
     """Ray's job manager of one cluster, which may be asleep.
 
     Args:
         http: the dashboard.
-        alive_nodes: gives the ids of the nodes that live, ``None`` when they are not known.
+        alive_nodes: gives the nodes that live, ``None`` when they are not known.
     """
 
-    def __init__(self, http: Http, alive_nodes: Callable[[], set[str] | None]) -> None:
+    def __init__(self, http: Http, alive_nodes: Callable[[], AliveNodes | None]) -> None:
         self._http = http
         self._alive_nodes = alive_nodes
         self._asked_at = -math.inf
+        self._woken_at = 0.0
 
     def wake_for(self, rows: JobRows) -> bool:
         """Make Ray look after these jobs if it does not, and return whether it was asked to.
@@ -45,10 +61,13 @@ class JobManager:
         if time.monotonic() - self._asked_at < _WAKE_AGAIN_S:
             return False
         self._asked_at = time.monotonic()
-        found = orphan(rows, self._alive_nodes, time.time())
+        now = time.time()
+        found = orphan(rows, self._alive_nodes, now, self._woken_at)
         if not found:
             return False
-        if not self._wake(found):
+        if self._wake(found):
+            self._woken_at = now
+        else:
             self._asked_at -= _WAKE_AGAIN_S - _WAKE_FAILED_S
         return True
 
@@ -73,27 +92,33 @@ class JobManager:
 
 def orphan(
     rows: JobRows,
-    alive_nodes: Callable[[], set[str] | None],
+    alive_nodes: Callable[[], AliveNodes | None],
     now: float,
+    woken_at: float = 0.0,
 ) -> str:
-    """Id of a job that Ray may not look after: it has been about to start for long, or runs on a
-    node that is gone. Empty if there is none.
+    """Id of a job that Ray may not look after. Empty if there is none.
+
+    It has been about to start for long, or runs on a node that is gone, or the head has been
+    started after it and nobody has asked this head for anything yet.
 
     Args:
         rows: by submission id.
         alive_nodes: asked when a job runs.
         now: seconds since the epoch.
+        woken_at: the same, when the job manager was last made to look after all jobs.
     """
     for name, row in rows.items():
         age_s = now - (row.get("start_time") or 0) / 1000
         if is_pending(row) and age_s > _PENDING_LONG_S:
             return name
-    running = {
-        row["driver_node_id"]: name
-        for name, row in rows.items()
-        if is_running(row) and row.get("driver_node_id")
-    }
+    running = {name: row for name, row in rows.items() if is_running(row)}
     alive = alive_nodes() if running else None
     if alive is None:
         return ""
-    return next((name for node, name in running.items() if node not in alive), "")
+    for name, row in running.items():
+        node, posted_at = row.get("driver_node_id"), (row.get("start_time") or 0) / 1000
+        if node and node not in alive.ids:
+            return name
+        if max(posted_at, woken_at) < alive.head_since:
+            return name
+    return ""

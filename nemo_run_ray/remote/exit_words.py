@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import signal
 
 _SHIPS = "the executor's `packager` ships files to it"
 #: What a shell means by these exit codes, and most programs too.
@@ -36,3 +37,12 @@ def meaning(exit_code: int, tail: str) -> str:
     if missing:
         return f": {missing[1]} is not on that node; {_SHIPS}"
     return _SHELL_SAYS.get(exit_code, "")
+
+
+def signal_name(exit_code: int) -> str | None:
+    """The signal behind an exit code: Python's negative ones and the shell's 128 + n."""
+    number = -exit_code if exit_code < 0 else exit_code - 128
+    try:
+        return signal.Signals(number).name if number > 0 else None
+    except ValueError:
+        return None

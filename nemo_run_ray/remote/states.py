@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import re
 import shlex
-import signal
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any, Mapping
 
 from .env_error import NO_WORKER, why_no_worker
-from .exit_words import meaning
+from .exit_words import meaning, signal_name
 from .rows import JobRow
 
 
@@ -55,6 +54,7 @@ class Reason(str, Enum):
     NODE_DIED = "its node or its supervisor died"
     ALLOCATION = "its allocation ended"
     NOT_STARTED = "its command could not be started"
+    UNRECORDED = "Ray could not record how it ended"
     NOT_READY = "a service was not ready in time"
     SERVICE_ENDED = "a service ended before the primaries"
     CANCELLED = "cancelled"
@@ -185,6 +185,7 @@ NEXT_STEP = {
     Reason.NODE_DIED: "Look at the cluster's nodes in Ray's dashboard, then run it again.",
     Reason.ALLOCATION: "Run it again; `retries` lets it go on where the cluster is renewed.",
     Reason.NOT_STARTED: "Correct what the message names and run it again.",
+    Reason.UNRECORDED: "Look at the last lines of `nemo-run-ray logs {job}`, and run it again.",
     Reason.NOT_READY: "Look at the service's lines in the log, or raise the probe's timeout_s.",
     Reason.SERVICE_ENDED: "Look at the service's lines in the log; `retries` starts it again.",
     Reason.CANCELLED: "Run it again when you want it.",
@@ -199,6 +200,10 @@ NEXT_STEP = {
     Reason.OTHER: "Ray's message above is all that is known.",
 }
 
+#: What Ray says of a job whose supervisor it does not find, and which waits for none any more.
+_NO_SUPERVISOR = "failed to get job supervisor"
+#: What Ray's supervisor calls to write a state: not before the command has ended.
+_RECORDS = "_job_info_client.put_status("
 #: The last line of a group's log. It explains a failure that Ray's record has; it decides nothing.
 _ENDING = re.compile(r"^nemo_run_ray\| end \w{8}: \[([\w ]+)\] (.*)$", re.MULTILINE)
 #: Lines that Ray itself writes at the head of every job's log, and the remote half's last one.
@@ -270,15 +275,6 @@ class JobStatus:
         )
 
 
-def signal_name(exit_code: int) -> str | None:
-    """The signal behind an exit code: Python's negative ones and the shell's 128 + n."""
-    number = -exit_code if exit_code < 0 else exit_code - 128
-    try:
-        return signal.Signals(number).name if number > 0 else None
-    except ValueError:
-        return None
-
-
 def state_of_row(row: JobRow) -> JobState:
     """The state that Ray's word in a row stands for."""
     return FROM_RAY.get(str(row.get("status")), JobState.UNKNOWN)
@@ -303,6 +299,10 @@ def _reason(error: str, node: str, message: str) -> Reason:
     """Why a job failed by itself, or never came to run its command."""
     if error == "JOB_SUPERVISOR_ACTOR_START_FAILURE" and node:
         return Reason.NODE_DIED  # it did start: Ray calls a supervisor so that is gone, too
+    if error == "JOB_SUPERVISOR_ACTOR_START_FAILURE" and _NO_SUPERVISOR in message:
+        return Reason.START_TIMEOUT  # as a second monitor writes it, see ``lost_ends.py``
+    if error == "JOB_ENTRYPOINT_COMMAND_START_ERROR" and _RECORDS in message:
+        return Reason.UNRECORDED
     reason = FROM_RAY_ERROR.get(error, Reason.OTHER)
     if reason is Reason.UNSCHEDULABLE and NO_WORKER in message:
         return Reason.RUNTIME_ENV  # Ray had a node for it
@@ -332,6 +332,8 @@ def status_of_row(row: JobRow) -> JobStatus:
     code = row.get("driver_exit_code")
     if not isinstance(code, int) or code == 0:
         words = why_no_worker(row, message) if reason is Reason.RUNTIME_ENV else message
+        if reason is Reason.UNRECORDED:
+            words = message.rpartition("\n")[2]  # of Ray's traceback
         return JobStatus(state, reason, f"{reason.value}: {words}".rstrip(": "), node)
     name = signal_name(code)
     cause = f"killed by {name} (exit code {code})" if name else f"exit code {code}"

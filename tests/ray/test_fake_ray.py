@@ -9,6 +9,7 @@ import httpx
 
 from nemo_run_ray.dashboard.wake import _REFUSED_LABEL
 from nemo_run_ray.remote.attempts import claim_body
+from nemo_run_ray.remote.lost_ends import LOG_FILE, log_query
 from tests.conftest import wait_for
 from tests.fake_ray import fake_ray
 
@@ -48,6 +49,11 @@ def script(ask: Ask, after_a_while: Callable[[], None], title: str) -> list[obje
     found.append(("row", sorted(row), kept, row["metadata"], type(row["start_time"]).__name__))
     found.append(("the same alone", sorted(ask("GET", f"/api/jobs/{name}").json()) == sorted(row)))
     found.append(("log", list(ask("GET", f"/api/jobs/{name}/logs").json())))
+    for lines in (-1, 1):
+        told = ask("GET", LOG_FILE, params=log_query(row["driver_node_id"], name, lines))
+        found.append(("log file", told.status_code, len(told.text.splitlines()) <= abs(lines) * 9))
+    for node, job in ((row["driver_node_id"], "nobody"), ("ab" * 28, name)):
+        found.append(("no log", ask("GET", LOG_FILE, params=log_query(node, job, 5)).status_code))
     stopped = ask("POST", f"/api/jobs/{name}/stop")
     found.append(("stop of what has ended", stopped.status_code, stopped.json()))
     package = f"/api/packages/gcs/_ray_pkg_{title}.zip"

@@ -32,6 +32,7 @@ _LINES = (
 _REMOTE_LINES = (
     {"__main__", "start"},
     {"group", "dispatch", "slurm"},
+    {"lost_ends"},
     {"node"},
     {"earlier"},
     {"attempts"},

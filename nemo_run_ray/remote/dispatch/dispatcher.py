@@ -26,6 +26,7 @@ from ..attempts import (
     claim_body,
     first_id,
 )
+from ..lost_ends import LostEnds
 from ..node.output import say
 from ..node.rundir import SECRETS, read_secrets, remove_secrets
 from ..spec import SUBMISSION_ID, DispatchedJobSpec, DispatchSpec
@@ -95,6 +96,7 @@ class Dispatcher:
         self._changed_at = clock()
         self._looks_s: Deque[float] = deque(maxlen=LOOKS)
         self._earlier: Optional[Dict[str, Attempt]] = None  # not read yet
+        self._ends = LostEnds(api.log_end)
 
     def run(self, sleep: Callable[[float], None] = time.sleep) -> int:
         """Go on until everything is decided, and return the exit code.
@@ -156,7 +158,8 @@ class Dispatcher:
         began = time.monotonic()
         wanted = _Wanted(self._dispatch)
         rows = ((str(row["submission_id"]), row) for row in self._api.rows())
-        table = {name: attempt_of_row(row) for name, row in rows if wanted.has(name)}
+        restored = self._ends.restored
+        table = {name: attempt_of_row(restored(row)) for name, row in rows if wanted.has(name)}
         table = {**self._earlier, **table}
         self._looks_s.append(time.monotonic() - began)
         self._troubles.pop("", None)

@@ -13,8 +13,9 @@ import re
 import subprocess
 from pathlib import Path
 from typing import Any, Dict, Iterator, List, Optional, Sequence, Tuple
-from urllib.parse import quote, urlsplit
+from urllib.parse import quote, urlencode, urlsplit
 
+from ..lost_ends import ANSWER_S, LINES, LOG_FILE, log_query
 from ..rows import JobRow
 from ..variables import DASHBOARD, EMBEDDED
 
@@ -84,6 +85,15 @@ class Rest:
         status, text = self._send("POST", path, b"")
         if status != 200 and status != 404:
             raise Unanswered(f"{self.url} answered {status} to a stop: {_last_line(text)}")
+
+    def log_end(self, node: str, submission_id: str) -> Optional[str]:
+        """The end of a job's log; ``None`` when it cannot be had now."""
+        query = {**log_query(node, submission_id, LINES), "timeout": str(ANSWER_S)}
+        try:
+            status, text = self._send("GET", f"{LOG_FILE}?{urlencode(query)}")
+        except Unanswered:
+            return None
+        return text.decode(errors="replace") if status == 200 and text else None
 
     def put_package(self, name: str, data: bytes) -> None:
         self._ask("PUT", f"/api/packages/gcs/{quote(name)}", data)

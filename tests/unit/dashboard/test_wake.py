@@ -10,7 +10,7 @@ from ray._private.label_utils import validate_label_selector
 from nemo_run_ray.clusters import Dashboard
 from nemo_run_ray.dashboard import wake
 from nemo_run_ray.dashboard.jobs_api import JobsApi
-from nemo_run_ray.dashboard.wake import orphan
+from nemo_run_ray.dashboard.wake import AliveNodes, orphan
 from tests.http_server import Handler, serving
 
 NOW = 1_800_000_000.0
@@ -26,14 +26,24 @@ def row(status: str, age_s: float = 0.0, node: str = "") -> dict:
 
 def test_a_job_that_ran_on_a_lost_node_is_an_orphan():
     rows = {"runs": row("RUNNING", node="node1"), "gone": row("RUNNING", node="node0")}
-    assert orphan(rows, lambda: {"node1"}, NOW) == "gone"
+    assert orphan(rows, lambda: AliveNodes({"node1"}), NOW) == "gone"
+
+
+def test_a_job_that_is_older_than_the_head_may_be_an_orphan_until_its_manager_is_woken():
+    """Its supervisor may have died while the head was away."""
+    rows = {"old": row("RUNNING", age_s=100, node="node1"), "new": row("RUNNING", node="node1")}
+    head = AliveNodes({"node1"}, head_since=NOW - 50)
+    assert orphan(rows, lambda: head, NOW) == "old"
+    assert orphan(rows, lambda: head, NOW, woken_at=NOW - 60) == "old"
+    assert orphan(rows, lambda: head, NOW, woken_at=NOW - 40) == ""
+    assert orphan({"new": rows["new"]}, lambda: head, NOW) == ""
 
 
 def test_a_job_that_was_about_to_start_for_long_is_an_orphan():
     assert orphan({"waits": row("PENDING", age_s=100)}, lambda: None, NOW) == "waits"
 
 
-@pytest.mark.parametrize("alive", [{"node1"}, None])
+@pytest.mark.parametrize("alive", [AliveNodes({"node1"}), None])
 def test_jobs_that_are_well_are_none(alive):
     rows = {
         "young": row("PENDING", age_s=1),

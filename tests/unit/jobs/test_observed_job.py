@@ -13,8 +13,10 @@ from nemo_run_ray.jobs import snapshot as snapshots
 from nemo_run_ray.jobs.explanations import roles
 from nemo_run_ray.jobs.ledger import Ledger
 from nemo_run_ray.jobs.snapshot import Snapshot
+from nemo_run_ray.remote.lost_ends import LOG_FILE
+from nemo_run_ray.remote.node.output import end_mark
 from nemo_run_ray.remote.states import JobState, JobStatus, Reason
-from tests.fake_ray import FAILS, GOES_ON, NODE, SUCCEEDS, Trouble
+from tests.fake_ray import EXIT_CODE_IS_LOST, FAILS, GOES_ON, NODE, SUCCEEDS, Trouble
 from tests.unit.jobs.conftest import Handed
 
 
@@ -225,6 +227,29 @@ def test_a_lost_chain_is_asked_about_once_for_all_of_its_jobs(ray, unique):
     assert {job.status_in(snapshot).state for job in handed.jobs.values()} == {JobState.LOST}
     asked = [path for _, path in ray.requests]
     assert asked.count("/api/jobs/") == 2, "now, and when a head has had time to recover"
+
+
+def test_an_end_that_ray_has_lost_is_told_as_the_log_proves_it(ray, one):
+    name = f"{one.id}.job"
+    ray.rows[name].update(EXIT_CODE_IS_LOST, driver_node_id=NODE, end_time=1)
+    mark = end_mark(ray.rows[name]["metadata"]["nemo_run_ray"])
+    ray.logs[name] = f"Running entrypoint for job {name}: true\nwords\n{mark}exit code 4\n"
+    (job,) = one.jobs.values()
+    assert (job.status.reason, job.status.detail) == (Reason.EXIT_CODE, "exit code 4")
+    assert job.status.tail == "words"
+
+
+@pytest.mark.parametrize("front", [None, 403, 404])
+def test_a_log_wakes_no_job_manager_where_the_state_api_is_open(ray, one, front):
+    name = f"{one.id}.job"
+    ray.rows[name].update(status="RUNNING", driver_node_id=NODE)
+    ray.logs[name] = "one\r\ntwo\n"
+    (job,) = one.jobs.values()
+    ray.trouble = lambda _, path: Trouble(front) if front and path.startswith(LOG_FILE) else None
+    text = "".join(job.api().logs.whole(name))
+    assert text == ("one\r\ntwo\n" if front else "one\ntwo\n")
+    asked = [path for _, path in ray.requests if path.endswith("/logs")]
+    assert len(asked) == (1 if front else 0)
 
 
 def test_an_end_is_told_when_its_log_is_gone_with_the_cluster(ray, one, monkeypatch):

@@ -7,6 +7,7 @@ from ray.job_submission import JobStatus as RaysJobStatus
 from torchx.specs import AppState, is_terminal
 
 from nemo_run_ray.jobs.torchx_states import TO_TORCHX, torchx_state
+from nemo_run_ray.remote.exit_words import signal_name
 from nemo_run_ray.remote.states import (
     FROM_RAY,
     FROM_RAY_ERROR,
@@ -14,7 +15,6 @@ from nemo_run_ray.remote.states import (
     JobState,
     JobStatus,
     Reason,
-    signal_name,
     status_of_row,
 )
 
@@ -171,7 +171,27 @@ def test_a_supervisor_that_ran_and_is_gone_is_a_death():
     message = "Unexpected error occurred: failed to get job supervisor."
     row = _failed(None, message, "JOB_SUPERVISOR_ACTOR_START_FAILURE")
     assert status_of_row(row).reason is Reason.NODE_DIED
+    # Without a node it never ran: another monitor has found it given up, and written this over it.
+    assert status_of_row({**row, "driver_node_id": None}).reason is Reason.START_TIMEOUT
+    row["message"] = "Failed to start supervisor actor x: 'Invalid label selector'"
     assert status_of_row({**row, "driver_node_id": None}).reason is Reason.NOT_STARTED
+
+
+def test_an_end_that_ray_could_not_record_is_no_start_that_failed():
+    """Ray calls both the same; the traceback of its own is what differs."""
+    error = "JOB_ENTRYPOINT_COMMAND_START_ERROR"
+    frame = (
+        'Traceback (most recent call last):\n  File "job_supervisor.py", line {}, in run\n    {}\n'
+    )
+    line = "await self._job_info_client.put_status(self._job_id, JobStatus.SUCCEEDED)"
+    lost = status_of_row(_failed(None, frame.format(446, line) + "RpcError: Timed out", error))
+    assert lost.reason is Reason.UNRECORDED
+    assert lost.detail == "Ray could not record how it ended: RpcError: Timed out"
+    assert "the last lines of `nemo-run-ray logs <its id>`" in lost.message
+
+    line = "child_process = self._exec_entrypoint(env, log_path)"
+    words = frame.format(380, line) + "OSError: [Errno 28] No space left on device"
+    assert status_of_row(_failed(None, words, error)).reason is Reason.NOT_STARTED
 
 
 @pytest.mark.parametrize("status", ["PENDING", "RUNNING", "SUCCEEDED"])

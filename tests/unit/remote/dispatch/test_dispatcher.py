@@ -46,10 +46,11 @@ from nemo_run_ray.remote.dispatch.dispatcher import (
 )
 from nemo_run_ray.remote.dispatch.head import SUPERVISOR_BYTES, default_limit, find_dashboard
 from nemo_run_ray.remote.dispatch.retries import NODE_DEAD_S
-from nemo_run_ray.remote.node.output import PREFIX
+from nemo_run_ray.remote.node.output import PREFIX, end_mark
 from nemo_run_ray.remote.node.rundir import SECRETS
 from nemo_run_ray.remote.spec import SUBMISSION_ID, DispatchedJobSpec, DispatchSpec
 from tests.fake_ray import (
+    EXIT_CODE_IS_LOST,
     FAILS,
     FINDS_NO_ROOM,
     GOES_ON,
@@ -161,6 +162,20 @@ def test_what_failed_is_started_again_under_an_id_of_its_own(serve):
         given["entrypoint"] = entrypoint(None, ["task", "a", name, "nonce-a"])
         given["runtime_env"]["env_vars"] = {"A": "1", "NEMO_RUN_ATTEMPT": str(number)}
         assert body == given
+
+
+def test_an_end_that_ray_has_lost_is_taken_from_the_jobs_log(serve):
+    plan = chain(link("a", retries=1), link("b", "a"))
+    ray = serve(plan)
+    ray.fates.update({"e.a": EXIT_CODE_IS_LOST, "e.b": EXIT_CODE_IS_LOST})
+    ray.logs["e.a"] = f"words\n{end_mark('nonce-a')}exit code 3\n"
+    ray.logs["e.a@2"] = f"{end_mark('nonce-a')}exit code 0\n"
+    ray.fates["e.a@2"] = EXIT_CODE_IS_LOST
+    ray.logs["e.b"] = f"{end_mark('another')}exit code 0\n"
+    began_at = ray.now
+    assert dispatcher_of(plan, ray).run(ray.pass_time) == NOT_ALL_SUCCEEDED
+    assert ray.started == ["e.a", "e.a@2", "e.b"], "b's log proves nothing"
+    assert ray.now - began_at < NODE_DEAD_S, "what has ended needs no wait for a node"
 
 
 def test_a_job_that_has_its_ids_name_keeps_it(serve):

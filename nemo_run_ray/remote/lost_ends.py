@@ -1,0 +1,150 @@
+"""Ends of jobs that Ray's job table has lost, restored from the end of the job's own log.
+
+What Ray's record says of a job counts, but for two cases in which it is wrong (Ray 2.54 to 2.60):
+
+- The agent of a node starts a job manager of its own when it is first asked for a log, also by
+  Ray's dashboard. That one watches all jobs that go on at that moment, and of each that fails
+  within its first second it writes "failed to get job supervisor" over the exit code.
+- A supervisor that cannot reach the head for 30 s cannot write the end. When the head is back it
+  writes that the command could not be started, or Ray finds that the supervisor has died.
+
+The last line of a job's log is this package's. It is written when nothing of the command is left,
+and carries the nonce of the submission, so it proves how the command ended.
+"""
+
+from __future__ import annotations
+
+import re
+import time
+from collections import deque
+from typing import Any, Callable, Deque, Dict, Optional, Tuple
+
+from .attempts import NONCE_KEY
+from .node.output import end_mark
+from .rows import JobRow
+from .states import JobState, Reason, status_of_row
+
+#: Where Ray's state API gives a log, and wakes no job manager.
+LOG_FILE = "/api/v0/logs/file"
+#: Lines at the end of a log that are looked at, and seconds that Ray gets to read them.
+LINES, ANSWER_S = 50, 3
+#: Ray's errors that may hide an end.
+_ERRORS = {
+    "JOB_SUPERVISOR_ACTOR_START_FAILURE",
+    "JOB_SUPERVISOR_ACTOR_DIED",
+    "JOB_ENTRYPOINT_COMMAND_START_ERROR",
+}
+#: Seconds until a node or a log that had no answer is asked again, twice as long each time.
+_AGAIN_S, _AGAIN_MAX_S = 5.0, 3600.0
+#: Requests at most in so many seconds; other rows stay as Ray has them until the next look.
+_REQUESTS_MAX, _REQUESTS_S = 20, 10.0
+#: How a command ended that was not cancelled, in the words of ``describe_exit`` and
+#: ``explain_start``.
+_ENDED = re.compile(r"(?:exit code |killed by SIG\w+ \(exit code )(\d+)\)?(?::|$)")
+#: The same of a group that failed; its exit code is its primary's, if that has one.
+_GROUP_FAILED = re.compile(r"\[[\w ]+\] (?:.*\bexit code (\d+))?")
+
+
+class LostEnds:
+    """Restores the rows of one job table.
+
+    Args:
+        log_end: gives the last ``LINES`` lines of a job's log, by its node's id and the job's;
+            ``None`` when they cannot be had.
+        clock: in seconds.
+    """
+
+    def __init__(
+        self,
+        log_end: Callable[[str, str], Optional[str]],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._log_end = log_end
+        self._clock = clock
+        self._ends: Dict[str, Dict[str, Any]] = {}  # what was found, by job and time of its end
+        self._waits: Dict[str, Tuple[float, float]] = {}  # of a node or a job: until when, how long
+        self._requests: Deque[float] = deque(maxlen=_REQUESTS_MAX)
+
+    def restored(self, row: JobRow) -> JobRow:
+        """The row with the end that the job's log proves; the row itself when it proves none."""
+        if not _may_be_lost(row):
+            return row
+        name, node = str(row["submission_id"]), str(row["driver_node_id"])
+        key = f"{name} {row.get('end_time')}"
+        if key not in self._ends:
+            if not self._may_ask(name, node):
+                return row
+            text = self._log_end(node, name)
+            end = None if text is None else _end(row, text)
+            if end is None:
+                self._wait(node if text is None else name)
+                return row
+            self._ends[key] = end
+        found: JobRow = {**row, **self._ends[key]}  # type: ignore[typeddict-item]
+        return found
+
+    def _may_ask(self, name: str, node: str) -> bool:
+        now = self._clock()
+        is_full = len(self._requests) == _REQUESTS_MAX and now - self._requests[0] < _REQUESTS_S
+        if is_full or any(now < self._waits.get(one, (0.0, 0.0))[0] for one in (name, node)):
+            return False
+        self._requests.append(now)
+        return True
+
+    def _wait(self, name: str) -> None:
+        _, last_s = self._waits.get(name, (0.0, _AGAIN_S / 2))
+        wait_s = min(2 * last_s, _AGAIN_MAX_S)
+        self._waits[name] = self._clock() + wait_s, wait_s
+
+
+def log_query(node: str, submission_id: str, lines: int) -> Dict[str, str]:
+    """What asks ``LOG_FILE`` for the end of a job's log, or for all of it by -1 lines."""
+    name = f"job-driver-{submission_id}.log"
+    return {"node_id": node, "filename": name, "lines": str(lines), "media_type": "file"}
+
+
+def _may_be_lost(row: JobRow) -> bool:
+    if row.get("error_type") not in _ERRORS or not row.get("driver_node_id"):
+        return False
+    status = status_of_row(row)
+    has_failed = status.state is JobState.FAILED and row.get("driver_exit_code") is None
+    return has_failed and status.reason in (Reason.NODE_DIED, Reason.UNRECORDED)
+
+
+def _end(row: JobRow, text: str) -> Optional[Dict[str, Any]]:
+    """The fields of a row that the end of the job's log proves, as Ray would have written them."""
+    nonce = (row.get("metadata") or {}).get(NONCE_KEY)
+    if not nonce:
+        return None  # another program's job
+    mark = end_mark(nonce)
+    lines = [line for line in text.splitlines() if line.startswith(mark)]
+    code = _code(lines[-1][len(mark) :]) if lines else None
+    if code is None:
+        return None
+    if code == 0:
+        message = "Job finished successfully."
+        return {
+            "status": "SUCCEEDED",
+            "error_type": None,
+            "driver_exit_code": 0,
+            "message": message,
+        }
+    return {
+        "error_type": "JOB_ENTRYPOINT_COMMAND_ERROR",
+        "driver_exit_code": code,
+        "message": f"Job entrypoint command failed with exit code {code}, "
+        f"last available logs (truncated to 20,000 chars):\n{text}",
+    }
+
+
+def _code(words: str) -> Optional[int]:
+    """The exit code in the last line's words; ``None`` of a job that was cancelled or killed.
+
+    A node that shuts down tells this package's process to end, as Ray does for a cancelled job, so
+    these words do not prove that somebody has asked for it.
+    """
+    ended = _ENDED.match(words)
+    if ended:
+        return int(ended[1])
+    failed = _GROUP_FAILED.match(words)
+    return int(failed[1] or 0) or 1 if failed else None
