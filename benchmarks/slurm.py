@@ -27,7 +27,7 @@ _LITTER = ("/launch-head.sh", "/launch-worker.sh")
 
 
 def measure() -> dict[str, Any]:
-    """By the number of nodes: requests and seconds, for each script, and the ratio of ours."""
+    """By the number of nodes: requests and seconds, for each script, and this package's ratio."""
     results: dict[str, Any] = {}
     litter = [Path(name) for name in _LITTER if not Path(name).exists()]
     with tempfile.TemporaryDirectory(prefix="nemo-run-ray-bench-") as folder:

@@ -33,7 +33,7 @@ def refuse(name: str, value: Any, allowed: str) -> NoReturn:
 
 def nearest(name: object, known: Iterable[str]) -> str | None:
     """What is meant by a name that is not known, if one is like it, also in another case."""
-    by_lower = {one.lower(): one for one in known}
+    by_lower = {word.lower(): word for word in known}
     close = difflib.get_close_matches(str(name).lower(), by_lower, n=1)
     return by_lower[close[0]] if close else None
 

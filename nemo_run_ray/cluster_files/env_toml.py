@@ -311,7 +311,7 @@ def _put_variable(draft: Draft, keys: _Profile, name: str) -> None:
             draft.put(("env", "value_from", name), names, path)
         return
     value = keys.get(*path)
-    secret = [one for one in (name, *keys.asked(*path)) if looks_like_credential(one)]
+    secret = [word for word in (name, *keys.asked(*path)) if looks_like_credential(word)]
     if isinstance(value, (Mapping, list)):
         raise keys.refuse(path, f"it is {shown(value)}; expected a text or a number.")
     if value is None or (secret and value == ""):

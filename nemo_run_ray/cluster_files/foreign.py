@@ -153,7 +153,7 @@ class Draft:
         self._ignored: dict[KeyPath, Ignored] = {}
 
     def put(self, target: KeyPath, value: Any, key: KeyPath, note: str = "") -> None:
-        """Set a value of ours, which comes from a key of theirs."""
+        """Set a value of this package's form, which comes from a key of the foreign one."""
         table = self._values
         for word in target[:-1]:
             table = table.setdefault(str(word), {})
@@ -161,7 +161,7 @@ class Draft:
         self._sources[target] = self.keys.source(key, note)
 
     def append(self, target: KeyPath, value: Any, key: KeyPath, note: str = "") -> None:
-        """Add an element to a list of ours, unless it is there."""
+        """Add an element to a list of this package's form, unless it is there."""
         table = self._values
         for word in target[:-1]:
             table = table.setdefault(str(word), {})
@@ -172,7 +172,7 @@ class Draft:
             elements.append(value)
 
     def got(self, *target: str) -> Any:
-        """A value of ours, as far as it was set."""
+        """A value of this package's form, as far as it was set."""
         return at(self._values, target)
 
     def ignore(self, key: KeyPath, reason: str) -> None:

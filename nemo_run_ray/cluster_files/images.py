@@ -29,7 +29,7 @@ def labels_of(image: str, file: ClusterFile) -> dict[str, str]:
 
 
 def check_image(image: str, loaded: Loaded) -> None:
-    """Check that a file of ours says which nodes have an image.
+    """Check that one of this package's files says which nodes have an image.
 
     Raises:
         ConfigError: it says of none, and the task would run on any node.

@@ -152,7 +152,7 @@ def _prepared(value: Any) -> Any:
     if isinstance(value, Mapping):
         return {str(key): _prepared(one) for key, one in value.items()}
     if isinstance(value, list):
-        return [_prepared(one) for one in value]
+        return [_prepared(item) for item in value]
     if isinstance(value, (datetime.date, datetime.time)):
         return str(value)
     if not isinstance(value, str):

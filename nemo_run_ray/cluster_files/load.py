@@ -48,7 +48,7 @@ class Loaded:
     reading: Reading
 
     def where(self, *path: str | int) -> str:
-        """Where a value of ours comes from, or the nearest one above it that has a place."""
+        """Where a value comes from, or the nearest one above it that has a place."""
         for length in range(len(path), 0, -1):
             source = self.reading.sources.get(path[:length])
             if source is not None:

@@ -107,7 +107,7 @@ def _tell_ignored(loaded: Loaded) -> None:
     if loaded.path in _told or not loaded.reading.ignored:
         return
     _told.add(loaded.path)
-    keys = ", ".join(one.key for one in loaded.reading.ignored)
+    keys = ", ".join(ignored.key for ignored in loaded.reading.ignored)
     CONSOLE.log(
         escape(
             f"{loaded.path} ({loaded.reading.format}): not used on Ray are {keys}. "

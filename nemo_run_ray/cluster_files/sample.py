@@ -82,7 +82,7 @@ def _new_name(labels: Sequence[tuple[str, str]], names: set[str]) -> str:
     words = [text for _, text in labels], [part for label in labels for part in label]
     several = [_NOT_IN_NAMES.sub("-", "-".join(them)).strip("-") or "pool" for them in words]
     numbered = (f"{several[-1]}-{number}" for number in itertools.count(2))
-    name = next(one for one in itertools.chain(several, numbered) if one not in names)
+    name = next(word for word in itertools.chain(several, numbered) if word not in names)
     names.add(name)
     return name
 

@@ -69,7 +69,7 @@ _BACKEND_REASONS = {
 
 
 def is_skills(document: Document) -> bool:
-    """Whether it is a cluster file of NeMo-Skills, for Ray or not, and not one of ours."""
+    """Whether it is a cluster file of NeMo-Skills, for Ray or not, and not one of this package."""
     if document.path.suffix == ".toml" or any(key in _OURS for key in document.values):
         return False
     return any(key in _MARKS for key in document.values)

@@ -73,7 +73,7 @@ def _put_value(
 ) -> None:
     """``NAME=value``: plain text, text with ``$OTHER`` in it, or another variable's value."""
     names = [first or second for first, second in _REFERENCE.findall(value)]
-    secret = [one for one in (name, *names) if looks_like_credential(one)]
+    secret = [word for word in (name, *names) if looks_like_credential(word)]
     if secret and not value:
         draft.ignore(path, "The credential is empty.")
     elif secret and _REFERENCE.fullmatch(value):

@@ -98,7 +98,7 @@ def slurm_cluster(part: SlurmPart, path: Path) -> SlurmCluster:
     return SlurmCluster(
         executor=executor,
         name=part.name if part.name is not None else path.stem,
-        sidecars=[_sidecar(one) for one in part.sidecars],
+        sidecars=[_sidecar(sidecar) for sidecar in part.sidecars],
         **own,
     )
 

@@ -55,7 +55,7 @@ _STOP_LIMIT_S = 20.0
 _LOCK_LIMIT_S = 180.0
 #: Seconds in which `ray start` notices that a process of its own has died.
 _LAST_WORDS_S = 3.0
-#: Seconds after which somebody who waits for the folder is told what for.
+#: Seconds after which a user who waits for the folder is told what for.
 _SILENT_S = 1.0
 #: Those that go on without their raylet and have no more to say, by pid.
 _silent: set[int] = set()

@@ -120,7 +120,7 @@ def _version(http: Http) -> tuple[str, float | None]:
 
 
 def _skew(response: httpx.Response, began: float, ended: float) -> float | None:
-    """How far a clock is ahead that is read in whole seconds, between two moments of ours."""
+    """How far a clock is ahead that is read in whole seconds, between two moments here."""
     try:
         there = parsedate_to_datetime(response.headers["date"]).timestamp()
     except (KeyError, ValueError):

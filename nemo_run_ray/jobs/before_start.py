@@ -44,7 +44,7 @@ def misfit(
     # Imported when they are needed, for their libraries.
     from nemo_run_ray.cluster_files.verdicts import State
 
-    rows = _looked(dashboard, plans, asks, dict.fromkeys(one.resolved_from for one in resolved))
+    rows = _looked(dashboard, plans, asks, dict.fromkeys(plan.resolved_from for plan in resolved))
     _tell(
         [f"{row.check}: {row.message}" for row in rows if row.state is State.WARNING],
         [row.check for row in rows if row.state is State.UNKNOWN],

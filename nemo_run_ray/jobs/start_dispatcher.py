@@ -139,7 +139,7 @@ def _keep(
 
     ids = [job.id for job in dispatch.spec.jobs]
     outside = [upstream for job in dispatch.spec.jobs for upstream in job.outside]
-    ids += [name for one in outside for name in (one.id, one.dispatcher) if name]
+    ids += [name for upstream in outside for name in (upstream.id, upstream.dispatcher) if name]
     from_record(cluster).keep_chain(dispatch.id, ids, again, data)
 
 

@@ -54,7 +54,7 @@ class Request:
 
     def __str__(self) -> str:
         uploads = [f"configs, scripts and specs of {len(self.batch.plans)} job(s)"]
-        for words in dict.fromkeys(in_words(one) for one in self.plan.packagers.values()):
+        for words in dict.fromkeys(in_words(packager) for packager in self.plan.packagers.values()):
             uploads.insert(0, f"code, {words}")
         if self.plan.spec.secrets:
             uploads.append(

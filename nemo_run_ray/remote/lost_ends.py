@@ -5,8 +5,9 @@ What Ray's record says of a job counts, but for two cases in which it is wrong (
 - The agent of a node starts a job manager of its own when it is first asked for a log, also by
   Ray's dashboard. That one watches all jobs that go on at that moment, and of each that fails
   within its first second it writes "failed to get job supervisor" over the exit code.
-- A supervisor that cannot reach the head for 30 s cannot write the end. When the head is back it
-  writes that the command could not be started, or Ray finds that the supervisor has died.
+- A supervisor that cannot reach the head for 30 s, or whose head has another address since (Ray's
+  issue 65608), cannot write the end. When the head is back it writes that the command could not be
+  started, or Ray finds that the supervisor has died.
 
 The last line of a job's log is this package's. It is written when nothing of the command is left,
 and carries the nonce of the submission, so it proves how the command ended.
@@ -86,7 +87,7 @@ class LostEnds:
     def _may_ask(self, name: str, node: str) -> bool:
         now = self._clock()
         is_full = len(self._requests) == _REQUESTS_MAX and now - self._requests[0] < _REQUESTS_S
-        if is_full or any(now < self._waits.get(one, (0.0, 0.0))[0] for one in (name, node)):
+        if is_full or any(now < self._waits.get(about, (0.0, 0.0))[0] for about in (name, node)):
             return False
         self._requests.append(now)
         return True
@@ -141,7 +142,7 @@ def _code(words: str) -> Optional[int]:
     """The exit code in the last line's words; ``None`` of a job that was cancelled or killed.
 
     A node that shuts down tells this package's process to end, as Ray does for a cancelled job, so
-    these words do not prove that somebody has asked for it.
+    these words do not prove that a user has asked for it.
     """
     ended = _ENDED.match(words)
     if ended:

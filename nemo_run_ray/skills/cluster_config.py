@@ -111,12 +111,12 @@ def added_variables(
                 continue
             name, equals, value = (part.strip() for part in str(entry).partition("="))
             found = os.path.expandvars(value) if equals else environ.get(name)
-            names = [name, *(one for pair in _REFERENCE.findall(value) for one in pair if one)]
+            names = [name, *(part for pair in _REFERENCE.findall(value) for part in pair if part)]
             if found is None and kind == "required_env_vars":
                 raise ConfigError(f"The variable {name} is required, and is not set; set it.")
             if found is None:
                 continue
-            if not any(looks_like_credential(one) for one in names):
+            if not any(looks_like_credential(name) for name in names):
                 clear[name] = found
             elif found == environ.get(name):
                 secrets.append(name)

@@ -112,8 +112,8 @@ def _as_roles(executors: Sequence[RayExecutor]) -> list[RayExecutor]:
     for role in roles:
         role.startup_commands = [*role.startup_commands, *het_groups]
         if not role.service:
-            own = [one.role for one in serving if _number_of(one) == _number_of(role)]
-            names = own or [one.role for one in serving]
+            own = [other.role for other in serving if _number_of(other) == _number_of(role)]
+            names = own or [other.role for other in serving]
             servers = [name for name in names if not name.startswith(_SANDBOX)]
             sandbox = next((name for name in names if name.startswith(_SANDBOX)), None)
             role.startup_commands += slurm_words.client(role.role, servers, sandbox)

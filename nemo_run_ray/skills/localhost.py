@@ -103,7 +103,7 @@ async def forward(taken: socket.socket, hosts: list[str]) -> None:
 
 async def forward_all(taken: list[socket.socket], hosts: list[str]) -> None:
     """Serve all ports, for ever."""
-    await asyncio.gather(*(forward(one, hosts) for one in taken))
+    await asyncio.gather(*(forward(port, hosts) for port in taken))
 
 
 def main(path: str, own: str, *hosts: str) -> None:

@@ -304,7 +304,7 @@ def _allowed(cluster: SlurmCluster) -> dict[str, tuple[bool, str]]:
         "queue_timeout_s": (queue is None or is_amount(queue), "a number of seconds, or None"),
         "renew": (isinstance(cluster.renew, bool), "True or False"),
         "sidecars": (
-            sidecars and all(isinstance(one, Sidecar) for one in cluster.sidecars),
+            sidecars and all(isinstance(sidecar, Sidecar) for sidecar in cluster.sidecars),
             "a list of Sidecar(…)",
         ),
     }

@@ -85,7 +85,7 @@ class Looks:
 
     @property
     def _state(self) -> _State:
-        """What the newest life was when somebody looked last."""
+        """What the newest life was at the last look."""
         _, life = _seen.get(self._key, (0.0, None))
         return (0, "", False) if life is None else (life.number, life.run, life.end is not None)
 

@@ -41,7 +41,7 @@ def script(
         LIFE: life,
         IDLE_TIMEOUT: "" if idle_timeout_s is None else str(idle_timeout_s),
         RENEW: "1" if renew else "",
-        _SIDECARS: json.dumps([one.row() for one in sidecars]) if sidecars else "",
+        _SIDECARS: json.dumps([sidecar.row() for sidecar in sidecars]) if sidecars else "",
     }
     filled = _filled(executor, life, ours)
     if renew:

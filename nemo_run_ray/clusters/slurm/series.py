@@ -33,7 +33,7 @@ class Series:
         Args:
             run: end of its folder, such as ``run/871.0``.
         """
-        runs = tuple(one for one in self.runs if not one.folder.endswith(run))
+        runs = tuple(earlier for earlier in self.runs if not earlier.folder.endswith(run))
         return replace(self, runs=runs, _is_before=True)
 
     @property

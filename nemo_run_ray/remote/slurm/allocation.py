@@ -72,7 +72,7 @@ class Allocation:
         self.session = ""
 
     def end(self, head: HeadAddress) -> Optional[End]:
-        """How it ends because nobody needs it any more; ``None`` while somebody may.
+        """How it ends because nobody needs it any more; ``None`` while a client may.
 
         Args:
             head: where Ray's dashboard is.

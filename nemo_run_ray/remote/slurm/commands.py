@@ -91,7 +91,7 @@ class Commands:
         told: Dict[int, int] = {}
         while True:
             self.reap()
-            kept = {pid for one in keep for pid in (one.pid, *descendants(one.pid))}
+            kept = {pid for process in keep for pid in (process.pid, *descendants(process.pid))}
             left = [pid for pid in descendants(os.getpid()) if pid not in kept]
             if not left:
                 return

@@ -65,11 +65,11 @@ class Greeting:
         if len(told) < self._workers and time.monotonic() - self._first_told_at < _LATE_S:
             return None
         for address in self.addresses:
-            if all(address in (one.reached or ()) for one in told):
+            if all(address in (node.reached or ()) for node in told):
                 self.close()
                 return address
         self.close()
-        rows = [f"{one.host} reaches {', '.join(one.reached or ()) or 'none'}" for one in told]
+        rows = [f"{node.host} reaches {', '.join(node.reached or ()) or 'none'}" for node in told]
         raise WrongSetting(
             f"the workers do not all reach one of its addresses, {', '.join(self.addresses)}: "
             f"{'; '.join(rows[:_NAMED])}. Name the network with NEMO_RUN_RAY_INTERFACE"

@@ -127,16 +127,16 @@ class Head(Node):
             self._copies.finish()
 
     def _told_to_end(self) -> Optional[End]:
-        """The end that the job's script asks for, or somebody who has written NeMo-Run's file."""
+        """The end that the job's script asks for, or a user who has written NeMo-Run's file."""
         why = self.folder.text("script_failed")
         if why is not None:
             return End(CLUSTER_FAILED, f"the job's script: {why.strip()}")
         if os.path.exists(os.path.join(self.settings.logs, _ENDED)):
-            return End(CLUSTER_FAILED, f"somebody has written {_ENDED} into {self.settings.logs}")
+            return End(CLUSTER_FAILED, f"a user has written {_ENDED} into {self.settings.logs}")
         return None
 
     def _all_left(self) -> bool:
-        return all(one.left for one in self.folder.reports().values())
+        return all(report.left for report in self.folder.reports().values())
 
     @property
     def _info_path(self) -> str:
@@ -206,7 +206,7 @@ class Head(Node):
         self.folder.publish_ready(head, for_drivers(self.ray_env(), head))
 
     def _unneeded(self) -> Optional[End]:
-        """How the run ends because nobody needs this cluster; ``None`` while somebody may."""
+        """How the run ends because nobody needs this cluster; ``None`` while a client may."""
         if not self._was_ready or self._head is None:
             return None
         told = self._allocation.session

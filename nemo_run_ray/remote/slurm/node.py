@@ -106,7 +106,7 @@ class Node(ABC):
         return 0
 
     def before_removal(self) -> None:
-        """Keep what somebody wants of Ray's folder."""
+        """Keep what a user wants of Ray's folder."""
         if self.settings.life:
             keep_job_logs(self.settings.temp_dir, self.folder.file(JOB_LOGS))
 
@@ -189,7 +189,7 @@ class Node(ABC):
             time.sleep(TURN_S)
 
     def _cancelled(self, order: bytes) -> End:
-        """Slurm, or somebody else, has told this program to end."""
+        """Slurm, or another process, has told this program to end."""
         if not order:
             return self.failed("the program that guards this node's processes was killed")
         at = self.settings.ends_at

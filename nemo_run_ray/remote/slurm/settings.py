@@ -186,7 +186,7 @@ def read(env: Mapping[str, str], temp_dir: str) -> Settings:
         worker_units=_gpus(env) or 1,
         temp_dir=env.get("RAY_TEMP_DIR") or temp_dir,
         ports=_ports(env),
-        sidecars=tuple(one for one in own if one.everywhere or rank == 0),
+        sidecars=tuple(sidecar for sidecar in own if sidecar.everywhere or rank == 0),
         companions=companions,
         sandbox_ports=env.get("SANDBOX_PORTS_DIR", ""),
         ends_at=_number(env, "SLURM_JOB_END_TIME"),

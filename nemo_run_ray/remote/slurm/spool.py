@@ -104,7 +104,7 @@ class Spool:
         table: Dict[str, Any] = dict(self._rows)
         table.update((str(row.get("submission_id")), row) for row in rows if isinstance(row, dict))
         found = False
-        folders = [one for one in earlier.chains(self._settings.life) if one not in self._decided]
+        folders = [it for it in earlier.chains(self._settings.life) if it not in self._decided]
         attempts = _attempts([os.path.basename(folder) for folder in folders], table)
         for folder in folders:
             own = attempts[os.path.basename(folder)]
