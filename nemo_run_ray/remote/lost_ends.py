@@ -39,6 +39,9 @@ _ERRORS = {
 _AGAIN_S, _AGAIN_MAX_S = 5.0, 3600.0
 #: Requests at most in so many seconds; other rows stay as Ray has them until the next look.
 _REQUESTS_MAX, _REQUESTS_S = 20, 10.0
+#: Seconds after which an answer is a slow one, and the name under which all others wait for a while
+#: then: one look shall not wait for every node of a rack that is cut off.
+_SLOW_S, _ANY = 1.0, ""
 #: How a command ended that was not cancelled, in the words of ``describe_exit`` and
 #: ``explain_start``.
 _ENDED = re.compile(r"(?:exit code |killed by SIG\w+ \(exit code )(\d+)\)?(?::|$)")
@@ -75,7 +78,10 @@ class LostEnds:
         if key not in self._ends:
             if not self._may_ask(name, node):
                 return row
+            asked_at = self._clock()
             text = self._log_end(node, name)
+            if self._clock() - asked_at > _SLOW_S:
+                self._waits[_ANY] = self._clock() + _REQUESTS_S, _REQUESTS_S
             end = None if text is None else _end(row, text)
             if end is None:
                 self._wait(node if text is None else name)
@@ -87,7 +93,9 @@ class LostEnds:
     def _may_ask(self, name: str, node: str) -> bool:
         now = self._clock()
         is_full = len(self._requests) == _REQUESTS_MAX and now - self._requests[0] < _REQUESTS_S
-        if is_full or any(now < self._waits.get(about, (0.0, 0.0))[0] for about in (name, node)):
+        if is_full or any(
+            now < self._waits.get(about, (0.0, 0.0))[0] for about in (name, node, _ANY)
+        ):
             return False
         self._requests.append(now)
         return True
