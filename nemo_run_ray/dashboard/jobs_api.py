@@ -195,6 +195,8 @@ class JobsApi:
         rows = self._http.json(response)
         if not isinstance(rows, list):
             raise self._http.not_ray(response)
+        # Few logs are asked for in one look: those of the jobs that ended last.
+        rows = sorted(rows, key=lambda row: row.get("end_time") or 0, reverse=True)
         restored = self._ends.restored
         found = {row["submission_id"]: restored(row) for row in rows if row.get("submission_id")}
         return found if self._earlier is None else {**self._earlier.rows(), **found}

@@ -168,7 +168,7 @@ def _names(folder: str) -> List[str]:
 
 def is_there(path: str) -> bool:
     """Whether there is a file; one that cannot be looked for is not taken for absent."""
-    with suppress(FileNotFoundError):
+    with suppress(FileNotFoundError, NotADirectoryError):
         os.stat(path)
         return True
     return False
@@ -181,9 +181,10 @@ def _place(name: str) -> Tuple[int, ...]:
 def _read(folder: str) -> EarlierRun:
     table, written_at, why = "", 0.0, ""
     path = os.path.join(folder, TABLE)
-    with suppress(FileNotFoundError), open(path, encoding="utf-8") as file:
+    absent = suppress(FileNotFoundError, NotADirectoryError)
+    with absent, open(path, encoding="utf-8", errors="replace") as file:
         table, written_at = file.read(), os.fstat(file.fileno()).st_mtime
     end = os.path.join(folder, "end.json")
-    with suppress(FileNotFoundError, ValueError), open(end, encoding="utf-8") as file:
+    with absent, suppress(ValueError), open(end, encoding="utf-8") as file:
         why = str(json.load(file)["why"])
     return EarlierRun(table, written_at, why)

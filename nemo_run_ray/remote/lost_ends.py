@@ -113,19 +113,20 @@ def log_query(node: str, submission_id: str, lines: int) -> Dict[str, str]:
 
 
 def _may_be_lost(row: JobRow) -> bool:
-    if row.get("error_type") not in _ERRORS or not row.get("driver_node_id"):
-        return False
+    if row.get("error_type") not in _ERRORS or not row.get("driver_node_id") or not _nonce(row):
+        return False  # most rows; or another program's job, or one that has no log
     status = status_of_row(row)
     has_failed = status.state is JobState.FAILED and row.get("driver_exit_code") is None
     return has_failed and status.reason in (Reason.NODE_DIED, Reason.UNRECORDED)
 
 
+def _nonce(row: JobRow) -> str:
+    return str((row.get("metadata") or {}).get(NONCE_KEY, ""))
+
+
 def _end(row: JobRow, text: str) -> Optional[Dict[str, Any]]:
     """The fields of a row that the end of the job's log proves, as Ray would have written them."""
-    nonce = (row.get("metadata") or {}).get(NONCE_KEY)
-    if not nonce:
-        return None  # another program's job
-    mark = end_mark(nonce)
+    mark = end_mark(_nonce(row))
     lines = [line for line in text.splitlines() if line.startswith(mark)]
     code = _code(lines[-1][len(mark) :]) if lines else None
     if code is None:

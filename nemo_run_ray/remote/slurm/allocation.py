@@ -26,8 +26,9 @@ from typing import Any, Callable, List, Optional, Set
 
 from ..earlier import TABLE
 from ..files import write_file
+from ..lost_ends import LostEnds
 from ..node.output import say
-from .dashboard import answer_of
+from .dashboard import answer_of, log_end
 from .renewal import Renewal
 from .run_folder import End, HeadAddress
 from .settings import Settings
@@ -66,6 +67,8 @@ class Allocation:
         self._looked_at = float("-inf")
         self._idle_since: Optional[float] = None
         self._kept = ""
+        self._head: Optional[HeadAddress] = None
+        self._ends = LostEnds(self._log_end)
         self._rows: List[Any] = []
         self._seen_users: Set[str] = set()
         #: Ray's name of this life of the cluster; empty until its dashboard has told it.
@@ -113,6 +116,8 @@ class Allocation:
         rows = answer_of(head, self._token_path, "/api/jobs/")
         if not isinstance(rows, list):
             return None
+        self._head = head
+        rows = [self._ends.restored(row) for row in rows]
         text = json.dumps(rows)
         if text != self._kept:
             with suppress(OSError):  # the next look tries again
@@ -130,6 +135,11 @@ class Allocation:
                 "Ray does not tell its job table. Jobs that have ended since the last look are "
                 "taken for jobs that the walltime has ended."
             )
+
+    def _log_end(self, node: str, submission_id: str) -> Optional[str]:
+        if self._head is None:
+            return None
+        return log_end(self._head, self._token_path, node, submission_id)
 
     def _why_idle(self, idle_s: float) -> str:
         life, limit_s = self._settings.life, self._settings.idle_timeout_s

@@ -16,11 +16,20 @@ from .commands import Command, Commands
 JOB_LOGS = "job_logs"
 _LOG_BYTES = 64 * 2**20
 #: Copies what has changed since the last time; Ray removes a log now and then while it is copied.
+#: A copy that breaks off, on a full disk or at the end of the run, leaves a torn file that is newer
+#: than its log. So all are copied again after one that has not ended well.
 _COPY = """\
-cd "$1" || exit
+cd "$1" && mkdir -p "$2" || exit
+only_newer=-u
+[ ! -e "$2/.unfinished" ] || only_newer=
+: > "$2/.unfinished" || exit
+code=0
 for name in session_2*; do
-  [ ! -d "$name/logs" ] || { mkdir -p "$2/$name" && cp -rup "$name/logs" "$2/$name/"; }
+  [ ! -d "$name/logs" ] && continue
+  mkdir -p "$2/$name" && cp -rp $only_newer "$name/logs" "$2/$name/" || code=$?
 done
+[ $code -ne 0 ] || rm "$2/.unfinished"
+exit $code
 """
 #: Seconds for the last copy: Slurm, and the job's script, wait for the head to leave.
 _FINISH_S = 10.0
@@ -60,7 +69,8 @@ class LogCopies:
         if self._pause_s is None or self._clock() - self._copied_at < self._pause_s:
             return
         if self._last is None or self._last.exit_code is not None:
-            self._begin()
+            with suppress(OSError):  # no process is to be had now; the next pause tries again
+                self._begin()
 
     def finish(self) -> None:
         """Copy what there is now, and wait for that, but not for long."""

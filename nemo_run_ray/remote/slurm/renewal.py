@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from typing import Any, Callable, Dict, List, Optional
 
@@ -9,6 +10,7 @@ from ..attempts import first_id
 from ..earlier import kept_ids
 from ..states import JobState, Reason, status_of_row
 from ..variables import ENDS_AT, LASTS_S, RENEWS
+from .decide import CLUSTER_FAILED
 from .run_folder import End, HeadAddress
 from .settings import Settings
 from .spool import Spool
@@ -18,6 +20,9 @@ from .spool import Spool
 _MARGIN_MIN_S, _MARGIN_MAX_S = 30.0, 60.0
 #: Seconds from the start of the node program to that of the first job, at most.
 _FIRST_JOB_S = 30.0
+#: In the folder of a run when Slurm has sent the job's script what ``--signal`` asks for.
+SIGNALLED = "signalled"
+_SIGNAL = "Slurm has sent the job's script SIGUSR1 or SIGUSR2, as --signal asks"
 
 
 class Renewal:
@@ -72,19 +77,25 @@ class Renewal:
         """
         if not self._settings.renew or self._ends_at is None:
             return None
-        is_late = self._clock() >= self._ends_at
+        has_signal = os.path.exists(os.path.join(self._settings.run, SIGNALLED))
+        is_late = self._clock() >= self._ends_at or has_signal
         try:
-            is_open = self._spool.has_open(rows, out_of_time=not is_late)
-            # Without progress, allocations would follow each other for ever.
-            if not is_open or not (is_late or is_idle) or not self._has_progress(rows):
-                return None
+            chains = self._spool.open_chains(rows, out_of_time=not is_late)
+            if not chains or not (is_late or is_idle) or not self._is_of_use(chains, rows):
+                return End(CLUSTER_FAILED, _SIGNAL) if has_signal else None
         except OSError:  # the chains cannot be read now
             return None
         why = "its walltime is over" if is_late else "what is left needs more time than it has"
         return End(0, why, True)
 
-    def _has_progress(self, rows: List[Any]) -> bool:
-        """Whether a job of a chain was started in this run, beside the dispatchers."""
+    def _is_of_use(self, chains: List[str], rows: List[Any]) -> bool:
+        """Whether the next allocation may do better; else they would follow each other for ever.
+
+        It has all of its time for a chain that was handed over late in this one. For the others, a
+        job of a chain must have been started in this run, beside the dispatchers.
+        """
+        if not all(self._spool.is_taken_over(name) for name in chains):
+            return True
         jobs = kept_ids(self._settings.life) - self._spool.dispatchers()
         return any(first_id(str(row.get("submission_id"))) in jobs and _began(row) for row in rows)
 

@@ -90,12 +90,12 @@ class Spool:
                 for folder in earlier.chains(life):
                     _empty(folder)
 
-    def has_open(self, rows: List[Any], out_of_time: bool) -> bool:
-        """Whether a chain that was started is left with which not everything is decided.
+    def open_chains(self, rows: List[Any], out_of_time: bool) -> List[str]:
+        """Ids of the dispatchers of chains that were started and are not decided.
 
         Args:
             rows: Ray's job table as it is now.
-            out_of_time: count only one whose dispatcher had no time for what is left. Another that
+            out_of_time: only those whose dispatcher had no time for what is left. Another that
                 has died would die again.
 
         Raises:
@@ -103,17 +103,22 @@ class Spool:
         """
         table: Dict[str, Any] = dict(self._rows)
         table.update((str(row.get("submission_id")), row) for row in rows if isinstance(row, dict))
-        found = False
+        found = []
         folders = [it for it in earlier.chains(self._settings.life) if it not in self._decided]
         attempts = _attempts([os.path.basename(folder) for folder in folders], table)
         for folder in folders:
-            own = attempts[os.path.basename(folder)]
+            name = os.path.basename(folder)
+            own = attempts[name]
             if _is_decided(own) or not earlier.is_there(os.path.join(folder, earlier.START)):
                 self._decided.add(folder)
                 _empty(folder)
-            elif own:
-                found |= not out_of_time or own[max(own)].exit_code == _OUT_OF_TIME
+            elif own and (not out_of_time or own[max(own)].exit_code == _OUT_OF_TIME):
+                found.append(name)
         return found
+
+    def is_taken_over(self, dispatcher: str) -> bool:
+        """Whether a chain was handed over in an allocation before this one."""
+        return any(first_id(name) == dispatcher for name in self._rows)
 
     def dispatchers(self) -> Set[str]:
         """Ids of the dispatchers of all chains.
@@ -160,13 +165,15 @@ class Spool:
         if self._told.get(about) != why:
             say(f"{what} yet: {why}")
             self._told[about] = why
-        if about and self._left:
+        self._tries[about] = self._tries.get(about, 0) + 1
+        is_given_up = self._tries[about] >= _TRIES
+        if is_given_up:
+            say(f"{what}, and {'is given up' if about else 'none of them goes on here'}: {why}")
+        if not about:
+            self._left = [] if is_given_up else None
+        elif self._left:
             folder = self._left.pop(0)
-            self._tries[about] = self._tries.get(about, 0) + 1
-            if self._tries[about] < _TRIES:
-                self._left.append(folder)
-            else:
-                say(f"{what}, and is given up: {why}")
+            self._left += [] if is_given_up else [folder]
 
     def _send(self, head: HeadAddress, method: str, path: str, data: bytes) -> None:
         opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))

@@ -105,11 +105,68 @@ def test_a_job_that_slurm_has_without_an_answer_is_not_submitted_twice(over):
     ("words", "tries"), [("Invalid account", "1"), ("Unable to contact slurm controller", "4")]
 )
 def test_what_slurm_does_not_take_is_told(over, words, tries):
-    commands(over, sbatch=f'echo x >> "$SLURM/n"; echo "{words}" >&2; exit 1', squeue="exit 1")
+    commands(over, sbatch=f'echo x >> "$SLURM/n"; echo "{words}" >&2; exit 1', squeue="exit 0")
     assert words in renew(over)
     assert words in (over.life(2) / "refused").read_text()
     assert not (over.life(2) / "job").exists()
     assert (over.slurm / "n").read_text().count("x") == int(tries)
+
+
+def test_no_other_job_is_asked_for_while_slurm_may_have_one(over):
+    """It has lost the answer to the first request, and gives none to the question for it."""
+    commands(
+        over,
+        sbatch='echo x >> "$SLURM/n"; echo "Socket timed out" >&2; exit 1',
+        squeue='echo "slurm_load_jobs error: Unable to contact slurm controller" >&2; exit 1',
+    )
+    renew(over)
+    assert (over.slurm / "n").read_text() == "x\n"
+    assert "timed out" in (over.life(2) / "refused").read_text(), "so that the job does not begin"
+
+
+def test_the_users_variables_may_be_called_as_those_of_the_script(over):
+    commands(over, sbatch='export -p > "$SLURM/env"; echo "$@" > "$SLURM/args"')
+    names = ("job", "folder", "name", "number", "other", "code", "jobs", "asked", "next", "made")
+    renew(over, **dict.fromkeys(names, "hello"), SBATCH_QOS="long", SBATCH_CPU_BIND="x")
+    assert "--dependency=afterany:101" in (over.slurm / "args").read_text()
+    assert (over.life(2) / "job").read_text() == "101\n"
+    env = (over.slurm / "env").read_text()
+    assert 'SBATCH_QOS="long"' in env or "SBATCH_QOS='long'" in env
+    assert "SBATCH_CPU_BIND" not in env
+
+
+def test_what_a_start_of_the_same_job_has_left_is_in_nobodys_way(over):
+    (over.life().parent / ".101").mkdir()
+    assert "Slurm job 101" in renew(over)
+
+
+def test_a_cluster_that_is_ended_meanwhile_leaves_no_job(over):
+    commands(over, sbatch=f'touch "{over.life()}/over"')
+    renew(over)
+    assert (over.slurm / "cancelled").read_text() == "101\n"
+
+
+def begin(world: World, job: str) -> subprocess.CompletedProcess:
+    """Run the first lines of the script as a job of Slurm."""
+    text = Path(template_folder(), "ray.sub.j2").read_text()
+    begin, end = (
+        text.index('if [[ -n "${NEMO_RUN_RAY_LIFE:-}" ]]'),
+        text.index("  # An older Slurm does not tell"),
+    )
+    env = {**os.environ, "NEMO_RUN_RAY_LIFE": str(world.life()), "SLURM_JOB_ID": job}
+    words = ["bash", "-eu", "-o", "pipefail"]
+    script = f"{text[begin:end]}\nfi\necho it begins"
+    return subprocess.run(words, input=script, env=env, capture_output=True, text=True)
+
+
+def test_of_two_jobs_that_slurm_has_for_one_allocation_one_begins(over):
+    assert begin(over, "101").stdout == "it begins\n"
+    second = begin(over, "102")
+    assert second.returncode == 0
+    assert "submitted twice; Slurm job 101 is" in second.stdout
+    assert "it begins" not in second.stdout
+    assert (over.life() / "job").read_text() == "101\n"
+    assert begin(over, "101").stdout == "it begins\n", "a requeue"
 
 
 def test_a_client_that_was_faster_has_the_next_one(over):

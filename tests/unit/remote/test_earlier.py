@@ -68,6 +68,13 @@ def test_a_chain_that_is_not_whole_is_none(cluster):
     assert chains(str(cluster / "lives/3")) == [str(cluster / CHAINS / "d")]
 
 
+def test_files_of_other_programs_are_in_nobodys_way(cluster):
+    before = rows_before(str(cluster / "lives/2"), str(cluster / "lives/2/run/8.0"))
+    for folder in (CHAINS, "lives/2/run", "lives/1/run"):
+        (cluster / folder / ".DS_Store").write_bytes(b"\xff")
+    assert rows_before(str(cluster / "lives/2"), str(cluster / "lives/2/run/8.0")) == before
+
+
 @pytest.mark.parametrize("name", ["lives/2/run/8.0/jobs.json", f"{CHAINS}/d/ids", "lives/2/run"])
 def test_what_is_there_and_cannot_be_read_now_is_not_taken_for_nothing(cluster, name):
     """Else jobs that have succeeded would run again."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -91,6 +92,37 @@ def test_a_slow_folder_does_not_hold_the_head(world, monkeypatch, tmp_path):
 
 def test_the_last_copy_is_waited_for(world):
     world.copies.finish()
+    assert world.copy.read_text() == "one\n"
+
+
+def test_a_copy_that_broke_off_is_made_again(world, monkeypatch, tmp_path):
+    """Its torn file is newer than the log."""
+    (tmp_path / "bin").mkdir()
+    folder, copy = shlex.quote(str(world.copy.parent)), shlex.quote(str(world.copy))
+    torn = f"#!/bin/sh\nmkdir -p {folder}; printf o > {copy}; exit 1\n"
+    (tmp_path / "bin/cp").write_text(torn)
+    (tmp_path / "bin/cp").chmod(0o755)
+    with monkeypatch.context() as patch:
+        patch.setenv("PATH", f"{tmp_path / 'bin'}:{os.environ['PATH']}")
+        world.step()
+        wait_for(world.has_ended)
+    assert world.copy.read_text() == "o"
+    world.step()
+    wait_for(world.has_ended)
+    assert world.copy.read_text() == "one\n"
+    assert sorted(path.name for path in world.target.iterdir()) == ["session_2026-11-24"]
+
+
+def test_where_no_process_is_to_be_had_the_run_goes_on(world, monkeypatch):
+    def refuse(*_) -> None:
+        raise BlockingIOError(11, "Resource temporarily unavailable")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(world.commands, "start", refuse)
+        world.step()
+    assert world.last is None
+    world.step()
+    wait_for(world.has_ended)
     assert world.copy.read_text() == "one\n"
 
 

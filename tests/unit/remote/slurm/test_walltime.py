@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from nemo_run_ray.remote.dispatch.time_left import TimeLeft, time_left
+from nemo_run_ray.remote.slurm.decide import CLUSTER_FAILED
 from nemo_run_ray.remote.slurm.renewal import Renewal
 from nemo_run_ray.remote.slurm.run_folder import End, HeadAddress, RunFolder
 from nemo_run_ray.remote.slurm.spool import Spool
@@ -46,7 +47,9 @@ def settings(life: Path, **fields):
 
 
 def renewal(life: Path, now: list[float], **fields) -> Renewal:
-    return Renewal(settings(life, **fields), str(life.parent.parent / "token"), lambda: now[0])
+    found = Renewal(settings(life, **fields), str(life.parent.parent / "token"), lambda: now[0])
+    found.step(HeadAddress("10.0.0.1", 0, 0))  # which reads the earlier tables
+    return found
 
 
 def test_it_ends_in_time_for_the_next_one(life):
@@ -70,7 +73,6 @@ def test_it_ends_in_time_for_the_next_one(life):
         ({}, [_DISPATCHER]),
         ({}, [_DISPATCHER, {"submission_id": "b", "status": "PENDING"}]),
         ({}, [_DISPATCHER, {"submission_id": "other", "status": "RUNNING"}]),
-        ({}, [_DONE]),
         ({}, [_DONE, {"submission_id": "d", "status": "SUCCEEDED"}]),
         ({}, [{"submission_id": "d@3", "status": "FAILED", "driver_exit_code": 8}]),
     ],
@@ -96,6 +98,33 @@ def test_what_is_left_needs_more_time(life):
     end = renewal(life, [9_000.0]).end(rows, is_idle=True)
     assert end is not None
     assert end.renews
+
+
+def test_a_chain_that_nothing_could_be_done_for_is_not_taken_over_again(life):
+    late = [{"submission_id": "d", "status": "FAILED", "driver_exit_code": 9}]
+    table = life.parent / "1/run/7.0/jobs.json"
+    first = table.read_text()
+    table.write_text("[]")
+    assert renewal(life, [9_000.0]).end([_DONE], is_idle=True) is None, "it was never started"
+    assert renewal(life, [9_000.0]).end(late, is_idle=True).renews, "it came too late for this one"
+    table.write_text(first)
+    rows = [{"submission_id": "d@2", "status": "FAILED", "driver_exit_code": 9}]
+    found = renewal(life, [9_000.0])
+    assert found.end(rows, is_idle=True) is None, "which has had all of its time"
+    rows.append({"submission_id": "b", "status": "FAILED"})
+    assert found.end(rows, is_idle=True).renews
+
+
+def test_a_signal_before_the_walltime_is_its_end(life):
+    rows = [_DONE, {"submission_id": "d", "status": "RUNNING"}]
+    found = renewal(life, [9_000.0])
+    assert found.end(rows, is_idle=False) is None
+    Path(found._settings.run, "signalled").touch()
+    assert found.end(rows, is_idle=False).renews
+    rows = [{"submission_id": "d", "status": "SUCCEEDED"}]
+    end = found.end(rows, is_idle=False)
+    assert (end.code, end.renews) == (CLUSTER_FAILED, False)
+    assert "SIGUSR1" in end.why
 
 
 def test_a_dispatcher_that_died_gives_no_idle_allocation_back(life):
@@ -202,6 +231,21 @@ def test_a_chain_that_never_goes_on_holds_no_allocation(life, dashboard, capfd):
     told = capfd.readouterr().out
     assert told.count("The chain d cannot go on yet") == 1
     assert "and is given up" in told
+
+
+def test_earlier_tables_that_can_never_be_read_hold_no_allocation(life, dashboard, capfd):
+    head, seen = dashboard
+    table = life.parent / "1/run/7.0/jobs.json"
+    table.unlink()
+    table.mkdir()
+    now = [0.0]
+    spool = spool_of(life, now)
+    while spool.is_busy:
+        now[0] += 5.0
+        assert now[0] < 1000
+        spool.step(head)
+    assert seen == []
+    assert "none of them goes on here" in capfd.readouterr().out
 
 
 def test_earlier_tables_that_cannot_be_read_are_read_later(life, dashboard, capfd):
