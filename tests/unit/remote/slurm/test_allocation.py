@@ -9,10 +9,14 @@ from pathlib import Path
 
 import pytest
 
+from nemo_run_ray.remote.attempts import NONCE_KEY
 from nemo_run_ray.remote.earlier import TABLE
+from nemo_run_ray.remote.lost_ends import LOG_FILE
+from nemo_run_ray.remote.node.output import end_mark
 from nemo_run_ray.remote.slurm.allocation import KEEP, RELEASED, USERS, Allocation
 from nemo_run_ray.remote.slurm.renewal import Renewal
 from nemo_run_ray.remote.slurm.run_folder import End, HeadAddress
+from tests.fake_ray import EXIT_CODE_IS_LOST
 from tests.http_server import Handler, serving
 from tests.unit.remote.slurm.test_slurm_decide import _SETTINGS
 
@@ -24,6 +28,8 @@ class Dashboard(Handler):
     def answer(self) -> None:
         if self.path == "/api/version":
             return self.send(200, json.dumps({"session_name": "session_1"}))
+        if self.path.startswith(LOG_FILE):
+            return self.send(200, f"words\n{end_mark('a' * 16)}exit code 0\n")
         if self.refusals:
             return self.send(self.refusals.pop(), "not now")
         return self.send(200, json.dumps(self.rows))
@@ -100,6 +106,14 @@ def test_a_folder_that_cannot_be_read_ends_nothing(world):
     (world.life / RELEASED).touch()
     (world.life / USERS).rmdir()
     assert world.after(6) == ""
+
+
+def test_an_end_that_ray_has_lost_is_in_the_table_of_the_next_allocation(world):
+    lost = {"submission_id": "one", "driver_node_id": "n1", "metadata": {NONCE_KEY: "a" * 16}}
+    world.rows.append({**lost, **EXIT_CODE_IS_LOST})
+    world.allocation.keep_last_table(world.head, End(0, "its walltime is over", True))
+    (row,) = json.loads((world.life / TABLE).read_text())
+    assert (row["status"], row["driver_exit_code"]) == ("SUCCEEDED", 0)
 
 
 @pytest.mark.parametrize(("refusals", "is_kept"), [(0, True), (2, True), (3, False)])
