@@ -357,8 +357,10 @@ def _one_run(slurm: Slurm, start: Start, chance: random.Random) -> str:
     restore = _strike(slurm, job, what, host)
     told = f"{what} on {host} after {wait_s:.1f} s"
     print(f"{job.job}: {told}", file=sys.stderr)
+    # An srun that makes its step while the controller dies asks again after a minute (Slurm 22.05).
+    limit_s = 150 if what == "controller" else 75
     try:
-        wait_for(lambda: (job.run / "exit_code").exists() or _is_over(slurm, job), 75)
+        wait_for(lambda: (job.run / "exit_code").exists() or _is_over(slurm, job), limit_s)
     finally:
         restore()
     slurm.wait_idle()
