@@ -30,10 +30,9 @@ import nemo_run as run
 import psutil
 
 from benchmarks import chains, cloud, groups, slurm, status
-from nemo_run_ray import ExistingCluster, LocalCluster, RayExecutor
+from nemo_run_ray import ExistingCluster, LocalCluster, RayExecutor, find
 from nemo_run_ray.clusters import Dashboard
 from nemo_run_ray.dashboard.jobs_api import JobsApi
-from nemo_run_ray.jobs.find import find_job
 from tests.flaky_proxy import FlakyProxy
 
 ROUNDS = 9
@@ -200,9 +199,8 @@ def measure_footprint(dashboard: Dashboard) -> dict[str, object]:
     ours = wait_for(lambda: found if len(found := remote_processes()) == 2 else None)
     rss = [process.memory_info().rss for process in ours]
     pss = [pss_bytes(process.pid) for process in ours]
-    for one in JobsApi.of(dashboard).table(fresh=True):
-        if one.startswith("footprint_"):
-            JobsApi.of(dashboard).stop(one)
+    for job in find("footprint"):
+        job.cancel()
     wait_for(lambda: is_idle(dashboard))
     return {"processes": 2, "rss_bytes": max(rss), "pss_bytes_of_both": sum(pss)}
 
@@ -214,12 +212,12 @@ def measure_log(dashboard: Dashboard) -> dict[str, object]:
     quietly(
         lambda: run.run(run.Script(inline=program), executor=RayExecutor(), name="log", detach=True)
     )
-    (job,) = (one for one in JobsApi.of(dashboard).table(fresh=True) if one.startswith("log_"))
+    (job,) = find("log")
     process = psutil.Process()
     before = peak = process.memory_info().rss
     characters = 0
     began = time.monotonic()
-    for number, text in enumerate(find_job(job).log(follow=True)):
+    for number, text in enumerate(job.log(follow=True)):
         characters += len(text)
         if number % 20 == 0:
             peak = max(peak, process.memory_info().rss)

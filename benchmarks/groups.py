@@ -15,8 +15,7 @@ import nemo_run as run
 import psutil
 
 from benchmarks.common import FOLDER, Add, quietly, wait_for
-from nemo_run_ray import LocalCluster, RayExecutor
-from nemo_run_ray.jobs.find import find_job
+from nemo_run_ray import LocalCluster, RayExecutor, find
 from nemo_run_ray.jobs.job import RemoteJob
 
 ROUNDS = 5
@@ -115,7 +114,7 @@ def submit(programs: list[str], cluster: LocalCluster | None = None, **fields: A
             found.append(f"{experiment._id}.job")
 
     quietly(hand_over)
-    return find_job(found[0])
+    return find(found[0])[0]
 
 
 def show_start(found: dict[str, Any], add: Add) -> None:

@@ -3,6 +3,7 @@
 import dataclasses
 import difflib
 import functools
+import re
 from collections.abc import Iterable
 from typing import Any, NoReturn, TypeVar
 
@@ -29,6 +30,11 @@ def is_whole(value: Any, least: int, most: int | None = None) -> bool:
 def refuse(name: str, value: Any, allowed: str) -> NoReturn:
     """Raise for a field of RayExecutor that has a wrong value."""
     raise ConfigError(f"RayExecutor.{name} is {value!r}; allowed is {allowed}.")
+
+
+def version_of(text: str) -> tuple[int, ...]:
+    """The first two numbers of a version, to be compared."""
+    return tuple(int(part) for part in re.findall(r"\d+", text)[:2])
 
 
 def nearest(name: object, known: Iterable[str]) -> str | None:

@@ -2,6 +2,7 @@
 
     NemoRunRayError
     ├── ConfigError          a field, a file or a command-line argument is wrong (also a ValueError)
+    │   └── NoClusterFile    no folder has a cluster file of that name
     ├── ClusterError         the cluster cannot serve the request
     │   ├── Unreachable      no answer, or not Ray's answer
     │   │   └── Unanswered   the same, and the next attempt may succeed

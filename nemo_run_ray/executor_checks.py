@@ -164,8 +164,12 @@ def _exit_codes(name: str, value: list[Any]) -> None:
 
 def _handles(name: str, value: list[Any]) -> None:
     begin = f"{SCHEDULER}://"
-    for one in value:
-        if not isinstance(one, str) or not one or ("://" in one and not one.startswith(begin)):
+    for handle in value:
+        if (
+            not isinstance(handle, str)
+            or not handle
+            or ("://" in handle and not handle.startswith(begin))
+        ):
             refuse(name, value, f"experiments' titles or ids, and handles {HANDLE}<job's id>")
 
 

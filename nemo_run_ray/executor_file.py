@@ -59,6 +59,6 @@ class TakesFile:
         return name in self.given_fields or not self._is_default(name)
 
     def _is_default(self, name: str) -> bool:
-        (one,) = (one for one in fields(self) if one.name == name)
-        made = one.default if one.default_factory is MISSING else one.default_factory()
+        (known,) = (known for known in fields(self) if known.name == name)
+        made = known.default if known.default_factory is MISSING else known.default_factory()
         return bool(getattr(self, name) == made)

@@ -248,10 +248,10 @@ def _dependencies(field: str, value: Any) -> None:
     """conda's own packages by name, and those of pip in a list below ``pip``."""
     if not isinstance(value, list):
         refuse(field, value, "a list")
-    for one in value:
-        if isinstance(one, dict):
-            _keys(field, one, "", {"pip": _texts})
-        elif not isinstance(one, str):
+    for package in value:
+        if isinstance(package, dict):
+            _keys(field, package, "", {"pip": _texts})
+        elif not isinstance(package, str):
             refuse(field, value, "a list of texts, one of which may be a dict with 'pip'")
 
 

@@ -126,7 +126,7 @@ class Started:
     exp_dir: Path
 
     @property
-    def chain(self) -> Dispatch:
+    def dispatch(self) -> Dispatch:
         return Dispatch.of(self.exp_dir, dispatcher_id(self.id))
 
     def job(self, name: str) -> str:
@@ -137,7 +137,7 @@ class Started:
         return find_job(self.job(name)).status
 
     def statuses(self) -> dict[str, JobStatus]:
-        return {link.name: self.status(link.name) for link in self.chain.spec.jobs}
+        return {job.name: self.status(job.name) for job in self.dispatch.spec.jobs}
 
     def states(self) -> dict[str, str]:
         return {name: status.state.value for name, status in self.statuses().items()}
@@ -148,6 +148,6 @@ class Started:
 
     def dispatch_ends(self, api: JobsApi, number: int = 1, within_s: float = 120) -> int:
         """Exit code of a dispatcher, once it has ended; nothing but its row is asked."""
-        name = self.chain.id if number == 1 else f"{self.chain.id}@{number}"
+        name = self.dispatch.id if number == 1 else f"{self.dispatch.id}@{number}"
         wait_for(lambda: api.table(fresh=True)[name]["driver_exit_code"] is not None, within_s)
         return api.table()[name]["driver_exit_code"]

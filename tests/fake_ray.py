@@ -17,7 +17,7 @@ from urllib.parse import parse_qsl, unquote
 from ray._private.label_utils import validate_label_selector
 from ray.dashboard.modules.job.common import JobSubmitRequest, validate_request_type
 
-from nemo_run_ray.dashboard.jobs_api import version_of
+from nemo_run_ray.checks import version_of
 from nemo_run_ray.remote.attempts import CANCELLED, CLAIM_KEY, NONCE_KEY, claim_body, first_id
 from nemo_run_ray.remote.dispatch.dispatcher import Dispatcher
 from nemo_run_ray.remote.dispatch.rest import Rest, Unanswered
@@ -77,6 +77,7 @@ class FakeRay:
         fates: how attempts end, by submission id; what is not here succeeds.
         refuses: status and text that an attempt is answered with, by submission id.
         trouble: what goes wrong with a request, asked with its method and path.
+        takes_writes: otherwise everything but a GET fails.
         before_table: called before the job table is read.
         requests: method and path of every one.
         bodies: of the accepted jobs, claims among them.
@@ -91,7 +92,7 @@ class FakeRay:
     """
 
     def __init__(
-        self, chain: DispatchSpec | None = None, session: str = SESSION, now: float = NOW
+        self, plan: DispatchSpec | None = None, session: str = SESSION, now: float = NOW
     ) -> None:
         self.now = now
         self.session = session
@@ -99,6 +100,7 @@ class FakeRay:
         self.fates: dict[str, dict] = {}
         self.refuses: dict[str, tuple[int, str]] = {}
         self.trouble: Callable[[str, str], Trouble | None] = lambda method, path: None
+        self.takes_writes = True
         self.before_table: Callable[[], object] = lambda: None
         self.requests: list[tuple[str, str]] = []
         self.bodies: list[dict] = []
@@ -114,11 +116,11 @@ class FakeRay:
         self.lock = threading.RLock()
         self.url = ""
         self.is_closing = False
-        self._links = {link.id: link for link in chain.jobs} if chain else {}
-        self._dispatchers = {chain.id} if chain else set()
+        self._jobs = {job.id: job for job in plan.jobs} if plan else {}
+        self._dispatchers = {plan.id} if plan else set()
         self._apis: list[Rest] = []
-        if chain:
-            self.add(chain.id, {NONCE_KEY: chain.nonce}, status="RUNNING")
+        if plan:
+            self.add(plan.id, {NONCE_KEY: plan.nonce}, status="RUNNING")
 
     # -------------------------------------------------------------- what tests ask and do
 
@@ -158,8 +160,8 @@ class FakeRay:
     def status(self, submission_id: str) -> str:
         return self.rows[submission_id]["status"]
 
-    def cancel(self, chain: DispatchSpec) -> None:
-        self.post(claim_body(chain.cancel_id, chain.nonce, CANCELLED))
+    def cancel(self, plan: DispatchSpec) -> None:
+        self.post(claim_body(plan.cancel_id, plan.nonce, CANCELLED))
 
     def pass_time(self, seconds: float) -> None:
         """Every live job takes one step."""
@@ -299,14 +301,14 @@ class FakeRay:
         return 200, "".join(lines if count < 0 else lines[-count:])
 
     def _check(self, name: str) -> None:
-        link = self._links.get(first_id(name))
-        if link is None:  # nobody has told of its order
+        job = self._jobs.get(first_id(name))
+        if job is None:  # nobody has told of its order
             return
-        needs = [one.id for one in self._links.values() if one.name in link.after]
-        attempts = {one: row for one, row in self.rows.items() if first_id(one) == link.id}
+        needs = [one.id for one in self._jobs.values() if one.name in job.after]
+        attempts = {one: row for one, row in self.rows.items() if first_id(one) == job.id}
         lives = any(row["status"] in ("PENDING", "RUNNING") for row in attempts.values())
         proven = {first_id(one) for one, row in self.rows.items() if row["status"] == "SUCCEEDED"}
-        if lives or link.id in proven or not proven.issuperset(needs):
+        if lives or job.id in proven or not proven.issuperset(needs):
             self.overlaps.append(name)
 
     def _stop(self, name: str) -> tuple[int, str]:
@@ -349,6 +351,8 @@ class _Handler(Handler):
                 ray.requests.append((self.command, self.path))
                 ray.sent.append(data)
             trouble = ray.trouble(self.command, self.path)
+            if self.command != "GET" and not ray.takes_writes:
+                trouble = Trouble(500, "Nothing may be written.")
             status, text = trouble.status if trouble else 0, trouble.text if trouble else ""
             if trouble is None or trouble.is_carried_out:
                 given = ray.answer(self.command, self.path, data)
@@ -361,10 +365,10 @@ class _Handler(Handler):
 
 @contextlib.contextmanager
 def fake_ray(
-    chain: DispatchSpec | None = None, session: str = SESSION, now: float = NOW
+    plan: DispatchSpec | None = None, session: str = SESSION, now: float = NOW
 ) -> Iterator[FakeRay]:
     """Serve one until the end of the block."""
-    ray = FakeRay(chain, session, now)
+    ray = FakeRay(plan, session, now)
     with serving(_Handler, ray=ray) as ray.url:
         try:
             yield ray

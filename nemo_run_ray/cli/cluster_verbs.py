@@ -159,8 +159,8 @@ def _show(name: str, as_json: bool) -> None:
         {"key": key, "value": value, "source": source} for key, value, source in _values(loaded)
     ]
     ignored = [
-        {"key": one.key, "reason": one.reason, "source": one.where}
-        for one in loaded.reading.ignored
+        {"key": key.key, "reason": key.reason, "source": key.where}
+        for key in loaded.reading.ignored
     ]
     if as_json:
         found = {"path": str(loaded.path), "format": loaded.reading.format}
@@ -174,8 +174,8 @@ def _show(name: str, as_json: bool) -> None:
     for row in rows:
         table.add_row(row["key"], str(row["value"]), row["source"].removeprefix(folder))
     _out.print(table)
-    for one in ignored:
-        _out.print(f"ignored: {one['key']} ({one['source']}): {one['reason']}", markup=False)
+    for key in ignored:
+        _out.print(f"ignored: {key['key']} ({key['source']}): {key['reason']}", markup=False)
 
 
 def _values(loaded: Loaded) -> Iterator[tuple[str, Any, str]]:

@@ -15,7 +15,7 @@ from nemo_run_ray.clusters import Cluster, Dashboard, ExistingCluster, LocalClus
 from nemo_run_ray.errors import ClusterError, ConfigError
 
 if TYPE_CHECKING:
-    from nemo_run_ray.cluster_files.preflight import Row
+    from nemo_run_ray.cluster_files.preflight import CheckRow
 
 _BROKEN = "broken"
 _COLORS = {"ok": "green", "warning": "yellow", _BROKEN: "red", "unknown": "yellow"}
@@ -88,7 +88,7 @@ def dashboard_of(cluster: Cluster) -> Dashboard:
     return dashboard
 
 
-def show(rows: Sequence[Row], as_json: bool) -> None:
+def show(rows: Sequence[CheckRow], as_json: bool) -> None:
     """Print what was found.
 
     Raises:
@@ -102,7 +102,7 @@ def show(rows: Sequence[Row], as_json: bool) -> None:
         raise typer.Exit(1)
 
 
-def table(rows: Sequence[Row]) -> Group:
+def table(rows: Sequence[CheckRow]) -> Group:
     """The lines for people, and how many there are of each kind."""
     grid = Table("check", "state", "what was found", box=None, pad_edge=False)
     for row in rows:

@@ -29,7 +29,7 @@ Name = Annotated[str, typer.Argument(help="An experiment's id or title, a handle
 #: Seconds between two looks of a table that follows.
 _REFRESH_S = 2.0
 _out = Console(soft_wrap=True, highlight=False)
-#: Of a verb whose arguments, ``--help`` and ``--`` too, are another command's.
+#: Typer's settings of a verb that hands all its arguments to another command, also ``--help``.
 _AS_THEY_ARE = {
     "allow_extra_args": True,
     "ignore_unknown_options": True,

@@ -116,7 +116,7 @@ def timeline_page(title: str, exp_dir: Path, jobs: Sequence[RemoteJob], now: flo
     )
     began = Ledger.of(exp_dir).began_at() or now
     rows = [
-        timeline.Row(
+        timeline.TimelineRow(
             name=job.name,
             state=status.state.value,
             reason=status.reason.value,

@@ -89,11 +89,11 @@ def _parse(document: Document, reading: Reading) -> ClusterFile:
         return ClusterFile.model_validate(reading.values)
     except ValidationError as error:
         problems = []
-        for one in error.errors():
+        for problem in error.errors():
             # pydantic adds the member of a union behind the key that has the union's type.
-            path = _existing(one["loc"], reading.values)
+            path = _existing(problem["loc"], reading.values)
             where = reading.sources.get(path) or document.where(*path)
-            problems.append(f"{where}: {dotted(path)}: {_problem(one, path)}")
+            problems.append(f"{where}: {dotted(path)}: {_problem(problem, path)}")
         raise ConfigError("\n".join(dict.fromkeys(problems))) from None
 
 

@@ -13,7 +13,7 @@ from typing import Any
 
 from nemo_run_ray.cluster_files.images import labels_of
 from nemo_run_ray.cluster_files.schema import ClusterFile, PoolPart
-from nemo_run_ray.cluster_files.verdicts import Row, State, Verdicts
+from nemo_run_ray.cluster_files.verdicts import CheckRow, CheckState, Verdicts
 from nemo_run_ray.clusters import Dashboard
 from nemo_run_ray.dashboard.inspection import Inspection, inspect
 from nemo_run_ray.executor_checks import parse_memory
@@ -44,7 +44,7 @@ class Needs:
 
 def look(
     dashboard: Dashboard, file: ClusterFile | None = None, needs: Needs | None = None
-) -> list[Row]:
+) -> list[CheckRow]:
     """Look at a cluster, within 10 s, and say of each thing whether it fits.
 
     Args:
@@ -57,7 +57,7 @@ def look(
 
 def check(
     found: Inspection, file: ClusterFile | None = None, needs: Needs | None = None
-) -> list[Row]:
+) -> list[CheckRow]:
     """What is to be said of one look; a pure function. See ``look``."""
     file, needs = file or ClusterFile(), needs or Needs()
     verdicts = Verdicts(found, file.preflight.strict)
@@ -133,4 +133,4 @@ def _pool_ask(pool: PoolPart, file: ClusterFile) -> Ask:
     return Ask({name: amount for name, amount in resources.items() if amount}, selector)
 
 
-__all__ = ["Inspection", "Needs", "Row", "State", "check", "look", "pool_asks"]
+__all__ = ["CheckRow", "CheckState", "Inspection", "Needs", "check", "look", "pool_asks"]

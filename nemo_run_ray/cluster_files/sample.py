@@ -102,7 +102,7 @@ def _totals(nodes: Sequence[ClusterNode]) -> str:
 
 
 def _plain(total: Mapping[str, float]) -> dict[str, float]:
-    """Without what Ray adds itself: a resource for the node, and its object store."""
+    """The resources without those that Ray adds itself: one for the node, and its object store."""
     return {
         name: amount
         for name, amount in total.items()

@@ -88,10 +88,10 @@ def _put_value(
             f"from your environment, or `{name}=$OTHER_NAME`.",
         )
     else:
-        for one in names:
-            if one not in environ:
+        for asked in names:
+            if asked not in environ:
                 raise draft.keys.refuse(
-                    path, f"its value asks for the variable {one}, which is not set; set it."
+                    path, f"its value asks for the variable {asked}, which is not set; set it."
                 )
         filled = _REFERENCE.sub(lambda match: environ[match[1] or match[2]], value)
         draft.put(("env", "set", name), filled, path)

@@ -17,11 +17,11 @@ _OWN = ("name", "nodes", "walltime", "keep", "idle_timeout_s", "renew", "queue_t
 _NOT_SLURMS = {*_SSH, *_OWN, "job_dir", "sbatch", "sidecars"}
 
 
-class _Part(BaseModel):
+class _SlurmPart(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
 
 
-class SidecarPart(_Part):
+class SidecarPart(_SlurmPart):
     """A command beside Ray."""
 
     name: Annotated[str, Field(description="Its name, for messages and its log.")]
@@ -32,7 +32,7 @@ class SidecarPart(_Part):
     ] = None
 
 
-class SlurmPart(_Part):
+class SlurmPart(_SlurmPart):
     """Ray in an allocation of Slurm, with the fields of SlurmCluster and its SlurmExecutor."""
 
     account: Annotated[str, Field(description="Slurm's account.")]

@@ -6,6 +6,7 @@ import re
 from dataclasses import asdict, dataclass
 from enum import Enum
 
+from nemo_run_ray.checks import version_of
 from nemo_run_ray.dashboard.http import UPLOAD_MAX_BYTES
 from nemo_run_ray.dashboard.inspection import Inspection
 from nemo_run_ray.dashboard.nodes import ClusterNode, amount_of
@@ -26,7 +27,7 @@ _FIT = (
 _OPEN_IT = "Let GET /nodes and GET /api/v0/… through to Ray's dashboard."
 
 
-class State(str, Enum):
+class CheckState(str, Enum):
     """What a line says of what it is about."""
 
     #: It was looked at and fits.
@@ -40,7 +41,7 @@ class State(str, Enum):
 
 
 @dataclass(frozen=True)
-class Row:
+class CheckRow:
     """One line.
 
     Attributes:
@@ -51,7 +52,7 @@ class Row:
     """
 
     check: str
-    state: State
+    state: CheckState
     message: str
     next_step: str = ""
 
@@ -73,19 +74,19 @@ class _Lines:
     def __init__(self, found: Inspection, is_strict: bool) -> None:
         self._found = found
         self._is_strict = is_strict
-        self.rows: list[Row] = []
+        self.rows: list[CheckRow] = []
 
     def _ok(self, what: str, message: str) -> None:
-        self._add(what, State.OK, message)
+        self._add(what, CheckState.OK, message)
 
     def _unknown(self, what: str, message: str, step: str) -> None:
-        self._add(what, State.UNKNOWN, message, step)
+        self._add(what, CheckState.UNKNOWN, message, step)
 
     def _broken(self, what: str, message: str, step: str = "") -> None:
-        self._add(what, State.BROKEN, message, step)
+        self._add(what, CheckState.BROKEN, message, step)
 
-    def _add(self, what: str, state: State, message: str, step: str = "") -> None:
-        self.rows.append(Row(what, state, message, step))
+    def _add(self, what: str, state: CheckState, message: str, step: str = "") -> None:
+        self.rows.append(CheckRow(what, state, message, step))
 
 
 class _OfHead(_Lines):
@@ -111,7 +112,7 @@ class _OfHead(_Lines):
             self._broken(what, f"{asks}; the head has {_gib(total)}.", step)
         elif wanted > available:
             has = f"the head has {_gib(available)} available of {_gib(total)}"
-            self._add(what, State.WARNING, f"{asks}; {has}.", step)
+            self._add(what, CheckState.WARNING, f"{asks}; {has}.", step)
         else:
             self._ok(what, f"{asks}; the head has {_gib(available)} available.")
 
@@ -132,7 +133,7 @@ class _OfHead(_Lines):
             order = "ahead of" if skew_s > 0 else "behind"
             self._add(
                 "clock",
-                State.WARNING,
+                CheckState.WARNING,
                 f"The cluster's clock is {abs(skew_s):.0f} s {order} this machine's; durations in "
                 "`status` and in timelines are wrong by that.",
                 "Set both by NTP.",
@@ -154,7 +155,7 @@ class _OfHead(_Lines):
         if disk.free_bytes < _DISK_MIN_BYTES:
             self._broken(what, f"{has}; archives and logs need more.", step)
         elif used > _DISK_FULL:
-            self._add(what, State.WARNING, f"{has}; it is {used:.0%} full.", step)
+            self._add(what, CheckState.WARNING, f"{has}; it is {used:.0%} full.", step)
         else:
             self._ok(what, f"{has}.")
 
@@ -211,20 +212,20 @@ class Verdicts(_OfHead):
         runs = f"The cluster runs Ray {version}"
         if not version:
             self._unknown("Ray", "The cluster does not tell its version of Ray.", "")
-        elif since is not None and _pair(version) < since:
+        elif since is not None and version_of(version) < since:
             self._broken(
                 "Ray",
                 f"{runs}; the label selectors in use need {_dotted(since)} or newer.",
                 "Upgrade it, or reserve a custom resource of the nodes (resources_per_node).",
             )
-        elif _pair(version) < labels_since:
+        elif version_of(version) < labels_since:
             self._add(
                 "Ray",
-                State.WARNING,
+                CheckState.WARNING,
                 f"{runs}; label selectors need {_dotted(labels_since)} or newer.",
                 "Upgrade it before tasks choose their nodes by labels.",
             )
-        elif _pair(version) < alone_since:
+        elif version_of(version) < alone_since:
             driver = "a task with a label selector runs through the driver of a group"
             self._ok("Ray", f"{runs}; before {_dotted(alone_since)} {driver}.")
         else:
@@ -235,10 +236,10 @@ class Verdicts(_OfHead):
         there = self._found.python
         if not there:
             self._unknown("Python", "The cluster does not tell its version of Python.", "")
-        elif _pair(there) != _pair(client):
+        elif version_of(there) != version_of(client):
             self._add(
                 "Python",
-                State.WARNING,
+                CheckState.WARNING,
                 f"The head has Python {_minor(there)}, this client {_minor(client)}; a run.Partial "
                 "is made by one and run by the other.",
                 "Use the same minor version on both sides, or name one: RayExecutor(python=…).",
@@ -314,7 +315,7 @@ class Verdicts(_OfHead):
             has = f"{len(can)} node(s) can take it, and none has room now"
             most = f"the best, {node.host}, has {free_words(ask, node)}"
             step = "It will wait; `nemo-run-ray status` says who holds the room."
-            self._add(what, State.WARNING, f"{asks}; {has}: {most}.", step)
+            self._add(what, CheckState.WARNING, f"{asks}; {has}: {most}.", step)
 
     def elsewhere(self, what: str, address: str) -> None:
         """Nodes of another dashboard, which was not asked."""
@@ -324,14 +325,10 @@ class Verdicts(_OfHead):
     def _told(self, what: str) -> tuple[ClusterNode, ...] | None:
         """The nodes; a line says so when they are not told."""
         if self._found.nodes is None:
-            state = State.BROKEN if self._is_strict else State.UNKNOWN
+            state = CheckState.BROKEN if self._is_strict else CheckState.UNKNOWN
             is_first = what == "nodes"
             self._add(what, state, *((_CLOSED, _OPEN_IT) if is_first else (_NOT_TOLD, "")))
         return self._found.nodes
-
-
-def _pair(version: str) -> tuple[int, ...]:
-    return tuple(int(part) for part in re.findall(r"\d+", version)[:2])
 
 
 def _minor(version: str) -> str:

@@ -108,7 +108,7 @@ class Cluster(ConfigurableMixin, abc.ABC):
         """
         return ""
 
-    def keep_chain(
+    def keep_dispatch(
         self,
         dispatcher: str,
         ids: Sequence[str],

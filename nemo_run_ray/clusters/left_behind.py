@@ -126,10 +126,10 @@ def text_of(path: Path) -> Iterator[str]:
 
 
 def _keep_logs(session: Path, its_log: Path, folder: Path) -> None:
-    for one in session.glob("logs/job-driver-*.log"):
-        part = folder / f"{one.name}.part"
-        _copy_end(one, part)
-        os.replace(part, folder / one.name)
+    for log in session.glob("logs/job-driver-*.log"):
+        part = folder / f"{log.name}.part"
+        _copy_end(log, part)
+        os.replace(part, folder / log.name)
     if its_log.exists():
         shutil.copyfile(its_log, folder / its_log.name)
 

@@ -28,7 +28,7 @@ from nemo_run_ray.clusters.left_behind import RAY_FOLDER
 from nemo_run_ray.clusters.local_dashboard import has_node, jobs_of
 from nemo_run_ray.clusters.local_state import (
     Home,
-    State,
+    LocalState,
     children,
     env_tries,
     process_identity,
@@ -141,12 +141,12 @@ class LocalCluster(Cluster):
         environment = hashlib.sha256(sys.prefix.encode()).hexdigest()[:8]
         return Home(Path(get_nemorun_home()) / "ray_local" / environment)
 
-    def _dashboard(self, state: State) -> Dashboard:
+    def _dashboard(self, state: LocalState) -> Dashboard:
         headers = {"Authorization": f"Bearer {self._home.token()}"}
         why_dead = partial(self._home.why_dead, state)
         return Dashboard(state.url, headers, why_dead=why_dead, env_tries=state.env_tries)
 
-    def _start(self) -> State:
+    def _start(self) -> LocalState:
         """Start Ray, wait until a node has joined it, and join it too. The lock is held."""
         CONSOLE.log("Starting an embedded Ray on this machine (about 10 s) …")
         for _ in range(_STARTS - 1):
@@ -158,7 +158,7 @@ class LocalCluster(Cluster):
             CONSOLE.log("Ray was too slow on this busy machine. Starting it again …")
         return self._start_once()
 
-    def _start_once(self) -> State:
+    def _start_once(self) -> LocalState:
         root = _temp_root()
         port = _free_port()
         command = [sys.executable, "-m", "ray.scripts.scripts", "start", "--head", "--block"]
@@ -177,7 +177,7 @@ class LocalCluster(Cluster):
         # This is written first: if this client dies here, the next one finds what to clean up.
         size = [self.num_cpus, self.num_gpus]
         url, tries = f"http://127.0.0.1:{port}", env_tries()
-        state = State(pid=0, born="", url=url, root=root, size=size, env_tries=tries)
+        state = LocalState(pid=0, born="", url=url, root=root, size=size, env_tries=tries)
         try:
             self._home.write(state)
             process = self._launch(command, root)
@@ -205,7 +205,7 @@ class LocalCluster(Cluster):
         children[process.pid] = process
         return process
 
-    def _await_node(self, state: State, process: subprocess.Popen[bytes]) -> None:
+    def _await_node(self, state: LocalState, process: subprocess.Popen[bytes]) -> None:
         deadline = time.monotonic() + _START_LIMIT_S
         while time.monotonic() < deadline:
             if process.poll() is not None:

@@ -57,14 +57,14 @@ _LOCK_LIMIT_S = 180.0
 _LAST_WORDS_S = 3.0
 #: Seconds after which a user who waits for the folder is told what for.
 _SILENT_S = 1.0
-#: Those that go on without their raylet and have no more to say, by pid.
+#: Pids of `ray start` processes that outlive their raylet and have no more to say.
 _silent: set[int] = set()
 #: Clusters that this process started, by pid: it is their parent and has to collect them.
 children: dict[int, subprocess.Popen[bytes]] = {}
 
 
 @dataclass
-class State:
+class LocalState:
     """What ``state.json`` holds: the process of ``ray start`` is named by its pid and its birth."""
 
     pid: int
@@ -134,7 +134,7 @@ class Home:
         finally:
             lock.release()
 
-    def read(self) -> State | None:
+    def read(self) -> LocalState | None:
         """The state of a cluster that lives, else ``None``."""
         state = self._read_any()
         return state if state is not None and state.lives else None
@@ -145,15 +145,15 @@ class Home:
         if state is not None:
             self.stop(state)
 
-    def _read_any(self) -> State | None:
+    def _read_any(self) -> LocalState | None:
         try:
-            return State(**json.loads(self._state.read_text(encoding="utf-8")))
+            return LocalState(**json.loads(self._state.read_text(encoding="utf-8")))
         except (FileNotFoundError, ValueError, TypeError):
             return None  # none, or another program's: then no process has joined it
         except OSError as error:
             raise _unusable(self.path, error) from error
 
-    def write(self, state: State) -> None:
+    def write(self, state: LocalState) -> None:
         with _writing(self.path):
             write_file(self._state, json.dumps(vars(state)))
 
@@ -182,7 +182,7 @@ class Home:
             EMBEDDED: root,
         }
 
-    def why_dead(self, state: State) -> str:
+    def why_dead(self, state: LocalState) -> str:
         """Why a cluster cannot answer any more; empty while its processes live."""
         if state.lives:
             return ""
@@ -216,7 +216,7 @@ class Home:
         root = Path(last.root) if last is not None and not last.lives else None
         return left_behind.log_of(self.path, root, session, submission_id)
 
-    def join(self, state: State, keep: bool) -> None:
+    def join(self, state: LocalState, keep: bool) -> None:
         """Note that this process uses the cluster, until its end."""
         me = [os.getpid(), process_identity(os.getpid()) or ""]
         if me not in state.users or (keep and not state.keep):
@@ -228,7 +228,7 @@ class Home:
             self._joined.add((os.getpid(), self.path))
             atexit.register(self._leave, os.getpid())
 
-    def stop(self, state: State) -> None:
+    def stop(self, state: LocalState) -> None:
         """End the cluster's processes and remove what nobody needs of it. The lock is held."""
         family = {}
         dead = None if state.lives else state.dead_process(self.log)
@@ -263,7 +263,7 @@ class Home:
             else:
                 self.stop(state)
 
-    def _is_busy(self, state: State) -> bool:
+    def _is_busy(self, state: LocalState) -> bool:
         """Whether jobs run on it; when that cannot be told, it is left alone."""
         try:
             jobs = jobs_of(state.url, self.token())
@@ -282,8 +282,8 @@ class Home:
         return bool(busy)
 
 
-def _await_last_words(state: State) -> None:
-    """Where more has died than the raylet, `ray start` says what in a moment, and ends."""
+def _await_last_words(state: LocalState) -> None:
+    """Wait while `ray start` may still say what has died besides the raylet; then it ends."""
     deadline = time.monotonic() + _LAST_WORDS_S
     while state.pid not in _silent and _lives(state.pid, state.born):
         if time.monotonic() > deadline:

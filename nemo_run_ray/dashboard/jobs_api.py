@@ -6,7 +6,6 @@ jitter; the one that starts a job is not: its sender decides (``jobs/submit_once
 
 from __future__ import annotations
 
-import re
 import threading
 from pathlib import Path
 from typing import Any, ClassVar
@@ -14,6 +13,7 @@ from urllib.parse import quote
 
 import httpx
 
+from nemo_run_ray.checks import version_of
 from nemo_run_ray.clusters import Dashboard
 from nemo_run_ray.dashboard.http import SLOW_S, Http, last_line
 from nemo_run_ray.dashboard.job_table import JobTable
@@ -206,11 +206,6 @@ class JobsApi:
         if self._earlier is None or submission_id not in self._earlier.rows():
             return None
         return self._earlier.log(submission_id)
-
-
-def version_of(text: str) -> tuple[int, ...]:
-    """The first two numbers of a version of Ray, to be compared."""
-    return tuple(int(part) for part in re.findall(r"\d+", text)[:2])
 
 
 def _job_path(submission_id: str) -> str:

@@ -13,7 +13,7 @@ from nemo_run_ray.remote.states import JobState, JobStatus
 if TYPE_CHECKING:
     from nemo_run_ray.jobs.ledger import JobRecord
 
-#: Seconds from Ray's getting an attempt in which it begins to run where nothing is in its way.
+#: An attempt that nothing delays begins to run within so many seconds of its posting.
 _FRESH_S = 3.0
 #: How much longer an attempt must have run than was written down, to be written down again: a job
 #: of days, looked at each second, adds some dozens of lines to its ledger.

@@ -12,8 +12,9 @@ from pathlib import Path
 
 from nemo_run.core.packaging.base import Packager
 
+from nemo_run_ray.checks import version_of
 from nemo_run_ray.clusters import Cluster
-from nemo_run_ray.dashboard.jobs_api import JobsApi, version_of
+from nemo_run_ray.dashboard.jobs_api import JobsApi
 from nemo_run_ray.errors import DoesNotFit, NemoRunRayError
 from nemo_run_ray.executor import RayExecutor
 from nemo_run_ray.ids import dispatcher_id

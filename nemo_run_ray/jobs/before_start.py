@@ -16,7 +16,7 @@ from nemo_run_ray.planning.room import Ask, ask_of
 from nemo_run_ray.remote.spec import GroupSpec
 
 if TYPE_CHECKING:
-    from nemo_run_ray.cluster_files.verdicts import Row
+    from nemo_run_ray.cluster_files.verdicts import CheckRow
 
 
 def misfit(
@@ -34,22 +34,22 @@ def misfit(
         executors: of the jobs.
     """
     resolved = [
-        one
+        role
         for executor in executors.values()
         for found in [executor.resolved()]
-        for one in (found.resource_group or [found])
+        for role in (found.resource_group or [found])
     ]
     if not any(executor.preflight for executor in resolved):
         return None
     # Imported when they are needed, for their libraries.
-    from nemo_run_ray.cluster_files.verdicts import State
+    from nemo_run_ray.cluster_files.verdicts import CheckState
 
     rows = _looked(dashboard, plans, asks, dict.fromkeys(plan.resolved_from for plan in resolved))
     _tell(
-        [f"{row.check}: {row.message}" for row in rows if row.state is State.WARNING],
-        [row.check for row in rows if row.state is State.UNKNOWN],
+        [f"{row.check}: {row.message}" for row in rows if row.state is CheckState.WARNING],
+        [row.check for row in rows if row.state is CheckState.UNKNOWN],
     )
-    broken = [row for row in rows if row.state is State.BROKEN]
+    broken = [row for row in rows if row.state is CheckState.BROKEN]
     if not broken:
         return None
     lines = [f"- {row.check}: {row.message} {row.next_step}".rstrip() for row in broken]
@@ -64,13 +64,13 @@ def _looked(
     plans: Mapping[str, JobPlan],
     asks: Mapping[str, Ask],
     names: Iterable[str | None],
-) -> list[Row]:
+) -> list[CheckRow]:
     """What is to be said of the cluster by each file that executors come from."""
     from nemo_run_ray.cluster_files.load import load
     from nemo_run_ray.cluster_files.preflight import Needs, look
     from nemo_run_ray.cluster_files.schema import ClusterFile
 
-    rows: dict[Row, None] = {}
+    rows: dict[CheckRow, None] = {}
     for name in names:
         file = load(name).file if name else ClusterFile()
         # The tasks themselves are looked at, and pools that they do not use do not matter.

@@ -5,22 +5,22 @@ Their logs, and how they ended, are lost with the cluster: both are written down
 
 from __future__ import annotations
 
-import time
+import contextlib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from nemo_run_ray.clusters import Cluster
 from nemo_run_ray.dashboard.jobs_api import JobsApi
-from nemo_run_ray.errors import NemoRunRayError, Unanswered
+from nemo_run_ray.errors import ClusterError, NemoRunRayError, Unanswered
 from nemo_run_ray.ids import DISPATCHER
 from nemo_run_ray.jobs import ledger
+from nemo_run_ray.jobs.cancel_loop import Stops, insist
 from nemo_run_ray.jobs.find import job_of
 from nemo_run_ray.jobs.job import RemoteJob
 from nemo_run_ray.jobs.ledger import Ledger
 from nemo_run_ray.jobs.running_at import note_running_at
 from nemo_run_ray.jobs.snapshot import Snapshot
-from nemo_run_ray.remote.attempts import STOP_AGAIN_S
 from nemo_run_ray.remote.rows import JobRows
 from nemo_run_ray.remote.states import JobState, JobStatus, Reason, is_active, is_running
 
@@ -41,22 +41,25 @@ def end_all(api: JobsApi) -> list[str]:
     Returns:
         Submission ids of those that still run after ``_END_LIMIT_S``.
     """
-    deadline = time.monotonic() + _END_LIMIT_S
-    asked_at: dict[str, float] = {}
-    while True:
+    stops = Stops(api)
+    running: list[str] | None = None
+
+    def turn() -> bool | None:
+        nonlocal running
         rows = api.table(fresh=True)
         names = sorted(active(rows), key=lambda name: not name.endswith(f".{DISPATCHER}"))
-        for name in names:
-            if time.monotonic() - asked_at.get(name, 0.0) >= STOP_AGAIN_S:
-                try:
-                    api.stop(name)
-                except Unanswered:
-                    continue  # it is asked again
-                asked_at[name] = time.monotonic()
         running = [name for name in names if is_running(rows[name])]
-        if not running or time.monotonic() > deadline:
-            return running
-        time.sleep(0.3)
+        for name in names:
+            with contextlib.suppress(Unanswered):  # it is asked again
+                stops.ask(name)
+        return None if running else True
+
+    try:
+        insist(turn, _END_LIMIT_S, "what runs on the embedded Ray")
+    except ClusterError:
+        if running is None:  # it has never answered
+            raise
+    return running or []
 
 
 def note_ends(api: JobsApi, cluster: Cluster, is_forced: bool) -> Iterator[str]:

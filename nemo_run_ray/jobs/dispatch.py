@@ -11,6 +11,7 @@ The folder holds all that a dispatcher needs to be started again, by any client:
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import threading
 import time
@@ -27,13 +28,14 @@ from nemo_run_ray.jobs.ledger import Ledger
 from nemo_run_ray.jobs.snapshot import Snapshot
 from nemo_run_ray.remote.attempts import (
     CANCELLED,
+    OUT_OF_TIME,
     Attempt,
     attempt_of_row,
     attempts_of,
     claim_body,
     first_id,
 )
-from nemo_run_ray.remote.dispatch.decide import OUT_OF_TIME, Decision, Do, decide
+from nemo_run_ray.remote.dispatch.decide import Decision, Do, decide
 from nemo_run_ray.remote.files import write_file
 from nemo_run_ray.remote.rows import JobRows
 from nemo_run_ray.remote.spec import DispatchSpec, from_json
@@ -128,6 +130,11 @@ class Dispatch:
                 raise JobError(f"{self.folder} holds no chain.")
             self._spec = found
         return self._spec
+
+    @functools.cached_property
+    def after(self) -> Mapping[str, tuple[str, ...]]:
+        """By the name of every job, the names of those that it depends on."""
+        return {job.name: job.after for job in self.spec.jobs}
 
     def save(
         self,

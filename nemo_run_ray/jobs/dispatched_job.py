@@ -34,8 +34,7 @@ class DispatchedJob(RemoteJob):
     @property
     def after(self) -> tuple[str, ...]:
         """Names of the jobs that it depends on."""
-        specs = (spec for spec in self.dispatch.spec.jobs if spec.name == self.name)
-        return tuple(name for spec in specs for name in spec.after)
+        return self.dispatch.after.get(self.name, ())
 
     def cancel(self) -> JobStatus:
         status = self.look(Snapshot(is_fresh=True))
@@ -90,7 +89,7 @@ class DispatchedJob(RemoteJob):
         return self.dispatch.statuses_left(rows).get(self.name) if rows else None
 
     def _explained(self, found: DispatchStatus, api: JobsApi, snapshot: Snapshot) -> JobStatus:
-        """What the decision says, with the log's end where Ray's row has one."""
+        """What the decision says, with what a pending attempt waits for."""
         status = found.decision.statuses[self.name]
         if status.state is JobState.WAITING and not (found.is_dispatched or found.lost):
             why = f"the dispatcher {self.dispatch.id} is not at work"
@@ -102,7 +101,7 @@ class DispatchedJob(RemoteJob):
         if told.state is not status.state or told.reason is not status.reason:
             return status
         told = self._explain_pending(row, told, api, snapshot)
-        return replace(status, reason=told.reason, detail=told.detail, tail=told.tail)
+        return replace(status, reason=told.reason, detail=told.detail)
 
     def _live(self, found: DispatchStatus, status: JobStatus) -> JobState | None:
         """The state of its newest attempt in Ray's table, if that goes on."""

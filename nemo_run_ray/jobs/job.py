@@ -16,7 +16,7 @@ from nemo_run_ray.jobs.observed_job import ObservedJob
 from nemo_run_ray.jobs.snapshot import Snapshot
 from nemo_run_ray.jobs.submit_once import OUTCOME_S
 from nemo_run_ray.jobs.tend import tend
-from nemo_run_ray.planning.job_plan import nonce_of
+from nemo_run_ray.remote.attempts import nonce_of
 from nemo_run_ray.remote.node.output import end_mark
 from nemo_run_ray.remote.states import JobState, JobStatus, Reason, is_pending
 

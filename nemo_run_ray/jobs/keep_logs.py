@@ -56,7 +56,7 @@ def waiting() -> Iterator[None]:
 
 
 def keep_log(job: ObservedJob, status: JobStatus, snapshot: Snapshot) -> None:
-    """Keep the log of a job that has ended, once; a failure is none of the look's.
+    """Keep the log of a job that has ended, once; a failure does not fail the look.
 
     Of an embedded Ray ``notes.py`` does it, before it says that the job has ended.
 

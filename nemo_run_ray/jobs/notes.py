@@ -115,7 +115,7 @@ def note_attempts(job: ObservedJob, status: JobStatus, snapshot: Snapshot) -> No
 
 
 def have_begun(job: ObservedJob, running: frozenset[str]) -> frozenset[str]:
-    """Which of the attempts that run now did not when this process looked a moment ago."""
+    """The attempts that have begun to run since this process looked a moment ago."""
     key, now = _key(job), time.monotonic()
     looked_at, before = _looked.get(key, (-_MOMENT_S, running))
     _looked[key] = now, running

@@ -16,9 +16,8 @@ from nemo_run_ray.jobs import keep_logs, ledger, notes, why_pending
 from nemo_run_ray.jobs.attempt_records import AttemptRecord, Attempts, known, of_rows
 from nemo_run_ray.jobs.kept_files import Kept
 from nemo_run_ray.jobs.ledger import JobRecord, Ledger
-from nemo_run_ray.jobs.snapshot import Snapshot
-from nemo_run_ray.planning.job_plan import nonce_of
-from nemo_run_ray.remote.attempts import attempt_id
+from nemo_run_ray.jobs.snapshot import GONE, Snapshot
+from nemo_run_ray.remote.attempts import attempt_id, nonce_of
 from nemo_run_ray.remote.rows import JobRow, JobRows
 from nemo_run_ray.remote.states import JobState, JobStatus, Reason, status_of_row
 
@@ -34,8 +33,6 @@ _HELD_BACK = (
     "cancelled while it waited for room; Ray shows it as pending until there is room or 900 s have "
     "passed, and ends it without running its command"
 )
-#: Why there is no cluster, when nobody knows better.
-_GONE = "the cluster that had it is gone"
 _NEVER_THERE = "The client died, or was refused, before the job reached the cluster."
 
 
@@ -81,7 +78,7 @@ class ObservedJob:
             return self.look(snapshot)
         except NemoRunRayError as error:  # a token's file that is gone is no news of the job either
             if _is_gone(self.cluster):  # since `look` began
-                return self._lost(_GONE, snapshot)
+                return self._lost(GONE, snapshot)
             return self._as_recorded(JobState.UNKNOWN, Reason.UNREACHABLE, str(error))
 
     def look(self, snapshot: Snapshot) -> JobStatus:
@@ -98,7 +95,7 @@ class ObservedJob:
             return self._named(status)
         api = self._api()
         if api is None:
-            return self._lost(_GONE, snapshot)
+            return self._lost(GONE, snapshot)
         return self._named(self._seen(api, snapshot))
 
     def attempts_in(
@@ -124,7 +121,7 @@ class ObservedJob:
         """
         api = self._api()
         if api is None:
-            raise JobError(f"The job {self.id} cannot be asked any more: {self._why_gone(_GONE)}")
+            raise JobError(f"The job {self.id} cannot be asked any more: {self._why_gone(GONE)}")
         return api
 
     def ran_as(self, status: JobStatus) -> str:

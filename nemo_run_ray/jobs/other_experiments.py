@@ -11,8 +11,7 @@ from nemo_run_ray.ids import HANDLE
 from nemo_run_ray.jobs import ledger
 from nemo_run_ray.jobs.find import did_you_mean, find_experiment, titles
 from nemo_run_ray.jobs.ledger import JobRecord, Ledger
-from nemo_run_ray.planning.job_plan import nonce_of
-from nemo_run_ray.remote.attempts import DISPATCHER_KEY, NONCE_KEY
+from nemo_run_ray.remote.attempts import DISPATCHER_KEY, NONCE_KEY, nonce_of
 from nemo_run_ray.remote.spec import OutsideSpec
 
 

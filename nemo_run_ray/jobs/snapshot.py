@@ -13,6 +13,8 @@ from nemo_run_ray.remote.rows import JobRows
 
 #: Seconds in which a head that recovers may answer before it knows its jobs.
 _RECOVERS_S = 2.0
+#: Why there is no cluster, when no one knows better.
+GONE = "the cluster that had it is gone"
 _T = TypeVar("_T")
 
 
@@ -29,8 +31,8 @@ class Snapshot:
         self._deadline = math.inf
 
     def deadline(self, budget_s: float) -> float:
-        """When the time is over that this answer spends on what is not asked for, by the monotonic
-        clock. It begins with the first question, and a smaller budget shortens it."""
+        """The moment, by the monotonic clock, at which this answer stops doing what was not asked
+        for. The time begins with the first question, and a smaller budget shortens it."""
         self._deadline = min(self._deadline, time.monotonic() + budget_s)
         return self._deadline
 

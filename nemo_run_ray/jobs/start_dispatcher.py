@@ -14,7 +14,7 @@ from nemo_run_ray.ids import DISPATCHER
 from nemo_run_ray.jobs import archives, ledger
 from nemo_run_ray.jobs.dispatch import Dispatch, DispatchStatus
 from nemo_run_ray.jobs.ledger import Ledger
-from nemo_run_ray.jobs.snapshot import Snapshot
+from nemo_run_ray.jobs.snapshot import GONE, Snapshot
 from nemo_run_ray.jobs.submit_once import submit_once
 from nemo_run_ray.planning.entrypoints import dispatcher_entrypoint
 from nemo_run_ray.remote.attempts import NONCE_KEY, attempt_id
@@ -84,7 +84,7 @@ def resume(dispatch: Dispatch) -> str:
         away = cluster.why_away(dispatch.spec.session)
         if away:
             return f"it goes on by itself: {away}"
-        why = cluster.why_gone(dispatch.spec.session) or "the cluster that had it is gone"
+        why = cluster.why_gone(dispatch.spec.session) or GONE
         return f"run the experiment again: {why}"
     api = JobsApi.of(dashboard)
     found = dispatch.look(api, Snapshot(is_fresh=True))
@@ -140,7 +140,7 @@ def _keep(
     ids = [job.id for job in dispatch.spec.jobs]
     outside = [upstream for job in dispatch.spec.jobs for upstream in job.outside]
     ids += [name for upstream in outside for name in (upstream.id, upstream.dispatcher) if name]
-    from_record(cluster).keep_chain(dispatch.id, ids, again, data)
+    from_record(cluster).keep_dispatch(dispatch.id, ids, again, data)
 
 
 def _write_intent(dispatch: Dispatch, name: str, cluster: dict[str, Any]) -> Ledger:

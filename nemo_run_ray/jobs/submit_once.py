@@ -7,7 +7,7 @@ from typing import Any
 
 from nemo_run_ray.dashboard.jobs_api import JobsApi
 from nemo_run_ray.errors import ClusterError, Conflict, SubmissionError, Taken, Unanswered
-from nemo_run_ray.planning.job_plan import nonce_of
+from nemo_run_ray.remote.attempts import nonce_of
 from nemo_run_ray.remote.rows import JobRow
 
 #: Seconds to find out what became of a request whose answer was lost; a dashboard's restart is

@@ -21,8 +21,7 @@ from nemo_run_ray.jobs.dispatch import Dispatch, DispatchStatus
 from nemo_run_ray.jobs.ledger import JobRecord, Ledger
 from nemo_run_ray.jobs.snapshot import Snapshot
 from nemo_run_ray.jobs.start_dispatcher import start_dispatcher
-from nemo_run_ray.planning.job_plan import nonce_of
-from nemo_run_ray.remote.attempts import first_id
+from nemo_run_ray.remote.attempts import first_id, nonce_of
 from nemo_run_ray.remote.rows import JobRows
 from nemo_run_ray.remote.states import JobState, status_of_row
 

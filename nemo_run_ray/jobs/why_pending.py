@@ -25,7 +25,7 @@ _STARTS_S = 3.0
 _WORKER_S = 15.0
 #: So many jobs are named that hold what a job waits for.
 _HOLDERS_MAX = 3
-#: Those of whom the cluster does not tell who they are.
+#: The name for holders that the cluster does not identify.
 _OTHERS = "others"
 #: Less than this is a rounding of Ray's texts.
 _NOTHING, _NO_MEMORY = 1e-3, 2**26
@@ -115,7 +115,7 @@ def why_waiting(
 def holders(
     ask: Ask, node: ClusterNode, holdings: Iterable[Holding], rows: JobRows
 ) -> list[tuple[str, dict[str, float]]]:
-    """Who holds on a node what a task finds too little of there, those with most first.
+    """The jobs that hold what a task finds too little of on a node, the largest holder first.
 
     What Ray's tasks hold, and placement groups in which nothing runs, comes last, as others': the
     cluster does not tell whose it is.

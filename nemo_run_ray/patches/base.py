@@ -10,7 +10,6 @@ from __future__ import annotations
 import hashlib
 import inspect
 import logging
-import re
 import textwrap
 import threading
 from abc import ABC, abstractmethod
@@ -19,6 +18,7 @@ from dataclasses import dataclass
 from importlib.metadata import version
 from typing import Any, ClassVar
 
+from nemo_run_ray.checks import version_of
 from nemo_run_ray.errors import UnsupportedNemoRun
 
 log = logging.getLogger(__name__)
@@ -145,7 +145,7 @@ class Patch(ABC):
 
     def _refuse_older(self) -> None:
         found = version("nemo-run")
-        if _numbers(found) < _numbers(self.verified[0]):
+        if version_of(found) < version_of(self.verified[0]):
             raise UnsupportedNemoRun(
                 f"The patch {self.name} does not know NeMo-Run {found}; {self._supported()} "
                 "Nothing was changed."
@@ -154,7 +154,7 @@ class Patch(ABC):
     def _check_newer(self, edits: Sequence[Edit]) -> None:
         """On a NeMo-Run that it was not verified on, what it replaces must be what it knows."""
         found = version("nemo-run")
-        if _numbers(found) <= _numbers(self.verified[1]):
+        if version_of(found) <= version_of(self.verified[1]):
             return
         for edit in edits:
             if edit.bodies:
@@ -211,7 +211,3 @@ def _restore(done: _Done) -> None:
         delattr(done.edit.owner, done.edit.name)
     else:
         setattr(done.edit.owner, done.edit.name, done.before)
-
-
-def _numbers(text: str) -> tuple[int, ...]:
-    return tuple(int(part) for part in re.findall(r"\d+", text)[:2])

@@ -29,7 +29,6 @@ from nemo_run_ray.planning.roles import (
     task_spec,
 )
 from nemo_run_ray.remote.attempts import DISPATCHER_KEY, NONCE_KEY, PERMANENT_KEY, RETRIES_KEY
-from nemo_run_ray.remote.rows import JobRow
 from nemo_run_ray.remote.spec import (
     CODE,
     SUBMISSION_ID,
@@ -228,7 +227,7 @@ def plan(app: AppDef, executor: RayExecutor, submission_id: str, job: str) -> Jo
         selector_since=selector_since(spec, executor),
         as_group=as_group,
         secret_places=joined_places(
-            one.secret_places for one in (executor, *executor.resource_group)
+            source.secret_places for source in (executor, *executor.resource_group)
         ),
         runs_here=executor.resolve_cluster().runs_here,
         outside=tuple(executor.dependencies),
@@ -281,11 +280,6 @@ def _check_alone(executor: RayExecutor) -> None:
             "RayExecutor.wait_for_nodes is True, but the task is alone: Ray itself waits for a "
             "node that can take it. Leave the field out."
         )
-
-
-def nonce_of(row: JobRow) -> str:
-    """The nonce of the submission that made a row of Ray's job table; empty if it has none."""
-    return str((row.get("metadata") or {}).get(NONCE_KEY, ""))
 
 
 def in_folder(planned: JobPlan, cwd: str) -> JobPlan:

@@ -90,7 +90,7 @@ def scarce(ask: Ask, node: ClusterNode) -> list[str]:
 
 
 def best(ask: Ask, nodes: Sequence[ClusterNode]) -> ClusterNode | None:
-    """Of the nodes that can take it when idle, the one that lacks least now."""
+    """The node that lacks least now, among those that can take it when idle."""
 
     def lacks(node: ClusterNode) -> tuple[float, str]:
         free = node.free or {}

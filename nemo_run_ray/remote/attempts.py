@@ -7,10 +7,11 @@ attempt, so that no process can start it any more, and says why (``CLAIM_KEY`` i
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Dict, Mapping, Optional, Sequence, Tuple
 
 from .rows import JobRow
+from .spec import SUBMISSION_ID
 from .states import JobStatus, status_of_row
 
 #: Keys in a job's metadata: the nonce of its submission, and why it is a claim.
@@ -23,6 +24,10 @@ CANCELLED, NOT_PLACED = "cancelled", "not placed in time"
 #: Seconds between two requests to stop the same attempt, and for how long a stop of what waits for
 #: room is repeated before Ray is trusted to hold it back until the start.
 STOP_AGAIN_S, STOP_TRUST_S = 3.0, 6.0
+#: Exit codes of a dispatcher that has decided everything: all jobs succeeded, or not all.
+ALL_SUCCEEDED, NOT_ALL_SUCCEEDED = 0, 8
+#: The same when what is left needs more time than the allocation has, and another one goes on.
+OUT_OF_TIME = 9
 #: An attempt's id; more digits are not of this package, and int() refuses thousands of them.
 _ATTEMPT = re.compile(r"([^@]*)(?:@([2-9]|[1-9][0-9]{1,8}))?")
 
@@ -32,7 +37,7 @@ class Attempt:
     """One row of the job table, as far as decisions need it.
 
     Attributes:
-        status: what the row says, without the log's end.
+        status: what the row says.
         nonce: of the submission that made it.
         posted_at: seconds since the epoch, when Ray got it.
         ended_at: the same of its end; 0 while it goes on.
@@ -70,6 +75,16 @@ def first_id(submission_id: str) -> str:
     return submission_id.partition("@")[0]
 
 
+def started_as(entrypoint: str, submission_id: str) -> str:
+    """The entrypoint of a dispatched job with the id of its attempt in the place that is for it."""
+    return entrypoint.replace(SUBMISSION_ID, submission_id)
+
+
+def nonce_of(row: JobRow) -> str:
+    """The nonce of the submission that made a row of Ray's job table; empty if it has none."""
+    return str((row.get("metadata") or {}).get(NONCE_KEY, ""))
+
+
 def attempts_of(ids: Sequence[str], table: Mapping[str, Attempt]) -> Dict[str, Dict[int, Attempt]]:
     """The rows of these ids' attempts, by id and number."""
     wanted = set(ids)
@@ -84,12 +99,11 @@ def attempts_of(ids: Sequence[str], table: Mapping[str, Attempt]) -> Dict[str, D
 
 def attempt_of_row(row: JobRow) -> Attempt:
     """What a row of ``GET /api/jobs/`` means for decisions."""
-    status = status_of_row(row)
     metadata = row.get("metadata") or {}
     code = row.get("driver_exit_code")
     return Attempt(
-        status=replace(status, tail=""),
-        nonce=str(metadata.get(NONCE_KEY, "")),
+        status=status_of_row(row),
+        nonce=nonce_of(row),
         posted_at=(row.get("start_time") or 0) / 1000,
         ended_at=(row.get("end_time") or 0) / 1000,
         exit_code=code if isinstance(code, int) else None,

@@ -5,7 +5,7 @@ renewed, the chains that were handed over to it go on in the next one, and their
 of several tables: those of the runs before, and that of the Ray which is up::
 
     <cluster>/
-        chains/<dispatcher's id>/
+        dispatches/<dispatcher's id>/
             ids         ids of the dispatcher and of all its jobs, a line each
             start.json  the request by which the dispatcher is started
             _ray_pkg_…  the archives of the chain
@@ -28,7 +28,7 @@ from .states import is_active, is_pending
 from .variables import LIFE, RUN
 
 #: Names in the folder of a cluster, of an allocation and of a run.
-CHAINS, IDS, RENEWED, TABLE = "chains", "ids", "renewed", "jobs.json"
+DISPATCHES, IDS, RENEWED, TABLE = "dispatches", "ids", "renewed", "jobs.json"
 START = "start.json"
 #: Ray's own error of a start that it gave up, which counts as no attempt.
 _NOT_STARTED = "JOB_SUPERVISOR_ACTOR_START_TIMEOUT"
@@ -105,13 +105,13 @@ def goes_on(life: str, run: str) -> bool:
     return is_there(os.path.join(life, RENEWED)) or bool(_others(life, run))
 
 
-def chains(life: str) -> List[str]:
+def kept_dispatches(life: str) -> List[str]:
     """The folders of the chains that are kept for the cluster of an allocation.
 
     Raises:
         OSError: they cannot be read now.
     """
-    folder = os.path.join(os.path.dirname(os.path.dirname(life)), CHAINS)
+    folder = os.path.join(os.path.dirname(os.path.dirname(life)), DISPATCHES)
     found = (os.path.join(folder, name) for name in sorted(_names(folder)))
     return [path for path in found if is_there(os.path.join(path, IDS))]
 
@@ -123,7 +123,7 @@ def kept_ids(life: str) -> Set[str]:
         OSError: they cannot be read now.
     """
     found: Set[str] = set()
-    for folder in chains(life):
+    for folder in kept_dispatches(life):
         with open(os.path.join(folder, IDS), encoding="utf-8") as file:
             found |= set(file.read().split())
     return found

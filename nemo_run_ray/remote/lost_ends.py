@@ -20,12 +20,12 @@ import time
 from collections import deque
 from typing import Any, Callable, Deque, Dict, Optional, Tuple
 
-from .attempts import NONCE_KEY
+from .attempts import nonce_of
 from .node.output import end_mark
 from .rows import JobRow
 from .states import JobState, Reason, status_of_row
 
-#: Where Ray's state API gives a log, and wakes no job manager.
+#: Path of a log in Ray's state API. A request for it wakes no job manager.
 LOG_FILE = "/api/v0/logs/file"
 #: Lines at the end of a log that are looked at, and seconds that Ray gets to read them.
 LINES, ANSWER_S = 50, 3
@@ -45,7 +45,7 @@ _SLOW_S, _ANY = 1.0, ""
 #: How a command ended that was not cancelled, in the words of ``describe_exit`` and
 #: ``explain_start``.
 _ENDED = re.compile(r"(?:exit code |killed by SIG\w+ \(exit code )(\d+)\)?(?::|$)")
-#: The same of a group that failed; its exit code is its primary's, if that has one.
+#: How the last line of a group that failed reads; the exit code is its primary's, if it has one.
 _GROUP_FAILED = re.compile(r"\[[\w ]+\] (?:.*\bexit code (\d+))?")
 
 
@@ -113,20 +113,16 @@ def log_query(node: str, submission_id: str, lines: int) -> Dict[str, str]:
 
 
 def _may_be_lost(row: JobRow) -> bool:
-    if row.get("error_type") not in _ERRORS or not row.get("driver_node_id") or not _nonce(row):
+    if row.get("error_type") not in _ERRORS or not row.get("driver_node_id") or not nonce_of(row):
         return False  # most rows; or another program's job, or one that has no log
     status = status_of_row(row)
     has_failed = status.state is JobState.FAILED and row.get("driver_exit_code") is None
     return has_failed and status.reason in (Reason.NODE_DIED, Reason.UNRECORDED)
 
 
-def _nonce(row: JobRow) -> str:
-    return str((row.get("metadata") or {}).get(NONCE_KEY, ""))
-
-
 def _end(row: JobRow, text: str) -> Optional[Dict[str, Any]]:
     """The fields of a row that the end of the job's log proves, as Ray would have written them."""
-    mark = end_mark(_nonce(row))
+    mark = end_mark(nonce_of(row))
     lines = [line for line in text.splitlines() if line.startswith(mark)]
     code = _code(lines[-1][len(mark) :]) if lines else None
     if code is None:

@@ -37,7 +37,7 @@ _DROPPED = frozenset(
 
 
 @dataclass(frozen=True)
-class Variables:
+class SkillsVariables:
     """Variables that NeMo-Skills added for one task.
 
     Attributes:
@@ -94,7 +94,7 @@ def file_of(config: Any) -> str | None:
 
 def added_variables(
     config: Mapping[str, Any], environ: Mapping[str, str] = os.environ
-) -> Variables:
+) -> SkillsVariables:
     """What NeMo-Skills has added to the variables of the file.
 
     Raises:
@@ -126,7 +126,7 @@ def added_variables(
                     "credential, or has one in it (it is not shown here). Set it in your "
                     "environment instead."
                 )
-    return Variables(clear, tuple(secrets))
+    return SkillsVariables(clear, tuple(secrets))
 
 
 def _looks_for_ray(path: Path) -> bool:

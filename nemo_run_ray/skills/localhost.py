@@ -31,7 +31,7 @@ def ports_in(script: str) -> list[int]:
     return sorted({int(port) for port in _PORTS.findall(script) if int(port) < 1 << 16})
 
 
-class Taken(socket.socket):
+class PortTaken(socket.socket):
     """A port of this machine, whose connections are refused as long as nobody listens.
 
     Raises:
@@ -121,7 +121,7 @@ def main(path: str, own: str, *hosts: str) -> None:
     taken: list[socket.socket] = []
     for port in ports:
         try:
-            taken.append(Taken(port))
+            taken.append(PortTaken(port))
         except OSError as error:
             raise SystemExit(
                 f"nemo_run_ray| the client reaches its server at localhost:{port}, and another "

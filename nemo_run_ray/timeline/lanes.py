@@ -43,7 +43,7 @@ class Span:
 
 
 @dataclass(frozen=True)
-class Row:
+class TimelineRow:
     """One job.
 
     Attributes:
@@ -107,7 +107,7 @@ class Lane:
         end_at: of its last bar.
     """
 
-    row: Row
+    row: TimelineRow
     number: int
     after: Sequence[int]
     before: Sequence[int]
@@ -131,7 +131,7 @@ class Bar:
     detail: str = ""
 
 
-def axis_of(rows: Sequence[Row], began_at: float, now: float) -> Axis:
+def axis_of(rows: Sequence[TimelineRow], began_at: float, now: float) -> Axis:
     is_live = any(row.known in _LIVE for row in rows)
     # A cluster's clock may be off by much: whatever it said is on the axis.
     known = [began_at, now] if is_live else [began_at]
@@ -141,7 +141,7 @@ def axis_of(rows: Sequence[Row], began_at: float, now: float) -> Axis:
     return Axis(min(known), max(*known, min(known) + 1), is_live)
 
 
-def lanes_of(rows: Sequence[Row], axis: Axis, began_at: float) -> list[Lane]:
+def lanes_of(rows: Sequence[TimelineRow], axis: Axis, began_at: float) -> list[Lane]:
     numbers = {row.name: number for number, row in enumerate(rows)}
     before: list[list[int]] = [[] for _ in rows]
     ends = [_end(row, axis) for row in rows]
@@ -207,7 +207,7 @@ def _phases(attempt: Span, total: int, axis: Axis) -> list[Bar]:
     return [bar for bar in bars if bar.start < bar.end] or [only]
 
 
-def _end(row: Row, axis: Axis) -> float | None:
+def _end(row: TimelineRow, axis: Axis) -> float | None:
     """The end of its last bar; ``None`` for a job that has none."""
     if row.known in _LIVE:
         return axis.end

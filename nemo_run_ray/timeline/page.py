@@ -16,10 +16,10 @@ from importlib import resources
 
 from jinja2 import Environment, PackageLoader, StrictUndefined, Template
 
-from nemo_run_ray.timeline.lanes import STATES, Axis, Row, Span, axis_of, lanes_of
+from nemo_run_ray.timeline.lanes import STATES, Axis, Span, TimelineRow, axis_of, lanes_of
 from nemo_run_ray.timeline.values import MESSAGE_MAX, arrows, job_values, length, ticks, utc
 
-__all__ = ["ALL_LINKS_MAX", "MESSAGE_MAX", "Row", "Span", "page"]
+__all__ = ["ALL_LINKS_MAX", "MESSAGE_MAX", "Span", "TimelineRow", "page"]
 
 #: Up to so many jobs all dependencies are drawn; beyond, those of the chosen job.
 ALL_LINKS_MAX = 40
@@ -30,7 +30,7 @@ _COLOUR_CODE = re.compile(r"\x1b\[[0-9;?]*[ -/]*[@-~]")
 _UNFIT = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\ud800-\udfff\ufffe\uffff]")
 
 
-def page(title: str, rows: Sequence[Row], began_at: float, now: float) -> str:
+def page(title: str, rows: Sequence[TimelineRow], began_at: float, now: float) -> str:
     """The whole page.
 
     Args:
@@ -86,18 +86,18 @@ def _clean(value: object) -> object:
     return _UNFIT.sub("\ufffd", _COLOUR_CODE.sub("", value))
 
 
-def _facts(rows: Sequence[Row], axis: Axis, began_at: float, now: float) -> Sequence[str]:
+def _facts(rows: Sequence[TimelineRow], axis: Axis, began_at: float, now: float) -> Sequence[str]:
     jobs = f"{len(rows)} job{'' if len(rows) == 1 else 's'}"
     took = f"{'going on for' if axis.is_live else 'took'} {length(axis.span_s)}"
     return jobs, took, f"began {utc(began_at)}", f"page made {utc(now)}"
 
 
-def _counts(rows: Sequence[Row]) -> Sequence[tuple[str, int]]:
+def _counts(rows: Sequence[TimelineRow]) -> Sequence[tuple[str, int]]:
     counts = Counter(row.known for row in rows)
     return [(state.lower(), counts[state]) for state in STATES if counts[state]]
 
 
-def _measures(rows: Sequence[Row]) -> str:
+def _measures(rows: Sequence[TimelineRow]) -> str:
     """The rules that depend on the jobs: rows are lower where there are many."""
     _, row, letters = next(size for size in _SIZES if len(rows) <= size[0])
     lengths = sorted(len(row.name) for row in rows) or [0]

@@ -51,7 +51,7 @@ class Run:
     """A chain that was handed over, and what may be struck."""
 
     hosts: Hosts
-    chain: Dispatch
+    dispatch: Dispatch
     api: JobsApi
     record: dict
     drop: Path
@@ -72,7 +72,7 @@ def stop_job(run: Run) -> None:
 
 
 def start_second(run: Run) -> None:
-    start_dispatcher(run.chain, run.api, run.record)
+    start_dispatcher(run.dispatch, run.api, run.record)
 
 
 def drop_answers(run: Run) -> None:
@@ -96,7 +96,7 @@ def restart_head_at_a_start(run: Run) -> None:
 
     def is_starting() -> bool:
         rows = run.api.table(fresh=True)
-        return any(is_pending(row) for name, row in rows.items() if name != run.chain.id)
+        return any(is_pending(row) for name, row in rows.items() if name != run.dispatch.id)
 
     wait_for(lambda: is_starting() or is_over(run), 60)
     restart_head(run)
@@ -123,13 +123,13 @@ def drop(hosts, tmp_path_factory) -> Path:
 
 def is_over(run: Run) -> bool:
     """As a client that waits: a dispatcher that died with the head is started again by that."""
-    return ended(run.chain.exp_dir) is not None
+    return ended(run.dispatch.exp_dir) is not None
 
 
 def newest(run: Run) -> str:
     """Id of the newest dispatcher in the job table."""
     rows = run.api.table(fresh=True)
-    ours = [row for name, row in rows.items() if name.partition("@")[0] == run.chain.id]
+    ours = [row for name, row in rows.items() if name.partition("@")[0] == run.dispatch.id]
     return max(ours, key=lambda row: row["start_time"])["submission_id"]
 
 
@@ -146,9 +146,9 @@ def strike(
     cluster = ExistingCluster(url=f"http://{HEAD}:{WAY}", token=TOKEN)
     name = hand_over(title, cluster, folder, *STEPS, max_in_flight=3)
     (exp_dir,) = Path(os.environ["NEMORUN_HOME"]).glob(f"experiments/*/{name}")
-    (chain,) = dispatches_of(exp_dir)
+    (dispatch,) = dispatches_of(exp_dir)
     record = next(iter(ledger.Ledger(exp_dir).jobs().values())).cluster
-    run = Run(hosts, chain, hosts.api, record, drop, chance)
+    run = Run(hosts, dispatch, hosts.api, record, drop, chance)
     for fault in faults:
         time.sleep(chance.uniform(0.2, 3))
         fault(run)

@@ -22,7 +22,7 @@ from nemo_run_ray.errors import ConfigError, NemoRunRayError, SubmissionError
 from nemo_run_ray.jobs.find import find_job
 from nemo_run_ray.jobs.start_dispatcher import start_dispatcher
 from nemo_run_ray.nemo import registry as plugin
-from nemo_run_ray.remote.dispatch.decide import ALL_SUCCEEDED, NOT_ALL_SUCCEEDED
+from nemo_run_ray.remote.attempts import ALL_SUCCEEDED, NOT_ALL_SUCCEEDED
 from nemo_run_ray.remote.states import JobState, Reason
 from tests.chains import Started, Yard, step
 from tests.conftest import files_with, python, tool, wait_for
@@ -266,10 +266,10 @@ def test_cancelling_an_experiment_ends_all_of_it(yard, unique, api, capsys):
 
 def test_a_job_waits_for_jobs_of_other_experiments(yard, unique, api):
     alone = yard.start(f"{unique}a", step("alone", yard.gate()))
-    chain = yard.start(f"{unique}b", step("good", yard.gate()), step("bad", "exit 3", retries=1))
+    dispatch = yard.start(f"{unique}b", step("good", yard.gate()), step("bad", "exit 3", retries=1))
     handles = {
         name: plugin.handle(one.job(name))
-        for one, name in ((alone, "alone"), (chain, "good"), (chain, "bad"))
+        for one, name in ((alone, "alone"), (dispatch, "good"), (dispatch, "bad"))
     }
     started = yard.start(
         unique,
@@ -279,10 +279,10 @@ def test_a_job_waits_for_jobs_of_other_experiments(yard, unique, api):
     )
 
     status = started.wait_until("lost", JobState.CANCELLED)
-    assert status.detail == f"upstream {chain.job('bad')} failed"
+    assert status.detail == f"upstream {dispatch.job('bad')} failed"
     waits = started.status("both")
     assert (waits.state, waits.reason) == (JobState.WAITING, Reason.WAITS)
-    assert waits.waits_for == (alone.job("alone"), chain.job("good"))
+    assert waits.waits_for == (alone.job("alone"), dispatch.job("good"))
     yard.open()
     assert started.dispatch_ends(api) == NOT_ALL_SUCCEEDED
     assert sorted(yard.begun()) == ["after", "alone", "bad", "bad@2", "both", "good"]
@@ -334,15 +334,15 @@ def test_a_dispatcher_that_is_killed_goes_on_by_itself(yard, unique, api):
         step("second", yard.gate(), after="first"),
         step("third", after="second"),
     )
-    kill_dispatcher(started.chain.id)
+    kill_dispatcher(started.dispatch.id)
     wait_for(lambda: "second" in yard.begun())
-    kill_dispatcher(started.chain.id)
+    kill_dispatcher(started.dispatch.id)
     yard.open()
-    kill_dispatcher(started.chain.id)
+    kill_dispatcher(started.dispatch.id)
 
     assert started.dispatch_ends(api) == ALL_SUCCEEDED
     assert yard.begun() == ["first", "first@2", "second", "third"]
-    log = "".join(api.logs.whole(started.chain.id))
+    log = "".join(api.logs.whole(started.dispatch.id))
     assert log.count("the dispatcher was killed (exit code 137) and is started again") == 3
 
 
@@ -353,8 +353,8 @@ def stopped(yard, unique, api):
         unique, step("first", yard.gate()), step("second", "exit 1", "first", retries=1)
     )
     wait_for(lambda: yard.begun() == ["first"])
-    api.stop(started.chain.id)
-    wait_for(lambda: api.table(fresh=True)[started.chain.id]["status"] == "STOPPED")
+    api.stop(started.dispatch.id)
+    wait_for(lambda: api.table(fresh=True)[started.dispatch.id]["status"] == "STOPPED")
     yard.open()
     yield started
     assert started.dispatch_ends(api, number=2) == NOT_ALL_SUCCEEDED
@@ -367,7 +367,7 @@ def test_resume_starts_a_dispatcher_that_was_stopped(stopped):
     done = tool("nemo-run-ray", "resume", stopped.id)
 
     assert done.returncode == 0, done.stderr
-    assert f"{stopped.chain.id}: started again as {stopped.chain.id}@2\n" in done.stdout
+    assert f"{stopped.dispatch.id}: started again as {stopped.dispatch.id}@2\n" in done.stdout
     assert "second: waits on the cluster, left to its dispatcher" in done.stdout
 
 
@@ -380,11 +380,11 @@ def test_a_look_says_that_the_dispatcher_was_stopped_and_who_waits_starts_it(sto
     assert (first["job"], second["job"]) == ("first", "second")
     assert second["reason"] == "its dispatcher is not at work"
     assert "nemo-run-ray resume" in second["message"]
-    assert f"{stopped.chain.id}@2" not in api.table(fresh=True)
+    assert f"{stopped.dispatch.id}@2" not in api.table(fresh=True)
 
     with pytest.raises(TimeoutError, match="it goes on"):
         find_job(stopped.job("second")).wait(timeout_s=0.5)
-    assert f"is started again as {stopped.chain.id}@2" in caplog.text
+    assert f"is started again as {stopped.dispatch.id}@2" in caplog.text
 
 
 def test_a_client_that_waits_starts_a_dispatcher_again_that_was_stopped(yard, unique, api):
@@ -415,7 +415,7 @@ def test_two_dispatchers_at_the_same_time_do_no_harm(yard, existing, unique, api
         *(step(f"job{number}", after="first") for number in range(3)),
         step("bad", "exit 1", after="job0 job1 job2", retries=1),
     )
-    assert start_dispatcher(started.chain, api, existing.record()) == f"{started.chain.id}@2"
+    assert start_dispatcher(started.dispatch, api, existing.record()) == f"{started.dispatch.id}@2"
 
     for number in (1, 2):
         assert started.dispatch_ends(api, number) == NOT_ALL_SUCCEEDED

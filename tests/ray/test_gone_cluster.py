@@ -81,8 +81,8 @@ def test_times_outlive_the_cluster_and_nobody_waits_for_it(own, unique, tmp_path
     (job,) = status(running)
     assert job["state"] == "RUNNING"
 
-    chain = f"{unique}c"
-    with run.Experiment(chain, skip_status_at_exit=True) as experiment:
+    title = f"{unique}c"
+    with run.Experiment(title, skip_status_at_exit=True) as experiment:
         script = run.Script(inline="sleep 1000")
         experiment.add(script, executor=RayExecutor(cluster=own, retries=1), name="job")
         experiment.run(detach=True)

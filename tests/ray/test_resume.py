@@ -18,7 +18,7 @@ import nemo_run as run
 from nemo_run_ray import RayExecutor
 from nemo_run_ray.jobs import ledger
 
-title, folder, chain, moment = sys.argv[1:5]
+title, folder, order, moment = sys.argv[1:5]
 write_all = ledger.Ledger.write_all
 
 def write_and_die(self, events):
@@ -33,10 +33,10 @@ if __name__ == "__main__":
         first = run.Script(inline=f"echo first >> {folder}/ran; {wait}")
         experiment.add(first, name="first")
         second = run.Script(inline=f"echo second >> {folder}/ran")
-        after = ["first"] if chain != "mixed" else None
+        after = ["first"] if order != "mixed" else None
         experiment.add(second, name="second", dependencies=after)
         script = run.Script(inline=f"echo local >> {folder}/ran")
-        if chain != "chain":
+        if order != "chain":
             experiment.add(script, executor=run.LocalExecutor(), name="here")
         experiment.run()
 """
@@ -44,9 +44,9 @@ if __name__ == "__main__":
 
 @pytest.fixture
 def killed(tmp_path, unique, local_cluster):
-    def killed(chain: str, moment: str) -> str:
+    def killed(order: str, moment: str) -> str:
         (tmp_path / "train.py").write_text(KILLED)
-        words = ("train.py", unique, str(tmp_path), chain, moment)
+        words = ("train.py", unique, str(tmp_path), order, moment)
         done = warm.python(*words, env=os.environ, cwd=str(tmp_path))
         assert done.returncode == -signal.SIGKILL, done.stdout + done.stderr
         return unique

@@ -40,6 +40,10 @@ def test_a_strangers_job_that_waits_for_ever_stays_as_it_is(
         done = tool("nemo-run-ray", *verb)
         assert done.returncode == 0, done.stderr
     assert tool("nemo-run-ray", "doctor", "--address", existing.url).returncode == 0
+    run.Experiment.from_title(unique).status()
+    assert run.Experiment.from_title(unique).status(return_dict=True)["job"]["status"]
+    task = run.Script(inline="true")
+    run.run(task, executor=RayExecutor(cluster=existing), name=f"{unique}-dry", dryrun=True)
     (job,) = find(unique)
     tend(job.record.exp_dir)
     after = api.table(fresh=True)

@@ -33,7 +33,7 @@ def test_what_is_left_goes_on_in_the_next_allocation(allocations: Allocations):
     cluster = allocations.cluster(renew=True)
     cluster.connect()
     remembered = from_record(cluster.record())
-    cluster.keep_chain("d", ["a", "b"], dict(_START), lambda: {"_ray_pkg_x.zip": b"x"})
+    cluster.keep_dispatch("d", ["a", "b"], dict(_START), lambda: {"_ray_pkg_x.zip": b"x"})
     rows = [
         {"submission_id": "a", "status": "SUCCEEDED"},
         # A dispatcher that had no time for what is left.
@@ -65,7 +65,7 @@ def test_without_progress_there_is_no_next_one(allocations: Allocations):
     """A dispatcher that always fails would go on for ever."""
     cluster = allocations.cluster(renew=True, idle_timeout_s=3)
     cluster.connect()
-    cluster.keep_chain("d", ["a"], dict(_START), dict)
+    cluster.keep_dispatch("d", ["a"], dict(_START), dict)
     rows = [{"submission_id": "d", "status": "FAILED", "driver_exit_code": 1}]
     (allocations.folder / "jobs.json").write_text(json.dumps(rows))
     wait_for(lambda: not allocations.jobs(), 60)

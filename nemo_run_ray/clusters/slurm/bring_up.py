@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from nemo_run_ray.clusters.base import interrupted
-from nemo_run_ray.clusters.slurm.life import RENEWAL_S, Life
+from nemo_run_ray.clusters.slurm.life import RENEWAL_S, AllocationLife
 from nemo_run_ray.clusters.slurm.lives import Lives
 from nemo_run_ray.clusters.slurm.slurm_queue import QueuedJob, SlurmQueue
 from nemo_run_ray.errors import ClusterError, Unanswered
@@ -74,7 +74,7 @@ class BringUp:
     _asked_since: tuple[int, float] = (0, 0.0)
     _ready_since: tuple[str, float] = ("", 0.0)
 
-    def run(self) -> Life:
+    def run(self) -> AllocationLife:
         """The life to use, with this client among its users.
 
         Raises:
@@ -100,7 +100,7 @@ class BringUp:
                     "taken out of the queue, unless another program waits for it."
                 )
 
-    def _step(self) -> Life | None:
+    def _step(self) -> AllocationLife | None:
         life = self.lives.look()
         self._answered = True
         if life is None or self._is_over(life):
@@ -122,7 +122,7 @@ class BringUp:
             return life
         return None
 
-    def _is_over(self, life: Life) -> bool:
+    def _is_over(self, life: AllocationLife) -> bool:
         """Whether there is nothing to be had of a life.
 
         Raises:
@@ -135,12 +135,12 @@ class BringUp:
             raise ClusterError(self._why_not_up(life, why))
         return bool(why)
 
-    def _was_unheard(self, life: Life) -> bool:
+    def _was_unheard(self, life: AllocationLife) -> bool:
         """Whether Slurm's controller was away when the life's job was submitted."""
         away = any(words in life.refused for words in _AWAY)
         return away and self._submissions < _SUBMISSIONS
 
-    def _why_not_up(self, life: Life, why: str) -> str:
+    def _why_not_up(self, life: AllocationLife, why: str) -> str:
         if life.refused:
             return (
                 f"Slurm does not take the job of the cluster {self.name!r}: {why} Correct the "
@@ -153,7 +153,7 @@ class BringUp:
             + (f" {log}" if log else "")
         )
 
-    def _why_not_there(self, life: Life) -> str:
+    def _why_not_there(self, life: AllocationLife) -> str:
         """Why Slurm has no job of a life that nobody has ended; empty while it may have one."""
         # What Slurm said before its job was known proves nothing.
         seen, since, at = self._seen_since
@@ -177,7 +177,7 @@ class BringUp:
         self.lives.give_up(life.number, why)
         return why
 
-    def _is_requeued(self, life: Life) -> bool:
+    def _is_requeued(self, life: AllocationLife) -> bool:
         """Whether Slurm has taken the nodes away from a life that was ready, to start it again."""
         # What Slurm said before it was ready proves nothing.
         if self._ready_since[0] != life.run:
@@ -185,7 +185,7 @@ class BringUp:
         job = self._job(life, self.queue.jobs(after=self._ready_since[1]) or ())
         return job is not None and job.waits
 
-    def _is_asked_for(self, life: Life) -> bool:
+    def _is_asked_for(self, life: AllocationLife) -> bool:
         """Whether the script of a life that has ended is about to submit the next one."""
         if self._asked_since[0] != life.number:
             self._asked_since = life.number, self.clock()
@@ -194,7 +194,7 @@ class BringUp:
         self.say(f"The allocation of the cluster {self.name!r} is being renewed.")
         return True
 
-    def _claim_next(self, last: Life | None) -> None:
+    def _claim_next(self, last: AllocationLife | None) -> None:
         """Claim the next life and submit its job, unless another client does."""
         number = 1 if last is None else last.number + 1
         script = self.script(self.lives.path(number))  # one that cannot be made claims nothing
@@ -211,7 +211,7 @@ class BringUp:
         self.say(f"Submitting a job to Slurm for the cluster {self.name!r} …")
         self.lives.submit(number, script or self.script(self.lives.path(number)))
 
-    def _wait(self, life: Life) -> None:
+    def _wait(self, life: AllocationLife) -> None:
         """Say what is waited for, and give up when it takes too long."""
         waited = self.clock() - self._began
         job = None if life.run and life.head is None else self._job(life, self.queue.jobs() or ())
@@ -229,7 +229,7 @@ class BringUp:
                 f"queue_timeout_s={self.queue_timeout_s:g}: it {what}."
             )
 
-    def _job(self, life: Life, jobs: Iterable[QueuedJob]) -> QueuedJob | None:
+    def _job(self, life: AllocationLife, jobs: Iterable[QueuedJob]) -> QueuedJob | None:
         """Slurm's job of a life, by its number, or by its folder while nobody knows that."""
         for job in jobs:
             if job.number == life.job or (not life.job and job.folder == life.folder):

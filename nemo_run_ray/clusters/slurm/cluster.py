@@ -23,7 +23,7 @@ from nemo_run_ray.checks import is_amount, is_whole, strict_init
 from nemo_run_ray.clusters.base import Cluster, Dashboard, interrupted
 from nemo_run_ray.clusters.slurm.bring_up import BringUp
 from nemo_run_ray.clusters.slurm.forward import forwarded
-from nemo_run_ray.clusters.slurm.life import Life
+from nemo_run_ray.clusters.slurm.life import AllocationLife
 from nemo_run_ray.clusters.slurm.lives import Lives
 from nemo_run_ray.clusters.slurm.login import Login, key_of
 from nemo_run_ray.clusters.slurm.looks import Looks
@@ -41,7 +41,7 @@ _HOST = re.sub("[^A-Za-z0-9.-]", "_", socket.gethostname())
 _USER = f"{_HOST}-{os.getpid()}-{secrets.token_hex(4)}"
 #: Held by the thread that brings a cluster up; others of this process wait for it.
 _locks: dict[tuple[str, str], threading.Lock] = {}
-#: By host and folder, the life that this process uses. Logins by host.
+#: The life of each cluster that this process uses, by host and folder; and the logins, by host.
 _used: dict[tuple[str, str], int] = {}
 _logins: dict[str, Login] = {}
 
@@ -125,7 +125,7 @@ class SlurmCluster(Cluster):
     def left_log(self, session: str, submission_id: str) -> Path | None:
         return self._looks.series(session).log(submission_id)
 
-    def keep_chain(
+    def keep_dispatch(
         self,
         dispatcher: str,
         ids: Sequence[str],
@@ -133,7 +133,7 @@ class SlurmCluster(Cluster):
         archives: Callable[[], Mapping[str, bytes]],
     ) -> None:
         if self.renew:
-            self._lives.keep_chain(dispatcher, ids, body, archives)
+            self._lives.keep_dispatch(dispatcher, ids, body, archives)
 
     def record(self) -> dict[str, Any]:
         tunnel = self.executor.tunnel
@@ -152,8 +152,8 @@ class SlurmCluster(Cluster):
 
     def release(self, detach: bool) -> None:
         if detach:
-            for one in self._joined(_used.pop(self._key, 0)):
-                self._lives.detach(one, _USER)
+            for number in self._joined(_used.pop(self._key, 0)):
+                self._lives.detach(number, _USER)
 
     def stop(self) -> bool:
         """End the allocation now, with all that runs in it; whether there was one."""
@@ -211,7 +211,7 @@ class SlurmCluster(Cluster):
     def _key(self) -> tuple[str, str]:
         return self._lives.key
 
-    def _dashboard(self, life: Life) -> Dashboard:
+    def _dashboard(self, life: AllocationLife) -> Dashboard:
         assert life.head is not None
         url = life.head.dashboard
         if not self._login.is_here:
@@ -220,7 +220,7 @@ class SlurmCluster(Cluster):
         why_dead = partial(self._why_dead, life)
         return Dashboard(url, headers, why_dead=why_dead, earlier=self._looks.before(life))
 
-    def _why_dead(self, life: Life) -> str:
+    def _why_dead(self, life: AllocationLife) -> str:
         """Why this life of the cluster can never answer again; empty while it may."""
         with contextlib.suppress(NemoRunRayError):
             now = self._looks.newest()
@@ -238,8 +238,8 @@ class SlurmCluster(Cluster):
 
     def _leave(self, number: int) -> None:
         with contextlib.suppress(NemoRunRayError):  # it ends when it has been idle
-            for one in self._joined(number):
-                self._lives.leave(one, _USER)
+            for joined in self._joined(number):
+                self._lives.leave(joined, _USER)
 
     def _joined(self, number: int) -> Iterator[int]:
         """The lives that this process uses: a renewal takes it along from the first one."""
@@ -290,7 +290,7 @@ def _check(cluster: SlurmCluster) -> None:
 
 
 def _allowed(cluster: SlurmCluster) -> dict[str, tuple[bool, str]]:
-    """Of each field whether its value is right, and what is."""
+    """For each field, whether its value is allowed, and which values are."""
     idle, queue, walltime = cluster.idle_timeout_s, cluster.queue_timeout_s, cluster.walltime
     named = isinstance(cluster.name, str) and _NAME.fullmatch(cluster.name) is not None
     sidecars = isinstance(cluster.sidecars, list)

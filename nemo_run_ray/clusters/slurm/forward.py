@@ -46,7 +46,7 @@ class Forward:
 
     @property
     def port(self) -> int:
-        """Of this machine, at 127.0.0.1."""
+        """The forwarded port on this machine, at 127.0.0.1."""
         found: int = self._server.server_address[1]
         return found
 

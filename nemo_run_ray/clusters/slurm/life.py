@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from nemo_run_ray.remote.slurm.run_folder import End, HeadAddress
+from nemo_run_ray.remote.slurm.run_folder import HeadAddress, RunEnd
 
 #: Seconds that the script of an allocation may take until it has asked for the next one, and by
 #: which clocks of hosts may differ.
@@ -18,7 +18,7 @@ RENEWAL_S = 600.0
 
 
 @dataclass(frozen=True)
-class Life:
+class AllocationLife:
     """The newest life of a cluster, in one look.
 
     Attributes:
@@ -49,7 +49,7 @@ class Life:
     over: str = ""
     run: str = ""
     head: HeadAddress | None = None
-    end: End | None = None
+    end: RunEnd | None = None
     token: str = ""
     session: str = ""
     ended_s: float = 0.0
@@ -76,12 +76,12 @@ class Life:
         return known_s < _ASKING_S and self.ended_s < _ASKING_S + _CLOCKS_S
 
 
-def life_of(rows: Mapping[str, str]) -> Life:
+def life_of(rows: Mapping[str, str]) -> AllocationLife:
     """What one look has printed, by the name of the file."""
     names = ("folder", "claimed", "job", "refused", "over", "run")
     texts = {name: rows.get(name, "").strip() for name in names}
     ready = _row(rows.get("ready", ""))
-    return Life(
+    return AllocationLife(
         number=int(rows["number"]),
         sent="sent" in rows,
         renewed="renewed" in rows,
@@ -95,10 +95,10 @@ def life_of(rows: Mapping[str, str]) -> Life:
     )
 
 
-def end_of(text: str) -> End | None:
+def end_of(text: str) -> RunEnd | None:
     """How a run was over, of its file's text; ``None`` while there is none."""
     row = _row(text)
-    return None if row is None else End(**row)
+    return None if row is None else RunEnd(**row)
 
 
 def _row(text: str) -> dict[str, Any] | None:

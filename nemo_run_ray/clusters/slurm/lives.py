@@ -15,12 +15,12 @@ import shlex
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from nemo_run_ray.clusters.slurm.life import Life, end_of, life_of
+from nemo_run_ray.clusters.slurm.life import AllocationLife, end_of, life_of
 from nemo_run_ray.clusters.slurm.login import Login, quoted
 from nemo_run_ray.clusters.slurm.remains import Remains
 from nemo_run_ray.clusters.slurm.series import Series
 from nemo_run_ray.errors import ClusterError
-from nemo_run_ray.remote.earlier import CHAINS, IDS, RENEWED, START, TABLE
+from nemo_run_ray.remote.earlier import DISPATCHES, IDS, RENEWED, START, TABLE
 from nemo_run_ray.remote.slurm.allocation import KEEP, OVER, RELEASED, USERS
 from nemo_run_ray.remote.slurm.log_copies import JOB_LOGS
 
@@ -68,7 +68,7 @@ else
   [ -d {life} ] || mkdir -m 700 {life}
 fi
 """
-#: One that goes on with chains ends by itself when they are done, also before it is ready.
+#: A life that goes on with chains is not cancelled: it ends by itself when they are done.
 _LEAVE = """\
 cd {life} 2>/dev/null && [ -e {users}/{user} ] || exit 0
 rm -f {users}/{user}
@@ -84,8 +84,8 @@ exit 0
 """
 
 
-#: Of the runs whose chains go on in a life, or in the one with a name of Ray's, the newest one
-#: first: its folder, a line for each file, and the names of logs; before them ids of kept chains.
+#: Prints the ids of kept chains, and then the runs whose chains go on in a life, or in the one with
+#: a name of Ray's, the newest first: of each its folder, a line for each file, and names of logs.
 _SERIES = """\
 cd {folder}/lives 2>/dev/null || exit 0
 number={number}
@@ -96,7 +96,7 @@ if [ -z "$number" ]; then
   while [ -e "$((number + 1))/renewed" ]; do number=$((number + 1)); done
 fi
 show() {{ [ -e "$2" ] && printf '%s\\t' "$1" && tr '\\n' ' ' < "$2" && echo; }}
-echo "kept	$(cat ../{chains}/*/ids 2>/dev/null | tr '\\n' ' ')"
+echo "kept	$(cat ../{dispatches}/*/ids 2>/dev/null | tr '\\n' ' ')"
 while :; do
   for run in $(ls -d "$number"/run/*.* 2>/dev/null | sort -t . -k 2 -n -r); do
     echo "run\t$run"; show session "$run/session"; show end "$run/end.json"
@@ -130,7 +130,7 @@ class Lives:
     def path(self, number: int) -> str:
         return os.path.join(self.folder, "lives", str(number))
 
-    def look(self) -> Life | None:
+    def look(self) -> AllocationLife | None:
         """The newest life; ``None`` before the first one.
 
         Raises:
@@ -191,7 +191,7 @@ class Lives:
         """Take a user off whose jobs go on without it."""
         self.login.run(f"rm -f {quoted(self.path(number), USERS, user)}")
 
-    def cancel(self, life: Life, why: str) -> None:
+    def cancel(self, life: AllocationLife, why: str) -> None:
         """End a life now, with all that runs in it."""
         self.give_up(life.number, why)
         if life.job:
@@ -209,7 +209,7 @@ class Lives:
                 folder=quoted(self.folder),
                 number="" if number is None else number,
                 session=shlex.quote(session),
-                chains=CHAINS,
+                dispatches=DISPATCHES,
                 table=TABLE,
                 logs=JOB_LOGS,
             )
@@ -219,7 +219,7 @@ class Lives:
         runs = tuple(_remains(self.folder, *block.splitlines()) for block in blocks)
         return Series(self.login, runs, frozenset(" ".join(kept).split()))
 
-    def keep_chain(
+    def keep_dispatch(
         self,
         dispatcher: str,
         ids: Sequence[str],
@@ -227,7 +227,7 @@ class Lives:
         archives: Callable[[], Mapping[str, bytes]],
     ) -> None:
         """Keep a chain, so that it goes on in the next life."""
-        folder = os.path.join(self.folder, CHAINS, dispatcher)
+        folder = os.path.join(self.folder, DISPATCHES, dispatcher)
         there = f"[ ! -e {quoted(folder, IDS)} ] || echo there"
         if self.login.run(f"mkdir -p -m 700 {quoted(folder)} && {there}").strip():
             return
@@ -239,7 +239,7 @@ class Lives:
         # The last one: it says that the others are whole.
         self.login.put("\n".join([dispatcher, *ids, ""]).encode(), os.path.join(folder, IDS))
 
-    def log_end(self, life: Life) -> str:
+    def log_end(self, life: AllocationLife) -> str:
         """The last lines that a life's job has printed, and the path of its log."""
         with contextlib.suppress(ClusterError):
             told = self.login.run(

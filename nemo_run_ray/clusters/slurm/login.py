@@ -27,7 +27,7 @@ _COMMAND_S = 90
 _KEEPALIVE_S = 10
 #: Seconds for a new connection.
 _CONNECT_S = 20
-#: Of a command whose connection broke off before it ended.
+#: The exit code that stands for a connection which broke off before its command ended.
 _NO_EXIT_CODE = -1
 #: What paramiko and sockets raise when a connection is not there or breaks off.
 _BROKEN = (OSError, EOFError, paramiko.SSHException)
@@ -158,7 +158,7 @@ class Login:
                 raise
             tunnel.connect()  # it asks for a password
             session = tunnel.session
-        # Or nobody notices that a cable is cut.
+        # Without these packets a cut cable is not noticed.
         session.transport.set_keepalive(_KEEPALIVE_S)
         tunnel.session = session
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import time
 
-from nemo_run_ray.clusters.slurm.life import Life
+from nemo_run_ray.clusters.slurm.life import AllocationLife
 from nemo_run_ray.clusters.slurm.lives import Lives
 from nemo_run_ray.clusters.slurm.series import Series
 from nemo_run_ray.clusters.slurm.slurm_queue import SlurmQueue
@@ -18,8 +18,8 @@ _TRUST_LEFT_S = 30.0
 _Key = tuple[str, str]
 #: Number and run of a life, and whether it has ended.
 _State = tuple[int, str, bool]
-#: By host and folder: what was seen when.
-_seen: dict[_Key, tuple[float, Life | None]] = {}
+#: The newest life that was seen of each cluster, by host and folder, and when it was seen.
+_seen: dict[_Key, tuple[float, AllocationLife | None]] = {}
 #: When this process heard of a job, in seconds since 1970; when it saw the end of a life.
 _known_at: dict[tuple[str, str, str], float] = {}
 _ended_at: dict[tuple[str, str, int], float] = {}
@@ -41,7 +41,7 @@ class Looks:
         self._lives = lives
         self._key = lives.key
 
-    def newest(self) -> Life | None:
+    def newest(self) -> AllocationLife | None:
         """The newest life, a moment old at most; ``None`` before the first one.
 
         Raises:
@@ -53,7 +53,7 @@ class Looks:
             self.saw(life)
         return life
 
-    def saw(self, life: Life | None) -> None:
+    def saw(self, life: AllocationLife | None) -> None:
         """Take note of what another look has found."""
         _seen[self._key] = time.monotonic(), life
 
@@ -61,7 +61,7 @@ class Looks:
         """Believe nothing of it any more."""
         _seen.pop(self._key, None)
 
-    def is_over(self, life: Life) -> bool:
+    def is_over(self, life: AllocationLife) -> bool:
         """Whether there is nothing to be had of a life, as far as anybody has said so."""
         if life.why_over:
             return True
@@ -89,7 +89,7 @@ class Looks:
         _, life = _seen.get(self._key, (0.0, None))
         return (0, "", False) if life is None else (life.number, life.run, life.end is not None)
 
-    def before(self, life: Life) -> Series | None:
+    def before(self, life: AllocationLife) -> Series | None:
         """The runs before the one that is up; ``None`` if it goes on with no chains.
 
         Raises:
@@ -132,7 +132,7 @@ class Looks:
                 return f"{runs[0].why}, and chains go on in {job}, which is not up yet"
         return ""
 
-    def is_asked_for(self, life: Life) -> bool:
+    def is_asked_for(self, life: AllocationLife) -> bool:
         """Whether the script of a life that has ended is about to ask for the next one."""
         if life.end is None:
             return False

@@ -15,7 +15,7 @@ from nemo_run_ray.clusters.slurm.login import Login
 from nemo_run_ray.errors import NemoRunRayError
 from nemo_run_ray.remote.rows import JobRows
 from nemo_run_ray.remote.slurm.log_copies import JOB_LOGS
-from nemo_run_ray.remote.slurm.run_folder import End
+from nemo_run_ray.remote.slurm.run_folder import RunEnd
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class Remains:
 
     folder: str
     session: str
-    end: End | None
+    end: RunEnd | None
     is_whole: bool
     table: str
     written_at: float

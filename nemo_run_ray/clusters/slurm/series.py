@@ -28,7 +28,7 @@ class Series:
     _is_before: bool = False
 
     def before(self, run: str) -> Series:
-        """The same without a run that is up.
+        """This series without a run that is up.
 
         Args:
             run: end of its folder, such as ``run/871.0``.

@@ -11,16 +11,20 @@ from dataclasses import dataclass, replace
 from enum import Enum
 from typing import Dict, List, Mapping, Optional, Sequence, Tuple
 
-from ..attempts import CANCELLED, NOT_PLACED, Attempt, attempt_id, attempts_of
+from ..attempts import (
+    ALL_SUCCEEDED,
+    CANCELLED,
+    NOT_ALL_SUCCEEDED,
+    NOT_PLACED,
+    Attempt,
+    attempt_id,
+    attempts_of,
+)
 from ..spec import DispatchedJobSpec, DispatchSpec, OutsideSpec, cancel_id
 from ..states import JobState, JobStatus, Reason
 from .retries import NODE_DEAD_S, is_settled, status_of_attempts, with_state
 from .time_left import TimeLeft
 
-#: Exit codes of a dispatcher that has decided everything: all jobs succeeded, or not all.
-ALL_SUCCEEDED, NOT_ALL_SUCCEEDED = 0, 8
-#: The same when what is left needs more time than the allocation has, and another one goes on.
-OUT_OF_TIME = 9
 #: Jobs that may start at the same moment: each start costs the head 1.4 s of a CPU (measured).
 STARTING_MAX = 8
 #: Seconds after which a job that has not started is taken to wait for room. Until it gets

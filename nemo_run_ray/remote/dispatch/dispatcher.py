@@ -18,6 +18,9 @@ from typing import Any, Callable, Deque, Dict, List, Mapping, Optional
 
 from .. import earlier
 from ..attempts import (
+    ALL_SUCCEEDED,
+    NOT_ALL_SUCCEEDED,
+    OUT_OF_TIME,
     STOP_AGAIN_S,
     STOP_TRUST_S,
     Attempt,
@@ -25,23 +28,16 @@ from ..attempts import (
     attempt_of_row,
     claim_body,
     first_id,
+    started_as,
 )
 from ..lost_ends import LostEnds
 from ..node.output import say
 from ..node.rundir import SECRETS, read_secrets, remove_secrets
-from ..spec import SUBMISSION_ID, DispatchedJobSpec, DispatchSpec
+from ..spec import DispatchedJobSpec, DispatchSpec
 from ..states import JobState, JobStatus, Reason
 from ..variables import EMBEDDED
 from . import head, log, rest
-from .decide import (
-    ALL_SUCCEEDED,
-    NOT_ALL_SUCCEEDED,
-    OUT_OF_TIME,
-    Action,
-    Decision,
-    Do,
-    decide,
-)
+from .decide import Action, Decision, Do, decide
 from .retries import NODE_DEAD_S
 from .time_left import time_left
 
@@ -132,7 +128,7 @@ class Dispatcher:
         for action in decision.actions:
             try:
                 waiting |= self._act(action, table)
-            except (rest.Unanswered, rest.Refused) as error:
+            except (rest.Unanswered, rest.RequestRefused) as error:
                 self._complain(action.submission_id, f"{action.submission_id}: {error}")
                 waiting = True
         if decision.is_out_of_time:
@@ -193,7 +189,7 @@ class Dispatcher:
             self._api.stop(attempt_id(job.id, number - 1))
         try:
             self._api.post(self._body(job, number))
-        except rest.Refused as error:
+        except rest.RequestRefused as error:
             self._claim(Action(Do.CLAIM, job.name, action.submission_id, str(error)))
         except rest.Unanswered as error:
             first = self._errors.setdefault(action.submission_id, self._clock())
@@ -222,7 +218,7 @@ class Dispatcher:
         body = attempt_body(job, number)
         missing = [secret for secret in job.secrets if secret not in self._secrets]
         if missing:
-            raise rest.Refused(f"the dispatcher was started without {', '.join(missing)}")
+            raise rest.RequestRefused(f"the dispatcher was started without {', '.join(missing)}")
         if job.secrets:
             name, data = secrets_package(job, body["submission_id"], self._secrets)
             self._api.put_package(name, data)
@@ -279,7 +275,7 @@ def attempt_body(job: DispatchedJobSpec, number: int) -> Dict[str, Any]:
     body: Dict[str, Any] = json.loads(json.dumps(job.body))
     name = attempt_id(job.id, number)
     body["submission_id"] = name
-    body["entrypoint"] = body["entrypoint"].replace(SUBMISSION_ID, name)
+    body["entrypoint"] = started_as(body["entrypoint"], name)
     body["runtime_env"]["env_vars"]["NEMO_RUN_ATTEMPT"] = str(number)
     return body
 

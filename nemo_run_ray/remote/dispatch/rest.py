@@ -30,7 +30,7 @@ class Unanswered(Exception):
     """The dashboard gave no usable answer; the same request may be answered later."""
 
 
-class Refused(Exception):
+class RequestRefused(Exception):
     """Ray refuses the request; asking again changes nothing."""
 
 
@@ -67,7 +67,7 @@ class Rest:
 
         Raises:
             Unanswered: it is not known what became of the request; the table tells.
-            Refused: Ray does not take it.
+            RequestRefused: Ray does not take it.
         """
         status, text = self._send("POST", "/api/jobs/", json.dumps(body).encode())
         if status == 200:
@@ -76,7 +76,7 @@ class Rest:
             return False
         words = _last_line(text)
         if 400 <= status < 500 and status not in (401, 403, 404, 408, 429):
-            raise Refused(f"Ray refuses it: {words} (HTTP {status})")
+            raise RequestRefused(f"Ray refuses it: {words} (HTTP {status})")
         raise Unanswered(f"{self.url} answered {status} to a new job: {words}")
 
     def stop(self, submission_id: str) -> None:

@@ -122,7 +122,7 @@ class _Driver:
                 self._obey()
             return room
         except NoRoom as error:
-            self._happened(machine.Refused(error.cause, error.words))
+            self._happened(machine.PlacementRefused(error.cause, error.words))
             return None  # Ray drops the request for room when the driver ends
 
     def _settle(self, room: PlacementGroup) -> None:

@@ -60,7 +60,7 @@ class Placed:
 
 
 @dataclass(frozen=True)
-class Refused:
+class PlacementRefused:
     """The cluster will not place the group."""
 
     cause: Cause
@@ -122,7 +122,7 @@ class Stop:
     words: str = "cancelled"
 
 
-Event = Union[Placed, Refused, Prepared, Unprepared, Ready, Unready, Exited, Lost, Stop]
+Event = Union[Placed, PlacementRefused, Prepared, Unprepared, Ready, Unready, Exited, Lost, Stop]
 
 
 # ---------------------------------------------------------------------- what to do
@@ -243,7 +243,7 @@ def _placed(move: _Move, event: Placed) -> None:
         move.actions += [Prepare(replica.replica_id) for replica in move.group.replicas]
 
 
-def _refused(move: _Move, event: Refused) -> None:
+def _refused(move: _Move, event: PlacementRefused) -> None:
     if move.group.phase is Phase.PLACING:
         move.fail(Outcome(1, event.cause, event.words))
 
@@ -309,7 +309,7 @@ def _stop(move: _Move, event: Stop) -> None:
 
 _HANDLERS: Dict[type, Callable[[_Move, Event], None]] = {
     Placed: _placed,  # type: ignore[dict-item]
-    Refused: _refused,  # type: ignore[dict-item]
+    PlacementRefused: _refused,  # type: ignore[dict-item]
     Prepared: _prepared,  # type: ignore[dict-item]
     Unprepared: _unprepared,  # type: ignore[dict-item]
     Ready: _ready,  # type: ignore[dict-item]

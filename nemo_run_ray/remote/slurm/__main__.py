@@ -13,8 +13,8 @@ from ..node.tree import adopt_orphans
 from . import companion
 from .commands import Commands
 from .decide import CLUSTER_FAILED
-from .node import Node
-from .run_folder import End, NodeReport, RunFolder
+from .node import NodeProgram
+from .run_folder import NodeReport, RunEnd, RunFolder
 from .settings import COMPANION, Settings, WrongSetting, job_of, read
 from .temp_dir import temp_dir_of
 
@@ -44,7 +44,7 @@ def main() -> int:
     if env.get(COMPANION):
         folder.report(NodeReport(host=settings.host, failed=words))
     elif settings.is_head:
-        end = End(CLUSTER_FAILED, f"node {settings.host} (the head): {words}")
+        end = RunEnd(CLUSTER_FAILED, f"node {settings.host} (the head): {words}")
         return folder.publish_end(end).code
     else:
         report = folder.report_of(settings.rank) or NodeReport(host=settings.host)
@@ -52,7 +52,9 @@ def main() -> int:
     return 0
 
 
-def _node(settings: Settings, folder: RunFolder, commands: Commands, env: Dict[str, str]) -> Node:
+def _node(
+    settings: Settings, folder: RunFolder, commands: Commands, env: Dict[str, str]
+) -> NodeProgram:
     """This node's part. A worker does without the libraries of the head: there are many of them."""
     if settings.is_head:
         from .head import Head

@@ -2,7 +2,7 @@
 
 The client has made the folder of the allocation, below that of the cluster::
 
-    chains/…        chains that go on in the next allocation, see ``../earlier.py``
+    dispatches/…    chains that go on in the next allocation, see ``../earlier.py``
     lives/3/
         ray.sub     the script of the job
         job         Slurm's number of the job
@@ -22,15 +22,17 @@ import json
 import os
 import time
 from contextlib import suppress
-from typing import Any, Callable, List, Optional, Set
+from typing import Any, Callable, List, Optional, Set, cast
 
 from ..earlier import TABLE
 from ..files import write_file
 from ..lost_ends import LostEnds
 from ..node.output import say
+from ..rows import JobRow
+from ..states import is_active
 from .dashboard import answer_of, log_end
 from .renewal import Renewal
-from .run_folder import End, HeadAddress
+from .run_folder import HeadAddress, RunEnd
 from .settings import Settings
 
 #: Names in the folder of an allocation.
@@ -39,8 +41,6 @@ USERS, RELEASED, KEEP, OVER = "users", "released", "keep", "over"
 _LOOK_S = 5.0
 #: How often Ray is asked for its last job table, of which chains go on.
 _LAST_TRIES = 3
-#: States of jobs that have not ended.
-_ACTIVE = ("PENDING", "RUNNING")
 
 
 class Allocation:
@@ -74,7 +74,7 @@ class Allocation:
         #: Ray's name of this life of the cluster; empty until its dashboard has told it.
         self.session = ""
 
-    def end(self, head: HeadAddress) -> Optional[End]:
+    def end(self, head: HeadAddress) -> Optional[RunEnd]:
         """How it ends because nobody needs it any more; ``None`` while a client may.
 
         Args:
@@ -90,7 +90,7 @@ class Allocation:
         if not self.session:
             self._ask_session(head)
         rows = self.keep_table(head)
-        is_idle = rows is not None and not any(_is_active(row) for row in rows)
+        is_idle = rows is not None and not any(_goes_on(row) for row in rows)
         is_idle = is_idle and not self._renewal.is_busy
         # A dashboard that hangs does not keep the next allocation from its turn.
         self._rows = self._rows if rows is None else rows
@@ -106,7 +106,7 @@ class Allocation:
             self._idle_since = now
         self._seen_users |= users
         why = "" if self._idle_since == now else self._why_idle(now - self._idle_since)
-        return End(0, why) if why else None
+        return RunEnd(0, why) if why else None
 
     def keep_table(self, head: HeadAddress) -> Optional[List[Any]]:
         """Ray's job table, kept for those who look when the allocation has ended.
@@ -125,7 +125,7 @@ class Allocation:
                 self._kept = text
         return rows
 
-    def keep_last_table(self, head: HeadAddress, end: End) -> None:
+    def keep_last_table(self, head: HeadAddress, end: RunEnd) -> None:
         """Keep the table of which the next allocation takes what has become of its jobs."""
         for _ in range(_LAST_TRIES if end.renews else 1):
             if self.keep_table(head) is not None:
@@ -163,5 +163,5 @@ class Allocation:
             self.session = str(version.get("session_name") or "")
 
 
-def _is_active(row: Any) -> bool:
-    return isinstance(row, dict) and row.get("status") in _ACTIVE
+def _goes_on(row: Any) -> bool:
+    return isinstance(row, dict) and is_active(cast(JobRow, row))

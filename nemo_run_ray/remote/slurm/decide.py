@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import FrozenSet, List, Mapping, Optional, Union
 
-from .run_folder import End, NodeReport
+from .run_folder import NodeReport, RunEnd
 from .settings import Settings
 
 #: Exit code of the job when the cluster, not the driver, has failed.
@@ -46,7 +46,7 @@ class Wait:
 
 
 @dataclass(frozen=True)
-class Ready:
+class ClusterReady:
     """The cluster can be used; ``workers`` have joined."""
 
     workers: int
@@ -56,23 +56,24 @@ class Ready:
 LOST_AFTER_S = 15.0
 
 
-def decide(settings: Settings, view: View) -> Union[Wait, Ready, End]:
+def decide(settings: Settings, view: View) -> Union[Wait, ClusterReady, RunEnd]:
     """The next step of a cluster.
 
     Returns:
-        ``Wait``; ``Ready``, also at every later look while all is well; or ``End`` with the reason.
+        ``Wait``; ``ClusterReady``, also at every later look while all is well; or ``RunEnd`` with
+        the reason.
     """
     broken = _failed(settings, view)
     if broken is not None:
-        return End(CLUSTER_FAILED, broken)
+        return RunEnd(CLUSTER_FAILED, broken)
     waiting = _missing(settings, view)
     if not waiting or view.was_ready:
-        return Ready(_workers(view))
+        return ClusterReady(_workers(view))
     absent = _absent(settings, view)
     if view.elapsed_s >= settings.share_limit_s and _too_few(settings, absent):
-        return End(CLUSTER_FAILED, _not_shared(settings, absent))
+        return RunEnd(CLUSTER_FAILED, _not_shared(settings, absent))
     if view.elapsed_s >= settings.start_limit_s:
-        return End(
+        return RunEnd(
             CLUSTER_FAILED,
             f"the cluster was not ready within {settings.start_limit_s:g} s: {waiting}",
         )

@@ -14,15 +14,15 @@ from ..node.process import describe_exit
 from ..variables import DASHBOARD
 from .allocation import Allocation
 from .commands import Command
-from .decide import CLUSTER_FAILED, Ready, View, Wait, decide
+from .decide import CLUSTER_FAILED, ClusterReady, View, Wait, decide
 from .greeting import Greeting
 from .log_copies import LogCopies
 from .network import head_addresses, listening
-from .node import TURN_S, Node
+from .node import TURN_S, NodeProgram
 from .ray_nodes import RayNodes
 from .ray_start import for_drivers, head_words
 from .renewal import Renewal
-from .run_folder import End, HeadAddress, NodeReport
+from .run_folder import HeadAddress, NodeReport, RunEnd
 
 #: Seconds that the head waits at the end until the others have ended what is theirs.
 _LEAVE_S = 20.0
@@ -34,7 +34,7 @@ _LOOK_READY_S = 1.0
 _ENDED = "ENDED"
 
 
-class Head(Node):
+class Head(NodeProgram):
     """The node with rank 0."""
 
     def __init__(self, *args: Any) -> None:
@@ -65,7 +65,7 @@ class Head(Node):
         self._greeting = Greeting(addresses, self.settings.nodes - 1)
         self.publish(addresses=addresses, greeting_port=self._greeting.port)
 
-    def step(self) -> Optional[End]:
+    def step(self) -> Optional[RunEnd]:
         self._look()
         self._start()
         why = self.watch_ray()
@@ -80,7 +80,7 @@ class Head(Node):
             return told
         code = self._driver_code()
         if code is not None:
-            return End(code, f"the driver: {describe_exit(code)}")
+            return RunEnd(code, f"the driver: {describe_exit(code)}")
         return self._unneeded() or self._act(decide(self.settings, self._view()))
 
     def words(self) -> List[str]:
@@ -96,13 +96,13 @@ class Head(Node):
             env[DASHBOARD] = f"http://{self._address}:{self._ports['DASHBOARD_PORT']}"
         return env
 
-    def failed(self, why: str) -> End:
-        return End(CLUSTER_FAILED, f"node {self.settings.host} (the head): {why}")
+    def failed(self, why: str) -> RunEnd:
+        return RunEnd(CLUSTER_FAILED, f"node {self.settings.host} (the head): {why}")
 
     def watched(self) -> Set[int]:
         return {rank for rank, one in self._reports.items() if rank and not one.left}
 
-    def leave(self, end: End) -> int:
+    def leave(self, end: RunEnd) -> int:
         if self._was_ready and self._head is not None and self.settings.life:
             self._allocation.keep_last_table(self._head, end)
         with suppress(OSError):  # on a full disk the workers miss the head's beat
@@ -126,13 +126,13 @@ class Head(Node):
         with suppress(OSError):
             self._copies.finish()
 
-    def _told_to_end(self) -> Optional[End]:
+    def _told_to_end(self) -> Optional[RunEnd]:
         """The end that the job's script asks for, or a user who has written NeMo-Run's file."""
         why = self.folder.text("script_failed")
         if why is not None:
-            return End(CLUSTER_FAILED, f"the job's script: {why.strip()}")
+            return RunEnd(CLUSTER_FAILED, f"the job's script: {why.strip()}")
         if os.path.exists(os.path.join(self.settings.logs, _ENDED)):
-            return End(CLUSTER_FAILED, f"a user has written {_ENDED} into {self.settings.logs}")
+            return RunEnd(CLUSTER_FAILED, f"a user has written {_ENDED} into {self.settings.logs}")
         return None
 
     def _all_left(self) -> bool:
@@ -179,8 +179,8 @@ class Head(Node):
             missing_for_s=self._nodes.missing_for_s(),
         )
 
-    def _act(self, decision: Union[Wait, Ready, End]) -> Optional[End]:
-        if isinstance(decision, End):
+    def _act(self, decision: Union[Wait, ClusterReady, RunEnd]) -> Optional[RunEnd]:
+        if isinstance(decision, RunEnd):
             return decision
         if isinstance(decision, Wait):
             if time.monotonic() - self._said_at >= _SAY_S:
@@ -205,7 +205,7 @@ class Head(Node):
             write_file(self._info_path, json.dumps(row, indent=2) + "\n")
         self.folder.publish_ready(head, for_drivers(self.ray_env(), head))
 
-    def _unneeded(self) -> Optional[End]:
+    def _unneeded(self) -> Optional[RunEnd]:
         """How the run ends because nobody needs this cluster; ``None`` while a client may."""
         if not self._was_ready or self._head is None:
             return None

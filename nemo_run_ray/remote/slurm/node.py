@@ -18,7 +18,7 @@ from .decide import CLUSTER_FAILED
 from .log_copies import JOB_LOGS, keep_job_logs
 from .network import Ports
 from .ray_start import ray_environment, with_pre_start
-from .run_folder import BEAT_S, End, NodeReport, Pulse, RunFolder
+from .run_folder import BEAT_S, NodeReport, Pulse, RunEnd, RunFolder
 from .settings import Settings, WrongSetting
 from .sidecars import Sidecars
 from .temp_dir import make_private, remove_stale
@@ -29,12 +29,10 @@ TURN_S = 0.25
 LOOK_S = 1.0
 #: From SIGTERM to SIGKILL. Slurm itself gives 30 s.
 GRACE_S = 10.0
-#: A `ray start` that ends within so many seconds did not start; later, Ray has died.
-_STARTING_S = 60.0
 _NOT_FOUND = 127
 
 
-class Node(ABC):
+class NodeProgram(ABC):
     """One node's part in the cluster: one loop, no thread.
 
     Args:
@@ -59,7 +57,6 @@ class Node(ABC):
         #: Nodes that show no life, of those that are ``watched``.
         self.dead: Set[int] = set()
         self._starts = 0
-        self._started_at = 0.0
         self._pulse = Pulse()
         self._beaten_at = self._asked_over_at = float("-inf")
 
@@ -68,7 +65,7 @@ class Node(ABC):
         """Say for the first time that this node is there."""
 
     @abstractmethod
-    def step(self) -> Optional[End]:
+    def step(self) -> Optional[RunEnd]:
         """One turn of the loop; the end when the run is over."""
 
     @abstractmethod
@@ -76,7 +73,7 @@ class Node(ABC):
         """``ray start`` with all its options, for the next try."""
 
     @abstractmethod
-    def failed(self, why: str) -> End:
+    def failed(self, why: str) -> RunEnd:
         """How the run ends for this node, which cannot go on."""
 
     @abstractmethod
@@ -85,7 +82,7 @@ class Node(ABC):
 
     def run(self, runner: Runner) -> int:
         """Take part until the run is over; the exit code of this node's task."""
-        end = End(CLUSTER_FAILED, f"node {self.settings.host}: the node program has failed")
+        end = RunEnd(CLUSTER_FAILED, f"node {self.settings.host}: the node program has failed")
         try:
             end = self._begin() or self._loop(runner)
         except WrongSetting as error:
@@ -96,7 +93,7 @@ class Node(ABC):
             code = self.leave(end)
         return code
 
-    def leave(self, end: End) -> int:
+    def leave(self, end: RunEnd) -> int:
         """End everything of this node, and say so; the exit code of its task."""
         self.commands.stop(GRACE_S)
         self.before_removal()
@@ -133,7 +130,6 @@ class Node(ABC):
             WrongSetting: there is no Ray, or no port for it.
         """
         self._starts += 1
-        self._started_at = time.monotonic()
         words = with_pre_start(self.words(), self.settings.pre_start)
         env = self.ray_env()
         try:
@@ -146,8 +142,10 @@ class Node(ABC):
         if self.ray is None or self.ray.exit_code is None or self.folder.end() is not None:
             return None  # once the run is over, Ray has a reason to end
         how = describe_exit(self.ray.exit_code)
-        began = time.monotonic() - self._started_at < _STARTING_S and not self.folder.is_ready()
-        if began and self._starts < self.settings.starts and self.ray.exit_code != _NOT_FOUND:
+        # Before the cluster is ready Ray has not started yet. On a busy machine `ray start` gives
+        # its own processes up after 30 s, and a minute has passed by then.
+        begins = not self.folder.is_ready()
+        if begins and self._starts < self.settings.starts and self.ray.exit_code != _NOT_FOUND:
             self.say(f"`ray start` has ended: {how}. It is started again, with other ports.")
             self.commands.stop(GRACE_S, keep=self.sidecars.running)
             self.start_ray()
@@ -157,7 +155,7 @@ class Node(ABC):
             how = f"{how}: there is no program 'ray', or none that a command before it needs"
         return f"Ray has ended: {how}. Its log, {log}, ends with:{tail(log)}"
 
-    def _begin(self) -> Optional[End]:
+    def _begin(self) -> Optional[RunEnd]:
         """Find out whether this node can take part."""
         if not await_shared(self.settings, self.folder):
             return self.failed(
@@ -173,7 +171,7 @@ class Node(ABC):
         self.sidecars.start()
         return None
 
-    def _loop(self, runner: Runner) -> End:
+    def _loop(self, runner: Runner) -> RunEnd:
         while True:
             order = runner.order()
             if order is not None:
@@ -188,16 +186,16 @@ class Node(ABC):
                 return end
             time.sleep(TURN_S)
 
-    def _cancelled(self, order: bytes) -> End:
+    def _cancelled(self, order: bytes) -> RunEnd:
         """Slurm, or another process, has told this program to end."""
         if not order:
             return self.failed("the program that guards this node's processes was killed")
         at = self.settings.ends_at
         if at is not None and time.time() >= at - 1:
-            return End(143, "Slurm's time limit has ended the job")
-        return End(143, "the job was cancelled")
+            return RunEnd(143, "Slurm's time limit has ended the job")
+        return RunEnd(143, "the job was cancelled")
 
-    def _over(self) -> Optional[End]:
+    def _over(self) -> Optional[RunEnd]:
         if time.monotonic() - self._asked_over_at < LOOK_S:
             return None
         self._asked_over_at = time.monotonic()

@@ -11,7 +11,7 @@ from ..earlier import kept_ids
 from ..states import JobState, Reason, status_of_row
 from ..variables import ENDS_AT, LASTS_S, RENEWS
 from .decide import CLUSTER_FAILED
-from .run_folder import End, HeadAddress
+from .run_folder import HeadAddress, RunEnd
 from .settings import Settings
 from .spool import Spool
 
@@ -68,7 +68,7 @@ class Renewal:
         """Whether a dispatcher is not started yet."""
         return bool(self._settings.life) and self._spool.is_busy
 
-    def end(self, rows: List[Any], is_idle: bool) -> Optional[End]:
+    def end(self, rows: List[Any], is_idle: bool) -> Optional[RunEnd]:
         """The end by which the next allocation goes on; ``None`` while this one is of use.
 
         Args:
@@ -80,21 +80,21 @@ class Renewal:
         has_signal = os.path.exists(os.path.join(self._settings.run, SIGNALLED))
         is_late = self._clock() >= self._ends_at or has_signal
         try:
-            chains = self._spool.open_chains(rows, out_of_time=not is_late)
-            if not chains or not (is_late or is_idle) or not self._is_of_use(chains, rows):
-                return End(CLUSTER_FAILED, _SIGNAL) if has_signal else None
+            dispatches = self._spool.open_dispatches(rows, out_of_time=not is_late)
+            if not dispatches or not (is_late or is_idle) or not self._is_of_use(dispatches, rows):
+                return RunEnd(CLUSTER_FAILED, _SIGNAL) if has_signal else None
         except OSError:  # the chains cannot be read now
             return None
         why = "its walltime is over" if is_late else "what is left needs more time than it has"
-        return End(0, why, True)
+        return RunEnd(0, why, True)
 
-    def _is_of_use(self, chains: List[str], rows: List[Any]) -> bool:
+    def _is_of_use(self, dispatches: List[str], rows: List[Any]) -> bool:
         """Whether the next allocation may do better; else they would follow each other for ever.
 
         It has all of its time for a chain that was handed over late in this one. For the others, a
         job of a chain must have been started in this run, beside the dispatchers.
         """
-        if not all(self._spool.is_taken_over(name) for name in chains):
+        if not all(self._spool.is_taken_over(name) for name in dispatches):
             return True
         jobs = kept_ids(self._settings.life) - self._spool.dispatchers()
         return any(first_id(str(row.get("submission_id"))) in jobs and _began(row) for row in rows)

@@ -85,7 +85,7 @@ class HeadAddress:
 
 
 @dataclass(frozen=True)
-class End:
+class RunEnd:
     """How the run is over.
 
     Attributes:
@@ -199,11 +199,11 @@ class RunFolder:
         """Whether the cluster has been ready."""
         return os.path.isfile(self.file("ready.json"))
 
-    def end(self) -> Optional[End]:
+    def end(self) -> Optional[RunEnd]:
         row = self._read("end.json")
-        return None if row is None else End(**row)
+        return None if row is None else RunEnd(**row)
 
-    def publish_end(self, end: End) -> End:
+    def publish_end(self, end: RunEnd) -> RunEnd:
         """Say that the run is over, unless it has been said; the end that holds."""
         said = self.end()
         if said is not None:

@@ -43,7 +43,7 @@ class WrongSetting(Exception):
 
 
 @dataclass(frozen=True)
-class Sidecar:
+class SidecarSpec:
     """A command that runs beside Ray for the whole job.
 
     Attributes:
@@ -120,8 +120,8 @@ class Settings:
     debugger: bool = False
     log_sync_s: Optional[float] = None
     ends_at: Optional[float] = None
-    sidecars: Tuple[Sidecar, ...] = ()
-    companions: Tuple[Sidecar, ...] = ()
+    sidecars: Tuple[SidecarSpec, ...] = ()
+    companions: Tuple[SidecarSpec, ...] = ()
     sandbox_ports: str = ""
     life: str = ""
     idle_timeout_s: Optional[float] = None
@@ -138,7 +138,7 @@ class Settings:
         """The path of a log: ``head``, ``worker-03``, ``job``."""
         return os.path.join(self.logs, f"{self.log_prefix}{what}.log")
 
-    def sidecar_log(self, sidecar: Sidecar, rank: int, host: str) -> str:
+    def sidecar_log(self, sidecar: SidecarSpec, rank: int, host: str) -> str:
         """The log of a sidecar on a node; a sandbox's is where NeMo-RL looks for it."""
         if sidecar.name == SANDBOX and self.sandbox_ports:
             return os.path.join(self.sandbox_ports, f"sandbox-{rank}.log")
@@ -237,8 +237,8 @@ def expand(nodelist: str) -> List[str]:
 
 def _numbers(ranges: str) -> List[str]:
     found = []
-    for one in ranges.split(","):
-        first, _, last = one.partition("-")
+    for part in ranges.split(","):
+        first, _, last = part.partition("-")
         numbers = range(int(first), int(last or first) + 1)
         found += [f"{number:0{len(first)}d}" for number in numbers]
     return found
@@ -274,11 +274,11 @@ def _gpus(env: Mapping[str, str]) -> int:
     return len([device for device in devices.split(",") if device.strip()])
 
 
-def _sidecars(env: Mapping[str, str]) -> List[Sidecar]:
+def _sidecars(env: Mapping[str, str]) -> List[SidecarSpec]:
     text = env.get("NEMO_RUN_RAY_SIDECARS", "")
     try:
         rows = json.loads(text) if text else []
-        found = [Sidecar(**{**row, "probe": _probe(row.get("probe"))}) for row in rows]
+        found = [SidecarSpec(**{**row, "probe": _probe(row.get("probe"))}) for row in rows]
     except (ValueError, TypeError) as error:
         raise WrongSetting(f"NEMO_RUN_RAY_SIDECARS cannot be read: {error!r}") from error
     if not env.get("SANDBOX_CONTAINER"):
@@ -286,7 +286,7 @@ def _sidecars(env: Mapping[str, str]) -> List[Sidecar]:
     return found
 
 
-def _companions(env: Mapping[str, str]) -> Tuple[Sidecar, ...]:
+def _companions(env: Mapping[str, str]) -> Tuple[SidecarSpec, ...]:
     return tuple(_sandbox(env)) if env.get("SANDBOX_CONTAINER") else ()
 
 
@@ -294,7 +294,7 @@ def _probe(row: Optional[Dict[str, Any]]) -> Optional[ProbeSpec]:
     return None if row is None else ProbeSpec(**{**row, "command": tuple(row.get("command", ()))})
 
 
-def _sandbox(env: Mapping[str, str]) -> List[Sidecar]:
+def _sandbox(env: Mapping[str, str]) -> List[SidecarSpec]:
     """The sandbox of NeMo-RL's ``ray.sub``: a server on every node, ready when its port is.
 
     ``SANDBOX_ENV_VARS`` is written as ``srun --export`` takes it: ``NAME=value`` sets a variable,
@@ -314,4 +314,4 @@ def _sandbox(env: Mapping[str, str]) -> List[Sidecar]:
     given["NGINX_PORT"] = str(port)
     given["SANDBOX_WORKER_BASE_PORT"] = env.get("SANDBOX_BASE_PORT") or "6001"
     probe = ProbeSpec(kind="port", port=port, timeout_s=600.0)
-    return [Sidecar(name=SANDBOX, command=command, probe=probe, env=given)]
+    return [SidecarSpec(name=SANDBOX, command=command, probe=probe, env=given)]

@@ -10,7 +10,7 @@ from ..files import write_file
 from ..node.probe import Probing
 from ..node.process import describe_exit
 from .commands import Command, Commands, tail
-from .settings import SANDBOX, Settings, Sidecar
+from .settings import SANDBOX, Settings, SidecarSpec
 
 
 class Sidecars:
@@ -36,19 +36,19 @@ class Sidecars:
         Raises:
             OSError: a log cannot be written.
         """
-        for one in self._settings.sidecars:
-            log = self._settings.sidecar_log(one, self._settings.rank, self._settings.host)
-            env = {**self._env, **one.env}
-            words = ["bash", "-c", one.command]
-            self._running[one.name] = self._commands.start(one.name, words, log, env)
-            if one.probe is None:
-                self._ready.append(one.name)
+        for sidecar in self._settings.sidecars:
+            log = self._settings.sidecar_log(sidecar, self._settings.rank, self._settings.host)
+            env = {**self._env, **sidecar.env}
+            words = ["bash", "-c", sidecar.command]
+            self._running[sidecar.name] = self._commands.start(sidecar.name, words, log, env)
+            if sidecar.probe is None:
+                self._ready.append(sidecar.name)
             else:
-                self._probes[one.name] = Probing(
-                    one.probe,
+                self._probes[sidecar.name] = Probing(
+                    sidecar.probe,
                     "127.0.0.1",
                     {},
-                    lambda words, one=one: self._spawn_probe(one, list(words)),  # type: ignore[misc]
+                    lambda words, it=sidecar: self._spawn_probe(it, list(words)),  # type: ignore[misc]
                 )
 
     @property
@@ -85,7 +85,7 @@ class Sidecars:
                 return f"the sidecar {name} is {answer}. Its log, {log}, ends with:{tail(log)}"
         return None
 
-    def _spawn_probe(self, sidecar: Sidecar, words: List[str]) -> int:
+    def _spawn_probe(self, sidecar: SidecarSpec, words: List[str]) -> int:
         env = {**self._env, **sidecar.env}
         return self._commands.start(f"{sidecar.name} probe", words, os.devnull, env).pid
 

@@ -12,19 +12,22 @@ from contextlib import suppress
 from typing import Any, Callable, Dict, List, Mapping, Optional, Set
 
 from .. import earlier
-from ..attempts import Attempt, attempt_id, attempt_of_row, attempts_of, first_id
+from ..attempts import (
+    NOT_ALL_SUCCEEDED,
+    OUT_OF_TIME,
+    Attempt,
+    attempt_id,
+    attempt_of_row,
+    attempts_of,
+    first_id,
+    started_as,
+)
 from ..node.output import say
 from ..rows import JobRows
-from ..spec import SUBMISSION_ID
 from ..states import JobState
 from .run_folder import HeadAddress
 from .settings import Settings
 
-#: A dispatcher's exit code when all is decided and not all jobs succeeded, as in
-#: ``dispatch/decide.py``.
-_NOT_ALL_SUCCEEDED = 8
-#: The same when what is left needs more time than the allocation has.
-_OUT_OF_TIME = 9
 #: Seconds for one request. An archive may be large, and meanwhile the head shows no life.
 _ANSWER_S = 10.0
 #: Seconds until a request that has failed is tried again, and after how many tries of a chain it is
@@ -87,10 +90,10 @@ class Spool:
         life, run = self._settings.life, self._settings.run
         with suppress(OSError):  # what is left does no harm
             if life and not earlier.goes_on(life, run):
-                for folder in earlier.chains(life):
+                for folder in earlier.kept_dispatches(life):
                     _empty(folder)
 
-    def open_chains(self, rows: List[Any], out_of_time: bool) -> List[str]:
+    def open_dispatches(self, rows: List[Any], out_of_time: bool) -> List[str]:
         """Ids of the dispatchers of chains that were started and are not decided.
 
         Args:
@@ -104,7 +107,9 @@ class Spool:
         table: Dict[str, Any] = dict(self._rows)
         table.update((str(row.get("submission_id")), row) for row in rows if isinstance(row, dict))
         found = []
-        folders = [it for it in earlier.chains(self._settings.life) if it not in self._decided]
+        folders = [
+            it for it in earlier.kept_dispatches(self._settings.life) if it not in self._decided
+        ]
         attempts = _attempts([os.path.basename(folder) for folder in folders], table)
         for folder in folders:
             name = os.path.basename(folder)
@@ -112,7 +117,7 @@ class Spool:
             if _is_decided(own) or not earlier.is_there(os.path.join(folder, earlier.START)):
                 self._decided.add(folder)
                 _empty(folder)
-            elif own and (not out_of_time or own[max(own)].exit_code == _OUT_OF_TIME):
+            elif own and (not out_of_time or own[max(own)].exit_code == OUT_OF_TIME):
                 found.append(name)
         return found
 
@@ -126,14 +131,14 @@ class Spool:
         Raises:
             OSError: the chains cannot be read now.
         """
-        return {os.path.basename(folder) for folder in earlier.chains(self._settings.life)}
+        return {os.path.basename(folder) for folder in earlier.kept_dispatches(self._settings.life)}
 
     def _taken_over(self) -> List[str]:
         life, run = self._settings.life, self._settings.run
         if not life or not earlier.goes_on(life, run):
             return []
         self._rows = earlier.rows_before(life, run)
-        folders = earlier.chains(life)
+        folders = earlier.kept_dispatches(life)
         attempts = _attempts([os.path.basename(folder) for folder in folders], self._rows)
         found = ((folder, attempts[os.path.basename(folder)]) for folder in folders)
         # One without an attempt is of another life, or its client died before it was sent.
@@ -153,7 +158,7 @@ class Spool:
         first = body["submission_id"]
         number = 1 + max(_attempts([first], self._rows)[first], default=0)
         body["submission_id"] = attempt_id(first, number)
-        body["entrypoint"] = body["entrypoint"].replace(SUBMISSION_ID, body["submission_id"])
+        body["entrypoint"] = started_as(body["entrypoint"], body["submission_id"])
         self._send(head, "POST", "/api/jobs/", json.dumps(body).encode())
         say(f"The chain {first} goes on, by {body['submission_id']}.")
         return True
@@ -201,8 +206,8 @@ def _attempts(firsts: List[str], rows: JobRows) -> Dict[str, Dict[int, Attempt]]
 def _is_decided(attempts: Mapping[int, Attempt]) -> bool:
     """Whether a dispatcher of a chain has said that there is nothing left to do."""
     return any(
-        one.status.state is JobState.SUCCEEDED or one.exit_code == _NOT_ALL_SUCCEEDED
-        for one in attempts.values()
+        attempt.status.state is JobState.SUCCEEDED or attempt.exit_code == NOT_ALL_SUCCEEDED
+        for attempt in attempts.values()
     )
 
 

@@ -7,15 +7,15 @@ from typing import Any, List, Optional, Set
 
 from .decide import CLUSTER_FAILED
 from .network import reached, way_to
-from .node import Node
+from .node import NodeProgram
 from .ray_start import worker_words
-from .run_folder import End, HeadAddress
+from .run_folder import HeadAddress, RunEnd
 
 #: Seconds in which a worker that reaches no address of the head tries again.
 _GREETING_S = 30.0
 
 
-class Worker(Node):
+class Worker(NodeProgram):
     """A node that is not the head."""
 
     def __init__(self, *args: Any) -> None:
@@ -27,11 +27,11 @@ class Worker(Node):
     def greet(self) -> None:
         self.publish()
 
-    def step(self) -> Optional[End]:
+    def step(self) -> Optional[RunEnd]:
         if 0 in self.dead:
             why = f"the head's program writes nothing into {self.settings.run} any more"
             self.say(f"{why}; this node ends what is its own.")
-            return End(CLUSTER_FAILED, why)
+            return RunEnd(CLUSTER_FAILED, why)
         if self._head is None:
             self._join()
             late = time.monotonic() - self._began >= self.settings.start_limit_s
@@ -47,16 +47,16 @@ class Worker(Node):
         assert head is not None
         return worker_words(self.settings, head, self._address, self.ports.choose())
 
-    def failed(self, why: str) -> End:
+    def failed(self, why: str) -> RunEnd:
         """Tell the head, which decides; without a shared folder only the job's own log is left."""
         end = self.folder.end()
         if end is not None:  # the head has left, and Ray with it
             return end
         self.say(why)
         self.publish(failed=why)
-        return End(CLUSTER_FAILED, why)
+        return RunEnd(CLUSTER_FAILED, why)
 
-    def leave(self, end: End) -> int:
+    def leave(self, end: RunEnd) -> int:
         if self.folder.end() is None and not self.report.failed:
             self.publish(failed=end.why)  # the others go on: they must know why it does not
         return super().leave(end)

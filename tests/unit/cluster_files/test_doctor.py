@@ -15,7 +15,7 @@ from nemo_run_ray import LocalCluster, RayExecutor
 from nemo_run_ray.cli import main as cli
 from nemo_run_ray.cli.doctor import table
 from nemo_run_ray.cluster_files.load import load
-from nemo_run_ray.cluster_files.preflight import Needs, State, look
+from nemo_run_ray.cluster_files.preflight import CheckState, Needs, look
 from nemo_run_ray.cluster_files.sample import sample
 from nemo_run_ray.cluster_files.schema import ClusterFile
 from nemo_run_ray.clusters import Dashboard
@@ -130,7 +130,7 @@ def test_a_head_that_takes_a_connection_and_never_answers_is_told_in_time():
         began = time.monotonic()
         (row,) = look(Dashboard(url))
         assert time.monotonic() - began < 10
-    assert row.state is State.BROKEN
+    assert row.state is CheckState.BROKEN
     assert "cannot be reached: timed out" in row.message
 
 

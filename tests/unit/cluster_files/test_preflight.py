@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from nemo_run_ray.cluster_files import preflight
-from nemo_run_ray.cluster_files.preflight import Needs, Row, State, check, pool_asks
+from nemo_run_ray.cluster_files.preflight import CheckRow, CheckState, Needs, check, pool_asks
 from nemo_run_ray.cluster_files.schema import ClusterFile
 from nemo_run_ray.dashboard.inspection import Inspection
 from nemo_run_ray.dashboard.nodes import nodes_of_summary, nodes_of_table
@@ -24,7 +24,7 @@ FOUND = Inspection(
 NEEDS = Needs(python="3.12.1")
 
 
-def of(name: str, found: Inspection, needs: Needs = NEEDS, **file) -> Row:
+def of(name: str, found: Inspection, needs: Needs = NEEDS, **file) -> CheckRow:
     rows = check(found, ClusterFile.model_validate(file), needs)
     (row,) = (row for row in rows if row.check == name)
     return row
@@ -35,20 +35,20 @@ def with_head(**fields) -> Inspection:
 
 
 def test_nothing_is_broken_of_a_good_cluster():
-    assert {row.state for row in check(FOUND, None, NEEDS)} == {State.OK, State.UNKNOWN}
+    assert {row.state for row in check(FOUND, None, NEEDS)} == {CheckState.OK, CheckState.UNKNOWN}
 
 
 @pytest.mark.parametrize(
     ("version", "selector", "needed", "state"),
     [
-        ("2.60.0", True, None, State.OK),
-        ("2.54.0", True, (2, 54), State.OK),
-        ("2.53.1", False, (2, 54), State.BROKEN),
-        ("2.53.1", True, None, State.OK),  # through the driver of a group
-        ("2.46.0", True, None, State.BROKEN),
-        ("2.46.0", False, None, State.WARNING),
-        ("3.0.0.dev0", True, (2, 54), State.OK),
-        ("", True, None, State.UNKNOWN),
+        ("2.60.0", True, None, CheckState.OK),
+        ("2.54.0", True, (2, 54), CheckState.OK),
+        ("2.53.1", False, (2, 54), CheckState.BROKEN),
+        ("2.53.1", True, None, CheckState.OK),  # through the driver of a group
+        ("2.46.0", True, None, CheckState.BROKEN),
+        ("2.46.0", False, None, CheckState.WARNING),
+        ("3.0.0.dev0", True, (2, 54), CheckState.OK),
+        ("", True, None, CheckState.UNKNOWN),
     ],
 )
 def test_rays_version_against_the_labels_in_use(version, selector, needed, state):
@@ -59,7 +59,7 @@ def test_rays_version_against_the_labels_in_use(version, selector, needed, state
 
 @pytest.mark.parametrize(
     ("there", "state"),
-    [("3.12.9", State.OK), ("3.11.9", State.WARNING), ("", State.UNKNOWN)],
+    [("3.12.9", CheckState.OK), ("3.11.9", CheckState.WARNING), ("", CheckState.UNKNOWN)],
 )
 def test_pythons_minor_version(there, state):
     assert of("Python", replace(FOUND, python=there)).state is state
@@ -68,16 +68,16 @@ def test_pythons_minor_version(there, state):
 @pytest.mark.parametrize(
     ("limit", "memory", "state"),
     [
-        (None, (8 * GIB, 6 * GIB), State.OK),
-        (50, (8 * GIB, 6 * GIB), State.OK),
-        (70, (8 * GIB, 6 * GIB), State.WARNING),
-        (100, (8 * GIB, 6 * GIB), State.BROKEN),
+        (None, (8 * GIB, 6 * GIB), CheckState.OK),
+        (50, (8 * GIB, 6 * GIB), CheckState.OK),
+        (70, (8 * GIB, 6 * GIB), CheckState.WARNING),
+        (100, (8 * GIB, 6 * GIB), CheckState.BROKEN),
     ],
 )
 def test_the_heads_memory_against_the_jobs_at_once(limit, memory, state):
     row = of("memory of the head", with_head(memory=memory), replace(NEEDS, max_in_flight=limit))
     assert row.state is state
-    if state in (State.WARNING, State.BROKEN):
+    if state in (CheckState.WARNING, CheckState.BROKEN):
         assert row.next_step == "Lower max_in_flight to 58."
     in_file = of("memory of the head", with_head(memory=memory), defaults={"max_in_flight": limit})
     assert in_file == row
@@ -86,9 +86,9 @@ def test_the_heads_memory_against_the_jobs_at_once(limit, memory, state):
 @pytest.mark.parametrize(
     ("disk", "state"),
     [
-        ((50 * GIB, 50 * GIB), State.OK),
-        ((4 * GIB, 96 * GIB), State.WARNING),
-        ((GIB // 2, GIB // 2), State.BROKEN),
+        ((50 * GIB, 50 * GIB), CheckState.OK),
+        ((4 * GIB, 96 * GIB), CheckState.WARNING),
+        ((GIB // 2, GIB // 2), CheckState.BROKEN),
     ],
 )
 def test_the_heads_disk(disk, state):
@@ -98,10 +98,10 @@ def test_the_heads_disk(disk, state):
 @pytest.mark.parametrize(
     ("skew_s", "state", "words"),
     [
-        (4.0, State.OK, "less than 5 s"),
-        (90.4, State.WARNING, "90 s ahead of"),
-        (-90.4, State.WARNING, "90 s behind"),
-        (None, State.UNKNOWN, "does not tell"),
+        (4.0, CheckState.OK, "less than 5 s"),
+        (90.4, CheckState.WARNING, "90 s ahead of"),
+        (-90.4, CheckState.WARNING, "90 s behind"),
+        (None, CheckState.UNKNOWN, "does not tell"),
     ],
 )
 def test_the_clock(skew_s, state, words):
@@ -112,17 +112,20 @@ def test_the_clock(skew_s, state, words):
 
 def test_no_more_jobs_run_at_once_than_there_are():
     found, needs = with_head(memory=(16 * GIB, 12 * GIB)), replace(NEEDS, jobs=1)
-    assert of("memory of the head", found, needs, defaults={"max_in_flight": 500}).state is State.OK
+    assert (
+        of("memory of the head", found, needs, defaults={"max_in_flight": 500}).state
+        is CheckState.OK
+    )
 
 
 def test_what_the_dashboard_takes_is_told_where_no_jobs_are_packed():
-    assert of("package size", FOUND).state is State.UNKNOWN
+    assert of("package size", FOUND).state is CheckState.UNKNOWN
     assert "package size" not in [row.check for row in check(FOUND, None, replace(NEEDS, jobs=1))]
 
 
 def test_a_job_table_that_does_not_answer_leaves_the_credentials_unknown():
-    assert of("credentials", replace(FOUND, jobs=None)).state is State.UNKNOWN
-    assert of("nodes", replace(FOUND, jobs=None)).state is State.OK
+    assert of("credentials", replace(FOUND, jobs=None)).state is CheckState.UNKNOWN
+    assert of("nodes", replace(FOUND, jobs=None)).state is CheckState.OK
 
 
 @pytest.mark.parametrize(
@@ -132,11 +135,11 @@ def test_a_job_table_that_does_not_answer_leaves_the_credentials_unknown():
 def test_a_missing_label_names_the_command_that_gives_it(value, step):
     labels = {"required_labels": [{"key": "kind", "value": value}]}
     row = of(f"label kind={value}", FOUND, preflight=labels)
-    assert (row.state, row.next_step) == (State.BROKEN, step)
+    assert (row.state, row.next_step) == (CheckState.BROKEN, step)
 
 
 @pytest.mark.parametrize(
-    ("cpus", "state"), [(2.0, State.OK), (3.0, State.WARNING), (9.0, State.BROKEN)]
+    ("cpus", "state"), [(2.0, CheckState.OK), (3.0, CheckState.WARNING), (9.0, CheckState.BROKEN)]
 )
 def test_a_pool_now_and_ever(cpus, state):
     assert of("pool p", FOUND, pools={"p": {"cpus_per_node": cpus}}).state is state
@@ -144,20 +147,20 @@ def test_a_pool_now_and_ever(cpus, state):
 
 def test_where_it_is_not_told_what_is_free_a_pool_is_unknown():
     found = replace(FOUND, nodes=tuple(nodes_of_table([HEAD.in_table()])))
-    assert of("pool p", found, pools={"p": {"cpus_per_node": 1.0}}).state is State.UNKNOWN
-    assert of("pool p", found, pools={"p": {"cpus_per_node": 9.0}}).state is State.BROKEN
+    assert of("pool p", found, pools={"p": {"cpus_per_node": 1.0}}).state is CheckState.UNKNOWN
+    assert of("pool p", found, pools={"p": {"cpus_per_node": 9.0}}).state is CheckState.BROKEN
 
 
 def test_a_pool_of_another_dashboard_is_not_judged_by_this_one():
     row = of("pool p", FOUND, pools={"p": {"cpus_per_node": 9.0, "address": "http://other:8265"}})
-    assert row.state is State.UNKNOWN
+    assert row.state is CheckState.UNKNOWN
     assert row.next_step == "nemo-run-ray doctor --address http://other:8265"
 
 
 def test_what_tasks_ask_for_takes_the_place_of_a_pool_of_that_name():
     needs = replace(NEEDS, asks={"p": Ask({"CPU": 9.0}), "task train": Ask({"GPU": 1.0})})
     row = of("pool p", FOUND, needs, pools={"p": {"cpus_per_node": 1.0}})
-    assert row.state is State.BROKEN
+    assert row.state is CheckState.BROKEN
     assert "no node has GPU, it asks for 1" in of("task train", FOUND, needs).message
 
 
@@ -173,14 +176,16 @@ def test_what_is_not_told_is_never_ok(is_strict):
     }
     found = replace(FOUND, nodes=None)
     for name in ("nodes", "label kind=x", "total CPU", "pool p"):
-        assert of(name, found, **file).state is (State.BROKEN if is_strict else State.UNKNOWN)
+        assert of(name, found, **file).state is (
+            CheckState.BROKEN if is_strict else CheckState.UNKNOWN
+        )
     for name in ("memory of the head", "disk of the head"):
-        assert of(name, found, **file).state is State.UNKNOWN
+        assert of(name, found, **file).state is CheckState.UNKNOWN
 
 
 def test_a_cluster_without_nodes():
     found = replace(FOUND, nodes=())
-    assert of("nodes", found).state is State.BROKEN
+    assert of("nodes", found).state is CheckState.BROKEN
     assert "no living node" in of("pool p", found, pools={"p": {}}).message
 
 
@@ -215,7 +220,9 @@ def test_a_pools_fields_lie_over_the_defaults(monkeypatch):
     }
 
 
-@pytest.mark.parametrize(("address", "state"), [(None, State.BROKEN), ("http://h", State.OK)])
+@pytest.mark.parametrize(
+    ("address", "state"), [(None, CheckState.BROKEN), ("http://h", CheckState.OK)]
+)
 def test_a_file_may_have_to_name_an_address(address, state):
     file = {"cluster": {"address": address}, "preflight": {"require_address": True}}
     assert of("address", FOUND, **file).state is state

@@ -18,7 +18,7 @@ from nemo_run_ray.clusters.base import interrupted
 from nemo_run_ray.clusters.slurm import login as login_module
 from nemo_run_ray.clusters.slurm import slurm_queue
 from nemo_run_ray.clusters.slurm.bring_up import BringUp
-from nemo_run_ray.clusters.slurm.life import Life
+from nemo_run_ray.clusters.slurm.life import AllocationLife
 from nemo_run_ray.clusters.slurm.lives import Lives
 from nemo_run_ray.clusters.slurm.login import Login
 from nemo_run_ray.clusters.slurm.slurm_queue import SlurmQueue
@@ -219,7 +219,7 @@ def test_two_names_of_a_folder_are_one(world, tmp_path):
 
 
 def test_the_host_must_answer_once(world, monkeypatch):
-    def never(self: Lives) -> Life | None:
+    def never(self: Lives) -> AllocationLife | None:
         raise Unanswered("me@host cannot be reached now: no route.")
 
     monkeypatch.setattr(Lives, "look", never)
@@ -233,7 +233,7 @@ def test_later_it_may_be_away_for_long(world, monkeypatch):
     look = Lives.look
     away = [60]
 
-    def mostly(self: Lives) -> Life | None:
+    def mostly(self: Lives) -> AllocationLife | None:
         away[0] -= 1
         if 0 < away[0] < 55:
             raise Unanswered("me@host cannot be reached now: no route.")

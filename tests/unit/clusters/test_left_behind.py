@@ -8,12 +8,12 @@ from pathlib import Path
 import pytest
 
 from nemo_run_ray.clusters import left_behind
-from nemo_run_ray.clusters.local_state import Home, State, process_identity
+from nemo_run_ray.clusters.local_state import Home, LocalState, process_identity
 
 SESSION = "session_2026-11-22_10-00-00_1_1"
 
 
-def _dead(tmp_path: Path, number: int = 1, session: str = SESSION) -> State:
+def _dead(tmp_path: Path, number: int = 1, session: str = SESSION) -> LocalState:
     """A cluster whose first process was killed, with the log of one job."""
     process = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
     born = process_identity(process.pid)
@@ -24,7 +24,7 @@ def _dead(tmp_path: Path, number: int = 1, session: str = SESSION) -> State:
     (root / "r" / "session_latest").symlink_to(session)
     process.kill()
     process.communicate()
-    return State(pid=process.pid, born=born, url="http://127.0.0.1:1", root=str(root))
+    return LocalState(pid=process.pid, born=born, url="http://127.0.0.1:1", root=str(root))
 
 
 @pytest.fixture

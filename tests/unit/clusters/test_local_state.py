@@ -16,7 +16,7 @@ import pytest
 
 from nemo_run_ray import LocalCluster
 from nemo_run_ray.clusters import from_record, local, local_state
-from nemo_run_ray.clusters.local_state import Home, State, process_identity
+from nemo_run_ray.clusters.local_state import Home, LocalState, process_identity
 from nemo_run_ray.clusters.start_log import end_of_log
 from nemo_run_ray.errors import ClusterError, ConfigError
 
@@ -32,11 +32,11 @@ def _shifted(process_identity: str, ticks: int) -> str:
     return f"{boot}/{int(born) + ticks}"
 
 
-def _state(pid: int, born: str) -> State:
-    return State(pid=pid, born=born, url="http://127.0.0.1:1", root="/tmp/nray-x")
+def _state(pid: int, born: str) -> LocalState:
+    return LocalState(pid=pid, born=born, url="http://127.0.0.1:1", root="/tmp/nray-x")
 
 
-def _me() -> State:
+def _me() -> LocalState:
     return _state(os.getpid(), process_identity(os.getpid()))
 
 

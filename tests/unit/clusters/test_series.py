@@ -69,7 +69,7 @@ def renewed(world, monkeypatch) -> World:
     look_anew(monkeypatch)
     start(world, 1)
     world.ready(1)
-    cluster(world).keep_chain("d", ["a", "b", "c"], {"submission_id": "d"}, lambda: {"x": b"y"})
+    cluster(world).keep_dispatch("d", ["a", "b", "c"], {"submission_id": "d"}, lambda: {"x": b"y"})
     end(world, 1, "its walltime is over", True, _FIRST)
     return world
 
@@ -82,7 +82,7 @@ def next_one(world: World) -> None:
 
 
 def test_what_is_kept_is_whole_and_for_its_user_alone(renewed):
-    folder = renewed.jobs / "ray" / "chains" / "d"
+    folder = renewed.jobs / "ray" / "dispatches" / "d"
     assert (folder / "ids").read_text() == "d\na\nb\nc\n"
     assert (folder / "x").read_bytes() == b"y"
     assert json.loads((folder / "start.json").read_text())["archives"] == ["x"]
@@ -92,13 +92,13 @@ def test_what_is_kept_is_whole_and_for_its_user_alone(renewed):
 def test_a_chain_that_is_there_is_not_packed_again(renewed):
     packed = []
     again = cluster(renewed)
-    again.keep_chain("d", ["a", "b", "c"], {}, lambda: packed.append(1) or {})
+    again.keep_dispatch("d", ["a", "b", "c"], {}, lambda: packed.append(1) or {})
     assert packed == []
 
 
 def test_without_renew_nothing_is_kept(world):
     asked = []
-    cluster(world, renew=False).keep_chain("d", [], {}, lambda: asked.append(1) or {})
+    cluster(world, renew=False).keep_dispatch("d", [], {}, lambda: asked.append(1) or {})
     assert asked == []
     assert not (world.jobs / "ray").exists()
 

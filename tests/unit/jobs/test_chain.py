@@ -8,8 +8,7 @@ from typer.testing import CliRunner
 
 from nemo_run_ray.cli import main as cli
 from nemo_run_ray.jobs.snapshot import Snapshot
-from nemo_run_ray.remote.attempts import CLAIM_KEY
-from nemo_run_ray.remote.dispatch.decide import ALL_SUCCEEDED, NOT_ALL_SUCCEEDED
+from nemo_run_ray.remote.attempts import ALL_SUCCEEDED, CLAIM_KEY, NOT_ALL_SUCCEEDED
 from nemo_run_ray.remote.states import JobState, JobStatus, Reason
 from tests.fake_ray import FAILS, GOES_ON, FakeRay
 from tests.unit.jobs.conftest import Handed

@@ -16,18 +16,18 @@ def test_a_long_title_gives_an_id_that_files_can_have():
 
 
 def test_a_chain_is_saved_when_its_plan_is(tmp_path):
-    chain = Dispatch(tmp_path, "e.dispatcher")
-    assert not chain.is_saved
-    chain.save(DispatchSpec("e.dispatcher", "nonce", ()), {}, [], {})
-    assert chain.is_saved
-    assert Dispatch(tmp_path, "e.dispatcher").spec == chain.spec
+    dispatch = Dispatch(tmp_path, "e.dispatcher")
+    assert not dispatch.is_saved
+    dispatch.save(DispatchSpec("e.dispatcher", "nonce", ()), {}, [], {})
+    assert dispatch.is_saved
+    assert Dispatch(tmp_path, "e.dispatcher").spec == dispatch.spec
 
 
 @pytest.mark.parametrize("text", [None, "", "{", '{"version": 99}', '{"kind": "group"}'])
 def test_a_plan_that_cannot_be_read_says_what_to_copy(tmp_path, text):
-    chain = Dispatch(tmp_path, "e.dispatcher")
+    dispatch = Dispatch(tmp_path, "e.dispatcher")
     if text is not None:
-        chain.folder.mkdir(parents=True)
-        (chain.folder / "dispatch.json").write_text(text)
+        dispatch.folder.mkdir(parents=True)
+        (dispatch.folder / "dispatch.json").write_text(text)
     with pytest.raises(JobError, match="Copy the experiment's whole folder"):
-        assert chain.spec
+        assert dispatch.spec

@@ -1,9 +1,10 @@
-"""To look changes nothing: every verb that reads, against a cluster that counts writes."""
+"""To look changes nothing: every verb that reads, against a cluster that fails on any write."""
 
 import json
 import logging
 import signal
 from collections.abc import Callable
+from pathlib import Path
 
 import nemo_run as run
 import pytest
@@ -24,12 +25,14 @@ def invoke(*words: str) -> str:
 
 
 READS: dict[str, Callable[[str, FakeRay], object]] = {
+    "status": lambda name, ray: invoke("status", name),
     "status --json": lambda name, ray: invoke("status", "--json", name),
     "status --once": lambda name, ray: invoke("status", "--once", name),
     "logs": lambda name, ray: invoke("logs", "--job", "ended", name),
     "logs --follow": lambda name, ray: invoke("logs", "--follow", "--raw", "--job", "ended", name),
     "timeline": lambda name, ray: invoke("timeline", name, "-o", "/dev/null"),
     "doctor": lambda name, ray: invoke("doctor", "--address", ray.url),
+    "doctor by a file": lambda name, ray: invoke("doctor", "a-file"),
     "Experiment.status": lambda name, ray: run.Experiment.from_title(name).status(True),
     "find": lambda name, ray: [(one.status, one.attempts, one.name) for one in find(name)],
     "a dry run": lambda name, ray: run.run(
@@ -51,7 +54,7 @@ def direct(ray: FakeRay, unique: str) -> Handed:
 
 
 @pytest.fixture
-def chain(ray: FakeRay, unique: str) -> Handed:
+def handed_over(ray: FakeRay, unique: str) -> Handed:
     """A chain whose dispatcher has died after the first job."""
     handed = Handed(ray, unique, "ended", "next after ended")
     ray.dispatch(handed.dispatch.spec, rounds=3)
@@ -60,7 +63,7 @@ def chain(ray: FakeRay, unique: str) -> Handed:
     return handed
 
 
-@pytest.fixture(params=["direct", "chain"])
+@pytest.fixture(params=["direct", "handed_over"])
 def handed(request) -> Handed:
     """Either, beside jobs of a stranger's that look as if nobody looked after them."""
     found: Handed = request.getfixturevalue(request.param)
@@ -70,11 +73,29 @@ def handed(request) -> Handed:
     return found
 
 
+def files_of(folder: Path) -> dict[str, bytes]:
+    return {
+        str(path.relative_to(folder)): path.read_bytes()
+        for path in folder.rglob("*")
+        if path.is_file()
+    }
+
+
 @pytest.mark.parametrize("verb", READS)
-def test_a_verb_that_reads_writes_nothing(handed, unique, verb):
-    before = json.dumps(handed.ray.rows)
+def test_a_verb_that_reads_writes_nothing(handed, unique, verb, tmp_path, monkeypatch):
+    file = tmp_path / "cluster_configs" / "a-file.yaml"
+    file.parent.mkdir()
+    file.write_text(f"cluster: {{address: '{handed.ray.url}'}}\n")
+    monkeypatch.chdir(tmp_path)
+    handed.ray.takes_writes = False
+    before, files = json.dumps(handed.ray.rows), files_of(handed.exp_dir)
     handler, level = signal.getsignal(signal.SIGINT), logging.getLogger("httpx").level
     READS[verb](unique, handed.ray)
+    after = files_of(handed.exp_dir)
+    changed = {name for name in after if after[name] != files.get(name)}
+    # What this package notes of its own jobs: how they ended, and their logs.
+    assert {name.partition("/")[0] for name in changed} <= {"ray_jobs.jsonl", "ray_logs"}
+    assert files.keys() <= after.keys()
     assert handed.ray.requests or verb == "a dry run"
     assert handed.ray.writes == []
     assert json.dumps(handed.ray.rows) == before

@@ -9,7 +9,7 @@ from nemo_run_ray.dashboard.jobs_api import JobsApi
 from nemo_run_ray.errors import ConfigError, SubmissionError
 from nemo_run_ray.ids import HANDLE
 from nemo_run_ray.jobs.other_experiments import outside_spec
-from nemo_run_ray.remote.dispatch.decide import ALL_SUCCEEDED, NOT_ALL_SUCCEEDED
+from nemo_run_ray.remote.attempts import ALL_SUCCEEDED, NOT_ALL_SUCCEEDED
 from nemo_run_ray.remote.rows import JobRows
 from tests.conftest import refused
 from tests.fake_ray import FAILS, FakeRay

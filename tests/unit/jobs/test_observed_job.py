@@ -112,9 +112,9 @@ def test_the_next_step_names_the_job_and_the_experiment(ray, one, unique):
     assert job.status_in(Snapshot(is_fresh=True)).message.endswith(shown)
     assert job.status.message.endswith(shown), "as it was written down"
     assert job.cancel().message.endswith(shown)
-    chain = Handed(ray, f"c{unique}", "first", "second after first")
-    ray.rows[chain.dispatch.id]["status"] = "STOPPED"
-    assert f"`nemo-run-ray resume {chain.id}` starts it" in status_of(chain, "first").message
+    dispatch = Handed(ray, f"c{unique}", "first", "second after first")
+    ray.rows[dispatch.dispatch.id]["status"] = "STOPPED"
+    assert f"`nemo-run-ray resume {dispatch.id}` starts it" in status_of(dispatch, "first").message
 
 
 def test_jobs_that_failed_alike_are_told_of_once(ray, unique):

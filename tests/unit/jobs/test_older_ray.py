@@ -12,7 +12,7 @@ from nemo_run_ray import RayExecutor
 from nemo_run_ray.errors import ConfigError, TooOld
 from nemo_run_ray.planning.dry_run import describe
 from nemo_run_ray.planning.job_plan import JobPlan, in_folder, plan
-from nemo_run_ray.remote.dispatch.decide import ALL_SUCCEEDED
+from nemo_run_ray.remote.attempts import ALL_SUCCEEDED
 from nemo_run_ray.remote.node.rundir import JOBS, SPEC
 from nemo_run_ray.remote.spec import GroupSpec, JobSpec, from_json
 from tests.conftest import refused

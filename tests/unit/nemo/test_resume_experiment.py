@@ -15,12 +15,12 @@ from tests.fake_ray import SUCCEEDS, FakeRay, Trouble
 JOBS = ("first", "second")
 
 
-def hand_over(ray: FakeRay, title: str, *names: str, local: bool = False, chain: bool = False):
+def hand_over(ray: FakeRay, title: str, *names: str, local: bool = False, in_order: bool = False):
     """An experiment whose requests never arrive."""
     ray.trouble = lambda method, path: Trouble(200, "a page") if path == "/api/version" else None
     with run.Experiment(title, skip_status_at_exit=True, threadpool_workers=1) as experiment:
         for number, name in enumerate(names):
-            after = [names[number - 1]] if chain and number else None
+            after = [names[number - 1]] if in_order and number else None
             executor = RayExecutor(address=ray.url)
             experiment.add(
                 run.Script(inline="true"), executor=executor, name=name, dependencies=after
@@ -45,13 +45,13 @@ def test_jobs_that_never_arrived_are_handed_over_once(ray, unique):
 
 
 def test_a_chain_that_never_arrived_is_handed_over_together(ray, unique):
-    experiment = hand_over(ray, unique, "first", "second", chain=True)
+    experiment = hand_over(ray, unique, "first", "second", in_order=True)
     assert [one.split(": ")[1] for one in resume_experiment(experiment)][-2:] == ["handed over"] * 2
     assert len(ray.started) == 1, "the dispatcher"
 
 
 def test_a_chain_whose_dispatcher_died_is_left_to_a_new_one(ray, unique):
-    experiment = hand_over(ray, unique, "first", "second", chain=True)
+    experiment = hand_over(ray, unique, "first", "second", in_order=True)
     list(resume_experiment(experiment))
     (dispatcher,) = ray.started
     ray.rows[dispatcher]["status"] = "STOPPED"
@@ -63,7 +63,7 @@ def test_a_chain_whose_dispatcher_died_is_left_to_a_new_one(ray, unique):
 
 
 def test_a_chain_that_is_over_is_so_without_its_cluster(ray, unique):
-    experiment = hand_over(ray, unique, "first", "second", chain=True)
+    experiment = hand_over(ray, unique, "first", "second", in_order=True)
     list(resume_experiment(experiment))
     (dispatcher,) = ray.started
     folder = find_experiment(unique)
@@ -80,7 +80,7 @@ def test_a_chain_that_is_over_is_so_without_its_cluster(ray, unique):
 
 
 def test_what_nemo_run_keeps_in_order_waits_for_its_turn(ray, unique):
-    experiment = hand_over(ray, unique, *JOBS, local=True, chain=True)
+    experiment = hand_over(ray, unique, *JOBS, local=True, in_order=True)
     told = dict(one.split(": ", 1) for one in resume_experiment(experiment))
     assert told["first"] == "handed over"
     assert told["second"] == (

@@ -9,7 +9,14 @@ import pytest
 
 from nemo_run_ray.remote.attempts import attempt_of_row
 from nemo_run_ray.remote.dispatch.retries import is_settled
-from nemo_run_ray.remote.earlier import CHAINS, EarlierRun, chains, goes_on, rows_before, rows_of
+from nemo_run_ray.remote.earlier import (
+    DISPATCHES,
+    EarlierRun,
+    goes_on,
+    kept_dispatches,
+    rows_before,
+    rows_of,
+)
 from nemo_run_ray.remote.states import JobState, Reason
 
 
@@ -20,9 +27,9 @@ def row(name: str, status: str, **fields: object) -> dict:
 @pytest.fixture
 def cluster(tmp_path) -> Path:
     """Two allocations, the second one a renewal; and one before that has nothing to do with it."""
-    chain = tmp_path / CHAINS / "d"
-    chain.mkdir(parents=True)
-    (chain / "ids").write_text("d\na\nb\n")
+    dispatch = tmp_path / DISPATCHES / "d"
+    dispatch.mkdir(parents=True)
+    (dispatch / "ids").write_text("d\na\nb\n")
     tables = {
         "1/run/7.0": [row("a", "SUCCEEDED"), row("d", "SUCCEEDED")],
         "2/run/8.0": [row("a", "FAILED"), row("other", "RUNNING"), row("d", "RUNNING")],
@@ -64,18 +71,18 @@ def test_who_goes_on(cluster):
 
 
 def test_a_chain_that_is_not_whole_is_none(cluster):
-    (cluster / CHAINS / "half").mkdir()
-    assert chains(str(cluster / "lives/3")) == [str(cluster / CHAINS / "d")]
+    (cluster / DISPATCHES / "half").mkdir()
+    assert kept_dispatches(str(cluster / "lives/3")) == [str(cluster / DISPATCHES / "d")]
 
 
 def test_files_of_other_programs_are_in_nobodys_way(cluster):
     before = rows_before(str(cluster / "lives/2"), str(cluster / "lives/2/run/8.0"))
-    for folder in (CHAINS, "lives/2/run", "lives/1/run"):
+    for folder in (DISPATCHES, "lives/2/run", "lives/1/run"):
         (cluster / folder / ".DS_Store").write_bytes(b"\xff")
     assert rows_before(str(cluster / "lives/2"), str(cluster / "lives/2/run/8.0")) == before
 
 
-@pytest.mark.parametrize("name", ["lives/2/run/8.0/jobs.json", f"{CHAINS}/d/ids", "lives/2/run"])
+@pytest.mark.parametrize("name", ["lives/2/run/8.0/jobs.json", "dispatches/d/ids", "lives/2/run"])
 def test_what_is_there_and_cannot_be_read_now_is_not_taken_for_nothing(cluster, name):
     """Else jobs that have succeeded would run again."""
     path = cluster / name

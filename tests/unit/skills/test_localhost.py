@@ -102,7 +102,7 @@ def test_a_port_is_refused_until_a_server_answers_and_then_passed_on(start, serv
     until(lambda: localhost.answers("127.0.0.1", first))
     assert not localhost.answers("127.0.0.1", second), "the client would take it for the server"
     with pytest.raises(OSError, match="in use"):
-        localhost.Taken(second)
+        localhost.PortTaken(second)
     serve(_ELSEWHERE, second)
     until(lambda: localhost.answers("127.0.0.1", second))
     body = b"x" * 3_000_000
@@ -137,7 +137,7 @@ def test_a_client_that_breaks_off_is_passed_on_too(start):
 def test_a_server_of_this_node_is_at_localhost_already(start, serve):
     port = free_port()
     assert start(f"curl localhost:{port}", _OWN, _ELSEWHERE, _OWN).wait(30) == 0
-    localhost.Taken(port).close()
+    localhost.PortTaken(port).close()
 
 
 def test_a_port_of_another_program_is_no_server_of_this_task(start, serve):

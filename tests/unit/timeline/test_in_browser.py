@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 from websockets.sync.client import ClientConnection, connect
 
-from nemo_run_ray.timeline.page import Row, Span, page
+from nemo_run_ray.timeline.page import Span, TimelineRow, page
 
 _CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
 pytestmark = pytest.mark.skipif(_CHROMIUM is None, reason="needs Chromium")
@@ -36,11 +36,11 @@ _LOG = "exit code 1; the last lines of its log:\nTraceback (most recent call las
 )
 
 
-def experiment(count: int) -> list[Row]:
+def experiment(count: int) -> list[TimelineRow]:
     """Stages of jobs, each after one or two of the stage before; some fail, some try again."""
     chance = random.Random(count)
     width = max(2, count // 6)
-    rows: list[Row] = []
+    rows: list[TimelineRow] = []
     for number in range(count):
         stage = number // width
         above = rows[max(0, (stage - 1) * width) : stage * width]
@@ -49,17 +49,19 @@ def experiment(count: int) -> list[Row]:
     return rows
 
 
-def _job(number: int, after: list[Row], chance: random.Random, is_last: bool) -> Row:
+def _job(
+    number: int, after: list[TimelineRow], chance: random.Random, is_last: bool
+) -> TimelineRow:
     name = f"{chance.choice(('prepare', 'train', 'evaluate', 'export'))}-{number:03d}"
     if number % 11 == 3 and number // 11 < len(_HOSTILE):
         name = _HOSTILE[number // 11]
     names = tuple(row.name for row in after)
     if any(row.state in ("FAILED", "LOST", "CANCELLED") for row in after):
         words = ("CANCELLED", "a job before it failed", "")
-        return Row(name, *words, names, (), ())
+        return TimelineRow(name, *words, names, (), ())
     waits = tuple(row.name for row in after if row.state != "SUCCEEDED")
     if waits:
-        return Row(name, "WAITING", "", "", names, waits, ())
+        return TimelineRow(name, "WAITING", "", "", names, waits, ())
     ends = [row.attempts[-1].ended_at for row in after]
     at = max([_BEGAN, *(end for end in ends if end is not None)]) + chance.uniform(1, 20)
     tries = chance.choice((1, 1, 1, 1, 2, 3))
@@ -78,7 +80,7 @@ def _job(number: int, after: list[Row], chance: random.Random, is_last: bool) ->
         tries, last.submission_id, last.node, last.posted_at, running_at, ended_at, state, reason
     )
     message = _LOG if state == "FAILED" else ""
-    return Row(name, state, reason, message, names, (), (*attempts[:-1], last))
+    return TimelineRow(name, state, reason, message, names, (), (*attempts[:-1], last))
 
 
 def _attempts(number: int, at: float, tries: int, chance: random.Random) -> Iterator[Span]:
@@ -91,14 +93,14 @@ def _attempts(number: int, at: float, tries: int, chance: random.Random) -> Iter
         at = ended_at + chance.uniform(5, 30)
 
 
-def _now(rows: list[Row]) -> float:
+def _now(rows: list[TimelineRow]) -> float:
     moments = [
         at for row in rows for one in row.attempts for at in (one.posted_at, one.ended_at) if at
     ]
     return max(moments, default=_BEGAN) + 45
 
 
-def _write(folder: Path, rows: list[Row], title: str = "llama3-sft_1767225600") -> Path:
+def _write(folder: Path, rows: list[TimelineRow], title: str = "llama3-sft_1767225600") -> Path:
     path = folder / "timeline.html"
     path.write_text(page(title, rows, _BEGAN, _now(rows)), encoding="utf-8")
     return path
@@ -263,7 +265,7 @@ def test_everything_is_aligned(tab, tmp_path, count, width):
 def test_hostile_words_stay_words(tab, tmp_path):
     names = list(_HOSTILE)
     rows = [
-        Row(name, name, name, name, (names[number - 1],), (name,), (_only(name),))
+        TimelineRow(name, name, name, name, (names[number - 1],), (name,), (_only(name),))
         for number, name in enumerate(names)
     ]
     tab.open(_write(tmp_path, rows, title=_HOSTILE[0]))
@@ -295,15 +297,15 @@ def test_a_script_or_a_style_that_is_not_ours_does_not_run(tab, tmp_path):
     tab.complaints.clear()
 
 
-def _chain() -> list[Row]:
+def _chain() -> list[TimelineRow]:
     """a <- b <- c, and d by itself; b failed, so c was never submitted."""
     first = Span(1, "x.a", "ab" * 28, _BEGAN + 1, _BEGAN + 5, _BEGAN + 60, "SUCCEEDED", "")
     second = Span(1, "x.b", "", _BEGAN + 61, None, _BEGAN + 90, "FAILED", "exit code")
     return [
-        Row("a", "SUCCEEDED", "", "", (), (), (first,)),
-        Row("b", "FAILED", "exit code", "the unusual word xyzzy", ("a",), (), (second,)),
-        Row("c", "CANCELLED", "b failed", "", ("b",), (), ()),
-        Row("d", "SUCCEEDED", "", "", (), (), (first,)),
+        TimelineRow("a", "SUCCEEDED", "", "", (), (), (first,)),
+        TimelineRow("b", "FAILED", "exit code", "the unusual word xyzzy", ("a",), (), (second,)),
+        TimelineRow("c", "CANCELLED", "b failed", "", ("b",), (), ()),
+        TimelineRow("d", "SUCCEEDED", "", "", (), (), (first,)),
     ]
 
 

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nemo_run_ray.timeline.page import ALL_LINKS_MAX, MESSAGE_MAX, Row, Span, page
+from nemo_run_ray.timeline.page import ALL_LINKS_MAX, MESSAGE_MAX, Span, TimelineRow, page
 
 _BEGAN = 1_767_225_600.0  # 2026-01-01
 _VOID = {"meta", "input"}
@@ -80,10 +80,10 @@ def _attempt(number=1, posted=1.0, running=5.0, ended=60.0, outcome="SUCCEEDED",
 
 
 def _row(name="job", state="SUCCEEDED", *attempts, after=(), waits_for=(), reason="", message=""):
-    return Row(name, state, reason, message, after, waits_for, attempts)
+    return TimelineRow(name, state, reason, message, after, waits_for, attempts)
 
 
-def _page(*rows: Row, now: float = 100.0, title: str = "exp_1") -> _Page:
+def _page(*rows: TimelineRow, now: float = 100.0, title: str = "exp_1") -> _Page:
     return _Page(page(title, rows, _BEGAN, _BEGAN + now))
 
 
@@ -373,7 +373,7 @@ _attempts = st.builds(
     reason=_words,
 )
 _rows = st.builds(
-    Row,
+    TimelineRow,
     name=_words,
     state=st.sampled_from(_STATES) | _words,
     reason=_words,

@@ -35,12 +35,12 @@ NOW = 100_000.0
 PERMANENT = {Reason.RUNTIME_ENV, Reason.UNSCHEDULABLE, Reason.NOT_PLACED}
 
 
-def link(name: str, *after: str, **fields) -> DispatchedJobSpec:
+def job_spec(name: str, *after: str, **fields) -> DispatchedJobSpec:
     return DispatchedJobSpec(name, f"e.{name}", f"nonce-{name}", {}, after, **fields)
 
 
-def chain(*links: DispatchedJobSpec, **fields) -> DispatchSpec:
-    return DispatchSpec("e.dispatcher", "boss", links, **fields)
+def dispatch_of(*job_specs: DispatchedJobSpec, **fields) -> DispatchSpec:
+    return DispatchSpec("e.dispatcher", "boss", job_specs, **fields)
 
 
 def row(state: JobState, job: str, reason: Reason = Reason.NONE, **fields) -> Attempt:
@@ -100,12 +100,12 @@ def status_of(
 
 
 def test_what_depends_on_nothing_is_submitted():
-    assert submitted(chain(link("a"), link("b")), {}) == ["e.a", "e.b"]
+    assert submitted(dispatch_of(job_spec("a"), job_spec("b")), {}) == ["e.a", "e.b"]
 
 
 @pytest.mark.parametrize("state", [JobState.PENDING, JobState.RUNNING, JobState.UNKNOWN])
 def test_a_job_waits_until_its_upstream_has_succeeded(state):
-    plan = chain(link("a"), link("b", "a"))
+    plan = dispatch_of(job_spec("a"), job_spec("b", "a"))
     table = {"e.a": row(state, "a")}
     assert submitted(plan, table) == []
     status = status_of(plan, table, "b")
@@ -115,22 +115,24 @@ def test_a_job_waits_until_its_upstream_has_succeeded(state):
 
 
 def test_a_later_attempt_that_succeeded_releases_what_waits():
-    plan = chain(link("a", retries=1), link("b", "a"))
+    plan = dispatch_of(job_spec("a", retries=1), job_spec("b", "a"))
     assert submitted(plan, {"e.a": failed("a"), "e.a@2": succeeded("a")}) == ["e.b"]
 
 
 def test_the_success_of_a_claim_releases_nothing():
-    plan = chain(link("a"), link("b", "a"))
+    plan = dispatch_of(job_spec("a"), job_spec("b", "a"))
     assert submitted(plan, {"e.a": claimed("a")}) == []
 
 
 def test_the_success_of_a_stranger_releases_nothing():
-    plan = chain(link("a"), link("b", "a"))
+    plan = dispatch_of(job_spec("a"), job_spec("b", "a"))
     assert submitted(plan, {"e.a": succeeded("a", nonce="stranger")}) == []
 
 
 def test_all_downstream_of_a_failure_is_cancelled_and_the_rest_goes_on():
-    plan = chain(link("a"), link("x"), link("b", "a"), link("c", "b"), link("y", "x"))
+    plan = dispatch_of(
+        job_spec("a"), job_spec("x"), job_spec("b", "a"), job_spec("c", "b"), job_spec("y", "x")
+    )
     table = {"e.a": failed("a"), "e.x": succeeded("x")}
     decision = decide(plan, table, NOW)
     for name in ("b", "c"):
@@ -143,13 +145,13 @@ def test_all_downstream_of_a_failure_is_cancelled_and_the_rest_goes_on():
 
 
 def test_a_retry_waits_for_its_upstream_as_the_first_attempt_did():
-    plan = chain(link("a"), link("b", "a", retries=1))
+    plan = dispatch_of(job_spec("a"), job_spec("b", "a", retries=1))
     table = {"e.a": running("a"), "e.b": failed("b")}
     assert submitted(plan, table) == []
 
 
 def test_a_retry_is_given_up_with_its_upstream():
-    plan = chain(link("a"), link("b", "a", retries=1))
+    plan = dispatch_of(job_spec("a"), job_spec("b", "a", retries=1))
     decision = decide(plan, {"e.a": failed("a"), "e.b": failed("b")}, NOW)
     assert did(decision, Do.SUBMIT) == []
     assert decision.is_over
@@ -164,7 +166,7 @@ DIRECT = OutsideSpec("o.x", ("nonce-x",))
 
 @pytest.mark.parametrize("outside", [OTHER, DIRECT])
 def test_a_job_waits_for_a_job_of_another_experiment(outside):
-    plan = chain(link("a", outside=(outside,)))
+    plan = dispatch_of(job_spec("a", outside=(outside,)))
     for table in ({}, {"o.x": running("x")}, {"o.x": succeeded("x", nonce="stranger")}):
         assert submitted(plan, table) == []
         assert status_of(plan, table, "a").waits_for == ("o.x",)
@@ -172,19 +174,21 @@ def test_a_job_waits_for_a_job_of_another_experiment(outside):
 
 
 def test_only_the_chains_own_jobs_have_a_status():
-    decision = decide(chain(link("a", outside=(OTHER,))), {"o.x": succeeded("x")}, NOW)
+    decision = decide(dispatch_of(job_spec("a", outside=(OTHER,))), {"o.x": succeeded("x")}, NOW)
     assert set(decision.statuses) == {"a"}
 
 
 def test_a_job_named_as_anothers_id_is_a_job_of_its_own():
-    plan = chain(DispatchedJobSpec("o.x", "e.o.x", "mine", {}), link("b", "o.x", outside=(OTHER,)))
+    plan = dispatch_of(
+        DispatchedJobSpec("o.x", "e.o.x", "mine", {}), job_spec("b", "o.x", outside=(OTHER,))
+    )
     decision = decide(plan, {"o.x": succeeded("x")}, NOW)
     assert set(decision.statuses) == {"o.x", "b"}
     assert did(decision, Do.SUBMIT) == ["e.o.x"]
 
 
 def test_another_experiments_retry_is_waited_for():
-    plan = chain(link("a", outside=(OTHER,)))
+    plan = dispatch_of(job_spec("a", outside=(OTHER,)))
     assert not decide(plan, {"o.x": failed("x", retries=1)}, NOW).is_over
     assert decide(plan, {"o.x": failed("x", retries=0)}, NOW).is_over
     table = {"o.x": failed("x", retries=1), "o.x@2": succeeded("x", retries=1)}
@@ -192,13 +196,13 @@ def test_another_experiments_retry_is_waited_for():
 
 
 def test_another_experiments_permanent_exit_code_is_final():
-    plan = chain(link("a", outside=(OTHER,)))
+    plan = dispatch_of(job_spec("a", outside=(OTHER,)))
     gone = failed("x", exit_code=7, retries=3, permanent_exit_codes=(7,))
     assert status_of(plan, {"o.x": gone}, "a").reason is Reason.UPSTREAM
 
 
 def test_a_job_without_a_dispatcher_has_one_attempt():
-    plan = chain(link("a", outside=(DIRECT,)))
+    plan = dispatch_of(job_spec("a", outside=(DIRECT,)))
     for reason in (Reason.EXIT_CODE, Reason.START_TIMEOUT):
         table = {"o.x": failed("x", reason, retries=3)}
         assert status_of(plan, table, "a").reason is Reason.UPSTREAM
@@ -206,7 +210,7 @@ def test_a_job_without_a_dispatcher_has_one_attempt():
 
 @pytest.mark.parametrize("code", [ALL_SUCCEEDED, NOT_ALL_SUCCEEDED])
 def test_what_another_experiment_never_started_is_cancelled_with_it(code):
-    plan = chain(link("a", outside=(OTHER,)))
+    plan = dispatch_of(job_spec("a", outside=(OTHER,)))
     ended = row(JobState.SUCCEEDED if code == 0 else JobState.FAILED, "boss", exit_code=code)
     assert status_of(plan, {"o.dispatcher": ended}, "a").state is JobState.CANCELLED
     assert status_of(plan, {"o.dispatcher": running("boss")}, "a").state is JobState.WAITING
@@ -218,7 +222,7 @@ def test_what_another_experiment_never_started_is_cancelled_with_it(code):
 
 @pytest.mark.parametrize("last", [failed("x", retries=1), failed("x", Reason.START_TIMEOUT)])
 def test_what_another_experiment_gave_up_between_two_attempts_is_not_waited_for(last):
-    plan = chain(link("a", outside=(OTHER,)))
+    plan = dispatch_of(job_spec("a", outside=(OTHER,)))
     table = {"o.x": last, "o.dispatcher": row(JobState.FAILED, "boss", exit_code=NOT_ALL_SUCCEEDED)}
     status = status_of(plan, table, "a")
     assert (status.state, status.reason) == (JobState.CANCELLED, Reason.UPSTREAM)
@@ -228,7 +232,7 @@ def test_what_another_experiment_gave_up_between_two_attempts_is_not_waited_for(
 
 
 def test_a_failure_is_tried_again_so_often_as_asked():
-    plan = chain(link("a", retries=2))
+    plan = dispatch_of(job_spec("a", retries=2))
     table = {}
     for number in (1, 2, 3):
         assert submitted(plan, table) == [attempt_id("e.a", number)]
@@ -240,7 +244,7 @@ def test_a_failure_is_tried_again_so_often_as_asked():
 
 
 def test_a_start_timeout_does_not_count():
-    plan = chain(link("a"))
+    plan = dispatch_of(job_spec("a"))
     table = {attempt_id("e.a", number): failed("a", Reason.START_TIMEOUT) for number in range(1, 9)}
     assert submitted(plan, table) == ["e.a@9"]
     table["e.a@9"] = failed("a")
@@ -249,26 +253,26 @@ def test_a_start_timeout_does_not_count():
 
 @pytest.mark.parametrize("reason", sorted(PERMANENT))
 def test_what_cannot_change_is_not_tried_again(reason):
-    decision = decide(chain(link("a", retries=5)), {"e.a": failed("a", reason)}, NOW)
+    decision = decide(dispatch_of(job_spec("a", retries=5)), {"e.a": failed("a", reason)}, NOW)
     assert decision.is_over
     assert decision.statuses["a"].reason is reason
 
 
 def test_a_permanent_exit_code_is_not_tried_again():
-    plan = chain(link("a", retries=5, permanent_exit_codes=(0, 42)))
+    plan = dispatch_of(job_spec("a", retries=5, permanent_exit_codes=(0, 42)))
     assert submitted(plan, {"e.a": failed("a", exit_code=43)}) == ["e.a@2"]
     assert decide(plan, {"e.a": failed("a", exit_code=42)}, NOW).is_over
 
 
 def test_a_retry_comes_a_moment_after_the_failure():
-    plan = chain(link("a", retries=1))
+    plan = dispatch_of(job_spec("a", retries=1))
     table = {"e.a": failed("a", ended_at=NOW)}
     assert submitted(plan, table, NOW + SETTLE_S / 2) == []
     assert submitted(plan, table, NOW + SETTLE_S) == ["e.a@2"]
 
 
 def test_a_retry_waits_until_nothing_runs_on_a_dead_node():
-    plan = chain(link("a", retries=1))
+    plan = dispatch_of(job_spec("a", retries=1))
     table = {"e.a": failed("a", Reason.NODE_DIED, ended_at=NOW)}
     assert submitted(plan, table, NOW + NODE_DEAD_S - 1) == []
     assert submitted(plan, table, NOW + NODE_DEAD_S) == ["e.a@2"]
@@ -277,14 +281,14 @@ def test_a_retry_waits_until_nothing_runs_on_a_dead_node():
 
 
 def test_what_somebody_stopped_is_not_tried_again():
-    plan = chain(link("a", retries=3))
+    plan = dispatch_of(job_spec("a", retries=3))
     decision = decide(plan, {"e.a": row(JobState.CANCELLED, "a", Reason.CANCELLED)}, NOW)
     assert decision.is_over
     assert decision.statuses["a"].state is JobState.CANCELLED
 
 
 def test_no_attempt_while_an_older_one_lives():
-    plan = chain(link("a", retries=5))
+    plan = dispatch_of(job_spec("a", retries=5))
     table = {"e.a": running("a"), "e.a@2": failed("a")}
     decision = decide(plan, table, NOW)
     assert did(decision, Do.STOP) == ["e.a"]
@@ -292,12 +296,12 @@ def test_no_attempt_while_an_older_one_lives():
 
 
 def test_what_lives_beside_a_success_is_stopped():
-    plan = chain(link("a", retries=5))
+    plan = dispatch_of(job_spec("a", retries=5))
     assert stopped(plan, {"e.a": succeeded("a"), "e.a@2": running("a")}) == ["e.a@2"]
 
 
 def test_older_live_attempts_are_stopped():
-    plan = chain(link("a", retries=5))
+    plan = dispatch_of(job_spec("a", retries=5))
     table = {"e.a": running("a"), "e.a@2": pending("a"), "e.a@3": running("a")}
     assert stopped(plan, table) == ["e.a", "e.a@2"]
 
@@ -306,13 +310,13 @@ def test_older_live_attempts_are_stopped():
     "tail", ["@0", "@1", "@01", "@02", "@x", "@", "@-2", "@٢", "@²", "@2@2", ".a2"]
 )
 def test_strange_numbers_are_nobodys(tail):
-    plan = chain(link("a", retries=1))
+    plan = dispatch_of(job_spec("a", retries=1))
     for stray in (failed("a"), running("stranger"), claimed("a")):
         assert decide(plan, {f"e.a{tail}": stray}, NOW) == decide(plan, {}, NOW)
 
 
 def test_a_number_of_thousands_of_digits_is_nobodys():
-    plan = chain(link("a"))
+    plan = dispatch_of(job_spec("a"))
     assert submitted(plan, {f"e.a@{'9' * 5000}": running("stranger")}) == ["e.a"]
 
 
@@ -323,28 +327,28 @@ def test_attempts_are_found_by_id_and_number():
 
 
 def test_a_job_named_as_an_attempt_was_once_is_a_job_of_its_own():
-    plan = chain(link("x", retries=1), link("x.a2"))
+    plan = dispatch_of(job_spec("x", retries=1), job_spec("x.a2"))
     decision = decide(plan, {"e.x": failed("x"), "e.x.a2": running("x.a2")}, NOW)
     assert did(decision, Do.SUBMIT) == ["e.x@2"]
     assert decision.statuses["x.a2"].state is JobState.RUNNING
 
 
 def test_what_ray_lost_without_a_reason_may_still_run():
-    plan = chain(link("a", retries=1))
+    plan = dispatch_of(job_spec("a", retries=1))
     table = {"e.a": failed("a", Reason.OTHER, ended_at=NOW)}
     assert submitted(plan, table, NOW + NODE_DEAD_S - 1) == []
     assert submitted(plan, table, NOW + NODE_DEAD_S) == ["e.a@2"]
 
 
 def test_the_clock_of_a_node_that_is_ahead_delays_no_attempt():
-    plan = chain(link("a", retries=1))
+    plan = dispatch_of(job_spec("a", retries=1))
     assert submitted(plan, {"e.a": failed("a", ended_at=NOW + 3600)}) == ["e.a@2"]
 
 
 def test_after_a_start_timeout_one_at_a_time_waits_for_such_room():
     room = {"entrypoint_resources": {"worker": 1}}
-    links = [DispatchedJobSpec(one, f"e.{one}", f"nonce-{one}", room) for one in "abc"]
-    plan = chain(*links, link("small"))
+    job_specs = [DispatchedJobSpec(one, f"e.{one}", f"nonce-{one}", room) for one in "abc"]
+    plan = dispatch_of(*job_specs, job_spec("small"))
     given_up = failed("a", Reason.START_TIMEOUT)
     assert submitted(plan, {"e.a": given_up}) == ["e.a@2", "e.small"]
     assert submitted(plan, {"e.a": given_up, "e.a@2": running("a")}) == ["e.b", "e.small"]
@@ -356,7 +360,7 @@ def test_after_a_start_timeout_one_at_a_time_waits_for_such_room():
 
 
 def test_what_runs_below_a_claim_has_an_open_end():
-    plan = chain(link("a"), link("b", "a"))
+    plan = dispatch_of(job_spec("a"), job_spec("b", "a"))
     table = {"e.a": running("a"), "e.a@2": claimed("a")}
     decision = decide(plan, table, NOW)
     assert decision.statuses["a"].state is JobState.RUNNING
@@ -365,7 +369,7 @@ def test_what_runs_below_a_claim_has_an_open_end():
 
 
 def test_a_job_of_another_experiment_that_was_cancelled_is_not_waited_for():
-    plan = chain(link("a", outside=(OTHER,)))
+    plan = dispatch_of(job_spec("a", outside=(OTHER,)))
     table = {"o.dispatcher": row(JobState.FAILED, "o"), "o.dispatcher@cancel": claimed("o")}
     assert status_of(plan, table, "a").reason is Reason.UPSTREAM
     stranger = {**table, "o.dispatcher@cancel": claimed("x")}
@@ -382,7 +386,7 @@ def test_a_job_of_another_experiment_that_was_cancelled_is_not_waited_for():
 )
 @pytest.mark.parametrize("of", [JobState.PENDING, JobState.FAILED])
 def test_a_claim_is_final_whatever_becomes_of_its_row(words, state, reason, of):
-    plan = chain(link("a", retries=5), link("b", "a"))
+    plan = dispatch_of(job_spec("a", retries=5), job_spec("b", "a"))
     decision = decide(plan, {"e.a": failed("a"), "e.a@2": row(of, "a", claim=words)}, NOW)
     assert decision.actions == ()
     status = decision.statuses["a"]
@@ -391,19 +395,21 @@ def test_a_claim_is_final_whatever_becomes_of_its_row(words, state, reason, of):
 
 
 def test_what_lives_below_a_claim_is_stopped():
-    plan = chain(link("a", retries=5))
+    plan = dispatch_of(job_spec("a", retries=5))
     assert stopped(plan, {"e.a": running("a"), "e.a@2": claimed("a")}) == ["e.a"]
 
 
 def test_what_succeeded_below_a_claim_has_succeeded():
-    plan = chain(link("a"))
+    plan = dispatch_of(job_spec("a"))
     assert status_of(plan, {"e.a": succeeded("a"), "e.a@2": claimed("a")}, "a").state is (
         JobState.SUCCEEDED
     )
 
 
 def test_the_claim_of_the_cancel_id_ends_everything():
-    plan = chain(link("a"), link("b", retries=3), link("c", "a"), link("d"), max_in_flight=9)
+    plan = dispatch_of(
+        job_spec("a"), job_spec("b", retries=3), job_spec("c", "a"), job_spec("d"), max_in_flight=9
+    )
     table = {
         plan.cancel_id: claimed("any", nonce="boss"),
         "e.a": running("a"),
@@ -423,7 +429,7 @@ def test_the_claim_of_the_cancel_id_ends_everything():
 
 @pytest.mark.parametrize("cancel", [claimed("x", nonce="stranger"), running("x", nonce="boss")])
 def test_only_our_own_claim_cancels(cancel):
-    plan = chain(link("a"))
+    plan = dispatch_of(job_spec("a"))
     assert submitted(plan, {plan.cancel_id: cancel}) == ["e.a"]
 
 
@@ -432,7 +438,7 @@ def test_only_our_own_claim_cancels(cancel):
 
 @pytest.mark.parametrize("where", ["e.a", "e.a@2"])
 def test_a_stranger_at_a_jobs_id_fails_the_job_and_is_left_alone(where):
-    plan = chain(link("a", retries=3), link("b", "a"))
+    plan = dispatch_of(job_spec("a", retries=3), job_spec("b", "a"))
     table = {"e.a": failed("a"), where: running("a", nonce="stranger")}
     decision = decide(plan, table, NOW)
     assert decision.actions == ()
@@ -443,7 +449,7 @@ def test_a_stranger_at_a_jobs_id_fails_the_job_and_is_left_alone(where):
 
 @pytest.mark.parametrize("stranger", [JobState.RUNNING, JobState.PENDING])
 def test_a_stranger_takes_no_place_of_ours(stranger):
-    plan = chain(link("a"), link("b"), max_in_flight=1)
+    plan = dispatch_of(job_spec("a"), job_spec("b"), max_in_flight=1)
     table = {"e.a": row(stranger, "a", nonce="stranger")}
     assert submitted(plan, table) == ["e.b"]
 
@@ -453,7 +459,7 @@ def test_a_stranger_takes_no_place_of_ours(stranger):
 
 @pytest.mark.parametrize(("own", "given_limit"), [(2, None), (2, 5), (None, 2)])
 def test_no_more_at_once_than_the_limit(own, given_limit):
-    plan = chain(*(link(name) for name in "abcd"), max_in_flight=own)
+    plan = dispatch_of(*(job_spec(name) for name in "abcd"), max_in_flight=own)
     assert submitted(plan, {}, limit=given_limit) == ["e.a", "e.b"]
     assert submitted(plan, {"e.b": running("b")}, limit=given_limit) == ["e.a"]
     table = {f"e.{name}": running(name) for name in "bcd"}
@@ -462,12 +468,12 @@ def test_no_more_at_once_than_the_limit(own, given_limit):
 
 
 def test_claims_take_no_room():
-    plan = chain(link("a"), link("b"), max_in_flight=1)
+    plan = dispatch_of(job_spec("a"), job_spec("b"), max_in_flight=1)
     assert submitted(plan, {"e.a": row(JobState.PENDING, "a", claim=CANCELLED)}) == ["e.b"]
 
 
 def test_only_some_start_at_the_same_moment():
-    plan = chain(*(link(f"j{number}") for number in range(STARTING_MAX + 3)))
+    plan = dispatch_of(*(job_spec(f"j{number}") for number in range(STARTING_MAX + 3)))
     first = submitted(plan, {})
     assert len(first) == STARTING_MAX
     table = {name: pending(name.partition(".")[2], posted_at=NOW) for name in first}
@@ -478,9 +484,9 @@ def test_only_some_start_at_the_same_moment():
 
 def test_behind_one_that_waits_for_room_only_others_go_on():
     big, small = {"entrypoint_num_gpus": 8}, {"entrypoint_num_cpus": 1}
-    plan = chain(
-        *(replace(link(name), body={"entrypoint": name, **big}) for name in "ab"),
-        replace(link("c"), body=small),
+    plan = dispatch_of(
+        *(replace(job_spec(name), body={"entrypoint": name, **big}) for name in "ab"),
+        replace(job_spec("c"), body=small),
     )
     table = {"e.a": pending("a", posted_at=NOW - STUCK_S - 1)}
     assert submitted(plan, table) == ["e.c"]
@@ -491,7 +497,7 @@ def test_behind_one_that_waits_for_room_only_others_go_on():
 
 
 def test_what_gets_no_room_in_time_is_claimed_and_then_stopped():
-    plan = chain(link("a", pending_timeout_s=60.0, retries=3))
+    plan = dispatch_of(job_spec("a", pending_timeout_s=60.0, retries=3))
     table = {"e.a": pending("a", posted_at=NOW)}
     assert decide(plan, table, NOW + 59).actions == ()
     claim, stop = decide(plan, table, NOW + 61).actions
@@ -503,12 +509,12 @@ def test_what_gets_no_room_in_time_is_claimed_and_then_stopped():
 
 
 def test_what_runs_has_its_room():
-    plan = chain(link("a", pending_timeout_s=60.0))
+    plan = dispatch_of(job_spec("a", pending_timeout_s=60.0))
     assert decide(plan, {"e.a": running("a", posted_at=0.0)}, NOW).actions == ()
 
 
 def test_starts_that_ray_gave_up_belong_to_the_same_wait():
-    plan = chain(link("a", pending_timeout_s=1000.0))
+    plan = dispatch_of(job_spec("a", pending_timeout_s=1000.0))
     table = {
         "e.a": failed("a", Reason.START_TIMEOUT, posted_at=NOW, ended_at=NOW + 900),
         "e.a@2": pending("a", posted_at=NOW + 901),
@@ -518,7 +524,7 @@ def test_starts_that_ray_gave_up_belong_to_the_same_wait():
 
 
 def test_a_failure_ends_the_wait_for_room():
-    plan = chain(link("a", pending_timeout_s=1000.0, retries=1))
+    plan = dispatch_of(job_spec("a", pending_timeout_s=1000.0, retries=1))
     table = {
         "e.a": failed("a", posted_at=NOW, ended_at=NOW + 900),
         "e.a@2": pending("a", posted_at=NOW + 901),
@@ -582,12 +588,12 @@ def test_any_row_can_be_read(metadata):
 class Scene:
     """A chain, a table that may be impossible, and a limit."""
 
-    chain: DispatchSpec
+    dispatch_of: DispatchSpec
     table: dict[str, Attempt]
     limit: int | None
 
     def decide(self) -> Decision:
-        return decide(self.chain, self.table, NOW, self.limit)
+        return decide(self.dispatch_of, self.table, NOW, self.limit)
 
     def own(self, one: DispatchedJobSpec) -> dict[int, Attempt]:
         """Rows at the ids of a job, also strangers'."""
@@ -609,13 +615,13 @@ class Scene:
 
     @property
     def cancelled(self) -> bool:
-        row = self.table.get(self.chain.cancel_id)
-        return row is not None and bool(row.claim) and row.nonce == self.chain.nonce
+        row = self.table.get(self.dispatch_of.cancel_id)
+        return row is not None and bool(row.claim) and row.nonce == self.dispatch_of.nonce
 
     def submits(self) -> list[tuple[DispatchedJobSpec, int]]:
-        links = {one.name: one for one in self.chain.jobs}
+        job_specs = {one.name: one for one in self.dispatch_of.jobs}
         return [
-            (links[one.job], 1 if one.submission_id == links[one.job].id else _number(one))
+            (job_specs[one.job], 1 if one.submission_id == job_specs[one.job].id else _number(one))
             for one in self.decide().actions
             if one.do is Do.SUBMIT
         ]
@@ -669,7 +675,7 @@ _STRANGE = ("@0", "@01", "@x", "@1", "@", ".a2", "2", "@2@2")
 
 @st.composite
 def scenes(draw) -> Scene:
-    links, table = [], {}
+    job_specs, table = [], {}
     kinds, who = st.sampled_from(_KINDS), st.integers(0, 15)
 
     def put(first: str, nonce: str) -> None:
@@ -683,7 +689,7 @@ def scenes(draw) -> Scene:
         options = {"body": {}, **draw(st.sampled_from(_OPTIONS))}
         outside = draw(st.sampled_from(_DEPENDS))
         name = f"j{number}"
-        links.append(
+        job_specs.append(
             DispatchedJobSpec(
                 name, f"e.{name}", name, after=tuple(after), outside=outside, **options
             )
@@ -691,7 +697,7 @@ def scenes(draw) -> Scene:
         put(f"e.{name}", name)
     for first, nonce in (("o.x", "nonce-x"), ("o.y", "nonce-y"), ("o.dispatcher", "o")):
         put(first, nonce)
-    plan = chain(*links, max_in_flight=draw(st.sampled_from((None, 1, 3))))
+    plan = dispatch_of(*job_specs, max_in_flight=draw(st.sampled_from((None, 1, 3))))
     if draw(who) > 12:
         table[plan.cancel_id] = replace(claimed(""), nonce=draw(st.sampled_from(("boss", "x"))))
     return Scene(plan, table, draw(st.sampled_from((None, 1, 4))))
@@ -705,17 +711,17 @@ many = settings(
 @many
 @given(scenes())
 def test_every_dependency_of_a_submit_is_proven(scene):
-    links = {one.name: one for one in scene.chain.jobs}
+    job_specs = {one.name: one for one in scene.dispatch_of.jobs}
     for one, _ in scene.submits():
-        assert all(scene.proven(links[name]) for name in one.after)
+        assert all(scene.proven(job_specs[name]) for name in one.after)
         assert all(scene.proven(other) for other in one.outside)
 
 
 @many
 @given(scenes())
 def test_submits_never_exceed_the_limit(scene):
-    limit = scene.chain.max_in_flight or scene.limit
-    live = sum(len(scene.live(one)) for one in scene.chain.jobs)
+    limit = scene.dispatch_of.max_in_flight or scene.limit
+    live = sum(len(scene.live(one)) for one in scene.dispatch_of.jobs)
     submits = len(scene.submits())
     assert submits <= STARTING_MAX
     assert limit is None or submits <= max(0, limit - live)
@@ -763,7 +769,7 @@ def test_retries_are_given_only_to_what_has_some(scene):
 @given(scenes())
 def test_every_claim_is_final(scene):
     decision = scene.decide()
-    for one in scene.chain.jobs:
+    for one in scene.dispatch_of.jobs:
         rows = scene.own(one).values()
         if any(row.claim for row in rows):
             runs = any(row.status.state is JobState.RUNNING for row in rows)
@@ -774,11 +780,11 @@ def test_every_claim_is_final(scene):
 @many
 @given(scenes())
 def test_a_cancelled_chain_starts_nothing_and_stops_all(scene):
-    table = {**scene.table, scene.chain.cancel_id: replace(claimed(""), nonce="boss")}
+    table = {**scene.table, scene.dispatch_of.cancel_id: replace(claimed(""), nonce="boss")}
     scene = replace(scene, table=table)
     decision = scene.decide()
     assert did(decision, Do.SUBMIT) == []
-    live = {attempt_id(one.id, n) for one in scene.chain.jobs for n in scene.live(one)}
+    live = {attempt_id(one.id, n) for one in scene.dispatch_of.jobs for n in scene.live(one)}
     assert set(did(decision, Do.STOP)) == live
     if not live:
         assert decision.is_over
@@ -789,7 +795,7 @@ def test_a_cancelled_chain_starts_nothing_and_stops_all(scene):
 def test_strangers_fail_their_job_and_are_left_alone(scene):
     decision = scene.decide()
     ids = {one.submission_id for one in decision.actions}
-    for one in scene.chain.jobs:
+    for one in scene.dispatch_of.jobs:
         if scene.has_stranger(one):
             assert decision.statuses[one.name].state is JobState.FAILED
             assert decision.statuses[one.name].reason is Reason.TAKEN
@@ -801,10 +807,10 @@ def test_strangers_fail_their_job_and_are_left_alone(scene):
 @many
 @given(scenes())
 def test_what_strangers_do_changes_nothing(scene):
-    links = {one.id: one for one in scene.chain.jobs}
+    job_specs = {one.id: one for one in scene.dispatch_of.jobs}
     ended = dict(scene.table)
     for name, row_ in scene.table.items():
-        one = links.get(name) or links.get(name.partition("@")[0])
+        one = job_specs.get(name) or job_specs.get(name.partition("@")[0])
         if one is not None and row_.nonce != one.nonce:
             ended[name] = replace(succeeded(""), nonce=row_.nonce)
     assert scene.decide() == replace(scene, table=ended).decide()
@@ -817,7 +823,7 @@ def test_what_must_not_go_on_is_stopped_and_nothing_else(scene):
     stops = set(did(decision, Do.STOP))
     claims = set(did(decision, Do.CLAIM))
     may = set()
-    for one in scene.chain.jobs:
+    for one in scene.dispatch_of.jobs:
         over = decision.statuses[one.name].state.is_terminal or scene.cancelled
         for number in scene.live(one):
             name = attempt_id(one.id, number)
@@ -836,7 +842,9 @@ def test_what_is_not_placed_in_time_is_claimed_before_it_is_stopped(scene):
     actions = scene.decide().actions
     for position, action in enumerate(actions):
         if action.do is Do.CLAIM:
-            one = next(link for link in scene.chain.jobs if link.name == action.job)
+            one = next(
+                job_spec for job_spec in scene.dispatch_of.jobs if job_spec.name == action.job
+            )
             if action.why == NOT_PLACED:
                 assert one.pending_timeout_s is not None
             else:
@@ -846,7 +854,7 @@ def test_what_is_not_placed_in_time_is_claimed_before_it_is_stopped(scene):
 
 
 def test_what_waits_for_room_in_a_cancelled_chain_is_claimed():
-    plan = chain(link("a", retries=2), link("b"))
+    plan = dispatch_of(job_spec("a", retries=2), job_spec("b"))
     table = {plan.cancel_id: claimed("any", nonce="boss"), "e.a": pending("a"), "e.b": running("b")}
     decision = decide(plan, table, NOW)
     assert [(one.do, one.submission_id) for one in decision.actions] == [
@@ -860,8 +868,8 @@ def test_what_waits_for_room_in_a_cancelled_chain_is_claimed():
 @given(scenes())
 def test_a_failure_cancels_what_depends_on_it_and_nothing_else(scene):
     statuses = scene.decide().statuses
-    assert list(statuses) == [one.name for one in scene.chain.jobs]
-    for one in scene.chain.jobs:
+    assert list(statuses) == [one.name for one in scene.dispatch_of.jobs]
+    for one in scene.dispatch_of.jobs:
         status = statuses[one.name]
         ended = [
             name
@@ -881,7 +889,7 @@ def test_what_can_be_done_is_done(scene):
     decision = scene.decide()
     waiting = {
         one.name: one
-        for one in scene.chain.jobs
+        for one in scene.dispatch_of.jobs
         if decision.statuses[one.name].state is JobState.WAITING
     }
     for one in waiting.values():
@@ -891,7 +899,7 @@ def test_what_can_be_done_is_done(scene):
             assert status.waits_for
             for name in status.waits_for:
                 assert name in outside or not decision.statuses[name].state.is_terminal
-    if any(scene.live(one) for one in scene.chain.jobs):
+    if any(scene.live(one) for one in scene.dispatch_of.jobs):
         return
     for one in waiting.values():
         status = decision.statuses[one.name]
@@ -917,7 +925,7 @@ def test_a_decision_is_a_pure_function_of_a_set_of_rows(scene, chance):
 @given(scenes(), st.sampled_from(_STRANGE), st.sampled_from(_KINDS))
 def test_other_ids_change_nothing(scene, tail, stray):
     table = dict(scene.table)
-    for one in scene.chain.jobs:
+    for one in scene.dispatch_of.jobs:
         table[one.id + tail] = replace(stray, nonce=one.nonce)
         table[f"other.{one.id}"] = replace(stray, nonce=one.nonce)
     assert replace(scene, table=table).decide() == scene.decide()
@@ -930,20 +938,20 @@ class Cluster:
     """Ray's job table with a life of its own; it checks what it is asked for."""
 
     def __init__(self, plan: DispatchSpec, chance: random.Random) -> None:
-        self.chain = plan
+        self.dispatch_of = plan
         self.now = NOW
         self.rows: dict[str, Attempt] = {}
         self.history: list[dict[str, Attempt]] = [{}]
-        self._links = {one.name: one for one in plan.jobs}
+        self._job_specs = {one.name: one for one in plan.jobs}
         self._chance = chance
         self._stopping: set[str] = set()
 
     def act(self, action: Action) -> None:
         if action.do is Do.STOP:
-            assert self.rows[action.submission_id].nonce == self._links[action.job].nonce
+            assert self.rows[action.submission_id].nonce == self._job_specs[action.job].nonce
             self._stopping.add(action.submission_id)
         elif action.submission_id not in self.rows:
-            one = self._links[action.job]
+            one = self._job_specs[action.job]
             if action.do is Do.SUBMIT:
                 self._check(one, action)
             claim = action.why if action.do is Do.CLAIM else ""
@@ -951,10 +959,10 @@ class Cluster:
             self.rows[action.submission_id] = Attempt(status, one.nonce, self.now, claim=claim)
 
     def _check(self, one: DispatchedJobSpec, action: Action) -> None:
-        truth = Scene(self.chain, self.rows, None)
+        truth = Scene(self.dispatch_of, self.rows, None)
         rows = truth.own(one)
         assert truth.live(one) == []
-        assert all(truth.proven(self._links[name]) for name in one.after)
+        assert all(truth.proven(self._job_specs[name]) for name in one.after)
         assert all(truth.proven(other) for other in one.outside)
         assert not any(row.claim for row in rows.values())
         reasons = [row.status.reason for row in rows.values()]
@@ -1001,17 +1009,17 @@ class Cluster:
 
 
 def _any_chain(chance: random.Random) -> DispatchSpec:
-    links = []
+    job_specs = []
     for number in range(chance.randint(1, 12)):
         after = chance.sample(range(number), min(number, chance.choice((0, 1, 1, 2))))
         options = {"body": {}, **chance.choice(_OPTIONS)}
         outside = chance.choice(_DEPENDS)
         name = f"j{number}"
         needs = tuple(f"j{one}" for one in after)
-        links.append(
+        job_specs.append(
             DispatchedJobSpec(name, f"e.{name}", name, after=needs, outside=outside, **options)
         )
-    return chain(*links, max_in_flight=chance.choice((None, 1, 3)))
+    return dispatch_of(*job_specs, max_in_flight=chance.choice((None, 1, 3)))
 
 
 def _others_end(cluster: Cluster, chance: random.Random) -> None:
@@ -1068,7 +1076,7 @@ def _with(left_s: float, lasts_s: float = 3600, renews: bool = False) -> TimeLef
 
 
 def test_what_ends_before_its_allocation_is_started():
-    plan = chain(link("a", time_s=600), link("b", time_s=601), link("c"))
+    plan = dispatch_of(job_spec("a", time_s=600), job_spec("b", time_s=601), job_spec("c"))
     found = decide(plan, {}, 1000.0, time_left=_with(600))
     assert [(one.do, one.job) for one in found.actions] == [
         (Do.CLAIM, "b"),
@@ -1080,7 +1088,7 @@ def test_what_ends_before_its_allocation_is_started():
 
 
 def test_a_claim_of_what_needs_too_long_is_its_end():
-    plan = chain(link("a", time_s=700), link("b", "a"))
+    plan = dispatch_of(job_spec("a", time_s=700), job_spec("b", "a"))
     (claim,) = decide(plan, {}, 1000.0, time_left=_with(600)).actions
     table = {claim.submission_id: row(JobState.PENDING, "a", claim=claim.why)}
     found = decide(plan, table, 1001.0, time_left=_with(599))
@@ -1092,7 +1100,7 @@ def test_a_claim_of_what_needs_too_long_is_its_end():
 
 
 def test_where_another_allocation_goes_on_it_waits_for_that():
-    plan = chain(link("a", time_s=700), link("b", time_s=300), link("c", "a"))
+    plan = dispatch_of(job_spec("a", time_s=700), job_spec("b", time_s=300), job_spec("c", "a"))
     busy = decide(plan, {"e.b": running("b")}, 1000.0, time_left=_with(600, renews=True))
     assert (busy.actions, busy.is_out_of_time) == ((), False), "b still runs"
     done = {"e.b": row(JobState.SUCCEEDED, "b")}
@@ -1105,7 +1113,7 @@ def test_where_another_allocation_goes_on_it_waits_for_that():
 
 def test_nothing_begins_while_the_job_table_is_written_down_for_the_next_allocation():
     """What the table lacked would begin there again."""
-    plan = chain(link("a"))
+    plan = dispatch_of(job_spec("a"))
     busy = decide(plan, {}, 1000.0, time_left=_with(4.0, renews=True))
     assert (busy.actions, busy.is_out_of_time) == ((), True)
     assert decide(plan, {}, 1000.0, time_left=_with(4.0)).actions, "nothing goes on there"
@@ -1113,22 +1121,22 @@ def test_nothing_begins_while_the_job_table_is_written_down_for_the_next_allocat
 
 
 def test_what_no_allocation_is_long_enough_for_is_given_up():
-    plan = chain(link("a", time_s=4000))
+    plan = dispatch_of(job_spec("a", time_s=4000))
     (claim,) = decide(plan, {}, 1000.0, time_left=_with(600, 3600, renews=True)).actions
     assert "it needs 4000 s, and each allocation lasts 3600 s" in claim.why
 
 
 def test_an_attempt_that_its_allocation_has_ended_counts_and_is_tried_again():
     ended = row(JobState.FAILED, "a", Reason.ALLOCATION)
-    once = decide(chain(link("a")), {"e.a": ended}, 1000.0)
+    once = decide(dispatch_of(job_spec("a")), {"e.a": ended}, 1000.0)
     assert once.statuses["a"].state is JobState.FAILED
-    twice = decide(chain(link("a", retries=1)), {"e.a": ended}, 1000.0)
+    twice = decide(dispatch_of(job_spec("a", retries=1)), {"e.a": ended}, 1000.0)
     assert [one.submission_id for one in twice.actions] == ["e.a@2"]
 
 
 def test_what_is_to_be_tried_again_soon_is_not_out_of_time():
     ended = row(JobState.FAILED, "a", Reason.NODE_DIED, ended_at=999.0)
-    plan = chain(link("a", retries=1, time_s=10), link("b", time_s=700))
+    plan = dispatch_of(job_spec("a", retries=1, time_s=10), job_spec("b", time_s=700))
     found = decide(plan, {"e.a": ended}, 1000.0, time_left=_with(600, renews=True))
     assert not found.is_out_of_time
 

@@ -16,10 +16,12 @@ import pytest
 
 from nemo_run_ray.planning.entrypoints import entrypoint
 from nemo_run_ray.remote.attempts import (
+    ALL_SUCCEEDED,
     CANCELLED,
     CLAIM_KEY,
     DISPATCHER_KEY,
     NONCE_KEY,
+    NOT_ALL_SUCCEEDED,
     NOT_PLACED,
     PERMANENT_KEY,
     RETRIES_KEY,
@@ -27,11 +29,7 @@ from nemo_run_ray.remote.attempts import (
 )
 from nemo_run_ray.remote.dispatch import dispatcher
 from nemo_run_ray.remote.dispatch import log as story
-from nemo_run_ray.remote.dispatch.decide import (
-    ALL_SUCCEEDED,
-    NOT_ALL_SUCCEEDED,
-    STARTING_MAX,
-)
+from nemo_run_ray.remote.dispatch.decide import STARTING_MAX
 from nemo_run_ray.remote.dispatch.dispatcher import (
     ABSENT_MAX_S,
     DISOWNED,
@@ -92,7 +90,7 @@ def told(capfd) -> Callable[[], list[str]]:
     return read
 
 
-def link(name: str, *after: str, **fields) -> DispatchedJobSpec:
+def job_spec(name: str, *after: str, **fields) -> DispatchedJobSpec:
     nonce = f"nonce-{name}"
     metadata = {NONCE_KEY: nonce, "nemo_run_job": name, DISPATCHER_KEY: OWN, PERMANENT_KEY: ""}
     body = {
@@ -105,8 +103,8 @@ def link(name: str, *after: str, **fields) -> DispatchedJobSpec:
     return DispatchedJobSpec(name, f"e.{name}", nonce, body, after, **fields)
 
 
-def chain(*links: DispatchedJobSpec, **fields) -> DispatchSpec:
-    return DispatchSpec(OWN, "boss", links, **{"session": SESSION, **fields})
+def dispatch_of(*job_specs: DispatchedJobSpec, **fields) -> DispatchSpec:
+    return DispatchSpec(OWN, "boss", job_specs, **{"session": SESSION, **fields})
 
 
 def dispatcher_of(plan: DispatchSpec, ray: FakeRay, **options) -> Dispatcher:
@@ -132,7 +130,13 @@ def stories(lines: list[str]) -> list[tuple[str, str]]:
 
 
 def test_jobs_are_started_after_those_that_they_depend_on(serve):
-    plan = chain(link("a"), link("b", "a"), link("c", "a"), link("d", "b", "c"), link("x"))
+    plan = dispatch_of(
+        job_spec("a"),
+        job_spec("b", "a"),
+        job_spec("c", "a"),
+        job_spec("d", "b", "c"),
+        job_spec("x"),
+    )
     ray = serve(plan)
     assert dispatcher_of(plan, ray).run(ray.pass_time) == ALL_SUCCEEDED
     assert ray.started == ["e.a", "e.x", "e.b", "e.c", "e.d"]
@@ -140,7 +144,7 @@ def test_jobs_are_started_after_those_that_they_depend_on(serve):
 
 
 def test_a_failure_ends_with_an_exit_code_of_its_own_and_starts_nothing_downstream(serve):
-    plan = chain(link("a"), link("b", "a"), link("x"))
+    plan = dispatch_of(job_spec("a"), job_spec("b", "a"), job_spec("x"))
     ray = serve(plan)
     ray.fates["e.a"] = FAILS
     assert dispatcher_of(plan, ray).run(ray.pass_time) == NOT_ALL_SUCCEEDED
@@ -149,7 +153,7 @@ def test_a_failure_ends_with_an_exit_code_of_its_own_and_starts_nothing_downstre
 
 
 def test_what_failed_is_started_again_under_an_id_of_its_own(serve):
-    plan = chain(link("a", retries=2), link("b", "a"))
+    plan = dispatch_of(job_spec("a", retries=2), job_spec("b", "a"))
     ray = serve(plan)
     ray.fates.update({"e.a": FAILS, "e.a@2": NODE_DIES})
     assert dispatcher_of(plan, ray).run(ray.pass_time) == ALL_SUCCEEDED
@@ -165,7 +169,7 @@ def test_what_failed_is_started_again_under_an_id_of_its_own(serve):
 
 
 def test_an_end_that_ray_has_lost_is_taken_from_the_jobs_log(serve):
-    plan = chain(link("a", retries=1), link("b", "a"))
+    plan = dispatch_of(job_spec("a", retries=1), job_spec("b", "a"))
     ray = serve(plan)
     ray.fates.update({"e.a": EXIT_CODE_IS_LOST, "e.b": EXIT_CODE_IS_LOST})
     ray.logs["e.a"] = f"words\n{end_mark('nonce-a')}exit code 3\n"
@@ -179,7 +183,7 @@ def test_an_end_that_ray_has_lost_is_taken_from_the_jobs_log(serve):
 
 
 def test_a_job_that_has_its_ids_name_keeps_it(serve):
-    plan = chain(replace(link("a", retries=1), name="e.a"))
+    plan = dispatch_of(replace(job_spec("a", retries=1), name="e.a"))
     plan.jobs[0].body["entrypoint"] = entrypoint(None, ["task", "e.a", SUBMISSION_ID, "nonce-a"])
     ray = serve(plan)
     ray.fates["e.a"] = FAILS
@@ -194,7 +198,7 @@ def test_an_attempt_after_a_nodes_death_waits_so_long_as_this_ray_takes_to_notic
     monkeypatch.delenv("RAY_gcs_rpc_server_reconnect_timeout_s", raising=False)
     if given is not None:
         monkeypatch.setenv("RAY_gcs_rpc_server_reconnect_timeout_s", given)
-    plan = chain(link("a", retries=1))
+    plan = dispatch_of(job_spec("a", retries=1))
     ray = serve(plan)
     ray.fates["e.a"] = NODE_DIES
     one = dispatcher_of(plan, ray)
@@ -209,7 +213,7 @@ def test_an_attempt_after_a_nodes_death_waits_so_long_as_this_ray_takes_to_notic
 
 
 def test_the_old_supervisor_of_a_start_that_ray_gave_up_is_stopped_before_the_next_one(serve):
-    plan = chain(link("a"))
+    plan = dispatch_of(job_spec("a"))
     ray = serve(plan)
     ray.fates["e.a"] = START_TIMES_OUT
     assert dispatcher_of(plan, ray).run(ray.pass_time) == ALL_SUCCEEDED
@@ -219,7 +223,7 @@ def test_the_old_supervisor_of_a_start_that_ray_gave_up_is_stopped_before_the_ne
 
 
 def test_no_attempt_until_the_old_supervisors_stop_has_arrived(serve):
-    plan = chain(link("a"))
+    plan = dispatch_of(job_spec("a"))
     ray = serve(plan)
     ray.fates["e.a"] = START_TIMES_OUT
     ray.trouble = lambda method, path: Trouble(500, "oops") if path.endswith("/stop") else None
@@ -232,7 +236,7 @@ def test_no_attempt_until_the_old_supervisors_stop_has_arrived(serve):
 
 
 def test_an_ordinary_failure_is_not_stopped_once_more(serve):
-    plan = chain(link("a", retries=1))
+    plan = dispatch_of(job_spec("a", retries=1))
     ray = serve(plan)
     ray.fates["e.a"] = FAILS
     dispatcher_of(plan, ray).run(ray.pass_time)
@@ -243,7 +247,7 @@ def test_an_ordinary_failure_is_not_stopped_once_more(serve):
 
 
 def test_a_job_whose_answer_was_lost_is_not_started_again(serve):
-    plan = chain(link("a", retries=3), link("b", "a"))
+    plan = dispatch_of(job_spec("a", retries=3), job_spec("b", "a"))
     ray = serve(plan)
     lost = iter([Trouble(is_carried_out=True), Trouble(502, "bad gateway", True)])
     ray.trouble = lambda method, path: next(lost, None) if method == "POST" else None
@@ -253,7 +257,7 @@ def test_a_job_whose_answer_was_lost_is_not_started_again(serve):
 
 
 def test_a_job_whose_request_was_lost_is_started_at_the_next_look(serve):
-    plan = chain(link("a"))
+    plan = dispatch_of(job_spec("a"))
     ray = serve(plan)
     lost = iter([Trouble()])
     ray.trouble = lambda method, path: next(lost, None) if method == "POST" else None
@@ -263,7 +267,7 @@ def test_a_job_whose_request_was_lost_is_started_at_the_next_look(serve):
 
 @pytest.mark.parametrize("trouble", [Trouble(503, "busy"), Trouble(429), Trouble()])
 def test_a_dashboard_that_is_away_is_asked_again_and_told_of_once(serve, told, trouble):
-    plan = chain(link("a"), link("b", "a"))
+    plan = dispatch_of(job_spec("a"), job_spec("b", "a"))
     ray = serve(plan)
     one = dispatcher_of(plan, ray)
     one.round()
@@ -279,7 +283,7 @@ def test_a_dashboard_that_is_away_is_asked_again_and_told_of_once(serve, told, t
 
 
 def test_trouble_with_some_jobs_is_told_once(serve, told):
-    plan = chain(link("a"), link("b"))
+    plan = dispatch_of(job_spec("a"), job_spec("b"))
     ray = serve(plan)
     ray.refuses.update({"e.a": (500, "disk full"), "e.b": (500, "disk full")})
     one = dispatcher_of(plan, ray)
@@ -291,7 +295,7 @@ def test_trouble_with_some_jobs_is_told_once(serve, told):
 
 
 def test_trouble_that_comes_back_is_told_again(serve, told):
-    plan = chain(link("a"), link("b", "a"))
+    plan = dispatch_of(job_spec("a"), job_spec("b", "a"))
     ray = serve(plan)
     ray.fates["e.a"] = GOES_ON
     one = dispatcher_of(plan, ray)
@@ -302,7 +306,7 @@ def test_trouble_that_comes_back_is_told_again(serve, told):
 
 
 def test_trouble_with_one_job_does_not_hold_the_others_up(serve):
-    plan = chain(link("a", secrets=("KEY",)), link("b"), link("c", "b"))
+    plan = dispatch_of(job_spec("a", secrets=("KEY",)), job_spec("b"), job_spec("c", "b"))
     ray = serve(plan)
     ray.trouble = lambda method, path: Trouble(500, "disk full") if method == "PUT" else None
     one = dispatcher_of(plan, ray, secrets={"KEY": "hidden"})
@@ -314,7 +318,7 @@ def test_trouble_with_one_job_does_not_hold_the_others_up(serve):
 
 
 def test_what_ray_refuses_becomes_a_claim_that_says_why(serve, told):
-    plan = chain(link("a", retries=5), link("b", "a"), link("x"))
+    plan = dispatch_of(job_spec("a", retries=5), job_spec("b", "a"), job_spec("x"))
     plan.jobs[0].body["entrypoint_memory"] = "much"
     ray = serve(plan)
     assert dispatcher_of(plan, ray).run(ray.pass_time) == NOT_ALL_SUCCEEDED
@@ -328,7 +332,7 @@ def test_what_ray_refuses_becomes_a_claim_that_says_why(serve, told):
 
 
 def test_a_claim_that_is_refused_itself_is_asked_for_again(serve):
-    plan = chain(link("a"))
+    plan = dispatch_of(job_spec("a"))
     ray = serve(plan)
     ray.trouble = lambda method, path: Trouble(400, "blocked") if method == "POST" else None
     one = dispatcher_of(plan, ray)
@@ -339,7 +343,7 @@ def test_a_claim_that_is_refused_itself_is_asked_for_again(serve):
 
 
 def test_an_error_of_rays_own_becomes_a_claim_when_it_stays(serve):
-    plan = chain(link("a"), link("x"))
+    plan = dispatch_of(job_spec("a"), job_spec("x"))
     ray = serve(plan)
     ray.refuses["e.a"] = (500, of_the_agent("No such label"))
     one = dispatcher_of(plan, ray)
@@ -354,7 +358,7 @@ def test_an_error_of_rays_own_becomes_a_claim_when_it_stays(serve):
 
 
 def test_the_claim_for_an_error_of_rays_own_has_its_words(serve):
-    plan = chain(link("a"))
+    plan = dispatch_of(job_spec("a"))
     ray = serve(plan)
     ray.refuses["e.a"] = (500, of_the_agent("No such label"))
     rounds(dispatcher_of(plan, ray), ray, 3, seconds=REFUSED_AFTER_S)
@@ -362,7 +366,7 @@ def test_the_claim_for_an_error_of_rays_own_has_its_words(serve):
 
 
 def test_an_outage_is_no_error_of_rays_own(serve):
-    plan = chain(link("a"))
+    plan = dispatch_of(job_spec("a"))
     ray = serve(plan)
     ray.refuses["e.a"] = (500, of_the_agent("No agent"))
     one = dispatcher_of(plan, ray)
@@ -380,7 +384,7 @@ def test_an_outage_is_no_error_of_rays_own(serve):
 
 
 def test_a_table_without_the_dispatcher_is_believed_after_a_while(serve):
-    plan = chain(link("a"))
+    plan = dispatch_of(job_spec("a"))
     ray = serve(plan)
     del ray.rows[OWN]
     one = dispatcher_of(plan, ray)
@@ -395,7 +399,7 @@ def test_a_table_without_the_dispatcher_is_believed_after_a_while(serve):
 
 
 def test_another_runs_dispatcher_is_not_this_one(serve):
-    plan = chain(link("a"))
+    plan = dispatch_of(job_spec("a"))
     ray = serve(plan)
     ray.rows[OWN]["metadata"] = {NONCE_KEY: "another"}
     one = dispatcher_of(plan, ray)
@@ -408,7 +412,7 @@ def test_another_runs_dispatcher_is_not_this_one(serve):
 
 @pytest.mark.parametrize("end", [FAILS, STOPPED, SUCCEEDS])
 def test_a_dispatcher_that_ray_calls_ended_does_nothing_more(serve, end):
-    plan = chain(link("a"), link("b", "a"))
+    plan = dispatch_of(job_spec("a"), job_spec("b", "a"))
     ray = serve(plan)
     one = dispatcher_of(plan, ray)
     rounds(one, ray, 2)
@@ -419,7 +423,7 @@ def test_a_dispatcher_that_ray_calls_ended_does_nothing_more(serve, end):
 
 
 def test_nothing_happens_while_a_head_recovers(serve, told):
-    plan = chain(link("a"), link("b", "a"))
+    plan = dispatch_of(job_spec("a"), job_spec("b", "a"))
     ray = serve(plan)
     one = dispatcher_of(plan, ray)
     one.round()
@@ -436,7 +440,7 @@ def test_nothing_happens_while_a_head_recovers(serve, told):
 
 @pytest.mark.parametrize("between", [None, Trouble(503), Trouble()])
 def test_only_an_absence_at_a_stretch_counts(serve, between):
-    plan = chain(link("a"))
+    plan = dispatch_of(job_spec("a"))
     ray = serve(plan)
     one = dispatcher_of(plan, ray)
     own = ray.rows.pop(OWN)
@@ -456,14 +460,14 @@ def test_only_an_absence_at_a_stretch_counts(serve, between):
 
 def _eventful() -> tuple[DispatchSpec, dict[str, dict]]:
     """A chain in which much happens, and how its attempts end."""
-    plan = chain(
-        link("a", retries=2),
-        link("b", "a"),
-        link("c", "a", retries=1),
-        link("d", "b", "c"),
-        link("e", retries=1),
-        link("f", "e"),
-        link("g"),
+    plan = dispatch_of(
+        job_spec("a", retries=2),
+        job_spec("b", "a"),
+        job_spec("c", "a", retries=1),
+        job_spec("d", "b", "c"),
+        job_spec("e", retries=1),
+        job_spec("f", "e"),
+        job_spec("g"),
         max_in_flight=3,
     )
     fates = {"e.a": FAILS, "e.a@2": NODE_DIES, "e.c": FAILS, "e.e": FAILS, "e.e@2": FAILS}
@@ -539,7 +543,7 @@ def test_a_dispatcher_that_is_killed_at_any_moment_is_replaced_by_another(serve)
 
 
 def test_a_new_dispatcher_tells_where_everything_is_in_one_line(serve, told):
-    plan = chain(link("a"), link("b", "a"), link("c", "b"))
+    plan = dispatch_of(job_spec("a"), job_spec("b", "a"), job_spec("c", "b"))
     ray = serve(plan)
     ray.fates["e.b"] = GOES_ON
     rounds(dispatcher_of(plan, ray), ray, 5)
@@ -554,7 +558,9 @@ def test_a_new_dispatcher_tells_where_everything_is_in_one_line(serve, told):
 
 
 def test_a_cancelled_chain_stops_what_runs_and_starts_nothing_more(serve):
-    plan = chain(link("a", retries=3), link("b", "a"), link("c", retries=3), link("x"))
+    plan = dispatch_of(
+        job_spec("a", retries=3), job_spec("b", "a"), job_spec("c", retries=3), job_spec("x")
+    )
     ray = serve(plan)
     ray.fates.update({"e.a": GOES_ON, "e.c": FAILS})
     one = dispatcher_of(plan, ray)
@@ -572,7 +578,7 @@ def test_a_cancelled_chain_stops_what_runs_and_starts_nothing_more(serve):
 
 
 def test_a_stranger_cancels_nothing(serve):
-    plan = chain(link("a"))
+    plan = dispatch_of(job_spec("a"))
     ray = serve(plan)
     ray.post(claim_body(plan.cancel_id, "stranger", CANCELLED))
     assert dispatcher_of(plan, ray).run(ray.pass_time) == ALL_SUCCEEDED
@@ -588,7 +594,7 @@ def _stubborn(ray: FakeRay, plan: DispatchSpec) -> Dispatcher:
 
 
 def test_a_stop_is_asked_for_again_but_not_all_the_time(serve, told):
-    plan = chain(link("a"))
+    plan = dispatch_of(job_spec("a"))
     ray = serve(plan)
     one = _stubborn(ray, plan)
     told()
@@ -604,7 +610,7 @@ def test_a_stop_is_asked_for_again_but_not_all_the_time(serve, told):
 
 
 def test_a_stop_says_why(serve, told):
-    plan = chain(link("a"))
+    plan = dispatch_of(job_spec("a"))
     ray = serve(plan)
     _stubborn(ray, plan).round()
     (line,) = [line for line in told() if "stopping" in line]
@@ -613,7 +619,7 @@ def test_a_stop_says_why(serve, told):
 
 @pytest.mark.parametrize("trouble", [Trouble(500, "oops"), Trouble()])
 def test_a_stop_that_ray_does_not_answer_is_not_asked_for_all_the_time(serve, told, trouble):
-    plan = chain(link("a"))
+    plan = dispatch_of(job_spec("a"))
     ray = serve(plan)
     one = _stubborn(ray, plan)
     told()
@@ -626,7 +632,7 @@ def test_a_stop_that_ray_does_not_answer_is_not_asked_for_all_the_time(serve, to
 
 
 def test_what_finds_no_room_in_timeis_claimed_then_stopped_then_left_to_ray(serve):
-    plan = chain(link("a", pending_timeout_s=60, retries=3), link("b", "a"))
+    plan = dispatch_of(job_spec("a", pending_timeout_s=60, retries=3), job_spec("b", "a"))
     ray = serve(plan)
     ray.fates["e.a"] = FINDS_NO_ROOM
     one = dispatcher_of(plan, ray)
@@ -652,7 +658,7 @@ def _given_up(ray: FakeRay, plan: DispatchSpec) -> Dispatcher:
 
 
 def test_what_was_given_up_and_got_room_meanwhile_is_stopped_until_it_ends(serve):
-    plan = chain(link("a"))
+    plan = dispatch_of(job_spec("a"))
     ray = serve(plan)
     one = _given_up(ray, plan)
     ray.rows["e.a"]["status"] = "RUNNING"
@@ -665,7 +671,7 @@ def test_what_was_given_up_and_got_room_meanwhile_is_stopped_until_it_ends(serve
 
 
 def test_a_stop_that_never_arrived_is_not_left_to_ray(serve):
-    plan = chain(link("a"))
+    plan = dispatch_of(job_spec("a"))
     ray = serve(plan)
     one = _given_up(ray, plan)
     ray.trouble = lambda method, path: Trouble(500, "oops") if path.endswith("/stop") else None
@@ -678,7 +684,9 @@ def test_a_stop_that_never_arrived_is_not_left_to_ray(serve):
 
 
 def test_every_attempt_gets_its_secrets_in_a_package_of_its_own(serve, told):
-    plan = chain(link("a", retries=1, secrets=("KEY", "TOKEN")), link("b", secrets=("KEY",)))
+    plan = dispatch_of(
+        job_spec("a", retries=1, secrets=("KEY", "TOKEN")), job_spec("b", secrets=("KEY",))
+    )
     ray = serve(plan)
     ray.fates["e.a"] = FAILS
     values = {"KEY": "hidden-key", "TOKEN": 'hidden"\\é\n', "OTHER": "hidden-other"}
@@ -702,7 +710,7 @@ def test_every_attempt_gets_its_secrets_in_a_package_of_its_own(serve, told):
 
 
 def test_a_job_whose_secret_did_not_come_is_given_up_in_words(serve):
-    plan = chain(link("a", secrets=("KEY",)), link("b"))
+    plan = dispatch_of(job_spec("a", secrets=("KEY",)), job_spec("b"))
     ray = serve(plan)
     assert dispatcher_of(plan, ray, secrets={}).run(ray.pass_time) == NOT_ALL_SUCCEEDED
     assert "without KEY" in ray.rows["e.a"]["metadata"][CLAIM_KEY]
@@ -711,7 +719,7 @@ def test_a_job_whose_secret_did_not_come_is_given_up_in_words(serve):
 
 def test_secrets_that_nobody_needs_any_more_need_not_come(serve, monkeypatch, told):
     monkeypatch.setenv("PYTHONPATH", "")
-    plan = chain(link("a", secrets=("KEY",)))
+    plan = dispatch_of(job_spec("a", secrets=("KEY",)))
     ray = serve(plan)
     ray.is_closing = True
     plan = replace(plan, dashboards=(ray.url,))
@@ -720,14 +728,14 @@ def test_secrets_that_nobody_needs_any_more_need_not_come(serve, monkeypatch, to
 
 
 def test_a_package_is_there_before_the_job_that_needs_it(serve):
-    plan = chain(link("a", secrets=("KEY",)))
+    plan = dispatch_of(job_spec("a", secrets=("KEY",)))
     ray = serve(plan)
     dispatcher_of(plan, ray, secrets={"KEY": "hidden"}).round()
     assert [method for method, _ in ray.requests] == ["GET", "PUT", "POST"]
 
 
 def test_the_plan_is_not_changed_by_what_is_made_of_it(serve):
-    plan = chain(link("a", retries=1, secrets=("KEY",)))
+    plan = dispatch_of(job_spec("a", retries=1, secrets=("KEY",)))
     before = plan.to_json()
     ray = serve(plan)
     ray.fates["e.a"] = FAILS
@@ -739,7 +747,7 @@ def test_the_plan_is_not_changed_by_what_is_made_of_it(serve):
 
 
 def test_the_pace_slackens_while_nothing_happens_and_quickens_when_it_does(serve):
-    plan = chain(link("a"))
+    plan = dispatch_of(job_spec("a"))
     ray = serve(plan)
     one = dispatcher_of(plan, ray)
     one.round()
@@ -757,7 +765,7 @@ def test_the_pace_slackens_while_nothing_happens_and_quickens_when_it_does(serve
 
 
 def test_a_slow_look_slackens_the_pace(serve):
-    plan = chain(link("a"))
+    plan = dispatch_of(job_spec("a"))
     ray = serve(plan)
     slow = threading.Event()
     ray.before_table = lambda: slow.wait(0.1)
@@ -768,7 +776,7 @@ def test_a_slow_look_slackens_the_pace(serve):
 
 def test_one_look_that_hung_does_not(serve, monkeypatch):
     """The head had just restarted; the jobs wait."""
-    plan = chain(link("a"))
+    plan = dispatch_of(job_spec("a"))
     ray = serve(plan)
     one = dispatcher_of(plan, ray)
     times = iter([0.0, 63.0, 100.0, 100.01, 200.0, 200.02])
@@ -782,7 +790,7 @@ def test_one_look_that_hung_does_not(serve, monkeypatch):
 
 
 def test_a_clock_that_goes_back_leaves_a_pace(serve):
-    plan = chain(link("a"))
+    plan = dispatch_of(job_spec("a"))
     ray = serve(plan)
     one = dispatcher_of(plan, ray)
     one.round()
@@ -792,7 +800,7 @@ def test_a_clock_that_goes_back_leaves_a_pace(serve):
 
 @pytest.mark.parametrize("count", [10, 1000])
 def test_a_look_costs_one_request_however_many_jobs_wait(serve, count):
-    plan = chain(link("a"), *(link(f"j{number}", "a") for number in range(count)))
+    plan = dispatch_of(job_spec("a"), *(job_spec(f"j{number}", "a") for number in range(count)))
     ray = serve(plan)
     ray.fates["e.a"] = GOES_ON
     one = dispatcher_of(plan, ray)
@@ -809,7 +817,7 @@ def test_a_look_costs_one_request_however_many_jobs_wait(serve, count):
 
 @pytest.mark.parametrize(("own", "given", "most"), [(None, 3, 3), (2, 3, 2), (5, 3, 5)])
 def test_no_more_jobs_at_once_than_allowed(serve, own, given, most):
-    plan = chain(*(link(f"j{number}") for number in range(9)), max_in_flight=own)
+    plan = dispatch_of(*(job_spec(f"j{number}") for number in range(9)), max_in_flight=own)
     ray = serve(plan)
     live = []
 
@@ -855,7 +863,7 @@ def test_every_change_is_told_once(serve, told):
 
 
 def test_the_log_says_when_and_why(serve, told):
-    plan = chain(link("a", retries=1))
+    plan = dispatch_of(job_spec("a", retries=1))
     ray = serve(plan)
     ray.fates["e.a"] = FAILS
     one = dispatcher_of(plan, ray)
@@ -866,7 +874,7 @@ def test_the_log_says_when_and_why(serve, told):
 
 
 def test_any_message_of_rays_can_be_told(serve, told):
-    plan = chain(link("a", retries=1))
+    plan = dispatch_of(job_spec("a", retries=1))
     ray = serve(plan)
     ray.fates["e.a"] = {**FAILS, "driver_exit_code": None, "message": "a\nb \x1b[31m\ud800 é\x00"}
     assert dispatcher_of(plan, ray).run(ray.pass_time) == ALL_SUCCEEDED
@@ -884,7 +892,7 @@ def test_the_dashboard_of_the_right_session_is_found(serve):
     no_ray.trouble = lambda method, path: Trouble(200, "<html>Welcome</html>")
     busy.trouble = lambda method, path: Trouble(503)
     tried = (silent, other, no_ray, busy, right)
-    plan = chain(dashboards=tuple(one.url for one in (*tried, closed)))
+    plan = dispatch_of(dashboards=tuple(one.url for one in (*tried, closed)))
     for one in tried:
         one.is_closing = True  # nobody will ask these twice
     found = find_dashboard(plan)
@@ -903,7 +911,7 @@ def files(tmp_path, monkeypatch) -> str:
 
 
 def test_the_secrets_are_gone_when_all_is_decided(serve, files, told):
-    plan = chain(link("a", secrets=("KEY",)))
+    plan = dispatch_of(job_spec("a", secrets=("KEY",)))
     ray = serve(plan)
     ray.is_closing = True
     plan = replace(plan, dashboards=(ray.url,))
@@ -914,7 +922,7 @@ def test_the_secrets_are_gone_when_all_is_decided(serve, files, told):
 
 
 def test_a_dispatcher_without_an_owner_ends_with_a_code_of_its_own(serve, files, told):
-    plan = chain(link("a", secrets=("KEY",)), max_in_flight=7)
+    plan = dispatch_of(job_spec("a", secrets=("KEY",)), max_in_flight=7)
     ray = serve(plan)
     ray.is_closing = True
     plan = replace(plan, dashboards=(ray.url,))

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from nemo_run_ray.remote.dispatch.rest import Refused, Rest, Unanswered, candidates
+from nemo_run_ray.remote.dispatch.rest import RequestRefused, Rest, Unanswered, candidates
 from tests.http_server import Handler, serving
 
 VERSION = json.dumps({"version": "4", "ray_version": "2.60.0", "session_name": "session_1"})
@@ -288,7 +288,7 @@ def test_a_taken_id_is_no_error(script, status, text):
 @pytest.mark.parametrize("status", [400, 405, 409, 413, 422])
 def test_what_ray_refuses_is_refused_for_good(script, status):
     script.says(status, "Traceback:\nTypeError: metadata values must be strings\n")
-    with pytest.raises(Refused, match=f"metadata values must be strings.*HTTP {status}"):
+    with pytest.raises(RequestRefused, match=f"metadata values must be strings.*HTTP {status}"):
         Rest(script.url).post(BODY)
 
 
@@ -312,7 +312,7 @@ def test_what_somebody_before_ray_refuses_may_pass(script, status):
 )
 def test_the_last_words_of_an_answer_are_told(script, text, words):
     script.says(400, text)
-    with pytest.raises(Refused) as refused:
+    with pytest.raises(RequestRefused) as refused:
         Rest(script.url).post(BODY)
     assert str(refused.value) == f"Ray refuses it: {words} (HTTP 400)"
 

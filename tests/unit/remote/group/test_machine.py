@@ -20,10 +20,10 @@ from nemo_run_ray.remote.group.machine import (
     Lost,
     Outcome,
     Placed,
+    PlacementRefused,
     Prepare,
     Prepared,
     Ready,
-    Refused,
     ReplicaId,
     ReplicaState,
     Start,
@@ -40,7 +40,7 @@ _NOTED = Outcome(9, Cause.EXIT_CODE, "noted before")
 
 def _of_the_whole_group() -> list[Event]:
     causes = [Cause.INFEASIBLE, Cause.NOT_PLACED]
-    return [Placed(), Stop(), *(Refused(cause, "no room") for cause in causes)]
+    return [Placed(), Stop(), *(PlacementRefused(cause, "no room") for cause in causes)]
 
 
 def _of_one(replica_id: ReplicaId) -> list[Event]:
@@ -582,7 +582,7 @@ def test_a_service_that_ends_after_a_stop_is_not_started_again():
 
 @pytest.mark.parametrize("cause", [Cause.INFEASIBLE, Cause.NOT_PLACED])
 def test_a_refused_placing_finishes_with_its_cause(cause):
-    group, actions = step(_in(Phase.PLACING), Refused(cause, "CPU 900"))
+    group, actions = step(_in(Phase.PLACING), PlacementRefused(cause, "CPU 900"))
     assert actions == [Finish(Outcome(1, cause, "CPU 900"))]
     assert group.phase is Phase.OVER
 

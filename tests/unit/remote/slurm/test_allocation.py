@@ -15,7 +15,7 @@ from nemo_run_ray.remote.lost_ends import LOG_FILE
 from nemo_run_ray.remote.node.output import end_mark
 from nemo_run_ray.remote.slurm.allocation import KEEP, RELEASED, USERS, Allocation
 from nemo_run_ray.remote.slurm.renewal import Renewal
-from nemo_run_ray.remote.slurm.run_folder import End, HeadAddress
+from nemo_run_ray.remote.slurm.run_folder import HeadAddress, RunEnd
 from tests.fake_ray import EXIT_CODE_IS_LOST
 from tests.http_server import Handler, serving
 from tests.unit.remote.slurm.test_slurm_decide import _SETTINGS
@@ -52,7 +52,7 @@ class World:
         """Why it ends so many seconds later; empty while it goes on."""
         self.now += seconds
         end = self.allocation.end(self.head)
-        assert end is None or end == End(0, end.why)
+        assert end is None or end == RunEnd(0, end.why)
         return "" if end is None else end.why
 
 
@@ -111,7 +111,7 @@ def test_a_folder_that_cannot_be_read_ends_nothing(world):
 def test_an_end_that_ray_has_lost_is_in_the_table_of_the_next_allocation(world):
     lost = {"submission_id": "one", "driver_node_id": "n1", "metadata": {NONCE_KEY: "a" * 16}}
     world.rows.append({**lost, **EXIT_CODE_IS_LOST})
-    world.allocation.keep_last_table(world.head, End(0, "its walltime is over", True))
+    world.allocation.keep_last_table(world.head, RunEnd(0, "its walltime is over", True))
     (row,) = json.loads((world.life / TABLE).read_text())
     assert (row["status"], row["driver_exit_code"]) == ("SUCCEEDED", 0)
 
@@ -120,7 +120,7 @@ def test_an_end_that_ray_has_lost_is_in_the_table_of_the_next_allocation(world):
 def test_the_last_table_is_asked_for_again_where_chains_go_on(world, capfd, refusals, is_kept):
     world.rows.append({"submission_id": "one", "status": "SUCCEEDED"})
     world.refusals.extend([500] * refusals)
-    world.allocation.keep_last_table(world.head, End(0, "its walltime is over", True))
+    world.allocation.keep_last_table(world.head, RunEnd(0, "its walltime is over", True))
     assert (world.life / TABLE).exists() == is_kept
     assert ("does not tell its job table" in capfd.readouterr().out) == (not is_kept)
 

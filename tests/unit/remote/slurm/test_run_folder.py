@@ -6,10 +6,10 @@ import subprocess
 
 from nemo_run_ray.remote.slurm.run_folder import (
     LATE_ROUNDS,
-    End,
     HeadAddress,
     NodeReport,
     Pulse,
+    RunEnd,
     RunFolder,
 )
 
@@ -77,8 +77,8 @@ def test_a_file_that_cannot_be_read_now_is_looked_at_again(tmp_path, monkeypatch
 def test_the_first_end_holds(tmp_path):
     folder = RunFolder(str(tmp_path), 0)
     assert folder.end() is None
-    assert folder.publish_end(End(3, "the driver")) == End(3, "the driver")
-    assert folder.publish_end(End(143, "cancelled")) == End(3, "the driver")
+    assert folder.publish_end(RunEnd(3, "the driver")) == RunEnd(3, "the driver")
+    assert folder.publish_end(RunEnd(143, "cancelled")) == RunEnd(3, "the driver")
     assert (tmp_path / "exit_code").read_text() == "3\n"
 
 

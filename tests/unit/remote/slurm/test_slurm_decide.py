@@ -5,9 +5,9 @@ from dataclasses import replace
 
 import pytest
 
-from nemo_run_ray.remote.slurm.decide import CLUSTER_FAILED, Ready, View, Wait, decide
-from nemo_run_ray.remote.slurm.run_folder import End, NodeReport
-from nemo_run_ray.remote.slurm.settings import Settings, Sidecar
+from nemo_run_ray.remote.slurm.decide import CLUSTER_FAILED, ClusterReady, View, Wait, decide
+from nemo_run_ray.remote.slurm.run_folder import NodeReport, RunEnd
+from nemo_run_ray.remote.slurm.settings import Settings, SidecarSpec
 
 _SETTINGS = Settings(
     run="/run",
@@ -39,7 +39,7 @@ _WHOLE = View(
 
 
 def test_a_whole_cluster_is_ready():
-    assert decide(_SETTINGS, _WHOLE) == Ready(2)
+    assert decide(_SETTINGS, _WHOLE) == ClusterReady(2)
 
 
 @pytest.mark.parametrize(
@@ -57,7 +57,7 @@ def test_what_is_missing_is_said_and_has_an_end(changes, what):
     waiting = decide(_SETTINGS, view)
     assert isinstance(waiting, Wait)
     late = decide(_SETTINGS, replace(view, elapsed_s=600))
-    assert isinstance(late, End)
+    assert isinstance(late, RunEnd)
     assert late.code == CLUSTER_FAILED
     assert re.search(what, waiting.what)
     assert "within" in late.why
@@ -67,23 +67,23 @@ def test_a_node_that_writes_nothing_is_named_after_a_minute():
     """Its folder is not the others', or the step has not begun there."""
     view = replace(_WHOLE, reports={0: _REPORTS[0], 2: _REPORTS[2]}, elapsed_s=60)
     end = decide(_SETTINGS, view)
-    assert isinstance(end, End)
+    assert isinstance(end, RunEnd)
     assert "n2 has not written into /run within 60 s, which node n1 sees" in end.why
 
 
 def test_fewer_workers_may_do():
     settings = replace(_SETTINGS, min_workers=1)
     view = replace(_WHOLE, reports={0: _REPORTS[0], 1: _REPORTS[1]}, elapsed_s=60)
-    assert decide(settings, view) == Ready(1)
+    assert decide(settings, view) == ClusterReady(1)
 
 
 def test_the_cluster_waits_for_its_sidecars():
-    settings = replace(_SETTINGS, sidecars=(Sidecar("box", "x"),))
+    settings = replace(_SETTINGS, sidecars=(SidecarSpec("box", "x"),))
     ready = {rank: replace(one, ready=["box"]) for rank, one in _REPORTS.items()}
     waiting = decide(settings, replace(_WHOLE, reports={**ready, 1: _REPORTS[1]}))
     assert isinstance(waiting, Wait)
     assert "box on n2" in waiting.what
-    assert decide(settings, replace(_WHOLE, reports=ready)) == Ready(2)
+    assert decide(settings, replace(_WHOLE, reports=ready)) == ClusterReady(2)
 
 
 _BROKEN = {
@@ -96,7 +96,7 @@ _BROKEN = {
 @pytest.mark.parametrize("how", _BROKEN)
 def test_the_death_of_a_worker_ends_the_cluster_and_names_it(how):
     end = decide(_SETTINGS, replace(_WHOLE, was_ready=True, **_BROKEN[how]))
-    assert isinstance(end, End)
+    assert isinstance(end, RunEnd)
     assert end.code == CLUSTER_FAILED
     assert "n3 (rank 2)" in end.why
 
@@ -105,7 +105,7 @@ def test_the_death_of_a_worker_ends_the_cluster_and_names_it(how):
 def test_before_it_is_ready_a_bad_node_may_be_one_too_many(how):
     settings = replace(_SETTINGS, min_workers=1)
     alive = frozenset(_REPORTS[rank].address for rank in (0, 1))
-    assert decide(settings, replace(_WHOLE, alive=alive, **_BROKEN[how])) == Ready(1)
+    assert decide(settings, replace(_WHOLE, alive=alive, **_BROKEN[how])) == ClusterReady(1)
 
 
 @pytest.mark.parametrize("how", _BROKEN)
@@ -113,18 +113,18 @@ def test_a_cluster_may_go_on_without_a_worker(how):
     settings = replace(_SETTINGS, fail_fast=False)
     view = replace(_WHOLE, **_BROKEN[how])
     if how != "lost":  # Ray is asked for lost nodes of a cluster that was ready
-        assert isinstance(decide(settings, view), End), "not before it was ready"
-    assert isinstance(decide(settings, replace(view, was_ready=True)), Ready)
+        assert isinstance(decide(settings, view), RunEnd), "not before it was ready"
+    assert isinstance(decide(settings, replace(view, was_ready=True)), ClusterReady)
 
 
 def test_the_head_itself_is_always_needed():
     settings = replace(_SETTINGS, fail_fast=False)
     reports = {**_REPORTS, 0: replace(_REPORTS[0], failed="the sidecar box has ended")}
     end = decide(settings, replace(_WHOLE, was_ready=True, reports=reports))
-    assert isinstance(end, End)
+    assert isinstance(end, RunEnd)
     assert "n1 (rank 0): the sidecar box" in end.why
 
 
 def test_a_short_gap_in_rays_list_is_no_loss():
     view = replace(_WHOLE, was_ready=True, missing_for_s={2: 10.0})
-    assert isinstance(decide(_SETTINGS, view), Ready)
+    assert isinstance(decide(_SETTINGS, view), ClusterReady)

@@ -13,7 +13,7 @@ import pytest
 from nemo_run_ray.remote.dispatch.time_left import TimeLeft, time_left
 from nemo_run_ray.remote.slurm.decide import CLUSTER_FAILED
 from nemo_run_ray.remote.slurm.renewal import Renewal
-from nemo_run_ray.remote.slurm.run_folder import End, HeadAddress, RunFolder
+from nemo_run_ray.remote.slurm.run_folder import HeadAddress, RunEnd, RunFolder
 from nemo_run_ray.remote.slurm.spool import Spool
 from tests.http_server import Handler, serving
 from tests.unit.remote.slurm.test_slurm_decide import _SETTINGS
@@ -25,12 +25,12 @@ _DISPATCHER = {"submission_id": "d", "status": "RUNNING"}
 @pytest.fixture
 def life(tmp_path) -> Path:
     """The second allocation of a cluster with one chain: the dispatcher d, the jobs a and b."""
-    chain = tmp_path / "chains" / "d"
-    chain.mkdir(parents=True)
-    (chain / "ids").write_text("d\na\nb\n")
+    dispatch = tmp_path / "dispatches" / "d"
+    dispatch.mkdir(parents=True)
+    (dispatch / "ids").write_text("d\na\nb\n")
     body = {"submission_id": "d", "entrypoint": "run @submission_id@", "metadata": {"k": "v"}}
-    (chain / "start.json").write_text(json.dumps({"body": body, "archives": ["x.zip"]}))
-    (chain / "x.zip").write_bytes(b"code")
+    (dispatch / "start.json").write_text(json.dumps({"body": body, "archives": ["x.zip"]}))
+    (dispatch / "x.zip").write_bytes(b"code")
     for number, run in (1, "7.0"), (2, "8.0"):
         (tmp_path / "lives" / str(number) / "run" / run).mkdir(parents=True)
     (tmp_path / "lives/2/renewed").touch()
@@ -87,7 +87,7 @@ def test_a_chain_that_is_decided_keeps_its_ids_alone(life):
     assert found.end([_DISPATCHER, _DONE], is_idle=False) is not None
     rows = [_DONE, {"submission_id": "d", "status": "SUCCEEDED"}]
     assert found.end(rows, is_idle=False) is None
-    assert [path.name for path in (life.parent.parent / "chains/d").iterdir()] == ["ids"]
+    assert [path.name for path in (life.parent.parent / "dispatches/d").iterdir()] == ["ids"]
 
 
 def test_what_is_left_needs_more_time(life):
@@ -148,9 +148,9 @@ def test_a_dispatcher_knows_when_it_ends(life):
 
 def test_the_jobs_script_is_told(tmp_path):
     folder = RunFolder(str(tmp_path), 0)
-    folder.publish_end(End(0, "its walltime is over", True))
+    folder.publish_end(RunEnd(0, "its walltime is over", True))
     assert (tmp_path / "renews").exists()
-    assert folder.end() == End(0, "its walltime is over", True)
+    assert folder.end() == RunEnd(0, "its walltime is over", True)
 
 
 class Dashboard(Handler):
@@ -221,7 +221,7 @@ def test_a_request_that_failed_is_not_made_again_at_once(life, dashboard):
 
 def test_a_chain_that_never_goes_on_holds_no_allocation(life, dashboard, capfd):
     head, _ = dashboard
-    (life.parent.parent / "chains/d/start.json").unlink()
+    (life.parent.parent / "dispatches/d/start.json").unlink()
     now = [0.0]
     spool = spool_of(life, now)
     while spool.is_busy:
@@ -271,12 +271,12 @@ def test_earlier_tables_that_cannot_be_read_are_read_later(life, dashboard, capf
 
 
 def test_an_allocation_that_goes_on_with_nothing_forgets_the_code_of_other_chains(life):
-    chain = life.parent.parent / "chains/d"
+    dispatch = life.parent.parent / "dispatches/d"
     Spool(settings(life), "").clear()
-    assert len(list(chain.iterdir())) == 3, "it goes on with them"
+    assert len(list(dispatch.iterdir())) == 3, "it goes on with them"
     (life / "renewed").unlink()
     Spool(settings(life), "").clear()
-    assert [path.name for path in chain.iterdir()] == ["ids"], "old tables are read by them"
+    assert [path.name for path in dispatch.iterdir()] == ["ids"], "old tables are read by them"
 
 
 def test_code_that_cannot_be_looked_for_is_not_removed(life, monkeypatch):
@@ -292,13 +292,13 @@ def test_code_that_cannot_be_looked_for_is_not_removed(life, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(os, "stat", broken)
         assert found.end([_DISPATCHER, _DONE], is_idle=False) is None
-    assert (life.parent.parent / "chains/d/x.zip").exists()
+    assert (life.parent.parent / "dispatches/d/x.zip").exists()
     assert found.end([_DISPATCHER, _DONE], is_idle=False) is not None
 
 
 def test_chains_that_cannot_be_read_now_renew_nothing_yet(life):
     found = renewal(life, [9_999.0])
-    ids = life.parent.parent / "chains/d/ids"
+    ids = life.parent.parent / "dispatches/d/ids"
     ids.unlink()
     ids.mkdir()
     assert found.end([_DISPATCHER, _DONE], is_idle=False) is None
