@@ -25,6 +25,7 @@ from torchx.specs import AppState, make_app_handle
 
 from nemo_run_ray import patches, plain_errors
 from nemo_run_ray.cluster_files import from_file
+from nemo_run_ray.clusters import Cluster
 from nemo_run_ray.errors import ConfigError, UnsupportedNemoRun
 from nemo_run_ray.executor import ON_SUBCLASS, RayExecutor
 from nemo_run_ray.executor_file import FROM_FILE
@@ -33,19 +34,25 @@ from nemo_run_ray.remote.files import write_file
 from nemo_run_ray.skills.patch import SkillsExecutorPatch
 
 log = logging.getLogger(__name__)
+#: NeMo-Run's lists of executors whose jobs run side by side, and go on without their client.
+_SUPPORTED = ("_PARALLEL_SUPPORTED_EXECUTORS", "_DETACH_SUPPORTED_EXECUTORS")
 
 
 def register() -> None:
-    """Tell NeMo-Run about ``RayExecutor``; a second call changes nothing."""
+    """Tell NeMo-Run about ``RayExecutor``; a second call changes nothing.
+
+    Raises:
+        AttributeError, KeyError, TypeError: NeMo-Run has no such registries; nothing was changed.
+    """
+    dependency = vars(Experiment)["_DEPENDENCY_SUPPORTED_EXECUTORS"]
     for kind in _classes():
         _register_class(kind)
     if _register_class not in ON_SUBCLASS:
         ON_SUBCLASS.append(_register_class)
         FROM_FILE.append(from_file)
     REVERSE_EXECUTOR_MAPPING[SCHEDULER] = RayExecutor
-    if not isinstance(vars(Experiment)["_DEPENDENCY_SUPPORTED_EXECUTORS"], _OwnOrder):
-        known = Experiment._DEPENDENCY_SUPPORTED_EXECUTORS
-        Experiment._DEPENDENCY_SUPPORTED_EXECUTORS = _OwnOrder(known)
+    if not isinstance(dependency, _OwnOrder):
+        Experiment._DEPENDENCY_SUPPORTED_EXECUTORS = _OwnOrder(dependency)
     factory(ray, target=Executor)
     plain_errors.install()
     try:
@@ -58,10 +65,11 @@ def register() -> None:
 
 def _register_class(kind: type) -> None:
     """Enter one class: NeMo-Run looks the very class of an executor up, not its bases."""
+    # All are read before the first is set: on an unknown structure none is changed.
+    known = {name: tuple(getattr(Experiment, name)) for name in _SUPPORTED}
     # Other modules of NeMo-Run hold this very dictionary: it is extended, never replaced.
     EXECUTOR_MAPPING[kind] = SCHEDULER
-    for name in ("_PARALLEL_SUPPORTED_EXECUTORS", "_DETACH_SUPPORTED_EXECUTORS"):
-        classes = getattr(Experiment, name)
+    for name, classes in known.items():
         if kind not in classes:
             setattr(Experiment, name, (*classes, kind))
 
@@ -111,7 +119,17 @@ def _is_on_one_cluster(experiment: Experiment) -> bool:
     executors = [executor for job in experiment.jobs for executor in _executors(job)]
     if not all(isinstance(executor, RayExecutor) for executor in executors):
         return False
-    return len({json.dumps(executor.resolve_cluster().record()) for executor in executors}) <= 1
+    # An experiment may have thousands of jobs, and is asked for each: one of a kind is resolved.
+    kinds = {_named_cluster(executor): executor for executor in executors}
+    records = {json.dumps(executor.resolve_cluster().record()) for executor in kinds.values()}
+    return len(records) <= 1
+
+
+def _named_cluster(executor: RayExecutor) -> tuple[str | None, ...]:
+    """A key that is equal for executors whose fields name the same cluster."""
+    cluster = executor.cluster
+    name = json.dumps(cluster.record()) if isinstance(cluster, Cluster) else cluster
+    return name, executor.address, executor.pool
 
 
 def _executors(job: Any) -> list[Any]:

@@ -98,7 +98,8 @@ class RayJobsScheduler(SchedulerMixin, Scheduler[Any]):
 
     def _in_order(self, planned: JobPlan, batch: Batch) -> JobPlan:
         """The plan with the jobs of the experiment that it comes after."""
-        batch.is_ordered = registry.is_ordered_by_us(self._experiment)
+        if planned.job in batch.plans or not batch.plans:  # once for all jobs of a dry run
+            batch.is_ordered = registry.is_ordered_by_us(self._experiment)
         if not batch.is_ordered and planned.max_in_flight is not None:
             raise ConfigError(
                 f"RayExecutor.max_in_flight of {planned.job!r} is {planned.max_in_flight}, but the "

@@ -51,6 +51,26 @@ def test_twice_is_once():
 
 
 @pytest.mark.parametrize(
+    "lacks",
+    [
+        "_PARALLEL_SUPPORTED_EXECUTORS",
+        "_DETACH_SUPPORTED_EXECUTORS",
+        "_DEPENDENCY_SUPPORTED_EXECUTORS",
+    ],
+)
+def test_a_nemo_run_that_lacks_one_list_is_left_as_it_is(monkeypatch, caplog, lacks):
+    monkeypatch.delattr(Experiment, lacks)
+    for kind in (RayExecutor, TeamExecutor, Own):
+        monkeypatch.delitem(EXECUTOR_MAPPING, kind)
+    before = dict(vars(Experiment))
+    monkeypatch.setattr(nemo_run_ray.nemo.log, "handlers", [caplog.handler])
+    nemo_run_ray.nemo.register()
+    assert lacks in caplog.records[0].getMessage()
+    assert dict(vars(Experiment)) == before
+    assert RayExecutor not in EXECUTOR_MAPPING
+
+
+@pytest.mark.parametrize(
     "broken", ["nemo_run.run.torchx_backend.schedulers.api", "nemo_run.run.experiment"]
 )
 def test_a_nemo_run_with_other_registries_gets_one_warning(monkeypatch, caplog, broken):
