@@ -101,7 +101,12 @@ def _await(runner: socket.socket, told: int) -> bytes:
             os.read(told, 1024)
             _send(runner, b"T")
         if runner.fileno() in ready:
-            data = runner.recv(4096)
+            try:
+                data = runner.recv(4096)
+            except (
+                ConnectionResetError
+            ):  # it ended before it read the last signal: its answer comes
+                continue
             if not data:
                 return answer
             answer += data

@@ -438,3 +438,36 @@ def test_a_full_disk_costs_the_output_and_nothing_else(tmp_path):
     assert done.returncode == 3
     commands = [process.info["cmdline"] for process in psutil.process_iter(["cmdline"])]
     assert ["sleep", mark] not in commands
+
+
+_STOPPED_TWICE = """
+import os, sys
+sys.path.insert(0, sys.argv[1])
+from nemo_run_ray.remote.node.process import guard
+
+def work(runner):
+    print("working", flush=True)
+    sys.stdin.readline()  # the second order comes while nobody reads the first one
+    runner.ending = "done"
+    return 7
+
+print(guard("stopped-twice", work), flush=True)
+"""
+
+
+def test_orders_that_nobody_read_take_no_answer_away():
+    """Slurm, and Ray too, say SIGTERM more than once; a socket that is closed unread is reset."""
+    root = str(Path(nemo_run_ray.__file__).parent.parent)
+    words = [sys.executable, "-c", _STOPPED_TWICE, root]
+    pipe = subprocess.PIPE
+    with subprocess.Popen(words, stdin=pipe, stdout=pipe, stderr=pipe, text=True) as guarded:
+        assert guarded.stdout is not None
+        assert guarded.stdin is not None
+        assert guarded.stdout.readline() == "working\n"
+        for _ in range(3):
+            guarded.send_signal(signal.SIGTERM)
+            time.sleep(0.2)  # so that each is an order of its own
+        guarded.stdin.write("\n")
+        guarded.stdin.flush()
+        told, errors = guarded.communicate(timeout=30)
+    assert told == "(7, 'done')\n", errors
