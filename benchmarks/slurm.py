@@ -1,47 +1,65 @@
-"""Ray in a Slurm allocation: requests at the controller and seconds until the driver has ended.
+"""Ray in a Slurm allocation: requests at the controller and seconds until the driver starts.
 
-NeMo-Run's script and ours side by side, on a real Slurm of hosts on this machine, with a ``ray``
-that starts no Ray: what is measured is the way to a cluster, not Ray.
+NeMo-Run's script and this package's side by side, on a real Slurm of hosts on this machine. With a
+``ray`` that starts no Ray the way to a cluster is measured, not Ray; with the real one there is one
+round for each number of nodes.
 """
 
 from __future__ import annotations
 
 import statistics
+import sys
 import tempfile
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import nemo_run as run
 from nemo_run.run.ray.job import RayJob
 
 from benchmarks.common import Add, quietly
 from nemo_run_ray import patches
-from tests.slurm.conftest import BIN, Slurm
+from tests.slurm.conftest import BIN, PYTHON, Slurm
 
 ROUNDS = 3
 #: Numbers of nodes, and up to which one NeMo-Run's script is measured: it takes minutes at 64.
-NODES, THEIRS_MAX = (1, 4, 16, 64), 16
+NODES, THEIRS_MAX = (1, 2, 4, 8, 16, 64), 16
+#: The same with the real Ray, of which eight need most of the two CPUs that this is made for.
+REAL_NODES, REAL_THEIRS_MAX = (1, 2, 4, 8), 2
 #: What NeMo-Run's script writes into the root of a node's file system.
 _LITTER = ("/launch-head.sh", "/launch-worker.sh")
 
 
+class _Kind(NamedTuple):
+    """What is measured: the patch, the folders of commands, further fields of the executor."""
+
+    patch: str
+    path: str
+    fields: dict[str, Any]
+
+
 def measure() -> dict[str, Any]:
-    """By the number of nodes: requests and seconds, for each script, and this package's ratio."""
+    """By the number of nodes: requests and seconds, for each script."""
     results: dict[str, Any] = {}
     litter = [Path(name) for name in _LITTER if not Path(name).exists()]
+    light = f"{BIN}:{PYTHON}"
+    ours, theirs = _Kind("slurm_ray", light, {}), _Kind("", light, {})
     with tempfile.TemporaryDirectory(prefix="nemo-run-ray-bench-") as folder:
         for nodes in NODES:
-            slurm = Slurm(Path(folder), nodes)
-            slurm.bed("up", str(nodes))
-            try:
-                slurm.bed("slurm")
-                row = {"ours": _rounds(slurm, nodes, "slurm_ray")}
-                if nodes <= THEIRS_MAX:
-                    row["NeMo-Run"] = _rounds(slurm, nodes, "")
-                results[str(nodes)] = row
-            finally:
-                slurm.bed("down")
+            kinds = {"ours": ours}
+            if nodes <= THEIRS_MAX:
+                kinds["NeMo-Run"] = theirs
+            if nodes == 4:
+                kinds["ours, command_srun_args"] = ours._replace(
+                    fields={"srun_args": ["--comment=x"]}
+                )
+            results[str(nodes)] = _on(Path(folder), nodes, kinds, ROUNDS)
+        real = f"{_tools(Path(folder))}:{Path(sys.executable).parent}"
+        for nodes in REAL_NODES:
+            kinds = {"ours, real Ray": _Kind("slurm_ray", real, {})}
+            if nodes <= REAL_THEIRS_MAX:
+                kinds["NeMo-Run, real Ray"] = _Kind("", real, {})
+            results[f"{nodes}, real"] = _on(Path(folder), nodes, kinds, 1)
     for path in litter:
         path.unlink(missing_ok=True)
     return results
@@ -50,31 +68,57 @@ def measure() -> dict[str, Any]:
 def show(found: dict[str, Any], add: Add) -> None:
     for nodes, row in found.items():
         for name, one in row.items():
-            median, low, high = one["seconds"]
-            requests = one["requests"][0]
+            median, low, high = one["starts_s"]
+            requests = one["requests"]
             add(
-                f"Ray on Slurm, {nodes} nodes, {name}: to the driver's end",
+                f"Ray on Slurm, {nodes.partition(',')[0]} nodes, {name}: until the driver starts",
                 f"{median:.1f} s ({low:.1f} to {high:.1f}), {requests:g} requests",
-                "≤ 10 requests" if name == "ours" else "",
+                "" if name.startswith("NeMo-Run") else "≤ 10 requests",
             )
-    least, most = (found[str(nodes)]["ours"]["seconds"][0] for nodes in (NODES[1], NODES[-1]))
-    add(f"the same, {NODES[-1]} nodes / {NODES[1]} nodes", f"{most / least:.2f}", "≤ 1.5")
+    least, most = found["4"]["ours"], found[str(NODES[-1])]["ours"]
+    ratio = most["starts_s"][0] / least["starts_s"][0]
+    add(f"the same, {NODES[-1]} nodes / 4 nodes", f"{ratio:.2f}", "≤ 1.5")
 
 
-def _rounds(slurm: Slurm, nodes: int, patch: str) -> dict[str, Any]:
-    found = [_once(slurm, nodes, patch, f"n{nodes}{patch}{number}") for number in range(ROUNDS)]
-    seconds = [one[0] for one in found]
+def _tools(folder: Path) -> Path:
+    """A folder with the commands that the hosts lack, without the light ``ray``."""
+    tools = folder / "tools"
+    tools.mkdir()
+    for command in BIN.iterdir():
+        if command.name != "ray":
+            (tools / command.name).symlink_to(command)
+    return tools
+
+
+def _on(folder: Path, nodes: int, kinds: dict[str, _Kind], rounds: int) -> dict[str, Any]:
+    """Measure on so many hosts, one kind after the other in every round."""
+    slurm = Slurm(folder, nodes)
+    slurm.bed("up", str(nodes))
+    try:
+        slurm.bed("slurm")
+        found: dict[str, list[tuple[float, float, int]]] = {name: [] for name in kinds}
+        for number in range(rounds):
+            for place, (name, kind) in enumerate(kinds.items()):
+                title = f"n{nodes}-{place}-{number}{'-real' if 'real' in name else ''}"
+                found[name].append(_once(slurm, nodes, kind, title))
+    finally:
+        slurm.bed("down")
     return {
-        "seconds": [statistics.median(seconds), min(seconds), max(seconds)],
-        "requests": [
-            statistics.median(one[1] for one in found),
-            *sorted({one[1] for one in found}),
-        ],
+        name: {
+            "starts_s": _middle([one[0] for one in rows]),
+            "ends_s": _middle([one[1] for one in rows]),
+            "requests": statistics.median(one[2] for one in rows),
+        }
+        for name, rows in found.items()
     }
 
 
-def _once(slurm: Slurm, nodes: int, patch: str, name: str) -> tuple[float, int]:
-    """(seconds, requests) of one job whose driver ends at once."""
+def _middle(values: list[float]) -> list[float]:
+    return [statistics.median(values), min(values), max(values)]
+
+
+def _once(slurm: Slurm, nodes: int, kind: _Kind, name: str) -> tuple[float, float, int]:
+    """(seconds until the driver starts, until the job has ended, requests) of one job."""
     slurm.wait_idle()
     tunnel = run.LocalTunnel(job_dir=str(slurm.folder / "jobs"))
     executor = run.SlurmExecutor(
@@ -84,21 +128,23 @@ def _once(slurm: Slurm, nodes: int, patch: str, name: str) -> tuple[float, int]:
         time="00:30:00",
         tunnel=tunnel,
         packager=run.Packager(),
-        env_vars={"PATH": f"{BIN}:$PATH", "CPUS_PER_WORKER": "1"},
+        env_vars={"PATH": f"{kind.path}:$PATH", "CPUS_PER_WORKER": "1"},
+        **kind.fields,
     )
     (slurm.folder / "jobs" / name / "logs").mkdir(parents=True)
     work = slurm.folder / "work"
     work.mkdir(exist_ok=True)
-    undo = patches.apply(patch) if patch else lambda: True
+    mark = slurm.folder / f"{name}.started"
+    undo = patches.apply(kind.patch) if kind.patch else lambda: True
     try:
         slurm.forget_rpcs()
-        began = time.monotonic()
+        began = time.time()
         job = RayJob(name=name, executor=executor)
         with slurm.environment():
-            quietly(lambda: job.start(command="true", workdir=str(work)))
+            quietly(lambda: job.start(command=f"date +%s.%N > {mark}", workdir=str(work)))
         state = slurm.wait(str(job.backend.job_id), within_s=600)
-        took = time.monotonic() - began
+        ended = time.time()
     finally:
         undo()
     assert state == ("COMPLETED", "0:0"), (name, state)
-    return took, sum(slurm.rpcs().values())
+    return float(mark.read_text()) - began, ended - began, sum(slurm.rpcs().values())

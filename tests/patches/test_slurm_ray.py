@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import io
+import os
 import re
 import subprocess
 import sys
@@ -13,6 +14,7 @@ from typing import Any
 
 import nemo_run as run
 import pytest
+from nemo_run.core.execution.slurm import SlurmJobDetails
 from nemo_run.run.ray.slurm import SlurmRayCluster, SlurmRayRequest
 
 from nemo_run_ray import patches
@@ -167,6 +169,57 @@ def test_groups_of_a_heterogeneous_job(both):
     assert "export ROLE=r1" in ours.splitlines()
 
 
+def _folders(script: str) -> dict[str, str]:
+    """The folders and the prefix that the logs of a script have, as bash sees them."""
+    found = dict(re.findall(r"^export (LOG_DIR|CLUSTER_DIR)=(.*)$", script, re.MULTILINE))
+    return {name: value.strip("\"'") for name, value in found.items()}
+
+
+def test_logs_are_where_nemo_run_has_them(both):
+    """srun replaces %j in a log's name; a name in the script is replaced by the script."""
+    theirs, ours = both({"job_details": SlurmJobDetails(ray_log_prefix="run-%j-")}, command="true")
+    assert _folders(ours) == _folders(theirs)
+    assert _lines(theirs, r"-o \$LOG_DIR/run-%j-head\.log")
+    assert 'export NEMO_RUN_RAY_LOG_PREFIX="run-%j-"' in ours.splitlines()
+    text = "\n".join(
+        [
+            *_lines(ours, r"^export (LOG_DIR|NEMO_RUN_RAY_LOG_PREFIX)="),
+            *_lines(ours, r"^(LOG_DIR|NEMO_RUN_RAY_LOG_PREFIX)=.*%j"),
+            'echo "$LOG_DIR/${NEMO_RUN_RAY_LOG_PREFIX}head.log"',
+        ]
+    )
+    env = {"SLURM_JOB_ID": "871", "PATH": os.environ["PATH"]}
+    done = subprocess.run(["bash", "-eu"], input=text, env=env, text=True, capture_output=True)
+    assert done.stdout.strip().endswith("/run-871-head.log"), done.stderr
+    assert "%j" not in done.stdout
+
+
+def test_nsight_is_changed_as_nemo_runs_script_changes_it(both):
+    theirs, ours = both()
+    (change, *_) = _lines(theirs, r"^sed -i .*nsight\.py$")
+    assert _lines(ours, r"^sed -i .*nsight\.py")[0].startswith(change.partition(" /opt")[0])
+
+
+def test_a_shell_on_a_worker_has_its_gres(both):
+    theirs, ours = both({"gres": "gpu:4", "nodes": 3})
+    assert "--gres=gpu:4" in _lines(theirs, r"container-name=ray-worker-\\\$WORKER_NUM")[0]
+    assert _lines(ours, r'^\[\[ "\\\$WORKER_NUM" -eq 0 \]\] .*--gres=gpu:4')
+
+
+@pytest.mark.parametrize("template", ["ray.sub.j2", "ray_enroot.sub.j2"])
+def test_commands_may_use_the_names_of_nemo_runs_script(both, template):
+    """Its ports with its defaults, its counts and addresses, also in lines before Ray."""
+    theirs, ours = both(template_name=template, command="true")
+    defaults = dict(re.findall(r"^([A-Z_]+_PORT|PORT)=\$\{\w+:-(\d+)\}", theirs, re.MULTILINE))
+    assert len(defaults) == 11
+    before = ours.partition("# Ray cluster setup")[0]
+    for name, port in defaults.items():
+        assert f'"${{{name}:={port}}}"' in before
+    for name in ("head_node_ip", "ip_head", "gpus_per_node", "NUM_ACTORS", "num_retries"):
+        assert _lines(theirs, rf"^{name}=")
+        assert _lines(before, rf"^{name}=")
+
+
 def test_a_template_of_the_users_own_stays(both, tmp_path):
     (tmp_path / "ray.sub.j2").write_text("mine {{ log_dir }}")
     theirs, ours = both(template_dir=str(tmp_path))
@@ -197,6 +250,36 @@ def test_a_dry_run_makes_no_folder(tmp_path, capsys):
         patches.undo("slurm_ray")
     assert "node.pyz" in capsys.readouterr().out
     assert not (tmp_path / "jobs").exists()
+
+
+def test_a_task_of_an_experiment_that_asks_for_a_ray_cluster_gets_this_script(tmp_path, unique):
+    """The other caller in NeMo-Run: a task with ``use_with_ray_cluster``."""
+
+    def script() -> str:
+        tunnel = run.LocalTunnel(job_dir=str(tmp_path / "jobs"))
+        executor = run.SlurmExecutor(
+            account="a",
+            partition="p",
+            tunnel=tunnel,
+            container_image="x:1",
+            packager=run.Packager(),
+        )
+        task = run.Script(inline="train", metadata={"use_with_ray_cluster": True})
+        with run.Experiment(unique, executor=executor, id=f"{unique}_1") as experiment:
+            experiment.add(task, name="job")
+            experiment.dryrun(log=False, exist_ok=True)
+        return str(experiment.jobs[0]._dryrun_info.request.materialize())
+
+    theirs = script()
+    patches.apply("slurm_ray")
+    try:
+        ours = script()
+    finally:
+        patches.undo("slurm_ray")
+    assert "node.pyz" not in theirs
+    assert "node.pyz" in ours
+    assert _lines(ours, "^#SBATCH") == _lines(theirs, "^#SBATCH")
+    assert _lines(ours, "^COMMAND(_WORKDIR)?=") == _lines(theirs, "^COMMAND(_WORKDIR)?=")
 
 
 def test_a_nemo_run_without_the_seam_is_refused(monkeypatch):

@@ -23,6 +23,8 @@ from tests.hosts import own_set
 
 _TESTBED = Path(__file__).parent.parent / "hosts" / "testbed.py"
 BIN = Path(__file__).parent / "bin"
+#: The folder of this interpreter: the shim of a version manager costs more than the node program.
+PYTHON = Path(sys.executable).resolve().parent
 #: Hosts of these tests. The first one is the head of every cluster that has them all.
 COUNT = 4
 #: Each test process has a set of its own, beside those of the hosts' tests.
@@ -217,7 +219,7 @@ Start = Callable[..., RayOnSlurm]
 def start(slurm: Slurm, unique: str, tmp_path, monkeypatch) -> Iterator[Start]:
     """Submit a driver; further arguments are the executor's."""
     monkeypatch.setenv("SLURM_CONF", slurm.conf)
-    monkeypatch.setenv("PATH", f"{BIN}:{os.environ['PATH']}")  # NeMo-Run asks sacct, too
+    monkeypatch.setenv("PATH", f"{BIN}:{PYTHON}:{os.environ['PATH']}")  # NeMo-Run asks sacct, too
     workdir = tmp_path / "code"
     workdir.mkdir()
     (workdir / "shipped.txt").write_text("here\n")
@@ -231,15 +233,18 @@ def start(slurm: Slurm, unique: str, tmp_path, monkeypatch) -> Iterator[Start]:
         jobs_in: str = "jobs",
         **fields,
     ) -> RayOnSlurm:
-        variables = {"PATH": f"{BIN}:$PATH", "PYXIS_LOG": str(tmp_path / "pyxis"), **(env or {})}
+        variables = {
+            "PATH": f"{BIN}:{PYTHON}:$PATH",
+            "PYXIS_LOG": str(tmp_path / "pyxis"),
+            **(env or {}),
+        }
         executor = run.SlurmExecutor(
             account="root",
             partition="batch",
-            time="00:05:00",
             tunnel=run.LocalTunnel(job_dir=str(slurm.folder / jobs_in)),
             packager=run.Packager(),
             env_vars=variables,
-            **{"nodes": COUNT, "ntasks_per_node": 1, **fields},
+            **{"nodes": COUNT, "ntasks_per_node": 1, "time": "00:05:00", **fields},
         )
         name = f"{unique}{name or len(jobs)}"
         job = RayJob(name=name, executor=executor)

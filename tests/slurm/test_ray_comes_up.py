@@ -11,10 +11,13 @@ import tempfile
 import time
 from pathlib import Path
 
+import nemo_run as run
 import pytest
+from nemo_run.run.ray.slurm import SlurmRayRequest
 
+from nemo_run_ray import patches
 from tests.conftest import wait_for
-from tests.slurm.conftest import BIN, RayOnSlurm
+from tests.slurm.conftest import BIN, PYTHON, RayOnSlurm
 
 #: Debian's "daemon": a user that Slurm can look up on any machine.
 _OTHER_USER = 1
@@ -75,6 +78,55 @@ def test_who_writes_nemo_runs_file_ends_the_cluster(slurm, start):
     assert "ENDED" in job.why
 
 
+def test_the_end_of_the_job_before_does_not_end_this_one(slurm, start):
+    """Slurm may still complete that one while this one has nodes."""
+    job = start("sleep 5; exit 3", nodes=1)
+    job.wait_ready()
+    (job.logs / "ENDED").write_text("999999.0\n")
+    info = job.folder / "ray_cluster_info.json"
+    info.write_text(info.read_text().replace(f"{job.job}.0", "999999.0"))
+    assert job.wait() == ("FAILED", "3:0")
+    assert job.log("ENDED") == f"{job.job}.0\n"
+    assert info.exists(), "it is another job's"
+    info.unlink()
+
+
+def test_a_driver_sees_what_nemo_runs_has_and_no_ranks(slurm, start):
+    job = start(
+        "echo $PORT $NUM_ACTORS $num_retries; "
+        "env | grep -E '^(SLURM_PROCID|SLURM_NTASKS|CUDA_VISIBLE_DEVICES)='",
+        nodes=2,
+        setup_lines='echo "setup on $head_node_ip, $ip_head"',
+    )
+    assert job.wait() == ("COMPLETED", "0:0")
+    first, *rest = job.log("ray-job.log").splitlines()
+    assert first.startswith("6379 2 ")
+    assert sorted(rest) == ["CUDA_VISIBLE_DEVICES=", "SLURM_NTASKS=1", "SLURM_PROCID=0"]
+    (setup,) = (line for line in job.told.splitlines() if line.startswith("setup on"))
+    address = setup.split()[2].rstrip(",")
+    assert setup.endswith(f"{address}:6379")
+    assert address.startswith("10.77.")
+
+
+@pytest.mark.parametrize(("word", "host"), [("", "n1"), ("1", "n2")])
+def test_the_attach_script_gives_a_shell_on_a_node(slurm, start, word, host):
+    job = start(None, nodes=2)
+    job.wait_ready()
+    attach = job.folder / "scripts" / f"{job.job}-attach.sh"
+    wait_for(attach.exists, 30)
+    # NeMo-Run's script asks for a terminal, and `script` gives one.
+    done = subprocess.run(
+        ["script", "-qec", f"bash {attach} {word}", "/dev/null"],
+        input="echo on $(hostname); exit\n",
+        text=True,
+        capture_output=True,
+        timeout=60,
+    )
+    assert f"on {host}" in done.stdout, done.stdout + done.stderr
+    slurm.ask("scancel", job.job)
+    job.wait_gone()
+
+
 def test_a_command_that_the_script_cannot_read_ends_the_job_at_once(slurm, start):
     """Not an idle cluster until the time limit."""
     job = start("echo $NO_SUCH_VARIABLE", nodes=1)
@@ -96,6 +148,57 @@ def test_the_next_job_of_a_name_has_logs_of_its_own(slurm, start):
         job.wait_gone()
     assert job.log("ray-job.log") == "two\n"
     assert len(json.loads((job.folder / "job_ids.json").read_text())) == 2
+
+
+@pytest.mark.soak
+def test_ray_in_the_first_part_of_a_heterogeneous_job(slurm, tmp_path, unique, monkeypatch):
+    """And a command beside it in the second part, with a variable of its own."""
+    monkeypatch.setenv("SLURM_CONF", slurm.conf)
+    folder = slurm.folder / "jobs" / unique
+    (folder / "logs").mkdir(parents=True)
+    executor = run.SlurmExecutor(
+        account="root",
+        partition="batch",
+        time="00:05:00",
+        nodes=2,
+        heterogeneous=True,
+        tunnel=run.LocalTunnel(job_dir=str(slurm.folder / "jobs")),
+        env_vars={"PATH": f"{BIN}:{PYTHON}:$PATH"},
+    )
+    executor.run_as_group = True
+    executor.resource_group = [
+        run.SlurmExecutor.ResourceRequest(
+            packager=run.Packager(),
+            nodes=nodes,
+            ntasks_per_node=1,
+            het_group_index=index,
+            env_vars={"ROLE": f"r{index}"},
+        )
+        for index, nodes in enumerate((2, 1))
+    ]
+    patches.apply("slurm_ray")
+    try:
+        script = SlurmRayRequest(
+            name=unique,
+            cluster_dir=str(folder),
+            executor=executor,
+            launch_cmd=["sbatch"],
+            template_name="ray.sub.j2",
+            command="sleep 3; echo other $het_group_host_1",
+            workdir=str(tmp_path),
+            command_groups=[["true"], ["bash", "-c", "'echo $ROLE on $(hostname)'"]],
+        ).materialize()
+    finally:
+        patches.undo("slurm_ray")
+    (folder / "script").write_text(script)
+    job = slurm.ask("sbatch", "--parsable", str(folder / "script")).partition(";")[0].strip()
+    found = RayOnSlurm(slurm, unique, job, slurm.folder / "jobs")
+    assert found.wait() == ("COMPLETED", "0:0"), found.told
+    assert "Ray is ready: 2 nodes" in found.told
+    host = found.log("ray-job.log").split()[-1]
+    (beside,) = found.logs.glob("ray-overlap-1*.out")
+    assert beside.read_text().strip() == f"r1 on {host}"
+    found.wait_gone()
 
 
 _PROGRAM = """

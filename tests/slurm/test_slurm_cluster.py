@@ -25,7 +25,7 @@ from nemo_run_ray.clusters import Dashboard, from_record
 from nemo_run_ray.clusters.slurm import bring_up, slurm_queue
 from nemo_run_ray.errors import ClusterError
 from tests.conftest import ROOT, wait_for
-from tests.slurm.conftest import BIN, Slurm, processes_with
+from tests.slurm.conftest import BIN, PYTHON, Slurm, processes_with
 from tests.slurm.sshd import Sshd, running
 
 #: A program of another process: what it connects to, and what it does then.
@@ -100,7 +100,7 @@ class Allocations:
 @pytest.fixture
 def allocations(slurm: Slurm, tmp_path, monkeypatch) -> Iterator[Allocations]:
     monkeypatch.setenv("SLURM_CONF", slurm.conf)
-    monkeypatch.setenv("PATH", f"{BIN}:{os.environ['PATH']}")
+    monkeypatch.setenv("PATH", f"{BIN}:{PYTHON}:{os.environ['PATH']}")
     monkeypatch.setenv("NEMORUN_HOME", str(tmp_path / "home"))
     monkeypatch.setattr(slurm_queue, "PAUSE_S", 2.0)
     folder = slurm.folder / "clusters" / tmp_path.name

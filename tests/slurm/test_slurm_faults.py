@@ -87,6 +87,28 @@ def test_the_program_never_begins_on_the_head(slurm, start):
     job.wait_gone()
 
 
+@pytest.mark.soak
+def test_the_task_of_the_head_hangs_before_the_program_begins(slurm, start):
+    """It waits for an image or a mount: nobody on a node can say so, and srun waits too."""
+    python = slurm.folder / "python-hangs-on-n1"
+    python.write_text('#!/bin/sh\n[ "$(hostname)" != n1 ] || exec sleep 600\nexec python3 "$@"\n')
+    python.chmod(0o755)
+    variables = {"NEMO_RUN_RAY_PYTHON": str(python), "RAY_HEAD_START_TIMEOUT": "3"}
+    job = start("true", env=variables)
+    assert job.wait(within_s=150) == ("FAILED", "70:0")
+    assert "The program has not begun on node n1 (the head) within 63 s" in job.told
+    job.wait_gone()
+
+
+@pytest.mark.soak
+def test_the_time_limit_ends_the_job_with_a_word(slurm, start):
+    job = start(_FOREVER, time="00:01:00", nodes=2)
+    job.wait_ready()
+    assert job.wait(within_s=180)[0] == "TIMEOUT"
+    assert "Slurm's time limit has ended the job" in job.told
+    job.wait_gone()
+
+
 @pytest.mark.parametrize("host", ["n1", "n3"])
 def test_ray_is_killed(slurm, start, host):
     job = start(_FOREVER)

@@ -62,8 +62,8 @@ fi
 _CLAIM = """\
 mkdir -p {lives} || exit 1
 if mkdir -m 700 {life} 2>/dev/null; then
-  cd {life} && mkdir logs && mkdir -p {users} && : > {users}/{user} && printf %s {user} > claimed
-  echo claimed
+  cd {life} && mkdir logs && mkdir -p {users} && : > {users}/{user} && printf %s {user} > claimed &&
+    echo claimed
 else
   [ -d {life} ] || mkdir -m 700 {life}
 fi
@@ -195,7 +195,8 @@ class Lives:
         """End a life now, with all that runs in it."""
         self.give_up(life.number, why)
         if life.job:
-            self.login.run(f"scancel {shlex.quote(life.job)}")
+            job = shlex.quote(life.job)  # one that Slurm does not have any more is ended, too
+            self.login.run(f"scancel {job} || ! squeue -h -j {job} 2>/dev/null | grep -q .")
 
     def series(self, number: int | None = None, session: str = "") -> Series:
         """The runs whose chains go on in one life.

@@ -35,7 +35,8 @@ def run(
         sidecars = Sidecars(settings, commands, env)
         sidecars.start()
         while runner.order() is None:
-            why = sidecars.step(commands.reap()) or ""
+            commands.reap()
+            why = sidecars.step() or ""
             now = NodeReport(host=settings.host, ready=sidecars.ready, failed=why)
             if now != report:
                 report = now

@@ -94,11 +94,11 @@ def _failed(settings: Settings, view: View) -> Optional[str]:
             "system"
         )
     for rank, seconds in sorted(view.missing_for_s.items()):
-        if seconds >= LOST_AFTER_S:
-            report = view.reports[rank]
+        lost = view.reports.get(rank)  # its file may be out of reach for a moment
+        if lost is not None and seconds >= LOST_AFTER_S:
             return (
-                f"node {report.host} (rank {rank}) was lost: Ray has not counted {report.address} "
-                f"as alive for {seconds:.0f} s. Its log: {report.log}"
+                f"node {lost.host} (rank {rank}) was lost: Ray has not counted {lost.address} as "
+                f"alive for {seconds:.0f} s. Its log: {lost.log}"
             )
     return None
 
@@ -119,14 +119,16 @@ def _missing(settings: Settings, view: View) -> str:
         return f"Ray's GCS on {settings.host} does not listen yet (log: {settings.node_log})"
     if view.alive is None:
         return f"Ray's dashboard on {settings.host} does not answer yet (log: {settings.node_log})"
-    late = _late(settings, view)
+    alive, late = view.alive, _late(settings, view)
     if _too_few(settings, late):
         return f"workers that have not joined: {'; '.join(late[:8])}"
     slow = [
         f"{sidecar.name} on {report.host} (log: {settings.sidecar_log(sidecar, rank, report.host)})"
         for rank, report in sorted(view.reports.items())
         for sidecar in (*settings.sidecars, *settings.companions)
-        if (sidecar.everywhere or rank == 0) and sidecar.name not in report.ready
+        if (rank == 0 or sidecar.everywhere) and sidecar.name not in report.ready
+        # A node that the cluster may be ready without is not waited for.
+        if rank == 0 or (report.address in alive and rank not in view.dead)
     ]
     return f"sidecars that are not ready: {'; '.join(slow[:8])}" if slow else ""
 

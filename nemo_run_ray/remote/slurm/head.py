@@ -7,6 +7,7 @@ import os
 import secrets
 import time
 from contextlib import suppress
+from dataclasses import replace
 from typing import Any, Dict, List, Optional, Set, Union
 
 from ..files import write_file
@@ -105,20 +106,20 @@ class Head(NodeProgram):
     def leave(self, end: RunEnd) -> int:
         if self._was_ready and self._head is not None and self.settings.life:
             self._allocation.keep_last_table(self._head, end)
+        if end.code == CLUSTER_FAILED and not self._was_ready and self._renewal.may_try_again():
+            end = replace(end, renews=True)
         with suppress(OSError):  # on a full disk the workers miss the head's beat
             end = self.folder.publish_end(end)
         self.say(f"The run is over: {end.why}")
-        if self.settings.cluster:
-            with suppress(OSError):
-                os.unlink(self._info_path)
+        deadline = time.monotonic() + _LEAVE_S  # the job's script waits for this program 5 s longer
+        self._remove_info()
         super().leave(end)
-        deadline = time.monotonic() + _LEAVE_S
         while time.monotonic() < deadline and not self._all_left():
             time.sleep(TURN_S)
         with suppress(OSError):
             os.unlink(self.folder.file("token"))
         with suppress(OSError):
-            write_file(os.path.join(self.settings.logs, _ENDED), "")
+            write_file(os.path.join(self.settings.logs, _ENDED), f"{self.settings.job}\n")
         return end.code
 
     def before_removal(self) -> None:
@@ -131,9 +132,19 @@ class Head(NodeProgram):
         why = self.folder.text("script_failed")
         if why is not None:
             return RunEnd(CLUSTER_FAILED, f"the job's script: {why.strip()}")
-        if os.path.exists(os.path.join(self.settings.logs, _ENDED)):
+        # One that names a run was written at the end of that run. It may be the run of the job
+        # before, which Slurm still completes while this one has its nodes.
+        if self._text(_ENDED) in ("", self.settings.job):
             return RunEnd(CLUSTER_FAILED, f"a user has written {_ENDED} into {self.settings.logs}")
         return None
+
+    def _text(self, name: str) -> Optional[str]:
+        """What a file beside the logs holds; ``None`` without one."""
+        try:
+            with open(os.path.join(self.settings.logs, name), encoding="utf-8") as file:
+                return file.read().strip()
+        except (OSError, ValueError):
+            return None
 
     def _all_left(self) -> bool:
         return all(report.left for report in self.folder.reports().values())
@@ -141,6 +152,14 @@ class Head(NodeProgram):
     @property
     def _info_path(self) -> str:
         return os.path.join(self.settings.cluster, "ray_cluster_info.json")
+
+    def _remove_info(self) -> None:
+        """Remove the file by which NeMo-Run finds this cluster, unless it is another job's now."""
+        with suppress(OSError, ValueError, KeyError, TypeError):
+            with open(self._info_path, encoding="utf-8") as file:
+                is_own = json.load(file)["job"] == self.settings.job
+            if is_own:
+                os.unlink(self._info_path)
 
     def _look(self) -> None:
         """Read what the nodes say: they are many, and it is seldom new once all are there."""
@@ -201,9 +220,12 @@ class Head(NodeProgram):
                 "head_ip": head.address,
                 "dashboard_port": str(head.dashboard_port),
                 "port": str(head.port),
+                "job": self.settings.job,
             }
             write_file(self._info_path, json.dumps(row, indent=2) + "\n")
-        self.folder.publish_ready(head, for_drivers(self.ray_env(), head))
+        names = {"RAY_TEMP_DIR": self.settings.temp_dir}
+        names.update((name, str(port)) for name, port in self._ports.items())
+        self.folder.publish_ready(head, for_drivers(self.ray_env(), head), names)
 
     def _unneeded(self) -> Optional[RunEnd]:
         """How the run ends because nobody needs this cluster; ``None`` while a client may."""
@@ -228,6 +250,8 @@ class Head(NodeProgram):
         command = self.folder.text("command")
         if command is not None:
             env = {**self.ray_env(), **for_drivers(self.ray_env(), self._head)}
+            if not self.settings.driver_gpus:
+                env["CUDA_VISIBLE_DEVICES"] = ""  # Ray gives GPUs to tasks; NeMo-Run: `--gpus=0`
             cwd = self.folder.text("workdir") or None
             words = ["bash", "-c", command]
             self._driver = self.commands.start("driver", words, self.settings.log("job"), env, cwd)

@@ -31,8 +31,9 @@ done
 [ $code -ne 0 ] || rm "$2/.unfinished"
 exit $code
 """
-#: Seconds for the last copy: Slurm, and the job's script, wait for the head to leave.
-_FINISH_S = 10.0
+#: Seconds for the last copy of Ray's logs, and for those of its jobs: Slurm, and the job's script,
+#: wait for the head to leave.
+_FINISH_S, _KEEP_S = 10.0, 12.0
 
 
 class LogCopies:
@@ -90,11 +91,17 @@ class LogCopies:
 def keep_job_logs(temp_dir: str, target: str) -> None:
     """Keep the logs of Ray's jobs, of long ones the end; what cannot be copied is left out.
 
+    The newest are copied first, and none after some seconds: Slurm ends this program soon.
+
     Args:
         temp_dir: Ray's folder on this node.
         target: a folder that is shared by the nodes.
     """
-    for path in glob.glob(os.path.join(temp_dir, "session_2*", "logs", "job-driver-*.log")):
+    deadline = time.monotonic() + _KEEP_S
+    paths = glob.glob(os.path.join(temp_dir, "session_2*", "logs", "job-driver-*.log"))
+    for path in sorted(paths, key=_changed_at, reverse=True):
+        if time.monotonic() >= deadline:
+            return
         with suppress(OSError):
             os.makedirs(target, exist_ok=True)
             with (
@@ -103,3 +110,9 @@ def keep_job_logs(temp_dir: str, target: str) -> None:
             ):
                 log.seek(max(0, os.fstat(log.fileno()).st_size - _LOG_BYTES))
                 shutil.copyfileobj(log, file)
+
+
+def _changed_at(path: str) -> float:
+    with suppress(OSError):
+        return os.path.getmtime(path)
+    return 0.0

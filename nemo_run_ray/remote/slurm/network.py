@@ -17,6 +17,8 @@ _FIRST, _END = 10240, 32768
 _RANGE = "/proc/sys/net/ipv4/ip_local_port_range"
 #: Ports of one node of one cluster. Each of Ray's workers needs one.
 _BLOCK = 1024
+#: With fewer blocks below the kernel's own ports, two clusters on a node would not find one each.
+_BLOCKS_MIN = 4
 #: In a block, those in front are for Ray's services, the rest for its workers.
 _SERVICES = 32
 #: Ports for workers when the user has set the first or the last alone; as many as NeMo-Run's.
@@ -158,7 +160,9 @@ class Ports:
         return None
 
     def _claim_block(self) -> Tuple[int, List[int]]:
-        blocks = max((_kernels_first() - _FIRST) // _BLOCK, 1)
+        blocks = (_kernels_first() - _FIRST) // _BLOCK
+        if blocks < _BLOCKS_MIN:  # the kernel gives away nearly all: a free port has to do
+            blocks = (_END - _FIRST) // _BLOCK
         for number in range(blocks):
             first = _FIRST + (self._salt + number) % blocks * _BLOCK
             if not self._claim(f"block/{first}"):

@@ -57,6 +57,7 @@ class NodeProgram(ABC):
         #: Nodes that show no life, of those that are ``watched``.
         self.dead: Set[int] = set()
         self._starts = 0
+        self._claim: Optional[int] = None  # of Ray's folder here, as long as this process lives
         self._pulse = Pulse()
         self._beaten_at = self._asked_over_at = float("-inf")
 
@@ -97,7 +98,7 @@ class NodeProgram(ABC):
         """End everything of this node, and say so; the exit code of its task."""
         self.commands.stop(GRACE_S)
         self.before_removal()
-        if "RAY_TEMP_DIR" not in self.env:
+        if not self.env.get("RAY_TEMP_DIR"):
             shutil.rmtree(os.path.dirname(self.settings.temp_dir), ignore_errors=True)
         self.publish(left=True)
         return 0
@@ -163,8 +164,8 @@ class NodeProgram(ABC):
                 f"{self.settings.share_limit_s:g} s what the job's script has written there"
             )
         remove_stale(self.settings.job)
-        if "RAY_TEMP_DIR" not in self.env:
-            make_private(os.path.dirname(self.settings.temp_dir))
+        if not self.env.get("RAY_TEMP_DIR"):
+            self._claim = make_private(os.path.dirname(self.settings.temp_dir))
         os.makedirs(self.settings.temp_dir, exist_ok=True)
         self.folder.beat()
         self.greet()
@@ -177,7 +178,8 @@ class NodeProgram(ABC):
             if order is not None:
                 return self._cancelled(order)
             self._beat()
-            why = self.sidecars.step(self.commands.reap())
+            self.commands.reap()
+            why = self.sidecars.step()
             if why is not None:
                 return self.failed(why)
             self.publish(ready=self.sidecars.ready)

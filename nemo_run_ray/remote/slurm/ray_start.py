@@ -12,6 +12,12 @@ from .settings import HEAD_PORTS, NODE_PORTS, Settings
 #: Variables that would lead Ray, or a driver, to another cluster; and what that says of itself.
 _FOREIGN = {"RAY_ADDRESS", "RAY_API_SERVER_ADDRESS", "RAY_AUTH_TOKEN", DASHBOARD}
 _FOREIGN |= {EMBEDDED, ENDS_AT, LASTS_S, RENEWS}
+#: How variables of PMI begin, and Slurm's of a step: its counts, places and lists of nodes.
+_RANKED = ("PMI_", "PMI2_", "PMIX_", "SLURM_PMI", "SLURM_PMIX")
+_COUNTS = {"SLURM_NTASKS", "SLURM_NPROCS", "SLURM_NNODES", "SLURM_TASKS_PER_NODE"}
+_COUNTS |= {"SLURM_STEP_NUM_TASKS", "SLURM_STEP_NUM_NODES", "SLURM_STEP_TASKS_PER_NODE"}
+_PLACES = ("SLURM_PROCID", "SLURM_NODEID", "SLURM_LOCALID")
+_LISTS = ("SLURM_STEP_NODELIST",)
 
 
 def head_words(
@@ -68,7 +74,20 @@ def ray_environment(base: Mapping[str, str], settings: Settings, token_path: str
     env.setdefault("RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S", "0")
     # Ray notes the last cluster of this machine there, and must not find another job's.
     env["RAY_TMPDIR"] = settings.temp_dir
-    return env
+    return _alone(env, settings.host)
+
+
+def _alone(env: Mapping[str, str], host: str) -> Dict[str, str]:
+    """The environment without what tells a program that it is one rank of many.
+
+    The step has a task on every node. MPI, Lightning and NVSHMEM would take a driver, or one of
+    Ray's workers, for one of them, and wait for the others.
+    """
+    found = {name: value for name, value in env.items() if not name.startswith(_RANKED)}
+    ones = {name: "1" for name in _COUNTS if name in found}
+    zeros = {name: "0" for name in _PLACES if name in found}
+    lists = {name: host for name in _LISTS if name in found}
+    return {**found, **ones, **zeros, **lists}
 
 
 def for_drivers(ray_env: Mapping[str, str], head: HeadAddress) -> Dict[str, str]:

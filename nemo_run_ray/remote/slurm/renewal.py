@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import os
 import time
+from contextlib import suppress
 from typing import Any, Callable, Dict, List, Optional
 
 from ..attempts import first_id
-from ..earlier import kept_ids
+from ..earlier import RENEWED, is_there, kept_ids
 from ..states import JobState, Reason, status_of_row
 from ..variables import ENDS_AT, LASTS_S, RENEWS
 from .decide import CLUSTER_FAILED
@@ -17,7 +18,7 @@ from .spool import Spool
 
 #: An allocation that is renewed ends by itself before its walltime, in time for jobs to end and for
 #: its script to submit the next one: by a tenth of it, at least and at most so many seconds.
-_MARGIN_MIN_S, _MARGIN_MAX_S = 30.0, 60.0
+_MARGIN_MIN_S, _MARGIN_MAX_S = 30.0, 120.0
 #: Seconds from the start of the node program to that of the first job, at most.
 _FIRST_JOB_S = 30.0
 #: In the folder of a run when Slurm has sent the job's script what ``--signal`` asks for.
@@ -54,6 +55,24 @@ class Renewal:
             return {}
         renews = "1" if self._settings.renew else "0"
         return {ENDS_AT: f"{self._ends_at:.0f}", LASTS_S: f"{self._lasts_s:.0f}", RENEWS: renews}
+
+    def may_try_again(self) -> bool:
+        """Whether another allocation shall try to bring Ray up, which this one could not.
+
+        One does when the chains were at work in the allocation before: one bad node must not end a
+        chain of days. A second failure in a row ends them.
+        """
+        life = self._settings.life
+        if not (life and self._settings.renew):
+            return False
+        parent, number = os.path.split(life)
+        with suppress(OSError, ValueError):
+            if is_there(os.path.join(life, RENEWED)):
+                runs = os.path.join(parent, str(int(number) - 1), "run")
+                return any(
+                    is_there(os.path.join(runs, run, "ready.json")) for run in os.listdir(runs)
+                )
+        return False
 
     def begin(self) -> None:
         """Forget chains that went on nowhere, before there is a cluster for others."""

@@ -174,16 +174,20 @@ class RunFolder:
         """Let the workers join."""
         self._write("head.json", asdict(head))
 
-    def publish_ready(self, head: HeadAddress, env: Mapping[str, str]) -> None:
+    def publish_ready(
+        self, head: HeadAddress, env: Mapping[str, str], names: Mapping[str, str]
+    ) -> None:
         """Let a driver start.
 
         Args:
             head: where the cluster is reached.
             env: variables that a driver needs.
+            names: those that NeMo-Run's script has for commands, and does not export.
         """
         self._write("ready.json", asdict(head))
         lines = ["unset RAY_AUTH_TOKEN"]  # one of another cluster's
         lines += [f"export {name}={shlex.quote(value)}" for name, value in env.items()]
+        lines += [f"{name}={shlex.quote(value)}" for name, value in names.items()]
         lines += [f"head_node_ip={head.address}", f"ip_head={head.gcs}", ""]
         write_file(self.file("env.sh"), "\n".join(lines))
 

@@ -95,6 +95,7 @@ class Settings:
         life: folder of the allocation, when a client has asked for it by the cluster's name.
         idle_timeout_s: after which an allocation without a job ends; ``None`` for never.
         renew: whether another allocation goes on with the chains of this one.
+        driver_gpus: whether the driver sees the head's GPUs.
     """
 
     run: str
@@ -126,6 +127,7 @@ class Settings:
     life: str = ""
     idle_timeout_s: Optional[float] = None
     renew: bool = False
+    driver_gpus: bool = False
 
     @property
     def is_head(self) -> bool:
@@ -213,6 +215,7 @@ def _choices(env: Mapping[str, str], workers: int) -> Dict[str, Any]:
         "life": env.get(LIFE, ""),
         "idle_timeout_s": _number(env, IDLE_TIMEOUT),
         "renew": env.get(RENEW) == "1",
+        "driver_gpus": env.get("NEMO_RUN_RAY_DRIVER_GPUS") == "1",
     }
 
 

@@ -28,6 +28,8 @@ class Sidecars:
         self._env = env
         self._running: Dict[str, Command] = {}
         self._probes: Dict[str, Probing] = {}
+        #: Commands of probes that have not ended.
+        self._asking: Dict[str, Command] = {}
         self._ready: List[str] = []
 
     def start(self) -> None:
@@ -59,12 +61,8 @@ class Sidecars:
     def ready(self) -> List[str]:
         return list(self._ready)
 
-    def step(self, ended: Mapping[int, int]) -> Optional[str]:
-        """Go on; the reason when one has died or was given up.
-
-        Args:
-            ended: exit codes of the processes that have ended since the last step.
-        """
+    def step(self) -> Optional[str]:
+        """Go on; the reason when one has died or was given up. The dead have been collected."""
         for name, command in self._running.items():
             if command.exit_code is not None:
                 when = "" if name in self._ready else " before it was ready"
@@ -73,8 +71,10 @@ class Sidecars:
                     f"log, {command.log}, ends with:{tail(command.log)}"
                 )
         for name, probing in list(self._probes.items()):
-            if probing.pid is not None and probing.pid in ended:
-                probing.reaped(ended[probing.pid])
+            asking = self._asking.get(name)
+            if asking is not None and asking.exit_code is not None:
+                del self._asking[name]
+                probing.reaped(asking.exit_code)
             answer = probing.step()
             if answer == "":
                 del self._probes[name]
@@ -87,7 +87,9 @@ class Sidecars:
 
     def _spawn_probe(self, sidecar: SidecarSpec, words: List[str]) -> int:
         env = {**self._env, **sidecar.env}
-        return self._commands.start(f"{sidecar.name} probe", words, os.devnull, env).pid
+        command = self._commands.start(f"{sidecar.name} probe", words, os.devnull, env)
+        self._asking[sidecar.name] = command
+        return command.pid
 
     def _tell(self, name: str) -> None:
         folder = self._settings.sandbox_ports

@@ -71,6 +71,25 @@ def test_a_node_that_writes_nothing_is_named_after_a_minute():
     assert "n2 has not written into /run within 60 s, which node n1 sees" in end.why
 
 
+def test_a_sidecar_of_a_node_that_may_be_absent_is_not_waited_for():
+    sidecar = SidecarSpec(name="sandbox", command="serve")
+    settings = replace(_SETTINGS, min_workers=1, sidecars=(sidecar,))
+    ready = {rank: replace(_REPORTS[rank], ready=["sandbox"]) for rank in (0, 1)}
+    alive = frozenset({"10.0.0.0", "10.0.0.1"})
+    view = replace(_WHOLE, reports={**ready, 2: replace(_REPORTS[2], failed="it died")})
+    assert decide(settings, replace(view, alive=alive)) == ClusterReady(1)
+    late = {**ready, 1: _REPORTS[1]}
+    waiting = decide(settings, replace(view, alive=alive, reports=late))
+    assert isinstance(waiting, Wait)
+    assert "sandbox on n2" in waiting.what
+
+
+def test_a_lost_node_whose_file_cannot_be_read_now_breaks_nothing():
+    reports = {0: _REPORTS[0], 1: _REPORTS[1]}
+    view = replace(_WHOLE, reports=reports, was_ready=True, missing_for_s={2: 60.0})
+    assert decide(_SETTINGS, view) == ClusterReady(1)
+
+
 def test_fewer_workers_may_do():
     settings = replace(_SETTINGS, min_workers=1)
     view = replace(_WHOLE, reports={0: _REPORTS[0], 1: _REPORTS[1]}, elapsed_s=60)

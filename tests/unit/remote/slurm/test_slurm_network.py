@@ -39,6 +39,16 @@ def test_two_clusters_on_a_node_do_not_meet():
     )
 
 
+def test_where_the_kernel_gives_away_nearly_all_ports_each_cluster_has_some(monkeypatch):
+    """An ephemeral range from 1024 on, as many clusters have it."""
+    monkeypatch.setattr(network, "_kernels_first", lambda: 1024)
+    with contextlib.closing(Ports({}, True, 7)) as ports:
+        first, again = ports.choose(), ports.choose()
+        other = _choose({}, True, 7)
+    found = [set(one.values()) for one in (first, again, other)]
+    assert len(set.union(*found)) == sum(len(one) for one in found)
+
+
 def test_a_second_try_gets_other_ports():
     with contextlib.closing(Ports({}, False, 3)) as ports:
         assert not set(ports.choose().values()) & set(ports.choose().values())

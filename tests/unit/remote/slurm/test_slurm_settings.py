@@ -5,6 +5,7 @@ import json
 import pytest
 
 from nemo_run_ray.remote.slurm import settings
+from nemo_run_ray.remote.slurm.ray_start import ray_environment
 from nemo_run_ray.remote.slurm.settings import Settings, WrongSetting, expand
 
 _SLURM = {
@@ -139,3 +140,29 @@ def test_a_sandbox_in_a_container_is_a_step_of_its_own():
     assert with_ray.sidecars == beside.companions == ()
     assert with_ray.companions == beside.sidecars
     assert [one.name for one in beside.sidecars] == ["sandbox"]
+
+
+def test_a_driver_is_no_rank_of_the_step():
+    """The step has a task on every node, and a program in it must not wait for the others."""
+    given = {
+        **_SLURM,
+        "SLURM_NTASKS": "12",
+        "SLURM_NODEID": "3",
+        "SLURM_JOB_NUM_NODES": "12",
+        "PMI_RANK": "3",
+        "PMIX_NAMESPACE": "x",
+        "SLURM_PMIX_MAPPING_SERV": "y",
+    }
+    found = ray_environment(given, _read(), "/token")
+    assert {name: found[name] for name in ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_NODEID")} == {
+        "SLURM_PROCID": "0",
+        "SLURM_NTASKS": "1",
+        "SLURM_NODEID": "0",
+    }
+    assert found["SLURM_STEP_NODELIST"] == "n04"
+    assert found["SLURM_JOB_NUM_NODES"] == "12", "the job has them"
+    assert not [name for name in found if "PMI" in name]
+
+
+def test_a_folder_of_ray_that_is_named_with_nothing_is_not_named():
+    assert _read(RAY_TEMP_DIR="").temp_dir == "/tmp/own"

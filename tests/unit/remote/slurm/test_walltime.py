@@ -58,7 +58,7 @@ def test_it_ends_in_time_for_the_next_one(life):
     rows = [_DISPATCHER, _DONE]
     now[0] = 9_899.0
     assert found.end(rows, is_idle=False) is None
-    now[0] = 9_940.0  # a tenth of it, at most 60 s before
+    now[0] = 9_900.0  # a tenth of it, at most 120 s before
     end = found.end(rows, is_idle=False)
     assert end is not None
     assert end.renews
@@ -88,6 +88,18 @@ def test_a_chain_that_is_decided_keeps_its_ids_alone(life):
     rows = [_DONE, {"submission_id": "d", "status": "SUCCEEDED"}]
     assert found.end(rows, is_idle=False) is None
     assert [path.name for path in (life.parent.parent / "dispatches/d").iterdir()] == ["ids"]
+
+
+def test_a_ray_that_does_not_come_up_is_tried_once_more(life):
+    """One bad node must not end a chain of days; where the one before failed too, it does."""
+    now = [9_000.0]
+    assert not renewal(life, now).may_try_again()
+    ready = life.parent / "1/run/7.0/ready.json"
+    ready.write_text("{}")
+    assert renewal(life, now).may_try_again()
+    assert not renewal(life, now, renew=False).may_try_again()
+    (life / "renewed").unlink()
+    assert not renewal(life, now).may_try_again(), "its user waits for it, and is told"
 
 
 def test_what_is_left_needs_more_time(life):
@@ -138,7 +150,7 @@ def test_a_dispatcher_that_died_gives_no_idle_allocation_back(life):
 
 def test_a_dispatcher_knows_when_it_ends(life):
     env = renewal(life, [9_000.0]).environment()
-    assert time_left(env, 9_100.0) == TimeLeft(840.0, 910.0, True)
+    assert time_left(env, 9_100.0) == TimeLeft(800.0, 870.0, True)
     env = renewal(life, [9_000.0], renew=False).environment()
     assert time_left(env, 9_100.0) == TimeLeft(900.0, 970.0, False)
     assert renewal(life, [9_000.0], ends_at=None).environment() == {}

@@ -1,0 +1,56 @@
+"""Sidecars and their probes as real processes."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from nemo_run_ray.remote.slurm.commands import Commands
+from nemo_run_ray.remote.slurm.settings import SidecarSpec
+from nemo_run_ray.remote.slurm.sidecars import Sidecars
+from nemo_run_ray.remote.spec import ProbeSpec
+from tests.conftest import wait_for
+from tests.unit.remote.slurm.test_slurm_decide import _SETTINGS
+
+
+@pytest.fixture
+def commands():
+    found = Commands("sidecars")
+    yield found
+    found.stop(1.0)
+
+
+def sidecars(commands: Commands, folder: Path, command: str, *probe: str) -> Sidecars:
+    spec = SidecarSpec(
+        name="s", command=command, probe=ProbeSpec("command", command=probe, interval_s=0.05)
+    )
+    settings = replace(_SETTINGS, logs=str(folder), sidecars=(spec,))
+    found = Sidecars(settings, commands, os.environ)
+    found.start()
+    return found
+
+
+def ask(found: Sidecars, commands: Commands) -> str | None:
+    commands.reap()
+    return found.step()
+
+
+def test_a_probe_that_was_ended_with_ray_is_asked_again(commands, tmp_path):
+    """When `ray start` is tried again all but the sidecars is ended, a probe among it."""
+    probe = ("sh", "-c", f"[ -e {tmp_path}/there ] || {{ : > {tmp_path}/begun; sleep 600; }}")
+    found = sidecars(commands, tmp_path, "sleep 600", *probe)
+    wait_for(lambda: ask(found, commands) or (tmp_path / "begun").exists())
+    (tmp_path / "there").touch()
+    commands.stop(1.0, keep=found.running)
+    wait_for(lambda: ask(found, commands) or found.ready == ["s"])
+    assert found.ready == ["s"]
+
+
+def test_a_sidecar_that_dies_is_told(commands, tmp_path):
+    found = sidecars(commands, tmp_path, "echo no image; exit 3", "false")
+    why = wait_for(lambda: ask(found, commands))
+    assert "the sidecar s has ended before it was ready: exit code 3" in why
+    assert "| no image" in why

@@ -1,0 +1,67 @@
+"""Ray's folder on a node: whose it is, and what is removed of it."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from nemo_run_ray.remote.slurm import temp_dir
+from nemo_run_ray.remote.slurm.temp_dir import make_private, remove_stale, temp_dir_of
+
+#: A program that holds its folder until it is killed.
+_HOLDER = """
+import sys, time
+from nemo_run_ray.remote.slurm import temp_dir
+temp_dir._ROOT = sys.argv[1]
+held = temp_dir.make_private(temp_dir._private_of(sys.argv[2]))
+print("held", flush=True)
+time.sleep(600)
+"""
+
+
+@pytest.fixture
+def root(tmp_path, monkeypatch):
+    monkeypatch.setattr(temp_dir, "_ROOT", str(tmp_path))
+    return tmp_path
+
+
+def folder(root, job: str):
+    return root / f"nrr-{os.getuid()}-{job}"
+
+
+def test_the_folder_of_a_run_that_was_killed_is_removed_and_no_other(root):
+    words = [sys.executable, "-c", _HOLDER, str(root), "7.0"]
+    with subprocess.Popen(words, stdout=subprocess.PIPE, text=True) as holder:
+        assert holder.stdout is not None
+        assert holder.stdout.readline() == "held\n"
+        folder(root, "6.0").mkdir()  # one that is just being made
+        remove_stale("9.0")
+        assert folder(root, "7.0").exists(), "its program lives"
+        holder.kill()
+        holder.wait()
+        remove_stale("9.0")
+    assert not folder(root, "7.0").exists()
+    assert folder(root, "6.0").exists()
+
+
+def test_earlier_starts_of_the_same_job_are_removed(root):
+    for job in ("9.0", "9.1", "9.2", "19.0"):
+        folder(root, job).mkdir()
+    remove_stale("9.1")
+    assert sorted(path.name.partition("-")[2].partition("-")[2] for path in root.iterdir()) == [
+        "19.0",
+        "9.1",
+        "9.2",
+    ]
+
+
+def test_a_folder_that_is_held_stays_for_its_owner(root):
+    held = make_private(os.path.dirname(temp_dir_of("3.0")))
+    try:
+        remove_stale("4.0")
+        assert folder(root, "3.0").exists()
+    finally:
+        os.close(held)
