@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import secrets
 import time
@@ -10,7 +9,6 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import Any, Dict, List, Optional, Set, Union
 
-from ..files import write_file
 from ..node.process import describe_exit
 from ..variables import DASHBOARD
 from .allocation import Allocation
@@ -18,6 +16,7 @@ from .commands import Command
 from .decide import CLUSTER_FAILED, ClusterReady, View, Wait, decide
 from .greeting import Greeting
 from .log_copies import LogCopies
+from .nemo_files import ENDED, NemoFiles
 from .network import head_addresses, listening
 from .node import TURN_S, NodeProgram
 from .ray_nodes import RayNodes
@@ -31,8 +30,6 @@ _LEAVE_S = 20.0
 _SAY_S = 30.0
 #: Seconds between two looks at what all nodes say, of a cluster that was ready.
 _LOOK_READY_S = 1.0
-#: The file by which NeMo-Run's script tells its nodes to end.
-_ENDED = "ENDED"
 
 
 class Head(NodeProgram):
@@ -55,6 +52,7 @@ class Head(NodeProgram):
         self._said_at = float("-inf")
         self._driver: Optional[Command] = None
         logs = os.path.join(self.settings.logs, "ray")
+        self._files = NemoFiles(self.settings)
         self._copies = LogCopies(settings.temp_dir, logs, settings.log_sync_s, self.commands)
 
     def greet(self) -> None:
@@ -112,14 +110,13 @@ class Head(NodeProgram):
             end = self.folder.publish_end(end)
         self.say(f"The run is over: {end.why}")
         deadline = time.monotonic() + _LEAVE_S  # the job's script waits for this program 5 s longer
-        self._remove_info()
+        self._files.take_back()
         super().leave(end)
         while time.monotonic() < deadline and not self._all_left():
             time.sleep(TURN_S)
         with suppress(OSError):
             os.unlink(self.folder.file("token"))
-        with suppress(OSError):
-            write_file(os.path.join(self.settings.logs, _ENDED), f"{self.settings.job}\n")
+        self._files.tell_ended()
         return end.code
 
     def before_removal(self) -> None:
@@ -132,34 +129,12 @@ class Head(NodeProgram):
         why = self.folder.text("script_failed")
         if why is not None:
             return RunEnd(CLUSTER_FAILED, f"the job's script: {why.strip()}")
-        # One that names a run was written at the end of that run. It may be the run of the job
-        # before, which Slurm still completes while this one has its nodes.
-        if self._text(_ENDED) in ("", self.settings.job):
-            return RunEnd(CLUSTER_FAILED, f"a user has written {_ENDED} into {self.settings.logs}")
+        if self._files.is_ended_by_user():
+            return RunEnd(CLUSTER_FAILED, f"a user has written {ENDED} into {self.settings.logs}")
         return None
-
-    def _text(self, name: str) -> Optional[str]:
-        """What a file beside the logs holds; ``None`` without one."""
-        try:
-            with open(os.path.join(self.settings.logs, name), encoding="utf-8") as file:
-                return file.read().strip()
-        except (OSError, ValueError):
-            return None
 
     def _all_left(self) -> bool:
         return all(report.left for report in self.folder.reports().values())
-
-    @property
-    def _info_path(self) -> str:
-        return os.path.join(self.settings.cluster, "ray_cluster_info.json")
-
-    def _remove_info(self) -> None:
-        """Remove the file by which NeMo-Run finds this cluster, unless it is another job's now."""
-        with suppress(OSError, ValueError, KeyError, TypeError):
-            with open(self._info_path, encoding="utf-8") as file:
-                is_own = json.load(file)["job"] == self.settings.job
-            if is_own:
-                os.unlink(self._info_path)
 
     def _look(self) -> None:
         """Read what the nodes say: they are many, and it is seldom new once all are there."""
@@ -184,7 +159,7 @@ class Head(NodeProgram):
             ports = self._ports
             self._head = HeadAddress(self._address, ports["PORT"], ports["DASHBOARD_PORT"])
             self.folder.publish_head(self._head)
-            write_file(os.path.join(self.settings.logs, "STARTED_RAY_HEAD"), "")
+            self._files.tell_started()
 
     def _view(self) -> View:
         return View(
@@ -212,17 +187,7 @@ class Head(NodeProgram):
 
     def _tell_ready(self, head: HeadAddress, workers: int) -> None:
         self.say(f"Ray is ready: {workers + 1} nodes, GCS {head.gcs}, dashboard {head.dashboard}")
-        units = self.settings.worker_units * (workers + 1)
-        write_file(os.path.join(self.settings.logs, "ray_worker_units"), f"{units}\n")
-        if self.settings.cluster:
-            # NeMo-Run reads this file, and takes its presence for readiness.
-            row = {
-                "head_ip": head.address,
-                "dashboard_port": str(head.dashboard_port),
-                "port": str(head.port),
-                "job": self.settings.job,
-            }
-            write_file(self._info_path, json.dumps(row, indent=2) + "\n")
+        self._files.tell_ready(head, workers)
         names = {"RAY_TEMP_DIR": self.settings.temp_dir}
         names.update((name, str(port)) for name, port in self._ports.items())
         self.folder.publish_ready(head, for_drivers(self.ray_env(), head), names)

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import fcntl
 import os
+import secrets
 import shutil
 from contextlib import suppress
 
 from .settings import WrongSetting
 
 _ROOT = "/tmp"
-#: In the folder: held by the program whose folder it is, and free when that has ended.
-_LOCK = "lock"
+#: How files in the folder begin that are held by a program whose folder it is: several where nodes
+#: share it. They are free when the programs have ended, however they ended.
+_LOCK = "lock-"
 
 
 def temp_dir_of(job: str) -> str:
@@ -40,10 +42,11 @@ def make_private(path: str) -> int:
         raise WrongSetting(
             f"the folder {path} for Ray is another user's. Set RAY_TEMP_DIR to one of your own"
         )
-    lock = os.path.join(path, f"{_LOCK}.{os.getpid()}")
-    held = os.open(lock, os.O_RDWR | os.O_CREAT, 0o600)
-    fcntl.flock(held, fcntl.LOCK_EX)
-    os.replace(lock, os.path.join(path, _LOCK))  # so that nobody sees one that is not held yet
+    name = secrets.token_hex(8)
+    new = os.path.join(path, f"new-{name}")
+    held = os.open(new, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
+    fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    os.rename(new, os.path.join(path, f"{_LOCK}{name}"))  # nobody sees one that is not held yet
     return held
 
 
@@ -60,14 +63,16 @@ def remove_stale(job: str) -> None:
 
 
 def _is_free(path: str) -> bool:
-    """Whether the program is dead whose folder it is; one without a lock is left alone."""
-    if os.path.islink(path):
-        return False
-    with suppress(OSError):
-        lock = os.open(os.path.join(path, _LOCK), os.O_RDWR | os.O_NOFOLLOW)
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        finally:
-            os.close(lock)
-        return True
+    """Whether the programs are dead whose folder it is; one without a lock is left alone."""
+    with suppress(OSError):  # a lock is held, or the folder has gone meanwhile
+        if os.path.islink(path):
+            return False
+        locks = [name for name in os.listdir(path) if name.startswith(_LOCK)]
+        for name in locks:
+            lock = os.open(os.path.join(path, name), os.O_RDWR | os.O_NOFOLLOW)
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            finally:
+                os.close(lock)
+        return bool(locks)
     return False

@@ -85,7 +85,7 @@ def test_the_first_end_holds(tmp_path):
 def test_a_shell_reads_where_the_cluster_is(tmp_path):
     folder = RunFolder(str(tmp_path), 0)
     folder.publish_ready(
-        _HEAD, {"RAY_ADDRESS": "10.0.0.1:6379", "ODD": "it's; $HOME"}, {"PORT": 6379}
+        _HEAD, {"RAY_ADDRESS": "10.0.0.1:6379", "ODD": "it's; $HOME"}, {"PORT": "6379"}
     )
     assert folder.is_ready()
     script = f'. {tmp_path}/env.sh; env | grep "^RAY_ADDRESS="; echo "$ODD|$ip_head|$head_node_ip"'

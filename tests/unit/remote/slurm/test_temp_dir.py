@@ -58,10 +58,11 @@ def test_earlier_starts_of_the_same_job_are_removed(root):
     ]
 
 
-def test_a_folder_that_is_held_stays_for_its_owner(root):
-    held = make_private(os.path.dirname(temp_dir_of("3.0")))
-    try:
-        remove_stale("4.0")
-        assert folder(root, "3.0").exists()
-    finally:
-        os.close(held)
+def test_a_folder_that_two_nodes_share_stays_until_both_have_ended(root):
+    first, second = (make_private(os.path.dirname(temp_dir_of("3.0"))) for _ in range(2))
+    os.close(second)
+    remove_stale("4.0")
+    assert folder(root, "3.0").exists()
+    os.close(first)
+    remove_stale("4.0")
+    assert not folder(root, "3.0").exists()
