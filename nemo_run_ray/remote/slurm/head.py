@@ -104,7 +104,7 @@ class Head(NodeProgram):
     def leave(self, end: RunEnd) -> int:
         if self._was_ready and self._head is not None and self.settings.life:
             self._allocation.keep_last_table(self._head, end)
-        if end.code == CLUSTER_FAILED and not self._was_ready and self._renewal.may_try_again():
+        if self._may_try_again(end):
             end = replace(end, renews=True)
         with suppress(OSError):  # on a full disk the workers miss the head's beat
             end = self.folder.publish_end(end)
@@ -118,6 +118,11 @@ class Head(NodeProgram):
             os.unlink(self.folder.file("token"))
         self._files.tell_ended()
         return end.code
+
+    def _may_try_again(self, end: RunEnd) -> bool:
+        """Whether another allocation shall do what this one could not; nobody has ended it."""
+        failed = end.code == CLUSTER_FAILED and not self._was_ready
+        return failed and self._told_to_end() is None and self._renewal.may_try_again()
 
     def before_removal(self) -> None:
         super().before_removal()

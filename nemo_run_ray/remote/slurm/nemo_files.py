@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from contextlib import suppress
 from typing import Optional
 
@@ -47,10 +48,12 @@ class NemoFiles:
     def is_ended_by_user(self) -> bool:
         """Whether a user has asked for the end of this run.
 
-        A file that names a run was written at the end of that run. It may be the run of the job
-        before, which Slurm still completes while this one has its nodes.
+        A file that names another run was written at the end of that run. It may be the run of the
+        job before, which Slurm still completes while this one has its nodes.
         """
-        return self._text(ENDED) in ("", self._settings.job)
+        text = self._text(ENDED)
+        is_others = text is not None and re.fullmatch(r"\d+\.\d+", text)
+        return text is not None and (not is_others or text == self._settings.job)
 
     def take_back(self) -> None:
         """Remove the file by which the cluster is found, unless it is another job's by now."""
