@@ -29,7 +29,7 @@ import httpx
 import nemo_run as run
 import psutil
 
-from benchmarks import chains, cloud, groups, slurm, status
+from benchmarks import chains, cloud, groups, slurm, status, work
 from nemo_run_ray import ExistingCluster, LocalCluster, RayExecutor, find
 from nemo_run_ray.clusters import Dashboard
 from nemo_run_ray.dashboard.jobs_api import JobsApi
@@ -58,10 +58,11 @@ def main(wanted: list[str]) -> None:
     )
     results |= {"python": platform.python_version(), "rounds": ROUNDS}
     measures: dict[str, Callable[[], object]] = {
-        "cloud": cloud.measure,  # these four before there is a Ray
+        "cloud": cloud.measure,  # these five before there is a Ray
         "import": measure_import,
         "status": status.measure,
         "slurm": slurm.measure,
+        "work": work.measure,
         "start": lambda: measure_start(embedded()),
         "upload": lambda: measure_upload(embedded()),
         "polling": lambda: measure_polling(embedded()),
@@ -74,7 +75,7 @@ def main(wanted: list[str]) -> None:
     }
     for name in wanted or measures:
         print(f"measuring: {name}", file=sys.stderr, flush=True)
-        if name not in ("cloud", "import", "status", "slurm"):
+        if name not in ("cloud", "import", "status", "slurm", "work"):
             embedded()
         results[name] = measures[name]()
     latest.write_text(json.dumps(results, indent=1))
@@ -325,6 +326,7 @@ SHOW: dict[str, Callable[[dict[str, Any], Add], None]] = {
     "chain": chains.show,
     "cloud": cloud.show,
     "slurm": slurm.show,
+    "work": work.show,
     "import": lambda found, add: add(
         "import nemo_run_ray adds", f"{found['added_s']:.3f} s", "< 0.1"
     ),

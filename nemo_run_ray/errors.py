@@ -9,6 +9,7 @@
     │   ├── StreamCut        a log stream ended without the server's close
     │   ├── Unauthorised     the answer is 401 or 403
     │   ├── TooOld           this Ray lacks a feature that was asked for
+    │   ├── VersionMismatch  its Ray or Python is not that of this program
     │   └── DoesNotFit       a preflight found what would keep the jobs from running
     ├── SubmissionError      a job could not be handed over
     │   ├── ArchiveTooLarge  what would be sent exceeds Ray's limit
@@ -17,6 +18,11 @@
     │   └── Taken            Ray has a job of the submission id already
     ├── JobError             a job is unknown, or did not end as asked
     │   └── StillGoesOn      it has not ended in the time of a wait (also a TimeoutError)
+    ├── WorkError            a call on a Ray has given no result
+    │   ├── CannotBeSent     the function or an item cannot be pickled (also a TypeError)
+    │   ├── ItemFailed       an item of a map has failed: its index, and the cause
+    │   ├── TimedOut         the call took too long (also a TimeoutError)
+    │   └── WorkerDied       its worker has died, or none can be had
     ├── PatchError           a change of NeMo-Run is unknown or cannot be made
     │   └── UnsupportedNemoRun  this NeMo-Run, or NeMo-Skills, is not one that the patch knows
     └── TransportError       source code cannot be sent to a pod
@@ -76,6 +82,40 @@ class TooOld(ClusterError):
 
 class DoesNotFit(ClusterError):
     """A look at the cluster found what would keep the jobs from running; nothing was sent."""
+
+
+class VersionMismatch(ClusterError):
+    """The cluster has another Ray or Python than this program, and Ray wants the same."""
+
+
+class WorkError(NemoRunRayError):
+    """A call that was spread over a Ray has given no result."""
+
+
+class CannotBeSent(WorkError, TypeError):
+    """A function, or an item for it, cannot be pickled; the message says what it holds."""
+
+
+class ItemFailed(WorkError):
+    """An item of a map has failed, after its retries.
+
+    Attributes:
+        index: its place among the items, from 0.
+        cause: what was raised, or why there is no result.
+    """
+
+    def __init__(self, index: int, cause: BaseException, name: str) -> None:
+        super().__init__(f"item {index} of {name} has failed: {type(cause).__name__}: {cause}")
+        self.index = index
+        self.cause = cause
+
+
+class TimedOut(WorkError, TimeoutError):
+    """A call took longer than it may; its worker was ended."""
+
+
+class WorkerDied(WorkError):
+    """The process that ran a call has died, or there can be none."""
 
 
 class SubmissionError(NemoRunRayError):

@@ -39,6 +39,8 @@ from nemo_run_ray.errors import ClusterError, ConfigError, Unanswered
 
 #: Linux limits the name of a Unix socket to 107 bytes; Ray puts up to 75 behind its folder.
 _TEMP_ROOT_MAX_BYTES = 107 - 75
+#: File in Ray's folder with the address of its GCS, and seconds in which it must be there.
+_CURRENT, _CURRENT_S = "ray_current_cluster", 20.0
 _START_LIMIT_S = 120.0
 #: What `ray start` says when its raylet is dead. A raylet gives its agents 15 s to start, whatever
 #: its options are (Ray 2.60), and on a busy machine they may need longer: then it is tried again.
@@ -128,6 +130,26 @@ class LocalCluster(Cluster):
                 state.keep = True
                 self._home.write(state)
                 CONSOLE.log("The embedded Ray stays up for it. Stop it with: nemo-run-ray down")
+
+    def driver_environment(self) -> dict[str, str]:
+        """The variables by which a Ray program on this machine finds it, while it runs.
+
+        Raises:
+            ClusterError: it does not run.
+        """
+        deadline = time.monotonic() + _CURRENT_S
+        while (state := self._home.read()) is not None:
+            # `ray start` writes it last of all, a moment after a node can run jobs.
+            with contextlib.suppress(FileNotFoundError):
+                address = Path(state.root, RAY_FOLDER, _CURRENT).read_text(encoding="utf-8")
+                return {"RAY_ADDRESS": address.strip(), **self._home.credentials()}
+            if time.monotonic() >= deadline:
+                break
+            time.sleep(0.1)
+        raise ClusterError(
+            "The embedded Ray has ended, or does not say where its GCS is. Run the program again; "
+            "if that does not help: nemo-run-ray down, and then the program."
+        )
 
     def stop(self) -> None:
         """Stop it now, with all that runs on it, if there is one."""

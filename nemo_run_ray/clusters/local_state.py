@@ -165,6 +165,10 @@ class Home:
     def token(self) -> str:
         return self._token.read_text(encoding="utf-8").strip()
 
+    def credentials(self) -> dict[str, str]:
+        """The variables by which Ray, and its programs, have the token."""
+        return {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(self._token)}
+
     def environment(self, root: str) -> dict[str, str]:
         """The environment of the embedded Ray; writes a new token."""
         with _writing(self.path):
@@ -173,8 +177,7 @@ class Home:
                 file.write(secrets.token_hex(32))
         env = {name: value for name, value in os.environ.items() if name not in _OF_ANOTHER}
         return env | {
-            "RAY_AUTH_MODE": "token",
-            "RAY_AUTH_TOKEN_PATH": str(self._token),
+            **self.credentials(),
             "RAY_USAGE_STATS_ENABLED": "0",
             _TRIES: str(env_tries()),
             "TMPDIR": root,  # Ray's helpers leave folders in it; jobs get the caller's again

@@ -33,6 +33,14 @@ def test_existing_cluster(dashboard, token, home):
     assert python(example).returncode == 1, "without an address it says how to call it"
 
 
+def test_verify_answers(local_cluster, home):
+    done = python(str(ROOT / "examples" / "verify_answers.py"), cwd=home)
+
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = {words: int(count) for count, words in re.findall(r"^ *(\d+) (.+)$", done.stdout, re.M)}
+    assert found == {"not an answer": 6, "right": 163, "took too long": 4, "wrong": 27}
+
+
 @pytest.mark.soak
 def test_named_cluster(local_cluster, home):
     example = str(ROOT / "examples" / "named_cluster.py")

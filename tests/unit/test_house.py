@@ -19,7 +19,7 @@ _LINES = (
     {"__init__"},
     {"cli"},
     {"nemo"},
-    {"jobs", "skills"},
+    {"jobs", "skills", "work"},
     {"cluster_files"},
     {"planning"},
     {"executor", "executor_checks", "executor_file", "dashboard"},
@@ -41,6 +41,9 @@ _REMOTE_LINES = (
 _MAY_IMPORT_RAY = {
     "remote/group/actors.py",
     "remote/group/driver.py",
+    "work/connection.py",
+    "work/pickling.py",
+    "work/worker.py",
 }
 _MODULES = sorted(path.relative_to(ROOT).as_posix() for path in ROOT.rglob("*.py"))
 

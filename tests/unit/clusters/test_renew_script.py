@@ -190,7 +190,10 @@ def ends_in(world: World, **variables: str) -> str:
         text.index("  # An older Slurm does not tell"),
         text.index("# Ray would make an env"),
     )
-    job = f"if true; then\n{text[begin:end]}\n"
+    function = text[
+        text.index("ends_after() {") : text.index('if [[ -z "${NEMO_RUN_RAY_LIFE:-}" &&')
+    ]
+    job = f"{function}\nif true; then\n{text[begin:end]}\n"
     job += 'echo "${SLURM_JOB_END_TIME:+$((SLURM_JOB_END_TIME - $(date +%s)))}"'
     env = {name: value for name, value in os.environ.items() if "SLURM_JOB_" not in name}
     env |= {"SLURM_JOB_ID": "101", **variables}

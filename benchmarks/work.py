@@ -1,0 +1,88 @@
+"""``work.map`` beside plain Ray tasks: the same items, the same workers, one after the other.
+
+In a process of its own with an embedded Ray of its own: Ray takes a token when it is imported, and
+sixteen CPUs are declared, so that items that sleep show what the way to them costs.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from typing import Any
+
+from benchmarks.common import ROOT, Add
+
+ITEMS, CPUS, ROUNDS = 10_000, 16, 3
+MILLISECONDS = (1, 10, 100)
+#: Results of 10 MB each, for the memory of the program that takes them.
+LARGE, LARGE_BYTES = 500, 10_000_000
+
+_PROGRAM = """
+import json, os, statistics, sys, time
+from nemo_run_ray import LocalCluster, work
+items, cpus, rounds, milliseconds, large, large_bytes = json.loads(sys.argv[1])
+cluster = LocalCluster(num_cpus=cpus, keep=True)
+cluster.connect()
+try:
+    with work.connect() as pool:
+        import psutil, ray
+        pause = lambda seconds: time.sleep(seconds)
+        task = ray.remote(num_cpus=1, scheduling_strategy="SPREAD")(pause)
+        ray.get([task.remote(0.0) for _ in range(4 * cpus)])
+        list(pool.map(pause, [0.01] * (40 * cpus)))
+        found = {}
+        for length in milliseconds:
+            ratios, seconds = [], {"map": [], "ray.get": []}
+            for number in range(rounds if length < 100 else 1):
+                began = time.perf_counter()
+                list(pool.map(pause, [length / 1000] * items))
+                between = time.perf_counter()
+                ray.get([task.remote(length / 1000) for _ in range(items)])
+                ended = time.perf_counter()
+                seconds["map"].append(between - began)
+                seconds["ray.get"].append(ended - between)
+                ratios.append((ended - between) / (between - began))
+            found[str(length)] = {
+                "speed_of_ray": statistics.median(ratios),
+                **{name: statistics.median(values) for name, values in seconds.items()},
+            }
+        process = psutil.Process()
+        before = most = process.memory_full_info().uss
+        for number, data in enumerate(pool.map(lambda _: os.urandom(large_bytes), range(large))):
+            most = max(most, process.memory_full_info().uss) if number % 20 == 0 else most
+        found["growth_bytes"] = most - before
+        print(json.dumps(found))
+finally:
+    cluster.stop()
+"""
+
+
+def measure() -> dict[str, Any]:
+    """By the milliseconds of an item: seconds of both, and the speed in that of plain Ray."""
+    with tempfile.TemporaryDirectory(prefix="nrr-work-") as home:
+        given = json.dumps([ITEMS, CPUS, ROUNDS, MILLISECONDS, LARGE, LARGE_BYTES])
+        done = subprocess.run(
+            [sys.executable, "-c", _PROGRAM, given],
+            env={**os.environ, "NEMORUN_HOME": home},
+            cwd=ROOT,
+            stdout=subprocess.PIPE,
+            text=True,
+            check=True,
+        )
+    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return found
+
+
+def show(found: dict[str, Any], add: Add) -> None:
+    for length in MILLISECONDS:
+        row = found[str(length)]
+        add(
+            f"{ITEMS} items of {length} ms, work.map / plain Ray tasks: speed",
+            f"{row['speed_of_ray']:.2f} ({row['map']:.1f} s, {row['ray.get']:.1f} s)",
+            "> 1" if length == 1 else "≥ 0.95",
+        )
+    growth = found["growth_bytes"] / 1024**2
+    add(f"growth by {LARGE} results of 10 MB", f"{growth:.0f} MiB", "< 500")

@@ -1,0 +1,69 @@
+"""How many items travel together, and how many are on their way: plain arithmetic.
+
+A call of an actor costs some 0.5 ms on both sides. Items that take less than that are sent
+together; items that take longer are sent one by one, so that a slow one keeps no other waiting.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+#: Seconds that a batch should take: a hundred times what its call costs.
+BATCH_S = 0.05
+#: Items and bytes of one batch at most.
+BATCH_MAX, BATCH_BYTES_MAX = 1000, 2**20
+#: Batches that one worker holds: the next one is there when the first is done.
+HELD = 2
+#: Longer calls than this are not held by a worker that has one already: another may be free first.
+HOLD_S = 0.25
+#: How much a new measure counts.
+_WEIGHT = 0.2
+
+
+@dataclass
+class Pace:
+    """What items of one function have cost so far.
+
+    Attributes:
+        seconds: that one item takes; ``None`` until one has ended.
+        result_bytes: of one result.
+    """
+
+    seconds: float | None = None
+    result_bytes: float = 0.0
+
+    def measured(self, seconds: float, result_bytes: int) -> None:
+        """Take the cost of one more item into account."""
+        if self.seconds is None:
+            self.seconds, self.result_bytes = seconds, float(result_bytes)
+            return
+        self.seconds += _WEIGHT * (seconds - self.seconds)
+        self.result_bytes += _WEIGHT * (result_bytes - self.result_bytes)
+
+    def batch(self, waiting: int, workers: int, item_bytes: float) -> int:
+        """How many items the next call shall have.
+
+        Args:
+            waiting: items that no worker has.
+            workers: that can take some.
+            item_bytes: of one pickled item.
+        """
+        if self.seconds is None:
+            return 1
+        by_time = BATCH_S / max(self.seconds, 1e-6)
+        by_size = BATCH_BYTES_MAX / max(item_bytes, self.result_bytes, 1.0)
+        # At the end of the work each worker gets its share of what is left.
+        by_share = -(-waiting // max(workers * HELD, 1))
+        return max(1, min(int(by_time), int(by_size), by_share, BATCH_MAX))
+
+    def held(self, items: int) -> int:
+        """How many calls a worker may hold, of so many items each."""
+        if self.seconds is None:
+            return 1
+        return HELD if self.seconds * items <= HOLD_S else 1
+
+    def window(self, workers: int, item_bytes: float) -> int:
+        """How many items may be on their way, or done and not taken, to keep all workers busy."""
+        # The share of the end is none of a stream that goes on.
+        batch = self.batch(BATCH_MAX * workers * HELD, workers, item_bytes)
+        return max(workers, 1) * batch * (HELD + 1)

@@ -1,0 +1,232 @@
+"""How a program comes to a Ray: found or started once, handed to children, left as it was found."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import logging
+import os
+import platform
+import re
+import sys
+import threading
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+from nemo_run_ray.clusters import LocalCluster
+from nemo_run_ray.errors import (
+    ClusterError,
+    ConfigError,
+    NemoRunRayError,
+    Unreachable,
+    VersionMismatch,
+)
+
+#: What leads a Ray program to its cluster; Ray and this module read it, in child processes too.
+ADDRESS = "RAY_ADDRESS"
+#: ``ip:port`` of a GCS, or the address of a Ray Client server.
+_DRIVER_ADDRESS = re.compile(r"(ray://)?([\w.-]+|\[[0-9a-fA-F:.]+\]):\d+")
+#: The two blocks of Ray's message about versions: the cluster's and this process's.
+_VERSIONS = re.compile(r"Ray: (\S+)\s+Python: (\S+)")
+_lock = threading.Lock()
+#: Whether ray was imported here when RAY_AUTH_MODE was set: it keeps that for the process's life.
+_has_read_token = False
+
+
+class Connection:
+    """This process's connection to one Ray, which all of its pools share.
+
+    Attributes:
+        ray: the module, connected.
+        address: of the cluster.
+    """
+
+    def __init__(self, address: str, num_cpus: int | None, runtime_env: Mapping[str, Any]) -> None:
+        loaded: Any = sys.modules.get("ray")
+        self.ray = loaded
+        self._users = 0
+        self._set: dict[str, str | None] = {}
+        # A program that has called ray.init() itself goes on with that, and so do its pools.
+        self._owns = loaded is None or not loaded.is_initialized()
+        if not self._owns:
+            self.address = str(loaded.get_runtime_context().gcs_address)
+            if address not in ("", self.address):
+                raise ConfigError(_another(self.address, address))
+            self._hand_over({ADDRESS: self.address})
+            return
+        variables = {ADDRESS: address} if address else _embedded(num_cpus)
+        self.address = variables[ADDRESS]
+        if loaded is not None:
+            _check_imported(variables)
+        self._hand_over(variables)
+        try:
+            import ray
+
+            global _has_read_token
+            _has_read_token = _has_read_token or variables.get("RAY_AUTH_MODE") == "token"
+            self.ray = ray
+            self._init(runtime_env)
+        except BaseException:
+            self._take_back()
+            raise
+
+    def enter(self) -> None:
+        """Count one more pool."""
+        self._users += 1
+
+    def leave(self) -> bool:
+        """Count one pool less; whether it was the last, so that the connection is closed."""
+        self._users -= 1
+        if self._users:
+            return False
+        if self._owns:
+            self.ray.shutdown()
+        self._take_back()
+        return True
+
+    def _init(self, runtime_env: Mapping[str, Any]) -> None:
+        options: dict[str, Any] = {"address": self.address, "log_to_driver": False}
+        if runtime_env:
+            options["runtime_env"] = dict(runtime_env)
+        if not self.address.startswith("ray://"):
+            options["logging_level"] = logging.WARNING
+        with _translated(self.address):
+            self.ray.init(**options)
+
+    def _hand_over(self, variables: Mapping[str, str]) -> None:
+        """Let child processes, and Ray in this one, find the cluster."""
+        for name, value in variables.items():
+            self._set[name] = os.environ.get(name)
+            os.environ[name] = value
+
+    def _take_back(self) -> None:
+        for name, before in self._set.items():
+            if before is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = before
+        self._set.clear()
+
+
+_current: Connection | None = None
+
+
+def join(address: str | None, num_cpus: int | None, runtime_env: Mapping[str, Any]) -> Connection:
+    """This process's connection, made if there is none.
+
+    Args:
+        address: of a cluster; ``None`` is RAY_ADDRESS, and without it the embedded Ray.
+        num_cpus: of an embedded Ray that is started; ``None`` is all of this machine's.
+        runtime_env: Ray's, of the workers.
+
+    Raises:
+        ConfigError: the address is not one, or this process is connected to another one.
+        VersionMismatch: the cluster has another Ray or Python.
+        ClusterError: the cluster cannot be reached or started.
+    """
+    global _current
+    wanted = _checked(os.environ.get(ADDRESS, "") if address in (None, "auto") else address or "")
+    with _lock:
+        if _current is None:
+            _current = Connection(wanted, num_cpus, runtime_env)
+        elif address is not None and wanted not in ("", _current.address):
+            raise ConfigError(_another(_current.address, wanted))
+        _current.enter()
+        return _current
+
+
+def _another(address: str, wanted: str) -> str:
+    return (
+        f"This process is connected to the Ray at {address}, and a process has one Ray at a time; "
+        f"{wanted} was asked for. Close that connection before."
+    )
+
+
+def leave(connection: Connection) -> None:
+    """Give a connection back; the last pool closes it."""
+    global _current
+    with _lock:
+        if connection.leave() and connection is _current:
+            _current = None
+
+
+def requirements() -> list[str]:
+    """Requirements that give a child environment the same Ray as this one has.
+
+    Ray wants the same Python too, ``platform.python_version()``; no requirement can say that.
+    """
+    return [f"ray[default]=={importlib.metadata.version('ray')}"]
+
+
+def _checked(address: str) -> str:
+    if not address or _DRIVER_ADDRESS.fullmatch(address):
+        return address
+    hint = "ip:port of Ray's GCS on a node of the cluster, or ray://host:10001 from elsewhere"
+    if address.startswith(("http://", "https://")):
+        raise ConfigError(
+            f"{address} is the address of a dashboard, which takes jobs and not calls. Expected is "
+            f"{hint}. A task of RayExecutor(address={address!r}) is on the cluster, and "
+            "work.connect() in it needs no address."
+        )
+    raise ConfigError(f"The address of a Ray is {address!r}; expected is {hint}.")
+
+
+def _check_imported(variables: Mapping[str, str]) -> None:
+    """Refuse a cluster with a token to a program whose ray was imported without one.
+
+    Ray reads that when it is imported (2.60), and sends none later.
+    """
+    name = "RAY_AUTH_MODE"
+    has_read = _has_read_token or os.environ.get(name) == "token"
+    if variables.get(name) == "token" and not has_read:
+        raise ConfigError(
+            f"The embedded Ray wants a token, and ray was imported before work.connect(): it has "
+            f"read already that there is none. Call work.connect() before the first `import ray`, "
+            f"or set {name}=token in the environment of the program."
+        )
+
+
+def _embedded(num_cpus: int | None) -> dict[str, str]:
+    """The variables of the embedded Ray, which is started if it does not run."""
+    cluster = LocalCluster(num_cpus=num_cpus)
+    with _translated("the embedded Ray"):
+        cluster.connect()
+    return cluster.driver_environment()
+
+
+@contextmanager
+def _translated(address: str) -> Iterator[None]:
+    """Raise what Ray raises at a connection as an error of this package."""
+    try:
+        yield
+    except NemoRunRayError:
+        raise
+    except PermissionError as error:
+        if "sysctl" not in str(error):
+            raise
+        raise ClusterError(
+            "Ray may not ask this machine for its memory and CPUs (sysctl is not permitted): the "
+            "program runs in a sandbox. Run it outside of the sandbox, or let it use a Ray that "
+            "runs elsewhere: work.connect('ray://host:10001')."
+        ) from error
+    except RuntimeError as error:
+        found = _VERSIONS.findall(str(error))
+        if len(found) != 2:
+            raise
+        raise VersionMismatch(_mismatch(address, *found)) from error
+    except (ConnectionError, ValueError) as error:
+        words = " ".join(str(error).split())[:300]
+        raise Unreachable(
+            f"No Ray can be reached at {address}: {words} Give the address of one that runs, or "
+            f"unset {ADDRESS} to use an embedded Ray."
+        ) from error
+
+
+def _mismatch(address: str, cluster: tuple[str, str], own: tuple[str, str]) -> str:
+    step = f"Install it here: pip install 'ray[default]=={cluster[0]}'"
+    if own[1] != cluster[1]:
+        step = f"Make an environment with Python {cluster[1]} here, and in it: " + step[17:]
+    return (
+        f"The Ray at {address} is version {cluster[0]} with Python {cluster[1]}; this program has "
+        f"{own[0]} with Python {own[1] or platform.python_version()}. Both must be the same. {step}"
+    )

@@ -1,0 +1,204 @@
+"""The workers of one shape: started while items wait, ended when they are idle for long."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import Future
+from contextlib import suppress
+from dataclasses import dataclass, field
+from functools import partial
+from time import monotonic
+from typing import Any
+
+from nemo_run_ray.work.items import Item
+from nemo_run_ray.work.shape import Shape
+from nemo_run_ray.work.worker import worker_class
+
+#: Workers in a row that die before they begin, after which the items fail.
+_FALSE_STARTS_MAX = 12
+#: In Ray's words of an actor that has died with its node (2.60).
+_NODE_DIED = "its node has died"
+#: Seconds between two looks at the cluster's size while items wait.
+_LOOK_S = 1.0
+#: Seconds until an idle worker gives its CPUs back.
+IDLE_S = 20.0
+#: Seconds for which no node must be large enough: one may be joining.
+_NEVER_S = 5.0
+#: Seconds until the first line about workers that wait for room, and between two.
+_FIRST_TELL_S, _TELL_S = 5.0, 30.0
+
+
+@dataclass(eq=False)
+class Call:
+    """A batch of items that a worker has."""
+
+    worker: WorkerHandle
+    items: list[Item]
+
+
+@dataclass(eq=False)
+class WorkerHandle:
+    """An actor and its calls in their order: the first one is what it does now.
+
+    Attributes:
+        handle: Ray's, of the actor.
+        since: when the first call began, or when it became idle.
+        node_id: empty until the worker has begun.
+        calls: that have not been answered.
+        broken: why it is dead, while the answer of an earlier call is on its way.
+    """
+
+    handle: Any
+    since: float
+    node_id: str = ""
+    calls: list[Call] = field(default_factory=list)
+    broken: str = ""
+
+    def begin(self, call: Call, now: float) -> None:
+        """Take another call."""
+        if not self.calls:
+            self.since = now
+        self.calls.append(call)
+
+    def done(self, call: Call, now: float) -> None:
+        """Be done with a call; the next one begins."""
+        self.calls.remove(call)
+        self.since = now
+
+
+class Crew:
+    """The workers that there are.
+
+    Args:
+        ray: the module, connected.
+        shape: what each worker reserves.
+        notify: takes a function that the engine's thread shall call.
+        say: prints a line for people.
+    """
+
+    def __init__(
+        self,
+        ray: Any,
+        shape: Shape,
+        notify: Callable[[Callable[[], None]], None],
+        say: Callable[[str], None],
+    ) -> None:
+        self._ray = ray
+        self._shape = shape
+        self._notify = notify
+        self._say = say
+        self._class = ray.remote(worker_class())
+        self._look_at = float("-inf")
+        self._false_starts = 0
+        self._broken = ""
+        self._known_nodes: list[dict[str, Any]] = []
+        self._never_since: float | None = None
+        self._tell_at: float | None = None
+        self.workers: list[WorkerHandle] = []
+        #: How many workers the cluster can have.
+        self.slots = 1
+
+    @property
+    def is_busy(self) -> bool:
+        return any(worker.calls for worker in self.workers)
+
+    @property
+    def ready(self) -> int:
+        """How many workers have begun."""
+        return sum(1 for worker in self.workers if worker.node_id)
+
+    def free(self, held: int) -> WorkerHandle | None:
+        """The worker that should get the next call; ``None`` when all have ``held`` of them."""
+        found = [one for one in self.workers if one.node_id and len(one.calls) < held]
+        return min(found, key=lambda one: len(one.calls), default=None)
+
+    def step(self, now: float, waiting: int, idle_s: float) -> str:
+        """Start workers for what waits, and end idle ones.
+
+        Args:
+            now: the time.
+            waiting: items that no worker has.
+            idle_s: how long a worker may be idle.
+
+        Returns:
+            Why those items can have no worker; empty while they may.
+        """
+        if waiting and now >= self._look_at:
+            self._look_at = now + _LOOK_S
+            self._grow(now, waiting)
+        for worker in list(self.workers):
+            if not waiting and not worker.calls and now - worker.since >= idle_s:
+                self.end(worker)
+        broken, self._broken = self._broken, ""
+        return broken
+
+    def end(self, worker: WorkerHandle) -> None:
+        """End a worker at once; another one takes its place when it is needed."""
+        self.workers.remove(worker)
+        self._look_at = float("-inf")
+        # Ray would connect again where the program, or its end, has closed the connection.
+        if self._ray.is_initialized():
+            with suppress(self._ray.exceptions.RayError, RuntimeError, OSError):
+                self._ray.kill(worker.handle)  # else it is gone with its cluster
+
+    def has_lost_node(self, worker: WorkerHandle, why: str) -> bool:
+        """Whether a worker has died with its node: Ray says so, or counts the node as dead."""
+        alive = {row["NodeID"] for row in self._nodes() if row["Alive"]}
+        return _NODE_DIED in why or worker.node_id not in alive
+
+    def _nodes(self) -> list[dict[str, Any]]:
+        """Ray's nodes; those of the last look while its head does not answer."""
+        with suppress(self._ray.exceptions.RayError, RuntimeError, OSError):
+            self._known_nodes = self._ray.nodes()
+        return self._known_nodes
+
+    def _grow(self, now: float, waiting: int) -> None:
+        nodes = self._nodes()
+        self.slots = self._shape.slots(nodes)
+        if self.slots == 0:
+            self._never_since = now if self._never_since is None else self._never_since
+            if now - self._never_since >= _NEVER_S:
+                self._broken = self._shape.why_never(nodes)
+            return
+        self._never_since = None
+        busy = sum(1 for worker in self.workers if worker.calls)
+        for _ in range(min(self.slots, busy + waiting) - len(self.workers)):
+            self._start(now)
+        self._tell(now)
+
+    def _start(self, now: float) -> None:
+        worker = WorkerHandle(self._class.options(**self._shape.options()).remote(), since=now)
+        self.workers.append(worker)
+        answer = worker.handle.begin.remote().future()
+        answer.add_done_callback(lambda done: self._notify(partial(self._begun, worker, done)))
+
+    def _begun(self, worker: WorkerHandle, answer: Future[Any]) -> None:
+        if worker not in self.workers:
+            return
+        error = answer.exception()
+        if error is None:
+            worker.node_id, worker.since = answer.result(), monotonic()
+            self._false_starts, self._tell_at = 0, None
+            return
+        self.workers.remove(worker)
+        self._false_starts += 1
+        is_env = isinstance(error, self._ray.exceptions.RuntimeEnvSetupError)
+        if is_env or self._false_starts >= _FALSE_STARTS_MAX:
+            self._false_starts = 0
+            self._broken = f"No worker could be started: {words_of(error)}"
+
+    def _tell(self, now: float) -> None:
+        """Say what is waited for while there is no worker at all."""
+        if self.ready:
+            return
+        if self._tell_at is None:
+            self._tell_at = now + _FIRST_TELL_S
+        elif now >= self._tell_at:
+            self._tell_at = now + _TELL_S
+            self._say(self._shape.why_waiting(self._ray.available_resources(), self.slots))
+
+
+def words_of(error: BaseException) -> str:
+    """What one of Ray's errors says, in one line."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return " ".join(lines)[:500] or type(error).__name__

@@ -1,0 +1,133 @@
+"""The thread in which all workers of a pool are looked after."""
+
+from __future__ import annotations
+
+import contextlib
+import queue
+import threading
+import time
+from collections.abc import Callable, Iterable
+from functools import partial
+from typing import Any
+
+from nemo_run_ray.errors import WorkerDied
+from nemo_run_ray.work.batching import Pace
+from nemo_run_ray.work.items import Item
+from nemo_run_ray.work.pickling import Function
+from nemo_run_ray.work.shape import Shape
+from nemo_run_ray.work.work_queue import WorkQueue
+
+#: Seconds between two looks at what takes too long, and while only idle workers are there.
+_TURN_S, _IDLE_TURN_S = 0.1, 1.0
+
+
+class Engine:
+    """Gives items to workers in a thread of its own; every method may be called from any thread.
+
+    Args:
+        ray: the module, connected.
+        say: prints a line for people.
+    """
+
+    def __init__(self, ray: Any, say: Callable[[str], None]) -> None:
+        self._ray = ray
+        self._say = say
+        self._events: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._queues: dict[Shape, WorkQueue] = {}
+        self._lock = threading.Lock()
+        self._closed: BaseException | None = None
+        self._thread = threading.Thread(target=self._run, name="nemo-run-ray-work", daemon=True)
+        self._thread.start()
+
+    def submit(self, shape: Shape, items: list[Item]) -> None:
+        """Let items wait for workers of a shape.
+
+        Raises:
+            RuntimeError: the engine has been closed.
+        """
+        with self._lock:  # what is put before the close is ended by it
+            if self._closed is not None:
+                raise RuntimeError(f"The pool takes no more work: {self._closed}")
+            self._events.put(lambda: self._queue(shape).add(items))
+
+    def give_up(self, items: Iterable[Item]) -> None:
+        """End items whose results nobody wants any more."""
+        given_up = list(items)
+        self._events.put(partial(self._give_up, given_up))
+
+    def pace(self, shape: Shape, function: Function) -> Pace:
+        """What items of a function have cost on workers of a shape."""
+        work_queue = self._queues.get(shape)
+        return Pace() if work_queue is None else work_queue.pace(function)
+
+    def window(self, shape: Shape, function: Function, item_bytes: float) -> int:
+        """How many items of a function keep all workers of a shape busy."""
+        work_queue = self._queues.get(shape)
+        slots = 1 if work_queue is None else work_queue.slots
+        return self.pace(shape, function).window(slots, item_bytes)
+
+    def close(self) -> None:
+        """End all workers; items that have not ended fail."""
+        with self._lock:
+            if self._closed is None:
+                self._closed = WorkerDied("The pool was closed.")
+        self._events.put(lambda: None)
+        if threading.current_thread() is not self._thread:
+            self._thread.join()
+
+    def _queue(self, shape: Shape) -> WorkQueue:
+        if shape not in self._queues:
+            self._queues[shape] = WorkQueue(self._ray, shape, self._events.put, self._say)
+        return self._queues[shape]
+
+    def _give_up(self, items: list[Item]) -> None:
+        for work_queue in self._queues.values():
+            work_queue.give_up(items)
+
+    def _run(self) -> None:
+        try:
+            while self._closed is None:
+                self._turn()
+        except BaseException as error:  # a fault of this thread must not leave callers waiting
+            with self._lock:
+                self._closed = error
+            raise
+        finally:
+            self._end()
+
+    def _turn(self) -> None:
+        for event in self._next_events():
+            event()
+        starved = any(work_queue.is_starved for work_queue in self._queues.values())
+        for work_queue in self._queues.values():
+            work_queue.step(time.monotonic(), yields=starved)
+
+    def _next_events(self) -> list[Callable[[], None]]:
+        busy = any(work_queue.is_busy for work_queue in self._queues.values())
+        there = any(work_queue.has_workers for work_queue in self._queues.values())
+        wait_s = _TURN_S if busy else _IDLE_TURN_S if there else None
+        found = []
+        with contextlib.suppress(queue.Empty):
+            found.append(self._events.get(timeout=wait_s))
+            while True:
+                found.append(self._events.get_nowait())
+        return found
+
+    def _end(self) -> None:
+        error = self._closed or WorkerDied("The pool was closed.")
+        for event in self._left():
+            try:
+                event()  # items that were submitted before the close
+            except Exception:
+                continue  # what it was about fails below, like all that has not ended
+        for work_queue in self._queues.values():
+            work_queue.fail_all(error)
+        for work_queue in self._queues.values():
+            work_queue.end_workers()
+
+    def _left(self) -> list[Callable[[], None]]:
+        found = []
+        with contextlib.suppress(queue.Empty):
+            while True:
+                found.append(self._events.get_nowait())
+        return found

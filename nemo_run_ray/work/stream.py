@@ -1,0 +1,173 @@
+"""Many items through workers: a bounded number on their way, results in order or as they come."""
+
+from __future__ import annotations
+
+import queue
+import sys
+import time
+import warnings
+from collections.abc import Iterable, Iterator, Sized
+from contextlib import nullcontext, suppress
+from typing import Any
+
+from nemo_run_ray.errors import CannotBeSent, ItemFailed
+from nemo_run_ray.work.engine import Engine
+from nemo_run_ray.work.items import Item
+from nemo_run_ray.work.pickling import Function, pickle_item
+from nemo_run_ray.work.progress import MapProgress
+from nemo_run_ray.work.shape import Shape
+
+#: Bytes of items, and of results that wait to be taken, at most.
+_BYTES_MAX = 256 * 2**20
+#: Seconds after which what a slow iterable has given is sent, and after which the cluster's room is
+#: looked at again while an item is waited for.
+_FILL_S, _REFILL_S = 0.05, 0.25
+#: Items after which it can be told whether they are too small.
+_ENOUGH = 1000
+#: Seconds that sending one item and its result costs at least, and a byte of them (measured).
+_SENDING_S, _BYTE_S = 20e-6, 2e-9
+
+
+class Stream:
+    """One map.
+
+    Args:
+        engine: of the pool.
+        shape: what each worker reserves.
+        function: that is called.
+        timeout_s: that a call may take.
+        retries: of an item.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        shape: Shape,
+        function: Function,
+        timeout_s: float | None,
+        retries: int,
+    ) -> None:
+        self._engine = engine
+        self._shape = shape
+        self._function = function
+        self._timeout_s = timeout_s
+        self._retries = retries
+        self._done: queue.SimpleQueue[int] = queue.SimpleQueue()
+        #: Items that are on their way, or done and not taken, by number.
+        self._live: dict[int, Item] = {}
+        self._bytes = 0
+        self._sent = self._sent_bytes = 0
+
+    def results(
+        self, items: Iterable[Any], ordered: bool, yields_failures: bool, progress: bool | None
+    ) -> Iterator[Any]:
+        """See ``Pool.map``."""
+        source, has_more, ready, turn = iter(items), True, set[int](), 0
+        shown = sys.stderr.isatty() if progress is None else progress
+        total = len(items) if isinstance(items, Sized) else None
+        try:
+            with MapProgress(self._function.name, total) if shown else nullcontext() as bar:
+                while True:
+                    has_more = has_more and self._fill(source, yields_failures)
+                    if not self._live:
+                        self._advise()
+                        return
+                    self._collect(ready, has_more)
+                    numbers = self._in_turn(ready, turn) if ordered else sorted(ready)
+                    for number in numbers:
+                        ready.discard(number)
+                        turn = number + 1
+                        if bar is not None:
+                            bar.advance()
+                        yield self._take(number, yields_failures)
+        finally:
+            self._engine.give_up(list(self._live.values()))
+
+    def _fill(self, source: Iterator[Any], yields_failures: bool) -> bool:
+        """Send items while there is room for them; whether there may be more.
+
+        What a slow iterable has given is sent meanwhile, and results go before further items.
+        """
+        average = self._bytes / max(len(self._live), 1)
+        window = self._engine.window(self._shape, self._function, average)
+        each = average + self._engine.pace(self._shape, self._function).result_bytes
+        window = min(window, int(_BYTES_MAX / max(each, 1.0)) + 1)
+        batch: list[Item] = []
+        sent_at = time.monotonic()
+        try:
+            while len(self._live) < window and (self._done.empty() or not self._live):
+                try:
+                    value = next(source)
+                except StopIteration:
+                    return False
+                item = self._prepare(value, yields_failures)
+                batch += [] if item.future.done() else [item]
+                if batch and time.monotonic() - sent_at >= _FILL_S:
+                    self._engine.submit(self._shape, batch)
+                    batch, sent_at = [], time.monotonic()
+        finally:
+            if batch:
+                self._engine.submit(self._shape, batch)
+        return True
+
+    def _prepare(self, value: Any, yields_failures: bool) -> Item:
+        """The next item; one that cannot be sent has failed already, where failures are yielded."""
+        number, data, failure = self._sent, b"", None
+        try:
+            data = pickle_item((value,), {}, f"item {number} of {self._function.name}")
+        except CannotBeSent as error:
+            if not yields_failures:
+                raise
+            failure = error
+        item = Item(self._function, data, self._timeout_s, self._retries)
+        if failure is not None:
+            item.future.set_exception(failure)
+        item.future.add_done_callback(lambda _: self._done.put(number))
+        self._live[number] = item
+        self._bytes += len(data)
+        self._sent += 1
+        self._sent_bytes += len(data)
+        return item
+
+    def _collect(self, ready: set[int], has_more: bool) -> None:
+        """Wait until an item has ended, and note all that have.
+
+        Where there are more items the wait is short: the cluster may have room for them by now.
+        """
+        with suppress(queue.Empty):
+            ready.add(self._done.get(timeout=_REFILL_S if has_more else None))
+            while True:
+                ready.add(self._done.get_nowait())
+
+    def _in_turn(self, ready: set[int], turn: int) -> list[int]:
+        numbers = []
+        while turn in ready:
+            numbers.append(turn)
+            turn += 1
+        return numbers
+
+    def _take(self, number: int, yields_failures: bool) -> Any:
+        item = self._live.pop(number)
+        self._bytes -= len(item.data)
+        error = item.future.exception()
+        if error is None:
+            return item.future.result()
+        failed = ItemFailed(number, error, self._function.name)
+        if yields_failures:
+            return failed
+        raise failed from error
+
+    def _advise(self) -> None:
+        """Say that items are too small for being sent one by one, if they are."""
+        pace = self._engine.pace(self._shape, self._function)
+        if self._sent < _ENOUGH or pace.seconds is None:
+            return
+        sending_s = _SENDING_S + _BYTE_S * (self._sent_bytes / self._sent + pace.result_bytes)
+        if pace.seconds < sending_s:
+            warnings.warn(
+                f"An item of {self._function.name} takes {pace.seconds * 1e6:.0f} µs, and sending "
+                f"it about {sending_s * 1e6:.0f} µs: put more work into each item, such as a list "
+                "of what are items now.",
+                RuntimeWarning,
+                stacklevel=3,
+            )

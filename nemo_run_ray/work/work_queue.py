@@ -1,0 +1,239 @@
+"""The items that wait for workers of one shape, and what becomes of each of them.
+
+All of it runs in the engine's thread. An item is with one worker at a time, and leaves this module
+as a result or as a failure: it is never lost. ``ray`` is passed in.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future
+from functools import partial
+from itertools import islice
+from time import monotonic
+from typing import Any
+
+from nemo_run_ray.errors import TimedOut, WorkerDied
+from nemo_run_ray.work.batching import BATCH_BYTES_MAX, Pace
+from nemo_run_ray.work.crew import IDLE_S, Call, Crew, WorkerHandle, words_of
+from nemo_run_ray.work.items import Item, fail_all, failure_of
+from nemo_run_ray.work.pickling import Function
+from nemo_run_ray.work.shape import Shape
+from nemo_run_ray.work.worker import CallOutcome
+
+#: Seconds between two looks for items that were cancelled while they waited.
+_SWEEP_S = 1.0
+#: How often an item is tried again because its node has died, whatever its retries are.
+NODE_DEATHS_MAX = 3
+
+
+class WorkQueue:
+    """Workers that reserve the same, and the items that wait for them.
+
+    Args:
+        ray: the module, connected.
+        shape: what each worker reserves.
+        notify: takes a function that the engine's thread shall call.
+        say: prints a line for people.
+    """
+
+    def __init__(
+        self,
+        ray: Any,
+        shape: Shape,
+        notify: Callable[[Callable[[], None]], None],
+        say: Callable[[str], None],
+    ) -> None:
+        self._ray = ray
+        self._notify = notify
+        self._crew = Crew(ray, shape, notify, say)
+        self._waiting: deque[Item] = deque()
+        self._paces: dict[str, Pace] = {}
+        self._functions: dict[str, Any] = {}  # in Ray's object store, by digest
+        self._sweep_at = float("-inf")
+
+    @property
+    def slots(self) -> int:
+        """How many workers the cluster can have."""
+        return self._crew.slots
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether something waits or runs."""
+        return bool(self._waiting) or self._crew.is_busy
+
+    @property
+    def has_workers(self) -> bool:
+        return bool(self._crew.workers)
+
+    def pace(self, function: Function) -> Pace:
+        """What items of a function have cost."""
+        return self._paces.setdefault(function.digest, Pace())
+
+    def add(self, items: Iterable[Item]) -> None:
+        """Let items wait for a worker."""
+        self._waiting.extend(items)
+
+    @property
+    def is_starved(self) -> bool:
+        """Whether something waits and there is no worker for it."""
+        return bool(self._waiting) and not self._crew.ready
+
+    def step(self, now: float, yields: bool) -> None:
+        """Start what is missing, give workers what waits, end what takes too long.
+
+        Args:
+            now: the time.
+            yields: other items wait for room, so that idle workers give theirs back at once.
+        """
+        broken = self._crew.step(now, len(self._waiting), 0.0 if yields else IDLE_S)
+        if broken:
+            fail_all(self._waiting, WorkerDied(broken))
+            self._waiting.clear()
+        if now >= self._sweep_at:  # who waits for what was cancelled is told, also without a worker
+            self._sweep_at = now + _SWEEP_S
+            self.give_up([item for item in self._waiting if item.future.cancelled()])
+        self._feed(now)
+        for worker in [one for one in self._crew.workers if one.calls]:
+            if now >= _deadline(worker, self.pace(worker.calls[0].items[0].function)):
+                self._end(worker, "")
+
+    def give_up(self, items: Sequence[Item]) -> None:
+        """End items whose results nobody wants any more."""
+        for item in items:
+            item.give_up()
+        if not items:
+            return
+        self._waiting = deque(item for item in self._waiting if not item.is_given_up)
+        for worker in [one for one in self._crew.workers if one.calls]:
+            if all(item.is_given_up for item in worker.calls[0].items):
+                self._end(worker, "")
+
+    def fail_all(self, error: BaseException) -> None:
+        """Let everything fail that has not ended."""
+        for worker in self._crew.workers:
+            for call in worker.calls:
+                fail_all(call.items, error)
+        fail_all(self._waiting, error)
+        self._waiting.clear()
+
+    def end_workers(self) -> None:
+        """End all workers."""
+        for worker in list(self._crew.workers):
+            self._crew.end(worker)
+
+    def _feed(self, now: float) -> None:
+        while self._waiting:
+            items = self._next_batch()
+            held = self.pace(items[0].function).held(len(items))
+            worker = self._crew.free(held)
+            if worker is None:
+                return
+            for _ in items:
+                self._waiting.popleft()
+            wanted = [item for item in items if item.may_begin()]
+            if wanted:
+                self._call(worker, wanted, now)
+
+    def _next_batch(self) -> list[Item]:
+        """The items at the front that the next call shall have."""
+        first = self._waiting[0]
+        pace = self.pace(first.function)
+        most = pace.batch(len(self._waiting), self._crew.ready, len(first.data))
+        batch, size_bytes = [first], len(first.data)
+        for item in islice(self._waiting, 1, 1 if first.is_alone else most):
+            size_bytes += len(item.data)
+            alike = item.function.digest == first.function.digest and not item.is_alone
+            if not alike or item.timeout_s != first.timeout_s or size_bytes > BATCH_BYTES_MAX:
+                break
+            batch.append(item)
+        return batch
+
+    def _call(self, worker: WorkerHandle, items: list[Item], now: float) -> None:
+        function = items[0].function
+        if function.digest not in self._functions:
+            self._functions[function.digest] = self._ray.put(function.data)
+        call = Call(worker, items)
+        worker.begin(call, now)
+        stored, data = self._functions[function.digest], [item.data for item in items]
+        answer = worker.handle.run.remote(function.digest, stored, data).future()
+        answer.add_done_callback(lambda done: self._notify(partial(self._answered, call, done)))
+
+    def _answered(self, call: Call, answer: Future[Any]) -> None:
+        worker = call.worker
+        if worker not in self._crew.workers:
+            return  # it was ended meanwhile, and the items are with others
+        error = answer.exception()
+        if error is not None and call is not worker.calls[0]:
+            worker.broken = words_of(error)  # the answer of the call before is on its way
+            return
+        if error is not None:
+            self._end(worker, words_of(error))  # one that cannot be reached may still run
+            return
+        worker.done(call, monotonic())
+        pace = self.pace(call.items[0].function)
+        for item, row in zip(call.items, answer.result(), strict=True):
+            outcome = CallOutcome(*row)
+            pace.measured(outcome.seconds, len(outcome.data))
+            failure = failure_of(item, outcome)
+            if item.is_given_up:
+                continue
+            if failure is None:
+                item.succeed(outcome)
+            else:
+                self._failed(item, failure)
+        if worker.calls and worker.broken:
+            self._end(worker, worker.broken)
+        elif worker.calls and all(item.is_given_up for item in worker.calls[0].items):
+            self._end(worker, "")
+
+    def _failed(self, item: Item, error: BaseException) -> None:
+        """Try an item again, or let it fail."""
+        item.attempts += 1
+        if item.attempts <= item.retries:
+            self._waiting.appendleft(item)
+        else:
+            item.future.set_exception(error)
+
+    def _end(self, worker: WorkerHandle, why: str) -> None:
+        """End a worker, if it still lives: the item that it was at has failed, the others wait.
+
+        Args:
+            worker: that is dead, or takes too long.
+            why: it has died, in Ray's words; empty when it takes too long, or is not wanted.
+        """
+        self._crew.end(worker)
+        first, *others = worker.calls
+        back = [item for call in others for item in call.items if not item.is_given_up]
+        self._waiting.extendleft(reversed(back))
+        wanted = [item for item in first.items if not item.is_given_up]
+        if len(first.items) > 1:
+            for item in wanted:
+                item.is_alone = True
+            self._waiting.extendleft(reversed(wanted))
+        elif wanted:
+            self._has_lost(wanted[0], worker, why)
+
+    def _has_lost(self, item: Item, worker: WorkerHandle, why: str) -> None:
+        """The worker of one item is dead."""
+        name = item.function.name
+        if not why:
+            words = f"{name} took longer than {item.timeout_s:g} s, and its worker was ended."
+            self._failed(item, TimedOut(words))
+        elif self._crew.has_lost_node(worker, why) and item.node_deaths < NODE_DEATHS_MAX:
+            item.node_deaths += 1
+            self._waiting.appendleft(item)
+        else:
+            self._failed(item, WorkerDied(f"The worker that ran {name} has died: {why}"))
+
+
+def _deadline(worker: WorkerHandle, pace: Pace) -> float:
+    """When what a worker does now takes too long."""
+    items = worker.calls[0].items
+    limit_s = items[0].timeout_s
+    if limit_s is None:
+        return float("inf")
+    if len(items) > 1:  # which of them takes too long is found out one by one
+        limit_s += (pace.seconds or 0.0) * len(items) * 2
+    return worker.since + limit_s

@@ -1,0 +1,403 @@
+"""CPU work on a real Ray: results, failures, deaths, and the connection."""
+
+import asyncio
+import contextlib
+import os
+import random
+import signal
+import subprocess
+import sys
+import threading
+import time
+import warnings
+from pathlib import Path
+
+import pytest
+
+from nemo_run_ray import work
+from nemo_run_ray.errors import (
+    CannotBeSent,
+    ConfigError,
+    ItemFailed,
+    TimedOut,
+    WorkerDied,
+    WorkError,
+)
+from tests.conftest import processes_where
+
+
+def double(number):
+    return 2 * number
+
+
+def slowly(number):
+    time.sleep(0.01)
+    return number
+
+
+def fail_at_three(number):
+    if number == 3:
+        raise ValueError("three is too many")
+    return number
+
+
+def test_results_come_in_order(pool):
+    assert list(pool.map(double, range(500))) == [2 * number for number in range(500)]
+
+
+def test_results_come_as_they_are_ready(pool):
+    def wait(number):
+        time.sleep(1.0 if number == 0 else 0.0)
+        return number
+
+    found = list(pool.map(wait, range(4), ordered=False))
+    assert sorted(found) == [0, 1, 2, 3]
+    assert found[-1] == 0
+
+
+def test_no_items_give_no_results(pool):
+    assert list(pool.map(double, [])) == []
+
+
+def test_items_are_taken_when_there_is_room_for_them(pool):
+    taken = []
+
+    def count():
+        while True:
+            taken.append(len(taken))
+            yield taken[-1]
+
+    results = pool.map(slowly, count())
+    assert [next(results) for _ in range(100)] == list(range(100))
+    results.close()
+    assert len(taken) < 500, "a stream that never ends is not read in advance"
+
+
+def test_a_failure_is_raised_with_its_number_and_cause(pool):
+    with pytest.raises(ItemFailed, match="item 3 of fail_at_three") as caught:
+        list(pool.map(fail_at_three, range(10)))
+    assert caught.value.index == 3
+    assert isinstance(caught.value.cause, ValueError)
+    assert "raise ValueError" in str(caught.value.cause.__cause__)
+
+
+def test_failures_are_yielded_in_their_places(pool):
+    found = list(pool.map(fail_at_three, range(6), failures="yield"))
+    assert [one for one in found if not isinstance(one, ItemFailed)] == [0, 1, 2, 4, 5]
+    assert found[3].index == 3
+    assert str(found[3].cause) == "three is too many"
+
+
+def test_an_item_that_fails_is_tried_again(pool, tmp_path):
+    def flaky(number):
+        marks = len(list(tmp_path.glob(f"{number}-*")))
+        (tmp_path / f"{number}-{marks}").touch()
+        if marks < 2:
+            raise OSError("not yet")
+        return number
+
+    assert list(pool.map(flaky, [1, 2], retries=2)) == [1, 2]
+    with pytest.raises(ItemFailed, match="not yet"):
+        list(pool.map(flaky, [3], retries=1))
+    assert len(list(tmp_path.glob("3-*"))) == 2
+
+
+def hang_at_two(number):
+    if number == 2:
+        time.sleep(600)
+    return number, os.getpid()
+
+
+def test_a_call_that_takes_too_long_ends_its_worker_alone(pool):
+    began = time.monotonic()
+    found = list(pool.map(hang_at_two, range(6), timeout_s=3, failures="yield"))
+    assert time.monotonic() - began < 60
+    assert isinstance(found[2], ItemFailed)
+    assert isinstance(found[2].cause, TimedOut)
+    assert "hang_at_two took longer than 3 s" in str(found[2].cause)
+    assert [one[0] for number, one in enumerate(found) if number != 2] == [0, 1, 3, 4, 5]
+
+
+def test_a_regular_expression_that_never_ends_is_ended(pool):
+    """It holds the interpreter's lock: no thread and no signal handler of Python could end it."""
+
+    def explode(text):
+        import re
+
+        return re.match(r"(a+)+$", text)
+
+    (found,) = pool.map(explode, ["a" * 64 + "b"], timeout_s=2, failures="yield")
+    assert isinstance(found.cause, TimedOut)
+
+
+def die_at_one(number):
+    if number == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return number
+
+
+def test_a_worker_that_dies_costs_its_item_alone(pool):
+    found = list(pool.map(die_at_one, range(200), failures="yield"))
+    assert isinstance(found[1], ItemFailed)
+    assert isinstance(found[1].cause, WorkerDied)
+    assert [one for one in found if not isinstance(one, ItemFailed)] == [0, *range(2, 200)]
+
+
+def test_a_program_exit_in_an_item_is_its_failure(pool):
+    found = list(pool.map(lambda number: sys.exit(number), [3], failures="yield"))
+    assert isinstance(found[0].cause, SystemExit)
+
+
+def test_what_cannot_be_pickled_is_named(pool):
+    lock = threading.Lock()
+
+    class Job:
+        def __init__(self):
+            self.guard = lock
+
+    with pytest.raises(
+        CannotBeSent, match=r"[Ii]tem 1 of double cannot be sent to a worker: .*lock"
+    ):
+        list(pool.map(double, [1, Job()]))
+    with pytest.raises(
+        CannotBeSent, match=r"[Tt]he function .* cannot be sent to a worker: .*lock"
+    ):
+        list(pool.map(lambda number: lock, [1]))
+    with pytest.raises(CannotBeSent, match="not callable"):
+        list(pool.map("double", [1]))
+
+
+def test_a_result_that_cannot_be_pickled_is_its_items_failure(pool):
+    found = list(
+        pool.map(lambda number: threading.Lock() if number else 0, [0, 1], failures="yield")
+    )
+    assert found[0] == 0
+    assert "cannot be sent back" in str(found[1].cause)
+
+
+def test_an_exception_that_cannot_be_pickled_keeps_its_words(pool):
+    def fail(number):
+        class Odd(Exception):
+            def __reduce__(self):
+                raise TypeError("never")
+
+        raise Odd(f"number {number}")
+
+    (found,) = pool.map(fail, [5], failures="yield")
+    assert "number 5" in str(found.cause)
+
+
+def test_what_no_node_has_is_told(pool):
+    with pytest.raises(ItemFailed, match="it asks for CPU 400, and the largest node has 4"):
+        list(pool.map(double, [1], cpus=400))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ({"timeout_s": 0}, "timeout_s is 0"),
+        ({"retries": -1}, "retries is -1"),
+        ({"failures": "ignore"}, "failures is 'ignore'"),
+        ({"cpu": 1}, "no argument 'cpu'"),
+        ({"cpus": -1}, "CPU is -1"),
+    ],
+)
+def test_wrong_arguments_are_named(pool, arguments, words):
+    with pytest.raises(ConfigError, match=words):
+        pool.map(double, [1], **arguments)
+
+
+def test_items_that_are_too_small_are_told_of_once(pool):
+    with pytest.warns(RuntimeWarning, match="put more work into each item"):
+        assert len(list(pool.map(abs, range(3000)))) == 3000
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        list(pool.map(time.sleep, [0.001] * 1200))
+
+
+def test_large_results_are_not_all_in_memory_at_once(pool):
+    import psutil
+
+    # Ray's object store is shared with this program, and not counted.
+    before = most = psutil.Process().memory_full_info().uss
+    for number, data in enumerate(pool.map(lambda number: b"x" * 10_000_000, range(100))):
+        assert len(data) == 10_000_000
+        if number % 10 == 0:
+            most = max(most, psutil.Process().memory_full_info().uss)
+    assert most - before < 400_000_000
+
+
+def test_one_call_from_an_event_loop(pool):
+    async def main():
+        values = await asyncio.gather(*(pool.call(double, number) for number in range(20)))
+        with pytest.raises(ValueError, match="three is too many"):
+            await pool.call(fail_at_three, 3)
+        with pytest.raises(TimedOut):
+            await pool.call(time.sleep, 600, timeout_s=1)
+        return values
+
+    assert asyncio.run(main()) == [2 * number for number in range(20)]
+
+
+def test_a_call_that_is_cancelled_ends_its_worker(pool, tmp_path):
+    def mark_and_wait(path):
+        Path(path).write_text(str(os.getpid()))
+        time.sleep(600)
+
+    async def main():
+        mark = tmp_path / "pid"
+        task = asyncio.create_task(pool.call(mark_and_wait, str(mark)))
+        while not mark.exists() or not mark.read_text():
+            await asyncio.sleep(0.05)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        return int(mark.read_text())
+
+    pid = asyncio.run(main())
+    deadline = time.monotonic() + 20
+    while Path(f"/proc/{pid}").exists():
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+
+
+def test_a_map_that_is_left_early_leaves_nothing_running(pool, tmp_path):
+    def long(number):
+        (tmp_path / str(number)).write_text(str(os.getpid()))
+        time.sleep(0 if number == 0 else 600)
+        return number
+
+    results = pool.map(long, range(4))
+    assert next(results) == 0
+    results.close()
+    deadline = time.monotonic() + 20
+    pids = [int(path.read_text() or 0) for path in tmp_path.iterdir() if path.name != "0"]
+    while any(pid and Path(f"/proc/{pid}").exists() for pid in pids):
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+
+
+_CHILD = """
+import sys
+from nemo_run_ray import work
+with work.connect() as pool:
+    print(pool.address, list(pool.map(str, [1, 2])))
+"""
+
+
+def test_a_child_process_joins_the_same_ray(pool):
+    done = subprocess.run(
+        [sys.executable, "-c", _CHILD], capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[-1] == f"{pool.address} ['1', '2']"
+
+
+def test_a_process_has_one_connection(pool):
+    with work.connect() as other:
+        assert other.address == pool.address
+        assert list(other.map(double, [1])) == [2]
+    assert list(pool.map(double, [2])) == [4], "the first pool goes on"
+    with pytest.raises(ConfigError, match="a process has one Ray at a time"):
+        work.connect("127.0.0.1:1")
+
+
+def test_a_pool_that_was_closed_takes_no_more(pool):
+    with work.connect() as other:
+        pass
+    with pytest.raises(RuntimeError, match="takes no more work"):
+        list(other.map(double, [1]))
+
+
+def test_two_shapes_take_turns(pool):
+    """Idle workers of one shape must not keep another one waiting."""
+    assert list(pool.map(double, range(8), cpus=1)) == [2 * number for number in range(8)]
+    began = time.monotonic()
+    assert list(pool.map(double, range(2), cpus=4)) == [0, 2]
+    assert time.monotonic() - began < 15
+
+
+_TWICE = """
+from nemo_run_ray import work
+for _ in range(2):
+    with work.connect() as pool:
+        print(list(pool.map(str, [1, 2])))
+left_open = work.connect()
+print(next(left_open.map(str, range(100))))
+"""
+
+
+def test_a_program_may_connect_again_and_leave_a_pool_open(pool):
+    """Its own Ray processes import ray anew; and Ray's end comes after that of the pool."""
+    hidden = ("RAY_ADDRESS", "RAY_AUTH_MODE", "RAY_AUTH_TOKEN_PATH")
+    env = {name: value for name, value in os.environ.items() if name not in hidden}
+    words = [sys.executable, "-c", _TWICE]
+    done = subprocess.run(words, env=env, capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[-3:] == ["['1', '2']", "['1', '2']", "0"]
+    assert "Traceback" not in done.stderr
+
+
+def test_an_item_that_cannot_be_sent_is_a_failure_in_its_place(pool):
+    found = list(pool.map(str, [1, threading.Lock(), 3], failures="yield"))
+    assert (found[0], found[2]) == ("1", "3")
+    assert isinstance(found[1].cause, CannotBeSent)
+
+
+def test_what_would_end_an_event_loop_is_an_error_of_the_call(pool):
+    async def main():
+        for function in (next, sys.exit):
+            with pytest.raises(WorkError, match="has raised"):
+                await pool.call(function, iter(()) if function is next else 3)
+
+    asyncio.run(main())
+
+
+def test_the_requirements_pin_rays_version():
+    import ray
+
+    assert work.requirements() == [f"ray[default]=={ray.__version__}"]
+
+
+def _one_storm(pool, chance: random.Random) -> str:
+    """A map whose workers die at random moments; in words what is wrong with its results."""
+    count, ordered = chance.randrange(1, 600), chance.random() < 0.5
+    pause_s = chance.choice([0.0, 0.0005, 0.01, 0.05])
+    over = threading.Event()
+
+    def strike() -> None:
+        while not over.wait(chance.uniform(0.05, 1.0)):
+            workers = processes_where(lambda _, words: words[0].startswith("ray::WorkActor.run"))
+            if workers:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(chance.choice(workers), signal.SIGKILL)
+
+    def work_on(number):
+        time.sleep(pause_s)
+        return number
+
+    striker = threading.Thread(target=strike)
+    striker.start()
+    try:
+        found = list(pool.map(work_on, range(count), ordered=ordered, retries=50))
+    finally:
+        over.set()
+        striker.join()
+    right = found == list(range(count)) if ordered else sorted(found) == list(range(count))
+    return "" if right else f"{count} items of {pause_s} s, ordered={ordered}: {found}"
+
+
+def _storms(pool, count: int, seed: int) -> None:
+    print(f"seed {seed}", file=sys.stderr)
+    chance = random.Random(seed)
+    broken = [wrong for wrong in (_one_storm(pool, chance) for _ in range(count)) if wrong]
+    assert not broken, f"seed {seed}: " + "\n".join(broken)
+
+
+def test_workers_that_die_at_random_moments_lose_no_item(pool):
+    _storms(pool, 3, seed=7)
+
+
+@pytest.mark.soak
+def test_a_hundred_storms(pool):
+    _storms(pool, 100, int(os.environ.get("SEED", random.randrange(10**6))))
