@@ -1,7 +1,8 @@
 """CPU work from a server with an event loop: answers to arithmetic exercises are verified on Ray.
 
 The server takes answers over HTTP and never blocks: each is verified by a worker, on whichever node
-has room. Some answers make the verifier run for ever, and one kills it; the others do not notice.
+has room. Some answers make the verifier run for ever: their workers are ended, and the others do
+not notice.
 
     python examples/verify_answers.py [ip:port or ray://host:10001]
 """
@@ -46,6 +47,8 @@ async def serve(pool: work.Pool) -> asyncio.Server:
                 verdict = "right" if right else "wrong"
             except work.TimedOut:
                 verdict = "took too long"
+            except work.WorkerDied:  # of a lack of memory, or with its node
+                verdict = "not verified"
             except (ValueError, SyntaxError) as error:
                 verdict = f"not an answer: {error}"
             writer.write(f"{verdict}\n".encode())

@@ -182,6 +182,20 @@ def processes_where(wanted: Callable[[int, list[str]], bool]) -> list[int]:
     return found
 
 
+def processes_of_home(wanted: Callable[[int, list[str]], bool]) -> list[int]:
+    """Those that the embedded Ray of this test process has started.
+
+    They have its environment, which names the home of this test process. Other test processes have
+    a Ray of their own on this machine at the same time.
+    """
+    mark = f"NEMORUN_HOME={_HOME}\0".encode()
+
+    def is_ours(pid: int, words: list[str]) -> bool:
+        return mark in Path(f"/proc/{pid}/environ").read_bytes() and wanted(pid, words)
+
+    return processes_where(is_ours)
+
+
 def processes_of(submission_id: str) -> list[int]:
     """The processes on this machine that belong to a job's command."""
     mark = f"{TAG}={submission_id}/".encode()

@@ -10,8 +10,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future
 from typing import Any, Literal, TypeVar
 
-from nemo_run.core.frontend.console.api import CONSOLE
-
 from nemo_run_ray.checks import is_amount, is_whole
 from nemo_run_ray.errors import ConfigError, WorkError
 from nemo_run_ray.work import connection
@@ -19,6 +17,7 @@ from nemo_run_ray.work.engine import Engine
 from nemo_run_ray.work.executor import PoolExecutor
 from nemo_run_ray.work.items import Item
 from nemo_run_ray.work.pickling import pickle_function, pickle_item
+from nemo_run_ray.work.progress import say
 from nemo_run_ray.work.shape import Shape, shape_of
 from nemo_run_ray.work.stream import Stream
 
@@ -39,7 +38,7 @@ class Pool:
 
     def __init__(self, joined: connection.Connection) -> None:
         self._connection = joined
-        self._engine = Engine(joined.ray, CONSOLE.log)
+        self._engine = Engine(joined.ray, say)
         self._is_closed = False
         self._closing = threading.Lock()
         if not _open:  # behind Ray's own: what is registered last is called first

@@ -1,11 +1,22 @@
-"""A progress bar on a terminal."""
+"""What a person sees of a pool: a progress bar on a terminal, and lines about what is waited for.
+
+All of it is on standard error, since a program's results may go to standard output.
+"""
 
 from __future__ import annotations
 
 from typing import Any
 
+from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
 from rich.progress import Progress as Bar
+
+_err = Console(stderr=True, soft_wrap=True, highlight=False, log_path=False)
+
+
+def say(line: str) -> None:
+    """Print a line for people, with the time."""
+    _err.log(line)
 
 
 class MapProgress:
@@ -18,10 +29,7 @@ class MapProgress:
 
     def __init__(self, name: str, total: int | None) -> None:
         columns = (BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-        from rich.console import Console
-
-        # Results may go to standard output.
-        self._bar = Bar(TextColumn("{task.description}"), *columns, console=Console(stderr=True))
+        self._bar = Bar(TextColumn("{task.description}"), *columns, console=_err)
         self._task = self._bar.add_task(name, total=total)
 
     def __enter__(self) -> MapProgress:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 
 import httpx
 import pytest
@@ -13,7 +12,7 @@ from nemo_run_ray import LocalCluster
 from nemo_run_ray.clusters import Dashboard
 from nemo_run_ray.dashboard.jobs_api import JobsApi
 from tests import groups
-from tests.conftest import processes_where
+from tests.conftest import processes_of_home
 from tests.group_faults import FAULTS, strike
 
 
@@ -23,16 +22,9 @@ class Embedded:
 
     cluster: LocalCluster
     api: JobsApi
-    home: Path
 
     def processes(self, wanted: Callable[[int, list[str]], bool]) -> list[int]:
-        # All that this Ray starts has its environment, which names the home of this test process.
-        mark = f"NEMORUN_HOME={self.home}\0".encode()
-
-        def is_ours(pid: int, words: list[str]) -> bool:
-            return mark in Path(f"/proc/{pid}/environ").read_bytes() and wanted(pid, words)
-
-        return processes_where(is_ours)
+        return processes_of_home(wanted)
 
     def leftovers(self) -> list[str]:
         url, headers = self.api.dashboard.url, self.api.dashboard.headers
@@ -51,8 +43,8 @@ class Embedded:
 
 
 @pytest.fixture
-def embedded(local_cluster: LocalCluster, dashboard: Dashboard, home: Path) -> Embedded:
-    return Embedded(local_cluster, JobsApi.of(dashboard), home)
+def embedded(local_cluster: LocalCluster, dashboard: Dashboard) -> Embedded:
+    return Embedded(local_cluster, JobsApi.of(dashboard))
 
 
 #: Second ways to an end that another fault has too.

@@ -23,7 +23,7 @@ from nemo_run_ray.errors import (
     WorkerDied,
     WorkError,
 )
-from tests.conftest import processes_where
+from tests.conftest import processes_of_home
 
 
 def double(number):
@@ -367,7 +367,7 @@ def _one_storm(pool, chance: random.Random) -> str:
 
     def strike() -> None:
         while not over.wait(chance.uniform(0.05, 1.0)):
-            workers = processes_where(lambda _, words: words[0].startswith("ray::WorkActor.run"))
+            workers = processes_of_home(lambda _, words: words[0].startswith("ray::WorkActor.run"))
             if workers:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(chance.choice(workers), signal.SIGKILL)
