@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from nemo_run_ray.clusters import ExistingCluster, LocalCluster, Sidecar, SlurmCluster
 from nemo_run_ray.executor import RayExecutor
 from nemo_run_ray.nemo import register as _register
+from nemo_run_ray.planning.array import array
 from nemo_run_ray.probes import CommandProbe, HttpProbe, PortProbe
 from nemo_run_ray.transport.folder_packager import FolderPackager
 
@@ -28,6 +29,7 @@ __all__ = [
     "RayExecutor",
     "Sidecar",
     "SlurmCluster",
+    "array",
     "find",
 ]
 

@@ -91,7 +91,7 @@ def kill_actor(bench: Bench, job: RemoteJob, chance: random.Random) -> None:
 
 def replicas_and_guards(bench: Bench) -> tuple[list[int], list[int]]:
     """The replicas' processes, and their parents, which outlive them."""
-    found = bench.processes(lambda _, words: any("replica import main" in one for one in words))
+    found = bench.processes(lambda _, words: any(one.endswith("group.replica") for one in words))
     replicas = [pid for pid in found if psutil.Process(pid).ppid() in found]
     return replicas, [pid for pid in found if pid not in replicas]
 

@@ -14,13 +14,13 @@ from rich.text import Text
 from nemo_run_ray.jobs import notes
 from nemo_run_ray.jobs.attempt_records import AttemptRecord, Attempts, has_news
 from nemo_run_ray.jobs.dispatched_job import DispatchedJob
-from nemo_run_ray.jobs.explanations import roles
+from nemo_run_ray.jobs.explanations import elements, roles
 from nemo_run_ray.jobs.job import RemoteJob
 from nemo_run_ray.jobs.ledger import Ledger
 from nemo_run_ray.jobs.running_at import note_running_at, running_at
 from nemo_run_ray.jobs.snapshot import Snapshot
 from nemo_run_ray.nemo import registry
-from nemo_run_ray.remote.rows import GroupRows
+from nemo_run_ray.remote.rows import ArrayRows, GroupRows
 from nemo_run_ray.remote.states import JobState, JobStatus, Reason
 from nemo_run_ray.timeline import page as timeline
 
@@ -54,6 +54,9 @@ class StatusReport:
         with notes.together():
             self.statuses = [job.status_in(snapshot) for job in jobs]
         self.roles = [roles(job, status) for job, status in zip(jobs, self.statuses, strict=True)]
+        self.arrays = [
+            elements(job, status) for job, status in zip(jobs, self.statuses, strict=True)
+        ]
         self.attempts = [job.attempts_in(snapshot, running_at) for job in jobs]
         self._keep_attempts()
         for job in going_on:  # of the others all was noted when they were seen to end
@@ -73,7 +76,8 @@ class StatusReport:
         return all(status.state.is_terminal for status in self.statuses)
 
     def as_json(self) -> str:
-        rows = zip(self.jobs, self.statuses, self.attempts, self.roles, strict=True)
+        told = [group or array for group, array in zip(self.roles, self.arrays, strict=True)]
+        rows = zip(self.jobs, self.statuses, self.attempts, told, strict=True)
         return json.dumps([_as_dict(*row) for row in rows], indent=1)
 
     def table(self, now: float) -> Group:
@@ -99,6 +103,11 @@ class StatusReport:
         groups = [
             _roles_table(job.name, found)
             for job, found in zip(self.jobs, self.roles, strict=True)
+            if found
+        ]
+        groups += [
+            _array_lines(job.name, found)
+            for job, found in zip(self.jobs, self.arrays, strict=True)
             if found
         ]
         details = [
@@ -134,7 +143,7 @@ def timeline_page(title: str, exp_dir: Path, jobs: Sequence[RemoteJob], now: flo
 
 
 def _as_dict(
-    job: RemoteJob, status: JobStatus, attempts: Attempts, group: GroupRows | None
+    job: RemoteJob, status: JobStatus, attempts: Attempts, told: GroupRows | ArrayRows | None
 ) -> dict[str, Any]:
     return {
         "job": job.name,
@@ -160,7 +169,7 @@ def _as_dict(
             }
             for attempt in attempts.values()
         ],
-        **(group or {"waits_for_room": _waits_for_room(status)}),
+        **(told or {"waits_for_room": _waits_for_room(status)}),
     }
 
 
@@ -234,6 +243,22 @@ def _last_seen(attempt: AttemptRecord, job: RemoteJob) -> float | None:
 def _is_lost(attempt: AttemptRecord, status: JobStatus) -> bool:
     """Whether it was not over at the last look, and now its end cannot be found out."""
     return status.state is JobState.LOST and not JobState(attempt.state).is_terminal
+
+
+def _array_lines(job: str, array: ArrayRows) -> Group:
+    """One line for an array, and one for each of the first elements that failed."""
+    counts = ", ".join(
+        f"{array[name]} {name}"
+        for name in ("succeeded", "failed", "cancelled", "running", "waiting")
+        if array[name]
+    )
+    pace = ""
+    if array["running"] and array["left_s"] is not None:
+        left = duration(array["left_s"])
+        pace = f"; {array['elements_per_s']:.3g} elements/s, about {left} left"
+    lines = [Text(f"\n{job} has {array['elements']} elements: {counts}{pace}")]
+    lines += [Text(f"  element {index}: {words}") for index, _, words in array["failures"]]
+    return Group(*lines)
 
 
 def _roles_table(job: str, group: GroupRows) -> Group:

@@ -22,7 +22,7 @@ from nemo_run_ray.dashboard.wake import AliveNodes
 from nemo_run_ray.errors import ClusterError
 from nemo_run_ray.remote.group.roles_file import file_name
 from nemo_run_ray.remote.lost_ends import ANSWER_S, LINES, LOG_FILE, log_query
-from nemo_run_ray.remote.rows import GroupRows
+from nemo_run_ray.remote.rows import ArrayRows, GroupRows
 
 #: Seconds until an answer must have come of which the next look may do without.
 _EXPLAIN_S = 5.0
@@ -82,11 +82,11 @@ class StateApi:
         except ClusterError:
             return None
 
-    def roles(self, node: str, submission_id: str) -> GroupRows | None:
-        """What a group's driver wrote of its roles; ``None`` when there is nothing of it."""
+    def rows(self, node: str, submission_id: str) -> GroupRows | ArrayRows | None:
+        """What the driver of a group or of an array wrote; ``None`` when there is nothing of it."""
         text = self._log_file(node, file_name(submission_id), -1)
         try:
-            return cast(GroupRows, json.loads(text)) if text else None
+            return cast("GroupRows | ArrayRows", json.loads(text)) if text else None
         except ValueError:
             return None  # Ray's own words, about a file that is not there
 

@@ -26,7 +26,7 @@ from nemo_run_ray.jobs.other_experiments import outside_spec
 from nemo_run_ray.jobs.start_dispatcher import start_dispatcher
 from nemo_run_ray.jobs.submit_once import submit_once
 from nemo_run_ray.planning.job_plan import JobPlan, joined_places
-from nemo_run_ray.remote.spec import DispatchedJobSpec, DispatchSpec, GroupSpec
+from nemo_run_ray.remote.spec import ArraySpec, DispatchedJobSpec, DispatchSpec, GroupSpec
 
 #: So many jobs are handed over by the client at once; more wait on the cluster, where a dispatcher
 #: limits them to what the head's memory suffices for (110 MB each).
@@ -166,6 +166,7 @@ class Batch:
             "session": self._session,
             "nonce": nonce,
             "has_roles": isinstance(planned.spec, GroupSpec),
+            "is_array": isinstance(planned.spec, ArraySpec),
             "place": self.places.get(planned.job, 0),
             "grace_s": planned.spec.grace_s,
             "keep_logs_max_bytes": self.executors[planned.job].resolved().keep_logs_max_bytes,

@@ -13,7 +13,7 @@ from nemo_run_ray.errors import DoesNotFit
 from nemo_run_ray.executor import RayExecutor
 from nemo_run_ray.planning.job_plan import JobPlan
 from nemo_run_ray.planning.room import Ask, ask_of
-from nemo_run_ray.remote.spec import GroupSpec
+from nemo_run_ray.remote.spec import ArraySpec, GroupSpec
 
 if TYPE_CHECKING:
     from nemo_run_ray.cluster_files.verdicts import CheckRow
@@ -101,7 +101,10 @@ def asks_of(plan: JobPlan) -> Iterator[tuple[str, Ask]]:
 
     A group that waits for nodes to join asks for nothing that must be there.
     """
-    if not isinstance(plan.spec, GroupSpec):
+    if isinstance(plan.spec, ArraySpec):
+        host = plan.spec.host
+        yield f"element of {plan.job}", Ask(dict(host.resources), dict(host.label_selector))
+    elif not isinstance(plan.spec, GroupSpec):
         yield f"task {plan.job}", ask_of(plan.reservation)
     elif not plan.spec.wait_for_nodes:
         for role in plan.spec.roles:

@@ -1,13 +1,13 @@
-"""What explains a job beside its status: a group's roles, and what is left of a cancelled job."""
+"""What explains a job beside its status: roles, elements, and what is left of a cancelled job."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 from nemo_run_ray.errors import NemoRunRayError
 from nemo_run_ray.jobs.follow_log import OF_RAY
 from nemo_run_ray.remote.node.output import NO_PROCESS_LEFT, RUNNER_KILLED, end_mark
-from nemo_run_ray.remote.rows import GroupRows
+from nemo_run_ray.remote.rows import ArrayRows, GroupRows
 from nemo_run_ray.remote.states import JobStatus, Life, Phase, Reason
 
 if TYPE_CHECKING:
@@ -21,14 +21,7 @@ def roles(job: ObservedJob, status: JobStatus) -> GroupRows | None:
     """
     if not job.record.has_roles:
         return None
-    if job.kept.has_roles:
-        return job.kept.roles()
-    if status.reason in (Reason.UNREACHABLE, Reason.CLUSTER_GONE):
-        return None  # a node may be known all the same
-    try:
-        found = job.api().state.roles(status.node, job.ran_as(status)) if status.node else None
-    except NemoRunRayError:
-        return None
+    found = cast("GroupRows | None", _told(job, status))
     if found and status.state.is_terminal and found["phase"] != Phase.OVER.value:
         # The driver was killed, and what it wrote last is no longer so.
         found["phase"], found["waits_for_room"] = Phase.OVER.value, ""
@@ -36,6 +29,23 @@ def roles(job: ObservedJob, status: JobStatus) -> GroupRows | None:
             if row["state"] != Life.ENDED.value:
                 row["state"] = Life.LOST.value
     return found
+
+
+def elements(job: ObservedJob, status: JobStatus) -> ArrayRows | None:
+    """What is known of an array's elements; ``None`` for other jobs, and where nothing is known."""
+    return cast("ArrayRows | None", _told(job, status)) if job.record.is_array else None
+
+
+def _told(job: ObservedJob, status: JobStatus) -> GroupRows | ArrayRows | None:
+    """What the job's driver wrote last."""
+    if job.kept.has_rows:
+        return job.kept.rows()
+    if status.reason in (Reason.UNREACHABLE, Reason.CLUSTER_GONE):
+        return None  # a node may be known all the same
+    try:
+        return job.api().state.rows(status.node, job.ran_as(status)) if status.node else None
+    except NemoRunRayError:
+        return None
 
 
 def leftovers(job: ObservedJob, status: JobStatus) -> str:

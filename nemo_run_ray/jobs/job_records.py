@@ -20,6 +20,7 @@ _OPTIONAL = (
     "dispatcher",
     "is_dispatcher",
     "has_roles",
+    "is_array",
     "place",
     "grace_s",
     "reservation",
@@ -43,6 +44,7 @@ class JobRecord:
         dispatcher: id of the dispatcher that hands it over; empty when the client did.
         is_dispatcher: it is an attempt of that dispatcher itself.
         has_roles: it is a group.
+        is_array: it is an array.
         place: which job of its experiment it is, from 0, in the order in which they were added.
         grace_s: seconds from SIGTERM to SIGKILL when it is cancelled.
         reservation: the parts of its request to Ray that say what it asks for; empty when it asks
@@ -66,6 +68,7 @@ class JobRecord:
     dispatcher: str = ""
     is_dispatcher: bool = False
     has_roles: bool = False
+    is_array: bool = False
     place: int = 0
     grace_s: float = 10.0
     reservation: Mapping[str, Any] = field(default_factory=dict)

@@ -12,7 +12,7 @@ from typing import IO, cast
 
 from nemo_run_ray.clusters.left_behind import CUT
 from nemo_run_ray.remote.files import replacing, write_file
-from nemo_run_ray.remote.rows import GroupRows
+from nemo_run_ray.remote.rows import ArrayRows, GroupRows
 
 #: Bytes in which the first line of a log's end is looked for: a longer line is kept in part.
 _LINE_BYTES = 64 * 1024
@@ -28,7 +28,7 @@ class Kept:
 
     def __init__(self, exp_dir: Path, submission_id: str) -> None:
         self._log = exp_dir / "ray_logs" / f"{submission_id}.log"
-        self._roles = exp_dir / "ray_logs" / f"{submission_id}.json"
+        self._rows = exp_dir / "ray_logs" / f"{submission_id}.json"
 
     @property
     def has_log(self) -> bool:
@@ -65,15 +65,16 @@ class Kept:
             end.write_to(file, most_bytes)
 
     @property
-    def has_roles(self) -> bool:
-        return self._roles.exists()
+    def has_rows(self) -> bool:
+        return self._rows.exists()
 
-    def roles(self) -> GroupRows:
-        return cast(GroupRows, json.loads(self._roles.read_text(encoding="utf-8")))
+    def rows(self) -> GroupRows | ArrayRows:
+        """What the driver of a group or of an array told last."""
+        return cast("GroupRows | ArrayRows", json.loads(self._rows.read_text(encoding="utf-8")))
 
-    def keep_roles(self, roles: GroupRows) -> None:
-        self._roles.parent.mkdir(parents=True, exist_ok=True)
-        write_file(self._roles, json.dumps(roles))
+    def keep_rows(self, rows: GroupRows | ArrayRows) -> None:
+        self._rows.parent.mkdir(parents=True, exist_ok=True)
+        write_file(self._rows, json.dumps(rows))
 
 
 class _End:

@@ -17,7 +17,7 @@ from nemo_run_ray.dashboard.http import SLOW_S
 from nemo_run_ray.errors import NemoRunRayError
 from nemo_run_ray.jobs import ledger
 from nemo_run_ray.jobs.attempt_records import has_news
-from nemo_run_ray.jobs.explanations import roles
+from nemo_run_ray.jobs.explanations import elements, roles
 from nemo_run_ray.jobs.ledger import Event, Ledger
 from nemo_run_ray.jobs.snapshot import Snapshot
 from nemo_run_ray.remote.states import JobState, JobStatus
@@ -161,8 +161,8 @@ def _keep_files(job: ObservedJob, status: JobStatus) -> None:
         most_bytes = job.record.keep_logs_max_bytes
         if most_bytes != 0:
             job.kept.keep_log(job.whole_log(job.api(), status, SLOW_S), most_bytes)
-        found = roles(job, status)
+        found = roles(job, status) or elements(job, status)
         if found:
-            job.kept.keep_roles(found)
+            job.kept.keep_rows(found)
     except (NemoRunRayError, OSError) as error:
         log.warning("The log of %s could not be kept: %s", job.id, error)

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from nemo_run_ray.planning.job_plan import JobPlan
-from nemo_run_ray.remote.spec import JobSpec, ProbeSpec
+from nemo_run_ray.remote.spec import ArraySpec, JobSpec, ProbeSpec
 
 #: A startup command of more lines has a program in it, of which the first lines are shown.
 _LINES_MAX, _SHOWN_LINES = 40, 3
@@ -32,6 +32,9 @@ def describe(planned: JobPlan, cluster: str, uploads: list[str]) -> str:
             first = ".".join(str(part) for part in planned.selector_since)
             lines.append(f"labels    before Ray {first} a group's driver places it by them")
         return "\n".join(lines + [f"sends     {upload}" for upload in uploads])
+    if isinstance(spec, ArraySpec):
+        lines += _describe_array(spec)
+        return "\n".join(lines + [f"sends     {upload}" for upload in uploads])
     lines.append(f"strategy  {spec.strategy}, all {len(spec.roles)} role(s) at once or none")
     lines += [f"sends     {upload}" for upload in uploads]
     for role in spec.roles:
@@ -47,6 +50,24 @@ def describe(planned: JobPlan, cluster: str, uploads: list[str]) -> str:
         if role.ready is not None:
             lines.append(f"ready     {_describe_probe(role.ready)}")
     return "\n".join(lines)
+
+
+def _describe_array(spec: ArraySpec) -> list[str]:
+    """The lines about the elements."""
+    changed = ", ".join(" ".join(str(part) for part in target if part) for target in spec.targets)
+    at_once = "as many as there is room for" if spec.max_in_flight is None else spec.max_in_flight
+    lines = [
+        f"elements  of {spec.elements}; each changes {changed}",
+        f"at once   {at_once}",
+        f"retries   {spec.retries} of each element",
+    ]
+    if spec.max_failures is not None:
+        lines.append(f"ends      when more than {spec.max_failures} elements have failed")
+    host = spec.host
+    lines += _describe_task(host.task, _words(host.resources), host.runtime_env)
+    if host.label_selector:
+        lines.append(f"labels    {host.label_selector}")
+    return lines
 
 
 def _describe_turn(planned: JobPlan) -> list[str]:

@@ -9,6 +9,8 @@ from collections.abc import Sequence
 REMOTE_PACKAGE = "nemo_run_ray_remote"
 #: How often one dispatcher's job starts it, when it is killed again and again.
 _DISPATCHER_STARTS = 100
+#: The same of an array's driver.
+_ARRAY_STARTS = 20
 #: What ``_find`` has found, in shell.
 _FOUND = '"$p"'
 
@@ -24,6 +26,22 @@ def entrypoint(python: str | None, arguments: Sequence[str]) -> str:
     if python is not None:
         return f"exec {_start(shlex.quote(python), arguments)}"
     return f"{_find(['python3', 'python'])}exec {_start(_FOUND, arguments)}"
+
+
+def array_entrypoint(python: str | None, arguments: Sequence[str]) -> str:
+    """The shell line of an array's driver: killed, it is started again, and reads its journal.
+
+    Args:
+        python: the interpreter; ``None`` is python3 or python.
+        arguments: as of ``entrypoint``.
+    """
+    find = "" if python is not None else _find(["python3", "python"])
+    line = _start(_FOUND if python is None else shlex.quote(python), arguments)
+    return (
+        # A stop is for the driver; the shell waits for it.
+        f"trap '' TERM; {find}for start in $(seq {_ARRAY_STARTS}); do {line}; code=$?; "
+        "[ $code -eq 137 ] || break; sleep 1; done; exit $code"
+    )
 
 
 def dispatcher_entrypoint(pythons: Sequence[str], submission_id: str, nonce: str) -> str:

@@ -18,7 +18,8 @@ from torchx.specs import AppDef
 from nemo_run_ray.errors import ConfigError
 from nemo_run_ray.executor import RayExecutor
 from nemo_run_ray.ids import safe_id
-from nemo_run_ray.planning.entrypoints import entrypoint
+from nemo_run_ray.planning.array import array_spec, is_array
+from nemo_run_ray.planning.entrypoints import array_entrypoint, entrypoint
 from nemo_run_ray.planning.roles import (
     BUNDLE_SELECTORS_SINCE,
     ROLE_MAX,
@@ -32,6 +33,7 @@ from nemo_run_ray.remote.attempts import DISPATCHER_KEY, NONCE_KEY, PERMANENT_KE
 from nemo_run_ray.remote.spec import (
     CODE,
     SUBMISSION_ID,
+    ArraySpec,
     DispatchedJobSpec,
     GroupSpec,
     JobSpec,
@@ -86,7 +88,7 @@ class JobPlan:
 
     job: str
     submission_id: str
-    spec: JobSpec | GroupSpec
+    spec: JobSpec | GroupSpec | ArraySpec
     reservation: dict[str, Any] = field(default_factory=dict)
     runtime_env: dict[str, Any] = field(default_factory=dict)
     packagers: dict[str, Packager] = field(default_factory=dict)
@@ -191,8 +193,11 @@ class JobPlan:
         )
 
     def _entrypoint(self, submission_id: str, nonce: str) -> str:
+        arguments = [self.spec_name, submission_id, nonce]
+        if isinstance(self.spec, ArraySpec):
+            return array_entrypoint(self.spec.python, ["array", *arguments])
         kind = "group" if isinstance(self.spec, GroupSpec) else "task"
-        return entrypoint(self.spec.python, [kind, self.spec_name, submission_id, nonce])
+        return entrypoint(self.spec.python, [kind, *arguments])
 
     @property
     def _stop_wait_s(self) -> int:
@@ -207,9 +212,13 @@ def plan(app: AppDef, executor: RayExecutor, submission_id: str, job: str) -> Jo
     """
     executor.check()
     executor = executor.resolved()
-    spec: JobSpec | GroupSpec
+    spec: JobSpec | GroupSpec | ArraySpec
     as_group = None
-    if needs_group_driver(app, executor):
+    reservation: dict[str, Any]
+    runtime_env: dict[str, Any]
+    if is_array(app.roles[0]):
+        spec, reservation, runtime_env = array_spec(app.roles[0], executor), {}, {}
+    elif needs_group_driver(app, executor):
         spec, reservation, runtime_env = group_spec(app, executor), {}, {}
     else:
         _check_alone(executor)
@@ -231,9 +240,10 @@ def plan(app: AppDef, executor: RayExecutor, submission_id: str, job: str) -> Jo
         ),
         runs_here=executor.resolve_cluster().runs_here,
         outside=tuple(executor.dependencies),
-        retries=executor.retries,
+        # Those of an array are about its elements.
+        retries=0 if isinstance(spec, ArraySpec) else executor.retries,
         permanent_exit_codes=tuple(executor.permanent_exit_codes),
-        max_in_flight=executor.max_in_flight,
+        max_in_flight=None if isinstance(spec, ArraySpec) else executor.max_in_flight,
         # With nothing else, a group needs no dispatcher for it: it gives itself up.
         pending_timeout_s=None if needs_group_driver(app, executor) else executor.pending_timeout_s,
         time_s=executor.time_s,
@@ -289,6 +299,9 @@ def in_folder(planned: JobPlan, cwd: str) -> JobPlan:
         planned = replace(planned, as_group=replace(group, spec=_moved_roles(group.spec, cwd)))
     if isinstance(planned.spec, JobSpec):
         return replace(planned, spec=_moved(planned.spec, cwd))
+    if isinstance(planned.spec, ArraySpec):
+        host = replace(planned.spec.host, task=_moved(planned.spec.host.task, cwd))
+        return replace(planned, spec=replace(planned.spec, host=host))
     return replace(planned, spec=_moved_roles(planned.spec, cwd))
 
 

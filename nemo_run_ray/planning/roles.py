@@ -23,7 +23,7 @@ from nemo_run_ray.planning.commands import (
 )
 from nemo_run_ray.planning.group_checks import check_probe, check_together, check_whole
 from nemo_run_ray.remote.group.addresses import RENDEZVOUS
-from nemo_run_ray.remote.spec import GroupSpec, JobSpec, RoleSpec
+from nemo_run_ray.remote.spec import ArraySpec, GroupSpec, JobSpec, RoleSpec
 from nemo_run_ray.runtime_env import brings_python, environments, is_container, resolve
 from nemo_run_ray.transport.folder_packager import FolderPackager, code_dir
 
@@ -231,6 +231,20 @@ def _role_spec(role: Role, executor: RayExecutor, count: int) -> RoleSpec:
     )
 
 
+def array_role(role: Role, executor: RayExecutor) -> RoleSpec:
+    """A host of an array's elements: what one of them runs and reserves, a CPU if nothing is
+    said."""
+    resources = {"CPU": 1.0} if executor.cpus_per_node is None else {}
+    resources.update(_resources(executor))
+    return RoleSpec(
+        name=role_name(role, executor),
+        task=replace(task_spec(role, executor), config=None),
+        resources=resources,
+        label_selector=dict(executor.label_selector),
+        runtime_env=resolve(executor.runtime_env),
+    )
+
+
 def _resources(executor: RayExecutor) -> dict[str, float]:
     asked = {
         "CPU": executor.cpus_per_node or 0,
@@ -264,13 +278,17 @@ def _spread(roles: list[RoleSpec], executors: list[RayExecutor]) -> list[RoleSpe
     return found
 
 
-def selector_since(spec: JobSpec | GroupSpec, executor: RayExecutor) -> tuple[int, int] | None:
+def selector_since(
+    spec: JobSpec | GroupSpec | ArraySpec, executor: RayExecutor
+) -> tuple[int, int] | None:
     """The first version of Ray that can do what the label selectors ask for.
 
     For a group on an older Ray custom resources do.
     """
     if isinstance(spec, JobSpec):
         return JOB_SELECTORS_SINCE if executor.label_selector else None
+    if isinstance(spec, ArraySpec):
+        return None  # its driver reads the labels of the nodes itself
     for role in spec.roles:
         own: Mapping[str, float] = {
             name: amount

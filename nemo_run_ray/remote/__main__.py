@@ -1,7 +1,7 @@
 """Entry on the cluster.
 
-``task|group <job> <submission id> <nonce>`` runs one job of the archive, ``dispatch <submission
-id> <nonce>`` hands the jobs of a dispatch over. ``start.py`` calls it.
+``task|group|array <job> <submission id> <nonce>`` runs one job of the archive, ``dispatch
+<submission id> <nonce>`` hands the jobs of a dispatch over. ``start.py`` calls it.
 """
 
 from __future__ import annotations
@@ -13,15 +13,15 @@ from .node import command
 from .node.output import PREFIX, end_mark, say
 from .node.process import Runner, keep
 from .node.rundir import DISPATCH, SPEC, RunDir, archived, jobs_folder, take_secrets
-from .spec import DispatchSpec, GroupSpec, JobSpec, from_json
+from .spec import ArraySpec, DispatchSpec, GroupSpec, JobSpec, from_json
 
 
 def main(argv: list[str]) -> int:
     command.restore_tmpdir()
     if len(argv) == 3 and argv[0] == "dispatch":
         return _dispatch(*argv[1:])
-    if len(argv) != 4 or argv[0] not in ("task", "group"):
-        say(f"usage: task|group <job> <submission id> <nonce>, not {argv}")
+    if len(argv) != 4 or argv[0] not in ("task", "group", "array"):
+        say(f"usage: task|group|array <job> <submission id> <nonce>, not {argv}")
         return 2
     _, job, submission_id, nonce = argv
     tag = f"{submission_id}/{os.urandom(8).hex()}"
@@ -50,6 +50,10 @@ def _run(runner: Runner, job: str, submission_id: str) -> int:
         from .group.driver import run
 
         return run(runner, spec, job, submission_id)
+    if isinstance(spec, ArraySpec):
+        from .array.driver import run as run_array
+
+        return run_array(runner, spec, job, submission_id)
     if not isinstance(spec, JobSpec):
         raise ValueError(f"the spec of the job {job} is that of a role")
     return _run_task(runner, spec, job, submission_id)

@@ -56,6 +56,27 @@ class ReplicaRow(TypedDict):
     exit_code: Optional[int]
 
 
+class ArrayRows(TypedDict):
+    """An array, as its driver last saw it.
+
+    Keys:
+        elements: how many there are.
+        elements_per_s: how many ended in a second, of late.
+        left_s: seconds until the last one has ended, at that rate; ``None`` when none has ended.
+        failures: index, exit code and reason of the first elements that failed.
+    """
+
+    elements: int
+    succeeded: int
+    failed: int
+    cancelled: int
+    running: int
+    waiting: int
+    elements_per_s: float
+    left_s: Optional[float]
+    failures: List[List[Any]]
+
+
 class GroupRows(TypedDict):
     """A group, as its driver last saw it.
 

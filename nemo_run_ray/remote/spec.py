@@ -13,7 +13,7 @@ VERSION = 2
 CODE = "NEMO_RUN_RAY_CODE"
 #: Stands in a dispatched job's entrypoint for the id of the attempt.
 SUBMISSION_ID = "@submission_id@"
-_AnySpec = Union["JobSpec", "RoleSpec", "GroupSpec", "DispatchSpec"]
+_AnySpec = Union["JobSpec", "RoleSpec", "GroupSpec", "ArraySpec", "DispatchSpec"]
 
 
 @dataclass(frozen=True)
@@ -146,6 +146,48 @@ class GroupSpec:
 
 
 @dataclass(frozen=True)
+class ArraySpec:
+    """Many elements of one task, in one job.
+
+    Attributes:
+        host: a host of elements as a role: its task is what each element changes, its resources are
+            those of one element.
+        elements: path of the elements' file in the job's folder.
+        targets: what each value of an element changes, as ``array.elements.Target``.
+        runs: ``command`` starts a process for each element; ``fork`` forks it from one that has
+            imported the configuration's modules; ``process`` starts a new one that imports them.
+        max_in_flight: so many elements at a time at most; ``None`` is what the nodes have room for.
+        retries: further attempts of an element after a failure.
+        permanent_exit_codes: that no further attempt would change.
+        max_failures: end the array when more elements have failed; ``None`` runs all.
+        python: interpreter of the driver; it has ray.
+    """
+
+    host: RoleSpec
+    elements: str
+    targets: Tuple[Tuple[Any, ...], ...] = ()
+    runs: str = "command"
+    max_in_flight: Optional[int] = None
+    retries: int = 0
+    permanent_exit_codes: Tuple[int, ...] = ()
+    max_failures: Optional[int] = None
+    python: Optional[str] = None
+
+    @property
+    def secrets(self) -> Tuple[str, ...]:
+        """The names of the elements' secrets."""
+        return self.host.task.secrets
+
+    @property
+    def grace_s(self) -> float:
+        """Seconds that ending an element may take."""
+        return self.host.task.grace_s
+
+    def to_json(self) -> str:
+        return _dump("array", self)
+
+
+@dataclass(frozen=True)
 class OutsideSpec:
     """A job of another experiment on the same cluster that must have succeeded.
 
@@ -242,7 +284,13 @@ def from_json(text: str) -> _AnySpec:
     if not isinstance(values, dict):
         raise ValueError(f"a spec is a JSON object, and this is a {type(values).__name__}")
     version, kind = values.pop("version", None), values.pop("kind", None)
-    kinds = {"task": JobSpec, "role": RoleSpec, "group": GroupSpec, "dispatch": DispatchSpec}
+    kinds = {
+        "task": JobSpec,
+        "role": RoleSpec,
+        "group": GroupSpec,
+        "array": ArraySpec,
+        "dispatch": DispatchSpec,
+    }
     if version != VERSION or kind not in kinds:
         raise ValueError(
             f"{kind!r} spec of version {version!r}; this code reads {sorted(kinds)} of version "

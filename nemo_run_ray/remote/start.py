@@ -13,7 +13,7 @@ import sys
 #: What the rest of the package is written for.
 OLDEST = (3, 9)
 #: Kinds of a job whose program imports ray.
-_WITH_RAY = ("group",)
+_WITH_RAY = ("group", "array")
 #: ``-I`` keeps the user's files and variables from shadowing the standard library in our process;
 #: the folders that Ray put on the path come behind it.
 _PROGRAM = (

@@ -86,9 +86,9 @@ def actor_of(replica: ReplicaHandle) -> Actor:
 
 def start_actors(ray: Any, placement_group: Any, replicas: Iterable[ReplicaHandle]) -> List[Actor]:
     """Start the actors that serve the replicas, each in a bundle of theirs."""
-    package = ray.put(_tar(os.path.dirname(FOLDER), os.path.dirname(jobs_folder())))
+    package = ray.put(tar(os.path.dirname(FOLDER), os.path.dirname(jobs_folder())))
     codes: Dict[str, Any] = {}  # by the folder on this node
-    made = ray.remote(_actor_class())
+    made = ray.remote(actor_class())
     actors = []
     for served in _by_actor(replicas):
         folders = list(
@@ -96,7 +96,7 @@ def start_actors(ray: Any, placement_group: Any, replicas: Iterable[ReplicaHandl
         )
         for folder in folders:
             if folder not in codes:
-                codes[folder] = ray.put(_tar(folder))
+                codes[folder] = ray.put(tar(folder))
         first = served[0]
         resources = {} if first.shares else dict(first.role.resources)
         options = made.options(
@@ -186,7 +186,7 @@ def _by_actor(replicas: Iterable[ReplicaHandle]) -> Iterator[List[ReplicaHandle]
     yield from sharing.values()
 
 
-def _tar(*folders: str) -> bytes:
+def tar(*folders: str) -> bytes:
     """The files of all folders, but for compiled ones: other jobs may be writing those."""
     buffer = io.BytesIO()
     with tarfile.open(fileobj=buffer, mode="w") as archive:
@@ -199,7 +199,7 @@ def _unless_compiled(member: tarfile.TarInfo) -> Optional[tarfile.TarInfo]:
     return None if os.path.basename(member.name) == "__pycache__" else member
 
 
-def _actor_class() -> Any:
+def actor_class() -> Any:
     """The class of the actors; defined here, so that it is sent by value and needs no archive.
 
     It may use nothing of this package, only the standard library, whose modules are sent as names.
@@ -208,7 +208,7 @@ def _actor_class() -> Any:
     class Replicas:
         def __init__(
             self,
-            places: List[Tuple[str, str, str]],
+            places: List[Tuple[str, ...]],
             names: List[str],
             package: bytes,
             *codes: bytes,

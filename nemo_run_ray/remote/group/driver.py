@@ -98,7 +98,7 @@ class _Driver:
         )
 
     def run(self) -> machine.Outcome:
-        self._ray = _connect()
+        self._ray = connect()
         self._calls = Calls(self._ray)
         room = None
         try:
@@ -294,7 +294,7 @@ def _replicas_on(
     }
 
 
-def _connect() -> Any:
+def connect() -> Any:
     try:
         import ray
     except ImportError as error:

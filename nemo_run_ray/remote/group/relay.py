@@ -29,7 +29,7 @@ _ANSWER_MAX = 2**20
 _CLOSE_S = 10.0
 _PROGRAM = (
     "import sys; sys.path.append(sys.argv[1]); "
-    f"from {__package__}.replica import main; main(sys.argv[2:])"
+    "from importlib import import_module as load; load(sys.argv[4]).main(sys.argv[2:4])"
 )
 
 
@@ -40,11 +40,13 @@ class Place(NamedTuple):
         key: names the replica.
         tag: in the environment of all its processes.
         run_dir: name of its run directory.
+        program: module of this package that its process runs.
     """
 
     key: str
     tag: str
     run_dir: str
+    program: str = "group.replica"
 
 
 class Relays:
@@ -55,7 +57,7 @@ class Relays:
         places: one for each replica.
     """
 
-    def __init__(self, folder: str, places: Sequence[Tuple[str, str, str]]) -> None:
+    def __init__(self, folder: str, places: Sequence[Tuple[str, ...]]) -> None:
         self._folder = folder
         self._changed = threading.Condition()
         self._relays = {
@@ -121,8 +123,9 @@ class _Relay:
         self._closing = False
         self._channel, theirs = socket.socketpair()
         package = os.path.dirname(FOLDER)
+        module = f"{__package__.rpartition('.')[0]}.{place.program}"
         self._process = subprocess.Popen(
-            [sys.executable, "-I", "-c", _PROGRAM, package, folder, str(theirs.fileno())],
+            [sys.executable, "-I", "-c", _PROGRAM, package, folder, str(theirs.fileno()), module],
             pass_fds=[theirs.fileno()],
             stdin=subprocess.DEVNULL,
         )

@@ -23,16 +23,16 @@ import shutil
 import signal
 import socket
 import time
-import traceback
 from typing import Any, List, Mapping, NoReturn, Optional, Sequence
 
 from ..node import command
 from ..node.probe import Probing
 from ..node.process import describe_exit
 from ..node.rundir import RunDir, run_dirs
-from ..node.tree import ENDING, ROUND_S, Tree, adopt_orphans, collect, sweep, wake_at
+from ..node.tree import ROUND_S, Tree, adopt_orphans, collect, sweep, wake_at
 from .channel import Channel
 from .rank import Rank
+from .stay import stay
 from .workspace import Workspace
 
 #: Seconds of one turn of the loop when there is nothing to look after.
@@ -41,40 +41,7 @@ _IDLE_S = 60.0
 
 def main(argv: Sequence[str]) -> NoReturn:
     """Become the process of a replica; ``argv`` is the package's folder and the socket's number."""
-    folder, number = argv
-    if os.fork():
-        os._exit(0)
-    os.setsid()
-    for signum in ENDING:  # a stop of the worker closes the socket as well
-        signal.signal(signum, signal.SIG_IGN)
-    command.restore_tmpdir()
-    channel = socket.socket(fileno=int(number))
-    adopt_orphans()
-    child = os.fork()
-    if child:
-        channel.close()
-        _guard(child)
-    replica = ReplicaProcess(channel, folder)
-    try:
-        replica.serve()
-    except Exception as error:  # the last frame of this process: only its actor can be told
-        traceback.print_exc()  # into the worker's log
-        replica.fail(f"our process failed: {type(error).__name__}: {error}")
-    finally:
-        replica.abandon()
-        os._exit(0)
-
-
-def _guard(child: int) -> NoReturn:
-    """Outlive the replica's process and end what it can leave behind only by being killed."""
-    while os.wait()[0] != child:
-        pass  # an orphan of a replica that is dead by now
-    tree = Tree(child, adopts=True)
-    while tree.alive():
-        tree.signal(signal.SIGKILL)
-        tree.reap()
-        time.sleep(ROUND_S)
-    os._exit(0)
+    stay(argv, ReplicaProcess)
 
 
 class ReplicaProcess:

@@ -9,7 +9,8 @@ import errno
 import os
 import socket
 import subprocess
-from typing import Any, Dict, Mapping, Optional, Sequence
+from dataclasses import replace
+from typing import Any, Dict, List, Mapping, Optional, Sequence, Tuple
 
 from .. import FOLDER
 from ..node import command
@@ -114,6 +115,22 @@ class Workspace:
             return Rank(self._spawn(argv, env, piped=True))
         except (OSError, ValueError) as error:
             return Rank(None, *explain_start(argv, env, self._cwd, error))
+
+    def words(
+        self, argv: Sequence[str], env: Mapping[str, str]
+    ) -> Tuple[List[str], Dict[str, str], str]:
+        """What starts one element of an array here.
+
+        Args:
+            argv: its command, in the place of the task's.
+            env: its own variables.
+
+        Returns:
+            The exact words, all variables, and the folder.
+        """
+        own = {**self._env, **env, TAG: self._tag}
+        task = replace(self.role.task, argv=tuple(argv))
+        return command.words(task, self._folders, own), own, self._cwd
 
     def start_probe(self, words: Sequence[str]) -> int:
         """Start the command of a probe; its process id."""

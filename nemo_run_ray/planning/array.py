@@ -1,0 +1,353 @@
+"""Many runs of one task as one job: ``nemo_run_ray.array`` and the plan of it.
+
+An array is a ``run.Script`` for NeMo-Run. Its text is the file of the elements: a header that says
+what the task is and what each value of an element changes, and one line for every element.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import json
+import os
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import fiddle as fdl
+import nemo_run as run
+from nemo_run.config import SCRIPTS_DIR, get_type_namespace
+from nemo_run.core.serialization.zlib_json import ZlibJSONSerializer
+from torchx.specs import Role
+
+from nemo_run_ray.checks import is_whole
+from nemo_run_ray.errors import ConfigError
+from nemo_run_ray.executor import RayExecutor
+from nemo_run_ray.planning.commands import has_torchrun
+from nemo_run_ray.planning.roles import array_role
+from nemo_run_ray.remote.array.elements import ENV, FIELD, WORD, WORDS
+from nemo_run_ray.remote.spec import ArraySpec
+
+#: In the place of a program: what runs the file is the job's driver.
+ENTRYPOINT = "nemo_run_ray.array"
+#: Bytes of one element's values, and of all elements.
+ELEMENT_MAX_BYTES, ARRAY_MAX_BYTES = 32 * 1024, 64 * 1024**2
+_Over = Mapping[str, Iterable[Any]] | Iterable[Mapping[str, Any]] | str | os.PathLike[str]
+
+
+@dataclass
+class Array(run.Script):
+    """Many elements of one task; ``nemo_run_ray.array`` makes it."""
+
+    def get_name(self) -> str:
+        return str(_header(self.inline)["name"])
+
+    def to_command(
+        self, with_entrypoint: bool = False, filename: str | None = None, **options: Any
+    ) -> list[str]:
+        """NeMo-Run's, for a RayExecutor.
+
+        Raises:
+            ConfigError: it is for the caller's own process.
+        """
+        if filename is None or options.get("is_local"):
+            raise ConfigError(
+                "An array is one job of a Ray, and there is no Ray in its place. Give it to "
+                "run.run(..., executor=RayExecutor(...)); RayExecutor() alone starts a Ray here."
+            )
+        words: list[str] = super().to_command(with_entrypoint, filename, **options)
+        return words
+
+
+def array(
+    task: run.Partial[Any] | run.Script,
+    over: _Over,
+    *,
+    combine: Literal["product", "zip"] = "product",
+    isolation: Literal["fork", "process"] = "fork",
+    max_failures: int | None = None,
+) -> Array:
+    """Many runs of one task, its elements, as one job.
+
+    Example:
+        ``run.run(nemo_run_ray.array(train, over={"seed": range(100)}), executor=RayExecutor(...))``
+
+    Args:
+        task: what each element runs.
+        over: what differs. A mapping gives the values of each field, and ``combine`` says how they
+            go together; a list has a mapping for every element, and so has each line of a JSONL
+            file, whose path may be given. A field is a path into a ``run.Partial``, such as
+            ``optim.lr``; of a ``run.Script`` it is ``env.NAME``, ``args`` or ``args.N``. Values
+            are plain: texts, numbers, ``None``, lists and mappings of them.
+        combine: ``product`` is every combination, the last field changing fastest; ``zip`` takes
+            the fields' first values together, then their second ones.
+        isolation: of a ``run.Partial``: ``fork`` imports everything once on each node and forks a
+            process for each element; ``process`` starts one that imports it, which CUDA needs
+            when the imports use it already.
+        max_failures: the array ends early when more elements than this have failed.
+
+    Raises:
+        ConfigError: an argument is wrong, a field is not there, or a value cannot be sent.
+    """
+    if not isinstance(task, (run.Partial, run.Script)) or isinstance(task, Array):
+        raise ConfigError(
+            f"The task of an array is a {type(task).__name__}; expected is a run.Partial or a "
+            "run.Script."
+        )
+    if isolation not in ("fork", "process"):
+        raise ConfigError(f"isolation is {isolation!r}; expected is 'fork' or 'process'.")
+    if max_failures is not None and not is_whole(max_failures, 0):
+        raise ConfigError(f"max_failures is {max_failures!r}; expected is a whole number from 0.")
+    fields, rows = _rows(over, combine)
+    header = {
+        "name": _name(task),
+        "fields": fields,
+        "max_failures": max_failures,
+        **(_of_script(task, fields) if isinstance(task, run.Script) else _of_partial(task, fields)),
+    }
+    if isinstance(task, run.Partial):
+        header["runs"] = isolation
+    lines = [json.dumps(header), *_lines(fields, rows, isinstance(task, run.Script))]
+    if len(lines) == 1:
+        raise ConfigError("The array has no elements: `over` gives no values.")
+    text = "\n".join(lines) + "\n"
+    if len(text) > ARRAY_MAX_BYTES:
+        raise ConfigError(
+            f"The {len(lines) - 1} elements of the array have {len(text) / 1024**2:.0f} MiB, and "
+            f"{ARRAY_MAX_BYTES / 1024**2:.0f} are sent at most. Let the values be names or numbers "
+            "of what the nodes can read."
+        )
+    env = dict(task.env) if isinstance(task, run.Script) else {}
+    return Array(inline=text, env=env, entrypoint=ENTRYPOINT)
+
+
+def is_array(role: Role) -> bool:
+    """Whether a role is what NeMo-Run makes of an ``Array``."""
+    return bool(role.entrypoint == ENTRYPOINT)
+
+
+def array_spec(role: Role, executor: RayExecutor) -> ArraySpec:
+    """What the driver of an array is told.
+
+    Raises:
+        ConfigError: the executor asks for what an array has not.
+    """
+    _check(executor)
+    name = os.path.basename(role.args[0])
+    with open(os.path.join(executor.job_dir, SCRIPTS_DIR, name), encoding="utf-8") as file:
+        header = json.loads(next(line for line in file if line.startswith("{")))
+    words = ["python"] if "template" in header else _words(header["script"], executor, name)
+    host = array_role(dataclasses.replace(role, entrypoint=words[0], args=words[1:]), executor)
+    return ArraySpec(
+        host=host,
+        elements=f"{SCRIPTS_DIR}/{name}",
+        targets=tuple(_target(field, words, header) for field in header["fields"]),
+        runs=header["runs"],
+        max_in_flight=executor.max_in_flight,
+        retries=executor.retries,
+        permanent_exit_codes=tuple(executor.permanent_exit_codes),
+        max_failures=header["max_failures"],
+        python=executor.python or executor.resolve_cluster().python,
+    )
+
+
+def _check(executor: RayExecutor) -> None:
+    for field, neutral in (
+        ("nodes", 1),
+        ("ntasks_per_node", 1),
+        ("service", False),
+        ("ready", None),
+    ):
+        if getattr(executor, field) != neutral:
+            raise ConfigError(
+                f"RayExecutor.{field} is {getattr(executor, field)!r}, and the task is an array, "
+                "whose elements are one process each. Leave it out, or run the task as a job."
+            )
+    for field in ("ports", "pending_timeout_s", "time_s"):
+        if getattr(executor, field):
+            raise ConfigError(f"RayExecutor.{field} is set, and an array has none. Leave it out.")
+    if has_torchrun(executor):
+        raise ConfigError("RayExecutor.launcher is torchrun, and an array's elements have none.")
+    if executor.retries > 200:
+        raise ConfigError(f"RayExecutor.retries is {executor.retries}; an element has 200 at most.")
+
+
+def _words(script: Mapping[str, Any], executor: RayExecutor, name: str) -> list[str]:
+    """The command of an element; what is written inline becomes a file beside the elements."""
+    filename = os.path.join(executor.job_dir, SCRIPTS_DIR, f"element-{name}")
+    words: list[str] = run.Script(**script).to_command(with_entrypoint=True, filename=filename)
+    return words
+
+
+def _target(field: str, words: Sequence[str], header: Mapping[str, Any]) -> tuple[Any, ...]:
+    if "template" in header:
+        return (FIELD, field)
+    kind, _, name = field.partition(".")
+    if kind == "env":
+        return (ENV, name)
+    first = len(words) - len(header["script"]["args"])
+    return (WORD, "", first + int(name)) if name else (WORDS, "", first)
+
+
+def _name(task: run.Partial[Any] | run.Script) -> str:
+    if isinstance(task, run.Script):
+        return str(task.get_name())
+    return str(get_type_namespace(task.__fn_or_cls__))
+
+
+def _header(text: str) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(text.partition("\n")[0])
+    return found
+
+
+# ---------------------------------------------------------------------- elements
+
+
+def _rows(over: _Over, combine: str) -> tuple[list[str], Iterator[Sequence[Any]]]:
+    """The fields, and the values of each element in their order."""
+    if isinstance(over, (str, os.PathLike)):
+        return _of_mappings(_lines_of(over))
+    if not isinstance(over, Mapping):
+        return _of_mappings(over)
+    if not over:
+        raise ConfigError("`over` names no field; expected is at least one.")
+    columns = [list(values) for values in over.values()]
+    if combine == "product":
+        return list(over), iter(itertools.product(*columns))
+    if combine != "zip":
+        raise ConfigError(f"combine is {combine!r}; expected is 'product' or 'zip'.")
+    if len({len(column) for column in columns}) > 1:
+        lengths = ", ".join(f"{name}: {len(col)}" for name, col in zip(over, columns, strict=True))
+        raise ConfigError(f"combine='zip' needs as many values of each field; found {lengths}.")
+    return list(over), iter(zip(*columns, strict=True))
+
+
+def _lines_of(path: str | os.PathLike[str]) -> Iterator[Mapping[str, Any]]:
+    try:
+        with open(path, encoding="utf-8") as file:
+            for number, line in enumerate(file, start=1):
+                if line.strip():
+                    try:
+                        yield json.loads(line)
+                    except ValueError as error:
+                        raise ConfigError(
+                            f"The line {number} of {os.fspath(path)} is no JSON: {error}"
+                        ) from error
+    except OSError as error:
+        raise ConfigError(
+            f"The elements cannot be read from {os.fspath(path)}: {error.strerror}."
+        ) from error
+
+
+def _of_mappings(rows: Iterable[Any]) -> tuple[list[str], Iterator[Sequence[Any]]]:
+    each = iter(rows)
+    first = next(each, None)
+    if first is None:
+        raise ConfigError("The array has no elements: `over` gives no values.")
+
+    def values() -> Iterator[Sequence[Any]]:
+        for number, row in enumerate(itertools.chain([first], each)):
+            if not isinstance(row, Mapping) or set(row) != set(first):
+                found = sorted(row) if isinstance(row, Mapping) else row
+                raise ConfigError(
+                    f"The element {number} of the array is {found!r}; every element gives a value "
+                    f"for the same fields, which are {list(first)} in the first one."
+                )
+            yield [row[name] for name in first]
+
+    if not isinstance(first, Mapping) or not first:
+        raise ConfigError(f"The first element of the array is {first!r}; expected is a mapping.")
+    return list(first), values()
+
+
+def _lines(fields: Sequence[str], rows: Iterable[Sequence[Any]], is_script: bool) -> Iterator[str]:
+    for number, row in enumerate(rows):
+        if is_script:
+            row = [_text(field, value, number) for field, value in zip(fields, row, strict=True)]
+        try:
+            line = json.dumps(list(row), allow_nan=True)
+        except (TypeError, ValueError) as error:
+            raise ConfigError(
+                f"The element {number} of the array cannot be sent: {error}. Values are texts, "
+                "numbers, None, lists and mappings of them."
+            ) from error
+        if len(line) > ELEMENT_MAX_BYTES:
+            raise ConfigError(
+                f"The element {number} of the array has {len(line)} bytes of values, and "
+                f"{ELEMENT_MAX_BYTES} are sent at most. Put them into a file that the nodes can "
+                "read, and give its name."
+            )
+        yield line
+
+
+def _text(field: str, value: Any, number: int) -> str | list[str]:
+    """A value as a word of a command, or as a variable."""
+    if field == "args":
+        if not isinstance(value, (list, tuple)):
+            raise ConfigError(
+                f"The field args of the element {number} is {value!r}; expected is a list of words."
+            )
+        return [str(word) for word in value]
+    if not isinstance(value, (str, int, float)):
+        raise ConfigError(
+            f"The field {field} of the element {number} is {value!r}; expected is a text or a "
+            "number."
+        )
+    return str(value)
+
+
+# ---------------------------------------------------------------------- the task
+
+
+def _of_script(task: run.Script, fields: Sequence[str]) -> dict[str, Any]:
+    for field in fields:
+        kind, _, name = field.partition(".")
+        is_arg = kind == "args" and not task.inline
+        is_known = (kind == "env" and name) or (is_arg and not name)
+        if is_arg and name.isdigit() and int(name) < len(task.args):
+            is_known = True
+        if not is_known:
+            own = "env.NAME" if task.inline else f"env.NAME, args or args.0 to {len(task.args) - 1}"
+            raise ConfigError(
+                f"The run.Script has no field {field!r} that an array can change; expected is "
+                f"{own}."
+            )
+    kept = ("path", "inline", "args", "entrypoint", "m")
+    return {"script": {name: getattr(task, name) for name in kept}, "runs": "command"}
+
+
+def _of_partial(task: run.Partial[Any], fields: Sequence[str]) -> dict[str, Any]:
+    for field in fields:
+        _must_have(task, field)
+    try:
+        return {"template": ZlibJSONSerializer().serialize(task)}
+    except Exception as error:  # Fiddle raises many kinds
+        raise ConfigError(
+            f"The run.Partial of {_name(task)} cannot be sent: {error}. NeMo-Run sends functions "
+            "and classes by their names, so that a lambda, or a function inside of another, cannot "
+            "be one. Define it at the top of a module."
+        ) from error
+
+
+def _must_have(task: run.Partial[Any], field: str) -> None:
+    """Check that a path leads to a field of the configuration."""
+    target: Any = task
+    *parents, last = field.split(".")
+    for at, name in enumerate([*parents, last]):
+        known: list[str]
+        if isinstance(target, fdl.Buildable):
+            known = list(target.__signature_info__.parameters)
+            is_there = name in known or target.__signature_info__.has_var_keyword
+        elif isinstance(target, list):
+            known, is_there = (
+                [f"0 to {len(target) - 1}"],
+                name.isdigit() and int(name) < len(target),
+            )
+        else:
+            known, is_there = [], False
+        if not is_there:
+            where = ".".join(field.split(".")[:at]) or _name(task)
+            has = f"it has {', '.join(known)}" if known else f"it is a {type(target).__name__}"
+            raise ConfigError(f"There is no field {field!r}: {where} has no {name!r}; {has}.")
+        if at < len(parents):
+            target = target[int(name)] if isinstance(target, list) else getattr(target, name, None)

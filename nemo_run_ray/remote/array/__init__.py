@@ -1,0 +1,1 @@
+"""Many elements of one task in one job: the driver, the hosts of elements, the journal."""

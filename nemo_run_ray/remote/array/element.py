@@ -1,0 +1,98 @@
+"""One element that runs: its process, its output, its end."""
+
+from __future__ import annotations
+
+import os
+import select
+import time
+from contextlib import suppress
+from typing import Optional
+
+from ..node.output import CHUNK_BYTES, Lines
+from .progress import Lease
+
+#: Variables of every element: its index, from 0, and which attempt it is, from 1.
+INDEX, ATTEMPT = "NEMO_RUN_ARRAY_INDEX", "NEMO_RUN_ATTEMPT"
+#: Characters of one element's output that are passed on.
+OUTPUT_MAX = 16 * 2**20
+
+
+class RunningElement:
+    """An element in its slot.
+
+    Args:
+        lease: which attempt of which element.
+        slot: where.
+        pid: of its first process; a negative number until that is known.
+        fd: where its output is read; ``None`` when it could not be started.
+        code: its exit code, when it could not be started.
+        words: why it could not be started.
+    """
+
+    def __init__(
+        self,
+        lease: Lease,
+        slot: int,
+        pid: int,
+        fd: Optional[int],
+        code: Optional[int] = None,
+        words: str = "",
+    ) -> None:
+        self.lease, self.slot = lease, slot
+        self.pid, self.fd = pid, fd
+        self.code, self.words = code, words
+        #: When what its first process has left is killed.
+        self.kill_at: Optional[float] = None
+        self.seconds = 0.0
+        self._began = time.monotonic()
+        self._lines = Lines()
+        self._passed_on = 0
+
+    def read(self) -> str:
+        """The lines that are complete now; called when there is something to read."""
+        if self.fd is None:
+            return ""
+        data = os.read(self.fd, CHUNK_BYTES)
+        if not data:
+            os.close(self.fd)
+            self.fd = None
+        return self._limited(self._lines.feed(data))
+
+    def is_readable(self) -> bool:
+        """Whether there is output that was not read yet, or its end."""
+        return self.fd is not None and bool(select.select([self.fd], [], [], 0)[0])
+
+    def close(self) -> str:
+        """Read no more; the last line, if it has no end. A process that hides may write on."""
+        if self.fd is None:
+            return ""
+        os.close(self.fd)
+        self.fd = None
+        return self._limited(self._lines.feed(b""))
+
+    def ended(self, code: int) -> None:
+        """Note the exit code; the loop has collected the process."""
+        self.code, self.seconds = code, time.monotonic() - self._began
+
+    def has_company(self) -> bool:
+        """Whether processes are left in its session's first group."""
+        try:
+            os.killpg(self.pid, 0)
+        except (ProcessLookupError, PermissionError):
+            return False
+        return True
+
+    def signal(self, number: int) -> None:
+        """Send a signal to its processes."""
+        if self.pid > 0:
+            with suppress(ProcessLookupError, PermissionError):
+                os.killpg(self.pid, number)
+
+    def _limited(self, text: str) -> str:
+        left = OUTPUT_MAX - self._passed_on
+        self._passed_on += len(text)
+        if len(text) <= left:
+            return text
+        if left < 0:
+            return ""
+        return f"{text[:left]}\nnemo_run_ray: no more of its output is passed on\n"

@@ -1,0 +1,174 @@
+"""The host's half of ``warm.py``: asks it for a process for each element, and hears of the ends."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+from contextlib import suppress
+from typing import Any, Dict, List, NamedTuple, Optional, Tuple
+
+from ..group.workspace import Workspace
+from .element import RunningElement
+from .warm import PACKET_MAX
+
+#: The program that the task's interpreter runs.
+PROGRAM = os.path.join(os.path.dirname(__file__), "warm.py")
+#: So often in a row it may be killed before an element has begun.
+_FALSE_STARTS_MAX = 5
+
+
+class _Asked(NamedTuple):
+    """An element that was asked for and has not begun."""
+
+    element: RunningElement
+    message: Dict[str, Any]
+
+
+class CannotPrepare(Exception):
+    """The configuration cannot be imported on this node; the message says why."""
+
+
+class Forking:
+    """One process of ``warm.py`` at a time. It is started again when it was killed.
+
+    An element is asked for again only when its output has no writer any more: then no process of
+    it is there, and none can come.
+
+    Args:
+        place: of the host.
+        elements: path of the elements' file on this node.
+
+    Attributes:
+        begun: elements whose process is known since the last look, with its id.
+        ended: the processes that have ended since, with their exit codes.
+        threads: those that the imports have started, as it said.
+    """
+
+    def __init__(self, place: Workspace, elements: str) -> None:
+        self._place, self._elements = place, elements
+        self._log = os.path.join(place.root, "warm.log")
+        self._asked: Dict[int, _Asked] = {}
+        self._unsent: List[Tuple[int, int]] = []  # keys, and where their output is written
+        self._keys = self._false_starts = 0
+        self.begun: List[Tuple[RunningElement, int]] = []
+        self.ended: List[Tuple[int, int]] = []
+        self.threads: List[str] = []
+        self._start()
+
+    @property
+    def pid(self) -> int:
+        return self._pid
+
+    def fileno(self) -> int:
+        return self._channel.fileno()
+
+    def ask(self, element: RunningElement, message: Dict[str, Any]) -> None:
+        """Ask for a process for an element; its output comes through ``element.fd``."""
+        self._keys += 1
+        read_end, write_end = os.pipe()
+        element.fd, element.pid = read_end, -self._keys
+        self._asked[self._keys] = _Asked(element, message)
+        self._unsent.append((self._keys, write_end))
+        self._send()
+
+    def read(self) -> None:
+        """Read what the process has said."""
+        while True:
+            try:
+                data = self._channel.recv(PACKET_MAX)
+            except (BlockingIOError, ConnectionResetError):
+                return
+            if not data:
+                return
+            self._hear(json.loads(data))
+
+    def has_died(self, code: int) -> None:
+        """Start another one in the place of the one that was collected.
+
+        Raises:
+            CannotPrepare: it ends again and again before an element has begun.
+        """
+        self.read()
+        self._false_starts += 1
+        if not self._is_ready or self._false_starts > _FALSE_STARTS_MAX:
+            raise CannotPrepare(self._why(code))
+        self._channel.close()
+        self._start()
+
+    def ask_again(self, element: RunningElement) -> bool:
+        """Ask again for an element that has not begun and whose output has ended."""
+        asked = self._asked.pop(-element.pid, None)
+        if asked is None:
+            return False
+        self.ask(element, asked.message)
+        return True
+
+    def close(self) -> None:
+        """Let the process end."""
+        self._channel.close()
+        for _, write_end in self._unsent:
+            os.close(write_end)
+        self._unsent.clear()
+
+    def _start(self) -> None:
+        self._channel, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._channel.setblocking(False)
+        argv = ["python", PROGRAM, "serve", self._elements, str(theirs.fileno())]
+        words, env, cwd = self._place.words(argv, {})
+        with theirs, open(self._log, "ab") as output:
+            process = subprocess.Popen(
+                words,
+                env=env,
+                cwd=cwd,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+                pass_fds=[theirs.fileno()],
+                start_new_session=True,
+            )
+        process.returncode = 0  # the host's loop collects it; the object must not
+        self._pid, self._is_ready = process.pid, False
+
+    def _hear(self, message: Dict[str, Any]) -> None:
+        kind = message["at"]
+        if kind == "ready":
+            self._is_ready, self.threads = True, message["threads"]
+            self._send()
+        elif kind == "ended":
+            self.ended.append((message["pid"], message["code"]))
+        elif message["key"] in self._asked:
+            self._false_starts = 0
+            self.begun.append((self._asked.pop(message["key"]).element, message["pid"]))
+
+    def _send(self) -> None:
+        while self._is_ready and self._unsent:
+            key, write_end = self._unsent[0]
+            if key in self._asked:
+                data = json.dumps({"key": key, **self._asked[key].message}).encode()
+                try:
+                    socket.send_fds(self._channel, [data], [write_end])
+                except BlockingIOError:
+                    return  # it reads slowly; there is another turn soon
+                except OSError:
+                    pass  # it is dead: the end of the output says that this one never began
+            os.close(write_end)
+            del self._unsent[0]
+
+    def _why(self, code: int) -> str:
+        text = ""
+        with suppress(OSError), open(self._log, encoding="utf-8", errors="replace") as file:
+            text = file.read()[-4000:].strip()
+        return text or f"its process ended with exit code {code}"
+
+
+def result_of(path: str) -> Optional[Any]:
+    """The result that an element has left, which is removed; ``None`` when there is none."""
+    try:
+        with open(path, encoding="utf-8") as file:
+            found = json.load(file)
+    except (OSError, ValueError):
+        return None
+    os.remove(path)
+    return found

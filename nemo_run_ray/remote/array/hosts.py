@@ -1,0 +1,188 @@
+"""The hosts of elements as the driver holds them: how they are started, and what they have in hand.
+
+``ray`` is passed in. The actors are those of groups: one passes the orders and reports of one host.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from dataclasses import dataclass, field
+from typing import Any, Dict, List, Mapping, NamedTuple, Sequence
+
+from .. import FOLDER
+from ..group.actors import (
+    Actor,
+    ReplicaHandle,
+    actor_class,
+    code_of,
+    key_of,
+    passed_on,
+    tar,
+)
+from ..group.machine import name
+from ..group.packing import Node
+from ..node.rundir import jobs_folder
+from ..spec import ArraySpec
+
+#: The module that the process of a host runs.
+_PROGRAM = "array.host"
+
+
+class HostRecord(NamedTuple):
+    """What is written down of a host before it may start anything.
+
+    Attributes:
+        number: of the host, over all drivers of the array.
+        node_id: where it is.
+        tag: in the environment of all its processes.
+        run_dir: name of its run directory.
+    """
+
+    number: int
+    node_id: str
+    tag: str
+    run_dir: str
+
+
+@dataclass(eq=False)
+class Host:
+    """One host.
+
+    Attributes:
+        record: which one.
+        replica: what the driver's calls know it by.
+        slots: how many elements it runs at a time; 0 only ends what earlier hosts have left.
+        in_hand: the elements that it has, with their attempts.
+        is_ready: it is prepared.
+        is_idle: it was told to end and has ended everything.
+        sweeps: earlier hosts that it is to end.
+    """
+
+    record: HostRecord
+    replica: ReplicaHandle
+    actor: Actor
+    slots: int
+    started_at: float
+    in_hand: Dict[int, int] = field(default_factory=dict)
+    is_ready: bool = False
+    is_idle: bool = False
+    is_closing: bool = False
+    sweeps: Dict[int, HostRecord] = field(default_factory=dict)
+
+
+class HostStarts:
+    """Starts hosts.
+
+    Args:
+        ray: the module, connected.
+        spec: the array.
+        job: name of the job.
+        secrets: the values of its secrets.
+        config: the job's configuration as Ray gave it to the driver.
+        count: number of elements.
+    """
+
+    def __init__(
+        self,
+        ray: Any,
+        spec: ArraySpec,
+        job: str,
+        secrets: Mapping[str, str],
+        config: str,
+        count: int,
+    ) -> None:
+        self._ray = ray
+        self._spec = spec
+        self._job = job
+        self._secrets = secrets
+        self._config = config
+        self._count = count
+        self._class = ray.remote(actor_class())
+        self._package = ray.put(tar(os.path.dirname(FOLDER), os.path.dirname(jobs_folder())))
+        self._codes: List[Any] = []
+        self._keys: List[str] = []
+        if spec.host.task.has_code:
+            folder = code_of(spec.host)
+            self._codes, self._keys = [ray.put(tar(folder))], [key_of(folder)]
+
+    def start(self, record: HostRecord, node: Node, slots: int) -> Host:
+        """Start the actor of a host on a node; Ray keeps its resources for the slots."""
+        role = self._spec.host
+        resources = {key: amount * slots for key, amount in role.resources.items()} if slots else {}
+        affinity = self._ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy
+        memory = resources.pop("memory", None)
+        options = self._class.options(
+            num_cpus=resources.pop("CPU", 0),
+            num_gpus=resources.pop("GPU", 0),
+            memory=int(memory) if memory else None,
+            resources=resources,
+            max_concurrency=8,
+            runtime_env=(role.runtime_env or None) if slots else None,
+            scheduling_strategy=affinity(node.node_id, soft=False),
+        )
+        replica = ReplicaHandle(
+            replica_id=(role.name, record.number),
+            role=role,
+            node=node,
+            bundle=0,
+            tag=record.tag,
+            run_dir=record.run_dir,
+        )
+        places = [(name(replica.replica_id), record.tag, record.run_dir, _PROGRAM)]
+        handle = options.remote(places, self._keys, self._package, *self._codes)
+        replica.actor = Actor(handle, [replica])
+        return Host(record, replica, replica.actor, slots, time.monotonic())
+
+    def prepare(self, host: Host) -> Dict[str, Any]:
+        """The order that makes a host ready."""
+        role = self._spec.host
+        return {
+            "do": "prepare",
+            "role": role.to_json(),
+            "index": host.record.number,
+            "job": self._job,
+            "run_dir": host.record.run_dir,
+            "code": key_of(code_of(role)) if role.task.has_code else "",
+            "address": host.replica.node.address,
+            "tag": host.record.tag,
+            "given": passed_on(role, self._config),
+            "secrets": {secret: self._secrets[secret] for secret in role.task.secrets},
+            "slots": host.slots,
+            "gpus": role.resources.get("GPU", 0.0),
+            "runs": self._spec.runs,
+            "targets": self._spec.targets,
+            "elements": self._spec.elements,
+            "count": self._count,
+        }
+
+
+class HostBook:
+    """All hosts that there have ever been, in a file beside the journal.
+
+    Args:
+        path: of the file.
+    """
+
+    def __init__(self, path: str) -> None:
+        self._path = path
+        self.records: List[HostRecord] = []
+        if os.path.exists(path):
+            with open(path, encoding="utf-8") as file:
+                lines = [line for line in file if line.endswith("\n")]
+            self.records = [HostRecord(*json.loads(line)) for line in lines]
+
+    def add(self, records: Sequence[HostRecord]) -> None:
+        """Write hosts down, and return when the disk has them."""
+        with open(self._path, "a", encoding="utf-8") as file:
+            file.writelines(json.dumps(record) + "\n" for record in records)
+            file.flush()
+            os.fsync(file.fileno())
+        self.records += records
+
+    def clear(self) -> None:
+        """Forget all hosts: the array that they were of is another one."""
+        self.records = []
+        if os.path.exists(self._path):
+            os.remove(self._path)

@@ -1,0 +1,198 @@
+"""Which elements wait, are leased, and have ended: pure, two bytes an element."""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+from enum import IntEnum
+from typing import Deque, Dict, Iterable, List, NamedTuple, Optional, Sequence
+
+from .journal import ENDED, GIVEN_BACK, LEASED, Record
+
+#: How often an element is tried again because its host has died, whatever its retries are.
+LOSSES_MAX = 3
+#: Failures that are kept with their reason, for ``status``.
+_SHOWN_FAILURES = 20
+#: Exit code of an element whose hosts have died too often.
+LOST_CODE = 137
+
+
+class ElementState(IntEnum):
+    """Where an element is."""
+
+    #: No host has it.
+    WAITING = 0
+    #: A host has it: it waits there for a slot, or runs.
+    LEASED = 1
+    SUCCEEDED = 2
+    #: It has failed as often as it may.
+    FAILED = 3
+    CANCELLED = 4
+
+
+class Lease(NamedTuple):
+    """One attempt of an element, that a host may start."""
+
+    element: int
+    attempt: int
+
+
+class Failure(NamedTuple):
+    """Why an element has failed."""
+
+    element: int
+    code: int
+    words: str
+
+
+@dataclass
+class Progress:
+    """The state of all elements.
+
+    Attributes:
+        count: of the elements.
+        retries: further attempts of an element after a failure.
+        permanent_exit_codes: that no further attempt would change.
+        failures: the first ones.
+    """
+
+    count: int
+    retries: int = 0
+    permanent_exit_codes: Sequence[int] = ()
+    failures: List[Failure] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self._states = bytearray(self.count)
+        self._attempts = bytearray(self.count)
+        self._losses: Dict[int, int] = {}
+        self._next = 0
+        self._again: Deque[int] = deque()
+        self._counts = [0] * len(ElementState)
+        self._counts[ElementState.WAITING] = self.count
+
+    def replay(self, records: Iterable[Record]) -> Dict[int, Dict[int, int]]:
+        """Take over what an earlier driver wrote down.
+
+        Returns:
+            Of every host the elements that it had, with their attempts.
+        """
+        held: Dict[int, Dict[int, int]] = {}
+        for record in records:
+            if record.kind == LEASED:
+                self._attempts[record.element] = record.attempt
+                self._move(record.element, ElementState.LEASED)
+                held.setdefault(record.host, {})[record.element] = record.attempt
+            elif record.kind in (ENDED, GIVEN_BACK):
+                held.get(record.host, {}).pop(record.element, None)
+                if record.kind == ENDED:
+                    self.ended(Lease(record.element, record.attempt), record.code, "")
+                else:
+                    lease = Lease(record.element, record.attempt)
+                    self.given_back(lease, has_run=bool(record.code))
+        return held
+
+    def state(self, index: int) -> ElementState:
+        return ElementState(self._states[index])
+
+    def number(self, state: ElementState) -> int:
+        """How many elements are in a state."""
+        return self._counts[state]
+
+    @property
+    def ended_count(self) -> int:
+        """How many elements are over."""
+        waiting, leased = ElementState.WAITING, ElementState.LEASED
+        return self.count - self._counts[waiting] - self._counts[leased]
+
+    @property
+    def is_over(self) -> bool:
+        waiting, leased = ElementState.WAITING, ElementState.LEASED
+        return not (self._counts[waiting] or self._counts[leased])
+
+    def take(self) -> Optional[Lease]:
+        """Lease the next element that waits."""
+        index = self._next_waiting()
+        if index is None:
+            return None
+        self._attempts[index] += 1
+        self._move(index, ElementState.LEASED)
+        return Lease(index, self._attempts[index])
+
+    def ended(self, lease: Lease, code: int, words: str) -> bool:
+        """Note the end of an attempt; whether it was known to run until now."""
+        if not self._is_current(lease):
+            return False
+        if code == 0:
+            self._move(lease.element, ElementState.SUCCEEDED)
+        elif code in self.permanent_exit_codes or lease.attempt > self._tries(lease.element):
+            self._fail(lease.element, code, words)
+        else:
+            self._wait_again(lease.element)
+        return True
+
+    def given_back(self, lease: Lease, has_run: bool) -> bool:
+        """Note that an attempt was never started, or that its host is proven dead.
+
+        Args:
+            lease: the attempt.
+            has_run: it may have begun.
+        """
+        if not self._is_current(lease):
+            return False
+        losses = self._losses.get(lease.element, 0)
+        if not has_run:
+            self._attempts[lease.element] -= 1
+        elif losses >= LOSSES_MAX:
+            self._fail(lease.element, LOST_CODE, f"its host has died {losses + 1} times")
+            return True
+        else:
+            self._losses[lease.element] = losses + 1
+        self._wait_again(lease.element)
+        return True
+
+    def cancel_waiting(self) -> None:
+        """Let all elements that wait be cancelled."""
+        while True:
+            index = self._next_waiting()
+            if index is None:
+                return
+            self._move(index, ElementState.CANCELLED)
+
+    def cancelled(self, lease: Lease) -> None:
+        """Note that an attempt was ended on request."""
+        if self._is_current(lease):
+            self._move(lease.element, ElementState.CANCELLED)
+
+    def _tries(self, index: int) -> int:
+        """Attempts that end in a failure, before the last one; those whose host died do not
+        count."""
+        return self.retries + self._losses.get(index, 0)
+
+    def _is_current(self, lease: Lease) -> bool:
+        is_leased = self._states[lease.element] == ElementState.LEASED
+        return is_leased and self._attempts[lease.element] == lease.attempt
+
+    def _next_waiting(self) -> Optional[int]:
+        while self._again:
+            index = self._again.popleft()
+            if self._states[index] == ElementState.WAITING:
+                return index
+        while self._next < self.count:
+            index, self._next = self._next, self._next + 1
+            if self._states[index] == ElementState.WAITING:
+                return index
+        return None
+
+    def _wait_again(self, index: int) -> None:
+        self._move(index, ElementState.WAITING)
+        self._again.append(index)
+
+    def _fail(self, index: int, code: int, words: str) -> None:
+        self._move(index, ElementState.FAILED)
+        if len(self.failures) < _SHOWN_FAILURES:
+            self.failures.append(Failure(index, code, words))
+
+    def _move(self, index: int, state: ElementState) -> None:
+        self._counts[self._states[index]] -= 1
+        self._counts[state] += 1
+        self._states[index] = state

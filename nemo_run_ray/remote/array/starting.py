@@ -1,0 +1,78 @@
+"""How an element's command is started."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from typing import Any, Dict, List, NamedTuple, Sequence
+
+from ..group.workspace import Workspace
+from ..node.tree import explain_start
+from .element import RunningElement
+from .elements import Target, applied
+from .progress import Lease
+
+
+class Order(NamedTuple):
+    """An element that the driver wants to run here.
+
+    Attributes:
+        lease: which attempt of which element.
+        values: one for each target.
+    """
+
+    lease: Lease
+    values: List[Any]
+
+
+def start_command(
+    place: Workspace, order: Order, targets: Sequence[Any], slot: int, env: Dict[str, str]
+) -> RunningElement:
+    """Start the command of an element; it has ended already when it cannot be started.
+
+    Args:
+        place: the host's.
+        order: the element.
+        targets: what its values change.
+        slot: that it gets.
+        env: its variables.
+    """
+    kinds = [Target(*target) for target in targets]
+    argv, variables, _ = applied(kinds, order.values, place.role.task.argv, env)
+    return start_words(place, order.lease, argv, slot, variables)
+
+
+def message_of(
+    order: Order, targets: Sequence[Any], env: Dict[str, str], result: str
+) -> Dict[str, Any]:
+    """What ``warm.py`` is told of an element."""
+    kinds = [Target(*target) for target in targets]
+    _, _, fields = applied(kinds, order.values, [], {})
+    return {"fields": fields, "env": env, "result": result}
+
+
+def start_words(
+    place: Workspace, lease: Lease, argv: Sequence[str], slot: int, variables: Dict[str, str]
+) -> RunningElement:
+    """Start a command for an element, in the place of the task's."""
+    words, env, cwd = place.words(argv, variables)
+    try:
+        # Without a function of ours between fork and exec, Python uses vfork, which is quicker.
+        process = subprocess.Popen(
+            words,
+            env=env,
+            cwd=cwd,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+    except (OSError, ValueError) as error:
+        code, why = explain_start(words, env, cwd, error)
+        return RunningElement(lease, slot, 0, None, code, why)
+    if process.stdout is None:
+        raise ValueError("a process was started without its output")
+    fd = os.dup(process.stdout.fileno())
+    process.stdout.close()
+    process.returncode = 0  # the loop collects it; the object must not
+    return RunningElement(lease, slot, process.pid, fd)

@@ -1,0 +1,72 @@
+"""What the driver shows of an array, in a file beside the job's log, which Ray's log API serves.
+
+Nothing is decided by it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from typing import Optional
+
+from ..files import write_file
+from ..group.roles_file import file_name
+from ..rows import ArrayRows
+from .progress import ElementState, Progress
+
+#: Seconds between two states of the file.
+_WRITE_S = 1.0
+#: Seconds over which the rate is measured.
+_RATE_S = 30.0
+
+
+class StatusFile:
+    """The file; absent when the output goes to no file of Ray's.
+
+    Args:
+        folder: of Ray's logs; ``None`` when it is not known.
+        submission_id: of the job.
+    """
+
+    def __init__(self, folder: Optional[str], submission_id: str) -> None:
+        self._path = os.path.join(folder, file_name(submission_id)) if folder else None
+        self._write_at = 0.0
+        self._seen = [(time.monotonic(), 0)]
+
+    def write(self, progress: Progress, running: int, is_over: bool) -> None:
+        """Show where the array is, at most once a second before its end.
+
+        Args:
+            progress: of the elements.
+            running: how many slots are busy.
+            is_over: the driver ends.
+        """
+        now = time.monotonic()
+        if self._path is None or (now < self._write_at and not is_over):
+            return
+        self._write_at = now + _WRITE_S
+        rows = self._rows(progress, running, now)
+        try:
+            write_file(self._path, json.dumps({"phase": "over" if is_over else "running", **rows}))
+        except OSError:  # a full disk: the array goes on, and is not shown
+            return
+
+    def _rows(self, progress: Progress, running: int, now: float) -> ArrayRows:
+        ended = progress.ended_count
+        self._seen = [row for row in self._seen if now - row[0] <= _RATE_S] or self._seen[-1:]
+        self._seen.append((now, ended))
+        first_at, first = self._seen[0]
+        rate = (ended - first) / (now - first_at) if now > first_at else 0.0
+        left = progress.count - ended
+        return {
+            "elements": progress.count,
+            "succeeded": progress.number(ElementState.SUCCEEDED),
+            "failed": progress.number(ElementState.FAILED),
+            "cancelled": progress.number(ElementState.CANCELLED),
+            "running": running,
+            "waiting": left - running,
+            "elements_per_s": round(rate, 3),
+            "left_s": round(left / rate, 1) if rate > 0 else None,
+            "failures": [list(failure) for failure in progress.failures],
+        }

@@ -1,0 +1,181 @@
+"""Runs elements of a configuration by the interpreter of the task, forked or one alone.
+
+The host runs this file, which may use nothing of this package::
+
+    warm.py serve <elements> <socket>     imports everything, then forks a process for each order
+    warm.py once <elements> <order>       imports everything, and runs one element
+
+An order is JSON: the element's ``fields`` and ``env``, and the path for its ``result``. From a
+socket it comes as one packet, with the descriptor of the output.
+"""
+
+from __future__ import annotations
+
+import atexit
+import gc
+import json
+import os
+import select
+import signal
+import socket
+import sys
+import threading
+import traceback
+from pathlib import Path
+from typing import Any, NoReturn
+
+#: Bytes of one packet.
+PACKET_MAX = 2**17
+#: Characters of a result that is kept.
+RESULT_MAX = 2**16
+
+
+def main(argv: list[str]) -> None:
+    sys.path[0] = os.getcwd()  # as ``python -m`` has it, and not the folder of this file
+    _, how, elements, last = argv
+    template = _load(Path(elements))
+    if how == "once":
+        _run(template, json.loads(last))
+    _serve(socket.socket(fileno=int(last)), template)
+
+
+def _load(path: Path) -> Any:
+    """The configuration, with everything imported that it names."""
+    import fiddle as fdl
+    from nemo_run.config import Partial
+    from nemo_run.core.serialization.zlib_json import ZlibJSONSerializer
+    from nemo_run.run.experiment import maybe_load_external_main
+
+    with path.open("rb") as file:
+        header = json.loads(next(line for line in file if line.startswith(b"{")))
+    try:
+        maybe_load_external_main(path.parent.parent.parent)
+    except Exception:  # as NeMo-Run's own runner does: it is needed for classes of __main__ only
+        traceback.print_exc()
+    return fdl.cast(Partial, ZlibJSONSerializer().deserialize(header["template"]))
+
+
+def _serve(channel: socket.socket, template: Any) -> None:
+    """Fork a process for each order until the host has closed the socket."""
+    threads = [thread.name for thread in threading.enumerate() if thread.name != "MainThread"]
+    gc.collect()
+    gc.freeze()  # so that the children share these objects' memory
+    _send(channel, at="ready", threads=threads)
+    woken, wake = os.pipe()
+    os.set_blocking(wake, False)
+    signal.set_wakeup_fd(wake, warn_on_full_buffer=False)
+    signal.signal(signal.SIGCHLD, lambda *_: None)
+    while True:
+        ready, _, _ = select.select([channel.fileno(), woken], [], [])
+        if woken in ready:
+            os.read(woken, 4096)
+            _collect(channel)
+        if channel.fileno() in ready:
+            data, fds, _, _ = socket.recv_fds(channel, PACKET_MAX, 1)
+            if not data:
+                return
+            if os.fork() == 0:
+                _become_element(channel, json.loads(data), fds[0], woken, wake)
+                _run(template, json.loads(data))
+            os.close(fds[0])
+
+
+def _become_element(
+    channel: socket.socket, order: dict[str, Any], output: int, *not_needed: int
+) -> None:
+    """Undo in a child what belongs to its parent, and tell the host that the element begins."""
+    os.setsid()
+    signal.set_wakeup_fd(-1)
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    os.dup2(output, 1)
+    os.dup2(output, 2)
+    for fd in (output, *not_needed):
+        os.close(fd)
+    atexit._clear()
+    _send(channel, at="begun", key=order["key"], pid=os.getpid())
+    channel.close()
+    os.environ.update(order["env"])
+    _take_new_seeds()
+
+
+def _take_new_seeds() -> None:
+    """Give the child random numbers of its own; Python's own module does that by itself."""
+    numpy, torch = sys.modules.get("numpy"), sys.modules.get("torch")
+    if numpy is not None:
+        numpy.random.seed()
+    if torch is not None:
+        torch.seed()
+
+
+def _run(template: Any, order: dict[str, Any]) -> NoReturn:
+    """Run an element and leave."""
+    code = 1
+    try:
+        _keep_result(order["result"], _call(template, order["fields"]))
+        code = 0
+    except SystemExit as error:
+        code = _exit_code(error)
+    except BaseException:  # an element's own, of any kind
+        traceback.print_exc()
+    try:
+        threading._shutdown()  # type: ignore[attr-defined]
+        atexit._run_exitfuncs()
+        sys.stdout.flush()
+        sys.stderr.flush()
+    finally:
+        os._exit(code)
+
+
+def _call(template: Any, fields: dict[str, Any]) -> Any:
+    import fiddle as fdl
+
+    for path, value in fields.items():
+        *parents, last = path.split(".")
+        target = template
+        for name in parents:
+            target = target[int(name)] if isinstance(target, list) else getattr(target, name)
+        if isinstance(target, list):
+            target[int(last)] = value
+        else:
+            setattr(target, last, value)
+    return fdl.build(template)()
+
+
+def _keep_result(path: str, value: Any) -> None:
+    """Leave a result that is JSON for the host; others are for the element alone."""
+    try:
+        text = json.dumps(value)
+    except (TypeError, ValueError):
+        return
+    if value is not None and len(text) <= RESULT_MAX:
+        with open(path, "w", encoding="utf-8") as file:
+            file.write(text)
+
+
+def _exit_code(error: SystemExit) -> int:
+    if error.code is None:
+        return 0
+    if isinstance(error.code, int):
+        return error.code & 0xFF
+    print(error.code, file=sys.stderr)
+    return 1
+
+
+def _collect(channel: socket.socket) -> None:
+    while True:
+        try:
+            pid, status = os.waitpid(-1, os.WNOHANG)
+        except ChildProcessError:
+            return
+        if pid == 0:
+            return
+        code = os.waitstatus_to_exitcode(status)
+        _send(channel, at="ended", pid=pid, code=code if code >= 0 else 128 - code)
+
+
+def _send(channel: socket.socket, **values: Any) -> None:
+    channel.send(json.dumps(values).encode())
+
+
+if __name__ == "__main__":
+    main(sys.argv)
