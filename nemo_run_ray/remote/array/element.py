@@ -9,12 +9,15 @@ from contextlib import suppress
 from typing import Optional
 
 from ..node.output import CHUNK_BYTES, Lines
+from ..node.process import describe_exit
 from .progress import Lease
 
 #: Variables of every element: its index, from 0, and which attempt it is, from 1.
 INDEX, ATTEMPT = "NEMO_RUN_ARRAY_INDEX", "NEMO_RUN_ATTEMPT"
 #: Characters of one element's output that are passed on.
 OUTPUT_MAX = 16 * 2**20
+#: Characters of its last line that explain a failure.
+_LAST_MAX = 200
 
 
 class RunningElement:
@@ -47,6 +50,7 @@ class RunningElement:
         self._began = time.monotonic()
         self._lines = Lines()
         self._passed_on = 0
+        self._last = ""
 
     def read(self) -> str:
         """The lines that are complete now; called when there is something to read."""
@@ -88,7 +92,14 @@ class RunningElement:
             with suppress(ProcessLookupError, PermissionError):
                 os.killpg(self.pid, number)
 
+    def why(self) -> str:
+        """How it ended, in words, with the last line of its output when it has failed."""
+        words = self.words or describe_exit(self.code or 0)
+        return f"{words}: {self._last[:_LAST_MAX]}" if self.code and self._last else words
+
     def _limited(self, text: str) -> str:
+        line = text.rstrip().rpartition("\n")[2].strip()
+        self._last = line or self._last
         left = OUTPUT_MAX - self._passed_on
         self._passed_on += len(text)
         if len(text) <= left:

@@ -19,13 +19,12 @@ import socket
 import time
 from collections import deque
 from contextlib import suppress
-from typing import Any, Deque, Dict, List, Mapping, NoReturn, Optional, Sequence, Set
+from typing import Any, Deque, Dict, List, Mapping, NoReturn, Optional, Sequence, Set, Tuple
 
 from ..group.channel import Channel
 from ..group.stay import stay
 from ..group.workspace import Workspace
 from ..node import command
-from ..node.process import describe_exit
 from ..node.rundir import RunDir, run_dirs
 from ..node.tree import ROUND_S, Tree, adopt_orphans, collect, kill, sweep, wake_at
 from .element import ATTEMPT, INDEX, RunningElement
@@ -70,7 +69,7 @@ class HostProcess:
         self._runs, self._elements, self._count = "command", "", 0
         self._targets: List[Any] = []
         self._selector = selectors.DefaultSelector()
-        self._watched: Dict[int, Any] = {}
+        self._watched: Dict[int, Tuple[int, Any]] = {}
 
     def serve(self) -> None:
         """Serve until the actor is gone."""
@@ -84,8 +83,8 @@ class HostProcess:
             if self._forking is not None and self._forking.fileno() in ready:
                 self._hear(self._forking)
             self._reap()
-            self._fill()
             self._look_after()
+            self._fill()  # last: what has ended has made room, and nothing else would wake us
             self._channel.send()
 
     def abandon(self) -> None:
@@ -105,22 +104,24 @@ class HostProcess:
         self._channel.send_all()
 
     def _wait(self) -> Set[int]:
-        wanted = {self._channel.fileno(): selectors.EVENT_READ, self._wake: selectors.EVENT_READ}
-        if self._channel.has_unsent:
-            wanted[self._channel.fileno()] |= selectors.EVENT_WRITE
+        sending = selectors.EVENT_WRITE if self._channel.has_unsent else 0
+        reading: List[Tuple[int, Any]] = [(self._wake, self)]
         if self._forking is not None:
-            wanted[self._forking.fileno()] = selectors.EVENT_READ
+            reading.append((self._forking.fileno(), self._forking))
         if not self._channel.is_full:
             for element in self._running.values():
                 if element.fd is not None:
-                    wanted[element.fd] = selectors.EVENT_READ
-        for fd in [fd for fd in self._watched if wanted.get(fd) != self._watched[fd]]:
-            self._selector.unregister(fd)
-            del self._watched[fd]
-        for fd, events in wanted.items():
+                    reading.append((element.fd, element))
+        wanted = {fd: (selectors.EVENT_READ, owner) for fd, owner in reading}
+        wanted[self._channel.fileno()] = selectors.EVENT_READ | sending, self
+        for fd, watched in list(self._watched.items()):
+            if wanted.get(fd) != watched:  # also one whose number another one has now
+                self._selector.unregister(fd)
+                del self._watched[fd]
+        for fd, (events, owner) in wanted.items():
             if fd not in self._watched:
                 self._selector.register(fd, events)
-                self._watched[fd] = events
+                self._watched[fd] = events, owner
         ready = {key.fd for key, _ in self._selector.select(self._patience_s())}
         if self._wake in ready:
             os.read(self._wake, 4096)
@@ -327,8 +328,7 @@ class HostProcess:
 
     def _ended(self, element: RunningElement) -> None:
         self._slots.give_back(element.slot)
-        words = element.words or describe_exit(element.code or 0)
-        row = [*element.lease, element.code, round(element.seconds, 4), words]
+        row = [*element.lease, element.code, round(element.seconds, 4), element.why()]
         if self._runs != "command":
             row.append(result_of(self._result_path(element.lease.element)))
         if self._notes is not None:
