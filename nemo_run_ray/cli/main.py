@@ -98,13 +98,14 @@ def logs(
     follow: Annotated[bool, typer.Option("--follow", "-f", help="Until the job's end.")] = False,
     job: Annotated[str, typer.Option(help="Which job of an experiment.")] = "",
     role: Annotated[str, typer.Option(help="One role of a group, or role/replica.")] = "",
+    element: Annotated[int, typer.Option(help="One element of an array, from 0.")] = -1,
     raw: Annotated[
         bool, typer.Option("--raw", help="With Ray's lines and the package's last one.")
     ] = False,
 ) -> None:
     """What a job has printed."""
     from nemo_run_ray.jobs.find import find
-    from nemo_run_ray.jobs.follow_log import lines, only
+    from nemo_run_ray.jobs.follow_log import lines, of_element, only
 
     found = _chosen(name, find(name), job)
     if len(found) != 1:
@@ -113,9 +114,22 @@ def logs(
     if role:
         _must_have_role(found[0], role)
     text = (found[0].log if raw else found[0].output)(follow)
+    if element >= 0:
+        _must_have_element(found[0], element)
+        text = of_element(element, lines(text))
     for piece in only(role, lines(text)) if role else text:
         sys.stdout.write(piece)
         sys.stdout.flush()
+
+
+def _must_have_element(job: Any, element: int) -> None:
+    if not job.record.is_array:
+        raise JobError(f"The job {job.name!r} is no array; leave --element out.")
+    found = job.elements
+    if found and element >= found["elements"]:
+        raise JobError(
+            f"The array {job.name!r} has no element {element}; it has 0 to {found['elements'] - 1}."
+        )
 
 
 def _must_have_role(job: Any, role: str) -> None:

@@ -20,6 +20,7 @@ from nemo_run_ray.dashboard.nodes import (
 from nemo_run_ray.dashboard.recent import Recent
 from nemo_run_ray.dashboard.wake import AliveNodes
 from nemo_run_ray.errors import ClusterError
+from nemo_run_ray.remote.array.status_file import file_of
 from nemo_run_ray.remote.group.roles_file import file_name
 from nemo_run_ray.remote.lost_ends import ANSWER_S, LINES, LOG_FILE, log_query
 from nemo_run_ray.remote.rows import ArrayRows, GroupRows
@@ -89,6 +90,10 @@ class StateApi:
             return cast("GroupRows | ArrayRows", json.loads(text)) if text else None
         except ValueError:
             return None  # Ray's own words, about a file that is not there
+
+    def results(self, node: str, submission_id: str) -> list[str]:
+        """A line for each result that an element of an array has returned, in JSON."""
+        return self._log_file(node, file_of(submission_id, "results"), -1).splitlines()
 
     @cached_property
     def env_builds(self) -> EnvBuilds:

@@ -249,7 +249,16 @@ def lines(texts: Iterator[str]) -> Iterator[str]:
 def only(role: str, pieces: Iterable[str]) -> Iterator[str]:
     """The lines of one role of a group's log, or of one replica ``role/0``."""
     name = re.escape(role) if re.search(r"/\d+$", role) else rf"{re.escape(role)}/\d+"
-    begins = re.compile(rf"{name}\| ")
+    return _beginning(re.compile(rf"{name}\| "), pieces)
+
+
+def of_element(index: int, pieces: Iterable[str]) -> Iterator[str]:
+    """The lines of one element of an array's log."""
+    return _beginning(re.compile(rf"{index}\| "), pieces)
+
+
+def _beginning(begins: re.Pattern[str], pieces: Iterable[str]) -> Iterator[str]:
+    """The lines that begin so."""
     wanted, whole = False, True
     for piece in pieces:
         if whole:  # else it goes on with a line that was too long

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import json
 import numbers
 import time
 from collections.abc import Callable, Iterable, Iterator
 from itertools import chain
+from typing import Any
 
 from nemo_run_ray.clusters.left_behind import CUT
 from nemo_run_ray.errors import ClusterError, ConfigError, JobError, NemoRunRayError, StillGoesOn
 from nemo_run_ray.jobs import keep_logs, notes
 from nemo_run_ray.jobs.cancel_loop import JOB_MARGIN_S, Stops, insist
+from nemo_run_ray.jobs.explanations import elements
 from nemo_run_ray.jobs.follow_log import attempt_mark, follow, output_of
 from nemo_run_ray.jobs.observed_job import ObservedJob
 from nemo_run_ray.jobs.snapshot import Snapshot
@@ -18,6 +21,7 @@ from nemo_run_ray.jobs.submit_once import OUTCOME_S
 from nemo_run_ray.jobs.tend import tend
 from nemo_run_ray.remote.attempts import nonce_of
 from nemo_run_ray.remote.node.output import end_mark
+from nemo_run_ray.remote.rows import ArrayRows
 from nemo_run_ray.remote.states import JobState, JobStatus, Reason, is_pending
 
 #: Seconds between two looks of a wait.
@@ -40,6 +44,30 @@ class RemoteJob(ObservedJob):
         """Its log without Ray's lines before the task's first one, and without the last line."""
         marks = tuple(attempt_mark(nonce) for nonce in self.record.nonces)
         return output_of(self.log(follow), self._end_marks, marks)
+
+    @property
+    def elements(self) -> ArrayRows | None:
+        """How many elements of an array wait, run, and have ended; ``None`` for other jobs."""
+        return elements(self, self.status)
+
+    def results(self) -> dict[int, Any]:
+        """What the elements of an array have returned, by their indices: of ``run.Partial`` what is
+        JSON, up to 64 KiB each.
+
+        Raises:
+            ClusterError: the cluster does not answer.
+        """
+        status = self.status
+        if not self.record.is_array or not status.node:
+            return {}
+        found: dict[int, Any] = {}
+        for line in self.api().state.results(status.node, self.id):
+            try:
+                index, value = json.loads(line)
+            except ValueError:  # Ray's own words, about a file that is not there
+                return {}
+            found[index] = value
+        return found
 
     def wait(self, timeout_s: float | None = None) -> JobStatus:
         """Wait until it has ended, and return how. Meanwhile its experiment is looked after.

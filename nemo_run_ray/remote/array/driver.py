@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import os
 import secrets
+import tempfile
 import time
 import zlib
 from typing import Any, Dict, List, Mapping, Optional
@@ -31,7 +32,7 @@ from .hosts import Host, HostBook, HostRecord, HostStarts
 from .journal import ENDED, GIVEN_BACK, LEASED, Journal, Record
 from .progress import ElementState, Lease, Progress
 from .room import shares, slots_in
-from .status_file import StatusFile
+from .status_file import StatusFile, file_of
 from .window import Pace
 
 #: Exit code when elements have failed.
@@ -68,10 +69,12 @@ class _Driver:
         with open(path, "rb") as file:
             key = f"{first_id(submission_id)} {zlib.crc32(file.read())}"
         folder = _log_folder(submission_id)
-        base = os.path.join(folder or "/tmp", f"nemo_run_ray-{first_id(submission_id)}")
-        self._journal = Journal(f"{base}.journal", key)
-        self._book = HostBook(f"{base}.hosts")
-        self._results_path = f"{base}.results"
+        journal, hosts, self._results_path = (
+            os.path.join(folder or tempfile.gettempdir(), file_of(submission_id, kind))
+            for kind in ("journal", "hosts", "results")
+        )
+        self._journal = Journal(journal, key)
+        self._book = HostBook(hosts)
         count = len(self._elements)
         self._progress = Progress(count, spec.retries, spec.permanent_exit_codes)
         held = self._progress.replay(self._journal.found)

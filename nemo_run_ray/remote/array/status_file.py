@@ -10,6 +10,7 @@ import os
 import time
 from typing import Optional
 
+from ..attempts import first_id
 from ..files import write_file
 from ..group.roles_file import file_name
 from ..rows import ArrayRows
@@ -19,6 +20,16 @@ from .progress import ElementState, Progress
 _WRITE_S = 1.0
 #: Seconds over which the rate is measured.
 _RATE_S = 30.0
+
+
+def file_of(submission_id: str, kind: str) -> str:
+    """Name of another file of an array in Ray's folder of logs, the same for all of its attempts.
+
+    Args:
+        submission_id: of any attempt.
+        kind: ``journal``, ``hosts`` or ``results``.
+    """
+    return f"nemo_run_ray-{first_id(submission_id)}.{kind}"
 
 
 class StatusFile:

@@ -1,0 +1,231 @@
+"""Arrays on one real Ray: elements, failures, cancel, and every process that can die."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from collections import Counter
+from pathlib import Path
+
+import nemo_run as run
+import psutil
+import pytest
+
+from nemo_run_ray import RayExecutor, array
+from nemo_run_ray.jobs.find import find_job
+from nemo_run_ray.jobs.job import RemoteJob
+from tests import array_tasks
+from tests.conftest import processes_of_home, tool, wait_for
+from tests.groups import finish
+
+
+@pytest.fixture
+def start(existing, unique):
+    """Hands an array over and leaves; the job."""
+
+    def started(made, **fields) -> RemoteJob:
+        fields = {"cpus_per_node": 1, "python": sys.executable, **fields}
+        with run.Experiment(unique, executor=RayExecutor(cluster=existing, **fields)) as experiment:
+            experiment.add(made, name="array")
+            experiment.run(detach=True)
+        return find_job(f"{experiment._id}.array")
+
+    return started
+
+
+def lines_of(log: str, element: int) -> list[str]:
+    begin = f"{element}| "
+    return [line.removeprefix(begin) for line in log.splitlines() if line.startswith(begin)]
+
+
+def test_a_script_with_variables_and_words(start):
+    script = run.Script(path="-c", args=['echo "$0 $1 $SEED"', "first", "x"], entrypoint="bash")
+    made = array(script, over={"args.2": ["a b", "'"], "env.SEED": range(3)})
+    job = start(made)
+
+    state, _, log = finish(job)
+
+    assert state == "SUCCEEDED", log
+    assert [lines_of(log, index) for index in range(6)] == [
+        ["first a b 0"],
+        ["first a b 1"],
+        ["first a b 2"],
+        ["first ' 0"],
+        ["first ' 1"],
+        ["first ' 2"],
+    ]
+    found = job.elements
+    assert (found["elements"], found["succeeded"], found["waiting"]) == (6, 6, 0)
+
+
+@pytest.mark.parametrize("isolation", ["fork", "process"])
+def test_a_partial_and_its_results(start, isolation):
+    task = run.Partial(array_tasks.train, seed=0, model=run.Config(array_tasks.Model, width=1))
+    made = array(task, over={"seed": range(4), "model.width": [2, 3]}, isolation=isolation)
+    job = start(made)
+
+    state, _, log = finish(job)
+
+    assert state == "SUCCEEDED", log
+    expected = [{"seed": seed, "width": width} for seed in range(4) for width in (2, 3)]
+    found = job.results()
+    assert [found[index]["fields"] for index in range(8)] == expected
+    assert len({found[index]["pid"] for index in range(8)}) == 8, "a process for each"
+    assert len({found[index]["random"] for index in range(8)}) == 8
+    assert lines_of(log, 5) == ["trained 2 with 3"]
+
+
+def test_what_fails_is_tried_again_and_told(start, tmp_path):
+    program = (
+        "echo x >> $COUNT$NEMO_RUN_ARRAY_INDEX; "
+        "test $NEMO_RUN_ARRAY_INDEX != 1 || test $NEMO_RUN_ATTEMPT = 2 || exit 3; "
+        "test $NEMO_RUN_ARRAY_INDEX != 2 || { echo no good; exit 4; }; "
+        "test $NEMO_RUN_ARRAY_INDEX != 3 || exit 9"
+    )
+    script = run.Script(inline=program, env={"COUNT": str(tmp_path / "count")})
+    job = start(array(script, over={"env.X": range(5)}), retries=2, permanent_exit_codes=[9])
+
+    state, reason, log = finish(job)
+
+    assert (state, reason) == ("FAILED", "exit code"), log
+    assert "exit code 8" in job.status.detail
+    counts = [len((tmp_path / f"count{index}").read_text().split()) for index in range(5)]
+    assert counts == [1, 2, 3, 1, 1]
+    found = job.elements
+    assert (found["succeeded"], found["failed"]) == (3, 2)
+    assert sorted(found["failures"]) == [[2, 4, "exit code 4: no good"], [3, 9, "exit code 9"]]
+    table = tool("nemo-run-ray", "status", job.id).stdout
+    assert "array has 5 elements: 3 succeeded, 2 failed" in table
+    assert "element 2: exit code 4: no good" in table
+    one = tool("nemo-run-ray", "logs", job.id, "--element", "2")
+    assert one.stdout.splitlines() == ["2| no good"] * 3
+    wrong = tool("nemo-run-ray", "logs", job.id, "--element", "5")
+    assert wrong.returncode == 1
+    assert "has no element 5; it has 0 to 4" in wrong.stderr
+
+
+def test_too_many_failures_end_it(start):
+    made = array(run.Script(inline="exit 1"), over={"env.X": range(2000)}, max_failures=3)
+    job = start(made)
+
+    state, _, log = finish(job)
+
+    assert state == "FAILED"
+    assert "more than 3 elements have failed (max_failures)" in log
+    found = job.elements
+    assert 4 <= found["failed"] < 2000
+    assert found["failed"] + found["cancelled"] == 2000
+
+
+def test_a_cancel_ends_what_runs_and_what_hides(start, tmp_path):
+    program = (
+        f"echo x >> {tmp_path}/begun; (setsid sh -c 'trap : TERM; sleep 1000' &); "
+        "trap '' TERM; sleep 1000 & wait; sleep 1000"
+    )
+    job = start(array(run.Script(inline=program), over={"env.X": range(500)}), grace_s=1)
+    wait_for(lambda: (tmp_path / "begun").exists(), 60)
+    time.sleep(1)
+
+    assert job.cancel().state.value == "CANCELLED"
+
+    wait_for(lambda: not _processes_of(job), 30)
+    log = "".join(job.log())
+    assert "cancelled; no process of it is left" in log
+
+
+def test_what_an_element_leaves_is_ended_with_it(start, tmp_path):
+    program = f"(setsid sleep 1000 & echo $! > {tmp_path}/$NEMO_RUN_ARRAY_INDEX); sleep 0.2"
+    job = start(array(run.Script(inline=program), over={"env.X": range(3)}), grace_s=1)
+
+    state, _, log = finish(job)
+
+    assert state == "SUCCEEDED", log
+    pids = [int((tmp_path / str(index)).read_text()) for index in range(3)]
+    wait_for(lambda: not any(psutil.pid_exists(pid) for pid in pids), 30)
+
+
+def test_an_element_that_writes_without_end_does_not_fill_the_log(start):
+    program = "head -c 60000000 /dev/zero | tr '\\0' '\\n' | sed s/^/long-line-of-output/"
+    job = start(array(run.Script(inline=program), over={"env.X": range(1)}))
+
+    state, _, log = finish(job)
+
+    assert state == "SUCCEEDED"
+    assert "0| nemo_run_ray: no more of its output is passed on" in log
+    assert len(log) < 40 * 2**20
+
+
+def test_a_configuration_that_cannot_be_imported_ends_the_array(start):
+    made = array(run.Partial(array_tasks.train, seed=0), over={"seed": range(100)})
+    made.inline = made.inline.replace(made.inline, _with_broken_template(made.inline))
+    job = start(made)
+
+    state, reason, log = finish(job)
+
+    assert (state, reason) == ("FAILED", "not started"), log
+    assert "Traceback" in log, "the reason is there"
+
+
+def _with_broken_template(text: str) -> str:
+    import json
+
+    first, _, rest = text.partition("\n")
+    header = json.loads(first)
+    header["template"] = "bm8gemxpYg=="
+    return json.dumps(header) + "\n" + rest
+
+
+def _processes_of(job: RemoteJob) -> list[int]:
+    mark = f"NEMO_RUN_RAY_TAG={job.id}/".encode()
+
+    def is_its(pid: int, words: list[str]) -> bool:
+        return mark in Path(f"/proc/{pid}/environ").read_bytes()
+
+    return processes_of_home(is_its)
+
+
+_NOTES = (
+    "echo $NEMO_RUN_ARRAY_INDEX $NEMO_RUN_ATTEMPT begin >> {notes}; sleep {seconds}; "
+    "echo $NEMO_RUN_ARRAY_INDEX $NEMO_RUN_ATTEMPT end >> {notes}"
+)
+
+
+def _driver(job: RemoteJob) -> list[int]:
+    """The keeper and the runner of the array's driver."""
+    return processes_of_home(lambda _, words: "array" in words and job.id in words)
+
+
+def _hosts(job: RemoteJob) -> list[int]:
+    found = processes_of_home(lambda _, words: any(one.endswith("array.host") for one in words))
+    return [pid for pid in found if psutil.Process(pid).ppid() in found]
+
+
+def _actors(job: RemoteJob) -> list[int]:
+    return processes_of_home(lambda _, words: words[0].startswith("ray::Replicas"))
+
+
+@pytest.mark.parametrize("victims", [_driver, _hosts, _actors])
+def test_each_element_ends_once_whatever_is_killed(start, tmp_path, victims):
+    notes = tmp_path / "notes"
+    program = _NOTES.format(notes=notes, seconds=0.3)
+    job = start(array(run.Script(inline=program), over={"env.X": range(60)}))
+    wait_for(lambda: notes.exists() and notes.read_text().count("end") >= 4, 60)
+
+    for pid in victims(job):
+        os.kill(pid, signal.SIGKILL)
+
+    state, _, log = finish(job)
+    assert state == "SUCCEEDED", log
+    rows = [tuple(line.split()) for line in notes.read_text().splitlines()]
+    ends = Counter(index for index, _, what in rows if what == "end")
+    begins = Counter(index for index, _, what in rows if what == "begin")
+    assert sorted(ends, key=int) == [str(index) for index in range(60)]
+    again = [index for index, count in begins.items() if count > 1]
+    assert len(again) <= 8, "only what was in flight"
+    assert len({(index, attempt) for index, attempt, what in rows if what == "begin"}) == sum(
+        begins.values()
+    ), "no attempt is begun twice"
+    assert max(ends.values()) == 1, "what has ended is not run again"
+    assert job.elements["succeeded"] == 60
