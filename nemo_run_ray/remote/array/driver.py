@@ -401,7 +401,8 @@ class _Driver:
     def _break(self, cause: Cause, words: str) -> None:
         """The array cannot be run at all."""
         if self._broken is None:
-            self._broken = cause, cause_of(words)
+            last = words.strip().splitlines()[-1]  # of a traceback it is the error
+            self._broken = cause, cause_of(words) if cause is Cause.RUNTIME_ENV else last
             write(f"{words}\n")
             self._stop(words)
 
