@@ -1,0 +1,81 @@
+"""The journal of an array survives a crash at any byte."""
+
+import pytest
+
+from nemo_run_ray.remote.array.journal import ENDED, GIVEN_BACK, LEASED, Journal, Record
+
+RECORDS = [
+    Record(0, LEASED, 1, host=3),
+    Record(0, ENDED, 1, code=143, host=3, seconds=0.5),
+    Record(70_000, LEASED, 2, host=4),
+    Record(70_000, GIVEN_BACK, 2, code=1, host=4),
+]
+
+
+def written(path) -> bytes:
+    journal = Journal(str(path), "one")
+    for record in RECORDS:
+        journal.add(record)
+    journal.commit()
+    return path.read_bytes()
+
+
+def test_what_was_written_is_found_and_goes_on(tmp_path):
+    path = tmp_path / "journal"
+    written(path)
+    again = Journal(str(path), "one")
+    assert list(again.found) == RECORDS
+
+    again.add(Record(1, LEASED, 1))
+    again.commit()
+
+    assert list(Journal(str(path), "one").found) == [*RECORDS, Record(1, LEASED, 1)]
+
+
+def test_a_journal_that_is_torn_at_any_byte_keeps_what_is_whole(tmp_path):
+    path = tmp_path / "journal"
+    data = written(path)
+    before = 0
+    for length in range(len(data) + 1):
+        path.write_bytes(data[:length])
+        journal = Journal(str(path), "one")
+        assert list(journal.found) == RECORDS[: len(journal.found)]
+        assert len(journal.found) >= before
+        before = len(journal.found)
+        journal.add(Record(9, LEASED, 1))
+        journal.commit()
+        assert list(Journal(str(path), "one").found)[-1] == Record(9, LEASED, 1)
+    assert before == len(RECORDS)
+
+
+def test_a_byte_that_is_wrong_ends_it_there(tmp_path):
+    path = tmp_path / "journal"
+    data = bytearray(written(path))
+    data[-30] ^= 1
+    path.write_bytes(bytes(data))
+    assert list(Journal(str(path), "one").found) == RECORDS[:2]
+
+
+def test_the_journal_of_another_array_is_none(tmp_path):
+    path = tmp_path / "journal"
+    written(path)
+    assert Journal(str(path), "another").found == ()
+
+
+def test_nothing_is_lost_by_a_disk_that_is_full(tmp_path, monkeypatch):
+    path = tmp_path / "journal"
+    journal = Journal(str(path), "one")
+    journal.add(RECORDS[0])
+    journal.commit()
+    journal.add(RECORDS[1])
+
+    def full(fd: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("os.fdatasync", full)
+        with pytest.raises(OSError, match="No space left"):
+            journal.commit()
+    assert list(Journal(str(path), "one").found) == RECORDS[:1]
+    journal.commit()
+    assert list(Journal(str(path), "one").found) == RECORDS[:2]

@@ -1,0 +1,116 @@
+"""Which elements wait, are leased, and have ended."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from nemo_run_ray.remote.array.journal import ENDED, GIVEN_BACK, LEASED, Record
+from nemo_run_ray.remote.array.progress import LOSSES_MAX, ElementState, Lease, Progress
+
+
+def test_elements_are_leased_in_order_and_end():
+    progress = Progress(3)
+    assert [progress.take() for _ in range(4)] == [Lease(0, 1), Lease(1, 1), Lease(2, 1), None]
+    assert progress.ended(Lease(1, 1), 0, "")
+    assert progress.ended(Lease(0, 1), 3, "exit code 3")
+    assert not progress.is_over
+    assert progress.ended(Lease(2, 1), 0, "")
+    assert progress.is_over
+    assert progress.number(ElementState.SUCCEEDED) == 2
+    assert [tuple(failure) for failure in progress.failures] == [(0, 3, "exit code 3")]
+
+
+def test_an_end_that_comes_twice_or_late_changes_nothing():
+    progress = Progress(1, retries=1)
+    first = progress.take()
+    assert progress.ended(first, 1, "")
+    assert not progress.ended(first, 0, "")
+    second = progress.take()
+    assert second == Lease(0, 2)
+    assert not progress.ended(first, 0, "")
+    assert progress.ended(second, 0, "")
+    assert not progress.ended(second, 1, "")
+    assert progress.number(ElementState.SUCCEEDED) == 1
+
+
+def test_a_permanent_exit_code_is_not_tried_again():
+    progress = Progress(1, retries=5, permanent_exit_codes=[2])
+    progress.ended(progress.take(), 2, "")
+    assert progress.number(ElementState.FAILED) == 1
+
+
+def test_what_was_never_started_costs_no_attempt():
+    progress = Progress(1)
+    progress.given_back(progress.take(), has_run=False)
+    assert progress.take() == Lease(0, 1)
+
+
+def test_the_death_of_hosts_costs_no_retry_until_there_are_many():
+    progress = Progress(1)
+    for number in range(LOSSES_MAX):
+        lease = progress.take()
+        assert lease == Lease(0, number + 1)
+        progress.given_back(lease, has_run=True)
+    lease = progress.take()
+    progress.ended(lease, 1, "its own failure")
+    assert progress.number(ElementState.FAILED) == 1
+
+    progress = Progress(1, retries=100)
+    for _ in range(LOSSES_MAX + 1):
+        progress.given_back(progress.take(), has_run=True)
+    assert progress.is_over
+    assert "died 4 times" in progress.failures[0].words
+
+
+def test_a_replay_comes_to_the_same_state():
+    """Whatever has happened: also when the driver was killed between any two records."""
+    chance = random.Random(5)
+    for _ in range(50):
+        progress, records, leased = Progress(8, retries=1), [], {}
+        for _ in range(60):
+            if chance.random() < 0.5:
+                lease = progress.take()
+                if lease is not None:
+                    host = chance.randrange(3)
+                    leased[lease] = host
+                    records.append(Record(*lease[:1], LEASED, lease.attempt, host=host))
+            elif leased:
+                lease = chance.choice(list(leased))
+                host, code = leased.pop(lease), chance.randrange(2)
+                if chance.random() < 0.7:
+                    progress.ended(lease, code, "")
+                    records.append(Record(lease.element, ENDED, lease.attempt, code, host))
+                else:
+                    progress.given_back(lease, has_run=bool(code))
+                    records.append(Record(lease.element, GIVEN_BACK, lease.attempt, code, host))
+            again = Progress(8, retries=1)
+            held = again.replay(records)
+            assert [again.state(n) for n in range(8)] == [progress.state(n) for n in range(8)]
+            assert {
+                Lease(element, attempt): host
+                for host, elements in held.items()
+                for element, attempt in elements.items()
+            } == leased
+
+
+def test_cancelled_elements_are_over():
+    progress = Progress(3)
+    lease = progress.take()
+    progress.cancel_waiting()
+    progress.cancelled(lease)
+    assert progress.is_over
+    assert progress.number(ElementState.CANCELLED) == 3
+
+
+@pytest.mark.parametrize("count", [1000, 100_000])
+def test_memory_is_two_bytes_an_element(count):
+    import tracemalloc
+
+    tracemalloc.start()
+    progress = Progress(count)
+    size = tracemalloc.get_traced_memory()[0]
+    tracemalloc.stop()
+    assert size < 2 * count + 5000
+    assert progress.count == count
