@@ -57,6 +57,7 @@ class Host:
         in_hand: the elements that it has, with their attempts.
         is_ready: it is prepared.
         is_idle: it was told to end and has ended everything.
+        is_closing: it was told to end, since nothing waited.
         sweeps: earlier hosts that it is to end.
     """
 
@@ -70,6 +71,11 @@ class Host:
     is_idle: bool = False
     is_closing: bool = False
     sweeps: Dict[int, HostRecord] = field(default_factory=dict)
+
+    @property
+    def may_have_more(self) -> bool:
+        """Whether elements may be leased to it."""
+        return self.is_ready and not self.is_closing
 
 
 class HostStarts:

@@ -46,7 +46,7 @@ class Failure(NamedTuple):
 
 
 @dataclass
-class Progress:
+class ArrayProgress:
     """The state of all elements.
 
     Attributes:

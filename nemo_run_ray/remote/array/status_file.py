@@ -14,7 +14,7 @@ from ..attempts import first_id
 from ..files import write_file
 from ..group.roles_file import file_name
 from ..rows import ArrayRows
-from .progress import ElementState, Progress
+from .progress import ArrayProgress, ElementState
 
 #: Seconds between two states of the file.
 _WRITE_S = 1.0
@@ -45,7 +45,7 @@ class StatusFile:
         self._write_at = 0.0
         self._seen = [(time.monotonic(), 0)]
 
-    def write(self, progress: Progress, running: int, is_over: bool) -> None:
+    def write(self, progress: ArrayProgress, running: int, is_over: bool) -> None:
         """Show where the array is, at most once a second before its end.
 
         Args:
@@ -63,7 +63,7 @@ class StatusFile:
         except OSError:  # a full disk: the array goes on, and is not shown
             return
 
-    def _rows(self, progress: Progress, running: int, now: float) -> ArrayRows:
+    def _rows(self, progress: ArrayProgress, running: int, now: float) -> ArrayRows:
         ended = progress.ended_count
         self._seen = [row for row in self._seen if now - row[0] <= _RATE_S] or self._seen[-1:]
         self._seen.append((now, ended))

@@ -14,7 +14,7 @@ _PER_SLOT_MAX = 64
 _WEIGHT = 0.1
 
 
-class Pace:
+class ElementPace:
     """How long an element takes: the mean of those that have ended, newer ones weighing more."""
 
     def __init__(self) -> None:

@@ -7,11 +7,11 @@ import random
 import pytest
 
 from nemo_run_ray.remote.array.journal import ENDED, GIVEN_BACK, LEASED, Record
-from nemo_run_ray.remote.array.progress import LOSSES_MAX, ElementState, Lease, Progress
+from nemo_run_ray.remote.array.progress import LOSSES_MAX, ElementState, Lease, ArrayProgress
 
 
 def test_elements_are_leased_in_order_and_end():
-    progress = Progress(3)
+    progress = ArrayProgress(3)
     assert [progress.take() for _ in range(4)] == [Lease(0, 1), Lease(1, 1), Lease(2, 1), None]
     assert progress.ended(Lease(1, 1), 0, "")
     assert progress.ended(Lease(0, 1), 3, "exit code 3")
@@ -23,7 +23,7 @@ def test_elements_are_leased_in_order_and_end():
 
 
 def test_an_end_that_comes_twice_or_late_changes_nothing():
-    progress = Progress(1, retries=1)
+    progress = ArrayProgress(1, retries=1)
     first = progress.take()
     assert progress.ended(first, 1, "")
     assert not progress.ended(first, 0, "")
@@ -36,19 +36,19 @@ def test_an_end_that_comes_twice_or_late_changes_nothing():
 
 
 def test_a_permanent_exit_code_is_not_tried_again():
-    progress = Progress(1, retries=5, permanent_exit_codes=[2])
+    progress = ArrayProgress(1, retries=5, permanent_exit_codes=[2])
     progress.ended(progress.take(), 2, "")
     assert progress.number(ElementState.FAILED) == 1
 
 
 def test_what_was_never_started_costs_no_attempt():
-    progress = Progress(1)
+    progress = ArrayProgress(1)
     progress.given_back(progress.take(), has_run=False)
     assert progress.take() == Lease(0, 1)
 
 
 def test_the_death_of_hosts_costs_no_retry_until_there_are_many():
-    progress = Progress(1)
+    progress = ArrayProgress(1)
     for number in range(LOSSES_MAX):
         lease = progress.take()
         assert lease == Lease(0, number + 1)
@@ -57,7 +57,7 @@ def test_the_death_of_hosts_costs_no_retry_until_there_are_many():
     progress.ended(lease, 1, "its own failure")
     assert progress.number(ElementState.FAILED) == 1
 
-    progress = Progress(1, retries=100)
+    progress = ArrayProgress(1, retries=100)
     for _ in range(LOSSES_MAX + 1):
         progress.given_back(progress.take(), has_run=True)
     assert progress.is_over
@@ -68,7 +68,7 @@ def test_a_replay_comes_to_the_same_state():
     """Whatever has happened: also when the driver was killed between any two records."""
     chance = random.Random(5)
     for _ in range(50):
-        progress, records, leased = Progress(8, retries=1), [], {}
+        progress, records, leased = ArrayProgress(8, retries=1), [], {}
         for _ in range(60):
             if chance.random() < 0.5:
                 lease = progress.take()
@@ -85,7 +85,7 @@ def test_a_replay_comes_to_the_same_state():
                 else:
                     progress.given_back(lease, has_run=bool(code))
                     records.append(Record(lease.element, GIVEN_BACK, lease.attempt, code, host))
-            again = Progress(8, retries=1)
+            again = ArrayProgress(8, retries=1)
             held = again.replay(records)
             assert [again.state(n) for n in range(8)] == [progress.state(n) for n in range(8)]
             assert {
@@ -96,7 +96,7 @@ def test_a_replay_comes_to_the_same_state():
 
 
 def test_cancelled_elements_are_over():
-    progress = Progress(3)
+    progress = ArrayProgress(3)
     lease = progress.take()
     progress.cancel_waiting()
     progress.cancelled(lease)
@@ -109,7 +109,7 @@ def test_memory_is_two_bytes_an_element(count):
     import tracemalloc
 
     tracemalloc.start()
-    progress = Progress(count)
+    progress = ArrayProgress(count)
     size = tracemalloc.get_traced_memory()[0]
     tracemalloc.stop()
     assert size < 2 * count + 5000

@@ -1,7 +1,7 @@
 """Hosts where there is room, and how many elements each has in hand."""
 
 from nemo_run_ray.remote.array.room import Share, shares, slots_in
-from nemo_run_ray.remote.array.window import Pace
+from nemo_run_ray.remote.array.window import ElementPace
 
 
 def test_slots_are_what_the_scarcest_resource_allows():
@@ -25,13 +25,13 @@ def test_parts_of_a_gpu_are_shared_by_the_slots_of_one_host():
 
 
 def test_short_elements_wait_at_their_host_and_long_ones_do_not():
-    pace = Pace()
+    pace = ElementPace()
     assert pace.held(4) == 4
     pace.measured(0.001)
     assert pace.held(4) == 4 + 4 * 64
-    pace = Pace()
+    pace = ElementPace()
     pace.measured(1.0)
     assert pace.held(4) == 4 + 2
-    pace = Pace()
+    pace = ElementPace()
     pace.measured(60.0)
     assert pace.held(4) == 4

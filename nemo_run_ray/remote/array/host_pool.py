@@ -1,0 +1,262 @@
+"""All hosts of an array: started where there is room, given back, proven dead."""
+
+from __future__ import annotations
+
+import json
+import secrets
+import time
+from typing import Any, Dict, List, Mapping, Optional
+
+from ..attempts import first_id
+from ..group.calls import Calls
+from ..group.machine import name
+from ..group.packing import Node, matches, nodes_of
+from ..node.output import say
+from ..spec import ArraySpec
+from .hosts import Host, HostBook, HostRecord, HostStarts
+from .leases import Leases
+from .progress import Lease
+from .room import shares, slots_in
+
+#: Seconds until a host that has not come up is given up when its node's room has gone to another.
+_PLACED_S = 15.0
+#: Seconds until a line says that the array waits for room, and between two.
+_TELL_S = 30.0
+#: Seconds beyond the grace period until a host that was told to end is given up.
+_END_MARGIN_S = 30.0
+#: Seconds for a host to remove its notes.
+_FORGET_S = 5.0
+
+
+class HostPool:
+    """The hosts that there are, and those of which it is not known yet that nothing of them runs.
+
+    Args:
+        ray: the module, connected.
+        spec: the array.
+        submission_id: of the job.
+        starts: starts hosts.
+        calls: to their actors.
+        leases: the elements.
+    """
+
+    def __init__(
+        self,
+        ray: Any,
+        spec: ArraySpec,
+        submission_id: str,
+        starts: HostStarts,
+        calls: Calls,
+        leases: Leases,
+    ) -> None:
+        self._ray = ray
+        self._spec = spec
+        self._id = submission_id
+        self._starts = starts
+        self._calls = calls
+        self._leases = leases
+        self._book = HostBook(leases.hosts_path)
+        if not leases.goes_on:
+            self._book.clear()
+        #: Hosts of an earlier driver, or that have died, with what they had in hand.
+        self._unproven: Dict[int, Dict[int, int]] = {
+            record.number: leases.held.get(record.number, {}) for record in self._book.records
+        }
+        self._nodes: Dict[str, Node] = {}
+        self._tell_at = 0.0
+        self._end_by: Optional[float] = None
+        self.hosts: Dict[int, Host] = {}
+
+    @property
+    def are_proven(self) -> bool:
+        """Whether nothing runs that the living hosts do not know of."""
+        return not self._unproven
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether nothing runs any more, after ``end``."""
+        return self.are_proven and all(host.is_idle for host in self.hosts.values())
+
+    def of(self, actor: Any) -> List[Host]:
+        """The host of an actor, unless it is given up."""
+        return [host for host in self.hosts.values() if host.actor is actor]
+
+    def look(self, now: float, waiting: int) -> None:
+        """Start hosts where there is room, end idle ones, and prove that dead ones are dead.
+
+        Args:
+            now: the time.
+            waiting: how many elements wait.
+        """
+        self._nodes = {node.node_id: node for node in nodes_of(self._ray.nodes())}
+        for host in list(self.hosts.values()):
+            is_late = self._end_by is not None and now >= self._end_by and not host.is_idle
+            if host.record.node_id not in self._nodes:
+                self.lost(host)
+            elif is_late or self._has_lost_its_room(host, now):
+                self.give_up(host)
+        self._prove()
+        if self._end_by is not None:
+            return
+        if waiting:
+            self._grow(now, waiting)
+        else:
+            for host in self.hosts.values():
+                if host.is_ready and not host.in_hand and not host.is_closing:
+                    host.is_closing = True
+                    self._calls.order(host.replica, {"do": "end"})
+
+    def end(self) -> None:
+        """Let all hosts end what they run."""
+        self._end_by = time.monotonic() + self._spec.grace_s + _END_MARGIN_S
+        for host in list(self.hosts.values()):
+            if host.is_ready:
+                self._calls.order(host.replica, {"do": "end"})
+            elif not host.sweeps:
+                self.give_up(host)
+
+    def idle(self, host: Host) -> None:
+        """A host has ended all that it ran, as it was told."""
+        for element, attempt in host.in_hand.items():
+            lease = Lease(element, attempt)
+            if self._end_by is not None:
+                self._leases.progress.cancelled(lease)
+            else:  # it came when the host was told to end
+                self._leases.give_back(lease, host.record.number, has_run=False)
+        host.in_hand.clear()
+        host.is_idle = True
+        if self._end_by is None:
+            self._forget(host)
+            self._calls.close([host.actor])
+            self._drop(host)
+
+    def give_up(self, host: Host) -> None:
+        """End the actor of a host."""
+        self._ray.kill(host.actor.handle, no_restart=True)
+        host.actor.dead = True
+        self.lost(host)
+
+    def lost(self, host: Host) -> None:
+        """A host is dead, or its actor is: what it had may run until that is proven."""
+        del self.hosts[host.record.number]
+        self._unproven.setdefault(host.record.number, {}).update(host.in_hand)
+
+    def swept(self, host: Host, report: Mapping[str, Any]) -> None:
+        """A host has ended what an earlier one had left on its node, and read its notes."""
+        number = int(report["host"])
+        held = self._unproven.get(number, {})
+        for row in report["ended"]:
+            if held.get(row[0]) == row[1]:
+                del held[row[0]]
+                self._leases.ended(number, row)
+        self._proven(number)
+        host.sweeps.pop(number, None)
+        self._forget(host, number)
+        if not host.sweeps:
+            self._drop(host)
+
+    def close(self) -> None:
+        """Let living actors end."""
+        living = [host for host in self.hosts.values() if host.actor.answers]
+        for host in living:
+            self._forget(host)
+        self._calls.close([host.actor for host in living])
+
+    def _forget(self, host: Host, number: Optional[int] = None) -> None:
+        """Let a host remove its notes, or another one's, once the head's disk has what they say."""
+        if not self._leases.commit():
+            return
+        run_dir = self._book.records[host.record.number if number is None else number].run_dir
+        order = {"do": "forget", "run_dirs": [run_dir]}
+        key = name(host.replica.replica_id)
+        done = host.actor.handle.order.remote(key, host.replica.orders, order)
+        host.replica.orders += 1
+        self._ray.wait([done], timeout=_FORGET_S)
+
+    # ------------------------------------------------------------------ room
+
+    def _grow(self, now: float, wanted: int) -> None:
+        if self._spec.max_in_flight is not None:
+            used = sum(host.slots for host in self.hosts.values())
+            wanted = min(wanted, self._spec.max_in_flight - used)
+        starting = {host.record.node_id for host in self.hosts.values() if not host.is_ready}
+        available = {
+            node_id: resources
+            for node_id, resources in self._available().items()
+            if node_id in self._nodes
+            and node_id not in starting
+            and matches(self._spec.host.label_selector, self._nodes[node_id].labels)
+        }
+        found = shares(available, self._spec.host.resources, wanted)
+        if found:
+            first = len(self._book.records)
+            records = [self._record(first + at, one.node_id) for at, one in enumerate(found)]
+            self._book.add(records)
+            for record, share in zip(records, found):
+                host = self._start(record, share.slots)
+                self._calls.order(host.replica, self._starts.prepare(host))
+        self._tell(now)
+
+    def _available(self) -> Dict[str, Dict[str, float]]:
+        """What every node has free."""
+        found: Dict[str, Dict[str, float]] = self._ray._private.state.available_resources_per_node()
+        return found
+
+    def _has_lost_its_room(self, host: Host, now: float) -> bool:
+        """Whether Ray cannot place a host that was to be started, since others were quicker."""
+        if host.actor.answers or not host.slots or now - host.started_at < _PLACED_S:
+            return False
+        free = self._available().get(host.record.node_id, {})
+        return slots_in(free, self._spec.host.resources) < host.slots
+
+    def _tell(self, now: float) -> None:
+        if any(host.slots for host in self.hosts.values()):
+            self._tell_at = now + _TELL_S
+        elif now >= self._tell_at:
+            self._tell_at = now + _TELL_S
+            need = json.dumps(self._spec.host.resources)
+            say(f"no node has room for an element, which needs {need}; waiting")
+
+    def _record(self, number: int, node_id: str) -> HostRecord:
+        own = first_id(self._id)
+        tag = f"{own}/{secrets.token_hex(8)}.{number}"
+        return HostRecord(number, node_id, tag, f"{own}~host-{number}")
+
+    def _start(self, record: HostRecord, slots: int) -> Host:
+        host = self._starts.start(record, self._nodes[record.node_id], slots)
+        self.hosts[record.number] = host
+        self._calls.pull(host.actor)
+        return host
+
+    def _drop(self, host: Host) -> None:
+        del self.hosts[host.record.number]
+        self._ray.kill(host.actor.handle, no_restart=True)
+
+    # ------------------------------------------------------------------ proof
+
+    def _prove(self) -> None:
+        """End what dead hosts have left: by their nodes' death, or by another host there."""
+        sweeping = {number for host in self.hosts.values() for number in host.sweeps}
+        by_node: Dict[str, List[HostRecord]] = {}
+        for number in [number for number in self._unproven if number not in sweeping]:
+            record = self._book.records[number]
+            if record.node_id in self._nodes:
+                by_node.setdefault(record.node_id, []).append(record)
+            else:
+                self._proven(number)
+        for node_id, dead in by_node.items():
+            record = self._record(len(self._book.records), node_id)
+            self._book.add([record])
+            host = self._start(record, 0)
+            host.sweeps = {one.number: one for one in dead}
+            places = [[one.number, one.tag, one.run_dir] for one in dead]
+            self._calls.order(host.replica, {"do": "sweep", "hosts": places})
+
+    def _proven(self, number: int) -> None:
+        """Nothing of a host runs any more: what is not known to have ended is given back."""
+        for element, attempt in self._unproven.pop(number, {}).items():
+            lease = Lease(element, attempt)
+            if self._end_by is not None:
+                self._leases.progress.cancelled(lease)
+            else:
+                self._leases.give_back(lease, number, has_run=True)

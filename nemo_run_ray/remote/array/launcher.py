@@ -1,0 +1,115 @@
+"""Starts the elements of a host in its slots: commands, forked processes, new interpreters."""
+
+from __future__ import annotations
+
+import json
+import os
+from typing import Any, Dict, List, Mapping, Optional
+
+from ..group.workspace import Workspace
+from .element import ATTEMPT, INDEX, RunningElement
+from .forking import PROGRAM, Forking, result_of
+from .slots import Slots
+from .starting import Order, message_of, start_command, start_words
+
+#: Variable of every element: how many there are.
+SIZE = "NEMO_RUN_ARRAY_SIZE"
+
+
+class Launcher:
+    """What a host starts elements with.
+
+    Args:
+        place: the host's.
+        order: the driver's, to prepare.
+
+    Attributes:
+        slots: of the host.
+        forking: the process that forks elements, if one does.
+
+    Raises:
+        OSError: the interpreter cannot be started.
+    """
+
+    def __init__(self, place: Workspace, order: Mapping[str, Any]) -> None:
+        self._place = place
+        self._targets: List[Any] = order["targets"]
+        self._runs: str = order["runs"]
+        self._count: int = order["count"]
+        self._elements = os.path.join(place.root, "nemo_run", order["elements"])
+        self.slots = Slots(order["slots"], order["gpus"])
+        self.forking: Optional[Forking] = None
+        if self._runs == "fork":
+            self.forking = Forking(place, self._elements)
+
+    def start(self, order: Order) -> RunningElement:
+        """Start an element in a free slot; it has ended already when it cannot be started."""
+        slot, env = self.slots.take()
+        env[INDEX], env[SIZE] = str(order.lease.element), str(self._count)
+        env[ATTEMPT] = str(order.lease.attempt)
+        if self._runs == "command":
+            return start_command(self._place, order, self._targets, slot, env)
+        message = message_of(order, self._targets, env, self._result_path(order.lease.element))
+        if self.forking is None:
+            argv = ["python", PROGRAM, "once", self._elements, json.dumps(message)]
+            return start_words(self._place, order.lease, argv, slot, env)
+        element = RunningElement(order.lease, slot, 0, None)
+        self.forking.ask(element, message)
+        return element
+
+    def row_of(self, element: RunningElement) -> List[Any]:
+        """What is noted and reported of an element that has ended; its slot is free again."""
+        self.slots.give_back(element.slot)
+        row = [*element.lease, element.code, round(element.seconds, 4), element.why()]
+        if self._runs != "command":
+            row.append(result_of(self._result_path(element.lease.element)))
+        return row
+
+    def heard(self, running: Dict[int, RunningElement]) -> None:
+        """Read what the process says that forks elements, and note it of those that run.
+
+        Args:
+            running: by process id, which is negative until it is known.
+        """
+        forking = self.forking
+        if forking is None:
+            return
+        forking.read()
+        for element, pid in forking.begun:
+            if running.pop(element.pid, None) is not None:
+                element.pid = pid
+                running[pid] = element
+        for pid, code in forking.ended:
+            if pid in running:
+                running[pid].ended(code)
+        forking.begun, forking.ended = [], []
+
+    def has_died(self, pid: int, code: int, running: Dict[int, RunningElement]) -> bool:
+        """Whether a process that was collected is the one that forks; another one is started.
+
+        Its elements have this process as their parent now.
+
+        Raises:
+            CannotPrepare: it ends again and again before an element has begun.
+        """
+        if self.forking is None or pid != self.forking.pid:
+            return False
+        self.heard(running)
+        for element in running.values():
+            is_here = element.pid < 0 or os.path.exists(f"/proc/{element.pid}")
+            if element.code is None and not is_here:
+                element.ended(1)
+                element.words = "its end was not seen: the process that forked it was killed too"
+        self.forking.has_died(code)
+        return True
+
+    def ask_again(self, element: RunningElement, running: Dict[int, RunningElement]) -> None:
+        """An element's output has ended before a process said that it is the element's."""
+        self.heard(running)
+        if element.pid < 0 and self.forking is not None:
+            del running[element.pid]
+            self.forking.ask_again(element)
+            running[element.pid] = element
+
+    def _result_path(self, element: int) -> str:
+        return os.path.join(self._place.root, f"result-{element}")

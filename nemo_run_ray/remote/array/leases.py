@@ -1,0 +1,111 @@
+"""Which host has which element, and what became of it: in memory, and on the head's disk."""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+import time
+import zlib
+from typing import Any, Dict, List, Optional
+
+from ..attempts import first_id
+from ..node.output import say
+from ..spec import ArraySpec
+from .elements import Elements
+from .journal import ENDED, GIVEN_BACK, LEASED, Journal, Record
+from .progress import ArrayProgress, ElementState, Lease
+from .status_file import file_of
+from .window import ElementPace
+
+#: Seconds between two attempts to write to a disk that is full.
+_DISK_S = 5.0
+#: Failures that get a line in the log.
+_TOLD_FAILURES = 20
+
+
+class Leases:
+    """The elements of one array, with its journal.
+
+    Args:
+        spec: the array.
+        path: of the file of its elements.
+        submission_id: of the job.
+        folder: of Ray's logs, beside which the journal lies; ``None`` when it is not known.
+
+    Attributes:
+        progress: of the elements.
+        pace: how long they take.
+        held: what each host of an earlier driver had, as far as its end is not written down.
+        goes_on: there was an earlier driver.
+    """
+
+    def __init__(
+        self, spec: ArraySpec, path: str, submission_id: str, folder: Optional[str]
+    ) -> None:
+        self._elements = Elements(path)
+        with open(path, "rb") as file:
+            key = f"{first_id(submission_id)} {zlib.crc32(file.read())}"
+        place = folder or tempfile.gettempdir()
+        self._journal = Journal(os.path.join(place, file_of(submission_id, "journal")), key)
+        self._results = os.path.join(place, file_of(submission_id, "results"))
+        self.hosts_path = os.path.join(place, file_of(submission_id, "hosts"))
+        self.pace = ElementPace()
+        self.progress = ArrayProgress(len(self._elements), spec.retries, spec.permanent_exit_codes)
+        self.held: Dict[int, Dict[int, int]] = self.progress.replay(self._journal.found)
+        self.goes_on = bool(self._journal.found)
+        self._told = 0
+        self._write_at = 0.0
+
+    @property
+    def can_write(self) -> bool:
+        """Whether the disk takes the journal, as far as is known."""
+        return time.monotonic() >= self._write_at
+
+    def take(self, host: int) -> Optional[List[Any]]:
+        """Lease the next element to a host, which may hear of it after the next ``commit``.
+
+        Returns:
+            Its index, its attempt and its values; ``None`` when none waits.
+        """
+        lease = self.progress.take()
+        if lease is None:
+            return None
+        self._journal.add(Record(lease.element, LEASED, lease.attempt, host=host))
+        return [*lease, self._elements[lease.element]]
+
+    def give_back(self, lease: Lease, host: int, has_run: bool) -> None:
+        """Let an element wait again that a host has not begun, or whose host is proven dead."""
+        if self.progress.given_back(lease, has_run):
+            code = 1 if has_run else 0
+            self._journal.add(Record(lease.element, GIVEN_BACK, lease.attempt, code, host))
+
+    def ended(self, host: int, row: List[Any]) -> None:
+        """Note how an element has ended.
+
+        Args:
+            host: that had it.
+            row: its index, attempt, exit code, seconds, how it ended in words, and its result.
+        """
+        element, attempt, code, seconds, words = row[:5]
+        if not self.progress.ended(Lease(element, attempt), code, words):
+            return
+        self._journal.add(Record(element, ENDED, attempt, code, host, seconds))
+        self.pace.measured(seconds)
+        if len(row) > 5 and row[5] is not None:
+            with open(self._results, "a", encoding="utf-8") as file:
+                file.write(json.dumps([element, row[5]]) + "\n")
+        if code and self._told < _TOLD_FAILURES:
+            self._told += 1
+            again = self.progress.state(element) is ElementState.WAITING
+            say(f"element {element} has failed: {words}{'; it is tried again' if again else ''}")
+
+    def commit(self) -> bool:
+        """Write down what has changed; whether the disk has it."""
+        try:
+            self._journal.commit()
+        except OSError as error:
+            say(f"the head cannot write its journal ({error}); no element is started meanwhile")
+            self._write_at = time.monotonic() + _DISK_S
+            return False
+        return True
