@@ -7,10 +7,9 @@ what the task is and what each value of an element changes, and one line for eve
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import json
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -23,6 +22,7 @@ from torchx.specs import Role
 from nemo_run_ray.checks import is_whole
 from nemo_run_ray.errors import ConfigError
 from nemo_run_ray.executor import RayExecutor
+from nemo_run_ray.planning.array_elements import Over, lines_of, rows_of
 from nemo_run_ray.planning.commands import has_torchrun
 from nemo_run_ray.planning.roles import array_role
 from nemo_run_ray.remote.array.elements import ENV, FIELD, WORD, WORDS
@@ -30,9 +30,8 @@ from nemo_run_ray.remote.spec import ArraySpec
 
 #: In the place of a program: what runs the file is the job's driver.
 ENTRYPOINT = "nemo_run_ray.array"
-#: Bytes of one element's values, and of all elements.
-ELEMENT_MAX_BYTES, ARRAY_MAX_BYTES = 32 * 1024, 64 * 1024**2
-_Over = Mapping[str, Iterable[Any]] | Iterable[Mapping[str, Any]] | str | os.PathLike[str]
+#: Bytes of all elements.
+ARRAY_MAX_BYTES = 64 * 1024**2
 
 
 @dataclass
@@ -61,16 +60,13 @@ class Array(run.Script):
 
 def array(
     task: run.Partial[Any] | run.Script,
-    over: _Over,
+    over: Over,
     *,
     combine: Literal["product", "zip"] = "product",
     isolation: Literal["fork", "process"] = "fork",
     max_failures: int | None = None,
 ) -> Array:
-    """Many runs of one task, its elements, as one job.
-
-    Example:
-        ``run.run(nemo_run_ray.array(train, over={"seed": range(100)}), executor=RayExecutor(...))``
+    """Many runs of one task, its elements, as one job: ``run.run(array(…), executor=…)``.
 
     Args:
         task: what each element runs.
@@ -82,13 +78,24 @@ def array(
         combine: ``product`` is every combination, the last field changing fastest; ``zip`` takes
             the fields' first values together, then their second ones.
         isolation: of a ``run.Partial``: ``fork`` imports everything once on each node and forks a
-            process for each element; ``process`` starts one that imports it, which CUDA needs
-            when the imports use it already.
+            process for each element; ``process`` starts one that imports it.
         max_failures: the array ends early when more elements than this have failed.
 
     Raises:
         ConfigError: an argument is wrong, a field is not there, or a value cannot be sent.
     """
+    _check_arguments(task, isolation, max_failures)
+    fields, rows = rows_of(over, combine)
+    if isinstance(task, run.Script):
+        header, env = _of_script(task, fields), dict(task.env)
+    else:
+        header, env = {**_of_partial(task, fields), "runs": isolation}, {}
+    header.update(name=_name(task), fields=fields, max_failures=max_failures)
+    text = _text_of(header, lines_of(fields, rows, isinstance(task, run.Script)))
+    return Array(inline=text, env=env, entrypoint=ENTRYPOINT)
+
+
+def _check_arguments(task: object, isolation: object, max_failures: object) -> None:
     if not isinstance(task, (run.Partial, run.Script)) or isinstance(task, Array):
         raise ConfigError(
             f"The task of an array is a {type(task).__name__}; expected is a run.Partial or a "
@@ -98,16 +105,10 @@ def array(
         raise ConfigError(f"isolation is {isolation!r}; expected is 'fork' or 'process'.")
     if max_failures is not None and not is_whole(max_failures, 0):
         raise ConfigError(f"max_failures is {max_failures!r}; expected is a whole number from 0.")
-    fields, rows = _rows(over, combine)
-    header = {
-        "name": _name(task),
-        "fields": fields,
-        "max_failures": max_failures,
-        **(_of_script(task, fields) if isinstance(task, run.Script) else _of_partial(task, fields)),
-    }
-    if isinstance(task, run.Partial):
-        header["runs"] = isolation
-    lines = [json.dumps(header), *_lines(fields, rows, isinstance(task, run.Script))]
+
+
+def _text_of(header: Mapping[str, Any], elements: Iterable[str]) -> str:
+    lines = [json.dumps(header), *elements]
     if len(lines) == 1:
         raise ConfigError("The array has no elements: `over` gives no values.")
     text = "\n".join(lines) + "\n"
@@ -117,8 +118,7 @@ def array(
             f"{ARRAY_MAX_BYTES / 1024**2:.0f} are sent at most. Let the values be names or numbers "
             "of what the nodes can read."
         )
-    env = dict(task.env) if isinstance(task, run.Script) else {}
-    return Array(inline=text, env=env, entrypoint=ENTRYPOINT)
+    return text
 
 
 def is_array(role: Role) -> bool:
@@ -198,102 +198,6 @@ def _name(task: run.Partial[Any] | run.Script) -> str:
 def _header(text: str) -> dict[str, Any]:
     found: dict[str, Any] = json.loads(text.partition("\n")[0])
     return found
-
-
-# ---------------------------------------------------------------------- elements
-
-
-def _rows(over: _Over, combine: str) -> tuple[list[str], Iterator[Sequence[Any]]]:
-    """The fields, and the values of each element in their order."""
-    if isinstance(over, (str, os.PathLike)):
-        return _of_mappings(_lines_of(over))
-    if not isinstance(over, Mapping):
-        return _of_mappings(over)
-    if not over:
-        raise ConfigError("`over` names no field; expected is at least one.")
-    columns = [list(values) for values in over.values()]
-    if combine == "product":
-        return list(over), iter(itertools.product(*columns))
-    if combine != "zip":
-        raise ConfigError(f"combine is {combine!r}; expected is 'product' or 'zip'.")
-    if len({len(column) for column in columns}) > 1:
-        lengths = ", ".join(f"{name}: {len(col)}" for name, col in zip(over, columns, strict=True))
-        raise ConfigError(f"combine='zip' needs as many values of each field; found {lengths}.")
-    return list(over), iter(zip(*columns, strict=True))
-
-
-def _lines_of(path: str | os.PathLike[str]) -> Iterator[Mapping[str, Any]]:
-    try:
-        with open(path, encoding="utf-8") as file:
-            for number, line in enumerate(file, start=1):
-                if line.strip():
-                    try:
-                        yield json.loads(line)
-                    except ValueError as error:
-                        raise ConfigError(
-                            f"The line {number} of {os.fspath(path)} is no JSON: {error}"
-                        ) from error
-    except OSError as error:
-        raise ConfigError(
-            f"The elements cannot be read from {os.fspath(path)}: {error.strerror}."
-        ) from error
-
-
-def _of_mappings(rows: Iterable[Any]) -> tuple[list[str], Iterator[Sequence[Any]]]:
-    each = iter(rows)
-    first = next(each, None)
-    if first is None:
-        raise ConfigError("The array has no elements: `over` gives no values.")
-
-    def values() -> Iterator[Sequence[Any]]:
-        for number, row in enumerate(itertools.chain([first], each)):
-            if not isinstance(row, Mapping) or set(row) != set(first):
-                found = sorted(row) if isinstance(row, Mapping) else row
-                raise ConfigError(
-                    f"The element {number} of the array is {found!r}; every element gives a value "
-                    f"for the same fields, which are {list(first)} in the first one."
-                )
-            yield [row[name] for name in first]
-
-    if not isinstance(first, Mapping) or not first:
-        raise ConfigError(f"The first element of the array is {first!r}; expected is a mapping.")
-    return list(first), values()
-
-
-def _lines(fields: Sequence[str], rows: Iterable[Sequence[Any]], is_script: bool) -> Iterator[str]:
-    for number, row in enumerate(rows):
-        if is_script:
-            row = [_text(field, value, number) for field, value in zip(fields, row, strict=True)]
-        try:
-            line = json.dumps(list(row), allow_nan=True)
-        except (TypeError, ValueError) as error:
-            raise ConfigError(
-                f"The element {number} of the array cannot be sent: {error}. Values are texts, "
-                "numbers, None, lists and mappings of them."
-            ) from error
-        if len(line) > ELEMENT_MAX_BYTES:
-            raise ConfigError(
-                f"The element {number} of the array has {len(line)} bytes of values, and "
-                f"{ELEMENT_MAX_BYTES} are sent at most. Put them into a file that the nodes can "
-                "read, and give its name."
-            )
-        yield line
-
-
-def _text(field: str, value: Any, number: int) -> str | list[str]:
-    """A value as a word of a command, or as a variable."""
-    if field == "args":
-        if not isinstance(value, (list, tuple)):
-            raise ConfigError(
-                f"The field args of the element {number} is {value!r}; expected is a list of words."
-            )
-        return [str(word) for word in value]
-    if not isinstance(value, (str, int, float)):
-        raise ConfigError(
-            f"The field {field} of the element {number} is {value!r}; expected is a text or a "
-            "number."
-        )
-    return str(value)
 
 
 # ---------------------------------------------------------------------- the task

@@ -41,6 +41,14 @@ def test_verify_answers(local_cluster, home):
     assert found == {"not an answer": 6, "right": 163, "took too long": 4, "wrong": 27}
 
 
+def test_sweep(local_cluster, home):
+    done = python(str(ROOT / "examples" / "sweep.py"), cwd=home)
+
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "0.996" in done.stdout, "the best of them"
+    assert (home / "sweep.svg").read_text().startswith("<svg")
+
+
 @pytest.mark.soak
 def test_named_cluster(local_cluster, home):
     example = str(ROOT / "examples" / "named_cluster.py")

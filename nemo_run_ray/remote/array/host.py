@@ -76,7 +76,12 @@ class HostProcess:
             self._channel.send()
 
     def abandon(self) -> None:
-        """Kill what runs, now, and remove the folders."""
+        """Kill what runs, now, and remove the folders; what has ended by itself is noted before."""
+        if self._launcher is not None:
+            self._launcher.heard(self._running)
+            self._reap(self._launcher)
+            for element in [one for one in self._running.values() if one.code is not None]:
+                self._ended(self._launcher, element)
         while self._tree.alive():
             self._tree.signal(signal.SIGKILL)
             for _ in collect():

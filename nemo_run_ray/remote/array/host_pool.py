@@ -145,10 +145,17 @@ class HostPool:
         """A host has ended what an earlier one had left on its node, and read its notes."""
         number = int(report["host"])
         held = self._unproven.get(number, {})
+        before = len(held)
         for row in report["ended"]:
             if held.get(row[0]) == row[1]:
                 del held[row[0]]
                 self._leases.ended(number, row)
+        if before:
+            node, ended = host.replica.node.host, before - len(held)
+            say(
+                f"nothing of a dead host runs on {node}: of {before} elements that it had, {ended} "
+                f"had ended, and {len(held)} are leased again"
+            )
         self._proven(number)
         host.sweeps.pop(number, None)
         self._forget(host, number)

@@ -7,7 +7,7 @@ import random
 import pytest
 
 from nemo_run_ray.remote.array.journal import ENDED, GIVEN_BACK, LEASED, Record
-from nemo_run_ray.remote.array.progress import LOSSES_MAX, ElementState, Lease, ArrayProgress
+from nemo_run_ray.remote.array.progress import LOSSES_MAX, ArrayProgress, ElementState, Lease
 
 
 def test_elements_are_leased_in_order_and_end():

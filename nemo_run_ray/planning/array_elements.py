@@ -1,0 +1,121 @@
+"""What differs between the elements of an array: the values that a user gives, as lines of JSON."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+from nemo_run_ray.errors import ConfigError
+
+#: Bytes of one element's values.
+ELEMENT_MAX_BYTES = 32 * 1024
+#: What a user may give: values of each field, a mapping for each element, a file of them.
+Over = Mapping[str, Iterable[Any]] | Iterable[Mapping[str, Any]] | str | os.PathLike[str]
+
+
+def rows_of(over: Over, combine: str) -> tuple[list[str], Iterator[Sequence[Any]]]:
+    """The fields, and the values of each element in their order."""
+    if isinstance(over, (str, os.PathLike)):
+        return _of_mappings(_json_lines(over))
+    if not isinstance(over, Mapping):
+        return _of_mappings(over)
+    if not over:
+        raise ConfigError("`over` names no field; expected is at least one.")
+    columns = [list(values) for values in over.values()]
+    if combine == "product":
+        return list(over), iter(itertools.product(*columns))
+    if combine != "zip":
+        raise ConfigError(f"combine is {combine!r}; expected is 'product' or 'zip'.")
+    if len({len(column) for column in columns}) > 1:
+        lengths = ", ".join(f"{name}: {len(col)}" for name, col in zip(over, columns, strict=True))
+        raise ConfigError(f"combine='zip' needs as many values of each field; found {lengths}.")
+    return list(over), iter(zip(*columns, strict=True))
+
+
+def _json_lines(path: str | os.PathLike[str]) -> Iterator[Mapping[str, Any]]:
+    try:
+        with open(path, encoding="utf-8") as file:
+            for number, line in enumerate(file, start=1):
+                if line.strip():
+                    try:
+                        yield json.loads(line)
+                    except ValueError as error:
+                        raise ConfigError(
+                            f"The line {number} of {os.fspath(path)} is no JSON: {error}"
+                        ) from error
+    except OSError as error:
+        raise ConfigError(
+            f"The elements cannot be read from {os.fspath(path)}: {error.strerror}."
+        ) from error
+
+
+def _of_mappings(rows: Iterable[Any]) -> tuple[list[str], Iterator[Sequence[Any]]]:
+    each = iter(rows)
+    first = next(each, None)
+    if first is None:
+        raise ConfigError("The array has no elements: `over` gives no values.")
+
+    def values() -> Iterator[Sequence[Any]]:
+        for number, row in enumerate(itertools.chain([first], each)):
+            if not isinstance(row, Mapping) or set(row) != set(first):
+                found = sorted(row) if isinstance(row, Mapping) else row
+                raise ConfigError(
+                    f"The element {number} of the array is {found!r}; every element gives a value "
+                    f"for the same fields, which are {list(first)} in the first one."
+                )
+            yield [row[name] for name in first]
+
+    if not isinstance(first, Mapping) or not first:
+        raise ConfigError(f"The first element of the array is {first!r}; expected is a mapping.")
+    return list(first), values()
+
+
+def lines_of(
+    fields: Sequence[str], rows: Iterable[Sequence[Any]], is_script: bool
+) -> Iterator[str]:
+    """The line of each element.
+
+    Args:
+        fields: their names.
+        rows: their values, for each element.
+        is_script: values are words and variables.
+
+    Raises:
+        ConfigError: a value cannot be sent.
+    """
+    for number, row in enumerate(rows):
+        if is_script:
+            row = [_text(field, value, number) for field, value in zip(fields, row, strict=True)]
+        try:
+            line = json.dumps(list(row))
+        except (TypeError, ValueError) as error:
+            raise ConfigError(
+                f"The element {number} of the array cannot be sent: {error}. Values are texts, "
+                "numbers, None, lists and mappings of them."
+            ) from error
+        if len(line) > ELEMENT_MAX_BYTES:
+            raise ConfigError(
+                f"The element {number} of the array has {len(line)} bytes of values, and "
+                f"{ELEMENT_MAX_BYTES} are sent at most. Put them into a file that the nodes can "
+                "read, and give its name."
+            )
+        yield line
+
+
+def _text(field: str, value: Any, number: int) -> str | list[str]:
+    """A value as a word of a command, or as a variable."""
+    if field == "args":
+        if not isinstance(value, (list, tuple)):
+            raise ConfigError(
+                f"The field args of the element {number} is {value!r}; expected is a list of words."
+            )
+        return [str(word) for word in value]
+    if not isinstance(value, (str, int, float)):
+        raise ConfigError(
+            f"The field {field} of the element {number} is {value!r}; expected is a text or a "
+            "number."
+        )
+    return str(value)
