@@ -212,20 +212,10 @@ def plan(app: AppDef, executor: RayExecutor, submission_id: str, job: str) -> Jo
     """
     executor.check()
     executor = executor.resolved()
-    spec: JobSpec | GroupSpec | ArraySpec
+    spec, reservation, runtime_env = _request(app, executor)
     as_group = None
-    reservation: dict[str, Any]
-    runtime_env: dict[str, Any]
-    if is_array(app.roles[0]):
-        spec, reservation, runtime_env = array_spec(app.roles[0], executor), {}, {}
-    elif needs_group_driver(app, executor):
-        spec, reservation, runtime_env = group_spec(app, executor), {}, {}
-    else:
-        _check_alone(executor)
-        spec = task_spec(app.roles[0], executor)
-        spec = replace(spec, env={**spec.env, **_macro_environment(executor)})
-        reservation, runtime_env = _reservation(executor), resolve(executor.runtime_env)
-        as_group = _as_group(app, executor) if executor.label_selector else None
+    if isinstance(spec, JobSpec) and executor.label_selector:
+        as_group = _as_group(app, executor)
     return JobPlan(
         job=job,
         submission_id=submission_id,
@@ -248,6 +238,23 @@ def plan(app: AppDef, executor: RayExecutor, submission_id: str, job: str) -> Jo
         pending_timeout_s=None if needs_group_driver(app, executor) else executor.pending_timeout_s,
         time_s=executor.time_s,
     )
+
+
+def _request(
+    app: AppDef, executor: RayExecutor
+) -> tuple[JobSpec | GroupSpec | ArraySpec, dict[str, Any], dict[str, Any]]:
+    """What the node is told, what Ray reserves for it, and the runtime environment of the job.
+
+    Those of a group or of an array are its driver's affair.
+    """
+    if is_array(app.roles[0]):
+        return array_spec(app.roles[0], executor), {}, {}
+    if needs_group_driver(app, executor):
+        return group_spec(app, executor), {}, {}
+    _check_alone(executor)
+    spec = task_spec(app.roles[0], executor)
+    spec = replace(spec, env={**spec.env, **_macro_environment(executor)})
+    return spec, _reservation(executor), resolve(executor.runtime_env)
 
 
 def joined_places(

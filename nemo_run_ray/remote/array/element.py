@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import select
+import signal
 import time
 from contextlib import suppress
 from typing import Optional
@@ -44,8 +45,7 @@ class RunningElement:
         self.lease, self.slot = lease, slot
         self.pid, self.fd = pid, fd
         self.code, self.words = code, words
-        #: When what its first process has left is killed.
-        self.kill_at: Optional[float] = None
+        self._kill_at: Optional[float] = None  # of what its first process has left
         self.seconds = 0.0
         self._began = time.monotonic()
         self._lines = Lines()
@@ -78,13 +78,23 @@ class RunningElement:
         """Note the exit code; the loop has collected the process."""
         self.code, self.seconds = code, time.monotonic() - self._began
 
-    def has_company(self) -> bool:
-        """Whether processes are left in its session's first group."""
+    def is_alone(self, now: float, grace_s: float) -> bool:
+        """Whether its first process, which has ended, has left none; those that it has are ended.
+
+        Args:
+            now: the time.
+            grace_s: seconds from SIGTERM to SIGKILL.
+        """
         try:
             os.killpg(self.pid, 0)
         except (ProcessLookupError, PermissionError):
-            return False
-        return True
+            return True
+        if self._kill_at is None:
+            self._kill_at = now + grace_s
+            self.signal(signal.SIGTERM)
+        elif now >= self._kill_at:
+            self.signal(signal.SIGKILL)
+        return False
 
     def signal(self, number: int) -> None:
         """Send a signal to its processes."""

@@ -78,10 +78,7 @@ class HostProcess:
     def abandon(self) -> None:
         """Kill what runs, now, and remove the folders; what has ended by itself is noted before."""
         if self._launcher is not None:
-            self._launcher.heard(self._running)
-            self._reap(self._launcher)
-            for element in [one for one in self._running.values() if one.code is not None]:
-                self._ended(self._launcher, element)
+            self._note_ends(self._launcher)
         while self._tree.alive():
             self._tree.signal(signal.SIGKILL)
             for _ in collect():
@@ -110,8 +107,8 @@ class HostProcess:
         return ready
 
     def _patience_s(self) -> float:
-        is_ending = self._leaving or self._kill_at is not None
-        if is_ending or any(element.code is not None for element in self._running.values()):
+        ends = any(element.code is not None for element in self._running.values())
+        if ends or self._leaving or self._kill_at is not None:
             return ROUND_S
         return _LOOK_S if self._running else _IDLE_S
 
@@ -165,12 +162,8 @@ class HostProcess:
     def _do_end(self, order: Mapping[str, Any]) -> None:
         self._waiting.clear()  # the driver knows what has not been reported
         self._kill_at = time.monotonic() + self._grace_s
-        if self._launcher is None:
-            return
-        if self._launcher.forking is not None:
-            kill(self._launcher.forking.pid, signal.SIGTERM)
-            self._launcher.forking.close()
-            self._launcher.forking = None
+        if self._launcher is not None:
+            self._launcher.stop_forking()
         for element in [one for one in self._running.values() if one.pid < 0]:
             del self._running[element.pid]
             element.close()  # should it begin now, it is ended as an orphan
@@ -184,11 +177,13 @@ class HostProcess:
     # ------------------------------------------------------------------ ends
 
     def _pass_on(self, element: RunningElement) -> None:
-        text = element.read()
-        if text:
-            self._channel.report("text", element=element.lease.element, text=text)
+        self._report_text(element, element.read())
         if element.fd is None and element.pid < 0 and self._launcher is not None:
             self._launcher.ask_again(element, self._running)
+
+    def _report_text(self, element: RunningElement, text: str) -> None:
+        if text:
+            self._channel.report("text", element=element.lease.element, text=text)
 
     def _reap(self, launcher: Launcher) -> None:
         for pid, code in collect():
@@ -219,20 +214,19 @@ class HostProcess:
 
     def _finish(self, launcher: Launcher, element: RunningElement, now: float) -> None:
         """Report an element whose process has ended, once what it has left has ended too."""
-        if element.has_company():
-            if element.kill_at is None:
-                element.kill_at = now + self._grace_s
-                element.signal(signal.SIGTERM)
-            elif now >= element.kill_at:
-                element.signal(signal.SIGKILL)
+        if not element.is_alone(now, self._grace_s):
             return
         while element.is_readable():
             self._pass_on(element)
-        rest = element.close()
-        if rest:
-            self._channel.report("text", element=element.lease.element, text=rest)
+        self._report_text(element, element.close())
         del self._running[element.pid]
         self._ended(launcher, element)
+
+    def _note_ends(self, launcher: Launcher) -> None:
+        launcher.heard(self._running)
+        self._reap(launcher)
+        for element in [one for one in self._running.values() if one.code is not None]:
+            self._ended(launcher, element)
 
     def _ended(self, launcher: Launcher, element: RunningElement) -> None:
         row = launcher.row_of(element)
@@ -242,20 +236,25 @@ class HostProcess:
 
     def _end_orphans(self, launcher: Launcher, now: float) -> None:
         """End processes of elements that are over: those that have left their element's session."""
-        own = {*self._running, launcher.forking.pid if launcher.forking is not None else 0}
-        active = {str(one.lease.element) for one in self._running.values()}
-        for pid in _children():
-            if pid not in own and pid not in self._leaving and _element_of(pid) not in active:
-                kill(pid, signal.SIGTERM)
-                with suppress(ProcessLookupError):
-                    self._leaving[os.getpgid(pid)] = now + self._grace_s
+        own = {*self._running, *self._leaving}
+        own.add(launcher.forking.pid if launcher.forking is not None else 0)
+        for pid in _orphans(own, {str(one.lease.element) for one in self._running.values()}):
+            kill(pid, signal.SIGTERM)
+            with suppress(ProcessLookupError):
+                self._leaving[os.getpgid(pid)] = now + self._grace_s
 
 
-def _children() -> List[int]:
-    """The children of this process, orphans that it has adopted among them."""
+def _orphans(own: Set[int], active: Set[str]) -> List[int]:
+    """The children of this process that it has adopted from elements that are over.
+
+    Args:
+        own: children that are no orphans.
+        active: indices of the elements that are not over.
+    """
     pid = os.getpid()
     with open(f"/proc/{pid}/task/{pid}/children", encoding="ascii") as file:
-        return [int(word) for word in file.read().split()]
+        children = [int(word) for word in file.read().split()]
+    return [one for one in children if one not in own and _element_of(one) not in active]
 
 
 def _element_of(pid: int) -> str:

@@ -2,26 +2,20 @@
 
 from __future__ import annotations
 
-import json
-import secrets
 import time
 from typing import Any, Dict, List, Mapping, Optional
 
 from ..attempts import first_id
 from ..group.calls import Calls
 from ..group.machine import name
-from ..group.packing import Node, matches, nodes_of
+from ..group.packing import Node, nodes_of
 from ..node.output import say
 from ..spec import ArraySpec
+from .host_room import HostRoom
 from .hosts import Host, HostBook, HostRecord, HostStarts
 from .leases import Leases
 from .progress import Lease
-from .room import shares, slots_in
 
-#: Seconds until a host that has not come up is given up when its node's room has gone to another.
-_PLACED_S = 15.0
-#: Seconds until a line says that the array waits for room, and between two.
-_TELL_S = 30.0
 #: Seconds beyond the grace period until a host that was told to end is given up.
 _END_MARGIN_S = 30.0
 #: Seconds for a host to remove its notes.
@@ -51,11 +45,10 @@ class HostPool:
     ) -> None:
         self._ray = ray
         self._spec = spec
-        self._id = submission_id
         self._starts = starts
         self._calls = calls
         self._leases = leases
-        self._book = HostBook(leases.hosts_path)
+        self._book = HostBook(leases.hosts_path, first_id(submission_id))
         if not leases.goes_on:
             self._book.clear()
         #: Hosts of an earlier driver, or that have died, with what they had in hand.
@@ -63,7 +56,7 @@ class HostPool:
             record.number: leases.held.get(record.number, {}) for record in self._book.records
         }
         self._nodes: Dict[str, Node] = {}
-        self._tell_at = 0.0
+        self._room = HostRoom(ray, spec)
         self._end_by: Optional[float] = None
         self.hosts: Dict[int, Host] = {}
 
@@ -93,7 +86,7 @@ class HostPool:
             is_late = self._end_by is not None and now >= self._end_by and not host.is_idle
             if host.record.node_id not in self._nodes:
                 self.lost(host)
-            elif is_late or self._has_lost_its_room(host, now):
+            elif is_late or self._room.is_lost(host, now):
                 self.give_up(host)
         self._prove()
         if self._end_by is not None:
@@ -183,51 +176,13 @@ class HostPool:
     # ------------------------------------------------------------------ room
 
     def _grow(self, now: float, wanted: int) -> None:
-        if self._spec.max_in_flight is not None:
-            used = sum(host.slots for host in self.hosts.values())
-            wanted = min(wanted, self._spec.max_in_flight - used)
-        starting = {host.record.node_id for host in self.hosts.values() if not host.is_ready}
-        available = {
-            node_id: resources
-            for node_id, resources in self._available().items()
-            if node_id in self._nodes
-            and node_id not in starting
-            and matches(self._spec.host.label_selector, self._nodes[node_id].labels)
-        }
-        found = shares(available, self._spec.host.resources, wanted)
+        found = self._room.shares(list(self.hosts.values()), self._nodes, wanted)
         if found:
-            first = len(self._book.records)
-            records = [self._record(first + at, one.node_id) for at, one in enumerate(found)]
-            self._book.add(records)
+            records = self._book.add([share.node_id for share in found])
             for record, share in zip(records, found):
                 host = self._start(record, share.slots)
                 self._calls.order(host.replica, self._starts.prepare(host))
-        self._tell(now)
-
-    def _available(self) -> Dict[str, Dict[str, float]]:
-        """What every node has free."""
-        found: Dict[str, Dict[str, float]] = self._ray._private.state.available_resources_per_node()
-        return found
-
-    def _has_lost_its_room(self, host: Host, now: float) -> bool:
-        """Whether Ray cannot place a host that was to be started, since others were quicker."""
-        if host.actor.answers or not host.slots or now - host.started_at < _PLACED_S:
-            return False
-        free = self._available().get(host.record.node_id, {})
-        return slots_in(free, self._spec.host.resources) < host.slots
-
-    def _tell(self, now: float) -> None:
-        if any(host.slots for host in self.hosts.values()):
-            self._tell_at = now + _TELL_S
-        elif now >= self._tell_at:
-            self._tell_at = now + _TELL_S
-            need = json.dumps(self._spec.host.resources)
-            say(f"no node has room for an element, which needs {need}; waiting")
-
-    def _record(self, number: int, node_id: str) -> HostRecord:
-        own = first_id(self._id)
-        tag = f"{own}/{secrets.token_hex(8)}.{number}"
-        return HostRecord(number, node_id, tag, f"{own}~host-{number}")
+        self._room.tell(list(self.hosts.values()), now)
 
     def _start(self, record: HostRecord, slots: int) -> Host:
         host = self._starts.start(record, self._nodes[record.node_id], slots)
@@ -252,8 +207,7 @@ class HostPool:
             else:
                 self._proven(number)
         for node_id, dead in by_node.items():
-            record = self._record(len(self._book.records), node_id)
-            self._book.add([record])
+            (record,) = self._book.add([node_id])
             host = self._start(record, 0)
             host.sweeps = {one.number: one for one in dead}
             places = [[one.number, one.tag, one.run_dir] for one in dead]

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import secrets
 import time
 from dataclasses import dataclass, field
 from typing import Any, Dict, List, Mapping, NamedTuple, Sequence
@@ -169,23 +170,35 @@ class HostBook:
 
     Args:
         path: of the file.
+        job_id: submission id of the job's first attempt.
     """
 
-    def __init__(self, path: str) -> None:
+    def __init__(self, path: str, job_id: str) -> None:
         self._path = path
+        self._job_id = job_id
         self.records: List[HostRecord] = []
         if os.path.exists(path):
             with open(path, encoding="utf-8") as file:
                 lines = [line for line in file if line.endswith("\n")]
             self.records = [HostRecord(*json.loads(line)) for line in lines]
 
-    def add(self, records: Sequence[HostRecord]) -> None:
-        """Write hosts down, and return when the disk has them."""
+    def add(self, node_ids: Sequence[str]) -> List[HostRecord]:
+        """Write down a new host for each of these nodes, and return when the disk has it."""
+        records = [
+            HostRecord(
+                number,
+                node_id,
+                f"{self._job_id}/{secrets.token_hex(8)}.{number}",
+                f"{self._job_id}~host-{number}",
+            )
+            for number, node_id in enumerate(node_ids, start=len(self.records))
+        ]
         with open(self._path, "a", encoding="utf-8") as file:
             file.writelines(json.dumps(record) + "\n" for record in records)
             file.flush()
             os.fsync(file.fileno())
         self.records += records
+        return records
 
     def clear(self) -> None:
         """Forget all hosts: the array that they were of is another one."""

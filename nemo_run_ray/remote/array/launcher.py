@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 from typing import Any, Dict, List, Mapping, Optional
 
 from ..group.workspace import Workspace
+from ..node.tree import kill
 from .element import ATTEMPT, INDEX, RunningElement
 from .forking import PROGRAM, Forking, result_of
 from .slots import Slots
@@ -56,6 +58,13 @@ class Launcher:
         element = RunningElement(order.lease, slot, 0, None)
         self.forking.ask(element, message)
         return element
+
+    def stop_forking(self) -> None:
+        """End the process that forks elements; those that have begun go on."""
+        if self.forking is not None:
+            kill(self.forking.pid, signal.SIGTERM)
+            self.forking.close()
+            self.forking = None
 
     def row_of(self, element: RunningElement) -> List[Any]:
         """What is noted and reported of an element that has ended; its slot is free again."""
