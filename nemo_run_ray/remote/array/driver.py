@@ -32,6 +32,8 @@ from .status_file import StatusFile
 SOME_FAILED = 8
 #: Seconds between two looks at the nodes.
 _LOOK_S = 1.0
+#: The same when its disk is full.
+_DISK_S = 5.0
 
 
 def run(runner: Runner, spec: ArraySpec, job: str, submission_id: str) -> int:
@@ -96,7 +98,11 @@ class _ArrayDriver:
         now = time.monotonic()
         if now >= self._look_at:
             self._look_at = now + _LOOK_S
-            self._pool.look(now, self._progress.number(ElementState.WAITING))
+            try:
+                self._pool.look(now, self._progress.number(ElementState.WAITING))
+            except OSError as error:  # a full disk: no host is started meanwhile
+                say(f"the head cannot write down a new host: {error}")
+                self._look_at = now + _DISK_S
         for answer in self._calls.answers():
             if isinstance(answer, Died):
                 self._died(answer)

@@ -47,6 +47,8 @@ class RunningElement:
         self.code, self.words = code, words
         self._kill_at: Optional[float] = None  # of what its first process has left
         self.seconds = 0.0
+        #: How often a process was asked for.
+        self.asked = 0
         self._began = time.monotonic()
         self._lines = Lines()
         self._passed_on = 0
@@ -64,7 +66,11 @@ class RunningElement:
 
     def is_readable(self) -> bool:
         """Whether there is output that was not read yet, or its end."""
-        return self.fd is not None and bool(select.select([self.fd], [], [], 0)[0])
+        if self.fd is None:
+            return False
+        poll = select.poll()  # select knows descriptors below 1024 only
+        poll.register(self.fd, select.POLLIN)
+        return bool(poll.poll(0))
 
     def close(self) -> str:
         """Read no more; the last line, if it has no end. A process that hides may write on."""

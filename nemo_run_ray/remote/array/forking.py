@@ -61,6 +61,11 @@ class Forking:
     def pid(self) -> int:
         return self._pid
 
+    @property
+    def has_unsent(self) -> bool:
+        """Whether it is ready, and has not read all that it was asked for."""
+        return self._is_ready and bool(self._unsent)
+
     def fileno(self) -> int:
         return self._channel.fileno()
 
@@ -69,33 +74,40 @@ class Forking:
         self._keys += 1
         read_end, write_end = os.pipe()
         element.fd, element.pid = read_end, -self._keys
+        element.asked += 1
         self._asked[self._keys] = _Asked(element, message)
         self._unsent.append((self._keys, write_end))
         self._send()
 
     def read(self) -> None:
         """Read what the process has said."""
-        while True:
+        data = b"-"
+        while data:
             try:
                 data = self._channel.recv(PACKET_MAX)
             except (BlockingIOError, ConnectionResetError):
-                return
-            if not data:
-                return
-            self._hear(json.loads(data))
+                break
+            if data:
+                self._hear(json.loads(data))
+        self._send()  # what it had no room for
 
     def has_died(self, code: int) -> None:
         """Start another one in the place of the one that was collected.
 
         Raises:
-            CannotPrepare: it ends again and again before an element has begun.
+            CannotPrepare: it fails at its imports, or is killed again and again before an element
+                has begun.
         """
         self.read()
         self._false_starts += 1
-        if not self._is_ready or self._false_starts > _FALSE_STARTS_MAX:
+        is_killed = code > 128 or self._is_ready or self._was_ready
+        if not is_killed or self._false_starts > _FALSE_STARTS_MAX:
             raise CannotPrepare(self._why(code))
         self._channel.close()
-        self._start()
+        try:
+            self._start()
+        except OSError as error:
+            raise CannotPrepare(f"its process cannot be started again: {error}") from error
 
     def ask_again(self, element: RunningElement) -> bool:
         """Ask again for an element that has not begun and whose output has ended."""
@@ -129,7 +141,7 @@ class Forking:
                 start_new_session=True,
             )
         process.returncode = 0  # the host's loop collects it; the object must not
-        self._pid, self._is_ready = process.pid, False
+        self._pid, self._is_ready, self._was_ready = process.pid, False, False
 
     def _hear(self, message: Dict[str, Any]) -> None:
         kind = message["at"]
@@ -151,8 +163,9 @@ class Forking:
                     socket.send_fds(self._channel, [data], [write_end])
                 except BlockingIOError:
                     return  # it reads slowly; there is another turn soon
-                except OSError:
-                    pass  # it is dead: the end of the output says that this one never began
+                except OSError:  # it is dead: the end of the output says that this never began
+                    self._is_ready = False
+                    self._was_ready = True
             os.close(write_end)
             del self._unsent[0]
 

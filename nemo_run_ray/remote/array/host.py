@@ -17,17 +17,17 @@ import signal
 import socket
 import time
 from collections import deque
-from contextlib import suppress
-from typing import Any, Deque, Dict, List, Mapping, NoReturn, Optional, Sequence, Set
+from typing import Any, Deque, Dict, Mapping, NoReturn, Optional, Sequence, Set
 
 from ..group.channel import Channel
 from ..group.stay import stay
 from ..group.workspace import Workspace
-from ..node.tree import ENDING, ROUND_S, Tree, adopt_orphans, collect, kill, wake_at
-from .element import INDEX, RunningElement
+from ..node.tree import ENDING, ROUND_S, Tree, adopt_orphans, collect, wake_at
+from .element import RunningElement
 from .forking import CannotPrepare
 from .launcher import Launcher
 from .notes import Notes, end_and_read, forget
+from .orphans import Orphans
 from .progress import Lease
 from .starting import Order
 from .watcher import Watcher
@@ -36,6 +36,8 @@ from .watcher import Watcher
 _IDLE_S = 60.0
 #: Seconds between two looks for processes that elements have left.
 _LOOK_S = 0.5
+#: Reads that empty a pipe, of up to 1 MiB.
+_PIPE_READS = 16
 
 
 def main(argv: Sequence[str]) -> NoReturn:
@@ -58,8 +60,8 @@ class HostProcess:
         self._grace_s = 0.0
         self._waiting: Deque[Order] = deque()
         self._running: Dict[int, RunningElement] = {}  # by process id
-        self._leaving: Dict[int, float] = {}  # when SIGKILL comes, by the group of what was left
-        self._look_at = 0.0
+        self._orphans = Orphans()
+        self._look_at = self._watch_until = 0.0
         self._kill_at: Optional[float] = None  # of what runs, after the order to end
 
     def serve(self) -> None:
@@ -99,7 +101,10 @@ class HostProcess:
         if forking is not None:
             reading[forking.fileno()] = forking.pid
         if not self._channel.is_full:
-            reading.update({one.fd: one for one in self._running.values() if one.fd is not None})
+            # With the process: an element that is asked for again may get the same number anew.
+            reading.update(
+                {one.fd: (one, one.asked) for one in self._running.values() if one.fd is not None}
+            )
         writing = {self._channel.fileno()} if self._channel.has_unsent else set()
         ready = self._watcher.wait(reading, writing, self._patience_s())
         if self._wake in ready:
@@ -108,9 +113,12 @@ class HostProcess:
 
     def _patience_s(self) -> float:
         ends = any(element.code is not None for element in self._running.values())
-        if ends or self._leaving or self._kill_at is not None:
+        if self._launcher is not None and self._launcher.has_unsent:
             return ROUND_S
-        return _LOOK_S if self._running else _IDLE_S
+        if ends or self._orphans.are_there or self._kill_at is not None:
+            return ROUND_S
+        is_watched = self._running or time.monotonic() < self._watch_until
+        return _LOOK_S if is_watched else _IDLE_S
 
     def _go_on(self, launcher: Launcher) -> None:
         launcher.heard(self._running)
@@ -140,7 +148,7 @@ class HostProcess:
 
     def _do_prepare(self, order: Mapping[str, Any]) -> None:
         self._workspace = Workspace(order)
-        self._grace_s = self._workspace.role.task.grace_s
+        self._grace_s = self._orphans.grace_s = self._workspace.role.task.grace_s
         try:
             self._workspace.prepare(self._folder)
             self._workspace.begin({})
@@ -163,6 +171,7 @@ class HostProcess:
         self._waiting.clear()  # the driver knows what has not been reported
         self._kill_at = time.monotonic() + self._grace_s
         if self._launcher is not None:
+            self._launcher.heard(self._running)
             self._launcher.stop_forking()
         for element in [one for one in self._running.values() if one.pid < 0]:
             del self._running[element.pid]
@@ -201,13 +210,13 @@ class HostProcess:
         if self._kill_at is not None and now >= self._kill_at:
             for element in self._running.values():
                 element.signal(signal.SIGKILL)
+                if element.code is None and not os.path.exists(f"/proc/{element.pid}"):
+                    element.ended(137)  # the process that forked it had its exit code
         if now >= self._look_at:
             self._look_at = now + _LOOK_S
-            self._end_orphans(launcher, now)
-        for group in [group for group, kill_at in self._leaving.items() if now >= kill_at]:
-            del self._leaving[group]
-            with suppress(ProcessLookupError, PermissionError):
-                os.killpg(group, signal.SIGKILL)
+            own = launcher.forking.pid if launcher.forking is not None else 0
+            self._orphans.look([one.lease for one in self._running.values()], {*self._running, own})
+        self._orphans.kill_late(now)
         if self._kill_at is not None and not self._running and not self._tree.alive():
             self._kill_at = None
             self._channel.report("idle")
@@ -216,10 +225,13 @@ class HostProcess:
         """Report an element whose process has ended, once what it has left has ended too."""
         if not element.is_alone(now, self._grace_s):
             return
-        while element.is_readable():
+        for _ in range(_PIPE_READS):  # a process that hides may write without end
+            if not element.is_readable():
+                break
             self._pass_on(element)
         self._report_text(element, element.close())
         del self._running[element.pid]
+        self._watch_until = now + 2 * _LOOK_S  # for what has left its group
         self._ended(launcher, element)
 
     def _note_ends(self, launcher: Launcher) -> None:
@@ -233,35 +245,3 @@ class HostProcess:
         if self._notes is not None:
             self._notes.add(row)
         self._channel.report("ended", row=row)
-
-    def _end_orphans(self, launcher: Launcher, now: float) -> None:
-        """End processes of elements that are over: those that have left their element's session."""
-        own = {*self._running, *self._leaving}
-        own.add(launcher.forking.pid if launcher.forking is not None else 0)
-        for pid in _orphans(own, {str(one.lease.element) for one in self._running.values()}):
-            kill(pid, signal.SIGTERM)
-            with suppress(ProcessLookupError):
-                self._leaving[os.getpgid(pid)] = now + self._grace_s
-
-
-def _orphans(own: Set[int], active: Set[str]) -> List[int]:
-    """The children of this process that it has adopted from elements that are over.
-
-    Args:
-        own: children that are no orphans.
-        active: indices of the elements that are not over.
-    """
-    pid = os.getpid()
-    with open(f"/proc/{pid}/task/{pid}/children", encoding="ascii") as file:
-        children = [int(word) for word in file.read().split()]
-    return [one for one in children if one not in own and _element_of(one) not in active]
-
-
-def _element_of(pid: int) -> str:
-    """The index of the element that a process came from; empty when it does not say."""
-    mark = f"{INDEX}=".encode()
-    with suppress(OSError), open(f"/proc/{pid}/environ", "rb") as file:
-        for variable in file.read().split(b"\0"):
-            if variable.startswith(mark):
-                return variable[len(mark) :].decode()
-    return ""

@@ -83,7 +83,8 @@ class HostPool:
         """
         self._nodes = {node.node_id: node for node in nodes_of(self._ray.nodes())}
         for host in list(self.hosts.values()):
-            is_late = self._end_by is not None and now >= self._end_by and not host.is_idle
+            is_late = self._end_by is not None and now >= self._end_by
+            is_late = is_late and not host.is_idle and not host.sweeps
             if host.record.node_id not in self._nodes:
                 self.lost(host)
             elif is_late or self._room.is_lost(host, now):
@@ -131,24 +132,22 @@ class HostPool:
 
     def lost(self, host: Host) -> None:
         """A host is dead, or its actor is: what it had may run until that is proven."""
-        del self.hosts[host.record.number]
-        self._unproven.setdefault(host.record.number, {}).update(host.in_hand)
+        is_here = self.hosts.pop(host.record.number, None) is not None
+        if is_here and host.slots:  # one that only ends others starts nothing
+            self._unproven.setdefault(host.record.number, {}).update(host.in_hand)
 
     def swept(self, host: Host, report: Mapping[str, Any]) -> None:
         """A host has ended what an earlier one had left on its node, and read its notes."""
         number = int(report["host"])
         held = self._unproven.get(number, {})
-        before = len(held)
+        before, node = len(held), host.replica.node.host
         for row in report["ended"]:
             if held.get(row[0]) == row[1]:
                 del held[row[0]]
                 self._leases.ended(number, row)
         if before:
-            node, ended = host.replica.node.host, before - len(held)
-            say(
-                f"nothing of a dead host runs on {node}: of {before} elements that it had, {ended} "
-                f"had ended, and {len(held)} are leased again"
-            )
+            words = f"{before - len(held)} had ended, and {len(held)} are leased again"
+            say(f"nothing of a dead host runs on {node}: of {before} elements, {words}")
         self._proven(number)
         host.sweeps.pop(number, None)
         self._forget(host, number)
@@ -191,7 +190,7 @@ class HostPool:
         return host
 
     def _drop(self, host: Host) -> None:
-        del self.hosts[host.record.number]
+        self.hosts.pop(host.record.number, None)
         self._ray.kill(host.actor.handle, no_restart=True)
 
     # ------------------------------------------------------------------ proof

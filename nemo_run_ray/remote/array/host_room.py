@@ -14,8 +14,9 @@ from ..spec import ArraySpec
 from .hosts import Host
 from .room import Share, shares, slots_in
 
-#: Seconds until a host that has not come up is given up when its node's room has gone to another.
-_PLACED_S = 15.0
+#: Seconds until a host that has not come up is given up when its node's room seems to have gone to
+#: another. Its own part counts as taken too while Ray makes its runtime environment.
+_PLACED_S = 900.0
 #: Seconds until a line says that the array waits for room, and between two.
 _TELL_S = 30.0
 
@@ -41,6 +42,7 @@ class HostRoom:
             nodes: the living nodes.
             wanted: how many elements wait.
         """
+        wanted -= sum(host.slots for host in hosts if not host.is_ready)
         if self._spec.max_in_flight is not None:
             used = sum(host.slots for host in hosts)
             wanted = min(wanted, self._spec.max_in_flight - used)

@@ -177,10 +177,12 @@ class HostBook:
         self._path = path
         self._job_id = job_id
         self.records: List[HostRecord] = []
+        self._good = 0  # bytes that are whole
         if os.path.exists(path):
             with open(path, encoding="utf-8") as file:
                 lines = [line for line in file if line.endswith("\n")]
             self.records = [HostRecord(*json.loads(line)) for line in lines]
+            self._good = sum(len(line.encode()) for line in lines)
 
     def add(self, node_ids: Sequence[str]) -> List[HostRecord]:
         """Write down a new host for each of these nodes, and return when the disk has it."""
@@ -193,15 +195,18 @@ class HostBook:
             )
             for number, node_id in enumerate(node_ids, start=len(self.records))
         ]
-        with open(self._path, "a", encoding="utf-8") as file:
-            file.writelines(json.dumps(record) + "\n" for record in records)
+        data = "".join(json.dumps(record) + "\n" for record in records).encode()
+        with open(self._path, "ab") as file:
+            file.truncate(self._good)
+            file.write(data)
             file.flush()
             os.fsync(file.fileno())
+        self._good += len(data)
         self.records += records
         return records
 
     def clear(self) -> None:
         """Forget all hosts: the array that they were of is another one."""
-        self.records = []
+        self.records, self._good = [], 0
         if os.path.exists(self._path):
             os.remove(self._path)

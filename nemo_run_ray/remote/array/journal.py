@@ -66,8 +66,7 @@ class Journal:
         else:
             self.found = ()
         kept = len(head) + len(self.found) * _SIZE
-        os.ftruncate(self._fd, kept if self.found else 0)
-        os.lseek(self._fd, 0, os.SEEK_END)
+        self._good = kept if self.found else 0  # bytes that are whole
         self._waiting: List[bytes] = [] if self.found else [head]
 
     def add(self, record: Record) -> None:
@@ -84,16 +83,13 @@ class Journal:
         if not self._waiting:
             return
         data = b"".join(self._waiting)
-        place = os.lseek(self._fd, 0, os.SEEK_CUR)
         view = memoryview(data)
-        try:
-            while view:
-                view = view[os.write(self._fd, view) :]
-            os.fdatasync(self._fd)
-        except OSError:
-            os.ftruncate(self._fd, place)
-            os.lseek(self._fd, place, os.SEEK_SET)
-            raise
+        os.ftruncate(self._fd, self._good)  # what a crash, or a full disk, has left behind it
+        os.lseek(self._fd, self._good, os.SEEK_SET)
+        while view:
+            view = view[os.write(self._fd, view) :]
+        os.fdatasync(self._fd)
+        self._good += len(data)
         self._waiting.clear()
 
 

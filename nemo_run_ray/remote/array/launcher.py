@@ -59,6 +59,11 @@ class Launcher:
         self.forking.ask(element, message)
         return element
 
+    @property
+    def has_unsent(self) -> bool:
+        """Whether the process that forks is there and has not read all that it was asked for."""
+        return self.forking is not None and self.forking.has_unsent
+
     def stop_forking(self) -> None:
         """End the process that forks elements; those that have begun go on."""
         if self.forking is not None:

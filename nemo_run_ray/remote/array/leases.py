@@ -55,6 +55,7 @@ class Leases:
         self.held: Dict[int, Dict[int, int]] = self.progress.replay(self._journal.found)
         self.goes_on = bool(self._journal.found)
         self._told = 0
+        self._unwritten: List[str] = []  # results
         self._write_at = 0.0
 
     @property
@@ -93,8 +94,7 @@ class Leases:
         self._journal.add(Record(element, ENDED, attempt, code, host, seconds))
         self.pace.measured(seconds)
         if len(row) > 5 and row[5] is not None:
-            with open(self._results, "a", encoding="utf-8") as file:
-                file.write(json.dumps([element, row[5]]) + "\n")
+            self._unwritten.append(json.dumps([element, row[5]]) + "\n")
         if code and self._told < _TOLD_FAILURES:
             self._told += 1
             again = self.progress.state(element) is ElementState.WAITING
@@ -104,6 +104,10 @@ class Leases:
         """Write down what has changed; whether the disk has it."""
         try:
             self._journal.commit()
+            if self._unwritten:
+                with open(self._results, "a", encoding="utf-8") as file:
+                    file.writelines(self._unwritten)
+                self._unwritten.clear()
         except OSError as error:
             say(f"the head cannot write its journal ({error}); no element is started meanwhile")
             self._write_at = time.monotonic() + _DISK_S

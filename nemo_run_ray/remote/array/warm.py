@@ -58,6 +58,9 @@ def _load(path: Path) -> Any:
 def _serve(channel: socket.socket, template: Any) -> None:
     """Fork a process for each order until the host has closed the socket."""
     threads = [thread.name for thread in threading.enumerate() if thread.name != "MainThread"]
+    os.set_inheritable(channel.fileno(), False)
+    sys.stdout.flush()  # else each child would write it again
+    sys.stderr.flush()
     gc.collect()
     gc.freeze()  # so that the children share these objects' memory
     _send(channel, at="ready", threads=threads)

@@ -76,6 +76,7 @@ def test_nothing_is_lost_by_a_disk_that_is_full(tmp_path, monkeypatch):
         patch.setattr("os.fdatasync", full)
         with pytest.raises(OSError, match="No space left"):
             journal.commit()
-    assert list(Journal(str(path), "one").found) == RECORDS[:1]
+    # A driver that starts now may find what was written and is not known to be on the disk.
+    assert list(Journal(str(path), "one").found) in (RECORDS[:1], RECORDS[:2])
     journal.commit()
     assert list(Journal(str(path), "one").found) == RECORDS[:2]
