@@ -163,9 +163,9 @@ class Stream:
         if self._sent < _ENOUGH or pace.seconds is None:
             return
         sending_s = _SENDING_S + _BYTE_S * (self._sent_bytes / self._sent + pace.result_bytes)
-        if pace.seconds < sending_s:
+        if pace.median_s < sending_s:
             warnings.warn(
-                f"An item of {self._function.name} takes {pace.seconds * 1e6:.0f} µs, and sending "
+                f"An item of {self._function.name} takes {pace.median_s * 1e6:.0f} µs, and sending "
                 f"it about {sending_s * 1e6:.0f} µs: put more work into each item, such as a list "
                 "of what are items now.",
                 RuntimeWarning,

@@ -55,3 +55,12 @@ def test_a_batch_has_an_item_and_keeps_to_its_bounds(
     assert 1 <= count <= min(BATCH_MAX, math.ceil(waiting / max(workers * HELD, 1)))
     assert count == 1 or count * max(item_bytes, result_bytes) <= BATCH_BYTES_MAX
     assert pace.window(workers, item_bytes) > max(workers, 1)
+
+
+def test_the_median_does_not_follow_the_few_that_were_interrupted():
+    found = Pace()
+    for number in range(1000):
+        found.measured(1.0 if number % 20 == 0 else 2e-6, 1)
+    found.measured(1.0, 1)
+    assert found.seconds > 0.1
+    assert found.median_s < 1e-5
