@@ -211,7 +211,9 @@ def _of_script(task: run.Script, fields: Sequence[str]) -> dict[str, Any]:
         if is_arg and name.isdigit() and int(name) < len(task.args):
             is_known = True
         if not is_known:
-            own = "env.NAME" if task.inline else f"env.NAME, args or args.0 to {len(task.args) - 1}"
+            own = "env.NAME" if task.inline else "env.NAME or args"
+            if task.args and not task.inline:
+                own = f"env.NAME, args or args.0 to {len(task.args) - 1}"
             raise ConfigError(
                 f"The run.Script has no field {field!r} that an array can change; expected is "
                 f"{own}."

@@ -20,10 +20,21 @@ def rows_of(over: Over, combine: str) -> tuple[list[str], Iterator[Sequence[Any]
     """The fields, and the values of each element in their order."""
     if isinstance(over, (str, os.PathLike)):
         return _of_mappings(_json_lines(over))
+    if not isinstance(over, Iterable):
+        raise ConfigError(
+            f"`over` is {over!r}; expected is a mapping with the values of each field, a list with "
+            "a mapping for each element, or the path of a JSONL file."
+        )
     if not isinstance(over, Mapping):
         return _of_mappings(over)
     if not over:
         raise ConfigError("`over` names no field; expected is at least one.")
+    for name, values in over.items():
+        if isinstance(values, (str, bytes, Mapping)) or not isinstance(values, Iterable):
+            raise ConfigError(
+                f"The values of the field {name!r} are {values!r}; expected is a list, with "
+                "a value for each element."
+            )
     columns = [list(values) for values in over.values()]
     if combine == "product":
         return list(over), iter(itertools.product(*columns))

@@ -48,6 +48,10 @@ def test_equal_parts_are_sent_once():
 
 
 BAD = [
+    (SCRIPT, None, "`over` is None; expected is a mapping"),
+    (PARTIAL, {"seed": 3}, "values of the field 'seed' are 3; expected is a list"),
+    (PARTIAL, {"seed": "abc"}, "values of the field 'seed' are 'abc'; expected is a list"),
+    (run.Script(path="a.sh"), {"args.0": [1]}, "expected is env.NAME or args"),
     (SCRIPT, {}, "`over` names no field"),
     (SCRIPT, [], "has no elements"),
     (SCRIPT, {"env.X": []}, "has no elements"),
