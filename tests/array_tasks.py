@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 import random
+import time
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 
@@ -21,3 +23,12 @@ def train(seed: int, model: Model | None = None) -> dict[str, Any]:
         "pid": os.getpid(),
         "random": random.random(),
     }
+
+
+def waits(path: str) -> None:
+    """Says in a file that it has begun, and ends when there is another one."""
+    folder = Path(path)
+    with (folder / f"begun-{os.environ['NEMO_RUN_ARRAY_INDEX']}").open("a") as file:
+        file.write("x")
+    while not (folder / "go").exists():
+        time.sleep(0.02)

@@ -206,6 +206,10 @@ class _ArrayDriver:
             )
         elif kind == "swept":
             self._pool.swept(host, report)
+        elif kind == "unswept":
+            say(f"a host on {node} is dead, and this does not end there: {report['words']}")
+        elif kind == "lost":
+            self._lost(host, Lease(*report["lease"]))
         elif kind == "idle":
             self._pool.idle(host)
         else:  # ``failed`` or ``gone``
@@ -219,6 +223,15 @@ class _ArrayDriver:
             self._progress.cancelled(Lease(element, attempt))
         else:
             self._leases.ended(host.record.number, row)
+
+    def _lost(self, host: Host, lease: Lease) -> None:
+        """An element has ended, and nobody knows how."""
+        host.in_hand.pop(lease.element, None)
+        if self._stopped_by is not None:
+            self._progress.cancelled(lease)
+            return
+        say(f"the process was killed that knew how element {lease.element} has ended")
+        self._leases.give_back(lease, host.record.number, has_run=True)
 
     # ------------------------------------------------------------------ what they get
 

@@ -47,6 +47,8 @@ class RunningElement:
         self.code, self.words = code, words
         self._kill_at: Optional[float] = None  # of what its first process has left
         self.seconds = 0.0
+        #: It has ended, and its exit code went to a process that was killed.
+        self.is_lost = False
         #: How often a process was asked for.
         self.asked = 0
         self._began = time.monotonic()

@@ -2,8 +2,8 @@
 
 It is a process as a replica of a group is one (``group/stay.py``), for many commands instead of one
 role. Orders and reports are JSON, one a line. Orders: ``prepare``, ``sweep``, ``run``, ``end``,
-``forget``. Reports: ``prepared``, ``unprepared``, ``threads``, ``swept``, ``text``, ``ended``,
-``idle``, ``failed``.
+``forget``. Reports: ``prepared``, ``unprepared``, ``threads``, ``swept``, ``unswept``, ``text``,
+``ended``, ``lost``, ``idle``, ``failed``.
 
 What has ended is noted in a file before it is reported. When this process dies, the next host on
 the node ends what it has left, and reads the file: then it is known what ran, and nothing runs.
@@ -26,10 +26,11 @@ from ..node.tree import ENDING, ROUND_S, Tree, adopt_orphans, collect, wake_at
 from .element import RunningElement
 from .forking import CannotPrepare
 from .launcher import Launcher
-from .notes import Notes, end_and_read, forget
+from .notes import Notes, forget
 from .orphans import Orphans
 from .progress import Lease
 from .starting import Order
+from .sweeping import Sweepings
 from .watcher import Watcher
 
 #: Seconds of one turn of the loop when there is nothing to look after.
@@ -61,6 +62,7 @@ class HostProcess:
         self._waiting: Deque[Order] = deque()
         self._running: Dict[int, RunningElement] = {}  # by process id
         self._orphans = Orphans()
+        self._sweepings = Sweepings()
         self._look_at = self._watch_until = 0.0
         self._kill_at: Optional[float] = None  # of what runs, after the order to end
 
@@ -75,6 +77,7 @@ class HostProcess:
                     self._pass_on(element)
             if self._launcher is not None:
                 self._go_on(self._launcher)
+            self._sweep_on()
             self._channel.send()
 
     def abandon(self) -> None:
@@ -115,7 +118,7 @@ class HostProcess:
         ends = any(element.code is not None for element in self._running.values())
         if self._launcher is not None and self._launcher.has_unsent:
             return ROUND_S
-        if ends or self._orphans.are_there or self._kill_at is not None:
+        if ends or self._orphans.are_there or self._kill_at is not None or self._sweepings:
             return ROUND_S
         is_watched = self._running or time.monotonic() < self._watch_until
         return _LOOK_S if is_watched else _IDLE_S
@@ -161,7 +164,7 @@ class HostProcess:
 
     def _do_sweep(self, order: Mapping[str, Any]) -> None:
         for number, tag, run_dir in order["hosts"]:
-            self._channel.report("swept", host=number, ended=end_and_read(tag, run_dir))
+            self._sweepings.add(number, tag, run_dir, time.monotonic())
 
     def _do_run(self, order: Mapping[str, Any]) -> None:
         for element, attempt, values in order["elements"]:
@@ -196,6 +199,7 @@ class HostProcess:
 
     def _reap(self, launcher: Launcher) -> None:
         for pid, code in collect():
+            self._orphans.forget(pid)
             try:
                 if not launcher.has_died(pid, code, self._running) and pid in self._running:
                     self._running[pid].ended(code)
@@ -205,17 +209,19 @@ class HostProcess:
 
     def _look_after(self, launcher: Launcher) -> None:
         now = time.monotonic()
-        for element in [one for one in self._running.values() if one.code is not None]:
+        over = [one for one in self._running.values() if one.code is not None]
+        if over or now >= self._look_at:
+            self._look_at = now + _LOOK_S
+            own = launcher.forking.pid if launcher.forking is not None else 0
+            running = [one.lease for one in self._running.values() if one.code is None]
+            self._orphans.look(running, {*self._running, own})
+        for element in over:
             self._finish(launcher, element, now)
         if self._kill_at is not None and now >= self._kill_at:
             for element in self._running.values():
                 element.signal(signal.SIGKILL)
                 if element.code is None and not os.path.exists(f"/proc/{element.pid}"):
                     element.ended(137)  # the process that forked it had its exit code
-        if now >= self._look_at:
-            self._look_at = now + _LOOK_S
-            own = launcher.forking.pid if launcher.forking is not None else 0
-            self._orphans.look([one.lease for one in self._running.values()], {*self._running, own})
         self._orphans.kill_late(now)
         if self._kill_at is not None and not self._running and not self._tree.alive():
             self._kill_at = None
@@ -223,7 +229,7 @@ class HostProcess:
 
     def _finish(self, launcher: Launcher, element: RunningElement, now: float) -> None:
         """Report an element whose process has ended, once what it has left has ended too."""
-        if not element.is_alone(now, self._grace_s):
+        if not element.is_alone(now, self._grace_s) or self._orphans.of(element.lease):
             return
         for _ in range(_PIPE_READS):  # a process that hides may write without end
             if not element.is_readable():
@@ -240,8 +246,18 @@ class HostProcess:
         for element in [one for one in self._running.values() if one.code is not None]:
             self._ended(launcher, element)
 
+    def _sweep_on(self) -> None:
+        for number, ended, words in self._sweepings.turn(time.monotonic()):
+            if ended is None:
+                self._channel.report("unswept", host=number, words=words)
+            else:
+                self._channel.report("swept", host=number, ended=ended)
+
     def _ended(self, launcher: Launcher, element: RunningElement) -> None:
         row = launcher.row_of(element)
+        if element.is_lost:
+            self._channel.report("lost", lease=element.lease)
+            return
         if self._notes is not None:
             self._notes.add(row)
         self._channel.report("ended", row=row)

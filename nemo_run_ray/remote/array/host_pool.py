@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import time
-from typing import Any, Dict, List, Mapping, Optional
+from typing import Any, Dict, List, Mapping, Optional, Sequence
 
 from ..attempts import first_id
 from ..group.calls import Calls
-from ..group.machine import name
 from ..group.packing import Node, nodes_of
 from ..node.output import say
 from ..spec import ArraySpec
+from .closing import Closings
 from .host_room import HostRoom
 from .hosts import Host, HostBook, HostRecord, HostStarts
 from .leases import Leases
@@ -18,8 +18,6 @@ from .progress import Lease
 
 #: Seconds beyond the grace period until a host that was told to end is given up.
 _END_MARGIN_S = 30.0
-#: Seconds for a host to remove its notes.
-_FORGET_S = 5.0
 
 
 class HostPool:
@@ -57,6 +55,7 @@ class HostPool:
         }
         self._nodes: Dict[str, Node] = {}
         self._room = HostRoom(ray, spec)
+        self._closings = Closings(ray, leases)
         self._end_by: Optional[float] = None
         self.hosts: Dict[int, Host] = {}
 
@@ -89,6 +88,7 @@ class HostPool:
                 self.lost(host)
             elif is_late or self._room.is_lost(host, now):
                 self.give_up(host)
+        self._closings.turn(now)
         self._prove()
         if self._end_by is not None:
             return
@@ -120,9 +120,7 @@ class HostPool:
         host.in_hand.clear()
         host.is_idle = True
         if self._end_by is None:
-            self._forget(host)
-            self._calls.close([host.actor])
-            self._drop(host)
+            self._let_go(host, [host.record.run_dir])
 
     def give_up(self, host: Host) -> None:
         """End the actor of a host."""
@@ -149,28 +147,20 @@ class HostPool:
             words = f"{before - len(held)} had ended, and {len(held)} are leased again"
             say(f"nothing of a dead host runs on {node}: of {before} elements, {words}")
         self._proven(number)
-        host.sweeps.pop(number, None)
-        self._forget(host, number)
+        host.swept.append(host.sweeps.pop(number).run_dir)
         if not host.sweeps:
-            self._drop(host)
+            self._let_go(host, host.swept)
 
     def close(self) -> None:
         """Let living actors end."""
-        living = [host for host in self.hosts.values() if host.actor.answers]
-        for host in living:
-            self._forget(host)
-        self._calls.close([host.actor for host in living])
+        for host in [host for host in self.hosts.values() if host.actor.answers]:
+            self._let_go(host, [host.record.run_dir])
+        self._closings.finish()
 
-    def _forget(self, host: Host, number: Optional[int] = None) -> None:
-        """Let a host remove its notes, or another one's, once the head's disk has what they say."""
-        if not self._leases.commit():
-            return
-        run_dir = self._book.records[host.record.number if number is None else number].run_dir
-        order = {"do": "forget", "run_dirs": [run_dir]}
-        key = name(host.replica.replica_id)
-        done = host.actor.handle.order.remote(key, host.replica.orders, order)
-        host.replica.orders += 1
-        self._ray.wait([done], timeout=_FORGET_S)
+    def _let_go(self, host: Host, run_dirs: Sequence[str]) -> None:
+        """End a host that has nothing to do any more."""
+        self.hosts.pop(host.record.number, None)
+        self._closings.add(host, run_dirs)
 
     # ------------------------------------------------------------------ room
 
@@ -188,10 +178,6 @@ class HostPool:
         self.hosts[record.number] = host
         self._calls.pull(host.actor)
         return host
-
-    def _drop(self, host: Host) -> None:
-        self.hosts.pop(host.record.number, None)
-        self._ray.kill(host.actor.handle, no_restart=True)
 
     # ------------------------------------------------------------------ proof
 

@@ -60,6 +60,7 @@ class Host:
         is_idle: it was told to end and has ended everything.
         is_closing: it was told to end, since nothing waited.
         sweeps: earlier hosts that it is to end.
+        swept: run directories of those that it has ended.
     """
 
     record: HostRecord
@@ -72,6 +73,7 @@ class Host:
     is_idle: bool = False
     is_closing: bool = False
     sweeps: Dict[int, HostRecord] = field(default_factory=dict)
+    swept: List[str] = field(default_factory=list)
 
     @property
     def may_have_more(self) -> bool:

@@ -11,6 +11,7 @@ from ..group.workspace import Workspace
 from ..node.tree import kill
 from .element import ATTEMPT, INDEX, RunningElement
 from .forking import PROGRAM, Forking, result_of
+from .progress import LOST_CODE
 from .slots import Slots
 from .starting import Order, message_of, start_command, start_words
 
@@ -112,8 +113,8 @@ class Launcher:
         for element in running.values():
             is_here = element.pid < 0 or os.path.exists(f"/proc/{element.pid}")
             if element.code is None and not is_here:
-                element.ended(1)
-                element.words = "its end was not seen: the process that forked it was killed too"
+                element.ended(LOST_CODE)
+                element.is_lost = True
         self.forking.has_died(code)
         return True
 

@@ -8,8 +8,7 @@ from contextlib import suppress
 from typing import Any, List
 
 from ..node import command
-from ..node.rundir import RunDir, run_dirs
-from ..node.tree import sweep
+from ..node.rundir import run_dirs
 
 
 class Notes:
@@ -20,21 +19,24 @@ class Notes:
     """
 
     def __init__(self, run_dir: str) -> None:
-        self._file = open(_path(run_dir), "a", buffering=1)  # noqa: SIM115 as long as the host
+        self._fd = os.open(_path(run_dir), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+        self._is_torn = False  # the last line may have no end
 
     def add(self, row: List[Any]) -> None:
         """Note how an element has ended, before it is reported."""
+        data = ("\n" if self._is_torn else "").encode() + json.dumps(row).encode() + b"\n"
+        self._is_torn = True
         with suppress(OSError):  # a full disk: it is reported all the same
-            self._file.write(json.dumps(row) + "\n")
+            self._is_torn = os.write(self._fd, data) != len(data)
 
 
-def end_and_read(tag: str, run_dir: str) -> List[List[Any]]:
-    """End what a dead host has left on this node; what it has noted."""
-    sweep(tag)
+def read(run_dir: str) -> List[List[Any]]:
+    """What a host has noted that writes no more."""
     rows: List[List[Any]] = []
     with suppress(FileNotFoundError), open(_path(run_dir), encoding="utf-8") as file:
-        rows = [json.loads(line) for line in file if line.endswith("\n")]
-    RunDir(run_dir, base=run_dirs(command.tmpdir())).remove()
+        for line in file:
+            with suppress(ValueError):  # a full disk, or the host's death, has torn it
+                rows.append(json.loads(line))
     return rows
 
 

@@ -5,11 +5,15 @@ from __future__ import annotations
 import os
 import signal
 import time
-from typing import Dict, List, Sequence, Set, Tuple
+from contextlib import suppress
+from typing import Dict, Sequence, Set, Tuple
 
 from ..node.tree import kill
 from .element import ATTEMPT, INDEX
 from .progress import Lease
+
+#: What tells an element's processes: its index and its attempt.
+_Mark = Tuple[str, str]
 
 
 class Orphans:
@@ -22,17 +26,22 @@ class Orphans:
     def __init__(self) -> None:
         self.grace_s = 0.0
         self._kill_at: Dict[int, float] = {}
+        self._marks: Set[_Mark] = set()
 
     @property
     def are_there(self) -> bool:
         return bool(self._kill_at)
 
+    def of(self, lease: Lease) -> bool:
+        """Whether the last look has found one of this element."""
+        return _mark_of(lease) in self._marks
+
     def look(self, running: Sequence[Lease], groups: Set[int]) -> None:
-        """Find those of elements that are over, and let them end.
+        """Find those of elements whose first process has ended, and let them end.
 
         Args:
-            running: the elements that are not over.
-            groups: process groups of what is not over.
+            running: the elements whose first process has not ended.
+            groups: process groups of elements, and of what is not an element's.
         """
         found = _orphans(groups, {_mark_of(lease) for lease in running})
         for pid in set(found) - set(self._kill_at):
@@ -40,6 +49,11 @@ class Orphans:
             self._kill_at[pid] = time.monotonic() + self.grace_s
         for pid in set(self._kill_at) - set(found):
             del self._kill_at[pid]
+        self._marks = set(found.values())
+
+    def forget(self, pid: int) -> None:
+        """This one has ended, and its number may soon be another's."""
+        self._kill_at.pop(pid, None)
 
     def kill_late(self, now: float) -> None:
         """Kill those that have not ended in time."""
@@ -48,30 +62,33 @@ class Orphans:
                 kill(pid, signal.SIGKILL)
 
 
-def _orphans(groups: Set[int], active: Set[Tuple[str, str]]) -> List[int]:
-    """The children of this process that it has adopted from elements that are over.
+def _orphans(groups: Set[int], active: Set[_Mark]) -> Dict[int, _Mark]:
+    """The children of this process that it has adopted from elements, with the elements' marks.
 
     Args:
-        groups: process groups of what is not over.
-        active: marks of the elements that are not over.
+        groups: process groups of elements, and of what is not an element's.
+        active: marks of the elements whose first process has not ended.
     """
-    pid = os.getpid()
-    with open(f"/proc/{pid}/task/{pid}/children", encoding="ascii") as file:
+    own = os.getpid()
+    with open(f"/proc/{own}/task/{own}/children", encoding="ascii") as file:
         children = [int(word) for word in file.read().split()]
-    return [one for one in children if _is_over(one, groups, active)]
+    found = {}
+    for pid in children:
+        if pid not in groups:  # the first processes are most of them
+            with suppress(OSError):  # it has ended
+                mark = _mark_in_environment(pid)
+                if mark not in active and os.getpgid(pid) not in groups:
+                    found[pid] = mark
+    return found
 
 
-def _is_over(pid: int, groups: Set[int], active: Set[Tuple[str, str]]) -> bool:
-    try:
-        with open(f"/proc/{pid}/environ", "rb") as file:
-            variables = dict(row.split(b"=", 1) for row in file.read().split(b"\0") if b"=" in row)
-        is_in_group = os.getpgid(pid) in groups
-    except OSError:  # it has ended
-        return False
-    mark = tuple(variables.get(name.encode(), b"").decode() for name in (INDEX, ATTEMPT))
-    return not is_in_group and mark not in active
+def _mark_in_environment(pid: int) -> _Mark:
+    with open(f"/proc/{pid}/environ", "rb") as file:
+        variables = dict(row.split(b"=", 1) for row in file.read().split(b"\0") if b"=" in row)
+    index, attempt = (variables.get(name.encode(), b"").decode() for name in (INDEX, ATTEMPT))
+    return index, attempt
 
 
-def _mark_of(lease: Lease) -> Tuple[str, str]:
+def _mark_of(lease: Lease) -> _Mark:
     """What the environment of an element's processes says of it."""
     return str(lease.element), str(lease.attempt)

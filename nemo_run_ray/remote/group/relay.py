@@ -19,6 +19,7 @@ from contextlib import suppress
 from typing import Any, Deque, Dict, List, Mapping, NamedTuple, Sequence, Tuple
 
 from .. import FOLDER
+from ..node.tree import KEEPER
 from .replica import clean_up
 
 #: Bytes of one replica's reports kept for the driver; beyond it the role's processes wait to write.
@@ -128,6 +129,7 @@ class _Relay:
             [sys.executable, "-I", "-c", _PROGRAM, package, folder, str(theirs.fileno()), module],
             pass_fds=[theirs.fileno()],
             stdin=subprocess.DEVNULL,
+            env={**os.environ, KEEPER: place.tag},
         )
         theirs.close()
 
@@ -169,7 +171,8 @@ class _Relay:
         return self._gone.wait(max(0.0, within_s))
 
     def _listen(self) -> None:
-        with self._channel.makefile("rb") as reports:
+        # A process that is killed before it has read its last order resets the connection.
+        with self._channel.makefile("rb") as reports, suppress(ConnectionResetError):
             for report in reports:
                 if report.endswith(b"\n"):  # else it died in the middle of it
                     self._keep(report)

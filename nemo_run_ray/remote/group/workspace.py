@@ -16,12 +16,13 @@ from .. import FOLDER
 from ..node import command
 from ..node.missing_modules import explain
 from ..node.rundir import JOBS, RunDir
-from ..node.tree import TAG, before_exec, explain_start
+from ..node.tree import KEEPER, TAG, before_exec, explain_start
 from ..spec import RoleSpec, from_json
 from .rank import Rank
 
-#: Variables by which a worker knows its raylet and job; a role that is a Ray program has others.
-_OF_WORKER = ("RAY_JOB_ID", "RAY_RAYLET_PID")
+#: Variables by which a worker knows its raylet and job, for which a role that is a Ray program has
+#: others, and the mark of this package's own process.
+_OF_WORKER = ("RAY_JOB_ID", "RAY_RAYLET_PID", KEEPER)
 
 
 class Workspace:

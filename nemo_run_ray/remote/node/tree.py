@@ -12,6 +12,8 @@ from typing import Dict, Iterator, List, Optional, Sequence, Tuple
 
 #: Environment variable by which a tree is found whose top process was killed.
 TAG = "NEMO_RUN_RAY_TAG"
+#: The same for a process of this package that looks after such a tree, and for its guard.
+KEEPER = "NEMO_RUN_RAY_KEEPER"
 #: Signals that ask a job to end.
 ENDING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 #: Seconds between two looks at a process tree that is being ended.
@@ -90,7 +92,12 @@ def sweep(tag: str) -> int:
 
 def marked(mark: bytes) -> List[int]:
     """The living processes that have ``NAME=value`` in their environment."""
-    return [pid for pid, _, _ in _processes() if mark in _environment(pid)]
+    return list(marked_with_parents(mark))
+
+
+def marked_with_parents(mark: bytes) -> Dict[int, int]:
+    """The same, each with its parent."""
+    return {pid: parent for pid, parent, _ in _processes() if mark in _environment(pid)}
 
 
 def _processes() -> List[Tuple[int, int, int]]:

@@ -3,31 +3,26 @@
 import base64
 import contextlib
 import hashlib
-import importlib
 import json
 import os
-import shutil
 import signal
 import socket
 import subprocess
 import sys
-import tempfile
 import threading
 import time
-import uuid
 import zlib
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import psutil
 import pytest
 
-import nemo_run_ray
 from nemo_run_ray.remote.group.addresses import RENDEZVOUS, variables
 from nemo_run_ray.remote.node.rundir import JOBS, MANIFEST
 from nemo_run_ray.remote.spec import GroupSpec, JobSpec, ProbeSpec, RoleSpec
+from tests.relays import Relayed, holding, is_zombie, wait
 
 _LOCAL = "127.0.0.1"
 
@@ -44,33 +39,6 @@ def stay():
     while True:
         time.sleep(0.02)
 """
-
-
-def _wait(question: Callable[[], object], within_s: float = 10) -> object:
-    deadline = time.monotonic() + within_s
-    while not (answer := question()):
-        if time.monotonic() > deadline:
-            pytest.fail(f"not true within {within_s} s")
-        time.sleep(0.01)
-    return answer
-
-
-def _holding(text: str, *kinds: str) -> set[int]:
-    """Living processes with the text in their ``cmdline`` or ``environ``, or one of them."""
-    found = set()
-    for pid in filter(str.isdigit, os.listdir("/proc")):
-        for kind in kinds or ("environ", "cmdline"):
-            with contextlib.suppress(OSError):  # it ended while we looked
-                if text.encode() in Path(f"/proc/{pid}/{kind}").read_bytes():
-                    found.add(int(pid))
-    return {pid for pid in found if not _is_zombie(pid)}
-
-
-def _is_zombie(pid: int) -> bool:
-    """Or gone altogether."""
-    with contextlib.suppress(psutil.NoSuchProcess):
-        return psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
-    return True
 
 
 def _python(code: str, *words: str) -> tuple[str, ...]:
@@ -106,32 +74,8 @@ def _preparation(
     }
 
 
-class Site:
+class Site(Relayed):
     """What a driver holds of one replica, and the relays of its actor."""
-
-    def __init__(self, relays: Any, folder: Path, place: tuple[str, str, str]) -> None:
-        self.relays = relays
-        self.folder = folder
-        self.key, self.tag, self.run_dir = place
-        self.reports: list[dict[str, Any]] = []
-        self._looked_at = 0
-        self._orders = 0
-
-    @property
-    def root(self) -> Path:
-        """The replica's run directory."""
-        return Path(tempfile.gettempdir()) / f"nemo_run_{os.getuid()}" / self.run_dir
-
-    @property
-    def text(self) -> str:
-        return "".join(one["text"] for one in self.reports if one["at"] == "text")
-
-    def kinds(self) -> list[str]:
-        return [one["at"] for one in self.reports if one["at"] != "text"]
-
-    def order(self, order: Mapping[str, Any]) -> None:
-        self.relays.order(self.key, self._orders, dict(order))
-        self._orders += 1
 
     def prepare(self, role: RoleSpec, index: int = 0, **values: Any) -> None:
         self._role, self._index = role, index
@@ -157,55 +101,16 @@ class Site:
     def end(self) -> None:
         self.order({"do": "end"})
 
-    def ask(self, seen: int, patience_s: float) -> tuple[int, list[str]]:
-        """The number of the first report that is there, and the reports as they came."""
-        answer = self.relays.pull({self.key: seen}, patience_s)
-        return answer.get(self.key, (seen, []))
-
-    def pull(self, patience_s: float = 0.1) -> None:
-        first, reports = self.ask(len(self.reports), patience_s)
-        for number, report in enumerate(reports, start=first):
-            if number == len(self.reports):
-                self.reports.append(json.loads(report))
-
-    def drain(self) -> None:
-        """Forget what is there, so that nothing waits for a pull."""
-        seen = 0
-        while True:
-            first, reports = self.ask(seen, 0.0)
-            if not reports:
-                return
-            seen = first + len(reports)
-
-    def until(self, kind: str, within_s: float = 10) -> dict[str, Any]:
-        """The next report of a kind."""
-        deadline = time.monotonic() + within_s
-        while True:
-            while self._looked_at < len(self.reports):
-                self._looked_at += 1
-                if self.reports[self._looked_at - 1]["at"] == kind:
-                    return self.reports[self._looked_at - 1]
-            if time.monotonic() > deadline:
-                pytest.fail(f"no {kind!r} within {within_s} s; there is {self.reports[-20:]}")
-            self.pull()
-
-    def says(self, text: str) -> None:
-        deadline = time.monotonic() + 10
-        while text not in self.text:
-            if time.monotonic() > deadline:
-                pytest.fail(f"{text!r} is not said; there is {self.reports[-20:]}")
-            self.pull()
-
     def processes(self) -> set[int]:
         """The role's, wherever they went."""
-        return _holding(f"NEMO_RUN_RAY_TAG={self.tag}", "environ")
+        return holding(f"NEMO_RUN_RAY_TAG={self.tag}", "environ")
 
     def process(self) -> int:
         """Ours, which looks after them; the processes of other replicas have the same words."""
-        return _only(_wait(self._parents))
+        return _only(wait(self._parents))
 
     def _parents(self) -> set[int]:
-        role, ours = self.processes(), _holding(str(self.folder), "cmdline")
+        role, ours = self.processes(), holding(str(self.folder), "cmdline")
         below = {pid: {one.pid for one in psutil.Process(pid).children()} for pid in ours}
         guarded = {pid for pid in ours if psutil.Process(pid).ppid() in ours}
         return {pid for pid in guarded if not role or below[pid] & role}
@@ -214,51 +119,6 @@ class Site:
 def _only(found: Any) -> int:
     (one,) = found
     return int(one)
-
-
-@pytest.fixture(scope="module")
-def package(tmp_path_factory) -> Path:
-    """A folder with the remote half, without the rest of the package."""
-    folder = tmp_path_factory.mktemp("remote")
-    source = Path(nemo_run_ray.__file__).parent / "remote"
-    shutil.copytree(
-        source, folder / "nemo_run_ray_remote", ignore=shutil.ignore_patterns("__pycache__")
-    )
-    return folder
-
-
-@pytest.fixture(scope="module")
-def relays(package) -> Iterator[ModuleType]:
-    """The relay's module, as an actor imports it."""
-    sys.path.append(str(package))
-    yield importlib.import_module("nemo_run_ray_remote.group.relay")
-    sys.path.remove(str(package))
-    for name in [one for one in sys.modules if one.startswith("nemo_run_ray_remote")]:
-        del sys.modules[name]
-
-
-@pytest.fixture(autouse=True)
-def tag() -> Iterator[str]:
-    """In the environment or the command line of all that a test starts; it leaves none of them."""
-    text = f"t{uuid.uuid4().hex}"
-    yield text
-    deadline = time.monotonic() + 5  # a replica's guard ends a moment after it
-    while (left := _holding(text)) and time.monotonic() < deadline:
-        time.sleep(0.02)
-    for pid in left:
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGKILL)
-    assert not left, f"left are {left}"
-
-
-@pytest.fixture
-def temporary(tmp_path, monkeypatch) -> Path:
-    """The node's folder for temporary files."""
-    folder = tmp_path / "tmp"
-    folder.mkdir()
-    monkeypatch.setenv("TMPDIR", str(folder))
-    monkeypatch.setattr(tempfile, "tempdir", None)
-    return folder
 
 
 @pytest.fixture
@@ -575,7 +435,7 @@ say("done")
 """
     site.run(_role(_python(code), processes=2, ranked=True, ports={RENDEZVOUS: 0}))
     site.says("goes on")
-    _wait(lambda: len(site.processes()) == 1)
+    wait(lambda: len(site.processes()) == 1)
     (site.root / "nemo_run" / "code" / "go").touch()
     assert site.until("exited")["code"] == 0
     assert site.text == "goes on\ndone\n"
@@ -625,7 +485,7 @@ def test_a_file_that_is_no_program(site, tmp_path):
 
 def test_a_word_that_no_system_takes_is_reported_as_the_commands_failure(site):
     site.run(_role(("echo", "a\0b")))
-    _wait(lambda: site.pull() or len(site.kinds()) > 1)
+    wait(lambda: site.pull() or len(site.kinds()) > 1)
     assert site.kinds()[-1] == "exited"
     assert site.reports[-1]["code"] in (126, 127)
 
@@ -684,7 +544,7 @@ def _stubborn(**task: Any) -> RoleSpec:
 def test_a_stubborn_tree_is_killed_after_the_grace(site):
     site.run(_stubborn(grace_s=2.0))
     site.says("up")
-    _wait(lambda: len(site.processes()) == 4)
+    wait(lambda: len(site.processes()) == 4)
     asked_at = time.monotonic()
     site.end()
     exited = site.until("exited")
@@ -798,7 +658,7 @@ def test_a_replica_that_was_killed_after_its_grace_can_be_started_again(site):
     assert site.until("exited")["code"] == 137
     site.start()
     site.until("ready")
-    _wait(lambda: len(site.processes()) == 4)
+    wait(lambda: len(site.processes()) == 4)
     site.end()
     assert site.until("exited")["code"] == 137
 
@@ -909,7 +769,7 @@ def test_a_probe_that_hangs_is_ended_with_its_service(site):
     ask = _shell("touch asked; exec sleep 1000")
     probe = ProbeSpec("command", command=ask, interval_s=0.05)
     site.run(_service(_shell("exec sleep 1000"), probe, grace_s=60.0))
-    _wait((site.root / "nemo_run" / "code" / "asked").exists)
+    wait((site.root / "nemo_run" / "code" / "asked").exists)
     site.end()
     site.until("exited", within_s=5)
     assert site.processes() == set()
@@ -927,7 +787,7 @@ stay()
     site.run(_service(command, probe, grace_s=60.0))
     site.says("up")
     asked = site.root / "nemo_run" / "code" / "asked"
-    _wait(asked.exists)
+    wait(asked.exists)
     site.end()
     assert site.until("exited")["code"] == 0
     assert asked.read_text() == "x\n"
@@ -984,7 +844,7 @@ def test_a_pull_repeated_gives_the_same_and_the_next_what_follows(site):
     assert site.ask(0, 10.0) == (0, prepared)
     site.reports.append(json.loads(prepared[0]))
     site.start()
-    _wait(lambda: any("exited" in one for one in site.ask(1, 0.1)[1]))
+    wait(lambda: any("exited" in one for one in site.ask(1, 0.1)[1]))
     first, reports = site.ask(1, 0.0)
     assert first == 1
     assert site.ask(1, 0.0) == (1, reports)
@@ -1030,7 +890,7 @@ def test_one_pull_brings_the_reports_of_all_replicas_that_have_some(replicas):
     relays = sites[0].relays
     for one in sites[:2]:
         one.prepare(_role())
-    _wait(lambda: len(relays.pull({}, 0.1)) == 2)
+    wait(lambda: len(relays.pull({}, 0.1)) == 2)
     answer = relays.pull({one.key: 0 for one in sites}, 5.0)
     assert {key: first for key, (first, _) in answer.items()} == {"train/0": 0, "train/1": 0}
     assert relays.pull({"train/0": 1}, 0.1) == {"train/1": answer["train/1"]}
@@ -1145,7 +1005,7 @@ def test_a_command_that_waits_for_a_pull_can_be_ended(site):
     site.run(_role(_python(_MUCH)))
     _until_it_waits(site)
     site.end()
-    _wait(lambda: not site.processes())
+    wait(lambda: not site.processes())
     assert site.until("exited")["code"] == 143
     assert set(site.text.splitlines()) == {"0123456789abcde"}
 
@@ -1169,7 +1029,7 @@ def test_close_removes_processes_and_folders(site):
     assert site.root.exists()
     assert site.relays.close()
     assert site.processes() == set()
-    _wait(lambda: _is_zombie(ours))
+    wait(lambda: is_zombie(ours))
     assert not site.folder.exists()
     assert not site.root.exists()
     assert site.relays.close()  # twice is once
@@ -1216,7 +1076,7 @@ def test_a_port_that_is_taken_leaves_no_folder(site):
 def test_the_death_of_our_process_is_reported_and_kills_the_tree(site):
     site.run(_stubborn(grace_s=1000.0))
     site.says("up")
-    _wait(lambda: len(site.processes()) == 4)
+    wait(lambda: len(site.processes()) == 4)
     ours = psutil.Process(site.process())
     guard = ours.parent()
     guard.suspend()  # it kills them too, and may be the first
@@ -1233,6 +1093,16 @@ def test_the_death_of_our_process_is_reported_and_kills_the_tree(site):
     site.pull()
     assert site.reports[-1] == gone
     assert site.relays.close()
+
+
+def test_the_death_of_our_process_is_reported_when_an_order_to_it_was_not_read(site):
+    site.run(_role(_shell("exec sleep 1000")))
+    ours = site.process()
+    os.kill(ours, signal.SIGSTOP)
+    site.end()
+    os.kill(ours, signal.SIGKILL)
+    site.until("gone")
+    assert site.processes() == set()
 
 
 def test_the_death_of_our_process_leaves_no_folder(site):
@@ -1324,10 +1194,10 @@ def actor(package, tag, temporary) -> Iterator[Callable[[RoleSpec], subprocess.P
 @pytest.mark.parametrize("how", ["SIGKILL", "SIGTERM"])
 def test_the_death_of_the_actors_process_kills_the_tree(actor, tag, temporary, how):
     made = actor(_stubborn(grace_s=1000.0))
-    _wait(lambda: len(_holding(tag, "environ")) == 4)
+    wait(lambda: len(holding(f"NEMO_RUN_RAY_TAG={tag}", "environ")) == 4)
     made.send_signal(signal.Signals[how])
     made.wait(10)
-    _wait(lambda: not _holding(tag))
+    wait(lambda: not holding(tag))
     assert not (temporary / tag).exists()
     assert not (temporary / f"nemo_run_{os.getuid()}" / f"{tag}~train-0").exists()
 
@@ -1335,6 +1205,6 @@ def test_the_death_of_the_actors_process_kills_the_tree(actor, tag, temporary, h
 def test_a_command_dies_also_when_the_actor_and_our_process_die_at_once(actor, tag):
     made = actor(_role(_shell("trap '' TERM; echo up; exec sleep 1000")))
     made.send_signal(signal.SIGSTOP)
-    (command,) = _holding(tag, "environ")
+    (command,) = holding(f"NEMO_RUN_RAY_TAG={tag}", "environ")
     os.kill(psutil.Process(command).ppid(), signal.SIGKILL)
-    _wait(lambda: not _holding(tag, "environ"))
+    wait(lambda: not holding(f"NEMO_RUN_RAY_TAG={tag}", "environ"))

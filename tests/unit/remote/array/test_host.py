@@ -1,0 +1,332 @@
+"""The real process of a host and those of its elements, without Ray."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import nemo_run as run
+import psutil
+import pytest
+
+from nemo_run_ray import array
+from nemo_run_ray.remote.array.elements import ENV, FIELD
+from nemo_run_ray.remote.node.rundir import JOBS
+from nemo_run_ray.remote.spec import JobSpec, RoleSpec
+from tests import array_tasks
+from tests.relays import Relayed, holding, is_zombie, wait
+
+
+class Host(Relayed):
+    """What a driver holds of one host."""
+
+    def prepare(self, argv: tuple[str, ...], slots: int = 2, **values: Any) -> None:
+        """Make it ready for commands that are told their value as ``VALUE``."""
+        grace_s = values.pop("grace_s", 0.3)
+        role = RoleSpec("element", JobSpec(argv, grace_s=grace_s, python=sys.executable))
+        self.order(
+            {
+                "do": "prepare",
+                "role": role.to_json(),
+                "index": 0,
+                "job": "job",
+                "run_dir": self.run_dir,
+                "code": "",
+                "address": "127.0.0.1",
+                "tag": self.tag,
+                "given": {},
+                "secrets": {},
+                "slots": slots,
+                "gpus": 0.0,
+                "runs": "command",
+                "targets": [[ENV, "VALUE"]],
+                "elements": "scripts/elements",
+                "count": 100,
+                **values,
+            }
+        )
+        self.until("prepared")
+
+    def shell(self, program: str, **values: Any) -> None:
+        """Make it ready for a program of the shell."""
+        self.prepare(("sh", "-c", program), **values)
+
+    def run(self, *elements: int, attempt: int = 1, value: str = "x") -> None:
+        rows = [[element, attempt, [value]] for element in elements]
+        self.order({"do": "run", "elements": rows})
+
+    def ended(self, within_s: float = 10) -> list[Any]:
+        """The next element that ends: its index, attempt and exit code."""
+        return list(self.until("ended", within_s)["row"][:3])
+
+    def sweep(self, *others: Host) -> None:
+        hosts = [[number, other.tag, other.run_dir] for number, other in enumerate(others)]
+        self.order({"do": "sweep", "hosts": hosts})
+
+    def elements(self) -> set[int]:
+        """The processes of its elements."""
+        return holding(f"NEMO_RUN_RAY_TAG={self.tag}", "environ")
+
+    def keepers(self) -> tuple[int, int]:
+        """Its own process, and the guard of it."""
+        found = holding(f"NEMO_RUN_RAY_KEEPER={self.tag}", "environ")
+        (host,) = [pid for pid in found if psutil.Process(pid).ppid() in found]
+        return host, psutil.Process(host).ppid()
+
+
+@pytest.fixture
+def make(relays, tag, temporary) -> Iterator[Callable[[], Host]]:
+    """Makes hosts on one node, each with an actor of its own."""
+    made: list[Host] = []
+
+    def host() -> Host:
+        number = len(made)
+        folder = temporary / f"{tag}.{number}"
+        folder.mkdir()
+        place = (
+            f"element/{number}",
+            f"{tag}/{number}",
+            f"{tag}~host-{number}",
+            "array.host",
+        )
+        made.append(Host(relays.Relays(str(folder), [place]), folder, place))
+        return made[-1]
+
+    yield host
+    for one in made:
+        one.drain()
+        one.relays.close()
+        for relay in one.relays._relays.values():
+            relay._channel.close()
+
+
+@pytest.fixture
+def host(make) -> Host:
+    return make()
+
+
+def test_elements_run_in_their_slots_and_their_ends_are_told(host, tmp_path):
+    host.shell(f"echo $VALUE; mkdir {tmp_path}/$NEMO_RUN_ARRAY_INDEX; sleep 0.1; exit $VALUE")
+    host.run(0, 1, 2, 3, 4, value="7")
+    assert sorted(host.ended() for _ in range(5)) == [[index, 1, 7] for index in range(5)]
+    assert sorted(os.listdir(tmp_path)) == ["0", "1", "2", "3", "4", "tmp"]
+
+
+def test_no_more_run_at_a_time_than_there_are_slots(host, tmp_path):
+    host.shell(f"mkdir {tmp_path}/$NEMO_RUN_ARRAY_INDEX; exec sleep 1000", slots=2)
+    host.run(0, 1, 2, 3)
+    wait(lambda: len(host.elements()) == 2)
+    time.sleep(0.3)
+    assert {"0", "1"} <= set(os.listdir(tmp_path))
+    assert len(host.elements()) == 2
+    host.order({"do": "end"})
+    host.until("idle")
+    assert host.elements() == set()
+
+
+# ---------------------------------------------------------------------- what elements leave
+
+
+def test_an_element_is_over_when_what_has_left_its_group_is(host, tmp_path):
+    hides = f"trap '' TERM; echo $$ > {tmp_path}/pid; sleep 1000"
+    host.shell(f'setsid sh -c "{hides.replace("$", chr(92) + "$")}" & sleep 0.5', grace_s=0.5)
+    host.run(0)
+
+    assert host.ended() == [0, 1, 0]
+
+    assert is_zombie(int((tmp_path / "pid").read_text()))
+    assert host.elements() == set()
+
+
+def test_what_an_element_starts_in_a_session_of_its_own_goes_on_while_it_runs(host, tmp_path):
+    program = f"setsid sh -c 'sleep 1.5; touch {tmp_path}/done' & sleep 0.1; exec sleep 3"
+    host.shell(
+        f"sh -c '{program}'".replace("sh -c 'sleep", 'sh -c "sleep').replace("done'", 'done"')
+    )
+    host.run(0)
+    wait((tmp_path / "done").exists)
+    assert host.ended() == [0, 1, 0]
+
+
+# ---------------------------------------------------------------------- hosts that have died
+
+
+def _begin_three(host: Host, tmp_path: Path) -> None:
+    """The first element has ended, the second one runs, and the third one waits."""
+    host.shell(
+        f"mkdir {tmp_path}/$NEMO_RUN_ARRAY_INDEX; test $NEMO_RUN_ARRAY_INDEX = 0 || sleep 1000",
+        slots=1,
+    )
+    host.run(0, 1)
+    assert host.ended() == [0, 1, 0]
+    wait((tmp_path / "1").exists)
+
+
+@pytest.mark.parametrize("stopped", ["host", "host and guard", "guard"])
+def test_a_stopped_host_starts_nothing_and_notes_nothing_once_it_is_swept(make, tmp_path, stopped):
+    dead, other = make(), make()
+    _begin_three(dead, tmp_path)
+    host, guard = dead.keepers()
+    for pid, name in ((host, "host"), (guard, "guard")):
+        if name in stopped:
+            os.kill(pid, signal.SIGSTOP)
+    dead.run(2)
+
+    other.sweep(dead)
+    report = other.until("swept", within_s=20)
+
+    assert [row[:3] for row in report["ended"]] == [[0, 1, 0]]
+    assert not holding(dead.tag, "environ")
+    time.sleep(0.3)
+    assert not (tmp_path / "2").exists()
+    assert not dead.root.exists()
+
+
+def test_what_has_lost_its_mark_is_ended_by_the_guard(make, tmp_path):
+    dead, other = make(), make()
+    hides = f"setsid env -i sh -c 'echo $$ > {tmp_path}/pid; sleep 1000'"
+    dead.shell(f"{hides} & sleep 1000")
+    dead.run(0)
+    wait(lambda: (tmp_path / "pid").exists() and (tmp_path / "pid").read_text())
+    os.kill(dead.keepers()[0], signal.SIGSTOP)
+
+    other.sweep(dead)
+
+    assert other.until("swept", within_s=20)["ended"] == []
+    assert is_zombie(int((tmp_path / "pid").read_text()))
+
+
+def test_a_host_whose_notes_are_torn_tells_the_others(make, tmp_path):
+    dead, other = make(), make()
+    _begin_three(dead, tmp_path)
+    (notes,) = dead.root.parent.glob("*.ended")
+    notes.write_text('[5, 1, 0\n[6, 1, 0, 0.1, "exit code 0"]\n[7, 1')
+    os.kill(dead.keepers()[0], signal.SIGKILL)
+
+    other.sweep(dead)
+
+    assert [row[0] for row in other.until("swept", within_s=20)["ended"]] == [6]
+    other.order({"do": "forget", "run_dirs": [dead.run_dir]})
+    wait(lambda: not notes.exists())
+
+
+def test_what_does_not_end_is_named(relays, tag, monkeypatch):
+    sweeping = importlib.import_module("nemo_run_ray_remote.array.sweeping")
+    monkeypatch.setattr(sweeping, "kill", lambda pid, number: None)  # as if the kernel had it
+    environment = {**os.environ, "NEMO_RUN_RAY_TAG": tag}
+    process = psutil.Popen(["sleep", "1000"], env=environment)
+    try:
+        sweepings = sweeping.Sweepings()
+        sweepings.add(4, tag, "nowhere", now=0.0)
+        assert list(sweepings.turn(1.0)) == []
+        ((number, ended, words),) = sweepings.turn(31.0)
+        assert (number, ended) == (4, None)
+        assert words == f"process {process.pid} (sleep, S (sleeping))"
+        assert list(sweepings.turn(32.0)) == []
+    finally:
+        process.kill()
+        process.wait()
+    assert list(sweepings.turn(33.0)) == []
+    assert list(sweepings.turn(33.1)) == [(4, [], "")]
+    assert not sweepings
+
+
+# ---------------------------------------------------------------------- notes
+
+
+def test_notes_outlive_a_full_disk(relays, temporary, monkeypatch):
+    notes = importlib.import_module("nemo_run_ray_remote.array.notes")
+    folder = temporary / f"nemo_run_{os.getuid()}"
+    folder.mkdir()
+    own = notes.Notes("host")
+    own.add([0, 1, 0])
+    with monkeypatch.context() as full:
+        write = os.write
+        full.setattr(os, "write", lambda fd, data: write(fd, data[:3]))
+        own.add([1, 1, 0])
+    own.add([2, 1, 0])
+    assert notes.read("host") == [[0, 1, 0], [2, 1, 0]]
+    notes.forget("host")
+    assert not folder.exists()
+
+
+# ---------------------------------------------------------------------- forks
+
+
+@pytest.fixture
+def forks(package) -> Iterator[dict[str, Any]]:
+    """What a host is told so that it forks elements of ``array_tasks.waits``."""
+    made = array(run.Partial(array_tasks.waits, path=""), over={"path": ["x"]})
+    folder = package / JOBS / "job" / "scripts"
+    folder.mkdir(parents=True)
+    (folder / "elements").write_text(made.inline)
+    root = str(Path(__file__).parents[4])
+    yield {"runs": "fork", "targets": [[FIELD, "path"]], "given": {"PYTHONPATH": root}}
+    (folder / "elements").unlink()
+    folder.rmdir()
+    folder.parent.rmdir()
+
+
+def _warm(host: Host) -> set[int]:
+    """The process that forks elements, and no element."""
+    found = {pid for pid in host.elements() if psutil.Process(pid).ppid() == host.keepers()[0]}
+    return {pid for pid in found if "serve" in psutil.Process(pid).cmdline()}
+
+
+def test_whatever_becomes_of_the_process_that_forks_each_element_runs_once(host, forks, tmp_path):
+    """It is killed during its imports, with elements that run, and with some that wait."""
+    host.prepare(("python",), slots=2, **forks)
+    host.run(*range(6), value=str(tmp_path))
+    (warm,) = wait(lambda: _warm(host))
+    os.kill(warm, signal.SIGKILL)
+    wait(lambda: len(list(tmp_path.glob("begun-*"))) == 2, within_s=60)
+    (warm,) = _warm(host)
+    os.kill(warm, signal.SIGKILL)  # what it had forked goes on
+    (tmp_path / "go").touch()
+
+    rows = [host.ended(within_s=60) for _ in range(6)]
+
+    assert sorted(rows) == [[index, 1, 0] for index in range(6)]
+    begun = sorted((tmp_path / f"begun-{index}").read_text() for index in range(6))
+    assert begun == ["x"] * 6
+    assert "lost" not in host.kinds()
+
+
+def test_an_end_that_nobody_has_seen_is_lost_and_no_failure(relays):
+    """The process that forks is killed between the collection of an element and its word of it."""
+    launcher = importlib.import_module("nemo_run_ray_remote.array.launcher")
+    progress = importlib.import_module("nemo_run_ray_remote.array.progress")
+
+    class Forking:
+        pid, begun, ended = 100, (), ()
+
+        def read(self) -> None: ...
+
+        def has_died(self, code: int) -> None: ...
+
+    gone = psutil.Popen(["true"])
+    gone.wait()
+    made = launcher.Launcher.__new__(launcher.Launcher)
+    made.forking = Forking()
+    element = launcher.RunningElement(progress.Lease(3, 1), 0, gone.pid, None)
+
+    assert made.has_died(100, 137, {gone.pid: element})
+
+    assert element.is_lost
+
+
+def test_an_order_to_end_ends_what_has_begun_and_what_has_not(host, forks, tmp_path):
+    host.prepare(("python",), slots=2, **forks)
+    host.run(*range(4), value=str(tmp_path))
+    wait(lambda: (tmp_path / "begun-0").exists(), within_s=60)
+    host.order({"do": "end"})
+    host.until("idle")
+    with contextlib.suppress(ValueError):  # there is none
+        assert host.elements() == set()
