@@ -29,7 +29,7 @@ import httpx
 import nemo_run as run
 import psutil
 
-from benchmarks import chains, cloud, groups, slurm, status, work
+from benchmarks import arrays, chains, cloud, groups, slurm, status, work
 from nemo_run_ray import ExistingCluster, LocalCluster, RayExecutor, find
 from nemo_run_ray.clusters import Dashboard
 from nemo_run_ray.dashboard.jobs_api import JobsApi
@@ -63,6 +63,7 @@ def main(wanted: list[str]) -> None:
         "status": status.measure,
         "slurm": slurm.measure,
         "work": work.measure,
+        "arrays": arrays.measure,
         "start": lambda: measure_start(embedded()),
         "upload": lambda: measure_upload(embedded()),
         "polling": lambda: measure_polling(embedded()),
@@ -75,7 +76,7 @@ def main(wanted: list[str]) -> None:
     }
     for name in wanted or measures:
         print(f"measuring: {name}", file=sys.stderr, flush=True)
-        if name not in ("cloud", "import", "status", "slurm", "work"):
+        if name not in ("cloud", "import", "status", "slurm", "work", "arrays"):
             embedded()
         results[name] = measures[name]()
     latest.write_text(json.dumps(results, indent=1))
@@ -327,6 +328,7 @@ SHOW: dict[str, Callable[[dict[str, Any], Add], None]] = {
     "cloud": cloud.show,
     "slurm": slurm.show,
     "work": work.show,
+    "arrays": arrays.show,
     "import": lambda found, add: add(
         "import nemo_run_ray adds", f"{found['added_s']:.3f} s", "< 0.1"
     ),

@@ -18,6 +18,7 @@ from rich.live import Live
 
 from nemo_run_ray.cli.cluster_verbs import clusters, init
 from nemo_run_ray.cli.doctor import doctor
+from nemo_run_ray.cli.elements_table import print_elements
 from nemo_run_ray.cli.up_down import down, up
 from nemo_run_ray.errors import JobError, NemoRunRayError
 from nemo_run_ray.nemo import registry
@@ -42,6 +43,8 @@ def status(
     name: Name,
     as_json: Annotated[bool, typer.Option("--json", help="For programs.")] = False,
     once: Annotated[bool, typer.Option("--once", help="Look once, do not follow.")] = False,
+    elements: Annotated[str, typer.Option(help="Of an array: failed, running, … or 3,7-9.")] = "",
+    job: Annotated[str, typer.Option(help="Which job of an experiment has the elements.")] = "",
 ) -> None:
     """State and reason of an experiment's jobs, or of one job; on a terminal until all ended."""
     from nemo_run_ray.cli.status_report import StatusReport
@@ -50,6 +53,9 @@ def status(
     from nemo_run_ray.jobs.tend import tend
 
     jobs = find(name)
+    if elements:
+        print_elements(_one(name, jobs, job).select_elements(elements), as_json)
+        return
     report = StatusReport(jobs)
     if as_json:
         print(report.as_json())
@@ -107,15 +113,12 @@ def logs(
     from nemo_run_ray.jobs.find import find
     from nemo_run_ray.jobs.follow_log import lines, of_element, only
 
-    found = _chosen(name, find(name), job)
-    if len(found) != 1:
-        names = ", ".join(remote_job.name for remote_job in found)
-        raise JobError(f"{name!r} has the jobs {names}; name one of them with --job.")
+    found = _one(name, find(name), job)
     if role:
-        _must_have_role(found[0], role)
-    text = (found[0].log if raw else found[0].output)(follow)
+        _must_have_role(found, role)
+    text = (found.log if raw else found.output)(follow)
     if element >= 0:
-        _must_have_element(found[0], element)
+        _must_have_element(found, element)
         text = of_element(element, lines(text))
     for piece in only(role, lines(text)) if role else text:
         sys.stdout.write(piece)
@@ -148,12 +151,17 @@ def _must_have_role(job: Any, role: str) -> None:
 
 
 def cancel(
-    name: Name, job: Annotated[str, typer.Option(help="Only this job of an experiment.")] = ""
+    name: Name,
+    job: Annotated[str, typer.Option(help="Only this job of an experiment.")] = "",
+    elements: Annotated[str, typer.Option(help="Only these of an array: 3,7-9, waiting, …")] = "",
 ) -> None:
     """Stop the jobs of an experiment, or one job, and wait until they have ended."""
     from nemo_run_ray.jobs.cancel import cancel_all
     from nemo_run_ray.jobs.find import find
 
+    if elements:
+        print_elements(_one(name, find(name), job).cancel_elements(elements))
+        return
     for line in cancel_all(_chosen(name, find(name), job)):
         _out.print(line, markup=False)
 
@@ -165,6 +173,15 @@ def _chosen(name: str, jobs: list[RemoteJob], job: str) -> list[RemoteJob]:
         names = ", ".join(remote_job.name for remote_job in jobs)
         raise JobError(f"{name!r} has no job {job!r}; it has {names}.")
     return found
+
+
+def _one(name: str, jobs: list[RemoteJob], job: str) -> RemoteJob:
+    """The only job of that name."""
+    found = _chosen(name, jobs, job)
+    if len(found) != 1:
+        names = ", ".join(remote_job.name for remote_job in found)
+        raise JobError(f"{name!r} has the jobs {names}; name one of them with --job.")
+    return found[0]
 
 
 def resume(experiment: Annotated[str, typer.Argument(help="Its id or title.")]) -> None:

@@ -91,9 +91,15 @@ class StateApi:
         except ValueError:
             return None  # Ray's own words, about a file that is not there
 
-    def results(self, node: str, submission_id: str) -> list[str]:
-        """A line for each result that an element of an array has returned, in JSON."""
-        return self._log_file(node, file_of(submission_id, "results"), -1).splitlines()
+    def array_file(self, node: str, submission_id: str, kind: str) -> list[str]:
+        """The lines of a file that the driver of an array writes; Ray's words when it is not there.
+
+        Args:
+            node: id of the driver's node.
+            submission_id: of any attempt.
+            kind: as for ``file_of``.
+        """
+        return self._log_file(node, file_of(submission_id, kind), -1).splitlines()
 
     @cached_property
     def env_builds(self) -> EnvBuilds:

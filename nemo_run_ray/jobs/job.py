@@ -12,6 +12,7 @@ from typing import Any
 from nemo_run_ray.clusters.left_behind import CUT
 from nemo_run_ray.errors import ClusterError, ConfigError, JobError, NemoRunRayError, StillGoesOn
 from nemo_run_ray.jobs import keep_logs, notes
+from nemo_run_ray.jobs.array_elements import Element, array_file, cancel_elements, elements_of
 from nemo_run_ray.jobs.cancel_loop import JOB_MARGIN_S, Stops, insist
 from nemo_run_ray.jobs.explanations import elements
 from nemo_run_ray.jobs.follow_log import attempt_mark, follow, output_of
@@ -57,17 +58,35 @@ class RemoteJob(ObservedJob):
         Raises:
             ClusterError: the cluster does not answer.
         """
-        status = self.status
-        if not self.record.is_array or not status.node:
+        if not self.record.is_array:
             return {}
-        found: dict[int, Any] = {}
-        for line in self.api().state.results(status.node, self.id):
-            try:
-                index, value = json.loads(line)
-            except ValueError:  # Ray's own words, about a file that is not there
-                return {}
-            found[index] = value
-        return found
+        return dict(json.loads(line) for line in array_file(self, self.status, "results"))
+
+    def select_elements(self, selection: str = "") -> list[Element]:
+        """The elements of an array, one by one.
+
+        Args:
+            selection: ``waiting``, ``running``, ``succeeded``, ``failed``, ``cancelled``, ``lost``,
+                or indices such as ``3,7-9``; empty is all.
+
+        Raises:
+            ClusterError: the cluster does not answer.
+            ConfigError: the selection cannot be understood.
+            JobError: it is no array, has no such element, or nothing is known of its elements.
+        """
+        return elements_of(self, self.status, selection)
+
+    def cancel_elements(self, selection: str) -> list[Element]:
+        """End some elements of an array that goes on, wait until they have ended, and return them.
+
+        Args:
+            selection: as for ``select_elements``.
+
+        Raises:
+            ClusterError: the cluster does not answer, or the array's driver does not.
+            ConfigError, JobError: as for ``select_elements``.
+        """
+        return cancel_elements(self, selection)
 
     def wait(self, timeout_s: float | None = None) -> JobStatus:
         """Wait until it has ended, and return how. Meanwhile its experiment is looked after.

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING
 
 from nemo_run_ray.errors import JobError, NemoRunRayError, StreamCut
 from nemo_run_ray.jobs import ledger
+from nemo_run_ray.jobs.array_elements import keep_array
 from nemo_run_ray.jobs.ledger import Ledger
 from nemo_run_ray.jobs.snapshot import Snapshot
 from nemo_run_ray.remote.states import JobStatus
@@ -82,6 +83,7 @@ def keep_log(job: ObservedJob, status: JobStatus, snapshot: Snapshot) -> None:
         left = job.left_logs()
         texts = job.left_text() if left else job.whole_log(job.api(), status, left_s)
         job.kept.keep_log(_until(texts, deadline), record.keep_logs_max_bytes)
+        keep_array(job, status)
     except (NemoRunRayError, OSError, ValueError) as error:
         is_late = time.monotonic() >= deadline
         if is_late and left_s < _WHOLE * budget_s:

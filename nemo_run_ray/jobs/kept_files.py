@@ -29,6 +29,7 @@ class Kept:
     def __init__(self, exp_dir: Path, submission_id: str) -> None:
         self._log = exp_dir / "ray_logs" / f"{submission_id}.log"
         self._rows = exp_dir / "ray_logs" / f"{submission_id}.json"
+        self._array = exp_dir / "ray_logs" / f"{submission_id}.array"
 
     @property
     def has_log(self) -> bool:
@@ -75,6 +76,18 @@ class Kept:
     def keep_rows(self, rows: GroupRows | ArrayRows) -> None:
         self._rows.parent.mkdir(parents=True, exist_ok=True)
         write_file(self._rows, json.dumps(rows))
+
+    def has_array_file(self, kind: str) -> bool:
+        """Whether a file that the driver of an array has written was kept."""
+        return self._array.with_suffix(f".{kind}").exists()
+
+    def array_file(self, kind: str) -> list[str]:
+        """Its lines."""
+        return self._array.with_suffix(f".{kind}").read_text(encoding="utf-8").splitlines()
+
+    def keep_array_file(self, kind: str, lines: Iterable[str]) -> None:
+        self._array.parent.mkdir(parents=True, exist_ok=True)
+        write_file(self._array.with_suffix(f".{kind}"), "".join(f"{line}\n" for line in lines))
 
 
 class _End:

@@ -27,6 +27,7 @@ from .hosts import Host, HostStarts
 from .leases import Leases
 from .progress import ElementState, Lease
 from .status_file import StatusFile
+from .wishes import Wishes
 
 #: Exit code when elements have failed.
 SOME_FAILED = 8
@@ -49,7 +50,8 @@ def run(runner: Runner, spec: ArraySpec, job: str, submission_id: str) -> int:
         calls = Calls(ray)
         starts = HostStarts(ray, spec, job, values, config, leases.progress.count)
         pool = HostPool(ray, spec, submission_id, starts, calls, leases)
-        driver = _ArrayDriver(runner, spec, leases, pool, calls, status)
+        wishes = Wishes(ray, submission_id)
+        driver = _ArrayDriver(runner, spec, leases, pool, calls, status, wishes)
         try:
             return driver.run()
         finally:
@@ -70,6 +72,7 @@ class _ArrayDriver:
         pool: HostPool,
         calls: Calls,
         status: StatusFile,
+        wishes: Wishes,
     ) -> None:
         self._runner = runner
         self._spec = spec
@@ -78,6 +81,7 @@ class _ArrayDriver:
         self._pool = pool
         self._calls = calls
         self._status = status
+        self._wishes = wishes
         self._look_at = 0.0
         #: Why no more is leased, in words; empty when the job was cancelled.
         self._stopped_by: Optional[str] = None
@@ -98,6 +102,7 @@ class _ArrayDriver:
         now = time.monotonic()
         if now >= self._look_at:
             self._look_at = now + _LOOK_S
+            self._fulfil_wishes()
             try:
                 self._pool.look(now, self._progress.number(ElementState.WAITING))
             except OSError as error:  # a full disk: no host is started meanwhile
@@ -152,6 +157,14 @@ class _ArrayDriver:
             self._stopped_by = why
             self._progress.cancel_waiting()
             self._pool.end()
+
+    def _fulfil_wishes(self) -> None:
+        for key, elements in self._wishes.find(self._progress.count):
+            found = [lease for lease in map(self._leases.cancel, elements) if lease is not None]
+            self._pool.cancel(found)
+            if self._leases.commit():
+                say(f"the user has cancelled {len(elements)} element(s); {len(found)} were leased")
+                self._wishes.remove(key)
 
     def _check_failures(self) -> None:
         failed, limit = self._progress.number(ElementState.FAILED), self._spec.max_failures

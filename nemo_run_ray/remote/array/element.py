@@ -45,6 +45,7 @@ class RunningElement:
         self.lease, self.slot = lease, slot
         self.pid, self.fd = pid, fd
         self.code, self.words = code, words
+        self._end_by: Optional[float] = None  # when it is killed that was told to end
         self._kill_at: Optional[float] = None  # of what its first process has left
         self.seconds = 0.0
         #: It has ended, and its exit code went to a process that was killed.
@@ -85,6 +86,31 @@ class RunningElement:
     def ended(self, code: int) -> None:
         """Note the exit code; the loop has collected the process."""
         self.code, self.seconds = code, time.monotonic() - self._began
+
+    @property
+    def is_ending(self) -> bool:
+        """Whether it is being ended, or has ended and is not reported yet."""
+        return self._end_by is not None or self.code is not None
+
+    def end_by(self, until: float) -> None:
+        """End it: SIGTERM now, or when its process is known.
+
+        Args:
+            until: when it is to be killed.
+        """
+        if self._end_by is None:
+            self._end_by = until
+            self.signal(signal.SIGTERM)
+
+    def has_begun(self, pid: int) -> None:
+        """Note its process, which was not known until now."""
+        self.pid = pid
+        if self._end_by is not None:
+            self.signal(signal.SIGTERM)
+
+    def is_late(self, now: float) -> bool:
+        """Whether it runs longer than it may."""
+        return self.code is None and self._end_by is not None and now >= self._end_by
 
     def is_alone(self, now: float, grace_s: float) -> bool:
         """Whether its first process, which has ended, has left none; those that it has are ended.

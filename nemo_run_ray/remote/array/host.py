@@ -1,9 +1,9 @@
 """A host of elements on its node: starts them in its slots, passes their output on, says their end.
 
 It is a process as a replica of a group is one (``group/stay.py``), for many commands instead of one
-role. Orders and reports are JSON, one a line. Orders: ``prepare``, ``sweep``, ``run``, ``end``,
-``forget``. Reports: ``prepared``, ``unprepared``, ``threads``, ``swept``, ``unswept``, ``text``,
-``ended``, ``lost``, ``idle``, ``failed``.
+role. Orders and reports are JSON, one a line. Orders: ``prepare``, ``sweep``, ``run``,
+``cancel``, ``end``, ``forget``. Reports: ``prepared``, ``unprepared``, ``threads``, ``swept``,
+``unswept``, ``text``, ``ended``, ``lost``, ``idle``, ``failed``.
 
 What has ended is noted in a file before it is reported. When this process dies, the next host on
 the node ends what it has left, and reads the file: then it is known what ran, and nothing runs.
@@ -16,29 +16,20 @@ import shutil
 import signal
 import socket
 import time
-from collections import deque
-from typing import Any, Deque, Dict, Mapping, NoReturn, Optional, Sequence, Set
+from typing import Any, Dict, Mapping, NoReturn, Optional, Sequence, Set
 
 from ..group.channel import Channel
 from ..group.stay import stay
 from ..group.workspace import Workspace
 from ..node.tree import ENDING, ROUND_S, Tree, adopt_orphans, collect, wake_at
-from .element import RunningElement
-from .forking import CannotPrepare
 from .launcher import Launcher
 from .notes import Notes, forget
-from .orphans import Orphans
-from .progress import Lease
-from .starting import Order
+from .running import RunningElements
 from .sweeping import Sweepings
 from .watcher import Watcher
 
 #: Seconds of one turn of the loop when there is nothing to look after.
 _IDLE_S = 60.0
-#: Seconds between two looks for processes that elements have left.
-_LOOK_S = 0.5
-#: Reads that empty a pipe, of up to 1 MiB.
-_PIPE_READS = 16
 
 
 def main(argv: Sequence[str]) -> NoReturn:
@@ -47,7 +38,7 @@ def main(argv: Sequence[str]) -> NoReturn:
 
 
 class HostProcess:
-    """All elements of one host, in one loop without threads."""
+    """One host, in one loop without threads."""
 
     def __init__(self, end: socket.socket, folder: str) -> None:
         self._channel = Channel(end)
@@ -56,15 +47,9 @@ class HostProcess:
         self._tree = Tree(0, adopt_orphans())
         self._watcher = Watcher()
         self._workspace: Optional[Workspace] = None
-        self._launcher: Optional[Launcher] = None
-        self._notes: Optional[Notes] = None
-        self._grace_s = 0.0
-        self._waiting: Deque[Order] = deque()
-        self._running: Dict[int, RunningElement] = {}  # by process id
-        self._orphans = Orphans()
+        self._elements: Optional[RunningElements] = None
         self._sweepings = Sweepings()
-        self._look_at = self._watch_until = 0.0
-        self._kill_at: Optional[float] = None  # of what runs, after the order to end
+        self._is_ending = False
 
     def serve(self) -> None:
         """Serve until the actor is gone."""
@@ -72,18 +57,16 @@ class HostProcess:
             ready = self._wait()
             if self._channel.fileno() in ready and not self._obey():
                 return
-            for element in list(self._running.values()):
-                if element.fd in ready:
-                    self._pass_on(element)
-            if self._launcher is not None:
-                self._go_on(self._launcher)
-            self._sweep_on()
+            if self._elements is not None:
+                self._elements.go_on(ready)
+            self._go_on_ending()
+            self._go_on_sweeping()
             self._channel.send()
 
     def abandon(self) -> None:
         """Kill what runs, now, and remove the folders; what has ended by itself is noted before."""
-        if self._launcher is not None:
-            self._note_ends(self._launcher)
+        if self._elements is not None:
+            self._elements.note_ends()
         while self._tree.alive():
             self._tree.signal(signal.SIGKILL)
             for _ in collect():
@@ -100,43 +83,17 @@ class HostProcess:
 
     def _wait(self) -> Set[int]:
         reading: Dict[int, Any] = {self._wake: self, self._channel.fileno(): self}
-        forking = self._launcher.forking if self._launcher is not None else None
-        if forking is not None:
-            reading[forking.fileno()] = forking.pid
-        if not self._channel.is_full:
-            # With the process: an element that is asked for again may get the same number anew.
-            reading.update(
-                {one.fd: (one, one.asked) for one in self._running.values() if one.fd is not None}
-            )
+        patience_s = _IDLE_S
+        if self._elements is not None:
+            reading.update(self._elements.reading())
+            patience_s = self._elements.patience_s or _IDLE_S
+        if self._is_ending or self._sweepings:
+            patience_s = ROUND_S
         writing = {self._channel.fileno()} if self._channel.has_unsent else set()
-        ready = self._watcher.wait(reading, writing, self._patience_s())
+        ready = self._watcher.wait(reading, writing, patience_s)
         if self._wake in ready:
             os.read(self._wake, 4096)
         return ready
-
-    def _patience_s(self) -> float:
-        ends = any(element.code is not None for element in self._running.values())
-        if self._launcher is not None and self._launcher.has_unsent:
-            return ROUND_S
-        if ends or self._orphans.are_there or self._kill_at is not None or self._sweepings:
-            return ROUND_S
-        is_watched = self._running or time.monotonic() < self._watch_until
-        return _LOOK_S if is_watched else _IDLE_S
-
-    def _go_on(self, launcher: Launcher) -> None:
-        launcher.heard(self._running)
-        if launcher.forking is not None and launcher.forking.threads:
-            self._channel.report("threads", names=launcher.forking.threads)
-            launcher.forking.threads = []
-        self._reap(launcher)
-        self._look_after(launcher)
-        # Last: what has ended has made room, and nothing else would wake this loop.
-        while self._waiting and launcher.slots.is_free and self._kill_at is None:
-            element = launcher.start(self._waiting.popleft())
-            if element.fd is None:
-                self._ended(launcher, element)
-            else:
-                self._running[element.pid] = element
 
     # ------------------------------------------------------------------ orders
 
@@ -151,15 +108,15 @@ class HostProcess:
 
     def _do_prepare(self, order: Mapping[str, Any]) -> None:
         self._workspace = Workspace(order)
-        self._grace_s = self._orphans.grace_s = self._workspace.role.task.grace_s
         try:
             self._workspace.prepare(self._folder)
             self._workspace.begin({})
-            self._notes = Notes(order["run_dir"])
-            self._launcher = Launcher(self._workspace, order)
+            notes, launcher = Notes(order["run_dir"]), Launcher(self._workspace, order)
         except (OSError, ValueError) as error:
             self._channel.report("unprepared", words=str(error))
             return
+        grace_s = self._workspace.role.task.grace_s
+        self._elements = RunningElements(launcher, notes, self._channel, grace_s)
         self._channel.report("prepared")
 
     def _do_sweep(self, order: Mapping[str, Any]) -> None:
@@ -167,20 +124,17 @@ class HostProcess:
             self._sweepings.add(number, tag, run_dir, time.monotonic())
 
     def _do_run(self, order: Mapping[str, Any]) -> None:
-        for element, attempt, values in order["elements"]:
-            self._waiting.append(Order(Lease(element, attempt), values))
+        if self._elements is not None:
+            self._elements.add(order["elements"])
+
+    def _do_cancel(self, order: Mapping[str, Any]) -> None:
+        if self._elements is not None:
+            self._elements.cancel(order["elements"])
 
     def _do_end(self, order: Mapping[str, Any]) -> None:
-        self._waiting.clear()  # the driver knows what has not been reported
-        self._kill_at = time.monotonic() + self._grace_s
-        if self._launcher is not None:
-            self._launcher.heard(self._running)
-            self._launcher.stop_forking()
-        for element in [one for one in self._running.values() if one.pid < 0]:
-            del self._running[element.pid]
-            element.close()  # should it begin now, it is ended as an orphan
-        for element in self._running.values():
-            element.signal(signal.SIGTERM)
+        self._is_ending = True
+        if self._elements is not None:
+            self._elements.end()
 
     def _do_forget(self, order: Mapping[str, Any]) -> None:
         for run_dir in order["run_dirs"]:
@@ -188,76 +142,19 @@ class HostProcess:
 
     # ------------------------------------------------------------------ ends
 
-    def _pass_on(self, element: RunningElement) -> None:
-        self._report_text(element, element.read())
-        if element.fd is None and element.pid < 0 and self._launcher is not None:
-            self._launcher.ask_again(element, self._running)
-
-    def _report_text(self, element: RunningElement, text: str) -> None:
-        if text:
-            self._channel.report("text", element=element.lease.element, text=text)
-
-    def _reap(self, launcher: Launcher) -> None:
-        for pid, code in collect():
-            self._orphans.forget(pid)
-            try:
-                if not launcher.has_died(pid, code, self._running) and pid in self._running:
-                    self._running[pid].ended(code)
-            except CannotPrepare as error:
-                launcher.forking = None
-                self._channel.report("unprepared", words=str(error))
-
-    def _look_after(self, launcher: Launcher) -> None:
-        now = time.monotonic()
-        over = [one for one in self._running.values() if one.code is not None]
-        if over or now >= self._look_at:
-            self._look_at = now + _LOOK_S
-            own = launcher.forking.pid if launcher.forking is not None else 0
-            running = [one.lease for one in self._running.values() if one.code is None]
-            self._orphans.look(running, {*self._running, own})
-        for element in over:
-            self._finish(launcher, element, now)
-        if self._kill_at is not None and now >= self._kill_at:
-            for element in self._running.values():
-                element.signal(signal.SIGKILL)
-                if element.code is None and not os.path.exists(f"/proc/{element.pid}"):
-                    element.ended(137)  # the process that forked it had its exit code
-        self._orphans.kill_late(now)
-        if self._kill_at is not None and not self._running and not self._tree.alive():
-            self._kill_at = None
-            self._channel.report("idle")
-
-    def _finish(self, launcher: Launcher, element: RunningElement, now: float) -> None:
-        """Report an element whose process has ended, once what it has left has ended too."""
-        if not element.is_alone(now, self._grace_s) or self._orphans.of(element.lease):
+    def _go_on_ending(self) -> None:
+        elements = self._elements
+        runs = elements is not None and elements.are_there
+        if not self._is_ending or runs or self._tree.alive():
             return
-        for _ in range(_PIPE_READS):  # a process that hides may write without end
-            if not element.is_readable():
-                break
-            self._pass_on(element)
-        self._report_text(element, element.close())
-        del self._running[element.pid]
-        self._watch_until = now + 2 * _LOOK_S  # for what has left its group
-        self._ended(launcher, element)
+        self._is_ending = False
+        if elements is not None:
+            elements.has_ended()
+        self._channel.report("idle")
 
-    def _note_ends(self, launcher: Launcher) -> None:
-        launcher.heard(self._running)
-        self._reap(launcher)
-        for element in [one for one in self._running.values() if one.code is not None]:
-            self._ended(launcher, element)
-
-    def _sweep_on(self) -> None:
+    def _go_on_sweeping(self) -> None:
         for number, ended, words in self._sweepings.turn(time.monotonic()):
             if ended is None:
                 self._channel.report("unswept", host=number, words=words)
             else:
                 self._channel.report("swept", host=number, ended=ended)
-
-    def _ended(self, launcher: Launcher, element: RunningElement) -> None:
-        row = launcher.row_of(element)
-        if element.is_lost:
-            self._channel.report("lost", lease=element.lease)
-            return
-        if self._notes is not None:
-            self._notes.add(row)
-        self._channel.report("ended", row=row)

@@ -100,6 +100,14 @@ class HostPool:
                     host.is_closing = True
                     self._calls.order(host.replica, {"do": "end"})
 
+    def cancel(self, leases: Sequence[Lease]) -> None:
+        """Let those hosts end attempts that have them."""
+        wanted = set(leases)
+        for host in self.hosts.values():
+            found = [lease for lease in host.in_hand.items() if Lease(*lease) in wanted]
+            if found:
+                self._calls.order(host.replica, {"do": "cancel", "elements": found})
+
     def end(self) -> None:
         """Let all hosts end what they run."""
         self._end_by = time.monotonic() + self._spec.grace_s + _END_MARGIN_S

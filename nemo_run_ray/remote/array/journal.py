@@ -12,14 +12,14 @@ import struct
 import zlib
 from typing import Iterator, List, NamedTuple, Tuple
 
-#: A host was started: its number is in ``element``.
-HOST = 0
 #: A host may start the element.
 LEASED = 1
 #: It has ended with an exit code.
 ENDED = 2
 #: It was not started, or its host is proven dead.
 GIVEN_BACK = 3
+#: It is not to run, or not to go on, as the user wants.
+CANCELLED = 4
 
 _RECORD = struct.Struct("<IBBiIf")
 _SUM = struct.Struct("<I")

@@ -92,7 +92,7 @@ class Launcher:
         forking.read()
         for element, pid in forking.begun:
             if running.pop(element.pid, None) is not None:
-                element.pid = pid
+                element.has_begun(pid)
                 running[pid] = element
         for pid, code in forking.ended:
             if pid in running:

@@ -13,7 +13,7 @@ from ..attempts import first_id
 from ..node.output import say
 from ..spec import ArraySpec
 from .elements import Elements
-from .journal import ENDED, GIVEN_BACK, LEASED, Journal, Record
+from .journal import CANCELLED, ENDED, GIVEN_BACK, LEASED, Journal, Record
 from .progress import ArrayProgress, ElementState, Lease
 from .status_file import file_of
 from .window import ElementPace
@@ -81,6 +81,13 @@ class Leases:
             code = 1 if has_run else 0
             self._journal.add(Record(lease.element, GIVEN_BACK, lease.attempt, code, host))
 
+    def cancel(self, index: int) -> Optional[Lease]:
+        """Let an element be cancelled that is not over; the attempt that a host has."""
+        if self.progress.state(index) not in (ElementState.WAITING, ElementState.LEASED):
+            return None
+        self._journal.add(Record(index, CANCELLED))
+        return self.progress.cancel(index)
+
     def ended(self, host: int, row: List[Any]) -> None:
         """Note how an element has ended.
 
@@ -95,9 +102,10 @@ class Leases:
         self.pace.measured(seconds)
         if len(row) > 5 and row[5] is not None:
             self._unwritten.append(json.dumps([element, row[5]]) + "\n")
-        if code and self._told < _TOLD_FAILURES:
+        state = self.progress.state(element)
+        if code and self._told < _TOLD_FAILURES and state is not ElementState.CANCELLED:
             self._told += 1
-            again = self.progress.state(element) is ElementState.WAITING
+            again = state is ElementState.WAITING
             say(f"element {element} has failed: {words}{'; it is tried again' if again else ''}")
 
     def commit(self) -> bool:

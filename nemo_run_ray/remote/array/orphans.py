@@ -19,12 +19,12 @@ _Mark = Tuple[str, str]
 class Orphans:
     """Those that have left their element's group, and are ended when it is over.
 
-    Attributes:
+    Args:
         grace_s: seconds from SIGTERM to SIGKILL.
     """
 
-    def __init__(self) -> None:
-        self.grace_s = 0.0
+    def __init__(self, grace_s: float) -> None:
+        self._grace_s = grace_s
         self._kill_at: Dict[int, float] = {}
         self._marks: Set[_Mark] = set()
 
@@ -46,7 +46,7 @@ class Orphans:
         found = _orphans(groups, {_mark_of(lease) for lease in running})
         for pid in set(found) - set(self._kill_at):
             kill(pid, signal.SIGTERM)
-            self._kill_at[pid] = time.monotonic() + self.grace_s
+            self._kill_at[pid] = time.monotonic() + self._grace_s
         for pid in set(self._kill_at) - set(found):
             del self._kill_at[pid]
         self._marks = set(found.values())

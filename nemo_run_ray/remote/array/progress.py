@@ -1,13 +1,14 @@
-"""Which elements wait, are leased, and have ended: pure, two bytes an element."""
+"""Which elements wait, are leased, and have ended: pure, three bytes an element."""
 
 from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass, field
 from enum import IntEnum
-from typing import Deque, Dict, Iterable, List, NamedTuple, Optional, Sequence
+from itertools import groupby
+from typing import Deque, Dict, Iterable, Iterator, List, NamedTuple, Optional, Sequence, Set
 
-from .journal import ENDED, GIVEN_BACK, LEASED, Record
+from .journal import CANCELLED, ENDED, GIVEN_BACK, LEASED, Record
 
 #: How often an element is tried again because its host has died, whatever its retries are.
 LOSSES_MAX = 3
@@ -45,6 +46,23 @@ class Failure(NamedTuple):
     words: str
 
 
+class Stretch(NamedTuple):
+    """Elements in a row about which the same is known.
+
+    Attributes:
+        first, last: their indices.
+        state: name of their state.
+        attempts: of each, so far.
+        code: exit code of the last attempt that has ended.
+    """
+
+    first: int
+    last: int
+    state: str
+    attempts: int
+    code: int
+
+
 @dataclass
 class ArrayProgress:
     """The state of all elements.
@@ -64,6 +82,8 @@ class ArrayProgress:
     def __post_init__(self) -> None:
         self._states = bytearray(self.count)
         self._attempts = bytearray(self.count)
+        self._codes = bytearray(self.count)
+        self._unwanted: Set[int] = set()  # leased ones that were cancelled
         self._losses: Dict[int, int] = {}
         self._next = 0
         self._again: Deque[int] = deque()
@@ -89,6 +109,8 @@ class ArrayProgress:
                 else:
                     lease = Lease(record.element, record.attempt)
                     self.given_back(lease, has_run=bool(record.code))
+            elif record.kind == CANCELLED:
+                self.cancel(record.element)
         return held
 
     def state(self, index: int) -> ElementState:
@@ -122,8 +144,11 @@ class ArrayProgress:
         """Note the end of an attempt; whether it was known to run until now."""
         if not self._is_current(lease):
             return False
+        self._codes[lease.element] = code & 0xFF
         if code == 0:
             self._move(lease.element, ElementState.SUCCEEDED)
+        elif lease.element in self._unwanted:
+            self.cancelled(lease)
         elif code in self.permanent_exit_codes or lease.attempt > self._tries(lease.element):
             self._fail(lease.element, code, words)
         else:
@@ -139,6 +164,9 @@ class ArrayProgress:
         """
         if not self._is_current(lease):
             return False
+        if lease.element in self._unwanted:
+            self.cancelled(lease)
+            return True
         losses = self._losses.get(lease.element, 0)
         if not has_run:
             self._attempts[lease.element] -= 1
@@ -158,10 +186,34 @@ class ArrayProgress:
                 return
             self._move(index, ElementState.CANCELLED)
 
+    def cancel(self, index: int) -> Optional[Lease]:
+        """Let an element be cancelled that is not over.
+
+        Returns:
+            The attempt that a host has, which is to be ended; it is not tried again.
+        """
+        if self._states[index] == ElementState.WAITING:
+            self._move(index, ElementState.CANCELLED)
+        elif self._states[index] == ElementState.LEASED:
+            self._unwanted.add(index)
+            return Lease(index, self._attempts[index])
+        return None
+
     def cancelled(self, lease: Lease) -> None:
         """Note that an attempt was ended on request."""
         if self._is_current(lease):
             self._move(lease.element, ElementState.CANCELLED)
+
+    def stretches(self) -> Iterator[Stretch]:
+        """What is known of every element."""
+        first = 0
+        for (state, attempts, code), same in groupby(
+            zip(self._states, self._attempts, self._codes)
+        ):
+            count = sum(1 for _ in same)
+            name = ElementState(state).name.lower()
+            yield Stretch(first, first + count - 1, name, attempts, code)
+            first += count
 
     def _tries(self, index: int) -> int:
         """Attempts that end in a failure, before the last one; those whose host died do not
@@ -188,6 +240,7 @@ class ArrayProgress:
         self._again.append(index)
 
     def _fail(self, index: int, code: int, words: str) -> None:
+        self._codes[index] = code & 0xFF
         self._move(index, ElementState.FAILED)
         if len(self.failures) < _SHOWN_FAILURES:
             self.failures.append(Failure(index, code, words))

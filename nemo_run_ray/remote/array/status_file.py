@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import os
 import time
+from contextlib import suppress
 from typing import Optional
 
 from ..attempts import first_id
@@ -18,6 +19,8 @@ from .progress import ArrayProgress, ElementState
 
 #: Seconds between two states of the file.
 _WRITE_S = 1.0
+#: Part of its time that the driver may spend on the states of all elements.
+_STATES_PART = 0.05
 #: Seconds over which the rate is measured.
 _RATE_S = 30.0
 
@@ -27,7 +30,7 @@ def file_of(submission_id: str, kind: str) -> str:
 
     Args:
         submission_id: of any attempt.
-        kind: ``journal``, ``hosts`` or ``results``.
+        kind: ``journal``, ``hosts``, ``results`` or ``states``.
     """
     return f"nemo_run_ray-{first_id(submission_id)}.{kind}"
 
@@ -42,7 +45,8 @@ class StatusFile:
 
     def __init__(self, folder: Optional[str], submission_id: str) -> None:
         self._path = os.path.join(folder, file_name(submission_id)) if folder else None
-        self._write_at = 0.0
+        self._states = os.path.join(folder, file_of(submission_id, "states")) if folder else None
+        self._write_at = self._write_states_at = 0.0
         self._seen = [(time.monotonic(), 0)]
 
     def write(self, progress: ArrayProgress, running: int, is_over: bool) -> None:
@@ -62,6 +66,19 @@ class StatusFile:
             write_file(self._path, json.dumps({"phase": "over" if is_over else "running", **rows}))
         except OSError:  # a full disk: the array goes on, and is not shown
             return
+        if now >= self._write_states_at or is_over:
+            self._write_states(progress)
+
+    def _write_states(self, progress: ArrayProgress) -> None:
+        """One line for elements in a row about which the same is known, in JSON."""
+        if self._states is None:
+            return
+        began = time.monotonic()
+        with suppress(OSError):  # as above
+            lines = (json.dumps(stretch) + "\n" for stretch in progress.stretches())
+            write_file(self._states, "".join(lines))
+        ended = time.monotonic()
+        self._write_states_at = ended + (ended - began) / _STATES_PART
 
     def _rows(self, progress: ArrayProgress, running: int, now: float) -> ArrayRows:
         ended = progress.ended_count

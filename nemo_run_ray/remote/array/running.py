@@ -1,0 +1,203 @@
+"""The elements that a host has: those that wait for a slot, run, or are being ended."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections import deque
+from typing import Any, Deque, Dict, List, Optional, Sequence, Set
+
+from ..group.channel import Channel
+from ..node.tree import ROUND_S, collect
+from .element import RunningElement
+from .forking import CannotPrepare
+from .launcher import Launcher
+from .notes import Notes
+from .orphans import Orphans
+from .progress import Lease
+from .starting import Order
+
+#: Seconds between two looks for processes that elements have left.
+_LOOK_S = 0.5
+#: Reads that empty a pipe, of up to 1 MiB.
+_PIPE_READS = 16
+#: Exit codes of what is ended on request, by SIGTERM and by SIGKILL.
+_TERMINATED, _KILLED = 143, 137
+
+
+class RunningElements:
+    """All elements of one host.
+
+    Args:
+        launcher: starts them.
+        notes: of their ends.
+        channel: to the driver.
+        grace_s: seconds from SIGTERM to SIGKILL.
+    """
+
+    def __init__(self, launcher: Launcher, notes: Notes, channel: Channel, grace_s: float) -> None:
+        self._launcher = launcher
+        self._notes = notes
+        self._channel = channel
+        self._grace_s = grace_s
+        self._waiting: Deque[Order] = deque()
+        self._running: Dict[int, RunningElement] = {}  # by process id
+        self._orphans = Orphans(grace_s)
+        self._look_at = self._watch_until = 0.0
+        self._is_ending = False
+
+    # ------------------------------------------------------------------ the host's loop
+
+    @property
+    def are_there(self) -> bool:
+        """Whether one runs, or is being ended."""
+        return bool(self._running)
+
+    @property
+    def patience_s(self) -> Optional[float]:
+        """Seconds after which ``go_on`` must be called again; ``None`` when nothing is there."""
+        is_near = self._is_ending or self._launcher.has_unsent or self._orphans.are_there
+        if is_near or any(one.is_ending for one in self._running.values()):
+            return ROUND_S
+        is_watched = self._running or time.monotonic() < self._watch_until
+        return _LOOK_S if is_watched else None
+
+    def reading(self) -> Dict[int, Any]:
+        """The descriptors of their output, each with its owner."""
+        found: Dict[int, Any] = {}
+        if not self._channel.is_full:
+            # With the process: an element that is asked for again may get the same number anew.
+            for one in self._running.values():
+                if one.fd is not None:
+                    found[one.fd] = one, one.asked
+        if self._launcher.forking is not None:
+            found[self._launcher.forking.fileno()] = self._launcher.forking.pid
+        return found
+
+    def go_on(self, ready: Set[int]) -> None:
+        """Do all that can be done now.
+
+        Args:
+            ready: the descriptors that are readable.
+        """
+        for element in list(self._running.values()):
+            if element.fd in ready:
+                self._pass_on(element)
+        self._launcher.heard(self._running)
+        if self._launcher.forking is not None and self._launcher.forking.threads:
+            self._channel.report("threads", names=self._launcher.forking.threads)
+            self._launcher.forking.threads = []
+        self._reap()
+        self._look_after(time.monotonic())
+        # Last: what has ended has made room, and nothing else would wake the host's loop.
+        while self._waiting and self._launcher.slots.is_free and not self._is_ending:
+            element = self._launcher.start(self._waiting.popleft())
+            if element.fd is None:
+                self._ended(element)
+            else:
+                self._running[element.pid] = element
+
+    # ------------------------------------------------------------------ orders
+
+    def add(self, rows: Sequence[Sequence[Any]]) -> None:
+        """Run elements: index, attempt and values of each."""
+        for element, attempt, values in rows:
+            self._waiting.append(Order(Lease(element, attempt), values))
+
+    def cancel(self, leases: Sequence[Sequence[int]]) -> None:
+        """End some, whether they wait or run; those that are not here any more are left alone."""
+        wanted = {Lease(*lease) for lease in leases}
+        for order in [order for order in self._waiting if order.lease in wanted]:
+            self._waiting.remove(order)
+            row = [*order.lease, _TERMINATED, 0.0, "cancelled before it began"]
+            self._notes.add(row)
+            self._channel.report("ended", row=row)
+        for element in self._running.values():
+            if element.lease in wanted:
+                element.end_by(time.monotonic() + self._grace_s)
+
+    def end(self) -> None:
+        """End all; ``are_there`` says when that is done."""
+        self._waiting.clear()  # the driver knows what has not been reported
+        self._is_ending = True
+        self._launcher.heard(self._running)
+        self._launcher.stop_forking()
+        for element in [one for one in self._running.values() if one.pid < 0]:
+            del self._running[element.pid]
+            element.close()  # should it begin now, it is ended as an orphan
+        for element in self._running.values():
+            element.end_by(time.monotonic() + self._grace_s)
+
+    def has_ended(self) -> None:
+        """Note that nothing is left, after ``end``."""
+        self._is_ending = False
+
+    def note_ends(self) -> None:
+        """Note what has ended by itself, before the host ends the rest."""
+        self._launcher.heard(self._running)
+        self._reap()
+        for element in [one for one in self._running.values() if one.code is not None]:
+            self._ended(element)
+
+    # ------------------------------------------------------------------ ends
+
+    def _pass_on(self, element: RunningElement) -> None:
+        self._report_text(element, element.read())
+        if element.fd is None and element.pid < 0:
+            self._launcher.ask_again(element, self._running)
+
+    def _report_text(self, element: RunningElement, text: str) -> None:
+        if text:
+            self._channel.report("text", element=element.lease.element, text=text)
+
+    def _reap(self) -> None:
+        for pid, code in collect():
+            self._orphans.forget(pid)
+            try:
+                if not self._launcher.has_died(pid, code, self._running) and pid in self._running:
+                    self._running[pid].ended(code)
+            except CannotPrepare as error:
+                self._launcher.forking = None
+                self._channel.report("unprepared", words=str(error))
+
+    def _look_after(self, now: float) -> None:
+        over = [one for one in self._running.values() if one.code is not None]
+        if over or now >= self._look_at:
+            self._look_at = now + _LOOK_S
+            self._look_for_orphans()
+        for element in over:
+            self._finish(element, now)
+        for element in self._running.values():
+            if element.is_late(now):
+                element.signal(signal.SIGKILL)
+                if element.pid > 0 and not os.path.exists(f"/proc/{element.pid}"):
+                    element.ended(_KILLED)  # the process that forked it had its exit code
+        self._orphans.kill_late(now)
+
+    def _look_for_orphans(self) -> None:
+        forking = self._launcher.forking
+        groups = {*self._running, forking.pid if forking is not None else 0}
+        active: List[Lease] = [one.lease for one in self._running.values() if one.code is None]
+        self._orphans.look(active, groups)
+
+    def _finish(self, element: RunningElement, now: float) -> None:
+        """Report an element whose process has ended, once what it has left has ended too."""
+        if not element.is_alone(now, self._grace_s) or self._orphans.of(element.lease):
+            return
+        for _ in range(_PIPE_READS):  # a process that hides may write without end
+            if not element.is_readable():
+                break
+            self._pass_on(element)
+        self._report_text(element, element.close())
+        del self._running[element.pid]
+        self._watch_until = now + 2 * _LOOK_S  # for what has left its group
+        self._ended(element)
+
+    def _ended(self, element: RunningElement) -> None:
+        row = self._launcher.row_of(element)
+        if element.is_lost:
+            self._channel.report("lost", lease=element.lease)
+            return
+        self._notes.add(row)
+        self._channel.report("ended", row=row)
