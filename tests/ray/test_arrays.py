@@ -230,7 +230,7 @@ def test_each_element_ends_once_whatever_is_killed(start, tmp_path, victims):
     assert len({(index, attempt) for index, attempt, what in rows if what == "begin"}) == sum(
         begins.values()
     ), "no attempt is begun twice"
+    # Between its last line and its end an attempt may be killed; a host may not have noted its end.
     twice = [index for index, count in ends.items() if count > 1]
-    # A host that is killed may not have noted what had ended at that moment.
-    assert len(twice) <= (4 if victims is _hosts else 0), (victims, log[-1500:], rows[:40])
+    assert len(twice) <= 4, (victims, log[-1500:], rows[:40])
     assert job.elements["succeeded"] == 60
