@@ -1,7 +1,8 @@
 """An array beside one job each, plain Ray tasks with a subprocess, submitit and a process pool.
 
 In a process of its own with an embedded Ray of its own, once with two declared CPUs and once with
-sixteen. Every peer runs ``true``; a rate is of all that is counted from the call to the last end.
+sixteen. Every peer runs ``true``. An array is run with few elements and with many: the difference
+gives its rate, as the workers of its peers are warm too, and the few say what its start costs.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from typing import Any
 
 from benchmarks.common import ROOT, Add
 
-ELEMENTS, JOBS, ROUNDS, CPUS = 4000, 12, 3, (2, 16)
+START, ELEMENTS, JOBS, ROUNDS, CPUS = 500, 4500, 12, 3, (2, 16)
 #: Elements of the two arrays whose memory is compared.
 FEW, MANY = 1000, 50_000
 
@@ -28,7 +29,7 @@ import submitit
 from nemo_run_ray import LocalCluster, RayExecutor, array, find, work
 from tests.conftest import processes_of_home
 
-elements, jobs, rounds, cpus, few, many, with_memory = json.loads(sys.argv[1])
+start, elements, jobs, rounds, cpus, few, many, with_memory = json.loads(sys.argv[1])
 
 def true(_):
     subprocess.run(["true"], check=True)
@@ -108,9 +109,8 @@ def memory(count):
 cluster = LocalCluster(num_cpus=cpus, keep=True)
 dashboard = cluster.connect()
 try:
-    import ray
     os.environ["RAY_AUTH_TOKEN"] = dashboard.headers["Authorization"].removeprefix("Bearer ")
-    found = {"rates": {}}
+    found = {}
     peers = {
         "array of Script": (of_scripts, elements),
         "array of a program": (of_commands, elements),
@@ -121,14 +121,20 @@ try:
         "process pool": (of_pool, elements),
     }
     with work.connect():
+        import ray
         task = ray.remote(num_cpus=1)(true)
         ray.get([task.remote(0) for _ in range(4 * cpus)])
-        taken = {name: [] for name in peers}
+        rates = {name: [] for name in peers}
+        starts = {name: [] for name in peers}
         for number in range(rounds):
             for name, (peer, count) in peers.items():
-                taken[name].append(count / peer(count))
-                print(name, round(taken[name][-1], 2), file=sys.stderr, flush=True)
-    found["rates"] = taken
+                if count == elements and name.startswith("array"):
+                    starts[name].append(peer(start))
+                    rates[name].append((count - start) / (peer(count) - starts[name][-1]))
+                else:
+                    rates[name].append(count / peer(count))
+                print(name, round(rates[name][-1], 2), file=sys.stderr, flush=True)
+    found.update(rates=rates, starts=starts)
     if with_memory:
         found["memory"] = [memory(few), memory(many)]
     print(json.dumps(found))
@@ -144,7 +150,7 @@ def measure() -> dict[str, Any]:
 
 def _measure(cpus: int, with_memory: bool) -> dict[str, Any]:
     with tempfile.TemporaryDirectory(prefix="nrr-arrays-") as home:
-        given = json.dumps([ELEMENTS, JOBS, ROUNDS, cpus, FEW, MANY, with_memory])
+        given = json.dumps([START, ELEMENTS, JOBS, ROUNDS, cpus, FEW, MANY, with_memory])
         done = subprocess.run(
             [sys.executable, "-c", _PROGRAM, given],
             env={**os.environ, "NEMORUN_HOME": home},
@@ -164,6 +170,8 @@ def show(found: dict[str, Any], add: Add) -> None:
         for name, rate in rates.items():
             low, high = ranges[name]
             add(f"{name}, {cpus} CPUs: elements/s", f"{rate:.4g} ({low:.4g} to {high:.4g})")
+        start_s = statistics.median(found[str(cpus)]["starts"]["array of Script"])
+        add(f"array of {START} Scripts, {cpus} CPUs: from the call to the end", f"{start_s:.1f} s")
         ours, each = rates["array of Script"], rates["one job each"]
         add(f"array of Script / one job each, {cpus} CPUs", f"{ours / each:.0f}", "≥ 100")
         same, plain = rates["array of a program"], rates["Ray tasks"]
