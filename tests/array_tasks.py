@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import random
 import time
@@ -32,3 +33,22 @@ def waits(path: str) -> None:
         file.write("x")
     while not (folder / "go").exists():
         time.sleep(0.02)
+
+
+def locks(folder: str, seconds: float, number: int) -> None:
+    """Holds a lock while it runs, and notes its beginning, its end, and a lock that is held."""
+    place = Path(folder)
+    mark = f"{os.environ['NEMO_RUN_ARRAY_INDEX']} {os.environ['NEMO_RUN_ATTEMPT']}"
+
+    def note(word: str) -> None:
+        with (place / "notes").open("a") as file:
+            file.write(f"{mark} {word}\n")
+
+    with (place / f"lock-{number}").open("w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            note("twice")
+        note("begin")
+        time.sleep(seconds)
+        note("end")

@@ -1,10 +1,16 @@
 """These tests run on an embedded Ray."""
 
-from collections.abc import Iterator
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
 
+import nemo_run as run
 import pytest
 
-from nemo_run_ray import LocalCluster, work
+from nemo_run_ray import LocalCluster, RayExecutor, work
+from nemo_run_ray.jobs.find import find_job
+from nemo_run_ray.jobs.job import RemoteJob
+from nemo_run_ray.planning.array import Array
 from tests.embedded import api, dashboard, existing, local_cluster, token
 
 __all__ = ["api", "dashboard", "existing", "local_cluster", "pool", "token"]
@@ -22,3 +28,17 @@ def pool(local_cluster: LocalCluster) -> Iterator[work.Pool]:
         with work.connect() as found:
             yield found
     Config.initialize("")
+
+
+@pytest.fixture
+def start(existing, unique) -> Callable[..., RemoteJob]:
+    """Hands an array over and leaves; the job."""
+
+    def started(made: Array, **fields: Any) -> RemoteJob:
+        fields = {"cpus_per_node": 1, "python": sys.executable, **fields}
+        with run.Experiment(unique, executor=RayExecutor(cluster=existing, **fields)) as experiment:
+            experiment.add(made, name="array")
+            experiment.run(detach=True)
+        return find_job(f"{experiment._id}.array")
+
+    return started

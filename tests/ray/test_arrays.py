@@ -1,38 +1,18 @@
-"""Arrays on one real Ray: elements, failures, cancel, and every process that can die."""
+"""Arrays on one real Ray: elements, their results, failures and cancel."""
 
 from __future__ import annotations
 
-import os
-import signal
-import sys
+import json
 import time
-from collections import Counter
-from pathlib import Path
 
 import nemo_run as run
 import psutil
 import pytest
 
-from nemo_run_ray import RayExecutor, array
-from nemo_run_ray.jobs.find import find_job
-from nemo_run_ray.jobs.job import RemoteJob
+from nemo_run_ray import array
 from tests import array_tasks
-from tests.conftest import processes_of_home, tool, wait_for
+from tests.conftest import processes_of, tool, wait_for
 from tests.groups import finish
-
-
-@pytest.fixture
-def start(existing, unique):
-    """Hands an array over and leaves; the job."""
-
-    def started(made, **fields) -> RemoteJob:
-        fields = {"cpus_per_node": 1, "python": sys.executable, **fields}
-        with run.Experiment(unique, executor=RayExecutor(cluster=existing, **fields)) as experiment:
-            experiment.add(made, name="array")
-            experiment.run(detach=True)
-        return find_job(f"{experiment._id}.array")
-
-    return started
 
 
 def lines_of(log: str, element: int) -> list[str]:
@@ -101,6 +81,14 @@ def test_what_fails_is_tried_again_and_told(start, tmp_path):
     assert "element 2: exit code 4: no good" in table
     one = tool("nemo-run-ray", "logs", job.id, "--element", "2")
     assert one.stdout.splitlines() == ["2| no good"] * 3
+    chosen = tool("nemo-run-ray", "status", job.id, "--elements", "failed", "--json")
+    assert [
+        (row["index"], row["attempts"], row["exit_code"], row["values"], row["reason"])
+        for row in json.loads(chosen.stdout)
+    ] == [
+        (2, 3, 4, {"env.X": "2"}, "exit code 4: no good"),
+        (3, 1, 9, {"env.X": "3"}, "exit code 9"),
+    ]
     wrong = tool("nemo-run-ray", "logs", job.id, "--element", "5")
     assert wrong.returncode == 1
     assert "has no element 5; it has 0 to 4" in wrong.stderr
@@ -130,7 +118,7 @@ def test_a_cancel_ends_what_runs_and_what_hides(start, tmp_path):
 
     assert job.cancel().state.value == "CANCELLED"
 
-    wait_for(lambda: not _processes_of(job), 30)
+    wait_for(lambda: not processes_of(job.id), 30)
     log = "".join(job.log())
     assert "cancelled; no process of it is left" in log
 
@@ -169,68 +157,7 @@ def test_a_configuration_that_cannot_be_imported_ends_the_array(start):
 
 
 def _with_broken_template(text: str) -> str:
-    import json
-
     first, _, rest = text.partition("\n")
     header = json.loads(first)
     header["template"] = "bm8gemxpYg=="
     return json.dumps(header) + "\n" + rest
-
-
-def _processes_of(job: RemoteJob) -> list[int]:
-    mark = f"NEMO_RUN_RAY_TAG={job.id}/".encode()
-
-    def is_its(pid: int, words: list[str]) -> bool:
-        return mark in Path(f"/proc/{pid}/environ").read_bytes()
-
-    return processes_of_home(is_its)
-
-
-_NOTES = (
-    "echo $NEMO_RUN_ARRAY_INDEX $NEMO_RUN_ATTEMPT begin >> {notes}; sleep {seconds}; "
-    "echo $NEMO_RUN_ARRAY_INDEX $NEMO_RUN_ATTEMPT end >> {notes}"
-)
-
-
-def _driver(job: RemoteJob) -> list[int]:
-    """The keeper and the runner of the array's driver."""
-    return processes_of_home(lambda _, words: "array" in words and job.id in words)
-
-
-def _hosts(job: RemoteJob) -> list[int]:
-    found = processes_of_home(lambda _, words: any(one.endswith("array.host") for one in words))
-    return [pid for pid in found if psutil.Process(pid).ppid() in found]
-
-
-def _actors(job: RemoteJob) -> list[int]:
-    return processes_of_home(lambda _, words: words[0].startswith("ray::Replicas"))
-
-
-@pytest.mark.parametrize("victims", [_driver, _hosts, _actors])
-def test_each_element_ends_once_whatever_is_killed(start, tmp_path, victims):
-    notes = tmp_path / "notes"
-    program = _NOTES.format(notes=notes, seconds=0.3)
-    job = start(array(run.Script(inline=program), over={"env.X": range(60)}))
-    wait_for(lambda: notes.exists() and notes.read_text().count("end") >= 4, 60)
-
-    found = victims(job)
-    assert found, "there is something to kill"
-    for pid in found:
-        os.kill(pid, signal.SIGKILL)
-
-    state, _, log = finish(job)
-    assert state == "SUCCEEDED", log
-    assert victims is not _driver or "nemo_run_ray| the driver goes on" in log
-    rows = [tuple(line.split()) for line in notes.read_text().splitlines()]
-    ends = Counter(index for index, _, what in rows if what == "end")
-    begins = Counter(index for index, _, what in rows if what == "begin")
-    assert sorted(ends, key=int) == [str(index) for index in range(60)]
-    again = [index for index, count in begins.items() if count > 1]
-    assert len(again) <= 8, "only what was in flight"
-    assert len({(index, attempt) for index, attempt, what in rows if what == "begin"}) == sum(
-        begins.values()
-    ), "no attempt is begun twice"
-    # Between its last line and its end an attempt may be killed; a host may not have noted its end.
-    twice = [index for index, count in ends.items() if count > 1]
-    assert len(twice) <= 4, (victims, log[-1500:], rows[:40])
-    assert job.elements["succeeded"] == 60

@@ -35,6 +35,8 @@ SOME_FAILED = 8
 _LOOK_S = 1.0
 #: The same when its disk is full.
 _DISK_S = 5.0
+#: Seconds that a host's reports may wait for others: short elements end by the hundred.
+_GATHER_S = 0.05
 
 
 def run(runner: Runner, spec: ArraySpec, job: str, submission_id: str) -> int:
@@ -47,7 +49,7 @@ def run(runner: Runner, spec: ArraySpec, job: str, submission_id: str) -> int:
     status = StatusFile(folder, submission_id)
     ray = connect()
     try:
-        calls = Calls(ray)
+        calls = Calls(ray, _GATHER_S)
         starts = HostStarts(ray, spec, job, values, config, leases.progress.count)
         pool = HostPool(ray, spec, submission_id, starts, calls, leases)
         wishes = Wishes(ray, submission_id)

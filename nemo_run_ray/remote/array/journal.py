@@ -21,6 +21,8 @@ GIVEN_BACK = 3
 #: It is not to run, or not to go on, as the user wants.
 CANCELLED = 4
 
+#: Behind the four bytes that tell which array it is.
+_FORMAT = b"nemo_run_ray array 1\n"
 _RECORD = struct.Struct("<IBBiIf")
 _SUM = struct.Struct("<I")
 _SIZE = _RECORD.size + _SUM.size
@@ -58,13 +60,12 @@ class Journal:
     """
 
     def __init__(self, path: str, key: str) -> None:
-        head = zlib.crc32(key.encode()).to_bytes(4, "little") + b"nemo_run_ray array 1\n"
+        head = zlib.crc32(key.encode()).to_bytes(4, "little") + _FORMAT
         self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         data = os.pread(self._fd, os.fstat(self._fd).st_size, 0)
+        self.found: Tuple[Record, ...] = ()
         if data[: len(head)] == head:
-            self.found: Tuple[Record, ...] = tuple(_records(data[len(head) :]))
-        else:
-            self.found = ()
+            self.found = tuple(records_in(data))
         kept = len(head) + len(self.found) * _SIZE
         self._good = kept if self.found else 0  # bytes that are whole
         self._waiting: List[bytes] = [] if self.found else [head]
@@ -93,9 +94,9 @@ class Journal:
         self._waiting.clear()
 
 
-def _records(data: bytes) -> Iterator[Record]:
-    """The records up to the first that is torn."""
-    for start in range(0, len(data) - _SIZE + 1, _SIZE):
+def records_in(data: bytes) -> Iterator[Record]:
+    """The records of a journal's bytes up to the first that is torn."""
+    for start in range(4 + len(_FORMAT), len(data) - _SIZE + 1, _SIZE):
         record = data[start : start + _RECORD.size]
         (checksum,) = _SUM.unpack_from(data, start + _RECORD.size)
         if zlib.crc32(record) != checksum:

@@ -1,4 +1,4 @@
-"""What the driver shows of an array, in a file beside the job's log, which Ray's log API serves.
+"""What the driver shows of an array: files beside the job's log, which Ray's log API serves.
 
 Nothing is decided by it.
 """
@@ -14,11 +14,14 @@ from typing import Optional
 from ..attempts import first_id
 from ..files import write_file
 from ..group.roles_file import file_name
+from ..node.output import say
 from ..rows import ArrayRows
 from .progress import ArrayProgress, ElementState
 
 #: Seconds between two states of the file.
 _WRITE_S = 1.0
+#: Seconds between two lines about the progress in the log.
+_TELL_S = 30.0
 #: Part of its time that the driver may spend on the states of all elements.
 _STATES_PART = 0.05
 #: Seconds over which the rate is measured.
@@ -47,6 +50,7 @@ class StatusFile:
         self._path = os.path.join(folder, file_name(submission_id)) if folder else None
         self._states = os.path.join(folder, file_of(submission_id, "states")) if folder else None
         self._write_at = self._write_states_at = 0.0
+        self._tell_at = time.monotonic() + _TELL_S
         self._seen = [(time.monotonic(), 0)]
 
     def write(self, progress: ArrayProgress, running: int, is_over: bool) -> None:
@@ -58,10 +62,15 @@ class StatusFile:
             is_over: the driver ends.
         """
         now = time.monotonic()
-        if self._path is None or (now < self._write_at and not is_over):
+        if now < self._write_at and not is_over:
             return
         self._write_at = now + _WRITE_S
         rows = self._rows(progress, running, now)
+        if now >= self._tell_at and not is_over:
+            self._tell_at = now + _TELL_S
+            say(_in_words(rows))
+        if self._path is None:
+            return
         try:
             write_file(self._path, json.dumps({"phase": "over" if is_over else "running", **rows}))
         except OSError:  # a full disk: the array goes on, and is not shown
@@ -98,3 +107,12 @@ class StatusFile:
             "left_s": round(left / rate, 1) if rate > 0 else None,
             "failures": [list(failure) for failure in progress.failures],
         }
+
+
+def _in_words(rows: ArrayRows) -> str:
+    """The progress, for those who follow the log."""
+    over = rows["succeeded"] + rows["failed"] + rows["cancelled"]
+    words = f"{over} of {rows['elements']} elements are over, {rows['failed']} have failed"
+    if rows["left_s"] is None:
+        return words
+    return f"{words}; {rows['elements_per_s']:.3g} elements/s, about {rows['left_s']:.0f} s left"

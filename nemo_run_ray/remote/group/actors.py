@@ -232,8 +232,8 @@ def actor_class() -> Any:
         def order(self, key: str, number: int, order: Dict[str, Any]) -> None:
             self._relays.order(key, number, order)
 
-        def pull(self, seen: Dict[str, int], patience_s: float) -> Any:
-            return self._node, self._relays.pull(seen, patience_s)
+        def pull(self, seen: Dict[str, int], patience_s: float, gather_s: float) -> Any:
+            return self._node, self._relays.pull(seen, patience_s, gather_s)
 
         def close(self) -> Any:
             return self._relays.close()

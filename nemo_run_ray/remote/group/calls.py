@@ -67,10 +67,16 @@ class Calls:
 
     A call is repeated while its actor cannot be reached; orders are numbered, and reports counted,
     so that nothing is lost or done twice.
+
+    Args:
+        ray: the module, connected.
+        gather_s: seconds for which an actor waits for more reports once it has one. Many small
+            ones cost more to send than to make.
     """
 
-    def __init__(self, ray: Any) -> None:
+    def __init__(self, ray: Any, gather_s: float = 0.0) -> None:
         self._ray = ray
+        self._gather_s = gather_s
         self._awaited: Dict[Any, _Call] = {}
         self._again: List[Tuple[float, _Call]] = []
 
@@ -119,7 +125,7 @@ class Calls:
     def _make(self, call: _Call) -> None:
         if call.replica is None or call.order is None:
             seen = {name(replica.replica_id): replica.seen for replica in call.actor.replicas}
-            reference = call.actor.handle.pull.remote(seen, _PULL_S)
+            reference = call.actor.handle.pull.remote(seen, _PULL_S, self._gather_s)
         else:
             key = name(call.replica.replica_id)
             reference = call.actor.handle.order.remote(key, call.number, dict(call.order))

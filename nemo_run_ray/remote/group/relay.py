@@ -72,28 +72,36 @@ class Relays:
         """Pass an order on: once, and in the order of the numbers, however often it comes."""
         self._relays[key].order(number, order)
 
-    def pull(self, seen: Mapping[str, int], patience_s: float) -> Dict[str, Tuple[int, List[str]]]:
+    def pull(
+        self, seen: Mapping[str, int], patience_s: float, gather_s: float = 0.0
+    ) -> Dict[str, Tuple[int, List[str]]]:
         """What the replicas have reported; what the caller has is forgotten.
 
         Args:
             seen: how many reports of each replica the caller has.
             patience_s: how long to wait for one.
+            gather_s: how long to wait for more, once there is one.
 
         Returns:
             By replica the number of the first report, and the reports; nothing of those that have
             none.
         """
+        self._wait_for_report(seen, patience_s)
+        time.sleep(gather_s)
+        with self._changed:
+            found = {key: relay.kept() for key, relay in self._relays.items()}
+        return {key: reports for key, reports in found.items() if reports[1]}
+
+    def _wait_for_report(self, seen: Mapping[str, int], patience_s: float) -> None:
         deadline = time.monotonic() + patience_s
         with self._changed:
             for key, count in seen.items():
                 self._relays[key].forget(count)
             self._changed.notify_all()
-            while True:
-                found = {key: relay.kept() for key, relay in self._relays.items()}
-                answer = {key: reports for key, reports in found.items() if reports[1]}
+            while not any(relay.has_report for relay in self._relays.values()):
                 left_s = deadline - time.monotonic()
-                if answer or left_s <= 0:
-                    return answer
+                if left_s <= 0:
+                    return
                 self._changed.wait(left_s)
 
     def close(self) -> bool:
@@ -151,6 +159,10 @@ class _Relay:
         while self._kept and self._first < count:
             self._kept_bytes -= len(self._kept.popleft())
             self._first += 1
+
+    @property
+    def has_report(self) -> bool:
+        return bool(self._kept)
 
     def kept(self) -> Tuple[int, List[str]]:
         answer: List[str] = []
