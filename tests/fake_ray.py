@@ -106,6 +106,8 @@ class FakeRay:
         self.bodies: list[dict] = []
         self.sent: list[bytes] = []
         self.packages: dict[str, bytes] = {}
+        #: Other files in Ray's folder of logs, by name.
+        self.files: dict[str, str] = {}
         self.taken: list[str] = []
         self.logs: dict[str, str] = {}
         self.alive = [NODE]
@@ -294,6 +296,8 @@ class FakeRay:
         """As Ray's state API, which says what it lacks with the status 500."""
         if query["node_id"] not in self.alive:
             return 500, f"Agent for node id: {query['node_id']} doesn't exist."
+        if query["filename"] in self.files:
+            return 200, self.files[query["filename"]]
         name = query["filename"].removeprefix("job-driver-").removesuffix(".log")
         if self.rows.get(name, {}).get("driver_node_id") != query["node_id"]:
             return 500, f"A file is not found at: /tmp/ray/session/logs/{query['filename']}"

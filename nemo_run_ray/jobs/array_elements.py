@@ -143,8 +143,8 @@ def ranges_of(selection: str, count: int, name: str) -> list[Range]:
     """
     ranges = []
     for part in selection.split(","):
-        first, _, last = part.strip().partition("-")
-        if not first.isdecimal() or not (last or first).isdecimal():
+        first, dash, last = part.strip().partition("-")
+        if not first.isdecimal() or not (last if dash else first).isdecimal():
             raise ConfigError(
                 f"{selection!r} selects no elements of an array; expected is one of "
                 f"{', '.join(STATES)}, or indices such as 3,7-9."

@@ -1,8 +1,4 @@
-"""Arrays on one real Ray whose processes die: an element ends once, never runs twice at a time.
-
-An element holds a lock on a file of its own as long as one of its processes lives, so that another
-attempt that begins too early finds it locked.
-"""
+"""Arrays on one real Ray whose processes die: an element ends once, never runs twice at a time."""
 
 from __future__ import annotations
 
@@ -10,30 +6,15 @@ import os
 import random
 import signal
 import time
-from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
-import nemo_run as run
 import psutil
 import pytest
 
-from nemo_run_ray import array
 from nemo_run_ray.jobs.job import RemoteJob
-from nemo_run_ray.planning.array import Array
-from nemo_run_ray.remote.array.journal import ENDED, records_in
-from nemo_run_ray.remote.array.status_file import file_of
-from tests import array_tasks
+from tests.arrays import COUNT, check, ended, keepers, partials, scripts
 from tests.conftest import processes_of, processes_of_home, wait_for
-
-COUNT = 60
-_PROGRAM = (
-    "cd {folder}; exec 9>lock-$NEMO_RUN_ARRAY_INDEX; "
-    "flock -n 9 || echo $NEMO_RUN_ARRAY_INDEX $NEMO_RUN_ATTEMPT twice >> notes; "
-    "echo $NEMO_RUN_ARRAY_INDEX $NEMO_RUN_ATTEMPT begin >> notes; sleep {seconds}; "
-    "echo $NEMO_RUN_ARRAY_INDEX $NEMO_RUN_ATTEMPT end >> notes"
-)
-
 
 # ---------------------------------------------------------------------- who dies
 
@@ -44,7 +25,7 @@ def drivers(job: RemoteJob) -> list[int]:
 
 
 def hosts(job: RemoteJob) -> list[int]:
-    found = _with(f"NEMO_RUN_RAY_KEEPER={job.id}/")
+    found = keepers(job)
     return [pid for pid in found if _parent(pid) in found]
 
 
@@ -66,13 +47,6 @@ def stopped_hosts(job: RemoteJob) -> list[int]:
     for pid in hosts(job):
         os.kill(pid, signal.SIGSTOP)
     return actors(job)
-
-
-def _with(mark: str) -> list[int]:
-    def has(pid: int, words: list[str]) -> bool:
-        return mark.encode() in Path(f"/proc/{pid}/environ").read_bytes()
-
-    return processes_of_home(has)
 
 
 def _parent(pid: int) -> int:
@@ -105,40 +79,6 @@ def strike(job: RemoteJob, victims: Callable[[RemoteJob], list[int]]) -> int:
     return len(found)
 
 
-# ---------------------------------------------------------------------- what must hold
-
-
-def scripts(folder: Path, seconds: float) -> Array:
-    program = _PROGRAM.format(folder=folder, seconds=seconds)
-    return array(run.Script(inline=program), over={"env.X": range(COUNT)})
-
-
-def partials(folder: Path, seconds: float) -> Array:
-    task = run.Partial(array_tasks.locks, folder=str(folder), seconds=seconds, number=0)
-    return array(task, over={"number": range(COUNT)})
-
-
-def check(job: RemoteJob, folder: Path, logs: Path) -> None:
-    """Each element has ended once in the journal, and no two of its attempts ran together."""
-    status = job.wait(timeout_s=240)
-    log = "".join(job.log())
-    assert status.state.value == "SUCCEEDED", (status, log[-3000:])
-    rows = [tuple(line.split()) for line in (folder / "notes").read_text().splitlines()]
-    assert not [row for row in rows if row[2] == "twice"], (rows, log[-3000:])
-    begins = Counter(row[:2] for row in rows if row[2] == "begin")
-    assert set(begins.values()) == {1}, "no attempt begins twice"
-    states = Counter(element.state for element in job.select_elements())
-    assert states["succeeded"] + states["cancelled"] == COUNT
-    done = {row[0] for row in rows if row[2] == "end"}
-    assert len(done) >= states["succeeded"]
-    path = logs / file_of(job.id, "journal")
-    records = list(records_in(path.read_bytes()))
-    ends = Counter(one.element for one in records if one.kind == ENDED and not one.code)
-    assert set(ends.values()) <= {1}, "an element ends once"
-    assert len(ends) == states["succeeded"]
-    wait_for(lambda: not processes_of(job.id) and not _with(f"NEMO_RUN_RAY_KEEPER={job.id}/"), 30)
-
-
 # ---------------------------------------------------------------------- the tests
 
 
@@ -154,7 +94,7 @@ def logs(dashboard) -> Path:
 def test_an_array_outlives(start, logs, tmp_path, victims):
     is_forked = victims is warm
     job = start((partials if is_forked else scripts)(tmp_path, seconds=0.3), retries=3)
-    wait_for(lambda: _ended(tmp_path) >= 4, 90)
+    wait_for(lambda: ended(tmp_path) >= 4, 90)
 
     assert strike(job, victims), "there is something to kill"
 
@@ -186,12 +126,7 @@ def _storm(start, logs: Path, folder: Path, seed: int) -> None:
         time.sleep(chance.uniform(0, 6))
         victims = chance.choice(VICTIMS)
         told.append((victims.__name__, strike(job, victims)))
-    if chance.random() < 0.3 and _ended(folder) and not job.status.state.is_terminal:
+    if chance.random() < 0.3 and ended(folder) and not job.status.state.is_terminal:
         told.append(("cancel", len(job.cancel_elements(f"{chance.randrange(COUNT)}-{COUNT - 1}"))))
     print(f"seed {seed}: {make.__name__} {told}", flush=True)
     check(job, folder, logs)
-
-
-def _ended(folder: Path) -> int:
-    notes = folder / "notes"
-    return notes.read_text().count(" end") if notes.exists() else 0

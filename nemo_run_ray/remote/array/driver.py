@@ -59,6 +59,7 @@ def run(runner: Runner, spec: ArraySpec, job: str, submission_id: str) -> int:
         finally:
             pool.close()
             status.write(leases.progress, 0, is_over=True)
+            leases.close()
     finally:
         ray.shutdown()
 

@@ -39,6 +39,10 @@ class Elements:
         if not self.header:
             raise ValueError(f"{path} has no header of an array")
 
+    def close(self) -> None:
+        """Read no more."""
+        self._file.close()
+
     def __len__(self) -> int:
         return len(self._places)
 

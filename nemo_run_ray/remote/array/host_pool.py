@@ -9,6 +9,7 @@ from ..attempts import first_id
 from ..group.calls import Calls
 from ..group.packing import Node, nodes_of
 from ..node.output import say
+from ..node_death import node_dead_s
 from ..spec import ArraySpec
 from .closing import Closings
 from .host_room import HostRoom
@@ -54,6 +55,8 @@ class HostPool:
             record.number: leases.held.get(record.number, {}) for record in self._book.records
         }
         self._nodes: Dict[str, Node] = {}
+        self._dead_since: Dict[str, float] = {}  # nodes, as far as this driver knows
+        self._node_dead_s = node_dead_s()
         self._room = HostRoom(ray, spec)
         self._closings = Closings(ray, leases)
         self._end_by: Optional[float] = None
@@ -89,7 +92,7 @@ class HostPool:
             elif is_late or self._room.is_lost(host, now):
                 self.give_up(host)
         self._closings.turn(now)
-        self._prove()
+        self._prove(now)
         if self._end_by is not None:
             return
         if waiting:
@@ -189,7 +192,7 @@ class HostPool:
 
     # ------------------------------------------------------------------ proof
 
-    def _prove(self) -> None:
+    def _prove(self, now: float) -> None:
         """End what dead hosts have left: by their nodes' death, or by another host there."""
         sweeping = {number for host in self.hosts.values() for number in host.sweeps}
         by_node: Dict[str, List[HostRecord]] = {}
@@ -197,7 +200,7 @@ class HostPool:
             record = self._book.records[number]
             if record.node_id in self._nodes:
                 by_node.setdefault(record.node_id, []).append(record)
-            else:
+            elif self._is_over(record, now):
                 self._proven(number)
         for node_id, dead in by_node.items():
             (record,) = self._book.add([node_id])
@@ -205,6 +208,16 @@ class HostPool:
             host.sweeps = {one.number: one for one in dead}
             places = [[one.number, one.tag, one.run_dir] for one in dead]
             self._calls.order(host.replica, {"do": "sweep", "hosts": places})
+
+    def _is_over(self, record: HostRecord, now: float) -> bool:
+        """Whether nothing of a host can run any more whose node Ray counts as dead.
+
+        When the array is being ended, or the host had nothing in hand, nothing runs a second time,
+        and that need not be waited for.
+        """
+        since = self._dead_since.setdefault(record.node_id, now)
+        is_again = self._end_by is None and bool(self._unproven[record.number])
+        return not is_again or now >= since + self._node_dead_s
 
     def _proven(self, number: int) -> None:
         """Nothing of a host runs any more: what is not known to have ended is given back."""

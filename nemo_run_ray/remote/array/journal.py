@@ -75,6 +75,10 @@ class Journal:
         data = _RECORD.pack(*record)
         self._waiting.append(data + _SUM.pack(zlib.crc32(data)))
 
+    def close(self) -> None:
+        """Write no more; what waits is lost."""
+        os.close(self._fd)
+
     def commit(self) -> None:
         """Write what waits, and return when the disk has it.
 

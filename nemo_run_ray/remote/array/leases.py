@@ -108,6 +108,11 @@ class Leases:
             again = state is ElementState.WAITING
             say(f"element {element} has failed: {words}{'; it is tried again' if again else ''}")
 
+    def close(self) -> None:
+        """Read and write no more."""
+        self._elements.close()
+        self._journal.close()
+
     def commit(self) -> bool:
         """Write down what has changed; whether the disk has it."""
         try:

@@ -20,9 +20,10 @@ from ..attempts import (
     attempt_id,
     attempts_of,
 )
+from ..node_death import NODE_DEAD_S
 from ..spec import DispatchedJobSpec, DispatchSpec, OutsideSpec, cancel_id
 from ..states import JobState, JobStatus, Reason
-from .retries import NODE_DEAD_S, is_settled, status_of_attempts, with_state
+from .retries import is_settled, status_of_attempts, with_state
 from .time_left import TimeLeft
 
 #: Jobs that may start at the same moment: each start costs the head 1.4 s of a CPU (measured).

@@ -33,12 +33,12 @@ from ..attempts import (
 from ..lost_ends import LostEnds
 from ..node.output import say
 from ..node.rundir import SECRETS, read_secrets, remove_secrets
+from ..node_death import node_dead_s
 from ..spec import DispatchedJobSpec, DispatchSpec
 from ..states import JobState, JobStatus, Reason
 from ..variables import EMBEDDED
 from . import head, log, rest
 from .decide import Action, Decision, Do, decide
-from .retries import NODE_DEAD_S
 from .time_left import time_left
 
 #: Exit code when the cluster no longer knows this dispatcher, or its dashboard cannot be found.
@@ -82,7 +82,7 @@ class Dispatcher:
         self._clock = clock
         self._parent = os.getppid()
         self._jobs = {job.name: job for job in dispatch.jobs}
-        self._node_dead_s = _node_dead_s()
+        self._node_dead_s = node_dead_s()
         self._told: Dict[str, str] = {}
         self._stopped: Dict[str, float] = {}  # first request to stop an attempt that Ray took
         self._asked: Dict[str, float] = {}  # last one
@@ -316,16 +316,6 @@ def run(dispatch: DispatchSpec, submission_id: str) -> int:
         code = DISOWNED
     remove_secrets()
     return code
-
-
-def _node_dead_s() -> float:
-    """``NODE_DEAD_S``, or less where this Ray's raylets notice sooner that they are alone."""
-    try:
-        # Ray writes the name in two cases.
-        given = os.environ["RAY_gcs_rpc_server_reconnect_timeout_s"]  # noqa: SIM112
-        return float(given) + NODE_DEAD_S - 60.0
-    except (KeyError, ValueError):
-        return NODE_DEAD_S
 
 
 def _number(job: DispatchedJobSpec, submission_id: str) -> int:

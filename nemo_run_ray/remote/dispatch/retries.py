@@ -12,10 +12,6 @@ from ..states import JobState, JobStatus, Reason
 
 #: Seconds from the end of an attempt to the next one.
 SETTLE_S = 1.0
-#: The same when its node died, or Ray does not know why it lost it: a node that was cut off goes on
-#: until its raylet has noticed, Ray's ``gcs_rpc_server_reconnect_timeout_s`` (60), and its
-#: processes for some moments more.
-NODE_DEAD_S = 75.0
 #: Failures that Ray's head concludes, while the command may still run on a node that is cut off.
 _UNPROVEN = {Reason.NODE_DIED, Reason.OTHER}
 #: Failures that another attempt would not change. See docs/chains.md.

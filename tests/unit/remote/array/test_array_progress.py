@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from nemo_run_ray.remote.array.journal import ENDED, GIVEN_BACK, LEASED, Record
+from nemo_run_ray.remote.array.journal import CANCELLED, ENDED, GIVEN_BACK, LEASED, Record
 from nemo_run_ray.remote.array.progress import LOSSES_MAX, ArrayProgress, ElementState, Lease
 
 
@@ -76,6 +76,11 @@ def test_a_replay_comes_to_the_same_state():
                     host = chance.randrange(3)
                     leased[lease] = host
                     records.append(Record(*lease[:1], LEASED, lease.attempt, host=host))
+            elif chance.random() < 0.1:
+                index = chance.randrange(8)
+                if progress.state(index) in (ElementState.WAITING, ElementState.LEASED):
+                    progress.cancel(index)
+                    records.append(Record(index, CANCELLED))
             elif leased:
                 lease = chance.choice(list(leased))
                 host, code = leased.pop(lease), chance.randrange(2)
@@ -93,6 +98,40 @@ def test_a_replay_comes_to_the_same_state():
                 for host, elements in held.items()
                 for element, attempt in elements.items()
             } == leased
+
+
+def test_what_is_cancelled_is_not_tried_again_whatever_becomes_of_it():
+    progress = ArrayProgress(4, retries=5)
+    leases = [progress.take() for _ in range(3)]
+    assert [progress.cancel(index) for index in range(4)] == [*leases, None]
+    assert progress.ended(leases[0], 143, "SIGTERM")
+    assert progress.given_back(leases[1], has_run=True)
+    assert progress.ended(leases[2], 0, "it was quicker")
+    assert progress.is_over
+    assert [stretch[:3] for stretch in progress.stretches()] == [
+        (0, 0, "cancelled"),
+        (1, 1, "cancelled"),
+        (2, 2, "succeeded"),
+        (3, 3, "cancelled"),
+    ]
+    assert progress.cancel(2) is None
+    assert progress.number(ElementState.SUCCEEDED) == 1
+
+
+def test_stretches_hold_all_that_is_known_of_elements_in_a_row():
+    progress = ArrayProgress(6, retries=1)
+    leases = [progress.take() for _ in range(4)]
+    for lease in leases:
+        progress.ended(lease, 3 if lease.element == 2 else 0, "")
+    again = progress.take()
+    assert list(progress.stretches()) == [
+        (0, 1, "succeeded", 1, 0),
+        (2, 2, "leased", 2, 3),
+        (3, 3, "succeeded", 1, 0),
+        (4, 5, "waiting", 0, 0),
+    ]
+    progress.ended(again, 300, "")
+    assert list(progress.stretches())[1] == (2, 2, "failed", 2, 300 & 0xFF)
 
 
 def test_cancelled_elements_are_over():

@@ -26,8 +26,9 @@ from nemo_run_ray.remote.dispatch.decide import (
     Do,
     decide,
 )
-from nemo_run_ray.remote.dispatch.retries import NODE_DEAD_S, SETTLE_S
+from nemo_run_ray.remote.dispatch.retries import SETTLE_S
 from nemo_run_ray.remote.dispatch.time_left import TimeLeft, time_left
+from nemo_run_ray.remote.node_death import NODE_DEAD_S
 from nemo_run_ray.remote.spec import DispatchedJobSpec, DispatchSpec, OutsideSpec
 from nemo_run_ray.remote.states import JobState, JobStatus, Reason
 

@@ -43,9 +43,9 @@ from nemo_run_ray.remote.dispatch.dispatcher import (
     Dispatcher,
 )
 from nemo_run_ray.remote.dispatch.head import SUPERVISOR_BYTES, default_limit, find_dashboard
-from nemo_run_ray.remote.dispatch.retries import NODE_DEAD_S
 from nemo_run_ray.remote.node.output import PREFIX, end_mark
 from nemo_run_ray.remote.node.rundir import SECRETS
+from nemo_run_ray.remote.node_death import NODE_DEAD_S
 from nemo_run_ray.remote.spec import SUBMISSION_ID, DispatchedJobSpec, DispatchSpec
 from tests.fake_ray import (
     EXIT_CODE_IS_LOST,

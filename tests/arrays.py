@@ -1,0 +1,75 @@
+"""Arrays whose elements note what becomes of them, and what must hold whatever dies meanwhile.
+
+An element holds a lock on a file of its own as long as one of its processes lives, so that another
+attempt that begins too early finds it locked.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+
+import nemo_run as run
+
+from nemo_run_ray import array
+from nemo_run_ray.jobs.job import RemoteJob
+from nemo_run_ray.planning.array import Array
+from nemo_run_ray.remote.array.journal import ENDED, records_in
+from nemo_run_ray.remote.array.status_file import file_of
+from tests import array_tasks
+from tests.conftest import processes_of, processes_where, wait_for
+
+COUNT = 60
+_PROGRAM = (
+    "cd {folder}; exec 9>lock-$NEMO_RUN_ARRAY_INDEX; "
+    "flock -n 9 || echo $NEMO_RUN_ARRAY_INDEX $NEMO_RUN_ATTEMPT twice >> notes; "
+    "echo $NEMO_RUN_ARRAY_INDEX $NEMO_RUN_ATTEMPT begin >> notes; sleep {seconds}; "
+    "echo $NEMO_RUN_ARRAY_INDEX $NEMO_RUN_ATTEMPT end >> notes"
+)
+
+
+def scripts(folder: Path, seconds: float) -> Array:
+    program = _PROGRAM.format(folder=folder, seconds=seconds)
+    return array(run.Script(inline=program), over={"env.X": range(COUNT)})
+
+
+def partials(folder: Path, seconds: float) -> Array:
+    task = run.Partial(array_tasks.locks, folder=str(folder), seconds=seconds, number=0)
+    return array(task, over={"number": range(COUNT)})
+
+
+def check(job: RemoteJob, folder: Path, logs: Path | None) -> None:
+    """Each element has ended once in the journal, and no two of its attempts ran together."""
+    status = job.wait(timeout_s=240)
+    log = "".join(job.log())
+    assert status.state.value == "SUCCEEDED", (status, log[-3000:])
+    rows = [tuple(line.split()) for line in (folder / "notes").read_text().splitlines()]
+    assert not [row for row in rows if row[2] == "twice"], (rows, log[-3000:])
+    begins = Counter(row[:2] for row in rows if row[2] == "begin")
+    assert set(begins.values()) == {1}, "no attempt begins twice"
+    states = Counter(element.state for element in job.select_elements())
+    assert states["succeeded"] + states["cancelled"] == COUNT
+    done = {row[0] for row in rows if row[2] == "end"}
+    assert len(done) >= states["succeeded"]
+    if logs is not None:
+        records = list(records_in((logs / file_of(job.id, "journal")).read_bytes()))
+        ends = Counter(one.element for one in records if one.kind == ENDED and not one.code)
+        assert set(ends.values()) <= {1}, "an element ends once"
+        assert len(ends) == states["succeeded"]
+    wait_for(lambda: not processes_of(job.id) and not keepers(job), 30)
+
+
+def keepers(job: RemoteJob) -> list[int]:
+    """The processes of this package that look after elements, and their guards."""
+    mark = f"NEMO_RUN_RAY_KEEPER={job.id}/".encode()
+
+    def has(pid: int, words: list[str]) -> bool:
+        return mark in Path(f"/proc/{pid}/environ").read_bytes()
+
+    return processes_where(has)
+
+
+def ended(folder: Path) -> int:
+    """How many elements have noted their end."""
+    notes = folder / "notes"
+    return notes.read_text().count(" end") if notes.exists() else 0

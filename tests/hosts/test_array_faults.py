@@ -1,0 +1,93 @@
+"""Arrays that lose a host: its elements go on elsewhere, and none runs twice at a time."""
+
+from __future__ import annotations
+
+import os
+import random
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import nemo_run as run
+import pytest
+
+from nemo_run_ray import RayExecutor
+from nemo_run_ray.jobs.find import find_job
+from nemo_run_ray.jobs.job import RemoteJob
+from tests.arrays import check, ended, scripts
+from tests.conftest import wait_for
+from tests.hosts.conftest import Hosts, bed
+from tests.hosts.test_group_faults import kill_raylet
+
+#: Longer than Ray needs to count a host as dead, and shorter than its raylet needs to notice.
+LONG_CUT_S = 35.0
+
+
+def lose_power(hosts: Hosts, job: RemoteJob) -> None:
+    bed("crash", "n2")
+
+
+def lose_raylet(hosts: Hosts, job: RemoteJob) -> None:
+    kill_raylet(hosts, job, random.Random(0))
+
+
+def cut_for_long(hosts: Hosts, job: RemoteJob) -> None:
+    bed("cut", "n2")
+    time.sleep(LONG_CUT_S)
+    bed("heal", "n2")
+
+
+def cut_for_a_moment(hosts: Hosts, job: RemoteJob) -> None:
+    bed("cut", "n2")
+    time.sleep(5)
+    bed("heal", "n2")
+
+
+FAULTS = (lose_power, lose_raylet, cut_for_long, cut_for_a_moment)
+
+
+@pytest.fixture
+def whole(hosts) -> Iterator[Callable[[], None]]:
+    """Makes the hosts three again."""
+
+    def revive() -> None:
+        hosts.wait_for_nodes("n1", "n3")
+        hosts.revive("n2")
+        hosts.wait_for_nodes("n1", "n2", "n3")
+
+    yield revive
+    revive()
+
+
+def _strike(
+    hosts: Hosts, title: str, folder: Path, fault: Callable[[Hosts, RemoteJob], None]
+) -> None:
+    executor = RayExecutor(cluster=hosts.cluster, cpus_per_node=1, python=sys.executable, retries=3)
+    with run.Experiment(title, executor=executor) as experiment:
+        experiment.add(scripts(folder, seconds=1.0), name="array")
+        experiment.run(detach=True)
+    job = find_job(f"{experiment._id}.array")
+    wait_for(lambda: ended(folder) >= 4, 90)
+    fault(hosts, job)
+    check(job, folder, logs=None)
+
+
+@pytest.mark.soak  # Ray's raylets here notice after 150 s that they are alone
+def test_an_array_outlives_a_host(hosts, unique, tmp_path, whole):
+    _strike(hosts, unique, tmp_path, lose_power)
+
+
+@pytest.mark.soak
+def test_arrays_outlive_every_loss(hosts, unique, tmp_path, whole):
+    seed = int(os.environ.get("SEED", random.randrange(10**6)))
+    chance = random.Random(seed)
+    order = [fault for fault in FAULTS for _ in range(5)]
+    chance.shuffle(order)
+    print(f"seed {seed}", file=sys.stderr)
+    for number, fault in enumerate(order):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        _strike(hosts, f"{unique}n{number}", folder, fault)
+        print(f"{number} {fault.__name__}: held", file=sys.stderr)
+        whole()

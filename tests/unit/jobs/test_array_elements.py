@@ -1,0 +1,175 @@
+"""The elements of an array on a simulated Ray, whose driver the test is."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Iterator
+
+import nemo_run as run
+import pytest
+
+from nemo_run_ray import RayExecutor, array
+from nemo_run_ray.errors import ClusterError, ConfigError, JobError
+from nemo_run_ray.jobs import array_elements
+from nemo_run_ray.jobs.find import find_job
+from nemo_run_ray.jobs.job import RemoteJob
+from nemo_run_ray.remote.array.status_file import file_of
+from tests.conftest import wait_for
+from tests.fake_ray import GOES_ON, SUCCEEDS, FakeRay
+from tests.unit.jobs.conftest import Handed
+
+#: First and last element, state, attempts, exit code.
+STATES = [
+    [0, 2, "succeeded", 1, 0],
+    [3, 3, "failed", 2, 9],
+    [4, 5, "leased", 1, 0],
+    [6, 7, "waiting", 0, 0],
+]
+
+
+class Driver:
+    """What the driver of an array has written, and the wishes that it takes."""
+
+    def __init__(self, ray: FakeRay, job: RemoteJob) -> None:
+        self._ray, self._job = ray, job
+        self._ended = threading.Event()
+        self.cancelled: list[list[int]] = []
+
+    def tells(self, states: list[list[object]]) -> None:
+        name = file_of(self._job.id, "states")
+        self._ray.files[name] = "".join(json.dumps(row) + "\n" for row in states)
+
+    def takes_wishes(self, states: list[list[object]]) -> threading.Thread:
+        """Take the next one as the driver does, with these states after it."""
+
+        def take() -> None:
+            while not self._ended.wait(0.02):
+                for name in [one for one in self._ray.packages if "_wish_" in one]:
+                    self.cancelled += json.loads(self._ray.packages[name])["cancel"]
+                    self.tells(states)
+                    del self._ray.packages[name]
+                    return
+
+        thread = threading.Thread(target=take)
+        thread.start()
+        return thread
+
+    def end(self) -> None:
+        self._ended.set()
+
+
+@pytest.fixture
+def job(ray, unique) -> RemoteJob:
+    made = array(run.Script(inline="true"), over={"env.X": [f"v{index}" for index in range(8)]})
+    executor = RayExecutor(address=ray.url, cpus_per_node=1)
+    with run.Experiment(unique, executor=executor) as experiment:
+        experiment.add(made, name="array")
+        experiment.run(detach=True)
+    found = find_job(f"{experiment._id}.array")
+    ray.fates[found.id] = GOES_ON
+    ray.pass_time(30)
+    wait_for(lambda: found.status.node)
+    return found
+
+
+@pytest.fixture
+def driver(ray, job) -> Iterator[Driver]:
+    found = Driver(ray, job)
+    found.tells(STATES)
+    yield found
+    found.end()
+
+
+def test_elements_are_selected_by_state_and_by_index(job, driver):
+    found = job.select_elements()
+    assert [(one.index, one.state, one.attempts, one.exit_code) for one in found] == [
+        (0, "succeeded", 1, 0),
+        (1, "succeeded", 1, 0),
+        (2, "succeeded", 1, 0),
+        (3, "failed", 2, 9),
+        (4, "running", 1, None),
+        (5, "running", 1, None),
+        (6, "waiting", 0, None),
+        (7, "waiting", 0, None),
+    ]
+    assert [one.index for one in job.select_elements("running")] == [4, 5]
+    assert [one.index for one in job.select_elements("0, 3-4")] == [0, 3, 4]
+    assert job.select_elements("cancelled") == []
+    (failed,) = job.select_elements("failed")
+    assert (failed.reason, failed.values) == ("exit code 9", {"env.X": "v3"})
+
+
+def test_a_selection_that_is_none_is_refused(job, driver):
+    none = "selects no elements of an array"
+    for selection, kind, words in [
+        ("broken", ConfigError, none),
+        ("-3", ConfigError, none),
+        ("1,,2", ConfigError, none),
+        ("3-", ConfigError, none),
+        ("5-3", JobError, "has no element 5-3"),
+        ("8", JobError, "has no element 8; it has 0 to 7"),
+        ("0-99", JobError, "has no element 0-99"),
+    ]:
+        for ask in (job.select_elements, job.cancel_elements):
+            with pytest.raises(kind, match=words):
+                ask(selection)
+
+
+def test_a_job_that_is_no_array_and_one_that_has_not_begun_say_so(ray, unique, job):
+    with pytest.raises(JobError, match="Nothing is known of the elements of 'array' yet"):
+        job.select_elements()
+    other = Handed(ray, f"{unique}b", "plain").jobs["plain"]
+    with pytest.raises(JobError, match="The job 'plain' is no array"):
+        other.cancel_elements("3")
+
+
+def test_elements_are_cancelled_by_a_wish_and_their_end_is_waited_for(ray, job, driver):
+    after = [
+        *STATES[:2],
+        [4, 4, "cancelled", 1, 143],
+        [5, 5, "leased", 1, 0],
+        [6, 7, "waiting", 0, 0],
+    ]
+    thread = driver.takes_wishes(after)
+
+    found = job.cancel_elements("2-4")
+
+    thread.join()
+    assert driver.cancelled == [[4, 4]], "what is over is no wish"
+    assert [(one.index, one.state) for one in found] == [
+        (2, "succeeded"),
+        (3, "failed"),
+        (4, "cancelled"),
+    ]
+    assert not [name for name in ray.packages if "_wish_" in name]
+
+
+def test_what_is_over_needs_no_driver(job, driver, ray):
+    assert [one.state for one in job.cancel_elements("0-3")] == ["succeeded"] * 3 + ["failed"]
+    assert not [name for name in ray.packages if "_wish_" in name]
+
+
+def test_a_driver_that_does_not_answer_is_named(job, driver, monkeypatch):
+    monkeypatch.setattr(array_elements, "_HEARD_S", 0.5)
+    with pytest.raises(ClusterError, match="The driver of the array 'array' has not taken"):
+        job.cancel_elements("waiting")
+
+
+def test_what_was_not_over_when_the_job_ended_is_lost(ray, job, driver):
+    ray.fates[job.id] = SUCCEEDS
+    ray.pass_time(1000)
+    wait_for(lambda: job.status.state.is_terminal)
+    assert [one.state for one in job.select_elements("4-7")] == ["lost"] * 4
+    assert [one.index for one in job.select_elements("lost")] == [4, 5, 6, 7]
+
+
+def test_states_and_results_are_kept_when_the_array_has_ended(ray, job, driver):
+    ray.files[file_of(job.id, "results")] = '[0, {"loss": 1.5}]\n[2, null]\n'
+    ray.fates[job.id] = SUCCEEDS
+    ray.pass_time(1000)
+    wait_for(lambda: job.status.state.is_terminal)
+    wait_for(lambda: job.kept.has_array_file("results"))
+    ray.files.clear()
+    assert job.results() == {0: {"loss": 1.5}, 2: None}
+    assert [one.index for one in job.select_elements("failed")] == [3]
