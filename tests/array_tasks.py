@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import os
 import random
+import signal
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,8 +28,22 @@ def train(seed: int, model: Model | None = None) -> dict[str, Any]:
 
 
 def waits(path: str) -> None:
-    """Says in a file that it has begun, and ends when there is another one."""
+    """Says in a file that it has begun, and ends when there is another one.
+
+    For ``…/daemon`` it leaves a process in a session of its own that runs no other program.
+    """
     folder = Path(path)
+    if folder.name == "daemon":
+        folder = folder.parent
+        if os.fork() == 0:
+            os.setsid()
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)
+            if os.fork():
+                os._exit(0)
+            (folder / "daemon-pid").write_text(str(os.getpid()))
+            time.sleep(1000)
+            os._exit(0)
+        os.wait()
     with (folder / f"begun-{os.environ['NEMO_RUN_ARRAY_INDEX']}").open("a") as file:
         file.write("x")
     while not (folder / "go").exists():

@@ -6,7 +6,8 @@ attempt that begins too early finds it locked.
 
 from __future__ import annotations
 
-from collections import Counter
+import tempfile
+from collections import Counter, defaultdict
 from pathlib import Path
 
 import nemo_run as run
@@ -14,8 +15,9 @@ import nemo_run as run
 from nemo_run_ray import array
 from nemo_run_ray.jobs.job import RemoteJob
 from nemo_run_ray.planning.array import Array
-from nemo_run_ray.remote.array.journal import ENDED, records_in
-from nemo_run_ray.remote.array.status_file import file_of
+from nemo_run_ray.remote.array.journal import ENDED, read_records
+from nemo_run_ray.remote.array.status_file import JOURNAL_FILE, file_of
+from nemo_run_ray.remote.node.rundir import run_dirs
 from tests import array_tasks
 from tests.conftest import processes_of, processes_where, wait_for
 
@@ -47,16 +49,23 @@ def check(job: RemoteJob, folder: Path, logs: Path | None) -> None:
     assert not [row for row in rows if row[2] == "twice"], (rows, log[-3000:])
     begins = Counter(row[:2] for row in rows if row[2] == "begin")
     assert set(begins.values()) == {1}, "no attempt begins twice"
-    states = Counter(element.state for element in job.select_elements())
-    assert states["succeeded"] + states["cancelled"] == COUNT
-    done = {row[0] for row in rows if row[2] == "end"}
-    assert len(done) >= states["succeeded"]
+    elements = job.select_elements()
+    succeeded = {one.index for one in elements if one.state == "succeeded"}
+    assert len(succeeded) + sum(one.state == "cancelled" for one in elements) == COUNT
+    assert succeeded <= {int(row[0]) for row in rows if row[2] == "end"}
     if logs is not None:
-        records = list(records_in((logs / file_of(job.id, "journal")).read_bytes()))
-        ends = Counter(one.element for one in records if one.kind == ENDED and not one.code)
-        assert set(ends.values()) <= {1}, "an element ends once"
-        assert len(ends) == states["succeeded"]
-    wait_for(lambda: not processes_of(job.id) and not keepers(job), 30)
+        ends = defaultdict(list)
+        for one in read_records(str(logs / file_of(job.id, JOURNAL_FILE))):
+            if one.kind == ENDED:
+                ends[one.element].append(one.code)
+        assert all(0 not in codes[:-1] for codes in ends.values()), "nothing follows a success"
+        assert {index for index, codes in ends.items() if codes[-1] == 0} == succeeded
+    wait_for(lambda: not (processes_of(job.id) or keepers(job) or _left(job)), 30)
+
+
+def _left(job: RemoteJob) -> list[Path]:
+    """Run directories and notes of its hosts."""
+    return list(Path(run_dirs(tempfile.gettempdir())).glob(f"{job.id}~*"))
 
 
 def keepers(job: RemoteJob) -> list[int]:

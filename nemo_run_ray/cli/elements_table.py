@@ -1,4 +1,4 @@
-"""The elements of an array as a table, or as JSON."""
+"""The elements of an array as lines, or as JSON."""
 
 from __future__ import annotations
 
@@ -7,28 +7,29 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING
 
-from rich.console import Console
-from rich.table import Table
-from rich.text import Text
-
 if TYPE_CHECKING:
     from nemo_run_ray.jobs.array_elements import Element
 
-_out = Console(soft_wrap=True, highlight=False)
+_NAMES = ("element", "state", "attempts", "exit code", "values", "reason")
 
 
 def print_elements(elements: Sequence[Element], as_json: bool = False) -> None:
-    """Print one line for each element."""
+    """Print one line for each element, however long, so that ``grep`` finds it."""
     if as_json:
         print(json.dumps([asdict(element) for element in elements], indent=1))
         return
     if not elements:
         print("There is no such element.")
         return
-    table = Table("element", "state", "attempts", "exit code", "values", "reason", box=None)
-    for element in elements:
-        values = ", ".join(f"{field}={value}" for field, value in element.values.items())
-        code = "" if element.exit_code is None else str(element.exit_code)
-        row = str(element.index), element.state, str(element.attempts), code, values
-        table.add_row(*map(Text, row), Text(element.reason))
-    _out.print(table)
+    rows = [_NAMES, *map(_words, elements)]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for row in rows:
+        cells = (cell.ljust(width) for cell, width in zip(row, widths, strict=True))
+        print("  ".join(cells).rstrip())
+
+
+def _words(element: Element) -> tuple[str, ...]:
+    values = ", ".join(f"{field}={value}" for field, value in element.values.items())
+    code = "" if element.exit_code is None else str(element.exit_code)
+    reason = " ".join(element.reason.split())
+    return str(element.index), element.state, str(element.attempts), code, values, reason

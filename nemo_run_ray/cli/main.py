@@ -43,8 +43,10 @@ def status(
     name: Name,
     as_json: Annotated[bool, typer.Option("--json", help="For programs.")] = False,
     once: Annotated[bool, typer.Option("--once", help="Look once, do not follow.")] = False,
-    elements: Annotated[str, typer.Option(help="Of an array: failed, running, … or 3,7-9.")] = "",
-    job: Annotated[str, typer.Option(help="Which job of an experiment has the elements.")] = "",
+    elements: Annotated[
+        str | None, typer.Option(help="Of an array: failed, running, … or 3,7-9.")
+    ] = None,
+    job: Annotated[str, typer.Option(help="Only this job of an experiment.")] = "",
 ) -> None:
     """State and reason of an experiment's jobs, or of one job; on a terminal until all ended."""
     from nemo_run_ray.cli.status_report import StatusReport
@@ -53,9 +55,10 @@ def status(
     from nemo_run_ray.jobs.tend import tend
 
     jobs = find(name)
-    if elements:
+    if elements is not None:
         print_elements(_one(name, jobs, job).select_elements(elements), as_json)
         return
+    jobs = _chosen(name, jobs, job)
     report = StatusReport(jobs)
     if as_json:
         print(report.as_json())
@@ -104,7 +107,9 @@ def logs(
     follow: Annotated[bool, typer.Option("--follow", "-f", help="Until the job's end.")] = False,
     job: Annotated[str, typer.Option(help="Which job of an experiment.")] = "",
     role: Annotated[str, typer.Option(help="One role of a group, or role/replica.")] = "",
-    element: Annotated[int, typer.Option(help="One element of an array, from 0.")] = -1,
+    element: Annotated[
+        int | None, typer.Option(help="One element of an array, from 0.", min=0)
+    ] = None,
     raw: Annotated[
         bool, typer.Option("--raw", help="With Ray's lines and the package's last one.")
     ] = False,
@@ -117,7 +122,7 @@ def logs(
     if role:
         _must_have_role(found, role)
     text = (found.log if raw else found.output)(follow)
-    if element >= 0:
+    if element is not None:
         _must_have_element(found, element)
         text = of_element(element, lines(text))
     for piece in only(role, lines(text)) if role else text:
@@ -153,13 +158,15 @@ def _must_have_role(job: Any, role: str) -> None:
 def cancel(
     name: Name,
     job: Annotated[str, typer.Option(help="Only this job of an experiment.")] = "",
-    elements: Annotated[str, typer.Option(help="Only these of an array: 3,7-9, waiting, …")] = "",
+    elements: Annotated[
+        str | None, typer.Option(help="Only these of an array: 3,7-9, waiting or running.")
+    ] = None,
 ) -> None:
     """Stop the jobs of an experiment, or one job, and wait until they have ended."""
     from nemo_run_ray.jobs.cancel import cancel_all
     from nemo_run_ray.jobs.find import find
 
-    if elements:
+    if elements is not None:
         print_elements(_one(name, find(name), job).cancel_elements(elements))
         return
     for line in cancel_all(_chosen(name, find(name), job)):

@@ -257,7 +257,10 @@ def _array_lines(job: str, array: ArrayRows) -> Group:
         left = duration(array["left_s"])
         pace = f"; {array['elements_per_s']:.3g} elements/s, about {left} left"
     lines = [Text(f"\n{job} has {array['elements']} elements: {counts}{pace}")]
-    lines += [Text(f"  element {index}: {words}") for index, _, words in array["failures"]]
+    lines += [
+        Text(f"  element {index}: {words or f'exit code {code}'}")
+        for index, code, words in array["failures"]
+    ]
     return Group(*lines)
 
 

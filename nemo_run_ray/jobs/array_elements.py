@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 import secrets
 import time
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,7 +16,10 @@ from nemo_run.config import SCRIPTS_DIR
 from nemo_run_ray.errors import ClusterError, ConfigError, JobError
 from nemo_run_ray.jobs.explanations import elements
 from nemo_run_ray.jobs.snapshot import Snapshot
+from nemo_run_ray.remote.array.progress import Stretch
+from nemo_run_ray.remote.array.status_file import RESULTS_FILE, STATES_FILE
 from nemo_run_ray.remote.array.wishes import Range, wish_name, wish_to_cancel
+from nemo_run_ray.remote.node_death import NODE_DEAD_S
 
 if TYPE_CHECKING:
     from nemo_run_ray.jobs.job import RemoteJob
@@ -26,10 +30,12 @@ if TYPE_CHECKING:
 STATES = ("waiting", "running", "succeeded", "failed", "cancelled", "lost")
 #: States in which an element is not over.
 _ACTIVE = ("waiting", "running")
+_OVER = tuple(state for state in STATES if state not in _ACTIVE)
 #: Seconds until a driver has taken a wish; longer than one that is killed takes to be there again.
 _HEARD_S = 120.0
-#: Seconds beyond the grace period until elements that were cancelled have ended.
-_END_MARGIN_S = 60.0
+#: Seconds beyond the grace period until elements that were cancelled have ended, also on a node
+#: that has died.
+_END_MARGIN_S = NODE_DEAD_S + 60.0
 _LOOK_AGAIN_S = 1.0
 
 
@@ -68,23 +74,18 @@ def elements_of(job: ObservedJob, status: JobStatus, selection: str = "") -> lis
         JobError: the job is no array, has no such element, or nothing is known of its elements.
         ClusterError: the cluster does not answer.
     """
-    rows = _rows(job, status)
-    count = int(rows[-1][1]) + 1
-    ranges = None if selection in ("", *STATES) else ranges_of(selection, count, job.name)
+    stretches = _selected(job, status, selection)
     told = elements(job, status)
     reasons = {index: words for index, _, words in told["failures"]} if told else {}
+    values = _values(job, [(one.first, one.last) for one in stretches])
     found = []
-    for first, last, word, attempts, code in rows:
-        state = _state(word, status)
-        if ranges is None and selection not in ("", state):
-            continue
+    for first, last, state, attempts, code in stretches:
+        exit_code = code if code or state == "succeeded" else None
         for index in range(first, last + 1):
-            if ranges is None or any(low <= index <= high for low, high in ranges):
-                exit_code = code if code or state == "succeeded" else None
-                reason = reasons.get(index, f"exit code {code}") if state == "failed" else ""
-                found.append(Element(index, state, attempts, exit_code, reason, {}))
-    values = _values(job, {element.index for element in found})
-    return [replace(element, values=values.get(element.index, {})) for element in found]
+            reason = (reasons.get(index) or f"exit code {code}") if state == "failed" else ""
+            own = values.get(index, {})
+            found.append(Element(index, state, attempts, exit_code, reason, own))
+    return found
 
 
 def cancel_elements(job: RemoteJob, selection: str) -> list[Element]:
@@ -92,41 +93,53 @@ def cancel_elements(job: RemoteJob, selection: str) -> list[Element]:
 
     Args:
         job: the array.
-        selection: as for ``elements_of``.
+        selection: ``waiting`` leaves those alone that begin meanwhile; else as for ``elements_of``.
 
     Returns:
-        The selected elements, as they are then.
+        The elements that were selected, as they are then.
 
     Raises:
         ClusterError: the cluster does not answer, or the array's driver does not.
-        ConfigError, JobError: as for ``elements_of``; or the job has not begun.
+        ConfigError, JobError: as for ``elements_of``; or the selection holds none that can end.
     """
-    status = job.look(Snapshot(is_fresh=True))
-    chosen = elements_of(job, status, selection)
-    wanted = [element.index for element in chosen if element.state in _ACTIVE]
-    if not wanted:
-        return chosen
+    if selection in ("", *_OVER):
+        raise ConfigError(
+            f"The elements to cancel are {selection!r}; expected is waiting, running, or indices "
+            "such as 3,7-9. To cancel the whole array, cancel the job."
+        )
+    chosen = _selected(job, job.look(Snapshot(is_fresh=True)), selection)
+    wanted = [(one.first, one.last) for one in chosen if one.state in _ACTIVE]
+    indices = ",".join(f"{one.first}-{one.last}" for one in chosen)
+    if wanted:
+        _let_driver_know(job, wish_to_cancel(wanted, only_waiting=selection == "waiting"))
+        _wait_for_end(job, indices, ("waiting",) if selection == "waiting" else _ACTIVE)
+    return elements_of(job, job.look(Snapshot(is_fresh=True)), indices) if chosen else []
+
+
+def _let_driver_know(job: RemoteJob, wish: bytes) -> None:
     api = job.api()
     name = wish_name(job.id, secrets.token_hex(8))
-    api.put_package(name, wish_to_cancel(_in_ranges(wanted)))
+    api.put_package(name, wish)
     _until(
         lambda: not api.has_package(name) or job.look(Snapshot(is_fresh=True)).state.is_terminal,
         _HEARD_S,
-        f"The driver of the array {job.name!r} has not taken the order to cancel elements; it does "
-        "so when it is there again. Look at the job's log.",
+        f"The driver of the array {job.name!r} has not taken the order to cancel elements within "
+        f"{_HEARD_S:.0f} s. It does so when it is there again within ten minutes. Look at the "
+        "job's log.",
     )
-    indices = ",".join(map(str, (element.index for element in chosen)))
 
-    def now() -> list[Element]:
-        return elements_of(job, job.look(Snapshot(is_fresh=True)), indices)
+
+def _wait_for_end(job: RemoteJob, indices: str, states: Sequence[str]) -> None:
+    def is_over() -> bool:
+        found = _selected(job, job.look(Snapshot(is_fresh=True)), indices)
+        return not any(one.state in states for one in found)
 
     _until(
-        lambda: not any(element.state in _ACTIVE for element in now()),
+        is_over,
         job.record.grace_s + _END_MARGIN_S,
-        f"Elements of the array {job.name!r} were cancelled and have not ended yet; look again "
-        "with nemo-run-ray status.",
+        f"Elements of the array {job.name!r} were cancelled and have not ended yet. Look again "
+        "with nemo-run-ray status --elements.",
     )
-    return now()
 
 
 def ranges_of(selection: str, count: int, name: str) -> list[Range]:
@@ -158,25 +171,13 @@ def ranges_of(selection: str, count: int, name: str) -> list[Range]:
     return ranges
 
 
-def _rows(job: ObservedJob, status: JobStatus) -> list[list[Any]]:
-    """First and last index, state, attempts and exit code of elements in a row."""
-    if not job.record.is_array:
-        raise JobError(f"The job {job.name!r} is no array and has no elements.")
-    rows = [json.loads(line) for line in array_file(job, status, "states")]
-    if not rows:
-        raise JobError(
-            f"Nothing is known of the elements of {job.name!r} yet. {status.message}".strip()
-        )
-    return rows
-
-
 def array_file(job: ObservedJob, status: JobStatus, kind: str) -> list[str]:
     """The lines of a file that the driver of an array writes, from its node or as it was kept.
 
     Args:
         job: the array.
         status: where it is.
-        kind: ``states`` or ``results``.
+        kind: ``STATES_FILE`` or ``RESULTS_FILE``.
 
     Raises:
         ClusterError: the cluster does not answer.
@@ -190,57 +191,103 @@ def array_file(job: ObservedJob, status: JobStatus, kind: str) -> list[str]:
     return lines if lines and lines[0].startswith("[") else []
 
 
+def needs_keeping(job: ObservedJob) -> bool:
+    """Whether a job is an array of which the experiment's folder has nothing yet."""
+    return job.record.is_array and not job.kept.has_array_file(STATES_FILE)
+
+
 def keep_array(job: ObservedJob, status: JobStatus) -> None:
-    """Keep what the driver of an array has written, in the experiment's folder.
+    """Keep what the driver of an array has written in the experiment's folder.
 
     Raises:
         ClusterError: the cluster does not answer.
         OSError: the folder cannot be written to.
     """
-    if job.record.is_array:
-        for kind in ("states", "results"):
-            lines = array_file(job, status, kind)
-            if lines and not job.kept.has_array_file(kind):
-                job.kept.keep_array_file(kind, lines)
+    for kind in (RESULTS_FILE, STATES_FILE):  # this one last: with it, all is kept
+        job.kept.keep_array_file(kind, array_file(job, status, kind))
 
 
-def _state(word: str, status: JobStatus) -> str:
-    """The user's word for a state of the driver's."""
-    state = "running" if word == "leased" else word
-    return "lost" if state in _ACTIVE and status.state.is_terminal else state
-
-
-def _values(job: ObservedJob, indices: set[int]) -> dict[int, dict[str, Any]]:
-    """The values of elements from the file that was sent, where it is still in the folder."""
-    found: dict[int, dict[str, Any]] = {}
-    for path in sorted((Path(job.record.exp_dir) / job.record.job / SCRIPTS_DIR).glob("*.sh")):
-        with path.open(encoding="utf-8") as file:
-            fields: list[str] | None = None
-            index = -1
-            for line in file:
-                if fields is not None and index + 1 in indices:
-                    found[index + 1] = dict(zip(fields, json.loads(line), strict=False))
-                if fields is not None:
-                    index += 1
-                elif line.startswith("{"):
-                    fields = json.loads(line).get("fields")
-        if found:
-            return found
+def _selected(job: ObservedJob, status: JobStatus, selection: str) -> list[Stretch]:
+    """What is known of the selected elements, with the user's words for their states."""
+    rows = _rows(job, status)
+    if not isinstance(selection, str):
+        raise ConfigError(
+            f"{selection!r} selects no elements of an array; expected is a text: one of "
+            f"{', '.join(STATES)}, or indices such as 3,7-9."
+        )
+    if selection in ("", *STATES):
+        return [row for row in rows if selection in ("", row.state)]
+    ranges = _merged(ranges_of(selection, rows[-1].last + 1, job.name))
+    found, at = [], 0
+    for first, last in ranges:
+        while rows[at].last < first:
+            at += 1
+        for row in rows[at:]:
+            if row.first > last:
+                break
+            found.append(row._replace(first=max(first, row.first), last=min(last, row.last)))
     return found
 
 
-def _in_ranges(indices: list[int]) -> Iterator[Range]:
-    """Sorted indices, as first and last ones of those in a row."""
-    first = last = indices[0]
-    for index in indices[1:]:
-        if index != last + 1:
-            yield first, last
-            first = index
-        last = index
-    yield first, last
+def _rows(job: ObservedJob, status: JobStatus) -> list[Stretch]:
+    if not job.record.is_array:
+        raise JobError(f"The job {job.name!r} is no array and has no elements.")
+    rows = [Stretch(*json.loads(line)) for line in array_file(job, status, STATES_FILE)]
+    if not rows and status.state.is_terminal:
+        raise JobError(
+            f"Nothing is known of the elements of {job.name!r}, which has ended. {status.message}"
+        )
+    if not rows:
+        raise JobError(
+            f"Nothing is known of the elements of {job.name!r} yet. {status.message} Look again "
+            "when it runs."
+        )
+    return [row._replace(state=_word(row.state, status)) for row in rows]
 
 
-def _until(question: Any, within_s: float, words: str) -> None:
+def _word(state: str, status: JobStatus) -> str:
+    """The user's word for a state of the driver's."""
+    word = "running" if state == "leased" else state
+    return "lost" if word in _ACTIVE and status.state.is_terminal else word
+
+
+def _values(job: ObservedJob, ranges: Sequence[Range]) -> dict[int, dict[str, Any]]:
+    """The values of elements from the file that was sent, where it is still in the folder."""
+    for path in sorted((Path(job.record.exp_dir) / job.record.job / SCRIPTS_DIR).glob("*.sh")):
+        with path.open(encoding="utf-8") as file:
+            header: dict[str, Any] = next(
+                (json.loads(line) for line in file if line.startswith("{")), {}
+            )
+            if "fields" in header:
+                wanted = (range(first, last + 1) for first, last in _merged(ranges))
+                return dict(_read_values(file, header["fields"], chain.from_iterable(wanted)))
+    return {}
+
+
+def _read_values(
+    lines: Iterable[str], fields: Sequence[str], wanted: Iterator[int]
+) -> Iterator[tuple[int, dict[str, Any]]]:
+    index = next(wanted, None)
+    for number, line in enumerate(lines):
+        if number == index:
+            yield number, dict(zip(fields, json.loads(line), strict=False))
+            index = next(wanted, None)
+        if index is None:
+            return
+
+
+def _merged(ranges: Iterable[Range]) -> list[Range]:
+    """The same elements in their order, each once."""
+    found: list[Range] = []
+    for first, last in sorted(ranges):
+        if found and first <= found[-1][1] + 1:
+            found[-1] = found[-1][0], max(last, found[-1][1])
+        else:
+            found.append((first, last))
+    return found
+
+
+def _until(question: Callable[[], bool], within_s: float, words: str) -> None:
     deadline = time.monotonic() + within_s
     while not question():
         if time.monotonic() >= deadline:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import numbers
 import time
@@ -20,6 +21,7 @@ from nemo_run_ray.jobs.observed_job import ObservedJob
 from nemo_run_ray.jobs.snapshot import Snapshot
 from nemo_run_ray.jobs.submit_once import OUTCOME_S
 from nemo_run_ray.jobs.tend import tend
+from nemo_run_ray.remote.array.status_file import RESULTS_FILE
 from nemo_run_ray.remote.attempts import nonce_of
 from nemo_run_ray.remote.node.output import end_mark
 from nemo_run_ray.remote.rows import ArrayRows
@@ -60,7 +62,12 @@ class RemoteJob(ObservedJob):
         """
         if not self.record.is_array:
             return {}
-        return dict(json.loads(line) for line in array_file(self, self.status, "results"))
+        found: dict[int, Any] = {}
+        for line in array_file(self, self.status, RESULTS_FILE):
+            with contextlib.suppress(ValueError):  # the driver is writing the last one
+                index, value = json.loads(line)
+                found[index] = value
+        return found
 
     def select_elements(self, selection: str = "") -> list[Element]:
         """The elements of an array, one by one.
@@ -80,11 +87,11 @@ class RemoteJob(ObservedJob):
         """End some elements of an array that goes on, wait until they have ended, and return them.
 
         Args:
-            selection: as for ``select_elements``.
+            selection: ``waiting`` (those that begin meanwhile go on), ``running``, or indices.
 
         Raises:
             ClusterError: the cluster does not answer, or the array's driver does not.
-            ConfigError, JobError: as for ``select_elements``.
+            ConfigError, JobError: as for ``select_elements``; or the selection is of what is over.
         """
         return cancel_elements(self, selection)
 

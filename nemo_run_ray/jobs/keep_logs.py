@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 
 from nemo_run_ray.errors import JobError, NemoRunRayError, StreamCut
 from nemo_run_ray.jobs import ledger
-from nemo_run_ray.jobs.array_elements import keep_array
+from nemo_run_ray.jobs.array_elements import keep_array, needs_keeping
 from nemo_run_ray.jobs.ledger import Ledger
 from nemo_run_ray.jobs.snapshot import Snapshot
 from nemo_run_ray.remote.states import JobStatus
@@ -70,6 +70,7 @@ def keep_log(job: ObservedJob, status: JobStatus, snapshot: Snapshot) -> None:
     key = record.exp_dir, job.id, record.nonces[-1]
     if job.cluster.runs_here or not status.attempt or record.keep_logs_max_bytes == 0:
         return
+    _keep_array(job, status, snapshot)
     if record.is_log_given_up and not _waiting:
         return
     if job.kept.has_log or not os.access(record.exp_dir, os.W_OK):
@@ -83,7 +84,6 @@ def keep_log(job: ObservedJob, status: JobStatus, snapshot: Snapshot) -> None:
         left = job.left_logs()
         texts = job.left_text() if left else job.whole_log(job.api(), status, left_s)
         job.kept.keep_log(_until(texts, deadline), record.keep_logs_max_bytes)
-        keep_array(job, status)
     except (NemoRunRayError, OSError, ValueError) as error:
         is_late = time.monotonic() >= deadline
         if is_late and left_s < _WHOLE * budget_s:
@@ -97,6 +97,18 @@ def keep_log(job: ObservedJob, status: JobStatus, snapshot: Snapshot) -> None:
     finally:
         if key in _tried:
             _tried[key].set()
+
+
+def _keep_array(job: ObservedJob, status: JobStatus, snapshot: Snapshot) -> None:
+    if not needs_keeping(job) or not os.access(job.record.exp_dir, os.W_OK):
+        return
+    if time.monotonic() >= snapshot.deadline(WAITING_S if _waiting else BUDGET_S):
+        return
+    try:
+        keep_array(job, status)
+    except (NemoRunRayError, OSError) as error:
+        log.info("The elements of %s are kept by a later look: %s", job.id, error)
+        snapshot.deadline(0.0)  # the next job of this answer would ask in vain too
 
 
 def _begins(key: tuple[Path, str, str]) -> bool:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 from nemo_run_ray.dashboard.http import SLOW_S
 from nemo_run_ray.errors import NemoRunRayError
 from nemo_run_ray.jobs import ledger
-from nemo_run_ray.jobs.array_elements import keep_array
+from nemo_run_ray.jobs.array_elements import keep_array, needs_keeping
 from nemo_run_ray.jobs.attempt_records import has_news
 from nemo_run_ray.jobs.explanations import elements, roles
 from nemo_run_ray.jobs.ledger import Event, Ledger
@@ -165,6 +165,7 @@ def _keep_files(job: ObservedJob, status: JobStatus) -> None:
         found = roles(job, status) or elements(job, status)
         if found:
             job.kept.keep_rows(found)
-        keep_array(job, status)
+        if needs_keeping(job):
+            keep_array(job, status)
     except (NemoRunRayError, OSError) as error:
         log.warning("The log of %s could not be kept: %s", job.id, error)

@@ -13,6 +13,7 @@ import psutil
 import pytest
 
 from nemo_run_ray.jobs.job import RemoteJob
+from nemo_run_ray.remote.node.tree import is_guard
 from tests.arrays import COUNT, check, ended, keepers, partials, scripts
 from tests.conftest import processes_of, processes_of_home, wait_for
 
@@ -26,7 +27,7 @@ def drivers(job: RemoteJob) -> list[int]:
 
 def hosts(job: RemoteJob) -> list[int]:
     found = keepers(job)
-    return [pid for pid in found if _parent(pid) in found]
+    return [pid for pid in found if not is_guard(pid)]
 
 
 def actors(job: RemoteJob) -> list[int]:
@@ -39,7 +40,10 @@ def warm(job: RemoteJob) -> list[int]:
 
 
 def elements(job: RemoteJob) -> list[int]:
-    return [pid for pid in processes_of(job.id) if not _is_warm(pid)][:2]
+    """All processes of two elements."""
+    above = {*hosts(job), *warm(job)}
+    first = [pid for pid in processes_of(job.id) if _parent(pid) in above and not _is_warm(pid)][:2]
+    return [pid for pid in processes_of(job.id) if _group(pid) in first]
 
 
 def stopped_hosts(job: RemoteJob) -> list[int]:
@@ -53,6 +57,13 @@ def _parent(pid: int) -> int:
     try:
         return psutil.Process(pid).ppid()
     except psutil.Error:
+        return 0
+
+
+def _group(pid: int) -> int:
+    try:
+        return os.getpgid(pid)
+    except ProcessLookupError:
         return 0
 
 
@@ -93,7 +104,7 @@ def logs(dashboard) -> Path:
 @pytest.mark.parametrize("victims", VICTIMS)
 def test_an_array_outlives(start, logs, tmp_path, victims):
     is_forked = victims is warm
-    job = start((partials if is_forked else scripts)(tmp_path, seconds=0.3), retries=3)
+    job = start((partials if is_forked else scripts)(tmp_path, seconds=0.6), retries=3)
     wait_for(lambda: ended(tmp_path) >= 4, 90)
 
     assert strike(job, victims), "there is something to kill"

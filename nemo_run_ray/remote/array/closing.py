@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass, field
-from typing import Any, Dict, List, Sequence
+from typing import Any, Dict, Iterator, List, Sequence
 
 from ..group.machine import name
-from .hosts import Host
+from .hosts import Host, HostRecord
 from .leases import Leases
 
 #: Seconds for one step until a host is ended without it.
@@ -25,13 +25,13 @@ class _Closing:
 
     Attributes:
         host: the host.
-        run_dirs: names of the run directories whose notes it removes.
-        steps: Ray's references to the answers of those calls that were made: ``forget``, ``close``.
+        records: the hosts whose notes it removes.
         until: when the last step is given up.
+        steps: Ray's references to the answers of those calls that were made: ``forget``, ``close``.
     """
 
     host: Host
-    run_dirs: Sequence[str]
+    records: Sequence[HostRecord]
     until: float
     steps: List[Any] = field(default_factory=list)
 
@@ -41,7 +41,7 @@ class Closings:
 
     Args:
         ray: the module, connected.
-        leases: must be on the head's disk before the notes are removed, which say the same.
+        leases: they say the same as the notes, which are removed when the head's disk has them.
     """
 
     def __init__(self, ray: Any, leases: Leases) -> None:
@@ -49,17 +49,27 @@ class Closings:
         self._leases = leases
         self._closings: Dict[int, _Closing] = {}
 
-    def add(self, host: Host, run_dirs: Sequence[str]) -> None:
-        """Let a host remove the notes of these run directories, and end."""
+    def add(self, host: Host, records: Sequence[HostRecord]) -> None:
+        """Let a host remove the notes of these hosts, and end."""
         number = host.record.number
-        self._closings[number] = _Closing(host, run_dirs, time.monotonic() + _STEP_S)
+        self._closings[number] = _Closing(host, records, time.monotonic() + _STEP_S)
 
-    def turn(self, now: float) -> None:
-        """Go on with all that can."""
-        if not self._closings or not self._leases.commit():
+    def turn(self, now: float) -> Iterator[HostRecord]:
+        """Go on with all that can.
+
+        Yields:
+            A host whose notes and folders may still be there, since the one died that was to remove
+            them.
+        """
+        if not self._closings or not self._leases.can_write or not self._leases.commit():
             return
         for number, closing in list(self._closings.items()):
-            if self._go_on(closing, now):
+            try:
+                is_over = self._go_on(closing, now)
+            except self._ray.exceptions.RayError:
+                yield from closing.records
+                is_over = True
+            if is_over:
                 del self._closings[number]
                 self._ray.kill(closing.host.actor.handle, no_restart=True)
 
@@ -67,14 +77,17 @@ class Closings:
         """Wait until all have ended, as long as two steps may take."""
         until = time.monotonic() + 2 * _STEP_S
         while self._closings and time.monotonic() < until:
-            self.turn(time.monotonic())
+            for _ in self.turn(time.monotonic()):
+                pass  # no host is started any more that could remove them
             time.sleep(_LOOK_S)
 
     def _go_on(self, closing: _Closing, now: float) -> bool:
         """Make the next call when the last one was answered; whether there is none left."""
         if closing.steps:
             ready, _ = self._ray.wait([closing.steps[-1]], timeout=0)
-            if not ready and now < closing.until:
+            if ready:
+                self._ray.get(ready[0])
+            elif now < closing.until:
                 return False
             if len(closing.steps) == 2:
                 return True
@@ -85,6 +98,6 @@ class Closings:
     def _call(self, host: Host, closing: _Closing) -> Any:
         if closing.steps:
             return host.actor.handle.close.remote()
-        order = {"do": "forget", "run_dirs": list(closing.run_dirs)}
+        order = {"do": "forget", "run_dirs": [record.run_dir for record in closing.records]}
         number, host.replica.orders = host.replica.orders, host.replica.orders + 1
         return host.actor.handle.order.remote(name(host.replica.replica_id), number, order)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import os
 import time
-from typing import Any, Dict, List, Mapping, Optional, Tuple
+from typing import Any, List, Mapping, Optional, Tuple
 
 from ..env_error import cause_of
 from ..group.actors import forget_runtime_env
@@ -20,8 +20,10 @@ from ..group.machine import name
 from ..node.output import NO_PROCESS_LEFT, say, write
 from ..node.process import Runner
 from ..node.rundir import jobs_folder, take_secrets
+from ..node_death import NODE_DEAD_S
 from ..spec import ArraySpec
 from ..states import Cause
+from .handing_out import feed, fulfil
 from .host_pool import HostPool
 from .hosts import Host, HostStarts
 from .leases import Leases
@@ -58,6 +60,7 @@ def run(runner: Runner, spec: ArraySpec, job: str, submission_id: str) -> int:
             return driver.run()
         finally:
             pool.close()
+            wishes.remove_all()
             status.write(leases.progress, 0, is_over=True)
             leases.close()
     finally:
@@ -103,9 +106,10 @@ class _ArrayDriver:
         self._obey()
         self._calls.repeat()
         now = time.monotonic()
+        self._pool.let_hosts_end(now)
         if now >= self._look_at:
             self._look_at = now + _LOOK_S
-            self._fulfil_wishes()
+            fulfil(self._wishes, self._leases, self._pool)
             try:
                 self._pool.look(now, self._progress.number(ElementState.WAITING))
             except OSError as error:  # a full disk: no host is started meanwhile
@@ -118,7 +122,7 @@ class _ArrayDriver:
                 self._hear(answer)
         self._check_failures()
         if self._stopped_by is None and self._leases.can_write:
-            self._feed()
+            feed(self._leases, self._pool, self._calls)
         busy = (min(len(host.in_hand), host.slots) for host in self._pool.hosts.values())
         self._status.write(self._progress, sum(busy), is_over=False)
 
@@ -140,11 +144,18 @@ class _ArrayDriver:
             return 1
         if self._stopped_by == "":
             self._runner.cancelled = True
-            self._runner.ending = f"cancelled; {NO_PROCESS_LEFT}"
+            self._runner.ending = f"cancelled; {self._left()}"
             return 143
         code = SOME_FAILED if failed else 0
         self._runner.ending = f"exit code {code}"
         return code
+
+    def _left(self) -> str:
+        """What is known of processes that may be left, in words."""
+        if not self._pool.unproven.unconfirmed:
+            return NO_PROCESS_LEFT
+        nodes = ", ".join(sorted(node[:12] for node in self._pool.unproven.unconfirmed))
+        return f"Ray counts {nodes} as dead, where processes may go on for {NODE_DEAD_S:.0f} s"
 
     def _obey(self) -> None:
         order = self._runner.order()
@@ -160,14 +171,6 @@ class _ArrayDriver:
             self._stopped_by = why
             self._progress.cancel_waiting()
             self._pool.end()
-
-    def _fulfil_wishes(self) -> None:
-        for key, elements in self._wishes.find(self._progress.count):
-            found = [lease for lease in map(self._leases.cancel, elements) if lease is not None]
-            self._pool.cancel(found)
-            if self._leases.commit():
-                say(f"the user has cancelled {len(elements)} element(s); {len(found)} were leased")
-                self._wishes.remove(key)
 
     def _check_failures(self) -> None:
         failed, limit = self._progress.number(ElementState.FAILED), self._spec.max_failures
@@ -224,6 +227,8 @@ class _ArrayDriver:
             self._pool.swept(host, report)
         elif kind == "unswept":
             say(f"a host on {node} is dead, and this does not end there: {report['words']}")
+        elif kind == "stuck":
+            say(f"element {report['element']} on {node} has ended, but not {report['words']}")
         elif kind == "lost":
             self._lost(host, Lease(*report["lease"]))
         elif kind == "idle":
@@ -248,29 +253,6 @@ class _ArrayDriver:
             return
         say(f"the process was killed that knew how element {lease.element} has ended")
         self._leases.give_back(lease, host.record.number, has_run=True)
-
-    # ------------------------------------------------------------------ what they get
-
-    def _feed(self) -> None:
-        """Lease elements to the hosts; the disk has it before a host hears of it."""
-        given: Dict[int, List[List[Any]]] = {}
-        for number, host in self._pool.hosts.items():
-            room = self._leases.pace.held(host.slots) if host.may_have_more else 0
-            while len(host.in_hand) < room:
-                row = self._leases.take(number)
-                if row is None:
-                    break
-                host.in_hand[row[0]] = row[1]
-                given.setdefault(number, []).append(row)
-        is_written = self._leases.commit()
-        for number, rows in given.items():
-            host = self._pool.hosts[number]
-            if is_written:
-                self._calls.order(host.replica, {"do": "run", "elements": rows})
-                continue
-            for element, attempt, _ in rows:
-                del host.in_hand[element]
-                self._leases.give_back(Lease(element, attempt), number, has_run=False)
 
 
 def _log_folder(submission_id: str) -> Optional[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import select
 import signal
@@ -17,6 +18,8 @@ from .progress import Lease
 INDEX, ATTEMPT = "NEMO_RUN_ARRAY_INDEX", "NEMO_RUN_ATTEMPT"
 #: Characters of one element's output that are passed on.
 OUTPUT_MAX = 16 * 2**20
+#: Seconds beyond the grace period until it is said that something does not end.
+_STUCK_S = 30.0
 #: Characters of its last line that explain a failure.
 _LAST_MAX = 200
 
@@ -53,6 +56,7 @@ class RunningElement:
         #: How often a process was asked for.
         self.asked = 0
         self._began = time.monotonic()
+        self._tell_at = math.inf
         self._lines = Lines()
         self._passed_on = 0
         self._last = ""
@@ -85,7 +89,8 @@ class RunningElement:
 
     def ended(self, code: int) -> None:
         """Note the exit code; the loop has collected the process."""
-        self.code, self.seconds = code, time.monotonic() - self._began
+        now = time.monotonic()
+        self.code, self.seconds, self._tell_at = code, now - self._began, now + _STUCK_S
 
     @property
     def is_ending(self) -> bool:
@@ -119,6 +124,8 @@ class RunningElement:
             now: the time.
             grace_s: seconds from SIGTERM to SIGKILL.
         """
+        if self.pid < 0:  # it never began
+            return True
         try:
             os.killpg(self.pid, 0)
         except (ProcessLookupError, PermissionError):
@@ -129,6 +136,13 @@ class RunningElement:
         elif now >= self._kill_at:
             self.signal(signal.SIGKILL)
         return False
+
+    def is_stuck(self, now: float, grace_s: float) -> bool:
+        """Whether it is to be said, once, that something does not end that it has left."""
+        is_due = now >= self._tell_at + grace_s
+        if is_due:
+            self._tell_at = math.inf
+        return is_due
 
     def signal(self, number: int) -> None:
         """Send a signal to its processes."""

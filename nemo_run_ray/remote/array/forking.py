@@ -98,6 +98,8 @@ class Forking:
             CannotPrepare: it fails at its imports, or is killed again and again before an element
                 has begun.
         """
+        # What it has forked and what says so later ends: else it would run, and unknown.
+        self._channel.shutdown(socket.SHUT_RD)
         self.read()
         self._false_starts += 1
         is_killed = code > 128 or self._is_ready or self._was_ready
@@ -116,6 +118,15 @@ class Forking:
             return False
         self.ask(element, asked.message)
         return True
+
+    def withdraw(self, element: RunningElement) -> bool:
+        """Ask no more for an element; false when the process was asked, and may begin it."""
+        for place, (key, write_end) in enumerate(self._unsent):
+            if key == -element.pid:
+                os.close(write_end)
+                del self._unsent[place], self._asked[key]
+                return True
+        return False
 
     def close(self) -> None:
         """Let the process end."""

@@ -16,6 +16,7 @@ from .host_room import HostRoom
 from .hosts import Host, HostBook, HostRecord, HostStarts
 from .leases import Leases
 from .progress import Lease
+from .unproven import Unproven
 
 #: Seconds beyond the grace period until a host that was told to end is given up.
 _END_MARGIN_S = 30.0
@@ -50,13 +51,8 @@ class HostPool:
         self._book = HostBook(leases.hosts_path, first_id(submission_id))
         if not leases.goes_on:
             self._book.clear()
-        #: Hosts of an earlier driver, or that have died, with what they had in hand.
-        self._unproven: Dict[int, Dict[int, int]] = {
-            record.number: leases.held.get(record.number, {}) for record in self._book.records
-        }
+        self.unproven = Unproven(self._book.records, leases.held, node_dead_s())
         self._nodes: Dict[str, Node] = {}
-        self._dead_since: Dict[str, float] = {}  # nodes, as far as this driver knows
-        self._node_dead_s = node_dead_s()
         self._room = HostRoom(ray, spec)
         self._closings = Closings(ray, leases)
         self._end_by: Optional[float] = None
@@ -65,7 +61,7 @@ class HostPool:
     @property
     def are_proven(self) -> bool:
         """Whether nothing runs that the living hosts do not know of."""
-        return not self._unproven
+        return not self.unproven
 
     @property
     def has_ended(self) -> bool:
@@ -91,7 +87,6 @@ class HostPool:
                 self.lost(host)
             elif is_late or self._room.is_lost(host, now):
                 self.give_up(host)
-        self._closings.turn(now)
         self._prove(now)
         if self._end_by is not None:
             return
@@ -131,7 +126,7 @@ class HostPool:
         host.in_hand.clear()
         host.is_idle = True
         if self._end_by is None:
-            self._let_go(host, [host.record.run_dir])
+            self._let_go(host, [host.record])
 
     def give_up(self, host: Host) -> None:
         """End the actor of a host."""
@@ -141,14 +136,19 @@ class HostPool:
 
     def lost(self, host: Host) -> None:
         """A host is dead, or its actor is: what it had may run until that is proven."""
-        is_here = self.hosts.pop(host.record.number, None) is not None
-        if is_here and host.slots:  # one that only ends others starts nothing
-            self._unproven.setdefault(host.record.number, {}).update(host.in_hand)
+        if self.hosts.pop(host.record.number, None) is None:
+            return
+        if host.slots:
+            self.unproven.add(host.record.number, host.in_hand)
+            return
+        self.unproven.sweeper_died(host.record.node_id, time.monotonic())
+        for record in host.swept:  # their notes may still be there
+            self.unproven.add(record.number, {})
 
     def swept(self, host: Host, report: Mapping[str, Any]) -> None:
         """A host has ended what an earlier one had left on its node, and read its notes."""
         number = int(report["host"])
-        held = self._unproven.get(number, {})
+        held = self.unproven.held(number)
         before, node = len(held), host.replica.node.host
         for row in report["ended"]:
             if held.get(row[0]) == row[1]:
@@ -158,20 +158,25 @@ class HostPool:
             words = f"{before - len(held)} had ended, and {len(held)} are leased again"
             say(f"nothing of a dead host runs on {node}: of {before} elements, {words}")
         self._proven(number)
-        host.swept.append(host.sweeps.pop(number).run_dir)
+        host.swept.append(host.sweeps.pop(number))
         if not host.sweeps:
             self._let_go(host, host.swept)
 
     def close(self) -> None:
         """Let living actors end."""
         for host in [host for host in self.hosts.values() if host.actor.answers]:
-            self._let_go(host, [host.record.run_dir])
+            self._let_go(host, [host.record])
         self._closings.finish()
 
-    def _let_go(self, host: Host, run_dirs: Sequence[str]) -> None:
-        """End a host that has nothing to do any more."""
+    def let_hosts_end(self, now: float) -> None:
+        """Go on with the ends of hosts that have nothing to do any more."""
+        for record in self._closings.turn(now):
+            self.unproven.add(record.number, {})
+
+    def _let_go(self, host: Host, records: Sequence[HostRecord]) -> None:
+        """End a host that has nothing to do any more; it removes the notes of these before."""
         self.hosts.pop(host.record.number, None)
-        self._closings.add(host, run_dirs)
+        self._closings.add(host, records)
 
     # ------------------------------------------------------------------ room
 
@@ -195,33 +200,19 @@ class HostPool:
     def _prove(self, now: float) -> None:
         """End what dead hosts have left: by their nodes' death, or by another host there."""
         sweeping = {number for host in self.hosts.values() for number in host.sweeps}
-        by_node: Dict[str, List[HostRecord]] = {}
-        for number in [number for number in self._unproven if number not in sweeping]:
-            record = self._book.records[number]
-            if record.node_id in self._nodes:
-                by_node.setdefault(record.node_id, []).append(record)
-            elif self._is_over(record, now):
-                self._proven(number)
-        for node_id, dead in by_node.items():
+        steps = self.unproven.steps(now, self._nodes, sweeping, self._end_by is not None)
+        for number in steps.proven:
+            self._proven(number)
+        for node_id, dead in steps.to_sweep.items():
             (record,) = self._book.add([node_id])
             host = self._start(record, 0)
             host.sweeps = {one.number: one for one in dead}
             places = [[one.number, one.tag, one.run_dir] for one in dead]
             self._calls.order(host.replica, {"do": "sweep", "hosts": places})
 
-    def _is_over(self, record: HostRecord, now: float) -> bool:
-        """Whether nothing of a host can run any more whose node Ray counts as dead.
-
-        When the array is being ended, or the host had nothing in hand, nothing runs a second time,
-        and that need not be waited for.
-        """
-        since = self._dead_since.setdefault(record.node_id, now)
-        is_again = self._end_by is None and bool(self._unproven[record.number])
-        return not is_again or now >= since + self._node_dead_s
-
     def _proven(self, number: int) -> None:
         """Nothing of a host runs any more: what is not known to have ended is given back."""
-        for element, attempt in self._unproven.pop(number, {}).items():
+        for element, attempt in self.unproven.proven(number).items():
             lease = Lease(element, attempt)
             if self._end_by is not None:
                 self._leases.progress.cancelled(lease)

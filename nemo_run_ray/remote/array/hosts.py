@@ -60,7 +60,7 @@ class Host:
         is_idle: it was told to end and has ended everything.
         is_closing: it was told to end, since nothing waited.
         sweeps: earlier hosts that it is to end.
-        swept: run directories of those that it has ended.
+        swept: those of them that it has ended.
     """
 
     record: HostRecord
@@ -73,7 +73,7 @@ class Host:
     is_idle: bool = False
     is_closing: bool = False
     sweeps: Dict[int, HostRecord] = field(default_factory=dict)
-    swept: List[str] = field(default_factory=list)
+    swept: List[HostRecord] = field(default_factory=list)
 
     @property
     def may_have_more(self) -> bool:
@@ -188,15 +188,11 @@ class HostBook:
 
     def add(self, node_ids: Sequence[str]) -> List[HostRecord]:
         """Write down a new host for each of these nodes, and return when the disk has it."""
-        records = [
-            HostRecord(
-                number,
-                node_id,
-                f"{self._job_id}/{secrets.token_hex(8)}.{number}",
-                f"{self._job_id}~host-{number}",
-            )
-            for number, node_id in enumerate(node_ids, start=len(self.records))
-        ]
+        records = []
+        for number, node_id in enumerate(node_ids, start=len(self.records)):
+            nonce = secrets.token_hex(8)
+            tag, run_dir = f"{nonce}.{number}", f"{self._job_id}~host-{number}-{nonce}"
+            records.append(HostRecord(number, node_id, f"{self._job_id}/{tag}", run_dir))
         data = "".join(json.dumps(record) + "\n" for record in records).encode()
         with open(self._path, "ab") as file:
             file.truncate(self._good)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import struct
 import zlib
-from typing import Iterator, List, NamedTuple, Tuple
+from typing import Iterator, List, NamedTuple
 
 #: A host may start the element.
 LEASED = 1
@@ -26,6 +26,8 @@ _FORMAT = b"nemo_run_ray array 1\n"
 _RECORD = struct.Struct("<IBBiIf")
 _SUM = struct.Struct("<I")
 _SIZE = _RECORD.size + _SUM.size
+#: Records that are read at once.
+_BLOCK_RECORDS = 2**14
 
 
 class Record(NamedTuple):
@@ -52,23 +54,26 @@ class Journal:
     """The journal of one array. It has one writer.
 
     Args:
-        path: of the file; what it holds already is read first.
+        path: of the file, which may hold what an earlier driver wrote.
         key: tells this array from any other, so that a strange file is not read as its journal.
 
     Attributes:
-        found: the records that the file held.
+        count: of the records that the file holds.
     """
 
     def __init__(self, path: str, key: str) -> None:
         head = zlib.crc32(key.encode()).to_bytes(4, "little") + _FORMAT
         self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        data = os.pread(self._fd, os.fstat(self._fd).st_size, 0)
-        self.found: Tuple[Record, ...] = ()
-        if data[: len(head)] == head:
-            self.found = tuple(records_in(data))
-        kept = len(head) + len(self.found) * _SIZE
-        self._good = kept if self.found else 0  # bytes that are whole
-        self._waiting: List[bytes] = [] if self.found else [head]
+        self._path = path
+        is_ours = os.pread(self._fd, len(head), 0) == head
+        self.count = sum(1 for _ in read_records(path)) if is_ours else 0
+        kept = len(head) + self.count * _SIZE
+        self._good = kept if self.count else 0  # bytes that are whole
+        self._waiting: List[bytes] = [] if self.count else [head]
+
+    def records(self) -> Iterator[Record]:
+        """What an earlier driver wrote."""
+        return read_records(self._path) if self.count else iter(())
 
     def add(self, record: Record) -> None:
         """Let a record wait for the next ``commit``."""
@@ -98,9 +103,19 @@ class Journal:
         self._waiting.clear()
 
 
-def records_in(data: bytes) -> Iterator[Record]:
-    """The records of a journal's bytes up to the first that is torn."""
-    for start in range(4 + len(_FORMAT), len(data) - _SIZE + 1, _SIZE):
+def read_records(path: str) -> Iterator[Record]:
+    """The records of a journal up to the first that is torn."""
+    with open(path, "rb") as file:
+        file.seek(4 + len(_FORMAT))
+        while block := file.read(_BLOCK_RECORDS * _SIZE):
+            found = list(_records(block))
+            yield from found
+            if len(found) * _SIZE != len(block):
+                return
+
+
+def _records(data: bytes) -> Iterator[Record]:
+    for start in range(0, len(data) - _SIZE + 1, _SIZE):
         record = data[start : start + _RECORD.size]
         (checksum,) = _SUM.unpack_from(data, start + _RECORD.size)
         if zlib.crc32(record) != checksum:

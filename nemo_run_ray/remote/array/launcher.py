@@ -65,6 +65,10 @@ class Launcher:
         """Whether the process that forks is there and has not read all that it was asked for."""
         return self.forking is not None and self.forking.has_unsent
 
+    def withdraw(self, element: RunningElement) -> bool:
+        """Ask no more for an element; false when it may have been begun."""
+        return self.forking is not None and self.forking.withdraw(element)
+
     def stop_forking(self) -> None:
         """End the process that forks elements; those that have begun go on."""
         if self.forking is not None:

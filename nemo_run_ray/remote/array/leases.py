@@ -7,7 +7,7 @@ import os
 import tempfile
 import time
 import zlib
-from typing import Any, Dict, List, Optional
+from typing import Any, Dict, Iterable, List, Optional
 
 from ..attempts import first_id
 from ..node.output import say
@@ -15,7 +15,7 @@ from ..spec import ArraySpec
 from .elements import Elements
 from .journal import CANCELLED, ENDED, GIVEN_BACK, LEASED, Journal, Record
 from .progress import ArrayProgress, ElementState, Lease
-from .status_file import file_of
+from .status_file import HOSTS_FILE, JOURNAL_FILE, RESULTS_FILE, file_of
 from .window import ElementPace
 
 #: Seconds between two attempts to write to a disk that is full.
@@ -44,18 +44,18 @@ class Leases:
         self, spec: ArraySpec, path: str, submission_id: str, folder: Optional[str]
     ) -> None:
         self._elements = Elements(path)
-        with open(path, "rb") as file:
-            key = f"{first_id(submission_id)} {zlib.crc32(file.read())}"
+        key = f"{first_id(submission_id)} {_checksum(path)}"
         place = folder or tempfile.gettempdir()
-        self._journal = Journal(os.path.join(place, file_of(submission_id, "journal")), key)
-        self._results = os.path.join(place, file_of(submission_id, "results"))
-        self.hosts_path = os.path.join(place, file_of(submission_id, "hosts"))
+        self._journal = Journal(os.path.join(place, file_of(submission_id, JOURNAL_FILE)), key)
+        self._results = os.path.join(place, file_of(submission_id, RESULTS_FILE))
+        self.hosts_path = os.path.join(place, file_of(submission_id, HOSTS_FILE))
         self.pace = ElementPace()
         self.progress = ArrayProgress(len(self._elements), spec.retries, spec.permanent_exit_codes)
-        self.held: Dict[int, Dict[int, int]] = self.progress.replay(self._journal.found)
-        self.goes_on = bool(self._journal.found)
+        self.held: Dict[int, Dict[int, int]] = self.progress.replay(self._journal.records())
+        self.goes_on = self._journal.count > 0
         self._told = 0
         self._unwritten: List[str] = []  # results
+        self._results_bytes = _whole_bytes(self._results) if self.goes_on else 0
         self._write_at = 0.0
 
     @property
@@ -81,12 +81,25 @@ class Leases:
             code = 1 if has_run else 0
             self._journal.add(Record(lease.element, GIVEN_BACK, lease.attempt, code, host))
 
-    def cancel(self, index: int) -> Optional[Lease]:
-        """Let an element be cancelled that is not over; the attempt that a host has."""
-        if self.progress.state(index) not in (ElementState.WAITING, ElementState.LEASED):
-            return None
-        self._journal.add(Record(index, CANCELLED))
-        return self.progress.cancel(index)
+    def cancel(self, indices: Iterable[int], only_waiting: bool) -> List[Lease]:
+        """Let elements be cancelled that are not over.
+
+        Args:
+            indices: of the elements.
+            only_waiting: leave those alone that a host has.
+
+        Returns:
+            The attempts that hosts have, and that are to be ended.
+        """
+        leased = []
+        for index in indices:
+            state = self.progress.state(index)
+            is_leased = state is ElementState.LEASED and not only_waiting
+            if state is ElementState.WAITING or is_leased:
+                self._journal.add(Record(index, CANCELLED))
+                lease = self.progress.cancel(index)
+                leased += [lease] if lease is not None else []
+        return leased
 
     def ended(self, host: int, row: List[Any]) -> None:
         """Note how an element has ended.
@@ -99,10 +112,11 @@ class Leases:
         if not self.progress.ended(Lease(element, attempt), code, words):
             return
         self._journal.add(Record(element, ENDED, attempt, code, host, seconds))
-        self.pace.measured(seconds)
         if len(row) > 5 and row[5] is not None:
             self._unwritten.append(json.dumps([element, row[5]]) + "\n")
         state = self.progress.state(element)
+        if state is not ElementState.CANCELLED:
+            self.pace.measured(seconds)
         if code and self._told < _TOLD_FAILURES and state is not ElementState.CANCELLED:
             self._told += 1
             again = state is ElementState.WAITING
@@ -116,13 +130,36 @@ class Leases:
     def commit(self) -> bool:
         """Write down what has changed; whether the disk has it."""
         try:
+            self._write_results()  # first: no later driver would ask for them again
             self._journal.commit()
-            if self._unwritten:
-                with open(self._results, "a", encoding="utf-8") as file:
-                    file.writelines(self._unwritten)
-                self._unwritten.clear()
         except OSError as error:
             say(f"the head cannot write its journal ({error}); no element is started meanwhile")
             self._write_at = time.monotonic() + _DISK_S
             return False
         return True
+
+    def _write_results(self) -> None:
+        if not self._unwritten:
+            return
+        data = "".join(self._unwritten).encode()
+        with open(self._results, "ab") as file:
+            file.truncate(self._results_bytes)  # what a crash, or a full disk, has left behind it
+            file.write(data)
+        self._results_bytes += len(data)
+        self._unwritten.clear()
+
+
+def _whole_bytes(path: str) -> int:
+    """Bytes of a file up to the end of its last line that has one."""
+    if not os.path.exists(path):
+        return 0
+    with open(path, "rb") as file:
+        return sum(len(line) for line in file if line.endswith(b"\n"))
+
+
+def _checksum(path: str) -> int:
+    found = 0
+    with open(path, "rb") as file:
+        while data := file.read(2**20):
+            found = zlib.crc32(data, found)
+    return found

@@ -14,6 +14,7 @@ from .progress import Lease
 
 #: What tells an element's processes: its index and its attempt.
 _Mark = Tuple[str, str]
+_NO_MARK: _Mark = ("", "")
 
 
 class Orphans:
@@ -33,8 +34,12 @@ class Orphans:
         return bool(self._kill_at)
 
     def of(self, lease: Lease) -> bool:
-        """Whether the last look has found one of this element."""
-        return _mark_of(lease) in self._marks
+        """Whether the last look has found one of this element, or one that may be.
+
+        A process that was forked shows the environment of the one that forks elements, as long as
+        it has started no other program.
+        """
+        return not self._marks.isdisjoint([_mark_of(lease), _NO_MARK])
 
     def look(self, running: Sequence[Lease], groups: Set[int]) -> None:
         """Find those of elements whose first process has ended, and let them end.
@@ -75,7 +80,7 @@ def _orphans(groups: Set[int], active: Set[_Mark]) -> Dict[int, _Mark]:
     found = {}
     for pid in children:
         if pid not in groups:  # the first processes are most of them
-            with suppress(OSError):  # it has ended
+            with suppress(OSError):  # it has ended, or is another user's
                 mark = _mark_in_environment(pid)
                 if mark not in active and os.getpgid(pid) not in groups:
                     found[pid] = mark

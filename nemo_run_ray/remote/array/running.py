@@ -173,6 +173,8 @@ class RunningElements:
                 element.signal(signal.SIGKILL)
                 if element.pid > 0 and not os.path.exists(f"/proc/{element.pid}"):
                     element.ended(_KILLED)  # the process that forked it had its exit code
+                if element.pid < 0 and self._launcher.withdraw(element):
+                    element.ended(_TERMINATED)
         self._orphans.kill_late(now)
 
     def _look_for_orphans(self) -> None:
@@ -184,6 +186,9 @@ class RunningElements:
     def _finish(self, element: RunningElement, now: float) -> None:
         """Report an element whose process has ended, once what it has left has ended too."""
         if not element.is_alone(now, self._grace_s) or self._orphans.of(element.lease):
+            if element.is_stuck(now, self._grace_s):
+                words = f"what it has left, such as processes of the group {element.pid}"
+                self._channel.report("stuck", element=element.lease.element, words=words)
             return
         for _ in range(_PIPE_READS):  # a process that hides may write without end
             if not element.is_readable():

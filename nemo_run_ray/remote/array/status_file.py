@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import os
 import time
-from contextlib import suppress
 from typing import Optional
 
 from ..attempts import first_id
@@ -17,13 +16,14 @@ from ..group.roles_file import file_name
 from ..node.output import say
 from ..rows import ArrayRows
 from .progress import ArrayProgress, ElementState
+from .states_file import StatesFile
 
+#: Kinds of files of an array in Ray's folder of logs, which all of its attempts have in common.
+JOURNAL_FILE, HOSTS_FILE, RESULTS_FILE, STATES_FILE = "journal", "hosts", "results", "states"
 #: Seconds between two states of the file.
 _WRITE_S = 1.0
 #: Seconds between two lines about the progress in the log.
 _TELL_S = 30.0
-#: Part of its time that the driver may spend on the states of all elements.
-_STATES_PART = 0.05
 #: Seconds over which the rate is measured.
 _RATE_S = 30.0
 
@@ -33,7 +33,7 @@ def file_of(submission_id: str, kind: str) -> str:
 
     Args:
         submission_id: of any attempt.
-        kind: ``journal``, ``hosts``, ``results`` or ``states``.
+        kind: ``JOURNAL_FILE``, ``HOSTS_FILE``, ``RESULTS_FILE`` or ``STATES_FILE``.
     """
     return f"nemo_run_ray-{first_id(submission_id)}.{kind}"
 
@@ -48,8 +48,9 @@ class StatusFile:
 
     def __init__(self, folder: Optional[str], submission_id: str) -> None:
         self._path = os.path.join(folder, file_name(submission_id)) if folder else None
-        self._states = os.path.join(folder, file_of(submission_id, "states")) if folder else None
-        self._write_at = self._write_states_at = 0.0
+        states = os.path.join(folder, file_of(submission_id, STATES_FILE)) if folder else None
+        self._states = StatesFile(states)
+        self._write_at = 0.0
         self._tell_at = time.monotonic() + _TELL_S
         self._seen = [(time.monotonic(), 0)]
 
@@ -62,6 +63,10 @@ class StatusFile:
             is_over: the driver ends.
         """
         now = time.monotonic()
+        if is_over:
+            self._states.finish(progress)
+        else:
+            self._states.go_on(progress)
         if now < self._write_at and not is_over:
             return
         self._write_at = now + _WRITE_S
@@ -75,19 +80,6 @@ class StatusFile:
             write_file(self._path, json.dumps({"phase": "over" if is_over else "running", **rows}))
         except OSError:  # a full disk: the array goes on, and is not shown
             return
-        if now >= self._write_states_at or is_over:
-            self._write_states(progress)
-
-    def _write_states(self, progress: ArrayProgress) -> None:
-        """One line for elements in a row about which the same is known, in JSON."""
-        if self._states is None:
-            return
-        began = time.monotonic()
-        with suppress(OSError):  # as above
-            lines = (json.dumps(stretch) + "\n" for stretch in progress.stretches())
-            write_file(self._states, "".join(lines))
-        ended = time.monotonic()
-        self._write_states_at = ended + (ended - began) / _STATES_PART
 
     def _rows(self, progress: ArrayProgress, running: int, now: float) -> ArrayRows:
         ended = progress.ended_count

@@ -9,11 +9,11 @@ from typing import Any, Dict, Iterator, List, Optional, Tuple
 
 from ..node import command
 from ..node.rundir import RunDir, run_dirs
-from ..node.tree import KEEPER, TAG, kill, marked, marked_with_parents
+from ..node.tree import KEEPER, TAG, is_guard, kill, marked
 from .notes import read
 
 #: Seconds for a host's guard to end what the host has left, also what has lost its mark.
-_GUARD_S = 5.0
+_GUARD_S = 60.0
 #: Seconds until it is said that a process does not end, and between two times.
 _TELL_S = 30.0
 #: Looks in a row that must find nothing: a process can be made while another look is on.
@@ -40,12 +40,13 @@ class Sweeping:
 
     def turn(self, now: float) -> List[int]:
         """Go one step on; the processes that are there, which is none when nothing can come."""
-        keepers = marked_with_parents(f"{KEEPER}={self._tag}".encode())
-        hosts = [pid for pid, parent in keepers.items() if parent in keepers]
-        found = hosts or marked(f"{TAG}={self._tag}".encode())
+        keepers = marked(f"{KEEPER}={self._tag}".encode())
+        guards = [pid for pid in keepers if is_guard(pid)]
+        found = [pid for pid in keepers if pid not in guards]
+        found = found or marked(f"{TAG}={self._tag}".encode())
         for pid in found:
             kill(pid, signal.SIGKILL)
-        for pid in set(keepers) - set(hosts):  # of the guard, or of a host that has lost it
+        for pid in guards:
             kill(pid, signal.SIGCONT if now < self._guard_until else signal.SIGKILL)
         self._clean_looks = 0 if found or keepers else self._clean_looks + 1
         return [*keepers, *found]

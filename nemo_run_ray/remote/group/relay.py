@@ -62,7 +62,7 @@ class Relays:
         self._folder = folder
         self._changed = threading.Condition()
         self._relays = {
-            place.key: _Relay(folder, place, self._changed)
+            place.key: _Relay(folder, place, self._changed, is_alone=len(places) == 1)
             for place in (Place(*values) for values in places)
         }
         for relay in self._relays.values():
@@ -86,13 +86,14 @@ class Relays:
             By replica the number of the first report, and the reports; nothing of those that have
             none.
         """
-        self._wait_for_report(seen, patience_s)
-        time.sleep(gather_s)
+        if self._wait_for_report(seen, patience_s):
+            time.sleep(gather_s)
         with self._changed:
             found = {key: relay.kept() for key, relay in self._relays.items()}
         return {key: reports for key, reports in found.items() if reports[1]}
 
-    def _wait_for_report(self, seen: Mapping[str, int], patience_s: float) -> None:
+    def _wait_for_report(self, seen: Mapping[str, int], patience_s: float) -> bool:
+        """Wait for one; whether it is worth while to wait for more."""
         deadline = time.monotonic() + patience_s
         with self._changed:
             for key, count in seen.items():
@@ -101,8 +102,9 @@ class Relays:
             while not any(relay.has_report for relay in self._relays.values()):
                 left_s = deadline - time.monotonic()
                 if left_s <= 0:
-                    return
+                    return False
                 self._changed.wait(left_s)
+            return not any(relay.has_much for relay in self._relays.values())
 
     def close(self) -> bool:
         """End the processes and wait until they have removed their folders; true if they have."""
@@ -119,8 +121,11 @@ class Relays:
 class _Relay:
     """One replica's process, and its reports that the driver does not have yet."""
 
-    def __init__(self, folder: str, place: Place, changed: threading.Condition) -> None:
+    def __init__(
+        self, folder: str, place: Place, changed: threading.Condition, is_alone: bool
+    ) -> None:
         self._place = place
+        self._folder, self._is_alone = folder, is_alone
         self._changed = changed
         self._ordering = threading.Lock()
         self._early: Dict[int, Dict[str, Any]] = {}
@@ -164,6 +169,11 @@ class _Relay:
     def has_report(self) -> bool:
         return bool(self._kept)
 
+    @property
+    def has_much(self) -> bool:
+        """Whether an answer is full."""
+        return self._kept_bytes >= _ANSWER_MAX
+
     def kept(self) -> Tuple[int, List[str]]:
         answer: List[str] = []
         size_bytes = 0
@@ -190,6 +200,8 @@ class _Relay:
                     self._keep(report)
         if not self._closing:  # it was killed
             left = clean_up(self._place.tag, self._place.run_dir)
+            if self._is_alone:
+                shutil.rmtree(self._folder, ignore_errors=True)
             self._keep(json.dumps({"at": "gone", "left": left}).encode())
         self._gone.set()
 

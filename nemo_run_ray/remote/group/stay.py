@@ -10,7 +10,7 @@ import traceback
 from typing import Callable, NoReturn, Protocol, Sequence
 
 from ..node import command
-from ..node.tree import ENDING, ROUND_S, Tree, adopt_orphans
+from ..node.tree import ENDING, GUARD, ROUND_S, Tree, adopt_orphans, name_process
 
 
 class Staying(Protocol):
@@ -59,6 +59,7 @@ def stay(argv: Sequence[str], kind: Callable[[socket.socket, str], Staying]) -> 
 
 def _guard(child: int) -> NoReturn:
     """Outlive that process and end what it can leave behind only by being killed."""
+    name_process(GUARD)
     while os.wait()[0] != child:
         pass  # an orphan of a process that is dead by now
     tree = Tree(child, adopts=True)

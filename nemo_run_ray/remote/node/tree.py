@@ -8,7 +8,7 @@ import signal
 import socket
 import time
 from contextlib import suppress
-from typing import Dict, Iterator, List, Optional, Sequence, Tuple
+from typing import Any, Dict, Iterator, List, Optional, Sequence, Tuple
 
 #: Environment variable by which a tree is found whose top process was killed.
 TAG = "NEMO_RUN_RAY_TAG"
@@ -18,7 +18,9 @@ KEEPER = "NEMO_RUN_RAY_KEEPER"
 ENDING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 #: Seconds between two looks at a process tree that is being ended.
 ROUND_S = 0.05
-_PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
+#: Name of a process that does nothing but end what another one leaves.
+GUARD = "nrr-guard"
+_PR_SET_PDEATHSIG, _PR_SET_NAME, _PR_SET_CHILD_SUBREAPER = 1, 15, 36
 
 
 class Tree:
@@ -92,12 +94,16 @@ def sweep(tag: str) -> int:
 
 def marked(mark: bytes) -> List[int]:
     """The living processes that have ``NAME=value`` in their environment."""
-    return list(marked_with_parents(mark))
+    return [pid for pid, _, _ in _processes() if mark in _environment(pid)]
 
 
-def marked_with_parents(mark: bytes) -> Dict[int, int]:
-    """The same, each with its parent."""
-    return {pid: parent for pid, parent, _ in _processes() if mark in _environment(pid)}
+def is_guard(pid: int) -> bool:
+    """Whether a process is a guard, by its name."""
+    try:
+        with open(f"/proc/{pid}/comm", encoding="utf-8", errors="replace") as file:
+            return file.read().strip() == GUARD
+    except OSError:
+        return False  # it has ended
 
 
 def _processes() -> List[Tuple[int, int, int]]:
@@ -132,6 +138,11 @@ def kill(pid: int, number: int) -> None:
 def adopt_orphans() -> bool:
     """Become the parent of all orphans below this process; true if the system can do that."""
     return _prctl(_PR_SET_CHILD_SUBREAPER, 1)
+
+
+def name_process(name: str) -> None:
+    """Give this process a name of up to 15 characters, as ``ps`` shows it."""
+    _prctl(_PR_SET_NAME, ctypes.create_string_buffer(name.encode()))
 
 
 def wake_at(*numbers: signal.Signals) -> int:
@@ -179,7 +190,7 @@ def explain_start(
     return 126, f"exit code 126: {argv[0]!r} cannot be started on node {host}: {error}"
 
 
-def _prctl(option: int, value: int) -> bool:
+def _prctl(option: int, value: Any) -> bool:
     try:
         return bool(ctypes.CDLL(None).prctl(option, value, 0, 0, 0) == 0)
     except (AttributeError, OSError):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
+import time
 from collections.abc import Iterator
 
 import nemo_run as run
@@ -15,6 +16,7 @@ from nemo_run_ray.jobs import array_elements
 from nemo_run_ray.jobs.find import find_job
 from nemo_run_ray.jobs.job import RemoteJob
 from nemo_run_ray.remote.array.status_file import file_of
+from nemo_run_ray.remote.array.wishes import wish_name
 from tests.conftest import wait_for
 from tests.fake_ray import GOES_ON, SUCCEEDS, FakeRay
 from tests.unit.jobs.conftest import Handed
@@ -35,6 +37,7 @@ class Driver:
         self._ray, self._job = ray, job
         self._ended = threading.Event()
         self.cancelled: list[list[int]] = []
+        self.only_waiting = False
 
     def tells(self, states: list[list[object]]) -> None:
         name = file_of(self._job.id, "states")
@@ -44,9 +47,12 @@ class Driver:
         """Take the next one as the driver does, with these states after it."""
 
         def take() -> None:
+            own = wish_name(self._job.id, "").removesuffix(".zip")
             while not self._ended.wait(0.02):
-                for name in [one for one in self._ray.packages if "_wish_" in one]:
-                    self.cancelled += json.loads(self._ray.packages[name])["cancel"]
+                for name in [one for one in self._ray.packages if one.startswith(own)]:
+                    wish = json.loads(self._ray.packages[name])
+                    self.cancelled += wish["cancel"]
+                    self.only_waiting = wish["only_waiting"]
                     self.tells(states)
                     del self._ray.packages[name]
                     return
@@ -143,6 +149,35 @@ def test_elements_are_cancelled_by_a_wish_and_their_end_is_waited_for(ray, job, 
         (4, "cancelled"),
     ]
     assert not [name for name in ray.packages if "_wish_" in name]
+
+
+def test_those_that_wait_are_cancelled_and_those_that_have_begun_meanwhile_go_on(job, driver):
+    after = [*STATES[:3], [6, 6, "leased", 1, 0], [7, 7, "cancelled", 0, 0]]
+    thread = driver.takes_wishes(after)
+
+    found = job.cancel_elements("waiting")
+
+    thread.join()
+    assert (driver.cancelled, driver.only_waiting) == ([[6, 7]], True)
+    assert [(one.index, one.state) for one in found] == [(6, "running"), (7, "cancelled")]
+
+
+def test_nothing_is_cancelled_by_an_empty_text_or_by_what_is_over(job, driver, ray):
+    for selection in ("", "failed", "succeeded", "lost"):
+        with pytest.raises(ConfigError, match="expected is waiting, running, or indices"):
+            job.cancel_elements(selection)
+    assert job.cancel_elements("3") == job.select_elements("failed")
+    assert not [name for name in ray.packages if "_wish_" in name]
+
+
+def test_many_elements_are_selected_quickly(job, driver):
+    states = [[index, index, ("waiting", "leased")[index % 2], 1, 0] for index in range(100_000)]
+    driver.tells(states)
+    began = time.process_time()
+    found = job.select_elements(",".join(map(str, range(99_999, 0, -2))))
+    assert len(found) == 50_000
+    assert {one.state for one in found} == {"running"}
+    assert time.process_time() - began < 20, "every element is looked at once"
 
 
 def test_what_is_over_needs_no_driver(job, driver, ray):

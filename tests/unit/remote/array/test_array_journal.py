@@ -24,12 +24,12 @@ def test_what_was_written_is_found_and_goes_on(tmp_path):
     path = tmp_path / "journal"
     written(path)
     again = Journal(str(path), "one")
-    assert list(again.found) == RECORDS
+    assert list(again.records()) == RECORDS
 
     again.add(Record(1, LEASED, 1))
     again.commit()
 
-    assert list(Journal(str(path), "one").found) == [*RECORDS, Record(1, LEASED, 1)]
+    assert list(Journal(str(path), "one").records()) == [*RECORDS, Record(1, LEASED, 1)]
 
 
 def test_a_journal_that_is_torn_at_any_byte_keeps_what_is_whole(tmp_path):
@@ -39,12 +39,12 @@ def test_a_journal_that_is_torn_at_any_byte_keeps_what_is_whole(tmp_path):
     for length in range(len(data) + 1):
         path.write_bytes(data[:length])
         journal = Journal(str(path), "one")
-        assert list(journal.found) == RECORDS[: len(journal.found)]
-        assert len(journal.found) >= before
-        before = len(journal.found)
+        assert list(journal.records()) == RECORDS[: journal.count]
+        assert journal.count >= before
+        before = journal.count
         journal.add(Record(9, LEASED, 1))
         journal.commit()
-        assert list(Journal(str(path), "one").found)[-1] == Record(9, LEASED, 1)
+        assert list(Journal(str(path), "one").records())[-1] == Record(9, LEASED, 1)
     assert before == len(RECORDS)
 
 
@@ -53,13 +53,13 @@ def test_a_byte_that_is_wrong_ends_it_there(tmp_path):
     data = bytearray(written(path))
     data[-30] ^= 1
     path.write_bytes(bytes(data))
-    assert list(Journal(str(path), "one").found) == RECORDS[:2]
+    assert list(Journal(str(path), "one").records()) == RECORDS[:2]
 
 
 def test_the_journal_of_another_array_is_none(tmp_path):
     path = tmp_path / "journal"
     written(path)
-    assert Journal(str(path), "another").found == ()
+    assert list(Journal(str(path), "another").records()) == []
 
 
 def test_nothing_is_lost_by_a_disk_that_is_full(tmp_path, monkeypatch):
@@ -77,6 +77,6 @@ def test_nothing_is_lost_by_a_disk_that_is_full(tmp_path, monkeypatch):
         with pytest.raises(OSError, match="No space left"):
             journal.commit()
     # A driver that starts now may find what was written and is not known to be on the disk.
-    assert list(Journal(str(path), "one").found) in (RECORDS[:1], RECORDS[:2])
+    assert list(Journal(str(path), "one").records()) in (RECORDS[:1], RECORDS[:2])
     journal.commit()
-    assert list(Journal(str(path), "one").found) == RECORDS[:2]
+    assert list(Journal(str(path), "one").records()) == RECORDS[:2]

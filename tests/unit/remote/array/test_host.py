@@ -77,8 +77,9 @@ class Host(Relayed):
     def keepers(self) -> tuple[int, int]:
         """Its own process, and the guard of it."""
         found = holding(f"NEMO_RUN_RAY_KEEPER={self.tag}", "environ")
-        (host,) = [pid for pid in found if psutil.Process(pid).ppid() in found]
-        return host, psutil.Process(host).ppid()
+        (guard,) = [pid for pid in found if psutil.Process(pid).name() == "nrr-guard"]
+        (host,) = found - {guard}
+        return host, guard
 
 
 @pytest.fixture
@@ -122,10 +123,9 @@ def test_elements_run_in_their_slots_and_their_ends_are_told(host, tmp_path):
 def test_no_more_run_at_a_time_than_there_are_slots(host, tmp_path):
     host.shell(f"mkdir {tmp_path}/$NEMO_RUN_ARRAY_INDEX; exec sleep 1000", slots=2)
     host.run(0, 1, 2, 3)
-    wait(lambda: len(host.elements()) == 2)
-    time.sleep(0.3)
-    assert {"0", "1"} <= set(os.listdir(tmp_path))
-    assert len(host.elements()) == 2
+    wait(lambda: {"0", "1"} <= set(os.listdir(tmp_path)))
+    time.sleep(0.3)  # for one that would be too many
+    assert set(os.listdir(tmp_path)) == {"0", "1", "tmp"}
     host.order({"do": "end"})
     host.until("idle")
     assert host.elements() == set()
@@ -276,8 +276,13 @@ def forks(package) -> Iterator[dict[str, Any]]:
 
 def _warm(host: Host) -> set[int]:
     """The process that forks elements, and no element."""
-    found = {pid for pid in host.elements() if psutil.Process(pid).ppid() == host.keepers()[0]}
-    return {pid for pid in found if "serve" in psutil.Process(pid).cmdline()}
+    found = set()
+    for pid in host.elements():
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process = psutil.Process(pid)
+            if process.ppid() == host.keepers()[0] and "serve" in process.cmdline():
+                found.add(pid)
+    return found
 
 
 def test_whatever_becomes_of_the_process_that_forks_each_element_runs_once(host, forks, tmp_path):
@@ -328,5 +333,54 @@ def test_an_order_to_end_ends_what_has_begun_and_what_has_not(host, forks, tmp_p
     wait(lambda: (tmp_path / "begun-0").exists(), within_s=60)
     host.order({"do": "end"})
     host.until("idle")
-    with contextlib.suppress(ValueError):  # there is none
-        assert host.elements() == set()
+    assert host.elements() == set()
+
+
+# ---------------------------------------------------------------------- single ones are cancelled
+
+
+def test_those_that_wait_and_those_that_run_are_cancelled(host, tmp_path):
+    host.shell(f"mkdir {tmp_path}/$NEMO_RUN_ARRAY_INDEX; exec sleep 1000", slots=2)
+    host.run(0, 1, 2, 3)
+    wait(lambda: {"0", "1"} <= set(os.listdir(tmp_path)))
+    host.order({"do": "cancel", "elements": [[0, 1], [3, 1], [1, 7], [9, 1]]})
+
+    assert sorted(host.ended() for _ in range(2)) == [[0, 1, 143], [3, 1, 143]]
+
+    wait((tmp_path / "2").exists)  # in the place of the first one; the second one has gone on
+    assert len(host.elements()) == 2
+
+
+def test_one_that_ignores_the_order_is_killed(host, tmp_path):
+    host.shell(f"trap '' TERM; mkdir {tmp_path}/begun; while :; do sleep 0.05; done", grace_s=0.3)
+    host.run(0)
+    wait((tmp_path / "begun").exists)
+    host.order({"do": "cancel", "elements": [[0, 1]]})
+    assert host.ended() == [0, 1, 137]
+    assert host.elements() == set()
+
+
+def test_one_that_was_asked_for_and_is_not_forked_yet_is_cancelled(host, forks, tmp_path):
+    host.prepare(("python",), slots=1, **forks)
+    host.run(0, value=str(tmp_path))
+    (warm,) = wait(lambda: _warm(host))
+    os.kill(warm, signal.SIGSTOP)  # as if its imports took for ever
+    host.order({"do": "cancel", "elements": [[0, 1]]})
+    assert host.ended() == [0, 1, 143]
+    os.kill(warm, signal.SIGCONT)
+    (tmp_path / "go").touch()
+    host.run(1, value=str(tmp_path))
+    assert host.ended(within_s=60) == [1, 1, 0]
+    assert not (tmp_path / "begun-0").exists()
+
+
+def test_what_a_forked_element_leaves_in_a_session_of_its_own_ends_with_it(host, forks, tmp_path):
+    host.prepare(("python",), slots=1, **forks)
+    host.run(0, value=f"{tmp_path}/daemon")
+    wait((tmp_path / "daemon-pid").exists, within_s=60)
+    pid = int(wait((tmp_path / "daemon-pid").read_text))
+    time.sleep(1.2)  # two looks for what elements have left
+    assert psutil.pid_exists(pid), "its element runs"
+    (tmp_path / "go").touch()
+    assert host.ended() == [0, 1, 0]
+    assert is_zombie(pid)

@@ -1,0 +1,49 @@
+"""What hosts are told: which elements to run, and which ones to end."""
+
+from __future__ import annotations
+
+from typing import Any, Dict, List
+
+from ..group.calls import Calls
+from ..node.output import say
+from .host_pool import HostPool
+from .leases import Leases
+from .progress import Lease
+from .wishes import Wishes
+
+
+def feed(leases: Leases, pool: HostPool, calls: Calls) -> None:
+    """Lease elements to the hosts; the disk has it before a host hears of it."""
+    given: Dict[int, List[List[Any]]] = {}
+    for number, host in pool.hosts.items():
+        room = leases.pace.held(host.slots) if host.may_have_more else 0
+        while len(host.in_hand) < room:
+            row = leases.take(number)
+            if row is None:
+                break
+            host.in_hand[row[0]] = row[1]
+            given.setdefault(number, []).append(row)
+    is_written = leases.commit()
+    for number, rows in given.items():
+        host = pool.hosts[number]
+        if is_written:
+            calls.order(host.replica, {"do": "run", "elements": rows})
+            continue
+        for element, attempt, _ in rows:
+            del host.in_hand[element]
+            leases.give_back(Lease(element, attempt), number, has_run=False)
+
+
+def fulfil(wishes: Wishes, leases: Leases, pool: HostPool) -> None:
+    """Do what clients want, and say so to them when the disk has it."""
+    if not leases.can_write:
+        return
+    for wish in wishes.find(leases.progress.count):
+        leased: List[Lease] = []
+        for first, last in wish.ranges:
+            leased += leases.cancel(range(first, last + 1), wish.only_waiting)
+        pool.cancel(leased)
+        if leases.commit():
+            ranges = ", ".join(f"{first} to {last}" for first, last in wish.ranges[:5])
+            say(f"the user has cancelled the elements {ranges}; {len(leased)} have a host")
+            wishes.remove(wish.key)
