@@ -24,6 +24,7 @@ from nemo_run_ray.errors import JobError, NemoRunRayError
 from nemo_run_ray.nemo import registry
 
 if TYPE_CHECKING:
+    from nemo_run_ray.cli.status_report import StatusReport
     from nemo_run_ray.jobs.job import RemoteJob
 
 Name = Annotated[str, typer.Argument(help="An experiment's id or title, a handle or a job's id.")]
@@ -50,9 +51,7 @@ def status(
 ) -> None:
     """State and reason of an experiment's jobs, or of one job; on a terminal until all ended."""
     from nemo_run_ray.cli.status_report import StatusReport
-    from nemo_run_ray.jobs import keep_logs
     from nemo_run_ray.jobs.find import find
-    from nemo_run_ray.jobs.tend import tend
 
     jobs = find(name)
     if elements is not None:
@@ -65,7 +64,16 @@ def status(
         return
     if once or report.is_over or not _out.is_terminal:
         _out.print(report.table(time.time()))
-        return
+    else:
+        _follow_status(jobs, report)
+
+
+def _follow_status(jobs: list[RemoteJob], report: StatusReport) -> None:
+    """Show the table anew until all jobs have ended."""
+    from nemo_run_ray.cli.status_report import StatusReport
+    from nemo_run_ray.jobs import keep_logs
+    from nemo_run_ray.jobs.tend import tend
+
     # A table that follows is cut at the terminal's width, so the last one is printed once more.
     live = Live(report.table(time.time()), console=_out, auto_refresh=False, transient=True)
     try:

@@ -71,9 +71,8 @@ def keep_log(job: ObservedJob, status: JobStatus, snapshot: Snapshot) -> None:
     if job.cluster.runs_here or not status.attempt or record.keep_logs_max_bytes == 0:
         return
     _keep_array(job, status, snapshot)
-    if record.is_log_given_up and not _waiting:
-        return
-    if job.kept.has_log or not os.access(record.exp_dir, os.W_OK):
+    is_given_up = record.is_log_given_up and not _waiting
+    if is_given_up or job.kept.has_log or not os.access(record.exp_dir, os.W_OK):
         return
     budget_s = WAITING_S if _waiting else BUDGET_S
     deadline = snapshot.deadline(budget_s)

@@ -37,7 +37,17 @@ _REMOTE_LINES = (
     {"node"},
     {"earlier"},
     {"attempts"},
-    {"states", "spec", "rows", "files", "env_error", "exit_words", "variables", "__init__"},
+    {
+        "states",
+        "spec",
+        "rows",
+        "files",
+        "env_error",
+        "exit_words",
+        "node_death",
+        "variables",
+        "__init__",
+    },
 )
 _MAY_IMPORT_RAY = {
     "remote/group/actors.py",

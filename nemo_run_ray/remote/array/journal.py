@@ -107,7 +107,7 @@ def read_records(path: str) -> Iterator[Record]:
     """The records of a journal up to the first that is torn."""
     with open(path, "rb") as file:
         file.seek(4 + len(_FORMAT))
-        while block := file.read(_BLOCK_RECORDS * _SIZE):
+        for block in iter(lambda: file.read(_BLOCK_RECORDS * _SIZE), b""):
             found = list(_records(block))
             yield from found
             if len(found) * _SIZE != len(block):

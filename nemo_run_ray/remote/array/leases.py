@@ -160,6 +160,6 @@ def _whole_bytes(path: str) -> int:
 def _checksum(path: str) -> int:
     found = 0
     with open(path, "rb") as file:
-        while data := file.read(2**20):
+        for data in iter(lambda: file.read(2**20), b""):
             found = zlib.crc32(data, found)
     return found
