@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from rich.console import Group
 from rich.table import Table
@@ -33,6 +33,13 @@ _COLORS = {
 }
 #: Jobs whose names a cell shows before it only counts them.
 _NAMES_MAX = 3
+_ELEMENT_STATES: tuple[Literal["succeeded", "failed", "cancelled", "running", "waiting"], ...] = (
+    "succeeded",
+    "failed",
+    "cancelled",
+    "running",
+    "waiting",
+)
 
 
 class StatusReport:
@@ -136,8 +143,11 @@ def timeline_page(title: str, exp_dir: Path, jobs: Sequence[RemoteJob], now: flo
                 _span(number, attempt, job, status)
                 for number, attempt in enumerate(attempts.values(), start=1)
             ),
+            elements={name: array[name] for name in _ELEMENT_STATES} if array else {},
         )
-        for job, status, attempts in zip(jobs, report.statuses, report.attempts, strict=True)
+        for job, status, attempts, array in zip(
+            jobs, report.statuses, report.attempts, report.arrays, strict=True
+        )
     ]
     return timeline.page(title, rows, began, now)
 
@@ -247,11 +257,7 @@ def _is_lost(attempt: AttemptRecord, status: JobStatus) -> bool:
 
 def _array_lines(job: str, array: ArrayRows) -> Group:
     """One line for an array, and one for each of the first elements that failed."""
-    counts = ", ".join(
-        f"{array[name]} {name}"
-        for name in ("succeeded", "failed", "cancelled", "running", "waiting")
-        if array[name]
-    )
+    counts = ", ".join(f"{array[name]} {name}" for name in _ELEMENT_STATES if array[name])
     pace = ""
     if array["running"] and array["left_s"] is not None:
         left = duration(array["left_s"])

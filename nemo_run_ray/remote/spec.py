@@ -155,7 +155,8 @@ class ArraySpec:
         elements: path of the elements' file in the job's folder.
         targets: what each value of an element changes, as ``array.elements.Target``.
         runs: ``command`` starts a process for each element; ``fork`` forks it from one that has
-            imported the configuration's modules; ``process`` starts a new one that imports them.
+            imported the configuration's modules; ``process`` starts a new one that imports them;
+            ``auto`` forks where the imports allow it.
         max_in_flight: so many elements at a time at most; ``None`` is what the nodes have room for.
         retries: further attempts of an element after a failure.
         permanent_exit_codes: that no further attempt would change.

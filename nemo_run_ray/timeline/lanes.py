@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 
 #: The states that have a mark, in the order in which they are counted. Any other is UNKNOWN's.
 STATES = ("FAILED", "LOST", "CANCELLED", "SUCCEEDED", "RUNNING", "PENDING", "WAITING", "UNKNOWN")
@@ -54,6 +54,7 @@ class TimelineRow:
         after: names of the jobs that it depends on.
         waits_for: those of them that it still waits for.
         attempts: the first one first; none when it was never submitted.
+        elements: of an array, how many are in each state; empty for other jobs.
     """
 
     name: str
@@ -63,6 +64,7 @@ class TimelineRow:
     after: Sequence[str]
     waits_for: Sequence[str]
     attempts: tuple[Span, ...]
+    elements: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def known(self) -> str:

@@ -9,7 +9,16 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timezone
 
-from nemo_run_ray.timeline.lanes import Axis, Bar, Lane, Span, bars_of, known_state, span_of
+from nemo_run_ray.timeline.lanes import (
+    Axis,
+    Bar,
+    Lane,
+    Span,
+    TimelineRow,
+    bars_of,
+    known_state,
+    span_of,
+)
 
 #: A longer message loses its middle; the log has all of it.
 MESSAGE_MAX = 6000
@@ -59,14 +68,14 @@ class Rect:
 
     Attributes:
         kind: its CSS classes.
-        is_low: whether it is a bar of waiting, which is less high than those of an attempt.
+        height: its class: ``full`` of an attempt, ``low`` of waiting, ``band`` of elements.
         tip: what it says when it is pointed at.
     """
 
     kind: str
     x: str
     width: str
-    is_low: bool
+    height: str
     tip: str
 
 
@@ -168,7 +177,7 @@ def _job(lane: Lane, jobs: Sequence[Neighbour], axis: Axis) -> JobValues:
         first_x=_x(axis, lane.first_at),
         end_x=_x(axis, lane.end_at),
         after=lane.after,
-        bars=[_rect(bar, axis) for bar in bars_of(lane, axis)],
+        bars=[*(_rect(bar, axis) for bar in bars_of(lane, axis)), *_band(row, axis)],
         labels=list(_labels(row.attempts, axis)),
         attempts=[_attempt(attempt, axis) for attempt in row.attempts],
         no_attempt=_NO_ATTEMPT_SEEN if row.known in _UNSEEN else _NO_ATTEMPT,
@@ -219,8 +228,23 @@ def _rect(bar: Bar, axis: Axis) -> Rect:
     width = max(_BAR_MIN, axis.x(bar.end) - left)
     kind = f"{bar.kind} {known_state(bar.outcome).lower()}" if bar.outcome else bar.kind
     tip = f"{bar.words}: {length(bar.end - bar.start)}\n{utc(bar.start)} to {utc(bar.end)}\n"
-    is_low = bar.kind in ("early", "waiting")
-    return Rect(kind, f"{left:.2f}%", f"{width:.2f}%", is_low, tip + bar.detail)
+    height = "low" if bar.kind in ("early", "waiting") else "full"
+    return Rect(kind, f"{left:.2f}%", f"{width:.2f}%", height, tip + bar.detail)
+
+
+def _band(row: TimelineRow, axis: Axis) -> Iterator[Rect]:
+    """The elements of an array below the bar of its last attempt: a part for each state."""
+    total = sum(row.elements.values())
+    if not total or not row.attempts:
+        return
+    _, running, ended = span_of(row.attempts[-1], axis)
+    left, width = axis.x(running), axis.x(ended) - axis.x(running)
+    for state, count in row.elements.items():
+        part = width * count / total
+        if count:
+            tip = f"{count} of {total} elements: {state}"
+            yield Rect(f"element {state}", f"{left:.2f}%", f"{part:.2f}%", "band", tip)
+        left += part
 
 
 def _labels(attempts: Sequence[Span], axis: Axis) -> Iterator[Label]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import os
 import time
-from typing import Any, List, Mapping, Optional, Tuple
+from typing import Any, List, Mapping, Optional, Sequence, Tuple
 
 from ..env_error import cause_of
 from ..group.actors import forget_runtime_env
@@ -217,12 +217,8 @@ class _ArrayDriver:
             say(f"{node} runs {host.slots} element(s) at a time")
         elif kind == "unprepared":
             self._break(Cause.NOT_PREPARED, f"on {node}: {report['words']}")
-        elif kind == "threads":
-            say(
-                f"on {node} the imports have started the threads {', '.join(report['names'])}, "
-                "which a fork does not have; array(..., isolation='process') starts a new process "
-                "for each element"
-            )
+        elif kind == "obstacles":
+            say(_of_obstacles(node, report["words"], report["forks"]))
         elif kind == "swept":
             self._pool.swept(host, report)
         elif kind == "unswept":
@@ -260,3 +256,13 @@ def _log_folder(submission_id: str) -> Optional[str]:
     log = os.readlink("/proc/self/fd/1")
     is_rays = os.path.basename(log) == f"job-driver-{submission_id}.log"
     return os.path.dirname(log) if is_rays else None
+
+
+def _of_obstacles(node: str, obstacles: Sequence[str], forks: bool) -> str:
+    """What is said of imports that begin something which a fork does not have."""
+    words = f"on {node} the imports {', and '.join(obstacles)}, which a fork does not have"
+    if forks:
+        return (
+            f"{words}. With array(..., isolation='process') each element has a process of its own"
+        )
+    return f"{words}. So each element imports anew; array(..., isolation='fork') forks all the same"

@@ -43,7 +43,7 @@ class Forking:
     Attributes:
         begun: elements whose process is known since the last look, with its id.
         ended: the processes that have ended since, with their exit codes.
-        threads: those that the imports have started, as it said.
+        obstacles: what the imports have begun that a fork does not have, in words.
     """
 
     def __init__(self, place: Workspace, elements: str) -> None:
@@ -54,12 +54,17 @@ class Forking:
         self._keys = self._false_starts = 0
         self.begun: List[Tuple[RunningElement, int]] = []
         self.ended: List[Tuple[int, int]] = []
-        self.threads: List[str] = []
+        self.obstacles: List[str] = []
         self._start()
 
     @property
     def pid(self) -> int:
         return self._pid
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether it has imported everything."""
+        return self._is_ready
 
     @property
     def has_unsent(self) -> bool:
@@ -157,7 +162,7 @@ class Forking:
     def _hear(self, message: Dict[str, Any]) -> None:
         kind = message["at"]
         if kind == "ready":
-            self._is_ready, self.threads = True, message["threads"]
+            self._is_ready, self.obstacles = True, message["obstacles"]
             self._send()
         elif kind == "ended":
             self.ended.append((message["pid"], message["code"]))

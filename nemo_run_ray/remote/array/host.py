@@ -2,7 +2,7 @@
 
 It is a process as a replica of a group is one (``group/stay.py``), for many commands instead of one
 role. Orders and reports are JSON, one a line. Orders: ``prepare``, ``sweep``, ``run``,
-``cancel``, ``end``, ``forget``. Reports: ``prepared``, ``unprepared``, ``threads``, ``swept``,
+``cancel``, ``end``, ``forget``. Reports: ``prepared``, ``unprepared``, ``obstacles``, ``swept``,
 ``unswept``, ``text``, ``ended``, ``lost``, ``idle``, ``failed``.
 
 What has ended is noted in a file before it is reported. When this process dies, the next host on

@@ -42,7 +42,7 @@ class Launcher:
         self._elements = os.path.join(place.root, "nemo_run", order["elements"])
         self.slots = Slots(order["slots"], order["gpus"])
         self.forking: Optional[Forking] = None
-        if self._runs == "fork":
+        if self._runs in ("auto", "fork"):
             self.forking = Forking(place, self._elements)
 
     def start(self, order: Order) -> RunningElement:
@@ -59,6 +59,25 @@ class Launcher:
         element = RunningElement(order.lease, slot, 0, None)
         self.forking.ask(element, message)
         return element
+
+    @property
+    def forks(self) -> bool:
+        """Whether elements are forked."""
+        return self.forking is not None
+
+    @property
+    def can_start(self) -> bool:
+        """Whether an element can be started now."""
+        return self.slots.is_free and (self.forking is None or self.forking.is_ready)
+
+    def obstacles(self) -> List[str]:
+        """What keeps a fork from having all that the imports have made, in words, once."""
+        if self.forking is None:
+            return []
+        found, self.forking.obstacles = self.forking.obstacles, []
+        if found and self._runs == "auto":
+            self.stop_forking()
+        return found
 
     @property
     def has_unsent(self) -> bool:

@@ -85,13 +85,13 @@ class RunningElements:
             if element.fd in ready:
                 self._pass_on(element)
         self._launcher.heard(self._running)
-        if self._launcher.forking is not None and self._launcher.forking.threads:
-            self._channel.report("threads", names=self._launcher.forking.threads)
-            self._launcher.forking.threads = []
+        obstacles = self._launcher.obstacles()
+        if obstacles:
+            self._channel.report("obstacles", words=obstacles, forks=self._launcher.forks)
         self._reap()
         self._look_after(time.monotonic())
         # Last: what has ended has made room, and nothing else would wake the host's loop.
-        while self._waiting and self._launcher.slots.is_free and not self._is_ending:
+        while self._waiting and self._launcher.can_start and not self._is_ending:
             element = self._launcher.start(self._waiting.popleft())
             if element.fd is None:
                 self._ended(element)

@@ -62,14 +62,14 @@ def _load(path: Path) -> Any:
 
 def _serve(channel: socket.socket, template: Any) -> None:
     """Fork a process for each order until the host has closed the socket."""
-    threads = [thread.name for thread in threading.enumerate() if thread.name != "MainThread"]
+    obstacles = _obstacles()
     os.set_inheritable(channel.fileno(), False)
     sys.stdout.flush()  # else each child would write it again
     sys.stderr.flush()
     gc.collect()
     gc.freeze()  # so that the children share these objects' memory
     _use_huge_pages()
-    _send(channel, at="ready", threads=threads)
+    _send(channel, at="ready", obstacles=obstacles)
     woken, wake = os.pipe()
     os.set_blocking(wake, False)
     signal.set_wakeup_fd(wake, warn_on_full_buffer=False)
@@ -87,6 +87,16 @@ def _serve(channel: socket.socket, template: Any) -> None:
                 _become_element(channel, json.loads(data), fds[0], woken, wake)
                 _run(template, json.loads(data))
             os.close(fds[0])
+
+
+def _obstacles() -> list[str]:
+    """What the imports have begun that a fork does not have, in words."""
+    names = [thread.name for thread in threading.enumerate() if thread.name != "MainThread"]
+    found = [f"have started the thread {name!r}" for name in names]
+    torch = sys.modules.get("torch")
+    if torch is not None and torch.cuda.is_initialized():
+        found.append("have used CUDA")
+    return found
 
 
 def _use_huge_pages() -> None:

@@ -58,6 +58,7 @@ class Wishes:
 
     def __init__(self, ray: Any, submission_id: str) -> None:
         self._store = ray.experimental.internal_kv
+        self._unanswered = ray.exceptions.RayError
         self._prefix = (_SCHEME + _prefix(submission_id)).encode()
 
     def find(self, count: int) -> Iterator[Wish]:
@@ -66,21 +67,28 @@ class Wishes:
         Args:
             count: of the array's elements.
         """
-        for key in self._store._internal_kv_list(self._prefix):
-            wish = _read(key, self._store._internal_kv_get(key), count)
-            if wish is None:  # it is none of this package's
-                self.remove(key)
-            else:
-                yield wish
+        for key in self._keys():
+            with suppress(self._unanswered):  # the next look finds it
+                wish = _read(key, self._store._internal_kv_get(key), count)
+                if wish is None:  # it is none of this package's
+                    self.remove(key)
+                else:
+                    yield wish
 
     def remove(self, key: bytes) -> None:
         """Say that a wish was heard."""
-        self._store._internal_kv_del(key)
+        with suppress(self._unanswered):  # it is found, and done, once more
+            self._store._internal_kv_del(key)
 
     def remove_all(self) -> None:
         """Remove those that come too late."""
-        for key in self._store._internal_kv_list(self._prefix):
+        for key in self._keys():
             self.remove(key)
+
+    def _keys(self) -> List[bytes]:
+        with suppress(self._unanswered):  # the head's store is away for a moment
+            return list(self._store._internal_kv_list(self._prefix))
+        return []
 
 
 def _read(key: bytes, data: Any, count: int) -> Optional[Wish]:

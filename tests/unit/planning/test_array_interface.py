@@ -87,7 +87,7 @@ def test_a_zip_of_unequal_lengths_names_them():
 
 @pytest.mark.parametrize(
     "options",
-    [{"combine": "all"}, {"isolation": "none"}, {"max_failures": -1}, {"max_failures": True}],
+    [{"combine": "all"}, {"isolation": "threads"}, {"max_failures": -1}, {"max_failures": True}],
 )
 def test_options_are_checked(options):
     (name,) = options

@@ -110,6 +110,19 @@ def test_phases_of_a_job():
     assert places == [(0, 10), (10, 10), (20, 80)]
 
 
+def test_an_array_has_a_band_with_a_part_for_each_state_of_its_elements():
+    row = _row("a", "FAILED", _attempt(posted=10, running=20, ended=100, outcome="FAILED"))
+    counts = {"succeeded": 150, "failed": 50, "cancelled": 0, "running": 0, "waiting": 0}
+    made = _page(replace(row, elements=counts))
+    parts = [one for one in made.bars() if one["class"].startswith("element ")]
+    assert [(one["class"], _percent(one["x"]), _percent(one["width"])) for one in parts] == [
+        ("element succeeded", 20, 60),
+        ("element failed", 80, 20),
+    ]
+    _check_bars(made)
+    assert "50 of 200 elements: failed" in made.texts_in("title")
+
+
 def test_waiting_for_others_is_told_from_waiting_for_ones_turn():
     first = _row("a", "SUCCEEDED", _attempt(posted=0, running=0, ended=40))
     second = _row("b", "SUCCEEDED", _attempt(posted=50, running=60, ended=100), after=("a",))

@@ -20,7 +20,7 @@ from nemo_run_ray import array
 from nemo_run_ray.remote.array.elements import ENV, FIELD
 from nemo_run_ray.remote.node.rundir import JOBS
 from nemo_run_ray.remote.spec import JobSpec, RoleSpec
-from tests import array_tasks
+from tests import array_tasks, array_with_thread
 from tests.relays import Relayed, holding, is_zombie, wait
 
 
@@ -261,9 +261,10 @@ def test_notes_outlive_a_full_disk(relays, temporary, monkeypatch):
 
 
 @pytest.fixture
-def forks(package) -> Iterator[dict[str, Any]]:
-    """What a host is told so that it forks elements of ``array_tasks.waits``."""
-    made = array(run.Partial(array_tasks.waits, path=""), over={"path": ["x"]})
+def forks(package, request) -> Iterator[dict[str, Any]]:
+    """What a host is told so that it forks elements, of ``array_tasks.waits`` if not said."""
+    function = getattr(request, "param", array_tasks.waits)
+    made = array(run.Partial(function, path=""), over={"path": ["x"]})
     folder = package / JOBS / "job" / "scripts"
     folder.mkdir(parents=True)
     (folder / "elements").write_text(made.inline)
@@ -325,6 +326,19 @@ def test_an_end_that_nobody_has_seen_is_lost_and_no_failure(relays):
     assert made.has_died(100, 137, {gone.pid: element})
 
     assert element.is_lost
+
+
+@pytest.mark.parametrize("forks", [array_with_thread.task], indirect=True)
+@pytest.mark.parametrize("runs", ["auto", "fork"])
+def test_imports_that_start_a_thread_forbid_a_fork_unless_it_is_wanted(host, forks, tmp_path, runs):
+    host.prepare(("python",), slots=2, **{**forks, "runs": runs})
+    host.run(0, 1, value=str(tmp_path))
+    assert sorted(host.ended(within_s=60) for _ in range(2)) == [[0, 1, 0], [1, 1, 0]]
+    (told,) = [one for one in host.reports if one["at"] == "obstacles"]
+    assert told["words"] == ["have started the thread 'helper'"]
+    assert told["forks"] is (runs == "fork")
+    has_thread = runs == "auto"
+    assert {path.name for path in tmp_path.glob("*-*")} == {f"0-{has_thread}", f"1-{has_thread}"}
 
 
 def test_an_order_to_end_ends_what_has_begun_and_what_has_not(host, forks, tmp_path):

@@ -14,11 +14,14 @@ class Store:
 
     def __init__(self) -> None:
         self.data: dict[bytes, bytes] = {}
+        self.is_away = False
 
     def put(self, name: str, data: bytes) -> None:
         self.data[f"gcs://{name}".encode()] = data
 
     def _internal_kv_list(self, prefix: bytes) -> list[bytes]:
+        if self.is_away:
+            raise ConnectionError("the store is away")
         return [key for key in self.data if key.startswith(prefix)]
 
     def _internal_kv_get(self, key: bytes) -> bytes | None:
@@ -34,7 +37,9 @@ def store() -> Store:
 
 
 def wishes_of(store: Store, submission_id: str) -> Wishes:
-    return Wishes(SimpleNamespace(experimental=SimpleNamespace(internal_kv=store)), submission_id)
+    experimental = SimpleNamespace(internal_kv=store)
+    exceptions = SimpleNamespace(RayError=ConnectionError)
+    return Wishes(SimpleNamespace(experimental=experimental, exceptions=exceptions), submission_id)
 
 
 def test_a_wish_is_the_array_s_whose_name_it_has(store):
@@ -59,6 +64,15 @@ def test_what_is_no_wish_is_removed(store, data):
     store.put(wish_name("e.a", "n"), data)
     assert list(wishes_of(store, "e.a").find(10)) == []
     assert store.data == {}
+
+
+def test_a_store_that_is_away_for_a_moment_loses_no_wish(store):
+    store.put(wish_name("e.a", "n"), wish_to_cancel([(0, 1)], only_waiting=False))
+    wishes = wishes_of(store, "e.a")
+    store.is_away = True
+    assert list(wishes.find(10)) == []
+    store.is_away = False
+    assert len(list(wishes.find(10))) == 1
 
 
 def test_wishes_that_come_too_late_are_removed(store):
