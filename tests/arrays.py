@@ -7,6 +7,7 @@ attempt that begins too early finds it locked.
 from __future__ import annotations
 
 import tempfile
+import time
 from collections import Counter, defaultdict
 from pathlib import Path
 
@@ -19,7 +20,7 @@ from nemo_run_ray.remote.array.journal import ENDED, read_records
 from nemo_run_ray.remote.array.status_file import JOURNAL_FILE, file_of
 from nemo_run_ray.remote.node.rundir import run_dirs
 from tests import array_tasks
-from tests.conftest import processes_of, processes_where, wait_for
+from tests.conftest import processes_of, processes_where
 
 COUNT = 60
 _PROGRAM = (
@@ -60,7 +61,12 @@ def check(job: RemoteJob, folder: Path, logs: Path | None) -> None:
                 ends[one.element].append(one.code)
         assert all(0 not in codes[:-1] for codes in ends.values()), "nothing follows a success"
         assert {index for index, codes in ends.items() if codes[-1] == 0} == succeeded
-    wait_for(lambda: not (processes_of(job.id) or keepers(job) or _left(job)), 30)
+    deadline = time.monotonic() + 30
+    while (left := [*processes_of(job.id), *keepers(job), *_left(job)]) and (
+        time.monotonic() < deadline
+    ):
+        time.sleep(0.2)
+    assert not left, (left, log[-3000:])
 
 
 def _left(job: RemoteJob) -> list[Path]:
