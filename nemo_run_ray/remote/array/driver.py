@@ -137,7 +137,7 @@ class _ArrayDriver:
         self._leases.commit()
         failed = self._progress.number(ElementState.FAILED)
         succeeded = self._progress.number(ElementState.SUCCEEDED)
-        say(f"{succeeded} of {self._progress.count} elements have succeeded, {failed} have failed")
+        say(f"{succeeded} of {self._progress.count} elements succeeded, {failed} failed")
         if self._broken is not None:
             cause, words = self._broken
             self._runner.ending = f"[{cause.value}] {words}"

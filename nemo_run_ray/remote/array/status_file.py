@@ -104,7 +104,7 @@ class StatusFile:
 def _in_words(rows: ArrayRows) -> str:
     """The progress, for those who follow the log."""
     over = rows["succeeded"] + rows["failed"] + rows["cancelled"]
-    words = f"{over} of {rows['elements']} elements are over, {rows['failed']} have failed"
+    words = f"{over} of {rows['elements']} elements are over, {rows['failed']} failed"
     if rows["left_s"] is None:
         return words
     return f"{words}; {rows['elements_per_s']:.3g} elements/s, about {rows['left_s']:.0f} s left"
