@@ -49,8 +49,7 @@ class HostPool:
         self._calls = calls
         self._leases = leases
         self._book = HostBook(leases.hosts_path, first_id(submission_id))
-        if not leases.goes_on:
-            self._book.clear()
+        # Also when nothing was leased: an earlier driver's hosts have folders, and may be there.
         self.unproven = Unproven(self._book.records, leases.held, node_dead_s())
         self._nodes: Dict[str, Node] = {}
         self._room = HostRoom(ray, spec)

@@ -202,9 +202,3 @@ class HostBook:
         self._good += len(data)
         self.records += records
         return records
-
-    def clear(self) -> None:
-        """Forget all hosts: the array that they were of is another one."""
-        self.records, self._good = [], 0
-        if os.path.exists(self._path):
-            os.remove(self._path)

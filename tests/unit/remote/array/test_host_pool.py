@@ -12,6 +12,7 @@ from nemo_run_ray.remote.array.host_pool import HostPool
 from nemo_run_ray.remote.array.hosts import HostBook
 from nemo_run_ray.remote.array.leases import Leases
 from nemo_run_ray.remote.array.progress import ElementState
+from nemo_run_ray.remote.array.status_file import HOSTS_FILE, file_of
 from nemo_run_ray.remote.node_death import NODE_DEAD_S
 from nemo_run_ray.remote.spec import ArraySpec, JobSpec, RoleSpec
 
@@ -75,3 +76,15 @@ def test_nobody_waits_for_a_dead_node_at_the_end(leases):
     pool.look(now=1000.0, waiting=0)
     assert pool.has_ended
     assert leases.progress.state(0) is ElementState.CANCELLED
+
+
+def test_hosts_of_a_driver_that_was_killed_before_its_first_lease_are_ended_too(tmp_path):
+    path = tmp_path / "elements"
+    path.write_text('{"fields": []}\n[]\n')
+    HostBook(str(tmp_path / file_of(ID, HOSTS_FILE)), ID).add(["n1"])
+    leases = Leases(SPEC, str(path), ID, str(tmp_path))
+    try:
+        assert not leases.goes_on
+        assert not pool_of(leases).are_proven
+    finally:
+        leases.close()
