@@ -5,14 +5,16 @@ from __future__ import annotations
 import atexit
 import contextlib
 import io
+import json
 import os
 import shutil
+import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 _T = TypeVar("_T")
 ROOT = Path(__file__).resolve().parent.parent
@@ -40,3 +42,23 @@ def wait_for(question: Callable[[], _T | None], within_s: float = 120) -> _T:
             return answer
         time.sleep(0.02)
     raise TimeoutError(f"not true within {within_s} s")
+
+
+def apart(program: str, *given: Any) -> dict[str, Any]:
+    """Run a program in a process and a NeMo-Run home of its own.
+
+    Args:
+        program: its text; the last line that it prints is a JSON object.
+        given: what it finds in its first argument, as a JSON list.
+    """
+    with tempfile.TemporaryDirectory(prefix="nrr-bench-") as home:
+        done = subprocess.run(
+            [sys.executable, "-c", program, json.dumps(given)],
+            env={**os.environ, "NEMORUN_HOME": home},
+            cwd=ROOT,
+            stdout=subprocess.PIPE,
+            text=True,
+            check=True,
+        )
+    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return found

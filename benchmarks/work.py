@@ -6,14 +6,9 @@ sixteen CPUs are declared, so that items that sleep show what the way to them co
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
-import tempfile
 from typing import Any
 
-from benchmarks.common import ROOT, Add
+from benchmarks.common import Add, apart
 
 ITEMS, CPUS, ROUNDS = 10_000, 16, 3
 MILLISECONDS = (1, 10, 100)
@@ -62,18 +57,7 @@ finally:
 
 def measure() -> dict[str, Any]:
     """By the milliseconds of an item: seconds of both, and the speed in that of plain Ray."""
-    with tempfile.TemporaryDirectory(prefix="nrr-work-") as home:
-        given = json.dumps([ITEMS, CPUS, ROUNDS, MILLISECONDS, LARGE, LARGE_BYTES])
-        done = subprocess.run(
-            [sys.executable, "-c", _PROGRAM, given],
-            env={**os.environ, "NEMORUN_HOME": home},
-            cwd=ROOT,
-            stdout=subprocess.PIPE,
-            text=True,
-            check=True,
-        )
-    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-    return found
+    return apart(_PROGRAM, ITEMS, CPUS, ROUNDS, MILLISECONDS, LARGE, LARGE_BYTES)
 
 
 def show(found: dict[str, Any], add: Add) -> None:

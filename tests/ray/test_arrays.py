@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import time
 
 import nemo_run as run
 import psutil
@@ -109,12 +108,11 @@ def test_too_many_failures_end_it(start):
 
 def test_a_cancel_ends_what_runs_and_what_hides(start, tmp_path):
     program = (
-        f"echo x >> {tmp_path}/begun; (setsid sh -c 'trap : TERM; sleep 1000' &); "
+        f"(setsid sh -c 'trap : TERM; touch {tmp_path}/hides; sleep 1000' &); "
         "trap '' TERM; sleep 1000 & wait; sleep 1000"
     )
     job = start(array(run.Script(inline=program), over={"env.X": range(500)}), grace_s=1)
-    wait_for(lambda: (tmp_path / "begun").exists(), 60)
-    time.sleep(1)
+    wait_for(lambda: (tmp_path / "hides").exists(), 60)
 
     assert job.cancel().state.value == "CANCELLED"
 

@@ -3,7 +3,6 @@
 import contextlib
 import json
 import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -104,17 +103,6 @@ class Kept:
     def runner(self) -> int:
         (pid,) = _holding("cmdline", self.tag) - {self.keeper.pid}
         return pid
-
-
-@pytest.fixture(scope="module")
-def package(tmp_path_factory) -> Path:
-    """A folder with the remote half, without the rest of the package."""
-    folder = tmp_path_factory.mktemp("remote")
-    source = Path(nemo_run_ray.__file__).parent / "remote"
-    shutil.copytree(
-        source, folder / "nemo_run_ray_remote", ignore=shutil.ignore_patterns("__pycache__")
-    )
-    return folder
 
 
 @pytest.fixture
