@@ -110,10 +110,21 @@ class Site(Relayed):
         return _only(wait(self._parents))
 
     def _parents(self) -> set[int]:
-        role, ours = self.processes(), holding(str(self.folder), "cmdline")
-        below = {pid: {one.pid for one in psutil.Process(pid).children()} for pid in ours}
-        guarded = {pid for pid in ours if psutil.Process(pid).ppid() in ours}
-        return {pid for pid in guarded if not role or below[pid] & role}
+        # A child has the words of its parent until it becomes a program, so words alone do not do.
+        role, parents = self.processes(), _parents_of(holding(str(self.folder), "cmdline"))
+        guards = {pid for pid, parent in parents.items() if parent not in parents}
+        ours = {pid for pid, parent in parents.items() if parent in guards}
+        looking_after = ours & set(_parents_of(role).values())
+        return looking_after if role else ours
+
+
+def _parents_of(pids: set[int]) -> dict[int, int]:
+    """The parents of those that are still there."""
+    found: dict[int, int] = {}
+    for pid in pids:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            found[pid] = psutil.Process(pid).ppid()
+    return found
 
 
 def _only(found: Any) -> int:
