@@ -46,8 +46,7 @@ class RayExecutor(TakesFile, Executor):
     pool: Optional[str] = None
     #: Container image, or its name in the cluster file, which says how a task gets it there.
     image: Optional[str] = None
-    #: Look before the experiment's first job whether the cluster can run it; ``None`` is what the
-    #: cluster file says.
+    #: Look first whether the cluster can run it; ``None`` is what the cluster file says.
     preflight: Optional[bool] = None
     #: Replicas of the task, each with its own bundle of resources.
     nodes: int = 1
@@ -67,8 +66,7 @@ class RayExecutor(TakesFile, Executor):
     strategy: str = "PACK"
     #: Ray's fields: ``pip``, ``image_uri``, ``env_vars`` …; the packager sets ``working_dir``.
     runtime_env: dict[str, Any] = field(default_factory=dict)
-    #: Let ``runtime_env`` have fields that Ray's documentation does not list, of a newer Ray or a
-    #: plug-in. They are refused otherwise: Ray runs a task without a field that it does not know.
+    #: Let ``runtime_env`` have fields that Ray's documentation does not list: a plug-in's, say.
     allow_unknown_runtime_env: bool = False
     #: Names of variables of the caller's environment that the task gets; the values are written
     #: nowhere but into an archive of their own on the cluster.
@@ -85,6 +83,8 @@ class RayExecutor(TakesFile, Executor):
     wait_for_nodes: bool = False
     #: The roles' executors, when this is the executor of a whole group; ``merge`` sets it.
     resource_group: list[Any] = field(default_factory=list)
+    #: Run the task as an element of one job, which tasks of the experiment share if they are alike.
+    as_array: bool = False
     #: At most so many of the experiment's jobs at once; ``None`` is what the head's memory allows.
     max_in_flight: Optional[int] = None
     #: Seconds after which a job that was not placed is given up. With ``None``, what a dispatcher

@@ -262,6 +262,7 @@ _TYPES: dict[str, _Check] = {
     "permanent_exit_codes": _A_LIST,
     "given_fields": _A_LIST,
     "service": _A_BOOL,
+    "as_array": _A_BOOL,
     "keep_run_dir": _A_BOOL,
     "wait_for_nodes": _A_BOOL,
     "allow_unknown_runtime_env": _A_BOOL,

@@ -182,8 +182,11 @@ def cancel(
 
 
 def _chosen(name: str, jobs: list[RemoteJob], job: str) -> list[RemoteJob]:
-    """The job of that name, or all jobs when none is named."""
+    """The job of that name, or the task of an array, or all jobs when none is named."""
+    from nemo_run_ray.jobs.find import tasks_of
+
     found = [remote_job for remote_job in jobs if not job or remote_job.name == job]
+    found = found or [task for array in jobs for task in tasks_of(array) if task.name == job]
     if not found:
         names = ", ".join(remote_job.name for remote_job in jobs)
         raise JobError(f"{name!r} has no job {job!r}; it has {names}.")

@@ -113,7 +113,7 @@ class StatusReport:
             if found
         ]
         groups += [
-            _array_lines(job.name, found)
+            _array_lines(job, found)
             for job, found in zip(self.jobs, self.arrays, strict=True)
             if found
         ]
@@ -255,16 +255,17 @@ def _is_lost(attempt: AttemptRecord, status: JobStatus) -> bool:
     return status.state is JobState.LOST and not JobState(attempt.state).is_terminal
 
 
-def _array_lines(job: str, array: ArrayRows) -> Group:
+def _array_lines(job: RemoteJob, array: ArrayRows) -> Group:
     """One line for an array, and one for each of the first elements that failed."""
     counts = ", ".join(f"{array[name]} {name}" for name in _ELEMENT_STATES if array[name])
     pace = ""
     if array["running"] and array["left_s"] is not None:
         left = duration(array["left_s"])
         pace = f"; {array['elements_per_s']:.3g} elements/s, about {left} left"
-    lines = [Text(f"\n{job} has {array['elements']} elements: {counts}{pace}")]
+    lines = [Text(f"\n{job.name} has {array['elements']} elements: {counts}{pace}")]
+    names = {index: f" ({name})" for index, (_, name) in enumerate(job.record.tasks)}
     lines += [
-        Text(f"  element {index}: {words or f'exit code {code}'}")
+        Text(f"  element {index}{names.get(index, '')}: {words or f'exit code {code}'}")
         for index, code, words in array["failures"]
     ]
     return Group(*lines)

@@ -75,8 +75,7 @@ def elements_of(job: ObservedJob, status: JobStatus, selection: str = "") -> lis
         ClusterError: the cluster does not answer.
     """
     stretches = _selected(job, status, selection)
-    told = elements(job, status)
-    reasons = {index: words for index, _, words in told["failures"]} if told else {}
+    reasons = failures_of(job, status)
     values = _values(job, [(one.first, one.last) for one in stretches])
     found = []
     for first, last, state, attempts, code in stretches:
@@ -191,6 +190,12 @@ def array_file(job: ObservedJob, status: JobStatus, kind: str) -> list[str]:
     return lines if lines and lines[0].startswith("[") else []
 
 
+def failures_of(job: ObservedJob, status: JobStatus) -> dict[int, str]:
+    """Why the first elements have failed that have, in words, by index."""
+    told = elements(job, status)
+    return {index: words for index, _, words in told["failures"]} if told else {}
+
+
 def needs_keeping(job: ObservedJob) -> bool:
     """Whether a job is an array of which the experiment's folder has nothing yet."""
     return job.record.is_array and not job.kept.has_array_file(STATES_FILE)
@@ -209,7 +214,7 @@ def keep_array(job: ObservedJob, status: JobStatus) -> None:
 
 def _selected(job: ObservedJob, status: JobStatus, selection: str) -> list[Stretch]:
     """What is known of the selected elements, with the user's words for their states."""
-    rows = _rows(job, status)
+    rows = stretches_of(job, status)
     if not isinstance(selection, str):
         raise ConfigError(
             f"{selection!r} selects no elements of an array; expected is a text: one of "
@@ -229,7 +234,13 @@ def _selected(job: ObservedJob, status: JobStatus, selection: str) -> list[Stret
     return found
 
 
-def _rows(job: ObservedJob, status: JobStatus) -> list[Stretch]:
+def stretches_of(job: ObservedJob, status: JobStatus) -> list[Stretch]:
+    """What is known of all elements, with the user's words for their states.
+
+    Raises:
+        JobError: the job is no array, or nothing is known of its elements.
+        ClusterError: the cluster does not answer.
+    """
     if not job.record.is_array:
         raise JobError(f"The job {job.name!r} is no array and has no elements.")
     rows = [Stretch(*json.loads(line)) for line in array_file(job, status, STATES_FILE)]
@@ -253,15 +264,22 @@ def _word(state: str, status: JobStatus) -> str:
 
 def _values(job: ObservedJob, ranges: Sequence[Range]) -> dict[int, dict[str, Any]]:
     """The values of elements from the file that was sent, where it is still in the folder."""
-    for path in sorted((Path(job.record.exp_dir) / job.record.job / SCRIPTS_DIR).glob("*.sh")):
-        with path.open(encoding="utf-8") as file:
-            header: dict[str, Any] = next(
-                (json.loads(line) for line in file if line.startswith("{")), {}
-            )
-            if "fields" in header:
+    for path in sorted((Path(job.record.exp_dir) / job.record.job / SCRIPTS_DIR).glob("*")):
+        with path.open(encoding="utf-8", errors="replace") as file:
+            fields = _fields(file)
+            if fields:
                 wanted = (range(first, last + 1) for first, last in _merged(ranges))
-                return dict(_read_values(file, header["fields"], chain.from_iterable(wanted)))
+                return dict(_read_values(file, fields, chain.from_iterable(wanted)))
     return {}
+
+
+def _fields(lines: Iterable[str]) -> list[str]:
+    """The fields that the header of an elements' file names; none of any other script."""
+    header = next((line for line in lines if line.startswith('{"')), "{}")
+    try:
+        return list(json.loads(header).get("fields", ()))
+    except ValueError:
+        return []
 
 
 def _read_values(

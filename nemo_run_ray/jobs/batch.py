@@ -10,8 +10,6 @@ from dataclasses import dataclass, field
 from graphlib import TopologicalSorter
 from pathlib import Path
 
-from nemo_run.core.packaging.base import Packager
-
 from nemo_run_ray.checks import version_of
 from nemo_run_ray.clusters import Cluster
 from nemo_run_ray.dashboard.jobs_api import JobsApi
@@ -23,16 +21,16 @@ from nemo_run_ray.jobs.before_start import asks_of, misfit
 from nemo_run_ray.jobs.dispatch import Dispatch
 from nemo_run_ray.jobs.ledger import Ledger
 from nemo_run_ray.jobs.other_experiments import outside_spec
+from nemo_run_ray.jobs.packed import Packed
 from nemo_run_ray.jobs.start_dispatcher import start_dispatcher
 from nemo_run_ray.jobs.submit_once import submit_once
+from nemo_run_ray.jobs.task_arrays import TaskArrays
 from nemo_run_ray.planning.job_plan import JobPlan, joined_places
 from nemo_run_ray.remote.spec import ArraySpec, DispatchedJobSpec, DispatchSpec, GroupSpec
 
 #: So many jobs are handed over by the client at once; more wait on the cluster, where a dispatcher
 #: limits them to what the head's memory suffices for (110 MB each).
 DIRECT_MAX = 16
-#: Experiments on two clusters pack the same code into the same file, one after the other.
-_packing = threading.Lock()
 
 
 @dataclass
@@ -65,19 +63,30 @@ class Batch:
     _is_checked: bool = False
     _misfit: DoesNotFit | None = None
     _api: JobsApi | None = None
-    _packed: dict[str, archives.Archive] = field(default_factory=dict)
     _dispatched: set[str] = field(default_factory=set)
-    _jobs_packed: tuple[tuple[str, ...], archives.Archive] | None = None
+
+    def __post_init__(self) -> None:
+        self._arrays = TaskArrays(self.exp_dir)
+        self._packed = Packed(self.exp_dir)
 
     def submit(self, name: str) -> str:
-        """Hand a job over, or with the first one all those of its dispatch; its submission id.
+        """Hand a job over, with the first one its whole dispatch or array; its submission id.
 
         Raises:
             ClusterError: the cluster cannot take it.
             SubmissionError: the job cannot be sent, or it is not known whether it arrived.
             ConfigError: a secret is not set.
         """
-        planned = self.plans[name]
+        with self._lock:
+            self._arrays.form(self.plans, self.executors, self.places)
+        array = self._arrays.of(name)
+        if array is None:
+            return self._submit(self.plans[name])
+        planned = self.plans[array]
+        self._arrays.hand_over_once(array, lambda: self._submit(planned))
+        return self._arrays.submission_id(name)
+
+    def _submit(self, planned: JobPlan) -> str:
         together = list(self.plans.values()) if self.is_ordered else [planned]
         if any(plan.needs_dispatcher for plan in together) or len(together) > DIRECT_MAX:
             name = self.dispatcher_id if self.is_ordered else dispatcher_id(planned.submission_id)
@@ -95,7 +104,7 @@ class Batch:
             (planned,) = self._fitted([planned])
             self.before_post()
             code = {
-                role: self._upload(self._code(packager))
+                role: self._upload(self._packed.code(packager))
                 for role, packager in planned.packagers.items()
             }
             carried = [self._upload(archive) for archive in self._job_archives()]
@@ -129,7 +138,7 @@ class Batch:
         dispatched, intents = [], []
         for planned in _after_their_upstreams(jobs):
             nonce = secrets.token_hex(8)
-            code = {role: self._code(packager) for role, packager in planned.packagers.items()}
+            code = {role: self._packed.code(own) for role, own in planned.packagers.items()}
             uploads.update({archive.uri: archive for archive in code.values()})
             uris = {role: archive.uri for role, archive in code.items()}
             body = planned.body(uris, [archive.uri for archive in shared], nonce)
@@ -171,6 +180,9 @@ class Batch:
             "grace_s": planned.spec.grace_s,
             "keep_logs_max_bytes": self.executors[planned.job].resolved().keep_logs_max_bytes,
         }
+        tasks = self._arrays.tasks(planned.job)
+        if tasks:
+            values["tasks"] = [(task.submission_id, task.job) for task in tasks]
         if dispatcher:
             values["dispatcher"] = dispatcher
         if planned.reservation:
@@ -218,23 +230,10 @@ class Batch:
             api.put_package(archive.name, archive.pack())
         return archive.uri
 
-    def _code(self, packager: Packager) -> archives.Archive:
-        key = archives.packager_key(packager)
-        if key not in self._packed:
-            with _packing:
-                name = f"ray_code_{key}"
-                self._packed[key] = archives.code_archive(packager, self.exp_dir, name)
-        return self._packed[key]
-
     def _job_archives(self) -> list[archives.Archive]:
         """What every job needs; this package comes first, as the driver of a group expects it."""
-        names = tuple(sorted(self.plans))
-        if self._jobs_packed is None or self._jobs_packed[0] != names:
-            job_dirs = {name: Path(executor.job_dir) for name, executor in self.executors.items()}
-            main = self.exp_dir / "__main__.py"
-            made = archives.job_archive(list(self.plans.values()), job_dirs, main)
-            self._jobs_packed = names, made
-        return [archives.package_archive(), self._jobs_packed[1]]
+        folders = {name: self._arrays.folders(name, self.executors) for name in self.plans}
+        return [archives.package_archive(), self._packed.jobs(list(self.plans.values()), folders)]
 
 
 def _after_their_upstreams(jobs: Sequence[JobPlan]) -> list[JobPlan]:

@@ -6,7 +6,6 @@ from collections.abc import Iterator, Sequence
 
 from nemo_run_ray.errors import JobError
 from nemo_run_ray.jobs.dispatched_job import DispatchedJob
-from nemo_run_ray.jobs.explanations import leftovers
 from nemo_run_ray.jobs.job import RemoteJob
 from nemo_run_ray.jobs.snapshot import Snapshot
 from nemo_run_ray.remote.states import JobState, JobStatus
@@ -50,6 +49,6 @@ def _proof(job: RemoteJob, status: JobStatus) -> str:
     if status.state is not JobState.CANCELLED:
         return ""
     try:
-        return f"; {leftovers(job, status)}"
+        return f"; {job.leftovers(status)}"
     except JobError:  # its cluster has been stopped since, with all that ran on it
         return ""

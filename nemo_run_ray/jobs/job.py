@@ -15,7 +15,7 @@ from nemo_run_ray.errors import ClusterError, ConfigError, JobError, NemoRunRayE
 from nemo_run_ray.jobs import keep_logs, notes
 from nemo_run_ray.jobs.array_elements import Element, array_file, cancel_elements, elements_of
 from nemo_run_ray.jobs.cancel_loop import JOB_MARGIN_S, Stops, insist
-from nemo_run_ray.jobs.explanations import elements
+from nemo_run_ray.jobs.explanations import elements, leftovers
 from nemo_run_ray.jobs.follow_log import attempt_mark, follow, output_of
 from nemo_run_ray.jobs.observed_job import ObservedJob
 from nemo_run_ray.jobs.snapshot import Snapshot
@@ -146,6 +146,15 @@ class RemoteJob(ObservedJob):
             return status if status.state.is_terminal and settled else None
 
         return self._insist(turn)
+
+    def leftovers(self, status: JobStatus) -> str:
+        """Proof that no process of it is left after its cancel, in words.
+
+        Raises:
+            ClusterError: the cluster cannot be asked.
+            JobError: the cluster is gone for good.
+        """
+        return leftovers(self, status)
 
     def _never_starts(self, status: JobStatus) -> bool:
         age_s = time.time() - self.record.intended_at

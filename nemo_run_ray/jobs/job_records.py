@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,7 @@ _OPTIONAL = (
     "is_dispatcher",
     "has_roles",
     "is_array",
+    "tasks",
     "place",
     "grace_s",
     "reservation",
@@ -45,6 +46,7 @@ class JobRecord:
         is_dispatcher: it is an attempt of that dispatcher itself.
         has_roles: it is a group.
         is_array: it is an array.
+        tasks: of an array of tasks that differ, the submission id and the name of each.
         place: which job of its experiment it is, from 0, in the order in which they were added.
         grace_s: seconds from SIGTERM to SIGKILL when it is cancelled.
         reservation: the parts of its request to Ray that say what it asks for; empty when it asks
@@ -69,6 +71,7 @@ class JobRecord:
     is_dispatcher: bool = False
     has_roles: bool = False
     is_array: bool = False
+    tasks: Sequence[tuple[str, str]] = ()
     place: int = 0
     grace_s: float = 10.0
     reservation: Mapping[str, Any] = field(default_factory=dict)
@@ -90,6 +93,7 @@ class JobRecords:
 
     Attributes:
         by_id: the jobs by submission id, in the order of their first intents.
+        array_of: ids of the arrays by the ids of their tasks.
         arrived: ids of the dispatchers that have reached their cluster.
         began_at: seconds since the epoch, when the first event was written; ``None`` before it.
     """
@@ -97,6 +101,7 @@ class JobRecords:
     def __init__(self, exp_dir: Path) -> None:
         self._exp_dir = exp_dir
         self.by_id: dict[str, JobRecord] = {}
+        self.array_of: dict[str, str] = {}
         self.arrived: set[str] = set()
         self.began_at: float | None = None
 
@@ -108,6 +113,7 @@ class JobRecords:
         record = self.by_id.get(submission_id)
         if kind == INTENT:
             self.by_id[submission_id] = self._intended(event, record)
+            self.array_of.update((task, submission_id) for task, _ in event.get("tasks", ()))
         elif record is None:
             log.warning("The ledger in %s tells of %s too early.", self._exp_dir, submission_id)
         elif kind in (TERMINAL, SEEN):

@@ -51,7 +51,9 @@ def _handles_of_one(
             "dependencies of `experiment.add` for its own jobs. Nothing was sent."
         )
     records = [job for job in Ledger.of(folder).jobs().values() if not job.is_dispatcher]
-    missing = sorted(set(jobs_of(folder)) - {record.job for record in records})
+    handed_over = {record.job for record in records}
+    handed_over.update(task for record in records for _, task in record.tasks)
+    missing = sorted(set(jobs_of(folder)) - handed_over)
     if missing:
         raise ConfigError(
             f"RayExecutor.dependencies names {name!r}, but these jobs of the experiment "
@@ -86,10 +88,7 @@ def outside_spec(handle: str, api: JobsApi, session: str) -> OutsideSpec:
         SubmissionError: the job is unknown, or another cluster has it.
     """
     name = handle.rpartition("/")[2]
-    try:
-        record: JobRecord | None = ledger.find(name)
-    except JobError:
-        record = None
+    record = _record_of(name)
     if record is not None and record.session != session and not _has_gone_on(record, api):
         raise SubmissionError(
             f"RayExecutor.dependencies names {name}, which another cluster has, or the same one "
@@ -109,6 +108,25 @@ def outside_spec(handle: str, api: JobsApi, session: str) -> OutsideSpec:
     metadata = row.get("metadata") or {}
     nonces = tuple(record.nonces) if record else (str(metadata.get(NONCE_KEY, "")),)
     return OutsideSpec(name, nonces, str(metadata.get(DISPATCHER_KEY, "")))
+
+
+def _record_of(name: str) -> JobRecord | None:
+    """What NeMo-Run's home knows of a job.
+
+    Raises:
+        SubmissionError: it is one task of an array.
+    """
+    try:
+        record = ledger.find(name)
+    except JobError:
+        return None
+    if record.submission_id != name:
+        raise SubmissionError(
+            f"RayExecutor.dependencies names {name}, which is a task of the array "
+            f"{record.submission_id}, and a job can wait for the whole array only: name "
+            f"{HANDLE}{record.submission_id}. Nothing was started."
+        )
+    return record
 
 
 def _has_gone_on(record: JobRecord, api: JobsApi) -> bool:

@@ -28,7 +28,6 @@ from nemo_run_ray.executor import RayExecutor
 from nemo_run_ray.ids import SCHEDULER, dispatcher_id, job_id
 from nemo_run_ray.jobs import ledger, notes
 from nemo_run_ray.jobs.batch import Batch
-from nemo_run_ray.jobs.explanations import leftovers
 from nemo_run_ray.jobs.find import find_job
 from nemo_run_ray.jobs.follow_log import lines, only
 from nemo_run_ray.jobs.job import RemoteJob
@@ -105,6 +104,12 @@ class RayJobsScheduler(SchedulerMixin, Scheduler[Any]):
                 f"RayExecutor.max_in_flight of {planned.job!r} is {planned.max_in_flight}, but the "
                 "experiment has dependencies and jobs elsewhere too, so that NeMo-Run hands its "
                 "jobs over one by one; leave the field out, or put all jobs on one Ray cluster."
+            )
+        if not batch.is_ordered and planned.element is not None:
+            raise ConfigError(
+                f"RayExecutor.as_array of {planned.job!r} is True, but the experiment has "
+                "dependencies and jobs elsewhere too, so that NeMo-Run hands its jobs over one by "
+                "one; leave the field out, or put all jobs on one Ray cluster."
             )
         own = {job_plan.submission_id for job_plan in batch.plans.values()}
         before = batch.plans.get(planned.job)
@@ -226,7 +231,7 @@ class RayJobsScheduler(SchedulerMixin, Scheduler[Any]):
     def _cancel_existing(self, app_id: str) -> None:
         job = self._job(app_id)
         status = job.cancel()
-        proof = leftovers(job, status) if status.state is JobState.CANCELLED else ""
+        proof = job.leftovers(status) if status.state is JobState.CANCELLED else ""
         ending = f"; {proof}" if proof else ""
         CONSOLE.log(escape(f"{app_id} is {status.state.value.lower()}{ending}."))
 

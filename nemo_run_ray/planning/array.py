@@ -133,7 +133,7 @@ def array_spec(role: Role, executor: RayExecutor) -> ArraySpec:
     Raises:
         ConfigError: the executor asks for what an array has not.
     """
-    _check(executor)
+    check_elements(executor)
     name = os.path.basename(role.args[0])
     with open(os.path.join(executor.job_dir, SCRIPTS_DIR, name), encoding="utf-8") as file:
         header = json.loads(next(line for line in file if line.startswith("{")))
@@ -144,15 +144,27 @@ def array_spec(role: Role, executor: RayExecutor) -> ArraySpec:
         elements=f"{SCRIPTS_DIR}/{name}",
         targets=tuple(_target(field, words, header) for field in header["fields"]),
         runs=header["runs"],
-        max_in_flight=executor.max_in_flight,
-        retries=executor.retries,
-        permanent_exit_codes=tuple(executor.permanent_exit_codes),
         max_failures=header["max_failures"],
-        python=executor.python or executor.resolve_cluster().python,
+        **element_settings(executor),
     )
 
 
-def _check(executor: RayExecutor) -> None:
+def element_settings(executor: RayExecutor) -> dict[str, Any]:
+    """The values of an ``ArraySpec`` that fields of the executor give as they are."""
+    return {
+        "max_in_flight": executor.max_in_flight,
+        "retries": executor.retries,
+        "permanent_exit_codes": tuple(executor.permanent_exit_codes),
+        "python": executor.python or executor.resolve_cluster().python,
+    }
+
+
+def check_elements(executor: RayExecutor) -> None:
+    """Check that the executor asks for nothing that an array has not.
+
+    Raises:
+        ConfigError: the first field that does.
+    """
     for field, neutral in (
         ("nodes", 1),
         ("ntasks_per_node", 1),
@@ -161,8 +173,8 @@ def _check(executor: RayExecutor) -> None:
     ):
         if getattr(executor, field) != neutral:
             raise ConfigError(
-                f"RayExecutor.{field} is {getattr(executor, field)!r}, and the task is an array, "
-                "whose elements are one process each. Leave it out, or run the task as a job."
+                f"RayExecutor.{field} is {getattr(executor, field)!r}, and each element of an "
+                "array is one process. Leave it out, or run the task as a job of its own."
             )
     for field in ("ports", "pending_timeout_s", "time_s"):
         if getattr(executor, field):

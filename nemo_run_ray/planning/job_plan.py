@@ -27,8 +27,10 @@ from nemo_run_ray.planning.roles import (
     needs_group_driver,
     packagers,
     selector_since,
+    single_replica_environment,
     task_spec,
 )
+from nemo_run_ray.planning.task_elements import TaskElement, element_of
 from nemo_run_ray.remote.attempts import DISPATCHER_KEY, NONCE_KEY, PERMANENT_KEY, RETRIES_KEY
 from nemo_run_ray.remote.spec import (
     CODE,
@@ -84,6 +86,8 @@ class JobPlan:
         max_in_flight: so many of the experiment's jobs at once at most.
         pending_timeout_s: seconds that it may wait for room.
         time_s: seconds that it needs, where the cluster may end before.
+        element: what is its own, when it is to be an element of an array; ``spec`` is then that of
+            an array, and the limits above are in it.
     """
 
     job: str
@@ -103,6 +107,7 @@ class JobPlan:
     max_in_flight: int | None = None
     pending_timeout_s: float | None = None
     time_s: float | None = None
+    element: TaskElement | None = None
 
     @property
     def needs_dispatcher(self) -> bool:
@@ -212,7 +217,7 @@ def plan(app: AppDef, executor: RayExecutor, submission_id: str, job: str) -> Jo
     """
     executor.check()
     executor = executor.resolved()
-    spec, reservation, runtime_env = _request(app, executor)
+    spec, reservation, runtime_env, element = _request(app, executor)
     as_group = None
     if isinstance(spec, JobSpec) and executor.label_selector:
         as_group = _as_group(app, executor)
@@ -237,24 +242,29 @@ def plan(app: AppDef, executor: RayExecutor, submission_id: str, job: str) -> Jo
         # With nothing else, a group needs no dispatcher for it: it gives itself up.
         pending_timeout_s=None if needs_group_driver(app, executor) else executor.pending_timeout_s,
         time_s=executor.time_s,
+        element=element,
     )
 
 
 def _request(
     app: AppDef, executor: RayExecutor
-) -> tuple[JobSpec | GroupSpec | ArraySpec, dict[str, Any], dict[str, Any]]:
-    """What the node is told, what Ray reserves for it, and the runtime environment of the job.
+) -> tuple[JobSpec | GroupSpec | ArraySpec, dict[str, Any], dict[str, Any], TaskElement | None]:
+    """What the node is told, what Ray reserves for it, and the runtime environment of the job; of
+    an element of an array, what is its own.
 
     Those of a group or of an array are its driver's affair.
     """
     if is_array(app.roles[0]):
-        return array_spec(app.roles[0], executor), {}, {}
+        return array_spec(app.roles[0], executor), {}, {}, None
+    if executor.as_array or any(own.as_array for own in executor.resource_group):
+        shared, element = element_of(app, executor)
+        return shared, {}, {}, element
     if needs_group_driver(app, executor):
-        return group_spec(app, executor), {}, {}
+        return group_spec(app, executor), {}, {}, None
     _check_alone(executor)
     spec = task_spec(app.roles[0], executor)
-    spec = replace(spec, env={**spec.env, **_macro_environment(executor)})
-    return spec, _reservation(executor), resolve(executor.runtime_env)
+    spec = replace(spec, env={**spec.env, **single_replica_environment(executor)})
+    return spec, _reservation(executor), resolve(executor.runtime_env), None
 
 
 def joined_places(
@@ -323,15 +333,6 @@ def _moved_roles(spec: GroupSpec, cwd: str) -> GroupSpec:
 
 def _moved(spec: JobSpec, cwd: str) -> JobSpec:
     return spec if spec.has_code else replace(spec, cwd=cwd)
-
-
-def _macro_environment(executor: RayExecutor) -> dict[str, str]:
-    return {
-        "NEMO_RUN_HEAD_NODE_IP": "127.0.0.1",
-        "NEMO_RUN_NPROC_PER_NODE": str(executor.ntasks_per_node),
-        "NEMO_RUN_NUM_NODES": "1",
-        "NEMO_RUN_NODE_RANK": "0",
-    }
 
 
 def _reservation(executor: RayExecutor) -> dict[str, Any]:

@@ -84,6 +84,16 @@ def task_spec(role: Role, executor: RayExecutor) -> JobSpec:
     )
 
 
+def single_replica_environment(executor: RayExecutor) -> dict[str, str]:
+    """The variables behind NeMo-Run's macros of a task that is alone."""
+    return {
+        "NEMO_RUN_HEAD_NODE_IP": "127.0.0.1",
+        "NEMO_RUN_NPROC_PER_NODE": str(executor.ntasks_per_node),
+        "NEMO_RUN_NUM_NODES": "1",
+        "NEMO_RUN_NODE_RANK": "0",
+    }
+
+
 def _variable(name: object, value: object) -> str:
     if not isinstance(name, str):
         raise ConfigError(

@@ -39,6 +39,7 @@ _GOOD = {
     "env_vars": [{}, {"A": "", "B": "x\n'\"$é"}],
     "role": ["", "trainer"],
     "service": [True, False],
+    "as_array": [True, False],
     "ready": [None, PortProbe(80), HttpProbe("http"), CommandProbe(["true"])],
     "ports": [{}, {"http": 0, "rpc": 65535}, {"a b": 1}],
     "wait_for_nodes": [True, False],
@@ -103,6 +104,7 @@ _BAD = {
     ],
     "role": [3, None],
     "service": ["yes", None],
+    "as_array": ["yes", None],
     "ready": ["http", 8000, {"port": 80}, Probe(), PortProbe, ...],
     "ports": [
         {"http": -1},

@@ -8,11 +8,14 @@ from __future__ import annotations
 
 import json
 from array import array
-from typing import Any, Dict, List, Mapping, NamedTuple, Sequence, Tuple
+from typing import Any, Dict, List, Mapping, NamedTuple, Sequence
 
 #: Kinds of a target: a variable, one word of the command, all words from one on, a field of the
 #: configuration.
 ENV, WORD, WORDS, FIELD = "env", "word", "words", "field"
+#: Of tasks that differ: a task's name, which changes nothing, its variables, and the path of its
+#: configuration below the run directory.
+NAME, ENVS, CONFIG = "name", "envs", "config"
 
 
 class Elements:
@@ -57,7 +60,7 @@ class Target(NamedTuple):
     """What one value of an element changes.
 
     Attributes:
-        kind: ``ENV``, ``WORD``, ``WORDS`` or ``FIELD``.
+        kind: ``ENV``, ``WORD``, ``WORDS``, ``FIELD``, ``NAME``, ``ENVS`` or ``CONFIG``.
         name: of the variable; dotted path of the field.
         place: of the word in the command.
     """
@@ -67,22 +70,38 @@ class Target(NamedTuple):
     place: int = 0
 
 
+class Applied(NamedTuple):
+    """A task with an element's values.
+
+    Attributes:
+        words: of the command.
+        env: the variables.
+        fields: of the configuration, by their paths.
+        config: path of the element's own configuration; empty when it has the one of the array.
+    """
+
+    words: List[str]
+    env: Dict[str, str]
+    fields: Dict[str, Any]
+    config: str
+
+
 def applied(
     targets: Sequence[Target], values: Sequence[Any], argv: Sequence[str], env: Mapping[str, str]
-) -> Tuple[List[str], Dict[str, str], Dict[str, Any]]:
-    """A command with an element's values.
-
-    Returns:
-        The words, the variables, and the fields of the configuration by their paths.
-    """
-    words, variables, fields = list(argv), dict(env), {}
+) -> Applied:
+    """A command, variables and a configuration with an element's values."""
+    words, variables, fields, config = list(argv), dict(env), {}, ""
     for target, value in zip(targets, values):
         if target.kind == ENV:
             variables[target.name] = value
+        elif target.kind == ENVS:
+            variables.update(value)
         elif target.kind == WORD:
             words[target.place] = value
         elif target.kind == WORDS:
             words[target.place :] = value
-        else:
+        elif target.kind == CONFIG:
+            config = value
+        elif target.kind == FIELD:
             fields[target.name] = value
-    return words, variables, fields
+    return Applied(words, variables, fields, config)

@@ -13,7 +13,7 @@ from .element import ATTEMPT, INDEX, RunningElement
 from .forking import PROGRAM, Forking, result_of
 from .progress import LOST_CODE
 from .slots import Slots
-from .starting import Order, message_of, start_command, start_words
+from .starting import Order, message_of, result_path, start_command, start_words
 
 #: Variable of every element: how many there are.
 SIZE = "NEMO_RUN_ARRAY_SIZE"
@@ -52,7 +52,7 @@ class Launcher:
         env[ATTEMPT] = str(order.lease.attempt)
         if self._runs == "command":
             return start_command(self._place, order, self._targets, slot, env)
-        message = message_of(order, self._targets, env, self._result_path(order.lease.element))
+        message = message_of(self._place, order, self._targets, env)
         if self.forking is None:
             argv = ["python", PROGRAM, "once", self._elements, json.dumps(message)]
             return start_words(self._place, order.lease, argv, slot, env)
@@ -100,7 +100,7 @@ class Launcher:
         self.slots.give_back(element.slot)
         row = [*element.lease, element.code, round(element.seconds, 4), element.why()]
         if self._runs != "command":
-            row.append(result_of(self._result_path(element.lease.element)))
+            row.append(result_of(result_path(self._place, element.lease.element)))
         return row
 
     def heard(self, running: Dict[int, RunningElement]) -> None:
@@ -148,6 +148,3 @@ class Launcher:
             del running[element.pid]
             self.forking.ask_again(element)
             running[element.pid] = element
-
-    def _result_path(self, element: int) -> str:
-        return os.path.join(self._place.root, f"result-{element}")

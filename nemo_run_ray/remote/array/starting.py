@@ -38,17 +38,26 @@ def start_command(
         env: its variables.
     """
     kinds = [Target(*target) for target in targets]
-    argv, variables, _ = applied(kinds, order.values, place.role.task.argv, env)
-    return start_words(place, order.lease, argv, slot, variables)
+    own = applied(kinds, order.values, place.role.task.argv, env)
+    return start_words(place, order.lease, own.words, slot, own.env)
 
 
 def message_of(
-    order: Order, targets: Sequence[Any], env: Dict[str, str], result: str
+    place: Workspace, order: Order, targets: Sequence[Any], env: Dict[str, str]
 ) -> Dict[str, Any]:
     """What ``warm.py`` is told of an element."""
-    kinds = [Target(*target) for target in targets]
-    _, _, fields = applied(kinds, order.values, [], {})
-    return {"fields": fields, "env": env, "result": result}
+    own = applied([Target(*target) for target in targets], order.values, [], env)
+    return {
+        "fields": own.fields,
+        "env": place.variables(own.env),
+        "config": own.config and os.path.join(place.root, own.config),
+        "result": result_path(place, order.lease.element),
+    }
+
+
+def result_path(place: Workspace, element: int) -> str:
+    """Where an element leaves its result for the host."""
+    return os.path.join(place.root, f"result-{element}")
 
 
 def start_words(

@@ -5,8 +5,9 @@ The host runs this file, which may use nothing of this package::
     warm.py serve <elements> <socket>     imports everything, then forks a process for each order
     warm.py once <elements> <order>       imports everything, and runs one element
 
-An order is JSON: the element's ``fields`` and ``env``, and the path for its ``result``. From a
-socket it comes as one packet, with the descriptor of the output.
+An order is JSON: the element's ``fields`` and ``env``, the path of its own ``config`` if it has
+one, and the path for its ``result``. From a socket it comes as one packet, with the descriptor of
+the output.
 """
 
 from __future__ import annotations
@@ -21,7 +22,9 @@ import signal
 import socket
 import sys
 import threading
+import time
 import traceback
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -33,31 +36,55 @@ RESULT_MAX = 2**16
 _HUGE_BYTES, _MADV_HUGEPAGE, _MADV_COLLAPSE = 2**21, 14, 25
 _THP = "/sys/kernel/mm/transparent_hugepage/enabled"
 _PR_SET_CHILD_SUBREAPER = 36
+#: Seconds after which no more of the tasks' configurations are imported before the first element.
+_IMPORT_S = 10.0
 
 
 def main(argv: list[str]) -> None:
     sys.path[0] = os.getcwd()  # as ``python -m`` has it, and not the folder of this file
     _, how, elements, last = argv
-    template = _load(Path(elements))
+    path = Path(elements)
+    with path.open("rb") as file:
+        header = json.loads(next(line for line in file if line.startswith(b"{")))
+    _load_main(path.parent.parent.parent)
+    template = _configuration(header["template"]) if "template" in header else None
     if how == "once":
         _run(template, json.loads(last))
+    if template is None:
+        _import_tasks(path, header["config_at"])
     _serve(socket.socket(fileno=int(last)), template)
 
 
-def _load(path: Path) -> Any:
-    """The configuration, with everything imported that it names."""
+def _load_main(root: Path) -> None:
+    """Run the user's ``__main__`` if it was sent, as NeMo-Run's own runner does."""
+    from nemo_run.run.experiment import maybe_load_external_main
+
+    try:
+        maybe_load_external_main(root)
+    except Exception:  # it is needed for classes of __main__ only
+        traceback.print_exc()
+
+
+def _configuration(text: str) -> Any:
+    """A configuration, with everything imported that it names."""
     import fiddle as fdl
     from nemo_run.config import Partial
     from nemo_run.core.serialization.zlib_json import ZlibJSONSerializer
-    from nemo_run.run.experiment import maybe_load_external_main
 
+    return fdl.cast(Partial, ZlibJSONSerializer().deserialize(text))
+
+
+def _import_tasks(path: Path, config_at: int) -> None:
+    """Import what the configurations of tasks name that differ, as far as there is time for it."""
+    until = time.monotonic() + _IMPORT_S
     with path.open("rb") as file:
-        header = json.loads(next(line for line in file if line.startswith(b"{")))
-    try:
-        maybe_load_external_main(path.parent.parent.parent)
-    except Exception:  # as NeMo-Run's own runner does: it is needed for classes of __main__ only
-        traceback.print_exc()
-    return fdl.cast(Partial, ZlibJSONSerializer().deserialize(header["template"]))
+        for line in file:
+            if time.monotonic() >= until:
+                return
+            if line.startswith(b"["):
+                config = path.parent.parent.parent / json.loads(line)[config_at]
+                with suppress(Exception):  # the element itself fails with it, and says why
+                    _configuration(config.read_text(encoding="utf-8"))
 
 
 def _serve(channel: socket.socket, template: Any) -> None:
@@ -159,6 +186,8 @@ def _run(template: Any, order: dict[str, Any]) -> NoReturn:
     """Run an element and leave."""
     code = 1
     try:
+        if order["config"]:
+            template = _configuration(Path(order["config"]).read_text(encoding="utf-8"))
         _keep_result(order["result"], _call(template, order["fields"]))
         code = 0
     except SystemExit as error:

@@ -129,9 +129,14 @@ class Workspace:
         Returns:
             The exact words, all variables, and the folder.
         """
-        own = {**self._env, **env, TAG: self._tag}
+        own = {**self._env, **self.variables(env), TAG: self._tag}
         task = replace(self.role.task, argv=tuple(argv))
         return command.words(task, self._folders, own), own, self._cwd
+
+    def variables(self, env: Mapping[str, str]) -> Dict[str, str]:
+        """The variables of one element as they are here: paths and NeMo-Run's macros replaced."""
+        folders = self._folders
+        return {name: command.expand(folders.map(value), self._env) for name, value in env.items()}
 
     def start_probe(self, words: Sequence[str]) -> int:
         """Start the command of a probe; its process id."""

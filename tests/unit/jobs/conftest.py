@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import threading
 import time
 from pathlib import Path
 
@@ -12,6 +14,8 @@ from nemo_run_ray.jobs.dispatch import Dispatch, dispatches_of
 from nemo_run_ray.jobs.find import find_experiment, jobs_of
 from nemo_run_ray.jobs.job import RemoteJob
 from nemo_run_ray.jobs.snapshot import Snapshot
+from nemo_run_ray.remote.array.status_file import file_of
+from nemo_run_ray.remote.array.wishes import wish_name
 from tests.fake_ray import FakeRay
 
 
@@ -74,3 +78,38 @@ class Handed:
         """A job of somebody else in the cluster's table, older than most."""
         self.ray.add(name, {}, status=status, **fields)
         self.ray.rows[name]["start_time"] -= 3_600_000
+
+
+class ArrayDriver:
+    """What the driver of an array has written, and the wishes that it takes."""
+
+    def __init__(self, ray: FakeRay, job: RemoteJob) -> None:
+        self._ray, self._job = ray, job
+        self._ended = threading.Event()
+        self.cancelled: list[list[int]] = []
+        self.only_waiting = False
+
+    def tells(self, states: list[list[object]]) -> None:
+        name = file_of(self._job.id, "states")
+        self._ray.files[name] = "".join(json.dumps(row) + "\n" for row in states)
+
+    def takes_wishes(self, states: list[list[object]]) -> threading.Thread:
+        """Take the next one as the driver does, with these states after it."""
+
+        def take() -> None:
+            own = wish_name(self._job.id, "").removesuffix(".zip")
+            while not self._ended.wait(0.02):
+                for name in [one for one in self._ray.packages if one.startswith(own)]:
+                    wish = json.loads(self._ray.packages[name])
+                    self.cancelled += wish["cancel"]
+                    self.only_waiting = wish["only_waiting"]
+                    self.tells(states)
+                    del self._ray.packages[name]
+                    return
+
+        thread = threading.Thread(target=take)
+        thread.start()
+        return thread
+
+    def end(self) -> None:
+        self._ended.set()

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import threading
 import time
 from collections.abc import Iterator
 
@@ -16,10 +14,9 @@ from nemo_run_ray.jobs import array_elements
 from nemo_run_ray.jobs.find import find_job
 from nemo_run_ray.jobs.job import RemoteJob
 from nemo_run_ray.remote.array.status_file import file_of
-from nemo_run_ray.remote.array.wishes import wish_name
 from tests.conftest import wait_for
-from tests.fake_ray import GOES_ON, SUCCEEDS, FakeRay
-from tests.unit.jobs.conftest import Handed
+from tests.fake_ray import GOES_ON, SUCCEEDS
+from tests.unit.jobs.conftest import ArrayDriver, Handed
 
 #: First and last element, state, attempts, exit code.
 STATES = [
@@ -28,41 +25,6 @@ STATES = [
     [4, 5, "leased", 1, 0],
     [6, 7, "waiting", 0, 0],
 ]
-
-
-class Driver:
-    """What the driver of an array has written, and the wishes that it takes."""
-
-    def __init__(self, ray: FakeRay, job: RemoteJob) -> None:
-        self._ray, self._job = ray, job
-        self._ended = threading.Event()
-        self.cancelled: list[list[int]] = []
-        self.only_waiting = False
-
-    def tells(self, states: list[list[object]]) -> None:
-        name = file_of(self._job.id, "states")
-        self._ray.files[name] = "".join(json.dumps(row) + "\n" for row in states)
-
-    def takes_wishes(self, states: list[list[object]]) -> threading.Thread:
-        """Take the next one as the driver does, with these states after it."""
-
-        def take() -> None:
-            own = wish_name(self._job.id, "").removesuffix(".zip")
-            while not self._ended.wait(0.02):
-                for name in [one for one in self._ray.packages if one.startswith(own)]:
-                    wish = json.loads(self._ray.packages[name])
-                    self.cancelled += wish["cancel"]
-                    self.only_waiting = wish["only_waiting"]
-                    self.tells(states)
-                    del self._ray.packages[name]
-                    return
-
-        thread = threading.Thread(target=take)
-        thread.start()
-        return thread
-
-    def end(self) -> None:
-        self._ended.set()
 
 
 @pytest.fixture
@@ -80,8 +42,8 @@ def job(ray, unique) -> RemoteJob:
 
 
 @pytest.fixture
-def driver(ray, job) -> Iterator[Driver]:
-    found = Driver(ray, job)
+def driver(ray, job) -> Iterator[ArrayDriver]:
+    found = ArrayDriver(ray, job)
     found.tells(STATES)
     yield found
     found.end()

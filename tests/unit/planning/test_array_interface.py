@@ -110,7 +110,7 @@ def test_without_a_ray_it_says_so(tmp_path):
 @pytest.mark.parametrize(
     ("fields", "words"),
     [
-        ({"nodes": 2}, "RayExecutor.nodes is 2, and the task is an array"),
+        ({"nodes": 2}, "RayExecutor.nodes is 2, and each element"),
         ({"ports": {"a": 0}}, "RayExecutor.ports is set"),
         ({"time_s": 3}, "RayExecutor.time_s is set"),
         ({"launcher": "torchrun"}, "RayExecutor.launcher is torchrun"),
@@ -119,7 +119,7 @@ def test_without_a_ray_it_says_so(tmp_path):
 )
 def test_what_an_array_has_not_is_refused(fields, words):
     with pytest.raises(ConfigError, match=words):
-        planning._check(RayExecutor(**fields))
+        planning.check_elements(RayExecutor(**fields))
 
 
 def test_the_module_of_the_tests_is_importable():

@@ -1,0 +1,332 @@
+"""Tasks of an experiment as elements of one job, on a simulated Ray, whose driver the test is."""
+
+from __future__ import annotations
+
+import io
+import json
+import zipfile
+from collections.abc import Mapping
+from typing import Any
+
+import nemo_run as run
+import pytest
+
+from nemo_run_ray import RayExecutor
+from nemo_run_ray.errors import ConfigError, JobError, NemoRunRayError, SubmissionError
+from nemo_run_ray.jobs import element_job
+from nemo_run_ray.jobs.element_job import ElementJob
+from nemo_run_ray.jobs.find import find, find_job, jobs_of, tasks_of
+from nemo_run_ray.nemo import registry
+from nemo_run_ray.nemo.resume import resume_experiment
+from nemo_run_ray.remote.array.status_file import file_of
+from nemo_run_ray.remote.spec import ArraySpec, from_json
+from tests.array_tasks import Model, train
+from tests.conftest import wait_for
+from tests.fake_ray import GOES_ON, SUCCEEDS, FakeRay, Trouble
+from tests.unit.jobs.conftest import ArrayDriver, Handed
+
+TRUE = run.Script(inline="true")
+
+
+class Sweep:
+    """An experiment of three scripts, two functions and a task that is no element."""
+
+    def __init__(self, ray: FakeRay, title: str, **fields: Any) -> None:
+        shared = RayExecutor(address=ray.url, as_array=True, **fields)
+        with run.Experiment(title, skip_status_at_exit=True) as experiment:
+            for index in range(3):
+                script = run.Script(inline=f"echo {index}", env={"X": str(index), "Y": "y"})
+                experiment.add(script, executor=shared, name=f"say-{index}")
+            for index in range(2):
+                task = run.Partial(train, seed=index, model=run.Config(Model, width=1))
+                experiment.add(task, executor=shared, name=f"train-{index}")
+            experiment.add(run.Script(inline="true"), executor=_plain(ray), name="alone")
+            experiment.run(detach=True)
+        self.id = experiment._id
+        self.handles = {one.id: one.handle for one in experiment.jobs}
+
+    def task(self, name: str) -> ElementJob:
+        found = find_job(f"{self.id}.{name}")
+        assert isinstance(found, ElementJob)
+        return found
+
+
+def _plain(ray: FakeRay) -> RayExecutor:
+    return RayExecutor(address=ray.url)
+
+
+def hand_over(ray: FakeRay, title: str, tasks: Mapping[str, Any], **fields: Any) -> str:
+    """Hand tasks over that are elements; the experiment's id."""
+    with run.Experiment(title, skip_status_at_exit=True) as experiment:
+        for name, task in tasks.items():
+            executor = RayExecutor(address=ray.url, as_array=True, **fields)
+            experiment.add(task, executor=executor, name=name)
+        experiment.run(detach=True)
+    return str(experiment._id)
+
+
+def files_of(ray: FakeRay, spec_name: str) -> dict[str, str]:
+    """What was sent for a job, by the name in its folder."""
+    found: dict[str, str] = {}
+    for data in ray.packages.values():
+        with zipfile.ZipFile(io.BytesIO(data)) as archive:
+            for name in archive.namelist():
+                _, mine, path = name.partition(f"/{spec_name}/")
+                if mine:
+                    found[path] = archive.read(name).decode()
+    return found
+
+
+@pytest.fixture
+def sweep(ray, unique, monkeypatch) -> Sweep:
+    monkeypatch.setattr(element_job, "_AGE_S", 0.0)
+    return Sweep(ray, unique)
+
+
+@pytest.fixture
+def running(ray, sweep) -> ArrayDriver:
+    """The driver of the scripts' array, which runs."""
+    array = sweep.task("say-0").array
+    ray.fates[array.id] = GOES_ON
+    ray.pass_time(30)
+    wait_for(lambda: array.status.node)
+    driver = ArrayDriver(ray, array)
+    driver.tells([[0, 0, "succeeded", 1, 0], [1, 1, "leased", 1, 0], [2, 2, "waiting", 0, 0]])
+    yield driver
+    driver.end()
+
+
+def test_tasks_that_reserve_the_same_are_one_job(ray, sweep):
+    assert sorted(ray.started) == sorted(
+        f"{sweep.id}.{name}" for name in ("say-0-array", "train-0-array", "alone")
+    )
+    assert [job.name for job in find(sweep.id)] == ["say-0-array", "train-0-array", "alone"]
+    files = files_of(ray, "say-0-array")
+    spec = from_json(files["spec.json"])
+    assert isinstance(spec, ArraySpec)
+    assert spec.host.task.env["Y"] == "y", "equal variables are sent once"
+    header, *rows = [json.loads(line) for line in files["scripts/elements.jsonl"].splitlines()]
+    assert header["fields"] == ["task"]
+    assert [(name, env) for name, _, env in rows] == [
+        (f"say-{index}", {"X": str(index)}) for index in range(3)
+    ]
+    assert {f"scripts/say-{index}.sh" for index in range(3)} <= files.keys()
+
+
+def test_functions_are_forked_from_one_process_and_name_their_configurations(ray, sweep):
+    files = files_of(ray, "train-0-array")
+    spec = from_json(files["spec.json"])
+    assert isinstance(spec, ArraySpec)
+    assert spec.runs == "auto"
+    _, *rows = [json.loads(line) for line in files["scripts/elements.jsonl"].splitlines()]
+    configs = [config.removeprefix("nemo_run/") for _, config, _ in rows]
+    assert configs == [f"configs/train-{index}_fn_or_script" for index in range(2)]
+    assert set(configs) <= files.keys()
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"cpus_per_node": 2},
+        {"retries": 1},
+        {"runtime_env": {"env_vars": {"A": "b"}}},
+        {"label_selector": {"pool": "gpu"}},
+        {"secrets": ["HOME"]},
+    ],
+    ids=str,
+)
+def test_tasks_that_differ_in_what_they_need_do_not_share_a_job(ray, unique, other):
+    with run.Experiment(unique, skip_status_at_exit=True) as experiment:
+        for name, fields in (("a", {}), ("b", other), ("c", {})):
+            executor = RayExecutor(address=ray.url, as_array=True, **fields)
+            experiment.add(run.Script(inline="true"), executor=executor, name=name)
+        experiment.run(detach=True)
+    tasks = [[task.name for task in tasks_of(job)] for job in find(experiment._id)]
+    assert tasks == [["a", "c"], ["b"]]
+
+
+def test_in_a_chain_tasks_share_a_job_that_wait_for_the_same_and_are_waited_for(ray, unique):
+    with run.Experiment(unique, skip_status_at_exit=True) as experiment:
+
+        def add(name: str, *after: str, as_array: bool = True) -> None:
+            executor = RayExecutor(address=ray.url, as_array=as_array)
+            script = run.Script(inline="true")
+            experiment.add(script, executor=executor, name=name, dependencies=list(after))
+
+        add("first", as_array=False)
+        for name in ("a", "b", "c"):
+            add(name, "first")
+        add("last", "a", "b", as_array=False)
+        experiment.run(detach=True)
+    (array, alone) = [job for job in find(experiment._id) if job.record.is_array]
+    assert [task.name for task in tasks_of(array)] == ["a", "b"]
+    assert [task.name for task in tasks_of(alone)] == ["c"], "nothing waits for it"
+    (dispatch,) = {job.dispatch for job in (array, alone)}
+    after = {job.name: job.after for job in dispatch.spec.jobs}
+    assert after == {
+        "first": (),
+        "a-array": ("first",),
+        "c-array": ("first",),
+        "last": ("a-array",),
+    }
+    assert find_job(f"{experiment._id}.a").status.state.value == "WAITING"
+
+
+def test_every_task_has_its_own_state(sweep, running):
+    states = {f"say-{index}": sweep.task(f"say-{index}").status for index in range(3)}
+    assert {name: status.state.value for name, status in states.items()} == {
+        "say-0": "SUCCEEDED",
+        "say-1": "RUNNING",
+        "say-2": "PENDING",
+    }
+    assert "waits for its turn in the array" in states["say-2"].message
+    assert sweep.task("train-0").array.id != sweep.task("say-0").array.id
+
+
+def test_how_tasks_have_ended_is_told_and_stays_so(ray, sweep, running):
+    running.tells([[0, 0, "succeeded", 1, 0], [1, 1, "failed", 2, 9], [2, 2, "cancelled", 1, 143]])
+    found = {index: sweep.task(f"say-{index}").status for index in range(3)}
+    assert [status.state.value for status in found.values()] == [
+        "SUCCEEDED",
+        "FAILED",
+        "CANCELLED",
+    ]
+    assert (found[1].attempt, found[1].detail) == (2, "exit code 9")
+    array = sweep.task("say-0").array
+    ray.fates[array.id] = SUCCEEDS
+    ray.pass_time(1000)
+    wait_for(lambda: array.status.state.is_terminal)
+    ray.files.clear()
+    assert sweep.task("say-1").status.detail == "exit code 9", "it was kept"
+
+
+def test_what_was_not_over_when_the_array_ended_is_lost(ray, sweep, running):
+    array = sweep.task("say-0").array
+    ray.fates[array.id] = SUCCEEDS
+    ray.pass_time(1000)
+    wait_for(lambda: array.status.state.is_terminal)
+    status = sweep.task("say-1").status
+    assert status.state.value == "LOST"
+    assert "was not over when its array ended" in status.message
+
+
+def test_a_task_has_its_own_log_and_result(ray, sweep, running):
+    array = sweep.task("say-0").array
+    ray.logs[array.id] = "0| hello\n1| other\nnemo_run_ray| 3 elements\n0| bye\n10| no\n"
+    assert list(sweep.task("say-0").log()) == ["hello\n", "bye\n"]
+    ray.files[file_of(array.id, "results")] = '[0, {"loss": 1.5}]\n[2, null]\n'
+    assert sweep.task("say-0").results() == {0: {"loss": 1.5}}
+    assert sweep.task("say-1").results() == {}
+
+
+def test_a_task_is_cancelled_alone(sweep, running):
+    after = [[0, 0, "succeeded", 1, 0], [1, 1, "cancelled", 1, 143], [2, 2, "waiting", 0, 0]]
+    thread = running.takes_wishes(after)
+    task = sweep.task("say-1")
+    status = task.cancel()
+    thread.join()
+    assert status.state.value == "CANCELLED"
+    assert running.cancelled == [[1, 1]]
+    assert "no process of it is left" in task.leftovers(status)
+    assert sweep.task("say-0").cancel().state.value == "SUCCEEDED"
+
+
+def test_a_task_of_an_array_that_has_not_begun_is_not_cancelled_alone(sweep):
+    task = sweep.task("say-1")
+    with pytest.raises(JobError, match=f"nemo-run-ray cancel {task.array.id}"):
+        task.cancel()
+
+
+def test_an_experiment_of_nemo_run_knows_its_tasks(ray, sweep, running):
+    experiment = registry.load_experiment(sweep.id)
+    status = experiment.status(return_dict=True)
+    assert status["say-0"]["handle"] == sweep.handles["say-0"]
+    assert {name: str(told["status"]) for name, told in status.items()}["say-0"] == "SUCCEEDED"
+    assert {name: str(told["status"]) for name, told in status.items()}["say-1"] == "RUNNING"
+
+
+def test_many_tasks_cost_one_look(ray, sweep, running, monkeypatch):
+    monkeypatch.setattr(element_job, "_AGE_S", 60.0)
+    states = [sweep.task("say-0").status.state]
+    ray.requests.clear()
+    states += [sweep.task(f"say-{index}").status.state for index in range(3)]
+    assert len(set(states)) == 3
+    assert not [path for _, path in ray.requests if "logs" in path]
+
+
+def test_what_never_arrived_is_handed_over_as_it_was(ray, unique):
+    ray.trouble = lambda method, path: Trouble(200, "a page") if path == "/api/version" else None
+    with pytest.raises(NemoRunRayError):
+        Sweep(ray, unique)
+    ray.trouble = lambda method, path: None
+    told = list(resume_experiment(registry.load_experiment(unique)))
+    assert len([line for line in told if line.endswith("handed over")]) == 6
+    assert len(ray.started) == 3
+    again = list(resume_experiment(registry.load_experiment(unique)))
+    assert len([line for line in again if line.endswith("PENDING, left as it is")]) == 6
+    assert len(ray.started) == 3
+
+
+def test_an_array_that_cannot_be_sent_is_asked_for_once(ray, unique):
+    posts = []
+
+    def trouble(method: str, path: str) -> Trouble | None:
+        if (method, path) == ("POST", "/api/jobs/"):
+            posts.append(path)
+            return Trouble(400, "no")
+        return None
+
+    ray.trouble = trouble
+    with pytest.raises(SubmissionError):
+        hand_over(ray, unique, {f"t{index}": TRUE for index in range(20)})
+    assert len(posts) == 1
+
+
+def test_another_experiment_waits_for_whole_arrays(ray, unique):
+    first = Sweep(ray, f"{unique}-first")
+    handed = Handed(ray, unique, "job", dependencies=[first.id])
+    (job,) = handed.dispatch.spec.jobs
+    assert sorted(one.id for one in job.outside) == sorted(
+        f"{first.id}.{name}" for name in ("alone", "say-0-array", "train-0-array")
+    )
+    with pytest.raises(SubmissionError, match="can wait for the whole array only"):
+        Handed(ray, f"{unique}-b", "job", dependencies=[first.handles["say-1"]])
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"nodes": 2}, "RayExecutor.nodes is 2, and each element of an array is one process"),
+        ({"ports": {"http": 0}}, "RayExecutor.ports is set, and an array has none"),
+        ({"time_s": 5}, "RayExecutor.time_s is set"),
+        ({"launcher": "torchrun"}, "RayExecutor.launcher is torchrun"),
+    ],
+    ids=str,
+)
+def test_what_an_element_cannot_have_is_refused(ray, unique, fields, words):
+    with pytest.raises(ConfigError, match=words):
+        hand_over(ray, unique, {"job": TRUE}, **fields)
+    assert ray.started == []
+
+
+def test_a_group_is_no_element(ray, unique):
+    with pytest.raises(ConfigError, match="is a group"):
+        hand_over(ray, unique, {"job": [TRUE, TRUE]})
+
+
+def test_a_task_too_large_to_be_an_element_is_refused(ray, unique):
+    large = run.Script(inline="true", env={"X": "x" * 40_000})
+    with pytest.raises(ConfigError, match="the task 'b' have"):
+        hand_over(ray, unique, {"a": TRUE, "b": large})
+    assert ray.started == []
+
+
+def test_a_dry_run_shows_what_a_task_would_be(ray, unique, capsys):
+    with run.Experiment(unique, skip_status_at_exit=True) as experiment:
+        executor = RayExecutor(address=ray.url, as_array=True)
+        experiment.add(run.Script(inline="true", env={"X": "1"}), executor=executor, name="job")
+        experiment.dryrun()
+    shown = capsys.readouterr().out
+    assert "one job with all tasks of the experiment" in shown
+    assert "X=1" in shown
+    assert jobs_of(registry.experiment_dir(experiment)) == []
