@@ -35,8 +35,8 @@ def start(existing, unique) -> Callable[..., RemoteJob]:
     """Hands an array over and leaves; the job."""
 
     def started(made: Array, **fields: Any) -> RemoteJob:
-        fields = {"cpus_per_node": 1, "python": sys.executable, **fields}
-        with run.Experiment(unique, executor=RayExecutor(cluster=existing, **fields)) as experiment:
+        given = {"cluster": existing, "cpus_per_node": 1, "python": sys.executable, **fields}
+        with run.Experiment(unique, executor=RayExecutor(**given)) as experiment:
             experiment.add(made, name="array")
             experiment.run(detach=True)
         return find_job(f"{experiment._id}.array")

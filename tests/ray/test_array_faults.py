@@ -6,16 +6,19 @@ import os
 import random
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 import psutil
 import pytest
 
+from nemo_run_ray import ExistingCluster
 from nemo_run_ray.jobs.job import RemoteJob
 from nemo_run_ray.remote.node.tree import is_guard
 from tests.arrays import COUNT, check, ended, keepers, partials, scripts
 from tests.conftest import processes_of, processes_of_home, wait_for
+from tests.flaky_proxy import CutBefore, DropAnswer, Fault, FlakyProxy
 
 # ---------------------------------------------------------------------- who dies
 
@@ -112,16 +115,29 @@ def test_an_array_outlives(start, logs, tmp_path, victims):
     check(job, tmp_path, logs)
 
 
+@pytest.fixture
+def losing(dashboard, existing) -> Iterator[ExistingCluster]:
+    """The same Ray behind a network that loses one request in twenty, and as many answers."""
+    chance = random.Random(0)
+
+    def choose(request: str) -> Fault:
+        return chance.choices([Fault(), CutBefore(), DropAnswer()], [18, 1, 1])[0]
+
+    with FlakyProxy(dashboard.url, choose) as proxy:
+        yield ExistingCluster(url=proxy.url)
+
+
 @pytest.mark.soak
-def test_arrays_outlive_everything(start, logs, tmp_path):
-    """Up to four strikes at random moments; now and then some elements are cancelled."""
+def test_arrays_outlive_everything(start, losing, logs, tmp_path):
+    """Up to four strikes at random moments; now and then some elements are cancelled, and every
+    second array is handed over and looked at through a network that loses requests and answers."""
     first = int(os.environ.get("SEED", random.randrange(10**6)))
     broken = []
     for seed in range(first, first + int(os.environ.get("RUNS", "100"))):
         folder = tmp_path / str(seed)
         folder.mkdir()
         try:
-            _storm(start, logs, folder, seed)
+            _storm(partial(start, cluster=losing) if seed % 2 else start, logs, folder, seed)
         except AssertionError as error:
             print(f"seed {seed} is broken: {error}", flush=True)
             broken.append(seed)
