@@ -106,21 +106,6 @@ class Http:
         finally:
             response.close()
 
-    def repeat(self, ask: Callable[[], _T], patience_s: float) -> _T:
-        """What ``ask`` gives, asked again for so long when there is no answer.
-
-        The pauses grow and differ, so that many clients do not ask at the same moments.
-        """
-        if patience_s <= 0:
-            return ask()
-        attempts = Retrying(
-            retry=retry_if_exception_type(Unanswered),
-            stop=stop_before_delay(patience_s),
-            wait=wait_random_exponential(multiplier=0.2, max=3),
-            reraise=True,
-        )
-        return attempts(ask)
-
     def url(self, path: str) -> str:
         return f"{self.dashboard.url}{path}"
 
@@ -191,6 +176,22 @@ class Http:
             f"Ray's dashboard at {self.dashboard.url} answered {response.status_code}: "
             f"{last_line(response.text)}. {found}. {step}"
         )
+
+
+def repeat(ask: Callable[[], _T], patience_s: float) -> _T:
+    """What ``ask`` gives, asked again for so many seconds when there is no answer.
+
+    The pauses grow and differ, so that many clients do not ask at the same moments.
+    """
+    if patience_s <= 0:
+        return ask()
+    attempts = Retrying(
+        retry=retry_if_exception_type(Unanswered),
+        stop=stop_before_delay(patience_s),
+        wait=wait_random_exponential(multiplier=0.2, max=3),
+        reraise=True,
+    )
+    return attempts(ask)
 
 
 def _read_within(limit_s: float, response: httpx.Response) -> httpx.Response:

@@ -15,7 +15,7 @@ import httpx
 
 from nemo_run_ray.checks import version_of
 from nemo_run_ray.clusters import Dashboard
-from nemo_run_ray.dashboard.http import SLOW_S, Http, last_line
+from nemo_run_ray.dashboard.http import SLOW_S, Http, last_line, repeat
 from nemo_run_ray.dashboard.job_table import JobTable
 from nemo_run_ray.dashboard.log_stream import LogStream
 from nemo_run_ray.dashboard.state_api import StateApi
@@ -80,7 +80,7 @@ class JobsApi:
             except (ValueError, KeyError, TypeError) as error:
                 raise self._http.not_ray(response) from error
 
-        found = self._http.repeat(ask, patience_s)
+        found = repeat(ask, patience_s)
         # Some dashboards tell any client their version; what a submission needs is the job table.
         self.table(patience_s=patience_s)
         return found
@@ -108,7 +108,7 @@ class JobsApi:
 
     def table(self, fresh: bool = False, patience_s: float = 0.0) -> JobRows:
         """All jobs by submission id, a moment old at most, or asked for now if ``fresh``."""
-        return self._http.repeat(lambda: self._table.read(fresh), patience_s)
+        return repeat(lambda: self._table.read(fresh), patience_s)
 
     def job(self, submission_id: str, patience_s: float = 0.0) -> JobRow | None:
         """One job as it is now, or ``None`` when the cluster has no such job."""
@@ -119,7 +119,7 @@ class JobsApi:
                 return None if self._earlier is None else self._earlier.rows().get(submission_id)
             return self._ends.restored(self._http.json(response))
 
-        return self._http.repeat(ask, patience_s)
+        return repeat(ask, patience_s)
 
     def post(self, body: dict[str, Any]) -> None:
         """Ask for a job, once.
@@ -167,7 +167,7 @@ class JobsApi:
     def has_package(self, name: str) -> bool:
         """Whether the cluster holds the archive; Ray keeps it for some minutes from now on."""
         path = f"/api/packages/gcs/{quote(name)}"
-        response = self._http.repeat(lambda: self._http.get(path, may_be_absent=True), PATIENCE_S)
+        response = repeat(lambda: self._http.get(path, may_be_absent=True), PATIENCE_S)
         return response.status_code == 200
 
     def put_package(self, name: str, data: bytes) -> None:
@@ -188,7 +188,7 @@ class JobsApi:
                     f"{self.dashboard.url} answered {response.status_code} to an upload."
                 )
 
-        self._http.repeat(send, _UPLOAD_AGAIN_S)
+        repeat(send, _UPLOAD_AGAIN_S)
 
     def _rows(self) -> JobRows:
         response = self._http.get("/api/jobs/")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import secrets
 import time
@@ -13,7 +14,9 @@ from typing import TYPE_CHECKING, Any
 
 from nemo_run.config import SCRIPTS_DIR
 
-from nemo_run_ray.errors import ClusterError, ConfigError, JobError
+from nemo_run_ray.dashboard.http import repeat
+from nemo_run_ray.dashboard.jobs_api import PATIENCE_S
+from nemo_run_ray.errors import ClusterError, ConfigError, JobError, Unanswered
 from nemo_run_ray.jobs.explanations import elements
 from nemo_run_ray.jobs.snapshot import Snapshot
 from nemo_run_ray.remote.array.progress import Stretch
@@ -106,13 +109,17 @@ def cancel_elements(job: RemoteJob, selection: str) -> list[Element]:
             f"The elements to cancel are {selection!r}; expected is waiting, running, or indices "
             "such as 3,7-9. To cancel the whole array, cancel the job."
         )
-    chosen = _selected(job, job.look(Snapshot(is_fresh=True)), selection)
+    chosen = repeat(
+        lambda: _selected(job, job.look(Snapshot(is_fresh=True)), selection), PATIENCE_S
+    )
     wanted = [(one.first, one.last) for one in chosen if one.state in _ACTIVE]
     indices = ",".join(f"{one.first}-{one.last}" for one in chosen)
     if wanted:
         _let_driver_know(job, wish_to_cancel(wanted, only_waiting=selection == "waiting"))
         _wait_for_end(job, indices, ("waiting",) if selection == "waiting" else _ACTIVE)
-    return elements_of(job, job.look(Snapshot(is_fresh=True)), indices) if chosen else []
+    if not chosen:
+        return []
+    return repeat(lambda: elements_of(job, job.look(Snapshot(is_fresh=True)), indices), PATIENCE_S)
 
 
 def _let_driver_know(job: RemoteJob, wish: bytes) -> None:
@@ -306,8 +313,11 @@ def _merged(ranges: Iterable[Range]) -> list[Range]:
 
 
 def _until(question: Callable[[], bool], within_s: float, words: str) -> None:
+    """Ask until the answer is yes, also while the cluster does not answer."""
     deadline = time.monotonic() + within_s
-    while not question():
-        if time.monotonic() >= deadline:
-            raise ClusterError(words)
+    while time.monotonic() < deadline:
+        with contextlib.suppress(Unanswered):
+            if question():
+                return
         time.sleep(_LOOK_AGAIN_S)
+    raise ClusterError(words)

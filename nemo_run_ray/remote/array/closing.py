@@ -7,14 +7,14 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass, field
-from typing import Any, Dict, Iterator, List, Sequence
+from typing import Any, Dict, Iterator, List, Optional, Sequence
 
 from ..group.machine import name
 from .hosts import Host, HostRecord
 from .leases import Leases
 
-#: Seconds for one step until a host is ended without it.
-_STEP_S = 10.0
+#: Seconds for one step until a host is ended without it: more than an actor waits for its host.
+_STEP_S = 15.0
 #: Seconds between two looks while the driver waits for all of them.
 _LOOK_S = 0.02
 
@@ -49,6 +49,9 @@ class Closings:
         self._leases = leases
         self._closings: Dict[int, _Closing] = {}
 
+    def __bool__(self) -> bool:
+        return bool(self._closings)
+
     def add(self, host: Host, records: Sequence[HostRecord]) -> None:
         """Let a host remove the notes of these hosts, and end."""
         number = host.record.number
@@ -58,42 +61,48 @@ class Closings:
         """Go on with all that can.
 
         Yields:
-            A host whose notes and folders may still be there, since the one died that was to remove
-            them.
+            A host that may still be there, or its notes and folders: the one died, or has not
+            answered, that was to remove them.
         """
         if not self._closings or not self._leases.can_write or not self._leases.commit():
             return
         for number, closing in list(self._closings.items()):
             try:
-                is_over = self._go_on(closing, now)
+                has_ended = self._go_on(closing, now)
             except self._ray.exceptions.RayError:
+                has_ended = False
+            if has_ended is None:
+                continue
+            del self._closings[number]
+            self._ray.kill(closing.host.actor.handle, no_restart=True)
+            if not has_ended:
                 yield from closing.records
-                is_over = True
-            if is_over:
-                del self._closings[number]
-                self._ray.kill(closing.host.actor.handle, no_restart=True)
 
-    def finish(self) -> None:
-        """Wait until all have ended, as long as two steps may take."""
+    def finish(self) -> List[HostRecord]:
+        """Wait until all have ended, as long as two steps may take; those that may be there."""
+        left: List[HostRecord] = []
         until = time.monotonic() + 2 * _STEP_S
         while self._closings and time.monotonic() < until:
-            for _ in self.turn(time.monotonic()):
-                pass  # no host is started any more that could remove them
+            left += self.turn(time.monotonic())
             time.sleep(_LOOK_S)
+        return left
 
-    def _go_on(self, closing: _Closing, now: float) -> bool:
-        """Make the next call when the last one was answered; whether there is none left."""
+    def _go_on(self, closing: _Closing, now: float) -> Optional[bool]:
+        """Make the next call when the last one was answered.
+
+        Returns:
+            Whether the host has ended; ``None`` as long as that is not known.
+        """
         if closing.steps:
             ready, _ = self._ray.wait([closing.steps[-1]], timeout=0)
-            if ready:
-                self._ray.get(ready[0])
-            elif now < closing.until:
-                return False
+            answer = bool(ready) and self._ray.get(ready[0])
+            if not ready and now < closing.until:
+                return None
             if len(closing.steps) == 2:
-                return True
+                return bool(answer)
         closing.until = now + _STEP_S
         closing.steps.append(self._call(closing.host, closing))
-        return False
+        return None
 
     def _call(self, host: Host, closing: _Closing) -> Any:
         if closing.steps:

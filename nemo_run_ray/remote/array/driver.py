@@ -37,6 +37,8 @@ SOME_FAILED = 8
 _LOOK_S = 1.0
 #: The same when its disk is full.
 _DISK_S = 5.0
+#: Seconds at the end for hosts that have died or do not answer.
+_CLOSE_S = 60.0
 #: Seconds that a host's reports may wait for others: short elements end by the hundred.
 _GATHER_S = 0.05
 
@@ -100,7 +102,9 @@ class _ArrayDriver:
             say(f"the driver goes on: {ended} of {count} elements have ended")
         while not self._is_done():
             self._turn()
-        return self._outcome()
+        code = self._outcome()
+        self._close()
+        return code
 
     def _turn(self) -> None:
         self._obey()
@@ -132,6 +136,17 @@ class _ArrayDriver:
         if self._stopped_by is not None:
             return self._pool.has_ended
         return self._progress.is_over and self._pool.are_proven
+
+    def _close(self) -> None:
+        """End all hosts, and what a host has left that has died meanwhile or does not answer."""
+        self._pool.close()
+        until = time.monotonic() + _CLOSE_S
+        while not self._pool.is_empty and time.monotonic() < until:
+            self._turn()
+        if not self._pool.is_empty:
+            left = self._pool.unproven.records()
+            nodes = ", ".join(sorted({record.node_id[:12] for record in left}))
+            say(f"nothing says that all processes and folders of the array are gone on {nodes}")
 
     def _outcome(self) -> int:
         self._leases.commit()

@@ -116,12 +116,8 @@ class HostPool:
 
     def idle(self, host: Host) -> None:
         """A host has ended all that it ran, as it was told."""
-        for element, attempt in host.in_hand.items():
-            lease = Lease(element, attempt)
-            if self._end_by is not None:
-                self._leases.progress.cancelled(lease)
-            else:  # it came when the host was told to end
-                self._leases.give_back(lease, host.record.number, has_run=False)
+        # What it has in hand came when it was told to end.
+        self._give_back(host.record.number, host.in_hand, has_run=False)
         host.in_hand.clear()
         host.is_idle = True
         if self._end_by is None:
@@ -161,11 +157,18 @@ class HostPool:
         if not host.sweeps:
             self._let_go(host, host.swept)
 
+    @property
+    def is_empty(self) -> bool:
+        """Whether no host is there any more, and nothing that one has left."""
+        return not (self.unproven or self.hosts or self._closings)
+
     def close(self) -> None:
-        """Let living actors end."""
+        """Let living actors end; those of which that is not known are unproven then."""
         for host in [host for host in self.hosts.values() if host.actor.answers]:
             self._let_go(host, [host.record])
-        self._closings.finish()
+        self.hosts.clear()  # the others have not come up; Ray ends them with the driver
+        for record in self._closings.finish():
+            self.unproven.add(record.number, {})
 
     def let_hosts_end(self, now: float) -> None:
         """Go on with the ends of hosts that have nothing to do any more."""
@@ -211,9 +214,11 @@ class HostPool:
 
     def _proven(self, number: int) -> None:
         """Nothing of a host runs any more: what is not known to have ended is given back."""
-        for element, attempt in self.unproven.proven(number).items():
-            lease = Lease(element, attempt)
+        self._give_back(number, self.unproven.proven(number), has_run=True)
+
+    def _give_back(self, number: int, held: Mapping[int, int], has_run: bool) -> None:
+        for lease in (Lease(*attempt) for attempt in held.items()):
             if self._end_by is not None:
                 self._leases.progress.cancelled(lease)
             else:
-                self._leases.give_back(lease, number, has_run=True)
+                self._leases.give_back(lease, number, has_run)

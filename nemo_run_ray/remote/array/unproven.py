@@ -57,6 +57,10 @@ class Unproven:
     def __bool__(self) -> bool:
         return bool(self._held)
 
+    def records(self) -> List[HostRecord]:
+        """All of them."""
+        return [self._records[number] for number in self._held]
+
     def add(self, number: int, in_hand: Mapping[int, int]) -> None:
         """A host is dead, or its actor is."""
         self._held.setdefault(number, {}).update(in_hand)

@@ -15,7 +15,7 @@ from nemo_run_ray.jobs.find import find_job
 from nemo_run_ray.jobs.job import RemoteJob
 from nemo_run_ray.remote.array.status_file import file_of
 from tests.conftest import wait_for
-from tests.fake_ray import GOES_ON, SUCCEEDS
+from tests.fake_ray import GOES_ON, SUCCEEDS, Trouble
 from tests.unit.jobs.conftest import ArrayDriver, Handed
 
 #: First and last element, state, attempts, exit code.
@@ -111,6 +111,19 @@ def test_elements_are_cancelled_by_a_wish_and_their_end_is_waited_for(ray, job, 
         (4, "cancelled"),
     ]
     assert not [name for name in ray.packages if "_wish_" in name]
+
+
+def test_lost_answers_do_not_keep_elements_from_being_cancelled(ray, job, driver):
+    thread = driver.takes_wishes([*STATES[:2], [4, 5, "cancelled", 1, 143], *STATES[3:]])
+    looks = iter(range(1_000_000))
+    ray.trouble = lambda method, path: (
+        Trouble() if method == "GET" and next(looks) % 3 == 0 else None
+    )
+
+    found = job.cancel_elements("4-5")
+
+    thread.join()
+    assert [one.state for one in found] == ["cancelled"] * 2
 
 
 def test_those_that_wait_are_cancelled_and_those_that_have_begun_meanwhile_go_on(job, driver):
