@@ -13,10 +13,10 @@ from benchmarks.common import Add, apart
 ITEMS, CPUS, ROUNDS = 10_000, 16, 3
 MILLISECONDS = (1, 10, 100)
 #: Results of 10 MB each, for the memory of the program that takes them.
-LARGE, LARGE_BYTES = 500, 10_000_000
+LARGE, LARGE_BYTES = 10_000, 10_000_000
 
 _PROGRAM = """
-import json, os, statistics, sys, time
+import json, statistics, sys, time
 from nemo_run_ray import LocalCluster, work
 items, cpus, rounds, milliseconds, large, large_bytes = json.loads(sys.argv[1])
 cluster = LocalCluster(num_cpus=cpus, keep=True)
@@ -46,7 +46,8 @@ try:
             }
         process = psutil.Process()
         before = most = process.memory_full_info().uss
-        for number, data in enumerate(pool.map(lambda _: os.urandom(large_bytes), range(large))):
+        results = pool.map(lambda number: bytes([number % 256]) * large_bytes, range(large))
+        for number, data in enumerate(results):
             most = max(most, process.memory_full_info().uss) if number % 20 == 0 else most
         found["growth_bytes"] = most - before
         print(json.dumps(found))

@@ -59,7 +59,8 @@ def _json_lines(path: str | os.PathLike[str]) -> Iterator[Mapping[str, Any]]:
                         ) from error
     except OSError as error:
         raise ConfigError(
-            f"The elements cannot be read from {os.fspath(path)}: {error.strerror}."
+            f"The elements cannot be read from {os.fspath(path)}: {error.strerror}. Give the path "
+            "of a JSONL file with a mapping in each line, or the values themselves."
         ) from error
 
 

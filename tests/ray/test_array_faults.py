@@ -6,15 +6,19 @@ import os
 import random
 import signal
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 
+import nemo_run as run
 import psutil
 import pytest
 
-from nemo_run_ray import ExistingCluster
+from nemo_run_ray import ExistingCluster, array
 from nemo_run_ray.jobs.job import RemoteJob
+from nemo_run_ray.remote.array.journal import ENDED, read_records
+from nemo_run_ray.remote.array.status_file import JOURNAL_FILE, file_of
 from nemo_run_ray.remote.node.tree import is_guard
 from tests.arrays import COUNT, check, ended, keepers, partials, scripts
 from tests.conftest import processes_of, processes_of_home, wait_for
@@ -159,3 +163,23 @@ def _storm(start, logs: Path, folder: Path, seed: int) -> None:
         told.append(("cancel", len(job.cancel_elements(f"{chance.randrange(COUNT)}-{COUNT - 1}"))))
     print(f"seed {seed}: {make.__name__} {told}", flush=True)
     check(job, folder, logs)
+
+
+@pytest.mark.soak
+def test_a_hundred_thousand_elements_end_once_each(start, logs):
+    """Also with a driver that is killed in the middle: what has ended is not run again."""
+    count = 100_000
+    job = start(array(run.Script(inline="true"), over={"env.X": range(count)}))
+    wait_for(lambda: (job.elements or {}).get("succeeded", 0) > count // 4, 600)
+
+    assert strike(job, drivers)
+
+    status = job.wait(timeout_s=1800)
+    assert status.state.value == "SUCCEEDED", status
+    found = job.select_elements()
+    assert [one.index for one in found] == list(range(count))
+    assert {(one.state, one.exit_code) for one in found} == {("succeeded", 0)}
+    records = read_records(str(logs / file_of(job.id, JOURNAL_FILE)))
+    ends = Counter(one.element for one in records if one.kind == ENDED)
+    assert set(ends.values()) == {1}
+    assert len(ends) == count
