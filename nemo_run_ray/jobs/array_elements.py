@@ -32,8 +32,8 @@ if TYPE_CHECKING:
 #: States of an element, as a user selects them.
 STATES = ("waiting", "running", "succeeded", "failed", "cancelled", "lost")
 #: States in which an element is not over.
-_ACTIVE = ("waiting", "running")
-_OVER = tuple(state for state in STATES if state not in _ACTIVE)
+ACTIVE = ("waiting", "running")
+_OVER = tuple(state for state in STATES if state not in ACTIVE)
 #: Seconds until a driver has taken a wish; longer than one that is killed takes to be there again.
 _HEARD_S = 120.0
 #: Seconds beyond the grace period until elements that were cancelled have ended, also on a node
@@ -112,11 +112,11 @@ def cancel_elements(job: RemoteJob, selection: str) -> list[Element]:
     chosen = repeat(
         lambda: _selected(job, job.look(Snapshot(is_fresh=True)), selection), PATIENCE_S
     )
-    wanted = [(one.first, one.last) for one in chosen if one.state in _ACTIVE]
+    wanted = [(one.first, one.last) for one in chosen if one.state in ACTIVE]
     indices = ",".join(f"{one.first}-{one.last}" for one in chosen)
     if wanted:
         _let_driver_know(job, wish_to_cancel(wanted, only_waiting=selection == "waiting"))
-        _wait_for_end(job, indices, ("waiting",) if selection == "waiting" else _ACTIVE)
+        _wait_for_end(job, indices, ("waiting",) if selection == "waiting" else ACTIVE)
     if not chosen:
         return []
     return repeat(lambda: elements_of(job, job.look(Snapshot(is_fresh=True)), indices), PATIENCE_S)
@@ -266,7 +266,7 @@ def stretches_of(job: ObservedJob, status: JobStatus) -> list[Stretch]:
 def _word(state: str, status: JobStatus) -> str:
     """The user's word for a state of the driver's."""
     word = "running" if state == "leased" else state
-    return "lost" if word in _ACTIVE and status.state.is_terminal else word
+    return "lost" if word in ACTIVE and status.state.is_terminal else word
 
 
 def _values(job: ObservedJob, ranges: Sequence[Range]) -> dict[int, dict[str, Any]]:

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import islice
 from typing import Any, ClassVar
 
 from nemo_run_ray.errors import JobError, NemoRunRayError
-from nemo_run_ray.jobs.array_elements import failures_of, stretches_of
+from nemo_run_ray.jobs.array_elements import ACTIVE, failures_of, stretches_of
 from nemo_run_ray.jobs.attempt_records import Attempts
 from nemo_run_ray.jobs.follow_log import lines, of_element
 from nemo_run_ray.jobs.job import RemoteJob
@@ -65,14 +68,13 @@ class ElementJob(RemoteJob):
         whole = self.array.look(snapshot)
         if whole.state in _WITHOUT_ELEMENTS:
             return self._named(whole)
-        seen = _Seen.of(self.array)
-        try:
-            seen.look(lambda: self._ask(whole), whole.state.is_terminal)
-        except NemoRunRayError:
-            if whole.state.is_terminal:  # it ended before it had elements, or they are not known
-                return self._named(whole)
-            return self._named(JobStatus(JobState.PENDING, Reason.TURN, "Its array has begun."))
-        return self._named(self._status(seen, whole))
+        is_over = whole.state.is_terminal
+        found = _Seen.of(self.array).look(lambda: self._ask(whole), is_over)
+        if found is not None:
+            return self._named(self._status(found, whole))
+        if is_over:  # it ended before it had elements, or they are not known
+            return self._named(whole)
+        return self._named(JobStatus(JobState.PENDING, Reason.TURN, "Its array has begun."))
 
     def attempts_in(
         self, snapshot: Snapshot, running_at: Mapping[str, float] | None = None
@@ -91,9 +93,8 @@ class ElementJob(RemoteJob):
         return self.log(follow)
 
     def results(self) -> dict[int, Any]:
-        return {
-            index: value for index, value in self.array.results().items() if index == self.index
-        }
+        found = self.array.results()
+        return {self.index: found[self.index]} if self.index in found else {}
 
     def cancel(self) -> JobStatus:
         status = self.look(Snapshot(is_fresh=True))
@@ -123,11 +124,13 @@ class ElementJob(RemoteJob):
     def _read_record(self) -> None:
         """Its record is made of its array's."""
 
-    def _ask(self, whole: JobStatus) -> tuple[list[Stretch], dict[int, str]]:
-        return stretches_of(self.array, whole), failures_of(self.array, whole)
+    def _ask(self, whole: JobStatus) -> _Elements:
+        return _Elements(stretches_of(self.array, whole), failures_of(self.array, whole))
 
-    def _status(self, seen: _Seen, whole: JobStatus) -> JobStatus:
+    def _status(self, seen: _Elements, whole: JobStatus) -> JobStatus:
         stretch = seen.stretch(self.index)
+        if stretch.state in ACTIVE and whole.state.is_terminal:  # seen before the array was lost
+            return whole
         if stretch.state == "waiting":
             detail = f"It waits for its turn in the array {self.array.id}."
             return JobStatus(JobState.PENDING, Reason.TURN, detail)
@@ -162,24 +165,38 @@ class ElementJob(RemoteJob):
         return self._own(until_over())
 
 
-@dataclass
-class _Seen:
-    """What was last seen of the elements of one array, for all of its tasks in this process.
+@dataclass(frozen=True)
+class _Elements:
+    """What was seen of an array's elements.
 
     Attributes:
         stretches: the states, of elements in a row.
         failures: why elements have failed, as far as that is kept, by index.
     """
 
-    stretches: list[Stretch] = field(default_factory=list)
-    failures: dict[int, str] = field(default_factory=dict)
-    _firsts: list[int] = field(default_factory=list)
-    _ask_at: float = -1e9
-    _is_last: bool = False
-    _lock: threading.Lock = field(default_factory=threading.Lock)
+    stretches: list[Stretch]
+    failures: Mapping[int, str]
+
+    @cached_property
+    def _firsts(self) -> list[int]:
+        return [stretch.first for stretch in self.stretches]
+
+    def stretch(self, index: int) -> Stretch:
+        """What is known of an element."""
+        return self.stretches[bisect_right(self._firsts, index) - 1]
+
+
+class _Seen:
+    """What was last seen of the elements of one array, for all of its tasks in this process."""
 
     _shared: ClassVar[dict[tuple[Any, ...], _Seen]] = {}
     _shared_lock: ClassVar[threading.Lock] = threading.Lock()
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._elements: _Elements | None = None
+        self._ask_at = -math.inf
+        self._was_over = False
 
     @classmethod
     def of(cls, array: RemoteJob) -> _Seen:
@@ -187,24 +204,23 @@ class _Seen:
         with cls._shared_lock:
             return cls._shared.setdefault(key, cls())
 
-    def look(self, ask: Callable[[], tuple[list[Stretch], dict[int, str]]], is_over: bool) -> None:
-        """Ask again when what is known is old.
+    def look(self, ask: Callable[[], _Elements], is_over: bool) -> _Elements | None:
+        """What is known, asked for when that is old; ``None`` when nothing is known.
 
         Args:
-            ask: asks, or raises when nothing is known.
+            ask: asks, or raises when the array does not tell: what was seen last stays then.
             is_over: the array has ended: what is seen now stays so.
         """
         with self._lock:
-            if not self._is_last and (is_over or time.monotonic() >= self._ask_at):
-                self.stretches, self.failures = ask()
-                self._firsts = [stretch.first for stretch in self.stretches]
-                self._ask_at, self._is_last = time.monotonic() + _AGE_S, is_over
+            if time.monotonic() >= self._ask_at or (is_over and not self._was_over):
+                self._ask_at, self._was_over = time.monotonic() + _AGE_S, is_over
+                with suppress(NemoRunRayError):
+                    self._elements = ask()
+                    if is_over:
+                        self._ask_at = math.inf
+            return self._elements
 
     def forget(self) -> None:
         """Ask at the next look."""
         with self._lock:
-            self._ask_at = -1e9
-
-    def stretch(self, index: int) -> Stretch:
-        """What is known of an element."""
-        return self.stretches[bisect_right(self._firsts, index) - 1]
+            self._ask_at = -math.inf

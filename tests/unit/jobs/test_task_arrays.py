@@ -210,6 +210,27 @@ def test_what_was_not_over_when_the_array_ended_is_lost(ray, sweep, running):
     assert "was not over when its array ended" in status.message
 
 
+def test_what_was_seen_of_a_task_stays_when_its_cluster_is_gone(ray, sweep, running):
+    before = [sweep.task(f"say-{index}").status.state.value for index in range(2)]
+    ray.rows.clear()
+    ray.session = "another"
+    wait_for(lambda: sweep.task("say-0").array.status.state.value == "LOST")
+    after = [sweep.task(f"say-{index}").status.state.value for index in range(2)]
+    assert (before, after) == (["SUCCEEDED", "RUNNING"], ["SUCCEEDED", "LOST"])
+
+
+def test_an_array_without_elements_yet_is_not_asked_for_every_task(ray, sweep, monkeypatch):
+    array = sweep.task("say-0").array
+    ray.fates[array.id] = GOES_ON
+    ray.pass_time(30)
+    wait_for(lambda: array.status.node)
+    monkeypatch.setattr(element_job, "_AGE_S", 60.0)
+    ray.requests.clear()
+    states = {sweep.task(f"say-{index}").status.state.value for index in range(3)}
+    assert states == {"PENDING"}
+    assert len([path for _, path in ray.requests if "logs" in path]) <= 1
+
+
 def test_a_task_has_its_own_log_and_result(ray, sweep, running):
     array = sweep.task("say-0").array
     ray.logs[array.id] = "0| hello\n1| other\nnemo_run_ray| 3 elements\n0| bye\n10| no\n"
