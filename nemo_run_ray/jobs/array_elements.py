@@ -215,8 +215,10 @@ def keep_array(job: ObservedJob, status: JobStatus) -> None:
         ClusterError: the cluster does not answer.
         OSError: the folder cannot be written to.
     """
-    for kind in (RESULTS_FILE, STATES_FILE):  # this one last: with it, all is kept
-        job.kept.keep_array_file(kind, array_file(job, status, kind))
+    states = array_file(job, status, STATES_FILE)
+    if states:  # else it had no elements yet, or they cannot be read now: another look asks again
+        job.kept.keep_array_file(RESULTS_FILE, array_file(job, status, RESULTS_FILE))
+        job.kept.keep_array_file(STATES_FILE, states)  # last: with it, all is kept
 
 
 def _selected(job: ObservedJob, status: JobStatus, selection: str) -> list[Stretch]:

@@ -63,7 +63,6 @@ class Batch:
     _is_checked: bool = False
     _misfit: DoesNotFit | None = None
     _api: JobsApi | None = None
-    _dispatched: set[str] = field(default_factory=set)
 
     def __post_init__(self) -> None:
         self._arrays = TaskArrays(self.exp_dir)
@@ -90,10 +89,7 @@ class Batch:
         together = list(self.plans.values()) if self.is_ordered else [planned]
         if any(plan.needs_dispatcher for plan in together) or len(together) > DIRECT_MAX:
             name = self.dispatcher_id if self.is_ordered else dispatcher_id(planned.submission_id)
-            with self._lock:
-                if name not in self._dispatched:
-                    self._submit_dispatch(name, together)
-                    self._dispatched.add(name)
+            self._arrays.hand_over_once(name, lambda: self._dispatch(name, together))
             return planned.submission_id
         return self._submit_alone(planned)
 
@@ -125,6 +121,10 @@ class Batch:
             raise
         book.write(ledger.SUBMITTED, planned.submission_id)
         return planned.submission_id
+
+    def _dispatch(self, name: str, jobs: Sequence[JobPlan]) -> None:
+        with self._lock:
+            self._submit_dispatch(name, jobs)
 
     def _submit_dispatch(self, name: str, jobs: Sequence[JobPlan]) -> None:
         """Write the plan of a dispatch down and start its dispatcher."""
@@ -189,10 +189,10 @@ class Batch:
             values["reservation"] = planned.reservation
         return ledger.INTENT, planned.submission_id, values
 
-    @property
-    def page(self) -> Callable[[str], str]:
-        """The function that gives a job's page in Ray's dashboard."""
-        return self._connect().dashboard.job_page
+    def page(self, name: str) -> str:
+        """The page of a job in Ray's dashboard, or of the array that has a task."""
+        planned = self.plans[self._arrays.of(name) or name]
+        return self._connect().dashboard.job_page(planned.submission_id)
 
     def _connect(self) -> JobsApi:
         if self._api is None:

@@ -27,6 +27,8 @@ from nemo_run_ray.remote.states import JobState, JobStatus, Reason
 _AGE_S = 1.0
 #: States in which a job is not asked about its elements: it has none yet, or cannot be asked.
 _WITHOUT_ELEMENTS = (JobState.WAITING, JobState.PENDING, JobState.UNKNOWN)
+#: States of an element that was not run to its end.
+_UNFINISHED = ("cancelled", "lost")
 _ENDINGS = {
     "succeeded": (JobState.SUCCEEDED, Reason.NONE),
     "failed": (JobState.FAILED, Reason.EXIT_CODE),
@@ -72,8 +74,8 @@ class ElementJob(RemoteJob):
         found = _Seen.of(self.array).look(lambda: self._ask(whole), is_over)
         if found is not None:
             return self._named(self._status(found, whole))
-        if is_over:  # it ended before it had elements, or they are not known
-            return self._named(whole)
+        if is_over:
+            return self._named(_without_elements(whole))
         return self._named(JobStatus(JobState.PENDING, Reason.TURN, "Its array has begun."))
 
     def attempts_in(
@@ -129,7 +131,9 @@ class ElementJob(RemoteJob):
 
     def _status(self, seen: _Elements, whole: JobStatus) -> JobStatus:
         stretch = seen.stretch(self.index)
-        if stretch.state in ACTIVE and whole.state.is_terminal:  # seen before the array was lost
+        if stretch.state in ACTIVE and whole.state.is_terminal:  # seen before the array's end
+            return _without_elements(whole)
+        if stretch.state in _UNFINISHED and whole.state is JobState.FAILED and not _ran(whole):
             return whole
         if stretch.state == "waiting":
             detail = f"It waits for its turn in the array {self.array.id}."
@@ -157,12 +161,25 @@ class ElementJob(RemoteJob):
             ask_at = 0.0
             for piece in text:  # at the latest when the array tells its progress, every 30 s
                 yield piece
-                if time.monotonic() >= ask_at:
+                if piece.endswith("\n") and time.monotonic() >= ask_at:
                     if self.status.state.is_terminal:
                         return
                     ask_at = time.monotonic() + _AGE_S
 
         return self._own(until_over())
+
+
+def _ran(whole: JobStatus) -> bool:
+    """Whether an array has ended by its elements' ends."""
+    return whole.state is JobState.SUCCEEDED or whole.reason is Reason.EXIT_CODE
+
+
+def _without_elements(whole: JobStatus) -> JobStatus:
+    """The status of a task whose array has ended, and does not tell about it."""
+    if not _ran(whole):
+        return whole
+    detail = "Its array has ended, and the states of the array's tasks cannot be read now."
+    return replace(whole, state=JobState.UNKNOWN, reason=Reason.UNREACHABLE, detail=detail)
 
 
 @dataclass(frozen=True)

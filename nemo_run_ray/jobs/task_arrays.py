@@ -8,6 +8,7 @@ from pathlib import Path
 
 from nemo_run_ray.errors import NemoRunRayError
 from nemo_run_ray.executor import RayExecutor
+from nemo_run_ray.jobs.ledger import Ledger
 from nemo_run_ray.planning.job_plan import JobPlan
 from nemo_run_ray.planning.task_elements import ELEMENTS_FILE, TaskArray, after_arrays, arrays_of
 from nemo_run_ray.remote.files import write_file
@@ -25,7 +26,7 @@ class TaskArrays:
         self._arrays: dict[str, TaskArray] | None = None
         self._array_of: dict[str, str] = {}
         self._ids: dict[str, str] = {}
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # an array may be a part of a dispatch
         self._outcomes: dict[str, NemoRunRayError | None] = {}
 
     def form(
@@ -44,7 +45,10 @@ class TaskArrays:
         if self._arrays is not None:
             return
         experiment_id = next(iter(executors.values())).experiment_id or "experiment"
-        arrays = arrays_of(list(plans.values()), experiment_id)
+        # Of other clusters, and those that an earlier process has handed over.
+        others_of_it = Ledger.of(self._exp_dir).jobs().values()
+        taken = {record.job for record in others_of_it if not record.tasks}
+        arrays = arrays_of(list(plans.values()), experiment_id, taken)
         for array in arrays:
             name, first = array.plan.job, array.tasks[0].job
             path = self._folder(name) / ELEMENTS_FILE
@@ -78,20 +82,20 @@ class TaskArrays:
         """By which NeMo-Run knows a task of an array."""
         return self._ids[task]
 
-    def hand_over_once(self, array: str, hand_over: Callable[[], object]) -> None:
-        """Hand an array over with the first of its tasks; the others share the outcome.
+    def hand_over_once(self, name: str, hand_over: Callable[[], object]) -> None:
+        """Hand an array or a dispatch over with the first of its jobs; they share the outcome.
 
         Raises:
             NemoRunRayError: what handing it over raised.
         """
         with self._lock:
-            if array not in self._outcomes:
+            if name not in self._outcomes:
                 try:
                     hand_over()
-                    self._outcomes[array] = None
+                    self._outcomes[name] = None
                 except NemoRunRayError as error:
-                    self._outcomes[array] = error
-        found = self._outcomes[array]
+                    self._outcomes[name] = error
+        found = self._outcomes[name]
         if found is not None:
             raise found
 

@@ -132,7 +132,7 @@ class RayJobsScheduler(SchedulerMixin, Scheduler[Any]):
         except NemoRunRayError as error:  # the job runs: its launch has not failed
             CONSOLE.log(escape(str(error)))
         self._tend(batch.exp_dir)
-        CONSOLE.log(f"{escape(request.plan.job)} on Ray: {batch.page(submission_id)}")
+        CONSOLE.log(f"{escape(request.plan.job)} on Ray: {batch.page(request.plan.job)}")
         return submission_id
 
     def _tend(self, exp_dir: Path) -> None:

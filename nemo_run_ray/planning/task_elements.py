@@ -91,12 +91,15 @@ def element_of(app: AppDef, executor: RayExecutor) -> tuple[ArraySpec, TaskEleme
     return spec, own
 
 
-def arrays_of(plans: Sequence[JobPlan], experiment_id: str) -> list[TaskArray]:
+def arrays_of(
+    plans: Sequence[JobPlan], experiment_id: str, taken: Collection[str] = ()
+) -> list[TaskArray]:
     """The jobs that the tasks among these become that are elements.
 
     Args:
         plans: all jobs of an experiment on one cluster.
         experiment_id: of the experiment.
+        taken: names of its jobs elsewhere.
 
     Raises:
         ConfigError: what is a task's own is too large to be sent.
@@ -114,8 +117,8 @@ def arrays_of(plans: Sequence[JobPlan], experiment_id: str) -> list[TaskArray]:
                 alike.append((shape, [planned]))
             else:
                 found.append(planned)
-    taken = {planned.job for planned in plans}
-    return [_array(tasks, _name(tasks[0].job, taken), experiment_id) for _, tasks in alike]
+    names = {*taken, *(planned.job for planned in plans)}
+    return [_array(tasks, _name(tasks[0].job, names), experiment_id) for _, tasks in alike]
 
 
 def after_arrays(plans: Iterable[JobPlan], array_of: Mapping[str, str]) -> list[JobPlan]:

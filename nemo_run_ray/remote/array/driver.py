@@ -31,8 +31,8 @@ from .progress import ElementState, Lease
 from .status_file import StatusFile
 from .wishes import Wishes
 
-#: Exit code when elements have failed.
-SOME_FAILED = 8
+#: Exit code when elements have failed, and when tasks were cancelled that others may depend on.
+SOME_FAILED, SOME_CANCELLED = 8, 9
 #: Seconds between two looks at the nodes.
 _LOOK_S = 1.0
 #: The same when its disk is full.
@@ -162,6 +162,8 @@ class _ArrayDriver:
             self._runner.ending = f"cancelled; {self._left()}"
             return 143
         code = SOME_FAILED if failed else 0
+        if not code and self._spec.is_of_tasks and succeeded < self._progress.count:
+            code = SOME_CANCELLED  # what depends on the tasks must not start
         self._runner.ending = f"exit code {code}"
         return code
 

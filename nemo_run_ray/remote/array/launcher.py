@@ -54,6 +54,7 @@ class Launcher:
             return start_command(self._place, order, self._targets, slot, env)
         message = message_of(self._place, order, self._targets, env)
         if self.forking is None:
+            env = message.pop("env")
             argv = ["python", PROGRAM, "once", self._elements, json.dumps(message)]
             return start_words(self._place, order.lease, argv, slot, env)
         element = RunningElement(order.lease, slot, 0, None)

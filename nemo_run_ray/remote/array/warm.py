@@ -83,7 +83,7 @@ def _import_tasks(path: Path, config_at: int) -> None:
                 return
             if line.startswith(b"["):
                 config = path.parent.parent.parent / json.loads(line)[config_at]
-                with suppress(Exception):  # the element itself fails with it, and says why
+                with suppress(BaseException):  # the element itself fails with it, and says why
                     _configuration(config.read_text(encoding="utf-8"))
 
 

@@ -20,9 +20,10 @@ from nemo_run_ray.nemo import registry
 from nemo_run_ray.nemo.resume import resume_experiment
 from nemo_run_ray.remote.array.status_file import file_of
 from nemo_run_ray.remote.spec import ArraySpec, from_json
+from nemo_run_ray.remote.states import JobState, JobStatus, Reason
 from tests.array_tasks import Model, train
 from tests.conftest import wait_for
-from tests.fake_ray import GOES_ON, SUCCEEDS, FakeRay, Trouble
+from tests.fake_ray import GOES_ON, NODE, SUCCEEDS, FakeRay, Trouble
 from tests.unit.jobs.conftest import ArrayDriver, Handed
 
 TRUE = run.Script(inline="true")
@@ -208,6 +209,37 @@ def test_what_was_not_over_when_the_array_ended_is_lost(ray, sweep, running):
     status = sweep.task("say-1").status
     assert status.state.value == "LOST"
     assert "was not over when its array ended" in status.message
+
+
+def test_a_bad_answer_at_the_arrays_end_says_nothing_of_its_tasks(ray, sweep, running):
+    told = dict(ray.files)
+    array = sweep.task("say-0").array
+    ray.files.clear()
+    ray.fates[array.id] = SUCCEEDS
+    ray.pass_time(1000)
+    wait_for(lambda: array.status.state.is_terminal)
+    assert sweep.task("say-0").status.state.value == "UNKNOWN"
+    ray.files.update(told)
+    assert sweep.task("say-0").status.state.value == "SUCCEEDED", "the next look tells"
+
+
+def test_tasks_of_an_array_that_could_not_run_have_its_reason(ray, sweep, running):
+    running.tells([[0, 2, "cancelled", 0, 0]])
+    task = sweep.task("say-0")
+    why = JobStatus(JobState.FAILED, Reason.RUNTIME_ENV, "pip failed", node=NODE)
+    assert task._status(task._ask(why), why) == why
+
+
+def test_a_line_that_comes_in_two_pieces_is_followed_whole(ray, sweep, running, monkeypatch):
+    task = sweep.task("say-0")
+    pieces = ["0| first\n", "0| resu", "lt=42\n"]
+    monkeypatch.setattr(task.array, "output", lambda follow=False: iter(pieces))
+    assert "".join(task.log(follow=True)) == "first\nresult=42\n"
+
+
+def test_an_array_has_no_name_that_another_job_of_the_experiment_has(ray, unique):
+    id_ = hand_over(ray, unique, {"a": TRUE, "a-array": run.Script(inline="false")})
+    assert [job.name for job in find(id_)] == ["a-array-array"]
 
 
 def test_what_was_seen_of_a_task_stays_when_its_cluster_is_gone(ray, sweep, running):
