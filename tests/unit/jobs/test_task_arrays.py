@@ -15,7 +15,7 @@ from nemo_run_ray import RayExecutor
 from nemo_run_ray.errors import ConfigError, JobError, NemoRunRayError, SubmissionError
 from nemo_run_ray.jobs import element_job
 from nemo_run_ray.jobs.element_job import ElementJob
-from nemo_run_ray.jobs.find import find, find_job, jobs_of, tasks_of
+from nemo_run_ray.jobs.find import find, find_job, tasks_of
 from nemo_run_ray.nemo import registry
 from nemo_run_ray.nemo.resume import resume_experiment
 from nemo_run_ray.remote.array.status_file import file_of
@@ -382,4 +382,4 @@ def test_a_dry_run_shows_what_a_task_would_be(ray, unique, capsys):
     shown = capsys.readouterr().out
     assert "one job with all tasks of the experiment" in shown
     assert "X=1" in shown
-    assert jobs_of(registry.experiment_dir(experiment)) == []
+    assert ray.started == []
