@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
+import psutil
 import pytest
 
-from nemo_run_ray.remote.slurm.commands import Commands
+from nemo_run_ray.remote.slurm.commands import Command, Commands
 from nemo_run_ray.remote.slurm.settings import SidecarSpec
 from nemo_run_ray.remote.slurm.sidecars import Sidecars
 from nemo_run_ray.remote.spec import ProbeSpec
@@ -17,10 +19,19 @@ from tests.unit.remote.slurm.test_slurm_decide import _SETTINGS
 
 
 @pytest.fixture
-def commands():
+def others() -> list[Command]:
+    """What this process had started before, a fork server perhaps, and which goes on.
+
+    On a node the process is the node's own, and everything below it is the node's.
+    """
+    return [Command(one.name(), one.pid, "") for one in psutil.Process().children()]
+
+
+@pytest.fixture
+def commands(others) -> Iterator[Commands]:
     found = Commands("sidecars")
     yield found
-    found.stop(1.0)
+    found.stop(1.0, keep=others)
 
 
 def sidecars(commands: Commands, folder: Path, command: str, *probe: str) -> Sidecars:
@@ -38,13 +49,13 @@ def ask(found: Sidecars, commands: Commands) -> str | None:
     return found.step()
 
 
-def test_a_probe_that_was_ended_with_ray_is_asked_again(commands, tmp_path):
+def test_a_probe_that_was_ended_with_ray_is_asked_again(commands, others, tmp_path):
     """When `ray start` is tried again all but the sidecars is ended, a probe among it."""
     probe = ("sh", "-c", f"[ -e {tmp_path}/there ] || {{ : > {tmp_path}/begun; sleep 600; }}")
     found = sidecars(commands, tmp_path, "sleep 600", *probe)
     wait_for(lambda: ask(found, commands) or (tmp_path / "begun").exists())
     (tmp_path / "there").touch()
-    commands.stop(1.0, keep=found.running)
+    commands.stop(1.0, keep=[*found.running, *others])
     wait_for(lambda: ask(found, commands) or found.ready == ["s"])
     assert found.ready == ["s"]
 
