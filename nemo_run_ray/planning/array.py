@@ -63,7 +63,7 @@ def array(
     over: Over,
     *,
     combine: Literal["product", "zip"] = "product",
-    isolation: Literal["auto", "fork", "process"] = "auto",
+    isolation: Literal["auto", "fork", "process", "none"] = "auto",
     max_failures: int | None = None,
 ) -> Array:
     """Many runs of one task, its elements, as one job: ``run.run(array(…), executor=…)``.
@@ -78,8 +78,10 @@ def array(
         combine: ``product`` is every combination, the last field changing fastest; ``zip`` takes
             the fields' first values together, then their second ones.
         isolation: of a ``run.Partial``: ``fork`` imports everything once on each node and forks a
-            process for each element; ``process`` starts one that imports it; ``auto`` forks
-            unless the imports have started threads or have used CUDA, which a fork does not have.
+            process for each element; ``process`` starts one that imports it; ``none`` starts one
+            for each element that runs at a time, which runs the next ones too, so that they find
+            what was loaded; ``auto`` forks unless the imports have started threads or have used
+            CUDA, which a fork does not have.
         max_failures: the array ends early when more elements than this have failed.
 
     Raises:
@@ -102,8 +104,10 @@ def _check_arguments(task: object, isolation: object, max_failures: object) -> N
             f"The task of an array is a {type(task).__name__}; expected is a run.Partial or a "
             "run.Script."
         )
-    if isolation not in ("auto", "fork", "process"):
-        raise ConfigError(f"isolation is {isolation!r}; expected is 'auto', 'fork' or 'process'.")
+    if isolation not in ("auto", "fork", "process", "none"):
+        raise ConfigError(
+            f"isolation is {isolation!r}; expected is 'auto', 'fork', 'process' or 'none'."
+        )
     if max_failures is not None and not is_whole(max_failures, 0):
         raise ConfigError(f"max_failures is {max_failures!r}; expected is a whole number from 0.")
 

@@ -208,8 +208,8 @@ class HostPool:
         for node_id, dead in steps.to_sweep.items():
             (record,) = self._book.add([node_id])
             host = self._start(record, 0)
-            host.sweeps = {one.number: one for one in dead}
-            places = [[one.number, one.tag, one.run_dir] for one in dead]
+            host.sweeps = {record.number: record for record in dead}
+            places = [[record.number, record.tag, record.run_dir] for record in dead]
             self._calls.order(host.replica, {"do": "sweep", "hosts": places})
 
     def _proven(self, number: int) -> None:

@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 import os
 import signal
-from typing import Any, Dict, List, Mapping, Optional
+from typing import Any, Dict, List, Mapping, Optional, Set
 
 from ..group.workspace import Workspace
 from ..node.tree import kill
 from .element import ATTEMPT, INDEX, RunningElement
 from .forking import PROGRAM, Forking, result_of
 from .progress import LOST_CODE
+from .slot_processes import SlotProcesses
 from .slots import Slots
 from .starting import Order, message_of, result_path, start_command, start_words
 
@@ -29,6 +30,7 @@ class Launcher:
     Attributes:
         slots: of the host.
         forking: the process that forks elements, if one does.
+        slot_processes: those that run one element after another, if they do.
 
     Raises:
         OSError: the interpreter cannot be started.
@@ -44,15 +46,19 @@ class Launcher:
         self.forking: Optional[Forking] = None
         if self._runs in ("auto", "fork"):
             self.forking = Forking(place, self._elements)
+        self.slot_processes = SlotProcesses(place, self._elements) if self._runs == "none" else None
 
     def start(self, order: Order) -> RunningElement:
         """Start an element in a free slot; it has ended already when it cannot be started."""
-        slot, env = self.slots.take()
+        slot, of_slot = self.slots.take()
+        env = dict(of_slot)
         env[INDEX], env[SIZE] = str(order.lease.element), str(self._count)
         env[ATTEMPT] = str(order.lease.attempt)
         if self._runs == "command":
             return start_command(self._place, order, self._targets, slot, env)
         message = message_of(self._place, order, self._targets, env)
+        if self.slot_processes is not None:
+            return self.slot_processes.start(order.lease, slot, of_slot, message)
         if self.forking is None:
             env = message.pop("env")
             argv = ["python", PROGRAM, "once", self._elements, json.dumps(message)]
@@ -65,6 +71,12 @@ class Launcher:
     def forks(self) -> bool:
         """Whether elements are forked."""
         return self.forking is not None
+
+    @property
+    def pids(self) -> Set[int]:
+        """The processes that elements come from or run in, one after another."""
+        found = self.slot_processes.pids if self.slot_processes is not None else set()
+        return found | ({self.forking.pid} if self.forking is not None else set())
 
     @property
     def can_start(self) -> bool:
@@ -110,6 +122,9 @@ class Launcher:
         Args:
             running: by process id, which is negative until it is known.
         """
+        for pid, code in self.slot_processes.read() if self.slot_processes is not None else ():
+            if pid in running:
+                running[pid].ended(code)
         forking = self.forking
         if forking is None:
             return
@@ -124,13 +139,16 @@ class Launcher:
         forking.begun, forking.ended = [], []
 
     def has_died(self, pid: int, code: int, running: Dict[int, RunningElement]) -> bool:
-        """Whether a process that was collected is the one that forks; another one is started.
+        """Whether a process that was collected has no exit code of an element to tell.
 
-        Its elements have this process as their parent now.
+        When it is the one that forks, another one is started. Its elements have this process as
+        their parent now.
 
         Raises:
             CannotPrepare: it ends again and again before an element has begun.
         """
+        if self.slot_processes is not None:
+            return self._slot_has_died(self.slot_processes, pid, code, running)
         if self.forking is None or pid != self.forking.pid:
             return False
         self.heard(running)
@@ -149,3 +167,17 @@ class Launcher:
             del running[element.pid]
             self.forking.ask_again(element)
             running[element.pid] = element
+
+    def _slot_has_died(
+        self, processes: SlotProcesses, pid: int, code: int, running: Dict[int, RunningElement]
+    ) -> bool:
+        self.heard(running)
+        had_begun = processes.has_died(pid)
+        element = running.get(pid)
+        if element is None:
+            return True
+        element.shares_process = False  # so what the process has left is ended
+        if element.code is None:
+            element.ended(code)
+            element.is_lost = not had_begun
+        return True

@@ -58,7 +58,7 @@ class RunningElements:
     def patience_s(self) -> Optional[float]:
         """Seconds after which ``go_on`` must be called again; ``None`` when nothing is there."""
         is_near = self._is_ending or self._launcher.has_unsent or self._orphans.are_there
-        if is_near or any(one.is_ending for one in self._running.values()):
+        if is_near or any(element.is_ending for element in self._running.values()):
             return ROUND_S
         is_watched = self._running or time.monotonic() < self._watch_until
         return _LOOK_S if is_watched else None
@@ -68,11 +68,13 @@ class RunningElements:
         found: Dict[int, Any] = {}
         if not self._channel.is_full:
             # With the process: an element that is asked for again may get the same number anew.
-            for one in self._running.values():
-                if one.fd is not None:
-                    found[one.fd] = one, one.asked
+            for element in self._running.values():
+                if element.fd is not None:
+                    found[element.fd] = element, element.asked
         if self._launcher.forking is not None:
             found[self._launcher.forking.fileno()] = self._launcher.forking.pid
+        if self._launcher.slot_processes is not None:
+            found.update(self._launcher.slot_processes.reading())
         return found
 
     def go_on(self, ready: Set[int]) -> None:
@@ -123,7 +125,9 @@ class RunningElements:
         self._is_ending = True
         self._launcher.heard(self._running)
         self._launcher.stop_forking()
-        for element in [one for one in self._running.values() if one.pid < 0]:
+        if self._launcher.slot_processes is not None:
+            self._launcher.slot_processes.end(time.monotonic() + self._grace_s)
+        for element in [known for known in self._running.values() if known.pid < 0]:
             del self._running[element.pid]
             element.close()  # should it begin now, it is ended as an orphan
         for element in self._running.values():
@@ -132,12 +136,14 @@ class RunningElements:
     def has_ended(self) -> None:
         """Note that nothing is left, after ``end``."""
         self._is_ending = False
+        if self._launcher.slot_processes is not None:
+            self._launcher.slot_processes.has_ended()
 
     def note_ends(self) -> None:
         """Note what has ended by itself, before the host ends the rest."""
         self._launcher.heard(self._running)
         self._reap()
-        for element in [one for one in self._running.values() if one.code is not None]:
+        for element in [known for known in self._running.values() if known.code is not None]:
             self._ended(element)
 
     # ------------------------------------------------------------------ ends
@@ -162,7 +168,7 @@ class RunningElements:
                 self._channel.report("unprepared", words=str(error))
 
     def _look_after(self, now: float) -> None:
-        over = [one for one in self._running.values() if one.code is not None]
+        over = [known for known in self._running.values() if known.code is not None]
         if over or now >= self._look_at:
             self._look_at = now + _LOOK_S
             self._look_for_orphans()
@@ -176,11 +182,14 @@ class RunningElements:
                 if element.pid < 0 and self._launcher.withdraw(element):
                     element.ended(_TERMINATED)
         self._orphans.kill_late(now)
+        if self._launcher.slot_processes is not None:
+            self._launcher.slot_processes.kill_late(now)
 
     def _look_for_orphans(self) -> None:
-        forking = self._launcher.forking
-        groups = {*self._running, forking.pid if forking is not None else 0}
-        active: List[Lease] = [one.lease for one in self._running.values() if one.code is None]
+        groups = {*self._running, *self._launcher.pids}
+        active: List[Lease] = [
+            known.lease for known in self._running.values() if known.code is None
+        ]
         self._orphans.look(active, groups)
 
     def _finish(self, element: RunningElement, now: float) -> None:

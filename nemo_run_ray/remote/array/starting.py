@@ -66,7 +66,7 @@ def start_words(
     """Start a command for an element, in the place of the task's."""
     words, env, cwd = place.words(argv, variables)
     try:
-        # Without a function of ours between fork and exec, Python uses vfork, which is quicker.
+        # Without a function between fork and exec, Python uses vfork, which is quicker.
         process = subprocess.Popen(
             words,
             env=env,

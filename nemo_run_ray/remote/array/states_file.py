@@ -52,7 +52,8 @@ class StatesFile:
 
     def _write(self, path: str, progress: ArrayProgress) -> None:
         if self._file is None:
-            self._file = open(f"{path}.part", "w", encoding="utf-8")  # noqa: SIM115 over many turns
+            # Over many turns of the loop, so it is no context as ``files.replacing`` is.
+            self._file = open(f"{path}.part", "w", encoding="utf-8")  # noqa: SIM115
             self._stretches = progress.stretches()
         lines = [json.dumps(stretch) + "\n" for stretch in islice(self._stretches, _PIECE)]
         self._file.writelines(lines)

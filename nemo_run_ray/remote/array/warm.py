@@ -1,18 +1,20 @@
-"""Runs elements of a configuration by the interpreter of the task, forked or one alone.
+"""Runs elements of a configuration by the interpreter of the task, forked or in its own process.
 
 The host runs this file, which may use nothing of this package::
 
     warm.py serve <elements> <socket>     imports everything, then forks a process for each order
+    warm.py stay <elements> <socket>      imports everything, then runs one order after the other
     warm.py once <elements> <order>       imports everything, and runs one element
 
 An order is JSON: the element's ``fields`` and ``env``, the path of its own ``config`` if it has
-one, and the path for its ``result``. From a socket it comes as one packet, with the descriptor of
-the output.
+one, and the path for its ``result``. From a socket it comes as one packet, with its ``key`` and the
+descriptor of the output.
 """
 
 from __future__ import annotations
 
 import atexit
+import copy
 import ctypes
 import gc
 import json
@@ -50,9 +52,14 @@ def main(argv: list[str]) -> None:
     template = _configuration(header["template"]) if "template" in header else None
     if how == "once":
         _run(template, json.loads(last))
+    channel = socket.socket(fileno=int(last))
+    os.set_inheritable(channel.fileno(), False)
+    if how == "stay":
+        _stay(channel, template)
+        return
     if template is None:
         _import_tasks(path, header["config_at"])
-    _serve(socket.socket(fileno=int(last)), template)
+    _serve(channel, template)
 
 
 def _load_main(root: Path) -> None:
@@ -90,7 +97,6 @@ def _import_tasks(path: Path, config_at: int) -> None:
 def _serve(channel: socket.socket, template: Any) -> None:
     """Fork a process for each order until the host has closed the socket."""
     obstacles = _obstacles()
-    os.set_inheritable(channel.fileno(), False)
     sys.stdout.flush()  # else each child would write it again
     sys.stderr.flush()
     gc.collect()
@@ -154,14 +160,11 @@ def _become_element(
 ) -> None:
     """Undo in a child what belongs to its parent, and tell the host that the element begins."""
     os.setsid()
-    # While it runs, what it has started and left stays below it: the environment that such a
-    # process shows does not say which element it is of.
-    ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+    _adopt_orphans()
     signal.set_wakeup_fd(-1)
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-    os.dup2(output, 1)
-    os.dup2(output, 2)
-    for fd in (output, *not_needed):
+    _write_to(output)
+    for fd in not_needed:
         os.close(fd)
     atexit._clear()
     try:
@@ -171,6 +174,42 @@ def _become_element(
     channel.close()
     os.environ.update(order["env"])
     _take_new_seeds()
+
+
+def _stay(channel: socket.socket, template: Any) -> None:
+    """Run the elements of one slot in this process until the host has closed the socket."""
+    _adopt_orphans()
+    env, folder = dict(os.environ), os.getcwd()
+    while True:
+        data, fds, _, _ = socket.recv_fds(channel, PACKET_MAX, 1)
+        if not data:
+            return
+        order = json.loads(data)
+        _write_to(fds[0])
+        _send(channel, at="begun", key=order["key"])
+        os.environ.clear()
+        os.environ.update({**env, **order["env"]})
+        os.chdir(folder)
+        code = _code_of(copy.deepcopy(template), order)
+        sys.stdout.flush()
+        sys.stderr.flush()
+        _write_to(os.open(os.devnull, os.O_WRONLY))  # so that the element's output has an end
+        _send(channel, at="over", key=order["key"], code=code)
+
+
+def _adopt_orphans() -> None:
+    """Let what elements have started and left stay below this process while it runs.
+
+    The environment that such a process shows does not say which element it is of.
+    """
+    ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+
+
+def _write_to(output: int) -> None:
+    """Write to a descriptor from now on, which is closed."""
+    os.dup2(output, 1)
+    os.dup2(output, 2)
+    os.close(output)
 
 
 def _take_new_seeds() -> None:
@@ -184,16 +223,7 @@ def _take_new_seeds() -> None:
 
 def _run(template: Any, order: dict[str, Any]) -> NoReturn:
     """Run an element and leave."""
-    code = 1
-    try:
-        if order["config"]:
-            template = _configuration(Path(order["config"]).read_text(encoding="utf-8"))
-        _keep_result(order["result"], _call(template, order["fields"]))
-        code = 0
-    except SystemExit as error:
-        code = _exit_code(error)
-    except BaseException:  # an element's own, of any kind
-        traceback.print_exc()
+    code = _code_of(template, order)
     try:
         threading._shutdown()  # type: ignore[attr-defined]
         atexit._run_exitfuncs()
@@ -201,6 +231,20 @@ def _run(template: Any, order: dict[str, Any]) -> NoReturn:
         sys.stderr.flush()
     finally:
         os._exit(code)
+
+
+def _code_of(template: Any, order: dict[str, Any]) -> int:
+    """Run an element; its exit code."""
+    try:
+        if order["config"]:
+            template = _configuration(Path(order["config"]).read_text(encoding="utf-8"))
+        _keep_result(order["result"], _call(template, order["fields"]))
+    except SystemExit as error:
+        return _exit_code(error)
+    except BaseException:  # an element's own, of any kind
+        traceback.print_exc()
+        return 1
+    return 0
 
 
 def _call(template: Any, fields: dict[str, Any]) -> Any:
