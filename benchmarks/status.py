@@ -19,6 +19,7 @@ from nemo_run_ray.jobs.ledger import Ledger
 from nemo_run_ray.remote.attempts import NONCE_KEY
 from nemo_run_ray.remote.spec import DispatchedJobSpec, DispatchSpec
 from tests.fake_ray import NODE, FakeRay, fake_ray
+from tests.rooms import FakeNode, summary, supervisor
 
 SIZES = 500, 1000, 2000
 ROUNDS = 5
@@ -54,7 +55,10 @@ def _look(name: str) -> float:
 
 
 def _hand_over(ray: FakeRay, size: int) -> str:
-    """What a client leaves of a chain of so many jobs; the experiment's id."""
+    """What a client leaves of a chain of so many jobs; the experiment's id.
+
+    Those that run hold all CPUs of the cluster, which those that are pending wait for.
+    """
     title = f"wide{size}"
     name = f"{title}_{uuid.uuid4().hex[:8]}"
     exp_dir = Path(FOLDER, "home", "experiments", title, name)
@@ -67,6 +71,7 @@ def _hand_over(ray: FakeRay, size: int) -> str:
         "cluster": ExistingCluster(url=ray.url).record(),
         "session": ray.session,
         "dispatcher": dispatcher,
+        "reservation": {"entrypoint_num_cpus": 1.0},
     }
     events = [
         (ledger.INTENT, one.id, {**common, "job": one.name, "role": one.name, "nonce": one.nonce})
@@ -83,6 +88,11 @@ def _hand_over(ray: FakeRay, size: int) -> str:
         node = None if status == "PENDING" else NODE
         ray.add(one.id, {NONCE_KEY: one.nonce}, status=status, driver_exit_code=code)
         ray.rows[one.id]["driver_node_id"] = node
+        ray.rows[one.id]["start_time"] -= 60_000
+    running = _STATUSES.index("RUNNING")
+    busy = FakeNode("busy", {"CPU": size / 4}, {"CPU": size / 4})
+    ray.room = summary(busy)
+    ray.actors = [supervisor(one.id, busy, CPU=1.0) for one in jobs[running :: len(_STATUSES)]]
     return name
 
 

@@ -166,8 +166,6 @@ class RayExecutor(TakesFile, Executor):
         """``memory_per_node`` in bytes."""
         return None if self.memory_per_node is None else parse_memory(self.memory_per_node)
 
-    # ------------------------------------------------------------------ what NeMo-Run calls
-
     @classmethod
     def supports_job_group(cls) -> bool:
         """NeMo-Run's ``JobGroup`` may use it."""

@@ -29,7 +29,7 @@ os.environ["RAY_CONDA_HOME"] = str(CONDA)
 os.environ["RUNTIME_ENV_RETRY_TIMES"] = "2"
 # What Ray tells of its processes' memory is not looked at so closely here, and costs time: 5000.
 os.environ["REPORTER_UPDATE_INTERVAL_MS"] = "15000"
-# Ray starts a worker for each CPU beside the first job, and no job of ours takes one of them: a job
+# Ray starts a worker for each CPU beside the first job, and no job of these tests takes one, as it
 # has a runtime environment of its own. They are a fifth of what a start costs (2 of 10 s of a CPU).
 os.environ["RAY_prestart_worker_first_driver"] = "0"  # noqa: SIM112 Ray spells it so
 for _name in ("RAY_ADDRESS", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"):

@@ -38,7 +38,7 @@ def token(dashboard: Dashboard) -> str:
 
 @pytest.fixture
 def existing(dashboard: Dashboard, token: str, monkeypatch) -> ExistingCluster:
-    """The same Ray, reached as somebody else's cluster: by its address and a token."""
+    """The same Ray, reached as another user's cluster: by its address and a token."""
     monkeypatch.setenv("RAY_AUTH_TOKEN", token)
     return ExistingCluster(url=dashboard.url)
 

@@ -163,7 +163,7 @@ class _OfHead(_Lines):
         return next((node for node in self._found.nodes or () if node.is_head), None)
 
 
-class Verdicts(_OfHead):
+class CheckRows(_OfHead):
     """All lines about one look, see ``_Lines``."""
 
     # ------------------------------------------------------------------ the front

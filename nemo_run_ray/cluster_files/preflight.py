@@ -1,6 +1,6 @@
 """Whether a cluster fits what is to run on it, known before anything is sent.
 
-``look`` asks the cluster and ``check`` judges what it tells. Looking changes nothing. What the
+``look`` asks the cluster and ``check`` says what that means. Looking changes nothing. What the
 cluster does not tell is "unknown", never "ok".
 """
 
@@ -11,9 +11,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from nemo_run_ray.cluster_files.check_rows import CheckRow, CheckRows, CheckState
 from nemo_run_ray.cluster_files.images import labels_of
 from nemo_run_ray.cluster_files.schema import ClusterFile, PoolPart
-from nemo_run_ray.cluster_files.verdicts import CheckRow, CheckState, Verdicts
 from nemo_run_ray.clusters import Dashboard
 from nemo_run_ray.dashboard.inspection import Inspection, inspect
 from nemo_run_ray.executor_checks import parse_memory
@@ -60,35 +60,35 @@ def check(
 ) -> list[CheckRow]:
     """What is to be said of one look; a pure function. See ``look``."""
     file, needs = file or ClusterFile(), needs or Needs()
-    verdicts = Verdicts(found, file.preflight.strict)
+    checks = CheckRows(found, file.preflight.strict)
     if file.preflight.require_address:
-        verdicts.address(file.cluster.address)
-    if not verdicts.front():
-        return verdicts.rows
+        checks.address(file.cluster.address)
+    if not checks.front():
+        return checks.rows
     asks = {**pool_asks(file), **needs.asks}
     since = needs.selector_since
     if since is None and any(ask.selector for ask in asks.values()):
         since = BUNDLE_SELECTORS_SINCE
-    verdicts.ray(since, BUNDLE_SELECTORS_SINCE, JOB_SELECTORS_SINCE)
-    verdicts.python(needs.python)
-    verdicts.nodes()
+    checks.ray(since, BUNDLE_SELECTORS_SINCE, JOB_SELECTORS_SINCE)
+    checks.python(needs.python)
+    checks.nodes()
     for label in file.preflight.required_labels:
-        verdicts.label(label.key, label.value)
+        checks.label(label.key, label.value)
     for name, amount in sorted(file.preflight.min_resources.items()):
-        verdicts.resource(name, amount)
+        checks.resource(name, amount)
     for name, ask in asks.items():
         pool = file.pools.get(name)
         what = f"pool {name}" if pool else name
         if pool and pool.address and pool.address != file.cluster.address:
-            verdicts.elsewhere(what, pool.address)
+            checks.elsewhere(what, pool.address)
         else:
-            verdicts.room(what, ask)
-    verdicts.head_memory(_at_once(file, needs))
+            checks.room(what, ask)
+    checks.head_memory(_at_once(file, needs))
     if needs.jobs is None:  # what jobs send is compared with it when it is packed
-        verdicts.package_size()
-    verdicts.clock()
-    verdicts.disk()
-    return verdicts.rows
+        checks.package_size()
+    checks.clock()
+    checks.disk()
+    return checks.rows
 
 
 def _at_once(file: ClusterFile, needs: Needs) -> int | None:

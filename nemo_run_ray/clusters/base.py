@@ -115,7 +115,7 @@ class Cluster(ConfigurableMixin, abc.ABC):
         body: dict[str, Any],
         archives: Callable[[], Mapping[str, bytes]],
     ) -> None:
-        """Keep what a chain needs to go on in the next life of this cluster, if there may be one.
+        """Keep what a dispatch needs to go on in the cluster's next life, if there may be one.
 
         Args:
             dispatcher: id of its dispatcher.

@@ -21,7 +21,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from nemo_run_ray.clusters.start_log import end_of_log
-from nemo_run_ray.remote.files import write_file
+from nemo_run_ray.remote.files import replacing, write_file
 from nemo_run_ray.remote.node.output import PREFIX
 
 log = logging.getLogger(__name__)
@@ -127,16 +127,14 @@ def text_of(path: Path) -> Iterator[str]:
 
 def _keep_logs(session: Path, its_log: Path, folder: Path) -> None:
     for log in session.glob("logs/job-driver-*.log"):
-        part = folder / f"{log.name}.part"
-        _copy_end(log, part)
-        os.replace(part, folder / log.name)
+        _copy_end(log, folder / log.name)
     if its_log.exists():
         shutil.copyfile(its_log, folder / its_log.name)
 
 
 def _copy_end(path: Path, to: Path) -> None:
     missing = max(0, path.stat().st_size - _LOG_BYTES)
-    with open(path, "rb") as whole, open(to, "wb") as end:
+    with open(path, "rb") as whole, replacing(to) as end:
         whole.seek(missing)
         if missing:
             beginning = whole.read(_LINE_BYTES)

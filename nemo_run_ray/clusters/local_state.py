@@ -7,7 +7,7 @@
         token         what every request must carry; for the owner only
         ray.log       what Ray printed at its start
 
-A state file is believed only when the process that it names was born when it says. The last
+A state file is believed only when the process that it names has the identity that it says. The last
 process to leave stops the cluster, unless it is to be kept or something still runs on it.
 """
 
@@ -65,7 +65,7 @@ children: dict[int, subprocess.Popen[bytes]] = {}
 
 @dataclass
 class LocalState:
-    """What ``state.json`` holds: the process of ``ray start`` is named by its pid and its birth."""
+    """What ``state.json`` holds: the process of ``ray start`` is named by its pid and identity."""
 
     pid: int
     born: str
@@ -324,7 +324,7 @@ def process_identity(pid: int) -> str | None:
 
 
 def raylet_of(pid: int) -> list[Any]:
-    """The raylet that ``ray start`` has started, by its pid and its birth; empty without one."""
+    """The raylet that ``ray start`` has started, by its pid and identity; empty without one."""
     for child in descendants(pid):
         with contextlib.suppress(OSError):
             if Path(f"/proc/{child}/comm").read_text().strip() == "raylet":
@@ -343,5 +343,5 @@ def env_tries() -> int:
 
 
 def _lives(pid: int, born: str | None) -> bool:
-    """Whether the process of that pid is the one that was born then."""
+    """Whether the process of that pid is the one with that identity."""
     return born is not None and born == process_identity(pid)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, TypeVar, cast
@@ -40,16 +40,26 @@ _T = TypeVar("_T")
 
 
 @dataclass(frozen=True)
-class Room:
+class ClusterRoom:
     """What a cluster has, and who holds it.
 
     Attributes:
         nodes: those that live.
-        holdings: what is held; ``None`` when it does not say.
+        holdings: what is held on each node, by its id; ``None`` when the cluster does not say.
     """
 
     nodes: tuple[ClusterNode, ...]
-    holdings: tuple[Holding, ...] | None = None
+    holdings: Mapping[str, Sequence[Holding]] | None = None
+
+    @classmethod
+    def of(cls, nodes: Iterable[ClusterNode], holdings: Iterable[Holding] | None) -> ClusterRoom:
+        """The room of these nodes, with what is held on any of them."""
+        if holdings is None:
+            return cls(tuple(nodes))
+        by_node: dict[str, list[Holding]] = {}
+        for holding in holdings:
+            by_node.setdefault(holding.node_id, []).append(holding)
+        return cls(tuple(nodes), by_node)
 
 
 class StateApi:
@@ -117,7 +127,7 @@ class StateApi:
         rows.sort(key=lambda row: not row.get("is_head_node"))
         return [str(row.get("node_id")) for row in rows]
 
-    def room(self) -> Room | None:
+    def room(self) -> ClusterRoom | None:
         """What the cluster has and who holds it, a moment old; ``None`` when it does not say.
 
         It costs two requests, and one when the first is not answered.
@@ -165,8 +175,8 @@ class StateApi:
         return _understood(lambda: str(answer.json()["data"]["pythonVersion"]))
 
     @cached_property
-    def _room(self) -> Recent[Room | None]:
-        def ask(_: str) -> Room | None:
+    def _room(self) -> Recent[ClusterRoom | None]:
+        def ask(_: str) -> ClusterRoom | None:
             nodes = self.nodes(_ROOM_S)
             if not nodes:
                 return None
@@ -174,7 +184,7 @@ class StateApi:
                 holdings = self.holdings(_ROOM_S)
             except ClusterError:  # what the nodes have told is worth saying by itself
                 holdings = None
-            return Room(tuple(nodes), None if holdings is None else tuple(holdings))
+            return ClusterRoom.of(nodes, holdings)
 
         return Recent(ask, _ROOM_AGE_S, _NO_ROOM_AGE_S)
 

@@ -79,7 +79,7 @@ def elements_of(job: ObservedJob, status: JobStatus, selection: str = "") -> lis
     """
     stretches = _selected(job, status, selection)
     reasons = failures_of(job, status)
-    values = _values(job, [(one.first, one.last) for one in stretches])
+    values = _values(job, [(found.first, found.last) for found in stretches])
     found = []
     for first, last, state, attempts, code in stretches:
         exit_code = code if code or state == "succeeded" else None
@@ -112,8 +112,8 @@ def cancel_elements(job: RemoteJob, selection: str) -> list[Element]:
     chosen = repeat(
         lambda: _selected(job, job.look(Snapshot(is_fresh=True)), selection), PATIENCE_S
     )
-    wanted = [(one.first, one.last) for one in chosen if one.state in ACTIVE]
-    indices = ",".join(f"{one.first}-{one.last}" for one in chosen)
+    wanted = [(element.first, element.last) for element in chosen if element.state in ACTIVE]
+    indices = ",".join(f"{element.first}-{element.last}" for element in chosen)
     if wanted:
         _let_driver_know(job, wish_to_cancel(wanted, only_waiting=selection == "waiting"))
         _wait_for_end(job, indices, ("waiting",) if selection == "waiting" else ACTIVE)
@@ -138,7 +138,7 @@ def _let_driver_know(job: RemoteJob, wish: bytes) -> None:
 def _wait_for_end(job: RemoteJob, indices: str, states: Sequence[str]) -> None:
     def is_over() -> bool:
         found = _selected(job, job.look(Snapshot(is_fresh=True)), indices)
-        return not any(one.state in states for one in found)
+        return not any(element.state in states for element in found)
 
     _until(
         is_over,

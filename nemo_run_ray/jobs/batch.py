@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from graphlib import TopologicalSorter
 from pathlib import Path
 
@@ -46,6 +47,7 @@ class Batch:
         is_ordered: the jobs' order is kept on the cluster, by that dispatcher. Otherwise NeMo-Run
             keeps it, and each job is handed over by itself.
         places: which job of the experiment each is, from 0, by the job's name.
+        names: of the jobs, by their submission ids.
         before_post: called before anything is sent, and raises to forbid it.
     """
 
@@ -56,6 +58,7 @@ class Batch:
     dispatcher_id: str = ""
     is_ordered: bool = True
     places: dict[str, int] = field(default_factory=dict)
+    names: dict[str, str] = field(default_factory=dict)
     before_post: Callable[[], None] = lambda: None
     _lock: threading.Lock = field(default_factory=threading.Lock)
     _session: str = ""
@@ -67,6 +70,11 @@ class Batch:
     def __post_init__(self) -> None:
         self._arrays = TaskArrays(self.exp_dir)
         self._packed = Packed(self.exp_dir)
+
+    def add(self, planned: JobPlan, executor: RayExecutor, place: int) -> None:
+        """Take a job, or another plan of it."""
+        name = self.names[planned.submission_id] = planned.job
+        self.plans[name], self.executors[name], self.places[name] = planned, executor, place
 
     def submit(self, name: str) -> str:
         """Hand a job over, with the first one its whole dispatch or array; its submission id.
@@ -81,8 +89,7 @@ class Batch:
         array = self._arrays.of(name)
         if array is None:
             return self._submit(self.plans[name])
-        planned = self.plans[array]
-        self._arrays.hand_over_once(array, lambda: self._submit(planned))
+        self._arrays.hand_over_once(array, partial(self._submit, self.plans[array]))
         return self._arrays.submission_id(name)
 
     def _submit(self, planned: JobPlan) -> str:
@@ -109,11 +116,7 @@ class Batch:
         book = Ledger.of(self.exp_dir)
         book.write_all([self._intent(planned, nonce)])
         body = planned.body(code, carried, nonce)
-
-        def nonces() -> list[str]:
-            record = book.job(planned.submission_id)
-            return record.nonces if record else []
-
+        nonces = partial(book.nonces, planned.submission_id)
         try:
             submit_once(self._connect(), body, nonces, time.monotonic, time.sleep)
         except NemoRunRayError as error:
@@ -123,34 +126,31 @@ class Batch:
         return planned.submission_id
 
     def _dispatch(self, name: str, jobs: Sequence[JobPlan]) -> None:
-        with self._lock:
-            self._submit_dispatch(name, jobs)
-
-    def _submit_dispatch(self, name: str, jobs: Sequence[JobPlan]) -> None:
         """Write the plan of a dispatch down and start its dispatcher."""
-        places = joined_places(planned.secret_places for planned in jobs)
-        for planned in jobs:
-            archives.secrets_archive(planned.spec.secrets, "", places)  # they must be set
-        jobs = self._fitted(jobs)
-        api = self._connect()
-        shared = self._job_archives()
-        uploads = {archive.uri: archive for archive in shared}
-        dispatched, intents = [], []
-        for planned in _after_their_upstreams(jobs):
-            nonce = secrets.token_hex(8)
-            code = {role: self._packed.code(own) for role, own in planned.packagers.items()}
-            uploads.update({archive.uri: archive for archive in code.values()})
-            uris = {role: archive.uri for role, archive in code.items()}
-            body = planned.body(uris, [archive.uri for archive in shared], nonce)
-            outside = [outside_spec(handle, api, self._session) for handle in planned.outside]
-            dispatched.append(planned.dispatched(body, outside, name))
-            intents.append(self._intent(planned, nonce, name))
-        spec = self._dispatch_spec(name, jobs, dispatched)
-        dispatch = Dispatch.of(self.exp_dir, name)
-        dispatch.save(spec, uploads, _pythons(self.cluster, jobs), places)
-        self.before_post()
-        Ledger.of(self.exp_dir).write_all(intents)
-        start_dispatcher(dispatch, api, self.cluster.record())
+        with self._lock:
+            places = joined_places(planned.secret_places for planned in jobs)
+            for planned in jobs:
+                archives.secrets_archive(planned.spec.secrets, "", places)  # they must be set
+            jobs = self._fitted(jobs)
+            api = self._connect()
+            shared = self._job_archives()
+            uploads = {archive.uri: archive for archive in shared}
+            dispatched, intents = [], []
+            for planned in _after_their_upstreams(jobs):
+                nonce = secrets.token_hex(8)
+                code = {role: self._packed.code(own) for role, own in planned.packagers.items()}
+                uploads.update({archive.uri: archive for archive in code.values()})
+                uris = {role: archive.uri for role, archive in code.items()}
+                body = planned.body(uris, [archive.uri for archive in shared], nonce)
+                outside = [outside_spec(handle, api, self._session) for handle in planned.outside]
+                dispatched.append(planned.dispatched(body, outside, name))
+                intents.append(self._intent(planned, nonce, name))
+            spec = self._dispatch_spec(name, jobs, dispatched)
+            dispatch = Dispatch.of(self.exp_dir, name)
+            dispatch.save(spec, uploads, _pythons(self.cluster, jobs), places)
+            self.before_post()
+            Ledger.of(self.exp_dir).write_all(intents)
+            start_dispatcher(dispatch, api, self.cluster.record())
 
     def _dispatch_spec(
         self, name: str, jobs: Sequence[JobPlan], dispatched: Sequence[DispatchedJobSpec]

@@ -16,7 +16,7 @@ from nemo_run_ray.planning.room import Ask, ask_of
 from nemo_run_ray.remote.spec import ArraySpec, GroupSpec
 
 if TYPE_CHECKING:
-    from nemo_run_ray.cluster_files.verdicts import CheckRow
+    from nemo_run_ray.cluster_files.check_rows import CheckRow
 
 
 def misfit(
@@ -42,7 +42,7 @@ def misfit(
     if not any(executor.preflight for executor in resolved):
         return None
     # Imported when they are needed, for their libraries.
-    from nemo_run_ray.cluster_files.verdicts import CheckState
+    from nemo_run_ray.cluster_files.check_rows import CheckState
 
     rows = _looked(dashboard, plans, asks, dict.fromkeys(plan.resolved_from for plan in resolved))
     _tell(

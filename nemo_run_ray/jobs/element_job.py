@@ -71,7 +71,7 @@ class ElementJob(RemoteJob):
         if whole.state in _WITHOUT_ELEMENTS:
             return self._named(whole)
         is_over = whole.state.is_terminal
-        found = _Seen.of(self.array).look(lambda: self._ask(whole), is_over)
+        found = _LastElements.of(self.array).look(lambda: self._ask(whole), is_over)
         if found is not None:
             return self._named(self._status(found, whole))
         if is_over:
@@ -110,7 +110,7 @@ class ElementJob(RemoteJob):
                 f"array with nemo-run-ray cancel {self.array.id}, or wait. {whole.message}"
             )
         self.array.cancel_elements(str(self.index))
-        _Seen.of(self.array).forget()
+        _LastElements.of(self.array).forget()
         return self.look(Snapshot(is_fresh=True))
 
     def leftovers(self, status: JobStatus) -> str:
@@ -203,10 +203,10 @@ class _Elements:
         return self.stretches[bisect_right(self._firsts, index) - 1]
 
 
-class _Seen:
+class _LastElements:
     """What was last seen of the elements of one array, for all of its tasks in this process."""
 
-    _shared: ClassVar[dict[tuple[Any, ...], _Seen]] = {}
+    _shared: ClassVar[dict[tuple[Any, ...], _LastElements]] = {}
     _shared_lock: ClassVar[threading.Lock] = threading.Lock()
 
     def __init__(self) -> None:
@@ -216,7 +216,7 @@ class _Seen:
         self._was_over = False
 
     @classmethod
-    def of(cls, array: RemoteJob) -> _Seen:
+    def of(cls, array: RemoteJob) -> _LastElements:
         key = array.record.exp_dir, array.id, *array.record.nonces
         with cls._shared_lock:
             return cls._shared.setdefault(key, cls())

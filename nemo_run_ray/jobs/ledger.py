@@ -117,6 +117,11 @@ class Ledger:
             found = self._read().by_id.get(submission_id)
             return None if found is None else found.copy()
 
+    def nonces(self, submission_id: str) -> list[str]:
+        """By which the rows of a job are known as its own; none of a job that is not there."""
+        record = self.job(submission_id)
+        return record.nonces if record is not None else []
+
     def job_with(self, submission_id: str) -> JobRecord | None:
         """The record of one job, or of the array that has a task of this id."""
         with self._lock:

@@ -70,8 +70,6 @@ class ObservedJob:
         """Its attempts as they are now, the first one first, or as they were seen last."""
         return list(self.attempts_in(Snapshot()).values())
 
-    # ------------------------------------------------------------------ one look
-
     def status_in(self, snapshot: Snapshot) -> JobStatus:
         """What a snapshot says of it. It never raises because a cluster is away."""
         try:
@@ -177,7 +175,7 @@ class ObservedJob:
         """The status of a job that has not started, with what it waits for."""
         told = api.state.env_builds.explain(row, status)
         asked = self.record.reservation
-        return why_pending.explain(row, told, asked, api.state, lambda: snapshot.rows(api))
+        return why_pending.explain(row, told, asked, api.state, lambda: snapshot.programs(api))
 
     def _absent(self, api: JobsApi, snapshot: Snapshot) -> JobStatus:
         was_there = self.record.last == ledger.SUBMITTED

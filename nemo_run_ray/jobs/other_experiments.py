@@ -130,7 +130,7 @@ def _record_of(name: str) -> JobRecord | None:
 
 
 def _has_gone_on(record: JobRecord, api: JobsApi) -> bool:
-    """Whether a job's chain goes on in the Ray that is up, in another allocation than before."""
+    """Whether a job's dispatch goes on in the Ray that is up, in another allocation than before."""
     if api.dashboard.earlier is None or not record.dispatcher:
         return False
     dispatcher = ledger.find(record.dispatcher)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Mapping
 from typing import Any, TypeVar
 
 from nemo_run_ray.dashboard.jobs_api import JobsApi
@@ -43,6 +43,19 @@ class Snapshot:
             ClusterError: the cluster cannot be asked.
         """
         return self.once(api, "rows", lambda: api.table(self._is_fresh))
+
+    def programs(self, api: JobsApi) -> Mapping[str, str]:
+        """Submission ids of the Ray programs of the job table, by Ray's number of the program.
+
+        Raises:
+            ClusterError: the cluster cannot be asked.
+        """
+
+        def named() -> dict[str, str]:
+            rows = self.rows(api).items()
+            return {str(row["job_id"]): name for name, row in rows if row.get("job_id")}
+
+        return self.once(api, "programs", named)
 
     def why_lost(
         self, api: JobsApi, session: str, was_there: bool, is_in: Callable[[JobRows], bool]

@@ -129,7 +129,7 @@ def _keep(
     start: dict[str, Any],
     uploads: list[archives.Archive],
 ) -> None:
-    """Let the cluster go on with a chain by itself, if it can; one with secrets needs a client."""
+    """Let the cluster go on with a dispatch by itself; one with secrets needs a client."""
     entrypoint = dispatcher_entrypoint(start["pythons"], SUBMISSION_ID, dispatch.spec.nonce)
     again = {**body, "submission_id": dispatch.id, "entrypoint": entrypoint}
 

@@ -12,11 +12,11 @@ from dataclasses import replace
 from typing import Any
 
 from nemo_run_ray.dashboard.nodes import ClusterNode, Holding, amount_of
-from nemo_run_ray.dashboard.state_api import Room, StateApi
+from nemo_run_ray.dashboard.state_api import ClusterRoom, StateApi
 from nemo_run_ray.errors import NemoRunRayError
 from nemo_run_ray.planning.room import Ask, ask_of, best, free_words, has_room, scarce, why_never
 from nemo_run_ray.remote.group.packing import fits, words
-from nemo_run_ray.remote.rows import JobRow, JobRows
+from nemo_run_ray.remote.rows import JobRow
 from nemo_run_ray.remote.states import JobState, JobStatus, Reason
 
 #: Seconds that a start takes where there is room; before that nothing is asked.
@@ -36,7 +36,7 @@ def explain(
     status: JobStatus,
     reservation: Mapping[str, Any],
     state: StateApi,
-    rows: Callable[[], JobRows],
+    programs: Callable[[], Mapping[str, str]],
 ) -> JobStatus:
     """The status of a task with what it waits for, if it is pending: room, or a worker.
 
@@ -45,7 +45,7 @@ def explain(
         status: what the row says, and what was found out of its runtime environment.
         reservation: the parts of its request that say what it asks for.
         state: asks the cluster.
-        rows: gives the job table, for the names of those who hold what it waits for.
+        programs: gives the names of those who may hold what it waits for.
     """
     ask = ask_of(reservation)
     waits = status.state is JobState.PENDING and status.reason is Reason.NONE
@@ -55,7 +55,7 @@ def explain(
         return status
     try:
         room = state.room() if ask else None
-        told = None if room is None else why_waiting(ask, room, rows, posted_at)
+        told = None if room is None else why_waiting(ask, room, programs, posted_at)
     except NemoRunRayError:
         return status  # this only explains
     told = told or _no_worker(row, posted_at, age_s)
@@ -76,14 +76,14 @@ def _no_worker(row: JobRow, posted_at: float, age_s: float) -> tuple[Reason, str
 
 
 def why_waiting(
-    ask: Ask, room: Room, rows: Callable[[], JobRows], posted_at: float
+    ask: Ask, room: ClusterRoom, programs: Callable[[], Mapping[str, str]], posted_at: float
 ) -> tuple[Reason, str] | None:
     """Why a task waits, in one sentence; ``None`` when there is room.
 
     Args:
         ask: what it asks for.
         room: what the cluster has.
-        rows: gives the job table.
+        programs: gives the submission ids of the Ray programs that have one.
         posted_at: since when it waits, in seconds since the epoch.
     """
     since = f"it waits since {_clock(posted_at)}" if posted_at else "it waits"
@@ -100,7 +100,8 @@ def why_waiting(
     count = len(room.nodes)
     which = f"the node {node.host}" if count == 1 else f"the best of {count} nodes, {node.host},"
     texts = [f"It asks for {ask}", f"{which} has {free_words(ask, node)}"]
-    held = [] if room.holdings is None else holders(ask, node, room.holdings, rows())
+    here = None if room.holdings is None else room.holdings.get(node.node_id, ())
+    held = [] if here is None else holders(ask, node, here, programs())
     if held:
         more = f" and {len(held) - _HOLDERS_MAX} more" if len(held) > _HOLDERS_MAX else ""
         shown = ", ".join(f"{name} ({words(amounts)})" for name, amounts in held[:_HOLDERS_MAX])
@@ -113,7 +114,7 @@ def why_waiting(
 
 
 def holders(
-    ask: Ask, node: ClusterNode, holdings: Iterable[Holding], rows: JobRows
+    ask: Ask, node: ClusterNode, here: Iterable[Holding], programs: Mapping[str, str]
 ) -> list[tuple[str, dict[str, float]]]:
     """The jobs that hold what a task finds too little of on a node, the largest holder first.
 
@@ -121,8 +122,6 @@ def holders(
     cluster does not tell whose it is.
     """
     names = scarce(ask, node)
-    programs = {row.get("job_id"): name for name, row in rows.items() if row.get("job_id")}
-    here = [holding for holding in holdings if holding.node_id == node.node_id]
     found: dict[str, dict[str, float]] = {}
     grouped: set[str] = set()
     for holding in here:

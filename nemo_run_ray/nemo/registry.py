@@ -105,14 +105,31 @@ def is_ordered_by_us(experiment: Experiment | None) -> bool:
     return not any(job.dependencies for job in experiment.jobs)
 
 
-def upstreams(experiment: Experiment | None, job: str) -> tuple[str, ...]:
-    """Names of the jobs that a job of the experiment depends on."""
-    jobs = experiment.jobs if experiment is not None else ()
-    return tuple(
-        dict.fromkeys(
-            name for candidate in jobs if candidate.id == job for name in candidate.dependencies
-        )
-    )
+class JobOrder:
+    """The order of an experiment's jobs, read once: it may have thousands, and is asked for each.
+
+    Attributes:
+        is_ours: whether the order is kept on the cluster, or need not be kept.
+        count: of all jobs.
+    """
+
+    def __init__(self, experiment: Experiment | None) -> None:
+        jobs = list(experiment.jobs) if experiment is not None else []
+        self.is_ours = is_ordered_by_us(experiment)
+        self.count = len(jobs)
+        self._places: dict[str, int] = {}
+        self._upstreams: dict[str, dict[str, None]] = {}
+        for place, job in enumerate(jobs):
+            self._places.setdefault(job.id, place)
+            self._upstreams.setdefault(job.id, {}).update(dict.fromkeys(job.dependencies))
+
+    def place(self, name: str) -> int:
+        """Which of them has that name, from 0; 0 for one that the experiment does not have."""
+        return self._places.get(name, 0)
+
+    def upstreams(self, name: str) -> tuple[str, ...]:
+        """Names of the jobs that a job depends on; none where NeMo-Run keeps the order."""
+        return tuple(self._upstreams.get(name, ())) if self.is_ours else ()
 
 
 def _is_on_one_cluster(experiment: Experiment) -> bool:
@@ -150,12 +167,6 @@ def handle(submission_id: str) -> str:
 
 def experiment_dir(experiment: Experiment) -> Path:
     return Path(experiment._exp_dir)
-
-
-def place(experiment: Experiment | None, name: str) -> int:
-    """Which job of an experiment has that name, from 0; 0 for a job that it does not have."""
-    names = [] if experiment is None else [job.id for job in experiment.jobs]
-    return names.index(name) if name in names else 0
 
 
 def job_names(exp_dir: Path) -> set[str]:

@@ -74,6 +74,7 @@ class RayJobsScheduler(SchedulerMixin, Scheduler[Any]):
         self._jobs: dict[str, RemoteJob] = {}
         self._announced: set[str] = set()
         self._tending: Tending | None = None
+        self._order: registry.JobOrder | None = None
         self._lock = threading.Lock()
 
     # ------------------------------------------------------------------ submission
@@ -88,17 +89,23 @@ class RayJobsScheduler(SchedulerMixin, Scheduler[Any]):
         if planned.runs_here:
             planned = in_folder(planned, str(Path.cwd()))
         batch = self._batch(cfg)
-        planned = self._in_order(planned, batch)
+        order = self._order_for(planned, batch)
+        planned = self._in_order(planned, batch, order)
         _check_id(planned, batch)
-        batch.plans[planned.job] = planned
-        batch.executors[planned.job] = cfg
-        batch.places[planned.job] = registry.place(self._experiment, planned.job)
+        batch.add(planned, cfg, order.place(planned.job))
         return AppDryRunInfo(Request(planned, batch), str)
 
-    def _in_order(self, planned: JobPlan, batch: Batch) -> JobPlan:
+    def _order_for(self, planned: JobPlan, batch: Batch) -> registry.JobOrder:
+        """The order of the experiment's jobs; read anew with its first one, and with a new one."""
+        is_first = not batch.plans or planned.job == next(iter(batch.plans))
+        count = 0 if self._experiment is None else len(self._experiment.jobs)
+        if self._order is None or is_first or self._order.count != count:
+            self._order = registry.JobOrder(self._experiment)
+        return self._order
+
+    def _in_order(self, planned: JobPlan, batch: Batch, order: registry.JobOrder) -> JobPlan:
         """The plan with the jobs of the experiment that it comes after."""
-        if planned.job in batch.plans or not batch.plans:  # once for all jobs of a dry run
-            batch.is_ordered = registry.is_ordered_by_us(self._experiment)
+        batch.is_ordered = order.is_ours
         if not batch.is_ordered and planned.max_in_flight is not None:
             raise ConfigError(
                 f"RayExecutor.max_in_flight of {planned.job!r} is {planned.max_in_flight}, but the "
@@ -111,16 +118,16 @@ class RayJobsScheduler(SchedulerMixin, Scheduler[Any]):
                 "dependencies and jobs elsewhere too, so that NeMo-Run hands its jobs over one by "
                 "one; leave the field out, or put all jobs on one Ray cluster."
             )
-        own = {job_plan.submission_id for job_plan in batch.plans.values()}
         before = batch.plans.get(planned.job)
         # NeMo-Run overwrites the field with the handles of the experiment's own jobs at the launch.
         named = handles_of(planned.outside, batch.exp_dir, registry.job_names)
         given = [*(before.outside if before else ()), *named]
         outside = [
-            handle for handle in dict.fromkeys(given) if handle.rpartition("/")[2] not in own
+            handle
+            for handle in dict.fromkeys(given)
+            if handle.rpartition("/")[2] not in batch.names
         ]
-        after = registry.upstreams(self._experiment, planned.job) if batch.is_ordered else ()
-        return replace(planned, after=after, outside=tuple(outside))
+        return replace(planned, after=order.upstreams(planned.job), outside=tuple(outside))
 
     def schedule(self, dryrun_info: AppDryRunInfo[Request]) -> str:
         request = dryrun_info.request
@@ -261,12 +268,12 @@ def _check_id(planned: JobPlan, batch: Batch) -> None:
             f"The job {planned.job!r} would get the id {name}, which is that of the experiment's "
             "dispatcher; rename it."
         )
-    for other in batch.plans.values():
-        if other.job != planned.job and other.submission_id == name:
-            raise ConfigError(
-                f"The jobs {other.job!r} and {planned.job!r} of one experiment would get the same "
-                f"id {name} on the cluster; rename one of them."
-            )
+    other = batch.names.get(name, planned.job)
+    if other != planned.job:
+        raise ConfigError(
+            f"The jobs {other!r} and {planned.job!r} of one experiment would get the same "
+            f"id {name} on the cluster; rename one of them."
+        )
 
 
 #: Why a job may wait for minutes. The first one of an experiment is told of, and no trouble.

@@ -33,11 +33,11 @@ def _dispatch(submission_id: str, nonce: str) -> int:
 
     path = archived(DISPATCH)
     if path is None:
-        raise FileNotFoundError("the archive of the chain is not on this node")
+        raise FileNotFoundError("the archive of the dispatch is not on this node")
     with open(path, encoding="utf-8") as file:
         dispatch = from_json(file.read())
     if not isinstance(dispatch, DispatchSpec):
-        raise ValueError(f"{path} holds no chain")
+        raise ValueError(f"{path} holds no dispatch")
     code = dispatcher.run(dispatch, submission_id)
     say(f"{end_mark(nonce)}exit code {code}".removeprefix(PREFIX))
     return code

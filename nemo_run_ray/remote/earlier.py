@@ -1,16 +1,16 @@
 """Ray's job tables of allocations of Slurm whose jobs go on in the next one.
 
 An allocation writes the job table of its Ray down, see ``slurm/allocation.py``. Where it is
-renewed, the chains that were handed over to it go on in the next one, and their attempts are rows
-of several tables: those of the runs before, and that of the Ray which is up::
+renewed, the dispatches that were handed over to it go on in the next one, and their attempts are
+rows of several tables: those of the runs before, and that of the Ray which is up::
 
     <cluster>/
         dispatches/<dispatcher's id>/
             ids         ids of the dispatcher and of all its jobs, a line each
             start.json  the request by which the dispatcher is started
-            _ray_pkg_…  the archives of the chain
+            _ray_pkg_…  the archives of the dispatch
         lives/4/
-            renewed     this allocation goes on with the chains of the one before
+            renewed     this allocation goes on with the dispatches of the one before
             run/871.0/  its files, see ``slurm/run_folder.py``; ``871.1`` after a requeue
 """
 
@@ -54,11 +54,11 @@ class EarlierRun:
 
 
 def rows_of(runs: Iterable[EarlierRun], kept: Set[str]) -> JobRows:
-    """The rows of kept chains, as they are now that their allocations have ended.
+    """The rows of kept dispatches, as they are now that their allocations have ended.
 
     Args:
         runs: the first one first.
-        kept: first ids of the chains' dispatchers and jobs.
+        kept: first ids of the dispatches' dispatchers and jobs.
     """
     found: Dict[str, JobRow] = {}
     for run in runs:
@@ -71,7 +71,7 @@ def rows_of(runs: Iterable[EarlierRun], kept: Set[str]) -> JobRows:
 
 
 def rows_before(life: str, run: str) -> JobRows:
-    """The rows of kept chains from before a run, read on one of its nodes.
+    """The rows of kept dispatches from before a run, read on one of its nodes.
 
     Args:
         life: folder of the allocation.
@@ -84,7 +84,7 @@ def rows_before(life: str, run: str) -> JobRows:
 
 
 def rows_of_job(env: Mapping[str, str]) -> JobRows:
-    """The rows of kept chains from before the run in which a job is.
+    """The rows of kept dispatches from before the run in which a job is.
 
     Args:
         env: of the job; empty rows where its cluster is no such allocation.
@@ -97,7 +97,7 @@ def rows_of_job(env: Mapping[str, str]) -> JobRows:
 
 
 def goes_on(life: str, run: str) -> bool:
-    """Whether a run goes on with the chains of those before it.
+    """Whether a run goes on with the dispatches of those before it.
 
     Raises:
         OSError: the folders cannot be read now.
@@ -106,7 +106,7 @@ def goes_on(life: str, run: str) -> bool:
 
 
 def kept_dispatches(life: str) -> List[str]:
-    """The folders of the chains that are kept for the cluster of an allocation.
+    """The folders of the dispatches that are kept for the cluster of an allocation.
 
     Raises:
         OSError: they cannot be read now.
@@ -117,7 +117,7 @@ def kept_dispatches(life: str) -> List[str]:
 
 
 def kept_ids(life: str) -> Set[str]:
-    """First ids of the dispatchers and jobs of all kept chains.
+    """First ids of the dispatchers and jobs of all kept dispatches.
 
     Raises:
         OSError: they cannot be read now.
@@ -144,13 +144,13 @@ def _ended(row: JobRow, run: EarlierRun) -> JobRow:
 
 
 def _others(life: str, run: str) -> List[str]:
-    """The folders of the runs before a run whose chains go on in it, the first one first."""
+    """The folders of the runs before a run whose dispatches go on in it, the first one first."""
     own = os.path.basename(os.path.normpath(run))  # Slurm gives a number once
     return [folder for folder in _runs(life) if os.path.basename(folder) != own]
 
 
 def _runs(life: str) -> Iterator[str]:
-    """The folders of all runs whose chains go on in an allocation, the first one first."""
+    """The folders of all runs whose dispatches go on in an allocation, the first one first."""
     folders = [life]
     while is_there(os.path.join(folders[-1], RENEWED)):
         parent, number = os.path.split(folders[-1])

@@ -19,7 +19,7 @@ from nemo_run_ray import remote
 
 #: Names of the templates, which are NeMo-Run's.
 TEMPLATES = ("ray.sub.j2", "ray_enroot.sub.j2")
-_PARTS = ("ray.sub.j2", "ray_enroot.sub.j2", "attach.sh.j2")
+_PARTS = ("ray.sub.j2", "ray_enroot.sub.j2", "renew.sh.j2", "attach.sh.j2")
 _HERE = Path(__file__).parent
 #: What the node program needs of ``remote``.
 _FOLDERS = ("slurm", "node")

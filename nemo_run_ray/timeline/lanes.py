@@ -5,10 +5,24 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from nemo_run_ray.remote.states import JobState
+
 #: The states that have a mark, in the order in which they are counted. Any other is UNKNOWN's.
-STATES = ("FAILED", "LOST", "CANCELLED", "SUCCEEDED", "RUNNING", "PENDING", "WAITING", "UNKNOWN")
+STATES = tuple(
+    state.value
+    for state in (
+        JobState.FAILED,
+        JobState.LOST,
+        JobState.CANCELLED,
+        JobState.SUCCEEDED,
+        JobState.RUNNING,
+        JobState.PENDING,
+        JobState.WAITING,
+        JobState.UNKNOWN,
+    )
+)
 #: A job in one of these may go on, so the axis goes on to the present.
-_LIVE = {"WAITING", "PENDING", "RUNNING", "UNKNOWN"}
+_LIVE = {state.value for state in JobState if not state.is_terminal}
 
 
 @dataclass(frozen=True)
@@ -167,7 +181,7 @@ def span_of(attempt: Span, axis: Axis) -> tuple[float, float, float]:
     """The moments posted, running and ended, in this order whatever the clocks say."""
     posted = attempt.posted_at
     ended = max(posted, _or(attempt.ended_at, _or(attempt.seen_at, axis.end)))
-    is_pending = attempt.ended_at is None and attempt.outcome == "PENDING"
+    is_pending = attempt.ended_at is None and attempt.outcome == JobState.PENDING.value
     running = _or(attempt.running_at, ended if is_pending else posted)
     return posted, min(max(posted, running), ended), ended
 
@@ -178,7 +192,7 @@ def bars_of(lane: Lane, axis: Axis) -> list[Bar]:
 
 
 def known_state(state: str) -> str:
-    return state if state in STATES else "UNKNOWN"
+    return state if state in STATES else JobState.UNKNOWN.value
 
 
 def _bars(lane: Lane, axis: Axis) -> Iterator[Bar]:
@@ -203,8 +217,8 @@ def _phases(attempt: Span, total: int, axis: Axis) -> list[Bar]:
         Bar("pending", posted, running, "pending", attempt.outcome, which),
         Bar("running", running, ended, words, attempt.outcome, which),
     ]
-    only = bars[0] if attempt.outcome == "PENDING" else bars[1]
-    if attempt.outcome == "LOST" and attempt.running_at is not None:
+    only = bars[0] if attempt.outcome == JobState.PENDING.value else bars[1]
+    if attempt.outcome == JobState.LOST.value and attempt.running_at is not None:
         return bars  # it was seen to begin, if nothing of it later
     return [bar for bar in bars if bar.start < bar.end] or [only]
 

@@ -109,7 +109,7 @@ class Crew:
 
     def free(self, held: int) -> WorkerHandle | None:
         """The worker that should get the next call; ``None`` when all have ``held`` of them."""
-        found = [one for one in self.workers if one.node_id and len(one.calls) < held]
+        found = [worker for worker in self.workers if worker.node_id and len(worker.calls) < held]
         return min(found, key=lambda one: len(one.calls), default=None)
 
     def step(self, now: float, waiting: int, idle_s: float) -> str:

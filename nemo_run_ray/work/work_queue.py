@@ -95,7 +95,7 @@ class WorkQueue:
             self._sweep_at = now + _SWEEP_S
             self.give_up([item for item in self._waiting if item.future.cancelled()])
         self._feed(now)
-        for worker in [one for one in self._crew.workers if one.calls]:
+        for worker in [busy for busy in self._crew.workers if busy.calls]:
             if now >= _deadline(worker, self.pace(worker.calls[0].items[0].function)):
                 self._end(worker, "")
 
@@ -106,7 +106,7 @@ class WorkQueue:
         if not items:
             return
         self._waiting = deque(item for item in self._waiting if not item.is_given_up)
-        for worker in [one for one in self._crew.workers if one.calls]:
+        for worker in [busy for busy in self._crew.workers if busy.calls]:
             if all(item.is_given_up for item in worker.calls[0].items):
                 self._end(worker, "")
 

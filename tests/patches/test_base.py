@@ -320,12 +320,12 @@ def test_edits_that_cannot_be_made_out_change_nothing(every_kind, held, target):
     assert patch.status() == "off"
 
 
-# ---------------------------------------------------------------------- somebody else's on top
+# ---------------------------------------------------------------------- another package's on top
 
 
 @pytest.fixture
 def covered(target, every_kind) -> tuple[_Made, Callable[[], None]]:
-    """An applied patch with somebody's wrapper on one of its attributes, and what takes it off."""
+    """An applied patch with another's wrapper on one of its attributes, and what takes it off."""
     patch = _Made(*every_kind)
     patch.apply()
     ours = vars(target.Child)["plain"]
@@ -444,7 +444,7 @@ def test_on_a_newer_version_what_is_replaced_must_be_known(nemo_run_is, target, 
     with pytest.raises(UnsupportedNemoRun, match=r"the body of Child\.plain .*0123456789abcdef"):
         wrong.apply()
     assert _same(before, held())
-    nemo_run_is("0.12.9")  # it was verified there, so somebody has changed that NeMo-Run
+    nemo_run_is("0.12.9")  # it was verified there, so that NeMo-Run was changed
     wrong.apply()
     assert wrong.undo()
 
@@ -593,12 +593,12 @@ def test_undo_takes_all_or_those_named(several, held):
 
 def test_a_covered_patch_does_not_keep_the_others_on(several, target):
     patches.apply()
-    target.Child.limit = "somebody's"
+    target.Child.limit = "another's"
     assert patches.undo() is False
     status = patches.status()
     assert status.pop("two").startswith("applied, covered by ")
     assert status == {"one": "off", "three": "off"}
-    assert target.Child.limit == "somebody's"
+    assert target.Child.limit == "another's"
 
 
 def test_patches_on_top_of_each_other_are_undone_in_reverse(several, target, held):

@@ -18,7 +18,7 @@ from tests.patches.dgxcloud import make_executor
 SOURCE = {f"_NEMO_RUN_RAY_SRC_{number}": "x{`$" for number in range(3)} | {"_NEMOTRON_SRC_0": "y"}
 OTHERS = {
     "EPOCHS": "3",
-    "NEMO_RUN_RAY_SRC_0": "no prefix of ours",
+    "NEMO_RUN_RAY_SRC_0": "another prefix",
     "lower": "case",
     "SRC": "_NEMOTRON_SRC_",
 }

@@ -37,7 +37,7 @@ def folder(tmp_path):
 
 
 @pytest.mark.soak
-@pytest.mark.skipif(os.getuid() != 0, reason="only root can be somebody else")
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can become another user")
 def test_the_embedded_ray_of_another_user(folder, local_cluster):
     """Beside root's own, and beside a Ray whose client server has the default port."""
     env = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}

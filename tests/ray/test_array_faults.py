@@ -108,7 +108,14 @@ def logs(dashboard) -> Path:
     return Path(word.partition("=")[2])
 
 
-@pytest.mark.parametrize("victims", VICTIMS)
+#: The others on one node are tried by real processes without Ray, see tests/unit/remote/array.
+_FIRST = (drivers, hosts)
+
+
+@pytest.mark.parametrize(
+    "victims",
+    [pytest.param(one, marks=[] if one in _FIRST else [pytest.mark.soak]) for one in VICTIMS],
+)
 def test_an_array_outlives(start, logs, tmp_path, victims):
     is_forked = victims is warm
     job = start((partials if is_forked else scripts)(tmp_path, seconds=0.6), retries=3)

@@ -9,7 +9,7 @@ from tests.conftest import tool
 
 @pytest.fixture
 def own(tmp_path, monkeypatch):
-    """A Ray that nobody else uses, reached as somebody else's cluster."""
+    """A Ray that nobody else uses, reached as another user's cluster."""
     cluster = LocalCluster(num_cpus=3, keep=True, state_dir=str(tmp_path / "ray"))
     dashboard = cluster.connect()
     monkeypatch.setenv("RAY_AUTH_TOKEN", dashboard.headers["Authorization"].removeprefix("Bearer "))

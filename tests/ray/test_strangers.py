@@ -1,11 +1,14 @@
 """Jobs of others on the same Ray: nothing that we do touches them, however they look."""
 
+import nemo_run as run
 import pytest
 from ray.job_submission import JobSubmissionClient
 
 from nemo_run_ray import RayExecutor, find
 from nemo_run_ray.dashboard import wake
+from nemo_run_ray.dashboard.http import Http
 from nemo_run_ray.jobs.tend import tend
+from nemo_run_ray.remote.states import JobState
 from tests.conftest import tool, wait_for
 
 
@@ -24,28 +27,56 @@ def theirs(dashboard, token, unique, api):
     wait_for(lambda: api.table(fresh=True)[name]["status"] in ("STOPPED", "PENDING"))
 
 
-def test_a_strangers_job_that_waits_for_ever_stays_as_it_is(
-    existing, unique, api, theirs, monkeypatch
-):
-    import nemo_run as run
-
-    monkeypatch.setattr(wake, "_PENDING_LONG_S", 0.0)
+@pytest.fixture
+def ours(existing, unique):
+    """An experiment with a job that has ended, and one that waits for what no node has."""
+    waits = RayExecutor(cluster=existing, resources_per_node={"nobody-has-this": 1})
     with run.Experiment(unique, skip_status_at_exit=True) as experiment:
-        script = run.Script(inline="echo ours")
-        experiment.add(script, executor=RayExecutor(cluster=existing), name="job")
-        experiment.run()
+        executor = RayExecutor(cluster=existing)
+        experiment.add(run.Script(inline="echo ours"), executor=executor, name="job")
+        experiment.add(run.Script(inline="true"), executor=waits, name="waits")
+        experiment.run(detach=True)
+    job, waiting = find(unique)
+    job.wait(timeout_s=60)
+    yield job, waiting
+    waiting.cancel()
+
+
+def test_a_strangers_job_that_waits_for_ever_stays_as_it_is(existing, unique, api, ours, theirs):
     before = api.table(fresh=True)[theirs]
     known = set(api.table(fresh=True))
-    for verb in (["status", "--json", unique], ["status", "--once", unique], ["logs", unique]):
-        done = tool("nemo-run-ray", *verb)
+    verbs = (["status", "--json"], ["status", "--once"], ["logs", "--job", "job"])
+    for verb in verbs:
+        done = tool("nemo-run-ray", *verb, unique)
         assert done.returncode == 0, done.stderr
     assert tool("nemo-run-ray", "doctor", "--address", existing.url).returncode == 0
     run.Experiment.from_title(unique).status()
     assert run.Experiment.from_title(unique).status(return_dict=True)["job"]["status"]
     task = run.Script(inline="true")
     run.run(task, executor=RayExecutor(cluster=existing), name=f"{unique}-dry", dryrun=True)
-    (job,) = find(unique)
-    tend(job.record.exp_dir)
     after = api.table(fresh=True)
     assert after[theirs] == before
     assert set(after) == known
+
+
+def test_ray_is_woken_for_ours_and_not_for_theirs(unique, api, ours, theirs, monkeypatch):
+    """Both jobs look as if a dead head had left them behind."""
+    monkeypatch.setattr(wake, "_PENDING_LONG_S", 0.0)
+    monkeypatch.setattr(wake, "_WAKE_AGAIN_S", 0.0)
+    before = api.table(fresh=True)[theirs]
+    known = set(api.table(fresh=True))
+    sent = []
+    request = Http.request
+
+    def spy(self, method, path, *arguments, **content):
+        if method != "GET":
+            sent.append((method, path, content.get("json", {}).get("submission_id")))
+        return request(self, method, path, *arguments, **content)
+
+    monkeypatch.setattr(Http, "request", spy)
+    tend(ours[0].record.exp_dir)
+    assert sent == [("POST", "/api/jobs/", ours[1].id)]
+    after = api.table(fresh=True)
+    assert after[theirs] == before
+    assert set(after) == known
+    assert ours[1].status.state is JobState.PENDING

@@ -1,4 +1,4 @@
-"""What a program prints that ends with an error of ours. In processes of their own."""
+"""What a program prints that ends with an error of this package. In processes of their own."""
 
 import os
 import subprocess

@@ -167,8 +167,6 @@ class SlurmCluster(Cluster):
         self._looks.forget()
         return found
 
-    # ------------------------------------------------------------------ inside
-
     def _bring_up(self, progress: Progress) -> BringUp:
         return BringUp(
             name=self.name,

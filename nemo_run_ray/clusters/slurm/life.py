@@ -26,7 +26,7 @@ class AllocationLife:
         folder: real path of its folder, without symbolic links.
         claimed: the user who may submit its job.
         sent: whether that was begun.
-        renewed: whether it goes on with the chains of the life before.
+        renewed: whether it goes on with the dispatches of the life before.
         job: Slurm's number of its job; empty until Slurm has taken it.
         refused: what ``sbatch`` said when it did not take the job.
         over: why a client gave it up; empty while nobody has.
@@ -62,7 +62,7 @@ class AllocationLife:
 
     @property
     def was_left(self) -> bool:
-        """Whether the script that claimed it for its chains has died before Slurm had a job."""
+        """Whether the script that claimed it for its dispatches has died before Slurm had a job."""
         return self.renewed and not self.job and self.jobless_s >= RENEWAL_S + _CLOCKS_S
 
     def is_asked_for(self, known_s: float) -> bool:

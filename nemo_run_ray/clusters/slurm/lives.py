@@ -68,7 +68,7 @@ else
   [ -d {life} ] || mkdir -m 700 {life}
 fi
 """
-#: A life that goes on with chains is not cancelled: it ends by itself when they are done.
+#: A life that goes on with dispatches is not cancelled: it ends by itself when they are done.
 _LEAVE = """\
 cd {life} 2>/dev/null && [ -e {users}/{user} ] || exit 0
 rm -f {users}/{user}
@@ -84,8 +84,9 @@ exit 0
 """
 
 
-#: Prints the ids of kept chains, and then the runs whose chains go on in a life, or in the one with
-#: a name of Ray's, the newest first: of each its folder, a line for each file, and names of logs.
+#: Prints the ids of kept dispatches, and then the runs whose dispatches go on in a life, or in the
+#: one with a name of Ray's, the newest first: of each its folder, a line for each file, and the
+#: names of its logs.
 _SERIES = """\
 cd {folder}/lives 2>/dev/null || exit 0
 number={number}
@@ -199,10 +200,10 @@ class Lives:
             self.login.run(f"scancel {job} || ! squeue -h -j {job} 2>/dev/null | grep -q .")
 
     def series(self, number: int | None = None, session: str = "") -> Series:
-        """The runs whose chains go on in one life.
+        """The runs whose dispatches go on in one life.
 
         Args:
-            number: of the life; ``None`` for the newest one whose chains are those of ``session``.
+            number: of the life; ``None`` for the newest one that has those of ``session``.
             session: Ray's name of a life.
         """
         told = self.login.run(
@@ -227,7 +228,7 @@ class Lives:
         body: dict[str, Any],
         archives: Callable[[], Mapping[str, bytes]],
     ) -> None:
-        """Keep a chain, so that it goes on in the next life."""
+        """Keep a dispatch, so that it goes on in the next life."""
         folder = os.path.join(self.folder, DISPATCHES, dispatcher)
         there = f"[ ! -e {quoted(folder, IDS)} ] || echo there"
         if self.login.run(f"mkdir -p -m 700 {quoted(folder)} && {there}").strip():

@@ -71,7 +71,7 @@ class Looks:
         return jobs is not None and bool(life.job) and all(job.number != life.job for job in jobs)
 
     def series(self, session: str) -> Series:
-        """What a life has left, with those before and after it in which its chains go on."""
+        """What a life has left, with those before and after it in which its dispatches go on."""
         key = (*self._key, session)
         nothing = Series(self._lives.login, (), frozenset())
         at, state, found = _left.get(key, (float("-inf"), self._state, nothing))
@@ -90,7 +90,7 @@ class Looks:
         return (0, "", False) if life is None else (life.number, life.run, life.end is not None)
 
     def before(self, life: AllocationLife) -> Series | None:
-        """The runs before the one that is up; ``None`` if it goes on with no chains.
+        """The runs before the one that is up; ``None`` if it goes on with no dispatches.
 
         Raises:
             ClusterError: the host cannot be asked.
@@ -103,7 +103,7 @@ class Looks:
         return _before[key]
 
     def why_gone(self, session: str) -> str:
-        """Why a life is over, and with it its chains; empty if nobody can say so."""
+        """Why a life is over, and with it its dispatches; empty if nobody can say so."""
         series = self.series(session)
         if not series.runs:
             return ""
@@ -119,7 +119,7 @@ class Looks:
         return f"{why}, and nobody has asked for the next one"
 
     def why_away(self, session: str) -> str:
-        """Why a life is over whose chains go on in one that is not up yet; empty otherwise."""
+        """Why a life is over whose dispatches go on in one that is not up yet; empty otherwise."""
         with contextlib.suppress(NemoRunRayError):
             life, series = self.newest(), self.series(session)
             if life is None or not series.leads_to(life.number, life.renewed) or life.was_left:

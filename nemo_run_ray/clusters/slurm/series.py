@@ -1,4 +1,4 @@
-"""The runs of a cluster on Slurm whose chains go on in the next one."""
+"""The runs of a cluster on Slurm whose dispatches go on in the next one."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from nemo_run_ray.remote.rows import JobRows
 
 @dataclass(frozen=True)
 class Series:
-    """The runs whose chains go on in the newest of them.
+    """The runs whose dispatches go on in the newest of them.
 
     Attributes:
         login: where their folders are.
         runs: the newest one first.
-        kept: first ids of the dispatchers and jobs of all chains that are kept.
+        kept: first ids of the dispatchers and jobs of all dispatches that are kept.
     """
 
     login: Login
@@ -45,21 +45,21 @@ class Series:
 
     @property
     def has_ended(self) -> bool:
-        """Whether its runs have left all that they leave; another one may go on with its chains."""
+        """Whether its runs have left all that they leave; another may go on with its dispatches."""
         return bool(self.runs) and all(run.is_whole for run in self.runs)
 
     def leads_to(self, number: int, renewed: bool) -> bool:
-        """Whether its chains go on in a life.
+        """Whether its dispatches go on in a life.
 
         Args:
             number: of the life.
-            renewed: whether that goes on with the chains of the one before.
+            renewed: whether that goes on with the dispatches of the one before.
         """
         lives = {int(Path(run.folder).parts[-3]) for run in self.runs}
         return number in lives or (renewed and number - 1 in lives)
 
     def left_rows(self, session: str) -> JobRows:
-        """The job table of a run, with what became of its chains in the others."""
+        """The job table of a run, with what became of its dispatches in the others."""
         own = self.of(session)
         rows = {} if own is None else own.rows
         return {**rows, **self.rows()} if len(self.runs) > 1 else rows
@@ -69,7 +69,7 @@ class Series:
         return next((run for run in self.runs if run.session == session), None)
 
     def rows(self) -> JobRows:
-        """The rows of the chains in all the runs, none of which is up any more."""
+        """The rows of the dispatches in all the runs, none of which is up any more."""
         return self._rows
 
     def log(self, submission_id: str) -> Path | None:

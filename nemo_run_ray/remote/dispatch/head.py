@@ -32,8 +32,8 @@ def find_dashboard(
         for url in rest.candidates(dispatch.dashboards):
             try:
                 found = rest.Rest(url, timeout_s=5.0).session()
-                # Where Ray has set the address it is this cluster's; and chains of an allocation go
-                # on in the next one, whose Ray has another name.
+                # Where Ray has set the address it is this cluster's; and the dispatches of an
+                # allocation go on in the next one, whose Ray has another name.
                 if found == dispatch.session or url == rest.own_dashboard():
                     return rest.Rest(url)
             except rest.Unanswered:

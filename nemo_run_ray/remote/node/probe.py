@@ -151,7 +151,7 @@ class _Try:
             return self._unless_late(now)
         except OSError as error:
             return f"{self._words} failed: {error}"
-        return self._judge()
+        return self._outcome()
 
     def _connected(self, now: float) -> Optional[str]:
         error = self.socket.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
@@ -175,7 +175,7 @@ class _Try:
         self.is_asked = True
         return None
 
-    def _judge(self) -> str:
+    def _outcome(self) -> str:
         line = self._answer.split(b"\r\n")[0].split(b"\n")[0].decode(errors="replace")
         words: List[str] = line.split()
         if len(words) < 2 or not words[0].startswith("HTTP/"):

@@ -2,7 +2,7 @@
 
 The client has made the folder of the allocation, below that of the cluster::
 
-    dispatches/…    chains that go on in the next allocation, see ``../earlier.py``
+    dispatches/…    dispatches that go on in the next allocation, see ``../earlier.py``
     lives/3/
         ray.sub     the script of the job
         job         Slurm's number of the job
@@ -11,7 +11,7 @@ The client has made the folder of the allocation, below that of the cluster::
         released    the last of them has left
         keep        the cluster stays although nobody uses it
         over        why there is nothing to be had of it any more
-        renewed     it goes on with the chains of the one before
+        renewed     it goes on with the dispatches of the one before
 
 A folder with a higher number means that this allocation was given up.
 """
@@ -39,7 +39,7 @@ from .settings import Settings
 USERS, RELEASED, KEEP, OVER = "users", "released", "keep", "over"
 #: Seconds between two looks at Ray's job table.
 _LOOK_S = 5.0
-#: How often Ray is asked for its last job table, of which chains go on.
+#: How often Ray is asked for its last job table, of which dispatches go on.
 _LAST_TRIES = 3
 
 
@@ -49,7 +49,7 @@ class Allocation:
     Args:
         settings: of the head; without ``life`` nothing is watched.
         token_path: of the file with Ray's token.
-        renewal: what it knows of the walltime, and of chains that go on.
+        renewal: what it knows of the walltime, and of dispatches that go on.
         clock: seconds that only grow.
     """
 

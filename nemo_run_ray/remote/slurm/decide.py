@@ -13,7 +13,7 @@ CLUSTER_FAILED = 70
 
 
 @dataclass(frozen=True)
-class View:
+class ClusterView:
     """What the head sees in one look.
 
     Attributes:
@@ -56,7 +56,7 @@ class ClusterReady:
 LOST_AFTER_S = 15.0
 
 
-def decide(settings: Settings, view: View) -> Union[Wait, ClusterReady, RunEnd]:
+def decide(settings: Settings, view: ClusterView) -> Union[Wait, ClusterReady, RunEnd]:
     """The next step of a cluster.
 
     Returns:
@@ -80,7 +80,7 @@ def decide(settings: Settings, view: View) -> Union[Wait, ClusterReady, RunEnd]:
     return Wait(waiting)
 
 
-def _failed(settings: Settings, view: View) -> Optional[str]:
+def _failed(settings: Settings, view: ClusterView) -> Optional[str]:
     """Why the cluster cannot go on; ``None`` while it can."""
     for rank, report in sorted(view.reports.items()):
         if report.failed and (rank == 0 or _is_needed(settings, view)):
@@ -103,7 +103,7 @@ def _failed(settings: Settings, view: View) -> Optional[str]:
     return None
 
 
-def _is_needed(settings: Settings, view: View) -> bool:
+def _is_needed(settings: Settings, view: ClusterView) -> bool:
     """Whether workers that have failed end the job; before it was ready, if too few are left."""
     if view.was_ready:
         return settings.fail_fast
@@ -111,7 +111,7 @@ def _is_needed(settings: Settings, view: View) -> bool:
     return settings.nodes - 1 - len(failed | view.dead) < settings.min_workers
 
 
-def _missing(settings: Settings, view: View) -> str:
+def _missing(settings: Settings, view: ClusterView) -> str:
     """What a cluster lacks that is not ready, in words; empty when nothing is missing."""
     if not view.address:
         return f"the head {settings.host} waits for workers that reach it"
@@ -137,7 +137,7 @@ def _too_few(settings: Settings, lacking: List[str]) -> bool:
     return settings.nodes - 1 - len(lacking) < settings.min_workers
 
 
-def _late(settings: Settings, view: View) -> List[str]:
+def _late(settings: Settings, view: ClusterView) -> List[str]:
     alive = view.alive or frozenset()
     found = []
     for rank in range(1, settings.nodes):
@@ -149,12 +149,12 @@ def _late(settings: Settings, view: View) -> List[str]:
     return found
 
 
-def _workers(view: View) -> int:
+def _workers(view: ClusterView) -> int:
     alive = view.alive or frozenset()
     return sum(1 for rank, one in view.reports.items() if rank and one.address in alive)
 
 
-def _absent(settings: Settings, view: View) -> List[str]:
+def _absent(settings: Settings, view: ClusterView) -> List[str]:
     found = [rank for rank in range(settings.nodes) if rank not in view.reports]
     return [settings.host_of(rank) for rank in found]
 

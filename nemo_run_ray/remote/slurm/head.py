@@ -13,7 +13,7 @@ from ..node.process import describe_exit
 from ..variables import DASHBOARD
 from .allocation import Allocation
 from .commands import Command
-from .decide import CLUSTER_FAILED, ClusterReady, View, Wait, decide
+from .decide import CLUSTER_FAILED, ClusterReady, ClusterView, Wait, decide
 from .greeting import Greeting
 from .log_copies import LogCopies
 from .nemo_files import ENDED, NemoFiles
@@ -166,8 +166,8 @@ class Head(NodeProgram):
             self.folder.publish_head(self._head)
             self._files.tell_started()
 
-    def _view(self) -> View:
-        return View(
+    def _view(self) -> ClusterView:
+        return ClusterView(
             elapsed_s=time.monotonic() - self._began,
             reports=self._reports,
             dead=frozenset(self.dead),

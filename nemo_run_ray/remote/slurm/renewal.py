@@ -27,7 +27,7 @@ _SIGNAL = "Slurm has sent the job's script SIGUSR1 or SIGUSR2, as --signal asks"
 
 
 class Renewal:
-    """What the head knows of the walltime of its allocation, and of the chains that go on.
+    """What the head knows of the walltime of its allocation, and of the dispatches that go on.
 
     Args:
         settings: of the head.
@@ -59,8 +59,8 @@ class Renewal:
     def may_try_again(self) -> bool:
         """Whether another allocation shall try to bring Ray up, which this one could not.
 
-        One does when the chains were at work in the allocation before: one bad node must not end a
-        chain of days. A second failure in a row ends them.
+        One does when the dispatches were at work in the allocation before: one bad node must not
+        end a dispatch of days. A second failure in a row ends them.
         """
         life = self._settings.life
         if not (life and self._settings.renew):
@@ -75,11 +75,11 @@ class Renewal:
         return False
 
     def begin(self) -> None:
-        """Forget chains that went on nowhere, before there is a cluster for others."""
+        """Forget dispatches that went on nowhere, before there is a cluster for others."""
         self._spool.clear()
 
     def step(self, head: HeadAddress) -> None:
-        """Go on with starting the dispatchers of chains that go on here."""
+        """Go on with starting the dispatchers of dispatches that go on here."""
         self._spool.step(head)
 
     @property
@@ -102,7 +102,7 @@ class Renewal:
             dispatches = self._spool.open_dispatches(rows, out_of_time=not is_late)
             if not dispatches or not (is_late or is_idle) or not self._is_of_use(dispatches, rows):
                 return RunEnd(CLUSTER_FAILED, _SIGNAL) if has_signal else None
-        except OSError:  # the chains cannot be read now
+        except OSError:  # the dispatches cannot be read now
             return None
         why = "its walltime is over" if is_late else "what is left needs more time than it has"
         return RunEnd(0, why, True)
@@ -110,8 +110,8 @@ class Renewal:
     def _is_of_use(self, dispatches: List[str], rows: List[Any]) -> bool:
         """Whether the next allocation may do better; else they would follow each other for ever.
 
-        It has all of its time for a chain that was handed over late in this one. For the others, a
-        job of a chain must have been started in this run, beside the dispatchers.
+        It has all of its time for a dispatch that was handed over late in this one. Otherwise a
+        job of a dispatch must have been started in this run, beside the dispatchers.
         """
         if not all(self._spool.is_taken_over(name) for name in dispatches):
             return True

@@ -13,7 +13,7 @@ from ..variables import LIFE, RUN
 
 #: Seconds that an allocation may be idle; see ``allocation.py``.
 IDLE_TIMEOUT = "NEMO_RUN_RAY_IDLE_TIMEOUT"
-#: Set to 1 where another allocation goes on with the chains of this one.
+#: Set to 1 where another allocation goes on with the dispatches of this one.
 RENEW = "NEMO_RUN_RAY_RENEW"
 #: The sidecar whose readiness NeMo-RL's programs read from a folder.
 SANDBOX = "sandbox"
@@ -94,7 +94,7 @@ class Settings:
         sandbox_ports: folder for the seeds' files of readiness; empty for none.
         life: folder of the allocation, when a client has asked for it by the cluster's name.
         idle_timeout_s: after which an allocation without a job ends; ``None`` for never.
-        renew: whether another allocation goes on with the chains of this one.
+        renew: whether another allocation goes on with the dispatches of this one.
         driver_gpus: whether the driver sees the head's GPUs.
     """
 

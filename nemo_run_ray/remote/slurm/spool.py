@@ -1,4 +1,4 @@
-"""Chains that go on in an allocation after another one: their dispatchers are started again."""
+"""Dispatches that go on in an allocation after another one: their dispatchers are started again."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ from .settings import Settings
 
 #: Seconds for one request. An archive may be large, and meanwhile the head shows no life.
 _ANSWER_S = 10.0
-#: Seconds until a request that has failed is tried again, and after how many tries of a chain it is
+#: Seconds until a request that has failed is tried again, and after how many tries a dispatch is
 #: given up: an allocation does not stay for its sake.
 _PAUSE_S, _TRIES = 5.0, 60
 
 
 class Spool:
-    """The chains that this run of an allocation takes over.
+    """The dispatches that this run of an allocation takes over.
 
     Args:
         settings: of the head.
@@ -59,10 +59,10 @@ class Spool:
         self._pause_until = float("-inf")
 
     def step(self, head: HeadAddress) -> None:
-        """Go one request further with the first chain whose dispatcher is not started yet.
+        """Go one request further with the first dispatch whose dispatcher is not started yet.
 
         Between two requests the head shows that it lives. What fails is tried again, after the
-        other chains.
+        other dispatches.
         """
         if not self.is_busy or self._clock() < self._pause_until:
             return
@@ -83,7 +83,7 @@ class Spool:
         return self._left is None or bool(self._left)
 
     def clear(self) -> None:
-        """Remove what is kept of chains that went on in no allocation, before clients can add some.
+        """Remove what is kept of dispatches that went on nowhere, before clients can add some.
 
         Their ids stay: they tell which rows of old job tables are theirs.
         """
@@ -94,7 +94,7 @@ class Spool:
                     _empty(folder)
 
     def open_dispatches(self, rows: List[Any], out_of_time: bool) -> List[str]:
-        """Ids of the dispatchers of chains that were started and are not decided.
+        """Ids of the dispatchers of dispatches that were started and are not decided.
 
         Args:
             rows: Ray's job table as it is now.
@@ -102,7 +102,7 @@ class Spool:
                 has died would die again.
 
         Raises:
-            OSError: the chains cannot be read now.
+            OSError: the dispatches cannot be read now.
         """
         table: Dict[str, Any] = dict(self._rows)
         table.update((str(row.get("submission_id")), row) for row in rows if isinstance(row, dict))
@@ -122,14 +122,14 @@ class Spool:
         return found
 
     def is_taken_over(self, dispatcher: str) -> bool:
-        """Whether a chain was handed over in an allocation before this one."""
+        """Whether a dispatch was handed over in an allocation before this one."""
         return any(first_id(name) == dispatcher for name in self._rows)
 
     def dispatchers(self) -> Set[str]:
-        """Ids of the dispatchers of all chains.
+        """Ids of the dispatchers of all dispatches.
 
         Raises:
-            OSError: the chains cannot be read now.
+            OSError: the dispatches cannot be read now.
         """
         return {os.path.basename(folder) for folder in earlier.kept_dispatches(self._settings.life)}
 
@@ -145,7 +145,7 @@ class Spool:
         return [folder for folder, own in found if own and not _is_decided(own)]
 
     def _go_on(self, head: HeadAddress, folder: str) -> bool:
-        """Send the next archive of a chain, or start its dispatcher; whether that was the last."""
+        """Send the next archive of a dispatch, or start its dispatcher; whether it was the last."""
         with open(os.path.join(folder, earlier.START), encoding="utf-8") as file:
             start = json.load(file)
         for name in start["archives"]:
@@ -164,7 +164,7 @@ class Spool:
         return True
 
     def _failed(self, about: str, why: str) -> None:
-        """Say once what is tried again, and give a chain up that fails for too long."""
+        """Say once what is tried again, and give a dispatch up that fails for too long."""
         self._pause_until = self._clock() + _PAUSE_S
         what = f"The chain {about} cannot go on" if about else "Earlier chains cannot be read"
         if self._told.get(about) != why:
@@ -204,7 +204,7 @@ def _attempts(firsts: List[str], rows: JobRows) -> Dict[str, Dict[int, Attempt]]
 
 
 def _is_decided(attempts: Mapping[int, Attempt]) -> bool:
-    """Whether a dispatcher of a chain has said that there is nothing left to do."""
+    """Whether a dispatcher of a dispatch has said that there is nothing left to do."""
     return any(
         attempt.status.state is JobState.SUCCEEDED or attempt.exit_code == NOT_ALL_SUCCEEDED
         for attempt in attempts.values()
@@ -212,7 +212,7 @@ def _is_decided(attempts: Mapping[int, Attempt]) -> bool:
 
 
 def _empty(folder: str) -> None:
-    """Remove what a chain that is decided does not need; its ids tell which rows are its own."""
+    """Remove what a dispatch that is decided does not need; its ids tell which rows are its own."""
     with suppress(OSError):  # what is left does no harm
         for name in os.listdir(folder):
             if name != earlier.IDS:

@@ -163,7 +163,7 @@ def test_the_token_is_private_and_new_each_time(home):
         home.environment("/tmp/nray-x")
         first = home.token()
         mode = stat.S_IMODE((home.path / "token").stat().st_mode)
-        (home.path / "token").chmod(0o666)  # somebody's mistake does not last
+        (home.path / "token").chmod(0o666)  # a mistake that does not last
         home.environment("/tmp/nray-x")
     finally:
         os.umask(before)
@@ -208,7 +208,7 @@ def test_stopping_what_is_not_there(tmp_path):
     assert cluster.find() is None
 
 
-def test_stopping_buries_what_a_killed_cluster_left(tmp_path, child):
+def test_stopping_removes_what_a_killed_cluster_left(tmp_path, child):
     """Its folder and its other processes go; who has its pid now is left alone."""
     root = tmp_path / "root"
     root.mkdir()

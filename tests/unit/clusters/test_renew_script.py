@@ -14,14 +14,10 @@ from tests.unit.clusters.test_bring_up import World, world
 
 __all__ = ["world"]
 
-#: Of the script, from its first line with the functions to the last one.
-_BEGIN, _END = "# Submit the job of the next allocation", "# The exit code of the job is"
-
 
 def renew(world: World, **variables: str) -> str:
     """Run the functions of the script as at the end of the first allocation; what it says."""
-    text = Path(template_folder(), "ray.sub.j2").read_text()
-    functions = text[text.index(_BEGIN) : text.index(_END)].replace("sleep 5", "sleep 0.1")
+    functions = Path(template_folder(), "renew.sh.j2").read_text().replace("sleep 5", "sleep 0.1")
     job = f"""
 first_environment=$(export -p)
 export SLURM_JOB_ID=101 SLURM_JOB_NAME=one RAY_ADDRESS=dead SANDBOX_PORTS_DIR=/old

@@ -75,7 +75,7 @@ class Handed:
         return {name: one.status_in(snapshot).state.value for name, one in self.jobs.items()}
 
     def stranger(self, name: str, status: str, **fields) -> None:
-        """A job of somebody else in the cluster's table, older than most."""
+        """Another user's job in the cluster's table, older than most."""
         self.ray.add(name, {}, status=status, **fields)
         self.ray.rows[name]["start_time"] -= 3_600_000
 

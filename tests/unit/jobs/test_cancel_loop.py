@@ -16,7 +16,7 @@ from tests.unit.jobs.conftest import Handed
 
 @pytest.fixture(autouse=True)
 def time_passes(monkeypatch, ray):
-    """Every pause of ours is time in which the simulated jobs go on."""
+    """Every pause of this package is time in which the simulated jobs go on."""
     clock = itertools.count()
     ours = SimpleNamespace(monotonic=lambda: next(clock) * 0.25, sleep=ray.pass_time)
     monkeypatch.setattr(cancel_loop, "time", ours)

@@ -14,7 +14,7 @@ from nemo_run_ray.jobs import ledger
 from nemo_run_ray.jobs.ledger import INTENT, SUBMITTED, TERMINAL, UNSETTLED, Ledger
 
 _INTENT = {"job": "j", "role": "r", "cluster": {"kind": "local"}, "session": "s", "nonce": "n"}
-_VERDICT = {"state": "FAILED", "reason": "exit code", "detail": "é\n'", "node": ""}
+_STATUS = {"state": "FAILED", "reason": "exit code", "detail": "é\n'", "node": ""}
 
 
 @pytest.fixture
@@ -34,10 +34,10 @@ def test_events_become_records(book, tmp_path):
     book.write(INTENT, "exp.a", **_INTENT)
     book.write(INTENT, "exp.b", **{**_INTENT, "job": "two\nlines é"})
     book.write(SUBMITTED, "exp.a")
-    book.write(TERMINAL, "exp.a", status=_VERDICT)
+    book.write(TERMINAL, "exp.a", status=_STATUS)
     book.write(UNSETTLED, "exp.b", why="no")
     one, two = Ledger(tmp_path).jobs().values()
-    assert (one.submission_id, one.last, one.terminal) == ("exp.a", SUBMITTED, _VERDICT)
+    assert (one.submission_id, one.last, one.terminal) == ("exp.a", SUBMITTED, _STATUS)
     assert (two.submission_id, two.last, two.terminal) == ("exp.b", UNSETTLED, {})
     assert (two.job, two.cluster, two.nonces) == ("two\nlines é", {"kind": "local"}, ["n"])
     assert one.exp_dir == tmp_path

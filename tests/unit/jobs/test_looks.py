@@ -2,6 +2,7 @@
 
 import json
 import logging
+import os
 import signal
 from collections.abc import Callable
 from pathlib import Path
@@ -14,6 +15,7 @@ from nemo_run_ray import RayExecutor, find
 from nemo_run_ray.cli import main as cli
 from nemo_run_ray.jobs import notes
 from nemo_run_ray.jobs.tend import tend
+from tests import warm
 from tests.fake_ray import NODE, FakeRay
 from tests.unit.jobs.conftest import Handed
 
@@ -31,6 +33,8 @@ READS: dict[str, Callable[[str, FakeRay], object]] = {
     "logs": lambda name, ray: invoke("logs", "--job", "ended", name),
     "logs --follow": lambda name, ray: invoke("logs", "--follow", "--raw", "--job", "ended", name),
     "timeline": lambda name, ray: invoke("timeline", name, "-o", "/dev/null"),
+    "Experiment.logs": lambda name, ray: run.Experiment.from_title(name).logs("ended"),
+    "job.log": lambda name, ray: list(find(name)[0].log()),
     "doctor": lambda name, ray: invoke("doctor", "--address", ray.url),
     "doctor by a file": lambda name, ray: invoke("doctor", "a-file"),
     "Experiment.status": lambda name, ray: run.Experiment.from_title(name).status(True),
@@ -89,7 +93,8 @@ def test_a_verb_that_reads_writes_nothing(handed, unique, verb, tmp_path, monkey
     monkeypatch.chdir(tmp_path)
     handed.ray.takes_writes = False
     before, files = json.dumps(handed.ray.rows), files_of(handed.exp_dir)
-    handler, level = signal.getsignal(signal.SIGINT), logging.getLogger("httpx").level
+    handler, logger = signal.getsignal(signal.SIGINT), logging.getLogger("httpx")
+    level, handlers = logger.level, list(logger.handlers)
     READS[verb](unique, handed.ray)
     after = files_of(handed.exp_dir)
     changed = {name for name in after if after[name] != files.get(name)}
@@ -100,7 +105,26 @@ def test_a_verb_that_reads_writes_nothing(handed, unique, verb, tmp_path, monkey
     assert handed.ray.writes == []
     assert json.dumps(handed.ray.rows) == before
     assert signal.getsignal(signal.SIGINT) is handler
-    assert logging.getLogger("httpx").level == level
+    assert (logger.level, logger.handlers) == (level, handlers)
+    assert logger.filter(logging.makeLogRecord({"name": "httpx", "levelno": logging.INFO}))
+
+
+_IMPORTED = """
+import logging, signal
+import nemo_run
+known = logging.getLogger("httpx")
+before = known.level, list(known.handlers), list(known.filters), signal.getsignal(signal.SIGINT)
+import nemo_run_ray
+import nemo_run_ray.cli.main
+after = known.level, list(known.handlers), list(known.filters), signal.getsignal(signal.SIGINT)
+print(before == after)
+"""
+
+
+def test_an_import_changes_no_logger_and_no_signal_handler(tmp_path):
+    env = {**os.environ, "NEMORUN_HOME": str(tmp_path)}
+    done = warm.python("-c", _IMPORTED, env=env, cwd=str(tmp_path))
+    assert done.stdout == "True\n", done.stderr
 
 
 def test_what_is_not_ours_is_not_tended(handed):

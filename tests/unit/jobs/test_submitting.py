@@ -114,7 +114,10 @@ def test_an_id_that_another_run_has_is_a_conflict(ray, unique):
     real = ray.add
 
     def taken(method: str, path: str) -> Trouble | None:
-        if (method, path) == POST:  # somebody is faster, with the id that is about to be asked for
+        if (
+            method,
+            path,
+        ) == POST:  # another user is faster, with the id that is about to be asked for
             intents = Ledger.of(find_experiment(unique)).jobs()
             for name in intents.keys() - ray.rows.keys():
                 real(name, {"nemo_run_ray": "theirs"}, entrypoint="python theirs.py")

@@ -7,7 +7,7 @@ import pytest
 
 from nemo_run_ray.dashboard import state_api
 from nemo_run_ray.dashboard.nodes import holdings_of, nodes_of_summary
-from nemo_run_ray.dashboard.state_api import Room
+from nemo_run_ray.dashboard.state_api import ClusterRoom
 from nemo_run_ray.jobs.ledger import Ledger
 from nemo_run_ray.jobs.snapshot import Snapshot
 from nemo_run_ray.jobs.why_pending import why_waiting
@@ -21,8 +21,9 @@ NODE = FakeNode("a", {"CPU": 8.0}, {"CPU": 7.0}, labels={"kind": "x"})
 
 
 def words_of(ask: Ask, *nodes: FakeNode, actors: tuple[dict, ...] = (), rows: dict | None = None):
-    room = Room(tuple(nodes_of_summary(summary(*nodes))), tuple(holdings_of(actors)))
-    return why_waiting(ask, room, lambda: rows or {}, time.time())
+    room = ClusterRoom.of(nodes_of_summary(summary(*nodes)), holdings_of(actors))
+    programs = {row["job_id"]: name for name, row in (rows or {}).items()}
+    return why_waiting(ask, room, lambda: programs, time.time())
 
 
 def test_those_who_hold_most_come_first():
@@ -76,7 +77,7 @@ def test_a_task_may_be_among_the_others_that_hold_its_room():
 
 def test_where_it_is_not_told_what_is_free_nothing_is_said():
     node = replace(nodes_of_summary(summary(NODE))[0], free=None)
-    assert why_waiting(Ask({"CPU": 2.0}), Room((node,), ()), dict, time.time()) is None
+    assert why_waiting(Ask({"CPU": 2.0}), ClusterRoom((node,), {}), dict, time.time()) is None
 
 
 def test_where_there_is_room_nothing_is_said():
@@ -84,7 +85,7 @@ def test_where_there_is_room_nothing_is_said():
 
 
 def test_the_day_is_told_unless_it_is_today():
-    room = Room(tuple(nodes_of_summary(summary(NODE))))
+    room = ClusterRoom(tuple(nodes_of_summary(summary(NODE))))
     _, words = why_waiting(Ask({"CPU": 9.0}), room, dict, 86_400.0)
     assert "it waits since 1970-01-02 " in words
 

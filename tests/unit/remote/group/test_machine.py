@@ -562,11 +562,11 @@ def test_a_stop_before_anything_runs_finishes_at_once(phase):
     ],
 )
 def test_a_stop_ends_what_runs(phase, running):
-    group, actions = step(_in(phase), Stop("by somebody"))
+    group, actions = step(_in(phase), Stop("by a user"))
     assert actions == [End(replica_id) for replica_id in running]
     assert step(group, Stop()) == (group, [])  # once is enough
     group, actions = _after(group, *(Exited(replica_id, 0, "") for replica_id in running))
-    assert actions == [Finish(Outcome(143, Cause.CANCELLED, "by somebody"))]
+    assert actions == [Finish(Outcome(143, Cause.CANCELLED, "by a user"))]
 
 
 def test_a_stop_while_ending_changes_nothing():

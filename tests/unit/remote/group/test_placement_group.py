@@ -13,7 +13,7 @@ from nemo_run_ray.remote.states import Cause
 
 
 class Clock:
-    """Seconds that pass only when somebody sleeps."""
+    """Seconds that pass only in a sleep."""
 
     def __init__(self) -> None:
         self.now = 100.0

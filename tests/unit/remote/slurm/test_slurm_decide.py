@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from nemo_run_ray.remote.slurm.decide import CLUSTER_FAILED, ClusterReady, View, Wait, decide
+from nemo_run_ray.remote.slurm.decide import CLUSTER_FAILED, ClusterReady, ClusterView, Wait, decide
 from nemo_run_ray.remote.slurm.run_folder import NodeReport, RunEnd
 from nemo_run_ray.remote.slurm.settings import Settings, SidecarSpec
 
@@ -29,7 +29,7 @@ _REPORTS = {
     rank: NodeReport(host=f"n{rank + 1}", address=f"10.0.0.{rank}", log=f"/logs/{rank}")
     for rank in range(3)
 }
-_WHOLE = View(
+_WHOLE = ClusterView(
     elapsed_s=20,
     reports=_REPORTS,
     address="10.0.0.0",
