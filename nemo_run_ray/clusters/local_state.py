@@ -71,7 +71,7 @@ class LocalState:
     born: str
     url: str
     root: str
-    #: The same of its raylet, without which nothing runs; `ray start` goes on when that has ended.
+    #: Pid and identity of its raylet, without which nothing runs; `ray start` goes on without it.
     raylet: list[Any] = field(default_factory=list)
     size: list[int | None] = field(default_factory=lambda: [None, None])
     #: How often it builds a runtime environment; ``None`` of one that an older version started.
@@ -85,7 +85,7 @@ class LocalState:
         return _lives(self.pid, self.born) and (not self.raylet or _lives(*self.raylet))
 
     def dead_process(self, ray_log: Path) -> tuple[str, Path]:
-        """Of a cluster that has died: the process that is gone, and the log that says why."""
+        """The process that a cluster has died by, and the log that says why."""
         if not self.raylet or not _lives(self.pid, self.born):
             return f"process {self.pid}", ray_log
         logs = sorted(Path(self.root, RAY_FOLDER).glob("session_2*/logs/raylet.out"))

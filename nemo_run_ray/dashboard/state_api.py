@@ -33,7 +33,7 @@ _ROWS_MAX = "10000"
 _ROOM_S = 3.0
 #: Seconds that these answers serve all callers; what Ray says of its nodes is as old.
 _ROOM_AGE_S = 5.0
-#: The same of a cluster that does not say what it has.
+#: Seconds in which a cluster that does not say what it has is not asked again.
 _NO_ROOM_AGE_S = 30.0
 _LIVING = {"filter_keys": "state", "filter_predicates": "=", "filter_values": "ALIVE"}
 _T = TypeVar("_T")

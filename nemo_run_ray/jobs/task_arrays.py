@@ -79,7 +79,7 @@ class TaskArrays:
         return self._array_of.get(task)
 
     def submission_id(self, task: str) -> str:
-        """By which NeMo-Run knows a task of an array."""
+        """The id by which NeMo-Run knows a task of an array."""
         return self._ids[task]
 
     def hand_over_once(self, name: str, hand_over: Callable[[], object]) -> None:

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 REMOTE_PACKAGE = "nemo_run_ray_remote"
 #: How often one dispatcher's job starts it, when it is killed again and again.
 _DISPATCHER_STARTS = 100
-#: The same of an array's driver.
+#: How often one array's job starts its driver.
 _ARRAY_STARTS = 20
 #: What ``_find`` has found, in shell.
 _FOUND = '"$p"'

@@ -59,7 +59,7 @@ class ProbeSpec:
             exits with 0).
         port: its number, or the name of one of the role's ports.
         path: of the GET.
-        status: that it must have.
+        status: the HTTP status that the answer must have.
         command: run in the role's environment and folder.
         interval_s: seconds from one try to the next.
         timeout_s: seconds from the service's start until the group is given up.
@@ -159,7 +159,7 @@ class ArraySpec:
             ``auto`` forks where the imports allow it.
         max_in_flight: so many elements at a time at most; ``None`` is what the nodes have room for.
         retries: further attempts of an element after a failure.
-        permanent_exit_codes: that no further attempt would change.
+        permanent_exit_codes: the failures that no further attempt would change.
         max_failures: end the array when more elements have failed; ``None`` runs all.
         python: interpreter of the driver; it has ray.
     """
@@ -221,7 +221,7 @@ class DispatchedJobSpec:
         after: names of the jobs of the dispatch that must have succeeded.
         outside: jobs of other experiments that must have succeeded.
         retries: further attempts after a failure.
-        permanent_exit_codes: that no further attempt would change.
+        permanent_exit_codes: the failures that no further attempt would change.
         pending_timeout_s: seconds that an attempt may wait for room; ``None`` is no limit.
         time_s: seconds that an attempt needs; ``None`` is not known.
         secrets: names of the variables that every attempt gets in an archive of its own.

@@ -4,9 +4,9 @@
 EMBEDDED = "NEMO_RUN_RAY_LOCAL"
 #: The address of the dashboard in the environment of jobs, where this package has started Ray.
 DASHBOARD = "NEMO_RUN_RAY_DASHBOARD"
-#: There too, in an allocation of Slurm: the folder of this run of Slurm's job, and that of the
+#: In jobs on an allocation of Slurm: the folder of this run of Slurm's job, and that of the
 #: allocation where a client has asked for it by a name.
 RUN, LIFE = "NEMO_RUN_RAY_RUN", "NEMO_RUN_RAY_LIFE"
-#: There too: when it ends, in seconds since the epoch by the head's clock; how many seconds it
-#: lasts from Ray's start; and ``1`` where another one goes on with jobs.
+#: In the same jobs: when the allocation ends, in seconds since the epoch by the head's clock; how
+#: many seconds it lasts from Ray's start; and ``1`` where another one goes on with jobs.
 ENDS_AT, LASTS_S, RENEWS = "NEMO_RUN_RAY_ENDS_AT", "NEMO_RUN_RAY_LASTS_S", "NEMO_RUN_RAY_RENEWS"

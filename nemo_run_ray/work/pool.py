@@ -109,7 +109,7 @@ class Pool:
         return self._results(stream.results(items, ordered, failures == "yield", progress))
 
     def _results(self, results: Iterator[_Out]) -> Iterator[_Out]:
-        """The same; this pool lives as long as they are taken."""
+        """The results; this pool lives as long as they are taken."""
         yield from results
 
     async def call(

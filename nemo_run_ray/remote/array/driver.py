@@ -26,7 +26,7 @@ from ..states import Cause
 from .handing_out import feed, fulfil
 from .host_pool import HostPool
 from .hosts import Host, HostStarts
-from .leases import Leases
+from .leases import DISK_S, Leases
 from .progress import ElementState, Lease
 from .status_file import StatusFile
 from .wishes import Wishes
@@ -35,8 +35,6 @@ from .wishes import Wishes
 SOME_FAILED, SOME_CANCELLED = 8, 9
 #: Seconds between two looks at the nodes.
 _LOOK_S = 1.0
-#: The same when its disk is full.
-_DISK_S = 5.0
 #: Seconds at the end for hosts that have died or do not answer.
 _CLOSE_S = 60.0
 #: Seconds that a host's reports may wait for others: short elements end by the hundred.
@@ -118,7 +116,7 @@ class _ArrayDriver:
                 self._pool.look(now, self._progress.number(ElementState.WAITING))
             except OSError as error:  # a full disk: no host is started meanwhile
                 say(f"the head cannot write down a new host: {error}")
-                self._look_at = now + _DISK_S
+                self._look_at = now + DISK_S
         for answer in self._calls.answers():
             if isinstance(answer, Died):
                 self._died(answer)

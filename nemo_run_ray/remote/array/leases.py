@@ -19,7 +19,7 @@ from .status_file import HOSTS_FILE, JOURNAL_FILE, RESULTS_FILE, file_of
 from .window import ElementPace
 
 #: Seconds between two attempts to write to a disk that is full.
-_DISK_S = 5.0
+DISK_S = 5.0
 #: Failures that get a line in the log.
 _TOLD_FAILURES = 20
 
@@ -134,7 +134,7 @@ class Leases:
             self._journal.commit()
         except OSError as error:
             say(f"the head cannot write its journal ({error}); no element is started meanwhile")
-            self._write_at = time.monotonic() + _DISK_S
+            self._write_at = time.monotonic() + DISK_S
             return False
         return True
 

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import Dict, List, Mapping, NamedTuple
 
-#: Ray counts in steps of 0.0001.
-_TOLERANCE = 1e-5
+from ..group.packing import TOLERANCE
 
 
 class Share(NamedTuple):
@@ -22,7 +21,7 @@ class Share(NamedTuple):
 
 def slots_in(available: Mapping[str, float], need: Mapping[str, float]) -> int:
     """For how many elements at a time these resources suffice."""
-    fits = [int((available.get(name, 0.0) + _TOLERANCE) / amount) for name, amount in need.items()]
+    fits = [int((available.get(name, 0.0) + TOLERANCE) / amount) for name, amount in need.items()]
     return min(fits)
 
 
@@ -52,7 +51,7 @@ def _cut(node: str, slots: int, need: Mapping[str, float]) -> List[Share]:
     gpus = need.get("GPU", 0.0)
     if gpus == 0.0 or gpus == int(gpus):
         return [Share(node, slots)]
-    together = max(1, int(1.0 / gpus + _TOLERANCE))
+    together = max(1, int(1.0 / gpus + TOLERANCE))
     sizes = [together] * (slots // together)
     if slots % together:
         sizes.append(slots % together)

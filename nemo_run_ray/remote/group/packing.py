@@ -21,7 +21,7 @@ _SEARCH_STEPS = 20_000
 #: Replicas beyond which it is not begun; each is a frame of Python's stack.
 _SEARCH_DEPTH = 500
 #: Ray counts in steps of 0.0001.
-_TOLERANCE = 1e-5
+TOLERANCE = 1e-5
 
 
 @dataclass(frozen=True)
@@ -180,7 +180,7 @@ def _busiest(bundles: Sequence[Bundle], nodes: Sequence[Node], free: Mapping[str
     scarce = [
         bundle
         for bundle in bundles
-        if any(amount > free[key] + _TOLERANCE for key, amount in bundle.resources.items())
+        if any(amount > free[key] + TOLERANCE for key, amount in bundle.resources.items())
     ]
     if not scarce:
         return "each bundle would fit by itself, the nodes that are free now do not fit all of them"
@@ -222,7 +222,7 @@ def _shares(
 
 def fits(asked: Mapping[str, float], there: Mapping[str, float]) -> bool:
     """Whether amounts suffice, as exactly as Ray counts."""
-    return all(amount <= there.get(key, 0.0) + _TOLERANCE for key, amount in asked.items())
+    return all(amount <= there.get(key, 0.0) + TOLERANCE for key, amount in asked.items())
 
 
 def _fit_one(bundles: Sequence[Bundle], node: Node) -> bool:
