@@ -35,6 +35,11 @@ class Call:
     worker: WorkerHandle
     items: list[Item]
 
+    @property
+    def digest(self) -> str:
+        """Of their function."""
+        return self.items[0].function.digest
+
 
 @dataclass(eq=False)
 class WorkerHandle:
@@ -45,6 +50,7 @@ class WorkerHandle:
         since: when the first call began, or when it became idle.
         node_id: empty until the worker has begun.
         calls: that have not been answered.
+        functions: whether each function that it was sent is loaded, by digest.
         broken: why it is dead, while the answer of an earlier call is on its way.
     """
 
@@ -52,6 +58,7 @@ class WorkerHandle:
     since: float
     node_id: str = ""
     calls: list[Call] = field(default_factory=list)
+    functions: dict[str, bool] = field(default_factory=dict)
     broken: str = ""
 
     def begin(self, call: Call, now: float) -> None:
@@ -59,6 +66,25 @@ class WorkerHandle:
         if not self.calls:
             self.since = now
         self.calls.append(call)
+
+    def load(self, digest: str, stored: Any, notify: Callable[[Callable[[], None]], None]) -> None:
+        """Let it load a function, if it has not got it; a call's time begins when that is done.
+
+        Args:
+            digest: of the function.
+            stored: the function in Ray's object store.
+            notify: takes a function that the engine's thread shall call.
+        """
+        if digest in self.functions:
+            return
+        self.functions[digest] = False
+        answer = self.handle.load.remote(digest, stored).future()
+        answer.add_done_callback(lambda _: notify(partial(self._has_loaded, digest)))
+
+    def _has_loaded(self, digest: str) -> None:
+        self.functions[digest] = True
+        if self.calls and self.calls[0].digest == digest:
+            self.since = monotonic()
 
     def done(self, call: Call, now: float) -> None:
         """Be done with a call; the next one begins."""

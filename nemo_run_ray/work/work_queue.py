@@ -24,6 +24,8 @@ from nemo_run_ray.work.worker import CallOutcome
 
 #: Seconds between two looks for items that were cancelled while they waited.
 _SWEEP_S = 1.0
+#: Seconds beyond the time of its items in which a worker may import what their function needs.
+_LOAD_S = 300.0
 #: How often an item is tried again because its node has died, whatever its retries are.
 NODE_DEATHS_MAX = 3
 
@@ -157,6 +159,7 @@ class WorkQueue:
         call = Call(worker, items)
         worker.begin(call, now)
         stored, data = self._functions[function.digest], [item.data for item in items]
+        worker.load(function.digest, stored, self._notify)
         answer = worker.handle.run.remote(function.digest, stored, data).future()
         answer.add_done_callback(lambda done: self._notify(partial(self._answered, call, done)))
 
@@ -236,4 +239,6 @@ def _deadline(worker: WorkerHandle, pace: Pace) -> float:
         return float("inf")
     if len(items) > 1:  # which of them takes too long is found out one by one
         limit_s += (pace.seconds or 0.0) * len(items) * 2
+    if not worker.functions.get(worker.calls[0].digest):
+        limit_s += _LOAD_S
     return worker.since + limit_s

@@ -12,6 +12,7 @@ import sys
 import time
 import traceback
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any, NamedTuple
 
 #: Kinds of an outcome: the pickled result, the pickled exception, or one that cannot be pickled.
@@ -49,6 +50,14 @@ class WorkActor:
         import ray
 
         return str(ray.get_runtime_context().get_node_id())
+
+    def load(self, digest: str, function: bytes) -> None:
+        """Load a function and import what it needs, before the time of an item begins.
+
+        When that fails, each item tells so.
+        """
+        with suppress(BaseException):
+            self._functions[digest] = pickle.loads(function)
 
     def run(self, digest: str, function: bytes, items: Sequence[bytes]) -> list[_Row]:
         """Call the function for each item; a row of a ``CallOutcome``'s values for each."""

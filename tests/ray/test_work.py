@@ -118,6 +118,22 @@ def test_a_call_that_takes_too_long_ends_its_worker_alone(pool):
     assert [one[0] for number, one in enumerate(found) if number != 2] == [0, 1, 3, 4, 5]
 
 
+def hang_at_150(number):
+    if number == 150:
+        time.sleep(600)
+    return number
+
+
+def test_one_that_hangs_in_a_batch_of_short_ones_fails_alone(pool):
+    found = list(pool.map(hang_at_150, range(300), timeout_s=3, failures="yield"))
+    failed = [place for place, one in enumerate(found) if isinstance(one, ItemFailed)]
+    assert failed == [150]
+    assert isinstance(found[150].cause, TimedOut)
+    assert [one for one in found if not isinstance(one, ItemFailed)] == [
+        number for number in range(300) if number != 150
+    ]
+
+
 def test_a_regular_expression_that_never_ends_is_ended(pool):
     """It holds the interpreter's lock: no thread and no signal handler of Python could end it."""
 
