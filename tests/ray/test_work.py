@@ -411,7 +411,7 @@ def _storms(pool, count: int, seed: int) -> None:
 
 
 def test_workers_that_die_at_random_moments_lose_no_item(pool):
-    _storms(pool, 3, seed=7)
+    _storms(pool, 1, seed=7)
 
 
 @pytest.mark.soak

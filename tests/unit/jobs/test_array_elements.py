@@ -146,13 +146,13 @@ def test_nothing_is_cancelled_by_an_empty_text_or_by_what_is_over(job, driver, r
 
 
 def test_many_elements_are_selected_quickly(job, driver):
-    states = [[index, index, ("waiting", "leased")[index % 2], 1, 0] for index in range(100_000)]
+    states = [[index, index, ("waiting", "leased")[index % 2], 1, 0] for index in range(30_000)]
     driver.tells(states)
     began = time.process_time()
-    found = job.select_elements(",".join(map(str, range(99_999, 0, -2))))
-    assert len(found) == 50_000
+    found = job.select_elements(",".join(map(str, range(29_999, 0, -2))))
+    assert len(found) == 15_000
     assert {one.state for one in found} == {"running"}
-    assert time.process_time() - began < 20, "every element is looked at once"
+    assert time.process_time() - began < 6, "every element is looked at once"
 
 
 def test_what_is_over_needs_no_driver(job, driver, ray):
