@@ -14,6 +14,7 @@ from rich.text import Text
 from nemo_run_ray.jobs import notes
 from nemo_run_ray.jobs.attempt_records import AttemptRecord, Attempts, has_news
 from nemo_run_ray.jobs.dispatched_job import DispatchedJob
+from nemo_run_ray.jobs.element_job import ElementJob
 from nemo_run_ray.jobs.explanations import elements, roles
 from nemo_run_ray.jobs.job import RemoteJob
 from nemo_run_ray.jobs.ledger import Ledger
@@ -180,6 +181,7 @@ def _as_dict(
             for attempt in attempts.values()
         ],
         **(told or {"waits_for_room": _waits_for_room(status)}),
+        **({"array": job.array.id, "element": job.index} if isinstance(job, ElementJob) else {}),
     }
 
 

@@ -14,6 +14,7 @@ from itertools import islice
 from typing import Any, ClassVar
 
 from nemo_run_ray.errors import JobError, NemoRunRayError
+from nemo_run_ray.jobs import notes
 from nemo_run_ray.jobs.array_elements import ACTIVE, failures_of, stretches_of
 from nemo_run_ray.jobs.attempt_records import Attempts
 from nemo_run_ray.jobs.follow_log import lines, of_element
@@ -68,6 +69,8 @@ class ElementJob(RemoteJob):
 
     def look(self, snapshot: Snapshot) -> JobStatus:
         whole = self.array.look(snapshot)
+        if not whole.state.is_terminal:  # its end is noted with all attempts
+            notes.note_attempts(self.array, whole, snapshot)
         if whole.state in _WITHOUT_ELEMENTS:
             return self._named(whole)
         is_over = whole.state.is_terminal

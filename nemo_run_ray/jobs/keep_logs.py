@@ -68,10 +68,10 @@ def keep_log(job: ObservedJob, status: JobStatus, snapshot: Snapshot) -> None:
     """
     record = job.record
     key = record.exp_dir, job.id, record.nonces[-1]
-    if job.cluster.runs_here or not status.attempt or record.keep_logs_max_bytes == 0:
+    if job.cluster.runs_here or not status.attempt:
         return
     _keep_array(job, status, snapshot)
-    is_given_up = record.is_log_given_up and not _waiting
+    is_given_up = record.keep_logs_max_bytes == 0 or (record.is_log_given_up and not _waiting)
     if is_given_up or job.kept.has_log or not os.access(record.exp_dir, os.W_OK):
         return
     budget_s = WAITING_S if _waiting else BUDGET_S

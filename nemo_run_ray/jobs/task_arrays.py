@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 import threading
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 
 from nemo_run_ray.errors import NemoRunRayError
@@ -12,6 +13,11 @@ from nemo_run_ray.jobs.ledger import Ledger
 from nemo_run_ray.planning.job_plan import JobPlan
 from nemo_run_ray.planning.task_elements import ELEMENTS_FILE, TaskArray, after_arrays, arrays_of
 from nemo_run_ray.remote.files import write_file
+
+log = logging.getLogger(__name__)
+
+#: So many tasks are named in a warning.
+_NAMED_MAX = 3
 
 
 class TaskArrays:
@@ -55,6 +61,7 @@ class TaskArrays:
             path.parent.mkdir(parents=True, exist_ok=True)
             write_file(path, array.text)
             executors[name], places[name] = executors[first], places.get(first, 0)
+        _warn_of_single(arrays)
         self._arrays = {array.plan.job: array for array in arrays}
         self._array_of = {task.job: array.plan.job for array in arrays for task in array.tasks}
         self._ids = {task.job: task.submission_id for array in arrays for task in array.tasks}
@@ -101,6 +108,20 @@ class TaskArrays:
 
     def _folder(self, array: str) -> Path:
         return self._exp_dir / array
+
+
+def _warn_of_single(arrays: Sequence[TaskArray]) -> None:
+    """Say which tasks share their job with no other one: they would cost less without that."""
+    single = [array.tasks[0].job for array in arrays if len(array.tasks) == 1]
+    if single:
+        more = f" and {len(single) - _NAMED_MAX} more" if len(single) > _NAMED_MAX else ""
+        log.warning(
+            "RayExecutor.as_array of %s%s has no use: no other task has the same executor and the "
+            "same jobs before and after it. Without it each is a job of its own, which starts no "
+            "host of elements.",
+            ", ".join(single[:_NAMED_MAX]),
+            more,
+        )
 
 
 def _names(tasks: Iterable[JobPlan]) -> list[str]:

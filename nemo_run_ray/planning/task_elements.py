@@ -8,7 +8,7 @@ for the whole array.
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -42,11 +42,13 @@ class TaskElement:
         argv: its command.
         env: its variables.
         config: path of its configuration below the run directory; ``None`` for a ``run.Script``.
+        of_client: fields of its executor that the client goes by for a whole job.
     """
 
     argv: tuple[str, ...]
     env: Mapping[str, str]
     config: str | None
+    of_client: tuple[int | bool | None, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -78,7 +80,8 @@ def element_of(app: AppDef, executor: RayExecutor) -> tuple[ArraySpec, TaskEleme
     (role,) = app.roles
     check_elements(executor)
     task = task_spec(role, executor)
-    own = TaskElement(task.argv, task.env, task.config)
+    of_client = executor.keep_logs_max_bytes, executor.preflight
+    own = TaskElement(task.argv, task.env, task.config, of_client)
     host = array_role(role, executor)
     bare = replace(host.task, argv=(), env=single_replica_environment(executor))
     spec = ArraySpec(
@@ -108,17 +111,21 @@ def arrays_of(
     for planned in plans:
         for name in planned.after:
             after.setdefault(name, set()).add(planned.job)
-    alike: list[tuple[Any, list[JobPlan]]] = []
+    # Plans cannot be hashed, so those with the same neighbours are compared one by one.
+    near: dict[Hashable, list[tuple[Any, list[JobPlan]]]] = {}
+    alike: list[list[JobPlan]] = []
     for planned in plans:
         if planned.element is not None:
-            shape = _shape(planned), after.get(planned.job)
-            found = next((tasks for known, tasks in alike if known == shape), None)
+            neighbours = frozenset(planned.after), frozenset(after.get(planned.job, ()))
+            known, shape = near.setdefault(neighbours, []), _shape(planned)
+            found = next((tasks for other, tasks in known if other == shape), None)
             if found is None:
-                alike.append((shape, [planned]))
-            else:
-                found.append(planned)
+                found = []
+                known.append((shape, found))
+                alike.append(found)
+            found.append(planned)
     names = {*taken, *(planned.job for planned in plans)}
-    return [_array(tasks, _name(tasks[0].job, names), experiment_id) for _, tasks in alike]
+    return [_array(tasks, _name(tasks[0].job, names), experiment_id) for tasks in alike]
 
 
 def after_arrays(plans: Iterable[JobPlan], array_of: Mapping[str, str]) -> list[JobPlan]:
@@ -136,10 +143,11 @@ def after_arrays(plans: Iterable[JobPlan], array_of: Mapping[str, str]) -> list[
     ]
 
 
-def _shape(planned: JobPlan) -> JobPlan:
-    """What is equal in the plans of tasks that share a job."""
+def _shape(planned: JobPlan) -> tuple[Any, ...]:
+    """What is equal in the plans of tasks that share a job, but the jobs before and after them."""
     packagers = {str(place): own for place, own in enumerate(planned.packagers.values())}
-    return replace(planned, job="", submission_id="", packagers=packagers, element=None)
+    bare = replace(planned, job="", submission_id="", after=(), element=None)
+    return replace(bare, packagers=packagers), _element(planned).of_client
 
 
 def _name(first: str, taken: Collection[str]) -> str:

@@ -233,7 +233,7 @@ class _ArrayDriver:
         elif kind == "unprepared":
             self._break(Cause.NOT_PREPARED, f"on {node}: {report['words']}")
         elif kind == "obstacles":
-            say(_of_obstacles(node, report["words"], report["forks"]))
+            say(_of_obstacles(node, report["words"], report["forks"], self._spec.is_of_tasks))
         elif kind == "swept":
             self._pool.swept(host, report)
         elif kind == "unswept":
@@ -273,9 +273,11 @@ def _log_folder(submission_id: str) -> Optional[str]:
     return os.path.dirname(log) if is_rays else None
 
 
-def _of_obstacles(node: str, obstacles: Sequence[str], forks: bool) -> str:
+def _of_obstacles(node: str, obstacles: Sequence[str], forks: bool, are_tasks: bool) -> str:
     """What is said of imports that begin something which a fork does not have."""
     words = f"on {node} the imports {', and '.join(obstacles)}, which a fork does not have"
+    if are_tasks:
+        return f"{words}. So each task imports anew, which takes seconds in place of milliseconds"
     if forks:
         return (
             f"{words}. With array(..., isolation='process') each element has a process of its own"

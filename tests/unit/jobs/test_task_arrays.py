@@ -10,8 +10,10 @@ from typing import Any
 
 import nemo_run as run
 import pytest
+from typer.testing import CliRunner
 
 from nemo_run_ray import RayExecutor
+from nemo_run_ray.cli import main as cli
 from nemo_run_ray.errors import ConfigError, JobError, NemoRunRayError, SubmissionError
 from nemo_run_ray.jobs import element_job
 from nemo_run_ray.jobs.element_job import ElementJob
@@ -23,7 +25,7 @@ from nemo_run_ray.remote.spec import ArraySpec, from_json
 from nemo_run_ray.remote.states import JobState, JobStatus, Reason
 from tests.array_tasks import Model, train
 from tests.conftest import wait_for
-from tests.fake_ray import GOES_ON, NODE, SUCCEEDS, FakeRay, Trouble
+from tests.fake_ray import GOES_ON, NODE, SUCCEEDS, FakeRay, Trouble, fake_ray
 from tests.unit.jobs.conftest import ArrayDriver, Handed
 
 TRUE = run.Script(inline="true")
@@ -133,6 +135,8 @@ def test_functions_are_forked_from_one_process_and_name_their_configurations(ray
         {"runtime_env": {"env_vars": {"A": "b"}}},
         {"label_selector": {"pool": "gpu"}},
         {"secrets": ["HOME"]},
+        {"keep_logs_max_bytes": 0},
+        {"preflight": False},
     ],
     ids=str,
 )
@@ -171,6 +175,106 @@ def test_in_a_chain_tasks_share_a_job_that_wait_for_the_same_and_are_waited_for(
         "last": ("a-array",),
     }
     assert find_job(f"{experiment._id}.a").status.state.value == "WAITING"
+
+
+def test_the_order_in_which_dependencies_are_named_does_not_matter(ray, unique):
+    with run.Experiment(unique, skip_status_at_exit=True) as experiment:
+        for name in ("x", "y"):
+            experiment.add(TRUE, executor=_plain(ray), name=name)
+        for name, after in (("a", ["x", "y"]), ("b", ["y", "x"])):
+            executor = RayExecutor(address=ray.url, as_array=True)
+            experiment.add(TRUE, executor=executor, name=name, dependencies=after)
+        experiment.run(detach=True)
+    (array,) = [job for job in find(experiment._id) if job.record.is_array]
+    assert [task.name for task in tasks_of(array)] == ["a", "b"]
+
+
+def test_tasks_on_two_clusters_are_two_jobs(ray, unique):
+    with fake_ray() as other:
+        with run.Experiment(unique, skip_status_at_exit=True) as experiment:
+            for index in range(4):
+                url = (ray, other)[index % 2].url
+                executor = RayExecutor(address=url, as_array=True)
+                experiment.add(TRUE, executor=executor, name=f"t{index}")
+            experiment.run(detach=True)
+        tasks = {job.name: [task.name for task in tasks_of(job)] for job in find(experiment._id)}
+        assert tasks == {"t0-array": ["t0", "t2"], "t1-array": ["t1", "t3"]}
+        assert (ray.started, other.started) == (
+            [f"{experiment._id}.t0-array"],
+            [f"{experiment._id}.t1-array"],
+        )
+
+
+def test_a_task_that_shares_its_job_with_no_other_one_is_warned_of(ray, unique, capsys):
+    hand_over(ray, unique, {"a": TRUE, "b": TRUE, "c": run.Partial(train, seed=0)})
+    told = capsys.readouterr()
+    assert (told.out + told.err).count("RayExecutor.as_array of c has no use: no") == 1
+
+
+def test_the_answer_about_a_dispatch_with_two_arrays_is_lost(ray, unique):
+    """Each thread of NeMo-Run's asks for its own array, and the dispatcher is posted once."""
+    lost = []
+
+    def trouble(method: str, path: str) -> Trouble | None:
+        if (method, path) == ("POST", "/api/jobs/") and not lost:
+            lost.append(path)
+            return Trouble(is_carried_out=True)
+        return None
+
+    ray.trouble = trouble
+    with run.Experiment(unique, skip_status_at_exit=True) as experiment:
+        for index in range(6):
+            executor = RayExecutor(address=ray.url, as_array=True, cpus_per_node=1 + index % 2)
+            experiment.add(TRUE, executor=executor, name=f"t{index}", dependencies=[])
+        experiment.add(
+            TRUE, executor=_plain(ray), name="last", dependencies=[f"t{i}" for i in range(6)]
+        )
+        experiment.run(detach=True)
+    assert lost
+    assert ray.started == [f"{experiment._id}.dispatcher"]
+    (dispatch,) = {job.dispatch for job in find(experiment._id)}
+    assert [job.name for job in dispatch.spec.jobs] == ["t0-array", "t1-array", "last"]
+
+
+def test_further_attempts_are_an_elements_own(ray, unique):
+    hand_over(ray, unique, {"a": TRUE, "b": TRUE}, retries=2, permanent_exit_codes=[3])
+    spec = from_json(files_of(ray, "a-array")["spec.json"])
+    assert isinstance(spec, ArraySpec)
+    assert (spec.retries, spec.permanent_exit_codes) == (2, (3,))
+
+
+def test_a_look_at_tasks_notes_the_attempts_of_their_array(sweep, running):
+    assert sweep.task("say-0").status.state is JobState.SUCCEEDED
+    (attempt,) = find_job(sweep.task("say-0").array.id).record.attempts.values()
+    assert attempt.node == NODE
+
+
+def test_states_are_kept_also_where_logs_are_not(ray, unique, monkeypatch):
+    monkeypatch.setattr(element_job, "_AGE_S", 0.0)
+    sweep = Sweep(ray, unique, keep_logs_max_bytes=0)
+    array = sweep.task("say-0").array
+    ray.fates[array.id] = GOES_ON
+    ray.pass_time(30)
+    wait_for(lambda: array.status.node)
+    ArrayDriver(ray, array).tells([[0, 2, "succeeded", 1, 0]])
+    ray.fates[array.id] = SUCCEEDS
+    ray.pass_time(1000)
+    wait_for(lambda: array.status.state.is_terminal)
+    ray.files.clear()
+    monkeypatch.setattr(element_job._LastElements, "_shared", {})
+    assert sweep.task("say-2").status.state is JobState.SUCCEEDED
+    assert not array.kept.has_log
+
+
+def test_the_command_line_knows_tasks(sweep, running):
+    shown = CliRunner().invoke(cli.build(), ["status", "--json", "--job", "say-1", sweep.id])
+    (found,) = json.loads(shown.output)
+    array = sweep.task("say-1").array.id
+    assert (found["job"], found["array"], found["element"]) == ("say-1", array, 1)
+    wrong = CliRunner().invoke(cli.build(), ["status", "--job", "say-7", sweep.id])
+    words = " ".join(wrong.output.split())
+    assert "has no job 'say-7'; it has say-0-array, train-0-array, alone, and 5 tasks" in words
+    assert "Did you mean 'say-" in words
 
 
 def test_every_task_has_its_own_state(sweep, running):
