@@ -39,7 +39,11 @@ def test_a_script_with_variables_and_words(start):
     assert (found["elements"], found["succeeded"], found["waiting"]) == (6, 6, 0)
 
 
-@pytest.mark.parametrize("isolation", ["fork", "process", "none"])
+@pytest.mark.parametrize(
+    # What starts an interpreter for each element is tried without Ray in CI.
+    "isolation",
+    ["fork", "none", pytest.param("process", marks=pytest.mark.soak)],
+)
 def test_a_partial_and_its_results(start, isolation):
     task = run.Partial(array_tasks.train, seed=0, model=run.Config(array_tasks.Model, width=1))
     made = array(task, over={"seed": range(4), "model.width": [2, 3]}, isolation=isolation)
@@ -134,7 +138,7 @@ def test_what_an_element_leaves_is_ended_with_it(start, tmp_path):
 
 
 def test_an_element_that_writes_without_end_does_not_fill_the_log(start):
-    program = "head -c 60000000 /dev/zero | tr '\\0' '\\n' | sed s/^/long-line-of-output/"
+    program = "head -c 6000000 /dev/zero | tr '\\0' '\\n' | sed s/^/long-line-of-output/"
     job = start(array(run.Script(inline=program), over={"env.X": range(1)}))
 
     state, _, log = finish(job)

@@ -264,6 +264,7 @@ def test_cancelling_an_experiment_ends_all_of_it(yard, unique, api, capsys):
 # ---------------------------------------------------------------------- other experiments
 
 
+@pytest.mark.soak  # tests/unit/jobs/test_named_dependencies.py has it on a simulated Ray
 def test_a_job_waits_for_jobs_of_other_experiments(yard, unique, api):
     alone = yard.start(f"{unique}a", step("alone", yard.gate()))
     dispatch = yard.start(f"{unique}b", step("good", yard.gate()), step("bad", "exit 3", retries=1))

@@ -343,6 +343,7 @@ print(next(left_open.map(str, range(100))))
 """
 
 
+@pytest.mark.soak  # it starts two drivers of Ray anew, 25 s of a processor
 def test_a_program_may_connect_again_and_leave_a_pool_open(pool):
     """Its own Ray processes import ray anew; and Ray's end comes after that of the pool."""
     hidden = ("RAY_ADDRESS", "RAY_AUTH_MODE", "RAY_AUTH_TOKEN_PATH")

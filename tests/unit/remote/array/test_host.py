@@ -435,7 +435,7 @@ class TestStaying:
         """A process leaves when it runs nothing; one that does not is killed."""
         go = f"go = Path({str(tmp_path / 'go')!r}).touch; sleep = lambda: time.sleep(1000);"
         stay("subprocess.Popen(['sleep', '1000'], start_new_session=True)")
-        assert len(host.elements()) == 2, "what an element has left is there for the next one"
+        wait(lambda: len(host.elements()) == 2)  # what one has left is there for the next one
         host.run(1, value=go + last)
         if last == "pass":
             assert host.ended() == [1, 1, 0]
