@@ -109,7 +109,7 @@ PROGRAM = run.Script(inline='echo "$GREETING from $(hostname)"')
     "form",
     [
         "ours",
-        "NeMo-Skills staged",
+        pytest.param("NeMo-Skills staged", marks=pytest.mark.soak),
         pytest.param("NeMo-Skills on the Jobs API", marks=pytest.mark.soak),
         pytest.param("env.toml", marks=pytest.mark.soak),
     ],
