@@ -19,6 +19,7 @@ from nemo_run_ray.jobs.array_elements import ACTIVE, failures_of, stretches_of
 from nemo_run_ray.jobs.attempt_records import Attempts
 from nemo_run_ray.jobs.follow_log import lines, of_element
 from nemo_run_ray.jobs.job import RemoteJob
+from nemo_run_ray.jobs.shared_log import SharedLog
 from nemo_run_ray.jobs.snapshot import Snapshot
 from nemo_run_ray.remote.array.progress import Stretch
 from nemo_run_ray.remote.node.output import NO_PROCESS_LEFT
@@ -66,6 +67,7 @@ class ElementJob(RemoteJob):
         )
         super().__init__(own)
         self.array = array
+        self._begin = f"{self.index}| "  # of its lines in the array's log
 
     def look(self, snapshot: Snapshot) -> JobStatus:
         whole = self.array.look(snapshot)
@@ -89,10 +91,13 @@ class ElementJob(RemoteJob):
     def log(self, follow: bool = False) -> Iterator[str]:
         passed_on = 0
         if follow:
-            for line in self._until_over(self.array.output(follow=True)):
+            shared = SharedLog.of(self.array)
+            for line in shared.follow(self.index, lambda: self.status.state.is_terminal):
                 passed_on += 1
-                yield line
-        yield from islice(self._own(self.array.output()), passed_on, None)
+                yield line.removeprefix(self._begin)
+        own = of_element(self.index, lines(self.array.output()))
+        for line in islice(own, passed_on, None):
+            yield line.removeprefix(self._begin)
 
     def output(self, follow: bool = False) -> Iterator[str]:
         return self.log(follow)
@@ -150,26 +155,6 @@ class ElementJob(RemoteJob):
         elif state is JobState.LOST:
             detail = f"It was not over when its array ended. {whole.message}"
         return JobStatus(state, reason, detail, attempt=stretch.attempts)
-
-    def _own(self, text: Iterator[str]) -> Iterator[str]:
-        """Its lines of the array's log, without their beginning."""
-        begin = f"{self.index}| "
-        for line in of_element(self.index, lines(text)):
-            yield line.removeprefix(begin)
-
-    def _until_over(self, text: Iterator[str]) -> Iterator[str]:
-        """Its lines until it is over, or the log of the array ends."""
-
-        def until_over() -> Iterator[str]:
-            ask_at = 0.0
-            for piece in text:  # at the latest when the array tells its progress, every 30 s
-                yield piece
-                if piece.endswith("\n") and time.monotonic() >= ask_at:
-                    if self.status.state.is_terminal:
-                        return
-                    ask_at = time.monotonic() + _AGE_S
-
-        return self._own(until_over())
 
 
 def _ran(whole: JobStatus) -> bool:

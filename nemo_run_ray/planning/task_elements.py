@@ -18,7 +18,7 @@ from torchx.specs import AppDef
 from nemo_run_ray.errors import ConfigError
 from nemo_run_ray.executor import RayExecutor
 from nemo_run_ray.ids import job_id
-from nemo_run_ray.planning.array import check_elements, element_settings
+from nemo_run_ray.planning.array import ARRAY_MAX_BYTES, check_elements, element_settings
 from nemo_run_ray.planning.array_elements import ELEMENT_MAX_BYTES
 from nemo_run_ray.planning.roles import array_role, single_replica_environment, task_spec
 from nemo_run_ray.remote.array.elements import CONFIG, ENVS, NAME, WORDS
@@ -173,6 +173,14 @@ def _array(tasks: Sequence[JobPlan], name: str, experiment_id: str) -> TaskArray
                 f"bytes, and {ELEMENT_MAX_BYTES} are sent at most of the element of an array. Put "
                 "them into a file that the nodes can read, or leave RayExecutor.as_array out."
             )
+    text = "\n".join(lines) + "\n"
+    if len(text) > ARRAY_MAX_BYTES:
+        raise ConfigError(
+            f"The commands and variables of the {len(tasks)} tasks that share the job {name!r} "
+            f"have {len(text) / 1024**2:.0f} MiB, and {ARRAY_MAX_BYTES / 1024**2:.0f} are sent at "
+            "most. Put what they have in common into their executor's env_vars, or make several "
+            "experiments of them."
+        )
     bare = spec.host.task
     host = replace(spec.host, task=replace(bare, env={**bare.env, **common}))
     plan = replace(
@@ -182,7 +190,7 @@ def _array(tasks: Sequence[JobPlan], name: str, experiment_id: str) -> TaskArray
         spec=replace(spec, host=host),
         element=None,
     )
-    return TaskArray(plan, tuple(tasks), "\n".join(lines) + "\n")
+    return TaskArray(plan, tuple(tasks), text)
 
 
 def _spec(planned: JobPlan) -> ArraySpec:

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import io
 import json
+import threading
+import time
 import zipfile
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from queue import SimpleQueue
 from typing import Any
 
 import nemo_run as run
@@ -14,12 +17,20 @@ from typer.testing import CliRunner
 
 from nemo_run_ray import RayExecutor
 from nemo_run_ray.cli import main as cli
-from nemo_run_ray.errors import ConfigError, JobError, NemoRunRayError, SubmissionError
+from nemo_run_ray.errors import (
+    ClusterError,
+    ConfigError,
+    JobError,
+    NemoRunRayError,
+    SubmissionError,
+)
 from nemo_run_ray.jobs import element_job
 from nemo_run_ray.jobs.element_job import ElementJob
 from nemo_run_ray.jobs.find import find, find_job, tasks_of
+from nemo_run_ray.jobs.job import RemoteJob
 from nemo_run_ray.nemo import registry
 from nemo_run_ray.nemo.resume import resume_experiment
+from nemo_run_ray.planning import task_elements
 from nemo_run_ray.remote.array.status_file import file_of
 from nemo_run_ray.remote.spec import ArraySpec, from_json
 from nemo_run_ray.remote.states import JobState, JobStatus, Reason
@@ -341,6 +352,76 @@ def test_a_line_that_comes_in_two_pieces_is_followed_whole(ray, sweep, running, 
     assert "".join(task.log(follow=True)) == "first\nresult=42\n"
 
 
+def test_the_log_of_an_array_is_followed_once_for_all_of_its_tasks(sweep, running, monkeypatch):
+    """One that follows later gets its earlier lines, too."""
+    running.tells([[0, 2, "leased", 1, 0]])
+    so_far: list[str] = []
+    stream: SimpleQueue[str | None] = SimpleQueue()
+    streams = []
+
+    def output(array: RemoteJob, follow: bool = False) -> Iterator[str]:
+        if not follow:
+            return iter(list(so_far))
+        streams.append(array.id)
+        return iter(stream.get, None)
+
+    def write(*texts: str) -> None:
+        so_far.extend(texts)
+        for text in texts:
+            stream.put(text)
+
+    monkeypatch.setattr(RemoteJob, "output", output)
+    found: dict[int, list[str]] = {0: [], 1: [], 2: []}
+
+    def follow(index: int) -> None:
+        for line in sweep.task(f"say-{index}").log(follow=True):
+            found[index].append(line)
+
+    threads = [threading.Thread(target=follow, args=[index]) for index in found]
+    threads[0].start()
+    write("0| a\n", "1| early\n", "10| no\n")
+    wait_for(lambda: found[0])
+    threads[1].start()
+    threads[2].start()
+    wait_for(lambda: found[1])
+    write("1| la", "te\n", "0| b\n")
+    stream.put(None)
+    for thread in threads:
+        thread.join(30)
+    assert found == {0: ["a\n", "b\n"], 1: ["early\n", "late\n"], 2: []}
+    assert len(streams) == 1
+
+
+def test_a_task_that_is_over_is_followed_no_longer(ray, sweep, running, monkeypatch):
+    """Also when its array prints nothing: nobody waits for the next line."""
+    silent = threading.Event()
+
+    def output(array: RemoteJob, follow: bool = False) -> Iterator[str]:
+        yield "0| only\n"
+        if follow:
+            silent.wait(60)
+
+    monkeypatch.setattr(RemoteJob, "output", output)
+    began = time.monotonic()
+    assert list(sweep.task("say-0").log(follow=True)) == ["only\n"]
+    assert time.monotonic() - began < 30
+    silent.set()
+
+
+def test_an_error_of_the_arrays_log_is_one_of_each_task(sweep, running, monkeypatch):
+    running.tells([[0, 2, "leased", 1, 0]])
+
+    def output(array: RemoteJob, follow: bool = False) -> Iterator[str]:
+        if follow:
+            raise ClusterError("no answer")
+        return iter(())
+
+    monkeypatch.setattr(RemoteJob, "output", output)
+    for index in range(2):
+        with pytest.raises(ClusterError, match="no answer"):
+            list(sweep.task(f"say-{index}").log(follow=True))
+
+
 def test_an_array_has_no_name_that_another_job_of_the_experiment_has(ray, unique):
     id_ = hand_over(ray, unique, {"a": TRUE, "a-array": run.Script(inline="false")})
     assert [job.name for job in find(id_)] == ["a-array-array"]
@@ -475,6 +556,13 @@ def test_a_task_too_large_to_be_an_element_is_refused(ray, unique):
     large = run.Script(inline="true", env={"X": "x" * 40_000})
     with pytest.raises(ConfigError, match="the task 'b' have"):
         hand_over(ray, unique, {"a": TRUE, "b": large})
+    assert ray.started == []
+
+
+def test_tasks_too_large_together_are_refused(ray, unique, monkeypatch):
+    monkeypatch.setattr(task_elements, "ARRAY_MAX_BYTES", 100)
+    with pytest.raises(ConfigError, match="the 2 tasks that share the job 'a-array' have 0 MiB"):
+        hand_over(ray, unique, {"a": TRUE, "b": run.Script(inline="true", env={"X": "x" * 90})})
     assert ray.started == []
 
 
