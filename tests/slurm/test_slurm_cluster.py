@@ -24,7 +24,7 @@ from nemo_run_ray import SlurmCluster
 from nemo_run_ray.clusters import Dashboard, from_record
 from nemo_run_ray.clusters.slurm import bring_up, slurm_queue
 from nemo_run_ray.errors import ClusterError
-from tests.conftest import ROOT, wait_for
+from tests.conftest import ROOT, tool, wait_for
 from tests.slurm.conftest import BIN, PYTHON, Slurm, processes_with
 from tests.slurm.sshd import Sshd, running
 
@@ -167,6 +167,35 @@ def test_a_kept_one_stays_until_it_is_stopped(allocations):
     wait_for(lambda: not allocations.jobs(), 60)
     assert cluster.find() is None
     assert not cluster.stop()
+
+
+def test_up_and_down_by_a_cluster_file(allocations, tmp_path):
+    slurm = {
+        **allocations.executor,
+        "job_dir": str(allocations.folder),
+        "walltime": allocations.executor["time"],
+    }
+    del slurm["time"], slurm["ntasks_per_node"]
+    file = tmp_path / "cluster_configs/team.yaml"
+    file.parent.mkdir()
+    file.write_text(json.dumps({"cluster": {"slurm": slurm}}))
+
+    def told(*words: str) -> str:
+        done = tool("nemo-run-ray", *words, "--cluster", "team", cwd=tmp_path)
+        assert done.returncode == 0, done.stdout + done.stderr
+        return " ".join(done.stdout.split())
+
+    first, again = told("up"), told("up")
+    assert "is up: http://" in first
+    assert "nemo-run-ray down --cluster team" in first
+    assert first.partition(" Stop")[0].endswith(again.partition(" Stop")[0].rpartition(" ")[2])
+    assert len(allocations.jobs()) == 1
+    wrong = tool("nemo-run-ray", "up", "--cluster", "team", "--num-cpus", "4", cwd=tmp_path)
+    assert wrong.returncode == 1
+    assert "--num-cpus is for the embedded Ray" in " ".join((wrong.stdout + wrong.stderr).split())
+    assert "is stopped." in told("down")
+    wait_for(lambda: not allocations.jobs(), 60)
+    assert "is up." in told("down"), "there is none any more"
 
 
 def test_the_next_client_gets_another_one_after_it_has_died(allocations):
