@@ -3,15 +3,21 @@
 import dataclasses
 import difflib
 import functools
+import os
 import re
+import sys
 from collections.abc import Iterable
+from types import FrameType
 from typing import Any, NoReturn, TypeVar
 
 from nemo_run_ray.errors import ConfigError
+from nemo_run_ray.ids import LEDGER
 
 _Class = TypeVar("_Class")
 #: Above every amount and every number of seconds; larger numbers do not fit a float's arithmetic.
 AMOUNT_MAX = 1e18
+#: The name under which NeMo-Run runs a program's ``__main__`` again (``maybe_load_external_main``).
+_AGAIN = "__external_main__"
 
 
 def is_amount(value: Any) -> bool:
@@ -81,3 +87,32 @@ def strict_init(cls: type[_Class]) -> type[_Class]:
 
     cls.__init__ = __init__  # type: ignore[method-assign]
     return cls
+
+
+def check_launch(exp_id: str, exp_dir: str) -> None:
+    """Refuse what was launched already: the same experiment, or the same program.
+
+    NeMo-Run runs a program again to find the functions of its ``__main__``. On a node it would
+    launch itself, and wait for its own end; and a look at an experiment would launch it anew.
+
+    Args:
+        exp_id: of the experiment that a job is added to.
+        exp_dir: its folder.
+
+    Raises:
+        ConfigError: it has run, or the launch is by top-level code of a program that runs again.
+    """
+    if os.path.exists(os.path.join(exp_dir, LEDGER)):
+        raise ConfigError(
+            f"The experiment {exp_id} has run already: {exp_dir} holds its ledger {LEDGER}. Choose "
+            f"another id, or look at the old run with `nemo-run-ray status {exp_id}`."
+        )
+    frame: FrameType | None = sys._getframe()
+    while frame is not None:
+        if frame.f_globals.get("__name__") == _AGAIN and frame.f_code.co_name == "<module>":
+            raise ConfigError(
+                f"{frame.f_code.co_filename}, line {frame.f_lineno}, launches what was launched "
+                "already: NeMo-Run runs this program again to find the functions of its __main__. "
+                'Put what starts the run below `if __name__ == "__main__":`.'
+            )
+        frame = frame.f_back

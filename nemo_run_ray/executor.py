@@ -12,12 +12,11 @@ from typing import Any, Optional, Union
 from nemo_run.core.execution.base import Executor, ExecutorMacros
 from nemo_run.core.packaging.base import Packager
 
-from nemo_run_ray.checks import refuse, strict_init
+from nemo_run_ray.checks import check_launch, refuse, strict_init
 from nemo_run_ray.clusters import Cluster, ExistingCluster, LocalCluster
 from nemo_run_ray.errors import ConfigError
 from nemo_run_ray.executor_checks import check_fields, parse_memory
 from nemo_run_ray.executor_file import TakesFile
-from nemo_run_ray.ids import LEDGER
 from nemo_run_ray.probes import Probe
 
 #: Called with every new subclass of ``RayExecutor``, so that NeMo-Run's registries know it too.
@@ -196,12 +195,7 @@ class RayExecutor(TakesFile, Executor):
         return _of_a_group(cls, executors)
 
     def assign(self, exp_id: str, exp_dir: str, task_id: str, task_dir: str) -> None:
-        if os.path.exists(os.path.join(exp_dir, LEDGER)):
-            raise ConfigError(
-                f"The experiment {exp_id} has run already: {exp_dir} holds its ledger {LEDGER}. "
-                "Choose another id, or look at the old run with "
-                f"`nemo-run-ray status {exp_id}`."
-            )
+        check_launch(exp_id, exp_dir)
         self.experiment_id = exp_id
         self.experiment_dir = exp_dir
         self.job_dir = os.path.join(exp_dir, task_dir)

@@ -14,8 +14,9 @@ from nemo_run.core.serialization.zlib_json import ZlibJSONSerializer
 
 from nemo_run_ray import ExistingCluster, LocalCluster, RayExecutor
 from nemo_run_ray.errors import ConfigError
-from nemo_run_ray.executor import LEDGER, parse_memory
+from nemo_run_ray.executor import parse_memory
 from nemo_run_ray.executor_checks import RESOURCE_MAX
+from nemo_run_ray.ids import LEDGER
 from nemo_run_ray.probes import CommandProbe, HttpProbe, PortProbe, Probe
 
 _NAN, _INF = float("nan"), float("inf")

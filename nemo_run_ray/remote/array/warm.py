@@ -68,8 +68,11 @@ def _load_main(root: Path) -> None:
 
     try:
         maybe_load_external_main(root)
-    except Exception:  # it is needed for classes of __main__ only
-        traceback.print_exc()
+    except Exception as error:  # it is needed for functions and classes of __main__ only
+        if type(error).__module__.partition(".")[0] == "nemo_run_ray":
+            print(error, file=sys.stderr)
+        else:
+            traceback.print_exc()
 
 
 def _configuration(text: str) -> Any:

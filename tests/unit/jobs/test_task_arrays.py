@@ -28,6 +28,7 @@ from nemo_run_ray.jobs import element_job
 from nemo_run_ray.jobs.element_job import ElementJob
 from nemo_run_ray.jobs.find import find, find_job, tasks_of
 from nemo_run_ray.jobs.job import RemoteJob
+from nemo_run_ray.jobs.shared_log import SharedLog
 from nemo_run_ray.nemo import registry
 from nemo_run_ray.nemo.resume import resume_experiment
 from nemo_run_ray.planning import task_elements
@@ -384,6 +385,8 @@ def test_the_log_of_an_array_is_followed_once_for_all_of_its_tasks(sweep, runnin
     threads[1].start()
     threads[2].start()
     wait_for(lambda: found[1])
+    shared = SharedLog.of(sweep.task("say-0").array)
+    wait_for(lambda: len(shared._followers) == 3)
     write("1| la", "te\n", "0| b\n")
     stream.put(None)
     for thread in threads:
