@@ -7,7 +7,7 @@ import os
 import socket
 import subprocess
 from contextlib import suppress
-from typing import Any, Dict, List, NamedTuple, Optional, Tuple
+from typing import Any, Dict, List, Mapping, NamedTuple, Optional, Sequence, Tuple
 
 from ..group.workspace import Workspace
 from .element import RunningElement
@@ -144,20 +144,9 @@ class Forking:
         self._channel, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._channel.setblocking(False)
         argv = ["python", PROGRAM, "serve", self._elements, str(theirs.fileno())]
-        words, env, cwd = self._place.words(argv, {})
         with theirs, open(self._log, "ab") as output:
-            process = subprocess.Popen(
-                words,
-                env=env,
-                cwd=cwd,
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=output,
-                pass_fds=[theirs.fileno()],
-                start_new_session=True,
-            )
-        process.returncode = 0  # the host's loop collects it; the object must not
-        self._pid, self._is_ready, self._was_ready = process.pid, False, False
+            self._pid = start_with(theirs, output.fileno(), *self._place.words(argv, {}))
+        self._is_ready, self._was_ready = False, False
 
     def _hear(self, message: Dict[str, Any]) -> None:
         kind = message["at"]
@@ -190,6 +179,35 @@ class Forking:
         with suppress(OSError), open(self._log, encoding="utf-8", errors="replace") as file:
             text = file.read()[-4000:].strip()
         return text or f"its process ended with exit code {code}"
+
+
+def start_with(
+    channel: socket.socket, output: int, words: Sequence[str], env: Mapping[str, str], cwd: str
+) -> int:
+    """Start ``warm.py`` in a session of its own, with its end of a channel; the process id.
+
+    Args:
+        channel: that the process gets.
+        output: descriptor of what it writes to.
+        words: its command.
+        env: its variables.
+        cwd: its folder.
+
+    Raises:
+        OSError: it cannot be started.
+    """
+    process = subprocess.Popen(
+        words,
+        env=env,
+        cwd=cwd,
+        stdin=subprocess.DEVNULL,
+        stdout=output,
+        stderr=output,
+        pass_fds=[channel.fileno()],
+        start_new_session=True,
+    )
+    process.returncode = 0  # the host's loop collects it; the object must not
+    return process.pid
 
 
 def result_of(path: str) -> Optional[Any]:

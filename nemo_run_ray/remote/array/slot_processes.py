@@ -6,7 +6,6 @@ import json
 import os
 import signal
 import socket
-import subprocess
 from contextlib import suppress
 from functools import partial
 from typing import Any, Dict, List, Mapping, NamedTuple, Optional, Set
@@ -14,7 +13,7 @@ from typing import Any, Dict, List, Mapping, NamedTuple, Optional, Set
 from ..group.workspace import Workspace
 from ..node.tree import explain_start, kill
 from .element import RunningElement
-from .forking import PROGRAM
+from .forking import PROGRAM, start_with
 from .progress import Lease
 from .warm import PACKET_MAX
 
@@ -136,21 +135,11 @@ class SlotProcesses:
         words, env, cwd = self._place.words(argv, variables)
         with theirs:
             try:
-                process = subprocess.Popen(
-                    words,
-                    env=env,
-                    cwd=cwd,
-                    stdin=subprocess.DEVNULL,
-                    stdout=output,
-                    stderr=output,
-                    pass_fds=[theirs.fileno()],
-                    start_new_session=True,
-                )
+                pid = start_with(theirs, output, words, env, cwd)
             except OSError as error:
                 channel.close()
                 raise _CannotStart(*explain_start(words, env, cwd, error)) from error
-        process.returncode = 0  # the host's loop collects it; the object must not
-        self._of_slot[slot] = _SlotProcess(process.pid, channel)
+        self._of_slot[slot] = _SlotProcess(pid, channel)
         return self._of_slot[slot]
 
 
