@@ -1,11 +1,13 @@
 """Cancelling, on a simulated Ray whose answers are lost and whose jobs are slow to end."""
 
 import itertools
+import threading
 from types import SimpleNamespace
 
 import pytest
 
 from nemo_run_ray.dashboard.env_builds import EnvBuilds
+from nemo_run_ray.dashboard.jobs_api import JobsApi
 from nemo_run_ray.errors import ClusterError
 from nemo_run_ray.jobs import cancel_loop
 from nemo_run_ray.jobs.cancel import cancel_all
@@ -89,6 +91,39 @@ def test_an_id_of_a_stranger_is_left_alone(ray, unique):
     ray.requests.clear()
     assert handed.jobs["job"].cancel().state is JobState.WAITING
     assert ray.writes == []
+
+
+def test_jobs_are_cancelled_at_the_same_time(ray, unique, monkeypatch):
+    handed = Handed(ray, unique, "first", "second", "third")
+    for name in ("first", "second", "third"):
+        ray.fates[f"{handed.id}.{name}"] = GOES_ON
+    all_of_them, stop = threading.Barrier(3), JobsApi.stop
+
+    def stop_with_the_others(api: JobsApi, name: str) -> None:
+        if not ray.stops:
+            all_of_them.wait(timeout=20)
+        stop(api, name)
+
+    monkeypatch.setattr(JobsApi, "stop", stop_with_the_others)
+    assert [one.split(" is ")[0] for one in cancel_all(list(handed.jobs.values()))] == [
+        "first",
+        "second",
+        "third",
+    ]
+    assert set(handed.states().values()) == {"CANCELLED"}
+
+
+def test_one_that_does_not_end_keeps_no_other_from_it(ray, unique):
+    handed = Handed(ray, unique, *(f"job{number}" for number in range(12)))
+    for job in handed.jobs.values():
+        ray.fates[job.id] = GOES_ON
+    stubborn, stop = f"{handed.id}.job0", ray._stop
+    ray._stop = lambda name: (200, "{}") if name == stubborn else stop(name)
+    with pytest.raises(ClusterError, match=stubborn):
+        list(cancel_all(list(handed.jobs.values())))
+    states = handed.states()
+    assert states.pop("job0") != "CANCELLED"
+    assert set(states.values()) == {"CANCELLED"}
 
 
 def test_a_whole_chain_is_cancelled_by_one_claim(ray, unique):
