@@ -108,14 +108,19 @@ def logs(dashboard) -> Path:
     return Path(word.partition("=")[2])
 
 
-#: The others on one node are tried by real processes without Ray, see tests/unit/remote/array.
-_FIRST = (drivers, hosts)
+def test_an_array_outlives_its_driver_and_its_hosts(start, logs, tmp_path):
+    """The others on one node are tried by real processes without Ray: tests/unit/remote/array."""
+    job = start(scripts(tmp_path, seconds=0.6), retries=3)
+    for victims in (drivers, hosts):
+        before = ended(tmp_path)
+        wait_for(lambda before=before: ended(tmp_path) >= before + 4, 90)
+        assert strike(job, victims), "there is something to kill"
+
+    check(job, tmp_path, logs)
 
 
-@pytest.mark.parametrize(
-    "victims",
-    [pytest.param(one, marks=[] if one in _FIRST else [pytest.mark.soak]) for one in VICTIMS],
-)
+@pytest.mark.soak
+@pytest.mark.parametrize("victims", VICTIMS)
 def test_an_array_outlives(start, logs, tmp_path, victims):
     is_forked = victims is warm
     job = start((partials if is_forked else scripts)(tmp_path, seconds=0.6), retries=3)

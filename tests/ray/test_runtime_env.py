@@ -161,7 +161,10 @@ def test_without_an_environment_the_embedded_ray_has_the_callers_python(
         assert found == f"{sys.executable}\n"
 
 
-@pytest.mark.parametrize("image", [{"image_uri": IMAGE}, {"container": {"image": IMAGE}}])
+@pytest.mark.parametrize(
+    "image",
+    [{"image_uri": IMAGE}, pytest.param({"container": {"image": IMAGE}}, marks=pytest.mark.soak)],
+)
 def test_a_task_in_a_container(local_cluster, unique, tmp_path, monkeypatch, image):
     """Ray takes an image alone: the code and the specs travel to it by the object store."""
     podman(BIN)

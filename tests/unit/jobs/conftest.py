@@ -8,8 +8,10 @@ import time
 from pathlib import Path
 
 import nemo_run as run
+import pytest
 
 from nemo_run_ray import RayExecutor
+from nemo_run_ray.dashboard import job_table
 from nemo_run_ray.jobs.dispatch import Dispatch, dispatches_of
 from nemo_run_ray.jobs.find import find_experiment, jobs_of
 from nemo_run_ray.jobs.job import RemoteJob
@@ -17,6 +19,12 @@ from nemo_run_ray.jobs.snapshot import Snapshot
 from nemo_run_ray.remote.array.status_file import file_of
 from nemo_run_ray.remote.array.wishes import wish_name
 from tests.fake_ray import FakeRay
+
+
+@pytest.fixture
+def fresh_tables(monkeypatch) -> None:
+    """Each look is one of its own: for tests of what is seen, not of how often it is asked for."""
+    monkeypatch.setattr(job_table, "TABLE_AGE_S", 0.0)
 
 
 class Handed:

@@ -18,6 +18,8 @@ from tests.conftest import wait_for
 from tests.fake_ray import GOES_ON, SUCCEEDS, Trouble
 from tests.unit.jobs.conftest import ArrayDriver, Handed
 
+pytestmark = pytest.mark.usefixtures("fresh_tables")
+
 #: First and last element, state, attempts, exit code.
 STATES = [
     [0, 2, "succeeded", 1, 0],

@@ -41,6 +41,8 @@ from tests.conftest import wait_for
 from tests.fake_ray import GOES_ON, NODE, SUCCEEDS, FakeRay, Trouble, fake_ray
 from tests.unit.jobs.conftest import ArrayDriver, Handed
 
+pytestmark = pytest.mark.usefixtures("fresh_tables")
+
 TRUE = run.Script(inline="true")
 
 
