@@ -15,9 +15,9 @@ from nemo_run_ray.jobs import notes
 from nemo_run_ray.jobs.attempt_records import AttemptRecord, Attempts, has_news
 from nemo_run_ray.jobs.dispatched_job import DispatchedJob
 from nemo_run_ray.jobs.element_job import ElementJob
-from nemo_run_ray.jobs.explanations import elements, roles
 from nemo_run_ray.jobs.job import RemoteJob
 from nemo_run_ray.jobs.ledger import Ledger
+from nemo_run_ray.jobs.roles_and_elements import elements, roles
 from nemo_run_ray.jobs.running_at import note_running_at, running_at
 from nemo_run_ray.jobs.snapshot import Snapshot
 from nemo_run_ray.nemo import registry

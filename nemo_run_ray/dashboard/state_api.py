@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, TypeVar, cast
 
-from nemo_run_ray.dashboard.env_builds import AGENT_LOG, AGENT_LOG_LINES, EnvBuilds
 from nemo_run_ray.dashboard.http import READ_S, Http
 from nemo_run_ray.dashboard.nodes import (
     ClusterNode,
@@ -19,6 +18,7 @@ from nemo_run_ray.dashboard.nodes import (
 )
 from nemo_run_ray.dashboard.recent import Recent
 from nemo_run_ray.dashboard.wake import AliveNodes
+from nemo_run_ray.dashboard.why_building import AGENT_LOG, AGENT_LOG_LINES, EnvBuilds
 from nemo_run_ray.errors import ClusterError
 from nemo_run_ray.remote.array.status_file import file_of
 from nemo_run_ray.remote.group.roles_file import file_name

@@ -17,7 +17,7 @@ from nemo_run.config import SCRIPTS_DIR
 from nemo_run_ray.dashboard.http import repeat
 from nemo_run_ray.dashboard.jobs_api import PATIENCE_S
 from nemo_run_ray.errors import ClusterError, ConfigError, JobError, Unanswered
-from nemo_run_ray.jobs.explanations import elements
+from nemo_run_ray.jobs.roles_and_elements import elements
 from nemo_run_ray.jobs.snapshot import Snapshot
 from nemo_run_ray.remote.array.progress import Stretch
 from nemo_run_ray.remote.array.status_file import RESULTS_FILE, STATES_FILE

@@ -15,9 +15,10 @@ from nemo_run_ray.errors import ClusterError, ConfigError, JobError, NemoRunRayE
 from nemo_run_ray.jobs import keep_logs, notes
 from nemo_run_ray.jobs.array_elements import Element, array_file, cancel_elements, elements_of
 from nemo_run_ray.jobs.cancel_loop import JOB_MARGIN_S, Stops, insist
-from nemo_run_ray.jobs.explanations import elements, leftovers
 from nemo_run_ray.jobs.follow_log import attempt_mark, follow, output_of
+from nemo_run_ray.jobs.leftovers import leftovers
 from nemo_run_ray.jobs.observed_job import ObservedJob
+from nemo_run_ray.jobs.roles_and_elements import elements
 from nemo_run_ray.jobs.snapshot import Snapshot
 from nemo_run_ray.jobs.submit_once import OUTCOME_S
 from nemo_run_ray.jobs.tend import tend

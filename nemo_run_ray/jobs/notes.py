@@ -18,8 +18,8 @@ from nemo_run_ray.errors import NemoRunRayError
 from nemo_run_ray.jobs import ledger
 from nemo_run_ray.jobs.array_elements import keep_array, needs_keeping
 from nemo_run_ray.jobs.attempt_records import has_news
-from nemo_run_ray.jobs.explanations import elements, roles
 from nemo_run_ray.jobs.ledger import Event, Ledger
+from nemo_run_ray.jobs.roles_and_elements import elements, roles
 from nemo_run_ray.jobs.snapshot import Snapshot
 from nemo_run_ray.remote.states import JobState, JobStatus
 

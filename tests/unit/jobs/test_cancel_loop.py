@@ -6,8 +6,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from nemo_run_ray.dashboard.env_builds import EnvBuilds
 from nemo_run_ray.dashboard.jobs_api import JobsApi
+from nemo_run_ray.dashboard.why_building import EnvBuilds
 from nemo_run_ray.errors import ClusterError
 from nemo_run_ray.jobs import cancel_loop
 from nemo_run_ray.jobs.cancel import cancel_all

@@ -10,8 +10,8 @@ from nemo_run_ray.dashboard.job_table import TABLE_AGE_S
 from nemo_run_ray.errors import ConfigError, JobError
 from nemo_run_ray.jobs import notes
 from nemo_run_ray.jobs import snapshot as snapshots
-from nemo_run_ray.jobs.explanations import roles
 from nemo_run_ray.jobs.ledger import Ledger
+from nemo_run_ray.jobs.roles_and_elements import roles
 from nemo_run_ray.jobs.snapshot import Snapshot
 from nemo_run_ray.remote.lost_ends import LOG_FILE
 from nemo_run_ray.remote.node.output import end_mark

@@ -5,7 +5,7 @@ import time
 
 import pytest
 
-from nemo_run_ray.dashboard.env_builds import EnvBuilds, failures
+from nemo_run_ray.dashboard.why_building import EnvBuilds, failures
 from nemo_run_ray.errors import Unanswered
 from nemo_run_ray.remote.env_error import cause_of
 from nemo_run_ray.remote.states import JobState, JobStatus, Reason, status_of_row

@@ -3,7 +3,7 @@
 import pytest
 
 from nemo_run_ray.dashboard.state_api import StateApi
-from nemo_run_ray.jobs.explanations import leftovers
+from nemo_run_ray.jobs.leftovers import leftovers
 from nemo_run_ray.remote.node.output import end_mark
 from nemo_run_ray.remote.states import JobState, JobStatus, Reason
 from tests.unit.jobs.conftest import Handed

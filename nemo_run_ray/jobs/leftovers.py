@@ -1,0 +1,37 @@
+"""What is left of a job that was cancelled."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from nemo_run_ray.jobs.follow_log import OF_RAY
+from nemo_run_ray.remote.node.output import NO_PROCESS_LEFT, RUNNER_KILLED, end_mark
+from nemo_run_ray.remote.states import JobStatus
+
+if TYPE_CHECKING:
+    from nemo_run_ray.jobs.observed_job import ObservedJob
+
+
+def leftovers(job: ObservedJob, status: JobStatus) -> str:
+    """Proof that no process of a cancelled job is left on its node, in words.
+
+    The remote half ends every process of a task before its own last line, unless it was killed. The
+    last line of a group says whether it could, on all its nodes.
+
+    Raises:
+        ClusterError: the cluster cannot be asked.
+        JobError: the cluster is gone for good.
+    """
+    never = "it never had a process"
+    if status.attempt > 1:
+        never = f"its attempt {status.attempt} never had a process"
+    if not status.node:
+        return never
+    ending = job.api().state.last_lines(status.node, job.ran_as(status), 3)
+    marks = () if job.record.has_roles else tuple(end_mark(nonce) for nonce in job.record.nonces)
+    ends = [line for line in ending if line.startswith(marks) and RUNNER_KILLED not in line]
+    if ends or any(NO_PROCESS_LEFT in line for line in ending):
+        return f"{NO_PROCESS_LEFT} on its node"
+    if ending and all(OF_RAY.match(line) for line in ending):
+        return never
+    return f"its node {status.node[:12]} did not confirm that all its processes ended"
