@@ -534,11 +534,11 @@ if not os.fork():
     stay()
 if not os.fork():
     os.setsid()
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
     if os.fork():
         os._exit(0)
     for fd in range(3):
         os.close(fd)
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
     stay()
 os.wait()
 for _ in range(2):
