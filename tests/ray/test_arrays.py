@@ -42,7 +42,7 @@ def test_a_script_with_variables_and_words(start):
 @pytest.mark.parametrize(
     # What starts an interpreter for each element is tried without Ray in CI.
     "isolation",
-    ["fork", "none", pytest.param("process", marks=pytest.mark.soak)],
+    ["fork", *(pytest.param(name, marks=pytest.mark.soak) for name in ("none", "process"))],
 )
 def test_a_partial_and_its_results(start, isolation):
     task = run.Partial(array_tasks.train, seed=0, model=run.Config(array_tasks.Model, width=1))

@@ -113,6 +113,7 @@ def test_a_diamond_outlives_its_client(yard, existing, unique, tmp_path, home, a
     )
 
 
+@pytest.mark.soak
 def test_an_experiment_with_jobs_elsewhere_is_ordered_by_nemo_run(yard, existing, unique):
     on_ray = RayExecutor(cluster=existing, retries=1)
     with run.Experiment(unique, skip_status_at_exit=True) as experiment:
@@ -132,6 +133,7 @@ def test_an_experiment_with_jobs_elsewhere_is_ordered_by_nemo_run(yard, existing
     assert [str(one["status"]) for one in states] == 3 * ["SUCCEEDED"]
 
 
+@pytest.mark.soak
 def test_a_group_in_the_middle(yard, existing, unique, api):
     def executor(**fields) -> RayExecutor:
         return RayExecutor(cluster=existing, python=sys.executable, **fields)

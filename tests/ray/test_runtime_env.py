@@ -100,6 +100,7 @@ def test_the_packages_of_a_partial(local_cluster, unique, wheel, monkeypatch):
     assert "/runtime_resources/pip/" in text
 
 
+@pytest.mark.soak
 def test_the_packages_of_a_role(local_cluster, unique, wheel):
     with run.Experiment(unique, skip_status_at_exit=True) as experiment:
         roles = [

@@ -78,6 +78,7 @@ def test_who_writes_nemo_runs_file_ends_the_cluster(slurm, start):
     assert "ENDED" in job.why
 
 
+@pytest.mark.soak
 def test_the_end_of_the_job_before_does_not_end_this_one(slurm, start):
     """Slurm may still complete that one while this one has nodes."""
     job = start("sleep 5; exit 3", nodes=1)

@@ -156,6 +156,7 @@ def test_a_worker_loses_power(slurm, start):
     job.wait_gone()
 
 
+@pytest.mark.soak
 def test_a_host_is_cut_off(slurm, start):
     """Its file system goes on here, so only Ray's own list tells."""
     job = start(_FOREVER)
