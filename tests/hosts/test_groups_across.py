@@ -5,6 +5,8 @@ import re
 import sys
 import time
 
+import pytest
+
 from tests.conftest import tool, wait_for
 from tests.groups import assert_nothing_left, finish, submit
 from tests.hosts.conftest import TOKEN, client, server
@@ -69,6 +71,7 @@ def test_a_group_that_can_never_fit_says_so_and_leaves_nothing(hosts, unique):
     assert_nothing_left(hosts, job)
 
 
+@pytest.mark.soak  # tests/unit/remote/group/test_packing.py has it
 def test_labels_that_no_node_has(hosts, unique):
     job = submit(unique, hosts.cluster, client("true", label_selector={"pool": "tpu"}))
 
@@ -78,6 +81,7 @@ def test_labels_that_no_node_has(hosts, unique):
     assert "client: no node has the labels {'pool': 'tpu'}" in log
 
 
+@pytest.mark.soak  # tests/unit/remote/group/test_packing.py has it
 def test_replicas_of_one_role_spread_beside_another(hosts, unique):
     spread = client("hostname", role="wide", nodes=3, label_selector={}, strategy="STRICT_SPREAD")
     job = submit(unique, hosts.cluster, spread, client("hostname", role="other", label_selector={}))

@@ -294,6 +294,7 @@ def test_a_job_waits_for_jobs_of_other_experiments(yard, unique, api):
     assert yard.is_before("both", "after")
 
 
+@pytest.mark.soak
 def test_a_cluster_by_another_address_is_the_same_cluster(yard, dashboard, unique, api):
     producer = yard.start(unique, step("first"))
     handle = plugin.handle(producer.job("first"))

@@ -55,7 +55,10 @@ def cpython() -> ModuleType:
     return found
 
 
-@pytest.mark.parametrize("kind", ["WaitTests", "AsCompletedTests", "ExecutorTest"])
+@pytest.mark.parametrize(
+    "kind",
+    ["WaitTests", "ExecutorTest", pytest.param("AsCompletedTests", marks=pytest.mark.soak)],
+)
 def test_cpythons_tests_of_executors(pool, cpython, kind):
     mixin = getattr(cpython, kind)
 

@@ -141,6 +141,7 @@ def test_the_driver_is_killed(slurm, start):
     job.wait_gone()
 
 
+@pytest.mark.soak  # Slurm itself needs most of its 50 s
 def test_a_worker_loses_power(slurm, start):
     job = start(_FOREVER)
     job.wait_ready()
@@ -156,7 +157,6 @@ def test_a_worker_loses_power(slurm, start):
     job.wait_gone()
 
 
-@pytest.mark.soak
 def test_a_host_is_cut_off(slurm, start):
     """Its file system goes on here, so only Ray's own list tells."""
     job = start(_FOREVER)
