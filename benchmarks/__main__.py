@@ -10,6 +10,7 @@ import atexit
 import contextlib
 import functools
 import json
+import logging
 import os
 import platform
 import re
@@ -51,6 +52,8 @@ def embedded() -> Dashboard:
 
 
 def main(wanted: list[str]) -> None:
+    # NeMo-Run prints this process's log, and to write the peers' requests costs time of theirs.
+    logging.getLogger("httpx").setLevel(logging.WARNING)
     latest = ROOT / "benchmarks" / "results" / "latest.json"
     latest.parent.mkdir(exist_ok=True)
     results: dict[str, object] = (
