@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from nemo_run_ray.clusters import ExistingCluster, LocalCluster, Sidecar, SlurmCluster
+from nemo_run_ray import clusters as _clusters
+from nemo_run_ray.clusters import ExistingCluster, LocalCluster
 from nemo_run_ray.executor import RayExecutor
 from nemo_run_ray.nemo import register as _register
 from nemo_run_ray.planning.array import array
@@ -16,6 +17,7 @@ from nemo_run_ray.probes import CommandProbe, HttpProbe, PortProbe
 from nemo_run_ray.transport.folder_packager import FolderPackager
 
 if TYPE_CHECKING:
+    from nemo_run_ray.clusters import Sidecar, SlurmCluster
     from nemo_run_ray.jobs.job import RemoteJob
 
 __version__ = "0.1.0"
@@ -50,6 +52,14 @@ def find(name: str) -> list[RemoteJob]:
     from nemo_run_ray.jobs import find as finding
 
     return finding.find(name)
+
+
+def __getattr__(name: str) -> type:
+    """``Sidecar`` and ``SlurmCluster``, whose modules are imported when they are used."""
+    if name not in ("Sidecar", "SlurmCluster"):
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    found: type = getattr(_clusters, name)
+    return found
 
 
 _register()

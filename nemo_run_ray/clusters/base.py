@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import abc
+import importlib
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -15,6 +16,8 @@ from nemo_run.config import ConfigurableMixin
 from nemo_run_ray.errors import ConfigError
 from nemo_run_ray.remote.rows import JobRows
 
+#: Kinds whose modules are imported when they are used.
+_IMPORTED_LATE = {"slurm": "nemo_run_ray.clusters.slurm"}
 #: Set by Ctrl-C, which only the main thread sees: a thread that waits for a cluster to come up
 #: gives up. Whoever waits anew clears it.
 interrupted = threading.Event()
@@ -177,6 +180,8 @@ def from_record(record: dict[str, Any]) -> Cluster:
     """
     values = dict(record)
     kind = values.pop("kind", None)
+    if kind in _IMPORTED_LATE:
+        importlib.import_module(_IMPORTED_LATE[kind])
     if kind not in Cluster._kinds:
         raise ConfigError(
             f"The ledger names a cluster of kind {kind!r}; this version of nemo_run_ray knows "
