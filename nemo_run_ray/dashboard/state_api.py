@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, TypeVar, cast
 
@@ -24,6 +24,7 @@ from nemo_run_ray.remote.array.status_file import file_of
 from nemo_run_ray.remote.group.roles_file import file_name
 from nemo_run_ray.remote.lost_ends import ANSWER_S, LINES, LOG_FILE, log_query
 from nemo_run_ray.remote.rows import ArrayRows, GroupRows
+from nemo_run_ray.remote.states import Reason
 
 #: Seconds until an answer must have come of which the next look may do without.
 _EXPLAIN_S = 5.0
@@ -46,10 +47,13 @@ class ClusterRoom:
     Attributes:
         nodes: those that live.
         holdings: what is held on each node, by its id; ``None`` when the cluster does not say.
+        told: why who asks for something waits, in a reason and the words before and after since
+            when; filled as it is asked for, since many tasks ask for the same.
     """
 
     nodes: tuple[ClusterNode, ...]
     holdings: Mapping[str, Sequence[Holding]] | None = None
+    told: dict[Hashable, tuple[Reason, str, str] | None] = field(default_factory=dict)
 
     @classmethod
     def of(cls, nodes: Iterable[ClusterNode], holdings: Iterable[Holding] | None) -> ClusterRoom:

@@ -86,13 +86,29 @@ def why_waiting(
         programs: gives the submission ids of the Ray programs that have one.
         posted_at: since when it waits, in seconds since the epoch.
     """
+    if ask.key not in room.told:
+        room.told[ask.key] = _why(ask, room, programs)
+    told = room.told[ask.key]
+    if told is None:
+        return None
+    reason, before, after = told
     since = f"it waits since {_clock(posted_at)}" if posted_at else "it waits"
+    return reason, f"{before}; {since}.{after}"
+
+
+def _why(
+    ask: Ask, room: ClusterRoom, programs: Callable[[], Mapping[str, str]]
+) -> tuple[Reason, str, str] | None:
+    """Why a task waits, in the words before and after since when.
+
+    To look at each holder for each task that asks for the same would be quadratic.
+    """
     never = why_never(ask, room.nodes)
     if never:
         return (
             Reason.UNSCHEDULABLE,
-            f"It asks for {ask}; no node can ever take it: {never}; {since}. Ray waits for such a "
-            "node to join.",
+            f"It asks for {ask}; no node can ever take it: {never}",
+            " Ray waits for such a node to join.",
         )
     node = best(ask, room.nodes)
     if node is None or node.free is None or has_room(ask, node):
@@ -110,7 +126,7 @@ def why_waiting(
             texts.append(
                 "some of it may be this task's own, as Ray reserves before it starts a task"
             )
-    return Reason.ROOM, "; ".join([*texts, since]) + "."
+    return Reason.ROOM, "; ".join(texts), ""
 
 
 def holders(

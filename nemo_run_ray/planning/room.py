@@ -6,7 +6,7 @@ their drivers find on the cluster.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -43,6 +43,11 @@ class Ask:
 
     def __bool__(self) -> bool:
         return bool(self.resources or self.selector)
+
+    @property
+    def key(self) -> Hashable:
+        """What those that ask for the same have in common."""
+        return tuple(sorted(self.resources.items())), tuple(sorted(self.selector.items()))
 
 
 def ask_of(reservation: Mapping[str, Any]) -> Ask:
