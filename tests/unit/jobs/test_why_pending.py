@@ -90,6 +90,22 @@ def test_the_day_is_told_unless_it_is_today():
     assert "it waits since 1970-01-02 " in words
 
 
+def test_who_holds_a_node_is_found_once_for_all_that_ask_for_the_same():
+    holdings = holdings_of([supervisor(f"exp.{number}", NODE, CPU=0.5) for number in range(14)])
+    room = ClusterRoom.of(nodes_of_summary(summary(NODE)), holdings)
+    looks = []
+
+    def programs() -> dict[str, str]:
+        looks.append(1)
+        return {}
+
+    asks = [Ask({"CPU": 2.0}) for _ in range(50)] + [Ask({"CPU": 2.0}, {"kind": "x"})] * 50
+    told = [why_waiting(ask, room, programs, number + 1.0) for number, ask in enumerate(asks)]
+    assert len(looks) == 2
+    assert len({words.partition("; it waits since")[0] for _, words in told}) == 2
+    assert all("and 11 more" in words for _, words in told)
+
+
 # ---------------------------------------------------------------------- jobs
 
 
