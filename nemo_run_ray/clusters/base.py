@@ -183,8 +183,9 @@ def from_record(record: dict[str, Any]) -> Cluster:
     if kind in _IMPORTED_LATE:
         importlib.import_module(_IMPORTED_LATE[kind])
     if kind not in Cluster._kinds:
+        known = ", ".join(sorted({*Cluster._kinds, *_IMPORTED_LATE}))
         raise ConfigError(
             f"The ledger names a cluster of kind {kind!r}; this version of nemo_run_ray knows "
-            f"{', '.join(sorted(Cluster._kinds))}. Install the version that submitted the job."
+            f"{known}. Install the version that submitted the job."
         )
     return Cluster._kinds[kind].of_record(values)

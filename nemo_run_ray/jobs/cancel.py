@@ -31,8 +31,8 @@ def cancel_all(jobs: Sequence[RemoteJob]) -> Iterator[str]:
         try:
             for end in ends:
                 yield end.result()
-        except KeyboardInterrupt:
-            pool.shutdown(wait=False, cancel_futures=True)
+        except KeyboardInterrupt:  # those that were told to end are waited for, others go on
+            pool.shutdown(cancel_futures=True)
             raise
 
 
