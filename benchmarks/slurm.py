@@ -26,6 +26,9 @@ ROUNDS = 3
 NODES, THEIRS_MAX = (1, 2, 4, 8, 16, 64), 16
 #: The same with the real Ray, of which eight need most of the two CPUs that this is made for.
 REAL_NODES, REAL_THEIRS_MAX = (1, 2, 4, 8), 2
+#: The only folder that each of these hosts has for itself. Raylets of several hosts in one folder
+#: take the same names for their sockets when they start at the same moment, and end.
+_OWN = "/tmp/ray"
 #: What NeMo-Run's script writes into the root of a node's file system.
 _LITTER = ("/launch-head.sh", "/launch-worker.sh")
 
@@ -54,11 +57,11 @@ def measure() -> dict[str, Any]:
                     fields={"srun_args": ["--comment=x"]}
                 )
             results[str(nodes)] = _on(Path(folder), nodes, kinds, ROUNDS)
-        real = f"{_tools(Path(folder))}:{Path(sys.executable).parent}"
+        real = _Kind("slurm_ray", f"{_tools(Path(folder))}:{Path(sys.executable).parent}", {})
         for nodes in REAL_NODES:
-            kinds = {"ours, real Ray": _Kind("slurm_ray", real, {})}
+            kinds = {"ours, real Ray": real}
             if nodes <= REAL_THEIRS_MAX:
-                kinds["NeMo-Run, real Ray"] = _Kind("", real, {})
+                kinds["NeMo-Run, real Ray"] = real._replace(patch="")
             results[f"{nodes}, real"] = _on(Path(folder), nodes, kinds, 1)
     for path in litter:
         path.unlink(missing_ok=True)
@@ -128,7 +131,7 @@ def _once(slurm: Slurm, nodes: int, kind: _Kind, name: str) -> tuple[float, floa
         time="00:30:00",
         tunnel=tunnel,
         packager=run.Packager(),
-        env_vars={"PATH": f"{kind.path}:$PATH", "CPUS_PER_WORKER": "1"},
+        env_vars={"PATH": f"{kind.path}:$PATH", "CPUS_PER_WORKER": "1", "RAY_TEMP_DIR": _OWN},
         **kind.fields,
     )
     (slurm.folder / "jobs" / name / "logs").mkdir(parents=True)
