@@ -1,7 +1,8 @@
 """``make bench``: this executor beside its peers on one warm embedded Ray, medians and spread.
 
-Absolute times say little on a shared machine; the ratios are what is promised. Prints a table and
-writes ``benchmarks/results/latest.json``; ``python -m benchmarks log`` renews one part of it.
+Absolute times say little on a shared machine; the ratios are what is promised. Each part prints its
+table and is written into ``benchmarks/results/latest.json`` as soon as it is measured;
+``python -m benchmarks log chain`` measures two parts.
 """
 
 from __future__ import annotations
@@ -82,8 +83,8 @@ def main(wanted: list[str]) -> None:
         if name not in ("cloud", "import", "status", "slurm", "work", "arrays"):
             embedded()
         results[name] = measures[name]()
-    latest.write_text(json.dumps(results, indent=1))
-    show(results)
+        latest.write_text(json.dumps(results, indent=1))
+        show(name, results[name])
 
 
 def measure_start(dashboard: Dashboard) -> dict[str, object]:
@@ -279,14 +280,12 @@ def pss_bytes(pid: int) -> int:
     return int(re.findall(r"^Pss:\s+(\d+) kB", text, re.M)[0]) * 1024
 
 
-def show(results: dict[str, Any]) -> None:
+def show(name: str, found: Any) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    table = Table("what", "figure", "promise", title="nemo_run_ray")
-    for name, rows in SHOW.items():
-        if name in results:
-            rows(results[name], table.add_row)
+    table = Table("what", "figure", "promise", title=name)
+    SHOW[name](found, table.add_row)
     Console().print(table)
 
 
