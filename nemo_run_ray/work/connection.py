@@ -21,11 +21,8 @@ from nemo_run_ray.errors import (
     Unreachable,
     VersionMismatch,
 )
+from nemo_run_ray.work.address import ADDRESS, AUTO, asked_for, check_listens, search
 
-#: What leads a Ray program to its cluster; Ray and this module read it, in child processes too.
-ADDRESS = "RAY_ADDRESS"
-#: ``ip:port`` of a GCS, or the address of a Ray Client server.
-_DRIVER_ADDRESS = re.compile(r"(ray://)?([\w.-]+|\[[0-9a-fA-F:.]+\]):\d+")
 #: The two blocks of Ray's message about versions: the cluster's and this process's.
 _VERSIONS = re.compile(r"Ray: (\S+)\s+Python: (\S+)")
 _lock = threading.Lock()
@@ -50,11 +47,11 @@ class Connection:
         self._owns = loaded is None or not loaded.is_initialized()
         if not self._owns:
             self.address = str(loaded.get_runtime_context().gcs_address)
-            if address not in ("", self.address):
+            if address not in ("", AUTO, self.address):
                 raise ConfigError(_another(self.address, address))
             self._hand_over({ADDRESS: self.address})
             return
-        variables = {ADDRESS: address} if address else _embedded(num_cpus)
+        variables = {ADDRESS: _living(address)} if address else _embedded(num_cpus)
         self.address = variables[ADDRESS]
         if loaded is not None:
             _check_imported(variables)
@@ -125,11 +122,11 @@ def join(address: str | None, num_cpus: int | None, runtime_env: Mapping[str, An
         ClusterError: the cluster cannot be reached or started.
     """
     global _current
-    wanted = _checked(os.environ.get(ADDRESS, "") if address in (None, "auto") else address or "")
+    wanted = asked_for(address)
     with _lock:
         if _current is None:
             _current = Connection(wanted, num_cpus, runtime_env)
-        elif address is not None and wanted not in ("", _current.address):
+        elif address is not None and wanted not in ("", AUTO, _current.address):
             raise ConfigError(_another(_current.address, wanted))
         _current.enter()
         return _current
@@ -158,19 +155,6 @@ def requirements() -> list[str]:
     return [f"ray[default]=={importlib.metadata.version('ray')}"]
 
 
-def _checked(address: str) -> str:
-    if not address or _DRIVER_ADDRESS.fullmatch(address):
-        return address
-    hint = "ip:port of Ray's GCS on a node of the cluster, or ray://host:10001 from elsewhere"
-    if address.startswith(("http://", "https://")):
-        raise ConfigError(
-            f"{address} is the address of a dashboard, which takes jobs and not calls. Expected is "
-            f"{hint}. A task of RayExecutor(address={address!r}) is on the cluster, and "
-            "work.connect() in it needs no address."
-        )
-    raise ConfigError(f"The address of a Ray is {address!r}; expected is {hint}.")
-
-
 def _check_imported(variables: Mapping[str, str]) -> None:
     """Refuse a cluster with a token to a program whose ray was imported without one.
 
@@ -184,6 +168,15 @@ def _check_imported(variables: Mapping[str, str]) -> None:
             f"read already that there is none. Call work.connect() before the first `import ray`, "
             f"or set {name}=token in the environment of the program."
         )
+
+
+def _living(address: str) -> str:
+    """The address of a Ray, which takes connections there."""
+    with _translated("'auto', on this machine" if address == AUTO else address):
+        found = search() if address == AUTO else address
+    with _translated(found):
+        check_listens(found)
+    return found
 
 
 def _embedded(num_cpus: int | None) -> dict[str, str]:
@@ -214,11 +207,16 @@ def _translated(address: str) -> Iterator[None]:
         if len(found) != 2:
             raise
         raise VersionMismatch(_mismatch(address, *found)) from error
-    except (ConnectionError, ValueError) as error:
+    except (
+        ConnectionError,
+        ValueError,
+        SystemExit,
+    ) as error:  # Ray ends a program that it gives up
         words = " ".join(str(error).split())[:300]
         raise Unreachable(
-            f"No Ray can be reached at {address}: {words} Give the address of one that runs, or "
-            f"unset {ADDRESS} to use an embedded Ray."
+            f"No Ray can be reached at {address}: {words} Give the address of one that runs, as "
+            f"`ray start` has printed it (its GCS mostly has port 6379), or unset {ADDRESS} to use "
+            "an embedded Ray."
         ) from error
 
 

@@ -1,12 +1,11 @@
 """How a program comes to a Ray, and what it is told when it cannot."""
 
 import os
-import subprocess
-import sys
 
 import pytest
 
 from nemo_run_ray.errors import ClusterError, ConfigError, Unreachable, VersionMismatch
+from nemo_run_ray.work import address as address_of
 from nemo_run_ray.work import connection
 
 _MISMATCH = """Version mismatch: The cluster was started with:
@@ -59,24 +58,59 @@ def test_an_address_that_takes_no_calls_is_refused(address, words):
 
 @pytest.mark.parametrize("address", ["10.0.0.1:6379", "ray://head:10001", "[::1]:6379", ""])
 def test_addresses_that_are_taken(address):
-    assert connection._checked(address) == address
+    assert address_of.asked_for(address) == address
 
 
-_DEAD = """
-from nemo_run_ray import work
-try:
-    work.connect("127.0.0.1:1")
-except Exception as error:
-    print(type(error).__name__, error)
-"""
+@pytest.mark.parametrize(
+    ("given", "variable", "found"),
+    [
+        (None, "", ""),
+        (None, "local", ""),
+        (None, "auto", "auto"),
+        (None, "10.0.0.1:6379", "10.0.0.1:6379"),
+        ("auto", "", "auto"),
+        ("auto", "10.0.0.1:6379", "10.0.0.1:6379"),
+        ("10.0.0.2:6379", "10.0.0.1:6379", "10.0.0.2:6379"),
+    ],
+)
+def test_which_ray_is_asked_for(monkeypatch, given, variable, found):
+    monkeypatch.setenv("RAY_ADDRESS", variable)
+    assert address_of.asked_for(given) == found
 
 
-@pytest.mark.soak
-def test_where_no_ray_answers(home):
-    """Ray itself asks for half a minute."""
-    env = {**os.environ, "NEMORUN_HOME": str(home)}
-    words = [sys.executable, "-c", _DEAD]
-    done = subprocess.run(words, env=env, capture_output=True, text=True, timeout=300)
-    last = done.stdout.splitlines()[-1]
-    assert last.startswith(Unreachable.__name__), done.stdout + done.stderr
-    assert "127.0.0.1:1" in last
+@pytest.mark.parametrize(
+    "address", ["127.0.0.1:1", "ray://127.0.0.1:1", "no-such-host.invalid:6379"]
+)
+def test_where_nothing_listens(address):
+    """Ray itself would ask for two minutes, and then end the program."""
+    with pytest.raises(Unreachable, match=f"No Ray can be reached at {address}: "):
+        connection.join(address, None, {})
+    assert "RAY_ADDRESS" not in os.environ
+
+
+def test_a_ray_that_ray_gives_up():
+    with (
+        pytest.raises(Unreachable, match=r"at 10\.0\.0\.1:6379"),
+        connection._translated("10.0.0.1:6379"),
+    ):
+        raise SystemExit(15)
+
+
+@pytest.mark.parametrize(
+    ("program", "error", "words"),
+    [
+        ("import time; time.sleep(60)", Unreachable, "has not answered within 1 s"),
+        ("raise ConnectionError('Could not find any running Ray')", Unreachable, "Could not find"),
+        ("import os; os._exit(15)", Unreachable, "Ray has said nothing"),
+        (
+            f"raise RuntimeError({_MISMATCH.format(python='3.12.1')!r})",
+            VersionMismatch,
+            "2.54.0 with Python 3.12.1",
+        ),
+    ],
+)
+def test_a_search_that_finds_no_ray(monkeypatch, program, error, words):
+    monkeypatch.setattr(address_of, "_SEARCH", program)
+    monkeypatch.setattr(address_of, "_SEARCH_S", 1.0 if "sleep" in program else 60.0)
+    with pytest.raises(error, match=words):
+        connection.join("auto", None, {})
