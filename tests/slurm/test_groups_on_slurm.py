@@ -27,8 +27,9 @@ END
 
 @pytest.mark.soak
 def test_server_sandbox_and_client_on_three_nodes(allocations: Allocations, unique: str):
-    path = f"{Path(sys.executable).parent}:$PATH"
-    fields = {"nodes": 3, "cpus_per_task": 2, "env_vars": {"PATH": path}}
+    # The hosts share /tmp, where two raylets that start together take the same names of sockets.
+    env_vars = {"PATH": f"{Path(sys.executable).parent}:$PATH", "RAY_TEMP_DIR": "/tmp/ray"}
+    fields = {"nodes": 3, "cpus_per_task": 2, "env_vars": env_vars}
     cluster = allocations.cluster(fields, name="group")
     place = {"cpus_per_node": 2}
     sandbox = groups.SERVER.replace("_SERVER_", "_SANDBOX_")
