@@ -56,17 +56,16 @@ def _signature(method: Any) -> Iterable[str]:
 
 
 def _with_our_template(materialize: Any) -> Any:
-    folder = template_folder()
-
     @functools.wraps(materialize)
     def wrapper(self: Any) -> Any:
         if self.template_dir is not None or self.template_name not in TEMPLATES:
             return materialize(self)  # the user's own template
-        self.template_dir = folder
-        try:
-            return materialize(self)
-        finally:
-            self.template_dir = None
+        with template_folder() as folder:
+            self.template_dir = folder
+            try:
+                return materialize(self)
+            finally:
+                self.template_dir = None
 
     return wrapper
 

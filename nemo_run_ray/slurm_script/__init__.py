@@ -6,12 +6,13 @@ file of another folder, so one folder is made with all of them.
 
 from __future__ import annotations
 
-import atexit
 import base64
 import io
 import shutil
 import tempfile
 import zipfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 
@@ -37,18 +38,17 @@ sys.exit(main())
 """
 
 
-@cache
-def template_folder() -> str:
-    """A folder with the templates and the program, for as long as this process lives."""
-    folder = tempfile.mkdtemp(prefix="nemo-run-ray-")
-    atexit.register(shutil.rmtree, folder, ignore_errors=True)
-    for name in _PARTS:
-        shutil.copy(_HERE / name, folder)
-    text = base64.b64encode(node_program()).decode()
-    lines = range(0, len(text), _LINE_CHARACTERS)
-    encoded = "\n".join(text[start : start + _LINE_CHARACTERS] for start in lines)
-    Path(folder, "node.pyz.b64").write_text(encoded, encoding="ascii")
-    return folder
+@contextmanager
+def template_folder() -> Iterator[str]:
+    """A folder with the templates and the program, while NeMo-Run fills them."""
+    with tempfile.TemporaryDirectory(prefix="nemo-run-ray-") as folder:
+        for name in _PARTS:
+            shutil.copy(_HERE / name, folder)
+        text = base64.b64encode(node_program()).decode()
+        lines = range(0, len(text), _LINE_CHARACTERS)
+        encoded = "\n".join(text[start : start + _LINE_CHARACTERS] for start in lines)
+        Path(folder, "node.pyz.b64").write_text(encoded, encoding="ascii")
+        yield folder
 
 
 @cache

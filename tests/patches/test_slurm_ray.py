@@ -8,6 +8,7 @@ import os
 import re
 import subprocess
 import sys
+import tempfile
 import zipfile
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -240,7 +241,9 @@ def test_the_script_carries_a_program_that_python_runs(both, tmp_path):
     assert "this program is started by `srun` in the job's script" in done.stdout
 
 
-def test_a_dry_run_makes_no_folder(tmp_path, capsys):
+def test_a_dry_run_makes_no_folder(tmp_path, capsys, monkeypatch):
+    (tmp_path / "tmp").mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "tmp"))
     tunnel = run.LocalTunnel(job_dir=str(tmp_path / "jobs"))
     executor = run.SlurmExecutor(account="a", partition="p", tunnel=tunnel)
     patches.apply("slurm_ray")
@@ -250,6 +253,7 @@ def test_a_dry_run_makes_no_folder(tmp_path, capsys):
         patches.undo("slurm_ray")
     assert "node.pyz" in capsys.readouterr().out
     assert not (tmp_path / "jobs").exists()
+    assert list((tmp_path / "tmp").iterdir()) == [], "a client that is killed later leaves nothing"
 
 
 def test_a_task_of_an_experiment_that_asks_for_a_ray_cluster_gets_this_script(tmp_path, unique):

@@ -48,15 +48,16 @@ def script(
         # In a container too, the nodes read what the allocations before have left.
         folder = os.path.dirname(os.path.dirname(life))
         filled.container_mounts = [*executor.container_mounts, f"{folder}:{folder}"]
-    request = SlurmRayRequest(
-        name=name,
-        cluster_dir=life,
-        template_name=TEMPLATES[0],
-        template_dir=template_folder(),
-        executor=filled,
-        launch_cmd=["sbatch", "--parsable"],
-    )
-    return str(request.materialize())
+    with template_folder() as folder:
+        request = SlurmRayRequest(
+            name=name,
+            cluster_dir=life,
+            template_name=TEMPLATES[0],
+            template_dir=folder,
+            executor=filled,
+            launch_cmd=["sbatch", "--parsable"],
+        )
+        return str(request.materialize())
 
 
 def _filled(executor: Any, life: str, variables: Mapping[str, str]) -> Any:

@@ -9,15 +9,19 @@ from pathlib import Path
 
 import pytest
 
-from nemo_run_ray.slurm_script import template_folder
+from nemo_run_ray import slurm_script
 from tests.unit.clusters.test_bring_up import World, world
 
 __all__ = ["world"]
 
 
+def template(name: str) -> str:
+    return Path(slurm_script.__file__).with_name(name).read_text()
+
+
 def renew(world: World, **variables: str) -> str:
     """Run the functions of the script as at the end of the first allocation; what it says."""
-    functions = Path(template_folder(), "renew.sh.j2").read_text().replace("sleep 5", "sleep 0.1")
+    functions = template("renew.sh.j2").replace("sleep 5", "sleep 0.1")
     job = f"""
 first_environment=$(export -p)
 export SLURM_JOB_ID=101 SLURM_JOB_NAME=one RAY_ADDRESS=dead SANDBOX_PORTS_DIR=/old
@@ -144,7 +148,7 @@ def test_a_cluster_that_is_ended_meanwhile_leaves_no_job(over):
 
 def begin(world: World, job: str) -> subprocess.CompletedProcess:
     """Run the first lines of the script as a job of Slurm."""
-    text = Path(template_folder(), "ray.sub.j2").read_text()
+    text = template("ray.sub.j2")
     begin, end = (
         text.index('if [[ -n "${NEMO_RUN_RAY_LIFE:-}" ]]'),
         text.index("  # An older Slurm does not tell"),
@@ -181,7 +185,7 @@ def test_a_cluster_that_was_ended_goes_on_nowhere(over):
 
 def ends_in(world: World, **variables: str) -> str:
     """Seconds until the end by the node's clock, as the script tells the nodes."""
-    text = Path(template_folder(), "ray.sub.j2").read_text()
+    text = template("ray.sub.j2")
     begin, end = (
         text.index("  # An older Slurm does not tell"),
         text.index("# Ray would make an env"),
