@@ -65,7 +65,7 @@ def search() -> str:
         done = subprocess.run(words, env=env, capture_output=True, text=True, timeout=_SEARCH_S)
     except subprocess.TimeoutExpired as error:
         raise ConnectionError(
-            f"the Ray that has run last on this machine has not answered within {_SEARCH_S:g} s."
+            f"the Ray that has run last on this machine has not answered within {_SEARCH_S:g} s"
         ) from error
     found = _FOUND.search(done.stdout)
     if found is None:
@@ -88,7 +88,7 @@ def check_listens(address: str) -> None:
             (parts["host"].strip("[]"), int(parts["port"])), _LISTENS_S
         ).close()
     except (OSError, OverflowError) as error:
-        raise ConnectionError(f"{error}.") from error
+        raise ConnectionError(str(error)) from error
 
 
 def _failure(told: str) -> Exception:
@@ -96,7 +96,7 @@ def _failure(told: str) -> Exception:
     at = told.rfind(_MISMATCH)
     if at >= 0:
         return RuntimeError(told[at:])
-    return ConnectionError((told.strip().splitlines() or ["Ray has said nothing."])[-1])
+    return ConnectionError((told.strip().splitlines() or ["Ray has said nothing"])[-1])
 
 
 def _checked(address: str) -> str:

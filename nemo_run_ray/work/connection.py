@@ -212,7 +212,7 @@ def _translated(address: str) -> Iterator[None]:
         ValueError,
         SystemExit,
     ) as error:  # Ray ends a program that it gives up
-        words = " ".join(str(error).split())[:300]
+        words = " ".join(str(error).split())[:300].rstrip(".") + "."
         raise Unreachable(
             f"No Ray can be reached at {address}: {words} Give the address of one that runs, as "
             f"`ray start` has printed it (its GCS mostly has port 6379), or unset {ADDRESS} to use "
