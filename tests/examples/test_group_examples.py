@@ -4,6 +4,8 @@ import os
 import re
 import sys
 
+import pytest
+
 from tests.conftest import ROOT, python
 
 EXAMPLES = ROOT / "examples"
@@ -24,6 +26,7 @@ def test_evaluate_with_server(local_cluster, home):
     assert re.search(r"client/0\| sandbox 5 of 8 solutions pass$", done.stdout, re.M)
 
 
+@pytest.mark.soak  # the unit tests of packing have its words
 def test_evaluate_with_server_sends_roles_to_pools(dashboard, token, home):
     example = str(EXAMPLES / "evaluate_with_server.py")
     done = python(

@@ -77,6 +77,7 @@ def log_of(started: Started, name: str, follow: bool = False) -> str:
 # ---------------------------------------------------------------------- order
 
 
+@pytest.mark.soak  # tests/hosts/test_detached_chain.py has it
 def test_a_diamond_outlives_its_client(yard, existing, unique, tmp_path, home, api):
     after = {"in": [], "left": ["in"], "right": ["in"], "out": ["left", "right"]}
     programs = {"in": yard.gate(), "left": "sleep 1", "right": "sleep 1", "out": "true"}
@@ -167,6 +168,7 @@ def test_a_group_in_the_middle(yard, existing, unique, api):
 # ---------------------------------------------------------------------- attempts and limits
 
 
+@pytest.mark.soak  # tests/hosts/test_detached_chain.py has it
 def test_a_job_is_tried_again_as_often_as_it_may(yard, unique, api):
     started = yard.start(
         unique,
