@@ -57,12 +57,10 @@ def main(wanted: list[str]) -> None:
     logging.getLogger("httpx").setLevel(logging.WARNING)
     latest = ROOT / "benchmarks" / "results" / "latest.json"
     latest.parent.mkdir(exist_ok=True)
-    results: dict[str, object] = (
-        json.loads(latest.read_text()) if wanted and latest.exists() else {}
-    )
+    results: dict[str, object] = json.loads(latest.read_text()) if latest.exists() else {}
     results |= {"python": platform.python_version(), "rounds": ROUNDS}
     measures: dict[str, Callable[[], object]] = {
-        "cloud": cloud.measure,  # these five before there is a Ray
+        "cloud": cloud.measure,  # these six before there is a Ray
         "import": measure_import,
         "status": status.measure,
         "slurm": slurm.measure,

@@ -7,8 +7,10 @@ import logging
 import os
 import platform
 import re
+import signal
 import sys
 import threading
+import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -21,10 +23,12 @@ from nemo_run_ray.errors import (
     Unreachable,
     VersionMismatch,
 )
-from nemo_run_ray.work.address import ADDRESS, AUTO, asked_for, check_listens, search
+from nemo_run_ray.work.address import ADDRESS, asked_for, check_listens, is_given
 
 #: The two blocks of Ray's message about versions: the cluster's and this process's.
 _VERSIONS = re.compile(r"Ray: (\S+)\s+Python: (\S+)")
+#: Ray gives a GCS up no sooner, in seconds.
+_GIVEN_UP_S = 30.0
 _lock = threading.Lock()
 #: Whether ray was imported here when RAY_AUTH_MODE was set: it keeps that for the process's life.
 _has_read_token = False
@@ -38,7 +42,9 @@ class Connection:
         address: of the cluster.
     """
 
-    def __init__(self, address: str, num_cpus: int | None, runtime_env: Mapping[str, Any]) -> None:
+    def __init__(
+        self, address: str | None, num_cpus: int | None, runtime_env: Mapping[str, Any]
+    ) -> None:
         loaded: Any = sys.modules.get("ray")
         self.ray = loaded
         self._users = 0
@@ -47,11 +53,12 @@ class Connection:
         self._owns = loaded is None or not loaded.is_initialized()
         if not self._owns:
             self.address = str(loaded.get_runtime_context().gcs_address)
-            if address not in ("", AUTO, self.address):
-                raise ConfigError(_another(self.address, address))
-            self._hand_over({ADDRESS: self.address})
+            _check_same(self.address, address)
+            if not os.environ.get(ADDRESS, "").startswith("ray://"):  # else Ray Client's own
+                self._hand_over({ADDRESS: self.address})
             return
-        variables = {ADDRESS: _living(address)} if address else _embedded(num_cpus)
+        wanted = asked_for(address)
+        variables = _variables(wanted) if wanted else _embedded(num_cpus)
         self.address = variables[ADDRESS]
         if loaded is not None:
             _check_imported(variables)
@@ -87,7 +94,7 @@ class Connection:
             options["runtime_env"] = dict(runtime_env)
         if not self.address.startswith("ray://"):
             options["logging_level"] = logging.WARNING
-        with _translated(self.address):
+        with _translated(self.address), _outlived():
             self.ray.init(**options)
 
     def _hand_over(self, variables: Mapping[str, str]) -> None:
@@ -112,7 +119,8 @@ def join(address: str | None, num_cpus: int | None, runtime_env: Mapping[str, An
     """This process's connection, made if there is none.
 
     Args:
-        address: of a cluster; ``None`` is RAY_ADDRESS, and without it the embedded Ray.
+        address: of a cluster; ``None`` and ``"auto"`` are RAY_ADDRESS, and without it the embedded
+            Ray.
         num_cpus: of an embedded Ray that is started; ``None`` is all of this machine's.
         runtime_env: Ray's, of the workers.
 
@@ -122,21 +130,22 @@ def join(address: str | None, num_cpus: int | None, runtime_env: Mapping[str, An
         ClusterError: the cluster cannot be reached or started.
     """
     global _current
-    wanted = asked_for(address)
     with _lock:
         if _current is None:
-            _current = Connection(wanted, num_cpus, runtime_env)
-        elif address is not None and wanted not in ("", AUTO, _current.address):
-            raise ConfigError(_another(_current.address, wanted))
+            _current = Connection(address, num_cpus, runtime_env)
+        else:
+            _check_same(_current.address, address)
         _current.enter()
         return _current
 
 
-def _another(address: str, wanted: str) -> str:
-    return (
-        f"This process is connected to the Ray at {address}, and a process has one Ray at a time; "
-        f"{wanted} was asked for. Close that connection before."
-    )
+def _check_same(connected: str, address: str | None) -> None:
+    """Refuse a program that names another Ray than the one that it is connected to."""
+    if is_given(address) and asked_for(address) != connected:
+        raise ConfigError(
+            f"This process is connected to the Ray at {connected}, and a process has one Ray at a "
+            f"time; {address} was asked for. Close that connection before."
+        )
 
 
 def leave(connection: Connection) -> None:
@@ -170,13 +179,11 @@ def _check_imported(variables: Mapping[str, str]) -> None:
         )
 
 
-def _living(address: str) -> str:
-    """The address of a Ray, which takes connections there."""
-    with _translated("'auto', on this machine" if address == AUTO else address):
-        found = search() if address == AUTO else address
-    with _translated(found):
-        check_listens(found)
-    return found
+def _variables(address: str) -> dict[str, str]:
+    """The variables of a Ray that somebody else has started, and that takes connections."""
+    with _translated(address):
+        check_listens(address)
+    return {ADDRESS: address}
 
 
 def _embedded(num_cpus: int | None) -> dict[str, str]:
@@ -207,16 +214,31 @@ def _translated(address: str) -> Iterator[None]:
         if len(found) != 2:
             raise
         raise VersionMismatch(_mismatch(address, *found)) from error
-    except (
-        ConnectionError,
-        ValueError,
-        SystemExit,
-    ) as error:  # Ray ends a program that it gives up
+    except (ConnectionError, ValueError) as error:
         words = " ".join(str(error).split())[:300].rstrip(".") + "."
         raise Unreachable(
             f"No Ray can be reached at {address}: {words} Give the address of one that runs, as "
             f"`ray start` has printed it (its GCS mostly has port 6379), or unset {ADDRESS} to use "
             "an embedded Ray."
+        ) from error
+
+
+@contextmanager
+def _outlived() -> Iterator[None]:
+    """Go on where Ray ends the program, as it does when no GCS has answered for two minutes (2.60).
+
+    It sends SIGTERM, and its handler in the main thread raises ``SystemExit``. An earlier one is
+    another's.
+    """
+    began = time.monotonic()
+    try:
+        yield
+    except SystemExit as error:
+        if error.code != signal.SIGTERM or time.monotonic() - began < _GIVEN_UP_S:
+            raise
+        raise ConnectionError(
+            "what listens there has not answered as the GCS of a Ray. It may be the port of the "
+            "dashboard, or that of Ray Client, whose address begins with ray://"
         ) from error
 
 

@@ -168,7 +168,7 @@ def connect(
 
     Args:
         address: ``ip:port`` of a Ray's GCS, on a node of it; ``ray://host:10001`` from elsewhere;
-            ``"auto"`` is RAY_ADDRESS, else a Ray that runs on this machine, as Ray finds it.
+            ``"auto"`` is the same as ``None``.
         num_cpus: of an embedded Ray that has to be started.
         runtime_env: Ray's, for the workers: ``working_dir``, ``pip`` …
 

@@ -26,7 +26,7 @@ def test_evaluate_with_server(local_cluster, home):
     assert re.search(r"client/0\| sandbox 5 of 8 solutions pass$", done.stdout, re.M)
 
 
-@pytest.mark.soak  # the unit tests of packing have its words
+@pytest.mark.soak
 def test_evaluate_with_server_sends_roles_to_pools(dashboard, token, home):
     example = str(EXAMPLES / "evaluate_with_server.py")
     done = python(
@@ -39,6 +39,9 @@ def test_evaluate_with_server_sends_roles_to_pools(dashboard, token, home):
     told = " ".join(done.stdout.split())  # NeMo-Run's console folds lines
     assert "server: no node has the labels {'pool': 'gpu'}" in told, done.stderr
 
+
+def test_evaluate_with_server_names_a_role_that_there_is_not(home):
+    example = str(EXAMPLES / "evaluate_with_server.py")
     wrong = python(example, "--pools", "sever=gpu", cwd=home)
     assert wrong.returncode == 2
     assert "'sever'" in wrong.stderr

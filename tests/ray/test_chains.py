@@ -168,7 +168,6 @@ def test_a_group_in_the_middle(yard, existing, unique, api):
 # ---------------------------------------------------------------------- attempts and limits
 
 
-@pytest.mark.soak  # tests/hosts/test_detached_chain.py has it
 def test_a_job_is_tried_again_as_often_as_it_may(yard, unique, api):
     started = yard.start(
         unique,

@@ -27,7 +27,8 @@ END
 
 @pytest.mark.soak
 def test_server_sandbox_and_client_on_three_nodes(allocations: Allocations, unique: str):
-    # The hosts share /tmp, where two raylets that start together take the same names of sockets.
+    # The only folder that each of these hosts has for itself. Raylets of two hosts in one folder
+    # take the same names for their sockets when they start at the same moment, and end.
     env_vars = {"PATH": f"{Path(sys.executable).parent}:$PATH", "RAY_TEMP_DIR": "/tmp/ray"}
     fields = {"nodes": 3, "cpus_per_task": 2, "env_vars": env_vars}
     cluster = allocations.cluster(fields, name="group")

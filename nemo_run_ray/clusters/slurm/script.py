@@ -43,24 +43,20 @@ def script(
         RENEW: "1" if renew else "",
         _SIDECARS: json.dumps([sidecar.row() for sidecar in sidecars]) if sidecars else "",
     }
-    filled = _filled(executor, life, ours)
-    if renew:
-        # In a container too, the nodes read what the allocations before have left.
-        folder = os.path.dirname(os.path.dirname(life))
-        filled.container_mounts = [*executor.container_mounts, f"{folder}:{folder}"]
-    with template_folder() as folder:
+    filled = _filled(executor, life, ours, renew)
+    with template_folder() as templates:
         request = SlurmRayRequest(
             name=name,
             cluster_dir=life,
             template_name=TEMPLATES[0],
-            template_dir=folder,
+            template_dir=templates,
             executor=filled,
             launch_cmd=["sbatch", "--parsable"],
         )
         return str(request.materialize())
 
 
-def _filled(executor: Any, life: str, variables: Mapping[str, str]) -> Any:
+def _filled(executor: Any, life: str, variables: Mapping[str, str], renew: bool) -> Any:
     """A copy of an executor with folders of the allocation and more variables."""
     # NeMo-Run's request fills in what is missing, and writes variables as they are.
     filled = copy.copy(executor)
@@ -68,4 +64,8 @@ def _filled(executor: Any, life: str, variables: Mapping[str, str]) -> Any:
     filled.job_details.folder = os.path.join(life, "logs")
     quoted = {key: shlex.quote(value) for key, value in variables.items()}
     filled.env_vars = {**executor.env_vars, **quoted}
+    if renew:
+        # In a container too, the nodes read what the allocations before have left.
+        folder = os.path.dirname(os.path.dirname(life))
+        filled.container_mounts = [*executor.container_mounts, f"{folder}:{folder}"]
     return filled

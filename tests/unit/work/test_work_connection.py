@@ -1,6 +1,10 @@
 """How a program comes to a Ray, and what it is told when it cannot."""
 
 import os
+import socket
+import subprocess
+import sys
+import threading
 
 import pytest
 
@@ -49,6 +53,8 @@ def test_a_sandbox_is_named():
         ("ray-head", "expected is ip:port"),
         ("ray://ray-head", "expected is ip:port"),
         ("tcp://ray-head:6379", "expected is ip:port"),
+        ("ray-head:65536", "with a port from 1 to 65535"),
+        ("ray-head:0", "with a port from 1 to 65535"),
     ],
 )
 def test_an_address_that_takes_no_calls_is_refused(address, words):
@@ -56,7 +62,7 @@ def test_an_address_that_takes_no_calls_is_refused(address, words):
         connection.join(address, None, {})
 
 
-@pytest.mark.parametrize("address", ["10.0.0.1:6379", "ray://head:10001", "[::1]:6379", ""])
+@pytest.mark.parametrize("address", ["10.0.0.1:6379", "ray://head:10001", "[::1]:6379"])
 def test_addresses_that_are_taken(address):
     assert address_of.asked_for(address) == address
 
@@ -66,11 +72,10 @@ def test_addresses_that_are_taken(address):
     [
         (None, "", ""),
         (None, "local", ""),
-        (None, "auto", "auto"),
         (None, "10.0.0.1:6379", "10.0.0.1:6379"),
-        ("auto", "", "auto"),
+        ("auto", "", ""),
         ("auto", "10.0.0.1:6379", "10.0.0.1:6379"),
-        ("10.0.0.2:6379", "10.0.0.1:6379", "10.0.0.2:6379"),
+        ("10.0.0.2:6379", "auto", "10.0.0.2:6379"),
     ],
 )
 def test_which_ray_is_asked_for(monkeypatch, given, variable, found):
@@ -78,39 +83,99 @@ def test_which_ray_is_asked_for(monkeypatch, given, variable, found):
     assert address_of.asked_for(given) == found
 
 
+def test_a_search_of_rays_own_is_refused(monkeypatch):
+    monkeypatch.setenv("RAY_ADDRESS", "auto")
+    with pytest.raises(ConfigError, match="RAY_ADDRESS is 'auto'"):
+        connection.join(None, None, {})
+
+
 @pytest.mark.parametrize(
     "address", ["127.0.0.1:1", "ray://127.0.0.1:1", "no-such-host.invalid:6379"]
 )
-def test_where_nothing_listens(address):
+def test_where_nothing_listens(monkeypatch, address):
     """Ray itself would ask for two minutes, and then end the program."""
+    monkeypatch.setattr(address_of, "_LISTENS_S", 0.5)
+    monkeypatch.setattr(connection.Connection, "_init", lambda *_: pytest.fail("Ray is asked"))
     with pytest.raises(Unreachable, match=f"No Ray can be reached at {address}: "):
         connection.join(address, None, {})
     assert "RAY_ADDRESS" not in os.environ
 
 
-def test_a_ray_that_ray_gives_up():
-    with (
-        pytest.raises(Unreachable, match=r"at 10\.0\.0\.1:6379"),
-        connection._translated("10.0.0.1:6379"),
-    ):
+def test_a_head_that_starts_is_waited_for():
+    with socket.socket() as server:
+        server.bind(("127.0.0.1", 0))
+        later = threading.Timer(0.5, server.listen)
+        later.start()
+        address_of.check_listens(f"127.0.0.1:{server.getsockname()[1]}")
+        later.join()
+
+
+def test_a_program_that_ray_ends_goes_on(monkeypatch):
+    monkeypatch.setattr(connection, "_GIVEN_UP_S", 0.0)
+    with pytest.raises(ConnectionError, match="the port of the dashboard"), connection._outlived():
         raise SystemExit(15)
 
 
+@pytest.mark.parametrize(("code", "given_up_s"), [(15, 30.0), (1, 0.0)])
+def test_a_program_that_others_end_is_ended(monkeypatch, code, given_up_s):
+    monkeypatch.setattr(connection, "_GIVEN_UP_S", given_up_s)
+    with pytest.raises(SystemExit), connection._outlived():
+        raise SystemExit(code)
+
+
+class Initialised:
+    """A ray module whose program has called ``ray.init()`` itself."""
+
+    gcs_address = "10.0.0.1:6379"
+
+    def is_initialized(self):
+        return True
+
+    def get_runtime_context(self):
+        return self
+
+
 @pytest.mark.parametrize(
-    ("program", "error", "words"),
+    ("variable", "handed_over"),
     [
-        ("import time; time.sleep(60)", Unreachable, "has not answered within 1 s"),
-        ("raise ConnectionError('Could not find any running Ray')", Unreachable, "Could not find"),
-        ("import os; os._exit(15)", Unreachable, "Ray has said nothing"),
-        (
-            f"raise RuntimeError({_MISMATCH.format(python='3.12.1')!r})",
-            VersionMismatch,
-            "2.54.0 with Python 3.12.1",
-        ),
+        ("10.0.0.2:6379", "10.0.0.1:6379"),
+        ("http://10.0.0.1:8265", "10.0.0.1:6379"),
+        ("auto", "10.0.0.1:6379"),
+        ("ray://10.0.0.1:10001", "ray://10.0.0.1:10001"),
     ],
 )
-def test_a_search_that_finds_no_ray(monkeypatch, program, error, words):
-    monkeypatch.setattr(address_of, "_SEARCH", program)
-    monkeypatch.setattr(address_of, "_SEARCH_S", 1.0 if "sleep" in program else 60.0)
-    with pytest.raises(error, match=words):
-        connection.join("auto", None, {})
+def test_a_program_goes_on_with_the_ray_that_it_has_connected_to(
+    monkeypatch, variable, handed_over
+):
+    monkeypatch.setenv("RAY_ADDRESS", variable)
+    monkeypatch.setitem(sys.modules, "ray", Initialised())
+    joined = connection.join(None, None, {})
+    try:
+        assert joined.address == "10.0.0.1:6379"
+        assert os.environ["RAY_ADDRESS"] == handed_over
+        with pytest.raises(ConfigError, match=r"10\.0\.0\.9:6379 was asked for"):
+            connection.join("10.0.0.9:6379", None, {})
+    finally:
+        connection.leave(joined)
+    assert os.environ["RAY_ADDRESS"] == variable
+
+
+_SILENT = """
+import socket
+from nemo_run_ray import work
+with socket.create_server(("127.0.0.1", 0)) as server:
+    try:
+        work.connect(f"127.0.0.1:{server.getsockname()[1]}")
+    except Exception as error:
+        print(type(error).__name__, error)
+"""
+
+
+@pytest.mark.soak
+def test_what_listens_there_is_no_ray(home):
+    """Ray itself asks for two minutes."""
+    env = {**os.environ, "NEMORUN_HOME": str(home)}
+    words = [sys.executable, "-c", _SILENT]
+    done = subprocess.run(words, env=env, capture_output=True, text=True, timeout=300)
+    last = done.stdout.splitlines()[-1]
+    assert last.startswith(Unreachable.__name__), done.stdout + done.stderr
