@@ -43,25 +43,37 @@ def asked_for(address: str | None) -> str:
 
 
 def check_listens(address: str) -> None:
-    """Check that an address takes connections.
+    """Check that an address takes connections, and not as a web server does.
 
-    Ray itself asks for two minutes and ends the whole program then, by SIGTERM (2.60).
+    Ray itself asks for minutes and ends the whole program then, by SIGTERM (2.60).
 
     Raises:
-        ConnectionError: nothing takes a connection there within five seconds.
+        ConnectionError: nothing takes a connection there within 5 s, or a web server does.
     """
     host, _, port = address.removeprefix("ray://").rpartition(":")
     deadline = time.monotonic() + _LISTENS_S
     while True:
-        left = max(deadline - time.monotonic(), 0.1)
+        left = max(deadline - time.monotonic(), _AGAIN_S)
         try:
-            socket.create_connection((host.strip("[]"), int(port)), left).close()
-            return
+            with socket.create_connection((host.strip("[]"), int(port)), left) as connection:
+                is_web = _is_web(connection)
+            break
         except OSError as error:
             refused = isinstance(error, ConnectionRefusedError)
             if not refused or time.monotonic() + _AGAIN_S >= deadline:
                 raise ConnectionError(str(error)) from error
         time.sleep(_AGAIN_S)
+    if is_web:
+        raise ConnectionError("a web server listens there, as Ray's dashboard does")
+
+
+def _is_web(connection: socket.socket) -> bool:
+    """Whether a server speaks HTTP 1, which no GCS and no Ray Client server does; each answers."""
+    connection.sendall(b"GET / HTTP/1.0\r\n\r\n")
+    try:
+        return connection.recv(5) == b"HTTP/"
+    except TimeoutError:
+        return False  # Ray finds out
 
 
 def _checked(address: str) -> str:

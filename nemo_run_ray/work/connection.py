@@ -225,7 +225,7 @@ def _translated(address: str) -> Iterator[None]:
 
 @contextmanager
 def _outlived() -> Iterator[None]:
-    """Go on where Ray ends the program, as it does when no GCS has answered for two minutes (2.60).
+    """Go on where Ray ends the program, as it does when no GCS has answered for minutes (2.60).
 
     It sends SIGTERM, and its handler in the main thread raises ``SystemExit``. An earlier one is
     another's.
@@ -236,10 +236,7 @@ def _outlived() -> Iterator[None]:
     except SystemExit as error:
         if error.code != signal.SIGTERM or time.monotonic() - began < _GIVEN_UP_S:
             raise
-        raise ConnectionError(
-            "what listens there has not answered as the GCS of a Ray. It may be the port of the "
-            "dashboard, or that of Ray Client, whose address begins with ray://"
-        ) from error
+        raise ConnectionError("what listens there has not answered as the GCS of a Ray") from error
 
 
 def _mismatch(address: str, cluster: tuple[str, str], own: tuple[str, str]) -> str:
