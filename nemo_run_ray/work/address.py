@@ -12,7 +12,7 @@ from nemo_run_ray.errors import ConfigError
 #: What leads a Ray program to its cluster; Ray and this package read it, in child processes too.
 ADDRESS = "RAY_ADDRESS"
 #: ``ip:port`` of a GCS, or the address of a Ray Client server.
-_DRIVER_ADDRESS = re.compile(r"(?:ray://)?(?P<host>[\w.-]+|\[[0-9a-fA-F:.]+\]):(?P<port>\d+)")
+_DRIVER_ADDRESS = re.compile(r"(?:ray://)?(?:[\w.-]+|\[[0-9a-fA-F:.]+\]):(?P<port>\d+)")
 _MAX_PORT = 65535
 #: Seconds in which an address must take a connection: a head that starts does so a little later.
 _LISTENS_S = 5.0
@@ -20,8 +20,8 @@ _AGAIN_S = 0.2
 
 
 def is_given(address: str | None) -> bool:
-    """Whether the program itself names a Ray; ``None`` and ``"auto"`` leave it to RAY_ADDRESS."""
-    return address not in (None, "auto")
+    """Whether the program itself names a Ray, or leaves that to RAY_ADDRESS."""
+    return address not in (None, "", "auto")
 
 
 def asked_for(address: str | None) -> str:
@@ -56,7 +56,8 @@ def check_listens(address: str) -> None:
         left = max(deadline - time.monotonic(), _AGAIN_S)
         try:
             with socket.create_connection((host.strip("[]"), int(port)), left) as connection:
-                is_web = _is_web(connection)
+                # What stands before a Ray Client server may speak both.
+                is_web = not address.startswith("ray://") and _is_web(connection)
             break
         except OSError as error:
             refused = isinstance(error, ConnectionRefusedError)
@@ -68,7 +69,7 @@ def check_listens(address: str) -> None:
 
 
 def _is_web(connection: socket.socket) -> bool:
-    """Whether a server speaks HTTP 1, which no GCS and no Ray Client server does; each answers."""
+    """Whether a server speaks HTTP 1, which no GCS does; that answers too."""
     connection.sendall(b"GET / HTTP/1.0\r\n\r\n")
     try:
         return connection.recv(5) == b"HTTP/"
