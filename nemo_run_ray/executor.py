@@ -12,8 +12,9 @@ from typing import Any, Optional, Union
 from nemo_run.core.execution.base import Executor, ExecutorMacros
 from nemo_run.core.packaging.base import Packager
 
+from nemo_run_ray import clusters
 from nemo_run_ray.checks import check_launch, refuse, strict_init
-from nemo_run_ray.clusters import Cluster, ExistingCluster, LocalCluster
+from nemo_run_ray.clusters import Cluster, ExistingCluster
 from nemo_run_ray.errors import ConfigError
 from nemo_run_ray.executor_checks import check_fields, parse_memory
 from nemo_run_ray.executor_file import TakesFile
@@ -153,7 +154,7 @@ class RayExecutor(TakesFile, Executor):
         found = self.resolved()
         if found.address is not None:
             return ExistingCluster(url=found.address)
-        return found.cluster if isinstance(found.cluster, Cluster) else LocalCluster()
+        return found.cluster if isinstance(found.cluster, Cluster) else clusters.LocalCluster()
 
     @property
     def packager_ships(self) -> bool:

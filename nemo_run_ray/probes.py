@@ -2,22 +2,26 @@
 
 # No postponed annotations: NeMo-Run's command line parses values by the types themselves.
 
-from dataclasses import KW_ONLY, dataclass
-from typing import Any, NoReturn
+from dataclasses import KW_ONLY, dataclass, fields
+from typing import TYPE_CHECKING, Any, ClassVar, NoReturn
 
 from nemo_run_ray.checks import is_amount, strict_init
 from nemo_run_ray.errors import ConfigError
-from nemo_run_ray.remote.spec import ProbeSpec
+
+if TYPE_CHECKING:
+    from nemo_run_ray.remote.spec import ProbeSpec
 
 
 @dataclass
 class Probe:
-    """Base of the probes; use one of them.
+    """Base of the probes; use one of them. Its fields are named as ``ProbeSpec`` names them.
 
     Raises:
         ConfigError: a value is not allowed.
     """
 
+    #: What the node is to try.
+    kind: ClassVar[str]
     _: KW_ONLY
     #: Seconds from one try to the next.
     interval_s: float = 1
@@ -30,9 +34,14 @@ class Probe:
             if not is_amount(value) or value == 0:
                 self._refuse(name, value, "a number of seconds above 0")
 
-    def spec(self) -> ProbeSpec:
+    def spec(self) -> "ProbeSpec":
         """The probe as the node runs it."""
-        raise NotImplementedError
+        from nemo_run_ray.remote.spec import ProbeSpec  # not every program has a probe
+
+        values = {field.name: getattr(self, field.name) for field in fields(self)}
+        if "command" in values:
+            values["command"] = tuple(values["command"])
+        return ProbeSpec(kind=self.kind, **values)
 
     def _refuse(self, name: str, value: Any, allowed: str) -> NoReturn:
         raise ConfigError(f"{type(self).__name__}.{name} is {value!r}; allowed is {allowed}.")
@@ -49,6 +58,7 @@ class Probe:
 class PortProbe(Probe):
     """The service is ready when the port takes connections on the node's own address."""
 
+    kind = "port"
     #: The port's number, or the name of one of the role's ``ports``.
     port: int | str
 
@@ -56,17 +66,13 @@ class PortProbe(Probe):
         super().__post_init__()
         self._check_port(self.port)
 
-    def spec(self) -> ProbeSpec:
-        return ProbeSpec(
-            kind="port", port=self.port, interval_s=self.interval_s, timeout_s=self.timeout_s
-        )
-
 
 @strict_init
 @dataclass
 class HttpProbe(Probe):
     """The service is ready when ``GET http://<node>:<port><path>`` is answered with the status."""
 
+    kind = "http"
     #: The port's number, or the name of one of the role's ``ports``.
     port: int | str
     path: str = "/"
@@ -83,22 +89,13 @@ class HttpProbe(Probe):
         if not 100 <= self.status <= 599:
             self._refuse("status", self.status, "a number from 100 to 599")
 
-    def spec(self) -> ProbeSpec:
-        return ProbeSpec(
-            kind="http",
-            port=self.port,
-            path=self.path,
-            status=self.status,
-            interval_s=self.interval_s,
-            timeout_s=self.timeout_s,
-        )
-
 
 @strict_init
 @dataclass
 class CommandProbe(Probe):
     """Exit code 0 of the command means ready; it runs on the node, in the role's environment."""
 
+    kind = "command"
     #: The command, word by word; no shell sees it.
     command: list[str]
 
@@ -107,11 +104,3 @@ class CommandProbe(Probe):
         words = self.command if isinstance(self.command, list) else []
         if not words or not all(isinstance(word, str) and "\0" not in word for word in words):
             self._refuse("command", self.command, "a list of texts, the program first")
-
-    def spec(self) -> ProbeSpec:
-        return ProbeSpec(
-            kind="command",
-            command=tuple(self.command),
-            interval_s=self.interval_s,
-            timeout_s=self.timeout_s,
-        )

@@ -201,8 +201,6 @@ def test_a_command_that_changes_later_changes_no_spec():
 
 
 def test_the_base_is_no_probe():
-    with pytest.raises(NotImplementedError):
-        Probe().spec()
     with pytest.raises(ConfigError, match=r"RayExecutor\.ready .*PortProbe"):
         RayExecutor(ready=Probe())
 
