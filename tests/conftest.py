@@ -146,7 +146,7 @@ def tool(name: str, *arguments: str, **options) -> subprocess.CompletedProcess:
     """Run a command of this environment, such as ``nemo``."""
     options = {"env": os.environ, "cwd": os.getcwd(), "timeout": 180, **options}
     is_plain = options.keys() == {"env", "cwd", "timeout"}
-    if name == "nemo-run-ray" and is_plain and warm.suffices(options["env"]):
+    if name in ("nemo", "nemo-run-ray") and is_plain and warm.suffices(options["env"]):
         return warm.run(name, *arguments, **options)
     options = {"capture_output": True, "text": True, **options}
     return subprocess.run([str(Path(sys.executable).parent / name), *arguments], **options)

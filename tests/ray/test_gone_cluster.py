@@ -1,5 +1,6 @@
 """An embedded Ray of one's own that dies: what is said at once, and what is still known."""
 
+import contextlib
 import json
 import os
 import re
@@ -30,10 +31,15 @@ def own(tmp_path):
 
 def kill(cluster: LocalCluster) -> None:
     state = json.loads(Path(cluster.state_dir, "state.json").read_text())
+    children = psutil.Process(state["pid"]).children(recursive=True)
     os.kill(state["pid"], signal.SIGKILL)
     wait_for(lambda: not lives(state["pid"]))
-    # Its children outlive it for a moment.
+    # Its children outlive it for a moment; one of them for long, and takes a whole processor.
     wait_for(lambda: not answers(cluster, state["url"]))
+    for child in children:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            if "DashboardAgent" in " ".join(child.cmdline()):
+                child.kill()
 
 
 def answers(cluster: LocalCluster, url: str) -> bool:

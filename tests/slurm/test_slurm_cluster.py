@@ -24,6 +24,7 @@ from nemo_run_ray import SlurmCluster
 from nemo_run_ray.clusters import Dashboard, from_record
 from nemo_run_ray.clusters.slurm import bring_up, slurm_queue
 from nemo_run_ray.errors import ClusterError
+from tests import warm
 from tests.conftest import ROOT, tool, wait_for
 from tests.slurm.conftest import BIN, PYTHON, Slurm, processes_with
 from tests.slurm.sshd import Sshd, running
@@ -63,7 +64,7 @@ class Allocations:
         tunnel = run.LocalTunnel(job_dir=str(self.folder))
         return SlurmCluster(executor=run.SlurmExecutor(tunnel=tunnel, **given), **fields)
 
-    def client(self, stays_s: float = 0, task: bool = False, **fields) -> subprocess.Popen[str]:
+    def words_of_client(self, stays_s: float = 0, task: bool = False, **fields) -> list[str]:
         """A program that connects, also for a task, stays for some time, and ends."""
         given = {
             "job_dir": str(self.folder),
@@ -72,9 +73,12 @@ class Allocations:
             "stays_s": stays_s,
             "task": task,
         }
-        words = [sys.executable, "-c", _CLIENT, json.dumps(given)]
+        return [sys.executable, "-c", _CLIENT, json.dumps(given)]
+
+    def client(self, **given) -> subprocess.Popen[str]:
+        """One that runs, with the arguments of ``words_of_client``."""
         return subprocess.Popen(
-            words,
+            self.words_of_client(**given),
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
@@ -142,8 +146,13 @@ def test_the_cluster_of_a_name_is_found_and_ends_with_its_last_user(allocations)
 
 
 def test_clients_at_the_same_time_get_one_allocation(allocations):
-    clients = [allocations.client(stays_s=8) for _ in range(4)]
-    told = [client.communicate(timeout=120)[0] for client in clients]
+    words = allocations.words_of_client(stays_s=8)[1:]
+    with ThreadPoolExecutor(4) as pool:
+        clients = [
+            pool.submit(warm.python, *words, env=dict(os.environ), cwd=os.getcwd())
+            for _ in range(4)
+        ]
+    told = [client.result().stdout for client in clients]
     urls = {line for one in told for line in one.splitlines() if line.startswith("http")}
     assert len(urls) == 1, told
     assert sorted(path.name for path in allocations.life().parent.iterdir()) == ["1"]
@@ -210,22 +219,20 @@ def test_the_next_client_gets_another_one_after_it_has_died(allocations):
     cluster._leave_at_exit()
 
 
-@pytest.mark.parametrize(
-    ("executor", "words"),
-    [
+def test_what_slurm_or_the_script_refuses(allocations):
+    setup = "echo no license >&2; exit 3"
+    for executor, words in (
         ({"partition": "nix"}, "does not take the job of the cluster 'ray': .*nvalid partition"),
         ({"time": "soon"}, "Invalid --time"),
         (
-            {"setup_lines": "echo no license >&2; exit 3"},
+            {"setup_lines": setup},
             r"did not come up in Slurm job \d+ of the cluster 'ray': .*\n?.*(3|no license)",
         ),
-    ],
-)
-def test_what_slurm_or_the_script_refuses(allocations, executor, words):
-    with pytest.raises(ClusterError, match=words):
-        allocations.cluster(executor).connect()
-    assert allocations.cluster().connect().url  # the next one is not kept by it
-    assert allocations.life(2).is_dir()
+    ):
+        with pytest.raises(ClusterError, match=words):
+            allocations.cluster(executor).connect()
+    assert allocations.cluster().connect().url  # the next one is not kept by them
+    assert allocations.life(4).is_dir()
     allocations.cluster()._leave_at_exit()
 
 
@@ -392,7 +399,8 @@ slurm = run.SlurmExecutor(account="root", nodes=2, time="00:05:00", setup_lines=
                           tunnel=run.LocalTunnel(job_dir=sys.argv[1]))
 sys.path.append(sys.argv[3])
 from sandboxes_on_slurm import sandbox
-cluster = SlurmCluster(executor=slurm, name="sandboxes", sidecars=[sandbox()])
+own = {"idle_timeout_s": 5} if sys.argv[4] == "alone" else {}
+cluster = SlurmCluster(executor=slurm, name="sandboxes", sidecars=[sandbox()], **own)
 with run.Experiment("chain", executor=RayExecutor(cluster=cluster)) as experiment:
     first = experiment.add(run.Script(inline="echo first; sleep 1"), name="first")
     second = run.Script(inline="echo second on $(hostname); exit 3")
@@ -401,8 +409,12 @@ with run.Experiment("chain", executor=RayExecutor(cluster=cluster)) as experimen
 """
 
 
-def test_a_real_ray_with_a_chain_and_the_example(allocations, tmp_path):
-    """The chain's client ends; what became of it is known when the allocation has ended."""
+@pytest.mark.parametrize("example", [False, pytest.param(True, marks=pytest.mark.soak)])
+def test_a_real_ray_with_a_chain(allocations, tmp_path, example):
+    """The chain's client ends; what became of it is known when the allocation has ended.
+
+    Meanwhile the example uses the same allocation.
+    """
     env = {**os.environ, "NEMORUN_HOME": str(tmp_path / "home")}
     env["PATH"] = env["PATH"].removeprefix(f"{BIN}:")  # Slurm's own srun, which has no pyxis
     setup = f"export PATH={Path(sys.executable).parent}:$PATH"
@@ -416,12 +428,14 @@ def test_a_real_ray_with_a_chain_and_the_example(allocations, tmp_path):
         return found.stdout
 
     job_dir = str(allocations.folder)
-    done(sys.executable, "-c", _CHAIN, job_dir, setup, str(examples))
-    words = ["--account", "root", "--job-dir", job_dir, "--nodes", "2", "--setup", setup]
-    told = done(sys.executable, str(examples / "sandboxes_on_slurm.py"), *words)
-    assert sorted(re.findall(r"n[12]: (\d) of 4 solutions pass", told)) == ["2", "3"]
+    users = "with the example" if example else "alone"
+    done(sys.executable, "-c", _CHAIN, job_dir, setup, str(examples), users)
+    if example:
+        words = ["--account", "root", "--job-dir", job_dir, "--nodes", "2", "--setup", setup]
+        told = done(sys.executable, str(examples / "sandboxes_on_slurm.py"), *words)
+        assert sorted(re.findall(r"n[12]: (\d) of 4 solutions pass", told)) == ["2", "3"]
+    wait_for(lambda: not allocations.jobs(), 90)
     assert len(list(allocations.life(name="sandboxes").parent.iterdir())) == 1
-    wait_for(lambda: not allocations.jobs(), 60)
 
     command = str(Path(sys.executable).parent / "nemo-run-ray")
     rows = json.loads(done(command, "status", "--json", "chain"))
