@@ -68,6 +68,7 @@ def test_a_service_is_started_again(existing, unique, tmp_path):
     assert log.count("server/0 is started again") == 2
 
 
+@pytest.mark.soak
 def test_the_first_failing_primary_decides_and_the_others_go_on(existing, unique):
     roles = [client("sleep 2; echo done", role="slow"), client("exit 3", role="fails")]
     job = submit(unique, existing, *roles)
@@ -168,6 +169,7 @@ def test_every_role_has_its_own_secrets_code_and_environment(
     assert value not in json.dumps(job.api().job(job.id))
 
 
+@pytest.mark.soak
 def test_a_role_that_is_a_ray_program(existing, unique, tmp_path):
     (tmp_path / "shipped.py").write_text("def double(number):\n    return 2 * number\n")
     (tmp_path / "program.py").write_text(

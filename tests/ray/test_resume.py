@@ -69,6 +69,7 @@ def ran(folder) -> list[str]:
     return sorted((folder / "ran").read_text().split()) if (folder / "ran").exists() else []
 
 
+@pytest.mark.soak
 def test_all_jobs_that_never_arrived_are_handed_over_once(killed, tmp_path):
     name = killed("mixed", "intent")
     before = ran(tmp_path)

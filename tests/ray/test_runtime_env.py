@@ -74,6 +74,7 @@ def uv(wheel: Path) -> dict:
     return {"uv": {"packages": [str(wheel)], "uv_pip_install_options": ["--no-index", "--offline"]}}
 
 
+@pytest.mark.soak
 def test_the_packages_of_a_script(where, unique, wheel):
     script = run.Script(inline=f'python -c "{_SHOW.format(module="nrr_probe")}"')
     text = ran(script, RayExecutor(runtime_env=pip(wheel), **where), unique)

@@ -109,7 +109,9 @@ def test_a_driver_sees_what_nemo_runs_has_and_no_ranks(slurm, start):
     assert address.startswith("10.77.")
 
 
-@pytest.mark.parametrize(("word", "host"), [("", "n1"), ("1", "n2")])
+@pytest.mark.parametrize(
+    ("word", "host"), [pytest.param("", "n1", marks=pytest.mark.soak), ("1", "n2")]
+)
 def test_the_attach_script_gives_a_shell_on_a_node(slurm, start, word, host):
     job = start(None, nodes=2)
     job.wait_ready()

@@ -109,7 +109,7 @@ def test_the_time_limit_ends_the_job_with_a_word(slurm, start):
     job.wait_gone()
 
 
-@pytest.mark.parametrize("host", ["n1", "n3"])
+@pytest.mark.parametrize("host", ["n1", pytest.param("n3", marks=pytest.mark.soak)])
 def test_ray_is_killed(slurm, start, host):
     job = start(_FOREVER)
     job.wait_ready()
@@ -214,7 +214,7 @@ def test_a_requeue_begins_with_an_empty_folder(slurm, start):
     job.wait_gone()
 
 
-@pytest.mark.parametrize("command", [_FOREVER, None])
+@pytest.mark.parametrize("command", [_FOREVER, pytest.param(None, marks=pytest.mark.soak)])
 def test_a_signal_that_is_asked_for_ends_the_job_with_a_word(slurm, start, command):
     """With a driver, and where a cluster stays up. ``--signal=B:USR1@60`` sends the same."""
     job = start(command, nodes=2)
@@ -311,7 +311,7 @@ def test_the_driver_waits_for_the_sandbox_of_every_node(slurm, start):
     job.wait_gone()
 
 
-@pytest.mark.parametrize("image", ["", "sandbox:1"])
+@pytest.mark.parametrize("image", [pytest.param("", marks=pytest.mark.soak), "sandbox:1"])
 def test_a_sandbox_that_dies_ends_the_job(slurm, start, tmp_path, image):
     """Beside Ray, or in a container of its own."""
     variables = {"SANDBOX_COMMAND": f"'exec {_SERVER}'", "SANDBOX_CONTAINER": image}
