@@ -8,7 +8,7 @@ export UV_CACHE_DIR := $(CACHE)/uv
 export PIP_CACHE_DIR := $(CACHE)/pip
 export PYTHONPYCACHEPREFIX := $(CACHE)/pycache
 # Images of containers often set it. Then each process would compile what is not in the cache yet,
-# the standard library among it: a third of what `import ray` takes.
+# the standard library among it: nearly half of what `import ray` takes.
 unexport PYTHONDONTWRITEBYTECODE
 # uv takes the certificates that the machine trusts, as pip is told to where it must.
 export UV_SYSTEM_CERTS := true

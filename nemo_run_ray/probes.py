@@ -2,7 +2,7 @@
 
 # No postponed annotations: NeMo-Run's command line parses values by the types themselves.
 
-from dataclasses import KW_ONLY, dataclass, fields
+from dataclasses import KW_ONLY, dataclass, fields, replace
 from typing import TYPE_CHECKING, Any, ClassVar, NoReturn
 
 from nemo_run_ray.checks import is_amount, strict_init
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 @dataclass
 class Probe:
-    """Base of the probes; use one of them. Its fields are named as ``ProbeSpec`` names them.
+    """Base of the probes; use one of them. Fields that ``ProbeSpec`` has too are its values.
 
     Raises:
         ConfigError: a value is not allowed.
@@ -38,10 +38,8 @@ class Probe:
         """The probe as the node runs it."""
         from nemo_run_ray.remote.spec import ProbeSpec  # not every program has a probe
 
-        values = {field.name: getattr(self, field.name) for field in fields(self)}
-        if "command" in values:
-            values["command"] = tuple(values["command"])
-        return ProbeSpec(kind=self.kind, **values)
+        names = [field.name for field in fields(ProbeSpec) if hasattr(self, field.name)]
+        return ProbeSpec(**{name: getattr(self, name) for name in names})
 
     def _refuse(self, name: str, value: Any, allowed: str) -> NoReturn:
         raise ConfigError(f"{type(self).__name__}.{name} is {value!r}; allowed is {allowed}.")
@@ -104,3 +102,6 @@ class CommandProbe(Probe):
         words = self.command if isinstance(self.command, list) else []
         if not words or not all(isinstance(word, str) and "\0" not in word for word in words):
             self._refuse("command", self.command, "a list of texts, the program first")
+
+    def spec(self) -> "ProbeSpec":
+        return replace(super().spec(), command=tuple(self.command))

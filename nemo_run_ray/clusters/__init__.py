@@ -1,8 +1,8 @@
 """Where Ray comes from: a cluster that runs already, one that is started on this machine, or one in
 an allocation of Slurm.
 
-A new kind is a new file here with a subclass of ``base.Cluster``, and a line in
-``base.IMPORTED_LATE`` if it starts something: such a module is imported when it is used.
+A new kind is a new file here with a subclass of ``base.Cluster`` that is imported below; or when it
+is used, as those are that start something: then ``_HOMES`` and ``base._IMPORTED_LATE`` name it.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING
 
-from nemo_run_ray.clusters.base import IMPORTED_LATE, Cluster, Dashboard, from_record
+from nemo_run_ray.clusters.base import Cluster, Dashboard, from_record
 from nemo_run_ray.clusters.existing import ExistingCluster
 
 if TYPE_CHECKING:
@@ -28,12 +28,16 @@ __all__ = [
 ]
 
 
-#: What is imported when it is used, and the kind of cluster whose module has it.
-_KINDS = {"LocalCluster": "local", "Sidecar": "slurm", "SlurmCluster": "slurm"}
+_HOMES = {"LocalCluster": "local", "Sidecar": "slurm", "SlurmCluster": "slurm"}
 
 
 def __getattr__(name: str) -> type:
-    if name not in _KINDS:
+    """What starts something is imported when it is used: most of this folder's import."""
+    if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    found: type = getattr(importlib.import_module(IMPORTED_LATE[_KINDS[name]]), name)
+    found: type = getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)
     return found
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -17,7 +17,7 @@ from nemo_run_ray.errors import ConfigError
 from nemo_run_ray.remote.rows import JobRows
 
 #: Kinds whose modules are imported when they are used.
-IMPORTED_LATE = {"local": "nemo_run_ray.clusters.local", "slurm": "nemo_run_ray.clusters.slurm"}
+_IMPORTED_LATE = {"local": "nemo_run_ray.clusters.local", "slurm": "nemo_run_ray.clusters.slurm"}
 #: Set by Ctrl-C, which only the main thread sees: a thread that waits for a cluster to come up
 #: gives up. Whoever waits anew clears it.
 interrupted = threading.Event()
@@ -180,10 +180,10 @@ def from_record(record: dict[str, Any]) -> Cluster:
     """
     values = dict(record)
     kind = values.pop("kind", None)
-    if kind in IMPORTED_LATE:
-        importlib.import_module(IMPORTED_LATE[kind])
+    if kind not in Cluster._kinds and kind in _IMPORTED_LATE:
+        importlib.import_module(_IMPORTED_LATE[kind])
     if kind not in Cluster._kinds:
-        known = ", ".join(sorted({*Cluster._kinds, *IMPORTED_LATE}))
+        known = ", ".join(sorted({*Cluster._kinds, *_IMPORTED_LATE}))
         raise ConfigError(
             f"The ledger names a cluster of kind {kind!r}; this version of nemo_run_ray knows "
             f"{known}. Install the version that submitted the job."

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 import nemo_run_ray
+from nemo_run_ray import clusters
 
 ROOT = Path(nemo_run_ray.__file__).parent
 #: From high to low, as CONTRIBUTING.md draws it; a part imports from its own line and those below.
@@ -279,6 +280,8 @@ def test_public_names():
         "find",
     ]
     assert all(hasattr(nemo_run_ray, name) for name in nemo_run_ray.__all__)
+    assert {*nemo_run_ray.__all__} <= {*dir(nemo_run_ray)}
+    assert {*clusters.__all__} <= {*dir(clusters)}
 
 
 _LOADED = """
@@ -286,23 +289,29 @@ import json, sys
 import nemo_run
 before = set(sys.modules)
 import nemo_run_ray
-print(json.dumps([sorted(before), sorted(sys.modules)]))
+from nemo_run_ray import clusters
+at_first = sorted(one for one in sys.modules if one.startswith("nemo_run_ray."))
+from nemo_run_ray import *
+print(json.dumps([sorted(before), sorted(sys.modules), at_first]))
 """
 
 
 def test_importing_loads_no_ray_and_no_network_client():
     words = [sys.executable, "-c", _LOADED]
     done = subprocess.run(words, capture_output=True, text=True, check=True, timeout=120)
-    before, after = json.loads(done.stdout)
+    before, after, at_first = json.loads(done.stdout)
     tops = {name.split(".")[0] for name in after}
     assert "ray" not in tops
     assert not (tops - {name.split(".")[0] for name in before}) & {"httpx", "websockets"}
+    # What takes long and most programs do not use.
+    assert not {f"nemo_run_ray.{one}" for one in ("clusters.local", "planning")} & set(at_first)
+    assert {f"nemo_run_ray.{one}" for one in ("clusters.local", "planning")} <= set(after)
 
 
 def test_the_import_needs_only_what_nemo_run_brings():
     """Users' scripts import us, and run again on nodes that have nemo-run and not this package."""
     program = (
-        "import nemo_run, sys\nbefore = set(sys.modules)\nimport nemo_run_ray\n"
+        "import nemo_run, sys\nfrom nemo_run_ray import *\n"
         "print(*sorted(one for one in sys.modules if one.startswith('nemo_run_ray')))"
     )
     done = subprocess.run(
