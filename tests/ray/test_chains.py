@@ -221,7 +221,6 @@ def test_what_is_not_placed_in_time_is_given_up(yard, unique, api):
     assert yard.begun() == ["holder"]
 
 
-@pytest.mark.soak
 def test_every_attempt_gets_its_secrets_and_nobody_else(
     yard, unique, api, home, local_cluster, monkeypatch, capfd
 ):

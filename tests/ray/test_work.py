@@ -412,7 +412,7 @@ def _storms(pool, count: int, seed: int) -> None:
 
 
 def test_workers_that_die_at_random_moments_lose_no_item(pool):
-    _storms(pool, 1, seed=22)  # 144 items of 50 ms
+    _storms(pool, 1, seed=26)  # 208 items of 50 ms
 
 
 @pytest.mark.soak

@@ -152,7 +152,9 @@ def test_clients_at_the_same_time_get_one_allocation(allocations):
             pool.submit(warm.python, *words, env=dict(os.environ), cwd=os.getcwd())
             for _ in range(4)
         ]
-    told = [client.result().stdout for client in clients]
+    done = [client.result() for client in clients]
+    told = [one.stdout + one.stderr for one in done]
+    assert [one.returncode for one in done] == [0] * 4, told
     urls = {line for one in told for line in one.splitlines() if line.startswith("http")}
     assert len(urls) == 1, told
     assert sorted(path.name for path in allocations.life().parent.iterdir()) == ["1"]
@@ -399,7 +401,7 @@ slurm = run.SlurmExecutor(account="root", nodes=2, time="00:05:00", setup_lines=
                           tunnel=run.LocalTunnel(job_dir=sys.argv[1]))
 sys.path.append(sys.argv[3])
 from sandboxes_on_slurm import sandbox
-own = {"idle_timeout_s": 5} if sys.argv[4] == "alone" else {}
+own = {"idle_timeout_s": 30} if sys.argv[4] == "alone" else {}
 cluster = SlurmCluster(executor=slurm, name="sandboxes", sidecars=[sandbox()], **own)
 with run.Experiment("chain", executor=RayExecutor(cluster=cluster)) as experiment:
     first = experiment.add(run.Script(inline="echo first; sleep 1"), name="first")
@@ -434,7 +436,7 @@ def test_a_real_ray_with_a_chain(allocations, tmp_path, example):
         words = ["--account", "root", "--job-dir", job_dir, "--nodes", "2", "--setup", setup]
         told = done(sys.executable, str(examples / "sandboxes_on_slurm.py"), *words)
         assert sorted(re.findall(r"n[12]: (\d) of 4 solutions pass", told)) == ["2", "3"]
-    wait_for(lambda: not allocations.jobs(), 90)
+    wait_for(lambda: not allocations.jobs(), 120)
     assert len(list(allocations.life(name="sandboxes").parent.iterdir())) == 1
 
     command = str(Path(sys.executable).parent / "nemo-run-ray")

@@ -109,7 +109,7 @@ def test_the_time_limit_ends_the_job_with_a_word(slurm, start):
     job.wait_gone()
 
 
-@pytest.mark.parametrize("host", ["n1", pytest.param("n3", marks=pytest.mark.soak)])
+@pytest.mark.parametrize("host", ["n1", "n3"])
 def test_ray_is_killed(slurm, start, host):
     job = start(_FOREVER)
     job.wait_ready()
