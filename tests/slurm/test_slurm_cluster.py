@@ -401,7 +401,7 @@ slurm = run.SlurmExecutor(account="root", nodes=2, time="00:05:00", setup_lines=
                           tunnel=run.LocalTunnel(job_dir=sys.argv[1]))
 sys.path.append(sys.argv[3])
 from sandboxes_on_slurm import sandbox
-own = {"idle_timeout_s": 30} if sys.argv[4] == "alone" else {}
+own = {"idle_timeout_s": 15} if sys.argv[4] == "alone" else {}
 cluster = SlurmCluster(executor=slurm, name="sandboxes", sidecars=[sandbox()], **own)
 with run.Experiment("chain", executor=RayExecutor(cluster=cluster)) as experiment:
     first = experiment.add(run.Script(inline="echo first; sleep 1"), name="first")
