@@ -38,9 +38,9 @@ __all__ = [
 #: Where that is which is imported when it is used: half of what this package's import would take.
 _HOMES = {
     "FolderPackager": "nemo_run_ray.transport.folder_packager",
-    "LocalCluster": "nemo_run_ray.clusters.local",
-    "Sidecar": "nemo_run_ray.clusters.slurm",
-    "SlurmCluster": "nemo_run_ray.clusters.slurm",
+    "LocalCluster": "nemo_run_ray.clusters",
+    "Sidecar": "nemo_run_ray.clusters",
+    "SlurmCluster": "nemo_run_ray.clusters",
     "array": "nemo_run_ray.planning.array",
 }
 

@@ -154,7 +154,7 @@ class RayExecutor(TakesFile, Executor):
         found = self.resolved()
         if found.address is not None:
             return ExistingCluster(url=found.address)
-        # Imported when it is used.
+        # As an attribute, its module is imported when it is used.
         return found.cluster if isinstance(found.cluster, Cluster) else clusters.LocalCluster()
 
     @property

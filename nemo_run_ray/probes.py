@@ -36,6 +36,8 @@ class Probe:
 
     def spec(self) -> "ProbeSpec":
         """The probe as the node runs it."""
+        if not hasattr(self, "kind"):
+            raise NotImplementedError
         from nemo_run_ray.remote.spec import ProbeSpec  # not every program has a probe
 
         names = [field.name for field in fields(ProbeSpec) if hasattr(self, field.name)]

@@ -200,7 +200,17 @@ def test_a_command_that_changes_later_changes_no_spec():
     assert probe.spec().command == ("true", "x")
 
 
+def test_a_probe_of_a_users_own_may_have_more_fields():
+    @dataclasses.dataclass
+    class Named(PortProbe):
+        note: str = ""
+
+    assert Named(80, note="x").spec() == PortProbe(80).spec()
+
+
 def test_the_base_is_no_probe():
+    with pytest.raises(NotImplementedError):
+        Probe().spec()
     with pytest.raises(ConfigError, match=r"RayExecutor\.ready .*PortProbe"):
         RayExecutor(ready=Probe())
 
