@@ -2,7 +2,7 @@
 
 # No postponed annotations: NeMo-Run's command line parses values by the types themselves.
 
-from dataclasses import KW_ONLY, dataclass, fields, replace
+from dataclasses import KW_ONLY, dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, NoReturn
 
 from nemo_run_ray.checks import is_amount, strict_init
@@ -40,7 +40,7 @@ class Probe:
             raise NotImplementedError
         from nemo_run_ray.remote.spec import ProbeSpec  # not every program has a probe
 
-        names = [field.name for field in fields(ProbeSpec) if hasattr(self, field.name)]
+        names = [name for name in ProbeSpec._fields if hasattr(self, name)]
         return ProbeSpec(**{name: getattr(self, name) for name in names})
 
     def _refuse(self, name: str, value: Any, allowed: str) -> NoReturn:
@@ -106,4 +106,4 @@ class CommandProbe(Probe):
             self._refuse("command", self.command, "a list of texts, the program first")
 
     def spec(self) -> "ProbeSpec":
-        return replace(super().spec(), command=tuple(self.command))
+        return super().spec()._replace(command=tuple(self.command))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 import shlex
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any
 
 from nemo_run_ray.planning.job_plan import JobPlan
@@ -69,7 +68,7 @@ def _describe_array(spec: ArraySpec, element: TaskElement | None) -> list[str]:
         lines.append(f"ends      when more than {spec.max_failures} elements have failed")
     host, task = spec.host, spec.host.task
     if element is not None:
-        task = replace(task, argv=element.argv, env={**task.env, **element.env})
+        task = task._replace(argv=element.argv, env={**task.env, **element.env})
     lines += _describe_task(task, _words(host.resources), host.runtime_env)
     if host.label_selector:
         lines.append(f"labels    {host.label_selector}")

@@ -263,7 +263,7 @@ def _request(
         return group_spec(app, executor), {}, {}, None
     _check_alone(executor)
     spec = task_spec(app.roles[0], executor)
-    spec = replace(spec, env={**spec.env, **single_replica_environment(executor)})
+    spec = spec._replace(env={**spec.env, **single_replica_environment(executor)})
     return spec, _reservation(executor), resolve(executor.runtime_env), None
 
 
@@ -317,22 +317,22 @@ def in_folder(planned: JobPlan, cwd: str) -> JobPlan:
     if isinstance(planned.spec, JobSpec):
         return replace(planned, spec=_moved(planned.spec, cwd))
     if isinstance(planned.spec, ArraySpec):
-        host = replace(planned.spec.host, task=_moved(planned.spec.host.task, cwd))
-        return replace(planned, spec=replace(planned.spec, host=host))
+        host = planned.spec.host._replace(task=_moved(planned.spec.host.task, cwd))
+        return replace(planned, spec=planned.spec._replace(host=host))
     return replace(planned, spec=_moved_roles(planned.spec, cwd))
 
 
 def _moved_roles(spec: GroupSpec, cwd: str) -> GroupSpec:
     roles = tuple(
         # A container does not have the caller's folder.
-        role if is_container(role.runtime_env) else replace(role, task=_moved(role.task, cwd))
+        role if is_container(role.runtime_env) else role._replace(task=_moved(role.task, cwd))
         for role in spec.roles
     )
-    return replace(spec, roles=roles)
+    return spec._replace(roles=roles)
 
 
 def _moved(spec: JobSpec, cwd: str) -> JobSpec:
-    return spec if spec.has_code else replace(spec, cwd=cwd)
+    return spec if spec.has_code else spec._replace(cwd=cwd)
 
 
 def _reservation(executor: RayExecutor) -> dict[str, Any]:

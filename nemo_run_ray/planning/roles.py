@@ -223,7 +223,8 @@ def _role_spec(role: Role, executor: RayExecutor, count: int) -> RoleSpec:
     ports = dict(executor.ports)
     if several:
         ports[RENDEZVOUS] = 0
-        task = replace(task, argv=tuple(with_free_rendezvous(word, executor) for word in task.argv))
+        argv = tuple(with_free_rendezvous(word, executor) for word in task.argv)
+        task = task._replace(argv=argv)
     check_probe(name, executor, count)
     return RoleSpec(
         name=name,
@@ -248,7 +249,7 @@ def array_role(role: Role, executor: RayExecutor) -> RoleSpec:
     resources.update(_resources(executor))
     return RoleSpec(
         name=role_name(role, executor),
-        task=replace(task_spec(role, executor), config=None),
+        task=task_spec(role, executor)._replace(config=None),
         resources=resources,
         label_selector=dict(executor.label_selector),
         runtime_env=resolve(executor.runtime_env),
@@ -284,7 +285,7 @@ def _spread(roles: list[RoleSpec], executors: list[RayExecutor]) -> list[RoleSpe
                 "bind the role to a node by label_selector."
             )
         wants = own.strategy in _SPREADS and role.replicas > 1
-        found.append(replace(role, spread=own.strategy) if wants else role)
+        found.append(role._replace(spread=own.strategy) if wants else role)
     return found
 
 

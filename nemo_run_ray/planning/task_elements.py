@@ -83,9 +83,9 @@ def element_of(app: AppDef, executor: RayExecutor) -> tuple[ArraySpec, TaskEleme
     of_client = executor.keep_logs_max_bytes, executor.preflight
     own = TaskElement(task.argv, task.env, task.config, of_client)
     host = array_role(role, executor)
-    bare = replace(host.task, argv=(), env=single_replica_environment(executor))
+    bare = host.task._replace(argv=(), env=single_replica_environment(executor))
     spec = ArraySpec(
-        host=replace(host, name=executor.role or "task", task=bare),
+        host=host._replace(name=executor.role or "task", task=bare),
         elements=ELEMENTS_FILE,
         targets=_COMMANDS if task.config is None else _CONFIGS,
         runs="command" if task.config is None else "auto",
@@ -182,12 +182,12 @@ def _array(tasks: Sequence[JobPlan], name: str, experiment_id: str) -> TaskArray
             "experiments of them."
         )
     bare = spec.host.task
-    host = replace(spec.host, task=replace(bare, env={**bare.env, **common}))
+    host = spec.host._replace(task=bare._replace(env={**bare.env, **common}))
     plan = replace(
         first,
         job=name,
         submission_id=job_id(experiment_id, name),
-        spec=replace(spec, host=host),
+        spec=spec._replace(host=host),
         element=None,
     )
     return TaskArray(plan, tuple(tasks), text)

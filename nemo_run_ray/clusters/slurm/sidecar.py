@@ -3,7 +3,7 @@
 # No postponed annotations: NeMo-Run's command line parses values by the types themselves.
 
 import re
-from dataclasses import KW_ONLY, asdict, dataclass, field
+from dataclasses import KW_ONLY, dataclass, field
 from typing import Any
 
 from nemo_run.config import ConfigurableMixin
@@ -57,7 +57,7 @@ class Sidecar(ConfigurableMixin):
 
     def row(self) -> dict[str, Any]:
         """The sidecar as the node program reads it."""
-        probe = None if self.ready is None else asdict(self.ready.spec())
+        probe = None if self.ready is None else self.ready.spec()._asdict()
         return {
             "name": self.name,
             "command": self.command,

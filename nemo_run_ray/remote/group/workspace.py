@@ -9,7 +9,6 @@ import errno
 import os
 import socket
 import subprocess
-from dataclasses import replace
 from typing import Any, Dict, List, Mapping, Optional, Sequence, Tuple
 
 from .. import FOLDER
@@ -130,7 +129,7 @@ class Workspace:
             The exact words, all variables, and the folder.
         """
         own = {**self._env, **self.variables(env), TAG: self._tag}
-        task = replace(self.role.task, argv=tuple(argv))
+        task = self.role.task._replace(argv=tuple(argv))
         return command.words(task, self._folders, own), own, self._cwd
 
     def variables(self, env: Mapping[str, str]) -> Dict[str, str]:

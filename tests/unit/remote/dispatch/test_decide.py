@@ -486,8 +486,8 @@ def test_only_some_start_at_the_same_moment():
 def test_behind_one_that_waits_for_room_only_others_go_on():
     big, small = {"entrypoint_num_gpus": 8}, {"entrypoint_num_cpus": 1}
     plan = dispatch_of(
-        *(replace(job_spec(name), body={"entrypoint": name, **big}) for name in "ab"),
-        replace(job_spec("c"), body=small),
+        *(job_spec(name)._replace(body={"entrypoint": name, **big}) for name in "ab"),
+        job_spec("c")._replace(body=small),
     )
     table = {"e.a": pending("a", posted_at=NOW - STUCK_S - 1)}
     assert submitted(plan, table) == ["e.c"]

@@ -8,7 +8,6 @@ import threading
 import zipfile
 from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from io import BytesIO
 from types import SimpleNamespace
 
@@ -183,7 +182,7 @@ def test_an_end_that_ray_has_lost_is_taken_from_the_jobs_log(serve):
 
 
 def test_a_job_that_has_its_ids_name_keeps_it(serve):
-    plan = dispatch_of(replace(job_spec("a", retries=1), name="e.a"))
+    plan = dispatch_of(job_spec("a", retries=1)._replace(name="e.a"))
     plan.jobs[0].body["entrypoint"] = entrypoint(None, ["task", "e.a", SUBMISSION_ID, "nonce-a"])
     ray = serve(plan)
     ray.fates["e.a"] = FAILS
@@ -722,7 +721,7 @@ def test_secrets_that_nobody_needs_any_more_need_not_come(serve, monkeypatch, to
     plan = dispatch_of(job_spec("a", secrets=("KEY",)))
     ray = serve(plan)
     ray.is_closing = True
-    plan = replace(plan, dashboards=(ray.url,))
+    plan = plan._replace(dashboards=(ray.url,))
     ray.add("e.a", {NONCE_KEY: "nonce-a"}, **SUCCEEDS, end_time=1)
     assert dispatcher.run(plan, OWN) == ALL_SUCCEEDED
 
@@ -914,7 +913,7 @@ def test_the_secrets_are_gone_when_all_is_decided(serve, files, told):
     plan = dispatch_of(job_spec("a", secrets=("KEY",)))
     ray = serve(plan)
     ray.is_closing = True
-    plan = replace(plan, dashboards=(ray.url,))
+    plan = plan._replace(dashboards=(ray.url,))
     ray.add("e.a", {NONCE_KEY: "nonce-a"}, **SUCCEEDS, end_time=1)
     assert dispatcher.run(plan, OWN) == ALL_SUCCEEDED
     assert not os.path.exists(files)
@@ -925,7 +924,7 @@ def test_a_dispatcher_without_an_owner_ends_with_a_code_of_its_own(serve, files,
     plan = dispatch_of(job_spec("a", secrets=("KEY",)), max_in_flight=7)
     ray = serve(plan)
     ray.is_closing = True
-    plan = replace(plan, dashboards=(ray.url,))
+    plan = plan._replace(dashboards=(ray.url,))
     ray.rows[OWN].update(STOPPED)
     assert dispatcher.run(plan, OWN) == DISOWNED
     assert not os.path.exists(files)
