@@ -7,12 +7,14 @@ import contextlib
 import io
 import json
 import os
+import random
 import shutil
+import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -42,6 +44,17 @@ def wait_for(question: Callable[[], _T | None], within_s: float = 120) -> _T:
             return answer
         time.sleep(0.02)
     raise TimeoutError(f"not true within {within_s} s")
+
+
+def ratio_range(times: Sequence[float], peers: Sequence[float]) -> tuple[float, float]:
+    """Between what the ratio of the medians lies in 90 % of the samples drawn from these times."""
+    draw = random.Random(0)
+    ratios = sorted(
+        statistics.median(draw.choices(times, k=len(times)))
+        / statistics.median(draw.choices(peers, k=len(peers)))
+        for _ in range(1000)
+    )
+    return ratios[50], ratios[-51]
 
 
 def apart(program: str, *given: Any) -> dict[str, Any]:
