@@ -39,7 +39,7 @@ from nemo_run_ray.dashboard.jobs_api import JobsApi
 from tests.flaky_proxy import FlakyProxy
 
 ROUNDS = 9
-#: Of the two whose ratio is promised: one start differs from the next by a tenth.
+#: Rounds of the two peers whose ratio is promised; one start differs from the next by a tenth.
 START_ROUNDS = 31
 MB = 1024**2
 LOG_BYTES = 200 * 1024**2
@@ -61,7 +61,7 @@ def main(wanted: list[str]) -> None:
     latest = ROOT / "benchmarks" / "results" / "latest.json"
     latest.parent.mkdir(exist_ok=True)
     results: dict[str, object] = json.loads(latest.read_text()) if latest.exists() else {}
-    results |= {"python": platform.python_version(), "rounds": ROUNDS}
+    results |= {"python": platform.python_version()}
     measures: dict[str, Callable[[], object]] = {
         "cloud": cloud.measure,  # these six before there is a Ray
         "import": measure_import,
@@ -89,8 +89,8 @@ def main(wanted: list[str]) -> None:
 
 
 def measure_start(dashboard: Dashboard) -> dict[str, object]:
-    """Seconds from the call to the command's first instruction and to the return, interleaved and
-    each round in another order.
+    """Seconds from the call to the command's first instruction and to the return, interleaved in
+    random order.
 
     Between the two lie the command, Ray's note of its end and, for ``run.run``, the two seconds
     from one look of NeMo-Run to the next. ``client_cpu_s`` is what the call costs this process.
@@ -136,7 +136,7 @@ def measure_start(dashboard: Dashboard) -> dict[str, object]:
     ours, bare_s = taken["RayExecutor"], taken["bare REST"]
     return {
         "median_s": medians,
-        "range_s": {name: (min(one), max(one)) for name, one in taken.items()},
+        "quartiles_s": {name: statistics.quantiles(one)[::2] for name, one in taken.items()},
         "returned_s": {name: statistics.median(one) for name, one in returned.items()},
         "client_cpu_s": {name: statistics.median(one) for name, one in cpu.items()},
         "ratio_of_medians": medians["RayExecutor"] / medians["bare REST"],
@@ -295,8 +295,11 @@ def show(name: str, found: Any) -> None:
 
 def _show_start(found: dict[str, Any], add: Add) -> None:
     for name, median in found["median_s"].items():
-        low, high = found["range_s"][name]
-        add(f"{name}: call to first instruction", f"{median:.2f} s ({low:.2f} to {high:.2f})")
+        low, high = found["quartiles_s"][name]
+        add(
+            f"{name}: call to first instruction",
+            f"{median:.2f} s (quartiles {low:.2f}, {high:.2f})",
+        )
         back, cpu = found["returned_s"][name], found["client_cpu_s"][name]
         add(f"{name}: call to return", f"{back:.2f} s, {cpu:.2f} s of it the client's CPU")
     low, high = found["ratio_range"]

@@ -47,14 +47,14 @@ def wait_for(question: Callable[[], _T | None], within_s: float = 120) -> _T:
 
 
 def ratio_range(times: Sequence[float], peers: Sequence[float]) -> tuple[float, float]:
-    """Between what the ratio of the medians lies in 90 % of the samples drawn from these rounds.
+    """The range of the ratio of medians in 90 % of 1,000 bootstrap samples of these rounds.
 
     The times of one round stay together: a machine that is slower for a while is so for both.
     """
     rounds, draw = list(zip(times, peers, strict=True)), random.Random(0)
     samples = [draw.choices(rounds, k=len(rounds)) for _ in range(1000)]
     medians = [map(statistics.median, zip(*sample, strict=True)) for sample in samples]
-    ratios = sorted(time / peer for time, peer in medians)
+    ratios = sorted(own / other for own, other in medians)
     return ratios[50], ratios[-51]
 
 

@@ -313,11 +313,12 @@ def _plain(value: Any) -> Any:
     """A spec, or what is in one, as JSON has it: with names, where a tuple has places."""
     if _is_spec(type(value)):
         return {name: _plain(entry) for name, entry in value._asdict().items()}
-    return [_plain(entry) for entry in value] if isinstance(value, tuple) else value
+    return [_plain(entry) for entry in value] if isinstance(value, (tuple, list)) else value
 
 
 def _is_spec(kind: Any) -> bool:
-    return isinstance(kind, type) and hasattr(kind, "_fields")
+    """Whether it is one of this module's classes; other named tuples are tuples."""
+    return hasattr(kind, "_fields") and kind.__module__ == __name__
 
 
 def _made(kind: Any, value: Any) -> Any:
@@ -339,4 +340,4 @@ def _made(kind: Any, value: Any) -> Any:
     try:
         return kind(**{name: _made(hints[name], entry) for name, entry in value.items()})
     except TypeError as error:
-        raise ValueError(str(error)) from error
+        raise ValueError(f"{kind.__name__}: {error}") from error

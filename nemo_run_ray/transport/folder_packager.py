@@ -19,7 +19,7 @@ from nemo_run.core.packaging.base import Packager
 from nemo_run_ray.checks import strict_init
 from nemo_run_ray.errors import ConfigError, PackagingFailed
 from nemo_run_ray.remote.files import replacing
-from nemo_run_ray.transport import gitignore, limits
+from nemo_run_ray.transport import gitignore, platform_limits
 from nemo_run_ray.transport.encode import Entry, File, Link
 from nemo_run_ray.transport.tree import matches, read_entry, walk, with_links
 
@@ -122,7 +122,7 @@ class FolderPackager(Packager):
         kept = (name for name in names if name not in ignored)
         chosen = sorted({linked for name in kept for linked in with_links(root, name)})
         sizes = [(name, (root / name).stat().st_size) for name in chosen if (root / name).is_file()]
-        limits.check_source(sizes, limits.MOST_SOURCE_BYTES, str(self))
+        platform_limits.check_source(sizes, platform_limits.MOST_SOURCE_BYTES, str(self))
         for name in chosen:
             yield name, read_entry(root, name, chosen)
 
@@ -150,7 +150,7 @@ class FolderPackager(Packager):
                     "Make it anew without them, or leave them out: exclude=[…]. Nothing was sent."
                 )
             sizes = [(name, info.file_size) for name, info in infos.items()]
-            limits.check_source(sizes, limits.MOST_SOURCE_BYTES, str(self))
+            platform_limits.check_source(sizes, platform_limits.MOST_SOURCE_BYTES, str(self))
             for name, info in sorted(infos.items()):
                 mode = info.external_attr >> 16
                 content = archive.read(info)

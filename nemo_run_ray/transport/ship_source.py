@@ -26,7 +26,7 @@ from nemo_run.run.plugin import ExperimentPlugin
 from nemo_run_ray import patches
 from nemo_run_ray.errors import TransportError
 from nemo_run_ray.patches.dgxcloud_exports import OUR_PREFIX
-from nemo_run_ray.transport import encode, limits
+from nemo_run_ray.transport import encode, platform_limits
 from nemo_run_ray.transport.encode import Link
 from nemo_run_ray.transport.source import Source, collect, find_module, scripts_in
 
@@ -97,7 +97,7 @@ class ShipSource(ExperimentPlugin):
                 f"ShipSource: the executor has a {type(executor.packager).__name__}, which sends "
                 "code too. Keep one of the two."
             )
-        most = limits.MOST_SOURCE_BYTES
+        most = platform_limits.MOST_SOURCE_BYTES
         source = collect(root, self.include, self.exclude, self.collections, scripts, most)
         _report(source)
         _into_environment(source, task, executor)
@@ -252,13 +252,13 @@ def _into_environment(
     if path is not None:
         spec["path"] = path
     is_lepton = isinstance(executor, LeptonExecutor)
-    allowed = limits.LEPTON if is_lepton else limits.dgxcloud(executor.nodes)
+    allowed = platform_limits.LEPTON if is_lepton else platform_limits.dgxcloud(executor.nodes)
     pieces = encode.chunks(encode.encode(packed), allowed.value_chars)
     spec["count"] = len(pieces)
     carriers = {f"{OUR_PREFIX}{number}": piece for number, piece in enumerate(pieces)}
     carriers[_SPEC] = json.dumps(spec, separators=(",", ":"))
     carriers[_BOOT] = Path(__file__).with_name("pod.py").read_text(encoding="utf-8")
-    limits.check(allowed, carriers, variables, source.largest())
+    platform_limits.check(allowed, carriers, variables, source.largest())
     if isinstance(executor, LeptonExecutor):
         others = [command for command in executor.pre_launch_commands if command != _LEPTON_LINE]
         executor.pre_launch_commands = [_LEPTON_LINE, *others]

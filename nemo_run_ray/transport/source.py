@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 
 from nemo_run_ray.errors import TransportError
-from nemo_run_ray.transport import gitignore, limits
+from nemo_run_ray.transport import gitignore, platform_limits
 from nemo_run_ray.transport.encode import Entry, File
 from nemo_run_ray.transport.tree import matches, read_entry, walk, with_links
 
@@ -111,7 +111,7 @@ def _check_chosen(root: Path, chosen: Sequence[str], most_bytes: int | None) -> 
     if most_bytes is not None:
         # The size of a link is that of the file it points to, which may be what is sent.
         sizes = [(name, (root / name).stat().st_size) for name in chosen if (root / name).is_file()]
-        limits.check_source(sizes, most_bytes)
+        platform_limits.check_source(sizes, most_bytes)
 
 
 def import_roots(root: Path) -> tuple[str, ...]:

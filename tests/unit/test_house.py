@@ -3,6 +3,7 @@
 import ast
 import functools
 import json
+import re
 import subprocess
 import sys
 from collections import Counter
@@ -15,6 +16,7 @@ import nemo_run_ray
 from nemo_run_ray import clusters
 
 ROOT = Path(nemo_run_ray.__file__).parent
+TESTS = Path(__file__).parents[1]
 #: From high to low, as CONTRIBUTING.md draws it; a part imports from its own line and those below.
 _LINES = (
     {"__init__"},
@@ -263,6 +265,14 @@ def test_every_test_module_has_a_name_of_its_own():
     """Else pytest takes one for the other."""
     names = [path.name for path in Path(__file__).parent.parent.rglob("test_*.py")]
     assert [name for name, count in Counter(names).items() if count > 1] == []
+
+
+def test_every_file_that_the_guide_names_is_there():
+    guide = (ROOT.parent / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    named = re.findall(r"`([\w/]+\.py)`", guide)
+    there = [path.as_posix() for folder in (ROOT, TESTS) for path in folder.rglob("*.py")]
+    assert [name for name in named if not any(path.endswith(f"/{name}") for path in there)] == []
+    assert "batch.py" in named
 
 
 def test_public_names():
