@@ -129,7 +129,8 @@ def slurm(tmp_path_factory) -> Iterator[Slurm]:
     _done(["mount", "-t", "tmpfs", "-o", "size=16m", "small", str(found.small)], {})
     try:
         found.bed("up", str(COUNT))
-        found.bed("slurm")
+        # Otherwise a batch job waits for up to 3 s until it is looked at.
+        found.bed("slurm", "SchedulerParameters=batch_sched_delay=0")
         yield found
     finally:
         found.bed("down")
