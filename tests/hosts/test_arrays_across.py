@@ -52,6 +52,7 @@ def whole(hosts) -> Iterator[Callable[[], None]]:
     """Makes the hosts three again."""
 
     def revive() -> None:
+        bed("crash", "n2")  # after a moment without its cable it goes on
         hosts.wait_for_nodes("n1", "n3")
         hosts.revive("n2")
         hosts.wait_for_nodes("n1", "n2", "n3")

@@ -284,6 +284,32 @@ def test_a_folder_that_cannot_be_made_is_named(slurm, start):
     assert "/proc/none" in job.told
 
 
+#: Shows Ray and this package's program on two of the hosts a wrong time, in seconds. Munge refuses
+#: the requests of a host whose own clock is wrong, so Slurm's programs keep the right one.
+_WRONG_CLOCK = """#!/bin/sh
+case $(hostname) in n2) wrong=+600 ;; n3) wrong=-600 ;; *) exec python3 "$@" ;; esac
+export LD_PRELOAD={library} FAKETIME=$wrong NO_FAKE_STAT=1
+date +%s > {folder}/$(hostname)
+exec python3 "$@"
+"""
+
+
+@pytest.mark.soak
+def test_clocks_that_differ_by_ten_minutes(slurm, start, tmp_path):
+    """For longer than it takes until a node that shows no life is given up."""
+    libraries = list(Path("/usr/lib").glob("*/faketime/libfaketime.so.1"))
+    if not libraries:
+        pytest.skip("the library libfaketime is not there (Debian: faketime)")
+    python = tmp_path / "python"
+    python.write_text(_WRONG_CLOCK.format(library=libraries[0], folder=tmp_path))
+    python.chmod(0o755)
+    job = start("sleep 45", env={"NEMO_RUN_RAY_PYTHON": str(python)})
+    assert job.wait(within_s=100) == ("COMPLETED", "0:0")
+    ahead, behind = (int((tmp_path / host).read_text()) for host in ("n2", "n3"))
+    assert 1190 < ahead - behind < 1210
+    job.wait_gone()
+
+
 @pytest.mark.soak
 def test_a_disk_that_is_full_for_a_while(slurm, start):
     """Longer than it takes until a node that shows no life is given up."""
