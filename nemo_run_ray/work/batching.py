@@ -6,7 +6,11 @@ together; items that take longer are sent one by one, so that a slow one keeps n
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
+from itertools import islice
+
+from nemo_run_ray.work.items import Item
 
 #: Seconds that a batch should take: a hundred times what its call costs.
 BATCH_S = 0.05
@@ -74,3 +78,20 @@ class Pace:
         # The share of the end is none of a stream that goes on.
         batch = self.batch(BATCH_MAX * workers * HELD, workers, item_bytes)
         return max(workers, 1) * batch * (HELD + 1)
+
+
+def alike(waiting: Iterable[Item], most: int) -> list[Item]:
+    """The items at the front that can be in one call, so many at most.
+
+    They are of one function with one limit of time, and not more than ``BATCH_BYTES_MAX`` together.
+    """
+    items = iter(waiting)
+    first = next(items)
+    batch, size_bytes = [first], len(first.data)
+    for item in islice(items, 0 if first.is_alone else most - 1):
+        size_bytes += len(item.data)
+        is_like = item.function.digest == first.function.digest and not item.is_alone
+        if not is_like or item.timeout_s != first.timeout_s or size_bytes > BATCH_BYTES_MAX:
+            break
+        batch.append(item)
+    return batch

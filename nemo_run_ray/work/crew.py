@@ -10,7 +10,8 @@ from functools import partial
 from time import monotonic
 from typing import Any
 
-from nemo_run_ray.work.items import Item
+from nemo_run_ray.work.doubt import Doubt
+from nemo_run_ray.work.items import Item, words_of
 from nemo_run_ray.work.shape import Shape
 from nemo_run_ray.work.worker import worker_class
 
@@ -52,6 +53,7 @@ class WorkerHandle:
         calls: that have not been answered.
         functions: whether each function that it was sent is loaded, by digest.
         broken: why it is dead, while the answer of an earlier call is on its way.
+        doubt: whether it is dead, while it cannot be reached; it gets no call meanwhile.
     """
 
     handle: Any
@@ -59,7 +61,8 @@ class WorkerHandle:
     node_id: str = ""
     calls: list[Call] = field(default_factory=list)
     functions: dict[str, bool] = field(default_factory=dict)
-    broken: str = ""
+    broken: BaseException | None = None
+    doubt: Doubt | None = None
 
     def begin(self, call: Call, now: float) -> None:
         """Take another call."""
@@ -135,7 +138,11 @@ class Crew:
 
     def free(self, held: int) -> WorkerHandle | None:
         """The worker that should get the next call; ``None`` when all have ``held`` of them."""
-        found = [worker for worker in self.workers if worker.node_id and len(worker.calls) < held]
+        found = [
+            worker
+            for worker in self.workers
+            if worker.node_id and not worker.doubt and len(worker.calls) < held
+        ]
         return min(found, key=lambda one: len(one.calls), default=None)
 
     def step(self, now: float, waiting: int, idle_s: float) -> str:
@@ -167,10 +174,32 @@ class Crew:
             with suppress(self._ray.exceptions.RayError, RuntimeError, OSError):
                 self._ray.kill(worker.handle)  # else it is gone with its cluster
 
+    def doubt(self, worker: WorkerHandle, why: str, now: float) -> None:
+        """Find out what has become of a worker that cannot be reached.
+
+        Args:
+            worker: that has calls.
+            why: it cannot be reached, in Ray's words.
+            now: the time.
+        """
+        worker.doubt = Doubt(self._ray, worker.handle, why, self._notify, now)
+
+    def known(self, now: float) -> list[tuple[WorkerHandle, str]]:
+        """The workers of which there was doubt and is none any more, and why each is dead."""
+        return [
+            (worker, worker.doubt.why)
+            for worker in self.workers
+            if worker.doubt and worker.doubt.is_over(now, partial(self._has_node, worker))
+        ]
+
     def has_lost_node(self, worker: WorkerHandle, why: str) -> bool:
         """Whether a worker has died with its node: Ray says so, or counts the node as dead."""
-        alive = {row["NodeID"] for row in self._nodes() if row["Alive"]}
-        return _NODE_DIED in why or worker.node_id not in alive
+        if worker.doubt and worker.doubt.is_lost:
+            return True
+        return _NODE_DIED in why or not self._has_node(worker)
+
+    def _has_node(self, worker: WorkerHandle) -> bool:
+        return any(row["Alive"] for row in self._nodes() if row["NodeID"] == worker.node_id)
 
     def _nodes(self) -> list[dict[str, Any]]:
         """Ray's nodes; those of the last look while its head does not answer."""
@@ -222,9 +251,3 @@ class Crew:
         elif now >= self._tell_at:
             self._tell_at = now + _TELL_S
             self._say(self._shape.why_waiting(self._ray.available_resources(), self.slots))
-
-
-def words_of(error: BaseException) -> str:
-    """What one of Ray's errors says, in one line."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return " ".join(lines)[:500] or type(error).__name__

@@ -69,6 +69,12 @@ def fail_all(items: Iterable[Item], error: BaseException) -> None:
             item.future.set_exception(error)
 
 
+def words_of(error: BaseException) -> str:
+    """What one of Ray's errors says, in one line."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return " ".join(lines)[:500] or type(error).__name__
+
+
 def failure_of(item: Item, outcome: CallOutcome) -> BaseException | None:
     """Why an item has failed in its worker; ``None`` when it has not."""
     if outcome.kind == RESULT:

@@ -10,14 +10,13 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from functools import partial
-from itertools import islice
 from time import monotonic
 from typing import Any
 
 from nemo_run_ray.errors import TimedOut, WorkerDied
-from nemo_run_ray.work.batching import BATCH_BYTES_MAX, Pace
-from nemo_run_ray.work.crew import IDLE_S, Call, Crew, WorkerHandle, words_of
-from nemo_run_ray.work.items import Item, fail_all, failure_of
+from nemo_run_ray.work.batching import Pace, alike
+from nemo_run_ray.work.crew import IDLE_S, Call, Crew, WorkerHandle
+from nemo_run_ray.work.items import Item, fail_all, failure_of, words_of
 from nemo_run_ray.work.pickling import Function
 from nemo_run_ray.work.shape import Shape
 from nemo_run_ray.work.worker import CallOutcome
@@ -96,8 +95,10 @@ class WorkQueue:
         if now >= self._sweep_at:  # who waits for what was cancelled is told, also without a worker
             self._sweep_at = now + _SWEEP_S
             self.give_up([item for item in self._waiting if item.future.cancelled()])
+        for worker, why in self._crew.known(now):
+            self._end(worker, why)
         self._feed(now)
-        for worker in [busy for busy in self._crew.workers if busy.calls]:
+        for worker in [busy for busy in self._crew.workers if busy.calls and not busy.doubt]:
             if now >= _deadline(worker, self.pace(worker.calls[0].items[0].function)):
                 self._end(worker, "")
 
@@ -134,8 +135,7 @@ class WorkQueue:
                 return
             for _ in items:
                 self._waiting.popleft()
-            wanted = [item for item in items if item.may_begin()]
-            if wanted:
+            if wanted := [item for item in items if item.may_begin()]:
                 self._call(worker, wanted, now)
 
     def _next_batch(self) -> list[Item]:
@@ -143,14 +143,7 @@ class WorkQueue:
         first = self._waiting[0]
         pace = self.pace(first.function)
         most = pace.batch(len(self._waiting), self._crew.ready, len(first.data))
-        batch, size_bytes = [first], len(first.data)
-        for item in islice(self._waiting, 1, 1 if first.is_alone else most):
-            size_bytes += len(item.data)
-            alike = item.function.digest == first.function.digest and not item.is_alone
-            if not alike or item.timeout_s != first.timeout_s or size_bytes > BATCH_BYTES_MAX:
-                break
-            batch.append(item)
-        return batch
+        return alike(self._waiting, most)
 
     def _call(self, worker: WorkerHandle, items: list[Item], now: float) -> None:
         function = items[0].function
@@ -165,14 +158,14 @@ class WorkQueue:
 
     def _answered(self, call: Call, answer: Future[Any]) -> None:
         worker = call.worker
-        if worker not in self._crew.workers:
-            return  # it was ended meanwhile, and the items are with others
+        if worker not in self._crew.workers or worker.doubt:
+            return  # it was ended meanwhile, and the items are with others, or will be
         error = answer.exception()
         if error is not None and call is not worker.calls[0]:
-            worker.broken = words_of(error)  # the answer of the call before is on its way
+            worker.broken = error  # the answer of the call before is on its way
             return
         if error is not None:
-            self._end(worker, words_of(error))  # one that cannot be reached may still run
+            self._has_broken(worker, error)
             return
         worker.done(call, monotonic())
         pace = self.pace(call.items[0].function)
@@ -187,9 +180,16 @@ class WorkQueue:
             else:
                 self._failed(item, failure)
         if worker.calls and worker.broken:
-            self._end(worker, worker.broken)
+            self._has_broken(worker, worker.broken)
         elif worker.calls and all(item.is_given_up for item in worker.calls[0].items):
             self._end(worker, "")
+
+    def _has_broken(self, worker: WorkerHandle, error: BaseException) -> None:
+        """A worker is dead, or cannot be reached and may still run."""
+        if isinstance(error, self._ray.exceptions.ActorUnavailableError):
+            self._crew.doubt(worker, words_of(error), monotonic())
+        else:
+            self._end(worker, words_of(error))
 
     def _failed(self, item: Item, error: BaseException) -> None:
         """Try an item again, or let it fail."""
