@@ -1,4 +1,4 @@
-"""How many items travel together, and how many are on their way: plain arithmetic.
+"""How many items travel together, and which, and how many are on their way.
 
 A call of an actor costs some 0.5 ms on both sides. Items that take less than that are sent
 together; items that take longer are sent one by one, so that a slow one keeps no other waiting.
@@ -84,6 +84,10 @@ def alike(waiting: Iterable[Item], most: int) -> list[Item]:
     """The items at the front that can be in one call, so many at most.
 
     They are of one function with one limit of time, and not more than ``BATCH_BYTES_MAX`` together.
+
+    Args:
+        waiting: at least one item.
+        most: of them.
     """
     items = iter(waiting)
     first = next(items)

@@ -52,8 +52,8 @@ class WorkerHandle:
         node_id: empty until the worker has begun.
         calls: that have not been answered.
         functions: whether each function that it was sent is loaded, by digest.
-        broken: why it is dead, while the answer of an earlier call is on its way.
-        doubt: whether it is dead, while it cannot be reached; it gets no call meanwhile.
+        broken: the error of a later call, while the answer of an earlier one is on its way.
+        doubt: what is found out about it while it cannot be reached; it gets no call meanwhile.
     """
 
     handle: Any
@@ -117,7 +117,7 @@ class Crew:
         self._notify = notify
         self._say = say
         self._class = ray.remote(worker_class())
-        self._look_at = float("-inf")
+        self._look_at = self._doubt_at = float("-inf")
         self._false_starts = 0
         self._broken = ""
         self._known_nodes: list[dict[str, Any]] = []
@@ -134,7 +134,7 @@ class Crew:
     @property
     def ready(self) -> int:
         """How many workers have begun."""
-        return sum(1 for worker in self.workers if worker.node_id)
+        return sum(1 for worker in self.workers if worker.node_id and not worker.doubt)
 
     def free(self, held: int) -> WorkerHandle | None:
         """The worker that should get the next call; ``None`` when all have ``held`` of them."""
@@ -184,22 +184,24 @@ class Crew:
         """
         worker.doubt = Doubt(self._ray, worker.handle, why, self._notify, now)
 
-    def known(self, now: float) -> list[tuple[WorkerHandle, str]]:
-        """The workers of which there was doubt and is none any more, and why each is dead."""
-        return [
-            (worker, worker.doubt.why)
-            for worker in self.workers
-            if worker.doubt and worker.doubt.is_over(now, partial(self._has_node, worker))
-        ]
+    def settle(self, now: float) -> list[tuple[WorkerHandle, str]]:
+        """Go on with all doubts: the workers of which there is none any more, and Ray's words."""
+        in_doubt = [(worker, worker.doubt) for worker in self.workers if worker.doubt]
+        if in_doubt and now >= self._doubt_at:
+            self._doubt_at = now + _LOOK_S
+            alive = self._alive()
+            for worker, doubt in in_doubt:
+                doubt.step(now, worker.node_id in alive)
+        return [(worker, doubt.why) for worker, doubt in in_doubt if doubt.is_over]
 
-    def has_lost_node(self, worker: WorkerHandle, why: str) -> bool:
-        """Whether a worker has died with its node: Ray says so, or counts the node as dead."""
+    def was_cut_off(self, worker: WorkerHandle, why: str) -> bool:
+        """Whether something else than its item has ended a worker: its node, or the network."""
         if worker.doubt and worker.doubt.is_lost:
             return True
-        return _NODE_DIED in why or not self._has_node(worker)
+        return _NODE_DIED in why or worker.node_id not in self._alive()
 
-    def _has_node(self, worker: WorkerHandle) -> bool:
-        return any(row["Alive"] for row in self._nodes() if row["NodeID"] == worker.node_id)
+    def _alive(self) -> set[str]:
+        return {row["NodeID"] for row in self._nodes() if row["Alive"]}
 
     def _nodes(self) -> list[dict[str, Any]]:
         """Ray's nodes; those of the last look while its head does not answer."""
@@ -236,6 +238,9 @@ class Crew:
             self._false_starts, self._tell_at = 0, None
             return
         self.workers.remove(worker)
+        is_away = isinstance(error, self._ray.exceptions.ActorUnavailableError)
+        if is_away or _NODE_DIED in words_of(error):
+            return  # a node with many of them would be enough for the most
         self._false_starts += 1
         is_env = isinstance(error, self._ray.exceptions.RuntimeEnvSetupError)
         if is_env or self._false_starts >= _FALSE_STARTS_MAX:

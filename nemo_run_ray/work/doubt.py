@@ -1,20 +1,24 @@
 """A worker that cannot be reached: has it died alone, or with its node?
 
-Ray tells at once that the connection to an actor is broken, and needs up to a minute to count its
-node as dead. Until then nobody knows whether the item has killed its worker.
+Ray tells within seconds that the connection to an actor is broken, and needs up to a minute to
+count its node as dead. Until then nobody knows whether the item has killed its worker.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from concurrent.futures import Future
+from contextlib import suppress
 from functools import partial
 from typing import Any
 
 from nemo_run_ray.work.items import words_of
 
-#: Seconds between two looks, and until a worker of which nothing is heard counts as lost.
-_LOOK_S, _LOST_S = 1.0, 120.0
+#: Seconds between two questions.
+_ASK_S = 1.0
+#: Seconds until a worker of which nothing is heard counts as lost: twice what Ray needs to count a
+#: node as dead.
+_LOST_S = 120.0
 
 
 class Doubt:
@@ -28,8 +32,9 @@ class Doubt:
         now: the time.
 
     Attributes:
-        why: it is dead, in Ray's words; until that is known, why it cannot be reached.
-        is_lost: it was cut off, with its node or alone, by nothing that the item did.
+        why: Ray's words for its death, or for why it cannot be reached while no death is known.
+        is_over: it is known what has become of it.
+        is_lost: it has died with its node, or was cut off: by nothing that its item did.
     """
 
     def __init__(
@@ -41,42 +46,41 @@ class Doubt:
         now: float,
     ) -> None:
         self.why = why
-        self.is_lost = False
+        self.is_over = self.is_lost = False
         self._ray = ray
         self._handle = handle
         self._notify = notify
-        self._is_over = False
-        self._look_at, self._lost_at = now + _LOOK_S, now + _LOST_S
+        self._ask_at, self._lost_at = now + _ASK_S, now + _LOST_S
         self._ask()
 
-    def is_over(self, now: float, is_node_alive: Callable[[], bool]) -> bool:
-        """Whether it is known by now what has become of the worker.
+    def step(self, now: float, has_node: bool) -> None:
+        """Ask again, or come to an end.
 
         Args:
             now: the time.
-            is_node_alive: asks whether Ray counts the worker's node as alive.
+            has_node: Ray counts the worker's node as alive.
         """
-        if self._is_over or now < self._look_at:
-            return self._is_over
-        self._look_at = now + _LOOK_S
-        if now >= self._lost_at or not is_node_alive():
-            self.is_lost = self._is_over = True
+        if self.is_over or now < self._ask_at:
+            return
+        self._ask_at = now + _ASK_S
+        if now >= self._lost_at or not has_node:
+            self.is_lost = self.is_over = True
         elif self._shall_ask:
             self._ask()
-        return self._is_over
 
     def _ask(self) -> None:
-        self._shall_ask = False
-        answer = self._handle.begin.remote().future()
-        answer.add_done_callback(lambda done: self._notify(partial(self._answered, done)))
+        self._shall_ask = True
+        # The connection to Ray may be closed: then the pool is at its end, too.
+        with suppress(self._ray.exceptions.RayError, RuntimeError, OSError):
+            answer = self._handle.begin.remote().future()
+            self._shall_ask = False
+            answer.add_done_callback(lambda done: self._notify(partial(self._answered, done)))
 
     def _answered(self, answer: Future[Any]) -> None:
         error = answer.exception()
-        if isinstance(error, self._ray.exceptions.ActorUnavailableError):
-            self._shall_ask = True
-            return
-        self._is_over = True
         if error is None:  # it lives, and what it was at has no answer
-            self.is_lost = True
+            self.is_lost = self.is_over = True
+        elif isinstance(error, self._ray.exceptions.ActorDiedError):
+            self.is_over, self.why = True, words_of(error)
         else:
-            self.why = words_of(error)
+            self._shall_ask = True

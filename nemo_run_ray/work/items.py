@@ -23,7 +23,7 @@ class Item:
         retries: further attempts after a failure.
         future: gets the result, or the last failure.
         attempts: that have failed.
-        node_deaths: that it has outlived.
+        node_deaths: deaths of nodes, and of connections to workers, that it has outlived.
         is_alone: it is sent in a batch of its own, since one that it was in did not come back.
         is_given_up: the caller wants no result any more.
     """

@@ -1,7 +1,7 @@
 """The items that wait for workers of one shape, and what becomes of each of them.
 
-All of it runs in the engine's thread. An item is with one worker at a time, and leaves this module
-as a result or as a failure: it is never lost. ``ray`` is passed in.
+All of it runs in the engine's thread. An item is with one worker at a time, as far as Ray can tell,
+and leaves this module as a result or as a failure: it is never lost. ``ray`` is passed in.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ class WorkQueue:
         if now >= self._sweep_at:  # who waits for what was cancelled is told, also without a worker
             self._sweep_at = now + _SWEEP_S
             self.give_up([item for item in self._waiting if item.future.cancelled()])
-        for worker, why in self._crew.known(now):
+        for worker, why in self._crew.settle(now):
             self._end(worker, why)
         self._feed(now)
         for worker in [busy for busy in self._crew.workers if busy.calls and not busy.doubt]:
@@ -159,7 +159,7 @@ class WorkQueue:
     def _answered(self, call: Call, answer: Future[Any]) -> None:
         worker = call.worker
         if worker not in self._crew.workers or worker.doubt:
-            return  # it was ended meanwhile, and the items are with others, or will be
+            return  # it was ended meanwhile, or will be: its items are with others, or will be
         error = answer.exception()
         if error is not None and call is not worker.calls[0]:
             worker.broken = error  # the answer of the call before is on its way
@@ -179,10 +179,10 @@ class WorkQueue:
                 item.succeed(outcome)
             else:
                 self._failed(item, failure)
-        if worker.calls and worker.broken:
-            self._has_broken(worker, worker.broken)
-        elif worker.calls and all(item.is_given_up for item in worker.calls[0].items):
+        if worker.calls and all(item.is_given_up for item in worker.calls[0].items):
             self._end(worker, "")
+        elif worker.calls and worker.broken:
+            self._has_broken(worker, worker.broken)
 
     def _has_broken(self, worker: WorkerHandle, error: BaseException) -> None:
         """A worker is dead, or cannot be reached and may still run."""
@@ -224,7 +224,7 @@ class WorkQueue:
         if not why:
             words = f"{name} took longer than {item.timeout_s:g} s, and its worker was ended."
             self._failed(item, TimedOut(words))
-        elif self._crew.has_lost_node(worker, why) and item.node_deaths < NODE_DEATHS_MAX:
+        elif self._crew.was_cut_off(worker, why) and item.node_deaths < NODE_DEATHS_MAX:
             item.node_deaths += 1
             self._waiting.appendleft(item)
         else:
