@@ -14,8 +14,6 @@ from typing import Any
 
 from nemo_run_ray.work.items import words_of
 
-#: Seconds between two questions.
-_ASK_S = 1.0
 #: Seconds until a worker of which nothing is heard counts as lost: twice what Ray needs to count a
 #: node as dead.
 _LOST_S = 120.0
@@ -50,19 +48,18 @@ class Doubt:
         self._ray = ray
         self._handle = handle
         self._notify = notify
-        self._ask_at, self._lost_at = now + _ASK_S, now + _LOST_S
+        self._lost_at = now + _LOST_S
         self._ask()
 
     def step(self, now: float, has_node: bool) -> None:
-        """Ask again, or come to an end.
+        """Ask again, or come to an end; called once a second or so.
 
         Args:
             now: the time.
             has_node: Ray counts the worker's node as alive.
         """
-        if self.is_over or now < self._ask_at:
+        if self.is_over:
             return
-        self._ask_at = now + _ASK_S
         if now >= self._lost_at or not has_node:
             self.is_lost = self.is_over = True
         elif self._shall_ask:

@@ -88,8 +88,7 @@ class WorkQueue:
             now: the time.
             yields: other items wait for room, so that idle workers give theirs back at once.
         """
-        broken = self._crew.step(now, len(self._waiting), 0.0 if yields else IDLE_S)
-        if broken:
+        if broken := self._crew.step(now, len(self._waiting), 0.0 if yields else IDLE_S):
             fail_all(self._waiting, WorkerDied(broken))
             self._waiting.clear()
         if now >= self._sweep_at:  # who waits for what was cancelled is told, also without a worker
@@ -158,14 +157,10 @@ class WorkQueue:
 
     def _answered(self, call: Call, answer: Future[Any]) -> None:
         worker = call.worker
-        if worker not in self._crew.workers or worker.doubt:
-            return  # it was ended meanwhile, or will be: its items are with others, or will be
-        error = answer.exception()
-        if error is not None and call is not worker.calls[0]:
-            worker.broken = error  # the answer of the call before is on its way
-            return
-        if error is not None:
-            self._has_broken(worker, error)
+        if worker not in self._crew.workers:
+            return  # it was ended meanwhile: its items are with others
+        if (error := answer.exception()) is not None:
+            self._has_no_answer(call, error)
             return
         worker.done(call, monotonic())
         pace = self.pace(call.items[0].function)
@@ -182,11 +177,16 @@ class WorkQueue:
         if worker.calls and all(item.is_given_up for item in worker.calls[0].items):
             self._end(worker, "")
         elif worker.calls and worker.broken:
-            self._has_broken(worker, worker.broken)
+            self._has_no_answer(worker.calls[0], worker.broken)
 
-    def _has_broken(self, worker: WorkerHandle, error: BaseException) -> None:
-        """A worker is dead, or cannot be reached and may still run."""
-        if isinstance(error, self._ray.exceptions.ActorUnavailableError):
+    def _has_no_answer(self, call: Call, error: BaseException) -> None:
+        """The worker of a call is dead, or cannot be reached and may still run."""
+        worker = call.worker
+        if worker.doubt:
+            return  # what has become of it is being found out
+        if call is not worker.calls[0]:
+            worker.broken = error  # the answer of the call before is on its way
+        elif isinstance(error, self._ray.exceptions.ActorUnavailableError):
             self._crew.doubt(worker, words_of(error), monotonic())
         else:
             self._end(worker, words_of(error))

@@ -70,9 +70,6 @@ def test_a_worker_that_answers_again_was_cut_off(actor, doubt):
 
 def test_it_is_asked_again_while_it_is_away(actor, doubt):
     actor.answers[0].set_exception(Away())
-    doubt.step(0.5, has_node=True)
-    assert not doubt.is_over
-    assert len(actor.answers) == 1
     doubt.step(1.5, has_node=True)
     assert not doubt.is_over
     doubt.step(2.6, has_node=True)

@@ -1,0 +1,187 @@
+"""What becomes of the items of a worker that cannot be reached."""
+
+import pickle
+from concurrent.futures import Future
+from types import SimpleNamespace
+
+import pytest
+
+from nemo_run_ray.errors import WorkerDied
+from nemo_run_ray.work.items import Item
+from nemo_run_ray.work.pickling import Function
+from nemo_run_ray.work.shape import Shape
+from nemo_run_ray.work.work_queue import NODE_DEATHS_MAX, WorkQueue
+
+FUNCTION = Function("double", "digest", b"")
+
+
+class Away(Exception):
+    """Ray's ``ActorUnavailableError``."""
+
+
+class Died(Exception):
+    """Ray's ``ActorDiedError``."""
+
+
+class Worker:
+    """Ray's handle of an actor; a test gives the answers.
+
+    Attributes:
+        begun: questions whether it is there.
+        calls: batches of items that it was given.
+    """
+
+    def __init__(self):
+        self.begun, self.calls = [], []
+        self.begin = self._method(self.begun)
+        self.load = self._method([])
+        self.run = self._method(self.calls)
+
+    def _method(self, answers):
+        def remote(*_):
+            answers.append(Future())
+            return SimpleNamespace(future=lambda: answers[-1])
+
+        return SimpleNamespace(remote=remote)
+
+
+class Ray:
+    """As much of Ray as a queue of items uses: nodes of one CPU, and a worker on each."""
+
+    def __init__(self):
+        self.exceptions = SimpleNamespace(
+            RayError=Exception,
+            ActorUnavailableError=Away,
+            ActorDiedError=Died,
+            RuntimeEnvSetupError=KeyError,
+        )
+        self.alive = ["one"]
+        self.workers, self.killed = [], []
+        self.kill = self.killed.append
+
+    def remote(self, _):
+        return SimpleNamespace(options=lambda **_: SimpleNamespace(remote=self._start))
+
+    def _start(self):
+        self.workers.append(Worker())
+        return self.workers[-1]
+
+    def nodes(self):
+        return [{"NodeID": one, "Alive": True, "Resources": {"CPU": 1.0}} for one in self.alive]
+
+    def is_initialized(self):
+        return True
+
+    def put(self, data):
+        return data
+
+
+class Desk:
+    """A queue with items and its clock."""
+
+    def __init__(self, retries=0, items=1):
+        self.ray = Ray()
+        self.queue = WorkQueue(self.ray, Shape((("CPU", 1.0),)), lambda tell: tell(), print)
+        self.now = 0.0
+        self.items = [Item(FUNCTION, b"", None, retries, is_alone=True) for _ in range(items)]
+        self.queue.pace(FUNCTION).measured(0.1, 1)  # so short that a worker holds two calls
+        self.queue.add(self.items)
+
+    def turn(self, seconds=1.5):
+        self.now += seconds
+        self.queue.step(self.now, yields=False)
+
+    def start(self, node="one"):
+        """Let the worker that was started last begin, with all items that it may have."""
+        self.turn()
+        self.ray.workers[-1].begun[0].set_result(node)
+        self.turn(0.1)
+        return self.ray.workers[-1]
+
+
+def row(value):
+    return ["result", pickle.dumps(value), "", 0.1]
+
+
+@pytest.fixture
+def desk():
+    return Desk()
+
+
+def test_an_item_whose_worker_was_cut_off_is_run_by_another(desk):
+    first = desk.start()
+    first.calls[0].set_exception(Away("Socket closed"))
+    desk.turn()
+    assert not desk.items[0].future.done()
+    assert len(desk.ray.workers) == 1, "it may still run"
+    first.begun[-1].set_result("one")  # it is there again, and its answer is lost
+    desk.turn()
+    assert desk.ray.killed == [first]
+    second = desk.start()
+    second.calls[0].set_result([row(2)])
+    assert desk.items[0].future.result(0) == 2
+    assert desk.items[0].attempts == 0, "it has done nothing wrong"
+
+
+def test_an_item_whose_node_has_died_is_run_on_another(desk):
+    desk.start().calls[0].set_exception(Away("Socket closed"))
+    desk.ray.alive = ["two"]
+    desk.turn()
+    second = desk.start("two")
+    second.calls[0].set_result([row(2)])
+    assert desk.items[0].future.result(0) == 2
+
+
+def test_an_item_that_has_killed_its_worker_fails(desk):
+    first = desk.start()
+    first.calls[0].set_exception(Away("Socket closed"))
+    first.begun[-1].set_exception(Died("Its process was killed by SIGKILL."))
+    desk.turn()
+    with pytest.raises(WorkerDied, match="ran double has died: Its process was killed by SIGKILL"):
+        desk.items[0].future.result(0)
+
+
+def test_an_item_does_not_take_node_after_node(desk):
+    for number in range(NODE_DEATHS_MAX + 1):
+        assert not desk.items[0].future.done()
+        worker = desk.start(f"node {number}")
+        worker.calls[0].set_exception(Away("Socket closed"))
+        desk.turn()
+        desk.turn()
+    with pytest.raises(WorkerDied):
+        desk.items[0].future.result(0)
+
+
+def test_the_first_of_two_calls_is_answered_after_the_second_has_broken():
+    desk = Desk(items=2)
+    first = desk.start()
+    assert len(first.calls) == 2
+    first.calls[1].set_exception(Died("Its process was killed by SIGKILL."))
+    first.calls[0].set_result([row(2)])
+    assert desk.items[0].future.result(0) == 2
+    with pytest.raises(WorkerDied):
+        desk.items[1].future.result(0)
+
+
+def test_an_answer_that_comes_while_its_worker_is_in_doubt_is_taken():
+    desk = Desk(items=2)
+    first = desk.start()
+    first.calls[0].set_exception(Away("Socket closed"))
+    first.calls[1].set_result([row(4)])
+    assert desk.items[1].future.result(0) == 4
+    first.begun[-1].set_result("one")
+    desk.turn()
+    second = desk.start()
+    assert len(second.calls) == 1
+    second.calls[0].set_result([row(2)])
+    assert desk.items[0].future.result(0) == 2
+
+
+def test_a_worker_in_doubt_gets_no_item(desk):
+    worker = desk.start()
+    worker.calls[0].set_exception(Away("Socket closed"))
+    late = Item(FUNCTION, b"", is_alone=True)
+    desk.queue.add([late])
+    desk.turn()
+    assert len(worker.calls) == 1
+    assert not late.future.done()
