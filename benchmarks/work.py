@@ -1,4 +1,4 @@
-"""``work.map`` beside plain Ray tasks: the same items, the same workers, one after the other.
+"""``work.map`` beside plain Ray tasks: the same items, one after the other, with warm workers.
 
 In a process of its own with an embedded Ray of its own: Ray takes a token when it is imported, and
 sixteen CPUs are declared, so that items that sleep show what the way to them costs.
@@ -26,20 +26,31 @@ try:
         import psutil, ray
         pause = lambda seconds: time.sleep(seconds)
         task = ray.remote(num_cpus=1, scheduling_strategy="SPREAD")(pause)
-        ray.get([task.remote(0.0) for _ in range(4 * cpus)])
-        list(pool.map(pause, [0.01] * (40 * cpus)))
+
+        def of_map(seconds):
+            with work.connect() as other:  # its end ends its workers, which hold all CPUs
+                list(other.map(pause, [0.01] * (40 * cpus)))
+                began = time.perf_counter()
+                list(other.map(pause, [seconds] * items))
+                return time.perf_counter() - began
+
+        def of_tasks(seconds):
+            while ray.available_resources().get("CPU", 0) < cpus:
+                time.sleep(0.1)
+            ray.get([task.remote(0.01) for _ in range(40 * cpus)])
+            began = time.perf_counter()
+            ray.get([task.remote(seconds) for _ in range(items)])
+            return time.perf_counter() - began
+
         found = {}
         for length in milliseconds:
-            ratios, seconds = [], {"map": [], "ray.get": []}
+            peers = {"map": of_map, "ray.get": of_tasks}
+            seconds = {name: [] for name in peers}
             for number in range(rounds if length < 100 else 1):
-                began = time.perf_counter()
-                list(pool.map(pause, [length / 1000] * items))
-                between = time.perf_counter()
-                ray.get([task.remote(length / 1000) for _ in range(items)])
-                ended = time.perf_counter()
-                seconds["map"].append(between - began)
-                seconds["ray.get"].append(ended - between)
-                ratios.append((ended - between) / (between - began))
+                for name in sorted(peers, reverse=number % 2 == 1):
+                    seconds[name].append(peers[name](length / 1000))
+                    print(length, name, round(seconds[name][-1], 1), file=sys.stderr, flush=True)
+            ratios = [theirs / ours for ours, theirs in zip(seconds["map"], seconds["ray.get"])]
             found[str(length)] = {
                 "speed_of_ray": statistics.median(ratios),
                 **{name: statistics.median(values) for name, values in seconds.items()},

@@ -67,7 +67,7 @@ class Shape:
         return f"No node can have a worker: none has {self._asked} at once."
 
     def why_waiting(self, available: Mapping[str, float], slots: int) -> str:
-        """What is waited for, in words.
+        """What is waited for, in words: Ray does not tell a worker that starts from one that waits.
 
         Args:
             available: what the cluster has free, by resource.
@@ -77,8 +77,8 @@ class Shape:
             f"{name} {amount_text(name, available.get(name, 0.0))}" for name, _ in self.resources
         )
         return (
-            f"Waiting for room: a worker asks for {self._asked}; free in the cluster: {free}. "
-            f"Its nodes can have {slots} workers when nothing else runs."
+            f"No worker runs yet. Each asks for {self._asked}; free in the cluster: {free}. They are "
+            f"starting, or wait for room: the nodes can have {slots} when nothing else runs."
         )
 
     @property

@@ -67,3 +67,9 @@ def test_the_actors_options_are_rays():
     assert found["memory"] == 2**30
     assert found["resources"] == {"disk": 2}
     assert found["scheduling_strategy"] == "SPREAD"
+
+
+def test_what_is_waited_for_is_told():
+    words = Shape((("CPU", 2.0), ("GPU", 0.5))).why_waiting({"CPU": 1.0}, 4)
+    assert "Each asks for CPU 2, GPU 0.5; free in the cluster: CPU 1, GPU 0." in words
+    assert "the nodes can have 4 when nothing else runs" in words
