@@ -108,6 +108,10 @@ class ItemFailed(WorkError):
         super().__init__(f"item {index} of {name} has failed: {type(cause).__name__}: {cause}")
         self.index = index
         self.cause = cause
+        self._name = name
+
+    def __reduce__(self) -> tuple[type, tuple[int, BaseException, str]]:
+        return type(self), (self.index, self.cause, self._name)
 
 
 class TimedOut(WorkError, TimeoutError):

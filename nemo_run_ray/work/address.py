@@ -6,6 +6,7 @@ import os
 import re
 import socket
 import time
+from contextlib import suppress
 
 from nemo_run_ray.errors import ConfigError
 
@@ -40,6 +41,18 @@ def asked_for(address: str | None) -> str:
             "embedded Ray."
         )
     return "" if found in ("", "local") else _checked(found)
+
+
+def is_same(address: str, other: str) -> bool:
+    """Whether two addresses lead to one place: a host has several names."""
+    return address == other or _place(address) == _place(other)
+
+
+def _place(address: str) -> tuple[str, str]:
+    host, _, port = address.rpartition(":")
+    with suppress(OSError):
+        host = socket.gethostbyname(host)
+    return host, port
 
 
 def check_listens(address: str) -> None:

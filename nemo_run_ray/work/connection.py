@@ -23,7 +23,7 @@ from nemo_run_ray.errors import (
     Unreachable,
     VersionMismatch,
 )
-from nemo_run_ray.work.address import ADDRESS, asked_for, check_listens, is_given
+from nemo_run_ray.work.address import ADDRESS, asked_for, check_listens, is_given, is_same
 
 #: The two blocks of Ray's message about versions: the cluster's and this process's.
 _VERSIONS = re.compile(r"Ray: (\S+)\s+Python: (\S+)")
@@ -47,13 +47,22 @@ class Connection:
     ) -> None:
         loaded: Any = sys.modules.get("ray")
         self.ray = loaded
+        self.pid = os.getpid()
+        self.runtime_env = dict(runtime_env)
         self._users = 0
         self._set: dict[str, str | None] = {}
         # A program that has called ray.init() itself goes on with that, and so do its pools.
         self._owns = loaded is None or not loaded.is_initialized()
         if not self._owns:
             self.address = str(loaded.get_runtime_context().gcs_address)
-            _check_same(self.address, address)
+            is_client = loaded.util.client.ray.is_connected()
+            if not (is_client and str(address).startswith("ray://")):
+                _check_same(self.address, address)
+            if runtime_env:
+                raise ConfigError(
+                    "This program has called ray.init() itself, so that workers have the runtime "
+                    "environment that was given there: give runtime_env to ray.init()."
+                )
             if not os.environ.get(ADDRESS, "").startswith("ray://"):  # else Ray Client's own
                 self._hand_over({ADDRESS: self.address})
             return
@@ -69,7 +78,7 @@ class Connection:
             global _has_read_token
             _has_read_token = _has_read_token or variables.get("RAY_AUTH_MODE") == "token"
             self.ray = ray
-            self._init(runtime_env)
+            self._init()
         except BaseException:
             self._take_back()
             raise
@@ -88,14 +97,21 @@ class Connection:
         self._take_back()
         return True
 
-    def _init(self, runtime_env: Mapping[str, Any]) -> None:
+    def _init(self) -> None:
         options: dict[str, Any] = {"address": self.address, "log_to_driver": False}
-        if runtime_env:
-            options["runtime_env"] = dict(runtime_env)
+        if self.runtime_env:
+            options["runtime_env"] = self.runtime_env
         if not self.address.startswith("ray://"):
             options["logging_level"] = logging.WARNING
         with _translated(self.address), _outlived():
-            self.ray.init(**options)
+            try:
+                self.ray.init(**options)
+            except (ValueError, TypeError) as error:
+                if not self.runtime_env:
+                    raise
+                raise ConfigError(
+                    f"Ray refuses the runtime_env, or the address: {error}"
+                ) from error
 
     def _hand_over(self, variables: Mapping[str, str]) -> None:
         """Let child processes, and Ray in this one, find the cluster."""
@@ -134,14 +150,29 @@ def join(address: str | None, num_cpus: int | None, runtime_env: Mapping[str, An
         if _current is None:
             _current = Connection(address, num_cpus, runtime_env)
         else:
-            _check_same(_current.address, address)
+            _check_joins(_current, address, runtime_env)
         _current.enter()
         return _current
 
 
+def _check_joins(current: Connection, address: str | None, runtime_env: Mapping[str, Any]) -> None:
+    """Refuse a pool that a connection cannot serve."""
+    if current.pid != os.getpid():
+        raise ConfigError(
+            f"Process {current.pid} is connected to a Ray and has forked this one, which cannot "
+            "connect. Start it by multiprocessing's 'spawn' or 'forkserver'."
+        )
+    _check_same(current.address, address)
+    if runtime_env and dict(runtime_env) != current.runtime_env:
+        raise ConfigError(
+            f"This process is connected with runtime_env={current.runtime_env!r}, and has one at a "
+            f"time; asked for is {dict(runtime_env)!r}. Close the other pools before."
+        )
+
+
 def _check_same(connected: str, address: str | None) -> None:
     """Refuse a program that names another Ray than the one that it is connected to."""
-    if is_given(address) and asked_for(address) != connected:
+    if is_given(address) and not is_same(asked_for(address), connected):
         raise ConfigError(
             f"This process is connected to the Ray at {connected}, and a process has one Ray at a "
             f"time; {address} was asked for. Close that connection before."
@@ -199,9 +230,8 @@ def _translated(address: str) -> Iterator[None]:
     """Raise what Ray raises at a connection as an error of this package."""
     try:
         yield
-    except NemoRunRayError:
-        raise
-    except PermissionError as error:
+    except (ClusterError, PermissionError) as error:
+        # The embedded Ray is a process of its own, whose log the error cites.
         if "sysctl" not in str(error):
             raise
         raise ClusterError(
@@ -209,6 +239,8 @@ def _translated(address: str) -> Iterator[None]:
             "program runs in a sandbox. Run it outside of the sandbox, or let it use a Ray that "
             "runs elsewhere: work.connect('ray://host:10001')."
         ) from error
+    except NemoRunRayError:
+        raise
     except RuntimeError as error:
         found = _VERSIONS.findall(str(error))
         if len(found) != 2:

@@ -13,7 +13,7 @@ from typing import Any
 from nemo_run_ray.work.doubt import Doubt
 from nemo_run_ray.work.items import Item, words_of
 from nemo_run_ray.work.shape import Shape
-from nemo_run_ray.work.worker import worker_class
+from nemo_run_ray.work.worker import FUNCTIONS_MAX, worker_class
 
 #: Workers in a row that die before they begin, after which the items fail.
 _FALSE_STARTS_MAX = 12
@@ -23,8 +23,11 @@ _NODE_DIED = "its node has died"
 _LOOK_S = 1.0
 #: Seconds until an idle worker gives its CPUs back.
 IDLE_S = 20.0
-#: Seconds for which no node must be large enough: one may be joining.
-_NEVER_S = 5.0
+#: Seconds for which others must have waited for room until idle workers give theirs, and busy ones.
+_YIELD_S, _LEAVE_S = 0.5, 10.0
+#: Seconds for which no node must be large enough: one may be joining, and where there have been
+#: workers their node may come back.
+_NEVER_S, _BACK_S = 5.0, 120.0
 #: Seconds until the first line about workers that wait for room, and between two.
 _FIRST_TELL_S, _TELL_S = 5.0, 30.0
 
@@ -54,6 +57,7 @@ class WorkerHandle:
         functions: whether each function that it was sent is loaded, by digest.
         broken: the error of a later call, while the answer of an earlier one is on its way.
         doubt: what is found out about it while it cannot be reached; it gets no call meanwhile.
+        is_leaving: it gets no further call, since workers of another shape wait for its room.
     """
 
     handle: Any
@@ -63,6 +67,12 @@ class WorkerHandle:
     functions: dict[str, bool] = field(default_factory=dict)
     broken: BaseException | None = None
     doubt: Doubt | None = None
+    is_leaving: bool = False
+
+    def may_hold(self, calls: int) -> bool:
+        """Whether it can take another call, of so many; none waits behind an item that is alone."""
+        is_alone = bool(self.calls) and self.calls[-1].items[0].is_alone
+        return len(self.calls) < calls and not is_alone
 
     def begin(self, call: Call, now: float) -> None:
         """Take another call."""
@@ -80,6 +90,8 @@ class WorkerHandle:
         """
         if digest in self.functions:
             return
+        for old in list(self.functions)[: -FUNCTIONS_MAX + 1]:  # the worker has dropped them, too
+            del self.functions[old]
         self.functions[digest] = False
         answer = self.handle.load.remote(digest, stored).future()
         answer.add_done_callback(lambda _: notify(partial(self._has_loaded, digest)))
@@ -119,7 +131,8 @@ class Crew:
         self._class = ray.remote(worker_class())
         self._look_at = self._doubt_at = float("-inf")
         self._false_starts = 0
-        self._broken = ""
+        self._broken = self._why_never = ""
+        self._has_had_workers = False
         self._known_nodes: list[dict[str, Any]] = []
         self._never_since: float | None = None
         self._tell_at: float | None = None
@@ -141,28 +154,34 @@ class Crew:
         found = [
             worker
             for worker in self.workers
-            if worker.node_id and not worker.doubt and len(worker.calls) < held
+            if worker.node_id and not worker.doubt and not worker.is_leaving
+            if worker.may_hold(held)
         ]
         return min(found, key=lambda one: len(one.calls), default=None)
 
-    def step(self, now: float, waiting: int, idle_s: float) -> str:
+    def step(self, now: float, waiting: int, starved_s: float) -> str:
         """Start workers for what waits, and end idle ones.
 
         Args:
             now: the time.
             waiting: items that no worker has.
-            idle_s: how long a worker may be idle.
+            starved_s: for which workers of another shape have waited for the room of these: idle
+                ones give it back, and later half of the others when their calls have ended.
 
         Returns:
             Why those items can have no worker; empty while they may.
         """
-        if waiting and now >= self._look_at:
+        if starved_s >= _LEAVE_S:
+            for worker in self.workers[len(self.workers) // 2 :]:
+                worker.is_leaving = True
+        elif waiting and now >= self._look_at:
             self._look_at = now + _LOOK_S
             self._grow(now, waiting)
-        for worker in list(self.workers):
-            if not waiting and not worker.calls and now - worker.since >= idle_s:
+        idle_s = 0.0 if starved_s >= _YIELD_S else IDLE_S
+        for worker in [one for one in self.workers if not one.calls]:
+            if worker.is_leaving or (not waiting and now - worker.since >= idle_s):
                 self.end(worker)
-        broken, self._broken = self._broken, ""
+        broken, self._broken = self._broken or (self._why_never if waiting else ""), ""
         return broken
 
     def end(self, worker: WorkerHandle) -> None:
@@ -214,10 +233,11 @@ class Crew:
         self.slots = self._shape.slots(nodes)
         if self.slots == 0:
             self._never_since = now if self._never_since is None else self._never_since
-            if now - self._never_since >= _NEVER_S:
-                self._broken = self._shape.why_never(nodes)
+            wait_s = _BACK_S if self._has_had_workers else _NEVER_S
+            if now - self._never_since >= wait_s:
+                self._why_never = self._shape.why_never(nodes)
             return
-        self._never_since = None
+        self._never_since, self._why_never = None, ""
         busy = sum(1 for worker in self.workers if worker.calls)
         for _ in range(min(self.slots, busy + waiting) - len(self.workers)):
             self._start(now)
@@ -235,7 +255,7 @@ class Crew:
         error = answer.exception()
         if error is None:
             worker.node_id, worker.since = answer.result(), monotonic()
-            self._false_starts, self._tell_at = 0, None
+            self._false_starts, self._tell_at, self._has_had_workers = 0, None, True
             return
         self.workers.remove(worker)
         is_away = isinstance(error, self._ray.exceptions.ActorUnavailableError)

@@ -58,6 +58,8 @@ class Pool:
 
     def close(self) -> None:
         """End the workers. Work that has not ended fails with ``WorkerDied``."""
+        if not self._engine.is_here:
+            return  # in a fork: the connection is the other process's
         with self._closing:
             if self._is_closed:
                 return
@@ -104,7 +106,7 @@ class Pool:
         if failures not in ("raise", "yield"):
             raise ConfigError(f"failures is {failures!r}; expected is 'raise' or 'yield'.")
         _check(timeout_s, retries)
-        shape, prepared = _shape(reserved), pickle_function(function)
+        shape, prepared = self._shape(reserved), pickle_function(function)
         stream = Stream(self._engine, shape, prepared, timeout_s, retries)
         return self._results(stream.results(items, ordered, failures == "yield", progress))
 
@@ -135,7 +137,7 @@ class Pool:
         prepared = pickle_function(function)
         data = pickle_item((item,), {}, f"the item of {prepared.name}")
         one = Item(prepared, data, timeout_s, retries, is_alone=True)
-        self._engine.submit(_shape(reserved), [one])
+        self._engine.submit(self._shape(reserved), [one])
         try:
             found: _Out = await asyncio.wrap_future(_apart(one.future))
         except asyncio.CancelledError:
@@ -149,7 +151,18 @@ class Pool:
         Args:
             reserved: what one worker reserves, as in ``map``.
         """
-        return PoolExecutor(self._engine, _shape(reserved), self)
+        return PoolExecutor(self._engine, self._shape(reserved), self)
+
+    def _shape(self, reserved: Mapping[str, Any]) -> Shape:
+        known = ("cpus", "gpus", "memory", "resources", "label_selector", "max_workers")
+        for name in reserved:
+            if name not in known:
+                raise ConfigError(
+                    f"There is no argument {name!r}; expected are {', '.join(known)}."
+                )
+        shape = shape_of(**{"cpus": 1, "gpus": 0, **dict.fromkeys(known[2:]), **reserved})
+        self._engine.check(shape)
+        return shape
 
 
 def connect(
@@ -178,15 +191,6 @@ def connect(
         ConfigError: an argument is wrong.
     """
     return Pool(connection.join(address, num_cpus, runtime_env or {}))
-
-
-def _shape(reserved: Mapping[str, Any]) -> Shape:
-    known = ("cpus", "gpus", "memory", "resources", "label_selector", "max_workers")
-    for name in reserved:
-        if name not in known:
-            raise ConfigError(f"There is no argument {name!r}; expected are {', '.join(known)}.")
-    values = {"cpus": 1, "gpus": 0, **dict.fromkeys(known[2:]), **reserved}
-    return shape_of(**values)
 
 
 def _check(timeout_s: object, retries: object) -> None:

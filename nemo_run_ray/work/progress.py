@@ -5,6 +5,7 @@ All of it is on standard error, since a program's results may go to standard out
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 from rich.console import Console
@@ -29,7 +30,10 @@ class MapProgress:
 
     def __init__(self, name: str, total: int | None) -> None:
         columns = (BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-        self._bar = Bar(TextColumn("{task.description}"), *columns, console=_err)
+        # What is printed on a terminal stands above the bar; a file or a pipe gets it as it is.
+        shares = sys.stdout.isatty()
+        name_column = TextColumn("{task.description}")
+        self._bar = Bar(name_column, *columns, console=_err, redirect_stdout=shares)
         self._task = self._bar.add_task(name, total=total)
 
     def __enter__(self) -> MapProgress:

@@ -8,6 +8,7 @@ from typing import Any
 
 from nemo_run_ray.checks import is_amount, is_whole
 from nemo_run_ray.errors import ConfigError
+from nemo_run_ray.executor_checks import RESOURCE_MAX, RESOURCE_MIN
 from nemo_run_ray.remote.group.packing import amount_text, matches
 
 
@@ -47,7 +48,10 @@ class Shape:
         Args:
             nodes: as ``ray.nodes()`` gives them.
         """
-        found = sum(self._on(node) for node in nodes if self._may_be_on(node))
+        fitting = [node for node in nodes if self._may_be_on(node)]
+        if not self.resources:  # then there is a limit of workers, see shape_of
+            return (self.max_workers or 0) if fitting else 0
+        found = sum(self._on(node) for node in fitting)
         return found if self.max_workers is None else min(found, self.max_workers)
 
     def why_never(self, nodes: Sequence[Mapping[str, Any]]) -> str:
@@ -77,8 +81,8 @@ class Shape:
             f"{name} {amount_text(name, available.get(name, 0.0))}" for name, _ in self.resources
         )
         return (
-            f"No worker runs yet. Each asks for {self._asked}; free in the cluster: {free}. They are "
-            f"starting, or wait for room: the nodes can have {slots} when nothing else runs."
+            f"No worker runs yet. Each asks for {self._asked}; free in the cluster: {free}. "
+            f"They start, or wait for room: the nodes can have {slots} when nothing else runs."
         )
 
     @property
@@ -89,12 +93,9 @@ class Shape:
         return bool(node["Alive"]) and matches(dict(self.label_selector), node.get("Labels") or {})
 
     def _on(self, node: Mapping[str, Any]) -> int:
-        counts = [
-            int(node["Resources"].get(name, 0.0) // value + 1e-9)
-            for name, value in self.resources
-            if value > 0
-        ]
-        return min(counts, default=1)
+        return min(
+            int(node["Resources"].get(name, 0.0) / value + 1e-9) for name, value in self.resources
+        )
 
 
 def shape_of(
@@ -110,10 +111,17 @@ def shape_of(
     Raises:
         ConfigError: one of them is wrong.
     """
+    _check_names("resources", resources, "amounts by the name of a resource", object)
+    _check_names("label_selector", label_selector, "texts by label", str)
     amounts = {"CPU": cpus, "GPU": gpus, "memory": memory or 0, **(resources or {})}
     for name, value in amounts.items():
         if not is_amount(value):
             raise ConfigError(f"{name} is {value!r}; expected is a number from 0.")
+        if 0 < value < RESOURCE_MIN or value > RESOURCE_MAX:
+            raise ConfigError(
+                f"{name} is {value!r}; expected is 0, or a number from {RESOURCE_MIN}, the step in "
+                f"which Ray counts, to {RESOURCE_MAX}."
+            )
     if max_workers is not None and not is_whole(max_workers, 1):
         raise ConfigError(f"max_workers must be greater than 0, and whole; it is {max_workers!r}.")
     asked = {name: float(value) for name, value in amounts.items() if value}
@@ -124,3 +132,12 @@ def shape_of(
         )
     labels = tuple(sorted((label_selector or {}).items()))
     return Shape(tuple(sorted(asked.items())), labels, max_workers)
+
+
+def _check_names(name: str, value: Any, expected: str, kind: type) -> None:
+    if value is None:
+        return
+    if not isinstance(value, Mapping) or not all(
+        isinstance(key, str) and isinstance(one, kind) for key, one in value.items()
+    ):
+        raise ConfigError(f"{name} is {value!r}; expected is a dict of {expected}.")

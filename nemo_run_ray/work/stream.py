@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import queue
 import sys
-import time
 import warnings
 from collections.abc import Iterable, Iterator, Sized
 from contextlib import nullcontext, suppress
@@ -16,12 +15,14 @@ from nemo_run_ray.work.items import Item
 from nemo_run_ray.work.pickling import Function, pickle_item
 from nemo_run_ray.work.progress import MapProgress
 from nemo_run_ray.work.shape import Shape
+from nemo_run_ray.work.source import ItemSource
 
 #: Bytes of items, and of results that wait to be taken, at most.
 _BYTES_MAX = 256 * 2**20
-#: Seconds after which what a slow iterable has given is sent, and after which the cluster's room is
-#: looked at again while an item is waited for.
-_FILL_S, _REFILL_S = 0.05, 0.25
+#: Items that are taken and sent at once, at most.
+_AT_ONCE = 100
+#: Seconds after which the cluster's room is looked at again while an item is waited for.
+_REFILL_S = 0.25
 #: Items after which it can be told whether they are too small.
 _ENOUGH = 1000
 #: Seconds that sending one item and its result costs at least, and a byte of them (measured).
@@ -52,7 +53,8 @@ class Stream:
         self._function = function
         self._timeout_s = timeout_s
         self._retries = retries
-        self._done: queue.SimpleQueue[int] = queue.SimpleQueue()
+        #: Numbers of items that have ended, and ``None`` when the source has something to tell.
+        self._done: queue.SimpleQueue[int | None] = queue.SimpleQueue()
         #: Items that are on their way, or done and not taken, by number.
         self._live: dict[int, Item] = {}
         self._bytes = 0
@@ -62,17 +64,18 @@ class Stream:
         self, items: Iterable[Any], ordered: bool, yields_failures: bool, progress: bool | None
     ) -> Iterator[Any]:
         """See ``Pool.map``."""
-        source, has_more, ready, turn = iter(items), True, set[int](), 0
+        ready, turn = set[int](), 0
         shown = sys.stderr.isatty() if progress is None else progress
         total = len(items) if isinstance(items, Sized) else None
+        source = ItemSource(items, wake=lambda: self._done.put(None))
         try:
             with MapProgress(self._function.name, total) if shown else nullcontext() as bar:
                 while True:
-                    has_more = has_more and self._fill(source, yields_failures)
-                    if not self._live:
+                    self._fill(source, yields_failures)
+                    if not self._live and source.is_over:
                         self._advise()
                         return
-                    self._collect(ready, has_more)
+                    self._collect(ready, source)
                     numbers = self._in_turn(ready, turn) if ordered else sorted(ready)
                     for number in numbers:
                         ready.discard(number)
@@ -81,34 +84,22 @@ class Stream:
                             bar.advance()
                         yield self._take(number, yields_failures)
         finally:
+            source.close()
             self._engine.give_up(list(self._live.values()))
 
-    def _fill(self, source: Iterator[Any], yields_failures: bool) -> bool:
-        """Send items while there is room for them; whether there may be more.
-
-        What a slow iterable has given is sent meanwhile, and results go before further items.
-        """
+    def _fill(self, source: ItemSource, yields_failures: bool) -> None:
+        """Send items while there is room for them; results go before further ones."""
         average = self._bytes / max(len(self._live), 1)
         window = self._engine.window(self._shape, self._function, average)
         each = average + self._engine.pace(self._shape, self._function).result_bytes
         window = min(window, int(_BYTES_MAX / max(each, 1.0)) + 1)
-        batch: list[Item] = []
-        sent_at = time.monotonic()
-        try:
-            while len(self._live) < window and (self._done.empty() or not self._live):
-                try:
-                    value = next(source)
-                except StopIteration:
-                    return False
-                item = self._prepare(value, yields_failures)
-                batch += [] if item.future.done() else [item]
-                if batch and time.monotonic() - sent_at >= _FILL_S:
-                    self._engine.submit(self._shape, batch)
-                    batch, sent_at = [], time.monotonic()
-        finally:
-            if batch:
-                self._engine.submit(self._shape, batch)
-        return True
+        while len(self._live) < window and (self._done.empty() or not self._live):
+            values = source.take(min(window - len(self._live), _AT_ONCE))
+            if not values:
+                return
+            items = [self._prepare(value, yields_failures) for value in values]
+            if wanted := [item for item in items if not item.future.done()]:
+                self._engine.submit(self._shape, wanted)
 
     def _prepare(self, value: Any, yields_failures: bool) -> Item:
         """The next item; one that cannot be sent has failed already, where failures are yielded."""
@@ -129,15 +120,17 @@ class Stream:
         self._sent_bytes += len(data)
         return item
 
-    def _collect(self, ready: set[int], has_more: bool) -> None:
-        """Wait until an item has ended, and note all that have.
+    def _collect(self, ready: set[int], source: ItemSource) -> None:
+        """Wait until an item has ended, or there is another one, and note all that have ended.
 
         Where there are more items the wait is short: the cluster may have room for them by now.
         """
         with suppress(queue.Empty):
-            ready.add(self._done.get(timeout=_REFILL_S if has_more else None))
+            found = self._done.get(timeout=None if source.is_over else _REFILL_S)
             while True:
-                ready.add(self._done.get_nowait())
+                if found is not None:
+                    ready.add(found)
+                found = self._done.get_nowait()
 
     def _in_turn(self, ready: set[int], turn: int) -> list[int]:
         numbers = []

@@ -15,7 +15,8 @@ from typing import Any
 
 from nemo_run_ray.errors import TimedOut, WorkerDied
 from nemo_run_ray.work.batching import Pace, alike
-from nemo_run_ray.work.crew import IDLE_S, Call, Crew, WorkerHandle
+from nemo_run_ray.work.crew import Call, Crew, WorkerHandle
+from nemo_run_ray.work.functions import Functions
 from nemo_run_ray.work.items import Item, fail_all, failure_of, words_of
 from nemo_run_ray.work.pickling import Function
 from nemo_run_ray.work.shape import Shape
@@ -50,8 +51,7 @@ class WorkQueue:
         self._notify = notify
         self._crew = Crew(ray, shape, notify, say)
         self._waiting: deque[Item] = deque()
-        self._paces: dict[str, Pace] = {}
-        self._functions: dict[str, Any] = {}  # in Ray's object store, by digest
+        self._functions = Functions(ray)
         self._sweep_at = float("-inf")
 
     @property
@@ -70,25 +70,27 @@ class WorkQueue:
 
     def pace(self, function: Function) -> Pace:
         """What items of a function have cost."""
-        return self._paces.setdefault(function.digest, Pace())
+        return self._functions.pace(function)
 
     def add(self, items: Iterable[Item]) -> None:
         """Let items wait for a worker."""
-        self._waiting.extend(items)
+        for item in items:
+            item.function = self._functions.same(item.function)
+            self._waiting.append(item)
 
     @property
     def is_starved(self) -> bool:
         """Whether something waits and there is no worker for it."""
         return bool(self._waiting) and not self._crew.ready
 
-    def step(self, now: float, yields: bool) -> None:
+    def step(self, now: float, starved_s: float) -> None:
         """Start what is missing, give workers what waits, end what takes too long.
 
         Args:
-            now: the time.
-            yields: other items wait for room, so that idle workers give theirs back at once.
+            now: the time; all answers that had come by then have been taken.
+            starved_s: for which workers of another shape have waited for the room of these.
         """
-        if broken := self._crew.step(now, len(self._waiting), 0.0 if yields else IDLE_S):
+        if broken := self._crew.step(now, len(self._waiting), starved_s):
             fail_all(self._waiting, WorkerDied(broken))
             self._waiting.clear()
         if now >= self._sweep_at:  # who waits for what was cancelled is told, also without a worker
@@ -96,7 +98,7 @@ class WorkQueue:
             self.give_up([item for item in self._waiting if item.future.cancelled()])
         for worker, why in self._crew.settle(now):
             self._end(worker, why)
-        self._feed(now)
+        self._feed()
         for worker in [busy for busy in self._crew.workers if busy.calls and not busy.doubt]:
             if now >= _deadline(worker, self.pace(worker.calls[0].items[0].function)):
                 self._end(worker, "")
@@ -125,17 +127,16 @@ class WorkQueue:
         for worker in list(self._crew.workers):
             self._crew.end(worker)
 
-    def _feed(self, now: float) -> None:
+    def _feed(self) -> None:
         while self._waiting:
             items = self._next_batch()
-            held = self.pace(items[0].function).held(len(items))
-            worker = self._crew.free(held)
-            if worker is None:
+            held = 1 if items[0].is_alone else self.pace(items[0].function).held(len(items))
+            if (worker := self._crew.free(held)) is None:
                 return
             for _ in items:
                 self._waiting.popleft()
             if wanted := [item for item in items if item.may_begin()]:
-                self._call(worker, wanted, now)
+                self._call(worker, wanted)
 
     def _next_batch(self) -> list[Item]:
         """The items at the front that the next call shall have."""
@@ -144,13 +145,10 @@ class WorkQueue:
         most = pace.batch(len(self._waiting), self._crew.ready, len(first.data))
         return alike(self._waiting, most)
 
-    def _call(self, worker: WorkerHandle, items: list[Item], now: float) -> None:
-        function = items[0].function
-        if function.digest not in self._functions:
-            self._functions[function.digest] = self._ray.put(function.data)
-        call = Call(worker, items)
-        worker.begin(call, now)
-        stored, data = self._functions[function.digest], [item.data for item in items]
+    def _call(self, worker: WorkerHandle, items: list[Item]) -> None:
+        function, call = items[0].function, Call(worker, items)
+        worker.begin(call, monotonic())  # before what may fail: what no one has fails with no one
+        stored, data = self._functions.stored(function), [item.data for item in items]
         worker.load(function.digest, stored, self._notify)
         answer = worker.handle.run.remote(function.digest, stored, data).future()
         answer.add_done_callback(lambda done: self._notify(partial(self._answered, call, done)))
@@ -164,7 +162,9 @@ class WorkQueue:
             return
         worker.done(call, monotonic())
         pace = self.pace(call.items[0].function)
-        for item, row in zip(call.items, answer.result(), strict=True):
+        rows = answer.result()
+        self._waiting.extendleft(reversed(call.items[len(rows) :]))
+        for item, row in zip(call.items, rows, strict=False):
             outcome = CallOutcome(*row)
             pace.measured(outcome.seconds, len(outcome.data))
             failure = failure_of(item, outcome)

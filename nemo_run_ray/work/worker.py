@@ -15,6 +15,10 @@ from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any, NamedTuple
 
+#: Functions that a worker keeps, and a client of its workers; further ones take the oldest's place.
+FUNCTIONS_MAX = 100
+#: Seconds after which a batch that takes longer than was expected comes back with what is done.
+_BATCH_MAX_S = 0.5
 #: Kinds of an outcome: the pickled result, the pickled exception, or one that cannot be pickled.
 RESULT, RAISED, UNPICKLED = "result", "raised", "unpickled"
 
@@ -57,17 +61,32 @@ class WorkActor:
         When that fails, each item tells so.
         """
         with suppress(BaseException):
-            self._functions[digest] = pickle.loads(function)
+            self._keep(digest, function)
 
     def run(self, digest: str, function: bytes, items: Sequence[bytes]) -> list[_Row]:
-        """Call the function for each item; a row of a ``CallOutcome``'s values for each."""
-        return [tuple(self._one(digest, function, item)) for item in items]
+        """Call the function for each item; a row of a ``CallOutcome``'s values for each.
+
+        There are fewer rows than items when those took long: others may take what is left.
+        """
+        rows: list[_Row] = []
+        until = time.perf_counter() + _BATCH_MAX_S
+        for item in items:
+            rows.append(tuple(self._one(digest, function, item)))
+            if time.perf_counter() >= until:
+                break
+        return rows
+
+    def _keep(self, digest: str, function: bytes) -> None:
+        loaded = pickle.loads(function)
+        while len(self._functions) >= FUNCTIONS_MAX:
+            del self._functions[next(iter(self._functions))]
+        self._functions[digest] = loaded
 
     def _one(self, digest: str, function: bytes, item: bytes) -> _Row:
         began = time.perf_counter()
         try:
             if digest not in self._functions:
-                self._functions[digest] = pickle.loads(function)
+                self._keep(digest, function)
             arguments, named = pickle.loads(item)
             value = self._functions[digest](*arguments, **named)
         except BaseException as error:  # also SystemExit: it ends the item, not the worker

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import os
+import queue
 import random
 import signal
 import subprocess
@@ -23,7 +24,7 @@ from nemo_run_ray.errors import (
     WorkerDied,
     WorkError,
 )
-from tests.conftest import processes_of_home
+from tests.conftest import processes_of_home, wait_for
 
 
 def double(number):
@@ -224,8 +225,9 @@ def test_wrong_arguments_are_named(pool, arguments, words):
 
 
 def test_items_that_are_too_small_are_told_of_once(pool):
-    with pytest.warns(RuntimeWarning, match="put more work into each item"):
+    with pytest.warns(RuntimeWarning, match="put more work into each item") as told:
         assert len(list(pool.map(abs, range(3000)))) == 3000
+    assert len(told) == 1
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         list(pool.map(time.sleep, [0.001] * 1200))
@@ -277,6 +279,54 @@ def test_a_call_that_is_cancelled_ends_its_worker(pool, tmp_path):
         time.sleep(0.1)
 
 
+def test_items_may_wait_for_results_of_their_own_map(pool):
+    more: queue.SimpleQueue[int | None] = queue.SimpleQueue()
+    more.put(1)
+    found = []
+    for number in pool.map(abs, iter(more.get, None)):
+        found.append(number)
+        more.put(number * 2 if number < 100 else None)
+    assert found == [1, 2, 4, 8, 16, 32, 64, 128]
+
+
+def test_a_result_is_there_while_the_next_item_is_waited_for(pool):
+    over = threading.Event()
+
+    def items():
+        yield -1
+        over.wait(60)
+
+    results = pool.map(abs, items())
+    assert next(results) == 1
+    over.set()
+    assert list(results) == []
+
+
+def test_a_forked_child_is_refused(pool):
+    def child() -> None:
+        told = []
+        for question in (lambda: list(pool.map(abs, [1])), work.connect):
+            try:
+                question()
+            except (RuntimeError, ConfigError) as error:
+                told.append(str(error))
+        os.write(write_fd, " ".join(told).encode())
+
+    read_fd, write_fd = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        try:
+            child()
+        finally:
+            os._exit(0)
+    os.waitpid(pid, 0)
+    os.close(write_fd)
+    words = os.read(read_fd, 10_000).decode()
+    os.close(read_fd)
+    assert words.count("'spawn' or 'forkserver'") == 2
+    assert list(pool.map(abs, [-1])) == [1], "the parent's goes on"
+
+
 def test_a_map_that_is_left_early_leaves_nothing_running(pool, tmp_path):
     def long(number):
         (tmp_path / str(number)).write_text(str(os.getpid()))
@@ -285,10 +335,11 @@ def test_a_map_that_is_left_early_leaves_nothing_running(pool, tmp_path):
 
     results = pool.map(long, range(4))
     assert next(results) == 0
+    wait_for(lambda: [one for one in tmp_path.iterdir() if one.name != "0" and one.read_text()])
+    texts = [path.read_text() for path in tmp_path.iterdir() if path.name != "0"]
     results.close()
     deadline = time.monotonic() + 20
-    pids = [int(path.read_text() or 0) for path in tmp_path.iterdir() if path.name != "0"]
-    while any(pid and Path(f"/proc/{pid}").exists() for pid in pids):
+    while any(Path(f"/proc/{pid}").exists() for pid in texts if pid):
         assert time.monotonic() < deadline
         time.sleep(0.1)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import importlib.util
 import sys
 import sysconfig
@@ -103,8 +104,10 @@ def test_a_shutdown_cancels_what_has_not_begun(pool):
 
 
 def test_the_executor_is_what_other_libraries_take(pool):
-    """joblib takes one, and so does ``run_in_executor`` of an event loop."""
     with pool.executor() as executor:
+        loop = asyncio.new_event_loop()
+        assert loop.run_until_complete(loop.run_in_executor(executor, pow, 2, 4)) == 16
+        loop.close()
         assert list(executor.map(pow, [2, 3], [5, 2], chunksize=2)) == [32, 9]
         with pytest.raises(ZeroDivisionError):
             list(executor.map(divmod, [1, 1], [1, 0]))

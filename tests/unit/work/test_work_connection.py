@@ -6,12 +6,14 @@ import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
+from types import SimpleNamespace
 
 import pytest
 
 from nemo_run_ray.errors import ClusterError, ConfigError, Unreachable, VersionMismatch
 from nemo_run_ray.work import address as address_of
 from nemo_run_ray.work import connection
+from nemo_run_ray.work.address import is_same
 
 _MISMATCH = """Version mismatch: The cluster was started with:
     Ray: 2.54.0
@@ -149,6 +151,10 @@ class Initialised:
 
     gcs_address = "10.0.0.1:6379"
 
+    def __init__(self, by_client=False):
+        client = SimpleNamespace(ray=SimpleNamespace(is_connected=lambda: by_client))
+        self.util = SimpleNamespace(client=client)
+
     def is_initialized(self):
         return True
 
@@ -179,3 +185,43 @@ def test_a_program_goes_on_with_the_ray_that_it_has_connected_to(
     finally:
         connection.leave(joined)
     assert os.environ["RAY_ADDRESS"] == variable
+
+
+def test_a_program_that_is_connected_by_ray_client_may_name_its_server(monkeypatch):
+    monkeypatch.setitem(sys.modules, "ray", Initialised(by_client=True))
+    connection.leave(connection.join("ray://10.0.0.1:10001", None, {}))
+
+
+def test_a_runtime_env_that_would_not_be_used_is_refused(monkeypatch):
+    monkeypatch.setitem(sys.modules, "ray", Initialised())
+    with pytest.raises(ConfigError, match=r"give runtime_env to ray\.init\(\)"):
+        connection.join(None, None, {"pip": ["x"]})
+    joined = connection.join(None, None, {})
+    try:
+        with pytest.raises(ConfigError, match=r"is connected with runtime_env=\{\}, and has one"):
+            connection.join(None, None, {"pip": ["x"]})
+    finally:
+        connection.leave(joined)
+
+
+def test_a_forked_process_has_no_connection(monkeypatch):
+    monkeypatch.setitem(sys.modules, "ray", Initialised())
+    joined = connection.join(None, None, {})
+    try:
+        joined.pid += 1
+        with pytest.raises(ConfigError, match=r"has forked this one.*'spawn'"):
+            connection.join(None, None, {})
+    finally:
+        connection.leave(joined)
+
+
+def test_a_host_has_several_names():
+    assert is_same("localhost:6379", "127.0.0.1:6379")
+    assert not is_same("localhost:6379", "127.0.0.1:6380")
+
+
+def test_a_sandbox_is_named_by_the_log_of_an_embedded_ray():
+    words = "The log ends: PermissionError: [Errno 1] Operation not permitted: 'sysctl kern'"
+    told = pytest.raises(ClusterError, match="the program runs in a sandbox")
+    with told, connection._translated("the embedded Ray"):
+        raise ClusterError(words)

@@ -83,13 +83,13 @@ class Desk:
         self.ray = Ray()
         self.queue = WorkQueue(self.ray, Shape((("CPU", 1.0),)), lambda tell: tell(), print)
         self.now = 0.0
-        self.items = [Item(FUNCTION, b"", None, retries, is_alone=True) for _ in range(items)]
+        self.items = [Item(FUNCTION, b"", None, retries) for _ in range(items)]
         self.queue.pace(FUNCTION).measured(0.1, 1)  # so short that a worker holds two calls
         self.queue.add(self.items)
 
     def turn(self, seconds=1.5):
         self.now += seconds
-        self.queue.step(self.now, yields=False)
+        self.queue.step(self.now, 0.0)
 
     def start(self, node="one"):
         """Let the worker that was started last begin, with all items that it may have."""
@@ -180,8 +180,73 @@ def test_an_answer_that_comes_while_its_worker_is_in_doubt_is_taken():
 def test_a_worker_in_doubt_gets_no_item(desk):
     worker = desk.start()
     worker.calls[0].set_exception(Away("Socket closed"))
-    late = Item(FUNCTION, b"", is_alone=True)
+    late = Item(FUNCTION, b"")
     desk.queue.add([late])
     desk.turn()
     assert len(worker.calls) == 1
     assert not late.future.done()
+
+
+def test_no_item_waits_behind_one_that_is_sent_alone():
+    desk = Desk()
+    worker = desk.start()
+    desk.items[0].is_alone = True  # as those of an executor: it may wait for the next one
+    desk.queue.add([Item(FUNCTION, b"")])
+    desk.turn()
+    assert len(worker.calls) == 1
+
+
+def test_what_is_left_of_a_long_batch_waits_for_a_worker_again():
+    desk = Desk(items=4)
+    for _ in range(40):
+        desk.queue.pace(FUNCTION).measured(0.001, 1)
+    worker = desk.start()
+    assert len(worker.calls) == 2, "of two items and one"
+    worker.calls[0].set_result([row(1)])  # one took longer than was expected
+    desk.turn(0.1)
+    worker.calls[1].set_result([row(3)])
+    worker.calls[2].set_result([row(2)])
+    desk.turn(0.1)
+    worker.calls[3].set_result([row(4)])
+    assert [item.future.result(0) for item in desk.items] == [1, 2, 3, 4]
+
+
+def test_other_workers_wait_for_room_and_half_of_these_leave(desk):
+    desk.ray.alive = ["one", "two"]
+    desk.queue.add([Item(FUNCTION, b"") for _ in range(20)])
+    desk.turn()
+    for worker in desk.ray.workers:
+        worker.begun[0].set_result("one")
+    desk.turn(0.1)
+    first, second = desk.ray.workers
+    desk.queue.step(desk.now, starved_s=60.0)
+    for worker in (first, second):
+        for call in list(worker.calls):
+            call.set_result([row(1)])
+    desk.queue.step(desk.now, starved_s=60.0)
+    assert desk.ray.killed == [second]
+    assert len(desk.ray.workers) == 2, "no new one takes its room"
+
+
+def test_a_node_that_may_come_back_is_waited_for(desk):
+    desk.start().calls[0].set_exception(Died("The actor died because its node has died."))
+    desk.ray.alive = []
+    desk.turn()
+    for _ in range(10):
+        desk.turn(10.0)
+        assert not desk.items[0].future.done()
+    desk.turn(30.0)
+    with pytest.raises(WorkerDied, match="No node can have a worker"):
+        desk.items[0].future.result(0)
+
+
+def test_what_no_node_can_have_fails_at_once_when_that_is_known():
+    desk = Desk()
+    desk.ray.alive = []
+    desk.turn()
+    desk.turn(6.0)
+    assert desk.items[0].future.done()
+    late = Item(FUNCTION, b"")
+    desk.queue.add([late])
+    desk.turn(0.1)
+    assert late.future.done()

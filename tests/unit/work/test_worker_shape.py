@@ -26,7 +26,9 @@ def shape(**fields) -> Shape:
         ({"cpus": 1, "gpus": 1}, 2),
         ({"label_selector": {"pool": "a"}}, 8),
         ({"max_workers": 5}, 5),
-        ({"cpus": 0, "max_workers": 3}, 2),
+        ({"cpus": 0, "max_workers": 3}, 3),
+        ({"cpus": 0.1}, 120),
+        ({"cpus": 0.5, "gpus": 0.2}, 10),
     ],
 )
 def test_as_many_workers_as_living_nodes_can_have(fields, slots):
@@ -73,3 +75,18 @@ def test_what_is_waited_for_is_told():
     words = Shape((("CPU", 2.0), ("GPU", 0.5))).why_waiting({"CPU": 1.0}, 4)
     assert "Each asks for CPU 2, GPU 0.5; free in the cluster: CPU 1, GPU 0." in words
     assert "the nodes can have 4 when nothing else runs" in words
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"label_selector": "pool=a"}, "label_selector is 'pool=a'; expected is a dict of texts"),
+        ({"label_selector": {"zone": ["a"]}}, "expected is a dict of texts by label"),
+        ({"resources": 5}, "resources is 5; expected is a dict of amounts"),
+        ({"resources": {"disk": "much"}}, "disk is 'much'; expected is a number from 0"),
+        ({"cpus": 1e-5}, "CPU is 1e-05; expected is 0, or a number from 0.0001"),
+    ],
+)
+def test_what_no_worker_can_reserve_is_refused(fields, words):
+    with pytest.raises(ConfigError, match=words):
+        shape(**fields)

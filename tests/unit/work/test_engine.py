@@ -1,0 +1,153 @@
+"""A fault of one item, or of one kind of workers, is not that of the others."""
+
+import os
+import pickle
+import time
+from concurrent.futures import Future
+from types import SimpleNamespace
+
+import pytest
+
+from nemo_run_ray.errors import ItemFailed
+from nemo_run_ray.work.engine import Engine
+from nemo_run_ray.work.functions import Functions
+from nemo_run_ray.work.items import Item
+from nemo_run_ray.work.pickling import Function
+from nemo_run_ray.work.shape import Shape
+from nemo_run_ray.work.worker import FUNCTIONS_MAX, WorkActor
+
+FUNCTION = Function("double", "digest", b"")
+CPU = Shape((("CPU", 1.0),))
+
+
+class Ray:
+    """A Ray whose workers are there at once and answer nothing, on one node."""
+
+    exceptions = SimpleNamespace(
+        RayError=RuntimeError,
+        ActorUnavailableError=ConnectionError,
+        RuntimeEnvSetupError=KeyError,
+    )
+
+    def __init__(self):
+        self.full = False
+
+    def remote(self, _):
+        return SimpleNamespace(options=self._options)
+
+    def _options(self, **_):
+        return SimpleNamespace(remote=lambda: self)
+
+    @property
+    def begin(self):
+        answer = Future()
+        answer.set_result("node")
+        return SimpleNamespace(remote=lambda *_: SimpleNamespace(future=lambda: answer))
+
+    @property
+    def run(self):
+        return SimpleNamespace(remote=lambda *_: SimpleNamespace(future=Future))
+
+    load = begin
+
+    def nodes(self):
+        return [{"NodeID": "node", "Alive": True, "Resources": {"CPU": 1.0}}]
+
+    def is_initialized(self):
+        return True
+
+    def available_resources(self):
+        return {}
+
+    def kill(self, _):
+        pass
+
+    def put(self, data):
+        if self.full:
+            raise OSError("No space left on device")
+        return data
+
+
+@pytest.fixture
+def ray():
+    return Ray()
+
+
+@pytest.fixture
+def engine(ray):
+    made = Engine(ray, print)
+    yield made
+    made.close()
+
+
+def test_an_item_whose_function_cannot_be_stored_fails(engine, ray):
+    ray.full = True
+    item = Item(FUNCTION, b"")
+    engine.submit(CPU, [item])
+    with pytest.raises(OSError, match="No space left"):
+        item.future.result(10)
+    ray.full = False
+    again = Item(FUNCTION, b"")
+    engine.submit(CPU, [again])
+    time.sleep(0.3)
+    assert again.future.running(), "the pool goes on"
+
+
+def test_items_that_were_answered_in_time_are_not_late_when_others_keep_the_engine(engine, ray):
+    answers = []
+
+    def run():
+        answers.append(Future())
+        return answers[-1]
+
+    ray.__class__ = type(
+        "Slow", (Ray,), {"run": SimpleNamespace(remote=lambda *_: SimpleNamespace(future=run))}
+    )
+    item = Item(FUNCTION, b"", timeout_s=1.0)
+    engine.submit(CPU, [item])
+    deadline = time.monotonic() + 10
+    while not answers and time.monotonic() < deadline:
+        time.sleep(0.01)
+    engine._events.put(lambda: time.sleep(1.5))  # a slow callback of a caller
+    time.sleep(0.1)
+    answers[0].set_result([["result", pickle.dumps(1), "", 0.1]])
+    assert item.future.result(10) == 1
+
+
+def test_a_fork_is_told_that_the_pool_is_not_its_own(engine, monkeypatch):
+    monkeypatch.setattr(os, "getpid", lambda: -1)
+    with pytest.raises(RuntimeError, match=r"which forked this one.*'spawn' or 'forkserver'"):
+        engine.submit(CPU, [Item(FUNCTION, b"")])
+    monkeypatch.undo()
+
+
+def test_a_failure_comes_whole_from_another_process():
+    failed = pickle.loads(pickle.dumps(ItemFailed(3, ValueError("x"), "score")))
+    assert (failed.index, repr(failed.cause)) == (3, "ValueError('x')")
+    assert str(failed) == "item 3 of score has failed: ValueError: x"
+
+
+def test_functions_of_single_calls_are_not_kept_for_ever(ray):
+    functions = Functions(ray)
+    made = [Function("f", str(number), b"%d" % number) for number in range(FUNCTIONS_MAX + 5)]
+    first = functions.pace(made[0])
+    for function in made:
+        functions.stored(function)
+    assert functions.pace(made[-1]) is functions.pace(made[-1])
+    assert functions.pace(made[0]) is not first
+    assert len(functions._known) == FUNCTIONS_MAX
+
+
+def test_a_worker_does_not_keep_them_either():
+    actor = WorkActor()
+    for number in range(FUNCTIONS_MAX + 5):
+        (row,) = actor.run(str(number), pickle.dumps(abs), [pickle.dumps(((-number,), {}))])
+        assert pickle.loads(row[1]) == number
+    assert len(actor._functions) == FUNCTIONS_MAX
+
+
+def test_a_batch_that_takes_long_comes_back_with_what_is_done(monkeypatch):
+    actor = WorkActor()
+    items = [pickle.dumps(((0.3,), {}))] * 10
+    rows = actor.run("sleep", pickle.dumps(time.sleep), items)
+    assert len(rows) == 2
