@@ -8,7 +8,8 @@ import threading
 import time
 import uuid
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any, Literal
 
 import httpx
@@ -39,7 +40,7 @@ def measure_chain(dashboard: Dashboard) -> dict[str, object]:
     title = f"chain{uuid.uuid4().hex[:8]}"
     loop = _Loop(dashboard)
     watch = _Watch(dashboard, title)
-    with loop, watch:
+    with _beside(loop.run), _beside(watch.run):
         rows = _by_chain(api, title)
     began, ended = min(_times(rows, "start_time")), max(_times(rows, "end_time"))
     ours, bare = (_per_minute(some, began, ended) for some in (rows, loop.rows()))
@@ -92,32 +93,36 @@ def _jobs_of(api: JobsApi, title: str) -> list[JobRow]:
     return [row for name, row in found if re.match(rf"{title}_\d+\.job", name)]
 
 
+@contextmanager
+def _beside(work: Callable[[threading.Event], None]) -> Iterator[None]:
+    """Let a thread work until the block, and so the event, is over."""
+    over = threading.Event()
+    thread = threading.Thread(target=work, args=(over,))
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()
+
+
 class _Loop:
-    """A thread that keeps as many bare jobs going, and looks at them as often as we look."""
+    """Keeps as many bare jobs going, and looks at them as often as we look."""
 
     def __init__(self, dashboard: Dashboard) -> None:
         self._url = dashboard.url
         self._http = httpx.Client(headers=dashboard.headers, trust_env=False, timeout=60)
-        self._over = threading.Event()
-        self._thread = threading.Thread(target=self._run)
         self._names: set[str] = set()
-
-    def __enter__(self) -> _Loop:
-        self._thread.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._over.set()
-        self._thread.join()
 
     def rows(self) -> list[JobRow]:
         """Its jobs."""
         rows: list[JobRow] = self._http.get(f"{self._url}/api/jobs/").json()
         return [row for row in rows if row["submission_id"] in self._names]
 
-    def _run(self) -> None:
+    def run(self, over: threading.Event) -> None:
+        """Keep them going."""
         flying: set[str] = set()
-        while not self._over.is_set():
+        while not over.is_set():
             while len(flying) < IN_FLIGHT:
                 name = f"bare-{uuid.uuid4().hex}"
                 body = {"submission_id": name, "entrypoint": "true"}
@@ -134,18 +139,8 @@ class _Watch:
     def __init__(self, dashboard: Dashboard, title: str) -> None:
         self._dashboard = dashboard
         self._title = title
-        self._over = threading.Event()
-        self._thread = threading.Thread(target=self._look)
         self._dispatcher: list[int] = []
         self._head: list[tuple[int, int]] = []  # jobs that wait, bytes
-
-    def __enter__(self) -> _Watch:
-        self._thread.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._over.set()
-        self._thread.join()
 
     def found(self) -> dict[str, object]:
         early = [size for waiting, size in self._head if waiting > JOBS * 0.8]
@@ -156,9 +151,10 @@ class _Watch:
             "head_bytes_when_few_wait": statistics.median(late),
         }
 
-    def _look(self) -> None:
+    def run(self, over: threading.Event) -> None:
+        """Look now and then."""
         api = JobsApi(self._dashboard)
-        while not self._over.wait(2):
+        while not over.wait(2):
             for one in _dispatchers():
                 self._dispatcher.append(one.memory_info().rss)
             self._head.append((JOBS - len(_jobs_of(api, self._title)), _head_bytes()))

@@ -126,9 +126,19 @@ def _text_of(header: Mapping[str, Any], elements: Iterable[str]) -> str:
     return text
 
 
-def is_array(role: Role) -> bool:
-    """Whether a role is what NeMo-Run makes of an ``Array``."""
-    return bool(role.entrypoint == ENTRYPOINT)
+def is_array(roles: Sequence[Role]) -> bool:
+    """Whether the roles of a job are what NeMo-Run makes of an ``Array``.
+
+    Raises:
+        ConfigError: one of several is.
+    """
+    found = any(role.entrypoint == ENTRYPOINT for role in roles)
+    if found and len(roles) > 1:
+        raise ConfigError(
+            "An array is a job of its own and cannot be a task of a group. Add it to the "
+            "experiment by itself: experiment.add(array(...), executor=...)."
+        )
+    return found
 
 
 def array_spec(role: Role, executor: RayExecutor) -> ArraySpec:

@@ -254,7 +254,7 @@ def _request(
 
     Those of a group or of an array are its driver's affair.
     """
-    if is_array(app.roles[0]):
+    if is_array(app.roles):
         return array_spec(app.roles[0], executor), {}, {}, None
     if executor.as_array or any(own.as_array for own in executor.resource_group):
         shared, element = element_of(app, executor)

@@ -50,7 +50,7 @@ def is_same(address: str, other: str) -> bool:
 
 def _place(address: str) -> tuple[str, str]:
     host, _, port = address.rpartition(":")
-    with suppress(OSError):
+    with suppress(OSError, UnicodeError):  # nothing knows it, or it is longer than a name may be
         host = socket.gethostbyname(host)
     return host, port
 

@@ -109,8 +109,10 @@ class Connection:
             except (ValueError, TypeError) as error:
                 if not self.runtime_env:
                     raise
+                words = " ".join(str(error).split())[:300].rstrip(".")
                 raise ConfigError(
-                    f"Ray refuses the runtime_env, or the address: {error}"
+                    f"Ray has not taken the address {self.address} and runtime_env="
+                    f"{self.runtime_env!r}: {words}. Correct them in work.connect()."
                 ) from error
 
     def _hand_over(self, variables: Mapping[str, str]) -> None:

@@ -129,7 +129,7 @@ class Crew:
         self._notify = notify
         self._say = say
         self._class = ray.remote(worker_class())
-        self._look_at = self._doubt_at = float("-inf")
+        self._look_at = self._doubt_at = self._leave_at = float("-inf")
         self._false_starts = 0
         self._broken = self._why_never = ""
         self._has_had_workers = False
@@ -172,8 +172,10 @@ class Crew:
             Why those items can have no worker; empty while they may.
         """
         if starved_s >= _LEAVE_S:
-            for worker in self.workers[len(self.workers) // 2 :]:
-                worker.is_leaving = True
+            if now >= self._leave_at:  # the others need time to come up
+                self._leave_at = now + _LEAVE_S
+                for worker in self.workers[len(self.workers) // 2 :]:
+                    worker.is_leaving = True
         elif waiting and now >= self._look_at:
             self._look_at = now + _LOOK_S
             self._grow(now, waiting)
@@ -275,4 +277,5 @@ class Crew:
             self._tell_at = now + _FIRST_TELL_S
         elif now >= self._tell_at:
             self._tell_at = now + _TELL_S
-            self._say(self._shape.why_waiting(self._ray.available_resources(), self.slots))
+            with suppress(self._ray.exceptions.RayError, RuntimeError, OSError):  # its head is away
+                self._say(self._shape.why_waiting(self._ray.available_resources(), self.slots))

@@ -147,7 +147,7 @@ class WorkQueue:
 
     def _call(self, worker: WorkerHandle, items: list[Item]) -> None:
         function, call = items[0].function, Call(worker, items)
-        worker.begin(call, monotonic())  # before what may fail: what no one has fails with no one
+        worker.begin(call, monotonic())  # a failure of what follows finds the items there
         stored, data = self._functions.stored(function), [item.data for item in items]
         worker.load(function.digest, stored, self._notify)
         answer = worker.handle.run.remote(function.digest, stored, data).future()

@@ -108,9 +108,10 @@ def logs(dashboard) -> Path:
     return Path(word.partition("=")[2])
 
 
-def test_an_array_outlives_its_driver_and_its_hosts(start, logs, tmp_path):
+def test_an_array_outlives_its_driver_and_its_hosts(start, logs, tmp_path, monkeypatch):
     """The others on one node are tried by real processes without Ray: tests/unit/remote/array."""
-    job = start(scripts(tmp_path, seconds=0.6), retries=3)
+    monkeypatch.setenv("ARRAY_SECRET", "x")  # a driver that is started again needs it, too
+    job = start(scripts(tmp_path, seconds=0.6), retries=3, secrets=["ARRAY_SECRET"])
     for victims in (drivers, hosts):
         before = ended(tmp_path)
         wait_for(lambda before=before: ended(tmp_path) >= before + 4, 90)

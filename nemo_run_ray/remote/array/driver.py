@@ -19,7 +19,7 @@ from ..group.driver import connect
 from ..group.machine import name
 from ..node.output import NO_PROCESS_LEFT, say, write
 from ..node.process import Runner
-from ..node.rundir import jobs_folder, take_secrets
+from ..node.rundir import jobs_folder, remove_secrets, secrets_of
 from ..node_death import NODE_DEAD_S
 from ..spec import ArraySpec
 from ..states import Cause
@@ -43,8 +43,17 @@ _GATHER_S = 0.05
 
 def run(runner: Runner, spec: ArraySpec, job: str, submission_id: str) -> int:
     """Run an array to its end; its exit code."""
+    values = secrets_of(spec.secrets)
+    try:
+        return _run(runner, spec, job, submission_id, values)
+    finally:
+        remove_secrets()  # of a driver that is killed they are left: it is started again
+
+
+def _run(
+    runner: Runner, spec: ArraySpec, job: str, submission_id: str, values: Mapping[str, str]
+) -> int:
     config = forget_runtime_env()
-    values = take_secrets(spec.secrets)
     folder = _log_folder(submission_id)
     path = os.path.join(jobs_folder(), job, spec.elements)
     leases = Leases(spec, path, submission_id, folder)

@@ -136,11 +136,21 @@ def take_secrets(names: tuple[str, ...]) -> dict[str, str]:
     Raises:
         FileNotFoundError: one of them is not on this node.
     """
+    found = secrets_of(names)
+    remove_secrets()
+    return found
+
+
+def secrets_of(names: tuple[str, ...]) -> dict[str, str]:
+    """The values of a job's secrets; their file is left for a program that is started again.
+
+    Raises:
+        FileNotFoundError: one of them is not on this node.
+    """
     values = read_secrets()
     missing = [name for name in names if name not in values]
     if missing:
         raise FileNotFoundError(f"the secrets {', '.join(missing)} are not on this node")
-    remove_secrets()
     return {name: values[name] for name in names}
 
 

@@ -15,7 +15,7 @@ import nemo_run as run
 import pytest
 from typer.testing import CliRunner
 
-from nemo_run_ray import RayExecutor
+from nemo_run_ray import RayExecutor, array
 from nemo_run_ray.cli import main as cli
 from nemo_run_ray.errors import (
     ClusterError,
@@ -560,6 +560,17 @@ def test_what_an_element_cannot_have_is_refused(ray, unique, fields, words):
 def test_a_group_is_no_element(ray, unique):
     with pytest.raises(ConfigError, match="is a group"):
         hand_over(ray, unique, {"job": [TRUE, TRUE]})
+
+
+@pytest.mark.parametrize("is_first", [True, False])
+def test_an_array_is_no_task_of_a_group(ray, unique, is_first):
+    elements = array(run.Script(inline="true"), over={"env.X": [1, 2]})
+    tasks = [elements, TRUE] if is_first else [TRUE, elements]
+    with run.Experiment(unique, skip_status_at_exit=True) as experiment:
+        experiment.add(tasks, executor=RayExecutor(address=ray.url), name="job")
+        with pytest.raises(ConfigError, match="An array is a job of its own"):
+            experiment.run(detach=True)
+    assert ray.started == []
 
 
 def test_a_task_too_large_to_be_an_element_is_refused(ray, unique):

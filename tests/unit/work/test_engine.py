@@ -2,6 +2,7 @@
 
 import os
 import pickle
+import threading
 import time
 from concurrent.futures import Future
 from types import SimpleNamespace
@@ -15,6 +16,7 @@ from nemo_run_ray.work.items import Item
 from nemo_run_ray.work.pickling import Function
 from nemo_run_ray.work.shape import Shape
 from nemo_run_ray.work.worker import FUNCTIONS_MAX, WorkActor
+from tests.conftest import wait_for
 
 FUNCTION = Function("double", "digest", b"")
 CPU = Shape((("CPU", 1.0),))
@@ -31,6 +33,7 @@ class Ray:
 
     def __init__(self):
         self.full = False
+        self.answers = []
 
     def remote(self, _):
         return SimpleNamespace(options=self._options)
@@ -46,7 +49,8 @@ class Ray:
 
     @property
     def run(self):
-        return SimpleNamespace(remote=lambda *_: SimpleNamespace(future=Future))
+        self.answers.append(Future())
+        return SimpleNamespace(remote=lambda *_: SimpleNamespace(future=lambda: self.answers[-1]))
 
     load = begin
 
@@ -87,30 +91,23 @@ def test_an_item_whose_function_cannot_be_stored_fails(engine, ray):
     with pytest.raises(OSError, match="No space left"):
         item.future.result(10)
     ray.full = False
-    again = Item(FUNCTION, b"")
-    engine.submit(CPU, [again])
-    time.sleep(0.3)
-    assert again.future.running(), "the pool goes on"
+    engine.submit(CPU, [Item(FUNCTION, b"")])
+    wait_for(lambda: ray.answers)  # another one is with a worker: the pool goes on
 
 
 def test_items_that_were_answered_in_time_are_not_late_when_others_keep_the_engine(engine, ray):
-    answers = []
-
-    def run():
-        answers.append(Future())
-        return answers[-1]
-
-    ray.__class__ = type(
-        "Slow", (Ray,), {"run": SimpleNamespace(remote=lambda *_: SimpleNamespace(future=run))}
-    )
     item = Item(FUNCTION, b"", timeout_s=1.0)
     engine.submit(CPU, [item])
-    deadline = time.monotonic() + 10
-    while not answers and time.monotonic() < deadline:
-        time.sleep(0.01)
-    engine._events.put(lambda: time.sleep(1.5))  # a slow callback of a caller
-    time.sleep(0.1)
-    answers[0].set_result([["result", pickle.dumps(1), "", 0.1]])
+    wait_for(lambda: ray.answers)
+    is_busy = threading.Event()
+
+    def callback():  # a slow one of a caller
+        is_busy.set()
+        time.sleep(1.5)
+
+    engine._events.put(callback)
+    assert is_busy.wait(10)
+    ray.answers[0].set_result([["result", pickle.dumps(1), "", 0.1]])
     assert item.future.result(10) == 1
 
 

@@ -226,6 +226,12 @@ def test_other_workers_wait_for_room_and_half_of_these_leave(desk):
     desk.queue.step(desk.now, starved_s=60.0)
     assert desk.ray.killed == [second]
     assert len(desk.ray.workers) == 2, "no new one takes its room"
+    desk.queue.step(desk.now + 1.0, starved_s=61.0)
+    for call in list(first.calls):
+        if not call.done():
+            call.set_result([row(1)])
+    desk.queue.step(desk.now + 2.0, starved_s=62.0)
+    assert desk.ray.killed == [second], "the others have time to come up"
 
 
 def test_a_node_that_may_come_back_is_waited_for(desk):
