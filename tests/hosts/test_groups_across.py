@@ -41,19 +41,21 @@ def test_three_pools_on_three_hosts(hosts, unique):
     assert_nothing_left(hosts, job)
 
 
-def test_two_groups_that_need_the_whole_cluster(hosts, unique):
+def test_two_groups_that_need_the_whole_cluster(hosts, unique, tmp_path):
+    gate = tmp_path / "gate"  # no group ends before the other one has been seen to wait
+    command = f"while [ ! -e {gate} ]; do sleep 0.1; done"
     whole = [
-        client(
-            "sleep 2; date +%s", role=f"r{number}", label_selector={"pool": pool}, cpus_per_node=2
-        )
+        client(command, role=f"r{number}", label_selector={"pool": pool}, cpus_per_node=2)
         for number, pool in enumerate(("client", "gpu", "cpu"))
     ]
     jobs = [submit(f"{unique}{number}", hosts.cluster, *whole) for number in range(2)]
 
+    wait_for(lambda: any("waiting for room" in "".join(job.log(follow=False)) for job in jobs))
+    gate.touch()
+
     for job in jobs:
         state, _, log = finish(job)
         assert state == "SUCCEEDED", log
-    assert any("waiting for room" in "".join(job.log(follow=False)) for job in jobs)
     assert_nothing_left(hosts, jobs[0])
 
 
