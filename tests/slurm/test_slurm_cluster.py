@@ -50,6 +50,7 @@ class Allocations:
     def __init__(self, slurm: Slurm, folder: Path) -> None:
         self.slurm = slurm
         self.folder = folder
+        self.clients: list[subprocess.Popen[str]] = []
         self.executor = {
             "account": "root",
             "partition": "batch",
@@ -77,7 +78,7 @@ class Allocations:
 
     def client(self, **given) -> subprocess.Popen[str]:
         """One that runs, with the arguments of ``words_of_client``."""
-        return subprocess.Popen(
+        started = subprocess.Popen(
             self.words_of_client(**given),
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
@@ -85,6 +86,8 @@ class Allocations:
             # A shell lets what it starts in the background ignore Ctrl-C.
             preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
         )
+        self.clients.append(started)
+        return started
 
     def jobs(self, *states: str) -> list[str]:
         """Numbers of the jobs that Slurm has."""
@@ -109,7 +112,11 @@ def allocations(slurm: Slurm, tmp_path, monkeypatch) -> Iterator[Allocations]:
     monkeypatch.setattr(slurm_queue, "PAUSE_S", 2.0)
     folder = slurm.folder / "clusters" / tmp_path.name
     folder.mkdir(parents=True)
-    yield Allocations(slurm, folder)
+    found = Allocations(slurm, folder)
+    yield found
+    for client in found.clients:  # one that a test has left could submit during the next test
+        client.kill()
+        client.communicate()
     slurm.ask("scancel", "--full", "--user=root")
     wait_for(lambda: not slurm.ask("squeue", "-h"), 60)
     mark = f"NEMO_RUN_RAY_LIFE={folder}".encode()
