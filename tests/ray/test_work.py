@@ -227,9 +227,10 @@ def test_wrong_arguments_are_named(pool, arguments, words):
 def test_items_that_are_too_small_are_told_of_once(pool):
     with pytest.warns(RuntimeWarning, match="put more work into each item") as told:
         assert len(list(pool.map(abs, range(3000)))) == 3000
-    assert len(told) == 1
+    # Python's garbage collector may warn at the same time of what other tests have left.
+    assert len([warning for warning in told if warning.category is RuntimeWarning]) == 1
     with warnings.catch_warnings():
-        warnings.simplefilter("error")
+        warnings.simplefilter("error", RuntimeWarning)
         list(pool.map(time.sleep, [0.001] * 1200))
 
 
