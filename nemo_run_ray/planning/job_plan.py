@@ -31,6 +31,7 @@ from nemo_run_ray.planning.roles import (
     task_spec,
 )
 from nemo_run_ray.planning.task_elements import TaskElement, element_of
+from nemo_run_ray.remote.array.progress import SETTLED_CODES
 from nemo_run_ray.remote.attempts import DISPATCHER_KEY, NONCE_KEY, PERMANENT_KEY, RETRIES_KEY
 from nemo_run_ray.remote.spec import (
     CODE,
@@ -75,8 +76,7 @@ class JobPlan:
         packagers: of the roles whose code is sent, by the role's name.
         selector_since: first version of Ray that knows what it asks for, if it matters.
         as_group: the other form of a single task, for an older Ray.
-        secret_places: where the values of secrets come from that are not those of the caller's
-            variables of their names: other variables, or files, by the secret's name.
+        secret_places: by name, the other variables or files that hold the values of secrets.
         runs_here: the code stays where it is.
         after: names of the experiment's jobs on this cluster that must have succeeded.
         outside: handles of other experiments' jobs that must have succeeded; the planned one has
@@ -113,7 +113,8 @@ class JobPlan:
     def needs_dispatcher(self) -> bool:
         """Whether a dispatcher must look after it on the cluster, before its start or after it."""
         timed = self.pending_timeout_s is not None or self.time_s is not None
-        return bool(self.after or self.outside or self.retries or self.max_in_flight or timed)
+        again = self.retries and not isinstance(self.spec, ArraySpec)  # it retries elements
+        return bool(self.after or self.outside or again or self.max_in_flight or timed)
 
     def for_ray(self, version: tuple[int, ...]) -> JobPlan:
         """The plan in the form that a Ray of this version carries out, if it can at all."""
@@ -191,7 +192,6 @@ class JobPlan:
             outside=tuple(outside),
             retries=self.retries,
             permanent_exit_codes=self.permanent_exit_codes,
-            # A group gives itself up: its driver knows whether it is placed.
             pending_timeout_s=None if isinstance(self.spec, GroupSpec) else self.pending_timeout_s,
             time_s=self.time_s,
             secrets=self.spec.secrets,
@@ -218,7 +218,8 @@ def plan(app: AppDef, executor: RayExecutor, submission_id: str, job: str) -> Jo
     executor.check()
     executor = executor.resolved()
     spec, reservation, runtime_env, element = _request(app, executor)
-    as_group = None
+    as_group, are_elements = None, isinstance(spec, ArraySpec)
+    permanent = SETTLED_CODES if are_elements else tuple(executor.permanent_exit_codes)
     if isinstance(spec, JobSpec) and executor.label_selector:
         as_group = _as_group(app, executor)
     return JobPlan(
@@ -235,11 +236,10 @@ def plan(app: AppDef, executor: RayExecutor, submission_id: str, job: str) -> Jo
         ),
         runs_here=executor.resolve_cluster().runs_here,
         outside=tuple(executor.dependencies),
-        # Those of an array are about its elements.
-        retries=0 if isinstance(spec, ArraySpec) else executor.retries,
-        permanent_exit_codes=tuple(executor.permanent_exit_codes),
-        max_in_flight=None if isinstance(spec, ArraySpec) else executor.max_in_flight,
-        # With nothing else, a group needs no dispatcher for it: it gives itself up.
+        retries=executor.retries,
+        permanent_exit_codes=permanent,
+        max_in_flight=None if are_elements else executor.max_in_flight,
+        # A group gives itself up, as its driver knows whether it is placed.
         pending_timeout_s=None if needs_group_driver(app, executor) else executor.pending_timeout_s,
         time_s=executor.time_s,
         element=element,

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any, Dict, List
 
 from ..group.calls import Calls
 from ..node.output import say
 from .host_pool import HostPool
+from .hosts import Host
 from .leases import Leases
 from .progress import Lease
 from .wishes import Wishes
@@ -14,9 +16,12 @@ from .wishes import Wishes
 
 def feed(leases: Leases, pool: HostPool, calls: Calls) -> None:
     """Lease elements to the hosts; the disk has it before a host hears of it."""
+    now = time.monotonic()
     given: Dict[int, List[List[Any]]] = {}
     for number, host in pool.hosts.items():
         room = leases.pace.held(host.slots) if host.may_have_more else 0
+        if _is_held_up(host, leases, now):
+            room = min(room, host.slots)
         while len(host.in_hand) < room:
             row = leases.take(number)
             if row is None:
@@ -32,6 +37,22 @@ def feed(leases: Leases, pool: HostPool, calls: Calls) -> None:
         for element, attempt, _ in rows:
             del host.in_hand[element]
             leases.give_back(Lease(element, attempt), number, has_run=False)
+
+
+def take_back(leases: Leases, pool: HostPool, calls: Calls) -> None:
+    """Let hosts on which no element ends hand back those that wait behind the ones that run."""
+    now = time.monotonic()
+    for host in pool.hosts.values():
+        waiting = len(host.in_hand) - host.slots
+        may_be_asked = host.may_have_more and not host.is_asked
+        if may_be_asked and waiting > 0 and _is_held_up(host, leases, now):
+            host.is_asked = True
+            calls.order(host.replica, {"do": "hand_back", "count": waiting})
+
+
+def _is_held_up(host: Host, leases: Leases, now: float) -> bool:
+    """Whether none has ended on a host for much longer than elements take."""
+    return now >= host.heard_at + leases.pace.patience_s
 
 
 def fulfil(wishes: Wishes, leases: Leases, pool: HostPool) -> None:

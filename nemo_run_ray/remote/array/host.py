@@ -2,11 +2,13 @@
 
 It is a process as a replica of a group is one (``group/stay.py``), for many commands instead of one
 role. Orders and reports are JSON, one a line. Orders: ``prepare``, ``sweep``, ``run``,
-``cancel``, ``end``, ``forget``. Reports: ``prepared``, ``unprepared``, ``obstacles``, ``swept``,
-``unswept``, ``text``, ``ended``, ``lost``, ``idle``, ``failed``.
+``cancel``, ``hand_back``, ``end``, ``forget``. Reports: ``prepared``, ``unprepared``,
+``obstacles``, ``swept``, ``unswept``, ``text``, ``ended``, ``lost``, ``handed_back``, ``idle``,
+``failed``.
 
-What has ended is noted in a file before it is reported. When this process dies, the next host on
-the node ends what it has left, and reads the file: then it is known what ran, and nothing runs.
+What begins is noted in a file before it does, and what has ended before it is reported. When this
+process dies, the next host on the node ends what it has left, and reads the files: then it is known
+what ran, and nothing runs.
 """
 
 from __future__ import annotations
@@ -131,6 +133,10 @@ class HostProcess:
         if self._elements is not None:
             self._elements.cancel(order["elements"])
 
+    def _do_hand_back(self, order: Mapping[str, Any]) -> None:
+        if self._elements is not None:
+            self._elements.hand_back(order["count"])
+
     def _do_end(self, order: Mapping[str, Any]) -> None:
         self._is_ending = True
         if self._elements is not None:
@@ -153,8 +159,8 @@ class HostProcess:
         self._channel.report("idle")
 
     def _go_on_sweeping(self) -> None:
-        for number, ended, words in self._sweepings.turn(time.monotonic()):
-            if ended is None:
+        for number, noted, words in self._sweepings.turn(time.monotonic()):
+            if noted is None:
                 self._channel.report("unswept", host=number, words=words)
             else:
-                self._channel.report("swept", host=number, ended=ended)
+                self._channel.report("swept", host=number, **noted._asdict())

@@ -32,6 +32,11 @@ class HostPool:
         starts: starts hosts.
         calls: to their actors.
         leases: the elements.
+
+    Attributes:
+        unproven: hosts of which it is not known that nothing runs.
+        room: for more of them.
+        hosts: those that there are, by their numbers.
     """
 
     def __init__(
@@ -52,20 +57,15 @@ class HostPool:
         # Also when nothing was leased: an earlier driver's hosts have folders, and may be there.
         self.unproven = Unproven(self._book.records, leases.held, node_dead_s())
         self._nodes: Dict[str, Node] = {}
-        self._room = HostRoom(ray, spec)
+        self.room = HostRoom(ray, spec)
         self._closings = Closings(ray, leases)
         self._end_by: Optional[float] = None
         self.hosts: Dict[int, Host] = {}
 
     @property
-    def are_proven(self) -> bool:
-        """Whether nothing runs that the living hosts do not know of."""
-        return not self.unproven
-
-    @property
     def has_ended(self) -> bool:
         """Whether nothing runs any more, after ``end``."""
-        return self.are_proven and all(host.is_idle for host in self.hosts.values())
+        return not self.unproven and all(host.is_idle for host in self.hosts.values())
 
     def of(self, actor: Any) -> List[Host]:
         """The host of an actor, unless it is given up."""
@@ -84,7 +84,7 @@ class HostPool:
             is_late = is_late and not host.is_idle and not host.sweeps
             if host.record.node_id not in self._nodes:
                 self.lost(host)
-            elif is_late or self._room.is_lost(host, now):
+            elif is_late or self.room.is_lost(host, now):
                 self.give_up(host)
         self._prove(now)
         if self._end_by is not None:
@@ -108,6 +108,7 @@ class HostPool:
     def end(self) -> None:
         """Let all hosts end what they run."""
         self._end_by = time.monotonic() + self._spec.grace_s + _END_MARGIN_S
+        self._leases.is_ending = True
         for host in list(self.hosts.values()):
             if host.is_ready:
                 self._calls.order(host.replica, {"do": "end"})
@@ -117,7 +118,7 @@ class HostPool:
     def idle(self, host: Host) -> None:
         """A host has ended all that it ran, as it was told."""
         # What it has in hand came when it was told to end.
-        self._give_back(host.record.number, host.in_hand, has_run=False)
+        self._leases.give_back_all(host.in_hand, host.record.number, has_run=False)
         host.in_hand.clear()
         host.is_idle = True
         if self._end_by is None:
@@ -129,12 +130,27 @@ class HostPool:
         host.actor.dead = True
         self.lost(host)
 
+    def refused(self, host: Host, has_started: bool) -> None:
+        """A host cannot run elements: start none on its node for a while.
+
+        Args:
+            host: the host.
+            has_started: its actor is there, and may have begun something.
+        """
+        self.room.refused(host.record.node_id, time.monotonic())
+        if has_started:
+            self.give_up(host)
+        elif host.slots:
+            self.hosts.pop(host.record.number, None)
+        else:
+            self.lost(host)  # what it was to end is still there
+
     def lost(self, host: Host) -> None:
         """A host is dead, or its actor is: what it had may run until that is proven."""
         if self.hosts.pop(host.record.number, None) is None:
             return
         if host.slots:
-            self.unproven.add(host.record.number, host.in_hand)
+            self.unproven.add(host.record.number, host.in_hand, host.slots)
             return
         self.unproven.sweeper_died(host.record.node_id, time.monotonic())
         for record in host.swept:  # their notes may still be there
@@ -143,16 +159,9 @@ class HostPool:
     def swept(self, host: Host, report: Mapping[str, Any]) -> None:
         """A host has ended what an earlier one had left on its node, and read its notes."""
         number = int(report["host"])
-        held = self.unproven.held(number)
-        before, node = len(held), host.replica.node.host
-        for row in report["ended"]:
-            if held.get(row[0]) == row[1]:
-                del held[row[0]]
-                self._leases.ended(number, row)
-        if before:
-            words = f"{before - len(held)} had ended, and {len(held)} are leased again"
-            say(f"nothing of a dead host runs on {node}: of {before} elements, {words}")
-        self._proven(number)
+        words = take_notes(self.unproven.proven(number), report, self._leases)
+        if words:
+            say(f"nothing of a dead host runs on {host.replica.node.host}: {words}")
         host.swept.append(host.sweeps.pop(number))
         if not host.sweeps:
             self._let_go(host, host.swept)
@@ -183,13 +192,14 @@ class HostPool:
     # ------------------------------------------------------------------ room
 
     def _grow(self, now: float, wanted: int) -> None:
-        found = self._room.shares(list(self.hosts.values()), self._nodes, wanted)
+        hosts, running = list(self.hosts.values()), self.unproven.running
+        found = self.room.shares(hosts, self._nodes, wanted, running, now)
         if found:
             records = self._book.add([share.node_id for share in found])
             for record, share in zip(records, found):
                 host = self._start(record, share.slots)
                 self._calls.order(host.replica, self._starts.prepare(host))
-        self._room.tell(list(self.hosts.values()), now)
+        self.room.tell(list(self.hosts.values()), self._nodes, now)
 
     def _start(self, record: HostRecord, slots: int) -> Host:
         host = self._starts.start(record, self._nodes[record.node_id], slots)
@@ -203,8 +213,9 @@ class HostPool:
         """End what dead hosts have left: by their nodes' death, or by another host there."""
         sweeping = {number for host in self.hosts.values() for number in host.sweeps}
         steps = self.unproven.steps(now, self._nodes, sweeping, self._end_by is not None)
-        for number in steps.proven:
-            self._proven(number)
+        for number in steps.proven:  # what had begun there, nobody knows
+            held = self.unproven.proven(number)
+            self._leases.give_back_all(held, number, has_run=True)
         for node_id, dead in steps.to_sweep.items():
             (record,) = self._book.add([node_id])
             host = self._start(record, 0)
@@ -212,13 +223,29 @@ class HostPool:
             places = [[record.number, record.tag, record.run_dir] for record in dead]
             self._calls.order(host.replica, {"do": "sweep", "hosts": places})
 
-    def _proven(self, number: int) -> None:
-        """Nothing of a host runs any more: what is not known to have ended is given back."""
-        self._give_back(number, self.unproven.proven(number), has_run=True)
 
-    def _give_back(self, number: int, held: Mapping[int, int], has_run: bool) -> None:
-        for lease in (Lease(*attempt) for attempt in held.items()):
-            if self._end_by is not None:
-                self._leases.progress.cancelled(lease)
-            else:
-                self._leases.give_back(lease, number, has_run)
+def take_notes(held: Dict[int, int], noted: Mapping[str, Any], leases: Leases) -> str:
+    """Take over what a dead host has noted, of which nothing runs any more.
+
+    Args:
+        held: the elements that it had, with their attempts.
+        noted: the host's number, what has ended, and what had begun, as ``sweeping.Noted`` has it.
+        leases: the elements.
+
+    Returns:
+        What became of them, in words; empty when it had none.
+    """
+    number, count = noted["host"], len(held)
+    for row in noted["ended"]:
+        if held.get(row[0]) == row[1]:
+            del held[row[0]]
+            leases.ended(number, row)
+    has_begun = {tuple(lease) for lease in noted["begun"] or ()}
+    waited = {}
+    if noted["begun"] is not None:
+        waited = dict(lease for lease in held.items() if lease not in has_begun)
+    begun = {element: held[element] for element in held if element not in waited}
+    leases.give_back_all(waited, number, has_run=False)
+    leases.give_back_all(begun, number, has_run=True)
+    ended = count - len(held)
+    return f"of {count} elements, {ended} had ended, and {len(held)} are leased again" * (count > 0)

@@ -59,6 +59,8 @@ class Host:
         is_ready: it is prepared.
         is_idle: it was told to end and has ended everything.
         is_closing: it was told to end, since nothing waited.
+        is_asked: it was asked to hand elements back, and has not answered.
+        heard_at: when it was ready, or has told of the last end of an element.
         sweeps: earlier hosts that it is to end.
         swept: those of them that it has ended.
     """
@@ -72,6 +74,8 @@ class Host:
     is_ready: bool = False
     is_idle: bool = False
     is_closing: bool = False
+    is_asked: bool = False
+    heard_at: float = 0.0
     sweeps: Dict[int, HostRecord] = field(default_factory=dict)
     swept: List[HostRecord] = field(default_factory=list)
 
@@ -128,7 +132,7 @@ class HostStarts:
             memory=int(memory) if memory else None,
             resources=resources,
             max_concurrency=8,
-            runtime_env=(role.runtime_env or None) if slots else None,
+            runtime_env=(role.runtime_env if slots else _folder_of(role.runtime_env)) or None,
             scheduling_strategy=affinity(node.node_id, soft=False),
         )
         replica = ReplicaHandle(
@@ -165,6 +169,13 @@ class HostStarts:
             "elements": self._spec.elements,
             "count": self._count,
         }
+
+
+def _folder_of(runtime_env: Mapping[str, Any]) -> Dict[str, Any]:
+    """What decides in a runtime environment where hosts have their folders and their notes."""
+    variables = runtime_env.get("env_vars") or {}
+    kept = {name: value for name, value in variables.items() if name == "TMPDIR"}
+    return {"env_vars": kept} if kept else {}
 
 
 class HostBook:

@@ -7,7 +7,7 @@ import os
 import tempfile
 import time
 import zlib
-from typing import Any, Dict, Iterable, List, Optional
+from typing import Any, Dict, Iterable, List, Mapping, Optional
 
 from ..attempts import first_id
 from ..node.output import say
@@ -38,6 +38,7 @@ class Leases:
         pace: how long they take.
         held: what each host of an earlier driver had, as far as its end is not written down.
         goes_on: there was an earlier driver.
+        is_ending: all that runs was told to end: failures are its end, and nothing is leased again.
     """
 
     def __init__(
@@ -53,6 +54,7 @@ class Leases:
         self.progress = ArrayProgress(len(self._elements), spec.retries, spec.permanent_exit_codes)
         self.held: Dict[int, Dict[int, int]] = self.progress.replay(self._journal.records())
         self.goes_on = self._journal.count > 0
+        self.is_ending = False
         self._told = 0
         self._unwritten: List[str] = []  # results
         self._results_bytes = _whole_bytes(self._results) if self.goes_on else 0
@@ -77,9 +79,16 @@ class Leases:
 
     def give_back(self, lease: Lease, host: int, has_run: bool) -> None:
         """Let an element wait again that a host has not begun, or whose host is proven dead."""
-        if self.progress.given_back(lease, has_run):
+        if self.is_ending:
+            self.progress.cancelled(lease)
+        elif self.progress.given_back(lease, has_run):
             code = 1 if has_run else 0
             self._journal.add(Record(lease.element, GIVEN_BACK, lease.attempt, code, host))
+
+    def give_back_all(self, held: Mapping[int, int], host: int, has_run: bool) -> None:
+        """Let elements wait again, as ``give_back`` does: by their indices the attempts."""
+        for lease in held.items():
+            self.give_back(Lease(*lease), host, has_run)
 
     def cancel(self, indices: Iterable[int], only_waiting: bool) -> List[Lease]:
         """Let elements be cancelled that are not over.
@@ -109,6 +118,9 @@ class Leases:
             row: its index, attempt, exit code, seconds, how it ended in words, and its result.
         """
         element, attempt, code, seconds, words = row[:5]
+        if self.is_ending and code:
+            self.progress.cancelled(Lease(element, attempt))
+            return
         if not self.progress.ended(Lease(element, attempt), code, words):
             return
         self._journal.add(Record(element, ENDED, attempt, code, host, seconds))

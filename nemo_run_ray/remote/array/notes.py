@@ -1,52 +1,94 @@
-"""What a host notes of the elements that have ended, for the next host on its node."""
+"""What a host notes of the elements that begin and end, for the next host on its node."""
 
 from __future__ import annotations
 
 import json
 import os
 from contextlib import suppress
-from typing import Any, List
+from typing import Any, List, Optional
 
 from ..node import command
 from ..node.rundir import run_dirs
 
 
 class Notes:
-    """The notes of one host, in a file beside its run directory.
+    """The notes of one host, in two files beside its run directory.
 
     Args:
         run_dir: name of the run directory, which must be there.
     """
 
     def __init__(self, run_dir: str) -> None:
-        self._fd = os.open(_path(run_dir), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
-        self._is_torn = False  # the last line may have no end
+        self._begun, self._ended = _open(_begun(run_dir)), _open(_ended(run_dir))
+        self._begun_path = _begun(run_dir)
+        self._is_torn = False  # the last line of the ends may have no end
 
-    def add(self, row: List[Any]) -> None:
+    def begins(self, element: int, attempt: int) -> None:
+        """Note that an element is about to begin.
+
+        Where that cannot be noted, the file goes: a full disk lets one be removed. Then all that
+        the host has counts as begun.
+        """
+        data = f"[{element}, {attempt}]\n".encode()
+        with suppress(OSError):
+            if os.write(self._begun, data) == len(data):
+                return
+        with suppress(FileNotFoundError):
+            os.remove(self._begun_path)
+
+    def ended(self, row: List[Any]) -> None:
         """Note how an element has ended, before it is reported."""
         data = ("\n" if self._is_torn else "").encode() + json.dumps(row).encode() + b"\n"
         self._is_torn = True
         with suppress(OSError):  # a full disk: it is reported all the same
-            self._is_torn = os.write(self._fd, data) != len(data)
+            self._is_torn = os.write(self._ended, data) != len(data)
 
 
-def read(run_dir: str) -> List[List[Any]]:
-    """What a host has noted that writes no more."""
+def read_ended(run_dir: str) -> List[List[Any]]:
+    """The ends that a host has noted that writes no more."""
+    try:
+        return _rows(_ended(run_dir))
+    except FileNotFoundError:
+        return []
+
+
+def read_begun(run_dir: str) -> Optional[List[List[int]]]:
+    """The elements that a host has begun that writes no more, with their attempts.
+
+    Returns:
+        ``None`` when nothing says which ones it has begun.
+    """
+    try:
+        return _rows(_begun(run_dir))
+    except FileNotFoundError:
+        return None
+
+
+def forget(run_dir: str) -> None:
+    """Remove the notes of a host: the driver has written down what they say."""
+    for path in (_begun(run_dir), _ended(run_dir)):
+        with suppress(FileNotFoundError):
+            os.remove(path)
+    with suppress(OSError):  # other jobs are in it
+        os.rmdir(run_dirs(command.tmpdir()))
+
+
+def _rows(path: str) -> List[List[Any]]:
     rows: List[List[Any]] = []
-    with suppress(FileNotFoundError), open(_path(run_dir), encoding="utf-8") as file:
+    with open(path, encoding="utf-8") as file:
         for line in file:
             with suppress(ValueError):  # a full disk, or the host's death, has torn it
                 rows.append(json.loads(line))
     return rows
 
 
-def forget(run_dir: str) -> None:
-    """Remove the notes of a host: the driver has written down what they say."""
-    with suppress(FileNotFoundError):
-        os.remove(_path(run_dir))
-    with suppress(OSError):  # other jobs are in it
-        os.rmdir(run_dirs(command.tmpdir()))
+def _open(path: str) -> int:
+    return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
 
 
-def _path(run_dir: str) -> str:
+def _begun(run_dir: str) -> str:
+    return os.path.join(run_dirs(command.tmpdir()), f"{run_dir}.begun")
+
+
+def _ended(run_dir: str) -> str:
     return os.path.join(run_dirs(command.tmpdir()), f"{run_dir}.ended")

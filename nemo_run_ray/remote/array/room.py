@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Dict, List, Mapping, NamedTuple
+from typing import Collection, Dict, List, Mapping, NamedTuple
 
-from ..group.packing import TOLERANCE
+from ..group.packing import TOLERANCE, Node, amount_text, matches
 
 
 class Share(NamedTuple):
@@ -23,6 +23,29 @@ def slots_in(available: Mapping[str, float], need: Mapping[str, float]) -> int:
     """For how many elements at a time these resources suffice."""
     fits = [int((available.get(name, 0.0) + TOLERANCE) / amount) for name, amount in need.items()]
     return min(fits)
+
+
+def why_never(nodes: Collection[Node], need: Mapping[str, float], labels: Mapping[str, str]) -> str:
+    """Why no node can ever have an element, in words; empty when one can.
+
+    Args:
+        nodes: the living ones, with all that they have when nothing else runs.
+        need: of one element.
+        labels: that a node must have.
+    """
+    fitting = [node.resources for node in nodes if matches(labels, node.labels)]
+    if not fitting:
+        return f"no node has the labels {dict(labels)}" if labels else "no node is alive"
+    if any(slots_in(resources, need) for resources in fitting):
+        return ""
+    for name, amount in need.items():
+        most = max(resources.get(name, 0.0) for resources in fitting)
+        if most < amount:
+            return (
+                f"an element asks for {name} {amount_text(name, amount)}, "
+                f"and the largest node has {amount_text(name, most)}"
+            )
+    return f"no node has {', '.join(need)} at once as an element asks for"
 
 
 def shares(

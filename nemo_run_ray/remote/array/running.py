@@ -94,7 +94,9 @@ class RunningElements:
         self._look_after(time.monotonic())
         # Last: what has ended has made room, and nothing else would wake the host's loop.
         while self._waiting and self._launcher.can_start and not self._is_ending:
-            element = self._launcher.start(self._waiting.popleft())
+            order = self._waiting.popleft()
+            self._notes.begins(*order.lease)
+            element = self._launcher.start(order)
             if element.fd is None:
                 self._ended(element)
             else:
@@ -113,11 +115,20 @@ class RunningElements:
         for order in [order for order in self._waiting if order.lease in wanted]:
             self._waiting.remove(order)
             row = [*order.lease, _TERMINATED, 0.0, "cancelled before it began"]
-            self._notes.add(row)
+            self._notes.ended(row)
             self._channel.report("ended", row=row)
         for element in self._running.values():
             if element.lease in wanted:
                 element.end_by(time.monotonic() + self._grace_s)
+
+    def hand_back(self, count: int) -> None:
+        """Let others have elements that have not begun here, the last ones first.
+
+        Args:
+            count: of the elements, at most.
+        """
+        leases = [self._waiting.pop().lease for _ in range(min(count, len(self._waiting)))]
+        self._channel.report("handed_back", leases=leases)
 
     def end(self) -> None:
         """End all; ``are_there`` says when that is done."""
@@ -213,5 +224,5 @@ class RunningElements:
         if element.is_lost:
             self._channel.report("lost", lease=element.lease)
             return
-        self._notes.add(row)
+        self._notes.ended(row)
         self._channel.report("ended", row=row)

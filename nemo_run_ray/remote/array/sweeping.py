@@ -5,12 +5,12 @@ from __future__ import annotations
 import os
 import signal
 from contextlib import suppress
-from typing import Any, Dict, Iterator, List, Optional, Tuple
+from typing import Any, Dict, Iterator, List, NamedTuple, Optional, Tuple
 
 from ..node import command
 from ..node.rundir import RunDir, run_dirs
 from ..node.tree import KEEPER, TAG, is_guard, kill, marked
-from .notes import read
+from .notes import read_begun, read_ended
 
 #: Seconds for a host's guard to end what the host has left, also what has lost its mark.
 _GUARD_S = 60.0
@@ -18,6 +18,19 @@ _GUARD_S = 60.0
 _TELL_S = 30.0
 #: Looks in a row that must find nothing: a process can be made while another look is on.
 _CLEAN_LOOKS = 2
+
+
+class Noted(NamedTuple):
+    """What a dead host has noted.
+
+    Attributes:
+        ended: a row for each element that has ended.
+        begun: those that had begun, with their attempts, and have not ended; ``None`` when nothing
+            says which ones.
+    """
+
+    ended: List[List[Any]]
+    begun: Optional[List[List[int]]]
 
 
 class Sweeping:
@@ -61,11 +74,14 @@ class Sweeping:
         self._tell_at = now + _TELL_S if is_due else self._tell_at
         return is_due
 
-    def read_notes(self) -> List[List[Any]]:
-        """The ends that the host has noted; its run directory is removed."""
-        rows = read(self._run_dir)
+    def read_notes(self) -> Noted:
+        """What the host has noted; its run directory is removed."""
+        ended, begun = read_ended(self._run_dir), read_begun(self._run_dir)
         RunDir(self._run_dir, base=run_dirs(command.tmpdir())).remove()
-        return rows
+        if begun is not None:
+            over = {tuple(row[:2]) for row in ended}
+            begun = [lease for lease in begun if tuple(lease) not in over]
+        return Noted(ended, begun)
 
 
 class Sweepings:
@@ -80,12 +96,12 @@ class Sweepings:
     def add(self, number: int, tag: str, run_dir: str, now: float) -> None:
         self._hosts[number] = Sweeping(tag, run_dir, now)
 
-    def turn(self, now: float) -> Iterator[Tuple[int, Optional[List[List[Any]]], str]]:
+    def turn(self, now: float) -> Iterator[Tuple[int, Optional[Noted], str]]:
         """Go one step on with each.
 
         Yields:
-            The number of a host of which nothing is left, with the ends that it has noted; or of
-            one of which something does not end, with ``None`` and words about it.
+            The number of a host of which nothing is left, with what it has noted; or of one of
+            which something does not end, with ``None`` and words about it.
         """
         for number, sweeping in list(self._hosts.items()):
             left = sweeping.turn(now)

@@ -12,8 +12,9 @@ from typing import Collection, Dict, List, Mapping, Sequence, Set
 from ..node_death import NODE_DEAD_S
 from .hosts import HostRecord
 
-#: Seconds until a node gets another host that ends what is left there, when the last one has died.
-_SWEEP_AGAIN_S = 5.0
+#: Seconds until a node gets another host that ends what is left there, when the last one has died:
+#: at first, and at most.
+_SWEEP_AGAIN_S, _SWEEP_AGAIN_MAX_S = 5.0, 60.0
 
 
 @dataclass
@@ -50,8 +51,10 @@ class Unproven:
         self._records = records
         self._held = {record.number: dict(held.get(record.number, {})) for record in records}
         self._node_dead_s = node_dead_s
+        self._slots: Dict[int, int] = {}  # of hosts of this driver
         self._dead_since: Dict[str, float] = {}  # nodes, as far as this driver knows
         self._sweep_at: Dict[str, float] = {}
+        self._sweepers_died: Dict[str, int] = {}  # by node
         self.unconfirmed: Set[str] = set()
 
     def __bool__(self) -> bool:
@@ -61,13 +64,30 @@ class Unproven:
         """All of them."""
         return [self._records[number] for number in self._held]
 
-    def add(self, number: int, in_hand: Mapping[int, int]) -> None:
-        """A host is dead, or its actor is."""
+    @property
+    def running(self) -> int:
+        """How many elements may run at most."""
+        return sum(
+            min(len(held), self._slots.get(number, len(held)))
+            for number, held in self._held.items()
+        )
+
+    def add(self, number: int, in_hand: Mapping[int, int], slots: int = 0) -> None:
+        """A host is dead, or its actor is.
+
+        Args:
+            number: of the host.
+            in_hand: the elements that it had, with their attempts.
+            slots: how many of them it ran at a time.
+        """
         self._held.setdefault(number, {}).update(in_hand)
+        self._slots[number] = slots
 
     def sweeper_died(self, node_id: str, now: float) -> None:
         """The host has died that was to end what others have left on a node."""
-        self._sweep_at[node_id] = now + _SWEEP_AGAIN_S
+        count = self._sweepers_died[node_id] = self._sweepers_died.get(node_id, 0) + 1
+        again_s = min(_SWEEP_AGAIN_S * 2 ** min(count - 1, 10), _SWEEP_AGAIN_MAX_S)
+        self._sweep_at[node_id] = now + again_s
 
     def held(self, number: int) -> Dict[int, int]:
         """What a host had in hand, of which the end is not known."""
@@ -75,6 +95,7 @@ class Unproven:
 
     def proven(self, number: int) -> Dict[int, int]:
         """Nothing of a host runs any more; what it had in hand."""
+        self._slots.pop(number, None)
         return self._held.pop(number, {})
 
     def steps(

@@ -27,6 +27,11 @@ class ElementPace:
         else:
             self.seconds += _WEIGHT * (seconds - self.seconds)
 
+    @property
+    def patience_s(self) -> float:
+        """For how long none may end on a host until those that wait there are for others."""
+        return _LONG_S + 2 * (self.seconds or 0.0)
+
     def held(self, slots: int) -> int:
         """How many elements a host may have: those that run, and those that keep it busy until
         the driver has heard of their end."""

@@ -17,6 +17,10 @@ _WAIT_S = 0.2
 _PULL_S = 2.0
 #: Seconds until a call is made again whose actor could not be reached.
 _AGAIN_S = 1.0
+#: Seconds without an answer until an actor is asked for its reports again. Where an answer was lost
+#: with its connection, Ray's client misses it 300 s later, with its own keepalive, or when it has
+#: something to send: then all calls on that connection are known to be lost at once.
+_UNANSWERED_S = 15.0
 #: Seconds for the replicas' processes to remove their folders.
 _CLOSE_S = 10.0
 
@@ -52,11 +56,13 @@ class Died(NamedTuple):
         actor: the actor.
         words: why.
         is_env: whether it never came up, since its runtime environment could not be built.
+        is_start: whether it never came up, since it failed at its start.
     """
 
     actor: Actor
     words: str
     is_env: bool = False
+    is_start: bool = False
 
 
 Answer = Union[Pulled, Died]
@@ -78,6 +84,7 @@ class Calls:
         self._ray = ray
         self._gather_s = gather_s
         self._awaited: Dict[Any, _Call] = {}
+        self._asked_at: Dict[Any, float] = {}  # of the pulls among them
         self._again: List[Tuple[float, _Call]] = []
 
     def order(self, replica: ReplicaHandle, order: Mapping[str, Any]) -> None:
@@ -92,6 +99,11 @@ class Calls:
     def repeat(self) -> None:
         """Make those calls again that are due."""
         now = time.monotonic()
+        for reference, asked_at in list(self._asked_at.items()):
+            call = self._awaited[reference]
+            if now >= asked_at + _UNANSWERED_S and call.actor.answers:
+                self._forget(reference)
+                self._make(call)
         again, self._again = self._again, []
         for due_at, call in again:
             if now >= due_at:
@@ -109,7 +121,7 @@ class Calls:
             count = len(self._awaited)
             ready, _ = self._ray.wait(list(self._awaited), num_returns=count, timeout=0)
         for reference in ready:
-            answer = self._answer(self._awaited.pop(reference), reference)
+            answer = self._answer(self._forget(reference), reference)
             if answer is not None:
                 yield answer
 
@@ -126,10 +138,16 @@ class Calls:
         if call.replica is None or call.order is None:
             seen = {name(replica.replica_id): replica.seen for replica in call.actor.replicas}
             reference = call.actor.handle.pull.remote(seen, _PULL_S, self._gather_s)
+            self._asked_at[reference] = time.monotonic()
         else:
             key = name(call.replica.replica_id)
             reference = call.actor.handle.order.remote(key, call.number, dict(call.order))
         self._awaited[reference] = call
+
+    def _forget(self, reference: Any) -> _Call:
+        """Await a call's answer no more."""
+        self._asked_at.pop(reference, None)
+        return self._awaited.pop(reference)
 
     def _answer(self, call: _Call, reference: Any) -> Optional[Answer]:
         try:
@@ -140,7 +158,8 @@ class Calls:
         except self._ray.exceptions.RayError as error:
             call.actor.dead = True
             is_env = isinstance(error, self._ray.exceptions.RuntimeEnvSetupError)
-            return Died(call.actor, self._why_dead(error), is_env)
+            is_start = bool(getattr(error, "actor_init_failed", False))
+            return Died(call.actor, self._why_dead(error), is_env, is_start)
         call.actor.answers = True
         return Pulled(call.actor, *answer) if call.replica is None else None
 
@@ -148,7 +167,9 @@ class Calls:
         if isinstance(error, self._ray.exceptions.RuntimeEnvSetupError):
             write(f"{error}\n")  # the whole error, for readers of the log
             return f"the runtime environment could not be built: {cause_of(str(error))}"
-        return f"Ray's worker there died: {_first_line(error)}"
+        if getattr(error, "actor_init_failed", False):  # of a traceback the last line is the error
+            return f"Ray's worker there failed at its start: {_lines(error)[-1]}"
+        return f"Ray's worker there died: {_lines(error)[0]}"
 
     def _has_ended(self, reference: Any) -> bool:
         try:
@@ -157,6 +178,6 @@ class Calls:
             return False
 
 
-def _first_line(error: BaseException) -> str:
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return lines[0][:300] if lines else type(error).__name__
+def _lines(error: BaseException) -> List[str]:
+    lines = [line.strip()[:300] for line in str(error).splitlines() if line.strip()]
+    return lines or [type(error).__name__]

@@ -184,6 +184,7 @@ def test_a_stopped_host_starts_nothing_and_notes_nothing_once_it_is_swept(make, 
     report = other.until("swept", within_s=20)
 
     assert [row[:3] for row in report["ended"]] == [[0, 1, 0]]
+    assert report["begun"] == [[1, 1]]
     assert not holding(dead.tag, "environ")
     time.sleep(0.3)
     assert not (tmp_path / "2").exists()
@@ -207,15 +208,17 @@ def test_what_has_lost_its_mark_is_ended_by_the_guard(make, tmp_path):
 def test_a_host_whose_notes_are_torn_tells_the_others(make, tmp_path):
     dead, other = make(), make()
     _begin_three(dead, tmp_path)
-    (notes,) = dead.root.parent.glob("*.ended")
+    notes, begun = (next(dead.root.parent.glob(f"*.{kind}")) for kind in ("ended", "begun"))
     notes.write_text('[5, 1, 0\n[6, 1, 0, 0.1, "exit code 0"]\n[7, 1')
     os.kill(dead.keepers()[0], signal.SIGKILL)
 
     other.sweep(dead)
 
-    assert [row[0] for row in other.until("swept", within_s=20)["ended"]] == [6]
+    report = other.until("swept", within_s=20)
+    assert [row[0] for row in report["ended"]] == [6]
+    assert report["begun"] == [[0, 1], [1, 1]]
     other.order({"do": "forget", "run_dirs": [dead.run_dir]})
-    wait(lambda: not notes.exists())
+    wait(lambda: not notes.exists() and not begun.exists())
 
 
 def test_what_does_not_end_is_named(relays, tag, monkeypatch):
@@ -235,7 +238,7 @@ def test_what_does_not_end_is_named(relays, tag, monkeypatch):
         process.kill()
         process.wait()
     assert list(sweepings.turn(33.0)) == []
-    assert list(sweepings.turn(33.1)) == [(4, [], "")]
+    assert list(sweepings.turn(33.1)) == [(4, ([], None), "")]
     assert not sweepings
 
 
@@ -247,15 +250,45 @@ def test_notes_outlive_a_full_disk(relays, temporary, monkeypatch):
     folder = temporary / f"nemo_run_{os.getuid()}"
     folder.mkdir()
     own = notes.Notes("host")
-    own.add([0, 1, 0])
+    own.ended([0, 1, 0])
     with monkeypatch.context() as full:
         write = os.write
         full.setattr(os, "write", lambda fd, data: write(fd, data[:3]))
-        own.add([1, 1, 0])
-    own.add([2, 1, 0])
-    assert notes.read("host") == [[0, 1, 0], [2, 1, 0]]
+        own.ended([1, 1, 0])
+    own.ended([2, 1, 0])
+    assert notes.read_ended("host") == [[0, 1, 0], [2, 1, 0]]
     notes.forget("host")
     assert not folder.exists()
+
+
+def test_where_a_full_disk_takes_no_note_of_a_start_all_counts_as_begun(
+    relays, temporary, monkeypatch
+):
+    notes = importlib.import_module("nemo_run_ray_remote.array.notes")
+    (temporary / f"nemo_run_{os.getuid()}").mkdir()
+    own = notes.Notes("host")
+    own.begins(0, 1)
+    assert notes.read_begun("host") == [[0, 1]]
+    with monkeypatch.context() as full:
+        write = os.write
+        full.setattr(os, "write", lambda fd, data: write(fd, data[:3]))
+        own.begins(1, 1)
+    own.begins(2, 1)
+    assert notes.read_begun("host") is None
+    notes.forget("host")
+
+
+def test_what_waits_behind_others_is_handed_back_the_last_first(host, tmp_path):
+    host.shell(f"mkdir {tmp_path}/$NEMO_RUN_ARRAY_INDEX; exec sleep 1000", slots=1)
+    host.run(0, 1, 2, 3)
+    wait((tmp_path / "0").exists)
+    host.order({"do": "hand_back", "count": 2})
+    assert host.until("handed_back")["leases"] == [[3, 1], [2, 1]]
+    host.order({"do": "hand_back", "count": 7})
+    assert host.until("handed_back")["leases"] == [[1, 1]], "one that runs stays"
+    host.order({"do": "end"})
+    host.until("idle")
+    assert not (tmp_path / "1").exists()
 
 
 # ---------------------------------------------------------------------- forks

@@ -64,9 +64,9 @@ def test_what_a_dead_node_had_waits_until_the_node_itself_has_noticed(leases):
     pool.look(now=1000.0, waiting=0)
     assert leases.progress.state(0) is ElementState.LEASED
     pool.look(now=1000.0 + NODE_DEAD_S - 1, waiting=0)
-    assert not pool.are_proven
+    assert pool.unproven
     pool.look(now=1000.0 + NODE_DEAD_S, waiting=0)
-    assert pool.are_proven
+    assert not pool.unproven
     assert leases.progress.state(0) is ElementState.WAITING
 
 
@@ -85,6 +85,6 @@ def test_hosts_of_a_driver_that_was_killed_before_its_first_lease_are_ended_too(
     leases = Leases(SPEC, str(path), ID, str(tmp_path))
     try:
         assert not leases.goes_on
-        assert not pool_of(leases).are_proven
+        assert pool_of(leases).unproven
     finally:
         leases.close()

@@ -1,0 +1,147 @@
+"""What the hosts of an array report, and what becomes of it."""
+
+from __future__ import annotations
+
+import json
+import time
+from typing import Any, List, Mapping, Optional, Sequence, Tuple
+
+from ..env_error import cause_of
+from ..group.calls import Calls, Died, Pulled
+from ..group.machine import name
+from ..node.output import say, write
+from ..states import Cause
+from .host_pool import HostPool
+from .hosts import Host
+from .leases import Leases
+from .progress import Lease
+
+
+class HostReports:
+    """Hears what the hosts of one array report.
+
+    Args:
+        leases: the elements.
+        pool: the hosts.
+        calls: to their actors.
+        are_tasks: the elements are tasks that differ.
+
+    Attributes:
+        broken: why the array cannot be run at all; ``None`` as long as it can.
+    """
+
+    def __init__(self, leases: Leases, pool: HostPool, calls: Calls, are_tasks: bool) -> None:
+        self._leases = leases
+        self._pool = pool
+        self._calls = calls
+        self._are_tasks = are_tasks
+        self._can_run = leases.progress.ended_count > 0
+        self._written = ""  # what was written last of a host that cannot run elements
+        self.broken: Optional[Tuple[Cause, str]] = None
+
+    def died(self, answer: Died) -> None:
+        """An actor cannot answer any more."""
+        for host in self._pool.of(answer.actor):
+            if answer.is_env:
+                self._break(Cause.RUNTIME_ENV, answer.words)
+            if answer.is_start:
+                self._refused(host, answer.words, has_started=False)
+            else:
+                self._pool.lost(host)
+
+    def hear(self, answer: Pulled) -> None:
+        """Take what an actor has answered, and ask it again."""
+        for host in self._pool.of(answer.actor):
+            first, reports = answer.reports.get(name(host.replica.replica_id), (0, []))
+            for number, report in enumerate(reports, start=first):
+                if number == host.replica.seen:
+                    host.replica.seen += 1
+                    self._report(host, json.loads(report))
+        for _ in self._pool.of(answer.actor):  # it may be given up by now
+            self._calls.pull(answer.actor)
+
+    def _report(self, host: Host, report: Mapping[str, Any]) -> None:
+        kind, node = report["at"], host.replica.node.host
+        if kind == "text":
+            prefix = f"{report['element']}| "
+            write(prefix + str(report["text"])[:-1].replace("\n", f"\n{prefix}") + "\n")
+        elif kind == "ended":
+            self._ended(host, report["row"])
+        elif kind == "prepared":
+            host.is_ready, host.heard_at = True, time.monotonic()
+            say(f"{node} runs {host.slots} element(s) at a time")
+        elif kind == "unprepared":
+            self._refused(host, str(report["words"]), has_started=True)
+        elif kind == "obstacles":
+            say(_of_obstacles(node, report["words"], report["forks"], self._are_tasks))
+        elif kind == "swept":
+            self._pool.swept(host, report)
+        elif kind == "unswept":
+            say(f"a host on {node} is dead, and this does not end there: {report['words']}")
+        elif kind == "stuck":
+            say(f"element {report['element']} on {node} has ended, but not {report['words']}")
+        elif kind == "lost":
+            self._lost(host, Lease(*report["lease"]))
+        elif kind == "handed_back":
+            self._handed_back(host, [Lease(*lease) for lease in report["leases"]])
+        elif kind == "idle":
+            self._pool.idle(host)
+        else:  # ``failed`` or ``gone``
+            say(f"the host on {node} has died: {report.get('words', 'it was killed')}")
+            self._pool.give_up(host)
+
+    def _ended(self, host: Host, row: List[Any]) -> None:
+        host.in_hand.pop(row[0], None)
+        host.heard_at, self._can_run = time.monotonic(), True
+        self._pool.room.works(host.record.node_id)
+        self._leases.ended(host.record.number, row)
+
+    def _handed_back(self, host: Host, leases: Sequence[Lease]) -> None:
+        """Elements have not begun on a host, and are for others."""
+        host.is_asked = False
+        for lease in leases:
+            host.in_hand.pop(lease.element, None)
+            self._leases.give_back(lease, host.record.number, has_run=False)
+
+    def _lost(self, host: Host, lease: Lease) -> None:
+        """An element has ended, and nobody knows how."""
+        host.in_hand.pop(lease.element, None)
+        say(f"the process was killed that knew how element {lease.element} has ended")
+        self._leases.give_back(lease, host.record.number, has_run=True)
+
+    def _refused(self, host: Host, words: str, has_started: bool) -> None:
+        """A host cannot run elements: others may, or none can."""
+        node = host.replica.node.host
+        self._pool.refused(host, has_started)
+        can_run = self._can_run or self._pool.room.may_work(self._pool.hosts.values())
+        if host.slots and not can_run:
+            self._break(Cause.NOT_PREPARED, f"on {node}: {words}")
+            return
+        if words != self._written:
+            write(f"{words}\n")
+            self._written = words
+        say(f"a host on {node} could not begin; another one is tried later: {_last_line(words)}")
+
+    def _break(self, cause: Cause, words: str) -> None:
+        """The array cannot be run at all."""
+        if self.broken is None:
+            is_env = cause is Cause.RUNTIME_ENV
+            self.broken = cause, cause_of(words) if is_env else _last_line(words)
+            write(f"{words}\n")
+
+
+def _last_line(words: str) -> str:
+    """Of a traceback this is the error."""
+    return words.strip().rpartition("\n")[2]
+
+
+def _of_obstacles(node: str, obstacles: Sequence[str], forks: bool, are_tasks: bool) -> str:
+    """What is said of imports that begin something which a fork does not have."""
+    words = f"on {node} the imports {', and '.join(obstacles)}, which a fork does not have"
+    if are_tasks:
+        return f"{words}. So each task imports anew, which takes seconds in place of milliseconds"
+    if forks:
+        return (
+            f"{words}. With array(..., isolation='process') each element has a process of its own"
+        )
+    return f"{words}. So each element imports anew; array(..., isolation='fork') forks all the same"

@@ -1,0 +1,264 @@
+"""What becomes of a host's reports: who has an element, and where hosts are started again."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from nemo_run_ray.remote.array.handing_out import feed, take_back
+from nemo_run_ray.remote.array.host_pool import HostPool
+from nemo_run_ray.remote.array.host_reports import HostReports
+from nemo_run_ray.remote.array.hosts import Host, HostRecord
+from nemo_run_ray.remote.array.leases import Leases
+from nemo_run_ray.remote.array.progress import ElementState
+from nemo_run_ray.remote.group.actors import Actor, ReplicaHandle
+from nemo_run_ray.remote.group.calls import Died, Pulled
+from nemo_run_ray.remote.group.packing import Node
+from nemo_run_ray.remote.spec import ArraySpec, JobSpec, RoleSpec
+from nemo_run_ray.remote.states import Cause
+
+ID = "e_1.array"
+ROLE = RoleSpec("element", JobSpec(("true",)), resources={"CPU": 1.0})
+
+
+class Ray:
+    """A cluster of nodes that have two processors each and run nothing else."""
+
+    def __init__(self) -> None:
+        self.alive = ["n1", "n2"]
+        self.killed: list[object] = []
+        free = SimpleNamespace(available_resources_per_node=self._free)
+        self._private = SimpleNamespace(state=free)
+
+    def nodes(self) -> list[dict[str, Any]]:
+        return [
+            {
+                "NodeID": node,
+                "NodeManagerHostname": node,
+                "NodeManagerAddress": node,
+                "Alive": True,
+                "Resources": {"CPU": 2.0},
+            }
+            for node in self.alive
+        ]
+
+    def _free(self) -> dict[str, dict[str, float]]:
+        return {node: {"CPU": 2.0} for node in self.alive}
+
+    def kill(self, handle: object, no_restart: bool) -> None:
+        self.killed.append(handle)
+
+
+class Starts:
+    """Starts hosts that have no processes."""
+
+    def start(self, record: HostRecord, node: Node, slots: int) -> Host:
+        replica = ReplicaHandle(("element", record.number), ROLE, node, 0, record.tag, "run")
+        replica.actor = Actor(object(), [replica])
+        return Host(record, replica, replica.actor, slots, time.monotonic())
+
+    def prepare(self, host: Host) -> dict[str, Any]:
+        return {"do": "prepare"}
+
+
+class Calls:
+    """Keeps what hosts were told."""
+
+    def __init__(self) -> None:
+        self.orders: list[tuple[int, dict[str, Any]]] = []
+
+    def order(self, replica: ReplicaHandle, order: dict[str, Any]) -> None:
+        self.orders.append((replica.replica_id[1], order))
+
+    def pull(self, actor: Actor) -> None: ...
+
+
+class Cluster:
+    """An array of twelve elements on two nodes, with a host on each."""
+
+    def __init__(self, leases: Leases, spec: ArraySpec) -> None:
+        self.leases, self.calls, self.ray = leases, Calls(), Ray()
+        self.pool = HostPool(self.ray, spec, ID, Starts(), self.calls, leases)
+        self.reports = HostReports(leases, self.pool, self.calls, are_tasks=False)
+        self.look()
+
+    def look(self, later_s: float = 0.0) -> None:
+        waiting = self.leases.progress.number(ElementState.WAITING)
+        self.pool.look(time.monotonic() + later_s, waiting)
+
+    def on(self, node: str) -> list[Host]:
+        """The hosts on a node that run elements."""
+        hosts = self.pool.hosts.values()
+        return [host for host in hosts if host.record.node_id == node and host.slots]
+
+    def sweeper(self, node: str) -> Host:
+        (found,) = [host for host in self.pool.hosts.values() if host.sweeps]
+        assert found.record.node_id == node
+        return found
+
+    def tells(self, teller: Host, **report: Any) -> None:
+        """Let a host report something."""
+        key, seen = f"element/{teller.record.number}", teller.replica.seen
+        reports = {key: (seen, [json.dumps(report)])}
+        self.reports.hear(Pulled(teller.actor, teller.record.node_id, reports))
+
+    def ready(self, *hosts: Host) -> None:
+        for host in hosts:
+            self.tells(host, at="prepared")
+
+    def feed(self) -> None:
+        feed(self.leases, self.pool, self.calls)
+
+    def attempts(self) -> list[int]:
+        """How often each element was begun, as far as is known."""
+        stretches = self.leases.progress.stretches()
+        return [one.attempts for one in stretches for _ in range(one.first, one.last + 1)]
+
+
+@pytest.fixture
+def spec(request) -> ArraySpec:
+    return ArraySpec(ROLE, "elements", **getattr(request, "param", {}))
+
+
+@pytest.fixture
+def cluster(tmp_path, spec) -> Iterator[Cluster]:
+    path = tmp_path / "elements"
+    path.write_text("\n".join(['{"fields": []}', *["[]"] * 12]) + "\n")
+    leases = Leases(spec, str(path), ID, str(tmp_path))
+    yield Cluster(leases, spec)
+    leases.close()
+
+
+def row(element: int, code: int = 0, attempt: int = 1, seconds: float = 0.01) -> list[Any]:
+    return [element, attempt, code, seconds, f"exit code {code}"]
+
+
+# ---------------------------------------------------------------------- nodes that cannot
+
+
+def test_a_node_that_cannot_run_elements_is_left_alone_for_longer_each_time(cluster, capfd):
+    (good,), (bad,) = cluster.on("n1"), cluster.on("n2")
+    cluster.ready(good)
+    for pause_s in (5, 10, 20):
+        cluster.tells(bad, at="unprepared", words="Traceback\nOSError: no room")
+        cluster.look()
+        sweeper = cluster.sweeper("n2")
+        cluster.tells(sweeper, at="swept", host=bad.record.number, ended=[], begun=[])
+        cluster.look(pause_s - 1)
+        assert cluster.on("n2") == []
+        cluster.look(pause_s + 1)
+        (bad,) = cluster.on("n2")
+    assert cluster.reports.broken is None
+    told = "a host on n2 could not begin; another one is tried later: OSError: no room"
+    assert capfd.readouterr().out.count(told) == 3
+
+
+def test_an_array_that_no_node_can_run_is_broken_with_the_reason(cluster):
+    (first,), (second,) = cluster.on("n1"), cluster.on("n2")
+    cluster.tells(first, at="unprepared", words="Traceback\nImportError: no module x")
+    assert cluster.reports.broken is None, "the other one may show that it works"
+    cluster.tells(second, at="unprepared", words="Traceback\nImportError: no module x")
+    assert cluster.reports.broken == (Cause.NOT_PREPARED, "ImportError: no module x")
+
+
+def test_nothing_has_run_of_a_host_whose_start_has_failed(cluster):
+    (host,) = cluster.on("n2")
+    cluster.reports.died(Died(host.actor, "it failed at its start: disk full", is_start=True))
+    assert cluster.on("n2") == []
+    assert not cluster.pool.unproven
+    assert cluster.reports.broken is None
+
+
+# ---------------------------------------------------------------------- hosts that die
+
+
+def test_what_a_dead_host_had_not_begun_costs_no_attempt(cluster):
+    """It had five in hand: one has ended, one had begun, and three waited behind them."""
+    (host,), (other,) = cluster.on("n1"), cluster.on("n2")
+    cluster.ready(host)
+    cluster.leases.pace.measured(0.2)
+    cluster.feed()
+    assert sorted(host.in_hand) == [0, 1, 2, 3, 4]
+    cluster.tells(host, at="failed", words="it was killed")
+    cluster.look()
+    sweeper = cluster.sweeper("n1")
+
+    cluster.tells(sweeper, at="swept", host=0, ended=[row(0)], begun=[[1, 1]])
+
+    assert cluster.attempts() == [1, 1, *[0] * 10]
+    assert cluster.leases.progress.number(ElementState.WAITING) == 11
+    cluster.ready(other)
+    cluster.feed()
+    assert other.in_hand[1] == 2, "the attempt that had begun is not made a second time"
+    assert other.in_hand[2] == 1
+
+
+def test_without_a_note_all_that_a_dead_host_had_counts_as_begun(cluster):
+    (host,) = cluster.on("n1")
+    cluster.ready(host)
+    cluster.feed()
+    cluster.tells(host, at="failed", words="it was killed")
+    cluster.look()
+    cluster.tells(cluster.sweeper("n1"), at="swept", host=0, ended=[], begun=None)
+    assert cluster.attempts()[:3] == [1, 1, 0]
+
+
+def test_a_failure_that_the_end_has_caused_is_none(cluster):
+    (host,) = cluster.on("n1")
+    cluster.ready(host)
+    cluster.feed()
+    cluster.tells(host, at="failed", words="it was killed")
+    cluster.look()
+    sweeper = cluster.sweeper("n1")
+    cluster.pool.end()
+    cluster.tells(sweeper, at="swept", host=0, ended=[row(0, 143), row(1)], begun=[])
+    states = [cluster.leases.progress.state(index) for index in (0, 1)]
+    assert states == [ElementState.CANCELLED, ElementState.SUCCEEDED]
+
+
+@pytest.mark.parametrize("spec", [{"max_in_flight": 2}], indirect=True)
+def test_what_may_still_run_counts_among_those_in_flight(cluster):
+    (host,) = [*cluster.on("n1"), *cluster.on("n2")][:1]
+    for other in [one for one in cluster.pool.hosts.values() if one is not host]:
+        cluster.pool.refused(other, has_started=False)
+    cluster.ready(host)
+    cluster.feed()
+    running = len(host.in_hand)
+    assert running
+    cluster.tells(host, at="failed", words="it was killed")
+    cluster.look(later_s=60)
+    slots = sum(one.slots for one in cluster.pool.hosts.values())
+    assert slots + running <= 2
+
+
+# ---------------------------------------------------------------------- elements that wait
+
+
+def test_what_waits_behind_a_long_element_is_handed_back_and_runs_elsewhere(cluster):
+    (host,), (other,) = cluster.on("n1"), cluster.on("n2")
+    cluster.ready(host)
+    cluster.leases.pace.measured(0.2)
+    cluster.feed()
+    take_back(cluster.leases, cluster.pool, cluster.calls)
+    assert cluster.calls.orders[-1][1]["do"] == "run", "nothing is held up yet"
+    host.heard_at -= 10
+    for _ in range(2):  # it is asked once
+        take_back(cluster.leases, cluster.pool, cluster.calls)
+    asked = [order for order in cluster.calls.orders if order[1]["do"] == "hand_back"]
+    assert asked == [(host.record.number, {"do": "hand_back", "count": 3})]
+
+    cluster.tells(host, at="handed_back", leases=[[4, 1], [3, 1]])  # the third one has begun
+
+    assert sorted(host.in_hand) == [0, 1, 2]
+    cluster.ready(other)
+    cluster.feed()
+    assert {3, 4} <= set(other.in_hand)
+    assert sorted(host.in_hand) == [0, 1, 2], "it gets none while it is held up"
+    cluster.tells(host, at="ended", row=row(0))
+    cluster.feed()
+    assert len(host.in_hand) > 2

@@ -1,0 +1,113 @@
+"""Calls of actors: made again when nobody answers."""
+
+from __future__ import annotations
+
+import time
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from nemo_run_ray.remote.group import calls as calls_module
+from nemo_run_ray.remote.group.actors import Actor, ReplicaHandle
+from nemo_run_ray.remote.group.calls import Calls, Died, Pulled
+from nemo_run_ray.remote.group.packing import Node
+from nemo_run_ray.remote.spec import JobSpec, RoleSpec
+
+
+class RayError(Exception):
+    pass
+
+
+class ActorUnavailableError(RayError):
+    pass
+
+
+class RuntimeEnvSetupError(RayError):
+    pass
+
+
+class StartFailed(RayError):
+    actor_init_failed = True
+
+
+class Ray:
+    """Ray with one actor that answers what the test says: by the number of the call."""
+
+    exceptions = SimpleNamespace(
+        RayError=RayError,
+        ActorUnavailableError=ActorUnavailableError,
+        RuntimeEnvSetupError=RuntimeEnvSetupError,
+    )
+
+    def __init__(self) -> None:
+        self.made = 0
+        self.answers: dict[int, Any] = {}
+        replica = ReplicaHandle(
+            ("a", 0), RoleSpec("a", JobSpec(("true",))), Node("n", "n", "n"), 0, "", ""
+        )
+        handle = SimpleNamespace(pull=SimpleNamespace(remote=self._call))
+        self.actor = replica.actor = Actor(handle, [replica])
+
+    def _call(self, *_: object) -> int:
+        self.made += 1
+        return self.made
+
+    def wait(
+        self, references: list[int], num_returns: int, timeout: float
+    ) -> tuple[list[int], None]:
+        return [one for one in references if one in self.answers][:num_returns], None
+
+    def get(self, reference: int) -> Any:
+        if isinstance(self.answers[reference], Exception):
+            raise self.answers[reference]
+        return self.answers[reference]
+
+
+@pytest.fixture
+def ray() -> Ray:
+    return Ray()
+
+
+@pytest.fixture
+def calls(ray) -> Calls:
+    """The calls of an actor that has answered once and is asked again."""
+    found = Calls(ray)
+    found.pull(ray.actor)
+    ray.answers[1] = ("n", {})
+    assert list(found.answers()) == [Pulled(ray.actor, "n", {})]
+    found.pull(ray.actor)
+    return found
+
+
+def later(monkeypatch, seconds: float) -> None:
+    now = time.monotonic() + seconds
+    monkeypatch.setattr(calls_module.time, "monotonic", lambda: now)
+
+
+def test_an_actor_that_does_not_answer_is_asked_again_and_answers_once(ray, calls, monkeypatch):
+    later(monkeypatch, 10)
+    calls.repeat()
+    assert ray.made == 2, "it may still be gathering reports"
+    later(monkeypatch, 16)
+    calls.repeat()
+    calls.repeat()
+    assert ray.made == 3
+    ray.answers.update({2: ("n", {}), 3: ("n", {})})
+    assert len(list(calls.answers())) == 1
+
+
+def test_an_actor_that_is_still_to_come_up_is_asked_once(ray, monkeypatch):
+    calls = Calls(ray)
+    calls.pull(ray.actor)
+    later(monkeypatch, 600)
+    calls.repeat()
+    assert ray.made == 1
+
+
+def test_a_start_that_has_failed_is_told_with_its_error(ray, calls):
+    ray.answers[2] = StartFailed("The actor died in its creation task\n\nOSError: disk full\n")
+    (died,) = calls.answers()
+    assert died == Died(
+        ray.actor, "Ray's worker there failed at its start: OSError: disk full", is_start=True
+    )
