@@ -23,6 +23,9 @@ from tests import array_tasks
 from tests.conftest import processes_of, processes_where
 
 COUNT = 60
+#: Elements that may run once more after they have noted their end: each strike may come before
+#: their exit code was known.
+AGAIN_MAX = 3
 _PROGRAM = (
     "cd {folder}; exec 9>lock-$NEMO_RUN_ARRAY_INDEX; "
     "flock -n 9 || echo $NEMO_RUN_ARRAY_INDEX $NEMO_RUN_ATTEMPT twice >> notes; "
@@ -50,6 +53,10 @@ def check(job: RemoteJob, folder: Path, logs: Path | None) -> None:
     assert not [row for row in rows if row[2] == "twice"], (rows, log[-3000:])
     begins = Counter(row[:2] for row in rows if row[2] == "begin")
     assert set(begins.values()) == {1}, "no attempt begins twice"
+    again = {
+        row[:2] for row in rows if row[2] == "end" and (row[0], str(int(row[1]) + 1)) in begins
+    }
+    assert len(again) <= AGAIN_MAX, (again, "ended, and ran once more", log[-3000:])
     elements = job.select_elements()
     succeeded = {one.index for one in elements if one.state == "succeeded"}
     assert len(succeeded) + sum(one.state == "cancelled" for one in elements) == COUNT

@@ -257,7 +257,11 @@ def _set_handle(job: Any, name: str) -> None:
 
 
 def launch(experiment: Experiment, jobs: list[Any]) -> None:
-    """Launch jobs as ``Experiment.run`` does: all are dry-run before the first is handed over."""
+    """Launch jobs as ``Experiment.run(detach=True)`` does: nobody stays for them.
+
+    All are dry-run before the first is handed over.
+    """
+    experiment.detach = True
     for job in jobs:
         job.launch(wait=False, runner=experiment._runner, dryrun=True)
     for job in jobs:

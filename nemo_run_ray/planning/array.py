@@ -47,9 +47,11 @@ class Array(run.Script):
         """NeMo-Run's, for a RayExecutor.
 
         Raises:
-            ConfigError: it is for the caller's own process.
+            ConfigError: it is for the caller's own process, or for Slurm.
         """
-        if filename is None or options.get("is_local"):
+        # NeMo-Run says no more of the executor; the last one is for Slurm without containers.
+        is_elsewhere = options.get("is_local") or options.get("substitute_rundir_path")
+        if filename is None or is_elsewhere:
             raise ConfigError(
                 "An array is one job of a Ray, and there is no Ray in its place. Give it to "
                 "run.run(..., executor=RayExecutor(...)); RayExecutor() alone starts a Ray here."
@@ -113,17 +115,20 @@ def _check_arguments(task: object, isolation: object, max_failures: object) -> N
 
 
 def _text_of(header: Mapping[str, Any], elements: Iterable[str]) -> str:
-    lines = [json.dumps(header), *elements]
+    lines = [json.dumps(header)]
+    size_bytes = len(lines[0]) + 1
+    for line in elements:
+        size_bytes += len(line) + 1
+        if size_bytes > ARRAY_MAX_BYTES:
+            raise ConfigError(
+                f"The first {len(lines)} elements of the array have more than the "
+                f"{ARRAY_MAX_BYTES / 1024**2:.0f} MiB that are sent at most. Let the values be "
+                "names or numbers of what the nodes can read."
+            )
+        lines.append(line)
     if len(lines) == 1:
         raise ConfigError("The array has no elements: `over` gives no values.")
-    text = "\n".join(lines) + "\n"
-    if len(text) > ARRAY_MAX_BYTES:
-        raise ConfigError(
-            f"The {len(lines) - 1} elements of the array have {len(text) / 1024**2:.0f} MiB, and "
-            f"{ARRAY_MAX_BYTES / 1024**2:.0f} are sent at most. Let the values be names or numbers "
-            "of what the nodes can read."
-        )
-    return text
+    return "\n".join(lines) + "\n"
 
 
 def is_array(roles: Sequence[Role]) -> bool:

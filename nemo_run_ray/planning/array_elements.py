@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import math
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
@@ -12,6 +13,8 @@ from nemo_run_ray.errors import ConfigError
 
 #: Bytes of one element's values.
 ELEMENT_MAX_BYTES = 32 * 1024
+#: Elements of an array: each is a line of the file that is sent, of four bytes at least.
+ELEMENTS_MAX = 16 * 1024**2
 #: What a user may give: values of each field, a mapping for each element, a file of them.
 Over = Mapping[str, Iterable[Any]] | Iterable[Mapping[str, Any]] | str | os.PathLike[str]
 
@@ -30,13 +33,17 @@ def rows_of(over: Over, combine: str) -> tuple[list[str], Iterator[Sequence[Any]
     if not over:
         raise ConfigError("`over` names no field; expected is at least one.")
     for name, values in over.items():
+        if not isinstance(name, str):
+            raise ConfigError(f"`over` has the field {name!r}; expected is the name of one.")
         if isinstance(values, (str, bytes, Mapping)) or not isinstance(values, Iterable):
             raise ConfigError(
                 f"The values of the field {name!r} are {values!r}; expected is a list, with "
                 "a value for each element."
             )
-    columns = [list(values) for values in over.values()]
+    columns = [list(itertools.islice(values, ELEMENTS_MAX + 1)) for values in over.values()]
+    _limit(max(len(column) for column in columns))
     if combine == "product":
+        _limit(math.prod(len(column) for column in columns))
         return list(over), iter(itertools.product(*columns))
     if combine != "zip":
         raise ConfigError(f"combine is {combine!r}; expected is 'product' or 'zip'.")
@@ -44,6 +51,14 @@ def rows_of(over: Over, combine: str) -> tuple[list[str], Iterator[Sequence[Any]
         lengths = ", ".join(f"{name}: {len(col)}" for name, col in zip(over, columns, strict=True))
         raise ConfigError(f"combine='zip' needs as many values of each field; found {lengths}.")
     return list(over), iter(zip(*columns, strict=True))
+
+
+def _limit(count: int) -> None:
+    if count > ELEMENTS_MAX:
+        raise ConfigError(
+            f"`over` gives {count:,} elements or more, and an array has {ELEMENTS_MAX:,} at most. "
+            "Let each element do more, or make several arrays."
+        )
 
 
 def _json_lines(path: str | os.PathLike[str]) -> Iterator[Mapping[str, Any]]:
@@ -62,6 +77,12 @@ def _json_lines(path: str | os.PathLike[str]) -> Iterator[Mapping[str, Any]]:
             f"The elements cannot be read from {os.fspath(path)}: {error.strerror}. Give the path "
             "of a JSONL file with a mapping in each line, or the values themselves."
         ) from error
+    except UnicodeDecodeError as error:
+        raise ConfigError(
+            f"The elements cannot be read from {os.fspath(path)}: it is no text in UTF-8 "
+            f"({error.reason} at byte {error.start}). Expected is JSONL, with a mapping in each "
+            "line."
+        ) from error
 
 
 def _of_mappings(rows: Iterable[Any]) -> tuple[list[str], Iterator[Sequence[Any]]]:
@@ -72,6 +93,7 @@ def _of_mappings(rows: Iterable[Any]) -> tuple[list[str], Iterator[Sequence[Any]
 
     def values() -> Iterator[Sequence[Any]]:
         for number, row in enumerate(itertools.chain([first], each)):
+            _limit(number + 1)
             if not isinstance(row, Mapping) or set(row) != set(first):
                 found = sorted(row) if isinstance(row, Mapping) else row
                 raise ConfigError(
@@ -80,8 +102,15 @@ def _of_mappings(rows: Iterable[Any]) -> tuple[list[str], Iterator[Sequence[Any]
                 )
             yield [row[name] for name in first]
 
-    if not isinstance(first, Mapping) or not first:
-        raise ConfigError(f"The first element of the array is {first!r}; expected is a mapping.")
+    if (
+        not isinstance(first, Mapping)
+        or not first
+        or not all(isinstance(key, str) for key in first)
+    ):
+        raise ConfigError(
+            f"The first element of the array is {first!r}; expected is a mapping from names of "
+            "fields to their values."
+        )
     return list(first), values()
 
 

@@ -15,7 +15,8 @@ import nemo_run as run
 import psutil
 import pytest
 
-from nemo_run_ray import ExistingCluster, array
+from nemo_run_ray import ExistingCluster, RayExecutor, array
+from nemo_run_ray.jobs.find import find_job
 from nemo_run_ray.jobs.job import RemoteJob
 from nemo_run_ray.remote.array.journal import ENDED, read_records
 from nemo_run_ray.remote.array.status_file import JOURNAL_FILE, file_of
@@ -130,6 +131,25 @@ def test_an_array_outlives(start, logs, tmp_path, victims):
     assert strike(job, victims), "there is something to kill"
 
     check(job, tmp_path, logs)
+
+
+@pytest.mark.soak
+def test_an_array_in_a_chain_outlives_its_supervisor(existing, logs, unique, tmp_path):
+    """Its driver dies with it, and the dispatcher starts another attempt: the journal goes on."""
+    executor = RayExecutor(cluster=existing, cpus_per_node=1, retries=3)
+    with run.Experiment(unique, skip_status_at_exit=True) as experiment:
+        before = experiment.add(run.Script(inline="true"), executor=executor, name="before")
+        made = scripts(tmp_path, seconds=0.6)
+        experiment.add(made, executor=executor, name="array", dependencies=[before])
+        experiment.run(detach=True)
+    job = find_job(f"{experiment._id}.array")
+    wait_for(lambda: ended(tmp_path) >= 4, 120)
+    above = psutil.Process(min(drivers(job))).parents()
+    (supervisor,) = [one for one in above if one.cmdline()[0].startswith("ray::JobSupervisor")]
+    supervisor.kill()
+
+    check(job, tmp_path, logs)
+    assert job.status.attempt == 2
 
 
 @pytest.fixture

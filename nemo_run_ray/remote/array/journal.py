@@ -7,8 +7,10 @@ crash has torn at the end is cut off.
 
 from __future__ import annotations
 
+import fcntl
 import os
 import struct
+import time
 import zlib
 from typing import Iterator, List, NamedTuple
 
@@ -26,6 +28,8 @@ _FORMAT = b"nemo_run_ray array 1\n"
 _RECORD = struct.Struct("<IBBiIf")
 _SUM = struct.Struct("<I")
 _SIZE = _RECORD.size + _SUM.size
+#: Seconds to wait for another driver's end, and between two looks.
+_LOCK_S, _LOCK_AGAIN_S = 60.0, 0.1
 #: Records that are read at once.
 _BLOCK_RECORDS = 2**14
 
@@ -51,11 +55,14 @@ class Record(NamedTuple):
 
 
 class Journal:
-    """The journal of one array. It has one writer.
+    """The journal of one array. It has one writer, which locks it.
 
     Args:
         path: of the file, which may hold what an earlier driver wrote.
         key: tells this array from any other, so that a strange file is not read as its journal.
+
+    Raises:
+        TimeoutError: another driver of this array is still there.
 
     Attributes:
         count: of the records that the file holds.
@@ -65,6 +72,7 @@ class Journal:
         head = zlib.crc32(key.encode()).to_bytes(4, "little") + _FORMAT
         self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         self._path = path
+        _lock(self._fd, path)
         is_ours = os.pread(self._fd, len(head), 0) == head
         self.count = sum(1 for _ in read_records(path)) if is_ours else 0
         kept = len(head) + self.count * _SIZE
@@ -101,6 +109,22 @@ class Journal:
         os.fdatasync(self._fd)
         self._good += len(data)
         self._waiting.clear()
+
+
+def _lock(fd: int, path: str) -> None:
+    """Wait until no other driver has the journal, which one that was killed has for a moment."""
+    until = time.monotonic() + _LOCK_S
+    while True:
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return
+        except BlockingIOError as error:
+            if time.monotonic() >= until:
+                os.close(fd)
+                raise TimeoutError(f"another driver of this array writes {path}") from error
+        except OSError:  # a file system without locks
+            return
+        time.sleep(_LOCK_AGAIN_S)
 
 
 def read_records(path: str) -> Iterator[Record]:

@@ -25,6 +25,7 @@ from nemo_run_ray.errors import (
     SubmissionError,
 )
 from nemo_run_ray.jobs import element_job
+from nemo_run_ray.jobs.dispatch import dispatches_of
 from nemo_run_ray.jobs.element_job import ElementJob
 from nemo_run_ray.jobs.find import find, find_job, tasks_of
 from nemo_run_ray.jobs.job import RemoteJob
@@ -256,6 +257,26 @@ def test_further_attempts_are_an_elements_own(ray, unique):
     spec = from_json(files_of(ray, "a-array")["spec.json"])
     assert isinstance(spec, ArraySpec)
     assert (spec.retries, spec.permanent_exit_codes) == (2, (3,))
+
+
+def test_an_array_in_a_chain_is_tried_again_when_it_is_lost_and_not_when_elements_fail(ray, unique):
+    made = array(run.Script(inline="true"), over={"env.X": [1]})
+    executor = RayExecutor(address=ray.url, retries=2, permanent_exit_codes=[3])
+    with run.Experiment(unique, skip_status_at_exit=True) as experiment:
+        before = experiment.add(TRUE, executor=_plain(ray), name="before")
+        experiment.add(made, executor=executor, name="array", dependencies=[before])
+        experiment.run(detach=True)
+    (dispatch,) = dispatches_of(registry.experiment_dir(experiment))
+    (job,) = [one for one in dispatch.spec.jobs if one.name == "array"]
+    assert (job.retries, job.permanent_exit_codes) == (2, (8, 9))
+
+
+def test_an_array_alone_needs_no_dispatcher_for_its_retries(ray, unique):
+    made = array(run.Script(inline="true"), over={"env.X": [1]})
+    executor = RayExecutor(address=ray.url, retries=2)
+    run.run(made, executor=executor, name=unique, detach=True)
+    (job,) = find(unique)
+    assert not job.record.dispatcher
 
 
 def test_a_look_at_tasks_notes_the_attempts_of_their_array(sweep, running):
@@ -507,8 +528,11 @@ def test_what_never_arrived_is_handed_over_as_it_was(ray, unique):
     with pytest.raises(NemoRunRayError):
         Sweep(ray, unique)
     ray.trouble = lambda method, path: None
-    told = list(resume_experiment(registry.load_experiment(unique)))
+    experiment = registry.load_experiment(unique)
+    told = list(resume_experiment(experiment))
     assert len([line for line in told if line.endswith("handed over")]) == 6
+    tending = [thread for thread in threading.enumerate() if thread.name.endswith(experiment._id)]
+    assert tending == [], "nobody stays for them"
     assert len(ray.started) == 3
     again = list(resume_experiment(registry.load_experiment(unique)))
     assert len([line for line in again if line.endswith("PENDING, left as it is")]) == 6

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 
 import nemo_run as run
@@ -69,6 +70,11 @@ BAD = [
     (PARTIAL, [{"seed": 1}, {"model": 2}], "element 1 of the array is .*same fields"),
     (PARTIAL, [1], "first element of the array is 1"),
     (PARTIAL, "no-such-file.jsonl", "cannot be read from no-such-file.jsonl"),
+    (SCRIPT, {0: [1]}, "`over` has the field 0; expected is the name of one"),
+    (PARTIAL, [{0: 1}], "first element of the array is {0: 1}; expected is a mapping from names"),
+    (SCRIPT, {"env.X": range(10**4), "env.Y": range(10**4)}, "gives 100,000,000 elements or more"),
+    (SCRIPT, {"env.X": itertools.repeat("x")}, "gives 16,777,217 elements or more"),
+    (PARTIAL, [{"seed": "x" * 30_000}] * 3000, "first [0-9]+ elements .* more than the 64 MiB"),
     (run.Partial(lambda seed: seed, seed=1), {"seed": [1]}, "cannot be sent.*lambda"),
     ("train.py", {"seed": [1]}, "task of an array is a str"),
 ]
@@ -102,9 +108,19 @@ def test_a_file_with_a_broken_line_names_it(tmp_path):
         array(PARTIAL, path)
 
 
+def test_a_file_that_is_no_text_is_named(tmp_path):
+    path = tmp_path / "x.jsonl"
+    path.write_bytes(b'{"seed": 1}\n\x80\x81\n')
+    with pytest.raises(ConfigError, match=r"x.jsonl: it is no text in UTF-8 .*Expected is JSONL"):
+        array(PARTIAL, path)
+
+
 def test_without_a_ray_it_says_so(tmp_path):
+    made = array(SCRIPT, {"args.1": [1]})
     with pytest.raises(ConfigError, match="An array is one job of a Ray"):
-        run.run(array(SCRIPT, {"args.1": [1]}))
+        run.run(made)
+    with pytest.raises(ConfigError, match="An array is one job of a Ray"):
+        made.to_command(filename="/x.sh", is_local=False, substitute_rundir_path="/home/x/job")
 
 
 @pytest.mark.parametrize(

@@ -1,8 +1,16 @@
-"""The journal of an array survives a crash at any byte."""
+"""The journal of an array survives a crash at any byte, and has one writer."""
 
 import pytest
 
-from nemo_run_ray.remote.array.journal import ENDED, GIVEN_BACK, LEASED, Journal, Record
+from nemo_run_ray.remote.array import journal as journal_module
+from nemo_run_ray.remote.array.journal import (
+    ENDED,
+    GIVEN_BACK,
+    LEASED,
+    Journal,
+    Record,
+    read_records,
+)
 
 RECORDS = [
     Record(0, LEASED, 1, host=3),
@@ -17,7 +25,17 @@ def written(path) -> bytes:
     for record in RECORDS:
         journal.add(record)
     journal.commit()
+    journal.close()
     return path.read_bytes()
+
+
+def read(path, key: str = "one") -> list[Record]:
+    """What the next driver finds."""
+    journal = Journal(str(path), key)
+    try:
+        return list(journal.records())
+    finally:
+        journal.close()
 
 
 def test_what_was_written_is_found_and_goes_on(tmp_path):
@@ -28,8 +46,9 @@ def test_what_was_written_is_found_and_goes_on(tmp_path):
 
     again.add(Record(1, LEASED, 1))
     again.commit()
+    again.close()
 
-    assert list(Journal(str(path), "one").records()) == [*RECORDS, Record(1, LEASED, 1)]
+    assert read(path) == [*RECORDS, Record(1, LEASED, 1)]
 
 
 def test_a_journal_that_is_torn_at_any_byte_keeps_what_is_whole(tmp_path):
@@ -44,7 +63,8 @@ def test_a_journal_that_is_torn_at_any_byte_keeps_what_is_whole(tmp_path):
         before = journal.count
         journal.add(Record(9, LEASED, 1))
         journal.commit()
-        assert list(Journal(str(path), "one").records())[-1] == Record(9, LEASED, 1)
+        journal.close()
+        assert read(path)[-1] == Record(9, LEASED, 1)
     assert before == len(RECORDS)
 
 
@@ -53,13 +73,23 @@ def test_a_byte_that_is_wrong_ends_it_there(tmp_path):
     data = bytearray(written(path))
     data[-30] ^= 1
     path.write_bytes(bytes(data))
-    assert list(Journal(str(path), "one").records()) == RECORDS[:2]
+    assert read(path) == RECORDS[:2]
 
 
 def test_the_journal_of_another_array_is_none(tmp_path):
     path = tmp_path / "journal"
     written(path)
-    assert list(Journal(str(path), "another").records()) == []
+    assert read(path, "another") == []
+
+
+def test_a_driver_waits_until_the_one_before_it_is_gone(tmp_path, monkeypatch):
+    path = tmp_path / "journal"
+    before = Journal(str(path), "one")
+    monkeypatch.setattr(journal_module, "_LOCK_S", 0.2)
+    with pytest.raises(TimeoutError, match=f"another driver of this array writes {path}"):
+        Journal(str(path), "one")
+    before.close()
+    assert read(path) == []
 
 
 def test_nothing_is_lost_by_a_disk_that_is_full(tmp_path, monkeypatch):
@@ -76,7 +106,8 @@ def test_nothing_is_lost_by_a_disk_that_is_full(tmp_path, monkeypatch):
         patch.setattr("os.fdatasync", full)
         with pytest.raises(OSError, match="No space left"):
             journal.commit()
-    # A driver that starts now may find what was written and is not known to be on the disk.
-    assert list(Journal(str(path), "one").records()) in (RECORDS[:1], RECORDS[:2])
+    # A driver that started now might find what was written and is not known to be on the disk.
+    assert list(read_records(str(path))) in (RECORDS[:1], RECORDS[:2])
     journal.commit()
-    assert list(Journal(str(path), "one").records()) == RECORDS[:2]
+    journal.close()
+    assert read(path) == RECORDS[:2]
