@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import random
 import signal
+import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -87,6 +88,12 @@ def _is_warm(pid: int) -> bool:
 VICTIMS = (drivers, hosts, actors, warm, elements, stopped_hosts)
 
 
+def unseen(victims: Callable[[RemoteJob], list[int]]) -> int:
+    """How many elements may have noted their own end before such a strike, and run once more:
+    nobody has seen their exit codes. A stopped host sees none of those that it runs."""
+    return 4 if victims is stopped_hosts else 2
+
+
 def strike(job: RemoteJob, victims: Callable[[RemoteJob], list[int]]) -> int:
     """Kill them; how many there were."""
     found = victims(job)
@@ -118,7 +125,7 @@ def test_an_array_outlives_its_driver_and_its_hosts(start, logs, tmp_path, monke
         wait_for(lambda before=before: ended(tmp_path) >= before + 4, 90)
         assert strike(job, victims), "there is something to kill"
 
-    check(job, tmp_path, logs)
+    check(job, tmp_path, logs, unseen=unseen(drivers) + unseen(hosts))
 
 
 @pytest.mark.soak
@@ -130,13 +137,13 @@ def test_an_array_outlives(start, logs, tmp_path, victims):
 
     assert strike(job, victims), "there is something to kill"
 
-    check(job, tmp_path, logs)
+    check(job, tmp_path, logs, unseen=unseen(victims))
 
 
 @pytest.mark.soak
 def test_an_array_in_a_chain_outlives_its_supervisor(existing, logs, unique, tmp_path):
     """Its driver dies with it, and the dispatcher starts another attempt: the journal goes on."""
-    executor = RayExecutor(cluster=existing, cpus_per_node=1, retries=3)
+    executor = RayExecutor(cluster=existing, cpus_per_node=1, retries=3, python=sys.executable)
     with run.Experiment(unique, skip_status_at_exit=True) as experiment:
         before = experiment.add(run.Script(inline="true"), executor=executor, name="before")
         made = scripts(tmp_path, seconds=0.6)
@@ -148,7 +155,7 @@ def test_an_array_in_a_chain_outlives_its_supervisor(existing, logs, unique, tmp
     (supervisor,) = [one for one in above if one.cmdline()[0].startswith("ray::JobSupervisor")]
     supervisor.kill()
 
-    check(job, tmp_path, logs)
+    check(job, tmp_path, logs, unseen=4)
     assert job.status.attempt == 2
 
 
@@ -185,17 +192,18 @@ def _storm(start, logs: Path, folder: Path, seed: int) -> None:
     chance = random.Random(seed)
     make = chance.choice([scripts, partials])
     job = start(make(folder, seconds=chance.choice([0.1, 0.5, 1.0])), retries=6)
-    told = []
+    told, may_be_again = [], 0
     if chance.random() < 0.8:  # else the first strike may come before there is a host
         wait_for(lambda: hosts(job), 90)
     for _ in range(chance.randrange(1, 5)):
         time.sleep(chance.uniform(0, 4))
         victims = chance.choice(VICTIMS)
         told.append((victims.__name__, strike(job, victims)))
+        may_be_again += unseen(victims)
     if chance.random() < 0.3 and ended(folder) and not job.status.state.is_terminal:
         told.append(("cancel", len(job.cancel_elements(f"{chance.randrange(COUNT)}-{COUNT - 1}"))))
     print(f"seed {seed}: {make.__name__} {told}", flush=True)
-    check(job, folder, logs)
+    check(job, folder, logs, unseen=may_be_again)
 
 
 @pytest.mark.soak
