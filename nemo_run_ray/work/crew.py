@@ -25,6 +25,10 @@ _LOOK_S = 1.0
 IDLE_S = 20.0
 #: Seconds for which others must have waited for room until idle workers give theirs, and busy ones.
 _YIELD_S, _LEAVE_S = 0.5, 10.0
+#: Seconds of a call until its worker is sent something, and again after twice as long each time.
+#: Where an answer was lost with its connection, Ray's client learns that when it sends, or else by
+#: its own keepalive, after 300 s: so it is not worth while for longer.
+_PROBE_S, _PROBE_MAX_S = 15.0, 300.0
 #: Seconds for which no node must be large enough: one may be joining, and where there have been
 #: workers their node may come back.
 _NEVER_S, _BACK_S = 5.0, 120.0
@@ -58,6 +62,7 @@ class WorkerHandle:
         broken: the error of a later call, while the answer of an earlier one is on its way.
         doubt: what is found out about it while it cannot be reached; it gets no call meanwhile.
         is_leaving: it gets no further call, since workers of another shape wait for its room.
+        probe_s: age of the first call at which the connection is tried.
     """
 
     handle: Any
@@ -68,6 +73,7 @@ class WorkerHandle:
     broken: BaseException | None = None
     doubt: Doubt | None = None
     is_leaving: bool = False
+    probe_s: float = _PROBE_S
 
     def may_hold(self, calls: int) -> bool:
         """Whether it can take another call, of so many; none waits behind an item that is alone."""
@@ -77,7 +83,7 @@ class WorkerHandle:
     def begin(self, call: Call, now: float) -> None:
         """Take another call."""
         if not self.calls:
-            self.since = now
+            self.since, self.probe_s = now, _PROBE_S
         self.calls.append(call)
 
     def load(self, digest: str, stored: Any, notify: Callable[[Callable[[], None]], None]) -> None:
@@ -104,7 +110,14 @@ class WorkerHandle:
     def done(self, call: Call, now: float) -> None:
         """Be done with a call; the next one begins."""
         self.calls.remove(call)
-        self.since = now
+        self.since, self.probe_s = now, _PROBE_S
+
+    def probe(self, now: float) -> None:
+        """Try the connection now and then, while a call has no answer."""
+        if self.calls and self.probe_s < _PROBE_MAX_S and now >= self.since + self.probe_s:
+            self.probe_s *= 2
+            # The call's own answer says what has become of it; Ray prints errors that nobody takes.
+            self.handle.begin.remote().future().add_done_callback(lambda done: done.exception())
 
 
 class Crew:
@@ -179,6 +192,9 @@ class Crew:
         elif waiting and now >= self._look_at:
             self._look_at = now + _LOOK_S
             self._grow(now, waiting)
+        with suppress(self._ray.exceptions.RayError, RuntimeError, OSError):  # its head is away
+            for worker in [one for one in self.workers if not one.doubt]:
+                worker.probe(now)
         idle_s = 0.0 if starved_s >= _YIELD_S else IDLE_S
         for worker in [one for one in self.workers if not one.calls]:
             if worker.is_leaving or (not waiting and now - worker.since >= idle_s):

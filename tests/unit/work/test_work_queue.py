@@ -256,3 +256,26 @@ def test_what_no_node_can_have_fails_at_once_when_that_is_known():
     desk.queue.add([late])
     desk.turn(0.1)
     assert late.future.done()
+
+
+def test_a_worker_that_does_not_answer_is_sent_something_now_and_then(desk, monkeypatch):
+    for module in ("crew", "work_queue"):
+        monkeypatch.setattr(f"nemo_run_ray.work.{module}.monotonic", lambda: desk.now)
+    worker = desk.start()
+    began, ages = desk.now, []
+    for _ in range(800):
+        before = len(worker.begun)
+        desk.turn(1.0)
+        ages += [desk.now - began] * (len(worker.begun) - before)
+    assert ages == pytest.approx([15, 30, 60, 120, 240], abs=2)
+
+
+def test_each_call_has_its_time_before_its_worker_is_sent_something(monkeypatch):
+    desk = Desk(items=2)
+    for module in ("crew", "work_queue"):
+        monkeypatch.setattr(f"nemo_run_ray.work.{module}.monotonic", lambda: desk.now)
+    worker = desk.start()
+    for number in range(2):
+        desk.turn(14.0)
+        worker.calls[number].set_result([row(1)])
+    assert len(worker.begun) == 1
