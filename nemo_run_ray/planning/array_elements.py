@@ -95,7 +95,7 @@ def _of_mappings(rows: Iterable[Any]) -> tuple[list[str], Iterator[Sequence[Any]
         for number, row in enumerate(itertools.chain([first], each)):
             _limit(number + 1)
             if not isinstance(row, Mapping) or set(row) != set(first):
-                found = sorted(row) if isinstance(row, Mapping) else row
+                found = list(row) if isinstance(row, Mapping) else row
                 raise ConfigError(
                     f"The element {number} of the array is {found!r}; every element gives a value "
                     f"for the same fields, which are {list(first)} in the first one."

@@ -80,7 +80,7 @@ def _describe_turn(planned: JobPlan) -> list[str]:
     lines = []
     if planned.after or planned.outside:
         lines.append(f"after     {', '.join([*planned.after, *planned.outside])}")
-    if planned.retries:
+    if planned.retries and planned.needs_dispatcher:
         codes = ", ".join(str(code) for code in planned.permanent_exit_codes)
         unless = f", unless it ends with exit code {codes}" if codes else ""
         lines.append(f"retries   {planned.retries}{unless}")

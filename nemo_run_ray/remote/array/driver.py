@@ -177,10 +177,13 @@ class _ArrayDriver:
     def _write_all(self) -> bool:
         """Wait for the head's disk as long as for dead hosts; whether it has all."""
         until = time.monotonic() + _CLOSE_S
-        while not self._leases.commit():
-            if time.monotonic() >= until:
+        while not (self._leases.can_write and self._leases.commit()):
+            if self._reports.broken is not None or time.monotonic() >= until:
                 return False
-            time.sleep(DISK_S)
+            self._obey()
+            if self._stopped_by == "":  # nobody waits for the rest of it
+                return False
+            time.sleep(_LOOK_S)
         return True
 
     def _left(self) -> str:

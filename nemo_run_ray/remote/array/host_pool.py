@@ -7,7 +7,6 @@ from typing import Any, Dict, List, Mapping, Optional, Sequence
 
 from ..attempts import first_id
 from ..group.calls import Calls
-from ..group.packing import Node, nodes_of
 from ..node.output import say
 from ..node_death import node_dead_s
 from ..spec import ArraySpec
@@ -56,7 +55,6 @@ class HostPool:
         self._book = HostBook(leases.hosts_path, first_id(submission_id))
         # Also when nothing was leased: an earlier driver's hosts have folders, and may be there.
         self.unproven = Unproven(self._book.records, leases.held, node_dead_s())
-        self._nodes: Dict[str, Node] = {}
         self.room = HostRoom(ray, spec)
         self._closings = Closings(ray, leases)
         self._end_by: Optional[float] = None
@@ -78,11 +76,11 @@ class HostPool:
             now: the time.
             waiting: how many elements wait.
         """
-        self._nodes = {node.node_id: node for node in nodes_of(self._ray.nodes())}
+        self.room.look()
         for host in list(self.hosts.values()):
             is_late = self._end_by is not None and now >= self._end_by
             is_late = is_late and not host.is_idle and not host.sweeps
-            if host.record.node_id not in self._nodes:
+            if host.record.node_id not in self.room.nodes:
                 self.lost(host)
             elif is_late or self.room.is_lost(host, now):
                 self.give_up(host)
@@ -130,14 +128,14 @@ class HostPool:
         host.actor.dead = True
         self.lost(host)
 
-    def refused(self, host: Host, has_started: bool) -> None:
+    def refused(self, host: Host, is_told: bool, has_started: bool) -> None:
         """A host cannot run elements: start none on its node for a while.
 
-        Args:
-            host: the host.
-            has_started: its actor is there, and may have begun something.
+        ``is_told`` is whether it has told why, else it has died; ``has_started``, whether its actor
+        was there, and may have begun something.
         """
-        self.room.refused(host.record.node_id, time.monotonic())
+        if host.slots:
+            self.room.refusals.add(host.record.node_id, time.monotonic(), is_told)
         if has_started:
             self.give_up(host)
         elif host.slots:
@@ -193,16 +191,16 @@ class HostPool:
 
     def _grow(self, now: float, wanted: int) -> None:
         hosts, running = list(self.hosts.values()), self.unproven.running
-        found = self.room.shares(hosts, self._nodes, wanted, running, now)
+        found = self.room.shares(hosts, wanted, running, now)
         if found:
             records = self._book.add([share.node_id for share in found])
             for record, share in zip(records, found):
                 host = self._start(record, share.slots)
                 self._calls.order(host.replica, self._starts.prepare(host))
-        self.room.tell(list(self.hosts.values()), self._nodes, now)
+        self.room.tell(list(self.hosts.values()), now)
 
     def _start(self, record: HostRecord, slots: int) -> Host:
-        host = self._starts.start(record, self._nodes[record.node_id], slots)
+        host = self._starts.start(record, self.room.nodes[record.node_id], slots)
         self.hosts[record.number] = host
         self._calls.pull(host.actor)
         return host
@@ -212,7 +210,7 @@ class HostPool:
     def _prove(self, now: float) -> None:
         """End what dead hosts have left: by their nodes' death, or by another host there."""
         sweeping = {number for host in self.hosts.values() for number in host.sweeps}
-        steps = self.unproven.steps(now, self._nodes, sweeping, self._end_by is not None)
+        steps = self.unproven.steps(now, self.room.nodes, sweeping, self._end_by is not None)
         for number in steps.proven:  # what had begun there, nobody knows
             held = self.unproven.proven(number)
             self._leases.give_back_all(held, number, has_run=True)

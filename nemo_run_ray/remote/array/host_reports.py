@@ -35,7 +35,7 @@ class HostReports:
         self._pool = pool
         self._calls = calls
         self._are_tasks = are_tasks
-        self._can_run = leases.progress.ended_count > 0
+        self._can_run = leases.progress.has_run
         self._written = ""  # what was written last of a host that cannot run elements
         self.broken: Optional[Tuple[Cause, str]] = None
 
@@ -43,18 +43,18 @@ class HostReports:
         """An actor cannot answer any more."""
         for host in self._pool.of(answer.actor):
             if answer.is_env:
-                self._break(Cause.RUNTIME_ENV, answer.words)
-            if answer.is_start:
+                self._refused(host, answer.words, has_started=False, cause=Cause.RUNTIME_ENV)
+            elif answer.is_start:
                 self._refused(host, answer.words, has_started=False)
             else:
-                self._pool.lost(host)
+                self._dead(host, answer.words)
 
     def hear(self, answer: Pulled) -> None:
         """Take what an actor has answered, and ask it again."""
         for host in self._pool.of(answer.actor):
             first, reports = answer.reports.get(name(host.replica.replica_id), (0, []))
             for number, report in enumerate(reports, start=first):
-                if number == host.replica.seen:
+                if number == host.replica.seen and host.record.number in self._pool.hosts:
                     host.replica.seen += 1
                     self._report(host, json.loads(report))
         for _ in self._pool.of(answer.actor):  # it may be given up by now
@@ -87,35 +87,49 @@ class HostReports:
         elif kind == "idle":
             self._pool.idle(host)
         else:  # ``failed`` or ``gone``
-            say(f"the host on {node} has died: {report.get('words', 'it was killed')}")
-            self._pool.give_up(host)
+            self._dead(host, str(report.get("words", "it was killed")))
 
     def _ended(self, host: Host, row: List[Any]) -> None:
-        host.in_hand.pop(row[0], None)
-        host.heard_at, self._can_run = time.monotonic(), True
-        self._pool.room.works(host.record.node_id)
-        self._leases.ended(host.record.number, row)
+        if host.gives(Lease(*row[:2])):
+            host.heard_at, self._can_run = time.monotonic(), True
+            self._pool.room.refusals.forget(host.record.node_id)
+            self._leases.ended(host.record.number, row)
 
     def _handed_back(self, host: Host, leases: Sequence[Lease]) -> None:
         """Elements have not begun on a host, and are for others."""
         host.is_asked = False
         for lease in leases:
-            host.in_hand.pop(lease.element, None)
-            self._leases.give_back(lease, host.record.number, has_run=False)
+            if host.gives(lease):
+                self._leases.give_back(lease, host.record.number, has_run=False)
 
     def _lost(self, host: Host, lease: Lease) -> None:
         """An element has ended, and nobody knows how."""
-        host.in_hand.pop(lease.element, None)
-        say(f"the process was killed that knew how element {lease.element} has ended")
-        self._leases.give_back(lease, host.record.number, has_run=True)
+        if host.gives(lease):
+            say(f"the process was killed that knew how element {lease.element} has ended")
+            self._leases.give_back(lease, host.record.number, has_run=True)
 
-    def _refused(self, host: Host, words: str, has_started: bool) -> None:
+    def _dead(self, host: Host, words: str) -> None:
+        """A host has died, or its actor has."""
+        if host.slots and not host.is_ready:
+            self._refused(host, words, has_started=True, is_told=False)
+            return
+        say(f"the host on {host.replica.node.host} has died: {words}")
+        self._pool.give_up(host)
+
+    def _refused(
+        self,
+        host: Host,
+        words: str,
+        has_started: bool,
+        is_told: bool = True,
+        cause: Cause = Cause.NOT_PREPARED,
+    ) -> None:
         """A host cannot run elements: others may, or none can."""
         node = host.replica.node.host
-        self._pool.refused(host, has_started)
-        can_run = self._can_run or self._pool.room.may_work(self._pool.hosts.values())
+        self._pool.refused(host, is_told, has_started)
+        can_run = self._can_run or not self._pool.room.can_none(self._pool.hosts.values())
         if host.slots and not can_run:
-            self._break(Cause.NOT_PREPARED, f"on {node}: {words}")
+            self._break(cause, words if cause is Cause.RUNTIME_ENV else f"on {node}: {words}")
             return
         if words != self._written:
             write(f"{words}\n")

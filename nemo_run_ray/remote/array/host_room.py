@@ -6,21 +6,18 @@
 from __future__ import annotations
 
 import json
-from typing import Any, Collection, Dict, List, Mapping, Sequence
+from typing import Any, Collection, Dict, List, Sequence
 
-from ..group.packing import Node, matches
+from ..group.packing import Node, matches, nodes_of
 from ..node.output import say
 from ..spec import ArraySpec
 from .hosts import Host
+from .refusals import Refusals
 from .room import Share, shares, slots_in, why_never
 
 #: Seconds until a host that has not come up is given up when its node's room seems to have gone to
 #: another. Its own part counts as taken too while Ray makes its runtime environment.
 _PLACED_S = 900.0
-#: Nodes that cannot run elements until no other one need try, when none could so far.
-_REFUSALS_MAX = 3
-#: Seconds for which a node is left alone where a host could not be started: at first, and at most.
-_LEFT_ALONE_S, _LEFT_ALONE_MAX_S = 5.0, 300.0
 #: Seconds until a line says that the array waits for room, and between two.
 _TELL_S = 30.0
 
@@ -31,19 +28,26 @@ class HostRoom:
     Args:
         ray: the module, connected.
         spec: the array.
+
+    Attributes:
+        nodes: the living ones by their ids, as the last look has found them.
+        refusals: the nodes where hosts could not begin.
     """
 
     def __init__(self, ray: Any, spec: ArraySpec) -> None:
         self._ray = ray
         self._spec = spec
         self._tell_at = 0.0
-        self._refusals: Dict[str, int] = {}  # in a row, by node
-        self._not_before: Dict[str, float] = {}
+        self.nodes: Dict[str, Node] = {}
+        self.refusals = Refusals()
+
+    def look(self) -> None:
+        """Ask Ray for the nodes."""
+        self.nodes = {node.node_id: node for node in nodes_of(self._ray.nodes())}
 
     def shares(
         self,
         hosts: Sequence[Host],
-        nodes: Mapping[str, Node],
         wanted: int,
         running: int,
         now: float,
@@ -52,7 +56,6 @@ class HostRoom:
 
         Args:
             hosts: that there are.
-            nodes: the living nodes.
             wanted: how many elements wait.
             running: how many may run that none of these hosts has.
             now: the time.
@@ -65,26 +68,23 @@ class HostRoom:
         available = {
             node_id: resources
             for node_id, resources in self._available().items()
-            if node_id in nodes
+            if node_id in self.nodes
             and node_id not in starting
-            and now >= self._not_before.get(node_id, now)
-            and matches(self._spec.host.label_selector, nodes[node_id].labels)
+            and not self.refusals.left_alone_s(node_id, now)
+            and matches(self._spec.host.label_selector, self.nodes[node_id].labels)
         }
         return shares(available, self._spec.host.resources, wanted)
 
-    def refused(self, node_id: str, now: float) -> None:
-        """A host could not be started on a node, or not made ready: leave it alone for a time."""
-        count = self._refusals[node_id] = self._refusals.get(node_id, 0) + 1
-        left_alone_s = min(_LEFT_ALONE_S * 2 ** min(count - 1, 10), _LEFT_ALONE_MAX_S)
-        self._not_before[node_id] = now + left_alone_s
-
-    def works(self, node_id: str) -> None:
-        """An element has ended on a node."""
-        self._refusals.pop(node_id, None)
-
-    def may_work(self, hosts: Collection[Host]) -> bool:
-        """Whether one of these may still show that elements can run, which no other one could."""
-        return len(self._refusals) < _REFUSALS_MAX and any(host.slots for host in hosts)
+    def can_none(self, hosts: Collection[Host]) -> bool:
+        """Whether nothing says any more that a node could run elements."""
+        role = self._spec.host
+        fitting = [
+            node.node_id
+            for node in self.nodes.values()
+            if matches(role.label_selector, node.labels)
+            and slots_in(node.resources, role.resources)
+        ]
+        return self.refusals.are_all([host.record.node_id for host in hosts if host.slots], fitting)
 
     def is_lost(self, host: Host, now: float) -> bool:
         """Whether Ray cannot place a host that was to be started, since others were quicker."""
@@ -93,19 +93,27 @@ class HostRoom:
         free = self._available().get(host.record.node_id, {})
         return slots_in(free, self._spec.host.resources) < host.slots
 
-    def tell(self, hosts: Sequence[Host], nodes: Mapping[str, Node], now: float) -> None:
+    def tell(self, hosts: Sequence[Host], now: float) -> None:
         """Say now and then what is waited for while there is no host."""
         if any(host.slots for host in hosts):
             self._tell_at = now + _TELL_S
         elif now >= self._tell_at:
             self._tell_at = now + _TELL_S
-            role = self._spec.host
-            why = why_never(nodes.values(), role.resources, role.label_selector)
-            if why:
-                say(f"no element can begin: {why}; waiting for a node that joins")
-            else:
-                need = json.dumps(role.resources)
-                say(f"no node has room for an element, which needs {need}; waiting")
+            say(self._waits_for(now))
+
+    def _waits_for(self, now: float) -> str:
+        role = self._spec.host
+        why = why_never(self.nodes.values(), role.resources, role.label_selector)
+        if why:
+            return f"no element can begin: {why}; waiting for a node that joins"
+        alone = [self.refusals.left_alone_s(node_id, now) for node_id in self.nodes]
+        if any(alone):
+            count, least_s = sum(map(bool, alone)), min(filter(None, alone))
+            return (
+                f"hosts could not begin on {count} node(s); one is tried again in {least_s:.0f} s"
+            )
+        need = json.dumps(role.resources)
+        return f"no node has room for an element, which needs {need}; waiting"
 
     def _available(self) -> Dict[str, Dict[str, float]]:
         """What every node has free."""

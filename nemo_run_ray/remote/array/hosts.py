@@ -26,6 +26,7 @@ from ..group.machine import name
 from ..group.packing import Node
 from ..node.rundir import jobs_folder
 from ..spec import ArraySpec
+from .progress import Lease
 
 #: The module that the process of a host runs.
 _PROGRAM = "array.host"
@@ -83,6 +84,13 @@ class Host:
     def may_have_more(self) -> bool:
         """Whether elements may be leased to it."""
         return self.is_ready and not self.is_closing
+
+    def gives(self, lease: Lease) -> bool:
+        """Take an attempt from it; false when it has not got it."""
+        has = self.in_hand.get(lease.element) == lease.attempt
+        if has:
+            del self.in_hand[lease.element]
+        return has
 
 
 class HostStarts:
@@ -174,7 +182,7 @@ class HostStarts:
 def _folder_of(runtime_env: Mapping[str, Any]) -> Dict[str, Any]:
     """What decides in a runtime environment where hosts have their folders and their notes."""
     variables = runtime_env.get("env_vars") or {}
-    kept = {name: value for name, value in variables.items() if name == "TMPDIR"}
+    kept = {name: value for name, value in variables.items() if name in ("TMPDIR", "TEMP", "TMP")}
     return {"env_vars": kept} if kept else {}
 
 

@@ -78,10 +78,16 @@ class Leases:
         return [*lease, self._elements[lease.element]]
 
     def give_back(self, lease: Lease, host: int, has_run: bool) -> None:
-        """Let an element wait again that a host has not begun, or whose host is proven dead."""
+        """Let an element wait again that a host has not begun, or whose host is proven dead.
+
+        While all is being ended it is cancelled. For the journal it waits: another attempt of the
+        array may go on from there.
+        """
         if self.is_ending:
-            self.progress.cancelled(lease)
-        elif self.progress.given_back(lease, has_run):
+            is_known = self.progress.cancelled(lease)
+        else:
+            is_known = self.progress.given_back(lease, has_run)
+        if is_known:
             code = 1 if has_run else 0
             self._journal.add(Record(lease.element, GIVEN_BACK, lease.attempt, code, host))
 
@@ -119,7 +125,7 @@ class Leases:
         """
         element, attempt, code, seconds, words = row[:5]
         if self.is_ending and code:
-            self.progress.cancelled(Lease(element, attempt))
+            self.give_back(Lease(element, attempt), host, has_run=True)
             return
         if not self.progress.ended(Lease(element, attempt), code, words):
             return

@@ -19,8 +19,9 @@ class Notes:
     """
 
     def __init__(self, run_dir: str) -> None:
-        self._begun, self._ended = _open(_begun(run_dir)), _open(_ended(run_dir))
-        self._begun_path = _begun(run_dir)
+        folder = run_dirs(command.tmpdir())
+        self._path_of_begun = _begun(folder, run_dir)
+        self._begun_fd, self._ended_fd = _open(self._path_of_begun), _open(_ended(folder, run_dir))
         self._is_torn = False  # the last line of the ends may have no end
 
     def begins(self, element: int, attempt: int) -> None:
@@ -31,23 +32,23 @@ class Notes:
         """
         data = f"[{element}, {attempt}]\n".encode()
         with suppress(OSError):
-            if os.write(self._begun, data) == len(data):
+            if os.write(self._begun_fd, data) == len(data):
                 return
         with suppress(FileNotFoundError):
-            os.remove(self._begun_path)
+            os.remove(self._path_of_begun)
 
     def ended(self, row: List[Any]) -> None:
         """Note how an element has ended, before it is reported."""
         data = ("\n" if self._is_torn else "").encode() + json.dumps(row).encode() + b"\n"
         self._is_torn = True
         with suppress(OSError):  # a full disk: it is reported all the same
-            self._is_torn = os.write(self._ended, data) != len(data)
+            self._is_torn = os.write(self._ended_fd, data) != len(data)
 
 
 def read_ended(run_dir: str) -> List[List[Any]]:
     """The ends that a host has noted that writes no more."""
     try:
-        return _rows(_ended(run_dir))
+        return _rows(_ended(folder_of(run_dir), run_dir))
     except FileNotFoundError:
         return []
 
@@ -59,18 +60,30 @@ def read_begun(run_dir: str) -> Optional[List[List[int]]]:
         ``None`` when nothing says which ones it has begun.
     """
     try:
-        return _rows(_begun(run_dir))
+        return _rows(_begun(folder_of(run_dir), run_dir))
     except FileNotFoundError:
         return None
 
 
 def forget(run_dir: str) -> None:
     """Remove the notes of a host: the driver has written down what they say."""
-    for path in (_begun(run_dir), _ended(run_dir)):
+    folder = folder_of(run_dir)
+    for path in (_begun(folder, run_dir), _ended(folder, run_dir)):
         with suppress(FileNotFoundError):
             os.remove(path)
     with suppress(OSError):  # other jobs are in it
-        os.rmdir(run_dirs(command.tmpdir()))
+        os.rmdir(folder)
+
+
+def folder_of(run_dir: str) -> str:
+    """The folder in which a host of this node has its run directory and its notes.
+
+    That need not be the one of this process: Python passes over a full folder of temporary files.
+    """
+    given = [os.environ[name] for name in ("TMPDIR", "TEMP", "TMP") if name in os.environ]
+    places = [run_dirs(place) for place in (command.tmpdir(), *given, "/tmp", "/var/tmp")]
+    found = [place for place in places if os.path.exists(_ended(place, run_dir))]
+    return found[0] if found else places[0]
 
 
 def _rows(path: str) -> List[List[Any]]:
@@ -86,9 +99,9 @@ def _open(path: str) -> int:
     return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
 
 
-def _begun(run_dir: str) -> str:
-    return os.path.join(run_dirs(command.tmpdir()), f"{run_dir}.begun")
+def _begun(folder: str, run_dir: str) -> str:
+    return os.path.join(folder, f"{run_dir}.begun")
 
 
-def _ended(run_dir: str) -> str:
-    return os.path.join(run_dirs(command.tmpdir()), f"{run_dir}.ended")
+def _ended(folder: str, run_dir: str) -> str:
+    return os.path.join(folder, f"{run_dir}.ended")

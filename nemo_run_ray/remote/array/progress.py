@@ -130,6 +130,12 @@ class ArrayProgress:
         return self.count - self._counts[waiting] - self._counts[leased]
 
     @property
+    def has_run(self) -> bool:
+        """Whether an element has ended by itself."""
+        failures = (failure.code != LOST_CODE for failure in self.failures)
+        return self._counts[ElementState.SUCCEEDED] > 0 or any(failures)
+
+    @property
     def is_over(self) -> bool:
         waiting, leased = ElementState.WAITING, ElementState.LEASED
         return not (self._counts[waiting] or self._counts[leased])
@@ -202,10 +208,12 @@ class ArrayProgress:
             return Lease(index, self._attempts[index])
         return None
 
-    def cancelled(self, lease: Lease) -> None:
-        """Note that an attempt was ended on request."""
-        if self._is_current(lease):
+    def cancelled(self, lease: Lease) -> bool:
+        """Note that an attempt was ended on request; whether it was known to run until now."""
+        is_current = self._is_current(lease)
+        if is_current:
             self._move(lease.element, ElementState.CANCELLED)
+        return is_current
 
     def stretches(self) -> Iterator[Stretch]:
         """What is known of every element."""

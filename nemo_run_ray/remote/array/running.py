@@ -45,7 +45,7 @@ class RunningElements:
         self._running: Dict[int, RunningElement] = {}  # by process id
         self._orphans = Orphans(grace_s)
         self._look_at = self._watch_until = 0.0
-        self._is_ending = False
+        self._is_ending = self._cannot_begin = False
 
     # ------------------------------------------------------------------ the host's loop
 
@@ -93,7 +93,8 @@ class RunningElements:
         self._reap()
         self._look_after(time.monotonic())
         # Last: what has ended has made room, and nothing else would wake the host's loop.
-        while self._waiting and self._launcher.can_start and not self._is_ending:
+        may_begin = not (self._is_ending or self._cannot_begin)
+        while may_begin and self._waiting and self._launcher.can_start:
             order = self._waiting.popleft()
             self._notes.begins(*order.lease)
             element = self._launcher.start(order)
@@ -175,7 +176,7 @@ class RunningElements:
                 if not self._launcher.has_died(pid, code, self._running) and pid in self._running:
                     self._running[pid].ended(code)
             except CannotPrepare as error:
-                self._launcher.forking = None
+                self._launcher.forking, self._cannot_begin = None, True
                 self._channel.report("unprepared", words=str(error))
 
     def _look_after(self, now: float) -> None:

@@ -7,10 +7,9 @@ import signal
 from contextlib import suppress
 from typing import Any, Dict, Iterator, List, NamedTuple, Optional, Tuple
 
-from ..node import command
-from ..node.rundir import RunDir, run_dirs
+from ..node.rundir import RunDir
 from ..node.tree import KEEPER, TAG, is_guard, kill, marked
-from .notes import read_begun, read_ended
+from .notes import folder_of, read_begun, read_ended
 
 #: Seconds for a host's guard to end what the host has left, also what has lost its mark.
 _GUARD_S = 60.0
@@ -77,7 +76,7 @@ class Sweeping:
     def read_notes(self) -> Noted:
         """What the host has noted; its run directory is removed."""
         ended, begun = read_ended(self._run_dir), read_begun(self._run_dir)
-        RunDir(self._run_dir, base=run_dirs(command.tmpdir())).remove()
+        RunDir(self._run_dir, base=folder_of(self._run_dir)).remove()
         if begun is not None:
             over = {tuple(row[:2]) for row in ended}
             begun = [lease for lease in begun if tuple(lease) not in over]

@@ -96,6 +96,7 @@ class Unproven:
     def proven(self, number: int) -> Dict[int, int]:
         """Nothing of a host runs any more; what it had in hand."""
         self._slots.pop(number, None)
+        self._sweepers_died.pop(self._records[number].node_id, None)
         return self._held.pop(number, {})
 
     def steps(

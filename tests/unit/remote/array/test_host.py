@@ -278,6 +278,21 @@ def test_where_a_full_disk_takes_no_note_of_a_start_all_counts_as_begun(
     notes.forget("host")
 
 
+def test_notes_are_found_where_the_host_had_its_folder_for_temporary_files(
+    relays, temporary, monkeypatch, tmp_path
+):
+    notes = importlib.import_module("nemo_run_ray_remote.array.notes")
+    (temporary / f"nemo_run_{os.getuid()}").mkdir()
+    notes.Notes("host").ended([0, 1, 0])
+    monkeypatch.setenv("TEMP", os.environ["TMPDIR"])
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    monkeypatch.setattr(notes.command.tempfile, "tempdir", None)
+    assert notes.read_ended("host") == [[0, 1, 0]]
+    assert notes.folder_of("host") == str(temporary / f"nemo_run_{os.getuid()}")
+    notes.forget("host")
+    assert not (temporary / f"nemo_run_{os.getuid()}").exists()
+
+
 def test_what_waits_behind_others_is_handed_back_the_last_first(host, tmp_path):
     host.shell(f"mkdir {tmp_path}/$NEMO_RUN_ARRAY_INDEX; exec sleep 1000", slots=1)
     host.run(0, 1, 2, 3)
@@ -373,6 +388,19 @@ def test_imports_that_start_a_thread_forbid_a_fork_unless_it_is_wanted(host, for
     assert told["forks"] is (runs == "fork")
     has_thread = runs == "auto"
     assert {path.name for path in tmp_path.glob("*-*")} == {f"0-{has_thread}", f"1-{has_thread}"}
+
+
+def test_nothing_begins_where_the_imports_fail(host, forks, package):
+    path = package / JOBS / "job" / "scripts" / "elements"
+    header, *rows = path.read_text().splitlines(keepends=True)
+    path.write_text(json.dumps({**json.loads(header), "template": "torn"}) + "\n" + "".join(rows))
+    host.prepare(("python",), slots=2, **forks)
+    host.run(*range(4), value="x")
+    host.until("unprepared", within_s=60)
+    time.sleep(0.5)  # for one that would begin all the same
+    (begun,) = host.root.parent.glob("*.begun")
+    assert begun.read_text() == ""
+    assert "ended" not in host.kinds()
 
 
 def test_an_order_to_end_ends_what_has_begun_and_what_has_not(host, forks, tmp_path):

@@ -97,15 +97,20 @@ class Cluster:
         return [host for host in hosts if host.record.node_id == node and host.slots]
 
     def sweeper(self, node: str) -> Host:
-        (found,) = [host for host in self.pool.hosts.values() if host.sweeps]
-        assert found.record.node_id == node
+        (found,) = [
+            host for host in self.pool.hosts.values() if host.sweeps and host.record.node_id == node
+        ]
         return found
 
     def tells(self, teller: Host, **report: Any) -> None:
         """Let a host report something."""
+        self.answers(teller, report)
+
+    def answers(self, teller: Host, *reports: dict[str, Any]) -> None:
+        """Let a host report several things at once."""
         key, seen = f"element/{teller.record.number}", teller.replica.seen
-        reports = {key: (seen, [json.dumps(report)])}
-        self.reports.hear(Pulled(teller.actor, teller.record.node_id, reports))
+        rows = {key: (seen, [json.dumps(report) for report in reports])}
+        self.reports.hear(Pulled(teller.actor, teller.record.node_id, rows))
 
     def ready(self, *hosts: Host) -> None:
         for host in hosts:
@@ -174,7 +179,63 @@ def test_nothing_has_run_of_a_host_whose_start_has_failed(cluster):
     assert cluster.reports.broken is None
 
 
+def test_another_node_is_tried_before_an_array_is_broken(cluster):
+    """One of two nodes had no room until now."""
+    (first,), (second,) = cluster.on("n1"), cluster.on("n2")
+    cluster.pool.hosts.pop(second.record.number)
+    cluster.tells(first, at="unprepared", words="OSError: no room")
+    assert cluster.reports.broken is None
+    cluster.look()
+    (second,) = cluster.on("n2")
+    cluster.tells(second, at="unprepared", words="OSError: no room")
+    assert cluster.reports.broken == (Cause.NOT_PREPARED, "on n2: OSError: no room")
+
+
+def test_a_host_that_dies_before_it_is_ready_is_tried_less_and_less_often(cluster):
+    for _ in range(5):
+        assert cluster.reports.broken is None
+        for node in ("n1", "n2"):
+            (host,) = cluster.on(node)
+            cluster.tells(host, at="gone")
+        cluster.look()
+        for node in ("n1", "n2"):
+            sweeper = cluster.sweeper(node)
+            (number,) = sweeper.sweeps
+            cluster.tells(sweeper, at="swept", host=number, ended=[], begun=[])
+        cluster.look(later_s=1)
+        assert cluster.on("n1") == cluster.on("n2") == []
+        cluster.look(later_s=300)
+    assert cluster.reports.broken == (Cause.NOT_PREPARED, "on n2: it was killed")
+
+
+def test_an_environment_that_one_node_cannot_build_does_not_end_the_array(cluster):
+    (first,), (second,) = cluster.on("n1"), cluster.on("n2")
+    died = Died(second.actor, "it could not be built: disk full", is_env=True)
+    cluster.reports.died(died)
+    assert cluster.reports.broken is None
+    cluster.reports.died(died._replace(actor=first.actor))
+    assert cluster.reports.broken is not None
+    assert cluster.reports.broken[0] is Cause.RUNTIME_ENV
+
+
 # ---------------------------------------------------------------------- hosts that die
+
+
+def test_what_a_host_reports_after_it_was_given_up_counts_no_more(cluster):
+    """It hands back what its notes are read for: else another attempt would begin twice."""
+    (host,), (other,) = cluster.on("n1"), cluster.on("n2")
+    cluster.ready(host)
+    cluster.leases.pace.measured(0.2)
+    cluster.feed()
+    cluster.answers(
+        host,
+        {"at": "unprepared", "words": "ImportError: x"},
+        {"at": "handed_back", "leases": [[4, 1]]},
+    )
+    assert cluster.leases.progress.state(4) is ElementState.LEASED
+    cluster.ready(other)
+    cluster.feed()
+    assert 4 not in other.in_hand
 
 
 def test_what_a_dead_host_had_not_begun_costs_no_attempt(cluster):
@@ -224,16 +285,17 @@ def test_a_failure_that_the_end_has_caused_is_none(cluster):
 @pytest.mark.parametrize("spec", [{"max_in_flight": 2}], indirect=True)
 def test_what_may_still_run_counts_among_those_in_flight(cluster):
     (host,) = [*cluster.on("n1"), *cluster.on("n2")][:1]
-    for other in [one for one in cluster.pool.hosts.values() if one is not host]:
-        cluster.pool.refused(other, has_started=False)
-    cluster.ready(host)
+    (other,) = [one for one in cluster.pool.hosts.values() if one is not host]
+    cluster.ready(host, other)
     cluster.feed()
-    running = len(host.in_hand)
-    assert running
-    cluster.tells(host, at="failed", words="it was killed")
+    for one in (host, other):
+        cluster.tells(one, at="failed", words="it was killed")
     cluster.look(later_s=60)
-    slots = sum(one.slots for one in cluster.pool.hosts.values())
-    assert slots + running <= 2
+    assert [one.slots for one in cluster.pool.hosts.values()] == [0, 0], "they end what is left"
+    sweeper = cluster.sweeper(host.record.node_id)
+    cluster.tells(sweeper, at="swept", host=host.record.number, ended=[], begun=[])
+    cluster.look(later_s=60)
+    assert sum(one.slots for one in cluster.pool.hosts.values()) == 1
 
 
 # ---------------------------------------------------------------------- elements that wait

@@ -1,0 +1,61 @@
+"""Nodes where hosts of an array could not begin: how long each is left alone, and when to give up.
+
+Pure.
+"""
+
+from __future__ import annotations
+
+from typing import Collection, Dict, Set
+
+#: Seconds for which a node is left alone: at first, and at most.
+_LEFT_ALONE_S, _LEFT_ALONE_MAX_S = 5.0, 300.0
+#: Hosts that have died on a node before they were ready, without a reason, until it counts as one
+#: that cannot run elements. Any may be killed once.
+_DEATHS_MAX = 5
+#: So many nodes that cannot run elements stand for those that no host could be tried on.
+_NODES_MAX = 3
+
+
+class Refusals:
+    """The nodes where no host could begin since an element has ended there."""
+
+    def __init__(self) -> None:
+        self._counts: Dict[str, int] = {}  # in a row, by node
+        self._cannot: Set[str] = set()
+        self._not_before: Dict[str, float] = {}
+
+    def add(self, node_id: str, now: float, is_told: bool) -> None:
+        """A host could not begin on a node.
+
+        Args:
+            node_id: of the node.
+            now: the time.
+            is_told: the host has told why; else it has died.
+        """
+        count = self._counts[node_id] = self._counts.get(node_id, 0) + 1
+        if is_told or count >= _DEATHS_MAX:
+            self._cannot.add(node_id)
+        left_alone_s = min(_LEFT_ALONE_S * 2 ** min(count - 1, 10), _LEFT_ALONE_MAX_S)
+        self._not_before[node_id] = now + left_alone_s
+
+    def forget(self, node_id: str) -> None:
+        """An element has ended on a node."""
+        self._counts.pop(node_id, None)
+        self._not_before.pop(node_id, None)
+        self._cannot.discard(node_id)
+
+    def left_alone_s(self, node_id: str, now: float) -> float:
+        """For how much longer a node is left alone; 0 when it is not."""
+        return max(0.0, self._not_before.get(node_id, now) - now)
+
+    def are_all(self, trying: Collection[str], fitting: Collection[str]) -> bool:
+        """Whether nothing says any more that a node could run elements.
+
+        Args:
+            trying: ids of the nodes where hosts are.
+            fitting: those of the living nodes that could have an element.
+        """
+        cannot = self._cannot & set(fitting)
+        if set(trying) - self._cannot or not self._cannot:
+            return False
+        return len(cannot) >= _NODES_MAX or cannot == set(fitting)
