@@ -6,7 +6,7 @@ import os
 import signal
 import time
 from collections import deque
-from typing import Any, Deque, Dict, List, Optional, Sequence, Set
+from typing import Any, Deque, Dict, Optional, Sequence, Set
 
 from ..group.channel import Channel
 from ..node.tree import ROUND_S, collect
@@ -199,9 +199,7 @@ class RunningElements:
 
     def _look_for_orphans(self) -> None:
         groups = {*self._running, *self._launcher.pids}
-        active: List[Lease] = [
-            known.lease for known in self._running.values() if known.code is None
-        ]
+        active = [known.lease for known in self._running.values() if known.code is None]
         self._orphans.look(active, groups)
 
     def _finish(self, element: RunningElement, now: float) -> None:
