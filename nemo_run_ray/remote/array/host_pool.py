@@ -138,31 +138,29 @@ class HostPool:
             self.room.refusals.add(host.record.node_id, time.monotonic(), is_told)
         if has_started:
             self.give_up(host)
-        elif host.slots:
-            self.hosts.pop(host.record.number, None)
         else:
-            self.lost(host)  # what it was to end is still there
+            self.lost(host)
+            self.unproven.proven(host.record.number)
 
     def lost(self, host: Host) -> None:
         """A host is dead, or its actor is: what it had may run until that is proven."""
         if self.hosts.pop(host.record.number, None) is None:
             return
-        if host.slots:
-            self.unproven.add(host.record.number, host.in_hand, host.slots)
-            return
-        self.unproven.sweeper_died(host.record.node_id, time.monotonic())
+        self.unproven.add(host.record.number, host.in_hand, host.slots)
+        if not host.slots:
+            self.unproven.sweeper_died(host.record.node_id, time.monotonic())
         for record in host.swept:  # their notes may still be there
             self.unproven.add(record.number, {})
 
     def swept(self, host: Host, report: Mapping[str, Any]) -> None:
         """A host has ended what an earlier one had left on its node, and read its notes."""
         number = int(report["host"])
-        words = take_notes(self.unproven.proven(number), report, self._leases)
+        words = take_notes(self.unproven.swept(number), report, self._leases)
         if words:
             say(f"nothing of a dead host runs on {host.replica.node.host}: {words}")
         host.swept.append(host.sweeps.pop(number))
         if not host.sweeps:
-            self._let_go(host, host.swept)
+            self._let_go(host, [*host.swept, host.record])
 
     @property
     def is_empty(self) -> bool:

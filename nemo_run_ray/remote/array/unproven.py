@@ -96,8 +96,12 @@ class Unproven:
     def proven(self, number: int) -> Dict[int, int]:
         """Nothing of a host runs any more; what it had in hand."""
         self._slots.pop(number, None)
-        self._sweepers_died.pop(self._records[number].node_id, None)
         return self._held.pop(number, {})
+
+    def swept(self, number: int) -> Dict[int, int]:
+        """Another host has ended what this one had left; what it had in hand."""
+        self._sweepers_died.pop(self._records[number].node_id, None)
+        return self.proven(number)
 
     def steps(
         self, now: float, alive: Collection[str], sweeping: Collection[int], is_ending: bool
