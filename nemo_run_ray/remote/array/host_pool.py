@@ -211,7 +211,10 @@ class HostPool:
         steps = self.unproven.steps(now, self.room.nodes, sweeping, self._end_by is not None)
         for number in steps.proven:  # what had begun there, nobody knows
             held = self.unproven.proven(number)
-            self._leases.give_back_all(held, number, has_run=True)
+            if self._book.records[number].node_id in self.unproven.unconfirmed:
+                self._leases.leave_all(held)
+            else:
+                self._leases.give_back_all(held, number, has_run=True)
         for node_id, dead in steps.to_sweep.items():
             (record,) = self._book.add([node_id])
             host = self._start(record, 0)

@@ -35,7 +35,6 @@ class HostReports:
         self._pool = pool
         self._calls = calls
         self._are_tasks = are_tasks
-        self._can_run = leases.progress.has_run
         self._written = ""  # what was written last of a host that cannot run elements
         self.broken: Optional[Tuple[Cause, str]] = None
 
@@ -91,7 +90,7 @@ class HostReports:
 
     def _ended(self, host: Host, row: List[Any]) -> None:
         if host.gives(Lease(*row[:2])):
-            host.heard_at, self._can_run = time.monotonic(), True
+            host.heard_at = time.monotonic()
             self._pool.room.refusals.forget(host.record.node_id)
             self._leases.ended(host.record.number, row)
 
@@ -125,10 +124,10 @@ class HostReports:
         cause: Cause = Cause.NOT_PREPARED,
     ) -> None:
         """A host cannot run elements: others may, or none can."""
-        node = host.replica.node.host
+        node, may_run = host.replica.node.host, self._pool.unproven.running > 0
         self._pool.refused(host, is_told, has_started)
-        can_run = self._can_run or not self._pool.room.can_none(self._pool.hosts.values())
-        if host.slots and not can_run:
+        may_run = may_run or self._leases.progress.has_run
+        if host.slots and not may_run and self._pool.room.can_none(self._pool.hosts.values()):
             self._break(cause, words if cause is Cause.RUNTIME_ENV else f"on {node}: {words}")
             return
         if words != self._written:

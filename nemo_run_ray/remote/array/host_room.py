@@ -78,6 +78,8 @@ class HostRoom:
     def can_none(self, hosts: Collection[Host]) -> bool:
         """Whether nothing says any more that a node could run elements."""
         role = self._spec.host
+        if any(host.slots and host.is_ready for host in hosts):  # its elements may be long
+            return False
         fitting = [
             node.node_id
             for node in self.nodes.values()

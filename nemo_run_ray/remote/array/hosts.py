@@ -152,7 +152,8 @@ class HostStarts:
             run_dir=record.run_dir,
         )
         places = [(name(replica.replica_id), record.tag, record.run_dir, _PROGRAM)]
-        handle = options.remote(places, self._keys, self._package, *self._codes)
+        keys, codes = (self._keys, self._codes) if slots else ([], [])
+        handle = options.remote(places, keys, self._package, *codes)
         replica.actor = Actor(handle, [replica])
         return Host(record, replica, replica.actor, slots, time.monotonic())
 

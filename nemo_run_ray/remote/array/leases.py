@@ -20,6 +20,8 @@ from .window import ElementPace
 
 #: Seconds between two attempts to write to a disk that is full.
 DISK_S = 5.0
+#: Exit codes of what was ended by SIGTERM or SIGKILL, as all is when the array ends.
+_ENDED_CODES = 143, 137
 #: Failures that get a line in the log.
 _TOLD_FAILURES = 20
 
@@ -96,6 +98,12 @@ class Leases:
         for lease in held.items():
             self.give_back(Lease(*lease), host, has_run)
 
+    def leave_all(self, held: Mapping[int, int]) -> None:
+        """Cancel what may still run: for the journal a host has it, so that another attempt of the
+        array waits until it is proven that nothing of it runs."""
+        for lease in held.items():
+            self.progress.cancelled(Lease(*lease))
+
     def cancel(self, indices: Iterable[int], only_waiting: bool) -> List[Lease]:
         """Let elements be cancelled that are not over.
 
@@ -124,8 +132,12 @@ class Leases:
             row: its index, attempt, exit code, seconds, how it ended in words, and its result.
         """
         element, attempt, code, seconds, words = row[:5]
-        if self.is_ending and code:
+        if self.is_ending and code in _ENDED_CODES:
             self.give_back(Lease(element, attempt), host, has_run=True)
+            return
+        if self.is_ending and code:  # it is known how it ended, also for another attempt
+            if self.progress.cancelled(Lease(element, attempt)):
+                self._journal.add(Record(element, ENDED, attempt, code, host, seconds))
             return
         if not self.progress.ended(Lease(element, attempt), code, words):
             return

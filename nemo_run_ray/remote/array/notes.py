@@ -81,7 +81,8 @@ def folder_of(run_dir: str) -> str:
     That need not be the one of this process: Python passes over a full folder of temporary files.
     """
     given = [os.environ[name] for name in ("TMPDIR", "TEMP", "TMP") if name in os.environ]
-    places = [run_dirs(place) for place in (command.tmpdir(), *given, "/tmp", "/var/tmp")]
+    others = ("/tmp", "/var/tmp", "/usr/tmp")
+    places = [run_dirs(place) for place in (command.tmpdir(), *given, *others)]
     found = [place for place in places if os.path.exists(_ended(place, run_dir))]
     return found[0] if found else places[0]
 

@@ -75,12 +75,14 @@ class ArrayProgress:
         retries: further attempts of an element after a failure.
         permanent_exit_codes: that no further attempt would change.
         failures: the first ones.
+        has_run: an element has ended by itself.
     """
 
     count: int
     retries: int = 0
     permanent_exit_codes: Sequence[int] = ()
     failures: List[Failure] = field(default_factory=list)
+    has_run: bool = False
 
     def __post_init__(self) -> None:
         self._states = bytearray(self.count)
@@ -130,12 +132,6 @@ class ArrayProgress:
         return self.count - self._counts[waiting] - self._counts[leased]
 
     @property
-    def has_run(self) -> bool:
-        """Whether an element has ended by itself."""
-        failures = (failure.code != LOST_CODE for failure in self.failures)
-        return self._counts[ElementState.SUCCEEDED] > 0 or any(failures)
-
-    @property
     def is_over(self) -> bool:
         waiting, leased = ElementState.WAITING, ElementState.LEASED
         return not (self._counts[waiting] or self._counts[leased])
@@ -154,6 +150,7 @@ class ArrayProgress:
         if not self._is_current(lease):
             return False
         self._codes[lease.element] = code & 0xFF
+        self.has_run = self.has_run or lease.element not in self._unwanted
         if code == 0:
             self._move(lease.element, ElementState.SUCCEEDED)
         elif lease.element in self._unwanted:

@@ -32,7 +32,9 @@ class Refusals:
             now: the time.
             is_told: the host has told why; else it has died.
         """
-        count = self._counts[node_id] = self._counts.get(node_id, 0) + 1
+        count = self._counts.get(node_id, 0)
+        if not self.left_alone_s(node_id, now):  # what ends several hosts of a node counts once
+            count = self._counts[node_id] = count + 1
         if is_told or count >= _DEATHS_MAX:
             self._cannot.add(node_id)
         left_alone_s = min(_LEFT_ALONE_S * 2 ** min(count - 1, 10), _LEFT_ALONE_MAX_S)

@@ -10,12 +10,15 @@ from typing import Any
 
 import pytest
 
+from nemo_run_ray.remote.array import host_pool
 from nemo_run_ray.remote.array.handing_out import feed, take_back
 from nemo_run_ray.remote.array.host_pool import HostPool
 from nemo_run_ray.remote.array.host_reports import HostReports
 from nemo_run_ray.remote.array.hosts import Host, HostRecord
+from nemo_run_ray.remote.array.journal import read_records
 from nemo_run_ray.remote.array.leases import Leases
-from nemo_run_ray.remote.array.progress import ElementState
+from nemo_run_ray.remote.array.progress import ArrayProgress, ElementState
+from nemo_run_ray.remote.array.status_file import JOURNAL_FILE, file_of
 from nemo_run_ray.remote.group.actors import Actor, ReplicaHandle
 from nemo_run_ray.remote.group.calls import Died, Pulled
 from nemo_run_ray.remote.group.packing import Node
@@ -82,14 +85,19 @@ class Cluster:
     """An array of twelve elements on two nodes, with a host on each."""
 
     def __init__(self, leases: Leases, spec: ArraySpec) -> None:
+        self.passed_s = 0.0
         self.leases, self.calls, self.ray = leases, Calls(), Ray()
         self.pool = HostPool(self.ray, spec, ID, Starts(), self.calls, leases)
         self.reports = HostReports(leases, self.pool, self.calls, are_tasks=False)
         self.look()
 
+    def now(self) -> float:
+        return time.monotonic() + self.passed_s
+
     def look(self, later_s: float = 0.0) -> None:
-        waiting = self.leases.progress.number(ElementState.WAITING)
-        self.pool.look(time.monotonic() + later_s, waiting)
+        """Let some seconds pass, and look."""
+        self.passed_s += later_s
+        self.pool.look(self.now(), self.leases.progress.number(ElementState.WAITING))
 
     def on(self, node: str) -> list[Host]:
         """The hosts on a node that run elements."""
@@ -131,11 +139,13 @@ def spec(request) -> ArraySpec:
 
 
 @pytest.fixture
-def cluster(tmp_path, spec) -> Iterator[Cluster]:
+def cluster(tmp_path, spec, monkeypatch) -> Iterator[Cluster]:
     path = tmp_path / "elements"
     path.write_text("\n".join(['{"fields": []}', *["[]"] * 12]) + "\n")
     leases = Leases(spec, str(path), ID, str(tmp_path))
-    yield Cluster(leases, spec)
+    made = Cluster(leases, spec)
+    monkeypatch.setattr(host_pool, "time", SimpleNamespace(monotonic=made.now))
+    yield made
     leases.close()
 
 
@@ -156,7 +166,7 @@ def test_a_node_that_cannot_run_elements_is_left_alone_for_longer_each_time(clus
         cluster.tells(sweeper, at="swept", host=bad.record.number, ended=[], begun=[])
         cluster.look(pause_s - 1)
         assert cluster.on("n2") == []
-        cluster.look(pause_s + 1)
+        cluster.look(2)
         (bad,) = cluster.on("n2")
     assert cluster.reports.broken is None
     told = "a host on n2 could not begin; another one is tried later: OSError: no room"
@@ -189,6 +199,43 @@ def test_another_node_is_tried_before_an_array_is_broken(cluster):
     (second,) = cluster.on("n2")
     cluster.tells(second, at="unprepared", words="OSError: no room")
     assert cluster.reports.broken == (Cause.NOT_PREPARED, "on n2: OSError: no room")
+
+
+def test_no_array_is_broken_while_elements_may_run(cluster):
+    """Those of a host are long; those of another one may run, as it has just died."""
+    (first,), (second,) = cluster.on("n1"), cluster.on("n2")
+    cluster.ready(first)
+    cluster.feed()
+    for _ in range(3):
+        refuses(cluster, second)
+        (second,) = cluster.on("n2")
+    cluster.tells(first, at="gone")
+    cluster.tells(second, at="unprepared", words="OSError: no room")
+    assert cluster.reports.broken is None
+
+
+def refuses(cluster: Cluster, host: Host) -> None:
+    """Let a host refuse, and the next one come in its place."""
+    cluster.tells(host, at="unprepared", words="OSError: no room")
+    cluster.look()
+    sweeper = cluster.sweeper(host.record.node_id)
+    cluster.tells(sweeper, at="swept", host=host.record.number, ended=[], begun=[])
+    cluster.look(later_s=300)
+
+
+def test_a_dead_node_that_the_end_did_not_wait_for_still_has_its_elements(cluster, tmp_path):
+    """For the next driver: it waits until it is proven that nothing of them runs."""
+    (first,), (second,) = cluster.on("n1"), cluster.on("n2")
+    cluster.ready(first, second)
+    cluster.feed()
+    cluster.ray.alive = ["n2"]
+    cluster.pool.end()
+    cluster.look()
+    assert cluster.leases.progress.state(0) is ElementState.CANCELLED
+    cluster.leases.commit()
+    records = read_records(str(tmp_path / file_of(ID, JOURNAL_FILE)))
+    held = ArrayProgress(12).replay(records)
+    assert sorted(held[first.record.number]) == sorted(first.in_hand)
 
 
 def test_a_host_that_dies_before_it_is_ready_is_tried_less_and_less_often(cluster):

@@ -28,21 +28,23 @@ def test_an_array_gives_up_when_no_node_could_run_it_or_three(cannot, trying, fi
 
 def test_a_node_is_left_alone_for_twice_as_long_each_time_and_five_minutes_at_most():
     refusals = Refusals()
-    found = []
+    found, now = [], 100.0
     for _ in range(8):
-        refusals.add("a", 100.0, is_told=True)
-        found.append(refusals.left_alone_s("a", 100.0))
+        refusals.add("a", now, is_told=True)
+        found.append(refusals.left_alone_s("a", now))
+        now += found[-1]
     assert found == [5, 10, 20, 40, 80, 160, 300, 300]
-    assert refusals.left_alone_s("a", 399.0) == 1
+    assert refusals.left_alone_s("a", now - 1) == 1
     refusals.forget("a")
-    assert refusals.left_alone_s("a", 100.0) == 0
+    assert refusals.left_alone_s("a", now - 1) == 0
     assert not refusals.are_all("", "a")
 
 
 def test_a_host_may_die_four_times_without_a_reason():
     refusals = Refusals()
-    for _ in range(4):
-        refusals.add("a", 0.0, is_told=False)
+    for number in range(4):
+        for _ in range(8):  # several of its hosts, by one cause
+            refusals.add("a", 1000.0 * number, is_told=False)
     assert not refusals.are_all("", "a")
-    refusals.add("a", 0.0, is_told=False)
+    refusals.add("a", 4000.0, is_told=False)
     assert refusals.are_all("", "a")
