@@ -257,11 +257,11 @@ def test_ctrl_c_takes_the_job_out_of_the_queue(allocations, task):
     first = allocations.cluster(name="first", nodes=4, executor={"exclusive": True})
     first.connect()
     waiting = allocations.client(task=task, name="second", nodes=4)
-    wait_for(lambda: allocations.jobs("PENDING"), 120)  # the client imports NeMo-Run first
+    wait_for(lambda: allocations.jobs("PENDING"), 30)
     time.sleep(1)
     waiting.send_signal(signal.SIGINT)
     waiting.communicate(timeout=60)
-    wait_for(lambda: not allocations.jobs("PENDING"), 60)
+    wait_for(lambda: not allocations.jobs("PENDING"), 20)
     assert "before it was ready" in (allocations.life(1, "second") / "over").read_text()
     first._leave_at_exit()
 

@@ -345,27 +345,29 @@ def test_what_may_still_run_counts_among_those_in_flight(cluster):
     assert sum(one.slots for one in cluster.pool.hosts.values()) == 1
 
 
-def test_a_host_that_was_to_end_what_is_left_is_ended_too_when_it_has_died(cluster):
-    """Its process may be stopped, and nobody else knows of it."""
+@pytest.fixture
+def dead_and_sweeper(cluster) -> tuple[Host, Host]:
+    """A host of n1 that has died, and the one that is to end what it has left."""
     (host,) = cluster.on("n1")
     cluster.ready(host)
     cluster.tells(host, at="gone")
     cluster.look()
-    sweeper = cluster.sweeper("n1")
+    return host, cluster.sweeper("n1")
+
+
+def test_a_host_that_was_to_end_what_is_left_is_ended_too(cluster, dead_and_sweeper):
+    """When it has died itself: its process may be stopped, and nobody else knows of it."""
+    dead, sweeper = dead_and_sweeper
     cluster.tells(sweeper, at="gone")
     cluster.look(later_s=6)
-    assert set(cluster.sweeper("n1").sweeps) == {host.record.number, sweeper.record.number}
+    assert set(cluster.sweeper("n1").sweeps) == {dead.record.number, sweeper.record.number}
 
 
-def test_one_whose_start_has_failed_left_nothing(cluster):
-    (host,) = cluster.on("n1")
-    cluster.ready(host)
-    cluster.tells(host, at="gone")
-    cluster.look()
-    sweeper = cluster.sweeper("n1")
+def test_one_whose_start_has_failed_left_nothing(cluster, dead_and_sweeper):
+    dead, sweeper = dead_and_sweeper
     cluster.reports.died(Died(sweeper.actor, "disk full", is_start=True))
     cluster.look(later_s=6)
-    assert set(cluster.sweeper("n1").sweeps) == {host.record.number}
+    assert set(cluster.sweeper("n1").sweeps) == {dead.record.number}
     assert cluster.reports.broken is None
 
 
