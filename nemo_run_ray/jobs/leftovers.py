@@ -16,7 +16,7 @@ def leftovers(job: ObservedJob, status: JobStatus) -> str:
     """Proof that no process of a cancelled job is left on its node, in words.
 
     The remote half ends every process of a task before its own last line, unless it was killed. The
-    last line of a group says whether it could, on all its nodes.
+    last line of a group or of an array says whether it could, on all its nodes.
 
     Raises:
         ClusterError: the cluster cannot be asked.
@@ -28,7 +28,8 @@ def leftovers(job: ObservedJob, status: JobStatus) -> str:
     if not status.node:
         return never
     ending = job.api().state.last_lines(status.node, job.ran_as(status), 3)
-    marks = () if job.record.has_roles else tuple(end_mark(nonce) for nonce in job.record.nonces)
+    is_on_one_node = not (job.record.has_roles or job.record.is_array)
+    marks = tuple(end_mark(nonce) for nonce in job.record.nonces) if is_on_one_node else ()
     ends = [line for line in ending if line.startswith(marks) and RUNNER_KILLED not in line]
     if ends or any(NO_PROCESS_LEFT in line for line in ending):
         return f"{NO_PROCESS_LEFT} on its node"

@@ -33,3 +33,19 @@ def test_what_is_left_of_a_cancelled_job(ray, unique, monkeypatch, lines, told):
     monkeypatch.setattr(StateApi, "last_lines", lambda *_: shown)
     status = JobStatus(JobState.CANCELLED, Reason.CANCELLED, node="abcdef" * 5)
     assert leftovers(job, status) == told
+
+
+@pytest.mark.parametrize(
+    ("ending", "told"),
+    [
+        ("cancelled; no process of it is left", _LEFT),
+        ("cancelled; processes may go on on 0123, where they could not be ended", _DOUBT),
+    ],
+)
+def test_an_array_says_itself_whether_processes_are_left(ray, unique, monkeypatch, ending, told):
+    job = Handed(ray, unique, "job").jobs["job"]
+    job.record.is_array = True
+    line = end_mark(job.record.nonces[-1]) + ending
+    monkeypatch.setattr(StateApi, "last_lines", lambda *_: [line])
+    status = JobStatus(JobState.CANCELLED, Reason.CANCELLED, node="abcdef" * 5)
+    assert leftovers(job, status) == told
