@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass, field
-from typing import Any, Dict, Iterator, List, Optional, Sequence
+from typing import Any, Dict, Iterator, List, NamedTuple, Optional, Sequence, Set
 
 from ..group.machine import name
 from .hosts import Host, HostRecord
@@ -17,6 +17,18 @@ from .leases import Leases
 _STEP_S = 15.0
 #: Seconds between two looks while the driver waits for all of them.
 _LOOK_S = 0.02
+
+
+class Left(NamedTuple):
+    """A host that has not ended as it should.
+
+    Attributes:
+        host: the host.
+        records: the hosts whose notes it was to remove, its own too: they may still be there.
+    """
+
+    host: Host
+    records: Sequence[HostRecord]
 
 
 @dataclass
@@ -49,20 +61,21 @@ class Closings:
         self._leases = leases
         self._closings: Dict[int, _Closing] = {}
 
-    def __bool__(self) -> bool:
-        return bool(self._closings)
+    @property
+    def node_ids(self) -> Set[str]:
+        """Where they are."""
+        return {closing.host.record.node_id for closing in self._closings.values()}
 
     def add(self, host: Host, records: Sequence[HostRecord]) -> None:
         """Let a host remove the notes of these hosts, and end."""
         number = host.record.number
         self._closings[number] = _Closing(host, records, time.monotonic() + _STEP_S)
 
-    def turn(self, now: float) -> Iterator[HostRecord]:
+    def turn(self, now: float) -> Iterator[Left]:
         """Go on with all that can.
 
         Yields:
-            A host that may still be there, or its notes and folders: the one died, or has not
-            answered, that was to remove them.
+            A host that has died, or has not answered.
         """
         if not self._closings or not self._leases.can_write or not self._leases.commit():
             return
@@ -76,11 +89,11 @@ class Closings:
             del self._closings[number]
             self._ray.kill(closing.host.actor.handle, no_restart=True)
             if not has_ended:
-                yield from closing.records
+                yield Left(closing.host, closing.records)
 
-    def finish(self) -> List[HostRecord]:
-        """Wait until all have ended, as long as two steps may take; those that may be there."""
-        left: List[HostRecord] = []
+    def finish(self) -> List[Left]:
+        """Wait until all have ended, as long as two steps may take; those that have not."""
+        left: List[Left] = []
         until = time.monotonic() + 2 * _STEP_S
         while self._closings and time.monotonic() < until:
             left += self.turn(time.monotonic())

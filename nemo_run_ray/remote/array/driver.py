@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import time
-from typing import Mapping, Optional
+from typing import Collection, Mapping, Optional
 
 from ..group.actors import forget_runtime_env
 from ..group.calls import Calls, Died
@@ -94,6 +94,7 @@ class _ArrayDriver:
         self._wishes = wishes
         self._look_at = 0.0
         self._reports = HostReports(leases, pool, calls, spec.is_of_tasks)
+        self._give_up_at: Optional[float] = None
         #: Why no more is leased, in words; empty when the job was cancelled.
         self._stopped_by: Optional[str] = None
 
@@ -115,7 +116,7 @@ class _ArrayDriver:
         self._pool.let_hosts_end(now)
         if now >= self._look_at:
             self._look_at = now + _LOOK_S
-            fulfil(self._wishes, self._leases, self._pool)
+            fulfil(self._wishes, self._leases, self._pool, self._calls)
             take_back(self._leases, self._pool, self._calls)
             try:
                 self._pool.look(now, self._progress.number(ElementState.WAITING))
@@ -136,26 +137,32 @@ class _ArrayDriver:
     # ------------------------------------------------------------------ the end
 
     def _is_done(self) -> bool:
-        if self._stopped_by is not None:
-            return self._pool.has_ended
-        return self._progress.is_over and not self._pool.unproven
+        """Whether all has ended; what dead hosts have left is not waited for without a bound."""
+        if self._stopped_by is None and not self._progress.is_over:
+            return False
+        if self._give_up_at is None:
+            self._give_up_at = (self._pool.end_by or time.monotonic()) + _CLOSE_S
+        return self._pool.has_ended or time.monotonic() >= self._give_up_at
 
     def _close(self) -> None:
         """End all hosts, and what a host has left that has died meanwhile or does not answer."""
+        until = time.monotonic() + (0.0 if self._pool.unproven else _CLOSE_S)
         self._pool.close()
-        until = time.monotonic() + _CLOSE_S
-        while not self._pool.is_empty and time.monotonic() < until:
+        while self._pool.left_on and time.monotonic() < until:
             self._turn()
-        if not self._pool.is_empty:
-            left = self._pool.unproven.records()
-            nodes = ", ".join(sorted({record.node_id[:12] for record in left}))
+        if self._pool.left_on:
+            nodes = _names(self._pool.left_on)
             say(f"nothing says that all processes and folders of the array are gone on {nodes}")
 
     def _outcome(self) -> int:
+        for held in self._pool.unproven.all_held():  # they are waited for no longer
+            self._leases.leave_all(held)
         is_written = self._write_all()
         failed = self._progress.number(ElementState.FAILED)
         succeeded = self._progress.number(ElementState.SUCCEEDED)
         say(f"{succeeded} of {self._progress.count} elements succeeded, {failed} failed")
+        if not is_written:
+            say("the head's disk has not taken how the last elements have ended, or their results")
         if self._reports.broken is not None:
             cause, words = self._reports.broken
             self._runner.ending = f"[{cause.value}] {words}"
@@ -165,7 +172,6 @@ class _ArrayDriver:
             self._runner.ending = f"cancelled; {self._left()}"
             return 143
         if not is_written:
-            say("the head's disk has not taken how the last elements have ended, or their results")
             self._runner.ending = "exit code 1"
             return 1
         code = SOME_FAILED if failed else 0
@@ -188,10 +194,16 @@ class _ArrayDriver:
 
     def _left(self) -> str:
         """What is known of processes that may be left, in words."""
-        if not self._pool.unproven.unconfirmed:
-            return NO_PROCESS_LEFT
-        nodes = ", ".join(sorted(node[:12] for node in self._pool.unproven.unconfirmed))
-        return f"Ray counts {nodes} as dead, where processes may go on for {NODE_DEAD_S:.0f} s"
+        dead, alive = self._pool.unproven.unconfirmed, self._pool.unproven.node_ids
+        words = []
+        if dead:
+            words.append(
+                f"Ray counts {_names(dead)} as dead, where processes may go on for "
+                f"{NODE_DEAD_S:.0f} s"
+            )
+        if alive:
+            words.append(f"processes may go on on {_names(alive)}, where they could not be ended")
+        return "; ".join(words) or NO_PROCESS_LEFT
 
     def _obey(self) -> None:
         order = self._runner.order()
@@ -216,6 +228,11 @@ class _ArrayDriver:
             words = f"more than {limit} elements have failed (max_failures)"
             say(f"ending the array: {words}")
             self._stop(words)
+
+
+def _names(node_ids: Collection[str]) -> str:
+    """Nodes as a line of a log names them."""
+    return ", ".join(sorted(node_id[:12] for node_id in node_ids))
 
 
 def _log_folder(submission_id: str) -> Optional[str]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from typing import Any, Dict, List
+from typing import Any, Dict, List, Sequence
 
 from ..group.calls import Calls
 from ..node.output import say
@@ -55,7 +55,7 @@ def _is_held_up(host: Host, leases: Leases, now: float) -> bool:
     return now >= host.heard_at + leases.pace.patience_s
 
 
-def fulfil(wishes: Wishes, leases: Leases, pool: HostPool) -> None:
+def fulfil(wishes: Wishes, leases: Leases, pool: HostPool, calls: Calls) -> None:
     """Do what clients want, and say so to them when the disk has it."""
     if not leases.can_write:
         return
@@ -63,8 +63,17 @@ def fulfil(wishes: Wishes, leases: Leases, pool: HostPool) -> None:
         leased: List[Lease] = []
         for first, last in wish.ranges:
             leased += leases.cancel(range(first, last + 1), wish.only_waiting)
-        pool.cancel(leased)
+        _cancel(leased, pool, calls)
         if leases.commit():
             ranges = ", ".join(f"{first} to {last}" for first, last in wish.ranges[:5])
             say(f"the user has cancelled the elements {ranges}; {len(leased)} have a host")
             wishes.remove(wish.key)
+
+
+def _cancel(leases: Sequence[Lease], pool: HostPool, calls: Calls) -> None:
+    """Let those hosts end attempts that have them."""
+    wanted = set(leases)
+    for host in pool.hosts.values():
+        found = [lease for lease in host.in_hand.items() if Lease(*lease) in wanted]
+        if found:
+            calls.order(host.replica, {"do": "cancel", "elements": found})

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from typing import Any, Dict, List, Mapping, Optional, Sequence
+from typing import Any, Dict, List, Mapping, Optional, Sequence, Set
 
 from ..attempts import first_id
 from ..group.calls import Calls
@@ -14,7 +14,7 @@ from .closing import Closings
 from .host_room import HostRoom
 from .hosts import Host, HostBook, HostRecord, HostStarts
 from .leases import Leases
-from .progress import Lease
+from .refusals import Refusal
 from .unproven import Unproven
 
 #: Seconds beyond the grace period until a host that was told to end is given up.
@@ -36,6 +36,7 @@ class HostPool:
         unproven: hosts of which it is not known that nothing runs.
         room: for more of them.
         hosts: those that there are, by their numbers.
+        end_by: when those are given up that were told to end; ``None`` before ``end``.
     """
 
     def __init__(
@@ -57,13 +58,14 @@ class HostPool:
         self.unproven = Unproven(self._book.records, leases.held, node_dead_s())
         self.room = HostRoom(ray, spec)
         self._closings = Closings(ray, leases)
-        self._end_by: Optional[float] = None
+        self.end_by: Optional[float] = None
         self.hosts: Dict[int, Host] = {}
 
     @property
     def has_ended(self) -> bool:
-        """Whether nothing runs any more, after ``end``."""
-        return not self.unproven and all(host.is_idle for host in self.hosts.values())
+        """Whether nothing runs any more, after ``end`` or when all elements are over."""
+        are_idle = self.end_by is None or all(host.is_idle for host in self.hosts.values())
+        return are_idle and not self.unproven
 
     def of(self, actor: Any) -> List[Host]:
         """The host of an actor, unless it is given up."""
@@ -78,14 +80,14 @@ class HostPool:
         """
         self.room.look()
         for host in list(self.hosts.values()):
-            is_late = self._end_by is not None and now >= self._end_by
+            is_late = self.end_by is not None and now >= self.end_by
             is_late = is_late and not host.is_idle and not host.sweeps
             if host.record.node_id not in self.room.nodes:
                 self.lost(host)
             elif is_late or self.room.is_lost(host, now):
                 self.give_up(host)
         self._prove(now)
-        if self._end_by is not None:
+        if self.end_by is not None:
             return
         if waiting:
             self._grow(now, waiting)
@@ -95,17 +97,9 @@ class HostPool:
                     host.is_closing = True
                     self._calls.order(host.replica, {"do": "end"})
 
-    def cancel(self, leases: Sequence[Lease]) -> None:
-        """Let those hosts end attempts that have them."""
-        wanted = set(leases)
-        for host in self.hosts.values():
-            found = [lease for lease in host.in_hand.items() if Lease(*lease) in wanted]
-            if found:
-                self._calls.order(host.replica, {"do": "cancel", "elements": found})
-
     def end(self) -> None:
         """Let all hosts end what they run."""
-        self._end_by = time.monotonic() + self._spec.grace_s + _END_MARGIN_S
+        self.end_by = time.monotonic() + self._spec.grace_s + _END_MARGIN_S
         self._leases.is_ending = True
         for host in list(self.hosts.values()):
             if host.is_ready:
@@ -119,7 +113,7 @@ class HostPool:
         self._leases.give_back_all(host.in_hand, host.record.number, has_run=False)
         host.in_hand.clear()
         host.is_idle = True
-        if self._end_by is None:
+        if self.end_by is None:
             self._let_go(host, [host.record])
 
     def give_up(self, host: Host) -> None:
@@ -128,14 +122,13 @@ class HostPool:
         host.actor.dead = True
         self.lost(host)
 
-    def refused(self, host: Host, is_told: bool, has_started: bool) -> None:
+    def refused(self, host: Host, refusal: Refusal, has_started: bool) -> None:
         """A host cannot run elements: start none on its node for a while.
 
-        ``is_told`` is whether it has told why, else it has died; ``has_started``, whether its actor
-        was there, and may have begun something.
+        ``has_started`` is whether its actor was there, and may have begun something.
         """
         if host.slots:
-            self.room.refusals.add(host.record.node_id, time.monotonic(), is_told)
+            self.room.refusals.add(host.record.node_id, time.monotonic(), refusal)
         if has_started:
             self.give_up(host)
         else:
@@ -147,10 +140,7 @@ class HostPool:
         if self.hosts.pop(host.record.number, None) is None:
             return
         self.unproven.add(host.record.number, host.in_hand, host.slots)
-        if not host.slots:
-            self.unproven.sweeper_died(host.record.node_id, time.monotonic())
-        for record in host.swept:  # their notes may still be there
-            self.unproven.add(record.number, {})
+        self._has_left(host, host.swept, time.monotonic())
 
     def swept(self, host: Host, report: Mapping[str, Any]) -> None:
         """A host has ended what an earlier one had left on its node, and read its notes."""
@@ -163,22 +153,30 @@ class HostPool:
             self._let_go(host, [*host.swept, host.record])
 
     @property
-    def is_empty(self) -> bool:
-        """Whether no host is there any more, and nothing that one has left."""
-        return not (self.unproven or self.hosts or self._closings)
+    def left_on(self) -> Set[str]:
+        """The nodes where hosts are, or may have left something."""
+        are_there = {host.record.node_id for host in self.hosts.values()}
+        return are_there | self._closings.node_ids | self.unproven.node_ids
 
     def close(self) -> None:
         """Let living actors end; those of which that is not known are unproven then."""
         for host in [host for host in self.hosts.values() if host.actor.answers]:
             self._let_go(host, [host.record])
         self.hosts.clear()  # the others have not come up; Ray ends them with the driver
-        for record in self._closings.finish():
-            self.unproven.add(record.number, {})
+        for host, records in self._closings.finish():
+            self._has_left(host, records, time.monotonic())
 
     def let_hosts_end(self, now: float) -> None:
         """Go on with the ends of hosts that have nothing to do any more."""
-        for record in self._closings.turn(now):
+        for host, records in self._closings.turn(now):
+            self._has_left(host, records, now)
+
+    def _has_left(self, host: Host, records: Sequence[HostRecord], now: float) -> None:
+        """A host is dead, or its actor is, and the notes of these hosts may still be there."""
+        for record in records:
             self.unproven.add(record.number, {})
+        if not host.slots:
+            self.unproven.sweeper_died(host.record.node_id, now)
 
     def _let_go(self, host: Host, records: Sequence[HostRecord]) -> None:
         """End a host that has nothing to do any more; it removes the notes of these before."""
@@ -208,7 +206,7 @@ class HostPool:
     def _prove(self, now: float) -> None:
         """End what dead hosts have left: by their nodes' death, or by another host there."""
         sweeping = {number for host in self.hosts.values() for number in host.sweeps}
-        steps = self.unproven.steps(now, self.room.nodes, sweeping, self._end_by is not None)
+        steps = self.unproven.steps(now, self.room.nodes, sweeping, self.end_by is not None)
         for number in steps.proven:  # what had begun there, nobody knows
             held = self.unproven.proven(number)
             if self._book.records[number].node_id in self.unproven.unconfirmed:

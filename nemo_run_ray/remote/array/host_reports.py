@@ -15,6 +15,7 @@ from .host_pool import HostPool
 from .hosts import Host
 from .leases import Leases
 from .progress import Lease
+from .refusals import Refusal
 
 
 class HostReports:
@@ -42,9 +43,9 @@ class HostReports:
         """An actor cannot answer any more."""
         for host in self._pool.of(answer.actor):
             if answer.is_env:
-                self._refused(host, answer.words, has_started=False, cause=Cause.RUNTIME_ENV)
+                self._refused(host, answer.words, Refusal.RUNTIME_ENV, has_started=False)
             elif answer.is_start:
-                self._refused(host, answer.words, has_started=False)
+                self._refused(host, answer.words, Refusal.TOLD, has_started=False)
             else:
                 self._dead(host, answer.words)
 
@@ -70,7 +71,7 @@ class HostReports:
             host.is_ready, host.heard_at = True, time.monotonic()
             say(f"{node} runs {host.slots} element(s) at a time")
         elif kind == "unprepared":
-            self._refused(host, str(report["words"]), has_started=True)
+            self._refused(host, str(report["words"]), Refusal.TOLD, has_started=True)
         elif kind == "obstacles":
             say(_of_obstacles(node, report["words"], report["forks"], self._are_tasks))
         elif kind == "swept":
@@ -110,25 +111,21 @@ class HostReports:
     def _dead(self, host: Host, words: str) -> None:
         """A host has died, or its actor has."""
         if host.slots and not host.is_ready:
-            self._refused(host, words, has_started=True, is_told=False)
+            self._refused(host, words, Refusal.DIED, has_started=True)
             return
         say(f"the host on {host.replica.node.host} has died: {words}")
         self._pool.give_up(host)
 
-    def _refused(
-        self,
-        host: Host,
-        words: str,
-        has_started: bool,
-        is_told: bool = True,
-        cause: Cause = Cause.NOT_PREPARED,
-    ) -> None:
+    def _refused(self, host: Host, words: str, refusal: Refusal, has_started: bool) -> None:
         """A host cannot run elements: others may, or none can."""
         node, may_run = host.replica.node.host, self._pool.unproven.running > 0
-        self._pool.refused(host, is_told, has_started)
+        self._pool.refused(host, refusal, has_started)
         may_run = may_run or self._leases.progress.has_run
         if host.slots and not may_run and self._pool.room.can_none(self._pool.hosts.values()):
-            self._break(cause, words if cause is Cause.RUNTIME_ENV else f"on {node}: {words}")
+            if refusal is Refusal.RUNTIME_ENV:
+                self._break(Cause.RUNTIME_ENV, words)
+            else:
+                self._break(Cause.NOT_PREPARED, f"on {node}: {words}")
             return
         if words != self._written:
             write(f"{words}\n")

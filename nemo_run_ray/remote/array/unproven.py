@@ -60,9 +60,14 @@ class Unproven:
     def __bool__(self) -> bool:
         return bool(self._held)
 
-    def records(self) -> List[HostRecord]:
-        """All of them."""
-        return [self._records[number] for number in self._held]
+    @property
+    def node_ids(self) -> Set[str]:
+        """Where they are."""
+        return {self._records[number].node_id for number in self._held}
+
+    def all_held(self) -> List[Dict[int, int]]:
+        """What each of them had in hand."""
+        return list(self._held.values())
 
     @property
     def running(self) -> int:

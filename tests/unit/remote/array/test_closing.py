@@ -74,8 +74,8 @@ def turns(ray: Ray, leases: Leases, *times: float) -> list[HostRecord]:
     closings.add(ray.host(), [RECORD])
     left: list[HostRecord] = []
     for seconds in times:
-        left += closings.turn(seconds)
-    assert bool(closings) == (ray.killed == 0)
+        left += [record for one in closings.turn(seconds) for record in one.records]
+    assert bool(closings.node_ids) == (ray.killed == 0)
     return left
 
 

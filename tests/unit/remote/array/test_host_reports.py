@@ -2,151 +2,18 @@
 
 from __future__ import annotations
 
-import json
-import time
-from collections.abc import Iterator
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from nemo_run_ray.remote.array import host_pool
-from nemo_run_ray.remote.array.handing_out import feed, take_back
-from nemo_run_ray.remote.array.host_pool import HostPool
-from nemo_run_ray.remote.array.host_reports import HostReports
-from nemo_run_ray.remote.array.hosts import Host, HostRecord
+from nemo_run_ray.remote.array.handing_out import take_back
+from nemo_run_ray.remote.array.hosts import Host
 from nemo_run_ray.remote.array.journal import read_records
-from nemo_run_ray.remote.array.leases import Leases
 from nemo_run_ray.remote.array.progress import ArrayProgress, ElementState
 from nemo_run_ray.remote.array.status_file import JOURNAL_FILE, file_of
-from nemo_run_ray.remote.group.actors import Actor, ReplicaHandle
-from nemo_run_ray.remote.group.calls import Died, Pulled
-from nemo_run_ray.remote.group.packing import Node
-from nemo_run_ray.remote.spec import ArraySpec, JobSpec, RoleSpec
+from nemo_run_ray.remote.group.calls import Died
 from nemo_run_ray.remote.states import Cause
-
-ID = "e_1.array"
-ROLE = RoleSpec("element", JobSpec(("true",)), resources={"CPU": 1.0})
-
-
-class Ray:
-    """A cluster of nodes that have two processors each and run nothing else."""
-
-    def __init__(self) -> None:
-        self.alive = ["n1", "n2"]
-        self.killed: list[object] = []
-        free = SimpleNamespace(available_resources_per_node=self._free)
-        self._private = SimpleNamespace(state=free)
-
-    def nodes(self) -> list[dict[str, Any]]:
-        return [
-            {
-                "NodeID": node,
-                "NodeManagerHostname": node,
-                "NodeManagerAddress": node,
-                "Alive": True,
-                "Resources": {"CPU": 2.0},
-            }
-            for node in self.alive
-        ]
-
-    def _free(self) -> dict[str, dict[str, float]]:
-        return {node: {"CPU": 2.0} for node in self.alive}
-
-    def kill(self, handle: object, no_restart: bool) -> None:
-        self.killed.append(handle)
-
-
-class Starts:
-    """Starts hosts that have no processes."""
-
-    def start(self, record: HostRecord, node: Node, slots: int) -> Host:
-        replica = ReplicaHandle(("element", record.number), ROLE, node, 0, record.tag, "run")
-        replica.actor = Actor(object(), [replica])
-        return Host(record, replica, replica.actor, slots, time.monotonic())
-
-    def prepare(self, host: Host) -> dict[str, Any]:
-        return {"do": "prepare"}
-
-
-class Calls:
-    """Keeps what hosts were told."""
-
-    def __init__(self) -> None:
-        self.orders: list[tuple[int, dict[str, Any]]] = []
-
-    def order(self, replica: ReplicaHandle, order: dict[str, Any]) -> None:
-        self.orders.append((replica.replica_id[1], order))
-
-    def pull(self, actor: Actor) -> None: ...
-
-
-class Cluster:
-    """An array of twelve elements on two nodes, with a host on each."""
-
-    def __init__(self, leases: Leases, spec: ArraySpec) -> None:
-        self.passed_s = 0.0
-        self.leases, self.calls, self.ray = leases, Calls(), Ray()
-        self.pool = HostPool(self.ray, spec, ID, Starts(), self.calls, leases)
-        self.reports = HostReports(leases, self.pool, self.calls, are_tasks=False)
-        self.look()
-
-    def now(self) -> float:
-        return time.monotonic() + self.passed_s
-
-    def look(self, later_s: float = 0.0) -> None:
-        """Let some seconds pass, and look."""
-        self.passed_s += later_s
-        self.pool.look(self.now(), self.leases.progress.number(ElementState.WAITING))
-
-    def on(self, node: str) -> list[Host]:
-        """The hosts on a node that run elements."""
-        hosts = self.pool.hosts.values()
-        return [host for host in hosts if host.record.node_id == node and host.slots]
-
-    def sweeper(self, node: str) -> Host:
-        (found,) = [
-            host for host in self.pool.hosts.values() if host.sweeps and host.record.node_id == node
-        ]
-        return found
-
-    def tells(self, teller: Host, **report: Any) -> None:
-        """Let a host report something."""
-        self.answers(teller, report)
-
-    def answers(self, teller: Host, *reports: dict[str, Any]) -> None:
-        """Let a host report several things at once."""
-        key, seen = f"element/{teller.record.number}", teller.replica.seen
-        rows = {key: (seen, [json.dumps(report) for report in reports])}
-        self.reports.hear(Pulled(teller.actor, teller.record.node_id, rows))
-
-    def ready(self, *hosts: Host) -> None:
-        for host in hosts:
-            self.tells(host, at="prepared")
-
-    def feed(self) -> None:
-        feed(self.leases, self.pool, self.calls)
-
-    def attempts(self) -> list[int]:
-        """How often each element was begun, as far as is known."""
-        stretches = self.leases.progress.stretches()
-        return [one.attempts for one in stretches for _ in range(one.first, one.last + 1)]
-
-
-@pytest.fixture
-def spec(request) -> ArraySpec:
-    return ArraySpec(ROLE, "elements", **getattr(request, "param", {}))
-
-
-@pytest.fixture
-def cluster(tmp_path, spec, monkeypatch) -> Iterator[Cluster]:
-    path = tmp_path / "elements"
-    path.write_text("\n".join(['{"fields": []}', *["[]"] * 12]) + "\n")
-    leases = Leases(spec, str(path), ID, str(tmp_path))
-    made = Cluster(leases, spec)
-    monkeypatch.setattr(host_pool, "time", SimpleNamespace(monotonic=made.now))
-    yield made
-    leases.close()
+from tests.unit.remote.array.pools import ID, Cluster
 
 
 def row(element: int, code: int = 0, attempt: int = 1, seconds: float = 0.01) -> list[Any]:

@@ -1,0 +1,27 @@
+from __future__ import annotations
+
+from collections.abc import Iterator
+from types import SimpleNamespace
+
+import pytest
+
+from nemo_run_ray.remote.array import host_pool
+from nemo_run_ray.remote.array.leases import Leases
+from nemo_run_ray.remote.spec import ArraySpec
+from tests.unit.remote.array.pools import ID, ROLE, Cluster
+
+
+@pytest.fixture
+def spec(request) -> ArraySpec:
+    return ArraySpec(ROLE, "elements", **getattr(request, "param", {}))
+
+
+@pytest.fixture
+def cluster(tmp_path, spec, monkeypatch) -> Iterator[Cluster]:
+    path = tmp_path / "elements"
+    path.write_text("\n".join(['{"fields": []}', *["[]"] * 12]) + "\n")
+    leases = Leases(spec, str(path), ID, str(tmp_path))
+    made = Cluster(leases, spec)
+    monkeypatch.setattr(host_pool, "time", SimpleNamespace(monotonic=made.now))
+    yield made
+    leases.close()
