@@ -122,8 +122,13 @@ class ElementJob(RemoteJob):
         return self.look(Snapshot(is_fresh=True))
 
     def leftovers(self, status: JobStatus) -> str:
+        if not status.attempt:
+            return "it never had a process"
+        whole = self.array.look(Snapshot(is_fresh=True))
+        if whole.state.is_terminal:  # its driver may have given up what does not end
+            return self.array.leftovers(whole)
         # The driver says that an element has ended when all has that it has left.
-        return f"{NO_PROCESS_LEFT} on its node" if status.attempt else "it never had a process"
+        return f"{NO_PROCESS_LEFT} on its node"
 
     def note(self, status: JobStatus, snapshot: Snapshot) -> None:
         """Note nothing: what is known of it is kept with its array."""

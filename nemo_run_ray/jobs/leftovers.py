@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from nemo_run_ray.jobs.follow_log import OF_RAY
-from nemo_run_ray.remote.node.output import NO_PROCESS_LEFT, RUNNER_KILLED, end_mark
+from nemo_run_ray.remote.node.output import MAY_BE_LEFT, NO_PROCESS_LEFT, RUNNER_KILLED, end_mark
 from nemo_run_ray.remote.states import JobStatus
 
 if TYPE_CHECKING:
@@ -15,8 +15,8 @@ if TYPE_CHECKING:
 def leftovers(job: ObservedJob, status: JobStatus) -> str:
     """Proof that no process of a cancelled job is left on its node, in words.
 
-    The remote half ends every process of a task before its own last line, unless it was killed. The
-    last line of a group or of an array says whether it could, on all its nodes.
+    The remote half ends every process of a job before its own last line, unless it was killed. That
+    of a group or of an array says whether it could, on all their nodes.
 
     Raises:
         ClusterError: the cluster cannot be asked.
@@ -28,11 +28,17 @@ def leftovers(job: ObservedJob, status: JobStatus) -> str:
     if not status.node:
         return never
     ending = job.api().state.last_lines(status.node, job.ran_as(status), 3)
-    is_on_one_node = not (job.record.has_roles or job.record.is_array)
-    marks = tuple(end_mark(nonce) for nonce in job.record.nonces) if is_on_one_node else ()
-    ends = [line for line in ending if line.startswith(marks) and RUNNER_KILLED not in line]
-    if ends or any(NO_PROCESS_LEFT in line for line in ending):
+    marks = tuple(end_mark(nonce) for nonce in job.record.nonces)
+    ends = [line for line in ending if line.startswith(marks)]
+    if any(_is_proof(line, job.record.has_roles) for line in ends):
         return f"{NO_PROCESS_LEFT} on its node"
     if ending and all(OF_RAY.match(line) for line in ending):
         return never
     return f"its node {status.node[:12]} did not confirm that all its processes ended"
+
+
+def _is_proof(end: str, is_group: bool) -> bool:
+    """Whether a job's last line says that all of its processes have ended."""
+    if is_group:
+        return NO_PROCESS_LEFT in end
+    return RUNNER_KILLED not in end and MAY_BE_LEFT not in end

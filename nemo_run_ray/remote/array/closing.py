@@ -19,16 +19,17 @@ _STEP_S = 15.0
 _LOOK_S = 0.02
 
 
-class Left(NamedTuple):
-    """A host that has not ended as it should.
+class Closed(NamedTuple):
+    """A host whose actor was ended.
 
     Attributes:
         host: the host.
-        records: the hosts whose notes it was to remove, its own too: they may still be there.
+        left: the hosts whose notes and processes may still be there, itself among them; none when
+            it has ended as it should.
     """
 
     host: Host
-    records: Sequence[HostRecord]
+    left: Sequence[HostRecord]
 
 
 @dataclass
@@ -71,11 +72,11 @@ class Closings:
         number = host.record.number
         self._closings[number] = _Closing(host, records, time.monotonic() + _STEP_S)
 
-    def turn(self, now: float) -> Iterator[Left]:
+    def turn(self, now: float) -> Iterator[Closed]:
         """Go on with all that can.
 
         Yields:
-            A host that has died, or has not answered.
+            A host that has ended, has died, or has not answered in time.
         """
         if not self._closings or not self._leases.can_write or not self._leases.commit():
             return
@@ -88,17 +89,16 @@ class Closings:
                 continue
             del self._closings[number]
             self._ray.kill(closing.host.actor.handle, no_restart=True)
-            if not has_ended:
-                yield Left(closing.host, closing.records)
+            yield Closed(closing.host, () if has_ended else closing.records)
 
-    def finish(self) -> List[Left]:
-        """Wait until all have ended, as long as two steps may take; those that have not."""
-        left: List[Left] = []
+    def finish(self) -> List[Closed]:
+        """Wait until all have ended, as long as two steps may take."""
+        closed: List[Closed] = []
         until = time.monotonic() + 2 * _STEP_S
         while self._closings and time.monotonic() < until:
-            left += self.turn(time.monotonic())
+            closed += self.turn(time.monotonic())
             time.sleep(_LOOK_S)
-        return left
+        return closed
 
     def _go_on(self, closing: _Closing, now: float) -> Optional[bool]:
         """Make the next call when the last one was answered.

@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import os
 import time
-from typing import Collection, Mapping, Optional
+from typing import Collection, Mapping, Optional, Tuple
 
 from ..group.actors import forget_runtime_env
 from ..group.calls import Calls, Died
 from ..group.driver import connect
-from ..node.output import NO_PROCESS_LEFT, say
+from ..node.output import MAY_BE_LEFT, NO_PROCESS_LEFT, say
 from ..node.process import Runner
 from ..node.rundir import jobs_folder, remove_secrets, secrets_of
 from ..node_death import NODE_DEAD_S
@@ -94,7 +94,7 @@ class _ArrayDriver:
         self._wishes = wishes
         self._look_at = 0.0
         self._reports = HostReports(leases, pool, calls, spec.is_of_tasks)
-        self._give_up_at: Optional[float] = None
+        self._settled_at: Optional[float] = None
         #: Why no more is leased, in words; empty when the job was cancelled.
         self._stopped_by: Optional[str] = None
 
@@ -105,8 +105,12 @@ class _ArrayDriver:
             say(f"the driver goes on: {ended} of {count} elements have ended")
         while not self._is_done():
             self._turn()
-        code = self._outcome()
+        if not self._pool.has_ended:
+            self._give_up()
+        code, ending = self._outcome()
         self._close()
+        left = self._left() or (NO_PROCESS_LEFT if self._runner.cancelled else "")
+        self._runner.ending = "; ".join(filter(None, (ending, left)))
         return code
 
     def _turn(self) -> None:
@@ -129,20 +133,34 @@ class _ArrayDriver:
             else:
                 self._reports.hear(answer)
         self._check_failures()
-        if self._stopped_by is None and self._leases.can_write:
+        if self._settled_at is None and (self._is_stopped or self._progress.is_settled):
+            self._settled_at = now
+        if not self._is_stopped and self._leases.can_write:
             feed(self._leases, self._pool, self._calls)
         busy = (min(len(host.in_hand), host.slots) for host in self._pool.hosts.values())
         self._status.write(self._progress, sum(busy), is_over=False)
 
     # ------------------------------------------------------------------ the end
 
+    @property
+    def _is_stopped(self) -> bool:
+        return self._stopped_by is not None
+
     def _is_done(self) -> bool:
         """Whether all has ended; what dead hosts have left is not waited for without a bound."""
-        if self._stopped_by is None and not self._progress.is_over:
+        if self._settled_at is None:
             return False
-        if self._give_up_at is None:
-            self._give_up_at = (self._pool.end_by or time.monotonic()) + _CLOSE_S
-        return self._pool.has_ended or time.monotonic() >= self._give_up_at
+        if self._pool.has_ended and (self._is_stopped or self._progress.is_over):
+            return True
+        return time.monotonic() >= self._settled_at + self._spec.grace_s + _CLOSE_S
+
+    def _give_up(self) -> None:
+        """Wait no longer for what hosts have that do not end, and for what dead ones have left."""
+        for host in list(self._pool.hosts.values()):
+            if host.in_hand or host.sweeps:
+                self._pool.give_up(host)
+        for held in self._pool.unproven.all_held():
+            self._leases.leave_all(held)
 
     def _close(self) -> None:
         """End all hosts, and what a host has left that has died meanwhile or does not answer."""
@@ -150,13 +168,9 @@ class _ArrayDriver:
         self._pool.close()
         while self._pool.left_on and time.monotonic() < until:
             self._turn()
-        if self._pool.left_on:
-            nodes = _names(self._pool.left_on)
-            say(f"nothing says that all processes and folders of the array are gone on {nodes}")
 
-    def _outcome(self) -> int:
-        for held in self._pool.unproven.all_held():  # they are waited for no longer
-            self._leases.leave_all(held)
+    def _outcome(self) -> Tuple[int, str]:
+        """The exit code, and how the array ended in words."""
         is_written = self._write_all()
         failed = self._progress.number(ElementState.FAILED)
         succeeded = self._progress.number(ElementState.SUCCEEDED)
@@ -165,20 +179,16 @@ class _ArrayDriver:
             say("the head's disk has not taken how the last elements have ended, or their results")
         if self._reports.broken is not None:
             cause, words = self._reports.broken
-            self._runner.ending = f"[{cause.value}] {words}"
-            return 1
+            return 1, f"[{cause.value}] {words}"
         if self._stopped_by == "":
             self._runner.cancelled = True
-            self._runner.ending = f"cancelled; {self._left()}"
-            return 143
+            return 143, "cancelled"
         if not is_written:
-            self._runner.ending = "exit code 1"
-            return 1
+            return 1, "exit code 1"
         code = SOME_FAILED if failed else 0
         if not code and self._spec.is_of_tasks and succeeded < self._progress.count:
             code = SOME_CANCELLED  # what depends on the tasks must not start
-        self._runner.ending = f"exit code {code}"
-        return code
+        return code, f"exit code {code}"
 
     def _write_all(self) -> bool:
         """Wait for the head's disk as long as for dead hosts; whether it has all."""
@@ -193,17 +203,15 @@ class _ArrayDriver:
         return True
 
     def _left(self) -> str:
-        """What is known of processes that may be left, in words."""
-        dead, alive = self._pool.unproven.unconfirmed, self._pool.unproven.node_ids
+        """Where processes may be left, in words; empty when it is proven that there is none."""
+        dead, others = self._pool.unproven.unconfirmed, self._pool.left_on
         words = []
         if dead:
-            words.append(
-                f"Ray counts {_names(dead)} as dead, where processes may go on for "
-                f"{NODE_DEAD_S:.0f} s"
-            )
-        if alive:
-            words.append(f"processes may go on on {_names(alive)}, where they could not be ended")
-        return "; ".join(words) or NO_PROCESS_LEFT
+            nodes = _names(dead)
+            words.append(f"for {NODE_DEAD_S:.0f} s on {nodes}, which Ray counts as dead")
+        if others:
+            words.append(f"on {_names(others)}, where nothing says that all have ended")
+        return f"{MAY_BE_LEFT} {', and '.join(words)}" * bool(words)
 
     def _obey(self) -> None:
         order = self._runner.order()
@@ -215,16 +223,16 @@ class _ArrayDriver:
 
     def _stop(self, why: str) -> None:
         """End what runs, and lease no more."""
-        if self._stopped_by is None:
+        if not self._is_stopped:
             self._stopped_by = why
             self._progress.cancel_waiting()
             self._pool.end()
 
     def _check_failures(self) -> None:
-        if self._reports.broken is not None and self._stopped_by is None:
+        if self._reports.broken is not None and not self._is_stopped:
             self._stop(self._reports.broken[1])
         failed, limit = self._progress.number(ElementState.FAILED), self._spec.max_failures
-        if limit is not None and failed > limit and self._stopped_by is None:
+        if limit is not None and failed > limit and not self._is_stopped:
             words = f"more than {limit} elements have failed (max_failures)"
             say(f"ending the array: {words}")
             self._stop(words)

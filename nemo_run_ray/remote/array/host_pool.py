@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import time
-from typing import Any, Dict, List, Mapping, Optional, Sequence, Set
+from typing import Any, Dict, Iterable, List, Mapping, Optional, Sequence, Set
 
 from ..attempts import first_id
 from ..group.calls import Calls
 from ..node.output import say
 from ..node_death import node_dead_s
 from ..spec import ArraySpec
-from .closing import Closings
+from .closing import Closed, Closings
 from .host_room import HostRoom
 from .hosts import Host, HostBook, HostRecord, HostStarts
 from .leases import Leases
@@ -36,7 +36,6 @@ class HostPool:
         unproven: hosts of which it is not known that nothing runs.
         room: for more of them.
         hosts: those that there are, by their numbers.
-        end_by: when those are given up that were told to end; ``None`` before ``end``.
     """
 
     def __init__(
@@ -58,13 +57,13 @@ class HostPool:
         self.unproven = Unproven(self._book.records, leases.held, node_dead_s())
         self.room = HostRoom(ray, spec)
         self._closings = Closings(ray, leases)
-        self.end_by: Optional[float] = None
+        self._end_by: Optional[float] = None
         self.hosts: Dict[int, Host] = {}
 
     @property
     def has_ended(self) -> bool:
         """Whether nothing runs any more, after ``end`` or when all elements are over."""
-        are_idle = self.end_by is None or all(host.is_idle for host in self.hosts.values())
+        are_idle = self._end_by is None or all(host.is_idle for host in self.hosts.values())
         return are_idle and not self.unproven
 
     def of(self, actor: Any) -> List[Host]:
@@ -80,14 +79,14 @@ class HostPool:
         """
         self.room.look()
         for host in list(self.hosts.values()):
-            is_late = self.end_by is not None and now >= self.end_by
+            is_late = self._end_by is not None and now >= self._end_by
             is_late = is_late and not host.is_idle and not host.sweeps
             if host.record.node_id not in self.room.nodes:
                 self.lost(host)
             elif is_late or self.room.is_lost(host, now):
                 self.give_up(host)
         self._prove(now)
-        if self.end_by is not None:
+        if self._end_by is not None:
             return
         if waiting:
             self._grow(now, waiting)
@@ -99,7 +98,7 @@ class HostPool:
 
     def end(self) -> None:
         """Let all hosts end what they run."""
-        self.end_by = time.monotonic() + self._spec.grace_s + _END_MARGIN_S
+        self._end_by = time.monotonic() + self._spec.grace_s + _END_MARGIN_S
         self._leases.is_ending = True
         for host in list(self.hosts.values()):
             if host.is_ready:
@@ -113,7 +112,7 @@ class HostPool:
         self._leases.give_back_all(host.in_hand, host.record.number, has_run=False)
         host.in_hand.clear()
         host.is_idle = True
-        if self.end_by is None:
+        if self._end_by is None:
             self._let_go(host, [host.record])
 
     def give_up(self, host: Host) -> None:
@@ -140,12 +139,15 @@ class HostPool:
         if self.hosts.pop(host.record.number, None) is None:
             return
         self.unproven.add(host.record.number, host.in_hand, host.slots)
-        self._has_left(host, host.swept, time.monotonic())
+        if not host.slots:
+            self.unproven.sweeper_died(host.record.node_id, time.monotonic())
+        for record in host.swept:  # their notes may still be there
+            self.unproven.add(record.number, {})
 
     def swept(self, host: Host, report: Mapping[str, Any]) -> None:
         """A host has ended what an earlier one had left on its node, and read its notes."""
         number = int(report["host"])
-        words = take_notes(self.unproven.swept(number), report, self._leases)
+        words = take_notes(self.unproven.proven(number), report, self._leases)
         if words:
             say(f"nothing of a dead host runs on {host.replica.node.host}: {words}")
         host.swept.append(host.sweeps.pop(number))
@@ -155,28 +157,29 @@ class HostPool:
     @property
     def left_on(self) -> Set[str]:
         """The nodes where hosts are, or may have left something."""
-        are_there = {host.record.node_id for host in self.hosts.values()}
-        return are_there | self._closings.node_ids | self.unproven.node_ids
+        hosts = {host.record.node_id for host in self.hosts.values()}
+        return hosts | self._closings.node_ids | self.unproven.node_ids
 
     def close(self) -> None:
         """Let living actors end; those of which that is not known are unproven then."""
         for host in [host for host in self.hosts.values() if host.actor.answers]:
             self._let_go(host, [host.record])
         self.hosts.clear()  # the others have not come up; Ray ends them with the driver
-        for host, records in self._closings.finish():
-            self._has_left(host, records, time.monotonic())
+        self._take(self._closings.finish())
 
     def let_hosts_end(self, now: float) -> None:
         """Go on with the ends of hosts that have nothing to do any more."""
-        for host, records in self._closings.turn(now):
-            self._has_left(host, records, now)
+        self._take(self._closings.turn(now))
 
-    def _has_left(self, host: Host, records: Sequence[HostRecord], now: float) -> None:
-        """A host is dead, or its actor is, and the notes of these hosts may still be there."""
-        for record in records:
-            self.unproven.add(record.number, {})
-        if not host.slots:
-            self.unproven.sweeper_died(host.record.node_id, now)
+    def _take(self, closed: Iterable[Closed]) -> None:
+        """Note which hosts have ended, and of which that is not known."""
+        for host, left in closed:
+            for record in left:
+                self.unproven.add(record.number, {})
+            if left and not host.slots:
+                self.unproven.sweeper_died(host.record.node_id, time.monotonic())
+            elif not host.slots:
+                self.unproven.sweeper_closed(host.record.node_id)
 
     def _let_go(self, host: Host, records: Sequence[HostRecord]) -> None:
         """End a host that has nothing to do any more; it removes the notes of these before."""
@@ -196,8 +199,8 @@ class HostPool:
         self.room.tell(list(self.hosts.values()), now)
 
     def _start(self, record: HostRecord, slots: int) -> Host:
-        host = self._starts.start(record, self.room.nodes[record.node_id], slots)
-        self.hosts[record.number] = host
+        node = self.room.nodes[record.node_id]
+        host = self.hosts[record.number] = self._starts.start(record, node, slots)
         self._calls.pull(host.actor)
         return host
 
@@ -206,7 +209,7 @@ class HostPool:
     def _prove(self, now: float) -> None:
         """End what dead hosts have left: by their nodes' death, or by another host there."""
         sweeping = {number for host in self.hosts.values() for number in host.sweeps}
-        steps = self.unproven.steps(now, self.room.nodes, sweeping, self.end_by is not None)
+        steps = self.unproven.steps(now, self.room.nodes, sweeping, self._end_by is not None)
         for number in steps.proven:  # what had begun there, nobody knows
             held = self.unproven.proven(number)
             if self._book.records[number].node_id in self.unproven.unconfirmed:
@@ -214,8 +217,7 @@ class HostPool:
             else:
                 self._leases.give_back_all(held, number, has_run=True)
         for node_id, dead in steps.to_sweep.items():
-            (record,) = self._book.add([node_id])
-            host = self._start(record, 0)
+            host = self._start(self._book.add([node_id])[0], 0)
             host.sweeps = {record.number: record for record in dead}
             places = [[record.number, record.tag, record.run_dir] for record in dead]
             self._calls.order(host.replica, {"do": "sweep", "hosts": places})

@@ -136,6 +136,14 @@ class ArrayProgress:
         waiting, leased = ElementState.WAITING, ElementState.LEASED
         return not (self._counts[waiting] or self._counts[leased])
 
+    @property
+    def is_settled(self) -> bool:
+        """Whether no element begins any more: those that hosts have were cancelled."""
+        if self._counts[ElementState.WAITING]:
+            return False
+        cancelled = sum(self._states[index] == ElementState.LEASED for index in self._unwanted)
+        return self._counts[ElementState.LEASED] == cancelled
+
     def take(self) -> Optional[Lease]:
         """Lease the next element that waits."""
         index = self._next_waiting()

@@ -18,12 +18,15 @@ _DEATHS_MAX = 5
 _NODES_MAX = _ENVS_MAX = 3
 
 
-class Refusal(Enum):
+class Refusal(str, Enum):
     """How a host could not begin."""
 
-    DIED = "died without a reason"
-    TOLD = "told why"
-    RUNTIME_ENV = "its runtime environment could not be made"
+    #: It has died, or was killed, and has not told why.
+    DIED = "died"
+    #: It has told why.
+    TOLD = "told"
+    #: Its runtime environment could not be made.
+    RUNTIME_ENV = "runtime_env"
 
 
 class Refusals:
@@ -71,9 +74,10 @@ class Refusals:
             trying: ids of the nodes where hosts are.
             fitting: those of the living nodes that could have an element.
         """
-        cannot = self._cannot & set(fitting)
+        cannot, refused = self._cannot & set(fitting), self._counts.keys() & set(fitting)
         if set(trying) - self._cannot or not self._cannot:
             return False
-        if any(self._envs.get(node_id, 0) >= _ENVS_MAX for node_id in cannot):
+        has_env_failed = any(self._envs.get(node_id, 0) >= _ENVS_MAX for node_id in cannot)
+        if has_env_failed and refused <= cannot:  # else one of them is tried again soon
             return True
         return len(cannot) >= _NODES_MAX or cannot == set(fitting)

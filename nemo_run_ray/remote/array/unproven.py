@@ -94,6 +94,10 @@ class Unproven:
         again_s = min(_SWEEP_AGAIN_S * 2 ** min(count - 1, 10), _SWEEP_AGAIN_MAX_S)
         self._sweep_at[node_id] = now + again_s
 
+    def sweeper_closed(self, node_id: str) -> None:
+        """Such a host has ended as it should."""
+        self._sweepers_died.pop(node_id, None)
+
     def held(self, number: int) -> Dict[int, int]:
         """What a host had in hand, of which the end is not known."""
         return self._held.get(number, {})
@@ -102,11 +106,6 @@ class Unproven:
         """Nothing of a host runs any more; what it had in hand."""
         self._slots.pop(number, None)
         return self._held.pop(number, {})
-
-    def swept(self, number: int) -> Dict[int, int]:
-        """Another host has ended what this one had left; what it had in hand."""
-        self._sweepers_died.pop(self._records[number].node_id, None)
-        return self.proven(number)
 
     def steps(
         self, now: float, alive: Collection[str], sweeping: Collection[int], is_ending: bool

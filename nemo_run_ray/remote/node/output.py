@@ -12,6 +12,8 @@ from typing import Optional, Sequence
 PREFIX = "nemo_run_ray| "
 #: What is said when every process of a cancelled job is proven to have ended.
 NO_PROCESS_LEFT = "no process of it is left"
+#: What an array says when that is not proven, with the nodes.
+MAY_BE_LEFT = "processes of it may be left"
 #: What is said of a runner that was killed: a process that hides from its mark may go on.
 RUNNER_KILLED = "the package's process on this node was killed"
 #: Bytes of output read at once.

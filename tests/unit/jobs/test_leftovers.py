@@ -39,13 +39,33 @@ def test_what_is_left_of_a_cancelled_job(ray, unique, monkeypatch, lines, told):
     ("ending", "told"),
     [
         ("cancelled; no process of it is left", _LEFT),
-        ("cancelled; processes may go on on 0123, where they could not be ended", _DOUBT),
+        ("exit code 8", _LEFT),
+        ("cancelled; processes of it may be left on 0123, where nothing says that all", _DOUBT),
+        ("exit code 8; processes of it may be left on 0123, where nothing says that", _DOUBT),
+        ("the package's process on this node was killed, and 0 others with it", _DOUBT),
     ],
 )
 def test_an_array_says_itself_whether_processes_are_left(ray, unique, monkeypatch, ending, told):
     job = Handed(ray, unique, "job").jobs["job"]
     job.record.is_array = True
-    line = end_mark(job.record.nonces[-1]) + ending
-    monkeypatch.setattr(StateApi, "last_lines", lambda *_: [line])
+    lines = ["0| no process of it is left", end_mark(job.record.nonces[-1]) + ending]
+    monkeypatch.setattr(StateApi, "last_lines", lambda *_: lines)
+    status = JobStatus(JobState.CANCELLED, Reason.CANCELLED, node="abcdef" * 5)
+    assert leftovers(job, status) == told
+
+
+@pytest.mark.parametrize(
+    ("lines", "told"),
+    [
+        (["{end}cancelled; no process of it is left"], _LEFT),
+        (["{end}cancelled; not every node has confirmed it"], _DOUBT),
+        (["server/0| no process of it is left", "{end}exit code 1"], _DOUBT),
+    ],
+)
+def test_a_group_says_itself_whether_processes_are_left(ray, unique, monkeypatch, lines, told):
+    job = Handed(ray, unique, "job").jobs["job"]
+    job.record.has_roles = True
+    end = end_mark(job.record.nonces[-1])
+    monkeypatch.setattr(StateApi, "last_lines", lambda *_: [one.format(end=end) for one in lines])
     status = JobStatus(JobState.CANCELLED, Reason.CANCELLED, node="abcdef" * 5)
     assert leftovers(job, status) == told

@@ -35,6 +35,7 @@ from nemo_run_ray.nemo.resume import resume_experiment
 from nemo_run_ray.planning import task_elements
 from nemo_run_ray.remote.array.status_file import file_of
 from nemo_run_ray.remote.lost_ends import LOG_FILE
+from nemo_run_ray.remote.node.output import end_mark
 from nemo_run_ray.remote.spec import ArraySpec, from_json
 from nemo_run_ray.remote.states import JobState, JobStatus, Reason
 from tests.array_tasks import Model, train
@@ -498,6 +499,25 @@ def test_a_task_is_cancelled_alone(sweep, running):
     assert running.cancelled == [[1, 1]]
     assert "no process of it is left" in task.leftovers(status)
     assert sweep.task("say-0").cancel().state.value == "SUCCEEDED"
+
+
+def test_of_an_array_that_is_over_its_own_last_line_says_what_is_left(ray, sweep, running):
+    running.tells([[0, 0, "cancelled", 1, 0], [1, 2, "cancelled", 0, 0]])
+    array = sweep.task("say-0").array
+    ray.fates[array.id] = SUCCEEDS
+    ray.pass_time(1000)
+    wait_for(lambda: array.status.state.is_terminal)
+    mark = end_mark(array.record.nonces[-1])
+    left = {}
+    for ending in ("exit code 9", "exit code 9; processes of it may be left on n1"):
+        ray.logs[array.id] = f"0| hello\n{mark}{ending}\n"
+        task = sweep.task("say-0")
+        left[ending] = task.leftovers(task.status)
+    proven, doubtful = left.values()
+    assert "no process of it is left" in proven
+    assert "did not confirm" in doubtful
+    never = sweep.task("say-1")
+    assert never.leftovers(never.status) == "it never had a process"
 
 
 def test_a_task_of_an_array_that_has_not_begun_is_not_cancelled_alone(sweep):

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from nemo_run_ray.remote.array import host_pool
+from nemo_run_ray.remote.array import closing, host_pool
 from nemo_run_ray.remote.array.leases import Leases
 from nemo_run_ray.remote.spec import ArraySpec
 from tests.unit.remote.array.pools import ID, ROLE, Cluster
@@ -22,6 +22,7 @@ def cluster(tmp_path, spec, monkeypatch) -> Iterator[Cluster]:
     path.write_text("\n".join(['{"fields": []}', *["[]"] * 12]) + "\n")
     leases = Leases(spec, str(path), ID, str(tmp_path))
     made = Cluster(leases, spec)
-    monkeypatch.setattr(host_pool, "time", SimpleNamespace(monotonic=made.now))
+    for module in (host_pool, closing):
+        monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=made.now, sleep=made.sleep))
     yield made
     leases.close()

@@ -22,8 +22,20 @@ ID = "e_1.array"
 ROLE = RoleSpec("element", JobSpec(("true",)), resources={"CPU": 1.0})
 
 
+STUCK = "stuck"
+
+
+class RayError(Exception):
+    pass
+
+
 class Ray:
-    """A cluster of nodes that have two processors each and run nothing else."""
+    """A cluster of nodes that have two processors each and run nothing else.
+
+    All calls succeed, but those that are answered with ``STUCK``.
+    """
+
+    exceptions = SimpleNamespace(RayError=RayError)
 
     def __init__(self) -> None:
         self.alive = ["n1", "n2"]
@@ -49,13 +61,20 @@ class Ray:
     def kill(self, handle: object, no_restart: bool) -> None:
         self.killed.append(handle)
 
+    def wait(self, references: list[object], timeout: float) -> tuple[list[object], list[object]]:
+        return references, []
+
+    def get(self, reference: object) -> bool:
+        return reference != STUCK
+
 
 class Starts:
     """Starts hosts that have no processes."""
 
     def start(self, record: HostRecord, node: Node, slots: int) -> Host:
         replica = ReplicaHandle(("element", record.number), ROLE, node, 0, record.tag, "run")
-        replica.actor = Actor(object(), [replica])
+        order, close = (SimpleNamespace(remote=lambda *_: object()) for _ in range(2))
+        replica.actor = Actor(SimpleNamespace(order=order, close=close), [replica])
         return Host(record, replica, replica.actor, slots, time.monotonic())
 
     def prepare(self, host: Host) -> dict[str, Any]:
@@ -87,6 +106,9 @@ class Cluster:
     def now(self) -> float:
         return time.monotonic() + self.passed_s
 
+    def sleep(self, seconds: float) -> None:
+        self.passed_s += seconds
+
     def look(self, later_s: float = 0.0) -> None:
         """Let some seconds pass, and look."""
         self.passed_s += later_s
@@ -111,6 +133,7 @@ class Cluster:
         """Let a host report several things at once."""
         key, seen = f"element/{teller.record.number}", teller.replica.seen
         rows = {key: (seen, [json.dumps(report) for report in reports])}
+        teller.actor.answers = True
         self.reports.hear(Pulled(teller.actor, teller.record.node_id, rows))
 
     def ready(self, *hosts: Host) -> None:

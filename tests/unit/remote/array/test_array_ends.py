@@ -1,30 +1,40 @@
-"""How an array ends when nothing says that all that a dead host has left is gone."""
+"""How an array ends, also when nothing says that all that a host has left is gone."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 
 import pytest
 
 from nemo_run_ray.remote.array import driver as driver_module
+from nemo_run_ray.remote.array.hosts import Host
 from nemo_run_ray.remote.array.journal import read_records
 from nemo_run_ray.remote.array.progress import ArrayProgress, ElementState
 from nemo_run_ray.remote.array.status_file import JOURNAL_FILE, file_of
 from nemo_run_ray.remote.group.calls import Died
 from nemo_run_ray.remote.node.output import NO_PROCESS_LEFT
-from tests.unit.remote.array.pools import ID, Cluster
+from tests.unit.remote.array.pools import ID, STUCK, Cluster
+
+_MAY_BE_LEFT = "processes of it may be left on {}, where nothing says that all have ended"
 
 
 class Drive:
-    """A driver whose every turn takes a second, and whose hosts answer as a test lets them."""
+    """A driver whose every turn takes a second.
+
+    Hosts that are told to end do so at once, but those that are ``stuck``; ``later`` is done after
+    so many seconds.
+    """
 
     def __init__(self, cluster: Cluster, spec, monkeypatch) -> None:
         self.cluster, self.seconds = cluster, 0
+        self.stuck: set[int] = set()
+        self.later: dict[int, Callable[[], object]] = {}
         self.runner = SimpleNamespace(order=lambda: None, ending="", cancelled=False)
         calls = cluster.calls
         calls.repeat, calls.answers = lambda: None, self._answers
-        monkeypatch.setattr(driver_module, "time", SimpleNamespace(monotonic=cluster.now))
+        time = SimpleNamespace(monotonic=cluster.now, sleep=lambda _: self._pass())
+        monkeypatch.setattr(driver_module, "time", time)
         self._driver = driver_module._ArrayDriver(
             self.runner,
             spec,
@@ -36,85 +46,166 @@ class Drive:
         )
         self.code = -1
 
+    def cancel(self) -> None:
+        self.runner.order = lambda: b"T"
+
     def run(self) -> None:
         self.code = self._driver.run()
 
-    def _answers(self) -> Iterator[Died]:
+    def _pass(self) -> None:
         self.seconds += 1
         self.cluster.passed_s += 1
         assert self.seconds < 600, "it does not end"
+        self.later.pop(self.seconds, lambda: None)()
+
+    def _answers(self) -> Iterator[Died]:
+        self._pass()
+        told, self.cluster.calls.orders[:] = list(self.cluster.calls.orders), []
+        for number, order in told:
+            host = self.cluster.pool.hosts.get(number)
+            if order["do"] == "end" and host is not None and number not in self.stuck:
+                self.cluster.tells(host, at="idle")
         yield from ()
 
 
 @pytest.fixture
-def drive(cluster, spec, monkeypatch) -> Drive:
-    """A driver of hosts on n1 alone."""
+def host(cluster) -> Host:
+    """A host on n1 that runs elements, all alone."""
     (other,) = cluster.on("n2")
     del cluster.pool.hosts[other.record.number]
     cluster.ray.alive = ["n1"]
+    (found,) = cluster.on("n1")
+    cluster.ready(found)
+    cluster.feed()
+    return found
+
+
+@pytest.fixture
+def drive(cluster, spec, monkeypatch) -> Drive:
     return Drive(cluster, spec, monkeypatch)
 
 
-def give_up_the_host(cluster: Cluster) -> None:
-    """Give it up; another one is to end what it has left."""
-    (host,) = cluster.on("n1")
+def lose(cluster: Cluster, host: Host) -> None:
+    """Give a host up; another one is to end what it has left."""
     cluster.pool.give_up(host)
     cluster.look()
-    assert cluster.sweeper("n1").sweeps
+    assert host.record.number in cluster.sweeper(host.record.node_id).sweeps
 
 
-def test_a_cancelled_array_ends_though_a_process_does_not(cluster, drive, spec, tmp_path):
-    (host,) = cluster.on("n1")
-    cluster.ready(host)
-    cluster.feed()
+def end_all(cluster: Cluster, host: Host) -> None:
+    """Let all elements succeed."""
+    while host.in_hand:
+        element, attempt = next(iter(host.in_hand.items()))
+        cluster.tells(host, at="ended", row=[element, attempt, 0, 0.01, "exit code 0"])
+        cluster.feed()
+
+
+def is_swept(cluster: Cluster, host: Host) -> None:
+    sweeper = cluster.sweeper(host.record.node_id)
+    cluster.tells(sweeper, at="swept", host=host.record.number, ended=[], begun=[])
+
+
+def test_an_array_ends_when_its_elements_have(cluster, drive, host):
+    end_all(cluster, host)
+    drive.run()
+    assert (drive.code, drive.runner.ending) == (0, "exit code 0")
+    assert drive.seconds <= 2
+
+
+def test_a_cancelled_array_waits_for_what_a_dead_host_has_left(cluster, drive, host):
+    lose(cluster, host)
+    drive.cancel()
+    drive.later[8] = lambda: is_swept(cluster, host)
+    drive.run()
+    assert drive.code == 143
+    assert drive.runner.ending == f"cancelled; {NO_PROCESS_LEFT}"
+    assert drive.seconds == pytest.approx(8, abs=2)
+    assert cluster.leases.progress.number(ElementState.CANCELLED) == 12
+
+
+def test_a_cancelled_array_ends_though_a_process_does_not(cluster, drive, host, spec, tmp_path):
     has = sorted(host.in_hand)
-    give_up_the_host(cluster)
-    drive.runner.order = lambda: b"T"
+    lose(cluster, host)
+    drive.cancel()
 
     drive.run()
 
     assert (drive.code, drive.runner.cancelled) == (143, True)
-    assert drive.runner.ending == (
-        "cancelled; processes may go on on n1, where they could not be ended"
-    )
-    assert drive.seconds == pytest.approx(spec.grace_s + 30 + 60, abs=3)
+    assert drive.runner.ending == f"cancelled; {_MAY_BE_LEFT.format('n1')}"
+    assert drive.seconds == pytest.approx(spec.grace_s + 60, abs=3)
     assert cluster.leases.progress.is_over
     cluster.leases.commit()
     held = ArrayProgress(12).replay(read_records(str(tmp_path / file_of(ID, JOURNAL_FILE))))
     assert sorted(held[host.record.number]) == has, "another attempt waits for them"
 
 
-def test_an_array_whose_elements_are_over_ends_though_a_process_does_not(cluster, drive, capfd):
-    (host,) = cluster.on("n1")
-    cluster.ready(host)
-    cluster.feed()
-    while host.in_hand:
-        element, attempt = next(iter(host.in_hand.items()))
-        cluster.tells(host, at="ended", row=[element, attempt, 0, 0.01, "exit code 0"])
-        cluster.feed()
-    give_up_the_host(cluster)
-
+def test_an_array_whose_elements_are_over_ends_though_a_process_does_not(
+    cluster, drive, host, spec
+):
+    end_all(cluster, host)
+    lose(cluster, host)
     drive.run()
-
-    assert (drive.code, drive.runner.ending) == (0, "exit code 0")
-    assert drive.seconds == pytest.approx(60, abs=3)
-    told = "nothing says that all processes and folders of the array are gone on n1"
-    assert told in capfd.readouterr().out
+    assert (drive.code, drive.runner.ending) == (0, f"exit code 0; {_MAY_BE_LEFT.format('n1')}")
+    assert drive.seconds == pytest.approx(spec.grace_s + 60, abs=3)
 
 
-def test_an_array_is_cancelled_at_once_when_nothing_is_left(cluster, drive):
-    (host,) = cluster.on("n1")
-    cluster.ready(host)
+def test_a_cancel_while_it_waits_does_not_hide_a_host_that_does_not_end(cluster, drive):
+    """What a dead one has left has ended at last, but a process of the living one does not."""
+    (host,), (other,) = cluster.on("n1"), cluster.on("n2")
+    cluster.ready(host, other)
     cluster.feed()
-    give_up_the_host(cluster)
-    drive.runner.order = lambda: b"T"
-    sweeper = cluster.sweeper("n1")
-    cluster.tells(sweeper, at="swept", host=host.record.number, ended=[], begun=[])
-    cluster.pool._closings._closings.clear()
-
+    end_all(cluster, host)
+    end_all(cluster, other)
+    lose(cluster, host)
+    drive.stuck.add(other.record.number)
+    other.actor.handle.close.remote = lambda: STUCK
+    drive.later[50] = drive.cancel
+    drive.later[55] = lambda: is_swept(cluster, host)
     drive.run()
-
     assert drive.code == 143
-    assert drive.seconds <= 1
-    assert drive.runner.ending == f"cancelled; {NO_PROCESS_LEFT}"
+    assert drive.runner.ending == f"cancelled; {_MAY_BE_LEFT.format('n2')}"
+
+
+@pytest.mark.parametrize("spec", [{"max_failures": 0}], indirect=True)
+def test_too_many_failures_end_it_though_a_process_does_not(cluster, drive, host):
+    element, attempt = next(iter(host.in_hand.items()))
+    cluster.tells(host, at="ended", row=[element, attempt, 3, 0.01, "exit code 3"])
+    lose(cluster, host)
+    drive.run()
+    assert (drive.code, drive.runner.ending) == (8, f"exit code 8; {_MAY_BE_LEFT.format('n1')}")
+
+
+def test_elements_that_were_cancelled_one_by_one_end_it_though_a_process_does_not(
+    cluster, drive, host
+):
+    cluster.leases.cancel(range(12), only_waiting=False)
+    lose(cluster, host)
+    drive.run()
+    assert (drive.code, drive.runner.ending) == (0, f"exit code 0; {_MAY_BE_LEFT.format('n1')}")
     assert cluster.leases.progress.number(ElementState.CANCELLED) == 12
+
+
+def test_a_node_that_dies_meanwhile_is_named_as_dead(cluster, drive, host):
+    lose(cluster, host)
+    drive.cancel()
+    drive.later[5] = lambda: setattr(cluster.ray, "alive", ["n2"])
+    drive.run()
+    assert drive.seconds <= 8
+    assert drive.runner.ending == (
+        "cancelled; processes of it may be left for 75 s on n1, which Ray counts as dead"
+    )
+
+
+def test_a_cancel_while_the_heads_disk_is_full_says_so(cluster, drive, host, monkeypatch, capfd):
+    end_all(cluster, host)
+
+    def commit() -> None:
+        raise OSError(28, "No space left on device")
+
+    cluster.tells(host, at="idle")
+    monkeypatch.setattr(cluster.leases._journal, "commit", commit)
+    drive.later[20] = drive.cancel
+    drive.run()
+    assert drive.code == 143
+    assert drive.seconds < 60, "nobody waits for the disk after a cancel"
+    assert "disk has not taken how the last elements have ended" in capfd.readouterr().out

@@ -74,7 +74,7 @@ def turns(ray: Ray, leases: Leases, *times: float) -> list[HostRecord]:
     closings.add(ray.host(), [RECORD])
     left: list[HostRecord] = []
     for seconds in times:
-        left += [record for one in closings.turn(seconds) for record in one.records]
+        left += [record for closed in closings.turn(seconds) for record in closed.left]
     assert bool(closings.node_ids) == (ray.killed == 0)
     return left
 

@@ -13,7 +13,7 @@ from nemo_run_ray.remote.array.progress import ArrayProgress, ElementState
 from nemo_run_ray.remote.array.status_file import JOURNAL_FILE, file_of
 from nemo_run_ray.remote.group.calls import Died
 from nemo_run_ray.remote.states import Cause
-from tests.unit.remote.array.pools import ID, Cluster
+from tests.unit.remote.array.pools import ID, STUCK, Cluster
 
 
 def row(element: int, code: int = 0, attempt: int = 1, seconds: float = 0.01) -> list[Any]:
@@ -228,6 +228,22 @@ def test_a_host_that_was_to_end_what_is_left_is_ended_too(cluster, dead_and_swee
     cluster.tells(sweeper, at="gone")
     cluster.look(later_s=6)
     assert set(cluster.sweeper("n1").sweeps) == {dead.record.number, sweeper.record.number}
+
+
+def test_one_that_does_not_close_is_followed_later_and_later(cluster, dead_and_sweeper):
+    """Each has ended what was left, and then its own process does not end."""
+    _, sweeper = dead_and_sweeper
+    for pause_s in (5, 10, 20):
+        sweeper.actor.handle.close.remote = lambda: STUCK
+        for record in list(sweeper.sweeps.values()):
+            cluster.tells(sweeper, at="swept", host=record.number, ended=[], begun=[])
+        for _ in range(3):
+            cluster.pool.let_hosts_end(cluster.now())
+        assert cluster.pool.unproven.node_ids == {"n1"}
+        cluster.look(pause_s - 1)
+        assert not any(host.sweeps for host in cluster.pool.hosts.values())
+        cluster.look(later_s=2)
+        sweeper = cluster.sweeper("n1")
 
 
 def test_one_whose_start_has_failed_left_nothing(cluster, dead_and_sweeper):

@@ -62,3 +62,13 @@ def test_three_failures_to_make_the_runtime_environment_on_one_node_are_enough()
     refusals.forget("a")
     refusals.add("a", 9000.0, Refusal.RUNTIME_ENV)
     assert not refusals.are_all("", "ab")
+
+
+def test_a_node_whose_host_died_once_is_tried_before_the_runtime_environment_ends_all():
+    refusals = Refusals()
+    refusals.add("b", 0.0, Refusal.DIED)
+    for number in range(3):
+        refusals.add("a", 1000.0 * number, Refusal.RUNTIME_ENV)
+    assert not refusals.are_all("", "abc")
+    refusals.add("b", 4000.0, Refusal.TOLD)
+    assert refusals.are_all("", "abc")
