@@ -43,8 +43,8 @@ _REQUESTS_MAX, _REQUESTS_S = 20, 10.0
 #: then: one look shall not wait for every node of a rack that is cut off.
 _SLOW_S, _ANY = 1.0, ""
 #: How a command ended that was not cancelled, in the words of ``describe_exit`` and
-#: ``explain_start``.
-_ENDED = re.compile(r"(?:exit code |killed by SIG\w+ \(exit code )(\d+)\)?(?::|$)")
+#: ``explain_start``, or an array, which may say behind it what is left.
+_ENDED = re.compile(r"(?:exit code |killed by SIG\w+ \(exit code )(\d+)\)?(?::|;|$)")
 #: How the last line of a group that failed reads; the exit code is its primary's, if it has one.
 _GROUP_FAILED = re.compile(r"\[[\w ]+\] (?:.*\bexit code (\d+))?")
 

@@ -92,10 +92,10 @@ class Closings:
             yield Closed(closing.host, () if has_ended else closing.records)
 
     def finish(self) -> List[Closed]:
-        """Wait until all have ended, as long as two steps may take."""
+        """Wait until all have ended, as long as two steps may take and the disk is not full."""
         closed: List[Closed] = []
         until = time.monotonic() + 2 * _STEP_S
-        while self._closings and time.monotonic() < until:
+        while self._closings and self._leases.can_write and time.monotonic() < until:
             closed += self.turn(time.monotonic())
             time.sleep(_LOOK_S)
         return closed

@@ -105,10 +105,10 @@ class _ArrayDriver:
             say(f"the driver goes on: {ended} of {count} elements have ended")
         while not self._is_done():
             self._turn()
-        if not self._pool.has_ended:
-            self._give_up()
-        code, ending = self._outcome()
-        self._close()
+        self._give_up()
+        is_written = self._write_all()
+        code, ending = self._outcome(is_written)
+        self._close(is_written)
         left = self._left() or (NO_PROCESS_LEFT if self._runner.cancelled else "")
         self._runner.ending = "; ".join(filter(None, (ending, left)))
         return code
@@ -155,23 +155,26 @@ class _ArrayDriver:
         return time.monotonic() >= self._settled_at + self._spec.grace_s + _CLOSE_S
 
     def _give_up(self) -> None:
-        """Wait no longer for what hosts have that do not end, and for what dead ones have left."""
+        """Wait no longer for what does not end on hosts, and for what dead ones have left."""
         for host in list(self._pool.hosts.values()):
             if host.in_hand or host.sweeps:
                 self._pool.give_up(host)
         for held in self._pool.unproven.all_held():
             self._leases.leave_all(held)
 
-    def _close(self) -> None:
-        """End all hosts, and what a host has left that has died meanwhile or does not answer."""
-        until = time.monotonic() + (0.0 if self._pool.unproven else _CLOSE_S)
+    def _close(self, is_written: bool) -> None:
+        """End all hosts, and what a host has left that has died meanwhile or does not answer.
+
+        They remove their notes when the head's disk has the same.
+        """
+        is_given_up = self._pool.unproven or not is_written
+        until = time.monotonic() + (0.0 if is_given_up else _CLOSE_S)
         self._pool.close()
         while self._pool.left_on and time.monotonic() < until:
             self._turn()
 
-    def _outcome(self) -> Tuple[int, str]:
+    def _outcome(self, is_written: bool) -> Tuple[int, str]:
         """The exit code, and how the array ended in words."""
-        is_written = self._write_all()
         failed = self._progress.number(ElementState.FAILED)
         succeeded = self._progress.number(ElementState.SUCCEEDED)
         say(f"{succeeded} of {self._progress.count} elements succeeded, {failed} failed")

@@ -40,9 +40,13 @@ def test_what_is_left_of_a_cancelled_job(ray, unique, monkeypatch, lines, told):
     [
         ("cancelled; no process of it is left", _LEFT),
         ("exit code 8", _LEFT),
-        ("cancelled; processes of it may be left on 0123, where nothing says that all", _DOUBT),
-        ("exit code 8; processes of it may be left on 0123, where nothing says that", _DOUBT),
+        (
+            "cancelled; processes of it may be left on n1, where",
+            "processes of it may be left on n1",
+        ),
+        ("exit code 8; processes of it may be left on n1, where", "processes of it may be left on"),
         ("the package's process on this node was killed, and 0 others with it", _DOUBT),
+        ("the command cannot be run: RayError: no answer", _DOUBT),
     ],
 )
 def test_an_array_says_itself_whether_processes_are_left(ray, unique, monkeypatch, ending, told):
@@ -51,7 +55,7 @@ def test_an_array_says_itself_whether_processes_are_left(ray, unique, monkeypatc
     lines = ["0| no process of it is left", end_mark(job.record.nonces[-1]) + ending]
     monkeypatch.setattr(StateApi, "last_lines", lambda *_: lines)
     status = JobStatus(JobState.CANCELLED, Reason.CANCELLED, node="abcdef" * 5)
-    assert leftovers(job, status) == told
+    assert leftovers(job, status).startswith(told)
 
 
 @pytest.mark.parametrize(

@@ -51,6 +51,7 @@ def restored(words: str, **fields: object) -> dict:
     [
         ("exit code 0", 0),
         ("exit code 3", 3),
+        ("exit code 8; processes of it may be left on n, where nothing says that", 8),
         ("exit code 127: there is no program 'x' on node n", 127),
         ("killed by SIGSEGV (exit code 139)", 139),
         ("[exit code] client/0: exit code 7", 7),
