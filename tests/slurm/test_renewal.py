@@ -97,7 +97,8 @@ with run.Experiment("long", executor=RayExecutor(cluster=cluster, **fields)) as 
 def test_a_chain_that_is_longer_than_the_walltime(allocations: Allocations, tmp_path, time):
     """Its client is gone; looks during the renewal see no loss.
 
-    Where it knows how long a job takes, every job runs once; else one is cut off and tried again.
+    Where it knows how long a job takes, every job runs once; else each walltime may cut one off,
+    which is tried again.
     """
     env = {**os.environ, "NEMORUN_HOME": str(tmp_path / "home")}
     env["PATH"] = env["PATH"].removeprefix(f"{BIN}:")  # Slurm's own srun, which has no pyxis
@@ -127,9 +128,10 @@ def test_a_chain_that_is_longer_than_the_walltime(allocations: Allocations, tmp_
     began = (allocations.folder / "began").read_text().split()
     tries = {row["job"].removeprefix("job"): len(row["attempts"]) for row in rows}
     assert began == [number for number in "123456" for _ in range(tries[number])]
-    assert sum(tries.values()) == (6 if time == "knows" else 7)
     lives = sorted(path.name for path in (allocations.folder / "ray" / "lives").iterdir())
     assert len(lives) > 1
+    cut_off = sum(tries.values()) - 6
+    assert cut_off == 0 if time == "knows" else 1 <= cut_off < len(lives)
     for number in "123456":
         log = done(command, "logs", "long", "--job", f"job{number}")
         assert re.findall(r"^job \d$", log, re.M) == [f"job {number}"] * tries[number]

@@ -413,8 +413,12 @@ def _one_run(slurm: Slurm, start: Start, chance: random.Random) -> str:
     finally:
         restore()
     slurm.wait_idle()
-    code = slurm.state(job.job)[1].partition(":")[0]
+    state, codes = slurm.state(job.job)
+    code = codes.partition(":")[0]
     job.wait_gone()
+    if state == "PENDING" and what in ("power", "cable"):
+        slurm.ask("scancel", job.job)  # Slurm has seen it before us, and would start the job again
+        return ""
     # Slurm kills the whole step when a node is missing at its start.
     others = {"driver": {"137"}, "scancel": {"143", "0"}}
     allowed = {"5", "70"} | others.get(what, set())
