@@ -416,7 +416,7 @@ def _one_run(slurm: Slurm, start: Start, chance: random.Random) -> str:
     state, codes = slurm.state(job.job)
     code = codes.partition(":")[0]
     job.wait_gone()
-    if state == "PENDING" and what in ("power", "cable"):
+    if state == "PENDING" and what in ("power", "cable") and "NODE FAILURE" in job.told:
         slurm.ask("scancel", job.job)  # Slurm has seen it before us, and would start the job again
         return ""
     # Slurm kills the whole step when a node is missing at its start.
