@@ -100,7 +100,8 @@ def steps(number):
         "sum of squares, all in memory",
         """
 def squares(limit):
-    return sum([number * number for number in range(limit + 1)])
+    numbers = list(range(limit + 1))
+    return sum(number * number for number in numbers)
 """,
         "assert squares(10) == 385\nassert squares(10**9) == 333333333833333333500000000",
         passes=False,

@@ -13,11 +13,13 @@ import uvicorn
 from fastapi import FastAPI
 from pydantic import BaseModel
 
-TIME_S = 5
+CPU_S = 5  # of the processor, so that a busy machine fails no correct program
+TIME_S = 30  # for a program that sleeps or waits
 MEMORY_BYTES = 512 * 2**20
-# The process sets the limit itself: Popen's preexec_fn is not safe in a server with threads.
+# The process sets its limits itself: Popen's preexec_fn is not safe in a server with threads.
 RUNNER = f"""
 import resource, sys
+resource.setrlimit(resource.RLIMIT_CPU, ({CPU_S}, {CPU_S}))
 resource.setrlimit(resource.RLIMIT_AS, ({MEMORY_BYTES}, {MEMORY_BYTES}))
 exec(compile(sys.stdin.read(), "program", "exec"))
 """
