@@ -19,10 +19,11 @@ from nemo_run_ray.jobs.array_elements import ACTIVE, failures_of, stretches_of
 from nemo_run_ray.jobs.attempt_records import Attempts
 from nemo_run_ray.jobs.follow_log import lines, of_element
 from nemo_run_ray.jobs.job import RemoteJob
+from nemo_run_ray.jobs.roles_and_elements import elements
 from nemo_run_ray.jobs.shared_log import SharedLog
 from nemo_run_ray.jobs.snapshot import Snapshot
 from nemo_run_ray.remote.array.progress import Stretch
-from nemo_run_ray.remote.node.output import NO_PROCESS_LEFT
+from nemo_run_ray.remote.node.output import MAY_BE_LEFT, NO_PROCESS_LEFT
 from nemo_run_ray.remote.states import JobState, JobStatus, Reason
 
 #: Seconds that what is known of an array's elements serves all of them.
@@ -127,7 +128,13 @@ class ElementJob(RemoteJob):
         whole = self.array.look(Snapshot(is_fresh=True))
         if whole.state.is_terminal:  # its driver may have given up what does not end
             return self.array.leftovers(whole)
-        # The driver says that an element has ended when all has that it has left.
+        told = elements(self.array, whole)
+        if told is None:
+            return "its array does not tell now whether a process of it is left"
+        # The driver says that an element has ended when all has that it has left, but on these.
+        nodes = [node_id[:12] for node_id in told.get("may_be_left_on", ())]
+        if nodes:
+            return f"{MAY_BE_LEFT} on {', '.join(nodes)}, which its array waits for no longer"
         return f"{NO_PROCESS_LEFT} on its node"
 
     def note(self, status: JobStatus, snapshot: Snapshot) -> None:

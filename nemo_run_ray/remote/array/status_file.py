@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import os
 import time
-from typing import Optional
+from typing import Collection, Optional, Set
 
 from ..attempts import first_id
 from ..files import write_file
@@ -53,23 +53,34 @@ class StatusFile:
         self._write_at = 0.0
         self._tell_at = time.monotonic() + _TELL_S
         self._seen = [(time.monotonic(), 0)]
+        self._may_be_left_on: Set[str] = set()
 
-    def write(self, progress: ArrayProgress, running: int, is_over: bool) -> None:
+    def write(
+        self,
+        progress: ArrayProgress,
+        running: int,
+        may_be_left_on: Collection[str],
+        is_over: bool = False,
+    ) -> None:
         """Show where the array is, at most once a second before its end.
 
         Args:
             progress: of the elements.
             running: how many slots are busy.
+            may_be_left_on: ids of the nodes where processes of cancelled elements may go on. They
+                are shown before the states of these elements are.
             is_over: the driver ends.
         """
         now = time.monotonic()
+        if now >= self._write_at or is_over or set(may_be_left_on) != self._may_be_left_on:
+            self._write_at, self._may_be_left_on = now + _WRITE_S, set(may_be_left_on)
+            self._write(progress, running, now, is_over)
         if is_over:
             self._states.finish(progress)
         else:
             self._states.go_on(progress)
-        if now < self._write_at and not is_over:
-            return
-        self._write_at = now + _WRITE_S
+
+    def _write(self, progress: ArrayProgress, running: int, now: float, is_over: bool) -> None:
         rows = self._rows(progress, running, now)
         if now >= self._tell_at and not is_over:
             self._tell_at = now + _TELL_S
@@ -98,6 +109,7 @@ class StatusFile:
             "elements_per_s": round(rate, 3),
             "left_s": round(left / rate, 1) if rate > 0 else None,
             "failures": [list(failure) for failure in progress.failures],
+            "may_be_left_on": sorted(self._may_be_left_on),
         }
 
 

@@ -56,6 +56,7 @@ class Unproven:
         self._sweep_at: Dict[str, float] = {}
         self._sweepers_died: Dict[str, int] = {}  # by node
         self.unconfirmed: Set[str] = set()
+        self._are_left = False
 
     def __bool__(self) -> bool:
         return bool(self._held)
@@ -65,8 +66,14 @@ class Unproven:
         """Where they are."""
         return {self._records[number].node_id for number in self._held}
 
-    def all_held(self) -> List[Dict[int, int]]:
-        """What each of them had in hand."""
+    @property
+    def may_be_left_on(self) -> Set[str]:
+        """Where processes may go on of elements that are told to be cancelled."""
+        return self.unconfirmed | self.node_ids if self._are_left else self.unconfirmed
+
+    def leave_all(self) -> List[Dict[int, int]]:
+        """Wait for none of them any longer; what each of them had in hand."""
+        self._are_left = True
         return list(self._held.values())
 
     @property

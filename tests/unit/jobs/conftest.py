@@ -18,6 +18,7 @@ from nemo_run_ray.jobs.job import RemoteJob
 from nemo_run_ray.jobs.snapshot import Snapshot
 from nemo_run_ray.remote.array.status_file import file_of
 from nemo_run_ray.remote.array.wishes import wish_name
+from nemo_run_ray.remote.group.roles_file import file_name
 from tests.fake_ray import FakeRay
 
 
@@ -100,6 +101,11 @@ class ArrayDriver:
     def tells(self, states: list[list[object]]) -> None:
         name = file_of(self._job.id, "states")
         self._ray.files[name] = "".join(json.dumps(row) + "\n" for row in states)
+
+    def shows(self, **rows: object) -> None:
+        """What it has written of the array as a whole."""
+        shown = {"elements": 3, "failures": [], "may_be_left_on": [], **rows}
+        self._ray.files[file_name(self._job.id)] = json.dumps(shown)
 
     def takes_wishes(self, states: list[list[object]]) -> threading.Thread:
         """Take the next one as the driver does, with these states after it."""

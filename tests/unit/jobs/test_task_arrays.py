@@ -497,7 +497,12 @@ def test_a_task_is_cancelled_alone(sweep, running):
     thread.join()
     assert status.state.value == "CANCELLED"
     assert running.cancelled == [[1, 1]]
-    assert "no process of it is left" in task.leftovers(status)
+    assert "does not tell now" in task.leftovers(status)
+    running.shows()
+    assert task.leftovers(status) == "no process of it is left on its node"
+    running.shows(may_be_left_on=["0123456789abcdef", "b"])
+    told = "processes of it may be left on 0123456789ab, b, which its array waits for no longer"
+    assert task.leftovers(status) == told
     assert sweep.task("say-0").cancel().state.value == "SUCCEEDED"
 
 
