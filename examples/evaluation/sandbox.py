@@ -8,13 +8,14 @@ import signal
 import subprocess
 import sys
 import tempfile
+from contextlib import suppress
 
 import uvicorn
 from fastapi import FastAPI
 from pydantic import BaseModel
 
-CPU_S = 5  # of the processor, so that a busy machine fails no correct program
-TIME_S = 30  # for a program that sleeps or waits
+CPU_S = 5  # of the processor, for each process: a busy machine fails no correct program
+TIME_S = 30  # for a program that sleeps or waits, and for its children
 MEMORY_BYTES = 512 * 2**20
 # The process sets its limits itself: Popen's preexec_fn is not safe in a server with threads.
 RUNNER = f"""
@@ -62,6 +63,8 @@ def run(program: Program) -> Outcome:
         except subprocess.TimeoutExpired:
             os.killpg(process.pid, signal.SIGKILL)
             stdout, stderr = process.communicate()
+        with suppress(ProcessLookupError):  # it has left no child
+            os.killpg(process.pid, signal.SIGKILL)
     return Outcome(exit_code=process.returncode, stdout=stdout, stderr=stderr)
 
 

@@ -129,12 +129,15 @@ class ElementJob(RemoteJob):
         if whole.state.is_terminal:  # its driver may have given up what does not end
             return self.array.leftovers(whole)
         told = elements(self.array, whole)
-        if told is None:
-            return "its array does not tell now whether a process of it is left"
-        # The driver says that an element has ended when all has that it has left, but on these.
-        nodes = [node_id[:12] for node_id in told.get("may_be_left_on", ())]
-        if nodes:
-            return f"{MAY_BE_LEFT} on {', '.join(nodes)}, which its array waits for no longer"
+        left = told.get("may_be_left") if told else None
+        # What is known may be an earlier driver's, and what is told now the next one's.
+        _LastElements.of(self.array).forget()
+        if left is None or self.look(Snapshot(is_fresh=True)).state is not status.state:
+            return "its array does not tell now whether a process of it is left; ask again"
+        for node_id, indices in left.items():
+            if self.index in indices:
+                return f"{MAY_BE_LEFT} on {node_id[:12]}, which its array does not wait for"
+        # An element is cancelled when all of its processes have ended, except on these nodes.
         return f"{NO_PROCESS_LEFT} on its node"
 
     def note(self, status: JobStatus, snapshot: Snapshot) -> None:

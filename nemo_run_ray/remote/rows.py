@@ -64,7 +64,8 @@ class ArrayRows(TypedDict):
         elements_per_s: how many ended in a second, of late.
         left_s: seconds until the last one has ended, at that rate; ``None`` when none has ended.
         failures: index, exit code and reason of the first elements that failed.
-        may_be_left_on: ids of the nodes where processes of cancelled elements may go on.
+        may_be_left: by a node's id the elements that are shown as cancelled and whose processes may
+            go on there.
     """
 
     elements: int
@@ -76,7 +77,7 @@ class ArrayRows(TypedDict):
     elements_per_s: float
     left_s: Optional[float]
     failures: List[List[Any]]
-    may_be_left_on: List[str]
+    may_be_left: Dict[str, List[int]]
 
 
 class GroupRows(TypedDict):

@@ -379,6 +379,7 @@ def test_a_pool_that_was_closed_takes_no_more(pool):
         list(other.map(double, [1]))
 
 
+@pytest.mark.timeout(240)
 def test_two_shapes_take_turns(pool, monkeypatch):
     """Idle workers of one shape must not keep another one waiting, whatever else ends workers."""
     for ends in ("IDLE_S", "_LEAVE_S"):

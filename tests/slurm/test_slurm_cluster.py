@@ -257,7 +257,9 @@ def test_ctrl_c_takes_the_job_out_of_the_queue(allocations, task):
     first = allocations.cluster(name="first", nodes=4, executor={"exclusive": True})
     first.connect()
     waiting = allocations.client(task=task, name="second", nodes=4)
-    wait_for(lambda: allocations.jobs("PENDING"), 30)
+    # The client imports NeMo-Run and prepares its experiment first, which has no bound of its own.
+    wait_for(lambda: allocations.jobs("PENDING") or waiting.poll() is not None, 120)
+    assert waiting.poll() is None, waiting.communicate()
     time.sleep(1)
     waiting.send_signal(signal.SIGINT)
     waiting.communicate(timeout=60)

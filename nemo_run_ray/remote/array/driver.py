@@ -65,7 +65,7 @@ def _run(
         finally:
             pool.close()
             wishes.remove_all()
-            status.write(leases.progress, 0, pool.unproven.may_be_left_on, is_over=True)
+            status.write(leases.progress, 0, pool.unproven.may_be_left, is_over=True)
             leases.close()
     finally:
         ray.shutdown()
@@ -138,7 +138,7 @@ class _ArrayDriver:
         if not self._is_stopped and self._leases.can_write:
             feed(self._leases, self._pool, self._calls)
         busy = (min(len(host.in_hand), host.slots) for host in self._pool.hosts.values())
-        self._status.write(self._progress, sum(busy), self._pool.unproven.may_be_left_on)
+        self._status.write(self._progress, sum(busy), self._pool.unproven.may_be_left)
 
     # ------------------------------------------------------------------ the end
 
@@ -159,7 +159,7 @@ class _ArrayDriver:
         for host in list(self._pool.hosts.values()):
             if host.in_hand or host.sweeps:
                 self._pool.give_up(host)
-        for held in self._pool.unproven.leave_all():
+        for held in self._pool.unproven.give_up():
             self._leases.leave_all(held)
 
     def _close(self, is_written: bool) -> None:

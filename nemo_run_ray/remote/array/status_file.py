@@ -1,6 +1,6 @@
 """What the driver shows of an array: files beside the job's log, which Ray's log API serves.
 
-Nothing is decided by it.
+Nothing that the array does is decided by it.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import os
 import time
-from typing import Collection, Optional, Set
+from typing import Mapping, Optional, Sequence
 
 from ..attempts import first_id
 from ..files import write_file
@@ -53,13 +53,14 @@ class StatusFile:
         self._write_at = 0.0
         self._tell_at = time.monotonic() + _TELL_S
         self._seen = [(time.monotonic(), 0)]
-        self._may_be_left_on: Set[str] = set()
+        #: What was shown last of elements that may be left.
+        self._left: Optional[Mapping[str, Sequence[int]]] = None
 
     def write(
         self,
         progress: ArrayProgress,
         running: int,
-        may_be_left_on: Collection[str],
+        may_be_left: Mapping[str, Sequence[int]],
         is_over: bool = False,
     ) -> None:
         """Show where the array is, at most once a second before its end.
@@ -67,32 +68,43 @@ class StatusFile:
         Args:
             progress: of the elements.
             running: how many slots are busy.
-            may_be_left_on: ids of the nodes where processes of cancelled elements may go on. They
-                are shown before the states of these elements are.
+            may_be_left: by node the elements that count as cancelled and may go on there.
             is_over: the driver ends.
         """
         now = time.monotonic()
-        if now >= self._write_at or is_over or set(may_be_left_on) != self._may_be_left_on:
-            self._write_at, self._may_be_left_on = now + _WRITE_S, set(may_be_left_on)
-            self._write(progress, running, now, is_over)
+        if self._left is None:  # the states are those that an earlier driver has seen
+            self._states.finish(progress)
+        if now >= self._write_at or is_over or may_be_left != self._left:
+            self._write_at = now + _WRITE_S
+            if self._write(self._rows(progress, running, now, may_be_left), is_over):
+                self._left = may_be_left
+        # Whoever reads of a cancelled element, and then here, must find where it may go on.
         if is_over:
             self._states.finish(progress)
-        else:
+        elif may_be_left == self._left:
             self._states.go_on(progress)
 
-    def _write(self, progress: ArrayProgress, running: int, now: float, is_over: bool) -> None:
-        rows = self._rows(progress, running, now)
+    def _write(self, rows: ArrayRows, is_over: bool) -> bool:
+        """Write the file, and a line into the log; ``False`` when the disk does not take it."""
+        now = time.monotonic()
         if now >= self._tell_at and not is_over:
             self._tell_at = now + _TELL_S
             say(_in_words(rows))
         if self._path is None:
-            return
+            return True
         try:
             write_file(self._path, json.dumps({"phase": "over" if is_over else "running", **rows}))
         except OSError:  # a full disk: the array goes on, and is not shown
-            return
+            return False
+        return True
 
-    def _rows(self, progress: ArrayProgress, running: int, now: float) -> ArrayRows:
+    def _rows(
+        self,
+        progress: ArrayProgress,
+        running: int,
+        now: float,
+        may_be_left: Mapping[str, Sequence[int]],
+    ) -> ArrayRows:
         ended = progress.ended_count
         self._seen = [row for row in self._seen if now - row[0] <= _RATE_S] or self._seen[-1:]
         self._seen.append((now, ended))
@@ -109,7 +121,7 @@ class StatusFile:
             "elements_per_s": round(rate, 3),
             "left_s": round(left / rate, 1) if rate > 0 else None,
             "failures": [list(failure) for failure in progress.failures],
-            "may_be_left_on": sorted(self._may_be_left_on),
+            "may_be_left": {node_id: list(left) for node_id, left in may_be_left.items()},
         }
 
 

@@ -40,6 +40,7 @@ class Unproven:
 
     Attributes:
         unconfirmed: nodes that were not waited for at the end, where processes may go on.
+        may_be_left: by node the elements that were not waited for. It is replaced, never changed.
     """
 
     def __init__(
@@ -56,7 +57,7 @@ class Unproven:
         self._sweep_at: Dict[str, float] = {}
         self._sweepers_died: Dict[str, int] = {}  # by node
         self.unconfirmed: Set[str] = set()
-        self._are_left = False
+        self.may_be_left: Dict[str, List[int]] = {}
 
     def __bool__(self) -> bool:
         return bool(self._held)
@@ -66,14 +67,10 @@ class Unproven:
         """Where they are."""
         return {self._records[number].node_id for number in self._held}
 
-    @property
-    def may_be_left_on(self) -> Set[str]:
-        """Where processes may go on of elements that are told to be cancelled."""
-        return self.unconfirmed | self.node_ids if self._are_left else self.unconfirmed
-
-    def leave_all(self) -> List[Dict[int, int]]:
+    def give_up(self) -> List[Dict[int, int]]:
         """Wait for none of them any longer; what each of them had in hand."""
-        self._are_left = True
+        for number in self._held:
+            self._leave(number)
         return list(self._held.values())
 
     @property
@@ -143,4 +140,11 @@ class Unproven:
             return True
         if is_ending:
             self.unconfirmed.add(record.node_id)
+            self._leave(record.number)
         return is_ending
+
+    def _leave(self, number: int) -> None:
+        node_id = self._records[number].node_id
+        left = {*self.may_be_left.get(node_id, ()), *self._held[number]}
+        if left:
+            self.may_be_left = {**self.may_be_left, node_id: sorted(left)}

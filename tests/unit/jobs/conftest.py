@@ -104,7 +104,7 @@ class ArrayDriver:
 
     def shows(self, **rows: object) -> None:
         """What it has written of the array as a whole."""
-        shown = {"elements": 3, "failures": [], "may_be_left_on": [], **rows}
+        shown = {"elements": 3, "failures": [], "may_be_left": {}, **rows}
         self._ray.files[file_name(self._job.id)] = json.dumps(shown)
 
     def takes_wishes(self, states: list[list[object]]) -> threading.Thread:

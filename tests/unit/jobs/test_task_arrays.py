@@ -498,11 +498,19 @@ def test_a_task_is_cancelled_alone(sweep, running):
     assert status.state.value == "CANCELLED"
     assert running.cancelled == [[1, 1]]
     assert "does not tell now" in task.leftovers(status)
+    running.shows(may_be_left=None)  # as of a driver that does not tell
+    assert "does not tell now" in task.leftovers(status)
     running.shows()
     assert task.leftovers(status) == "no process of it is left on its node"
-    running.shows(may_be_left_on=["0123456789abcdef", "b"])
-    told = "processes of it may be left on 0123456789ab, b, which its array waits for no longer"
+    running.shows(may_be_left={"n1": [0, 2]})
+    assert task.leftovers(status) == "no process of it is left on its node"
+    running.shows(may_be_left={"n1": [0], "0123456789abcdef": [1, 2]})
+    told = "processes of it may be left on 0123456789ab, which its array does not wait for"
     assert task.leftovers(status) == told
+    running.shows()
+    running.tells([[0, 0, "succeeded", 1, 0], [1, 1, "leased", 1, 0], [2, 2, "waiting", 0, 0]])
+    assert "ask again" in task.leftovers(status), "an earlier driver has said that it was over"
+    running.tells(after)
     assert sweep.task("say-0").cancel().state.value == "SUCCEEDED"
 
 

@@ -23,15 +23,15 @@ class Drive:
     """A driver whose every turn takes a second.
 
     Hosts that are told to end do so at once, but those that are ``stuck``; ``later`` is done after
-    so many seconds. ``shown`` has, by the number of cancelled elements, the nodes where something
-    of them may be left, as the driver shows them.
+    so many seconds. ``shown`` has by the number of cancelled elements where the driver shows first
+    that something of them may be left.
     """
 
     def __init__(self, cluster: Cluster, spec, monkeypatch) -> None:
         self.cluster, self.seconds = cluster, 0
         self.stuck: set[int] = set()
         self.later: dict[int, Callable[[], object]] = {}
-        self.shown: dict[int, list[str]] = {}
+        self.shown: dict[int, dict[str, list[int]]] = {}
         self.runner = SimpleNamespace(order=lambda: None, ending="", cancelled=False)
         calls = cluster.calls
         calls.repeat, calls.answers = lambda: None, self._answers
@@ -54,8 +54,8 @@ class Drive:
     def run(self) -> None:
         self.code = self._driver.run()
 
-    def _show(self, progress: ArrayProgress, _: int, may_be_left_on: set[str]) -> None:
-        self.shown[progress.number(ElementState.CANCELLED)] = sorted(may_be_left_on)
+    def _show(self, progress: ArrayProgress, _: int, may_be_left: dict[str, list[int]]) -> None:
+        self.shown.setdefault(progress.number(ElementState.CANCELLED), may_be_left)
 
     def _pass(self) -> None:
         self.seconds += 1
@@ -139,7 +139,7 @@ def test_a_cancelled_array_ends_though_a_process_does_not(cluster, drive, host, 
     assert drive.runner.ending == f"cancelled; {_MAY_BE_LEFT.format('n1')}"
     assert drive.seconds == pytest.approx(spec.grace_s + 60, abs=3)
     assert cluster.leases.progress.is_over
-    assert cluster.pool.unproven.may_be_left_on == {"n1"}
+    assert cluster.pool.unproven.may_be_left == {"n1": has}
     cluster.leases.commit()
     held = ArrayProgress(12).replay(read_records(str(tmp_path / file_of(ID, JOURNAL_FILE))))
     assert sorted(held[host.record.number]) == has, "another attempt waits for them"
@@ -209,8 +209,8 @@ def test_a_node_that_dies_meanwhile_is_named_as_dead(cluster, drive, host):
     assert drive.runner.ending == (
         "cancelled; processes of it may be left for 75 s on n1, which Ray counts as dead"
     )
-    waited = 12 - len(host.in_hand)
-    assert drive.shown == {waited: [], 12: ["n1"]}
+    has = sorted(host.in_hand)
+    assert drive.shown == {12 - len(has): {}, 12: {"n1": has}}
 
 
 def test_a_cancel_while_the_heads_disk_is_full_says_so(cluster, drive, host, monkeypatch, capfd):

@@ -1,9 +1,13 @@
-"""The file that shows where an array is."""
+"""The file that shows where an array is, beside the states of its elements."""
 
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
+import pytest
+
+from nemo_run_ray.remote.array import status_file
 from nemo_run_ray.remote.array.progress import ArrayProgress
 from nemo_run_ray.remote.array.states_file import StatesFile
 from nemo_run_ray.remote.array.status_file import StatusFile
@@ -12,15 +16,44 @@ from nemo_run_ray.remote.group.roles_file import file_name
 _ID = "run.job"
 
 
-def test_where_processes_may_be_left_is_shown_before_their_elements_are_over(tmp_path, monkeypatch):
-    file = StatusFile(str(tmp_path), _ID)
-    seen: list[list[str]] = []
+@pytest.fixture
+def seen(tmp_path: Path, monkeypatch) -> list[object]:
+    """What is shown of elements that may be left whenever a piece of the states is written."""
+    shown: list[object] = []
 
     def go_on(*_: object) -> None:
-        seen.append(json.loads((tmp_path / file_name(_ID)).read_text())["may_be_left_on"])
+        file = tmp_path / file_name(_ID)
+        shown.append(json.loads(file.read_text())["may_be_left"] if file.exists() else None)
 
     monkeypatch.setattr(StatesFile, "go_on", go_on)
-    for nodes in ([], {"n2", "n1"}, {"n2"}):
-        file.write(ArrayProgress(3), 0, nodes)
-    file.write(ArrayProgress(3), 0, {"n3"}, is_over=True)
-    assert seen == [[], ["n1", "n2"], ["n2"], ["n3"]]
+    return shown
+
+
+def test_what_may_be_left_is_shown_before_its_elements_are_over(tmp_path, seen):
+    file = StatusFile(str(tmp_path), _ID)
+    for left in ({}, {"n2": [3], "n1": [0]}, {"n2": [3]}):
+        file.write(ArrayProgress(3), 0, left)
+    file.write(ArrayProgress(3), 0, {"n3": [1]}, is_over=True)
+    states_of_an_earlier_driver = None
+    assert seen == [
+        states_of_an_earlier_driver,
+        {},
+        {"n2": [3], "n1": [0]},
+        {"n2": [3]},
+        {"n3": [1]},
+    ]
+
+
+def test_a_disk_that_does_not_take_it_gets_no_states_either(tmp_path, seen, monkeypatch):
+    file = StatusFile(str(tmp_path), _ID)
+    file.write(ArrayProgress(3), 0, {})
+
+    def write_file(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as full:
+        full.setattr(status_file, "write_file", write_file)
+        file.write(ArrayProgress(3), 0, {"n1": [0]})
+    assert seen == [None, {}]
+    file.write(ArrayProgress(3), 0, {"n1": [0]})
+    assert seen == [None, {}, {"n1": [0]}]
