@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import os
 import sys
-from dataclasses import replace
 from typing import Dict
 
 from ..node.output import RUNNER_KILLED, say
 from ..node.process import Runner, guard
 from ..node.tree import adopt_orphans
-from . import companion
 from .commands import Commands
-from .decide import CLUSTER_FAILED
 from .node import NodeProgram
-from .run_folder import NodeReport, RunEnd, RunFolder
+from .run_folder import CLUSTER_FAILED, NodeReport, RunEnd, RunFolder
 from .settings import COMPANION, Settings, WrongSetting, job_of, read
 from .temp_dir import temp_dir_of
 
@@ -33,6 +30,8 @@ def main() -> int:
         adopt_orphans()
         folder = RunFolder(settings.run, settings.rank)
         if env.get(COMPANION):
+            from . import companion
+
             return companion.run(runner, settings, folder, Commands(tag), env)
         return _node(settings, folder, Commands(tag), env).run(runner)
 
@@ -48,7 +47,7 @@ def main() -> int:
         return folder.publish_end(end).code
     else:
         report = folder.report_of(settings.rank) or NodeReport(host=settings.host)
-        folder.report(replace(report, failed=report.failed or words, left=True))
+        folder.report(report._replace(failed=report.failed or words, left=True))
     return 0
 
 

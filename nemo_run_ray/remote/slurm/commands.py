@@ -7,7 +7,6 @@ import os
 import signal
 import subprocess
 import time
-from dataclasses import dataclass
 from typing import Dict, List, Mapping, Optional, Sequence, Set
 
 from ..node.tree import TAG, before_exec, collect, descendants, kill
@@ -18,14 +17,14 @@ _TAIL_LINES = 12
 _ROUND_S = 0.1
 
 
-@dataclass
 class Command:
     """A process that was started, and its exit code once it has ended."""
 
-    name: str
-    pid: int
-    log: str
-    exit_code: Optional[int] = None
+    def __init__(self, name: str, pid: int, log: str) -> None:
+        self.name = name
+        self.pid = pid
+        self.log = log
+        self.exit_code: Optional[int] = None
 
 
 class Commands:

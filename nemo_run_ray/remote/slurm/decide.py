@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import FrozenSet, List, Mapping, Optional, Union
+from typing import FrozenSet, List, Mapping, NamedTuple, Optional, Union
 
-from .run_folder import NodeReport, RunEnd
+from .run_folder import CLUSTER_FAILED, NodeReport, RunEnd
 from .settings import Settings
 
-#: Exit code of the job when the cluster, not the driver, has failed.
-CLUSTER_FAILED = 70
 
-
-@dataclass(frozen=True)
-class ClusterView:
+class ClusterView(NamedTuple):
     """What the head sees in one look.
 
     Attributes:
@@ -35,18 +30,16 @@ class ClusterView:
     gcs_listens: bool = False
     alive: Optional[FrozenSet[str]] = None
     was_ready: bool = False
-    missing_for_s: Mapping[int, float] = field(default_factory=dict)
+    missing_for_s: Mapping[int, float] = {}
 
 
-@dataclass(frozen=True)
-class Wait:
+class Wait(NamedTuple):
     """Nothing yet; ``what`` says what is waited for."""
 
     what: str
 
 
-@dataclass(frozen=True)
-class ClusterReady:
+class ClusterReady(NamedTuple):
     """The cluster can be used; ``workers`` have joined."""
 
     workers: int

@@ -6,14 +6,13 @@ import os
 import secrets
 import time
 from contextlib import suppress
-from dataclasses import replace
 from typing import Any, Dict, List, Optional, Set, Union
 
 from ..node.process import describe_exit
 from ..variables import DASHBOARD
 from .allocation import Allocation
 from .commands import Command
-from .decide import CLUSTER_FAILED, ClusterReady, ClusterView, Wait, decide
+from .decide import ClusterReady, ClusterView, Wait, decide
 from .greeting import Greeting
 from .log_copies import LogCopies
 from .nemo_files import ENDED, NemoFiles
@@ -22,7 +21,7 @@ from .node import TURN_S, NodeProgram
 from .ray_nodes import RayNodes
 from .ray_start import for_drivers, head_words
 from .renewal import Renewal
-from .run_folder import HeadAddress, NodeReport, RunEnd
+from .run_folder import CLUSTER_FAILED, HeadAddress, NodeReport, RunEnd
 
 #: Seconds that the head waits at the end until the others have ended what is theirs.
 _LEAVE_S = 20.0
@@ -62,7 +61,7 @@ class Head(NodeProgram):
             file.write(secrets.token_hex(32))
         addresses = head_addresses(self.settings.host, self.settings.interface)
         self._greeting = Greeting(addresses, self.settings.nodes - 1)
-        self.publish(addresses=addresses, greeting_port=self._greeting.port)
+        self.publish(addresses=tuple(addresses), greeting_port=self._greeting.port)
 
     def step(self) -> Optional[RunEnd]:
         self._look()
@@ -105,7 +104,7 @@ class Head(NodeProgram):
         if self._was_ready and self._head is not None and self.settings.life:
             self._allocation.keep_last_table(self._head, end)
         if self._may_try_again(end):
-            end = replace(end, renews=True)
+            end = end._replace(renews=True)
         with suppress(OSError):  # on a full disk the workers miss the head's beat
             end = self.folder.publish_end(end)
         self.say(f"The run is over: {end.why}")

@@ -7,18 +7,15 @@ import shutil
 import time
 from abc import ABC, abstractmethod
 from contextlib import suppress
-from dataclasses import replace
 from typing import Any, Dict, List, Mapping, Optional, Set
 
 from ..node.output import say
 from ..node.process import Runner, describe_exit
 from ..node.tree import explain_start
 from .commands import Command, Commands, tail
-from .decide import CLUSTER_FAILED
-from .log_copies import JOB_LOGS, keep_job_logs
 from .network import Ports
 from .ray_start import ray_environment, with_pre_start
-from .run_folder import BEAT_S, NodeReport, Pulse, RunEnd, RunFolder
+from .run_folder import BEAT_S, CLUSTER_FAILED, NodeReport, Pulse, RunEnd, RunFolder
 from .settings import Settings, WrongSetting
 from .sidecars import Sidecars
 from .temp_dir import make_private, remove_stale
@@ -106,11 +103,13 @@ class NodeProgram(ABC):
     def before_removal(self) -> None:
         """Keep what a user wants of Ray's folder."""
         if self.settings.life:
+            from .log_copies import JOB_LOGS, keep_job_logs
+
             keep_job_logs(self.settings.temp_dir, self.folder.file(JOB_LOGS))
 
     def publish(self, **fields: Any) -> None:
         """Say something new of this node; what cannot be written now is written at a later turn."""
-        self.report = replace(self.report, **fields)
+        self.report = self.report._replace(**fields)
         if self.report != self._said:
             with suppress(OSError):
                 self.folder.report(self.report)

@@ -11,8 +11,7 @@ from ..attempts import first_id
 from ..earlier import RENEWED, is_there, kept_ids
 from ..states import JobState, Reason, status_of_row
 from ..variables import ENDS_AT, LASTS_S, RENEWS
-from .decide import CLUSTER_FAILED
-from .run_folder import HeadAddress, RunEnd
+from .run_folder import CLUSTER_FAILED, HeadAddress, RunEnd
 from .settings import Settings
 from .spool import Spool
 

@@ -28,8 +28,7 @@ import contextlib
 import json
 import os
 import shlex
-from dataclasses import asdict, dataclass, field, replace
-from typing import Any, Dict, List, Mapping, Optional, Set
+from typing import Any, Dict, List, Mapping, NamedTuple, Optional, Set, Tuple
 
 from ..files import write_file
 
@@ -38,10 +37,11 @@ from ..files import write_file
 LATE_ROUNDS = 10
 #: Seconds from one beat to the next.
 BEAT_S = 3.0
+#: Exit code of the job when the cluster, not the driver, has failed.
+CLUSTER_FAILED = 70
 
 
-@dataclass(frozen=True)
-class NodeReport:
+class NodeReport(NamedTuple):
     """What a node says of itself.
 
     Attributes:
@@ -57,18 +57,17 @@ class NodeReport:
     """
 
     host: str
-    addresses: List[str] = field(default_factory=list)
+    addresses: Tuple[str, ...] = ()
     greeting_port: int = 0
-    reached: Optional[List[str]] = None
+    reached: Optional[Tuple[str, ...]] = None
     address: str = ""
-    ready: List[str] = field(default_factory=list)
+    ready: Tuple[str, ...] = ()
     failed: str = ""
     log: str = ""
     left: bool = False
 
 
-@dataclass(frozen=True)
-class HeadAddress:
+class HeadAddress(NamedTuple):
     """Where the head's Ray is reached."""
 
     address: str
@@ -84,8 +83,7 @@ class HeadAddress:
         return f"http://{self.address}:{self.dashboard_port}"
 
 
-@dataclass(frozen=True)
-class RunEnd:
+class RunEnd(NamedTuple):
     """How the run is over.
 
     Attributes:
@@ -122,7 +120,7 @@ class RunFolder:
 
     def report(self, report: NodeReport) -> None:
         """Say something of this node, or, in the folder beside, of the sidecars of a step there."""
-        self._write(os.path.join("nodes", f"{self._rank}.json"), asdict(report))
+        self._write(os.path.join("nodes", f"{self._rank}.json"), report._asdict())
 
     def reports(self) -> Dict[int, NodeReport]:
         """What every node says of itself, by rank."""
@@ -130,14 +128,14 @@ class RunFolder:
         for rank, beside in self._reports(os.path.join("beside", "nodes")).items():
             if rank in found:
                 own = found[rank]
-                ready, failed = [*own.ready, *beside.ready], own.failed or beside.failed
-                found[rank] = replace(own, ready=ready, failed=failed)
+                ready, failed = (*own.ready, *beside.ready), own.failed or beside.failed
+                found[rank] = own._replace(ready=ready, failed=failed)
         return found
 
     def report_of(self, rank: int) -> Optional[NodeReport]:
         """What one node says of itself; a few dozen others ask the same several times a second."""
         row = self._read(os.path.join("nodes", f"{rank}.json"))
-        return None if row is None else NodeReport(**row)
+        return None if row is None else _report(row)
 
     def _reports(self, folder: str) -> Dict[int, NodeReport]:
         found = {}
@@ -146,7 +144,7 @@ class RunFolder:
             if rank.isdigit() and end == "json":
                 row = self._read(os.path.join(folder, name))
                 if row is not None:
-                    found[int(rank)] = NodeReport(**row)
+                    found[int(rank)] = _report(row)
         return found
 
     def beat(self) -> None:
@@ -172,7 +170,7 @@ class RunFolder:
 
     def publish_head(self, head: HeadAddress) -> None:
         """Let the workers join."""
-        self._write("head.json", asdict(head))
+        self._write("head.json", head._asdict())
 
     def publish_ready(
         self, head: HeadAddress, env: Mapping[str, str], names: Mapping[str, str]
@@ -184,7 +182,7 @@ class RunFolder:
             env: variables that a driver needs.
             names: those that NeMo-Run's script has for commands, and does not export.
         """
-        self._write("ready.json", asdict(head))
+        self._write("ready.json", head._asdict())
         lines = ["unset RAY_AUTH_TOKEN"]  # one of another cluster's
         lines += [f"export {name}={shlex.quote(value)}" for name, value in env.items()]
         lines += [f"{name}={shlex.quote(value)}" for name, value in names.items()]
@@ -214,7 +212,7 @@ class RunFolder:
             return said
         if end.renews:
             write_file(self.file("renews"), "")
-        self._write("end.json", asdict(end))
+        self._write("end.json", end._asdict())
         write_file(self.file("exit_code"), f"{end.code}\n")
         return end
 
@@ -253,6 +251,14 @@ class RunFolder:
         except (OSError, ValueError):  # not there, or replaced meanwhile: the next look sees it
             return None
         return row if isinstance(row, dict) else None
+
+
+def _report(row: Mapping[str, Any]) -> NodeReport:
+    """A report from a file, where JSON has lists."""
+    found: Dict[str, Any] = {
+        name: tuple(value) if isinstance(value, list) else value for name, value in row.items()
+    }
+    return NodeReport(**found)
 
 
 class Pulse:

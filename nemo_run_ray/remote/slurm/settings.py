@@ -5,11 +5,12 @@ from __future__ import annotations
 import json
 import os
 import re
-from dataclasses import dataclass, field
-from typing import Any, Dict, List, Mapping, Optional, Tuple
+from typing import TYPE_CHECKING, Any, Dict, List, Mapping, NamedTuple, Optional, Tuple
 
-from ..spec import ProbeSpec
 from ..variables import LIFE, RUN
+
+if TYPE_CHECKING:
+    from ..spec import ProbeSpec  # most nodes do without it
 
 #: Seconds that an allocation may be idle; see ``allocation.py``.
 IDLE_TIMEOUT = "NEMO_RUN_RAY_IDLE_TIMEOUT"
@@ -42,8 +43,7 @@ class WrongSetting(Exception):
     """A variable's value is not allowed; the message names it."""
 
 
-@dataclass(frozen=True)
-class SidecarSpec:
+class SidecarSpec(NamedTuple):
     """A command that runs beside Ray for the whole job.
 
     Attributes:
@@ -58,11 +58,10 @@ class SidecarSpec:
     command: str
     everywhere: bool = True
     probe: Optional[ProbeSpec] = None
-    env: Dict[str, str] = field(default_factory=dict)
+    env: Mapping[str, str] = {}
 
 
-@dataclass(frozen=True)
-class Settings:
+class Settings(NamedTuple):
     """One node's part in the cluster. Times are in seconds.
 
     Attributes:
@@ -294,7 +293,11 @@ def _companions(env: Mapping[str, str]) -> Tuple[SidecarSpec, ...]:
 
 
 def _probe(row: Optional[Dict[str, Any]]) -> Optional[ProbeSpec]:
-    return None if row is None else ProbeSpec(**{**row, "command": tuple(row.get("command", ()))})
+    if row is None:
+        return None
+    from ..spec import ProbeSpec
+
+    return ProbeSpec(**{**row, "command": tuple(row.get("command", ()))})
 
 
 def _sandbox(env: Mapping[str, str]) -> List[SidecarSpec]:
@@ -306,6 +309,8 @@ def _sandbox(env: Mapping[str, str]) -> List[SidecarSpec]:
     command = env.get("SANDBOX_COMMAND", "")
     if not command:
         return []
+    from ..spec import ProbeSpec
+
     given: Dict[str, str] = {}
     for pair in env.get("SANDBOX_ENV_VARS", "").split(","):
         name, equals, value = pair.strip().partition("=")

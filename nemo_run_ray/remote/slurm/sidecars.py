@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import os
 from contextlib import suppress
-from typing import Dict, List, Mapping, Optional
+from typing import TYPE_CHECKING, Dict, List, Mapping, Optional, Tuple
 
 from ..files import write_file
-from ..node.probe import Probing
 from ..node.process import describe_exit
 from .commands import Command, Commands, tail
 from .settings import SANDBOX, Settings, SidecarSpec
+
+if TYPE_CHECKING:
+    from ..node.probe import Probing  # most nodes do without it
 
 
 class Sidecars:
@@ -46,6 +48,8 @@ class Sidecars:
             if sidecar.probe is None:
                 self._ready.append(sidecar.name)
             else:
+                from ..node.probe import Probing
+
                 self._probes[sidecar.name] = Probing(
                     sidecar.probe,
                     "127.0.0.1",
@@ -58,8 +62,8 @@ class Sidecars:
         return list(self._running.values())
 
     @property
-    def ready(self) -> List[str]:
-        return list(self._ready)
+    def ready(self) -> Tuple[str, ...]:
+        return tuple(self._ready)
 
     def step(self) -> Optional[str]:
         """Go on; the reason when one has died or was given up. The dead have been collected."""

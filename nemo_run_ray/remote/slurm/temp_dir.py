@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import fcntl
 import os
-import secrets
 import shutil
 from contextlib import suppress
 
@@ -42,7 +41,7 @@ def make_private(path: str) -> int:
         raise WrongSetting(
             f"the folder {path} for Ray is another user's. Set RAY_TEMP_DIR to one of your own"
         )
-    name = secrets.token_hex(8)
+    name = os.urandom(8).hex()
     new = os.path.join(path, f"new-{name}")
     held = os.open(new, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
     fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -5,11 +5,10 @@ from __future__ import annotations
 import time
 from typing import Any, List, Optional, Set
 
-from .decide import CLUSTER_FAILED
 from .network import reached, way_to
 from .node import NodeProgram
 from .ray_start import worker_words
-from .run_folder import HeadAddress, RunEnd
+from .run_folder import CLUSTER_FAILED, HeadAddress, RunEnd
 
 #: Seconds in which a worker that reaches no address of the head tries again.
 _GREETING_S = 30.0
@@ -70,7 +69,7 @@ class Worker(NodeProgram):
             if head is not None and head.greeting_port:
                 found = reached(head.addresses, head.greeting_port)
                 if found or time.monotonic() - self._began >= _GREETING_S:
-                    self.publish(reached=found)
+                    self.publish(reached=tuple(found))
         self._head = self.folder.head()
         if self._head is not None:
             self._address = way_to(self._head.address)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -42,7 +41,7 @@ class World:
         (life / USERS).mkdir()
         self.life, self.rows, self.now = life, rows, 100.0
         self.refusals: list[int] = []
-        settings = replace(_SETTINGS, life=str(life), run=str(life), idle_timeout_s=60)
+        settings = _SETTINGS._replace(life=str(life), run=str(life), idle_timeout_s=60)
         (life / "token").write_text("a" * 64)
         renewal = Renewal(settings, str(life / "token"))
         self.allocation = Allocation(settings, str(life / "token"), renewal, lambda: self.now)

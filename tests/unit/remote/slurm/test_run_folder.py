@@ -24,7 +24,7 @@ def test_what_one_node_says_the_others_read(tmp_path):
     assert head.reports() == {}
     head.prepare()
     worker.prepare()
-    report = NodeReport(host="n2", reached=["10.0.0.1"], ready=["box"])
+    report = NodeReport(host="n2", reached=("10.0.0.1",), ready=("box",))
     worker.report(report)
     assert head.reports() == {1: report}
     assert worker.head() is None
@@ -37,10 +37,10 @@ def test_the_step_beside_speaks_for_its_sidecars(tmp_path):
     folder.prepare()
     beside = RunFolder(str(tmp_path / "beside"), 1)
     beside.prepare()
-    beside.report(NodeReport(host="n2", ready=["box"]))
+    beside.report(NodeReport(host="n2", ready=("box",)))
     assert folder.reports() == {}, "the node itself has not begun"
-    folder.report(NodeReport(host="n2", address="a", ready=["own"]))
-    assert folder.reports()[1] == NodeReport(host="n2", address="a", ready=["own", "box"])
+    folder.report(NodeReport(host="n2", address="a", ready=("own",)))
+    assert folder.reports()[1] == NodeReport(host="n2", address="a", ready=("own", "box"))
     beside.report(NodeReport(host="n2", failed="it died"))
     assert folder.reports()[1].failed == "it died"
 

@@ -1,12 +1,11 @@
 """When the head calls a cluster ready, and when it gives it up."""
 
 import re
-from dataclasses import replace
 
 import pytest
 
-from nemo_run_ray.remote.slurm.decide import CLUSTER_FAILED, ClusterReady, ClusterView, Wait, decide
-from nemo_run_ray.remote.slurm.run_folder import NodeReport, RunEnd
+from nemo_run_ray.remote.slurm.decide import ClusterReady, ClusterView, Wait, decide
+from nemo_run_ray.remote.slurm.run_folder import CLUSTER_FAILED, NodeReport, RunEnd
 from nemo_run_ray.remote.slurm.settings import Settings, SidecarSpec
 
 _SETTINGS = Settings(
@@ -53,10 +52,10 @@ def test_a_whole_cluster_is_ready():
     ],
 )
 def test_what_is_missing_is_said_and_has_an_end(changes, what):
-    view = replace(_WHOLE, **changes)
+    view = _WHOLE._replace(**changes)
     waiting = decide(_SETTINGS, view)
     assert isinstance(waiting, Wait)
-    late = decide(_SETTINGS, replace(view, elapsed_s=600))
+    late = decide(_SETTINGS, view._replace(elapsed_s=600))
     assert isinstance(late, RunEnd)
     assert late.code == CLUSTER_FAILED
     assert re.search(what, waiting.what)
@@ -65,7 +64,7 @@ def test_what_is_missing_is_said_and_has_an_end(changes, what):
 
 def test_a_node_that_writes_nothing_is_named_after_a_minute():
     """Its folder is not the others', or the step has not begun there."""
-    view = replace(_WHOLE, reports={0: _REPORTS[0], 2: _REPORTS[2]}, elapsed_s=60)
+    view = _WHOLE._replace(reports={0: _REPORTS[0], 2: _REPORTS[2]}, elapsed_s=60)
     end = decide(_SETTINGS, view)
     assert isinstance(end, RunEnd)
     assert "n2 has not written into /run within 60 s, which node n1 sees" in end.why
@@ -73,40 +72,40 @@ def test_a_node_that_writes_nothing_is_named_after_a_minute():
 
 def test_a_sidecar_of_a_node_that_may_be_absent_is_not_waited_for():
     sidecar = SidecarSpec(name="sandbox", command="serve")
-    settings = replace(_SETTINGS, min_workers=1, sidecars=(sidecar,))
-    ready = {rank: replace(_REPORTS[rank], ready=["sandbox"]) for rank in (0, 1)}
+    settings = _SETTINGS._replace(min_workers=1, sidecars=(sidecar,))
+    ready = {rank: _REPORTS[rank]._replace(ready=("sandbox",)) for rank in (0, 1)}
     alive = frozenset({"10.0.0.0", "10.0.0.1"})
-    view = replace(_WHOLE, reports={**ready, 2: replace(_REPORTS[2], failed="it died")})
-    assert decide(settings, replace(view, alive=alive)) == ClusterReady(1)
+    view = _WHOLE._replace(reports={**ready, 2: _REPORTS[2]._replace(failed="it died")})
+    assert decide(settings, view._replace(alive=alive)) == ClusterReady(1)
     late = {**ready, 1: _REPORTS[1]}
-    waiting = decide(settings, replace(view, alive=alive, reports=late))
+    waiting = decide(settings, view._replace(alive=alive, reports=late))
     assert isinstance(waiting, Wait)
     assert "sandbox on n2" in waiting.what
 
 
 def test_a_lost_node_whose_file_cannot_be_read_now_breaks_nothing():
     reports = {0: _REPORTS[0], 1: _REPORTS[1]}
-    view = replace(_WHOLE, reports=reports, was_ready=True, missing_for_s={2: 60.0})
+    view = _WHOLE._replace(reports=reports, was_ready=True, missing_for_s={2: 60.0})
     assert decide(_SETTINGS, view) == ClusterReady(1)
 
 
 def test_fewer_workers_may_do():
-    settings = replace(_SETTINGS, min_workers=1)
-    view = replace(_WHOLE, reports={0: _REPORTS[0], 1: _REPORTS[1]}, elapsed_s=60)
+    settings = _SETTINGS._replace(min_workers=1)
+    view = _WHOLE._replace(reports={0: _REPORTS[0], 1: _REPORTS[1]}, elapsed_s=60)
     assert decide(settings, view) == ClusterReady(1)
 
 
 def test_the_cluster_waits_for_its_sidecars():
-    settings = replace(_SETTINGS, sidecars=(SidecarSpec("box", "x"),))
-    ready = {rank: replace(one, ready=["box"]) for rank, one in _REPORTS.items()}
-    waiting = decide(settings, replace(_WHOLE, reports={**ready, 1: _REPORTS[1]}))
+    settings = _SETTINGS._replace(sidecars=(SidecarSpec("box", "x"),))
+    ready = {rank: one._replace(ready=("box",)) for rank, one in _REPORTS.items()}
+    waiting = decide(settings, _WHOLE._replace(reports={**ready, 1: _REPORTS[1]}))
     assert isinstance(waiting, Wait)
     assert "box on n2" in waiting.what
-    assert decide(settings, replace(_WHOLE, reports=ready)) == ClusterReady(2)
+    assert decide(settings, _WHOLE._replace(reports=ready)) == ClusterReady(2)
 
 
 _BROKEN = {
-    "failed": {"reports": {**_REPORTS, 2: replace(_REPORTS[2], failed="no Ray here")}},
+    "failed": {"reports": {**_REPORTS, 2: _REPORTS[2]._replace(failed="no Ray here")}},
     "dead": {"dead": frozenset({2})},
     "lost": {"missing_for_s": {2: 16.0}},
 }
@@ -114,7 +113,7 @@ _BROKEN = {
 
 @pytest.mark.parametrize("how", _BROKEN)
 def test_the_death_of_a_worker_ends_the_cluster_and_names_it(how):
-    end = decide(_SETTINGS, replace(_WHOLE, was_ready=True, **_BROKEN[how]))
+    end = decide(_SETTINGS, _WHOLE._replace(was_ready=True, **_BROKEN[how]))
     assert isinstance(end, RunEnd)
     assert end.code == CLUSTER_FAILED
     assert "n3 (rank 2)" in end.why
@@ -122,28 +121,28 @@ def test_the_death_of_a_worker_ends_the_cluster_and_names_it(how):
 
 @pytest.mark.parametrize("how", ["failed", "dead"])
 def test_before_it_is_ready_a_bad_node_may_be_one_too_many(how):
-    settings = replace(_SETTINGS, min_workers=1)
+    settings = _SETTINGS._replace(min_workers=1)
     alive = frozenset(_REPORTS[rank].address for rank in (0, 1))
-    assert decide(settings, replace(_WHOLE, alive=alive, **_BROKEN[how])) == ClusterReady(1)
+    assert decide(settings, _WHOLE._replace(alive=alive, **_BROKEN[how])) == ClusterReady(1)
 
 
 @pytest.mark.parametrize("how", _BROKEN)
 def test_a_cluster_may_go_on_without_a_worker(how):
-    settings = replace(_SETTINGS, fail_fast=False)
-    view = replace(_WHOLE, **_BROKEN[how])
+    settings = _SETTINGS._replace(fail_fast=False)
+    view = _WHOLE._replace(**_BROKEN[how])
     if how != "lost":  # Ray is asked for lost nodes of a cluster that was ready
         assert isinstance(decide(settings, view), RunEnd), "not before it was ready"
-    assert isinstance(decide(settings, replace(view, was_ready=True)), ClusterReady)
+    assert isinstance(decide(settings, view._replace(was_ready=True)), ClusterReady)
 
 
 def test_the_head_itself_is_always_needed():
-    settings = replace(_SETTINGS, fail_fast=False)
-    reports = {**_REPORTS, 0: replace(_REPORTS[0], failed="the sidecar box has ended")}
-    end = decide(settings, replace(_WHOLE, was_ready=True, reports=reports))
+    settings = _SETTINGS._replace(fail_fast=False)
+    reports = {**_REPORTS, 0: _REPORTS[0]._replace(failed="the sidecar box has ended")}
+    end = decide(settings, _WHOLE._replace(was_ready=True, reports=reports))
     assert isinstance(end, RunEnd)
     assert "n1 (rank 0): the sidecar box" in end.why
 
 
 def test_a_short_gap_in_rays_list_is_no_loss():
-    view = replace(_WHOLE, was_ready=True, missing_for_s={2: 10.0})
+    view = _WHOLE._replace(was_ready=True, missing_for_s={2: 10.0})
     assert isinstance(decide(_SETTINGS, view), ClusterReady)

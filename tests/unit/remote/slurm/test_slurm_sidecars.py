@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 
 import psutil
@@ -38,7 +37,7 @@ def sidecars(commands: Commands, folder: Path, command: str, *probe: str) -> Sid
     spec = SidecarSpec(
         name="s", command=command, probe=ProbeSpec("command", command=probe, interval_s=0.05)
     )
-    settings = replace(_SETTINGS, logs=str(folder), sidecars=(spec,))
+    settings = _SETTINGS._replace(logs=str(folder), sidecars=(spec,))
     found = Sidecars(settings, commands, os.environ)
     found.start()
     return found
@@ -56,8 +55,8 @@ def test_a_probe_that_was_ended_with_ray_is_asked_again(commands, others, tmp_pa
     wait_for(lambda: ask(found, commands) or (tmp_path / "begun").exists())
     (tmp_path / "there").touch()
     commands.stop(1.0, keep=[*found.running, *others])
-    wait_for(lambda: ask(found, commands) or found.ready == ["s"])
-    assert found.ready == ["s"]
+    wait_for(lambda: ask(found, commands) or found.ready == ("s",))
+    assert found.ready == ("s",)
 
 
 def test_a_sidecar_that_dies_is_told(commands, tmp_path):

@@ -5,15 +5,13 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from nemo_run_ray.remote.dispatch.time_left import TimeLeft, time_left
-from nemo_run_ray.remote.slurm.decide import CLUSTER_FAILED
 from nemo_run_ray.remote.slurm.renewal import Renewal
-from nemo_run_ray.remote.slurm.run_folder import HeadAddress, RunEnd, RunFolder
+from nemo_run_ray.remote.slurm.run_folder import CLUSTER_FAILED, HeadAddress, RunEnd, RunFolder
 from nemo_run_ray.remote.slurm.spool import Spool
 from tests.http_server import Handler, serving
 from tests.unit.remote.slurm.test_slurm_decide import _SETTINGS
@@ -43,7 +41,7 @@ def life(tmp_path) -> Path:
 def settings(life: Path, **fields):
     run = next((life / "run").iterdir())
     given = {"life": str(life), "run": str(run), "renew": True, "ends_at": 10_000, **fields}
-    return replace(_SETTINGS, **given)
+    return _SETTINGS._replace(**given)
 
 
 def renewal(life: Path, now: list[float], **fields) -> Renewal:
@@ -154,7 +152,7 @@ def test_a_dispatcher_knows_when_it_ends(life):
     env = renewal(life, [9_000.0], renew=False).environment()
     assert time_left(env, 9_100.0) == TimeLeft(900.0, 970.0, False)
     assert renewal(life, [9_000.0], ends_at=None).environment() == {}
-    job = replace(settings(life), life="")
+    job = settings(life)._replace(life="")
     assert Renewal(job, "", lambda: 9_000.0).environment() == {}, "that is NeMo-Run's own"
 
 
