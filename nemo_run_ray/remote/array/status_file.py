@@ -53,8 +53,9 @@ class StatusFile:
         self._write_at = 0.0
         self._tell_at = time.monotonic() + _TELL_S
         self._seen = [(time.monotonic(), 0)]
-        #: What was shown last of elements that may be left.
-        self._left: Optional[Mapping[str, Sequence[int]]] = None
+        #: Of elements that may be left, what was last written, and what was last to be.
+        self._shown: Mapping[str, Sequence[int]] = {}
+        self._tried: Optional[Mapping[str, Sequence[int]]] = None
 
     def write(
         self,
@@ -72,16 +73,16 @@ class StatusFile:
             is_over: the driver ends.
         """
         now = time.monotonic()
-        if self._left is None:  # the states are those that an earlier driver has seen
+        if self._tried is None:  # the states are those that an earlier driver has seen
             self._states.finish(progress)
-        if now >= self._write_at or is_over or may_be_left != self._left:
-            self._write_at = now + _WRITE_S
+        if now >= self._write_at or is_over or may_be_left != self._tried:
+            self._write_at, self._tried = now + _WRITE_S, may_be_left
             if self._write(self._rows(progress, running, now, may_be_left), is_over):
-                self._left = may_be_left
+                self._shown = may_be_left
         # Whoever reads of a cancelled element, and then here, must find where it may go on.
         if is_over:
             self._states.finish(progress)
-        elif may_be_left == self._left:
+        elif may_be_left == self._shown:
             self._states.go_on(progress)
 
     def _write(self, rows: ArrayRows, is_over: bool) -> bool:

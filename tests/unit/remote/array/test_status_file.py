@@ -54,6 +54,8 @@ def test_a_disk_that_does_not_take_it_gets_no_states_either(tmp_path, seen, monk
     with monkeypatch.context() as full:
         full.setattr(status_file, "write_file", write_file)
         file.write(ArrayProgress(3), 0, {"n1": [0]})
+        file.write(ArrayProgress(3), 0, {"n1": [0]})
     assert seen == [None, {}]
+    file._write_at = 0.0
     file.write(ArrayProgress(3), 0, {"n1": [0]})
     assert seen == [None, {}, {"n1": [0]}]
