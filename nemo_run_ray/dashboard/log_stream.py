@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import socket
 from collections.abc import Callable, Iterator
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
@@ -21,7 +20,7 @@ from websockets.sync.client import ClientConnection, connect
 from nemo_run_ray.clusters.left_behind import text_of
 from nemo_run_ray.dashboard.http import READ_S, SLOW_S, Http, tls
 from nemo_run_ray.dashboard.log_text import decode_log, decode_text
-from nemo_run_ray.errors import JobError, StreamCut, Unauthorised
+from nemo_run_ray.errors import JobError, StreamCut, Unanswered, Unauthorised
 from nemo_run_ray.remote.lost_ends import LOG_FILE, log_query
 from nemo_run_ray.remote.rows import JobRow
 from nemo_run_ray.remote.states import JobState, is_active, state_of_row
@@ -30,12 +29,12 @@ from nemo_run_ray.remote.states import JobState, is_active, state_of_row
 _MESSAGE_MAX_BYTES = 8 * 1024**2
 #: Seconds that a log stream gets for its close. Ray reads nothing on that socket and never answers.
 _CLOSE_S = 0.1
-#: Seconds of a log stream's silence until Ray is asked for the job, and until it is given up.
-_SILENCE_S, _SILENCE_MAX_S = 15.0, 300.0
-#: Seconds from one look to the next at a job whose stream is silent, before its first text and
-#: after it. One that has not begun may never start. One that has begun may stand still on a busy
-#: head, and NeMo-Run waits for a log only until 10 s after the job's end (0.12).
-_BEGIN_S, _LOOK_S = 1.0, 3.0
+#: Seconds of a log stream's silence until the job is looked at for the first time, from one look to
+#: the next at most, and until the stream is given up. On a busy head a stream may stand still, and
+#: NeMo-Run waits for a log only until 10 s after the job's end (0.12).
+_LOOK_S, _SILENCE_S, _SILENCE_MAX_S = 3.0, 15.0, 300.0
+#: Seconds from one look to the next at a job whose stream has not begun: it may never start.
+_BEGIN_S = 1.0
 #: Seconds that the state API may take for all of a log.
 _READING_MAX_S = "86400"
 #: What a front answers that passes the Jobs API on and not the state API.
@@ -61,15 +60,14 @@ class LogStream:
         self._row = row
         self._left = left
 
-    def tail(self, submission_id: str, goes_on: Callable[[], bool]) -> Iterator[str]:
+    def tail(self, submission_id: str, may_begin: Callable[[], bool]) -> Iterator[str]:
         """The log from its first character on, as it grows, by WebSocket.
 
         The end of the stream means nothing about the job.
 
         Args:
             submission_id: of the job.
-            goes_on: whether the job does, asked while the stream is silent. A stream that will
-                never begin ends then, and one that does not come to its end is cut off.
+            may_begin: asked until the first text comes; a stream that will never begin ends.
 
         Raises:
             StreamCut: it was cut off, or could not be opened.
@@ -85,7 +83,7 @@ class LogStream:
         try:
             with self._open(url) as stream:
                 _keep_alive(stream.socket)
-                yield from self._messages(stream, submission_id, goes_on)
+                yield from self._messages(stream, submission_id, may_begin)
         except InvalidStatus as error:
             if error.response.status_code == 404:
                 raise self._no_such_job(submission_id) from error
@@ -174,52 +172,35 @@ class LogStream:
         return opened
 
     def _messages(
-        self, stream: ClientConnection, submission_id: str, goes_on: Callable[[], bool]
+        self, stream: ClientConnection, submission_id: str, may_begin: Callable[[], bool]
     ) -> Iterator[str]:
-        has_begun = False
+        silent_s, has_begun = 0.0, False
         while True:
+            patience_s = min(max(_LOOK_S, silent_s), _SILENCE_S) if has_begun else _BEGIN_S
             try:
-                message = self._next(stream, submission_id, goes_on, has_begun)
+                message = stream.recv(timeout=patience_s)
+            except TimeoutError:
+                silent_s += patience_s
+                if has_begun or silent_s >= _SILENCE_MAX_S:
+                    self._check_silence(submission_id, silent_s)
+                elif not may_begin():
+                    return
+                continue
             except ConnectionClosedOK:
                 return
-            if message is None:
-                return
-            has_begun = True
+            silent_s, has_begun = 0.0, True
             yield message if isinstance(message, str) else message.decode()
 
-    def _next(
-        self,
-        stream: ClientConnection,
-        submission_id: str,
-        goes_on: Callable[[], bool],
-        has_begun: bool,
-    ) -> str | bytes | None:
-        """The next message; ``None`` when the first one will never come.
-
-        Raises:
-            StreamCut: the stream may be dead, which a missing close does not tell.
-        """
-        silent_s, asked_s, was_over = 0.0, 0.0, False
-        patience_s = _LOOK_S if has_begun else _BEGIN_S
-        while True:
-            with suppress(TimeoutError):
-                return stream.recv(timeout=patience_s)
-            silent_s += patience_s
-            is_over = not goes_on()
-            if is_over and not has_begun:
-                return None
-            # What the job has printed last had from one look to the next to come.
-            is_cut = (is_over and was_over) or silent_s >= _SILENCE_MAX_S
-            if has_begun and silent_s - asked_s >= _SILENCE_S:  # a job that goes on has attempts
-                asked_s = silent_s
-                is_cut = is_cut or not self._is_active(submission_id)
-            if is_cut:
-                raise StreamCut(f"the log of {submission_id} was silent for {silent_s:.0f} s")
-            was_over = is_over
-
-    def _is_active(self, submission_id: str) -> bool:
-        row = self._row(submission_id)
-        return row is not None and is_active(row)
+    def _check_silence(self, submission_id: str, silent_s: float) -> None:
+        """Raise if the stream may be dead, which a missing close does not tell."""
+        try:
+            row = self._row(submission_id)
+        except Unanswered:
+            if silent_s < _SILENCE_S:  # the stream may be sound all the same
+                return
+            raise
+        if row is None or not is_active(row) or silent_s >= _SILENCE_MAX_S:
+            raise StreamCut(f"the log of {submission_id} was silent for {silent_s:.0f} s")
 
     def _no_such_job(self, submission_id: str) -> JobError:
         return JobError(f"Ray at {self._http.dashboard.url} has no job {submission_id}.")

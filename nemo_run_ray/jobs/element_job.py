@@ -130,15 +130,20 @@ class ElementJob(RemoteJob):
             return self.array.leftovers(whole)
         told = elements(self.array, whole)
         left = told.get("may_be_left") if told else None
-        # What is known may be an earlier driver's, and what is told now the next one's.
-        _LastElements.of(self.array).forget()
-        if left is None or self.look(Snapshot(is_fresh=True)).state is not status.state:
+        # ``status`` may be what an earlier driver has written; this is not older than ``told``.
+        if left is None or not self._is_still(status, whole):
             return "its array does not tell now whether a process of it is left; ask again"
         for node_id, indices in left.items():
             if self.index in indices:
                 return f"{MAY_BE_LEFT} on {node_id[:12]}, which its array does not wait for"
         # An element is cancelled when all of its processes have ended, except on these nodes.
         return f"{NO_PROCESS_LEFT} on its node"
+
+    def _is_still(self, status: JobStatus, whole: JobStatus) -> bool:
+        try:
+            return self._status(self._ask(whole), whole).state is status.state
+        except NemoRunRayError:
+            return False
 
     def note(self, status: JobStatus, snapshot: Snapshot) -> None:
         """Note nothing: what is known of it is kept with its array."""

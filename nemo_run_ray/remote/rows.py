@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Dict, List, Mapping, Optional, TypedDict
+from typing import Any, Dict, List, Mapping, Optional, Sequence, TypedDict
 
 
 class JobRow(TypedDict, total=False):
@@ -65,7 +65,7 @@ class ArrayRows(TypedDict):
         left_s: seconds until the last one has ended, at that rate; ``None`` when none has ended.
         failures: index, exit code and reason of the first elements that failed.
         may_be_left: by a node's id the elements that are shown as cancelled and whose processes may
-            go on there.
+            go on there; ``None`` while the states are not those that this driver has written.
     """
 
     elements: int
@@ -77,7 +77,7 @@ class ArrayRows(TypedDict):
     elements_per_s: float
     left_s: Optional[float]
     failures: List[List[Any]]
-    may_be_left: Dict[str, List[int]]
+    may_be_left: Optional[Dict[str, Sequence[int]]]
 
 
 class GroupRows(TypedDict):

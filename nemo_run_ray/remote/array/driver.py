@@ -159,7 +159,7 @@ class _ArrayDriver:
         for host in list(self._pool.hosts.values()):
             if host.in_hand or host.sweeps:
                 self._pool.give_up(host)
-        for held in self._pool.unproven.give_up():
+        for held in self._pool.unproven.abandon():
             self._leases.leave_all(held)
 
     def _close(self, is_written: bool) -> None:

@@ -25,6 +25,9 @@ class StatesFile:
 
     Args:
         path: of the file; ``None`` when there is no place for it.
+
+    Attributes:
+        is_written: the whole file was, once. Before that, it is another driver's or not there.
     """
 
     def __init__(self, path: Optional[str]) -> None:
@@ -32,6 +35,7 @@ class StatesFile:
         self._file: Optional[IO[str]] = None
         self._stretches: Iterator[Stretch] = iter(())
         self._begin_at = 0.0
+        self.is_written = False
 
     def go_on(self, progress: ArrayProgress) -> None:
         """Write the next piece. A full disk leaves the last file as it is."""
@@ -61,6 +65,7 @@ class StatesFile:
             self._file.close()
             self._file = None
             os.replace(f"{path}.part", path)
+            self.is_written = True
             self._begin_at = time.monotonic() + _AGAIN_S
 
     def _give_up(self) -> None:

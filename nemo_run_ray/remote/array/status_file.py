@@ -53,7 +53,7 @@ class StatusFile:
         self._write_at = 0.0
         self._tell_at = time.monotonic() + _TELL_S
         self._seen = [(time.monotonic(), 0)]
-        #: Of elements that may be left, what was last written, and what was last to be.
+        #: ``may_be_left`` as the file has it, and as it was in the last try to write the file.
         self._shown: Mapping[str, Sequence[int]] = {}
         self._tried: Optional[Mapping[str, Sequence[int]]] = None
 
@@ -73,16 +73,17 @@ class StatusFile:
             is_over: the driver ends.
         """
         now = time.monotonic()
-        if self._tried is None:  # the states are those that an earlier driver has seen
+        if self._tried is None:  # another driver may have written the states before
             self._states.finish(progress)
         if now >= self._write_at or is_over or may_be_left != self._tried:
             self._write_at, self._tried = now + _WRITE_S, may_be_left
             if self._write(self._rows(progress, running, now, may_be_left), is_over):
                 self._shown = may_be_left
-        # Whoever reads of a cancelled element, and then here, must find where it may go on.
+        if may_be_left != self._shown:
+            return  # no state says "cancelled" before this file says where that is not proven
         if is_over:
             self._states.finish(progress)
-        elif may_be_left == self._shown:
+        else:
             self._states.go_on(progress)
 
     def _write(self, rows: ArrayRows, is_over: bool) -> bool:
@@ -122,7 +123,7 @@ class StatusFile:
             "elements_per_s": round(rate, 3),
             "left_s": round(left / rate, 1) if rate > 0 else None,
             "failures": [list(failure) for failure in progress.failures],
-            "may_be_left": {node_id: list(left) for node_id, left in may_be_left.items()},
+            "may_be_left": dict(may_be_left) if self._states.is_written else None,
         }
 
 

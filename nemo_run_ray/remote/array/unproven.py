@@ -67,7 +67,7 @@ class Unproven:
         """Where they are."""
         return {self._records[number].node_id for number in self._held}
 
-    def give_up(self) -> List[Dict[int, int]]:
+    def abandon(self) -> List[Dict[int, int]]:
         """Wait for none of them any longer; what each of them had in hand."""
         for number in self._held:
             self._leave(number)

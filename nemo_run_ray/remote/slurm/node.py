@@ -13,6 +13,7 @@ from ..node.output import say
 from ..node.process import Runner, describe_exit
 from ..node.tree import explain_start
 from .commands import Command, Commands, tail
+from .log_copies import JOB_LOGS, keep_job_logs
 from .network import Ports
 from .ray_start import ray_environment, with_pre_start
 from .run_folder import BEAT_S, CLUSTER_FAILED, NodeReport, Pulse, RunEnd, RunFolder
@@ -103,8 +104,6 @@ class NodeProgram(ABC):
     def before_removal(self) -> None:
         """Keep what a user wants of Ray's folder."""
         if self.settings.life:
-            from .log_copies import JOB_LOGS, keep_job_logs
-
             keep_job_logs(self.settings.temp_dir, self.folder.file(JOB_LOGS))
 
     def publish(self, **fields: Any) -> None:

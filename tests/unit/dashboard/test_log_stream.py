@@ -12,31 +12,28 @@ from nemo_run_ray.clusters.base import Dashboard
 from nemo_run_ray.dashboard import log_stream
 from nemo_run_ray.dashboard.http import Http
 from nemo_run_ray.dashboard.log_stream import LogStream
-from nemo_run_ray.errors import StreamCut
+from nemo_run_ray.errors import StreamCut, Unanswered
 
 
 class Head:
-    """Sends ``texts``, and is silent then until its client has left; says how its job is."""
+    """Sends a text, or none, and is silent then; ``answers`` are those to the looks at the job."""
 
     def __init__(self) -> None:
         self.texts = ["begins\n"]
-        self.status = "RUNNING"
-        self.looks = 0
-        self.over_after = 3
+        self.answers: list[str | Exception] = []
         self._server: Server = serve(self._send, "127.0.0.1", 0)
         threading.Thread(target=self._server.serve_forever, daemon=True).start()
         port = self._server.socket.getsockname()[1]
         self.logs = LogStream(Http(Dashboard(f"http://127.0.0.1:{port}")), self._row)
 
-    def goes_on(self) -> bool:
-        self.looks += 1
-        return self.looks < self.over_after
-
     def close(self) -> None:
         self._server.shutdown()
 
     def _row(self, _: str) -> dict[str, str]:
-        return {"status": self.status}
+        answer = self.answers.pop(0)
+        if isinstance(answer, Exception):
+            raise answer
+        return {"status": answer}
 
     def _send(self, connection: ServerConnection) -> None:
         for text in self.texts:
@@ -47,40 +44,48 @@ class Head:
 
 @pytest.fixture
 def head(monkeypatch) -> Iterator[Head]:
-    monkeypatch.setattr(log_stream, "_BEGIN_S", 0.05)
-    monkeypatch.setattr(log_stream, "_LOOK_S", 0.05)
+    """Its seconds are milliseconds."""
+    for name in ("_BEGIN_S", "_LOOK_S", "_SILENCE_S", "_SILENCE_MAX_S"):
+        monkeypatch.setattr(log_stream, name, getattr(log_stream, name) / 1000)
     head = Head()
     yield head
     head.close()
 
 
-def test_a_stream_that_stands_still_is_cut_when_its_job_is_over(head):
-    """At the second look that says so: the last words have as long to come."""
-    texts = head.logs.tail("job", head.goes_on)
+def cut(head: Head) -> str:
+    """How a stream that has begun is cut."""
+    texts = head.logs.tail("job", lambda: pytest.fail("it has begun"))
     assert next(texts) == "begins\n"
-    with pytest.raises(StreamCut, match="was silent"):
+    with pytest.raises((StreamCut, Unanswered)) as raised:
         next(texts)
-    assert head.looks == head.over_after + 1
+    return str(raised.value)
 
 
-def test_the_stream_of_an_attempt_that_is_over_is_cut_while_others_go_on(head, monkeypatch):
-    monkeypatch.setattr(log_stream, "_SILENCE_S", 0.3)
-    head.over_after, head.status = 1000, "FAILED"
-    with pytest.raises(StreamCut, match="was silent"):
-        list(head.logs.tail("job", head.goes_on))
-    assert 5 <= head.looks <= 7
+def test_a_stream_that_stands_still_is_cut_at_the_first_look_after_its_jobs_end(head):
+    head.answers = ["RUNNING", "RUNNING", "SUCCEEDED", "unasked"]
+    # After 3, 6 and 12 s.
+    assert cut(head) == "the log of job was silent for 0 s"
+    assert head.answers == ["unasked"]
+
+
+def test_a_look_without_an_answer_does_not_cut_a_stream_that_is_silent_for_seconds(head):
+    head.answers = ["RUNNING", Unanswered("busy"), Unanswered("busy"), "FAILED"]
+    assert "was silent" in cut(head)
+
+
+def test_a_dead_cluster_is_told_after_a_while(head):
+    head.answers = ["RUNNING"] * 3 + [Unanswered("away"), "unasked"]
+    assert cut(head) == "away"
+    assert head.answers == ["unasked"]
+
+
+def test_a_silent_job_is_looked_at_every_fifteen_seconds_and_no_longer_than_five_minutes(head):
+    head.answers = ["RUNNING"] * 50
+    assert "was silent" in cut(head)
+    assert len(head.answers) == 50 - (4 + 19)  # 3, 6, 12, 24, and then every 15 until 309
 
 
 def test_a_stream_that_never_begins_ends_with_its_job(head):
     head.texts = []
-    assert list(head.logs.tail("job", head.goes_on)) == []
-    assert head.looks == head.over_after
-
-
-def test_silence_of_a_job_that_goes_on_is_waited_for(head, monkeypatch):
-    monkeypatch.setattr(log_stream, "_SILENCE_S", 0.1)
-    monkeypatch.setattr(log_stream, "_SILENCE_MAX_S", 1.0)
-    head.over_after = 1000
-    with pytest.raises(StreamCut, match="silent for 1 s"):
-        list(head.logs.tail("job", head.goes_on))
-    assert 19 <= head.looks <= 21
+    looks = iter([True, True, False])
+    assert list(head.logs.tail("job", lambda: next(looks))) == []

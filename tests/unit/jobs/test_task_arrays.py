@@ -510,6 +510,8 @@ def test_a_task_is_cancelled_alone(sweep, running):
     running.shows()
     running.tells([[0, 0, "succeeded", 1, 0], [1, 1, "leased", 1, 0], [2, 2, "waiting", 0, 0]])
     assert "ask again" in task.leftovers(status), "an earlier driver has said that it was over"
+    running.tells([])
+    assert "ask again" in task.leftovers(status), "nothing says that it still is"
     running.tells(after)
     assert sweep.task("say-0").cancel().state.value == "SUCCEEDED"
 

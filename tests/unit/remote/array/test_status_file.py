@@ -10,7 +10,7 @@ import pytest
 from nemo_run_ray.remote.array import status_file
 from nemo_run_ray.remote.array.progress import ArrayProgress
 from nemo_run_ray.remote.array.states_file import StatesFile
-from nemo_run_ray.remote.array.status_file import StatusFile
+from nemo_run_ray.remote.array.status_file import STATES_FILE, StatusFile, file_of
 from nemo_run_ray.remote.group.roles_file import file_name
 
 _ID = "run.job"
@@ -21,7 +21,8 @@ def seen(tmp_path: Path, monkeypatch) -> list[object]:
     """What is shown of elements that may be left whenever a piece of the states is written."""
     shown: list[object] = []
 
-    def go_on(*_: object) -> None:
+    def go_on(states: StatesFile, _: ArrayProgress) -> None:
+        states.is_written = True
         file = tmp_path / file_name(_ID)
         shown.append(json.loads(file.read_text())["may_be_left"] if file.exists() else None)
 
@@ -55,7 +56,21 @@ def test_a_disk_that_does_not_take_it_gets_no_states_either(tmp_path, seen, monk
         full.setattr(status_file, "write_file", write_file)
         file.write(ArrayProgress(3), 0, {"n1": [0]})
         file.write(ArrayProgress(3), 0, {"n1": [0]})
+        file.write(ArrayProgress(3), 0, {"n1": [0]}, is_over=True)
     assert seen == [None, {}]
     file._write_at = 0.0
     file.write(ArrayProgress(3), 0, {"n1": [0]})
     assert seen == [None, {}, {"n1": [0]}]
+
+
+def test_nothing_is_told_of_them_before_this_drivers_states_are_there(tmp_path):
+    """The states of an earlier driver, on a disk that takes no other ones, are older."""
+    (tmp_path / f"{file_of(_ID, STATES_FILE)}.part").mkdir()
+    file = StatusFile(str(tmp_path), _ID)
+    file.write(ArrayProgress(3), 0, {})
+    shown = tmp_path / file_name(_ID)
+    assert json.loads(shown.read_text())["may_be_left"] is None
+    (tmp_path / f"{file_of(_ID, STATES_FILE)}.part").rmdir()
+    file.write(ArrayProgress(3), 0, {}, is_over=True)
+    file.write(ArrayProgress(3), 0, {}, is_over=True)
+    assert json.loads(shown.read_text())["may_be_left"] == {}
