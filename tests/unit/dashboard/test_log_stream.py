@@ -44,8 +44,9 @@ class Head:
 
 @pytest.fixture
 def head(monkeypatch) -> Iterator[Head]:
-    """Its seconds are milliseconds."""
-    for name in ("_BEGIN_S", "_LOOK_S", "_SILENCE_S", "_SILENCE_MAX_S"):
+    """Its seconds are milliseconds, but for those until the first text."""
+    monkeypatch.setattr(log_stream, "_BEGIN_S", 60.0)
+    for name in ("_LOOK_S", "_SILENCE_S", "_SILENCE_MAX_S"):
         monkeypatch.setattr(log_stream, name, getattr(log_stream, name) / 1000)
     head = Head()
     yield head
@@ -85,7 +86,8 @@ def test_a_silent_job_is_looked_at_every_fifteen_seconds_and_no_longer_than_five
     assert len(head.answers) == 50 - (4 + 19)  # 3, 6, 12, 24, and then every 15 until 309
 
 
-def test_a_stream_that_never_begins_ends_with_its_job(head):
+def test_a_stream_that_never_begins_ends_with_its_job(head, monkeypatch):
+    monkeypatch.setattr(log_stream, "_BEGIN_S", 0.001)
     head.texts = []
     looks = iter([True, True, False])
     assert list(head.logs.tail("job", lambda: next(looks))) == []
