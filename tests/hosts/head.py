@@ -100,7 +100,7 @@ class Head:
             "--save '' --appendonly no --dir /tmp --daemonize no"
         )
         bed("spawn", REDIS_HOST, str(self._logs / "redis.log"), "--", "sh", "-c", command)
-        wait_for(lambda: _is_open(REDIS, 6379))
+        wait_for(lambda: _is_open(REDIS, 6379), 20)
 
     def start(self, keeps_its_table: bool = True) -> None:
         """Start it, with the tables in Redis, or in its memory as Ray does by default.
@@ -142,7 +142,7 @@ class Head:
         to = f"http://{ADDRESS}:8265"
         log = str(self._logs / "dropping.log")
         bed("spawn", HOST, log, "--", *command, str(port), to, str(file))
-        wait_for(lambda: _is_open(ADDRESS, port))
+        wait_for(lambda: _is_open(ADDRESS, port), 20)
 
     def kill(self) -> None:
         """SIGKILL to every process of Ray on the host, which lives on with users' processes."""

@@ -3,9 +3,11 @@
 import json
 import re
 import sys
+import time
 
 import pytest
 
+from nemo_run_ray.remote.states import JobState
 from tests.conftest import tool, wait_for
 from tests.groups import assert_nothing_left, finish, submit
 from tests.hosts.conftest import TOKEN, client, server
@@ -61,11 +63,15 @@ def test_two_groups_that_need_the_whole_cluster(hosts, unique, tmp_path):
 def test_a_group_that_can_never_fit_says_so_and_leaves_nothing(hosts, unique):
     huge = client("true", role="huge", cpus_per_node=3)
     job = submit(unique, hosts.cluster, client("true"), huge)
+    wait_for(lambda: job.status.state is not JobState.PENDING)
+    began_at = time.monotonic()
 
     state, reason, log = finish(job)
 
+    took_s = time.monotonic() - began_at
     assert (state, reason) == ("FAILED", "no node can ever take it"), log
     assert "huge: a replica asks for CPU 3, more than any node with the labels" in log
+    assert took_s < 20, "10 s from the driver's start"
     assert_nothing_left(hosts, job)
 
 

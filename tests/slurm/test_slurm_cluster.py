@@ -31,10 +31,11 @@ from tests.slurm.sshd import Sshd, running
 
 #: A program of another process: what it connects to, and what it does then.
 _CLIENT = """
-import json, sys, time
+import json, os, pathlib, sys, time
 import nemo_run as run
 from nemo_run_ray import RayExecutor, SlurmCluster
 given = json.loads(sys.argv[1])
+pathlib.Path(given["job_dir"], f"imported-{os.getpid()}").touch()
 executor = run.SlurmExecutor(tunnel=run.LocalTunnel(job_dir=given["job_dir"]), **given["executor"])
 cluster = SlurmCluster(executor=executor, **given["cluster"])
 if given["task"]:
@@ -88,6 +89,13 @@ class Allocations:
         )
         self.clients.append(started)
         return started
+
+    def wait_imported(self, client: subprocess.Popen[str]) -> None:
+        """Until a client has imported NeMo-Run; only what it does then has bounds."""
+        sign = self.folder / f"imported-{client.pid}"
+        while not sign.exists():
+            assert client.poll() is None, client.communicate()
+            time.sleep(0.005)
 
     def jobs(self, *states: str) -> list[str]:
         """Numbers of the jobs that Slurm has."""
@@ -257,9 +265,8 @@ def test_ctrl_c_takes_the_job_out_of_the_queue(allocations, task):
     first = allocations.cluster(name="first", nodes=4, executor={"exclusive": True})
     first.connect()
     waiting = allocations.client(task=task, name="second", nodes=4)
-    # The client imports NeMo-Run and prepares its experiment first, which has no bound of its own.
-    wait_for(lambda: allocations.jobs("PENDING") or waiting.poll() is not None, 120)
-    assert waiting.poll() is None, waiting.communicate()
+    allocations.wait_imported(waiting)
+    wait_for(lambda: allocations.jobs("PENDING"), 30)
     time.sleep(1)
     waiting.send_signal(signal.SIGINT)
     waiting.communicate(timeout=60)
@@ -286,7 +293,8 @@ def test_a_client_that_dies_on_its_way(allocations, monkeypatch, moment):
         "submit": (life / "sbatch").is_dir,
         "wait": (life / "job").exists,
     }
-    deadline = time.monotonic() + 180  # it imports NeMo-Run first
+    allocations.wait_imported(client)
+    deadline = time.monotonic() + 60
     while not signs[moment]():
         assert time.monotonic() < deadline
         time.sleep(0.005)
