@@ -2,7 +2,8 @@
 
 The host runs this file, which may use nothing of this package::
 
-    warm.py serve <elements> <socket>     imports everything, then forks a process for each order
+    warm.py serve <elements> <socket>     imports everything, then forks a process for each order,
+                                          from the second one on before the order comes
     warm.py stay <elements> <socket>      imports everything, then runs one order after the other
     warm.py once <elements> <order>       imports everything, and runs one element
 
@@ -110,6 +111,7 @@ def _serve(channel: socket.socket, template: Any) -> None:
     os.set_blocking(wake, False)
     signal.set_wakeup_fd(wake, warn_on_full_buffer=False)
     signal.signal(signal.SIGCHLD, lambda *_: None)
+    ahead: socket.socket | None = None  # where the imports forbid a fork, no order comes
     while True:
         ready, _, _ = select.select([channel.fileno(), woken], [], [])
         if woken in ready:
@@ -119,10 +121,34 @@ def _serve(channel: socket.socket, template: Any) -> None:
             data, fds, _, _ = socket.recv_fds(channel, PACKET_MAX, 1)
             if not data:
                 return
-            if os.fork() == 0:
-                _become_element(channel, json.loads(data), fds[0], woken, wake)
-                _run(template, json.loads(data))
+            if ahead is None:
+                ahead = _fork(channel, template, fds[0], woken, wake)
+            with suppress(OSError):  # it was killed: the output ends, and the host asks again
+                socket.send_fds(ahead, [data], fds)
             os.close(fds[0])
+            ahead.close()
+            ahead = _fork(channel, template, woken, wake)
+
+
+def _fork(channel: socket.socket, template: Any, *not_needed: int) -> socket.socket:
+    """Fork a process that waits for its order; where it does.
+
+    It is forked ahead: an element begins at once when a slot is free, and the next fork is made
+    while it runs.
+    """
+    here, there = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    if os.fork() != 0:
+        there.close()
+        return here
+    here.close()
+    _leave_parent(*not_needed)
+    data, fds, _, _ = socket.recv_fds(there, PACKET_MAX, 1)
+    if not data:
+        os._exit(0)  # there is no other element, or the parent was killed
+    there.close()
+    order = json.loads(data)
+    _become_element(channel, order, fds[0])
+    _run(template, order)
 
 
 def _obstacles() -> list[str]:
@@ -158,25 +184,27 @@ def _use_huge_pages() -> None:
                 madvise(start, _HUGE_BYTES, _MADV_COLLAPSE)
 
 
-def _become_element(
-    channel: socket.socket, order: dict[str, Any], output: int, *not_needed: int
-) -> None:
-    """Undo in a child what belongs to its parent, and tell the host that the element begins."""
+def _leave_parent(*not_needed: int) -> None:
+    """Undo in a child what belongs to its parent."""
     os.setsid()
     _adopt_orphans()
     signal.set_wakeup_fd(-1)
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-    _write_to(output)
     for fd in not_needed:
         os.close(fd)
     atexit._clear()
+    _take_new_seeds()
+
+
+def _become_element(channel: socket.socket, order: dict[str, Any], output: int) -> None:
+    """Tell the host that an element begins in this process."""
+    _write_to(output)
     try:
         _send(channel, at="begun", key=order["key"], pid=os.getpid())
     except OSError:
         os._exit(1)  # the host listens no more: it asks another process for the element
     channel.close()
     os.environ.update(order["env"])
-    _take_new_seeds()
 
 
 def _stay(channel: socket.socket, template: Any) -> None:
@@ -252,16 +280,18 @@ def _code_of(template: Any, order: dict[str, Any]) -> int:
 
 def _call(template: Any, fields: dict[str, Any]) -> Any:
     import fiddle as fdl
+    from fiddle.history import suspend_tracking
 
-    for path, value in fields.items():
-        *parents, last = path.split(".")
-        target = template
-        for name in parents:
-            target = target[int(name)] if isinstance(target, list) else getattr(target, name)
-        if isinstance(target, list):
-            target[int(last)] = value
-        else:
-            setattr(target, last, value)
+    with suspend_tracking():  # which walks the stack for each value that is set
+        for path, value in fields.items():
+            *parents, last = path.split(".")
+            target = template
+            for name in parents:
+                target = target[int(name)] if isinstance(target, list) else getattr(target, name)
+            if isinstance(target, list):
+                target[int(last)] = value
+            else:
+                setattr(target, last, value)
     return fdl.build(template)()
 
 

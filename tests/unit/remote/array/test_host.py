@@ -354,6 +354,22 @@ def test_whatever_becomes_of_the_process_that_forks_each_element_runs_once(host,
     assert "lost" not in host.kinds()
 
 
+def test_the_process_that_was_forked_ahead_of_its_order_may_be_killed(host, forks, tmp_path):
+    (tmp_path / "go").touch()
+    host.prepare(("python",), slots=1, **forks)
+    host.run(0, value=str(tmp_path))
+    assert host.ended(within_s=60) == [0, 1, 0]
+    (warm,) = _warm(host)
+    (ahead,) = wait(lambda: psutil.Process(warm).children())
+    ahead.kill()
+    wait(lambda: not psutil.pid_exists(ahead.pid))
+
+    host.run(1, 2, value=str(tmp_path))
+
+    assert [host.ended(within_s=60) for _ in range(2)] == [[1, 1, 0], [2, 1, 0]]
+    assert _warm(host) == {warm}
+
+
 def test_an_end_that_nobody_has_seen_is_lost_and_no_failure(relays):
     """The process that forks is killed between the collection of an element and its word of it."""
     launcher = importlib.import_module("nemo_run_ray_remote.array.launcher")
