@@ -38,10 +38,15 @@ def picture(accuracies: Mapping[int, float]) -> Table:
     """A table whose cells are the greener the better."""
     table = Table("gamma", *(f"cost {cost:g}" for cost in COSTS), title="accuracy of the digits")
     for row, gamma in enumerate(GAMMAS):
-        found = [accuracies[row * len(COSTS) + column] for column in range(len(COSTS))]
-        cells = [f"[on rgb(0,{int(150 * one**4)},0)] {one:.3f} " for one in found]
-        table.add_row(f"{gamma:g}", *cells)
+        found = [accuracies.get(row * len(COSTS) + column) for column in range(len(COSTS))]
+        table.add_row(f"{gamma:g}", *map(cell, found))
     return table
+
+
+def cell(accuracy: float | None) -> str:
+    if accuracy is None:
+        return "failed"
+    return f"[on rgb(0,{int(150 * accuracy**4)},0)] {accuracy:.3f} "
 
 
 def main(address: str | None) -> None:

@@ -242,7 +242,7 @@ def _of_script(task: run.Script, fields: Sequence[str]) -> dict[str, Any]:
         kind, _, name = field.partition(".")
         is_arg = kind == "args" and not task.inline
         is_known = (kind == "env" and name) or (is_arg and not name)
-        if is_arg and name.isdigit() and int(name) < len(task.args):
+        if is_arg and name.isdecimal() and int(name) < len(task.args):
             is_known = True
         if not is_known:
             own = "env.NAME" if task.inline else "env.NAME or args"
@@ -252,6 +252,10 @@ def _of_script(task: run.Script, fields: Sequence[str]) -> dict[str, Any]:
                 f"The run.Script has no field {field!r} that an array can change; expected is "
                 f"{own}."
             )
+    if "args" in fields and any(field.startswith("args.") for field in fields):
+        raise ConfigError(
+            "over has 'args' and one of 'args.0' …: the first are all words. Leave one of them out."
+        )
     kept = ("path", "inline", "args", "entrypoint", "m")
     return {"script": {name: getattr(task, name) for name in kept}, "runs": "command"}
 
@@ -281,7 +285,7 @@ def _must_have(task: run.Partial[Any], field: str) -> None:
         elif isinstance(target, list):
             known, is_there = (
                 [f"0 to {len(target) - 1}"],
-                name.isdigit() and int(name) < len(target),
+                name.isdecimal() and int(name) < len(target),
             )
         else:
             known, is_there = [], False

@@ -86,14 +86,16 @@ class Forking:
 
     def read(self) -> None:
         """Read what the process has said."""
-        data = b"-"
-        while data:
+        while True:
             try:
                 data = self._channel.recv(PACKET_MAX)
-            except (BlockingIOError, ConnectionResetError):
+            except ConnectionResetError:
+                continue  # it has died with unread orders; what it had said comes after that
+            except BlockingIOError:
                 break
-            if data:
-                self._hear(json.loads(data))
+            if not data:
+                break
+            self._hear(json.loads(data))
         self._send()  # what it had no room for
 
     def has_died(self, code: int) -> None:

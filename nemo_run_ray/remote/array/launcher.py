@@ -14,8 +14,18 @@ from .forking import PROGRAM, Forking, result_of
 from .progress import LOST_CODE
 from .slot_processes import SlotProcesses
 from .slots import Slots
-from .starting import Order, message_of, result_path, start_command, start_words
+from .starting import (
+    NoRoomOnNode,
+    Order,
+    blame_node,
+    message_of,
+    result_path,
+    start_command,
+    start_words,
+)
 
+#: How many processes may die that were to become an element.
+_ASKED_MAX = 20
 #: Variable of every element: how many there are.
 SIZE = "NEMO_RUN_ARRAY_SIZE"
 
@@ -49,8 +59,23 @@ class Launcher:
         self.slot_processes = SlotProcesses(place, self._elements) if self._runs == "none" else None
 
     def start(self, order: Order) -> RunningElement:
-        """Start an element in a free slot; it has ended already when it cannot be started."""
+        """Start an element in a free slot; it has ended already when it cannot be started.
+
+        Raises:
+            NoRoomOnNode: it can be started later, or on another node.
+        """
         slot, of_slot = self.slots.take()
+        try:
+            return self._start(order, slot, of_slot)
+        except OSError as error:
+            self.slots.give_back(slot)
+            blame_node(error)
+            raise
+        except NoRoomOnNode:
+            self.slots.give_back(slot)
+            raise
+
+    def _start(self, order: Order, slot: int, of_slot: Mapping[str, str]) -> RunningElement:
         env = dict(of_slot)
         env[INDEX], env[SIZE] = str(order.lease.element), str(self._count)
         env[ATTEMPT] = str(order.lease.attempt)
@@ -113,7 +138,8 @@ class Launcher:
         self.slots.give_back(element.slot)
         row = [*element.lease, element.code, round(element.seconds, 4), element.why()]
         if self._runs != "command":
-            row.append(result_of(result_path(self._place, element.lease.element)))
+            result = result_of(result_path(self._place, element.lease.element))
+            row.append(result if element.code == 0 else None)
         return row
 
     def heard(self, running: Dict[int, RunningElement]) -> None:
@@ -157,13 +183,24 @@ class Launcher:
             if element.code is None and not is_here:
                 element.ended(LOST_CODE)
                 element.is_lost = True
-        self.forking.has_died(code)
+        try:
+            self.forking.has_died(code)
+        finally:
+            self.heard(running)  # of what it forked last: it must not be taken for an orphan
         return True
 
     def ask_again(self, element: RunningElement, running: Dict[int, RunningElement]) -> None:
         """An element's output has ended before a process said that it is the element's."""
         self.heard(running)
-        if element.pid < 0 and self.forking is not None:
+        if element.pid >= 0:
+            return
+        if self.forking is None:  # given up meanwhile: another process is to run it
+            element.ended(LOST_CODE)
+            element.is_lost = True
+        elif element.asked >= _ASKED_MAX:
+            element.words = f"each of {element.asked} processes has died before the element began"
+            element.ended(LOST_CODE)
+        else:
             del running[element.pid]
             self.forking.ask_again(element)
             running[element.pid] = element

@@ -67,13 +67,17 @@ class Leases:
         """Whether the disk takes the journal, as far as is known."""
         return time.monotonic() >= self._write_at
 
-    def take(self, host: int) -> Optional[List[Any]]:
+    def take(self, host: int, is_free: bool = True) -> Optional[List[Any]]:
         """Lease the next element to a host, which may hear of it after the next ``commit``.
+
+        Args:
+            host: its number.
+            is_free: it has no element.
 
         Returns:
             Its index, its attempt and its values; ``None`` when none waits.
         """
-        lease = self.progress.take()
+        lease = self.progress.take(is_free)
         if lease is None:
             return None
         self._journal.add(Record(lease.element, LEASED, lease.attempt, host=host))

@@ -27,11 +27,12 @@ class Orphans:
     def __init__(self, grace_s: float) -> None:
         self._grace_s = grace_s
         self._kill_at: Dict[int, float] = {}
+        self._suspects: Set[int] = set()  # of the last look
         self._marks: Set[_Mark] = set()
 
     @property
     def are_there(self) -> bool:
-        return bool(self._kill_at)
+        return bool(self._kill_at or self._suspects)
 
     def of(self, lease: Lease) -> bool:
         """Whether the last look has found one of this element, or one that may be.
@@ -44,12 +45,17 @@ class Orphans:
     def look(self, running: Sequence[Lease], groups: Set[int]) -> None:
         """Find those of elements whose first process has ended, and let them end.
 
+        One without a mark must be there at two looks: where the process that forks elements was
+        killed, it may be one of which that had not told yet, and is known at the next look.
+
         Args:
             running: the elements whose first process has not ended.
             groups: process groups of elements, and of what is not an element's.
         """
         found = _orphans(groups, {_mark_of(lease) for lease in running})
-        for pid in set(found) - set(self._kill_at):
+        unmarked = {pid for pid, mark in found.items() if mark == _NO_MARK}
+        suspects, self._suspects = self._suspects, unmarked - set(self._kill_at)
+        for pid in set(found) - set(self._kill_at) - (unmarked - suspects):
             kill(pid, signal.SIGTERM)
             self._kill_at[pid] = time.monotonic() + self._grace_s
         for pid in set(self._kill_at) - set(found):
@@ -59,6 +65,7 @@ class Orphans:
     def forget(self, pid: int) -> None:
         """This one has ended, and its number may soon be another's."""
         self._kill_at.pop(pid, None)
+        self._suspects.discard(pid)
 
     def kill_late(self, now: float) -> None:
         """Kill those that have not ended in time."""

@@ -90,8 +90,7 @@ class ArrayProgress:
         self._codes = bytearray(self.count)
         self._unwanted: Set[int] = set()  # leased ones that were cancelled
         self._losses: Dict[int, int] = {}
-        self._next = 0
-        self._again: Deque[int] = deque()
+        self._turns = _Turns(self._states)
         self._counts = [0] * len(ElementState)
         self._counts[ElementState.WAITING] = self.count
 
@@ -144,9 +143,14 @@ class ArrayProgress:
         cancelled = sum(self._states[index] == ElementState.LEASED for index in self._unwanted)
         return self._counts[ElementState.LEASED] == cancelled
 
-    def take(self) -> Optional[Lease]:
-        """Lease the next element that waits."""
-        index = self._next_waiting()
+    def runs_alone(self, index: int) -> bool:
+        """Whether a host that has this element may have no other one: it may be what kills hosts,
+        and is lost with the next one."""
+        return self._losses.get(index, 0) >= LOSSES_MAX
+
+    def take(self, is_free: bool = True) -> Optional[Lease]:
+        """Lease the next element that waits to a host, which is free when it has none."""
+        index = self._turns.next(is_free)
         if index is None:
             return None
         self._attempts[index] += 1
@@ -195,7 +199,7 @@ class ArrayProgress:
     def cancel_waiting(self) -> None:
         """Let all elements that wait be cancelled."""
         while True:
-            index = self._next_waiting()
+            index = self._turns.next(is_free=True)
             if index is None:
                 return
             self._move(index, ElementState.CANCELLED)
@@ -240,20 +244,9 @@ class ArrayProgress:
         is_leased = self._states[lease.element] == ElementState.LEASED
         return is_leased and self._attempts[lease.element] == lease.attempt
 
-    def _next_waiting(self) -> Optional[int]:
-        while self._again:
-            index = self._again.popleft()
-            if self._states[index] == ElementState.WAITING:
-                return index
-        while self._next < self.count:
-            index, self._next = self._next, self._next + 1
-            if self._states[index] == ElementState.WAITING:
-                return index
-        return None
-
     def _wait_again(self, index: int) -> None:
         self._move(index, ElementState.WAITING)
-        self._again.append(index)
+        self._turns.again(index, self.runs_alone(index))
 
     def _fail(self, index: int, code: int, words: str) -> None:
         self._codes[index] = code & 0xFF
@@ -265,3 +258,30 @@ class ArrayProgress:
         self._counts[self._states[index]] -= 1
         self._counts[state] += 1
         self._states[index] = state
+
+
+class _Turns:
+    """Which element is the next one: those that wait again, then the others by their indices."""
+
+    def __init__(self, states: bytearray) -> None:
+        self._states = states
+        self._next = 0
+        self._again: Deque[int] = deque()
+        self._alone: Deque[int] = deque()
+
+    def again(self, index: int, runs_alone: bool) -> None:
+        """Let an element wait again."""
+        (self._alone if runs_alone else self._again).append(index)
+
+    def next(self, is_free: bool) -> Optional[int]:
+        """The next one for a host; one that runs alone is only for a host that is free."""
+        for queue in (self._alone, self._again) if is_free else (self._again,):
+            while queue:
+                index = queue.popleft()
+                if self._states[index] == ElementState.WAITING:
+                    return index
+        while self._next < len(self._states):
+            index, self._next = self._next, self._next + 1
+            if self._states[index] == ElementState.WAITING:
+                return index
+        return None

@@ -5,8 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections import deque
-from typing import Any, Deque, Dict, Optional, Sequence, Set
+from typing import Any, Dict, Optional, Sequence, Set
 
 from ..group.channel import Channel
 from ..node.tree import ROUND_S, collect
@@ -16,7 +15,8 @@ from .launcher import Launcher
 from .notes import Notes
 from .orphans import Orphans
 from .progress import Lease
-from .starting import Order
+from .starting import NoRoomOnNode
+from .waiting_orders import WaitingOrders
 
 #: Seconds between two looks for processes that elements have left.
 _LOOK_S = 0.5
@@ -41,7 +41,7 @@ class RunningElements:
         self._notes = notes
         self._channel = channel
         self._grace_s = grace_s
-        self._waiting: Deque[Order] = deque()
+        self._waiting = WaitingOrders()
         self._running: Dict[int, RunningElement] = {}  # by process id
         self._orphans = Orphans(grace_s)
         self._look_at = self._watch_until = 0.0
@@ -57,7 +57,8 @@ class RunningElements:
     @property
     def patience_s(self) -> Optional[float]:
         """Seconds after which ``go_on`` must be called again; ``None`` when nothing is there."""
-        is_near = self._is_ending or self._launcher.has_unsent or self._orphans.are_there
+        is_near = self._is_ending or self._launcher.has_unsent or self._waiting.are_held_up
+        is_near = is_near or self._orphans.are_there
         if is_near or any(element.is_ending for element in self._running.values()):
             return ROUND_S
         is_watched = self._running or time.monotonic() < self._watch_until
@@ -66,11 +67,10 @@ class RunningElements:
     def reading(self) -> Dict[int, Any]:
         """The descriptors of their output, each with its owner."""
         found: Dict[int, Any] = {}
-        if not self._channel.is_full:
-            # With the process: an element that is asked for again may get the same number anew.
-            for element in self._running.values():
-                if element.fd is not None:
-                    found[element.fd] = element, element.asked
+        # With the process: an element that is asked for again may get the same number anew.
+        for element in self._running.values() if not self._channel.is_full else ():
+            if element.fd is not None:
+                found[element.fd] = element, element.asked
         if self._launcher.forking is not None:
             found[self._launcher.forking.fileno()] = self._launcher.forking.pid
         if self._launcher.slot_processes is not None:
@@ -93,29 +93,20 @@ class RunningElements:
         self._reap()
         self._look_after(time.monotonic())
         # Last: what has ended has made room, and nothing else would wake the host's loop.
-        may_begin = not (self._is_ending or self._cannot_begin)
-        while may_begin and self._waiting and self._launcher.can_start:
-            order = self._waiting.popleft()
-            self._notes.begins(*order.lease)
-            element = self._launcher.start(order)
-            if element.fd is None:
-                self._ended(element)
-            else:
-                self._running[element.pid] = element
+        if not (self._is_ending or self._cannot_begin):
+            self._start_waiting()
 
     # ------------------------------------------------------------------ orders
 
     def add(self, rows: Sequence[Sequence[Any]]) -> None:
         """Run elements: index, attempt and values of each."""
-        for element, attempt, values in rows:
-            self._waiting.append(Order(Lease(element, attempt), values))
+        self._waiting.add(rows)
 
     def cancel(self, leases: Sequence[Sequence[int]]) -> None:
         """End some, whether they wait or run; those that are not here any more are left alone."""
         wanted = {Lease(*lease) for lease in leases}
-        for order in [order for order in self._waiting if order.lease in wanted]:
-            self._waiting.remove(order)
-            row = [*order.lease, _TERMINATED, 0.0, "cancelled before it began"]
+        for lease in self._waiting.remove(wanted):
+            row = [*lease, _TERMINATED, 0.0, "cancelled before it began"]
             self._notes.ended(row)
             self._channel.report("ended", row=row)
         for element in self._running.values():
@@ -123,13 +114,8 @@ class RunningElements:
                 element.end_by(time.monotonic() + self._grace_s)
 
     def hand_back(self, count: int) -> None:
-        """Let others have elements that have not begun here, the last ones first.
-
-        Args:
-            count: of the elements, at most.
-        """
-        leases = [self._waiting.pop().lease for _ in range(min(count, len(self._waiting)))]
-        self._channel.report("handed_back", leases=leases)
+        """Let others have so many elements that have not begun here, the last ones first."""
+        self._channel.report("handed_back", leases=self._waiting.remove_last(count))
 
     def end(self) -> None:
         """End all; ``are_there`` says when that is done."""
@@ -158,7 +144,23 @@ class RunningElements:
         for element in [known for known in self._running.values() if known.code is not None]:
             self._ended(element)
 
-    # ------------------------------------------------------------------ ends
+    # ------------------------------------------------------------------ starts and ends
+
+    def _start_waiting(self) -> None:
+        for order in self._waiting.next(lambda: self._launcher.can_start):
+            self._notes.begins(*order.lease)
+            try:
+                element = self._launcher.start(order)
+            except NoRoomOnNode as error:
+                self._cannot_begin = not self._waiting.hold_up(order, bool(self._running))
+                if self._cannot_begin:
+                    self._channel.report("unprepared", words=str(error))
+                return
+            self._waiting.begun()
+            if element.fd is None:
+                self._ended(element)
+            else:
+                self._running[element.pid] = element
 
     def _pass_on(self, element: RunningElement) -> None:
         self._report_text(element, element.read())
@@ -183,7 +185,9 @@ class RunningElements:
         over = [known for known in self._running.values() if known.code is not None]
         if over or now >= self._look_at:
             self._look_at = now + _LOOK_S
-            self._look_for_orphans()
+            groups = {*self._running, *self._launcher.pids}
+            active = [known.lease for known in self._running.values() if known.code is None]
+            self._orphans.look(active, groups)
         for element in over:
             self._finish(element, now)
         for element in self._running.values():
@@ -196,11 +200,6 @@ class RunningElements:
         self._orphans.kill_late(now)
         if self._launcher.slot_processes is not None:
             self._launcher.slot_processes.kill_late(now)
-
-    def _look_for_orphans(self) -> None:
-        groups = {*self._running, *self._launcher.pids}
-        active = [known.lease for known in self._running.values() if known.code is None]
-        self._orphans.look(active, groups)
 
     def _finish(self, element: RunningElement, now: float) -> None:
         """Report an element whose process has ended, once what it has left has ended too."""

@@ -11,10 +11,11 @@ from functools import partial
 from typing import Any, Dict, List, Mapping, NamedTuple, Optional, Set
 
 from ..group.workspace import Workspace
-from ..node.tree import explain_start, kill
+from ..node.tree import kill
 from .element import RunningElement
 from .forking import PROGRAM, start_with
 from .progress import Lease
+from .starting import NoRoomOnNode, explain_failure
 from .warm import PACKET_MAX
 
 
@@ -63,6 +64,9 @@ class SlotProcesses:
 
         Returns:
             the element; it has ended already when a process cannot be started.
+
+        Raises:
+            NoRoomOnNode: it can be started later, or on another node.
         """
         read_end, write_end = os.pipe()
         try:
@@ -73,6 +77,9 @@ class SlotProcesses:
         except _CannotStart as error:
             os.close(read_end)
             return RunningElement(lease, slot, 0, None, error.code, error.words)
+        except NoRoomOnNode:
+            os.close(read_end)
+            raise
         finally:
             os.close(write_end)
         element = RunningElement(lease, slot, process.pid, read_end)
@@ -138,7 +145,7 @@ class SlotProcesses:
                 pid = start_with(theirs, output, words, env, cwd)
             except OSError as error:
                 channel.close()
-                raise _CannotStart(*explain_start(words, env, cwd, error)) from error
+                raise _CannotStart(*explain_failure(words, env, cwd, error)) from error
         self._of_slot[slot] = _SlotProcess(pid, channel)
         return self._of_slot[slot]
 

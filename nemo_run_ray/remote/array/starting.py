@@ -2,15 +2,24 @@
 
 from __future__ import annotations
 
+import errno
 import os
+import socket
 import subprocess
-from typing import Any, Dict, List, NamedTuple, Sequence
+from typing import Any, Dict, List, NamedTuple, Sequence, Tuple
 
 from ..group.workspace import Workspace
 from ..node.tree import explain_start
 from .element import RunningElement
 from .elements import Target, applied
 from .progress import Lease
+
+#: Of a node that has no room for another process, or for what it needs to be started.
+_NO_ROOM = (errno.EAGAIN, errno.ENOMEM, errno.EMFILE, errno.ENFILE)
+
+
+class NoRoomOnNode(Exception):
+    """The node has no room for another process now; the message says so with the reason."""
 
 
 class Order(NamedTuple):
@@ -36,6 +45,9 @@ def start_command(
         targets: what its values change.
         slot: that it gets.
         env: its variables.
+
+    Raises:
+        NoRoomOnNode: it can be started later, or on another node.
     """
     kinds = [Target(*target) for target in targets]
     own = applied(kinds, order.values, place.role.task.argv, env)
@@ -65,6 +77,7 @@ def start_words(
 ) -> RunningElement:
     """Start a command for an element, in the place of the task's."""
     words, env, cwd = place.words(argv, variables)
+    read_end, write_end = os.pipe()  # ours: what comes after the start of a process must not fail
     try:
         # Without a function between fork and exec, Python uses vfork, which is quicker.
         process = subprocess.Popen(
@@ -72,16 +85,35 @@ def start_words(
             env=env,
             cwd=cwd,
             stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
+            stdout=write_end,
+            stderr=write_end,
             start_new_session=True,
         )
     except (OSError, ValueError) as error:
-        code, why = explain_start(words, env, cwd, error)
+        os.close(read_end)
+        code, why = explain_failure(words, env, cwd, error)
         return RunningElement(lease, slot, 0, None, code, why)
-    if process.stdout is None:
-        raise ValueError("a process was started without its output")
-    fd = os.dup(process.stdout.fileno())
-    process.stdout.close()
+    finally:
+        os.close(write_end)
     process.returncode = 0  # the loop collects it; the object must not
-    return RunningElement(lease, slot, process.pid, fd)
+    return RunningElement(lease, slot, process.pid, read_end)
+
+
+def explain_failure(
+    words: Sequence[str], env: Dict[str, str], cwd: str, error: Exception
+) -> Tuple[int, str]:
+    """The exit code of an element whose command could not be started, and why, in words.
+
+    Raises:
+        NoRoomOnNode: it is the node's failure, and not the element's.
+    """
+    if isinstance(error, OSError):
+        blame_node(error)
+    return explain_start(words, env, cwd, error)
+
+
+def blame_node(error: OSError) -> None:
+    """Raise ``NoRoomOnNode`` when an error says that the node has no room."""
+    if error.errno in _NO_ROOM:
+        words = f"node {socket.gethostname()} has no room for another process: {error.strerror}"
+        raise NoRoomOnNode(words) from error

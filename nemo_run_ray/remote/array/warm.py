@@ -2,8 +2,7 @@
 
 The host runs this file, which may use nothing of this package::
 
-    warm.py serve <elements> <socket>     imports everything, then forks a process for each order,
-                                          from the second one on before the order comes
+    warm.py serve <elements> <socket>     imports everything, then forks a process for each order
     warm.py stay <elements> <socket>      imports everything, then runs one order after the other
     warm.py once <elements> <order>       imports everything, and runs one element
 
@@ -41,6 +40,8 @@ _THP = "/sys/kernel/mm/transparent_hugepage/enabled"
 _PR_SET_CHILD_SUBREAPER = 36
 #: Seconds after which no more of the tasks' configurations are imported before the first element.
 _IMPORT_S = 10.0
+#: Seconds in which a fork must succeed when no element runs, and between two tries.
+_ROOM_S, _ROUND_S = 10.0, 0.1
 
 
 def main(argv: list[str]) -> None:
@@ -122,7 +123,7 @@ def _serve(channel: socket.socket, template: Any) -> None:
             if not data:
                 return
             if ahead is None:
-                ahead = _fork(channel, template, fds[0], woken, wake)
+                ahead = _fork_soon(channel, template, fds[0], woken, wake)
             with suppress(OSError):  # it was killed: the output ends, and the host asks again
                 socket.send_fds(ahead, [data], fds)
             os.close(fds[0])
@@ -130,25 +131,38 @@ def _serve(channel: socket.socket, template: Any) -> None:
             ahead = _fork(channel, template, woken, wake)
 
 
-def _fork(channel: socket.socket, template: Any, *not_needed: int) -> socket.socket:
-    """Fork a process that waits for its order; where it does.
+def _fork(channel: socket.socket, template: Any, *not_needed: int) -> socket.socket | None:
+    """Fork a process that waits for its order, which comes by the socket that is returned.
 
-    It is forked ahead: an element begins at once when a slot is free, and the next fork is made
-    while it runs.
+    An element so begins at once when a slot is free. There is none where the node has no room.
     """
     here, there = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    if os.fork() != 0:
-        there.close()
-        return here
-    here.close()
-    _leave_parent(*not_needed)
-    data, fds, _, _ = socket.recv_fds(there, PACKET_MAX, 1)
+    with there:
+        try:
+            child = os.fork()
+        except OSError:
+            here.close()
+            return None
+        if child != 0:
+            return here
+        here.close()
+        _leave_parent(*not_needed)
+        data, fds, _, _ = socket.recv_fds(there, PACKET_MAX, 1)
     if not data:
         os._exit(0)  # there is no other element, or the parent was killed
-    there.close()
     order = json.loads(data)
     _become_element(channel, order, fds[0])
     _run(template, order)
+
+
+def _fork_soon(channel: socket.socket, template: Any, *not_needed: int) -> socket.socket:
+    """``_fork``, again until there is room, which an element makes that ends."""
+    until = time.monotonic() + _ROOM_S
+    while (ahead := _fork(channel, template, *not_needed)) is None:
+        if not _collect(channel) and time.monotonic() >= until:
+            sys.exit("The node has no room for another process, so that none can be forked.")
+        time.sleep(_ROUND_S)
+    return ahead
 
 
 def _obstacles() -> list[str]:
@@ -299,7 +313,7 @@ def _keep_result(path: str, value: Any) -> None:
     """Leave a result that is JSON for the host; others are for the element alone."""
     try:
         text = json.dumps(value)
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, RecursionError):
         return
     if value is not None and len(text) <= RESULT_MAX:
         with open(path, "w", encoding="utf-8") as file:
@@ -315,14 +329,15 @@ def _exit_code(error: SystemExit) -> int:
     return 1
 
 
-def _collect(channel: socket.socket) -> None:
+def _collect(channel: socket.socket) -> bool:
+    """Tell the host of all that have ended; whether a child is left."""
     while True:
         try:
             pid, status = os.waitpid(-1, os.WNOHANG)
         except ChildProcessError:
-            return
+            return False
         if pid == 0:
-            return
+            return True
         code = os.waitstatus_to_exitcode(status)
         _send(channel, at="ended", pid=pid, code=code if code >= 0 else 128 - code)
 

@@ -58,6 +58,8 @@ BAD = [
     (SCRIPT, {"env.X": []}, "has no elements"),
     (SCRIPT, {"seed": [1]}, "no field 'seed' .* env.NAME, args or args.0 to 1"),
     (SCRIPT, {"args.2": [1]}, "no field 'args.2'"),
+    (SCRIPT, {"args.²": [1]}, "no field 'args.²'"),
+    (SCRIPT, {"args": [[]], "args.0": ["x"]}, "'args' and one of 'args.0'"),
     (SCRIPT, {"env.": [1]}, "no field 'env.'"),
     (run.Script(inline="true"), {"args": [["x"]]}, "no field 'args' .* env.NAME"),
     (SCRIPT, {"args": ["text"]}, "args of the element 0 is 'text'; expected is a list"),

@@ -100,6 +100,25 @@ def test_a_replay_comes_to_the_same_state():
             } == leased
 
 
+def test_what_may_be_killing_hosts_has_its_last_attempt_alone():
+    progress = ArrayProgress(3)
+    for _ in range(LOSSES_MAX):
+        lost = [progress.take(is_free=False) for _ in range(2)]
+        for lease in lost:
+            progress.given_back(lease, has_run=True)
+
+    assert progress.take(is_free=False) == Lease(2, 1)
+    assert progress.take(is_free=False) is None, "beside the other one none of the two may run"
+    first = progress.take(is_free=True)
+    assert first == Lease(0, LOSSES_MAX + 1)
+    assert progress.runs_alone(0)
+    assert not progress.runs_alone(2)
+    progress.given_back(first, has_run=True)
+    assert progress.state(0) is ElementState.FAILED
+    assert progress.ended(progress.take(is_free=True), 0, "")
+    assert progress.state(1) is ElementState.SUCCEEDED
+
+
 def test_what_is_cancelled_is_not_tried_again_whatever_becomes_of_it():
     progress = ArrayProgress(4, retries=5)
     leases = [progress.take() for _ in range(3)]

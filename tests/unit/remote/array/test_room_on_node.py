@@ -1,0 +1,253 @@
+"""A node that has no room for another process: its elements wait, and others may have them."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import socket
+import subprocess
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+
+import pytest
+
+from nemo_run_ray.remote.array import orphans, running, starting, waiting_orders, warm
+from nemo_run_ray.remote.array.forking import Forking
+from nemo_run_ray.remote.array.launcher import Launcher
+from nemo_run_ray.remote.array.progress import LOST_CODE, Lease
+from nemo_run_ray.remote.array.running import RunningElements
+from nemo_run_ray.remote.array.slots import Slots
+from nemo_run_ray.remote.array.starting import NoRoomOnNode, Order
+from nemo_run_ray.remote.array.waiting_orders import WaitingOrders
+
+FIRST, SECOND = Order(Lease(0, 1), []), Order(Lease(1, 1), [])
+
+
+@pytest.fixture
+def clock(monkeypatch) -> Callable[[float], None]:
+    """Lets seconds go by for orders that wait."""
+    times = [0.0]
+    monkeypatch.setattr(waiting_orders, "time", SimpleNamespace(monotonic=lambda: times[-1]))
+    return lambda seconds: times.append(times[-1] + seconds)
+
+
+@pytest.fixture
+def waiting(clock) -> WaitingOrders:
+    made = WaitingOrders()
+    made.add([[*FIRST.lease, []], [*SECOND.lease, []]])
+    return made
+
+
+def _next(waiting: WaitingOrders) -> Order | None:
+    return next(waiting.next(lambda: True), None)
+
+
+def test_what_finds_no_room_is_the_first_to_be_tried_again(waiting, clock):
+    assert waiting.hold_up(_next(waiting), something_runs=False)
+    assert waiting.are_held_up
+    assert _next(waiting) is None
+    clock(1)
+    assert _next(waiting) == FIRST
+    waiting.begun()
+    assert not waiting.are_held_up
+    assert _next(waiting) == SECOND
+
+
+def test_it_waits_for_as_long_as_something_runs_and_ten_seconds_more(waiting, clock):
+    for _ in range(100):
+        assert waiting.hold_up(_next(waiting), something_runs=True)
+        clock(1)
+    clock(8)
+    assert waiting.hold_up(_next(waiting), something_runs=False)
+    clock(1)
+    assert not waiting.hold_up(_next(waiting), something_runs=False)
+
+
+def test_nothing_is_held_up_when_what_waited_was_cancelled(waiting):
+    waiting.hold_up(_next(waiting), something_runs=True)
+    assert waiting.remove({FIRST.lease}) == [FIRST.lease]
+    assert waiting.remove_last(7) == [SECOND.lease]
+    assert not waiting.are_held_up
+
+
+# ---------------------------------------------------------------------- the host
+
+
+@pytest.fixture
+def place() -> SimpleNamespace:
+    task = SimpleNamespace(argv=["true"])
+    role = SimpleNamespace(task=task)
+    return SimpleNamespace(role=role, words=lambda words, env: (list(words), dict(env), "/"))
+
+
+@pytest.fixture
+def launcher(place) -> Launcher:
+    """Of commands, with one slot."""
+    made = Launcher.__new__(Launcher)
+    made.slots, made.forking, made.slot_processes = Slots(1, 0.0), None, None
+    made._place, made._targets, made._runs, made._count = place, [], "command", 2
+    return made
+
+
+@pytest.mark.parametrize("number", [errno.EAGAIN, errno.ENOMEM, errno.EMFILE])
+def test_a_full_node_is_no_failure_of_the_element(launcher, monkeypatch, number):
+    """Neither is its slot lost, nor a descriptor. As root one cannot make a node that is full."""
+
+    def refuse(*_: object, **__: object) -> None:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(subprocess, "Popen", refuse)
+    before = len(os.listdir("/proc/self/fd"))
+    for _ in range(3):
+        with pytest.raises(NoRoomOnNode, match=r"node .* has no room for another process: "):
+            launcher.start(FIRST)
+    assert launcher.slots.is_free
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+def test_a_program_that_is_not_there_is_the_elements_failure(launcher, place):
+    place.role.task.argv = ["/no/such/program"]
+    assert launcher.start(FIRST).code == 127
+
+
+def test_a_host_that_stays_full_says_so_and_starts_nothing_more(launcher, clock, monkeypatch):
+    refused = NoRoomOnNode("node n1 has no room for another process: x")
+
+    def start(order: Order) -> None:
+        raise refused
+
+    monkeypatch.setattr(launcher, "start", start)
+    reports: list[tuple[str, str]] = []
+    channel = SimpleNamespace(report=lambda kind, words: reports.append((kind, words)))
+    noted: list[tuple[int, int]] = []
+    notes = SimpleNamespace(begins=lambda *lease: noted.append(lease))
+    elements = RunningElements(launcher, notes, channel, 1.0)
+    elements.add([[0, 1, []]])
+
+    elements._start_waiting()
+    assert elements.patience_s == running.ROUND_S, "it looks again soon"
+    assert reports == []
+    clock(11)
+    elements._start_waiting()
+
+    assert reports == [("unprepared", str(refused))]
+    assert noted == [(0, 1)] * 2
+
+
+# ---------------------------------------------------------------------- forks
+
+
+def test_a_fork_is_tried_again_while_an_element_runs_that_may_make_room(monkeypatch):
+    here, there = socket.socketpair()
+    found, tried = [None, None, here], []
+    monkeypatch.setattr(warm, "_fork", lambda *_: tried.append(1) or found[len(tried) - 1])
+    monkeypatch.setattr(warm, "_collect", lambda channel: True)
+    monkeypatch.setattr(warm, "_ROUND_S", 0.0)
+    monkeypatch.setattr(warm, "_ROOM_S", 0.0)
+    with here, there:
+        assert warm._fork_soon(there, None) is here
+    assert len(tried) == 3
+
+
+def test_where_nothing_runs_the_process_ends_that_cannot_fork(monkeypatch):
+    monkeypatch.setattr(warm, "_fork", lambda *_: None)
+    monkeypatch.setattr(warm, "_collect", lambda channel: False)
+    monkeypatch.setattr(warm, "_ROOM_S", 0.0)
+    with pytest.raises(SystemExit, match="no room for another process"):
+        warm._fork_soon(None, None)
+
+
+def test_a_fork_that_fails_leaves_no_descriptor(monkeypatch):
+    def refuse() -> None:
+        raise BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN))
+
+    before = len(os.listdir("/proc/self/fd"))
+    monkeypatch.setattr(os, "fork", refuse)
+    assert warm._fork(None, None) is None
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+@pytest.fixture
+def forking() -> Iterator[Forking]:
+    """One whose process is not there; the test says what it says."""
+    made = Forking.__new__(Forking)
+    made._channel, made.theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    made._channel.setblocking(False)
+    made._asked, made._unsent, made._is_ready = {}, [], True
+    made.begun, made.ended = [], []
+    yield made
+    made._channel.close()
+    made.theirs.close()
+
+
+def test_what_a_process_has_said_is_heard_though_it_died_with_unread_orders(forking):
+    """Linux then has an error before the data."""
+    forking._channel.send(b"an order that nobody reads")
+    forking.theirs.send(json.dumps({"at": "ended", "pid": 7, "code": 3}).encode())
+    forking.theirs.close()
+    forking.read()
+    assert forking.ended == [(7, 3)]
+
+
+class TestAskingAgain:
+    @pytest.fixture
+    def element(self) -> starting.RunningElement:
+        return starting.RunningElement(Lease(0, 1), 0, -1, None)
+
+    def test_where_nothing_forks_any_more_the_element_is_for_another_process(
+        self, launcher, element
+    ):
+        launcher.ask_again(element, {-1: element})
+        assert element.is_lost
+        assert element.code == LOST_CODE
+
+    def test_an_element_that_kills_each_process_before_it_begins_has_failed(
+        self, launcher, element, forking
+    ):
+        launcher.forking, element.asked = forking, 20
+        launcher.ask_again(element, {-1: element})
+        assert not element.is_lost
+        assert element.code == LOST_CODE
+        assert element.why() == "each of 20 processes has died before the element began"
+
+
+def test_what_had_begun_when_its_parent_was_killed_is_known_at_once(launcher, forking, monkeypatch):
+    """Else its end would be nobody's, or it would be ended as an orphan."""
+    element = starting.RunningElement(Lease(0, 1), 0, -1, None)
+    monkeypatch.setattr(Forking, "pid", 100)
+    monkeypatch.setattr(forking, "has_died", lambda code: forking.begun.append((element, 7)), False)
+    launcher.forking, known = forking, {-1: element}
+    assert launcher.has_died(100, 137, known)
+    assert known == {7: element}
+
+
+def test_a_result_of_an_element_that_has_failed_is_none(launcher, place, tmp_path):
+    launcher._runs, place.root = "fork", str(tmp_path)
+    for code, row in ((143, [0, 1, 143]), (0, [0, 1, 0])):
+        (tmp_path / "result-0").write_text("[1, 2]")
+        launcher.slots.take()
+        element = starting.RunningElement(Lease(0, 1), 0, 7, None)
+        element.ended(code)
+        found = launcher.row_of(element)
+        assert found[:3] == row
+        assert found[-1] == (None if code else [1, 2])
+        assert not (tmp_path / "result-0").exists()
+
+
+def test_a_process_without_a_mark_is_an_orphan_at_the_second_look(monkeypatch):
+    """At the first one it may be an element of which the host has not heard yet."""
+    seen = {7: ("", ""), 8: ("3", "1")}
+    killed: list[int] = []
+    monkeypatch.setattr(orphans, "_orphans", lambda groups, active: dict(seen))
+    monkeypatch.setattr(orphans, "kill", lambda pid, number: killed.append(pid))
+    found = orphans.Orphans(1.0)
+    found.look([], set())
+    assert killed == [8]
+    assert found.of(Lease(5, 1)), "it may be this one's"
+    del seen[8]
+    found.look([], set())
+    assert killed == [8, 7]
+    seen.clear()
+    found.look([], set())
+    assert not found.are_there
