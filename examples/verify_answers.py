@@ -21,17 +21,18 @@ ANSWERS = 200
 #: Seconds for one answer.
 LIMIT_S = 2.0
 _OPERATIONS = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul}
-_OPERATIONS |= {ast.Pow: operator.pow}
+_OPERATIONS |= {ast.Pow: operator.pow, ast.Div: operator.truediv}
 
 
 def verify(exercise: dict[str, Any]) -> bool:
     """Whether the expression of an answer has the value that was asked for."""
 
-    def value(node: ast.expr) -> int:
+    def value(node: ast.expr) -> float:
         if isinstance(node, ast.Constant) and isinstance(node.value, int):
             return node.value
-        if isinstance(node, ast.BinOp):
-            return int(_OPERATIONS[type(node.op)](value(node.left), value(node.right)))
+        if isinstance(node, ast.BinOp) and type(node.op) in _OPERATIONS:
+            found: float = _OPERATIONS[type(node.op)](value(node.left), value(node.right))
+            return found
         raise ValueError(f"{ast.unparse(node)} is no arithmetic")
 
     return value(ast.parse(exercise["answer"], mode="eval").body) == exercise["wanted"]
@@ -49,7 +50,7 @@ async def serve(pool: work.Pool) -> asyncio.Server:
                 verdict = "took too long"
             except work.WorkerDied:  # of a lack of memory, or with its node
                 verdict = "not verified"
-            except (ValueError, SyntaxError) as error:
+            except (ValueError, SyntaxError, ArithmeticError) as error:
                 verdict = f"not an answer: {error}"
             writer.write(f"{verdict}\n".encode())
             await writer.drain()

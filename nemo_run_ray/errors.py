@@ -22,7 +22,8 @@
     │   ├── CannotBeSent     the function or an item cannot be pickled (also a TypeError)
     │   ├── ItemFailed       an item of a map has failed: its index, and the cause
     │   ├── TimedOut         the call took too long (also a TimeoutError)
-    │   └── WorkerDied       its worker has died, or none can be had
+    │   ├── WorkerDied       its worker has died, or none can be had
+    │   └── PoolClosed       the pool takes no more work (also a RuntimeError)
     ├── PatchError           a change of NeMo-Run is unknown or cannot be made
     │   └── UnsupportedNemoRun  this NeMo-Run, or NeMo-Skills, is not one that the patch knows
     └── TransportError       source code cannot be sent to a pod
@@ -120,6 +121,10 @@ class TimedOut(WorkError, TimeoutError):
 
 class WorkerDied(WorkError):
     """The process that ran a call has died, or there can be none."""
+
+
+class PoolClosed(WorkError, RuntimeError):
+    """A pool takes no more work: it was closed, or belongs to another process."""
 
 
 class SubmissionError(NemoRunRayError):

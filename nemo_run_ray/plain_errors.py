@@ -67,9 +67,21 @@ def paragraph(error: NemoRunRayError, frames: TracebackType | None) -> str:
     kind = type(error)
     notes = getattr(error, "__notes__", ())
     text = "\n".join([f"{kind.__module__}.{kind.__qualname__}: {error}", *notes])
+    text = _elsewhere(error) + text
     place = _place(frames)
     hint = f"{VARIABLE}=1 shows the traceback"
     return f"{text}\n({place}; {hint})" if place else f"{text}\n({hint})"
+
+
+def _elsewhere(error: BaseException) -> str:
+    """The traceback of its cause in the process where the user's function has raised it."""
+    cause = error.__cause__
+    while cause is not None:
+        text = getattr(cause, "traceback_elsewhere", "")
+        if text:
+            return f"{text.strip()}\n\n"
+        cause = cause.__cause__
+    return ""
 
 
 def _is_of_the_user(error: BaseException) -> bool:

@@ -8,7 +8,14 @@ with work.connect() as pool:
     value = await pool.call(verify, item)      # in a server with an event loop
 """
 
-from nemo_run_ray.errors import CannotBeSent, ItemFailed, TimedOut, VersionMismatch, WorkerDied
+from nemo_run_ray.errors import (
+    CannotBeSent,
+    ItemFailed,
+    PoolClosed,
+    TimedOut,
+    VersionMismatch,
+    WorkerDied,
+)
 from nemo_run_ray.work.connection import requirements
 from nemo_run_ray.work.executor import PoolExecutor
 from nemo_run_ray.work.pool import Pool, connect
@@ -17,6 +24,7 @@ __all__ = [
     "CannotBeSent",
     "ItemFailed",
     "Pool",
+    "PoolClosed",
     "PoolExecutor",
     "TimedOut",
     "VersionMismatch",

@@ -17,6 +17,8 @@ from nemo_run_ray.work.worker import FUNCTIONS_MAX, worker_class
 
 #: Workers in a row that die before they begin, after which the items fail.
 _FALSE_STARTS_MAX = 12
+#: Seconds for which none is started then where others live.
+_AGAIN_S = 30.0
 #: In Ray's words of an actor that has died with its node (2.60).
 _NODE_DIED = "its node has died"
 #: Seconds between two looks at the cluster's size while items wait.
@@ -63,6 +65,7 @@ class WorkerHandle:
         doubt: what is found out about it while it cannot be reached; it gets no call meanwhile.
         is_leaving: it gets no further call, since workers of another shape wait for its room.
         probe_s: age of the first call at which the connection is tried.
+        idle_s: for how long it had nothing to do before the first call.
     """
 
     handle: Any
@@ -74,6 +77,7 @@ class WorkerHandle:
     doubt: Doubt | None = None
     is_leaving: bool = False
     probe_s: float = _PROBE_S
+    idle_s: float = 0.0
 
     def may_hold(self, calls: int) -> bool:
         """Whether it can take another call, of so many; none waits behind an item that is alone."""
@@ -83,6 +87,7 @@ class WorkerHandle:
     def begin(self, call: Call, now: float) -> None:
         """Take another call."""
         if not self.calls:
+            self.idle_s = now - self.since
             self.since, self.probe_s = now, _PROBE_S
         self.calls.append(call)
 
@@ -98,8 +103,8 @@ class WorkerHandle:
             return
         for old in list(self.functions)[: -FUNCTIONS_MAX + 1]:  # the worker has dropped them, too
             del self.functions[old]
-        self.functions[digest] = False
         answer = self.handle.load.remote(digest, stored).future()
+        self.functions[digest] = False
         answer.add_done_callback(lambda _: notify(partial(self._has_loaded, digest)))
 
     def _has_loaded(self, digest: str) -> None:
@@ -110,7 +115,7 @@ class WorkerHandle:
     def done(self, call: Call, now: float) -> None:
         """Be done with a call; the next one begins."""
         self.calls.remove(call)
-        self.since, self.probe_s = now, _PROBE_S
+        self.since, self.probe_s, self.idle_s = now, _PROBE_S, 0.0
 
     def probe(self, now: float) -> None:
         """Try the connection now and then, while a call has no answer."""
@@ -142,7 +147,7 @@ class Crew:
         self._notify = notify
         self._say = say
         self._class = ray.remote(worker_class())
-        self._look_at = self._doubt_at = self._leave_at = float("-inf")
+        self._look_at = self._doubt_at = self._leave_at = self._start_at = float("-inf")
         self._false_starts = 0
         self._broken = self._why_never = ""
         self._has_had_workers = False
@@ -247,6 +252,8 @@ class Crew:
         return self._known_nodes
 
     def _grow(self, now: float, waiting: int) -> None:
+        if now < self._start_at and self.workers:
+            return
         nodes = self._nodes()
         self.slots = self._shape.slots(nodes)
         if self.slots == 0:
@@ -262,7 +269,8 @@ class Crew:
         self._tell(now)
 
     def _start(self, now: float) -> None:
-        worker = WorkerHandle(self._class.options(**self._shape.options()).remote(), since=now)
+        handle = self._class.options(**self._shape.options()).remote()
+        worker = WorkerHandle(handle, since=now)
         self.workers.append(worker)
         answer = worker.handle.begin.remote().future()
         answer.add_done_callback(lambda done: self._notify(partial(self._begun, worker, done)))
@@ -281,8 +289,13 @@ class Crew:
             return  # a node with many of them would be enough for the most
         self._false_starts += 1
         is_env = isinstance(error, self._ray.exceptions.RuntimeEnvSetupError)
-        if is_env or self._false_starts >= _FALSE_STARTS_MAX:
-            self._false_starts = 0
+        if not (is_env or self._false_starts >= _FALSE_STARTS_MAX):
+            return
+        self._false_starts = 0
+        if self.ready:  # on other nodes they can: the items wait for those
+            self._start_at = monotonic() + _AGAIN_S
+            self._say(f"A worker could not be started, and others go on: {words_of(error)}")
+        else:
             self._broken = f"No worker could be started: {words_of(error)}"
 
     def _tell(self, now: float) -> None:

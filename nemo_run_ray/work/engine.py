@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import queue
 import threading
@@ -11,7 +12,7 @@ from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
 
-from nemo_run_ray.errors import ConfigError, WorkerDied
+from nemo_run_ray.errors import ConfigError, PoolClosed, WorkerDied
 from nemo_run_ray.work.batching import Pace
 from nemo_run_ray.work.items import Item, fail_all
 from nemo_run_ray.work.pickling import Function
@@ -21,6 +22,8 @@ from nemo_run_ray.work.worker import worker_class
 
 #: Seconds between two looks at what takes too long, and while only idle workers are there.
 _TURN_S, _IDLE_TURN_S = 0.1, 1.0
+#: Seconds that a turn must be late until they count as no time of the workers' calls.
+_STOOD_STILL_S = 1.0
 #: Seconds between two looks at what the cluster has free.
 _ROOM_S = 1.0
 
@@ -45,6 +48,7 @@ class Engine:
         self._starved_at: dict[Shape, float] = {}
         self._room: dict[str, float] = {}
         self._room_at = float("-inf")
+        self._expected_at = math.inf  # when the next turn begins at the latest
         self._thread = threading.Thread(target=self._run, name="nemo-run-ray-work", daemon=True)
         self._thread.start()
 
@@ -66,17 +70,17 @@ class Engine:
         """Let items wait for workers of a shape.
 
         Raises:
-            RuntimeError: the engine has been closed, or is that of the process which forked this.
+            PoolClosed: the engine has been closed, or is that of the process which forked this.
         """
         if not self.is_here:
-            raise RuntimeError(
+            raise PoolClosed(
                 f"This pool belongs to process {self._pid}, which forked this one, and Ray's "
                 "connection does not outlive a fork. Start the process by multiprocessing's "
                 "'spawn' or 'forkserver', and call work.connect() in it."
             )
         with self._lock:  # what is put before the close is ended by it
             if self._closed is not None:
-                raise RuntimeError(f"The pool takes no more work: {self._closed}")
+                raise PoolClosed(f"The pool takes no more work: {self._closed}")
             self._events.put(lambda: self._add(shape, items))
 
     def give_up(self, items: Iterable[Item]) -> None:
@@ -138,6 +142,9 @@ class Engine:
     def _turn(self) -> None:
         first = self._next_event()
         now = time.monotonic()  # before all that has come until now is taken, which may last
+        if now >= self._expected_at + _STOOD_STILL_S:  # the program was stopped, or had no turn
+            for work_queue in self._queues.values():
+                work_queue.shift(now - self._expected_at)
         first()
         for _ in range(self._events.qsize()):
             self._events.get_nowait()()
@@ -155,6 +162,7 @@ class Engine:
         busy = any(work_queue.is_busy for work_queue in self._queues.values())
         there = any(work_queue.has_workers for work_queue in self._queues.values())
         wait_s = _TURN_S if busy else _IDLE_TURN_S if there else None
+        self._expected_at = math.inf if wait_s is None else time.monotonic() + wait_s
         with contextlib.suppress(queue.Empty):
             return self._events.get(timeout=wait_s)
         return lambda: None

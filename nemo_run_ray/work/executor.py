@@ -30,7 +30,7 @@ class PoolExecutor(futures.Executor):
         self._shape = shape
         self._lock = threading.Lock()
         self._is_shut_down = False
-        self._items: set[Item] = set()
+        self._futures: set[futures.Future[Any]] = set()
 
     def submit(self, fn: Callable[..., _T], /, *args: Any, **kwargs: Any) -> futures.Future[_T]:
         """See ``concurrent.futures.Executor.submit``.
@@ -45,12 +45,13 @@ class PoolExecutor(futures.Executor):
         with self._lock:
             if self._is_shut_down:
                 raise RuntimeError("cannot schedule new futures after shutdown")
-            self._items.add(item)
-        item.future.add_done_callback(lambda _: self._forget(item))
+            self._futures.add(item.future)
+        # Not with the item: a circle would keep the result until Python looks for circles.
+        item.future.add_done_callback(self._forget)
         try:
             self._engine.submit(self._shape, [item])
         except RuntimeError:
-            self._forget(item)
+            self._forget(item.future)
             raise
         return item.future
 
@@ -71,13 +72,13 @@ class PoolExecutor(futures.Executor):
         """See ``concurrent.futures.Executor.shutdown``. The pool's workers stay."""
         with self._lock:
             self._is_shut_down = True
-            left = list(self._items)
+            left = list(self._futures)
         if cancel_futures:
-            for item in left:
-                item.future.cancel()  # those that a worker has go on
+            for future in left:
+                future.cancel()  # those that a worker has go on
         if wait:
-            futures.wait([item.future for item in left])
+            futures.wait(left)
 
-    def _forget(self, item: Item) -> None:
+    def _forget(self, future: futures.Future[Any]) -> None:
         with self._lock:
-            self._items.discard(item)
+            self._futures.discard(future)

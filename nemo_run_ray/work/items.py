@@ -8,6 +8,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
 
+from nemo_run_ray.errors import CannotBeSent
 from nemo_run_ray.work.pickling import Function
 from nemo_run_ray.work.worker import RAISED, RESULT, CallOutcome
 
@@ -26,6 +27,7 @@ class Item:
         node_deaths: deaths of nodes, and of connections to workers, that it has outlived.
         is_alone: it is sent in a batch of its own, since one that it was in did not come back.
         is_given_up: the caller wants no result any more.
+        has_met_dead: a worker was found dead to which it was sent.
     """
 
     function: Function
@@ -37,6 +39,7 @@ class Item:
     node_deaths: int = 0
     is_alone: bool = False
     is_given_up: bool = False
+    has_met_dead: bool = False
     _has_begun: bool = False
 
     def may_begin(self) -> bool:
@@ -81,7 +84,7 @@ def failure_of(item: Item, outcome: CallOutcome) -> BaseException | None:
         return None
     if outcome.kind == RAISED:
         return _raised(outcome)
-    return TypeError(f"The result of {item.function.name} cannot be sent back: {outcome.text}")
+    return CannotBeSent(f"The result of {item.function.name} cannot be sent back: {outcome.text}")
 
 
 def _raised(outcome: CallOutcome) -> BaseException:
@@ -103,6 +106,11 @@ def _raised(outcome: CallOutcome) -> BaseException:
 
 class RemoteTraceback(Exception):
     """The traceback of an exception where it was raised."""
+
+    @property
+    def traceback_elsewhere(self) -> str:
+        """For ``plain_errors``, which prints it above a failure that ends the program."""
+        return str(self.args[0])
 
     def __str__(self) -> str:
         return f'\n"""\n{self.args[0]}"""'

@@ -7,7 +7,7 @@ import atexit
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from concurrent.futures import Future
+from concurrent.futures import CancelledError, Future
 from typing import Any, Literal, TypeVar
 
 from nemo_run_ray.checks import is_amount, is_whole
@@ -24,7 +24,14 @@ from nemo_run_ray.work.stream import Stream
 _In = TypeVar("_In")
 _Out = TypeVar("_Out")
 #: Exceptions that an event loop does not pass on as those of a call.
-_OF_A_LOOP = (StopIteration, SystemExit, KeyboardInterrupt, GeneratorExit, asyncio.CancelledError)
+_OF_A_LOOP = (
+    StopIteration,
+    SystemExit,
+    KeyboardInterrupt,
+    GeneratorExit,
+    asyncio.CancelledError,
+    CancelledError,
+)
 #: Pools that no one has closed; they are closed before the interpreter takes threads away.
 _open: weakref.WeakSet[Pool] = weakref.WeakSet()
 
@@ -103,8 +110,7 @@ class Pool:
             ItemFailed: an item has failed, after its retries.
             CannotBeSent: the function, or an item, cannot be pickled.
         """
-        if failures not in ("raise", "yield"):
-            raise ConfigError(f"failures is {failures!r}; expected is 'raise' or 'yield'.")
+        _check_map(items, failures)
         _check(timeout_s, retries)
         shape, prepared = self._shape(reserved), pickle_function(function)
         stream = Stream(self._engine, shape, prepared, timeout_s, retries)
@@ -190,7 +196,16 @@ def connect(
         Unreachable: no Ray answers there.
         ConfigError: an argument is wrong.
     """
+    if not isinstance(runtime_env, (Mapping, type(None))):
+        raise ConfigError(f"runtime_env is {runtime_env!r}; expected is a mapping, as Ray has it.")
     return Pool(connection.join(address, num_cpus, runtime_env or {}))
+
+
+def _check_map(items: object, failures: object) -> None:
+    if failures not in ("raise", "yield"):
+        raise ConfigError(f"failures is {failures!r}; expected is 'raise' or 'yield'.")
+    if not hasattr(items, "__iter__") and not hasattr(items, "__getitem__"):
+        raise ConfigError(f"items is {items!r}; expected is a list, or another iterable.")
 
 
 def _check(timeout_s: object, retries: object) -> None:

@@ -6,9 +6,11 @@ All of it is on standard error, since a program's results may go to standard out
 from __future__ import annotations
 
 import sys
+from contextlib import suppress
 from typing import Any
 
 from rich.console import Console
+from rich.errors import LiveError
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
 from rich.progress import Progress as Bar
 
@@ -37,7 +39,8 @@ class MapProgress:
         self._task = self._bar.add_task(name, total=total)
 
     def __enter__(self) -> MapProgress:
-        self._bar.start()
+        with suppress(LiveError):  # Rich before 14.1 shows one at a time: the outer one
+            self._bar.start()
         return self
 
     def __exit__(self, *error: Any) -> None:

@@ -59,6 +59,8 @@ class Stream:
         self._live: dict[int, Item] = {}
         self._bytes = 0
         self._sent = self._sent_bytes = 0
+        #: Of the iterable, or of an item that cannot be sent: raised behind the results before it.
+        self._error: Exception | None = None
 
     def results(
         self, items: Iterable[Any], ordered: bool, yields_failures: bool, progress: bool | None
@@ -72,7 +74,9 @@ class Stream:
             with MapProgress(self._function.name, total) if shown else nullcontext() as bar:
                 while True:
                     self._fill(source, yields_failures)
-                    if not self._live and source.is_over:
+                    if not self._live and (self._error is not None or source.is_over):
+                        if self._error is not None:
+                            raise self._error
                         self._advise()
                         return
                     self._collect(ready, source)
@@ -94,12 +98,24 @@ class Stream:
         each = average + self._engine.pace(self._shape, self._function).result_bytes
         window = min(window, int(_BYTES_MAX / max(each, 1.0)) + 1)
         while len(self._live) < window and (self._done.empty() or not self._live):
-            values = source.take(min(window - len(self._live), _AT_ONCE))
-            if not values:
-                return
-            items = [self._prepare(value, yields_failures) for value in values]
+            most = min(window - len(self._live), _AT_ONCE)
+            items = self._take_items(source, most, yields_failures)
             if wanted := [item for item in items if not item.future.done()]:
                 self._engine.submit(self._shape, wanted)
+            if not items or self._error is not None:
+                return
+
+    def _take_items(self, source: ItemSource, most: int, yields_failures: bool) -> list[Item]:
+        """The next items, up to the error that ends the map."""
+        items: list[Item] = []
+        if self._error is not None:
+            return items
+        try:
+            for value in source.take(most):
+                items.append(self._prepare(value, yields_failures))
+        except Exception as error:
+            self._error = error
+        return items
 
     def _prepare(self, value: Any, yields_failures: bool) -> Item:
         """The next item; one that cannot be sent has failed already, where failures are yielded."""

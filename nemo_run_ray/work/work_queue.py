@@ -26,6 +26,8 @@ from nemo_run_ray.work.worker import CallOutcome
 _SWEEP_S = 1.0
 #: Seconds beyond the time of its items in which a worker may import what their function needs.
 _LOAD_S = 300.0
+#: Seconds without an item after which a worker may have died of something else than the next one.
+_IDLE_S = 0.5
 #: How often an item is tried again because its node has died, whatever its retries are.
 NODE_DEATHS_MAX = 3
 
@@ -78,6 +80,11 @@ class WorkQueue:
             item.function = self._functions.same(item.function)
             self._waiting.append(item)
 
+    def shift(self, seconds: float) -> None:
+        """Do not count some seconds, in which answers could not be taken."""
+        for worker in self._crew.workers:
+            worker.since += seconds
+
     @property
     def is_starved(self) -> bool:
         """Whether something waits and there is no worker for it."""
@@ -116,9 +123,8 @@ class WorkQueue:
 
     def fail_all(self, error: BaseException) -> None:
         """Let everything fail that has not ended."""
-        for worker in self._crew.workers:
-            for call in worker.calls:
-                fail_all(call.items, error)
+        for call in [call for worker in self._crew.workers for call in worker.calls]:
+            fail_all(call.items, error)
         fail_all(self._waiting, error)
         self._waiting.clear()
 
@@ -147,10 +153,15 @@ class WorkQueue:
 
     def _call(self, worker: WorkerHandle, items: list[Item]) -> None:
         function, call = items[0].function, Call(worker, items)
-        worker.begin(call, monotonic())  # a failure of what follows finds the items there
-        stored, data = self._functions.stored(function), [item.data for item in items]
-        worker.load(function.digest, stored, self._notify)
-        answer = worker.handle.run.remote(function.digest, stored, data).future()
+        worker.begin(call, monotonic())
+        try:
+            stored, data = self._functions.stored(function), [item.data for item in items]
+            worker.load(function.digest, stored, self._notify)
+            answer = worker.handle.run.remote(function.digest, stored, data).future()
+        except Exception as error:  # such as a full object store: other items go on
+            worker.calls.remove(call)
+            self._apart(items, error)
+            return
         answer.add_done_callback(lambda done: self._notify(partial(self._answered, call, done)))
 
     def _answered(self, call: Call, answer: Future[Any]) -> None:
@@ -173,7 +184,7 @@ class WorkQueue:
             if failure is None:
                 item.succeed(outcome)
             else:
-                self._failed(item, failure)
+                _try_again(item, failure, self._waiting)
         if worker.calls and all(item.is_given_up for item in worker.calls[0].items):
             self._end(worker, "")
         elif worker.calls and worker.broken:
@@ -191,13 +202,15 @@ class WorkQueue:
         else:
             self._end(worker, words_of(error))
 
-    def _failed(self, item: Item, error: BaseException) -> None:
-        """Try an item again, or let it fail."""
-        item.attempts += 1
-        if item.attempts <= item.retries:
-            self._waiting.appendleft(item)
-        else:
-            item.future.set_exception(error)
+    def _apart(self, items: Sequence[Item], error: BaseException) -> None:
+        """A call has failed: send each of several items by itself, to find the guilty one."""
+        wanted = [item for item in items if not item.is_given_up]
+        if len(items) > 1:
+            for item in wanted:
+                item.is_alone = True
+            self._waiting.extendleft(reversed(wanted))
+        elif wanted:
+            _try_again(wanted[0], error, self._waiting)
 
     def _end(self, worker: WorkerHandle, why: str) -> None:
         """End a worker, if it still lives: the item that it was at has failed, the others wait.
@@ -210,25 +223,11 @@ class WorkQueue:
         first, *others = worker.calls
         back = [item for call in others for item in call.items if not item.is_given_up]
         self._waiting.extendleft(reversed(back))
-        wanted = [item for item in first.items if not item.is_given_up]
-        if len(first.items) > 1:
-            for item in wanted:
-                item.is_alone = True
-            self._waiting.extendleft(reversed(wanted))
-        elif wanted:
-            self._has_lost(wanted[0], worker, why)
-
-    def _has_lost(self, item: Item, worker: WorkerHandle, why: str) -> None:
-        """The worker of one item is dead."""
-        name = item.function.name
-        if not why:
-            words = f"{name} took longer than {item.timeout_s:g} s, and its worker was ended."
-            self._failed(item, TimedOut(words))
-        elif self._crew.was_cut_off(worker, why) and item.node_deaths < NODE_DEATHS_MAX:
-            item.node_deaths += 1
+        item, is_one = first.items[0], len(first.items) == 1 and not first.items[0].is_given_up
+        if is_one and _is_innocent(item, worker, why, self._crew):
             self._waiting.appendleft(item)
         else:
-            self._failed(item, WorkerDied(f"The worker that ran {name} has died: {why}"))
+            self._apart(first.items, _why_lost(item, why))
 
 
 def _deadline(worker: WorkerHandle, pace: Pace) -> float:
@@ -242,3 +241,30 @@ def _deadline(worker: WorkerHandle, pace: Pace) -> float:
     if not worker.functions.get(worker.calls[0].digest):
         limit_s += _LOAD_S
     return worker.since + limit_s
+
+
+def _is_innocent(item: Item, worker: WorkerHandle, why: str, crew: Crew) -> bool:
+    """Whether something else than an item may have ended its worker; noted, for it has an end."""
+    if why and crew.was_cut_off(worker, why) and item.node_deaths < NODE_DEATHS_MAX:
+        item.node_deaths += 1
+        return True
+    was_dead = bool(why) and worker.idle_s >= _IDLE_S and not item.has_met_dead
+    item.has_met_dead |= was_dead
+    return was_dead
+
+
+def _why_lost(item: Item, why: str) -> BaseException:
+    """The failure of an item whose worker has died, or was ended where nothing says why."""
+    name = item.function.name
+    if why:
+        return WorkerDied(f"The worker that ran {name} has died: {why}")
+    return TimedOut(f"{name} took longer than {item.timeout_s or 0:g} s, and its worker was ended.")
+
+
+def _try_again(item: Item, error: BaseException, waiting: deque[Item]) -> None:
+    """Let an item that has failed wait again, or fail for good."""
+    item.attempts += 1
+    if item.attempts <= item.retries:
+        waiting.appendleft(item)
+    else:
+        item.future.set_exception(error)

@@ -20,13 +20,8 @@ _PLACES = (
     Path(sysconfig.get_paths()["stdlib"]),
     Path(f"/usr/lib/python3.{sys.version_info.minor}"),
 )
-#: Tests of threads, of processes that are children of this one, or of an executor's own workers.
-_OTHERS = {
-    "test_max_workers_too_large",
-    "test_killed_child",
-    "test_no_stale_references",
-    "test_free_reference",
-}
+#: Tests of processes that are children of this one, or of an executor's own workers.
+_OTHERS = {"test_max_workers_too_large", "test_killed_child"}
 
 
 def _cpythons() -> ModuleType | None:

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from nemo_run_ray.errors import ItemFailed
+from nemo_run_ray.errors import ItemFailed, PoolClosed
 from nemo_run_ray.work.engine import Engine
 from nemo_run_ray.work.functions import Functions
 from nemo_run_ray.work.items import Item
@@ -109,6 +109,34 @@ def test_items_that_were_answered_in_time_are_not_late_when_others_keep_the_engi
     assert is_busy.wait(10)
     ray.answers[0].set_result([["result", pickle.dumps(1), "", 0.1]])
     assert item.future.result(10) == 1
+
+
+def test_a_program_that_stood_still_has_no_late_items(engine, ray):
+    """As after Ctrl-Z, or while C code of another thread let no other one run."""
+    item = Item(FUNCTION, b"", timeout_s=2.0)
+    engine.submit(CPU, [item])
+    wait_for(lambda: ray.answers)
+    next_event, has_stood = engine._next_event, threading.Event()
+
+    def stand_still():
+        found = next_event()
+        if not has_stood.is_set():
+            time.sleep(4.0)
+            has_stood.set()
+        return found
+
+    engine._next_event = stand_still
+    assert has_stood.wait(20)
+    time.sleep(0.3)  # for a turn that would end it
+    ray.answers[0].set_result([["result", pickle.dumps(1), "", 0.1]])
+    assert item.future.result(10) == 1
+
+
+def test_a_closed_pool_says_so_in_an_error_of_this_package(ray):
+    closed = Engine(ray, print)
+    closed.close()
+    with pytest.raises(PoolClosed, match="takes no more work: The pool was closed"):
+        closed.submit(CPU, [Item(FUNCTION, b"")])
 
 
 def test_a_fork_is_told_that_the_pool_is_not_its_own(engine, monkeypatch):

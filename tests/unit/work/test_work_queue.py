@@ -141,6 +141,75 @@ def test_an_item_that_has_killed_its_worker_fails(desk):
         desk.items[0].future.result(0)
 
 
+def test_an_item_that_finds_its_worker_dead_after_a_pause_is_run_by_another(desk, monkeypatch):
+    """It is sent again once: nothing says whether it is what kills them."""
+    for module in ("crew", "work_queue"):
+        monkeypatch.setattr(f"nemo_run_ray.work.{module}.monotonic", lambda: desk.now)
+    worker = desk.start()
+    worker.calls[0].set_result([row(1)])
+    for _ in range(2):
+        desk.turn(5.0)
+        late = Item(FUNCTION, b"")
+        desk.queue.add([late])
+        desk.turn(0.1)
+        worker.calls[-1].set_exception(Died("The actor is dead."))
+        assert not late.future.done()
+        worker = desk.start()
+        worker.calls[-1].set_result([row(3)])
+        assert late.future.result(0) == 3
+
+    desk.turn(5.0)
+    guilty = Item(FUNCTION, b"")
+    desk.queue.add([guilty])
+    desk.turn(0.1)
+    worker.calls[-1].set_exception(Died("Its process was killed by SIGSEGV."))
+    desk.start().calls[-1].set_exception(Died("Its process was killed by SIGSEGV."))
+    with pytest.raises(WorkerDied, match="SIGSEGV"):
+        guilty.future.result(0)
+
+
+def test_an_item_that_cannot_be_sent_is_no_failure_of_those_on_their_way():
+    desk = Desk(items=2)
+    desk.ray.alive = ["one", "two"]
+    first = desk.start()
+    big = Item(Function("big", "other", b""), b"", retries=1)
+    puts = []
+
+    def put(data):
+        puts.append(data)
+        raise OSError("No space left on device")
+
+    desk.ray.put = put
+    desk.queue.add([big])
+    desk.ray.workers[0].begun[0].set_result("two")
+    desk.turn(2.0)
+    with pytest.raises(OSError, match="No space left"):
+        big.future.result(0)
+    assert len(puts) == 2, "it was tried again"
+    assert first not in desk.ray.killed
+    for number, call in enumerate(first.calls):
+        call.set_result([row(number)])
+    assert [item.future.result(0) for item in desk.items] == [0, 1]
+
+
+@pytest.mark.parametrize("error", [Died("x"), KeyError("its runtime environment")])
+def test_workers_that_cannot_be_started_are_no_failure_while_others_live(error, monkeypatch):
+    desk = Desk(items=9)
+    for module in ("crew", "work_queue"):
+        monkeypatch.setattr(f"nemo_run_ray.work.{module}.monotonic", lambda: desk.now)
+    worker = desk.start()
+    desk.ray.alive = ["one", "two"]
+    for _ in range(40):
+        desk.turn(2.0)
+        for other in desk.ray.workers[1:]:
+            if not other.begun[0].done():
+                other.begun[0].set_exception(error)
+    assert not any(item.future.done() for item in desk.items)
+    assert len(desk.ray.workers) < 40, "they are not started without end"
+    worker.calls[0].set_result([row(1)])
+    assert desk.items[0].future.result(0) == 1
+
+
 def test_an_item_does_not_take_node_after_node(desk):
     for number in range(NODE_DEATHS_MAX + 1):
         assert not desk.items[0].future.done()
