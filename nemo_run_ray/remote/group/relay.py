@@ -20,7 +20,7 @@ from typing import Any, Deque, Dict, List, Mapping, NamedTuple, Sequence, Tuple
 
 from .. import FOLDER
 from ..node.tree import KEEPER
-from .replica import clean_up
+from .replica import clean_up, has_left
 
 #: Bytes of one replica's reports kept for the driver; beyond it the role's processes wait to write.
 _KEPT_MAX = 8 * 2**20
@@ -198,8 +198,10 @@ class _Relay:
             for report in reports:
                 if report.endswith(b"\n"):  # else it died in the middle of it
                     self._keep(report)
-        if not self._closing:  # it was killed
+        is_told, left = self._closing, 0
+        if not is_told or has_left(self._place.run_dir):  # it was killed
             left = clean_up(self._place.tag, self._place.run_dir)
+        if not is_told:
             if self._is_alone:
                 shutil.rmtree(self._folder, ignore_errors=True)
             self._keep(json.dumps({"at": "gone", "left": left}).encode())

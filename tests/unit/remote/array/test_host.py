@@ -8,6 +8,7 @@ import json
 import os
 import signal
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -129,6 +130,23 @@ def test_no_more_run_at_a_time_than_there_are_slots(host, tmp_path):
     assert set(os.listdir(tmp_path)) == {"0", "1", "tmp"}
     host.order({"do": "end"})
     host.until("idle")
+    assert host.elements() == set()
+
+
+def test_a_host_that_is_killed_while_it_closes_leaves_nothing(host):
+    host.shell("exec sleep 1000")
+    host.run(0)
+    wait(host.elements)
+    process, _ = host.keepers()
+    os.kill(process, signal.SIGSTOP)
+    closing = threading.Thread(target=host.relays.close)
+    closing.start()
+    (relay,) = host.relays._relays.values()
+    wait(lambda: relay._closing)
+    assert host.root.exists()
+    os.kill(process, signal.SIGKILL)
+    closing.join(20)
+    assert not host.root.exists()
     assert host.elements() == set()
 
 
