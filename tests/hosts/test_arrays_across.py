@@ -64,7 +64,7 @@ def whole(hosts) -> Iterator[Callable[[], None]]:
 def _strike(
     hosts: Hosts, title: str, folder: Path, fault: Callable[[Hosts, RemoteJob], None]
 ) -> None:
-    executor = RayExecutor(cluster=hosts.cluster, cpus_per_node=1, python=sys.executable, retries=3)
+    executor = RayExecutor(cluster=hosts.cluster, cpus_per_node=1, python=sys.executable)
     with run.Experiment(title, executor=executor) as experiment:
         experiment.add(scripts(folder, seconds=1.0), name="array")
         experiment.run(detach=True)

@@ -8,7 +8,7 @@ import signal
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -94,6 +94,11 @@ def unseen(victims: Callable[[RemoteJob], list[int]]) -> int:
     return 4 if victims is stopped_hosts else 2
 
 
+def _retries(strikes: Sequence[Callable[[RemoteJob], list[int]]]) -> int:
+    """None where no element is killed: an attempt that is lost with a host costs none."""
+    return 6 if elements in strikes else 0
+
+
 def strike(job: RemoteJob, victims: Callable[[RemoteJob], list[int]]) -> int:
     """Kill them; how many there were."""
     found = victims(job)
@@ -119,7 +124,7 @@ def logs(dashboard) -> Path:
 def test_an_array_outlives_its_driver_and_its_hosts(start, logs, tmp_path, monkeypatch):
     """The others on one node are tried by real processes without Ray: tests/unit/remote/array."""
     monkeypatch.setenv("ARRAY_SECRET", "x")  # a driver that is started again needs it, too
-    job = start(scripts(tmp_path, seconds=0.6), retries=3, secrets=["ARRAY_SECRET"])
+    job = start(scripts(tmp_path, seconds=0.6), secrets=["ARRAY_SECRET"])
     for victims in (drivers, hosts):
         before = ended(tmp_path)
         wait_for(lambda before=before: ended(tmp_path) >= before + 4, 90)
@@ -132,7 +137,8 @@ def test_an_array_outlives_its_driver_and_its_hosts(start, logs, tmp_path, monke
 @pytest.mark.parametrize("victims", VICTIMS)
 def test_an_array_outlives(start, logs, tmp_path, victims):
     is_forked = victims is warm
-    job = start((partials if is_forked else scripts)(tmp_path, seconds=0.6), retries=3)
+    made = (partials if is_forked else scripts)(tmp_path, seconds=0.6)
+    job = start(made, retries=_retries([victims]))
     wait_for(lambda: ended(tmp_path) >= 4, 90)
 
     assert strike(job, victims), "there is something to kill"
@@ -143,7 +149,8 @@ def test_an_array_outlives(start, logs, tmp_path, victims):
 @pytest.mark.soak
 def test_an_array_in_a_chain_outlives_its_supervisor(existing, logs, unique, tmp_path):
     """Its driver dies with it, and the dispatcher starts another attempt: the journal goes on."""
-    executor = RayExecutor(cluster=existing, cpus_per_node=1, retries=3, python=sys.executable)
+    # The retry is the job's: none of its elements may need one.
+    executor = RayExecutor(cluster=existing, cpus_per_node=1, retries=1, python=sys.executable)
     with run.Experiment(unique, skip_status_at_exit=True) as experiment:
         before = experiment.add(run.Script(inline="true"), executor=executor, name="before")
         made = scripts(tmp_path, seconds=0.6)
@@ -191,13 +198,15 @@ def test_arrays_outlive_everything(start, losing, logs, tmp_path):
 def _storm(start, logs: Path, folder: Path, seed: int) -> None:
     chance = random.Random(seed)
     make = chance.choice([scripts, partials])
-    job = start(make(folder, seconds=chance.choice([0.1, 0.5, 1.0])), retries=6)
+    others = [victims for victims in VICTIMS if victims is not elements]
+    strikes = chance.choices(chance.choice([VICTIMS, others]), k=chance.randrange(1, 5))
+    made = make(folder, seconds=chance.choice([0.1, 0.5, 1.0]))
+    job = start(made, retries=_retries(strikes))
     told, may_be_again = [], 0
     if chance.random() < 0.8:  # else the first strike may come before there is a host
         wait_for(lambda: hosts(job), 90)
-    for _ in range(chance.randrange(1, 5)):
+    for victims in strikes:
         time.sleep(chance.uniform(0, 4))
-        victims = chance.choice(VICTIMS)
         told.append((victims.__name__, strike(job, victims)))
         may_be_again += unseen(victims)
     if chance.random() < 0.3 and ended(folder) and not job.status.state.is_terminal:

@@ -134,7 +134,7 @@ class _Relay:
         self._kept_bytes = 0
         self._first = 0  # number of the oldest report that is kept
         self._gone = threading.Event()
-        self._closing = False
+        self._closing = self._keeps_run_dir = False
         self._channel, theirs = socket.socketpair()
         package = os.path.dirname(FOLDER)
         module = f"{__package__.rpartition('.')[0]}.{place.program}"
@@ -152,6 +152,8 @@ class _Relay:
 
     def order(self, number: int, order: Dict[str, Any]) -> None:
         with self._ordering:
+            if order["do"] == "prepare":
+                self._keeps_run_dir = json.loads(order["role"])["task"]["keep_run_dir"]
             if number >= self._next:
                 self._early[number] = order
             while self._next in self._early:
@@ -199,7 +201,8 @@ class _Relay:
                 if report.endswith(b"\n"):  # else it died in the middle of it
                     self._keep(report)
         is_told, left = self._closing, 0
-        if not is_told or has_left(self._place.run_dir):  # it was killed
+        has_died = not self._keeps_run_dir and has_left(self._place.run_dir)
+        if not is_told or has_died:
             left = clean_up(self._place.tag, self._place.run_dir)
         if not is_told:
             if self._is_alone:
