@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import gc
-import pickle
 import sys
 import threading
 import weakref
@@ -23,7 +22,7 @@ from nemo_run_ray.work.items import Item, failure_of
 from nemo_run_ray.work.pickling import pickle_function
 from nemo_run_ray.work.shape import Shape
 from nemo_run_ray.work.stream import Stream
-from nemo_run_ray.work.worker import WorkActor
+from nemo_run_ray.work.worker import CallOutcome, WorkActor
 
 CPU = Shape((("CPU", 1.0),))
 
@@ -41,7 +40,7 @@ class Engine:
     def _run(self, items: list[Item]) -> None:
         for item in items:
             (row,) = self._actor.run(item.function.digest, item.function.data, [item.data])
-            outcome = row_of(row)
+            outcome = CallOutcome(*row)
             failure = failure_of(item, outcome)
             if failure is None:
                 item.succeed(outcome)
@@ -56,12 +55,6 @@ class Engine:
 
     def window(self, shape: Shape, function: object, item_bytes: float) -> int:
         return 4
-
-
-def row_of(row: Any) -> Any:
-    from nemo_run_ray.work.worker import CallOutcome
-
-    return CallOutcome(*row)
 
 
 def _results(items: Any, function: Any = abs, **options: Any) -> Iterator[Any]:
@@ -148,10 +141,6 @@ def test_an_executor_keeps_no_result():
         gc.enable()
 
 
-def test_a_class_of_results_survives_its_journey():
-    assert pickle.loads(pickle.dumps(Large)) is Large
-
-
-def test_a_runtime_env_that_is_none_is_refused():
+def test_a_runtime_env_that_is_no_mapping_is_refused():
     with pytest.raises(ConfigError, match="runtime_env is 'x'; expected is a mapping"):
         pool.connect(runtime_env="x")
