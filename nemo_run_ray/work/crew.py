@@ -252,7 +252,7 @@ class Crew:
         return self._known_nodes
 
     def _grow(self, now: float, waiting: int) -> None:
-        if now < self._start_at and self.workers:
+        if now < self._start_at and self.ready:
             return
         nodes = self._nodes()
         self.slots = self._shape.slots(nodes)
@@ -293,8 +293,9 @@ class Crew:
             return
         self._false_starts = 0
         if self.ready:  # on other nodes they can: the items wait for those
+            if monotonic() >= self._start_at:  # those that were started together say it once
+                self._say(f"A worker could not be started, and others go on: {words_of(error)}")
             self._start_at = monotonic() + _AGAIN_S
-            self._say(f"A worker could not be started, and others go on: {words_of(error)}")
         else:
             self._broken = f"No worker could be started: {words_of(error)}"
 

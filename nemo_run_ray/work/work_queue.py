@@ -28,6 +28,8 @@ _SWEEP_S = 1.0
 _LOAD_S = 300.0
 #: Seconds without an item after which a worker may have died of something else than the next one.
 _IDLE_S = 0.5
+#: Seconds in which that is known of a worker that was dead before it was sent an item.
+_FOUND_DEAD_S = 5.0
 #: How often an item is tried again because its node has died, whatever its retries are.
 NODE_DEATHS_MAX = 3
 
@@ -83,7 +85,8 @@ class WorkQueue:
     def shift(self, seconds: float) -> None:
         """Do not count some seconds, in which answers could not be taken."""
         for worker in self._crew.workers:
-            worker.since += seconds
+            if worker.calls:
+                worker.since += seconds
 
     @property
     def is_starved(self) -> bool:
@@ -248,7 +251,8 @@ def _is_innocent(item: Item, worker: WorkerHandle, why: str, crew: Crew) -> bool
     if why and crew.was_cut_off(worker, why) and item.node_deaths < NODE_DEATHS_MAX:
         item.node_deaths += 1
         return True
-    was_dead = bool(why) and worker.idle_s >= _IDLE_S and not item.has_met_dead
+    has_died_soon = bool(why) and monotonic() < worker.since + _FOUND_DEAD_S
+    was_dead = has_died_soon and worker.idle_s >= _IDLE_S and not item.has_met_dead
     item.has_met_dead |= was_dead
     return was_dead
 

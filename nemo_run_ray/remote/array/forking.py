@@ -112,11 +112,12 @@ class Forking:
         is_killed = code > 128 or self._is_ready or self._was_ready
         if not is_killed or self._false_starts > _FALSE_STARTS_MAX:
             raise CannotPrepare(self._why(code))
-        self._channel.close()
+        dead = self._channel
         try:
             self._start()
         except OSError as error:
             raise CannotPrepare(f"its process cannot be started again: {error}") from error
+        dead.close()
 
     def ask_again(self, element: RunningElement) -> bool:
         """Ask again for an element that has not begun and whose output has ended."""

@@ -20,7 +20,8 @@ def feed(leases: Leases, pool: HostPool, calls: Calls) -> None:
     now = time.monotonic()
     given: Dict[int, List[List[Any]]] = {}
     for number, host in pool.hosts.items():
-        room = leases.pace.held(host.slots) if host.may_have_more else 0
+        may_have = host.may_have_more and now >= host.rests_until
+        room = leases.pace.held(host.slots) if may_have else 0
         if _is_held_up(host, leases, now):
             room = min(room, host.slots)
         while len(host.in_hand) < room:

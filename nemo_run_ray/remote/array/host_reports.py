@@ -17,6 +17,9 @@ from .leases import Leases
 from .progress import Lease
 from .refusals import Refusal
 
+#: Seconds for which a host gets no elements whose node has no room for another process.
+_FULL_S = 30.0
+
 
 class HostReports:
     """Hears what the hosts of one array report.
@@ -84,6 +87,9 @@ class HostReports:
             self._lost(host, Lease(*report["lease"]))
         elif kind == "handed_back":
             self._handed_back(host, [Lease(*lease) for lease in report["leases"]])
+            if "words" in report:
+                host.rests_until = time.monotonic() + _FULL_S
+                say(f"elements wait for other nodes, or for {_FULL_S:g} s: {report['words']}")
         elif kind == "idle":
             self._pool.idle(host)
         else:  # ``failed`` or ``gone``

@@ -62,6 +62,7 @@ class Host:
         is_closing: it was told to end, since nothing waited.
         is_asked: it was asked to hand elements back, and has not answered.
         heard_at: when it was ready, or has told of the last end of an element.
+        rests_until: when it may have elements again, after its node had no room for more.
         sweeps: earlier hosts that it is to end.
         swept: those of them that it has ended.
     """
@@ -77,6 +78,7 @@ class Host:
     is_closing: bool = False
     is_asked: bool = False
     heard_at: float = 0.0
+    rests_until: float = 0.0
     sweeps: Dict[int, HostRecord] = field(default_factory=dict)
     swept: List[HostRecord] = field(default_factory=list)
 

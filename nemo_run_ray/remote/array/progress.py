@@ -275,13 +275,20 @@ class _Turns:
 
     def next(self, is_free: bool) -> Optional[int]:
         """The next one for a host; one that runs alone is only for a host that is free."""
-        for queue in (self._alone, self._again) if is_free else (self._again,):
-            while queue:
-                index = queue.popleft()
-                if self._states[index] == ElementState.WAITING:
-                    return index
-        while self._next < len(self._states):
-            index, self._next = self._next, self._next + 1
+        while self._alone and is_free:
+            index = self._alone.popleft()
             if self._states[index] == ElementState.WAITING:
                 return index
+        while self._again:
+            index = self._again.popleft()
+            if self._may_be_next(index):
+                return index
+        while self._next < len(self._states):
+            index, self._next = self._next, self._next + 1
+            if self._may_be_next(index):
+                return index
         return None
+
+    def _may_be_next(self, index: int) -> bool:
+        # Behind a driver that was started again all elements are ahead, those that run alone too.
+        return self._states[index] == ElementState.WAITING and index not in self._alone

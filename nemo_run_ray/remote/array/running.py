@@ -47,8 +47,6 @@ class RunningElements:
         self._look_at = self._watch_until = 0.0
         self._is_ending = self._cannot_begin = False
 
-    # ------------------------------------------------------------------ the host's loop
-
     @property
     def are_there(self) -> bool:
         """Whether one runs, or is being ended."""
@@ -96,8 +94,6 @@ class RunningElements:
         if not (self._is_ending or self._cannot_begin):
             self._start_waiting()
 
-    # ------------------------------------------------------------------ orders
-
     def add(self, rows: Sequence[Sequence[Any]]) -> None:
         """Run elements: index, attempt and values of each."""
         self._waiting.add(rows)
@@ -119,7 +115,7 @@ class RunningElements:
 
     def end(self) -> None:
         """End all; ``are_there`` says when that is done."""
-        self._waiting.clear()  # the driver knows what has not been reported
+        self._waiting.remove_all()  # the driver knows what has not been reported
         self._is_ending = True
         self._launcher.heard(self._running)
         self._launcher.stop_forking()
@@ -144,23 +140,27 @@ class RunningElements:
         for element in [known for known in self._running.values() if known.code is not None]:
             self._ended(element)
 
-    # ------------------------------------------------------------------ starts and ends
-
     def _start_waiting(self) -> None:
         for order in self._waiting.next(lambda: self._launcher.can_start):
             self._notes.begins(*order.lease)
             try:
                 element = self._launcher.start(order)
             except NoRoomOnNode as error:
-                self._cannot_begin = not self._waiting.hold_up(order, bool(self._running))
-                if self._cannot_begin:
-                    self._channel.report("unprepared", words=str(error))
+                if not self._waiting.hold_up(order):
+                    self._is_full(str(error))
                 return
             self._waiting.begun()
             if element.fd is None:
                 self._ended(element)
             else:
                 self._running[element.pid] = element
+
+    def _is_full(self, words: str) -> None:
+        """Let others have what waits; where nothing runs that may end, begin nothing any more."""
+        self._channel.report("handed_back", leases=self._waiting.remove_all(), words=words)
+        if not self._running:
+            self._cannot_begin = True
+            self._channel.report("unprepared", words=words)
 
     def _pass_on(self, element: RunningElement) -> None:
         self._report_text(element, element.read())

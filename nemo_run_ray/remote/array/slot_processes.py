@@ -15,7 +15,7 @@ from ..node.tree import kill
 from .element import RunningElement
 from .forking import PROGRAM, start_with
 from .progress import Lease
-from .starting import NoRoomOnNode, explain_failure
+from .starting import explain_failure
 from .warm import PACKET_MAX
 
 
@@ -77,7 +77,7 @@ class SlotProcesses:
         except _CannotStart as error:
             os.close(read_end)
             return RunningElement(lease, slot, 0, None, error.code, error.words)
-        except NoRoomOnNode:
+        except BaseException:
             os.close(read_end)
             raise
         finally:

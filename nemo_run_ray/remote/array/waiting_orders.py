@@ -11,7 +11,7 @@ from .starting import Order
 
 #: Seconds until a process is tried again for which the node had no room.
 _AGAIN_S = 0.5
-#: Seconds in which there must be room when nothing runs whose end could make it.
+#: Seconds in which there must be room; after that what waits is for other nodes.
 _ROOM_S = 10.0
 
 
@@ -26,7 +26,7 @@ class WaitingOrders:
     @property
     def are_held_up(self) -> bool:
         """Whether the node has no room for a process, as far as is known."""
-        return self._full_since is not None and bool(self._orders)
+        return self._full_since is not None
 
     def add(self, rows: Sequence[Sequence[Any]]) -> None:
         """Let elements wait: index, attempt and values of each."""
@@ -42,34 +42,33 @@ class WaitingOrders:
         """The last one has a process."""
         self._full_since = None
 
-    def hold_up(self, order: Order, something_runs: bool) -> bool:
-        """Let one wait again for whose process the node has no room.
-
-        Args:
-            order: the one that was to begin.
-            something_runs: whose end may make room.
-
-        Returns:
-            false when it has waited long enough for nothing.
-        """
+    def hold_up(self, order: Order) -> bool:
+        """Let one wait again for whose process the node has no room; false after long waits."""
         now = time.monotonic()
         self._orders.appendleft(order)
         self._again_at = now + _AGAIN_S
-        if something_runs or self._full_since is None:
+        if self._full_since is None:
             self._full_since = now
         return now < self._full_since + _ROOM_S
 
     def remove(self, leases: Set[Lease]) -> List[Lease]:
         """Let some of these never begin; which ones waited."""
         found = [order.lease for order in self._orders if order.lease in leases]
-        self._orders = deque(order for order in self._orders if order.lease not in leases)
+        self._keep([order for order in self._orders if order.lease not in leases])
         return found
 
     def remove_last(self, count: int) -> List[Lease]:
         """Let so many of the last ones never begin here."""
-        return [self._orders.pop().lease for _ in range(min(count, len(self._orders)))]
+        orders = list(self._orders)
+        first = max(0, len(orders) - count)
+        self._keep(orders[:first])
+        return [order.lease for order in reversed(orders[first:])]
 
-    def clear(self) -> None:
-        """Let none begin."""
-        self._orders.clear()
-        self._full_since = None
+    def remove_all(self) -> List[Lease]:
+        """Let none begin here; which ones waited."""
+        return self.remove_last(len(self._orders))
+
+    def _keep(self, orders: Sequence[Order]) -> None:
+        self._orders = deque(orders)
+        if not orders:
+            self._full_since = None

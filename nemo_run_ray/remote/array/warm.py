@@ -159,7 +159,8 @@ def _fork_soon(channel: socket.socket, template: Any, *not_needed: int) -> socke
     """``_fork``, again until there is room, which an element makes that ends."""
     until = time.monotonic() + _ROOM_S
     while (ahead := _fork(channel, template, *not_needed)) is None:
-        if not _collect(channel) and time.monotonic() >= until:
+        until = time.monotonic() + _ROOM_S if _collect(channel) else until
+        if time.monotonic() >= until:
             sys.exit("The node has no room for another process, so that none can be forked.")
         time.sleep(_ROUND_S)
     return ahead
@@ -316,8 +317,7 @@ def _keep_result(path: str, value: Any) -> None:
     except (TypeError, ValueError, RecursionError):
         return
     if value is not None and len(text) <= RESULT_MAX:
-        with open(path, "w", encoding="utf-8") as file:
-            file.write(text)
+        Path(path).write_text(text, encoding="utf-8")
 
 
 def _exit_code(error: SystemExit) -> int:

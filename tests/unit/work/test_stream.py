@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import gc
-import sys
 import threading
 import weakref
 from collections.abc import Iterator
@@ -23,6 +22,7 @@ from nemo_run_ray.work.pickling import pickle_function
 from nemo_run_ray.work.shape import Shape
 from nemo_run_ray.work.stream import Stream
 from nemo_run_ray.work.worker import CallOutcome, WorkActor
+from tests.conftest import wait_for
 
 CPU = Shape((("CPU", 1.0),))
 
@@ -113,13 +113,13 @@ def test_a_map_of_no_iterable_is_refused_at_its_call():
 def test_a_cancelled_error_of_the_function_does_not_cancel_the_caller():
     """``asyncio`` takes that class for a cancellation of the task that waits."""
 
-    async def wait_for(future: Future[Any]) -> None:
+    async def ask(future: Future[Any]) -> None:
         await asyncio.wrap_future(pool._apart(future))
 
     failed: Future[Any] = Future()
     failed.set_exception(CancelledError("of a thread pool inside"))
     with pytest.raises(WorkError, match="has raised CancelledError: of a thread pool inside"):
-        asyncio.run(wait_for(failed))
+        asyncio.run(ask(failed))
 
 
 class Large:
@@ -136,7 +136,7 @@ def test_an_executor_keeps_no_result():
         executor.shutdown()
         assert found() is not None
         del future
-        assert found() is None, sys.getrefcount(found())
+        wait_for(lambda: found() is None)  # the other thread has it for a moment
     finally:
         gc.enable()
 

@@ -159,6 +159,18 @@ def test_an_item_that_finds_its_worker_dead_after_a_pause_is_run_by_another(desk
         assert late.future.result(0) == 3
 
     desk.turn(5.0)
+    late = Item(FUNCTION, b"")
+    desk.queue.add([late])
+    desk.turn(0.1)
+    desk.turn(6.0)  # so it has begun, and is what has killed its worker
+    worker.calls[-1].set_exception(Died("Its process was killed by SIGKILL."))
+    with pytest.raises(WorkerDied, match="SIGKILL"):
+        late.future.result(0)
+
+    desk.queue.add([Item(FUNCTION, b"")])
+    worker = desk.start()
+    worker.calls[0].set_result([row(3)])
+    desk.turn(5.0)
     guilty = Item(FUNCTION, b"")
     desk.queue.add([guilty])
     desk.turn(0.1)

@@ -119,6 +119,17 @@ def test_what_may_be_killing_hosts_has_its_last_attempt_alone():
     assert progress.state(1) is ElementState.SUCCEEDED
 
 
+def test_it_runs_alone_also_behind_a_driver_that_was_started_again():
+    records = []
+    for attempt in range(1, LOSSES_MAX + 1):
+        records += [Record(0, LEASED, attempt, host=1), Record(0, GIVEN_BACK, attempt, 1, 1)]
+    progress = ArrayProgress(2)
+    progress.replay(records)
+    assert progress.take(is_free=False) == Lease(1, 1)
+    assert progress.take(is_free=False) is None
+    assert progress.take(is_free=True) == Lease(0, LOSSES_MAX + 1)
+
+
 def test_what_is_cancelled_is_not_tried_again_whatever_becomes_of_it():
     progress = ArrayProgress(4, retries=5)
     leases = [progress.take() for _ in range(3)]

@@ -199,6 +199,23 @@ def test_what_may_be_killing_hosts_gets_one_of_its_own(cluster):
     assert list(other.in_hand) == [1]
 
 
+def test_a_host_without_room_for_processes_gets_nothing_for_a_while(cluster, monkeypatch):
+    (host,), (other,) = cluster.on("n1"), cluster.on("n2")
+    cluster.ready(host)
+    cluster.feed()
+    had = list(host.in_hand)
+    words = "node n1 has no room for another process"
+    cluster.tells(host, at="handed_back", leases=[[0, 1]], words=words)
+    cluster.ready(other)
+    cluster.feed()
+    assert 0 in other.in_hand
+    assert list(host.in_hand) == had[1:]
+    assert cluster.attempts()[0] == 1
+    monkeypatch.setattr(host, "rests_until", 0.0)
+    cluster.feed()
+    assert len(host.in_hand) == len(had)
+
+
 def test_a_failure_that_the_end_has_caused_is_none(cluster):
     (host,) = cluster.on("n1")
     cluster.ready(host)

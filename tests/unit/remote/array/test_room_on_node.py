@@ -44,7 +44,7 @@ def _next(waiting: WaitingOrders) -> Order | None:
 
 
 def test_what_finds_no_room_is_the_first_to_be_tried_again(waiting, clock):
-    assert waiting.hold_up(_next(waiting), something_runs=False)
+    assert waiting.hold_up(_next(waiting))
     assert waiting.are_held_up
     assert _next(waiting) is None
     clock(1)
@@ -54,21 +54,23 @@ def test_what_finds_no_room_is_the_first_to_be_tried_again(waiting, clock):
     assert _next(waiting) == SECOND
 
 
-def test_it_waits_for_as_long_as_something_runs_and_ten_seconds_more(waiting, clock):
-    for _ in range(100):
-        assert waiting.hold_up(_next(waiting), something_runs=True)
+def test_it_waits_for_ten_seconds(waiting, clock):
+    for _ in range(10):
+        assert waiting.hold_up(_next(waiting))
         clock(1)
-    clock(8)
-    assert waiting.hold_up(_next(waiting), something_runs=False)
-    clock(1)
-    assert not waiting.hold_up(_next(waiting), something_runs=False)
+    assert not waiting.hold_up(_next(waiting))
+    assert waiting.remove_all() == [SECOND.lease, FIRST.lease]
+    assert not waiting.are_held_up
 
 
-def test_nothing_is_held_up_when_what_waited_was_cancelled(waiting):
-    waiting.hold_up(_next(waiting), something_runs=True)
+def test_nothing_is_held_up_when_what_waited_was_cancelled(waiting, clock):
+    waiting.hold_up(_next(waiting))
     assert waiting.remove({FIRST.lease}) == [FIRST.lease]
     assert waiting.remove_last(7) == [SECOND.lease]
     assert not waiting.are_held_up
+    clock(60)
+    waiting.add([[*FIRST.lease, []]])
+    assert waiting.hold_up(_next(waiting)), "the ten seconds begin anew"
 
 
 # ---------------------------------------------------------------------- the host
@@ -111,28 +113,35 @@ def test_a_program_that_is_not_there_is_the_elements_failure(launcher, place):
     assert launcher.start(FIRST).code == 127
 
 
-def test_a_host_that_stays_full_says_so_and_starts_nothing_more(launcher, clock, monkeypatch):
+@pytest.mark.parametrize("something_runs", [False, True])
+def test_what_waits_on_a_host_that_stays_full_is_for_others(
+    launcher, clock, monkeypatch, something_runs
+):
+    """Before it says that it can run nothing: what it has then counts as begun."""
     refused = NoRoomOnNode("node n1 has no room for another process: x")
 
     def start(order: Order) -> None:
         raise refused
 
     monkeypatch.setattr(launcher, "start", start)
-    reports: list[tuple[str, str]] = []
-    channel = SimpleNamespace(report=lambda kind, words: reports.append((kind, words)))
-    noted: list[tuple[int, int]] = []
-    notes = SimpleNamespace(begins=lambda *lease: noted.append(lease))
+    reports: list[tuple[str, dict[str, object]]] = []
+    channel = SimpleNamespace(report=lambda kind, **values: reports.append((kind, values)))
+    notes = SimpleNamespace(begins=lambda *lease: None)
     elements = RunningElements(launcher, notes, channel, 1.0)
     elements.add([[0, 1, []]])
 
+    if something_runs:
+        elements._running[7] = starting.RunningElement(Lease(5, 1), 0, 7, None)
     elements._start_waiting()
     assert elements.patience_s == running.ROUND_S, "it looks again soon"
     assert reports == []
     clock(11)
     elements._start_waiting()
 
-    assert reports == [("unprepared", str(refused))]
-    assert noted == [(0, 1)] * 2
+    handed_back = ("handed_back", {"leases": [(0, 1)], "words": str(refused)})
+    refusal = ("unprepared", {"words": str(refused)})
+    assert reports == ([handed_back] if something_runs else [handed_back, refusal])
+    assert elements._cannot_begin is not something_runs
 
 
 # ---------------------------------------------------------------------- forks
@@ -144,10 +153,20 @@ def test_a_fork_is_tried_again_while_an_element_runs_that_may_make_room(monkeypa
     monkeypatch.setattr(warm, "_fork", lambda *_: tried.append(1) or found[len(tried) - 1])
     monkeypatch.setattr(warm, "_collect", lambda channel: True)
     monkeypatch.setattr(warm, "_ROUND_S", 0.0)
-    monkeypatch.setattr(warm, "_ROOM_S", 0.0)
     with here, there:
         assert warm._fork_soon(there, None) is here
     assert len(tried) == 3
+
+
+def test_the_end_of_an_element_is_followed_by_another_try(monkeypatch):
+    here, there = socket.socketpair()
+    found, children = [None, None, here], [True, False]
+    monkeypatch.setattr(warm, "_fork", lambda *_: found.pop(0))
+    monkeypatch.setattr(warm, "_collect", lambda channel: children.pop(0))
+    monkeypatch.setattr(warm, "_ROUND_S", 0.2)
+    monkeypatch.setattr(warm, "_ROOM_S", 0.3)
+    with here, there:
+        assert warm._fork_soon(there, None) is here
 
 
 def test_where_nothing_runs_the_process_ends_that_cannot_fork(monkeypatch):
