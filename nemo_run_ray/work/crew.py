@@ -269,8 +269,7 @@ class Crew:
         self._tell(now)
 
     def _start(self, now: float) -> None:
-        handle = self._class.options(**self._shape.options()).remote()
-        worker = WorkerHandle(handle, since=now)
+        worker = WorkerHandle(self._class.options(**self._shape.options()).remote(), since=now)
         self.workers.append(worker)
         answer = worker.handle.begin.remote().future()
         answer.add_done_callback(lambda done: self._notify(partial(self._begun, worker, done)))
