@@ -15,8 +15,9 @@ from typing import Any, Literal
 
 import fiddle as fdl
 import nemo_run as run
+from fiddle import daglish
+from fiddle.experimental import serialization
 from nemo_run.config import SCRIPTS_DIR, get_type_namespace
-from nemo_run.core.serialization.zlib_json import ZlibJSONSerializer
 from torchx.specs import Role
 
 from nemo_run_ray.checks import is_whole
@@ -264,13 +265,26 @@ def _of_partial(task: run.Partial[Any], fields: Sequence[str]) -> dict[str, Any]
     for field in fields:
         _must_have(task, field)
     try:
-        return {"template": ZlibJSONSerializer().serialize(task)}
+        return {"template": serialization.dump_json(_in_fiddles_classes(task))}
     except Exception as error:  # Fiddle raises many kinds
         raise ConfigError(
             f"The run.Partial of {_name(task)} cannot be sent: {error}. NeMo-Run sends functions "
             "and classes by their names, so that a lambda, or a function inside of another, cannot "
             "be one. Define it at the top of a module."
         ) from error
+
+
+def _in_fiddles_classes(task: run.Partial[Any]) -> fdl.Buildable[Any]:
+    """The same configuration, to be read without NeMo-Run, whose classes add what is for people."""
+    classes = {run.Config: fdl.Config, run.Partial: fdl.Partial}
+
+    def convert(value: Any, state: daglish.State) -> Any:
+        to = classes.get(type(value))
+        if to is not None:
+            value = to.__unflatten__(*value.__flatten__())
+        return state.map_children(value) if state.is_traversable(value) else value
+
+    return daglish.MemoizedTraversal.run(convert, task)
 
 
 def _must_have(task: run.Partial[Any], field: str) -> None:

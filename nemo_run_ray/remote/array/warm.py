@@ -1,6 +1,6 @@
 """Runs elements of a configuration by the interpreter of the task, forked or in its own process.
 
-The host runs this file, which may use nothing of this package::
+The host runs this file, which uses nothing of this package but what is beside it::
 
     warm.py serve <elements> <socket>     imports everything, then forks a process for each order
     warm.py stay <elements> <socket>      imports everything, then runs one order after the other
@@ -30,13 +30,15 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, NoReturn
 
+if __package__:
+    from .huge_pages import use_huge_pages
+else:  # a program of its own, which finds what is in its folder
+    from huge_pages import use_huge_pages  # type: ignore[import-not-found,no-redef]
+
 #: Bytes of one packet.
 PACKET_MAX = 2**17
 #: Characters of a result that is kept.
 RESULT_MAX = 2**16
-#: Bytes of a huge page, and Linux' numbers for ``madvise``: allow them, make them now.
-_HUGE_BYTES, _MADV_HUGEPAGE, _MADV_COLLAPSE = 2**21, 14, 25
-_THP = "/sys/kernel/mm/transparent_hugepage/enabled"
 _PR_SET_CHILD_SUBREAPER = 36
 #: Seconds after which no more of the tasks' configurations are imported before the first element.
 _IMPORT_S = 10.0
@@ -50,8 +52,7 @@ def main(argv: list[str]) -> None:
     path = Path(elements)
     with path.open("rb") as file:
         header = json.loads(next(line for line in file if line.startswith(b"{")))
-    _load_main(path.parent.parent.parent)
-    template = _configuration(header["template"]) if "template" in header else None
+    template = _template(header.get("template"), path.parent.parent.parent)
     if how == "once":
         _run(template, json.loads(last))
     channel = socket.socket(fileno=int(last))
@@ -64,8 +65,25 @@ def main(argv: list[str]) -> None:
     _serve(channel, template)
 
 
+def _template(text: str | None, root: Path) -> Any:
+    """The configuration of all elements, if they have one, with everything imported that it names.
+
+    It is in Fiddle's own classes, and the user's ``__main__`` runs only where it is needed: to
+    import NeMo-Run takes seconds, and each fork would copy the 80 MB that it takes.
+    """
+    from fiddle.experimental import serialization
+
+    if text is not None and "_main__" not in text:
+        with suppress(Exception):  # the script may be what makes the names known
+            return serialization.load_json(text)
+    _load_main(root)
+    return None if text is None else serialization.load_json(text)
+
+
 def _load_main(root: Path) -> None:
     """Run the user's ``__main__`` if it was sent, as NeMo-Run's own runner does."""
+    if not (root / "__main__.py").exists():
+        return
     from nemo_run.run.experiment import maybe_load_external_main
 
     try:
@@ -78,7 +96,7 @@ def _load_main(root: Path) -> None:
 
 
 def _configuration(text: str) -> Any:
-    """A configuration, with everything imported that it names."""
+    """An element's own configuration, which NeMo-Run has kept; what it names is imported."""
     import fiddle as fdl
     from nemo_run.config import Partial
     from nemo_run.core.serialization.zlib_json import ZlibJSONSerializer
@@ -106,7 +124,7 @@ def _serve(channel: socket.socket, template: Any) -> None:
     sys.stderr.flush()
     gc.collect()
     gc.freeze()  # so that the children share these objects' memory
-    _use_huge_pages()
+    use_huge_pages()
     _send(channel, at="ready", obstacles=obstacles)
     woken, wake = os.pipe()
     os.set_blocking(wake, False)
@@ -174,29 +192,6 @@ def _obstacles() -> list[str]:
     if torch is not None and torch.cuda.is_initialized():
         found.append("have used CUDA")
     return found
-
-
-def _use_huge_pages() -> None:
-    """Put this process's memory into huge pages, of which a fork copies far fewer entries.
-
-    With NeMo-Run imported, a fork and its end took 9.5 ms in the place of 19.5 ms (measured on
-    Linux 6.18). Kernels before 6.1 refuse, and all stays as it was.
-    """
-    try:
-        if "[never]" in Path(_THP).read_text(encoding="ascii"):
-            return  # the administrator's wish
-        madvise = ctypes.CDLL(None).madvise
-        rows = [line.split() for line in Path("/proc/self/maps").read_bytes().splitlines()]
-    except (AttributeError, OSError):
-        return  # not Linux, or an old one
-    madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
-    for place, rights, *_, inode in [row[:5] for row in rows]:
-        if inode == b"0" and rights.startswith(b"rw-p"):  # no file's, and only this process's
-            first, last = (int(end, 16) for end in place.split(b"-"))
-            first = -(-first // _HUGE_BYTES) * _HUGE_BYTES
-            for start in range(first, last - _HUGE_BYTES + 1, _HUGE_BYTES):
-                madvise(start, _HUGE_BYTES, _MADV_HUGEPAGE)
-                madvise(start, _HUGE_BYTES, _MADV_COLLAPSE)
 
 
 def _leave_parent(*not_needed: int) -> None:
@@ -282,9 +277,12 @@ def _run(template: Any, order: dict[str, Any]) -> NoReturn:
 def _code_of(template: Any, order: dict[str, Any]) -> int:
     """Run an element; its exit code."""
     try:
+        import fiddle as fdl
+
         if order["config"]:
             template = _configuration(Path(order["config"]).read_text(encoding="utf-8"))
-        _keep_result(order["result"], _call(template, order["fields"]))
+        _set(template, order["fields"])
+        _keep_result(order["result"], fdl.build(template)())
     except SystemExit as error:
         return _exit_code(error)
     except BaseException:  # an element's own, of any kind
@@ -293,8 +291,7 @@ def _code_of(template: Any, order: dict[str, Any]) -> int:
     return 0
 
 
-def _call(template: Any, fields: dict[str, Any]) -> Any:
-    import fiddle as fdl
+def _set(template: Any, fields: dict[str, Any]) -> None:
     from fiddle.history import suspend_tracking
 
     with suspend_tracking():  # which walks the stack for each value that is set
@@ -307,7 +304,6 @@ def _call(template: Any, fields: dict[str, Any]) -> Any:
                 target[int(last)] = value
             else:
                 setattr(target, last, value)
-    return fdl.build(template)()
 
 
 def _keep_result(path: str, value: Any) -> None:

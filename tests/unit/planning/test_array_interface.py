@@ -5,8 +5,10 @@ from __future__ import annotations
 import itertools
 import json
 
+import fiddle as fdl
 import nemo_run as run
 import pytest
+from fiddle.experimental import serialization
 
 from nemo_run_ray import RayExecutor, array
 from nemo_run_ray.errors import ConfigError
@@ -80,6 +82,20 @@ BAD = [
     (run.Partial(lambda seed: seed, seed=1), {"seed": [1]}, "cannot be sent.*lambda"),
     ("train.py", {"seed": [1]}, "task of an array is a str"),
 ]
+
+
+def test_the_configuration_is_read_without_nemo_run():
+    shared = run.Config(Model, width=3)
+    inner = [shared, shared, run.Partial(train, seed=2), run.Config(dict, a=1)]
+    made = array(run.Partial(train, seed=1, model={"inner": inner}), over={"seed": [1]})
+    text = json.loads(made.inline.splitlines()[0])["template"]
+    assert "nemo_run" not in text
+    built = fdl.build(serialization.load_json(text))
+    one, same, task, plain = built.keywords["model"]["inner"]
+    assert one is same
+    assert one == Model(width=3)
+    assert (task.func, task.keywords) == (train, {"seed": 2})
+    assert plain == {"a": 1}
 
 
 @pytest.mark.parametrize(("task", "over", "words"), BAD)
