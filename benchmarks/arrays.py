@@ -1,7 +1,8 @@
 """An array beside one job each, plain Ray tasks with a subprocess, submitit and a process pool.
 
 In a process of its own with an embedded Ray of its own, once with two declared CPUs and once with
-sixteen. Every peer runs ``true``. An array is run with few elements and with many: the difference
+sixteen. Every peer runs ``true``, a Partial calls a trivial function: of Python's own library, and
+of NeMo-Run, whose import each fork copies. An array is run with few elements and with many: the difference
 gives its rate, as the workers of its peers are warm too, and the few say what its start costs.
 """
 
@@ -55,11 +56,13 @@ def of_commands(count):
     made = array(script, over={"env.X": range(count)})
     return until_the_end(launched([made], "commands")) - began
 
-def of_partials(count):
-    task = run.Partial(textwrap.dedent, text="")
+def of_partials(count, task=run.Partial(textwrap.dedent, text=""), field="text"):
     began = time.time()
-    made = array(task, over={"text": [""] * count})
+    made = array(task, over={field: [""] * count})
     return until_the_end(launched([made], "partials")) - began
+
+def of_partials_with_nemo_run(count):
+    return of_partials(count, run.Partial(run.config.set_nemorun_home, path=""), "path")
 
 def of_jobs(count):
     began = time.time()
@@ -110,6 +113,7 @@ try:
         "array of Script": (of_scripts, elements),
         "array of a program": (of_commands, elements),
         "array of Partial": (of_partials, elements),
+        "array of Partial that imports NeMo-Run": (of_partials_with_nemo_run, elements),
         "one job each": (of_jobs, jobs),
         "Ray tasks": (of_tasks, elements),
         "submitit": (of_submitit, jobs),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import multiprocessing
 import os
 import random
 import signal
@@ -79,3 +80,11 @@ def locks(folder: str, seconds: float, number: int) -> None:
         note("begin")
         time.sleep(seconds)
         note("end")
+
+
+def starts_a_process(text: str) -> None:
+    """Starts a process by a method of ``multiprocessing``."""
+    process = multiprocessing.get_context(text).Process(target=print, args=("started",))
+    process.start()
+    process.join()
+    sys.exit(process.exitcode)

@@ -14,7 +14,7 @@ from .element import RunningElement
 from .warm import PACKET_MAX
 
 #: The program that the task's interpreter runs.
-PROGRAM = os.path.join(os.path.dirname(__file__), "warm.py")
+PROGRAM = os.path.join(os.path.dirname(__file__), "warm_program.py")
 #: So often in a row it may be killed before an element has begun.
 _FALSE_STARTS_MAX = 5
 

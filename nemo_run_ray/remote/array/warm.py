@@ -1,10 +1,10 @@
 """Runs elements of a configuration by the interpreter of the task, forked or in its own process.
 
-The host runs this file, which uses nothing of this package but what is beside it::
+``warm_program.py`` is its entry::
 
-    warm.py serve <elements> <socket>     imports everything, then forks a process for each order
-    warm.py stay <elements> <socket>      imports everything, then runs one order after the other
-    warm.py once <elements> <order>       imports everything, and runs one element
+    serve <elements> <socket>     imports everything, then forks a process for each order
+    stay <elements> <socket>      imports everything, then runs one order after the other
+    once <elements> <order>       imports everything, and runs one element
 
 An order is JSON: the element's ``fields`` and ``env``, the path of its own ``config`` if it has
 one, and the path for its ``result``. From a socket it comes as one packet, with its ``key`` and the
@@ -30,10 +30,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, NoReturn
 
-if __package__:
-    from .huge_pages import use_huge_pages
-else:  # a program of its own, which finds what is in its folder
-    from huge_pages import use_huge_pages  # type: ignore[import-not-found,no-redef]
+from .huge_pages import use_huge_pages
+from .script import has_to_run
 
 #: Bytes of one packet.
 PACKET_MAX = 2**17
@@ -47,7 +45,6 @@ _ROOM_S, _ROUND_S = 10.0, 0.1
 
 
 def main(argv: list[str]) -> None:
-    sys.path[0] = os.getcwd()  # as ``python -m`` has it, and not the folder of this file
     _, how, elements, last = argv
     path = Path(elements)
     with path.open("rb") as file:
@@ -68,27 +65,28 @@ def main(argv: list[str]) -> None:
 def _template(text: str | None, root: Path) -> Any:
     """The configuration of all elements, if they have one, with everything imported that it names.
 
-    It is in Fiddle's own classes, and the user's ``__main__`` runs only where it is needed: to
-    import NeMo-Run takes seconds, and each fork would copy the 80 MB that it takes.
+    It is in Fiddle's own classes: where the user's ``__main__`` does nothing for it, NeMo-Run need
+    not be imported.
     """
+    if text is None:
+        _load_main(root)
+        return None
     from fiddle.experimental import serialization
 
-    if text is not None and "_main__" not in text:
-        with suppress(Exception):  # the script may be what makes the names known
-            return serialization.load_json(text)
-    _load_main(root)
-    return None if text is None else serialization.load_json(text)
+    with suppress(FileNotFoundError):
+        script = (root / "__main__.py").read_text(encoding="utf-8", errors="replace")
+        if has_to_run(script, json.loads(text)):
+            _load_main(root)
+    return serialization.load_json(text)
 
 
 def _load_main(root: Path) -> None:
     """Run the user's ``__main__`` if it was sent, as NeMo-Run's own runner does."""
-    if not (root / "__main__.py").exists():
-        return
     from nemo_run.run.experiment import maybe_load_external_main
 
     try:
         maybe_load_external_main(root)
-    except Exception as error:  # it is needed for functions and classes of __main__ only
+    except Exception as error:  # the task may do without it
         if type(error).__module__.partition(".")[0] == "nemo_run_ray":
             print(error, file=sys.stderr)
         else:
@@ -340,7 +338,3 @@ def _collect(channel: socket.socket) -> bool:
 
 def _send(channel: socket.socket, **values: Any) -> None:
     channel.send(json.dumps(values).encode())
-
-
-if __name__ == "__main__":
-    main(sys.argv)

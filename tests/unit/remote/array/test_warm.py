@@ -1,26 +1,47 @@
-"""What a process imports that runs elements of a configuration."""
+"""What a process imports that runs elements of a configuration, and what they find there."""
 
 import json
 import os
 import subprocess
 import sys
 import textwrap
+from collections.abc import Callable
 from pathlib import Path
 
 import nemo_run as run
 import pytest
 
 from nemo_run_ray import array
-from nemo_run_ray.remote.array import warm
+from nemo_run_ray.remote.array import script, warm_program
+from tests import array_tasks
 
-#: Loads the configuration of all elements; says what it is of, and whether NeMo-Run is imported.
-_LOADS = """
+#: A task of a module that needs its script or does not; modules lie in ``modules``.
+_TASKS = """
+import {before}
 import sys
-from pathlib import Path
-import warm
 
-template = warm._template(Path("template").read_text(), Path.cwd())
-print(template.__fn_or_cls__.__name__, "nemo_run" in sys.modules)
+def says(text):
+    print(text, "nemo_run" in sys.modules)
+"""
+_LAUNCHES = """
+'''What a script says of itself.'''
+from __future__ import annotations
+import argparse, os
+from typing import TYPE_CHECKING
+import nemo_run as run
+from nemo_run_ray import RayExecutor, array
+from tasks import says
+if TYPE_CHECKING:
+    import nowhere
+SEEDS = list(range(3))
+NAMES: dict[str, int] = {"a": -1, "b": len(SEEDS)}
+class Options:
+    width = 3
+async def wait(seconds=1): ...
+def main(argv=None, *, again=(1, 2)):
+    run.run(array(run.Partial(says, text=""), over={"text": ["x"]}), executor=RayExecutor())
+if __name__ == "__main__":
+    main()
 """
 
 
@@ -29,41 +50,145 @@ def own(text: str) -> str:
 
 
 @pytest.fixture
-def loaded(tmp_path):
-    """Loads the configuration of a task in an interpreter of its own; gives what it says."""
+def runs(tmp_path, monkeypatch) -> Callable[..., tuple[int, str]]:
+    """Runs one element as a node does; gives its exit code and what it prints."""
+    modules = tmp_path / "modules"
+    modules.mkdir()
+    monkeypatch.syspath_prepend(str(modules))
 
-    def load(function, main: str | None) -> list[str]:
-        made = array(run.Partial(function, text=""), over={"text": ["x"]})
-        (tmp_path / "template").write_text(json.loads(made.inline.splitlines()[0])["template"])
+    def once(function, text: str = "x", main: str | None = None, **env: str) -> tuple[int, str]:
+        made = array(run.Partial(function, text=""), over={"text": [text]})
+        folder = tmp_path / "jobs" / "job" / "scripts"
+        folder.mkdir(parents=True)
+        (folder / "elements").write_text(made.inline)
         if main is not None:
-            (tmp_path / "__main__.py").write_text(main)
-        env = {**os.environ, "PYTHONPATH": str(Path(warm.__file__).parent)}
-        words = [sys.executable, "-c", _LOADS]
-        done = subprocess.run(words, cwd=tmp_path, env=env, capture_output=True, text=True)
-        assert done.returncode == 0, done.stderr
-        return done.stdout.split()
+            (tmp_path / "jobs" / "__main__.py").write_text(main)
+        order = {"fields": {"text": text}, "config": "", "result": str(tmp_path / "result")}
+        words = [warm_program.__file__, "once", str(folder / "elements"), json.dumps(order)]
+        path = f"{modules}:{Path(__file__).parents[4]}"
+        done = subprocess.run(
+            [sys.executable, *words],
+            cwd=tmp_path,
+            env={**os.environ, "PYTHONPATH": path, **env},
+            capture_output=True,
+            text=True,
+        )
+        return done.returncode, done.stdout + done.stderr
 
-    return load
+    return once
 
 
-@pytest.mark.parametrize("main", ["print('ran')", None])
-def test_neither_the_script_nor_nemo_run_is_needed_for_a_modules_function(loaded, main):
-    assert loaded(textwrap.dedent, main) == ["dedent", "False"]
+@pytest.fixture
+def says(tmp_path, runs):
+    """Gives a task of a module that imports another one before."""
+
+    def make(before: str = "os"):
+        (tmp_path / "modules" / "tasks.py").write_text(_TASKS.format(before=before))
+        sys.modules.pop("tasks", None)
+        from tasks import says
+
+        return says
+
+    yield make
+    sys.modules.pop("tasks", None)
 
 
-def test_the_script_runs_that_has_the_function(loaded, monkeypatch):
-    monkeypatch.setattr(own, "__module__", "__main__")
+@pytest.mark.parametrize("main", [None, "", _LAUNCHES])
+def test_a_script_that_only_launches_does_not_run(runs, says, main):
+    assert runs(says(), main=main) == (0, "x False\n")
+
+
+def test_the_script_runs_before_that_sets_something(runs, says):
+    main = "import tasks\ntasks.sys.modules['nemo_run_was_set'] = None\nprint('ran')"
+    assert runs(says(), main=main) == (0, "ran\nx True\n")
+
+
+def test_the_script_runs_before_that_makes_a_module_known(runs, says, tmp_path, monkeypatch):
+    (tmp_path / "hidden").mkdir()
+    (tmp_path / "hidden" / "known_to_main.py").touch()
+    monkeypatch.syspath_prepend(str(tmp_path / "hidden"))
+    main = f"import sys\nsys.path.append({str(tmp_path / 'hidden')!r})"
+    assert runs(says("known_to_main"), main=main) == (0, "x True\n")
+
+
+def test_the_script_runs_that_has_the_function_and_names_of_any_kind(runs, monkeypatch):
     main = sys.modules["__main__"]
+    monkeypatch.setattr(own, "__module__", "__main__")
     monkeypatch.setattr(main, "own", own, raising=False)
     monkeypatch.setattr(main, "__file__", __file__, raising=False)  # NeMo-Run looks at it
-    assert loaded(own, "print('ran')\ndef own(text): ...") == ["ran", "own", "True"]
+    text = "from time import time\ndef _code_of(): ...\ndef own(text): print(text)"
+    assert runs(own, main=text) == (0, "x\n")
 
 
-def test_the_script_runs_that_makes_the_functions_module_known(loaded, tmp_path, monkeypatch):
-    (tmp_path / "hidden").mkdir()
-    (tmp_path / "hidden" / "known_to_main.py").write_text("def task(text): ...")
-    monkeypatch.syspath_prepend(str(tmp_path / "hidden"))
-    from known_to_main import task
+def test_a_module_that_fails_is_imported_once_and_named(runs, says, tmp_path):
+    broken = tmp_path / "modules" / "broken.py"
+    broken.touch()
+    task = says("broken")
+    broken.write_text("print('imported')\nimport gone_module")
+    code, printed = runs(task, main="")
+    assert code == 1
+    assert printed.count("imported\n") == 1
+    assert "ModuleNotFoundError: No module named 'gone_module'" in printed
 
-    main = f"import sys\nsys.path.append({str(tmp_path / 'hidden')!r})"
-    assert loaded(task, main) == ["task", "True"]
+
+@pytest.mark.parametrize("how", ["spawn", "forkserver"])
+def test_an_element_starts_processes_of_its_own(runs, how):
+    assert runs(array_tasks.starts_a_process, how) == (0, "started\n")
+
+
+def test_a_safe_path_stays_one(runs):
+    assert runs(textwrap.dedent, PYTHONSAFEPATH="1") == (0, "")
+
+
+_FIT = {"type": "pyref", "module": "models.fit", "name": "fit"}
+
+
+@pytest.mark.parametrize(
+    "statement",
+    [
+        "import models.fit",
+        "import models",
+        "from models import fit",
+        "from models.fit import fit",
+        "def f(x: int = 3) -> None: ...",
+        "x = run.Partial",
+    ],
+)
+def test_what_does_nothing_for_a_task(statement):
+    assert not script.has_to_run(statement, {"a": [_FIT]})
+
+
+@pytest.mark.parametrize(
+    "statement",
+    [
+        "import numpy",
+        "import models.plugins",
+        "from models import plugins",
+        "from models.fit import more",
+        "from . import models",
+        "import os; os.environ['A'] = '1'",
+        "models.fit.WIDTH = 3",
+        "print()",
+        "x = print()",
+        "x = [print()]",
+        "def f(x=print()): ...",
+        "@register\ndef f(): ...",
+        "class Net(Registered): ...",
+        "class Net:\n    x = print()",
+        "class Net(metaclass=Meta): ...",
+        "if True:\n    print()",
+        "if __name__ == '__main__':\n    pass\nelse:\n    print()",
+        "for x in y: ...",
+        "try:\n    import os\nexcept ImportError: ...",
+        "x: int = print()",
+        "x = (y := 3)",
+        "del x",
+        "not Python",
+    ],
+)
+def test_what_may_do_something_for_a_task(statement):
+    assert script.has_to_run(statement, {"a": [_FIT]})
+
+
+def test_a_task_of_the_script_needs_it():
+    assert script.has_to_run("", [{"module": "__main__", "name": "fit"}])
