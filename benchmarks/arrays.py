@@ -1,9 +1,10 @@
 """An array beside one job each, plain Ray tasks with a subprocess, submitit and a process pool.
 
 In a process of its own with an embedded Ray of its own, once with two declared CPUs and once with
-sixteen. Every peer runs ``true``, a Partial calls a trivial function: of Python's own library, and
-of NeMo-Run, whose import each fork copies. An array is run with few elements and with many: the difference
-gives its rate, as the workers of its peers are warm too, and the few say what its start costs.
+sixteen. Every peer runs ``true``; a Partial calls a trivial function, of Python's own library, and
+of NeMo-Run, whose import each fork copies. An array is run with few elements and with many: the
+difference gives its rate, as the workers of its peers are warm too, and the few say what its start
+costs.
 """
 
 from __future__ import annotations
