@@ -81,7 +81,7 @@ def _is_warm(pid: int) -> bool:
         words = psutil.Process(pid).cmdline()
     except psutil.Error:
         return False
-    is_forks = any(word.endswith("array/warm.py") for word in words)
+    is_forks = any(word.endswith("array/warm_program.py") for word in words)
     return is_forks and _parent(pid) != 0 and not _is_warm(_parent(pid))
 
 

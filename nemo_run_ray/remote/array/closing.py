@@ -119,7 +119,7 @@ class Closings:
 
     def _call(self, host: Host, closing: _Closing) -> Any:
         if closing.steps:
-            return host.actor.handle.close.remote()
+            return host.actor.handle.close.remote(True)  # else it may not have read the first order
         order = {"do": "forget", "run_dirs": [record.run_dir for record in closing.records]}
         number, host.replica.orders = host.replica.orders, host.replica.orders + 1
         return host.actor.handle.order.remote(name(host.replica.replica_id), number, order)

@@ -235,7 +235,7 @@ def actor_class() -> Any:
         def pull(self, seen: Dict[str, int], patience_s: float, gather_s: float) -> Any:
             return self._node, self._relays.pull(seen, patience_s, gather_s)
 
-        def close(self) -> Any:
-            return self._relays.close()
+        def close(self, by_themselves: bool = False) -> Any:
+            return self._relays.close(by_themselves)
 
     return Replicas

@@ -20,7 +20,8 @@ from typing import Any, Deque, Dict, List, Mapping, NamedTuple, Sequence, Tuple
 
 from .. import FOLDER
 from ..node.tree import KEEPER
-from .replica import clean_up, has_left
+from .replica import clean_up
+from .stay import OVER
 
 #: Bytes of one replica's reports kept for the driver; beyond it the role's processes wait to write.
 _KEPT_MAX = 8 * 2**20
@@ -106,8 +107,16 @@ class Relays:
                 self._changed.wait(left_s)
             return not any(relay.has_much for relay in self._relays.values())
 
-    def close(self) -> bool:
-        """End the processes and wait until they have removed their folders; true if they have."""
+    def close(self, by_themselves: bool = False) -> bool:
+        """End the processes and wait until nothing of them is left.
+
+        Args:
+            by_themselves: whether they must have ended by themselves. One that was killed has not
+                carried out the orders that it had not read.
+
+        Returns:
+            Whether they have ended so.
+        """
         with self._changed:
             for relay in self._relays.values():
                 relay.hang_up()
@@ -115,7 +124,8 @@ class Relays:
         deadline = time.monotonic() + _CLOSE_S
         gone = [relay.is_gone(deadline - time.monotonic()) for relay in self._relays.values()]
         shutil.rmtree(self._folder, ignore_errors=True)  # those that were killed could not
-        return all(gone)
+        killed = by_themselves and any(relay.was_killed for relay in self._relays.values())
+        return all(gone) and not killed
 
 
 class _Relay:
@@ -134,7 +144,7 @@ class _Relay:
         self._kept_bytes = 0
         self._first = 0  # number of the oldest report that is kept
         self._gone = threading.Event()
-        self._closing = self._keeps_run_dir = False
+        self._closing = self._keeps_run_dir = self.was_killed = False
         self._channel, theirs = socket.socketpair()
         package = os.path.dirname(FOLDER)
         module = f"{__package__.rpartition('.')[0]}.{place.program}"
@@ -195,14 +205,15 @@ class _Relay:
         return self._gone.wait(max(0.0, within_s))
 
     def _listen(self) -> None:
+        last = b""
         # A process that is killed before it has read its last order resets the connection.
         with self._channel.makefile("rb") as reports, suppress(ConnectionResetError):
-            for report in reports:
-                if report.endswith(b"\n"):  # else it died in the middle of it
-                    self._keep(report)
+            for last in reports:
+                if last.endswith(b"\n") and last != OVER:  # else it died in the middle of it
+                    self._keep(last)
         is_told, left = self._closing, 0
-        has_died = not self._keeps_run_dir and has_left(self._place.run_dir)
-        if not is_told or has_died:
+        self.was_killed = last != OVER
+        if not is_told or (self.was_killed and not self._keeps_run_dir):
             left = clean_up(self._place.tag, self._place.run_dir)
         if not is_told:
             if self._is_alone:

@@ -218,11 +218,6 @@ class ReplicaProcess:
         return sorted(failed, key=lambda rank: rank.ended_at)
 
 
-def has_left(run_dir: str) -> bool:
-    """Whether a replica process that has ended has left its run directory: then it was killed."""
-    return os.path.exists(RunDir(run_dir, base=run_dirs(command.tmpdir())).root)
-
-
 def clean_up(tag: str, run_dir: str) -> int:
     """End what a killed replica process left, from its actor; the number of its processes."""
     left = sweep(tag)

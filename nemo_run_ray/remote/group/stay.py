@@ -7,10 +7,16 @@ import signal
 import socket
 import time
 import traceback
+from contextlib import suppress
 from typing import Callable, NoReturn, Protocol, Sequence
 
 from ..node import command
 from ..node.tree import ENDING, GUARD, ROUND_S, Tree, adopt_orphans, name_process
+
+#: The last line to the actor: all orders are carried out, and nothing is left.
+OVER = b'{"at": "over"}\n'
+#: Seconds for the actor to take it.
+_SAY_S = 5.0
 
 
 class Staying(Protocol):
@@ -54,6 +60,9 @@ def stay(argv: Sequence[str], kind: Callable[[socket.socket, str], Staying]) -> 
         process.fail(f"our process failed: {type(error).__name__}: {error}")
     finally:
         process.abandon()
+        channel.settimeout(_SAY_S)
+        with suppress(OSError):  # the actor is gone
+            channel.sendall(OVER)
         os._exit(0)
 
 

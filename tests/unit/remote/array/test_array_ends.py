@@ -164,7 +164,7 @@ def test_a_cancel_while_it_waits_does_not_hide_a_host_that_does_not_end(cluster,
     end_all(cluster, other)
     lose(cluster, host)
     drive.stuck.add(other.record.number)
-    other.actor.handle.close.remote = lambda: STUCK
+    other.actor.handle.close.remote = lambda *_: STUCK
     drive.later[50] = drive.cancel
     drive.later[55] = lambda: is_swept(cluster, host)
     drive.run()

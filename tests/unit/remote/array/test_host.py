@@ -150,6 +150,21 @@ def test_a_host_that_is_killed_while_it_closes_leaves_nothing(host):
     assert host.elements() == set()
 
 
+@pytest.mark.parametrize("is_killed", [True, False])
+def test_it_is_known_whether_a_host_has_carried_out_its_last_order(host, is_killed):
+    host.shell("true")
+    (begun,) = host.root.parent.glob("*.begun")
+    process, _ = host.keepers()
+    os.kill(process, signal.SIGSTOP)
+    host.order({"do": "forget", "run_dirs": [host.run_dir]})
+    os.kill(process, signal.SIGKILL if is_killed else signal.SIGCONT)
+    assert host.relays.close(by_themselves=True) is not is_killed
+    assert begun.exists() is is_killed
+    assert host.relays.close(), "nothing runs in either case"
+    begun.unlink(missing_ok=True)
+    begun.with_suffix(".ended").unlink(missing_ok=True)
+
+
 # ---------------------------------------------------------------------- what elements leave
 
 

@@ -267,7 +267,7 @@ def test_one_that_does_not_close_is_followed_later_and_later(cluster, dead_and_s
     """Each has ended what was left, and then its own process does not end."""
     _, sweeper = dead_and_sweeper
     for pause_s in (5, 10, 20):
-        sweeper.actor.handle.close.remote = lambda: STUCK
+        sweeper.actor.handle.close.remote = lambda *_: STUCK
         for record in list(sweeper.sweeps.values()):
             cluster.tells(sweeper, at="swept", host=record.number, ended=[], begun=[])
         for _ in range(3):
