@@ -88,3 +88,8 @@ def starts_a_process(text: str) -> None:
     process.start()
     process.join()
     sys.exit(process.exitcode)
+
+
+def executes(text: str) -> None:
+    """Executes a program."""
+    exec(text)

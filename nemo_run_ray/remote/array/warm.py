@@ -31,7 +31,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from .huge_pages import use_huge_pages
-from .script import has_to_run
+from .script import has_to_run, offer
 
 #: Bytes of one packet.
 PACKET_MAX = 2**17
@@ -73,10 +73,13 @@ def _template(text: str | None, root: Path) -> Any:
         return None
     from fiddle.experimental import serialization
 
+    script = ""
     with suppress(FileNotFoundError):
         script = (root / "__main__.py").read_text(encoding="utf-8", errors="replace")
-        if has_to_run(script, json.loads(text)):
-            _load_main(root)
+    if has_to_run(script, json.loads(text)):
+        _load_main(root)
+    else:
+        offer(lambda: _load_main(root))
     return serialization.load_json(text)
 
 
@@ -86,6 +89,8 @@ def _load_main(root: Path) -> None:
 
     try:
         maybe_load_external_main(root)
+    except SystemExit as error:
+        print(f"The launching script ended with {error} when it ran here.", file=sys.stderr)
     except Exception as error:  # the task may do without it
         if type(error).__module__.partition(".")[0] == "nemo_run_ray":
             print(error, file=sys.stderr)

@@ -4,7 +4,6 @@ import json
 import os
 import subprocess
 import sys
-import textwrap
 from collections.abc import Callable
 from pathlib import Path
 
@@ -59,7 +58,7 @@ def runs(tmp_path, monkeypatch) -> Callable[..., tuple[int, str]]:
     def once(function, text: str = "x", main: str | None = None, **env: str) -> tuple[int, str]:
         made = array(run.Partial(function, text=""), over={"text": [text]})
         folder = tmp_path / "jobs" / "job" / "scripts"
-        folder.mkdir(parents=True)
+        folder.mkdir(parents=True, exist_ok=True)
         (folder / "elements").write_text(made.inline)
         if main is not None:
             (tmp_path / "jobs" / "__main__.py").write_text(main)
@@ -136,22 +135,47 @@ def test_an_element_starts_processes_of_its_own(runs, how):
     assert runs(array_tasks.starts_a_process, how) == (0, "started\n")
 
 
-def test_a_safe_path_stays_one(runs):
-    assert runs(textwrap.dedent, PYTHONSAFEPATH="1") == (0, "")
+def test_a_safe_path_stays_one(runs, says):
+    """The task's module lies in the path's first folder."""
+    assert runs(says(), PYTHONSAFEPATH="1") == (0, "x False\n")
 
 
-_FIT = {"type": "pyref", "module": "models.fit", "name": "fit"}
+def test_what_a_script_defines_is_there_for_who_asks_for_it(runs, says):
+    """A function that was pickled by the script, say."""
+    text = "import pickle\nprint(pickle.loads(b'c__main__\\nclean\\n.')('x'))"
+    main = "def clean(text):\n    return text * 2\n"
+    assert runs(array_tasks.executes, text, main=main) == (0, "xx\n")
+    code, printed = runs(array_tasks.executes, text.replace("clean", "gone"), main=main)
+    assert code == 1
+    assert "'gone' on <module '__main__'>" in printed
+
+
+def test_a_script_that_reads_its_arguments_does_not_end_the_task(runs, says):
+    main = "import argparse\nargparse.ArgumentParser().parse_args()"
+    code, printed = runs(says(), main=main)
+    assert code == 0
+    assert "The launching script ended with 2 when it ran here." in printed
+    assert printed.startswith("x True\n")
+
+
+_FIT = {"type": "pyref", "module": "tests.array_tasks", "name": "train"}
 
 
 @pytest.mark.parametrize(
     "statement",
     [
-        "import models.fit",
-        "import models",
-        "from models import fit",
-        "from models.fit import fit",
+        "import tests.array_tasks",
+        "import tests",
+        "from tests import array_tasks",
+        "from tests.array_tasks import train, waits",
         "def f(x: int = 3) -> None: ...",
         "x = run.Partial",
+        "x, y = Path('a'), os.environ['A']",
+        "x = f'{a}-{b!r}' if a < b else [*c][1:]",
+        "log = logging.getLogger(__name__)",
+        "@dataclass(frozen=True)\nclass Options:\n    width: int = 3",
+        "class Color(Enum):\n    RED = 1",
+        "from . import models\nmodels.register()",
     ],
 )
 def test_what_does_nothing_for_a_task(statement):
@@ -162,17 +186,22 @@ def test_what_does_nothing_for_a_task(statement):
     "statement",
     [
         "import numpy",
-        "import models.plugins",
-        "from models import plugins",
-        "from models.fit import more",
-        "from . import models",
+        "import tests.fake_ray",
+        "from tests import fake_ray",
+        "from tests.fake_ray import more",
+        "from tests import *",
         "import os; os.environ['A'] = '1'",
-        "models.fit.WIDTH = 3",
+        "array_tasks.WIDTH = 3",
         "print()",
         "x = print()",
         "x = [print()]",
+        "x = f'{print()}'",
+        "x: print() = 1",
         "def f(x=print()): ...",
+        "def f(x: print()): ...",
+        "def f() -> print(): ...",
         "@register\ndef f(): ...",
+        "@register()\nclass Net: ...",
         "class Net(Registered): ...",
         "class Net:\n    x = print()",
         "class Net(metaclass=Meta): ...",
@@ -180,14 +209,23 @@ def test_what_does_nothing_for_a_task(statement):
         "if __name__ == '__main__':\n    pass\nelse:\n    print()",
         "for x in y: ...",
         "try:\n    import os\nexcept ImportError: ...",
-        "x: int = print()",
         "x = (y := 3)",
+        "list = print",
+        "def sorted(x): ...",
         "del x",
-        "not Python",
+        "no Python",
+        f"x = {'1 + ' * 5000}1",
     ],
 )
 def test_what_may_do_something_for_a_task(statement):
     assert script.has_to_run(statement, {"a": [_FIT]})
+
+
+def test_a_file_with_a_name_of_pythons_library_is_the_users(tmp_path, monkeypatch):
+    assert not script.has_to_run("import profile", {})
+    (tmp_path / "profile.py").touch()
+    monkeypatch.syspath_prepend(str(tmp_path))
+    assert script.has_to_run("import profile", {})
 
 
 def test_a_task_of_the_script_needs_it():
