@@ -21,9 +21,10 @@ def main() -> None:
     package.__path__ = [os.path.dirname(os.path.dirname(os.path.abspath(__file__)))]
     sys.modules[_NAME] = package
     sys.modules["__main__"] = types.ModuleType("__main__")
+    warm = import_module(f"{_NAME}.array.warm")
     if not getattr(sys.flags, "safe_path", False):
         sys.path[0] = os.getcwd()  # as ``python -m`` has it, and not the folder of this file
-    import_module(f"{_NAME}.array.warm").main(sys.argv)
+    warm.main(sys.argv)
 
 
 if __name__ == "__main__":

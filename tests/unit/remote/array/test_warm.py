@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+import textwrap
 from collections.abc import Callable
 from pathlib import Path
 
@@ -18,6 +19,7 @@ from tests import array_tasks
 _TASKS = """
 import {before}
 import sys
+import textwrap
 
 def says(text):
     print(text, "nemo_run" in sys.modules)
@@ -138,6 +140,11 @@ def test_an_element_starts_processes_of_its_own(runs, how):
 def test_a_safe_path_stays_one(runs, says):
     """The task's module lies in the path's first folder."""
     assert runs(says(), PYTHONSAFEPATH="1") == (0, "x False\n")
+
+
+def test_a_file_of_the_users_hides_none_of_pythons_modules_from_ours(runs, tmp_path):
+    (tmp_path / "select.py").write_text("raise OSError")
+    assert runs(textwrap.dedent) == (0, "")
 
 
 def test_what_a_script_defines_is_there_for_who_asks_for_it(runs, says):
