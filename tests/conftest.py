@@ -15,6 +15,7 @@ from typing import TypeVar
 import hypothesis
 import pytest
 from xdist.scheduler import LoadScopeScheduling
+from xdist.workermanage import NodeManager
 
 # Read by NeMo-Run when it is imported.
 _HOME = tempfile.mkdtemp(prefix="nrr-")
@@ -46,6 +47,9 @@ from tests import warm  # noqa: E402
 # The machines differ, and a limit on an example's time would fail at their whim.
 hypothesis.settings.register_profile("untimed", deadline=None)
 hypothesis.settings.load_profile("untimed")
+# A process that ends its Ray and removes its home may need more than 10 s for it beside others;
+# pytest-xdist would kill it then, and both would stay.
+NodeManager.EXIT_TIMEOUT = 120
 ROOT = Path(__file__).resolve().parent.parent
 _T = TypeVar("_T")
 
