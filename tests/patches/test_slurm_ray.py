@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import base64
-import io
 import os
 import re
 import subprocess
 import sys
 import tempfile
-import zipfile
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -20,7 +18,7 @@ from nemo_run.run.ray.slurm import SlurmRayCluster, SlurmRayRequest
 
 from nemo_run_ray import patches
 from nemo_run_ray.errors import UnsupportedNemoRun
-from nemo_run_ray.slurm_script import node_program
+from nemo_run_ray.slurm_script.program import node_program
 
 Both = Callable[..., tuple[str, str]]
 #: Fields of an executor that NeMo-Run sets after it was made.
@@ -232,8 +230,6 @@ def test_the_script_carries_a_program_that_python_runs(both, tmp_path):
     _, ours = both()
     text = ours.partition("<<'NODE_PROGRAM'\n")[2].partition("\nNODE_PROGRAM\n")[0]
     assert base64.b64decode(text) == node_program()
-    with zipfile.ZipFile(io.BytesIO(node_program())) as archive:
-        assert "nemo_run_ray_remote/slurm/node.py" in archive.namelist()
     (tmp_path / "node.pyz").write_bytes(node_program())
     words = [sys.executable, "-I", str(tmp_path / "node.pyz")]
     done = subprocess.run(words, capture_output=True, text=True, env={})
