@@ -47,8 +47,9 @@ from tests import warm  # noqa: E402
 # The machines differ, and a limit on an example's time would fail at their whim.
 hypothesis.settings.register_profile("untimed", deadline=None)
 hypothesis.settings.load_profile("untimed")
-# A process that ends its Ray and removes its home may need more than 10 s for it beside others;
-# pytest-xdist would kill it then, and both would stay.
+# A process that ends its Ray and removes its home may need more than 10 s for it beside others, and
+# pytest-xdist would kill it then. It has no option for this.
+assert NodeManager.EXIT_TIMEOUT, "pytest-xdist has another name for it"
 NodeManager.EXIT_TIMEOUT = 120
 ROOT = Path(__file__).resolve().parent.parent
 _T = TypeVar("_T")

@@ -1,34 +1,40 @@
 """The node program as one file."""
 
+import ast
 import io
-import marshal
 import subprocess
 import sys
 import zipfile
+from pathlib import Path
 
 import pytest
 
 from nemo_run_ray.slurm_script.program import node_program
 
 _PACKAGE = "nemo_run_ray_remote"
-#: Imports modules of the zip, and prints the files of it that Python compiles for that.
-_COMPILED = f"""
-import importlib, sys
-sys.path.insert(0, sys.argv[1])
+#: Runs the zip, which ends at once, then imports of its modules. Each module that Python compiles
+#: is a line of the output.
+_RUN = """
+import runpy, sys
 def saw(event, words):
     if event == "compile" and str(words[1]).startswith(sys.argv[1]):
-        print(str(words[1]).removeprefix(sys.argv[1] + "/{_PACKAGE}/"))
+        print("compiled", str(words[1])[len(sys.argv[1]):])
 sys.addaudithook(saw)
-for name in sys.argv[2:]:
-    importlib.import_module("{_PACKAGE}." + name)
+try:
+    runpy.run_path(sys.argv[1], run_name="__main__")
+except SystemExit as end:
+    assert end.code == 2, end
+sys.path.insert(0, sys.argv[1])
+for words in sys.argv[2:]:
+    package, statement = words.split(":")
+    exec(statement, {"__package__": package, "__name__": package + ".test"})
 """
 
 
 @pytest.fixture(scope="module")
-def files() -> dict[str, bytes]:
+def files() -> dict[str, str]:
     with zipfile.ZipFile(io.BytesIO(node_program())) as archive:
-        assert archive.testzip() is None
-        return {name: archive.read(name) for name in archive.namelist()}
+        return {name: archive.read(name).decode() for name in archive.namelist()}
 
 
 @pytest.fixture
@@ -37,48 +43,37 @@ def zipped(tmp_path) -> str:
     return str(tmp_path / "node.pyz")
 
 
-def _compiled(zipped: str, *modules: str) -> list[str]:
-    words = [sys.executable, "-I", "-S", "-c", _COMPILED, zipped, *modules]
-    done = subprocess.run(words, capture_output=True, text=True, check=False)
+def _run(zipped: str, *statements: str) -> list[str]:
+    words = [sys.executable, "-I", "-S", "-c", _RUN, zipped, *statements]
+    done = subprocess.run(words, capture_output=True, text=True, env={}, check=False)
     assert done.returncode == 0, done.stderr
-    return done.stdout.splitlines()
+    start = f"compiled /{_PACKAGE}/"
+    lines = done.stdout.splitlines()
+    return [one.removeprefix(start) for one in lines if one.startswith(start)]
 
 
-def test_every_module_finds_what_it_imports(files, zipped):
-    prefix = f"{_PACKAGE}/"
-    sources = {one.removeprefix(prefix) for one in files if one.startswith(prefix)}
-    modules = {one.removesuffix(".py") for one in sources if one.endswith(".py")}
-    assert {"slurm/head", "slurm/worker", "slurm/companion", "slurm/decide", "spec"} <= modules
-    names = (one.removesuffix("__init__").strip("/").replace("/", ".") for one in sorted(modules))
-    assert "slurm/decide.py" in _compiled(zipped, *(one for one in names if one))
+def test_every_module_finds_what_it_imports_and_is_compiled_once(files, zipped):
+    """Each import runs, also those inside of functions, and nothing is there for no import."""
+    statements = []
+    for name, text in files.items():
+        package = ".".join(Path(name).parent.parts)
+        statements += [
+            f"{package}:{ast.unparse(one)}"
+            for one in ast.walk(ast.parse(text))
+            if isinstance(one, ast.ImportFrom) and one.level
+        ]
+    assert f"{_PACKAGE}.slurm:from .worker import Worker" in statements
+    compiled = _run(zipped, *statements)
+    assert sorted(compiled) == sorted(set(compiled)), "each once"
+    assert {f"{_PACKAGE}/{one}" for one in compiled} | {"__main__.py"} == set(files)
 
 
 def test_what_no_node_runs_stays_here(files):
     assert not [one for one in files if "/array/" in one or "/group/" in one or "rundir" in one]
 
 
-def test_a_worker_compiles_nothing(zipped):
-    assert _compiled(zipped, "slurm.__main__", "slurm.worker") == []
-    assert "slurm/head.py" in _compiled(zipped, "slurm.head"), "there is one of them"
-
-
-def test_the_byte_code_is_that_of_the_source(files):
-    found = [one for one in files if one.endswith(".pyc")]
-    assert f"{_PACKAGE}/slurm/worker.pyc" in found
-    for name in found:
-        source = name.removesuffix("c")
-        code = compile(files[source], source, "exec", dont_inherit=True)
-        assert marshal.loads(files[name][16:]) == code, name
-
-
-def test_another_version_of_python_reads_the_sources(files, tmp_path):
-    """By byte code with the number that no version has."""
-    other = tmp_path / "node.pyz"
-    with zipfile.ZipFile(other, "w") as archive:
-        for name, data in files.items():
-            archive.writestr(name, bytes(4) + data[4:] if name.endswith(".pyc") else data)
-    assert "slurm/worker.py" in _compiled(str(other), "slurm.__main__", "slurm.worker")
-    words = [sys.executable, "-I", "-S", str(other)]
+def test_a_traceback_shows_where_it_happened(zipped):
+    raising = "from .settings import read; read({}, None)"
+    words = [sys.executable, "-I", "-S", "-c", _RUN, zipped, f"{_PACKAGE}.slurm:{raising}"]
     done = subprocess.run(words, capture_output=True, text=True, env={}, check=False)
-    assert done.returncode == 2
-    assert "this program is started by `srun`" in done.stdout
+    assert f'File "{zipped}/{_PACKAGE}/slurm/settings.py", line ' in done.stderr
