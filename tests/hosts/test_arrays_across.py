@@ -62,17 +62,33 @@ def whole(hosts) -> Iterator[Callable[[], None]]:
 
 
 def _strike(
-    hosts: Hosts, title: str, folder: Path, fault: Callable[[Hosts, RemoteJob], None]
+    hosts: Hosts,
+    title: str,
+    folder: Path,
+    fault: Callable[[Hosts, RemoteJob], None],
+    count: int = 1,
 ) -> None:
-    executor = RayExecutor(cluster=hosts.cluster, cpus_per_node=1, python=sys.executable)
+    """Do something to a host on which each of so many arrays has two elements at that moment."""
+    executor = RayExecutor(
+        cluster=hosts.cluster,
+        cpus_per_node=1 / count,
+        max_in_flight=6,  # so together they need all that the three hosts have
+        python=sys.executable,
+    )
+    folders = [folder / str(number) for number in range(count)]
     with run.Experiment(title, executor=executor) as experiment:
-        experiment.add(scripts(folder, seconds=1.0), name="array")
+        for number, notes in enumerate(folders):
+            notes.mkdir()
+            # The first one still runs when the last one has begun.
+            experiment.add(scripts(notes, 1.0 if count == 1 else 3.0), name=f"array{number}")
         experiment.run(detach=True)
-    job = find_job(f"{experiment._id}.array")
-    wait_for(lambda: ended(folder) >= 4, 90)
-    fault(hosts, job)
-    # How what the host had in hand has ended, it could tell nobody.
-    check(job, folder, logs=None, unseen=8)
+    jobs = [find_job(f"{experiment._id}.array{number}") for number in range(count)]
+    wait_for(lambda: all(ended(notes) >= 4 for notes in folders), 90)
+    assert not any(job.status.state.is_terminal for job in jobs)
+    fault(hosts, jobs[0])
+    for job, notes in zip(jobs, folders, strict=True):
+        # How what the host had in hand has ended, it could tell nobody.
+        check(job, notes, logs=None, unseen=8)
 
 
 @pytest.mark.soak  # Ray's raylets here notice after 150 s that they are alone
@@ -82,14 +98,15 @@ def test_an_array_outlives_a_host(hosts, unique, tmp_path, whole):
 
 @pytest.mark.soak
 def test_arrays_outlive_every_loss(hosts, unique, tmp_path, whole):
+    """A host's losses, with five arrays on it at each: a hundred runs, or five for each of RUNS."""
     seed = int(os.environ.get("SEED", random.randrange(10**6)))
     chance = random.Random(seed)
-    order = [fault for fault in FAULTS for _ in range(5)]
+    order = [FAULTS[number % len(FAULTS)] for number in range(int(os.environ.get("RUNS", "20")))]
     chance.shuffle(order)
     print(f"seed {seed}", file=sys.stderr)
     for number, fault in enumerate(order):
         folder = tmp_path / str(number)
         folder.mkdir()
-        _strike(hosts, f"{unique}n{number}", folder, fault)
+        _strike(hosts, f"{unique}n{number}", folder, fault, count=5)
         print(f"{number} {fault.__name__}: held", file=sys.stderr)
         whole()
