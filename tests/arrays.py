@@ -26,13 +26,19 @@ COUNT = 60
 _PROGRAM = (
     "cd {folder}; exec 9>lock-$NEMO_RUN_ARRAY_INDEX; "
     "flock -n 9 || echo $NEMO_RUN_ARRAY_INDEX $NEMO_RUN_ATTEMPT twice >> notes; "
-    "echo $NEMO_RUN_ARRAY_INDEX $NEMO_RUN_ATTEMPT begin >> notes; sleep {seconds}; "
+    "echo $NEMO_RUN_ARRAY_INDEX $NEMO_RUN_ATTEMPT begin >> notes; {wait}sleep {seconds}; "
     "echo $NEMO_RUN_ARRAY_INDEX $NEMO_RUN_ATTEMPT end >> notes"
 )
 
 
-def scripts(folder: Path, seconds: float) -> Array:
-    program = _PROGRAM.format(folder=folder, seconds=seconds)
+#: Until a file is there, or for as many elements as it takes to see that the array has begun.
+_GATE = "until [ -e go ] || [ $NEMO_RUN_ARRAY_INDEX -lt 6 ]; do sleep 0.2; done; "
+
+
+def scripts(folder: Path, seconds: float, is_gated: bool = False) -> Array:
+    """Elements that sleep; of a gated array all but six wait for the file ``go`` first."""
+    wait = _GATE if is_gated else ""
+    program = _PROGRAM.format(folder=folder, seconds=seconds, wait=wait)
     return array(run.Script(inline=program), over={"env.X": range(COUNT)})
 
 
