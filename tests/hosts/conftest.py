@@ -47,7 +47,9 @@ class Hosts:
         # /tmp/ray is a folder of each host's own; the rest of the file system is one for all.
         auth = f"RAY_AUTH_MODE=token RAY_AUTH_TOKEN_PATH={token}"
         # A raylet whose head is away ends after this time, and a busy machine's head needs long.
-        patient = "RAY_gcs_rpc_server_reconnect_timeout_s=150"
+        # Where no head is away, Ray's own 60 s make a lost host's end known sooner.
+        name = "RAY_gcs_rpc_server_reconnect_timeout_s"
+        patient = f"{name}={os.environ.get(name, '150')}"
         self._env = f"env TMPDIR={logs} RAY_TMPDIR=/tmp {patient} {auth} {path}"
         # A job that was about to start when the head died is given up after this time.
         head = f"{self._env} RAY_JOB_START_TIMEOUT_SECONDS=20"

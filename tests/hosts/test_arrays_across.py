@@ -90,8 +90,8 @@ def _strike(
         (notes / "go").touch()
     fault(hosts, struck[0][0])
     for job, notes in struck:
-        # How what the host had in hand has ended, it could tell nobody. After a loss of power 215 s
-        # pass until its raylet has surely given up, and then all five start hosts again.
+        # How what the host had in hand has ended, it could tell nobody. After a loss of power up to
+        # 220 s pass until its raylet has surely given up, and then all five start hosts again.
         check(job, notes, logs=None, unseen=8, within_s=240 + 30 * (count - 1))
 
 
