@@ -47,9 +47,7 @@ def partials(folder: Path, seconds: float) -> Array:
     return array(task, over={"number": range(COUNT)})
 
 
-def check(
-    job: RemoteJob, folder: Path, logs: Path | None, unseen: int, within_s: float = 240
-) -> None:
+def check(job: RemoteJob, folder: Path, logs: Path | None, unseen: int) -> None:
     """Each element has ended once in the journal, and no two of its attempts ran together.
 
     Args:
@@ -58,9 +56,8 @@ def check(
         logs: Ray's folder of logs, if it is here.
         unseen: elements that may have run once more after they have noted their end, since a strike
             came before anybody saw their exit codes.
-        within_s: seconds until it has ended.
     """
-    status = job.wait(timeout_s=within_s)
+    status = job.wait(timeout_s=240)
     log = "".join(job.log())
     assert status.state.value == "SUCCEEDED", (status, log[-3000:])
     rows = [tuple(line.split()) for line in (folder / "notes").read_text().splitlines()]

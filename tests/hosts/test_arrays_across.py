@@ -90,9 +90,8 @@ def _strike(
         (notes / "go").touch()
     fault(hosts, struck[0][0])
     for job, notes in struck:
-        # How what the host had in hand has ended, it could tell nobody. After a loss of power up to
-        # 220 s pass until its raylet has surely given up, and then all five start hosts again.
-        check(job, notes, logs=None, unseen=8, within_s=240 + 30 * (count - 1))
+        # How what the host had in hand has ended, it could tell nobody.
+        check(job, notes, logs=None, unseen=8)
 
 
 @pytest.mark.soak  # Ray's raylets here notice after 150 s that they are alone
@@ -102,7 +101,11 @@ def test_an_array_outlives_a_host(hosts, unique, tmp_path, whole):
 
 @pytest.mark.soak
 def test_arrays_outlive_every_loss(hosts, unique, tmp_path, whole):
-    """A host's losses, with five arrays on it at each: a hundred runs, or five for each of RUNS."""
+    """RUNS losses of a host, each with so many arrays on it as ARRAYS says.
+
+    Several need Ray's own RAY_gcs_rpc_server_reconnect_timeout_s, 60, to end within one's time.
+    """
+    arrays = int(os.environ.get("ARRAYS", "1"))
     seed = int(os.environ.get("SEED", random.randrange(10**6)))
     chance = random.Random(seed)
     order = [FAULTS[number % len(FAULTS)] for number in range(int(os.environ.get("RUNS", "20")))]
@@ -111,6 +114,6 @@ def test_arrays_outlive_every_loss(hosts, unique, tmp_path, whole):
     for number, fault in enumerate(order):
         folder = tmp_path / str(number)
         folder.mkdir()
-        _strike(hosts, f"{unique}n{number}", folder, fault, count=5)
+        _strike(hosts, f"{unique}n{number}", folder, fault, count=arrays)
         print(f"{number} {fault.__name__}: held", file=sys.stderr)
         whole()
