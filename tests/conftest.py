@@ -55,8 +55,8 @@ ROOT = Path(__file__).resolve().parent.parent
 _T = TypeVar("_T")
 
 
-#: Folders whose tests share something that takes long to start: a set of hosts, Slurm on one.
-_ONCE = {"hosts", "slurm"}
+#: Folders whose tests share something that takes long to start: a set of hosts with a Ray on them.
+_ONCE = {"hosts"}
 
 
 @pytest.hookimpl(hookwrapper=True)

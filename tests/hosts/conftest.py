@@ -34,6 +34,11 @@ COUNT = 5
 POOLS = {"n1": ("client", 2, {}), "n2": ("gpu", 2, {"worker": 2}), "n3": ("cpu", 2, {})}
 
 
+def _setting(name: str, seconds: int) -> str:
+    """One of Ray's settings, which a run of these tests can choose for itself."""
+    return f"{name}={os.environ.get(name, seconds)}"
+
+
 class Hosts:
     """The hosts n1 (Ray's head), n2 and n3, and what can happen to them."""
 
@@ -48,11 +53,11 @@ class Hosts:
         auth = f"RAY_AUTH_MODE=token RAY_AUTH_TOKEN_PATH={token}"
         # A raylet whose head is away ends after this time, and a busy machine's head needs long.
         # Where no head is away, Ray's own 60 s make a lost host's end known sooner.
-        name = "RAY_gcs_rpc_server_reconnect_timeout_s"
-        patient = f"{name}={os.environ.get(name, '150')}"
+        patient = _setting("RAY_gcs_rpc_server_reconnect_timeout_s", 150)
         self._env = f"env TMPDIR={logs} RAY_TMPDIR=/tmp {patient} {auth} {path}"
-        # A job that was about to start when the head died is given up after this time.
-        head = f"{self._env} RAY_JOB_START_TIMEOUT_SECONDS=20"
+        # A job that was about to start when the head died is given up after this time. Ray's own
+        # 900 s are for tests that start many jobs at once and leave the head alone.
+        head = f"{self._env} {_setting('RAY_JOB_START_TIMEOUT_SECONDS', 20)}"
         self.head = Head(logs, head, self._options("n1"), lambda: answers(self.api))
 
     @property

@@ -103,7 +103,8 @@ def test_an_array_outlives_a_host(hosts, unique, tmp_path, whole):
 def test_arrays_outlive_every_loss(hosts, unique, tmp_path, whole):
     """RUNS losses of a host, each with so many arrays on it as ARRAYS says.
 
-    Several need Ray's own RAY_gcs_rpc_server_reconnect_timeout_s, 60, to end within one's time.
+    Several need Ray's own RAY_gcs_rpc_server_reconnect_timeout_s, 60, to end within one's time, and
+    its RAY_JOB_START_TIMEOUT_SECONDS, 900, to begin on a busy machine.
     """
     arrays = int(os.environ.get("ARRAYS", "1"))
     seed = int(os.environ.get("SEED", random.randrange(10**6)))
