@@ -33,6 +33,8 @@ from nemo_run_ray.remote.spec import DispatchedJobSpec, DispatchSpec, OutsideSpe
 from nemo_run_ray.remote.states import JobState, JobStatus, Reason
 
 NOW = 100_000.0
+#: Nonces that come before and after those of ``job_spec``.
+STRANGERS = ("a stranger's", "stranger")
 PERMANENT = {Reason.RUNTIME_ENV, Reason.UNSCHEDULABLE, Reason.NOT_PLACED}
 
 
@@ -437,10 +439,11 @@ def test_only_our_own_claim_cancels(cancel):
 # ------------------------------------------------------------------ strangers
 
 
+@pytest.mark.parametrize("nonce", STRANGERS)
 @pytest.mark.parametrize("where", ["e.a", "e.a@2"])
-def test_a_stranger_at_a_jobs_id_fails_the_job_and_is_left_alone(where):
+def test_a_stranger_at_a_jobs_id_fails_the_job_and_is_left_alone(where, nonce):
     plan = dispatch_of(job_spec("a", retries=3), job_spec("b", "a"))
-    table = {"e.a": failed("a"), where: running("a", nonce="stranger")}
+    table = {"e.a": failed("a"), where: running("a", nonce=nonce)}
     decision = decide(plan, table, NOW)
     assert decision.actions == ()
     assert decision.statuses["a"].reason is Reason.TAKEN
@@ -448,11 +451,28 @@ def test_a_stranger_at_a_jobs_id_fails_the_job_and_is_left_alone(where):
     assert decision.statuses["b"].reason is Reason.UPSTREAM
 
 
+def test_of_several_strangers_the_first_one_is_named():
+    plan = dispatch_of(job_spec("a", retries=3))
+    table = {"e.a": failed("a")}
+    table |= {f"e.a@{number}": running("a", nonce="stranger") for number in (2, 3)}
+    assert "e.a@2" in decide(plan, table, NOW).statuses["a"].detail
+
+
+@pytest.mark.parametrize("nonce", STRANGERS)
 @pytest.mark.parametrize("stranger", [JobState.RUNNING, JobState.PENDING])
-def test_a_stranger_takes_no_place_of_ours(stranger):
+def test_a_stranger_takes_no_place_of_ours(stranger, nonce):
     plan = dispatch_of(job_spec("a"), job_spec("b"), max_in_flight=1)
-    table = {"e.a": row(stranger, "a", nonce="stranger")}
+    table = {"e.a": row(stranger, "a", nonce=nonce)}
     assert submitted(plan, table) == ["e.b"]
+
+
+@pytest.mark.parametrize("nonce", STRANGERS)
+def test_the_live_attempt_beside_a_stranger_is_stopped_alone(nonce):
+    plan = dispatch_of(job_spec("a", retries=3))
+    table = {"e.a": running("a", nonce=nonce), "e.a@2": running("a")}
+    actions = decide(plan, table, NOW).actions
+    stops = [action.submission_id for action in actions if action.do is Do.STOP]
+    assert stops == ["e.a@2"]
 
 
 # ------------------------------------------------------------------ room
