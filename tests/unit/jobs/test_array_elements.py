@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import io
 import time
 from collections.abc import Iterator
 
 import nemo_run as run
 import pytest
+from rich.console import Console
 
 from nemo_run_ray import RayExecutor, array
+from nemo_run_ray.cli.status_report import _array_lines
 from nemo_run_ray.errors import ClusterError, ConfigError, JobError
 from nemo_run_ray.jobs import array_elements
 from nemo_run_ray.jobs.find import find_job
@@ -185,3 +188,16 @@ def test_states_and_results_are_kept_when_the_array_has_ended(ray, job, driver):
     ray.files.clear()
     assert job.results() == {0: {"loss": 1.5}, 2: None}
     assert [one.index for one in job.select_elements("failed")] == [3]
+
+
+def test_a_running_array_shows_its_pace_and_its_first_failures(job):
+    console = Console(file=io.StringIO(), width=200)
+    counts = dict.fromkeys(("succeeded", "failed", "cancelled", "lost"), 0)
+    rows = {"elements": 8, "waiting": 2, "running": 2, "elements_per_s": 12.345, "left_s": 90.0}
+    rows |= counts | {"succeeded": 3, "failed": 1, "failures": [[3, 9, ""]]}
+    console.print(_array_lines(job, rows))
+    told = console.file.getvalue()
+    assert "array has 8 elements: " in told
+    assert "3 succeeded" in told
+    assert "; 12.3 elements/s, about 1m 30s left\n" in told
+    assert "element 3: exit code 9" in told

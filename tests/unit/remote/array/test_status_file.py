@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -74,3 +75,20 @@ def test_nothing_is_told_of_them_before_this_drivers_states_are_there(tmp_path):
     file.write(ArrayProgress(3), 0, {}, is_over=True)
     file.write(ArrayProgress(3), 0, {}, is_over=True)
     assert json.loads(shown.read_text())["may_be_left"] == {}
+
+
+def test_the_progress_is_told_now_and_then(tmp_path, monkeypatch, capfd):
+    now = 0.0
+    monkeypatch.setattr(status_file, "time", SimpleNamespace(monotonic=lambda: now))
+    file = StatusFile(str(tmp_path), _ID)
+    progress = ArrayProgress(4)
+    for ended, words in ((0, ""), (2, "2 of 4 elements are over, 1 failed; 0.067 elements/s")):
+        for index in range(ended):
+            lease = progress.take()
+            assert lease is not None
+            progress.ended(lease, index, "exit code 1" if index else "")
+        file.write(progress, 0, {})
+        assert words in capfd.readouterr().out
+        now += 30.0
+    rows = json.loads((tmp_path / file_name(_ID)).read_text())
+    assert (rows["elements_per_s"], rows["left_s"]) == (0.067, 30.0)
