@@ -59,7 +59,8 @@ def test_services_are_ready_before_the_primaries_and_end_after_them(existing, un
 def test_a_service_is_started_again(existing, unique, tmp_path):
     count = tmp_path / "count"
     program = f"echo x >> {count}; if [ $(wc -l < {count}) -lt 3 ]; then exit 7; fi; sleep 600"
-    waits = client(f"while [ $(wc -l < {count}) -lt 3 ]; do sleep 0.1; done")
+    # The client may come first, before there is a file to count: that must not end its waiting.
+    waits = client(f"touch {count}; until [ $(wc -l < {count}) -ge 3 ]; do sleep 0.1; done")
     job = submit(unique, existing, server(program, ready=None, retries=2), waits)
 
     state, _, log = finish(job)
