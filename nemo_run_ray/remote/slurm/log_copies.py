@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import glob
 import os
-import shutil
 import time
 from contextlib import suppress
 from typing import Callable, Optional
@@ -97,6 +95,9 @@ def keep_job_logs(temp_dir: str, target: str) -> None:
         temp_dir: Ray's folder on this node.
         target: a folder that is shared by the nodes.
     """
+    import glob  # as in node.py
+    import shutil
+
     deadline = time.monotonic() + _KEEP_S
     paths = glob.glob(os.path.join(temp_dir, "session_2*", "logs", "job-driver-*.log"))
     for path in sorted(paths, key=_changed_at, reverse=True):

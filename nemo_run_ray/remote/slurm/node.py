@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shutil
 import time
 from abc import ABC, abstractmethod
 from contextlib import suppress
@@ -97,6 +96,8 @@ class NodeProgram(ABC):
         self.commands.stop(GRACE_S)
         self.before_removal()
         if not self.env.get("RAY_TEMP_DIR"):
+            import shutil  # on hundreds of nodes at once: what the start does not need comes later
+
             shutil.rmtree(os.path.dirname(self.settings.temp_dir), ignore_errors=True)
         self.publish(left=True)
         return 0

@@ -27,7 +27,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import shlex
 from typing import Any, Dict, List, Mapping, NamedTuple, Optional, Set, Tuple
 
 from ..files import write_file
@@ -182,6 +181,8 @@ class RunFolder:
             env: variables that a driver needs.
             names: those that NeMo-Run's script has for commands, and does not export.
         """
+        import shlex  # as in node.py
+
         self._write("ready.json", head._asdict())
         lines = ["unset RAY_AUTH_TOKEN"]  # one of another cluster's
         lines += [f"export {name}={shlex.quote(value)}" for name, value in env.items()]

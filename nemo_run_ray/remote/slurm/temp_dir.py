@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import fcntl
 import os
-import shutil
 from contextlib import suppress
 
 from .settings import WrongSetting
@@ -58,6 +57,8 @@ def remove_stale(job: str) -> None:
         earlier = name[len(start) :]
         is_earlier = name.startswith(start) and earlier.isdigit() and int(earlier) < int(restart)
         if name.startswith(own) and (is_earlier or _is_free(path)):
+            import shutil  # as in node.py
+
             shutil.rmtree(path, ignore_errors=True)
 
 
