@@ -3,14 +3,21 @@
 NeMo-Run's script and this package's side by side, on a real Slurm of hosts on this machine. With a
 ``ray`` that starts no Ray the way to a cluster is measured, not Ray; with the real one there is one
 round for each number of nodes.
+
+How the time grows with the nodes is measured by itself, few and many in turns. All hosts share the
+processors of one machine, and there even a step of Slurm that does nothing takes eight times as
+long on 64 hosts as on four. Nodes have processors of their own, so the promise is for hosts that
+have the same share of a processor, few or many.
 """
 
 from __future__ import annotations
 
+import contextlib
 import statistics
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -18,6 +25,7 @@ import nemo_run as run
 from nemo_run.run.ray.job import RayJob
 
 from benchmarks.common import Add, quietly
+from benchmarks.processor_share import processor_share
 from nemo_run_ray import patches
 from tests.slurm.conftest import BIN, PYTHON, Slurm
 
@@ -26,11 +34,31 @@ ROUNDS = 3
 NODES, THEIRS_MAX = (1, 2, 4, 8, 16, 64), 16
 #: The same with the real Ray, of which eight need most of the two CPUs that this is made for.
 REAL_NODES, REAL_THEIRS_MAX = (1, 2, 4, 8), 2
+#: The numbers of nodes that are measured in turns, and how often; the share of a processor that a
+#: host has then. All hosts but the head's together have less than the two processors there are.
+FEW, MANY, TURNS, SHARE = 4, 64, 8, 1 / 40
+_OWN_SHARE = f"each host with 1/{1 / SHARE:.0f} of a processor"
 #: The only folder that each of these hosts has for itself. Raylets of several hosts in one folder
 #: take the same names for their sockets when they start at the same moment, and end.
 _OWN = "/tmp/ray"
 #: What NeMo-Run's script writes into the root of a node's file system.
 _LITTER = ("/launch-head.sh", "/launch-worker.sh")
+
+
+class _Run(NamedTuple):
+    """One job.
+
+    Attributes:
+        starts_s: until its driver starts, since it was submitted.
+        own_s: the same since Slurm has run its script: when it runs that is up to Slurm.
+        ends_s: until it has ended.
+        requests: at the controller.
+    """
+
+    starts_s: float
+    own_s: float
+    ends_s: float
+    requests: int
 
 
 class _Kind(NamedTuple):
@@ -44,6 +72,7 @@ class _Kind(NamedTuple):
 def measure() -> dict[str, Any]:
     """By the number of nodes: requests and seconds, for each script."""
     results: dict[str, Any] = {}
+    growth: dict[str, Any] = {}
     litter = [Path(name) for name in _LITTER if not Path(name).exists()]
     light = f"{BIN}:{PYTHON}"
     ours, theirs = _Kind("slurm_ray", light, {}), _Kind("", light, {})
@@ -63,24 +92,37 @@ def measure() -> dict[str, Any]:
             if nodes <= REAL_THEIRS_MAX:
                 kinds["NeMo-Run, real Ray"] = real._replace(patch="")
             results[f"{nodes}, real"] = _on(Path(folder), nodes, kinds, 1)
+        growth = _in_turns(Path(folder), ours)
     for path in litter:
         path.unlink(missing_ok=True)
-    return results
+    return {"by nodes": results, "growth": growth}
 
 
 def show(found: dict[str, Any], add: Add) -> None:
-    for nodes, row in found.items():
+    for nodes, row in found["by nodes"].items():
         for name, one in row.items():
-            median, low, high = one["starts_s"]
             requests = one["requests"]
             add(
                 f"Ray on Slurm, {nodes.partition(',')[0]} nodes, {name}: until the driver starts",
-                f"{median:.1f} s ({low:.1f} to {high:.1f}), {requests:g} requests",
+                f"{_seconds(one['starts_s'])}, {requests:g} requests",
                 "" if name.startswith("NeMo-Run") else "≤ 10 requests",
             )
-    least, most = found["4"]["ours"], found[str(NODES[-1])]["ours"]
-    ratio = most["starts_s"][0] / least["starts_s"][0]
-    add(f"the same, {NODES[-1]} nodes / 4 nodes", f"{ratio:.2f}", "≤ 1.5")
+    for where, rows in found["growth"].items():
+        if isinstance(rows, str):
+            add(f"{MANY} nodes and {FEW} in turns, {where}", f"not measured: {rows}")
+            continue
+        few, many = rows[str(FEW)], rows[str(MANY)]
+        for name, key in (("the driver starts", "starts_s"), ("that, from the script on", "own_s")):
+            add(
+                f"{MANY} nodes / {FEW} in turns, {where}: until {name}",
+                f"{many[key][0] / few[key][0]:.2f}: {_seconds(many[key])}; {_seconds(few[key])}",
+                "≤ 1.5" if where == _OWN_SHARE else "",
+            )
+
+
+def _seconds(values: list[float]) -> str:
+    median, low, high = values
+    return f"{median:.1f} s ({low:.1f} to {high:.1f})"
 
 
 def _tools(folder: Path) -> Path:
@@ -93,26 +135,66 @@ def _tools(folder: Path) -> Path:
     return tools
 
 
-def _on(folder: Path, nodes: int, kinds: dict[str, _Kind], rounds: int) -> dict[str, Any]:
-    """Measure on so many hosts, one kind after the other in every round."""
+@contextlib.contextmanager
+def _slurm(folder: Path, nodes: int) -> Iterator[Slurm]:
     slurm = Slurm(folder, nodes)
     slurm.bed("up", str(nodes))
     try:
         slurm.bed("slurm")
-        found: dict[str, list[tuple[float, float, int]]] = {name: [] for name in kinds}
+        yield slurm
+    finally:
+        slurm.bed("down")
+
+
+def _on(folder: Path, nodes: int, kinds: dict[str, _Kind], rounds: int) -> dict[str, Any]:
+    """Measure on so many hosts, one kind after the other in every round."""
+    found: dict[str, list[_Run]] = {name: [] for name in kinds}
+    with _slurm(folder, nodes) as slurm:
         for number in range(rounds):
             for place, (name, kind) in enumerate(kinds.items()):
                 title = f"n{nodes}-{place}-{number}{'-real' if 'real' in name else ''}"
                 found[name].append(_once(slurm, nodes, kind, title))
-    finally:
-        slurm.bed("down")
+    return {name: _summary(runs) for name, runs in found.items()}
+
+
+def _in_turns(folder: Path, kind: _Kind) -> dict[str, Any]:
+    """By how the hosts share the processors: few nodes and many of the same hosts, in turns."""
+    found: dict[str, Any] = {}
+    with _slurm(folder, MANY) as slurm:
+        found["on two processors"] = _growth(slurm, kind, "shared")
+        try:
+            # The head's program does more than a worker's, and there is one of it.
+            with processor_share(_workers(slurm), SHARE):
+                found[_OWN_SHARE] = _growth(slurm, kind, "own")
+        except OSError as error:
+            found[_OWN_SHARE] = str(error)
+    return found
+
+
+def _growth(slurm: Slurm, kind: _Kind, title: str) -> dict[str, Any]:
+    found: dict[int, list[_Run]] = {FEW: [], MANY: []}
+    for number in range(TURNS):
+        for nodes, runs in found.items():
+            runs.append(_once(slurm, nodes, kind, f"{title}{nodes}-{number}"))
+    return {str(nodes): _summary(runs) for nodes, runs in found.items()}
+
+
+def _workers(slurm: Slurm) -> dict[str, list[int]]:
+    """The process of Slurm on every host but the head's."""
+    found = {}
+    for pid in slurm.processes(slurm.conf):
+        words = Path(f"/proc/{pid}/cmdline").read_text().split("\0")
+        if "-N" in words and words[words.index("-N") + 1] != "n1":
+            found[words[words.index("-N") + 1]] = [pid]
+    return found
+
+
+def _summary(runs: list[_Run]) -> dict[str, Any]:
     return {
-        name: {
-            "starts_s": _middle([one[0] for one in rows]),
-            "ends_s": _middle([one[1] for one in rows]),
-            "requests": statistics.median(one[2] for one in rows),
-        }
-        for name, rows in found.items()
+        "starts_s": _middle([one.starts_s for one in runs]),
+        "own_s": _middle([one.own_s for one in runs]),
+        "ends_s": _middle([one.ends_s for one in runs]),
+        "requests": statistics.median(one.requests for one in runs),
     }
 
 
@@ -120,8 +202,7 @@ def _middle(values: list[float]) -> list[float]:
     return [statistics.median(values), min(values), max(values)]
 
 
-def _once(slurm: Slurm, nodes: int, kind: _Kind, name: str) -> tuple[float, float, int]:
-    """(seconds until the driver starts, until the job has ended, requests) of one job."""
+def _once(slurm: Slurm, nodes: int, kind: _Kind, name: str) -> _Run:
     slurm.wait_idle()
     tunnel = run.LocalTunnel(job_dir=str(slurm.folder / "jobs"))
     executor = run.SlurmExecutor(
@@ -134,7 +215,8 @@ def _once(slurm: Slurm, nodes: int, kind: _Kind, name: str) -> tuple[float, floa
         env_vars={"PATH": f"{kind.path}:$PATH", "CPUS_PER_WORKER": "1", "RAY_TEMP_DIR": _OWN},
         **kind.fields,
     )
-    (slurm.folder / "jobs" / name / "logs").mkdir(parents=True)
+    home = slurm.folder / "jobs" / name
+    (home / "logs").mkdir(parents=True)
     work = slurm.folder / "work"
     work.mkdir(exist_ok=True)
     mark = slurm.folder / f"{name}.started"
@@ -150,4 +232,7 @@ def _once(slurm: Slurm, nodes: int, kind: _Kind, name: str) -> tuple[float, floa
     finally:
         undo()
     assert state == ("COMPLETED", "0:0"), (name, state)
-    return float(mark.read_text()) - began, ended - began, sum(slurm.rpcs().values())
+    started = float(mark.read_text())
+    # Both scripts write it first of all.
+    script = next(home.rglob("job_ids.json")).stat().st_mtime
+    return _Run(started - began, started - script, ended - began, sum(slurm.rpcs().values()))
