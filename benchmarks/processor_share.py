@@ -7,6 +7,7 @@ are, the more hosts there are; with a share of its own a host is as slow among f
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -63,4 +64,5 @@ def _leave(group: Path, root: Path) -> None:
         with suppress(OSError):  # a process has come
             group.rmdir()
             return
+        time.sleep(0.05)
     raise OSError(f"the control group {group} is not empty")

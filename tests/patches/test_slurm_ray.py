@@ -8,6 +8,7 @@ import re
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -91,7 +92,10 @@ def test_flags_variables_and_srun_arguments_are_nemo_runs(both, name):
     assert _EXECUTORS[name].get("setup_lines", "") in ours
     arguments = _step(theirs).partition(" --container-name=")[0]
     arguments = arguments.removeprefix("srun ")
-    assert f"step_args=({arguments} --container-name=ray-head)" in ours.splitlines()
+    if "container_image" in _EXECUTORS[name]:
+        assert f"step_args=({arguments} --container-name=ray-head)" in ours.splitlines()
+    else:
+        assert f"set -- {arguments}" in ours.splitlines()
     assert _step(ours).startswith('srun "${step_args[@]}" ')
 
 
@@ -125,13 +129,19 @@ def test_one_step_whatever_the_number_of_nodes(both):
         ]
 
 
-def test_the_driver_has_its_own_step_when_it_has_arguments_of_srun(both):
-    theirs, ours = both({"srun_args": ["--comment=a b"]}, command="python x.py", workdir="/code")
+@pytest.mark.parametrize("image", [None, "x:1"])
+def test_the_driver_has_its_own_step_when_it_has_arguments_of_srun(both, image):
+    fields = {"srun_args": ["--comment=a b"], "container_image": image}
+    theirs, ours = both(fields, command="python x.py", workdir="/code")
     (upstream,) = _lines(theirs, r"^\s*srun .*job\.log")
     (own,) = _lines(ours, r"^\s*srun .*job\.log")
-    for words in ("--overlap '--comment=a b'", "--container-name=ray-head", 'bash -c "$COMMAND"'):
+    for words in ("--overlap '--comment=a b'", 'bash -c "$COMMAND"'):
         assert words in upstream
         assert words in own
+    container = "--container-name=ray-head --container-workdir=$COMMAND_WORKDIR"
+    assert container in upstream
+    assert (container in own) == (image is not None)
+    assert ('--chdir="$COMMAND_WORKDIR"' in own) == (image is None)
     assert "COMMAND_WORKDIR=/code" in theirs
     assert "COMMAND_WORKDIR=/code" in ours
 
@@ -196,7 +206,64 @@ def test_logs_are_where_nemo_run_has_them(both):
 def test_nsight_is_changed_as_nemo_runs_script_changes_it(both):
     theirs, ours = both()
     (change, *_) = _lines(theirs, r"^sed -i .*nsight\.py$")
-    assert _lines(ours, r"^sed -i .*nsight\.py")[0].startswith(change.partition(" /opt")[0])
+    (own, *_) = _lines(ours, r"sed -i .*nsight\.py")
+    assert change.partition(" /opt")[0] in own
+
+
+@pytest.mark.parametrize(
+    ("limit", "seconds"),
+    [
+        ("1-02:30:15", 95415),
+        ("08-00:00:00", 691200),
+        ("2-12:30", 217800),
+        ("1-08", 115200),
+        ("02:30:09", 9009),
+        ("30:08", 1808),
+        ("0:45", 45),
+        ("090", 5400),
+        ("UNLIMITED", None),
+        ("NOT_SET", None),
+        ("", None),
+    ],
+)
+def test_the_time_limit_is_read_as_slurm_reads_it(both, limit, seconds):
+    _, ours = both()
+    function = "ends_after() {" + ours.partition("ends_after() {")[2].partition("\n}\n")[0] + "\n}"
+    text = f'set -eu\n{function}\nends_after "{limit}"\necho "${{SLURM_JOB_END_TIME:-}}"'
+    before = time.time()
+    done = subprocess.run(["bash"], input=text, text=True, capture_output=True, check=True)
+    assert done.stderr == ""
+    assert (seconds is None) == (done.stdout.strip() == "")
+    if seconds is not None:
+        assert -1 <= int(done.stdout) - before - seconds <= 20
+
+
+def _step_arguments(script: str) -> list[str]:
+    """What ``srun`` gets for the step with Ray, as bash sees it."""
+    lines = script.splitlines()
+    start = next(n for n, line in enumerate(lines) if line.startswith(("set -- ", "step_args=(")))
+    end = next(n for n, line in enumerate(lines) if n > start and line.startswith("# A step"))
+    text = "\n".join([*lines[start:end], "printf '%s\\n' \"${step_args[@]}\""])
+    env = {"CONTAINER_CWD": "/code", "PATH": os.environ["PATH"]}
+    done = subprocess.run(["bash", "-eu"], input=text, env=env, text=True, capture_output=True)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.splitlines()
+
+
+def test_options_of_pyxis_are_for_an_image(both):
+    """Pyxis refuses a container's name without an image, and an srun without pyxis all of them."""
+    fields = {"container_mounts": ["/a:/b"], "srun_args": ["--comment=a b"]}
+    assert not [word for word in _step_arguments(both(fields)[1]) if "container" in word]
+    with_image = _step_arguments(both({**fields, "container_image": "x:1"})[1])
+    assert "--container-name=ray-head" in with_image
+    assert "--container-image=x:1" in with_image
+
+
+def test_rays_token_is_not_turned_off_by_the_shell_that_submits(both):
+    _, ours = both()
+    (line,) = _lines(ours, r"^unset .*\bRAY_AUTH_MODE\b")
+    _, own = both({"env_vars": {"RAY_AUTH_MODE": "disabled"}})
+    assert own.index(line) < own.index("export RAY_AUTH_MODE=disabled")
 
 
 def test_a_shell_on_a_worker_has_its_gres(both):

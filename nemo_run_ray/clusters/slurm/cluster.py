@@ -260,6 +260,13 @@ def _check(cluster: SlurmCluster) -> None:
             raise ConfigError(
                 f"SlurmCluster.{name} is {getattr(cluster, name)!r}; allowed is {what}."
             )
+    names = [sidecar.name for sidecar in cluster.sidecars]
+    twice = sorted({name for name in names if names.count(name) > 1})
+    if twice:
+        raise ConfigError(
+            f"SlurmCluster {cluster.name!r} has two sidecars with the name {twice[0]!r}; give each "
+            "its own: messages and logs tell them apart by it."
+        )
     executor = cluster.executor
     if not os.path.isabs(executor.tunnel.job_dir or ""):
         raise ConfigError(

@@ -24,6 +24,8 @@ from nemo_run_ray.remote.earlier import DISPATCHES, IDS, RENEWED, START, TABLE
 from nemo_run_ray.remote.slurm.allocation import KEEP, OVER, RELEASED, USERS
 from nemo_run_ray.remote.slurm.log_copies import JOB_LOGS
 
+#: Why a life is given up whose last user did not wait until it was ready.
+LEFT = "its last user left before it was ready"
 #: Prints of the newest life a line for each file: its name, a tab, its text.
 _LOOK = """\
 cd {folder} 2>/dev/null || exit 0
@@ -57,15 +59,17 @@ else
   mv sbatch/err refused
 fi
 """
-#: A folder that is there was made by another client; every other error is told. `claimed` says
-#: whose it is to a client that did not hear so.
+#: A folder takes its name when it is whole: an empty one would be replaced by a script that claims
+#: the life for its dispatches. One that is there was made by another client; every other error is
+#: told. `claimed` says whose it is to a client that did not hear so.
 _CLAIM = """\
-mkdir -p {lives} || exit 1
-if mkdir -m 700 {life} 2>/dev/null; then
-  cd {life} && mkdir logs && mkdir -p {users} && : > {users}/{user} && printf %s {user} > claimed &&
-    echo claimed
+mkdir -p {lives} && rm -rf {made} && mkdir -m 700 {made} && mkdir {made}/logs {made}/{users} &&
+  : > {made}/{users}/{user} && printf %s {user} > {made}/claimed || exit 1
+if [ ! -e {life} ] && mv -T {made} {life} 2>/dev/null; then
+  echo claimed
 else
-  [ -d {life} ] || mkdir -m 700 {life}
+  [ -d {life} ] || mv -T {made} {life} || exit 1
+  rm -rf {made}
 fi
 """
 #: A life that goes on with dispatches is not cancelled: it ends by itself when they are done.
@@ -78,7 +82,7 @@ rm -f {users}/{user}
 job=$(cat job 2>/dev/null)
 run=$(ls -d run/"$job".* 2>/dev/null | sort -t . -k 2 -n | tail -n 1)
 [ -z "$job" ] || [ -z "$run" ] || [ ! -e "$run/ready.json" ] || exit 0
-echo "its last user left before it was ready" > {over}
+echo {left} > {over}
 [ -z "$job" ] || scancel "$job" 2>/dev/null
 exit 0
 """
@@ -145,7 +149,10 @@ class Lives:
         """Whether this client, one of its users then, may submit the job of that life."""
         life = quoted(self.path(number))
         lives = quoted(self.folder, "lives")
-        told = self.login.run(_CLAIM.format(lives=lives, life=life, users=USERS, user=user))
+        made = quoted(self.folder, "lives", f".{user}")
+        told = self.login.run(
+            _CLAIM.format(lives=lives, life=life, made=made, users=USERS, user=user)
+        )
         return told.strip() == "claimed"
 
     def submit(self, number: int, script: str) -> None:
@@ -185,6 +192,7 @@ class Lives:
             "keep": KEEP,
             "over": OVER,
             "renewed": RENEWED,
+            "left": shlex.quote(LEFT),
         }
         self.login.run(_LEAVE.format(life=quoted(self.path(number)), user=user, **names))
 

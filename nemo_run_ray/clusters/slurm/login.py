@@ -45,7 +45,8 @@ class Login:
 
     def __init__(self, tunnel: Any) -> None:
         self.tunnel = tunnel
-        self._lock = threading.RLock()
+        #: Held for a command, and by who connects: a slow command keeps nobody from the connection.
+        self._turn, self._lock = threading.Lock(), threading.RLock()
 
     @property
     def is_here(self) -> bool:
@@ -96,8 +97,7 @@ class Login:
     def _output(self, script: str) -> bytes:
         # The shell reads all of it before it begins, and no command in it reads the rest.
         text = f"{{ printf '%s\\n' {_MARK}\n{script}\n}} < /dev/null\n".encode()
-        with self._lock, self._translated():
-            self._connect()
+        with self._turn, self._translated():
             code, told, errors = _here(text) if self.is_here else self._there(text)
         # What the start files of a login shell print comes before.
         told = told.partition(f"{_MARK}\n".encode())[2]
@@ -111,7 +111,7 @@ class Login:
     def _there(self, text: bytes) -> tuple[int, bytes, bytes]:
         """Run a script by SSH without a thread: none can start while Python ends."""
         tunnel = self.tunnel
-        channel = tunnel.session.transport.open_session(timeout=_CONNECT_S)
+        channel = self._connected().open_session(timeout=_CONNECT_S)
         with contextlib.closing(channel):
             channel.settimeout(_COMMAND_S)
             # Any login shell understands this, csh and fish too.
@@ -130,7 +130,11 @@ class Login:
             Unanswered: there is no connection now.
             ClusterError: nobody may log in.
         """
-        with self._lock, self._translated():
+        with self._translated():
+            return self._connected()
+
+    def _connected(self) -> paramiko.Transport:
+        with self._lock:
             self._connect()
             found: paramiko.Transport = self.tunnel.session.transport
         return found
@@ -138,7 +142,7 @@ class Login:
     def _connect(self) -> None:
         """Connect as NeMo-Run does, which takes a connection that breaks off for a refusal."""
         tunnel = self.tunnel
-        if self.is_here or (tunnel.session is not None and tunnel.session.is_connected):
+        if tunnel.session is not None and tunnel.session.is_connected:
             return
         keys = {"key_filename": [str(tunnel.identity)]} if tunnel.identity else {}
         session = fabric.Connection(
@@ -190,11 +194,12 @@ class Login:
 
     def _disconnect(self) -> None:
         """The next command makes a new connection; this one may hang."""
-        session = None if self.is_here else self.tunnel.session
-        if session is not None:
-            with contextlib.suppress(*_BROKEN):
-                session.close()
-            self.tunnel.session = None
+        with self._lock:
+            session = None if self.is_here else self.tunnel.session
+            if session is not None:
+                with contextlib.suppress(*_BROKEN):
+                    session.close()
+                self.tunnel.session = None
 
 
 def _is_refusal(error: paramiko.SSHException) -> bool:

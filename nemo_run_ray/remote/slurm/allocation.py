@@ -64,7 +64,7 @@ class Allocation:
         self._renewal = renewal
         self._token_path = token_path
         self._clock = clock
-        self._looked_at = float("-inf")
+        self._looked_at = self._asked_at = float("-inf")
         self._idle_since: Optional[float] = None
         self._kept = ""
         self._head: Optional[HeadAddress] = None
@@ -107,6 +107,20 @@ class Allocation:
         self._seen_users |= users
         why = "" if self._idle_since == now else self._why_idle(now - self._idle_since)
         return RunEnd(0, why) if why else None
+
+    def given_up(self) -> Optional[str]:
+        """Why a client has given this allocation up; ``None`` while none has.
+
+        Slurm's controller may not have heard of that: it was away when the client asked it.
+        """
+        now = self._clock()
+        if not self._settings.life or now - self._asked_at < _LOOK_S:
+            return None
+        self._asked_at = now
+        path = os.path.join(self._settings.life, OVER)
+        with suppress(FileNotFoundError), open(path, encoding="utf-8") as file:
+            return file.read().strip()
+        return None
 
     def keep_table(self, head: HeadAddress) -> Optional[List[Any]]:
         """Ray's job table, kept for those who look when the allocation has ended.

@@ -21,7 +21,7 @@ from .node import TURN_S, NodeProgram
 from .ray_nodes import RayNodes
 from .ray_start import for_drivers, head_words
 from .renewal import Renewal
-from .run_folder import CLUSTER_FAILED, HeadAddress, NodeReport, RunEnd
+from .run_folder import CLUSTER_FAILED, HeadAddress, HeadAddresses, NodeReport, RunEnd
 
 #: Seconds that the head waits at the end until the others have ended what is theirs.
 _LEAVE_S = 20.0
@@ -61,7 +61,8 @@ class Head(NodeProgram):
             file.write(secrets.token_hex(32))
         addresses = head_addresses(self.settings.host, self.settings.interface)
         self._greeting = Greeting(addresses, self.settings.nodes - 1)
-        self.publish(addresses=tuple(addresses), greeting_port=self._greeting.port)
+        self.folder.publish_addresses(HeadAddresses(tuple(addresses), self._greeting.port))
+        self.publish()
 
     def step(self) -> Optional[RunEnd]:
         self._look()
@@ -135,7 +136,8 @@ class Head(NodeProgram):
             return RunEnd(CLUSTER_FAILED, f"the job's script: {why.strip()}")
         if self._files.is_ended_by_user():
             return RunEnd(CLUSTER_FAILED, f"a user has written {ENDED} into {self.settings.logs}")
-        return None
+        given_up = self._allocation.given_up()
+        return None if given_up is None else RunEnd(143, f"the allocation was given up: {given_up}")
 
     def _all_left(self) -> bool:
         return all(report.left for report in self.folder.reports().values())

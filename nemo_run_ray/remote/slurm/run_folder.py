@@ -12,6 +12,7 @@ no time in a file is compared with a reader's clock.
     nodes/3.json        what the node with rank 3 says of itself
     beside/             the same for a step with sidecars in another container, which sees no more
     beats/3             a number that grows while the program of rank 3 lives, written in place
+    addresses.json      where the head may be reached, for the workers to find out
     head.json           where Ray's GCS and dashboard are, once the GCS listens
     ready.json          the same, once the cluster is ready
     session             Ray's name of this life of the cluster, of one that a client asked for
@@ -45,8 +46,6 @@ class NodeReport(NamedTuple):
 
     Attributes:
         host: Slurm's name of the node.
-        addresses: of the head that may reach it, the likeliest first.
-        greeting_port: where the head takes connections that find out which addresses are reached.
         reached: those of the head's addresses that this worker has reached; ``None`` until tried.
         address: that its Ray has; empty until Ray starts there.
         ready: names of its sidecars that are ready.
@@ -56,14 +55,24 @@ class NodeReport(NamedTuple):
     """
 
     host: str
-    addresses: Tuple[str, ...] = ()
-    greeting_port: int = 0
     reached: Optional[Tuple[str, ...]] = None
     address: str = ""
     ready: Tuple[str, ...] = ()
     failed: str = ""
     log: str = ""
     left: bool = False
+
+
+class HeadAddresses(NamedTuple):
+    """Where the head may be reached, before it is known which of its networks is the right one.
+
+    Attributes:
+        addresses: the likeliest first.
+        port: takes connections that find out which of them are reached; 0 when there is one alone.
+    """
+
+    addresses: Tuple[str, ...]
+    port: int
 
 
 class HeadAddress(NamedTuple):
@@ -132,7 +141,7 @@ class RunFolder:
         return found
 
     def report_of(self, rank: int) -> Optional[NodeReport]:
-        """What one node says of itself; a few dozen others ask the same several times a second."""
+        """What one node says of itself; ``None`` while it has said nothing."""
         row = self._read(os.path.join("nodes", f"{rank}.json"))
         return None if row is None else _report(row)
 
@@ -166,6 +175,14 @@ class RunFolder:
             with contextlib.suppress(OSError), open(self.file("beats", str(rank))) as file:
                 found[rank] = file.read()
         return found
+
+    def publish_addresses(self, found: HeadAddresses) -> None:
+        """Let the workers find out which of the head's addresses they reach."""
+        self._write("addresses.json", found._asdict())
+
+    def addresses(self) -> Optional[HeadAddresses]:
+        row = self._read("addresses.json")
+        return None if row is None else HeadAddresses(tuple(row["addresses"]), row["port"])
 
     def publish_head(self, head: HeadAddress) -> None:
         """Let the workers join."""

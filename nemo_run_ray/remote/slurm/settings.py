@@ -285,6 +285,10 @@ def _sidecars(env: Mapping[str, str]) -> List[SidecarSpec]:
         raise WrongSetting(f"NEMO_RUN_RAY_SIDECARS cannot be read: {error!r}") from error
     if not env.get("SANDBOX_CONTAINER"):
         found += _sandbox(env)
+    names = [sidecar.name for sidecar in found]
+    twice = sorted({name for name in names if names.count(name) > 1})
+    if twice:
+        raise WrongSetting(f"two sidecars have the name {twice[0]!r}; give each its own")
     return found
 
 

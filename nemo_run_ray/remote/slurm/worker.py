@@ -65,9 +65,9 @@ class Worker(NodeProgram):
 
     def _join(self) -> None:
         if self.report.reached is None:
-            head = self.folder.report_of(0)
-            if head is not None and head.greeting_port:
-                found = reached(head.addresses, head.greeting_port)
+            head = self.folder.addresses()
+            if head is not None and head.port:
+                found = reached(head.addresses, head.port)
                 if found or time.monotonic() - self._began >= _GREETING_S:
                     self.publish(reached=tuple(found))
         self._head = self.folder.head()

@@ -13,7 +13,7 @@ from pathlib import Path
 import nemo_run as run
 import pytest
 
-from nemo_run_ray import SlurmCluster
+from nemo_run_ray import Sidecar, SlurmCluster
 from nemo_run_ray.clusters.base import interrupted
 from nemo_run_ray.clusters.slurm import login as login_module
 from nemo_run_ray.clusters.slurm import slurm_queue
@@ -209,6 +209,45 @@ def test_a_claim_without_the_folder_of_users(world):
     assert "its client ended" in (world.life() / "over").read_text()
 
 
+def test_a_claim_is_whole_or_not_there(world):
+    """So that the script of an allocation, which claims by a rename, does not replace one."""
+    first, second = world.client("first").lives, world.client("second").lives
+    assert first.claim(1, "first")
+    assert not second.claim(1, "second")
+    assert sorted(os.listdir(world.life())) == ["claimed", "logs", "users"]
+    assert os.listdir(world.life() / "users") == ["first"]
+    assert world.life().stat().st_mode & 0o777 == 0o700
+    assert world.lives() == ["1"], "nothing is left of the second one's"
+    made = world.life().parent / "made"
+    made.mkdir()
+    done = subprocess.run(["mv", "-T", str(made), str(world.life())], capture_output=True)
+    assert done.returncode != 0
+
+
+def test_a_claim_that_cannot_be_made_says_why(world):
+    world.life().parent.parent.mkdir()
+    world.life().parent.write_text("no folder")
+    with pytest.raises(ClusterError, match="File exists"):
+        world.client().lives.claim(1, "me")
+
+
+def test_who_joins_while_the_last_one_leaves_gets_the_next_life(world):
+    """It is not told of a failure: nothing has failed."""
+    first, second = world.client("first"), world.client("second")
+    assert first.lives.claim(1, "first")
+    first.lives.submit(1, "#!/bin/sh\n")
+
+    def leave() -> None:
+        users = world.life() / "users"
+        (users / "second").rename(world.jobs / "second")  # as before it had joined
+        first.lives.leave(1, "first")
+        (world.jobs / "second").rename(users / "second")
+
+    world.events = [leave, _nothing, lambda: world.ready(2)]
+    assert second.run().number == 2
+    assert world.lives() == ["1", "2"]
+
+
 def test_two_names_of_a_folder_are_one(world, tmp_path):
     """Slurm tells the path that it was given."""
     (tmp_path / "link").symlink_to(world.jobs)
@@ -285,7 +324,7 @@ def test_a_user_that_left_before_sbatch_had_answered(world):
 def test_who_is_no_user_ends_nothing(world):
     lives = world.client().lives
     assert lives.claim(1, "me")
-    os.unlink(world.life() / "users" / "me")  # as it is before a claim is whole
+    os.unlink(world.life() / "users" / "me")
     lives.leave(1, "other")
     assert not (world.life() / "over").exists()
 
@@ -417,3 +456,54 @@ def test_threads_share_a_login(tmp_path):
         thread.join()
     assert (tmp_path / "copy").stat().st_size == 100_000
     assert sorted(path.name for path in tmp_path.iterdir()) == ["copy", "log"]
+
+
+class _Slow:
+    """An SSH connection on which a command prints nothing until it is told to."""
+
+    is_connected = True
+
+    def __init__(self) -> None:
+        self.transport, self.begun, self.goes_on = self, threading.Event(), threading.Event()
+        self.status_event, self.exit_status = self.goes_on, 0
+
+    def open_session(self, timeout: float) -> _Slow:
+        return self
+
+    def recv(self, size: int) -> bytes:
+        self.begun.set()
+        assert self.goes_on.wait(30)
+        return b""
+
+    def recv_stderr(self, size: int) -> bytes:
+        return b""
+
+    def settimeout(self, seconds: float) -> None: ...
+    def exec_command(self, words: str) -> None: ...
+    def sendall(self, data: bytes) -> None: ...
+    def shutdown_write(self) -> None: ...
+    def close(self) -> None: ...
+
+
+def test_a_slow_command_keeps_nobody_from_the_connection():
+    login = Login(run.SSHTunnel(host="h", user="u", job_dir="/j"))
+    login.tunnel.session = slow = _Slow()
+    command = threading.Thread(target=login.run, args=("squeue",))
+    command.start()
+    try:
+        assert slow.begun.wait(10)
+        found: list[object] = []
+        other = threading.Thread(target=lambda: found.append(login.transport()), daemon=True)
+        other.start()
+        other.join(10)
+        assert found == [slow]
+    finally:
+        slow.goes_on.set()
+        command.join(10)
+
+
+def test_two_sidecars_of_one_name():
+    executor = run.SlurmExecutor(account="a", tunnel=run.LocalTunnel(job_dir="/shared"))
+    twice = [Sidecar("cache", "one"), Sidecar("cache", "two")]
+    with pytest.raises(ConfigError, match="two sidecars with the name 'cache'"):
+        SlurmCluster(executor=executor, sidecars=twice)
