@@ -211,6 +211,7 @@ def _once(slurm: Slurm, nodes: int, kind: _Kind, name: str) -> _Run:
         time="00:30:00",
         tunnel=tunnel,
         packager=run.Packager(),
+        container_image="image",  # NeMo-Run's script has a container's name, which needs one
         env_vars={"PATH": f"{kind.path}:$PATH", "CPUS_PER_WORKER": "1", "RAY_TEMP_DIR": _OWN},
         **kind.fields,
     )

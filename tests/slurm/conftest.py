@@ -129,8 +129,9 @@ def slurm(tmp_path_factory) -> Iterator[Slurm]:
     _done(["mount", "-t", "tmpfs", "-o", "size=16m", "small", str(found.small)], {})
     try:
         found.bed("up", str(COUNT))
-        # Otherwise a batch job waits for up to 3 s until it is looked at.
-        found.bed("slurm", "SchedulerParameters=batch_sched_delay=0")
+        # Otherwise a batch job waits for up to 3 s until it is looked at, and one whose earliest
+        # start was changed for up to 60 s.
+        found.bed("slurm", "SchedulerParameters=batch_sched_delay=0,sched_interval=5")
         yield found
     finally:
         found.bed("down")

@@ -41,15 +41,17 @@ def test_a_driver_on_four_nodes(slurm, start, tmp_path):
     assert not (job.run / "token").exists()
     assert rpcs["REQUEST_JOB_STEP_CREATE"] == 1
     (call,) = map(json.loads, (tmp_path / "pyxis").read_text().splitlines())
-    assert "--container-name=ray-head" in call["pyxis"]
-    assert "--no-container-mount-home" in call["pyxis"]
+    assert call["pyxis"] == [], "without an image there is no container"
     job.wait_gone()
 
 
-def test_one_node(slurm, start):
-    job = start("true", nodes=1)
+def test_one_node_with_an_image(slurm, start, tmp_path):
+    job = start("true", nodes=1, container_image="image:1")
     assert job.wait() == ("COMPLETED", "0:0")
     assert "Ray is ready: 1 nodes" in job.told
+    (call,) = map(json.loads, (tmp_path / "pyxis").read_text().splitlines())
+    expected = {"--container-image=image:1", "--container-name=ray-head"}
+    assert expected | {"--no-container-mount-home"} <= set(call["pyxis"])
 
 
 def test_without_a_driver_the_cluster_stays_up(slurm, start):

@@ -75,7 +75,7 @@ def test_without_progress_there_is_no_next_one(allocations: Allocations):
     assert "no job has run for 3 s" in json.loads(end.read_text())["why"]
 
 
-#: Hands a chain of six over and ends; each job writes down that it began.
+#: Hands a chain of six over and ends, or waits for it; each job writes down that it began.
 _CHAIN = """
 import sys
 import nemo_run as run
@@ -89,14 +89,14 @@ with run.Experiment("long", executor=RayExecutor(cluster=cluster, **fields)) as 
     for number in range(1, 7):
         line = f"echo job {number}; echo {number} >> {sys.argv[1]}/began; sleep 20"
         before = [experiment.add(run.Script(inline=line), name=f"job{number}", dependencies=before)]
-    experiment.run(detach=True)
+    experiment.run(detach=sys.argv[3] != "knows")
 """
 
 
 @pytest.mark.soak
 @pytest.mark.parametrize("time", ["knows", "does not know"])
 def test_a_chain_that_is_longer_than_the_walltime(allocations: Allocations, tmp_path, time):
-    """Its client is gone; looks during the renewal see no loss.
+    """Its client was killed after the first job, or has left; looks during the renewal see no loss.
 
     Where it knows how long a job takes, every job runs once; else each walltime may cut one off,
     which is tried again.
@@ -112,7 +112,14 @@ def test_a_chain_that_is_longer_than_the_walltime(allocations: Allocations, tmp_
         assert found.returncode == 0, found.stdout + found.stderr
         return found.stdout
 
-    done(sys.executable, "-c", _CHAIN, str(allocations.folder), setup, time)
+    words = [sys.executable, "-c", _CHAIN, str(allocations.folder), setup, time]
+    if time == "knows":
+        file = allocations.folder / "began"
+        with subprocess.Popen(words, env=env, cwd=tmp_path, stdout=subprocess.DEVNULL) as client:
+            wait_for(lambda: file.exists() and file.read_text().split() == ["1", "2"], 120)
+            client.kill()
+    else:
+        done(*words)
     command = str(Path(sys.executable).parent / "nemo-run-ray")
     deadline = monotonic() + 600
     seen = set()

@@ -281,6 +281,8 @@ def test_ctrl_c_takes_the_job_out_of_the_queue(allocations, task):
         pytest.param("claim", marks=pytest.mark.soak),
         "submit",
         pytest.param("wait", marks=pytest.mark.soak),
+        pytest.param("start", marks=pytest.mark.soak),
+        pytest.param("ready", marks=pytest.mark.soak),
     ],
 )
 def test_a_client_that_dies_on_its_way(allocations, monkeypatch, moment):
@@ -292,6 +294,8 @@ def test_a_client_that_dies_on_its_way(allocations, monkeypatch, moment):
         "claim": life.is_dir,
         "submit": (life / "sbatch").is_dir,
         "wait": (life / "job").exists,
+        "start": lambda: bool(list(life.glob("run/*/token"))),
+        "ready": lambda: bool(list(life.glob("run/*/ready.json"))),
     }
     allocations.wait_imported(client)
     deadline = time.monotonic() + 60
@@ -320,6 +324,23 @@ def test_a_job_that_slurm_takes_late_ends_by_itself(allocations):
     wait_for(lambda: not allocations.jobs(), 60)
     (log,) = monitored.glob("logs/sbatch_*.out")
     assert "given up before it started" in log.read_text()
+
+
+@pytest.mark.soak
+def test_one_is_stopped_while_slurms_controller_is_away(allocations):
+    """It ends by itself, so that the next client's is not a second one."""
+    slurm, cluster = allocations.slurm, allocations.cluster(keep=True)
+    cluster.connect()
+    pid = int(Path(f"{Path(slurm.conf).parent}/run/slurmctld.pid").read_text())
+    os.kill(pid, signal.SIGTERM)
+    try:
+        wait_for(lambda: not Path(f"/proc/{pid}").exists(), 30)
+        assert cluster.stop()
+        (end,) = wait_for(lambda: list(allocations.life().glob("run/*/end.json")), 30)
+        assert "it was ended by `nemo-run-ray down`" in json.loads(end.read_text())["why"]
+    finally:
+        slurm.bed("slurmctld")
+    wait_for(lambda: not allocations.jobs("RUNNING"), 120)
 
 
 @pytest.mark.soak

@@ -157,6 +157,37 @@ def test_a_worker_loses_power(slurm, start):
     job.wait_gone()
 
 
+@pytest.mark.soak  # as above
+def test_the_head_loses_power(slurm, start):
+    """With it the job's own script dies, so the others end by themselves."""
+    job = start(_FOREVER, additional_parameters={"no_requeue": True})
+    job.wait_ready()
+    slurm.bed("crash", "n1")
+    try:
+        wait_for(lambda: not slurm.processes(str(job.run)), 60)
+        assert job.wait(within_s=120)[0] == "NODE_FAIL"
+    finally:
+        slurm.bed("up", "4")
+        slurm.bed("slurmd", "n1")
+        slurm.wait_idle()
+    job.wait_gone()
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize(("host", "process"), [("n1", "gcs_server"), ("n2", "raylet")])
+def test_a_process_of_a_real_ray_is_killed(slurm, start, tmp_path, host, process):
+    tools = tmp_path / "tools"
+    tools.mkdir()
+    (tools / "srun").symlink_to(BIN / "srun")
+    # The only folder that each of these hosts has for itself, as their raylets need one.
+    env = {"PATH": f"{tools}:{Path(sys.executable).parent}:$PATH", "RAY_TEMP_DIR": "/tmp/ray"}
+    job = start(_FOREVER, nodes=2, env=env)
+    job.wait_ready()
+    wait_for(lambda: (job.logs / "ray-job.log").exists(), 30)
+    _kill(slurm, host, f"/{process}")
+    _failed(job, f"node {host}")
+
+
 def test_a_host_is_cut_off(slurm, start):
     """Its file system goes on here, so only Ray's own list tells."""
     job = start(_FOREVER)
@@ -198,7 +229,9 @@ def test_slurms_controller_is_started_again(slurm, start):
 
 
 def test_a_requeue_begins_with_an_empty_folder(slurm, start):
-    job = start('echo "start ${SLURM_RESTART_COUNT:-0}"; sleep 3')
+    sandbox = f'echo "sandbox ${{SLURM_RESTART_COUNT:-0}}"; exec {_SERVER}'
+    command = 'echo "start ${SLURM_RESTART_COUNT:-0}"; sleep 3'
+    job = start(command, env={"SANDBOX_COMMAND": f"'{sandbox}'"})
     job.wait_ready()
     own = job.logs / "ray-job.log"
     wait_for(lambda: own.exists() and "start 0" in own.read_text(), 30)
@@ -208,6 +241,8 @@ def test_a_requeue_begins_with_an_empty_folder(slurm, start):
     slurm.ask("scontrol", "update", f"JobId={job.job}", "StartTime=now")  # else in two minutes
     wait_for(again.exists, 60)
     assert job.wait(within_s=90) == ("COMPLETED", "0:0")
+    assert job.log("restart-0/sandbox-1.log").startswith("sandbox 0\n")
+    assert job.log("sandbox/sandbox-1.log").startswith("sandbox 1\n")
     assert job.log("ray-job.log") == "start 1\n"
     assert job.log("restart-0/ray-job.log") == "start 0\n"
     assert "Ray runtime started." in job.log("restart-0/ray-head.log")
@@ -256,14 +291,18 @@ def test_a_folder_that_is_not_shared(slurm, start):
     assert "which node n1 sees" in job.why
 
 
-def test_a_port_that_is_set_and_taken(slurm, start, tmp_path):
+@pytest.mark.parametrize(
+    ("host", "name"),
+    [("n2", "NODE_MANAGER_PORT"), pytest.param("n1", "PORT", marks=pytest.mark.soak)],
+)
+def test_a_port_that_is_set_and_taken(slurm, start, tmp_path, host, name):
     log = tmp_path / "taken.log"
     program = "import socket, time; s = socket.create_server(('', 53001)); time.sleep(60)"
-    slurm.bed("spawn", "n2", str(log), "--", "python3", "-c", program)
-    wait_for(lambda: _on(slurm, "n2", "53001"), 10)
-    job = start("true", env={"NODE_MANAGER_PORT": "53001"})
-    _failed(job, "node n2", "NODE_MANAGER_PORT=53001 is taken on node n2")
-    _kill(slurm, "n2", "53001")
+    slurm.bed("spawn", host, str(log), "--", "python3", "-c", program)
+    wait_for(lambda: _on(slurm, host, "53001"), 10)
+    job = start("true", env={name: "53001"})
+    _failed(job, f"node {host}", f"{name}=53001 is taken on node {host}")
+    _kill(slurm, host, "53001")
 
 
 def test_a_head_with_two_addresses(slurm, start):
