@@ -20,7 +20,7 @@ from pathlib import Path
 import nemo_run as run
 import pytest
 
-from nemo_run_ray import SlurmCluster
+from nemo_run_ray import CommandProbe, HttpProbe, Sidecar, SlurmCluster
 from nemo_run_ray.clusters import Dashboard, from_record
 from nemo_run_ray.clusters.slurm import bring_up, slurm_queue
 from nemo_run_ray.errors import ClusterError
@@ -324,6 +324,28 @@ def test_a_job_that_slurm_takes_late_ends_by_itself(allocations):
     wait_for(lambda: not allocations.jobs(), 60)
     (log,) = monitored.glob("logs/sbatch_*.out")
     assert "given up before it started" in log.read_text()
+
+
+@pytest.mark.soak
+def test_ray_is_up_when_sidecars_of_all_kinds_are_ready(allocations):
+    mark = allocations.folder / "warm"
+    server = f"exec python3 -m http.server --directory {allocations.folder} 6100"
+    sidecars = [
+        Sidecar("web", f"sleep 2; {server}", everywhere=False, ready=HttpProbe(6100)),
+        Sidecar(
+            "cache",
+            f"sleep 3; touch {mark}-$(hostname); exec sleep 600",
+            ready=CommandProbe(["sh", "-c", f"test -e {mark}-$(hostname)"]),
+        ),
+    ]
+    cluster = allocations.cluster(sidecars=sidecars, nodes=2)
+    cluster.connect()
+    (nodes,) = allocations.life().glob("run/*/nodes")
+    ready = [json.loads((nodes / f"{rank}.json").read_text())["ready"] for rank in (0, 1)]
+    assert [sorted(one) for one in ready] == [["cache", "web"], ["cache"]]
+    logs = sorted(path.name for path in allocations.life().glob("logs/ray-*-n?.log"))
+    assert logs == ["ray-cache-n1.log", "ray-cache-n2.log", "ray-web-n1.log"]
+    cluster._leave_at_exit()
 
 
 @pytest.mark.soak

@@ -211,6 +211,21 @@ def test_without_fail_fast_the_cluster_goes_on(slurm, start):
     assert "n3: Ray has ended" in job.told
 
 
+@pytest.mark.soak  # Slurm notices the loss after 30 s
+def test_without_fail_fast_a_node_may_lose_its_power(slurm, start):
+    env, further = {"NEMO_RUN_RAY_FAIL_FAST": "0"}, {"no_kill": True}
+    job = start("sleep 60; exit 4", env=env, additional_parameters=further)
+    job.wait_ready()
+    slurm.bed("crash", "n4")
+    try:
+        assert job.wait(within_s=150) == ("FAILED", "4:0"), job.told
+    finally:
+        _power_on(slurm, "n4")
+        slurm.wait_idle()
+    assert "the driver: exit code 4" in job.why
+    job.wait_gone()
+
+
 def test_fewer_workers_may_do(slurm, start):
     with _instead_of_ray(slurm, "n3", "#!/bin/sh\nexec sleep 600\n"):
         job = start("echo there", env={"NEMO_RUN_RAY_MIN_WORKERS": "2"})

@@ -18,8 +18,6 @@ from nemo_run_ray.remote.files import write_file
 #: Seconds between two questions to Slurm's controller, which serves everybody.
 PAUSE_S = 30.0
 _COMMAND = "squeue -h -a -u \"$(id -un)\" -o '%A|%T|%r|%S|%Z'"
-#: States of a job that holds its nodes or will get some.
-_ENDING = ("COMPLETING", "COMPLETED", "CANCELLED", "FAILED", "TIMEOUT", "NODE_FAIL", "PREEMPTED")
 
 
 @dataclass(frozen=True)
@@ -43,11 +41,6 @@ class QueuedJob:
     @property
     def waits(self) -> bool:
         return self.state in ("PENDING", "CONFIGURING", "REQUEUED", "REQUEUE_HOLD")
-
-    @property
-    def ends(self) -> bool:
-        """Whether Slurm is taking its nodes back."""
-        return self.state in _ENDING
 
 
 class SlurmQueue:

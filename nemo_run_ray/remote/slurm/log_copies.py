@@ -95,7 +95,7 @@ def keep_job_logs(temp_dir: str, target: str) -> None:
         temp_dir: Ray's folder on this node.
         target: a folder that is shared by the nodes.
     """
-    import glob  # as in node.py
+    import glob  # no node needs it to start
     import shutil
 
     deadline = time.monotonic() + _KEEP_S

@@ -96,7 +96,7 @@ class NodeProgram(ABC):
         self.commands.stop(GRACE_S)
         self.before_removal()
         if not self.env.get("RAY_TEMP_DIR"):
-            import shutil  # on hundreds of nodes at once: what the start does not need comes later
+            import shutil  # no node needs it to start
 
             shutil.rmtree(os.path.dirname(self.settings.temp_dir), ignore_errors=True)
         self.publish(left=True)

@@ -198,7 +198,7 @@ class RunFolder:
             env: variables that a driver needs.
             names: those that NeMo-Run's script has for commands, and does not export.
         """
-        import shlex  # as in node.py
+        import shlex  # no node needs it to start
 
         self._write("ready.json", head._asdict())
         lines = ["unset RAY_AUTH_TOKEN"]  # one of another cluster's

@@ -57,7 +57,7 @@ def remove_stale(job: str) -> None:
         earlier = name[len(start) :]
         is_earlier = name.startswith(start) and earlier.isdigit() and int(earlier) < int(restart)
         if name.startswith(own) and (is_earlier or _is_free(path)):
-            import shutil  # as in node.py
+            import shutil  # no node needs it to start
 
             shutil.rmtree(path, ignore_errors=True)
 
