@@ -37,7 +37,7 @@ REAL_NODES, REAL_THEIRS_MAX = (1, 2, 4, 8), 2
 #: The numbers of nodes that are measured in turns, and how often; the share of a processor that a
 #: host has then. All hosts but the head's together have less than the two processors there are.
 FEW, MANY, TURNS, SHARE = 4, 64, 8, 1 / 40
-_OWN_SHARE = f"each host with 1/{1 / SHARE:.0f} of a processor"
+_OWN_SHARE = f"each worker's host with 1/{1 / SHARE:.0f} of a processor"
 #: The only folder that each of these hosts has for itself. Raylets of several hosts in one folder
 #: take the same names for their sockets when they start at the same moment, and end.
 _OWN = "/tmp/ray"

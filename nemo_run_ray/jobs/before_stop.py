@@ -1,4 +1,4 @@
-"""What is done for the jobs of an embedded Ray before it is stopped.
+"""What is done for the jobs of a cluster before it is stopped: an embedded Ray, or one on Slurm.
 
 Their logs, and how they ended, are lost with the cluster: both are written down first.
 """
@@ -55,7 +55,7 @@ def end_all(api: JobsApi) -> list[str]:
         return None if running else True
 
     try:
-        insist(turn, _END_LIMIT_S, "what runs on the embedded Ray")
+        insist(turn, _END_LIMIT_S, "what runs on the cluster")
     except ClusterError:
         if running is None:  # it has never answered
             raise
@@ -67,7 +67,7 @@ def note_ends(api: JobsApi, cluster: Cluster, is_forced: bool) -> Iterator[str]:
 
     Args:
         api: the cluster's dashboard.
-        cluster: the embedded Ray.
+        cluster: that is about to be stopped.
         is_forced: its jobs were stopped; those that have not ended are noted as cancelled.
 
     Yields:
@@ -89,7 +89,7 @@ def note_ends(api: JobsApi, cluster: Cluster, is_forced: bool) -> Iterator[str]:
 
 
 def _note_cancelled(job: RemoteJob, snapshot: Snapshot) -> None:
-    detail = "cancelled when the embedded Ray was stopped"
+    detail = "cancelled when its cluster was stopped"
     attempts = list(job.attempts_in(snapshot).values())
     node = attempts[-1].node if attempts else ""
     status = JobStatus(JobState.CANCELLED, Reason.CANCELLED, detail, node, attempt=len(attempts))
@@ -97,8 +97,12 @@ def _note_cancelled(job: RemoteJob, snapshot: Snapshot) -> None:
 
 
 def _is_on(record: Mapping[str, Any], cluster: Cluster) -> bool:
-    """Whether a job's record names this embedded Ray, however its path was written."""
-    own = cluster.record()
-    if record["kind"] != own["kind"]:
-        return False
-    return Path(record["state_dir"]).resolve() == Path(own["state_dir"]).resolve()
+    """Whether a job's record names this cluster, however a folder's path was written in it."""
+    return _place(record) == _place(cluster.record())
+
+
+def _place(record: Mapping[str, Any]) -> dict[str, Any]:
+    """What tells a cluster from others of its kind; whether it renews itself does not."""
+    if "state_dir" in record:
+        return {"kind": record["kind"], "folder": Path(record["state_dir"]).resolve()}
+    return {name: value for name, value in record.items() if name != "renew"}

@@ -101,7 +101,8 @@ def test_flags_variables_and_srun_arguments_are_nemo_runs(both, name):
 
 @pytest.mark.parametrize("template", ["ray.sub.j2", "ray_enroot.sub.j2"])
 def test_both_templates_are_bash_that_bash_reads(both, template):
-    _, ours = both({"gpus_per_node": 8}, template_name=template, command="python x.py")
+    fields = {"gpus_per_node": 8, "container_image": "x:1"}
+    _, ours = both(fields, template_name=template, command="python x.py")
     done = subprocess.run(["bash", "-n"], input=ours, text=True, capture_output=True)
     assert done.returncode == 0, done.stderr
     assert "{{" not in ours
@@ -135,13 +136,17 @@ def test_the_driver_has_its_own_step_when_it_has_arguments_of_srun(both, image):
     theirs, ours = both(fields, command="python x.py", workdir="/code")
     (upstream,) = _lines(theirs, r"^\s*srun .*job\.log")
     (own,) = _lines(ours, r"^\s*srun .*job\.log")
-    for words in ("--overlap '--comment=a b'", 'bash -c "$COMMAND"'):
-        assert words in upstream
-        assert words in own
+    assert "--overlap '--comment=a b'" in upstream
+    assert "--overlap '--comment=a b'" in own
     container = "--container-name=ray-head --container-workdir=$COMMAND_WORKDIR"
     assert container in upstream
     assert (container in own) == (image is not None)
-    assert ('--chdir="$COMMAND_WORKDIR"' in own) == (image is None)
+    runs = 'bash -c "$COMMAND"'
+    assert runs in upstream
+    assert (runs in own) == (image is not None)
+    assert ("""bash -c 'cd "$0" && bash -c "$1"' "$COMMAND_WORKDIR" "$COMMAND\"""" in own) == (
+        image is None
+    )
     assert "COMMAND_WORKDIR=/code" in theirs
     assert "COMMAND_WORKDIR=/code" in ours
 
@@ -221,6 +226,7 @@ def test_nsight_is_changed_as_nemo_runs_script_changes_it(both):
         ("30:08", 1808),
         ("0:45", 45),
         ("090", 5400),
+        ("0", None),
         ("UNLIMITED", None),
         ("NOT_SET", None),
         ("", None),

@@ -453,6 +453,42 @@ def test_nobody_may_log_in(allocations, sshd, tmp_path):
         cluster.connect()
 
 
+@pytest.mark.soak
+def test_down_notes_how_the_jobs_of_a_real_ray_ended(allocations, tmp_path):
+    job_dir, setup = allocations.folder, f"export PATH={Path(sys.executable).parent}:$PATH"
+    # The only folder that each of these hosts has for itself.
+    section = {"account": "root", "job_dir": str(job_dir), "setup_lines": setup}
+    section |= {"walltime": "00:05:00", "env_vars": {"RAY_TEMP_DIR": "/tmp/ray"}}
+    file = tmp_path / "cluster_configs/team.yaml"
+    file.parent.mkdir()
+    file.write_text(json.dumps({"cluster": {"slurm": section}}))
+    program = """
+import nemo_run as run
+from nemo_run_ray import RayExecutor
+for number in range(2):
+    with run.Experiment(f"part{number}") as experiment:
+        task = run.Script(inline=f"echo part {number}; sleep {600 * number}")
+        experiment.add(task, executor=RayExecutor(cluster="team"), name="task")
+        experiment.run(detach=number == 1)
+"""
+    words = [sys.executable, "-c", program]
+    done = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+    refused = tool("nemo-run-ray", "down", "--cluster", "team", cwd=tmp_path)
+    assert refused.returncode == 1
+    assert "1 job(s) still run on the allocation" in " ".join(refused.stderr.split())
+    stopped = tool("nemo-run-ray", "down", "--cluster", "team", "--force", cwd=tmp_path)
+    assert stopped.returncode == 0, stopped.stdout + stopped.stderr
+    assert "is stopped." in " ".join(stopped.stdout.split())
+    wait_for(lambda: not allocations.jobs(), 60)
+    for name, state in (("part0", "SUCCEEDED"), ("part1", "CANCELLED")):
+        (row,) = json.loads(tool("nemo-run-ray", "status", "--json", name, cwd=tmp_path).stdout)
+        assert row["state"] == state, row
+        log = tool("nemo-run-ray", "logs", name, cwd=tmp_path).stdout
+        assert name.replace("part", "part ") in log
+
+
 #: Hands a chain over to the cluster of the example, and ends.
 _CHAIN = """
 import sys

@@ -184,7 +184,10 @@ def test_a_process_of_a_real_ray_is_killed(slurm, start, tmp_path, host, process
     job = start(_FOREVER, nodes=2, env=env)
     job.wait_ready()
     wait_for(lambda: (job.logs / "ray-job.log").exists(), 30)
-    _kill(slurm, host, f"/{process}")
+    # Others have the path of the raylet's socket among their words.
+    names = {pid: Path(f"/proc/{pid}/comm").read_text() for pid in _on(slurm, host, f"/{process}")}
+    (pid,) = (pid for pid, name in names.items() if name.strip() == process)
+    os.kill(pid, signal.SIGKILL)
     _failed(job, f"node {host}")
 
 

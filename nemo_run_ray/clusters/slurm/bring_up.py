@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from nemo_run_ray.clusters.base import interrupted
 from nemo_run_ray.clusters.slurm.life import RENEWAL_S, AllocationLife
-from nemo_run_ray.clusters.slurm.lives import LEFT, Lives
+from nemo_run_ray.clusters.slurm.lives import LEFT_EARLY, Lives
 from nemo_run_ray.clusters.slurm.slurm_queue import QueuedJob, SlurmQueue
 from nemo_run_ray.errors import ClusterError, Unanswered
 
@@ -130,7 +130,7 @@ class BringUp:
         """
         why = life.why_over or self._why_not_there(life)
         # Of several clients that wait, none submits again what would fail again.
-        waited = life.number == self._joined and life.head is None and why != LEFT
+        waited = life.number == self._joined and life.head is None and why != LEFT_EARLY
         if why and waited and (life.job or life.refused) and not self._was_unheard(life):
             raise ClusterError(self._why_not_up(life, why))
         return bool(why)
@@ -141,12 +141,12 @@ class BringUp:
         return away and self._submissions < _SUBMISSIONS
 
     def _why_not_up(self, life: AllocationLife, why: str) -> str:
+        end = "" if why.endswith(".") else "."
         if life.refused:
             return (
-                f"Slurm does not take the job of the cluster {self.name!r}: {why} Correct the "
+                f"Slurm does not take the job of the cluster {self.name!r}: {why}{end} Correct the "
                 "SlurmExecutor."
             )
-        end = "" if why.endswith(".") else "."
         log = "" if "\n" in why else self.lives.log_end(life)
         return (
             f"Ray did not come up in Slurm job {life.job} of the cluster {self.name!r}: {why}{end}"

@@ -1,9 +1,9 @@
 """The folder in which the clients of a cluster meet with its allocations.
 
 Each allocation is a life of the cluster and has a folder with the next number, see
-``remote/slurm/allocation.py``. To make that folder is to claim the life: one client can, on every
-file system, and it alone submits the job. A life whose client died before Slurm had the job is
-passed over; should Slurm get the job after all, the job's script sees the next life and ends.
+``remote/slurm/allocation.py``. To give a folder that name is to claim the life: one client can, on
+every file system, and it alone submits the job. A life whose client died before Slurm had the job
+is passed over; should Slurm get the job after all, the job's script sees the next life and ends.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import secrets
 import shlex
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -21,11 +22,11 @@ from nemo_run_ray.clusters.slurm.remains import Remains
 from nemo_run_ray.clusters.slurm.series import Series
 from nemo_run_ray.errors import ClusterError
 from nemo_run_ray.remote.earlier import DISPATCHES, IDS, RENEWED, START, TABLE
-from nemo_run_ray.remote.slurm.allocation import KEEP, OVER, RELEASED, USERS
+from nemo_run_ray.remote.slurm.allocation import KEEP, OVER, RELEASED, STOP, USERS
 from nemo_run_ray.remote.slurm.log_copies import JOB_LOGS
 
 #: Why a life is given up whose last user did not wait until it was ready.
-LEFT = "its last user left before it was ready"
+LEFT_EARLY = "its last user left before it was ready"
 #: Prints of the newest life a line for each file: its name, a tab, its text.
 _LOOK = """\
 cd {folder} 2>/dev/null || exit 0
@@ -63,7 +64,7 @@ fi
 #: the life for its dispatches. One that is there was made by another client; every other error is
 #: told. `claimed` says whose it is to a client that did not hear so.
 _CLAIM = """\
-mkdir -p {lives} && rm -rf {made} && mkdir -m 700 {made} && mkdir {made}/logs {made}/{users} &&
+mkdir -p {lives} && mkdir -m 700 {made} && mkdir {made}/logs {made}/{users} &&
   : > {made}/{users}/{user} && printf %s {user} > {made}/claimed || exit 1
 if [ ! -e {life} ] && mv -T {made} {life} 2>/dev/null; then
   echo claimed
@@ -82,7 +83,7 @@ rm -f {users}/{user}
 job=$(cat job 2>/dev/null)
 run=$(ls -d run/"$job".* 2>/dev/null | sort -t . -k 2 -n | tail -n 1)
 [ -z "$job" ] || [ -z "$run" ] || [ ! -e "$run/ready.json" ] || exit 0
-echo {left} > {over}
+echo {left_early} > {over}
 [ -z "$job" ] || scancel "$job" 2>/dev/null
 exit 0
 """
@@ -149,7 +150,7 @@ class Lives:
         """Whether this client, one of its users then, may submit the job of that life."""
         life = quoted(self.path(number))
         lives = quoted(self.folder, "lives")
-        made = quoted(self.folder, "lives", f".{user}")
+        made = quoted(self.folder, "lives", f".{user}-{secrets.token_hex(4)}")
         told = self.login.run(
             _CLAIM.format(lives=lives, life=life, made=made, users=USERS, user=user)
         )
@@ -174,7 +175,6 @@ class Lives:
 
     def join(self, number: int, user: str) -> None:
         """Say that a program uses a life, so that it does not end before the program."""
-        # Whoever claimed it may have died before it made the folder of the users.
         self.login.run(
             f"cd {quoted(self.path(number))} && mkdir -p {USERS} && : > {USERS}/{user} && "
             f"rm -f {RELEASED}"
@@ -192,7 +192,7 @@ class Lives:
             "keep": KEEP,
             "over": OVER,
             "renewed": RENEWED,
-            "left": shlex.quote(LEFT),
+            "left_early": shlex.quote(LEFT_EARLY),
         }
         self.login.run(_LEAVE.format(life=quoted(self.path(number)), user=user, **names))
 
@@ -203,6 +203,8 @@ class Lives:
     def cancel(self, life: AllocationLife, why: str) -> None:
         """End a life now, with all that runs in it."""
         self.give_up(life.number, why)
+        # Its head does it where Slurm gives no answer.
+        self.login.run(f"echo {shlex.quote(why)} > {quoted(self.path(life.number), STOP)}")
         if life.job:
             job = shlex.quote(life.job)  # one that Slurm does not have any more is ended, too
             self.login.run(f"scancel {job} || ! squeue -h -j {job} 2>/dev/null | grep -q .")

@@ -11,7 +11,7 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -45,8 +45,10 @@ class Login:
 
     def __init__(self, tunnel: Any) -> None:
         self.tunnel = tunnel
-        #: Held for a command, and by who connects: a slow command keeps nobody from the connection.
-        self._turn, self._lock = threading.Lock(), threading.RLock()
+        #: One command at a time.
+        self._turn = threading.Lock()
+        #: Held to make the connection, and not for a command, so that a slow one delays nobody.
+        self._lock = threading.RLock()
 
     @property
     def is_here(self) -> bool:
@@ -97,8 +99,8 @@ class Login:
     def _output(self, script: str) -> bytes:
         # The shell reads all of it before it begins, and no command in it reads the rest.
         text = f"{{ printf '%s\\n' {_MARK}\n{script}\n}} < /dev/null\n".encode()
-        with self._turn, self._translated():
-            code, told, errors = _here(text) if self.is_here else self._there(text)
+        with self._turn, self._translated() as used:
+            code, told, errors = _here(text) if self.is_here else self._there(text, used)
         # What the start files of a login shell print comes before.
         told = told.partition(f"{_MARK}\n".encode())[2]
         if code != 0:
@@ -108,10 +110,10 @@ class Login:
             )
         return told
 
-    def _there(self, text: bytes) -> tuple[int, bytes, bytes]:
+    def _there(self, text: bytes, used: list[Any]) -> tuple[int, bytes, bytes]:
         """Run a script by SSH without a thread: none can start while Python ends."""
         tunnel = self.tunnel
-        channel = self._connected().open_session(timeout=_CONNECT_S)
+        channel = self._connected(used).open_session(timeout=_CONNECT_S)
         with contextlib.closing(channel):
             channel.settimeout(_COMMAND_S)
             # Any login shell understands this, csh and fish too.
@@ -130,12 +132,13 @@ class Login:
             Unanswered: there is no connection now.
             ClusterError: nobody may log in.
         """
-        with self._translated():
-            return self._connected()
+        with self._translated() as used:
+            return self._connected(used)
 
-    def _connected(self) -> paramiko.Transport:
+    def _connected(self, used: list[Any]) -> paramiko.Transport:
         with self._lock:
             self._connect()
+            used.append(self.tunnel.session)
             found: paramiko.Transport = self.tunnel.session.transport
         return found
 
@@ -167,21 +170,23 @@ class Login:
         tunnel.session = session
 
     @contextlib.contextmanager
-    def _translated(self) -> Any:
+    def _translated(self) -> Iterator[list[Any]]:
+        """Raise errors of ours; a session in the list that it yields is closed if it broke off."""
+        used: list[Any] = []
         try:
-            yield
+            yield used
         except SystemExit as error:  # NeMo-Run ends the program
             raise ClusterError(self._refused(error)) from error
         except paramiko.SSHException as error:
             if _is_refusal(error):
                 raise ClusterError(self._refused(error)) from error
-            self._disconnect()
+            self._disconnect(used)
             raise Unanswered(f"{self.name} cannot be reached now: {_words(error)}") from error
         except TimeoutError as error:
-            self._disconnect()
+            self._disconnect(used)
             raise Unanswered(f"{self.name} gave no answer within {_COMMAND_S} s.") from error
         except _BROKEN as error:
-            self._disconnect()
+            self._disconnect(used)
             raise Unanswered(f"{self.name} cannot be reached now: {_words(error)}") from error
         except RuntimeError as error:  # Python ends, and paramiko cannot start its thread
             raise Unanswered(f"{self.name} is not connected any more: {_words(error)}") from error
@@ -192,14 +197,14 @@ class Login:
             "give the tunnel the right user, host, port and identity."
         )
 
-    def _disconnect(self) -> None:
-        """The next command makes a new connection; this one may hang."""
+    def _disconnect(self, used: list[Any]) -> None:
+        """Close sessions that may hang, and not the one that another thread has made since."""
         with self._lock:
-            session = None if self.is_here else self.tunnel.session
-            if session is not None:
+            for session in used:
                 with contextlib.suppress(*_BROKEN):
                     session.close()
-                self.tunnel.session = None
+                if self.tunnel.session is session:
+                    self.tunnel.session = None
 
 
 def _is_refusal(error: paramiko.SSHException) -> bool:

@@ -11,6 +11,7 @@ The client has made the folder of the allocation, below that of the cluster::
         released    the last of them has left
         keep        the cluster stays although nobody uses it
         over        why there is nothing to be had of it any more
+        stop        why it has to end now, also when Slurm does not end it
         renewed     it goes on with the dispatches of the one before
 
 A folder with a higher number means that this allocation was given up.
@@ -36,9 +37,9 @@ from .run_folder import HeadAddress, RunEnd
 from .settings import Settings
 
 #: Names in the folder of an allocation.
-USERS, RELEASED, KEEP, OVER = "users", "released", "keep", "over"
-#: Seconds between two looks at Ray's job table.
-_LOOK_S = 5.0
+USERS, RELEASED, KEEP, OVER, STOP = "users", "released", "keep", "over", "stop"
+#: Seconds between two looks at Ray's job table, and at whether it has to end now.
+_LOOK_S, _STOP_LOOK_S = 5.0, 5.0
 #: How often Ray is asked for its last job table, of which dispatches go on.
 _LAST_TRIES = 3
 
@@ -65,6 +66,7 @@ class Allocation:
         self._token_path = token_path
         self._clock = clock
         self._looked_at = self._asked_at = float("-inf")
+        self._stopped = ""
         self._idle_since: Optional[float] = None
         self._kept = ""
         self._head: Optional[HeadAddress] = None
@@ -108,19 +110,18 @@ class Allocation:
         why = "" if self._idle_since == now else self._why_idle(now - self._idle_since)
         return RunEnd(0, why) if why else None
 
-    def given_up(self) -> Optional[str]:
-        """Why a client has given this allocation up; ``None`` while none has.
+    def why_stopped(self) -> str:
+        """Why a client has stopped this allocation, as seen by the last look; empty while none has.
 
         Slurm's controller may not have heard of that: it was away when the client asked it.
         """
         now = self._clock()
-        if not self._settings.life or now - self._asked_at < _LOOK_S:
-            return None
-        self._asked_at = now
-        path = os.path.join(self._settings.life, OVER)
-        with suppress(FileNotFoundError), open(path, encoding="utf-8") as file:
-            return file.read().strip()
-        return None
+        if self._settings.life and not self._stopped and now - self._asked_at >= _STOP_LOOK_S:
+            self._asked_at = now
+            path = os.path.join(self._settings.life, STOP)
+            with suppress(OSError), open(path, encoding="utf-8") as file:  # nobody has
+                self._stopped = file.read().strip()
+        return self._stopped
 
     def keep_table(self, head: HeadAddress) -> Optional[List[Any]]:
         """Ray's job table, kept for those who look when the allocation has ended.

@@ -136,8 +136,8 @@ class Head(NodeProgram):
             return RunEnd(CLUSTER_FAILED, f"the job's script: {why.strip()}")
         if self._files.is_ended_by_user():
             return RunEnd(CLUSTER_FAILED, f"a user has written {ENDED} into {self.settings.logs}")
-        given_up = self._allocation.given_up()
-        return None if given_up is None else RunEnd(143, f"the allocation was given up: {given_up}")
+        stopped = self._allocation.why_stopped()
+        return RunEnd(143, stopped) if stopped else None
 
     def _all_left(self) -> bool:
         return all(report.left for report in self.folder.reports().values())

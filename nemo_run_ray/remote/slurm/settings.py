@@ -169,13 +169,13 @@ def read(env: Mapping[str, str], temp_dir: str) -> Settings:
             "the variables SLURM_PROCID, SLURM_STEP_NUM_TASKS and NEMO_RUN_RAY_RUN are not all "
             "set; this program is started by `srun` in the job's script"
         )
-    run = env[RUN]
     own, companions = _sidecars(env), _companions(env)
+    _check_names([*own, *companions])
     if env.get(COMPANION):
         own, companions = [*companions], ()
     return Settings(
-        run=run,
-        logs=env.get("LOG_DIR") or run,
+        run=env[RUN],
+        logs=env.get("LOG_DIR") or env[RUN],
         log_prefix=env.get("NEMO_RUN_RAY_LOG_PREFIX", "ray-"),
         cluster=env.get("CLUSTER_DIR", ""),
         job=job_of(env),
@@ -285,15 +285,18 @@ def _sidecars(env: Mapping[str, str]) -> List[SidecarSpec]:
         raise WrongSetting(f"NEMO_RUN_RAY_SIDECARS cannot be read: {error!r}") from error
     if not env.get("SANDBOX_CONTAINER"):
         found += _sandbox(env)
-    names = [sidecar.name for sidecar in found]
-    twice = sorted({name for name in names if names.count(name) > 1})
-    if twice:
-        raise WrongSetting(f"two sidecars have the name {twice[0]!r}; give each its own")
     return found
 
 
 def _companions(env: Mapping[str, str]) -> Tuple[SidecarSpec, ...]:
     return tuple(_sandbox(env)) if env.get("SANDBOX_CONTAINER") else ()
+
+
+def _check_names(sidecars: List[SidecarSpec]) -> None:
+    names = [sidecar.name for sidecar in sidecars]
+    twice = sorted({name for name in names if names.count(name) > 1})
+    if twice:
+        raise WrongSetting(f"two sidecars have the name {twice[0]!r}; give each its own")
 
 
 def _probe(row: Optional[Dict[str, Any]]) -> Optional[ProbeSpec]:

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import nemo_run as run
@@ -196,7 +197,7 @@ def test_a_job_that_slurm_has_and_nobody_heard_of_is_found(world):
 
 
 def test_a_claim_without_the_folder_of_users(world):
-    """Its client died between two commands; others pass it over and go on."""
+    """Whoever has made it, others pass it over and go on."""
     world.life().mkdir(parents=True)
     reached = []
 
@@ -222,6 +223,27 @@ def test_a_claim_is_whole_or_not_there(world):
     made.mkdir()
     done = subprocess.run(["mv", "-T", str(made), str(world.life())], capture_output=True)
     assert done.returncode != 0
+
+
+def test_claims_of_one_user_at_the_same_time(world):
+    """An answer was lost, and the command that was sent again meets the first one."""
+    lives = world.client().lives
+    apart = Lives(Login(run.LocalTunnel(job_dir=str(world.jobs))), lives.folder)
+    for number in range(1, 21):
+        with ThreadPoolExecutor(2) as pool:
+            claims = [pool.submit(one.claim, number, "me") for one in (lives, apart)]
+        assert sorted(claim.result() for claim in claims) == [False, True]
+        assert sorted(os.listdir(world.life(number))) == ["claimed", "logs", "users"]
+    assert set(world.lives()) == {str(number) for number in range(1, 21)}
+
+
+def test_who_stops_it_tells_its_head(world):
+    """Slurm's controller may be away."""
+    lives = world.client().lives
+    assert lives.claim(1, "me")
+    lives.cancel(AllocationLife(1), "it was ended by `nemo-run-ray down`")
+    for name in ("over", "stop"):
+        assert (world.life() / name).read_text() == "it was ended by `nemo-run-ray down`\n"
 
 
 def test_a_claim_that_cannot_be_made_says_why(world):
@@ -482,7 +504,9 @@ class _Slow:
     def exec_command(self, words: str) -> None: ...
     def sendall(self, data: bytes) -> None: ...
     def shutdown_write(self) -> None: ...
-    def close(self) -> None: ...
+
+    def close(self) -> None:
+        self.is_connected = False
 
 
 def test_a_slow_command_keeps_nobody_from_the_connection():
@@ -500,6 +524,21 @@ def test_a_slow_command_keeps_nobody_from_the_connection():
     finally:
         slow.goes_on.set()
         command.join(10)
+
+
+def test_a_command_that_broke_off_closes_its_own_connection_alone():
+    login = Login(run.SSHTunnel(host="h", user="u", job_dir="/j"))
+    login.tunnel.session = slow = _Slow()
+    slow.exit_status = -1  # as of a connection that broke off
+    with ThreadPoolExecutor(1) as pool:
+        command = pool.submit(login.run, "squeue")
+        assert slow.begun.wait(10)
+        login.tunnel.session = new = _Slow()  # of another thread
+        slow.goes_on.set()
+        with pytest.raises(Unanswered):
+            command.result(10)
+    assert login.transport() is new
+    assert (slow.is_connected, new.is_connected) == (False, True)
 
 
 def test_two_sidecars_of_one_name():

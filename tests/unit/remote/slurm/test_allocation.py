@@ -12,7 +12,7 @@ from nemo_run_ray.remote.attempts import NONCE_KEY
 from nemo_run_ray.remote.earlier import TABLE
 from nemo_run_ray.remote.lost_ends import LOG_FILE
 from nemo_run_ray.remote.node.output import end_mark
-from nemo_run_ray.remote.slurm.allocation import KEEP, OVER, RELEASED, USERS, Allocation
+from nemo_run_ray.remote.slurm.allocation import KEEP, RELEASED, STOP, USERS, Allocation
 from nemo_run_ray.remote.slurm.renewal import Renewal
 from nemo_run_ray.remote.slurm.run_folder import HeadAddress, RunEnd
 from tests.fake_ray import EXIT_CODE_IS_LOST
@@ -133,10 +133,16 @@ def test_it_is_not_idle_while_chains_are_about_to_go_on(world, monkeypatch):
     assert world.after(60) == "no job has run for 60 s"
 
 
-def test_who_gives_it_up_ends_it_without_slurm(world):
+def test_who_stops_it_does_so_without_slurm(world):
     """Its controller may be away when `nemo-run-ray down` asks it."""
-    assert world.allocation.given_up() is None
-    (world.life / OVER).write_text("it was ended by `nemo-run-ray down`\n")
-    assert world.allocation.given_up() is None, "the folder is not asked in every turn"
-    world.now += 5
-    assert world.allocation.given_up() == "it was ended by `nemo-run-ray down`"
+    assert world.allocation.why_stopped() == ""
+    (world.life / STOP).write_text("it was ended by `nemo-run-ray down`\n")
+    assert world.allocation.why_stopped() == "", "the folder is not asked in every turn"
+    for seconds in (5, 1):
+        world.now += seconds
+        assert world.allocation.why_stopped() == "it was ended by `nemo-run-ray down`"
+
+
+def test_a_folder_that_cannot_be_read_stops_nothing(world):
+    (world.life / STOP).mkdir()
+    assert world.allocation.why_stopped() == ""

@@ -111,6 +111,8 @@ def test_two_sidecars_of_one_name():
         _read(NEMO_RUN_RAY_SIDECARS=json.dumps([rows[0], rows[0]]))
     with pytest.raises(WrongSetting, match="two sidecars have the name 'sandbox'"):
         _read(NEMO_RUN_RAY_SIDECARS=text, SANDBOX_COMMAND="c")
+    with pytest.raises(WrongSetting, match="two sidecars have the name 'sandbox'"):
+        _read(NEMO_RUN_RAY_SIDECARS=text, SANDBOX_COMMAND="c", SANDBOX_CONTAINER="x:1")
 
 
 def test_sidecars_of_the_head_and_of_all():
