@@ -33,6 +33,7 @@ from nemo_run_ray.clusters.slurm.sidecar import Sidecar
 from nemo_run_ray.clusters.slurm.slurm_queue import SlurmQueue
 from nemo_run_ray.errors import ClusterError, ConfigError, NemoRunRayError
 from nemo_run_ray.remote.rows import JobRows
+from nemo_run_ray.remote.slurm.settings import repeated
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,99}")
 _SSH_FIELDS = ("host", "user", "port", "identity", "shell", "pre_command")
@@ -260,8 +261,7 @@ def _check(cluster: SlurmCluster) -> None:
             raise ConfigError(
                 f"SlurmCluster.{name} is {getattr(cluster, name)!r}; allowed is {what}."
             )
-    names = [sidecar.name for sidecar in cluster.sidecars]
-    twice = sorted({name for name in names if names.count(name) > 1})
+    twice = repeated([sidecar.name for sidecar in cluster.sidecars])
     if twice:
         raise ConfigError(
             f"SlurmCluster {cluster.name!r} has two sidecars with the name {twice[0]!r}; give each "

@@ -293,10 +293,14 @@ def _companions(env: Mapping[str, str]) -> Tuple[SidecarSpec, ...]:
 
 
 def _check_names(sidecars: List[SidecarSpec]) -> None:
-    names = [sidecar.name for sidecar in sidecars]
-    twice = sorted({name for name in names if names.count(name) > 1})
+    twice = repeated([sidecar.name for sidecar in sidecars])
     if twice:
         raise WrongSetting(f"two sidecars have the name {twice[0]!r}; give each its own")
+
+
+def repeated(names: List[str]) -> List[str]:
+    """The names that come more than once, sorted."""
+    return sorted({name for name in names if names.count(name) > 1})
 
 
 def _probe(row: Optional[Dict[str, Any]]) -> Optional[ProbeSpec]:
