@@ -214,7 +214,12 @@ def _once(slurm: Slurm, nodes: int, kind: _Kind, name: str) -> _Run:
         tunnel=tunnel,
         packager=run.Packager(),
         container_image="image",  # NeMo-Run's script has a container's name, which needs one
-        env_vars={"PATH": f"{kind.path}:$PATH", "CPUS_PER_WORKER": "1", "RAY_TEMP_DIR": _OWN},
+        env_vars={
+            "PATH": f"{kind.path}:$PATH",
+            "CPUS_PER_WORKER": "1",
+            "RAY_TEMP_DIR": _OWN,
+            "TMPDIR": str(slurm.folder),  # Ray's helpers leave folders there when they are killed
+        },
         **kind.fields,
     )
     (slurm.folder / "jobs" / name / "logs").mkdir(parents=True)

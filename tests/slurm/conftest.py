@@ -139,8 +139,13 @@ def slurm(tmp_path_factory) -> Iterator[Slurm]:
 
 
 @pytest.fixture(autouse=True)
-def whole(slurm: Slurm) -> Iterator[None]:
+def whole(slurm: Slurm, monkeypatch) -> Iterator[None]:
     """All hosts are there for each test, and nothing of it is left on them."""
+    # Jobs have the environment that they are submitted from. Ray's helpers leave folders with
+    # sockets there when they are killed.
+    tmp = slurm.folder / "tmp"
+    tmp.mkdir(exist_ok=True)
+    monkeypatch.setenv("TMPDIR", str(tmp))
     yield
     slurm.ask("scancel", "--full", "--user=root")
     wait_for(lambda: not slurm.ask("squeue", "-h"), 60)
