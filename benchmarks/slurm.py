@@ -106,7 +106,11 @@ def show(found: dict[str, Any], add: Add) -> None:
                 "" if name.startswith("NeMo-Run") else "≤ 10 requests",
             )
     least, most = (found["by nodes"][str(nodes)]["ours"]["starts_s"][0] for nodes in (FEW, MANY))
-    add(f"the same, {MANY} nodes / {FEW} nodes", f"{most / least:.2f}", "≤ 1.5")
+    add(
+        f"{MANY} nodes / {FEW}, each on hosts of their own, no real Ray",
+        f"{most / least:.2f}",
+        "≤ 1.5",
+    )
     for where, rows in found["growth"].items():
         if isinstance(rows, str):
             add(f"{MANY} nodes and {FEW} in turns, {where}", f"not measured: {rows}")

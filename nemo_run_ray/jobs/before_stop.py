@@ -1,11 +1,13 @@
 """What is done for the jobs of a cluster before it is stopped: an embedded Ray, or one on Slurm.
 
-Their logs, and how they ended, are lost with the cluster: both are written down first.
+Their logs, and how they ended, are lost with an embedded Ray, and an allocation keeps them in a
+folder that others may remove: both are written down first.
 """
 
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -80,9 +82,11 @@ def note_ends(api: JobsApi, cluster: Cluster, is_forced: bool) -> Iterator[str]:
                 continue
             try:
                 job = job_of(record)
-                job.look(snapshot)  # which writes an end down
+                status = job.look(snapshot)  # which writes an end down
                 note_running_at(job, snapshot, is_stopping=True)
-                if is_forced and not record.terminal:
+                # What was lost in an allocation before this one was not stopped here.
+                goes_on = not job.record.terminal and status.state is not JobState.LOST
+                if is_forced and goes_on:
                     _note_cancelled(job, snapshot)
             except (NemoRunRayError, OSError) as error:
                 yield f"The end of {record.submission_id} could not be kept: {error}"
@@ -97,12 +101,21 @@ def _note_cancelled(job: RemoteJob, snapshot: Snapshot) -> None:
 
 
 def _is_on(record: Mapping[str, Any], cluster: Cluster) -> bool:
-    """Whether a job's record names this cluster, however a folder's path was written in it."""
+    """Whether a job's record names this cluster, however it has written its folder."""
     return _place(record) == _place(cluster.record())
 
 
 def _place(record: Mapping[str, Any]) -> dict[str, Any]:
-    """What tells a cluster from others of its kind; whether it renews itself does not."""
+    """What tells a cluster from others of its kind.
+
+    Whether one on Slurm renews itself does not, and neither does the key by which its host is
+    reached.
+    """
     if "state_dir" in record:
         return {"kind": record["kind"], "folder": Path(record["state_dir"]).resolve()}
-    return {name: value for name, value in record.items() if name != "renew"}
+    if "tunnel" in record:
+        tunnel = record["tunnel"]
+        place = {name: tunnel.get(name) for name in ("host", "user", "port")}
+        folder = os.path.normpath(tunnel["job_dir"])
+        return {"kind": record["kind"], "name": record["name"], "folder": folder, **place}
+    return dict(record)

@@ -235,13 +235,26 @@ def test_nsight_is_changed_as_nemo_runs_script_changes_it(both):
 def test_the_time_limit_is_read_as_slurm_reads_it(both, limit, seconds):
     _, ours = both()
     function = "ends_after() {" + ours.partition("ends_after() {")[2].partition("\n}\n")[0] + "\n}"
-    text = f'set -eu\n{function}\nends_after "{limit}"\necho "${{SLURM_JOB_END_TIME:-}}"'
+    begin, end = "set -eu\nSLURM_JOB_ID=7\n", 'echo "${SLURM_JOB_END_TIME:-}"'
+    text = f'{begin}{function}\nends_after "{limit}"\n{end}'
     before = time.time()
     done = subprocess.run(["bash"], input=text, text=True, capture_output=True, check=True)
     assert done.stderr == ""
     assert (seconds is None) == (done.stdout.strip() == "")
     if seconds is not None:
         assert -1 <= int(done.stdout) - before - seconds <= 20
+
+
+@pytest.mark.parametrize(("found_by", "end"), [("6", ""), ("7", "1234"), ("", "1234")])
+def test_the_end_of_a_job_that_submits_this_one_is_not_its_own(both, found_by, end):
+    """An older Slurm tells no end, so the script of that job has set it for its programs."""
+    _, ours = both()
+    begin = ours.partition("\n####")[0]
+    env = {"PATH": os.environ["PATH"], "SLURM_JOB_ID": "7", "SLURM_JOB_END_TIME": "1234"}
+    env["NEMO_RUN_RAY_END_OF"] = found_by
+    text = f'{begin}\necho "${{SLURM_JOB_END_TIME:-}}"'
+    done = subprocess.run(["bash"], input=text, env=env, text=True, capture_output=True, check=True)
+    assert done.stdout.strip() == end
 
 
 def _step_arguments(script: str) -> list[str]:

@@ -19,7 +19,7 @@ _LOOK_S = 2.0
 _CLAIM_S = 45.0
 #: Seconds within which the host with Slurm must answer for the first time.
 _FIRST_ANSWER_S = 60.0
-#: How often a job is submitted again that Slurm's controller gave no answer to.
+#: How often a job is submitted to a controller of Slurm that gives no answer.
 _SUBMISSIONS = 4
 #: What `sbatch` says when it does not know whether the controller has the job.
 _AWAY = ("Unable to contact", "timed out", "Connection refused", "Zero Bytes", "temporarily")
@@ -103,7 +103,7 @@ class BringUp:
     def _step(self) -> AllocationLife | None:
         life = self.lives.look()
         self._answered = True
-        if life is None or self._is_over(life):
+        if life is None or self._passes_over(life):
             if life is None or not self._is_asked_for(life):
                 self._claim_next(life)
             return None
@@ -122,13 +122,13 @@ class BringUp:
             return life
         return None
 
-    def _is_over(self, life: AllocationLife) -> bool:
-        """Whether there is nothing to be had of a life.
+    def _passes_over(self, life: AllocationLife) -> bool:
+        """Whether there is nothing to be had of a life; one that Slurm has no job of is given up.
 
         Raises:
             ClusterError: this client waited for it, and it has not come up.
         """
-        why = life.why_over or self._why_not_there(life)
+        why = life.why_over or self._give_up_lost(life)
         # Of several clients that wait, none submits again what would fail again.
         waited = life.number == self._joined and life.head is None and why != LEFT_EARLY
         if why and waited and (life.job or life.refused) and not self._was_unheard(life):
@@ -153,8 +153,8 @@ class BringUp:
             + (f" {log}" if log else "")
         )
 
-    def _why_not_there(self, life: AllocationLife) -> str:
-        """Why Slurm has no job of a life that nobody has ended; empty while it may have one."""
+    def _give_up_lost(self, life: AllocationLife) -> str:
+        """Give a life up that Slurm has no job of, and say why; empty while it may have one."""
         # What Slurm said before its job was known proves nothing.
         seen, since, at = self._seen_since
         if seen != (life.number, life.job):

@@ -83,12 +83,28 @@ rm -f {users}/{user}
 job=$(cat job 2>/dev/null)
 run=$(ls -d run/"$job".* 2>/dev/null | sort -t . -k 2 -n | tail -n 1)
 [ -z "$job" ] || [ -z "$run" ] || [ ! -e "$run/ready.json" ] || exit 0
+echo {left_early} > {stop}
 echo {left_early} > {over}
 [ -z "$job" ] || scancel "$job" 2>/dev/null
 exit 0
 """
 
-
+#: The head ends the life where Slurm gives no answer, by the first file; by the second one nobody
+#: uses it any more, and a job that still waits ends as soon as it starts. A shell that has begun
+#: this goes on when its connection breaks off, and until then the life is one that can be ended.
+#: A full disk keeps no job alive.
+_CANCEL = """\
+cd {life} || exit 1
+noted=yes
+for name in {stop} {over}; do
+  {{ echo {why} > $name.new && mv $name.new $name; }} || noted=""
+done
+if [ -n {job} ]; then
+  scancel {job} && exit 0
+  ! squeue -h -j {job} 2>/dev/null | grep -q . || exit 1
+fi
+[ -n "$noted" ]
+"""
 #: Prints the ids of kept dispatches, and then the runs whose dispatches go on in a life, or in the
 #: one with a name of Ray's, the newest first: of each its folder, a line for each file, and the
 #: names of its logs.
@@ -191,6 +207,7 @@ class Lives:
             "released": RELEASED,
             "keep": KEEP,
             "over": OVER,
+            "stop": STOP,
             "renewed": RENEWED,
             "left_early": shlex.quote(LEFT_EARLY),
         }
@@ -202,12 +219,9 @@ class Lives:
 
     def cancel(self, life: AllocationLife, why: str) -> None:
         """End a life now, with all that runs in it."""
-        self.give_up(life.number, why)
-        # Its head does it where Slurm gives no answer.
-        self.login.run(f"echo {shlex.quote(why)} > {quoted(self.path(life.number), STOP)}")
-        if life.job:
-            job = shlex.quote(life.job)  # one that Slurm does not have any more is ended, too
-            self.login.run(f"scancel {job} || ! squeue -h -j {job} 2>/dev/null | grep -q .")
+        words = {"why": shlex.quote(why), "job": shlex.quote(life.job)}
+        path = quoted(self.path(life.number))
+        self.login.run(_CANCEL.format(life=path, stop=STOP, over=OVER, **words))
 
     def series(self, number: int | None = None, session: str = "") -> Series:
         """The runs whose dispatches go on in one life.

@@ -10,11 +10,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from nemo_run_ray.clusters.slurm.sidecar import Sidecar
-from nemo_run_ray.remote.slurm.settings import IDLE_TIMEOUT, RENEW
+from nemo_run_ray.remote.slurm.settings import IDLE_TIMEOUT, RENEW, SIDECARS
 from nemo_run_ray.remote.variables import LIFE
 from nemo_run_ray.slurm_script import TEMPLATES, template_folder
-
-_SIDECARS = "NEMO_RUN_RAY_SIDECARS"
 
 
 def script(
@@ -41,7 +39,7 @@ def script(
         LIFE: life,
         IDLE_TIMEOUT: "" if idle_timeout_s is None else str(idle_timeout_s),
         RENEW: "1" if renew else "",
-        _SIDECARS: json.dumps([sidecar.row() for sidecar in sidecars]) if sidecars else "",
+        SIDECARS: json.dumps([sidecar.row() for sidecar in sidecars]) if sidecars else "",
     }
     filled = _filled(executor, life, ours, renew)
     with template_folder() as templates:

@@ -1,9 +1,12 @@
-"""What Slurm says of this user's jobs, asked at most once in half a minute by all processes."""
+"""What Slurm says of this user's jobs, asked at most once in half a minute by all of a machine."""
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
+import os
+import socket
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -18,6 +21,9 @@ from nemo_run_ray.remote.files import write_file
 #: Seconds between two questions to Slurm's controller, which serves everybody.
 PAUSE_S = 30.0
 _COMMAND = "squeue -h -a -u \"$(id -un)\" -o '%A|%T|%r|%S|%Z'"
+_NEVER: tuple[float, str | None] = (float("-inf"), None)
+#: When this process has asked last, and Slurm's answer, by the file that it is kept in.
+_asked: dict[Path, tuple[float, str | None]] = {}
 
 
 @dataclass(frozen=True)
@@ -54,7 +60,9 @@ class SlurmQueue:
     def __init__(self, login: Login, clock: Callable[[], float] = time.time) -> None:
         self._login = login
         self._clock = clock
-        digest = hashlib.sha256(login.key.encode()).hexdigest()[:12]
+        # A home may be shared by machines: their clocks differ, and so may their Slurms.
+        parts = (socket.gethostname(), os.environ.get("SLURM_CONF", ""), login.key)
+        digest = hashlib.sha256("\n".join(parts).encode()).hexdigest()[:12]
         folder = Path(get_nemorun_home(), "ray_slurm").absolute()
         self._path, self._lock_path = folder / f"{digest}.json", folder / f"{digest}.lock"
 
@@ -69,17 +77,26 @@ class SlurmQueue:
         """
         from filelock import FileLock, Timeout
 
-        self._path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         try:
+            self._path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
             with FileLock(self._lock_path, timeout=PAUSE_S):
-                at, text = self._read()
-                now = self._clock()
-                if not at <= now < at + PAUSE_S:
-                    at, text = now, self._ask()
-                    write_file(self._path, json.dumps({"at": at, "text": text}))
+                at, text = self._answer()
         except Timeout:
             return None
+        except OSError:  # NeMo-Run's home is full: this process has its own answer
+            at, text = self._answer()
         return None if text is None or at < after else _jobs(text)
+
+    def _answer(self) -> tuple[float, str | None]:
+        """When Slurm was asked last, and what it said; it is asked again when it is time to."""
+        now = self._clock()
+        for at, text in (self._read(), _asked.get(self._path, _NEVER)):
+            if at <= now < at + PAUSE_S:
+                return at, text
+        _asked[self._path] = at, text = now, self._ask()
+        with contextlib.suppress(OSError):  # others ask for themselves
+            write_file(self._path, json.dumps({"at": at, "text": text}))
+        return at, text
 
     def _ask(self) -> str | None:
         try:
@@ -94,7 +111,7 @@ class SlurmQueue:
             row = json.loads(self._path.read_text(encoding="utf-8"))
             return float(row["at"]), row["text"]
         except (OSError, ValueError, KeyError, TypeError):
-            return float("-inf"), None
+            return _NEVER
 
 
 def _jobs(text: str) -> list[QueuedJob]:

@@ -7,6 +7,7 @@ import time
 from contextlib import suppress
 from typing import List, Mapping, Optional
 
+from .network import Ports
 from .run_folder import NodeReport
 from .settings import WrongSetting
 
@@ -21,21 +22,25 @@ class Greeting:
     Args:
         addresses: of the head, the likeliest first.
         workers: how many there are.
+        ports: give it one, and take it back.
     """
 
-    def __init__(self, addresses: List[str], workers: int) -> None:
+    def __init__(self, addresses: List[str], workers: int, ports: Ports) -> None:
         self.addresses = addresses
         self._workers = workers
+        self._ports = ports
+        self._port = 0
         self._first_told_at: Optional[float] = None
         self._server: Optional[socket.socket] = None
         if len(addresses) > 1 and workers:
-            self._server = socket.create_server(("", 0), backlog=4096)
+            self._port = ports.one()
+            self._server = socket.create_server(("", self._port), backlog=4096)
             self._server.setblocking(False)
 
     @property
     def port(self) -> int:
         """Where to connect; 0 when there is nothing to find out."""
-        return 0 if self._server is None else int(self._server.getsockname()[1])
+        return self._port
 
     def _accept(self, server: socket.socket) -> None:
         """Take all connections that wait: the kernel holds a few hundred of them at most."""
@@ -47,6 +52,7 @@ class Greeting:
         """Take no more connections."""
         if self._server is not None:
             self._server.close()
+        self._ports.close()
 
     def choose(self, reports: Mapping[int, NodeReport]) -> Optional[str]:
         """The first address that every worker reaches; ``None`` until enough have told.

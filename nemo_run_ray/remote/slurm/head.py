@@ -16,7 +16,7 @@ from .decide import ClusterReady, ClusterView, Wait, decide
 from .greeting import Greeting
 from .log_copies import LogCopies
 from .nemo_files import ENDED, NemoFiles
-from .network import head_addresses, listening
+from .network import Ports, head_addresses, listening
 from .node import TURN_S, NodeProgram
 from .ray_nodes import RayNodes
 from .ray_start import for_drivers, head_words
@@ -50,6 +50,7 @@ class Head(NodeProgram):
         self._was_ready = False
         self._said_at = float("-inf")
         self._driver: Optional[Command] = None
+        self._leaves_at = float("inf")
         logs = os.path.join(self.settings.logs, "ray")
         self._files = NemoFiles(self.settings)
         self._copies = LogCopies(settings.temp_dir, logs, settings.log_sync_s, self.commands)
@@ -60,7 +61,8 @@ class Head(NodeProgram):
         with open(os.open(self.folder.file("token"), flags, 0o600), "w") as file:
             file.write(secrets.token_hex(32))
         addresses = head_addresses(self.settings.host, self.settings.interface)
-        self._greeting = Greeting(addresses, self.settings.nodes - 1)
+        free = Ports({}, False, self.ports.salt)
+        self._greeting = Greeting(addresses, self.settings.nodes - 1, free)
         self.folder.publish_addresses(HeadAddresses(tuple(addresses), self._greeting.port))
         self.publish()
 
@@ -109,10 +111,11 @@ class Head(NodeProgram):
         with suppress(OSError):  # on a full disk the workers miss the head's beat
             end = self.folder.publish_end(end)
         self.say(f"The run is over: {end.why}")
-        deadline = time.monotonic() + _LEAVE_S  # the job's script waits for this program 5 s longer
+        # The job's script waits for this program 5 s longer.
+        self._leaves_at = time.monotonic() + _LEAVE_S
         self._files.take_back()
         super().leave(end)
-        while time.monotonic() < deadline and not self._all_left():
+        while time.monotonic() < self._leaves_at and not self._all_left():
             time.sleep(TURN_S)
         with suppress(OSError):
             os.unlink(self.folder.file("token"))
@@ -127,7 +130,7 @@ class Head(NodeProgram):
     def before_removal(self) -> None:
         super().before_removal()
         with suppress(OSError):
-            self._copies.finish()
+            self._copies.finish(self._leaves_at - time.monotonic())
 
     def _told_to_end(self) -> Optional[RunEnd]:
         """The end that the job's script asks for, or a user who has written NeMo-Run's file."""

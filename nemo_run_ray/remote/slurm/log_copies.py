@@ -31,7 +31,7 @@ exit $code
 """
 #: Seconds for the last copy of Ray's logs, and for those of its jobs: Slurm, and the job's script,
 #: wait for the head to leave.
-_FINISH_S, _KEEP_S = 10.0, 12.0
+_FINISH_MIN_S, _FINISH_S, _KEEP_S = 1.0, 10.0, 12.0
 
 
 class LogCopies:
@@ -71,11 +71,15 @@ class LogCopies:
             with suppress(OSError):  # no process is to be had now; the next pause tries again
                 self._begin()
 
-    def finish(self) -> None:
-        """Copy what there is now, and wait for that, but not for long."""
+    def finish(self, limit_s: float) -> None:
+        """Copy what there is now, and wait for that, but not for long.
+
+        Args:
+            limit_s: seconds that the head has for it; it waits one second all the same.
+        """
         if self._pause_s is not None:
             copy = self._begin()
-            deadline = time.monotonic() + _FINISH_S
+            deadline = time.monotonic() + min(max(limit_s, _FINISH_MIN_S), _FINISH_S)
             while copy.exit_code is None and time.monotonic() < deadline:
                 time.sleep(0.05)
                 self._commands.reap()

@@ -108,7 +108,7 @@ class Ports:
     def __init__(self, wanted: Mapping[str, int], is_head: bool, salt: int) -> None:
         self._wanted = wanted
         self._names = [*(HEAD_PORTS if is_head else ()), *NODE_PORTS]
-        self._salt = salt
+        self.salt = salt
         self._claims: List[socket.socket] = []
 
     def close(self) -> None:
@@ -116,6 +116,14 @@ class Ports:
         for claim in self._claims:
             claim.close()
         self._claims.clear()
+
+    def one(self) -> int:
+        """A port for something else than Ray.
+
+        Raises:
+            WrongSetting: no block of ports is free.
+        """
+        return self._claim_block()[1][0]
 
     def choose(self) -> Dict[str, int]:
         """A port for each variable. A second call gives others, where none is set by the user.
@@ -164,7 +172,7 @@ class Ports:
         if blocks < _BLOCKS_MIN:  # the kernel gives away nearly all: a free port has to do
             blocks = (_END - _FIRST) // _BLOCK
         for number in range(blocks):
-            first = _FIRST + (self._salt + number) % blocks * _BLOCK
+            first = _FIRST + (self.salt + number) % blocks * _BLOCK
             if not self._claim(f"block/{first}"):
                 continue
             free = [port for port in range(first, first + _SERVICES) if _is_free(port)]

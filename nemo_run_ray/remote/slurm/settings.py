@@ -16,6 +16,8 @@ if TYPE_CHECKING:
 IDLE_TIMEOUT = "NEMO_RUN_RAY_IDLE_TIMEOUT"
 #: Set to 1 where another allocation goes on with the dispatches of this one.
 RENEW = "NEMO_RUN_RAY_RENEW"
+#: The sidecars of a ``SlurmCluster``, as JSON.
+SIDECARS = "NEMO_RUN_RAY_SIDECARS"
 #: The sidecar whose readiness NeMo-RL's programs read from a folder.
 SANDBOX = "sandbox"
 #: Set in the step that runs sidecars in a container of their own, beside the step with Ray.
@@ -277,12 +279,12 @@ def _gpus(env: Mapping[str, str]) -> int:
 
 
 def _sidecars(env: Mapping[str, str]) -> List[SidecarSpec]:
-    text = env.get("NEMO_RUN_RAY_SIDECARS", "")
+    text = env.get(SIDECARS, "")
     try:
         rows = json.loads(text) if text else []
         found = [SidecarSpec(**{**row, "probe": _probe(row.get("probe"))}) for row in rows]
     except (ValueError, TypeError) as error:
-        raise WrongSetting(f"NEMO_RUN_RAY_SIDECARS cannot be read: {error!r}") from error
+        raise WrongSetting(f"{SIDECARS} cannot be read: {error!r}") from error
     if not env.get("SANDBOX_CONTAINER"):
         found += _sandbox(env)
     return found

@@ -24,27 +24,7 @@ from nemo_run_ray.clusters.slurm.lives import Lives
 from nemo_run_ray.clusters.slurm.login import Login
 from nemo_run_ray.clusters.slurm.slurm_queue import SlurmQueue
 from nemo_run_ray.errors import ClusterError, ConfigError, Unanswered
-
-#: Each reads and writes $SLURM: `queue` has a line for each job, in the form of `squeue`.
-_COMMANDS = {
-    "sbatch": """\
-[ ! -e "$SLURM/refuse" ] || { cat "$SLURM/refuse" >&2; exit 1; }
-for word in "$@"; do case "$word" in --chdir=*) folder=${word#--chdir=};; esac; done
-number=$(($(cat "$SLURM/last" 2>/dev/null || echo 100) + 1)); echo $number > "$SLURM/last"
-echo "$number|PENDING|Resources|N/A|$folder" >> "$SLURM/queue"
-[ ! -e "$SLURM/breaks" ] || kill -9 $PPID
-echo "$number;cluster"
-""",
-    "squeue": """\
-echo asked >> "$SLURM/asked"
-[ ! -e "$SLURM/away" ] || exit 1
-cat "$SLURM/queue" 2>/dev/null; exit 0
-""",
-    "scancel": """\
-for number in "$@"; do echo "$number" >> "$SLURM/cancelled"
-grep -v "^$number|" "$SLURM/queue" > "$SLURM/queue.new"; mv "$SLURM/queue.new" "$SLURM/queue"; done
-""",
-}
+from tests.slurm_commands import put_commands
 
 
 class World:
@@ -52,11 +32,7 @@ class World:
 
     def __init__(self, folder: Path) -> None:
         self.slurm, self.jobs = folder / "slurm", folder / "jobs"
-        for path in (self.slurm, self.jobs, folder / "bin"):
-            path.mkdir()
-        for name, text in _COMMANDS.items():
-            (folder / "bin" / name).write_text(f"#!/bin/sh\n{text}")
-            (folder / "bin" / name).chmod(0o755)
+        self.jobs.mkdir()
         self.now = 1000.0
         self.said: list[str] = []
         #: What happens at the waits, one after another; more waits than these are a failure.
@@ -121,10 +97,8 @@ class World:
 
 @pytest.fixture
 def world(tmp_path, monkeypatch) -> Iterator[World]:
+    put_commands(tmp_path, monkeypatch)
     found = World(tmp_path)
-    monkeypatch.setenv("SLURM", str(found.slurm))
-    monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:{os.environ['PATH']}")
-    monkeypatch.setenv("NEMORUN_HOME", str(tmp_path / "home"))
     monkeypatch.setattr(slurm_queue, "PAUSE_S", 0.0)  # every answer is a new one
     interrupted.clear()
     yield found
@@ -244,6 +218,51 @@ def test_who_stops_it_tells_its_head(world):
     lives.cancel(AllocationLife(1), "it was ended by `nemo-run-ray down`")
     for name in ("over", "stop"):
         assert (world.life() / name).read_text() == "it was ended by `nemo-run-ray down`\n"
+
+
+def test_a_stop_whose_answer_is_lost_was_done_whole(world, monkeypatch):
+    """Else the next one would say that none is up, and leave what runs."""
+    lives = world.client().lives
+    assert lives.claim(1, "me")
+    lives.submit(1, "#!/bin/sh\n")
+    life, done = lives.look(), Login.run
+
+    def break_off(self: Login, script: str) -> str:
+        done(self, script)
+        raise Unanswered("me@host cannot be reached now: no route.")
+
+    monkeypatch.setattr(Login, "run", break_off)
+    with pytest.raises(Unanswered):
+        lives.cancel(life, "it was ended")
+    assert world.cancelled() == ["101"]
+    for name in ("over", "stop"):
+        assert (world.life() / name).exists()
+
+
+def test_a_full_disk_keeps_no_job_alive(world):
+    lives = world.client().lives
+    assert lives.claim(1, "me")
+    lives.submit(1, "#!/bin/sh\n")
+    for name in ("over", "stop"):
+        (world.life() / f"{name}.new").mkdir()  # where nothing can be written
+    life = lives.look()
+    (world.slurm / "away").touch()
+    with pytest.raises(ClusterError):  # neither Slurm nor the head has heard of it
+        lives.cancel(life, "it was ended")
+    (world.slurm / "away").unlink()
+    lives.cancel(life, "it was ended")
+    assert world.cancelled() == ["101"]
+
+
+def test_the_last_user_leaves_while_the_controller_is_away(world):
+    """The head has to hear of it, or Ray would come up for nobody."""
+    lives = world.client().lives
+    assert lives.claim(1, "me")
+    lives.submit(1, "#!/bin/sh\n")
+    (world.slurm / "away").touch()
+    lives.leave(1, "me")
+    for name in ("over", "stop"):
+        assert "before it was ready" in (world.life() / name).read_text()
 
 
 def test_a_claim_that_cannot_be_made_says_why(world):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import time
 from pathlib import Path
@@ -10,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from nemo_run_ray import slurm_script
+from nemo_run_ray.clusters.slurm import bring_up
 from tests.unit.clusters.test_bring_up import World, world
 
 __all__ = ["world"]
@@ -110,6 +112,11 @@ def test_what_slurm_does_not_take_is_told(over, words, tries):
     assert words in (over.life(2) / "refused").read_text()
     assert not (over.life(2) / "job").exists()
     assert (over.slurm / "n").read_text().count("x") == int(tries)
+
+
+def test_client_and_script_know_by_the_same_words_that_the_controller_is_away():
+    (words,) = re.findall(r"grep -qE '(.*)' sbatch/err", template("renew.sh.j2"))
+    assert words.split("|") == list(bring_up._AWAY)
 
 
 def test_no_other_job_is_asked_for_while_slurm_may_have_one(over):

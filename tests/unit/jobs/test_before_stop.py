@@ -1,4 +1,4 @@
-"""Which records of jobs are of the cluster that is stopped."""
+"""Which jobs are on the cluster that is stopped, and what is written down of them."""
 
 from __future__ import annotations
 
@@ -8,17 +8,25 @@ import nemo_run as run
 
 from nemo_run_ray import ExistingCluster, LocalCluster, SlurmCluster
 from nemo_run_ray.clusters import Cluster
-from nemo_run_ray.jobs.before_stop import _is_on
+from nemo_run_ray.jobs import ledger
+from nemo_run_ray.jobs import snapshot as snapshots
+from nemo_run_ray.jobs.before_stop import _is_on, note_ends
+from nemo_run_ray.jobs.job import RemoteJob
+from nemo_run_ray.jobs.ledger import Ledger
+from nemo_run_ray.remote.states import JobState, JobStatus
+from tests.unit.jobs.conftest import Handed
 
 
 def _recorded(cluster: Cluster) -> dict:
     return json.loads(json.dumps(cluster.record()))
 
 
-def _on_slurm(job_dir: str = "/shared", host: str = "", **fields) -> SlurmCluster:
+def _on_slurm(
+    job_dir: str = "/shared", host: str = "", key: str = "/me/key", **fields
+) -> SlurmCluster:
     tunnel = run.LocalTunnel(job_dir=job_dir)
     if host:
-        tunnel = run.SSHTunnel(host=host, user="me", job_dir=job_dir, identity="/me/key")
+        tunnel = run.SSHTunnel(host=host, user="me", job_dir=job_dir, identity=key)
     return SlurmCluster(executor=run.SlurmExecutor(account="a", tunnel=tunnel), **fields)
 
 
@@ -34,6 +42,7 @@ def test_one_on_slurm_by_its_name_and_its_way():
         own = _on_slurm(host=host, name="team")
         assert _is_on(_recorded(own), own)
         assert _is_on(_recorded(_on_slurm(host=host, name="team", renew=True)), own)
+        assert _is_on(_recorded(_on_slurm("/shared/", host, "/other/key", name="team")), own)
         assert not _is_on(_recorded(_on_slurm(host=host, name="other")), own)
         assert not _is_on(_recorded(_on_slurm("/elsewhere", host, name="team")), own)
     assert not _is_on(_recorded(_on_slurm(host="login")), _on_slurm(host="other"))
@@ -45,3 +54,36 @@ def test_those_of_other_kinds_are_not(tmp_path):
     for cluster in own:
         found = [other for other in others if _is_on(_recorded(other), cluster)]
         assert found == [cluster]
+
+
+def _stop_by_force(handed: Handed) -> dict[str, str]:
+    """Note the ends of an experiment's jobs; what is written down then, by the job's name."""
+    (cluster, *_) = (job.cluster for job in handed.jobs.values())
+    (api, *_) = (job.api() for job in handed.jobs.values())
+    assert list(note_ends(api, cluster, is_forced=True)) == []
+    found = Ledger.of(handed.exp_dir).jobs().values()
+    return {record.job: record.terminal.get("state", "") for record in found}
+
+
+def test_what_has_not_ended_is_noted_as_cancelled(ray, unique):
+    assert _stop_by_force(Handed(ray, unique, "job")) == {"job": "CANCELLED"}
+
+
+def test_an_end_that_another_program_notes_meanwhile_stays(ray, unique, monkeypatch):
+    handed = Handed(ray, unique, "job")
+    look = RemoteJob.look
+
+    def look_late(job: RemoteJob, snapshot: snapshots.Snapshot) -> JobStatus:
+        status = JobStatus(JobState.SUCCEEDED).to_json()
+        Ledger.of(handed.exp_dir).write(ledger.TERMINAL, job.id, status=status)
+        return look(job, snapshot)
+
+    monkeypatch.setattr(RemoteJob, "look", look_late)
+    assert _stop_by_force(handed) == {"job": "SUCCEEDED"}
+
+
+def test_what_was_lost_before_was_not_stopped(ray, unique, monkeypatch):
+    monkeypatch.setattr(snapshots, "_RECOVERS_S", 0.0)
+    handed = Handed(ray, unique, "lost", "here")
+    del ray.rows[f"{handed.id}.lost"]
+    assert _stop_by_force(handed) == {"lost": "", "here": "CANCELLED"}

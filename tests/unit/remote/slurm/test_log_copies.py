@@ -91,7 +91,7 @@ def test_a_slow_folder_does_not_hold_the_head(world, monkeypatch, tmp_path):
 
 
 def test_the_last_copy_is_waited_for(world):
-    world.copies.finish()
+    world.copies.finish(5)
     assert world.copy.read_text() == "one\n"
 
 
@@ -136,5 +136,5 @@ def test_a_folder_that_is_gone_ends_nothing(world):
 def test_nobody_asked_for_copies(tmp_path, unique):
     world = World(tmp_path, unique, pause_s=None)
     world.step(1000)
-    world.copies.finish()
+    world.copies.finish(5)
     assert world.last is None

@@ -97,15 +97,18 @@ def _report(host: str, *addresses: str) -> NodeReport:
 
 
 def test_the_address_that_every_worker_reaches_is_chosen():
-    greeting = Greeting(["a", "b", "c"], 2)
-    assert greeting.port > 0
+    greeting = Greeting(["a", "b", "c"], 2, Ports({}, False, 0))
+    assert network._FIRST <= greeting.port < min(_range(), network._END)
     assert greeting.choose({0: NodeReport("n1"), 1: NodeReport("n2")}) is None
     assert greeting.choose({1: _report("n2", "b", "c")}) is None, "another worker has not told"
+    others = _choose({}, False, 0).values()
+    assert not any(greeting.port <= port < greeting.port + network._BLOCK for port in others)
     assert greeting.choose({1: _report("n2", "b", "c"), 2: _report("n3", "a", "c")}) == "c"
+    assert greeting.port <= min(_choose({}, False, 0).values()), "its block is free again"
 
 
 def test_a_head_that_nobody_reaches_says_who_reaches_what():
-    greeting = Greeting(["a", "b"], 2)
+    greeting = Greeting(["a", "b"], 2, Ports({}, False, 0))
     with pytest.raises(
         WrongSetting, match=r"n2 reaches a; n3 reaches none.*NEMO_RUN_RAY_INTERFACE"
     ):
@@ -113,5 +116,6 @@ def test_a_head_that_nobody_reaches_says_who_reaches_what():
 
 
 def test_one_address_needs_no_greeting():
-    assert Greeting(["a"], 5).choose({}) == "a"
-    assert Greeting(["a", "b"], 0).choose({}) == "a", "nobody has to reach it"
+    ports = Ports({}, False, 0)
+    assert Greeting(["a"], 5, ports).choose({}) == "a"
+    assert Greeting(["a", "b"], 0, ports).choose({}) == "a", "nobody has to reach it"
