@@ -16,6 +16,8 @@ from .progress import Lease
 
 #: Variables of every element: its index, from 0, and which attempt it is, from 1.
 INDEX, ATTEMPT = "NEMO_RUN_ARRAY_INDEX", "NEMO_RUN_ATTEMPT"
+#: Exit code of what was killed.
+KILLED = 137
 #: Characters of one element's output that are passed on.
 OUTPUT_MAX = 16 * 2**20
 #: Seconds beyond the grace period until it is said that something does not end.
@@ -114,6 +116,13 @@ class RunningElement:
         self.pid = pid
         if self._end_by is not None:
             self.signal(signal.SIGTERM)
+
+    def kill_late(self, now: float) -> None:
+        """Kill it when its time is over."""
+        if self.is_late(now):
+            self.signal(signal.SIGKILL)
+            if self.pid > 0 and not os.path.exists(f"/proc/{self.pid}"):
+                self.ended(KILLED)  # the process that forked it had its exit code
 
     def is_late(self, now: float) -> bool:
         """Whether it runs longer than it may."""

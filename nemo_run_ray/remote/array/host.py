@@ -24,6 +24,7 @@ from ..group.channel import Channel
 from ..group.stay import stay
 from ..group.workspace import Workspace
 from ..node.tree import ENDING, ROUND_S, Tree, adopt_orphans, collect, wake_at
+from .element import KILLED
 from .launcher import Launcher
 from .notes import Notes, forget
 from .running import RunningElements
@@ -71,12 +72,18 @@ class HostProcess:
             self._elements.note_ends()
         while self._tree.alive():
             self._tree.signal(signal.SIGKILL)
-            for _ in collect():
-                pass
+            self._collect_killed()
             time.sleep(ROUND_S)
+        self._collect_killed()
         if self._workspace is not None:
             self._workspace.remove()
         shutil.rmtree(self._folder, ignore_errors=True)
+
+    def _collect_killed(self) -> None:
+        # To find all processes takes a moment, and elements of one length end together.
+        for pid, code in collect():
+            if self._elements is not None and code != KILLED:
+                self._elements.note_end(pid, code)
 
     def fail(self, words: str) -> None:
         """Report that this process cannot go on."""

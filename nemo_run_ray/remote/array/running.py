@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import signal
 import time
 from typing import Any, Dict, Optional, Sequence, Set
 
@@ -22,8 +20,8 @@ from .waiting_orders import WaitingOrders
 _LOOK_S = 0.5
 #: Reads that empty a pipe, of up to 1 MiB.
 _PIPE_READS = 16
-#: Exit codes of what is ended on request, by SIGTERM and by SIGKILL.
-_TERMINATED, _KILLED = 143, 137
+#: Exit code of what is ended on request by SIGTERM.
+_TERMINATED = 143
 
 
 class RunningElements:
@@ -59,8 +57,7 @@ class RunningElements:
         is_near = is_near or self._orphans.are_there
         if is_near or any(element.is_ending for element in self._running.values()):
             return ROUND_S
-        is_watched = self._running or time.monotonic() < self._watch_until
-        return _LOOK_S if is_watched else None
+        return _LOOK_S if self._running or time.monotonic() < self._watch_until else None
 
     def reading(self) -> Dict[int, Any]:
         """The descriptors of their output, each with its owner."""
@@ -140,6 +137,12 @@ class RunningElements:
         for element in [known for known in self._running.values() if known.code is not None]:
             self._ended(element)
 
+    def note_end(self, pid: int, code: int) -> None:
+        """Note that a process has ended by itself, if it is an element's."""
+        if pid in self._running:
+            self._running[pid].ended(code)
+            self._ended(self._running.pop(pid))
+
     def _start_waiting(self) -> None:
         for order in self._waiting.next(lambda: self._launcher.can_start):
             self._notes.begins(*order.lease)
@@ -191,12 +194,9 @@ class RunningElements:
         for element in over:
             self._finish(element, now)
         for element in self._running.values():
-            if element.is_late(now):
-                element.signal(signal.SIGKILL)
-                if element.pid > 0 and not os.path.exists(f"/proc/{element.pid}"):
-                    element.ended(_KILLED)  # the process that forked it had its exit code
-                if element.pid < 0 and self._launcher.withdraw(element):
-                    element.ended(_TERMINATED)
+            element.kill_late(now)
+            if element.pid < 0 and element.is_late(now) and self._launcher.withdraw(element):
+                element.ended(_TERMINATED)
         self._orphans.kill_late(now)
         if self._launcher.slot_processes is not None:
             self._launcher.slot_processes.kill_late(now)

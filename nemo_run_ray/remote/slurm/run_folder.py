@@ -191,7 +191,7 @@ class RunFolder:
     def publish_ready(
         self, head: HeadAddress, env: Mapping[str, str], names: Mapping[str, str]
     ) -> None:
-        """Let a driver start.
+        """Let a driver start. ``ready.json`` comes last: who sees it finds the rest.
 
         Args:
             head: where the cluster is reached.
@@ -200,12 +200,12 @@ class RunFolder:
         """
         import shlex  # no node needs it to start
 
-        self._write("ready.json", head._asdict())
         lines = ["unset RAY_AUTH_TOKEN"]  # one of another cluster's
         lines += [f"export {name}={shlex.quote(value)}" for name, value in env.items()]
         lines += [f"{name}={shlex.quote(value)}" for name, value in names.items()]
         lines += [f"head_node_ip={head.address}", f"ip_head={head.gcs}", ""]
         write_file(self.file("env.sh"), "\n".join(lines))
+        self._write("ready.json", head._asdict())
 
     def publish_session(self, session: str) -> None:
         """Say by which name Ray knows this life of the cluster."""

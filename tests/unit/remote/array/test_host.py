@@ -7,6 +7,7 @@ import importlib
 import json
 import os
 import signal
+import subprocess
 import sys
 import threading
 import time
@@ -424,6 +425,40 @@ def test_an_end_that_nobody_has_seen_is_lost_and_no_failure(relays):
     assert made.has_died(100, 137, {gone.pid: element})
 
     assert element.is_lost
+
+
+_LATE = """
+import json, os, socket
+from types import SimpleNamespace
+from nemo_run_ray.remote.array.element import RunningElement
+from nemo_run_ray.remote.array.host import HostProcess
+from nemo_run_ray.remote.array.progress import Lease
+from nemo_run_ray.remote.array.running import RunningElements
+
+notes = []
+made = RunningElements(
+    SimpleNamespace(row_of=lambda element: [*element.lease, element.code]),
+    SimpleNamespace(ended=notes.append),
+    SimpleNamespace(report=lambda *_, **__: None),
+    grace_s=1.0,
+)
+host = HostProcess(socket.socketpair()[0], "")
+host._elements = made
+for element, words in enumerate(("exit 0", "exit 3", "kill -9 $$")):
+    pid = os.spawnlp(os.P_NOWAIT, "sh", "sh", "-c", words)
+    os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
+    made._running[pid] = RunningElement(Lease(element, 1), 0, pid, None)
+host._collect_killed()
+host._collect_killed()
+print(json.dumps(notes))
+"""
+
+
+def test_what_ends_by_itself_while_the_rest_is_killed_is_noted():
+    """In a process of its own, since all its children are collected."""
+    words = [sys.executable, "-W", "ignore", "-c", _LATE]
+    done = subprocess.run(words, capture_output=True, text=True, check=True)
+    assert json.loads(done.stdout) == [[0, 1, 0], [1, 1, 3]]
 
 
 @pytest.mark.parametrize("forks", [array_with_thread.task], indirect=True)
