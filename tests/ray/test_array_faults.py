@@ -99,9 +99,18 @@ def _retries(strikes: Sequence[Callable[[RemoteJob], list[int]]]) -> int:
     return 6 if elements in strikes else 0
 
 
-def strike(job: RemoteJob, victims: Callable[[RemoteJob], list[int]]) -> int:
-    """Kill them; how many there were."""
-    found = victims(job)
+def strike(job: RemoteJob, victims: Callable[[RemoteJob], list[int]], within_s: float = 0.0) -> int:
+    """Kill them; how many there were.
+
+    Args:
+        job: the array.
+        victims: who they are now.
+        within_s: how long to wait for some: elements of one length end together, and then none runs
+            for a moment.
+    """
+    deadline = time.monotonic() + within_s
+    while not (found := victims(job)) and time.monotonic() < deadline:
+        time.sleep(0.01)
     for pid in found:
         try:
             os.kill(pid, signal.SIGKILL)
@@ -128,7 +137,7 @@ def test_an_array_outlives_its_driver_and_its_hosts(start, logs, tmp_path, monke
     for victims in (drivers, hosts):
         before = ended(tmp_path)
         wait_for(lambda before=before: ended(tmp_path) >= before + 4, 90)
-        assert strike(job, victims), "there is something to kill"
+        assert strike(job, victims, within_s=10), "there is something to kill"
 
     check(job, tmp_path, logs, unseen=unseen(drivers) + unseen(hosts))
 
@@ -141,7 +150,7 @@ def test_an_array_outlives(start, logs, tmp_path, victims):
     job = start(made, retries=_retries([victims]))
     wait_for(lambda: ended(tmp_path) >= 4, 90)
 
-    assert strike(job, victims), "there is something to kill"
+    assert strike(job, victims, within_s=10), "there is something to kill"
 
     check(job, tmp_path, logs, unseen=unseen(victims))
 
