@@ -82,17 +82,23 @@ def note_ends(api: JobsApi, cluster: Cluster, is_forced: bool) -> Iterator[str]:
                 continue
             try:
                 job = job_of(record)
-                status = job.look(snapshot)  # which writes an end down
+                job.look(snapshot)  # which writes an end down
                 note_running_at(job, snapshot, is_stopping=True)
-                # What was lost in an allocation before this one was not stopped here.
-                goes_on = not job.record.terminal and status.state is not JobState.LOST
-                if is_forced and goes_on:
-                    _note_cancelled(job, snapshot)
+                if is_forced:
+                    _note_cancelled(job)
             except (NemoRunRayError, OSError) as error:
                 yield f"The end of {record.submission_id} could not be kept: {error}"
 
 
-def _note_cancelled(job: RemoteJob, snapshot: Snapshot) -> None:
+def _note_cancelled(job: RemoteJob) -> None:
+    """Note a job as cancelled that goes on at this moment: the looks at others take their time."""
+    snapshot = Snapshot(is_fresh=True)
+    seen = None if job.record.terminal else job.look(snapshot)
+    # What was lost in an allocation before this one, or is another run's, was not stopped here.
+    if seen is None or job.record.terminal or seen.state is JobState.LOST:
+        return
+    if seen.reason is Reason.TAKEN:
+        return
     detail = "cancelled when its cluster was stopped"
     attempts = list(job.attempts_in(snapshot).values())
     node = attempts[-1].node if attempts else ""

@@ -73,37 +73,41 @@ else
   rm -rf {made}
 fi
 """
+#: How a life is ended: by a file for its head, which looks there where Slurm gives no answer, and
+#: by one that lets nobody use it any more, and a job that still waits end as soon as it starts.
+#: Slurm's number may be that of another job by now, or on another Slurm: only one of this folder is
+#: cancelled.
+_END = """\
+note() {{ echo {why} > "$1.$$" && [ -s "$1.$$" ] && mv "$1.$$" "$1"; }}
+is_own() {{ [ "$(squeue -h -j "$1" -o %Z 2>/dev/null | head -n 1)" = "$(pwd -P)" ]; }}
+"""
 #: A life that goes on with dispatches is not cancelled: it ends by itself when they are done.
-_LEAVE = """\
-cd {life} 2>/dev/null && [ -e {users}/{user} ] || exit 0
-rm -f {users}/{user}
-[ -z "$(ls {users})" ] && [ ! -e {keep} ] || exit 0
-: > {released}
-[ ! -e {renewed} ] || exit 0
+_LEAVE = f"""\
+{_END}\
+cd {{life}} 2>/dev/null && [ -e {{users}}/{{user}} ] || exit 0
+rm -f {{users}}/{{user}}
+[ -z "$(ls {{users}})" ] && [ ! -e {{keep}} ] || exit 0
+touch {{released}}
+[ ! -e {{renewed}} ] || exit 0
 job=$(cat job 2>/dev/null)
 run=$(ls -d run/"$job".* 2>/dev/null | sort -t . -k 2 -n | tail -n 1)
 [ -z "$job" ] || [ -z "$run" ] || [ ! -e "$run/ready.json" ] || exit 0
-echo {left_early} > {stop}
-echo {left_early} > {over}
-[ -z "$job" ] || scancel "$job" 2>/dev/null
+note {{stop}} && note {{over}}
+[ -z "$job" ] || ! is_own "$job" || scancel "$job" 2>/dev/null
 exit 0
 """
-
-#: The head ends the life where Slurm gives no answer, by the first file; by the second one nobody
-#: uses it any more, and a job that still waits ends as soon as it starts. A shell that has begun
-#: this goes on when its connection breaks off, and until then the life is one that can be ended.
-#: A full disk keeps no job alive.
-_CANCEL = """\
-cd {life} || exit 1
-noted=yes
-for name in {stop} {over}; do
-  {{ echo {why} > $name.new && mv $name.new $name; }} || noted=""
-done
-if [ -n {job} ]; then
-  scancel {job} && exit 0
-  ! squeue -h -j {job} 2>/dev/null | grep -q . || exit 1
+#: One command: by SSH a shell that has begun it goes on when the connection breaks off, and a life
+#: that has only the first file can be ended again. A full disk keeps no job alive.
+_CANCEL = f"""\
+{_END}\
+cd {{life}} || exit 1
+done=""
+! note {{stop}} || ! note {{over}} || done=yes
+if [ -n {{job}} ] && is_own {{job}}; then
+  scancel {{job}} || exit 1
+  done=yes
 fi
-[ -n "$noted" ]
+[ -n "$done" ]
 """
 #: Prints the ids of kept dispatches, and then the runs whose dispatches go on in a life, or in the
 #: one with a name of Ray's, the newest first: of each its folder, a line for each file, and the
@@ -209,7 +213,7 @@ class Lives:
             "over": OVER,
             "stop": STOP,
             "renewed": RENEWED,
-            "left_early": shlex.quote(LEFT_EARLY),
+            "why": shlex.quote(LEFT_EARLY),
         }
         self.login.run(_LEAVE.format(life=quoted(self.path(number)), user=user, **names))
 

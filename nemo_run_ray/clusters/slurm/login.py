@@ -240,7 +240,8 @@ def _all_of(receive: Callable[[int], bytes]) -> bytes:
 
 def key_of(tunnel: Any) -> str:
     """All by which the way of a tunnel differs from others."""
-    parts = [tunnel.key, getattr(tunnel, "port", None), getattr(tunnel, "identity", None)]
+    names = ("port", "identity", "pre_command")  # the last may choose another Slurm
+    parts = [tunnel.key, *(getattr(tunnel, name, None) for name in names)]
     return ":".join([type(tunnel).__name__, *(str(part) for part in parts if part is not None)])
 
 

@@ -70,7 +70,7 @@ class Remains:
         run = os.path.basename(self.folder)
         here = Path(get_nemorun_home(), "ray_slurm", "logs", run, name).absolute()
         if not here.exists():
-            with contextlib.suppress(NemoRunRayError, OSError):  # a later look fetches it
+            with contextlib.suppress(NemoRunRayError, OSError):  # `logs` tries it again
                 here.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
                 login.get(there, here)
         return here if here.exists() else None

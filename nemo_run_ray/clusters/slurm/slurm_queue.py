@@ -1,4 +1,4 @@
-"""What Slurm says of this user's jobs, asked at most once in half a minute by all of a machine."""
+"""What Slurm says of this user's jobs; all programs of a machine ask once in half a minute."""
 
 from __future__ import annotations
 
@@ -61,7 +61,8 @@ class SlurmQueue:
         self._login = login
         self._clock = clock
         # A home may be shared by machines: their clocks differ, and so may their Slurms.
-        parts = (socket.gethostname(), os.environ.get("SLURM_CONF", ""), login.key)
+        chosen = [os.environ.get(name, "") for name in ("SLURM_CONF", "SLURM_CLUSTERS")]
+        parts = (socket.gethostname(), _machine(), *chosen, login.key)
         digest = hashlib.sha256("\n".join(parts).encode()).hexdigest()[:12]
         folder = Path(get_nemorun_home(), "ray_slurm").absolute()
         self._path, self._lock_path = folder / f"{digest}.json", folder / f"{digest}.lock"
@@ -93,10 +94,11 @@ class SlurmQueue:
         for at, text in (self._read(), _asked.get(self._path, _NEVER)):
             if at <= now < at + PAUSE_S:
                 return at, text
-        _asked[self._path] = at, text = now, self._ask()
+        text = self._ask()
+        _asked[self._path] = now, text
         with contextlib.suppress(OSError):  # others ask for themselves
-            write_file(self._path, json.dumps({"at": at, "text": text}))
-        return at, text
+            write_file(self._path, json.dumps({"at": now, "text": text}))
+        return now, text
 
     def _ask(self) -> str | None:
         try:
@@ -112,6 +114,13 @@ class SlurmQueue:
             return float(row["at"]), row["text"]
         except (OSError, ValueError, KeyError, TypeError):
             return _NEVER
+
+
+def _machine() -> str:
+    """What tells this machine from others of its name; empty where nothing does."""
+    with contextlib.suppress(OSError):
+        return Path("/etc/machine-id").read_text(encoding="ascii").strip()
+    return ""
 
 
 def _jobs(text: str) -> list[QueuedJob]:

@@ -24,7 +24,6 @@ from ..group.channel import Channel
 from ..group.stay import stay
 from ..group.workspace import Workspace
 from ..node.tree import ENDING, ROUND_S, Tree, adopt_orphans, collect, wake_at
-from .element import KILLED
 from .launcher import Launcher
 from .notes import Notes, forget
 from .running import RunningElements
@@ -68,22 +67,22 @@ class HostProcess:
 
     def abandon(self) -> None:
         """Kill what runs, now, and remove the folders; what has ended by itself is noted before."""
-        if self._elements is not None:
-            self._elements.note_ends()
+        self._collect(are_killed=False)
         while self._tree.alive():
             self._tree.signal(signal.SIGKILL)
-            self._collect_killed()
+            # To find all processes has taken a moment, and elements of one length end together.
+            self._collect(are_killed=True)
             time.sleep(ROUND_S)
-        self._collect_killed()
+        self._collect(are_killed=True)
         if self._workspace is not None:
             self._workspace.remove()
         shutil.rmtree(self._folder, ignore_errors=True)
 
-    def _collect_killed(self) -> None:
-        # To find all processes takes a moment, and elements of one length end together.
-        for pid, code in collect():
-            if self._elements is not None and code != KILLED:
-                self._elements.note_end(pid, code)
+    def _collect(self, are_killed: bool) -> None:
+        if self._elements is not None:
+            self._elements.note_ends(are_killed)
+        for _ in collect():
+            pass
 
     def fail(self, words: str) -> None:
         """Report that this process cannot go on."""

@@ -7,7 +7,7 @@ from typing import Any, Dict, Optional, Sequence, Set
 
 from ..group.channel import Channel
 from ..node.tree import ROUND_S, collect
-from .element import RunningElement
+from .element import KILLED, RunningElement
 from .forking import CannotPrepare
 from .launcher import Launcher
 from .notes import Notes
@@ -130,18 +130,14 @@ class RunningElements:
         if self._launcher.slot_processes is not None:
             self._launcher.slot_processes.has_ended()
 
-    def note_ends(self) -> None:
-        """Note what has ended by itself, before the host ends the rest."""
+    def note_ends(self, are_killed: bool) -> None:
+        """Note what has ended by itself: before the host kills the rest, and while it does."""
         self._launcher.heard(self._running)
-        self._reap()
+        self._reap(are_killed)
         for element in [known for known in self._running.values() if known.code is not None]:
-            self._ended(element)
-
-    def note_end(self, pid: int, code: int) -> None:
-        """Note that a process has ended by itself, if it is an element's."""
-        if pid in self._running:
-            self._running[pid].ended(code)
-            self._ended(self._running.pop(pid))
+            del self._running[element.pid]
+            if not (are_killed and element.code == KILLED):
+                self._ended(element)
 
     def _start_waiting(self) -> None:
         for order in self._waiting.next(lambda: self._launcher.can_start):
@@ -174,11 +170,12 @@ class RunningElements:
         if text:
             self._channel.report("text", element=element.lease.element, text=text)
 
-    def _reap(self) -> None:
+    def _reap(self, are_killed: bool = False) -> None:
         for pid, code in collect():
             self._orphans.forget(pid)
             try:
-                if not self._launcher.has_died(pid, code, self._running) and pid in self._running:
+                has_none = not are_killed and self._launcher.has_died(pid, code, self._running)
+                if not has_none and pid in self._running:
                     self._running[pid].ended(code)
             except CannotPrepare as error:
                 self._launcher.forking, self._cannot_begin = None, True

@@ -22,7 +22,7 @@ class Greeting:
     Args:
         addresses: of the head, the likeliest first.
         workers: how many there are.
-        ports: give it one, and take it back.
+        ports: which it takes one of until it is closed.
     """
 
     def __init__(self, addresses: List[str], workers: int, ports: Ports) -> None:

@@ -29,8 +29,8 @@ done
 [ $code -ne 0 ] || rm "$2/.unfinished"
 exit $code
 """
-#: Seconds for the last copy of Ray's logs, and for those of its jobs: Slurm, and the job's script,
-#: wait for the head to leave.
+#: Seconds for the last copy of Ray's logs, at least and at most, and for those of its jobs: Slurm,
+#: and the job's script, wait for the head to leave.
 _FINISH_MIN_S, _FINISH_S, _KEEP_S = 1.0, 10.0, 12.0
 
 

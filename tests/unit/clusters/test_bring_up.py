@@ -243,15 +243,27 @@ def test_a_full_disk_keeps_no_job_alive(world):
     lives = world.client().lives
     assert lives.claim(1, "me")
     lives.submit(1, "#!/bin/sh\n")
-    for name in ("over", "stop"):
-        (world.life() / f"{name}.new").mkdir()  # where nothing can be written
     life = lives.look()
+    move = world.slurm.parent / "bin" / "mv"
+    move.write_text('#!/bin/sh\ncase $2 in over|stop) exit 1;; esac\nexec /bin/mv "$@"\n')
+    move.chmod(0o755)
     (world.slurm / "away").touch()
     with pytest.raises(ClusterError):  # neither Slurm nor the head has heard of it
         lives.cancel(life, "it was ended")
     (world.slurm / "away").unlink()
     lives.cancel(life, "it was ended")
     assert world.cancelled() == ["101"]
+
+
+def test_a_job_of_another_folder_is_left_alone(world):
+    """Its number is that of a job that has ended long since, or on another Slurm."""
+    lives = world.client().lives
+    assert lives.claim(1, "me")
+    lives.submit(1, "#!/bin/sh\n")
+    (world.slurm / "queue").write_text("101|RUNNING|None|N/A|/home/me/another\n")
+    lives.cancel(lives.look(), "it was ended")
+    assert world.cancelled() == []
+    assert (world.life() / "over").exists()
 
 
 def test_the_last_user_leaves_while_the_controller_is_away(world):

@@ -437,7 +437,7 @@ from nemo_run_ray.remote.array.running import RunningElements
 
 notes = []
 made = RunningElements(
-    SimpleNamespace(row_of=lambda element: [*element.lease, element.code]),
+    SimpleNamespace(row_of=lambda one: [*one.lease, one.code], heard=lambda running: None),
     SimpleNamespace(ended=notes.append),
     SimpleNamespace(report=lambda *_, **__: None),
     grace_s=1.0,
@@ -448,8 +448,8 @@ for element, words in enumerate(("exit 0", "exit 3", "kill -9 $$")):
     pid = os.spawnlp(os.P_NOWAIT, "sh", "sh", "-c", words)
     os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
     made._running[pid] = RunningElement(Lease(element, 1), 0, pid, None)
-host._collect_killed()
-host._collect_killed()
+host._collect(are_killed=True)
+host._collect(are_killed=True)
 print(json.dumps(notes))
 """
 
