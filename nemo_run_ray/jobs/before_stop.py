@@ -76,6 +76,7 @@ def note_ends(api: JobsApi, cluster: Cluster, is_forced: bool) -> Iterator[str]:
         What could not be kept, in words.
     """
     snapshot = Snapshot(is_fresh=True)
+    go_on = []
     for exp_dir in sorted(ledger.experiments_of(api.table(fresh=True).keys())):
         for record in Ledger.of(exp_dir).jobs().values():
             if record.is_dispatcher or not _is_on(record.cluster, cluster):
@@ -84,26 +85,34 @@ def note_ends(api: JobsApi, cluster: Cluster, is_forced: bool) -> Iterator[str]:
                 job = job_of(record)
                 job.look(snapshot)  # which writes an end down
                 note_running_at(job, snapshot, is_stopping=True)
-                if is_forced:
-                    _note_cancelled(job)
             except (NemoRunRayError, OSError) as error:
-                yield f"The end of {record.submission_id} could not be kept: {error}"
+                yield _not_kept(record.submission_id, error)
+                continue
+            if is_forced and not job.record.terminal:
+                go_on.append(job)
+    latest = Snapshot(is_fresh=True)  # the looks have taken their time
+    for job in go_on:
+        try:
+            _note_cancelled(job, latest)
+        except (NemoRunRayError, OSError) as error:
+            yield _not_kept(job.id, error)
 
 
-def _note_cancelled(job: RemoteJob) -> None:
-    """Note a job as cancelled that goes on at this moment: the looks at others take their time."""
-    snapshot = Snapshot(is_fresh=True)
-    seen = None if job.record.terminal else job.look(snapshot)
+def _note_cancelled(job: RemoteJob, snapshot: Snapshot) -> None:
+    """Note a job as cancelled, if it still goes on."""
+    seen = job.look(snapshot)
     # What was lost in an allocation before this one, or is another run's, was not stopped here.
-    if seen is None or job.record.terminal or seen.state is JobState.LOST:
-        return
-    if seen.reason is Reason.TAKEN:
+    if job.record.terminal or seen.state is JobState.LOST or seen.reason is Reason.TAKEN:
         return
     detail = "cancelled when its cluster was stopped"
     attempts = list(job.attempts_in(snapshot).values())
     node = attempts[-1].node if attempts else ""
     status = JobStatus(JobState.CANCELLED, Reason.CANCELLED, detail, node, attempt=len(attempts))
     job.note(status, snapshot)
+
+
+def _not_kept(submission_id: str, error: Exception) -> str:
+    return f"The end of {submission_id} could not be kept: {error}"
 
 
 def _is_on(record: Mapping[str, Any], cluster: Cluster) -> bool:

@@ -97,7 +97,8 @@ class BringUp:
             if self.pause(_LOOK_S):
                 raise ClusterError(
                     f"Interrupted while waiting for the cluster {self.name!r} on Slurm. Its job is "
-                    "taken out of the queue, unless another program waits for it."
+                    "taken out of the queue, or ends when it starts, unless another program waits "
+                    "for it."
                 )
 
     def _step(self) -> AllocationLife | None:

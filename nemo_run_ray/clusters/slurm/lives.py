@@ -27,6 +27,10 @@ from nemo_run_ray.remote.slurm.log_copies import JOB_LOGS
 
 #: Why a life is given up whose last user did not wait until it was ready.
 LEFT_EARLY = "its last user left before it was ready"
+_UNHEARD = (
+    "Slurm gives no answer. A job that waits in its queue stays there, and ends when it starts; "
+    "the same command takes it out of the queue once Slurm answers again"
+)
 #: Prints of the newest life a line for each file: its name, a tab, its text.
 _LOOK = """\
 cd {folder} 2>/dev/null || exit 0
@@ -55,7 +59,7 @@ cd {life} || exit 1
 mkdir sbatch || {{ [ -d sbatch ] && exit 0; exit 1; }}
 if sbatch --parsable --chdir="$(pwd -P)" ray.sub > sbatch/out 2> sbatch/err; then
   cut -d ';' -f 1 sbatch/out > job.new && mv job.new job
-  [ ! -e {over} ] || scancel "$(cat job)"
+  {{ [ ! -e {over} ] && [ ! -e {stop} ]; }} || scancel "$(cat job)"
 else
   mv sbatch/err refused
 fi
@@ -73,13 +77,34 @@ else
   rm -rf {made}
 fi
 """
-#: How a life is ended: by a file for its head, which looks there where Slurm gives no answer, and
-#: by one that lets nobody use it any more, and a job that still waits end as soon as it starts.
-#: Slurm's number may be that of another job by now, or on another Slurm: only one of this folder is
-#: cancelled.
+#: Two files end a life. The head reads the first one, `stop`, and ends Ray, also where Slurm gives
+#: no answer. The second one, `over`, tells clients not to use the life. A job that still waits in
+#: Slurm's queue ends when it starts and either is there.
+#:
+#: `cancel` takes the life's own jobs out of Slurm, and fails with 2 where Slurm gives no answer. A
+#: job is the life's by its folder. Hosts may have different real paths for one folder: with the
+#: number that the life knows the end of the path is enough, and the number alone is not, which
+#: may be that of another job by now, or on another Slurm.
 _END = """\
 note() {{ echo {why} > "$1.$$" && [ -s "$1.$$" ] && mv "$1.$$" "$1"; }}
-is_own() {{ [ "$(squeue -h -j "$1" -o %Z 2>/dev/null | head -n 1)" = "$(pwd -P)" ]; }}
+own_jobs() {{
+  queue=$(squeue -h -a -u "$(id -un)" -o '%A|%T|%r|%S|%Z' 2>/dev/null) || return 2
+  printf '%s\\n' "$queue" | while IFS='|' read -r number state reason start folder; do
+    [ "$state" != COMPLETING ] || continue
+    case "$number $folder" in
+      *" $here" | "$known "*"${{here#"${{here%/*/*/*}}"}}") echo "$number" ;;
+    esac
+  done
+}}
+cancel() {{
+  here=$(pwd -P) known=$(cat job 2>/dev/null)
+  for try in 1 2; do  # a job may have ended since Slurm told of it
+    found=$(own_jobs) || return 2
+    [ -n "$found" ] || return 0
+    ! scancel $found || return 0
+  done
+  return 1
+}}
 """
 #: A life that goes on with dispatches is not cancelled: it ends by itself when they are done.
 _LEAVE = f"""\
@@ -93,21 +118,28 @@ job=$(cat job 2>/dev/null)
 run=$(ls -d run/"$job".* 2>/dev/null | sort -t . -k 2 -n | tail -n 1)
 [ -z "$job" ] || [ -z "$run" ] || [ ! -e "$run/ready.json" ] || exit 0
 note {{stop}} && note {{over}}
-[ -z "$job" ] || ! is_own "$job" || scancel "$job" 2>/dev/null
+cancel 2>/dev/null
 exit 0
 """
-#: One command: by SSH a shell that has begun it goes on when the connection breaks off, and a life
-#: that has only the first file can be ended again. A full disk keeps no job alive.
+#: One command: by SSH a shell that has begun it goes on when the connection breaks off. A life that
+#: has only the first file can be ended again. A full disk keeps no job alive.
 _CANCEL = f"""\
 {_END}\
 cd {{life}} || exit 1
-done=""
-! note {{stop}} || ! note {{over}} || done=yes
-if [ -n {{job}} ] && is_own {{job}}; then
-  scancel {{job}} || exit 1
-  done=yes
+note {{stop}}
+noted=$? code=0
+cancel || code=$?
+if [ $code -eq 2 ] && [ $noted -eq 0 ]; then
+  # Its head ends it, if there is one yet.
+  [ -n "$known" ] && ls -d run/"$known".* > /dev/null 2>&1 && code=0 || echo {{unheard}} >&2
 fi
-[ -n "$done" ]
+[ $code -eq 0 ] || exit 1
+note {{over}} 2>/dev/null
+exit 0
+"""
+_GIVE_UP = f"""\
+{_END}\
+cd {{life}} && note {{over}}
 """
 #: Prints the ids of kept dispatches, and then the runs whose dispatches go on in a life, or in the
 #: one with a name of Ray's, the newest first: of each its folder, a line for each file, and the
@@ -179,7 +211,7 @@ class Lives:
     def submit(self, number: int, script: str) -> None:
         """Hand the job of a life to Slurm; what comes of it is seen by ``look``."""
         self.login.put(script.encode(), os.path.join(self.path(number), "ray.sub"))
-        self.login.run(_SUBMIT.format(life=quoted(self.path(number)), over=OVER))
+        self.login.run(_SUBMIT.format(life=quoted(self.path(number)), over=OVER, stop=STOP))
 
     def note_job(self, number: int, job: str) -> None:
         """Write down the number of a job that Slurm has although nobody has heard so."""
@@ -188,10 +220,8 @@ class Lives:
 
     def give_up(self, number: int, why: str) -> None:
         """Let nobody use a life any more. Its job ends as soon as it starts."""
-        line = shlex.quote(" ".join(why.split()))
-        self.login.run(
-            f"cd {quoted(self.path(number))} && echo {line} > {OVER}.new && mv {OVER}.new {OVER}"
-        )
+        words = shlex.quote(" ".join(why.split()))
+        self.login.run(_GIVE_UP.format(life=quoted(self.path(number)), over=OVER, why=words))
 
     def join(self, number: int, user: str) -> None:
         """Say that a program uses a life, so that it does not end before the program."""
@@ -222,8 +252,12 @@ class Lives:
         self.login.run(f"rm -f {quoted(self.path(number), USERS, user)}")
 
     def cancel(self, life: AllocationLife, why: str) -> None:
-        """End a life now, with all that runs in it."""
-        words = {"why": shlex.quote(why), "job": shlex.quote(life.job)}
+        """End a life now, with all that runs in it.
+
+        Raises:
+            ClusterError: Slurm has not taken its job out of the queue; a second call tries again.
+        """
+        words = {"why": shlex.quote(why), "unheard": shlex.quote(_UNHEARD)}
         path = quoted(self.path(life.number))
         self.login.run(_CANCEL.format(life=path, stop=STOP, over=OVER, **words))
 

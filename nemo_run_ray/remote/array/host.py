@@ -66,7 +66,7 @@ class HostProcess:
             self._channel.send()
 
     def abandon(self) -> None:
-        """Kill what runs, now, and remove the folders; what has ended by itself is noted before."""
+        """Kill what runs, now, and remove the folders; what ends by itself until then is noted."""
         self._collect(are_killed=False)
         while self._tree.alive():
             self._tree.signal(signal.SIGKILL)

@@ -131,7 +131,7 @@ class RunningElements:
             self._launcher.slot_processes.has_ended()
 
     def note_ends(self, are_killed: bool) -> None:
-        """Note what has ended by itself: before the host kills the rest, and while it does."""
+        """Note what ended by itself; with ``are_killed`` an end by SIGKILL is the host's doing."""
         self._launcher.heard(self._running)
         self._reap(are_killed)
         for element in [known for known in self._running.values() if known.code is not None]:
@@ -174,9 +174,10 @@ class RunningElements:
         for pid, code in collect():
             self._orphans.forget(pid)
             try:
-                has_none = not are_killed and self._launcher.has_died(pid, code, self._running)
-                if not has_none and pid in self._running:
-                    self._running[pid].ended(code)
+                if are_killed or not self._launcher.has_died(pid, code, self._running):
+                    known = self._running.get(pid)
+                    if known is not None and known.code is None:  # else it has told its end before
+                        known.ended(code)
             except CannotPrepare as error:
                 self._launcher.forking, self._cannot_begin = None, True
                 self._channel.report("unprepared", words=str(error))

@@ -22,7 +22,7 @@ class Greeting:
     Args:
         addresses: of the head, the likeliest first.
         workers: how many there are.
-        ports: which it takes one of until it is closed.
+        ports: gives it a port, which is free again after ``close``.
     """
 
     def __init__(self, addresses: List[str], workers: int, ports: Ports) -> None:

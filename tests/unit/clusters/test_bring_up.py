@@ -251,19 +251,115 @@ def test_a_full_disk_keeps_no_job_alive(world):
     with pytest.raises(ClusterError):  # neither Slurm nor the head has heard of it
         lives.cancel(life, "it was ended")
     (world.slurm / "away").unlink()
-    lives.cancel(life, "it was ended")
+    for _ in range(2):  # `down` looks whether the script has asked for another allocation
+        lives.cancel(life, "it was ended")
     assert world.cancelled() == ["101"]
 
 
-def test_a_job_of_another_folder_is_left_alone(world):
+def test_a_job_that_waits_while_the_controller_is_away_is_ended_by_a_second_stop(world):
+    """It has no head that could read the order; should it start, it ends."""
+    lives = world.client().lives
+    assert lives.claim(1, "me")
+    lives.submit(1, "#!/bin/sh\n")
+    (world.slurm / "away").touch()
+    with pytest.raises(ClusterError, match=r"no answer\. A job that waits in its queue"):
+        lives.cancel(lives.look(), "it was ended")
+    assert os.listdir(world.life()).count("stop") == 1
+    assert not lives.look().why_over, "a second stop finds it"
+    (world.slurm / "away").unlink()
+    lives.cancel(lives.look(), "it was ended")
+    assert world.cancelled() == ["101"]
+    assert lives.look().why_over == "it was ended"
+
+
+def test_a_job_that_runs_while_the_controller_is_away_is_ended_by_its_head(world):
+    lives = world.client().lives
+    assert lives.claim(1, "me")
+    lives.submit(1, "#!/bin/sh\n")
+    world.ready()
+    (world.slurm / "away").touch()
+    lives.cancel(lives.look(), "it was ended")
+    assert (world.life() / "stop").read_text() == "it was ended\n"
+    assert lives.look().why_over == "it was ended"
+
+
+def test_a_stop_that_slurm_does_not_do_is_told_and_can_be_done_again(world):
+    lives = world.client().lives
+    assert lives.claim(1, "me")
+    lives.submit(1, "#!/bin/sh\n")
+    scancel = world.slurm.parent / "bin" / "scancel"
+    text = scancel.read_text()
+    scancel.write_text("#!/bin/sh\necho Socket timed out on send/recv operation >&2; exit 1\n")
+    with pytest.raises(ClusterError, match="Socket timed out"):
+        lives.cancel(lives.look(), "it was ended")
+    scancel.write_text(text)
+    assert not lives.look().why_over
+    lives.cancel(lives.look(), "it was ended")
+    assert world.cancelled() == ["101"]
+
+
+def test_a_job_that_ends_while_it_is_stopped_is_no_error(world):
+    lives = world.client().lives
+    assert lives.claim(1, "me")
+    lives.submit(1, "#!/bin/sh\n")
+    scancel = world.slurm.parent / "bin" / "scancel"
+    scancel.write_text('#!/bin/sh\n: > "$SLURM/queue"; echo Invalid job id specified >&2; exit 1\n')
+    lives.cancel(lives.look(), "it was ended")
+    assert lives.look().why_over == "it was ended"
+
+
+def test_a_job_that_slurm_took_after_the_look_is_stopped_too(world):
+    """Its number is read once the order is there, which whoever submits it reads afterwards."""
+    lives = world.client().lives
+    assert lives.claim(1, "me")
+    seen = lives.look()
+    lives.submit(1, "#!/bin/sh\n")
+    (world.life() / "job").unlink()  # as before `sbatch` had answered
+    lives.cancel(seen, "it was ended")
+    assert world.cancelled() == ["101"]
+
+
+@pytest.mark.parametrize("name", ["over", "stop"])
+def test_who_submits_a_life_that_was_ended_meanwhile_cancels_its_job(world, name):
+    lives = world.client().lives
+    assert lives.claim(1, "me")
+    (world.life() / name).write_text("it was ended\n")
+    lives.submit(1, "#!/bin/sh\n")
+    assert world.cancelled() == ["101"]
+
+
+@pytest.mark.parametrize("folder", ["/home/me/another", "/home/me/ray/lives/11", "", "/x y"])
+def test_a_job_of_another_folder_is_left_alone(world, folder):
     """Its number is that of a job that has ended long since, or on another Slurm."""
     lives = world.client().lives
     assert lives.claim(1, "me")
     lives.submit(1, "#!/bin/sh\n")
-    (world.slurm / "queue").write_text("101|RUNNING|None|N/A|/home/me/another\n")
+    (world.slurm / "queue").write_text(f"101|RUNNING|None|N/A|{folder}\n")
     lives.cancel(lives.look(), "it was ended")
     assert world.cancelled() == []
     assert (world.life() / "over").exists()
+
+
+def test_hosts_may_have_different_paths_for_one_folder(world):
+    """A node has submitted its job; a job of another number is not it, whatever its folder."""
+    lives = world.client().lives
+    assert lives.claim(1, "me")
+    lives.submit(1, "#!/bin/sh\n")
+    rows = (f"{number}|PENDING|None|N/A|/mnt/of/a/node/ray/lives/1\n" for number in (100, 101))
+    (world.slurm / "queue").write_text("".join(rows))
+    lives.cancel(lives.look(), "it was ended")
+    assert world.cancelled() == ["101"]
+
+
+def test_what_ends_by_itself_is_not_cancelled(world):
+    """Slurm calls that an error."""
+    lives = world.client().lives
+    assert lives.claim(1, "me")
+    lives.submit(1, "#!/bin/sh\n")
+    world.state("101", "COMPLETING")
+    lives.cancel(lives.look(), "it was ended")
+    assert world.cancelled() == []
+    assert lives.look().why_over == "it was ended"
 
 
 def test_the_last_user_leaves_while_the_controller_is_away(world):

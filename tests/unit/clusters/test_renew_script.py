@@ -147,8 +147,9 @@ def test_what_a_start_of_the_same_job_has_left_is_in_nobodys_way(over):
     assert "Slurm job 101" in renew(over)
 
 
-def test_a_cluster_that_is_ended_meanwhile_leaves_no_job(over):
-    commands(over, sbatch=f'touch "{over.life()}/over"')
+@pytest.mark.parametrize("name", ["1/over", "1/stop", "2/over", "2/stop"])
+def test_a_cluster_that_is_ended_meanwhile_leaves_no_job(over, name):
+    commands(over, sbatch=f'touch "{over.life().parent}/{name}"')
     renew(over)
     assert (over.slurm / "cancelled").read_text() == "101\n"
 
@@ -184,10 +185,12 @@ def test_a_client_that_was_faster_has_the_next_one(over):
     assert over.lives() == ["1", "2"]
 
 
-def test_a_cluster_that_was_ended_goes_on_nowhere(over):
-    (over.life() / "over").write_text("it was ended by `nemo-run-ray down`")
+@pytest.mark.parametrize("name", ["over", "stop"])
+def test_a_cluster_that_was_ended_goes_on_nowhere(over, name):
+    (over.life() / name).write_text("it was ended by `nemo-run-ray down`")
     renew(over)
     assert over.lives() == ["1"]
+    assert "was given up before it started" in begin(over, "101").stdout
 
 
 def ends_in(world: World, **variables: str) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 
 import nemo_run as run
 
@@ -13,7 +14,7 @@ from nemo_run_ray.jobs import snapshot as snapshots
 from nemo_run_ray.jobs.before_stop import _is_on, note_ends
 from nemo_run_ray.jobs.job import RemoteJob
 from nemo_run_ray.jobs.ledger import Ledger
-from nemo_run_ray.remote.states import JobState, JobStatus
+from nemo_run_ray.remote.states import JobState, JobStatus, Reason
 from tests.unit.jobs.conftest import Handed
 
 
@@ -62,24 +63,54 @@ def _stop_by_force(handed: Handed) -> dict[str, str]:
     (api, *_) = (job.api() for job in handed.jobs.values())
     assert list(note_ends(api, cluster, is_forced=True)) == []
     found = Ledger.of(handed.exp_dir).jobs().values()
-    return {record.job: record.terminal.get("state", "") for record in found}
+    jobs = [record for record in found if not record.is_dispatcher]
+    return {record.job: record.terminal.get("state", "") for record in jobs}
 
 
 def test_what_has_not_ended_is_noted_as_cancelled(ray, unique):
     assert _stop_by_force(Handed(ray, unique, "job")) == {"job": "CANCELLED"}
 
 
-def test_an_end_that_another_program_notes_meanwhile_stays(ray, unique, monkeypatch):
-    handed = Handed(ray, unique, "job")
-    look = RemoteJob.look
+def _at_second_look(monkeypatch, event: Callable[[RemoteJob], object]) -> None:
+    """Let something happen between the two looks at a job."""
+    look, seen = RemoteJob.look, set[str]()
 
     def look_late(job: RemoteJob, snapshot: snapshots.Snapshot) -> JobStatus:
-        status = JobStatus(JobState.SUCCEEDED).to_json()
-        Ledger.of(handed.exp_dir).write(ledger.TERMINAL, job.id, status=status)
+        if job.id in seen:
+            event(job)
+        seen.add(job.id)
         return look(job, snapshot)
 
     monkeypatch.setattr(RemoteJob, "look", look_late)
+
+
+def test_an_end_that_another_program_notes_meanwhile_stays(ray, unique, monkeypatch):
+    handed = Handed(ray, unique, "job")
+    status = JobStatus(JobState.SUCCEEDED).to_json()
+    store = Ledger.of(handed.exp_dir)
+    _at_second_look(monkeypatch, lambda job: store.write(ledger.TERMINAL, job.id, status=status))
     assert _stop_by_force(handed) == {"job": "SUCCEEDED"}
+
+
+def test_a_job_that_ends_while_others_are_looked_at_has_its_own_end(ray, unique, monkeypatch):
+    handed = Handed(ray, unique, "one", "two")
+    _at_second_look(
+        monkeypatch, lambda _: [row.update(status="SUCCEEDED") for row in ray.rows.values()]
+    )
+    assert _stop_by_force(handed) == {"one": "SUCCEEDED", "two": "SUCCEEDED"}
+
+
+def test_many_jobs_are_one_question(ray, unique):
+    handed = Handed(ray, unique, *(f"job{number}" for number in range(20)))
+    before = len(ray.requests)
+    assert set(_stop_by_force(handed).values()) == {"CANCELLED"}
+    assert ray.requests[before:].count(("GET", "/api/jobs/")) <= 3
+
+
+def test_the_job_of_another_run_was_not_stopped(ray, unique, monkeypatch):
+    status = JobStatus(JobState.WAITING, Reason.TAKEN)
+    monkeypatch.setattr(RemoteJob, "look", lambda job, snapshot: status)
+    assert _stop_by_force(Handed(ray, unique, "job")) == {"job": ""}
 
 
 def test_what_was_lost_before_was_not_stopped(ray, unique, monkeypatch):

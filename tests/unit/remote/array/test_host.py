@@ -435,16 +435,22 @@ from nemo_run_ray.remote.array.host import HostProcess
 from nemo_run_ray.remote.array.progress import Lease
 from nemo_run_ray.remote.array.running import RunningElements
 
+def hear(running):
+    # A process of a slot has told the end of its element, and is killed as it waits.
+    for one in running.values():
+        if one.lease.element == 3 and one.code is None:
+            one.ended(0)
+
 notes = []
 made = RunningElements(
-    SimpleNamespace(row_of=lambda one: [*one.lease, one.code], heard=lambda running: None),
+    SimpleNamespace(row_of=lambda one: [*one.lease, one.code], heard=hear),
     SimpleNamespace(ended=notes.append),
     SimpleNamespace(report=lambda *_, **__: None),
     grace_s=1.0,
 )
 host = HostProcess(socket.socketpair()[0], "")
 host._elements = made
-for element, words in enumerate(("exit 0", "exit 3", "kill -9 $$")):
+for element, words in enumerate(("exit 0", "exit 3", "kill -9 $$", "kill -9 $$")):
     pid = os.spawnlp(os.P_NOWAIT, "sh", "sh", "-c", words)
     os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
     made._running[pid] = RunningElement(Lease(element, 1), 0, pid, None)
@@ -458,7 +464,7 @@ def test_what_ends_by_itself_while_the_rest_is_killed_is_noted():
     """In a process of its own, since all its children are collected."""
     words = [sys.executable, "-W", "ignore", "-c", _LATE]
     done = subprocess.run(words, capture_output=True, text=True, check=True)
-    assert json.loads(done.stdout) == [[0, 1, 0], [1, 1, 3]]
+    assert json.loads(done.stdout) == [[0, 1, 0], [1, 1, 3], [3, 1, 0]]
 
 
 @pytest.mark.parametrize("forks", [array_with_thread.task], indirect=True)
