@@ -10,6 +10,7 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+from typing import Any
 
 import nemo_run as run
 import pytest
@@ -17,7 +18,7 @@ from nemo_run.run.ray.slurm import SlurmRayRequest
 
 from nemo_run_ray import patches
 from tests.conftest import wait_for
-from tests.slurm.conftest import BIN, PYTHON, RayOnSlurm
+from tests.slurm.conftest import BIN, PYTHON, RayOnSlurm, Slurm
 
 #: Debian's "daemon": a user that Slurm can look up on any machine.
 _OTHER_USER = 1
@@ -155,12 +156,69 @@ def test_the_next_job_of_a_name_has_logs_of_its_own(slurm, start):
     assert len(json.loads((job.folder / "job_ids.json").read_text())) == 2
 
 
+def _submit(slurm: Slurm, name: str, executor: run.SlurmExecutor, **fields: Any) -> RayOnSlurm:
+    """Submit the script of one of NeMo-Run's requests, for what its ``RayJob`` cannot ask for."""
+    folder = slurm.folder / "jobs" / name
+    (folder / "logs").mkdir(parents=True)
+    patches.apply("slurm_ray")
+    try:
+        script = SlurmRayRequest(
+            name=name, cluster_dir=str(folder), executor=executor, launch_cmd=["sbatch"], **fields
+        ).materialize()
+    finally:
+        patches.undo("slurm_ray")
+    (folder / "script").write_text(script)
+    job = slurm.ask("sbatch", "--parsable", str(folder / "script")).partition(";")[0].strip()
+    return RayOnSlurm(slurm, name, job, slurm.folder / "jobs")
+
+
+@pytest.mark.parametrize("command", ["echo driver on $(hostname); exit 3", None])
+def test_the_script_for_enroot(slurm, unique, tmp_path, monkeypatch, command):
+    """The driver runs in the step that is there; a shell enters the container that runs."""
+    monkeypatch.setenv("SLURM_CONF", slurm.conf)
+    monkeypatch.setenv("PATH", f"{BIN}:{PYTHON}:{os.environ['PATH']}")
+    executor = run.SlurmExecutor(
+        account="root",
+        partition="batch",
+        time="00:05:00",
+        nodes=2,
+        container_image="image:1",
+        packager=run.Packager(),
+        tunnel=run.LocalTunnel(job_dir=str(slurm.folder / "jobs")),
+        env_vars={"PATH": f"{BIN}:{PYTHON}:$PATH"},
+    )
+    job = _submit(
+        slurm,
+        unique,
+        executor,
+        template_name="ray_enroot.sub.j2",
+        command=command,
+        workdir=str(tmp_path),
+    )
+    if command is not None:
+        assert job.wait() == ("FAILED", "3:0")
+        assert job.log("ray-job.log") == "driver on n1\n"
+    else:
+        job.wait_ready()
+        attach = job.folder / "scripts" / f"{job.job}-attach.sh"
+        wait_for(attach.exists, 30)
+        for words, host in (([], "n1"), (["1"], "n2")):
+            told = subprocess.run(
+                ["bash", str(attach), *words],
+                env={**os.environ, "COMMAND": "echo in $CONTAINER_PROCESS on $(hostname) $PWD"},
+                text=True,
+                capture_output=True,
+                timeout=60,
+            )
+            assert told.stdout == f"in 1 on {host} {Path.cwd()}\n", told.stdout + told.stderr
+        slurm.ask("scancel", job.job)
+    job.wait_gone()
+
+
 @pytest.mark.soak
 def test_ray_in_the_first_part_of_a_heterogeneous_job(slurm, tmp_path, unique, monkeypatch):
     """And a command beside it in the second part, with a variable of its own."""
     monkeypatch.setenv("SLURM_CONF", slurm.conf)
-    folder = slurm.folder / "jobs" / unique
-    (folder / "logs").mkdir(parents=True)
     executor = run.SlurmExecutor(
         account="root",
         partition="batch",
@@ -181,23 +239,15 @@ def test_ray_in_the_first_part_of_a_heterogeneous_job(slurm, tmp_path, unique, m
         )
         for index, nodes in enumerate((2, 1))
     ]
-    patches.apply("slurm_ray")
-    try:
-        script = SlurmRayRequest(
-            name=unique,
-            cluster_dir=str(folder),
-            executor=executor,
-            launch_cmd=["sbatch"],
-            template_name="ray.sub.j2",
-            command="sleep 3; echo other $het_group_host_1",
-            workdir=str(tmp_path),
-            command_groups=[["true"], ["bash", "-c", "'echo $ROLE on $(hostname)'"]],
-        ).materialize()
-    finally:
-        patches.undo("slurm_ray")
-    (folder / "script").write_text(script)
-    job = slurm.ask("sbatch", "--parsable", str(folder / "script")).partition(";")[0].strip()
-    found = RayOnSlurm(slurm, unique, job, slurm.folder / "jobs")
+    found = _submit(
+        slurm,
+        unique,
+        executor,
+        template_name="ray.sub.j2",
+        command="sleep 3; echo other $het_group_host_1",
+        workdir=str(tmp_path),
+        command_groups=[["true"], ["bash", "-c", "'echo $ROLE on $(hostname)'"]],
+    )
     assert found.wait() == ("COMPLETED", "0:0"), found.told
     assert "Ray is ready: 2 nodes" in found.told
     host = found.log("ray-job.log").split()[-1]
