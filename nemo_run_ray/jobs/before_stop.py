@@ -96,6 +96,7 @@ def note_ends(api: JobsApi, cluster: Cluster, is_forced: bool) -> Iterator[str]:
             _note_cancelled(job, latest)
         except (NemoRunRayError, OSError) as error:
             yield _not_kept(job.id, error)
+            latest = Snapshot(is_fresh=True)  # which keeps errors too
 
 
 def _note_cancelled(job: RemoteJob, snapshot: Snapshot) -> None:

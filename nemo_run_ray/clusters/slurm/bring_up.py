@@ -129,7 +129,7 @@ class BringUp:
         Raises:
             ClusterError: this client waited for it, and it has not come up.
         """
-        why = life.why_over or self._give_up_lost(life)
+        why = life.why_over or life.stopped or self._give_up_lost(life)
         # Of several clients that wait, none submits again what would fail again.
         waited = life.number == self._joined and life.head is None and why != LEFT_EARLY
         if why and waited and (life.job or life.refused) and not self._was_unheard(life):

@@ -29,6 +29,7 @@ class AllocationLife:
         renewed: whether it goes on with the dispatches of the life before.
         job: Slurm's number of its job; empty until Slurm has taken it.
         refused: what ``sbatch`` said when it did not take the job.
+        stopped: why it was told to end; empty while nobody has.
         over: why a client gave it up; empty while nobody has.
         run: folder of the job's run, below the life's; empty until it runs.
         head: where Ray is reached, once the cluster is ready.
@@ -46,6 +47,7 @@ class AllocationLife:
     renewed: bool = False
     job: str = ""
     refused: str = ""
+    stopped: str = ""
     over: str = ""
     run: str = ""
     head: HeadAddress | None = None
@@ -71,14 +73,14 @@ class AllocationLife:
         Args:
             known_s: seconds for which this process has known its end.
         """
-        if self.end is None or not self.end.renews or self.over:
+        if self.end is None or not self.end.renews or self.stopped or self.over:
             return False
         return known_s < _ASKING_S and self.ended_s < _ASKING_S + _CLOCKS_S
 
 
 def life_of(rows: Mapping[str, str]) -> AllocationLife:
     """What one look has printed, by the name of the file."""
-    names = ("folder", "claimed", "job", "refused", "over", "run")
+    names = ("folder", "claimed", "job", "refused", "stopped", "over", "run")
     texts = {name: rows.get(name, "").strip() for name in names}
     ready = _row(rows.get("ready", ""))
     return AllocationLife(

@@ -28,8 +28,8 @@ from nemo_run_ray.remote.slurm.log_copies import JOB_LOGS
 #: Why a life is given up whose last user did not wait until it was ready.
 LEFT_EARLY = "its last user left before it was ready"
 _UNHEARD = (
-    "Slurm gives no answer. A job that waits in its queue stays there, and ends when it starts; "
-    "the same command takes it out of the queue once Slurm answers again"
+    "Slurm gives no answer. A job that waits in its queue stays there, and ends when it starts. "
+    "Stop the cluster once more when Slurm answers, to take it out of the queue."
 )
 #: Prints of the newest life a line for each file: its name, a tab, its text.
 _LOOK = """\
@@ -39,7 +39,7 @@ number=$(ls lives 2>/dev/null | sort -n | tail -n 1)
 show() {{ [ -e "$2" ] && printf '%s\\t' "$1" && tr '\\n' ' ' < "$2" && echo; }}
 echo "number\t$number"
 cd "lives/$number" && ls > /dev/null; echo "folder\t$(pwd -P)"
-show claimed claimed; show job job; show over {over}; show refused refused
+show claimed claimed; show job job; show stopped {stop}; show over {over}; show refused refused
 [ ! -d sbatch ] || echo "sent\tsent"; [ ! -e {renewed} ] || echo "renewed\tyes"
 job=$(cat job 2>/dev/null)
 [ -n "$job" ] || echo "jobless_s	$(( $(date +%s) - $(stat -c %Y .) ))"
@@ -78,30 +78,38 @@ else
 fi
 """
 #: Two files end a life. The head reads the first one, `stop`, and ends Ray, also where Slurm gives
-#: no answer. The second one, `over`, tells clients not to use the life. A job that still waits in
-#: Slurm's queue ends when it starts and either is there.
+#: no answer. The second one, `over`, says that nothing is left to stop. With either of them no
+#: client uses the life, and a job that still waits in Slurm's queue ends when it starts.
 #:
 #: `cancel` takes the life's own jobs out of Slurm, and fails with 2 where Slurm gives no answer. A
 #: job is the life's by its folder. Hosts may have different real paths for one folder: with the
 #: number that the life knows the end of the path is enough, and the number alone is not, which
-#: may be that of another job by now, or on another Slurm.
+#: may be that of another job by now, or on another Slurm. All of it takes less time than a command
+#: on a login node may take.
 _END = """\
 note() {{ echo {why} > "$1.$$" && [ -s "$1.$$" ] && mv "$1.$$" "$1"; }}
 own_jobs() {{
-  queue=$(squeue -h -a -u "$(id -un)" -o '%A|%T|%r|%S|%Z' 2>/dev/null) || return 2
+  queue=$(timeout 20 squeue -h -a -u "$(id -un)" -o '%A|%T|%r|%S|%Z' 2>/dev/null) || return 2
   printf '%s\\n' "$queue" | while IFS='|' read -r number state reason start folder; do
-    [ "$state" != COMPLETING ] || continue
     case "$number $folder" in
-      *" $here" | "$known "*"${{here#"${{here%/*/*/*}}"}}") echo "$number" ;;
+      *" $here" | "$known "*"${{here#"${{here%/*/*/*}}"}}") ;;
+      *) continue ;;
     esac
+    if [ "$state" = COMPLETING ]; then  # it ends, or Slurm is about to start it again
+      timeout 5 scancel "$number" > /dev/null 2>&1 < /dev/null
+    else
+      echo "$number"
+    fi
   done
+  return 0
 }}
 cancel() {{
   here=$(pwd -P) known=$(cat job 2>/dev/null)
   for try in 1 2; do  # a job may have ended since Slurm told of it
     found=$(own_jobs) || return 2
     [ -n "$found" ] || return 0
-    ! scancel $found || return 0
+    timeout 20 scancel $found
+    case $? in 0) return 0 ;; 124) return 2 ;; esac
   done
   return 1
 }}
@@ -115,8 +123,8 @@ rm -f {{users}}/{{user}}
 touch {{released}}
 [ ! -e {{renewed}} ] || exit 0
 job=$(cat job 2>/dev/null)
-run=$(ls -d run/"$job".* 2>/dev/null | sort -t . -k 2 -n | tail -n 1)
-[ -z "$job" ] || [ -z "$run" ] || [ ! -e "$run/ready.json" ] || exit 0
+# One that Slurm starts again goes on, with the jobs that were handed over to it.
+[ -z "$job" ] || ! ls run/"$job".*/ready.json > /dev/null 2>&1 || exit 0
 note {{stop}} && note {{over}}
 cancel 2>/dev/null
 exit 0
@@ -131,7 +139,8 @@ noted=$? code=0
 cancel || code=$?
 if [ $code -eq 2 ] && [ $noted -eq 0 ]; then
   # Its head ends it, if there is one yet.
-  [ -n "$known" ] && ls -d run/"$known".* > /dev/null 2>&1 && code=0 || echo {{unheard}} >&2
+  [ -z "$known" ] || ! ls -d run/"$known".* > /dev/null 2>&1 || exit 0
+  echo {{unheard}} >&2
 fi
 [ $code -eq 0 ] || exit 1
 note {{over}} 2>/dev/null
@@ -194,7 +203,8 @@ class Lives:
         Raises:
             ClusterError: the host cannot be asked.
         """
-        told = self.login.run(_LOOK.format(folder=quoted(self.folder), over=OVER, renewed=RENEWED))
+        names = {"stop": STOP, "over": OVER, "renewed": RENEWED}
+        told = self.login.run(_LOOK.format(folder=quoted(self.folder), **names))
         rows = dict(line.split("\t", 1) for line in told.splitlines() if "\t" in line)
         return life_of(rows) if rows else None
 

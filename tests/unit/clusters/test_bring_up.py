@@ -16,6 +16,7 @@ import pytest
 
 from nemo_run_ray import Sidecar, SlurmCluster
 from nemo_run_ray.clusters.base import interrupted
+from nemo_run_ray.clusters.slurm import lives as lives_module
 from nemo_run_ray.clusters.slurm import login as login_module
 from nemo_run_ray.clusters.slurm import slurm_queue
 from nemo_run_ray.clusters.slurm.bring_up import BringUp
@@ -278,9 +279,10 @@ def test_a_job_that_runs_while_the_controller_is_away_is_ended_by_its_head(world
     lives.submit(1, "#!/bin/sh\n")
     world.ready()
     (world.slurm / "away").touch()
-    lives.cancel(lives.look(), "it was ended")
-    assert (world.life() / "stop").read_text() == "it was ended\n"
-    assert lives.look().why_over == "it was ended"
+    for _ in range(2):
+        lives.cancel(lives.look(), "it was ended")
+    assert lives.look().stopped == "it was ended"
+    assert not lives.look().why_over, "so that another stop finds a job that Slurm starts again"
 
 
 def test_a_stop_that_slurm_does_not_do_is_told_and_can_be_done_again(world):
@@ -351,15 +353,65 @@ def test_hosts_may_have_different_paths_for_one_folder(world):
     assert world.cancelled() == ["101"]
 
 
-def test_what_ends_by_itself_is_not_cancelled(world):
-    """Slurm calls that an error."""
+@pytest.mark.parametrize("ends", [True, False])
+def test_a_job_that_completes_may_be_started_again_by_slurm(world, ends):
+    """That one is cancelled; of one that ends by itself Slurm says that it cannot be."""
     lives = world.client().lives
     assert lives.claim(1, "me")
     lives.submit(1, "#!/bin/sh\n")
     world.state("101", "COMPLETING")
+    if ends:
+        scancel = world.slurm.parent / "bin" / "scancel"
+        scancel.write_text("#!/bin/sh\necho Job/step already completing >&2; exit 1\n")
     lives.cancel(lives.look(), "it was ended")
-    assert world.cancelled() == []
+    assert world.cancelled() == ([] if ends else ["101"])
     assert lives.look().why_over == "it was ended"
+
+
+@pytest.mark.parametrize("command", ["squeue", "scancel"])
+def test_a_slow_controller_is_no_answer(world, command, monkeypatch):
+    monkeypatch.setattr(
+        lives_module, "_CANCEL", lives_module._CANCEL.replace("timeout 20", "timeout 0.2")
+    )
+    lives = world.client().lives
+    assert lives.claim(1, "me")
+    lives.submit(1, "#!/bin/sh\n")
+    path = world.slurm.parent / "bin" / command
+    path.write_text("#!/bin/sh\nexec sleep 60\n")
+    with pytest.raises(ClusterError, match="Slurm gives no answer"):
+        lives.cancel(lives.look(), "it was ended")
+    assert lives.look().stopped == "it was ended"
+    assert not lives.look().why_over
+
+
+def test_nobody_uses_a_life_that_was_told_to_end(world):
+    """Its job may wait in the queue for long, or its head may not have ended it yet."""
+    first = world.client("first")
+    world.events = [world.ready, _nothing, lambda: world.ready(2)]
+    assert first.run().number == 1
+    (world.life() / "stop").write_text("it was ended\n")
+    assert world.client("second").run().number == 2
+
+
+def test_who_waits_for_a_life_that_is_told_to_end_hears_why(world):
+    def stop() -> None:
+        (world.life() / "stop").write_text("it was ended\n")
+
+    world.events = [stop]
+    with pytest.raises(ClusterError, match=r"did not come up in Slurm job 101 .* it was ended"):
+        world.client().run()
+
+
+def test_a_requeued_life_goes_on_without_users(world):
+    """Chains that were handed over to it are no users."""
+    client = world.client()
+    world.events = [world.ready]
+    client.run()
+    (world.life() / "run" / "101.1").mkdir()
+    client.lives.leave(1, "me")
+    assert world.cancelled() == []
+    assert os.listdir(world.life()).count("released") == 1
+    assert not client.lives.look().stopped
 
 
 def test_the_last_user_leaves_while_the_controller_is_away(world):
