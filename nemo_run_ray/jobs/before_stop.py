@@ -28,6 +28,8 @@ from nemo_run_ray.remote.states import JobState, JobStatus, Reason, is_active, i
 
 #: Seconds until the cluster is stopped under what has not ended; longer than most grace periods.
 _END_LIMIT_S = 60.0
+#: How often a cluster that gives no answer is asked again for the last states of its jobs.
+_AGAIN_MAX = 3
 
 
 def active(rows: JobRows) -> list[str]:
@@ -90,13 +92,14 @@ def note_ends(api: JobsApi, cluster: Cluster, is_forced: bool) -> Iterator[str]:
                 continue
             if is_forced and not job.record.terminal:
                 go_on.append(job)
-    latest = Snapshot(is_fresh=True)  # the looks have taken their time
+    latest, again = Snapshot(is_fresh=True), _AGAIN_MAX  # the looks have taken their time
     for job in go_on:
         try:
             _note_cancelled(job, latest)
         except (NemoRunRayError, OSError) as error:
             yield _not_kept(job.id, error)
-            latest = Snapshot(is_fresh=True)  # which keeps errors too
+            if isinstance(error, Unanswered) and again:  # which the snapshot keeps, too
+                latest, again = Snapshot(is_fresh=True), again - 1
 
 
 def _note_cancelled(job: RemoteJob, snapshot: Snapshot) -> None:

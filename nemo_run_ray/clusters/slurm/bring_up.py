@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from nemo_run_ray.clusters.base import interrupted
+from nemo_run_ray.clusters.slurm.ending import LEFT_EARLY
 from nemo_run_ray.clusters.slurm.life import RENEWAL_S, AllocationLife
-from nemo_run_ray.clusters.slurm.lives import LEFT_EARLY, Lives
+from nemo_run_ray.clusters.slurm.lives import Lives
 from nemo_run_ray.clusters.slurm.slurm_queue import QueuedJob, SlurmQueue
 from nemo_run_ray.errors import ClusterError, Unanswered
 
@@ -129,30 +131,23 @@ class BringUp:
         Raises:
             ClusterError: this client waited for it, and it has not come up.
         """
+        if life.end is not None and not (life.stopped or life.over) and self._is_requeued(life):
+            return False
+        if life.stopped and not life.why_over:
+            with contextlib.suppress(ClusterError):  # Slurm may not have heard of it
+                self.lives.cancel(life, life.stopped)
         why = life.why_over or life.stopped or self._give_up_lost(life)
         # Of several clients that wait, none submits again what would fail again.
         waited = life.number == self._joined and life.head is None and why != LEFT_EARLY
         if why and waited and (life.job or life.refused) and not self._was_unheard(life):
-            raise ClusterError(self._why_not_up(life, why))
+            log = "" if life.refused or "\n" in why else self.lives.log_end(life)
+            raise ClusterError(_why_not_up(self.name, life, why, log))
         return bool(why)
 
     def _was_unheard(self, life: AllocationLife) -> bool:
         """Whether Slurm's controller was away when the life's job was submitted."""
         away = any(words in life.refused for words in _AWAY)
         return away and self._submissions < _SUBMISSIONS
-
-    def _why_not_up(self, life: AllocationLife, why: str) -> str:
-        end = "" if why.endswith(".") else "."
-        if life.refused:
-            return (
-                f"Slurm does not take the job of the cluster {self.name!r}: {why}{end} Correct the "
-                "SlurmExecutor."
-            )
-        log = "" if "\n" in why else self.lives.log_end(life)
-        return (
-            f"Ray did not come up in Slurm job {life.job} of the cluster {self.name!r}: {why}{end}"
-            + (f" {log}" if log else "")
-        )
 
     def _give_up_lost(self, life: AllocationLife) -> str:
         """Give a life up that Slurm has no job of, and say why; empty while it may have one."""
@@ -236,6 +231,17 @@ class BringUp:
             if job.number == life.job or (not life.job and job.folder == life.folder):
                 return job
         return None
+
+
+def _why_not_up(name: str, life: AllocationLife, why: str, log: str) -> str:
+    end = "" if why.endswith(".") else "."
+    if life.refused:
+        return (
+            f"Slurm does not take the job of the cluster {name!r}: {why}{end} Correct the "
+            "SlurmExecutor."
+        )
+    told = f"Ray did not come up in Slurm job {life.job} of the cluster {name!r}: {why}{end}"
+    return f"{told} {log}" if log else told
 
 
 def _why_waits(job: QueuedJob) -> str:

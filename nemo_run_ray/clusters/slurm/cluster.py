@@ -161,10 +161,9 @@ class SlurmCluster(Cluster):
         found = False
         for _ in range(2):  # its script may ask for the next one meanwhile
             life = self._lives.look()
-            if life is None or (life.why_over and not life.is_asked_for(0)):
+            if life is None or life.over or life.refused:
                 break
-            self._lives.cancel(life, "it was ended by `nemo-run-ray down`")
-            found = True
+            found |= self._lives.cancel(life, "it was ended by `nemo-run-ray down`")
         self._looks.forget()
         return found
 

@@ -16,6 +16,7 @@ import shlex
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from nemo_run_ray.clusters.slurm import ending
 from nemo_run_ray.clusters.slurm.life import AllocationLife, end_of, life_of
 from nemo_run_ray.clusters.slurm.login import Login, quoted
 from nemo_run_ray.clusters.slurm.remains import Remains
@@ -25,12 +26,6 @@ from nemo_run_ray.remote.earlier import DISPATCHES, IDS, RENEWED, START, TABLE
 from nemo_run_ray.remote.slurm.allocation import KEEP, OVER, RELEASED, STOP, USERS
 from nemo_run_ray.remote.slurm.log_copies import JOB_LOGS
 
-#: Why a life is given up whose last user did not wait until it was ready.
-LEFT_EARLY = "its last user left before it was ready"
-_UNHEARD = (
-    "Slurm gives no answer. A job that waits in its queue stays there, and ends when it starts. "
-    "Stop the cluster once more when Slurm answers, to take it out of the queue."
-)
 #: Prints of the newest life a line for each file: its name, a tab, its text.
 _LOOK = """\
 cd {folder} 2>/dev/null || exit 0
@@ -76,79 +71,6 @@ else
   [ -d {life} ] || mv -T {made} {life} || exit 1
   rm -rf {made}
 fi
-"""
-#: Two files end a life. The head reads the first one, `stop`, and ends Ray, also where Slurm gives
-#: no answer. The second one, `over`, says that nothing is left to stop. With either of them no
-#: client uses the life, and a job that still waits in Slurm's queue ends when it starts.
-#:
-#: `cancel` takes the life's own jobs out of Slurm, and fails with 2 where Slurm gives no answer. A
-#: job is the life's by its folder. Hosts may have different real paths for one folder: with the
-#: number that the life knows the end of the path is enough, and the number alone is not, which
-#: may be that of another job by now, or on another Slurm. All of it takes less time than a command
-#: on a login node may take.
-_END = """\
-note() {{ echo {why} > "$1.$$" && [ -s "$1.$$" ] && mv "$1.$$" "$1"; }}
-own_jobs() {{
-  queue=$(timeout 20 squeue -h -a -u "$(id -un)" -o '%A|%T|%r|%S|%Z' 2>/dev/null) || return 2
-  printf '%s\\n' "$queue" | while IFS='|' read -r number state reason start folder; do
-    case "$number $folder" in
-      *" $here" | "$known "*"${{here#"${{here%/*/*/*}}"}}") ;;
-      *) continue ;;
-    esac
-    if [ "$state" = COMPLETING ]; then  # it ends, or Slurm is about to start it again
-      timeout 5 scancel "$number" > /dev/null 2>&1 < /dev/null
-    else
-      echo "$number"
-    fi
-  done
-  return 0
-}}
-cancel() {{
-  here=$(pwd -P) known=$(cat job 2>/dev/null)
-  for try in 1 2; do  # a job may have ended since Slurm told of it
-    found=$(own_jobs) || return 2
-    [ -n "$found" ] || return 0
-    timeout 20 scancel $found
-    case $? in 0) return 0 ;; 124) return 2 ;; esac
-  done
-  return 1
-}}
-"""
-#: A life that goes on with dispatches is not cancelled: it ends by itself when they are done.
-_LEAVE = f"""\
-{_END}\
-cd {{life}} 2>/dev/null && [ -e {{users}}/{{user}} ] || exit 0
-rm -f {{users}}/{{user}}
-[ -z "$(ls {{users}})" ] && [ ! -e {{keep}} ] || exit 0
-touch {{released}}
-[ ! -e {{renewed}} ] || exit 0
-job=$(cat job 2>/dev/null)
-# One that Slurm starts again goes on, with the jobs that were handed over to it.
-[ -z "$job" ] || ! ls run/"$job".*/ready.json > /dev/null 2>&1 || exit 0
-note {{stop}} && note {{over}}
-cancel 2>/dev/null
-exit 0
-"""
-#: One command: by SSH a shell that has begun it goes on when the connection breaks off. A life that
-#: has only the first file can be ended again. A full disk keeps no job alive.
-_CANCEL = f"""\
-{_END}\
-cd {{life}} || exit 1
-note {{stop}}
-noted=$? code=0
-cancel || code=$?
-if [ $code -eq 2 ] && [ $noted -eq 0 ]; then
-  # Its head ends it, if there is one yet.
-  [ -z "$known" ] || ! ls -d run/"$known".* > /dev/null 2>&1 || exit 0
-  echo {{unheard}} >&2
-fi
-[ $code -eq 0 ] || exit 1
-note {{over}} 2>/dev/null
-exit 0
-"""
-_GIVE_UP = f"""\
-{_END}\
-cd {{life}} && note {{over}}
 """
 #: Prints the ids of kept dispatches, and then the runs whose dispatches go on in a life, or in the
 #: one with a name of Ray's, the newest first: of each its folder, a line for each file, and the
@@ -230,8 +152,7 @@ class Lives:
 
     def give_up(self, number: int, why: str) -> None:
         """Let nobody use a life any more. Its job ends as soon as it starts."""
-        words = shlex.quote(" ".join(why.split()))
-        self.login.run(_GIVE_UP.format(life=quoted(self.path(number)), over=OVER, why=words))
+        self.login.run(ending.give_up(self.path(number), why))
 
     def join(self, number: int, user: str) -> None:
         """Say that a program uses a life, so that it does not end before the program."""
@@ -246,30 +167,20 @@ class Lives:
 
     def leave(self, number: int, user: str) -> None:
         """Take a user off; the last one ends a life that is not to be kept, once no job runs."""
-        names = {
-            "users": USERS,
-            "released": RELEASED,
-            "keep": KEEP,
-            "over": OVER,
-            "stop": STOP,
-            "renewed": RENEWED,
-            "why": shlex.quote(LEFT_EARLY),
-        }
-        self.login.run(_LEAVE.format(life=quoted(self.path(number)), user=user, **names))
+        self.login.run(ending.leave(self.path(number), user))
 
     def detach(self, number: int, user: str) -> None:
         """Take a user off whose jobs go on without it."""
         self.login.run(f"rm -f {quoted(self.path(number), USERS, user)}")
 
-    def cancel(self, life: AllocationLife, why: str) -> None:
-        """End a life now, with all that runs in it.
+    def cancel(self, life: AllocationLife, why: str) -> bool:
+        """End a life now, with all that runs in it; whether there was anything to end.
 
         Raises:
             ClusterError: Slurm has not taken its job out of the queue; a second call tries again.
         """
-        words = {"why": shlex.quote(why), "unheard": shlex.quote(_UNHEARD)}
-        path = quoted(self.path(life.number))
-        self.login.run(_CANCEL.format(life=path, stop=STOP, over=OVER, **words))
+        has_ended = life.end is not None and not life.is_asked_for(0.0)
+        return bool(self.login.run(ending.cancel(self.path(life.number), why, has_ended)))
 
     def series(self, number: int | None = None, session: str = "") -> Series:
         """The runs whose dispatches go on in one life.

@@ -113,7 +113,7 @@ class Looks:
         with contextlib.suppress(NemoRunRayError):
             life = self.newest()
             if life is not None and series.leads_to(life.number, life.renewed):
-                told = " ".join((life.over or life.refused).split())
+                told = " ".join((life.over or life.stopped or life.refused).split())
                 if told:
                     return f"{why}, and the next one did not come: {told}"
         return f"{why}, and nobody has asked for the next one"
@@ -127,7 +127,7 @@ class Looks:
             if self.is_asked_for(life):
                 return f"{series.runs[0].why}, and the next one is being asked for"
             runs = series.before(life.run).runs if life.run else series.runs
-            if life.head is None and runs and not self.is_over(life):
+            if life.head is None and runs and not life.stopped and not self.is_over(life):
                 job = f"Slurm job {life.job}" if life.job else "a job of Slurm"
                 return f"{runs[0].why}, and chains go on in {job}, which is not up yet"
         return ""

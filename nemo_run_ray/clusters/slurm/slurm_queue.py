@@ -20,7 +20,7 @@ from nemo_run_ray.remote.files import write_file
 
 #: Seconds between two questions to Slurm's controller, which serves everybody.
 PAUSE_S = 30.0
-_COMMAND = "squeue -h -a -u \"$(id -un)\" -o '%A|%T|%r|%S|%Z'"
+_COMMAND = "timeout 20 squeue -h -a -u \"$(id -un)\" -o '%A|%T|%r|%S|%Z'"
 _NEVER: tuple[float, str | None] = (float("-inf"), None)
 #: When this process has asked last, and Slurm's answer, by the file that it is kept in.
 _asked: dict[Path, tuple[float, str | None]] = {}

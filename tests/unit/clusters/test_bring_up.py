@@ -16,9 +16,8 @@ import pytest
 
 from nemo_run_ray import Sidecar, SlurmCluster
 from nemo_run_ray.clusters.base import interrupted
-from nemo_run_ray.clusters.slurm import lives as lives_module
+from nemo_run_ray.clusters.slurm import ending, slurm_queue
 from nemo_run_ray.clusters.slurm import login as login_module
-from nemo_run_ray.clusters.slurm import slurm_queue
 from nemo_run_ray.clusters.slurm.bring_up import BringUp
 from nemo_run_ray.clusters.slurm.life import AllocationLife
 from nemo_run_ray.clusters.slurm.lives import Lives
@@ -370,9 +369,7 @@ def test_a_job_that_completes_may_be_started_again_by_slurm(world, ends):
 
 @pytest.mark.parametrize("command", ["squeue", "scancel"])
 def test_a_slow_controller_is_no_answer(world, command, monkeypatch):
-    monkeypatch.setattr(
-        lives_module, "_CANCEL", lives_module._CANCEL.replace("timeout 20", "timeout 0.2")
-    )
+    monkeypatch.setattr(ending, "_CANCEL", ending._CANCEL.replace("timeout 20", "timeout 0.2"))
     lives = world.client().lives
     assert lives.claim(1, "me")
     lives.submit(1, "#!/bin/sh\n")
@@ -391,6 +388,34 @@ def test_nobody_uses_a_life_that_was_told_to_end(world):
     assert first.run().number == 1
     (world.life() / "stop").write_text("it was ended\n")
     assert world.client("second").run().number == 2
+    assert world.cancelled() == ["101"], "which Slurm may not have heard yet"
+
+
+def test_a_job_that_slurm_is_to_start_again_is_waited_for_and_can_be_stopped(world):
+    """Its last start has written its end, by the signal that Slurm has sent."""
+    world.events = [world.ready]
+    lives = world.client().lives
+    world.client("first").run()
+    world.end(1, "the job was cancelled")
+    world.state("101", "PENDING")
+    world.events = [_nothing, lambda: world.ready(1, restart=1)]
+    assert world.client("second").run().number == 1
+    world.state("101", "PENDING")
+    (world.life() / "run" / "101.1" / "end.json").write_text('{"code": 143, "why": "cancelled"}')
+    assert lives.cancel(lives.look(), "it was ended")
+    assert world.cancelled() == ["101"]
+    assert lives.look().over == "it was ended"
+
+
+def test_what_has_ended_is_left_as_it_is(world):
+    world.events = [world.ready]
+    client = world.client()
+    client.run()
+    world.end(1, "its walltime is over")
+    world.forget()
+    assert not client.lives.cancel(client.lives.look(), "it was ended")
+    life = client.lives.look()
+    assert (life.over, life.stopped, life.why_over) == ("", "", "its walltime is over")
 
 
 def test_who_waits_for_a_life_that_is_told_to_end_hears_why(world):
@@ -421,8 +446,11 @@ def test_the_last_user_leaves_while_the_controller_is_away(world):
     lives.submit(1, "#!/bin/sh\n")
     (world.slurm / "away").touch()
     lives.leave(1, "me")
-    for name in ("over", "stop"):
-        assert "before it was ready" in (world.life() / name).read_text()
+    assert "before it was ready" in lives.look().stopped
+    assert not lives.look().over, "a stop finds the job, once Slurm answers"
+    (world.slurm / "away").unlink()
+    assert lives.cancel(lives.look(), "it was ended")
+    assert world.cancelled() == ["101"]
 
 
 def test_a_claim_that_cannot_be_made_says_why(world):
