@@ -75,6 +75,7 @@ class BringUp:
     _seen_since: tuple[tuple[int, str], float, float] = ((0, ""), 0.0, 0.0)
     _asked_since: tuple[int, float] = (0, 0.0)
     _ready_since: tuple[str, float] = ("", 0.0)
+    _starts_again: int = 0
 
     def run(self) -> AllocationLife:
         """The life to use, with this client among its users.
@@ -117,7 +118,7 @@ class BringUp:
             return self._step()  # it may have ended meanwhile
         if life.claimed == self.user and not life.sent:
             self._submit(life.number)
-        elif life.head is None or not life.token or self._is_requeued(life):
+        elif life.head is None or life.end is not None or not life.token or self._is_requeued(life):
             self._wait(life)
         else:
             if self.keep:
@@ -131,7 +132,7 @@ class BringUp:
         Raises:
             ClusterError: this client waited for it, and it has not come up.
         """
-        if life.end is not None and not (life.stopped or life.over) and self._is_requeued(life):
+        if life.end is not None and not (life.stopped or life.over) and self._is_to_start(life):
             return False
         if life.stopped and not life.why_over:
             with contextlib.suppress(ClusterError):  # Slurm may not have heard of it
@@ -159,7 +160,7 @@ class BringUp:
         jobs = self.queue.jobs(after=at)
         if jobs is None:
             return ""
-        found = self._job(life, jobs)
+        found = _job_of(life, jobs)
         if found is not None:
             if not life.job:
                 self.lives.note_job(life.number, found.number)
@@ -178,8 +179,16 @@ class BringUp:
         # What Slurm said before it was ready proves nothing.
         if self._ready_since[0] != life.run:
             self._ready_since = life.run, time.time()
-        job = self._job(life, self.queue.jobs(after=self._ready_since[1]) or ())
+        job = _job_of(life, self.queue.jobs(after=self._ready_since[1]) or ())
         return job is not None and job.waits
+
+    def _is_to_start(self, life: AllocationLife) -> bool:
+        """Whether Slurm is to start the job of a life again, of which one start has ended."""
+        jobs = self.queue.jobs()
+        if jobs is not None:  # else it is as it was
+            job = _job_of(life, jobs)
+            self._starts_again = life.number if job is not None and job.waits else 0
+        return self._starts_again == life.number
 
     def _is_asked_for(self, life: AllocationLife) -> bool:
         """Whether the script of a life that has ended is about to submit the next one."""
@@ -210,27 +219,30 @@ class BringUp:
     def _wait(self, life: AllocationLife) -> None:
         """Say what is waited for, and give up when it takes too long."""
         waited = self.clock() - self._began
-        job = None if life.run and life.head is None else self._job(life, self.queue.jobs() or ())
-        if job is None:
-            what = "is submitted" if not life.run else "starts Ray on its nodes"
-        elif job.waits:
+        has_begun = bool(life.run) and life.end is None
+        job = None if has_begun and life.head is None else _job_of(life, self.queue.jobs() or ())
+        if job is not None and job.waits:
             what = f"waits in the queue{_why_waits(job)}"
+            has_begun = False
+        elif life.end is not None:
+            what = "is to start again"
         else:
-            what = "starts Ray on its nodes"
+            what = "starts Ray on its nodes" if has_begun or job is not None else "is submitted"
         self.say(f"Slurm job {life.job or '…'} of the cluster {self.name!r} {what}.")
         late = self.queue_timeout_s is not None and waited >= self.queue_timeout_s
-        if late and not life.run:
+        if late and not has_begun:
             raise ClusterError(
                 f"Slurm job {life.job} of the cluster {self.name!r} has not started within "
                 f"queue_timeout_s={self.queue_timeout_s:g}: it {what}."
             )
 
-    def _job(self, life: AllocationLife, jobs: Iterable[QueuedJob]) -> QueuedJob | None:
-        """Slurm's job of a life, by its number, or by its folder while nobody knows that."""
-        for job in jobs:
-            if job.number == life.job or (not life.job and job.folder == life.folder):
-                return job
-        return None
+
+def _job_of(life: AllocationLife, jobs: Iterable[QueuedJob]) -> QueuedJob | None:
+    """Slurm's job of a life, by its number, or by its folder while nobody knows that."""
+    for job in jobs:
+        if job.number == life.job or (not life.job and job.folder == life.folder):
+            return job
+    return None
 
 
 def _why_not_up(name: str, life: AllocationLife, why: str, log: str) -> str:

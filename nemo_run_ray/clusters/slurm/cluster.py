@@ -158,12 +158,10 @@ class SlurmCluster(Cluster):
 
     def stop(self) -> bool:
         """End the allocation now, with all that runs in it; whether there was one."""
-        found = False
-        for _ in range(2):  # its script may ask for the next one meanwhile
-            life = self._lives.look()
-            if life is None or life.over or life.refused:
-                break
-            found |= self._lives.cancel(life, "it was ended by `nemo-run-ray down`")
+        why = "it was ended by `nemo-run-ray down`"
+        found = self._lives.cancel_newest(why)
+        if found:  # its script may have asked for the next one meanwhile
+            self._lives.cancel_newest(why)
         self._looks.forget()
         return found
 

@@ -27,7 +27,7 @@ _UNHEARD = (
 _END = """\
 note() {{ echo {why} > "$1.$$" && [ -s "$1.$$" ] && mv "$1.$$" "$1"; }}
 own_jobs() {{
-  queue=$(timeout 20 squeue -h -a -u "$(id -un)" -o '%A|%T|%r|%S|%Z' 2>/dev/null) || return 2
+  queue=$(timeout 15 squeue -h -a -u "$(id -un)" -o '%A|%T|%r|%S|%Z' 2>/dev/null) || return 2
   printf '%s\\n' "$queue" | while IFS='|' read -r number state reason start folder; do
     case "$number $folder" in
       *" $here" | "$known "*"${{here#"${{here%/*/*/*}}"}}") ;;
@@ -46,7 +46,7 @@ cancel() {{
   for try in 1 2; do  # a job may have ended since Slurm told of it
     found=$(own_jobs) || return 2
     [ -n "$found" ] || return 0
-    timeout 20 scancel $found
+    timeout 15 scancel $found
     case $? in 0) return 0 ;; 124) return 2 ;; esac
   done
   return 1
@@ -75,14 +75,17 @@ _CANCEL = f"""\
 cd {{life}} || exit 1
 here=$(pwd -P) known=$(cat job 2>/dev/null)
 run=$(ls -d run/"$known".* 2>/dev/null | sort -t . -k 2 -n | tail -n 1)
-[ -z {{ended}} ] || [ -n "$(own_jobs)" ] || exit 0
+if [ -n {{ended}} ]; then
+  own=$(own_jobs) || note {{stop}}  # nobody has said that Slurm does not start it again
+  [ -n "$own" ] || exit 0
+fi
+[ ! -e "$run/end.json" ] || run=""
 echo found
 note {{stop}}
 noted=$? code=0
 cancel || code=$?
 if [ $code -eq 2 ] && [ $noted -eq 0 ]; then
-  # Its head ends it, if there is one.
-  [ -z "$run" ] || [ -e "$run/end.json" ] || exit 0
+  [ -z "$run" ] || exit 0  # its head ends it
   echo {{unheard}} >&2
 fi
 [ $code -eq 0 ] || exit 1

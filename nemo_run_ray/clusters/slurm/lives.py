@@ -182,6 +182,13 @@ class Lives:
         has_ended = life.end is not None and not life.is_asked_for(0.0)
         return bool(self.login.run(ending.cancel(self.path(life.number), why, has_ended)))
 
+    def cancel_newest(self, why: str) -> bool:
+        """End the newest life, as ``cancel`` does; whether there was anything to end."""
+        life = self.look()
+        if life is None or life.over or life.refused:
+            return False
+        return self.cancel(life, why)
+
     def series(self, number: int | None = None, session: str = "") -> Series:
         """The runs whose dispatches go on in one life.
 

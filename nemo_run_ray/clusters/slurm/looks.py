@@ -126,11 +126,21 @@ class Looks:
                 return ""
             if self.is_asked_for(life):
                 return f"{series.runs[0].why}, and the next one is being asked for"
+            if self._is_to_start(life):
+                job = f"Slurm job {life.job}"
+                return f"{series.runs[0].why}, and chains go on in {job}, which Slurm starts again"
             runs = series.before(life.run).runs if life.run else series.runs
             if life.head is None and runs and not life.stopped and not self.is_over(life):
                 job = f"Slurm job {life.job}" if life.job else "a job of Slurm"
                 return f"{runs[0].why}, and chains go on in {job}, which is not up yet"
         return ""
+
+    def _is_to_start(self, life: AllocationLife) -> bool:
+        """Whether Slurm has said that the job of a life waits, of which one start has ended."""
+        if life.end is None or life.stopped or life.over:
+            return False
+        jobs = SlurmQueue(self._lives.login).jobs() or ()
+        return any(job.number == life.job and job.waits for job in jobs)
 
     def is_asked_for(self, life: AllocationLife) -> bool:
         """Whether the script of a life that has ended is about to ask for the next one."""

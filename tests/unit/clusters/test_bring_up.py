@@ -369,7 +369,7 @@ def test_a_job_that_completes_may_be_started_again_by_slurm(world, ends):
 
 @pytest.mark.parametrize("command", ["squeue", "scancel"])
 def test_a_slow_controller_is_no_answer(world, command, monkeypatch):
-    monkeypatch.setattr(ending, "_CANCEL", ending._CANCEL.replace("timeout 20", "timeout 0.2"))
+    monkeypatch.setattr(ending, "_CANCEL", ending._CANCEL.replace("timeout 15", "timeout 0.2"))
     lives = world.client().lives
     assert lives.claim(1, "me")
     lives.submit(1, "#!/bin/sh\n")
@@ -405,6 +405,42 @@ def test_a_job_that_slurm_is_to_start_again_is_waited_for_and_can_be_stopped(wor
     assert lives.cancel(lives.look(), "it was ended")
     assert world.cancelled() == ["101"]
     assert lives.look().over == "it was ended"
+
+
+def test_a_job_that_slurm_is_to_start_again_is_waited_for_while_slurm_is_away(world, monkeypatch):
+    """What it has said before holds, also when another program has asked; it may take too long."""
+    world.events = [world.ready]
+    world.client("first").run()
+    world.end(1, "the job was cancelled")
+    world.state("101", "PENDING")
+    monkeypatch.setattr(slurm_queue, "PAUSE_S", 30.0)
+    assert world.client("other").queue.jobs()
+    monkeypatch.setattr(slurm_queue, "PAUSE_S", 0.0)
+    world.events = [(world.slurm / "away").touch, *[_nothing] * 30]
+    with pytest.raises(ClusterError, match=r"Slurm job 101 .* has not started within"):
+        world.client("second", queue_timeout_s=20).run()
+    assert world.lives() == ["1"]
+
+
+def test_a_stop_is_noted_for_a_job_that_may_be_started_again(world):
+    world.events = [world.ready]
+    client = world.client()
+    client.run()
+    world.end(1, "the job was cancelled")
+    (world.slurm / "away").touch()
+    assert not client.lives.cancel(client.lives.look(), "it was ended")
+    assert client.lives.look().stopped == "it was ended"
+
+
+def test_a_head_that_ends_while_slurm_is_asked_was_told_so(world):
+    world.events = [world.ready]
+    client = world.client()
+    client.run()
+    (folder,) = (world.life() / "run").iterdir()
+    squeue = world.slurm.parent / "bin" / "squeue"
+    end = json.dumps({"code": 143, "why": "it was ended"})
+    squeue.write_text(f"#!/bin/sh\necho '{end}' > {folder}/end.json; exit 1\n")
+    assert client.lives.cancel(client.lives.look(), "it was ended")
 
 
 def test_what_has_ended_is_left_as_it_is(world):

@@ -344,3 +344,21 @@ def test_the_field_is_a_boolean():
                 renew="yes",
             )
         )
+
+
+def test_a_job_that_slurm_is_to_start_again_is_no_loss(world, monkeypatch):
+    """Its chains go on in it, although the start that had them has told its end."""
+    look_anew(monkeypatch)
+    start(world, 1)
+    world.ready(1)
+    found = cluster(world)
+    found.keep_dispatch("d", ["a", "b", "c"], {"submission_id": "d"}, lambda: {"x": b"y"})
+    end(world, 1, "the job was cancelled", False, _FIRST)
+    world.state("101", "PENDING")
+    assert "which Slurm starts again" in found.why_away("session_1")
+    (world.life() / "stop").write_text("it was ended\n")
+    assert found.why_away("session_1") == ""
+    (world.life() / "stop").unlink()
+    world.forget()
+    assert found.why_away("session_1") == ""
+    assert "the job was cancelled" in found.why_gone("session_1")
