@@ -75,7 +75,7 @@ class BringUp:
     _seen_since: tuple[tuple[int, str], float, float] = ((0, ""), 0.0, 0.0)
     _asked_since: tuple[int, float] = (0, 0.0)
     _ready_since: tuple[str, float] = ("", 0.0)
-    _starts_again: int = 0
+    _again: str | None = None
 
     def run(self) -> AllocationLife:
         """The life to use, with this client among its users.
@@ -118,7 +118,7 @@ class BringUp:
             return self._step()  # it may have ended meanwhile
         if life.claimed == self.user and not life.sent:
             self._submit(life.number)
-        elif life.head is None or life.end is not None or not life.token or self._is_requeued(life):
+        elif life.end is not None or not (life.head and life.token) or self._starts_again(life):
             self._wait(life)
         else:
             if self.keep:
@@ -132,7 +132,7 @@ class BringUp:
         Raises:
             ClusterError: this client waited for it, and it has not come up.
         """
-        if life.end is not None and not (life.stopped or life.over) and self._is_to_start(life):
+        if life.end is not None and not (life.stopped or life.over) and self._starts_again(life):
             return False
         if life.stopped and not life.why_over:
             with contextlib.suppress(ClusterError):  # Slurm may not have heard of it
@@ -174,21 +174,21 @@ class BringUp:
         self.lives.give_up(life.number, why)
         return why
 
-    def _is_requeued(self, life: AllocationLife) -> bool:
-        """Whether Slurm has taken the nodes away from a life that was ready, to start it again."""
-        # What Slurm said before it was ready proves nothing.
+    def _starts_again(self, life: AllocationLife) -> bool:
+        """Whether Slurm has said that it starts the job of a life again, whose last start is over.
+
+        It takes the nodes away from a life that was ready, which may have told its end.
+        """
         if self._ready_since[0] != life.run:
             self._ready_since = life.run, time.time()
-        job = _job_of(life, self.queue.jobs(after=self._ready_since[1]) or ())
-        return job is not None and job.waits
-
-    def _is_to_start(self, life: AllocationLife) -> bool:
-        """Whether Slurm is to start the job of a life again, of which one start has ended."""
-        jobs = self.queue.jobs()
+        # What Slurm said before that proves nothing.
+        after = self._ready_since[1] if life.end is None else time.time() - life.ended_s
+        jobs = self.queue.jobs(after=after)
         if jobs is not None:  # else it is as it was
             job = _job_of(life, jobs)
-            self._starts_again = life.number if job is not None and job.waits else 0
-        return self._starts_again == life.number
+            if job is None or job.waits:
+                self._again = None if job is None else life.run
+        return self._again == life.run
 
     def _is_asked_for(self, life: AllocationLife) -> bool:
         """Whether the script of a life that has ended is about to submit the next one."""

@@ -15,6 +15,8 @@ from nemo_run_ray.errors import NemoRunRayError
 _TRUST_S = 2.0
 #: The same of what lives have left, which may be large; less if another one has begun or ended.
 _TRUST_LEFT_S = 30.0
+#: Exit code of a run that SIGTERM has ended, and seconds within which Slurm says what it does next.
+_TERMINATED, _UNSAID_S = 143, 60.0
 _Key = tuple[str, str]
 #: Number and run of a life, and whether it has ended.
 _State = tuple[int, str, bool]
@@ -126,21 +128,25 @@ class Looks:
                 return ""
             if self.is_asked_for(life):
                 return f"{series.runs[0].why}, and the next one is being asked for"
-            if self._is_to_start(life):
+            if series.kept and self._may_start_again(life):
                 job = f"Slurm job {life.job}"
-                return f"{series.runs[0].why}, and chains go on in {job}, which Slurm starts again"
+                return f"{series.runs[0].why}, and chains go on in {job} if Slurm starts it again"
             runs = series.before(life.run).runs if life.run else series.runs
             if life.head is None and runs and not life.stopped and not self.is_over(life):
                 job = f"Slurm job {life.job}" if life.job else "a job of Slurm"
                 return f"{runs[0].why}, and chains go on in {job}, which is not up yet"
         return ""
 
-    def _is_to_start(self, life: AllocationLife) -> bool:
-        """Whether Slurm has said that the job of a life waits, of which one start has ended."""
+    def _may_start_again(self, life: AllocationLife) -> bool:
+        """Whether Slurm may start the job of a life again, of which one start has told its end."""
         if life.end is None or life.stopped or life.over:
             return False
-        jobs = SlurmQueue(self._lives.login).jobs() or ()
-        return any(job.number == life.job and job.waits for job in jobs)
+        # By this signal Slurm ends a start. What it says next tells whether it was the last one.
+        had_signal = life.end.code == _TERMINATED
+        jobs = SlurmQueue(self._lives.login).jobs(after=time.time() - life.ended_s)
+        if jobs is None:
+            return had_signal and life.ended_s < _UNSAID_S
+        return any(job.number == life.job and (job.waits or had_signal) for job in jobs)
 
     def is_asked_for(self, life: AllocationLife) -> bool:
         """Whether the script of a life that has ended is about to ask for the next one."""

@@ -100,6 +100,8 @@ def world(tmp_path, monkeypatch) -> Iterator[World]:
     put_commands(tmp_path, monkeypatch)
     found = World(tmp_path)
     monkeypatch.setattr(slurm_queue, "PAUSE_S", 0.0)  # every answer is a new one
+    # NeMo-Run asks for the variable once in a process.
+    monkeypatch.setattr(slurm_queue, "get_nemorun_home", lambda: str(tmp_path / "home"))
     interrupted.clear()
     yield found
     interrupted.clear()
@@ -420,6 +422,36 @@ def test_a_job_that_slurm_is_to_start_again_is_waited_for_while_slurm_is_away(wo
     with pytest.raises(ClusterError, match=r"Slurm job 101 .* has not started within"):
         world.client("second", queue_timeout_s=20).run()
     assert world.lives() == ["1"]
+
+
+def test_a_start_that_fails_at_once_is_told_at_once(world, monkeypatch):
+    """Although Slurm has said a moment ago that its job waits."""
+    client = world.client(queue_timeout_s=20)
+
+    def fail() -> None:
+        world.ready()
+        world.end(1, "there is no program 'ray'")
+        (world.life() / "run" / "101.0" / "ready.json").unlink()
+
+    monkeypatch.setattr(slurm_queue, "PAUSE_S", 30.0)
+    world.events = [_nothing, fail]
+    with pytest.raises(ClusterError, match=r"did not come up .* no program 'ray'"):
+        client.run()
+    assert "waits in the queue" in world.said[-1]
+    assert world.now < 1000 + 10
+
+
+def test_a_job_that_slurm_starts_again_is_waited_for_until_its_script_runs(world):
+    world.events = [world.ready]
+    world.client("first").run()
+    world.end(1, "the job was cancelled")
+    world.state("101", "PENDING")
+
+    def begin() -> None:
+        world.state("101", "RUNNING")
+
+    world.events = [begin, _nothing, lambda: world.ready(1, restart=1)]
+    assert world.client("second").run().number == 1
 
 
 def test_a_stop_is_noted_for_a_job_that_may_be_started_again(world):

@@ -34,10 +34,10 @@ def cluster(world: World, **fields) -> SlurmCluster:
     return SlurmCluster(executor=executor, **{"renew": True, **fields})
 
 
-def end(world: World, number: int, why: str, renews: bool, rows: list) -> Path:
+def end(world: World, number: int, why: str, renews: bool, rows: list, code: int = 0) -> Path:
     """The only run of a life is over."""
     (folder,) = (world.life(number) / "run").iterdir()
-    row = {"code": 0, "why": why, "renews": renews}
+    row = {"code": code, "why": why, "renews": renews}
     (folder / "end.json").write_text(json.dumps(row))
     (folder / "session").write_text(f"session_{number}")
     (folder / "jobs.json").write_text(json.dumps(rows))
@@ -346,19 +346,41 @@ def test_the_field_is_a_boolean():
         )
 
 
-def test_a_job_that_slurm_is_to_start_again_is_no_loss(world, monkeypatch):
+@pytest.mark.parametrize("renew", [True, False])
+def test_a_job_that_slurm_is_to_start_again_is_no_loss(world, monkeypatch, renew):
     """Its chains go on in it, although the start that had them has told its end."""
     look_anew(monkeypatch)
     start(world, 1)
     world.ready(1)
-    found = cluster(world)
+    found = cluster(world, renew=renew)
     found.keep_dispatch("d", ["a", "b", "c"], {"submission_id": "d"}, lambda: {"x": b"y"})
-    end(world, 1, "the job was cancelled", False, _FIRST)
-    world.state("101", "PENDING")
-    assert "which Slurm starts again" in found.why_away("session_1")
+    if renew:
+        assert found._lives.look()
+        monkeypatch.setattr(slurm_queue, "PAUSE_S", 30.0)
+        assert slurm_queue.SlurmQueue(found._login).jobs()
+    end(world, 1, "the job was cancelled", False, _FIRST, code=143)
+    told = "in Slurm job 101 if Slurm starts it again"
+    assert (told in found.why_away("session_1")) is renew, "Slurm has said nothing since"
+    monkeypatch.setattr(slurm_queue, "PAUSE_S", 0.0)
+    for state in ("COMPLETING", "PENDING"):
+        world.state("101", state)
+        assert (told in found.why_away("session_1")) is renew
     (world.life() / "stop").write_text("it was ended\n")
     assert found.why_away("session_1") == ""
     (world.life() / "stop").unlink()
     world.forget()
     assert found.why_away("session_1") == ""
     assert "the job was cancelled" in found.why_gone("session_1")
+
+
+def test_a_job_that_ended_by_itself_is_not_to_start_again(world, monkeypatch):
+    """Its script may still run, or Slurm has said before that it waits."""
+    look_anew(monkeypatch)
+    start(world, 1)
+    found = cluster(world)
+    monkeypatch.setattr(slurm_queue, "PAUSE_S", 30.0)
+    assert [job.waits for job in slurm_queue.SlurmQueue(found._login).jobs()] == [True]
+    world.ready(1)
+    found.keep_dispatch("d", ["a", "b", "c"], {"submission_id": "d"}, lambda: {"x": b"y"})
+    end(world, 1, "there is no program 'ray'", False, _FIRST, code=70)
+    assert found.why_away("session_1") == ""
