@@ -370,8 +370,11 @@ def test_clocks_that_differ_by_ten_minutes(slurm, start, tmp_path):
 @pytest.mark.soak
 def test_a_disk_that_is_full_for_a_while(slurm, start):
     """Longer than it takes until a node that shows no life is given up."""
-    job = start(f"sleep 50; touch {slurm.folder}/after", jobs_in="small")
-    job.wait_ready()
+    job = start(
+        f"touch {slurm.folder}/begun; sleep 50; touch {slurm.folder}/after", jobs_in="small"
+    )
+    # The job's script hands the command over in a file, once the cluster is ready.
+    wait_for((slurm.folder / "begun").exists, 60)
     filler = slurm.small / "filler"
     full = subprocess.run(["dd", "if=/dev/zero", f"of={filler}", "bs=4k"], capture_output=True)
     assert b"No space left" in full.stderr
