@@ -236,7 +236,8 @@ class Lives:
         with contextlib.suppress(ClusterError):
             told = self.login.run(
                 f"cd {quoted(self.path(life.number))}; for log in logs/sbatch_*_{life.job}.out; do "
-                'echo "$PWD/$log ends with:"; tail -n 5 "$log" 2>/dev/null; done; exit 0'
+                '[ -e "$log" ] || continue; echo "$PWD/$log ends with:"; tail -n 5 "$log"; done; '
+                "exit 0"
             )
             return told.strip()
         return ""

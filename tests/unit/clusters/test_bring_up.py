@@ -491,7 +491,7 @@ def test_who_waits_for_a_life_that_is_told_to_end_hears_why(world):
         (world.life() / "stop").write_text("it was ended\n")
 
     world.events = [stop]
-    with pytest.raises(ClusterError, match=r"did not come up in Slurm job 101 .* it was ended"):
+    with pytest.raises(ClusterError, match=r"Slurm job 101 of the cluster 'ray': it was ended\.$"):
         world.client().run()
 
 
