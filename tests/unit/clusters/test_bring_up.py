@@ -53,6 +53,13 @@ class World:
             **given,
         )
 
+    def submitted(self) -> Lives:
+        """The lives of the cluster, of which the first one's job waits."""
+        lives = self.client().lives
+        assert lives.claim(1, "me")
+        lives.submit(1, "#!/bin/sh\n")
+        return lives
+
     def _pause(self, seconds: float) -> bool:
         self.now += seconds
         assert self.events, self.said
@@ -224,9 +231,7 @@ def test_who_stops_it_tells_its_head(world):
 
 def test_a_stop_whose_answer_is_lost_was_done_whole(world, monkeypatch):
     """Else the next one would say that none is up, and leave what runs."""
-    lives = world.client().lives
-    assert lives.claim(1, "me")
-    lives.submit(1, "#!/bin/sh\n")
+    lives = world.submitted()
     life, done = lives.look(), Login.run
 
     def break_off(self: Login, script: str) -> str:
@@ -242,9 +247,7 @@ def test_a_stop_whose_answer_is_lost_was_done_whole(world, monkeypatch):
 
 
 def test_a_full_disk_keeps_no_job_alive(world):
-    lives = world.client().lives
-    assert lives.claim(1, "me")
-    lives.submit(1, "#!/bin/sh\n")
+    lives = world.submitted()
     life = lives.look()
     move = world.slurm.parent / "bin" / "mv"
     move.write_text('#!/bin/sh\ncase $2 in over|stop) exit 1;; esac\nexec /bin/mv "$@"\n')
@@ -260,9 +263,7 @@ def test_a_full_disk_keeps_no_job_alive(world):
 
 def test_a_job_that_waits_while_the_controller_is_away_is_ended_by_a_second_stop(world):
     """It has no head that could read the order; should it start, it ends."""
-    lives = world.client().lives
-    assert lives.claim(1, "me")
-    lives.submit(1, "#!/bin/sh\n")
+    lives = world.submitted()
     (world.slurm / "away").touch()
     with pytest.raises(ClusterError, match=r"no answer\. A job that waits in its queue"):
         lives.cancel(lives.look(), "it was ended")
@@ -275,9 +276,7 @@ def test_a_job_that_waits_while_the_controller_is_away_is_ended_by_a_second_stop
 
 
 def test_a_job_that_runs_while_the_controller_is_away_is_ended_by_its_head(world):
-    lives = world.client().lives
-    assert lives.claim(1, "me")
-    lives.submit(1, "#!/bin/sh\n")
+    lives = world.submitted()
     world.ready()
     (world.slurm / "away").touch()
     for _ in range(2):
@@ -287,9 +286,7 @@ def test_a_job_that_runs_while_the_controller_is_away_is_ended_by_its_head(world
 
 
 def test_a_stop_that_slurm_does_not_do_is_told_and_can_be_done_again(world):
-    lives = world.client().lives
-    assert lives.claim(1, "me")
-    lives.submit(1, "#!/bin/sh\n")
+    lives = world.submitted()
     scancel = world.slurm.parent / "bin" / "scancel"
     text = scancel.read_text()
     scancel.write_text("#!/bin/sh\necho Socket timed out on send/recv operation >&2; exit 1\n")
@@ -302,9 +299,7 @@ def test_a_stop_that_slurm_does_not_do_is_told_and_can_be_done_again(world):
 
 
 def test_a_job_that_ends_while_it_is_stopped_is_no_error(world):
-    lives = world.client().lives
-    assert lives.claim(1, "me")
-    lives.submit(1, "#!/bin/sh\n")
+    lives = world.submitted()
     scancel = world.slurm.parent / "bin" / "scancel"
     scancel.write_text('#!/bin/sh\n: > "$SLURM/queue"; echo Invalid job id specified >&2; exit 1\n')
     lives.cancel(lives.look(), "it was ended")
@@ -334,9 +329,7 @@ def test_who_submits_a_life_that_was_ended_meanwhile_cancels_its_job(world, name
 @pytest.mark.parametrize("folder", ["/home/me/another", "/home/me/ray/lives/11", "", "/x y"])
 def test_a_job_of_another_folder_is_left_alone(world, folder):
     """Its number is that of a job that has ended long since, or on another Slurm."""
-    lives = world.client().lives
-    assert lives.claim(1, "me")
-    lives.submit(1, "#!/bin/sh\n")
+    lives = world.submitted()
     (world.slurm / "queue").write_text(f"101|RUNNING|None|N/A|{folder}\n")
     lives.cancel(lives.look(), "it was ended")
     assert world.cancelled() == []
@@ -345,9 +338,7 @@ def test_a_job_of_another_folder_is_left_alone(world, folder):
 
 def test_hosts_may_have_different_paths_for_one_folder(world):
     """A node has submitted its job; a job of another number is not it, whatever its folder."""
-    lives = world.client().lives
-    assert lives.claim(1, "me")
-    lives.submit(1, "#!/bin/sh\n")
+    lives = world.submitted()
     rows = (f"{number}|PENDING|None|N/A|/mnt/of/a/node/ray/lives/1\n" for number in (100, 101))
     (world.slurm / "queue").write_text("".join(rows))
     lives.cancel(lives.look(), "it was ended")
@@ -357,9 +348,7 @@ def test_hosts_may_have_different_paths_for_one_folder(world):
 @pytest.mark.parametrize("ends", [True, False])
 def test_a_job_that_completes_may_be_started_again_by_slurm(world, ends):
     """That one is cancelled; of one that ends by itself Slurm says that it cannot be."""
-    lives = world.client().lives
-    assert lives.claim(1, "me")
-    lives.submit(1, "#!/bin/sh\n")
+    lives = world.submitted()
     world.state("101", "COMPLETING")
     if ends:
         scancel = world.slurm.parent / "bin" / "scancel"
@@ -372,9 +361,7 @@ def test_a_job_that_completes_may_be_started_again_by_slurm(world, ends):
 @pytest.mark.parametrize("command", ["squeue", "scancel"])
 def test_a_slow_controller_is_no_answer(world, command, monkeypatch):
     monkeypatch.setattr(ending, "_CANCEL", ending._CANCEL.replace("timeout 15", "timeout 0.2"))
-    lives = world.client().lives
-    assert lives.claim(1, "me")
-    lives.submit(1, "#!/bin/sh\n")
+    lives = world.submitted()
     path = world.slurm.parent / "bin" / command
     path.write_text("#!/bin/sh\nexec sleep 60\n")
     with pytest.raises(ClusterError, match="Slurm gives no answer"):
@@ -509,9 +496,7 @@ def test_a_requeued_life_goes_on_without_users(world):
 
 def test_the_last_user_leaves_while_the_controller_is_away(world):
     """The head has to hear of it, or Ray would come up for nobody."""
-    lives = world.client().lives
-    assert lives.claim(1, "me")
-    lives.submit(1, "#!/bin/sh\n")
+    lives = world.submitted()
     (world.slurm / "away").touch()
     lives.leave(1, "me")
     assert "before it was ready" in lives.look().stopped
