@@ -230,19 +230,6 @@ def test_ray_is_imported_late_and_in_two_places():
                 assert not at_module_level, module
 
 
-def test_nothing_outgrows_a_reader():
-    """Lines of a file, a class, a function; a page of a screen or a few."""
-    for path in (one for one in ROOT.rglob("*") if one.is_file() and one.suffix != ".pyc"):
-        assert path.read_text(encoding="utf-8").count("\n") <= 350, path
-    for module in _MODULES:
-        for node in ast.walk(_tree(module)):
-            if isinstance(node, (ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)):
-                first = min([node.lineno, *(one.lineno for one in node.decorator_list)])
-                lines = (node.end_lineno or 0) - first + 1
-                most = 200 if isinstance(node, ast.ClassDef) else 40
-                assert lines <= most, f"{module}: {node.name}"
-
-
 def test_no_class_has_the_name_of_another_one():
     """One name is one thing; the halves on both sides of a request have the same word for one."""
     names = Counter(
