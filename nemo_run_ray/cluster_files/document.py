@@ -15,6 +15,7 @@ from typing import Any
 import yaml
 
 from nemo_run_ray.errors import ConfigError
+from nemo_run_ray.remote.trust import why_untrusted
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -72,9 +73,15 @@ def dotted(path: KeyPath) -> str:
 def read(path: Path) -> Document:
     """Read a file, by its suffix.
 
+    Its addresses get this user's variables and token, so nobody else may have written it.
+
     Raises:
-        ConfigError: it cannot be read, is no YAML or TOML, names a key twice, or holds no table.
+        ConfigError: it cannot be read, another user may write to it, it is no YAML or TOML, names a
+            key twice, or holds no table.
     """
+    why = why_untrusted(str(path))
+    if why:
+        raise ConfigError(f"The cluster file {path} is not safe to use. {why}")
     try:
         if path.stat().st_size > _SIZE_MAX_BYTES:
             raise ConfigError(

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import stat
-import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -172,16 +170,6 @@ def _check(loaded: Loaded) -> None:
             problem = f"{pattern!r} would send your whole environment; expected NAME or NAME_*."
             raise loaded.refuse(("env", "forward", number), problem)
     _check_credentials(loaded)
-    is_ours = loaded.reading.format == own_format.NAME
-    places = loaded.file.env.value_from if is_ours else {}  # those of NeMo-Skills are fixed
-    sends = cluster.headers or cluster.token_variable or places
-    if sends and _others_can_write(loaded.path):
-        warnings.warn(
-            f"{loaded.path} names headers, a token or places of secrets, which are sent to its "
-            "address, and others than you can write it; take that right away: chmod go-w",
-            UserWarning,
-            stacklevel=4,
-        )
 
 
 def _check_credentials(loaded: Loaded) -> None:
@@ -208,7 +196,3 @@ def _check_credentials(loaded: Loaded) -> None:
                     "this looks like a credential, and the file is read by others. Put the value "
                     f"into the variable {name} of your environment, and the name under `secrets:`.",
                 )
-
-
-def _others_can_write(path: Path) -> bool:
-    return bool(path.stat().st_mode & (stat.S_IWGRP | stat.S_IWOTH))

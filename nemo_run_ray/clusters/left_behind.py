@@ -28,6 +28,8 @@ log = logging.getLogger(__name__)
 
 #: Ray's own folder in that of the cluster.
 RAY_FOLDER = "r"
+#: File in the folder of a cluster that this package has made: no other one is removed.
+MARKER = ".nemo_run_ray"
 #: How the line begins that stands before the end of a log whose beginning is not kept.
 CUT = f"{PREFIX}the first "
 _STOPPED = "the embedded Ray that had it has been stopped"
@@ -79,9 +81,12 @@ def remove(root: Path, has_died: bool) -> None:
     Environments of packages make 100,000 files of it, for which a start would wait a minute.
 
     Args:
-        root: the cluster's folder.
+        root: the cluster's folder, which is left alone if this package has not made it.
         has_died: nobody stopped it, and programs that it had started may go on to write there.
     """
+    if not (root / MARKER).exists():
+        log.warning("%s is not removed: it is not the folder of an embedded Ray.", root)
+        return
     again = _AGAIN if has_died else ""
     words = [
         "sh",

@@ -24,7 +24,7 @@ from nemo_run.core.frontend.console.api import CONSOLE
 
 from nemo_run_ray.checks import strict_init
 from nemo_run_ray.clusters.base import Cluster, Dashboard
-from nemo_run_ray.clusters.left_behind import RAY_FOLDER
+from nemo_run_ray.clusters.left_behind import MARKER, RAY_FOLDER
 from nemo_run_ray.clusters.local_dashboard import has_node, jobs_of
 from nemo_run_ray.clusters.local_state import (
     Home,
@@ -254,6 +254,7 @@ def _temp_root() -> str:
     for folder in (tempfile.gettempdir(), "/tmp"):
         root = tempfile.mkdtemp(prefix="nray-", dir=folder)  # 0700, whatever Ray makes inside
         if len(os.fsencode(root)) <= _TEMP_ROOT_MAX_BYTES:
+            Path(root, MARKER).touch()
             return root
         os.rmdir(root)
     raise ClusterError(

@@ -36,6 +36,7 @@ from nemo_run_ray.errors import ClusterError, ConfigError, Unanswered
 from nemo_run_ray.remote.files import write_file
 from nemo_run_ray.remote.node.tree import descendants, kill, marked
 from nemo_run_ray.remote.states import is_active
+from nemo_run_ray.remote.trust import why_untrusted
 from nemo_run_ray.remote.variables import (
     DASHBOARD,
     EMBEDDED,
@@ -117,6 +118,7 @@ class Home:
         lock = FileLock(self.path / "lock", timeout=_LOCK_LIMIT_S)
         try:
             self.path.mkdir(parents=True, exist_ok=True, mode=0o700)
+            self._require_trusted()
             try:
                 lock.acquire(timeout=_SILENT_S)
             except Timeout:
@@ -145,7 +147,16 @@ class Home:
         if state is not None:
             self.stop(state)
 
+    def _require_trusted(self) -> None:
+        why = why_untrusted(str(self.path))
+        if why:
+            raise ConfigError(
+                f"The embedded Ray cannot use its folder {self.path}. {why}. NEMORUN_HOME (or "
+                "LocalCluster.state_dir, where you gave it) says where it is."
+            )
+
     def _read_any(self) -> LocalState | None:
+        self._require_trusted()
         try:
             return LocalState(**json.loads(self._state.read_text(encoding="utf-8")))
         except (FileNotFoundError, ValueError, TypeError):

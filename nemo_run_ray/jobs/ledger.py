@@ -33,6 +33,7 @@ from nemo_run_ray.jobs.job_records import (
     JobRecords,
 )
 from nemo_run_ray.remote.files import write_file
+from nemo_run_ray.remote.trust import why_untrusted
 
 log = logging.getLogger(__name__)
 
@@ -156,6 +157,7 @@ class Ledger:
             is_same = found.st_ino == self._inode and found.st_size >= self._offset
             # The number of a file that was removed is given to the next one that is made.
             if not is_same or file.read(len(self._beginning)) != self._beginning:
+                self._require_trusted()
                 self._forget(found.st_ino)
             if not self._beginning:
                 file.seek(0)
@@ -176,6 +178,12 @@ class Ledger:
                 return  # perhaps its writer is at it
         self._offset += len(line)
         self._lines += is_whole
+
+    def _require_trusted(self) -> None:
+        """Refuse addresses of other users, which would get this user's variables and token."""
+        why = why_untrusted(str(self.path))
+        if why:
+            raise JobError(f"The jobs of {self.exp_dir} are not looked at. {why}")
 
     def _forget(self, inode: int | None) -> None:
         self._inode = inode
@@ -201,8 +209,9 @@ def find(submission_id: str) -> JobRecord:
 
 
 def experiments_of(submission_ids: Set[str]) -> set[Path]:
-    """Folders of the experiments in NeMo-Run's home that have submitted one of these jobs."""
-    candidates = set(_candidates(submission_ids))
+    """Folders of this user's experiments in NeMo-Run's home that submitted one of these jobs."""
+    found = set(_candidates(submission_ids))
+    candidates = {folder for folder in found if not why_untrusted(str(folder / LEDGER))}
     return {folder for folder in candidates if Ledger.of(folder).has_any(submission_ids)}
 
 

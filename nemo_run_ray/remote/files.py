@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import threading
 from typing import IO, Iterator, Union
 
 
@@ -21,9 +20,11 @@ def write_file(path: Union[str, os.PathLike[str]], content: Union[str, bytes]) -
 @contextlib.contextmanager
 def replacing(path: Union[str, os.PathLike[str]]) -> Iterator[IO[bytes]]:
     """A file to write to that takes the path's place at the end, and only if all went well."""
-    temporary = f"{os.fspath(path)}.{os.getpid()}-{threading.get_ident()}"
+    # Where others may write, a name that can be guessed may be a link of theirs.
+    temporary = f"{os.fspath(path)}.{os.urandom(8).hex()}"
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
     try:
-        with open(temporary, "wb") as file:
+        with open(os.open(temporary, flags, 0o666), "wb") as file:
             yield file
         os.replace(temporary, path)
     except BaseException:

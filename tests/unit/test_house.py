@@ -48,6 +48,7 @@ _REMOTE_LINES = (
         "env_error",
         "exit_words",
         "node_death",
+        "trust",
         "variables",
         "__init__",
     },

@@ -8,6 +8,7 @@ is passed over; should Slurm get the job after all, the job's script sees the ne
 
 from __future__ import annotations
 
+import base64
 import contextlib
 import json
 import os
@@ -51,8 +52,10 @@ exit 0
 _SUBMIT = """\
 cd {life} || exit 1
 [ ! -d sbatch ] || exit 0
+base64 -d > ray.sub <<'END' || exit 1
+{script}END
 mkdir sbatch || {{ [ -d sbatch ] && exit 0; exit 1; }}
-if sbatch --parsable --chdir="$(pwd -P)" ray.sub > sbatch/out 2> sbatch/err; then
+if sbatch --parsable --chdir="$(pwd -P)" < ray.sub > sbatch/out 2> sbatch/err; then
   cut -d ';' -f 1 sbatch/out > job.new && mv job.new job
   {{ [ ! -e {over} ] && [ ! -e {stop} ]; }} || scancel "$(cat job)"
 else
@@ -63,7 +66,7 @@ fi
 #: the life for its dispatches. One that is there was made by another client; every other error is
 #: told. `claimed` says whose it is to a client that did not hear so.
 _CLAIM = """\
-mkdir -p {lives} && mkdir -m 700 {made} && mkdir {made}/logs {made}/{users} &&
+mkdir -m 700 {made} && mkdir {made}/logs {made}/{users} &&
   : > {made}/{users}/{user} && printf %s {user} > {made}/claimed || exit 1
 if [ ! -e {life} ] && mv -T {made} {life} 2>/dev/null; then
   echo claimed
@@ -116,8 +119,17 @@ class Lives:
         """All by which this cluster differs from others."""
         return self.login.key, self.folder
 
+    @property
+    def _lives(self) -> str:
+        return os.path.join(self.folder, "lives")
+
     def path(self, number: int) -> str:
-        return os.path.join(self.folder, "lives", str(number))
+        return os.path.join(self._lives, str(number))
+
+    def _run(self, script: str) -> str:
+        """Run a script in the folder, if no other user may write there; what it prints."""
+        self.login.require_trusted(self._lives)
+        return self.login.run(f"umask 077\n{script}")
 
     def look(self) -> AllocationLife | None:
         """The newest life; ``None`` before the first one.
@@ -126,52 +138,53 @@ class Lives:
             ClusterError: the host cannot be asked.
         """
         names = {"stop": STOP, "over": OVER, "renewed": RENEWED}
-        told = self.login.run(_LOOK.format(folder=quoted(self.folder), **names))
+        told = self._run(_LOOK.format(folder=quoted(self.folder), **names))
         rows = dict(line.split("\t", 1) for line in told.splitlines() if "\t" in line)
         return life_of(rows) if rows else None
 
     def claim(self, number: int, user: str) -> bool:
         """Whether this client, one of its users then, may submit the job of that life."""
         life = quoted(self.path(number))
-        lives = quoted(self.folder, "lives")
-        made = quoted(self.folder, "lives", f".{user}-{secrets.token_hex(4)}")
-        told = self.login.run(
-            _CLAIM.format(lives=lives, life=life, made=made, users=USERS, user=user)
+        self._run(
+            f"umask 022; mkdir -p {quoted(self.folder)} && mkdir -p -m 700 {quoted(self._lives)}"
         )
+        made = quoted(self._lives, f".{user}-{secrets.token_hex(4)}")
+        told = self._run(_CLAIM.format(life=life, made=made, users=USERS, user=user))
         return told.strip() == "claimed"
 
     def submit(self, number: int, script: str) -> None:
         """Hand the job of a life to Slurm; what comes of it is seen by ``look``."""
-        self.login.put(script.encode(), os.path.join(self.path(number), "ray.sub"))
-        self.login.run(_SUBMIT.format(life=quoted(self.path(number)), over=OVER, stop=STOP))
+        encoded = base64.encodebytes(script.encode()).decode()
+        words = {"life": quoted(self.path(number)), "script": encoded, "over": OVER, "stop": STOP}
+        self._run(_SUBMIT.format(**words))
 
     def note_job(self, number: int, job: str) -> None:
         """Write down the number of a job that Slurm has although nobody has heard so."""
         life = quoted(self.path(number))
-        self.login.run(f"cd {life} && echo {shlex.quote(job)} > job.new && mv job.new job")
+        self._run(f"cd {life} && echo {shlex.quote(job)} > job.new && mv job.new job")
 
     def give_up(self, number: int, why: str) -> None:
         """Let nobody use a life any more. Its job ends as soon as it starts."""
-        self.login.run(ending.give_up(self.path(number), why))
+        self._run(ending.give_up(self.path(number), why))
 
     def join(self, number: int, user: str) -> None:
         """Say that a program uses a life, so that it does not end before the program."""
-        self.login.run(
+        self._run(
             f"cd {quoted(self.path(number))} && mkdir -p {USERS} && : > {USERS}/{user} && "
             f"rm -f {RELEASED}"
         )
 
     def keep(self, number: int) -> None:
         """Let a life stay when nobody uses it."""
-        self.login.run(f": > {quoted(self.path(number), KEEP)}")
+        self._run(f": > {quoted(self.path(number), KEEP)}")
 
     def leave(self, number: int, user: str) -> None:
         """Take a user off; the last one ends a life that is not to be kept, once no job runs."""
-        self.login.run(ending.leave(self.path(number), user))
+        self._run(ending.leave(self.path(number), user))
 
     def detach(self, number: int, user: str) -> None:
         """Take a user off whose jobs go on without it."""
-        self.login.run(f"rm -f {quoted(self.path(number), USERS, user)}")
+        self._run(f"rm -f {quoted(self.path(number), USERS, user)}")
 
     def cancel(self, life: AllocationLife, why: str) -> bool:
         """End a life now, with all that runs in it; whether there was anything to end.
@@ -180,7 +193,7 @@ class Lives:
             ClusterError: Slurm has not taken its job out of the queue; a second call tries again.
         """
         has_ended = life.end is not None and not life.is_asked_for(0.0)
-        return bool(self.login.run(ending.cancel(self.path(life.number), why, has_ended)))
+        return bool(self._run(ending.cancel(self.path(life.number), why, has_ended)))
 
     def cancel_newest(self, why: str) -> bool:
         """End the newest life, as ``cancel`` does; whether there was anything to end."""
@@ -196,7 +209,7 @@ class Lives:
             number: of the life; ``None`` for the newest one that has those of ``session``.
             session: Ray's name of a life.
         """
-        told = self.login.run(
+        told = self._run(
             _SERIES.format(
                 folder=quoted(self.folder),
                 number="" if number is None else number,
@@ -221,7 +234,7 @@ class Lives:
         """Keep a dispatch, so that it goes on in the next life."""
         folder = os.path.join(self.folder, DISPATCHES, dispatcher)
         there = f"[ ! -e {quoted(folder, IDS)} ] || echo there"
-        if self.login.run(f"mkdir -p -m 700 {quoted(folder)} && {there}").strip():
+        if self._run(f"mkdir -p -m 700 {quoted(folder)} && {there}").strip():
             return
         files = archives()
         for name, data in files.items():
@@ -234,7 +247,7 @@ class Lives:
     def log_end(self, life: AllocationLife) -> str:
         """The last lines that a life's job has printed, and the path of its log."""
         with contextlib.suppress(ClusterError):
-            told = self.login.run(
+            told = self._run(
                 f"cd {quoted(self.path(life.number))}; for log in logs/sbatch_*_{life.job}.out; do "
                 '[ -e "$log" ] || continue; echo "$PWD/$log ends with:"; tail -n 5 "$log"; done; '
                 "exit 0"

@@ -20,6 +20,7 @@ import paramiko
 from nemo_run.core.tunnel.client import LocalTunnel
 
 from nemo_run_ray.errors import ClusterError, Unanswered
+from nemo_run_ray.remote import trust
 from nemo_run_ray.remote.files import replacing
 
 #: Seconds for one command, and for a sign of life of a connection that nothing comes through.
@@ -49,6 +50,8 @@ class Login:
         self._turn = threading.Lock()
         #: Held to make the connection, and not for a command, so that a slow one delays nobody.
         self._lock = threading.RLock()
+        #: Folders that exist there and that no other user may write to.
+        self._trusted: set[str] = set()
 
     @property
     def is_here(self) -> bool:
@@ -84,6 +87,29 @@ class Login:
         new = quoted(f"{path}.{secrets.token_hex(4)}")
         encoded = base64.encodebytes(data).decode()
         self.run(f"base64 -d > {new} <<'END' && mv {new} {quoted(path)} || exit 1\n{encoded}END\n:")
+
+    def require_trusted(self, folder: str) -> None:
+        """Refuse a folder that another user has made or may write to.
+
+        Raises:
+            Unanswered: the connection has broken off.
+            ClusterError: the folder is such a one, or it cannot be checked.
+        """
+        if folder in self._trusted:
+            return
+        if self.is_here:
+            exists, why = os.path.lexists(folder), trust.why_untrusted(folder)
+        else:
+            program = Path(trust.__file__).read_text(encoding="utf-8")
+            word, _, why = self.run(
+                f"[ -e {quoted(folder)} ] && echo exists || echo absent\n"
+                f"python3 -I - {quoted(folder)} <<'END' || exit 1\n{program}\nEND"
+            ).partition("\n")
+            exists, why = word == "exists", why.strip()
+        if why:
+            raise ClusterError(f"The folder {folder} on {self.name} is not safe to use. {why}")
+        if exists:
+            self._trusted.add(folder)
 
     def get(self, path: str, here: Path) -> None:
         """Fetch a file from there, whole or not at all.

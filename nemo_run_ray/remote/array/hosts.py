@@ -26,6 +26,7 @@ from ..group.machine import name
 from ..group.packing import Node
 from ..node.rundir import jobs_folder
 from ..spec import ArraySpec
+from ..trust import open_own
 from .progress import Lease
 
 #: The module that the process of a host runs.
@@ -202,8 +203,8 @@ class HostBook:
         self._job_id = job_id
         self.records: List[HostRecord] = []
         self._good = 0  # bytes that are whole
-        if os.path.exists(path):
-            with open(path, encoding="utf-8") as file:
+        if os.path.lexists(path):
+            with open(open_own(path, os.O_RDONLY), encoding="utf-8") as file:
                 lines = [line for line in file if line.endswith("\n")]
             self.records = [HostRecord(*json.loads(line)) for line in lines]
             self._good = sum(len(line.encode()) for line in lines)
@@ -216,7 +217,8 @@ class HostBook:
             tag, run_dir = f"{nonce}.{number}", f"{self._job_id}~host-{number}-{nonce}"
             records.append(HostRecord(number, node_id, f"{self._job_id}/{tag}", run_dir))
         data = "".join(json.dumps(record) + "\n" for record in records).encode()
-        with open(self._path, "ab") as file:
+        flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND
+        with open(open_own(self._path, flags), "ab") as file:
             file.truncate(self._good)
             file.write(data)
             file.flush()

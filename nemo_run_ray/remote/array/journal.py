@@ -14,6 +14,8 @@ import time
 import zlib
 from typing import Iterator, List, NamedTuple
 
+from ..trust import open_own
+
 #: A host may start the element.
 LEASED = 1
 #: It has ended with an exit code.
@@ -63,6 +65,7 @@ class Journal:
 
     Raises:
         TimeoutError: another driver of this array is still there.
+        PermissionError: the file is a link, or another user's.
 
     Attributes:
         count: of the records that the file holds.
@@ -70,7 +73,7 @@ class Journal:
 
     def __init__(self, path: str, key: str) -> None:
         head = zlib.crc32(key.encode()).to_bytes(4, "little") + _FORMAT
-        self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        self._fd = open_own(path, os.O_RDWR | os.O_CREAT)
         self._path = path
         _lock(self._fd, path)
         is_ours = os.pread(self._fd, len(head), 0) == head
@@ -129,7 +132,7 @@ def _lock(fd: int, path: str) -> None:
 
 def read_records(path: str) -> Iterator[Record]:
     """The records of a journal up to the first that is torn."""
-    with open(path, "rb") as file:
+    with open(open_own(path, os.O_RDONLY), "rb") as file:
         file.seek(4 + len(_FORMAT))
         for block in iter(lambda: file.read(_BLOCK_RECORDS * _SIZE), b""):
             found = list(_records(block))

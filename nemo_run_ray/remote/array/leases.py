@@ -12,6 +12,7 @@ from typing import Any, Dict, Iterable, List, Mapping, Optional
 from ..attempts import first_id
 from ..node.output import say
 from ..spec import ArraySpec
+from ..trust import open_own
 from .elements import Elements
 from .journal import CANCELLED, ENDED, GIVEN_BACK, LEASED, Journal, Record
 from .progress import ArrayProgress, ElementState, Lease
@@ -176,7 +177,8 @@ class Leases:
         if not self._unwritten:
             return
         data = "".join(self._unwritten).encode()
-        with open(self._results, "ab") as file:
+        flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND
+        with open(open_own(self._results, flags), "ab") as file:
             file.truncate(self._results_bytes)  # what a crash, or a full disk, has left behind it
             file.write(data)
         self._results_bytes += len(data)
@@ -185,9 +187,9 @@ class Leases:
 
 def _whole_bytes(path: str) -> int:
     """Bytes of a file up to the end of its last line that has one."""
-    if not os.path.exists(path):
+    if not os.path.lexists(path):
         return 0
-    with open(path, "rb") as file:
+    with open(open_own(path, os.O_RDONLY), "rb") as file:
         return sum(len(line) for line in file if line.endswith(b"\n"))
 
 

@@ -12,6 +12,7 @@ from contextlib import suppress
 from itertools import islice
 from typing import IO, Iterator, Optional
 
+from ..trust import open_own
 from .progress import ArrayProgress, Stretch
 
 #: Stretches that are written at once.
@@ -57,7 +58,10 @@ class StatesFile:
     def _write(self, path: str, progress: ArrayProgress) -> None:
         if self._file is None:
             # Over many turns of the loop, so it is no context as ``files.replacing`` is.
-            self._file = open(f"{path}.part", "w", encoding="utf-8")  # noqa: SIM115
+            with suppress(FileNotFoundError):  # of a driver that died, or another user's link
+                os.remove(f"{path}.part")
+            fd = open_own(f"{path}.part", os.O_WRONLY | os.O_CREAT | os.O_EXCL)
+            self._file = open(fd, "w", encoding="utf-8")  # noqa: SIM115
             self._stretches = progress.stretches()
         lines = [json.dumps(stretch) + "\n" for stretch in islice(self._stretches, _PIECE)]
         self._file.writelines(lines)

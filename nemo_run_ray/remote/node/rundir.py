@@ -17,6 +17,8 @@ import shutil
 import stat
 import tempfile
 
+from ..trust import own_folder
+
 #: File in the code archive that keeps what Ray's unpacking drops: executable bits and symlinks.
 MANIFEST = ".nemo_run_ray_manifest.json"
 #: Folder in the job archive: a folder for each job, with its spec, ``configs`` and ``scripts``, and
@@ -34,7 +36,7 @@ _MOUNT = re.compile(r"(?<![\w./~})*?\]-])/nemo_run(?![\w.-])")
 
 def run_dirs(tmpdir: str) -> str:
     """The folder of all run directories of this user."""
-    return os.path.join(tmpdir, f"nemo_run_{os.getuid()}")
+    return own_folder(os.path.join(tmpdir, f"nemo_run_{os.getuid()}"))
 
 
 class RunDir:

@@ -6,6 +6,7 @@ import fcntl
 import os
 from contextlib import suppress
 
+from ..trust import own_folder
 from .settings import WrongSetting
 
 _ROOT = "/tmp"
@@ -19,7 +20,7 @@ def temp_dir_of(job: str) -> str:
 
     It lies in one of this user's alone: Ray lets everybody write into its own.
     """
-    return os.path.join(_private_of(job), "r")
+    return os.path.join(own_folder(_private_of(job)), "r")
 
 
 def _private_of(job: str) -> str:

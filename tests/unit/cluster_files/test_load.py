@@ -224,11 +224,10 @@ def test_a_file_that_is_no_table_or_no_text(write, configs):
         load("bin")
 
 
-@pytest.mark.parametrize("mode", [0o666, 0o660, 0o622])
-def test_headers_in_a_file_that_others_can_write(write, mode):
+def test_a_file_that_others_can_write_is_refused(write):
     path: Path = write(WHOLE)
     path.chmod(0o600)
     load("team-a")
-    path.chmod(mode)
-    with pytest.warns(UserWarning, match="chmod go-w"):
+    path.chmod(0o666)
+    with pytest.raises(ConfigError, match=f"run: chmod go-w {path}"):
         load("team-a")

@@ -20,6 +20,7 @@ def _dead(tmp_path: Path, number: int = 1, session: str = SESSION) -> LocalState
     root = tmp_path / f"nray-{number}"
     logs = root / "r" / session / "logs"
     logs.mkdir(parents=True)
+    (root / left_behind.MARKER).touch()
     (logs / "job-driver-x_1.job.log").write_text("its line\n")
     (root / "r" / "session_latest").symlink_to(session)
     process.kill()

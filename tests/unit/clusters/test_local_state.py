@@ -16,6 +16,7 @@ import pytest
 
 from nemo_run_ray import LocalCluster
 from nemo_run_ray.clusters import from_record, local, local_state
+from nemo_run_ray.clusters.left_behind import MARKER
 from nemo_run_ray.clusters.local_state import Home, LocalState, process_identity
 from nemo_run_ray.clusters.start_log import end_of_log
 from nemo_run_ray.errors import ClusterError, ConfigError
@@ -208,10 +209,14 @@ def test_stopping_what_is_not_there(tmp_path):
     assert cluster.find() is None
 
 
-def test_stopping_removes_what_a_killed_cluster_left(tmp_path, child):
-    """Its folder and its other processes go; who has its pid now is left alone."""
+@pytest.mark.parametrize("is_made_by_us", [True, False])
+def test_stopping_removes_what_a_killed_cluster_left(tmp_path, child, is_made_by_us):
+    """Its folder and its other processes go; a process that has its pid now, and a folder that a
+    spoilt file names, stay."""
     root = tmp_path / "root"
     root.mkdir()
+    if is_made_by_us:
+        (root / MARKER).touch()
     left = subprocess.Popen(["sleep", "1000"], env={**os.environ, "NEMO_RUN_RAY_LOCAL": str(root)})
     state = _state(child.pid, _shifted(process_identity(child.pid), -1000))
     state.root = str(root)
@@ -220,7 +225,7 @@ def test_stopping_removes_what_a_killed_cluster_left(tmp_path, child):
     home.write(state)
     LocalCluster(state_dir=str(home.path)).stop()
     assert left.wait(10) < 0
-    assert not root.exists()
+    assert root.exists() is not is_made_by_us
     assert child.poll() is None
     assert not (home.path / "state.json").exists()
 

@@ -1,0 +1,130 @@
+"""Whether a file or folder that is found by its name may be trusted.
+
+It may be if it belongs to this user or to root, and nobody else may write to it or to a folder
+above it. Folders above it may have the sticky bit, as ``/tmp`` has: there nobody can replace what
+belongs to another user. OpenSSH has the same rule for its files (``StrictModes``).
+
+As a program it prints why the path that it is given may not be trusted, for hosts without this
+package.
+"""
+
+import errno
+import grp
+import os
+import pwd
+import stat
+import sys
+from typing import Iterator, Tuple
+
+#: Links that Linux follows in one path.
+_LINKS_MAX = 40
+#: Names that are tried where another user has taken the first one.
+_NAMES_MAX = 100
+
+
+def why_untrusted(path: str) -> str:
+    """Why a path may not be trusted, in sentences that end with the next step; empty if it may be.
+
+    Of a path that does not exist only the folders above are judged. It is then safe to create it
+    with a call that fails if it exists.
+    """
+    for step, found, is_above in _steps(os.path.abspath(path)):
+        mode = stat.S_IMODE(found.st_mode)
+        if found.st_uid not in (0, os.getuid()):
+            return (
+                f"{step} belongs to {_user(found.st_uid)} (mode {mode:o}), expected is "
+                f"{_user(os.getuid())} or root, since its owner could replace {path}. Use another "
+                f"folder, or let root run: chown {_user(os.getuid())} {step}"
+            )
+        is_writable = mode & stat.S_IWOTH or (mode & stat.S_IWGRP and not _is_own(found.st_gid))
+        if (
+            is_writable
+            and not stat.S_ISLNK(found.st_mode)
+            and not (is_above and mode & stat.S_ISVTX)
+        ):
+            return (
+                f"Others than its owner {_user(found.st_uid)} may write to {step} (mode {mode:o}), "
+                f"and could replace {path}. Use another folder, or run: chmod go-w {step}"
+            )
+    return ""
+
+
+def open_own(path: str, flags: int) -> int:
+    """Open a file in a folder in which others may write; one that is made is its owner's alone.
+
+    Raises:
+        PermissionError: the path is a link or no plain file, or another user may write to it.
+        OSError: it cannot be opened.
+    """
+    safe = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+    try:
+        fd = os.open(path, flags | safe, 0o600)
+    except OSError as error:
+        if error.errno != errno.ELOOP:
+            raise
+        raise PermissionError(errno.EPERM, "it is a link, expected is a file", path) from None
+    found = os.fstat(fd)
+    is_own = found.st_uid == os.geteuid() and not found.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
+    if stat.S_ISREG(found.st_mode) and is_own and found.st_nlink == 1:
+        return fd
+    os.close(fd)
+    problem = f"it is not a file of {_user(os.geteuid())} that nobody else may write to"
+    raise PermissionError(errno.EPERM, problem, path)
+
+
+def own_folder(path: str) -> str:
+    """A path for a folder of this user: the given one, or with a number where another has that."""
+    for number in range(_NAMES_MAX):
+        name = path if number == 0 else f"{path}~{number}"
+        try:
+            found = os.lstat(name)
+        except FileNotFoundError:
+            return name
+        if stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid():
+            return name
+    return path
+
+
+def _steps(path: str) -> Iterator[Tuple[str, os.stat_result, bool]]:
+    """The folders and links on the way to a path, and itself, as far as they exist."""
+    step, names, links = "/", path.split("/")[::-1], 0
+    yield step, os.lstat(step), any(names)
+    while names:
+        name = names.pop()
+        above = step
+        step = os.path.dirname(above) if name == ".." else os.path.join(above, name)
+        if name in ("", ".", ".."):
+            continue
+        try:
+            found = os.lstat(step)
+        except OSError:  # it does not exist, or cannot be reached at all
+            return
+        yield step, found, any(names)
+        if stat.S_ISLNK(found.st_mode):
+            links += 1
+            if links > _LINKS_MAX:
+                return  # nothing can be opened by it
+            target = os.readlink(step)
+            step = "/" if target.startswith("/") else above
+            names += target.split("/")[::-1]
+
+
+def _is_own(group: int) -> bool:
+    """Whether a group is root's, or has no member but this user, as many systems make for each."""
+    try:
+        user, found = pwd.getpwuid(os.getuid()), grp.getgrgid(group)
+    except KeyError:
+        return group == 0
+    is_private = group == user.pw_gid and found.gr_name == user.pw_name
+    return group == 0 or (is_private and set(found.gr_mem) <= {user.pw_name})
+
+
+def _user(uid: int) -> str:
+    try:
+        return pwd.getpwuid(uid).pw_name
+    except KeyError:
+        return str(uid)
+
+
+if __name__ == "__main__":
+    print(why_untrusted(sys.argv[1]))
