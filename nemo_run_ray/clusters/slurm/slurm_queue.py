@@ -17,6 +17,7 @@ from nemo_run.config import get_nemorun_home
 from nemo_run_ray.clusters.slurm.login import Login
 from nemo_run_ray.errors import ClusterError
 from nemo_run_ray.remote.files import write_file
+from nemo_run_ray.remote.trust import why_untrusted
 
 #: Seconds between two questions to Slurm's controller, which serves everybody.
 PAUSE_S = 30.0
@@ -109,6 +110,8 @@ class SlurmQueue:
             return None  # its controller is away
 
     def _read(self) -> tuple[float, str | None]:
+        if why_untrusted(str(self._path)):
+            return _NEVER
         try:
             row = json.loads(self._path.read_text(encoding="utf-8"))
             return float(row["at"]), row["text"]
