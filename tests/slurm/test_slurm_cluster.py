@@ -379,10 +379,11 @@ def test_slurms_controller_is_away_for_a_moment(allocations):
 
 
 @pytest.fixture
-def sshd(allocations, tmp_path) -> Iterator[Sshd]:
+def sshd(allocations, tmp_path, monkeypatch) -> Iterator[Sshd]:
     env = {"SLURM_CONF": allocations.slurm.conf, "PATH": os.environ["PATH"]}
     (tmp_path / "sshd").mkdir()
     with running(tmp_path / "sshd", env) as server:
+        monkeypatch.setenv("PATH", f"{server.bin}:{os.environ['PATH']}")
         yield server
 
 

@@ -771,7 +771,7 @@ class _Slow:
 
 def test_a_slow_command_keeps_nobody_from_the_connection():
     login = Login(run.SSHTunnel(host="h", user="u", job_dir="/j"))
-    login.tunnel.session = slow = _Slow()
+    login.session = slow = _Slow()
     command = threading.Thread(target=login.run, args=("squeue",))
     command.start()
     try:
@@ -788,12 +788,12 @@ def test_a_slow_command_keeps_nobody_from_the_connection():
 
 def test_a_command_that_broke_off_closes_its_own_connection_alone():
     login = Login(run.SSHTunnel(host="h", user="u", job_dir="/j"))
-    login.tunnel.session = slow = _Slow()
+    login.session = slow = _Slow()
     slow.exit_status = -1  # as of a connection that broke off
     with ThreadPoolExecutor(1) as pool:
         command = pool.submit(login.run, "squeue")
         assert slow.begun.wait(10)
-        login.tunnel.session = new = _Slow()  # of another thread
+        login.session = new = _Slow()  # of another thread
         slow.goes_on.set()
         with pytest.raises(Unanswered):
             command.result(10)
