@@ -40,9 +40,13 @@ class PortTaken(socket.socket):
 
     def __init__(self, port: int) -> None:
         super().__init__()
+        self._name = socket.socket(socket.AF_UNIX)
+        with contextlib.suppress(OSError):
+            self.bind((_HERE, port))
+            return
         # Connections that were on it a moment ago do not matter. But then two that do not listen
         # yet could have the same port, so there is a name of which there can be one at a time.
-        self._name = socket.socket(socket.AF_UNIX)
+        # Anybody can have that name, so it decides nothing where the port is free.
         try:
             self._name.bind(f"\0nemo_run_ray localhost:{port}")
             self.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
