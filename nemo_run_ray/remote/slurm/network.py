@@ -14,10 +14,12 @@ from .settings import HEAD_PORTS, NODE_PORTS, WrongSetting
 #: Ports are taken from here: below those that the kernel gives to connections (from 32768 on), and
 #: above those of most services.
 _FIRST, _END = 10240, 32768
+#: The first one where the kernel's begin lower (from 9000 on, on some machines).
+_FIRST_OF_FEW = 1200
 _RANGE = "/proc/sys/net/ipv4/ip_local_port_range"
 #: Ports of one node of one cluster. Each of Ray's workers needs one.
 _BLOCK = 1024
-#: With fewer blocks below the kernel's own ports, two clusters on a node would not find one each.
+#: With fewer blocks from ``_FIRST`` on, two clusters on a node would not find one each.
 _BLOCKS_MIN = 4
 #: In a block, those in front are for Ray's services, the rest for its workers.
 _SERVICES = 32
@@ -97,7 +99,8 @@ class Ports:
     """The ports of one node's Ray, which no other cluster of this program takes.
 
     A claim is a socket without a file that only one process of a network can have, and that the
-    kernel takes back when the process ends, however it ends.
+    kernel takes back when the process ends, however it ends. Anybody can have it, so it decides
+    only which block is tried first.
 
     Args:
         wanted: ports that the user has set, by variable.
@@ -163,23 +166,23 @@ class Ports:
 
     def _expected(self, name: str) -> Optional[int]:
         port = _EXPECTED.get(name)
-        if port is not None and _is_free(port) and self._claim(f"port/{port}"):
-            return port
-        return None
+        if port is None or port >= _range()[1]:
+            return None
+        return port if _is_free(port) and self._claim(f"port/{port}") else None
 
     def _claim_block(self) -> Tuple[int, List[int]]:
-        blocks = (_kernels_first() - _FIRST) // _BLOCK
-        if blocks < _BLOCKS_MIN:  # the kernel gives away nearly all: a free port has to do
-            blocks = (_END - _FIRST) // _BLOCK
-        for number in range(blocks):
-            first = _FIRST + (self.salt + number) % blocks * _BLOCK
-            if not self._claim(f"block/{first}"):
-                continue
-            free = [port for port in range(first, first + _SERVICES) if _is_free(port)]
-            if len(free) >= len(self._names):
-                return first, free
+        start, end = _range()
+        blocks = (end - start) // _BLOCK
+        for is_claimed in (True, False):
+            for number in range(blocks):
+                first = start + (self.salt + number) % blocks * _BLOCK
+                if is_claimed and not self._claim(f"block/{first}"):
+                    continue
+                free = [port for port in range(first, first + _SERVICES) if _is_free(port)]
+                if len(free) >= len(self._names):
+                    return first, free
         raise WrongSetting(
-            f"no block of ports from {_FIRST} to {_END - 1} is free on node {socket.gethostname()}"
+            f"no block of ports from {start} to {end - 1} is free on node {socket.gethostname()}"
         )
 
     def _claim(self, name: str) -> bool:
@@ -193,6 +196,14 @@ class Ports:
             return False
         self._claims.append(claim)
         return True
+
+
+def _range() -> Tuple[int, int]:
+    """The first port that may be taken, and the first one behind them."""
+    end = _kernels_first()
+    if end - _FIRST_OF_FEW < _BLOCK:  # the kernel gives away nearly all: a free port has to do
+        return _FIRST, _END
+    return (_FIRST if end - _FIRST >= _BLOCKS_MIN * _BLOCK else _FIRST_OF_FEW), end
 
 
 def _kernels_first() -> int:

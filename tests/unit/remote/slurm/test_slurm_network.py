@@ -1,6 +1,7 @@
 """Addresses and ports of a node, on this machine's own."""
 
 import contextlib
+import io
 import socket
 
 import pytest
@@ -12,19 +13,22 @@ from nemo_run_ray.remote.slurm.run_folder import NodeReport
 from nemo_run_ray.remote.slurm.settings import WrongSetting
 
 
-def _range() -> int:
-    with open("/proc/sys/net/ipv4/ip_local_port_range") as file:
-        return int(file.read().split()[0])
-
-
 def _choose(wanted: dict[str, int], is_head: bool, salt: int) -> dict[str, int]:
     with contextlib.closing(Ports(wanted, is_head, salt)) as ports:
         return ports.choose()
 
 
-def test_no_port_is_one_that_the_kernel_gives_to_connections():
+@pytest.mark.parametrize(
+    ("kernels_first", "least"),
+    [(60000, 10240), (32768, 10240), (14336, 10240), (14335, 1200), (9000, 1200), (2500, 1200)],
+)
+def test_no_port_is_one_that_the_kernel_gives_to_connections(monkeypatch, kernels_first, least):
+    """Its range begins at 9000 on some machines."""
+    text = f"{kernels_first}\t60999\n"
+    monkeypatch.setattr(network, "open", lambda *_, **__: io.StringIO(text), raising=False)
     ports = _choose({}, True, 7)
-    assert max(ports.values()) < min(_range(), 32768)
+    assert max(ports.values()) < min(kernels_first, 32768)
+    assert ports["MIN_WORKER_PORT"] >= least
     services = [port for name, port in ports.items() if "WORKER" not in name]
     assert len(set(services)) == len(services) == 9
     assert ports["MAX_WORKER_PORT"] - ports["MIN_WORKER_PORT"] > 900
@@ -37,6 +41,19 @@ def test_two_clusters_on_a_node_do_not_meet():
     assert second["MIN_WORKER_PORT"] > first["MAX_WORKER_PORT"] or (
         second["MAX_WORKER_PORT"] < first["MIN_WORKER_PORT"]
     )
+
+
+def test_claims_of_anybody_stop_no_cluster():
+    """A name without a file is nobody's property."""
+    with contextlib.ExitStack() as stack:
+        for first in range(network._FIRST, network._END, network._BLOCK):
+            claim = stack.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM))
+            claim.bind(f"\0nemo_run_ray/block/{first}")
+        ports = _choose({}, True, 7)
+        with contextlib.closing(Greeting(["a", "b"], 1, Ports({}, False, 0))) as greeting:
+            assert greeting.port
+    services = [port for name, port in ports.items() if "WORKER" not in name]
+    assert len(set(services)) == 9
 
 
 def test_where_the_kernel_gives_away_nearly_all_ports_each_cluster_has_some(monkeypatch):
@@ -98,7 +115,7 @@ def _report(host: str, *addresses: str) -> NodeReport:
 
 def test_the_address_that_every_worker_reaches_is_chosen():
     greeting = Greeting(["a", "b", "c"], 2, Ports({}, False, 0))
-    assert network._FIRST <= greeting.port < min(_range(), network._END)
+    assert network._FIRST <= greeting.port < network._kernels_first()
     assert greeting.choose({0: NodeReport("n1"), 1: NodeReport("n2")}) is None
     assert greeting.choose({1: _report("n2", "b", "c")}) is None, "another worker has not told"
     others = _choose({}, False, 0).values()
