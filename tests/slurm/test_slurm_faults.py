@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -285,9 +286,20 @@ def test_ray_is_missing_on_one_node(slurm, start):
 def test_a_ray_that_does_not_start_is_tried_again_and_named(slurm, start):
     text = "#!/bin/sh\necho RuntimeError: Version mismatch: the cluster has Ray 2.60.0; exit 1\n"
     with _instead_of_ray(slurm, "n2", text):
-        job = start(_FOREVER)
-        _failed(job, "node n2", "exit code 1", "Version mismatch", "ray-worker-1.log")
-    assert job.told.count("It is started again") == 2
+        job = start(_FOREVER, env={"RAY_HEAD_START_TIMEOUT": "20"})
+        words = ("not ready within 20 s", "n2, where Ray itself has given up", "exit code 1")
+        _failed(job, *words, "Version mismatch", "ray-worker-1.log")
+    assert job.told.count("It is started again") >= 2
+
+
+def test_a_head_whose_ray_starts_twice_has_all_its_workers(slurm, start):
+    """The first one ends when its GCS listens, and workers have joined it or are about to."""
+    once, ray = slurm.folder / "once", slurm.folder / "ray.py"
+    shutil.copy(BIN / "ray.py", ray)
+    text = f'#!/bin/sh\nmkdir {once} || exec python3 {ray} "$@"\n'
+    with _instead_of_ray(slurm, "n1", f'{text}timeout 3 python3 {ray} "$@"; exit 1\n'):
+        assert start("true").wait() == ("COMPLETED", "0:0")
+    assert once.exists()
 
 
 def test_a_node_that_never_joins(slurm, start):

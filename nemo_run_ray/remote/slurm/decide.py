@@ -68,7 +68,8 @@ def decide(settings: Settings, view: ClusterView) -> Union[Wait, ClusterReady, R
     if view.elapsed_s >= settings.start_limit_s:
         return RunEnd(
             CLUSTER_FAILED,
-            f"the cluster was not ready within {settings.start_limit_s:g} s: {waiting}",
+            f"the cluster was not ready within {settings.start_limit_s:g} s, which "
+            f"RAY_HEAD_START_TIMEOUT allows: {waiting}",
         )
     return Wait(waiting)
 
@@ -108,10 +109,13 @@ def _missing(settings: Settings, view: ClusterView) -> str:
     """What a cluster lacks that is not ready, in words; empty when nothing is missing."""
     if not view.address:
         return f"the head {settings.host} waits for workers that reach it"
+    more = _more(view.reports.get(0) or NodeReport(settings.host, log=settings.node_log))
     if not view.gcs_listens:
-        return f"Ray's GCS on {settings.host} does not listen yet (log: {settings.node_log})"
+        return f"Ray's GCS on {settings.host} does not listen yet{more}"
     if view.alive is None:
-        return f"Ray's dashboard on {settings.host} does not answer yet (log: {settings.node_log})"
+        return f"Ray's dashboard on {settings.host} does not answer yet{more}"
+    if view.address not in view.alive:
+        return f"Ray on {settings.host} (the head) is not registered yet{more}"
     alive, late = view.alive, _late(settings, view)
     if _too_few(settings, late):
         return f"workers that have not joined: {'; '.join(late[:8])}"
@@ -138,8 +142,15 @@ def _late(settings: Settings, view: ClusterView) -> List[str]:
         if report is None:
             found.append(f"{settings.host_of(rank)}, which has not begun")
         elif report.address not in alive:
-            found.append(f"{report.host}" + (f" (log: {report.log})" if report.log else ""))
+            found.append(report.host + _more(report))
     return found
+
+
+def _more(report: NodeReport) -> str:
+    """What else is known of a node whose Ray is waited for."""
+    if report.retried:
+        return f", where Ray itself has given up: {report.retried}"
+    return f" (log: {report.log})" if report.log else ""
 
 
 def _workers(view: ClusterView) -> int:

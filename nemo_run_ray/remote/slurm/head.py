@@ -47,7 +47,7 @@ class Head(NodeProgram):
         self._greeting: Optional[Greeting] = None
         self._head: Optional[HeadAddress] = None
         self._nodes = RayNodes(self.folder.file("token"))
-        self._was_ready = False
+        self._was_ready = self._is_told = False
         self._said_at = float("-inf")
         self._driver: Optional[Command] = None
         self._leaves_at = float("inf")
@@ -75,6 +75,7 @@ class Head(NodeProgram):
         self._await_gcs()
         if self._head is not None:
             self._nodes.ask(self._head, self._reports, self._was_ready)
+            self._tell_workers(self._head)
         self._copies.step()
         told = self._told_to_end()
         if told is not None:
@@ -86,7 +87,7 @@ class Head(NodeProgram):
 
     def words(self) -> List[str]:
         self._ports = self.ports.choose()
-        self._head = None
+        self._head, self._is_told = None, False
         self._nodes.alive = None  # that of the last try
         has_token = self.ray_env().get("RAY_AUTH_MODE") == "token"
         return head_words(self.settings, self._address, self._ports, has_token)
@@ -166,9 +167,15 @@ class Head(NodeProgram):
             return
         if listening(self._address, self._ports["PORT"]):
             ports = self._ports
-            self._head = HeadAddress(self._address, ports["PORT"], ports["DASHBOARD_PORT"])
-            self.folder.publish_head(self._head)
+            found = (self._address, ports["PORT"], ports["DASHBOARD_PORT"], self._starts)
+            self._head = HeadAddress(*found)
             self._files.tell_started()
+
+    def _tell_workers(self, head: HeadAddress) -> None:
+        """Let the workers join: until this node is registered, `ray start` there gives up soon."""
+        if not self._is_told and self._address in (self._nodes.alive or ()):
+            self._is_told = True
+            self.folder.publish_head(head)
 
     def _view(self) -> ClusterView:
         return ClusterView(

@@ -129,11 +129,12 @@ class Ports:
         return self._claim_block()[1][0]
 
     def choose(self) -> Dict[str, int]:
-        """A port for each variable. A second call gives others, where none is set by the user.
+        """A port for each variable. A second call gives the same, but those taken meanwhile.
 
         Raises:
             WrongSetting: one that the user has set is taken, or no block of ports is free.
         """
+        self.close()
         taken = [f"{name}={port}" for name, port in self._of_services() if not _is_free(port)]
         if taken:
             raise WrongSetting(

@@ -26,6 +26,8 @@ TURN_S = 0.25
 LOOK_S = 1.0
 #: From SIGTERM to SIGKILL. Slurm itself gives 30 s.
 GRACE_S = 10.0
+#: Seconds from the end of a ``ray start`` to the next one.
+_AGAIN_S = 5.0
 _NOT_FOUND = 127
 
 
@@ -54,6 +56,7 @@ class NodeProgram(ABC):
         #: Nodes that show no life, of those that are ``watched``.
         self.dead: Set[int] = set()
         self._starts = 0
+        self._starts_at = float("inf")  # the next try
         self._claim: Optional[int] = None  # of Ray's folder here, as long as this process lives
         self._pulse = Pulse()
         self._beaten_at = self._asked_over_at = float("-inf")
@@ -130,6 +133,7 @@ class NodeProgram(ABC):
             WrongSetting: there is no Ray, or no port for it.
         """
         self._starts += 1
+        self._starts_at = float("inf")
         words = with_pre_start(self.words(), self.settings.pre_start)
         env = self.ray_env()
         try:
@@ -141,19 +145,30 @@ class NodeProgram(ABC):
         """Why Ray is over on this node; ``None`` while it runs or is started again."""
         if self.ray is None or self.ray.exit_code is None or self.folder.end() is not None:
             return None  # once the run is over, Ray has a reason to end
-        how = describe_exit(self.ray.exit_code)
-        # Before the cluster is ready Ray has not started yet. On a busy machine `ray start` gives
-        # its own processes up after 30 s, and a minute has passed by then.
-        begins = not self.folder.is_ready()
-        if begins and self._starts < self.settings.starts and self.ray.exit_code != _NOT_FOUND:
-            self.say(f"`ray start` has ended: {how}. It is started again, with other ports.")
-            self.commands.stop(GRACE_S, keep=self.sidecars.running)
-            self.start_ray()
+        how, log = describe_exit(self.ray.exit_code), self.settings.node_log
+        if not self.folder.is_ready() and self.ray.exit_code != _NOT_FOUND:
+            self._retry(how)
             return None
-        log = self.settings.node_log
         if self.ray.exit_code == _NOT_FOUND:
             how = f"{how}: there is no program 'ray', or none that a command before it needs"
         return f"Ray has ended: {how}. Its log, {log}, ends with:{tail(log)}"
+
+    def _retry(self, how: str) -> None:
+        """Start Ray again after a pause.
+
+        On a busy machine `ray start` gives its own processes up after 15 to 30 s, as often as it is
+        tried. So no number of tries ends it, but the time in which the cluster must be ready.
+        """
+        if self._starts_at == float("inf"):
+            self.say(f"`ray start` has ended: {how}. It is started again.")
+            times = "once" if self._starts == 1 else f"{self._starts} times, the last time"
+            log = self.settings.node_log
+            ends = f"`ray start` has ended there {times} with {how}. Its log, {log}, ends with:"
+            self.publish(retried=ends + tail(log))
+            self.commands.stop(GRACE_S, keep=self.sidecars.running)
+            self._starts_at = time.monotonic() + _AGAIN_S
+        elif time.monotonic() >= self._starts_at:
+            self.start_ray()
 
     def _begin(self) -> Optional[RunEnd]:
         """Find out whether this node can take part."""

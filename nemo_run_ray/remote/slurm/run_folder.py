@@ -13,7 +13,7 @@ no time in a file is compared with a reader's clock.
     beside/             the same for a step with sidecars in another container, which sees no more
     beats/3             a number that grows while the program of rank 3 lives, written in place
     addresses.json      where the head may be reached, for the workers to find out
-    head.json           where Ray's GCS and dashboard are, once the GCS listens
+    head.json           where Ray's GCS and dashboard are, once the head's own raylet is registered
     ready.json          the same, once the cluster is ready
     session             Ray's name of this life of the cluster, of one that a client asked for
     end.json            that the run is over, its exit code, and why
@@ -51,6 +51,7 @@ class NodeReport(NamedTuple):
         ready: names of its sidecars that are ready.
         failed: why its part of the cluster cannot go on; empty while it can.
         log: path of the log that says more.
+        retried: how its last ``ray start`` has ended, once one is tried again; else empty.
         left: whether it has ended everything of its own.
     """
 
@@ -60,6 +61,7 @@ class NodeReport(NamedTuple):
     ready: Tuple[str, ...] = ()
     failed: str = ""
     log: str = ""
+    retried: str = ""
     left: bool = False
 
 
@@ -76,11 +78,17 @@ class HeadAddresses(NamedTuple):
 
 
 class HeadAddress(NamedTuple):
-    """Where the head's Ray is reached."""
+    """Where the head's Ray is reached.
+
+    Attributes:
+        start: how often the head has started Ray. Workers of an earlier start belong to a Ray that
+            is gone, also where the ports are the same.
+    """
 
     address: str
     port: int
     dashboard_port: int
+    start: int = 1
 
     @property
     def gcs(self) -> str:

@@ -84,7 +84,6 @@ class Settings(NamedTuple):
         min_workers: with so many workers the cluster is ready.
         start_limit_s: until the cluster must be ready.
         share_limit_s: until every node must see the others' files.
-        starts: how often ``ray start`` is tried.
         fail_fast: whether the death of a worker ends the job.
         pre_start: shell commands before Ray starts.
         debugger: whether ``ray start`` gets ``--ray-debugger-external``.
@@ -116,7 +115,6 @@ class Settings(NamedTuple):
     min_workers: int = 0
     start_limit_s: float = 600.0
     share_limit_s: float = 60.0
-    starts: int = 3
     fail_fast: bool = True
     pre_start: str = ""
     debugger: bool = False
@@ -202,13 +200,11 @@ def _choices(env: Mapping[str, str], workers: int) -> Dict[str, Any]:
     least = _number(env, "NEMO_RUN_RAY_MIN_WORKERS")
     start_limit = _number(env, "RAY_HEAD_START_TIMEOUT")
     share_limit = _number(env, "NEMO_RUN_RAY_SHARE_TIMEOUT")
-    starts = _number(env, "NEMO_RUN_RAY_STARTS")
     return {
         "interface": env.get("NEMO_RUN_RAY_INTERFACE", ""),
         "min_workers": workers if least is None else min(least, workers),
         "start_limit_s": 600.0 if start_limit is None else float(start_limit),
         "share_limit_s": 60.0 if share_limit is None else float(share_limit),
-        "starts": 3 if starts is None else max(starts, 3),
         "fail_fast": env.get("NEMO_RUN_RAY_FAIL_FAST", "1") != "0",
         "pre_start": env.get("NEMO_RUN_RAY_PRE_START", ""),
         "debugger": env.get("RAY_DEBUG") == "legacy",

@@ -1,4 +1,4 @@
-"""A worker: waits until the head's GCS listens, joins it, and stays while the head lives."""
+"""A worker: waits until the head's Ray is there, joins it, and stays while the head lives."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import time
 from typing import Any, List, Optional, Set
 
 from .network import reached, way_to
-from .node import NodeProgram
+from .node import GRACE_S, LOOK_S, NodeProgram
 from .ray_start import worker_words
 from .run_folder import CLUSTER_FAILED, HeadAddress, RunEnd
 
@@ -21,7 +21,9 @@ class Worker(NodeProgram):
         super().__init__(*args)
         self._head: Optional[HeadAddress] = None
         self._address = ""
+        self._was_ready = False
         self._began = time.monotonic()
+        self._looked_at = float("-inf")
 
     def greet(self) -> None:
         self.publish()
@@ -37,14 +39,13 @@ class Worker(NodeProgram):
             if self._head is None and late:
                 return self.failed(f"no head was there within {self.settings.start_limit_s:g} s")
             return None
+        self._follow()
         broken = self.watch_ray()
         return None if broken is None else self.failed(broken)
 
     def words(self) -> List[str]:
-        # The head may have started again, with other ports, since the last try.
-        head = self.folder.head() or self._head
-        assert head is not None
-        return worker_words(self.settings, head, self._address, self.ports.choose())
+        assert self._head is not None
+        return worker_words(self.settings, self._head, self._address, self.ports.choose())
 
     def failed(self, why: str) -> RunEnd:
         """Tell the head, which decides; without a shared folder only the job's own log is left."""
@@ -74,4 +75,20 @@ class Worker(NodeProgram):
         if self._head is not None:
             self._address = way_to(self._head.address)
             self.publish(address=self._address)
+            self.start_ray()
+
+    def _follow(self) -> None:
+        """Join again where the head has started its Ray again; a cluster that was ready never does.
+
+        What waits for the Ray before, or is joined to it, would not notice for minutes.
+        """
+        if time.monotonic() - self._looked_at < LOOK_S or self._was_ready:
+            return
+        self._looked_at = time.monotonic()
+        self._was_ready = self.folder.is_ready()
+        head = self.folder.head()
+        if head is not None and head != self._head:
+            self.say("The head has started Ray again, and so does this node.")
+            self._head = head
+            self.commands.stop(GRACE_S, keep=self.sidecars.running)
             self.start_ray()

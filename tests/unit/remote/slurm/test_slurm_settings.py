@@ -77,13 +77,11 @@ def test_ports_and_choices_of_the_user():
         RAY_HEAD_START_TIMEOUT="30",
         RAY_LOG_SYNC_FREQUENCY="15",
         RAY_DEBUG="legacy",
-        NEMO_RUN_RAY_STARTS="1",
     )
     assert dict(found.ports) == {"NODE_MANAGER_PORT": 53001, "PORT": 6380}
     assert found.temp_dir == "/ray-cluster"
     assert (found.min_workers, found.fail_fast) == (4, False)
     assert (found.start_limit_s, found.log_sync_s, found.debugger) == (30, 15, True)
-    assert found.starts == 3, "a start is tried again even where NeMo-Run retries nothing"
 
 
 @pytest.mark.parametrize(

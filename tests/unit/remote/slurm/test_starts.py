@@ -1,0 +1,110 @@
+"""When a node starts Ray, and when it starts it again; the processes are a stand-in's."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from nemo_run_ray.remote.slurm import head as head_module
+from nemo_run_ray.remote.slurm import node, settings, worker
+from nemo_run_ray.remote.slurm.commands import Command
+from nemo_run_ray.remote.slurm.head import Head
+from nemo_run_ray.remote.slurm.run_folder import HeadAddress, RunFolder
+from nemo_run_ray.remote.slurm.worker import Worker
+
+_HEAD = HeadAddress("127.0.0.1", 6379, 8265)
+
+
+class _Commands:
+    """Starts nothing, and ends what a test ends."""
+
+    def __init__(self) -> None:
+        self.started: list[list[str]] = []
+        self.last: Command | None = None
+
+    def start(self, name: str, argv: list[str], log: str, *_: Any) -> Command:
+        self.started.append(argv)
+        self.last = Command(name, 0, log)
+        return self.last
+
+    def stop(self, *_: Any, **__: Any) -> None: ...
+
+    def reap(self) -> None: ...
+
+
+@pytest.fixture
+def commands(monkeypatch) -> _Commands:
+    monkeypatch.setattr(node, "_AGAIN_S", 0.0)
+    monkeypatch.setattr(worker, "LOOK_S", 0.0)
+    monkeypatch.setattr(head_module, "head_addresses", lambda *_: ["127.0.0.1"])
+    monkeypatch.setattr(head_module, "listening", lambda *_: True)
+    return _Commands()
+
+
+@pytest.fixture
+def begin(tmp_path, commands) -> Iterator[Callable[[Any, int], Any]]:
+    """The program of a node, which has greeted the others."""
+    found: list[Any] = []
+
+    def begin(kind: Any, rank: int) -> Any:
+        slurm = {"SLURM_PROCID": str(rank), "SLURM_STEP_NUM_TASKS": "2", "SLURMD_NODENAME": "n"}
+        read = settings.read({**slurm, "NEMO_RUN_RAY_RUN": str(tmp_path)}, str(tmp_path / "tmp"))
+        folder = RunFolder(str(tmp_path), rank)
+        folder.prepare()
+        found.append(kind(read, folder, commands, {}))
+        found[-1].greet()
+        return found[-1]
+
+    yield begin
+    for one in found:
+        one.ports.close()
+
+
+def _fail(one: Any, commands: _Commands) -> None:
+    """Let its `ray start` end, and let it notice that and start the next one."""
+    commands.last.exit_code = 1
+    for _ in range(2):
+        assert one.step() is None
+
+
+def test_workers_are_told_of_a_head_that_is_registered(begin, commands):
+    """`ray start` of a worker gives up where the head's raylet is not."""
+    head = begin(Head, 0)
+    assert head.step() is None
+    assert head.folder.head() is None, "its GCS listens, and that is all"
+    head._nodes.alive = frozenset({"127.0.0.1"})
+    assert head.step() is None
+    told = head.folder.head()
+    _fail(head, commands)
+    head._nodes.alive = frozenset({"127.0.0.1"})
+    assert head.step() is None
+    assert head.folder.head() == told._replace(start=2), "the ports are the same"
+
+
+def test_a_worker_joins_a_head_that_has_started_again(begin, commands):
+    """Its own `ray start` waits for one that is gone."""
+    one = begin(Worker, 1)
+    one.folder.publish_head(_HEAD)
+    for _ in range(3):
+        assert one.step() is None
+    assert len(commands.started) == 1
+    one.folder.publish_head(_HEAD._replace(port=6380, start=2))
+    for _ in range(3):
+        assert one.step() is None
+    assert len(commands.started) == 2
+    assert "--address=127.0.0.1:6380" in commands.started[-1]
+
+
+def test_no_number_of_tries_ends_a_start(begin, commands):
+    """Ray gives up after 15 to 30 s, which a busy machine needs for more than one thing."""
+    one = begin(Worker, 1)
+    one.folder.publish_head(_HEAD)
+    assert one.step() is None
+    for _ in range(9):
+        _fail(one, commands)
+    assert len(commands.started) == 10
+    assert "`ray start` has ended there 9 times" in one.report.retried
+    commands.last.exit_code = 127
+    assert "there is no program 'ray'" in one.step().why
