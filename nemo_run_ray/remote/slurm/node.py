@@ -134,8 +134,8 @@ class NodeProgram(ABC):
         """
         self._starts += 1
         self._starts_at = float("inf")
-        words = with_pre_start(self.words(), self.settings.pre_start)
-        env = self.ray_env()
+        ray, env = self.words(), self.ray_env()
+        words = with_pre_start(ray, self.settings.pre_start, env)
         try:
             self.ray = self.commands.start("ray start", words, self.settings.node_log, env)
         except FileNotFoundError as error:

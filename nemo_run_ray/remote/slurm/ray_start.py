@@ -18,6 +18,10 @@ _COUNTS = {"SLURM_NTASKS", "SLURM_NPROCS", "SLURM_NNODES", "SLURM_TASKS_PER_NODE
 _COUNTS |= {"SLURM_STEP_NUM_TASKS", "SLURM_STEP_NUM_NODES", "SLURM_STEP_TASKS_PER_NODE"}
 _PLACES = ("SLURM_PROCID", "SLURM_NODEID", "SLURM_LOCALID")
 _LISTS = ("SLURM_STEP_NODELIST",)
+#: How variables begin by which an MPI in one of Ray's workers takes it for a rank of the step, and
+#: the ones among them that say where Slurm is.
+_OF_STEP = ("SLURM_", "OMPI_", "MPI_", "PMI_", "PMI2_", "PMIX_")
+_WHERE_SLURM_IS = {"SLURM_CONF", "SLURM_CLUSTERS"}
 
 
 def head_words(
@@ -54,11 +58,18 @@ def _node_words(settings: Settings, ports: Mapping[str, int]) -> List[str]:
     return words
 
 
-def with_pre_start(words: List[str], pre_start: str) -> List[str]:
-    """The words behind the user's commands: what those export reaches Ray."""
-    if not pre_start.strip():
-        return words
-    return ["bash", "-c", f'{pre_start}\nexec "$@"', "pre-start", *words]
+def with_pre_start(words: List[str], pre_start: str, env: Mapping[str, str]) -> List[str]:
+    """The words behind the user's commands: what those export reaches Ray.
+
+    What the step has for its ranks in ``env`` ends there: Ray's workers would have it for ever.
+    """
+    step = [
+        name
+        for name in sorted(env)
+        if name.startswith(_OF_STEP) and name not in _WHERE_SLURM_IS and name.isidentifier()
+    ]
+    unset = f"unset {' '.join(step)}"
+    return ["bash", "-c", f'{pre_start}\n{unset}\nexec "$@"', "pre-start", *words]
 
 
 def ray_environment(base: Mapping[str, str], settings: Settings, token_path: str) -> Dict[str, str]:

@@ -1,11 +1,13 @@
 """What the node program reads from Slurm's variables, the script's and the user's."""
 
 import json
+import os
+import subprocess
 
 import pytest
 
 from nemo_run_ray.remote.slurm import settings
-from nemo_run_ray.remote.slurm.ray_start import ray_environment
+from nemo_run_ray.remote.slurm.ray_start import ray_environment, with_pre_start
 from nemo_run_ray.remote.slurm.settings import Settings, WrongSetting, expand
 
 _SLURM = {
@@ -172,6 +174,20 @@ def test_a_driver_is_no_rank_of_the_step():
     assert found["SLURM_STEP_NODELIST"] == "n04"
     assert found["SLURM_JOB_NUM_NODES"] == "12", "the job has them"
     assert not [name for name in found if "PMI" in name]
+
+
+def test_rays_workers_have_nothing_of_the_step():
+    """TensorRT-LLM would start by MPI in each of them. What a user exports before Ray is kept."""
+    step = {"OMPI_COMM_WORLD_RANK": "3", "PMIX_RANK": "3", "MPI_LOCALRANKID": "0", "PMI_FD": "9"}
+    kept = {"SLURM_CONF": "/etc/slurm.conf", "MPIX": "a", "PATH": os.environ["PATH"]}
+    env = {**_SLURM, **step, **kept}
+    pre_start = 'export OWN="$SLURM_JOB_ID" && OMPI_COMM_WORLD_RANK=4\nexport MPI_OWN=b'
+    words = with_pre_start(["env"], pre_start, env)
+    told = subprocess.run(words, env=env, capture_output=True, text=True, check=True).stdout
+    found = dict(line.partition("=")[::2] for line in told.splitlines())
+    assert {**kept, "OWN": "42", "MPI_OWN": "b"}.items() <= found.items()
+    gone = set(step) | {name for name in _SLURM if name.startswith("SLURM_")}
+    assert not gone & set(found)
 
 
 def test_a_folder_of_ray_that_is_named_with_nothing_is_not_named():
