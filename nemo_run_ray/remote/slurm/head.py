@@ -14,7 +14,6 @@ from .allocation import Allocation
 from .commands import Command
 from .decide import ClusterReady, ClusterView, Wait, decide
 from .greeting import Greeting
-from .log_copies import LogCopies
 from .nemo_files import ENDED, NemoFiles
 from .network import Ports, head_addresses, listening
 from .node import TURN_S, NodeProgram
@@ -23,8 +22,6 @@ from .ray_start import for_drivers, head_words
 from .renewal import Renewal
 from .run_folder import CLUSTER_FAILED, HeadAddress, HeadAddresses, NodeReport, RunEnd
 
-#: Seconds that the head waits at the end until the others have ended what is theirs.
-_LEAVE_S = 20.0
 #: Seconds between two lines that say what is waited for.
 _SAY_S = 30.0
 #: Seconds between two looks at what all nodes say, of a cluster that was ready.
@@ -50,10 +47,7 @@ class Head(NodeProgram):
         self._was_ready = self._is_told = False
         self._said_at = float("-inf")
         self._driver: Optional[Command] = None
-        self._leaves_at = float("inf")
-        logs = os.path.join(self.settings.logs, "ray")
         self._files = NemoFiles(self.settings)
-        self._copies = LogCopies(settings.temp_dir, logs, settings.log_sync_s, self.commands)
 
     def greet(self) -> None:
         self._renewal.begin()
@@ -76,7 +70,7 @@ class Head(NodeProgram):
         if self._head is not None:
             self._nodes.ask(self._head, self._reports, self._was_ready)
             self._tell_workers(self._head)
-        self._copies.step()
+            self._files.tell_units(self._units())
         told = self._told_to_end()
         if told is not None:
             return told
@@ -112,8 +106,6 @@ class Head(NodeProgram):
         with suppress(OSError):  # on a full disk the workers miss the head's beat
             end = self.folder.publish_end(end)
         self.say(f"The run is over: {end.why}")
-        # The job's script waits for this program 5 s longer.
-        self._leaves_at = time.monotonic() + _LEAVE_S
         self._files.take_back()
         super().leave(end)
         while time.monotonic() < self._leaves_at and not self._all_left():
@@ -128,10 +120,11 @@ class Head(NodeProgram):
         failed = end.code == CLUSTER_FAILED and not self._was_ready
         return failed and self._told_to_end() is None and self._renewal.may_try_again()
 
-    def before_removal(self) -> None:
-        super().before_removal()
-        with suppress(OSError):
-            self._copies.finish(self._leaves_at - time.monotonic())
+    def _units(self) -> int:
+        """The ``worker_units`` of the nodes that Ray counts as alive."""
+        alive = self._nodes.alive or ()
+        addresses = {0: self._address, **{rank: one.address for rank, one in self._reports.items()}}
+        return self.settings.worker_units * sum(one in alive for one in addresses.values())
 
     def _told_to_end(self) -> Optional[RunEnd]:
         """The end that the job's script asks for, or a user who has written NeMo-Run's file."""
@@ -203,7 +196,7 @@ class Head(NodeProgram):
 
     def _tell_ready(self, head: HeadAddress, workers: int) -> None:
         self.say(f"Ray is ready: {workers + 1} nodes, GCS {head.gcs}, dashboard {head.dashboard}")
-        self._files.tell_ready(head, workers)
+        self._files.tell_ready(head)
         names = {"RAY_TEMP_DIR": self.settings.temp_dir}
         names.update((name, str(port)) for name, port in self._ports.items())
         self.folder.publish_ready(head, for_drivers(self.ray_env(), head), names)

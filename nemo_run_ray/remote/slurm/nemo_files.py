@@ -25,16 +25,22 @@ class NemoFiles:
 
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
+        self._units: Optional[int] = None
         self._info = os.path.join(settings.cluster, "ray_cluster_info.json")
 
     def tell_started(self) -> None:
         """Say that Ray's GCS listens."""
         write_file(os.path.join(self._settings.logs, "STARTED_RAY_HEAD"), "")
 
-    def tell_ready(self, head: HeadAddress, workers: int) -> None:
+    def tell_units(self, units: int) -> None:
+        """Say how many ``worker_units`` there are now, which people and NeMo-RL's scripts watch."""
+        if units != self._units:
+            with suppress(OSError):  # a later turn tries again
+                write_file(os.path.join(self._settings.logs, "ray_worker_units"), f"{units}\n")
+                self._units = units
+
+    def tell_ready(self, head: HeadAddress) -> None:
         """Say that the cluster can be used, and where."""
-        units = self._settings.worker_units * (workers + 1)
-        write_file(os.path.join(self._settings.logs, "ray_worker_units"), f"{units}\n")
         if self._settings.cluster:
             # NeMo-Run reads this file, and takes its presence for readiness.
             row = {

@@ -12,7 +12,7 @@ from ..node.output import say
 from ..node.process import Runner, describe_exit
 from ..node.tree import explain_start
 from .commands import Command, Commands, tail
-from .log_copies import JOB_LOGS, keep_job_logs
+from .log_copies import JOB_LOGS, LogCopies, keep_job_logs
 from .network import Ports
 from .ray_start import ray_environment, with_pre_start
 from .run_folder import BEAT_S, CLUSTER_FAILED, NodeReport, Pulse, RunEnd, RunFolder
@@ -28,6 +28,9 @@ LOOK_S = 1.0
 GRACE_S = 10.0
 #: Seconds from the end of a ``ray start`` to the next one.
 _AGAIN_S = 5.0
+#: Seconds that the head waits at the end until the others have ended what is theirs. The job's
+#: script waits for the head 5 s longer.
+_LEAVE_S = 20.0
 _NOT_FOUND = 127
 
 
@@ -59,6 +62,10 @@ class NodeProgram(ABC):
         self._starts_at = float("inf")  # the next try
         self._claim: Optional[int] = None  # of Ray's folder here, as long as this process lives
         self._pulse = Pulse()
+        self._copies = LogCopies(
+            settings.temp_dir, settings.ray_logs, settings.log_sync_s, self.commands
+        )
+        self._leaves_at = float("inf")
         self._beaten_at = self._asked_over_at = float("-inf")
 
     @abstractmethod
@@ -96,6 +103,7 @@ class NodeProgram(ABC):
 
     def leave(self, end: RunEnd) -> int:
         """End everything of this node, and say so; the exit code of its task."""
+        self._leaves_at = time.monotonic() + _LEAVE_S
         self.commands.stop(GRACE_S)
         self.before_removal()
         if not self.env.get("RAY_TEMP_DIR"):
@@ -109,6 +117,8 @@ class NodeProgram(ABC):
         """Keep what a user wants of Ray's folder."""
         if self.settings.life:
             keep_job_logs(self.settings.temp_dir, self.folder.file(JOB_LOGS))
+        with suppress(OSError):
+            self._copies.finish(self._leaves_at - time.monotonic())
 
     def publish(self, **fields: Any) -> None:
         """Say something new of this node; what cannot be written now is written at a later turn."""
@@ -197,6 +207,7 @@ class NodeProgram(ABC):
             if why is not None:
                 return self.failed(why)
             self.publish(ready=self.sidecars.ready)
+            self._copies.step()
             end = self._over() or self.step()
             if end is not None:
                 return end

@@ -146,6 +146,11 @@ class Settings(NamedTuple):
         return self.log(f"{sidecar.name}-{host}")
 
     @property
+    def ray_logs(self) -> str:
+        """The folder for copies of Ray's own logs on this node, where NeMo-RL has them."""
+        return os.path.join(self.logs, "ray", "" if self.is_head else self.host)
+
+    @property
     def node_log(self) -> str:
         """The log of this node's Ray. Numbers are as wide as the largest, so that names sort."""
         if self.is_head:

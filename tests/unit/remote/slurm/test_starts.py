@@ -11,7 +11,7 @@ from nemo_run_ray.remote.slurm import head as head_module
 from nemo_run_ray.remote.slurm import node, settings, worker
 from nemo_run_ray.remote.slurm.commands import Command
 from nemo_run_ray.remote.slurm.head import Head
-from nemo_run_ray.remote.slurm.run_folder import HeadAddress, RunFolder
+from nemo_run_ray.remote.slurm.run_folder import HeadAddress, NodeReport, RunEnd, RunFolder
 from nemo_run_ray.remote.slurm.worker import Worker
 
 _HEAD = HeadAddress("127.0.0.1", 6379, 8265)
@@ -44,13 +44,14 @@ def commands(monkeypatch) -> _Commands:
 
 
 @pytest.fixture
-def begin(tmp_path, commands) -> Iterator[Callable[[Any, int], Any]]:
+def begin(tmp_path, commands) -> Iterator[Callable[..., Any]]:
     """The program of a node, which has greeted the others."""
     found: list[Any] = []
 
-    def begin(kind: Any, rank: int) -> Any:
+    def begin(kind: Any, rank: int, **variables: str) -> Any:
         slurm = {"SLURM_PROCID": str(rank), "SLURM_STEP_NUM_TASKS": "2", "SLURMD_NODENAME": "n"}
-        read = settings.read({**slurm, "NEMO_RUN_RAY_RUN": str(tmp_path)}, str(tmp_path / "tmp"))
+        variables["NEMO_RUN_RAY_RUN"] = str(tmp_path)
+        read = settings.read({**slurm, **variables}, str(tmp_path / "tmp"))
         folder = RunFolder(str(tmp_path), rank)
         folder.prepare()
         found.append(kind(read, folder, commands, {}))
@@ -108,3 +109,24 @@ def test_no_number_of_tries_ends_a_start(begin, commands):
     assert "`ray start` has ended there 9 times" in one.report.retried
     commands.last.exit_code = 127
     assert "there is no program 'ray'" in one.step().why
+
+
+@pytest.mark.parametrize(("kind", "rank", "folder"), [(Head, 0, "ray/"), (Worker, 1, "ray/n")])
+def test_every_node_copies_rays_logs(begin, commands, tmp_path, kind, rank, folder):
+    one = begin(kind, rank, RAY_LOG_SYNC_FREQUENCY="9")
+    commands.reap = lambda: setattr(commands.last, "exit_code", 0)
+    one.leave(RunEnd(0, "the driver: exit code 0"))
+    assert commands.started[-1][-2:] == [str(tmp_path / "tmp"), f"{tmp_path}/{folder}"]
+
+
+def test_the_units_of_the_nodes_that_live_are_told_now(begin, tmp_path):
+    """Before the cluster is ready, and when it has lost a node."""
+    head = begin(Head, 0)
+    told = []
+    for alive in ({"127.0.0.1"}, {"127.0.0.1", "10.0.0.1"}, {"127.0.0.1"}):
+        RunFolder(str(tmp_path), 1).report(NodeReport("n2", address="10.0.0.1"))
+        head.step()
+        head._nodes.alive = frozenset(alive)
+        head.step()
+        told.append((tmp_path / "ray_worker_units").read_text())
+    assert told == ["1\n", "2\n", "1\n"]
