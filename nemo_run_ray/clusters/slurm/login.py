@@ -197,7 +197,7 @@ class Login:
             try:
                 session.open()
             except paramiko.SSHException as error:
-                if keys or not _is_refusal(error) or not sys.stdin.isatty():
+                if tunnel.identity or not _is_refusal(error) or not sys.stdin.isatty():
                     raise
                 self._ask_password(session)
         except BaseException:
@@ -271,7 +271,7 @@ class _KnownHosts(paramiko.MissingHostKeyPolicy):
     def __init__(self, hop: Any, config: dict[str, str]) -> None:
         self._host = hop.original_host
         self._login = ["-p", str(hop.port), f"{hop.user}@{hop.original_host}"]
-        self._is_strict = config["stricthostkeychecking"] != "false"
+        self._is_strict = config["stricthostkeychecking"] not in ("false", "no", "off")
         self._files = f"{config['userknownhostsfile']} {config['globalknownhostsfile']}".split()
         self._names = [hop.host.lower()]
         if hop.port != paramiko.config.SSH_PORT:
