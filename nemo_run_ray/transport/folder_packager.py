@@ -19,14 +19,15 @@ from nemo_run.core.packaging.base import Packager
 from nemo_run_ray.checks import strict_init
 from nemo_run_ray.errors import ConfigError, PackagingFailed
 from nemo_run_ray.remote.files import replacing
-from nemo_run_ray.transport import gitignore, platform_limits
+from nemo_run_ray.transport import platform_limits
 from nemo_run_ray.transport.encode import Entry, File, Link
-from nemo_run_ray.transport.tree import matches, read_entry, walk, with_links
+from nemo_run_ray.transport.gitignore import Git
+from nemo_run_ray.transport.tree import Walk, file_size, matches, read_entry, with_links
 
 #: Names the folder or zip that is sent where an executor's packager sends nothing.
 CODE_DIR = "NEMO_RUN_CODE_DIR"
-#: Folders, and files of these names, that are never code: those of version control, and caches.
-_SKIPPED = ("__pycache__", ".git", ".hg", ".svn")
+#: Folders, and files of these names, that are never code: those of version control.
+_SKIPPED = (".git", ".hg", ".svn")
 
 
 @strict_init
@@ -113,15 +114,9 @@ class FolderPackager(Packager):
     def _below(self) -> Iterator[tuple[str, Entry]]:
         """The files and links of the folder, by name."""
         root = Path(self.path).resolve()
-        names = [
-            name
-            for name in walk(root, root, _SKIPPED)
-            if _is_sendable(root / name) and not matches(name, [*_SKIPPED, *self.exclude])
-        ]
-        ignored = gitignore.ignored(root, names)
-        kept = (name for name in names if name not in ignored)
-        chosen = sorted({linked for name in kept for linked in with_links(root, name)})
-        sizes = [(name, (root / name).stat().st_size) for name in chosen if (root / name).is_file()]
+        names = Walk(root, [*_SKIPPED, *self.exclude], Git(root)).below(["."])
+        chosen = sorted({linked for name in names for linked in with_links(root, name)})
+        sizes = [(name, size) for name in chosen if (size := file_size(root / name)) is not None]
         platform_limits.check_source(sizes, platform_limits.MOST_SOURCE_BYTES, str(self))
         for name in chosen:
             yield name, read_entry(root, name, chosen)
@@ -175,11 +170,6 @@ def code_dir() -> FolderPackager | None:
     """What ``NEMO_RUN_CODE_DIR`` names; ``None`` when it is not set or empty."""
     given = os.environ.get(CODE_DIR)
     return _CodeDir(given) if given else None
-
-
-def _is_sendable(path: Path) -> bool:
-    """Whether it is a file or a link; a socket has no contents, and a pipe never ends."""
-    return path.is_symlink() or path.is_file()
 
 
 @contextmanager

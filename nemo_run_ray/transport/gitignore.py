@@ -1,4 +1,4 @@
-"""Which paths git ignores, asked of git itself."""
+"""Which paths git ignores and which it tracks, asked of git itself."""
 
 from __future__ import annotations
 
@@ -6,68 +6,102 @@ import os
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Iterable, Sequence
-from pathlib import Path, PurePosixPath
+from collections.abc import Collection, Iterator
+from functools import cached_property
+from pathlib import Path
 
 from nemo_run_ray.errors import TransportError
 
 
-def ignored(root: Path, names: Sequence[str]) -> set[str]:
-    """The names that ``.gitignore`` files keep out; tracked ones never are.
+class Git:
+    """What git says about the paths of a folder, which may be in a repository or not.
 
     Args:
-        root: of the tree, in a repository or not.
-        names: paths relative to it.
-
-    Raises:
-        TransportError: there is something to ask git, and git is missing or does not answer.
+        root: the folder; all names are paths relative to it.
     """
-    if not names:
-        return set()
-    git = shutil.which("git")
-    inside = git is not None and _is_repository(git, root)
-    if not inside and not any(root.rglob(".gitignore")):
-        return set()
-    if git is None:
-        raise TransportError(
-            f"{root} has .gitignore files, and git, which knows what they mean, is not "
-            "installed. Install it; nothing was sent."
-        )
-    if not inside:
-        with tempfile.TemporaryDirectory() as folder:
-            _run_git([git, "init", "--quiet", "--bare", folder])
-            return _asked([git, f"--git-dir={folder}", f"--work-tree={root}"], root, names)
-    found: set[str] = set()
-    for base, below in _by_repository(root, names).items():
-        start = "" if base == "." else f"{base}/"
-        inner = [name.removeprefix(start) for name in below]
-        found |= {start + name for name in _asked([git], root / base, inner)}
-    return found
+
+    def __init__(self, root: Path) -> None:
+        self._root = root
+        self._tracked: dict[str, set[str]] = {}
+
+    def ignored(self, names: Collection[str]) -> set[str]:
+        """The names that ``.gitignore`` files name; a tracked file is never one of them.
+
+        Raises:
+            TransportError: git is needed, and is missing or does not answer.
+        """
+        if self._is_repository:
+            found: set[str] = set()
+            for base, below in self._by_repository(names).items():
+                inner = [name.removeprefix(base) for name in below]
+                found |= {base + name for name in _ignored(self._root / base, inner)}
+            return found
+        folders = {folder for name in names for folder in _folders(name)}
+        if not any(os.path.exists(self._root / folder / ".gitignore") for folder in folders):
+            return set()
+        if not shutil.which("git"):
+            raise TransportError(
+                f"{self._root} has .gitignore files, and git, which knows what they mean, is not "
+                "installed. Install it; nothing was sent."
+            )
+        with tempfile.TemporaryDirectory() as empty:
+            _run_git(["init", "--quiet", "--bare", empty])
+            options = [f"--git-dir={empty}", f"--work-tree={self._root}"]
+            return _ignored(self._root, names, options)
+
+    def tracked(self, names: Collection[str]) -> set[str]:
+        """The names of tracked files, and of folders with tracked files below them."""
+        found: set[str] = set()
+        for base, below in self._by_repository(names).items() if self._is_repository else ():
+            if base not in self._tracked:
+                files = _answer(self._root / base, ["ls-files", "-z"])
+                self._tracked[base] = {*files, *(f for name in files for f in _folders(name))}
+            found |= {name for name in below if name.removeprefix(base) in self._tracked[base]}
+        return found
+
+    @cached_property
+    def _is_repository(self) -> bool:
+        if not shutil.which("git"):
+            return False
+        done = _run_git(["-C", str(self._root), "rev-parse", "--git-dir"])
+        if done.returncode and b"not a git repository" not in done.stderr:
+            raise _git_failed(self._root, done)  # as it does in a repository of another owner
+        return done.returncode == 0
+
+    def _by_repository(self, names: Collection[str]) -> dict[str, list[str]]:
+        """The names by the repository that they are in: submodules answer for themselves.
+
+        The key is the path of the repository below the root, ``""`` or with a ``/`` at its end.
+        """
+        bases: dict[str, str] = {}
+        found: dict[str, list[str]] = {}
+        for name in names:
+            folder = os.path.dirname(name)
+            if folder not in bases:
+                inner = (above for above in _folders(name) if self._is_repository_in(above))
+                bases[folder] = next((f"{base}/" for base in inner), "")
+            found.setdefault(bases[folder], []).append(name)
+        return found
+
+    def _is_repository_in(self, folder: str) -> bool:
+        return folder != "" and os.path.exists(self._root / folder / ".git")
 
 
-def _is_repository(git: str, root: Path) -> bool:
-    done = _run_git([git, "-C", str(root), "rev-parse", "--git-dir"])
-    if done.returncode and b"not a git repository" not in done.stderr:
-        raise _git_failed(root, done)  # as it does in a repository of another owner
-    return done.returncode == 0
+def _folders(name: str) -> Iterator[str]:
+    """The folders above a path, from the nearest one to the root, which is ``""``."""
+    while name:
+        name = os.path.dirname(name)
+        yield name
 
 
-def _by_repository(root: Path, names: Iterable[str]) -> dict[str, list[str]]:
-    """The names by the folder of the repository that they are in: submodules ask for themselves."""
-    found: dict[str, list[str]] = {}
-    for name in names:
-        above = [str(folder) for folder in PurePosixPath(name).parents]
-        base = next(
-            (folder for folder in above if folder == "." or (root / folder / ".git").exists()), "."
-        )
-        found.setdefault(base, []).append(name)
-    return found
-
-
-def _asked(git: list[str], folder: Path, names: Sequence[str]) -> set[str]:
+def _ignored(folder: Path, names: Collection[str], options: Collection[str] = ()) -> set[str]:
     text = os.fsencode("\0".join(names))
-    done = _run_git([git[0], "-C", str(folder), *git[1:], "check-ignore", "-z", "--stdin"], text)
-    if done.returncode not in (0, 1):  # 1: none of them is ignored
+    return _answer(folder, [*options, "check-ignore", "-z", "--stdin"], text)
+
+
+def _answer(folder: Path, words: list[str], text: bytes = b"") -> set[str]:
+    done = _run_git(["-C", str(folder), *words], text)
+    if done.returncode not in (0, 1):  # 1: no path is ignored
         raise _git_failed(folder, done)
     return set(filter(None, os.fsdecode(done.stdout).split("\0")))
 
@@ -82,4 +116,4 @@ def _git_failed(folder: Path, done: subprocess.CompletedProcess[bytes]) -> Trans
 
 def _run_git(words: list[str], text: bytes = b"") -> subprocess.CompletedProcess[bytes]:
     english = {**os.environ, "LC_ALL": "C"}
-    return subprocess.run(words, input=text, capture_output=True, check=False, env=english)
+    return subprocess.run(["git", *words], input=text, capture_output=True, env=english)

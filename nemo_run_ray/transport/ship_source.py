@@ -60,14 +60,14 @@ class ShipSource(ExperimentPlugin):
         root: of the project.
         include: patterns, relative to the root, of files that are sent beside the packages.
         exclude: patterns of files that are not.
-        collections: names of folders with families of scripts, of which only the family that the
-            task's script belongs to is sent.
+        collections: names of folders with families of scripts. Only the family that the task's
+            script belongs to is sent, and nothing of the package's other collections.
     """
 
     root: str = "."
     include: Sequence[str] = ()
     exclude: Sequence[str] = ()
-    collections: Sequence[str] = ("recipes",)
+    collections: Sequence[str] = ("recipes", "steps")
 
     def __post_init__(self) -> None:
         self.root = str(self.root)
@@ -202,7 +202,7 @@ def _in_tree(path: str, root: Path) -> str | None:
     for base in (Path.cwd(), root):
         whole = Path(os.path.abspath(base / path))
         whole = whole.parent.resolve() / whole.name
-        if whole.is_file() and whole.is_relative_to(root):
+        if os.path.isfile(whole) and whole.is_relative_to(root):
             return whole.relative_to(root).as_posix()
     return None
 
@@ -217,18 +217,21 @@ def _report(source: Source) -> None:
     if source.ignored:
         shown = ", ".join(source.ignored[:10]) + (", …" if len(source.ignored) > 10 else "")
         log.warning(
-            "ShipSource: %d file(s) stay here because .gitignore names them: %s. include=[…] sends "
-            "them.",
+            "ShipSource: %d file(s) or folder(s) stay here because .gitignore names them: %s. "
+            "include=[…] sends them.",
             len(source.ignored),
             shown,
         )
     if source.left_out:
-        log.info("ShipSource: left out as caches, data or models: %s", ", ".join(source.left_out))
-    if source.packages_left_out():
+        log.info(
+            "ShipSource: left out as caches, data, models, or families of other scripts: %s",
+            ", ".join(source.left_out),
+        )
+    if source.packages_left_out:
         log.warning(
             "ShipSource: packages stay here because of their names, which those of caches, data or "
             "models are: %s. include=[…] sends them.",
-            ", ".join(source.packages_left_out()),
+            ", ".join(source.packages_left_out),
         )
 
 

@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-import fnmatch
-import itertools
+import os
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 
 from nemo_run_ray.errors import TransportError
-from nemo_run_ray.transport import gitignore, platform_limits
+from nemo_run_ray.transport import platform_limits
 from nemo_run_ray.transport.encode import Entry, File
-from nemo_run_ray.transport.tree import matches, read_entry, walk, with_links
+from nemo_run_ray.transport.gitignore import Git
+from nemo_run_ray.transport.tree import Walk, file_size, matches, read_entry, with_links
 
-#: Names, or patterns of names, of files and folders that are left out unless ``include`` names
-#: them: caches, environments, data and models.
+#: Names, or patterns of names, of files and folders that are left out unless git tracks them or
+#: ``include`` names them: caches, environments, data and models.
 LEFT_OUT: tuple[str, ...] = (
     *("__pycache__", "*.py[co]", ".git", ".hg", ".svn", ".DS_Store", "*.egg-info", ".eggs"),
     *(".venv", "venv", ".tox", ".nox", "node_modules", ".ipynb_checkpoints"),
@@ -36,26 +36,21 @@ class Source:
     Attributes:
         tree: the entries, by path relative to the root, with ``/``.
         roots: the folders of it that belong on ``PYTHONPATH``.
-        ignored: paths that ``.gitignore`` keeps here.
-        left_out: paths that ``LEFT_OUT`` keeps here.
+        ignored: files and folders that ``.gitignore`` keeps here.
+        left_out: files and folders that ``LEFT_OUT`` or a collection keeps here.
+        packages_left_out: Python packages that ``LEFT_OUT`` keeps here.
     """
 
     tree: dict[str, Entry]
     roots: tuple[str, ...]
     ignored: tuple[str, ...] = ()
     left_out: tuple[str, ...] = field(default=(), repr=False)
+    packages_left_out: tuple[str, ...] = ()
 
     def largest(self, count: int = 10) -> list[tuple[str, int]]:
         """The largest files, with their sizes in bytes."""
         sizes = [(n, len(e.content)) for n, e in self.tree.items() if isinstance(e, File)]
         return sorted(sizes, key=lambda file: (-file[1], file[0]))[:count]
-
-    def packages_left_out(self) -> list[str]:
-        """Python packages that stay here for nothing but their own name."""
-        above = [
-            PurePosixPath(name).parent for name in self.left_out if name.endswith("__init__.py")
-        ]
-        return [str(folder) for folder in above if _is_left_out(folder.name)]
 
 
 def collect(
@@ -74,7 +69,8 @@ def collect(
         include: patterns, relative to the root, of more that is sent, whatever ``LEFT_OUT`` and
             ``.gitignore`` say.
         exclude: patterns, relative to the root, or of names, of what is not sent.
-        collections: names of folders of which only the subfolder with a script is sent.
+        collections: names of folders of which only the subfolder with a script is sent. One that
+            no script is in stays here, when a script is in another one of the same package.
         scripts: paths, relative to the root, of what will run. They are sent whatever ``LEFT_OUT``
             and ``.gitignore`` say, with the packages that they are in or the files beside them.
         most_bytes: more than that is refused before it is read.
@@ -87,17 +83,20 @@ def collect(
     if not root.is_dir():
         raise TransportError(f"ShipSource: there is no folder {root}. Nothing was sent.")
     roots = import_roots(root)
-    asked = {name for name in _globbed(root, include) if not matches(name, exclude)}
-    asked |= _wanted(scripts, exclude)
-    others = _candidates(root, roots, scripts, collections, exclude) - asked
-    left_out = sorted(name for name in others if _is_left_out(name))
-    found = sorted(others.difference(left_out))
-    ignored = gitignore.ignored(root, found)
-    names = asked | {name for name in found if name not in ignored}
+    asked = Walk(root, exclude).below(_globbed(root, include)) | _wanted(scripts, exclude)
+    families = _families(scripts, collections)
+
+    def skips(folder: str) -> bool:
+        return _is_other_family(root, folder, families, collections)
+
+    walk = Walk(root, exclude, Git(root), LEFT_OUT, skips)
+    names = asked | walk.below(_starts(root, roots, scripts, walk))
     chosen = sorted({path for name in names for path in with_links(root, name)})
     _check_chosen(root, chosen, most_bytes)
     tree = {name: read_entry(root, name, chosen) for name in chosen}
-    return Source(tree, roots, tuple(sorted(ignored)), tuple(left_out))
+    reached = {*asked, *(str(above) for name in asked for above in PurePosixPath(name).parents)}
+    ignored, left_out = (sorted(names - reached) for names in (walk.ignored, walk.left_out))
+    return Source(tree, roots, tuple(ignored), tuple(left_out), _packages(root, left_out))
 
 
 def _check_chosen(root: Path, chosen: Sequence[str], most_bytes: int | None) -> None:
@@ -110,18 +109,21 @@ def _check_chosen(root: Path, chosen: Sequence[str], most_bytes: int | None) -> 
         )
     if most_bytes is not None:
         # The size of a link is that of the file it points to, which may be what is sent.
-        sizes = [(name, (root / name).stat().st_size) for name in chosen if (root / name).is_file()]
+        sizes = [(name, size) for name in chosen if (size := file_size(root / name)) is not None]
         platform_limits.check_source(sizes, most_bytes)
 
 
 def import_roots(root: Path) -> tuple[str, ...]:
     """The folders, relative to the root, from which its packages are imported."""
     below = root / "src"
-    is_src = below.is_dir() and any(
-        entry.suffix == ".py" or (entry.is_dir() and any(entry.rglob("*.py")))
-        for entry in below.iterdir()
-    )
-    return ("src",) if is_src and not (below / "__init__.py").exists() else (".",)
+    try:
+        is_src = below.is_dir() and any(
+            entry.suffix == ".py" or (entry.is_dir() and any(entry.rglob("*.py")))
+            for entry in below.iterdir()
+        )
+        return ("src",) if is_src and not (below / "__init__.py").exists() else (".",)
+    except PermissionError:
+        return ("src",)  # the walk refuses it, unless it is left out
 
 
 def find_module(root: Path, module: str) -> str | None:
@@ -129,51 +131,44 @@ def find_module(root: Path, module: str) -> str | None:
     for base in (*import_roots(root), "."):  # commands start in the root
         path = root / base / Path(*module.split("."))
         for file in (path.with_suffix(".py"), path / "__main__.py", path / "__init__.py"):
-            if file.is_file():
+            if os.path.isfile(file):
                 return file.relative_to(root).as_posix()
     return None
 
 
-def _candidates(
-    root: Path,
-    roots: Sequence[str],
-    scripts: Sequence[str],
-    collections: Sequence[str],
-    exclude: Sequence[str],
-) -> set[str]:
-    """The files that are sent for the place where they are, unless another rule keeps them."""
-    names: set[str] = set()
+def _starts(root: Path, roots: Sequence[str], scripts: Sequence[str], walk: Walk) -> Iterator[str]:
+    """The paths whose files are sent for the place where they are."""
     if roots == (".",):
-        for path in sorted(root.iterdir()):
-            if path.suffix == ".py" or (path / "__init__.py").is_file():
-                names.update(walk(root, path))
+        for name in walk.kept(walk.listed(".")):
+            if name.endswith(".py") or _is_package(root / name):
+                yield name
     else:
-        for base in roots:
-            names.update(walk(root, root / base))
+        yield from roots
     for script in scripts:
-        names.add(script)
-        names.update(_beside(root, root / script))
-    families = _families(scripts, collections)
-    return {
-        name
-        for name in names
-        if not matches(name, exclude) and not _is_other_family(root, name, families)
-    }
+        yield from _beside(root, root / script, walk)
 
 
-def _beside(root: Path, script: Path) -> Iterator[str]:
+def _is_package(path: Path) -> bool:
+    """Whether a folder has an ``__init__.py``; one that nobody may look into could have it."""
+    try:
+        return (path / "__init__.py").is_file()
+    except PermissionError:
+        return True  # the walk refuses it
+
+
+def _beside(root: Path, script: Path, walk: Walk) -> Iterator[str]:
     """What a script imports: the package that it is in, or its neighbours."""
     package = None
     for folder in script.parents:
-        if folder == root or not (folder / "__init__.py").is_file():
+        if folder == root or not os.path.isfile(folder / "__init__.py"):
             break
         package = folder
     if package is not None:
-        yield from walk(root, package)
+        yield package.relative_to(root).as_posix()
         return
-    for path in script.parent.iterdir():
-        if path.is_file() and (script.parent != root or path.suffix == ".py"):
-            yield path.relative_to(root).as_posix()
+    for name in walk.listed(script.parent.relative_to(root).as_posix()):
+        if os.path.isfile(root / name) and (script.parent != root or name.endswith(".py")):
+            yield name
 
 
 def _wanted(scripts: Iterable[str], exclude: Sequence[str]) -> set[str]:
@@ -196,35 +191,49 @@ def _globbed(root: Path, patterns: Iterable[str]) -> Iterator[str]:
         found = list(root.glob(pattern))
         if not found:
             raise TransportError(f"ShipSource: include={pattern!r} names nothing in {root}.")
-        for path in found:
-            yield from walk(root, path)
+        yield from (path.relative_to(root).as_posix() for path in found)
 
 
-def _is_left_out(name: str) -> bool:
-    parts = name.split("/")
-    return any(fnmatch.fnmatchcase(part, pattern) for part in parts for pattern in LEFT_OUT)
+def _packages(root: Path, left_out: Iterable[str]) -> tuple[str, ...]:
+    """The Python packages among what is left out for its name."""
+    named = (name for name in left_out if matches(PurePosixPath(name).name, LEFT_OUT))
+    return tuple(name for name in named if os.path.isfile(root / name / "__init__.py"))
 
 
-def _families(scripts: Iterable[str], collections: Sequence[str]) -> dict[str, set[str]]:
-    """For each collection's name the subfolders that scripts are in."""
-    families: dict[str, set[str]] = {}
+#: The subfolders that scripts are in, by the package and the name of a collection. A script that is
+#: in no subfolder adds none.
+_Families = Mapping[tuple[str, str], set[str]]
+
+
+def _families(scripts: Iterable[str], collections: Sequence[str]) -> _Families:
+    families: dict[tuple[str, str], set[str]] = {}
     for script in scripts:
         parts = script.split("/")
-        for above, below in itertools.pairwise(parts[:-1]):
-            if above in collections:
-                families.setdefault(above, set()).add(below)
+        for depth, name in enumerate(parts[:-1]):
+            if name in collections:
+                family = families.setdefault(("/".join(parts[:depth]), name), set())
+                family.update(parts[depth + 1 : -1][:1])
     return families
 
 
-def _is_other_family(root: Path, name: str, families: dict[str, set[str]]) -> bool:
-    parts = name.split("/")
-    for depth, (above, below) in enumerate(itertools.pairwise(parts[:-1])):
-        wanted = families.get(above)
-        if wanted and below not in wanted:
-            # A collection of another package, without such a family, is sent whole.
-            folder = root.joinpath(*parts[: depth + 1])
-            return any((folder / family).is_dir() for family in wanted)
-    return False
+def _is_other_family(
+    root: Path, folder: str, families: _Families, collections: Sequence[str]
+) -> bool:
+    """Whether a folder is a collection, or a family of one, that no script is in.
+
+    Folders whose names begin with ``_`` are shared by the families. Another package is sent whole,
+    unless it has families of the same names.
+    """
+    above, _, name = folder.rpartition("/")
+    packages = {package for (package, _), family in families.items() if family}
+    if name in collections and above in packages and (above, name) not in families:
+        return True
+    package, _, collection = above.rpartition("/")
+    wanted = families.get((package, collection))
+    if wanted is None and package not in packages:
+        same = [family for (_, other), family in families.items() if other == collection]
+        wanted = {one for one in set().union(*same) if (root / above / one).is_dir()}
+    return not (not wanted or name in wanted or name.startswith("_"))
 
 
 def scripts_in(text: str) -> tuple[list[str], list[str]]:

@@ -5,51 +5,123 @@ from __future__ import annotations
 import contextlib
 import fnmatch
 import os
-from collections.abc import Collection, Iterable, Iterator, Sequence
+import re
+import stat
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path, PurePosixPath
 
 from nemo_run_ray.errors import TransportError
 from nemo_run_ray.transport.encode import Entry, File, Link
+from nemo_run_ray.transport.gitignore import Git
 
 
-def walk(root: Path, start: Path, skipped: Collection[str] = ("__pycache__",)) -> Iterator[str]:
-    """The names of all files and links at or below a path, relative to the root.
+class Walk:
+    """The files and links of a tree that are sent. What is left out is not looked into.
 
     Args:
-        root: of the tree.
-        start: a file, a link, or a folder.
-        skipped: names of folders that are not looked into.
-
-    Raises:
-        TransportError: a folder cannot be read.
+        root: of the tree; all names are paths relative to it, with ``/``.
+        exclude: patterns, relative to the root, or of names, of what is left out.
+        git: asked for what ``.gitignore`` names; ``None``: nothing is ignored.
+        left_out: patterns of names of what is left out unless git tracks it.
+        skips: whether a folder is left out for another reason.
     """
-    if start.is_symlink() or not start.is_dir():
-        yield start.relative_to(root).as_posix()
-        return
 
-    def refuse(error: OSError) -> None:
-        raise _unreadable(Path(error.filename), error)
+    def __init__(
+        self,
+        root: Path,
+        exclude: Iterable[str] = (),
+        git: Git | None = None,
+        left_out: Iterable[str] = (),
+        skips: Callable[[str], bool] = lambda folder: False,
+    ) -> None:
+        self._root = root
+        self._exclude = ["__pycache__", *exclude]
+        self._excluded = _one_of(self._exclude)
+        self._git = git
+        self._left_out = _one_of(left_out)
+        self._skips = skips
+        #: Files and folders that ``.gitignore`` keeps here.
+        self.ignored: set[str] = set()
+        #: Files and folders that ``left_out`` and ``skips`` keep here.
+        self.left_out: set[str] = set()
 
-    for folder, folders, files in os.walk(start, onerror=refuse):
-        links = [subfolder for subfolder in folders if Path(folder, subfolder).is_symlink()]
-        for name in files + links:
-            yield Path(folder, name).relative_to(root).as_posix()
-        folders[:] = sorted(
-            subfolder
-            for subfolder in folders
-            if subfolder not in links and subfolder not in skipped
-        )
+    def below(self, starts: Iterable[str]) -> set[str]:
+        """The files and links at or below some paths; ``"."`` is the root.
+
+        Raises:
+            TransportError: a folder cannot be read.
+        """
+        whole = [start for start in starts if start == "." or not matches(start, self._exclude)]
+        level = ["."] if "." in whole else self.kept(whole)
+        found: set[str] = set()
+        while level:  # all folders of one depth at once, since each question starts git anew
+            inner: list[str] = []
+            for name in level:
+                kind = self._kind(name)
+                if stat.S_ISDIR(kind) and self._skips(name):
+                    self.left_out.add(name)
+                elif stat.S_ISDIR(kind):
+                    inner += self.listed(name)
+                elif stat.S_ISREG(kind) or stat.S_ISLNK(kind):  # a pipe or a socket has no contents
+                    found.add(name)
+            level = self.kept(inner)
+        return found
+
+    def kept(self, names: Iterable[str]) -> list[str]:
+        """The names that are not left out; nobody has left out the folders above them."""
+        kept = [
+            name
+            for name in names
+            if not (self._excluded(name) or self._excluded(name.rpartition("/")[2]))
+        ]
+        if self._git is None:
+            return kept
+        left = {name for name in kept if any(map(self._left_out, name.split("/")))}
+        left -= self._git.tracked(left)
+        kept = [name for name in kept if name not in left]
+        ignored = self._git.ignored(kept)
+        ignored -= self._git.tracked(ignored)
+        self.left_out |= left
+        self.ignored |= ignored
+        return [name for name in kept if name not in ignored]
+
+    def listed(self, folder: str) -> list[str]:
+        """All that is in a folder.
+
+        Raises:
+            TransportError: it cannot be read.
+        """
+        path = self._root / folder
+        try:
+            os.stat(os.path.join(path, "."))  # a folder with r and without x can only be listed
+            names = os.listdir(path)
+        except OSError as error:
+            raise _unreadable(path, error) from error
+        return names if folder == "." else [f"{folder}/{name}" for name in names]
+
+    def _kind(self, name: str) -> int:
+        try:
+            return (self._root / name).lstat().st_mode
+        except OSError as error:
+            raise _unreadable(self._root / name, error) from error
+
+
+def _one_of(patterns: Iterable[str]) -> Callable[[str], object]:
+    """A test whether one of the patterns matches a whole text."""
+    each = [fnmatch.translate(str(PurePosixPath(pattern))) for pattern in patterns]
+    return re.compile("|".join(each) or "(?!)").match
 
 
 def matches(name: str, patterns: Iterable[str]) -> bool:
     """Whether a pattern names it, a folder that it is in, or a part of its path."""
     path = PurePosixPath(name)
     wholes = [name, *(str(parent) for parent in path.parents)]
-    return any(
-        fnmatch.fnmatchcase(part, str(PurePosixPath(pattern)))
-        for pattern in patterns
-        for part in (*wholes, *path.parts)
-    )
+    return any(map(_one_of(patterns), (*wholes, *path.parts)))
+
+
+def file_size(path: Path) -> int | None:
+    """The size of a file, or of what a link points to, in bytes; ``None`` if that is no file."""
+    return os.path.getsize(path) if os.path.isfile(path) else None
 
 
 def with_links(root: Path, name: str) -> Iterator[str]:

@@ -6,12 +6,15 @@ import os
 import stat
 import subprocess
 import sys
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 
 import nemo_run as run
 import pytest
 
-from nemo_run_ray import patches
+from nemo_run_ray import FolderPackager, patches
 from nemo_run_ray.errors import SourceTooLarge, TransportError
 from nemo_run_ray.transport import ShipSource, source
 from nemo_run_ray.transport.encode import File, Link
@@ -79,6 +82,33 @@ def test_a_script_of_no_family_takes_all(root):
     fill(root, *RECIPES)
     assert sent(root, collections=["recipes"], scripts=["src/p/core.py"]) == set(RECIPES)
     assert sent(root, collections=["recipes"]) == set(RECIPES)
+
+
+STEPS = (
+    "src/p/cli.py",
+    "src/p/steps/__init__.py",
+    "src/p/steps/_runners/rl.py",
+    "src/p/steps/prep/step.py",
+    "src/p/steps/train/step.py",
+)
+
+
+@pytest.mark.parametrize(
+    ("script", "stays"),
+    [
+        ("src/p/steps/prep/step.py", {"src/p/steps/train/step.py", *RECIPES[2:7]}),
+        ("src/p/recipes/nano/train.py", {*STEPS[1:], RECIPES[6], RECIPES[9]}),
+        ("src/p/steps/index.py", set()),
+        ("src/p/cli.py", set()),
+    ],
+)
+def test_a_collection_that_the_script_is_not_in_stays(root, script, stays):
+    fill(root, *RECIPES, *STEPS, script)
+    executor = run.DockerExecutor(container_image="i")
+    ShipSource(root).setup(run.Script(str(root / script), entrypoint="python"), executor)
+    packager = executor.packager
+    found = sent(root, collections=packager.collections, scripts=packager.scripts)
+    assert found == {*RECIPES, *STEPS, script} - stays
 
 
 def test_include_brings_another_family_back(root):
@@ -349,13 +379,17 @@ def test_gitignore_is_honoured_and_reported(root, is_repository, caplog):
     assert (root / ".git").exists() is is_repository
 
 
-def test_a_tracked_file_travels_though_a_pattern_names_it(root):
-    fill(root, "src/a/__init__.py", "src/a/local.py")
-    (root / ".gitignore").write_text("local.py\n")
+@pytest.mark.parametrize("name", ["local.py", "seeds.jsonl", "checkpoints/a.py", "build/deep/b.py"])
+def test_a_tracked_file_travels_though_a_pattern_names_it(root, name):
+    fill(root, "src/a/__init__.py", f"src/a/{name}")
+    (root / ".gitignore").write_text("local.py\nbuild/\n")
     subprocess.run(["git", "init", "--quiet", str(root)], check=True)
     subprocess.run(["git", "-C", str(root), "add", "-f", "."], check=True)
-    (root / "src/a/local.py").write_text("edited")
-    assert source.collect(root).tree["src/a/local.py"] == File(b"edited")
+    (root / f"src/a/{name}").write_text("edited")
+    fill(root, "src/a/untracked.jsonl", "src/a/build/deep/untracked.py")
+    found = source.collect(root)
+    assert found.tree[f"src/a/{name}"] == File(b"edited")
+    assert not [one for one in found.tree if "untracked" in one]
 
 
 def test_links_within_the_tree_travel_as_links(root):
@@ -380,49 +414,70 @@ def test_executable_bits(root):
     ]
 
 
-@pytest.mark.parametrize("what", ["file", "folder"])
-def test_what_cannot_be_read_is_named(tmp_path, root, what):
+@pytest.mark.parametrize(
+    ("name", "mode"), [("sub/secret.py", 0), ("sub", 0), ("sub", 0o404), ("sub", 0o101)]
+)
+def test_what_cannot_be_read_is_named(root, name, mode, as_nobody):
     fill(root, "src/a/__init__.py", "src/a/sub/secret.py")
-    secret = root / ("src/a/sub/secret.py" if what == "file" else "src/a/sub")
-    secret.chmod(0)
-    modes = {place: stat.S_IMODE(place.stat().st_mode) for place in [root, *root.parents]}
-    modes = {place: mode for place, mode in modes.items() if mode & 0o055 != 0o055}
-    try:
-        if os.getuid():
-            with pytest.raises(TransportError) as caught:
-                source.collect(root)
-            text = str(caught.value)
-        else:  # the superuser reads everything
-            for place, mode in modes.items():
-                place.chmod(mode | 0o055)
-            text = _as_nobody(root)
-    finally:
-        for place, mode in modes.items():
-            place.chmod(mode)
-        secret.chmod(0o755)
-    for word in (str(secret), "cannot be read: Permission denied", "exclude=", "Nothing was sent"):
-        assert word in text
+    secret = root / "src/a" / name
+    secret.chmod(mode)
+    for pack in (source.collect, _packed):
+        text = as_nobody(root, partial(pack, root))
+        for word in (f"{secret} cannot be read: Permission denied", "exclude=", "Nothing was sent"):
+            assert word in text
 
 
-def _as_nobody(root: Path) -> str:
-    """What another user is told: in a child process, because there is no way back."""
-    read, write = os.pipe()
-    child = os.fork()
-    if not child:
-        try:
-            os.close(read)
-            os.setuid(65534)
-            source.collect(root)
-            os.write(write, b"all of it was read")
-        except TransportError as error:
-            os.write(write, str(error).encode())
-        finally:
-            os._exit(0)
-    os.close(write)
-    with os.fdopen(read) as stream:
-        text = stream.read()
-    os.waitpid(child, 0)
-    return text
+@pytest.mark.parametrize("mode", [0, 0o404])
+@pytest.mark.parametrize("name", ["ignored", "excluded", "excluded/sub", "top"])
+def test_what_is_left_out_is_not_looked_into(root, name, mode, as_nobody):
+    """It may be another user's, and have any number of files."""
+    fill(root, "a/__init__.py", *(f"{above}/ignored/x.py" for above in ("a", "a/excluded/sub")))
+    fill(root, "top/__init__.py")
+    (root / ".gitignore").write_text("ignored/\ntop\n")
+    secret = root / name if name == "top" else root / "a" / name
+    secret.chmod(mode)
+    for pack in (source.collect, _packed):
+        assert as_nobody(root, partial(pack, root, exclude=["excluded"])) == "packed"
+
+
+def _packed(root: Path, exclude: Sequence[str] = ()) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        FolderPackager(str(root), exclude=list(exclude)).package(root, folder, "code")
+
+
+@pytest.fixture
+def as_nobody() -> Iterator[Callable[[Path, Callable[[], object]], str]]:
+    """Runs a call as another user, since the superuser reads everything, and returns its error."""
+    modes: dict[Path, int] = {}
+
+    def call(root: Path, work: Callable[[], object]) -> str:
+        for place in [*root.rglob("*"), root, *root.parents]:
+            modes.setdefault(place, stat.S_IMODE(place.stat().st_mode))
+        for place in (root, *root.parents):
+            if modes[place] & 0o055 != 0o055:
+                place.chmod(modes[place] | 0o055)
+        read, write = os.pipe()
+        child = os.fork()  # there is no way back
+        if not child:
+            try:
+                os.close(read)
+                if os.getuid() == 0:
+                    os.setuid(65534)
+                work()
+                os.write(write, b"packed")
+            except TransportError as error:
+                os.write(write, str(error).encode())
+            finally:
+                os._exit(0)
+        os.close(write)
+        with os.fdopen(read) as stream:
+            text = stream.read()
+        os.waitpid(child, 0)
+        return text
+
+    yield call
+    for place, mode in reversed(modes.items()):
+        place.chmod(mode if place.is_file() else mode | 0o700)
 
 
 def test_a_module_is_found_in_its_tree(root):
