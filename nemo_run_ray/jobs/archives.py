@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import io
 import json
+import ntpath
 import os
 import shutil
 import stat
@@ -16,11 +17,11 @@ import tarfile
 import tempfile
 import zipfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, partial
 from pathlib import Path
 from types import MappingProxyType
-from typing import BinaryIO, cast
+from typing import Any, BinaryIO, cast
 
 from nemo_run.core.packaging.base import Packager
 
@@ -31,7 +32,15 @@ from nemo_run_ray.errors import ArchiveTooLarge, ConfigError, PackagingFailed
 from nemo_run_ray.jobs.run_packager import in_words, run_packager
 from nemo_run_ray.planning.entrypoints import REMOTE_PACKAGE
 from nemo_run_ray.planning.job_plan import JobPlan
-from nemo_run_ray.remote.node.rundir import JOBS, MANIFEST, SECRETS, SPEC
+from nemo_run_ray.remote.node.rundir import (
+    JOBS,
+    MANIFEST,
+    RENAMED,
+    SECRETS,
+    SPEC,
+    is_behind,
+    links_out,
+)
 
 #: Zip knows no earlier day; a fixed one keeps equal contents equal.
 _ZIP_EPOCH = (1980, 1, 1, 0, 0, 0)
@@ -74,7 +83,7 @@ class Archive:
         buffer = io.BytesIO()
         with zipfile.ZipFile(buffer, "w", zipfile.ZIP_DEFLATED) as archive:
             for entry in self.entries():
-                info = zipfile.ZipInfo(_utf8(entry.name), _ZIP_EPOCH)
+                info = zipfile.ZipInfo(entry.name, _ZIP_EPOCH)
                 info.compress_type = zipfile.ZIP_DEFLATED
                 info.external_attr = (stat.S_IFREG | entry.mode) << 16
                 with entry.open() as source, archive.open(info, "w") as target:
@@ -106,14 +115,16 @@ def code_archive(packager: Packager, folder: Path, name: str) -> Archive:
         name: names the packager among the experiment's.
 
     Raises:
-        PackagingFailed: the packager raised, or left nothing.
+        PackagingFailed: the packager raised or left no file, or a link leads out of what it packed.
     """
     plain = _plain_tar(run_packager(packager, folder, name))
-    manifest = _manifest(plain)
+    manifest = _manifest(plain, type(packager).__name__)
+    sent_as = {name: f"{RENAMED}/{sent}" for sent, name in manifest["renamed"].items()}
 
     def entries() -> Iterator[Entry]:
-        yield _text(MANIFEST, manifest)
-        yield from _tar_files(plain)
+        yield _text(MANIFEST, json.dumps(manifest, sort_keys=True).encode())
+        for entry in _tar_files(plain):
+            yield replace(entry, name=sent_as.get(entry.name, entry.name))
 
     return Archive(f"The code, {in_words(packager)},", _digest(entries()), entries)
 
@@ -238,16 +249,38 @@ def _tar_files(plain: BinaryIO) -> Iterator[Entry]:
                 yield Entry(_relative(member.name), _FILE, member.size, opener)
 
 
-def _manifest(plain: BinaryIO) -> bytes:
+def _manifest(plain: BinaryIO, packager: str) -> dict[str, Any]:
+    """What Ray's unpacking loses and a node restores; see ``MANIFEST``."""
     with _open_tar(plain) as tar:
-        members = _last_of_name(tar).values()
-        executables = sorted(
-            _relative(member.name)
-            for member in members
-            if (member.isfile() or member.islnk()) and member.mode & stat.S_IXUSR
+        members = _last_of_name(tar)
+    files = sorted(name for name, member in members.items() if member.isfile() or member.islnk())
+    links = {name: member.linkname for name, member in members.items() if member.issym()}
+    if not files:
+        raise PackagingFailed(
+            f"The packager {packager} packed no file. Nothing was sent. Correct its pattern, which "
+            "may match nothing, or the folder that it packs."
         )
-        symlinks = {_relative(member.name): member.linkname for member in members if member.issym()}
-    return json.dumps({"executables": executables, "symlinks": symlinks}, sort_keys=True).encode()
+    refused = [*links_out(links), *(name for name in files if is_behind(name, links))]
+    if refused:
+        raise PackagingFailed(
+            f"What the packager {packager} packed has links that lead out of it, or files behind "
+            f"links: {', '.join(map(repr, refused[:5]))}. Nothing was sent. Leave them out, as by "
+            "FolderPackager(…, exclude=[…]); a task may use absolute paths of its node."
+        )
+    return {
+        "executables": [name for name in files if members[name].mode & stat.S_IXUSR],
+        "symlinks": links,
+        "renamed": {str(n): name for n, name in enumerate(filter(_needs_another_name, files))},
+    }
+
+
+def _needs_another_name(name: str) -> bool:
+    return _ray_skips(name) or name.split("/")[0] in (MANIFEST, RENAMED)
+
+
+def _ray_skips(name: str) -> bool:
+    """Whether Ray leaves out a file of this name, without an error, when it unpacks an archive."""
+    return "\\" in name or bool(ntpath.splitdrive(name)[0])
 
 
 def _last_of_name(tar: tarfile.TarFile) -> dict[str, tarfile.TarInfo]:
@@ -274,7 +307,7 @@ def _contents(tar: tarfile.TarFile, member: tarfile.TarInfo) -> BinaryIO:
     return cast(BinaryIO, file)
 
 
-def _utf8(name: str) -> str:
+def _check_name(name: str) -> None:
     try:
         name.encode()
     except UnicodeEncodeError as error:
@@ -282,7 +315,11 @@ def _utf8(name: str) -> str:
             f"The name of the file {name!r} is not UTF-8, which a zip needs. Nothing was sent. "
             "Rename it or leave it out of the packager's pattern."
         ) from error
-    return name
+    if _ray_skips(name):
+        raise PackagingFailed(
+            f"Ray does not unpack the file {name!r}, since its name has a backslash. Nothing was "
+            "sent. Rename it, or the task that it is named after."
+        )
 
 
 def _folder(root: Path, prefix: str, wanted: Callable[[Path], bool]) -> Iterator[Entry]:
@@ -306,8 +343,9 @@ def _is_needed(path: Path) -> bool:
 def _digest(entries: Iterator[Entry]) -> str:
     digest = hashlib.sha256()
     for entry in entries:
+        _check_name(entry.name)
         head = f"{entry.name}\0{entry.mode:o}\0{entry.size_bytes}\0"
-        digest.update(head.encode("utf-8", "surrogateescape"))
+        digest.update(head.encode())
         with entry.open() as source:
             while data := source.read(_CHUNK_BYTES):
                 digest.update(data)

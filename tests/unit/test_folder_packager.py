@@ -1,5 +1,6 @@
 """A folder or a zip as the code of a task."""
 
+import json
 import os
 import tarfile
 import zipfile
@@ -54,9 +55,11 @@ def test_a_folder_without_what_is_ignored(weird_tmp_path, out):
 def test_executables_and_links_reach_the_archive(tmp_path, out):
     packager = FolderPackager(str(filled(tmp_path / "in")))
     archive = code_archive(packager, out, "code")
-    (manifest,) = [one for one in archive.entries() if "manifest" in one.name]
-    with manifest.open() as file:
-        assert file.read() == b'{"executables": ["run.sh"], "symlinks": {"link.py": "main.py"}}'
+    (entry,) = [one for one in archive.entries() if "manifest" in one.name]
+    with entry.open() as file:
+        manifest = json.load(file)
+    assert manifest["executables"] == ["run.sh"]
+    assert manifest["symlinks"] == {"link.py": "main.py"}
 
 
 def test_equal_contents_give_equal_bytes(tmp_path, out):

@@ -16,11 +16,15 @@ import re
 import shutil
 import stat
 import tempfile
+from collections.abc import Mapping
 
 from ..trust import own_folder
 
-#: File in the code archive that keeps what Ray's unpacking drops: executable bits and symlinks.
+#: File in the code archive that keeps what Ray's unpacking drops: executable bits, symlinks, and
+#: the names of the files in ``RENAMED``.
 MANIFEST = ".nemo_run_ray_manifest.json"
+#: Folder in the code archive: files whose own names Ray skips, or which are those of our files.
+RENAMED = ".nemo_run_ray_manifest.d"
 #: Folder in the job archive: a folder for each job, with its spec, ``configs`` and ``scripts``, and
 #: the user's ``__main__.py``.
 JOBS = "nemo_run_ray_jobs"
@@ -30,6 +34,8 @@ SPEC = "spec.json"
 DISPATCH = "nemo_run_ray_dispatch.json"
 #: File in the archive of secrets.
 SECRETS = "nemo_run_ray_secrets.json"
+#: How many links the kernel follows on one path: path_resolution(7).
+_LINKS_MAX = 40
 #: ``/nemo_run`` as a path of its own, not the tail of another one.
 _MOUNT = re.compile(r"(?<![\w./~})*?\]-])/nemo_run(?![\w.-])")
 
@@ -58,6 +64,7 @@ class RunDir:
 
         Raises:
             PermissionError: the base is not a folder of this user.
+            ValueError: a link of the code would lead out of it.
         """
         self._make_root()
         os.mkdir(self.mount, 0o700)
@@ -123,13 +130,72 @@ def _restore_manifest(code: str) -> None:
     with open(path, encoding="utf-8") as file:
         manifest = json.load(file)
     os.remove(path)
+    links = manifest["symlinks"]
+    refused = links_out(links)
+    if refused:
+        raise ValueError(f"links of the code archive lead out of it: {', '.join(refused)}")
+    renamed = manifest.get("renamed", {})
+    if renamed:
+        aside = os.path.join(os.path.dirname(code), RENAMED)  # a file may have its name
+        os.rename(os.path.join(code, RENAMED), aside)
+        for sent, name in renamed.items():
+            target = os.path.join(code, name)
+            os.makedirs(os.path.dirname(target), exist_ok=True)
+            os.rename(os.path.join(aside, sent), target)
+        os.rmdir(aside)
     for name in manifest["executables"]:
         target = os.path.join(code, name)
         os.chmod(target, os.stat(target).st_mode | stat.S_IXUSR | stat.S_IXGRP | stat.S_IXOTH)
-    for name, link in manifest["symlinks"].items():
+    for name, link in links.items():
         target = os.path.join(code, name)
         os.makedirs(os.path.dirname(target), exist_ok=True)
         os.symlink(link, target)
+
+
+def links_out(links: Mapping[str, str]) -> list[str]:
+    """The links of a folder that lead out of it, by themselves or through others.
+
+    So do links that lie behind others: where they would be made depends on the order.
+
+    Args:
+        links: the target of each link, by its path in the folder.
+    """
+    return [
+        name
+        for name in links
+        if name != os.path.normpath(name).lstrip("/")
+        or _leads_out(name, links)
+        or is_behind(os.path.dirname(name), links)
+    ]
+
+
+def is_behind(folder: str, links: Mapping[str, str]) -> bool:
+    """Whether a folder, or one above it, is a link."""
+    while folder and folder not in links:
+        folder = os.path.dirname(folder)
+    return bool(folder)
+
+
+def _leads_out(name: str, links: Mapping[str, str]) -> bool:
+    ahead = name.split("/")[::-1]
+    behind: list[str] = []
+    followed = 0
+    while ahead and followed <= _LINKS_MAX:
+        part = ahead.pop()
+        if part == "..":
+            if not behind:
+                return True
+            behind.pop()
+        elif part not in ("", "."):
+            behind.append(part)
+            target = links.get("/".join(behind))
+            if target is not None:
+                if target.startswith("/"):
+                    return True
+                followed += 1
+                behind.pop()
+                ahead += target.split("/")[::-1]
+    return False
 
 
 def take_secrets(names: tuple[str, ...]) -> dict[str, str]:

@@ -16,6 +16,7 @@ import pytest
 from nemo_run.core.packaging.base import Packager
 from nemo_run.core.packaging.git import GitArchivePackager
 from nemo_run.core.packaging.pattern import PatternPackager
+from ray._private.runtime_env.packaging import unzip_package
 
 from nemo_run_ray.errors import ArchiveTooLarge, ConfigError, PackagingFailed
 from nemo_run_ray.jobs import archives
@@ -28,7 +29,7 @@ from nemo_run_ray.jobs.archives import (
     secrets_archive,
 )
 from nemo_run_ray.planning.job_plan import JobPlan
-from nemo_run_ray.remote.node.rundir import JOBS, MANIFEST, SECRETS
+from nemo_run_ray.remote.node.rundir import JOBS, MANIFEST, RENAMED, SECRETS, RunDir
 from nemo_run_ray.remote.spec import JobSpec, from_json
 
 
@@ -89,7 +90,7 @@ def test_what_travels(pack, hostile):
     assert found == {
         "a.py": b"print(1)",
         "bin/tool": b"#!/bin/sh\n",
-        f"deep/{hostile}": b"x",
+        f"{RENAMED}/0": b"x",  # Ray skips its name, which has a backslash
         "empty": b"",
     }
 
@@ -98,6 +99,7 @@ def test_the_manifest_keeps_executables_and_symlinks(pack):
     assert _manifest(pack(*_TREE)) == {
         "executables": ["bin/tool"],
         "symlinks": {"bin/latest": "tool"},
+        "renamed": {},
     }
 
 
@@ -152,6 +154,70 @@ def test_what_escapes_is_refused(pack, name):
 @pytest.mark.parametrize("name", ["..data/x", "...", "a..b"])
 def test_names_with_dots_do_not_escape(pack, name):
     assert _unzip(pack((name, b"x", 0o644)))[name] == b"x"
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "back\\slash",
+        "a:b",
+        "1:x/y",
+        "é:é",
+        "deep/\\/x",
+        "c:\\x",
+        MANIFEST,
+        f"{RENAMED}/0",
+        "deep/a:b",
+    ],
+)
+def test_every_name_arrives(pack, tmp_path, name):
+    """Ray unpacks the archive, and skips what its unpacking calls unsafe without an error."""
+    members = [(name, b"x", 0o755), ("other", b"", 0o644), ("link", name, _SYMLINK)]
+    (tmp_path / "sent.zip").write_bytes(pack(*members).pack())
+    unpacked, run_dir = str(tmp_path / "unpacked"), RunDir("exp.job", str(tmp_path / "base"))
+    unzip_package(str(tmp_path / "sent.zip"), unpacked, False, False)
+    run_dir.create(str(tmp_path / "jobs"), "job", unpacked)
+    code = Path(run_dir.code)
+    arrived = {path.relative_to(code).as_posix() for path in code.rglob("*") if not path.is_dir()}
+    assert arrived == {name, "other", "link"}
+    assert (code / "link").read_bytes() == b"x"
+    assert os.access(code / name, os.X_OK)
+
+
+def test_a_job_whose_files_ray_skips_is_refused(job_dir, tmp_path):
+    (job_dir / "scripts/back\\slash.sh").touch()
+    with pytest.raises(
+        PackagingFailed, match=r"does not unpack .*back.*slash\.sh.*Nothing was sent"
+    ):
+        job_archive([_plan("true")], {"job": [job_dir]}, tmp_path / "absent")
+
+
+@pytest.mark.parametrize("members", [[], [("folder", "", tarfile.DIRTYPE)], [_TREE[2]]])
+def test_an_archive_without_a_file_is_refused(pack, members):
+    with pytest.raises(PackagingFailed, match="MemberPackager packed no file"):
+        pack(*members)
+
+
+def test_a_pattern_that_matches_nothing_is_refused(tree, tmp_path):
+    packager = PatternPackager(include_pattern=f"{tree}/*.none", relative_path=str(tree))
+    with pytest.raises(PackagingFailed, match="PatternPackager packed no file"):
+        _code_of(packager, tmp_path)
+
+
+@pytest.mark.parametrize(
+    "links",
+    [
+        {"out": "/etc/hostname"},
+        {"deep/out": "../../x"},
+        {"in": ".", "out": "in/../x"},
+        {"a": "b", "b": "c", "c": ".."},
+        {"a": ".", "a/out": "x"},
+        {"bin": "x"},  # which is a folder with a file
+    ],
+)
+def test_a_link_that_leads_out_is_refused(pack, links):
+    with pytest.raises(PackagingFailed, match=r"lead out of it.*Nothing was sent"):
+        pack(*_TREE[:2], *((name, target, _SYMLINK) for name, target in links.items()))
 
 
 def test_a_name_that_is_no_utf8(pack):
@@ -272,8 +338,12 @@ def test_git_archive_packager(repository, tmp_path, hostile, monkeypatch):
     (repository / "uncommitted").touch()
     monkeypatch.chdir(repository / "pkg")
     found = _code_of(GitArchivePackager(), tmp_path)
-    assert set(_unzip(found)) == {MANIFEST, "pkg/a b.py", "tool", hostile}
-    assert _manifest(found) == {"executables": ["tool"], "symlinks": {"latest": "tool"}}
+    assert set(_unzip(found)) == {MANIFEST, "pkg/a b.py", "tool", f"{RENAMED}/0"}
+    assert _manifest(found) == {
+        "executables": ["tool"],
+        "symlinks": {"latest": "tool"},
+        "renamed": {"0": hostile},
+    }
 
 
 def test_git_archive_packager_with_extra_files(repository, tmp_path, monkeypatch):
