@@ -9,20 +9,17 @@ from typing import Any
 from nemo_run_ray.checks import nearest
 from nemo_run_ray.cluster_files.credentials import looks_like_credential
 from nemo_run_ray.cluster_files.document import Document, KeyPath
-from nemo_run_ray.cluster_files.foreign import Draft, Keys, at, dashboard_address, shown
+from nemo_run_ray.cluster_files.foreign import Draft, Keys, at, shown
 from nemo_run_ray.cluster_files.interpolation import (
     Interpolation,
     Unresolved,
     variables_of,
 )
 from nemo_run_ray.cluster_files.reading import Reading
-from nemo_run_ray.errors import ConfigError
 
 NAME = "env.toml"
 #: Tables that are no profiles.
 RESERVED = ("wandb", "cli", "cache", "artifacts")
-#: Variable with the address of the cluster, where the profile has none.
-CLUSTER_VARIABLE = "NEMOTRON_EXISTING_RAY_CLUSTER"
 
 _SLURM = "It is for Slurm; on Ray, labels and resources say where a task runs."
 _TUNNEL = "It is for Slurm over SSH; jobs reach Ray through its dashboard."
@@ -47,7 +44,7 @@ _REASONS = {
         ),
         _SLURM,
     ),
-    **dict.fromkeys(("tunnel", "host", "user", "identity", "remote_job_dir"), _TUNNEL),
+    **dict.fromkeys(("tunnel", "host", "user", "identity"), _TUNNEL),
     **dict.fromkeys(
         (
             "resource_shape",
@@ -84,18 +81,22 @@ _REASONS = {
     ),
     "repo_root": "The packager of the executor says which code travels.",
     "ray_version": "The cluster has its own Ray.",
+    "existing_ray_cluster": "It is the name of a Ray cluster on Lepton; `ray_address` is for one "
+    "that has an address.",
+    "pip_extras": "The nodes need these packages already: an environment of the job's own would "
+    "keep its Ray programs from setting theirs. `RayExecutor(runtime_env=…)` makes one.",
 }
 _PROCESSES = ("nprocs_per_node", "ntasks_per_node", "nproc_per_node")
 _IMAGES = ("container_image", "container")
 _USED = (
     "extends",
     "executor",
-    "existing_ray_cluster",
+    "ray_address",
+    "remote_job_dir",
     "nodes",
     "gpus_per_node",
     "env_vars",
     "startup_commands",
-    "pip_extras",
     *_PROCESSES,
     *_IMAGES,
 )
@@ -143,7 +144,9 @@ def read(document: Document, profile: str, environ: Mapping[str, str]) -> Readin
     keys = _Profile(document, _chain(document, profile), environ)
     draft = Draft("Nemotron env.toml", keys)
     _check_executor(keys)
-    _put_address(draft, environ)
+    address = keys.address("ray_address")
+    if address is not None:
+        draft.put(("cluster", "address"), address, ("ray_address",))
     _put_first(draft, _IMAGES, "image", keys.text)
     _put_first(draft, ("nodes",), "nodes", keys.whole)
     _put_first(draft, _PROCESSES, "ntasks_per_node", keys.whole)
@@ -151,9 +154,10 @@ def read(document: Document, profile: str, environ: Mapping[str, str]) -> Readin
     if keys.texts("startup_commands"):
         commands = keys.texts("startup_commands")
         draft.put(("defaults", "startup_commands"), commands, ("startup_commands",))
-    if keys.texts("pip_extras"):
-        packages = {"pip": keys.texts("pip_extras")}
-        draft.put(("defaults", "runtime_env"), packages, ("pip_extras",))
+    shared = keys.text("remote_job_dir")
+    if shared is not None:  # as Nemotron does on every executor; env_vars come first
+        draft.put(("env", "set", "NEMO_RUN_DIR"), shared, ("remote_job_dir",))
+        draft.put(("env", "set", "HF_HOME"), f"{shared}/hf", ("remote_job_dir",))
     for name in keys.table("env_vars"):
         _put_variable(draft, keys, name)
     draft.ignore_rest((), _USED, _REASONS)
@@ -271,22 +275,9 @@ def _check_executor(keys: Keys) -> None:
     raise keys.refuse(
         ("executor",),
         f'{found}, not for Ray; expected executor = "ray", with the address of a cluster as '
-        "existing_ray_cluster, such as http://<head>:8265. A profile of its own may extend this "
+        "ray_address, such as http://<head>:8265. A profile of its own may extend this "
         "one and say so.",
     )
-
-
-def _put_address(draft: Draft, environ: Mapping[str, str]) -> None:
-    path: KeyPath = ("existing_ray_cluster",)
-    address, note = draft.keys.address(*path), ""
-    if address is None and environ.get(CLUSTER_VARIABLE):
-        note = f": {CLUSTER_VARIABLE} of your environment"
-        try:
-            address = dashboard_address(environ[CLUSTER_VARIABLE])
-        except ValueError as error:
-            raise ConfigError(f"{CLUSTER_VARIABLE} of your environment: {error}") from error
-    if address is not None:
-        draft.put(("cluster", "address"), address, path, note)
 
 
 def _put_first(

@@ -24,8 +24,7 @@ _ENV_TOML = "Nemotron env.toml"
 _NO_CLUSTER = (
     "the file names no cluster; expected `address: http://<head>:8265`, `local: {}` for the "
     "embedded Ray of this machine, or `slurm:` with an account and a job_dir.",
-    'the profile names no cluster; expected existing_ray_cluster = "http://<head>:8265", or the '
-    "variable NEMOTRON_EXISTING_RAY_CLUSTER.",
+    'the profile names no cluster; expected ray_address = "http://<head>:8265".',
 )
 
 

@@ -67,7 +67,7 @@ env_vars: [GREETING=hello]
 ENV_TOML = f"""\
 [base]
 executor = "ray"
-existing_ray_cluster = "{URL}"
+ray_address = "{URL}"
 env_vars = {{GREETING = "hello"}}
 [hosts]
 extends = "base"

@@ -61,7 +61,7 @@ def test_profiles_for_other_executors_are_no_wrong_ones(clusters, tmp_path, monk
     path = tmp_path / "env.toml"
     path.write_text(
         '[slurm]\nexecutor = "slurm"\n[base]\nexecutor = "ray"\n'
-        'existing_ray_cluster = "http://h:1"\n[gpu]\nextends = "base"\n[lost]\nextends = "no"\n'
+        'ray_address = "http://h:1"\n[gpu]\nextends = "base"\n[lost]\nextends = "no"\n'
     )
     monkeypatch.setenv("NEMOTRON_ENV_FILE", str(path))
     rows = {row["name"]: row for row in json.loads(clusters("--json"))}

@@ -170,7 +170,7 @@ def test_a_reserved_table_is_no_parent(refusal):
 def test_variables_of_the_environment_and_defaults(read):
     lines = (
         'container_image = "a:${oc.env:TAG}"',
-        'existing_ray_cluster = "${oc.env:HEAD,http://head:8265}"',
+        'ray_address = "${oc.env:HEAD,http://head:8265}"',
         'startup_commands = ["cd ${oc.env:WS,${oc.env:ROOT,/w}}/x", "echo ${oc.env:NO,\'\'}"]',
     )
     values = read(_team(*lines), TAG="1", ROOT="/r").values
@@ -266,30 +266,27 @@ def test_another_profile_may_make_one_for_ray(read):
         ("auto", "auto"),
     ],
 )
-def test_existing_ray_cluster_is_the_address(read, given, address):
-    reading = read(_team(f'existing_ray_cluster = "{given}"'))
+def test_ray_address_is_the_address_of_the_dashboard(read, given, address):
+    reading = read(_team(f'ray_address = "{given}"'))
 
     assert reading.values["cluster"] == {"address": address}
-    assert reading.sources["cluster", "address"].endswith("env.toml:3 (team.existing_ray_cluster)")
+    assert reading.sources["cluster", "address"].endswith("env.toml:3 (team.ray_address)")
 
 
-def test_a_name_of_a_cluster_is_no_address(refusal):
-    text = refusal(_team('existing_ray_cluster = "my-lepton-cluster"'))
+def test_a_name_is_no_address(refusal):
+    text = refusal(_team('ray_address = "my-ray-cluster"'))
 
-    assert text.startswith(":3: team.existing_ray_cluster: it is 'my-lepton-cluster'; expected")
+    assert text.startswith(":3: team.ray_address: it is 'my-ray-cluster'; expected")
 
 
-def test_the_cluster_may_be_in_the_environment(read, load):
-    reading = read(_team(), NEMOTRON_EXISTING_RAY_CLUSTER="ray://head:1")
-    assert reading.values["cluster"] == {"address": "http://head:8265"}
-    assert "NEMOTRON_EXISTING_RAY_CLUSTER" in reading.sources["cluster", "address"]
+@pytest.mark.parametrize("value", ['"my-lepton-cluster"', '"http://head:8265"', "3"])
+def test_existing_ray_cluster_is_the_name_of_one_on_lepton(read, value):
+    lepton = f'[lepton]\nexecutor = "lepton"\nexisting_ray_cluster = {value}\n'
+    variables = {"NEMOTRON_EXISTING_RAY_CLUSTER": "my-lepton-cluster"}
+    reading = read(lepton + _team('extends = "lepton"', 'ray_address = "auto"'), **variables)
 
-    given = _team('existing_ray_cluster = "auto"')
-    reading = read(given, NEMOTRON_EXISTING_RAY_CLUSTER="ray://head:1")
-    assert reading.values["cluster"] == {"address": "auto"}
-
-    with pytest.raises(ConfigError, match=r"^NEMOTRON_EXISTING_RAY_CLUSTER of your \w+: it"):
-        env_toml.read(load(_team()), "team", {"NEMOTRON_EXISTING_RAY_CLUSTER": "x"})
+    assert reading.values == {"cluster": {"address": "auto"}}
+    assert "Lepton" in _ignored(reading)["lepton.existing_ray_cluster"]
 
 
 def test_without_an_address_no_cluster_is_named(read):
@@ -353,10 +350,27 @@ def test_startup_commands_run_before_the_task(read):
     assert reading.values["defaults"] == {"startup_commands": ["source /opt/env.sh", "true"]}
 
 
-def test_pip_extras_are_packages_of_the_runtime_env(read):
+def test_pip_extras_make_no_runtime_env(read):
+    """A Ray program of the task could not set one of its own then."""
     reading = read(_team('pip_extras = ["rich", "typer==1"]'))
 
-    assert reading.values["defaults"] == {"runtime_env": {"pip": ["rich", "typer==1"]}}
+    assert reading.values == {}
+    assert "runtime_env" in _ignored(reading)["team.pip_extras"]
+
+
+@pytest.mark.parametrize(
+    ("own", "expected"),
+    [
+        ("", {"NEMO_RUN_DIR": "/shared/me", "HF_HOME": "/shared/me/hf"}),
+        ('HF_HOME = "/hub"', {"NEMO_RUN_DIR": "/shared/me", "HF_HOME": "/hub"}),
+    ],
+)
+def test_remote_job_dir_is_where_outputs_lie(read, own, expected):
+    lines = ('remote_job_dir = "/shared/${oc.env:USER}"', "[team.env_vars]", own)
+    reading = read(_team(*lines), USER="me")
+
+    assert reading.values == {"env": {"set": expected}}
+    assert reading.sources["env", "set", "NEMO_RUN_DIR"].endswith(":3 (team.remote_job_dir)")
 
 
 # ---------------------------------------------------------------------- variables
@@ -439,7 +453,7 @@ def test_a_variable_that_is_a_list_is_refused(refusal):
 
 def test_keys_that_mean_nothing_on_ray_are_told_once_with_the_reason(read):
     known = (
-        "account partition time mem exclusive tunnel host user identity remote_job_dir mounts "
+        "account partition time mem exclusive tunnel host user identity mounts "
         "resource_shape node_group nemo_run_dir shared_memory_size base_url kube_apiserver_url "
         "client_id client_secret app_id app_secret project_name pvc_nemo_run_dir pvcs custom_spec "
         "repo_root ray_version run_command"

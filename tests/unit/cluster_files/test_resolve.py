@@ -336,7 +336,7 @@ def test_nemo_skills_default_counts_where_it_is_for_ray(write, monkeypatch):
 
 def test_a_profile_of_an_env_toml(tmp_path, configs):
     (tmp_path / "cwd" / "env.toml").write_text(
-        '[base]\nexecutor = "ray"\nexisting_ray_cluster = "http://head:8265"\nnodes = 2\n'
+        '[base]\nexecutor = "ray"\nray_address = "http://head:8265"\nnodes = 2\n'
         '[gpu]\nextends = "base"\ngpus_per_node = 8\npartition = "x"\n'
     )
     found = RayExecutor(cluster="gpu").resolved()

@@ -74,9 +74,7 @@ def test_a_path_that_is_not_there(tmp_path):
         search.find("./x.yaml")
 
 
-ENV_TOML = (
-    '[gpu]\nexecutor = "ray"\nexisting_ray_cluster = "http://head:8265"\n[wandb]\nproject = "x"\n'
-)
+ENV_TOML = '[gpu]\nexecutor = "ray"\nray_address = "http://head:8265"\n[wandb]\nproject = "x"\n'
 
 
 def test_a_profile_of_an_env_toml(write, tmp_path):
