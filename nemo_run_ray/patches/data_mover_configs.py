@@ -146,7 +146,8 @@ def _script(executor: Any, source: str, target: str, quote: Callable[[str], str]
 
 
 def _encoded(executor: Any, source: str) -> str:
-    data = tarball(Path(source), unread(executor.job_name))
+    name = getattr(executor, "job_name", None)  # NeMo-Run sets it in assign()
+    data = tarball(Path(source), unread(name) if name else frozenset())
     return base64.b64encode(data).decode("ascii")
 
 
