@@ -6,73 +6,98 @@ import functools
 from collections.abc import Sequence
 from typing import Any
 
+from nemo_run.config import Script
 from nemo_run.core.execution.base import Executor
 from nemo_run.run.job import JobGroup
 
 from nemo_run_ray.patches.base import Edit, Patch
 
 _REFUSAL = "Unsupported executor type."
+_OPT_IN = "supports_job_group"
 
 
 class JobGroupPatch(Patch):
     name = "job_group"
     why = (
         "JobGroup takes any executor whose classmethod supports_job_group() returns True, instead "
-        "of a closed list of classes."
+        "of a closed list of classes, and makes one job of the group where the class has merge()."
     )
-    retired_by = "Executor.supports_job_group() in NeMo-Run itself (issue 537 there)"
+    retired_by = (
+        "a JobGroup of NeMo-Run itself that merges the executors of other packages (issue 537 "
+        "there; its pull request 587 only lets them in)"
+    )
 
     def is_needed(self) -> bool:
-        return bool(self._done) or not hasattr(Executor, "supports_job_group")
+        return not _merges(JobGroup)
 
     def edits(self) -> Sequence[Edit]:
-        listed: Any = vars(JobGroup).get("SUPPORTED_EXECUTORS")
-        self.must(isinstance(listed, list), "JobGroup.SUPPORTED_EXECUTORS")
         build = vars(JobGroup).get("__post_init__")
         self.must(callable(build), "JobGroup.__post_init__")
-        return [
-            Edit(Executor, "supports_job_group", _supports(listed)),
-            Edit(JobGroup, "SUPPORTED_EXECUTORS", _AskingList(listed)),
-            Edit(JobGroup, "__post_init__", _merging(build, listed)),
-        ]
+        edit = Edit(JobGroup, "__post_init__", _merging(build))
+        trial = type("Trial", (JobGroup,), {edit.name: edit.value})
+        self.must(_merges(trial), "JobGroup.__post_init__")
+        return [edit]
 
 
-class _AskingList(list):  # type: ignore[type-arg]
-    """NeMo-Run's list, which asks a class whether the list holds it."""
+class _Foreign(Executor):
+    """An executor of another package, to try how NeMo-Run groups such executors."""
 
-    def __contains__(self, kind: object) -> bool:
-        supports = getattr(kind, "supports_job_group", None)
-        return bool(callable(supports) and supports()) or super().__contains__(kind)
+    @classmethod
+    def supports_job_group(cls) -> bool:
+        return True
 
-
-def _supports(listed: list[type]) -> classmethod[Any, Any, bool]:
-    def supports_job_group(cls: type) -> bool:
-        """Whether a ``JobGroup`` may use executors of this class; subclasses override it."""
-        return cls in listed
-
-    return classmethod(supports_job_group)
+    @classmethod
+    def merge(cls, executors: list[Any], num_tasks: int) -> _Foreign:
+        return cls()
 
 
-def _merging(build: Any, listed: list[type]) -> Any:
+def _merges(kind: type[JobGroup]) -> bool:
+    """Whether this kind of group makes one job of another package's executors."""
+    try:
+        group = kind(id="trial", tasks=[Script(inline="true")], executors=[_Foreign()])
+    except Exception:  # whatever refuses them
+        return False
+    return bool(group._merge) and isinstance(group.executors, _Foreign)
+
+
+def _says(kind: type) -> bool | None:
+    """What a class of another package says of groups; ``None`` when it says nothing."""
+    owner = next((base for base in kind.__mro__ if _OPT_IN in vars(base)), None)
+    if owner is None or owner.__module__.partition(".")[0] == "nemo_run":
+        return None  # NeMo-Run knows itself how to group what inherits its answer
+    return bool(getattr(kind, _OPT_IN)())
+
+
+def _merging(build: Any) -> Any:
     @functools.wraps(build)
-    def __post_init__(self: JobGroup) -> None:  # noqa: N807
+    def __post_init__(self: Any) -> None:  # noqa: N807
         given = self.executors
+        executors = [given] if isinstance(given, Executor) else given
+        kinds = {type(executor) for executor in executors}
+        # Others replace the class's list, or append to it, so it is read anew for each group.
+        listed = getattr(type(self), "SUPPORTED_EXECUTORS", ())
+        self.SUPPORTED_EXECUTORS = [*listed, *filter(_says, kinds)]
         try:
             build(self)
         except AssertionError as error:
             if str(error) != _REFUSAL:
                 raise
-            refused = type(given if isinstance(given, Executor) else given[0]).__name__
-            raise AssertionError(
-                f"{_REFUSAL}\n{refused} does not say that it can run groups: a classmethod "
-                "supports_job_group() that returns True lets it in, and a classmethod "
-                "merge(executors, num_tasks) makes one job of the group."
-            ) from None
-        executors = [given] if isinstance(given, Executor) else given
-        kind = type(executors[0])
-        # NeMo-Run itself merges those that it lists, or means not to.
-        if kind not in listed and kind.supports_job_group() and hasattr(kind, "merge"):
+            raise AssertionError(f"{_REFUSAL}\n{_why_refused(*kinds)}") from None
+        finally:
+            del self.SUPPORTED_EXECUTORS
+        (kind,) = kinds
+        if not self._merge and _says(kind) and hasattr(kind, "merge"):
             self.executors = kind.merge(executors, num_tasks=len(self.tasks))
             self._merge = True
 
     return __post_init__
+
+
+def _why_refused(kind: type) -> str:
+    if _says(kind) is False:
+        return f"{kind.__name__}.supports_job_group() returns False: it runs no groups."
+    return (
+        f"{kind.__name__} does not say that it can run groups: a classmethod "
+        "supports_job_group() that returns True lets it in, and a classmethod "
+        "merge(executors, num_tasks) makes one job of the group."
+    )

@@ -1,13 +1,14 @@
 """The patch ``job_group`` on the NeMo-Run that is installed."""
 
-import copy
+import inspect
 import json
 import logging
 import os
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
+import textwrap
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -141,15 +142,12 @@ def test_importing_us_applies_it(patch):
     assert patches.status()["job_group"] == "applied"
 
 
-def test_it_changes_three_attributes_and_puts_them_back(unpatched):
+def test_it_changes_one_attribute_and_puts_it_back(unpatched):
     before = _held()
-    assert not hasattr(Executor, OPT_IN)
     undo = unpatched.apply()
-    changed = _differences(before, _held())
-    assert changed == ["SUPPORTED_EXECUTORS", "__post_init__", "supports_job_group"]
+    assert _differences(before, _held()) == ["__post_init__"]
     assert undo() is True
     assert _differences(before, _held()) == []
-    assert not hasattr(Executor, OPT_IN)
 
 
 def test_twice_is_once(unpatched):
@@ -161,28 +159,6 @@ def test_twice_is_once(unpatched):
     assert _differences(once, _held()) == []
     assert unpatched.undo()
     assert _differences(before, _held()) == []
-
-
-def test_the_list_reads_as_before(unpatched):
-    listed = list(JobGroup.SUPPORTED_EXECUTORS)
-    unpatched.apply()
-    assert isinstance(JobGroup.SUPPORTED_EXECUTORS, list)
-    assert list(JobGroup.SUPPORTED_EXECUTORS) == listed
-    assert len(JobGroup.SUPPORTED_EXECUTORS) == len(listed)
-    assert all(kind in JobGroup.SUPPORTED_EXECUTORS for kind in listed)
-    assert copy.copy(JobGroup.SUPPORTED_EXECUTORS) == listed
-    for other in (Executor, Unlisted, OwnLocal, "LocalExecutor", None):
-        assert other not in JobGroup.SUPPORTED_EXECUTORS
-
-
-def test_every_executor_says_whether_it_supports_groups(patch):
-    assert not Executor.supports_job_group()
-    assert not Unlisted.supports_job_group()
-    assert not OwnLocal.supports_job_group()
-    for kind in (run.LocalExecutor, run.SlurmExecutor, run.DockerExecutor, RayExecutor):
-        assert kind.supports_job_group() is True
-        assert kind in JobGroup.SUPPORTED_EXECUTORS
-    assert run.LocalExecutor().supports_job_group() is True
 
 
 def test_somebodys_wrapper_of_a_target_is_left_alone(patch, caplog):
@@ -301,28 +277,24 @@ def test_a_mixed_group_is_nemo_runs_error(patch):
         assert str(caught.value) == "All executors must be of the same type."
 
 
-def test_one_that_somebody_added_to_the_list_after_us_is_let_in(patch):
-    """As without the patch: until now, appending to the list was the only way in."""
-    before = list(JobGroup.SUPPORTED_EXECUTORS)
-    try:
-        JobGroup.SUPPORTED_EXECUTORS.append(Unlisted)
-        group = _group(Unlisted())
-    finally:
-        JobGroup.SUPPORTED_EXECUTORS[:] = before
-    assert group._merge is False
-    assert len(group.executors) == 2
-
-
-def test_one_that_somebody_added_to_the_list_before_us_is_let_in(unpatched):
-    JobGroup.SUPPORTED_EXECUTORS.append(Unlisted)
-    try:
+@pytest.mark.parametrize("when", ["before us", "after us"])
+@pytest.mark.parametrize("replaced", [True, False])
+def test_a_list_that_somebody_else_changes_lets_his_in_and_ours(unpatched, when, replaced):
+    """Appending to the list, or setting another one, has been the only way in."""
+    listed = JobGroup.SUPPORTED_EXECUTORS
+    others = (*listed, Unlisted, RayExecutor) if replaced else [*listed, Unlisted]
+    with pytest.MonkeyPatch.context() as other:
+        if when == "after us":
+            unpatched.apply()
+        other.setattr(JobGroup, "SUPPORTED_EXECUTORS", others)
         unpatched.apply()
-        group = _group(Unlisted())
+        assert unpatched.status() == "applied"
+        theirs = _group(Unlisted())
+        assert (theirs._merge, len(theirs.executors)) == (False, 2)
+        assert _group([RayExecutor(role="a"), RayExecutor(role="b")])._merge
+        assert _group(Merging(size=1)).executors.parts == [1, 1]
         unpatched.undo()
-    finally:
-        JobGroup.SUPPORTED_EXECUTORS.remove(Unlisted)
-    assert group._merge is False
-    assert len(group.executors) == 2
+        assert JobGroup.SUPPORTED_EXECUTORS is others
 
 
 # ---------------------------------------------------------------------- other people's executors
@@ -379,8 +351,15 @@ def test_their_groups_are_saved_and_loaded(patch):
         assert again.executors == group.executors
 
 
-@pytest.mark.parametrize("kind", [Unlisted, Refusing])
-def test_one_that_does_not_support_groups_is_told_how_to(patch, unique, kind):
+@pytest.mark.parametrize(
+    ("kind", "words"),
+    [
+        (Unlisted, ("does not say", "classmethod", OPT_IN, "merge(executors, num_tasks)")),
+        (OwnLocal, ("does not say",)),
+        (Refusing, ("Refusing.supports_job_group() returns False",)),
+    ],
+)
+def test_the_refusal_says_what_the_class_says(patch, unique, kind, words):
     with (
         run.Experiment(unique) as experiment,
         pytest.raises(AssertionError, match=r"^Unsupported executor type\.\n") as caught,
@@ -388,7 +367,7 @@ def test_one_that_does_not_support_groups_is_told_how_to(patch, unique, kind):
         experiment.add(_tasks(), executor=kind(), name="g")
     assert experiment.jobs == []
     _, line = str(caught.value).split("\n")
-    for word in (kind.__name__, OPT_IN, "classmethod", "merge(executors, num_tasks)"):
+    for word in (kind.__name__, *words):
         assert word in line
 
 
@@ -410,31 +389,91 @@ def test_other_errors_of_nemo_run_are_passed_on(patch):
 # ---------------------------------------------------------------------- guards
 
 
-def test_a_nemo_run_that_has_it_is_left_alone(unpatched):
-    with pytest.MonkeyPatch.context() as newer:
-        newer.setattr(Executor, OPT_IN, classmethod(lambda cls: False), raising=False)
-        before = _held()
-        assert unpatched.status() == "not needed"
-        undo = unpatched.apply()
-        assert _differences(before, _held()) == []
-        assert undo() is True
-        assert _differences(before, _held()) == []
-    assert unpatched.status() == "off"
+@pytest.fixture
+def newer(unpatched) -> Iterator[Callable[..., None]]:
+    """Makes a NeMo-Run with ``supports_job_group`` and other lines in ``JobGroup``."""
+    with pytest.MonkeyPatch.context() as patching:
+
+        def change(*changes: tuple[str, str]) -> None:
+            source = textwrap.dedent(inspect.getsource(vars(JobGroup)["__post_init__"]))
+            for old, new in changes:
+                assert source.count(old) == 1
+                source = source.replace(old, new)
+            names: dict[str, Any] = {}
+            exec(source, vars(sys.modules[JobGroup.__module__]), names)
+            patching.setattr(Executor, OPT_IN, classmethod(lambda cls: False), raising=False)
+            patching.setattr(run.SlurmExecutor, OPT_IN, classmethod(lambda cls: True), False)
+            patching.setattr(JobGroup, "__post_init__", names["__post_init__"])
+
+        yield change
+        assert unpatched.undo()
 
 
-@pytest.mark.parametrize(
-    ("name", "value"), [("SUPPORTED_EXECUTORS", (run.LocalExecutor,)), ("__post_init__", None)]
+#: NeMo-Run's pull request 587: the gate, and nothing that merges.
+_GATE = (
+    "executor_type in self.SUPPORTED_EXECUTORS",
+    "(executor_type.supports_job_group() or executor_type in self.SUPPORTED_EXECUTORS)",
 )
-def test_another_target_is_refused_by_name(unpatched, name, value):
+_MERGE = (
+    "elif executor_type == DockerExecutor:",
+    "elif executor_type not in self.SUPPORTED_EXECUTORS and hasattr(executor_type, 'merge'):\n"
+    "        self._merge = True\n"
+    "        self.executors = executor_type.merge(executors, num_tasks=len(self.tasks))\n"
+    "    elif executor_type == DockerExecutor:",
+)
+
+
+def test_a_nemo_run_that_only_lets_them_in_is_patched(unpatched, newer):
+    """Without the patch a group of RayExecutors would start as single tasks, silently."""
+    rays = [RayExecutor(role="a", service=True), RayExecutor(role="b")]
+    newer(_GATE)
+    assert _group(rays)._merge is False
+    assert unpatched.status() == "off"
+    unpatched.apply()
+    group = _group(rays)
+    assert group._merge is True
+    assert [one.role for one in group.executors.resource_group] == ["a", "b"]
+    assert _reloaded(group).executors == group.executors
+    assert _group(Supporting())._merge is False
+    assert _group(run.LocalExecutor())._merge is False
+    assert _group(run.SlurmExecutor(account="a")).executors.run_as_group
+    with pytest.raises(AssertionError, match="Unlisted does not say"):
+        _group(Unlisted())
+
+
+def test_a_nemo_run_that_merges_them_is_left_alone(unpatched, newer):
+    newer(_GATE, _MERGE)
+    before = _held()
+    assert unpatched.status() == "not needed"
+    undo = unpatched.apply()
+    assert _group(Merging(size=7)).executors.parts == [7, 7]
+    assert undo() is True
+    assert _differences(before, _held()) == []
+
+
+def test_what_inherits_nemo_runs_own_answer_is_not_merged_by_us(unpatched, newer):
+    """A child of an executor that NeMo-Run merges by name: NeMo-Run starts its tasks one by one."""
+
+    class OwnSlurm(run.SlurmExecutor):
+        pass
+
+    newer(_GATE)
+    unpatched.apply()
+    assert _group(OwnSlurm(account="a"))._merge is False
+
+
+@pytest.mark.parametrize("gate", [None, "executor_type is None"])
+def test_another_target_is_refused_by_name(unpatched, newer, gate):
+    """One that is no function, and one that the patch cannot open."""
     with pytest.MonkeyPatch.context() as other:
-        other.setattr(JobGroup, name, value)
+        if gate:
+            newer(("executor_type in self.SUPPORTED_EXECUTORS", gate))
+        else:
+            other.setattr(JobGroup, "__post_init__", gate)
         before = _held()
-        with pytest.raises(UnsupportedNemoRun, match=f"JobGroup.{name}"):
+        with pytest.raises(UnsupportedNemoRun, match=r"JobGroup\.__post_init__"):
             unpatched.apply()
         assert _differences(before, _held()) == []
-        other.delattr(JobGroup, name)
-        with pytest.raises(UnsupportedNemoRun, match=f"JobGroup.{name}"):
-            unpatched.apply()
 
 
 def test_with_an_unknown_nemo_run_single_tasks_still_work(unpatched, unique, caplog):
@@ -442,12 +481,12 @@ def test_with_an_unknown_nemo_run_single_tasks_still_work(unpatched, unique, cap
     before = _held()
     with pytest.MonkeyPatch.context() as newer, caplog.at_level(logging.WARNING):
         newer.setattr(base, "version", lambda name: "0.99.0")
-        newer.setattr(JobGroup, "SUPPORTED_EXECUTORS", (run.LocalExecutor,))
+        newer.setattr(JobGroup, "__post_init__", None)
         before = _held()
         # NeMo-Run takes the handlers of the root logger away when it sets its console up.
         newer.setattr(plugin.log, "handlers", [caplog.handler])
         plugin.register()
-        assert re.search(r"Groups cannot be used.*SUPPORTED_EXECUTORS.*0\.99\.0", caplog.text)
+        assert re.search(r"Groups cannot be used.*__post_init__.*0\.99\.0", caplog.text)
         assert _differences(before, _held()) == []
         task = run.Script(inline="true")
         run.run(task, executor=RayExecutor(address=ADDRESS), name=unique, dryrun=True)
