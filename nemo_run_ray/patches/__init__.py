@@ -49,31 +49,39 @@ def add(patch: Patch) -> None:
 
 
 def apply(*names: str) -> Callable[[], bool]:
-    """Apply the named patches, or all: every one of them or, after an error, none.
+    """Apply the named patches: every one of them or, after an error, none.
+
+    Without a name it applies all that fit; a warning names each that is left out.
 
     Returns:
         A function that undoes those that this call applied; ``True`` when all of them are off.
 
     Raises:
         PatchError: there is no patch of that name.
-        UnsupportedNemoRun: a patch does not know this NeMo-Run.
+        UnsupportedNemoRun: a patch that is named does not know this NeMo-Run.
     """
     fresh = [patch for patch in _named(names) if patch.status() == "off"]
     done: list[Patch] = []
     try:
         for patch in fresh:
-            patch.apply()
-            done.append(patch)
+            try:
+                patch.apply()
+            except UnsupportedNemoRun as error:
+                if names:
+                    raise
+                log.warning("A patch is left out: %s", error)
+            else:
+                done.append(patch)
     except BaseException:
         _undo(done)
         raise
-    return lambda: _undo(fresh)
+    return lambda: _undo(done)
 
 
 def apply_from_environment(environment: Mapping[str, str] = os.environ) -> Callable[[], bool]:
     """Apply what ``NEMO_RUN_RAY_PATCHES`` names; nothing when it is unset or empty.
 
-    ``all`` is every patch that fits: another one is left out, with a warning.
+    ``all`` is ``apply()``.
 
     Returns:
         As ``apply``.
@@ -92,7 +100,7 @@ def apply_from_environment(environment: Mapping[str, str] = os.environ) -> Calla
                 f"{VARIABLE}={text!r}: there is no patch {name!r}; there are "
                 f"{', '.join(PATCHES)}, and 'all' for all of them."
             )
-    return _apply_fitting() if "all" in names else apply(*names)
+    return apply() if "all" in names else apply(*names)
 
 
 def undo(*names: str) -> bool:
@@ -103,21 +111,6 @@ def undo(*names: str) -> bool:
 def status() -> dict[str, str]:
     """The state of every patch, by its name; see ``Patch.status``."""
     return {name: patch.status() for name, patch in PATCHES.items()}
-
-
-def _apply_fitting() -> Callable[[], bool]:
-    done = []
-    for name in PATCHES:
-        try:
-            done.append(apply(name))
-        except UnsupportedNemoRun as error:
-            log.warning("%s=all leaves a patch out: %s", VARIABLE, error)
-
-    def undo_all() -> bool:
-        off = [undo() for undo in reversed(done)]
-        return all(off)
-
-    return undo_all
 
 
 def _undo(patches: list[Patch]) -> bool:

@@ -131,12 +131,43 @@ class Patch(ABC):
             covers = self._covers()
             return f"applied, covered by {'; '.join(covers)}" if covers else "applied"
 
-    def must(self, holds: bool, target: str) -> None:
+    def method(self, owner: type, name: str, *parameters: str, exactly: bool = False) -> Any:
+        """The function that a class holds itself, another package's wrapper of it included.
+
+        Args:
+            owner: the class.
+            name: of the function.
+            parameters: which NeMo-Run's function must have, below all wrappers.
+            exactly: whether it may have no others.
+
+        Raises:
+            UnsupportedNemoRun: it is not there, or has other parameters.
+        """
+        function = vars(owner).get(name)
+        known = inspect.isfunction(function)
+        if known:
+            found = list(inspect.signature(original(function, name)).parameters)
+            known = found == [*parameters] if exactly else set(parameters) <= set(found)
+        self.must(known, f"{owner.__name__}.{name}", function)
+        return function
+
+    def must(self, holds: bool, target: str, found: Any = None) -> None:
         """Guard of a subclass: refuse when a target is not as expected.
+
+        Args:
+            holds: whether it is.
+            target: its name.
+            found: the function in its place, which may be another package's.
 
         Raises:
             UnsupportedNemoRun: it is not.
         """
+        if not holds and inspect.isfunction(found) and not _is_nemo_runs(found):
+            raise UnsupportedNemoRun(
+                f"The patch {self.name} does not know {target}: another package has put "
+                f"{found.__module__}.{found.__qualname__} there. Nothing was changed. Apply the "
+                "patch before that package does so."
+            )
         if not holds:
             raise UnsupportedNemoRun(
                 f"The patch {self.name} does not know {target} of NeMo-Run {version('nemo-run')}; "
@@ -158,11 +189,14 @@ class Patch(ABC):
             return
         for edit in edits:
             if edit.bodies:
-                body = digest_of(vars(edit.owner)[edit.name])
+                function = vars(edit.owner)[edit.name]
+                body = digest_of(function)
                 expected = " or ".join(sorted(edit.bodies))
                 where = f"{edit.owner.__name__}.{edit.name}"
                 self.must(
-                    body in edit.bodies, f"the body of {where} (digest {body}, not {expected})"
+                    body in edit.bodies,
+                    f"the body of {where} (digest {body}, not {expected})",
+                    function,
                 )
         if not self._told:
             self._told = True
@@ -195,6 +229,26 @@ class Patch(ABC):
                 what = "nothing" if now is _ABSENT else repr(now)
                 found.append(f"{done.edit.owner.__name__}.{done.edit.name} is {what}")
         return found
+
+
+def original(function: Any, name: str) -> Any:
+    """NeMo-Run's function below the wrappers that other packages have put on it.
+
+    Most of those are plain functions with ``*args, **kwargs``, which refer to the one below.
+    """
+    seen = [function]
+    for one in seen:
+        if _is_nemo_runs(one) and one.__name__ == name:
+            return inspect.unwrap(one)
+        names = inspect.getclosurevars(one)
+        for below in (*names.nonlocals.values(), *names.globals.values()):
+            if inspect.isfunction(below) and below not in seen:
+                seen.append(below)
+    return function
+
+
+def _is_nemo_runs(function: Any) -> bool:
+    return str(function.__module__).partition(".")[0] == "nemo_run"
 
 
 def digest_of(function: Any) -> str:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import base64
 import gzip
-import inspect
 import io
 import os
 import re
@@ -30,6 +29,7 @@ UNREAD = ("_executor.yaml", "_config.yaml")
 
 #: A file in the job's folder on the cluster, made when all pieces have been unpacked.
 MOVED = ".moved"
+_COPY = ["self", "local_dir_path", "dest_path"]
 _MOVE = ["self", "token", "project_id", "cluster_id", "sleep"]
 #: Digests of what is replaced, of NeMo-Run 0.9 to 0.12.
 _BODIES = {
@@ -52,22 +52,14 @@ class DataMoverConfigsPatch(Patch):
 
     def edits(self) -> Sequence[Edit]:
         for kind in (LeptonExecutor, DGXCloudExecutor):
-            where = f"{kind.__name__}.copy_directory_data_command"
-            make: Any = vars(kind).get("copy_directory_data_command")
-            self.must(callable(make), where)
-            parameters = list(inspect.signature(make).parameters)
-            self.must(parameters == ["self", "local_dir_path", "dest_path"], where)
+            self.method(kind, "copy_directory_data_command", *_COPY, exactly=True)
         edits = [
             _edit(LeptonExecutor, "copy_directory_data_command", _lepton_command),
             _edit(DGXCloudExecutor, "copy_directory_data_command", _dgxcloud_command),
         ]
         if falls_back():
-            known: dict[str, list[str]] = {"move_data": _MOVE, "_run_workspace_and_wait": _RUN}
-            for name, parameters in known.items():
-                method: Any = vars(DGXCloudExecutor).get(name)
-                where = f"DGXCloudExecutor.{name}"
-                self.must(callable(method), where)
-                self.must(list(inspect.signature(method).parameters) == parameters, where)
+            self.method(DGXCloudExecutor, "move_data", *_MOVE, exactly=True)
+            self.method(DGXCloudExecutor, "_run_workspace_and_wait", *_RUN, exactly=True)
             edits.append(_edit(DGXCloudExecutor, "move_data", _move_data))
         return edits
 

@@ -37,12 +37,10 @@ class DGXCloudExportsPatch(Patch):
     )
 
     def edits(self) -> Sequence[Edit]:
-        render: Any = vars(DGXCloudRequest).get("materialize")
-        self.must(callable(render), "DGXCloudRequest.materialize")
+        render = self.method(DGXCloudRequest, "materialize")
         fields = getattr(DGXCloudRequest, "__dataclass_fields__", {})
         self.must({"executor", "extra_env"} <= set(fields), "the fields of DGXCloudRequest")
-        create: Any = vars(DGXCloudExecutor).get("create_training_job")
-        self.must(callable(create), "DGXCloudExecutor.create_training_job")
+        create = self.method(DGXCloudExecutor, "create_training_job")
         self.must(
             isinstance(getattr(dgxcloud, "logger", None), logging.Logger),
             f"{dgxcloud.__name__}.logger",

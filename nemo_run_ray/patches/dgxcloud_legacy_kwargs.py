@@ -14,7 +14,7 @@ from weakref import WeakKeyDictionary
 
 from nemo_run.core.execution.dgxcloud import DGXCloudExecutor
 
-from nemo_run_ray.patches.base import Edit, Patch
+from nemo_run_ray.patches.base import Edit, Patch, original
 
 #: Old name to new name; NeMo-Run 0.10 renamed them.
 RENAMED = {"app_id": "client_id", "app_secret": "client_secret"}
@@ -34,10 +34,7 @@ class DGXCloudLegacyKwargsPatch(Patch):
         return not names & set(RENAMED)
 
     def edits(self) -> Sequence[Edit]:
-        build: Any = vars(DGXCloudExecutor).get("__init__")
-        self.must(callable(build), "DGXCloudExecutor.__init__")
-        found = inspect.signature(build).parameters
-        self.must(set(RENAMED.values()) <= set(found), "the parameters of DGXCloudExecutor")
+        build = self.method(DGXCloudExecutor, "__init__", *RENAMED.values())
         fiddle = _Fiddle()
         self.must(isinstance(fiddle.signatures, WeakKeyDictionary), "fiddle's cache")
         self.must(hasattr(fiddle.state, "in_build"), "fiddle.build")
@@ -104,7 +101,7 @@ def _given(name: str, value: object) -> bool:
 
 def _signature(build: Any) -> inspect.Signature:
     """The constructor's, with the old names; for fiddle, either name suffices."""
-    known = inspect.signature(build)
+    known = inspect.signature(original(build, "__init__"))
     parameters = [
         parameter.replace(default=None) if parameter.name in RENAMED.values() else parameter
         for parameter in known.parameters.values()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import inspect
 from collections.abc import Sequence
 from contextvars import ContextVar
 from typing import Any
@@ -11,7 +10,7 @@ from typing import Any
 from nemo_run.core.execution import dgxcloud
 from nemo_run.core.execution.dgxcloud import DGXCloudExecutor
 
-from nemo_run_ray.patches.base import Edit, Patch
+from nemo_run_ray.patches.base import Edit, Patch, original
 
 #: Answers that the same question gets again: malformed, unknown credentials, forbidden.
 FINAL = frozenset({400, 401, 403})
@@ -26,13 +25,10 @@ class DGXCloudRefusalPatch(Patch):
     retired_by = "a get_auth_token() that looks at the status of the answer"
 
     def edits(self) -> Sequence[Edit]:
-        ask: Any = vars(DGXCloudExecutor).get("get_auth_token")
-        self.must(
-            inspect.isfunction(ask) and list(inspect.signature(ask).parameters) == ["self"],
-            "DGXCloudExecutor.get_auth_token",
-        )
+        ask = self.method(DGXCloudExecutor, "get_auth_token", "self", exactly=True)
         # How it asks, which the signature does not tell.
-        self.must({"requests", "post"} <= set(ask.__code__.co_names), "how get_auth_token asks")
+        names = original(ask, "get_auth_token").__code__.co_names
+        self.must({"requests", "post"} <= set(names), "how get_auth_token asks", ask)
         requests = vars(dgxcloud).get("requests")
         self.must(callable(getattr(requests, "post", None)), f"{dgxcloud.__name__}.requests")
         self.must(hasattr(dgxcloud, "logger"), f"{dgxcloud.__name__}.logger")

@@ -8,10 +8,10 @@ import importlib
 import inspect
 import os
 import shlex
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any, cast
 
-from nemo_run_ray.patches.base import Edit, Patch
+from nemo_run_ray.patches.base import Edit, Patch, original
 from nemo_run_ray.slurm_script import TEMPLATES, template_folder
 
 _MODULE = "nemo_run.run.ray.slurm"
@@ -37,9 +37,7 @@ class SlurmRayPatch(Patch):
             (request, "materialize", _with_our_template),
             (cluster, "create", _with_log_folder),
         ):
-            method = vars(owner).get(name)
-            known = callable(method) and set(_PARAMETERS[name]) <= {*_signature(method)}
-            self.must(known, f"{owner.__name__}.{name}")
+            method = self.method(owner, name, *_PARAMETERS[name])
             edits.append(Edit(owner, name, wrap(method)))
         return edits
 
@@ -49,10 +47,6 @@ class SlurmRayPatch(Patch):
             found = getattr(importlib.import_module(_MODULE), name, None)
         self.must(isinstance(found, type), f"{_MODULE}.{name}")
         return cast(type, found)
-
-
-def _signature(method: Any) -> Iterable[str]:
-    return inspect.signature(method).parameters
 
 
 def _with_our_template(materialize: Any) -> Any:
@@ -75,7 +69,7 @@ def _with_log_folder(create: Any) -> Any:
 
     @functools.wraps(create)
     def wrapper(self: Any, *args: Any, **kwargs: Any) -> Any:
-        given = inspect.signature(create).bind(self, *args, **kwargs)
+        given = inspect.signature(original(create, "create")).bind(self, *args, **kwargs)
         if not given.arguments.get("dryrun"):
             tunnel = self.executor.tunnel
             tunnel.connect()

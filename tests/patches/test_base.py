@@ -563,22 +563,25 @@ def test_an_unknown_name_lists_those_there_are(several, held):
     assert _same(before, held())
 
 
-def test_when_a_later_one_fails_the_earlier_are_undone(several, held):
-    several["three"].verified = ("1.8", "1.8")
-    before = held()
-    with pytest.raises(UnsupportedNemoRun, match="three"):
-        patches.apply()
-    assert _same(before, held())
-    assert set(patches.status().values()) == {"off"}
-
-
-def test_when_a_later_one_fails_those_of_before_stay(several, target):
+def test_when_one_of_several_names_fails_the_others_are_undone(several, target, held):
     several["three"].verified = ("1.8", "1.8")
     patches.apply("one")
-    with pytest.raises(UnsupportedNemoRun):
-        patches.apply()
+    before = held()
+    with pytest.raises(UnsupportedNemoRun, match="three"):
+        patches.apply("one", "two", "three")
+    assert _same(before, held())
     assert patches.status() == {"one": "applied", "two": "off", "three": "off"}
-    assert target.Child.own == "one"
+
+
+def test_without_names_one_that_fails_is_left_out(several, held, caplog):
+    several["two"].verified = ("1.8", "1.8")
+    before = held()
+    undo = patches.apply()
+    assert patches.status() == {"one": "applied", "two": "off", "three": "applied"}
+    (record,) = caplog.records
+    assert "A patch is left out: The patch two does not know NeMo-Run" in record.getMessage()
+    assert undo() is True
+    assert _same(before, held())
 
 
 def test_undo_takes_all_or_those_named(several, held):

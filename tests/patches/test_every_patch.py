@@ -20,7 +20,7 @@ from nemo_run_ray.patches.base import Patch
 from nemo_run_ray.patches.data_mover_configs import falls_back
 from tests import warm
 from tests.conftest import tool
-from tests.patches.dgxcloud import ID
+from tests.patches.dgxcloud import ID, make_executor
 
 #: What each of them replaces.
 TARGETS: dict[str, list[tuple[Any, str]]] = {
@@ -144,6 +144,49 @@ def test_somebodys_wrapper_on_top_is_left_alone(patch, caplog):
         assert f"{owner.__name__}.{name}" in caplog.text
         assert "somebodys" in patch.status()
     assert patch.status() == "applied"
+
+
+def _wrapped(function: Any, is_open: bool) -> Any:
+    """Somebody's wrapper of it, as Nemotron's, with a reference to it or without."""
+    held = [function]
+
+    def open_(*args: Any, **kwargs: Any) -> Any:
+        return function(*args, **kwargs)
+
+    def closed(*args: Any, **kwargs: Any) -> Any:
+        return held[0](*args, **kwargs)
+
+    return open_ if is_open else closed
+
+
+def test_somebodys_wrapper_below_is_no_unknown_structure(patch, monkeypatch):
+    for owner, name in TARGETS[patch.name]:
+        if isinstance(owner, type):
+            twice = _wrapped(_wrapped(vars(owner)[name], is_open=True), is_open=True)
+            monkeypatch.setattr(owner, name, twice)
+    before = _held()
+    patch.apply()
+    assert patch.status() == "applied"
+    assert vars(make_executor())[ID] == "id"
+    assert patch.undo()
+    assert _changed(before) == set()
+
+
+def test_what_somebody_has_made_unknown_is_left_out_by_his_name(monkeypatch, caplog):
+    closed = _wrapped(DGXCloudExecutor.get_auth_token, is_open=False)
+    monkeypatch.setattr(DGXCloudExecutor, "get_auth_token", closed)
+    with caplog.at_level(logging.WARNING):
+        undo = patches.apply()
+    states = patches.status()
+    try:
+        assert states.pop("dgxcloud_refusal") == "off"
+        assert set(states.values()) <= {"applied", "not needed"}
+        (record,) = caplog.records
+        for word in ("dgxcloud_refusal", "DGXCloudExecutor.get_auth_token", f"{__name__}._wrapped"):
+            assert word in record.getMessage()
+        assert "verified" not in record.getMessage(), "NeMo-Run's version is not to blame"
+    finally:
+        assert undo()
 
 
 @pytest.mark.parametrize("found", ["0.8.1", "0.1"])

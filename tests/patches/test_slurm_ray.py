@@ -323,7 +323,11 @@ def test_the_script_carries_a_program_that_python_runs(both, tmp_path):
     assert "this program is started by `srun` in the job's script" in done.stdout
 
 
-def test_a_dry_run_makes_no_folder(tmp_path, capsys, monkeypatch):
+@pytest.mark.parametrize("wrapped", [False, True])
+def test_a_dry_run_makes_no_folder(tmp_path, capsys, monkeypatch, wrapped):
+    create = SlurmRayCluster.create
+    if wrapped:
+        monkeypatch.setattr(SlurmRayCluster, "create", lambda *args, **kw: create(*args, **kw))
     (tmp_path / "tmp").mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "tmp"))
     tunnel = run.LocalTunnel(job_dir=str(tmp_path / "jobs"))
