@@ -75,6 +75,10 @@ def parse_memory(value: int | str) -> int:
     if isinstance(value, int):
         size_bytes = value
     elif match is None or (match.group(2) or "B") not in _UNITS:
+        prefix = match.group(2)[0].upper() if match and match.group(2) else ""
+        if match and f"{prefix}iB" in _UNITS:  # 64G is GiB for Slurm and Docker, GB for Kubernetes
+            number = match.group(1)
+            allowed += f"; write {number}{prefix}B (of 1000) or {number}{prefix}iB (of 1024)"
         refuse("memory_per_node", value, allowed)
     else:
         size_bytes = int(float(match.group(1)) * _UNITS[match.group(2) or "B"])

@@ -420,6 +420,13 @@ def test_any_text_is_memory_or_refused(text):
     assert size >= 0
 
 
+@pytest.mark.parametrize("text", ["64G", "64g", "64 Gi", "64gb"])
+def test_a_unit_that_may_mean_two_is_refused_with_both(text):
+    """Slurm and Docker take 64G for GiB, Kubernetes for GB."""
+    with pytest.raises(ConfigError, match=r"; write 64GB \(of 1000\) or 64GiB \(of 1024\)\.$"):
+        parse_memory(text)
+
+
 def test_too_much_memory_to_count():
     with pytest.raises(ConfigError, match="memory_per_node"):
         parse_memory("9" * 400)
