@@ -12,6 +12,9 @@ _SHELL_SAYS = {
     127: f", with which a shell says that a command was not found on that node; {_SHIPS}, and "
     "`python` must name one that is there",
 }
+_KILLED = (
+    ", as the kernel does when the node's memory is full: see the node's metrics in Ray's dashboard"
+)
 #: Python's words, and bash's, of a program that is not in the code's folder on the node.
 _NO_PROGRAM = re.compile(
     r"(?:can't open file '|^\S+: (?:line \d+: )?|cannot open )/\S*/nemo_run/code/([^':]+)'?: .*"
@@ -32,6 +35,8 @@ def meaning(exit_code: int, tail: str) -> str:
     """
     if _OURS.search(tail):
         return ""
+    if signal_name(exit_code) == "SIGKILL":
+        return _KILLED
     last = tail.rstrip().rpartition("\n")[2]
     missing = _NO_PROGRAM.search(last) if exit_code in _NO_PROGRAM_CODES else None
     if missing:

@@ -173,7 +173,7 @@ FROM_CAUSE = {
 #: One next step for every reason that has one, in words; what is in braces the client knows.
 NEXT_STEP = {
     Reason.EXIT_CODE: "Its whole log: `nemo-run-ray logs {job}`.",
-    Reason.SIGNAL: "SIGKILL is often the node's memory: see the node's metrics in Ray's dashboard.",
+    Reason.SIGNAL: "Its whole log: `nemo-run-ray logs {job}`.",
     Reason.RUNTIME_ENV: "Correct `runtime_env`. Ray's own message, with its traceback, is in the "
     "job's log.",
     Reason.REBUILDING: "Wait for it if the network was the cause; else cancel the job and correct "

@@ -110,6 +110,8 @@ def test_a_signal_is_named(code, name):
     status = status_of_row(_failed(code, "Job entrypoint command failed"))
     assert status.reason is Reason.SIGNAL
     assert f"killed by {name} (exit code {code})" in status.detail
+    assert ("the node's memory" in status.message) == (name == "SIGKILL")
+    assert status.message.endswith("\nIts whole log: `nemo-run-ray logs <its id>`.")
 
 
 @pytest.mark.parametrize("code", [0, 1, 127, 128, 255, -1000])
