@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import errno
 import os
 import signal
 import socket
@@ -187,7 +188,21 @@ def explain_start(
             f"exit code 127: there is no program {argv[0]!r} on node {host} (PATH={path}); install "
             "it in the node's image or give it by `runtime_env`"
         )
-    return 126, f"exit code 126: {argv[0]!r} cannot be started on node {host}: {error}"
+    why = _too_big(argv, env) if getattr(error, "errno", 0) == errno.E2BIG else error
+    return 126, f"exit code 126: {argv[0]!r} cannot be started on node {host}: {why}"
+
+
+def _too_big(argv: Sequence[str], env: Dict[str, str]) -> str:
+    """What makes the arguments and variables of a command larger than Linux takes."""
+    sizes = {f"argument {place}": len(os.fsencode(word)) for place, word in enumerate(argv)}
+    for name, value in env.items():
+        sizes[f"the variable {name}"] = len(os.fsencode(f"{name}={value}"))
+    largest = max(sizes, key=sizes.__getitem__)
+    return (
+        f"its arguments and variables are too large: {largest} has {sizes[largest]:,} of "
+        f"{sum(sizes.values()):,} bytes; Linux takes 128 KiB for one and usually 2 MiB for all. "
+        "Put such a value into a file"
+    )
 
 
 def _prctl(option: int, value: Any) -> bool:

@@ -17,6 +17,7 @@ import pytest
 
 import nemo_run_ray
 from nemo_run_ray.remote.node.output import end_mark
+from nemo_run_ray.remote.node.tree import explain_start
 
 _NONCE = "0123456789abcdef"
 _MARK = end_mark(_NONCE)
@@ -375,6 +376,22 @@ def test_a_program_that_cannot_be_run(start, tmp_path):
     assert kept.end() == 126
     assert "'./data' cannot be started" in kept.ending
     assert kept.ending in kept.output, "readers without --raw do not see the last line"
+
+
+@pytest.mark.parametrize(
+    ("argv", "env", "named"),
+    [
+        (["true"], {"A": "", "BIG": "é" * 70_000}, "the variable BIG has 140,004 of 140,010 bytes"),
+        (["true"], {f"V{n:02}": "x" * 99_996 for n in range(30)}, "V00 has 100,000 of 3,000,004 "),
+        (["true", "x" * 140_000], {}, "argument 1 has 140,000 of 140,004 bytes"),
+    ],
+)
+def test_what_makes_a_start_too_large_is_named(tmp_path, argv, env, named):
+    with pytest.raises(OSError, match="too long") as caught:
+        subprocess.Popen(argv, env=env)
+    code, words = explain_start(argv, env, str(tmp_path), caught.value)
+    assert code == 126
+    assert named in words
 
 
 def test_a_script_whose_interpreter_is_missing(start, tmp_path):
