@@ -1,5 +1,6 @@
 """Checks that several dataclasses of this package share."""
 
+import ast
 import dataclasses
 import difflib
 import functools
@@ -18,6 +19,7 @@ _Class = TypeVar("_Class")
 AMOUNT_MAX = 1e18
 #: The name under which NeMo-Run runs a program's ``__main__`` again (``maybe_load_external_main``).
 _AGAIN = "__external_main__"
+_GUARD = 'Put what starts the run below `if __name__ == "__main__":`.'
 
 
 def is_amount(value: Any) -> bool:
@@ -107,12 +109,48 @@ def check_launch(exp_id: str, exp_dir: str) -> None:
             f"The experiment {exp_id} has run already: {exp_dir} holds its ledger {LEDGER}. Choose "
             f"another id, or look at the old run with `nemo-run-ray status {exp_id}`."
         )
+    frame = _top_level(_AGAIN)
+    if frame is not None:
+        raise ConfigError(
+            f"{frame.f_code.co_filename}, line {frame.f_lineno}, launches what was launched "
+            f"already: NeMo-Run runs this program again to find the functions of its __main__. "
+            f"{_GUARD}"
+        )
+
+
+def check_guard() -> None:
+    """Refuse to launch a function of ``__main__`` from a line that runs again before it is found.
+
+    The node runs the whole program again, which would fail at that line. Conditions, and ``try``,
+    may keep the line from running again: what is below one is not refused.
+
+    Raises:
+        ConfigError: the launch is by top-level code of the program.
+    """
+    frame = _top_level("__main__")
+    if frame is None:
+        return
+    file, line = frame.f_code.co_filename, frame.f_lineno
+    try:
+        with open(file, encoding="utf-8") as program:
+            body = ast.parse(program.read()).body
+    except (OSError, ValueError, SyntaxError):
+        return  # a notebook's cell, or standard input: no program that runs again
+    for statement in body:
+        if statement.lineno <= line <= (statement.end_lineno or 0):
+            is_conditional = isinstance(statement, (ast.If, ast.Try, ast.Match))
+            if not is_conditional and "__name__" not in ast.dump(statement):
+                raise ConfigError(
+                    f"{file}, line {line}, launches a function of its own program, and the node "
+                    f"runs that program again to find the function. {_GUARD}"
+                )
+
+
+def _top_level(module: str) -> FrameType | None:
+    """The frame of the top-level code of a module, if that code has led here."""
     frame: FrameType | None = sys._getframe()
     while frame is not None:
-        if frame.f_globals.get("__name__") == _AGAIN and frame.f_code.co_name == "<module>":
-            raise ConfigError(
-                f"{frame.f_code.co_filename}, line {frame.f_lineno}, launches what was launched "
-                "already: NeMo-Run runs this program again to find the functions of its __main__. "
-                'Put what starts the run below `if __name__ == "__main__":`.'
-            )
+        if frame.f_globals.get("__name__") == module and frame.f_code.co_name == "<module>":
+            return frame
         frame = frame.f_back
+    return None

@@ -20,13 +20,14 @@ from fiddle.experimental import serialization
 from nemo_run.config import SCRIPTS_DIR, get_type_namespace
 from torchx.specs import Role
 
-from nemo_run_ray.checks import is_whole
+from nemo_run_ray.checks import check_guard, is_whole
 from nemo_run_ray.errors import ConfigError
 from nemo_run_ray.executor import RayExecutor
 from nemo_run_ray.planning.array_elements import Over, lines_of, rows_of
 from nemo_run_ray.planning.commands import has_torchrun
 from nemo_run_ray.planning.roles import array_role
 from nemo_run_ray.remote.array.elements import ENV, FIELD, WORD, WORDS
+from nemo_run_ray.remote.node.missing_modules import modules_in
 from nemo_run_ray.remote.spec import ArraySpec
 
 #: In the place of a program: what runs the file is the job's driver.
@@ -157,6 +158,8 @@ def array_spec(role: Role, executor: RayExecutor) -> ArraySpec:
     name = os.path.basename(role.args[0])
     with open(os.path.join(executor.job_dir, SCRIPTS_DIR, name), encoding="utf-8") as file:
         header = json.loads(next(line for line in file if line.startswith("{")))
+    if "__main__" in modules_in(header.get("template", "null")):
+        check_guard()
     words = ["python"] if "template" in header else _words(header["script"], executor, name)
     host = array_role(dataclasses.replace(role, entrypoint=words[0], args=words[1:]), executor)
     return ArraySpec(

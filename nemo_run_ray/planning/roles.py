@@ -5,12 +5,15 @@ from __future__ import annotations
 import copy
 import logging
 import re
+import zlib
 from collections.abc import Mapping
 from dataclasses import replace
+from pathlib import Path
 
 from nemo_run.core.packaging.base import Packager
 from torchx.specs import AppDef, Role
 
+from nemo_run_ray.checks import check_guard
 from nemo_run_ray.errors import ConfigError
 from nemo_run_ray.executor import RayExecutor
 from nemo_run_ray.planning.commands import (
@@ -23,6 +26,7 @@ from nemo_run_ray.planning.commands import (
 )
 from nemo_run_ray.planning.group_checks import check_probe, check_together, check_whole
 from nemo_run_ray.remote.group.addresses import RENDEZVOUS
+from nemo_run_ray.remote.node.missing_modules import modules_of
 from nemo_run_ray.remote.spec import ArraySpec, GroupSpec, JobSpec, RoleSpec
 from nemo_run_ray.runtime_env import brings_python, environments, is_container, resolve
 from nemo_run_ray.transport.folder_packager import FolderPackager, code_dir
@@ -64,6 +68,7 @@ def task_spec(role: Role, executor: RayExecutor) -> JobSpec:
                 "or the executor of its group, sets in clear too; leave it out there."
             )
     argv = argv_of(role, executor)
+    _check_guard(argv, executor)
     has_shell = executor.entrypoint_shell is not None or bool(executor.startup_commands)
     return JobSpec(
         argv=tuple(argv),
@@ -82,6 +87,20 @@ def task_spec(role: Role, executor: RayExecutor) -> JobSpec:
         login_shell=executor.entrypoint_shell == "login",
         startup=tuple(executor.startup_commands),
     )
+
+
+def _check_guard(argv: list[str], executor: RayExecutor) -> None:
+    """Refuse the launch of a function that the node could not find in the program's file."""
+    config = config_of(argv)
+    if config is None:
+        return
+    try:
+        path = Path(executor.job_dir, config.removeprefix("nemo_run/"))
+        modules = modules_of(path.read_text(encoding="ascii"))
+    except (OSError, ValueError, zlib.error):
+        return  # a NeMo-Run that writes it otherwise
+    if "__main__" in modules:
+        check_guard()
 
 
 def single_replica_environment(executor: RayExecutor) -> dict[str, str]:

@@ -10,7 +10,7 @@ import socket
 import subprocess
 import zlib
 from contextlib import suppress
-from typing import Dict, List, Optional, Set
+from typing import Dict, List, Optional, Set, Union
 
 _PROBE = """
 import importlib.util, sys
@@ -31,9 +31,13 @@ def modules_of(serialized: str) -> Set[str]:
 
     The user's ``__main__`` is one of them too.
     """
-    tree = json.loads(zlib.decompress(base64.urlsafe_b64decode(serialized)))
-    names = {"nemo_run"}
-    queue = [tree]
+    return {"nemo_run"} | modules_in(zlib.decompress(base64.urlsafe_b64decode(serialized)))
+
+
+def modules_in(configuration: Union[str, bytes]) -> Set[str]:
+    """Top-level modules that a configuration in Fiddle's JSON refers to."""
+    names: Set[str] = set()
+    queue = [json.loads(configuration)]
     while queue:
         node = queue.pop()
         if isinstance(node, dict):

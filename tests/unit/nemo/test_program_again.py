@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib.util
+import sys
 from pathlib import Path
 
 import pytest
@@ -43,3 +45,50 @@ def test_a_program_whose_launch_is_guarded_is_loaded(ray, unique, tmp_path):
     assert ray.started == []
     __main__.launch()  # a task may launch others
     assert len(ray.started) == 1
+
+
+_OWN_FUNCTION = """
+import nemo_run as run
+import nemo_run_ray
+
+def train(seed: int = 0):
+    print(seed)
+
+executor = nemo_run_ray.RayExecutor(address="{url}")
+{first}
+run.run({task}, executor=executor, name="{name}", detach=True)
+"""
+_PARTIAL = "run.Partial(train)"
+_FIRST_A_SCRIPT = (
+    'run.run(run.Script(inline="true"), executor=executor, name="{name}", detach=True)'
+)
+
+
+@pytest.mark.parametrize(
+    ("first", "task", "started"),
+    [
+        ("", _PARTIAL, 0),
+        ("", 'nemo_run_ray.array(run.Partial(train), over={"seed": [1, 2]})', 0),
+        (_FIRST_A_SCRIPT, _PARTIAL, 1),
+        ("if __name__ == '__main__':", f" {_PARTIAL}", 1),
+    ],
+    ids=["partial", "array", "after a script", "guarded"],
+)
+def test_a_function_of_a_program_that_launches_at_its_top(
+    ray, unique, tmp_path, monkeypatch, first, task, started
+):
+    text = _OWN_FUNCTION.format(url=ray.url, name=unique, first=first, task=task)
+    text = text.replace("{name}", unique)
+    if first.startswith("if"):
+        text = text.replace("\nrun.run", "\n    run.run")
+    program = tmp_path / "program.py"
+    program.write_text(text)
+    spec = importlib.util.spec_from_file_location("__main__", program)
+    module = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, "__main__", module)
+    if "__name__" in text:
+        spec.loader.exec_module(module)
+    else:
+        with pytest.raises(ConfigError, match=r"program.py, line 10, launches a .* __name__ == "):
+            spec.loader.exec_module(module)
+    assert len(ray.started) == started
