@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import atexit
+import inspect
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import CancelledError, Future
 from typing import Any, Literal, TypeVar
 
-from nemo_run_ray.checks import is_amount, is_whole
+from nemo_run_ray.checks import is_amount, is_whole, nearest
 from nemo_run_ray.errors import ConfigError, WorkError
 from nemo_run_ray.work import connection
 from nemo_run_ray.work.engine import Engine
@@ -23,6 +24,15 @@ from nemo_run_ray.work.stream import Stream
 
 _In = TypeVar("_In")
 _Out = TypeVar("_Out")
+#: What a worker may reserve, and what it reserves if nothing is said.
+_RESERVED: dict[str, Any] = {
+    "cpus": 1,
+    "gpus": 0,
+    "memory": None,
+    "resources": None,
+    "label_selector": None,
+    "max_workers": None,
+}
 #: Exceptions that an event loop does not pass on as those of a call.
 _OF_A_LOOP = (
     StopIteration,
@@ -112,7 +122,7 @@ class Pool:
         """
         _check_map(items, failures)
         _check(timeout_s, retries)
-        shape, prepared = self._shape(reserved), pickle_function(function)
+        shape, prepared = self._shape(reserved, self.map), pickle_function(function)
         stream = Stream(self._engine, shape, prepared, timeout_s, retries)
         return self._results(stream.results(items, ordered, failures == "yield", progress))
 
@@ -143,7 +153,7 @@ class Pool:
         prepared = pickle_function(function)
         data = pickle_item((item,), {}, f"the item of {prepared.name}")
         one = Item(prepared, data, timeout_s, retries, is_alone=True)
-        self._engine.submit(self._shape(reserved), [one])
+        self._engine.submit(self._shape(reserved, self.call), [one])
         try:
             found: _Out = await asyncio.wrap_future(_apart(one.future))
         except asyncio.CancelledError:
@@ -157,16 +167,21 @@ class Pool:
         Args:
             reserved: what one worker reserves, as in ``map``.
         """
-        return PoolExecutor(self._engine, self._shape(reserved), self)
+        return PoolExecutor(self._engine, self._shape(reserved, self.executor), self)
 
-    def _shape(self, reserved: Mapping[str, Any]) -> Shape:
-        known = ("cpus", "gpus", "memory", "resources", "label_selector", "max_workers")
+    def _shape(self, reserved: Mapping[str, Any], method: Callable[..., object]) -> Shape:
+        """The shape of a worker, of the arguments that a method passes on."""
         for name in reserved:
-            if name not in known:
+            if name not in _RESERVED:
+                parameters = inspect.signature(method).parameters.values()
+                own = [one.name for one in parameters if one.kind is one.KEYWORD_ONLY]
+                meant = nearest(name, [*own, *_RESERVED])
+                hint = f" Did you mean {meant!r}?" if meant else ""
                 raise ConfigError(
-                    f"There is no argument {name!r}; expected are {', '.join(known)}."
+                    f"Pool.{method.__name__} has no argument {name!r}.{hint} By name it takes "
+                    f"{', '.join([*own, *_RESERVED])}."
                 )
-        shape = shape_of(**{"cpus": 1, "gpus": 0, **dict.fromkeys(known[2:]), **reserved})
+        shape = shape_of(**{**_RESERVED, **reserved})
         self._engine.check(shape)
         return shape
 

@@ -110,6 +110,20 @@ def test_a_map_of_no_iterable_is_refused_at_its_call():
         made.map(abs, 5)
 
 
+def test_an_unknown_argument_is_answered_with_the_nearest_and_with_all():
+    made = pool.Pool.__new__(pool.Pool)
+    reserved = "cpus, gpus, memory, resources, label_selector, max_workers"
+    with pytest.raises(ConfigError) as caught:
+        made.map(abs, [1], timeout=5)
+    assert str(caught.value) == (
+        "Pool.map has no argument 'timeout'. Did you mean 'timeout_s'? By name it takes ordered, "
+        f"failures, timeout_s, retries, progress, {reserved}."
+    )
+    made._engine = Engine()
+    with pytest.raises(ConfigError, match=rf"executor has .* Did you mean .*takes {reserved}"):
+        made.executor(max_worker=3)
+
+
 def test_a_cancelled_error_of_the_function_does_not_cancel_the_caller():
     """``asyncio`` takes that class for a cancellation of the task that waits."""
 
