@@ -131,7 +131,7 @@ def lines_of(
         if is_script:
             row = [_text(field, value, number) for field, value in zip(fields, row, strict=True)]
         try:
-            line = json.dumps(list(row))
+            line = json.dumps(list(row), default=_plain)
         except (TypeError, ValueError) as error:
             raise ConfigError(
                 f"The element {number} of the array cannot be sent: {error}. Values are texts, "
@@ -146,6 +146,13 @@ def lines_of(
         yield line
 
 
+def _plain(value: Any) -> Any:
+    """The number, or list of numbers, in a value of NumPy or PyTorch."""
+    if not hasattr(value, "tolist"):
+        raise TypeError(f"an object of type {type(value).__name__} is no plain value")
+    return value.tolist()
+
+
 def _text(field: str, value: Any, number: int) -> str | list[str]:
     """A value as a word of a command, or as a variable."""
     if field == "args":
@@ -154,6 +161,8 @@ def _text(field: str, value: Any, number: int) -> str | list[str]:
                 f"The field args of the element {number} is {value!r}; expected is a list of words."
             )
         return [str(word) for word in value]
+    if hasattr(value, "tolist"):
+        value = _plain(value)
     if not isinstance(value, (str, int, float)):
         raise ConfigError(
             f"The field {field} of the element {number} is {value!r}; expected is a text or a "

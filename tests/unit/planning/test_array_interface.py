@@ -7,6 +7,7 @@ import json
 
 import fiddle as fdl
 import nemo_run as run
+import numpy
 import pytest
 from fiddle.experimental import serialization
 
@@ -37,6 +38,18 @@ def test_a_list_and_a_file_give_a_mapping_for_each_element(tmp_path):
     path.write_text("\n".join(json.dumps(row) for row in rows) + "\n\n")
     for over in (rows, iter(rows), path, str(path)):
         assert elements(array(PARTIAL, over)) == [[1, 2], [3, 4]]
+
+
+def test_values_of_numpy_are_numbers():
+    seeds, rates = numpy.arange(2), numpy.float32([0.5])
+    assert elements(array(PARTIAL, {"seed": seeds, "model.width": rates})) == [[0, 0.5], [1, 0.5]]
+    assert elements(array(PARTIAL, {"seed": [{"at": seeds, "on": numpy.True_}]})) == [
+        [{"at": [0, 1], "on": True}]
+    ]
+    assert elements(array(SCRIPT, {"env.X": seeds, "args": [[seeds[1]]]})) == [
+        ["0", ["1"]],
+        ["1", ["1"]],
+    ]
 
 
 def test_a_name_and_a_saved_array_are_those_of_the_task(tmp_path):
