@@ -14,11 +14,15 @@ from nemo_run_ray import RayExecutor
 FILE = Path(__file__).resolve().parent / "cluster_configs" / "laptop.yaml"
 
 
-def main(cluster: str = str(FILE), pool: str = "small") -> None:
+def main(cluster: str = str(FILE), pool: str = "small") -> bool:
+    """Run it; whether it succeeded."""
     executor = RayExecutor(cluster=cluster, pool=pool)
     task = run.Script(inline='echo "$GREETING from a pool of $(nproc) CPUs"')
-    run.run(task, executor=executor, name="named-cluster", tail_logs=True)
+    with run.Experiment("named-cluster", executor=executor) as experiment:
+        experiment.add(task, name="greet", tail_logs=True)
+        experiment.run()
+    return experiment.status(return_dict=True)["greet"]["status"].name == "SUCCEEDED"
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    sys.exit(not main(*sys.argv[1:]))

@@ -1,6 +1,6 @@
 """Train a small classifier of handwritten digits on Ray.
 
-``python examples/quickstart.py`` runs it on an embedded Ray of this machine;
+``python examples/quickstart.py`` runs it on an embedded Ray, and needs scikit-learn;
 ``python examples/quickstart.py http://ray-head:8265`` on a cluster whose nodes have nemo-run and
 scikit-learn.
 """
@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import nemo_run as run
+from nemo_run.config import get_nemorun_home
 
 from nemo_run_ray import RayExecutor
 
@@ -17,11 +18,14 @@ def train(hidden: int, model_path: str) -> None:
     """Fit, report the accuracy on unseen digits, write the model."""
     import pickle
 
-    from sklearn.datasets import load_digits
-    from sklearn.model_selection import train_test_split
-    from sklearn.neural_network import MLPClassifier
-    from sklearn.pipeline import make_pipeline
-    from sklearn.preprocessing import StandardScaler
+    try:
+        from sklearn.datasets import load_digits
+        from sklearn.model_selection import train_test_split
+        from sklearn.neural_network import MLPClassifier
+        from sklearn.pipeline import make_pipeline
+        from sklearn.preprocessing import StandardScaler
+    except ImportError as error:
+        sys.exit(f"{error}. This task needs scikit-learn on its node: pip install scikit-learn")
 
     images, digits = load_digits(return_X_y=True)
     seen, unseen, seen_digits, unseen_digits = train_test_split(
@@ -35,13 +39,15 @@ def train(hidden: int, model_path: str) -> None:
     print(f"accuracy {accuracy:.3f} on {len(unseen)} unseen digits, model in {model_path}")
 
 
-if __name__ == "__main__":
-    from nemo_run.config import get_nemorun_home
-
-    address = sys.argv[1] if len(sys.argv) > 1 else None
+def main(address: str | None) -> bool:
+    """Run it; whether it succeeded."""
     model = Path(get_nemorun_home()) / "quickstart" / "digits.pkl"
-    run.run(
-        run.Partial(train, hidden=64, model_path=str(model)),
-        executor=RayExecutor(address=address),
-        name="quickstart",
-    )
+    with run.Experiment("quickstart", executor=RayExecutor(address=address)) as experiment:
+        task = run.Partial(train, hidden=64, model_path=str(model))
+        experiment.add(task, name="quickstart", tail_logs=True)
+        experiment.run()
+    return experiment.status(return_dict=True)["quickstart"]["status"].name == "SUCCEEDED"
+
+
+if __name__ == "__main__":
+    sys.exit(not main(sys.argv[1] if len(sys.argv) > 1 else None))

@@ -49,7 +49,8 @@ def cell(accuracy: float | None) -> str:
     return f"[on rgb(0,{int(150 * accuracy**4)},0)] {accuracy:.3f} "
 
 
-def main(address: str | None) -> None:
+def main(address: str | None) -> bool:
+    """Run it and show the results; whether there is one of every element."""
     sweep = nemo_run_ray.array(
         run.Partial(fit, gamma=0.001, cost=1.0), over={"gamma": GAMMAS, "cost": COSTS}
     )
@@ -59,9 +60,11 @@ def main(address: str | None) -> None:
         experiment.run()
     (job,) = nemo_run_ray.find(experiment._id)
     console = Console(record=True, width=90)
-    console.print(picture(job.results()))
+    accuracies = job.results()
+    console.print(picture(accuracies))
     console.save_svg("sweep.svg", title="sweep")
+    return len(accuracies) == len(GAMMAS) * len(COSTS)
 
 
 if __name__ == "__main__":
-    main(sys.argv[1] if len(sys.argv) > 1 else None)
+    sys.exit(not main(sys.argv[1] if len(sys.argv) > 1 else None))

@@ -20,6 +20,14 @@ def test_quickstart_trains_on_the_embedded_ray(local_cluster, home):
     assert (home / "quickstart" / "digits.pkl").stat().st_size > 10_000
 
 
+def test_quickstart_without_scikit_learn_fails_and_says_what_to_install(local_cluster, tmp_path):
+    (tmp_path / "sklearn.py").write_text("raise ImportError(\"No module named 'sklearn'\")")
+    done = python(str(ROOT / "examples" / "quickstart.py"), cwd=tmp_path)
+
+    assert done.returncode == 1, done.stdout + done.stderr
+    assert "No module named 'sklearn'. This task needs scikit-learn" in done.stdout
+
+
 def test_existing_cluster(dashboard, token, home):
     env = {**os.environ, "RAY_AUTH_TOKEN": token}
     example = str(ROOT / "examples" / "existing_cluster.py")
