@@ -17,7 +17,7 @@ from nemo_run_ray.jobs.dispatched_job import DispatchedJob
 from nemo_run_ray.jobs.element_job import ElementJob
 from nemo_run_ray.jobs.job import RemoteJob
 from nemo_run_ray.jobs.ledger import Ledger
-from nemo_run_ray.jobs.roles_and_elements import elements, roles
+from nemo_run_ray.jobs.roles_and_elements import elements, not_ready, roles
 from nemo_run_ray.jobs.running_at import note_running_at, running_at
 from nemo_run_ray.jobs.snapshot import Snapshot
 from nemo_run_ray.nemo import registry
@@ -278,6 +278,7 @@ def _roles_table(job: str, group: GroupRows) -> Group:
     lines: list[Any] = [Text(f"\n{job} is {group['phase']}")]
     if group.get("waits_for_room"):
         lines.append(Text(f"waiting for room: {group['waits_for_room']}"))
+    lines += [Text(words) for words in not_ready(group)]
     table = Table("role", "state", "exit code", "node", "address", box=None, pad_edge=False)
     for row in group["roles"]:
         code = "" if row["exit_code"] is None else str(row["exit_code"])

@@ -26,7 +26,17 @@ def roles(job: ObservedJob, status: JobStatus) -> GroupRows | None:
         for row in found["roles"]:
             if row["state"] != Life.ENDED.value:
                 row["state"] = Life.LOST.value
+                row["waits_for"] = ""
     return found
+
+
+def not_ready(group: GroupRows) -> list[str]:
+    """The services of a group that are not ready for long, each with what its probe gets."""
+    return [
+        f"{row['role']}/{row['replica']} is {row['waits_for']}"
+        for row in group["roles"]
+        if row.get("waits_for")  # the driver may be of an older version
+    ]
 
 
 def elements(job: ObservedJob, status: JobStatus) -> ArrayRows | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
+import time
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from datetime import datetime
@@ -32,6 +33,7 @@ from nemo_run_ray.jobs.find import find_job
 from nemo_run_ray.jobs.follow_log import lines, only
 from nemo_run_ray.jobs.job import RemoteJob
 from nemo_run_ray.jobs.other_experiments import handles_of
+from nemo_run_ray.jobs.roles_and_elements import not_ready, roles
 from nemo_run_ray.jobs.run_packager import in_words
 from nemo_run_ray.jobs.running_at import note_running_at
 from nemo_run_ray.jobs.snapshot import Snapshot
@@ -41,7 +43,7 @@ from nemo_run_ray.nemo import registry
 from nemo_run_ray.nemo.interrupt import interrupt
 from nemo_run_ray.planning.dry_run import describe
 from nemo_run_ray.planning.job_plan import JobPlan, in_folder, plan
-from nemo_run_ray.remote.states import JobState, JobStatus, Reason
+from nemo_run_ray.remote.states import JobState, JobStatus, Phase, Reason
 
 
 @dataclass
@@ -73,6 +75,8 @@ class RayJobsScheduler(SchedulerMixin, Scheduler[Any]):
         self._batches: dict[str, Batch] = {}
         self._jobs: dict[str, RemoteJob] = {}
         self._announced: set[str] = set()
+        #: When the services of a group are looked at next.
+        self._look_at: dict[str, float] = {}
         self._tending: Tending | None = None
         self._order: registry.JobOrder | None = None
         self._lock = threading.Lock()
@@ -190,6 +194,7 @@ class RayJobsScheduler(SchedulerMixin, Scheduler[Any]):
         if status.state.is_terminal:
             note_running_at(job, snapshot)
         _report(job, status)
+        self._report_services(job, status)
         interrupt.end_wait(app_id, status)
         state = torchx_state(status)
         name = job.record.role
@@ -201,6 +206,21 @@ class RayJobsScheduler(SchedulerMixin, Scheduler[Any]):
             roles=[Role(name=name, image="", num_replicas=1)],
             roles_statuses=[RoleStatus(role=name, replicas=[replica])],
         )
+
+    def _report_services(self, job: RemoteJob, status: JobStatus) -> None:
+        """Say once which services of a group are not ready: its log may not be followed."""
+        if not job.record.has_roles or status.state is not JobState.RUNNING:
+            return
+        now = time.monotonic()
+        if now < self._look_at.setdefault(job.id, now + _SERVICES_S):
+            return
+        self._look_at[job.id] = now + _SERVICES_S
+        group = roles(job, status)
+        waiting = not_ready(group) if group else []
+        if waiting:
+            CONSOLE.log(escape(f"{job.id} waits for its services: {'; '.join(waiting)}."))
+        if waiting or (group and group["phase"] == Phase.PRIMARIES.value):
+            self._look_at[job.id] = float("inf")
 
     def log_iter(
         self,
@@ -276,6 +296,8 @@ def _check_id(planned: JobPlan, batch: Batch) -> None:
         )
 
 
+#: Seconds between two looks at the services of a group, until they are ready or the user knows why.
+_SERVICES_S = 10.0
 #: Why a job may wait for minutes. The first one of an experiment is told of, and no trouble.
 _WAITS = {Reason.BUILDING, Reason.ROOM}
 #: (job, state, reason) that were explained to this process's user already.

@@ -44,6 +44,7 @@ class ReplicaRow(TypedDict):
         state: a ``Life``'s value.
         node, host, address: of its node; empty before it has one.
         exit_code: ``None`` before its end.
+        waits_for: what the probe of a service got last, while it is not ready.
     """
 
     role: str
@@ -54,6 +55,7 @@ class ReplicaRow(TypedDict):
     host: str
     address: str
     exit_code: Optional[int]
+    waits_for: str
 
 
 class ArrayRows(TypedDict):

@@ -24,6 +24,8 @@ class ReplicaState:
     restarts: int = 0
     life: Life = Life.AWAITED
     code: Optional[int] = None
+    #: What its probe got last, while it is started and not ready; empty at first.
+    waits_for: str = ""
 
     @property
     def replica_id(self) -> ReplicaId:
@@ -84,6 +86,14 @@ class Unprepared:
 
 
 @dataclass(frozen=True)
+class Waiting:
+    """A replica's probe has not succeeded so far."""
+
+    replica_id: ReplicaId
+    words: str
+
+
+@dataclass(frozen=True)
 class Ready:
     """A replica runs, and its probe, if it has one, has succeeded."""
 
@@ -122,7 +132,9 @@ class Stop:
     words: str = "cancelled"
 
 
-Event = Union[Placed, PlacementRefused, Prepared, Unprepared, Ready, Unready, Exited, Lost, Stop]
+Event = Union[
+    Placed, PlacementRefused, Prepared, Unprepared, Waiting, Ready, Unready, Exited, Lost, Stop
+]
 
 
 # ---------------------------------------------------------------------- what to do
@@ -191,7 +203,7 @@ class _Move:
         self.group = replace(self.group, phase=phase)
 
     def start(self, replica_id: ReplicaId) -> None:
-        self.set(replica_id, life=Life.STARTED, code=None)
+        self.set(replica_id, life=Life.STARTED, code=None, waits_for="")
         self.actions.append(Start(replica_id))
 
     def end(self, replica_id: ReplicaId) -> None:
@@ -258,6 +270,11 @@ def _unprepared(move: _Move, event: Unprepared) -> None:
         move.fail(Outcome(1, event.cause, f"{name(event.replica_id)}: {event.words}"))
 
 
+def _waiting(move: _Move, event: Waiting) -> None:
+    if move.replica(event.replica_id).life is Life.STARTED:
+        move.set(event.replica_id, waits_for=event.words)
+
+
 def _ready(move: _Move, event: Ready) -> None:
     if move.replica(event.replica_id).life is Life.STARTED:
         move.set(event.replica_id, life=Life.READY)
@@ -312,6 +329,7 @@ _HANDLERS: Dict[type, Callable[[_Move, Event], None]] = {
     PlacementRefused: _refused,  # type: ignore[dict-item]
     Prepared: _prepared,  # type: ignore[dict-item]
     Unprepared: _unprepared,  # type: ignore[dict-item]
+    Waiting: _waiting,  # type: ignore[dict-item]
     Ready: _ready,  # type: ignore[dict-item]
     Unready: _unready,  # type: ignore[dict-item]
     Exited: _exited,  # type: ignore[dict-item]

@@ -12,7 +12,7 @@ When the actor dies, for whatever reason, the socket ends and all processes are 
 may have given the GPUs to another job.
 
 Orders and reports are JSON, one a line. Orders: ``prepare``, ``start``, ``end``. Reports:
-``prepared``, ``unprepared``, ``ready``, ``unready``, ``exited``, ``text``, ``failed``.
+``prepared``, ``unprepared``, ``waiting``, ``ready``, ``unready``, ``exited``, ``text``, ``failed``.
 """
 
 from __future__ import annotations
@@ -185,7 +185,11 @@ class ReplicaProcess:
 
     def _probe(self, probing: Probing) -> None:
         answer = probing.step()
-        if answer is not None:
+        if answer is None:
+            words = probing.waiting()
+            if words is not None:
+                self._channel.report("waiting", words=words)
+        else:
             self._probing = None
             if answer:
                 self._channel.report("unready", words=answer)

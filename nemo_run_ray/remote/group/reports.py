@@ -61,6 +61,9 @@ def _events_of_report(replica: ReplicaHandle, report: Mapping[str, Any]) -> Iter
         yield machine.Prepared(replica_id)
     elif kind == "unprepared":
         yield machine.Unprepared(replica_id, report["words"])
+    elif kind == "waiting":
+        say(f"{name(replica_id)} is {report['words']}")
+        yield machine.Waiting(replica_id, report["words"])
     elif kind == "ready":
         yield machine.Ready(replica_id)
     elif kind == "unready":

@@ -11,6 +11,7 @@ from typing import List, Mapping, Optional
 
 from ..files import write_file
 from ..rows import GroupRows, ReplicaRow
+from ..states import Life
 from .machine import Group, ReplicaId
 from .packing import Node
 
@@ -66,6 +67,7 @@ def _rows(group: Group, nodes: Mapping[ReplicaId, Node]) -> List[ReplicaRow]:
                 "service": state.service,
                 "state": state.life.value,
                 "exit_code": state.code,
+                "waits_for": state.waits_for if state.life is Life.STARTED else "",
                 "node": node.node_id if node else "",
                 "host": node.host if node else "",
                 "address": node.address if node else "",

@@ -16,6 +16,8 @@ from ..spec import ProbeSpec
 
 #: Seconds for one try of a port or a GET.
 _TRY_S = 10.0
+#: Seconds between two reports of what a service that is not ready answers.
+_TELL_S = 30.0
 _LOCAL = "127.0.0.1"
 _NOT_ASKED = "it was not asked yet"
 #: Bytes of an answer in which its first line must end.
@@ -44,7 +46,9 @@ class Probing:
         self._address = address
         self._port = ports[spec.port] if isinstance(spec.port, str) else spec.port
         self._spawn = spawn
-        self._give_up_at = time.monotonic() + spec.timeout_s
+        self._began_at = time.monotonic()
+        self._give_up_at = self._began_at + spec.timeout_s
+        self._tell_at = self._began_at + _TELL_S
         self._next_at = 0.0
         self._try: Optional[_Try] = None
         self.pid: Optional[int] = None
@@ -78,15 +82,20 @@ class Probing:
         if self._why == "":
             return ""
         if now >= self._give_up_at:
-            if self._try is not None and self._why is _NOT_ASKED:
-                self._why = self._try.late
-            elif self.pid is not None and self._why is _NOT_ASKED:
-                self._why = f"{list(self._spec.command)} has not ended"
+            why = self._reason()
             self.close()
-            return f"not ready within {self._spec.timeout_s:g} s: {self._why}{self._hint()}"
+            return f"not ready within {self._spec.timeout_s:g} s: {why}"
         if self._try is None and self.pid is None and now >= self._next_at:
             self._begin(now)
         return None
+
+    def waiting(self) -> Optional[str]:
+        """What the last try got, once in 30 s; ``None`` in between."""
+        now = time.monotonic()
+        if now < self._tell_at:
+            return None
+        self._tell_at = now + _TELL_S
+        return f"not ready for {now - self._began_at:.0f} s: {self._reason()}"
 
     def close(self) -> None:
         if self._try is not None:
@@ -106,6 +115,15 @@ class Probing:
     def _settle(self, why: str) -> None:
         self._why = why
         self._next_at = time.monotonic() + self._spec.interval_s
+
+    def _reason(self) -> str:
+        """Why it is not ready, as the last try has shown."""
+        why = self._why
+        if why is _NOT_ASKED and self._try is not None:
+            why = self._try.late
+        elif why is _NOT_ASKED and self.pid is not None:
+            why = f"{list(self._spec.command)} has not ended"
+        return why + self._hint()
 
     def _hint(self) -> str:
         if self._spec.kind == "command" or self._address == _LOCAL or self._was_reached:

@@ -73,6 +73,21 @@ def test_a_job_of_nobody_is_not_described():
     assert create_scheduler("s").describe("no.such") is None
 
 
+def test_a_waiting_program_says_once_what_a_service_answers(unique, monkeypatch, capsys):
+    job = SimpleNamespace(id=unique, record=SimpleNamespace(has_roles=True))
+    words = "not ready for 30 s: GET http://n:80/health is answered with 301, not 200"
+    row = {"role": "server", "replica": 0, "waits_for": words}
+    groups = [{"phase": "placing", "roles": []}, {"phase": "starting services", "roles": [row]}]
+    monkeypatch.setattr(scheduler, "roles", lambda job, status: groups.pop(0))
+    monkeypatch.setattr(scheduler, "_SERVICES_S", 0.0)
+    made = create_scheduler("s")
+    for _ in range(4):
+        made._report_services(job, JobStatus(JobState.RUNNING))
+    shown = " ".join(capsys.readouterr().out.split())
+    assert shown.count("waits for its services: server/0 is") == 1
+    assert "answered with 301, not 200." in shown
+
+
 def test_a_waiting_program_says_once_what_its_experiments_jobs_wait_for(unique, tmp_path, capsys):
     def told(name: str, reason: Reason, detail: str) -> None:
         record = SimpleNamespace(exp_dir=tmp_path / unique, dispatcher="")

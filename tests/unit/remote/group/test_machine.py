@@ -4,11 +4,13 @@ import itertools
 import typing
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from nemo_run_ray.jobs.roles_and_elements import not_ready
 from nemo_run_ray.remote.group import machine
 from nemo_run_ray.remote.group.machine import (
     Action,
@@ -30,8 +32,11 @@ from nemo_run_ray.remote.group.machine import (
     Stop,
     Unprepared,
     Unready,
+    Waiting,
     step,
 )
+from nemo_run_ray.remote.group.reports import _events_of_report
+from nemo_run_ray.remote.group.roles_file import _rows
 from nemo_run_ray.remote.states import Cause, Life, Phase
 
 _SERVICE, _PRIMARY = ("server", 0), ("train", 0)
@@ -47,6 +52,7 @@ def _of_one(replica_id: ReplicaId) -> list[Event]:
     return [
         Prepared(replica_id),
         Unprepared(replica_id, "port taken"),
+        Waiting(replica_id, "answered with 301"),
         Ready(replica_id),
         Unready(replica_id, "too late"),
         Exited(replica_id, 0, "exit code 0"),
@@ -454,6 +460,21 @@ def test_a_service_that_starts_again_before_the_primaries_is_waited_for_again():
     assert (group.phase, actions) == (Phase.SERVICES, [])
     group, actions = step(group, Ready(("a", 0)))
     assert actions == [Start(_TRAIN0)]
+
+
+def test_what_the_probe_gets_is_shown_until_the_service_is_ready_or_starts_again(capfd):
+    replica = SimpleNamespace(replica_id=_SERVER)
+    report = {"at": "waiting", "words": "not ready for 30 s: /health is answered with 301, not 200"}
+
+    def shown(group: Group) -> list[str]:
+        return not_ready({"phase": "", "waits_for_room": "", "roles": _rows(group, {})})
+
+    group, actions = _after(_in(Phase.SERVICES, restarts=1), *_events_of_report(replica, report))
+    assert actions == []
+    assert shown(group) == [f"server/0 is {report['words']}"]
+    assert f"nemo_run_ray| server/0 is {report['words']}" in capfd.readouterr().out
+    assert shown(step(group, Ready(_SERVER))[0]) == []
+    assert shown(step(group, Exited(_SERVER, 1, ""))[0]) == []
 
 
 def test_only_the_replica_that_ended_is_started_again_and_only_its_restarts_are_used():

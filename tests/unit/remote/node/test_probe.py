@@ -285,6 +285,21 @@ def test_another_status_is_given_up_with_both(site, status):
     )
 
 
+def test_what_is_answered_is_told_every_so_often_while_it_is_not_ready(site, monkeypatch):
+    one = site()
+    one.statuses = [301]
+    probing = _probing(_http(one.port, path="/health"))
+    while not one.asked or probing.socket is not None:
+        assert _turn(probing) is None
+    assert probing.waiting() is None, "30 s have not passed"
+    now = time.monotonic()
+    monkeypatch.setattr(probe.time, "monotonic", lambda: now + 31)
+    assert probing.waiting() == (
+        f"not ready for 31 s: GET http://{_LOCAL}:{one.port}/health is answered with 301, not 200"
+    )
+    assert probing.waiting() is None, "once in 30 s"
+
+
 def test_a_wrong_status_on_the_nodes_own_address_is_no_wrong_address(answering):
     """The server listens everywhere, on 127.0.0.1 too."""
     port = answering(b"HTTP/1.1 404 Not Found\r\n\r\n", address="0.0.0.0")
