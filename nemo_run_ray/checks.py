@@ -91,6 +91,18 @@ def strict_init(cls: type[_Class]) -> type[_Class]:
     return cls
 
 
+def check_name(what: str, name: str) -> None:
+    """Refuse a name of which NeMo-Run makes several folders.
+
+    It looks for the task's script, and for an experiment, in one folder.
+    """
+    if "/" in name:
+        raise ConfigError(
+            f"The {what} {name!r} has a '/' in its name, and its name is that of a folder. Name it "
+            f"{name.replace('/', '-')!r}, say."
+        )
+
+
 def check_launch(exp_id: str, exp_dir: str) -> None:
     """Refuse what was launched already: the same experiment, or the same program.
 

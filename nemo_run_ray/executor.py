@@ -13,7 +13,7 @@ from nemo_run.core.execution.base import Executor, ExecutorMacros
 from nemo_run.core.packaging.base import Packager
 
 from nemo_run_ray import clusters
-from nemo_run_ray.checks import check_launch, refuse, strict_init
+from nemo_run_ray.checks import check_launch, check_name, refuse, strict_init
 from nemo_run_ray.clusters import Cluster, ExistingCluster
 from nemo_run_ray.errors import ConfigError
 from nemo_run_ray.executor_checks import check_fields, parse_memory
@@ -198,6 +198,8 @@ class RayExecutor(TakesFile, Executor):
 
     def assign(self, exp_id: str, exp_dir: str, task_id: str, task_dir: str) -> None:
         check_launch(exp_id, exp_dir)
+        check_name("experiment", exp_id)
+        check_name("task", task_id)
         self.experiment_id = exp_id
         self.experiment_dir = exp_dir
         self.job_dir = os.path.join(exp_dir, task_dir)
