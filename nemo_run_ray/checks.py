@@ -125,7 +125,7 @@ def check_launch(exp_id: str, exp_dir: str) -> None:
     if frame is not None:
         raise ConfigError(
             f"{frame.f_code.co_filename}, line {frame.f_lineno}, launches what was launched "
-            f"already: NeMo-Run runs this program again to find the functions of its __main__. "
+            "already: NeMo-Run runs this program again to find the functions of its __main__. "
             f"{_GUARD}"
         )
 

@@ -11,6 +11,7 @@ import io
 import json
 import ntpath
 import os
+import re
 import shutil
 import stat
 import tarfile
@@ -18,7 +19,7 @@ import tempfile
 import zipfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cache, partial
+from functools import cache, cached_property, partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, BinaryIO, cast
@@ -41,6 +42,7 @@ from nemo_run_ray.remote.node.rundir import (
     is_behind,
     links_out,
 )
+from nemo_run_ray.remote.spec import JobSpec
 
 #: Zip knows no earlier day; a fixed one keeps equal contents equal.
 _ZIP_EPOCH = (1980, 1, 1, 0, 0, 0)
@@ -73,6 +75,13 @@ class Archive:
     @property
     def uri(self) -> str:
         return f"gcs://{self.name}"
+
+    @cached_property
+    def names(self) -> frozenset[str]:
+        """The files and links of a code archive."""
+        entries = {entry.name: entry for entry in self.entries()}
+        manifest = json.loads(_read(entries.pop(MANIFEST)))
+        return frozenset([*entries, *manifest["symlinks"], *manifest["renamed"].values()])
 
     def pack(self) -> bytes:
         """The zip.
@@ -127,6 +136,40 @@ def code_archive(packager: Packager, folder: Path, name: str) -> Archive:
             yield replace(entry, name=sent_as.get(entry.name, entry.name))
 
     return Archive(f"The code, {in_words(packager)},", _digest(entries()), entries)
+
+
+def script_problem(task: JobSpec, code: Archive | None) -> str:
+    """Why the script of a command would not be found, in words; empty when it may be there.
+
+    NeMo-Run puts a script behind its interpreter. A startup command could make it, and only the
+    node knows other folders than the task's own.
+
+    Args:
+        task: what runs.
+        code: what is sent for it.
+    """
+    interpreter, path = (*task.argv[:2], "", "")[:2]
+    known = re.fullmatch(r"(.*/)?(bash|sh|python[\d.]*)", interpreter)
+    if not known or task.startup or not path or path.startswith("-") or "$" in path:
+        return ""
+    if task.cwd is not None and not path.startswith("/nemo_run/"):
+        there = os.path.join(task.cwd, path)
+        return "" if os.path.exists(there) else f"there is no {there}. Correct the script's path."
+    path = os.path.normpath(path.removeprefix("/nemo_run/code/"))
+    if path.startswith(("/", "../")):
+        return ""
+    if code is None:
+        return (
+            f"no code is sent, so that its script {path!r} would not be on the node. Let the "
+            "executor's packager send it, or give an absolute path that the nodes see."
+        )
+    # A link to a folder may be above it, and Python runs folders.
+    if code.names.intersection([path, f"{path}/__main__.py", *map(str, Path(path).parents)]):
+        return ""
+    return (
+        f"its script {path!r} is not among the {len(code.names)} file(s) that are sent. Paths are "
+        "relative to the folder that is packed: correct the path, or what the packager includes."
+    )
 
 
 def packager_key(packager: Packager) -> str:

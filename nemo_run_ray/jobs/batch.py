@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import secrets
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -11,10 +12,12 @@ from functools import partial
 from graphlib import TopologicalSorter
 from pathlib import Path
 
+from nemo_run.core.packaging.base import Packager
+
 from nemo_run_ray.checks import version_of
 from nemo_run_ray.clusters import Cluster
 from nemo_run_ray.dashboard.jobs_api import JobsApi
-from nemo_run_ray.errors import DoesNotFit, NemoRunRayError
+from nemo_run_ray.errors import ConfigError, DoesNotFit, NemoRunRayError
 from nemo_run_ray.executor import RayExecutor
 from nemo_run_ray.ids import dispatcher_id
 from nemo_run_ray.jobs import archives, ledger
@@ -66,6 +69,7 @@ class Batch:
     _is_checked: bool = False
     _misfit: DoesNotFit | None = None
     _api: JobsApi | None = None
+    _dry_code: dict[str, archives.Archive] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self._arrays = TaskArrays(self.exp_dir)
@@ -75,6 +79,35 @@ class Batch:
         """Take a job, or another plan of it."""
         name = self.names[planned.submission_id] = planned.job
         self.plans[name], self.executors[name], self.places[name] = planned, executor, place
+
+    def check(self, planned: JobPlan, is_dry: bool) -> None:
+        """Refuse a job that could not be handed over, or whose script is not there.
+
+        Args:
+            planned: the job.
+            is_dry: nothing of the experiment is handed over; what is packed is not kept.
+
+        Raises:
+            ConfigError: a secret is not set, or a script is not there.
+            PackagingFailed: a packager delivers no archive.
+        """
+        archives.secrets_archive(planned.spec.secrets, "", planned.secret_places)
+        if planned.job == next(iter(self.plans), planned.job):
+            self._dry_code.clear()  # the files may have changed since the last dry run
+        code = {role: self._code(own, is_dry) for role, own in planned.packagers.items()}
+        for role, task in planned.tasks().items():
+            problem = archives.script_problem(task, code.get(role))
+            if problem and not (task.cwd and (planned.after or planned.outside)):
+                raise ConfigError(f"The job {planned.job!r} cannot run: {problem}")
+
+    def _code(self, packager: Packager, is_dry: bool) -> archives.Archive:
+        if not is_dry:
+            return self._packed.code(packager)
+        key = archives.packager_key(packager)
+        if key not in self._dry_code:
+            with tempfile.TemporaryDirectory() as folder:
+                self._dry_code[key] = archives.code_archive(packager, Path(folder), "code")
+        return self._dry_code[key]
 
     def submit(self, name: str) -> str:
         """Hand a job over, with the first one its whole dispatch or array; its submission id.

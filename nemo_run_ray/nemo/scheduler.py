@@ -87,7 +87,8 @@ class RayJobsScheduler(SchedulerMixin, Scheduler[Any]):
         if not isinstance(cfg, RayExecutor):
             raise ConfigError(f"The scheduler {self.backend} takes a RayExecutor, not {cfg!r}.")
         experiment_id = cfg.experiment_id or "experiment"
-        if registry.is_running():
+        is_running = registry.is_running()
+        if is_running:
             interrupt.watch(experiment_id)
         planned = plan(app, cfg, job_id(experiment_id, app.name), app.name)
         if planned.runs_here:
@@ -96,6 +97,7 @@ class RayJobsScheduler(SchedulerMixin, Scheduler[Any]):
         order = self._order_for(planned, batch)
         planned = self._in_order(planned, batch, order)
         _check_id(planned, batch)
+        batch.check(planned, is_dry=not is_running)
         batch.add(planned, cfg, order.place(planned.job))
         return AppDryRunInfo(Request(planned, batch), str)
 

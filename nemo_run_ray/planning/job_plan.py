@@ -136,6 +136,15 @@ class JobPlan:
         """Name of the job inside the job archive; equal for equal jobs of other experiments."""
         return safe_id(self.job)
 
+    def tasks(self) -> dict[str, JobSpec]:
+        """What runs, by the name in ``packagers`` of what is sent for it."""
+        if isinstance(self.spec, GroupSpec):
+            return {role.name: role.task for role in self.spec.roles}
+        task = self.spec.host.task if isinstance(self.spec, ArraySpec) else self.spec
+        if self.element is not None:
+            task = task._replace(argv=self.element.argv)
+        return {next(iter(self.packagers), ""): task}
+
     def body(self, code: Mapping[str, str], archives: list[str], nonce: str) -> dict[str, Any]:
         """The body of ``POST /api/jobs/``.
 

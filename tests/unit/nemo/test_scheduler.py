@@ -4,7 +4,7 @@ import nemo_run as run
 import pytest
 
 from nemo_run_ray import RayExecutor
-from nemo_run_ray.errors import ConfigError
+from nemo_run_ray.errors import ConfigError, NemoRunRayError
 from nemo_run_ray.ids import safe_id
 from nemo_run_ray.nemo import scheduler
 from nemo_run_ray.nemo.scheduler import create_scheduler
@@ -30,7 +30,61 @@ def test_a_dry_run_asks_no_cluster(address, unique):
     run.run(task, executor=RayExecutor(address=address), name=unique, dryrun=True)
 
 
-def test_a_dry_run_of_a_group_asks_no_cluster_and_says_what_is_sent(address, unique, tmp_path):
+SCRIPTS = run.PatternPackager(include_pattern="*.sh", relative_path=".")
+
+
+@pytest.mark.parametrize(
+    ("task", "fields", "words"),
+    [
+        (
+            run.Script(inline="true"),
+            {"secrets": ["NO_SUCH_SECRET"]},
+            "NO_SUCH_SECRET, which is not",
+        ),
+        (run.Script(inline="true"), {"packager": run.GitArchivePackager()}, "no git repository"),
+        (run.Script("there.sh"), {}, "no code is sent, so that its script 'there.sh'"),
+        (run.Script("gone.sh"), {"packager": SCRIPTS}, "'gone.sh' is not among the 1 file"),
+        (run.Script("gone.py", entrypoint="python"), {"address": None}, "there is no /.*/gone.py"),
+    ],
+    ids=["secret", "packager", "script not sent", "script not packed", "script not here"],
+)
+def test_a_dry_run_refuses_what_the_run_would_and_neither_asks_a_cluster(
+    address, unique, tmp_path, monkeypatch, task, fields, words
+):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "there.sh").touch()
+    executor = RayExecutor(**{"address": address, **fields})
+    for dryrun in (True, False):
+        with pytest.raises(NemoRunRayError, match=words):
+            run.run(task, executor=executor, name=unique, dryrun=dryrun)
+
+
+@pytest.mark.parametrize(
+    ("task", "fields"),
+    [
+        (run.Script("there.sh"), {"packager": SCRIPTS}),
+        (run.Script("./there.sh"), {"address": None}),
+        (run.Script("/on/the/nodes.sh"), {}),
+        (run.Script("made.sh"), {"startup_commands": ["touch made.sh"]}),
+        (run.Script("a.module", entrypoint="python", m=True), {}),
+    ],
+)
+def test_a_dry_run_takes_scripts_that_may_be_there(
+    address, unique, tmp_path, monkeypatch, task, fields
+):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "there.sh").touch()
+    executor = RayExecutor(**{"address": address, **fields})
+    run.run(task, executor=executor, name=unique, dryrun=True)
+    assert [path.name for path in tmp_path.iterdir()] == ["there.sh"]
+
+
+def test_a_dry_run_of_a_group_asks_no_cluster_and_says_what_is_sent(
+    address, unique, tmp_path, monkeypatch
+):
+    (tmp_path / "code.py").touch()
+    for name in "ABC":
+        monkeypatch.setenv(name, "x")
     code = run.PatternPackager(include_pattern="*.py", relative_path=str(tmp_path))
     executors = [
         RayExecutor(address=address, role="a", packager=code, secrets=["B", "A"]),
