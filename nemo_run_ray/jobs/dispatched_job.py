@@ -37,7 +37,7 @@ class DispatchedJob(RemoteJob):
         return self.dispatch.after.get(self.name, ())
 
     def cancel(self) -> JobStatus:
-        status = self.look(Snapshot(is_fresh=True))
+        status = self.answered()
         if status.state.is_terminal:
             return status
         api = self.api()

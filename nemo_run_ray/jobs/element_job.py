@@ -108,10 +108,10 @@ class ElementJob(RemoteJob):
         return {self.index: found[self.index]} if self.index in found else {}
 
     def cancel(self) -> JobStatus:
-        status = self.look(Snapshot(is_fresh=True))
+        status = self.answered()
         if status.state.is_terminal:
             return status
-        whole = self.array.look(Snapshot(is_fresh=True))
+        whole = self.array.answered()
         if whole.state is not JobState.RUNNING:
             raise JobError(
                 f"The task {self.name!r} is an element of the array {self.array.id}, which is "
@@ -120,12 +120,12 @@ class ElementJob(RemoteJob):
             )
         self.array.cancel_elements(str(self.index))
         _LastElements.of(self.array).forget()
-        return self.look(Snapshot(is_fresh=True))
+        return self.answered()
 
     def leftovers(self, status: JobStatus) -> str:
         if not status.attempt:
             return "it never had a process"
-        whole = self.array.look(Snapshot(is_fresh=True))
+        whole = self.array.answered()
         if whole.state.is_terminal:  # its driver may have given up what does not end
             return self.array.leftovers(whole)
         told = elements(self.array, whole)

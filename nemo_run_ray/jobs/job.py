@@ -11,6 +11,8 @@ from itertools import chain
 from typing import Any
 
 from nemo_run_ray.clusters.left_behind import CUT
+from nemo_run_ray.dashboard.http import repeat
+from nemo_run_ray.dashboard.jobs_api import PATIENCE_S
 from nemo_run_ray.errors import ClusterError, ConfigError, JobError, NemoRunRayError, StillGoesOn
 from nemo_run_ray.jobs import keep_logs, notes
 from nemo_run_ray.jobs.array_elements import Element, array_file, cancel_elements, elements_of
@@ -131,7 +133,7 @@ class RemoteJob(ObservedJob):
             ClusterError: it did not end in time, or the cluster stopped answering.
             ConfigError: the cluster's address or credentials cannot be used.
         """
-        status = self.look(Snapshot(is_fresh=True))
+        status = self.answered()
         if status.state.is_terminal or status.state is JobState.WAITING:
             return status
         api = self.api()
@@ -155,7 +157,18 @@ class RemoteJob(ObservedJob):
             ClusterError: the cluster cannot be asked.
             JobError: the cluster is gone for good.
         """
-        return leftovers(self, status)
+        return repeat(lambda: leftovers(self, status), PATIENCE_S)
+
+    def answered(self) -> JobStatus:
+        """Its status now; a cluster that does not answer is asked again for a while.
+
+        Raises:
+            ClusterError: the cluster cannot be asked.
+            ConfigError: its address or credentials cannot be used.
+        """
+        return insist(
+            lambda: self.look(Snapshot(is_fresh=True)), JOB_MARGIN_S, f"the job {self.id}"
+        )
 
     def _never_starts(self, status: JobStatus) -> bool:
         age_s = time.time() - self.record.intended_at

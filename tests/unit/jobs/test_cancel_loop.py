@@ -44,6 +44,18 @@ def test_a_stop_that_gets_lost_is_asked_for_again(ray, one):
     assert len(ray.stops) == 3
 
 
+@pytest.mark.parametrize("trouble", [Trouble(503, "restarting"), Trouble()], ids=["503", "dropped"])
+@pytest.mark.parametrize("task", ["job", "job after first"])
+def test_a_look_that_gets_no_answer_is_taken_again(ray, unique, task, trouble):
+    handed = Handed(ray, unique, "first", task) if " " in task else Handed(ray, unique, task)
+    if " " in task:
+        ray.dispatch(handed.dispatch.spec, rounds=3)
+    ray.fates[f"{handed.id}.job"] = GOES_ON
+    lost = iter([trouble])
+    ray.trouble = lambda method, path: next(lost, None)
+    assert handed.jobs["job"].cancel().state is JobState.CANCELLED
+
+
 def test_a_job_that_never_ends_is_an_error_that_names_it(ray, one):
     ray._stop = lambda name: (200, "{}")
     with pytest.raises(ClusterError, match="Within 41 s of being cancelled") as caught:
