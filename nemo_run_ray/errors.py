@@ -34,11 +34,30 @@ Exceptions of other libraries are translated where they enter and kept as ``__ca
 program is printed by ``plain_errors.py``.
 """
 
+import re
 import traceback
+
+_COLOUR_CODE = re.compile(r"\x1b\[[0-9;?]*[ -/]*[@-~]")
+#: What a terminal would obey, and what HTML or UTF-8 cannot carry.
+_UNFIT = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff\ufffe\uffff]")
+#: What ``rich`` takes for the end of a style, and refuses where that style has no beginning.
+_CLOSING_TAG = re.compile(r"\[(?=/[^\[\]]*\])")
+
+
+def shown(text: str) -> str:
+    """A text of others without colours and control characters, as it is printed or put on a page.
+
+    A job's log is the user's own and is passed on as it is.
+    """
+    return _UNFIT.sub("\ufffd", _COLOUR_CODE.sub("", text.replace("\r\n", "\n")))
 
 
 class NemoRunRayError(Exception):
     """Root of the tree above."""
+
+    def __str__(self) -> str:
+        # NeMo-Run prints what a launch raises as markup of ``rich``.
+        return _CLOSING_TAG.sub("[ ", shown(super().__str__()))
 
     def _render_traceback_(self) -> list[str]:
         """What IPython and notebooks print of an uncaught error."""

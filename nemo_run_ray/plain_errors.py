@@ -15,8 +15,9 @@ from pathlib import Path
 from types import TracebackType
 
 import nemo_run
+from rich.markup import escape
 
-from nemo_run_ray.errors import NemoRunRayError
+from nemo_run_ray.errors import NemoRunRayError, shown
 
 #: Environment variable that brings the tracebacks back, for a report of a fault of this package.
 VARIABLE = "NEMO_RUN_RAY_TRACEBACK"
@@ -36,12 +37,17 @@ def install() -> None:
         if isinstance(error, NemoRunRayError) and not needs_traceback(error):
             print(paragraph(error, frames), file=sys.stderr)
         elif getattr(error, "_is_explained", False) and not os.environ.get(VARIABLE):
-            print(error, file=sys.stderr)
+            print(shown(str(error)), file=sys.stderr)
         else:
             before(kind, error, frames)
 
     excepthook._of_nemo_run_ray = True  # type: ignore[attr-defined]
     sys.excepthook = excepthook
+
+
+def as_markup(text: str) -> str:
+    """The markup of ``rich`` that shows this text, whatever is in it."""
+    return escape(shown(text))
 
 
 def explained(interrupt: KeyboardInterrupt) -> KeyboardInterrupt:
@@ -67,7 +73,7 @@ def paragraph(error: NemoRunRayError, frames: TracebackType | None) -> str:
     kind = type(error)
     notes = getattr(error, "__notes__", ())
     text = "\n".join([f"{kind.__module__}.{kind.__qualname__}: {error}", *notes])
-    text = _elsewhere(error) + text
+    text = shown(_elsewhere(error) + text)
     place = _place(frames)
     hint = f"{VARIABLE}=1 shows the traceback"
     return f"{text}\n({place}; {hint})" if place else f"{text}\n({hint})"

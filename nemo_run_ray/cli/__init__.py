@@ -1,1 +1,25 @@
 """The command line."""
+
+from collections.abc import Iterable
+
+from rich.console import Console, ConsoleOptions, RenderableType
+from rich.segment import Segment
+
+from nemo_run_ray.errors import shown
+
+
+class _Plain(Console):
+    """Prints words as they are: they come from clusters and files, and are no markup of ours."""
+
+    def __init__(self) -> None:
+        super().__init__(soft_wrap=True, highlight=False, markup=False, emoji=False)
+
+    def render(
+        self, renderable: RenderableType, options: ConsoleOptions | None = None
+    ) -> Iterable[Segment]:
+        for segment in super().render(renderable, options):
+            yield segment if segment.control else segment._replace(text=shown(segment.text))
+
+
+#: What all verbs print on, but for logs and JSON.
+out = _Plain()

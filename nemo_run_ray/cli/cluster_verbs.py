@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.console import Console
 from rich.table import Table
 
+from nemo_run_ray.cli import out
 from nemo_run_ray.clusters import Cluster, ExistingCluster, SlurmCluster
 from nemo_run_ray.errors import ClusterError, ConfigError
 
@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     from nemo_run_ray.cluster_files.load import Loaded
     from nemo_run_ray.dashboard.nodes import ClusterNode
 
-_out = Console(soft_wrap=True, highlight=False)
 _NAME = re.compile(r"[\w-]{1,100}")
 _MASKED = "***"
 _VARIABLE = re.compile(r"(\$\{\w+\})")
@@ -71,8 +70,8 @@ def init(
         path.write_text(sample(name, address, nodes), encoding="utf-8")
     except OSError as error:
         raise ConfigError(f"{path} cannot be written: {error.strerror}.") from error
-    _out.print(f"{path} is written. Edit it, and look at it with:", markup=False)
-    _out.print(f"nemo-run-ray clusters {name}\nnemo-run-ray doctor {name}", markup=False)
+    out.print(f"{path} is written. Edit it, and look at it with:")
+    out.print(f"nemo-run-ray clusters {name}\nnemo-run-ray doctor {name}")
 
 
 def _list(as_json: bool) -> None:
@@ -89,10 +88,9 @@ def _list(as_json: bool) -> None:
         print(json.dumps(rows, indent=1))
     elif not rows:
         folders = ", ".join(str(folder) for folder in search.folders())
-        _out.print(
+        out.print(
             f"There are no cluster files in {folders or 'any folder'}. `nemo-run-ray init` writes "
             "one; docs/clusters.md describes them.",
-            markup=False,
         )
     else:
         table = Table(box=None, pad_edge=False)
@@ -104,7 +102,7 @@ def _list(as_json: bool) -> None:
             line = "line " if problem[:1].isdigit() else ""
             where = f"{line}{problem}" if problem else row["where"]
             table.add_row(row["name"], row["kind"], where, pools, row["path"])
-        _out.print(table)
+        out.print(table)
 
 
 def _row(path: str) -> dict[str, Any]:
@@ -166,16 +164,16 @@ def _show(name: str, as_json: bool) -> None:
         found = {"path": str(loaded.path), "format": loaded.reading.format}
         print(json.dumps({**found, "values": rows, "ignored": ignored}, indent=1, default=str))
         return
-    _out.print(f"{loaded.path} ({loaded.reading.format})", markup=False)
+    out.print(f"{loaded.path} ({loaded.reading.format})")
     table = Table(box=None, pad_edge=False)
     for title in ("key", "value", "from"):
         table.add_column(title, overflow="fold")
     folder = f"{loaded.path.parent}{os.sep}"
     for row in rows:
         table.add_row(row["key"], str(row["value"]), row["source"].removeprefix(folder))
-    _out.print(table)
+    out.print(table)
     for key in ignored:
-        _out.print(f"ignored: {key['key']} ({key['source']}): {key['reason']}", markup=False)
+        out.print(f"ignored: {key['key']} ({key['source']}): {key['reason']}")
 
 
 def _values(loaded: Loaded) -> Iterator[tuple[str, Any, str]]:

@@ -7,10 +7,11 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.console import Console, Group
+from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
+from nemo_run_ray.cli import out
 from nemo_run_ray.clusters import Cluster, Dashboard, ExistingCluster, LocalCluster, SlurmCluster
 from nemo_run_ray.errors import ClusterError, ConfigError
 
@@ -19,7 +20,6 @@ if TYPE_CHECKING:
 
 _BROKEN = "broken"
 _COLORS = {"ok": "green", "warning": "yellow", _BROKEN: "red", "unknown": "yellow"}
-_out = Console(highlight=False)
 
 
 def doctor(
@@ -97,7 +97,7 @@ def show(rows: Sequence[CheckRow], as_json: bool) -> None:
     if as_json:
         print(json.dumps([row.to_json() for row in rows], indent=1))
     else:
-        _out.print(table(rows))
+        out.print(table(rows))
     if any(row.state.value == _BROKEN for row in rows):
         raise typer.Exit(1)
 

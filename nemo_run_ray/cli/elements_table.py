@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING
 
+from nemo_run_ray.errors import shown
+
 if TYPE_CHECKING:
     from nemo_run_ray.jobs.array_elements import Element
 
@@ -25,7 +27,7 @@ def print_elements(elements: Sequence[Element], as_json: bool = False) -> None:
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     for row in rows:
         cells = (cell.ljust(width) for cell, width in zip(row, widths, strict=True))
-        print("  ".join(cells).rstrip())
+        print(shown("  ".join(cells).rstrip()))
 
 
 def _words(element: Element) -> tuple[str, ...]:

@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from nemo_run.core.frontend.console.api import CONSOLE
-from rich.console import Console
 from rich.live import Live
 
+from nemo_run_ray.cli import out
 from nemo_run_ray.cli.cluster_verbs import clusters, init
 from nemo_run_ray.cli.doctor import doctor
 from nemo_run_ray.cli.elements_table import print_elements
@@ -30,7 +30,6 @@ if TYPE_CHECKING:
 Name = Annotated[str, typer.Argument(help="An experiment's id or title, a handle or a job's id.")]
 #: Seconds between two looks of a table that follows.
 _REFRESH_S = 2.0
-_out = Console(soft_wrap=True, highlight=False)
 #: Typer's settings of a verb that hands all its arguments to another command, also ``--help``.
 _AS_THEY_ARE = {
     "allow_extra_args": True,
@@ -62,8 +61,8 @@ def status(
     if as_json:
         print(report.as_json())
         return
-    if once or report.is_over or not _out.is_terminal:
-        _out.print(report.table(time.time()))
+    if once or report.is_over or not out.is_terminal:
+        out.print(report.table(time.time()))
     else:
         _follow_status(jobs, report)
 
@@ -75,7 +74,7 @@ def _follow_status(jobs: list[RemoteJob], report: StatusReport) -> None:
     from nemo_run_ray.jobs.tend import tend
 
     # A table that follows is cut at the terminal's width, so the last one is printed once more.
-    live = Live(report.table(time.time()), console=_out, auto_refresh=False, transient=True)
+    live = Live(report.table(time.time()), console=out, auto_refresh=False, transient=True)
     try:
         with live, keep_logs.waiting():
             is_over = False
@@ -87,7 +86,7 @@ def _follow_status(jobs: list[RemoteJob], report: StatusReport) -> None:
                 is_over = report.is_over
                 live.update(report.table(time.time()), refresh=True)
     finally:
-        _out.print(report.table(time.time()))
+        out.print(report.table(time.time()))
 
 
 def timeline(
@@ -107,7 +106,7 @@ def timeline(
         raise JobError(
             f"The page cannot be written to {output}: {error.strerror}. Give another --output."
         ) from error
-    _out.print(f"The timeline of {len(jobs)} job(s) is in {output}", markup=False)
+    out.print(f"The timeline of {len(jobs)} job(s) is in {output}")
 
 
 def logs(
@@ -178,7 +177,7 @@ def cancel(
         print_elements(_one(name, find(name), job).cancel_elements(elements))
         return
     for line in cancel_all(_chosen(name, find(name), job)):
-        _out.print(line, markup=False)
+        out.print(line)
 
 
 def _chosen(name: str, jobs: list[RemoteJob], job: str) -> list[RemoteJob]:
@@ -210,7 +209,7 @@ def resume(experiment: Annotated[str, typer.Argument(help="Its id or title.")]) 
     from nemo_run_ray.nemo.resume import resume_experiment
 
     for line in resume_experiment(_experiment(experiment)):
-        _out.print(line, markup=False)
+        out.print(line)
 
 
 def patches(
@@ -234,14 +233,13 @@ def patches(
         print(json.dumps(rows, indent=1))
         return
     for row in rows:
-        _out.print(f"{row['name']}: {row['state']}", markup=False)
-        _out.print(f"  {row['why']}", markup=False)
-        _out.print(
+        out.print(f"{row['name']}: {row['state']}")
+        out.print(f"  {row['why']}")
+        out.print(
             f"  Verified on NeMo-Run {' to '.join(row['verified'])}; retired by "
             f"{row['retired_by']}.",
-            markup=False,
         )
-    _out.print(f"Apply them with nemo_run_ray.patches.apply() or {known.VARIABLE}=…", markup=False)
+    out.print(f"Apply them with nemo_run_ray.patches.apply() or {known.VARIABLE}=…")
 
 
 VERBS: tuple[Callable[..., Any], ...] = (

@@ -6,13 +6,12 @@ from dataclasses import replace
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
 
+from nemo_run_ray.cli import out
 from nemo_run_ray.clusters import Dashboard, LocalCluster, SlurmCluster
 from nemo_run_ray.errors import ClusterError, ConfigError, JobError
 
 _FILE = "A cluster file of an embedded Ray, or of one on Slurm."
-_out = Console(soft_wrap=True, highlight=False)
 
 
 def up(
@@ -30,8 +29,8 @@ def up(
             f"{cluster!r} says how large its allocation is."
         )
     dashboard = replace(found, keep=True, **given).connect()
-    _out.print(f"{_title(found)} is up: {dashboard.url}", markup=False)
-    _out.print(f"Stop it with: {_down(cluster)}", markup=False)
+    out.print(f"{_title(found)} is up: {dashboard.url}")
+    out.print(f"Stop it with: {_down(cluster)}")
 
 
 def down(
@@ -48,11 +47,11 @@ def down(
         # What an embedded Ray that has died has left is kept; a job of Slurm may wait in the queue.
         ended = cluster.why_down() or f"No {title[4:]} is up."
         was_there = cluster.stop()
-        _out.print(f"{title} is stopped." if was_there else ended, markup=False)
+        out.print(f"{title} is stopped." if was_there else ended)
         return
     _end_jobs(cluster, dashboard, force, name)
     cluster.stop()
-    _out.print(f"{title} is stopped.", markup=False)
+    out.print(f"{title} is stopped.")
 
 
 def _end_jobs(
@@ -76,15 +75,15 @@ def _end_jobs(
                 f"them, or cancel all and stop it: {_down(name)} --force"
             )
         if busy:
-            _out.print(f"Cancelling {len(busy)} job(s) …")
+            out.print(f"Cancelling {len(busy)} job(s) …")
             for job in end_all(api):
-                _out.print(f"{job} has not ended; it is killed with the cluster.", markup=False)
+                out.print(f"{job} has not ended; it is killed with the cluster.")
         for line in note_ends(api, cluster, is_forced=bool(busy)):
-            _out.print(line, markup=False)
+            out.print(line)
     except ClusterError as error:
         if not force:
             raise
-        _out.print(f"Its jobs' ends are not known: {error}", markup=False)
+        out.print(f"Its jobs' ends are not known: {error}")
 
 
 def _title(cluster: LocalCluster | SlurmCluster) -> str:

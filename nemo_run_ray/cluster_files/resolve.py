@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 from nemo_run.core.frontend.console.api import CONSOLE
-from rich.markup import escape
 
 from nemo_run_ray.checks import nearest
 from nemo_run_ray.cluster_files import DEFAULTS, file_name, skills
@@ -28,6 +27,7 @@ from nemo_run_ray.cluster_files.variables import Variables, variables_of
 from nemo_run_ray.clusters import Cluster, ExistingCluster, LocalCluster
 from nemo_run_ray.errors import ConfigError, NoClusterFile
 from nemo_run_ray.executor import RayExecutor
+from nemo_run_ray.plain_errors import as_markup
 
 #: Foreign files whose ignored keys were told in this process.
 _told: set[Path] = set()
@@ -109,7 +109,7 @@ def _tell_ignored(loaded: Loaded) -> None:
     _told.add(loaded.path)
     keys = ", ".join(ignored.key for ignored in loaded.reading.ignored)
     CONSOLE.log(
-        escape(
+        as_markup(
             f"{loaded.path} ({loaded.reading.format}): not used on Ray are {keys}. "
             f"`nemo-run-ray clusters {loaded.name}` says why."
         )

@@ -6,11 +6,11 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from nemo_run.core.frontend.console.api import CONSOLE
-from rich.markup import escape
 
 from nemo_run_ray.clusters import Dashboard
 from nemo_run_ray.errors import DoesNotFit
 from nemo_run_ray.executor import RayExecutor
+from nemo_run_ray.plain_errors import as_markup
 from nemo_run_ray.planning.job_plan import JobPlan
 from nemo_run_ray.planning.room import Ask, ask_of
 from nemo_run_ray.remote.spec import ArraySpec, GroupSpec
@@ -81,9 +81,9 @@ def _looked(
 
 def _tell(warnings: Sequence[str], untold: Sequence[str]) -> None:
     for warning in warnings:
-        CONSOLE.log(escape(f"Preflight: {warning}"))
+        CONSOLE.log(as_markup(f"Preflight: {warning}"))
     if untold:
-        CONSOLE.log(escape(f"Preflight: the cluster does not tell: {', '.join(untold)}."))
+        CONSOLE.log(as_markup(f"Preflight: the cluster does not tell: {', '.join(untold)}."))
 
 
 def _limits(plans: Sequence[JobPlan]) -> dict[str, Any]:

@@ -13,7 +13,6 @@ from typing import Any
 
 from nemo_run.core.frontend.console.api import CONSOLE
 from nemo_run.run.torchx_backend.schedulers.api import SchedulerMixin
-from rich.markup import escape
 from torchx.schedulers.api import (
     DescribeAppResponse,
     ListAppResponse,
@@ -24,7 +23,7 @@ from torchx.schedulers.api import (
 from torchx.specs import AppDef, AppDryRunInfo, ReplicaStatus, Role, RoleStatus
 
 from nemo_run_ray.clusters import Cluster
-from nemo_run_ray.errors import ConfigError, JobError, NemoRunRayError
+from nemo_run_ray.errors import ConfigError, JobError, NemoRunRayError, shown
 from nemo_run_ray.executor import RayExecutor
 from nemo_run_ray.ids import SCHEDULER, dispatcher_id, job_id
 from nemo_run_ray.jobs import ledger, notes
@@ -41,6 +40,7 @@ from nemo_run_ray.jobs.tend import Tending
 from nemo_run_ray.jobs.torchx_states import torchx_state
 from nemo_run_ray.nemo import registry
 from nemo_run_ray.nemo.interrupt import interrupt
+from nemo_run_ray.plain_errors import as_markup
 from nemo_run_ray.planning.dry_run import describe
 from nemo_run_ray.planning.job_plan import JobPlan, in_folder, plan
 from nemo_run_ray.remote.states import JobState, JobStatus, Phase, Reason
@@ -143,9 +143,9 @@ class RayJobsScheduler(SchedulerMixin, Scheduler[Any]):
         try:
             batch.cluster.release(registry.is_detached(self._experiment))
         except NemoRunRayError as error:  # the job runs: its launch has not failed
-            CONSOLE.log(escape(str(error)))
+            CONSOLE.log(as_markup(str(error)))
         self._tend(batch.exp_dir)
-        CONSOLE.log(f"{escape(request.plan.job)} on Ray: {batch.page(request.plan.job)}")
+        CONSOLE.log(as_markup(f"{request.plan.job} on Ray: {batch.page(request.plan.job)}"))
         return submission_id
 
     def _tend(self, exp_dir: Path) -> None:
@@ -204,7 +204,7 @@ class RayJobsScheduler(SchedulerMixin, Scheduler[Any]):
         return DescribeAppResponse(
             app_id=app_id,
             state=state,
-            msg=status.message,
+            msg=shown(status.message),
             roles=[Role(name=name, image="", num_replicas=1)],
             roles_statuses=[RoleStatus(role=name, replicas=[replica])],
         )
@@ -262,7 +262,7 @@ class RayJobsScheduler(SchedulerMixin, Scheduler[Any]):
         status = job.cancel()
         proof = job.leftovers(status) if status.state is JobState.CANCELLED else ""
         ending = f"; {proof}" if proof else ""
-        CONSOLE.log(escape(f"{app_id} is {status.state.value.lower()}{ending}."))
+        CONSOLE.log(as_markup(f"{app_id} is {status.state.value.lower()}{ending}."))
 
     def close(self) -> None:
         interrupt.unwatch()
@@ -316,7 +316,7 @@ def _report(job: RemoteJob, status: JobStatus) -> None:
     if not is_told or said in _reported:
         return
     _reported.add(said)
-    CONSOLE.log(escape(f"{job.id} is {status.state.value}: {status.message}"))
+    CONSOLE.log(as_markup(f"{job.id} is {status.state.value}: {status.message}"))
 
 
 def _told(log: Iterable[str], job: RemoteJob) -> Iterator[str]:
@@ -329,7 +329,7 @@ def _told(log: Iterable[str], job: RemoteJob) -> Iterator[str]:
     except NemoRunRayError as error:
         gone = job.id, JobState.LOST, Reason.CLUSTER_GONE
         if gone not in _reported:
-            CONSOLE.log(escape(str(error)))
+            CONSOLE.log(as_markup(str(error)))
         if isinstance(error, JobError) and job.status.state is JobState.LOST:
             _reported.add(gone)  # the error says it
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import base64
 import hashlib
-import re
 from collections import Counter
 from collections.abc import Sequence
 from functools import cache
@@ -16,6 +15,7 @@ from importlib import resources
 
 from jinja2 import Environment, PackageLoader, StrictUndefined, Template
 
+from nemo_run_ray.errors import shown
 from nemo_run_ray.timeline.lanes import STATES, Axis, Span, TimelineRow, axis_of, lanes_of
 from nemo_run_ray.timeline.values import MESSAGE_MAX, arrows, job_values, length, ticks, utc
 
@@ -25,9 +25,6 @@ __all__ = ["ALL_LINKS_MAX", "MESSAGE_MAX", "Span", "TimelineRow", "page"]
 ALL_LINKS_MAX = 40
 #: Pixels of a row, and of its letters, up to so many jobs.
 _SIZES = ((40, 30, 13), (150, 22, 12), (10**9, 17, 11))
-_COLOUR_CODE = re.compile(r"\x1b\[[0-9;?]*[ -/]*[@-~]")
-#: What HTML or UTF-8 cannot carry.
-_UNFIT = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\ud800-\udfff\ufffe\uffff]")
 
 
 def page(title: str, rows: Sequence[TimelineRow], began_at: float, now: float) -> str:
@@ -76,14 +73,14 @@ def _template() -> Template:
 
 
 def _clean(value: object) -> object:
-    """Words without a terminal's colours and without what a page cannot carry.
+    """Words as they are shown.
 
     Markup stays as it is: it is the page's style or script, or the result of a macro, whose parts
     were cleaned.
     """
-    if not isinstance(value, str) or hasattr(value, "__html__") or not _UNFIT.search(value):
+    if not isinstance(value, str) or hasattr(value, "__html__"):
         return value
-    return _UNFIT.sub("\ufffd", _COLOUR_CODE.sub("", value))
+    return shown(value)
 
 
 def _facts(rows: Sequence[TimelineRow], axis: Axis, began_at: float, now: float) -> Sequence[str]:

@@ -7,7 +7,8 @@ from typing import Any
 
 from nemo_run.core.frontend.console.api import CONSOLE
 from rich.errors import LiveError
-from rich.markup import escape
+
+from nemo_run_ray.plain_errors import as_markup
 
 
 class Progress:
@@ -35,19 +36,19 @@ class Progress:
             return
         self._last = text
         if not CONSOLE.is_terminal:
-            CONSOLE.log(escape(text))
+            CONSOLE.log(as_markup(text))
         elif self._status is None:
-            status = CONSOLE.status(escape(text))
+            status = CONSOLE.status(as_markup(text))
             try:
                 status.start()
             except LiveError:  # another thread shows a line
-                CONSOLE.log(escape(text))
+                CONSOLE.log(as_markup(text))
                 return
             self._status = status
         else:
-            self._status.update(escape(text))
+            self._status.update(as_markup(text))
 
     def done(self, text: str) -> None:
         """Say how it ended, if there was a wait."""
         if self._last:
-            CONSOLE.log(escape(text))
+            CONSOLE.log(as_markup(text))

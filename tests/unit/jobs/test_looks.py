@@ -3,6 +3,7 @@
 import json
 import logging
 import os
+import re
 import signal
 from collections.abc import Callable
 from pathlib import Path
@@ -13,10 +14,12 @@ from typer.testing import CliRunner
 
 from nemo_run_ray import RayExecutor, find
 from nemo_run_ray.cli import main as cli
+from nemo_run_ray.errors import SubmissionError
 from nemo_run_ray.jobs import notes
 from nemo_run_ray.jobs.tend import tend
+from nemo_run_ray.remote.group.roles_file import file_name
 from tests import warm
-from tests.fake_ray import NODE, FakeRay
+from tests.fake_ray import NODE, FakeRay, Trouble
 from tests.unit.jobs.conftest import Handed
 
 
@@ -152,3 +155,42 @@ def test_one_answer_comes_from_one_look(ray, unique):
     invoke("status", "--json", unique)
     assert [path for _, path in ray.requests if path == "/api/jobs/"] == ["/api/jobs/"]
     assert len(ray.requests) == 1
+
+
+_WORDS = "[/x] \x1b]0;mine\x07\x1b[31mred\x1b[0m\x9b2J"
+
+
+@pytest.mark.parametrize("verb", ["status", "cancel", "clusters", "doctor"])
+def test_words_of_others_are_shown_as_text(ray, unique, verb, tmp_path, monkeypatch):
+    """A host's name, a message and a file's words neither style a terminal nor end a verb."""
+    handed = Handed(ray, unique, "group", nodes=2)
+    job = handed.jobs["group"]
+    ray.rows[job.id].update(status="FAILED", driver_node_id=NODE, message=_WORDS)
+    row = {"role": _WORDS, "replica": 0, "service": False, "state": "ended", "exit_code": 1}
+    told = {
+        "phase": _WORDS,
+        "waits_for_room": "",
+        "roles": [{**row, "host": _WORDS, "address": ""}],
+    }
+    ray.files[file_name(job.id)] = json.dumps(told)
+    file = tmp_path / "cluster_configs" / "wrong.yaml"
+    file.parent.mkdir()
+    file.write_text("cluster: {address: '[/x] \\e]0;mine\\a'}\n")
+    monkeypatch.chdir(tmp_path)
+    words = {
+        "status": ["status", "--once", unique],
+        "cancel": ["cancel", "--job", _WORDS, unique],
+        "clusters": ["clusters"],
+        "doctor": ["doctor", "--address", f"http://{_WORDS}"],
+    }[verb]
+    done = CliRunner().invoke(cli.build(), words)
+    assert done.exception is None or isinstance(done.exception, SystemExit)
+    assert re.search(r"\[ ?/x\]", done.output)
+    assert not re.search("[\x00-\x09\x0b-\x1f\x7f-\x9f]", done.output)
+
+
+def test_a_refusal_with_words_of_others_is_the_error_that_is_raised(ray, unique):
+    """NeMo-Run prints it as markup."""
+    ray.trouble = lambda method, path: Trouble(400, _WORDS) if method == "POST" else None
+    with pytest.raises(SubmissionError, match=r"refuses the job .*\[ /x\]"):
+        Handed(ray, unique, "job")
