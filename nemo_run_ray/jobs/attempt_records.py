@@ -72,9 +72,18 @@ class AttemptRecord:
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> AttemptRecord:
-        """Inverse of ``to_json``; what a later version has added is left out."""
+        """Inverse of ``to_json``; what a later version has added is left out.
+
+        Raises:
+            AttributeError, TypeError, ValueError: the values are not of an attempt.
+        """
         known = {field.name for field in fields(cls)}
-        return cls(**{name: value for name, value in values.items() if name in known})
+        found = cls(**{name: value for name, value in values.items() if name in known})
+        JobState(found.state)
+        times = found.posted_at, found.running_at, found.ended_at, found.seen_at
+        for time in times:
+            float(time or 0.0)
+        return found
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)

@@ -9,24 +9,28 @@ from pathlib import Path
 from typing import Any
 
 from nemo_run_ray.jobs.attempt_records import AttemptRecord, merged
+from nemo_run_ray.remote.states import JobStatus
 
 log = logging.getLogger(__name__)
 
 INTENT, SUBMITTED, UNSETTLED = "intent", "submitted", "unsettled"
 CANCEL, TERMINAL, SEEN, UNKEPT = "cancel", "terminal", "seen", "unkept"
-#: What an intent says of a job, and what it may leave out.
-_GIVEN = ("job", "role", "cluster", "session")
-_OPTIONAL = (
-    "dispatcher",
-    "is_dispatcher",
-    "has_roles",
-    "is_array",
-    "tasks",
-    "place",
-    "grace_s",
-    "reservation",
-    "keep_logs_max_bytes",
-)
+_NUMBER, _COUNT = (int, float), (int, type(None))
+#: What an intent says of a job, and what it may leave out, with the types.
+_GIVEN = {"job": str, "role": str, "cluster": dict, "session": str}
+_OPTIONAL = {
+    "dispatcher": str,
+    "is_dispatcher": bool,
+    "has_roles": bool,
+    "is_array": bool,
+    "tasks": list,
+    "place": int,
+    "grace_s": _NUMBER,
+    "reservation": dict,
+    "keep_logs_max_bytes": _COUNT,
+}
+_OF_EVENTS = {"at": _NUMBER, "id": str, "event": str, "nonce": str, "status": dict}
+_TYPES: Mapping[str, Any] = {**_GIVEN, **_OPTIONAL, **_OF_EVENTS, "attempts": list}
 
 
 @dataclass
@@ -88,6 +92,10 @@ class JobRecord:
         return replace(self, nonces=[*self.nonces], attempts={**self.attempts})
 
 
+def _is_of_type(name: str, value: Any) -> bool:
+    return name not in _TYPES or isinstance(value, _TYPES[name])
+
+
 class JobRecords:
     """The records of one experiment, which every event changes.
 
@@ -106,20 +114,29 @@ class JobRecords:
         self.began_at: float | None = None
 
     def add(self, event: Mapping[str, Any]) -> None:
-        """Take the next event into account."""
+        """Take the next event into account.
+
+        Raises:
+            AttributeError, KeyError, TypeError, ValueError: it is no event; nothing is changed.
+        """
+        wrong = [name for name, value in event.items() if not _is_of_type(name, value)]
+        if wrong:
+            raise ValueError(f"wrong types of {', '.join(wrong)}")
         if self.began_at is None:
             self.began_at = event.get("at")
         submission_id, kind = event["id"], event["event"]
         record = self.by_id.get(submission_id)
         if kind == INTENT:
+            tasks = {task: submission_id for task, _ in event.get("tasks", ())}
             self.by_id[submission_id] = self._intended(event, record)
-            self.array_of.update((task, submission_id) for task, _ in event.get("tasks", ()))
+            self.array_of.update(tasks)
         elif record is None:
             log.warning("The ledger in %s tells of %s too early.", self._exp_dir, submission_id)
         elif kind in (TERMINAL, SEEN):
-            if kind == TERMINAL:
-                record.terminal = event["status"]
             found = [AttemptRecord.from_json(attempt) for attempt in event.get("attempts", ())]
+            if kind == TERMINAL:
+                JobStatus.from_json(event["status"])  # what every later look makes of it
+                record.terminal = event["status"]
             # Several processes look, and each knows what it has seen.
             record.attempts = merged(
                 record.attempts, {attempt.submission_id: attempt for attempt in found}

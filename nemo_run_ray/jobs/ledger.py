@@ -172,8 +172,8 @@ class Ledger:
         try:
             if line.strip():
                 self._records.add(json.loads(line))
-        except ValueError:
-            log.warning("Line %d of %s is torn and ignored.", self._lines + 1, self.path)
+        except (AttributeError, KeyError, TypeError, ValueError):
+            log.warning("Line %d of %s is no record and is ignored.", self._lines + 1, self.path)
             if not is_whole:
                 return  # perhaps its writer is at it
         self._offset += len(line)

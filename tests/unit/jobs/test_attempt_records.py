@@ -123,7 +123,7 @@ def test_the_ledger_keeps_them(tmp_path):
     assert record.attempts == {"e.a": attempt}
     assert record.terminal == {}
     later = {**attempt.to_json(), "later": 1}
-    status = {"state": "FAILED", "reason": "", "detail": "", "node": ""}
+    status = JobStatus(JobState.FAILED).to_json()
     book.write(ledger.TERMINAL, "e.a", status=status, attempts=[later])
     (record,) = book.jobs().values()
     assert record.attempts == {"e.a": attempt}
@@ -141,7 +141,7 @@ def test_who_knows_less_takes_nothing_away(tmp_path):
     book.write(ledger.INTENT, "e.a", job="a", role="a", cluster={}, session="s", nonce="n")
     book.keep_attempts({"e.a": {"e.a": _attempt("RUNNING", 2.0)}})
     late = dataclasses.replace(_attempt("SUCCEEDED"), ended_at=9.0)
-    status = {"state": "SUCCEEDED", "reason": "", "detail": "", "node": ""}
+    status = JobStatus(JobState.SUCCEEDED).to_json()
     book.write(ledger.TERMINAL, "e.a", status=status, attempts=[late.to_json()])
     (record,) = book.jobs().values()
     assert record.attempts["e.a"].running_at == 2.0

@@ -14,7 +14,14 @@ from nemo_run_ray.jobs import ledger
 from nemo_run_ray.jobs.ledger import INTENT, SUBMITTED, TERMINAL, UNSETTLED, Ledger
 
 _INTENT = {"job": "j", "role": "r", "cluster": {"kind": "local"}, "session": "s", "nonce": "n"}
-_STATUS = {"state": "FAILED", "reason": "exit code", "detail": "é\n'", "node": ""}
+_STATUS = {
+    "state": "FAILED",
+    "reason": "exit code",
+    "detail": "é\n'",
+    "node": "",
+    "attempt": 1,
+    "tail": "",
+}
 
 
 @pytest.fixture
@@ -71,12 +78,33 @@ def test_a_torn_line_is_ignored_and_repaired_by_the_next_write(book, caplog):
     assert book.jobs()["exp.a"].last == SUBMITTED
 
 
-def test_bytes_that_are_no_text_are_ignored(book):
+_NO_RECORDS = (
+    b"\0\0\xff\xfe",
+    b"[1]",
+    b"null",
+    b"{}",
+    b'{"id": "exp.c", "event": "intent"}',
+    b'{"id": ["exp.a"], "event": "submitted"}',
+    b'{"id": "exp.a", "event": "terminal"}',
+    b'{"id": "exp.a", "event": "terminal", "status": {"state": "SUCCEEDED"}}',
+    b'{"id": "exp.a", "event": "seen", "attempts": [1]}',
+    b'{"id": "exp.a", "event": "seen", "attempts": [{"submission_id": "exp.a", "state": "ODD"}]}',
+    json.dumps({"id": "exp.c", "event": INTENT, **_INTENT, "cluster": "local"}).encode(),
+    json.dumps({"id": "exp.c", "event": INTENT, **_INTENT, "tasks": [1]}).encode(),
+    json.dumps({"id": "exp.c", "event": INTENT, **_INTENT, "at": "noon"}).encode(),
+)
+
+
+@pytest.mark.parametrize("line", _NO_RECORDS)
+def test_a_line_that_is_no_record_is_ignored_and_named(book, line, caplog):
     book.write(INTENT, "exp.a", **_INTENT)
     with open(book.path, "ab") as file:
-        file.write(b"\0\0\xff\xfe")
+        file.write(line)
     book.write(INTENT, "exp.b", **_INTENT)
-    assert list(book.jobs()) == ["exp.a", "exp.b"]
+    first, second = book.jobs().values()
+    assert (first.submission_id, second.submission_id) == ("exp.a", "exp.b")
+    assert (first.terminal, first.attempts, first.last) == ({}, {}, INTENT)
+    assert f"Line 2 of {book.path} is no record and is ignored." in caplog.text
 
 
 _WRITER = """
