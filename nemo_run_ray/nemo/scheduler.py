@@ -220,7 +220,7 @@ class RayJobsScheduler(SchedulerMixin, Scheduler[Any]):
         group = roles(job, status)
         waiting = not_ready(group) if group else []
         if waiting:
-            CONSOLE.log(escape(f"{job.id} waits for its services: {'; '.join(waiting)}."))
+            CONSOLE.log(as_markup(f"{job.id} waits for its services: {'; '.join(waiting)}."))
         if waiting or (group and group["phase"] == Phase.PRIMARIES.value):
             self._look_at[job.id] = float("inf")
 
