@@ -147,6 +147,16 @@ def test_what_a_user_forgot_is_said(code, log, told):
     assert ("packager" in detail) == (bool(told) and code != 126)
 
 
+def test_a_ray_of_the_tasks_own_is_told_which_variables_to_unset():
+    """Ray's error names neither: it proposes a longer time for uploads."""
+    log = (
+        "OSError: Failed to download runtime_env file package gcs://_ray_pkg_2f4a.zip from the GCS "
+        "to the Ray worker node. The package may have prematurely been deleted from the GCS"
+    )
+    detail = status_of_row(_failed(1, f"{_MARKER}Traceback\n{log}\n\n")).detail
+    assert "unset RAY_JOB_CONFIG_JSON_ENV_VAR, and RAY_ADDRESS," in detail
+
+
 def test_a_runtime_env_that_fails_shows_rays_message():
     message = "Failed to set up runtime environment.\nERROR: No matching distribution: nope"
     status = status_of_row(_failed(None, message, "RUNTIME_ENV_SETUP_FAILURE"))
