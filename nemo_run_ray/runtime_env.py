@@ -29,6 +29,8 @@ _OTHER_FILE = re.compile(
     r"\s*(?P<option>-r|-c|--requirement|--constraint)(?:\s+|=|(?<=-[rc]))(?P<path>[^\s#]+)"
 )
 _INCLUDES_MAX = 10
+#: One string of a new process (MAX_ARG_STRLEN, execve(2)): Ray tries for ever to start its worker.
+_VARIABLE_BYTES_MAX = 128 * 1024
 #: What may be meant as a package, and not as a file.
 _NAME_OF_ONE = re.compile(r"(?!.*\.(?:txt|in)$)[A-Za-z0-9][\w.-]*(\[[\w,-]+\])?([<>=!~]=?.+)?")
 _REQUIREMENTS = "a list of requirements, the path of a requirements file, or a dict with 'packages'"
@@ -264,6 +266,13 @@ def _texts_by_text(field: str, value: Any) -> None:
             refuse(f"{field} for the name {name!r}", type(name), allowed)
         if not isinstance(text, str):  # the value may be a credential
             refuse(f"{field}[{name!r}]", type(text), "a text")
+        size_bytes = len(f"{name}={text}".encode(errors="surrogatepass")) + 1
+        if size_bytes > _VARIABLE_BYTES_MAX:
+            refuse(
+                f"{field}[{name!r}], in bytes with its name,",
+                size_bytes,
+                f"at most {_VARIABLE_BYTES_MAX}, else no worker of Ray starts; put it into a file",
+            )
 
 
 _CONDA: dict[str, _Check] = {

@@ -110,6 +110,10 @@ def test_two_fields_that_ray_does_not_combine_are_refused_before_anything_is_sen
         ({"conda": {"dependencies": "pip"}}, r"\['dependencies'\] is 'pip'; allowed is a list"),
         ({"env_vars": {"A": 1}}, r"\['env_vars'\]\['A'\] is <class 'int'>; allowed is a text"),
         ({"env_vars": {1: "A"}}, "for the name 1 is <class 'int'>; allowed is a dict of texts"),
+        (
+            {"env_vars": {"A": "", "BIG": "é" * 65_534}},
+            r"\['BIG'\], in bytes with its name, is 131073; allowed is at most 131072, .* a file",
+        ),
         ({"pip": [], "uv": ["x"]}, "has pip and uv"),
         ({"image_uri": "x", "pip": []}, "has image_uri beside pip"),
         ({"env_vars": []}, "allowed is a dict of texts by text"),

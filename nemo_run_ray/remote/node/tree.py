@@ -200,7 +200,7 @@ def _too_big(argv: Sequence[str], env: Dict[str, str]) -> str:
     largest = max(sizes, key=sizes.__getitem__)
     return (
         f"its arguments and variables are too large: {largest} has {sizes[largest]:,} of "
-        f"{sum(sizes.values()):,} bytes; Linux takes 128 KiB for one and usually 2 MiB for all. "
+        f"{sum(sizes.values()):,} bytes; Linux usually takes 128 KiB for one and 2 MiB for all. "
         "Put such a value into a file"
     )
 
