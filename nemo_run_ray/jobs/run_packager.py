@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 import subprocess
 import tarfile
@@ -30,6 +31,7 @@ def run_packager(packager: Packager, folder: Path, name: str) -> Path:
         ConfigError, TransportError: a FolderPackager cannot pack what it names.
     """
     kind = type(packager).__name__
+    packager = copy.copy(packager)  # GitArchivePackager changes its own fields
     try:
         start = _git_root(packager) if isinstance(packager, GitArchivePackager) else Path.cwd()
         delivered = packager.package(start, str(folder), name)

@@ -545,7 +545,8 @@ def test_a_saved_group_is_loaded(saved):
     assert group.executors == before.executors
 
 
-def test_a_loaded_group_plans_the_same(saved):
+def test_a_loaded_group_plans_the_same(saved, monkeypatch):
+    monkeypatch.setenv("TOKEN", "x")
     loaded = run.Experiment.from_id(saved._id)
     planned = []
     for experiment in (saved, loaded):

@@ -223,10 +223,10 @@ def test_any_text_is_a_role_with_proper_variables_or_refused(name):
 
 
 def test_every_role_has_its_own_command(planned):
-    tasks = [run.Script(path="a b.sh", args=_WORDS), run.Script(path="x.py", entrypoint="python")]
+    tasks = [run.Script(path="/a b.sh", args=_WORDS), run.Script(path="/x.py", entrypoint="python")]
     one, two = planned(tasks, [_executor(), _executor()]).spec.roles
-    assert one.task.argv == ("bash", "a b.sh", *_WORDS)
-    assert two.task.argv == ("python", "x.py")
+    assert one.task.argv == ("bash", "/a b.sh", *_WORDS)
+    assert two.task.argv == ("python", "/x.py")
 
 
 def test_a_partial_names_its_config(planned):
@@ -300,10 +300,10 @@ def test_the_users_log_level_is_before_torchruns_default(single, roles):
 
 
 def test_macros(planned):
-    script = run.Script(path="x", args=[f"--n=$${ExecutorMacros.NUM_NODES_VAR}", "$$", "${other}"])
+    script = run.Script(path="/x", args=[f"--n=$${ExecutorMacros.NUM_NODES_VAR}", "$$", "${other}"])
     host = ExecutorMacros.group_host(1)
     executors = [_executor(env_vars={"PEER": host, "RANK_IS": "${node_rank_var}"}), _executor()]
-    one, two = planned([script, run.Script(path="x", args=[host])], executors).spec.roles
+    one, two = planned([script, run.Script(path="/x", args=[host])], executors).spec.roles
     assert one.task.argv[2:] == ("--n=$NEMO_RUN_NUM_NODES", "$$", "${other}")
     assert one.task.env == {"PEER": "$NEMO_RUN_HET_GROUP_HOST_1", "RANK_IS": "NEMO_RUN_NODE_RANK"}
     assert two.task.argv[2:] == ("$NEMO_RUN_HET_GROUP_HOST_1",)
@@ -547,7 +547,7 @@ def test_a_word_of_the_users_that_looks_like_the_endpoint_stays(planned):
     """Without the launcher nobody set it."""
     word = f"$${ExecutorMacros.HEAD_NODE_IP_VAR}:29500"
     for executor in (_executor(nodes=2), _executor(nodes=2, launcher=Torchrun(rdzv_port=1))):
-        made = planned(run.Script(path="x", args=[word]), executor)
+        made = planned(run.Script(path="/x", args=[word]), executor)
         assert made.spec.roles[0].task.argv[-1] == f"{HEAD}:29500"
 
 
@@ -590,7 +590,7 @@ def test_the_rendezvous_port_is_none_of_the_users(roles):
 def test_the_packagers_of_the_roles_that_ship_code(planned):
     git, pattern = (
         run.GitArchivePackager(),
-        run.PatternPackager(include_pattern="*.py", relative_path="."),
+        run.PatternPackager(include_pattern="*.toml", relative_path="."),
     )
     executors = [
         _executor(role="a", packager=git),
@@ -608,7 +608,7 @@ def test_the_packagers_of_the_roles_that_ship_code(planned):
 
 def test_several_codes_travel_side_by_side(planned):
     """Ray unpacks one as the working directory; the driver finds the others by their names."""
-    pattern = run.PatternPackager(include_pattern="*.py", relative_path=".")
+    pattern = run.PatternPackager(include_pattern="*.toml", relative_path=".")
     executors = [
         _executor(role="none"),
         _executor(role="a", packager=run.GitArchivePackager()),
@@ -623,7 +623,9 @@ def test_several_codes_travel_side_by_side(planned):
     assert named == {"a": "1.zip", "b": "2.zip"}
 
 
-def test_the_secrets_of_all_roles(group):
+def test_the_secrets_of_all_roles(group, monkeypatch):
+    for name in "ABC":
+        monkeypatch.setenv(name, "x")
     spec = group({"secrets": ["B", "A"]}, {}, {"secrets": ["C", "A"]})
     assert spec.secrets == ("A", "B", "C")
     assert [role.task.secrets for role in spec.roles] == [("B", "A"), (), ("C", "A")]
@@ -786,7 +788,8 @@ def test_planning_twice_gives_the_same():
     assert str(app) == before
 
 
-def test_every_planned_group_can_be_read_again(planned):
+def test_every_planned_group_can_be_read_again(planned, monkeypatch):
+    monkeypatch.setenv("T", "x")
     executors = [
         _executor(role="a", service=True, ready=HttpProbe("p"), ports={"p": 0}, nodes=2),
         _executor(launcher="torchrun", runtime_env={"pip": ["x"], "env_vars": {"A": "é"}}),
