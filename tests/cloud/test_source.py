@@ -3,7 +3,7 @@
 import importlib
 import logging
 import os
-import stat
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -415,29 +415,31 @@ def test_executable_bits(root):
 
 
 @pytest.mark.parametrize(
-    ("name", "mode"), [("sub/secret.py", 0), ("sub", 0), ("sub", 0o404), ("sub", 0o101)]
+    ("name", "mode"), [("sub/secret.py", 0), ("sub", 0), ("sub", 0o444), ("sub", 0o111)]
 )
-def test_what_cannot_be_read_is_named(root, name, mode, as_nobody):
+def test_what_cannot_be_read_is_named(open_root, name, mode):
+    root = open_root
     fill(root, "src/a/__init__.py", "src/a/sub/secret.py")
     secret = root / "src/a" / name
     secret.chmod(mode)
     for pack in (source.collect, _packed):
-        text = as_nobody(root, partial(pack, root))
+        text = _as_nobody(partial(pack, root))
         for word in (f"{secret} cannot be read: Permission denied", "exclude=", "Nothing was sent"):
             assert word in text
 
 
-@pytest.mark.parametrize("mode", [0, 0o404])
+@pytest.mark.parametrize("mode", [0, 0o444])
 @pytest.mark.parametrize("name", ["ignored", "excluded", "excluded/sub", "top"])
-def test_what_is_left_out_is_not_looked_into(root, name, mode, as_nobody):
+def test_what_is_left_out_is_not_looked_into(open_root, name, mode):
     """It may be another user's, and have any number of files."""
+    root = open_root
     fill(root, "a/__init__.py", *(f"{above}/ignored/x.py" for above in ("a", "a/excluded/sub")))
     fill(root, "top/__init__.py")
     (root / ".gitignore").write_text("ignored/\ntop\n")
     secret = root / name if name == "top" else root / "a" / name
     secret.chmod(mode)
     for pack in (source.collect, _packed):
-        assert as_nobody(root, partial(pack, root, exclude=["excluded"])) == "packed"
+        assert _as_nobody(partial(pack, root, exclude=["excluded"])) == "packed"
 
 
 def _packed(root: Path, exclude: Sequence[str] = ()) -> None:
@@ -446,38 +448,37 @@ def _packed(root: Path, exclude: Sequence[str] = ()) -> None:
 
 
 @pytest.fixture
-def as_nobody() -> Iterator[Callable[[Path, Callable[[], object]], str]]:
-    """Runs a call as another user, since the superuser reads everything, and returns its error."""
-    modes: dict[Path, int] = {}
+def open_root() -> Iterator[Path]:
+    """A tree that other users can reach; pytest closes its own folders to them."""
+    folder = Path(tempfile.mkdtemp())
+    folder.chmod(0o755)
+    yield folder
+    for place in folder.rglob("*"):  # from above to below
+        place.chmod(0o755)
+    shutil.rmtree(folder)
 
-    def call(root: Path, work: Callable[[], object]) -> str:
-        for place in [*root.rglob("*"), root, *root.parents]:
-            modes.setdefault(place, stat.S_IMODE(place.stat().st_mode))
-        for place in (root, *root.parents):
-            if modes[place] & 0o055 != 0o055:
-                place.chmod(modes[place] | 0o055)
-        read, write = os.pipe()
-        child = os.fork()  # there is no way back
-        if not child:
-            try:
-                os.close(read)
-                if os.getuid() == 0:
-                    os.setuid(65534)
-                work()
-                os.write(write, b"packed")
-            except TransportError as error:
-                os.write(write, str(error).encode())
-            finally:
-                os._exit(0)
-        os.close(write)
-        with os.fdopen(read) as stream:
-            text = stream.read()
-        os.waitpid(child, 0)
-        return text
 
-    yield call
-    for place, mode in reversed(modes.items()):
-        place.chmod(mode if place.is_file() else mode | 0o700)
+def _as_nobody(work: Callable[[], object]) -> str:
+    """What a call ends with as another user: the superuser reads everything."""
+    read, write = os.pipe()
+    child = os.fork()  # there is no way back
+    if not child:
+        try:
+            os.close(read)
+            if os.getuid() == 0:
+                os.setgid(65534)
+                os.setuid(65534)
+            work()
+            os.write(write, b"packed")
+        except TransportError as error:
+            os.write(write, str(error).encode())
+        finally:
+            os._exit(0)
+    os.close(write)
+    with os.fdopen(read) as stream:
+        text = stream.read()
+    os.waitpid(child, 0)
+    return text
 
 
 def test_a_module_is_found_in_its_tree(root):
