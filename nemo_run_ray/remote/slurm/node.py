@@ -171,9 +171,8 @@ class NodeProgram(ABC):
         """
         if self._starts_at == float("inf"):
             self.say(f"`ray start` has ended: {how}. It is started again.")
-            times = "once" if self._starts == 1 else f"{self._starts} times, the last time"
             log = self.settings.node_log
-            ends = f"`ray start` has ended there {times} with {how}. Its log, {log}, ends with:"
+            ends = f"try {self._starts} of `ray start` has ended: {how}. Its log, {log}, ends with:"
             self.publish(retried=ends + tail(log))
             self.commands.stop(GRACE_S, keep=self.sidecars.running)
             self._starts_at = time.monotonic() + _AGAIN_S

@@ -36,7 +36,8 @@ class Worker(NodeProgram):
         if self._head is None:
             self._join()
             late = time.monotonic() - self._began >= self.settings.start_limit_s
-            if self._head is None and late:
+            # A head that has begun gives the start up itself, and knows why.
+            if self._head is None and late and self.folder.report_of(0) is None:
                 return self.failed(f"no head was there within {self.settings.start_limit_s:g} s")
             return None
         self._follow()

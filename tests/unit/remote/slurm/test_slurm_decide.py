@@ -28,7 +28,7 @@ _REPORTS = {
     rank: NodeReport(host=f"n{rank + 1}", address=f"10.0.0.{rank}", log=f"/logs/{rank}")
     for rank in range(3)
 }
-_RETRIED = {**_REPORTS, 2: _REPORTS[2]._replace(retried="`ray start` has ended there once")}
+_RETRIED = {**_REPORTS, 2: _REPORTS[2]._replace(retried="try 2 of `ray start` has ended")}
 _WHOLE = ClusterView(
     elapsed_s=20,
     reports=_REPORTS,
@@ -51,7 +51,7 @@ def test_a_whole_cluster_is_ready():
         ({"alive": frozenset()}, r"n1 \(the head\) is not registered yet"),
         (
             {"alive": frozenset({"10.0.0.0", "10.0.0.1"}), "reports": _RETRIED},
-            "n3, where Ray itself has given up: `ray start` has ended",
+            "n3, where Ray itself has given up: try 2 of",
         ),
         ({"alive": frozenset({"10.0.0.0", "10.0.0.1"})}, r"not joined: n3 \(log: /logs/2\)"),
         ({"reports": {0: _REPORTS[0], 1: _REPORTS[1]}}, "n3, which has not begun"),

@@ -106,9 +106,17 @@ def test_no_number_of_tries_ends_a_start(begin, commands):
     for _ in range(9):
         _fail(one, commands)
     assert len(commands.started) == 10
-    assert "`ray start` has ended there 9 times" in one.report.retried
+    assert "try 9 of `ray start` has ended: exit code 1" in one.report.retried
     commands.last.exit_code = 127
     assert "there is no program 'ray'" in one.step().why
+
+
+def test_a_head_that_has_begun_gives_the_start_up_itself(begin):
+    """It can say what it has waited for; a worker cannot."""
+    one = begin(Worker, 1, RAY_HEAD_START_TIMEOUT="0")
+    assert one.step().why == "no head was there within 0 s"
+    RunFolder(one.folder.path, 0).report(NodeReport("n1"))
+    assert one.step() is None
 
 
 @pytest.mark.parametrize(("kind", "rank", "folder"), [(Head, 0, "ray/"), (Worker, 1, "ray/n")])
