@@ -6,8 +6,10 @@ import contextlib
 import logging
 import re
 import ssl
+import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future, wait
 from contextvars import ContextVar
 from typing import Any, TypeVar
 
@@ -15,6 +17,7 @@ import httpx
 from tenacity import Retrying, retry_if_exception_type, stop_before_delay, wait_random_exponential
 
 from nemo_run_ray.clusters import Dashboard
+from nemo_run_ray.clusters.base import interrupted
 from nemo_run_ray.errors import ClusterError, ConfigError, Unanswered, Unauthorised, Unreachable
 
 #: Seconds until a connection stands, until an answer has come, and the same of a request that Ray
@@ -23,6 +26,11 @@ CONNECT_S, READ_S, SLOW_S = 4.0, 10.0, 60.0
 #: What Ray's dashboard takes as the body of one request (DASHBOARD_CLIENT_MAX_SIZE); one byte more
 #: is answered with 413. Measured on Ray 2.60: 99 MiB pass, 101 MiB do not.
 UPLOAD_MAX_BYTES = 100 * 1024**2
+#: Size limit of an answer. The largest one is the job table, with 20,000 characters of the log of
+#: each job that failed.
+ANSWER_MAX_BYTES = 256 * 1024**2
+#: Seconds until a wait notices Ctrl-C.
+_NOTICE_S = 0.2
 _T = TypeVar("_T")
 
 
@@ -31,13 +39,9 @@ class Http:
 
     def __init__(self, dashboard: Dashboard) -> None:
         self.dashboard = dashboard
-        self._client = httpx.Client(
-            headers=dashboard.headers,
-            verify=tls(dashboard.verify),
-            timeout=httpx.Timeout(READ_S, connect=CONNECT_S),
-            trust_env=not dashboard.is_loopback,
-            follow_redirects=False,  # a redirected POST would become a GET, and be answered
-        )
+        self._tls = tls(dashboard.verify)
+        #: Clients without a request. Each has one connection, so that one request can be given up.
+        self._idle: list[httpx.Client] = []
         logging.getLogger("httpx").addFilter(_without_ours)
 
     def request(
@@ -52,23 +56,21 @@ class Http:
         Args:
             method: of HTTP.
             path: behind the dashboard's address.
-            limit_s: seconds from one piece of the answer to the next, and until all of it has come
-                after its beginning.
+            limit_s: seconds from the beginning of the request to the end of the answer.
             content: what httpx sends: ``json``, ``content`` or ``params``.
 
         Raises:
             Unanswered: no answer came.
             Unreachable: no answer can ever come.
+            ClusterError: Ctrl-C has ended the wait.
         """
-        limit = httpx.Timeout(limit_s, connect=CONNECT_S)
+        client = self._client()
         try:
-            with _quietly():
-                request = self._client.build_request(
-                    method, self.url(path), timeout=limit, **content
-                )
-                return _read_within(limit_s, self._client.send(request, stream=True))
+            response = self._send(client, method, path, limit_s, _read, **content)
         except httpx.HTTPError as error:
             raise self.unreachable(error) from error
+        self._idle.append(client)
+        return response
 
     def get(
         self, path: str, may_be_absent: bool = False, limit_s: float = READ_S
@@ -95,16 +97,69 @@ class Http:
     def stream(
         self, path: str, limit_s: float, params: dict[str, str] | None = None
     ) -> Iterator[httpx.Response]:
-        """The answer to a question, to be read piece by piece. Raises what httpx raises."""
-        limit = httpx.Timeout(limit_s, connect=CONNECT_S)
-        url = self.url(path)
-        request = self._client.build_request("GET", url, timeout=limit, params=params)
-        with _quietly():
-            response = self._client.send(request, stream=True)
+        """The answer to a question, to be read piece by piece. Raises what httpx raises.
+
+        Args:
+            path: behind the dashboard's address.
+            limit_s: seconds until the answer begins, and from one piece to the next.
+            params: of the request.
+        """
+        with contextlib.closing(self._client()) as client:
+            yield self._send(client, "GET", path, limit_s, _as_it_is, params=params)
+
+    def _client(self) -> httpx.Client:
+        with contextlib.suppress(IndexError):
+            return self._idle.pop()
+        return httpx.Client(
+            # Decoding could make gigabytes of kilobytes; Ray does not compress.
+            headers={**self.dashboard.headers, "Accept-Encoding": "identity"},
+            verify=self._tls,
+            trust_env=not self.dashboard.is_loopback,
+            follow_redirects=False,  # a redirected POST would become a GET, and be answered
+        )
+
+    def _send(
+        self,
+        client: httpx.Client,
+        method: str,
+        path: str,
+        limit_s: float,
+        read: Callable[[httpx.Response], httpx.Response],
+        **content: Any,
+    ) -> httpx.Response:
+        """The answer, by a thread that can be left.
+
+        The time limits of sockets begin anew with every byte, and no signal reaches a thread.
+        """
+        request = client.build_request(
+            method,
+            self.url(path),
+            timeout=httpx.Timeout(limit_s, connect=CONNECT_S),
+            **content,
+        )
+        answer: Future[httpx.Response] = Future()
+
+        def work() -> None:
+            try:
+                with _quietly():
+                    answer.set_result(read(client.send(request, stream=True)))
+            except BaseException as error:
+                answer.set_exception(error)
+
         try:
-            yield response
-        finally:
-            response.close()
+            threading.Thread(target=work, name=f"{method} {path}", daemon=True).start()
+        except RuntimeError:  # from Python 3.12 on there is none when the program ends
+            work()
+        deadline = time.monotonic() + limit_s
+        try:
+            while not wait([answer], _NOTICE_S).done:
+                check_interrupted(f"the answer of {self.dashboard.url} to {method} {path}")
+                if time.monotonic() > deadline:
+                    raise httpx.ReadTimeout(f"no whole answer came in {limit_s:g} s")
+            return answer.result()
+        except BaseException:
+            client.close()  # ends the thread at the next byte, or at its socket's time limit
+            raise
 
     def url(self, path: str) -> str:
         return f"{self.dashboard.url}{path}"
@@ -117,11 +172,13 @@ class Http:
         """
         try:
             return response.json()
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise self.not_ray(response) from error
 
     def close(self) -> None:
-        self._client.close()
+        for client in self._idle:
+            client.close()
+        self._idle.clear()
 
     # ------------------------------------------------------------------ translation of failures
 
@@ -143,6 +200,9 @@ class Http:
         elif re.search("WRONG_VERSION_NUMBER|record layer failure", cause, re.IGNORECASE):
             kind = Unreachable
             step = "No TLS is spoken there: try http:// in the address."
+        elif isinstance(error, httpx.DecodingError):
+            kind = Unreachable
+            step = "Ray does not answer so: is it a Ray dashboard, does a proxy before it compress?"
         elif isinstance(error, httpx.ConnectError):
             step = "Is the address right, the cluster up, a tunnel open?"
         else:
@@ -186,6 +246,7 @@ def repeat(ask: Callable[[], _T], patience_s: float) -> _T:
     if patience_s <= 0:
         return ask()
     attempts = Retrying(
+        sleep=pause,
         retry=retry_if_exception_type(Unanswered),
         stop=stop_before_delay(patience_s),
         wait=wait_random_exponential(multiplier=0.2, max=3),
@@ -194,17 +255,45 @@ def repeat(ask: Callable[[], _T], patience_s: float) -> _T:
     return attempts(ask)
 
 
-def _read_within(limit_s: float, response: httpx.Response) -> httpx.Response:
-    """An answer with its content, which httpx itself would wait for as long as pieces come."""
-    deadline = time.monotonic() + limit_s
-    pieces = []
-    with contextlib.closing(response):
+def check_interrupted(what: str) -> None:
+    """End a wait after Ctrl-C, which only the main thread sees.
+
+    Args:
+        what: the object of the wait, for the error.
+
+    Raises:
+        ClusterError: Ctrl-C was pressed, and this is another thread.
+    """
+    if interrupted.is_set() and threading.current_thread() is not threading.main_thread():
+        raise ClusterError(f"Interrupted while waiting for {what}.")
+
+
+def pause(seconds: float) -> None:
+    """Sleep, until Ctrl-C at most."""
+    if threading.current_thread() is threading.main_thread():
+        time.sleep(seconds)
+    elif interrupted.wait(seconds):
+        check_interrupted("the cluster's next answer")
+
+
+def _as_it_is(response: httpx.Response) -> httpx.Response:
+    encoding = response.headers.get("content-encoding", "identity")
+    if encoding.lower() != "identity":
+        response.close()
+        raise httpx.DecodingError(f"the answer is encoded ({encoding}), which was not asked for")
+    return response
+
+
+def _read(response: httpx.Response) -> httpx.Response:
+    """An answer with its content, if it is not too large."""
+    pieces, size = [], 0
+    with contextlib.closing(_as_it_is(response)):
         for piece in response.iter_raw():
             pieces.append(piece)
-            if time.monotonic() > deadline:
-                raise httpx.ReadTimeout(
-                    f"the answer has not ended {limit_s:g} s after its beginning",
-                    request=response.request,
+            size += len(piece)
+            if size > ANSWER_MAX_BYTES:
+                raise httpx.DecodingError(
+                    f"the answer has more than {ANSWER_MAX_BYTES / 1024**2:.0f} MiB"
                 )
     return httpx.Response(
         response.status_code,
