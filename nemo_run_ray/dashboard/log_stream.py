@@ -41,6 +41,26 @@ _READING_MAX_S = "86400"
 _CLOSED = {401, 403, 404, 405, 501}
 
 
+class _Refused(Exception):
+    """The answer to the wish for a WebSocket is another one."""
+
+    def __init__(self, status: int, location: str) -> None:
+        to = f", a redirect to {location}, which is not followed" if location else ""
+        super().__init__(f"HTTP {status}{to}")
+        self.status = status
+
+
+class _Connection(ClientConnection):
+    """One that is never redirected: ``connect`` would take headers along to another origin."""
+
+    def handshake(self, *args: Any, **kwargs: Any) -> None:
+        try:
+            super().handshake(*args, **kwargs)
+        except InvalidStatus as error:
+            answer = error.response
+            raise _Refused(answer.status_code, answer.headers.get("Location", "")) from error
+
+
 class LogStream:
     """The logs of one cluster's jobs.
 
@@ -84,12 +104,12 @@ class LogStream:
             with self._open(url) as stream:
                 _keep_alive(stream.socket)
                 yield from self._messages(stream, submission_id, may_begin)
-        except InvalidStatus as error:
-            if error.response.status_code == 404:
+        except _Refused as error:
+            if error.status == 404:
                 raise self._no_such_job(submission_id) from error
-            if error.response.status_code in (401, 403):
-                raise Unauthorised(f"{url}: HTTP {error.response.status_code}") from error
-            raise StreamCut(f"{url}: HTTP {error.response.status_code}") from error
+            if error.status in (401, 403):
+                raise Unauthorised(f"{url}: {error}") from error
+            raise StreamCut(f"{url}: {error}") from error
         except ConnectionRefusedError as error:
             raise self._http.unreachable(httpx.ConnectError(str(error))) from error
         except (WebSocketException, OSError, TimeoutError) as error:
@@ -167,6 +187,7 @@ class LogStream:
             close_timeout=_CLOSE_S,
             ping_interval=None,  # Ray only sends on this socket: it answers no ping
             max_size=_MESSAGE_MAX_BYTES,
+            create_connection=_Connection,
             **options,
         )
         return opened
@@ -189,7 +210,7 @@ class LogStream:
             except ConnectionClosedOK:
                 return
             silent_s, has_begun = 0.0, True
-            yield message if isinstance(message, str) else message.decode()
+            yield message if isinstance(message, str) else message.decode(errors="replace")
 
     def _check_silence(self, submission_id: str, silent_s: float) -> None:
         """Raise if the stream may be dead, which a missing close does not tell."""

@@ -6,6 +6,7 @@ import threading
 from collections.abc import Iterator
 
 import pytest
+from websockets.http11 import Request
 from websockets.sync.server import Server, ServerConnection, serve
 
 from nemo_run_ray.clusters.base import Dashboard
@@ -16,18 +17,32 @@ from nemo_run_ray.errors import StreamCut, Unanswered
 
 
 class Head:
-    """Sends a text, or none, and is silent then; ``answers`` are those to the looks at the job."""
+    """Sends a text, or none, and is silent then; ``answers`` are those to the looks at the job.
+
+    It sends on to ``elsewhere`` when that is set, and ``asked`` are the headers of all requests.
+    """
 
     def __init__(self) -> None:
         self.texts = ["begins\n"]
         self.answers: list[str | Exception] = []
-        self._server: Server = serve(self._send, "127.0.0.1", 0)
+        self.elsewhere = ""
+        self.asked: list[dict[str, str]] = []
+        self._server: Server = serve(self._send, "127.0.0.1", 0, process_request=self._admit)
         threading.Thread(target=self._server.serve_forever, daemon=True).start()
         port = self._server.socket.getsockname()[1]
-        self.logs = LogStream(Http(Dashboard(f"http://127.0.0.1:{port}")), self._row)
+        self.url = f"http://127.0.0.1:{port}"
+        self.logs = LogStream(Http(Dashboard(self.url, {"X-Proxy-Token": "secret"})), self._row)
 
     def close(self) -> None:
         self._server.shutdown()
+
+    def _admit(self, connection: ServerConnection, request: Request) -> object:
+        self.asked.append(dict(request.headers))
+        if not self.elsewhere:
+            return None
+        answer = connection.respond(302, "")
+        answer.headers["Location"] = self.elsewhere
+        return answer
 
     def _row(self, _: str) -> dict[str, str]:
         answer = self.answers.pop(0)
@@ -91,3 +106,21 @@ def test_a_stream_that_never_begins_ends_with_its_job(head, monkeypatch):
     head.texts = []
     looks = iter([True, True, False])
     assert list(head.logs.tail("job", lambda: next(looks))) == []
+
+
+def test_a_stream_is_not_redirected_and_its_headers_reach_nobody_else(head):
+    other = Head()
+    try:
+        for elsewhere in (other.url, head.url):
+            head.elsewhere = f"{elsewhere}/elsewhere".replace("http", "ws")
+            with pytest.raises(StreamCut, match=f"redirect to {head.elsewhere}, which is not foll"):
+                next(head.logs.tail("job", lambda: True))
+        assert other.asked == []
+        assert [sent["x-proxy-token"] for sent in head.asked] == ["secret"] * 2
+    finally:
+        other.close()
+
+
+def test_bytes_that_are_no_text_do_not_end_a_log(head):
+    head.texts = [b"\xff\n"]
+    assert next(head.logs.tail("job", lambda: True)) == "\ufffd\n"
