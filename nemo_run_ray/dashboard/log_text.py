@@ -10,6 +10,8 @@ from collections.abc import Iterable, Iterator
 
 from nemo_run_ray.errors import StreamCut
 
+#: Characters within which the log begins; its text is the only field of Ray's answer.
+_BEGIN_MAX = 1000
 #: The body of a complete escape sequence, or of a plain run, inside a JSON string.
 _JSON_TEXT = re.compile(
     r'(?:[^"\\]+|\\u[dD][89abAB][0-9a-fA-F]{2}\\u[0-9a-fA-F]{4}'
@@ -38,6 +40,8 @@ def decode_log(pieces: Iterator[str]) -> Iterator[str]:
         buffer += piece
         if not inside:
             start = re.search(r'"logs":\s*"', buffer)
+            if start is None and len(buffer) > _BEGIN_MAX:
+                break
             if start is None:
                 continue
             buffer, inside = buffer[start.end() :], True
@@ -48,4 +52,4 @@ def decode_log(pieces: Iterator[str]) -> Iterator[str]:
         if buffer[end : end + 1] == '"':
             return
         buffer = buffer[end:]
-    raise StreamCut("the log's JSON ended early")
+    raise StreamCut("the log's JSON ended early" if inside else "the answer has no log")

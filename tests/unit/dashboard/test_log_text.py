@@ -70,3 +70,8 @@ def test_a_large_log_needs_little_memory():
         tracemalloc.stop()
     assert size == 13 * 400 * 2000
     assert peak < 8 * 1024**2
+
+
+def test_an_answer_that_never_comes_to_its_log_is_given_up():
+    with pytest.raises(StreamCut, match="has no log"):
+        list(decode_log(itertools.repeat(" " * 100)))
