@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
 import re
 import ssl
 import threading
@@ -12,6 +13,8 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future, wait
 from contextvars import ContextVar
 from typing import Any, TypeVar
+from urllib.parse import urlsplit
+from urllib.request import getproxies, proxy_bypass
 
 import httpx
 from tenacity import Retrying, retry_if_exception_type, stop_before_delay, wait_random_exponential
@@ -39,6 +42,8 @@ class Http:
 
     def __init__(self, dashboard: Dashboard) -> None:
         self.dashboard = dashboard
+        #: The proxy of every request and every WebSocket.
+        self.proxy = None if dashboard.is_loopback else proxy_of(dashboard.url)
         self._tls = tls(dashboard.verify)
         #: Clients without a request. Each has one connection, so that one request can be given up.
         self._idle: list[httpx.Client] = []
@@ -114,7 +119,8 @@ class Http:
             # Decoding could make gigabytes of kilobytes; Ray does not compress.
             headers={**self.dashboard.headers, "Accept-Encoding": "identity"},
             verify=self._tls,
-            trust_env=not self.dashboard.is_loopback,
+            proxy=self.proxy,
+            trust_env=False,
             follow_redirects=False,  # a redirected POST would become a GET, and be answered
         )
 
@@ -300,6 +306,41 @@ def _read(response: httpx.Response) -> httpx.Response:
         headers=response.headers,
         content=b"".join(pieces),
         request=response.request,
+    )
+
+
+def proxy_of(url: str) -> str | None:
+    """The address of the proxy before a dashboard, as the variables of the environment name it.
+
+    Raises:
+        ConfigError: the proxy cannot be used.
+    """
+    front = urlsplit(url)
+    if proxy_bypass(front.netloc) or proxy_bypass(front.hostname or ""):
+        return None
+    proxies = getproxies()
+    name = next((name for name in (front.scheme, "all") if name in proxies), None)
+    if name is None:
+        return None
+    given = proxies[name]
+    address = given if "://" in given else f"http://{given}"
+    with contextlib.suppress(ValueError):
+        proxy = urlsplit(address)
+        has_user = None not in (proxy.username, proxy.password)
+        if (
+            proxy.scheme in ("http", "https")
+            and re.fullmatch(r"[\w.:-]+", proxy.hostname or "", re.ASCII)
+            and proxy.port != 0
+            and f"{proxy.path}{proxy.query}{proxy.fragment}" in ("", "/")
+            and (has_user or "@" not in proxy.netloc)
+        ):
+            return address
+    variable, scheme = f"{name}_proxy", address.partition("://")[0]
+    raise ConfigError(
+        f"The variable {variable if variable in os.environ else variable.upper()} names a proxy "
+        f"that cannot be used for {url} (it begins with {scheme}://); expected "
+        "http:// or https://, with [user:password@]host:port. Correct it, or name the dashboard's "
+        "host in NO_PROXY if it needs no proxy."
     )
 
 

@@ -182,7 +182,7 @@ class LogStream:
             "ws" + url.removeprefix("http"),
             additional_headers=dashboard.headers,
             compression=None,
-            proxy=None if dashboard.is_loopback else True,
+            proxy=self._http.proxy,
             open_timeout=READ_S,
             close_timeout=_CLOSE_S,
             ping_interval=None,  # Ray only sends on this socket: it answers no ping

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import gzip
+import os
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -12,7 +14,8 @@ import pytest
 from nemo_run_ray.clusters.base import Dashboard, interrupted
 from nemo_run_ray.dashboard import http
 from nemo_run_ray.dashboard.http import Http
-from nemo_run_ray.errors import ClusterError, Unanswered, Unreachable
+from nemo_run_ray.dashboard.log_stream import LogStream
+from nemo_run_ray.errors import ClusterError, ConfigError, StreamCut, Unanswered, Unreachable
 from tests.http_server import Handler, serving
 
 
@@ -42,6 +45,7 @@ def drip(begin: bytes, again: bytes) -> Callable[[], Iterator[bytes]]:
     return pieces
 
 
+FRONT = "http://ray.example.org:8265"
 OK = b"HTTP/1.1 200 OK\r\n"
 
 
@@ -140,3 +144,79 @@ def test_ctrl_c_ends_every_wait_of_another_thread(wait):
         finally:
             interrupted.clear()
     assert failures[0].startswith("Interrupted while waiting for ")
+
+
+@pytest.fixture
+def proxies(monkeypatch) -> Callable[..., None]:
+    """Set these variables, and no other of a proxy."""
+
+    def set_only(**variables: str) -> None:
+        for name in [one for one in os.environ if one.lower().endswith("_proxy")]:
+            monkeypatch.delenv(name)
+        for name, value in variables.items():
+            monkeypatch.setenv(name, value)
+
+    return set_only
+
+
+@pytest.mark.parametrize(
+    ("variables", "proxy"),
+    [
+        ({}, None),
+        ({"http_proxy": "http://user:word@proxy:3128/"}, "http://user:word@proxy:3128/"),
+        ({"HTTP_PROXY": "proxy:3128"}, "http://proxy:3128"),
+        ({"http_proxy": "http://[fd00::1]:3128"}, "http://[fd00::1]:3128"),
+        ({"ALL_PROXY": "https://proxy"}, "https://proxy"),
+        ({"http_proxy": "http://proxy", "all_proxy": "socks://proxy"}, "http://proxy"),
+        ({"https_proxy": "ftp://proxy", "socks_proxy": "proxy:1080"}, None),
+        ({"all_proxy": "socks://proxy", "no_proxy": "localhost,.example.org"}, None),
+        ({"http_proxy": "ftp://proxy", "NO_PROXY": "ray.example.org:8265"}, None),
+        ({"http_proxy": "ftp://proxy", "NO_PROXY": "*"}, None),
+    ],
+)
+def test_the_proxy_of_an_address_is_chosen_once(proxies, variables, proxy):
+    proxies(**variables)
+    assert Http(Dashboard(FRONT)).proxy == proxy
+    assert Http(Dashboard("http://127.0.0.1:8265")).proxy is None
+
+
+@pytest.mark.parametrize("name", ["http_proxy", "ALL_PROXY"])
+@pytest.mark.parametrize(
+    "proxy",
+    [
+        "socks://:s3cret@proxy:1080",
+        "socks5://proxy:1080",
+        "ftp://proxy",
+        "http://",
+        "http://a b:3128",
+        "http://proxy:port",
+        "http://proxy:99999",
+        "http://proxy/path",
+        "http://s3cret@proxy",
+        "http://[fd00::1",
+    ],
+)
+def test_a_proxy_that_cannot_be_used_is_named_by_its_variable(proxies, name, proxy):
+    proxies(**{name: proxy})
+    with pytest.raises(ConfigError, match=f"variable {name} .* {proxy.split(':')[0]}://") as caught:
+        Http(Dashboard(FRONT))
+    assert "s3cret" not in str(caught.value)
+
+
+def test_requests_and_a_logs_websocket_take_the_same_proxy(proxies):
+    asked: list[str] = []
+
+    class Proxy(Handler):
+        def answer(self) -> None:
+            asked.append(f"{self.command} {self.path}")
+            self.send(407, "")
+
+        do_CONNECT = do_GET = answer  # noqa: N815
+
+    with serving(Proxy) as url:
+        proxies(http_proxy=url, https_proxy="socks://proxy", socks_proxy="proxy:1080")
+        with contextlib.closing(Http(Dashboard(FRONT))) as front:
+            front.request("GET", "/api/jobs/")
+            with pytest.raises(StreamCut):
+                next(LogStream(front, lambda _: None).tail("job", lambda: True))
+    assert asked == [f"GET {FRONT}/api/jobs/", "CONNECT ray.example.org:8265"]
