@@ -7,7 +7,7 @@ import functools
 import os
 import re
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from types import FrameType
 from typing import Any, NoReturn, TypeVar
 
@@ -17,6 +17,16 @@ from nemo_run_ray.ids import LEDGER
 _Class = TypeVar("_Class")
 #: Above every amount and every number of seconds; larger numbers do not fit a float's arithmetic.
 AMOUNT_MAX = 1e18
+#: What no address, path or header may hold.
+CONTROL = re.compile(r"[\x00-\x1f\x7f]")
+#: A label's name or value, and what Ray takes as a condition for one: ``a``, ``!a``, ``in(a, b)``.
+_LABEL = "[a-zA-Z0-9](?:[a-zA-Z0-9_.-]{0,61}[a-zA-Z0-9])?"
+_LABEL_KEY = re.compile(rf"(?:[a-zA-Z0-9._-]{{1,253}}/)?{_LABEL}")
+LABELS = (
+    "values by label, such as {'zone': 'a'}, {'zone': '!a'} or {'zone': 'in(a, b)'}; names and "
+    "values have at most 63 letters, digits, '-', '_' and '.'"
+)
+_LABEL_CONDITION = re.compile(rf"!?{_LABEL}|!?(?:in)?\({_LABEL}(?:, ?{_LABEL})*\)|")
 #: The name under which NeMo-Run runs a program's ``__main__`` again (``maybe_load_external_main``).
 _AGAIN = "__external_main__"
 _GUARD = 'Put what starts the run below `if __name__ == "__main__":`.'
@@ -33,6 +43,17 @@ def is_whole(value: Any, least: int, most: int | None = None) -> bool:
     if isinstance(value, bool) or not isinstance(value, int):
         return False
     return least <= value and (most is None or value <= most)
+
+
+def are_labels(value: Any) -> bool:
+    """Whether Ray takes it as a label selector; of another one it says so only to a job."""
+    return isinstance(value, Mapping) and all(
+        isinstance(key, str)
+        and isinstance(text, str)
+        and _LABEL_KEY.fullmatch(key)
+        and _LABEL_CONDITION.fullmatch(text)
+        for key, text in value.items()
+    )
 
 
 def refuse(name: str, value: Any, allowed: str) -> NoReturn:

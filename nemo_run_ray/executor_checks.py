@@ -11,7 +11,7 @@ from nemo_run.core.execution.launcher import FaultTolerance, Launcher, Torchrun
 from nemo_run.core.packaging.base import Packager
 
 from nemo_run_ray import runtime_env as runtime_envs
-from nemo_run_ray.checks import is_amount, is_whole, refuse
+from nemo_run_ray.checks import CONTROL, LABELS, are_labels, is_amount, is_whole, refuse
 from nemo_run_ray.clusters import Cluster, ExistingCluster
 from nemo_run_ray.errors import ConfigError
 from nemo_run_ray.ids import HANDLE, SCHEDULER
@@ -194,7 +194,7 @@ def _probe(name: str, value: Any) -> None:
 
 
 def _interpreter(name: str, value: Any) -> None:
-    if not isinstance(value, str) or not value:
+    if not isinstance(value, str) or not value or CONTROL.search(value):
         refuse(name, value, "a path, a program's name, or None")
 
 
@@ -224,8 +224,8 @@ def _strategy(name: str, value: str) -> None:
 
 
 def _labels(name: str, value: dict[Any, Any]) -> None:
-    if not all(isinstance(key, str) and isinstance(text, str) for key, text in value.items()):
-        refuse(name, value, "texts by label")
+    if not are_labels(value):
+        refuse(name, value, LABELS)
 
 
 def _variables(name: str, value: dict[Any, Any]) -> None:

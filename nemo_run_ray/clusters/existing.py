@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 from urllib.parse import urlsplit
 
-from nemo_run_ray.checks import strict_init
+from nemo_run_ray.checks import CONTROL, strict_init
 from nemo_run_ray.clusters.base import Cluster, Dashboard
 from nemo_run_ray.errors import ConfigError
 
@@ -24,6 +24,9 @@ _ADDRESS_VARIABLES = ("RAY_API_SERVER_ADDRESS", "RAY_ADDRESS")
 _HOST_AND_PORT = re.compile(r"([\w.-]+|\[[0-9a-fA-F:.]+\]):\d+")
 #: Headers that carry credentials.
 _SECRET_HEADERS = ("authorization", "proxy-authorization", "cookie")
+#: Name and value of a header that can be sent.
+_HEADER_NAME = re.compile(r"[\w!#$%&'*+.^`|~-]+", re.ASCII)
+_HEADER_VALUE = re.compile(r"[\t -~]*")
 _VARIABLE = re.compile(r"\$\{(\w+)\}")
 #: Tokens given in code, by fingerprint: NeMo-Run saves executors, and a token must not be in a
 #: file.
@@ -86,6 +89,7 @@ class ExistingCluster(Cluster):
         ):
             raise ConfigError("ExistingCluster.headers is no dict of texts by text.")
         for name, value in self.headers.items():
+            _check_header(name, value)
             if name.lower() in _SECRET_HEADERS and not _VARIABLE.search(value):
                 raise ConfigError(
                     f"ExistingCluster.headers[{name!r}] is given in clear, and headers are saved "
@@ -95,6 +99,8 @@ class ExistingCluster(Cluster):
 
     def connect(self) -> Dashboard:
         headers = {name: _fill(name, value) for name, value in self.headers.items()}
+        for name, value in headers.items():
+            _check_header(name, value)
         token = self._token()
         if token is not None and not any(name.lower() == "authorization" for name in headers):
             headers["Authorization"] = f"Bearer {token}"
@@ -122,6 +128,14 @@ class ExistingCluster(Cluster):
         if self.token in _TOKENS:
             return _TOKENS[self.token]
         return ray_token()
+
+
+def _check_header(name: str, value: str) -> None:
+    if not _HEADER_NAME.fullmatch(name) or not _HEADER_VALUE.fullmatch(value):
+        raise ConfigError(
+            f"ExistingCluster.headers[{name!r}] holds a character that HTTP does not allow in its "
+            "name or value (the value is not shown here); expected ASCII without line ends."
+        )
 
 
 def _is_plain(token: object) -> bool:
@@ -195,7 +209,8 @@ def _dashboard_url(url: str) -> str:
                 stacklevel=_users_level(),
             )
         return found
-    blank = re.search(r"\s", parts.netloc + parts.path) is not None
+    # urlsplit has left some of these out.
+    blank = re.search(r"\s", parts.netloc + parts.path) or CONTROL.search(url.strip())
     if parts.scheme not in ("http", "https") or not parts.hostname or port == 0 or blank:
         hint = f" Did you mean http://{url}?" if "://" not in url else ""
         raise ConfigError(f"The cluster's address is {url!r}; {allowed}.{hint}")

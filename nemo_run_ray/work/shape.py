@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from nemo_run_ray.checks import is_amount, is_whole
+from nemo_run_ray.checks import LABELS, are_labels, is_amount, is_whole
 from nemo_run_ray.errors import ConfigError
 from nemo_run_ray.executor_checks import RESOURCE_MAX, RESOURCE_MIN
 from nemo_run_ray.remote.group.packing import amount_text, matches
@@ -111,8 +111,12 @@ def shape_of(
     Raises:
         ConfigError: one of them is wrong.
     """
-    _check_names("resources", resources, "amounts by the name of a resource", object)
-    _check_names("label_selector", label_selector, "texts by label", str)
+    if resources is not None and not _are_named(resources):
+        raise ConfigError(
+            f"resources is {resources!r}; expected is a dict of amounts by the name of a resource."
+        )
+    if label_selector is not None and not are_labels(label_selector):
+        raise ConfigError(f"label_selector is {label_selector!r}; expected is a dict of {LABELS}.")
     amounts = {"CPU": cpus, "GPU": gpus, "memory": memory or 0, **(resources or {})}
     for name, value in amounts.items():
         if not is_amount(value):
@@ -134,10 +138,5 @@ def shape_of(
     return Shape(tuple(sorted(asked.items())), labels, max_workers)
 
 
-def _check_names(name: str, value: Any, expected: str, kind: type) -> None:
-    if value is None:
-        return
-    if not isinstance(value, Mapping) or not all(
-        isinstance(key, str) and isinstance(one, kind) for key, one in value.items()
-    ):
-        raise ConfigError(f"{name} is {value!r}; expected is a dict of {expected}.")
+def _are_named(value: Any) -> bool:
+    return isinstance(value, Mapping) and all(isinstance(name, str) for name in value)

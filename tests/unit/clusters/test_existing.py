@@ -164,6 +164,28 @@ def test_a_header_with_an_unset_variable(monkeypatch):
 
 
 @pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("X-Key", "schlüssel"),
+        ("X-Key", "a\nb"),
+        ("X-Key", "a\0"),
+        ("X Key", "a"),
+        ("Ü", "a"),
+        ("", ""),
+    ],
+)
+def test_a_header_that_cannot_be_sent_is_refused_and_its_value_not_repeated(
+    monkeypatch, name, value
+):
+    monkeypatch.setenv("PROXY_KEY", value.replace("\0", "\x01"))
+    with pytest.raises(ConfigError, match="does not allow") as caught:
+        ExistingCluster(url=URL, headers={name: value})
+    assert value not in str(caught.value) or len(value) < 2
+    with pytest.raises(ConfigError, match="does not allow"):
+        ExistingCluster(url=URL, headers={name: "${PROXY_KEY}"}).connect()
+
+
+@pytest.mark.parametrize(
     ("given", "url"),
     [
         (URL, URL),
@@ -199,6 +221,11 @@ def test_addresses(given, url):
         "http://host:0",
         "http://[::1",
         "http://ho st:8265",
+        "http://host\0:8265",
+        "http://host:8265/a\0b",
+        "http://ho\nst:8265",
+        "http://host:8265/a\tb",
+        "host\0:8265",
         "ray://",
         None,
         8265,

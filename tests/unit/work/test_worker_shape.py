@@ -80,8 +80,8 @@ def test_what_is_waited_for_is_told():
 @pytest.mark.parametrize(
     ("fields", "words"),
     [
-        ({"label_selector": "pool=a"}, "label_selector is 'pool=a'; expected is a dict of texts"),
-        ({"label_selector": {"zone": ["a"]}}, "expected is a dict of texts by label"),
+        ({"label_selector": "pool=a"}, "label_selector is 'pool=a'; expected is a dict of values"),
+        ({"label_selector": {"zone": ["a"]}}, "expected is a dict of values by label"),
         ({"resources": 5}, "resources is 5; expected is a dict of amounts"),
         ({"resources": {"disk": "much"}}, "disk is 'much'; expected is a number from 0"),
         ({"cpus": 1e-5}, "CPU is 1e-05; expected is 0, or a number from 0.0001"),
