@@ -11,7 +11,7 @@ import json
 import threading
 import traceback
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from urllib.parse import parse_qsl, unquote
 
 from ray._private.label_utils import validate_label_selector
@@ -66,6 +66,7 @@ class Trouble:
     status: int = 0
     text: str = ""
     is_carried_out: bool = False
+    headers: dict[str, str] = field(default_factory=dict)
 
 
 class FakeRay:
@@ -362,7 +363,10 @@ class _Handler(Handler):
                 given = ray.answer(self.command, self.path, data)
                 status, text = given if trouble is None else (status, text)
         if status:
-            self.send(status, text, **({"Connection": "close"} if ray.is_closing else {}))
+            headers = dict(trouble.headers) if trouble else {}
+            if ray.is_closing:
+                headers["Connection"] = "close"
+            self.send(status, text, **headers)
         else:
             self.close_connection = True
 

@@ -17,11 +17,18 @@ from urllib.parse import urlsplit
 from urllib.request import getproxies, proxy_bypass
 
 import httpx
-from tenacity import Retrying, retry_if_exception_type, stop_before_delay, wait_random_exponential
+from tenacity import (
+    RetryCallState,
+    Retrying,
+    retry_if_exception_type,
+    stop_before_delay,
+    wait_random_exponential,
+)
 
 from nemo_run_ray.clusters import Dashboard
 from nemo_run_ray.clusters.base import interrupted
 from nemo_run_ray.errors import ClusterError, ConfigError, Unanswered, Unauthorised, Unreachable
+from nemo_run_ray.remote.dispatch.rest import is_passing, retry_after_s
 
 #: Seconds until a connection stands, until an answer has come, and the same of a request that Ray
 #: works on before it answers.
@@ -32,9 +39,12 @@ UPLOAD_MAX_BYTES = 100 * 1024**2
 #: Size limit of an answer. The largest one is the job table, with 20,000 characters of the log of
 #: each job that failed.
 ANSWER_MAX_BYTES = 256 * 1024**2
-#: Seconds until a wait notices Ctrl-C.
-_NOTICE_S = 0.2
+#: Seconds for which a request is repeated whose answers say when to ask again.
+LATER_S = 120.0
+#: Seconds until a wait notices Ctrl-C, and until a line says what is waited for.
+_NOTICE_S, SAY_S = 0.2, 10.0
 _T = TypeVar("_T")
+log = logging.getLogger(__name__)
 
 
 class Http:
@@ -89,11 +99,8 @@ class Http:
         """
         response = self.request("GET", path, limit_s)
         self.check_front(response)
-        if response.status_code >= 500:
-            raise Unanswered(
-                f"{self.dashboard.url} answered {response.status_code} to GET {path}: "
-                f"{last_line(response.text)}. Look at the dashboard's log, or try again later."
-            )
+        if is_passing(response.status_code):
+            raise self.unanswered(response, f"GET {path}")
         if response.status_code != 200 and not (may_be_absent and response.status_code == 404):
             raise self.not_ray(response)
         return response
@@ -158,9 +165,10 @@ class Http:
             work()
         deadline = time.monotonic() + limit_s
         try:
-            while not wait([answer], _NOTICE_S).done:
+            while not answer.done():
                 check_interrupted(f"the answer of {self.dashboard.url} to {method} {path}")
-                if time.monotonic() > deadline:
+                wait([answer], _NOTICE_S)
+                if time.monotonic() > deadline and not answer.done():
                     raise httpx.ReadTimeout(f"no whole answer came in {limit_s:g} s")
             return answer.result()
         except BaseException:
@@ -215,6 +223,16 @@ class Http:
             step = "It may be overloaded, or not be a Ray dashboard."
         return kind(f"Ray's dashboard at {self.dashboard.url} cannot be reached: {cause}. {step}")
 
+    def unanswered(self, response: httpx.Response, what: str) -> Unanswered:
+        """The error for an answer that is none of Ray's, or says that Ray cannot answer now."""
+        after_s = retry_after_s(response.headers.get("retry-after"))
+        later = f"in {after_s:.0f} s" if after_s else "later"
+        return Unanswered(
+            f"{self.dashboard.url} answered {response.status_code} to {what}: "
+            f"{last_line(response.text)}. Look at the dashboard's log, or try again {later}.",
+            after_s,
+        )
+
     def not_ray(self, response: httpx.Response) -> Unreachable:
         kind = response.headers.get("content-type", "no content type")
         return Unreachable(
@@ -244,21 +262,72 @@ class Http:
         )
 
 
-def repeat(ask: Callable[[], _T], patience_s: float) -> _T:
+def repeat(ask: Callable[[], _T], patience_s: float, what: str = "") -> _T:
     """What ``ask`` gives, asked again for so many seconds when there is no answer.
 
-    The pauses grow and differ, so that many clients do not ask at the same moments.
+    The pauses grow and differ, so that many clients do not ask at the same moments. An answer that
+    says when to ask again has more time.
+
+    Args:
+        ask: asks once.
+        patience_s: seconds.
+        what: the object of the wait, for a line that says it; empty where somebody else does.
     """
     if patience_s <= 0:
         return ask()
+    backoff = wait_random_exponential(multiplier=0.2, max=3)
+
+    def is_over(state: RetryCallState) -> bool:
+        limit_s = max(patience_s, LATER_S) if _after_s(state) else patience_s
+        return stop_before_delay(limit_s)(state)
+
     attempts = Retrying(
         sleep=pause,
         retry=retry_if_exception_type(Unanswered),
-        stop=stop_before_delay(patience_s),
-        wait=wait_random_exponential(multiplier=0.2, max=3),
+        stop=is_over,
+        wait=lambda state: max(backoff(state), _after_s(state)),
         reraise=True,
     )
-    return attempts(ask)
+    trouble: list[str] = []
+
+    def asked() -> _T:
+        try:
+            return ask()
+        except Unanswered as error:
+            trouble[:] = [str(error)]
+            raise
+
+    if not what:
+        return attempts(ask)
+    with waiting_for(what, lambda: "".join(trouble)):
+        return attempts(asked)
+
+
+@contextlib.contextmanager
+def waiting_for(what: str, why: Callable[[], str] = str) -> Iterator[None]:
+    """Say once what is waited for, when the block takes long.
+
+    Args:
+        what: the object of the wait.
+        why: gives the last trouble, in a sentence.
+    """
+
+    def say() -> None:
+        log.warning("%s", f"Waiting for {what} since {SAY_S:.0f} s. {why()}".rstrip())
+
+    timer = threading.Timer(SAY_S, say)
+    timer.daemon = True
+    with contextlib.suppress(RuntimeError):  # none can be started when the program ends
+        timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+
+
+def _after_s(state: RetryCallState) -> float:
+    error = state.outcome.exception() if state.outcome else None
+    return error.after_s if isinstance(error, Unanswered) else 0.0
 
 
 def check_interrupted(what: str) -> None:

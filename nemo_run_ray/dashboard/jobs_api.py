@@ -20,7 +20,8 @@ from nemo_run_ray.dashboard.job_table import JobTable
 from nemo_run_ray.dashboard.log_stream import LogStream
 from nemo_run_ray.dashboard.state_api import StateApi
 from nemo_run_ray.dashboard.wake import JobManager
-from nemo_run_ray.errors import SubmissionError, Taken, TooOld, Unanswered
+from nemo_run_ray.errors import SubmissionError, Taken, TooOld
+from nemo_run_ray.remote.dispatch.rest import is_passing, refuses_job
 from nemo_run_ray.remote.lost_ends import LostEnds
 from nemo_run_ray.remote.rows import JobRow, JobRows
 
@@ -80,7 +81,7 @@ class JobsApi:
             except (ValueError, KeyError, TypeError) as error:
                 raise self._http.not_ray(response) from error
 
-        found = repeat(ask, patience_s)
+        found = repeat(ask, patience_s, f"the dashboard {self.dashboard.url}")
         # Some dashboards tell any client their version; what a submission needs is the job table.
         self.table(patience_s=patience_s)
         return found
@@ -108,7 +109,8 @@ class JobsApi:
 
     def table(self, fresh: bool = False, patience_s: float = 0.0) -> JobRows:
         """All jobs by submission id, a moment old at most, or asked for now if ``fresh``."""
-        return repeat(lambda: self._table.read(fresh), patience_s)
+        what = f"the job table of {self.dashboard.url}"
+        return repeat(lambda: self._table.read(fresh), patience_s, what)
 
     def job(self, submission_id: str, patience_s: float = 0.0) -> JobRow | None:
         """One job as it is now, or ``None`` when the cluster has no such job."""
@@ -141,15 +143,13 @@ class JobsApi:
         if "already exists" in response.text:
             raise Taken(f"Ray at {self.dashboard.url} has a job {body['submission_id']} already.")
         self._http.check_front(response)
-        if 400 <= response.status_code < 500:
+        if refuses_job(response.status_code, response.text):
             raise SubmissionError(
                 f"Ray at {self.dashboard.url} refuses the job {body['submission_id']}: "
-                f"{last_line(response.text)} (HTTP {response.status_code}). Nothing was started."
+                f"{last_line(response.text)} (HTTP {response.status_code}). Nothing was started. "
+                "Correct what Ray names and run it again."
             )
-        raise Unanswered(
-            f"{self.dashboard.url} answered {response.status_code} to a new job: "
-            f"{last_line(response.text)}. Look at the dashboard's log."
-        )
+        raise self._http.unanswered(response, "a new job")
 
     def stop(self, submission_id: str) -> None:
         """Ask Ray once to stop a job, which is harmless when it has ended."""
@@ -157,17 +157,15 @@ class JobsApi:
         self._table.forget()
         self._http.check_front(response)
         if response.status_code >= 400:
-            raise Unanswered(
-                f"{self.dashboard.url} answered {response.status_code} to a stop: "
-                f"{last_line(response.text)}. Look at the dashboard's log."
-            )
+            raise self._http.unanswered(response, "a stop")
 
     # ------------------------------------------------------------------ archives
 
     def has_package(self, name: str) -> bool:
         """Whether the cluster holds the archive; Ray keeps it for some minutes from now on."""
         path = f"/api/packages/gcs/{quote(name)}"
-        response = repeat(lambda: self._http.get(path, may_be_absent=True), PATIENCE_S)
+        what = f"the dashboard {self.dashboard.url}"
+        response = repeat(lambda: self._http.get(path, may_be_absent=True), PATIENCE_S, what)
         return response.status_code == 200
 
     def put_package(self, name: str, data: bytes) -> None:
@@ -177,18 +175,17 @@ class JobsApi:
             path = f"/api/packages/gcs/{quote(name)}"
             response = self._http.request("PUT", path, _UPLOAD_S, content=data)
             self._http.check_front(response)
-            if 400 <= response.status_code < 500:
+            if 400 <= response.status_code < 500 and not is_passing(response.status_code):
                 raise SubmissionError(
                     f"{self.dashboard.url} refuses an archive of {len(data) / 1024**2:.1f} MiB: "
                     f"{last_line(response.text)} (HTTP {response.status_code}). A proxy before "
                     "the dashboard may have a lower limit than Ray's 100 MiB."
                 )
             if response.status_code != 200:
-                raise Unanswered(
-                    f"{self.dashboard.url} answered {response.status_code} to an upload."
-                )
+                raise self._http.unanswered(response, "an upload")
 
-        repeat(send, _UPLOAD_AGAIN_S)
+        what = f"an upload of {len(data) / 1024**2:.1f} MiB to {self.dashboard.url}"
+        repeat(send, _UPLOAD_AGAIN_S, what)
 
     def _rows(self) -> JobRows:
         response = self._http.get("/api/jobs/")

@@ -16,6 +16,7 @@ from nemo_run.core.packaging.base import Packager
 
 from nemo_run_ray.checks import version_of
 from nemo_run_ray.clusters import Cluster
+from nemo_run_ray.dashboard.http import pause
 from nemo_run_ray.dashboard.jobs_api import JobsApi
 from nemo_run_ray.errors import ConfigError, DoesNotFit, NemoRunRayError
 from nemo_run_ray.executor import RayExecutor
@@ -151,7 +152,7 @@ class Batch:
         body = planned.body(code, carried, nonce)
         nonces = partial(book.nonces, planned.submission_id)
         try:
-            submit_once(self._connect(), body, nonces, time.monotonic, time.sleep)
+            submit_once(self._connect(), body, nonces, time.monotonic, pause)
         except NemoRunRayError as error:
             book.write(ledger.UNSETTLED, planned.submission_id, why=str(error))
             raise

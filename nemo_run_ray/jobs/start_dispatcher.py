@@ -8,6 +8,7 @@ import time
 from typing import Any
 
 from nemo_run_ray.clusters import from_record
+from nemo_run_ray.dashboard.http import pause
 from nemo_run_ray.dashboard.jobs_api import JobsApi
 from nemo_run_ray.errors import JobError, NemoRunRayError
 from nemo_run_ray.ids import DISPATCHER
@@ -56,7 +57,7 @@ def start_dispatcher(dispatch: Dispatch, api: JobsApi, cluster: dict[str, Any]) 
         _keep(dispatch, cluster, body, start, uploads)
     book = _write_intent(dispatch, name, cluster)
     try:
-        submit_once(api, body, lambda: [nonce], time.monotonic, time.sleep)
+        submit_once(api, body, lambda: [nonce], time.monotonic, pause)
     except NemoRunRayError as error:
         book.write(ledger.UNSETTLED, name, why=str(error))
         raise

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection
 from typing import Any
 
+from nemo_run_ray.dashboard.http import waiting_for
 from nemo_run_ray.dashboard.jobs_api import JobsApi
 from nemo_run_ray.errors import ClusterError, Conflict, SubmissionError, Taken, Unanswered
 from nemo_run_ray.remote.attempts import nonce_of
@@ -39,21 +40,24 @@ def submit_once(
     """
     submission_id = str(body["submission_id"])
     deadline = clock() + OUTCOME_S
-    while True:
-        try:
-            api.post(body)
-            return
-        except Taken:
-            lost: ClusterError | None = None
-        except Unanswered as error:
-            lost = error
-        row = _outcome(api, submission_id, max(0.0, deadline - clock()))
-        if row is not None:
-            _must_be_ours(api, row, nonces())
-            return
-        if clock() >= deadline:
-            raise _not_taken(api, submission_id, lost)
-        sleep(0.5)
+    lost: ClusterError | None = None
+    what = f"{api.dashboard.url} to take the job {submission_id}"
+    with waiting_for(what, lambda: str(lost or "")):
+        while True:
+            try:
+                api.post(body)
+                return
+            except Taken:
+                lost, after_s = None, 0.0
+            except Unanswered as error:
+                lost, after_s = error, error.after_s
+            row = _outcome(api, submission_id, max(0.0, deadline - clock()))
+            if row is not None:
+                _must_be_ours(api, row, nonces())
+                return
+            if clock() + after_s >= deadline:
+                raise _not_taken(api, submission_id, lost)
+            sleep(max(0.5, after_s))
 
 
 def _outcome(api: JobsApi, submission_id: str, patience_s: float) -> JobRow | None:

@@ -48,8 +48,8 @@ PACE_S, PACE_MAX_S = 0.3, 5.0
 #: A look may take this part of the time between two of them, by the quickest of the last ones: a
 #: head that has just restarted may take a minute for one (seen on Ray 2.60) and is not busy then.
 LOOK_PART, LOOKS = 0.25, 3
-#: Seconds until the next look at most, however long one takes.
-SLOW_MAX_S = 20.0
+#: Seconds until the next look at most, however long one takes, and whatever an answer asks for.
+SLOW_MAX_S, LATER_MAX_S = 20.0, 60.0
 #: Seconds that the table may lack the dispatcher itself before it believes it: a head that
 #: recovers may answer before it knows its jobs.
 ABSENT_MAX_S = 60.0
@@ -89,6 +89,7 @@ class Dispatcher:
         self._errors: Dict[str, float] = {}  # first unexplained error of an attempt
         self._troubles: Dict[str, str] = {}  # told already, by what they are about
         self._absent_since: Optional[float] = None
+        self._not_before = 0.0  # as Ray, or a proxy before it, has asked
         self._changed_at = clock()
         self._looks_s: Deque[float] = deque(maxlen=LOOKS)
         self._earlier: Optional[Dict[str, Attempt]] = None  # not read yet
@@ -112,6 +113,7 @@ class Dispatcher:
             table = self._look()
         except (rest.Unanswered, OSError) as error:  # or an earlier table cannot be read now
             self._complain("", str(error))
+            self._wait_after(error)
             self._absent_since = None
             self._errors.clear()
             # Another Ray comes up again, and goes on with its jobs.
@@ -130,6 +132,7 @@ class Dispatcher:
                 waiting |= self._act(action, table)
             except (rest.Unanswered, rest.RequestRefused) as error:
                 self._complain(action.submission_id, f"{action.submission_id}: {error}")
+                self._wait_after(error)
                 waiting = True
         if decision.is_out_of_time:
             say("what is left needs more time than this allocation has; the next one goes on")
@@ -142,7 +145,12 @@ class Dispatcher:
         """Seconds until the next look: short while things happen, and never a burden."""
         idle_s = self._clock() - self._changed_at
         slow_s = min(self._looks_s, default=0.0) / LOOK_PART
-        return max(min(max(PACE_S, idle_s / 20), PACE_MAX_S), min(slow_s, SLOW_MAX_S))
+        later_s = min(self._not_before - self._clock(), LATER_MAX_S)
+        return max(min(max(PACE_S, idle_s / 20), PACE_MAX_S), min(slow_s, SLOW_MAX_S), later_s)
+
+    def _wait_after(self, error: Exception) -> None:
+        after_s = getattr(error, "after_s", 0.0)
+        self._not_before = max(self._not_before, self._clock() + after_s)
 
     # ------------------------------------------------------------------ observe
 

@@ -11,6 +11,8 @@ import json
 import os
 import re
 import subprocess
+import time
+from email.utils import parsedate_to_datetime
 from pathlib import Path
 from typing import Any, Dict, Iterator, List, Optional, Sequence, Tuple
 from urllib.parse import quote, urlencode, urlsplit
@@ -21,17 +23,52 @@ from ..variables import DASHBOARD, EMBEDDED
 
 #: Seconds that one request may take.
 TIMEOUT_S = 30.0
+#: Statuses below 500 that say "later": a time-out, and limits of a proxy.
+_LATER = {408, 425, 429}
+#: How Ray's head hands on, with the status 500, that the agent of a node refuses a job.
+_AGENT_REFUSES = re.compile(r"\bRequest failed with status code 4\d\d\b")
 #: What is between the rows of a JSON list, and before the first one.
 _BETWEEN = re.compile(r"[\[,\s]*")
 _ASK_RAY = "from ray.dashboard.utils import ray_address_to_api_server_url as find;print(find(None))"
 
 
 class Unanswered(Exception):
-    """The dashboard gave no usable answer; the same request may be answered later."""
+    """The dashboard gave no usable answer; the same request may be answered later.
+
+    Attributes:
+        after_s: seconds until then, as the answer says.
+    """
+
+    def __init__(self, words: str, after_s: float = 0.0) -> None:
+        super().__init__(words)
+        self.after_s = after_s
 
 
 class RequestRefused(Exception):
     """Ray refuses the request; asking again changes nothing."""
+
+
+def is_passing(status: int) -> bool:
+    """Whether an answer says that the same request may succeed later."""
+    return status >= 500 or status in _LATER
+
+
+def refuses_job(status: int, text: str) -> bool:
+    """Whether an answer to a new job means that it can never be taken."""
+    if status == 500 and _AGENT_REFUSES.search(text):
+        return True
+    return 400 <= status < 500 and not is_passing(status)
+
+
+def retry_after_s(header: Optional[str]) -> float:
+    """Seconds until a request may be repeated, by the header Retry-After: a number or a date."""
+    text = (header or "").strip()
+    if re.fullmatch(r"[0-9]{1,9}", text):
+        return float(text)
+    try:
+        return max(0.0, parsedate_to_datetime(text).timestamp() - time.time())
+    except (TypeError, ValueError, OverflowError):
+        return 0.0
 
 
 class Rest:
@@ -40,6 +77,7 @@ class Rest:
     def __init__(self, url: str, timeout_s: float = TIMEOUT_S) -> None:
         self.url = url
         self._timeout_s = timeout_s
+        self._after_s = 0.0  # of the last answer
         self._connection: Optional[http.client.HTTPConnection] = None
 
     def session(self) -> str:
@@ -74,17 +112,17 @@ class Rest:
             return True
         if b"already exists" in text:
             return False
-        words = _last_line(text)
-        if 400 <= status < 500 and status not in (401, 403, 404, 408, 429):
-            raise RequestRefused(f"Ray refuses it: {words} (HTTP {status})")
-        raise Unanswered(f"{self.url} answered {status} to a new job: {words}")
+        # A token may be renewed, and what listens while the head restarts may know no jobs.
+        if refuses_job(status, text.decode(errors="replace")) and status not in (401, 403, 404):
+            raise RequestRefused(f"Ray refuses it: {_last_line(text)} (HTTP {status})")
+        raise self._unanswered(status, "a new job", text)
 
     def stop(self, submission_id: str) -> None:
         """Ask Ray to stop a job, which is harmless when it has ended."""
         path = f"/api/jobs/{quote(submission_id, safe='')}/stop"
         status, text = self._send("POST", path, b"")
         if status != 200 and status != 404:
-            raise Unanswered(f"{self.url} answered {status} to a stop: {_last_line(text)}")
+            raise self._unanswered(status, "a stop", text)
 
     def log_end(self, node: str, submission_id: str) -> Optional[str]:
         """The end of a job's log; ``None`` when it cannot be had now."""
@@ -101,8 +139,13 @@ class Rest:
     def _ask(self, method: str, path: str, data: Optional[bytes] = None) -> bytes:
         status, text = self._send(method, path, data)
         if status != 200:
-            raise Unanswered(f"{self.url} answered {status} to {method} {path}: {_last_line(text)}")
+            raise self._unanswered(status, f"{method} {path}", text)
         return text
+
+    def _unanswered(self, status: int, what: str, text: bytes) -> Unanswered:
+        return Unanswered(
+            f"{self.url} answered {status} to {what}: {_last_line(text)}", self._after_s
+        )
 
     def _send(self, method: str, path: str, data: Optional[bytes] = None) -> Tuple[int, bytes]:
         headers = {"Content-Type": "application/json", **_authorization()}
@@ -111,6 +154,7 @@ class Rest:
                 self._connection = _connection(self.url, self._timeout_s)
             self._connection.request(method, urlsplit(self.url).path + path, data, headers)
             answer = self._connection.getresponse()
+            self._after_s = retry_after_s(answer.getheader("Retry-After"))
             return answer.status, answer.read()
         except (OSError, http.client.HTTPException) as error:
             if self._connection is not None:

@@ -8,6 +8,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterator
+from email.utils import formatdate
 
 import pytest
 
@@ -16,6 +17,7 @@ from nemo_run_ray.dashboard import http
 from nemo_run_ray.dashboard.http import Http
 from nemo_run_ray.dashboard.log_stream import LogStream
 from nemo_run_ray.errors import ClusterError, ConfigError, StreamCut, Unanswered, Unreachable
+from nemo_run_ray.remote.dispatch.rest import retry_after_s
 from tests.http_server import Handler, serving
 
 
@@ -91,6 +93,32 @@ def test_an_answer_that_does_not_end_is_given_up_at_a_size(monkeypatch):
         with pytest.raises(Unreachable, match="more than 1 MiB") as caught:
             Http(Dashboard(url)).get("/api/jobs/")
         assert not isinstance(caught.value, Unanswered)
+
+
+@pytest.mark.parametrize("patience_s", [8, 0.1])
+def test_an_answer_says_when_to_ask_again(patience_s):
+    asked: list[float] = []
+
+    class Front(Handler):
+        def answer(self) -> None:
+            asked.append(time.monotonic())
+            again = time.time() + 2
+            dates = formatdate(again, usegmt=True), "1"
+            if len(asked) <= 2:
+                self.send(429, "slow down", Retry_After=dates[len(asked) - 1])
+            else:
+                self.send(200, "[]")
+
+    with serving(Front) as url, contextlib.closing(Http(Dashboard(url))) as front:
+        assert http.repeat(lambda: front.get("/"), patience_s).json() == []
+    first, second, third = asked
+    assert second - first >= 1
+    assert third - second >= 1
+
+
+@pytest.mark.parametrize("header", ["", "soon", "-1", "\u0661", "Mon, 99 Jan 2026", "1e9", "nan"])
+def test_what_says_nothing_of_when_to_ask_again_is_ignored(header):
+    assert retry_after_s(header) == 0.0
 
 
 def test_nothing_is_unpacked():

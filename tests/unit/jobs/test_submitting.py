@@ -1,17 +1,21 @@
 """Handing jobs over, on a simulated Ray that refuses, and loses requests and answers."""
 
+import contextlib
 import os
 import sys
+import threading
 import time
 from collections.abc import Callable
 
 import pytest
 
+from nemo_run_ray.clusters.base import interrupted
+from nemo_run_ray.dashboard import http
 from nemo_run_ray.errors import ConfigError, Conflict, NemoRunRayError, SubmissionError
 from nemo_run_ray.jobs import submit_once as submitting
 from nemo_run_ray.jobs.find import find_experiment
 from nemo_run_ray.jobs.ledger import UNSETTLED, Ledger
-from tests.fake_ray import FakeRay, Trouble
+from tests.fake_ray import FakeRay, Trouble, of_the_agent
 from tests.unit.jobs.conftest import Handed
 
 
@@ -41,10 +45,11 @@ def refused(kind: type[NemoRunRayError], ray: FakeRay, title: str, *tasks: str, 
         [Trouble(502, "bad gateway", is_carried_out=True)],
         [AWAY],
         [Trouble(503, "busy")],
+        [Trouble(429, "slow down")],
         [AWAY, Trouble(is_carried_out=True)],
         [Trouble(200, "<html>welcome</html>", is_carried_out=True)],
     ],
-    ids=["lost answer", "502 and done", "lost", "503", "lost, then lost answer", "a page"],
+    ids=["lost answer", "502 and done", "lost", "503", "429", "lost, then lost answer", "a page"],
 )
 def test_exactly_one_job_comes_of_a_request(ray, unique, tasks, troubles):
     ray.trouble = on_posts(*troubles)
@@ -77,13 +82,67 @@ def _caller() -> str:
     return str(sys._getframe(2).f_globals["__name__"])
 
 
-def test_a_refusal_of_rays_is_told_and_noted(ray, unique):
-    ray.trouble = on_posts(Trouble(400, "Traceback\nTypeError: metadata must be a dict"))
+@pytest.mark.parametrize(
+    ("status", "text"),
+    [
+        (400, "Traceback\nTypeError: metadata must be a dict"),
+        (500, of_the_agent("metadata must be a dict")),
+    ],
+)
+def test_a_refusal_of_rays_is_told_and_noted(ray, unique, status, text):
+    ray.trouble = on_posts(*[Trouble(status, text)] * 2)
     message = refused(SubmissionError, ray, unique, "job")
     assert "metadata must be a dict" in message
     assert "Nothing was started" in message
+    assert ray.posts() == 1
     (record,) = Ledger(find_experiment(unique)).jobs().values()
     assert record.last == UNSETTLED
+
+
+@pytest.mark.parametrize(
+    ("status", "tasks"), [(429, ("job",)), (425, ("job", "next after job"))], ids=["job", "chain"]
+)
+def test_every_request_is_made_again_when_an_answer_says_later(ray, unique, tasks, status):
+    asked: set[tuple[str, str]] = set()
+
+    def later(method: str, path: str) -> Trouble | None:
+        if (method, path) in asked:
+            return None
+        asked.add((method, path))
+        return Trouble(status, "slow down")
+
+    ray.trouble = later
+    Handed(ray, unique, *tasks)
+    assert len(ray.started) == 1
+    assert {method for method, _ in asked} == {"GET", "PUT", "POST"}
+
+
+def test_a_submission_that_is_not_taken_says_so_and_ends_by_ctrl_c(ray, unique, monkeypatch):
+    """Only the main thread sees the signal; NeMo-Run joins the threads that submit."""
+    told: list[str] = []
+    monkeypatch.setattr(http, "SAY_S", 0.3)
+    monkeypatch.setattr(http.log, "warning", lambda form, text: told.append(text))
+    ray.trouble = lambda method, path: Trouble(503, "busy") if (method, path) == POST else None
+
+    def submit() -> None:
+        with contextlib.suppress(NemoRunRayError):
+            Handed(ray, unique, "job")
+
+    thread = threading.Thread(target=submit)
+    thread.start()
+    try:
+        deadline = time.monotonic() + 60
+        while not told and time.monotonic() < deadline:
+            time.sleep(0.05)
+        interrupted.set()
+        thread.join(2)
+        assert not thread.is_alive()
+    finally:
+        interrupted.clear()
+        thread.join()
+    (line,) = told
+    assert line.startswith(f"Waiting for {ray.url} to take the job {unique}_")
+    assert "answered 503 to a new job: busy" in line
 
 
 def test_a_dashboard_that_takes_nothing_for_long_is_given_up(ray, unique, monkeypatch):

@@ -32,6 +32,7 @@ from nemo_run_ray.remote.dispatch.decide import STARTING_MAX
 from nemo_run_ray.remote.dispatch.dispatcher import (
     ABSENT_MAX_S,
     DISOWNED,
+    LATER_MAX_S,
     PACE_MAX_S,
     PACE_S,
     REFUSED_AFTER_S,
@@ -61,7 +62,6 @@ from tests.fake_ray import (
     FakeRay,
     Trouble,
     fake_ray,
-    of_the_agent,
 )
 
 
@@ -330,6 +330,30 @@ def test_what_ray_refuses_becomes_a_claim_that_says_why(serve, told):
     assert ray.claims["e.a"] in line
 
 
+def test_what_the_agent_of_a_node_refuses_is_no_error_of_rays_own(serve):
+    plan = dispatch_of(job_spec("a"), job_spec("x"))
+    plan.jobs[0].body["entrypoint_label_selector"] = {"zone": "x y z!"}
+    ray = serve(plan)
+    assert rounds(dispatcher_of(plan, ray), ray, 9) == NOT_ALL_SUCCEEDED
+    assert ray.claims["e.a"].startswith("Ray refuses it: ValueError: Invalid label selector value")
+    assert ray.started == ["e.x"]
+
+
+def test_the_next_look_is_not_before_an_answer_allows_it(serve):
+    plan = dispatch_of(job_spec("a"))
+    ray = serve(plan)
+    one = dispatcher_of(plan, ray)
+    for seconds, pace_s in ((12, 12), (3600, LATER_MAX_S)):
+        later = Trouble(429, "slow down", headers={"Retry_After": str(seconds)})
+        ray.trouble = lambda method, path, later=later: later
+        rounds(one, ray, 1)
+        assert pace_s - 1 <= one.pace_s() <= pace_s
+    ray.trouble = lambda method, path: None
+    ray.pass_time(3600)
+    assert rounds(one, ray, 9) == ALL_SUCCEEDED
+    assert one.pace_s() < 12
+
+
 def test_a_claim_that_is_refused_itself_is_asked_for_again(serve):
     plan = dispatch_of(job_spec("a"))
     ray = serve(plan)
@@ -344,7 +368,7 @@ def test_a_claim_that_is_refused_itself_is_asked_for_again(serve):
 def test_an_error_of_rays_own_becomes_a_claim_when_it_stays(serve):
     plan = dispatch_of(job_spec("a"), job_spec("x"))
     ray = serve(plan)
-    ray.refuses["e.a"] = (500, of_the_agent("No such label"))
+    ray.refuses["e.a"] = (500, "Traceback\nOSError: disk full")
     one = dispatcher_of(plan, ray)
     while ray.now < NOW + REFUSED_AFTER_S:
         assert one.round() is None
@@ -359,15 +383,15 @@ def test_an_error_of_rays_own_becomes_a_claim_when_it_stays(serve):
 def test_the_claim_for_an_error_of_rays_own_has_its_words(serve):
     plan = dispatch_of(job_spec("a"))
     ray = serve(plan)
-    ray.refuses["e.a"] = (500, of_the_agent("No such label"))
+    ray.refuses["e.a"] = (500, "Traceback\nOSError: disk full")
     rounds(dispatcher_of(plan, ray), ray, 3, seconds=REFUSED_AFTER_S)
-    assert "No such label" in ray.claims["e.a"]
+    assert "OSError: disk full" in ray.claims["e.a"]
 
 
 def test_an_outage_is_no_error_of_rays_own(serve):
     plan = dispatch_of(job_spec("a"))
     ray = serve(plan)
-    ray.refuses["e.a"] = (500, of_the_agent("No agent"))
+    ray.refuses["e.a"] = (500, "No agent")
     one = dispatcher_of(plan, ray)
     one.round()
     ray.trouble = lambda method, path: Trouble()
