@@ -54,6 +54,9 @@ class Reason(str, Enum):
     NODE_DIED = "its node or its supervisor died"
     ALLOCATION = "its allocation ended"
     NOT_STARTED = "its command could not be started"
+    NO_PROGRAM = "a program is missing on its node"
+    NO_MODULE = "a module cannot be imported on its node"
+    REFUSED = "its request was refused"
     UNRECORDED = "Ray could not record how it ended"
     NOT_READY = "a service was not ready in time"
     SERVICE_ENDED = "a service ended before the primaries"
@@ -185,6 +188,10 @@ NEXT_STEP = {
     Reason.NODE_DIED: "Look at the cluster's nodes in Ray's dashboard, then run it again.",
     Reason.ALLOCATION: "Run it again; `retries` lets it go on where the cluster is renewed.",
     Reason.NOT_STARTED: "Correct what the message names and run it again.",
+    Reason.NO_PROGRAM: "Install it in the node's image, or name one that is there.",
+    Reason.NO_MODULE: "Let the executor's `packager` ship it, install it in the node's image, or "
+    "give it in `runtime_env`.",
+    Reason.REFUSED: "Correct what the message names and run it again.",
     Reason.UNRECORDED: "Look at the last lines of `nemo-run-ray logs {job}`, and run it again.",
     Reason.NOT_READY: "Look at the service's lines in the log, or raise the probe's timeout_s.",
     Reason.SERVICE_ENDED: "Look at the service's lines in the log; `retries` starts it again.",
@@ -204,6 +211,9 @@ NEXT_STEP = {
 _NO_SUPERVISOR = "failed to get job supervisor"
 #: What Ray's supervisor calls to write a state: not before the command has ended.
 _RECORDS = "_job_info_client.put_status("
+#: Python's words for what is missing, in a traceback or behind one.
+_NO_MODULE = re.compile(r"\b(?:ModuleNotFoundError|ImportError)\b|\bNo module named\b")
+_NO_PROGRAM = re.compile(r"\bexit code 127: |\bFileNotFoundError\b")
 #: The last line of a group's log. It explains a failure that Ray's record has; it decides nothing.
 _ENDING = re.compile(r"^nemo_run_ray\| end \w{8}: \[([\w ]+)\] (.*)$", re.MULTILINE)
 #: Lines that Ray itself writes at the head of every job's log, and the remote half's last one.
@@ -306,7 +316,14 @@ def _reason(error: str, node: str, message: str) -> Reason:
     reason = FROM_RAY_ERROR.get(error, Reason.OTHER)
     if reason is Reason.UNSCHEDULABLE and NO_WORKER in message:
         return Reason.RUNTIME_ENV  # Ray had a node for it
-    return reason
+    return _of_start(message.rpartition("\n")[2]) if reason is Reason.NOT_STARTED else reason
+
+
+def _of_start(words: str) -> Reason:
+    """Why a command could not be started; it chooses the words for people, and decides nothing."""
+    if _NO_MODULE.search(words):
+        return Reason.NO_MODULE
+    return Reason.NO_PROGRAM if _NO_PROGRAM.search(words) else Reason.NOT_STARTED
 
 
 def status_of_row(row: JobRow) -> JobStatus:
@@ -344,6 +361,8 @@ def status_of_row(row: JobRow) -> JobStatus:
     if endings and endings[-1][0] in causes:
         reason, cause = causes[endings[-1][0]], f"{cause}: {endings[-1][1]}"
         if reason in (Reason.NOT_STARTED, Reason.RUNTIME_ENV):  # a traceback may follow
+            if reason is Reason.NOT_STARTED:
+                reason = _of_start(endings[-1][1])
             return JobStatus(state, reason, cause, node)
     lines = [line for line in tail.splitlines() if not _FRAME.search(line)]
     cause += meaning(code, "\n".join(lines))

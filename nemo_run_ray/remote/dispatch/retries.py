@@ -80,7 +80,7 @@ def _claimed(claim: Attempt, rows: Mapping[int, Attempt]) -> JobStatus:
     if claim.claim == NOT_PLACED:
         return JobStatus(JobState.FAILED, Reason.NOT_PLACED, NOT_PLACED, node, before)
     if claim.claim != CANCELLED:
-        return JobStatus(JobState.FAILED, Reason.NOT_STARTED, claim.claim, node, before)
+        return JobStatus(JobState.FAILED, Reason.REFUSED, claim.claim, node, before)
     detail = "cancelled" if before else "cancelled before its start"
     return JobStatus(JobState.CANCELLED, Reason.CANCELLED, detail, node, before)
 

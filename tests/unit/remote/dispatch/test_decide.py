@@ -384,7 +384,7 @@ def test_a_job_of_another_experiment_that_was_cancelled_is_not_waited_for():
     [
         (CANCELLED, JobState.CANCELLED, Reason.CANCELLED),
         (NOT_PLACED, JobState.FAILED, Reason.NOT_PLACED),
-        ("Ray refuses it: no such image", JobState.FAILED, Reason.NOT_STARTED),
+        ("Ray refuses it: no such image", JobState.FAILED, Reason.REFUSED),
     ],
 )
 @pytest.mark.parametrize("of", [JobState.PENDING, JobState.FAILED])
@@ -1114,7 +1114,7 @@ def test_a_claim_of_what_needs_too_long_is_its_end():
     table = {claim.submission_id: row(JobState.PENDING, "a", claim=claim.why)}
     found = decide(plan, table, 1001.0, time_left=_with(599))
     status = found.statuses["a"]
-    assert (status.state, status.reason) == (JobState.FAILED, Reason.NOT_STARTED)
+    assert (status.state, status.reason) == (JobState.FAILED, Reason.REFUSED)
     assert "it needs 700 s" in status.detail
     assert found.statuses["b"].state is JobState.CANCELLED
     assert found.is_over
