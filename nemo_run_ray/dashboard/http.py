@@ -39,6 +39,16 @@ UPLOAD_MAX_BYTES = 100 * 1024**2
 #: Size limit of an answer. The largest one is the job table, with 20,000 characters of the log of
 #: each job that failed.
 ANSWER_MAX_BYTES = 256 * 1024**2
+#: What reading an answer raises that has not the form of Ray's.
+MALFORMED = (
+    ValueError,
+    KeyError,
+    TypeError,
+    AttributeError,
+    IndexError,
+    ArithmeticError,
+    RecursionError,
+)
 #: Seconds for which a request is repeated whose answers say when to ask again.
 LATER_S = 120.0
 #: Seconds until a wait notices Ctrl-C, and until a line says what is waited for.
@@ -178,15 +188,15 @@ class Http:
     def url(self, path: str) -> str:
         return f"{self.dashboard.url}{path}"
 
-    def json(self, response: httpx.Response) -> Any:
-        """The values of an answer.
+    def read(self, response: httpx.Response, parse: Callable[[Any], _T]) -> _T:
+        """What is read of an answer's JSON.
 
         Raises:
-            Unreachable: it is not Ray's.
+            Unreachable: it has not the form of Ray's.
         """
         try:
-            return response.json()
-        except (ValueError, RecursionError) as error:
+            return parse(response.json())
+        except MALFORMED as error:
             raise self.not_ray(response) from error
 
     def close(self) -> None:

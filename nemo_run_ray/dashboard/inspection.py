@@ -19,6 +19,7 @@ from nemo_run_ray.dashboard.http import Http
 from nemo_run_ray.dashboard.nodes import ClusterNode, with_names
 from nemo_run_ray.dashboard.state_api import StateApi
 from nemo_run_ray.errors import ClusterError, Unauthorised
+from nemo_run_ray.remote.rows import job_rows
 from nemo_run_ray.remote.states import is_active
 
 #: Seconds until each answer must have come. All are asked for at once, so that a look takes no
@@ -113,17 +114,15 @@ def _nodes(
 def _version(http: Http) -> tuple[str, float | None]:
     began = time.time()
     response = http.get("/api/version", limit_s=_ANSWER_S)
-    answer = http.json(response)
-    if not isinstance(answer, dict) or "ray_version" not in answer:
-        raise http.not_ray(response)
-    return str(answer["ray_version"]), _skew(response, began, time.time())
+    version = http.read(response, lambda answer: str(answer["ray_version"]))
+    return version, _skew(response, began, time.time())
 
 
 def _skew(response: httpx.Response, began: float, ended: float) -> float | None:
     """How far a clock is ahead that is read in whole seconds, between two moments here."""
     try:
         there = parsedate_to_datetime(response.headers["date"]).timestamp()
-    except (KeyError, ValueError):
+    except (KeyError, ValueError, TypeError, OverflowError):
         return None
     if there + 1 < began:
         return there + 1 - began
@@ -131,9 +130,5 @@ def _skew(response: httpx.Response, began: float, ended: float) -> float | None:
 
 
 def _jobs(http: Http) -> tuple[int, int]:
-    response = http.get("/api/jobs/", limit_s=_ANSWER_S)
-    rows = http.json(response)
-    if not isinstance(rows, list):
-        raise http.not_ray(response)
-    rows = [row for row in rows if row.get("submission_id")]
+    rows = http.read(http.get("/api/jobs/", limit_s=_ANSWER_S), job_rows)
     return len(rows), sum(is_active(row) for row in rows)

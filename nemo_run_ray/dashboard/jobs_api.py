@@ -23,7 +23,7 @@ from nemo_run_ray.dashboard.wake import JobManager
 from nemo_run_ray.errors import SubmissionError, Taken, TooOld
 from nemo_run_ray.remote.dispatch.rest import is_passing, refuses_job
 from nemo_run_ray.remote.lost_ends import LostEnds
-from nemo_run_ray.remote.rows import JobRow, JobRows
+from nemo_run_ray.remote.rows import JobRow, JobRows, fits, job_row, job_rows
 
 #: Seconds that a person waits for an address to answer before it is called unreachable.
 PATIENCE_S = 8.0
@@ -74,12 +74,7 @@ class JobsApi:
         """
 
         def ask() -> dict[str, str]:
-            response = self._http.get("/api/version")
-            try:
-                answer = response.json()
-                return {name: str(answer[name]) for name in ("ray_version", "session_name")}
-            except (ValueError, KeyError, TypeError) as error:
-                raise self._http.not_ray(response) from error
+            return self._http.read(self._http.get("/api/version"), _version)
 
         found = repeat(ask, patience_s, f"the dashboard {self.dashboard.url}")
         # Some dashboards tell any client their version; what a submission needs is the job table.
@@ -119,7 +114,10 @@ class JobsApi:
             response = self._http.get(_job_path(submission_id), may_be_absent=True)
             if response.status_code == 404:
                 return None if self._earlier is None else self._earlier.rows().get(submission_id)
-            return self._ends.restored(self._http.json(response))
+            row = self._http.read(response, job_row)
+            if row is None:
+                raise self._http.not_ray(response)
+            return self._ends.restored(row)
 
         return repeat(ask, patience_s)
 
@@ -188,14 +186,10 @@ class JobsApi:
         repeat(send, _UPLOAD_AGAIN_S, what)
 
     def _rows(self) -> JobRows:
-        response = self._http.get("/api/jobs/")
-        rows = self._http.json(response)
-        if not isinstance(rows, list):
-            raise self._http.not_ray(response)
+        rows = self._http.read(self._http.get("/api/jobs/"), job_rows)
         # Few logs are asked for in one look: those of the jobs that ended last.
-        rows = sorted(rows, key=lambda row: row.get("end_time") or 0, reverse=True)
-        restored = self._ends.restored
-        found = {row["submission_id"]: restored(row) for row in rows if row.get("submission_id")}
+        rows.sort(key=lambda row: row.get("end_time") or 0, reverse=True)
+        found = {str(row["submission_id"]): self._ends.restored(row) for row in rows}
         return found if self._earlier is None else {**self._earlier.rows(), **found}
 
     def _left_log(self, submission_id: str) -> Path | None:
@@ -207,6 +201,13 @@ class JobsApi:
 
 def _job_path(submission_id: str) -> str:
     return f"/api/jobs/{quote(submission_id, safe='')}"
+
+
+def _version(answer: Any) -> dict[str, str]:
+    shape = {"ray_version": str, "session_name": str}
+    if not fits(answer, shape):
+        raise ValueError("the version is no object of texts")
+    return {name: answer[name] for name in shape}
 
 
 def _answered_id(response: httpx.Response) -> object:

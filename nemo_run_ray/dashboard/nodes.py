@@ -16,10 +16,13 @@ Seen on Ray 2.60:
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
+
+from nemo_run_ray.remote.rows import fits
 
 #: Name of the actor that Ray starts for a job, before the job's submission id.
 _SUPERVISOR = "_ray_internal_job_actor_"
@@ -114,7 +117,7 @@ def nodes_of_summary(answer: Mapping[str, Any]) -> list[ClusterNode]:
         KeyError, TypeError, ValueError: the answer has another form.
     """
     data = answer["data"]
-    in_use = data.get("nodeLogicalResources") or {}
+    in_use = _texts(data.get("nodeLogicalResources"))
     return [
         _node(row, in_use.get(row["raylet"]["nodeId"]))
         for row in data["summary"]
@@ -126,11 +129,11 @@ def nodes_of_table(rows: Iterable[Mapping[str, Any]]) -> list[ClusterNode]:
     """The living nodes of ``/api/v0/nodes``, of which it is not told what is free."""
     return [
         ClusterNode(
-            node_id=row["node_id"],
-            host=row.get("node_name") or "",
-            address=row.get("node_ip") or "",
-            labels=row.get("labels") or {},
-            total=_shown(row.get("resources_total") or {}),
+            node_id=str(row["node_id"]),
+            host=_text(row.get("node_name")),
+            address=_text(row.get("node_ip")),
+            labels=_texts(row.get("labels")),
+            total=_shown(_amounts(row.get("resources_total"))),
             is_head=bool(row.get("is_head_node")),
         )
         for row in rows
@@ -153,15 +156,15 @@ def holdings_of(rows: Iterable[Mapping[str, Any]]) -> list[Holding]:
     """What the living actors of ``/api/v0/actors?detail=true`` reserve."""
     return [
         Holding(
-            node_id=row["node_id"],
+            node_id=str(row["node_id"]),
             submission_id=name.removeprefix(_SUPERVISOR) if name.startswith(_SUPERVISOR) else "",
-            job_id=row.get("job_id") or "",
-            resources=_ungrouped(row.get("required_resources") or {}),
+            job_id=_text(row.get("job_id")),
+            resources=_ungrouped(_amounts(row.get("required_resources"))),
             is_grouped=bool(row.get("placement_group_id")),
         )
         for row in rows
         if row.get("state") == "ALIVE" and row.get("node_id")
-        for name in [row.get("name") or ""]
+        for name in [_text(row.get("name"))]
     ]
 
 
@@ -170,8 +173,7 @@ def holdings_of(rows: Iterable[Mapping[str, Any]]) -> list[Holding]:
 
 def _node(row: Mapping[str, Any], in_use: str | None) -> ClusterNode:
     raylet = row["raylet"]
-    told = dict(raylet.get("resourcesTotal") or {})
-    total: dict[str, float] = told
+    told = total = _amounts(raylet.get("resourcesTotal"))
     free: dict[str, float] | None = None
     grouped: dict[str, float] = {}
     if in_use is not None:
@@ -179,18 +181,18 @@ def _node(row: Mapping[str, Any], in_use: str | None) -> ClusterNode:
         # The text rounds amounts of memory; its names are as they were given.
         total = {name: told.get(key_of(name), amount) for name, amount in names.items()}
         free = {name: max(0.0, total[name] - held[name]) for name in total}
-    memory = row.get("mem")
+    memory: Any = row.get("mem")
     return ClusterNode(
-        node_id=raylet["nodeId"],
-        host=row.get("hostname") or raylet.get("nodeManagerHostname") or "",
-        address=row.get("ip") or raylet.get("nodeManagerAddress") or "",
-        labels=raylet.get("labels") or {},
+        node_id=str(raylet["nodeId"]),
+        host=_text(row.get("hostname")) or _text(raylet.get("nodeManagerHostname")),
+        address=_text(row.get("ip")) or _text(raylet.get("nodeManagerAddress")),
+        labels=_texts(raylet.get("labels")),
         total=_shown(total),
         free=None if free is None else _shown(free),
         grouped=grouped,
         is_head=bool(raylet.get("isHeadNode")) or any(name in told for name in _HEAD),
-        memory=(float(memory[0]), float(memory[1])) if memory else None,
-        disk=_disk(row.get("disk") or {}, raylet.get("tempDir") or "/tmp"),
+        memory=(float(memory[0]), float(memory[1])) if fits(memory, [float]) else None,
+        disk=_disk(row.get("disk") or {}, _text(raylet.get("tempDir")) or "/tmp"),
     )
 
 
@@ -214,9 +216,22 @@ def _held(in_use: str) -> tuple[dict[str, float], dict[str, float], dict[str, fl
 
 def _amount(text: str) -> float:
     found = _AMOUNT.fullmatch(text)
-    if found is None:
+    amount = float(found[1]) * _UNITS[found[2]] if found else math.inf
+    if not math.isfinite(amount):
         raise ValueError(f"{text!r} is no amount of a resource")
-    return float(found[1]) * _UNITS[found[2]]
+    return amount
+
+
+def _text(value: Any) -> str:
+    return value if isinstance(value, str) else ""
+
+
+def _texts(value: Any) -> dict[str, str]:
+    return value if fits(value, {str: str}) else {}
+
+
+def _amounts(value: Any) -> dict[str, float]:
+    return dict(value) if fits(value, {str: float}) else {}
 
 
 def _ungrouped(resources: Mapping[str, float]) -> dict[str, float]:
@@ -235,7 +250,7 @@ def _shown(resources: Mapping[str, float]) -> dict[str, float]:
 
 def _disk(disks: Mapping[str, Any], folder: str) -> Disk | None:
     for path in (folder, "/tmp", "/"):
-        found = disks.get(key_of(path))
-        if found:
+        found: Any = disks.get(key_of(path))
+        if fits(found, {"free": float, "used": float}):
             return Disk(path, float(found["free"]), float(found["used"]))
     return None

@@ -6,9 +6,9 @@ import json
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
 
-from nemo_run_ray.dashboard.http import READ_S, Http
+from nemo_run_ray.dashboard.http import MALFORMED, READ_S, Http
 from nemo_run_ray.dashboard.nodes import (
     ClusterNode,
     Holding,
@@ -23,7 +23,7 @@ from nemo_run_ray.errors import ClusterError
 from nemo_run_ray.remote.array.status_file import file_of
 from nemo_run_ray.remote.group.roles_file import file_name
 from nemo_run_ray.remote.lost_ends import ANSWER_S, LINES, LOG_FILE, log_query
-from nemo_run_ray.remote.rows import ArrayRows, GroupRows
+from nemo_run_ray.remote.rows import fits
 from nemo_run_ray.remote.states import Reason
 
 #: Seconds until an answer must have come of which the next look may do without.
@@ -78,10 +78,11 @@ class StateApi:
             rows = self._rows("nodes", READ_S, detail="true")
             if rows is None:
                 return None
-            alive = [row for row in rows if row["state"] == "ALIVE"]
-            heads = [row.get("start_time_ms") or 0 for row in alive if row.get("is_head_node")]
-            return AliveNodes({row["node_id"] for row in alive}, max(heads, default=0) / 1000)
-        except (ClusterError, KeyError, TypeError):
+            alive = [row for row in rows if row.get("state") == "ALIVE"]
+            heads = [row.get("start_time_ms") for row in alive if row.get("is_head_node")]
+            started: int = max((time or 0 for time in heads if fits(time, int)), default=0)
+            return AliveNodes({str(row["node_id"]) for row in alive}, started / 1000)
+        except (ClusterError, KeyError):
             return None
 
     def last_lines(self, node: str, submission_id: str, count: int) -> list[str]:
@@ -97,13 +98,12 @@ class StateApi:
         except ClusterError:
             return None
 
-    def rows(self, node: str, submission_id: str) -> GroupRows | ArrayRows | None:
-        """What the driver of a group or of an array wrote; ``None`` when there is nothing of it."""
+    def rows(self, node: str, submission_id: str) -> Any:
+        """What the driver of a group or of an array wrote, or anything else that is JSON; ``None``
+        when there is nothing of it."""
         text = self._log_file(node, file_name(submission_id), -1)
-        try:
-            return cast("GroupRows | ArrayRows", json.loads(text)) if text else None
-        except ValueError:
-            return None  # Ray's own words, about a file that is not there
+        # Without one these are Ray's own words, about a file that is not there.
+        return _understood(lambda: json.loads(text)) if text else None
 
     def array_file(self, node: str, submission_id: str, kind: str) -> list[str]:
         """The lines of a file that the driver of an array writes; Ray's words when it is not there.
@@ -196,10 +196,8 @@ class StateApi:
         """The rows of one table; none when the answer is not Ray's."""
         query = {"limit": _ROWS_MAX, "timeout": "3", **more}
         answer = self._http.request("GET", f"/api/v0/{what}", limit_s, params=query)
-        try:
-            return list(answer.json()["data"]["result"]["result"])
-        except (ValueError, KeyError, TypeError):
-            return None
+        rows = _understood(lambda: answer.json()["data"]["result"]["result"])
+        return rows if fits(rows, [dict]) else None
 
     def _log_file(self, node: str, name: str, lines: int) -> str:
         query = {"node_id": node, "filename": name, "lines": str(lines), "media_type": "file"}
@@ -214,5 +212,5 @@ def _understood(read: Callable[[], _T]) -> _T | None:
     """What is read of an answer; ``None`` when it has not the form of Ray's."""
     try:
         return read()
-    except (ValueError, KeyError, TypeError, AttributeError, IndexError):
+    except MALFORMED:
         return None

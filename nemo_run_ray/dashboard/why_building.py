@@ -15,7 +15,7 @@ from typing import Any
 from nemo_run_ray.dashboard.recent import Recent
 from nemo_run_ray.errors import NemoRunRayError
 from nemo_run_ray.remote.env_error import cause_of
-from nemo_run_ray.remote.rows import JobRow
+from nemo_run_ray.remote.rows import JobRow, fits
 from nemo_run_ray.remote.states import JobState, JobStatus, Reason
 from nemo_run_ray.runtime_env import brings_python
 
@@ -171,7 +171,8 @@ def failures(agent_log: str, runtime_env: Mapping[str, Any]) -> list[str]:
 
 def _is_of_interest(row: Mapping[str, Any]) -> bool:
     """Whether Ray builds it, or failed to."""
-    return bool(row.get("runtime_env")) and not row.get("success")
+    is_build = fits(row, {"runtime_env": dict, "node_id": str})
+    return is_build and bool(row["runtime_env"]) and not row.get("success")
 
 
 def _key(runtime_env: Mapping[str, Any]) -> dict[str, Any]:
@@ -189,5 +190,5 @@ def _key(runtime_env: Mapping[str, Any]) -> dict[str, Any]:
 def _is_of(environment: str, key: Mapping[str, Any]) -> bool:
     try:
         return _key(json.loads(environment)) == key
-    except (ValueError, AttributeError):
+    except (ValueError, AttributeError, RecursionError):
         return False  # a Ray that writes it otherwise

@@ -23,6 +23,7 @@ from nemo_run_ray.remote.array.progress import Stretch
 from nemo_run_ray.remote.array.status_file import RESULTS_FILE, STATES_FILE
 from nemo_run_ray.remote.array.wishes import Range, wish_name, wish_to_cancel
 from nemo_run_ray.remote.node_death import NODE_DEAD_S
+from nemo_run_ray.remote.rows import fits
 
 if TYPE_CHECKING:
     from nemo_run_ray.jobs.job import RemoteJob
@@ -252,7 +253,7 @@ def stretches_of(job: ObservedJob, status: JobStatus) -> list[Stretch]:
     """
     if not job.record.is_array:
         raise JobError(f"The job {job.name!r} is no array and has no elements.")
-    rows = [Stretch(*json.loads(line)) for line in array_file(job, status, STATES_FILE)]
+    rows = list(_stretches(array_file(job, status, STATES_FILE)))
     if not rows and status.state.is_terminal:
         raise JobError(
             f"Nothing is known of the elements of {job.name!r}, which has ended. {status.message}"
@@ -263,6 +264,14 @@ def stretches_of(job: ObservedJob, status: JobStatus) -> list[Stretch]:
             "when it runs."
         )
     return [row._replace(state=_word(row.state, status)) for row in rows]
+
+
+def _stretches(lines: Iterable[str]) -> Iterator[Stretch]:
+    for line in lines:
+        with contextlib.suppress(ValueError, RecursionError):
+            row = json.loads(line)
+            if fits(row, [int, int, str, int, int]):
+                yield Stretch(*row)
 
 
 def _word(state: str, status: JobStatus) -> str:

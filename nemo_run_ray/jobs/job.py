@@ -27,7 +27,7 @@ from nemo_run_ray.jobs.tend import tend
 from nemo_run_ray.remote.array.status_file import RESULTS_FILE
 from nemo_run_ray.remote.attempts import nonce_of
 from nemo_run_ray.remote.node.output import end_mark
-from nemo_run_ray.remote.rows import ArrayRows
+from nemo_run_ray.remote.rows import ArrayRows, fits
 from nemo_run_ray.remote.states import JobState, JobStatus, Reason, is_pending
 
 #: Seconds between two looks of a wait.
@@ -67,9 +67,10 @@ class RemoteJob(ObservedJob):
             return {}
         found: dict[int, Any] = {}
         for line in array_file(self, self.status, RESULTS_FILE):
-            with contextlib.suppress(ValueError):  # the driver is writing the last one
-                index, value = json.loads(line)
-                found[index] = value
+            with contextlib.suppress(ValueError, RecursionError):  # the last one is being written
+                row = json.loads(line)
+                if fits(row, [int, object]):
+                    found[row[0]] = row[1]
         return found
 
     def select_elements(self, selection: str = "") -> list[Element]:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, cast
+import contextlib
+from typing import TYPE_CHECKING, Any
 
 from nemo_run_ray.errors import NemoRunRayError
-from nemo_run_ray.remote.rows import ArrayRows, GroupRows
+from nemo_run_ray.remote.rows import ARRAY, GROUP, ArrayRows, GroupRows, fits
 from nemo_run_ray.remote.states import JobStatus, Life, Phase, Reason
 
 if TYPE_CHECKING:
@@ -19,7 +20,7 @@ def roles(job: ObservedJob, status: JobStatus) -> GroupRows | None:
     """
     if not job.record.has_roles:
         return None
-    found = cast("GroupRows | None", _told(job, status))
+    found: GroupRows | None = _told(job, status, GROUP)
     if found and status.state.is_terminal and found["phase"] != Phase.OVER.value:
         # The driver was killed, and what it wrote last is no longer so.
         found["phase"], found["waits_for_room"] = Phase.OVER.value, ""
@@ -41,16 +42,16 @@ def not_ready(group: GroupRows) -> list[str]:
 
 def elements(job: ObservedJob, status: JobStatus) -> ArrayRows | None:
     """What is known of an array's elements; ``None`` for other jobs, and where nothing is known."""
-    return cast("ArrayRows | None", _told(job, status)) if job.record.is_array else None
+    found: ArrayRows | None = _told(job, status, ARRAY) if job.record.is_array else None
+    return found
 
 
-def _told(job: ObservedJob, status: JobStatus) -> GroupRows | ArrayRows | None:
-    """What the job's driver wrote last."""
+def _told(job: ObservedJob, status: JobStatus, shape: dict[str, Any]) -> Any:
+    """What the job's driver wrote last, if it has this shape."""
+    found: Any = None
     if job.kept.has_rows:
-        return job.kept.rows()
-    if status.reason in (Reason.UNREACHABLE, Reason.CLUSTER_GONE):
-        return None  # a node may be known all the same
-    try:
-        return job.api().state.rows(status.node, job.ran_as(status)) if status.node else None
-    except NemoRunRayError:
-        return None
+        found = job.kept.rows()
+    elif status.node and status.reason not in (Reason.UNREACHABLE, Reason.CLUSTER_GONE):
+        with contextlib.suppress(NemoRunRayError):  # a node may be known all the same
+            found = job.api().state.rows(status.node, job.ran_as(status))
+    return found if fits(found, shape) else None

@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from typing import Dict, Iterable, Iterator, List, Mapping, Set, Tuple
 
 from .attempts import first_id
-from .rows import JobRow, JobRows
+from .rows import JobRow, JobRows, job_rows
 from .states import is_active, is_pending
 from .variables import LIFE, RUN
 
@@ -63,8 +63,8 @@ def rows_of(runs: Iterable[EarlierRun], kept: Set[str]) -> JobRows:
     found: Dict[str, JobRow] = {}
     for run in runs:
         with suppress(ValueError):
-            for row in json.loads(run.table or "[]"):
-                name = str(row.get("submission_id") or "")
+            for row in job_rows(json.loads(run.table or "[]")):
+                name = str(row["submission_id"])
                 if first_id(name) in kept:
                     found[name] = _ended(row, run)
     return found

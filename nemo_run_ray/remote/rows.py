@@ -1,7 +1,11 @@
-"""What Ray's job table and a group's driver tell, as rows whose keys have names and types."""
+"""What Ray's job table and a group's driver tell, as rows whose keys have names and types.
+
+Whoever answers may send anything as JSON. It is checked here, against shapes.
+"""
 
 from __future__ import annotations
 
+import math
 from typing import Any, Dict, List, Mapping, Optional, Sequence, TypedDict
 
 
@@ -27,7 +31,7 @@ class JobRow(TypedDict, total=False):
     error_type: Optional[str]
     start_time: Optional[int]
     end_time: Optional[int]
-    metadata: Optional[Dict[str, str]]
+    metadata: Optional[Mapping[str, str]]
     runtime_env: Optional[Dict[str, Any]]
     driver_node_id: Optional[str]
     driver_exit_code: Optional[int]
@@ -35,6 +39,75 @@ class JobRow(TypedDict, total=False):
 
 #: A job table: rows by submission id.
 JobRows = Mapping[str, JobRow]
+#: The shapes of a row's values. A value of another shape is left out.
+_JOB = {
+    "submission_id": str,
+    "job_id": str,
+    "status": str,
+    "entrypoint": str,
+    "message": str,
+    "error_type": str,
+    "start_time": int,
+    "end_time": int,
+    "metadata": {str: str},
+    "runtime_env": {str: object},
+    "driver_node_id": str,
+    "driver_exit_code": int,
+}
+#: The largest number of milliseconds since the epoch that is taken for a time: the year 2100.
+_TIME_MAX_MS = 4_102_444_800_000
+
+
+def job_row(value: Any) -> Optional[JobRow]:
+    """A row of a job table with those of its values that have their types; ``None`` of a program
+    that was not submitted as a job.
+
+    Raises:
+        ValueError: it is no row at all.
+    """
+    if not isinstance(value, dict):
+        raise ValueError("a row of the job table is no object")
+    row = {name: value[name] for name, shape in _JOB.items() if fits(value.get(name), shape)}
+    for name in ("start_time", "end_time"):
+        if not 0 <= row.get(name, 0) <= _TIME_MAX_MS:
+            del row[name]
+    return row if row.get("submission_id") else None  # type: ignore[return-value]
+
+
+def job_rows(values: Any) -> List[JobRow]:
+    """The rows of a job table that are of submitted jobs.
+
+    Raises:
+        ValueError: it is no job table.
+    """
+    if not isinstance(values, list):
+        raise ValueError("the job table is no list")
+    return [row for row in map(job_row, values) if row is not None]
+
+
+def fits(value: Any, shape: Any) -> bool:
+    """Whether a value of JSON has a shape.
+
+    A shape is a type; a dict of shapes by key; a list of one shape, for any number of items, or of
+    several, for as many; or a tuple of shapes, one of which fits. ``float`` is any finite number,
+    ``{str: shape}`` a dict with any keys.
+    """
+    if isinstance(shape, tuple):
+        return any(fits(value, each) for each in shape)
+    if isinstance(shape, list):
+        shapes = shape * len(value) if isinstance(value, list) and len(shape) == 1 else shape
+        return (
+            isinstance(value, list) and len(value) == len(shapes) and all(map(fits, value, shapes))
+        )
+    if isinstance(shape, dict) and str in shape:
+        return isinstance(value, dict) and all(fits(each, shape[str]) for each in value.values())
+    if isinstance(shape, dict):
+        return isinstance(value, dict) and all(fits(value.get(key), shape[key]) for key in shape)
+    if shape is float:
+        return type(value) in (int, float) and math.isfinite(value)
+    if shape is int:
+        return type(value) is int and abs(value) < 2**63
+    return value is None if shape is None else isinstance(value, shape)
 
 
 class ReplicaRow(TypedDict):
@@ -94,3 +167,34 @@ class GroupRows(TypedDict):
     phase: str
     waits_for_room: str
     roles: List[ReplicaRow]
+
+
+#: The shapes of what the driver of a group and that of an array have written.
+GROUP = {
+    "phase": str,
+    "waits_for_room": str,
+    "roles": [
+        {
+            "role": str,
+            "replica": int,
+            "service": bool,
+            "state": str,
+            "node": str,
+            "host": str,
+            "address": str,
+            "exit_code": (None, int),
+        }
+    ],
+}
+ARRAY = {
+    "elements": int,
+    "succeeded": int,
+    "failed": int,
+    "cancelled": int,
+    "running": int,
+    "waiting": int,
+    "elements_per_s": float,
+    "left_s": (None, float),
+    "failures": [[int, (None, int), str]],
+    "may_be_left": (None, {str: [int]}),
+}

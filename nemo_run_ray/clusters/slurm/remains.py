@@ -13,7 +13,7 @@ from nemo_run.config import get_nemorun_home
 
 from nemo_run_ray.clusters.slurm.login import Login
 from nemo_run_ray.errors import NemoRunRayError
-from nemo_run_ray.remote.rows import JobRows
+from nemo_run_ray.remote.rows import JobRows, job_rows
 from nemo_run_ray.remote.slurm.log_copies import JOB_LOGS
 from nemo_run_ray.remote.slurm.run_folder import RunEnd
 
@@ -44,8 +44,8 @@ class Remains:
     def rows(self) -> JobRows:
         """Ray's job table, by submission id."""
         with contextlib.suppress(ValueError):
-            rows = json.loads(self.table or "[]")
-            return {str(row["submission_id"]): row for row in rows if row.get("submission_id")}
+            rows = job_rows(json.loads(self.table or "[]"))
+            return {str(row["submission_id"]): row for row in rows}
         return {}
 
     @property

@@ -18,7 +18,7 @@ from typing import Any, Dict, Iterator, List, Optional, Sequence, Tuple
 from urllib.parse import quote, urlencode, urlsplit
 
 from ..lost_ends import ANSWER_S, LINES, LOG_FILE, log_query
-from ..rows import JobRow
+from ..rows import JobRow, job_row
 from ..variables import DASHBOARD, EMBEDDED
 
 #: Seconds that one request may take.
@@ -94,10 +94,11 @@ class Rest:
         decoder, position = json.JSONDecoder(), 0
         try:
             while text[(position := _skip(text, position))] != "]":  # Python 3.9 wants both
-                row, position = decoder.raw_decode(text, position)
-                if row.get("submission_id"):
+                value, position = decoder.raw_decode(text, position)
+                row = job_row(value)
+                if row is not None:
                     yield row
-        except (ValueError, IndexError, AttributeError) as error:
+        except (ValueError, IndexError, RecursionError) as error:
             raise Unanswered(f"{self.url} gave a job table that cannot be read: {error}") from error
 
     def post(self, body: Dict[str, Any]) -> bool:
@@ -231,7 +232,7 @@ def _connection(url: str, timeout_s: float) -> http.client.HTTPConnection:
 def _object(text: bytes) -> Dict[str, Any]:
     try:
         found = json.loads(text)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise Unanswered("the answer is not Ray's") from error
     if not isinstance(found, dict):
         raise Unanswered("the answer is not Ray's")

@@ -138,7 +138,7 @@ def test_json_that_is_too_deep_is_not_rays():
     with serving(Hostile, pieces=staticmethod(lambda: iter([head, text]))) as url:
         front = Http(Dashboard(url))
         with pytest.raises(Unreachable, match="is not a Ray dashboard"):
-            front.json(front.get("/api/jobs/"))
+            front.read(front.get("/api/jobs/"), list)
 
 
 @pytest.mark.parametrize(

@@ -104,7 +104,9 @@ class ArrayDriver:
 
     def shows(self, **rows: object) -> None:
         """What it has written of the array as a whole."""
-        shown = {"elements": 3, "failures": [], "may_be_left": {}, **rows}
+        counts = ("succeeded", "failed", "cancelled", "running", "waiting", "elements_per_s")
+        shown = {"elements": 3, "left_s": None, "failures": [], "may_be_left": {}}
+        shown |= dict.fromkeys(counts, 0) | rows
         self._ray.files[file_name(self._job.id)] = json.dumps(shown)
 
     def takes_wishes(self, states: list[list[object]]) -> threading.Thread:

@@ -1,0 +1,57 @@
+"""Rows of a job table that anybody may have written."""
+
+import json
+import math
+
+import pytest
+
+from nemo_run_ray.remote.attempts import attempt_of_row
+from nemo_run_ray.remote.rows import ARRAY, GROUP, fits, job_row, job_rows
+
+ROW = {
+    "type": "SUBMISSION",
+    "submission_id": "e.a",
+    "job_id": None,
+    "status": "FAILED",
+    "entrypoint": "true",
+    "message": "oops",
+    "error_type": "JOB_ENTRYPOINT_COMMAND_ERROR",
+    "start_time": 1_800_000_000_000,
+    "end_time": 1_800_000_001_000,
+    "metadata": {"nemo_run_ray": "n"},
+    "runtime_env": {"pip": ["x"]},
+    "driver_node_id": "f" * 56,
+    "driver_exit_code": 3,
+}
+HOSTILE = [1, 1.5, "x", True, [1], [None], {"a": 1}, 10**18, 10**30, -1, math.nan, math.inf]
+
+
+def test_a_row_of_rays_stays_as_it_is():
+    of_ray = {name: value for name, value in ROW.items() if name != "type" and value is not None}
+    assert job_row(ROW) == of_ray
+
+
+@pytest.mark.parametrize("value", HOSTILE, ids=repr)
+@pytest.mark.parametrize("name", ROW)
+def test_a_value_of_another_type_is_left_out(name, value):
+    row = json.loads(json.dumps({**ROW, name: value}))
+    (found,) = job_rows([row]) or [{**ROW, "status": ""}]
+    attempt = attempt_of_row(found)
+    assert 0 <= attempt.posted_at < 4.2e9
+    assert 0 <= attempt.ended_at < 4.2e9
+    assert isinstance(attempt.status.detail, str)
+    json.dumps(attempt.status.to_json(), allow_nan=False)
+
+
+@pytest.mark.parametrize("table", [None, 1, "x", {}, [1], [None], [[]], [ROW, "x"]], ids=repr)
+def test_what_is_no_job_table_is_not_taken_for_an_empty_one(table):
+    with pytest.raises(ValueError, match="job table"):
+        job_rows(table)
+
+
+@pytest.mark.parametrize("shape", [GROUP, ARRAY], ids=["group", "array"])
+@pytest.mark.parametrize(
+    "value", [*HOSTILE, None, {}, [], {"phase": "over", "roles": [1]}], ids=repr
+)
+def test_what_a_driver_did_not_write_has_not_its_shape(value, shape):
+    assert not fits(value, shape)
