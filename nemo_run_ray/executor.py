@@ -79,7 +79,7 @@ class RayExecutor(TakesFile, Executor):
     ready: Optional[Probe] = None
     #: Named ports of the role; 0 is a free one.
     ports: dict[str, int] = field(default_factory=dict)
-    #: Wait for nodes to join when those that are there can never host it (an autoscaler).
+    #: A group waits for nodes to join when no node can host it (an autoscaler); all others do.
     wait_for_nodes: bool = False
     #: The roles' executors, when this is the executor of a whole group; ``merge`` sets it.
     resource_group: list[Any] = field(default_factory=list)

@@ -65,6 +65,11 @@ def check(
         checks.address(file.cluster.address)
     if not checks.front():
         return checks.rows
+    if file.preflight.only_required and needs.jobs is not None:  # `doctor` looks at everything
+        if file.preflight.required_labels or file.preflight.min_resources:
+            checks.nodes()
+            _check_required(checks, file)
+        return checks.rows
     asks = {**pool_asks(file), **needs.asks}
     since = needs.selector_since
     if since is None and any(ask.selector for ask in asks.values()):
@@ -72,10 +77,7 @@ def check(
     checks.ray(since, BUNDLE_SELECTORS_SINCE, JOB_SELECTORS_SINCE)
     checks.python(needs.python)
     checks.nodes()
-    for label in file.preflight.required_labels:
-        checks.label(label.key, label.value)
-    for name, amount in sorted(file.preflight.min_resources.items()):
-        checks.resource(name, amount)
+    _check_required(checks, file)
     for name, ask in asks.items():
         pool = file.pools.get(name)
         what = f"pool {name}" if pool else name
@@ -89,6 +91,13 @@ def check(
     checks.clock()
     checks.disk()
     return checks.rows
+
+
+def _check_required(checks: CheckRows, file: ClusterFile) -> None:
+    for label in file.preflight.required_labels:
+        checks.label(label.key, label.value)
+    for name, amount in sorted(file.preflight.min_resources.items()):
+        checks.resource(name, amount)
 
 
 def _at_once(file: ClusterFile, needs: Needs) -> int | None:

@@ -127,6 +127,10 @@ class PreflightPart(_Part):
     strict: Annotated[
         bool, Field(description="What the cluster does not tell counts as broken.")
     ] = False
+    only_required: Annotated[
+        bool,
+        Field(description="Look at nothing before a start but at what the keys below require."),
+    ] = False
     required_labels: Annotated[
         list[LabelPart], Field(description="Labels that a living node must have.")
     ] = []

@@ -124,7 +124,8 @@ def read(document: Document, environ: Mapping[str, str]) -> Reading:
         override = ("env", "set", "RAY_OVERRIDE_JOB_RUNTIME_ENV")
         draft.put(override, "1", why, ": NeMo-Skills always sets it")
     has_endpoint = staged or any(keys.text(*path) for path in _endpoint_keys(section, False))
-    put_preflight(draft, None if staged else why, has_endpoint)
+    put_preflight(draft, has_endpoint)
+    draft.put(("defaults", "wait_for_nodes"), True, why, ": NeMo-Skills waits for nodes to come")
     used += ["containers", "env_vars", "required_env_vars", "preflight"]
     draft.ignore_rest((), used, _REASONS)
     return draft.done()

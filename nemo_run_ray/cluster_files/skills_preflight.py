@@ -28,18 +28,18 @@ _MINIMUM: KeyPath = ("preflight", "min_cluster_resources")
 _DEFAULT = ": NeMo-Skills' default"
 
 
-def put_preflight(draft: Draft, backend: KeyPath | None, has_endpoint: bool) -> None:
-    """Read what is looked at before a start.
+def put_preflight(draft: Draft, has_endpoint: bool) -> None:
+    """Read what is looked at before a start, if the file asks for a look.
 
     Args:
         draft: gets the section ``preflight``.
-        backend: the key that names the back-end, which looks by itself; ``None`` for the staged
-            executor, which looks only where the file says so.
         has_endpoint: whether the file gives the address of a Ray Client server.
     """
     keys = draft.keys
-    if not keys.table("preflight") and backend is None:
+    if not keys.table("preflight"):
         return
+    # Nodes that a task needs may come later; only what the file requires must be there.
+    draft.put(("preflight", "only_required"), True, ("preflight",), _DEFAULT)
     for key, ours, default in (
         ("enabled", "enabled", True),
         ("require_ray_endpoint", "require_address", has_endpoint),
@@ -48,7 +48,7 @@ def put_preflight(draft: Draft, backend: KeyPath | None, has_endpoint: bool) -> 
         path: KeyPath = ("preflight", key)
         value = keys.flag(*path)
         if value is None:
-            draft.put(("preflight", ours), default, backend or ("preflight",), _DEFAULT)
+            draft.put(("preflight", ours), default, ("preflight",), _DEFAULT)
         elif key == "require_ray_endpoint" and value and not has_endpoint:
             draft.ignore(path, "Jobs go through the dashboard, whose address the file has.")
         else:

@@ -193,7 +193,6 @@ def check_elements(executor: RayExecutor) -> None:
         ("ntasks_per_node", 1),
         ("service", False),
         ("ready", None),
-        ("wait_for_nodes", False),
         ("strategy", "PACK"),
     ):
         if getattr(executor, field) != neutral:

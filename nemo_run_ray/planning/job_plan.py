@@ -311,11 +311,6 @@ def _check_alone(executor: RayExecutor) -> None:
                 f"RayExecutor.{name} is {getattr(executor, name)!r}, but the task is alone: "
                 "services and probes are for the roles of a group (`experiment.add([…], …)`)."
             )
-    if executor.wait_for_nodes:
-        raise ConfigError(
-            "RayExecutor.wait_for_nodes is True, but the task is alone: Ray itself waits for a "
-            "node that can take it. Leave the field out."
-        )
 
 
 def in_folder(planned: JobPlan, cwd: str) -> JobPlan:

@@ -248,7 +248,6 @@ def test_with_ray_and_ray_endpoint_mean_ray(read):
     reading = read(f"executor: none\nwith_ray: true\nray_endpoint: {CLIENT}\n")
 
     assert reading.values["cluster"] == {"address": HEAD}
-    assert reading.values["preflight"]["require_address"] is True
 
 
 @pytest.mark.parametrize(
@@ -416,16 +415,30 @@ def test_a_working_dir_of_another_type_is_refused(refusal):
 # ---------------------------------------------------------------------- preflight
 
 
-def test_preflight_defaults_with_an_endpoint(read):
-    reading = read(f"backend: {{name: ray, endpoint: '{CLIENT}'}}\n")
+@pytest.mark.parametrize(
+    "start",
+    [BACKEND, f"backend: {{name: ray, endpoint: '{CLIENT}'}}\n", "executor: ray\nray: {a: b}\n"],
+)
+def test_without_a_preflight_nothing_is_checked_and_all_wait_for_nodes(read, start):
+    values = read(start).values
 
-    expected = {"enabled": True, "require_address": True, "strict": True}
-    assert reading.values["preflight"] == expected
+    assert "preflight" not in values
+    assert values["defaults"]["wait_for_nodes"] is True
+
+
+def test_a_preflight_checks_only_what_it_requires(read):
+    lines = "preflight: {required_node_labels: [{key: pool, value: gpu}]}\n"
+    reading = read(f"backend: {{name: ray, endpoint: '{CLIENT}'}}\n" + lines)
+
+    given = {"only_required": True, "required_labels": [{"key": "pool", "value": "gpu"}]}
+    defaults = {"enabled": True, "require_address": True, "strict": True}
+    assert reading.values["preflight"] == {**given, **defaults}
     assert "NeMo-Skills' default" in reading.sources["preflight", "enabled"]
 
 
 def test_preflight_requires_no_endpoint_of_a_dashboard_alone(read):
-    assert read(BACKEND).values["preflight"]["require_address"] is False
+    preflight = read(BACKEND + "preflight: {enabled: true}\n").values["preflight"]
+    assert preflight["require_address"] is False
 
 
 def test_preflight_that_requires_an_endpoint_requires_an_address(read):
@@ -469,10 +482,10 @@ def test_preflight_as_the_file_says(read):
 
 def test_preflight_counts_at_the_top_of_the_file_only(read):
     reading = read(
-        f"backend:\n  name: ray\n  dashboard_url: {HEAD}\n  preflight: {{enabled: false}}\n"
+        f"backend:\n  name: ray\n  dashboard_url: {HEAD}\n  preflight: {{enabled: true}}\n"
     )
 
-    assert reading.values["preflight"]["enabled"] is True
+    assert "preflight" not in reading.values
     assert "at the top" in _ignored(reading)["backend.preflight"]
 
 
@@ -500,8 +513,7 @@ def test_staged_executor_with_its_defaults(read):
     reading = read(f"executor: ray\nray:\n  address: {CLIENT}\n")
 
     assert reading.values["cluster"] == {"address": HEAD}
-    assert reading.values["defaults"] == {"cpus_per_node": 8}
-    assert "preflight" not in reading.values
+    assert reading.values["defaults"] == {"cpus_per_node": 8, "wait_for_nodes": True}
     assert "NeMo-Skills' default" in reading.sources["defaults", "cpus_per_node"]
 
 
@@ -518,7 +530,7 @@ def test_staged_executor_as_the_file_says(read):
     )
 
     assert reading.values["cluster"] == {"address": "auto"}
-    assert reading.values["defaults"] == {"cpus_per_node": 0}
+    assert reading.values["defaults"]["cpus_per_node"] == 0
     assert reading.values["images"] == {"vllm": "vllm:1"}
     assert reading.values["env"]["set"] == {"A": "1"}
     assert set(_ignored(reading)) == {"ray.namespace", "jobs", "mounts"}

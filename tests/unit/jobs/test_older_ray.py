@@ -9,7 +9,7 @@ import pytest
 from torchx.specs import AppDef, Role
 
 from nemo_run_ray import RayExecutor
-from nemo_run_ray.errors import ConfigError, TooOld
+from nemo_run_ray.errors import TooOld
 from nemo_run_ray.planning.dry_run import describe
 from nemo_run_ray.planning.job_plan import JobPlan, in_folder, plan
 from nemo_run_ray.remote.attempts import ALL_SUCCEEDED
@@ -137,8 +137,7 @@ def test_any_name_of_a_task_makes_a_role():
 
 def test_it_waits_for_nodes_as_ray_does_for_a_task():
     assert planned().as_group.spec.wait_for_nodes
-    with pytest.raises(ConfigError, match="wait_for_nodes"):
-        planned(wait_for_nodes=True)
+    assert planned(wait_for_nodes=True).spec == planned().spec, "a cluster file may say it too"
 
 
 def test_the_code_is_that_of_the_role():

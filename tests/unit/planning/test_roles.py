@@ -958,7 +958,6 @@ def test_a_field_of_the_whole_group_that_would_do_nothing_is_refused(roles, name
         ({"service": True, "ports": {"http": 0}}, "service"),
         ({"ready": PortProbe(80)}, "ready"),
         ({"ready": PortProbe(80), "nodes": 2}, "ready"),
-        ({"wait_for_nodes": True}, "wait_for_nodes"),
     ],
 )
 def test_what_is_for_groups_is_refused_for_a_task_alone(single, fields, name):
