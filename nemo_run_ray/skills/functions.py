@@ -5,11 +5,13 @@ from __future__ import annotations
 import functools
 import inspect
 import logging
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from nemo_run_ray.errors import ConfigError
 from nemo_run_ray.skills import cluster_config
 from nemo_run_ray.skills.executor import IS_RAY_PROGRAM, executor_of
 from nemo_run_ray.skills.patch import USED
@@ -72,6 +74,40 @@ def add_task(original: Callable[..., Any]) -> Callable[..., Any]:
             return original(*bound.args, **bound.kwargs)
         finally:
             IS_RAY_PROGRAM.reset(token)
+
+    return wrapper
+
+
+def cluster_download_dir(original: Callable[..., Any]) -> Callable[..., Any]:
+    """NeMo-Skills' ``cluster_download_dir``, which copies a folder that this machine sees."""
+    signature = inspect.signature(original)
+
+    @functools.wraps(original)
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        given = signature.bind(*args, **kwargs).arguments
+        if cluster_config.file_of(given["cluster_config"]) is None:
+            return original(*args, **kwargs)
+        source = Path(given["remote_dir"])
+        if not source.is_dir():
+            raise ConfigError(
+                f"NeMo-Skills looks for the folder {source} of the nodes on this machine, which "
+                "has none of that name. Run the command where this machine sees the nodes' paths."
+            )
+        shutil.copytree(source, Path(given["local_dir"]) / source.name, dirs_exist_ok=True)
+
+    return wrapper
+
+
+def cluster_upload(original: Callable[..., Any]) -> Callable[..., Any]:
+    """NeMo-Skills' ``cluster_upload``, which copies to a path that this machine sees."""
+    signature = inspect.signature(original)
+
+    @functools.wraps(original)
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        given = signature.bind(*args, **kwargs).arguments
+        if cluster_config.file_of(given["cluster_config"]) is None:
+            return original(*args, **kwargs)
+        shutil.copy(given["local_file"], given["remote_dir"])
 
     return wrapper
 

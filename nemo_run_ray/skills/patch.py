@@ -33,11 +33,13 @@ USED = {
     ),
     "add_task": ("cluster_config", "with_ray", "reuse_code_exp"),
     "get_packager": ("extra_package_dirs",),
+    "cluster_download_dir": ("cluster_config", "remote_dir", "local_dir"),
+    "cluster_upload": ("cluster_config", "local_file", "remote_dir"),
 }
 
 
 class SkillsExecutorPatch(Patch):
-    """Replaces three functions of NeMo-Skills, in each of its modules that has them."""
+    """Replaces functions of NeMo-Skills, in each of its modules that has them."""
 
     name = "skills_executor"
     why = (
@@ -58,9 +60,12 @@ class SkillsExecutorPatch(Patch):
         cluster = self._module(f"{_UTILS}.cluster")
         exp = self._module(f"{_UTILS}.exp")
         found = {
-            "read_config": self._function(cluster, "read_config"),
-            "get_executor": self._function(exp, "get_executor"),
-            "add_task": self._function(exp, "add_task"),
+            name: self._function(module, name)
+            for module, names in (
+                (cluster, ("read_config", "cluster_download_dir", "cluster_upload")),
+                (exp, ("get_executor", "add_task")),
+            )
+            for name in names
         }
         self._function(exp, "get_packager")
         if not isinstance(getattr(exp, "REUSE_CODE_EXP", None), dict):
@@ -72,6 +77,8 @@ class SkillsExecutorPatch(Patch):
             "read_config": functions.read_config(found["read_config"]),
             "get_executor": functions.get_executor(found["get_executor"], exp),
             "add_task": functions.add_task(found["add_task"]),
+            "cluster_download_dir": functions.cluster_download_dir(found["cluster_download_dir"]),
+            "cluster_upload": functions.cluster_upload(found["cluster_upload"]),
         }
         self._originals = {wrappers[name]: found[name] for name in found}
         return [

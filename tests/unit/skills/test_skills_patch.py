@@ -304,6 +304,20 @@ def test_one_more_mount_means_nothing(of_skills):
     assert config["mounts"] == ["/:/"]
 
 
+def test_results_are_copied_where_this_machine_sees_the_nodes_paths(of_skills, tmp_path):
+    """As `ns summarize_results` does, whose own way is SFTP."""
+    config, cluster = config_of(of_skills), of_skills.cluster
+    (tmp_path / "results").mkdir()
+    (tmp_path / "results" / "output.jsonl").write_text("{}")
+    cluster.cluster_download_dir(config, f"{tmp_path}/results/", str(tmp_path / "here"), None, True)
+    copied = tmp_path / "here" / "results" / "output.jsonl"
+    assert copied.read_text() == "{}"
+    cluster.cluster_upload(config, str(copied), tmp_path / "results" / "metrics.json")
+    assert (tmp_path / "results" / "metrics.json").read_text() == "{}"
+    with pytest.raises(ConfigError, match="/on/the/nodes of the nodes on this machine"):
+        cluster.cluster_download_dir(config, "/on/the/nodes", str(tmp_path))
+
+
 # ---------------------------------------------------------------------- other files
 
 

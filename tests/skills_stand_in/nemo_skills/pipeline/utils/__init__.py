@@ -1,4 +1,6 @@
 from nemo_skills.pipeline.utils.cluster import (
+    cluster_download_dir,
+    cluster_upload,
     get_cluster_config,
     get_env_variables,
     get_tunnel,
@@ -9,6 +11,8 @@ from nemo_skills.pipeline.utils.exp import add_task, get_executor, get_exp, get_
 
 __all__ = [
     "add_task",
+    "cluster_download_dir",
+    "cluster_upload",
     "get_cluster_config",
     "get_env_variables",
     "get_executor",

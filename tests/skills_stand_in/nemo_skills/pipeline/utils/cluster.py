@@ -56,3 +56,13 @@ def get_tunnel(cluster_config):
     if "ssh_tunnel" in cluster_config:
         return run.SSHTunnel(**cluster_config["ssh_tunnel"])
     return run.LocalTunnel(job_dir="")
+
+
+def cluster_download_dir(cluster_config, remote_dir, local_dir, remote_tar_dir=None, verbose=True):
+    sftp = get_tunnel(cluster_config).session.client.open_sftp()
+    sftp.get(f"{remote_dir}.tar.gz", local_dir)
+
+
+def cluster_upload(cluster_config, local_file, remote_dir, verbose=True):
+    sftp = get_tunnel(cluster_config).session.client.open_sftp()
+    sftp.put(str(local_file), str(remote_dir))
