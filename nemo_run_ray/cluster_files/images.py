@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from fnmatch import fnmatchcase
 
 from nemo_run_ray.checks import nearest
@@ -50,20 +51,40 @@ def check_image(image: str, loaded: Loaded) -> None:
 def derived_labels(image: str, file: ClusterFile) -> dict[str, str]:
     """Labels that the file derives from an image alone.
 
-    Every entry of ``image_labels`` that matches contributes, and the first one wins a label. Only
+    Every entry of ``image_labels`` that matches contributes, and the first one wins a label; but an
+    entry of just this name or image comes in place of those of other names of the image. Only
     where none matches, ``image_label_key`` gives a label with the image as its value.
+
+    Raises:
+        ConfigError: the image has several names, whose entries disagree.
     """
-    image = file.images.get(image, image)
-    labels: dict[str, str] = {}
-    matched = False
+    asked, image = image, file.images.get(image, image)
+    matching = {}
     for key, entry in file.image_labels.items():
         pattern = file.images.get(key, key)
-        if image == pattern or fnmatchcase(image, pattern):
-            matched = True
-            labels = {**entry, **labels}
-    if not matched and file.image_label_key and image:
+        is_left_out = key in file.images and key != asked and asked in file.image_labels
+        if not is_left_out and (image == pattern or fnmatchcase(image, pattern)):
+            matching[key] = entry
+    _check_agreement(image, {key: matching[key] for key in matching if key in file.images})
+    labels: dict[str, str] = {}
+    for entry in matching.values():
+        labels = {**entry, **labels}
+    if not matching and file.image_label_key and image:
         labels = {file.image_label_key: label_value(image)}
     return labels
+
+
+def _check_agreement(image: str, by_name: Mapping[str, Mapping[str, str]]) -> None:
+    first: dict[str, str] = {}
+    for name, entry in by_name.items():
+        for label, value in entry.items():
+            other = first.setdefault(label, name)
+            if by_name[other][label] != value:
+                raise ConfigError(
+                    f"The image {image!r} has the names {other!r} and {name!r}, and they disagree "
+                    f"about its nodes: the label {label} is {by_name[other][label]!r} for the one "
+                    f"and {value!r} for the other. Ask for one of the names instead of the image."
+                )
 
 
 def label_value(image: str) -> str:

@@ -158,7 +158,9 @@ def _for_skills(document: Document) -> dict[str, Any]:
         mounts=_Mounts(["/:/"]),
     )
     config.setdefault("skip_hf_home_check", True)
-    config.setdefault("containers", _NoContainers())
+    # Two containers may have one image, and nodes of their own: tasks ask for them by their names.
+    names = config.get("containers")
+    config["containers"] = {name: name for name in names} if names else _NoContainers()
     config[_KEY] = {"file": str(document.path), **lists}
     return config
 

@@ -4,6 +4,7 @@ import pytest
 
 from nemo_run_ray.cluster_files.images import derived_labels, label_value, labels_of
 from nemo_run_ray.cluster_files.schema import ClusterFile
+from nemo_run_ray.errors import ConfigError
 
 VLLM = "vllm/vllm-openai:v0.10.1"
 
@@ -27,6 +28,20 @@ def test_a_pattern_is_one_of_images_not_of_names():
 
 def test_a_pattern_tells_upper_and_lower_case_apart():
     assert labels_of("vllm", _file(image_labels={"VLLM/*": {"pool": "gpu"}})) == {}
+
+
+def test_two_names_of_an_image_have_their_own_nodes():
+    names = {"vllm": VLLM, "client": VLLM}
+    entries = {"vllm": {"pool": "gpu"}, "client": {"pool": "cpu"}, "vllm/*": {"site": "a"}}
+    file = ClusterFile(images=names, image_labels=entries)
+
+    assert labels_of("vllm", file) == {"pool": "gpu", "site": "a"}
+    assert labels_of("client", file) == {"pool": "cpu", "site": "a"}
+    with pytest.raises(ConfigError, match="'vllm' and 'client', and they disagree") as caught:
+        labels_of(VLLM, file)
+    assert "'gpu' for the one and 'cpu'" in str(caught.value)
+    exact = ClusterFile(images=names, image_labels={**entries, VLLM: {"pool": "tpu"}})
+    assert labels_of(VLLM, exact) == {"pool": "tpu", "site": "a"}
 
 
 def test_an_image_with_brackets_is_itself():

@@ -149,6 +149,20 @@ def test_a_file_without_containers_runs_all_in_the_clusters_own(of_skills, tmp_p
     assert executor(of_skills, config, container=image).image is None
 
 
+def test_two_containers_of_one_image_run_on_their_own_nodes(of_skills, tmp_path):
+    (tmp_path / "cluster_configs" / "my-ray.yaml").write_text(
+        "backend:\n  name: ray\n  dashboard_url: http://ray-head:8265\n"
+        "  image_label_selectors: {vllm: {pool: gpu}, nemo-skills: {pool: cpu}}\n"
+        "containers: {vllm: one-image, nemo-skills: one-image}\n"
+    )
+    config = config_of(of_skills)
+    for name, pool in (("vllm", "gpu"), ("nemo-skills", "cpu")):
+        found = executor(of_skills, config, container=config["containers"][name])
+        assert found.resolved().label_selector == {"pool": pool}
+    with pytest.raises(ConfigError, match="disagree"):
+        RayExecutor(cluster="my-ray", image="one-image").resolved()
+
+
 # ---------------------------------------------------------------------- variables
 
 
@@ -201,11 +215,7 @@ def test_server_client_and_sandbox_are_the_roles_of_a_group(of_skills):
     found = roles(job)
     assert list(found) == ["server", "main", "sandbox"]
     assert [role.service for role in found.values()] == [True, False, True]
-    assert [role.image for role in found.values()] == [
-        "server-image",
-        "client-image",
-        "sandbox-image",
-    ]
+    assert [role.image for role in found.values()] == ["vllm", "client-image", "sandbox"]
     assert (found["server"].nodes, found["server"].gpus_per_node) == (2, 8)
     assert found["main"].env_vars == {"NEMO_SKILLS_SANDBOX_PORT": "6000"}
     assert found["sandbox"].env_vars == {"LISTEN_PORT": "6000", "NGINX_PORT": "6000"}
