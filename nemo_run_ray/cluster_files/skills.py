@@ -108,7 +108,7 @@ def read(document: Document, environ: Mapping[str, str]) -> Reading:
         used = ["executor", "ray"]
         _put_staged(draft)
     elif name in _NO_RAY:
-        why = ("with_ray",)
+        why = ("ray_endpoint",)
         used = ["with_ray", "ray_endpoint"]
         _check_legacy(keys)
         draft.put(("cluster", "address"), keys.address("ray_endpoint"), ("ray_endpoint",))
@@ -159,8 +159,8 @@ def _check_legacy(keys: Keys) -> None:
             ("with_ray",),
             f"with `executor: slurm` it {_INSIDE_SLURM} {needed}",
         )
-    if with_ray and endpoint:
-        return
+    if endpoint and not _backend(keys)[1] and (executor or "").lower() != "slurm":
+        return  # who names this file means Ray, as a call of NeMo-Skills with `with_ray` does
     if with_ray:
         raise keys.refuse(
             ("with_ray",),

@@ -26,6 +26,8 @@ from nemo_run_ray.errors import ConfigError
 
 #: Key of the dictionary that says that it is for Ray.
 _KEY = "nemo_run_ray"
+#: Key of the file's path in a dictionary that is for Ray only where a call says ``with_ray``.
+_FILE_KEY = "nemo_run_ray_file"
 _REFERENCE = re.compile(r"\$(?:\{(\w+)\}|(\w+))")
 _LISTS = ("env_vars", "required_env_vars")
 #: What would make NeMo-Skills act for another executor, or look at this machine for the nodes.
@@ -68,28 +70,48 @@ def read(path: Path) -> dict[str, Any] | None:
     return _for_skills(document)
 
 
-def file_of(config: Any) -> str | None:
-    """The file that a dictionary was read from, if it is one for Ray.
+def with_file(config: Any, path: Path) -> Any:
+    """A dictionary that NeMo-Skills has read, with its file where a call may mean Ray by it."""
+    if not isinstance(config, dict) or not config.get("ray_endpoint"):
+        return config
+    return {**config, _FILE_KEY: str(path.absolute())}
+
+
+def file_of(config: Mapping[str, Any]) -> str:
+    """The file that a dictionary for Ray was read from."""
+    return str(config[_KEY]["file"])
+
+
+def for_ray(config: Any, with_ray: bool = False) -> Mapping[str, Any] | None:
+    """The dictionary for Ray that a call means; ``None`` where it means another executor.
+
+    Args:
+        config: the dictionary of the call.
+        with_ray: what the call says; a file's ``ray_endpoint`` counts where one of both says it.
 
     Raises:
         ConfigError: it is for Ray, and was not read by this package.
     """
     if not isinstance(config, Mapping):
         return None
-    mark = config.get(_KEY)
-    if mark is not None:
-        return str(mark["file"])
+    if _KEY in config:
+        return config
+    asked = with_ray and bool(config.get("ray_endpoint"))
+    values = {**config, "with_ray": config.get("with_ray") or asked}
     try:
-        is_for_ray = skills.names_ray(Document(Path("cluster_config"), dict(config), {}))
+        is_for_ray = skills.names_ray(Document(Path("cluster_config"), values, {}))
     except ConfigError:
         return None  # NeMo-Skills says itself what it makes of it
-    if is_for_ray:
+    if not is_for_ray:
+        return None
+    if _FILE_KEY not in config:
         raise ConfigError(
             "This cluster_config of NeMo-Skills is for Ray, and was not read from a file by the "
             "patch skills_executor. Start the command as `nemo-run-ray ns …`, or apply the patch "
             "before get_cluster_config, and pass it the file's name."
         )
-    return None
+    found = _for_skills(read_document(Path(config[_FILE_KEY])))
+    return {**found, **{kind: list(config[kind]) for kind in _LISTS if config.get(kind)}}
 
 
 def added_variables(

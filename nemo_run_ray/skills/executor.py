@@ -16,7 +16,7 @@ from nemo_run_ray.cluster_files.load import load
 from nemo_run_ray.errors import ConfigError
 from nemo_run_ray.executor import RayExecutor
 from nemo_run_ray.skills import slurm_words
-from nemo_run_ray.skills.cluster_config import added_variables
+from nemo_run_ray.skills.cluster_config import added_variables, file_of
 
 #: The task that is being added is a Ray program, which asks the cluster for its resources itself.
 IS_RAY_PROGRAM: ContextVar[bool] = ContextVar("is_ray_program", default=False)
@@ -45,18 +45,21 @@ class SkillsExecutor(RayExecutor):
         return super().merge(executors, num_tasks)
 
 
-def executor_of(call: Mapping[str, Any], file: str, packager: Packager) -> SkillsExecutor:
+def executor_of(call: Mapping[str, Any], packager: Packager) -> SkillsExecutor:
     """The executor for a call of ``get_executor``.
 
     Args:
         call: its arguments, by their names.
-        file: the cluster file.
         packager: of NeMo-Skills, for a file that says nothing of the code.
 
     Raises:
         ConfigError: the task asks for what there is on Slurm only, or the file is wrong.
     """
-    _refuse_slurms(call)
+    if call.get("ray_template") is not None:
+        raise ConfigError(
+            "ray_template is a script for Slurm; leave it out, the task runs on a Ray cluster."
+        )
+    file = file_of(call["cluster_config"])
     of_file = default_values(load(file)).get("packager")
     variables = added_variables(call["cluster_config"])
     role = call["log_prefix"]
@@ -84,19 +87,6 @@ def executor_of(call: Mapping[str, Any], file: str, packager: Packager) -> Skill
         startup_commands=[slurm_words.RANKS],
         **fields,
     )
-
-
-def _refuse_slurms(call: Mapping[str, Any]) -> None:
-    """Refuse what would start something else on Slurm, and not this task."""
-    if call.get("ray_template") is not None:
-        raise ConfigError(
-            "ray_template is a script for Slurm; leave it out, the task runs on a Ray cluster."
-        )
-    if call["with_ray"] and not IS_RAY_PROGRAM.get():
-        raise ConfigError(
-            "with_ray starts a Ray cluster inside a Slurm job; leave it out, the task runs on a "
-            "Ray cluster."
-        )
 
 
 def _as_roles(executors: Sequence[RayExecutor]) -> list[RayExecutor]:

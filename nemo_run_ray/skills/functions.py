@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
 import logging
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -30,8 +31,11 @@ def read_config(original: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(original)
     def wrapper(config_file: Any) -> Any:
-        for_ray = cluster_config.read(Path(config_file))
-        return original(config_file) if for_ray is None else for_ray
+        path = Path(config_file)
+        for_ray = cluster_config.read(path)
+        if for_ray is not None:
+            return for_ray
+        return cluster_config.with_file(original(config_file), path)
 
     return wrapper
 
@@ -43,15 +47,18 @@ def get_executor(original: Callable[..., Any], exp: ModuleType) -> Callable[...,
     @functools.wraps(original)
     def wrapper(*args: Any, **kwargs: Any) -> Any:
         bound = signature.bind(*args, **kwargs)
-        file = cluster_config.file_of(bound.arguments["cluster_config"])
-        if file is None:
+        bound.apply_defaults()
+        call = bound.arguments
+        with_ray = call["with_ray"]
+        config = cluster_config.for_ray(call["cluster_config"], with_ray)
+        if config is None:
             return original(*args, **kwargs)
         _tell_unknown(bound, signature)
         _forget_code(exp.REUSE_CODE_EXP)
-        bound.apply_defaults()
-        dirs = bound.arguments["extra_package_dirs"]
+        dirs = call["extra_package_dirs"]
         packager = exp.get_packager(extra_package_dirs=tuple(dirs) if dirs is not None else None)
-        return executor_of(bound.arguments, file, packager)
+        with _ray_program(with_ray or IS_RAY_PROGRAM.get()):
+            return executor_of({**call, "cluster_config": config}, packager)
 
     return wrapper
 
@@ -63,17 +70,36 @@ def add_task(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def wrapper(*args: Any, **kwargs: Any) -> Any:
         bound = signature.bind(*args, **kwargs)
-        if cluster_config.file_of(bound.arguments["cluster_config"]) is None:
-            return original(*args, **kwargs)
+        call = bound.arguments
         # With it NeMo-Skills would mark the task as one for Slurm, and leave out the sandbox.
-        is_ray_program = bool(bound.arguments.pop("with_ray", False))
-        # Code is used again over a tunnel, and an experiment on Ray has none.
-        bound.arguments.pop("reuse_code_exp", None)
-        token = IS_RAY_PROGRAM.set(is_ray_program)
-        try:
+        with_ray = call.pop("with_ray", False)
+        config = cluster_config.for_ray(call["cluster_config"], with_ray)
+        if config is None:
+            return original(*args, **kwargs)
+        _refuse_code(call.get("reuse_code_exp"))
+        call["cluster_config"] = config
+        with _ray_program(with_ray):
             return original(*bound.args, **bound.kwargs)
+
+    return wrapper
+
+
+def pipeline_run(original: Callable[..., Any]) -> Callable[..., Any]:
+    """NeMo-Skills' ``Pipeline.run``, which does the same as ``add_task`` for each of its jobs."""
+
+    @functools.wraps(original)
+    def wrapper(self: Any, *args: Any, **kwargs: Any) -> Any:
+        given = {"cluster_config": self.cluster_config, "with_ray": self.with_ray}
+        config = cluster_config.for_ray(self.cluster_config, self.with_ray)
+        if config is None:
+            return original(self, *args, **kwargs)
+        _refuse_code(self.reuse_code_exp)
+        vars(self).update(cluster_config=config, with_ray=False)
+        try:
+            with _ray_program(given["with_ray"]):
+                return original(self, *args, **kwargs)
         finally:
-            IS_RAY_PROGRAM.reset(token)
+            vars(self).update(given)
 
     return wrapper
 
@@ -85,7 +111,7 @@ def cluster_download_dir(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def wrapper(*args: Any, **kwargs: Any) -> Any:
         given = signature.bind(*args, **kwargs).arguments
-        if cluster_config.file_of(given["cluster_config"]) is None:
+        if cluster_config.for_ray(given["cluster_config"]) is None:
             return original(*args, **kwargs)
         source = Path(given["remote_dir"])
         if not source.is_dir():
@@ -105,11 +131,31 @@ def cluster_upload(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def wrapper(*args: Any, **kwargs: Any) -> Any:
         given = signature.bind(*args, **kwargs).arguments
-        if cluster_config.file_of(given["cluster_config"]) is None:
+        if cluster_config.for_ray(given["cluster_config"]) is None:
             return original(*args, **kwargs)
         shutil.copy(given["local_file"], given["remote_dir"])
 
     return wrapper
+
+
+@contextlib.contextmanager
+def _ray_program(is_ray_program: bool) -> Iterator[None]:
+    """Say of the tasks that are added meanwhile whether they are Ray programs."""
+    token = IS_RAY_PROGRAM.set(bool(is_ray_program))
+    try:
+        yield
+    finally:
+        IS_RAY_PROGRAM.reset(token)
+
+
+def _refuse_code(experiment: Any) -> None:
+    """Refuse to use the code of an experiment again, which NeMo-Skills does over a tunnel."""
+    if experiment is not None:
+        raise ConfigError(
+            f"reuse_code_exp is {getattr(experiment, '_title', experiment)!r}, and an experiment "
+            "on Ray keeps no code that another one could use. Leave it out: the code of the "
+            "current folder travels with every experiment."
+        )
 
 
 def _tell_unknown(bound: inspect.BoundArguments, signature: inspect.Signature) -> None:

@@ -35,6 +35,7 @@ USED = {
     "get_packager": ("extra_package_dirs",),
     "cluster_download_dir": ("cluster_config", "remote_dir", "local_dir"),
     "cluster_upload": ("cluster_config", "local_file", "remote_dir"),
+    "run": ("self",),
 }
 
 
@@ -68,6 +69,8 @@ class SkillsExecutorPatch(Patch):
             for name in names
         }
         self._function(exp, "get_packager")
+        pipeline = getattr(self._module(f"{_UTILS}.declarative"), "Pipeline", None)
+        run = self._function(pipeline, "run")
         if not isinstance(getattr(exp, "REUSE_CODE_EXP", None), dict):
             raise self._unknown("nemo_skills.pipeline.utils.exp.REUSE_CODE_EXP")
         # Only NeMo-Skills' users need what reads cluster files.
@@ -82,10 +85,13 @@ class SkillsExecutorPatch(Patch):
         }
         self._originals = {wrappers[name]: found[name] for name in found}
         return [
-            Edit(module, name, wrappers[name])
-            for name, original in found.items()
-            for module in _modules()
-            if vars(module).get(name) is original
+            Edit(pipeline, "run", functions.pipeline_run(run)),
+            *(
+                Edit(module, name, wrappers[name])
+                for name, original in found.items()
+                for module in _modules()
+                if vars(module).get(name) is original
+            ),
         ]
 
     def refresh(self) -> None:
@@ -104,14 +110,15 @@ class SkillsExecutorPatch(Patch):
         except Exception as error:  # its many dependencies raise what they like
             raise self._unknown(f"{name} ({type(error).__name__}: {error})") from error
 
-    def _function(self, module: ModuleType, name: str) -> Callable[..., Any]:
-        function = getattr(module, name, None)
+    def _function(self, owner: Any, name: str) -> Callable[..., Any]:
+        where = getattr(owner, "__name__", f"{_UTILS}.declarative.Pipeline")
+        function = getattr(owner, name, None)
         if not inspect.isfunction(function):
-            raise self._unknown(f"{module.__name__}.{name}")
+            raise self._unknown(f"{where}.{name}")
         parameters = inspect.signature(function).parameters
         lacking = [used for used in USED[name] if used not in parameters]
         if lacking:
-            raise self._unknown(f"{module.__name__}.{name}, which has no {', '.join(lacking)}")
+            raise self._unknown(f"{where}.{name}, which has no {', '.join(lacking)}")
         return function
 
     def _unknown(self, target: str) -> UnsupportedNemoRun:

@@ -244,8 +244,12 @@ def test_a_backend_on_slurm_without_an_address_is_ray_inside_an_allocation(refus
     assert "Ray inside a Slurm allocation" in refusal("executor: slurm\nbackend: ray\n")
 
 
-def test_with_ray_and_ray_endpoint_mean_ray(read):
-    reading = read(f"executor: none\nwith_ray: true\nray_endpoint: {CLIENT}\n")
+@pytest.mark.parametrize("start", ["executor: none\nwith_ray: true\n", "executor: local\n", ""])
+def test_ray_endpoint_means_ray_where_the_file_is_named(load, read, start):
+    text = f"{start}ray_endpoint: {CLIENT}\n"
+    reading = read(text)
+
+    assert skills.names_ray(load(text)) is ("with_ray" in text), "but not by itself"
 
     assert reading.values["cluster"] == {"address": HEAD}
 
@@ -258,7 +262,10 @@ def test_with_ray_and_ray_endpoint_mean_ray(read):
             ":2: with_ray: with `executor: slurm` it means Ray inside a Slurm allocation",
         ),
         ("executor: none\nwith_ray: true\n", ":2: with_ray: no cluster is named"),
-        (f"ray_endpoint: {CLIENT}\n", ":1: ray_endpoint: it counts with `with_ray: true` only"),
+        (
+            f"executor: slurm\nray_endpoint: {CLIENT}\n",
+            ":2: ray_endpoint: it counts with `with_ray: true` only",
+        ),
         ("executor: none\nwith_ray: 'yes'\n", ":2: with_ray: it is 'yes'; expected true or false"),
     ],
 )

@@ -289,22 +289,54 @@ def test_a_ray_program_reserves_nothing_itself(of_skills):
     assert not job.tasks[0].metadata, "NeMo-Run would refuse a task that is marked for Slurm"
 
 
-def test_with_ray_of_a_pipeline_is_refused(of_skills):
-    command = of_skills.declarative.Command("a")
-    pipeline = of_skills.declarative.Pipeline("p", config_of(of_skills), [[command]], with_ray=True)
-    with pytest.raises(ConfigError, match="inside a Slurm job; leave it out"):
-        pipeline.run()
+def pipeline(of_skills, config, monkeypatch, **asked):
+    """The jobs of a pipeline of one command with 8 GPUs on 4 nodes."""
+    monkeypatch.setattr(of_skills.declarative, "run_exp", lambda exp, config: None)
+    command = of_skills.declarative.Command("a", gpus=8, nodes=4)
+    return of_skills.declarative.Pipeline("p", config, [[command]], **asked).run().jobs
+
+
+def test_with_ray_of_a_pipeline_means_what_that_of_a_task_does(of_skills, monkeypatch):
+    config = config_of(of_skills)
+    (job,) = pipeline(of_skills, config, monkeypatch, with_ray=True)
+    assert (job.executor.nodes, job.executor.gpus_per_node) == (1, 0)
+    assert job.executor.env_vars["GPUS_PER_NODE"] == "8"
+    assert not job.task.metadata
+    (job,) = pipeline(of_skills, config, monkeypatch)
+    assert (job.executor.nodes, job.executor.gpus_per_node) == (4, 8)
+    alone = executor(of_skills, num_nodes=4, gpus_per_node=8, with_ray=True)
+    assert (alone.nodes, alone.gpus_per_node) == (1, 0)
+
+
+def test_with_ray_in_the_call_makes_ray_endpoint_count(of_skills, tmp_path, monkeypatch):
+    path = tmp_path / "cluster_configs" / "my-ray.yaml"
+    path.write_text(
+        "executor: none\nray_endpoint: ray://ray-head:10001\nskip_hf_home_check: true\n"
+    )
+    config = config_of(of_skills)
+    assert isinstance(executor(of_skills, config), run.LocalExecutor)
+    (job,) = task(of_skills, "a", config, with_ray=True)
+    (of_pipeline,) = pipeline(of_skills, config, monkeypatch, with_ray=True)
+    for found in (job.executor, of_pipeline.executor, executor(of_skills, config, with_ray=True)):
+        assert found.resolve_cluster().url == "http://ray-head:8265"
+    unread = {"executor": "none", "ray_endpoint": "ray://ray-head:10001"}
+    with pytest.raises(ConfigError, match="not read from a file"):
+        executor(of_skills, unread, with_ray=True)
 
 
 # ---------------------------------------------------------------------- code of other experiments
 
 
-def test_an_experiment_on_ray_has_no_code_to_use_again(of_skills):
+def test_an_experiment_on_ray_has_no_code_to_use_again(of_skills, monkeypatch):
     config = config_of(of_skills)
     of_skills.exp.REUSE_CODE_EXP["local"] = earlier = run.Experiment("earlier")
-    (job,) = task(of_skills, config=config, reuse_code_exp=earlier)
+    (job,) = task(of_skills, config=config)
     assert job.executor.packager.symlink_from_remote_dir is None
     assert of_skills.exp.REUSE_CODE_EXP == {}
+    with pytest.raises(ConfigError, match="reuse_code_exp is 'earlier', and an experiment on Ray"):
+        task(of_skills, config=config, reuse_code_exp=earlier)
+    with pytest.raises(ConfigError, match="reuse_code_exp is 'earlier', and an experiment on Ray"):
+        pipeline(of_skills, config, monkeypatch, reuse_code_exp="earlier")
 
 
 def test_one_more_mount_means_nothing(of_skills):

@@ -2,7 +2,13 @@
 
 import nemo_run as run
 
-from nemo_skills.pipeline.utils import get_executor, get_exp, run_exp, temporary_env_update
+from nemo_skills.pipeline.utils import (
+    get_executor,
+    get_exp,
+    get_tunnel,
+    run_exp,
+    temporary_env_update,
+)
 
 
 class Command:
@@ -21,9 +27,9 @@ class Command:
 class Pipeline:
     """One job of several groups of commands; more than one group is a heterogeneous job."""
 
-    def __init__(self, name, cluster_config, groups, with_ray=False):
+    def __init__(self, name, cluster_config, groups, with_ray=False, reuse_code_exp=None):
         self.name, self.cluster_config, self.groups = name, cluster_config, groups
-        self.with_ray = with_ray
+        self.with_ray, self.reuse_code_exp = with_ray, reuse_code_exp
 
     def run(self):
         heterogeneous = len(self.groups) > 1
@@ -40,7 +46,14 @@ class Pipeline:
                     commands.append(text() if callable(text) else text)
             for executor in executors[1:] if not heterogeneous else ():
                 executor.packager = executors[0].packager
-            tasks = [run.Script(inline=command) for command in commands]
+            if self.reuse_code_exp is not None:
+                self.reuse_code_exp.tunnels[get_tunnel(self.cluster_config).key]
+            is_in_slurm = self.with_ray and self.cluster_config["executor"] == "slurm"
+            metadata = {"use_with_ray_cluster": True} if is_in_slurm else None
+            tasks = [
+                run.Script(inline=command, metadata=None if number else metadata)
+                for number, command in enumerate(commands)
+            ]
             if len(tasks) == 1:
                 exp.add(tasks[0], executor=executors[0], name="nemo-run")
             else:
