@@ -8,6 +8,7 @@ import inspect
 import logging
 import shutil
 from collections.abc import Callable, Iterator
+from contextvars import ContextVar
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -18,6 +19,9 @@ from nemo_run_ray.skills.executor import IS_RAY_PROGRAM, executor_of
 from nemo_run_ray.skills.patch import USED
 
 log = logging.getLogger(__name__)
+
+#: Whether the cluster file that was read last is for Ray.
+_IS_FOR_RAY: ContextVar[bool] = ContextVar("is_for_ray", default=False)
 
 #: Parameters of ``get_executor`` that mean nothing on Ray, in all versions of NeMo-Skills.
 _OF_SLURM = frozenset(
@@ -33,6 +37,7 @@ def read_config(original: Callable[..., Any]) -> Callable[..., Any]:
     def wrapper(config_file: Any) -> Any:
         path = Path(config_file)
         for_ray = cluster_config.read(path)
+        _IS_FOR_RAY.set(for_ray is not None)
         if for_ray is not None:
             return for_ray
         return cluster_config.with_file(original(config_file), path)
@@ -102,6 +107,30 @@ def pipeline_run(original: Callable[..., Any]) -> Callable[..., Any]:
             vars(self).update(given)
 
     return wrapper
+
+
+def should_get_random_port(original: Callable[..., Any]) -> Callable[..., Any]:
+    """NeMo-Skills' ``should_get_random_port``; no task has a node of a Ray cluster to itself."""
+
+    @functools.wraps(original)
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        return _RandomPort(original(*args, **kwargs))
+
+    return wrapper
+
+
+class _RandomPort:
+    """Whether ports are random: NeMo-Skills asks before it reads the cluster file, and looks after.
+
+    Args:
+        of_skills: what NeMo-Skills says for other clusters.
+    """
+
+    def __init__(self, of_skills: bool) -> None:
+        self._of_skills = of_skills
+
+    def __bool__(self) -> bool:
+        return _IS_FOR_RAY.get() or self._of_skills
 
 
 def cluster_download_dir(original: Callable[..., Any]) -> Callable[..., Any]:

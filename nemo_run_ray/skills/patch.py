@@ -35,6 +35,7 @@ USED = {
     "get_packager": ("extra_package_dirs",),
     "cluster_download_dir": ("cluster_config", "remote_dir", "local_dir"),
     "cluster_upload": ("cluster_config", "local_file", "remote_dir"),
+    "should_get_random_port": (),
     "run": ("self",),
 }
 
@@ -65,6 +66,7 @@ class SkillsExecutorPatch(Patch):
             for module, names in (
                 (cluster, ("read_config", "cluster_download_dir", "cluster_upload")),
                 (exp, ("get_executor", "add_task")),
+                (self._module(f"{_UTILS}.server"), ("should_get_random_port",)),
             )
             for name in names
         }
@@ -77,11 +79,10 @@ class SkillsExecutorPatch(Patch):
         from nemo_run_ray.skills import functions
 
         wrappers = {
-            "read_config": functions.read_config(found["read_config"]),
-            "get_executor": functions.get_executor(found["get_executor"], exp),
-            "add_task": functions.add_task(found["add_task"]),
-            "cluster_download_dir": functions.cluster_download_dir(found["cluster_download_dir"]),
-            "cluster_upload": functions.cluster_upload(found["cluster_upload"]),
+            name: functions.get_executor(original, exp)
+            if name == "get_executor"
+            else getattr(functions, name)(original)
+            for name, original in found.items()
         }
         self._originals = {wrappers[name]: found[name] for name in found}
         return [

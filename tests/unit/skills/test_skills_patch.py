@@ -130,6 +130,17 @@ def test_a_template_for_slurm_is_refused(of_skills):
         executor(of_skills, ray_template="ray.sub.j2")
 
 
+@pytest.mark.parametrize(("gpus", "exclusive"), [(1, True), (8, False), (8, True)])
+def test_no_server_has_a_fixed_port_since_no_task_has_a_node_to_itself(of_skills, gpus, exclusive):
+    asked = importlib.import_module("nemo_skills.pipeline.utils").should_get_random_port(
+        gpus, exclusive
+    )
+    config_of(of_skills)  # NeMo-Skills reads the file after it has asked
+    assert asked
+    config_of(of_skills, "my-slurm")
+    assert not asked
+
+
 def test_dependencies_of_other_experiments_are_kept(of_skills):
     handles = ["ray_jobs://nemo_run/a_1.nemo-run"]
     assert executor(of_skills, dependencies=handles).dependencies == handles

@@ -8,6 +8,7 @@ from nemo_skills.pipeline.utils.cluster import (
     temporary_env_update,
 )
 from nemo_skills.pipeline.utils.exp import add_task, get_executor, get_exp, get_exp_handles, run_exp
+from nemo_skills.pipeline.utils.server import should_get_random_port
 
 __all__ = [
     "add_task",
@@ -21,5 +22,6 @@ __all__ = [
     "get_tunnel",
     "read_config",
     "run_exp",
+    "should_get_random_port",
     "temporary_env_update",
 ]

@@ -1,3 +1,7 @@
+def should_get_random_port(server_gpus, exclusive):
+    return server_gpus != 8 and not exclusive
+
+
 def get_server_command(
     server_type,
     num_gpus,
