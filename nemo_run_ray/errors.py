@@ -13,7 +13,7 @@
     │   └── DoesNotFit       a preflight found what would keep the jobs from running
     ├── SubmissionError      a job could not be handed over
     │   ├── ArchiveTooLarge  what would be sent exceeds Ray's limit
-    │   ├── PackagingFailed  the packager did not deliver an archive
+    │   ├── PackagingFailed  the packager did not deliver an archive (also a RuntimeError)
     │   ├── Conflict         the submission id belongs to another run's job
     │   └── Taken            Ray has a job of the submission id already
     ├── JobError             a job is unknown, or did not end as asked
@@ -162,8 +162,11 @@ class ArchiveTooLarge(SubmissionError):
     """What would be sent exceeds the limit of Ray's Jobs API; nothing was sent."""
 
 
-class PackagingFailed(SubmissionError):
-    """The packager raised, or left no archive behind."""
+class PackagingFailed(SubmissionError, RuntimeError):
+    """The packager raised, or left no archive behind.
+
+    NeMo-Run's own packagers raise a RuntimeError, for which NeMo-Skills has advice.
+    """
 
 
 class Conflict(SubmissionError):

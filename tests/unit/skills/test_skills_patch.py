@@ -108,6 +108,23 @@ def test_its_code_travels_by_the_packager_of_nemo_skills(of_skills, tmp_path):
     assert f"{extra}/*" in found.packager.include_pattern
 
 
+def test_its_advice_on_uncommitted_changes_is_heard(of_skills, tmp_path, monkeypatch, ray):
+    file = tmp_path / "cluster_configs" / "my-ray.yaml"
+    file.write_text(_FILE.replace("http://ray-head:8265", ray.url))
+    author = ["-c", "user.name=x", "-c", "user.email=x@example.org"]
+    for words in (["init", "-q"], ["add", "cluster_configs"], [*author, "commit", "-qm", "x"]):
+        subprocess.run(["git", *words], cwd=tmp_path, check=True)
+    file.write_text(f"{file.read_text()}# changed\n")
+    packager = run.GitArchivePackager(check_uncommitted_changes=True)
+    monkeypatch.setattr(of_skills.exp, "get_packager", lambda extra_package_dirs: packager)
+    config = config_of(of_skills)
+    with of_skills.exp.get_exp("dirty", config) as exp:
+        of_skills.exp.add_task(exp, "true", "t", config, "client-image")
+        with pytest.raises(RuntimeError, match="Commit the changes, or cd away"):
+            of_skills.exp.run_exp(exp, config)
+    assert not ray.rows
+
+
 def test_the_code_that_the_file_names_comes_first(of_skills, tmp_path):
     (tmp_path / "code").mkdir()
     (tmp_path / "cluster_configs" / "my-ray.yaml").write_text(

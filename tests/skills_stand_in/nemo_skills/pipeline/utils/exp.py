@@ -197,7 +197,12 @@ def run_exp(exp, cluster_config, sequential=False, dry_run=False):
     if cluster_config["executor"] != "slurm":
         exp.run(detach=False, tail_logs=True, sequential=sequential)
         return
-    exp.run(detach=True, sequential=sequential)
+    try:
+        exp.run(detach=True, sequential=sequential)
+    except RuntimeError as error:
+        if "Your repo has uncommitted changes." not in str(error):
+            raise
+        raise RuntimeError("Commit the changes, or cd away from a git repo.") from error
     REUSE_CODE_EXP.setdefault(tunnel_hash(get_tunnel(cluster_config)), exp)
 
 
