@@ -7,6 +7,12 @@ import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+import yaml
+
+#: ``$NAME`` and ``${NAME}`` in a value of NeMo-Skills.
+REFERENCE = re.compile(r"\$(?:\{(\w+)\}|([A-Za-z_]\w*))")
+#: Between a file and the variable whose value stands in a list of it.
+_ENTRY = "#NAME="
 #: Ends of the names of variables whose values nobody else may see: Ray shows a runtime environment
 #: to everybody.
 _ENDINGS = re.compile(r"(?:.*_)?(?:TOKEN|API_KEY|ACCESS_KEY|SECRET|PASSWORD)", re.IGNORECASE)
@@ -26,8 +32,8 @@ def value_of(
 
     Args:
         name: of the variable.
-        places: variables, and files where there is a ``/``: the first that is there has the value.
-            Without any, those of ``usual_places``.
+        places: variables, files where there is a ``/``, and ``in_lists`` of a file: the first that
+            is there has the value. Without any, those of ``usual_places``.
         environ: variables of the caller's environment.
     """
     for place in places or usual_places(name, environ):
@@ -52,10 +58,32 @@ def usual_places(name: str, environ: Mapping[str, str] = os.environ) -> list[str
     return places
 
 
+def in_lists(path: Path, name: str) -> str:
+    """The place of a value that a file of NeMo-Skills gives as ``NAME=value``."""
+    return f"{path.absolute()}{_ENTRY}{name}"
+
+
+def filled(value: str, environ: Mapping[str, str]) -> str:
+    """A value with the variables of the environment for ``$NAME`` and ``${NAME}``."""
+    return REFERENCE.sub(lambda match: environ[match[1] or match[2]], value)
+
+
+def _in_lists(text: str, name: str, environ: Mapping[str, str]) -> str | None:
+    found = None
+    for key in ("required_env_vars", "env_vars"):
+        for entry in yaml.safe_load(text).get(key) or ():
+            given, equals, value = (part.strip() for part in entry.partition("="))
+            if equals and given == name:
+                found = filled(value, environ)
+    return found
+
+
 def _content(path: str, environ: Mapping[str, str]) -> str | None:
+    path, _, name = path.partition(_ENTRY)
     if path.startswith("~/"):
         path = f"{environ.get('HOME') or ''}{path[1:]}"
     try:
-        return Path(path).read_text(encoding="utf-8").strip() or None
-    except (OSError, UnicodeDecodeError):
-        return None  # nobody has logged in
+        text = Path(path).read_text(encoding="utf-8").strip()
+        return (_in_lists(text, name, environ) if name else text) or None
+    except (OSError, UnicodeDecodeError, yaml.YAMLError, KeyError):
+        return None  # nobody has logged in, or the file is another one now

@@ -3,9 +3,15 @@
 from __future__ import annotations
 
 import re
+import warnings
 from collections.abc import Mapping
 
-from nemo_run_ray.cluster_files.credentials import looks_like_credential
+from nemo_run_ray.cluster_files.credentials import (
+    REFERENCE,
+    filled,
+    in_lists,
+    looks_like_credential,
+)
 from nemo_run_ray.cluster_files.document import KeyPath
 from nemo_run_ray.cluster_files.foreign import Draft
 
@@ -24,7 +30,6 @@ _PREFIX = "NEMO_SKILLS_"
 _STAY_HERE = {f"{_PREFIX}{word}" for word in ("SSH_SERVER", "SSH_KEY_PATH", "CONFIG", "CONFIG_DIR")}
 _ADDED = ": NeMo-Skills always forwards it"
 _NAME = re.compile(r"[^\s=$]+")
-_REFERENCE = re.compile(r"\$(?:\{(\w+)\}|([A-Za-z_]\w*))")
 
 
 def put_variables(draft: Draft, added_by: KeyPath, environ: Mapping[str, str]) -> None:
@@ -36,8 +41,7 @@ def put_variables(draft: Draft, added_by: KeyPath, environ: Mapping[str, str]) -
         environ: the caller's environment, for ``$NAME`` in values.
 
     Raises:
-        ConfigError: an entry is no ``NAME`` or ``NAME=value``, gives a credential in clear, or
-            names a variable that is not set.
+        ConfigError: an entry is no ``NAME`` or ``NAME=value``, or names a variable that is not set.
     """
     for key, target in (("required_env_vars", "required"), ("env_vars", "forward")):
         for number, entry in enumerate(draft.keys.texts(key)):
@@ -64,37 +68,42 @@ def put_variables(draft: Draft, added_by: KeyPath, environ: Mapping[str, str]) -
 
 
 def _is_known(draft: Draft, name: str) -> bool:
-    """Whether a variable is set or required already, which is more than to forward it."""
-    return name in (draft.got("env", "set") or {}) or name in (draft.got("env", "required") or [])
+    """Whether a variable has a value or is required already, which is more than to forward it."""
+    places = ("env", "set"), ("env", "required"), ("secrets",)
+    return any(name in (draft.got(*place) or ()) for place in places)
 
 
 def _put_value(
     draft: Draft, path: KeyPath, name: str, value: str, environ: Mapping[str, str]
 ) -> None:
     """``NAME=value``: plain text, text with ``$OTHER`` in it, or another variable's value."""
-    names = [first or second for first, second in _REFERENCE.findall(value)]
+    names = [first or second for first, second in REFERENCE.findall(value)]
     secret = [word for word in (name, *names) if looks_like_credential(word)]
     if secret and not value:
         draft.ignore(path, "The credential is empty.")
-    elif secret and _REFERENCE.fullmatch(value):
+    elif secret and REFERENCE.fullmatch(value):
         draft.append(("env", "required"), name, path)
         if names != [name]:
             draft.put(("env", "value_from", name), names, path)
-    elif secret:
-        raise draft.keys.refuse(
-            path,
-            f"it gives {name} a text, and {secret[0]} is the name of a credential, which a shared "
-            f"file must not hold (it is not shown here); expected `{name}`, which takes the value "
-            f"from your environment, or `{name}=$OTHER_NAME`.",
-        )
     else:
         for asked in names:
             if asked not in environ:
                 raise draft.keys.refuse(
                     path, f"its value asks for the variable {asked}, which is not set; set it."
                 )
-        filled = _REFERENCE.sub(lambda match: environ[match[1] or match[2]], value)
-        draft.put(("env", "set", name), filled, path)
+        if not secret:
+            draft.put(("env", "set", name), filled(value, environ), path)
+            return
+        warnings.warn(
+            f"{draft.keys.source(path)}: {secret[0]} is the name of a credential, and whoever can "
+            "read the file can read its value (it is not shown here). The task gets it as a "
+            f"secret. Write `{name}`, which takes the value from your environment, or "
+            f"`{name}=$OTHER_NAME`.",
+            UserWarning,
+            stacklevel=2,
+        )
+        draft.append(("secrets",), name, path)
+        draft.put(("env", "value_from", name), [in_lists(draft.keys.document.path, name)], path)
 
 
 def _hub_login(environ: Mapping[str, str]) -> str:

@@ -316,6 +316,20 @@ def test_keys_of_a_file_of_nemo_skills_are_secrets_and_required_ones_must_be_the
     assert not set(found.secrets) & set(found.env_vars)
 
 
+@pytest.mark.filterwarnings("ignore:.*TEAM_API_KEY is the name of a credential:UserWarning")
+def test_a_key_that_a_file_of_nemo_skills_holds_is_a_secret(write, monkeypatch):
+    monkeypatch.setenv("TEAM_API_KEY", "of the environment")
+    path = write(
+        SKILLS.replace("[WHO=skills]", "[WHO=skills, TEAM_API_KEY=of-the-file]"), "old.yaml"
+    )
+    executor = RayExecutor(cluster="old")
+    found = executor.resolved()
+    assert "of-the-file" not in f"{found!r} {found.env_vars} {found.secret_places}"
+    assert value_of("TEAM_API_KEY", found.secret_places["TEAM_API_KEY"]) == "of-the-file"
+    path.unlink()
+    assert value_of("TEAM_API_KEY", found.secret_places["TEAM_API_KEY"]) is None
+
+
 def test_the_folder_that_a_file_of_nemo_skills_names_comes_before_the_variable(write, monkeypatch):
     monkeypatch.setenv("NEMO_RUN_CODE_DIR", "/of/the/variable")
     write("executor: none\nbackend: {name: ray, dashboard_url: 'http://h:1', working_dir: /w}\n")

@@ -5,6 +5,7 @@ import textwrap
 import pytest
 
 from nemo_run_ray.cluster_files import document, skills
+from nemo_run_ray.cluster_files.credentials import value_of
 from nemo_run_ray.cluster_files.images import labels_of
 from nemo_run_ray.cluster_files.schema import ClusterFile
 from nemo_run_ray.errors import ConfigError
@@ -635,15 +636,29 @@ def test_a_variable_that_is_not_set_is_named(refusal):
 
 @pytest.mark.parametrize("key", ["env_vars", "required_env_vars"])
 @pytest.mark.parametrize(
-    "entry",
-    ["HF_TOKEN=hunter2", "MY_SECRET = hunter2", "A=hunter2-$MY_PASSWORD", "hf_token=hunter2$X"],
+    ("entry", "name", "value"),
+    [
+        ("HF_TOKEN=hunter2", "HF_TOKEN", "hunter2"),
+        ("MY_API_KEY = hunter2=", "MY_API_KEY", "hunter2="),
+        ("A=hunter2-$MY_PASSWORD", "A", "hunter2-1"),
+        ("hf_token=hunter2${X}", "hf_token", "hunter23"),
+    ],
 )
-def test_a_credential_in_clear_is_refused_and_not_shown(refusal, key, entry):
-    text = refusal(BACKEND + f"{key}:\n  - {entry}\n", X="1", MY_PASSWORD="1")
+def test_a_credential_in_clear_is_a_secret_with_a_warning(read, key, entry, name, value):
+    environ = {"X": "3", "MY_PASSWORD": "1"}
+    with pytest.warns(UserWarning, match=rf"team\.yaml:3 \({key}\[0\]\): .* credential") as told:
+        reading = read(BACKEND + f"{key}:\n  - {entry}\n", **environ)
 
-    assert text.startswith(f":3: {key}[0]: it gives {entry.split('=')[0].strip()} a text")
-    assert "from your environment" in text
-    assert "hunter2" not in text
+    assert "hunter2" not in f"{reading}{told[0].message}"
+    assert name in reading.values["secrets"]
+    assert name not in reading.values["env"]["forward"]
+    assert value_of(name, reading.values["env"]["value_from"][name], environ) == value
+
+
+def test_a_variable_of_a_credential_in_clear_must_be_set(refusal):
+    assert "the variable MY_PASSWORD, which is not" in refusal(
+        BACKEND + "env_vars: ['A=hunter2-$MY_PASSWORD']\n"
+    )
 
 
 @pytest.mark.parametrize(
