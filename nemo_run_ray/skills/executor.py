@@ -7,10 +7,12 @@ import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextvars import ContextVar
+from dataclasses import dataclass
 from typing import Any
 
 from nemo_run.core.packaging.base import Packager
 
+from nemo_run_ray.checks import strict_init
 from nemo_run_ray.cluster_files.defaults import default_values
 from nemo_run_ray.cluster_files.load import load
 from nemo_run_ray.errors import ConfigError
@@ -26,8 +28,18 @@ _SERVER, _SANDBOX = "server", "sandbox"
 _HET_ROLE = re.compile(r".*-(\d+)")
 
 
+@strict_init
+@dataclass(kw_only=True)
 class SkillsExecutor(RayExecutor):
     """A ``RayExecutor`` whose groups are tasks of NeMo-Skills: a client, its servers, a sandbox."""
+
+    #: NeMo-Skills' name of the task, such as ``gen1-rs0-chunk1``.
+    job_name: str = ""
+
+    @property
+    def is_serving(self) -> bool:
+        """Whether it is a server or a sandbox."""
+        return self.role.startswith((_SERVER, _SANDBOX))
 
     @classmethod
     def merge(cls, executors: list[RayExecutor], num_tasks: int) -> RayExecutor:
@@ -81,6 +93,7 @@ def executor_of(call: Mapping[str, Any], packager: Packager) -> SkillsExecutor:
         cluster=file,
         image=call["container"] or None,
         role=f"{role}-{call['het_group']}" if call["heterogeneous"] else role,
+        job_name=str(call["job_name"] or ""),
         secrets=list(variables.secrets),
         dependencies=list(call["dependencies"] or ()),
         packager=packager if of_file is None else of_file,
@@ -93,7 +106,7 @@ def _as_roles(executors: Sequence[RayExecutor]) -> list[RayExecutor]:
     """The parts of a task, each with a name of its own and with what it must know of the others."""
     roles = [copy.copy(executor) for executor in executors]
     _name(roles)
-    serving = [role for role in roles if role.role.startswith((_SERVER, _SANDBOX))]
+    serving = [role for role in roles if isinstance(role, SkillsExecutor) and role.is_serving]
     if len(serving) == len(roles):
         del serving[0]  # there is no client in this task: the server is its purpose
     for role in serving:

@@ -15,17 +15,19 @@ from typing import Any
 
 from nemo_run_ray.errors import ConfigError
 from nemo_run_ray.skills import cluster_config
-from nemo_run_ray.skills.executor import IS_RAY_PROGRAM, executor_of
+from nemo_run_ray.skills.executor import IS_RAY_PROGRAM, SkillsExecutor, executor_of
 from nemo_run_ray.skills.patch import USED
 
 log = logging.getLogger(__name__)
 
+#: NeMo-Skills' name of every task in its experiment.
+_EVERY_TASK = "nemo-run"
 #: Whether the cluster file that was read last is for Ray.
 _IS_FOR_RAY: ContextVar[bool] = ContextVar("is_for_ray", default=False)
 
 #: Parameters of ``get_executor`` that mean nothing on Ray, in all versions of NeMo-Skills.
 _OF_SLURM = frozenset(
-    {"job_name", "log_dir", "mounts", "partition", "account", "qos", "time_min", "overlap"}
+    {"log_dir", "mounts", "partition", "account", "qos", "time_min", "overlap"}
     | {"slurm_kwargs", "sbatch_kwargs", "extra_srun_args", "total_het_groups", "ray_template"}
 )
 
@@ -115,6 +117,22 @@ def should_get_random_port(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def wrapper(*args: Any, **kwargs: Any) -> Any:
         return _RandomPort(original(*args, **kwargs))
+
+    return wrapper
+
+
+def experiment_add(original: Callable[..., Any]) -> Callable[..., Any]:
+    """``Experiment.add``, which gets NeMo-Skills' name of a task; there every one is "nemo-run"."""
+
+    @functools.wraps(original)
+    def wrapper(
+        self: Any, task: Any, executor: Any = None, name: str = "", *args: Any, **kwargs: Any
+    ) -> Any:
+        given = executor if isinstance(executor, list) else [executor]
+        if name == _EVERY_TASK and given and isinstance(given[0], SkillsExecutor):
+            client = next((role for role in given if not role.is_serving), given[0])
+            name = client.job_name.replace("/", "-") or name
+        return original(self, task, executor, name, *args, **kwargs)
 
     return wrapper
 

@@ -10,6 +10,8 @@ from collections.abc import Callable, Iterator, Sequence
 from types import ModuleType
 from typing import Any
 
+from nemo_run.run.experiment import Experiment
+
 from nemo_run_ray.errors import UnsupportedNemoRun
 from nemo_run_ray.patches.base import Edit, Patch
 
@@ -24,6 +26,7 @@ USED = {
         "num_nodes",
         "tasks_per_node",
         "gpus_per_node",
+        "job_name",
         "log_prefix",
         "dependencies",
         "extra_package_dirs",
@@ -41,7 +44,10 @@ USED = {
 
 
 class SkillsExecutorPatch(Patch):
-    """Replaces functions of NeMo-Skills, in each of its modules that has them."""
+    """Replaces functions of NeMo-Skills, in each of its modules that has them.
+
+    The name of a task comes to ``Experiment.add``, which is wrapped.
+    """
 
     name = "skills_executor"
     why = (
@@ -87,6 +93,7 @@ class SkillsExecutorPatch(Patch):
         self._originals = {wrappers[name]: found[name] for name in found}
         return [
             Edit(pipeline, "run", functions.pipeline_run(run)),
+            Edit(Experiment, "add", functions.experiment_add(Experiment.add)),
             *(
                 Edit(module, name, wrappers[name])
                 for name, original in found.items()

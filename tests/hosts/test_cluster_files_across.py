@@ -167,7 +167,7 @@ def test_a_task_of_nemo_skills_across_the_pools(hosts, unique, tmp_path, monkeyp
         monkeypatch.setenv(variable, TOKEN)
     ports = (port, port + 1)
     exp = skills.hand_over_served_task(tmp_path / "site", "hosts", unique, "client", ports)
-    job = find_job(f"{exp._id}.nemo-run")
+    job = find_job(f"{exp._id}.t")
     wait_for(lambda: job.status.state.is_terminal, 120)
     told = [line.strip() for line in job.output()]
     assert job.status.state is JobState.SUCCEEDED, told

@@ -77,7 +77,7 @@ def test_server_client_and_sandbox(folder, unique):
     exp = skills.hand_over_served_task(
         folder / "site", "my-ray", unique, "a", ports, python=sys.executable
     )
-    job = find_job(f"{exp._id}.nemo-run")
+    job = find_job(f"{exp._id}.t")
     wait_for(lambda: job.status.state.is_terminal, 180)
     told = "".join(job.output())
     assert job.status.state is JobState.SUCCEEDED, told

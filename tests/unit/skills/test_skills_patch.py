@@ -272,6 +272,20 @@ def test_a_server_without_a_client_is_what_the_task_is_about(of_skills):
     assert job.executor.service is False
 
 
+def test_tasks_have_the_names_that_nemo_skills_gives_them(of_skills, monkeypatch):
+    config, name = config_of(of_skills), "gen1-rs0-chunk1"
+    (job,) = task(of_skills, config=config, task_name=name)
+    (group,) = task(of_skills, config=config, task_name=name, server_config=_SERVER)
+    slurm = {"config": config_of(of_skills, "my-slurm"), "skip_hf_home_check": True}
+    (other,) = task(of_skills, task_name=name, **slurm)
+    (of_pipeline,) = pipeline(of_skills, config, monkeypatch)
+    assert (job.id, group.id, of_pipeline.id, other.id) == (name, name, "command", "nemo-run")
+    with of_skills.exp.get_exp("e", config) as exp:
+        ids = [of_skills.exp.add_task(exp, "true", "a/b", config, "client-image") for _ in range(2)]
+        mine = exp.add(run.Script(inline="true"), executor=run.LocalExecutor(), name="nemo-run")
+    assert [*ids, mine] == ["a-b", "a-b_1", "nemo-run"]
+
+
 def test_several_commands_are_several_roles(of_skills):
     (job,) = task(of_skills, cmd=["a", "b"], container=["client-image", "client-image"])
     assert list(roles(job)) == ["main_0", "main_1"]
