@@ -167,6 +167,11 @@ class RayExecutor(TakesFile, Executor):
         """``memory_per_node`` in bytes."""
         return None if self.memory_per_node is None else parse_memory(self.memory_per_node)
 
+    @property
+    def log_copy(self) -> str:
+        """Beginning of the path of a second file for the log of the ended job; empty for none."""
+        return ""
+
     @classmethod
     def supports_job_group(cls) -> bool:
         """NeMo-Run's ``JobGroup`` may use it."""

@@ -217,6 +217,9 @@ class Batch:
         tasks = self._arrays.tasks(planned.job)
         if tasks:
             values["tasks"] = [(task.submission_id, task.job) for task in tasks]
+        copy = self.executors[planned.job].log_copy
+        if copy:
+            values["log_copy"] = copy
         if dispatcher:
             values["dispatcher"] = dispatcher
         if planned.reservation:

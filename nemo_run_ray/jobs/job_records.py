@@ -28,6 +28,7 @@ _OPTIONAL = {
     "grace_s": _NUMBER,
     "reservation": dict,
     "keep_logs_max_bytes": _COUNT,
+    "log_copy": str,
 }
 _OF_EVENTS = {"at": _NUMBER, "id": str, "event": str, "nonce": str, "status": dict}
 _TYPES: Mapping[str, Any] = {**_GIVEN, **_OPTIONAL, **_OF_EVENTS, "attempts": list}
@@ -56,6 +57,7 @@ class JobRecord:
         reservation: the parts of its request to Ray that say what it asks for; empty when it asks
             for nothing, is a group, or was handed over by a version that did not write them down.
         keep_logs_max_bytes: bytes of its log that the folder keeps; ``None`` is all of it.
+        log_copy: beginning of the path of a second file for its log; empty for none.
         intended_at: when it was last about to be submitted, in seconds since the epoch.
         last: the last event of its submission.
         cancelled: its end was asked for.
@@ -80,6 +82,7 @@ class JobRecord:
     grace_s: float = 10.0
     reservation: Mapping[str, Any] = field(default_factory=dict)
     keep_logs_max_bytes: int | None = 0
+    log_copy: str = ""
     intended_at: float = 0.0
     last: str = INTENT
     cancelled: bool = False

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import shutil
 import tempfile
 from collections.abc import Iterable, Iterator
@@ -14,6 +15,8 @@ from nemo_run_ray.clusters.left_behind import CUT
 from nemo_run_ray.remote.files import replacing, write_file
 from nemo_run_ray.remote.rows import ArrayRows, GroupRows
 
+_logger = logging.getLogger(__name__)
+
 #: Bytes in which the first line of a log's end is looked for: a longer line is kept in part.
 _LINE_BYTES = 64 * 1024
 
@@ -24,9 +27,12 @@ class Kept:
     Args:
         exp_dir: the experiment's folder.
         submission_id: of the job.
+        copy: beginning of the path of a second file for the log; empty for none.
     """
 
-    def __init__(self, exp_dir: Path, submission_id: str) -> None:
+    def __init__(self, exp_dir: Path, submission_id: str, copy: str = "") -> None:
+        # Whatever a ledger says, the name's end is this one: no other file is replaced.
+        self._copy = Path(f"{copy}_{submission_id}_srun.log") if copy else None
         self._log = exp_dir / "ray_logs" / f"{submission_id}.log"
         self._rows = exp_dir / "ray_logs" / f"{submission_id}.json"
         self._array = exp_dir / "ray_logs" / f"{submission_id}.array"
@@ -47,7 +53,9 @@ class Kept:
                 yield text
 
     def keep_log(self, texts: Iterable[str], most_bytes: int | None = None) -> None:
-        """Write the log; none is left when reading or writing fails.
+        """Write the log, and a second one where that belongs on this machine.
+
+        None is left when reading or writing the first one fails.
 
         Args:
             texts: the log, in pieces of any size.
@@ -59,11 +67,22 @@ class Kept:
         with replacing(self._log) as file, ExitStack() as stack:
             if most_bytes is None:
                 file.writelines(pieces)
-                return
-            end = _End(stack.enter_context(_scratch(folder)), stack.enter_context(_scratch(folder)))
-            for piece in pieces:
-                end.add(piece, most_bytes)
-            end.write_to(file, most_bytes)
+            else:
+                scratches = [stack.enter_context(_scratch(folder)) for _ in range(2)]
+                end = _End(*scratches)
+                for piece in pieces:
+                    end.add(piece, most_bytes)
+                end.write_to(file, most_bytes)
+        if self._copy is not None and self._copy.parent.parent.is_dir():
+            self._write_copy(self._copy)
+
+    def _write_copy(self, path: Path) -> None:
+        try:
+            path.parent.mkdir(exist_ok=True)
+            with open(self._log, "rb") as log, replacing(path) as file:
+                shutil.copyfileobj(log, file)
+        except OSError as error:
+            _logger.warning("The log is not written to %s too: %s", path, error)
 
     @property
     def has_rows(self) -> bool:

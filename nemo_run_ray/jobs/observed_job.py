@@ -50,7 +50,7 @@ class ObservedJob:
         self.record = record
         self.id = record.submission_id
         self.cluster = from_record(record.cluster)
-        self.kept = Kept(record.exp_dir, self.id)
+        self.kept = Kept(record.exp_dir, self.id, record.log_copy)
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__} {self.id}>"

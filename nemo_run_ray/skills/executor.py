@@ -35,6 +35,13 @@ class SkillsExecutor(RayExecutor):
 
     #: NeMo-Skills' name of the task, such as ``gen1-rs0-chunk1``.
     job_name: str = ""
+    #: Folder of the nodes in which NeMo-Skills' users look for the logs of the task.
+    log_dir: str = ""
+
+    @property
+    def log_copy(self) -> str:
+        name = self.job_name.replace("/", "-")
+        return f"{self.log_dir}/main_{name}" if self.log_dir else ""
 
     @property
     def is_serving(self) -> bool:
@@ -54,7 +61,11 @@ class SkillsExecutor(RayExecutor):
         """
         if len(executors) > 1:
             executors = _as_roles(executors)
-        return super().merge(executors, num_tasks)
+        merged = super().merge(executors, num_tasks)
+        for role in merged.resource_group:
+            if isinstance(role, cls) and isinstance(merged, cls) and not role.service:
+                merged.job_name, merged.log_dir = role.job_name, role.log_dir
+        return merged
 
 
 def executor_of(call: Mapping[str, Any], packager: Packager) -> SkillsExecutor:
@@ -94,6 +105,7 @@ def executor_of(call: Mapping[str, Any], packager: Packager) -> SkillsExecutor:
         image=call["container"] or None,
         role=f"{role}-{call['het_group']}" if call["heterogeneous"] else role,
         job_name=str(call["job_name"] or ""),
+        log_dir=str(call["log_dir"] or ""),
         secrets=list(variables.secrets),
         dependencies=list(call["dependencies"] or ()),
         packager=packager if of_file is None else of_file,

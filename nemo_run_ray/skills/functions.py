@@ -27,7 +27,7 @@ _IS_FOR_RAY: ContextVar[bool] = ContextVar("is_for_ray", default=False)
 
 #: Parameters of ``get_executor`` that mean nothing on Ray, in all versions of NeMo-Skills.
 _OF_SLURM = frozenset(
-    {"log_dir", "mounts", "partition", "account", "qos", "time_min", "overlap"}
+    {"mounts", "partition", "account", "qos", "time_min", "overlap"}
     | {"slurm_kwargs", "sbatch_kwargs", "extra_srun_args", "total_het_groups", "ray_template"}
 )
 

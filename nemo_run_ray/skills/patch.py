@@ -27,6 +27,7 @@ USED = {
         "tasks_per_node",
         "gpus_per_node",
         "job_name",
+        "log_dir",
         "log_prefix",
         "dependencies",
         "extra_package_dirs",

@@ -125,6 +125,24 @@ def test_its_advice_on_uncommitted_changes_is_heard(of_skills, tmp_path, monkeyp
     assert not ray.rows
 
 
+def test_the_log_of_an_ended_task_is_in_its_log_dir_too(of_skills, tmp_path, ray):
+    file = tmp_path / "cluster_configs" / "my-ray.yaml"
+    file.write_text(_FILE.replace("http://ray-head:8265", ray.url))
+    config, logs = config_of(of_skills), tmp_path / "generation-logs"
+    with of_skills.exp.get_exp("gen", config) as exp:
+        for served in ({}, {"server_config": _SERVER}):
+            of_skills.exp.add_task(
+                exp, "true", "gen-rs0", config, "nemo-skills", log_dir=str(logs), **served
+            )
+        of_skills.exp.run_exp(exp, config)
+    for name in ray.rows:
+        ray.rows[name].update(status="SUCCEEDED", driver_exit_code=0)
+        ray.logs[name] = f"words of {name}\n"
+    exp.status()
+    written = {path.name: path.read_text() for path in logs.iterdir()}
+    assert written == {f"main_gen-rs0_{name}_srun.log": ray.logs[name] for name in ray.rows}
+
+
 def test_the_code_that_the_file_names_comes_first(of_skills, tmp_path):
     (tmp_path / "code").mkdir()
     (tmp_path / "cluster_configs" / "my-ray.yaml").write_text(
