@@ -14,12 +14,14 @@ from rich.errors import LiveError
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
 from rich.progress import Progress as Bar
 
+from nemo_run_ray.plain_errors import as_markup
+
 _err = Console(stderr=True, soft_wrap=True, highlight=False, log_path=False)
 
 
 def say(line: str) -> None:
     """Print a line for people, with the time."""
-    _err.log(line)
+    _err.log(as_markup(line))
 
 
 class MapProgress:
@@ -34,7 +36,7 @@ class MapProgress:
         columns = (BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
         # What is printed on a terminal stands above the bar; a file or a pipe gets it as it is.
         shares = sys.stdout.isatty()
-        name_column = TextColumn("{task.description}")
+        name_column = TextColumn("{task.description}", markup=False)
         self._bar = Bar(name_column, *columns, console=_err, redirect_stdout=shares)
         self._task = self._bar.add_task(name, total=total)
 

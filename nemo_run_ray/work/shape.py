@@ -81,8 +81,9 @@ class Shape:
             f"{name} {amount_text(name, available.get(name, 0.0))}" for name, _ in self.resources
         )
         return (
-            f"No worker runs yet. Each asks for {self._asked}; free in the cluster: {free}. "
-            f"They start, or wait for room: the nodes can have {slots} when nothing else runs."
+            f"No worker is ready yet: they start, or wait for room. Each asks for {self._asked}; "
+            f"the nodes can have {slots} when nothing else runs. Free in the cluster, without what "
+            f"workers that start have taken already: {free}."
         )
 
     @property

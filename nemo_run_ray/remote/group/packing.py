@@ -182,8 +182,12 @@ def _busiest(bundles: Sequence[Bundle], nodes: Sequence[Node], free: Mapping[str
         for bundle in bundles
         if any(amount > free[key] + TOLERANCE for key, amount in bundle.resources.items())
     ]
+    if not scarce and fits(_sum(bundles), free):
+        # What is free is known of all nodes together.
+        unless = ", unless it lies on nodes that cannot take them" if len(nodes) > 1 else ""
+        return f"that is enough: Ray is about to place them{unless}"
     if not scarce:
-        return "each bundle would fit by itself, the nodes that are free now do not fit all of them"
+        return "all bundles start together, and what is free now is too little for all of them"
     bundle = scarce[0]
     hosts = ", ".join(sorted(node.host for node in _hosts(bundle, nodes))[:8])
     return f"{name(bundle.replica_id)} waits: the nodes that can host it are busy ({hosts})"

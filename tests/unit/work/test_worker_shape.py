@@ -73,7 +73,9 @@ def test_the_actors_options_are_rays():
 
 def test_what_is_waited_for_is_told():
     words = Shape((("CPU", 2.0), ("GPU", 0.5))).why_waiting({"CPU": 1.0}, 4)
-    assert "Each asks for CPU 2, GPU 0.5; free in the cluster: CPU 1, GPU 0." in words
+    assert "No worker is ready yet: they start, or wait for room." in words
+    assert "Each asks for CPU 2, GPU 0.5;" in words
+    assert words.endswith("workers that start have taken already: CPU 1, GPU 0.")
     assert "the nodes can have 4 when nothing else runs" in words
 
 

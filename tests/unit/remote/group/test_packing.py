@@ -369,11 +369,20 @@ def test_a_group_that_waits_says_what_it_asks_what_there_is_and_who_waits():
     assert "\n" not in words
 
 
-def test_a_group_that_waits_for_one_node_among_free_ones_blames_no_bundle():
+@pytest.mark.parametrize(
+    ("cpus", "free", "words"),
+    [
+        ((4.0, 2.0), 5.0, "that is enough: Ray is about to place them, unless it lies on "),
+        ((5.0,), 5.0, "available CPU 5; that is enough: Ray is about to place them"),
+        ((4.0, 2.0), 4.0, "available CPU 4; all bundles start together, and what is free now is "),
+    ],
+)
+def test_a_group_that_waits_although_each_bundle_may_fit_blames_none(cpus, free, words):
     spec = _group(_role("a"), _role("b", resources={"CPU": 4.0}))
-    words = why_waiting(spec, [_node(1, CPU=4.0), _node(2, CPU=2.0)], {"CPU": 5.0})
-    assert "available CPU 5;" in words
-    assert "each bundle would fit by itself" in words
+    nodes = [_node(number, CPU=amount) for number, amount in enumerate(cpus)]
+    found = why_waiting(spec, nodes, {"CPU": free})
+    assert words in found
+    assert ("unless" in found) == (len(cpus) > 1 and free == 5.0)
 
 
 def test_a_group_that_waits_for_ever_says_why():
