@@ -42,7 +42,9 @@ _AS_THEY_ARE = {
 def status(
     name: Name,
     as_json: Annotated[bool, typer.Option("--json", help="For programs.")] = False,
-    once: Annotated[bool, typer.Option("--once", help="Look once, do not follow.")] = False,
+    once: Annotated[
+        bool, typer.Option("--once", help="Look once, do not follow; see its exit code.")
+    ] = False,
     elements: Annotated[
         str | None, typer.Option(help="Of an array: failed, running, … or 3,7-9.")
     ] = None,
@@ -60,11 +62,12 @@ def status(
     report = StatusReport(jobs)
     if as_json:
         print(report.as_json())
-        return
-    if once or report.is_over or not out.is_terminal:
+    elif once or report.is_over or not out.is_terminal:
         out.print(report.table(time.time()))
     else:
         _follow_status(jobs, report)
+    if once and report.exit_code:
+        raise typer.Exit(report.exit_code)
 
 
 def _follow_status(jobs: list[RemoteJob], report: StatusReport) -> None:

@@ -32,6 +32,13 @@ _COLORS = {
     JobState.CANCELLED: "yellow",
     JobState.RUNNING: "cyan",
 }
+#: Exit codes of ``status --once``; where jobs are in several of these states, the first one counts.
+_EXIT_CODES = {
+    JobState.FAILED: 3,
+    JobState.LOST: 4,
+    JobState.UNKNOWN: 5,
+    JobState.CANCELLED: 6,
+}
 #: Jobs whose names a cell shows before it only counts them.
 _NAMES_MAX = 3
 _ELEMENT_STATES: tuple[Literal["succeeded", "failed", "cancelled", "running", "waiting"], ...] = (
@@ -82,6 +89,12 @@ class StatusReport:
     @property
     def is_over(self) -> bool:
         return all(status.state.is_terminal for status in self.statuses)
+
+    @property
+    def exit_code(self) -> int:
+        """0 as long as all jobs wait, run or have succeeded."""
+        states = {status.state for status in self.statuses}
+        return next((code for state, code in _EXIT_CODES.items() if state in states), 0)
 
     def as_json(self) -> str:
         told = [group or array for group, array in zip(self.roles, self.arrays, strict=True)]

@@ -157,6 +157,28 @@ def test_one_answer_comes_from_one_look(ray, unique):
     assert len(ray.requests) == 1
 
 
+@pytest.mark.parametrize(
+    ("states", "code"),
+    [
+        (("SUCCEEDED", "RUNNING"), 0),
+        (("SUCCEEDED", "FAILED"), 3),
+        (("STOPPED", "FAILED"), 3),
+        (("SUCCEEDED", None), 4),
+        (("SUCCEEDED", "PAUSED"), 5),
+        (("SUCCEEDED", "STOPPED"), 6),
+    ],
+)
+def test_one_look_has_an_exit_code_that_says_how_the_jobs_are(ray, unique, states, code):
+    handed = Handed(ray, unique, *(f"job{number}" for number in range(len(states))))
+    for job, state in zip(handed.jobs.values(), states, strict=True):
+        ray.rows[job.id].update(status=state)
+        if state is None:  # the cluster has no record of it any more
+            del ray.rows[job.id]
+    build = cli.build()
+    assert CliRunner().invoke(build, ["status", "--once", unique]).exit_code == code
+    assert CliRunner().invoke(build, ["status", "--json", unique]).exit_code == 0
+
+
 _WORDS = "[/x] \x1b]0;mine\x07\x1b[31mred\x1b[0m\x9b2J"
 
 
