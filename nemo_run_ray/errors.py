@@ -34,9 +34,12 @@ Exceptions of other libraries are translated where they enter and kept as ``__ca
 program is printed by ``plain_errors.py``.
 """
 
+import errno
 import re
 import traceback
 
+#: Numbers of an OSError that say that a disk is full or may only be read.
+NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
 _COLOUR_CODE = re.compile(r"\x1b\[[0-9;?]*[ -/]*[@-~]")
 #: What a terminal would obey, and what HTML or UTF-8 cannot carry.
 _UNFIT = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff\ufffe\uffff]")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import json
 import os
 import sys
@@ -20,7 +21,7 @@ from nemo_run_ray.cli.cluster_verbs import clusters, init
 from nemo_run_ray.cli.doctor import doctor
 from nemo_run_ray.cli.elements_table import print_elements
 from nemo_run_ray.cli.up_down import down, up
-from nemo_run_ray.errors import JobError, NemoRunRayError
+from nemo_run_ray.errors import NO_SPACE, JobError, NemoRunRayError
 from nemo_run_ray.nemo import registry
 
 if TYPE_CHECKING:
@@ -274,31 +275,47 @@ def guarded(verb: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(verb)
     def run(*args: Any, **kwargs: Any) -> None:
         try:
-            with _nemo_run_on_stderr():
+            with _console():
                 verb(*args, **kwargs)
         except NemoRunRayError as error:
             print(f"nemo-run-ray: {error}", file=sys.stderr)
             raise typer.Exit(1) from error
         except KeyboardInterrupt:
             raise typer.Exit(130) from None
-        except (
-            BrokenPipeError
-        ):  # `… | head`: the reader is gone, and nothing may be flushed at exit
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        except BrokenPipeError:  # `… | head`: the reader is gone
+            _flush_nothing_at_exit()
             raise typer.Exit(141) from None
+        except OSError as error:
+            if error.errno not in NO_SPACE:
+                raise
+            if error.filename is None:
+                _flush_nothing_at_exit()
+            where = error.filename or "Standard output"
+            print(f"nemo-run-ray: {where} cannot be written: {error.strerror}.", file=sys.stderr)
+            raise typer.Exit(1) from error
 
     return run
 
 
+def _flush_nothing_at_exit() -> None:
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
 @contextlib.contextmanager
-def _nemo_run_on_stderr() -> Iterator[None]:
-    """NeMo-Run logs and warns on stdout, where programs read what ``status --json`` prints."""
+def _console() -> Iterator[None]:
+    """Standard output for the verbs alone, and for every text, whatever its encoding is.
+
+    NeMo-Run logs and warns there, where programs read what ``status --json`` prints.
+    """
     before = CONSOLE.stderr
     CONSOLE.stderr = True
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")
     try:
         yield
     finally:
         CONSOLE.stderr = before
+        sys.stdout.flush()
 
 
 def build() -> typer.Typer:

@@ -216,3 +216,31 @@ def test_a_refusal_with_words_of_others_is_the_error_that_is_raised(ray, unique)
     ray.trouble = lambda method, path: Trouble(400, _WORDS) if method == "POST" else None
     with pytest.raises(SubmissionError, match=r"refuses the job .*\[ /x\]"):
         Handed(ray, unique, "job")
+
+
+@pytest.mark.parametrize("encoding", ["ascii", "latin-1"])
+@pytest.mark.parametrize("words", [["status", "--once"], ["logs"], ["logs", "--follow"]])
+def test_a_terminal_of_few_characters_gets_the_others_as_escapes(
+    ray, unique, encoding, words, monkeypatch
+):
+    handed = Handed(ray, unique, "job")
+    ray.rows[f"{handed.id}.job"].update(status="FAILED", message="漢 of Ray")
+    ray.logs[f"{handed.id}.job"] = "漢 of the task\n"
+    done = CliRunner(charset=encoding).invoke(cli.build(), [*words, unique])
+    assert "\\u6f22 of " in done.stdout_bytes.decode(encoding)
+
+
+@pytest.mark.parametrize("words", [["status", "--once"], ["status", "--json"], ["logs"]])
+def test_a_full_disk_behind_standard_output_is_one_sentence(ray, unique, words, capfd, monkeypatch):
+    handed = Handed(ray, unique, "job")
+    ray.rows[f"{handed.id}.job"].update(status="FAILED")
+    ray.logs[f"{handed.id}.job"] = "words\n"
+    capfd.readouterr()
+    with open("/dev/full", "w") as full, monkeypatch.context() as patched:
+        patched.setattr("sys.stdout", full)
+        patched.setattr("sys.argv", ["nemo-run-ray", *words, unique])
+        with pytest.raises(SystemExit) as caught:
+            cli.main()
+    assert caught.value.code == 1
+    told = capfd.readouterr().err
+    assert told == "nemo-run-ray: Standard output cannot be written: No space left on device.\n"
