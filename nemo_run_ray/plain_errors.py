@@ -15,9 +15,10 @@ from pathlib import Path
 from types import TracebackType
 
 import nemo_run
+from nemo_run.config import get_nemorun_home
 from rich.markup import escape
 
-from nemo_run_ray.errors import NemoRunRayError, shown
+from nemo_run_ray.errors import NO_SPACE, NemoRunRayError, shown
 
 #: Environment variable that brings the tracebacks back, for a report of a fault of this package.
 VARIABLE = "NEMO_RUN_RAY_TRACEBACK"
@@ -38,6 +39,8 @@ def install() -> None:
             print(paragraph(error, frames), file=sys.stderr)
         elif getattr(error, "_is_explained", False) and not os.environ.get(VARIABLE):
             print(shown(str(error)), file=sys.stderr)
+        elif isinstance(error, OSError) and _is_of_a_full_disk(error):
+            print(shown(_full(error, frames)), file=sys.stderr)
         else:
             before(kind, error, frames)
 
@@ -77,6 +80,25 @@ def paragraph(error: NemoRunRayError, frames: TracebackType | None) -> str:
     place = _place(frames)
     hint = f"{VARIABLE}=1 shows the traceback"
     return f"{text}\n({place}; {hint})" if place else f"{text}\n({hint})"
+
+
+def _is_of_a_full_disk(error: OSError) -> bool:
+    """Whether NeMo-Run or this package had no room for a file, and no traceback is asked for."""
+    if error.errno not in NO_SPACE or os.environ.get(VARIABLE):
+        return False
+    frames = traceback.extract_tb(error.__traceback__)
+    return any(
+        Path(frame.filename).is_relative_to(folder) for frame in frames for folder in _LIBRARIES
+    )
+
+
+def _full(error: OSError, frames: TracebackType | None) -> str:
+    file = error.filename or f"A file in {get_nemorun_home()}"
+    return (
+        f"{file} cannot be written: {error.strerror}. Jobs that were handed over before go on: "
+        "`nemo-run-ray status` shows them. Make room, or name another home by NEMORUN_HOME.\n"
+        f"({_place(frames)}; {VARIABLE}=1 shows the traceback)"
+    )
 
 
 def _elsewhere(error: BaseException) -> str:

@@ -154,9 +154,9 @@ class Batch:
         try:
             submit_once(self._connect(), body, nonces, time.monotonic, pause)
         except NemoRunRayError as error:
-            book.write(ledger.UNSETTLED, planned.submission_id, why=str(error))
+            book.note(ledger.UNSETTLED, planned.submission_id, why=str(error))
             raise
-        book.write(ledger.SUBMITTED, planned.submission_id)
+        book.note(ledger.SUBMITTED, planned.submission_id)
         return planned.submission_id
 
     def _dispatch(self, name: str, jobs: Sequence[JobPlan]) -> None:

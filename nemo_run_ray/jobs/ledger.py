@@ -73,21 +73,39 @@ class Ledger:
         self.write_all([(event, submission_id, values)])
 
     def write_all(self, events: Sequence[Event]) -> None:
-        """Append several events: kind, submission id and values of each."""
+        """Append several events: kind, submission id and values of each.
+
+        Raises:
+            OSError: they cannot be written; it names the file.
+        """
         at = round(time.time(), 3)
         lines = "".join(
             json.dumps({"at": at, "event": event, "id": name, **values}, sort_keys=True) + "\n"
             for event, name, values in events
         )
-        with FileLock(f"{self.path}.lock"), open(self.path, "ab+") as file:
-            file.seek(0, os.SEEK_END)
-            if file.tell() > 0:
-                file.seek(-1, os.SEEK_END)
-                if file.read(1) != b"\n":  # a writer died in the middle of its line
-                    file.write(b"\n")
-            file.write(lines.encode())
-            file.flush()
-            os.fsync(file.fileno())
+        try:
+            with FileLock(f"{self.path}.lock"), open(self.path, "ab+") as file:
+                file.seek(0, os.SEEK_END)
+                if file.tell() > 0:
+                    file.seek(-1, os.SEEK_END)
+                    if file.read(1) != b"\n":  # a writer died in the middle of its line
+                        file.write(b"\n")
+                file.write(lines.encode())
+                file.flush()
+                os.fsync(file.fileno())
+        except OSError as error:
+            error.filename = str(self.path)  # a write that fails names no file
+            raise
+
+    def note(self, event: str, submission_id: str, **values: Any) -> None:
+        """Append an event that what happens to the job does not depend on, if it can be written."""
+        try:
+            self.write(event, submission_id, **values)
+        except OSError as error:
+            log.warning(
+                "%s cannot be written: %s. The job %s is not affected; that it is %s is not kept.",
+                *(self.path, error.strerror, submission_id, event),
+            )
 
     def keep_attempts(self, found: Mapping[str, Attempts]) -> None:
         """Write down what was seen of the attempts of jobs, by the jobs' submission ids.

@@ -59,9 +59,9 @@ def start_dispatcher(dispatch: Dispatch, api: JobsApi, cluster: dict[str, Any]) 
     try:
         submit_once(api, body, lambda: [nonce], time.monotonic, pause)
     except NemoRunRayError as error:
-        book.write(ledger.UNSETTLED, name, why=str(error))
+        book.note(ledger.UNSETTLED, name, why=str(error))
         raise
-    book.write(ledger.SUBMITTED, name)
+    book.note(ledger.SUBMITTED, name)
     return name
 
 
@@ -161,7 +161,8 @@ def _write_intent(dispatch: Dispatch, name: str, cluster: dict[str, Any]) -> Led
     except OSError as error:
         raise JobError(
             f"The dispatcher {name} cannot be written down in {dispatch.exp_dir}: "
-            f"{error.strerror}. Look at the experiment as the user who owns that folder."
+            f"{error.strerror}. It was not started. Make room there, or look at the experiment as "
+            "the user who owns that folder."
         ) from error
     return book
 

@@ -23,7 +23,14 @@ from torchx.schedulers.api import (
 from torchx.specs import AppDef, AppDryRunInfo, ReplicaStatus, Role, RoleStatus
 
 from nemo_run_ray.clusters import Cluster
-from nemo_run_ray.errors import ConfigError, JobError, NemoRunRayError, shown
+from nemo_run_ray.errors import (
+    NO_SPACE,
+    ConfigError,
+    JobError,
+    NemoRunRayError,
+    SubmissionError,
+    shown,
+)
 from nemo_run_ray.executor import RayExecutor
 from nemo_run_ray.ids import SCHEDULER, dispatcher_id, job_id
 from nemo_run_ray.jobs import ledger, notes
@@ -138,8 +145,17 @@ class RayJobsScheduler(SchedulerMixin, Scheduler[Any]):
     def schedule(self, dryrun_info: AppDryRunInfo[Request]) -> str:
         request = dryrun_info.request
         batch = request.batch
-        self._announce()
-        submission_id: str = batch.submit(request.plan.job)
+        try:
+            self._announce()
+            submission_id: str = batch.submit(request.plan.job)
+        except OSError as error:
+            if error.errno not in NO_SPACE:
+                raise
+            raise SubmissionError(
+                f"The job {request.plan.submission_id} was not handed over, as "
+                f"{error.filename or batch.exp_dir} cannot be written: {error.strerror}. Make "
+                "room, or name another home by NEMORUN_HOME, and run it again."
+            ) from error
         try:
             batch.cluster.release(registry.is_detached(self._experiment))
         except NemoRunRayError as error:  # the job runs: its launch has not failed

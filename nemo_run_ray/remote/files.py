@@ -27,7 +27,9 @@ def replacing(path: Union[str, os.PathLike[str]]) -> Iterator[IO[bytes]]:
         with open(os.open(temporary, flags, 0o666), "wb") as file:
             yield file
         os.replace(temporary, path)
-    except BaseException:
-        with contextlib.suppress(FileNotFoundError):
+    except BaseException as error:
+        with contextlib.suppress(OSError):
             os.unlink(temporary)
+        if isinstance(error, OSError):
+            error.filename = os.fspath(path)  # a write that fails names no file
         raise

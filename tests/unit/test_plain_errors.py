@@ -106,3 +106,27 @@ def test_a_notebook_prints_the_paragraph(monkeypatch):
     assert __file__ in shown[1]
     monkeypatch.setenv(VARIABLE, "1")
     assert caught.value._render_traceback_()[0] == "Traceback (most recent call last):"
+
+
+_FULL = f"""\
+import errno, os, nemo_run as run
+from nemo_run_ray import RayExecutor
+
+
+def no_room(path, **_):
+    raise OSError(errno.ENOSPC, "No space left on device", str(path))
+
+
+os.makedirs = no_room
+run.run(run.Script(inline="true"), executor=RayExecutor(address="{_NOBODY}"), name="x")
+"""
+
+
+def test_a_full_disk_under_nemo_run_is_one_paragraph(tmp_path):
+    done = _run(tmp_path, _FULL)
+    assert done.returncode == 1
+    assert "Traceback" not in done.stdout + done.stderr
+    error, place = done.stderr.splitlines()[-2:]
+    assert error.startswith(f"{tmp_path / 'home' / 'experiments' / 'x'}")
+    assert "cannot be written: No space left on device. Jobs that were handed over" in error
+    assert place.startswith(f"({tmp_path / 'program.py'}, line 10;")

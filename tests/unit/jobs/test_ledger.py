@@ -1,17 +1,22 @@
+import errno
+import itertools
 import json
 import logging
+import os
 import subprocess
 import sys
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 
 import nemo_run.config
 import pytest
 
-from nemo_run_ray.errors import JobError
-from nemo_run_ray.ids import job_id
+from nemo_run_ray.errors import JobError, SubmissionError
+from nemo_run_ray.ids import LEDGER, job_id
 from nemo_run_ray.jobs import ledger
 from nemo_run_ray.jobs.ledger import INTENT, SUBMITTED, TERMINAL, UNSETTLED, Ledger
+from tests.unit.jobs.conftest import Handed
 
 _INTENT = {"job": "j", "role": "r", "cluster": {"kind": "local"}, "session": "s", "nonce": "n"}
 _STATUS = {
@@ -210,3 +215,41 @@ def test_a_ledger_that_was_removed_and_made_anew_is_read_anew(tmp_path):
         book.path.write_bytes(lines.replace(b"old", b"new"))
         assert book.job("e.a").nonces == ["new"]
         book.path.unlink()
+
+
+@pytest.fixture
+def full_after(monkeypatch):
+    """Let the disk be full after so many writes of a ledger, and keep what is warned of."""
+    warnings: list[str] = []
+
+    def fill(writes: int) -> list[str]:
+        written = itertools.count()
+
+        def fsync(number: int) -> None:
+            if next(written) >= writes:
+                raise OSError(errno.ENOSPC, "No space left on device")
+
+        monkeypatch.setattr(ledger, "os", SimpleNamespace(**{**vars(os), "fsync": fsync}))
+        return warnings
+
+    monkeypatch.setattr(ledger.log, "warning", lambda text, *words: warnings.append(text % words))
+    return fill
+
+
+def test_a_disk_that_is_full_before_the_request_leaves_nothing_handed_over(ray, unique, full_after):
+    full_after(0)
+    with pytest.raises(SubmissionError, match=r"was not handed over, as .*No space left") as caught:
+        Handed(ray, unique, "job")
+    assert f"/{LEDGER} cannot be written" in str(caught.value)
+    assert ray.started == []
+
+
+def test_a_disk_that_is_full_after_the_request_leaves_the_job_alone(ray, unique, full_after):
+    warnings = full_after(1)
+    handed = Handed(ray, unique, "job")
+    assert ray.started == [f"{handed.id}.job"]
+    assert handed.states() == {"job": "PENDING"}
+    (warning,) = warnings
+    assert (
+        f"{LEDGER} cannot be written: No space left on device. The job {handed.id}.job" in warning
+    )
