@@ -17,7 +17,13 @@ from nemo_run_ray.jobs.dispatched_job import DispatchedJob
 from nemo_run_ray.jobs.element_job import ElementJob
 from nemo_run_ray.jobs.job import RemoteJob
 from nemo_run_ray.jobs.ledger import Ledger
-from nemo_run_ray.jobs.roles_and_elements import elements, not_ready, roles
+from nemo_run_ray.jobs.roles_and_elements import (
+    FIRST_FAILURES,
+    elements,
+    failure_lines,
+    not_ready,
+    roles,
+)
 from nemo_run_ray.jobs.running_at import note_running_at, running_at
 from nemo_run_ray.jobs.snapshot import Snapshot
 from nemo_run_ray.nemo import registry
@@ -127,8 +133,8 @@ class StatusReport:
             if found
         ]
         groups += [
-            _array_lines(job, found)
-            for job, found in zip(self.jobs, self.arrays, strict=True)
+            _array_lines(job, found, FIRST_FAILURES in status.detail)
+            for job, status, found in zip(self.jobs, self.statuses, self.arrays, strict=True)
             if found
         ]
         details = [
@@ -270,19 +276,22 @@ def _is_lost(attempt: AttemptRecord, status: JobStatus) -> bool:
     return status.state is JobState.LOST and not JobState(attempt.state).is_terminal
 
 
-def _array_lines(job: RemoteJob, array: ArrayRows) -> Group:
-    """One line for an array, and one for each of the first elements that failed."""
+def _array_lines(job: RemoteJob, array: ArrayRows, is_told: bool = False) -> Group:
+    """One line for an array, and one for each of the first elements that failed.
+
+    Args:
+        job: the array.
+        array: what is known of it.
+        is_told: its message names these elements.
+    """
     counts = ", ".join(f"{array[name]} {name}" for name in _ELEMENT_STATES if array[name])
     pace = ""
     if array["running"] and array["left_s"] is not None:
         left = duration(array["left_s"])
         pace = f"; {array['elements_per_s']:.3g} elements/s, about {left} left"
     lines = [Text(f"\n{job.name} has {array['elements']} elements: {counts}{pace}")]
-    names = {index: f" ({name})" for index, (_, name) in enumerate(job.record.tasks)}
-    lines += [
-        Text(f"  element {index}{names.get(index, '')}: {words or f'exit code {code}'}")
-        for index, code, words in array["failures"]
-    ]
+    if not is_told:
+        lines += [Text(line) for line in failure_lines(job, array)]
     return Group(*lines)
 
 

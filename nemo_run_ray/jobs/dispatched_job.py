@@ -15,6 +15,7 @@ from nemo_run_ray.jobs.dispatch import Dispatch, DispatchStatus
 from nemo_run_ray.jobs.follow_log import attempt_mark
 from nemo_run_ray.jobs.job import RemoteJob
 from nemo_run_ray.jobs.ledger import JobRecord
+from nemo_run_ray.jobs.roles_and_elements import with_failures
 from nemo_run_ray.jobs.snapshot import Snapshot
 from nemo_run_ray.remote.attempts import attempt_id
 from nemo_run_ray.remote.rows import JobRows
@@ -78,7 +79,7 @@ class DispatchedJob(RemoteJob):
 
     def _seen(self, api: JobsApi, snapshot: Snapshot) -> JobStatus:
         found = self.dispatch.look(api, snapshot)
-        status = self._explained(found, api, snapshot)
+        status = with_failures(self, self._explained(found, api, snapshot))
         if found.lost and not status.attempt:
             return self._lost(found.lost, snapshot)
         if status.state.is_terminal:

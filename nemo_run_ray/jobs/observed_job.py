@@ -16,6 +16,7 @@ from nemo_run_ray.jobs import keep_logs, ledger, notes, why_pending
 from nemo_run_ray.jobs.attempt_records import AttemptRecord, Attempts, known, of_rows
 from nemo_run_ray.jobs.kept_files import Kept
 from nemo_run_ray.jobs.ledger import JobRecord, Ledger
+from nemo_run_ray.jobs.roles_and_elements import with_failures
 from nemo_run_ray.jobs.snapshot import GONE, Snapshot
 from nemo_run_ray.remote.attempts import attempt_id, nonce_of
 from nemo_run_ray.remote.rows import JobRow, JobRows
@@ -162,6 +163,7 @@ class ObservedJob:
         status = status_of_row(row)
         if self.record.cancelled and status.reason in _NEVER_RAN:
             status = JobStatus(JobState.CANCELLED, Reason.CANCELLED, _BEFORE_ITS_COMMAND)
+        status = with_failures(self, status)
         if status.state.is_terminal:
             self.note(status, snapshot)
         api = self._api()

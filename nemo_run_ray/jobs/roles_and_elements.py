@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import contextlib
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from nemo_run_ray.errors import NemoRunRayError
+from nemo_run_ray.remote.array.progress import SOME_FAILED
 from nemo_run_ray.remote.rows import ARRAY, GROUP, ArrayRows, GroupRows, fits
 from nemo_run_ray.remote.states import JobStatus, Life, Phase, Reason
 
 if TYPE_CHECKING:
     from nemo_run_ray.jobs.observed_job import ObservedJob
+
+#: What stands before the failures of elements in the detail of an array that has failed.
+FIRST_FAILURES = "; its first failures:"
 
 
 def roles(job: ObservedJob, status: JobStatus) -> GroupRows | None:
@@ -44,6 +49,30 @@ def elements(job: ObservedJob, status: JobStatus) -> ArrayRows | None:
     """What is known of an array's elements; ``None`` for other jobs, and where nothing is known."""
     found: ArrayRows | None = _told(job, status, ARRAY) if job.record.is_array else None
     return found
+
+
+def failure_lines(job: ObservedJob, array: ArrayRows) -> list[str]:
+    """A line for each of the first elements that have failed."""
+    names = {index: f" ({name})" for index, (_, name) in enumerate(job.record.tasks)}
+    return [
+        f"  element {index}{names.get(index, '')}: {words or f'exit code {code}'}"
+        for index, code, words in array["failures"]
+    ]
+
+
+def with_failures(job: ObservedJob, status: JobStatus) -> JobStatus:
+    """The status; of an array that has failed with its first failures.
+
+    The last lines of its log are of any elements, mostly of those that have succeeded.
+    """
+    # With another code its driver could not go on, and the log says why.
+    if not status.tail or not status.detail.startswith(f"exit code {SOME_FAILED}"):
+        return status
+    array = elements(job, status)
+    lines = failure_lines(job, array) if array else []
+    if not lines:
+        return status
+    return replace(status, detail="\n".join([f"{status.detail}{FIRST_FAILURES}", *lines]), tail="")
 
 
 def _told(job: ObservedJob, status: JobStatus, shape: dict[str, Any]) -> Any:

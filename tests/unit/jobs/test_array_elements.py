@@ -18,7 +18,7 @@ from nemo_run_ray.jobs.find import find_job
 from nemo_run_ray.jobs.job import RemoteJob
 from nemo_run_ray.remote.array.status_file import file_of
 from tests.conftest import wait_for
-from tests.fake_ray import GOES_ON, SUCCEEDS, Trouble
+from tests.fake_ray import FAILS, GOES_ON, SUCCEEDS, Trouble
 from tests.unit.jobs.conftest import ArrayDriver, Handed
 
 pytestmark = pytest.mark.usefixtures("fresh_tables")
@@ -201,3 +201,12 @@ def test_a_running_array_shows_its_pace_and_its_first_failures(job):
     assert "3 succeeded" in told
     assert "; 12.3 elements/s, about 1m 30s left\n" in told
     assert "element 3: exit code 9" in told
+
+
+def test_an_array_that_has_failed_names_its_first_failures(ray, job, driver):
+    driver.shows(succeeded=6, failed=2, failures=[[3, 9, ""], [5, 1, "killed"]], running=0)
+    log = "last available logs (truncated to 20,000 chars):\n7| words of one that succeeded\n"
+    ray.rows[job.id].update({**FAILS, "driver_exit_code": 8, "message": f"exit code 8, {log}"})
+    failures = "exit code 8; its first failures:\n  element 3: exit code 9\n  element 5: killed"
+    for _ in range(2):  # from the cluster, and as it was noted
+        assert job.status.message.startswith(f"{failures}\nIts whole log: ")
