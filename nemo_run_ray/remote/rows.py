@@ -183,6 +183,7 @@ GROUP = {
             "host": str,
             "address": str,
             "exit_code": (None, int),
+            "waits_for": (None, str),
         }
     ],
 }
