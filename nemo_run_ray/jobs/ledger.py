@@ -94,7 +94,8 @@ class Ledger:
                 file.flush()
                 os.fsync(file.fileno())
         except OSError as error:
-            error.filename = str(self.path)  # a write that fails names no file
+            if error.errno:
+                error.filename = str(self.path)  # a write that fails names no file
             raise
 
     def note(self, event: str, submission_id: str, **values: Any) -> None:
