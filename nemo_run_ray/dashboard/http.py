@@ -179,7 +179,7 @@ class Http:
                 check_interrupted(f"the answer of {self.dashboard.url} to {method} {path}")
                 wait([answer], _NOTICE_S)
                 if time.monotonic() > deadline and not answer.done():
-                    raise httpx.ReadTimeout(f"no whole answer came in {limit_s:g} s")
+                    raise httpx.ReadTimeout(f"timed out after {limit_s:g} s")
             return answer.result()
         except BaseException:
             client.close()  # ends the thread at the next byte, or at its socket's time limit

@@ -65,7 +65,7 @@ OK = b"HTTP/1.1 200 OK\r\n"
 def test_one_deadline_holds_for_a_whole_request(pieces):
     with serving(Hostile, pieces=staticmethod(pieces)) as url:
         began = time.monotonic()
-        with pytest.raises(Unanswered, match="no whole answer came in 1 s"):
+        with pytest.raises(Unanswered, match="timed out"):
             Http(Dashboard(url)).request("GET", "/api/jobs/", 1.0)
         assert time.monotonic() - began < 5
 
