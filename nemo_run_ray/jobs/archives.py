@@ -35,6 +35,7 @@ from nemo_run_ray.planning.entrypoints import REMOTE_PACKAGE
 from nemo_run_ray.planning.job_plan import JobPlan
 from nemo_run_ray.remote.node.rundir import (
     JOBS,
+    KEY,
     MANIFEST,
     RENAMED,
     SECRETS,
@@ -223,7 +224,10 @@ def job_archive(
 
 
 def secrets_archive(
-    names: Sequence[str], nonce: str, places: Mapping[str, Sequence[str]] = MappingProxyType({})
+    names: Sequence[str],
+    nonce: str,
+    places: Mapping[str, Sequence[str]] = MappingProxyType({}),
+    key: str = "",
 ) -> Archive:
     """The values of the secrets, from this process's environment or where a cluster file says.
 
@@ -231,6 +235,7 @@ def secrets_archive(
         names: variables to read.
         nonce: makes the archive this submission's own, since its reader removes it.
         places: where values come from instead of the variables of their names.
+        key: proves the end of the job.
 
     Raises:
         ConfigError: a variable is not set.
@@ -246,6 +251,8 @@ def secrets_archive(
 
     def entries() -> Iterator[Entry]:
         yield _text(SECRETS, text, _PRIVATE)
+        if key:
+            yield _text(KEY, key.encode(), _PRIVATE)
 
     digest = hashlib.sha256(nonce.encode()).hexdigest()  # holds no value, since names are public
     return Archive("The secrets", digest, entries)

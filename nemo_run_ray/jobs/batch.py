@@ -31,6 +31,8 @@ from nemo_run_ray.jobs.start_dispatcher import start_dispatcher
 from nemo_run_ray.jobs.submit_once import submit_once
 from nemo_run_ray.jobs.task_arrays import TaskArrays
 from nemo_run_ray.planning.job_plan import JobPlan, joined_places
+from nemo_run_ray.remote.attempts import LOCK_KEY
+from nemo_run_ray.remote.node.output import lock_of, proof_of
 from nemo_run_ray.remote.spec import ArraySpec, DispatchedJobSpec, DispatchSpec, GroupSpec
 
 #: So many jobs are handed over by the client at once; more wait on the cluster, where a dispatcher
@@ -135,8 +137,8 @@ class Batch:
         return self._submit_alone(planned)
 
     def _submit_alone(self, planned: JobPlan) -> str:
-        nonce = secrets.token_hex(8)
-        hidden = archives.secrets_archive(planned.spec.secrets, nonce, planned.secret_places)
+        nonce, key = secrets.token_hex(8), secrets.token_hex(16)
+        hidden = archives.secrets_archive(planned.spec.secrets, nonce, planned.secret_places, key)
         with self._lock:
             (planned,) = self._fitted([planned])
             self.before_post()
@@ -145,11 +147,12 @@ class Batch:
                 for role, packager in planned.packagers.items()
             }
             carried = [self._upload(archive) for archive in self._job_archives()]
-        if planned.spec.secrets:
-            carried.append(self._upload(hidden))
+        self._connect().put_package(hidden.name, hidden.pack())
+        carried.append(hidden.uri)
         book = Ledger.of(self.exp_dir)
         book.write_all([self._intent(planned, nonce)])
         body = planned.body(code, carried, nonce)
+        body["metadata"][LOCK_KEY] = lock_of(proof_of(key, 0))
         nonces = partial(book.nonces, planned.submission_id)
         try:
             submit_once(self._connect(), body, nonces, time.monotonic, pause)

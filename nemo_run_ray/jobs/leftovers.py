@@ -5,7 +5,13 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from nemo_run_ray.jobs.follow_log import OF_RAY
-from nemo_run_ray.remote.node.output import MAY_BE_LEFT, NO_PROCESS_LEFT, RUNNER_KILLED, end_mark
+from nemo_run_ray.remote.node.output import (
+    MAY_BE_LEFT,
+    NO_PROCESS_LEFT,
+    PROOF,
+    RUNNER_KILLED,
+    end_mark,
+)
 from nemo_run_ray.remote.states import JobStatus
 
 if TYPE_CHECKING:
@@ -33,7 +39,7 @@ def leftovers(job: ObservedJob, status: JobStatus) -> str:
         return never
     ending = job.api().state.last_lines(status.node, job.ran_as(status), 3)
     marks = tuple(end_mark(nonce) for nonce in job.record.nonces)
-    for end in (line for line in ending if line.startswith(marks)):
+    for end in (line.partition(PROOF)[0] for line in ending if line.startswith(marks)):
         if _is_proof(job.record, end.partition(": ")[2]):
             return f"{NO_PROCESS_LEFT} on its node"
         if MAY_BE_LEFT in end:

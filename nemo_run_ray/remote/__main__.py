@@ -10,9 +10,9 @@ import os
 import sys
 
 from .node import command
-from .node.output import PREFIX, end_mark, say
+from .node.output import end_line, say
 from .node.process import Runner, keep
-from .node.rundir import DISPATCH, SPEC, RunDir, archived, jobs_folder, take_secrets
+from .node.rundir import DISPATCH, SPEC, RunDir, archived, jobs_folder, take_key, take_secrets
 from .spec import ArraySpec, DispatchSpec, GroupSpec, JobSpec, from_json
 
 
@@ -25,7 +25,7 @@ def main(argv: list[str]) -> int:
         return 2
     _, job, submission_id, nonce = argv
     tag = f"{submission_id}/{os.urandom(8).hex()}"
-    return keep(tag, nonce, lambda runner: _run(runner, job, submission_id))
+    return keep(tag, nonce, take_key(), lambda runner: _run(runner, job, submission_id))
 
 
 def _dispatch(submission_id: str, nonce: str) -> int:
@@ -39,7 +39,7 @@ def _dispatch(submission_id: str, nonce: str) -> int:
     if not isinstance(dispatch, DispatchSpec):
         raise ValueError(f"{path} holds no dispatch")
     code = dispatcher.run(dispatch, submission_id)
-    say(f"{end_mark(nonce)}exit code {code}".removeprefix(PREFIX))
+    say(end_line(nonce, "", code, f"exit code {code}"))
     return code
 
 

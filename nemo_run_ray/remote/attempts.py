@@ -16,6 +16,8 @@ from .states import JobStatus, status_of_row
 
 #: Keys in a job's metadata: the nonce of its submission, and why it is a claim.
 NONCE_KEY, CLAIM_KEY = "nemo_run_ray", "nemo_run_ray_claim"
+#: Key of what a proof of the job's end must fit, see ``lock_of``.
+LOCK_KEY = "nemo_run_ray_lock"
 RETRIES_KEY, PERMANENT_KEY = "nemo_run_ray_retries", "nemo_run_ray_permanent"
 #: Key of the id of the dispatcher that hands the job over.
 DISPATCHER_KEY = "nemo_run_ray_dispatcher"
@@ -83,6 +85,11 @@ def started_as(entrypoint: str, submission_id: str) -> str:
 def nonce_of(row: JobRow) -> str:
     """The nonce of the submission that made a row of Ray's job table; empty if it has none."""
     return str((row.get("metadata") or {}).get(NONCE_KEY, ""))
+
+
+def lock_of_row(row: JobRow) -> str:
+    """What a proof of the end of a row's job must fit; empty if nothing can prove it."""
+    return str((row.get("metadata") or {}).get(LOCK_KEY, ""))
 
 
 def attempts_of(ids: Sequence[str], table: Mapping[str, Attempt]) -> Dict[str, Dict[int, Attempt]]:

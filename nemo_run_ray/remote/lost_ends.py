@@ -10,7 +10,8 @@ What Ray's record says of a job counts, but for two cases in which it is wrong (
   started, or Ray finds that the supervisor has died.
 
 The last line of a job's log is this package's. It is written when nothing of the command is left,
-and carries the nonce of the submission, so it proves how the command ended.
+and carries a proof of the exit code, by a key that the command never sees. The lock that a proof
+must fit is in the job's metadata, so whoever can read the job table can check it.
 """
 
 from __future__ import annotations
@@ -20,8 +21,8 @@ import time
 from collections import deque
 from typing import Any, Callable, Deque, Dict, Optional, Tuple
 
-from .attempts import nonce_of
-from .node.output import end_mark
+from .attempts import lock_of_row, nonce_of
+from .node.output import PROOF, end_mark, lock_of
 from .rows import JobRow
 from .states import JobState, Reason, status_of_row
 
@@ -42,11 +43,10 @@ _REQUESTS_MAX, _REQUESTS_S = 20, 10.0
 #: Seconds after which an answer is a slow one, and the name under which all others wait for a while
 #: then: one look shall not wait for every node of a rack that is cut off.
 _SLOW_S, _ANY = 1.0, ""
-#: How a command ended that was not cancelled, in the words of ``describe_exit`` and
-#: ``explain_start``, or an array, which may say behind it what is left.
-_ENDED = re.compile(r"(?:exit code |killed by SIG\w+ \(exit code )(\d+)\)?(?::|;|$)")
-#: How the last line of a group that failed reads; the exit code is its primary's, if it has one.
-_GROUP_FAILED = re.compile(r"\[[\w ]+\] (?:.*\bexit code (\d+))?")
+#: How a last line begins of what was not cancelled and not killed with this package's process: in
+#: the words of ``describe_exit``, ``explain_start`` and of a group that failed. A node that shuts
+#: down tells that process to end, as Ray does for a cancelled job.
+_ENDED = re.compile(r"exit code \d|killed by SIG\w|\[[\w ]+\] ")
 
 
 class LostEnds:
@@ -113,7 +113,11 @@ def log_query(node: str, submission_id: str, lines: int) -> Dict[str, str]:
 
 
 def _may_be_lost(row: JobRow) -> bool:
-    if row.get("error_type") not in _ERRORS or not row.get("driver_node_id") or not nonce_of(row):
+    if (
+        row.get("error_type") not in _ERRORS
+        or not row.get("driver_node_id")
+        or not lock_of_row(row)
+    ):
         return False  # most rows; or another program's job, or one that has no log
     status = status_of_row(row)
     has_failed = status.state is JobState.FAILED and row.get("driver_exit_code") is None
@@ -122,11 +126,13 @@ def _may_be_lost(row: JobRow) -> bool:
 
 def _end(row: JobRow, text: str) -> Optional[Dict[str, Any]]:
     """The fields of a row that the end of the job's log proves, as Ray would have written them."""
-    mark = end_mark(nonce_of(row))
-    lines = [line for line in text.splitlines() if line.startswith(mark)]
-    code = _code(lines[-1][len(mark) :]) if lines else None
-    if code is None:
+    mark, lock = end_mark(nonce_of(row)), lock_of_row(row)
+    lines = [line[len(mark) :] for line in text.splitlines() if line.startswith(mark)]
+    ends = [words.rpartition(PROOF) for words in lines]
+    proven = [(words, proof) for words, _, proof in ends if lock_of(proof) == lock]
+    if not proven or not _ENDED.match(proven[-1][0]):
         return None
+    code = int(proven[-1][1].partition(".")[0])
     if code == 0:
         message = "Job finished successfully."
         return {
@@ -141,16 +147,3 @@ def _end(row: JobRow, text: str) -> Optional[Dict[str, Any]]:
         "message": f"Job entrypoint command failed with exit code {code}, "
         f"last available logs (truncated to 20,000 chars):\n{text}",
     }
-
-
-def _code(words: str) -> Optional[int]:
-    """The exit code in the last line's words; ``None`` of a job that was cancelled or killed.
-
-    A node that shuts down tells this package's process to end, as Ray does for a cancelled job, so
-    these words do not prove that a user has asked for it.
-    """
-    ended = _ENDED.match(words)
-    if ended:
-        return int(ended[1])
-    failed = _GROUP_FAILED.match(words)
-    return int(failed[1] or 0) or 1 if failed else None

@@ -19,6 +19,7 @@ from typing import Any, Callable, Deque, Dict, List, Mapping, Optional
 from .. import earlier
 from ..attempts import (
     ALL_SUCCEEDED,
+    LOCK_KEY,
     NOT_ALL_SUCCEEDED,
     OUT_OF_TIME,
     STOP_AGAIN_S,
@@ -31,8 +32,8 @@ from ..attempts import (
     started_as,
 )
 from ..lost_ends import LostEnds
-from ..node.output import say
-from ..node.rundir import SECRETS, read_secrets, remove_secrets
+from ..node.output import lock_of, proof_of, say
+from ..node.rundir import KEY, SECRETS, read_secrets, remove_secrets
 from ..node_death import node_dead_s
 from ..spec import DispatchedJobSpec, DispatchSpec
 from ..states import JobState, JobStatus, Reason
@@ -227,10 +228,11 @@ class Dispatcher:
         missing = [secret for secret in job.secrets if secret not in self._secrets]
         if missing:
             raise rest.RequestRefused(f"the dispatcher was started without {', '.join(missing)}")
-        if job.secrets:
-            name, data = secrets_package(job, body["submission_id"], self._secrets)
-            self._api.put_package(name, data)
-            body["runtime_env"]["py_modules"].append(f"gcs://{name}")
+        key = os.urandom(16).hex()
+        body["metadata"][LOCK_KEY] = lock_of(proof_of(key, 0))
+        name, data = secrets_package(job, self._secrets, key)
+        self._api.put_package(name, data)
+        body["runtime_env"]["py_modules"].append(f"gcs://{name}")
         return body
 
     # ------------------------------------------------------------------ tell
@@ -289,16 +291,18 @@ def attempt_body(job: DispatchedJobSpec, number: int) -> Dict[str, Any]:
 
 
 def secrets_package(
-    job: DispatchedJobSpec, submission_id: str, secrets: Mapping[str, str]
+    job: DispatchedJobSpec, secrets: Mapping[str, str], key: str
 ) -> tuple[str, bytes]:
-    """Name and contents of the archive with the values of a job's secrets, for one attempt."""
+    """Name and contents of the archive with the values of a job's secrets and the key of its end,
+    for one attempt."""
     text = json.dumps({name: secrets[name] for name in job.secrets})
     buffer = io.BytesIO()
     with zipfile.ZipFile(buffer, "w") as archive:
-        info = zipfile.ZipInfo(SECRETS)
-        info.external_attr = 0o600 << 16
-        archive.writestr(info, text)
-    digest = hashlib.sha256(f"{job.nonce} {submission_id}".encode()).hexdigest()
+        for name, content in ((SECRETS, text), (KEY, key)):
+            info = zipfile.ZipInfo(name)
+            info.external_attr = 0o600 << 16
+            archive.writestr(info, content)
+    digest = hashlib.sha256(f"{job.nonce} {key}".encode()).hexdigest()
     return f"_ray_pkg_{digest[:32]}.zip", buffer.getvalue()
 
 

@@ -21,12 +21,11 @@ from dataclasses import dataclass, field
 from typing import Any, Dict, Iterable, Iterator, List, Mapping, Optional, Tuple
 
 from .. import FOLDER
-from ..node.rundir import jobs_folder
+from ..node.rundir import JOB_CONFIG, jobs_folder
 from ..spec import CODE, RoleSpec
 from .machine import ReplicaId, name
 from .packing import Node
 
-_JOB_CONFIG = "RAY_JOB_CONFIG_JSON_ENV_VAR"
 #: Variables of the driver that a role needs: which attempt it is, and what a Ray program needs.
 _PASSED_ON = ("NEMO_RUN_ATTEMPT", "RAY_ADDRESS", "RAY_OVERRIDE_JOB_RUNTIME_ENV")
 #: What replicas may ask for and still share an actor: nothing that Ray hands out piece by piece.
@@ -152,7 +151,7 @@ def passed_on(role: RoleSpec, config_of_job: str) -> Dict[str, str]:
         runtime_env["py_modules"] = runtime_env["py_modules"][:1]
         if role.name in _archives():
             runtime_env["working_dir"] = f"gcs://{_archives()[role.name]}"
-        found[_JOB_CONFIG] = json.dumps(config)
+        found[JOB_CONFIG] = json.dumps(config)
     return found
 
 
@@ -162,11 +161,11 @@ def forget_runtime_env() -> str:
     Returns:
         The job's configuration as Ray gave it to the driver.
     """
-    given = os.environ.get(_JOB_CONFIG, "")
+    given = os.environ.get(JOB_CONFIG, "")
     with suppress(KeyError, ValueError, AttributeError):  # slower, but right
         config = json.loads(given)
         config.pop("runtime_env")
-        os.environ[_JOB_CONFIG] = json.dumps(config)
+        os.environ[JOB_CONFIG] = json.dumps(config)
     return given
 
 

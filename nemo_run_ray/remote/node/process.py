@@ -26,7 +26,7 @@ import time
 from contextlib import suppress
 from typing import Callable, Dict, List, NoReturn, Optional, Sequence, Tuple
 
-from .output import NO_PROCESS_LEFT, PREFIX, RUNNER_KILLED, Output, end_mark, say
+from .output import NO_PROCESS_LEFT, RUNNER_KILLED, Output, end_line, say
 from .tree import (
     ENDING,
     ROUND_S,
@@ -50,16 +50,17 @@ def describe_exit(code: int) -> str:
     return f"exit code {code}"
 
 
-def keep(tag: str, nonce: str, work: Callable[[Runner], int]) -> int:
+def keep(tag: str, nonce: str, key: str, work: Callable[[Runner], int]) -> int:
     """Run ``work`` in a runner process and return its exit code. See the module's text.
 
     Args:
         tag: unique text that is in the environment of every process of the command.
         nonce: the submission's, for the log's last line.
+        key: proves that line; empty if there is none.
         work: called in the runner; it prepares, calls ``Runner.run`` and cleans up.
     """
     code, words = guard(tag, work)
-    say(f"{end_mark(nonce)}{words}".removeprefix(PREFIX))
+    say(end_line(nonce, key, code, words))
     return code
 
 

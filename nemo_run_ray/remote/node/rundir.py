@@ -17,6 +17,7 @@ import shutil
 import stat
 import tempfile
 from collections.abc import Mapping
+from contextlib import suppress
 
 from ..trust import own_folder
 
@@ -36,6 +37,10 @@ DISPATCH = "nemo_run_ray_dispatch.json"
 SECRETS = "nemo_run_ray_secrets.json"
 #: How many links the kernel follows on one path: path_resolution(7).
 _LINKS_MAX = 40
+#: File in the same archive: the key that proves the job's end.
+KEY = "nemo_run_ray_key"
+#: Ray's variable with the job's configuration, from which workers of the job get its archives.
+JOB_CONFIG = "RAY_JOB_CONFIG_JSON_ENV_VAR"
 #: ``/nemo_run`` as a path of its own, not the tail of another one.
 _MOUNT = re.compile(r"(?<![\w./~})*?\]-])/nemo_run(?![\w.-])")
 
@@ -196,6 +201,32 @@ def _leads_out(name: str, links: Mapping[str, str]) -> bool:
                 behind.pop()
                 ahead += target.split("/")[::-1]
     return False
+
+
+def take_key() -> str:
+    """Read the key that proves the job's end, and remove the file that brought it.
+
+    The archive with it leaves the job's configuration too: Ray would unpack it, also on other
+    nodes, for workers of a command that is a Ray program.
+
+    Returns:
+        The key; empty when it is not there or stays there, where the command could read it too.
+    """
+    path = archived(KEY)
+    if path is None:
+        return ""  # of a driver that is started again
+    uri = f"gcs://{os.path.basename(os.path.dirname(path))}.zip"
+    with suppress(KeyError, ValueError, TypeError):  # a Ray that says it otherwise
+        config = json.loads(os.environ[JOB_CONFIG])
+        config["runtime_env"]["py_modules"].remove(uri)
+        os.environ[JOB_CONFIG] = json.dumps(config)
+    try:
+        with open(path, encoding="utf-8") as file:
+            key = file.read()
+        os.remove(path)
+    except OSError:
+        return ""
+    return key
 
 
 def take_secrets(names: tuple[str, ...]) -> dict[str, str]:

@@ -29,7 +29,7 @@ from nemo_run_ray.jobs.archives import (
     secrets_archive,
 )
 from nemo_run_ray.planning.job_plan import JobPlan
-from nemo_run_ray.remote.node.rundir import JOBS, MANIFEST, RENAMED, SECRETS, RunDir
+from nemo_run_ray.remote.node.rundir import JOBS, KEY, MANIFEST, RENAMED, SECRETS, RunDir
 from nemo_run_ray.remote.spec import JobSpec, from_json
 
 
@@ -478,6 +478,10 @@ def test_secrets_are_private(monkeypatch, hostile):
         assert entry.filename == SECRETS
         assert stat.S_IMODE(entry.external_attr >> 16) == 0o600
         assert json.loads(file.read(entry)) == {"TOKEN": hostile, "EMPTY": ""}
+    archive = secrets_archive([], "nonce", key="key")
+    with zipfile.ZipFile(io.BytesIO(archive.pack())) as file:
+        assert {stat.S_IMODE(entry.external_attr >> 16) for entry in file.infolist()} == {0o600}
+        assert file.read(KEY) == b"key"
 
 
 def test_the_name_of_the_secrets_tells_nothing_of_them(monkeypatch):

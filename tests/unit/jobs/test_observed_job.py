@@ -14,7 +14,7 @@ from nemo_run_ray.jobs.ledger import Ledger
 from nemo_run_ray.jobs.roles_and_elements import roles
 from nemo_run_ray.jobs.snapshot import Snapshot
 from nemo_run_ray.remote.lost_ends import LOG_FILE
-from nemo_run_ray.remote.node.output import end_mark
+from nemo_run_ray.remote.node.output import end_line, lock_of, proof_of
 from nemo_run_ray.remote.states import JobState, JobStatus, Reason
 from tests.fake_ray import EXIT_CODE_IS_LOST, FAILS, GOES_ON, NODE, SUCCEEDS, Trouble
 from tests.unit.jobs.conftest import Handed
@@ -232,8 +232,10 @@ def test_a_lost_chain_is_asked_about_once_for_all_of_its_jobs(ray, unique):
 def test_an_end_that_ray_has_lost_is_told_as_the_log_proves_it(ray, one):
     name = f"{one.id}.job"
     ray.rows[name].update(EXIT_CODE_IS_LOST, driver_node_id=NODE, end_time=1)
-    mark = end_mark(ray.rows[name]["metadata"]["nemo_run_ray"])
-    ray.logs[name] = f"Running entrypoint for job {name}: true\nwords\n{mark}exit code 4\n"
+    metadata = ray.rows[name]["metadata"]
+    metadata["nemo_run_ray_lock"] = lock_of(proof_of("key", 0))
+    line = f"nemo_run_ray| {end_line(metadata['nemo_run_ray'], 'key', 4, 'exit code 4')}\n"
+    ray.logs[name] = f"Running entrypoint for job {name}: true\nwords\n{line}"
     (job,) = one.jobs.values()
     assert (job.status.reason, job.status.detail) == (Reason.EXIT_CODE, "exit code 4")
     assert job.status.tail == "words"

@@ -5,10 +5,11 @@ from __future__ import annotations
 import pytest
 
 from nemo_run_ray.remote.lost_ends import LostEnds
-from nemo_run_ray.remote.node.output import end_mark
+from nemo_run_ray.remote.node.output import end_line, end_mark, lock_of, proof_of
 from nemo_run_ray.remote.states import JobState, Reason, status_of_row
 
 NONCE = "0123456789abcdef"
+KEY = "the runner's"
 MARK = end_mark(NONCE)
 OVERWRITTEN = {
     "submission_id": "e.job",
@@ -18,7 +19,7 @@ OVERWRITTEN = {
     "driver_node_id": "n1",
     "driver_exit_code": None,
     "end_time": 1,
-    "metadata": {"nemo_run_ray": NONCE},
+    "metadata": {"nemo_run_ray": NONCE, "nemo_run_ray_lock": lock_of(proof_of(KEY, 0))},
 }
 DIED = {"error_type": "JOB_SUPERVISOR_ACTOR_DIED", "message": "Job supervisor actor died: x"}
 UNRECORDED = {
@@ -41,8 +42,14 @@ class Logs:
         return self.logs.get(name)
 
 
-def restored(words: str, **fields: object) -> dict:
-    return Logs(**{"e.job": f"line\n{MARK}{words}\n"}).ends.restored({**OVERWRITTEN, **fields})
+def end(words: str, code: int) -> str:
+    """The last line as the runner writes it."""
+    return f"nemo_run_ray| {end_line(NONCE, KEY, code, words)}\n"
+
+
+def restored(words: str, code: int, **fields: object) -> dict:
+    logs = Logs(**{"e.job": f"line\n{end(words, code)}"})
+    return logs.ends.restored({**OVERWRITTEN, **fields})
 
 
 @pytest.mark.parametrize("row", [{}, DIED, UNRECORDED])
@@ -60,7 +67,7 @@ def restored(words: str, **fields: object) -> dict:
     ],
 )
 def test_the_last_line_of_the_log_is_the_end(row, words, code):
-    found = restored(words, **row)
+    found = restored(words, code, **row)
     status = status_of_row(found)
     assert found["driver_exit_code"] == code
     assert status.state is (JobState.SUCCEEDED if code == 0 else JobState.FAILED)
@@ -69,16 +76,48 @@ def test_the_last_line_of_the_log_is_the_end(row, words, code):
 
 
 @pytest.mark.parametrize(
-    "words",
+    ("words", "code"),
     [
-        "cancelled; no process of it is left",
-        "cancelled before it started",
-        "the package's process on this node was killed, and 3 others with it",
-        "the command cannot be run: OSError: no",
+        ("cancelled; no process of it is left", 143),
+        ("cancelled before it started", 143),
+        ("the package's process on this node was killed, and 3 others with it", 137),
+        ("the command cannot be run: OSError: no", 125),
     ],
 )
-def test_what_proves_no_end_of_the_command_changes_nothing(words):
-    assert restored(words) == OVERWRITTEN
+def test_what_proves_no_end_of_the_command_changes_nothing(words, code):
+    assert restored(words, code) == OVERWRITTEN
+
+
+def test_a_line_that_a_command_writes_proves_nothing():
+    """It knows all but the key: nonce, lock, and, after the end, the proof of another code."""
+    lock = OVERWRITTEN["metadata"]["nemo_run_ray_lock"]
+    shown = proof_of(KEY, 137)
+    up, down = shown.split(".")[1:]
+    forged = [
+        "",
+        f"0.{up}.{down}",
+        f"0.{lock}.{lock}",
+        "0..",
+        f"-1.{up}.{down}",
+        "0",
+        lock,
+        "x.y.z",
+    ]
+    forged += [proof_of("another's", 0), f"256.{up}.{down}", f"137.{down}.{up}"]
+    lines = [f"{MARK}exit code 0 proof {proof}\n" for proof in forged]
+    for line in (f"{MARK}exit code 0\n", *lines):
+        assert Logs(**{"e.job": line}).ends.restored(OVERWRITTEN) == OVERWRITTEN, line
+    logs = Logs(**{"e.job": end("exit code 3", 3) + "".join(lines)})
+    assert logs.ends.restored(OVERWRITTEN)["driver_exit_code"] == 3
+
+
+@pytest.mark.parametrize("code", [0, 1, 137, 255])
+def test_a_proof_fits_its_own_exit_code_alone(code):
+    proof = proof_of(KEY, code)
+    assert lock_of(proof) == lock_of(proof_of(KEY, 0))
+    shown = proof.partition(".")[2]
+    fits = [n for n in range(256) if lock_of(f"{n}.{shown}") == lock_of(proof)]
+    assert fits == [code]
 
 
 @pytest.mark.parametrize(
@@ -100,20 +139,20 @@ def test_of_other_rows_no_log_is_asked_for(fields):
 
 
 def test_a_line_that_another_submission_or_a_program_wrote_proves_nothing():
-    row = {**OVERWRITTEN, "metadata": {"nemo_run_ray": "fedcba98"}}
-    assert Logs(**{"e.job": f"{MARK}exit code 0\n"}).ends.restored(row) == row
+    row = {**OVERWRITTEN, "metadata": {**OVERWRITTEN["metadata"], "nemo_run_ray": "fedcba98"}}
+    assert Logs(**{"e.job": end("exit code 0", 0)}).ends.restored(row) == row
     row = {**OVERWRITTEN, "metadata": {}}
-    assert Logs(**{"e.job": f"{MARK}exit code 0\n"}).ends.restored(row) == row
-    text = f"{MARK}exit code 0\n"
+    assert Logs(**{"e.job": end("exit code 0", 0)}).ends.restored(row) == row
+    text = end("exit code 0", 0)
     assert Logs(**{"e.job": f"it said {text}"}).ends.restored(OVERWRITTEN) == OVERWRITTEN
 
 
 def test_a_log_is_asked_for_once():
-    logs = Logs(**{"e.job": f"{MARK}exit code 0\n"})
+    logs = Logs(**{"e.job": end("exit code 0", 0)})
     for _ in range(3):
         assert logs.ends.restored(OVERWRITTEN)["status"] == "SUCCEEDED"
     assert logs.asked == ["e.job"]
-    logs.logs["e.job"] = f"{MARK}exit code 1\n"
+    logs.logs["e.job"] = end("exit code 1", 1)
     later = {**OVERWRITTEN, "end_time": 2}  # the same name in another life of the cluster
     assert logs.ends.restored(later)["driver_exit_code"] == 1
 
@@ -124,7 +163,7 @@ def test_a_log_without_an_end_is_asked_for_ever_more_seldom():
         logs.ends.restored(OVERWRITTEN)
         logs.now += 1
     assert 5 < len(logs.asked) < 15
-    logs.logs["e.job"] = f"{MARK}exit code 0\n"
+    logs.logs["e.job"] = end("exit code 0", 0)
     logs.now += 3600
     assert logs.ends.restored(OVERWRITTEN)["status"] == "SUCCEEDED"
 
@@ -153,7 +192,7 @@ def test_a_look_waits_for_one_node_of_many_that_are_cut_off():
 
 def test_a_look_at_many_such_rows_asks_for_few_of_them():
     rows = [{**OVERWRITTEN, "submission_id": f"job{number}"} for number in range(100)]
-    logs = Logs(**{row["submission_id"]: f"{MARK}exit code 0\n" for row in rows})
+    logs = Logs(**{row["submission_id"]: end("exit code 0", 0) for row in rows})
     found = [logs.ends.restored(row)["status"] for row in rows]
     assert found.count("SUCCEEDED") == len(logs.asked) == 20
     for _ in range(5):

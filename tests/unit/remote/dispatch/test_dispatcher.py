@@ -19,6 +19,7 @@ from nemo_run_ray.remote.attempts import (
     CANCELLED,
     CLAIM_KEY,
     DISPATCHER_KEY,
+    LOCK_KEY,
     NONCE_KEY,
     NOT_ALL_SUCCEEDED,
     NOT_PLACED,
@@ -43,8 +44,8 @@ from nemo_run_ray.remote.dispatch.dispatcher import (
     Dispatcher,
 )
 from nemo_run_ray.remote.dispatch.head import SUPERVISOR_BYTES, default_limit, find_dashboard
-from nemo_run_ray.remote.node.output import PREFIX, end_mark
-from nemo_run_ray.remote.node.rundir import SECRETS
+from nemo_run_ray.remote.node.output import PREFIX, end_line, lock_of, proof_of
+from nemo_run_ray.remote.node.rundir import KEY, SECRETS
 from nemo_run_ray.remote.node_death import NODE_DEAD_S
 from nemo_run_ray.remote.spec import SUBMISSION_ID, DispatchedJobSpec, DispatchSpec
 from tests.fake_ray import (
@@ -106,6 +107,15 @@ def dispatch_of(*job_specs: DispatchedJobSpec, **fields) -> DispatchSpec:
     return DispatchSpec(OWN, "boss", job_specs, **{"session": SESSION, **fields})
 
 
+def own_part(ray: FakeRay, body: dict) -> tuple[dict[str, bytes], str]:
+    """The files of an attempt's own archive, and what the proof of its end must fit."""
+    name = body["runtime_env"]["py_modules"][-1].removeprefix("gcs://")
+    with zipfile.ZipFile(BytesIO(ray.packages[name])) as archive:
+        assert {info.external_attr >> 16 for info in archive.infolist()} == {0o600}
+        files = {info.filename: archive.read(info) for info in archive.infolist()}
+    return files, body["metadata"][LOCK_KEY]
+
+
 def dispatcher_of(plan: DispatchSpec, ray: FakeRay, **options) -> Dispatcher:
     values = {"own_id": OWN, "secrets": {}, "limit": 100, "clock": lambda: ray.now, **options}
     return Dispatcher(plan, api=ray.api(), **values)
@@ -164,17 +174,29 @@ def test_what_failed_is_started_again_under_an_id_of_its_own(serve):
         given["submission_id"] = name
         given["entrypoint"] = entrypoint(None, ["task", "a", name, "nonce-a"])
         given["runtime_env"]["env_vars"] = {"A": "1", "NEMO_RUN_ATTEMPT": str(number)}
-        assert body == given
+        own, lock = own_part(ray, body)
+        assert lock_of(proof_of(own[KEY].decode(), 0)) == lock
+        given["runtime_env"]["py_modules"].append(body["runtime_env"]["py_modules"][-1])
+        assert body == {**given, "metadata": {**given["metadata"], LOCK_KEY: lock}}
+    assert len({body["metadata"][LOCK_KEY] for body in ray.bodies[:3]}) == 3
 
 
 def test_an_end_that_ray_has_lost_is_taken_from_the_jobs_log(serve):
     plan = dispatch_of(job_spec("a", retries=1), job_spec("b", "a"))
     ray = serve(plan)
-    ray.fates.update({"e.a": EXIT_CODE_IS_LOST, "e.b": EXIT_CODE_IS_LOST})
-    ray.logs["e.a"] = f"words\n{end_mark('nonce-a')}exit code 3\n"
-    ray.logs["e.a@2"] = f"{end_mark('nonce-a')}exit code 0\n"
-    ray.fates["e.a@2"] = EXIT_CODE_IS_LOST
-    ray.logs["e.b"] = f"{end_mark('another')}exit code 0\n"
+    ray.fates.update(dict.fromkeys(("e.a", "e.a@2", "e.b"), EXIT_CODE_IS_LOST))
+
+    def write_logs() -> None:
+        for body in ray.bodies:
+            code = 3 if body["submission_id"] == "e.a" else 0
+            key = own_part(ray, body)[0][KEY].decode()
+            key = "another's" if body["submission_id"] == "e.b" else key
+            line = end_line(
+                "nonce-" + body["metadata"]["nemo_run_job"], key, code, f"exit code {code}"
+            )
+            ray.logs[body["submission_id"]] = f"words\n{PREFIX}{line}\n"
+
+    ray.before_table = write_logs
     began_at = ray.now
     assert dispatcher_of(plan, ray).run(ray.pass_time) == NOT_ALL_SUCCEEDED
     assert ray.started == ["e.a", "e.a@2", "e.b"], "b's log proves nothing"
@@ -307,7 +329,13 @@ def test_trouble_that_comes_back_is_told_again(serve, told):
 def test_trouble_with_one_job_does_not_hold_the_others_up(serve):
     plan = dispatch_of(job_spec("a", secrets=("KEY",)), job_spec("b"), job_spec("c", "b"))
     ray = serve(plan)
-    ray.trouble = lambda method, path: Trouble(500, "disk full") if method == "PUT" else None
+    methods: list[str] = []
+
+    def trouble(method: str, path: str) -> Trouble | None:
+        methods.append(method)
+        return Trouble(500, "disk full") if methods[-2:] == ["GET", "PUT"] else None  # that of a
+
+    ray.trouble = trouble
     one = dispatcher_of(plan, ray, secrets={"KEY": "hidden"})
     assert rounds(one, ray, 8) is None
     assert ray.started == ["e.b", "e.c"]
@@ -716,13 +744,10 @@ def test_every_attempt_gets_its_secrets_in_a_package_of_its_own(serve, told):
     assert dispatcher_of(plan, ray, secrets=values).run(ray.pass_time) == ALL_SUCCEEDED
     found = {}
     for body in ray.bodies:
-        shared, own = body["runtime_env"]["py_modules"]
+        shared, _ = body["runtime_env"]["py_modules"]
         assert shared == "gcs://_ray_pkg_jobs.zip"
-        name = own.removeprefix("gcs://")
-        with zipfile.ZipFile(BytesIO(ray.packages[name])) as archive:
-            (info,) = archive.infolist()
-            assert info.external_attr >> 16 == 0o600
-            found[body["submission_id"]] = json.loads(archive.read(SECRETS))
+        files, _ = own_part(ray, body)
+        found[body["submission_id"]] = json.loads(files[SECRETS])
     both = {"KEY": "hidden-key", "TOKEN": 'hidden"\\é\n'}
     assert found == {"e.a": both, "e.a@2": both, "e.b": {"KEY": "hidden-key"}}
     assert len(ray.packages) == 3
@@ -835,7 +860,8 @@ def test_a_look_costs_one_request_however_many_jobs_wait(serve, count):
     rounds(one, ray, 1)
     ray.requests.clear()
     rounds(one, ray, 1)
-    assert Counter(method for method, _ in ray.requests) == {"GET": 1, "POST": STARTING_MAX}
+    started = {"PUT": STARTING_MAX, "POST": STARTING_MAX}
+    assert Counter(method for method, _ in ray.requests) == {"GET": 1, **started}
 
 
 @pytest.mark.parametrize(("own", "given", "most"), [(None, 3, 3), (2, 3, 2), (5, 3, 5)])

@@ -27,7 +27,7 @@ import json, os, sys
 sys.path.append(sys.argv[1])
 from nemo_run_ray_remote.node.process import keep
 argv, env, cwd, grace_s, tag, nonce = json.loads(sys.argv[2])
-sys.exit(keep(tag, nonce, lambda runner: runner.run(argv, {**os.environ, **env}, cwd, grace_s)))
+sys.exit(keep(tag, nonce, "", lambda runner: runner.run(argv, {**os.environ, **env}, cwd, grace_s)))
 """
 
 #: Prelude of commands: ``put`` returns when the runner has read what was written, and nothing else.
@@ -408,7 +408,7 @@ def test_work_that_raises_is_reported_in_the_log(package, tmp_path):
         "import sys; sys.path.append(sys.argv[1])\n"
         "from nemo_run_ray_remote.node.process import keep\n"
         "def work(runner): raise RuntimeError('two\\nlines')\n"
-        "sys.exit(keep('tag', 'nonce', work))"
+        "sys.exit(keep('tag', 'nonce', '', work))"
     )
     words = [sys.executable, "-I", "-c", code, str(package)]
     done = subprocess.run(words, capture_output=True, text=True, timeout=30)
@@ -436,7 +436,7 @@ def test_a_full_disk_costs_the_output_and_nothing_else(tmp_path):
         "import os\n"
         f"command = ['sh', '-c', 'setsid sleep {mark} & echo hi; exit 3']\n"
         "work = lambda runner: runner.run(command, dict(os.environ), '/', 1)\n"
-        "sys.exit(keep('t/1', 'n' * 8, work))"
+        "sys.exit(keep('t/1', 'n' * 8, '', work))"
     )
     with open("/dev/full", "w") as full:
         done = subprocess.run([sys.executable, "-c", program], stdout=full, stderr=full, timeout=60)

@@ -5,7 +5,16 @@ from pathlib import Path
 
 import pytest
 
-from nemo_run_ray.remote.node.rundir import MANIFEST, SECRETS, RunDir, read_secrets, take_secrets
+from nemo_run_ray.remote.node.rundir import (
+    JOB_CONFIG,
+    KEY,
+    MANIFEST,
+    SECRETS,
+    RunDir,
+    read_secrets,
+    take_key,
+    take_secrets,
+)
 
 
 @pytest.fixture
@@ -189,6 +198,20 @@ def test_secrets_are_read_once(tmp_path, monkeypatch, hostile):
     assert not (folder / SECRETS).exists()
     with pytest.raises(FileNotFoundError, match="A, B"):
         take_secrets(("A", "B"))
+
+
+def test_the_key_is_gone_before_the_command_starts(tmp_path, monkeypatch):
+    """From the node, and from what workers of a command that is a Ray program would unpack."""
+    folder = tmp_path / "_ray_pkg_1"
+    folder.mkdir()
+    (folder / KEY).write_text("key")
+    modules = ["gcs://_ray_pkg_0.zip", "gcs://_ray_pkg_1.zip"]
+    monkeypatch.setenv("PYTHONPATH", f":/nowhere:{folder}")
+    monkeypatch.setenv(JOB_CONFIG, json.dumps({"runtime_env": {"py_modules": modules}}))
+    assert take_key() == "key"
+    assert list(folder.iterdir()) == []
+    assert json.loads(os.environ[JOB_CONFIG]) == {"runtime_env": {"py_modules": modules[:1]}}
+    assert take_key() == "", "a driver that is started again proves nothing"
 
 
 def test_no_secrets_need_no_archive(monkeypatch):

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from nemo_run_ray.remote.attempts import NONCE_KEY
+from nemo_run_ray.remote.attempts import LOCK_KEY, NONCE_KEY
 from nemo_run_ray.remote.earlier import TABLE
 from nemo_run_ray.remote.lost_ends import LOG_FILE
-from nemo_run_ray.remote.node.output import end_mark
+from nemo_run_ray.remote.node.output import PREFIX, end_line, lock_of, proof_of
 from nemo_run_ray.remote.slurm.allocation import KEEP, RELEASED, STOP, USERS, Allocation
 from nemo_run_ray.remote.slurm.renewal import Renewal
 from nemo_run_ray.remote.slurm.run_folder import HeadAddress, RunEnd
@@ -28,7 +28,7 @@ class Dashboard(Handler):
         if self.path == "/api/version":
             return self.send(200, json.dumps({"session_name": "session_1"}))
         if self.path.startswith(LOG_FILE):
-            return self.send(200, f"words\n{end_mark('a' * 16)}exit code 0\n")
+            return self.send(200, f"words\n{PREFIX}{end_line('a' * 16, 'key', 0, 'exit code 0')}\n")
         if self.refusals:
             return self.send(self.refusals.pop(), "not now")
         return self.send(200, json.dumps(self.rows))
@@ -108,7 +108,8 @@ def test_a_folder_that_cannot_be_read_ends_nothing(world):
 
 
 def test_an_end_that_ray_has_lost_is_in_the_table_of_the_next_allocation(world):
-    lost = {"submission_id": "one", "driver_node_id": "n1", "metadata": {NONCE_KEY: "a" * 16}}
+    lost = {"submission_id": "one", "driver_node_id": "n1"}
+    lost["metadata"] = {NONCE_KEY: "a" * 16, LOCK_KEY: lock_of(proof_of("key", 0))}
     world.rows.append({**lost, **EXIT_CODE_IS_LOST})
     world.allocation.keep_last_table(world.head, RunEnd(0, "its walltime is over", True))
     (row,) = json.loads((world.life / TABLE).read_text())
