@@ -15,6 +15,26 @@ from nemo_run_ray.errors import ConfigError
 from nemo_run_ray.ids import LEDGER
 
 _Class = TypeVar("_Class")
+#: Last words of the names of credentials, as in ``HF_TOKEN``, ``X-Api-Key``, ``PGPASSWORD``.
+_CREDENTIAL = re.compile(
+    r"(?:.*_)?(?:TOKEN|\w*API_?KEYS?|KEY|PAT|PASS|PASSCODE|PW|SECRETS?|AUTH|AUTHORIZATION|BEARER"
+    r"|COOKIE|CREDENTIALS?|CREDS|JWT|DSN|CONNECTION_STRING|SECRET_KEY_BASE|AUTH_CONFIG"
+    r"|(?:ACCESS|AUTH|PRIVATE)_(?:KEYS|TOKENS)|SSHPASS)"
+    r"|.*(?:PASSWORD|PASSWD|PASSPHRASE)|.+_PWD"
+    r"|(?:.*_)?(?:WEBHOOK|DATABASE|DB|POSTGRES|POSTGRESQL|PG|MYSQL|MONGO|MONGODB|REDIS|AMQP"
+    r"|RABBITMQ|BROKER)_UR[LI]"
+)
+#: Names of other things that end so: a data set's columns, a tokenizer's tokens, switches.
+_NO_CREDENTIAL = re.compile(
+    r"(?:.*_)?(?:PUBLIC|PRIMARY|FOREIGN|SORT|PARTITION|CACHE|INPUT|OUTPUT|PROMPT|LABEL|TEXT|IMAGE"
+    r"|DATA|ANSWER|TARGET)_KEY"
+    r"|(?:.*_)?(?:PAD|EOS|BOS|UNK|MASK|STOP|SEP|CLS|PER|IMAGE|START|END|SPECIAL)_TOKEN"
+    r"|(?:ENABLE|DISABLE|USE|NO|REQUIRE|SKIP|FIRST|SECOND)_\w+|OLD_?PWD"
+)
+#: A user and a password in an address.
+_IN_ADDRESS = re.compile(r"://[^/\s:@]*:[^/\s@]+@")
+#: What stands in the place of a credential where none is needed, lower-case.
+_PLACEHOLDERS = ("", "empty", "none", "dummy", "0", "1", "true", "false")
 #: Above every amount and every number of seconds; larger numbers do not fit a float's arithmetic.
 AMOUNT_MAX = 1e18
 #: What no address, path or header may hold.
@@ -54,6 +74,22 @@ def are_labels(value: Any) -> bool:
         and _LABEL_CONDITION.fullmatch(text)
         for key, text in value.items()
     )
+
+
+def looks_like_credential(name: str) -> bool:
+    """Whether a variable or a header of this name holds a credential."""
+    words = name.upper().replace("-", "_")
+    return bool(_CREDENTIAL.fullmatch(words) and not _NO_CREDENTIAL.fullmatch(words))
+
+
+def credentials_in(variables: Mapping[str, Any]) -> list[str]:
+    """Names of the variables that hold a credential, by the name or in an address."""
+    return [
+        name
+        for name, value in variables.items()
+        if _IN_ADDRESS.search(str(value))
+        or (looks_like_credential(str(name)) and str(value).lower() not in _PLACEHOLDERS)
+    ]
 
 
 def refuse(name: str, value: Any, allowed: str) -> NoReturn:

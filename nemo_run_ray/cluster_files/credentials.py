@@ -1,9 +1,8 @@
-"""Which variables hold credentials, and where the value of a variable is found."""
+"""Where the value of a variable is found."""
 
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -13,16 +12,8 @@ import yaml
 REFERENCE = re.compile(r"\$(?:\{(\w+)\}|([A-Za-z_]\w*))")
 #: Between a file and the variable whose value stands in a list of it.
 _ENTRY = "#NAME="
-#: Ends of the names of variables whose values nobody else may see: Ray shows a runtime environment
-#: to everybody.
-_ENDINGS = re.compile(r"(?:.*_)?(?:TOKEN|API_KEY|ACCESS_KEY|SECRET|PASSWORD)", re.IGNORECASE)
 #: Variables that give their value where these are not set, as NeMo-Skills does.
 _INSTEAD = {"NGC_API_KEY": "NVIDIA_API_KEY"}
-
-
-def looks_like_credential(name: str) -> bool:
-    """Whether a variable of this name holds a credential: ``HF_TOKEN``, ``OPENAI_API_KEY`` …"""
-    return _ENDINGS.fullmatch(name) is not None
 
 
 def value_of(

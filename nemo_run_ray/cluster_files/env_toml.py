@@ -6,8 +6,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from nemo_run_ray.checks import nearest
-from nemo_run_ray.cluster_files.credentials import looks_like_credential
+from nemo_run_ray.checks import looks_like_credential, nearest
 from nemo_run_ray.cluster_files.document import Document, KeyPath
 from nemo_run_ray.cluster_files.foreign import Draft, Keys, at, shown
 from nemo_run_ray.cluster_files.interpolation import (

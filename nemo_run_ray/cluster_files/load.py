@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,9 +11,8 @@ from typing import Any
 
 from pydantic import BaseModel, ValidationError
 
-from nemo_run_ray.checks import nearest
+from nemo_run_ray.checks import credentials_in, nearest
 from nemo_run_ray.cluster_files import env_toml, own_format, search, skills
-from nemo_run_ray.cluster_files.credentials import looks_like_credential
 from nemo_run_ray.cluster_files.document import Document, KeyPath, dotted
 from nemo_run_ray.cluster_files.document import read as read_document
 from nemo_run_ray.cluster_files.reading import Reading
@@ -20,6 +20,8 @@ from nemo_run_ray.cluster_files.schema import ClusterFile
 from nemo_run_ray.errors import ConfigError
 
 _ENV_TOML = "Nemotron env.toml"
+#: Names of variables that a file may forward.
+_NAMES = re.compile(r"[A-Za-z_]\w*(?:\*\w*)*")
 #: What is said of a file without an address: ours, and a profile of Nemotron's.
 _NO_CLUSTER = (
     "the file names no cluster; expected `address: http://<head>:8265`, `local: {}` for the "
@@ -165,8 +167,8 @@ def _check(loaded: Loaded) -> None:
             problem = f"{whose} has a token of its own and no proxy; leave it out."
             raise loaded.refuse(("cluster", name), problem)
     for number, pattern in enumerate(loaded.file.env.forward):
-        if pattern.startswith("*"):
-            problem = f"{pattern!r} would send your whole environment; expected NAME or NAME_*."
+        if not _NAMES.fullmatch(pattern):
+            problem = f"{pattern!r} may be your whole environment; expected NAME or NAME_*."
             raise loaded.refuse(("env", "forward", number), problem)
     _check_credentials(loaded)
 
@@ -188,10 +190,9 @@ def _check_credentials(loaded: Loaded) -> None:
     if file.cluster.slurm is not None:
         places["cluster", "slurm", "env_vars"] = file.cluster.slurm.env_vars
     for path, variables in places.items():
-        for name in variables:
-            if looks_like_credential(name):
-                raise loaded.refuse(
-                    (*path, name),
-                    "this looks like a credential, and the file is read by others. Put the value "
-                    f"into the variable {name} of your environment, and the name under `secrets:`.",
-                )
+        for name in credentials_in(variables):
+            raise loaded.refuse(
+                (*path, name),
+                "this looks like a credential, and the file is read by others. Put the value "
+                f"into the variable {name} of your environment, and the name under `secrets:`.",
+            )

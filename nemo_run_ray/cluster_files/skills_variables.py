@@ -6,12 +6,8 @@ import re
 import warnings
 from collections.abc import Mapping
 
-from nemo_run_ray.cluster_files.credentials import (
-    REFERENCE,
-    filled,
-    in_lists,
-    looks_like_credential,
-)
+from nemo_run_ray.checks import looks_like_credential
+from nemo_run_ray.cluster_files.credentials import REFERENCE, filled, in_lists
 from nemo_run_ray.cluster_files.document import KeyPath
 from nemo_run_ray.cluster_files.foreign import Draft
 

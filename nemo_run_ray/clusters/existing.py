@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 from urllib.parse import urlsplit
 
-from nemo_run_ray.checks import CONTROL, strict_init
+from nemo_run_ray.checks import CONTROL, looks_like_credential, strict_init
 from nemo_run_ray.clusters.base import Cluster, Dashboard
 from nemo_run_ray.errors import ConfigError
 
@@ -22,12 +22,12 @@ DASHBOARD_PORT = 8265
 #: Where Ray says how it is reached, first its dashboard.
 _ADDRESS_VARIABLES = ("RAY_API_SERVER_ADDRESS", "RAY_ADDRESS")
 _HOST_AND_PORT = re.compile(r"([\w.-]+|\[[0-9a-fA-F:.]+\]):\d+")
-#: Headers that carry credentials.
-_SECRET_HEADERS = ("authorization", "proxy-authorization", "cookie")
 #: Name and value of a header that can be sent.
 _HEADER_NAME = re.compile(r"[\w!#$%&'*+.^`|~-]+", re.ASCII)
 _HEADER_VALUE = re.compile(r"[\t -~]*")
 _VARIABLE = re.compile(r"\$\{(\w+)\}")
+#: How the values of headers begin that are credentials, whatever the header's name.
+_SCHEMES = ("bearer ", "basic ")
 #: Tokens given in code, by fingerprint: NeMo-Run saves executors, and a token must not be in a
 #: file.
 _TOKENS: dict[str, str] = {}
@@ -55,12 +55,12 @@ class ExistingCluster(Cluster):
     #: RAY_API_SERVER_ADDRESS or RAY_ADDRESS, and without one ``http://127.0.0.1:8265``.
     url: str
     _: KW_ONLY
-    #: Ray's token. Kept in this process only: what is saved is its fingerprint. Without it the
-    #: token is taken from RAY_AUTH_TOKEN, the file RAY_AUTH_TOKEN_PATH or ~/.ray/auth_token, as
-    #: Ray does.
+    #: Ray's token. Kept in this process only: what is saved is its fingerprint, and in another
+    #: process the token of that fingerprint alone is sent. Without it the token is taken from
+    #: RAY_AUTH_TOKEN, the file RAY_AUTH_TOKEN_PATH or ~/.ray/auth_token, as Ray does.
     token: str | None = field(default=None, repr=False)
     #: Extra headers, for a proxy before the dashboard. They are saved with the experiment as given;
-    #: ``${NAME}`` in a value stands for a variable of the environment, for values that are secret.
+    #: ``${NAME}`` in a value stands for a variable of the environment, which credentials need.
     headers: dict[str, str] = field(default_factory=dict, repr=False)
     #: Check the certificate, or the path of a file with the CA to trust.
     verify: bool | str = True
@@ -74,7 +74,7 @@ class ExistingCluster(Cluster):
                 "token cannot have, or is no text (it is not shown here); give the token alone."
             )
         if self.token is not None and not self.token.startswith("sha256:"):
-            fingerprint = "sha256:" + hashlib.sha256(self.token.encode()).hexdigest()[:16]
+            fingerprint = _fingerprint(self.token)
             _TOKENS[fingerprint] = self.token.strip()
             self.token = fingerprint
         if isinstance(self.verify, str) and not Path(self.verify).is_file():
@@ -90,7 +90,8 @@ class ExistingCluster(Cluster):
             raise ConfigError("ExistingCluster.headers is no dict of texts by text.")
         for name, value in self.headers.items():
             _check_header(name, value)
-            if name.lower() in _SECRET_HEADERS and not _VARIABLE.search(value):
+            is_secret = looks_like_credential(name) or value.lower().startswith(_SCHEMES)
+            if is_secret and not _VARIABLE.search(value):
                 raise ConfigError(
                     f"ExistingCluster.headers[{name!r}] is given in clear, and headers are saved "
                     "with the experiment. Put the value into a variable of the environment and "
@@ -104,10 +105,20 @@ class ExistingCluster(Cluster):
         token = self._token()
         if token is not None and not any(name.lower() == "authorization" for name in headers):
             headers["Authorization"] = f"Bearer {token}"
-        return Dashboard(self.url, headers, self.verify, self._credentials_step())
+        dashboard = Dashboard(self.url, headers, self.verify, self._credentials_step())
+        sent = [name for name in headers if looks_like_credential(name)]
+        if sent and self.url.startswith("http://") and not dashboard.is_loopback:
+            _warn_once(
+                self.url,
+                f"{', '.join(sent)} goes to {self.url} without encryption, and whoever is on the "
+                "way can read it. Use https, or an SSH forward and http://127.0.0.1:<port>.",
+            )
+        return dashboard
 
     def _credentials_step(self) -> str:
-        """What to do when the credentials are refused that a header takes from variables."""
+        """What to do when the credentials are refused that are this cluster's own."""
+        if self.token is not None and self._token() is None:
+            return "Its token was given in code: give the same one by RAY_AUTH_TOKEN."
         given = [text for name, text in self.headers.items() if name.lower() == "authorization"]
         names = _VARIABLE.findall("".join(given))
         return f"Correct the variable {', '.join(names)} of your environment." if names else ""
@@ -127,7 +138,13 @@ class ExistingCluster(Cluster):
     def _token(self) -> str | None:
         if self.token in _TOKENS:
             return _TOKENS[self.token]
-        return ray_token()
+        found = ray_token()
+        # That of another cluster is not for this one.
+        return found if self.token in (None, _fingerprint(found)) else None
+
+
+def _fingerprint(token: str | None) -> str:
+    return "sha256:" + hashlib.sha256((token or "").strip().encode()).hexdigest()[:16]
 
 
 def _check_header(name: str, value: str) -> None:
@@ -200,14 +217,11 @@ def _dashboard_url(url: str) -> str:
         host = f"[{parts.hostname}]" if ":" in parts.hostname else parts.hostname
         found = f"http://{host}:{DASHBOARD_PORT}"
         or_that = f"; if the dashboard has port {port}, http://{host}:{port}" if port else ""
-        if url not in _warned:
-            _warned.add(url)
-            warnings.warn(
-                f"{url} is no address of a dashboard; jobs go through it, and it is taken to be at "
-                f"{found}. Give that address to silence this{or_that}.",
-                UserWarning,
-                stacklevel=_users_level(),
-            )
+        _warn_once(
+            url,
+            f"{url} is no address of a dashboard; jobs go through it, and it is taken to be at "
+            f"{found}. Give that address to silence this{or_that}.",
+        )
         return found
     # urlsplit has left some of these out.
     blank = re.search(r"\s", parts.netloc + parts.path) or CONTROL.search(url.strip())
@@ -215,6 +229,12 @@ def _dashboard_url(url: str) -> str:
         hint = f" Did you mean http://{url}?" if "://" not in url else ""
         raise ConfigError(f"The cluster's address is {url!r}; {allowed}.{hint}")
     return f"{parts.scheme}://{parts.netloc}{parts.path.rstrip('/')}"
+
+
+def _warn_once(url: str, text: str) -> None:
+    if url not in _warned:
+        _warned.add(url)
+        warnings.warn(text, UserWarning, stacklevel=_users_level())
 
 
 def _users_level() -> int:

@@ -17,8 +17,8 @@ from typing import Any
 
 import yaml
 
+from nemo_run_ray.checks import looks_like_credential
 from nemo_run_ray.cluster_files import skills
-from nemo_run_ray.cluster_files.credentials import looks_like_credential
 from nemo_run_ray.cluster_files.document import Document
 from nemo_run_ray.cluster_files.document import read as read_document
 from nemo_run_ray.cluster_files.load import load

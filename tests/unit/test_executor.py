@@ -247,6 +247,16 @@ def test_a_secret_is_not_given_in_clear_too():
     assert RayExecutor(secrets=["TOKEN"], runtime_env={"env_vars": None}).secrets == ["TOKEN"]
 
 
+@pytest.mark.parametrize("field", ["env_vars", "runtime_env"])
+def test_a_credential_in_clear_is_refused_and_not_repeated(field):
+    """It would lie in the experiment's folder, which others may read."""
+    variables = {"WANDB_API_KEY": "very-secret", "WANDB_MODE": "offline"}
+    given = variables if field == "env_vars" else {"env_vars": variables}
+    with pytest.raises(ConfigError, match=r"secrets=\['WANDB_API_KEY'\]") as caught:
+        RayExecutor(**{field: given})
+    assert "very-secret" not in str(caught.value)
+
+
 def test_profiling_is_refused():
     with pytest.raises(ConfigError, match="nsys_profile"):
         RayExecutor(launcher=Torchrun(nsys_profile=True))

@@ -164,6 +164,8 @@ BAD = {
     ),
     "cluster:\n  token: hf_abc\n": (2, "cluster.token", "name its variable: token_variable"),
     "env:\n  forward: [A, '*']\n": (2, "env.forward[1]", "your whole environment"),
+    "env:\n  forward: ['?*']\n": (2, "env.forward[0]", "your whole environment"),
+    "env:\n  forward: ['[!0]*']\n": (2, "env.forward[0]", "your whole environment"),
     "cluster:\n  headers: [hf_abc]\n": (2, "cluster.headers", "found a list"),
     "env: HF_TOKEN=hf_abc\n": (1, "env", "found a str"),
     "cluster:\n  local: {}\n  token_variable: T\n": (3, "cluster.token_variable", "of its own"),

@@ -117,7 +117,7 @@ def test_the_embedded_ray_of_a_file(write):
 
 
 def test_a_token_is_taken_from_its_variable_at_every_connection(write, monkeypatch):
-    write("cluster: {address: 'http://head:8265', token_variable: TEAM_A}\n")
+    write("cluster: {address: 'https://head:8265', token_variable: TEAM_A}\n")
     monkeypatch.setenv("TEAM_A", "s3cret")
     cluster = team().cluster
     assert cluster.connect().headers == {"Authorization": "Bearer s3cret"}

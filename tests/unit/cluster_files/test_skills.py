@@ -568,16 +568,16 @@ def test_variables_of_the_environment_and_with_values(read):
 env_vars: [HF_HOME=/models/hf, MY_URL]
 required_env_vars:
   - TEAM
-  - MY_JUDGE_KEY = secret-123
+  - MY_JUDGE_NAME = secret-123
 """
     )
 
     env = reading.values["env"]
     assert env["set"]["HF_HOME"] == "/models/hf"
-    assert env["set"]["MY_JUDGE_KEY"] == "secret-123"
+    assert env["set"]["MY_JUDGE_NAME"] == "secret-123"
     assert env["required"] == ["TEAM"]
     assert env["forward"][0] == "MY_URL"
-    assert reading.sources["env", "set", "MY_JUDGE_KEY"].endswith(":5 (required_env_vars[1])")
+    assert reading.sources["env", "set", "MY_JUDGE_NAME"].endswith(":5 (required_env_vars[1])")
     assert reading.sources["env", "forward", 0].endswith(":2 (env_vars[1])")
 
 

@@ -12,7 +12,7 @@ from nemo_run_ray import ExistingCluster, RayExecutor
 from nemo_run_ray.clusters import from_record
 from nemo_run_ray.errors import ConfigError
 
-URL = "http://ray-head:8265"
+URL, SAFE = "http://ray-head:8265", "https://ray-head:8265"
 
 
 @pytest.fixture(autouse=True)
@@ -38,7 +38,7 @@ def path_token(tmp_path, monkeypatch):
 
 
 def _sent(**fields: object) -> str | None:
-    return ExistingCluster(url=URL, **fields).connect().headers.get("Authorization")
+    return ExistingCluster(url=SAFE, **fields).connect().headers.get("Authorization")
 
 
 def test_no_token_sends_none():
@@ -67,10 +67,34 @@ def test_an_own_header_is_before_all(monkeypatch):
     monkeypatch.setenv("BASIC", "Basic x")
     own = {"authorization": "${BASIC}"}
     assert _sent(token="t", headers=own) is None
-    assert ExistingCluster(URL, headers=own).connect().headers == {"authorization": "Basic x"}
+    assert ExistingCluster(SAFE, headers=own).connect().headers == {"authorization": "Basic x"}
 
 
-@pytest.mark.parametrize("name", ["Authorization", "proxy-authorization", "Cookie"])
+def test_a_token_that_was_given_for_another_cluster_is_not_sent(monkeypatch):
+    """In a process that finds the cluster in a ledger, with its token's fingerprint alone."""
+    record = ExistingCluster(SAFE, token="of-this-one").record()
+    monkeypatch.setattr("nemo_run_ray.clusters.existing._TOKENS", {})
+    monkeypatch.setenv("RAY_AUTH_TOKEN", "of-another")
+    dashboard = from_record(record).connect()
+    assert dashboard.headers == {}
+    assert "RAY_AUTH_TOKEN" in dashboard.credentials_step
+    monkeypatch.setenv("RAY_AUTH_TOKEN", "of-this-one")
+    assert from_record(record).connect().headers == {"Authorization": "Bearer of-this-one"}
+
+
+def test_what_goes_to_another_host_in_clear_is_warned_of_once(monkeypatch):
+    monkeypatch.setattr("nemo_run_ray.clusters.existing._warned", set())
+    for url in (SAFE, "http://127.0.0.1:8265", "http://localhost:1"):
+        ExistingCluster(url, token="t").connect()
+    ExistingCluster(URL, headers={"X-Team": "a"}).connect()
+    with pytest.warns(UserWarning, match="^Authorization goes to http://ray-head:8265 without"):
+        ExistingCluster(URL, token="t").connect()
+    ExistingCluster(URL, token="t").connect()
+
+
+@pytest.mark.parametrize(
+    "name", ["Authorization", "proxy-authorization", "Cookie", "X-Api-Key", "X-Other"]
+)
 def test_credentials_in_clear_are_refused_and_not_repeated(name):
     with pytest.raises(ConfigError, match="NAME_OF_IT") as caught:
         ExistingCluster(URL, headers={name: "Bearer very-secret"})
@@ -124,7 +148,7 @@ def test_a_token_file_that_cannot_be_read(monkeypatch, tmp_path):
 
 def test_the_token_is_shown_and_saved_nowhere():
     secret = "very-secret-token"
-    cluster = ExistingCluster(url=URL, token=secret)
+    cluster = ExistingCluster(url=SAFE, token=secret)
     executor = RayExecutor(cluster=cluster)
     config = executor.to_config()
     seen = [
@@ -142,16 +166,10 @@ def test_the_token_is_shown_and_saved_nowhere():
     assert from_record(cluster.record()).connect() == cluster.connect()
 
 
-def test_a_record_of_another_process_takes_the_token_that_is_there(home_token):
-    record = {**ExistingCluster(url=URL).record(), "token": "sha256:0123456789abcdef"}
-    headers = from_record(json.loads(json.dumps(record))).connect().headers
-    assert headers["Authorization"] == "Bearer of-home"
-
-
 def test_headers_take_variables(monkeypatch):
     monkeypatch.setenv("PROXY_KEY", "k$1")
     headers = {"X-Key": "a-${PROXY_KEY}-b", "X-Plain": "$PROXY_KEY {x}"}
-    cluster = ExistingCluster(url=URL, headers=headers)
+    cluster = ExistingCluster(url=SAFE, headers=headers)
     assert cluster.connect().headers == {"X-Key": "a-k$1-b", "X-Plain": "$PROXY_KEY {x}"}
     assert cluster.record()["headers"] == headers
     assert "k$1" not in repr(cluster)
