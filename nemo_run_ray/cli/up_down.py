@@ -54,6 +54,15 @@ def down(
     out.print(f"{title} is stopped.")
 
 
+def stop_unused(state_dir: str) -> None:
+    """Note how the jobs of an idle embedded Ray ended, and stop it; ``local_watch.py`` calls it."""
+    cluster = LocalCluster(state_dir=state_dir)
+    dashboard = cluster.find()
+    if dashboard is not None:
+        _end_jobs(cluster, dashboard, False, None)
+        cluster.stop_unused()
+
+
 def _end_jobs(
     cluster: LocalCluster | SlurmCluster, dashboard: Dashboard, force: bool, name: str | None
 ) -> None:

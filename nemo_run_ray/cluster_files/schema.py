@@ -32,6 +32,10 @@ class LocalPart(_Part):
     num_cpus: Annotated[int | None, Field(description="CPUs that Ray may give away.")] = None
     num_gpus: Annotated[int | None, Field(description="GPUs that Ray may give away.")] = None
     keep: Annotated[bool, Field(description="Leave it when its last user is done.")] = False
+    idle_timeout_s: Annotated[
+        float,
+        Field(description="Seconds without a user and a job that runs after which it stops."),
+    ] = 600.0
 
 
 class ClusterPart(_Part):

@@ -22,7 +22,8 @@ from typing import Any, ClassVar
 from nemo_run.config import get_nemorun_home
 from nemo_run.core.frontend.console.api import CONSOLE
 
-from nemo_run_ray.checks import strict_init
+from nemo_run_ray.checks import is_amount, strict_init
+from nemo_run_ray.clusters import local_watch
 from nemo_run_ray.clusters.base import Cluster, Dashboard
 from nemo_run_ray.clusters.left_behind import MARKER, RAY_FOLDER
 from nemo_run_ray.clusters.local_dashboard import has_node, jobs_of
@@ -36,6 +37,7 @@ from nemo_run_ray.clusters.local_state import (
 )
 from nemo_run_ray.clusters.start_log import end_of_log
 from nemo_run_ray.errors import ClusterError, ConfigError, Unanswered
+from nemo_run_ray.remote.variables import EMBEDDED
 
 #: Linux limits the name of a Unix socket to 107 bytes; Ray puts up to 75 behind its folder.
 _TEMP_ROOT_MAX_BYTES = 107 - 75
@@ -55,8 +57,8 @@ class LocalCluster(Cluster):
     """An embedded Ray, started when it is needed. Token authentication is always on.
 
     The dashboard listens on 127.0.0.1. A client that stays attached stops the cluster when the last
-    user leaves and nothing runs on it; ``keep=True``, a detached run or ``nemo-run-ray up`` keep
-    it.
+    user leaves and nothing runs on it. After a detached run, or when a client was killed, it stops
+    when it has been idle for ``idle_timeout_s``. ``keep=True`` and ``nemo-run-ray up`` keep it.
     """
 
     kind: ClassVar[str] = "local"
@@ -67,6 +69,8 @@ class LocalCluster(Cluster):
     num_gpus: int | None = None
     #: Leave it running at the end; ``nemo-run-ray down`` stops it.
     keep: bool = False
+    #: Seconds without a user and a job that runs after which it stops; of who starts it.
+    idle_timeout_s: float = 600.0
     #: Folder of its state; ``None`` is ``ray_local/<environment>`` in NeMo-Run's home.
     state_dir: str | None = None
 
@@ -82,6 +86,11 @@ class LocalCluster(Cluster):
                 )
         if not isinstance(self.keep, bool):
             raise ConfigError(f"LocalCluster.keep is {self.keep!r}; allowed is True or False.")
+        if not is_amount(self.idle_timeout_s) or not self.idle_timeout_s:
+            raise ConfigError(
+                f"LocalCluster.idle_timeout_s is {self.idle_timeout_s!r}; allowed is a number of "
+                "seconds above 0."
+            )
 
     @property
     def python(self) -> str | None:
@@ -126,10 +135,12 @@ class LocalCluster(Cluster):
             return
         with self._home.locked():
             state = self._home.read()
-            if state is not None and not state.keep:
-                state.keep = True
+            if state is not None and not state.keep and not state.detached:
+                state.detached = True
                 self._home.write(state)
-                CONSOLE.log("The embedded Ray stays up for it. Stop it with: nemo-run-ray down")
+                CONSOLE.log(
+                    "The embedded Ray stays up for it, and stops when it has been idle for a while."
+                )
 
     def driver_environment(self) -> dict[str, str]:
         """The variables by which a Ray program on this machine finds it, while it runs.
@@ -155,6 +166,10 @@ class LocalCluster(Cluster):
         """Stop it now, with all that runs on it, if there is one."""
         with self._home.locked():
             self._home.remove_dead()
+
+    def stop_unused(self) -> None:
+        """Stop it, unless somebody uses it, keeps it or runs a job on it."""
+        self._home.leave(os.getpid(), is_idle=True)
 
     @property
     def _home(self) -> Home:
@@ -208,6 +223,7 @@ class LocalCluster(Cluster):
             self._await_node(state, process)
             state.raylet = raylet_of(process.pid)
             self._home.join(state, self.keep)
+            self._watch(root)
         except BaseException:
             self._home.stop(state)
             raise
@@ -226,6 +242,18 @@ class LocalCluster(Cluster):
             )
         children[process.pid] = process
         return process
+
+    def _watch(self, root: str) -> None:
+        """Start what ends this Ray when it is idle. It ends with the Ray, by its environment."""
+        file, home = str(local_watch.__file__), str(self._home.path)
+        words = [sys.executable, "-I", "-S", file, home, root, str(self.idle_timeout_s)]
+        subprocess.run(
+            ["sh", "-c", '"$@" </dev/null >/dev/null 2>&1 &', "sh", *words],
+            env={**os.environ, EMBEDDED: root},
+            cwd="/",
+            start_new_session=True,
+            check=False,
+        )
 
     def _await_node(self, state: LocalState, process: subprocess.Popen[bytes]) -> None:
         deadline = time.monotonic() + _START_LIMIT_S

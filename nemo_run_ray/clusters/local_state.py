@@ -78,6 +78,8 @@ class LocalState:
     #: How often it builds a runtime environment; ``None`` of one that an older version started.
     env_tries: int | None = None
     keep: bool = False
+    #: A run was detached: it outlives its last user, until it is idle.
+    detached: bool = False
     users: list[list[Any]] = field(default_factory=list)
 
     @property
@@ -240,7 +242,7 @@ class Home:
             self.write(state)
         if (os.getpid(), self.path) not in self._joined:
             self._joined.add((os.getpid(), self.path))
-            atexit.register(self._leave, os.getpid())
+            atexit.register(self.leave, os.getpid())
 
     def stop(self, state: LocalState) -> None:
         """End the cluster's processes and remove what nobody needs of it. The lock is held."""
@@ -264,7 +266,8 @@ class Home:
         self._token.unlink(missing_ok=True)
         self._state.unlink(missing_ok=True)
 
-    def _leave(self, pid: int) -> None:
+    def leave(self, pid: int, is_idle: bool = False) -> None:
+        """Stop it if nobody else uses it; a detached run keeps it until it is idle."""
         if pid != os.getpid():
             return  # a forked child runs these exit handlers too
         with self.locked():
@@ -272,7 +275,8 @@ class Home:
             if state is None:
                 return
             state.users = [user for user in state.users if user[0] != pid and _lives(*user)]
-            if state.users or state.keep or self._is_busy(state):
+            is_kept = state.keep or (state.detached and not is_idle)
+            if state.users or is_kept or self._is_busy(state):
                 self.write(state)
             else:
                 self.stop(state)

@@ -115,6 +115,40 @@ def marked(root: str) -> list[int]:
     return found
 
 
+DETACHED = """
+import nemo_run as run
+from nemo_run_ray import LocalCluster, RayExecutor
+
+if __name__ == "__main__":
+    cluster = LocalCluster(num_cpus=1, idle_timeout_s=6)
+    with run.Experiment("alone") as experiment:
+        script = run.Script(inline="echo hello; exit 3")
+        experiment.add(script, executor=RayExecutor(cluster=cluster), name="job")
+        experiment.run(detach=True)
+"""
+
+
+def test_an_idle_one_ends_by_itself_and_what_it_had_is_known(home_of_its_own):
+    """After a detached run, and after its only user was killed."""
+    program = home_of_its_own / "program.py"
+    program.write_text(DETACHED)
+    subprocess.run([sys.executable, str(program)], check=True, capture_output=True, timeout=120)
+    (state,) = states(home_of_its_own)
+    killed = user()
+    assert url_of(killed) == state["url"]
+    killed.kill()
+    killed.wait()
+    killed.stdin.close()
+    killed.stdout.close()
+    assert lives(state["pid"])
+
+    wait_for(lambda: states(home_of_its_own) == [], 60)
+    wait_for(lambda: not lives(state["pid"]) and marked(state["root"]) == [])
+    (row,) = json.loads(look("status", "--json", "alone"))
+    assert (row["state"], row["attempts"][0]["exit_code"]) == ("FAILED", 3)
+    assert look("logs", "alone") == "hello\n"
+
+
 @pytest.mark.soak
 def test_what_ended_unseen_is_noted_before_a_stop(home_of_its_own):
     """A detached chain that nobody has looked at: its states, times and output are kept."""

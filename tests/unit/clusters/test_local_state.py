@@ -15,7 +15,7 @@ from types import SimpleNamespace
 import pytest
 
 from nemo_run_ray import LocalCluster
-from nemo_run_ray.clusters import from_record, local, local_state
+from nemo_run_ray.clusters import from_record, local, local_state, local_watch
 from nemo_run_ray.clusters.left_behind import MARKER
 from nemo_run_ray.clusters.local_state import Home, LocalState, process_identity
 from nemo_run_ray.clusters.start_log import end_of_log
@@ -241,6 +241,8 @@ def test_stopping_removes_what_a_killed_cluster_left(tmp_path, child, is_made_by
         {"num_cpus": 1.5},
         {"keep": "yes"},
         {"keep": None},
+        {"idle_timeout_s": 0},
+        {"idle_timeout_s": "600"},
     ],
 )
 def test_fields_are_checked(fields):
@@ -376,3 +378,52 @@ def test_the_log_of_a_dead_ray_without_what_its_processes_said_of_themselves(hom
     assert shown == [f"  {line}" for line in end]
     home.log.write_text("more\n" * 20)
     assert end_of_log(home.log).count("\n  more") == 6
+
+
+_IDLE = b'[{"status": "SUCCEEDED"}]'
+
+
+@pytest.mark.parametrize(
+    ("fields", "tables", "stopped_at"),
+    [
+        ({}, [_IDLE], 660),  # the first look is one too
+        ({"users": [[os.getpid(), "boot/1"]]}, [_IDLE], 660),  # of another process with this pid
+        ({"users": [[os.getpid(), process_identity(os.getpid())]]}, [_IDLE], None),
+        ({"keep": True}, [_IDLE], None),
+        ({}, [b'[{"status": "RUNNING"}]'], None),
+        ({}, [b'[{"status": "PENDING"}]'] * 5 + [_IDLE], 960),
+        ({}, [b"[]"] * 5 + [_IDLE], 960),  # a job ran between two looks
+        ({}, [b""], None),  # the dashboard does not answer
+        ({"root": "/tmp/nray-another"}, [_IDLE], None),
+        ({"born": "boot/1"}, [_IDLE], None),
+    ],
+)
+def test_what_nobody_uses_is_stopped_after_a_while(home, monkeypatch, fields, tables, stopped_at):
+    state = _me()
+    for name, value in fields.items():
+        setattr(state, name, value)
+    home.write(state)
+    now = 0.0
+
+    def sleep(seconds: float) -> None:
+        nonlocal now
+        now += seconds
+        if now > 3000:
+            raise TimeoutError
+
+    def stop(*_: object, **__: object) -> None:
+        raise InterruptedError
+
+    monkeypatch.setattr(local_watch.time, "sleep", sleep)
+    monkeypatch.setattr(local_watch.time, "monotonic", lambda: now)
+    monkeypatch.setattr(local_watch.subprocess, "run", stop)
+    left = list(tables)
+    look = lambda *_: left.pop(0) if len(left) > 1 else left[0]  # noqa: E731
+    monkeypatch.setattr(local_watch, "_jobs", look)
+    if stopped_at is None:
+        with contextlib.suppress(TimeoutError):
+            local_watch.main(str(home.path), "/tmp/nray-x", 600)
+    else:
+        with pytest.raises(InterruptedError):
+            local_watch.main(str(home.path), "/tmp/nray-x", 600)
+        assert now == stopped_at
