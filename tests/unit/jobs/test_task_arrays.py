@@ -525,7 +525,7 @@ def test_of_an_array_that_is_over_its_own_last_line_says_what_is_left(ray, sweep
     mark = end_mark(array.record.nonces[-1])
     left = {}
     for ending in ("exit code 9", "exit code 9; processes of it may be left on n1"):
-        ray.logs[array.id] = f"0| hello\n{mark}{ending}\n"
+        ray.logs[array.id] = f"0| hello\n{mark}{ending} proof 9.up.down\n"
         task = sweep.task("say-0")
         left[ending] = task.leftovers(task.status)
     proven, doubtful = left.values()
