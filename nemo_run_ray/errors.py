@@ -15,6 +15,7 @@
     │   ├── ArchiveTooLarge  what would be sent exceeds Ray's limit
     │   ├── PackagingFailed  the packager did not deliver an archive (also a RuntimeError)
     │   ├── Conflict         the submission id belongs to another run's job
+    │   ├── JobRefused       Ray refuses the request for a job
     │   └── Taken            Ray has a job of the submission id already
     ├── JobError             a job is unknown, or did not end as asked
     │   └── StillGoesOn      it has not ended in the time of a wait (also a TimeoutError)
@@ -159,6 +160,10 @@ class PoolClosed(WorkError, RuntimeError):
 
 class SubmissionError(NemoRunRayError):
     """A job could not be handed over to the cluster."""
+
+
+class JobRefused(SubmissionError):
+    """Ray refuses the request for a job, and will do so again; nothing was started."""
 
 
 class ArchiveTooLarge(SubmissionError):

@@ -20,7 +20,7 @@ from nemo_run_ray.dashboard.job_table import JobTable
 from nemo_run_ray.dashboard.log_stream import LogStream
 from nemo_run_ray.dashboard.state_api import StateApi
 from nemo_run_ray.dashboard.wake import JobManager
-from nemo_run_ray.errors import SubmissionError, Taken, TooOld
+from nemo_run_ray.errors import JobRefused, SubmissionError, Taken, TooOld
 from nemo_run_ray.remote.dispatch.rest import is_passing, refuses_job
 from nemo_run_ray.remote.lost_ends import LostEnds
 from nemo_run_ray.remote.rows import JobRow, JobRows, fits, job_row, job_rows
@@ -142,7 +142,7 @@ class JobsApi:
             raise Taken(f"Ray at {self.dashboard.url} has a job {body['submission_id']} already.")
         self._http.check_front(response)
         if refuses_job(response.status_code, response.text):
-            raise SubmissionError(
+            raise JobRefused(
                 f"Ray at {self.dashboard.url} refuses the job {body['submission_id']}: "
                 f"{last_line(response.text)} (HTTP {response.status_code}). Nothing was started. "
                 "Correct what Ray names and run it again."

@@ -18,7 +18,7 @@ from nemo_run_ray.checks import version_of
 from nemo_run_ray.clusters import Cluster
 from nemo_run_ray.dashboard.http import pause
 from nemo_run_ray.dashboard.jobs_api import JobsApi
-from nemo_run_ray.errors import ConfigError, DoesNotFit, NemoRunRayError
+from nemo_run_ray.errors import ConfigError, DoesNotFit, JobRefused, NemoRunRayError
 from nemo_run_ray.executor import RayExecutor
 from nemo_run_ray.ids import dispatcher_id
 from nemo_run_ray.jobs import archives, ledger
@@ -34,6 +34,7 @@ from nemo_run_ray.planning.job_plan import JobPlan, joined_places
 from nemo_run_ray.remote.attempts import LOCK_KEY
 from nemo_run_ray.remote.node.output import lock_of, proof_of
 from nemo_run_ray.remote.spec import ArraySpec, DispatchedJobSpec, DispatchSpec, GroupSpec
+from nemo_run_ray.remote.states import JobState, JobStatus, Reason
 
 #: So many jobs are handed over by the client at once; more wait on the cluster, where a dispatcher
 #: limits them to what the head's memory suffices for (110 MB each).
@@ -156,6 +157,10 @@ class Batch:
         nonces = partial(book.nonces, planned.submission_id)
         try:
             submit_once(self._connect(), body, nonces, time.monotonic, pause)
+        except JobRefused as error:
+            refused = JobStatus(JobState.FAILED, Reason.REFUSED, str(error))
+            book.note(ledger.TERMINAL, planned.submission_id, status=refused.to_json())
+            raise
         except NemoRunRayError as error:
             book.note(ledger.UNSETTLED, planned.submission_id, why=str(error))
             raise

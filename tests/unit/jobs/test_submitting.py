@@ -9,12 +9,20 @@ from collections.abc import Callable
 
 import pytest
 
+import nemo_run_ray
 from nemo_run_ray.clusters.base import interrupted
 from nemo_run_ray.dashboard import http
-from nemo_run_ray.errors import ConfigError, Conflict, NemoRunRayError, SubmissionError
+from nemo_run_ray.errors import (
+    ConfigError,
+    Conflict,
+    JobRefused,
+    NemoRunRayError,
+    SubmissionError,
+)
 from nemo_run_ray.jobs import submit_once as submitting
 from nemo_run_ray.jobs.find import find_experiment
-from nemo_run_ray.jobs.ledger import UNSETTLED, Ledger
+from nemo_run_ray.jobs.ledger import Ledger
+from nemo_run_ray.remote.states import JobState, Reason
 from tests.fake_ray import FakeRay, Trouble, of_the_agent
 from tests.unit.jobs.conftest import Handed
 
@@ -89,14 +97,16 @@ def _caller() -> str:
         (500, of_the_agent("metadata must be a dict")),
     ],
 )
-def test_a_refusal_of_rays_is_told_and_noted(ray, unique, status, text):
+def test_a_refusal_of_rays_is_told_and_noted_as_the_jobs_end(ray, unique, status, text):
     ray.trouble = on_posts(*[Trouble(status, text)] * 2)
-    message = refused(SubmissionError, ray, unique, "job")
+    message = refused(JobRefused, ray, unique, "job")
     assert "metadata must be a dict" in message
     assert "Nothing was started" in message
     assert ray.posts() == 1
-    (record,) = Ledger(find_experiment(unique)).jobs().values()
-    assert record.last == UNSETTLED
+    (job,) = nemo_run_ray.find(unique)
+    assert (job.status.state, job.status.reason) == (JobState.FAILED, Reason.REFUSED)
+    assert "metadata must be a dict" in job.status.message
+    assert "resume" not in job.status.message
 
 
 @pytest.mark.parametrize(
