@@ -271,6 +271,7 @@ def test_nemo_runs_command_line(write):
 
 def test_the_dry_run_names_the_file_and_shows_what_it_says(write, capsys, unique):
     write(FILE)
+    Path("code.py").touch()
     code = run.PatternPackager(include_pattern="*", relative_path=".")
     executor = RayExecutor(cluster="team-a", pool="gpu", packager=code)
     run.run(run.Script(inline="true"), executor=executor, name=unique, dryrun=True)

@@ -85,7 +85,7 @@ def test_a_dry_run_of_a_group_asks_no_cluster_and_says_what_is_sent(
     (tmp_path / "code.py").touch()
     for name in "ABC":
         monkeypatch.setenv(name, "x")
-    code = run.PatternPackager(include_pattern="*.py", relative_path=str(tmp_path))
+    code = run.PatternPackager(include_pattern=str(tmp_path), relative_path=str(tmp_path))
     executors = [
         RayExecutor(address=address, role="a", packager=code, secrets=["B", "A"]),
         RayExecutor(address=address, nodes=2, packager=code, secrets=["C"]),
