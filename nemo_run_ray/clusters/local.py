@@ -56,9 +56,10 @@ _PORTS_TRIED = 100
 class LocalCluster(Cluster):
     """An embedded Ray, started when it is needed. Token authentication is always on.
 
-    The dashboard listens on 127.0.0.1. A client that stays attached stops the cluster when the last
-    user leaves and nothing runs on it. After a detached run, or when a client was killed, it stops
-    when it has been idle for ``idle_timeout_s``. ``keep=True`` and ``nemo-run-ray up`` keep it.
+    The dashboard listens on 127.0.0.1, and other parts of Ray on all interfaces. A client that
+    stays attached stops the cluster when the last user leaves and nothing runs on it. After a
+    detached run, or when a client was killed, it stops when it has been idle for
+    ``idle_timeout_s``. ``keep=True`` and ``nemo-run-ray up`` keep it.
     """
 
     kind: ClassVar[str] = "local"
