@@ -25,23 +25,26 @@ _NAMES_MAX = 100
 def why_untrusted(path: str) -> str:
     """Why a path may not be trusted, in sentences that end with the next step; empty if it may be.
 
-    Of a path that does not exist only the folders above are judged. It is then safe to create it
-    with a call that fails if it exists.
+    If the path does not exist, only the folders above it count. It is then safe to create it with a
+    call that fails if it exists. Below a folder that nobody else can enter, modes do not count.
     """
-    for step, found, is_above in _steps(os.path.abspath(path)):
+    owners = _owners()
+    closed = set()  # folders that others cannot enter, and all below
+    for step, found, is_above in _steps(os.path.join(os.getcwd(), path)):
         mode = stat.S_IMODE(found.st_mode)
-        if found.st_uid not in (0, os.getuid()):
+        if found.st_uid not in owners:
             return (
                 f"{step} belongs to {_user(found.st_uid)} (mode {mode:o}), expected is "
                 f"{_user(os.getuid())} or root, since its owner could replace {path}. Use another "
                 f"folder, or let root run: chown {_user(os.getuid())} {step}"
             )
+        if stat.S_ISLNK(found.st_mode) or os.path.dirname(step) in closed:
+            closed |= set() if stat.S_ISLNK(found.st_mode) else {step}
+            continue
         is_writable = mode & stat.S_IWOTH or (mode & stat.S_IWGRP and not _is_own(found.st_gid))
-        if (
-            is_writable
-            and not stat.S_ISLNK(found.st_mode)
-            and not (is_above and mode & stat.S_ISVTX)
-        ):
+        if not mode & (stat.S_IXGRP | stat.S_IXOTH) and stat.S_ISDIR(found.st_mode):
+            closed.add(step)
+        elif is_writable and not (is_above and mode & stat.S_ISVTX):
             return (
                 f"Others than its owner {_user(found.st_uid)} may write to {step} (mode {mode:o}), "
                 f"and could replace {path}. Use another folder, or run: chmod go-w {step}"
@@ -107,6 +110,20 @@ def _steps(path: str) -> Iterator[Tuple[str, os.stat_result, bool]]:
             target = os.readlink(step)
             step = "/" if target.startswith("/") else above
             names += target.split("/")[::-1]
+
+
+def _owners() -> Tuple[int, ...]:
+    """Ids of the users who may own what is trusted: this one, and root.
+
+    In a user namespace without the host's root, as in many containers, root's files show the id of
+    users who are not known there.
+    """
+    with open("/proc/self/uid_map", encoding="ascii") as file:
+        has_root = any(line.split()[1] == "0" for line in file)
+    if has_root:
+        return 0, os.getuid()
+    with open("/proc/sys/kernel/overflowuid", encoding="ascii") as file:
+        return 0, os.getuid(), int(file.read())
 
 
 def _is_own(group: int) -> bool:

@@ -1,6 +1,8 @@
 """A cluster file that is read and checked: every problem with file, line, key and expectation."""
 
+import os
 import re
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -226,10 +228,12 @@ def test_a_file_that_is_no_table_or_no_text(write, configs):
         load("bin")
 
 
-def test_a_file_that_others_can_write_is_refused(write):
-    path: Path = write(WHOLE)
-    path.chmod(0o600)
-    load("team-a")
-    path.chmod(0o666)
-    with pytest.raises(ConfigError, match=f"run: chmod go-w {path}"):
-        load("team-a")
+def test_a_file_that_others_can_write_is_refused():
+    with tempfile.TemporaryDirectory(dir="/tmp") as folder:
+        os.chmod(folder, 0o755)
+        path = Path(folder, "team-a.yaml")
+        path.write_text("cluster: {address: http://head:8265}\n")
+        load(str(path))
+        path.chmod(0o666)
+        with pytest.raises(ConfigError, match=f"run: chmod go-w {path}"):
+            load(str(path))

@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Callable
+import tempfile
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,14 @@ from nemo_run_ray.remote.trust import open_own, own_folder, why_untrusted
 pytestmark = pytest.mark.skipif(os.getuid() != 0, reason="only root can make others' files")
 
 STRANGER, USER, GROUP = 23456, 12345, 54321
+
+
+@pytest.fixture
+def place() -> Iterator[Path]:
+    """A folder that others can enter, which those of pytest are not."""
+    with tempfile.TemporaryDirectory(dir="/tmp") as folder:
+        os.chmod(folder, 0o755)
+        yield Path(folder)
 
 
 def _mode(path: Path, mode: int) -> None:
@@ -37,6 +46,7 @@ def _linked(path: Path, owner: int) -> None:
         (lambda path: _mode(path.parent, 0o1777), ""),
         (lambda path: os.chown(path, -1, GROUP), ""),
         (lambda path: _linked(path, 0), ""),
+        (lambda path: (_mode(path.parent.parent, 0o700), _mode(path.parent, 0o777)), ""),  # closed
         (lambda path: os.chown(path, STRANGER, -1), "a/b/file belongs to 23456 (mode 644)"),
         (lambda path: os.chown(path.parent, STRANGER, -1), "a/b belongs to 23456"),
         (lambda path: _linked(path, STRANGER), "a/b belongs to 23456"),
@@ -49,22 +59,42 @@ def _linked(path: Path, owner: int) -> None:
     ],
 )
 def test_a_path_is_trusted_if_nobody_else_can_replace_it(
-    tmp_path: Path, change: Callable[[Path], object], expected: str
+    place: Path, change: Callable[[Path], object], expected: str
 ):
-    path = tmp_path / "a" / "b" / "file"
+    path = place / "a" / "b" / "file"
     path.parent.mkdir(parents=True)
     path.touch(0o644)
     change(path)
     found = why_untrusted(str(path))
-    assert expected.format(tmp_path) in found
+    assert expected.format(place) in found
     assert bool(found) == bool(expected)
     program = [sys.executable, "-I", trust.__file__, str(path)]
     assert subprocess.check_output(program, text=True).strip() == found
 
 
-def test_a_sticky_folder_itself_is_not_trusted(tmp_path):
-    tmp_path.chmod(0o1777)
-    assert "chmod go-w" in why_untrusted(str(tmp_path))
+def test_a_path_is_followed_as_the_kernel_does(place):
+    """``..`` behind a link leaves the folder that the link leads to."""
+    (place / "open" / "inner").mkdir(parents=True)
+    (place / "open").chmod(0o777)
+    (place / "link").symlink_to("open/inner")
+    assert f"may write to {place}/open " in why_untrusted(f"{place}/link/../file")
+
+
+def test_roots_files_are_trusted_in_a_user_namespace_that_does_not_know_root():
+    """As in many containers, where they show the id of unknown users."""
+    words = ["setpriv", f"--reuid={USER}", f"--regid={USER}", "--clear-groups"]
+    words += ["unshare", "--user", "--map-current-user", "cat", "/proc/self/uid_map"]
+    if subprocess.run(words, capture_output=True, check=False).returncode:
+        pytest.skip("this kernel makes no user namespaces for users")
+    words[-2:] = ["stat", "-c", "%u", "/"]
+    assert subprocess.check_output(words, text=True).strip() == "65534"
+    words[-4:] = ["python3", "-I", str(trust.__file__), "/usr/bin"]
+    assert subprocess.check_output(words, text=True).strip() == ""
+
+
+def test_a_sticky_folder_itself_is_not_trusted(place):
+    place.chmod(0o1777)
+    assert "chmod go-w" in why_untrusted(str(place))
 
 
 @pytest.mark.parametrize("taken_by", ["symlink", "hard link", "stranger", "group", "fifo"])
