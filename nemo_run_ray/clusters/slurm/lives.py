@@ -52,9 +52,9 @@ exit 0
 _SUBMIT = """\
 cd {life} || exit 1
 [ ! -d sbatch ] || exit 0
-base64 -d > ray.sub <<'END' || exit 1
-{script}END
 mkdir sbatch || {{ [ -d sbatch ] && exit 0; exit 1; }}
+base64 -d > ray.sub <<'END' || {{ rmdir sbatch; exit 1; }}
+{script}END
 if sbatch --parsable --chdir="$(pwd -P)" < ray.sub > sbatch/out 2> sbatch/err; then
   cut -d ';' -f 1 sbatch/out > job.new && mv job.new job
   {{ [ ! -e {over} ] && [ ! -e {stop} ]; }} || scancel "$(cat job)"

@@ -272,7 +272,8 @@ class _KnownHosts(paramiko.MissingHostKeyPolicy):
         self._host = hop.original_host
         self._login = ["-p", str(hop.port), f"{hop.user}@{hop.original_host}"]
         self._is_strict = config["stricthostkeychecking"] not in ("false", "no", "off")
-        self._files = f"{config['userknownhostsfile']} {config['globalknownhostsfile']}".split()
+        files = f"{config['userknownhostsfile']} {config['globalknownhostsfile']}".split()
+        self._files = [os.path.expanduser(file) for file in files]  # older ones print the ``~``
         self._names = [hop.host.lower()]
         if hop.port != paramiko.config.SSH_PORT:
             self._names.insert(0, f"[{self._names[0]}]:{hop.port}")

@@ -155,7 +155,7 @@ class Ports:
                 end = first + _BLOCK - 1 if start is None else start + _WORKERS
                 chosen[name] = min(end, 65535)
             else:
-                chosen[name] = self._expected(name) or next(free)
+                chosen[name] = self._expected(name, first) or next(free)
         return chosen
 
     def _of_services(self) -> List[Tuple[str, int]]:
@@ -165,9 +165,10 @@ class Ports:
             if name in self._names and not name.endswith("WORKER_PORT")
         ]
 
-    def _expected(self, name: str) -> Optional[int]:
+    def _expected(self, name: str, first: int) -> Optional[int]:
+        """The port where people look for a service, unless Ray's workers get it in this block."""
         port = _EXPECTED.get(name)
-        if port is None or port >= _range()[1]:
+        if port is None or port >= _range()[1] or first <= port < first + _BLOCK:
             return None
         return port if _is_free(port) and self._claim(f"port/{port}") else None
 
