@@ -70,7 +70,8 @@ class LocalCluster(Cluster):
     num_gpus: int | None = None
     #: Leave it running at the end; ``nemo-run-ray down`` stops it.
     keep: bool = False
-    #: Seconds without a user and a job that runs after which it stops; of who starts it.
+    #: Seconds without a user and without a running job after which it stops; only the program that
+    #: starts it decides.
     idle_timeout_s: float = 600.0
     #: Folder of its state; ``None`` is ``ray_local/<environment>`` in NeMo-Run's home.
     state_dir: str | None = None

@@ -36,7 +36,7 @@ from nemo_run_ray.errors import ClusterError, ConfigError, Unanswered
 from nemo_run_ray.remote.files import write_file
 from nemo_run_ray.remote.node.tree import descendants, kill, marked
 from nemo_run_ray.remote.states import is_active
-from nemo_run_ray.remote.trust import why_untrusted
+from nemo_run_ray.remote.trust import open_own, why_untrusted
 from nemo_run_ray.remote.variables import (
     DASHBOARD,
     EMBEDDED,
@@ -186,7 +186,8 @@ class Home:
         """The environment of the embedded Ray; writes a new token."""
         with _writing(self.path):
             self._token.unlink(missing_ok=True)
-            with open(os.open(self._token, os.O_WRONLY | os.O_CREAT, 0o600), "w") as file:
+            flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL
+            with open(open_own(str(self._token), flags), "w") as file:
                 file.write(secrets.token_hex(32))
         env = {name: value for name, value in os.environ.items() if name not in _OF_ANOTHER}
         return env | {

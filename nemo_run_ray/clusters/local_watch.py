@@ -4,12 +4,14 @@ It starts with the Ray and ends with it. It is run as a file, without this packa
 that it needs 10 MB; what it finds idle is stopped by another process, in ``cli/up_down.py``.
 """
 
+import http.client
 import json
 import os
 import subprocess
 import sys
 import time
 import urllib.request
+from typing import Any
 
 #: Seconds between two looks at most, and for an answer of the dashboard.
 _LOOK_MAX_S, _ANSWER_S = 60.0, 30.0
@@ -28,7 +30,8 @@ def main(folder: str, root: str, idle_timeout_s: float) -> None:
         root: its own folder, which tells it from a later one.
         idle_timeout_s: how long.
     """
-    table, used_at = b"", time.monotonic()
+    rows: list[Any] | None = None
+    used_at = time.monotonic()
     while True:
         time.sleep(min(idle_timeout_s / 10, _LOOK_MAX_S))
         try:
@@ -38,11 +41,11 @@ def main(folder: str, root: str, idle_timeout_s: float) -> None:
             return
         if state["root"] != root or not _lives(state["pid"], state["born"]):
             return
-        before, is_used = table, state["keep"] or any(_lives(*user) for user in state["users"])
+        before, is_used = rows, state["keep"] or any(_lives(*user) for user in state["users"])
         if not is_used:
-            table = _jobs(folder, state["url"])
+            rows = _jobs(folder, state["url"])
         # A table that has changed had a job that ran; without an answer nothing is known.
-        if is_used or not table or table != before or _is_busy(table):
+        if is_used or rows is None or rows != before or _is_busy(rows):
             used_at = time.monotonic()
         elif time.monotonic() - used_at >= idle_timeout_s:
             package = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
@@ -53,22 +56,22 @@ def main(folder: str, root: str, idle_timeout_s: float) -> None:
             used_at = time.monotonic()  # somebody came meanwhile
 
 
-def _jobs(folder: str, url: str) -> bytes:
-    """The job table as text; empty without an answer."""
+def _jobs(folder: str, url: str) -> list[Any] | None:
+    """The rows of the job table; ``None`` without an answer."""
     try:
         with open(os.path.join(folder, "token"), encoding="ascii") as file:
             headers = {"Authorization": f"Bearer {file.read().strip()}"}
         request = urllib.request.Request(f"{url}/api/jobs/", headers=headers)
         opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
         with opener.open(request, timeout=_ANSWER_S) as answer:
-            text: bytes = answer.read()
-            return text
-    except (OSError, ValueError):
-        return b""
+            rows = json.load(answer)
+    except (OSError, ValueError, http.client.HTTPException):
+        return None
+    return rows if isinstance(rows, list) else None
 
 
-def _is_busy(table: bytes) -> bool:
-    return any(row.get("status") not in _ENDED for row in json.loads(table))
+def _is_busy(rows: list[Any]) -> bool:
+    return any(not isinstance(row, dict) or row.get("status") not in _ENDED for row in rows)
 
 
 def _lives(pid: int, born: str) -> bool:

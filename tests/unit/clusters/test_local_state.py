@@ -418,7 +418,11 @@ def test_what_nobody_uses_is_stopped_after_a_while(home, monkeypatch, fields, ta
     monkeypatch.setattr(local_watch.time, "monotonic", lambda: now)
     monkeypatch.setattr(local_watch.subprocess, "run", stop)
     left = list(tables)
-    look = lambda *_: left.pop(0) if len(left) > 1 else left[0]  # noqa: E731
+
+    def look(*_: object) -> list[dict[str, str]] | None:
+        text = left.pop(0) if len(left) > 1 else left[0]
+        return json.loads(text) if text else None
+
     monkeypatch.setattr(local_watch, "_jobs", look)
     if stopped_at is None:
         with contextlib.suppress(TimeoutError):
