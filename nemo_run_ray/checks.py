@@ -21,20 +21,28 @@ _CREDENTIAL = re.compile(
     r"|COOKIE|CREDENTIALS?|CREDS|JWT|DSN|CONNECTION_STRING|SECRET_KEY_BASE|AUTH_CONFIG"
     r"|(?:ACCESS|AUTH|PRIVATE)_(?:KEYS|TOKENS)|SSHPASS)"
     r"|.*(?:PASSWORD|PASSWD|PASSPHRASE)|.+_PWD"
-    r"|(?:.*_)?(?:WEBHOOK|DATABASE|DB|POSTGRES|POSTGRESQL|PG|MYSQL|MONGO|MONGODB|REDIS|AMQP"
-    r"|RABBITMQ|BROKER)_UR[LI]"
+    r"|(?:.*_)?WEBHOOK_UR[LI]"
+)
+#: Names of addresses that often have a password in them.
+_ADDRESS = re.compile(
+    r"(?:.*_)?(?:DATABASE|DB|POSTGRES|POSTGRESQL|PG|MYSQL|MONGO|MONGODB|REDIS|AMQP|RABBITMQ|BROKER)"
+    r"_UR[LI]"
 )
 #: Names of other things that end so: a data set's columns, a tokenizer's tokens, switches.
 _NO_CREDENTIAL = re.compile(
     r"(?:.*_)?(?:PUBLIC|PRIMARY|FOREIGN|SORT|PARTITION|CACHE|INPUT|OUTPUT|PROMPT|LABEL|TEXT|IMAGE"
     r"|DATA|ANSWER|TARGET)_KEY"
     r"|(?:.*_)?(?:PAD|EOS|BOS|UNK|MASK|STOP|SEP|CLS|PER|IMAGE|START|END|SPECIAL)_TOKEN"
-    r"|(?:ENABLE|DISABLE|USE|NO|REQUIRE|SKIP|FIRST|SECOND)_\w+|OLD_?PWD"
+    r"|(?:.*_)?(?:ENABLE|DISABLE|USE|NO|REQUIRE|SKIP|MAX|MIN|NUM)_\w+|(?:FIRST|SECOND)_PASS"
+    r"|OLD_?PWD"
 )
 #: A user and a password in an address.
 _IN_ADDRESS = re.compile(r"://[^/\s:@]*:[^/\s@]+@")
-#: What stands in the place of a credential where none is needed, lower-case.
-_PLACEHOLDERS = ("", "empty", "none", "dummy", "0", "1", "true", "false")
+#: Values that are no credentials: a switch, a path, a placeholder.
+_NO_VALUE = re.compile(r"|[01]|true|false|yes|no|/.*|<[^<>]*>|empty|none|dummy", re.IGNORECASE)
+#: Names that may be those of a column, which a word names.
+_COLUMN = re.compile(r".*(?<!API)(?<!ACCESS)(?<!SECRET)(?<!PRIVATE)_KEY")
+_WORD = re.compile("[a-z_]+")
 #: Above every amount and every number of seconds; larger numbers do not fit a float's arithmetic.
 AMOUNT_MAX = 1e18
 #: What no address, path or header may hold.
@@ -78,18 +86,42 @@ def are_labels(value: Any) -> bool:
 
 def looks_like_credential(name: str) -> bool:
     """Whether a variable or a header of this name holds a credential."""
-    words = name.upper().replace("-", "_")
-    return bool(_CREDENTIAL.fullmatch(words) and not _NO_CREDENTIAL.fullmatch(words))
+    words = re.sub(r"_?\d+$", "", name.upper().replace("-", "_"))
+    found = _CREDENTIAL.fullmatch(words) or _ADDRESS.fullmatch(words)
+    return bool(found and not _NO_CREDENTIAL.fullmatch(words))
 
 
 def credentials_in(variables: Mapping[str, Any]) -> list[str]:
     """Names of the variables that hold a credential, by the name or in an address."""
-    return [
-        name
-        for name, value in variables.items()
-        if _IN_ADDRESS.search(str(value))
-        or (looks_like_credential(str(name)) and str(value).lower() not in _PLACEHOLDERS)
-    ]
+    return [name for name, value in variables.items() if _is_credential(str(name), str(value))]
+
+
+def refuse_credentials(what: str, variables: Mapping[str, Any]) -> None:
+    """Refuse variables that hold a credential.
+
+    Args:
+        what: gives them, for the message.
+        variables: values by name.
+
+    Raises:
+        ConfigError: one looks like a credential.
+    """
+    for name in credentials_in(variables):
+        raise ConfigError(
+            f"{what} gives {name}, which looks like a credential (its value is not shown here) and "
+            "would lie in clear in the experiment's folder, and on the cluster where others can "
+            f"read it. Give RayExecutor(secrets=[{name!r}]), which takes the value from your "
+            "environment and writes it nowhere."
+        )
+
+
+def _is_credential(name: str, value: str) -> bool:
+    if _IN_ADDRESS.search(value):
+        return True
+    if not looks_like_credential(name) or _ADDRESS.fullmatch(name.upper()):
+        return False
+    is_column = _COLUMN.fullmatch(name.upper()) and _WORD.fullmatch(value)
+    return not (is_column or _NO_VALUE.fullmatch(value))
 
 
 def refuse(name: str, value: Any, allowed: str) -> NoReturn:
@@ -190,8 +222,8 @@ def check_launch(exp_id: str, exp_dir: str) -> None:
 def check_guard() -> None:
     """Refuse to launch a function of ``__main__`` from a line that runs again before it is found.
 
-    The node runs the whole program again, which would fail at that line. Conditions, and ``try``,
-    may keep the line from running again: what is below one is not refused.
+    The node runs the whole program again, which would fail at that line. A program that looks at
+    its ``__name__``, and a line below a condition or ``try``, are not refused.
 
     Raises:
         ConfigError: the launch is by top-level code of the program.
@@ -202,17 +234,19 @@ def check_guard() -> None:
     file, line = frame.f_code.co_filename, frame.f_lineno
     try:
         with open(file, encoding="utf-8") as program:
-            body = ast.parse(program.read()).body
+            tree = ast.parse(program.read())
     except (OSError, ValueError, SyntaxError):
         return  # a notebook's cell, or standard input: no program that runs again
-    for statement in body:
-        if statement.lineno <= line <= (statement.end_lineno or 0):
-            is_conditional = isinstance(statement, (ast.If, ast.Try, ast.Match))
-            if not is_conditional and "__name__" not in ast.dump(statement):
-                raise ConfigError(
-                    f"{file}, line {line}, launches a function of its own program, and the node "
-                    f"runs that program again to find the function. {_GUARD}"
-                )
+    compared = (node for node in ast.walk(tree) if isinstance(node, ast.Compare))
+    if any("'__name__'" in ast.dump(node) for node in compared):
+        return
+    for statement in tree.body:
+        is_there = statement.lineno <= line <= (statement.end_lineno or 0)
+        if is_there and not isinstance(statement, (ast.If, ast.Try, ast.Match)):
+            raise ConfigError(
+                f"{file}, line {line}, launches a function of its own program, and the node runs "
+                f"that program again to find the function. {_GUARD}"
+            )
 
 
 def _top_level(module: str) -> FrameType | None:

@@ -13,7 +13,13 @@ from nemo_run.core.execution.base import Executor, ExecutorMacros
 from nemo_run.core.packaging.base import Packager
 
 from nemo_run_ray import clusters
-from nemo_run_ray.checks import check_launch, check_name, refuse, strict_init
+from nemo_run_ray.checks import (
+    check_launch,
+    check_name,
+    refuse,
+    refuse_credentials,
+    strict_init,
+)
 from nemo_run_ray.clusters import Cluster, ExistingCluster
 from nemo_run_ray.errors import ConfigError
 from nemo_run_ray.executor_checks import check_fields, parse_memory
@@ -79,7 +85,8 @@ class RayExecutor(TakesFile, Executor):
     ready: Optional[Probe] = None
     #: Named ports of the role; 0 is a free one.
     ports: dict[str, int] = field(default_factory=dict)
-    #: A group waits for nodes to join when no node can host it (an autoscaler); all others do.
+    #: A group waits for nodes to join when no node can host it (an autoscaler). Single tasks and
+    #: arrays always wait.
     wait_for_nodes: bool = False
     #: The roles' executors, when this is the executor of a whole group; ``merge`` sets it.
     resource_group: list[Any] = field(default_factory=list)
@@ -125,6 +132,23 @@ class RayExecutor(TakesFile, Executor):
         self.check()
         if self.address == "auto":  # what another process finds in its environment is another one
             self.address = ExistingCluster(url=self.address).url
+
+    def clone(self) -> "RayExecutor":
+        # NeMo-Run adds this copy to an experiment. Fiddle, which makes it, would show all fields
+        # in an error of the constructor.
+        self.refuse_credentials()
+        copied: RayExecutor = super().clone()
+        return copied
+
+    def refuse_credentials(self) -> None:
+        """Refuse variables that hold a credential in clear.
+
+        Raises:
+            ConfigError: one looks like a credential.
+        """
+        refuse_credentials("RayExecutor.env_vars", self.env_vars)
+        of_ray = self.runtime_env.get("env_vars") or {}
+        refuse_credentials("RayExecutor.runtime_env['env_vars']", of_ray)
 
     def check(self, role: str = "") -> None:
         """Check every field; called again before a submission, since fields can be assigned.

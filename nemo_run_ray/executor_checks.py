@@ -15,7 +15,6 @@ from nemo_run_ray.checks import (
     CONTROL,
     LABELS,
     are_labels,
-    credentials_in,
     is_amount,
     is_whole,
     refuse,
@@ -328,13 +327,6 @@ def _check_secrets(executor: "RayExecutor") -> None:
                     f"RayExecutor.{field} names {name}, and RayExecutor.secrets does too; allowed "
                     "is one of them: a secret's value is taken from your environment."
                 )
-        for name in credentials_in(variables):
-            raise ConfigError(
-                f"RayExecutor.{field} gives {name}, which looks like a credential (its value is "
-                "not shown here) and would lie in clear in the experiment's folder, and on the "
-                f"cluster where others can read it. Give secrets=[{name!r}], which takes the value "
-                "from your environment and writes it nowhere."
-            )
 
 
 def _check_launcher(executor: "RayExecutor") -> None:

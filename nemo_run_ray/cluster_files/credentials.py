@@ -77,5 +77,5 @@ def _content(path: str, environ: Mapping[str, str]) -> str | None:
     try:
         text = Path(path).read_text(encoding="utf-8").strip()
         return (_in_lists(text, name, environ) if name else text) or None
-    except (OSError, UnicodeDecodeError, yaml.YAMLError, KeyError):
+    except (OSError, UnicodeDecodeError, yaml.YAMLError, KeyError, AttributeError):
         return None  # nobody has logged in, or the file is another one now

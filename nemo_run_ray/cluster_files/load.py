@@ -21,7 +21,7 @@ from nemo_run_ray.errors import ConfigError
 
 _ENV_TOML = "Nemotron env.toml"
 #: Names of variables that a file may forward.
-_NAMES = re.compile(r"[A-Za-z_]\w*(?:\*\w*)*")
+_NAMES = re.compile(r"[A-Za-z_][\w*?\[\]!-]*")
 #: What is said of a file without an address: ours, and a profile of Nemotron's.
 _NO_CLUSTER = (
     "the file names no cluster; expected `address: http://<head>:8265`, `local: {}` for the "

@@ -6,6 +6,7 @@ what the task is and what each value of an element changes, and one line for eve
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import os
@@ -158,7 +159,10 @@ def array_spec(role: Role, executor: RayExecutor) -> ArraySpec:
     name = os.path.basename(role.args[0])
     with open(os.path.join(executor.job_dir, SCRIPTS_DIR, name), encoding="utf-8") as file:
         header = json.loads(next(line for line in file if line.startswith("{")))
-    if "__main__" in modules_in(header.get("template", "null")):
+    modules: set[str] = set()
+    with contextlib.suppress(ValueError):  # an element says what is wrong with its template
+        modules = modules_in(header.get("template", "null"))
+    if "__main__" in modules:
         check_guard()
     words = ["python"] if "template" in header else _words(header["script"], executor, name)
     host = array_role(dataclasses.replace(role, entrypoint=words[0], args=words[1:]), executor)

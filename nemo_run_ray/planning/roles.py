@@ -13,7 +13,7 @@ from pathlib import Path
 from nemo_run.core.packaging.base import Packager
 from torchx.specs import AppDef, Role
 
-from nemo_run_ray.checks import check_guard
+from nemo_run_ray.checks import check_guard, refuse_credentials
 from nemo_run_ray.errors import ConfigError
 from nemo_run_ray.executor import RayExecutor
 from nemo_run_ray.planning.commands import (
@@ -67,6 +67,8 @@ def task_spec(role: Role, executor: RayExecutor) -> JobSpec:
                 f"{role_name(role, executor)}: RayExecutor.secrets names {secret}, which the task, "
                 "or the executor of its group, sets in clear too; leave it out there."
             )
+    executor.refuse_credentials()
+    refuse_credentials(f"The env of the task {role_name(role, executor)}", role.env)
     argv = argv_of(role, executor)
     _check_guard(argv, executor)
     has_shell = executor.entrypoint_shell is not None or bool(executor.startup_commands)

@@ -253,7 +253,7 @@ def test_a_credential_in_clear_is_refused_and_not_repeated(field):
     variables = {"WANDB_API_KEY": "very-secret", "WANDB_MODE": "offline"}
     given = variables if field == "env_vars" else {"env_vars": variables}
     with pytest.raises(ConfigError, match=r"secrets=\['WANDB_API_KEY'\]") as caught:
-        RayExecutor(**{field: given})
+        RayExecutor(**{field: given}).clone()
     assert "very-secret" not in str(caught.value)
 
 

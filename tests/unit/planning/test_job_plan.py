@@ -104,7 +104,7 @@ def test_words_stay_as_they_are():
 @pytest.mark.parametrize("word", ["echo $$", "cost: 5$$", "$$HOME"])
 def test_two_dollars_stay_two(word):
     assert _planned(_app("sh", "-c", word)).spec.argv == ("sh", "-c", word)
-    assert _planned(_app("true", PASSWORD=word)).spec.env["PASSWORD"] == word
+    assert _planned(_app("true", WORD=word)).spec.env["WORD"] == word
 
 
 def test_a_scripts_words_stay_as_they_are(packed):
