@@ -75,14 +75,11 @@ class AttemptRecord:
         """Inverse of ``to_json``; what a later version has added is left out.
 
         Raises:
-            AttributeError, TypeError, ValueError: the values are not of an attempt.
+            ValueError: the state is none.
         """
         known = {field.name for field in fields(cls)}
         found = cls(**{name: value for name, value in values.items() if name in known})
         JobState(found.state)
-        times = found.posted_at, found.running_at, found.ended_at, found.seen_at
-        for time in times:
-            float(time or 0.0)
         return found
 
     def to_json(self) -> dict[str, Any]:

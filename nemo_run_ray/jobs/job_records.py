@@ -9,13 +9,13 @@ from pathlib import Path
 from typing import Any
 
 from nemo_run_ray.jobs.attempt_records import AttemptRecord, merged
+from nemo_run_ray.remote.rows import fits
 from nemo_run_ray.remote.states import JobStatus
 
 log = logging.getLogger(__name__)
 
 INTENT, SUBMITTED, UNSETTLED = "intent", "submitted", "unsettled"
 CANCEL, TERMINAL, SEEN, UNKEPT = "cancel", "terminal", "seen", "unkept"
-_NUMBER, _COUNT = (int, float), (int, type(None))
 #: What an intent says of a job, and what it may leave out, with the types.
 _GIVEN = {"job": str, "role": str, "cluster": dict, "session": str}
 _OPTIONAL = {
@@ -23,15 +23,34 @@ _OPTIONAL = {
     "is_dispatcher": bool,
     "has_roles": bool,
     "is_array": bool,
-    "tasks": list,
+    "tasks": [[str, str]],
     "place": int,
-    "grace_s": _NUMBER,
+    "grace_s": float,
     "reservation": dict,
-    "keep_logs_max_bytes": _COUNT,
+    "keep_logs_max_bytes": int,
     "log_copy": str,
 }
-_OF_EVENTS = {"at": _NUMBER, "id": str, "event": str, "nonce": str, "status": dict}
-_TYPES: Mapping[str, Any] = {**_GIVEN, **_OPTIONAL, **_OF_EVENTS, "attempts": list}
+_TIME = (None, float)
+_EVENT = {"at": _TIME, "id": str, "event": str}
+_STATUS = {"state": str, "reason": str, "detail": str, "node": str, "attempt": int, "tail": str}
+_ATTEMPT = {
+    **dict.fromkeys(("submission_id", "state"), str),
+    **dict.fromkeys(("reason", "detail", "node"), (None, str)),
+    **dict.fromkeys(("posted_at", "running_at", "ended_at", "seen_at"), _TIME),
+    "exit_code": (None, int),
+}
+_SEEN = {**_EVENT, "attempts": (None, [_ATTEMPT])}
+#: The shapes of events, by their kind.
+_SHAPES = {
+    INTENT: {
+        **_EVENT,
+        "nonce": str,
+        **_GIVEN,
+        **{name: (None, shape) for name, shape in _OPTIONAL.items()},
+    },
+    SEEN: _SEEN,
+    TERMINAL: {**_SEEN, "status": _STATUS},
+}
 
 
 @dataclass
@@ -95,10 +114,6 @@ class JobRecord:
         return replace(self, nonces=[*self.nonces], attempts={**self.attempts})
 
 
-def _is_of_type(name: str, value: Any) -> bool:
-    return name not in _TYPES or isinstance(value, _TYPES[name])
-
-
 class JobRecords:
     """The records of one experiment, which every event changes.
 
@@ -120,25 +135,25 @@ class JobRecords:
         """Take the next event into account.
 
         Raises:
-            AttributeError, KeyError, TypeError, ValueError: it is no event; nothing is changed.
+            ValueError: it is no event; nothing is changed.
         """
-        wrong = [name for name, value in event.items() if not _is_of_type(name, value)]
-        if wrong:
-            raise ValueError(f"wrong types of {', '.join(wrong)}")
+        if not fits(event, _EVENT) or not fits(event, _SHAPES.get(event["event"], _EVENT)):
+            raise ValueError("it has not the form of an event")
+        found = [AttemptRecord.from_json(attempt) for attempt in event.get("attempts") or ()]
+        if event["event"] == TERMINAL:
+            JobStatus.from_json(event["status"])  # what every later look makes of it
         if self.began_at is None:
             self.began_at = event.get("at")
         submission_id, kind = event["id"], event["event"]
         record = self.by_id.get(submission_id)
         if kind == INTENT:
-            tasks = {task: submission_id for task, _ in event.get("tasks", ())}
+            tasks = {task: submission_id for task, _ in event.get("tasks") or ()}
             self.by_id[submission_id] = self._intended(event, record)
             self.array_of.update(tasks)
         elif record is None:
             log.warning("The ledger in %s tells of %s too early.", self._exp_dir, submission_id)
         elif kind in (TERMINAL, SEEN):
-            found = [AttemptRecord.from_json(attempt) for attempt in event.get("attempts", ())]
             if kind == TERMINAL:
-                JobStatus.from_json(event["status"])  # what every later look makes of it
                 record.terminal = event["status"]
             # Several processes look, and each knows what it has seen.
             record.attempts = merged(
@@ -157,7 +172,7 @@ class JobRecords:
         return JobRecord(
             submission_id=event["id"],
             exp_dir=self._exp_dir,
-            intended_at=float(event.get("at", 0.0)),
+            intended_at=float(event.get("at") or 0.0),
             nonces=[*(before.nonces if before else ()), event["nonce"]],
             attempts=before.attempts if before else {},
             **{name: event[name] for name in _GIVEN},

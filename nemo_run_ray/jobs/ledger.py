@@ -191,7 +191,7 @@ class Ledger:
         try:
             if line.strip():
                 self._records.add(json.loads(line))
-        except (AttributeError, KeyError, TypeError, ValueError):
+        except (ValueError, RecursionError):
             log.warning("Line %d of %s is no record and is ignored.", self._lines + 1, self.path)
             if not is_whole:
                 return  # perhaps its writer is at it

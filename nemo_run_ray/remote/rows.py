@@ -5,7 +5,6 @@ Whoever answers may send anything as JSON. It is checked here, against shapes.
 
 from __future__ import annotations
 
-import math
 from typing import Any, Dict, List, Mapping, Optional, Sequence, TypedDict
 
 
@@ -56,11 +55,14 @@ _JOB = {
 }
 #: The largest number of milliseconds since the epoch that is taken for a time: the year 2100.
 _TIME_MAX_MS = 4_102_444_800_000
+#: Larger numbers of JSON are no floats.
+_NUMBER_MAX = 1e300
 
 
 def job_row(value: Any) -> Optional[JobRow]:
-    """A row of a job table with those of its values that have their types; ``None`` of a program
-    that was not submitted as a job.
+    """A row of a job table with only the values of the right types.
+
+    ``None`` for a program that was not submitted as a job.
 
     Raises:
         ValueError: it is no row at all.
@@ -104,7 +106,7 @@ def fits(value: Any, shape: Any) -> bool:
     if isinstance(shape, dict):
         return isinstance(value, dict) and all(fits(value.get(key), shape[key]) for key in shape)
     if shape is float:
-        return type(value) in (int, float) and math.isfinite(value)
+        return type(value) in (int, float) and -_NUMBER_MAX < value < _NUMBER_MAX  # no NaN
     if shape is int:
         return type(value) is int and abs(value) < 2**63
     return value is None if shape is None else isinstance(value, shape)
