@@ -42,6 +42,8 @@ import traceback
 #: Numbers of an OSError that say that a disk is full or may only be read.
 NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
 _COLOUR_CODE = re.compile(r"\x1b\[[0-9;?]*[ -/]*[@-~]")
+#: What a progress bar has written over.
+_OVERWRITTEN = re.compile(r"[^\n]*\r(?=[^\n])|\r(?=\n|$)")
 #: What a terminal would obey, and what HTML or UTF-8 cannot carry.
 _UNFIT = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff\ufffe\uffff]")
 #: What ``rich`` takes for the end of a style, and refuses where that style has no beginning.
@@ -53,7 +55,8 @@ def shown(text: str) -> str:
 
     A job's log is the user's own and is passed on as it is.
     """
-    return _UNFIT.sub("\ufffd", _COLOUR_CODE.sub("", text.replace("\r\n", "\n")))
+    text = _COLOUR_CODE.sub("", text.replace("\r\n", "\n"))
+    return _UNFIT.sub("\ufffd", _OVERWRITTEN.sub("", text))
 
 
 class NemoRunRayError(Exception):

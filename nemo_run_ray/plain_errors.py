@@ -7,10 +7,12 @@ A program that catches the error has them: nothing is taken from it. Other error
 
 from __future__ import annotations
 
+import itertools
 import os
 import sys
 import sysconfig
 import traceback
+from collections.abc import Iterable
 from pathlib import Path
 from types import TracebackType
 
@@ -86,16 +88,21 @@ def _is_of_a_full_disk(error: OSError) -> bool:
     """Whether NeMo-Run or this package had no room for a file, and no traceback is asked for."""
     if error.errno not in NO_SPACE or os.environ.get(VARIABLE):
         return False
-    frames = traceback.extract_tb(error.__traceback__)
-    return any(
-        Path(frame.filename).is_relative_to(folder) for frame in frames for folder in _LIBRARIES
-    )
+    files = [frame.filename for frame in traceback.extract_tb(error.__traceback__)]
+    below = list(itertools.dropwhile(lambda file: not _is_in(file, _LIBRARIES), files))
+    # The user's own function may run below NeMo-Run, and meet the full disk itself.
+    installed = (*_LIBRARIES, *_PYTHONS)
+    return bool(below) and all(file[:1] == "<" or _is_in(file, installed) for file in below)
+
+
+def _is_in(file: str, folders: Iterable[Path]) -> bool:
+    return any(Path(file).is_relative_to(folder) for folder in folders)
 
 
 def _full(error: OSError, frames: TracebackType | None) -> str:
     file = error.filename or f"A file in {get_nemorun_home()}"
     return (
-        f"{file} cannot be written: {error.strerror}. Jobs that were handed over before go on: "
+        f"{file} cannot be written: {error.strerror}. Jobs that were handed over before continue: "
         "`nemo-run-ray status` shows them. Make room, or name another home by NEMORUN_HOME.\n"
         f"({_place(frames)}; {VARIABLE}=1 shows the traceback)"
     )
@@ -115,17 +122,14 @@ def _elsewhere(error: BaseException) -> str:
 def _is_of_the_user(error: BaseException) -> bool:
     """Whether the user's program caught it, and no library did."""
     frames = traceback.extract_tb(error.__traceback__, limit=1)
-    folders = (*_LIBRARIES, *_PYTHONS)
-    return bool(frames) and not any(
-        Path(frame.filename).is_relative_to(folder) for frame in frames for folder in folders
-    )
+    return bool(frames) and not _is_in(frames[0].filename, (*_LIBRARIES, *_PYTHONS))
 
 
 def _place(frames: TracebackType | None) -> str:
     """The last line before NeMo-Run or this package was called."""
     found = ""
     for frame in traceback.extract_tb(frames):
-        if any(Path(frame.filename).is_relative_to(folder) for folder in _LIBRARIES):
+        if _is_in(frame.filename, _LIBRARIES):
             break
         found = f"{frame.filename}, line {frame.lineno}"
     return found

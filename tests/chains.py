@@ -149,5 +149,5 @@ class Started:
     def dispatch_ends(self, api: JobsApi, number: int = 1, within_s: float = 120) -> int:
         """Exit code of a dispatcher, once it has ended; nothing but its row is asked."""
         name = self.dispatch.id if number == 1 else f"{self.dispatch.id}@{number}"
-        wait_for(lambda: api.table(fresh=True)[name]["driver_exit_code"] is not None, within_s)
+        wait_for(lambda: "driver_exit_code" in api.table(fresh=True)[name], within_s)
         return api.table()[name]["driver_exit_code"]

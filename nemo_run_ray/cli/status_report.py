@@ -276,13 +276,13 @@ def _is_lost(attempt: AttemptRecord, status: JobStatus) -> bool:
     return status.state is JobState.LOST and not JobState(attempt.state).is_terminal
 
 
-def _array_lines(job: RemoteJob, array: ArrayRows, is_told: bool = False) -> Group:
+def _array_lines(job: RemoteJob, array: ArrayRows, has_failures_in_message: bool = False) -> Group:
     """One line for an array, and one for each of the first elements that failed.
 
     Args:
         job: the array.
         array: what is known of it.
-        is_told: its message names these elements.
+        has_failures_in_message: its message names these elements.
     """
     counts = ", ".join(f"{array[name]} {name}" for name in _ELEMENT_STATES if array[name])
     pace = ""
@@ -290,7 +290,7 @@ def _array_lines(job: RemoteJob, array: ArrayRows, is_told: bool = False) -> Gro
         left = duration(array["left_s"])
         pace = f"; {array['elements_per_s']:.3g} elements/s, about {left} left"
     lines = [Text(f"\n{job.name} has {array['elements']} elements: {counts}{pace}")]
-    if not is_told:
+    if not has_failures_in_message:
         lines += [Text(line) for line in failure_lines(job, array)]
     return Group(*lines)
 

@@ -39,7 +39,7 @@ UPLOAD_MAX_BYTES = 100 * 1024**2
 #: Size limit of an answer. The largest one is the job table, with 20,000 characters of the log of
 #: each job that failed.
 ANSWER_MAX_BYTES = 256 * 1024**2
-#: What reading an answer raises that has not the form of Ray's.
+#: What reading an answer raises if it has another form than Ray's.
 MALFORMED = (
     ValueError,
     KeyError,

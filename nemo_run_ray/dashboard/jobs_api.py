@@ -27,6 +27,8 @@ from nemo_run_ray.remote.rows import JobRow, JobRows, fits, job_row, job_rows
 
 #: Seconds that a person waits for an address to answer before it is called unreachable.
 PATIENCE_S = 8.0
+#: Seconds for the job table, which has 20,000 characters of the log of each job that failed.
+_TABLE_S = 30.0
 #: Seconds that an archive may take on its way, and for how long one is sent again.
 _UPLOAD_S, _UPLOAD_AGAIN_S = 600.0, 60.0
 
@@ -186,7 +188,7 @@ class JobsApi:
         repeat(send, _UPLOAD_AGAIN_S, what)
 
     def _rows(self) -> JobRows:
-        rows = self._http.read(self._http.get("/api/jobs/"), job_rows)
+        rows = self._http.read(self._http.get("/api/jobs/", limit_s=_TABLE_S), job_rows)
         # Few logs are asked for in one look: those of the jobs that ended last.
         rows.sort(key=lambda row: row.get("end_time") or 0, reverse=True)
         found = {str(row["submission_id"]): self._ends.restored(row) for row in rows}

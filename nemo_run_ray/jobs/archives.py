@@ -155,7 +155,9 @@ def script_problem(task: JobSpec, code: Archive | None) -> str:
         return ""
     if task.cwd is not None and not path.startswith("/nemo_run/"):
         there = os.path.join(task.cwd, path)
-        return "" if os.path.exists(there) else f"there is no {there}. Correct the script's path."
+        if os.path.exists(there) or (os.sep not in path and shutil.which(path)):
+            return ""
+        return f"there is no {there}. Correct the script's path."
     path = os.path.normpath(path.removeprefix("/nemo_run/code/"))
     if path.startswith(("/", "../")):
         return ""

@@ -240,7 +240,10 @@ def original(function: Any, name: str) -> Any:
     for one in seen:
         if _is_nemo_runs(one) and one.__name__ == name:
             return inspect.unwrap(one)
-        names = inspect.getclosurevars(one)
+        try:
+            names = inspect.getclosurevars(one)
+        except ValueError:  # it refers to a name that has no value yet
+            continue
         for below in (*names.nonlocals.values(), *names.globals.values()):
             if inspect.isfunction(below) and below not in seen:
                 seen.append(below)

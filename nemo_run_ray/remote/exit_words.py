@@ -13,7 +13,7 @@ _SHELL_SAYS = {
     "`python` must name one that is there",
 }
 _KILLED = (
-    ", as the kernel does when the node's memory is full: see the node's metrics in Ray's dashboard"
+    ", perhaps by the kernel since the node's memory was full: see its metrics in Ray's dashboard"
 )
 #: Python's words, and bash's, of a program that is not in the code's folder on the node.
 _NO_PROGRAM = re.compile(

@@ -30,6 +30,6 @@ def replacing(path: Union[str, os.PathLike[str]]) -> Iterator[IO[bytes]]:
     except BaseException as error:
         with contextlib.suppress(OSError):
             os.unlink(temporary)
-        if isinstance(error, OSError) and error.errno:
+        if isinstance(error, OSError) and error.errno and error.filename in (None, temporary):
             error.filename = os.fspath(path)  # a write that fails names no file
         raise

@@ -138,7 +138,8 @@ def experiment_add(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class _RandomPort:
-    """Whether ports are random: NeMo-Skills asks before it reads the cluster file, and looks after.
+    """Whether ports are random: NeMo-Skills asks before it reads the cluster file, and uses the
+    answer afterwards.
 
     Args:
         of_skills: what NeMo-Skills says for other clusters.

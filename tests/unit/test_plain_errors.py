@@ -109,15 +109,14 @@ def test_a_notebook_prints_the_paragraph(monkeypatch):
 
 
 _FULL = f"""\
-import errno, os, nemo_run as run
+import os, nemo_run as run
 from nemo_run_ray import RayExecutor
 
-
-def no_room(path, **_):
-    raise OSError(errno.ENOSPC, "No space left on device", str(path))
-
-
-os.makedirs = no_room
+no_room = '''
+def makedirs(path, **_):
+    raise OSError(28, "No space left on device", str(path))
+'''
+exec(compile(no_room, os.__file__, "exec"), vars(os))
 run.run(run.Script(inline="true"), executor=RayExecutor(address="{_NOBODY}"), name="x")
 """
 
@@ -129,4 +128,17 @@ def test_a_full_disk_under_nemo_run_is_one_paragraph(tmp_path):
     error, place = done.stderr.splitlines()[-2:]
     assert error.startswith(f"{tmp_path / 'home' / 'experiments' / 'x'}")
     assert "cannot be written: No space left on device. Jobs that were handed over" in error
-    assert place.startswith(f"({tmp_path / 'program.py'}, line 10;")
+    assert place.startswith(f"({tmp_path / 'program.py'}, line 9;")
+
+
+def test_a_full_disk_that_the_users_function_meets_keeps_its_traceback(tmp_path):
+    (tmp_path / "steps.py").write_text(
+        "import errno\n\ndef run():\n    raise OSError(errno.ENOSPC, 'No space left', '/data/x')\n"
+    )
+    done = _run(
+        tmp_path,
+        "import nemo_run, nemo_run_ray, steps\n"
+        "exec(compile('steps.run()', nemo_run.__file__, 'exec'))  # NeMo-Run calls it\n",
+    )
+    assert "Traceback" in done.stderr
+    assert "in run" in done.stderr

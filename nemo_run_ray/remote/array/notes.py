@@ -9,6 +9,7 @@ from typing import Any, List, Optional
 
 from ..node import command
 from ..node.rundir import run_dirs
+from ..trust import open_own
 
 
 class Notes:
@@ -97,7 +98,7 @@ def _rows(path: str) -> List[List[Any]]:
 
 
 def _open(path: str) -> int:
-    return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+    return open_own(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
 
 
 def _begun(folder: str, run_dir: str) -> str:

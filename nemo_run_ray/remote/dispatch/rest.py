@@ -26,7 +26,7 @@ TIMEOUT_S = 30.0
 #: Statuses below 500 that say "later": a time-out, and limits of a proxy.
 _LATER = {408, 425, 429}
 #: How Ray's head hands on, with the status 500, that the agent of a node refuses a job.
-_AGENT_REFUSES = re.compile(r"\bRequest failed with status code 4\d\d\b")
+_AGENT_REFUSES = re.compile(r"\bRequest failed with status code (4\d\d)\b")
 #: What is between the rows of a JSON list, and before the first one.
 _BETWEEN = re.compile(r"[\[,\s]*")
 _ASK_RAY = "from ray.dashboard.utils import ray_address_to_api_server_url as find;print(find(None))"
@@ -55,8 +55,9 @@ def is_passing(status: int) -> bool:
 
 def refuses_job(status: int, text: str) -> bool:
     """Whether an answer to a new job means that it can never be taken."""
-    if status == 500 and _AGENT_REFUSES.search(text):
-        return True
+    inner = _AGENT_REFUSES.search(text) if status == 500 else None
+    if inner:
+        return not is_passing(int(inner[1]))
     return 400 <= status < 500 and not is_passing(status)
 
 

@@ -18,6 +18,7 @@ from nemo_run_ray.dashboard.http import Http
 from nemo_run_ray.dashboard.log_stream import LogStream
 from nemo_run_ray.errors import ClusterError, ConfigError, StreamCut, Unanswered, Unreachable
 from nemo_run_ray.remote.dispatch.rest import retry_after_s
+from tests.conftest import wait_for
 from tests.http_server import Handler, serving
 
 
@@ -153,6 +154,11 @@ def test_json_that_is_too_deep_is_not_rays():
 def test_ctrl_c_ends_every_wait_of_another_thread(wait):
     """Only the main thread sees the signal, and NeMo-Run joins the others."""
     failures: list[str] = []
+    asked: list[str] = []
+
+    def pieces() -> Iterator[bytes]:
+        asked.append("now")
+        yield from drip(OK, b"X-A: 1\r\n")()
 
     def run() -> None:
         try:
@@ -160,10 +166,10 @@ def test_ctrl_c_ends_every_wait_of_another_thread(wait):
         except ClusterError as error:
             failures.append(str(error))
 
-    with serving(Hostile, pieces=staticmethod(drip(OK, b"X-A: 1\r\n"))) as url:
+    with serving(Hostile, pieces=staticmethod(pieces)) as url:
         thread = threading.Thread(target=run, daemon=True)
         thread.start()
-        time.sleep(0.5)
+        wait_for(lambda: asked, within_s=30)
         assert thread.is_alive()
         interrupted.set()
         try:

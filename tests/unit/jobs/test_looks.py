@@ -189,6 +189,7 @@ def test_words_of_others_are_shown_as_text(ray, unique, verb, tmp_path, monkeypa
     job = handed.jobs["group"]
     ray.rows[job.id].update(status="FAILED", driver_node_id=NODE, message=_WORDS)
     row = {"role": _WORDS, "replica": 0, "service": False, "state": "ended", "exit_code": 1}
+    row["node"] = NODE
     told = {
         "phase": _WORDS,
         "waits_for_room": "",
@@ -209,6 +210,18 @@ def test_words_of_others_are_shown_as_text(ray, unique, verb, tmp_path, monkeypa
     assert done.exception is None or isinstance(done.exception, SystemExit)
     assert re.search(r"\[ ?/x\]", done.output)
     assert not re.search("[\x00-\x09\x0b-\x1f\x7f-\x9f]", done.output)
+
+
+def test_status_says_what_a_service_waits_for(ray, unique):
+    (job,) = Handed(ray, unique, "group", nodes=2).jobs.values()
+    ray.rows[job.id].update(status="RUNNING", driver_node_id=NODE)
+    row = {"role": "server", "replica": 0, "service": True, "state": "started", "exit_code": None}
+    row |= {"node": NODE, "host": "n1", "address": "10.0.0.1"}
+    row["waits_for"] = "not ready for 30 s: /health is answered with 301, not 200"
+    told = {"phase": "starting services", "waits_for_room": "", "roles": [row]}
+    ray.files[file_name(job.id)] = json.dumps(told)
+    done = CliRunner().invoke(cli.build(), ["status", "--once", unique])
+    assert f"server/0 is {row['waits_for']}" in done.output
 
 
 def test_a_refusal_with_words_of_others_is_the_error_that_is_raised(ray, unique):
