@@ -26,7 +26,7 @@ from tests import rooms
 from tests.http_server import Handler, serving
 from tests.rooms import FakeNode
 
-BAD = [None, 1, "x", [1], [None], {"a": [1]}, [{"a": 1}], 10**30, math.nan, math.inf, True]
+BAD = [None, 1, "x", [1], [None], {"a": [1]}, [{"a": 1}], 10**30, 10**400, math.nan, math.inf, True]
 NODE = FakeNode("a", {"CPU": 4.0}, labels={"gpu_kind": "h100"})
 TABLE = {
     "state": "ALIVE",

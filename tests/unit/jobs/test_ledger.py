@@ -2,6 +2,7 @@ import errno
 import itertools
 import json
 import logging
+import math
 import os
 import subprocess
 import sys
@@ -83,6 +84,11 @@ def test_a_torn_line_is_ignored_and_repaired_by_the_next_write(book, caplog):
     assert book.jobs()["exp.a"].last == SUBMITTED
 
 
+def _seen(**fields: object) -> bytes:
+    attempt = {"submission_id": "exp.a", "state": "FAILED", **fields}
+    return json.dumps({"id": "exp.a", "event": "seen", "attempts": [attempt]}).encode()
+
+
 _NO_RECORDS = (
     b"\0\0\xff\xfe",
     b"[1]",
@@ -97,6 +103,10 @@ _NO_RECORDS = (
     json.dumps({"id": "exp.c", "event": INTENT, **_INTENT, "cluster": "local"}).encode(),
     json.dumps({"id": "exp.c", "event": INTENT, **_INTENT, "tasks": [1]}).encode(),
     json.dumps({"id": "exp.c", "event": INTENT, **_INTENT, "at": "noon"}).encode(),
+    b"[" * 100_000,
+    _seen(ended_at=math.nan),
+    _seen(ended_at="5"),
+    _seen(detail=[1]),
 )
 
 
