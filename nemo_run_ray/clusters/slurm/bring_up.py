@@ -181,8 +181,9 @@ class BringUp:
         """
         if self._ready_since[0] != life.run:
             self._ready_since = life.run, time.time()
-        # What Slurm said before that proves nothing.
-        after = self._ready_since[1] if life.end is None else time.time() - life.ended_s
+        # What Slurm said before that proves nothing. The end is known in whole seconds.
+        ended_at = time.time() - max(0.0, life.ended_s - 1)
+        after = self._ready_since[1] if life.end is None else ended_at
         jobs = self.queue.jobs(after=after)
         if jobs is not None:  # else it is as it was
             job = _job_of(life, jobs)
