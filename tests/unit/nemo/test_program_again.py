@@ -60,7 +60,7 @@ run.run({task}, executor=executor, name="{name}", detach=True)
 """
 _PARTIAL = "run.Partial(train)"
 _FIRST_A_SCRIPT = (
-    'run.run(run.Script(inline="true"), executor=executor, name="{name}", detach=True)'
+    'run.run(run.Script(inline="true"), executor=executor, name="{name}-first", detach=True)'
 )
 
 

@@ -56,7 +56,8 @@ def test_a_dry_run_refuses_what_the_run_would_and_neither_asks_a_cluster(
     executor = RayExecutor(**{"address": address, **fields})
     for dryrun in (True, False):
         with pytest.raises(NemoRunRayError, match=words):
-            run.run(task, executor=executor, name=unique, dryrun=dryrun)
+            # NeMo-Run 0.9 counts in seconds for an experiment's id.
+            run.run(task, executor=executor, name=f"{unique}-{dryrun}", dryrun=dryrun)
 
 
 @pytest.mark.parametrize(
