@@ -187,8 +187,8 @@ def check_name(what: str, name: str) -> None:
     """
     if "/" in name:
         raise ConfigError(
-            f"The {what} {name!r} has a '/' in its name, and its name is that of a folder. Name it "
-            f"{name.replace('/', '-')!r}, say."
+            f"The name of the {what} {name!r} has a '/', and NeMo-Run makes folders of such names "
+            f"and then does not find them. Choose another name, such as {name.replace('/', '-')!r}."
         )
 
 

@@ -393,7 +393,7 @@ def test_every_field_is_tried_with_bad_values():
 
 @pytest.mark.parametrize(
     ("experiment", "task", "words"),
-    [("e_1", "lr/0.1", "task 'lr/0.1' .* Name it 'lr-0.1'"), ("a/b_1", "t", "experiment 'a/b_1'")],
+    [("e_1", "lr/0.1", "task 'lr/0.1' .* such as 'lr-0.1'"), ("a/b_1", "t", "experiment 'a/b_1'")],
 )
 def test_a_name_that_would_be_several_folders_is_refused(tmp_path, experiment, task, words):
     with pytest.raises(ConfigError, match=words):
