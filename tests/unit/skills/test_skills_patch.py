@@ -108,7 +108,7 @@ def test_its_code_travels_by_the_packager_of_nemo_skills(of_skills, tmp_path):
     assert f"{extra}/*" in found.packager.include_pattern
 
 
-def test_its_advice_on_uncommitted_changes_is_heard(of_skills, tmp_path, monkeypatch, ray):
+def test_its_advice_on_uncommitted_changes_is_heard(of_skills, tmp_path, monkeypatch, ray, unique):
     file = tmp_path / "cluster_configs" / "my-ray.yaml"
     file.write_text(_FILE.replace("http://ray-head:8265", ray.url))
     author = ["-c", "user.name=x", "-c", "user.email=x@example.org"]
@@ -118,18 +118,18 @@ def test_its_advice_on_uncommitted_changes_is_heard(of_skills, tmp_path, monkeyp
     packager = run.GitArchivePackager(check_uncommitted_changes=True)
     monkeypatch.setattr(of_skills.exp, "get_packager", lambda extra_package_dirs: packager)
     config = config_of(of_skills)
-    with of_skills.exp.get_exp("dirty", config) as exp:
+    with of_skills.exp.get_exp(unique, config) as exp:
         of_skills.exp.add_task(exp, "true", "t", config, "client-image")
         with pytest.raises(RuntimeError, match="Commit the changes, or cd away"):
             of_skills.exp.run_exp(exp, config)
     assert not ray.rows
 
 
-def test_the_log_of_an_ended_task_is_in_its_log_dir_too(of_skills, tmp_path, ray):
+def test_the_log_of_an_ended_task_is_in_its_log_dir_too(of_skills, tmp_path, ray, unique):
     file = tmp_path / "cluster_configs" / "my-ray.yaml"
     file.write_text(_FILE.replace("http://ray-head:8265", ray.url))
     config, logs = config_of(of_skills), tmp_path / "generation-logs"
-    with of_skills.exp.get_exp("gen", config) as exp:
+    with of_skills.exp.get_exp(unique, config) as exp:
         for served in ({}, {"server_config": _SERVER}):
             of_skills.exp.add_task(
                 exp, "true", "gen-rs0", config, "nemo-skills", log_dir=str(logs), **served
