@@ -18,6 +18,8 @@ MAY_BE_LEFT = "processes of it may be left"
 RUNNER_KILLED = "the package's process on this node was killed"
 #: What stands between the words of a job's last line and the proof of its exit code.
 PROOF = " proof "
+#: Characters of the output's end that are kept.
+_TAIL = 4096
 #: Bytes of output read at once.
 CHUNK_BYTES = 65536
 #: Characters after which a line of a group that does not end is cut.
@@ -116,6 +118,8 @@ class Output:
         self._after_return = False  # what was read ends with \r: an \n that follows belongs to it
         self._wrote_return = False
         self._in_line = False
+        #: The last characters that were passed on.
+        self.tail = ""
 
     def pump(self, ready: Sequence[int]) -> None:
         if self.fd is not None and self.fd in ready:
@@ -148,4 +152,5 @@ class Output:
         if text:
             self._wrote_return = text[-1] == "\r"
             self._in_line = text[-1] not in "\r\n"
+            self.tail = (self.tail + text)[-_TAIL:]
         write(text)

@@ -26,6 +26,7 @@ import time
 from contextlib import suppress
 from typing import Callable, Dict, List, NoReturn, Optional, Sequence, Tuple
 
+from ..exit_words import OUTER_ARCHIVES, OWN_RAY
 from .output import NO_PROCESS_LEFT, RUNNER_KILLED, Output, end_line, say
 from .tree import (
     ENDING,
@@ -176,7 +177,10 @@ class Runner:
         finally:
             os.close(write_end)
         tree = Tree(process.pid, self._adopts)
-        code, self.cancelled = self._watch(tree, Output(read_end), grace_s)
+        output = Output(read_end)
+        code, self.cancelled = self._watch(tree, output, grace_s)
+        if code and OUTER_ARCHIVES.search(output.tail):
+            say(OWN_RAY)
         self.ending = describe_exit(code)
         if self.cancelled:
             self.ending = f"cancelled; {NO_PROCESS_LEFT}"

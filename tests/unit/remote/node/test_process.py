@@ -355,6 +355,16 @@ time.sleep(1000)
         assert "process on this node was killed" in kept.ending
 
 
+def test_a_ray_of_the_tasks_own_that_fails_is_explained_in_the_log(start):
+    """Ray's error proposes a longer time for uploads, which is not the cause."""
+    lines = (
+        "echo 'OSError: Failed to download runtime_env file package gcs://x.zip'; yes | head -99"
+    )
+    kept = start("sh", "-c", f"{lines}; exit 1")
+    assert kept.end() == 1
+    assert "nemo_run_ray| a Ray that the task starts itself has no archives" in kept.text
+
+
 def test_a_program_that_is_not_there(start):
     kept = start("no such program é", env={"PATH": "/nowhere/bin"})
     assert kept.end() == 127
