@@ -42,11 +42,23 @@ SCRIPTS = run.PatternPackager(include_pattern="*.sh", relative_path=".")
             "NO_SUCH_SECRET, which is not",
         ),
         (run.Script(inline="true"), {"packager": run.GitArchivePackager()}, "no git repository"),
+        (
+            run.Script(inline="true"),
+            {"packager": run.PatternPackager(include_pattern="*.none", relative_path=".")},
+            "PatternPackager packed no file",
+        ),
         (run.Script("there.sh"), {}, "no code is sent, so that its script 'there.sh'"),
         (run.Script("gone.sh"), {"packager": SCRIPTS}, "'gone.sh' is not among the 1 file"),
         (run.Script("gone.py", entrypoint="python"), {"address": None}, "there is no /.*/gone.py"),
     ],
-    ids=["secret", "packager", "script not sent", "script not packed", "script not here"],
+    ids=[
+        "secret",
+        "packager",
+        "pattern",
+        "script not sent",
+        "script not packed",
+        "script not here",
+    ],
 )
 def test_a_dry_run_refuses_what_the_run_would_and_neither_asks_a_cluster(
     address, unique, tmp_path, monkeypatch, task, fields, words
