@@ -45,7 +45,7 @@ _COLUMN = re.compile(r".*(?<!API)(?<!ACCESS)(?<!SECRET)(?<!PRIVATE)_KEY")
 _WORD = re.compile("[a-z_]+")
 #: Above every amount and every number of seconds; larger numbers do not fit a float's arithmetic.
 AMOUNT_MAX = 1e18
-#: What no address, path or header may hold.
+#: Control characters, which no address, path or header may hold.
 CONTROL = re.compile(r"[\x00-\x1f\x7f]")
 #: A label's name or value, and what Ray takes as a condition for one: ``a``, ``!a``, ``in(a, b)``.
 _LABEL = "[a-zA-Z0-9](?:[a-zA-Z0-9_.-]{0,61}[a-zA-Z0-9])?"

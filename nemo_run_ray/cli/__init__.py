@@ -21,5 +21,5 @@ class _Plain(Console):
             yield segment if segment.control else segment._replace(text=shown(segment.text))
 
 
-#: What all verbs print on, but for logs and JSON.
+#: The console of all verbs; logs and JSON are printed without it.
 out = _Plain()
