@@ -16,7 +16,7 @@ import psutil
 
 from benchmarks.common import FOLDER, Add, quietly, wait_for
 from nemo_run_ray import LocalCluster, RayExecutor, find
-from nemo_run_ray.jobs.job import RemoteJob
+from nemo_run_ray.experiment.job import RemoteJob
 
 ROUNDS = 5
 ROLES, LINES = 4, 100_000

@@ -14,9 +14,9 @@ from typing import Any
 from benchmarks.common import FOLDER, Add
 from nemo_run_ray import ExistingCluster
 from nemo_run_ray.cli import main as cli
-from nemo_run_ray.jobs import ledger
-from nemo_run_ray.jobs.dispatch import Dispatch
-from nemo_run_ray.jobs.ledger import Ledger
+from nemo_run_ray.experiment import ledger
+from nemo_run_ray.experiment.dispatch import Dispatch
+from nemo_run_ray.experiment.ledger import Ledger
 from nemo_run_ray.remote.attempts import NONCE_KEY
 from nemo_run_ray.remote.spec import DispatchedJobSpec, DispatchSpec
 from tests.fake_ray import NODE, FakeRay, fake_ray

@@ -15,10 +15,10 @@ from nemo_run_ray.nemo import register as _register
 from nemo_run_ray.probes import CommandProbe, HttpProbe, PortProbe
 
 if TYPE_CHECKING:
+    from nemo_run_ray.cloud.folder_packager import FolderPackager
     from nemo_run_ray.clusters import LocalCluster, Sidecar, SlurmCluster
-    from nemo_run_ray.jobs.job import RemoteJob
-    from nemo_run_ray.planning.array import array
-    from nemo_run_ray.transport.folder_packager import FolderPackager
+    from nemo_run_ray.experiment.job import RemoteJob
+    from nemo_run_ray.plan.array import array
 
 __version__ = "0.1.0"
 __all__ = [
@@ -37,11 +37,11 @@ __all__ = [
 
 #: Where that is which is imported when it is used: half of what this package's import would take.
 _HOMES = {
-    "FolderPackager": "nemo_run_ray.transport.folder_packager",
+    "FolderPackager": "nemo_run_ray.cloud.folder_packager",
     "LocalCluster": "nemo_run_ray.clusters",
     "Sidecar": "nemo_run_ray.clusters",
     "SlurmCluster": "nemo_run_ray.clusters",
-    "array": "nemo_run_ray.planning.array",
+    "array": "nemo_run_ray.plan.array",
 }
 
 
@@ -58,7 +58,7 @@ def find(name: str) -> list[RemoteJob]:
     Raises:
         JobError: no such job was submitted from this NeMo-Run home.
     """
-    from nemo_run_ray.jobs import find as finding
+    from nemo_run_ray.experiment import find as finding
 
     return finding.find(name)
 

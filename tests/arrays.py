@@ -14,8 +14,8 @@ from pathlib import Path
 import nemo_run as run
 
 from nemo_run_ray import array
-from nemo_run_ray.jobs.job import RemoteJob
-from nemo_run_ray.planning.array import Array
+from nemo_run_ray.experiment.job import RemoteJob
+from nemo_run_ray.plan.array import Array
 from nemo_run_ray.remote.array.journal import ENDED, read_records
 from nemo_run_ray.remote.array.status_file import JOURNAL_FILE, file_of
 from nemo_run_ray.remote.node.rundir import run_dirs

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from nemo_run_ray.errors import shown
 
 if TYPE_CHECKING:
-    from nemo_run_ray.jobs.array_elements import Element
+    from nemo_run_ray.experiment.array_elements import Element
 
 _NAMES = ("element", "state", "attempts", "exit code", "values", "reason")
 

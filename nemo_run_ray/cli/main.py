@@ -26,7 +26,7 @@ from nemo_run_ray.nemo import registry
 
 if TYPE_CHECKING:
     from nemo_run_ray.cli.status_report import StatusReport
-    from nemo_run_ray.jobs.job import RemoteJob
+    from nemo_run_ray.experiment.job import RemoteJob
 
 Name = Annotated[str, typer.Argument(help="An experiment's id or title, a handle or a job's id.")]
 #: Seconds between two looks of a table that follows.
@@ -53,7 +53,7 @@ def status(
 ) -> None:
     """State and reason of an experiment's jobs, or of one job; on a terminal until all ended."""
     from nemo_run_ray.cli.status_report import StatusReport
-    from nemo_run_ray.jobs.find import find
+    from nemo_run_ray.experiment.find import find
 
     jobs = find(name)
     if elements is not None:
@@ -74,8 +74,8 @@ def status(
 def _follow_status(jobs: list[RemoteJob], report: StatusReport) -> None:
     """Show the table anew until all jobs have ended."""
     from nemo_run_ray.cli.status_report import StatusReport
-    from nemo_run_ray.jobs import keep_logs
-    from nemo_run_ray.jobs.tend import tend
+    from nemo_run_ray.experiment import keep_logs
+    from nemo_run_ray.experiment.tend import tend
 
     # A table that follows is cut at the terminal's width, so the last one is printed once more.
     live = Live(report.table(time.time()), console=out, auto_refresh=False, transient=True)
@@ -99,7 +99,7 @@ def timeline(
 ) -> None:
     """Write a page that shows when each job of an experiment waited, ran and ended."""
     from nemo_run_ray.cli.status_report import timeline_page
-    from nemo_run_ray.jobs.find import find
+    from nemo_run_ray.experiment.find import find
 
     jobs = find(experiment)
     folder = jobs[0].record.exp_dir
@@ -126,8 +126,8 @@ def logs(
     ] = False,
 ) -> None:
     """What a job has printed."""
-    from nemo_run_ray.jobs.find import find
-    from nemo_run_ray.jobs.follow_log import lines, of_element, only
+    from nemo_run_ray.experiment.find import find
+    from nemo_run_ray.experiment.follow_log import lines, of_element, only
 
     found = _one(name, find(name), job)
     if role:
@@ -152,7 +152,7 @@ def _must_have_element(job: Any, element: int) -> None:
 
 
 def _must_have_role(job: Any, role: str) -> None:
-    from nemo_run_ray.jobs.roles_and_elements import roles
+    from nemo_run_ray.experiment.roles_and_elements import roles
 
     if not job.record.has_roles:
         raise JobError(f"The job {job.name!r} is no group and has no roles; leave --role out.")
@@ -174,8 +174,8 @@ def cancel(
     ] = None,
 ) -> None:
     """Stop the jobs of an experiment, or one job, and wait until they have ended."""
-    from nemo_run_ray.jobs.cancel import cancel_all
-    from nemo_run_ray.jobs.find import find
+    from nemo_run_ray.experiment.cancel import cancel_all
+    from nemo_run_ray.experiment.find import find
 
     if elements is not None:
         print_elements(_one(name, find(name), job).cancel_elements(elements))
@@ -186,7 +186,7 @@ def cancel(
 
 def _chosen(name: str, jobs: list[RemoteJob], job: str) -> list[RemoteJob]:
     """The job of that name, or the task of an array, or all jobs when none is named."""
-    from nemo_run_ray.jobs.find import did_you_mean, tasks_of
+    from nemo_run_ray.experiment.find import did_you_mean, tasks_of
 
     found = [remote_job for remote_job in jobs if not job or remote_job.name == job]
     found = found or [task for array in jobs for task in tasks_of(array) if task.name == job]
@@ -333,7 +333,7 @@ def main() -> None:
 
 
 def _experiment(name: str) -> Any:
-    from nemo_run_ray.jobs.find import did_you_mean, find_experiment, titles
+    from nemo_run_ray.experiment.find import did_you_mean, find_experiment, titles
 
     folder = find_experiment(name)
     try:

@@ -17,8 +17,8 @@ from nemo_run_ray.cluster_files.schema import ClusterFile, PoolPart
 from nemo_run_ray.clusters import Dashboard
 from nemo_run_ray.dashboard.inspection import Inspection, inspect
 from nemo_run_ray.executor_checks import parse_memory
-from nemo_run_ray.planning.roles import BUNDLE_SELECTORS_SINCE, JOB_SELECTORS_SINCE
-from nemo_run_ray.planning.room import Ask
+from nemo_run_ray.plan.roles import BUNDLE_SELECTORS_SINCE, JOB_SELECTORS_SINCE
+from nemo_run_ray.plan.room import Ask
 
 
 @dataclass(frozen=True)

@@ -6,11 +6,11 @@ from collections.abc import Iterator
 from typing import Any
 
 from nemo_run_ray.executor import RayExecutor
-from nemo_run_ray.jobs.dispatch import dispatches_of
-from nemo_run_ray.jobs.find import jobs_of, tasks_of
-from nemo_run_ray.jobs.job import RemoteJob
-from nemo_run_ray.jobs.start_dispatcher import resume
-from nemo_run_ray.jobs.tend import tend
+from nemo_run_ray.experiment.dispatch import dispatches_of
+from nemo_run_ray.experiment.find import jobs_of, tasks_of
+from nemo_run_ray.experiment.job import RemoteJob
+from nemo_run_ray.experiment.start_dispatcher import resume
+from nemo_run_ray.experiment.tend import tend
 from nemo_run_ray.nemo import registry
 from nemo_run_ray.remote.states import JobState
 

@@ -32,24 +32,24 @@ from nemo_run_ray.errors import (
     shown,
 )
 from nemo_run_ray.executor import RayExecutor
+from nemo_run_ray.experiment import ledger, notes
+from nemo_run_ray.experiment.batch import Batch
+from nemo_run_ray.experiment.find import find_job
+from nemo_run_ray.experiment.follow_log import lines, only
+from nemo_run_ray.experiment.job import RemoteJob
+from nemo_run_ray.experiment.other_experiments import handles_of
+from nemo_run_ray.experiment.roles_and_elements import not_ready, roles
+from nemo_run_ray.experiment.run_packager import in_words
+from nemo_run_ray.experiment.running_at import note_running_at
+from nemo_run_ray.experiment.snapshot import Snapshot
+from nemo_run_ray.experiment.tend import Tending
+from nemo_run_ray.experiment.torchx_states import torchx_state
 from nemo_run_ray.ids import SCHEDULER, dispatcher_id, job_id
-from nemo_run_ray.jobs import ledger, notes
-from nemo_run_ray.jobs.batch import Batch
-from nemo_run_ray.jobs.find import find_job
-from nemo_run_ray.jobs.follow_log import lines, only
-from nemo_run_ray.jobs.job import RemoteJob
-from nemo_run_ray.jobs.other_experiments import handles_of
-from nemo_run_ray.jobs.roles_and_elements import not_ready, roles
-from nemo_run_ray.jobs.run_packager import in_words
-from nemo_run_ray.jobs.running_at import note_running_at
-from nemo_run_ray.jobs.snapshot import Snapshot
-from nemo_run_ray.jobs.tend import Tending
-from nemo_run_ray.jobs.torchx_states import torchx_state
 from nemo_run_ray.nemo import registry
 from nemo_run_ray.nemo.interrupt import interrupt
 from nemo_run_ray.plain_errors import as_markup
-from nemo_run_ray.planning.dry_run import describe
-from nemo_run_ray.planning.job_plan import JobPlan, in_folder, plan
+from nemo_run_ray.plan.dry_run import describe
+from nemo_run_ray.plan.job_plan import JobPlan, in_folder, plan
 from nemo_run_ray.remote.states import JobState, JobStatus, Phase, Reason
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import nemo_run as run
 
-from nemo_run_ray.transport import ShipSource
+from nemo_run_ray.cloud import ShipSource
 from tests.cloud.conftest import Platform
 from tests.conftest import wait_for
 

@@ -14,9 +14,9 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from nemo_run_ray.cloud import encode, platform_limits, pod
+from nemo_run_ray.cloud.encode import File, Link
 from nemo_run_ray.errors import SourceTooLarge
-from nemo_run_ray.transport import encode, platform_limits, pod
-from nemo_run_ray.transport.encode import File, Link
 from tests.cloud.pods import expand
 
 TREE = {

@@ -8,7 +8,7 @@ import pytest
 import requests
 from nemo_run.core.execution import dgxcloud
 
-from nemo_run_ray.transport import ShipSource
+from nemo_run_ray.cloud import ShipSource
 from tests.cloud.pods import expand, expanded
 from tests.cloud.runs import launch
 from tests.conftest import wait_for

@@ -15,7 +15,7 @@ import pytest
 from nemo_run.core.execution.lepton import LeptonExecutor
 
 from nemo_run_ray import patches
-from nemo_run_ray.transport import ShipSource
+from nemo_run_ray.cloud import ShipSource
 from tests.cloud.conftest import Platform
 from tests.cloud.runs import finished, found, launch, logs, must_succeed
 from tests.conftest import wait_for

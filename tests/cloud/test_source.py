@@ -15,9 +15,9 @@ import nemo_run as run
 import pytest
 
 from nemo_run_ray import FolderPackager, patches
+from nemo_run_ray.cloud import ShipSource, source
+from nemo_run_ray.cloud.encode import File, Link
 from nemo_run_ray.errors import SourceTooLarge, TransportError
-from nemo_run_ray.transport import ShipSource, source
-from nemo_run_ray.transport.encode import File, Link
 
 
 @pytest.fixture

@@ -5,8 +5,8 @@ import random
 import nemo_run as run
 import pytest
 
+from nemo_run_ray.cloud import ShipSource
 from nemo_run_ray.errors import SourceTooLarge, TransportError
-from nemo_run_ray.transport import ShipSource
 from tests.cloud.runs import finished, found, launch, must_succeed
 from tests.conftest import wait_for
 

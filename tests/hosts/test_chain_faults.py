@@ -18,11 +18,11 @@ import pytest
 
 from nemo_run_ray import ExistingCluster
 from nemo_run_ray.dashboard.jobs_api import JobsApi
-from nemo_run_ray.jobs import ledger
-from nemo_run_ray.jobs.dispatch import Dispatch, dispatches_of
-from nemo_run_ray.jobs.find import jobs_of
-from nemo_run_ray.jobs.start_dispatcher import start_dispatcher
-from nemo_run_ray.jobs.tend import tend
+from nemo_run_ray.experiment import ledger
+from nemo_run_ray.experiment.dispatch import Dispatch, dispatches_of
+from nemo_run_ray.experiment.find import jobs_of
+from nemo_run_ray.experiment.start_dispatcher import start_dispatcher
+from nemo_run_ray.experiment.tend import tend
 from nemo_run_ray.remote.states import JobState, Reason, is_pending
 from tests.conftest import wait_for
 from tests.hosts.conftest import HEAD, TOKEN, Hosts

@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from nemo_run_ray.jobs.job import RemoteJob
+from nemo_run_ray.experiment.job import RemoteJob
 from tests.group_faults import FAULTS, Fault, pair, strike
 from tests.hosts.conftest import Hosts, bed
 from tests.hosts.head import address_of

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from nemo_run_ray.jobs.find import find
-from nemo_run_ray.jobs.job import RemoteJob
+from nemo_run_ray.experiment.find import find
+from nemo_run_ray.experiment.job import RemoteJob
 from nemo_run_ray.remote.states import JobState, Reason
 from tests.conftest import wait_for
 from tests.hosts.conftest import Hosts

@@ -36,9 +36,9 @@ from flaky_proxy import (
 from nemo_run_ray import ExistingCluster, RayExecutor
 from nemo_run_ray.cli import main as cli
 from nemo_run_ray.dashboard.jobs_api import JobsApi
-from nemo_run_ray.jobs import ledger
-from nemo_run_ray.jobs.find import jobs_of
-from nemo_run_ray.jobs.job import RemoteJob
+from nemo_run_ray.experiment import ledger
+from nemo_run_ray.experiment.find import jobs_of
+from nemo_run_ray.experiment.job import RemoteJob
 
 NETWORK = ("drop answer", "cut before", "errors while waiting", "hang while waiting", "cut logs")
 KILLS = (

@@ -8,9 +8,9 @@ import nemo_run as run
 import pytest
 
 from nemo_run_ray import LocalCluster, RayExecutor, work
-from nemo_run_ray.jobs.find import find_job
-from nemo_run_ray.jobs.job import RemoteJob
-from nemo_run_ray.planning.array import Array
+from nemo_run_ray.experiment.find import find_job
+from nemo_run_ray.experiment.job import RemoteJob
+from nemo_run_ray.plan.array import Array
 from tests.embedded import api, dashboard, existing, local_cluster, token
 
 __all__ = ["api", "dashboard", "existing", "local_cluster", "pool", "token"]

@@ -17,8 +17,8 @@ import psutil
 import pytest
 
 from nemo_run_ray import ExistingCluster, RayExecutor, array
-from nemo_run_ray.jobs.find import find_job
-from nemo_run_ray.jobs.job import RemoteJob
+from nemo_run_ray.experiment.find import find_job
+from nemo_run_ray.experiment.job import RemoteJob
 from nemo_run_ray.remote.array.journal import ENDED, read_records
 from nemo_run_ray.remote.array.status_file import JOURNAL_FILE, file_of
 from nemo_run_ray.remote.node.tree import is_guard

@@ -7,8 +7,8 @@ import sys
 import nemo_run as run
 
 from nemo_run_ray import RayExecutor, find
-from nemo_run_ray.jobs.element_job import ElementJob
-from nemo_run_ray.jobs.find import find_job
+from nemo_run_ray.experiment.element_job import ElementJob
+from nemo_run_ray.experiment.find import find_job
 from tests.array_tasks import Model, train
 from tests.conftest import tool, wait_for
 

@@ -6,8 +6,8 @@ import nemo_run as run
 import pytest
 
 from nemo_run_ray import RayExecutor
-from nemo_run_ray.jobs.find import find_job
-from nemo_run_ray.jobs.job import RemoteJob
+from nemo_run_ray.experiment.find import find_job
+from nemo_run_ray.experiment.job import RemoteJob
 from nemo_run_ray.remote.states import JobState
 from tests.conftest import processes_of, wait_for
 

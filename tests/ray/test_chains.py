@@ -19,8 +19,8 @@ from typer.testing import CliRunner
 from nemo_run_ray import ExistingCluster, RayExecutor
 from nemo_run_ray.cli import main as cli
 from nemo_run_ray.errors import ConfigError, NemoRunRayError, SubmissionError
-from nemo_run_ray.jobs.find import find_job
-from nemo_run_ray.jobs.start_dispatcher import start_dispatcher
+from nemo_run_ray.experiment.find import find_job
+from nemo_run_ray.experiment.start_dispatcher import start_dispatcher
 from nemo_run_ray.nemo import registry as plugin
 from nemo_run_ray.remote.attempts import ALL_SUCCEEDED, NOT_ALL_SUCCEEDED
 from nemo_run_ray.remote.states import JobState, Reason
@@ -267,7 +267,7 @@ def test_cancelling_an_experiment_ends_all_of_it(yard, unique, api, capsys):
 # ---------------------------------------------------------------------- other experiments
 
 
-@pytest.mark.soak  # tests/unit/jobs/test_named_dependencies.py has it on a simulated Ray
+@pytest.mark.soak  # tests/unit/experiment/test_named_dependencies.py has it on a simulated Ray
 def test_a_job_waits_for_jobs_of_other_experiments(yard, unique, api):
     alone = yard.start(f"{unique}a", step("alone", yard.gate()))
     dispatch = yard.start(f"{unique}b", step("good", yard.gate()), step("bad", "exit 3", retries=1))

@@ -14,7 +14,7 @@ from nemo_run.core.execution.base import ExecutorMacros
 
 from nemo_run_ray import CommandProbe, PortProbe, RayExecutor
 from nemo_run_ray.errors import ConfigError
-from nemo_run_ray.jobs.find import find_job
+from nemo_run_ray.experiment.find import find_job
 from tests.conftest import processes_of, python, tool, wait_for
 from tests.groups import client, finish, server, submit
 
@@ -249,7 +249,7 @@ KILLED = """
 import os, signal, sys
 import nemo_run as run
 from nemo_run_ray import RayExecutor
-from nemo_run_ray.jobs import ledger
+from nemo_run_ray.experiment import ledger
 
 write_all = ledger.Ledger.write_all
 

@@ -6,8 +6,8 @@ import nemo_run as run
 import pytest
 
 from nemo_run_ray import RayExecutor
-from nemo_run_ray.jobs.find import find_job
-from nemo_run_ray.jobs.job import RemoteJob
+from nemo_run_ray.experiment.find import find_job
+from nemo_run_ray.experiment.job import RemoteJob
 
 WIDE = 6 * 1024**2  # beyond the 4 MiB that Ray's own WebSocket takes
 

@@ -8,7 +8,7 @@ import nemo_run as run
 import pytest
 
 from nemo_run_ray import LocalCluster, RayExecutor
-from nemo_run_ray.jobs.ledger import Ledger
+from nemo_run_ray.experiment.ledger import Ledger
 from tests import warm
 from tests.conftest import tool, wait_for
 
@@ -16,7 +16,7 @@ KILLED = """
 import os, signal, sys
 import nemo_run as run
 from nemo_run_ray import RayExecutor
-from nemo_run_ray.jobs import ledger
+from nemo_run_ray.experiment import ledger
 
 title, folder, order, moment = sys.argv[1:5]
 write_all = ledger.Ledger.write_all

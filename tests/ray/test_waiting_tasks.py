@@ -10,9 +10,9 @@ import pytest
 from nemo_run_ray import RayExecutor
 from nemo_run_ray.cli.status_report import StatusReport
 from nemo_run_ray.dashboard.http import Http
-from nemo_run_ray.jobs.cancel import cancel_all
-from nemo_run_ray.jobs.find import find_experiment, jobs_of
-from nemo_run_ray.jobs.job import RemoteJob
+from nemo_run_ray.experiment.cancel import cancel_all
+from nemo_run_ray.experiment.find import find_experiment, jobs_of
+from nemo_run_ray.experiment.job import RemoteJob
 from nemo_run_ray.remote.states import JobState, Reason
 from tests.conftest import wait_for
 

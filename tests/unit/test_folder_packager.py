@@ -14,11 +14,11 @@ from torchx.specs import AppDef, Role
 
 from nemo_run_ray import FolderPackager, LocalCluster, RayExecutor
 from nemo_run_ray.errors import ConfigError, PackagingFailed, TransportError
-from nemo_run_ray.jobs.archives import code_archive
-from nemo_run_ray.planning.job_plan import plan
+from nemo_run_ray.experiment.archives import code_archive
+from nemo_run_ray.plan.job_plan import plan
 from tests.conftest import refused
 from tests.fake_ray import FakeRay
-from tests.unit.jobs.conftest import Handed
+from tests.unit.experiment.conftest import Handed
 
 APP = AppDef("job", [Role("job", image="", entrypoint="true")])
 

@@ -22,11 +22,11 @@ _LINES = (
     {"__init__"},
     {"cli"},
     {"nemo"},
-    {"jobs", "skills", "work"},
+    {"experiment", "skills", "work"},
     {"cluster_files"},
-    {"planning"},
+    {"plan"},
     {"executor", "executor_checks", "executor_file", "dashboard"},
-    {"clusters", "probes", "transport"},
+    {"clusters", "probes", "cloud"},
     {"patches", "checks", "runtime_env", "timeline"},
     {"slurm_script"},
     {"remote", "ids", "errors", "plain_errors"},
@@ -160,8 +160,8 @@ def test_imports_go_one_way():
 
 def test_an_import_that_goes_up_is_found_in_every_folder(tmp_path):
     planted = {
-        "jobs/late.py": "def late():\n    from nemo_run_ray.cli import main\n",
-        "clusters/slurm/planted.py": "import nemo_run_ray.jobs.ledger\n",
+        "experiment/late.py": "def late():\n    from nemo_run_ray.cli import main\n",
+        "clusters/slurm/planted.py": "import nemo_run_ray.experiment.ledger\n",
         "remote/node/planted.py": "from ..dispatch.decide import decide\n",
         "remote/group/planted.py": "from ..slurm import node\nfrom ..node import tree\n",
         "remote/files.py": "from .states import JobState\n",
@@ -170,8 +170,8 @@ def test_an_import_that_goes_up_is_found_in_every_folder(tmp_path):
         (tmp_path / module).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / module).write_text(text)
     assert _going_up(tmp_path) == {
-        "jobs/late.py": ["nemo_run_ray.cli"],
-        "clusters/slurm/planted.py": ["nemo_run_ray.jobs.ledger"],
+        "experiment/late.py": ["nemo_run_ray.cli"],
+        "clusters/slurm/planted.py": ["nemo_run_ray.experiment.ledger"],
         "remote/node/planted.py": ["nemo_run_ray.remote.dispatch.decide"],
         "remote/group/planted.py": ["nemo_run_ray.remote.slurm"],
     }
@@ -180,13 +180,13 @@ def test_an_import_that_goes_up_is_found_in_every_folder(tmp_path):
 @pytest.mark.parametrize(
     ("module", "name"),
     [
-        ("jobs/job.py", "nemo_run_ray.cli.main"),
-        ("dashboard/jobs_api.py", "nemo_run_ray.jobs.ledger"),
-        ("planning/roles.py", "nemo_run_ray"),
+        ("experiment/job.py", "nemo_run_ray.cli.main"),
+        ("dashboard/jobs_api.py", "nemo_run_ray.experiment.ledger"),
+        ("plan/roles.py", "nemo_run_ray"),
         ("remote/states.py", "nemo_run_ray.remote.group.machine"),
         ("remote/node/process.py", "nemo_run_ray.remote.dispatch.decide"),
         ("remote/dispatch/decide.py", "nemo_run_ray.remote.group.machine"),
-        ("remote/spec.py", "nemo_run_ray.jobs.ledger"),
+        ("remote/spec.py", "nemo_run_ray.experiment.ledger"),
     ],
 )
 def test_an_import_that_goes_up_is_found(module, name):
@@ -302,8 +302,8 @@ def test_importing_loads_no_ray_and_no_network_client():
     assert "ray" not in tops
     assert not (tops - {name.split(".")[0] for name in before}) & {"httpx", "websockets"}
     # What takes long and most programs do not use.
-    assert not {f"nemo_run_ray.{one}" for one in ("clusters.local", "planning")} & set(at_first)
-    assert {f"nemo_run_ray.{one}" for one in ("clusters.local", "planning")} <= set(after)
+    assert not {f"nemo_run_ray.{one}" for one in ("clusters.local", "plan")} & set(at_first)
+    assert {f"nemo_run_ray.{one}" for one in ("clusters.local", "plan")} <= set(after)
 
 
 def test_the_import_needs_only_what_nemo_run_brings():

@@ -11,8 +11,8 @@ from torchx.specs import AppDef, Role
 
 from nemo_run_ray import LocalCluster, RayExecutor
 from nemo_run_ray.errors import ConfigError
-from nemo_run_ray.planning.dry_run import describe
-from nemo_run_ray.planning.job_plan import in_folder, plan
+from nemo_run_ray.plan.dry_run import describe
+from nemo_run_ray.plan.job_plan import in_folder, plan
 from nemo_run_ray.remote.spec import GroupSpec
 from nemo_run_ray.runtime_env import brings_python, check, is_container, resolve
 

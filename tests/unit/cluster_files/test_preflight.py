@@ -9,7 +9,7 @@ from nemo_run_ray.cluster_files.preflight import CheckRow, CheckState, Needs, ch
 from nemo_run_ray.cluster_files.schema import ClusterFile
 from nemo_run_ray.dashboard.inspection import Inspection
 from nemo_run_ray.dashboard.nodes import nodes_of_summary, nodes_of_table
-from nemo_run_ray.planning.room import Ask
+from nemo_run_ray.plan.room import Ask
 from tests.rooms import GIB, FakeNode, summary
 
 HEAD = FakeNode("head", {"CPU": 8.0}, {"CPU": 6.0}, is_head=True)

@@ -5,9 +5,9 @@ import pytest
 
 from nemo_run_ray import RayExecutor
 from nemo_run_ray.errors import JobError, NemoRunRayError
-from nemo_run_ray.jobs.dispatch import dispatches_of
-from nemo_run_ray.jobs.find import find, find_experiment, jobs_of
-from nemo_run_ray.jobs.snapshot import Snapshot
+from nemo_run_ray.experiment.dispatch import dispatches_of
+from nemo_run_ray.experiment.find import find, find_experiment, jobs_of
+from nemo_run_ray.experiment.snapshot import Snapshot
 from nemo_run_ray.nemo import registry
 from nemo_run_ray.nemo.resume import resume_experiment
 from tests.fake_ray import SUCCEEDS, FakeRay, Trouble

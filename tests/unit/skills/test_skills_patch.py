@@ -15,7 +15,7 @@ import typer
 from nemo_run_ray import FolderPackager, RayExecutor, patches
 from nemo_run_ray.cli import skills_verb
 from nemo_run_ray.errors import ConfigError, UnsupportedNemoRun
-from nemo_run_ray.planning.roles import group_spec
+from nemo_run_ray.plan.roles import group_spec
 from tests import skills
 
 _FILE = """\

@@ -1,0 +1,20 @@
+"""Source code for tasks on Lepton and DGX Cloud. What Ray jobs need is in ``jobs/archives.py``."""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from nemo_run_ray.cloud.ship_source import ShipSource, SourcePackager
+    from nemo_run_ray.cloud.source import LEFT_OUT
+
+__all__ = ["LEFT_OUT", "ShipSource", "SourcePackager"]
+_HOMES = {"LEFT_OUT": "source", "ShipSource": "ship_source", "SourcePackager": "ship_source"}
+
+
+def __getattr__(name: str) -> Any:
+    """What only jobs on those platforms need is imported when it is used."""
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)

@@ -1,0 +1,193 @@
+"""A folder, or a zip file, as the code of a task."""
+
+# No postponed annotations: NeMo-Run and fiddle read the fields' types.
+
+import gzip
+import io
+import os
+import stat
+import tarfile
+import zipfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import KW_ONLY, dataclass, field
+from pathlib import Path
+from typing import IO
+
+from nemo_run.core.packaging.base import Packager
+
+from nemo_run_ray.checks import strict_init
+from nemo_run_ray.cloud import platform_limits
+from nemo_run_ray.cloud.encode import Entry, File, Link
+from nemo_run_ray.cloud.gitignore import Git
+from nemo_run_ray.cloud.tree import Walk, file_size, matches, read_entry, with_links
+from nemo_run_ray.errors import ConfigError, PackagingFailed
+from nemo_run_ray.remote.files import replacing
+
+#: Names the folder or zip that is sent where an executor's packager sends nothing.
+CODE_DIR = "NEMO_RUN_CODE_DIR"
+#: Folders, and files of these names, that are never code: those of version control.
+_SKIPPED = (".git", ".hg", ".svn")
+
+
+@strict_init
+@dataclass
+class FolderPackager(Packager):
+    """Sends a folder, or a zip file, as the code of a task.
+
+    A folder is sent whole, committed or not, but for what its ``.gitignore`` files and ``exclude``
+    keep here, folders of version control and ``__pycache__``. Of a zip all is sent but ``exclude``.
+
+    Example:
+        ``RayExecutor(address="http://ray-head:8265", packager=FolderPackager("~/recipes"))``
+
+    Raises:
+        ConfigError: a field is wrong. Whether the folder is there is checked when a job is planned,
+            since a saved experiment may be looked at where it is not.
+    """
+
+    #: The folder or the zip. A relative path is one of the current folder.
+    path: str
+    _: KW_ONLY
+    #: Patterns, relative to the folder, or of names, of what is not sent.
+    exclude: list[str] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.path, (str, os.PathLike)) or not os.fspath(self.path):
+            raise ConfigError(
+                f"FolderPackager.path is {self.path!r}; allowed is the path of a folder or a zip."
+            )
+        texts = isinstance(self.exclude, list) and all(isinstance(p, str) for p in self.exclude)
+        if not texts:
+            raise ConfigError(
+                f"FolderPackager.exclude is {self.exclude!r}; allowed is a list of patterns, such "
+                "as ['data', '*.ckpt']."
+            )
+        # The job may be planned, or resumed, by a process that is in another folder.
+        self.path = os.path.abspath(os.path.expanduser(os.fspath(self.path)))
+
+    def __str__(self) -> str:
+        return f"{'the zip' if self._is_zip else 'the folder'} {self.path}"
+
+    def check(self) -> None:
+        """Check that there is something to send.
+
+        Raises:
+            ConfigError: there is neither a folder nor a zip of this path.
+        """
+        if os.path.isdir(self.path) or self._is_zip:
+            return
+        found = "is no zip" if os.path.exists(self.path) else "does not exist"
+        raise ConfigError(
+            f"{self._field} names {self.path}, which {found}; allowed is a folder or a zip file. "
+            "Nothing was sent."
+        )
+
+    def package(self, path: Path, job_dir: str, name: str) -> str:
+        """Pack it; equal contents give equal bytes.
+
+        Raises:
+            ConfigError: there is neither a folder nor a zip.
+            PackagingFailed: there is nothing in it.
+            TransportError: a file cannot be read, a link leaves the folder, or it is too large.
+        """
+        target = os.path.join(job_dir, f"{name}.tar.gz")
+        if os.path.exists(target):
+            return target
+        self.check()
+        with replacing(target) as file, _tar(file) as tar:
+            for entry_name, entry in self._zipped() if self._is_zip else self._below():
+                _add(tar, entry_name, entry)
+            if not tar.getmembers():
+                raise PackagingFailed(f"There is nothing to send in {self}. Nothing was sent.")
+        return target
+
+    @property
+    def _field(self) -> str:
+        """What names the path, for messages."""
+        return "FolderPackager.path"
+
+    @property
+    def _is_zip(self) -> bool:
+        return os.path.isfile(self.path) and zipfile.is_zipfile(self.path)
+
+    def _below(self) -> Iterator[tuple[str, Entry]]:
+        """The files and links of the folder, by name."""
+        root = Path(self.path).resolve()
+        names = Walk(root, [*_SKIPPED, *self.exclude], Git(root)).below(["."])
+        chosen = sorted({linked for name in names for linked in with_links(root, name)})
+        sizes = [(name, size) for name in chosen if (size := file_size(root / name)) is not None]
+        platform_limits.check_source(sizes, platform_limits.MOST_SOURCE_BYTES, str(self))
+        for name in chosen:
+            yield name, read_entry(root, name, chosen)
+
+    def _zipped(self) -> Iterator[tuple[str, Entry]]:
+        """The files and links of the zip, by name; of several of one name the last counts."""
+        try:
+            yield from self._entries()
+        except (zipfile.BadZipFile, RuntimeError, NotImplementedError) as error:
+            raise PackagingFailed(
+                f"{self} cannot be read ({error}); expected a zip without a password. Make it "
+                "anew. Nothing was sent."
+            ) from error
+
+    def _entries(self) -> Iterator[tuple[str, Entry]]:
+        with zipfile.ZipFile(self.path) as archive:
+            infos = {
+                info.filename: info
+                for info in archive.infolist()
+                if not info.is_dir() and not matches(info.filename, self.exclude)
+            }
+            outside = [name for name in infos if name.startswith("/") or ".." in name.split("/")]
+            if outside:
+                raise PackagingFailed(
+                    f"{self} has entries outside of the task's folder: {', '.join(outside[:5])}. "
+                    "Make it anew without them, or leave them out: exclude=[…]. Nothing was sent."
+                )
+            sizes = [(name, info.file_size) for name, info in infos.items()]
+            platform_limits.check_source(sizes, platform_limits.MOST_SOURCE_BYTES, str(self))
+            for name, info in sorted(infos.items()):
+                mode = info.external_attr >> 16
+                content = archive.read(info)
+                if stat.S_ISLNK(mode):
+                    yield name, Link(os.fsdecode(content))
+                else:
+                    yield name, File(content, bool(mode & stat.S_IXUSR))
+
+
+class _CodeDir(FolderPackager):
+    """What the variable names."""
+
+    def __str__(self) -> str:
+        return f"{super().__str__()}, named by {CODE_DIR}"
+
+    @property
+    def _field(self) -> str:
+        return f"The variable {CODE_DIR}"
+
+
+def code_dir() -> FolderPackager | None:
+    """What ``NEMO_RUN_CODE_DIR`` names; ``None`` when it is not set or empty."""
+    given = os.environ.get(CODE_DIR)
+    return _CodeDir(given) if given else None
+
+
+@contextmanager
+def _tar(file: IO[bytes]) -> Iterator[tarfile.TarFile]:
+    """A compressed archive without a time and a name in its head."""
+    with (
+        gzip.GzipFile(filename="", mode="wb", fileobj=file, mtime=0) as packed,
+        tarfile.open(fileobj=packed, mode="w", format=tarfile.PAX_FORMAT) as tar,
+    ):
+        yield tar
+
+
+def _add(tar: tarfile.TarFile, name: str, entry: Entry) -> None:
+    member = tarfile.TarInfo(name)  # of no owner, and of no time
+    if isinstance(entry, Link):
+        member.type, member.linkname = tarfile.SYMTYPE, entry.target
+        tar.addfile(member)
+        return
+    member.size = len(entry.content)
+    member.mode = 0o755 if entry.is_executable else 0o644
+    tar.addfile(member, io.BytesIO(entry.content))

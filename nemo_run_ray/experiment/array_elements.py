@@ -1,0 +1,334 @@
+"""The elements of an array, one by one: how they are, and how some of them are cancelled."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import secrets
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import chain
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from nemo_run.config import SCRIPTS_DIR
+
+from nemo_run_ray.dashboard.http import repeat
+from nemo_run_ray.dashboard.jobs_api import PATIENCE_S
+from nemo_run_ray.errors import ClusterError, ConfigError, JobError, Unanswered
+from nemo_run_ray.experiment.roles_and_elements import elements
+from nemo_run_ray.experiment.snapshot import Snapshot
+from nemo_run_ray.remote.array.progress import Stretch
+from nemo_run_ray.remote.array.status_file import RESULTS_FILE, STATES_FILE
+from nemo_run_ray.remote.array.wishes import Range, wish_name, wish_to_cancel
+from nemo_run_ray.remote.node_death import NODE_DEAD_S
+from nemo_run_ray.remote.rows import fits
+
+if TYPE_CHECKING:
+    from nemo_run_ray.experiment.job import RemoteJob
+    from nemo_run_ray.experiment.observed_job import ObservedJob
+    from nemo_run_ray.remote.states import JobStatus
+
+#: States of an element, as a user selects them.
+STATES = ("waiting", "running", "succeeded", "failed", "cancelled", "lost")
+#: States in which an element is not over.
+ACTIVE = ("waiting", "running")
+_OVER = tuple(state for state in STATES if state not in ACTIVE)
+#: Seconds until a driver has taken a wish; longer than one that is killed takes to be there again.
+_HEARD_S = 120.0
+#: Seconds beyond the grace period until elements that were cancelled have ended, also on a node
+#: that has died.
+_END_MARGIN_S = NODE_DEAD_S + 60.0
+_LOOK_AGAIN_S = 1.0
+
+
+@dataclass(frozen=True)
+class Element:
+    """One element of an array, as its driver last saw it.
+
+    Attributes:
+        index: from 0.
+        state: one of ``STATES``. ``running`` ones have a host, where they may wait for a slot;
+            ``lost`` ones were not over when their job ended.
+        attempts: how often it was given to a host.
+        exit_code: of the last attempt that has ended; ``None`` before that.
+        reason: why it failed, in words.
+        values: its own, by field, where the experiment's folder has them.
+    """
+
+    index: int
+    state: str
+    attempts: int
+    exit_code: int | None
+    reason: str
+    values: Mapping[str, Any]
+
+
+def elements_of(job: ObservedJob, status: JobStatus, selection: str = "") -> list[Element]:
+    """Those elements of an array that are selected.
+
+    Args:
+        job: the array.
+        status: where it is.
+        selection: a state, or indices such as ``3,7-9``; empty is all.
+
+    Raises:
+        ConfigError: the selection cannot be understood.
+        JobError: the job is no array, has no such element, or nothing is known of its elements.
+        ClusterError: the cluster does not answer.
+    """
+    stretches = _selected(job, status, selection)
+    reasons = failures_of(job, status)
+    values = _values(job, [(found.first, found.last) for found in stretches])
+    found = []
+    for first, last, state, attempts, code in stretches:
+        exit_code = code if code or state == "succeeded" else None
+        for index in range(first, last + 1):
+            reason = (reasons.get(index) or f"exit code {code}") if state == "failed" else ""
+            own = values.get(index, {})
+            found.append(Element(index, state, attempts, exit_code, reason, own))
+    return found
+
+
+def cancel_elements(job: RemoteJob, selection: str) -> list[Element]:
+    """End some elements of an array that goes on, and wait until they have ended.
+
+    Args:
+        job: the array.
+        selection: ``waiting`` leaves those alone that begin meanwhile; else as for ``elements_of``.
+
+    Returns:
+        The elements that were selected, as they are then.
+
+    Raises:
+        ClusterError: the cluster does not answer, or the array's driver does not.
+        ConfigError, JobError: as for ``elements_of``; or the selection holds none that can end.
+    """
+    if selection in ("", *_OVER):
+        raise ConfigError(
+            f"The elements to cancel are {selection!r}; expected is waiting, running, or indices "
+            "such as 3,7-9. To cancel the whole array, cancel the job."
+        )
+    chosen = repeat(
+        lambda: _selected(job, job.look(Snapshot(is_fresh=True)), selection), PATIENCE_S
+    )
+    wanted = [(element.first, element.last) for element in chosen if element.state in ACTIVE]
+    indices = ",".join(f"{element.first}-{element.last}" for element in chosen)
+    if wanted:
+        _let_driver_know(job, wish_to_cancel(wanted, only_waiting=selection == "waiting"))
+        _wait_for_end(job, indices, ("waiting",) if selection == "waiting" else ACTIVE)
+    if not chosen:
+        return []
+    return repeat(lambda: elements_of(job, job.look(Snapshot(is_fresh=True)), indices), PATIENCE_S)
+
+
+def _let_driver_know(job: RemoteJob, wish: bytes) -> None:
+    api = job.api()
+    name = wish_name(job.id, secrets.token_hex(8))
+    api.put_package(name, wish)
+    _until(
+        lambda: not api.has_package(name) or job.look(Snapshot(is_fresh=True)).state.is_terminal,
+        _HEARD_S,
+        f"The driver of the array {job.name!r} has not taken the order to cancel elements within "
+        f"{_HEARD_S:.0f} s. It does so when it is there again within ten minutes. Look at the "
+        "job's log.",
+    )
+
+
+def _wait_for_end(job: RemoteJob, indices: str, states: Sequence[str]) -> None:
+    def is_over() -> bool:
+        found = _selected(job, job.look(Snapshot(is_fresh=True)), indices)
+        return not any(element.state in states for element in found)
+
+    _until(
+        is_over,
+        job.record.grace_s + _END_MARGIN_S,
+        f"Elements of the array {job.name!r} were cancelled and have not ended yet. Look again "
+        "with nemo-run-ray status --elements.",
+    )
+
+
+def ranges_of(selection: str, count: int, name: str) -> list[Range]:
+    """Indices such as ``3,7-9``, as first and last ones.
+
+    Args:
+        selection: the text.
+        count: of the array's elements.
+        name: of the array, for errors.
+
+    Raises:
+        ConfigError: the text is no such list.
+        JobError: an element is not there.
+    """
+    ranges = []
+    for part in selection.split(","):
+        first, dash, last = part.strip().partition("-")
+        if not first.isdecimal() or not (last if dash else first).isdecimal():
+            raise ConfigError(
+                f"{selection!r} selects no elements of an array; expected is one of "
+                f"{', '.join(STATES)}, or indices such as 3,7-9."
+            )
+        found = int(first), int(last or first)
+        if found[0] > found[1] or found[1] >= count:
+            raise JobError(
+                f"The array {name!r} has no element {part.strip()}; it has 0 to {count - 1}."
+            )
+        ranges.append(found)
+    return ranges
+
+
+def array_file(job: ObservedJob, status: JobStatus, kind: str) -> list[str]:
+    """The lines of a file that the driver of an array writes, from its node or as it was kept.
+
+    Args:
+        job: the array.
+        status: where it is.
+        kind: ``STATES_FILE`` or ``RESULTS_FILE``.
+
+    Raises:
+        ClusterError: the cluster does not answer.
+    """
+    if job.kept.has_array_file(kind):
+        return job.kept.array_file(kind)
+    if not status.node:
+        return []
+    lines = job.api().state.array_file(status.node, job.id, kind)
+    # Ray has words of its own for a file that is not there.
+    return lines if lines and lines[0].startswith("[") else []
+
+
+def failures_of(job: ObservedJob, status: JobStatus) -> dict[int, str]:
+    """Why the first elements have failed that have, in words, by index."""
+    told = elements(job, status)
+    return {index: words for index, _, words in told["failures"]} if told else {}
+
+
+def needs_keeping(job: ObservedJob) -> bool:
+    """Whether a job is an array of which the experiment's folder has nothing yet."""
+    return job.record.is_array and not job.kept.has_array_file(STATES_FILE)
+
+
+def keep_array(job: ObservedJob, status: JobStatus) -> None:
+    """Keep what the driver of an array has written in the experiment's folder.
+
+    Raises:
+        ClusterError: the cluster does not answer.
+        OSError: the folder cannot be written to.
+    """
+    states = array_file(job, status, STATES_FILE)
+    if states:  # else it had no elements yet, or they cannot be read now: another look asks again
+        job.kept.keep_array_file(RESULTS_FILE, array_file(job, status, RESULTS_FILE))
+        job.kept.keep_array_file(STATES_FILE, states)  # last: with it, all is kept
+
+
+def _selected(job: ObservedJob, status: JobStatus, selection: str) -> list[Stretch]:
+    """What is known of the selected elements, with the user's words for their states."""
+    rows = stretches_of(job, status)
+    if not isinstance(selection, str):
+        raise ConfigError(
+            f"{selection!r} selects no elements of an array; expected is a text: one of "
+            f"{', '.join(STATES)}, or indices such as 3,7-9."
+        )
+    if selection in ("", *STATES):
+        return [row for row in rows if selection in ("", row.state)]
+    ranges = _merged(ranges_of(selection, rows[-1].last + 1, job.name))
+    found, at = [], 0
+    for first, last in ranges:
+        while rows[at].last < first:
+            at += 1
+        for row in rows[at:]:
+            if row.first > last:
+                break
+            found.append(row._replace(first=max(first, row.first), last=min(last, row.last)))
+    return found
+
+
+def stretches_of(job: ObservedJob, status: JobStatus) -> list[Stretch]:
+    """What is known of all elements, with the user's words for their states.
+
+    Raises:
+        JobError: the job is no array, or nothing is known of its elements.
+        ClusterError: the cluster does not answer.
+    """
+    if not job.record.is_array:
+        raise JobError(f"The job {job.name!r} is no array and has no elements.")
+    rows = list(_stretches(array_file(job, status, STATES_FILE)))
+    if not rows and status.state.is_terminal:
+        raise JobError(
+            f"Nothing is known of the elements of {job.name!r}, which has ended. {status.message}"
+        )
+    if not rows:
+        raise JobError(
+            f"Nothing is known of the elements of {job.name!r} yet. {status.message} Look again "
+            "when it runs."
+        )
+    return [row._replace(state=_word(row.state, status)) for row in rows]
+
+
+def _stretches(lines: Iterable[str]) -> Iterator[Stretch]:
+    for line in lines:
+        with contextlib.suppress(ValueError, RecursionError):
+            row = json.loads(line)
+            if fits(row, [int, int, str, int, int]):
+                yield Stretch(*row)
+
+
+def _word(state: str, status: JobStatus) -> str:
+    """The user's word for a state of the driver's."""
+    word = "running" if state == "leased" else state
+    return "lost" if word in ACTIVE and status.state.is_terminal else word
+
+
+def _values(job: ObservedJob, ranges: Sequence[Range]) -> dict[int, dict[str, Any]]:
+    """The values of elements from the file that was sent, where it is still in the folder."""
+    for path in sorted((Path(job.record.exp_dir) / job.record.job / SCRIPTS_DIR).glob("*")):
+        with path.open(encoding="utf-8", errors="replace") as file:
+            fields = _fields(file)
+            if fields:
+                wanted = (range(first, last + 1) for first, last in _merged(ranges))
+                return dict(_read_values(file, fields, chain.from_iterable(wanted)))
+    return {}
+
+
+def _fields(lines: Iterable[str]) -> list[str]:
+    """The fields that the header of an elements' file names; none of any other script."""
+    header = next((line for line in lines if line.startswith('{"')), "{}")
+    try:
+        return list(json.loads(header).get("fields", ()))
+    except ValueError:
+        return []
+
+
+def _read_values(
+    lines: Iterable[str], fields: Sequence[str], wanted: Iterator[int]
+) -> Iterator[tuple[int, dict[str, Any]]]:
+    index = next(wanted, None)
+    for number, line in enumerate(lines):
+        if number == index:
+            yield number, dict(zip(fields, json.loads(line), strict=False))
+            index = next(wanted, None)
+        if index is None:
+            return
+
+
+def _merged(ranges: Iterable[Range]) -> list[Range]:
+    """The same elements in their order, each once."""
+    found: list[Range] = []
+    for first, last in sorted(ranges):
+        if found and first <= found[-1][1] + 1:
+            found[-1] = found[-1][0], max(last, found[-1][1])
+        else:
+            found.append((first, last))
+    return found
+
+
+def _until(question: Callable[[], bool], within_s: float, words: str) -> None:
+    """Ask until the answer is yes, also while the cluster does not answer."""
+    deadline = time.monotonic() + within_s
+    while time.monotonic() < deadline:
+        with contextlib.suppress(Unanswered):
+            if question():
+                return
+        time.sleep(_LOOK_AGAIN_S)
+    raise ClusterError(words)

@@ -1,0 +1,136 @@
+"""Finding jobs that were handed over: by an experiment's id or title, a handle, or a job's id."""
+
+from __future__ import annotations
+
+import difflib
+import shlex
+from collections.abc import Iterable
+from pathlib import Path
+
+from nemo_run.config import get_nemorun_home
+
+from nemo_run_ray.errors import JobError
+from nemo_run_ray.experiment import ledger
+from nemo_run_ray.experiment.dispatched_job import DispatchedJob
+from nemo_run_ray.experiment.element_job import ElementJob
+from nemo_run_ray.experiment.job import RemoteJob
+from nemo_run_ray.experiment.ledger import JobRecord, Ledger
+
+#: Digits of seconds since the epoch, until the year 2286.
+_DIGITS_OF_SECONDS = 10
+
+
+def find(name: str) -> list[RemoteJob]:
+    """The jobs of an experiment, or one job.
+
+    Args:
+        name: an experiment's id, or its title (then its newest one); a handle of NeMo-Run's; or a
+            job's id on the cluster.
+
+    Returns:
+        The jobs in the order in which they were added; one of a handle or a job's id. Tasks that
+        share an array are found by their handles, and by an experiment's name as that array.
+
+    Raises:
+        JobError: no such job was submitted from this NeMo-Run home.
+    """
+    if not isinstance(name, str):
+        raise JobError(f"A job is found by the name of an experiment or its own, not by {name!r}.")
+    bare = name.rpartition("/")[2]
+    try:
+        return [find_job(bare)]
+    except JobError:
+        folder = find_experiment(name)
+    if folder is None:
+        raise JobError(
+            f"There is no experiment {name!r} in NeMo-Run's home {get_nemorun_home()}, and no job "
+            f"or handle of that name.{did_you_mean(name, titles())} `nemo experiment list <title>` "
+            "lists the experiments of a title; NEMORUN_HOME names another home."
+        )
+    found = jobs_of(folder)
+    if not found:
+        raise JobError(
+            f"The experiment {name!r} has handed nothing over to Ray yet. If its program does not "
+            f"run any more, this hands it over: nemo-run-ray resume {shlex.quote(name)}"
+        )
+    return found
+
+
+def find_job(submission_id: str) -> RemoteJob:
+    """The job, or the task of an array, of a submission id.
+
+    Raises:
+        JobError: it was not submitted from this NeMo-Run home.
+    """
+    record = ledger.find(submission_id)
+    found = job_of(record)
+    return found if record.submission_id == submission_id else ElementJob(found, submission_id)
+
+
+def find_experiment(name: str, but: Path | None = None) -> Path | None:
+    """The folder of an experiment's id, or of the newest one of a title; ``None`` without any.
+
+    Args:
+        name: the id or the title.
+        but: a folder that a title does not mean.
+    """
+    folders = _folders()
+    by_id = [folder for folder in folders if folder.name == name]
+    if by_id:
+        return by_id[0]
+    outside = ledger.remembered(name)
+    if outside is not None:
+        return outside
+    of_title = [folder for folder in folders if folder.parent.name == name and folder != but]
+    return max(of_title, key=_began_at, default=None)
+
+
+def _began_at(exp_dir: Path) -> float:
+    """When an experiment was made: by the number at the end of its id, in seconds or parts of them.
+
+    NeMo-Run's ``from_title`` goes by the folder's last change, and a look that keeps a log is one.
+    """
+    number = exp_dir.name.rpartition("_")[2]
+    if number.isdigit() and len(number) >= _DIGITS_OF_SECONDS:
+        return float(f"{number[:_DIGITS_OF_SECONDS]}.{number[_DIGITS_OF_SECONDS:]}")
+    return exp_dir.stat().st_ctime
+
+
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """A question that names those most like it, with a space before it; empty without any.
+
+    Args:
+        name: what was given: a title, or an id, which begins with its title.
+        known: titles.
+    """
+    near = difflib.get_close_matches(name, sorted(known), n=3)
+    near = near or difflib.get_close_matches(name.rpartition("_")[0], sorted(known), n=3)
+    return f" Did you mean {' or '.join(repr(title) for title in near)}?" if near else ""
+
+
+def titles() -> set[str]:
+    """The titles of all experiments in NeMo-Run's home."""
+    return {folder.parent.name for folder in _folders()}
+
+
+def _folders() -> list[Path]:
+    home = Path(get_nemorun_home()) / "experiments"
+    return [folder for folder in home.glob("*/*") if folder.is_dir()]
+
+
+def jobs_of(exp_dir: Path) -> list[RemoteJob]:
+    """The jobs that an experiment's ledger knows, in the order in which they were added to it."""
+    records = sorted(Ledger.of(exp_dir).jobs().values(), key=lambda record: record.place)
+    return [job_of(record) for record in records if not record.is_dispatcher]
+
+
+def tasks_of(job: RemoteJob) -> list[RemoteJob]:
+    """The tasks of an experiment that a job runs: those of an array of tasks, or itself."""
+    tasks = [ElementJob(job, submission_id) for submission_id, _ in job.record.tasks]
+    return [*tasks] or [job]
+
+
+def job_of(record: JobRecord) -> RemoteJob:
+    """The job that a record tells of."""
+    is_dispatched = record.dispatcher and not record.is_dispatcher
+    return DispatchedJob(record) if is_dispatched else RemoteJob(record)

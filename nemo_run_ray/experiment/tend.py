@@ -1,0 +1,160 @@
+"""Looking after the jobs of an experiment while a client waits for them.
+
+Looking changes nothing. What heals is here: a dispatcher that has died is started again, what a
+cancelled job has left is stopped, and Ray's job manager is woken when a head has died. Only jobs of
+that experiment are touched.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from pathlib import Path
+from typing import Any, ClassVar
+
+from nemo_run_ray.clusters import from_record
+from nemo_run_ray.dashboard.jobs_api import JobsApi
+from nemo_run_ray.errors import NemoRunRayError
+from nemo_run_ray.experiment import keep_logs
+from nemo_run_ray.experiment.dispatch import Dispatch, DispatchStatus
+from nemo_run_ray.experiment.ledger import JobRecord, Ledger
+from nemo_run_ray.experiment.snapshot import Snapshot
+from nemo_run_ray.experiment.start_dispatcher import start_dispatcher
+from nemo_run_ray.remote.attempts import first_id, nonce_of
+from nemo_run_ray.remote.rows import JobRows
+from nemo_run_ray.remote.states import JobState, status_of_row
+
+log = logging.getLogger(__name__)
+
+#: Seconds between two starts of a dispatcher by one process that finds it dead, and how many.
+_REVIVE_AGAIN_S, _REVIVALS_MAX = 20.0, 20
+#: Seconds that the client that hands a dispatch over may need until its dispatcher is there.
+_SENDING_S = 120.0
+#: Seconds between two times that a waiting client tends.
+_TEND_AGAIN_S = 2.0
+
+#: What was last told of a folder, which is tended every two seconds.
+_complaints: dict[Path, str] = {}
+
+
+def tend(exp_dir: Path) -> None:
+    """Look after an experiment's jobs that go on. A cluster that does not answer is left alone.
+
+    Args:
+        exp_dir: the experiment's folder; one that cannot be read or written to is left alone too.
+    """
+    try:
+        _tend(exp_dir)
+    except OSError as error:
+        if _complaints.get(exp_dir) != str(error):
+            log.warning("The jobs of %s are not looked after: %s", exp_dir, error)
+        _complaints[exp_dir] = str(error)
+
+
+def _tend(exp_dir: Path) -> None:
+    going_on: dict[str, list[JobRecord]] = {}
+    clusters: dict[str, dict[str, Any]] = {}
+    for record in Ledger.of(exp_dir).jobs().values():
+        if not record.terminal:
+            key = repr(sorted(record.cluster.items()))
+            going_on.setdefault(key, []).append(record)
+            clusters[key] = record.cluster
+    for key, records in going_on.items():
+        try:
+            dashboard = from_record(clusters[key]).find()
+            if dashboard is not None:
+                _tend_on(JobsApi.of(dashboard), records)
+        except NemoRunRayError as error:
+            log.debug("%s is not tended: %s", exp_dir, error)
+
+
+def _tend_on(api: JobsApi, records: list[JobRecord]) -> None:
+    snapshot = Snapshot()
+    rows = _own(snapshot.rows(api), records)
+    if api.manager.wake_for(rows):
+        return  # the next look sees what has become of them
+    for record in records:
+        row = rows.get(record.submission_id)
+        state = None if row is None or record.dispatcher else status_of_row(row).state
+        if record.cancelled and state is JobState.RUNNING:
+            # Ray forgets with its head the stop that it was told before the start.
+            api.stop(record.submission_id)
+    dispatches = {record.dispatcher: record for record in records if record.dispatcher}
+    for name, record in dispatches.items():
+        dispatch = Dispatch.of(record.exp_dir, name)
+        if dispatch.is_saved:
+            found = dispatch.look(api, snapshot)
+            # Its first dispatcher may be on its way: the client sends the archives before.
+            is_young = time.time() - record.intended_at < _SENDING_S and not found.dispatcher
+            if not found.lost and not is_young:
+                _Revivals.of(dispatch).revive(api, record.cluster, found)
+
+
+def _own(rows: JobRows, records: list[JobRecord]) -> JobRows:
+    """The rows of these jobs' attempts and of no others."""
+    nonces = {first_id(record.submission_id): record.nonces for record in records}
+    return {
+        name: row for name, row in rows.items() if nonce_of(row) in nonces.get(first_id(name), ())
+    }
+
+
+class _Revivals:
+    """The starts of one dispatch's dispatcher by this process."""
+
+    _shared: ClassVar[dict[str, _Revivals]] = {}
+    _shared_lock = threading.Lock()
+
+    def __init__(self, dispatch: Dispatch) -> None:
+        self._dispatch = dispatch
+        self._lock = threading.Lock()
+        self._last_at = -_REVIVE_AGAIN_S
+        self._count = 0
+
+    @classmethod
+    def of(cls, dispatch: Dispatch) -> _Revivals:
+        with cls._shared_lock:
+            return cls._shared.setdefault(str(dispatch.folder), cls(dispatch))
+
+    def revive(self, api: JobsApi, cluster: dict[str, Any], found: DispatchStatus) -> None:
+        """Start the dispatcher again if it is dead and there is something left for it to do."""
+        if found.is_dispatched or found.decision.is_over or not self._may():
+            return
+        name = self._dispatch.id
+        why = "never reached the cluster"
+        if found.dispatcher:
+            last = found.dispatcher[max(found.dispatcher)].status
+            why = f"has ended before its jobs ({last.detail or last.state.value.lower()})"
+        try:
+            if self._dispatch.look(api, Snapshot(is_fresh=True)).is_dispatched:
+                return  # another client was faster
+            started = start_dispatcher(self._dispatch, api, cluster)
+        except NemoRunRayError as error:
+            log.warning("The dispatcher %s %s, and cannot be started: %s", name, why, error)
+            return
+        log.warning("The dispatcher %s %s; it is started again as %s.", name, why, started)
+
+    def _may(self) -> bool:
+        with self._lock:
+            too_soon = time.monotonic() - self._last_at < _REVIVE_AGAIN_S
+            if too_soon or self._count >= _REVIVALS_MAX:
+                return False
+            self._last_at, self._count = time.monotonic(), self._count + 1
+            return True
+
+
+class Tending(threading.Thread):
+    """Tends an experiment as long as the process waits for it."""
+
+    def __init__(self, exp_dir: Path) -> None:
+        super().__init__(name=f"tend-{exp_dir.name}", daemon=True)
+        self._exp_dir = exp_dir
+        self._is_over = threading.Event()
+
+    def run(self) -> None:
+        with keep_logs.waiting():
+            while not self._is_over.wait(_TEND_AGAIN_S):
+                tend(self._exp_dir)
+
+    def stop(self) -> None:
+        self._is_over.set()

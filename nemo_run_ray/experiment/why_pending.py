@@ -1,0 +1,191 @@
+"""Why a job that Ray has does not start: what it asks for, what there is, and who holds it.
+
+It explains a status and never changes a state. What it says comes from Ray's state API; when that
+is closed or slow, the status stays as it was.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
+from typing import Any
+
+from nemo_run_ray.dashboard.nodes import ClusterNode, Holding, amount_of
+from nemo_run_ray.dashboard.state_api import ClusterRoom, StateApi
+from nemo_run_ray.errors import NemoRunRayError
+from nemo_run_ray.plan.room import Ask, ask_of, best, free_words, has_room, scarce, why_never
+from nemo_run_ray.remote.group.packing import fits, words
+from nemo_run_ray.remote.rows import JobRow
+from nemo_run_ray.remote.states import JobState, JobStatus, Reason
+
+#: Seconds that a start takes where there is room; before that nothing is asked.
+_STARTS_S = 3.0
+#: Seconds in which Ray starts a worker by an interpreter of the task's.
+_WORKER_S = 15.0
+#: So many jobs are named that hold what a job waits for.
+_HOLDERS_MAX = 3
+#: The name for holders that the cluster does not identify.
+_OTHERS = "others"
+#: Less than this is a rounding of Ray's texts.
+_NOTHING, _NO_MEMORY = 1e-3, 2**26
+
+
+def explain(
+    row: JobRow,
+    status: JobStatus,
+    reservation: Mapping[str, Any],
+    state: StateApi,
+    programs: Callable[[], Mapping[str, str]],
+) -> JobStatus:
+    """The status of a task with what it waits for, if it is pending: room, or a worker.
+
+    Args:
+        row: the task in Ray's table.
+        status: what the row says, and what was found out of its runtime environment.
+        reservation: the parts of its request that say what it asks for.
+        state: asks the cluster.
+        programs: gives the names of those who may hold what it waits for.
+    """
+    ask = ask_of(reservation)
+    waits = status.state is JobState.PENDING and status.reason is Reason.NONE
+    posted_at = (row.get("start_time") or 0) / 1000
+    age_s = time.time() - posted_at
+    if not waits or 0 <= age_s < _STARTS_S:
+        return status
+    try:
+        room = state.room() if ask else None
+        told = None if room is None else why_waiting(ask, room, programs, posted_at)
+    except NemoRunRayError:
+        return status  # this only explains
+    told = told or _no_worker(row, posted_at, age_s)
+    return status if told is None else replace(status, reason=told[0], detail=told[1])
+
+
+def _no_worker(row: JobRow, posted_at: float, age_s: float) -> tuple[Reason, str] | None:
+    """What is said of a job whose own interpreter has not come up; Ray tries for six minutes."""
+    executable = (row.get("runtime_env") or {}).get("py_executable")
+    if not executable or 0 <= age_s < _WORKER_S:
+        return None
+    return (
+        Reason.REBUILDING,
+        f"No worker has come up for it with py_executable={executable!r} of its runtime "
+        "environment, which Ray starts each of its workers by: it must be there on the node, and "
+        f"be able to import ray; it waits since {_clock(posted_at)}.",
+    )
+
+
+def why_waiting(
+    ask: Ask, room: ClusterRoom, programs: Callable[[], Mapping[str, str]], posted_at: float
+) -> tuple[Reason, str] | None:
+    """Why a task waits, in one sentence; ``None`` when there is room.
+
+    Args:
+        ask: what it asks for.
+        room: what the cluster has.
+        programs: gives the submission ids of the Ray programs that have one.
+        posted_at: since when it waits, in seconds since the epoch.
+    """
+    if ask.key not in room.told:
+        room.told[ask.key] = _why(ask, room, programs)
+    told = room.told[ask.key]
+    if told is None:
+        return None
+    reason, before, after = told
+    since = f"it waits since {_clock(posted_at)}" if posted_at else "it waits"
+    return reason, f"{before}; {since}.{after}"
+
+
+def _why(
+    ask: Ask, room: ClusterRoom, programs: Callable[[], Mapping[str, str]]
+) -> tuple[Reason, str, str] | None:
+    """Why a task waits, in the words before and after since when.
+
+    To look at each holder for each task that asks for the same would be quadratic.
+    """
+    never = why_never(ask, room.nodes)
+    if never:
+        return (
+            Reason.UNSCHEDULABLE,
+            f"It asks for {ask}; no node can ever take it: {never}",
+            " Ray waits for such a node to join.",
+        )
+    node = best(ask, room.nodes)
+    if node is None or node.free is None or has_room(ask, node):
+        return None
+    count = len(room.nodes)
+    which = f"the node {node.host}" if count == 1 else f"the best of {count} nodes, {node.host},"
+    texts = [f"It asks for {ask}", f"{which} has {free_words(ask, node)}"]
+    here = None if room.holdings is None else room.holdings.get(node.node_id, ())
+    held = [] if here is None else holders(ask, node, here, programs())
+    if held:
+        more = f" and {len(held) - _HOLDERS_MAX} more" if len(held) > _HOLDERS_MAX else ""
+        shown = ", ".join(f"{name} ({words(amounts)})" for name, amounts in held[:_HOLDERS_MAX])
+        texts.append(f"there it is held by {shown}{more}")
+        if _may_be_its_own(ask, dict(held).get(_OTHERS, {})):
+            texts.append(
+                "some of it may be this task's own, as Ray reserves before it starts a task"
+            )
+    return Reason.ROOM, "; ".join(texts), ""
+
+
+def holders(
+    ask: Ask, node: ClusterNode, here: Iterable[Holding], programs: Mapping[str, str]
+) -> list[tuple[str, dict[str, float]]]:
+    """The jobs that hold what a task finds too little of on a node, the largest holder first.
+
+    What Ray's tasks hold, and placement groups in which nothing runs, comes last, as others': the
+    cluster does not tell whose it is.
+    """
+    names = scarce(ask, node)
+    found: dict[str, dict[str, float]] = {}
+    grouped: set[str] = set()
+    for holding in here:
+        owner = holding.submission_id or programs.get(holding.job_id)
+        owner = owner or f"the Ray program {holding.job_id}"
+        amounts = found.setdefault(owner, dict.fromkeys(names, 0.0))
+        if holding.is_grouped:
+            grouped.add(owner)
+        for name in names:
+            amounts[name] += amount_of(holding.resources, name)
+    if len(grouped) == 1:  # all that is reserved in placement groups is its own
+        for name in names:
+            amounts = found[next(iter(grouped))]
+            amounts[name] = max(amounts[name], amount_of(node.grouped, name))
+    free = node.free or {}
+    rest = {
+        name: amount_of(node.total, name)
+        - amount_of(free, name)
+        - sum(amounts[name] for amounts in found.values())
+        for name in names
+    }
+    weights = {name: ask.resources[name] for name in names}
+    held = [(owner, _positive(amounts)) for owner, amounts in found.items()]
+    held = [(owner, amounts) for owner, amounts in held if amounts]
+    held.sort(key=lambda one: (-sum(one[1][name] / weights[name] for name in one[1]), one[0]))
+    others = _positive(rest)
+    return [*held, (_OTHERS, others)] if others else held
+
+
+def _may_be_its_own(ask: Ask, others: Mapping[str, float]) -> bool:
+    """Whether what others hold may be a task's own reservation.
+
+    Ray reserves before it makes the runtime environment and starts the task's process, and until
+    then its table of actors does not tell where the task is.
+    """
+    return bool(others) and fits({name: ask.resources[name] for name in others}, others)
+
+
+def _positive(amounts: Mapping[str, float]) -> dict[str, float]:
+    return {
+        name: amount
+        for name, amount in amounts.items()
+        if amount > (_NO_MEMORY if name == "memory" else _NOTHING)
+    }
+
+
+def _clock(at: float) -> str:
+    """A moment as this machine's clock shows it, with the day unless that is today."""
+    then = time.localtime(at)
+    is_today = then[:3] == time.localtime()[:3]
+    return time.strftime("%H:%M" if is_today else "%Y-%m-%d %H:%M", then)

@@ -1,0 +1,131 @@
+"""Experiments that are handed over to a simulated Ray, through NeMo-Run as users do."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from pathlib import Path
+
+import nemo_run as run
+import pytest
+
+from nemo_run_ray import RayExecutor
+from nemo_run_ray.dashboard import job_table
+from nemo_run_ray.experiment.dispatch import Dispatch, dispatches_of
+from nemo_run_ray.experiment.find import find_experiment, jobs_of
+from nemo_run_ray.experiment.job import RemoteJob
+from nemo_run_ray.experiment.snapshot import Snapshot
+from nemo_run_ray.remote.array.status_file import file_of
+from nemo_run_ray.remote.array.wishes import wish_name
+from nemo_run_ray.remote.group.roles_file import file_name
+from tests.fake_ray import FakeRay
+
+
+@pytest.fixture
+def fresh_tables(monkeypatch) -> None:
+    """Each look is one of its own: for tests of what is seen, not of how often it is asked for."""
+    monkeypatch.setattr(job_table, "TABLE_AGE_S", 0.0)
+
+
+class Handed:
+    """One experiment on a simulated Ray.
+
+    Attributes:
+        ray: where it is.
+        id: of the experiment.
+    """
+
+    def __init__(
+        self, ray: FakeRay, title: str, *tasks: str, sequential: bool = False, **fields
+    ) -> None:
+        """Hand tasks over and leave.
+
+        Args:
+            ray: where.
+            title: of the experiment.
+            tasks: ``name``, or ``name after other names``.
+            sequential: one after the other.
+            fields: of every executor.
+        """
+        self.ray = ray
+        # NeMo-Run 0.9 counts whole seconds, and one title may come twice in a second.
+        id_ = f"{title}_{time.time_ns()}"
+        with run.Experiment(title, id=id_, skip_status_at_exit=True) as experiment:
+            for task in tasks:
+                name, _, after = task.partition(" after ")
+                experiment.add(
+                    run.Script(inline="true"),
+                    executor=RayExecutor(address=ray.url, **fields),
+                    name=name,
+                    dependencies=after.split(),
+                )
+            experiment.run(detach=True, sequential=sequential)
+        self.id = id_
+
+    @property
+    def exp_dir(self) -> Path:
+        found = find_experiment(self.id)
+        assert found is not None
+        return found
+
+    @property
+    def jobs(self) -> dict[str, RemoteJob]:
+        return {one.name: one for one in jobs_of(self.exp_dir)}
+
+    @property
+    def dispatch(self) -> Dispatch:
+        (found,) = dispatches_of(self.exp_dir)
+        return found
+
+    def states(self) -> dict[str, str]:
+        """The states as they are now, not a moment ago."""
+        snapshot = Snapshot(is_fresh=True)
+        return {name: one.status_in(snapshot).state.value for name, one in self.jobs.items()}
+
+    def stranger(self, name: str, status: str, **fields) -> None:
+        """Another user's job in the cluster's table, older than most."""
+        self.ray.add(name, {}, status=status, **fields)
+        self.ray.rows[name]["start_time"] -= 3_600_000
+
+
+class ArrayDriver:
+    """What the driver of an array has written, and the wishes that it takes."""
+
+    def __init__(self, ray: FakeRay, job: RemoteJob) -> None:
+        self._ray, self._job = ray, job
+        self._ended = threading.Event()
+        self.cancelled: list[list[int]] = []
+        self.only_waiting = False
+
+    def tells(self, states: list[list[object]]) -> None:
+        name = file_of(self._job.id, "states")
+        self._ray.files[name] = "".join(json.dumps(row) + "\n" for row in states)
+
+    def shows(self, **rows: object) -> None:
+        """What it has written of the array as a whole."""
+        counts = ("succeeded", "failed", "cancelled", "running", "waiting", "elements_per_s")
+        shown = {"elements": 3, "left_s": None, "failures": [], "may_be_left": {}}
+        shown |= dict.fromkeys(counts, 0) | rows
+        self._ray.files[file_name(self._job.id)] = json.dumps(shown)
+
+    def takes_wishes(self, states: list[list[object]]) -> threading.Thread:
+        """Take the next one as the driver does, with these states after it."""
+
+        def take() -> None:
+            own = wish_name(self._job.id, "").removesuffix(".zip")
+            while not self._ended.wait(0.02):
+                for name in [one for one in self._ray.packages if one.startswith(own)]:
+                    wish = json.loads(self._ray.packages[name])
+                    self.cancelled += wish["cancel"]
+                    self.only_waiting = wish["only_waiting"]
+                    self.tells(states)
+                    del self._ray.packages[name]
+                    return
+
+        thread = threading.Thread(target=take)
+        thread.start()
+        return thread
+
+    def end(self) -> None:
+        self._ended.set()

@@ -1,0 +1,499 @@
+import gc
+import io
+import json
+import os
+import stat
+import subprocess
+import sys
+import tarfile
+import warnings
+import zipfile
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import pytest
+from nemo_run.core.packaging.base import Packager
+from nemo_run.core.packaging.git import GitArchivePackager
+from nemo_run.core.packaging.pattern import PatternPackager
+from ray._private.runtime_env.packaging import unzip_package
+
+from nemo_run_ray.errors import ArchiveTooLarge, ConfigError, PackagingFailed
+from nemo_run_ray.experiment import archives
+from nemo_run_ray.experiment.archives import (
+    Archive,
+    code_archive,
+    job_archive,
+    package_archive,
+    packager_key,
+    secrets_archive,
+)
+from nemo_run_ray.plan.job_plan import JobPlan
+from nemo_run_ray.remote.node.rundir import JOBS, KEY, MANIFEST, RENAMED, SECRETS, RunDir
+from nemo_run_ray.remote.spec import JobSpec, from_json
+
+
+@dataclass(kw_only=True)
+class MemberPackager(Packager):
+    """Delivers a tar archive of given members: (name, contents, mode), or links with a kind."""
+
+    members: list = field(default_factory=list)
+    mtime: int = 0
+
+    def package(self, path: Path, job_dir: str, name: str) -> str:
+        delivered = os.path.join(job_dir, f"{name}.tar.gz")
+        with tarfile.open(delivered, "w:gz") as tar:
+            for name, contents, mode in self.members:
+                info = tarfile.TarInfo(name)
+                info.mtime = self.mtime
+                if isinstance(contents, bytes):
+                    info.size, info.mode = len(contents), mode
+                    tar.addfile(info, io.BytesIO(contents))
+                else:
+                    info.type, info.linkname, info.mode = mode, contents, 0o755
+                    tar.addfile(info)
+        return delivered
+
+
+_SYMLINK, _HARDLINK = tarfile.SYMTYPE, tarfile.LNKTYPE
+_TREE = [
+    ("./a.py", b"print(1)", 0o644),
+    ("bin/tool", b"#!/bin/sh\n", 0o755),
+    ("bin/latest", "tool", _SYMLINK),
+]
+
+
+@pytest.fixture
+def pack(tmp_path) -> Callable[..., Archive]:
+    numbers = iter(range(100))
+    return lambda *members, **fields: code_archive(
+        MemberPackager(members=list(members), **fields), tmp_path, f"code{next(numbers)}"
+    )
+
+
+def _unzip(archive: Archive) -> dict[str, bytes]:
+    with zipfile.ZipFile(io.BytesIO(archive.pack())) as found:
+        assert found.testzip() is None
+        return {name: found.read(name) for name in found.namelist()}
+
+
+def _manifest(archive: Archive) -> dict:
+    return json.loads(_unzip(archive)[MANIFEST])
+
+
+# ---------------------------------------------------------------------- code
+
+
+def test_what_travels(pack, hostile):
+    found = _unzip(pack(*_TREE, (f"deep/{hostile}", b"x", 0o644), ("empty", b"", 0o644)))
+    del found[MANIFEST]
+    assert found == {
+        "a.py": b"print(1)",
+        "bin/tool": b"#!/bin/sh\n",
+        f"{RENAMED}/0": b"x",  # Ray skips its name, which has a backslash
+        "empty": b"",
+    }
+
+
+def test_the_manifest_keeps_executables_and_symlinks(pack):
+    assert _manifest(pack(*_TREE)) == {
+        "executables": ["bin/tool"],
+        "symlinks": {"bin/latest": "tool"},
+        "renamed": {},
+    }
+
+
+def test_the_same_tree_has_the_same_digest_and_bytes(pack):
+    one, two = pack(*_TREE, mtime=1), pack(*reversed(_TREE), mtime=2_000_000_000)
+    assert one.uri == two.uri
+    assert one.pack() == two.pack()
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        [("a.py", b"print(2)", 0o644), *_TREE[1:]],
+        [("b.py", b"print(1)", 0o644), *_TREE[1:]],
+        [("a.py", b"print(1)", 0o755), *_TREE[1:]],
+        [*_TREE[:2], ("bin/latest", "other", _SYMLINK)],
+        _TREE[:2],
+    ],
+)
+def test_another_tree_has_another_digest(pack, other):
+    assert pack(*_TREE).uri != pack(*other).uri
+
+
+def test_borders_between_files_count(pack):
+    assert pack(("a", b"xb", 0o644)).uri != pack(("ax", b"b", 0o644)).uri
+
+
+def test_the_name_is_one_that_ray_takes(pack):
+    assert pack(*_TREE).uri.startswith("gcs://_ray_pkg_")
+    assert pack(*_TREE).uri.endswith(".zip")
+
+
+def test_of_two_members_of_one_name_the_last_counts(pack):
+    found = pack(("a", b"old", 0o755), ("./a", b"new", 0o644))
+    assert _unzip(found)["a"] == b"new"
+    assert _manifest(found)["executables"] == []
+
+
+def test_a_hard_link_is_a_copy(pack):
+    found = pack(("tool", b"x", 0o755), ("same", "tool", _HARDLINK))
+    assert _unzip(found)["same"] == b"x"
+    assert _manifest(found)["executables"] == ["same", "tool"]
+
+
+@pytest.mark.parametrize("name", ["../x", "/etc/x", "a/../../x", ".."])
+def test_what_escapes_is_refused(pack, name):
+    with pytest.raises(PackagingFailed, match="outside") as caught:
+        pack((name, b"x", 0o644))
+    assert repr(name) in str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["..data/x", "...", "a..b"])
+def test_names_with_dots_do_not_escape(pack, name):
+    assert _unzip(pack((name, b"x", 0o644)))[name] == b"x"
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "back\\slash",
+        "a:b",
+        "1:x/y",
+        "é:é",
+        "deep/\\/x",
+        "c:\\x",
+        MANIFEST,
+        f"{RENAMED}/0",
+        "deep/a:b",
+    ],
+)
+def test_every_name_arrives(pack, tmp_path, name):
+    """Ray unpacks the archive, and skips what its unpacking calls unsafe without an error."""
+    members = [(name, b"x", 0o755), ("other", b"", 0o644), ("link", name, _SYMLINK)]
+    (tmp_path / "sent.zip").write_bytes(pack(*members).pack())
+    unpacked, run_dir = str(tmp_path / "unpacked"), RunDir("exp.job", str(tmp_path / "base"))
+    unzip_package(str(tmp_path / "sent.zip"), unpacked, False, False)
+    run_dir.create(str(tmp_path / "jobs"), "job", unpacked)
+    code = Path(run_dir.code)
+    arrived = {path.relative_to(code).as_posix() for path in code.rglob("*") if not path.is_dir()}
+    assert arrived == {name, "other", "link"}
+    assert (code / "link").read_bytes() == b"x"
+    assert os.access(code / name, os.X_OK)
+
+
+def test_a_job_whose_files_ray_skips_is_refused(job_dir, tmp_path):
+    (job_dir / "scripts/back\\slash.sh").touch()
+    with pytest.raises(
+        PackagingFailed, match=r"does not unpack .*back.*slash\.sh.*Nothing was sent"
+    ):
+        job_archive([_plan("true")], {"job": [job_dir]}, tmp_path / "absent")
+
+
+@pytest.mark.parametrize("members", [[], [("folder", "", tarfile.DIRTYPE)], [_TREE[2]]])
+def test_an_archive_without_a_file_is_refused(pack, members):
+    with pytest.raises(PackagingFailed, match="MemberPackager packed no file"):
+        pack(*members)
+
+
+def test_a_pattern_that_matches_nothing_is_refused(tree, tmp_path):
+    packager = PatternPackager(include_pattern=f"{tree}/*.none", relative_path=str(tree))
+    with pytest.raises(PackagingFailed, match="PatternPackager packed no file"):
+        _code_of(packager, tmp_path)
+
+
+@pytest.mark.parametrize(
+    "links",
+    [
+        {"out": "/etc/hostname"},
+        {"deep/out": "../../x"},
+        {"in": ".", "out": "in/../x"},
+        {"a": "b", "b": "c", "c": ".."},
+        {"a": ".", "a/out": "x"},
+        {"bin": "x"},  # which is a folder with a file
+    ],
+)
+def test_a_link_that_leads_out_is_refused(pack, links):
+    with pytest.raises(PackagingFailed, match=r"lead out of it.*Nothing was sent"):
+        pack(*_TREE[:2], *((name, target, _SYMLINK) for name, target in links.items()))
+
+
+def test_a_name_that_is_no_utf8(pack):
+    with pytest.raises(PackagingFailed, match="caf"):
+        pack((os.fsdecode(b"caf\xe9.txt"), b"x", 0o644)).pack()
+
+
+def test_too_large_names_limit_size_and_the_ten_largest(pack, monkeypatch):
+    monkeypatch.setattr(archives, "UPLOAD_MAX_BYTES", 1024**2)
+    members = [(f"file{number:02}", os.urandom(200_000 + number), 0o644) for number in range(12)]
+    with pytest.raises(ArchiveTooLarge) as caught:
+        pack(*members).pack()
+    message = str(caught.value)
+    assert "1 MiB" in message
+    assert "2.3 MiB" in message
+    assert "MemberPackager" in message
+    assert [line.split()[-1] for line in message.splitlines()[1:]] == [
+        f"file{number:02}" for number in range(11, 1, -1)
+    ]
+
+
+def test_the_zips_own_table_counts_too(pack, monkeypatch):
+    archive = pack(*((f"{number:0200}", b"", 0o644) for number in range(50)))
+    size = len(archive.pack())
+    monkeypatch.setattr(archives, "UPLOAD_MAX_BYTES", size - 1)
+    with pytest.raises(ArchiveTooLarge):
+        archive.pack()
+    monkeypatch.setattr(archives, "UPLOAD_MAX_BYTES", size)
+    assert len(archive.pack()) == size
+
+
+@dataclass(kw_only=True)
+class BadPackager(Packager):
+    """Fails in one of the ways that packagers fail."""
+
+    how: str
+
+    def package(self, path: Path, job_dir: str, name: str) -> str:
+        if self.how == "raises":
+            raise OSError("disk full")
+        if self.how == "program":
+            raise subprocess.CalledProcessError(3, ["pack", "it"], stderr=b"begins\nno space.\n\n")
+        if self.how == "empty file":
+            Path(job_dir, name).write_text("no tar")
+            return str(Path(job_dir, name))
+        return {"none": None, "nothing": "", "missing": "/no/such/file", "folder": job_dir}[
+            self.how
+        ]
+
+
+@pytest.mark.parametrize(
+    "how", ["raises", "program", "none", "nothing", "missing", "folder", "empty file"]
+)
+def test_a_packager_that_fails(tmp_path, how):
+    with pytest.raises(PackagingFailed, match="BadPackager") as caught:
+        code_archive(BadPackager(how=how), tmp_path, "code")
+    assert "Nothing was sent" in str(caught.value)
+    if how == "raises":
+        assert "disk full" in str(caught.value)
+        assert isinstance(caught.value.__cause__, OSError)
+    if how == "program":
+        assert "non-zero exit status 3 (no space). Nothing" in str(caught.value)
+    assert ".." not in str(caught.value)
+
+
+def test_packagers_of_equal_fields_share_a_key():
+    one = GitArchivePackager(subpath="x")
+    assert packager_key(one) == packager_key(GitArchivePackager(subpath="x"))
+    assert packager_key(one) != packager_key(GitArchivePackager(subpath="y"))
+    assert packager_key(BadPackager(how="none")) != packager_key(one)
+
+
+# ---------------------------------------------------------------------- NeMo-Run's packagers
+
+
+def _code_of(packager: Packager, folder: Path) -> Archive:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", ResourceWarning)  # invoke leaves its pipes open
+        archive = code_archive(packager, folder, "code")
+        gc.collect()
+    return archive
+
+
+@pytest.fixture
+def tree(tmp_path, hostile, monkeypatch):
+    """A small project. The packagers read the standard input, which pytest forbids."""
+    folder = tmp_path / "tree"
+    (folder / "pkg").mkdir(parents=True)
+    (folder / "pkg" / "a b.py").write_text("x")
+    (folder / "tool").write_text("#!/bin/sh\n")
+    (folder / "tool").chmod(0o755)
+    (folder / "latest").symlink_to("tool")
+    (folder / hostile).write_text("data")
+    monkeypatch.setattr(sys, "stdin", io.StringIO())
+    return folder
+
+
+def test_pattern_packager(tree, tmp_path, hostile, monkeypatch):
+    monkeypatch.chdir(tree)
+    patterns = [f"{tree}/pkg", f"{tree}/tool"]
+    packager = PatternPackager(include_pattern=patterns, relative_path=[str(tree)] * 2)
+    found = _code_of(packager, tmp_path)
+    assert set(_unzip(found)) == {MANIFEST, "pkg/a b.py", "tool"}
+    assert _manifest(found)["executables"] == ["tool"]
+
+
+@pytest.fixture
+def repository(tree, monkeypatch):
+    for name in ("AUTHOR", "COMMITTER"):
+        monkeypatch.setenv(f"GIT_{name}_NAME", "x")
+        monkeypatch.setenv(f"GIT_{name}_EMAIL", "x@example.org")
+    for words in (["init", "-q"], ["add", "."], ["commit", "-qm", "x"]):
+        subprocess.run(["git", *words], cwd=tree, check=True)
+    return tree
+
+
+def test_git_archive_packager(repository, tmp_path, hostile, monkeypatch):
+    (repository / "uncommitted").touch()
+    monkeypatch.chdir(repository / "pkg")
+    found = _code_of(GitArchivePackager(), tmp_path)
+    assert set(_unzip(found)) == {MANIFEST, "pkg/a b.py", "tool", f"{RENAMED}/0"}
+    assert _manifest(found) == {
+        "executables": ["tool"],
+        "symlinks": {"latest": "tool"},
+        "renamed": {"0": hostile},
+    }
+
+
+def test_git_archive_packager_with_extra_files(repository, tmp_path, monkeypatch):
+    (repository / "extra").write_text("x")
+    monkeypatch.chdir(repository)
+    packager = GitArchivePackager(include_pattern=f"{repository}/extra", subpath="pkg")
+    found = _code_of(packager, tmp_path)
+    assert set(_unzip(found)) == {MANIFEST, "a b.py", "extra"}
+
+
+def test_git_archive_packager_of_a_repository_elsewhere(repository, tmp_path, monkeypatch):
+    (tmp_path / "no repository").mkdir()
+    monkeypatch.chdir(tmp_path / "no repository")
+    found = _code_of(GitArchivePackager(basepath=str(repository)), tmp_path)
+    assert "tool" in _unzip(found)
+
+
+def test_git_archive_packager_without_a_repository(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for packager in (GitArchivePackager(), GitArchivePackager(basepath=str(tmp_path))):
+        with pytest.raises(PackagingFailed, match="GitArchivePackager failed") as caught:
+            _code_of(packager, tmp_path)
+        assert f"the folder {tmp_path} is in no git repository (fatal: " in str(caught.value)
+        assert "CalledProcessError" not in str(caught.value)
+
+
+# ---------------------------------------------------------------------- the job archive
+
+
+@pytest.fixture
+def job_dir(tmp_path):
+    folder = tmp_path / "job dir"
+    for name in ("configs/job_fn_or_script", "configs/job_packager", "scripts/job.sh"):
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(name)
+    for name in ("configs/job_executor.yaml", "configs/job_config.yaml"):
+        (folder / name).write_text("TOKEN: in clear")
+    return folder
+
+
+def _plan(*argv: str, job: str = "job", **fields: object) -> JobPlan:
+    return JobPlan(job, f"exp.{job}", JobSpec(argv=argv, **fields))
+
+
+def test_the_job_archive(job_dir, tmp_path):
+    main = tmp_path / "main"
+    main.write_text("x = 1")
+    found = _unzip(job_archive([_plan("true")], {"job": [job_dir]}, main))
+    assert found[f"{JOBS}/job/configs/job_fn_or_script"] == b"configs/job_fn_or_script"
+    assert found[f"{JOBS}/job/scripts/job.sh"] == b"scripts/job.sh"
+    assert found[f"{JOBS}/__main__.py"] == b"x = 1"
+    assert not [name for name in found if name.endswith(".yaml")]
+    assert not [data for data in found.values() if b"TOKEN: in clear" in data]
+    assert from_json(found[f"{JOBS}/job/spec.json"].decode()).argv == ("true",)
+    assert all(name.startswith(f"{JOBS}/") for name in found)
+
+
+def test_the_archive_of_the_package():
+    """It is equal for all jobs: nodes keep it, compiled."""
+    found = _unzip(package_archive())
+    assert {"nemo_run_ray_remote/__main__.py", "nemo_run_ray/__init__.py"} <= set(found)
+    assert not [name for name in found if "__pycache__" in name]
+
+
+def test_equal_jobs_have_equal_archives(job_dir, tmp_path):
+    absent = tmp_path / "absent"
+    plans = [_plan("true"), _plan("false", job="a")]
+    dirs = {"job": [job_dir], "a": [tmp_path]}
+    one = job_archive(plans, dirs, absent)
+    for path in job_dir.rglob("*"):
+        os.utime(path, (1, 1))
+    renamed = [replace(planned, submission_id="other.x") for planned in reversed(plans)]
+    assert job_archive(renamed, dirs, absent).pack() == one.pack()
+    assert job_archive([_plan("true"), _plan("true", job="a")], dirs, absent).uri != one.uri
+
+
+def test_the_job_archive_runs(tmp_path):
+    """The whole way on a node: unpack, enter by the line that Ray runs, map, run, clean up."""
+    scripts = tmp_path / "job dir" / "scripts"
+    scripts.mkdir(parents=True)
+    (scripts / "a b.sh").write_text('pwd; echo "$1" "$2" "$WHERE" "$TOKEN"; ls -A . ..; exit 3')
+    words = ("bash", "/nemo_run/scripts/a b.sh", "n=$NEMO_RUN_NUM_NODES", "$HOME *")
+    env = {"WHERE": "/nemo_run/code", "NEMO_RUN_NUM_NODES": "1"}
+    planned = _plan(*words, env=env, python=sys.executable, has_code=True, secrets=("TOKEN",))
+    unpacked, secret, work = (tmp_path / name for name in ("archive", "secret", "work"))
+    archive = job_archive([planned], {"job": [tmp_path / "job dir"]}, tmp_path / "absent")
+    package = tmp_path / "package"
+    for sent, folder in ((package_archive(), package), (archive, unpacked)):
+        with zipfile.ZipFile(io.BytesIO(sent.pack())) as file:
+            file.extractall(folder)
+    secret.mkdir()
+    (secret / SECRETS).write_text('{"TOKEN": "very $ecret"}')
+    work.mkdir()
+    (work / "select.py").write_text("raise SystemExit('the wrong module')")
+    (work / MANIFEST).write_text('{"executables": [], "symlinks": {}}')
+    (tmp_path / "tmp").mkdir()
+    environment = {
+        "PATH": os.defpath,
+        "PYTHONPATH": f"{package}:{unpacked}:{secret}",
+        "TMPDIR": str(tmp_path / "tmp"),
+        "HOME": "/home/me",
+    }
+    line = planned.body({"": "gcs://code.zip"}, [], "0123456789abcdef")["entrypoint"]
+    with open(tmp_path / "log", "w") as log:
+        done = subprocess.run(
+            ["sh", "-c", line], cwd=work, env=environment, stdout=log, stderr=log, timeout=60
+        )
+    text = (tmp_path / "log").read_text()
+    root = tmp_path / "tmp" / f"nemo_run_{os.getuid()}" / "exp.job"
+    assert text.splitlines()[:2] == [
+        f"{root}/nemo_run/code",
+        f"n=1 $HOME * {root}/nemo_run/code very $ecret",
+    ]
+    assert MANIFEST not in text
+    assert "select.py" in text
+    assert text.splitlines()[-1].endswith("exit code 3")
+    assert done.returncode == 3
+    assert list((tmp_path / "tmp").iterdir()) == []
+    assert list(secret.iterdir()) == []
+    assert sorted(one.name for one in work.iterdir()) == [MANIFEST, "select.py"]
+
+
+# ---------------------------------------------------------------------- secrets
+
+
+def test_secrets_are_private(monkeypatch, hostile):
+    monkeypatch.setenv("TOKEN", hostile)
+    monkeypatch.setenv("EMPTY", "")
+    archive = secrets_archive(["TOKEN", "EMPTY"], "nonce")
+    with zipfile.ZipFile(io.BytesIO(archive.pack())) as file:
+        (entry,) = file.infolist()
+        assert entry.filename == SECRETS
+        assert stat.S_IMODE(entry.external_attr >> 16) == 0o600
+        assert json.loads(file.read(entry)) == {"TOKEN": hostile, "EMPTY": ""}
+    archive = secrets_archive([], "nonce", key="key")
+    with zipfile.ZipFile(io.BytesIO(archive.pack())) as file:
+        assert {stat.S_IMODE(entry.external_attr >> 16) for entry in file.infolist()} == {0o600}
+        assert file.read(KEY) == b"key"
+
+
+def test_the_name_of_the_secrets_tells_nothing_of_them(monkeypatch):
+    names = []
+    for value in ("one", "two"):
+        monkeypatch.setenv("TOKEN", value)
+        names.append(secrets_archive(["TOKEN"], "nonce").uri)
+    assert names[0] == names[1]
+    assert names[0] != secrets_archive(["TOKEN"], "another").uri
+
+
+def test_a_secret_that_is_not_set(monkeypatch):
+    monkeypatch.delenv("TOKEN", raising=False)
+    with pytest.raises(ConfigError, match="TOKEN, which is not set"):
+        secrets_archive(["TOKEN"], "nonce")

@@ -1,0 +1,212 @@
+"""The elements of an array on a simulated Ray, whose driver the test is."""
+
+from __future__ import annotations
+
+import io
+import time
+from collections.abc import Iterator
+
+import nemo_run as run
+import pytest
+from rich.console import Console
+
+from nemo_run_ray import RayExecutor, array
+from nemo_run_ray.cli.status_report import _array_lines
+from nemo_run_ray.errors import ClusterError, ConfigError, JobError
+from nemo_run_ray.experiment import array_elements
+from nemo_run_ray.experiment.find import find_job
+from nemo_run_ray.experiment.job import RemoteJob
+from nemo_run_ray.remote.array.status_file import file_of
+from tests.conftest import wait_for
+from tests.fake_ray import FAILS, GOES_ON, SUCCEEDS, Trouble
+from tests.unit.experiment.conftest import ArrayDriver, Handed
+
+pytestmark = pytest.mark.usefixtures("fresh_tables")
+
+#: First and last element, state, attempts, exit code.
+STATES = [
+    [0, 2, "succeeded", 1, 0],
+    [3, 3, "failed", 2, 9],
+    [4, 5, "leased", 1, 0],
+    [6, 7, "waiting", 0, 0],
+]
+
+
+@pytest.fixture
+def job(ray, unique) -> RemoteJob:
+    made = array(run.Script(inline="true"), over={"env.X": [f"v{index}" for index in range(8)]})
+    executor = RayExecutor(address=ray.url, cpus_per_node=1)
+    with run.Experiment(unique, executor=executor) as experiment:
+        experiment.add(made, name="array")
+        experiment.run(detach=True)
+    found = find_job(f"{experiment._id}.array")
+    ray.fates[found.id] = GOES_ON
+    ray.pass_time(30)
+    wait_for(lambda: found.status.node)
+    return found
+
+
+@pytest.fixture
+def driver(ray, job) -> Iterator[ArrayDriver]:
+    found = ArrayDriver(ray, job)
+    found.tells(STATES)
+    yield found
+    found.end()
+
+
+def test_elements_are_selected_by_state_and_by_index(job, driver):
+    found = job.select_elements()
+    assert [(one.index, one.state, one.attempts, one.exit_code) for one in found] == [
+        (0, "succeeded", 1, 0),
+        (1, "succeeded", 1, 0),
+        (2, "succeeded", 1, 0),
+        (3, "failed", 2, 9),
+        (4, "running", 1, None),
+        (5, "running", 1, None),
+        (6, "waiting", 0, None),
+        (7, "waiting", 0, None),
+    ]
+    assert [one.index for one in job.select_elements("running")] == [4, 5]
+    assert [one.index for one in job.select_elements("0, 3-4")] == [0, 3, 4]
+    assert job.select_elements("cancelled") == []
+    (failed,) = job.select_elements("failed")
+    assert (failed.reason, failed.values) == ("exit code 9", {"env.X": "v3"})
+
+
+def test_a_selection_that_is_none_is_refused(job, driver):
+    none = "selects no elements of an array"
+    for selection, kind, words in [
+        ("broken", ConfigError, none),
+        ("-3", ConfigError, none),
+        ("1,,2", ConfigError, none),
+        ("3-", ConfigError, none),
+        ("5-3", JobError, "has no element 5-3"),
+        ("8", JobError, "has no element 8; it has 0 to 7"),
+        ("0-99", JobError, "has no element 0-99"),
+    ]:
+        for ask in (job.select_elements, job.cancel_elements):
+            with pytest.raises(kind, match=words):
+                ask(selection)
+
+
+def test_a_job_that_is_no_array_and_one_that_has_not_begun_say_so(ray, unique, job):
+    with pytest.raises(JobError, match="Nothing is known of the elements of 'array' yet"):
+        job.select_elements()
+    other = Handed(ray, f"{unique}b", "plain").jobs["plain"]
+    with pytest.raises(JobError, match="The job 'plain' is no array"):
+        other.cancel_elements("3")
+
+
+def test_elements_are_cancelled_by_a_wish_and_their_end_is_waited_for(ray, job, driver):
+    after = [
+        *STATES[:2],
+        [4, 4, "cancelled", 1, 143],
+        [5, 5, "leased", 1, 0],
+        [6, 7, "waiting", 0, 0],
+    ]
+    thread = driver.takes_wishes(after)
+
+    found = job.cancel_elements("2-4")
+
+    thread.join()
+    assert driver.cancelled == [[4, 4]], "what is over is no wish"
+    assert [(one.index, one.state) for one in found] == [
+        (2, "succeeded"),
+        (3, "failed"),
+        (4, "cancelled"),
+    ]
+    assert not [name for name in ray.packages if "_wish_" in name]
+
+
+def test_lost_answers_do_not_keep_elements_from_being_cancelled(ray, job, driver):
+    thread = driver.takes_wishes([*STATES[:2], [4, 5, "cancelled", 1, 143], *STATES[3:]])
+    looks = iter(range(1_000_000))
+    ray.trouble = lambda method, path: (
+        Trouble() if method == "GET" and next(looks) % 3 == 0 else None
+    )
+
+    found = job.cancel_elements("4-5")
+
+    thread.join()
+    assert [one.state for one in found] == ["cancelled"] * 2
+
+
+def test_those_that_wait_are_cancelled_and_those_that_have_begun_meanwhile_go_on(job, driver):
+    after = [*STATES[:3], [6, 6, "leased", 1, 0], [7, 7, "cancelled", 0, 0]]
+    thread = driver.takes_wishes(after)
+
+    found = job.cancel_elements("waiting")
+
+    thread.join()
+    assert (driver.cancelled, driver.only_waiting) == ([[6, 7]], True)
+    assert [(one.index, one.state) for one in found] == [(6, "running"), (7, "cancelled")]
+
+
+def test_nothing_is_cancelled_by_an_empty_text_or_by_what_is_over(job, driver, ray):
+    for selection in ("", "failed", "succeeded", "lost"):
+        with pytest.raises(ConfigError, match="expected is waiting, running, or indices"):
+            job.cancel_elements(selection)
+    assert job.cancel_elements("3") == job.select_elements("failed")
+    assert not [name for name in ray.packages if "_wish_" in name]
+
+
+def test_many_elements_are_selected_quickly(job, driver):
+    states = [[index, index, ("waiting", "leased")[index % 2], 1, 0] for index in range(30_000)]
+    driver.tells(states)
+    began = time.process_time()
+    found = job.select_elements(",".join(map(str, range(29_999, 0, -2))))
+    assert len(found) == 15_000
+    assert {one.state for one in found} == {"running"}
+    assert time.process_time() - began < 6, "every element is looked at once"
+
+
+def test_what_is_over_needs_no_driver(job, driver, ray):
+    assert [one.state for one in job.cancel_elements("0-3")] == ["succeeded"] * 3 + ["failed"]
+    assert not [name for name in ray.packages if "_wish_" in name]
+
+
+def test_a_driver_that_does_not_answer_is_named(job, driver, monkeypatch):
+    monkeypatch.setattr(array_elements, "_HEARD_S", 0.5)
+    with pytest.raises(ClusterError, match="The driver of the array 'array' has not taken"):
+        job.cancel_elements("waiting")
+
+
+def test_what_was_not_over_when_the_job_ended_is_lost(ray, job, driver):
+    ray.fates[job.id] = SUCCEEDS
+    ray.pass_time(1000)
+    wait_for(lambda: job.status.state.is_terminal)
+    assert [one.state for one in job.select_elements("4-7")] == ["lost"] * 4
+    assert [one.index for one in job.select_elements("lost")] == [4, 5, 6, 7]
+
+
+def test_states_and_results_are_kept_when_the_array_has_ended(ray, job, driver):
+    ray.files[file_of(job.id, "results")] = '[0, {"loss": 1.5}]\n[2, null]\n'
+    ray.fates[job.id] = SUCCEEDS
+    ray.pass_time(1000)
+    wait_for(lambda: job.status.state.is_terminal)
+    wait_for(lambda: job.kept.has_array_file("results"))
+    ray.files.clear()
+    assert job.results() == {0: {"loss": 1.5}, 2: None}
+    assert [one.index for one in job.select_elements("failed")] == [3]
+
+
+def test_a_running_array_shows_its_pace_and_its_first_failures(job):
+    console = Console(file=io.StringIO(), width=200)
+    counts = dict.fromkeys(("succeeded", "failed", "cancelled", "lost"), 0)
+    rows = {"elements": 8, "waiting": 2, "running": 2, "elements_per_s": 12.345, "left_s": 90.0}
+    rows |= counts | {"succeeded": 3, "failed": 1, "failures": [[3, 9, ""]]}
+    console.print(_array_lines(job, rows))
+    told = console.file.getvalue()
+    assert "array has 8 elements: " in told
+    assert "3 succeeded" in told
+    assert "; 12.3 elements/s, about 1m 30s left\n" in told
+    assert "element 3: exit code 9" in told
+
+
+def test_an_array_that_has_failed_names_its_first_failures(ray, job, driver):
+    driver.shows(succeeded=6, failed=2, failures=[[3, 9, ""], [5, 1, "killed"]], running=0)
+    log = "last available logs (truncated to 20,000 chars):\n7| words of one that succeeded\n"
+    ray.rows[job.id].update({**FAILS, "driver_exit_code": 8, "message": f"exit code 8, {log}"})
+    failures = "exit code 8; its first failures:\n  element 3: exit code 9\n  element 5: killed"
+    for _ in range(2):  # from the cluster, and as it was noted
+        assert job.status.message.startswith(f"{failures}\nIts whole log: ")

@@ -1,0 +1,176 @@
+"""The look before the first job: what does not fit is told, and nothing was sent."""
+
+from __future__ import annotations
+
+import io
+import json
+import zipfile
+
+import nemo_run as run
+import pytest
+from torchx.specs import AppDef, Role
+
+from nemo_run_ray import RayExecutor
+from nemo_run_ray.errors import ConfigError, DoesNotFit
+from nemo_run_ray.experiment.archives import secrets_archive
+from nemo_run_ray.plan.job_plan import joined_places, plan
+from nemo_run_ray.remote.node.rundir import SECRETS
+from tests import rooms
+from tests.conftest import TRUE, refused
+from tests.fake_ray import Trouble
+from tests.rooms import FakeNode
+
+NODES = (
+    FakeNode("head", {"CPU": 4.0, "memory": 1e11}, is_head=True),
+    FakeNode("gpu0", {"CPU": 8.0, "GPU": 8.0}, {"GPU": 8.0}, labels={"pool": "gpu"}),
+)
+
+
+@pytest.fixture
+def cluster(ray):
+    ray.room = rooms.summary(*NODES)
+    return ray
+
+
+def test_a_task_that_no_node_can_take_is_refused(cluster, unique):
+    executor = RayExecutor(address=cluster.url, gpus_per_node=16, preflight=True)
+    message = refused(DoesNotFit, executor, unique)
+    assert "nothing was sent" in message
+    assert f"task {unique}" in message
+    assert "16" in message
+    assert not cluster.rows
+
+
+def test_a_role_that_no_node_can_take_is_named(cluster, unique):
+    fits = RayExecutor(address=cluster.url, role="client", preflight=True)
+    label = RayExecutor(address=cluster.url, role="server", label_selector={"pool": "tpu"})
+    with run.Experiment(unique, skip_status_at_exit=True) as experiment:
+        experiment.add([TRUE, TRUE], executor=[fits, label], name="group")
+        with pytest.raises(DoesNotFit, match="role server of group") as caught:
+            experiment.run(detach=True)
+    assert "role client" not in str(caught.value)
+    assert not cluster.rows
+
+
+def test_what_has_no_room_now_waits(cluster, unique, capsys):
+    executor = RayExecutor(address=cluster.url, gpus_per_node=8, preflight=True)
+    run.run(TRUE, executor=executor, name=unique, detach=True)
+    assert len(cluster.rows) == 1
+    assert f"Preflight: task {unique}" in " ".join(capsys.readouterr().out.split())
+
+
+def test_what_the_cluster_does_not_tell_is_named(ray, unique, capsys):
+    is_closed = ("/nodes", "/api/v0/")
+    ray.trouble = lambda method, path: Trouble(404, "no") if path.startswith(is_closed) else None
+    run.run(TRUE, executor=RayExecutor(address=ray.url, preflight=True), name=unique, detach=True)
+    told = " ".join(capsys.readouterr().out.split())
+    assert "Preflight: the cluster does not tell: " in told
+    assert "nodes" in told
+
+
+@pytest.mark.parametrize("version", ["2.50.1", "2.60.0"])
+def test_a_task_with_labels_is_looked_at_whatever_form_its_ray_needs(cluster, unique, version):
+    cluster.version = version
+    label = {"label_selector": {"pool": "gpu"}, "gpus_per_node": 16}
+    executor = RayExecutor(address=cluster.url, preflight=True, **label)
+    assert f"task {unique}" in refused(DoesNotFit, executor, unique)
+    assert not cluster.rows
+
+
+def test_without_being_asked_nothing_is_looked_at(cluster, unique):
+    executor = RayExecutor(address=cluster.url, gpus_per_node=16)
+    run.run(TRUE, executor=executor, name=unique, detach=True)
+    assert len(cluster.rows) == 1
+
+
+def test_a_cluster_file_asks_for_it(cluster, unique, tmp_path):
+    path = tmp_path / "small.yaml"
+    path.write_text(
+        f"cluster: {{address: '{cluster.url}'}}\n"
+        "pools: {elsewhere: {label_selector: {pool: tpu}}}\n"
+        "preflight: {enabled: true, required_labels: [{key: pool, value: gpu}],"
+        " min_resources: {GPU: 8}}\n"
+    )
+    run.run(TRUE, executor=RayExecutor(cluster=str(path)), name=unique, detach=True)
+    assert len(cluster.rows) == 1, "a pool that nobody uses keeps nobody from running"
+    path.write_text(path.read_text().replace("GPU: 8", "GPU: 64"))
+    message = refused(DoesNotFit, RayExecutor(cluster=str(path)), f"{unique}b")
+    assert "64" in message
+    off = RayExecutor(cluster=str(path), preflight=False)
+    run.run(TRUE, executor=off, name=f"{unique}c", detach=True)
+    assert len(cluster.rows) == 2
+
+
+def test_a_file_of_nemo_skills_asks_for_what_it_requires_and_nothing_else(
+    cluster, unique, tmp_path
+):
+    path = tmp_path / "skills.yaml"
+    text = f"backend: {{name: ray, dashboard_url: '{cluster.url}'}}\n"
+    path.write_text(text)
+    sixteen = RayExecutor(cluster=str(path), gpus_per_node=16)
+    run.run(TRUE, executor=sixteen, name=unique, detach=True)
+    path.write_text(text + "preflight: {min_cluster_resources: {gpu: 8}}\n")
+    run.run(TRUE, executor=sixteen, name=f"{unique}b", detach=True)
+    assert len(cluster.rows) == 2, "nodes with 16 GPUs may come later"
+    path.write_text(text + "preflight: {min_cluster_resources: {gpu: 64}}\n")
+    assert "total GPU" in refused(DoesNotFit, sixteen, f"{unique}c")
+    path.write_text(text)
+    asked = RayExecutor(cluster=str(path), gpus_per_node=16, preflight=True)
+    assert f"task {unique}d" in refused(DoesNotFit, asked, f"{unique}d")
+
+
+@pytest.fixture
+def strict(cluster, tmp_path):
+    """A file that requires a label which no node has."""
+    path = tmp_path / "strict.yaml"
+    path.write_text(
+        f"cluster: {{address: '{cluster.url}'}}\n"
+        "preflight: {enabled: true, required_labels: [{key: a, value: b}]}\n"
+    )
+    return path
+
+
+def test_a_file_asks_for_a_group_too(cluster, strict, unique):
+    with run.Experiment(unique, skip_status_at_exit=True) as experiment:
+        experiment.add([TRUE, TRUE], executor=RayExecutor(cluster=strict), name="group")
+        with pytest.raises(DoesNotFit, match="a=b"):
+            experiment.run(detach=True)
+    assert not cluster.rows
+
+
+def test_every_file_counts_and_one_look_is_enough(cluster, strict, tmp_path, unique):
+    lax = tmp_path / "lax.yaml"
+    lax.write_text(f"cluster: {{address: '{cluster.url}'}}\n")
+    with run.Experiment(unique, skip_status_at_exit=True) as experiment:
+        for number, file in enumerate((lax, strict, lax)):
+            experiment.add(TRUE, executor=RayExecutor(cluster=file), name=f"job{number}")
+        with pytest.raises(DoesNotFit, match="a=b"):
+            experiment.run(detach=True)
+    assert not cluster.rows
+
+
+def test_secrets_of_two_files_do_not_mix(cluster, tmp_path, unique, monkeypatch):
+    for name in ("A", "B"):
+        monkeypatch.setenv(f"{name}_TOK", name.lower())
+        (tmp_path / f"{name}.yaml").write_text(
+            f"cluster: {{address: '{cluster.url}'}}\n"
+            f"env: {{forward: [X_TOKEN], value_from: {{X_TOKEN: [{name}_TOK]}}}}\n"
+        )
+    plans = [
+        plan(
+            AppDef("a", [Role("r", "", entrypoint="true")]),
+            RayExecutor(cluster=tmp_path / f"{name}.yaml"),
+            f"e.{name}",
+            name,
+        )
+        for name in ("A", "B")
+    ]
+    values = []
+    for one in plans:
+        packed = secrets_archive(["X_TOKEN"], "n", one.secret_places).pack()
+        with zipfile.ZipFile(io.BytesIO(packed)) as archive:
+            (name,) = (found for found in archive.namelist() if found.endswith(SECRETS))
+            values.append(json.loads(archive.read(name)))
+    assert values == [{"X_TOKEN": "a"}, {"X_TOKEN": "b"}]
+    with pytest.raises(ConfigError, match="comes from A_TOK by one cluster file"):
+        joined_places(one.secret_places for one in plans)

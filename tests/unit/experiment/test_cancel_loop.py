@@ -1,0 +1,185 @@
+"""Cancelling, on a simulated Ray whose answers are lost and whose jobs are slow to end."""
+
+import itertools
+import threading
+from types import SimpleNamespace
+
+import pytest
+
+from nemo_run_ray.dashboard.jobs_api import JobsApi
+from nemo_run_ray.dashboard.why_building import EnvBuilds
+from nemo_run_ray.errors import ClusterError
+from nemo_run_ray.experiment import cancel_loop
+from nemo_run_ray.experiment.cancel import cancel_all
+from nemo_run_ray.remote.states import JobState, JobStatus, Reason
+from tests.fake_ray import FINDS_NO_ROOM, GOES_ON, NODE, Trouble
+from tests.unit.experiment.conftest import Handed
+
+
+@pytest.fixture(autouse=True)
+def time_passes(monkeypatch, ray):
+    """Every pause of this package is time in which the simulated jobs go on."""
+    clock = itertools.count()
+    ours = SimpleNamespace(monotonic=lambda: next(clock) * 0.25, sleep=ray.pass_time)
+    monkeypatch.setattr(cancel_loop, "time", ours)
+
+
+@pytest.fixture
+def one(ray, unique) -> Handed:
+    handed = Handed(ray, unique, "job", grace_s=1)
+    ray.fates[f"{handed.id}.job"] = GOES_ON
+    ray.rows[f"{handed.id}.job"].update(status="RUNNING", driver_node_id=NODE)
+    return handed
+
+
+def test_a_job_that_runs_is_stopped(ray, one):
+    assert one.jobs["job"].cancel().state is JobState.CANCELLED
+    assert ray.stops == [f"{one.id}.job"]
+
+
+def test_a_stop_that_gets_lost_is_asked_for_again(ray, one):
+    lost = iter([Trouble(), Trouble(502, "bad gateway")])
+    ray.trouble = lambda method, path: next(lost, None) if path.endswith("/stop") else None
+    assert one.jobs["job"].cancel().state is JobState.CANCELLED
+    assert len(ray.stops) == 3
+
+
+@pytest.mark.parametrize("trouble", [Trouble(503, "restarting"), Trouble()], ids=["503", "dropped"])
+@pytest.mark.parametrize("task", ["job", "job after first"])
+def test_a_look_that_gets_no_answer_is_taken_again(ray, unique, task, trouble):
+    handed = Handed(ray, unique, "first", task) if " " in task else Handed(ray, unique, task)
+    if " " in task:
+        ray.dispatch(handed.dispatch.spec, rounds=3)
+    ray.fates[f"{handed.id}.job"] = GOES_ON
+    lost = iter([trouble])
+    ray.trouble = lambda method, path: next(lost, None)
+    assert handed.jobs["job"].cancel().state is JobState.CANCELLED
+
+
+def test_a_job_that_never_ends_is_an_error_that_names_it(ray, one):
+    ray._stop = lambda name: (200, "{}")
+    with pytest.raises(ClusterError, match="Within 41 s of being cancelled") as caught:
+        one.jobs["job"].cancel()
+    assert f"{one.id}.job" in str(caught.value)
+    assert "Cancel it again" in str(caught.value)
+
+
+def test_a_job_that_has_ended_is_left_alone(ray, one):
+    ray.rows[f"{one.id}.job"].update(status="SUCCEEDED", driver_exit_code=0)
+    assert one.jobs["job"].cancel().state is JobState.SUCCEEDED
+    assert ray.stops == []
+
+
+def test_a_job_that_waits_for_room_is_stopped_until_ray_holds_it_back(ray, one):
+    name = f"{one.id}.job"
+    ray.rows[name].update(status="PENDING", driver_node_id=None)
+    ray.fates[name] = FINDS_NO_ROOM
+    status = one.jobs["job"].cancel()
+    assert status.state is JobState.CANCELLED
+    assert "without running its command" in status.detail
+    assert len(ray.stops) >= 3
+    assert one.states() == {"job": "CANCELLED"}, "as other processes see it"
+
+
+def test_a_job_is_cancelled_while_its_environment_is_built(ray, one, monkeypatch):
+    """Ray ends it as failed when the build fails; it was cancelled before."""
+    name = f"{one.id}.job"
+    building = JobStatus(JobState.PENDING, Reason.BUILDING)
+    monkeypatch.setattr(EnvBuilds, "explain", lambda *_: building)
+    ray.rows[name].update(status="PENDING", driver_node_id=None)
+    ray.fates[name] = FINDS_NO_ROOM
+    status = one.jobs["job"].cancel()
+    assert status.state is JobState.CANCELLED
+    assert "while its runtime environment was being built" in status.detail
+    ray.rows[name].update(status="FAILED", error_type="RUNTIME_ENV_SETUP_FAILURE", message="pip")
+    monkeypatch.undo()
+    assert one.states() == {"job": "CANCELLED"}
+    assert one.jobs["job"].status.detail == "cancelled before its command ran"
+
+
+def test_an_id_of_a_stranger_is_left_alone(ray, unique):
+    handed = Handed(ray, unique, "job")
+    ray.rows[f"{handed.id}.job"]["metadata"] = {"nemo_run_ray": "theirs"}
+    ray.requests.clear()
+    assert handed.jobs["job"].cancel().state is JobState.WAITING
+    assert ray.writes == []
+
+
+def test_jobs_are_cancelled_at_the_same_time(ray, unique, monkeypatch):
+    handed = Handed(ray, unique, "first", "second", "third")
+    for name in ("first", "second", "third"):
+        ray.fates[f"{handed.id}.{name}"] = GOES_ON
+    all_of_them, stop = threading.Barrier(3), JobsApi.stop
+
+    def stop_with_the_others(api: JobsApi, name: str) -> None:
+        if not ray.stops:
+            all_of_them.wait(timeout=20)
+        stop(api, name)
+
+    monkeypatch.setattr(JobsApi, "stop", stop_with_the_others)
+    assert [one.split(" is ")[0] for one in cancel_all(list(handed.jobs.values()))] == [
+        "first",
+        "second",
+        "third",
+    ]
+    assert set(handed.states().values()) == {"CANCELLED"}
+
+
+def test_one_that_does_not_end_keeps_no_other_from_it(ray, unique):
+    handed = Handed(ray, unique, *(f"job{number}" for number in range(12)))
+    for job in handed.jobs.values():
+        ray.fates[job.id] = GOES_ON
+    stubborn, stop = f"{handed.id}.job0", ray._stop
+    ray._stop = lambda name: (200, "{}") if name == stubborn else stop(name)
+    with pytest.raises(ClusterError, match=stubborn):
+        list(cancel_all(list(handed.jobs.values())))
+    states = handed.states()
+    assert states.pop("job0") != "CANCELLED"
+    assert set(states.values()) == {"CANCELLED"}
+
+
+def test_a_whole_chain_is_cancelled_by_one_claim(ray, unique):
+    handed = Handed(ray, unique, "first", "second after first", "third after second")
+    ray.fates[f"{handed.id}.first"] = GOES_ON
+    ray.dispatch(handed.dispatch.spec, rounds=2)
+    told = list(cancel_all(list(handed.jobs.values())))
+    assert handed.states() == dict.fromkeys(("first", "second", "third"), "CANCELLED")
+    assert [one.split(" ")[0] for one in told] == ["first", "second", "third"]
+    assert list(ray.claims) == [handed.dispatch.spec.cancel_id]
+    assert ray.stops == [f"{handed.id}.first"]
+
+
+def test_a_chain_is_cancelled_when_its_dispatcher_is_dead(ray, unique):
+    handed = Handed(ray, unique, "first", "second after first")
+    ray.rows[handed.dispatch.id]["status"] = "FAILED"
+    list(cancel_all(list(handed.jobs.values())))
+    assert handed.states() == {"first": "CANCELLED", "second": "CANCELLED"}
+
+
+def test_a_cluster_that_is_away_is_not_asked_for_long(ray, unique):
+    handed = Handed(ray, unique, "first", "second after first")
+    jobs = list(handed.jobs.values())
+    ray.fates[f"{handed.id}.first"] = GOES_ON
+    ray.dispatch(handed.dispatch.spec, rounds=2)
+    ray.trouble = lambda method, path: Trouble(502, "bad gateway")
+    began = cancel_loop.time.monotonic()
+    with pytest.raises(ClusterError, match="It is not known whether the chain") as caught:
+        handed.dispatch.cancel(jobs[0].api())
+    assert cancel_loop.time.monotonic() - began < 30
+    assert "502" in str(caught.value)
+
+
+def test_one_job_of_a_chain_that_waits_is_claimed(ray, unique):
+    handed = Handed(ray, unique, "first", "second after first", "other")
+    ray.fates[f"{handed.id}.first"] = GOES_ON
+    ray.dispatch(handed.dispatch.spec, rounds=2)
+    assert handed.jobs["second"].cancel().state is JobState.CANCELLED
+    assert list(ray.claims) == [f"{handed.id}.second"]
+    assert handed.states()["first"] == "RUNNING"
+
+
+def test_nothing_is_left_to_cancel_of_what_has_ended(ray, one):
+    ray.rows[f"{one.id}.job"].update(status="SUCCEEDED", driver_exit_code=0)
+    assert list(cancel_all(list(one.jobs.values()))) == [
+        "job is SUCCEEDED: there is nothing to cancel"
+    ]

@@ -1,0 +1,158 @@
+"""Chains from the client's side, with a real dispatcher on a simulated Ray."""
+
+import json
+
+import nemo_run as run
+import pytest
+from typer.testing import CliRunner
+
+from nemo_run_ray.cli import main as cli
+from nemo_run_ray.experiment.snapshot import Snapshot
+from nemo_run_ray.remote.attempts import ALL_SUCCEEDED, CLAIM_KEY, NOT_ALL_SUCCEEDED
+from nemo_run_ray.remote.states import JobState, JobStatus, Reason
+from tests.fake_ray import FAILS, GOES_ON, FakeRay
+from tests.unit.experiment.conftest import Handed
+
+
+def statuses(handed: Handed) -> dict[str, JobStatus]:
+    snapshot = Snapshot(is_fresh=True)
+    return {name: job.status_in(snapshot) for name, job in handed.jobs.items()}
+
+
+def started_jobs(handed: Handed) -> list[str]:
+    """What was started of it, without the dispatcher, in the order of the starts."""
+    names = [one.removeprefix(f"{handed.id}.") for one in handed.ray.started]
+    return [one for one in names if not one.startswith("dispatcher")]
+
+
+def test_sequential_jobs_run_one_after_the_other(ray, unique):
+    handed = Handed(ray, unique, "b", "c", "a", sequential=True)
+    spec = handed.dispatch.spec
+    assert {one.name: one.after for one in spec.jobs} == {"b": (), "c": ("b",), "a": ("c",)}
+    live = []
+    while ray.dispatch(spec) is None:
+        states = handed.states().values()
+        live.append(sum(state in ("PENDING", "RUNNING") for state in states))
+    assert started_jobs(handed) == ["b", "c", "a"]
+    assert max(live) == 1
+    assert set(handed.states().values()) == {"SUCCEEDED"}
+
+
+def test_a_failure_cancels_what_comes_after_it_and_nothing_else(ray, unique, tmp_path):
+    handed = Handed(
+        ray, unique, "fails", "next after fails", "last after next", "other", "end after other"
+    )
+    ray.fates[f"{handed.id}.fails"] = {**FAILS, "driver_exit_code": 3}
+    assert ray.dispatch(handed.dispatch.spec, rounds=30) == NOT_ALL_SUCCEEDED
+    assert sorted(started_jobs(handed)) == ["end", "fails", "other"]
+    found = statuses(handed)
+    assert (found["fails"].state, found["fails"].reason) == (JobState.FAILED, Reason.EXIT_CODE)
+    for name, upstream in {
+        "next": "upstream fails failed",
+        "last": "upstream next was cancelled",
+    }.items():
+        assert (found[name].state, found[name].reason) == (JobState.CANCELLED, Reason.UPSTREAM)
+        assert found[name].detail == upstream
+    assert found["end"].state is JobState.SUCCEEDED
+
+    page = tmp_path / "f.html"
+    cli.timeline(handed.id, page)
+    for name in (handed.id, *found, "upstream fails failed"):
+        assert name in page.read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize(("limit", "most"), [(1, 1), (2, 2), (None, 6)])
+def test_never_more_than_max_in_flight_at_once(ray, unique, limit, most):
+    names = [f"job{number}" for number in range(6)]
+    handed = Handed(ray, unique, *names, retries=1, max_in_flight=limit)
+    live = []
+    while ray.dispatch(handed.dispatch.spec) is None:
+        rows = [row for name, row in ray.rows.items() if ".job" in name]
+        live.append(sum(row["status"] in ("PENDING", "RUNNING") for row in rows))
+    assert max(live) == most
+    assert sorted(started_jobs(handed)) == names
+    assert set(handed.states().values()) == {"SUCCEEDED"}
+
+
+def test_attempts_are_counted_and_shown(ray, unique):
+    handed = Handed(ray, unique, "third", "after after third", retries=2)
+    ray.fates.update({f"{handed.id}.third": FAILS, f"{handed.id}.third@2": FAILS})
+    assert ray.dispatch(handed.dispatch.spec, rounds=30) == ALL_SUCCEEDED
+    found = statuses(handed)
+    assert {name: one.attempt for name, one in found.items()} == {"third": 3, "after": 1}
+    (row, _) = json.loads(CliRunner().invoke(cli.build(), ["status", "--json", handed.id]).stdout)
+    assert [one["exit_code"] for one in row["attempts"]] == [1, 1, 0]
+    assert [one["id"].rpartition(".")[2] for one in row["attempts"]] == [
+        "third",
+        "third@2",
+        "third@3",
+    ]
+
+
+def test_an_exit_code_that_nothing_would_change_is_not_tried_again(ray, unique):
+    handed = Handed(ray, unique, "usage", retries=2, permanent_exit_codes=[1])
+    ray.fates[f"{handed.id}.usage"] = FAILS
+    assert ray.dispatch(handed.dispatch.spec, rounds=30) == NOT_ALL_SUCCEEDED
+    assert started_jobs(handed) == ["usage"]
+
+
+def cancel(handed: Handed, *words: str) -> str:
+    done = CliRunner().invoke(cli.build(), ["cancel", handed.id, *words])
+    assert done.exit_code == 0, done.output
+    return done.stdout
+
+
+@pytest.fixture
+def first_runs(ray: FakeRay, unique: str) -> Handed:
+    handed = Handed(ray, unique, "first", "second after first", "third after second", retries=3)
+    ray.fates[f"{handed.id}.first"] = GOES_ON
+    ray.dispatch(handed.dispatch.spec, rounds=2)
+    assert handed.states()["first"] == "RUNNING"
+    return handed
+
+
+def test_cancelling_a_job_before_its_start_takes_its_id(ray, first_runs):
+    shown = cancel(first_runs, "--job", "second")
+    assert "second is cancelled; it never had a process" in shown
+    assert ray.rows[f"{first_runs.id}.second"]["metadata"][CLAIM_KEY] == "cancelled"
+    assert statuses(first_runs)["third"].detail == "upstream second was cancelled"
+    del ray.fates[f"{first_runs.id}.first"]
+    assert ray.dispatch(first_runs.dispatch.spec, rounds=30) == NOT_ALL_SUCCEEDED
+    assert started_jobs(first_runs) == ["first"]
+    assert first_runs.states() == {
+        "first": "SUCCEEDED",
+        "second": "CANCELLED",
+        "third": "CANCELLED",
+    }
+    assert "cancelled before its start" in statuses(first_runs)["second"].message
+
+
+def test_cancelling_a_running_job_keeps_it_from_being_tried_again(ray, first_runs, monkeypatch):
+    stop = ray._stop
+
+    def stop_at_once(name: str) -> tuple[int, str]:
+        answer = stop(name)
+        ray.pass_time(1.0)
+        return answer
+
+    monkeypatch.setattr(ray, "_stop", stop_at_once)
+    run.Experiment.from_id(first_runs.id).cancel("first")
+    assert ray.dispatch(first_runs.dispatch.spec, rounds=30) == NOT_ALL_SUCCEEDED
+    assert started_jobs(first_runs) == ["first"]
+    assert set(first_runs.states().values()) == {"CANCELLED"}
+
+
+@pytest.mark.parametrize("verb", ["logs", "cancel"])
+def test_a_job_that_an_experiment_does_not_have(ray, unique, verb):
+    handed = Handed(ray, unique, "one", "two")
+    done = CliRunner().invoke(cli.build(), [verb, handed.id, "--job", "nosuch"])
+    assert done.exit_code == 1
+    assert f"'{handed.id}' has no job 'nosuch'; it has " in done.stderr
+    assert all(one in done.stderr for one in handed.jobs)
+
+
+def test_a_role_of_a_job_that_is_no_group(ray, unique):
+    handed = Handed(ray, unique, "job")
+    done = CliRunner().invoke(cli.build(), ["logs", handed.id, "--role", "server"])
+    assert done.exit_code == 1
+    assert "is no group and has no roles" in done.stderr

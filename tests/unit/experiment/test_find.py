@@ -1,0 +1,80 @@
+"""Finding jobs by whatever a user has at hand."""
+
+import os
+import shutil
+
+import pytest
+
+import nemo_run_ray
+from nemo_run_ray.errors import JobError
+from nemo_run_ray.experiment.find import find_experiment
+from nemo_run_ray.nemo import registry
+from tests.unit.experiment.conftest import Handed
+
+
+def test_an_id_a_title_a_handle_and_a_jobs_id(ray, unique):
+    handed = Handed(ray, unique, "one", "two")
+    for name in (handed.id, unique):
+        assert {one.name for one in nemo_run_ray.find(name)} == {"one", "two"}
+    job = f"{handed.id}.two"
+    for name in (job, registry.handle(job)):
+        (found,) = nemo_run_ray.find(name)
+        assert (found.id, found.name) == (job, "two")
+
+
+def test_the_newest_experiment_of_a_title(ray, unique):
+    first, second = Handed(ray, unique, "one"), Handed(ray, unique, "two")
+    assert first.id != second.id
+    assert find_experiment(unique) == second.exp_dir
+
+
+def test_a_look_at_an_older_experiment_makes_it_no_newer(ray, unique):
+    older, newer = Handed(ray, unique, "job"), Handed(ray, unique, "job")
+    (older.exp_dir / "touched").mkdir()
+    assert find_experiment(unique) == newer.exp_dir
+
+
+@pytest.mark.parametrize("name", ["no-such-thing", "", "no/such", "*", "[a]", "ray_jobs://x/y"])
+def test_a_name_of_nothing(name):
+    with pytest.raises(JobError, match="There is no experiment") as caught:
+        nemo_run_ray.find(name)
+    assert "NEMORUN_HOME" in str(caught.value)
+
+
+def test_an_experiment_that_has_handed_nothing_over(ray, unique):
+    handed = Handed(ray, unique, "one")
+    os.remove(handed.exp_dir / "ray_jobs.jsonl")
+    with pytest.raises(JobError, match="has handed nothing over to Ray yet") as caught:
+        nemo_run_ray.find(handed.id)
+    assert f"nemo-run-ray resume {handed.id}" in str(caught.value)
+
+
+def test_a_file_beside_experiments_is_none(ray, unique):
+    handed = Handed(ray, unique, "one")
+    (handed.exp_dir.parent / "notes.txt").write_text("mine")
+    assert find_experiment(unique) == handed.exp_dir
+
+
+def test_a_folder_that_was_copied_to_another_home_is_found_there(
+    ray, unique, tmp_path, monkeypatch
+):
+    handed = Handed(ray, unique, "one")
+    copy = tmp_path / "experiments" / unique / handed.id
+    shutil.copytree(handed.exp_dir, copy)
+    monkeypatch.setattr("nemo_run_ray.experiment.find.get_nemorun_home", lambda: str(tmp_path))
+    assert find_experiment(unique) == copy
+
+
+def test_a_misspelt_title_or_id_is_told_of_the_nearest_one(home):
+    (home / "experiments" / "nearby-thing" / "nearby-thing_1790000000").mkdir(parents=True)
+    for name in ("nearby-thin", "nearby-thin_1790000001"):
+        with pytest.raises(JobError, match="Did you mean 'nearby-thing'"):
+            nemo_run_ray.find(name)
+
+
+@pytest.mark.parametrize("words", [("b", "c", "a"), ("b", "late after b", "a", "z after late")])
+def test_jobs_come_in_the_order_in_which_they_were_added(ray, unique, words):
+    """However they are handed over: at once by several threads, or by a dispatcher."""
+    handed = Handed(ray, unique, *words)
+    names = [word.partition(" ")[0] for word in words]
+    assert [job.name for job in nemo_run_ray.find(handed.id)] == names

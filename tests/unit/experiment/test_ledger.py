@@ -1,0 +1,265 @@
+import errno
+import itertools
+import json
+import logging
+import math
+import os
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from types import SimpleNamespace
+
+import nemo_run.config
+import pytest
+
+from nemo_run_ray.errors import JobError, SubmissionError
+from nemo_run_ray.experiment import ledger
+from nemo_run_ray.experiment.ledger import INTENT, SUBMITTED, TERMINAL, UNSETTLED, Ledger
+from nemo_run_ray.ids import LEDGER, job_id
+from tests.unit.experiment.conftest import Handed
+
+_INTENT = {"job": "j", "role": "r", "cluster": {"kind": "local"}, "session": "s", "nonce": "n"}
+_STATUS = {
+    "state": "FAILED",
+    "reason": "exit code",
+    "detail": "é\n'",
+    "node": "",
+    "attempt": 1,
+    "tail": "",
+}
+
+
+@pytest.fixture
+def home(tmp_path):
+    before = nemo_run.config.get_nemorun_home()
+    nemo_run.config.set_nemorun_home(str(tmp_path / "home é"))
+    yield tmp_path / "home é"
+    nemo_run.config.set_nemorun_home(before)
+
+
+@pytest.fixture
+def book(tmp_path):
+    return Ledger(tmp_path)
+
+
+def test_events_become_records(book, tmp_path):
+    book.write(INTENT, "exp.a", **_INTENT)
+    book.write(INTENT, "exp.b", **{**_INTENT, "job": "two\nlines é"})
+    book.write(SUBMITTED, "exp.a")
+    book.write(TERMINAL, "exp.a", status=_STATUS)
+    book.write(UNSETTLED, "exp.b", why="no")
+    one, two = Ledger(tmp_path).jobs().values()
+    assert (one.submission_id, one.last, one.terminal) == ("exp.a", SUBMITTED, _STATUS)
+    assert (two.submission_id, two.last, two.terminal) == ("exp.b", UNSETTLED, {})
+    assert (two.job, two.cluster, two.nonces) == ("two\nlines é", {"kind": "local"}, ["n"])
+    assert one.exp_dir == tmp_path
+
+
+def test_no_ledger_is_no_jobs(book):
+    assert book.jobs() == {}
+
+
+def test_a_second_intent_starts_the_record_anew(book):
+    book.write(INTENT, "exp.a", **_INTENT)
+    book.write(UNSETTLED, "exp.a", why="no")
+    book.write(INTENT, "exp.a", **{**_INTENT, "nonce": "n2"})
+    assert (book.jobs()["exp.a"].last, book.jobs()["exp.a"].nonces) == (INTENT, ["n", "n2"])
+
+
+def test_a_torn_line_is_ignored_and_repaired_by_the_next_write(book, caplog):
+    book.write(INTENT, "exp.a", **_INTENT)
+    book.write(INTENT, "exp.b", **_INTENT)
+    whole = book.path.read_bytes()
+    first = whole.index(b"\n") + 1
+    for cut in range(first + 1, len(whole) - 1):
+        book.path.write_bytes(whole[:cut])
+        with caplog.at_level(logging.WARNING):
+            assert list(book.jobs()) == ["exp.a"]
+        assert "Line 2" in caplog.text
+        caplog.clear()
+    book.write(SUBMITTED, "exp.a")
+    book.write(INTENT, "exp.c", **_INTENT)
+    assert list(book.jobs()) == ["exp.a", "exp.c"]
+    assert book.jobs()["exp.a"].last == SUBMITTED
+
+
+def _seen(**fields: object) -> bytes:
+    attempt = {"submission_id": "exp.a", "state": "FAILED", **fields}
+    return json.dumps({"id": "exp.a", "event": "seen", "attempts": [attempt]}).encode()
+
+
+_NO_RECORDS = (
+    b"\0\0\xff\xfe",
+    b"[1]",
+    b"null",
+    b"{}",
+    b'{"id": "exp.c", "event": "intent"}',
+    b'{"id": ["exp.a"], "event": "submitted"}',
+    b'{"id": "exp.a", "event": "terminal"}',
+    b'{"id": "exp.a", "event": "terminal", "status": {"state": "SUCCEEDED"}}',
+    b'{"id": "exp.a", "event": "seen", "attempts": [1]}',
+    b'{"id": "exp.a", "event": "seen", "attempts": [{"submission_id": "exp.a", "state": "ODD"}]}',
+    json.dumps({"id": "exp.c", "event": INTENT, **_INTENT, "cluster": "local"}).encode(),
+    json.dumps({"id": "exp.c", "event": INTENT, **_INTENT, "tasks": [1]}).encode(),
+    json.dumps({"id": "exp.c", "event": INTENT, **_INTENT, "at": "noon"}).encode(),
+    b"[" * 100_000,
+    _seen(ended_at=math.nan),
+    _seen(ended_at="5"),
+    _seen(detail=[1]),
+)
+
+
+@pytest.mark.parametrize("line", _NO_RECORDS)
+def test_a_line_that_is_no_record_is_ignored_and_named(book, line, caplog):
+    book.write(INTENT, "exp.a", **_INTENT)
+    with open(book.path, "ab") as file:
+        file.write(line)
+    book.write(INTENT, "exp.b", **_INTENT)
+    first, second = book.jobs().values()
+    assert (first.submission_id, second.submission_id) == ("exp.a", "exp.b")
+    assert (first.terminal, first.attempts, first.last) == ({}, {}, INTENT)
+    assert f"Line 2 of {book.path} is no record and is ignored." in caplog.text
+
+
+_WRITER = """
+import sys
+from pathlib import Path
+from nemo_run_ray.experiment.ledger import Ledger
+book = Ledger(Path(sys.argv[1]))
+for number in range(40):
+    book.write("note", f"{sys.argv[2]}.{number}", text="x" * 5000)
+"""
+
+
+def test_writers_do_not_mix_their_lines(tmp_path):
+    words = [sys.executable, "-c", _WRITER, str(tmp_path)]
+    processes = [subprocess.Popen([*words, f"p{number}"]) for number in range(2)]
+
+    def write(name: str) -> None:
+        for number in range(40):
+            Ledger(tmp_path).write("note", f"{name}.{number}", text="y" * 5000)
+
+    threads = [threading.Thread(target=write, args=(f"t{number}",)) for number in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert [process.wait(60) for process in processes] == [0, 0]
+    events = [json.loads(line) for line in Ledger(tmp_path).path.read_bytes().splitlines()]
+    names = [f"{kind}{one}" for kind, count in (("p", 2), ("t", 4)) for one in range(count)]
+    written = [event["id"] for event in events]
+    assert sorted(written) == sorted(f"{name}.{number}" for name in names for number in range(40))
+    for name in names:
+        assert [one for one in written if one.startswith(f"{name}.")] == [
+            f"{name}.{number}" for number in range(40)
+        ]
+
+
+def _submit(exp_dir: Path, job: str = "job") -> str:
+    submission_id = job_id(exp_dir.name, job)
+    exp_dir.mkdir(parents=True, exist_ok=True)
+    Ledger(exp_dir).write(INTENT, submission_id, **{**_INTENT, "job": job})
+    return submission_id
+
+
+@pytest.mark.parametrize(
+    "title", ["plain", "a.b", "a b", "é'\"", "a\nb", ".hidden", "[x]*", "x" * 200]
+)
+def test_a_job_is_found_by_its_id(home, title):
+    exp_dir = home / "experiments" / title / f"{title}_1700000000"
+    submission_id = _submit(exp_dir, f"{title}.job é")
+    ledger.remember(exp_dir, exp_dir.name)
+    found = ledger.find(submission_id)
+    assert (found.submission_id, found.exp_dir) == (submission_id, exp_dir)
+
+
+def test_experiments_with_alike_ids_are_kept_apart(home):
+    dirs = [home / "experiments" / title / f"{title}_1" for title in ("a", "a_1.b", "a_1")]
+    ids = [_submit(one) for one in dirs]
+    assert [ledger.find(one).exp_dir for one in ids] == dirs
+
+
+@pytest.mark.parametrize("name", ["exp_1", "exp é_1", "a.b_1", "x" * 200])
+def test_an_experiment_outside_of_the_home_is_found(home, tmp_path, monkeypatch, name):
+    exp_dir = tmp_path / "else where\n" / name
+    submission_id = _submit(exp_dir)
+    with pytest.raises(JobError, match="No experiment"):
+        ledger.find(submission_id)
+    ledger.remember(exp_dir, name)
+    monkeypatch.chdir("/")
+    assert ledger.find(submission_id).exp_dir == exp_dir
+
+
+def test_a_relative_folder_is_found_from_elsewhere(home, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    submission_id = _submit(Path("here") / "exp_1")
+    ledger.remember(Path("here") / "exp_1", "exp_1")
+    monkeypatch.chdir("/")
+    assert ledger.find(submission_id).exp_dir == tmp_path / "here" / "exp_1"
+
+
+def test_an_unknown_job_is_named_with_the_home(home):
+    with pytest.raises(JobError, match=r"exp_1\.job") as caught:
+        ledger.find("exp_1.job")
+    assert str(home) in str(caught.value)
+
+
+def test_an_experiment_that_was_moved_away_is_not_found(home, tmp_path):
+    exp_dir = tmp_path / "exp_1"
+    submission_id = _submit(exp_dir)
+    ledger.remember(exp_dir, "exp_1")
+    exp_dir.rename(tmp_path / "gone")
+    with pytest.raises(JobError):
+        ledger.find(submission_id)
+
+
+def test_a_ledger_that_was_removed_and_made_anew_is_read_anew(tmp_path):
+    """A file system may give the new file the old one's number."""
+    book = Ledger.of(tmp_path)
+    for nonce in ("old", "new"):
+        book.write(INTENT, "e.a", **{**_INTENT, "nonce": nonce})
+        assert book.job("e.a").nonces == [nonce]
+        lines = book.path.read_bytes()
+        book.path.write_bytes(b"")  # the same file, as after an unlink whose number is reused
+        book.path.write_bytes(lines.replace(b"old", b"new"))
+        assert book.job("e.a").nonces == ["new"]
+        book.path.unlink()
+
+
+@pytest.fixture
+def full_after(monkeypatch):
+    """Let the disk be full after so many writes of a ledger, and keep what is warned of."""
+    warnings: list[str] = []
+
+    def fill(writes: int) -> list[str]:
+        written = itertools.count()
+
+        def fsync(number: int) -> None:
+            if next(written) >= writes:
+                raise OSError(errno.ENOSPC, "No space left on device")
+
+        monkeypatch.setattr(ledger, "os", SimpleNamespace(**{**vars(os), "fsync": fsync}))
+        return warnings
+
+    monkeypatch.setattr(ledger.log, "warning", lambda text, *words: warnings.append(text % words))
+    return fill
+
+
+def test_a_disk_that_is_full_before_the_request_leaves_nothing_handed_over(ray, unique, full_after):
+    full_after(0)
+    with pytest.raises(SubmissionError, match=r"was not handed over, as .*No space left") as caught:
+        Handed(ray, unique, "job")
+    assert f"/{LEDGER} cannot be written" in str(caught.value)
+    assert ray.started == []
+
+
+def test_a_disk_that_is_full_after_the_request_leaves_the_job_alone(ray, unique, full_after):
+    warnings = full_after(1)
+    handed = Handed(ray, unique, "job")
+    assert ray.started == [f"{handed.id}.job"]
+    assert handed.states() == {"job": "PENDING"}
+    (warning,) = warnings
+    assert (
+        f"{LEDGER} cannot be written: No space left on device. The job {handed.id}.job" in warning
+    )

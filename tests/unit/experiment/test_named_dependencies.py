@@ -1,0 +1,148 @@
+"""Jobs that wait for experiments by their titles or ids, on a simulated Ray."""
+
+import nemo_run as run
+import pytest
+
+from nemo_run_ray import RayExecutor
+from nemo_run_ray.clusters import Dashboard
+from nemo_run_ray.dashboard.jobs_api import JobsApi
+from nemo_run_ray.errors import ConfigError, SubmissionError
+from nemo_run_ray.experiment.other_experiments import outside_spec
+from nemo_run_ray.ids import HANDLE
+from nemo_run_ray.remote.attempts import ALL_SUCCEEDED, NOT_ALL_SUCCEEDED
+from nemo_run_ray.remote.rows import JobRows
+from tests.conftest import refused
+from tests.fake_ray import FAILS, FakeRay
+from tests.unit.experiment.conftest import Handed
+
+
+def outside(handed: Handed) -> dict[str, list[str]]:
+    """What each job waits for in other experiments."""
+    return {job.name: [one.id for one in job.outside] for job in handed.dispatch.spec.jobs}
+
+
+@pytest.fixture
+def prep(ray: FakeRay, unique: str) -> Handed:
+    return Handed(ray, f"{unique}-prep", "a", "b")
+
+
+@pytest.mark.parametrize("by", ["title", "id"])
+def test_all_jobs_of_the_experiment_must_have_succeeded(ray, unique, prep, by):
+    name = f"{unique}-prep" if by == "title" else prep.id
+    handed = Handed(ray, unique, "job", "next after job", dependencies=[name])
+    ids = [f"{prep.id}.a", f"{prep.id}.b"]
+    assert {name: sorted(found) for name, found in outside(handed).items()} == {
+        "job": ids,
+        "next": ids,  # NeMo-Run has put the handle of the job into the field
+    }
+    assert {job.name: job.after for job in handed.dispatch.spec.jobs}["next"] == ("job",)
+    ray.dispatch(handed.dispatch.spec, rounds=1)
+    assert f"{handed.id}.job" not in ray.started
+    ray.pass_time(1.0)
+    assert ray.dispatch(handed.dispatch.spec, rounds=30) == ALL_SUCCEEDED
+
+
+def test_one_that_failed_cancels_what_waits(ray, unique, prep):
+    ray.fates[f"{prep.id}.b"] = FAILS
+    handed = Handed(ray, unique, "job", dependencies=[f"{unique}-prep"])
+    ray.pass_time(2.0)
+    assert ray.dispatch(handed.dispatch.spec, rounds=30) == NOT_ALL_SUCCEEDED
+    assert handed.states() == {"job": "CANCELLED"}
+
+
+def test_a_chain_counts_with_all_its_jobs_and_without_its_dispatcher(ray, unique):
+    prep = Handed(ray, f"{unique}-prep", "a", "b after a")
+    handed = Handed(ray, unique, "job", dependencies=[prep.id])
+    assert outside(handed) == {"job": [f"{prep.id}.a", f"{prep.id}.b"]}
+
+
+def test_an_experiment_whose_jobs_cannot_be_read_here_is_refused(ray, unique, prep):
+    (prep.exp_dir / "_TASKS").write_text('[["not serialised", null]]')
+    executor = RayExecutor(address=ray.url, dependencies=[f"{unique}-prep"])
+    message = refused(ConfigError, executor, unique)
+    assert "cannot be read here" in message
+    assert "by their handles" in message
+
+
+def test_the_newest_of_a_title_and_never_the_experiment_itself(ray, unique):
+    Handed(ray, unique, "job")
+    second = Handed(ray, unique, "job")
+    third = Handed(ray, unique, "job", dependencies=[unique])
+    assert outside(third) == {"job": [f"{second.id}.job"]}
+
+
+def test_handles_and_names_together(ray, unique, prep):
+    both = [f"ray_jobs://nemo_run/{prep.id}.a", prep.id]
+    handed = Handed(ray, unique, "job", dependencies=both)
+    assert sorted(*outside(handed).values()) == [f"{prep.id}.a", f"{prep.id}.b"]
+
+
+def test_an_unknown_name_is_refused_with_the_nearest_titles(ray, unique, prep):
+    ray.requests.clear()
+    executor = RayExecutor(address=ray.url, dependencies=[f"{unique}-perp"])
+    message = refused(ConfigError, executor, f"{unique}x")
+    assert f"RayExecutor.dependencies names '{unique}-perp'" in message
+    assert f"'{unique}-prep'" in message.partition("Did you mean")[2]
+    assert "Nothing was sent" in message
+    executor = RayExecutor(address=ray.url, dependencies=["nothing like it at all"])
+    assert "Did you mean" not in refused(ConfigError, executor, f"{unique}y")
+    assert ray.requests == []
+
+
+def test_an_experiment_that_is_not_handed_over_yet(ray, unique, prep):
+    ledger = prep.exp_dir / "ray_jobs.jsonl"
+    lines = [line for line in ledger.read_text().splitlines() if f"{prep.id}.b" not in line]
+    ledger.write_text("".join(f"{line}\n" for line in lines))
+    executor = RayExecutor(address=ray.url, dependencies=[prep.id])
+    message = refused(ConfigError, executor, f"{unique}x")
+    assert "were not handed over to Ray: b" in message
+    ledger.unlink()
+    assert "a, b" in refused(ConfigError, executor, f"{unique}y")
+
+
+def test_the_experiment_itself_is_refused(ray, unique):
+    executor = RayExecutor(address=ray.url, dependencies=[f"{unique}-1"])
+    with run.Experiment(unique, id=f"{unique}-1", executor=executor) as experiment:
+        experiment.add(run.Script(inline="true"), name="job")
+        with pytest.raises(ConfigError, match="which is the experiment itself"):
+            experiment.dryrun(log=False)
+
+
+def test_a_groups_roles_may_name_them(ray, unique, prep):
+    fields = {"address": ray.url, "dependencies": [prep.id]}
+    roles = [RayExecutor(role="a", **fields), RayExecutor(role="b", address=ray.url)]
+    with run.Experiment(unique, skip_status_at_exit=True) as experiment:
+        experiment.add([run.Script(inline="true")] * 2, executor=roles, name="group")
+        experiment.dryrun(log=False)
+        (info,) = experiment.jobs[0]._dryrun_infos
+    assert f"after     ray_jobs://nemo_run/{prep.id}.a, ray_jobs://nemo_run/{prep.id}.b" in str(
+        info
+    )
+
+
+class Earlier:
+    """Jobs of the allocations before the one that is up."""
+
+    def __init__(self, rows: JobRows) -> None:
+        self._rows = rows
+
+    def rows(self) -> JobRows:
+        return self._rows
+
+    def log(self, submission_id: str) -> None:
+        return None
+
+
+@pytest.mark.parametrize("has_it", [True, False])
+def test_a_chain_that_goes_on_in_another_allocation_may_be_waited_for(ray, unique, has_it):
+    """That one's Ray has another name than the one that the ledger knows."""
+    prep = Handed(ray, f"{unique}-prep", "a", "b after a")
+    rows = {prep.dispatch.id: ray.rows.pop(prep.dispatch.id)} if has_it else {}
+    ray.rows.clear()
+    api = JobsApi.of(Dashboard(ray.url, {"X-Of": unique}, earlier=Earlier(rows)))
+    if has_it:
+        found = outside_spec(f"{HANDLE}{prep.id}.b", api, "the next one")
+        assert (found.id, found.dispatcher) == (f"{prep.id}.b", prep.dispatch.id)
+    else:
+        with pytest.raises(SubmissionError, match="another cluster has"):
+            outside_spec(f"{HANDLE}{prep.id}.b", api, "the next one")

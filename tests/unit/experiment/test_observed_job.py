@@ -1,0 +1,264 @@
+"""What is said of a job when its cluster, its row or its answer is not what it was."""
+
+import logging
+
+import pytest
+from rich.console import Console
+
+from nemo_run_ray.cli.status_report import StatusReport
+from nemo_run_ray.dashboard.job_table import TABLE_AGE_S
+from nemo_run_ray.errors import ConfigError, JobError
+from nemo_run_ray.experiment import notes
+from nemo_run_ray.experiment import snapshot as snapshots
+from nemo_run_ray.experiment.ledger import Ledger
+from nemo_run_ray.experiment.roles_and_elements import roles
+from nemo_run_ray.experiment.snapshot import Snapshot
+from nemo_run_ray.remote.lost_ends import LOG_FILE
+from nemo_run_ray.remote.node.output import end_line, lock_of, proof_of
+from nemo_run_ray.remote.states import JobState, JobStatus, Reason
+from tests.fake_ray import EXIT_CODE_IS_LOST, FAILS, GOES_ON, NODE, SUCCEEDS, Trouble
+from tests.unit.experiment.conftest import Handed
+
+
+@pytest.fixture(autouse=True)
+def no_pause(monkeypatch):
+    monkeypatch.setattr(snapshots, "_RECOVERS_S", 0.0)
+
+
+@pytest.fixture
+def one(ray, unique) -> Handed:
+    return Handed(ray, unique, "job")
+
+
+def status_of(handed: Handed, name: str = "job") -> JobStatus:
+    """As a process that knows nothing sees it now."""
+    return handed.jobs[name].status_in(Snapshot(is_fresh=True))
+
+
+def test_a_cluster_that_was_started_anew_has_lost_it(ray, one):
+    ray.rows.clear()
+    ray.session = "session_of_another_life"
+    status = status_of(one)
+    assert (status.state, status.reason) == (JobState.LOST, Reason.CLUSTER_GONE)
+    assert "session_of_another_life" in status.detail
+
+
+def test_a_head_that_recovers_may_answer_before_it_knows_its_jobs(ray, one):
+    rows = dict(ray.rows)
+    looks = iter([{}, {}])
+    ray.before_table = lambda: ray.rows.update(next(looks, rows))
+    ray.rows.clear()
+    assert status_of(one).state is JobState.PENDING
+
+
+def test_a_row_that_stays_away_is_lost(ray, one):
+    ray.rows.clear()
+    status = status_of(one)
+    assert status.state is JobState.LOST
+    assert "no record of it any more" in status.detail
+
+
+@pytest.mark.parametrize("trouble", [Trouble(), Trouble(503, "starting"), Trouble(403)])
+def test_a_cluster_that_does_not_answer_leaves_it_unknown(ray, one, trouble):
+    ray.trouble = lambda method, path: trouble
+    status = status_of(one)
+    assert (status.state, status.reason) == (JobState.UNKNOWN, Reason.UNREACHABLE)
+    assert ray.url in status.detail
+
+
+@pytest.mark.parametrize("fields", [{}, {"retries": 1}])
+def test_a_cluster_that_does_not_answer_leaves_node_and_attempt(ray, unique, fields):
+    handed = Handed(ray, unique, "job", **fields)
+    if fields:
+        ray.fates[f"{handed.id}.job"] = GOES_ON
+        ray.dispatch(handed.dispatch.spec, rounds=2)
+    ray.rows[f"{handed.id}.job"].update(status="RUNNING", driver_node_id=NODE)
+    StatusReport(list(handed.jobs.values()))
+    ray.trouble = lambda method, path: Trouble()
+    status = status_of(handed)
+    assert (status.state, status.node, status.attempt) == (JobState.UNKNOWN, NODE, 1)
+    ray.requests.clear()
+    handed.jobs["job"].record.has_roles = True
+    assert roles(handed.jobs["job"], status) is None
+    assert ray.requests == []
+
+
+def test_an_id_that_a_stranger_has_was_never_ours(ray, one):
+    ray.rows[f"{one.id}.job"]["metadata"] = {"nemo_run_ray": "theirs"}
+    assert status_of(one).reason is Reason.TAKEN
+
+
+def test_an_end_is_known_without_its_cluster(ray, one):
+    ray.rows[f"{one.id}.job"].update(SUCCEEDS, end_time=int(ray.now * 1000), driver_node_id=NODE)
+    assert status_of(one).state is JobState.SUCCEEDED
+    ray.rows.clear()
+    ray.session = "another"
+    ray.requests.clear()
+    assert status_of(one).state is JobState.SUCCEEDED
+    assert ray.requests == []
+
+
+def test_the_end_of_a_log_explains_a_failure(ray, one):
+    tail = "last available logs (truncated to 20,000 chars):\nTraceback\nValueError: no\n"
+    ray.rows[f"{one.id}.job"].update({**FAILS, "message": f"failed with exit code 1, {tail}"})
+    status = status_of(one)
+    assert (status.detail, status.tail) == ("exit code 1", "Traceback\nValueError: no")
+
+
+def test_the_next_step_names_the_job_and_the_experiment(ray, one, unique):
+    ray.rows[f"{one.id}.job"].update(FAILS)
+    (job,) = one.jobs.values()
+    shown = f"Its whole log: `nemo-run-ray logs {one.id}.job`."
+    assert job.status_in(Snapshot(is_fresh=True)).message.endswith(shown)
+    assert job.status.message.endswith(shown), "as it was written down"
+    assert job.cancel().message.endswith(shown)
+    dispatch = Handed(ray, f"c{unique}", "first", "second after first")
+    ray.rows[dispatch.dispatch.id]["status"] = "STOPPED"
+    assert f"`nemo-run-ray resume {dispatch.id}` starts it" in status_of(dispatch, "first").message
+
+
+def test_jobs_that_failed_alike_are_told_of_once(ray, unique):
+    handed = Handed(ray, unique, "one", "two")
+    for row in ray.rows.values():
+        row.update(FAILS)
+    console = Console(width=300)
+    with console.capture() as capture:
+        console.print(StatusReport(list(handed.jobs.values())).table(0.0))
+    assert capture.get().count("Its whole log: `nemo-run-ray logs ") == 1
+
+
+def test_a_word_of_a_newer_ray_is_no_end(ray, one):
+    ray.rows[f"{one.id}.job"]["status"] = "PAUSED"
+    assert status_of(one).state is JobState.UNKNOWN
+
+
+def test_one_look_at_the_table_serves_everybody_for_a_moment(ray, one):
+    (job,) = one.jobs.values()
+    ray.requests.clear()
+    for _ in range(20):
+        assert job.status.state is JobState.PENDING
+    assert len(ray.requests) <= 1 + 1 / TABLE_AGE_S
+
+
+def test_a_wait_that_is_too_short_says_so_and_the_job_goes_on(ray, one):
+    (job,) = one.jobs.values()
+    with pytest.raises(TimeoutError, match="is PENDING after 0 s; it goes on"):
+        job.wait(timeout_s=0.0)
+    assert ray.stops == []
+
+
+@pytest.mark.parametrize("timeout_s", ["x", -1, float("nan"), True, [1]])
+def test_a_wait_takes_seconds(one, timeout_s):
+    (job,) = one.jobs.values()
+    with pytest.raises(ConfigError, match="timeout_s of a wait is"):
+        job.wait(timeout_s=timeout_s)
+
+
+def test_a_job_is_shown_by_its_id_and_nobody_is_asked(ray, one):
+    (job,) = one.jobs.values()
+    ray.requests.clear()
+    assert repr(job) == f"<RemoteJob {one.id}.job>"
+    assert ray.requests == []
+
+
+def test_a_wait_ends_with_the_job(ray, one):
+    ray.rows[f"{one.id}.job"].update(SUCCEEDS)
+    (job,) = one.jobs.values()
+    assert job.wait(timeout_s=30).state is JobState.SUCCEEDED
+
+
+def test_an_end_that_cannot_be_written_down_is_told_all_the_same(ray, one, monkeypatch):
+    ray.rows[f"{one.id}.job"].update(SUCCEEDS)
+    monkeypatch.setattr("os.access", lambda path, mode: False)
+    assert status_of(one).state is JobState.SUCCEEDED
+
+
+def test_requests_of_ours_are_not_in_the_log(ray, one, caplog):
+    with caplog.at_level(logging.INFO):
+        status_of(one)
+    assert [one for one in caplog.records if one.name == "httpx"] == []
+
+
+def test_a_full_disk_does_not_end_a_look(ray, one, monkeypatch, caplog):
+    ray.rows[f"{one.id}.job"].update(SUCCEEDS)
+
+    def full(self, events) -> None:
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("nemo_run_ray.experiment.ledger.Ledger.write_all", full)
+        assert status_of(one).state is JobState.SUCCEEDED
+    assert "No space left" in caplog.text
+    assert status_of(one).state is JobState.SUCCEEDED, "and now it is written down"
+    (record,) = Ledger.of(one.exp_dir).jobs().values()
+    assert record.terminal["state"] == "SUCCEEDED"
+
+
+def test_a_job_object_sees_what_other_processes_have_written_down(ray, one):
+    (job,) = one.jobs.values()
+    assert job.status.state is JobState.PENDING
+    notes.note_cancel(one.jobs["job"])  # another object, as of another process
+    assert job.status_in(Snapshot(is_fresh=True)).state is JobState.CANCELLED
+
+
+def test_a_wait_for_an_id_that_a_stranger_has_is_an_error(ray, one):
+    ray.rows[f"{one.id}.job"]["metadata"] = {"nemo_run_ray": "theirs"}
+    (job,) = one.jobs.values()
+    with pytest.raises(JobError, match="will not start"):
+        job.wait()
+
+
+def test_a_chain_is_not_told_as_undispatched_while_a_head_recovers(ray, unique):
+    handed = Handed(ray, unique, "first", "second after first")
+    rows = dict(ray.rows)
+    looks = iter([{}])
+    ray.before_table = lambda: ray.rows.update(next(looks, rows))
+    ray.rows.clear()
+    snapshot = Snapshot(is_fresh=True)
+    reasons = {job.status_in(snapshot).reason for job in handed.jobs.values()}
+    assert reasons == {Reason.TURN, Reason.WAITS}
+
+
+def test_a_lost_chain_is_asked_about_once_for_all_of_its_jobs(ray, unique):
+    handed = Handed(ray, unique, *(f"job{number}" for number in range(20)))
+    ray.rows.clear()
+    ray.requests.clear()
+    snapshot = Snapshot(is_fresh=True)
+    assert {job.status_in(snapshot).state for job in handed.jobs.values()} == {JobState.LOST}
+    asked = [path for _, path in ray.requests]
+    assert asked.count("/api/jobs/") == 2, "now, and when a head has had time to recover"
+
+
+def test_an_end_that_ray_has_lost_is_told_as_the_log_proves_it(ray, one):
+    name = f"{one.id}.job"
+    ray.rows[name].update(EXIT_CODE_IS_LOST, driver_node_id=NODE, end_time=1)
+    metadata = ray.rows[name]["metadata"]
+    metadata["nemo_run_ray_lock"] = lock_of(proof_of("key", 0))
+    line = f"nemo_run_ray| {end_line(metadata['nemo_run_ray'], 'key', 4, 'exit code 4')}\n"
+    ray.logs[name] = f"Running entrypoint for job {name}: true\nwords\n{line}"
+    (job,) = one.jobs.values()
+    assert (job.status.reason, job.status.detail) == (Reason.EXIT_CODE, "exit code 4")
+    assert job.status.tail == "words"
+
+
+@pytest.mark.parametrize("front", [None, 403, 404])
+def test_a_log_wakes_no_job_manager_where_the_state_api_is_open(ray, one, front):
+    name = f"{one.id}.job"
+    ray.rows[name].update(status="RUNNING", driver_node_id=NODE)
+    ray.logs[name] = "one\r\ntwo\n"
+    (job,) = one.jobs.values()
+    ray.trouble = lambda _, path: Trouble(front) if front and path.startswith(LOG_FILE) else None
+    text = "".join(job.api().logs.whole(name))
+    assert text == ("one\r\ntwo\n" if front else "one\ntwo\n")
+    asked = [path for _, path in ray.requests if path.endswith("/logs")]
+    assert len(asked) == (1 if front else 0)
+
+
+def test_an_end_is_told_when_its_log_is_gone_with_the_cluster(ray, one, monkeypatch):
+    """The embedded Ray is stopped between the look and the copy of the log."""
+    ray.rows[f"{one.id}.job"].update(SUCCEEDS, driver_node_id=NODE)
+    (job,) = one.jobs.values()
+    monkeypatch.setattr(type(job.cluster), "runs_here", True)
+    ray.trouble = lambda method, path: Trouble(404) if path.endswith("/logs") else None
+    assert job.status.state is JobState.SUCCEEDED
+    assert one.jobs["job"].record.terminal["state"] == "SUCCEEDED"

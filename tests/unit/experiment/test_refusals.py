@@ -1,0 +1,220 @@
+"""What a user gets who does it wrong: one paragraph, within seconds, and nothing started.
+
+What needs the real Ray's own words is in ``tests/ray/test_bad_input.py``.
+"""
+
+import http.server
+import json
+import os
+import ssl
+import threading
+import time
+
+import nemo_run as run
+import pytest
+from typer.testing import CliRunner
+
+from nemo_run_ray import ExistingCluster, RayExecutor
+from nemo_run_ray.cli import main as cli
+from nemo_run_ray.errors import (
+    ArchiveTooLarge,
+    ConfigError,
+    PackagingFailed,
+    SubmissionError,
+    TooOld,
+    Unreachable,
+)
+from nemo_run_ray.experiment import keep_logs
+from tests.certificates import certificate
+from tests.conftest import TRUE, refused
+from tests.fake_ray import FakeRay, fake_ray
+from tests.unit.experiment.conftest import Handed
+
+
+@pytest.fixture
+def existing(ray: FakeRay) -> ExistingCluster:
+    return ExistingCluster(url=ray.url)
+
+
+@pytest.fixture(autouse=True)
+def nothing_started(ray: FakeRay, unique: str):
+    """A refused task leaves no job; tests that do run one name it otherwise."""
+    yield
+    assert [one for one in ray.started if one.startswith(f"{unique}_")] == []
+
+
+class Server(http.server.ThreadingHTTPServer):
+    """Answers every request alike; the address of something that is no working dashboard."""
+
+    def __init__(
+        self,
+        answers: dict[str, object],
+        context: ssl.SSLContext | None = None,
+        redirect: str | None = None,
+    ) -> None:
+        class Handler(http.server.BaseHTTPRequestHandler):
+            def do_GET(self) -> None:
+                found = answers.get(self.path, answers.get("*"))
+                self.send_response(301 if redirect else 404 if found is None else 200)
+                if redirect:
+                    self.send_header("Location", redirect)
+                self.end_headers()
+                text = found if isinstance(found, str) else json.dumps(found)
+                self.wfile.write(text.encode())
+
+            def log_message(self, *_: object) -> None:
+                pass
+
+        super().__init__(("127.0.0.1", 0), Handler)
+        scheme = "http"
+        if context is not None:
+            self.socket = context.wrap_socket(self.socket, server_side=True)
+            scheme = "https"
+        self.url = f"{scheme}://127.0.0.1:{self.server_address[1]}"
+        self._thread = threading.Thread(target=self.serve_forever, args=(0.05,), daemon=True)
+        self._thread.start()
+
+    def handle_error(self, request: object, client_address: object) -> None:
+        pass  # the client's refusal of our certificate is what is tested
+
+    def stop(self) -> None:
+        self.shutdown()
+        self._thread.join()
+        self.server_close()
+
+
+@pytest.fixture
+def server():
+    servers: list[Server] = []
+
+    def serve(answers, context=None, redirect=None) -> str:
+        servers.append(Server(answers, context, redirect))
+        return servers[-1].url
+
+    yield serve
+    for one in servers:
+        one.stop()
+
+
+def test_a_closed_port(unique):
+    message = refused(Unreachable, RayExecutor(address="http://127.0.0.1:9"), unique)
+    assert "http://127.0.0.1:9" in message
+    assert "refused" in message
+
+
+def test_an_address_that_is_no_dashboard(unique, server):
+    url = server({"*": "<html>hello</html>"})
+    assert "is not a Ray dashboard" in refused(Unreachable, RayExecutor(address=url), unique)
+
+
+def test_a_front_that_redirects(unique, server):
+    url = server({"*": None}, redirect="https://elsewhere.example.org")
+    message = refused(Unreachable, RayExecutor(address=url), unique)
+    assert "https://elsewhere.example.org" in message
+
+
+def test_an_expired_certificate_and_a_ca_of_our_own(unique, server, tmp_path):
+    expired, ca = certificate(tmp_path / "expired", valid=False)
+    url = server({}, expired)
+    message = refused(Unreachable, RayExecutor(cluster=trusting(url, ca)), unique)
+    assert "expired" in message
+    good, ca = certificate(tmp_path / "good", valid=True)
+    url = server({"*": "x"}, good)
+    assert "self-signed" in refused(Unreachable, RayExecutor(address=url), f"{unique}a")
+    message = refused(Unreachable, RayExecutor(cluster=trusting(url, ca)), f"{unique}b")
+    assert "is not a Ray dashboard" in message, "the connection itself must be trusted"
+
+
+def test_a_ray_that_is_too_old_for_a_label_selector(unique, server):
+    # No such Ray can be installed beside this one; its two answers are all that is looked at.
+    answers = {"/api/version": {"ray_version": "2.40.0", "session_name": "s"}, "/api/jobs/": []}
+    executor = RayExecutor(address=server(answers), label_selector={"pool": "a"})
+    message = refused(TooOld, executor, unique)
+    assert "label_selector" in message
+    assert "2.47" in message
+    assert "2.40.0" in message
+
+
+def test_a_dependency_that_another_cluster_has(unique, existing, server, ray):
+    with run.Experiment(f"x{unique}", skip_status_at_exit=True) as experiment:
+        experiment.add(TRUE, executor=RayExecutor(cluster=existing), name="job")
+        experiment.run(detach=True)
+    producer = f"{experiment._id}.job"
+    # Enough of a second Ray: no more of its answers is looked at.
+    version = {"ray_version": "2.60.0", "session_name": "another"}
+    url = server({"/api/version": version, "/api/jobs/": []})
+
+    executor = RayExecutor(address=url, dependencies=[f"ray_jobs://nemo_run/{producer}"])
+    message = refused(SubmissionError, executor, unique)
+
+    assert f"{producer}, which another cluster has" in message
+    assert existing.url in message
+    assert "Nothing was started" in message
+
+
+def test_a_secret_that_is_not_set(unique, existing):
+    message = refused(ConfigError, RayExecutor(cluster=existing, secrets=["NOT_SET_1"]), unique)
+    assert "NOT_SET_1" in message
+
+
+def test_a_packager_that_fails(unique, existing, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    executor = RayExecutor(cluster=existing, packager=run.GitArchivePackager())
+    assert "GitArchivePackager" in refused(PackagingFailed, executor, unique)
+
+
+def test_code_that_is_too_large(unique, existing, tmp_path):
+    for number in range(3):
+        (tmp_path / f"weights{number}.bin").write_bytes(os.urandom(40 * 1024**2))
+    packager = run.PatternPackager(include_pattern=str(tmp_path), relative_path=str(tmp_path))
+    executor = RayExecutor(cluster=existing, packager=packager)
+    message = refused(ArchiveTooLarge, executor, unique)
+    for expected in ("120.0 MiB", "100 MiB", "weights0.bin", "Nothing was sent"):
+        assert expected in message
+
+
+def test_an_experiment_id_that_ran(unique, existing):
+    def again() -> None:
+        with run.Experiment(
+            unique, id=f"{unique}-1", executor=RayExecutor(cluster=existing)
+        ) as exp:
+            exp.add(TRUE, name="job")
+            exp.run(detach=True)
+
+    again()
+    with pytest.raises(ConfigError, match="has run already"):
+        again()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (["status", "no-such-thing"], "no experiment 'no-such-thing'"),
+        (["doctor", "--address", "nonsense"], "Did you mean http://nonsense?"),
+        (["doctor", "--address", ""], "--address is empty"),
+    ],
+)
+def test_the_command_line_says_it_in_one_paragraph(arguments, expected):
+    done = CliRunner().invoke(cli.build(), arguments)
+    assert done.exit_code == 1
+    assert expected in " ".join(done.stderr.split())
+    assert "Traceback" not in done.stderr
+
+
+def trusting(url: str, ca: str) -> ExistingCluster:
+    return ExistingCluster(url=url, verify=ca)
+
+
+def test_the_log_of_a_cluster_that_is_gone_and_that_was_not_kept(unique, caplog, monkeypatch):
+    with fake_ray(now=time.time()) as ray:
+        handed = Handed(ray, unique, "job")
+        ray.rows[f"{handed.id}.job"].update(status="SUCCEEDED", driver_exit_code=0)
+        monkeypatch.setattr(keep_logs, "BUDGET_S", 0)
+        assert handed.states() == {"job": "SUCCEEDED"}
+
+    done = CliRunner().invoke(cli.build(), ["logs", unique])
+
+    assert done.exit_code == 1
+    assert f"Ray's dashboard at {ray.url} cannot be reached" in " ".join(done.stderr.split())
+    assert "a tunnel open?" in done.stderr
+    assert "goes on" not in caplog.text, "the command ends"

@@ -1,0 +1,232 @@
+"""Handing jobs over, on a simulated Ray that refuses, and loses requests and answers."""
+
+import contextlib
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable
+
+import pytest
+
+import nemo_run_ray
+from nemo_run_ray.clusters.base import interrupted
+from nemo_run_ray.dashboard import http
+from nemo_run_ray.errors import (
+    ConfigError,
+    Conflict,
+    JobRefused,
+    NemoRunRayError,
+    SubmissionError,
+)
+from nemo_run_ray.experiment import submit_once as submitting
+from nemo_run_ray.experiment.find import find_experiment
+from nemo_run_ray.experiment.ledger import Ledger
+from nemo_run_ray.remote.states import JobState, Reason
+from tests.fake_ray import FakeRay, Trouble, of_the_agent
+from tests.unit.experiment.conftest import Handed
+
+
+def on_posts(*troubles: Trouble) -> Callable[[str, str], Trouble | None]:
+    """What goes wrong with the first requests for a job."""
+    left = iter(troubles)
+    return lambda method, path: next(left, None) if (method, path) == POST else None
+
+
+POST = ("POST", "/api/jobs/")
+AWAY = Trouble()
+
+
+def refused(kind: type[NemoRunRayError], ray: FakeRay, title: str, *tasks: str, **fields) -> str:
+    """The error of a submission; nothing was started."""
+    with pytest.raises(kind) as caught:
+        Handed(ray, title, *tasks, **fields)
+    assert ray.started == []
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("tasks", [("job",), ("job", "next after job")], ids=["job", "chain"])
+@pytest.mark.parametrize(
+    "troubles",
+    [
+        [Trouble(is_carried_out=True)],
+        [Trouble(502, "bad gateway", is_carried_out=True)],
+        [AWAY],
+        [Trouble(503, "busy")],
+        [Trouble(429, "slow down")],
+        [AWAY, Trouble(is_carried_out=True)],
+        [Trouble(200, "<html>welcome</html>", is_carried_out=True)],
+    ],
+    ids=["lost answer", "502 and done", "lost", "503", "429", "lost, then lost answer", "a page"],
+)
+def test_exactly_one_job_comes_of_a_request(ray, unique, tasks, troubles):
+    ray.trouble = on_posts(*troubles)
+    if troubles[0].status == 200:  # nobody knows what that was: it is an error, and it is noted
+        with pytest.raises(NemoRunRayError, match="not a Ray dashboard"):
+            Handed(ray, unique, *tasks)
+    else:
+        assert set(Handed(ray, unique, *tasks).states().values()) <= {"PENDING", "WAITING"}
+    assert len(ray.started) == 1
+
+
+def test_nothing_is_waited_for_and_little_is_asked_on_the_way_to_ray(ray, unique, monkeypatch):
+    """The client's time is NeMo-Run's and Ray's: its own is a few requests, and no pause."""
+    slept = []
+    sleep = time.sleep
+    monkeypatch.setattr(time, "sleep", lambda seconds: (slept.append(_caller()), sleep(seconds)))
+    Handed(ray, unique, "job")
+    assert [name for name in slept if name.startswith("nemo_run_ray")] == []
+    before = ray.requests[: ray.requests.index(POST)]
+    uploads = [path for method, path in before if "/api/packages/" in path]
+    assert len(before) - len(uploads) <= 2, before
+    assert len(uploads) <= 5, "two archives, each asked for and sent, and the job's own one"
+    ray.requests.clear()
+    Handed(ray, unique, "job")
+    again = ray.requests[: ray.requests.index(POST)]
+    assert len(again) < len(before), "what is there is not sent again"
+
+
+def _caller() -> str:
+    return str(sys._getframe(2).f_globals["__name__"])
+
+
+@pytest.mark.parametrize(
+    ("status", "text"),
+    [
+        (400, "Traceback\nTypeError: metadata must be a dict"),
+        (500, of_the_agent("metadata must be a dict")),
+    ],
+)
+def test_a_refusal_of_rays_is_told_and_noted_as_the_jobs_end(ray, unique, status, text):
+    ray.trouble = on_posts(*[Trouble(status, text)] * 2)
+    message = refused(JobRefused, ray, unique, "job")
+    assert "metadata must be a dict" in message
+    assert "Nothing was started" in message
+    assert ray.posts() == 1
+    (job,) = nemo_run_ray.find(unique)
+    assert (job.status.state, job.status.reason) == (JobState.FAILED, Reason.REFUSED)
+    assert "metadata must be a dict" in job.status.message
+    assert "resume" not in job.status.message
+
+
+@pytest.mark.parametrize(
+    ("status", "tasks"), [(429, ("job",)), (425, ("job", "next after job"))], ids=["job", "chain"]
+)
+def test_every_request_is_made_again_when_an_answer_says_later(ray, unique, tasks, status):
+    asked: set[tuple[str, str]] = set()
+
+    def later(method: str, path: str) -> Trouble | None:
+        if (method, path) in asked:
+            return None
+        asked.add((method, path))
+        return Trouble(status, "slow down")
+
+    ray.trouble = later
+    Handed(ray, unique, *tasks)
+    assert len(ray.started) == 1
+    assert {method for method, _ in asked} == {"GET", "PUT", "POST"}
+
+
+def test_a_submission_that_is_not_taken_says_so_and_ends_by_ctrl_c(ray, unique, monkeypatch):
+    """Only the main thread sees the signal; NeMo-Run joins the threads that submit."""
+    told: list[str] = []
+    monkeypatch.setattr(http, "SAY_S", 0.3)
+    monkeypatch.setattr(http.log, "warning", lambda form, text: told.append(text))
+    ray.trouble = lambda method, path: Trouble(503, "busy") if (method, path) == POST else None
+
+    def submit() -> None:
+        with contextlib.suppress(NemoRunRayError):
+            Handed(ray, unique, "job")
+
+    thread = threading.Thread(target=submit)
+    thread.start()
+    try:
+        deadline = time.monotonic() + 60
+        while not told and time.monotonic() < deadline:
+            time.sleep(0.05)
+        interrupted.set()
+        thread.join(2)
+        assert not thread.is_alive()
+    finally:
+        interrupted.clear()
+        thread.join()
+    (line,) = told
+    assert line.startswith(f"Waiting for {ray.url} to take the job {unique}_")
+    assert "answered 503 to a new job: busy" in line
+
+
+def test_a_dashboard_that_takes_nothing_for_long_is_given_up(ray, unique, monkeypatch):
+    monkeypatch.setattr(submitting, "OUTCOME_S", 1.0)
+    ray.trouble = lambda method, path: Trouble(503, "busy") if (method, path) == POST else None
+    message = refused(SubmissionError, ray, unique, "job")
+    assert "has not taken the job" in message
+    assert "`nemo-run-ray resume` hands it over" in message
+
+
+def test_when_nobody_can_tell_what_became_of_it(ray, unique, monkeypatch):
+    monkeypatch.setattr(submitting, "OUTCOME_S", 1.0)
+    asked = []
+
+    def trouble(method: str, path: str) -> Trouble | None:
+        asked.append((method, path))
+        return AWAY if POST in asked else None
+
+    ray.trouble = trouble
+    message = refused(SubmissionError, ray, unique, "job")
+    assert "It is not known whether the job" in message
+    assert "nemo-run-ray status" in message
+
+
+def test_an_id_that_another_run_has_is_a_conflict(ray, unique):
+    first = Handed(ray, unique, "job")
+    ray.rows[f"{first.id}.job"]["metadata"] = {"nemo_run_ray": "theirs"}
+    real = ray.add
+
+    def taken(method: str, path: str) -> Trouble | None:
+        if (
+            method,
+            path,
+        ) == POST:  # another user is faster, with the id that is about to be asked for
+            intents = Ledger.of(find_experiment(unique)).jobs()
+            for name in intents.keys() - ray.rows.keys():
+                real(name, {"nemo_run_ray": "theirs"}, entrypoint="python theirs.py")
+        return None
+
+    ray.trouble = taken
+    with pytest.raises(Conflict, match="another run") as caught:
+        Handed(ray, unique, "job")
+    assert "python theirs.py" in str(caught.value)
+    assert len(ray.started) == 1
+
+
+def test_a_secret_that_is_not_set(ray, unique):
+    message = refused(ConfigError, ray, unique, "job", secrets=["NOT_SET_1"])
+    assert "NOT_SET_1" in message
+    assert ray.writes == []
+
+
+def test_what_the_cluster_has_is_not_sent_again(ray, unique):
+    for _ in range(2):
+        Handed(ray, unique, "job")
+    first, second = (
+        [path for method, path in ray.requests if method == "PUT"],
+        len(ray.packages),
+    )
+    assert len(first) == second, "no archive was sent twice"
+
+
+def test_secrets_travel_in_an_archive_of_their_own(ray, unique, monkeypatch):
+    monkeypatch.setenv("A_TOKEN", "s3cr3t-value")
+    handed = Handed(ray, unique, "job", secrets=["A_TOKEN"])
+    assert not any(b"s3cr3t-value" in body for body in ray.sent if body.startswith(b"{"))
+    assert "s3cr3t-value" not in str(ray.rows)
+    for folder, _, names in os.walk(handed.exp_dir):
+        for name in names:
+            with open(os.path.join(folder, name), "rb") as file:
+                assert b"s3cr3t-value" not in file.read()
+
+
+def test_more_jobs_than_the_client_hands_over_at_once_get_a_dispatcher(ray, unique):
+    handed = Handed(ray, unique, *(f"job{number}" for number in range(17)))
+    assert ray.started == [handed.dispatch.id]
+    assert set(handed.states().values()) == {"WAITING"}

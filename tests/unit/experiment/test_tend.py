@@ -1,0 +1,123 @@
+"""What a client that waits does for its jobs."""
+
+import time
+
+import pytest
+
+from nemo_run_ray.experiment import notes
+from nemo_run_ray.experiment.ledger import Ledger
+from nemo_run_ray.experiment.start_dispatcher import resume
+from nemo_run_ray.experiment.tend import Tending, _Revivals, tend
+from tests.conftest import wait_for
+from tests.fake_ray import Trouble
+from tests.unit.experiment.conftest import Handed
+
+
+@pytest.fixture
+def stopped(ray, unique) -> Handed:
+    """A chain whose dispatcher was stopped before anything was done."""
+    handed = Handed(ray, unique, "first", "second after first")
+    ray.rows[handed.dispatch.id]["status"] = "STOPPED"
+    return handed
+
+
+def test_a_dead_dispatcher_is_started_again_and_goes_on(ray, stopped, caplog):
+    tend(stopped.exp_dir)
+    again = f"{stopped.dispatch.id}@2"
+    assert ray.rows[again]["status"] == "PENDING"
+    assert f"is started again as {again}" in caplog.text
+    assert ray.dispatch(stopped.dispatch.spec, rounds=20) == 0
+    assert stopped.states() == {"first": "SUCCEEDED", "second": "SUCCEEDED"}
+
+
+@pytest.mark.parametrize(("ended_s", "is_left"), [(0, True), (300, False)])
+def test_one_that_had_no_time_is_left_to_the_next_allocation(ray, stopped, ended_s, is_left):
+    """Until this one should have ended; then nobody started it in the next one."""
+    end_time = int((time.time() - ended_s) * 1000)
+    row = ray.rows[stopped.dispatch.id]
+    row.update(status="FAILED", driver_exit_code=9, end_time=end_time)
+    tend(stopped.exp_dir)
+    assert (f"{stopped.dispatch.id}@2" in ray.rows) != is_left
+    assert resume(stopped.dispatch) == "its dispatcher is at work"
+
+
+def test_it_is_not_started_twice_at_once(ray, stopped, monkeypatch):
+    tend(stopped.exp_dir)
+    ray.rows[f"{stopped.dispatch.id}@2"]["status"] = "STOPPED"
+    tend(stopped.exp_dir)
+    assert f"{stopped.dispatch.id}@3" not in ray.rows
+    monkeypatch.setattr(_Revivals.of(stopped.dispatch), "_last_at", -1e9)
+    tend(stopped.exp_dir)
+    assert f"{stopped.dispatch.id}@3" in ray.rows
+
+
+def test_a_dispatch_that_is_being_handed_over_is_left_to_its_client(ray, unique):
+    handed = Handed(ray, unique, "first", "second after first")
+    del ray.rows[handed.dispatch.id]
+    write = Ledger.of(handed.exp_dir).path
+    lines = write.read_text().splitlines()
+    write.write_text("".join(f"{line}\n" for line in lines if '"submitted"' not in line))
+    ray.requests.clear()
+    tend(handed.exp_dir)
+    assert ray.writes == []
+
+
+def test_a_folder_that_cannot_be_written_to_ends_no_wait(ray, stopped, monkeypatch, caplog):
+    def full(self, *given, **values) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("nemo_run_ray.experiment.ledger.Ledger.write_all", full)
+    tend(stopped.exp_dir)
+    assert "No space left" in caplog.text
+
+
+def test_a_dispatcher_at_work_is_left_alone(ray, unique):
+    handed = Handed(ray, unique, "first", "second after first")
+    ray.dispatch(handed.dispatch.spec)
+    ray.requests.clear()
+    tend(handed.exp_dir)
+    assert ray.writes == []
+
+
+def test_a_dispatcher_that_has_nothing_left_to_do_is_not_started(ray, unique):
+    handed = Handed(ray, unique, "first", "second after first")
+    ray.dispatch(handed.dispatch.spec, rounds=20)
+    ray.requests.clear()
+    tend(handed.exp_dir)
+    assert ray.writes == []
+
+
+def test_a_job_that_starts_although_it_was_cancelled_is_stopped(ray, unique):
+    handed = Handed(ray, unique, "one", "other")
+    for name in ("one", "other"):
+        ray.rows[f"{handed.id}.{name}"].update(status="RUNNING", driver_node_id=ray.alive[0])
+    notes.note_cancel(handed.jobs["one"])
+    tend(handed.exp_dir)
+    assert ray.stops == [f"{handed.id}.one"]
+
+
+def test_one_of_ours_that_nobody_looks_after_wakes_ray(ray, unique):
+    handed = Handed(ray, unique, "one")
+    ray.rows[f"{handed.id}.one"].update(status="RUNNING", driver_node_id="gone")
+    accepted = len(ray.bodies)
+    tend(handed.exp_dir)
+    assert ray.posts() == 2
+    assert len(ray.bodies) == accepted, "nothing came of the second request"
+
+
+def test_a_cluster_that_is_away_is_left_alone(ray, stopped):
+    ray.trouble = lambda method, path: Trouble()
+    tend(stopped.exp_dir)
+    assert f"{stopped.dispatch.id}@2" not in ray.rows
+
+
+def test_it_is_done_again_and_again_until_it_is_stopped(ray, stopped, monkeypatch):
+    monkeypatch.setattr("nemo_run_ray.experiment.tend._TEND_AGAIN_S", 0.05)
+    tending = Tending(stopped.exp_dir)
+    tending.start()
+    try:
+        wait_for(lambda: f"{stopped.dispatch.id}@2" in ray.rows)
+    finally:
+        tending.stop()
+        tending.join(10)
+    assert not tending.is_alive()

@@ -1,0 +1,213 @@
+"""Why a task waits: who holds the room, and that nothing else depends on the answer."""
+
+import time
+from dataclasses import replace
+
+import pytest
+
+from nemo_run_ray.dashboard import state_api
+from nemo_run_ray.dashboard.nodes import holdings_of, nodes_of_summary
+from nemo_run_ray.dashboard.state_api import ClusterRoom
+from nemo_run_ray.experiment.ledger import Ledger
+from nemo_run_ray.experiment.snapshot import Snapshot
+from nemo_run_ray.experiment.why_pending import why_waiting
+from nemo_run_ray.plan.room import Ask
+from nemo_run_ray.remote.states import JobState, JobStatus, Reason
+from tests.fake_ray import FakeRay, Trouble
+from tests.rooms import GROUP, FakeNode, actor, summary, supervisor
+from tests.unit.experiment.conftest import Handed
+
+NODE = FakeNode("a", {"CPU": 8.0}, {"CPU": 7.0}, labels={"kind": "x"})
+
+
+def words_of(ask: Ask, *nodes: FakeNode, actors: tuple[dict, ...] = (), rows: dict | None = None):
+    room = ClusterRoom.of(nodes_of_summary(summary(*nodes)), holdings_of(actors))
+    programs = {row["job_id"]: name for name, row in (rows or {}).items()}
+    return why_waiting(ask, room, lambda: programs, time.time())
+
+
+def test_those_who_hold_most_come_first():
+    actors = (
+        supervisor("exp.small", NODE, CPU=1.0),
+        supervisor("exp.large", NODE, CPU=4.0),
+        supervisor("exp.waits", None, CPU=8.0),
+        actor("03000000", NODE, CPU=0.5),
+        actor("03000000", NODE, CPU=0.5),
+    )
+    rows = {"exp.program": {"job_id": "03000000"}}
+    reason, words = words_of(Ask({"CPU": 2.0}), NODE, actors=actors, rows=rows)
+    assert reason is Reason.ROOM
+    assert words.startswith(
+        "It asks for CPU 2; the node a has CPU 1 of 8 free; there it is held by exp.large (CPU 4), "
+        "exp.program (CPU 1), exp.small (CPU 1) and 1 more; it waits since "
+    )
+
+
+def test_what_tasks_of_ray_hold_has_no_name():
+    actors = (supervisor("exp.a", NODE, CPU=4.0), actor("04000000", NODE, CPU=1.0))
+    _, words = words_of(Ask({"CPU": 2.0}), NODE, actors=actors)
+    held = "held by exp.a (CPU 4), the Ray program 04000000 (CPU 1), others (CPU 2); "
+    assert held in words
+
+
+def test_a_groups_bundles_are_its_own_also_where_its_actors_use_none():
+    node = FakeNode("a", {"CPU": 8.0}, {"CPU": 7.0}, {"CPU": (7.0, 0.0)})
+    rows = {"exp.group": {"job_id": "05000000"}}
+    _, words = words_of(
+        Ask({"CPU": 2.0}), node, actors=(actor("05000000", node, GROUP),), rows=rows
+    )
+    assert "held by exp.group (CPU 7); " in words
+
+
+def test_only_what_is_scarce_is_told():
+    node = FakeNode("a", {"CPU": 8.0, "GPU": 2.0}, {"CPU": 1.0, "GPU": 2.0})
+    actors = (supervisor("exp.a", node, CPU=1.0), supervisor("exp.b", node, GPU=2.0))
+    _, words = words_of(Ask({"CPU": 1.0, "GPU": 1.0}), node, FakeNode("b", {}), actors=actors)
+    assert "the best of 2 nodes, a, has CPU 7 of 8 free, GPU 0 of 2 free" in words
+    assert "held by exp.b (GPU 2); " in words
+
+
+def test_a_task_may_be_among_the_others_that_hold_its_room():
+    """Ray reserves before it starts the task, and tells of its actor only then."""
+    _, words = words_of(Ask({"CPU": 6.0}), NODE, actors=(supervisor("exp.a", NODE, CPU=1.0),))
+    assert "exp.a (CPU 1), others (CPU 6); some of it may be this task's own, as Ray " in words
+    _, words = words_of(Ask({"CPU": 6.0}), NODE, actors=(supervisor("exp.a", NODE, CPU=4.0),))
+    assert "others (CPU 3); it waits" in words
+
+
+def test_where_it_is_not_told_what_is_free_nothing_is_said():
+    node = replace(nodes_of_summary(summary(NODE))[0], free=None)
+    assert why_waiting(Ask({"CPU": 2.0}), ClusterRoom((node,), {}), dict, time.time()) is None
+
+
+def test_where_there_is_room_nothing_is_said():
+    assert words_of(Ask({"CPU": 1.0}, {"kind": "x"}), NODE) is None
+
+
+def test_the_day_is_told_unless_it_is_today():
+    room = ClusterRoom(tuple(nodes_of_summary(summary(NODE))))
+    _, words = why_waiting(Ask({"CPU": 9.0}), room, dict, 86_400.0)
+    assert "it waits since 1970-01-02 " in words
+
+
+def test_who_holds_a_node_is_found_once_for_all_that_ask_for_the_same():
+    holdings = holdings_of([supervisor(f"exp.{number}", NODE, CPU=0.5) for number in range(14)])
+    room = ClusterRoom.of(nodes_of_summary(summary(NODE)), holdings)
+    looks = []
+
+    def programs() -> dict[str, str]:
+        looks.append(1)
+        return {}
+
+    asks = [Ask({"CPU": 2.0}) for _ in range(50)] + [Ask({"CPU": 2.0}, {"kind": "x"})] * 50
+    told = [why_waiting(ask, room, programs, number + 1.0) for number, ask in enumerate(asks)]
+    assert len(looks) == 2
+    assert len({words.partition("; it waits since")[0] for _, words in told}) == 2
+    assert all("and 11 more" in words for _, words in told)
+
+
+# ---------------------------------------------------------------------- jobs
+
+
+@pytest.fixture(params=[{}, {"pending_timeout_s": 600}])
+def waiting(request, ray: FakeRay, unique: str) -> Handed:
+    """A task that was handed over a minute ago: directly, and by a dispatcher."""
+    handed = Handed(ray, unique, "job", cpus_per_node=2, **request.param)
+    if request.param:
+        ray.fates[f"{handed.id}.job"] = {"status": "PENDING"}
+        ray.dispatch(handed.dispatch.spec, rounds=1)
+    ray.rows[f"{handed.id}.job"]["start_time"] -= 60_000
+    ray.room, ray.actors = summary(NODE), [supervisor("exp.a", NODE, CPU=7.0)]
+    ray.requests.clear()
+    return handed
+
+
+def status_of(handed: Handed) -> JobStatus:
+    return handed.jobs["job"].status_in(Snapshot(is_fresh=True))
+
+
+def test_a_task_says_what_it_waits_for(waiting):
+    status = status_of(waiting)
+    assert (status.state, status.reason) == (JobState.PENDING, Reason.ROOM)
+    assert "asks for CPU 2; the node a has CPU 1 of 8 free; there it is held by exp.a" in (
+        status.message
+    )
+
+
+def test_what_no_node_can_take_stays_pending_with_a_next_step(waiting, ray):
+    ray.room = summary(FakeNode("a", {"CPU": 1.0}))
+    status = status_of(waiting)
+    assert (status.state, status.reason) == (JobState.PENDING, Reason.UNSCHEDULABLE)
+    assert "the largest node has CPU 1, it asks for 2" in status.message
+    assert "Ask for resources and labels" in status.message
+
+
+def test_a_worker_that_does_not_come_up_is_told_of(ray, unique):
+    """Ray tries for six minutes to start it, and tells nothing of that."""
+    handed = Handed(ray, unique, "job", runtime_env={"py_executable": "/nope/python"})
+    row = ray.rows[f"{handed.id}.job"]
+    row["status"] = "PENDING"
+    assert status_of(handed).reason is Reason.NONE
+    row["start_time"] -= 60_000
+    status = status_of(handed)
+    assert (status.state, status.reason) == (JobState.PENDING, Reason.REBUILDING)
+    assert "No worker has come up for it with py_executable='/nope/python'" in status.message
+    assert "correct `runtime_env`" in status.message
+
+
+def test_one_answer_serves_many_jobs(waiting, ray):
+    for _ in range(5):
+        status_of(waiting)
+    told = [path.partition("?")[0] for _, path in ray.requests if path != "/api/jobs/"]
+    assert told == ["/nodes", "/api/v0/actors"]
+
+
+@pytest.mark.parametrize("trouble", [Trouble(), Trouble(404, "no"), Trouble(403), Trouble(500)])
+def test_without_a_state_api_the_answer_is_as_before(waiting, ray, trouble):
+    ray.trouble = lambda method, path: None if path.startswith("/api/jobs/") else trouble
+    status = status_of(waiting)
+    assert (status.state, status.reason, status.message) == (JobState.PENDING, Reason.NONE, "")
+    told = len(ray.requests)
+    assert status_of(waiting).reason is Reason.NONE
+    assert len(ray.requests) == told + 1  # the state API is left alone for a while
+
+
+def test_a_slow_state_api_holds_an_answer_up_once(waiting, ray, monkeypatch):
+    monkeypatch.setattr(state_api, "_ROOM_S", 0.2)
+    ray.trouble = lambda method, path: (path.startswith("/nodes") and time.sleep(0.5)) or None
+    for _ in range(3):
+        assert status_of(waiting).reason is Reason.NONE
+    assert [path.partition("?")[0] for _, path in ray.requests].count("/nodes") == 1
+
+
+@pytest.mark.parametrize("answer", [{}, [], {"data": None}, {"data": {"summary": [{}]}}, "words"])
+def test_an_answer_that_is_not_rays_explains_nothing(waiting, ray, answer):
+    ray.room = answer
+    assert status_of(waiting).reason is Reason.NONE
+
+
+def test_without_actors_it_is_not_said_who_holds_it(waiting, ray):
+    ray.actors = None
+    assert "has CPU 1 of 8 free; it waits since " in status_of(waiting).message
+
+
+def test_a_start_needs_no_explanation(waiting, ray):
+    ray.rows[f"{waiting.id}.job"]["start_time"] = int(time.time() * 1000)
+    assert status_of(waiting).reason is Reason.NONE
+    assert {path for _, path in ray.requests} == {"/api/jobs/"}
+
+
+def test_a_task_of_a_version_that_noted_no_reservation_is_as_before(waiting, ray):
+    book = Ledger.of(waiting.exp_dir).path
+    lines = book.read_text().replace('"reservation"', '"something_unknown"')
+    book.write_text(lines)
+    status = status_of(waiting)
+    assert (status.state, status.reason) == (JobState.PENDING, Reason.NONE)
+
+
+def test_a_task_that_reserves_nothing_asks_nothing(ray, unique):
+    handed = Handed(ray, unique, "job")
+    ray.rows[f"{handed.id}.job"]["start_time"] -= 60_000
+    ray.requests.clear()
+    assert status_of(handed).reason is Reason.NONE
+    assert {path for _, path in ray.requests} == {"/api/jobs/"}

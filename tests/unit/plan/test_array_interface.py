@@ -1,0 +1,173 @@
+"""``nemo_run_ray.array``: what it sends, and what it refuses."""
+
+from __future__ import annotations
+
+import itertools
+import json
+
+import fiddle as fdl
+import nemo_run as run
+import numpy
+import pytest
+from fiddle.experimental import serialization
+
+from nemo_run_ray import RayExecutor, array
+from nemo_run_ray.errors import ConfigError
+from nemo_run_ray.plan import array as planning
+from tests import array_tasks
+from tests.array_tasks import Model, train
+
+SCRIPT = run.Script(path="train.py", args=["--seed", "0"], entrypoint="python")
+PARTIAL = run.Partial(train, seed=0, model=run.Config(Model, width=1))
+
+
+def elements(made: planning.Array) -> list[list[object]]:
+    return [json.loads(line) for line in made.inline.splitlines()[1:]]
+
+
+def test_a_product_and_a_zip():
+    over = {"args.1": [1, 2], "env.LR": [0.1, 0.2]}
+    rows = [["1", "0.1"], ["1", "0.2"], ["2", "0.1"], ["2", "0.2"]]
+    assert elements(array(SCRIPT, over)) == rows
+    assert elements(array(SCRIPT, over, combine="zip")) == [rows[0], rows[3]]
+
+
+def test_a_list_and_a_file_give_a_mapping_for_each_element(tmp_path):
+    rows = [{"seed": 1, "model.width": 2}, {"model.width": 4, "seed": 3}]
+    path = tmp_path / "elements.jsonl"
+    path.write_text("\n".join(json.dumps(row) for row in rows) + "\n\n")
+    for over in (rows, iter(rows), path, str(path)):
+        assert elements(array(PARTIAL, over)) == [[1, 2], [3, 4]]
+
+
+def test_values_of_numpy_are_numbers():
+    seeds, rates = numpy.arange(2), numpy.float32([0.5])
+    assert elements(array(PARTIAL, {"seed": seeds, "model.width": rates})) == [[0, 0.5], [1, 0.5]]
+    assert elements(array(PARTIAL, {"seed": [{"at": seeds, "on": numpy.True_}]})) == [
+        [{"at": [0, 1], "on": True}]
+    ]
+    assert elements(array(SCRIPT, {"env.X": seeds, "args": [[seeds[1]]]})) == [
+        ["0", ["1"]],
+        ["1", ["1"]],
+    ]
+
+
+def test_a_name_and_a_saved_array_are_those_of_the_task(tmp_path):
+    made = array(PARTIAL, {"seed": [1]})
+    assert made.get_name() == "tests.array_tasks.train"
+    assert array(SCRIPT, {"args.1": [1]}).get_name() == "train.py"
+
+
+def test_equal_parts_are_sent_once():
+    made = array(PARTIAL, {"seed": range(10_000)})
+    assert len(made.inline) < 10_000 * 8 + 1000
+
+
+BAD = [
+    (SCRIPT, None, "`over` is None; expected is a mapping"),
+    (PARTIAL, {"seed": 3}, "values of the field 'seed' are 3; expected is a list"),
+    (PARTIAL, {"seed": "abc"}, "values of the field 'seed' are 'abc'; expected is a list"),
+    (run.Script(path="a.sh"), {"args.0": [1]}, "expected is env.NAME or args"),
+    (SCRIPT, {}, "`over` names no field"),
+    (SCRIPT, [], "has no elements"),
+    (SCRIPT, {"env.X": []}, "has no elements"),
+    (SCRIPT, {"seed": [1]}, "no field 'seed' .* env.NAME, args or args.0 to 1"),
+    (SCRIPT, {"args.2": [1]}, "no field 'args.2'"),
+    (SCRIPT, {"args.²": [1]}, "no field 'args.²'"),
+    (SCRIPT, {"args": [[]], "args.0": ["x"]}, "'args' and one of 'args.0'"),
+    (SCRIPT, {"env.": [1]}, "no field 'env.'"),
+    (run.Script(inline="true"), {"args": [["x"]]}, "no field 'args' .* env.NAME"),
+    (SCRIPT, {"args": ["text"]}, "args of the element 0 is 'text'; expected is a list"),
+    (SCRIPT, {"env.X": [None]}, "env.X of the element 0 is None"),
+    (PARTIAL, {"sead": [1]}, "tests.array_tasks.train has no 'sead'; it has seed, model"),
+    (PARTIAL, {"model.depth": [1]}, "model has no 'depth'; it has width"),
+    (PARTIAL, {"seed.x": [1]}, "seed has no 'x'; it is a int"),
+    (PARTIAL, {"seed": [object()]}, "element 0 of the array cannot be sent"),
+    (PARTIAL, {"seed": ["x" * 40_000]}, "has 40004 bytes of values, and 32768 are sent"),
+    (PARTIAL, [{"seed": 1}, {"model": 2}], "element 1 of the array is .*same fields"),
+    (PARTIAL, [1], "first element of the array is 1"),
+    (PARTIAL, "no-such-file.jsonl", "cannot be read from no-such-file.jsonl"),
+    (SCRIPT, {0: [1]}, "`over` has the field 0; expected is the name of one"),
+    (PARTIAL, [{0: 1}], "first element of the array is {0: 1}; expected is a mapping from names"),
+    (SCRIPT, {"env.X": range(10**4), "env.Y": range(10**4)}, "gives 100,000,000 elements or more"),
+    (SCRIPT, {"env.X": itertools.repeat("x")}, "gives 16,777,217 elements or more"),
+    (PARTIAL, [{"seed": "x" * 30_000}] * 3000, "first [0-9]+ elements .* more than the 64 MiB"),
+    (run.Partial(lambda seed: seed, seed=1), {"seed": [1]}, "cannot be sent.*lambda"),
+    ("train.py", {"seed": [1]}, "task of an array is a str"),
+]
+
+
+def test_the_configuration_is_read_without_nemo_run():
+    shared = run.Config(Model, width=3)
+    inner = [shared, shared, run.Partial(train, seed=2), run.Config(dict, a=1)]
+    made = array(run.Partial(train, seed=1, model={"inner": inner}), over={"seed": [1]})
+    text = json.loads(made.inline.splitlines()[0])["template"]
+    assert "nemo_run" not in text
+    built = fdl.build(serialization.load_json(text))
+    one, same, task, plain = built.keywords["model"]["inner"]
+    assert one is same
+    assert one == Model(width=3)
+    assert (task.func, task.keywords) == (train, {"seed": 2})
+    assert plain == {"a": 1}
+
+
+@pytest.mark.parametrize(("task", "over", "words"), BAD)
+def test_bad_input_is_told(task, over, words):
+    with pytest.raises(ConfigError, match=f"(?s){words}"):
+        array(task, over)
+
+
+def test_a_zip_of_unequal_lengths_names_them():
+    with pytest.raises(ConfigError, match=r"found seed: 2, model\.width: 1"):
+        array(PARTIAL, {"seed": [1, 2], "model.width": [1]}, combine="zip")
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"combine": "all"}, {"isolation": "threads"}, {"max_failures": -1}, {"max_failures": True}],
+)
+def test_options_are_checked(options):
+    (name,) = options
+    with pytest.raises(ConfigError, match=name):
+        array(PARTIAL, {"seed": [1]}, **options)
+
+
+def test_a_file_with_a_broken_line_names_it(tmp_path):
+    path = tmp_path / "x.jsonl"
+    path.write_text('{"seed": 1}\n{"seed":\n')
+    with pytest.raises(ConfigError, match=r"line 2 of .* is no JSON"):
+        array(PARTIAL, path)
+
+
+def test_a_file_that_is_no_text_is_named(tmp_path):
+    path = tmp_path / "x.jsonl"
+    path.write_bytes(b'{"seed": 1}\n\x80\x81\n')
+    with pytest.raises(ConfigError, match=r"x.jsonl: it is no text in UTF-8 .*Expected is JSONL"):
+        array(PARTIAL, path)
+
+
+def test_without_a_ray_it_says_so(tmp_path):
+    made = array(SCRIPT, {"args.1": [1]})
+    with pytest.raises(ConfigError, match="An array is one job of a Ray"):
+        run.run(made)
+    with pytest.raises(ConfigError, match="An array is one job of a Ray"):
+        made.to_command(filename="/x.sh", is_local=False, substitute_rundir_path="/home/x/job")
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"nodes": 2}, "RayExecutor.nodes is 2, and each element"),
+        ({"ports": {"a": 0}}, "RayExecutor.ports is set"),
+        ({"time_s": 3}, "RayExecutor.time_s is set"),
+        ({"launcher": "torchrun"}, "RayExecutor.launcher is torchrun"),
+        ({"retries": 300}, "an element has 200 at most"),
+    ],
+)
+def test_what_an_array_has_not_is_refused(fields, words):
+    with pytest.raises(ConfigError, match=words):
+        planning.check_elements(RayExecutor(**fields))
+
+
+def test_the_module_of_the_tests_is_importable():
+    assert array_tasks.train(1)["fields"] == {"seed": 1, "width": 0}

@@ -1,0 +1,587 @@
+import json
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import nemo_run as run
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+from nemo_run.core.execution.base import ExecutorMacros
+from nemo_run.run.torchx_backend.packaging import package
+from torchx.specs import AppDef, Role
+
+from nemo_run_ray import RayExecutor
+from nemo_run_ray.errors import ConfigError
+from nemo_run_ray.ids import job_id, safe_id
+from nemo_run_ray.plan.dry_run import describe
+from nemo_run_ray.plan.entrypoints import dispatcher_entrypoint, entrypoint
+from nemo_run_ray.plan.job_plan import JobPlan, in_folder, plan
+from nemo_run_ray.probes import CommandProbe, HttpProbe, PortProbe
+from nemo_run_ray.remote import start
+from nemo_run_ray.remote.dispatch.dispatcher import attempt_body
+
+_WORDS = [
+    "",
+    " ",
+    "a b",
+    "$HOME",
+    "${HOME}",
+    "*",
+    "a\nb",
+    "'",
+    '"',
+    "\\",
+    "`id`",
+    "é漢",
+    "--x=$1",
+    "%s",
+]
+
+
+def _app(*argv: str, **env: str) -> AppDef:
+    return AppDef("job", [Role("job", image="", entrypoint=argv[0], args=list(argv[1:]), env=env)])
+
+
+def _planned(app: AppDef, **fields: object) -> JobPlan:
+    fields = {"address": "http://h:1", **fields}
+    return plan(app, RayExecutor(**fields), "exp.job", "job")
+
+
+def _group_plan() -> JobPlan:
+    """A group of a service and two replicas of a primary."""
+    service = RayExecutor(
+        address="http://h:1",
+        role="store",
+        service=True,
+        ports={"http": 0, "rpc": 7000},
+        ready=HttpProbe("http", path="/up", timeout_s=90),
+        env_vars={"MODE": "a b"},
+        memory_per_node="1KiB",
+        label_selector={"zone": "in(a,b)"},
+    )
+    primary = RayExecutor(
+        address="http://h:1",
+        role="train",
+        nodes=2,
+        ntasks_per_node=4,
+        gpus_per_node=4,
+        secrets=["TOKEN"],
+        runtime_env={"pip": ["x"]},
+        grace_s=60,
+    )
+    merged = RayExecutor.merge([service, primary], 2)
+    app = AppDef(
+        "job",
+        [
+            Role("job-0", image="", entrypoint="serve", args=["a b", "$HOME"]),
+            Role("job-1", image="", entrypoint="python", args=["x.py"]),
+        ],
+    )
+    return plan(app, merged, "exp.job", "job")
+
+
+@pytest.fixture
+def packed(tmp_path):
+    """NeMo-Run's own application of a task."""
+
+    def pack(task: object, **fields: object) -> tuple[AppDef, RayExecutor]:
+        executor = RayExecutor(address="http://h:1", **fields)
+        executor.assign("exp", str(tmp_path), "job", "job")
+        return package("job", task, executor, serialize_to_file=True), executor
+
+    return pack
+
+
+def test_words_stay_as_they_are():
+    assert _planned(_app("prog x", *_WORDS)).spec.argv == ("prog x", *_WORDS)
+
+
+@pytest.mark.parametrize("word", ["echo $$", "cost: 5$$", "$$HOME"])
+def test_two_dollars_stay_two(word):
+    assert _planned(_app("sh", "-c", word)).spec.argv == ("sh", "-c", word)
+    assert _planned(_app("true", WORD=word)).spec.env["WORD"] == word
+
+
+def test_a_scripts_words_stay_as_they_are(packed):
+    app, executor = packed(run.Script(path="a b.sh", args=_WORDS))
+    assert plan(app, executor, "exp.job", "job").spec.argv == ("bash", "a b.sh", *_WORDS)
+
+
+def test_torchruns_words_are_unquoted(packed):
+    app, executor = packed(
+        run.Script(path="a b.py", entrypoint="python", args=_WORDS),
+        launcher="torchrun",
+        ntasks_per_node=2,
+    )
+    argv = plan(app, executor, "exp.job", "job").spec.argv
+    assert argv[0] == "torchrun"
+    assert argv[argv.index("--nproc-per-node") + 1] == "2"
+    assert argv[-len(_WORDS) - 1 :] == ("a b.py", *_WORDS)
+
+
+def test_words_of_a_script_for_torchrun_are_not_unquoted(packed):
+    """Without the launcher nobody quoted them."""
+    words = ["'quoted'", '"x"', "a\\b"]
+    app, executor = packed(run.Script(path="x.py", entrypoint="torchrun", args=words))
+    assert plan(app, executor, "exp.job", "job").spec.argv == ("torchrun", "x.py", *words)
+
+
+def test_a_partial_names_its_config(packed):
+    app, executor = packed(run.Partial(json.dumps, obj=1))
+    spec = plan(app, executor, "exp.job", "job").spec
+    assert spec.config == "nemo_run/configs/job_fn_or_script"
+    assert spec.argv[-1] == f"/{spec.config}"
+    assert spec.argv[:3] == ("python", "-m", "nemo_run.core.runners.fdl_runner")
+
+
+def test_a_partial_under_torchrun_names_its_config(tmp_path):
+    executor = RayExecutor(address="http://h:1", launcher="torchrun")
+    executor.assign("exp", str(tmp_path), "my job", "my job")
+    app = package("my job", run.Partial(json.dumps, obj=1), executor, serialize_to_file=True)
+    spec = plan(app, executor, "exp.job", "my job").spec
+    assert spec.config == "nemo_run/configs/my job_fn_or_script"
+
+
+def test_a_script_has_no_config():
+    assert _planned(_app("bash", "/nemo_run/configs/x")).spec.config is None
+
+
+def test_macros():
+    macro = f"$${ExecutorMacros.NUM_NODES_VAR}"
+    spec = _planned(_app("x", f"--n={macro}", WHERE=f"$${ExecutorMacros.HEAD_NODE_IP_VAR}")).spec
+    assert spec.argv[1] == "--n=$NEMO_RUN_NUM_NODES"
+    assert spec.env["WHERE"] == "$NEMO_RUN_HEAD_NODE_IP"
+    assert spec.env["NEMO_RUN_NUM_NODES"] == "1"
+    assert spec.env["NEMO_RUN_HEAD_NODE_IP"] == "127.0.0.1"
+    assert spec.env["NEMO_RUN_NODE_RANK"] == "0"
+
+
+def test_reservations():
+    fields = {"cpus_per_node": 0, "gpus_per_node": 0.5, "memory_per_node": "1KiB"}
+    fields |= {"resources_per_node": {"x": 1}, "label_selector": {"a": "b"}}
+    assert _planned(_app("true"), **fields).reservation == {
+        "entrypoint_num_cpus": 0,
+        "entrypoint_num_gpus": 0.5,
+        "entrypoint_memory": 1024,
+        "entrypoint_resources": {"x": 1},
+        "entrypoint_label_selector": {"a": "b"},
+    }
+    assert _planned(_app("true")).reservation == {}
+
+
+def test_the_body():
+    planned = _planned(
+        _app("true", SECRET_LOOKING="x"),
+        runtime_env={"pip": ["y"], "env_vars": {"A": "1"}},
+        secrets=["TOKEN"],
+        grace_s=60,
+    )
+    body = planned.body({"job": "gcs://code.zip"}, ["gcs://job.zip"], "nonce")
+    assert body["submission_id"] == "exp.job"
+    assert "nonce" in body["metadata"].values()
+    assert body["runtime_env"]["working_dir"] == "gcs://code.zip"
+    assert body["runtime_env"]["py_modules"] == ["gcs://job.zip"]
+    assert body["runtime_env"]["pip"] == ["y"]
+    variables = body["runtime_env"]["env_vars"]
+    assert variables["A"] == "1"
+    assert int(variables["RAY_JOB_STOP_WAIT_TIME_S"]) > 60
+    assert "NEMO_RUN_RAY_CODE" not in variables
+    assert "working_dir" not in planned.body({}, [], "nonce")["runtime_env"]
+    assert planned.runtime_env == {"pip": ["y"], "env_vars": {"A": "1"}}
+    json.dumps(body)
+
+
+def test_the_users_own_stop_time_counts():
+    env = {"env_vars": {"RAY_JOB_STOP_WAIT_TIME_S": "7"}}
+    body = _planned(_app("true"), runtime_env=env).body({}, [], "nonce")
+    assert body["runtime_env"]["env_vars"]["RAY_JOB_STOP_WAIT_TIME_S"] == "7"
+
+
+def test_several_codes_travel_side_by_side():
+    """Ray unpacks one as the working directory, once; the others lie beside the job archive."""
+    code = {"a": "gcs://1.zip", "b": "gcs://2.zip", "c": "gcs://1.zip", "d": "gcs://3.zip"}
+    planned = _group_plan()
+    body = planned.body(code, ["gcs://job.zip", "gcs://secrets.zip"], "nonce")
+    runtime_env = body["runtime_env"]
+    assert runtime_env["working_dir"] == "gcs://1.zip"
+    modules = ["gcs://job.zip", "gcs://secrets.zip", "gcs://2.zip", "gcs://3.zip"]
+    assert runtime_env["py_modules"] == modules
+    assert json.loads(runtime_env["env_vars"]["NEMO_RUN_RAY_CODE"]) == {
+        "a": "1.zip",
+        "b": "2.zip",
+        "c": "1.zip",
+        "d": "3.zip",
+    }
+
+
+def test_one_code_of_several_roles_is_the_working_directory():
+    code = {"a": "gcs://1.zip", "b": "gcs://1.zip"}
+    runtime_env = _group_plan().body(code, ["gcs://job.zip"], "nonce")["runtime_env"]
+    assert runtime_env["working_dir"] == "gcs://1.zip"
+    assert runtime_env["py_modules"] == ["gcs://job.zip"]
+    assert "NEMO_RUN_RAY_CODE" not in runtime_env["env_vars"]
+
+
+def test_only_a_groups_driver_needs_ray():
+    for planned, needs in ((_planned(_app("true")), False), (_group_plan(), True)):
+        line = planned.body({}, [], "nonce")["entrypoint"]
+        kind = "group" if needs else "task"
+        assert line == entrypoint(None, [kind, planned.spec_name, "exp.job", "nonce"])
+
+
+def test_the_pass_through_packager_on_the_embedded_ray_runs_here():
+    planned = plan(_app("true"), RayExecutor(), "exp.job", "job")
+    assert planned.runs_here
+    assert planned.spec.python == sys.executable
+    assert in_folder(planned, "/a b").spec.cwd == "/a b"
+    assert not _planned(_app("true")).runs_here
+
+
+def test_fields_are_checked_before_planning():
+    executor = RayExecutor()
+    executor.nodes = 0
+    with pytest.raises(ConfigError, match="nodes"):
+        plan(_app("true"), executor, "exp.job", "job")
+
+
+def test_several_roles_of_one_executor_are_refused():
+    """NeMo-Run merges the tasks of a group only after it has merged their executors."""
+    app = _app("true")
+    app.roles.append(app.roles[0])
+    with pytest.raises(ConfigError, match="2"):
+        _planned(app)
+
+
+# ---------------------------------------------------------------------- ids
+
+_names = st.text(max_size=300)
+_alike = st.text("a.-_ é", max_size=6)
+
+
+@given(_names, _names)
+@example(".", "..")
+@example("x" * 500, "é" * 500)
+def test_an_id_is_safe_in_a_files_name_and_a_url(experiment, job):
+    found = job_id(experiment, job)
+    assert re.fullmatch(r"[A-Za-z0-9_.-]+", found)
+    assert len(f"job-driver-{found}.log") < 255
+    assert found not in (".", "..")
+    assert found == job_id(experiment, job)
+
+
+@pytest.mark.parametrize("name", [".", ".."])
+def test_a_jobs_name_is_a_folder_in_the_archive(name):
+    assert safe_id(name) not in (".", "..")
+
+
+@given(_alike, _alike)
+def test_different_names_have_different_ids(one, two):
+    assert (safe_id(one) == safe_id(two)) == (one == two)
+
+
+@given(_alike, _alike)
+def test_different_jobs_of_an_experiment_have_different_ids(one, two):
+    assert (job_id("e.x_17", one) == job_id("e.x_17", two)) == (one == two)
+
+
+@given(st.text("ab", min_size=1, max_size=3))
+def test_long_names_stay_different(end):
+    assert job_id("e" * 200, end) != job_id("e" * 200, f"{end}x")
+
+
+# ---------------------------------------------------------------------- the line that Ray runs
+
+_FAKE = """
+import json, sys
+def main(argv):
+    print(json.dumps([argv, sys.executable, json.__file__]))
+    return 5
+"""
+
+
+@pytest.fixture
+def node(tmp_path):
+    """Runs a line as Ray does, in a folder whose files would shadow the standard library."""
+    archive = tmp_path / "archive"
+    (archive / "nemo_run_ray_remote").mkdir(parents=True)
+    (archive / "nemo_run_ray_remote" / "__init__.py").touch()
+    (archive / "nemo_run_ray_remote" / "__main__.py").write_text(_FAKE)
+    shutil.copy(start.__file__, archive / "nemo_run_ray_remote")
+    work = tmp_path / "work dir"
+    work.mkdir()
+    # Where a file is called os.py or re.py, Ray's own workers do not start.
+    for name in ("json", "select", "socket", "subprocess", "tempfile", "dataclasses"):
+        (work / f"{name}.py").write_text("raise SystemExit('the wrong module')")
+
+    def execute(line: str, path: str) -> subprocess.CompletedProcess:
+        env = {"PATH": path, "PYTHONPATH": f"{work}:{archive}", "LC_ALL": "C.UTF-8"}
+        words = ["/bin/sh", "-c", line]
+        return subprocess.run(words, cwd=work, env=env, capture_output=True, text=True, timeout=60)
+
+    return execute
+
+
+def _program(path: Path, text: str) -> None:
+    path.parent.mkdir(exist_ok=True)
+    path.write_text(text)
+    path.chmod(0o755)
+
+
+def _python(path: Path) -> None:
+    _program(path, f'#!/bin/sh\nexec {sys.executable} "$@"\n')
+
+
+def _lacking_python(path: Path, serves: str, pretends: str = "") -> None:
+    """A Python that runs ``start``, and ``serves`` when it is asked whether it does."""
+    program = (
+        f"import runpy, sys; {pretends}sys.executable = sys.argv[1]; sys.argv = sys.argv[4:]; "
+        'runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)'
+    )
+    begin = f'exec {sys.executable} -c {shlex.quote(program)} "$0" "$@"'
+    runs = f'[ "$1 $2" = "-S -c" ] && exec {sys.executable} "$@"'
+    _program(path, f'#!/bin/sh\n[ "$1 $2" = "-S -m" ] && {begin}\n{runs}\n{serves}\n')
+
+
+def _python_without_ray(path: Path) -> None:
+    _lacking_python(path, f'exec {sys.executable} -S "$@"')
+
+
+def _old_python(path: Path) -> None:
+    _lacking_python(path, "exit 1", "sys.version_info = (3, 6, 9); ")
+
+
+_LINES = [
+    entrypoint(None, ["task", "job", "exp.job", "nonce"]),
+    entrypoint("/opt/a b'c/python", ["task", "job", "exp.job", "nonce"]),
+    entrypoint(None, ["it's $HOME", 'a"b`c', "-x"]),
+    dispatcher_entrypoint(["/opt/a b'c/python"], "exp.dispatcher", "nonce"),
+    dispatcher_entrypoint([], "exp.dispatcher", "nonce"),
+]
+_GROUPS_LINE = entrypoint(None, ["group", "job", "exp.job", "nonce"])
+
+
+@pytest.mark.parametrize("line", _LINES)
+def test_the_line_is_valid_shell(line):
+    subprocess.run(["sh", "-n", "-c", line], check=True)
+
+
+def test_a_person_can_read_the_line():
+    """Ray's dashboard and the head of each log show it."""
+    words = "-S -m nemo_run_ray_remote.start task train exp.train 5f0c"
+    arguments = ["task", "train", "exp.train", "5f0c"]
+    assert entrypoint("/venv/bin/python", arguments) == f"exec /venv/bin/python {words}"
+    find = 'for p in python3 python; do "$p" -S -c "" 2>/dev/null && break; done; '
+    assert entrypoint(None, arguments) == f'{find}exec "$p" {words}'
+
+
+@pytest.mark.parametrize("python", [None, sys.executable])
+def test_the_users_files_do_not_shadow_ours(node, tmp_path, python):
+    _python(tmp_path / "bin" / "python3")
+    line = entrypoint(python, ["task", "it's $HOME", 'a"b`c'])
+    done = node(line, str(tmp_path / "bin"))
+    assert done.returncode == 5, done.stderr
+    argv, _, module = json.loads(done.stdout)
+    assert argv == ["task", "it's $HOME", 'a"b`c']
+    assert module == json.__file__
+
+
+def test_python_when_there_is_no_python3(node, tmp_path):
+    _python(tmp_path / "bin" / "python")
+    done = node(_LINES[0], str(tmp_path / "bin"))
+    assert done.returncode == 5, done.stderr
+
+
+def test_a_python3_that_does_not_run_is_passed_over(node, tmp_path):
+    """The shim of a version manager that has no version."""
+    _program(tmp_path / "bin" / "python3", "#!/bin/sh\nexit 127\n")
+    _python(tmp_path / "bin" / "python")
+    assert node(_LINES[0], str(tmp_path / "bin")).returncode == 5
+    line = dispatcher_entrypoint([str(tmp_path / "bin" / "python3")], "exp.dispatcher", "nonce")
+    assert node(line, f"{tmp_path / 'bin'}:/usr/bin:/bin").returncode == 5
+
+
+def test_an_old_python3_is_passed_over(node, tmp_path):
+    _old_python(tmp_path / "bin" / "python3")
+    _python(tmp_path / "bin" / "python")
+    assert node(_LINES[0], str(tmp_path / "bin")).returncode == 5
+
+
+@pytest.mark.parametrize("shebang", ["#!{python}", "#! {python}"])
+@pytest.mark.parametrize("kind", ["task", "group"])
+def test_the_python_of_the_ray_command(node, tmp_path, shebang, kind):
+    """A node may have Ray in an environment that is not activated."""
+    lacking = _old_python if kind == "task" else _python_without_ray
+    for name in ("python3", "python"):
+        lacking(tmp_path / "bin" / name)
+    line = entrypoint(None, [kind, "job", "exp.job", "nonce"])
+    assert node(line, str(tmp_path / "bin")).returncode == 127
+    _python(tmp_path / "hidden" / "pythonX")
+    first = shebang.format(python=tmp_path / "hidden" / "pythonX")
+    _program(tmp_path / "bin" / "ray", f"{first}\nimport ray\n")
+    done = node(line, str(tmp_path / "bin"))
+    assert done.returncode == 5, done.stderr
+
+
+def test_no_python_at_all(node, tmp_path):
+    done = node(_LINES[0], str(tmp_path))
+    assert done.returncode == 127
+    assert "python: not found" in done.stderr
+
+
+def test_no_python_that_is_recent_enough(node, tmp_path):
+    _old_python(tmp_path / "bin" / "python3")
+    done = node(_LINES[0], str(tmp_path / "bin"))
+    assert done.returncode == 127
+    assert done.stdout.startswith("nemo_run_ray| no Python of version 3.9 or newer on this node")
+    assert "RayExecutor(python=" in done.stdout
+
+
+def test_a_group_passes_over_a_python_without_ray(node, tmp_path):
+    _python_without_ray(tmp_path / "bin" / "python3")
+    _python(tmp_path / "bin" / "python")
+    done = node(_GROUPS_LINE, str(tmp_path / "bin"))
+    assert done.returncode == 5, done.stderr
+    assert done.stdout.count("[") == 2  # it ran once
+    assert node(_LINES[0], str(tmp_path / "bin")).returncode == 5
+
+
+def test_no_python_with_ray_at_all(node, tmp_path):
+    for name in ("python3", "python"):
+        _python_without_ray(tmp_path / "bin" / name)
+    done = node(_GROUPS_LINE, str(tmp_path / "bin"))
+    assert done.returncode == 127
+    assert done.stdout.startswith("nemo_run_ray| no Python of version 3.9 or newer that has ray")
+
+
+def test_the_exit_code_of_the_first_python_that_serves_is_final(node, tmp_path):
+    """A job that failed is not tried again with the next interpreter."""
+    _python(tmp_path / "bin" / "python3")
+    _python(tmp_path / "bin" / "python")
+    assert node(_LINES[0], str(tmp_path / "bin")).stdout.count("[") == 2
+
+
+# ---------------------------------------------------------------------- the dry run
+
+_GOLDEN = """\
+Ray job   exp.job
+cluster   a cluster
+command   python 'a b.py' '$HOME'
+reserves  num_cpus=2, num_gpus=1
+folder    a private run directory on the node
+runtime   {'pip': ['x']}
+env       A=1
+env       NEMO_RUN_HEAD_NODE_IP=127.0.0.1
+env       NEMO_RUN_NODE_RANK=0
+env       NEMO_RUN_NPROC_PER_NODE=1
+env       NEMO_RUN_NUM_NODES=1
+secret    TOKEN=***
+sends     code
+sends     configs"""
+
+
+def test_the_dry_run(monkeypatch):
+    monkeypatch.setenv("TOKEN", "very-secret")
+    planned = _planned(
+        _app("python", "a b.py", "$HOME", A="1"),
+        cpus_per_node=2,
+        gpus_per_node=1,
+        secrets=["TOKEN"],
+        runtime_env={"pip": ["x"]},
+    )
+    assert describe(planned, "a cluster", ["code", "configs"]) == _GOLDEN
+
+
+def test_the_dry_run_of_a_job_that_runs_here():
+    planned = in_folder(plan(_app("true"), RayExecutor(), "exp.job", "job"), "/here")
+    text = describe(planned, "c", [])
+    assert "reserves  nothing" in text
+    assert "folder    /here" in text
+
+
+def test_the_dry_run_shows_the_shell():
+    planned = _planned(
+        _app("python", "a b.py"), entrypoint_shell="login", startup_commands=["cd 'a b'", "a\nb"]
+    )
+    assert describe(planned, "c", []).splitlines()[2:7] == [
+        "command   python 'a b.py'",
+        "shell     bash -l: the node's profile sets PATH",
+        "before    cd 'a b'",
+        "before    a",
+        "          b",
+    ]
+
+
+def test_no_hint_on_modules_for_a_task_of_a_shell(packed):
+    app, executor = packed(run.Partial(shutil.which, "x"))
+    assert plan(app, executor, "exp.job", "job").spec.config
+    executor.startup_commands = ["conda activate x"]
+    assert plan(app, executor, "exp.job", "job").spec.config is None
+
+
+_GOLDEN_GROUP = """\
+Ray job   exp.job
+cluster   a cluster
+strategy  PACK, all 2 role(s) at once or none
+sends     code
+sends     configs
+
+role      store, service, 1 replica(s) of 1 process(es)
+command   serve 'a b' '$HOME'
+reserves  memory=1024
+folder    a private run directory on the node
+env       MODE=a b
+labels    {'zone': 'in(a,b)'}
+ports     http=free, rpc=7000
+ready     port http, GET /up gives 200; every 1 s, at most 90 s
+
+role      train, primary, 2 replica(s) of 4 process(es)
+command   python x.py
+reserves  GPU=4
+folder    a private run directory on the node
+runtime   {'pip': ['x']}
+secret    TOKEN=***"""
+
+
+def test_the_dry_run_of_a_group(monkeypatch):
+    monkeypatch.setenv("TOKEN", "very-secret")
+    assert describe(_group_plan(), "a cluster", ["code", "configs"]) == _GOLDEN_GROUP
+
+
+@pytest.mark.parametrize(
+    ("probe", "words"),
+    [
+        (PortProbe(80, interval_s=0.5), "port 80; every 0.5 s, at most 600 s"),
+        (CommandProbe(["test", "a b"], timeout_s=5), "test 'a b'; every 1 s, at most 5 s"),
+    ],
+)
+def test_the_dry_run_of_other_probes(probe, words):
+    fields = {"address": "http://h:1"}
+    service = RayExecutor(role="a", service=True, ready=probe, **fields)
+    merged = RayExecutor.merge([service, RayExecutor(role="b", **fields)], 2)
+    app = AppDef("job", [Role(name, image="", entrypoint="true") for name in ("job-0", "job-1")])
+    text = describe(plan(app, merged, "exp.job", "job"), "a cluster", [])
+    assert f"ready     {words}" in text.splitlines()
+
+
+def test_the_dry_run_of_a_group_that_runs_here():
+    merged = RayExecutor.merge([RayExecutor(role="a"), RayExecutor(role="b")], 2)
+    app = AppDef("job", [Role(name, image="", entrypoint="true") for name in ("job-0", "job-1")])
+    planned = in_folder(plan(app, merged, "exp.job", "job"), "/here")
+    assert describe(planned, "c", []).count("folder    /here") == 2
+
+
+def test_a_dispatched_job_leaves_the_id_of_the_attempt_open():
+    planned = _planned(_app("true"), python="/opt/e.job nonce/python")
+    spec = planned.dispatched(planned.body({}, [], "nonce"), [], "e.dispatcher")
+    for number, name in ((1, planned.submission_id), (3, f"{planned.submission_id}@3")):
+        body = attempt_body(spec, number)
+        assert (
+            body["entrypoint"]
+            == replace(planned, submission_id=name).body({}, [], "nonce")["entrypoint"]
+        )
+        assert body["submission_id"] == name

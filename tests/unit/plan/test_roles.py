@@ -1,0 +1,984 @@
+"""From groups as NeMo-Run builds them to specs: roles, their resources, places and commands."""
+
+import dataclasses
+import itertools
+import json
+import re
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import fiddle as fdl
+import nemo_run as run
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from nemo_run.core.execution.base import ExecutorMacros
+from nemo_run.core.execution.launcher import FaultTolerance, Torchrun
+from nemo_run.core.serialization.zlib_json import ZlibJSONSerializer
+from torchx.specs import AppDef, Role
+
+from nemo_run_ray import ExistingCluster, LocalCluster, RayExecutor
+from nemo_run_ray.clusters import Dashboard
+from nemo_run_ray.dashboard.jobs_api import JobsApi
+from nemo_run_ray.errors import ConfigError, TooOld
+from nemo_run_ray.experiment.batch import Batch
+from nemo_run_ray.plan.job_plan import JobPlan, in_folder, plan
+from nemo_run_ray.plan.roles import ROLE_MAX, packagers
+from nemo_run_ray.probes import CommandProbe, HttpProbe, PortProbe
+from nemo_run_ray.remote.group.addresses import RENDEZVOUS, variables
+from nemo_run_ray.remote.spec import GroupSpec, JobSpec, ProbeSpec, RoleSpec, from_json
+
+#: There is nothing: a question would raise.
+ADDRESS = "http://10.0.0.1:8265"
+HEAD = "$NEMO_RUN_HEAD_NODE_IP"
+_WORDS = ["", " ", "a b", "$HOME", "${HOME}", "*", "a\nb", "'", '"', "\\", "`id`", "é漢", "--x=$1"]
+
+
+@dataclasses.dataclass(kw_only=True)
+class Sets(run.Plugin):
+    """A plug-in that sets what it is given on the executor that NeMo-Run hands to it."""
+
+    env: dict[str, str] = dataclasses.field(default_factory=dict)
+    fields: dict[str, Any] = dataclasses.field(default_factory=dict)
+    #: On the executor of this role of the group instead.
+    role: int | None = None
+
+    def setup(self, task: Any, executor: Any) -> None:
+        if self.role is not None:
+            executor = executor.resource_group[self.role]
+        executor.env_vars.update(self.env)
+        for name, value in self.fields.items():
+            setattr(executor, name, value)
+
+
+def _executor(**fields: Any) -> RayExecutor:
+    return RayExecutor(**{"address": ADDRESS, **fields})
+
+
+def _tasks(count: int) -> list[run.Script]:
+    return [run.Script(inline="true") for _ in range(count)]
+
+
+_numbers = itertools.count()
+
+
+@pytest.fixture
+def planned(unique) -> Callable[..., JobPlan]:
+    """The plan of what NeMo-Run makes of tasks: added to an experiment, and dry-run."""
+
+    def make(task: Any, executor: Any, plugins: Any = None, name: str = "g") -> JobPlan:
+        # NeMo-Run before 0.11 names experiments by the second: each one needs a title of its own.
+        with run.Experiment(f"{unique}{next(_numbers)}") as experiment:
+            experiment.add(task, executor=executor, name=name, plugins=plugins)
+            experiment.dryrun(log=False)
+        (job,) = experiment.jobs
+        infos = job._dryrun_infos if isinstance(task, list) else [job._dryrun_info]
+        (info,) = infos
+        return info.request.plan
+
+    return make
+
+
+@pytest.fixture
+def roles(planned) -> Callable[..., tuple[RoleSpec, ...]]:
+    """The roles of a group, one for each dict of an executor's fields."""
+
+    def make(*fields: dict[str, Any], **options: Any) -> tuple[RoleSpec, ...]:
+        executors = [_executor(**one) for one in fields]
+        return planned(_tasks(len(fields)), executors, **options).spec.roles
+
+    return make
+
+
+@pytest.fixture
+def group(planned) -> Callable[..., GroupSpec]:
+    """The group of executors with these fields."""
+
+    def make(*fields: dict[str, Any], **options: Any) -> GroupSpec:
+        executors = [_executor(**one) for one in fields]
+        spec = planned(_tasks(len(fields)), executors, **options).spec
+        assert isinstance(spec, GroupSpec)
+        return spec
+
+    return make
+
+
+@pytest.fixture
+def single(planned) -> Callable[..., JobSpec | GroupSpec]:
+    """The spec of one task."""
+
+    def make(**fields: Any) -> JobSpec | GroupSpec:
+        return planned(run.Script(inline="true"), _executor(**fields)).spec
+
+    return make
+
+
+def _app(*names: str) -> AppDef:
+    return AppDef("g", [Role(name, image="", entrypoint="true") for name in names])
+
+
+def _merged(*fields: dict[str, Any]) -> RayExecutor:
+    return RayExecutor.merge([_executor(**one) for one in fields], len(fields))
+
+
+# ---------------------------------------------------------------------- which jobs are groups
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {},
+        {"role": "x y, named but alone"},
+        {"gpus_per_node": 8},
+        {"launcher": "torchrun", "ntasks_per_node": 8},
+        {"launcher": "ft", "ntasks_per_node": 8},
+        {"strategy": "SPREAD"},
+    ],
+    ids=str,
+)
+def test_single_tasks_stay_single(single, fields):
+    spec = single(**fields)
+    assert isinstance(spec, JobSpec)
+    assert spec.env["NEMO_RUN_HEAD_NODE_IP"] == "127.0.0.1"
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"nodes": 2},
+        {"ntasks_per_node": 2},
+        {"nodes": 2, "launcher": "torchrun"},
+        {"ports": {"http": 0}},
+    ],
+    ids=str,
+)
+def test_a_task_of_several_replicas_processes_or_ports_is_a_group_of_one_role(planned, fields):
+    made = planned(run.Script(inline="true"), _executor(**fields), name="job")
+    assert isinstance(made.spec, GroupSpec)
+    (role,) = made.spec.roles
+    assert role.name == "job"
+    assert (role.replicas, role.service) == (fields.get("nodes", 1), False)
+    assert made.reservation == {}
+    assert made.runtime_env == {}
+
+
+def test_tasks_in_a_list_are_a_group(planned):
+    for count in (1, 2, 5):
+        made = planned(_tasks(count), _executor())
+        assert isinstance(made.spec, GroupSpec)
+        assert [role.name for role in made.spec.roles] == [f"g-{n}" for n in range(count)]
+        assert made.submission_id.endswith(".g")
+        assert made.job == "g"
+
+
+def test_a_group_reserves_nothing_for_its_driver(planned):
+    """What the roles ask for is in their bundles."""
+    fields = {"cpus_per_node": 4, "gpus_per_node": 1, "label_selector": {"a": "b"}}
+    made = planned(_tasks(2), _executor(**fields, runtime_env={"pip": ["x"]}))
+    assert made.reservation == {}
+    assert made.runtime_env == {}
+    for role in made.spec.roles:
+        assert role.resources == {"CPU": 4, "GPU": 1}
+        assert role.label_selector == {"a": "b"}
+        assert role.runtime_env == {"pip": ["x"]}
+    # The job's driver gets none of it.
+    body = made.body({}, [], "nonce")
+    assert not [name for name in body if name.startswith("entrypoint_")]
+    assert "pip" not in body["runtime_env"]
+
+
+# ---------------------------------------------------------------------- names
+
+
+def test_a_role_is_named_by_its_executor_or_else_by_its_task(roles):
+    found = roles({"role": "trainer"}, {}, {"role": "A.b_c-9"})
+    assert [role.name for role in found] == ["trainer", "g-1", "A.b_c-9"]
+
+
+def test_the_longest_name(roles):
+    (role,) = roles({"role": "x" * ROLE_MAX})
+    assert role.name == "x" * ROLE_MAX
+
+
+@given(st.text(max_size=60))
+def test_any_text_is_a_role_with_proper_variables_or_refused(name):
+    merged = _merged({"role": name}, {"role": "other", "service": True, "ports": {"a b": 0}})
+    refusal = ""
+    try:
+        spec = plan(_app("g-0", "g-1"), merged, "exp.g", "g").spec
+    except ConfigError as error:
+        refusal = str(error)
+    if refusal:
+        assert repr(name) in refusal
+        return
+    who = (name or "g-0", 0)
+    hosts = {who: "10.0.0.1", ("other", 0): "10.0.0.2"}
+    found = variables(spec, who, hosts, {who: {}, ("other", 0): {"a b": 1}})
+    assert all(re.fullmatch(r"[A-Z][A-Z0-9_]*", one) for one in found)
+    assert found["NEMO_RUN_OTHER_PORT_A_B"] == "1"
+
+
+# ---------------------------------------------------------------------- commands and variables
+
+
+def test_every_role_has_its_own_command(planned):
+    tasks = [run.Script(path="/a b.sh", args=_WORDS), run.Script(path="/x.py", entrypoint="python")]
+    one, two = planned(tasks, [_executor(), _executor()]).spec.roles
+    assert one.task.argv == ("bash", "/a b.sh", *_WORDS)
+    assert two.task.argv == ("python", "/x.py")
+
+
+def test_a_partial_names_its_config(planned):
+    for launcher in (None, "torchrun"):
+        tasks = [run.Script(inline="true"), run.Partial(json.dumps, obj=1)]
+        executors = [_executor(), _executor(launcher=launcher)]
+        script, partial = planned(tasks, executors).spec.roles
+        assert script.task.config is None
+        assert partial.task.config == "nemo_run/configs/g-1_fn_or_script"
+        assert partial.task.argv[-1] == f"/{partial.task.config}"
+        assert "nemo_run.core.runners.fdl_runner" in partial.task.argv
+
+
+def test_every_role_has_its_own_variables(roles):
+    one, two = roles({"env_vars": {"A": "1", "BOTH": "one"}}, {"env_vars": {"BOTH": "two"}})
+    assert one.task.env == {"A": "1", "BOTH": "one"}
+    assert two.task.env == {"BOTH": "two"}
+
+
+def test_a_tasks_variables_are_before_its_executors(planned):
+    tasks = [run.Script(inline="true", env={"A": "task"}), *_tasks(1)]
+    one, two = planned(tasks, _executor(env_vars={"A": "executor", "B": "executor"})).spec.roles
+    assert one.task.env == {"A": "task", "B": "executor"}
+    assert two.task.env == {"A": "executor", "B": "executor"}
+
+
+def test_a_variable_that_is_no_text_is_named(planned):
+    """NeMo-Run takes any value for a script's."""
+    with pytest.raises(ConfigError, match="'A' with a value of type int"):
+        planned(run.Script(inline="true", env={"A": 1}), _executor())
+    with pytest.raises(ConfigError, match="the name 1; the name of a variable is a text"):
+        planned(run.Script(inline="true", env={1: "a"}), _executor())
+
+
+def test_who_hides_the_packages_of_his_own_environment_is_told(planned, capsys):
+    told = "sees nothing of what pip of its"
+    task = run.Script(inline="true")
+    spec = planned(task, _executor(python="/opt/py", runtime_env={"pip": ["einops"]})).spec
+    assert spec.python == "/opt/py"
+    assert told in capsys.readouterr().out
+    planned(task, _executor(python="/opt/py", runtime_env={"env_vars": {"A": "1"}}))
+    planned(task, _executor(runtime_env={"pip": ["einops"]}))
+    assert told not in capsys.readouterr().out
+
+
+def test_what_a_plugin_sets_reaches_every_role(roles):
+    """NeMo-Run gives plug-ins the executor of the group."""
+    one, two = roles(
+        {"env_vars": {"A": "1", "BOTH": "role"}}, {}, plugins=[Sets(env={"BOTH": "plugin"})]
+    )
+    assert one.task.env == {"A": "1", "BOTH": "plugin"}
+    assert two.task.env == {"BOTH": "plugin"}
+
+
+@pytest.mark.parametrize("launcher", ["torchrun", "ft"])
+def test_variables_of_a_launched_role(roles, launcher, monkeypatch):
+    monkeypatch.delenv("LOGLEVEL", raising=False)
+    one, two = roles(
+        {"env_vars": {"A": "1"}, "launcher": launcher}, {}, plugins=[Sets(env={"B": "plugin"})]
+    )
+    assert one.task.env == {"A": "1", "B": "plugin", "LOGLEVEL": "INFO"}
+    assert two.task.env == {"B": "plugin"}
+
+
+def test_the_users_log_level_is_before_torchruns_default(single, roles):
+    """In a group as for a task alone."""
+    fields = {"env_vars": {"LOGLEVEL": "DEBUG"}, "launcher": "torchrun"}
+    assert single(**fields).env["LOGLEVEL"] == "DEBUG"
+    one, _ = roles(fields, {})
+    assert one.task.env["LOGLEVEL"] == "DEBUG"
+
+
+def test_macros(planned):
+    script = run.Script(path="/x", args=[f"--n=$${ExecutorMacros.NUM_NODES_VAR}", "$$", "${other}"])
+    host = ExecutorMacros.group_host(1)
+    executors = [_executor(env_vars={"PEER": host, "RANK_IS": "${node_rank_var}"}), _executor()]
+    one, two = planned([script, run.Script(path="/x", args=[host])], executors).spec.roles
+    assert one.task.argv[2:] == ("--n=$NEMO_RUN_NUM_NODES", "$$", "${other}")
+    assert one.task.env == {"PEER": "$NEMO_RUN_HET_GROUP_HOST_1", "RANK_IS": "NEMO_RUN_NODE_RANK"}
+    assert two.task.argv[2:] == ("$NEMO_RUN_HET_GROUP_HOST_1",)
+
+
+def test_the_macros_variables_are_each_replicas_own(group, single):
+    """A task alone has them in its spec; a replica learns them on its node."""
+    assert "NEMO_RUN_NUM_NODES" in single().env
+    spec = group({"nodes": 2}, {})
+    assert not [name for role in spec.roles for name in role.task.env]
+    assert single(nodes=2).roles[0].task.env == {}
+    hosts = {("g-0", 0): "10.0.0.1", ("g-0", 1): "10.0.0.2", ("g-1", 0): "10.0.0.3"}
+    ports = {who: {RENDEZVOUS: 7} for who in hosts}
+    found = variables(spec, ("g-0", 1), hosts, ports)
+    assert found["NEMO_RUN_HEAD_NODE_IP"] == "10.0.0.1"
+    assert (found["NEMO_RUN_NUM_NODES"], found["NEMO_RUN_NODE_RANK"]) == ("2", "1")
+    assert found["NEMO_RUN_HET_GROUP_HOST_1"] == "10.0.0.3"
+
+
+# ---------------------------------------------------------------------- what is reserved
+
+
+_RESOURCES = [
+    ({}, {"memory": 1}),
+    ({"cpus_per_node": 0, "gpus_per_node": 0, "memory_per_node": 0}, {"memory": 1}),
+    ({"resources_per_node": {"x": 0}}, {"memory": 1}),
+    ({"cpus_per_node": 0.5}, {"CPU": 0.5}),
+    ({"gpus_per_node": 8}, {"GPU": 8}),
+    ({"memory_per_node": "1KiB"}, {"memory": 1024}),
+    (
+        {
+            "cpus_per_node": 4,
+            "gpus_per_node": 0.25,
+            "memory_per_node": 7,
+            "resources_per_node": {"a b": 2, "node:x": 0.001},
+        },
+        {"CPU": 4, "GPU": 0.25, "memory": 7, "a b": 2, "node:x": 0.001},
+    ),
+]
+
+
+@pytest.mark.parametrize(("fields", "expected"), _RESOURCES, ids=lambda one: str(one)[:40])
+def test_resources(roles, single, fields, expected):
+    """Never nothing: Ray refuses an empty bundle."""
+    found = roles(fields, {"gpus_per_node": 3})
+    assert [role.resources for role in found] == [expected, {"GPU": 3}]
+    (alone,) = single(nodes=2, **fields).roles
+    assert alone.resources == expected
+
+
+# ---------------------------------------------------------------------- services and primaries
+
+
+def test_a_service(roles):
+    service, primary = roles(
+        {
+            "service": True,
+            "retries": 3,
+            "ports": {"http": 0, "rpc": 7000},
+            "ready": HttpProbe("http", path="/up", status=204, interval_s=0.5, timeout_s=9),
+        },
+        {},
+    )
+    assert service.service
+    assert service.restarts == 3
+    assert service.ports == {"http": 0, "rpc": 7000}
+    assert service.ready == ProbeSpec(
+        kind="http", port="http", path="/up", status=204, interval_s=0.5, timeout_s=9
+    )
+    assert not primary.service
+    assert (primary.restarts, primary.ports, primary.ready) == (0, {}, None)
+
+
+@pytest.mark.parametrize(
+    "ready", [None, PortProbe(8000), PortProbe("http"), CommandProbe(["test", "-e", "a b"])]
+)
+def test_what_a_service_may_be_asked(roles, ready):
+    service, _ = roles({"service": True, "ports": {"http": 0}, "ready": ready}, {})
+    assert service.ready == (None if ready is None else ready.spec())
+
+
+def test_a_primary_may_have_ports(roles):
+    one, two = roles({"ports": {"http": 80}}, {"service": True})
+    assert one.ports == {"http": 80}
+    assert two.ports == {}
+
+
+def test_a_service_may_have_replicas(roles):
+    service, _ = roles({"service": True, "nodes": 3, "ready": PortProbe(80)}, {})
+    assert (service.replicas, service.ranked) == (3, True)
+
+
+# ---------------------------------------------------------------------- where they go
+
+
+@pytest.mark.parametrize(
+    ("strategies", "nodes", "common", "spreads"),
+    [
+        (("PACK", "PACK"), (1, 1), "PACK", ("", "")),
+        (("PACK", "PACK"), (2, 3), "PACK", ("", "")),
+        (("STRICT_PACK", "STRICT_PACK"), (1, 2), "STRICT_PACK", ("", "")),
+        (("SPREAD", "PACK"), (2, 2), "PACK", ("SPREAD", "")),
+        (("PACK", "STRICT_SPREAD"), (1, 2), "PACK", ("", "STRICT_SPREAD")),
+        (("STRICT_SPREAD", "SPREAD"), (2, 2), "PACK", ("STRICT_SPREAD", "SPREAD")),
+        # Spreading is about the replicas of one role.
+        (("SPREAD", "SPREAD"), (2, 2), "PACK", ("SPREAD", "SPREAD")),
+        (("STRICT_SPREAD", "STRICT_SPREAD"), (2, 1), "PACK", ("STRICT_SPREAD", "")),
+        (("SPREAD", "PACK"), (1, 2), "PACK", ("", "")),
+    ],
+)
+def test_the_strategy_of_a_group(group, strategies, nodes, common, spreads):
+    fields = [{"strategy": one, "nodes": n} for one, n in zip(strategies, nodes, strict=True)]
+    spec = group(*fields)
+    assert spec.strategy == common
+    assert tuple(role.spread for role in spec.roles) == spreads
+
+
+@pytest.mark.parametrize("strategy", ["PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD"])
+def test_the_strategy_of_a_single_role_is_rays(group, single, strategy):
+    for spec in (group({"strategy": strategy, "nodes": 2}), single(strategy=strategy, nodes=2)):
+        assert spec.strategy == strategy
+        assert spec.roles[0].spread == ""
+
+
+@pytest.mark.parametrize("other", ["PACK", "SPREAD", "STRICT_SPREAD"])
+def test_strict_pack_for_some_is_refused(group, other):
+    for fields in (
+        [{"strategy": other}, {"strategy": "STRICT_PACK", "role": "here"}],
+        [{"strategy": "STRICT_PACK", "role": "here"}, {"strategy": other, "nodes": 2}],
+    ):
+        with pytest.raises(ConfigError, match=r"RayExecutor\.strategy of the role 'here'"):
+            group(*fields)
+
+
+def test_waiting(group, single):
+    assert not group({}, {}).wait_for_nodes
+    assert group({}, {"wait_for_nodes": True}).wait_for_nodes
+    assert single(nodes=2, wait_for_nodes=True).wait_for_nodes
+    assert group({}, {}).placing_timeout_s is None
+    assert (
+        group({"pending_timeout_s": 600}, {}, {"pending_timeout_s": 7.5}).placing_timeout_s == 7.5
+    )
+    assert group({"pending_timeout_s": 0}, {"pending_timeout_s": 5}).placing_timeout_s == 0
+    assert single(nodes=2, pending_timeout_s=9).placing_timeout_s == 9
+
+
+@pytest.mark.parametrize(
+    ("fields", "since"),
+    [
+        ([{}], None),
+        ([{"nodes": 2, "strategy": "SPREAD"}], None),
+        ([{"label_selector": {"a": "b"}}], (2, 47)),
+        ([{}, {"label_selector": {"a": "b"}}], (2, 47)),
+        ([{"label_selector": {"a": "b"}, "gpus_per_node": 1}], (2, 47)),
+        # The nodes' own resource says where it goes on a Ray without labels for groups.
+        ([{"label_selector": {"a": "b"}, "resources_per_node": {"x": 1}}], None),
+        ([{"strategy": "SPREAD", "nodes": 2}, {}], (2, 47)),
+    ],
+)
+def test_the_ray_that_a_group_needs(planned, fields, since):
+    made = planned(_tasks(len(fields)), [_executor(**one) for one in fields])
+    assert made.selector_since == since
+
+
+def test_the_ray_that_a_task_alone_needs(planned):
+    for fields, since in (({}, None), ({"label_selector": {"a": "b"}}, (2, 54))):
+        assert planned(run.Script(inline="true"), _executor(**fields)).selector_since == since
+
+
+def test_an_older_ray_is_refused_by_version():
+    api = JobsApi(Dashboard(ADDRESS))
+    for version in ("2.47.0", "2.47", "2.60.1", "3.0.0rc1"):
+        api.require(version, (2, 47))
+    api.require("1.0", None)
+    for version in ("2.46.9", "2.9.0", "1.99", "2.46.0rc1"):
+        with pytest.raises(TooOld, match=rf"Ray 2\.47 or newer.*runs {re.escape(version)}\."):
+            api.require(version, (2, 47))
+
+
+# ---------------------------------------------------------------------- launchers and ranks
+
+
+def _option(role: RoleSpec, name: str) -> str:
+    return role.task.argv[role.task.argv.index(name) + 1]
+
+
+def test_torchrun_on_one_role(planned):
+    tasks = [run.Script(path="a b.py", entrypoint="python", args=_WORDS), *_tasks(1)]
+    executors = [_executor(launcher="torchrun", nodes=2, ntasks_per_node=4), _executor()]
+    launched, plain = planned(tasks, executors).spec.roles
+    assert launched.task.argv[0] == "torchrun"
+    assert _option(launched, "--nnodes") == "2"
+    assert _option(launched, "--nproc-per-node") == "4"
+    assert _option(launched, "--node-rank") == "$NEMO_RUN_NODE_RANK"
+    assert _option(launched, "--rdzv-endpoint") == f"{HEAD}:$NEMO_RUN_RDZV_PORT"
+    assert launched.task.argv[-len(_WORDS) - 3 :] == ("--no-python", "python", "a b.py", *_WORDS)
+    # torchrun starts the processes, and ranks them.
+    assert (launched.replicas, launched.processes, launched.ranked) == (2, 1, False)
+    assert launched.ports == {RENDEZVOUS: 0}
+    assert plain.task.argv[0] == "bash"
+    assert (plain.replicas, plain.processes, plain.ranked) == (1, 1, False)
+    assert plain.ports == {}
+
+
+def test_fault_tolerance_on_one_role(roles):
+    launcher = FaultTolerance(max_restarts=3, log_level="a b")
+    launched, plain = roles({"launcher": launcher, "nodes": 2}, {})
+    assert launched.task.argv[0] == "ft_launcher"
+    assert _option(launched, "--max-restarts") == "3"
+    assert _option(launched, "--ft-log_level") == "a b"
+    assert _option(launched, "--rdzv-endpoint") == f"{HEAD}:$NEMO_RUN_RDZV_PORT"
+    assert plain.task.argv[0] == "bash"
+
+
+def test_torchrun_on_one_node_needs_no_rendezvous(roles):
+    launched, _ = roles({"launcher": "torchrun", "ntasks_per_node": 4}, {})
+    assert _option(launched, "--rdzv-endpoint") == "localhost:0"
+    assert (launched.replicas, launched.processes, launched.ranked) == (1, 1, False)
+
+
+@pytest.mark.parametrize("kind", [Torchrun, FaultTolerance])
+def test_the_rendezvous_port(single, roles, kind):
+    """NeMo-Run's default is one for all, and two jobs on a node would meet there."""
+
+    def endpoints(launcher: Torchrun | FaultTolerance) -> list[str]:
+        fields = {"launcher": launcher, "nodes": 2}
+        (alone,) = single(**fields).roles
+        one, _ = roles(fields, {})
+        return [_option(role, "--rdzv-endpoint") for role in (alone, one)]
+
+    assert endpoints(kind()) == [f"{HEAD}:$NEMO_RUN_RDZV_PORT"] * 2
+    assert endpoints(kind(rdzv_port=12345)) == [f"{HEAD}:12345"] * 2
+    for role in (
+        single(nodes=2, launcher=kind()).roles[0],
+        roles({"launcher": kind(), "nodes": 2})[0],
+    ):
+        assert role.ports == {RENDEZVOUS: 0}
+
+
+def test_a_word_of_the_users_that_looks_like_the_endpoint_stays(planned):
+    """Without the launcher nobody set it."""
+    word = f"$${ExecutorMacros.HEAD_NODE_IP_VAR}:29500"
+    for executor in (_executor(nodes=2), _executor(nodes=2, launcher=Torchrun(rdzv_port=1))):
+        made = planned(run.Script(path="/x", args=[word]), executor)
+        assert made.spec.roles[0].task.argv[-1] == f"{HEAD}:29500"
+
+
+def test_the_rendezvous_id(roles):
+    given, one, two = roles(
+        {"launcher": Torchrun(rdzv_id=77)}, {"launcher": "torchrun"}, {"launcher": "torchrun"}
+    )
+    assert _option(given, "--rdzv-id") == "77"
+    assert _option(one, "--rdzv-id") != _option(two, "--rdzv-id")
+    assert int(_option(one, "--rdzv-id")) > 0
+
+
+def test_equal_groups_make_equal_specs(group):
+    """So that their archives are equal, and travel once."""
+    fields = [{"launcher": "torchrun", "nodes": 2}, {"service": True, "ports": {"http": 0}}]
+    assert group(*fields).to_json() == group(*fields).to_json()
+
+
+@pytest.mark.parametrize(("nodes", "tasks"), [(1, 4), (3, 1), (2, 8)])
+def test_processes_without_a_launcher_are_ranked(single, roles, nodes, tasks):
+    fields = {"nodes": nodes, "ntasks_per_node": tasks}
+    (alone,) = single(**fields).roles
+    one, other = roles(fields, {})
+    for role in (alone, one):
+        assert (role.replicas, role.processes, role.ranked) == (nodes, tasks, True)
+        assert role.ports == {RENDEZVOUS: 0}
+    assert (other.replicas, other.processes, other.ranked, other.ports) == (1, 1, False, {})
+
+
+def test_the_rendezvous_port_is_none_of_the_users(roles):
+    one, _ = roles({"nodes": 2, "ports": {"http": 80}}, {})
+    assert one.ports == {"http": 80, RENDEZVOUS: 0}
+    with pytest.raises(ConfigError, match="'_rendezvous'"):
+        roles({"service": True, "nodes": 2, "ready": PortProbe(RENDEZVOUS)}, {})
+
+
+# ---------------------------------------------------------------------- code, secrets, the rest
+
+
+def test_the_packagers_of_the_roles_that_ship_code(planned):
+    git, pattern = (
+        run.GitArchivePackager(),
+        run.PatternPackager(include_pattern="*.toml", relative_path="."),
+    )
+    executors = [
+        _executor(role="a", packager=git),
+        _executor(packager=pattern),
+        _executor(role="none"),
+        _executor(role="d", packager=run.GitArchivePackager()),
+    ]
+    made = planned(_tasks(4), executors)
+    assert made.packagers == {"a": git, "g-1": pattern, "d": git}
+    assert [role.task.has_code for role in made.spec.roles] == [True, True, False, True]
+    alone = planned(run.Script(inline="true"), _executor(nodes=2, packager=git), name="job")
+    assert alone.packagers == {"job": git}
+    assert alone.spec.roles[0].task.has_code
+
+
+def test_several_codes_travel_side_by_side(planned):
+    """Ray unpacks one as the working directory; the driver finds the others by their names."""
+    pattern = run.PatternPackager(include_pattern="*.toml", relative_path=".")
+    executors = [
+        _executor(role="none"),
+        _executor(role="a", packager=run.GitArchivePackager()),
+        _executor(role="b", packager=pattern),
+    ]
+    made = planned(_tasks(3), executors)
+    body = made.body({"a": "gcs://1.zip", "b": "gcs://2.zip"}, ["gcs://job.zip"], "nonce")
+    runtime_env = body["runtime_env"]
+    assert runtime_env["working_dir"] == "gcs://1.zip"
+    assert runtime_env["py_modules"] == ["gcs://job.zip", "gcs://2.zip"]
+    named = json.loads(runtime_env["env_vars"]["NEMO_RUN_RAY_CODE"])
+    assert named == {"a": "1.zip", "b": "2.zip"}
+
+
+def test_the_secrets_of_all_roles(group, monkeypatch):
+    for name in "ABC":
+        monkeypatch.setenv(name, "x")
+    spec = group({"secrets": ["B", "A"]}, {}, {"secrets": ["C", "A"]})
+    assert spec.secrets == ("A", "B", "C")
+    assert [role.task.secrets for role in spec.roles] == [("B", "A"), (), ("C", "A")]
+
+
+def test_a_secret_that_a_plugin_sets_in_clear_is_refused(roles, monkeypatch):
+    """As for a task alone: a value of a secret may not appear in a spec."""
+    with pytest.raises(ConfigError, match="TOKEN"):
+        roles({"secrets": ["TOKEN"]}, {}, plugins=[Sets(env={"TOKEN": "clear"})])
+
+
+def test_the_grace_of_the_slowest_role(planned):
+    made = planned(_tasks(3), [_executor(grace_s=one) for one in (0, 60, 0.5)])
+    assert made.spec.grace_s == 60
+    assert [role.task.grace_s for role in made.spec.roles] == [0, 60, 0.5]
+    variables = made.body({}, [], "nonce")["runtime_env"]["env_vars"]
+    assert int(variables["RAY_JOB_STOP_WAIT_TIME_S"]) > 60
+
+
+def test_the_rest_of_an_executor_is_its_roles_own(group):
+    spec = group({"python": "/opt/a b/python", "keep_run_dir": True}, {})
+    assert [role.task.python for role in spec.roles] == ["/opt/a b/python", None]
+    assert [role.task.keep_run_dir for role in spec.roles] == [True, False]
+    assert spec.python is None
+
+
+def test_on_the_embedded_ray_all_roles_run_here(planned):
+    executors = [RayExecutor(), RayExecutor(packager=run.GitArchivePackager())]
+    made = planned(_tasks(2), executors)
+    assert made.runs_here
+    assert made.spec.python == sys.executable
+    for number, cwd in enumerate(("/a b", None)):  # what ships its code runs in that
+        assert in_folder(made, "/a b").spec.roles[number].task.cwd == cwd
+        assert made.spec.roles[number].task.python == sys.executable
+    assert not planned(_tasks(1), _executor()).runs_here
+
+
+# ---------------------------------------------------------------------- merge
+
+
+def test_one_executor_for_all_tasks_is_copied_for_each():
+    given = _executor(env_vars={"A": "1"}, ports={"http": 0}, runtime_env={"pip": ["x"]})
+    merged = RayExecutor.merge([given], 3)
+    copies = merged.resource_group
+    assert copies == [given] * 3
+    assert len({id(one) for one in copies}) == 3
+    copies[0].env_vars["A"] = "2"
+    copies[0].runtime_env["pip"].append("y")
+    copies[0].ports["http"] = 80
+    assert copies[1] == copies[2] == given
+    assert given.env_vars == {"A": "1"}
+    assert given.runtime_env == {"pip": ["x"]}
+
+
+def test_the_groups_executor_has_none_of_a_roles_fields():
+    fields = {"nodes": 2, "gpus_per_node": 1, "env_vars": {"A": "1"}, "launcher": "torchrun"}
+    merged = _merged(fields, {"role": "x", "service": True, "retries": 2})
+    assert (merged.nodes, merged.gpus_per_node, merged.env_vars) == (1, 0, {})
+    assert (merged.launcher, merged.role, merged.service, merged.retries) == (None, "", False, 0)
+    assert [one.nodes for one in merged.resource_group] == [2, 1]
+    merged.check()
+
+
+def test_what_the_dispatcher_sees_to_is_the_whole_groups():
+    merged = _merged(
+        {"role": "a", "retries": 1, "max_in_flight": 4, "permanent_exit_codes": [2]},
+        {"role": "b", "retries": 3, "max_in_flight": 2, "dependencies": ["ray_jobs://x/y"]},
+        {"role": "s", "service": True, "retries": 9, "permanent_exit_codes": [64]},
+    )
+    assert (merged.retries, merged.max_in_flight) == (3, 2)
+    assert merged.permanent_exit_codes == [2, 64]
+    assert merged.dependencies == ["ray_jobs://x/y"]
+
+
+def test_the_groups_executor_is_the_experiments(tmp_path):
+    executors = [_executor(), _executor()]
+    for one in executors:
+        one.assign("exp", str(tmp_path), "g", "g dir")
+    merged = RayExecutor.merge(executors, 2)
+    assert merged.experiment_id == "exp"
+    assert merged.experiment_dir == str(tmp_path)
+    assert merged.job_dir == str(tmp_path / "g dir")
+
+
+def test_the_groups_cluster():
+    cluster = ExistingCluster(url=ADDRESS)
+    assert _merged({}, {}).resolve_cluster() == cluster
+    both = RayExecutor.merge([_executor(), RayExecutor(cluster=cluster)], 2)
+    assert both.resolve_cluster() == cluster
+    assert RayExecutor.merge([RayExecutor()], 2).resolve_cluster() == LocalCluster()
+
+
+def test_executors_of_different_clusters_are_refused():
+    cases = [
+        (_executor(role="here"), _executor(role="there", address="http://10.0.0.2:8265")),
+        (_executor(role="here"), RayExecutor(role="there")),
+        (_executor(role="here"), _executor(), _executor(role="there", address="http://h")),
+    ]
+    for executors in cases:
+        with pytest.raises(ConfigError) as caught:
+            RayExecutor.merge(list(executors), len(executors))
+        for word in ("'here'", "'there'", "RayExecutor.cluster", "10.0.0.1"):
+            assert word in str(caught.value)
+    with pytest.raises(ConfigError, match="The roles '0' and '1' of a group"):
+        RayExecutor.merge([_executor(), RayExecutor()], 2)
+
+
+def test_a_merged_executor_is_not_merged_again():
+    """NeMo-Run merges again when it loads a saved group."""
+    merged = _merged({"role": "a"}, {"role": "b"})
+    assert RayExecutor.merge([merged], 2) is merged
+    clone = merged.clone()
+    assert RayExecutor.merge([clone], 2) is clone
+
+
+def test_merge_checks_every_executor():
+    wrong = _executor(role="bad one")
+    wrong.gpus_per_node = 1.5
+    with pytest.raises(
+        ConfigError, match=r"The role 'bad one': RayExecutor\.gpus_per_node is 1\.5"
+    ):
+        RayExecutor.merge([_executor(), wrong], 2)
+    wrong.role = ""
+    with pytest.raises(ConfigError, match=r"The role '1': RayExecutor\.gpus_per_node"):
+        RayExecutor.merge([_executor(), wrong], 2)
+
+
+def test_a_merged_executor_survives_cloning_and_json():
+    merged = _merged(
+        {"role": "a", "service": True, "ready": HttpProbe("http"), "ports": {"http": 0}},
+        {"role": "b", "service": True, "ready": CommandProbe(["a b", ""]), "launcher": "ft"},
+        {
+            "nodes": 2,
+            "launcher": Torchrun(rdzv_port=1),
+            "packager": run.GitArchivePackager(subpath="a b"),
+            "env_vars": {"Q": "'\"\n$é"},
+            "memory_per_node": "1GiB",
+            "wait_for_nodes": True,
+        },
+    )
+    clone = merged.clone()
+    assert clone == merged
+    assert all(
+        mine is not yours
+        for mine, yours in zip(merged.resource_group, clone.resource_group, strict=True)
+    )
+    text = ZlibJSONSerializer().serialize(merged.to_config())
+    assert fdl.build(ZlibJSONSerializer().deserialize(text)) == merged
+    app = _app("g-0", "g-1", "g-2")
+    assert plan(app, clone, "exp.g", "g") == plan(app, merged, "exp.g", "g")
+
+
+def test_planning_twice_gives_the_same():
+    """NeMo-Run dry-runs a group before it runs it, with the same executor and application."""
+    merged = _merged({"launcher": "torchrun", "nodes": 2, "env_vars": {"A": "1"}}, {})
+    app = _app("g-0", "g-1")
+    before = str(app)
+    first = plan(app, merged, "exp.g", "g")
+    assert plan(app, merged, "exp.g", "g") == first
+    assert str(app) == before
+
+
+def test_every_planned_group_can_be_read_again(planned, monkeypatch):
+    monkeypatch.setenv("T", "x")
+    executors = [
+        _executor(role="a", service=True, ready=HttpProbe("p"), ports={"p": 0}, nodes=2),
+        _executor(launcher="torchrun", runtime_env={"pip": ["x"], "env_vars": {"A": "é"}}),
+        _executor(secrets=["T"], label_selector={"a": "!in(b,c)"}, strategy="SPREAD", nodes=3),
+    ]
+    spec = planned(_tasks(3), executors).spec
+    assert from_json(spec.to_json()) == spec
+
+
+# ---------------------------------------------------------------------- bad input
+
+
+#: What is wrong: the executors' fields, and the words that the message must have.
+_REFUSED: dict[str, tuple[list[dict[str, Any]], list[str]]] = {
+    "two roles of one name": (
+        [{"role": "a"}, {"role": "a"}],
+        ["'a'", "RayExecutor.role"],
+    ),
+    "a role named as a task is": (
+        [{"role": "g-1"}, {}],
+        ["'g-1'", "RayExecutor.role"],
+    ),
+    "two that would share variables": (
+        [{"role": "a-b"}, {"role": "c"}, {"role": "A_b"}],
+        ["'a-b'", "'A_b'", "NEMO_RUN_A_B_HOST", "RayExecutor.role"],
+    ),
+    "two ports that would share a variable": (
+        [{"role": "a", "ports": {"b-c": 0, "B_C": 0}}, {}],
+        ["'a'", "'b-c'", "'B_C'", "ports"],
+    ),
+    "a role and a port that would share a variable": (
+        [{"role": "a", "ports": {"host": 0}}, {"role": "a_port"}],
+        ["'a'", "'a_port'", "'host'", "NEMO_RUN_A_PORT_HOST"],
+    ),
+    "no primary": (
+        [{"role": "a", "service": True}, {"role": "b", "service": True}],
+        ["a, b", "RayExecutor.service"],
+    ),
+    "a group of one service": (
+        [{"role": "a", "service": True}],
+        ["'a'", "RayExecutor.service"],
+    ),
+    "a probe on a port that the role lacks": (
+        [{"role": "a", "service": True, "ready": PortProbe("web"), "ports": {"http": 0}}, {}],
+        ["'a'", "'web'", "RayExecutor.ready", "http", "RayExecutor.ports"],
+    ),
+    "a probe on a port of another role": (
+        [{"role": "a", "service": True, "ready": HttpProbe("web")}, {"ports": {"web": 0}}],
+        ["'a'", "'web'", "RayExecutor.ready", "RayExecutor.ports"],
+    ),
+    "a probe on a primary": (
+        [{"role": "a", "ready": CommandProbe(["true"])}, {}],
+        ["'a'", "RayExecutor.ready", "service=True"],
+    ),
+    "a name with a space": ([{"role": "a b"}, {}], ["'a b'", "RayExecutor.role"]),
+    "a name with a slash": ([{"role": "a/b"}, {}], ["'a/b'", "RayExecutor.role"]),
+    "a name with a line's end": ([{"role": "a\n"}, {}], [r"'a\n'", "RayExecutor.role"]),
+    "a name that is not ASCII": ([{"role": "é"}, {}], ["'é'", "RayExecutor.role"]),
+    "a name that is too long": (
+        [{"role": "x" * (ROLE_MAX + 1)}, {}],
+        ["x" * (ROLE_MAX + 1), str(ROLE_MAX), "RayExecutor.role"],
+    ),
+    "one strict pack": (
+        [{"role": "a", "strategy": "STRICT_PACK"}, {}],
+        ["'a'", "RayExecutor.strategy", "label_selector"],
+    ),
+    "different clusters": (
+        [{"role": "a"}, {"role": "b", "address": "http://10.0.0.2:8265"}],
+        ["'a'", "'b'", "RayExecutor.cluster"],
+    ),
+}
+
+
+@pytest.fixture
+def submitted(monkeypatch) -> list[str]:
+    """The jobs that were handed over."""
+    jobs: list[str] = []
+
+    def submit(self: Batch, name: str) -> str:
+        jobs.append(name)
+        raise AssertionError(f"{name} was submitted")
+
+    monkeypatch.setattr(Batch, "submit", submit)
+    return jobs
+
+
+def _run(title: str, executors: list[RayExecutor]) -> None:
+    """An experiment of a good task and a group, in this order."""
+    with run.Experiment(title) as experiment:
+        experiment.add(run.Script(inline="true"), executor=_executor(), name="first")
+        experiment.add(_tasks(len(executors)), executor=executors, name="g")
+        experiment.run()
+
+
+@pytest.mark.parametrize("what", _REFUSED)
+def test_what_does_not_go_together_is_refused_before_anything_starts(submitted, unique, what):
+    fields, words = _REFUSED[what]
+    with pytest.raises(ConfigError) as caught:
+        _run(unique, [_executor(**one) for one in fields])
+    for word in words:
+        assert word in str(caught.value)
+    assert "\n" not in str(caught.value)
+    assert submitted == []
+
+
+def test_what_goes_together_would_be_submitted(submitted, unique):
+    """The test above can fail."""
+    with pytest.raises(AssertionError, match="submitted"):
+        _run(unique, [_executor(), _executor()])
+    assert sorted(submitted) == ["first", "g"]
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "words"),
+    [
+        ("gpus_per_node", 1.5, "1.5"),
+        ("nodes", 0, "0"),
+        ("ports", {"http": 65536}, "65536"),
+        ("ports", {"http": -1}, "-1"),
+        ("memory_per_node", "1 QiB", "1 QiB"),
+        ("strategy", "RANDOM", "RANDOM"),
+        ("launcher", "slurm", "slurm"),
+        ("ready", "http", "'http'"),
+    ],
+)
+def test_what_was_assigned_to_a_role_later_is_checked(roles, name, value, words):
+    for number, role in enumerate(("named", "g-1")):
+        with pytest.raises(ConfigError) as caught:
+            roles({"role": "named"}, {}, plugins=[Sets(role=number, fields={name: value})])
+        for word in (f"The role {role!r}", f"RayExecutor.{name}", words):
+            assert word in str(caught.value)
+
+
+@pytest.mark.parametrize("port", [-1, 65536, 10**9, "80", True, 80.0, None])
+def test_ports_out_of_range(port):
+    with pytest.raises(ConfigError, match=r"RayExecutor\.ports\['http'\] is .*from 0 to 65535"):
+        _executor(ports={"http": port})
+
+
+@pytest.mark.parametrize("launcher", ["torchrun", "ft", Torchrun()])
+def test_a_launcher_of_the_whole_group_is_refused(roles, launcher):
+    with pytest.raises(ConfigError, match=r"RayExecutor\.launcher .*executor of a role"):
+        roles({}, {}, plugins=[Sets(fields={"launcher": launcher})])
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("nodes", 2),
+        ("gpus_per_node", 8),
+        ("secrets", ["TOKEN"]),
+        ("runtime_env", {"pip": ["x"]}),
+    ],
+)
+def test_a_field_of_the_whole_group_that_would_do_nothing_is_refused(roles, name, value):
+    """As a launcher is: a plug-in that sets it must hear that it belongs to the roles."""
+    with pytest.raises(ConfigError, match=f"RayExecutor.{name}"):
+        roles({}, {}, plugins=[Sets(fields={name: value})])
+
+
+@pytest.mark.parametrize(
+    ("fields", "name"),
+    [
+        ({"service": True}, "service"),
+        ({"service": True, "nodes": 2}, "service"),
+        ({"service": True, "ports": {"http": 0}}, "service"),
+        ({"ready": PortProbe(80)}, "ready"),
+        ({"ready": PortProbe(80), "nodes": 2}, "ready"),
+    ],
+)
+def test_what_is_for_groups_is_refused_for_a_task_alone(single, fields, name):
+    with pytest.raises(ConfigError, match=rf"RayExecutor\.{name} "):
+        single(**fields)
+
+
+def test_the_executor_of_another_group_is_refused(planned):
+    """A merged executor, as a loaded experiment has it, knows how many tasks it is for."""
+    merged = _merged({"role": "a"}, {"role": "b"})
+    assert len(planned(_tasks(2), merged).spec.roles) == 2
+    for count in (1, 3):
+        with pytest.raises(ConfigError, match=r"resource_group|roles|tasks"):
+            planned(_tasks(count), merged)
+
+
+def test_planning_a_group_leaves_the_users_executors_as_they_are():
+    code = run.PatternPackager(include_pattern="*.py", relative_path="/")
+    roles = [RayExecutor(role="a"), RayExecutor(role="b")]
+    group = RayExecutor.merge(roles, 2)
+    group.packager = code
+    app = AppDef("group", [Role(name, "", entrypoint="true") for name in ("a", "b")])
+    assert packagers(app, group) == {"a": code, "b": code}
+    assert [one.packager_ships for one in group.resource_group] == [False, False]

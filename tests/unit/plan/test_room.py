@@ -1,0 +1,91 @@
+"""Whether a node can take a replica, and the words when it cannot."""
+
+import pytest
+
+from nemo_run_ray.dashboard.nodes import nodes_of_summary
+from nemo_run_ray.plan.room import Ask, ask_of, best, free_words, has_room, hosts, why_never
+from tests.rooms import GIB, FakeNode, summary
+
+NODES = nodes_of_summary(
+    summary(
+        FakeNode("head", {"CPU": 8.0, "memory": 16.0 * GIB}, {"CPU": 8.0}),
+        FakeNode("a", {"CPU": 8.0, "GPU": 8.0}, {"GPU": 6.0}, labels={"gpu_kind": "a100"}),
+        FakeNode("b", {"CPU": 4.0, "GPU": 8.0}, {"GPU": 7.0}, labels={"gpu_kind": "l40"}),
+    )
+)
+
+
+def test_a_reservation_is_what_rays_request_says():
+    reservation = {
+        "entrypoint_num_cpus": 2,
+        "entrypoint_num_gpus": 0,
+        "entrypoint_memory": 3 * GIB,
+        "entrypoint_resources": {"fpga": 1},
+        "entrypoint_label_selector": {"gpu_kind": "in(a100,l40)"},
+    }
+    ask = ask_of(reservation)
+    assert ask.resources == {"CPU": 2.0, "memory": 3.0 * GIB, "fpga": 1}
+    assert str(ask) == "CPU 2, fpga 1, memory 3.00 GiB on a node with gpu_kind: in(a100,l40)"
+    assert not ask_of({})
+    assert not ask_of({"entrypoint_num_cpus": 0})
+
+
+@pytest.mark.parametrize(
+    ("selector", "expected"),
+    [
+        ({}, ["a", "b", "head"]),
+        ({"gpu_kind": "a100"}, ["a"]),
+        ({"gpu_kind": "in(a100, l40)"}, ["a", "b"]),
+        ({"gpu_kind": "!a100"}, ["b", "head"]),
+        ({"gpu_kind": "!in(a100,l40)"}, ["head"]),
+    ],
+)
+def test_labels_are_matched_by_rays_grammar(selector, expected):
+    assert sorted(node.host for node in hosts(Ask({"CPU": 1.0}, selector), NODES)) == expected
+
+
+@pytest.mark.parametrize(
+    ("ask", "words"),
+    [
+        (Ask({"GPU": 8.0}), ""),
+        (Ask({"GPU": 16.0}), "the largest node has GPU 8, it asks for 16"),
+        (Ask({"TPU": 1.0}), "no node has TPU, it asks for 1"),
+        (
+            Ask({"CPU": 8.0}, {"gpu_kind": "l40"}),
+            "the largest node with gpu_kind=l40 has CPU 4, it asks for 8",
+        ),
+        (Ask({"GPU": 1.0, "memory": 1.0 * GIB}), "no node has GPU 1, memory 1.00 GiB at once"),
+        (
+            Ask({}, {"gpu_kind": "h100"}),
+            "no node has the label gpu_kind=h100; the nodes have gpu_kind=a100, l40",
+        ),
+        (
+            Ask({}, {"gpu_kind": "in(h100,h200)"}),
+            "no node has the label gpu_kind: in(h100,h200); the nodes have gpu_kind=a100, l40",
+        ),
+        (Ask({}, {"zone": "x"}), "no node has the label zone=x; none has zone"),
+        (
+            Ask({}, {"gpu_kind": "a100", "ray.io/node-id": NODES[2].node_id}),
+            f"no node has all of the labels gpu_kind=a100, ray.io/node-id={NODES[2].node_id}",
+        ),
+    ],
+)
+def test_why_no_node_can_ever_take_it(ask, words):
+    assert why_never(ask, NODES) == words
+
+
+def test_without_nodes_none_can():
+    assert why_never(Ask({"CPU": 1.0}), []) == "the cluster has no living node"
+
+
+def test_the_best_node_lacks_least():
+    node = best(Ask({"GPU": 4.0}), NODES)
+    assert node.host == "a"
+    assert free_words(Ask({"GPU": 4.0}), node) == "GPU 2 of 8 free"
+    assert not has_room(Ask({"GPU": 4.0}), node)
+    assert has_room(Ask({"GPU": 2.0}), node)
+
+
+def test_a_node_that_can_never_take_it_is_not_the_best():
+    assert best(Ask({"CPU": 8.0, "GPU": 1.0}), NODES).host == "a"
+    assert best(Ask({"GPU": 16.0}), NODES) is None
