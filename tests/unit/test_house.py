@@ -260,7 +260,7 @@ def test_every_file_that_the_guide_names_is_there():
     named = re.findall(r"`([\w/]+\.py)`", guide)
     there = [path.as_posix() for folder in (ROOT, TESTS) for path in folder.rglob("*.py")]
     assert [name for name in named if not any(path.endswith(f"/{name}") for path in there)] == []
-    assert "batch.py" in named
+    assert "decide.py" in named
 
 
 def test_public_names():
