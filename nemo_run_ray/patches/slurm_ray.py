@@ -11,6 +11,9 @@ import shlex
 from collections.abc import Sequence
 from typing import Any, cast
 
+from nemo_run.core.tunnel.client import SSHTunnel
+
+from nemo_run_ray import ssh
 from nemo_run_ray.patches.base import Edit, Patch, original
 from nemo_run_ray.slurm_script import TEMPLATES, template_folder
 
@@ -72,7 +75,10 @@ def _with_log_folder(create: Any) -> Any:
         given = inspect.signature(original(create, "create")).bind(self, *args, **kwargs)
         if not given.arguments.get("dryrun"):
             tunnel = self.executor.tunnel
-            tunnel.connect()
+            if isinstance(tunnel, SSHTunnel) and not (
+                tunnel.session and tunnel.session.is_connected
+            ):
+                ssh.connect(tunnel)  # NeMo-Run continues on it; its own would accept any host key
             folder = os.path.join(tunnel.job_dir, self.name, "logs")
             tunnel.run(f"mkdir -p {shlex.quote(folder)}")
         return create(self, *args, **kwargs)

@@ -29,7 +29,7 @@ _LINES = (
     {"clusters", "probes", "cloud"},
     {"patches", "checks", "runtime_env", "timeline"},
     {"slurm_script"},
-    {"remote", "ids", "errors", "plain_errors"},
+    {"remote", "ids", "errors", "plain_errors", "ssh"},
 )
 #: The same inside ``remote``: programs above what they share.
 _REMOTE_LINES = (

@@ -9,17 +9,15 @@ import secrets
 import shlex
 import signal
 import subprocess
-import sys
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import fabric
 import paramiko
 from nemo_run.core.tunnel.client import LocalTunnel
-from paramiko.hostkeys import HostKeyEntry
 
+from nemo_run_ray import ssh
 from nemo_run_ray.errors import ClusterError, Unanswered
 from nemo_run_ray.remote import trust
 from nemo_run_ray.remote.files import replacing
@@ -27,8 +25,6 @@ from nemo_run_ray.remote.files import replacing
 #: Seconds for one command, and for a sign of life of a connection that nothing comes through.
 _COMMAND_S = 90
 _KEEPALIVE_S = 10
-#: Seconds for a new connection.
-_CONNECT_S = 20
 #: The exit code that stands for a connection which broke off before its command ended.
 _NO_EXIT_CODE = -1
 #: What paramiko and sockets raise when a connection is not there or breaks off.
@@ -142,7 +138,7 @@ class Login:
     def _there(self, text: bytes, used: list[Any]) -> tuple[int, bytes, bytes]:
         """Run a script by SSH without a thread: none can start while Python ends."""
         tunnel = self.tunnel
-        channel = self._connected(used).open_session(timeout=_CONNECT_S)
+        channel = self._connected(used).open_session(timeout=ssh.CONNECT_S)
         with contextlib.closing(channel):
             channel.settimeout(_COMMAND_S)
             # Any login shell understands this, csh and fish too.
@@ -172,55 +168,11 @@ class Login:
         return found
 
     def _connect(self) -> None:
-        """Connect as NeMo-Run does, but to hosts alone whose keys OpenSSH would accept.
-
-        NeMo-Run also takes a connection that breaks off for a refusal.
-        """
-        tunnel = self.tunnel
         if self.session is not None and self.session.is_connected:
             return
-        keys = {"key_filename": [str(tunnel.identity)]} if tunnel.identity else {}
-        session = fabric.Connection(
-            tunnel.host,
-            user=tunnel.user,
-            port=tunnel.port,
-            connect_kwargs=keys,
-            connect_timeout=_CONNECT_S,
-            forward_agent=False,
-            config=fabric.Config(overrides={"run": {"in_stream": False}}),
-        )
-        hop = session
-        while isinstance(hop, fabric.Connection):  # a ProxyCommand is OpenSSH's own business
-            _check_host_key(hop)
-            hop = hop.gateway
-        try:
-            try:
-                session.open()
-            except paramiko.SSHException as error:
-                if tunnel.identity or not _is_refusal(error) or not sys.stdin.isatty():
-                    raise
-                self._ask_password(session)
-        except BaseException:
-            session.client.close()
-            raise
+        self.session = ssh.connect(self.tunnel)
         # Without these packets a cut cable is not noticed.
-        session.transport.set_keepalive(_KEEPALIVE_S)
-        self.session = tunnel.session = session
-
-    def _ask_password(self, session: Any) -> None:
-        """Ask twice, as NeMo-Run does, but on the connection whose host key was checked."""
-        transport = session.client.get_transport()
-        for is_last in (False, True):
-            try:
-                try:
-                    transport.auth_interactive_dumb(session.user, self.tunnel.auth_handler)
-                except paramiko.BadAuthenticationType:
-                    transport.auth_password(session.user, self.tunnel.fallback_auth_handler())
-                session.transport = transport
-                return
-            except paramiko.AuthenticationException:
-                if is_last:
-                    raise
+        self.session.transport.set_keepalive(_KEEPALIVE_S)
 
     @contextlib.contextmanager
     def _translated(self) -> Iterator[list[Any]]:
@@ -229,7 +181,7 @@ class Login:
         try:
             yield used
         except paramiko.SSHException as error:
-            if _is_refusal(error):
+            if ssh.is_refusal(error):
                 raise ClusterError(self._refused(error)) from error
             self._disconnect(used)
             raise Unanswered(f"{self.name} cannot be reached now: {_words(error)}") from error
@@ -256,110 +208,6 @@ class Login:
                     session.close()
                 if self.session is session:
                     self.session = self.tunnel.session = None
-
-
-class _KnownHosts(paramiko.MissingHostKeyPolicy):
-    """Accepts the key of one host as OpenSSH does.
-
-    paramiko's own policies read neither patterns and revoked keys nor the configuration of SSH.
-
-    Args:
-        hop: the connection to it.
-        config: of OpenSSH for this host.
-    """
-
-    def __init__(self, hop: Any, config: dict[str, str]) -> None:
-        self._host = hop.original_host
-        self._login = ["-p", str(hop.port), f"{hop.user}@{hop.original_host}"]
-        self._is_strict = config["stricthostkeychecking"] not in ("false", "no", "off")
-        files = f"{config['userknownhostsfile']} {config['globalknownhostsfile']}".split()
-        self._files = [os.path.expanduser(file) for file in files]  # older ones print the ``~``
-        self._names = [hop.host.lower()]
-        if hop.port != paramiko.config.SSH_PORT:
-            self._names.insert(0, f"[{self._names[0]}]:{hop.port}")
-        if "hostkeyalias" in config:
-            self._names = [config["hostkeyalias"]]
-        # OpenSSH looks without the port where no key is known for the host and its port.
-        self._entries = next(filter(None, map(self._known, self._names)), [])
-
-    def _known(self, name: str) -> list[tuple[str, HostKeyEntry]]:
-        """The lines for a name that hold a key, each with its mark (``@revoked``) or none."""
-        found = []
-        for file in filter(os.path.exists, self._files):
-            words = ["ssh-keygen", "-F", name, "-f", file]
-            for line in subprocess.run(words, capture_output=True, text=True).stdout.splitlines():
-                mark, _, rest = line.partition(" ") if line.startswith("@") else ("", "", line)
-                entry = None if line.startswith("#") else HostKeyEntry.from_line(rest)
-                if entry is not None and mark in ("", "@revoked"):  # not an authority
-                    found.append((mark, entry))
-        return found
-
-    def transport(self, *args: Any, **fields: Any) -> paramiko.Transport:
-        """A transport that prefers keys of the types that are known for the host."""
-        found = paramiko.Transport(*args, **fields)
-        options = found.get_security_options()
-        names = {entry.key.get_name().replace("ssh-rsa", "rsa") for _, entry in self._entries}
-        known = [one for one in options.key_types if one.startswith(tuple(names))]
-        options.key_types = (*known, *(one for one in options.key_types if one not in known))
-        return found
-
-    def missing_host_key(self, client: Any, hostname: str, key: paramiko.PKey) -> None:
-        """Accept the key, or raise the error that names the command which adds it."""
-        marks = {mark for mark, entry in self._entries if entry.key == key}
-        if marks == {""}:
-            return
-        is_changed = any(entry.key.get_name() == key.get_name() for _, entry in self._entries)
-        if not (marks or is_changed or self._is_strict):
-            return
-        shown = f"{key.get_name()} {key.fingerprint}"
-        files = " and ".join(self._files)
-        add = shlex.join(["ssh", "-o", "StrictHostKeyChecking=ask", *self._login, "true"])
-        if marks:
-            raise ClusterError(
-                f"The SSH host key of {self._host} ({shown}) is revoked in {files}: no connection "
-                "is made. Ask the administrators of the host."
-            )
-        if is_changed:
-            remove = shlex.join(["ssh-keygen", "-R", self._names[0], "-f", self._files[0]])
-            raise ClusterError(
-                f"The SSH host key of {self._host} is not the known one: the host has shown "
-                f"{shown}, and {files} have another key of this type. Somebody may intercept the "
-                "connection. Only if the administrators of the host confirm the new key, remove "
-                f"the old one with `{remove}` and add the new one with `{add}`."
-            )
-        raise ClusterError(
-            f"The SSH host key of {self._host} is not known: the host has shown {shown}, and "
-            f"{files} do not have it. Compare it with what the administrators of the host say, "
-            f"and add it with `{add}`."
-        )
-
-
-def _check_host_key(hop: Any) -> None:
-    """Let a connection that is not open yet take no key but those that OpenSSH would accept."""
-    words = ["ssh", "-G", "-p", str(hop.port), "-l", hop.user, "--", hop.original_host]
-    try:
-        done = subprocess.run(words, stdin=subprocess.DEVNULL, capture_output=True, text=True)
-    except FileNotFoundError as error:
-        raise ClusterError(
-            f"The SSH host key of {hop.original_host} cannot be checked: there is no program "
-            f"{error.filename!r} on this machine. Install OpenSSH's client."
-        ) from error
-    if done.returncode != 0:
-        raise ClusterError(
-            f"The SSH host key of {hop.original_host} cannot be checked: `{shlex.join(words)}` has "
-            f"failed: {done.stderr.strip()}"
-        )
-    rows = (line.partition(" ") for line in done.stdout.splitlines())
-    policy = _KnownHosts(hop, {name: value for name, _, value in rows})
-    hop.client.set_missing_host_key_policy(policy)
-    hop.connect_kwargs["transport_factory"] = policy.transport
-
-
-def _is_refusal(error: paramiko.SSHException) -> bool:
-    """Whether the host let nobody in, as opposed to a connection that broke off."""
-    # Paramiko calls it so when the connection breaks off meanwhile.
-    is_one = isinstance(error, paramiko.AuthenticationException) and "saw EOF" not in str(error)
-    return is_one or "No authentication methods" in str(error)
 
 
 def _words(error: BaseException) -> str:

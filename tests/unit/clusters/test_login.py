@@ -10,7 +10,9 @@ from types import SimpleNamespace
 
 import nemo_run as run
 import pytest
+from nemo_run.run.ray.slurm import SlurmRayCluster
 
+from nemo_run_ray import patches
 from nemo_run_ray.clusters.slurm.login import Login
 from nemo_run_ray.errors import ClusterError
 from tests.slurm.sshd import Sshd, running
@@ -90,6 +92,22 @@ def test_a_host_key_that_is_refused(sshd, tmp_path, name):
     sshd.know(_lines(sshd, line, tmp_path))
     with pytest.raises(ClusterError, match=message.format(port=sshd.port)):
         _run(sshd)
+
+
+def test_nemo_runs_own_ray_cluster_sends_nothing_to_a_host_whose_key_is_unknown(sshd, tmp_path):
+    tunnel = run.SSHTunnel(
+        host="127.0.0.1", user="root", port=sshd.port, identity=str(sshd.key), job_dir=str(tmp_path)
+    )
+    executor = run.SlurmExecutor(account="a", partition="p", tunnel=tunnel)
+    sshd.know(_lines(sshd, _REFUSED["unknown"][0], tmp_path))
+    before = sorted(tmp_path.iterdir())
+    patches.apply("slurm_ray")
+    try:
+        with pytest.raises(ClusterError, match="is not known"):
+            SlurmRayCluster(name="c", executor=executor).create()
+    finally:
+        patches.undo("slurm_ray")
+    assert sorted(tmp_path.iterdir()) == before
 
 
 def test_the_users_configuration_of_ssh_counts(sshd, tmp_path):
