@@ -58,6 +58,9 @@ def test_a_race_starts_one_and_the_last_living_one_stops_it(home_of_its_own):
     first, second, killed = user(), user(), user()
     urls = {url_of(first), url_of(second), url_of(killed)}
     assert len(urls) == 1
+    port = httpx.URL(*urls).port
+    listeners = [one.laddr for one in psutil.net_connections("tcp") if one.status == "LISTEN"]
+    assert {ip for ip, used in listeners if used == port} == {"127.0.0.1"}
     (state,) = states(home_of_its_own)
     assert len(state["users"]) == 3
 
