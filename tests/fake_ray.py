@@ -19,9 +19,8 @@ from ray.dashboard.modules.job.common import JobSubmitRequest, validate_request_
 
 from nemo_run_ray.checks import version_of
 from nemo_run_ray.remote.attempts import CANCELLED, CLAIM_KEY, NONCE_KEY, claim_body, first_id
+from nemo_run_ray.remote.dashboard import LOG_FILE, DashboardClient, Unanswered
 from nemo_run_ray.remote.dispatch.dispatcher import Dispatcher
-from nemo_run_ray.remote.dispatch.rest import Rest, Unanswered
-from nemo_run_ray.remote.lost_ends import LOG_FILE
 from nemo_run_ray.remote.spec import DispatchSpec
 from tests.http_server import Handler, serving
 
@@ -121,14 +120,14 @@ class FakeRay:
         self.is_closing = False
         self._jobs = {job.id: job for job in plan.jobs} if plan else {}
         self._dispatchers = {plan.id} if plan else set()
-        self._apis: list[Rest] = []
+        self._apis: list[DashboardClient] = []
         if plan:
             self.add(plan.id, {NONCE_KEY: plan.nonce}, status="RUNNING")
 
     # -------------------------------------------------------------- what tests ask and do
 
-    def api(self) -> Rest:
-        self._apis.append(Rest(self.url, timeout_s=10))
+    def api(self) -> DashboardClient:
+        self._apis.append(DashboardClient(self.url, timeout_s=10))
         return self._apis[-1]
 
     def close(self) -> None:

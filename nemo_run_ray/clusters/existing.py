@@ -16,6 +16,7 @@ from urllib.parse import urlsplit
 from nemo_run_ray.checks import CONTROL, looks_like_credential, strict_init
 from nemo_run_ray.clusters.base import Cluster, Dashboard
 from nemo_run_ray.errors import ConfigError
+from nemo_run_ray.remote.dashboard import ray_token
 
 #: Ray's default port of the dashboard.
 DASHBOARD_PORT = 8265
@@ -138,7 +139,7 @@ class ExistingCluster(Cluster):
     def _token(self) -> str | None:
         if self.token in _TOKENS:
             return _TOKENS[self.token]
-        found = ray_token()
+        found = token_of_user()
         # That of another cluster is not for this one.
         return found if self.token in (None, _fingerprint(found)) else None
 
@@ -159,37 +160,27 @@ def _is_plain(token: object) -> bool:
     return isinstance(token, str) and token.strip().isascii() and token.split() == [token.strip()]
 
 
-def ray_token() -> str | None:
+def token_of_user() -> str | None:
     """The token of this user, looked for where Ray looks: variable, named file, home."""
-    found = _find_token()
-    if found is not None and not _is_plain(found):
+    try:
+        token = ray_token() or None
+    except FileNotFoundError as error:
+        raise ConfigError(
+            f"RAY_AUTH_TOKEN_PATH names {error.filename}, which does not exist; write the "
+            "cluster's token into that file or unset the variable."
+        ) from error
+    except OSError as error:
+        raise ConfigError(
+            f"Ray's token file {error.filename} cannot be read ({error.strerror}); correct its "
+            "permissions."
+        ) from error
+    if token is not None and not _is_plain(token):
         raise ConfigError(
             "Ray's token of this user (RAY_AUTH_TOKEN, RAY_AUTH_TOKEN_PATH or ~/.ray/auth_token) "
             "holds a character that a token cannot have (it is not shown here); write the token "
             "alone."
         )
-    return found
-
-
-def _find_token() -> str | None:
-    given = os.environ.get("RAY_AUTH_TOKEN", "").strip()
-    if given:
-        return given
-    named = os.environ.get("RAY_AUTH_TOKEN_PATH")
-    path = Path(named) if named else Path.home() / ".ray" / "auth_token"
-    try:
-        return path.read_text(encoding="utf-8", errors="replace").strip() or None
-    except FileNotFoundError as error:
-        if named:
-            raise ConfigError(
-                f"RAY_AUTH_TOKEN_PATH names {named}, which does not exist; write the cluster's "
-                "token into that file or unset the variable."
-            ) from error
-        return None
-    except OSError as error:
-        raise ConfigError(
-            f"Ray's token file {path} cannot be read ({error.strerror}); correct its permissions."
-        ) from error
+    return token
 
 
 def _dashboard_url(url: str) -> str:

@@ -1,1 +1,1 @@
-"""The client's HTTP to a Ray dashboard; the dispatcher has its own, ``remote/dispatch/rest.py``."""
+"""The client's HTTP to a Ray dashboard; what runs on the cluster has ``remote/dashboard.py``."""

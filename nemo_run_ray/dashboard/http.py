@@ -28,7 +28,7 @@ from tenacity import (
 from nemo_run_ray.clusters import Dashboard
 from nemo_run_ray.clusters.base import interrupted
 from nemo_run_ray.errors import ClusterError, ConfigError, Unanswered, Unauthorised, Unreachable
-from nemo_run_ray.remote.dispatch.rest import is_passing, retry_after_s
+from nemo_run_ray.remote.dashboard import is_passing, retry_after_s
 
 #: Seconds until a connection stands, until an answer has come, and the same of a request that Ray
 #: works on before it answers.

@@ -21,7 +21,7 @@ from nemo_run_ray.dashboard.log_stream import LogStream
 from nemo_run_ray.dashboard.state_api import StateApi
 from nemo_run_ray.dashboard.wake import JobManager
 from nemo_run_ray.errors import JobRefused, SubmissionError, Taken, TooOld
-from nemo_run_ray.remote.dispatch.rest import is_passing, refuses_job
+from nemo_run_ray.remote.dashboard import is_passing, refuses_job
 from nemo_run_ray.remote.lost_ends import LostEnds
 from nemo_run_ray.remote.rows import JobRow, JobRows, fits, job_row, job_rows
 

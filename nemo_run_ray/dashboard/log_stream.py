@@ -21,7 +21,7 @@ from nemo_run_ray.clusters.left_behind import text_of
 from nemo_run_ray.dashboard.http import READ_S, SLOW_S, Http, tls
 from nemo_run_ray.dashboard.log_text import decode_log, decode_text
 from nemo_run_ray.errors import JobError, StreamCut, Unanswered, Unauthorised
-from nemo_run_ray.remote.lost_ends import LOG_FILE, log_query
+from nemo_run_ray.remote.dashboard import LOG_FILE, log_query
 from nemo_run_ray.remote.rows import JobRow
 from nemo_run_ray.remote.states import JobState, is_active, state_of_row
 

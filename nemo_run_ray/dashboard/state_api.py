@@ -21,8 +21,8 @@ from nemo_run_ray.dashboard.wake import AliveNodes
 from nemo_run_ray.dashboard.why_building import AGENT_LOG, AGENT_LOG_LINES, EnvBuilds
 from nemo_run_ray.errors import ClusterError
 from nemo_run_ray.remote.array.status_file import file_of
+from nemo_run_ray.remote.dashboard import ANSWER_S, LINES, LOG_FILE, log_query
 from nemo_run_ray.remote.group.roles_file import file_name
-from nemo_run_ray.remote.lost_ends import ANSWER_S, LINES, LOG_FILE, log_query
 from nemo_run_ray.remote.rows import fits
 from nemo_run_ray.remote.states import Reason
 

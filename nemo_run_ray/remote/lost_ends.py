@@ -26,10 +26,6 @@ from .node.output import PROOF, end_mark, lock_of
 from .rows import JobRow
 from .states import JobState, Reason, status_of_row
 
-#: Path of a log in Ray's state API. A request for it wakes no job manager.
-LOG_FILE = "/api/v0/logs/file"
-#: Lines at the end of a log that are looked at, and seconds that Ray gets to read them.
-LINES, ANSWER_S = 50, 3
 #: Ray's errors that may hide an end.
 _ERRORS = {
     "JOB_SUPERVISOR_ACTOR_START_FAILURE",
@@ -104,12 +100,6 @@ class LostEnds:
         _, last_s = self._waits.get(name, (0.0, _AGAIN_S / 2))
         wait_s = min(2 * last_s, _AGAIN_MAX_S)
         self._waits[name] = self._clock() + wait_s, wait_s
-
-
-def log_query(node: str, submission_id: str, lines: int) -> Dict[str, str]:
-    """What asks ``LOG_FILE`` for the end of a job's log, or for all of it by -1 lines."""
-    name = f"job-driver-{submission_id}.log"
-    return {"node_id": node, "filename": name, "lines": str(lines), "media_type": "file"}
 
 
 def _may_be_lost(row: JobRow) -> bool:

@@ -9,7 +9,7 @@ import httpx
 
 from nemo_run_ray.dashboard.wake import _REFUSED_LABEL
 from nemo_run_ray.remote.attempts import claim_body
-from nemo_run_ray.remote.lost_ends import LOG_FILE, log_query
+from nemo_run_ray.remote.dashboard import LOG_FILE, log_query
 from tests.conftest import wait_for
 from tests.fake_ray import fake_ray
 

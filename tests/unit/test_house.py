@@ -41,6 +41,7 @@ _REMOTE_LINES = (
     {"earlier"},
     {"attempts"},
     {
+        "dashboard",
         "states",
         "spec",
         "rows",

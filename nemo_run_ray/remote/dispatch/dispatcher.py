@@ -31,6 +31,13 @@ from ..attempts import (
     first_id,
     started_as,
 )
+from ..dashboard import (
+    DashboardClient,
+    RequestRefused,
+    Unanswered,
+    candidates,
+    own_dashboard,
+)
 from ..lost_ends import LostEnds
 from ..node.output import lock_of, proof_of, say
 from ..node.rundir import KEY, SECRETS, read_secrets, remove_secrets
@@ -38,7 +45,7 @@ from ..node_death import node_dead_s
 from ..spec import DispatchedJobSpec, DispatchSpec
 from ..states import JobState, JobStatus, Reason
 from ..variables import EMBEDDED
-from . import head, log, rest
+from . import log
 from .decide import Action, Decision, Do, decide
 from .time_left import time_left
 
@@ -56,6 +63,11 @@ SLOW_MAX_S, LATER_MAX_S = 20.0, 60.0
 ABSENT_MAX_S = 60.0
 #: Seconds that Ray may answer an attempt with an error of its own before the job is given up.
 REFUSED_AFTER_S = 180.0
+#: Memory of the head for each job's supervisor (measured: 85 to 110 MB), and the part of the
+#: head's memory that supervisors may take when the user sets no limit.
+SUPERVISOR_BYTES, HEAD_PART = 110 * 10**6, 0.5
+#: Seconds in which only other clusters' dashboards answer until the own one is taken to be gone.
+FOREIGN_MAX_S = 120.0
 
 
 class Disowned(Exception):
@@ -70,7 +82,7 @@ class Dispatcher:
         self,
         dispatch: DispatchSpec,
         own_id: str,
-        api: rest.Rest,
+        api: DashboardClient,
         secrets: Mapping[str, str],
         limit: int,
         clock: Callable[[], float] = time.time,
@@ -112,7 +124,7 @@ class Dispatcher:
         """Look once and act; the exit code when there is nothing left to do."""
         try:
             table = self._look()
-        except (rest.Unanswered, OSError) as error:  # or an earlier table cannot be read now
+        except (Unanswered, OSError) as error:  # or an earlier table cannot be read now
             self._complain("", str(error))
             self._wait_after(error)
             self._absent_since = None
@@ -131,7 +143,7 @@ class Dispatcher:
         for action in decision.actions:
             try:
                 waiting |= self._act(action, table)
-            except (rest.Unanswered, rest.RequestRefused) as error:
+            except (Unanswered, RequestRefused) as error:
                 self._complain(action.submission_id, f"{action.submission_id}: {error}")
                 self._wait_after(error)
                 waiting = True
@@ -198,9 +210,9 @@ class Dispatcher:
             self._api.stop(attempt_id(job.id, number - 1))
         try:
             self._api.post(self._body(job, number))
-        except rest.RequestRefused as error:
+        except RequestRefused as error:
             self._claim(Action(Do.CLAIM, job.name, action.submission_id, str(error)))
-        except rest.Unanswered as error:
+        except Unanswered as error:
             first = self._errors.setdefault(action.submission_id, self._clock())
             if self._clock() - first < REFUSED_AFTER_S:
                 raise
@@ -227,7 +239,7 @@ class Dispatcher:
         body = attempt_body(job, number)
         missing = [secret for secret in job.secrets if secret not in self._secrets]
         if missing:
-            raise rest.RequestRefused(f"the dispatcher was started without {', '.join(missing)}")
+            raise RequestRefused(f"the dispatcher was started without {', '.join(missing)}")
         key = os.urandom(16).hex()
         body["metadata"][LOCK_KEY] = lock_of(proof_of(key, 0))
         name, data = secrets_package(job, self._secrets, key)
@@ -308,15 +320,15 @@ def secrets_package(
 
 def run(dispatch: DispatchSpec, submission_id: str) -> int:
     """What the dispatcher's job does; its exit code."""
-    limit = head.default_limit(head.memory_bytes())
+    limit = default_limit(memory_bytes())
     chosen = "as the experiment asks"
     if dispatch.max_in_flight is None:
-        part, size = f"{head.HEAD_PART:.0%}", f"{head.memory_bytes() / 2**30:.1f} GiB"
-        chosen = f"{part} of this node's {size}, at {head.SUPERVISOR_BYTES / 1e6:.0f} MB a job"
+        part, size = f"{HEAD_PART:.0%}", f"{memory_bytes() / 2**30:.1f} GiB"
+        chosen = f"{part} of this node's {size}, at {SUPERVISOR_BYTES / 1e6:.0f} MB a job"
     most = limit if dispatch.max_in_flight is None else dispatch.max_in_flight
     say(f"{len(dispatch.jobs)} jobs, at most {most} at once: {chosen}")
     secrets = read_secrets()
-    api = head.find_dashboard(dispatch)
+    api = find_dashboard(dispatch)
     if api is None:
         say(f"other sessions than {dispatch.session} answer here; tried {dispatch.dashboards}")
         remove_secrets()
@@ -328,6 +340,50 @@ def run(dispatch: DispatchSpec, submission_id: str) -> int:
         code = DISOWNED
     remove_secrets()
     return code
+
+
+def find_dashboard(
+    dispatch: DispatchSpec,
+    within_s: float = FOREIGN_MAX_S,
+    clock: Callable[[], float] = time.monotonic,
+    sleep: Callable[[float], None] = time.sleep,
+) -> Optional[DashboardClient]:
+    """The dashboard that belongs to the dispatch's session, however long it is away.
+
+    It is ``None`` when other sessions have answered for so long: then this is not the cluster of
+    the dispatch.
+    """
+    foreign_since: Optional[float] = None
+    while foreign_since is None or clock() - foreign_since < within_s:
+        for url in candidates(dispatch.dashboards):
+            try:
+                found = DashboardClient(url, timeout_s=5.0).session()
+                # Where Ray has set the address it is this cluster's; and the dispatches of an
+                # allocation go on in the next one, whose Ray has another name.
+                if found == dispatch.session or url == own_dashboard():
+                    return DashboardClient(url)
+            except Unanswered:
+                continue
+            foreign_since = clock() if foreign_since is None else foreign_since
+        sleep(1.0)
+    return None
+
+
+def default_limit(memory_bytes: int) -> int:
+    """How many jobs a head of this size may have at once when the user sets no limit."""
+    return max(4, int(memory_bytes * HEAD_PART / SUPERVISOR_BYTES))
+
+
+def memory_bytes() -> int:
+    """This node's memory, or what its container may use of it."""
+    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    for path in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
+        try:
+            with open(path, encoding="ascii") as file:
+                total = min(total, int(file.read()))
+        except (OSError, ValueError):
+            continue  # no such file, or no limit in it
+    return total
 
 
 def _number(job: DispatchedJobSpec, submission_id: str) -> int:

@@ -8,7 +8,7 @@ import urllib.request
 from typing import Any, Optional
 from urllib.parse import urlencode
 
-from ..lost_ends import ANSWER_S, LINES, LOG_FILE, log_query
+from ..dashboard import ANSWER_S, LINES, LOG_FILE, log_query
 from .run_folder import HeadAddress
 
 #: Seconds for one answer.

@@ -13,7 +13,7 @@ from nemo_run_ray.experiment import snapshot as snapshots
 from nemo_run_ray.experiment.ledger import Ledger
 from nemo_run_ray.experiment.roles_and_elements import roles
 from nemo_run_ray.experiment.snapshot import Snapshot
-from nemo_run_ray.remote.lost_ends import LOG_FILE
+from nemo_run_ray.remote.dashboard import LOG_FILE
 from nemo_run_ray.remote.node.output import end_line, lock_of, proof_of
 from nemo_run_ray.remote.states import JobState, JobStatus, Reason
 from tests.fake_ray import EXIT_CODE_IS_LOST, FAILS, GOES_ON, NODE, SUCCEEDS, Trouble

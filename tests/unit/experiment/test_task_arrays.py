@@ -34,7 +34,7 @@ from nemo_run_ray.nemo import registry
 from nemo_run_ray.nemo.resume import resume_experiment
 from nemo_run_ray.plan import task_elements
 from nemo_run_ray.remote.array.status_file import file_of
-from nemo_run_ray.remote.lost_ends import LOG_FILE
+from nemo_run_ray.remote.dashboard import LOG_FILE
 from nemo_run_ray.remote.node.output import end_mark
 from nemo_run_ray.remote.spec import ArraySpec, from_json
 from nemo_run_ray.remote.states import JobState, JobStatus, Reason

@@ -40,10 +40,12 @@ from nemo_run_ray.remote.dispatch.dispatcher import (
     SLOW_MAX_S,
     STOP_AGAIN_S,
     STOP_TRUST_S,
+    SUPERVISOR_BYTES,
     Disowned,
     Dispatcher,
+    default_limit,
+    find_dashboard,
 )
-from nemo_run_ray.remote.dispatch.head import SUPERVISOR_BYTES, default_limit, find_dashboard
 from nemo_run_ray.remote.node.output import PREFIX, end_line, lock_of, proof_of
 from nemo_run_ray.remote.node.rundir import KEY, SECRETS
 from nemo_run_ray.remote.node_death import NODE_DEAD_S

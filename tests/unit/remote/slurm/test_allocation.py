@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from nemo_run_ray.remote.attempts import LOCK_KEY, NONCE_KEY
+from nemo_run_ray.remote.dashboard import LOG_FILE
 from nemo_run_ray.remote.earlier import TABLE
-from nemo_run_ray.remote.lost_ends import LOG_FILE
 from nemo_run_ray.remote.node.output import PREFIX, end_line, lock_of, proof_of
 from nemo_run_ray.remote.slurm.allocation import KEEP, RELEASED, STOP, USERS, Allocation
 from nemo_run_ray.remote.slurm.renewal import Renewal

@@ -1,0 +1,314 @@
+"""Requests to a dashboard from the cluster, and while a Ray starts: the standard library alone.
+
+The dispatcher runs beside the dashboard, perhaps for days, on a head that has other things to do.
+So there is one connection, every request has one deadline, and the job table is never in memory as
+objects at once.
+"""
+
+from __future__ import annotations
+
+import http.client
+import json
+import os
+import re
+import socket
+import subprocess
+import threading
+import time
+from contextlib import suppress
+from email.utils import parsedate_to_datetime
+from pathlib import Path
+from typing import Any, Callable, Dict, Iterator, List, Optional, Sequence, Tuple
+from urllib.parse import quote, urlencode, urlsplit
+
+from .rows import JobRow, fits, job_row
+from .variables import DASHBOARD, EMBEDDED
+
+#: Seconds from the beginning of a request to the end of its answer.
+TIMEOUT_S = 30.0
+#: Size limit of an answer. The largest one is the job table.
+ANSWER_MAX_BYTES = 256 * 1024**2
+#: Path of a log in Ray's state API. A request for it does not start a job manager.
+LOG_FILE = "/api/v0/logs/file"
+#: Lines at the end of a log in which an end record is looked for, and seconds that Ray gets to
+#: read them.
+LINES, ANSWER_S = 50, 3
+#: Statuses below 500 that say "later": a time-out, and limits of a proxy.
+_LATER = {408, 425, 429}
+#: How Ray's head passes on, with the status 500, that the agent of a node refuses a job.
+_AGENT_REFUSES = re.compile(r"\bRequest failed with status code (4\d\d)\b")
+#: Separators of the rows of a JSON list.
+_BETWEEN = re.compile(r"[\[,\s]*")
+_NODE = {"node_id": str, "node_ip": str, "state": str}
+_ASK_RAY = "from ray.dashboard.utils import ray_address_to_api_server_url as find;print(find(None))"
+
+
+class Unanswered(Exception):
+    """The dashboard gave no usable answer; the same request may be answered later.
+
+    Attributes:
+        after_s: seconds until then, as the answer says.
+    """
+
+    def __init__(self, message: str, after_s: float = 0.0) -> None:
+        super().__init__(message)
+        self.after_s = after_s
+
+
+class RequestRefused(Exception):
+    """Ray refuses the request; asking again changes nothing."""
+
+
+def ray_token() -> str:
+    """Ray's token of this user, from where Ray itself takes it; empty if there is none.
+
+    Raises:
+        OSError: its file cannot be read, or RAY_AUTH_TOKEN_PATH names none.
+    """
+    token = os.environ.get("RAY_AUTH_TOKEN", "").strip()
+    named = os.environ.get("RAY_AUTH_TOKEN_PATH")
+    path = Path(named) if named else Path.home() / ".ray" / "auth_token"
+    try:
+        return token or path.read_text(encoding="utf-8", errors="replace").strip()
+    except FileNotFoundError:
+        if named:
+            raise
+        return ""  # a cluster without tokens
+
+
+class DashboardClient:
+    """One dashboard. Redirects are not followed, and nothing is asked through a proxy.
+
+    Args:
+        url: its address, with the path prefix of a proxy.
+        token: called for each request, since a token may be renewed.
+        timeout_s: seconds from the beginning of a request to the end of its answer.
+    """
+
+    def __init__(
+        self, url: str, token: Callable[[], str] = ray_token, timeout_s: float = TIMEOUT_S
+    ) -> None:
+        self.url = url
+        self._token = token
+        self._timeout_s = timeout_s
+        self._after_s = 0.0  # of the last answer
+        self._connection: Optional[http.client.HTTPConnection] = None
+
+    def session(self) -> str:
+        """Ray's name of this start of the cluster."""
+        return str(self._object("/api/version").get("session_name", ""))
+
+    def alive_nodes(self) -> List[Dict[str, Any]]:
+        """Ray's rows of the living nodes, with ``node_id`` and ``node_ip``."""
+        answer = self._object("/api/v0/nodes?limit=10000")
+        shape = {"data": {"result": {"result": [_NODE]}}}
+        if not fits(answer, shape):
+            raise Unanswered(f"{self.url} gave a list of nodes that is not Ray's")
+        return [row for row in answer["data"]["result"]["result"] if row["state"] == "ALIVE"]
+
+    def rows(self) -> Iterator[JobRow]:
+        """The job table, a row at a time.
+
+        Raises:
+            Unanswered: it cannot be read.
+        """
+        text = self._ask("GET", "/api/jobs/").decode(errors="replace")
+        decoder, position = json.JSONDecoder(), 0
+        try:
+            while text[(position := _skip(text, position))] != "]":  # Python 3.9 wants both
+                value, position = decoder.raw_decode(text, position)
+                row = job_row(value)
+                if row is not None:
+                    yield row
+        except (ValueError, IndexError, RecursionError) as error:
+            raise Unanswered(f"{self.url} gave a job table that cannot be read: {error}") from error
+
+    def post(self, body: Dict[str, Any]) -> bool:
+        """Ask for a job, and return whether Ray took it now. It may have it already.
+
+        Raises:
+            Unanswered: it is not known whether the request arrived; the job table tells.
+            RequestRefused: Ray does not take it.
+        """
+        status, text = self._send("POST", "/api/jobs/", json.dumps(body).encode())
+        if status == 200:
+            return True
+        if b"already exists" in text:
+            return False
+        # A token may be renewed, and what listens while the head restarts may know no jobs.
+        if refuses_job(status, text.decode(errors="replace")) and status not in (401, 403, 404):
+            raise RequestRefused(f"Ray refuses it: {_last_line(text)} (HTTP {status})")
+        raise self._unanswered(status, "a new job", text)
+
+    def stop(self, submission_id: str) -> None:
+        """Ask Ray to stop a job, which is harmless when it has ended."""
+        path = f"/api/jobs/{quote(submission_id, safe='')}/stop"
+        status, text = self._send("POST", path, b"")
+        if status != 200 and status != 404:
+            raise self._unanswered(status, "a stop", text)
+
+    def log_end(self, node: str, submission_id: str) -> Optional[str]:
+        """The end of a job's log; ``None`` when it is not available now."""
+        query = {**log_query(node, submission_id, LINES), "timeout": str(ANSWER_S)}
+        try:
+            status, text = self._send("GET", f"{LOG_FILE}?{urlencode(query)}")
+        except Unanswered:
+            return None
+        return text.decode(errors="replace") if status == 200 and text else None
+
+    def put_package(self, name: str, data: bytes) -> None:
+        self._ask("PUT", f"/api/packages/gcs/{quote(name)}", data)
+
+    def _object(self, path: str) -> Dict[str, Any]:
+        try:
+            answer = json.loads(self._ask("GET", path))
+        except (ValueError, RecursionError) as error:
+            raise Unanswered(f"the answer of {self.url} is not Ray's") from error
+        if not isinstance(answer, dict):
+            raise Unanswered(f"the answer of {self.url} is not Ray's")
+        return answer
+
+    def _ask(self, method: str, path: str, data: Optional[bytes] = None) -> bytes:
+        status, text = self._send(method, path, data)
+        if status != 200:
+            raise self._unanswered(status, f"{method} {path}", text)
+        return text
+
+    def _unanswered(self, status: int, what: str, text: bytes) -> Unanswered:
+        return Unanswered(
+            f"{self.url} answered {status} to {what}: {_last_line(text)}", self._after_s
+        )
+
+    def _send(self, method: str, path: str, data: Optional[bytes] = None) -> Tuple[int, bytes]:
+        headers = {"Content-Type": "application/json"}
+        try:
+            token = self._token()
+        except OSError:
+            token = ""  # then the cluster says that it wants one
+        if token:
+            headers["Authorization"] = f"Bearer {token}"
+        deadline = time.monotonic() + self._timeout_s
+        # The time limit of a socket begins anew with every byte.
+        timer = threading.Timer(self._timeout_s, self._cut)
+        timer.daemon = True
+        try:
+            if self._connection is None:
+                self._connection = _connection(self.url, self._timeout_s)
+            timer.start()
+            self._connection.request(method, urlsplit(self.url).path + path, data, headers)
+            answer = self._connection.getresponse()
+            self._after_s = retry_after_s(answer.getheader("Retry-After"))
+            content = answer.read(ANSWER_MAX_BYTES + 1)
+            if len(content) > ANSWER_MAX_BYTES:
+                raise ValueError(f"the answer has more than {ANSWER_MAX_BYTES / 1024**2:.0f} MiB")
+            if answer.length or time.monotonic() >= deadline:
+                raise http.client.IncompleteRead(content, answer.length)
+            return answer.status, content
+        except (OSError, http.client.HTTPException, ValueError) as error:
+            if self._connection is not None:
+                self._connection.close()
+            self._connection = None
+            is_late = time.monotonic() >= deadline
+            cause = f"timed out after {self._timeout_s:g} s" if is_late else str(error)
+            raise Unanswered(
+                f"{self.url} cannot be reached: {cause or type(error).__name__}"
+            ) from error
+        finally:
+            timer.cancel()
+
+    def _cut(self) -> None:
+        connection = self._connection
+        if connection is not None and connection.sock is not None:
+            with suppress(OSError):  # it has ended at this moment
+                connection.sock.shutdown(socket.SHUT_RDWR)
+
+
+def candidates(given: Sequence[str]) -> Iterator[str]:
+    """Addresses at which the dashboard of this job's cluster may be, the likeliest first.
+
+    Args:
+        given: as the client knows it: its port is the dashboard's unless a tunnel or a proxy is
+            between them, and then Ray itself is asked.
+    """
+    known = own_dashboard()
+    if known:
+        # The token of this cluster is shown to no other that may listen at a port.
+        yield known
+        return
+    head = os.environ.get("RAY_ADDRESS", "").rpartition(":")[0]
+    ports = [urlsplit(url).port for url in given if urlsplit(url).port]
+    for port in dict.fromkeys([*ports, 8265]):
+        for host in filter(None, (head, "127.0.0.1")):
+            yield f"http://{host}:{port}"
+    yield from given
+    yield from _ask_ray()
+
+
+def own_dashboard() -> str:
+    """The dashboard's address where whoever started this Ray has set it; empty elsewhere.
+
+    An embedded Ray that a job has started inherits the variable of the cluster around it.
+    """
+    return "" if os.environ.get(EMBEDDED) else os.environ.get(DASHBOARD, "")
+
+
+def _ask_ray() -> Iterator[str]:
+    """The address as Ray knows it, by an interpreter that has ray; this takes a second or two."""
+    for python in ("python3", "python"):
+        try:
+            done = subprocess.run(
+                [python, "-c", _ASK_RAY], stdout=subprocess.PIPE, text=True, timeout=60
+            )
+        except (OSError, subprocess.TimeoutExpired):
+            continue
+        lines = done.stdout.strip().splitlines()
+        if done.returncode == 0 and lines:
+            yield lines[-1]
+            return
+
+
+def log_query(node: str, submission_id: str, lines: int) -> Dict[str, str]:
+    """Parameters that ask ``LOG_FILE`` for the end of a job's log, or for all of it by -1 lines."""
+    name = f"job-driver-{submission_id}.log"
+    return {"node_id": node, "filename": name, "lines": str(lines), "media_type": "file"}
+
+
+def is_passing(status: int) -> bool:
+    """Whether an answer says that the same request may succeed later."""
+    return status >= 500 or status in _LATER
+
+
+def refuses_job(status: int, text: str) -> bool:
+    """Whether an answer to a new job means that it can never be taken."""
+    inner = _AGENT_REFUSES.search(text) if status == 500 else None
+    if inner:
+        return not is_passing(int(inner[1]))
+    return 400 <= status < 500 and not is_passing(status)
+
+
+def retry_after_s(header: Optional[str]) -> float:
+    """Seconds until a request may be repeated, by the header Retry-After: a number or a date."""
+    text = (header or "").strip()
+    if re.fullmatch(r"[0-9]{1,9}", text):
+        return float(text)
+    try:
+        return max(0.0, parsedate_to_datetime(text).timestamp() - time.time())
+    except (TypeError, ValueError, OverflowError):
+        return 0.0
+
+
+def _connection(url: str, timeout_s: float) -> http.client.HTTPConnection:
+    parts = urlsplit(url)
+    if parts.scheme == "https":
+        return http.client.HTTPSConnection(parts.hostname or "", parts.port, timeout=timeout_s)
+    return http.client.HTTPConnection(parts.hostname or "", parts.port, timeout=timeout_s)
+
+
+def _skip(text: str, position: int) -> int:
+    between = _BETWEEN.match(text, position)
+    return between.end() if between else position
+
+
+def _last_line(text: bytes) -> str:
+    lines = [line.strip() for line in text.decode("utf-8", "replace").splitlines()]
+    return next((line for line in reversed(lines) if line.strip(".")), "no text")[:300]
