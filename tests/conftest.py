@@ -41,7 +41,7 @@ from nemo_run.run import experiment  # noqa: E402
 
 from nemo_run_ray import RayExecutor  # noqa: E402
 from nemo_run_ray.errors import NemoRunRayError  # noqa: E402
-from nemo_run_ray.remote.node.tree import TAG  # noqa: E402
+from nemo_run_ray.remote.node.supervise import TAG  # noqa: E402
 from tests import warm  # noqa: E402
 
 # The machines differ, and a limit on an example's time would fail at their whim.

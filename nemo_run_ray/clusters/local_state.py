@@ -34,7 +34,7 @@ from nemo_run_ray.clusters.local_dashboard import jobs_of
 from nemo_run_ray.clusters.start_log import end_of_log
 from nemo_run_ray.errors import ClusterError, ConfigError, Unanswered
 from nemo_run_ray.remote.files import write_file
-from nemo_run_ray.remote.node.tree import descendants, kill, marked
+from nemo_run_ray.remote.node.supervise import descendants, kill, marked
 from nemo_run_ray.remote.states import is_active
 from nemo_run_ray.remote.trust import open_own, why_untrusted
 from nemo_run_ray.remote.variables import (

@@ -28,7 +28,7 @@ from nemo_run_ray.plan.array_elements import Over, lines_of, rows_of
 from nemo_run_ray.plan.commands import has_torchrun
 from nemo_run_ray.plan.roles import array_role
 from nemo_run_ray.remote.array.elements import ENV, FIELD, WORD, WORDS
-from nemo_run_ray.remote.node.missing_modules import modules_in
+from nemo_run_ray.remote.node.command import modules_in
 from nemo_run_ray.remote.spec import ArraySpec
 
 #: In the place of a program: what runs the file is the job's driver.

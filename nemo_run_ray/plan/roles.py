@@ -27,7 +27,7 @@ from nemo_run_ray.plan.commands import (
 )
 from nemo_run_ray.plan.group_checks import check_probe, check_together, check_whole
 from nemo_run_ray.remote.group.addresses import RENDEZVOUS
-from nemo_run_ray.remote.node.missing_modules import modules_of
+from nemo_run_ray.remote.node.command import modules_of
 from nemo_run_ray.remote.spec import ArraySpec, GroupSpec, JobSpec, RoleSpec
 from nemo_run_ray.runtime_env import brings_python, environments, is_container, resolve
 

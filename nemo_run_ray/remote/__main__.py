@@ -11,8 +11,8 @@ import sys
 
 from .node import command
 from .node.output import end_line, say
-from .node.process import Runner, keep
 from .node.rundir import DISPATCH, SPEC, RunDir, archived, jobs_folder, take_key, take_secrets
+from .node.supervise import Runner, keep
 from .spec import ArraySpec, DispatchSpec, GroupSpec, JobSpec, from_json
 
 
@@ -67,9 +67,7 @@ def _run_task(runner: Runner, spec: JobSpec, job: str, submission_id: str) -> in
         cwd = spec.cwd or run_dir.code
         code = runner.run(command.words(spec, run_dir, env), env, cwd, spec.grace_s)
         if code != 0 and spec.config is not None and not runner.cancelled:
-            from .node.missing_modules import explain
-
-            hint = explain(run_dir.root, spec.config, env, cwd)
+            hint = command.explain(run_dir.root, spec.config, env, cwd)
             if hint is not None:
                 say(hint)
         return code

@@ -36,6 +36,7 @@ _REMOTE_LINES = (
     {"__main__", "start"},
     {"array"},
     {"group", "dispatch", "slurm"},
+    {"hosts"},
     {"lost_ends"},
     {"node"},
     {"earlier"},
@@ -46,6 +47,7 @@ _REMOTE_LINES = (
         "spec",
         "rows",
         "files",
+        "fit",
         "env_error",
         "exit_words",
         "node_death",
@@ -57,8 +59,8 @@ _REMOTE_LINES = (
 #: Programs on one line of it: none needs another.
 _PROGRAMS = {"group", "dispatch", "slurm"}
 _MAY_IMPORT_RAY = {
-    "remote/group/actors.py",
     "remote/group/driver.py",
+    "remote/hosts/actors.py",
     "work/connection.py",
     "work/pickling.py",
     "work/worker.py",
@@ -164,7 +166,7 @@ def test_an_import_that_goes_up_is_found_in_every_folder(tmp_path):
         "experiment/late.py": "def late():\n    from nemo_run_ray.cli import main\n",
         "clusters/slurm/planted.py": "import nemo_run_ray.experiment.ledger\n",
         "remote/node/planted.py": "from ..dispatch.decide import decide\n",
-        "remote/group/planted.py": "from ..slurm import node\nfrom ..node import tree\n",
+        "remote/group/planted.py": "from ..slurm import node\nfrom ..node import probe\n",
         "remote/files.py": "from .states import JobState\n",
     }
     for module, text in planted.items():
@@ -185,7 +187,7 @@ def test_an_import_that_goes_up_is_found_in_every_folder(tmp_path):
         ("dashboard/jobs_api.py", "nemo_run_ray.experiment.ledger"),
         ("plan/roles.py", "nemo_run_ray"),
         ("remote/states.py", "nemo_run_ray.remote.group.machine"),
-        ("remote/node/process.py", "nemo_run_ray.remote.dispatch.decide"),
+        ("remote/node/supervise.py", "nemo_run_ray.remote.dispatch.decide"),
         ("remote/dispatch/decide.py", "nemo_run_ray.remote.group.machine"),
         ("remote/spec.py", "nemo_run_ray.experiment.ledger"),
     ],

@@ -9,7 +9,7 @@ import time
 from dataclasses import dataclass, field
 from typing import Any, Dict, Iterator, List, NamedTuple, Optional, Sequence, Set
 
-from ..group.machine import name
+from ..hosts.actors import name
 from .hosts import Host, HostRecord
 from .leases import Leases
 

@@ -11,12 +11,12 @@ import os
 import time
 from typing import Collection, Mapping, Optional, Tuple
 
-from ..group.actors import forget_runtime_env
-from ..group.calls import Calls, Died
 from ..group.driver import connect
+from ..hosts.actors import forget_runtime_env
+from ..hosts.calls import Calls, Died
 from ..node.output import MAY_BE_LEFT, NO_PROCESS_LEFT, say
-from ..node.process import Runner
 from ..node.rundir import jobs_folder, remove_secrets, secrets_of
+from ..node.supervise import Runner
 from ..node_death import NODE_DEAD_S
 from ..spec import ArraySpec
 from .handing_out import feed, fulfil, take_back

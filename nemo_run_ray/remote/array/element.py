@@ -11,7 +11,7 @@ from contextlib import suppress
 from typing import Optional
 
 from ..node.output import CHUNK_BYTES, Lines
-from ..node.process import describe_exit
+from ..node.supervise import describe_exit
 from .progress import Lease
 
 #: Variables of every element: its index, from 0, and which attempt it is, from 1.

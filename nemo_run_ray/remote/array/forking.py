@@ -9,7 +9,7 @@ import subprocess
 from contextlib import suppress
 from typing import Any, Dict, List, Mapping, NamedTuple, Optional, Sequence, Tuple
 
-from ..group.workspace import Workspace
+from ..hosts.workspace import Workspace
 from .element import RunningElement
 from .warm import PACKET_MAX
 

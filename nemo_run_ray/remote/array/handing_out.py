@@ -6,7 +6,7 @@ import time
 from itertools import islice
 from typing import Any, Dict, List, Sequence
 
-from ..group.calls import Calls
+from ..hosts.calls import Calls
 from ..node.output import say
 from .host_pool import HostPool
 from .hosts import Host

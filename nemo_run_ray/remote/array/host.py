@@ -1,14 +1,10 @@
 """A host of elements on its node: starts them in its slots, passes their output on, says their end.
 
-It is a process as a replica of a group is one (``group/stay.py``), for many commands instead of one
-role. Orders and reports are JSON, one a line. Orders: ``prepare``, ``sweep``, ``run``,
+It is a process as a replica of a group is one (``hosts/relay.py``), for many commands instead of
+one role. Orders and reports are JSON, one a line. Orders: ``prepare``, ``sweep``, ``run``,
 ``cancel``, ``hand_back``, ``end``, ``forget``. Reports: ``prepared``, ``unprepared``,
 ``obstacles``, ``swept``, ``unswept``, ``text``, ``ended``, ``lost``, ``handed_back``, ``idle``,
 ``failed``.
-
-What begins is noted in a file before it does, and what has ended before it is reported. When this
-process dies, the next host on the node ends what it has left, and reads the files: then it is known
-what ran, and nothing runs.
 """
 
 from __future__ import annotations
@@ -20,10 +16,9 @@ import socket
 import time
 from typing import Any, Dict, Mapping, NoReturn, Optional, Sequence, Set
 
-from ..group.channel import Channel
-from ..group.stay import stay
-from ..group.workspace import Workspace
-from ..node.tree import ENDING, ROUND_S, Tree, adopt_orphans, collect, wake_at
+from ..hosts.relay import Channel, stay
+from ..hosts.workspace import Workspace
+from ..node.supervise import ENDING, ROUND_S, Tree, adopt_orphans, collect, wake_at
 from .launcher import Launcher
 from .notes import Notes, forget
 from .running import RunningElements

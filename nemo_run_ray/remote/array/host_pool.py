@@ -6,7 +6,7 @@ import time
 from typing import Any, Dict, Iterable, List, Mapping, Optional, Sequence, Set
 
 from ..attempts import first_id
-from ..group.calls import Calls
+from ..hosts.calls import Calls
 from ..node.output import say
 from ..node_death import node_dead_s
 from ..spec import ArraySpec

@@ -7,8 +7,8 @@ import time
 from typing import Any, List, Mapping, Optional, Sequence, Tuple
 
 from ..env_error import cause_of
-from ..group.calls import Calls, Died, Pulled
-from ..group.machine import name
+from ..hosts.actors import name
+from ..hosts.calls import Calls, Died, Pulled
 from ..node.output import say, write
 from ..states import Cause
 from .host_pool import HostPool

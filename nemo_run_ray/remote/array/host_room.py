@@ -8,7 +8,8 @@ from __future__ import annotations
 import json
 from typing import Any, Collection, Dict, List, Sequence
 
-from ..group.packing import Node, matches, nodes_of
+from ..fit import Node, nodes_of
+from ..group.packing import matches
 from ..node.output import say
 from ..spec import ArraySpec
 from .hosts import Host

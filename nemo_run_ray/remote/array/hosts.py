@@ -13,17 +13,17 @@ from dataclasses import dataclass, field
 from typing import Any, Dict, List, Mapping, NamedTuple, Sequence
 
 from .. import FOLDER
-from ..group.actors import (
+from ..fit import Node
+from ..hosts.actors import (
     Actor,
     ReplicaHandle,
     actor_class,
     code_of,
     key_of,
+    name,
     passed_on,
     tar,
 )
-from ..group.machine import name
-from ..group.packing import Node
 from ..node.rundir import jobs_folder
 from ..spec import ArraySpec
 from ..trust import open_own

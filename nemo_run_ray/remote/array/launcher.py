@@ -7,8 +7,8 @@ import os
 import signal
 from typing import Any, Dict, List, Mapping, Optional, Set
 
-from ..group.workspace import Workspace
-from ..node.tree import kill
+from ..hosts.workspace import Workspace
+from ..node.supervise import kill
 from .element import ATTEMPT, INDEX, RunningElement
 from .forking import PROGRAM, Forking, result_of
 from .progress import LOST_CODE

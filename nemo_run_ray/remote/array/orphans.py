@@ -8,7 +8,7 @@ import time
 from contextlib import suppress
 from typing import Dict, Sequence, Set, Tuple
 
-from ..node.tree import kill
+from ..node.supervise import kill
 from .element import ATTEMPT, INDEX
 from .progress import Lease
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Collection, Dict, List, Mapping, NamedTuple
 
-from ..group.packing import TOLERANCE, Node, amount_text, matches
+from ..fit import Node
+from ..group.packing import TOLERANCE, amount_text, matches
 
 
 class Share(NamedTuple):

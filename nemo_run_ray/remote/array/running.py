@@ -5,8 +5,8 @@ from __future__ import annotations
 import time
 from typing import Any, Dict, Optional, Sequence, Set
 
-from ..group.channel import Channel
-from ..node.tree import ROUND_S, collect
+from ..hosts.relay import Channel
+from ..node.supervise import ROUND_S, collect
 from .element import KILLED, RunningElement
 from .forking import CannotPrepare
 from .launcher import Launcher

@@ -10,8 +10,8 @@ from contextlib import suppress
 from functools import partial
 from typing import Any, Dict, List, Mapping, NamedTuple, Optional, Set
 
-from ..group.workspace import Workspace
-from ..node.tree import kill
+from ..hosts.workspace import Workspace
+from ..node.supervise import kill
 from .element import RunningElement
 from .forking import PROGRAM, start_with
 from .progress import Lease

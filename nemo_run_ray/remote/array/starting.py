@@ -8,8 +8,8 @@ import socket
 import subprocess
 from typing import Any, Dict, List, NamedTuple, Sequence, Tuple
 
-from ..group.workspace import Workspace
-from ..node.tree import explain_start
+from ..hosts.workspace import Workspace
+from ..node.supervise import explain_start
 from .element import RunningElement
 from .elements import Target, applied
 from .progress import Lease

@@ -8,7 +8,7 @@ from contextlib import suppress
 from typing import Any, Dict, Iterator, List, NamedTuple, Optional, Tuple
 
 from ..node.rundir import RunDir
-from ..node.tree import KEEPER, TAG, is_guard, kill, marked
+from ..node.supervise import KEEPER, TAG, is_guard, kill, marked
 from .notes import folder_of, read_begun, read_ended
 
 #: Seconds for a host's guard to end what the host has left, also what has lost its mark.

@@ -5,8 +5,8 @@ from __future__ import annotations
 import re
 from typing import Dict, Mapping
 
+from ..hosts.actors import ReplicaId
 from ..spec import GroupSpec, RoleSpec
-from .machine import ReplicaId
 
 #: Port of a role's first replica on which its processes find each other; not the user's.
 RENDEZVOUS = "_rendezvous"

@@ -17,15 +17,23 @@ import sys
 import time
 from typing import Any, Dict, List, Mapping, Optional, Sequence
 
+from ..fit import Node, nodes_of
+from ..hosts.actors import (
+    Actor,
+    ReplicaHandle,
+    ReplicaId,
+    actor_of,
+    forget_runtime_env,
+    name,
+    start_actors,
+)
+from ..hosts.calls import Calls, Pulled
 from ..node.output import NO_PROCESS_LEFT, say
-from ..node.process import Runner
 from ..node.rundir import take_secrets
+from ..node.supervise import Runner
 from ..spec import GroupSpec
 from ..states import Cause, Life, Phase
-from . import machine, packing
-from .actors import Actor, ReplicaHandle, actor_of, forget_runtime_env, start_actors
-from .calls import Calls, Pulled
-from .machine import ReplicaId, name
+from . import machine
 from .orders import Orders
 from .placement_group import NoRoom, PlacementGroup
 from .reports import events_of, losses
@@ -177,7 +185,7 @@ class _Driver:
 
     def _watch(self, now: float) -> None:
         """End the wait for nodes that have died since the placing, and say what is waited for."""
-        alive = {node.node_id for node in packing.nodes_of(self._ray.nodes())}
+        alive = {node.node_id for node in nodes_of(self._ray.nodes())}
         waiting = [
             replica
             for replica in self._replicas.values()
@@ -276,7 +284,7 @@ def _built_for(replica: ReplicaHandle) -> str:
 
 
 def _replicas_on(
-    nodes: Sequence[packing.Node], spec: GroupSpec, group: machine.Group, submission_id: str
+    nodes: Sequence[Node], spec: GroupSpec, group: machine.Group, submission_id: str
 ) -> Dict[ReplicaId, ReplicaHandle]:
     """The replicas of a group on the nodes that Ray has given them, in order."""
     roles = {role.name: role for role in spec.roles}

@@ -8,10 +8,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import Callable, Dict, List, Optional, Sequence, Tuple, Union
 
+from ..hosts.actors import ReplicaId, name
 from ..states import Cause, Life, Phase
-
-#: One replica of one role.
-ReplicaId = Tuple[str, int]
 
 
 @dataclass(frozen=True)
@@ -336,8 +334,3 @@ _HANDLERS: Dict[type, Callable[[_Move, Event], None]] = {
     Lost: _lost,  # type: ignore[dict-item]
     Stop: _stop,  # type: ignore[dict-item]
 }
-
-
-def name(replica_id: ReplicaId) -> str:
-    """``role/replica``, as it stands before the lines of its output."""
-    return f"{replica_id[0]}/{replica_id[1]}"

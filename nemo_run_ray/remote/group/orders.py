@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from typing import Any, Dict, Mapping
 
+from ..hosts.actors import ReplicaHandle, ReplicaId, code_of, key_of, passed_on
 from ..spec import GroupSpec
-from .actors import ReplicaHandle, code_of, key_of, passed_on
 from .addresses import variables
-from .machine import ReplicaId
 
 
 class Orders:

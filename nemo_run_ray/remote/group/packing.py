@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import random
 from dataclasses import dataclass, field, replace
-from typing import Any, Dict, Iterable, List, Mapping, Optional, Sequence, Set, Tuple
+from typing import Dict, List, Mapping, Optional, Sequence, Set, Tuple
 
+from ..fit import Node
+from ..hosts.actors import ReplicaId, name
 from ..spec import GroupSpec
-from .machine import ReplicaId, name
 
 #: Label of every node that holds its id.
 NODE_ID = "ray.io/node-id"
@@ -25,38 +26,12 @@ TOLERANCE = 1e-5
 
 
 @dataclass(frozen=True)
-class Node:
-    """One living node of the cluster, with all that it can give, busy or not."""
-
-    node_id: str
-    host: str
-    address: str
-    labels: Mapping[str, str] = field(default_factory=dict)
-    resources: Mapping[str, float] = field(default_factory=dict)
-
-
-@dataclass(frozen=True)
 class Bundle:
     """What one replica asks for."""
 
     replica_id: ReplicaId
     resources: Mapping[str, float]
     selector: Mapping[str, str] = field(default_factory=dict)
-
-
-def nodes_of(rows: Iterable[Mapping[str, Any]]) -> List[Node]:
-    """The living nodes of ``ray.nodes()``."""
-    return [
-        Node(
-            node_id=str(row["NodeID"]),
-            host=str(row["NodeManagerHostname"]),
-            address=str(row["NodeManagerAddress"]),
-            labels=dict(row.get("Labels") or {}),
-            resources=dict(row.get("Resources") or {}),
-        )
-        for row in rows
-        if row.get("Alive")
-    ]
 
 
 def bundles_of(spec: GroupSpec, nodes: Sequence[Node] = (), turn: int = 0) -> List[Bundle]:

@@ -9,11 +9,11 @@ import inspect
 import time
 from typing import Any, Dict, List, Optional, Tuple
 
+from ..fit import Node, nodes_of
 from ..node.output import say
 from ..spec import GroupSpec
 from ..states import Cause
 from . import packing
-from .packing import Node
 
 #: Seconds between two looks at the placement group, at first and later on.
 _LOOK_S, _LOOK_MAX_S = 0.1, 1.0
@@ -64,7 +64,7 @@ class PlacementGroup:
         time.sleep(self._pause_s)  # Ray's own wait takes whole seconds only: 0.2 is none at all
         self._pause_s = min(self._pause_s * 1.3, _LOOK_MAX_S)
         now = time.monotonic()
-        nodes = packing.nodes_of(self._ray.nodes())
+        nodes = nodes_of(self._ray.nodes())
         if nodes != self._known:
             self._known, self._never = nodes, packing.why_never(self._spec, nodes)
         never = self._never or self._ray_says_never()
@@ -90,7 +90,7 @@ class PlacementGroup:
 
     def nodes(self) -> Tuple[Node, ...]:
         """The node of every replica, in the order of the bundles."""
-        known = {node.node_id: node for node in packing.nodes_of(self._ray.nodes())}
+        known = {node.node_id: node for node in nodes_of(self._ray.nodes())}
         where = self._ray.util.placement_group_table(self.group)["bundles_to_node_id"]
         return tuple(known[where[number]] for number in sorted(where))
 
@@ -100,12 +100,12 @@ class PlacementGroup:
 
     def _is_alive(self) -> bool:
         """Whether its nodes still live; Ray places the bundles of a dead one anew."""
-        alive = {node.node_id for node in packing.nodes_of(self._ray.nodes())}
+        alive = {node.node_id for node in nodes_of(self._ray.nodes())}
         where = self._ray.util.placement_group_table(self.group)["bundles_to_node_id"]
         return set(where.values()) <= alive
 
     def _ask(self) -> Any:
-        nodes = packing.nodes_of(self._ray.nodes())
+        nodes = nodes_of(self._ray.nodes())
         bundles = packing.bundles_of(self._spec, nodes, self._turn)
         create = self._ray.util.placement_group
         options: Dict[str, Any] = {}

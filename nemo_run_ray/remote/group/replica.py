@@ -22,18 +22,24 @@ import select
 import shutil
 import signal
 import socket
+import subprocess
 import time
 from typing import Any, List, Mapping, NoReturn, Optional, Sequence
 
-from ..node import command
+from ..hosts.relay import Channel, stay
+from ..hosts.workspace import Workspace
+from ..node.output import CHUNK_BYTES, Lines
 from ..node.probe import Probing
-from ..node.process import describe_exit
-from ..node.rundir import RunDir, run_dirs
-from ..node.tree import ROUND_S, Tree, adopt_orphans, collect, sweep, wake_at
-from .channel import Channel
-from .rank import Rank
-from .stay import stay
-from .workspace import Workspace
+from ..node.supervise import (
+    ROUND_S,
+    Tree,
+    adopt_orphans,
+    before_exec,
+    collect,
+    describe_exit,
+    explain_start,
+    wake_at,
+)
 
 #: Seconds of one turn of the loop when there is nothing to look after.
 _IDLE_S = 60.0
@@ -42,6 +48,47 @@ _IDLE_S = 60.0
 def main(argv: Sequence[str]) -> NoReturn:
     """Become the process of a replica; ``argv`` is the package's folder and the socket's number."""
     stay(argv, ReplicaProcess)
+
+
+class Rank:
+    """One process of the role, and its output.
+
+    Args:
+        process: the process, or ``None`` when it could not be started.
+        code: its exit code, when it could not be started.
+        words: why it could not be started.
+    """
+
+    def __init__(
+        self,
+        process: Optional[subprocess.Popen[bytes]],
+        code: Optional[int] = None,
+        words: str = "",
+    ) -> None:
+        self.pid = process.pid if process is not None else None
+        self.code = code
+        self.words = words
+        self.ended_at = time.monotonic()
+        self.fd: Optional[int] = None
+        self._lines = Lines()
+        if process is not None and process.stdout is not None:
+            self.fd = os.dup(process.stdout.fileno())
+            process.stdout.close()
+            process.returncode = 0  # the loop collects it; the object must not
+
+    def read(self) -> str:
+        """The lines that are complete now; called when there is something to read."""
+        if self.fd is None:
+            return ""
+        data = os.read(self.fd, CHUNK_BYTES)
+        if not data:
+            os.close(self.fd)
+            self.fd = None
+        return self._lines.feed(data)
+
+    def ended(self, code: int) -> None:
+        """Note the exit code; the loop has collected the process."""
+        self.code, self.ended_at = code, time.monotonic()
 
 
 class ReplicaProcess:
@@ -53,6 +100,7 @@ class ReplicaProcess:
         self._wake = wake_at(signal.SIGCHLD)
         self._tree = Tree(0, adopt_orphans())
         self._workspace: Optional[Workspace] = None
+        self._index = 0
         self._ranks: List[Rank] = []
         self._probing: Optional[Probing] = None
         self._deadline: Optional[float] = None  # when SIGTERM becomes SIGKILL
@@ -113,7 +161,7 @@ class ReplicaProcess:
         return True
 
     def _prepare(self, order: Mapping[str, Any]) -> None:
-        self._workspace = Workspace(order)
+        self._workspace, self._index = Workspace(order), int(order["index"])
         try:
             self._workspace.prepare(self._folder)
         except (OSError, ValueError) as error:
@@ -127,7 +175,7 @@ class ReplicaProcess:
         self._deadline = None
         self._ranks = []
         for local_rank in range(place.role.processes):
-            rank = place.start_rank(local_rank)
+            rank = self._start_rank(place, local_rank)
             self._ranks.append(rank)
             if rank.code is not None:
                 return
@@ -136,6 +184,28 @@ class ReplicaProcess:
         else:
             ready, ports = place.role.ready, place.ports
             self._probing = Probing(ready, place.address, ports, place.start_probe)
+
+    def _start_rank(self, place: Workspace, local_rank: int) -> Rank:
+        """Start one process of the role; it has ended already when it cannot be started."""
+        role, variables = place.role, {}
+        if role.ranked:
+            rank = self._index * role.processes + local_rank
+            variables = {"RANK": str(rank), "LOCAL_RANK": str(local_rank)}
+        argv, env, cwd = place.words(role.task.argv, variables)
+        try:
+            process = subprocess.Popen(
+                argv,
+                env=env,
+                cwd=cwd,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+                preexec_fn=before_exec,
+            )
+            return Rank(process)
+        except (OSError, ValueError) as error:
+            return Rank(None, *explain_start(argv, env, cwd, error))
 
     def _end(self, order: Mapping[str, Any]) -> None:
         self._told_to_end = True
@@ -220,10 +290,3 @@ class ReplicaProcess:
     def _failed(self) -> List[Rank]:
         failed = [rank for rank in self._ranks if rank.code]
         return sorted(failed, key=lambda rank: rank.ended_at)
-
-
-def clean_up(tag: str, run_dir: str) -> int:
-    """End what a killed replica process left, from its actor; the number of its processes."""
-    left = sweep(tag)
-    RunDir(run_dir, base=run_dirs(command.tmpdir())).remove()
-    return left

@@ -5,12 +5,11 @@ from __future__ import annotations
 import json
 from typing import Any, Iterator, Mapping
 
+from ..hosts.actors import ReplicaHandle, actor_of, name
+from ..hosts.calls import Answer, Died, Pulled
 from ..node.output import say, write
 from ..states import Cause
 from . import machine
-from .actors import ReplicaHandle, actor_of
-from .calls import Answer, Died, Pulled
-from .machine import name
 
 
 def events_of(answer: Answer) -> Iterator[machine.Event]:

@@ -10,10 +10,11 @@ import os
 from typing import List, Mapping, Optional
 
 from ..files import write_file
+from ..fit import Node
+from ..hosts.actors import ReplicaId
 from ..rows import GroupRows, ReplicaRow
 from ..states import Life
-from .machine import Group, ReplicaId
-from .packing import Node
+from .machine import Group
 
 
 def file_name(submission_id: str) -> str:

@@ -7,8 +7,7 @@ import sys
 from typing import Dict
 
 from ..node.output import RUNNER_KILLED, say
-from ..node.process import Runner, guard
-from ..node.tree import adopt_orphans
+from ..node.supervise import Runner, adopt_orphans, guard
 from .commands import Commands
 from .node import NodeProgram
 from .run_folder import CLUSTER_FAILED, NodeReport, RunEnd, RunFolder

@@ -9,7 +9,7 @@ import subprocess
 import time
 from typing import Dict, List, Mapping, Optional, Sequence, Set
 
-from ..node.tree import TAG, before_exec, collect, descendants, kill
+from ..node.supervise import TAG, before_exec, collect, descendants, kill
 
 #: Bytes at the end of a log in which its last lines are looked for.
 _TAIL_BYTES = 8192

@@ -7,7 +7,7 @@ from contextlib import suppress
 from typing import Mapping
 
 from ..node.output import say
-from ..node.process import Runner
+from ..node.supervise import Runner
 from .commands import Commands
 from .node import GRACE_S, TURN_S, await_shared
 from .run_folder import NodeReport, RunFolder

@@ -8,7 +8,7 @@ import time
 from contextlib import suppress
 from typing import Any, Dict, List, Optional, Set, Union
 
-from ..node.process import describe_exit
+from ..node.supervise import describe_exit
 from ..variables import DASHBOARD
 from .allocation import Allocation
 from .commands import Command

@@ -9,8 +9,7 @@ from contextlib import suppress
 from typing import Any, Dict, List, Mapping, Optional, Set
 
 from ..node.output import say
-from ..node.process import Runner, describe_exit
-from ..node.tree import explain_start
+from ..node.supervise import Runner, describe_exit, explain_start
 from .commands import Command, Commands, tail
 from .log_copies import JOB_LOGS, LogCopies, keep_job_logs
 from .network import Ports

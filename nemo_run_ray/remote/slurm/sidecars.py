@@ -7,7 +7,7 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Dict, List, Mapping, Optional, Tuple
 
 from ..files import write_file
-from ..node.process import describe_exit
+from ..node.supervise import describe_exit
 from .commands import Command, Commands, tail
 from .settings import SANDBOX, Settings, SidecarSpec
 

@@ -34,7 +34,7 @@ def package(tmp_path_factory) -> Path:
 def relays(package) -> Iterator[ModuleType]:
     """The relay's module, as an actor imports it."""
     sys.path.append(str(package))
-    yield importlib.import_module("nemo_run_ray_remote.group.relay")
+    yield importlib.import_module("nemo_run_ray_remote.hosts.relay")
     sys.path.remove(str(package))
     for name in [one for one in sys.modules if one.startswith("nemo_run_ray_remote")]:
         del sys.modules[name]

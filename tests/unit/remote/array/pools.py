@@ -13,9 +13,9 @@ from nemo_run_ray.remote.array.host_reports import HostReports
 from nemo_run_ray.remote.array.hosts import Host, HostRecord
 from nemo_run_ray.remote.array.leases import Leases
 from nemo_run_ray.remote.array.progress import ElementState
-from nemo_run_ray.remote.group.actors import Actor, ReplicaHandle
-from nemo_run_ray.remote.group.calls import Pulled
-from nemo_run_ray.remote.group.packing import Node
+from nemo_run_ray.remote.fit import Node
+from nemo_run_ray.remote.hosts.actors import Actor, ReplicaHandle
+from nemo_run_ray.remote.hosts.calls import Pulled
 from nemo_run_ray.remote.spec import ArraySpec, JobSpec, RoleSpec
 
 ID = "e_1.array"

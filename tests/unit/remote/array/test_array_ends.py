@@ -12,7 +12,7 @@ from nemo_run_ray.remote.array.hosts import Host
 from nemo_run_ray.remote.array.journal import read_records
 from nemo_run_ray.remote.array.progress import ArrayProgress, ElementState
 from nemo_run_ray.remote.array.status_file import JOURNAL_FILE, file_of
-from nemo_run_ray.remote.group.calls import Died
+from nemo_run_ray.remote.hosts.calls import Died
 from nemo_run_ray.remote.node.output import NO_PROCESS_LEFT
 from tests.unit.remote.array.pools import ID, STUCK, Cluster
 

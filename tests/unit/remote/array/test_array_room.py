@@ -4,7 +4,7 @@ import pytest
 
 from nemo_run_ray.remote.array.room import Share, shares, slots_in, why_never
 from nemo_run_ray.remote.array.window import ElementPace
-from nemo_run_ray.remote.group.packing import Node
+from nemo_run_ray.remote.fit import Node
 
 
 def test_slots_are_what_the_scarcest_resource_allows():

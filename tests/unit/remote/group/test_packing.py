@@ -8,13 +8,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from nemo_run_ray.remote.fit import Node, nodes_of
 from nemo_run_ray.remote.group.packing import (
     NODE_ID,
     Bundle,
-    Node,
     bundles_of,
     matches,
-    nodes_of,
     why_never,
     why_waiting,
 )

@@ -1166,7 +1166,7 @@ with open("progress", "w") as progress:
 _ACTOR = """
 import json, sys
 sys.path.append(sys.argv[1])
-from nemo_run_ray_remote.group.relay import Relays
+from nemo_run_ray_remote.hosts.relay import Relays
 folder, tag, run_dir, orders = json.loads(sys.argv[2])
 relays = Relays(folder, [("train/0", tag, run_dir)])
 for number, order in enumerate(orders):

@@ -9,7 +9,7 @@ import nemo_run as run
 import pytest
 from nemo_run.core.serialization.zlib_json import ZlibJSONSerializer
 
-from nemo_run_ray.remote.node.missing_modules import explain, modules_of
+from nemo_run_ray.remote.node.command import explain, modules_of
 
 
 def _task(path: str) -> str:

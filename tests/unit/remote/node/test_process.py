@@ -17,7 +17,7 @@ import pytest
 
 import nemo_run_ray
 from nemo_run_ray.remote.node.output import end_mark
-from nemo_run_ray.remote.node.tree import explain_start
+from nemo_run_ray.remote.node.supervise import explain_start
 
 _NONCE = "0123456789abcdef"
 _MARK = end_mark(_NONCE)
@@ -25,7 +25,7 @@ _MARK = end_mark(_NONCE)
 _KEEPER = """
 import json, os, sys
 sys.path.append(sys.argv[1])
-from nemo_run_ray_remote.node.process import keep
+from nemo_run_ray_remote.node.supervise import keep
 argv, env, cwd, grace_s, tag, nonce = json.loads(sys.argv[2])
 sys.exit(keep(tag, nonce, "", lambda runner: runner.run(argv, {**os.environ, **env}, cwd, grace_s)))
 """
@@ -416,7 +416,7 @@ def test_a_script_whose_interpreter_is_missing(start, tmp_path):
 def test_work_that_raises_is_reported_in_the_log(package, tmp_path):
     code = (
         "import sys; sys.path.append(sys.argv[1])\n"
-        "from nemo_run_ray_remote.node.process import keep\n"
+        "from nemo_run_ray_remote.node.supervise import keep\n"
         "def work(runner): raise RuntimeError('two\\nlines')\n"
         "sys.exit(keep('tag', 'nonce', '', work))"
     )
@@ -442,7 +442,7 @@ def test_a_full_disk_costs_the_output_and_nothing_else(tmp_path):
     mark = f"4711{os.getpid()}"
     program = (
         "import sys\n"
-        "from nemo_run_ray.remote.node.process import keep\n"
+        "from nemo_run_ray.remote.node.supervise import keep\n"
         "import os\n"
         f"command = ['sh', '-c', 'setsid sleep {mark} & echo hi; exit 3']\n"
         "work = lambda runner: runner.run(command, dict(os.environ), '/', 1)\n"
@@ -458,7 +458,7 @@ def test_a_full_disk_costs_the_output_and_nothing_else(tmp_path):
 _STOPPED_TWICE = """
 import os, sys
 sys.path.insert(0, sys.argv[1])
-from nemo_run_ray.remote.node.process import guard
+from nemo_run_ray.remote.node.supervise import guard
 
 def work(runner):
     print("working", flush=True)

@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nemo_run_ray.remote.node import command
+from nemo_run_ray.remote.node.command import in_shell
 from nemo_run_ray.remote.node.rundir import RunDir
-from nemo_run_ray.remote.node.shell import in_shell
 from nemo_run_ray.remote.spec import JobSpec
 
 SHOW = [sys.executable, "-c", "import sys; sys.stdout.write('\\0'.join(sys.argv[1:]))"]

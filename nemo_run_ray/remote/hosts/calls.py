@@ -8,8 +8,7 @@ from typing import Any, Dict, Iterator, List, Mapping, NamedTuple, Optional, Seq
 
 from ..env_error import cause_of
 from ..node.output import write
-from .actors import Actor, ReplicaHandle, actor_of
-from .machine import name
+from .actors import Actor, ReplicaHandle, actor_of, name
 
 #: Seconds to wait for an answer.
 _WAIT_S = 0.2

@@ -1,7 +1,17 @@
-"""The link between the driver of a group and its replicas' processes, in the actor on their node.
+"""The link between a driver and a process of this package on a node, by way of an actor.
 
-Reports are numbered and kept until the driver has said that it has them, so that a call whose
-answer was lost can be made again: no line is lost and none comes twice.
+::
+
+    driver ══ calls ══ actor (a worker of Ray) ══ socket ══ process, no relative of any worker
+                                                              └── what it starts
+
+Orders and reports are JSON, one a line. Reports are numbered and kept until the driver has said
+that it has them, so that a call whose answer was lost can be made again: no line is lost and none
+comes twice.
+
+When the actor dies, for whatever reason, the socket ends and the process ends all that it has
+started: by then Ray may have given the GPUs to another job. The process' parent is a guard that
+ends what remains when the process itself is killed.
 """
 
 from __future__ import annotations
@@ -9,20 +19,52 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import signal
 import socket
 import subprocess
 import sys
 import threading
 import time
+import traceback
 from collections import deque
 from contextlib import suppress
-from typing import Any, Deque, Dict, List, Mapping, NamedTuple, Sequence, Tuple
+from typing import (
+    Any,
+    Callable,
+    Deque,
+    Dict,
+    Iterator,
+    List,
+    Mapping,
+    NamedTuple,
+    NoReturn,
+    Optional,
+    Protocol,
+    Sequence,
+    Tuple,
+)
 
 from .. import FOLDER
-from ..node.tree import KEEPER
-from .replica import clean_up
-from .stay import OVER
+from ..node import command
+from ..node.output import CHUNK_BYTES
+from ..node.rundir import RunDir, run_dirs
+from ..node.supervise import (
+    ENDING,
+    GUARD,
+    KEEPER,
+    ROUND_S,
+    Tree,
+    adopt_orphans,
+    name_process,
+    sweep,
+)
 
+#: The last line to the actor: all orders are carried out, and nothing is left.
+OVER = b'{"at": "over"}\n'
+#: Seconds for the actor to take it.
+_SAY_S = 5.0
+#: Bytes of reports that wait for the actor before the output is no longer read.
+_UNSENT_MAX = 4 * 2**20
 #: Bytes of one replica's reports kept for the driver; beyond it the role's processes wait to write.
 _KEPT_MAX = 8 * 2**20
 #: Bytes of one replica's reports in one answer.
@@ -228,3 +270,133 @@ class _Relay:
             self._kept.append(report)
             self._kept_bytes += len(report)
             self._changed.notify_all()
+
+
+def clean_up(tag: str, run_dir: str) -> int:
+    """End what a killed replica process left, from its actor; the number of its processes."""
+    left = sweep(tag)
+    RunDir(run_dir, base=run_dirs(command.tmpdir())).remove()
+    return left
+
+
+# ---- the process on the node
+
+
+class Channel:
+    """Orders that come in and reports that go out; neither makes the process wait."""
+
+    def __init__(self, end: socket.socket) -> None:
+        self._socket = end
+        self._socket.setblocking(False)
+        self._begun = b""
+        self._unsent = bytearray()
+
+    def fileno(self) -> int:
+        """The descriptor, by which ``select`` waits for the channel."""
+        return self._socket.fileno()
+
+    @property
+    def has_unsent(self) -> bool:
+        return bool(self._unsent)
+
+    @property
+    def is_full(self) -> bool:
+        """Whether so many reports wait for the actor that no more output should be read."""
+        return len(self._unsent) >= _UNSENT_MAX
+
+    def orders(self) -> Optional[Iterator[Any]]:
+        """The orders that are complete now; ``None`` when the actor is gone."""
+        try:
+            data = self._socket.recv(CHUNK_BYTES)
+        except BlockingIOError:
+            return iter(())  # it was ready for writing
+        except OSError:
+            return None
+        if not data:
+            return None
+        *lines, self._begun = (self._begun + data).split(b"\n")
+        return map(json.loads, lines)
+
+    def report(self, kind: str, **values: Any) -> None:
+        """Add a report to those that wait to be sent."""
+        self._unsent += json.dumps({"at": kind, **values}).encode() + b"\n"
+
+    def report_text(self, text: str) -> None:
+        if text:
+            self.report("text", text=text)
+
+    def send(self) -> None:
+        """Send what the actor takes now."""
+        while self._unsent:
+            try:
+                sent = self._socket.send(self._unsent[:CHUNK_BYTES])
+            except BlockingIOError:
+                return
+            except OSError:
+                return  # the actor is gone; the next read of the socket says so
+            del self._unsent[:sent]
+
+    def send_all(self) -> None:
+        """Send everything, and wait for the actor to take it: the last thing that is sent."""
+        self._socket.setblocking(True)
+        self.send()
+
+
+class Staying(Protocol):
+    """What such a process does."""
+
+    def serve(self) -> None:
+        """Serve until the actor is gone."""
+
+    def fail(self, words: str) -> None:
+        """Report that this process cannot go on."""
+
+    def abandon(self) -> None:
+        """Kill what runs, now, and remove the folders."""
+
+
+def stay(argv: Sequence[str], kind: Callable[[socket.socket, str], Staying]) -> NoReturn:
+    """Become a process that is no relative of the actor's worker, and serve.
+
+    Args:
+        argv: the package's folder, and the number of the socket to the actor.
+        kind: makes the object that serves from the socket and the folder.
+    """
+    folder, number = argv
+    if os.fork():
+        os._exit(0)
+    os.setsid()
+    for signum in ENDING:  # a stop of the worker closes the socket as well
+        signal.signal(signum, signal.SIG_IGN)
+    command.restore_tmpdir()
+    channel = socket.socket(fileno=int(number))
+    adopt_orphans()
+    child = os.fork()
+    if child:
+        channel.close()
+        _guard(child)
+    process = kind(channel, folder)
+    try:
+        process.serve()
+    except Exception as error:  # the last frame of this process: only its actor can be told
+        traceback.print_exc()  # into the worker's log
+        process.fail(f"our process failed: {type(error).__name__}: {error}")
+    finally:
+        process.abandon()
+        channel.settimeout(_SAY_S)
+        with suppress(OSError):  # the actor is gone
+            channel.sendall(OVER)
+        os._exit(0)
+
+
+def _guard(child: int) -> NoReturn:
+    """Outlive that process and end what it can leave behind only by being killed."""
+    name_process(GUARD)
+    while os.wait()[0] != child:
+        pass  # an orphan of a process that is dead by now
+    tree = Tree(child, adopts=True)
+    while tree.alive():
+        tree.signal(signal.SIGKILL)
+        tree.reap()
+        time.sleep(ROUND_S)
+    os._exit(0)

@@ -13,11 +13,9 @@ from typing import Any, Dict, List, Mapping, Optional, Sequence, Tuple
 
 from .. import FOLDER
 from ..node import command
-from ..node.missing_modules import explain
 from ..node.rundir import JOBS, RunDir
-from ..node.tree import KEEPER, TAG, before_exec, explain_start
+from ..node.supervise import KEEPER, TAG, before_exec
 from ..spec import RoleSpec, from_json
-from .rank import Rank
 
 #: Variables by which a worker knows its raylet and job, for which a role that is a Ray program has
 #: others, and the mark of this package's own process.
@@ -41,7 +39,7 @@ class Workspace:
         if not isinstance(role, RoleSpec):
             raise ValueError("the order to prepare holds no role")
         self._order = order
-        self._index, self._tag = int(order["index"]), str(order["tag"])
+        self._tag = str(order["tag"])
         self._run_dir: Optional[RunDir] = None
         self._env: Dict[str, str] = {}
         self._held: Dict[str, socket.socket] = {}  # ports, until the role's processes take them
@@ -107,22 +105,13 @@ class Workspace:
         for name in self.role.task.env:  # they may hold macros, whose values are known now
             self._env[name] = command.expand(self._env[name], self._env)
 
-    def start_rank(self, local_rank: int) -> Rank:
-        """Start one process of the role; it has ended already when it cannot be started."""
-        env = {**self._env, **self._rank_variables(local_rank)}
-        argv = command.words(self.role.task, self._folders, env)
-        try:
-            return Rank(self._spawn(argv, env, piped=True))
-        except (OSError, ValueError) as error:
-            return Rank(None, *explain_start(argv, env, self._cwd, error))
-
     def words(
         self, argv: Sequence[str], env: Mapping[str, str]
     ) -> Tuple[List[str], Dict[str, str], str]:
-        """What starts one element of an array here.
+        """What starts a command here: an element of an array, or one process of a replica.
 
         Args:
-            argv: its command, in the place of the task's.
+            argv: the command.
             env: its own variables.
 
         Returns:
@@ -139,31 +128,18 @@ class Workspace:
 
     def start_probe(self, words: Sequence[str]) -> int:
         """Start the command of a probe; its process id."""
-        process = self._spawn([command.expand(word, self._env) for word in words], self._env, False)
-        process.returncode = 0  # the loop collects it; the object must not
-        return process.pid
-
-    def _rank_variables(self, local_rank: int) -> Dict[str, str]:
-        if not self.role.ranked:
-            return {}
-        return {
-            "RANK": str(self._index * self.role.processes + local_rank),
-            "LOCAL_RANK": str(local_rank),
-        }
-
-    def _spawn(
-        self, argv: Sequence[str], env: Mapping[str, str], piped: bool
-    ) -> subprocess.Popen[bytes]:
-        return subprocess.Popen(
-            list(argv),
-            env={**env, TAG: self._tag},
+        process = subprocess.Popen(
+            [command.expand(word, self._env) for word in words],
+            env={**self._env, TAG: self._tag},
             cwd=self._cwd,
             stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE if piped else subprocess.DEVNULL,
-            stderr=subprocess.STDOUT if piped else subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
             start_new_session=True,
             preexec_fn=before_exec,
         )
+        process.returncode = 0  # the loop collects it; the object must not
+        return process.pid
 
     # ------------------------------------------------------------------ the end
 
@@ -172,7 +148,7 @@ class Workspace:
         config = self.role.task.config
         if config is None:
             return None
-        return explain(self._folders.root, config, self._env, self._cwd)
+        return command.explain(self._folders.root, config, self._env, self._cwd)
 
     @property
     def root(self) -> str:

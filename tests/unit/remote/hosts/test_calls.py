@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from nemo_run_ray.remote.group import calls as calls_module
-from nemo_run_ray.remote.group.actors import Actor, ReplicaHandle
-from nemo_run_ray.remote.group.calls import Calls, Died, Pulled
-from nemo_run_ray.remote.group.packing import Node
+from nemo_run_ray.remote.fit import Node
+from nemo_run_ray.remote.hosts import calls as calls_module
+from nemo_run_ray.remote.hosts.actors import Actor, ReplicaHandle
+from nemo_run_ray.remote.hosts.calls import Calls, Died, Pulled
 from nemo_run_ray.remote.spec import JobSpec, RoleSpec
 
 

@@ -1,4 +1,4 @@
-"""The actors of a group: who shares one, how they are started, what is sent to them.
+"""The actors that a driver keeps on nodes: who shares one, how they start, what is sent to them.
 
 ``ray`` is passed in: the driver imports it. The class is sent by value and the archives go
 through Ray's object store, so that the actors run in workers that Ray keeps ready: a worker for the
@@ -21,15 +21,21 @@ from dataclasses import dataclass, field
 from typing import Any, Dict, Iterable, Iterator, List, Mapping, Optional, Tuple
 
 from .. import FOLDER
+from ..fit import Node
 from ..node.rundir import JOB_CONFIG, jobs_folder
 from ..spec import CODE, RoleSpec
-from .machine import ReplicaId, name
-from .packing import Node
 
+#: One replica of one role.
+ReplicaId = Tuple[str, int]
 #: Variables of the driver that a role needs: which attempt it is, and what a Ray program needs.
 _PASSED_ON = ("NEMO_RUN_ATTEMPT", "RAY_ADDRESS", "RAY_OVERRIDE_JOB_RUNTIME_ENV")
 #: What replicas may ask for and still share an actor: nothing that Ray hands out piece by piece.
 _SHARED = {"CPU", "memory"}
+
+
+def name(replica_id: ReplicaId) -> str:
+    """``role/replica``, as it stands before the lines of its output."""
+    return f"{replica_id[0]}/{replica_id[1]}"
 
 
 @dataclass(eq=False)
@@ -222,7 +228,7 @@ def actor_class() -> Any:
                         archive.extraction_filter = lambda member, path: member  # it is trusted
                         archive.extractall(os.path.join(folder, kind))
                 sys.path.append(os.path.join(folder, "package"))
-                relay = importlib.import_module("nemo_run_ray_remote.group.relay")
+                relay = importlib.import_module("nemo_run_ray_remote.hosts.relay")
                 self._relays = relay.Relays(folder, places)
             except BaseException:  # a full disk
                 shutil.rmtree(folder, ignore_errors=True)
