@@ -35,7 +35,7 @@ import psutil
 from benchmarks import arrays, chains, cloud, groups, slurm, status, work
 from nemo_run_ray import ExistingCluster, LocalCluster, RayExecutor, find
 from nemo_run_ray.clusters import Dashboard
-from nemo_run_ray.dashboard.jobs_api import JobsApi
+from nemo_run_ray.dashboard.jobs import JobsApi
 from tests.flaky_proxy import FlakyProxy
 
 ROUNDS = 9

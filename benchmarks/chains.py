@@ -20,7 +20,7 @@ from benchmarks.common import ROOT, Add, quietly, wait_for
 from nemo_run_ray import RayExecutor
 from nemo_run_ray.cli import main as cli
 from nemo_run_ray.clusters import Dashboard
-from nemo_run_ray.dashboard.jobs_api import JobsApi
+from nemo_run_ray.dashboard.jobs import JobsApi
 from nemo_run_ray.remote.rows import JobRow
 
 #: Jobs of the chain; as many of it, and as many of the loop, are in flight at a time.

@@ -10,7 +10,7 @@ import nemo_run as run
 
 from nemo_run_ray import RayExecutor
 from nemo_run_ray.clusters import Cluster
-from nemo_run_ray.dashboard.jobs_api import JobsApi
+from nemo_run_ray.dashboard.jobs import JobsApi
 from nemo_run_ray.experiment.dispatch import Dispatch
 from nemo_run_ray.experiment.find import find_job
 from nemo_run_ray.ids import dispatcher_id

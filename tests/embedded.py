@@ -9,7 +9,7 @@ import pytest
 
 from nemo_run_ray import ExistingCluster, LocalCluster
 from nemo_run_ray.clusters import Dashboard
-from nemo_run_ray.dashboard.jobs_api import JobsApi
+from nemo_run_ray.dashboard.jobs import JobsApi
 
 
 @pytest.fixture(scope="package")

@@ -17,7 +17,7 @@ import psutil
 
 from nemo_run_ray import PortProbe
 from nemo_run_ray.clusters import Cluster
-from nemo_run_ray.dashboard.jobs_api import JobsApi
+from nemo_run_ray.dashboard.jobs import JobsApi
 from nemo_run_ray.experiment.job import RemoteJob
 from tests.conftest import wait_for
 from tests.groups import Role, assert_nothing_left, finish, submit

@@ -20,7 +20,7 @@ from nemo_run_ray.errors import ClusterError, ConfigError
 if TYPE_CHECKING:
     from nemo_run_ray.cluster_files.document import KeyPath
     from nemo_run_ray.cluster_files.load import Loaded
-    from nemo_run_ray.dashboard.nodes import ClusterNode
+    from nemo_run_ray.dashboard.state import ClusterNode
 
 _NAME = re.compile(r"[\w-]{1,100}")
 _MASKED = "***"
@@ -48,7 +48,7 @@ def init(
 ) -> None:
     """Write a first cluster file, cluster_configs/NAME.yaml, with comments."""
     from nemo_run_ray.cluster_files.sample import sample
-    from nemo_run_ray.dashboard.inspection import inspect
+    from nemo_run_ray.dashboard.state import inspect
 
     path = Path("cluster_configs", f"{name}.yaml")
     if not _NAME.fullmatch(name):

@@ -8,8 +8,7 @@ from enum import Enum
 
 from nemo_run_ray.checks import version_of
 from nemo_run_ray.dashboard.http import UPLOAD_MAX_BYTES
-from nemo_run_ray.dashboard.inspection import Inspection
-from nemo_run_ray.dashboard.nodes import ClusterNode, amount_of
+from nemo_run_ray.dashboard.state import ClusterNode, Inspection, amount_of
 from nemo_run_ray.plan.room import Ask, best, free_words, has_room, hosts, labelled, why_never
 from nemo_run_ray.remote.dispatch.dispatcher import SUPERVISOR_BYTES, default_limit
 from nemo_run_ray.remote.group.packing import amount_text, fits, words

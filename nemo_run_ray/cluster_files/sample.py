@@ -7,7 +7,7 @@ import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 
-from nemo_run_ray.dashboard.nodes import ClusterNode
+from nemo_run_ray.dashboard.state import ClusterNode
 from nemo_run_ray.remote.group.packing import words
 
 _HEAD = """\

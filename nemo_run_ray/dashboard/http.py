@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import os
 import re
 import ssl
@@ -12,7 +13,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, wait
 from contextvars import ContextVar
-from typing import Any, TypeVar
+from typing import Any, Generic, TypeVar
 from urllib.parse import urlsplit
 from urllib.request import getproxies, proxy_bypass
 
@@ -27,7 +28,14 @@ from tenacity import (
 
 from nemo_run_ray.clusters import Dashboard
 from nemo_run_ray.clusters.base import interrupted
-from nemo_run_ray.errors import ClusterError, ConfigError, Unanswered, Unauthorised, Unreachable
+from nemo_run_ray.errors import (
+    ClusterError,
+    ConfigError,
+    NemoRunRayError,
+    Unanswered,
+    Unauthorised,
+    Unreachable,
+)
 from nemo_run_ray.remote.dashboard import is_passing, retry_after_s
 
 #: Seconds until a connection stands, until an answer has come, and the same of a request that Ray
@@ -55,6 +63,50 @@ LATER_S = 120.0
 _NOTICE_S, SAY_S = 0.2, 10.0
 _T = TypeVar("_T")
 log = logging.getLogger(__name__)
+
+
+class Cached(Generic[_T]):
+    """The last answer to a question, for all callers of a process; a failure is an answer too.
+
+    Args:
+        ask: asks once.
+        age_s: seconds that an answer serves.
+        idle_age_s: the same of an empty answer, and of a failure.
+    """
+
+    def __init__(self, ask: Callable[[], _T], age_s: float, idle_age_s: float) -> None:
+        self._ask = ask
+        self._age_s, self._idle_age_s = age_s, idle_age_s
+        self._lock = threading.Lock()
+        self._asked_at = self._ask_again_at = -math.inf
+        self._answer: tuple[_T, ...] = ()
+        self._error: NemoRunRayError | None = None
+
+    def get(self, fresh: bool = False) -> _T:
+        """The answer; a fresh one was asked for after this call. Threads share a request.
+
+        Raises:
+            NemoRunRayError: what asking raised.
+        """
+        called_at = time.monotonic()
+        with self._lock:
+            if called_at >= self._ask_again_at or (fresh and self._asked_at < called_at):
+                self._asked_at = time.monotonic()
+                try:
+                    self._answer, self._error = (self._ask(),), None
+                except NemoRunRayError as error:
+                    self._error = error
+                if self._error is None and self._answer[0]:
+                    self._ask_again_at = self._asked_at + self._age_s
+                else:  # which may have taken long to come
+                    self._asked_at = time.monotonic()
+                    self._ask_again_at = self._asked_at + self._idle_age_s
+            if self._error is not None:
+                raise self._error
+            return self._answer[0]
+
+    def forget(self) -> None:
+        self._asked_at = self._ask_again_at = -math.inf
 
 
 class Http:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from nemo_run.config import SCRIPTS_DIR
 
 from nemo_run_ray.dashboard.http import repeat
-from nemo_run_ray.dashboard.jobs_api import PATIENCE_S
+from nemo_run_ray.dashboard.jobs import PATIENCE_S
 from nemo_run_ray.errors import ClusterError, ConfigError, JobError, Unanswered
 from nemo_run_ray.experiment.roles_and_elements import elements
 from nemo_run_ray.experiment.snapshot import Snapshot

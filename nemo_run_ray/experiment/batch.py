@@ -17,7 +17,7 @@ from nemo_run.core.packaging.base import Packager
 from nemo_run_ray.checks import version_of
 from nemo_run_ray.clusters import Cluster
 from nemo_run_ray.dashboard.http import pause
-from nemo_run_ray.dashboard.jobs_api import JobsApi
+from nemo_run_ray.dashboard.jobs import JobsApi
 from nemo_run_ray.errors import ConfigError, DoesNotFit, JobRefused, NemoRunRayError
 from nemo_run_ray.executor import RayExecutor
 from nemo_run_ray.experiment import archives, ledger

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from nemo_run_ray.clusters import Cluster
-from nemo_run_ray.dashboard.jobs_api import JobsApi
+from nemo_run_ray.dashboard.jobs import JobsApi
 from nemo_run_ray.errors import ClusterError, NemoRunRayError, Unanswered
 from nemo_run_ray.experiment import ledger
 from nemo_run_ray.experiment.cancel_loop import Stops, insist

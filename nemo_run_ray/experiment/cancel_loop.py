@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable
 from typing import TypeVar
 
-from nemo_run_ray.dashboard.jobs_api import JobsApi
+from nemo_run_ray.dashboard.jobs import JobsApi
 from nemo_run_ray.errors import ClusterError, Unanswered
 from nemo_run_ray.remote.attempts import STOP_AGAIN_S, STOP_TRUST_S
 

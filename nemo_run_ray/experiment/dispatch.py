@@ -20,7 +20,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import ClassVar
 
-from nemo_run_ray.dashboard.jobs_api import JobsApi
+from nemo_run_ray.dashboard.jobs import JobsApi
 from nemo_run_ray.errors import JobError, Taken
 from nemo_run_ray.experiment.archives import Archive
 from nemo_run_ray.experiment.cancel_loop import DISPATCH_MARGIN_S, Stops, insist

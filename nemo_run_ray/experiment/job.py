@@ -12,7 +12,7 @@ from typing import Any
 
 from nemo_run_ray.clusters.left_behind import CUT
 from nemo_run_ray.dashboard.http import repeat
-from nemo_run_ray.dashboard.jobs_api import PATIENCE_S
+from nemo_run_ray.dashboard.jobs import PATIENCE_S
 from nemo_run_ray.errors import ClusterError, ConfigError, JobError, NemoRunRayError, StillGoesOn
 from nemo_run_ray.experiment import keep_logs, notes
 from nemo_run_ray.experiment.array_elements import Element, array_file, cancel_elements, elements_of

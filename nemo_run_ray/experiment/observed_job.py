@@ -10,7 +10,7 @@ from pathlib import Path
 
 from nemo_run_ray.clusters import Cluster, from_record
 from nemo_run_ray.clusters.left_behind import text_of
-from nemo_run_ray.dashboard.jobs_api import JobsApi
+from nemo_run_ray.dashboard.jobs import JobsApi
 from nemo_run_ray.errors import JobError, NemoRunRayError
 from nemo_run_ray.experiment import keep_logs, ledger, notes, why_pending
 from nemo_run_ray.experiment.attempt_records import AttemptRecord, Attempts, known, of_rows
@@ -175,7 +175,7 @@ class ObservedJob:
         self, row: JobRow, status: JobStatus, api: JobsApi, snapshot: Snapshot
     ) -> JobStatus:
         """The status of a job that has not started, with what it waits for."""
-        told = api.state.env_builds.explain(row, status)
+        told = api.state.explain_build(row, status)
         asked = self.record.reservation
         return why_pending.explain(row, told, asked, api.state, lambda: snapshot.programs(api))
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable
 from pathlib import Path
 
-from nemo_run_ray.dashboard.jobs_api import JobsApi
+from nemo_run_ray.dashboard.jobs import JobsApi
 from nemo_run_ray.errors import ConfigError, JobError, SubmissionError
 from nemo_run_ray.experiment import ledger
 from nemo_run_ray.experiment.find import did_you_mean, find_experiment, titles

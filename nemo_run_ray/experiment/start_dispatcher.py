@@ -9,7 +9,7 @@ from typing import Any
 
 from nemo_run_ray.clusters import from_record
 from nemo_run_ray.dashboard.http import pause
-from nemo_run_ray.dashboard.jobs_api import JobsApi
+from nemo_run_ray.dashboard.jobs import JobsApi
 from nemo_run_ray.errors import JobError, NemoRunRayError
 from nemo_run_ray.experiment import archives, ledger
 from nemo_run_ray.experiment.dispatch import Dispatch, DispatchStatus

@@ -6,7 +6,7 @@ from collections.abc import Callable, Collection
 from typing import Any
 
 from nemo_run_ray.dashboard.http import waiting_for
-from nemo_run_ray.dashboard.jobs_api import JobsApi
+from nemo_run_ray.dashboard.jobs import JobsApi
 from nemo_run_ray.errors import ClusterError, Conflict, SubmissionError, Taken, Unanswered
 from nemo_run_ray.remote.attempts import nonce_of
 from nemo_run_ray.remote.rows import JobRow

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from nemo_run_ray.clusters import from_record
-from nemo_run_ray.dashboard.jobs_api import JobsApi
+from nemo_run_ray.dashboard.jobs import JobsApi
 from nemo_run_ray.errors import NemoRunRayError
 from nemo_run_ray.experiment import keep_logs
 from nemo_run_ray.experiment.dispatch import Dispatch, DispatchStatus
@@ -72,7 +72,7 @@ def _tend(exp_dir: Path) -> None:
 def _tend_on(api: JobsApi, records: list[JobRecord]) -> None:
     snapshot = Snapshot()
     rows = _own(snapshot.rows(api), records)
-    if api.manager.wake_for(rows):
+    if api.wake_for(rows):
         return  # the next look sees what has become of them
     for record in records:
         row = rows.get(record.submission_id)

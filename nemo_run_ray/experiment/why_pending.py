@@ -11,8 +11,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
-from nemo_run_ray.dashboard.nodes import ClusterNode, Holding, amount_of
-from nemo_run_ray.dashboard.state_api import ClusterRoom, StateApi
+from nemo_run_ray.dashboard.state import ClusterNode, ClusterRoom, Holding, StateApi, amount_of
 from nemo_run_ray.errors import NemoRunRayError
 from nemo_run_ray.plan.room import Ask, ask_of, best, free_words, has_room, scarce, why_never
 from nemo_run_ray.remote.group.packing import fits, words

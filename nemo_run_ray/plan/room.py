@@ -10,7 +10,7 @@ from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from nemo_run_ray.dashboard.nodes import ClusterNode, amount_of, key_of
+from nemo_run_ray.dashboard.state import ClusterNode, amount_of, key_of
 from nemo_run_ray.remote.group.packing import amount_text, fits, matches, words
 
 #: Keys of Ray's job request that reserve amounts, and Ray's names of what they reserve.

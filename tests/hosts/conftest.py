@@ -11,7 +11,7 @@ import httpx
 import pytest
 
 from nemo_run_ray import ExistingCluster
-from nemo_run_ray.dashboard.jobs_api import JobsApi
+from nemo_run_ray.dashboard.jobs import JobsApi
 from nemo_run_ray.errors import ClusterError
 from tests import groups
 from tests.conftest import processes_where, wait_for

@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 
 from nemo_run_ray import ExistingCluster
-from nemo_run_ray.dashboard.jobs_api import JobsApi
+from nemo_run_ray.dashboard.jobs import JobsApi
 from nemo_run_ray.experiment import ledger
 from nemo_run_ray.experiment.dispatch import Dispatch, dispatches_of
 from nemo_run_ray.experiment.find import jobs_of

@@ -14,7 +14,7 @@ import pytest
 
 from nemo_run_ray import LocalCluster, RayExecutor
 from nemo_run_ray.cli.doctor import dashboard_of
-from nemo_run_ray.dashboard.jobs_api import JobsApi
+from nemo_run_ray.dashboard.jobs import JobsApi
 from nemo_run_ray.errors import ClusterError, Unreachable
 from tests.conftest import processes_where, tool, wait_for
 from tests.ray.test_local_cluster import lives

@@ -10,7 +10,7 @@ import pytest
 
 from nemo_run_ray import LocalCluster
 from nemo_run_ray.clusters import Dashboard
-from nemo_run_ray.dashboard.jobs_api import JobsApi
+from nemo_run_ray.dashboard.jobs import JobsApi
 from tests import groups
 from tests.conftest import processes_of_home
 from tests.group_faults import FAULTS, strike

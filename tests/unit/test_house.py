@@ -184,7 +184,7 @@ def test_an_import_that_goes_up_is_found_in_every_folder(tmp_path):
     ("module", "name"),
     [
         ("experiment/job.py", "nemo_run_ray.cli.main"),
-        ("dashboard/jobs_api.py", "nemo_run_ray.experiment.ledger"),
+        ("dashboard/jobs.py", "nemo_run_ray.experiment.ledger"),
         ("plan/roles.py", "nemo_run_ray"),
         ("remote/states.py", "nemo_run_ray.remote.group.machine"),
         ("remote/node/supervise.py", "nemo_run_ray.remote.dispatch.decide"),

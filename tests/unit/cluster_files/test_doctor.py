@@ -19,7 +19,7 @@ from nemo_run_ray.cluster_files.preflight import CheckState, Needs, look
 from nemo_run_ray.cluster_files.sample import sample
 from nemo_run_ray.cluster_files.schema import ClusterFile
 from nemo_run_ray.clusters import Dashboard
-from nemo_run_ray.dashboard.nodes import ClusterNode
+from nemo_run_ray.dashboard.state import ClusterNode
 from tests import rooms
 from tests.http_server import Handler, serving
 from tests.rooms import GIB, FakeNode

@@ -7,8 +7,7 @@ import pytest
 from nemo_run_ray.cluster_files import preflight
 from nemo_run_ray.cluster_files.preflight import CheckRow, CheckState, Needs, check, pool_asks
 from nemo_run_ray.cluster_files.schema import ClusterFile
-from nemo_run_ray.dashboard.inspection import Inspection
-from nemo_run_ray.dashboard.nodes import nodes_of_summary, nodes_of_table
+from nemo_run_ray.dashboard.state import Inspection, nodes_of_summary, nodes_of_table
 from nemo_run_ray.plan.room import Ask
 from tests.rooms import GIB, FakeNode, summary
 

@@ -14,7 +14,7 @@ from nemo_run_ray import RayExecutor, SlurmCluster
 from nemo_run_ray.clusters import Dashboard, from_record
 from nemo_run_ray.clusters.slurm import cluster as slurm_cluster
 from nemo_run_ray.clusters.slurm import life, lives, looks, slurm_queue
-from nemo_run_ray.dashboard.jobs_api import JobsApi
+from nemo_run_ray.dashboard.jobs import JobsApi
 from nemo_run_ray.errors import ClusterError
 from tests.http_server import Handler, serving
 from tests.unit.clusters.test_bring_up import World, world

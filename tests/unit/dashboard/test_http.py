@@ -15,7 +15,7 @@ import pytest
 from nemo_run_ray.clusters.base import Dashboard, interrupted
 from nemo_run_ray.dashboard import http
 from nemo_run_ray.dashboard.http import Http
-from nemo_run_ray.dashboard.log_stream import LogStream
+from nemo_run_ray.dashboard.logs import LogStream
 from nemo_run_ray.errors import ClusterError, ConfigError, StreamCut, Unanswered, Unreachable
 from nemo_run_ray.remote.dashboard import retry_after_s
 from tests.conftest import wait_for

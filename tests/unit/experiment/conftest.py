@@ -11,7 +11,7 @@ import nemo_run as run
 import pytest
 
 from nemo_run_ray import RayExecutor
-from nemo_run_ray.dashboard import job_table
+from nemo_run_ray.dashboard import jobs
 from nemo_run_ray.experiment.dispatch import Dispatch, dispatches_of
 from nemo_run_ray.experiment.find import find_experiment, jobs_of
 from nemo_run_ray.experiment.job import RemoteJob
@@ -25,7 +25,7 @@ from tests.fake_ray import FakeRay
 @pytest.fixture
 def fresh_tables(monkeypatch) -> None:
     """Each look is one of its own: for tests of what is seen, not of how often it is asked for."""
-    monkeypatch.setattr(job_table, "TABLE_AGE_S", 0.0)
+    monkeypatch.setattr(jobs, "TABLE_AGE_S", 0.0)
 
 
 class Handed:

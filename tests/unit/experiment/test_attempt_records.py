@@ -8,7 +8,7 @@ from types import SimpleNamespace
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nemo_run_ray.dashboard import job_table
+from nemo_run_ray.dashboard import jobs as dashboard_jobs
 from nemo_run_ray.experiment import ledger, notes
 from nemo_run_ray.experiment.attempt_records import AttemptRecord, has_news, known, merged, of_rows
 from nemo_run_ray.experiment.ledger import Ledger
@@ -77,7 +77,7 @@ def test_who_has_just_seen_it_wait_sees_when_it_begins(ray, unique, monkeypatch)
     handed = Handed(ray, unique, "watched", "late", "slow")
     for name, row in ray.rows.items():
         row.update(status="PENDING" if "late" not in name else "RUNNING", start_time=1000)
-    monkeypatch.setattr(job_table, "TABLE_AGE_S", 0)
+    monkeypatch.setattr(dashboard_jobs, "TABLE_AGE_S", 0)
     jobs = handed.jobs
     assert [jobs[name].attempts[0].running_at for name in jobs] == [None] * 3
     for row in ray.rows.values():

@@ -6,8 +6,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from nemo_run_ray.dashboard.jobs_api import JobsApi
-from nemo_run_ray.dashboard.why_building import EnvBuilds
+from nemo_run_ray.dashboard.jobs import JobsApi
+from nemo_run_ray.dashboard.state import StateApi
 from nemo_run_ray.errors import ClusterError
 from nemo_run_ray.experiment import cancel_loop
 from nemo_run_ray.experiment.cancel import cancel_all
@@ -85,7 +85,7 @@ def test_a_job_is_cancelled_while_its_environment_is_built(ray, one, monkeypatch
     """Ray ends it as failed when the build fails; it was cancelled before."""
     name = f"{one.id}.job"
     building = JobStatus(JobState.PENDING, Reason.BUILDING)
-    monkeypatch.setattr(EnvBuilds, "explain", lambda *_: building)
+    monkeypatch.setattr(StateApi, "explain_build", lambda *_: building)
     ray.rows[name].update(status="PENDING", driver_node_id=None)
     ray.fates[name] = FINDS_NO_ROOM
     status = one.jobs["job"].cancel()

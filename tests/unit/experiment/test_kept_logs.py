@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 
 from nemo_run_ray import RayExecutor
 from nemo_run_ray.cli import main as cli
-from nemo_run_ray.dashboard import job_table
+from nemo_run_ray.dashboard import jobs
 from nemo_run_ray.errors import JobError, Unanswered
 from nemo_run_ray.experiment import keep_logs
 from nemo_run_ray.experiment.find import find, find_job
@@ -30,7 +30,7 @@ from tests.unit.experiment.conftest import Handed
 
 @pytest.fixture(autouse=True)
 def tables_of_now(monkeypatch) -> None:
-    monkeypatch.setattr(job_table, "TABLE_AGE_S", 0)
+    monkeypatch.setattr(jobs, "TABLE_AGE_S", 0)
 
 
 def invoke(*words: str) -> str:
@@ -286,7 +286,7 @@ def test_a_cluster_that_does_not_answer_is_asked_for_one_log_of_an_answer(ray, u
         raise Unanswered(f"{handed.ray.url} cannot be reached")
 
     snapshot = Snapshot()
-    monkeypatch.setattr("nemo_run_ray.dashboard.jobs_api.LogStream.whole", refuse)
+    monkeypatch.setattr("nemo_run_ray.dashboard.jobs.LogStream.whole", refuse)
     for job in handed.jobs.values():
         job.status_in(snapshot)
     assert len(tried) == 1

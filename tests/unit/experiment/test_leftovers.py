@@ -2,7 +2,7 @@
 
 import pytest
 
-from nemo_run_ray.dashboard.state_api import StateApi
+from nemo_run_ray.dashboard.state import StateApi
 from nemo_run_ray.experiment.leftovers import leftovers
 from nemo_run_ray.remote.node.output import end_mark
 from nemo_run_ray.remote.states import JobState, JobStatus, Reason

@@ -5,7 +5,7 @@ import pytest
 
 from nemo_run_ray import RayExecutor
 from nemo_run_ray.clusters import Dashboard
-from nemo_run_ray.dashboard.jobs_api import JobsApi
+from nemo_run_ray.dashboard.jobs import JobsApi
 from nemo_run_ray.errors import ConfigError, SubmissionError
 from nemo_run_ray.experiment.other_experiments import outside_spec
 from nemo_run_ray.ids import HANDLE

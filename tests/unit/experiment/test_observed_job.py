@@ -6,7 +6,7 @@ import pytest
 from rich.console import Console
 
 from nemo_run_ray.cli.status_report import StatusReport
-from nemo_run_ray.dashboard.job_table import TABLE_AGE_S
+from nemo_run_ray.dashboard.jobs import TABLE_AGE_S
 from nemo_run_ray.errors import ConfigError, JobError
 from nemo_run_ray.experiment import notes
 from nemo_run_ray.experiment import snapshot as snapshots

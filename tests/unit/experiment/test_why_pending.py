@@ -5,9 +5,8 @@ from dataclasses import replace
 
 import pytest
 
-from nemo_run_ray.dashboard import state_api
-from nemo_run_ray.dashboard.nodes import holdings_of, nodes_of_summary
-from nemo_run_ray.dashboard.state_api import ClusterRoom
+from nemo_run_ray.dashboard import state
+from nemo_run_ray.dashboard.state import ClusterRoom, holdings_of, nodes_of_summary
 from nemo_run_ray.experiment.ledger import Ledger
 from nemo_run_ray.experiment.snapshot import Snapshot
 from nemo_run_ray.experiment.why_pending import why_waiting
@@ -173,7 +172,7 @@ def test_without_a_state_api_the_answer_is_as_before(waiting, ray, trouble):
 
 
 def test_a_slow_state_api_holds_an_answer_up_once(waiting, ray, monkeypatch):
-    monkeypatch.setattr(state_api, "_ROOM_S", 0.2)
+    monkeypatch.setattr(state, "_ROOM_S", 0.2)
     ray.trouble = lambda method, path: (path.startswith("/nodes") and time.sleep(0.5)) or None
     for _ in range(3):
         assert status_of(waiting).reason is Reason.NONE

@@ -20,7 +20,7 @@ from torchx.specs import AppDef, Role
 
 from nemo_run_ray import ExistingCluster, LocalCluster, RayExecutor
 from nemo_run_ray.clusters import Dashboard
-from nemo_run_ray.dashboard.jobs_api import JobsApi
+from nemo_run_ray.dashboard.jobs import JobsApi
 from nemo_run_ray.errors import ConfigError, TooOld
 from nemo_run_ray.experiment.batch import Batch
 from nemo_run_ray.plan.job_plan import JobPlan, in_folder, plan

@@ -2,7 +2,7 @@
 
 import pytest
 
-from nemo_run_ray.dashboard.nodes import nodes_of_summary
+from nemo_run_ray.dashboard.state import nodes_of_summary
 from nemo_run_ray.plan.room import Ask, ask_of, best, free_words, has_room, hosts, why_never
 from tests.rooms import GIB, FakeNode, summary
 

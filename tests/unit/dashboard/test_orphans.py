@@ -8,9 +8,9 @@ import pytest
 from ray._private.label_utils import validate_label_selector
 
 from nemo_run_ray.clusters import Dashboard
-from nemo_run_ray.dashboard import wake
-from nemo_run_ray.dashboard.jobs_api import JobsApi
-from nemo_run_ray.dashboard.wake import AliveNodes, orphan
+from nemo_run_ray.dashboard import jobs
+from nemo_run_ray.dashboard.jobs import JobsApi, orphan
+from nemo_run_ray.dashboard.state import AliveNodes
 from tests.http_server import Handler, serving
 
 NOW = 1_800_000_000.0
@@ -59,7 +59,7 @@ def test_when_nodes_are_not_told_nobody_is_an_orphan():
 
 def test_ray_refuses_the_label_of_the_request():
     """Ray's own check, which its job manager makes before it takes an id."""
-    assert validate_label_selector(wake._REFUSED_LABEL)
+    assert validate_label_selector(jobs._REFUSED_LABEL)
 
 
 class _Handler(Handler):
@@ -89,34 +89,34 @@ ORPHANS = {"gone": {"status": "RUNNING", "start_time": 0, "driver_node_id": "nod
 
 
 def test_one_request_names_one_of_the_jobs_and_asks_for_the_impossible(api):
-    assert api.manager.wake_for(ORPHANS)
+    assert api.wake_for(ORPHANS)
     (body,) = api.posts
     assert body["submission_id"] == "gone"
-    assert body["entrypoint_label_selector"] == wake._REFUSED_LABEL
+    assert body["entrypoint_label_selector"] == jobs._REFUSED_LABEL
 
 
 def test_it_is_not_repeated_at_once(api):
     for _ in range(5):
-        api.manager.wake_for(ORPHANS)
+        api.wake_for(ORPHANS)
     assert len(api.posts) == 1
 
 
 def test_it_is_repeated_soon_when_nobody_was_there(api, monkeypatch):
     api.answers.append((503, "starting"))
-    api.manager.wake_for(ORPHANS)
+    api.wake_for(ORPHANS)
     began = time.monotonic()
-    monkeypatch.setattr(time, "monotonic", lambda: began + wake._WAKE_FAILED_S + 1)
-    api.manager.wake_for(ORPHANS)
+    monkeypatch.setattr(time, "monotonic", lambda: began + jobs._WAKE_FAILED_S + 1)
+    api.wake_for(ORPHANS)
     assert len(api.posts) == 2
 
 
 def test_nodes_that_are_not_told_are_no_dead_ones(api, monkeypatch):
     monkeypatch.setattr(_Handler, "answer", lambda self: self.send(500, '{"data": null}'))
     assert api.state.alive_nodes() is None
-    assert not api.manager.wake_for(ORPHANS)
+    assert not api.wake_for(ORPHANS)
 
 
 def test_nobody_is_woken_for_jobs_that_are_well(api):
     runs = {"runs": {"status": "RUNNING", "start_time": 0, "driver_node_id": "node1"}}
-    assert not api.manager.wake_for(runs)
+    assert not api.wake_for(runs)
     assert api.posts == []

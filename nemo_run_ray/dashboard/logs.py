@@ -7,8 +7,12 @@ none, but a stream of it goes on in the agent for ever when its reader has left 
 
 from __future__ import annotations
 
+import codecs
+import io
+import json
+import re
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
@@ -19,7 +23,6 @@ from websockets.sync.client import ClientConnection, connect
 
 from nemo_run_ray.clusters.left_behind import text_of
 from nemo_run_ray.dashboard.http import READ_S, SLOW_S, Http, tls
-from nemo_run_ray.dashboard.log_text import decode_log, decode_text
 from nemo_run_ray.errors import JobError, StreamCut, Unanswered, Unauthorised
 from nemo_run_ray.remote.dashboard import LOG_FILE, log_query
 from nemo_run_ray.remote.rows import JobRow
@@ -39,6 +42,14 @@ _BEGIN_S = 1.0
 _READING_MAX_S = "86400"
 #: What a front answers that passes the Jobs API on and not the state API.
 _CLOSED = {401, 403, 404, 405, 501}
+
+#: Characters within which the log begins; its text is the only field of Ray's answer.
+_BEGIN_MAX = 1000
+#: The body of a complete escape sequence, or of a plain run, inside a JSON string.
+_JSON_TEXT = re.compile(
+    r'(?:[^"\\]+|\\u[dD][89abAB][0-9a-fA-F]{2}\\u[0-9a-fA-F]{4}'
+    r"|\\u(?![dD][89abAB])[0-9a-fA-F]{4}|\\[^u])*"
+)
 
 
 class _Refused(Exception):
@@ -237,3 +248,39 @@ def _keep_alive(stream: socket.socket) -> None:
     for name, value in (("TCP_KEEPIDLE", 20), ("TCP_KEEPINTVL", 10), ("TCP_KEEPCNT", 4)):
         if hasattr(socket, name):  # not on every system
             stream.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+
+
+def decode_text(pieces: Iterable[bytes]) -> Iterator[str]:
+    """The text as Ray's Jobs API reads it: every end of a line is ``\\n``. No byte is lost."""
+    utf8 = codecs.getincrementaldecoder("utf-8")("backslashreplace")
+    decoder = io.IncrementalNewlineDecoder(utf8, translate=True)
+    for piece in pieces:
+        text = decoder.decode(piece)
+        if text:
+            yield text
+    rest = decoder.decode(b"", final=True)
+    if rest:
+        yield rest
+
+
+def decode_log(pieces: Iterator[str]) -> Iterator[str]:
+    """The text in ``{"logs": "…"}``, decoded piece by piece: a log need not fit into memory."""
+    buffer = ""
+    inside = False
+    for piece in pieces:
+        buffer += piece
+        if not inside:
+            start = re.search(r'"logs":\s*"', buffer)
+            if start is None and len(buffer) > _BEGIN_MAX:
+                break
+            if start is None:
+                continue
+            buffer, inside = buffer[start.end() :], True
+        complete = _JSON_TEXT.match(buffer)
+        end = complete.end() if complete is not None else 0
+        if end:
+            yield json.loads(f'"{buffer[:end]}"', strict=False)
+        if buffer[end : end + 1] == '"':
+            return
+        buffer = buffer[end:]
+    raise StreamCut("the log's JSON ended early" if inside else "the answer has no log")

@@ -6,7 +6,10 @@ jitter; the one that starts a job is not: its sender decides (``jobs/submit_once
 
 from __future__ import annotations
 
+import math
 import threading
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, ClassVar
 from urllib.parse import quote
@@ -15,22 +18,30 @@ import httpx
 
 from nemo_run_ray.checks import version_of
 from nemo_run_ray.clusters import Dashboard
-from nemo_run_ray.dashboard.http import SLOW_S, Http, last_line, repeat
-from nemo_run_ray.dashboard.job_table import JobTable
-from nemo_run_ray.dashboard.log_stream import LogStream
-from nemo_run_ray.dashboard.state_api import StateApi
-from nemo_run_ray.dashboard.wake import JobManager
-from nemo_run_ray.errors import JobRefused, SubmissionError, Taken, TooOld
+from nemo_run_ray.dashboard.http import SLOW_S, Cached, Http, last_line, repeat
+from nemo_run_ray.dashboard.logs import LogStream
+from nemo_run_ray.dashboard.state import AliveNodes, StateApi
+from nemo_run_ray.errors import ClusterError, JobRefused, SubmissionError, Taken, TooOld
 from nemo_run_ray.remote.dashboard import is_passing, refuses_job
 from nemo_run_ray.remote.lost_ends import LostEnds
 from nemo_run_ray.remote.rows import JobRow, JobRows, fits, job_row, job_rows
+from nemo_run_ray.remote.states import is_pending, is_running
 
 #: Seconds that a person waits for an address to answer before it is called unreachable.
 PATIENCE_S = 8.0
+#: Seconds that one look at the job table serves all callers in this process. NeMo-Run looks at each
+#: job every 2 s, at moments of their own; this makes it at most two requests in that time.
+TABLE_AGE_S = 1.5
 #: Seconds for the job table, which has 20,000 characters of the log of each job that failed.
 _TABLE_S = 30.0
 #: Seconds that an archive may take on its way, and for how long one is sent again.
 _UPLOAD_S, _UPLOAD_AGAIN_S = 600.0, 60.0
+#: Seconds between two looks for orphans, and until a request that failed is repeated.
+_WAKE_AGAIN_S, _WAKE_FAILED_S = 20.0, 5.0
+#: Seconds that a job may be about to start before it may be an orphan.
+_PENDING_LONG_S = 30.0
+#: A label that Ray's job manager refuses after it has looked at all jobs, before it takes the id.
+_REFUSED_LABEL = {"no label": "wake"}
 
 
 class JobsApi:
@@ -40,7 +51,6 @@ class JobsApi:
         dashboard: its address.
         logs: the logs of its jobs.
         state: what it tells beside the jobs.
-        manager: Ray's own keeper of the jobs.
     """
 
     _shared: ClassVar[dict[tuple[Any, ...], JobsApi]] = {}
@@ -49,12 +59,13 @@ class JobsApi:
     def __init__(self, dashboard: Dashboard) -> None:
         self.dashboard = dashboard
         self._http = Http(dashboard)
-        self._table = JobTable(self._rows)
+        self._table = Cached(self._rows, TABLE_AGE_S, TABLE_AGE_S)
         self.state = StateApi(self._http)
         self._ends = LostEnds(self.state.log_end)
         self._earlier = dashboard.earlier
         self.logs = LogStream(self._http, self.job, self._left_log)
-        self.manager = JobManager(self._http, self.state.alive_nodes)
+        self._orphans_sought_at = -math.inf
+        self._woken_at = 0.0
 
     @classmethod
     def of(cls, dashboard: Dashboard) -> JobsApi:
@@ -107,7 +118,7 @@ class JobsApi:
     def table(self, fresh: bool = False, patience_s: float = 0.0) -> JobRows:
         """All jobs by submission id, a moment old at most, or asked for now if ``fresh``."""
         what = f"the job table of {self.dashboard.url}"
-        return repeat(lambda: self._table.read(fresh), patience_s, what)
+        return repeat(lambda: self._table.get(fresh), patience_s, what)
 
     def job(self, submission_id: str, patience_s: float = 0.0) -> JobRow | None:
         """One job as it is now, or ``None`` when the cluster has no such job."""
@@ -158,6 +169,40 @@ class JobsApi:
         self._http.check_front(response)
         if response.status_code >= 400:
             raise self._http.unanswered(response, "a stop")
+
+    def wake_for(self, rows: JobRows) -> bool:
+        """Make Ray look after orphans, and return whether it was asked to.
+
+        Ray's job manager comes to life with the first request to it. Until then jobs whose
+        supervisors died with the head, or while it was away, stay RUNNING or PENDING (measured with
+        Ray 2.54 and 2.60 and a fault-tolerant GCS).
+
+        Args:
+            rows: our own jobs by submission id: the request names one of them.
+        """
+        if time.monotonic() - self._orphans_sought_at < _WAKE_AGAIN_S:
+            return False
+        self._orphans_sought_at = time.monotonic()
+        now = time.time()
+        name = orphan(rows, self.state.alive_nodes, now, self._woken_at)
+        if not name:
+            return False
+        # Ray must refuse this twice over: no label is called so, and the id is taken. It reads the
+        # label when the job manager has found all jobs again.
+        body = {
+            "submission_id": name,
+            "entrypoint": "true",
+            "entrypoint_label_selector": _REFUSED_LABEL,
+        }
+        try:
+            answer = self._http.request("POST", "/api/jobs/", SLOW_S, json=body).text
+        except ClusterError:
+            answer = ""
+        if "Invalid label" in answer:
+            self._woken_at = now
+        else:
+            self._orphans_sought_at -= _WAKE_AGAIN_S - _WAKE_FAILED_S
+        return True
 
     # ------------------------------------------------------------------ archives
 
@@ -217,3 +262,37 @@ def _answered_id(response: httpx.Response) -> object:
         return response.json()["submission_id"]
     except (ValueError, KeyError, TypeError):
         return None
+
+
+def orphan(
+    rows: JobRows,
+    alive_nodes: Callable[[], AliveNodes | None],
+    now: float,
+    woken_at: float = 0.0,
+) -> str:
+    """Id of a job that Ray may not look after. Empty if there is none.
+
+    It has been about to start for long, or runs on a node that is gone, or the head has been
+    started after it and nobody has asked this head for anything yet.
+
+    Args:
+        rows: by submission id.
+        alive_nodes: asked when a job runs.
+        now: seconds since the epoch.
+        woken_at: the same, when the job manager was last made to look after all jobs.
+    """
+    for name, row in rows.items():
+        age_s = now - (row.get("start_time") or 0) / 1000
+        if is_pending(row) and age_s > _PENDING_LONG_S:
+            return name
+    running = {name: row for name, row in rows.items() if is_running(row)}
+    alive = alive_nodes() if running else None
+    if alive is None:
+        return ""
+    for name, row in running.items():
+        node, posted_at = row.get("driver_node_id"), (row.get("start_time") or 0) / 1000
+        if node and node not in alive.ids:
+            return name
+        if max(posted_at, woken_at) < alive.head_since:
+            return name
+    return ""
