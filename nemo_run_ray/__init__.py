@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 from nemo_run_ray.clusters import ExistingCluster
 from nemo_run_ray.executor import RayExecutor
+from nemo_run_ray.fields import CommandProbe, HttpProbe, PortProbe
 from nemo_run_ray.nemo import register as _register
-from nemo_run_ray.probes import CommandProbe, HttpProbe, PortProbe
 
 if TYPE_CHECKING:
     from nemo_run_ray.cloud.folder_packager import FolderPackager

@@ -1,38 +1,46 @@
-"""RayExecutor: the fields that users set, their checks, and the hooks that NeMo-Run calls."""
+"""RayExecutor: the fields that users set, and the hooks that NeMo-Run calls."""
 
 # No postponed annotations, and none with "|": the command line of NeMo-Run 0.11 parses values by
 # the types themselves, and knows Optional and Union only.
 
+import ast
 import copy
 import os
-from collections.abc import Callable
-from dataclasses import dataclass, field
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import MISSING, dataclass, field, fields
+from types import FrameType
 from typing import Any, Optional, Union
 
 from nemo_run.core.execution.base import Executor, ExecutorMacros
 from nemo_run.core.packaging.base import Packager
 
 from nemo_run_ray import clusters
-from nemo_run_ray.checks import (
-    check_launch,
-    check_name,
+from nemo_run_ray.clusters import Cluster, ExistingCluster
+from nemo_run_ray.errors import ConfigError
+from nemo_run_ray.fields import (
+    Probe,
+    check_executor,
+    parse_memory,
     refuse,
     refuse_credentials,
     strict_init,
 )
-from nemo_run_ray.clusters import Cluster, ExistingCluster
-from nemo_run_ray.errors import ConfigError
-from nemo_run_ray.executor_checks import check_fields, parse_memory
-from nemo_run_ray.executor_file import TakesFile
-from nemo_run_ray.probes import Probe
+from nemo_run_ray.ids import LEDGER
 
+#: Variables that name the cluster file of executors that name none. The second is that of
+#: NeMo-Skills, and counts where its file is for Ray.
+FILE_VARIABLES = ("NEMO_RUN_RAY_CLUSTER", "NEMO_SKILLS_CONFIG")
+#: The name under which NeMo-Run runs a program's ``__main__`` again (``maybe_load_external_main``).
+_AGAIN = "__external_main__"
+_GUARD = 'Put what starts the run below `if __name__ == "__main__":`.'
 #: Called with every new subclass of ``RayExecutor``, so that NeMo-Run's registries know it too.
 ON_SUBCLASS: list[Callable[[type], None]] = []
 
 
 @strict_init
 @dataclass(kw_only=True)
-class RayExecutor(TakesFile, Executor):
+class RayExecutor(Executor):
     """Runs NeMo-Run tasks as jobs of a Ray cluster.
 
     Example:
@@ -125,13 +133,62 @@ class RayExecutor(TakesFile, Executor):
         for register in ON_SUBCLASS:
             register(cls)
 
+    def __new__(cls, *args: Any, **given: Any) -> Any:
+        self = super().__new__(cls)
+        self._given = frozenset(given)
+        return self
+
     def __post_init__(self) -> None:
         if isinstance(self.cluster, os.PathLike):
             self.cluster = os.fspath(self.cluster)
-        self._note_given_fields()
+        # A saved executor is built with all its fields, and says which of them were given.
+        given: frozenset[str] = self.__dict__.pop("_given")
+        if "given_fields" not in given:
+            self.given_fields = sorted(name for name in given if self._is_default(name))
+        # Not saved, so these are no fields: where the cluster file takes the values of secrets
+        # from, and the name of the file whose values a resolved executor has.
+        self.secret_places: Mapping[str, Sequence[str]] = {}
+        self.resolved_from = ""
         self.check()
         if self.address == "auto":  # what another process finds in its environment is another one
             self.address = ExistingCluster(url=self.address).url
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        super().__setattr__(name, value)
+        # A field that is assigned later is given in code too, also with its default's value.
+        is_later = "resolved_from" in self.__dict__ and name in self.__dataclass_fields__
+        if is_later and name != "given_fields" and self._is_default(name):
+            super().__setattr__("given_fields", sorted({*self.given_fields, name}))
+
+    def resolved(self) -> "RayExecutor":
+        """The executor with the values of its cluster file; itself when it names none.
+
+        Raises:
+            ConfigError: the file is wrong, or does not have what the fields name.
+        """
+        if self.file_name() or self.pool or self.image or self.resource_group:
+            # Imported when it is needed, for its libraries; it is above this module.
+            from nemo_run_ray.cluster_files.resolve import resolve
+
+            return resolve(self)
+        return self
+
+    def file_name(self) -> str | None:
+        """The name of the cluster file, by the fields or the environment."""
+        if isinstance(self.cluster, str):
+            return self.cluster
+        if self.cluster is not None or self.address is not None:
+            return None
+        return next((os.environ[name] for name in FILE_VARIABLES if os.environ.get(name)), None)
+
+    def has_own(self, name: str) -> bool:
+        """Whether a field was given in code, and so wins over a cluster file."""
+        return name in self.given_fields or not self._is_default(name)
+
+    def _is_default(self, name: str) -> bool:
+        (known,) = (known for known in fields(self) if known.name == name)
+        made = known.default if known.default_factory is MISSING else known.default_factory()
+        return bool(getattr(self, name) == made)
 
     def clone(self) -> "RayExecutor":
         # NeMo-Run adds this copy to an experiment. Fiddle, which makes it, would show all fields
@@ -160,14 +217,37 @@ class RayExecutor(TakesFile, Executor):
             ConfigError: the first field that is wrong.
         """
         try:
-            check_fields(self)
+            self._check_cluster()
+            check_executor(self)
             for executor in self.resource_group:
                 if not isinstance(executor, RayExecutor):
-                    refuse("resource_group", self.resource_group, "a list of RayExecutors")
+                    field = "RayExecutor.resource_group"
+                    refuse(field, self.resource_group, "a list of RayExecutors")
         except ConfigError as error:
             if not role:
                 raise
             raise ConfigError(f"The role {role!r}: {error}") from error
+
+    def _check_cluster(self) -> None:
+        cluster, address = self.cluster, self.address
+        if isinstance(cluster, str) and "://" in cluster:
+            raise ConfigError(
+                f"RayExecutor.cluster is {cluster!r}; allowed is a cluster or a cluster file's "
+                f"name. Give address={cluster!r}."
+            )
+        is_name = isinstance(cluster, str) and bool(cluster.strip())
+        if cluster is not None and not is_name and not isinstance(cluster, Cluster):
+            allowed = (
+                "one of nemo_run_ray.clusters, such as LocalCluster(), or a cluster file's name"
+            )
+            refuse("RayExecutor.cluster", cluster, allowed)
+        if address is not None:
+            ExistingCluster(url=address)
+        if cluster is not None and address is not None:
+            raise ConfigError(
+                f"RayExecutor has both cluster={cluster!r} and address={address!r}; "
+                "address is short for ExistingCluster, so give one of them."
+            )
 
     def resolve_cluster(self) -> Cluster:
         """The cluster that the fields name.
@@ -226,9 +306,14 @@ class RayExecutor(TakesFile, Executor):
         return _of_a_group(cls, executors)
 
     def assign(self, exp_id: str, exp_dir: str, task_id: str, task_dir: str) -> None:
-        check_launch(exp_id, exp_dir)
-        check_name("experiment", exp_id)
-        check_name("task", task_id)
+        _check_launch(exp_id, exp_dir)
+        for what, name in (("experiment", exp_id), ("task", task_id)):
+            if "/" in name:
+                raise ConfigError(
+                    f"The name of the {what} {name!r} has a '/', and NeMo-Run makes folders of "
+                    "such names and then does not find them. Choose another name, such as "
+                    f"{name.replace('/', '-')!r}."
+                )
         self.experiment_id = exp_id
         self.experiment_dir = exp_dir
         self.job_dir = os.path.join(exp_dir, task_dir)
@@ -299,3 +384,70 @@ def _check_roles(kind: type[RayExecutor], executors: list[RayExecutor]) -> None:
                 "its executors the same RayExecutor.cluster or address, and pools of a cluster "
                 "file that have no address of their own."
             )
+
+
+def _check_launch(exp_id: str, exp_dir: str) -> None:
+    """Refuse what was launched already: the same experiment, or the same program.
+
+    NeMo-Run runs a program again to find the functions of its ``__main__``. On a node it would
+    launch itself, and wait for its own end; and a look at an experiment would launch it anew.
+
+    Args:
+        exp_id: of the experiment that a job is added to.
+        exp_dir: its folder.
+
+    Raises:
+        ConfigError: it has run, or the launch is by top-level code of a program that runs again.
+    """
+    if os.path.exists(os.path.join(exp_dir, LEDGER)):
+        raise ConfigError(
+            f"The experiment {exp_id} has run already: {exp_dir} holds its ledger {LEDGER}. Choose "
+            f"another id, or look at the old run with `nemo-run-ray status {exp_id}`."
+        )
+    frame = _top_level(_AGAIN)
+    if frame is not None:
+        raise ConfigError(
+            f"{frame.f_code.co_filename}, line {frame.f_lineno}, launches what was launched "
+            "already: NeMo-Run runs this program again to find the functions of its __main__. "
+            f"{_GUARD}"
+        )
+
+
+def check_guard() -> None:
+    """Refuse to launch a function of ``__main__`` from a line that runs again before it is found.
+
+    The node runs the whole program again, which would fail at that line. A program that looks at
+    its ``__name__``, and a line below a condition or ``try``, are not refused.
+
+    Raises:
+        ConfigError: the launch is by top-level code of the program.
+    """
+    frame = _top_level("__main__")
+    if frame is None:
+        return
+    file, line = frame.f_code.co_filename, frame.f_lineno
+    try:
+        with open(file, encoding="utf-8") as program:
+            tree = ast.parse(program.read())
+    except (OSError, ValueError, SyntaxError):
+        return  # a notebook's cell, or standard input: no program that runs again
+    compared = (node for node in ast.walk(tree) if isinstance(node, ast.Compare))
+    if any("'__name__'" in ast.dump(node) for node in compared):
+        return
+    for statement in tree.body:
+        is_there = statement.lineno <= line <= (statement.end_lineno or 0)
+        if is_there and not isinstance(statement, (ast.If, ast.Try, ast.Match)):
+            raise ConfigError(
+                f"{file}, line {line}, launches a function of its own program, and the node runs "
+                f"that program again to find the function. {_GUARD}"
+            )
+
+
+def _top_level(module: str) -> FrameType | None:
+    """The frame of the top-level code of a module, if that code has led here."""
+    frame: FrameType | None = sys._getframe()
+    while frame is not None:
+        if frame.f_globals.get("__name__") == module and frame.f_code.co_name == "<module>":
+            return frame
+        frame = frame.f_back
+    return None

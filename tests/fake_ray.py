@@ -17,7 +17,7 @@ from urllib.parse import parse_qsl, unquote
 from ray._private.label_utils import validate_label_selector
 from ray.dashboard.modules.job.common import JobSubmitRequest, validate_request_type
 
-from nemo_run_ray.checks import version_of
+from nemo_run_ray.fields import version_of
 from nemo_run_ray.remote.attempts import CANCELLED, CLAIM_KEY, NONCE_KEY, claim_body, first_id
 from nemo_run_ray.remote.dashboard import LOG_FILE, DashboardClient, Unanswered
 from nemo_run_ray.remote.dispatch.dispatcher import Dispatcher

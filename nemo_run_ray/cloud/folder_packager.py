@@ -16,12 +16,12 @@ from typing import IO
 
 from nemo_run.core.packaging.base import Packager
 
-from nemo_run_ray.checks import strict_init
 from nemo_run_ray.cloud import platform_limits
 from nemo_run_ray.cloud.encode import Entry, File, Link
 from nemo_run_ray.cloud.gitignore import Git
 from nemo_run_ray.cloud.tree import Walk, file_size, matches, read_entry, with_links
 from nemo_run_ray.errors import ConfigError, PackagingFailed
+from nemo_run_ray.fields import strict_init
 from nemo_run_ray.remote.files import replacing
 
 #: Names the folder or zip that is sent where an executor's packager sends nothing.

@@ -6,9 +6,9 @@ import re
 from dataclasses import asdict, dataclass
 from enum import Enum
 
-from nemo_run_ray.checks import version_of
 from nemo_run_ray.dashboard.http import UPLOAD_MAX_BYTES
 from nemo_run_ray.dashboard.state import ClusterNode, Inspection, amount_of
+from nemo_run_ray.fields import version_of
 from nemo_run_ray.plan.room import Ask, best, free_words, has_room, hosts, labelled, why_never
 from nemo_run_ray.remote.dispatch.dispatcher import SUPERVISOR_BYTES, default_limit
 from nemo_run_ray.remote.group.packing import amount_text, fits, words

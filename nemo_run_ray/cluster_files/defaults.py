@@ -9,13 +9,13 @@ from typing import Any
 from nemo_run.core.packaging.base import Packager
 from nemo_run.core.packaging.git import GitArchivePackager
 
-from nemo_run_ray.checks import nearest
 from nemo_run_ray.cloud.folder_packager import FolderPackager
 from nemo_run_ray.cluster_files.document import KeyPath
 from nemo_run_ray.cluster_files.images import check_image
 from nemo_run_ray.cluster_files.load import Loaded
 from nemo_run_ray.errors import ConfigError
 from nemo_run_ray.executor import RayExecutor
+from nemo_run_ray.fields import nearest
 
 #: Fields of an executor that a file's defaults cannot give, with the reason.
 NOT_IN_DEFAULTS = {

@@ -6,7 +6,6 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from nemo_run_ray.checks import looks_like_credential, nearest
 from nemo_run_ray.cluster_files.document import Document, KeyPath
 from nemo_run_ray.cluster_files.foreign import Draft, Keys, at, shown
 from nemo_run_ray.cluster_files.interpolation import (
@@ -15,6 +14,7 @@ from nemo_run_ray.cluster_files.interpolation import (
     variables_of,
 )
 from nemo_run_ray.cluster_files.reading import Reading
+from nemo_run_ray.fields import looks_like_credential, nearest
 
 NAME = "env.toml"
 #: Tables that are no profiles.

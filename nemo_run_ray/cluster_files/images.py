@@ -6,11 +6,11 @@ import re
 from collections.abc import Mapping
 from fnmatch import fnmatchcase
 
-from nemo_run_ray.checks import nearest
 from nemo_run_ray.cluster_files import own_format
 from nemo_run_ray.cluster_files.load import Loaded
 from nemo_run_ray.cluster_files.schema import ClusterFile
 from nemo_run_ray.errors import ConfigError
+from nemo_run_ray.fields import nearest
 
 _NOT_IN_LABELS = re.compile(r"[^a-z0-9_.-]+")
 _HYPHENS = re.compile(r"-{2,}")

@@ -11,13 +11,13 @@ from typing import Any
 
 from pydantic import BaseModel, ValidationError
 
-from nemo_run_ray.checks import credentials_in, nearest
 from nemo_run_ray.cluster_files import env_toml, own_format, search, skills
 from nemo_run_ray.cluster_files.document import Document, KeyPath, dotted
 from nemo_run_ray.cluster_files.document import read as read_document
 from nemo_run_ray.cluster_files.reading import Reading
 from nemo_run_ray.cluster_files.schema import ClusterFile
 from nemo_run_ray.errors import ConfigError
+from nemo_run_ray.fields import credentials_in, nearest
 
 _ENV_TOML = "Nemotron env.toml"
 #: Names of variables that a file may forward.

@@ -7,10 +7,10 @@ import string
 from collections.abc import Mapping
 from typing import Any
 
-from nemo_run_ray.checks import looks_like_credential
 from nemo_run_ray.cluster_files.document import Document, KeyPath
 from nemo_run_ray.cluster_files.reading import Reading
 from nemo_run_ray.errors import ConfigError
+from nemo_run_ray.fields import looks_like_credential
 
 NAME = "cluster file"
 _NAMES = re.compile(r"\$\{?(\w+)")

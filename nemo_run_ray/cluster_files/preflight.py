@@ -16,7 +16,7 @@ from nemo_run_ray.cluster_files.images import labels_of
 from nemo_run_ray.cluster_files.schema import ClusterFile, PoolPart
 from nemo_run_ray.clusters import Dashboard
 from nemo_run_ray.dashboard.state import Inspection, inspect
-from nemo_run_ray.executor_checks import parse_memory
+from nemo_run_ray.fields import parse_memory
 from nemo_run_ray.plan.roles import BUNDLE_SELECTORS_SINCE, JOB_SELECTORS_SINCE
 from nemo_run_ray.plan.room import Ask
 

@@ -14,8 +14,7 @@ from typing import Any
 
 from nemo_run.core.frontend.console.api import CONSOLE
 
-from nemo_run_ray.checks import nearest
-from nemo_run_ray.cluster_files import DEFAULTS, file_name, skills
+from nemo_run_ray.cluster_files import skills
 from nemo_run_ray.cluster_files.credentials import usual_places
 from nemo_run_ray.cluster_files.defaults import NOT_IN_DEFAULTS, default_values, pool_values
 from nemo_run_ray.cluster_files.document import read
@@ -25,9 +24,9 @@ from nemo_run_ray.cluster_files.search import find
 from nemo_run_ray.cluster_files.slurm_part import slurm_cluster
 from nemo_run_ray.cluster_files.variables import Variables, variables_of
 from nemo_run_ray.clusters import Cluster, ExistingCluster, LocalCluster
-from nemo_run_ray.errors import ConfigError, NoClusterFile
-from nemo_run_ray.executor import RayExecutor
-from nemo_run_ray.plain_errors import as_markup
+from nemo_run_ray.errors import ConfigError, NoClusterFile, as_markup
+from nemo_run_ray.executor import FILE_VARIABLES, RayExecutor
+from nemo_run_ray.fields import nearest
 
 #: Foreign files whose ignored keys were told in this process.
 _told: set[Path] = set()
@@ -45,7 +44,7 @@ def resolve(executor: RayExecutor) -> RayExecutor:
         found = copy.copy(executor)
         found.resource_group = [resolve(role) for role in executor.resource_group]
         return _with_cluster_of_roles(found)
-    name = file_name(executor)
+    name = executor.file_name()
     if name is None or _is_for_others(executor, name):
         _refuse_without_file(executor)
         return executor
@@ -54,7 +53,7 @@ def resolve(executor: RayExecutor) -> RayExecutor:
     except NoClusterFile as error:
         if executor.cluster is not None:
             raise
-        variables = " or ".join(DEFAULTS)
+        variables = " or ".join(FILE_VARIABLES)
         raise NoClusterFile(f"{error} The name comes from the variable {variables}.") from error
     _tell_ignored(loaded)
     found = copy.copy(executor)
@@ -92,7 +91,7 @@ def _with_cluster_of_roles(group: RayExecutor) -> RayExecutor:
 
 def _is_for_others(executor: RayExecutor, name: str) -> bool:
     """Whether the name is NeMo-Skills' own default, and its file is not here or not for Ray."""
-    if executor.cluster is not None or os.environ.get(DEFAULTS[0]):
+    if executor.cluster is not None or os.environ.get(FILE_VARIABLES[0]):
         return False
     try:
         path, _ = find(name)
@@ -157,7 +156,7 @@ def _refuse_without_file(executor: RayExecutor) -> None:
             raise ConfigError(
                 f"RayExecutor.{field} is {value!r}, and no cluster file is named in which it could "
                 "be found. Give cluster='<name of the file>', or set "
-                f"{DEFAULTS[0]}."
+                f"{FILE_VARIABLES[0]}."
             )
 
 

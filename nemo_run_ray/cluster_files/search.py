@@ -16,10 +16,10 @@ import warnings
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from nemo_run_ray.checks import nearest
 from nemo_run_ray.cluster_files import env_toml
 from nemo_run_ray.cluster_files.document import SUFFIXES, read
 from nemo_run_ray.errors import ConfigError, NoClusterFile
+from nemo_run_ray.fields import nearest
 
 #: Longest name of a file.
 _NAME_MAX = 255

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from nemo_run_ray.checks import is_amount
 from nemo_run_ray.cluster_files.document import KeyPath
 from nemo_run_ray.cluster_files.foreign import Draft, shown
+from nemo_run_ray.fields import is_amount
 
 _RESOURCES = {
     "gpu": "GPU",

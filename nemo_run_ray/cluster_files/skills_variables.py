@@ -6,10 +6,10 @@ import re
 import warnings
 from collections.abc import Mapping
 
-from nemo_run_ray.checks import looks_like_credential
 from nemo_run_ray.cluster_files.credentials import REFERENCE, filled, in_lists
 from nemo_run_ray.cluster_files.document import KeyPath
 from nemo_run_ray.cluster_files.foreign import Draft
+from nemo_run_ray.fields import looks_like_credential
 
 #: Variables that NeMo-Skills forwards from the caller's environment without being asked.
 FORWARDED = (

@@ -10,7 +10,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from nemo_run_ray.clusters import Sidecar, SlurmCluster
 from nemo_run_ray.errors import ConfigError
-from nemo_run_ray.probes import PortProbe
+from nemo_run_ray.fields import PortProbe
 
 _SSH = ("host", "user", "port", "identity")
 _OWN = ("name", "nodes", "walltime", "keep", "idle_timeout_s", "renew", "queue_timeout_s")

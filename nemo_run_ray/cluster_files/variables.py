@@ -6,10 +6,10 @@ import fnmatch
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from nemo_run_ray.checks import looks_like_credential
 from nemo_run_ray.cluster_files.credentials import value_of
 from nemo_run_ray.cluster_files.schema import ClusterFile, EnvPart
 from nemo_run_ray.errors import ConfigError
+from nemo_run_ray.fields import looks_like_credential
 
 
 @dataclass(frozen=True)

@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Any, ClassVar
 from urllib.parse import urlsplit
 
-from nemo_run_ray.checks import CONTROL, looks_like_credential, strict_init
 from nemo_run_ray.clusters.base import Cluster, Dashboard
 from nemo_run_ray.errors import ConfigError
+from nemo_run_ray.fields import CONTROL, looks_like_credential, strict_init
 from nemo_run_ray.remote.dashboard import ray_token
 
 #: Ray's default port of the dashboard.

@@ -22,7 +22,6 @@ from typing import Any, ClassVar
 from nemo_run.config import get_nemorun_home
 from nemo_run.core.frontend.console.api import CONSOLE
 
-from nemo_run_ray.checks import is_amount, strict_init
 from nemo_run_ray.clusters import local_watch
 from nemo_run_ray.clusters.base import Cluster, Dashboard
 from nemo_run_ray.clusters.left_behind import MARKER, RAY_FOLDER
@@ -37,6 +36,7 @@ from nemo_run_ray.clusters.local_state import (
 )
 from nemo_run_ray.clusters.start_log import end_of_log
 from nemo_run_ray.errors import ClusterError, ConfigError, Unanswered
+from nemo_run_ray.fields import is_amount, strict_init
 from nemo_run_ray.remote.variables import EMBEDDED
 
 #: Linux limits the name of a Unix socket to 107 bytes; Ray puts up to 75 behind its folder.

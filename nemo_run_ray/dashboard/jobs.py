@@ -16,12 +16,12 @@ from urllib.parse import quote
 
 import httpx
 
-from nemo_run_ray.checks import version_of
 from nemo_run_ray.clusters import Dashboard
 from nemo_run_ray.dashboard.http import SLOW_S, Cached, Http, last_line, repeat
 from nemo_run_ray.dashboard.logs import LogStream
 from nemo_run_ray.dashboard.state import AliveNodes, StateApi
 from nemo_run_ray.errors import ClusterError, JobRefused, SubmissionError, Taken, TooOld
+from nemo_run_ray.fields import version_of
 from nemo_run_ray.remote.dashboard import is_passing, refuses_job
 from nemo_run_ray.remote.lost_ends import LostEnds
 from nemo_run_ray.remote.rows import JobRow, JobRows, fits, job_row, job_rows

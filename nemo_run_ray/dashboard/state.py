@@ -31,13 +31,13 @@ import httpx
 from nemo_run_ray.clusters import Dashboard
 from nemo_run_ray.dashboard.http import MALFORMED, READ_S, Cached, Http
 from nemo_run_ray.errors import ClusterError, NemoRunRayError, Unauthorised
+from nemo_run_ray.fields import brings_python
 from nemo_run_ray.remote.array.status_file import file_of
 from nemo_run_ray.remote.dashboard import ANSWER_S, LINES, LOG_FILE, log_query
 from nemo_run_ray.remote.env_error import cause_of
 from nemo_run_ray.remote.group.roles_file import file_name
 from nemo_run_ray.remote.rows import JobRow, fits, job_rows
 from nemo_run_ray.remote.states import JobState, JobStatus, Reason, is_active
-from nemo_run_ray.runtime_env import brings_python
 
 #: Seconds until an answer must have come of which the next look may do without, of the two that
 #: explain why a job waits for room, and of the five of an inspection, which are asked at once.

@@ -14,7 +14,6 @@ from pathlib import Path
 
 from nemo_run.core.packaging.base import Packager
 
-from nemo_run_ray.checks import version_of
 from nemo_run_ray.clusters import Cluster
 from nemo_run_ray.dashboard.http import pause
 from nemo_run_ray.dashboard.jobs import JobsApi
@@ -29,6 +28,7 @@ from nemo_run_ray.experiment.packed import Packed
 from nemo_run_ray.experiment.start_dispatcher import start_dispatcher
 from nemo_run_ray.experiment.submit_once import submit_once
 from nemo_run_ray.experiment.task_arrays import TaskArrays
+from nemo_run_ray.fields import version_of
 from nemo_run_ray.ids import dispatcher_id
 from nemo_run_ray.plan.job_plan import JobPlan, joined_places
 from nemo_run_ray.remote.attempts import LOCK_KEY

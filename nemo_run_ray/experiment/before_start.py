@@ -8,9 +8,8 @@ from typing import TYPE_CHECKING, Any
 from nemo_run.core.frontend.console.api import CONSOLE
 
 from nemo_run_ray.clusters import Dashboard
-from nemo_run_ray.errors import DoesNotFit
+from nemo_run_ray.errors import DoesNotFit, as_markup
 from nemo_run_ray.executor import RayExecutor
-from nemo_run_ray.plain_errors import as_markup
 from nemo_run_ray.plan.job_plan import JobPlan
 from nemo_run_ray.plan.room import Ask, ask_of
 from nemo_run_ray.remote.spec import ArraySpec, GroupSpec

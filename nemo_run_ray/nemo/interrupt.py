@@ -7,9 +7,8 @@ import signal
 import threading
 from typing import Any, ClassVar
 
-from nemo_run_ray import plain_errors
 from nemo_run_ray.clusters.base import interrupted
-from nemo_run_ray.errors import NemoRunRayError
+from nemo_run_ray.errors import NemoRunRayError, without_traceback
 from nemo_run_ray.remote.states import JobStatus
 
 
@@ -73,7 +72,7 @@ class Interrupt:
         interrupted.set()
         text = self._help if self._has_sent else self._nothing
         told = text.format(name=shlex.quote(self._experiment))
-        raise plain_errors.explained(KeyboardInterrupt(told))
+        raise without_traceback(KeyboardInterrupt(told))
 
 
 #: The process's handler: there is one Ctrl-C.

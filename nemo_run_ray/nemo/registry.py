@@ -23,12 +23,10 @@ from nemo_run.run.job import JobGroup
 from nemo_run.run.torchx_backend.schedulers.api import EXECUTOR_MAPPING, REVERSE_EXECUTOR_MAPPING
 from torchx.specs import AppState, make_app_handle
 
-from nemo_run_ray import patches, plain_errors
-from nemo_run_ray.cluster_files import from_file
+from nemo_run_ray import errors, patches
 from nemo_run_ray.clusters import Cluster
 from nemo_run_ray.errors import ConfigError, UnsupportedNemoRun
 from nemo_run_ray.executor import ON_SUBCLASS, RayExecutor
-from nemo_run_ray.executor_file import FROM_FILE
 from nemo_run_ray.ids import SCHEDULER, SESSION
 from nemo_run_ray.remote.files import write_file
 from nemo_run_ray.skills.patch import SkillsExecutorPatch
@@ -49,12 +47,11 @@ def register() -> None:
         _register_class(kind)
     if _register_class not in ON_SUBCLASS:
         ON_SUBCLASS.append(_register_class)
-        FROM_FILE.append(from_file)
     REVERSE_EXECUTOR_MAPPING[SCHEDULER] = RayExecutor
     if not isinstance(dependency, _OwnOrder):
         Experiment._DEPENDENCY_SUPPORTED_EXECUTORS = _OwnOrder(dependency)
     factory(ray, target=Executor)
-    plain_errors.install()
+    errors.install()
     try:
         patches.apply("job_group")
     except UnsupportedNemoRun as error:  # single tasks run all the same

@@ -29,6 +29,7 @@ from nemo_run_ray.errors import (
     JobError,
     NemoRunRayError,
     SubmissionError,
+    as_markup,
     shown,
 )
 from nemo_run_ray.executor import RayExecutor
@@ -47,7 +48,6 @@ from nemo_run_ray.experiment.torchx_states import torchx_state
 from nemo_run_ray.ids import SCHEDULER, dispatcher_id, job_id
 from nemo_run_ray.nemo import registry
 from nemo_run_ray.nemo.interrupt import interrupt
-from nemo_run_ray.plain_errors import as_markup
 from nemo_run_ray.plan.dry_run import describe
 from nemo_run_ray.plan.job_plan import JobPlan, in_folder, plan
 from nemo_run_ray.remote.states import JobState, JobStatus, Phase, Reason

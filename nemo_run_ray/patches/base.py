@@ -18,8 +18,8 @@ from dataclasses import dataclass
 from importlib.metadata import version
 from typing import Any, ClassVar
 
-from nemo_run_ray.checks import version_of
 from nemo_run_ray.errors import UnsupportedNemoRun
+from nemo_run_ray.fields import version_of
 
 log = logging.getLogger(__name__)
 

@@ -21,9 +21,9 @@ from fiddle.experimental import serialization
 from nemo_run.config import SCRIPTS_DIR, get_type_namespace
 from torchx.specs import Role
 
-from nemo_run_ray.checks import check_guard, is_whole
 from nemo_run_ray.errors import ConfigError
-from nemo_run_ray.executor import RayExecutor
+from nemo_run_ray.executor import RayExecutor, check_guard
+from nemo_run_ray.fields import is_whole
 from nemo_run_ray.plan.array_elements import Over, lines_of, rows_of
 from nemo_run_ray.plan.commands import has_torchrun
 from nemo_run_ray.plan.roles import array_role

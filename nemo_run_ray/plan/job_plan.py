@@ -17,6 +17,7 @@ from torchx.specs import AppDef
 
 from nemo_run_ray.errors import ConfigError
 from nemo_run_ray.executor import RayExecutor
+from nemo_run_ray.fields import is_container, resolve_runtime_env
 from nemo_run_ray.ids import safe_id
 from nemo_run_ray.plan.array import array_spec, is_array
 from nemo_run_ray.plan.entrypoints import array_entrypoint, entrypoint
@@ -42,7 +43,6 @@ from nemo_run_ray.remote.spec import (
     JobSpec,
     OutsideSpec,
 )
-from nemo_run_ray.runtime_env import is_container, resolve
 
 #: Seconds that Ray waits longer than we do before it kills our own process.
 _STOP_MARGIN_S = 10
@@ -273,7 +273,7 @@ def _request(
     _check_alone(executor)
     spec = task_spec(app.roles[0], executor)
     spec = spec._replace(env={**spec.env, **single_replica_environment(executor)})
-    return spec, _reservation(executor), resolve(executor.runtime_env), None
+    return spec, _reservation(executor), resolve_runtime_env(executor.runtime_env), None
 
 
 def joined_places(

@@ -13,10 +13,16 @@ from pathlib import Path
 from nemo_run.core.packaging.base import Packager
 from torchx.specs import AppDef, Role
 
-from nemo_run_ray.checks import check_guard, refuse_credentials
 from nemo_run_ray.cloud.folder_packager import FolderPackager, code_dir
 from nemo_run_ray.errors import ConfigError
-from nemo_run_ray.executor import RayExecutor
+from nemo_run_ray.executor import RayExecutor, check_guard
+from nemo_run_ray.fields import (
+    brings_python,
+    environments,
+    is_container,
+    refuse_credentials,
+    resolve_runtime_env,
+)
 from nemo_run_ray.plan.commands import (
     argv_of,
     config_of,
@@ -29,7 +35,6 @@ from nemo_run_ray.plan.group_checks import check_probe, check_together, check_wh
 from nemo_run_ray.remote.group.addresses import RENDEZVOUS
 from nemo_run_ray.remote.node.command import modules_of
 from nemo_run_ray.remote.spec import ArraySpec, GroupSpec, JobSpec, RoleSpec
-from nemo_run_ray.runtime_env import brings_python, environments, is_container, resolve
 
 log = logging.getLogger(__name__)
 
@@ -259,7 +264,7 @@ def _role_spec(role: Role, executor: RayExecutor, count: int) -> RoleSpec:
         ready=executor.ready.spec() if executor.ready is not None else None,
         resources=_resources(executor),
         label_selector=dict(executor.label_selector),
-        runtime_env=resolve(executor.runtime_env),
+        runtime_env=resolve_runtime_env(executor.runtime_env),
     )
 
 
@@ -273,7 +278,7 @@ def array_role(role: Role, executor: RayExecutor) -> RoleSpec:
         task=task_spec(role, executor)._replace(config=None),
         resources=resources,
         label_selector=dict(executor.label_selector),
-        runtime_env=resolve(executor.runtime_env),
+        runtime_env=resolve_runtime_env(executor.runtime_env),
     )
 
 

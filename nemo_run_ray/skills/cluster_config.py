@@ -17,12 +17,12 @@ from typing import Any
 
 import yaml
 
-from nemo_run_ray.checks import looks_like_credential
 from nemo_run_ray.cluster_files import skills
 from nemo_run_ray.cluster_files.document import Document
 from nemo_run_ray.cluster_files.document import read as read_document
 from nemo_run_ray.cluster_files.load import load
 from nemo_run_ray.errors import ConfigError
+from nemo_run_ray.fields import looks_like_credential
 
 #: Key of the dictionary that says that it is for Ray.
 _KEY = "nemo_run_ray"

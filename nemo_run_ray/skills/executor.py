@@ -12,11 +12,11 @@ from typing import Any
 
 from nemo_run.core.packaging.base import Packager
 
-from nemo_run_ray.checks import strict_init
 from nemo_run_ray.cluster_files.defaults import default_values
 from nemo_run_ray.cluster_files.load import load
 from nemo_run_ray.errors import ConfigError
 from nemo_run_ray.executor import RayExecutor
+from nemo_run_ray.fields import strict_init
 from nemo_run_ray.skills import slurm_words
 from nemo_run_ray.skills.cluster_config import added_variables, file_of
 

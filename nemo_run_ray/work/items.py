@@ -109,7 +109,7 @@ class RemoteTraceback(Exception):
 
     @property
     def traceback_elsewhere(self) -> str:
-        """For ``plain_errors``, which prints it above a failure that ends the program."""
+        """For ``errors.py``, which prints it above a failure that ends the program."""
         return str(self.args[0])
 
     def __str__(self) -> str:

@@ -11,8 +11,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import CancelledError, Future
 from typing import Any, Literal, TypeVar
 
-from nemo_run_ray.checks import is_amount, is_whole, nearest
 from nemo_run_ray.errors import ConfigError, WorkError
+from nemo_run_ray.fields import is_amount, is_whole, nearest
 from nemo_run_ray.work import connection
 from nemo_run_ray.work.engine import Engine
 from nemo_run_ray.work.executor import PoolExecutor

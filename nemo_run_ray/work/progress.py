@@ -14,7 +14,7 @@ from rich.errors import LiveError
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
 from rich.progress import Progress as Bar
 
-from nemo_run_ray.plain_errors import as_markup
+from nemo_run_ray.errors import as_markup
 
 _err = Console(stderr=True, soft_wrap=True, highlight=False, log_path=False)
 

@@ -6,9 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from nemo_run_ray.checks import LABELS, are_labels, is_amount, is_whole
 from nemo_run_ray.errors import ConfigError
-from nemo_run_ray.executor_checks import RESOURCE_MAX, RESOURCE_MIN
+from nemo_run_ray.fields import LABELS, RESOURCE_MAX, RESOURCE_MIN, are_labels, is_amount, is_whole
 from nemo_run_ray.remote.group.packing import amount_text, matches
 
 

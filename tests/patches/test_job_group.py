@@ -23,10 +23,10 @@ from torchx.specs import AppState
 
 from nemo_run_ray import RayExecutor, patches
 from nemo_run_ray.errors import UnsupportedNemoRun
+from nemo_run_ray.fields import CommandProbe, HttpProbe, PortProbe
 from nemo_run_ray.nemo import registry as plugin
 from nemo_run_ray.patches import base
 from nemo_run_ray.patches.base import Patch
-from nemo_run_ray.probes import CommandProbe, HttpProbe, PortProbe
 
 ADDRESS = "http://10.0.0.1:8265"
 OPT_IN = "supports_job_group"

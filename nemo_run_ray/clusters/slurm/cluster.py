@@ -19,7 +19,6 @@ from typing import Any, ClassVar
 from nemo_run.core.execution.slurm import SlurmExecutor
 from nemo_run.core.tunnel.client import LocalTunnel, SSHTunnel
 
-from nemo_run_ray.checks import is_amount, is_whole, strict_init
 from nemo_run_ray.clusters.base import Cluster, Dashboard, interrupted
 from nemo_run_ray.clusters.slurm.bring_up import BringUp
 from nemo_run_ray.clusters.slurm.forward import forwarded
@@ -32,6 +31,7 @@ from nemo_run_ray.clusters.slurm.script import script
 from nemo_run_ray.clusters.slurm.sidecar import Sidecar
 from nemo_run_ray.clusters.slurm.slurm_queue import SlurmQueue
 from nemo_run_ray.errors import ClusterError, ConfigError, NemoRunRayError
+from nemo_run_ray.fields import is_amount, is_whole, strict_init
 from nemo_run_ray.remote.rows import JobRows
 from nemo_run_ray.remote.slurm.settings import repeated
 

@@ -8,7 +8,7 @@ from typing import Any
 from nemo_run.core.frontend.console.api import CONSOLE
 from rich.errors import LiveError
 
-from nemo_run_ray.plain_errors import as_markup
+from nemo_run_ray.errors import as_markup
 
 
 class Progress:

@@ -8,9 +8,8 @@ from typing import Any
 
 from nemo_run.config import ConfigurableMixin
 
-from nemo_run_ray.checks import strict_init
 from nemo_run_ray.errors import ConfigError
-from nemo_run_ray.probes import Probe
+from nemo_run_ray.fields import Probe, strict_init
 
 _NAME = re.compile(r"[A-Za-z0-9_-]{1,60}")
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from nemo_run_ray import plain_errors
+from nemo_run_ray import errors
 from nemo_run_ray.errors import CannotBeSent, ConfigError, ItemFailed, WorkError
 from nemo_run_ray.work import pool
 from nemo_run_ray.work.batching import Pace
@@ -97,7 +97,7 @@ def divide(number: int) -> float:
 def test_a_failure_that_ends_a_program_shows_where_the_function_has_raised():
     with pytest.raises(ItemFailed) as caught:
         list(_results([0], divide))
-    text = plain_errors.paragraph(caught.value, caught.tb)
+    text = errors.paragraph(caught.value, caught.tb)
     assert text.startswith("Traceback (most recent call last):")
     assert "return 1 / number\n" in text
     assert "ItemFailed: item 0 of divide has failed: ZeroDivisionError" in text

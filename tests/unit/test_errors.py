@@ -7,8 +7,7 @@ from pathlib import Path
 import pytest
 
 from nemo_run_ray import RayExecutor
-from nemo_run_ray.errors import ConfigError
-from nemo_run_ray.plain_errors import VARIABLE, paragraph
+from nemo_run_ray.errors import VARIABLE, ConfigError, paragraph
 from tests import warm
 
 _NOBODY = "http://127.0.0.1:9"  # the port of a service that no machine runs any more
