@@ -98,8 +98,6 @@ class RayExecutor(Executor):
     wait_for_nodes: bool = False
     #: The roles' executors, when this is the executor of a whole group; ``merge`` sets it.
     resource_group: list[Any] = field(default_factory=list)
-    #: Run the task as an element of one job, which tasks of the experiment share if they are alike.
-    as_array: bool = False
     #: At most so many of the experiment's jobs at once; ``None`` is what the head's memory allows.
     max_in_flight: Optional[int] = None
     #: Seconds after which a job that was not placed is given up. With ``None``, what a dispatcher

@@ -457,7 +457,6 @@ _OF_EXECUTORS: dict[str, Check] = {
     "env_vars": _variables,
     "role": allow(lambda value: isinstance(value, str), "a text"),
     "service": FLAG,
-    "as_array": FLAG,
     "ready": or_none(
         allow(
             lambda value: isinstance(value, Probe) and type(value) is not Probe,

@@ -185,17 +185,14 @@ def cancel(
 
 
 def _chosen(name: str, jobs: list[RemoteJob], job: str) -> list[RemoteJob]:
-    """The job of that name, or the task of an array, or all jobs when none is named."""
-    from nemo_run_ray.experiment.find import did_you_mean, tasks_of
+    """The job of that name, or all jobs when none is named."""
+    from nemo_run_ray.experiment.find import did_you_mean
 
     found = [remote_job for remote_job in jobs if not job or remote_job.name == job]
-    found = found or [task for array in jobs for task in tasks_of(array) if task.name == job]
     if not found:
         names = [remote_job.name for remote_job in jobs]
-        tasks = [task.name for array in jobs for task in tasks_of(array) if task.name not in names]
-        near = did_you_mean(job, tasks)
-        others = f", and {len(tasks)} tasks that share them" if tasks else ""
-        raise JobError(f"{name!r} has no job {job!r}; it has {', '.join(names)}{others}.{near}")
+        near = did_you_mean(job, names)
+        raise JobError(f"{name!r} has no job {job!r}; it has {', '.join(names)}.{near}")
     return found
 
 

@@ -14,7 +14,6 @@ from rich.text import Text
 from nemo_run_ray.experiment import notes
 from nemo_run_ray.experiment.attempt_records import AttemptRecord, Attempts, has_news
 from nemo_run_ray.experiment.dispatched_job import DispatchedJob
-from nemo_run_ray.experiment.element_job import ElementJob
 from nemo_run_ray.experiment.job import RemoteJob
 from nemo_run_ray.experiment.ledger import Ledger
 from nemo_run_ray.experiment.roles_and_elements import (
@@ -200,7 +199,6 @@ def _as_dict(
             for attempt in attempts.values()
         ],
         **(told or {"waits_for_room": _waits_for_room(status)}),
-        **({"array": job.array.id, "element": job.index} if isinstance(job, ElementJob) else {}),
     }
 
 
@@ -291,7 +289,7 @@ def _array_lines(job: RemoteJob, array: ArrayRows, has_failures_in_message: bool
         pace = f"; {array['elements_per_s']:.3g} elements/s, about {left} left"
     lines = [Text(f"\n{job.name} has {array['elements']} elements: {counts}{pace}")]
     if not has_failures_in_message:
-        lines += [Text(line) for line in failure_lines(job, array)]
+        lines += [Text(line) for line in failure_lines(array)]
     return Group(*lines)
 
 

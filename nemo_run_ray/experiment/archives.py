@@ -200,15 +200,12 @@ def package_archive() -> Archive:
     return Archive("nemo_run_ray itself", _digest(iter(kept)), lambda: iter(kept))
 
 
-def job_archive(
-    plans: Sequence[JobPlan], job_dirs: Mapping[str, Sequence[Path]], main: Path
-) -> Archive:
+def job_archive(plans: Sequence[JobPlan], job_dirs: Mapping[str, Path], main: Path) -> Archive:
     """The specs, configs and scripts of an experiment's jobs.
 
     Args:
         plans: the experiment's jobs on this cluster.
-        job_dirs: NeMo-Run's folders of each job, by the job's name: one, or those of an array's
-            tasks.
+        job_dirs: NeMo-Run's folder of each job, by the job's name.
         main: NeMo-Run's copy of the user's ``__main__``; may be absent.
     """
 
@@ -218,9 +215,9 @@ def job_archive(
         for planned in sorted(plans, key=lambda plan: plan.job):
             name = planned.spec_name
             yield _text(f"{JOBS}/{name}/{SPEC}", planned.spec.to_json().encode())
-            for folder in dict.fromkeys(job_dirs[planned.job]):
-                for kind in ("configs", "scripts"):
-                    yield from _folder(folder / kind, f"{JOBS}/{name}/{kind}", _is_needed)
+            for kind in ("configs", "scripts"):
+                folder = job_dirs[planned.job] / kind
+                yield from _folder(folder, f"{JOBS}/{name}/{kind}", _is_needed)
 
     return Archive("The experiment's configs and scripts", _digest(entries()), entries)
 

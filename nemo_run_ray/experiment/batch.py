@@ -27,7 +27,6 @@ from nemo_run_ray.experiment.other_experiments import outside_spec
 from nemo_run_ray.experiment.packed import Packed
 from nemo_run_ray.experiment.start_dispatcher import start_dispatcher
 from nemo_run_ray.experiment.submit_once import submit_once
-from nemo_run_ray.experiment.task_arrays import TaskArrays
 from nemo_run_ray.fields import version_of
 from nemo_run_ray.ids import dispatcher_id
 from nemo_run_ray.plan.job_plan import JobPlan, joined_places
@@ -68,6 +67,8 @@ class Batch:
     names: dict[str, str] = field(default_factory=dict)
     before_post: Callable[[], None] = lambda: None
     _lock: threading.Lock = field(default_factory=threading.Lock)
+    _dispatch_lock: threading.Lock = field(default_factory=threading.Lock)
+    _dispatched: dict[str, NemoRunRayError | None] = field(default_factory=dict)
     _session: str = ""
     _ray_version: str = ""
     _is_checked: bool = False
@@ -76,7 +77,6 @@ class Batch:
     _dry_code: dict[str, archives.Archive] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self._arrays = TaskArrays(self.exp_dir)
         self._packed = Packed(self.exp_dir)
 
     def add(self, planned: JobPlan, executor: RayExecutor, place: int) -> None:
@@ -114,28 +114,33 @@ class Batch:
         return self._dry_code[key]
 
     def submit(self, name: str) -> str:
-        """Hand a job over, with the first one its whole dispatch or array; its submission id.
+        """Hand a job over, with the first one its whole dispatch; its submission id.
 
         Raises:
             ClusterError: the cluster cannot take it.
             SubmissionError: the job cannot be sent, or it is not known whether it arrived.
             ConfigError: a secret is not set.
         """
-        with self._lock:
-            self._arrays.form(self.plans, self.executors, self.places)
-        array = self._arrays.of(name)
-        if array is None:
-            return self._submit(self.plans[name])
-        self._arrays.hand_over_once(array, partial(self._submit, self.plans[array]))
-        return self._arrays.submission_id(name)
-
-    def _submit(self, planned: JobPlan) -> str:
+        planned = self.plans[name]
         together = list(self.plans.values()) if self.is_ordered else [planned]
         if any(plan.needs_dispatcher for plan in together) or len(together) > DIRECT_MAX:
             name = self.dispatcher_id if self.is_ordered else dispatcher_id(planned.submission_id)
-            self._arrays.hand_over_once(name, lambda: self._dispatch(name, together))
+            self._dispatch_once(name, together)
             return planned.submission_id
         return self._submit_alone(planned)
+
+    def _dispatch_once(self, name: str, jobs: Sequence[JobPlan]) -> None:
+        """Hand a dispatch over with the first of its jobs; all of them share the outcome."""
+        with self._dispatch_lock:
+            if name not in self._dispatched:
+                try:
+                    self._dispatch(name, jobs)
+                    self._dispatched[name] = None
+                except NemoRunRayError as error:
+                    self._dispatched[name] = error
+        error_of_first = self._dispatched[name]
+        if error_of_first is not None:
+            raise error_of_first
 
     def _submit_alone(self, planned: JobPlan) -> str:
         nonce, key = secrets.token_hex(8), secrets.token_hex(16)
@@ -222,9 +227,6 @@ class Batch:
             "grace_s": planned.spec.grace_s,
             "keep_logs_max_bytes": self.executors[planned.job].resolved().keep_logs_max_bytes,
         }
-        tasks = self._arrays.tasks(planned.job)
-        if tasks:
-            values["tasks"] = [(task.submission_id, task.job) for task in tasks]
         copy = self.executors[planned.job].log_copy
         if copy:
             values["log_copy"] = copy
@@ -235,9 +237,8 @@ class Batch:
         return ledger.INTENT, planned.submission_id, values
 
     def page(self, name: str) -> str:
-        """The page of a job in Ray's dashboard, or of the array that has a task."""
-        planned = self.plans[self._arrays.of(name) or name]
-        return self._connect().dashboard.job_page(planned.submission_id)
+        """The page of a job in Ray's dashboard."""
+        return self._connect().dashboard.job_page(self.plans[name].submission_id)
 
     def _connect(self) -> JobsApi:
         if self._api is None:
@@ -277,7 +278,7 @@ class Batch:
 
     def _job_archives(self) -> list[archives.Archive]:
         """What every job needs; this package comes first, as the driver of a group expects it."""
-        folders = {name: self._arrays.folders(name, self.executors) for name in self.plans}
+        folders = {name: Path(self.executors[name].job_dir) for name in self.plans}
         return [archives.package_archive(), self._packed.jobs(list(self.plans.values()), folders)]
 
 

@@ -12,7 +12,6 @@ from nemo_run.config import get_nemorun_home
 from nemo_run_ray.errors import JobError
 from nemo_run_ray.experiment import ledger
 from nemo_run_ray.experiment.dispatched_job import DispatchedJob
-from nemo_run_ray.experiment.element_job import ElementJob
 from nemo_run_ray.experiment.job import RemoteJob
 from nemo_run_ray.experiment.ledger import JobRecord, Ledger
 
@@ -28,8 +27,7 @@ def find(name: str) -> list[RemoteJob]:
             job's id on the cluster.
 
     Returns:
-        The jobs in the order in which they were added; one of a handle or a job's id. Tasks that
-        share an array are found by their handles, and by an experiment's name as that array.
+        The jobs in the order in which they were added; one of a handle or a job's id.
 
     Raises:
         JobError: no such job was submitted from this NeMo-Run home.
@@ -57,14 +55,13 @@ def find(name: str) -> list[RemoteJob]:
 
 
 def find_job(submission_id: str) -> RemoteJob:
-    """The job, or the task of an array, of a submission id.
+    """The job of a submission id.
 
     Raises:
         JobError: it was not submitted from this NeMo-Run home.
     """
     record = ledger.find(submission_id)
-    found = job_of(record)
-    return found if record.submission_id == submission_id else ElementJob(found, submission_id)
+    return job_of(record)
 
 
 def find_experiment(name: str, but: Path | None = None) -> Path | None:
@@ -122,12 +119,6 @@ def jobs_of(exp_dir: Path) -> list[RemoteJob]:
     """The jobs that an experiment's ledger knows, in the order in which they were added to it."""
     records = sorted(Ledger.of(exp_dir).jobs().values(), key=lambda record: record.place)
     return [job_of(record) for record in records if not record.is_dispatcher]
-
-
-def tasks_of(job: RemoteJob) -> list[RemoteJob]:
-    """The tasks of an experiment that a job runs: those of an array of tasks, or itself."""
-    tasks = [ElementJob(job, submission_id) for submission_id, _ in job.record.tasks]
-    return [*tasks] or [job]
 
 
 def job_of(record: JobRecord) -> RemoteJob:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,6 @@ _OPTIONAL = {
     "is_dispatcher": bool,
     "has_roles": bool,
     "is_array": bool,
-    "tasks": [[str, str]],
     "place": int,
     "grace_s": float,
     "reservation": dict,
@@ -70,7 +69,6 @@ class JobRecord:
         is_dispatcher: it is an attempt of that dispatcher itself.
         has_roles: it is a group.
         is_array: it is an array.
-        tasks: of an array of tasks that differ, the submission id and the name of each.
         place: which job of its experiment it is, from 0, in the order in which they were added.
         grace_s: seconds from SIGTERM to SIGKILL when it is cancelled.
         reservation: the parts of its request to Ray that say what it asks for; empty when it asks
@@ -96,7 +94,6 @@ class JobRecord:
     is_dispatcher: bool = False
     has_roles: bool = False
     is_array: bool = False
-    tasks: Sequence[tuple[str, str]] = ()
     place: int = 0
     grace_s: float = 10.0
     reservation: Mapping[str, Any] = field(default_factory=dict)
@@ -119,7 +116,6 @@ class JobRecords:
 
     Attributes:
         by_id: the jobs by submission id, in the order of their first intents.
-        array_of: ids of the arrays by the ids of their tasks.
         arrived: ids of the dispatchers that have reached their cluster.
         began_at: seconds since the epoch, when the first event was written; ``None`` before it.
     """
@@ -127,7 +123,6 @@ class JobRecords:
     def __init__(self, exp_dir: Path) -> None:
         self._exp_dir = exp_dir
         self.by_id: dict[str, JobRecord] = {}
-        self.array_of: dict[str, str] = {}
         self.arrived: set[str] = set()
         self.began_at: float | None = None
 
@@ -147,9 +142,7 @@ class JobRecords:
         submission_id, kind = event["id"], event["event"]
         record = self.by_id.get(submission_id)
         if kind == INTENT:
-            tasks = {task: submission_id for task, _ in event.get("tasks") or ()}
             self.by_id[submission_id] = self._intended(event, record)
-            self.array_of.update(tasks)
         elif record is None:
             log.warning("The ledger in %s tells of %s too early.", self._exp_dir, submission_id)
         elif kind in (TERMINAL, SEEN):

@@ -142,17 +142,10 @@ class Ledger:
         record = self.job(submission_id)
         return record.nonces if record is not None else []
 
-    def job_with(self, submission_id: str) -> JobRecord | None:
-        """The record of one job, or of the array that has a task of this id."""
-        with self._lock:
-            array = self._read().array_of.get(submission_id, submission_id)
-        return self.job(array)
-
     def has_any(self, submission_ids: Set[str]) -> bool:
         """Whether one of these jobs is in it."""
         with self._lock:
-            found = self._read()
-            return any(name in found.by_id or name in found.array_of for name in submission_ids)
+            return not submission_ids.isdisjoint(self._read().by_id)
 
     def has_arrived(self, dispatcher: str) -> bool:
         """Whether a dispatcher of this id has reached its cluster."""
@@ -212,13 +205,13 @@ class Ledger:
 
 
 def find(submission_id: str) -> JobRecord:
-    """The record of a job by its id alone, from NeMo-Run's home, or of the array of a task.
+    """The record of a job by its id alone, from NeMo-Run's home.
 
     Raises:
         JobError: no experiment in this home submitted such a job.
     """
     for exp_dir in _candidates({submission_id}):
-        record = Ledger.of(exp_dir).job_with(submission_id)
+        record = Ledger.of(exp_dir).job(submission_id)
         if record is not None:
             return record
     raise JobError(

@@ -52,7 +52,6 @@ def _handles_of_one(
         )
     records = [job for job in Ledger.of(folder).jobs().values() if not job.is_dispatcher]
     handed_over = {record.job for record in records}
-    handed_over.update(task for record in records for _, task in record.tasks)
     missing = sorted(set(jobs_of(folder)) - handed_over)
     if missing:
         raise ConfigError(
@@ -111,22 +110,11 @@ def outside_spec(handle: str, api: JobsApi, session: str) -> OutsideSpec:
 
 
 def _record_of(name: str) -> JobRecord | None:
-    """What NeMo-Run's home knows of a job.
-
-    Raises:
-        SubmissionError: it is one task of an array.
-    """
+    """What NeMo-Run's home knows of a job."""
     try:
-        record = ledger.find(name)
+        return ledger.find(name)
     except JobError:
         return None
-    if record.submission_id != name:
-        raise SubmissionError(
-            f"RayExecutor.dependencies names {name}, which is a task of the array "
-            f"{record.submission_id}, and a job can wait for the whole array only: name "
-            f"{HANDLE}{record.submission_id}. Nothing was started."
-        )
-    return record
 
 
 def _has_gone_on(record: JobRecord, api: JobsApi) -> bool:

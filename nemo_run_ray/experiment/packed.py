@@ -35,7 +35,7 @@ class Packed:
                 self._code[key] = code_archive(packager, self._exp_dir, f"ray_code_{key}")
         return self._code[key]
 
-    def jobs(self, plans: Sequence[JobPlan], folders: Mapping[str, Sequence[Path]]) -> Archive:
+    def jobs(self, plans: Sequence[JobPlan], folders: Mapping[str, Path]) -> Archive:
         """The specs, configs and scripts of jobs; packed again when there are others.
 
         Args:

@@ -51,11 +51,10 @@ def elements(job: ObservedJob, status: JobStatus) -> ArrayRows | None:
     return found
 
 
-def failure_lines(job: ObservedJob, array: ArrayRows) -> list[str]:
+def failure_lines(array: ArrayRows) -> list[str]:
     """A line for each of the first elements that have failed."""
-    names = {index: f" ({name})" for index, (_, name) in enumerate(job.record.tasks)}
     return [
-        f"  element {index}{names.get(index, '')}: {words or f'exit code {code}'}"
+        f"  element {index}: {words or f'exit code {code}'}"
         for index, code, words in array["failures"]
     ]
 
@@ -69,7 +68,7 @@ def with_failures(job: ObservedJob, status: JobStatus) -> JobStatus:
     if not status.tail or not status.detail.startswith(f"exit code {SOME_FAILED}"):
         return status
     array = elements(job, status)
-    lines = failure_lines(job, array) if array else []
+    lines = failure_lines(array) if array else []
     if not lines:
         return status
     return replace(status, detail="\n".join([f"{status.detail}{FIRST_FAILURES}", *lines]), tail="")

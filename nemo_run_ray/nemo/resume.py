@@ -7,7 +7,7 @@ from typing import Any
 
 from nemo_run_ray.executor import RayExecutor
 from nemo_run_ray.experiment.dispatch import dispatches_of
-from nemo_run_ray.experiment.find import jobs_of, tasks_of
+from nemo_run_ray.experiment.find import jobs_of
 from nemo_run_ray.experiment.job import RemoteJob
 from nemo_run_ray.experiment.start_dispatcher import resume
 from nemo_run_ray.experiment.tend import tend
@@ -33,7 +33,7 @@ def resume_experiment(experiment: Any) -> Iterator[str]:
     for dispatch in dispatches_of(folder):
         yield f"{dispatch.id}: {resume(dispatch)}"
     tend(folder)
-    known = {task.name: task for found in jobs_of(folder) for task in tasks_of(found)}
+    known = {found.name: found for found in jobs_of(folder)}
     states = {job.id: _state(experiment, job, known.get(job.id)) for job in experiment.jobs}
     ready = []
     for job in experiment.jobs:

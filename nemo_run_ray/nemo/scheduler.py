@@ -125,12 +125,6 @@ class RayJobsScheduler(SchedulerMixin, Scheduler[Any]):
                 "experiment has dependencies and jobs elsewhere too, so that NeMo-Run hands its "
                 "jobs over one by one; leave the field out, or put all jobs on one Ray cluster."
             )
-        if not batch.is_ordered and planned.element is not None:
-            raise ConfigError(
-                f"RayExecutor.as_array of {planned.job!r} is True, but the experiment has "
-                "dependencies and jobs elsewhere too, so that NeMo-Run hands its jobs over one by "
-                "one; leave the field out, or put all jobs on one Ray cluster."
-            )
         before = batch.plans.get(planned.job)
         # NeMo-Run overwrites the field with the handles of the experiment's own jobs at the launch.
         named = handles_of(planned.outside, batch.exp_dir, registry.job_names)

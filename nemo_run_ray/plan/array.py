@@ -1,17 +1,21 @@
-"""Many runs of one task as one job: ``nemo_run_ray.array`` and the plan of it.
+"""``nemo_run_ray.array``: many runs of one task, or many tasks, as one job, and its plan.
 
-An array is a ``run.Script`` for NeMo-Run. Its text is the file of the elements: a header that says
-what the task is and what each value of an element changes, and one line for every element.
+For NeMo-Run an array is a ``run.Script``. Its text is the file of the elements: a header, and one
+line of JSON for each element with a value for each target (``remote/array/elements.py``).
 """
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
+import itertools
 import json
+import math
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal
 
 import fiddle as fdl
@@ -23,18 +27,23 @@ from torchx.specs import Role
 
 from nemo_run_ray.errors import ConfigError
 from nemo_run_ray.executor import RayExecutor, check_guard
-from nemo_run_ray.fields import is_whole
-from nemo_run_ray.plan.array_elements import Over, lines_of, rows_of
-from nemo_run_ray.plan.commands import has_torchrun
+from nemo_run_ray.fields import is_whole, refuse_credentials
+from nemo_run_ray.plan.commands import argv_of, has_torchrun
 from nemo_run_ray.plan.roles import array_role
-from nemo_run_ray.remote.array.elements import ENV, FIELD, WORD, WORDS
+from nemo_run_ray.remote.array.elements import ENV, ENVS, FIELD, NAME, TASK, WORD, WORDS
 from nemo_run_ray.remote.node.command import modules_in
 from nemo_run_ray.remote.spec import ArraySpec
 
 #: In the place of a program: what runs the file is the job's driver.
 ENTRYPOINT = "nemo_run_ray.array"
-#: Bytes of all elements.
-ARRAY_MAX_BYTES = 64 * 1024**2
+#: Limits of all elements' values together, and of one element's.
+ARRAY_MAX_BYTES, ELEMENT_MAX_BYTES = 64 * 1024**2, 32 * 1024
+#: Elements of an array: each is a line of the file that is sent, of four bytes at least.
+ELEMENTS_MAX = 16 * 1024**2
+#: What a user may give: values of each field, a mapping for each element, a file of them.
+Over = Mapping[str, Iterable[Any]] | Iterable[Mapping[str, Any]] | str | os.PathLike[str]
+#: The fields of a run.Script that say what is run; ``env`` is apart.
+_SCRIPT_FIELDS = ("path", "inline", "args", "entrypoint", "m")
 
 
 @dataclass
@@ -64,22 +73,24 @@ class Array(run.Script):
 
 
 def array(
-    task: run.Partial[Any] | run.Script,
-    over: Over,
+    task: run.Partial[Any] | run.Script | Sequence[run.Partial[Any] | run.Script],
+    over: Over | None = None,
     *,
+    names: Sequence[str] | None = None,
     combine: Literal["product", "zip"] = "product",
     isolation: Literal["auto", "fork", "process", "none"] = "auto",
     max_failures: int | None = None,
 ) -> Array:
-    """Many runs of one task, its elements, as one job: ``run.run(array(…), executor=…)``.
+    """Many runs of one task, or many tasks, as one job: ``run.run(array(…), executor=…)``.
 
     Args:
-        task: what each element runs.
-        over: what differs. A mapping gives the values of each field, and ``combine`` says how they
-            go together; a list has a mapping for every element, and so has each line of a JSONL
-            file, whose path may be given. A field is a path into a ``run.Partial``, such as
-            ``optim.lr``; of a ``run.Script`` it is ``env.NAME``, ``args`` or ``args.N``. Values
-            are plain: texts, numbers, ``None``, lists and mappings of them.
+        task: what each element runs; or a list with the task of every element.
+        over: what differs between the runs of one task. A mapping gives the values of each field,
+            and ``combine`` says how they go together; a list has a mapping for every element, and
+            so has each line of a JSONL file, whose path may be given. A field is a path into a
+            ``run.Partial``, such as ``optim.lr``; of a ``run.Script`` it is ``env.NAME``, ``args``
+            or ``args.N``. Values are plain: texts, numbers, ``None``, lists and mappings of them.
+        names: of the tasks of a list; without them each has the name that NeMo-Run gives it.
         combine: ``product`` is every combination, the last field changing fastest; ``zip`` takes
             the fields' first values together, then their second ones.
         isolation: of a ``run.Partial``: ``fork`` imports everything once on each node and forks a
@@ -90,31 +101,72 @@ def array(
         max_failures: the array ends early when more elements than this have failed.
 
     Raises:
-        ConfigError: an argument is wrong, a field is not there, or a value cannot be sent.
+        ConfigError: an argument is wrong, a field does not exist, or a value cannot be sent.
     """
-    _check_arguments(task, isolation, max_failures)
-    fields, rows = rows_of(over, combine)
-    if isinstance(task, run.Script):
-        header, env = _of_script(task, fields), dict(task.env)
-    else:
-        header, env = {**_of_partial(task, fields), "runs": isolation}, {}
-    header.update(name=_name(task), fields=fields, max_failures=max_failures)
-    text = _text_of(header, lines_of(fields, rows, isinstance(task, run.Script)))
-    return Array(inline=text, env=env, entrypoint=ENTRYPOINT)
-
-
-def _check_arguments(task: object, isolation: object, max_failures: object) -> None:
-    if not isinstance(task, (run.Partial, run.Script)) or isinstance(task, Array):
-        raise ConfigError(
-            f"The task of an array is a {type(task).__name__}; expected is a run.Partial or a "
-            "run.Script."
-        )
     if isolation not in ("auto", "fork", "process", "none"):
         raise ConfigError(
             f"isolation is {isolation!r}; expected is 'auto', 'fork', 'process' or 'none'."
         )
     if max_failures is not None and not is_whole(max_failures, 0):
         raise ConfigError(f"max_failures is {max_failures!r}; expected is a whole number from 0.")
+    header: dict[str, Any] = {"max_failures": max_failures, "runs": isolation}
+    if isinstance(task, (list, tuple)):
+        if over is not None:
+            raise ConfigError("An array of several tasks has no `over`, which is for one task.")
+        lines = _lines_of(["task", "", ""], _rows_of_tasks(task, names), is_script=False)
+        header.update(name=f"{_name(task[0])}-array" if task else "", fields=["task"])
+        if all(isinstance(one, run.Script) for one in task):
+            header["runs"] = "command"
+        return Array(inline=_text_of(header, lines), entrypoint=ENTRYPOINT)
+    _check_task(task)
+    if names is not None:
+        raise ConfigError("names are for an array of several tasks: array([task, …], names=[…]).")
+    fields, rows = _rows_of(over, combine)
+    header.update(name=_name(task), fields=fields)
+    env = {}
+    if isinstance(task, run.Script):
+        header.update(script=_script(task, fields), runs="command")
+        env = dict(task.env)
+    else:
+        for field in fields:
+            _must_have(task, field)
+        header["template"] = _template(task)
+    text = _text_of(header, _lines_of(fields, rows, isinstance(task, run.Script)))
+    return Array(inline=text, env=env, entrypoint=ENTRYPOINT)
+
+
+def _check_task(task: object) -> None:
+    if not isinstance(task, (run.Partial, run.Script)) or isinstance(task, Array):
+        raise ConfigError(
+            f"The task of an array is a {type(task).__name__}; expected is a run.Partial, a "
+            "run.Script, or a list of them."
+        )
+
+
+def _rows_of_tasks(
+    tasks: Sequence[run.Partial[Any] | run.Script], names: Sequence[str] | None
+) -> Iterator[list[Any]]:
+    """The values of each task: its name, what it runs, its variables."""
+    for task in tasks:
+        _check_task(task)
+    if names is None:
+        names = [_name(task) for task in tasks]
+        counts = Counter(names)
+        names = [f"{name}_{at}" if counts[name] > 1 else name for at, name in enumerate(names)]
+    is_text = all(isinstance(name, str) for name in names)
+    if not is_text or len(names) != len(tasks) or len(set(names)) != len(names):
+        raise ConfigError(
+            f"names is {list(names)!r}; expected is a name of its own for each of the "
+            f"{len(tasks)} tasks."
+        )
+    for name, task in zip(names, tasks, strict=True):
+        if isinstance(task, run.Script):
+            if not all(isinstance(text, str) for item in task.env.items() for text in item):
+                raise ConfigError(f"The env of the task {name!r} is not a mapping of texts.")
+            refuse_credentials(f"The env of the task {name!r}", task.env)
+            yield [name, {field: getattr(task, field) for field in _SCRIPT_FIELDS}, task.env]
+        else:
+            yield [name, _template(task), {}]
 
 
 def _text_of(header: Mapping[str, Any], elements: Iterable[str]) -> str:
@@ -130,7 +182,7 @@ def _text_of(header: Mapping[str, Any], elements: Iterable[str]) -> str:
             )
         lines.append(line)
     if len(lines) == 1:
-        raise ConfigError("The array has no elements: `over` gives no values.")
+        raise ConfigError("The array has no elements: `over`, or the list of tasks, is empty.")
     return "\n".join(lines) + "\n"
 
 
@@ -155,38 +207,58 @@ def array_spec(role: Role, executor: RayExecutor) -> ArraySpec:
     Raises:
         ConfigError: the executor asks for what an array has not.
     """
-    check_elements(executor)
+    _check_executor(executor)
     name = os.path.basename(role.args[0])
-    with open(os.path.join(executor.job_dir, SCRIPTS_DIR, name), encoding="utf-8") as file:
+    path = Path(executor.job_dir, SCRIPTS_DIR, name)
+    with path.open(encoding="utf-8") as file:
         header = json.loads(next(line for line in file if line.startswith("{")))
-    modules: set[str] = set()
-    with contextlib.suppress(ValueError):  # an element says what is wrong with its template
-        modules = modules_in(header.get("template", "null"))
-    if "__main__" in modules:
-        check_guard()
-    words = ["python"] if "template" in header else _words(header["script"], executor, name)
+    words, targets, templates = ["python"], [(NAME,), (TASK,), (ENVS,)], [header.get("template")]
+    if "script" in header:
+        words = _words(header["script"], path.with_name(f"element-{name}"))
+    if "script" not in header and "template" not in header:
+        templates = _with_words(path, executor)
+    else:
+        targets = [_target(field, words, header) for field in header["fields"]]
+    for template in filter(None, templates):
+        with contextlib.suppress(ValueError):  # an element says what is wrong with its template
+            if "__main__" in modules_in(template):
+                check_guard()
     host = array_role(dataclasses.replace(role, entrypoint=words[0], args=words[1:]), executor)
     return ArraySpec(
         host=host,
         elements=f"{SCRIPTS_DIR}/{name}",
-        targets=tuple(_target(field, words, header) for field in header["fields"]),
+        targets=tuple(targets),
         runs=header["runs"],
         max_failures=header["max_failures"],
-        **element_settings(executor),
+        max_in_flight=executor.max_in_flight,
+        retries=executor.retries,
+        permanent_exit_codes=tuple(executor.permanent_exit_codes),
+        python=executor.python or executor.resolve_cluster().python,
     )
 
 
-def element_settings(executor: RayExecutor) -> dict[str, Any]:
-    """The values of an ``ArraySpec`` that fields of the executor give as they are."""
-    return {
-        "max_in_flight": executor.max_in_flight,
-        "retries": executor.retries,
-        "permanent_exit_codes": tuple(executor.permanent_exit_codes),
-        "python": executor.python or executor.resolve_cluster().python,
-    }
+def _with_words(path: Path, executor: RayExecutor) -> list[str]:
+    """Write the commands of an array's tasks into its file; the configurations of the others.
+
+    What is written inline becomes a file beside it.
+    """
+    lines: list[str] = []
+    templates: list[str] = []
+    for line in path.read_text(encoding="utf-8").splitlines(keepends=True):
+        if line.startswith("["):
+            name, task, env = json.loads(line)
+            if isinstance(task, str):
+                templates.append(task)
+            elif isinstance(task, dict):
+                words = _words(task, path.with_name(f"element-{len(lines)}-{path.name}"))
+                role = Role(name=name, image="", entrypoint=words[0], args=words[1:])
+                line = json.dumps([name, argv_of(role, executor), env]) + "\n"
+        lines.append(line)
+    path.write_text("".join(lines), encoding="utf-8")
+    return templates
 
 
-def check_elements(executor: RayExecutor) -> None:
+def _check_executor(executor: RayExecutor) -> None:
     """Check that the executor asks for nothing that an array has not.
 
     Raises:
@@ -213,10 +285,9 @@ def check_elements(executor: RayExecutor) -> None:
         raise ConfigError(f"RayExecutor.retries is {executor.retries}; an element has 200 at most.")
 
 
-def _words(script: Mapping[str, Any], executor: RayExecutor, name: str) -> list[str]:
-    """The command of an element; what is written inline becomes a file beside the elements."""
-    filename = os.path.join(executor.job_dir, SCRIPTS_DIR, f"element-{name}")
-    words: list[str] = run.Script(**script).to_command(with_entrypoint=True, filename=filename)
+def _words(script: Mapping[str, Any], file: Path) -> list[str]:
+    """The command of a script; what is written inline becomes a file."""
+    words: list[str] = run.Script(**script).to_command(with_entrypoint=True, filename=str(file))
     return words
 
 
@@ -244,7 +315,7 @@ def _header(text: str) -> dict[str, Any]:
 # ---------------------------------------------------------------------- the task
 
 
-def _of_script(task: run.Script, fields: Sequence[str]) -> dict[str, Any]:
+def _script(task: run.Script, fields: Sequence[str]) -> dict[str, Any]:
     for field in fields:
         kind, _, name = field.partition(".")
         is_arg = kind == "args" and not task.inline
@@ -263,15 +334,13 @@ def _of_script(task: run.Script, fields: Sequence[str]) -> dict[str, Any]:
         raise ConfigError(
             "over has 'args' and one of 'args.0' …: the first are all words. Leave one of them out."
         )
-    kept = ("path", "inline", "args", "entrypoint", "m")
-    return {"script": {name: getattr(task, name) for name in kept}, "runs": "command"}
+    return {name: getattr(task, name) for name in _SCRIPT_FIELDS}
 
 
-def _of_partial(task: run.Partial[Any], fields: Sequence[str]) -> dict[str, Any]:
-    for field in fields:
-        _must_have(task, field)
+def _template(task: run.Partial[Any]) -> str:
+    """The configuration of a function, in Fiddle's JSON."""
     try:
-        return {"template": serialization.dump_json(_in_fiddles_classes(task))}
+        return str(serialization.dump_json(_in_fiddles_classes(task)))
     except Exception as error:  # Fiddle raises many kinds
         raise ConfigError(
             f"The run.Partial of {_name(task)} cannot be sent: {error}. NeMo-Run sends functions "
@@ -315,3 +384,158 @@ def _must_have(task: run.Partial[Any], field: str) -> None:
             raise ConfigError(f"There is no field {field!r}: {where} has no {name!r}; {has}.")
         if at < len(parents):
             target = target[int(name)] if isinstance(target, list) else getattr(target, name, None)
+
+
+# ---------------------------------------------------------------------- the values
+
+
+def _rows_of(over: Over | None, combine: str) -> tuple[list[str], Iterator[Sequence[Any]]]:
+    """The fields, and the values of each element in their order."""
+    if isinstance(over, (str, os.PathLike)):
+        return _of_mappings(_json_lines(over))
+    if not isinstance(over, Iterable):
+        raise ConfigError(
+            f"`over` is {over!r}; expected is a mapping with the values of each field, a list with "
+            "a mapping for each element, or the path of a JSONL file."
+        )
+    if not isinstance(over, Mapping):
+        return _of_mappings(over)
+    if not over:
+        raise ConfigError("`over` names no field; expected is at least one.")
+    for name, values in over.items():
+        if not isinstance(name, str):
+            raise ConfigError(f"`over` has the field {name!r}; expected is the name of one.")
+        if isinstance(values, (str, bytes, Mapping)) or not isinstance(values, Iterable):
+            raise ConfigError(
+                f"The values of the field {name!r} are {values!r}; expected is a list, with "
+                "a value for each element."
+            )
+    columns = [list(itertools.islice(values, ELEMENTS_MAX + 1)) for values in over.values()]
+    _limit(max(len(column) for column in columns))
+    if combine == "product":
+        _limit(math.prod(len(column) for column in columns))
+        return list(over), iter(itertools.product(*columns))
+    if combine != "zip":
+        raise ConfigError(f"combine is {combine!r}; expected is 'product' or 'zip'.")
+    if len({len(column) for column in columns}) > 1:
+        lengths = ", ".join(f"{name}: {len(col)}" for name, col in zip(over, columns, strict=True))
+        raise ConfigError(f"combine='zip' needs as many values of each field; found {lengths}.")
+    return list(over), iter(zip(*columns, strict=True))
+
+
+def _limit(count: int) -> None:
+    if count > ELEMENTS_MAX:
+        raise ConfigError(
+            f"`over` gives {count:,} elements or more, and an array has {ELEMENTS_MAX:,} at most. "
+            "Let each element do more, or make several arrays."
+        )
+
+
+def _json_lines(path: str | os.PathLike[str]) -> Iterator[Mapping[str, Any]]:
+    try:
+        with open(path, encoding="utf-8") as file:
+            for number, line in enumerate(file, start=1):
+                if line.strip():
+                    try:
+                        yield json.loads(line)
+                    except ValueError as error:
+                        raise ConfigError(
+                            f"The line {number} of {os.fspath(path)} is no JSON: {error}"
+                        ) from error
+    except OSError as error:
+        raise ConfigError(
+            f"The elements cannot be read from {os.fspath(path)}: {error.strerror}. Give the path "
+            "of a JSONL file with a mapping in each line, or the values themselves."
+        ) from error
+    except UnicodeDecodeError as error:
+        raise ConfigError(
+            f"The elements cannot be read from {os.fspath(path)}: it is no text in UTF-8 "
+            f"({error.reason} at byte {error.start}). Expected is JSONL, with a mapping in each "
+            "line."
+        ) from error
+
+
+def _of_mappings(rows: Iterable[Any]) -> tuple[list[str], Iterator[Sequence[Any]]]:
+    each = iter(rows)
+    first = next(each, None)
+    if first is None:
+        raise ConfigError("The array has no elements: `over` gives no values.")
+
+    def values() -> Iterator[Sequence[Any]]:
+        for number, row in enumerate(itertools.chain([first], each)):
+            _limit(number + 1)
+            if not isinstance(row, Mapping) or set(row) != set(first):
+                found = list(row) if isinstance(row, Mapping) else row
+                raise ConfigError(
+                    f"The element {number} of the array is {found!r}; every element gives a value "
+                    f"for the same fields, which are {list(first)} in the first one."
+                )
+            yield [row[name] for name in first]
+
+    if (
+        not isinstance(first, Mapping)
+        or not first
+        or not all(isinstance(key, str) for key in first)
+    ):
+        raise ConfigError(
+            f"The first element of the array is {first!r}; expected is a mapping from names of "
+            "fields to their values."
+        )
+    return list(first), values()
+
+
+def _lines_of(
+    fields: Sequence[str], rows: Iterable[Sequence[Any]], is_script: bool
+) -> Iterator[str]:
+    """The line of each element.
+
+    Args:
+        fields: their names.
+        rows: their values, for each element.
+        is_script: values are words and variables.
+
+    Raises:
+        ConfigError: a value cannot be sent.
+    """
+    for number, row in enumerate(rows):
+        if is_script:
+            row = [_text(field, value, number) for field, value in zip(fields, row, strict=True)]
+        try:
+            line = json.dumps(list(row), default=_plain)
+        except (TypeError, ValueError) as error:
+            raise ConfigError(
+                f"The element {number} of the array cannot be sent: {error}. Values are texts, "
+                "numbers, None, lists and mappings of them."
+            ) from error
+        if len(line) > ELEMENT_MAX_BYTES:
+            raise ConfigError(
+                f"The element {number} of the array has {len(line)} bytes of values, and "
+                f"{ELEMENT_MAX_BYTES} are sent at most. Put them into a file that the nodes can "
+                "read, and give its name."
+            )
+        yield line
+
+
+def _plain(value: Any) -> Any:
+    """The number, or list of numbers, in a value of NumPy or PyTorch."""
+    if not hasattr(value, "tolist"):
+        raise TypeError(f"an object of type {type(value).__name__} is no plain value")
+    return value.tolist()
+
+
+def _text(field: str, value: Any, number: int) -> str | list[str]:
+    """A value as a word of a command, or as a variable."""
+    if field == "args":
+        if not isinstance(value, (list, tuple)):
+            raise ConfigError(
+                f"The field args of the element {number} is {value!r}; expected is a list of words."
+            )
+        return [str(word) for word in value]
+    if hasattr(value, "tolist"):
+        value = _plain(value)
+    if not isinstance(value, (str, int, float)):
+        raise ConfigError(
+            f"The field {field} of the element {number} is {value!r}; expected is a text or a "
+            "number."
+        )
+    return str(value)

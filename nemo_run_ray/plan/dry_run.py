@@ -8,7 +8,6 @@ from collections.abc import Mapping
 from typing import Any
 
 from nemo_run_ray.plan.job_plan import JobPlan
-from nemo_run_ray.plan.task_elements import TaskElement
 from nemo_run_ray.remote.spec import ArraySpec, JobSpec, ProbeSpec
 
 #: A startup command of more lines has a program in it, of which the first lines are shown.
@@ -34,7 +33,7 @@ def describe(planned: JobPlan, cluster: str, uploads: list[str]) -> str:
             lines.append(f"labels    before Ray {first} a group's driver places it by them")
         return "\n".join(lines + [f"sends     {upload}" for upload in uploads])
     if isinstance(spec, ArraySpec):
-        lines += _describe_array(spec, planned.element)
+        lines += _describe_array(spec)
         return "\n".join(lines + [f"sends     {upload}" for upload in uploads])
     lines.append(f"strategy  {spec.strategy}, all {len(spec.roles)} role(s) at once or none")
     lines += [f"sends     {upload}" for upload in uploads]
@@ -53,23 +52,18 @@ def describe(planned: JobPlan, cluster: str, uploads: list[str]) -> str:
     return "\n".join(lines)
 
 
-def _describe_array(spec: ArraySpec, element: TaskElement | None) -> list[str]:
-    """The lines about the elements, or about the one that a task is to be."""
+def _describe_array(spec: ArraySpec) -> list[str]:
     at_once = "as many as there is room for" if spec.max_in_flight is None else spec.max_in_flight
     changed = ", ".join(" ".join(str(part) for part in target if part) for target in spec.targets)
     lines = [
-        f"elements  of {spec.elements}; each changes {changed}"
-        if element is None
-        else "element   of one job with all tasks of the experiment that reserve the same",
+        f"elements  of {spec.elements}; each changes {changed}",
         f"at once   {at_once}",
         f"retries   {spec.retries} of each element",
     ]
     if spec.max_failures is not None:
         lines.append(f"ends      when more than {spec.max_failures} elements have failed")
-    host, task = spec.host, spec.host.task
-    if element is not None:
-        task = task._replace(argv=element.argv, env={**task.env, **element.env})
-    lines += _describe_task(task, _words(host.resources), host.runtime_env)
+    host = spec.host
+    lines += _describe_task(host.task, _words(host.resources), host.runtime_env)
     if host.label_selector:
         lines.append(f"labels    {host.label_selector}")
     return lines

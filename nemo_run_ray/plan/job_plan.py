@@ -31,8 +31,7 @@ from nemo_run_ray.plan.roles import (
     single_replica_environment,
     task_spec,
 )
-from nemo_run_ray.plan.task_elements import TaskElement, element_of
-from nemo_run_ray.remote.array.progress import SETTLED_CODES
+from nemo_run_ray.remote.array.progress import SOME_FAILED
 from nemo_run_ray.remote.attempts import DISPATCHER_KEY, NONCE_KEY, PERMANENT_KEY, RETRIES_KEY
 from nemo_run_ray.remote.spec import (
     CODE,
@@ -86,8 +85,6 @@ class JobPlan:
         max_in_flight: so many of the experiment's jobs at once at most.
         pending_timeout_s: seconds that it may wait for room.
         time_s: seconds that it needs, where the cluster may end before.
-        element: what is its own, when it is to be an element of an array; ``spec`` is then that of
-            an array, and the limits above are in it.
     """
 
     job: str
@@ -107,7 +104,6 @@ class JobPlan:
     max_in_flight: int | None = None
     pending_timeout_s: float | None = None
     time_s: float | None = None
-    element: TaskElement | None = None
 
     @property
     def needs_dispatcher(self) -> bool:
@@ -141,8 +137,6 @@ class JobPlan:
         if isinstance(self.spec, GroupSpec):
             return {role.name: role.task for role in self.spec.roles}
         task = self.spec.host.task if isinstance(self.spec, ArraySpec) else self.spec
-        if self.element is not None:
-            task = task._replace(argv=self.element.argv)
         return {next(iter(self.packagers), ""): task}
 
     def body(self, code: Mapping[str, str], archives: list[str], nonce: str) -> dict[str, Any]:
@@ -226,9 +220,9 @@ def plan(app: AppDef, executor: RayExecutor, submission_id: str, job: str) -> Jo
     """
     executor.check()
     executor = executor.resolved()
-    spec, reservation, runtime_env, element = _request(app, executor)
-    as_group, are_elements = None, isinstance(spec, ArraySpec)
-    permanent = SETTLED_CODES if are_elements else tuple(executor.permanent_exit_codes)
+    spec, reservation, runtime_env = _request(app, executor)
+    as_group, is_array_job = None, isinstance(spec, ArraySpec)
+    permanent = (SOME_FAILED,) if is_array_job else tuple(executor.permanent_exit_codes)
     if isinstance(spec, JobSpec) and executor.label_selector:
         as_group = _as_group(app, executor)
     return JobPlan(
@@ -247,33 +241,28 @@ def plan(app: AppDef, executor: RayExecutor, submission_id: str, job: str) -> Jo
         outside=tuple(executor.dependencies),
         retries=executor.retries,
         permanent_exit_codes=permanent,
-        max_in_flight=None if are_elements else executor.max_in_flight,
+        max_in_flight=None if is_array_job else executor.max_in_flight,
         # A group gives itself up, as its driver knows whether it is placed.
         pending_timeout_s=None if needs_group_driver(app, executor) else executor.pending_timeout_s,
         time_s=executor.time_s,
-        element=element,
     )
 
 
 def _request(
     app: AppDef, executor: RayExecutor
-) -> tuple[JobSpec | GroupSpec | ArraySpec, dict[str, Any], dict[str, Any], TaskElement | None]:
-    """What the node is told, what Ray reserves for it, and the runtime environment of the job; of
-    an element of an array, what is its own.
+) -> tuple[JobSpec | GroupSpec | ArraySpec, dict[str, Any], dict[str, Any]]:
+    """What the node is told, what Ray reserves for it, and the runtime environment of the job.
 
     Those of a group or of an array are its driver's affair.
     """
     if is_array(app.roles):
-        return array_spec(app.roles[0], executor), {}, {}, None
-    if executor.as_array or any(own.as_array for own in executor.resource_group):
-        shared, element = element_of(app, executor)
-        return shared, {}, {}, element
+        return array_spec(app.roles[0], executor), {}, {}
     if needs_group_driver(app, executor):
-        return group_spec(app, executor), {}, {}, None
+        return group_spec(app, executor), {}, {}
     _check_alone(executor)
     spec = task_spec(app.roles[0], executor)
     spec = spec._replace(env={**spec.env, **single_replica_environment(executor)})
-    return spec, _reservation(executor), resolve_runtime_env(executor.runtime_env), None
+    return spec, _reservation(executor), resolve_runtime_env(executor.runtime_env)
 
 
 def joined_places(

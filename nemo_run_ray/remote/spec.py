@@ -185,11 +185,6 @@ class ArraySpec(NamedTuple):
         """Seconds that ending an element may take."""
         return self.host.task.grace_s
 
-    @property
-    def is_of_tasks(self) -> bool:
-        """Whether the elements are tasks that differ."""
-        return any(kind == "name" for kind, *_ in self.targets)
-
     def to_json(self) -> str:
         return _dump("array", self)
 

@@ -61,6 +61,25 @@ def test_a_partial_and_its_results(start, isolation):
     assert lines_of(log, 5) == ["trained 2 with 3"]
 
 
+def test_tasks_of_any_kind_are_elements_with_names_of_their_own(start):
+    tasks = {
+        "good": run.Script(inline='echo "$WORD"', env={"WORD": "a word"}),
+        "bad": run.Script(inline="echo broken; exit 5"),
+        "function": run.Partial(array_tasks.train, seed=7),
+    }
+    job = start(array(list(tasks.values()), names=list(tasks)))
+
+    state, _, log = finish(job)
+
+    assert state == "FAILED", log
+    assert lines_of(log, 0) == ["a word"]
+    assert job.results()[2]["fields"] == {"seed": 7, "width": 0}
+    table = tool("nemo-run-ray", "status", job.id).stdout
+    assert "element 1: bad: exit code 5: broken" in table
+    shown = tool("nemo-run-ray", "status", job.id, "--elements", "succeeded").stdout
+    assert [line.split()[-1] for line in shown.splitlines()[1:]] == ["task=good", "task=function"]
+
+
 def test_what_fails_is_tried_again_and_told(start, tmp_path):
     program = (
         "echo x >> $COUNT$NEMO_RUN_ARRAY_INDEX; "

@@ -41,7 +41,6 @@ _GOOD = {
     "env_vars": [{}, {"A": "", "B": "x\n'\"$é"}],
     "role": ["", "trainer"],
     "service": [True, False],
-    "as_array": [True, False],
     "ready": [None, PortProbe(80), HttpProbe("http"), CommandProbe(["true"])],
     "ports": [{}, {"http": 0, "rpc": 65535}, {"a b": 1}],
     "wait_for_nodes": [True, False],

@@ -24,7 +24,7 @@ from .host_pool import HostPool
 from .host_reports import HostReports
 from .hosts import HostStarts
 from .leases import DISK_S, Leases
-from .progress import SOME_CANCELLED, SOME_FAILED, ElementState
+from .progress import SOME_FAILED, ElementState
 from .status_file import StatusFile
 from .wishes import Wishes
 
@@ -93,7 +93,7 @@ class _ArrayDriver:
         self._status = status
         self._wishes = wishes
         self._look_at = 0.0
-        self._reports = HostReports(leases, pool, calls, spec.is_of_tasks)
+        self._reports = HostReports(leases, pool, calls)
         self._settled_at: Optional[float] = None
         #: Why no more is leased, in words; empty when the job was cancelled.
         self._stopped_by: Optional[str] = None
@@ -189,8 +189,6 @@ class _ArrayDriver:
         if not is_written:
             return 1, "exit code 1"
         code = SOME_FAILED if failed else 0
-        if not code and self._spec.is_of_tasks and succeeded < self._progress.count:
-            code = SOME_CANCELLED  # what depends on the tasks must not start
         return code, f"exit code {code}"
 
     def _write_all(self) -> bool:

@@ -13,9 +13,9 @@ from typing import Any, Dict, List, Mapping, NamedTuple, Sequence
 #: Kinds of a target: a variable, one word of the command, all words from one on, a field of the
 #: configuration.
 ENV, WORD, WORDS, FIELD = "env", "word", "words", "field"
-#: Of tasks that differ: a task's name, which changes nothing, its variables, and the path of its
-#: configuration below the run directory.
-NAME, ENVS, CONFIG = "name", "envs", "config"
+#: Of tasks that differ: a task's name, which changes nothing; its command, or its configuration in
+#: Fiddle's JSON; its variables.
+NAME, TASK, ENVS = "name", "task", "envs"
 
 
 class Elements:
@@ -60,7 +60,7 @@ class Target(NamedTuple):
     """What one value of an element changes.
 
     Attributes:
-        kind: ``ENV``, ``WORD``, ``WORDS``, ``FIELD``, ``NAME``, ``ENVS`` or ``CONFIG``.
+        kind: ``ENV``, ``WORD``, ``WORDS``, ``FIELD``, ``NAME``, ``TASK`` or ``ENVS``.
         name: of the variable; dotted path of the field.
         place: of the word in the command.
     """
@@ -77,20 +77,20 @@ class Applied(NamedTuple):
         words: of the command.
         env: the variables.
         fields: of the configuration, by their paths.
-        config: path of the element's own configuration; empty when it has the one of the array.
+        template: the element's own configuration; empty when it has the one of the array.
     """
 
     words: List[str]
     env: Dict[str, str]
     fields: Dict[str, Any]
-    config: str
+    template: str
 
 
 def applied(
     targets: Sequence[Target], values: Sequence[Any], argv: Sequence[str], env: Mapping[str, str]
 ) -> Applied:
     """A command, variables and a configuration with an element's values."""
-    words, variables, fields, config = list(argv), dict(env), {}, ""
+    words, variables, fields, template = list(argv), dict(env), {}, ""
     for target, value in zip(targets, values):
         if target.kind == ENV:
             variables[target.name] = value
@@ -100,8 +100,10 @@ def applied(
             words[target.place] = value
         elif target.kind == WORDS:
             words[target.place :] = value
-        elif target.kind == CONFIG:
-            config = value
+        elif target.kind == TASK and isinstance(value, str):
+            template = value
+        elif target.kind == TASK:
+            words = value
         elif target.kind == FIELD:
             fields[target.name] = value
-    return Applied(words, variables, fields, config)
+    return Applied(words, variables, fields, template)

@@ -28,17 +28,15 @@ class HostReports:
         leases: the elements.
         pool: the hosts.
         calls: to their actors.
-        are_tasks: the elements are tasks that differ.
 
     Attributes:
         broken: why the array cannot be run at all; ``None`` as long as it can.
     """
 
-    def __init__(self, leases: Leases, pool: HostPool, calls: Calls, are_tasks: bool) -> None:
+    def __init__(self, leases: Leases, pool: HostPool, calls: Calls) -> None:
         self._leases = leases
         self._pool = pool
         self._calls = calls
-        self._are_tasks = are_tasks
         self._written = ""  # what was written last of a host that cannot run elements
         self.broken: Optional[Tuple[Cause, str]] = None
 
@@ -76,7 +74,7 @@ class HostReports:
         elif kind == "unprepared":
             self._refused(host, str(report["words"]), Refusal.TOLD, has_started=True)
         elif kind == "obstacles":
-            say(_of_obstacles(node, report["words"], report["forks"], self._are_tasks))
+            say(_of_obstacles(node, report["words"], report["forks"]))
         elif kind == "swept":
             self._pool.swept(host, report)
         elif kind == "unswept":
@@ -151,11 +149,9 @@ def _last_line(words: str) -> str:
     return words.strip().rpartition("\n")[2]
 
 
-def _of_obstacles(node: str, obstacles: Sequence[str], forks: bool, are_tasks: bool) -> str:
+def _of_obstacles(node: str, obstacles: Sequence[str], forks: bool) -> str:
     """What is said of imports that begin something which a fork does not have."""
     words = f"on {node} the imports {', and '.join(obstacles)}, which a fork does not have"
-    if are_tasks:
-        return f"{words}. So each task imports anew, which takes seconds in place of milliseconds"
     if forks:
         return (
             f"{words}. With array(..., isolation='process') each element has a process of its own"

@@ -10,6 +10,7 @@ from typing import Any, Dict, List, Mapping, Optional, Set
 from ..hosts.workspace import Workspace
 from ..node.supervise import kill
 from .element import ATTEMPT, INDEX, RunningElement
+from .elements import Target, applied
 from .forking import PROGRAM, Forking, result_of
 from .progress import LOST_CODE
 from .slot_processes import SlotProcesses
@@ -20,7 +21,6 @@ from .starting import (
     blame_node,
     message_of,
     result_path,
-    start_command,
     start_words,
 )
 
@@ -79,9 +79,11 @@ class Launcher:
         env = dict(of_slot)
         env[INDEX], env[SIZE] = str(order.lease.element), str(self._count)
         env[ATTEMPT] = str(order.lease.attempt)
-        if self._runs == "command":
-            return start_command(self._place, order, self._targets, slot, env)
-        message = message_of(self._place, order, self._targets, env)
+        argv = self._place.role.task.argv if self._runs == "command" else []
+        own = applied([Target(*target) for target in self._targets], order.values, argv, env)
+        if own.words:
+            return start_words(self._place, order.lease, own.words, slot, own.env)
+        message = message_of(self._place, order.lease.element, own)
         if self.slot_processes is not None:
             return self.slot_processes.start(order.lease, slot, of_slot, message)
         if self.forking is None:

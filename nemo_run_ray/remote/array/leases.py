@@ -13,7 +13,7 @@ from ..attempts import first_id
 from ..node.output import say
 from ..spec import ArraySpec
 from ..trust import open_own
-from .elements import Elements
+from .elements import NAME, Elements
 from .journal import CANCELLED, ENDED, GIVEN_BACK, LEASED, Journal, Record
 from .progress import ArrayProgress, ElementState, Lease
 from .status_file import HOSTS_FILE, JOURNAL_FILE, RESULTS_FILE, file_of
@@ -58,6 +58,7 @@ class Leases:
         self.held: Dict[int, Dict[int, int]] = self.progress.replay(self._journal.records())
         self.goes_on = self._journal.count > 0
         self.is_ending = False
+        self._has_names = any(kind == NAME for kind, *_ in spec.targets)
         self._told = 0
         self._unwritten: List[str] = []  # results
         self._results_bytes = _whole_bytes(self._results) if self.goes_on else 0
@@ -137,6 +138,8 @@ class Leases:
             row: its index, attempt, exit code, seconds, how it ended in words, and its result.
         """
         element, attempt, code, seconds, words = row[:5]
+        if self._has_names:
+            words = f"{self._elements[element][0]}: {words}"
         if self.is_ending and code in _ENDED_CODES:
             self.give_back(Lease(element, attempt), host, has_run=True)
             return

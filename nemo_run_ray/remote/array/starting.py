@@ -11,7 +11,7 @@ from typing import Any, Dict, List, NamedTuple, Sequence, Tuple
 from ..hosts.workspace import Workspace
 from ..node.supervise import explain_start
 from .element import RunningElement
-from .elements import Target, applied
+from .elements import Applied
 from .progress import Lease
 
 #: Of a node that has no room for another process, or for what it needs to be started.
@@ -34,36 +34,13 @@ class Order(NamedTuple):
     values: List[Any]
 
 
-def start_command(
-    place: Workspace, order: Order, targets: Sequence[Any], slot: int, env: Dict[str, str]
-) -> RunningElement:
-    """Start the command of an element; it has ended already when it cannot be started.
-
-    Args:
-        place: the host's.
-        order: the element.
-        targets: what its values change.
-        slot: that it gets.
-        env: its variables.
-
-    Raises:
-        NoRoomOnNode: it can be started later, or on another node.
-    """
-    kinds = [Target(*target) for target in targets]
-    own = applied(kinds, order.values, place.role.task.argv, env)
-    return start_words(place, order.lease, own.words, slot, own.env)
-
-
-def message_of(
-    place: Workspace, order: Order, targets: Sequence[Any], env: Dict[str, str]
-) -> Dict[str, Any]:
+def message_of(place: Workspace, element: int, own: Applied) -> Dict[str, Any]:
     """What ``warm.py`` is told of an element."""
-    own = applied([Target(*target) for target in targets], order.values, [], env)
     return {
         "fields": own.fields,
         "env": place.variables(own.env),
-        "config": own.config and os.path.join(place.root, own.config),
-        "result": result_path(place, order.lease.element),
+        "template": own.template,
+        "result": result_path(place, element),
     }
 
 

@@ -6,8 +6,8 @@
     stay <elements> <socket>      imports everything, then runs one order after the other
     once <elements> <order>       imports everything, and runs one element
 
-An order is JSON: the element's ``fields`` and ``env``, the path of its own ``config`` if it has
-one, and the path for its ``result``. From a socket it comes as one packet, with its ``key`` and the
+An order is JSON: the element's ``fields`` and ``env``, its own ``template`` if it has one, and the
+path for its ``result``. From a socket it comes as one packet, with its ``key`` and the
 descriptor of the output.
 """
 
@@ -58,7 +58,7 @@ def main(argv: list[str]) -> None:
         _stay(channel, template)
         return
     if template is None:
-        _import_tasks(path, header["config_at"])
+        _import_tasks(path)
     _serve(channel, template)
 
 
@@ -98,26 +98,19 @@ def _load_main(root: Path) -> None:
             traceback.print_exc()
 
 
-def _configuration(text: str) -> Any:
-    """An element's own configuration, which NeMo-Run has kept; what it names is imported."""
-    import fiddle as fdl
-    from nemo_run.config import Partial
-    from nemo_run.core.serialization.zlib_json import ZlibJSONSerializer
-
-    return fdl.cast(Partial, ZlibJSONSerializer().deserialize(text))
-
-
-def _import_tasks(path: Path, config_at: int) -> None:
+def _import_tasks(path: Path) -> None:
     """Import what the configurations of tasks name that differ, as far as there is time for it."""
+    from fiddle.experimental import serialization
+
     until = time.monotonic() + _IMPORT_S
     with path.open("rb") as file:
         for line in file:
             if time.monotonic() >= until:
                 return
-            if line.startswith(b"["):
-                config = path.parent.parent.parent / json.loads(line)[config_at]
+            task = json.loads(line)[1] if line.startswith(b"[") else None
+            if isinstance(task, str):
                 with suppress(BaseException):  # the element itself fails with it, and says why
-                    _configuration(config.read_text(encoding="utf-8"))
+                    serialization.load_json(task)
 
 
 def _serve(channel: socket.socket, template: Any) -> None:
@@ -282,8 +275,10 @@ def _code_of(template: Any, order: dict[str, Any]) -> int:
     try:
         import fiddle as fdl
 
-        if order["config"]:
-            template = _configuration(Path(order["config"]).read_text(encoding="utf-8"))
+        if order["template"]:
+            from fiddle.experimental import serialization
+
+            template = serialization.load_json(order["template"])
         _set(template, order["fields"])
         _keep_result(order["result"], fdl.build(template)())
     except SystemExit as error:

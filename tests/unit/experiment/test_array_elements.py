@@ -3,20 +3,28 @@
 from __future__ import annotations
 
 import io
+import json
 import time
+import zipfile
 from collections.abc import Iterator
 
+import fiddle as fdl
 import nemo_run as run
 import pytest
+from fiddle.experimental import serialization
 from rich.console import Console
 
 from nemo_run_ray import RayExecutor, array
 from nemo_run_ray.cli.status_report import _array_lines
 from nemo_run_ray.errors import ClusterError, ConfigError, JobError
 from nemo_run_ray.experiment import array_elements
-from nemo_run_ray.experiment.find import find_job
+from nemo_run_ray.experiment.dispatch import dispatches_of
+from nemo_run_ray.experiment.find import find, find_job
 from nemo_run_ray.experiment.job import RemoteJob
+from nemo_run_ray.nemo import registry
 from nemo_run_ray.remote.array.status_file import file_of
+from nemo_run_ray.remote.spec import ArraySpec, from_json
+from tests.array_tasks import train
 from tests.conftest import wait_for
 from tests.fake_ray import FAILS, GOES_ON, SUCCEEDS, Trouble
 from tests.unit.experiment.conftest import ArrayDriver, Handed
@@ -52,6 +60,71 @@ def driver(ray, job) -> Iterator[ArrayDriver]:
     found.tells(STATES)
     yield found
     found.end()
+
+
+def test_an_array_in_a_chain_is_tried_again_when_it_is_lost_and_not_when_elements_fail(ray, unique):
+    made = array(run.Script(inline="true"), over={"env.X": [1]})
+    with run.Experiment(unique, skip_status_at_exit=True) as experiment:
+        before = experiment.add(run.Script(inline="true"), executor=RayExecutor(address=ray.url))
+        executor = RayExecutor(address=ray.url, retries=2, permanent_exit_codes=[3])
+        experiment.add(made, executor=executor, name="array", dependencies=[before])
+        experiment.run(detach=True)
+    (dispatch,) = dispatches_of(registry.experiment_dir(experiment))
+    (job,) = [planned for planned in dispatch.spec.jobs if planned.name == "array"]
+    assert (job.retries, job.permanent_exit_codes) == (2, (8,))
+
+
+def test_an_array_alone_needs_no_dispatcher_for_its_retries(ray, unique):
+    made = array(run.Script(inline="true"), over={"env.X": [1]})
+    run.run(made, executor=RayExecutor(address=ray.url, retries=2), name=unique, detach=True)
+    (job,) = find(unique)
+    assert not job.record.dispatcher
+
+
+@pytest.mark.parametrize("is_first", [True, False])
+def test_an_array_is_no_task_of_a_group(ray, unique, is_first):
+    elements, other = array([run.Script(inline="true")]), run.Script(inline="true")
+    tasks = [elements, other] if is_first else [other, elements]
+    with run.Experiment(unique, skip_status_at_exit=True) as experiment:
+        experiment.add(tasks, executor=RayExecutor(address=ray.url), name="job")
+        with pytest.raises(ConfigError, match="An array is a job of its own"):
+            experiment.run(detach=True)
+    assert ray.started == []
+
+
+def test_tasks_are_sent_with_their_names_commands_and_variables(ray, unique):
+    tasks = [
+        run.Script(inline="echo ${x}", env={"X": "1"}),
+        run.Script(path="b.py", args=["-v"], entrypoint="python"),
+        run.Partial(train, seed=3),
+    ]
+    made = array(tasks, names=["inline", "path", "function"], max_failures=2)
+    executor = RayExecutor(address=ray.url)
+    with run.Experiment(unique, executor=executor, skip_status_at_exit=True) as experiment:
+        experiment.add(made, name="array")
+        experiment.dryrun()
+        experiment.run(detach=True)
+    files = {}
+    for data in ray.packages.values():
+        with zipfile.ZipFile(io.BytesIO(data)) as archive:
+            for name in archive.namelist():
+                files[name.partition("/array/")[2]] = archive.read(name).decode()
+    spec = from_json(files["spec.json"])
+    assert isinstance(spec, ArraySpec)
+    assert (spec.runs, spec.max_failures) == ("auto", 2)
+    rows = [json.loads(line) for line in files[spec.elements].splitlines() if line[0] == "["]
+    assert [row[0] for row in rows] == ["inline", "path", "function"]
+    command, path = rows[0][1]
+    assert (command, rows[0][2]) == ("bash", {"X": "1"})
+    assert files[path.removeprefix("/nemo_run/")].endswith("echo ${x}")
+    assert rows[1][1] == ["python", "b.py", "-v"]
+    assert fdl.build(serialization.load_json(rows[2][1]))()["fields"] == {"seed": 3, "width": 0}
+    job = find_job(f"{experiment._id}.array")
+    ray.fates[job.id] = GOES_ON
+    ray.pass_time(30)
+    wait_for(lambda: job.status.node)
+    ArrayDriver(ray, job).tells([[0, 2, "waiting", 0, 0]])
+    assert [element.values["task"] for element in job.select_elements()] == [row[0] for row in rows]
 
 
 def test_elements_are_selected_by_state_and_by_index(job, driver):

@@ -58,6 +58,32 @@ def test_a_name_and_a_saved_array_are_those_of_the_task(tmp_path):
     assert array(SCRIPT, {"args.1": [1]}).get_name() == "train.py"
 
 
+def test_tasks_without_names_have_those_of_nemo_run():
+    made = array([SCRIPT, PARTIAL, PARTIAL])
+    names = ["train.py", "tests.array_tasks.train_1", "tests.array_tasks.train_2"]
+    assert [row[0] for row in elements(made)] == names
+    assert made.get_name() == "train.py-array"
+
+
+@pytest.mark.parametrize(
+    ("tasks", "options", "words"),
+    [
+        ([], {}, "has no elements"),
+        ([SCRIPT, "x"], {}, "task of an array is a str; .* or a list of them"),
+        ([SCRIPT], {"over": {"env.X": [1]}}, "has no `over`"),
+        ([SCRIPT], {"names": ["a", "b"]}, "a name of its own for each of the 1 tasks"),
+        ([SCRIPT, PARTIAL], {"names": ["a", "a"]}, "a name of its own for each of the 2 tasks"),
+        (SCRIPT, {"over": {"env.X": [1]}, "names": ["a"]}, "names are for an array of several"),
+        ([run.Script(inline="x", env={"X": 1})], {}, "env of the task 'x' is not a mapping"),
+        ([run.Script(inline="x", env={"API_KEY": "v" * 20})], {}, "looks like a credential"),
+        ([run.Script(inline="x" * 40_000)], {}, "element 0 of the array has 40"),
+    ],
+)
+def test_bad_lists_of_tasks_are_refused(tasks, options, words):
+    with pytest.raises(ConfigError, match=words):
+        array(tasks, **options)
+
+
 def test_equal_parts_are_sent_once():
     made = array(PARTIAL, {"seed": range(10_000)})
     assert len(made.inline) < 10_000 * 8 + 1000
@@ -166,7 +192,7 @@ def test_without_a_ray_it_says_so(tmp_path):
 )
 def test_what_an_array_has_not_is_refused(fields, words):
     with pytest.raises(ConfigError, match=words):
-        planning.check_elements(RayExecutor(**fields))
+        planning._check_executor(RayExecutor(**fields))
 
 
 def test_the_module_of_the_tests_is_importable():

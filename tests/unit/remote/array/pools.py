@@ -100,7 +100,7 @@ class Cluster:
         self.passed_s = 0.0
         self.leases, self.calls, self.ray = leases, Calls(), Ray()
         self.pool = HostPool(self.ray, spec, ID, Starts(), self.calls, leases)
-        self.reports = HostReports(leases, self.pool, self.calls, are_tasks=False)
+        self.reports = HostReports(leases, self.pool, self.calls)
         self.look()
 
     def now(self) -> float:

@@ -64,7 +64,7 @@ def runs(tmp_path, monkeypatch) -> Callable[..., tuple[int, str]]:
         (folder / "elements").write_text(made.inline)
         if main is not None:
             (tmp_path / "jobs" / "__main__.py").write_text(main)
-        order = {"fields": {"text": text}, "config": "", "result": str(tmp_path / "result")}
+        order = {"fields": {"text": text}, "template": "", "result": str(tmp_path / "result")}
         words = [warm_program.__file__, "once", str(folder / "elements"), json.dumps(order)]
         path = f"{modules}:{Path(__file__).parents[4]}"
         done = subprocess.run(
