@@ -14,9 +14,8 @@ from typing import Any
 from benchmarks.common import FOLDER, Add
 from nemo_run_ray import ExistingCluster
 from nemo_run_ray.cli import main as cli
-from nemo_run_ray.experiment import ledger
 from nemo_run_ray.experiment.dispatch import Dispatch
-from nemo_run_ray.experiment.ledger import Ledger
+from nemo_run_ray.experiment.store import INTENT, SUBMITTED, Ledger
 from nemo_run_ray.remote.attempts import NONCE_KEY
 from nemo_run_ray.remote.spec import DispatchedJobSpec, DispatchSpec
 from tests.fake_ray import NODE, FakeRay, fake_ray
@@ -83,12 +82,12 @@ def _hand_over(ray: FakeRay, size: int) -> str:
         "reservation": {"entrypoint_num_cpus": 1.0},
     }
     events = [
-        (ledger.INTENT, one.id, {**common, "job": one.name, "role": one.name, "nonce": one.nonce})
+        (INTENT, one.id, {**common, "job": one.name, "role": one.name, "nonce": one.nonce})
         for one in jobs
     ]
     own = {**common, "job": "dispatcher", "role": "dispatcher", "nonce": nonce}
-    events.append((ledger.INTENT, dispatcher, {**own, "is_dispatcher": True}))
-    events.append((ledger.SUBMITTED, dispatcher, {}))
+    events.append((INTENT, dispatcher, {**own, "is_dispatcher": True}))
+    events.append((SUBMITTED, dispatcher, {}))
     Ledger.of(exp_dir).write_all(events)
     ray.add(dispatcher, {NONCE_KEY: nonce}, status="RUNNING")
     for number, one in enumerate(jobs):

@@ -127,7 +127,7 @@ def logs(
 ) -> None:
     """What a job has printed."""
     from nemo_run_ray.experiment.find import find
-    from nemo_run_ray.experiment.follow_log import lines, of_element, only
+    from nemo_run_ray.experiment.logs import lines, of_element, only
 
     found = _one(name, find(name), job)
     if role:
@@ -207,7 +207,7 @@ def _one(name: str, jobs: list[RemoteJob], job: str) -> RemoteJob:
 
 def resume(experiment: Annotated[str, typer.Argument(help="Its id or title.")]) -> None:
     """Hand over what never reached the cluster, and start a dispatcher that has ended too early."""
-    from nemo_run_ray.nemo.resume import resume_experiment
+    from nemo_run_ray.nemo.scheduler import resume_experiment
 
     for line in resume_experiment(_experiment(experiment)):
         out.print(line)

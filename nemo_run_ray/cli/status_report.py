@@ -12,10 +12,8 @@ from rich.table import Table
 from rich.text import Text
 
 from nemo_run_ray.experiment import notes
-from nemo_run_ray.experiment.attempt_records import AttemptRecord, Attempts, has_news
 from nemo_run_ray.experiment.dispatched_job import DispatchedJob
 from nemo_run_ray.experiment.job import RemoteJob
-from nemo_run_ray.experiment.ledger import Ledger
 from nemo_run_ray.experiment.roles_and_elements import (
     FIRST_FAILURES,
     elements,
@@ -25,6 +23,7 @@ from nemo_run_ray.experiment.roles_and_elements import (
 )
 from nemo_run_ray.experiment.running_at import note_running_at, running_at
 from nemo_run_ray.experiment.snapshot import Snapshot
+from nemo_run_ray.experiment.store import AttemptRecord, Attempts, Ledger, has_news
 from nemo_run_ray.nemo import registry
 from nemo_run_ray.remote.rows import ArrayRows, GroupRows
 from nemo_run_ray.remote.states import JobState, JobStatus, Reason

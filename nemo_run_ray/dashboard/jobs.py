@@ -1,7 +1,7 @@
 """Ray's Jobs REST API as the client uses it: submit, stop, list, logs and packages.
 
 Every request has a time limit. Requests that can be repeated without harm are, with back-off and
-jitter; the one that starts a job is not: its sender decides (``jobs/submit_once.py``).
+jitter; the one that starts a job is not: its sender decides (``experiment/dispatch.py``).
 """
 
 from __future__ import annotations

@@ -12,33 +12,51 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import hashlib
 import json
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
+from nemo_run_ray.clusters import from_record
+from nemo_run_ray.dashboard.http import pause, waiting_for
 from nemo_run_ray.dashboard.jobs import JobsApi
-from nemo_run_ray.errors import JobError, Taken
+from nemo_run_ray.errors import (
+    ClusterError,
+    Conflict,
+    JobError,
+    NemoRunRayError,
+    SubmissionError,
+    Taken,
+    Unanswered,
+)
+from nemo_run_ray.experiment import archives
 from nemo_run_ray.experiment.archives import Archive
 from nemo_run_ray.experiment.cancel_loop import DISPATCH_MARGIN_S, Stops, insist
-from nemo_run_ray.experiment.ledger import Ledger
-from nemo_run_ray.experiment.snapshot import Snapshot
+from nemo_run_ray.experiment.snapshot import GONE, Snapshot
+from nemo_run_ray.experiment.store import INTENT, SUBMITTED, UNSETTLED, Ledger
+from nemo_run_ray.ids import DISPATCHER
+from nemo_run_ray.plan.entrypoints import dispatcher_entrypoint
 from nemo_run_ray.remote.attempts import (
     CANCELLED,
+    NONCE_KEY,
     OUT_OF_TIME,
     Attempt,
+    attempt_id,
     attempt_of_row,
     attempts_of,
     claim_body,
     first_id,
+    nonce_of,
 )
 from nemo_run_ray.remote.dispatch.decide import Decision, Do, decide
 from nemo_run_ray.remote.files import write_file
-from nemo_run_ray.remote.rows import JobRows
-from nemo_run_ray.remote.spec import DispatchSpec, from_json
+from nemo_run_ray.remote.node.rundir import DISPATCH
+from nemo_run_ray.remote.rows import JobRow, JobRows
+from nemo_run_ray.remote.spec import SUBMISSION_ID, DispatchSpec, from_json
 from nemo_run_ray.remote.states import JobState, JobStatus, is_pending
 
 #: Name of the folder of dispatches.
@@ -259,3 +277,246 @@ def dispatches_of(exp_dir: Path) -> list[Dispatch]:
     return [
         dispatch for dispatch in (Dispatch.of(exp_dir, name) for name in found) if dispatch.is_saved
     ]
+
+
+#: Seconds to find out what became of a request whose answer was lost; a dashboard's restart is
+#: less.
+OUTCOME_S = 180.0
+
+
+def submit_once(
+    api: JobsApi,
+    body: dict[str, Any],
+    nonces: Callable[[], Collection[str]],
+    clock: Callable[[], float],
+    sleep: Callable[[float], None],
+) -> None:
+    """Post a job so that exactly one comes of it, also when answers are lost.
+
+    After an error the job table is asked before anything else is done. A repeated request cannot
+    start a second job: Ray gives a submission id away once.
+
+    Args:
+        api: where.
+        body: of the request; its intent is in the ledger.
+        nonces: gives those of all submissions of this id by the experiment's processes.
+        clock: seconds that only grow; ``sleep`` waits so many of them.
+
+    Raises:
+        SubmissionError: Ray refuses the request, or ``OUTCOME_S`` passed without an outcome.
+        Conflict: the id belongs to a job of another run.
+    """
+    submission_id = str(body["submission_id"])
+    deadline = clock() + OUTCOME_S
+    lost: ClusterError | None = None
+    what = f"{api.dashboard.url} to take the job {submission_id}"
+    with waiting_for(what, lambda: str(lost or "")):
+        while True:
+            try:
+                api.post(body)
+                return
+            except Taken:
+                lost, after_s = None, 0.0
+            except Unanswered as error:
+                lost, after_s = error, error.after_s
+            row = _outcome(api, submission_id, max(0.0, deadline - clock()))
+            if row is not None:
+                _must_be_ours(api, row, nonces())
+                return
+            if clock() + after_s >= deadline:
+                raise _not_taken(api, submission_id, lost)
+            sleep(max(0.5, after_s))
+
+
+def _outcome(api: JobsApi, submission_id: str, patience_s: float) -> JobRow | None:
+    """The job's row now; ``None`` when the cluster has no such job."""
+    try:
+        return api.job(submission_id, patience_s)
+    except Unanswered as error:
+        raise SubmissionError(
+            f"It is not known whether the job {submission_id} has started: {error} It is noted; "
+            "`nemo-run-ray status` finds it when the cluster answers, and `nemo-run-ray resume` "
+            "hands it over if it never arrived."
+        ) from error
+
+
+def _not_taken(api: JobsApi, submission_id: str, lost: ClusterError | None) -> SubmissionError:
+    why = "its id is taken" if lost is None else str(lost).rstrip(".")
+    return SubmissionError(
+        f"{api.dashboard.url} has not taken the job {submission_id} in {OUTCOME_S:.0f} s: {why}. "
+        "It has not started; as long as this Ray lives, `nemo-run-ray resume` hands it over later."
+    )
+
+
+def _must_be_ours(api: JobsApi, row: JobRow, nonces: Collection[str]) -> None:
+    if nonce_of(row) in nonces:
+        return
+    raise Conflict(
+        f"The id {row.get('submission_id')} is taken at {api.dashboard.url} by a job that another "
+        f"run submitted (its entrypoint: {str(row.get('entrypoint'))[:80]!r}). Nothing was "
+        "started. Give the experiment another id or title."
+    )
+
+
+#: What is said of a dispatch with which nothing is left to do.
+_OVER = "all is decided"
+
+
+def start_dispatcher(dispatch: Dispatch, api: JobsApi, cluster: dict[str, Any]) -> str:
+    """Start a dispatcher, whether there was one before or not; its submission id.
+
+    Args:
+        dispatch: what it is to hand over.
+        api: of the cluster.
+        cluster: the cluster's record.
+
+    Raises:
+        ConfigError: a secret of a job that has not started is not set.
+        JobError: the experiment's folder is not whole, or cannot be written to.
+        SubmissionError: Ray refuses it, or it is not known whether it arrived.
+        ClusterError: the cluster cannot be reached.
+    """
+    found = dispatch.look(api, Snapshot(is_fresh=True))
+    nonce = dispatch.spec.nonce
+    name = attempt_id(dispatch.id, max(found.dispatcher, default=0) + 1)
+    start = _upload(dispatch, api)
+    uploads = [_plan_archive(dispatch)]
+    hidden = _secrets(dispatch, found)
+    if hidden:
+        places = start.get("secret_places", {})
+        uploads.append(archives.secrets_archive(hidden, f"{nonce} {name}", places))
+    for archive in uploads:
+        api.put_package(archive.name, archive.pack())
+    names = [*start["archives"], *(archive.name for archive in uploads)]
+    body = _body(name, nonce, start["pythons"], names)
+    if not hidden:
+        _keep(dispatch, cluster, body, start, uploads)
+    book = _write_intent(dispatch, name, cluster)
+    try:
+        submit_once(api, body, lambda: [nonce], time.monotonic, pause)
+    except NemoRunRayError as error:
+        book.note(UNSETTLED, name, why=str(error))
+        raise
+    book.note(SUBMITTED, name)
+    return name
+
+
+def resume(dispatch: Dispatch) -> str:
+    """Start the dispatcher if it is dead and something is left to do, and say what was done.
+
+    Raises:
+        ConfigError: a secret of a job that has not started is not set.
+        SubmissionError: Ray refuses it.
+        ClusterError: the cluster cannot be asked.
+    """
+    records = [
+        job for job in Ledger.of(dispatch.exp_dir).jobs().values() if job.dispatcher == dispatch.id
+    ]
+    if all(job.terminal for job in records if not job.is_dispatcher):
+        return _OVER  # its cluster may be gone since
+    record = records[0].cluster
+    cluster = from_record(record)
+    dashboard = cluster.find()
+    if dashboard is None:
+        away = cluster.why_away(dispatch.spec.session)
+        if away:
+            return f"it goes on by itself: {away}"
+        why = cluster.why_gone(dispatch.spec.session) or GONE
+        return f"run the experiment again: {why}"
+    api = JobsApi.of(dashboard)
+    found = dispatch.look(api, Snapshot(is_fresh=True))
+    if found.lost:
+        return f"lost: {found.lost}; run the experiment again"
+    if found.decision.is_over:
+        return _OVER
+    if found.is_dispatched:
+        return "its dispatcher is at work"
+    return f"started again as {start_dispatcher(dispatch, api, record)}"
+
+
+def _upload(dispatch: Dispatch, api: JobsApi) -> dict[str, Any]:
+    """Send the archives that Ray lacks, and return how the dispatcher is started."""
+    folder = dispatch.folder
+    try:
+        start: dict[str, Any] = json.loads((folder / "dispatcher.json").read_text(encoding="utf-8"))
+        for name in start["archives"]:
+            if not api.has_package(name):
+                api.put_package(name, (folder / name).read_bytes())
+    except (OSError, ValueError) as error:
+        raise JobError(
+            f"The chain {dispatch.id} cannot be started again from {folder}: {error}. Copy the "
+            "experiment's whole folder."
+        ) from error
+    return start
+
+
+def _body(name: str, nonce: str, pythons: list[str], packages: list[str]) -> dict[str, Any]:
+    return {
+        "submission_id": name,
+        "entrypoint": dispatcher_entrypoint(pythons, name, nonce),
+        "runtime_env": {"py_modules": [f"gcs://{package}" for package in packages], "env_vars": {}},
+        "metadata": {NONCE_KEY: nonce, "nemo_run_job": DISPATCHER},
+    }
+
+
+def _keep(
+    dispatch: Dispatch,
+    cluster: dict[str, Any],
+    body: dict[str, Any],
+    start: dict[str, Any],
+    uploads: list[archives.Archive],
+) -> None:
+    """Let the cluster go on with a dispatch by itself; one with secrets needs a client."""
+    entrypoint = dispatcher_entrypoint(start["pythons"], SUBMISSION_ID, dispatch.spec.nonce)
+    again = {**body, "submission_id": dispatch.id, "entrypoint": entrypoint}
+
+    def data() -> dict[str, bytes]:
+        saved = {name: (dispatch.folder / name).read_bytes() for name in start["archives"]}
+        return saved | {archive.name: archive.pack() for archive in uploads}
+
+    ids = [job.id for job in dispatch.spec.jobs]
+    outside = [upstream for job in dispatch.spec.jobs for upstream in job.outside]
+    ids += [name for upstream in outside for name in (upstream.id, upstream.dispatcher) if name]
+    from_record(cluster).keep_dispatch(dispatch.id, ids, again, data)
+
+
+def _write_intent(dispatch: Dispatch, name: str, cluster: dict[str, Any]) -> Ledger:
+    book = Ledger.of(dispatch.exp_dir)
+    try:
+        book.write(
+            INTENT,
+            name,
+            job=DISPATCHER,
+            role=DISPATCHER,
+            cluster=cluster,
+            session=dispatch.spec.session,
+            nonce=dispatch.spec.nonce,
+            dispatcher=dispatch.id,
+            is_dispatcher=True,
+        )
+    except OSError as error:
+        raise JobError(
+            f"The dispatcher {name} cannot be written down in {dispatch.exp_dir}: "
+            f"{error.strerror}. It was not started. Make room there, or look at the experiment as "
+            "the user who owns that folder."
+        ) from error
+    return book
+
+
+def _plan_archive(dispatch: Dispatch) -> archives.Archive:
+    data = dispatch.spec.to_json().encode()
+    return archives.single_file(
+        "The experiment's plan", DISPATCH, data, hashlib.sha256(data).hexdigest()
+    )
+
+
+def _secrets(dispatch: Dispatch, found: DispatchStatus) -> list[str]:
+    """Names of the secrets of all jobs that may still be started."""
+    return sorted(
+        {
+            name
+            for job in dispatch.spec.jobs
+            if not found.decision.statuses[job.name].state.is_terminal
+            for name in job.secrets
+        }
+    )

@@ -9,14 +9,14 @@ from dataclasses import replace
 from nemo_run_ray.clusters.left_behind import text_of
 from nemo_run_ray.dashboard.jobs import JobsApi
 from nemo_run_ray.errors import JobError
-from nemo_run_ray.experiment import ledger, notes
+from nemo_run_ray.experiment import notes
 from nemo_run_ray.experiment.cancel_loop import Stops
 from nemo_run_ray.experiment.dispatch import Dispatch, DispatchStatus
-from nemo_run_ray.experiment.follow_log import attempt_mark
 from nemo_run_ray.experiment.job import RemoteJob
-from nemo_run_ray.experiment.ledger import JobRecord
+from nemo_run_ray.experiment.logs import attempt_mark
 from nemo_run_ray.experiment.roles_and_elements import with_failures
 from nemo_run_ray.experiment.snapshot import Snapshot
+from nemo_run_ray.experiment.store import SUBMITTED, JobRecord
 from nemo_run_ray.remote.attempts import attempt_id
 from nemo_run_ray.remote.rows import JobRows
 from nemo_run_ray.remote.states import JobState, JobStatus, Reason, status_of_row
@@ -125,7 +125,7 @@ class DispatchedJob(RemoteJob):
 
     def _attempt(self, number: int) -> RemoteJob:
         name = attempt_id(self.id, number)
-        return _Attempt(self, replace(self.record, submission_id=name, last=ledger.SUBMITTED))
+        return _Attempt(self, replace(self.record, submission_id=name, last=SUBMITTED))
 
     def _joined(self, logs: Iterable[Iterator[str]]) -> Iterator[str]:
         """The logs of the attempts with a separating line between them."""

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import difflib
 import shlex
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Set
 from pathlib import Path
 
 from nemo_run.config import get_nemorun_home
 
 from nemo_run_ray.errors import JobError
-from nemo_run_ray.experiment import ledger
 from nemo_run_ray.experiment.dispatched_job import DispatchedJob
 from nemo_run_ray.experiment.job import RemoteJob
-from nemo_run_ray.experiment.ledger import JobRecord, Ledger
+from nemo_run_ray.experiment.store import JobRecord, Ledger
+from nemo_run_ray.ids import ID_MAX, LEDGER, safe_id
+from nemo_run_ray.remote.files import write_file
+from nemo_run_ray.remote.trust import why_untrusted
 
 #: Digits of seconds since the epoch, until the year 2286.
 _DIGITS_OF_SECONDS = 10
@@ -60,7 +62,7 @@ def find_job(submission_id: str) -> RemoteJob:
     Raises:
         JobError: it was not submitted from this NeMo-Run home.
     """
-    record = ledger.find(submission_id)
+    record = find_record(submission_id)
     return job_of(record)
 
 
@@ -75,7 +77,7 @@ def find_experiment(name: str, but: Path | None = None) -> Path | None:
     by_id = [folder for folder in folders if folder.name == name]
     if by_id:
         return by_id[0]
-    outside = ledger.remembered(name)
+    outside = remembered(name)
     if outside is not None:
         return outside
     of_title = [folder for folder in folders if folder.parent.name == name and folder != but]
@@ -125,3 +127,62 @@ def job_of(record: JobRecord) -> RemoteJob:
     """The job that a record tells of."""
     is_dispatched = record.dispatcher and not record.is_dispatcher
     return DispatchedJob(record) if is_dispatched else RemoteJob(record)
+
+
+def find_record(submission_id: str) -> JobRecord:
+    """The record of a job by its id alone, from NeMo-Run's home.
+
+    Raises:
+        JobError: no experiment in this home submitted such a job.
+    """
+    for exp_dir in _candidates({submission_id}):
+        record = Ledger.of(exp_dir).job(submission_id)
+        if record is not None:
+            return record
+    raise JobError(
+        f"No experiment below {get_nemorun_home()} has submitted a Ray job {submission_id}. Is the "
+        "handle right, and NEMORUN_HOME that of the run?"
+    )
+
+
+def experiments_of(submission_ids: Set[str]) -> set[Path]:
+    """Folders of this user's experiments in NeMo-Run's home that submitted one of these jobs."""
+    found = set(_candidates(submission_ids))
+    candidates = {folder for folder in found if not why_untrusted(str(folder / LEDGER))}
+    return {folder for folder in candidates if Ledger.of(folder).has_any(submission_ids)}
+
+
+def remember(exp_dir: Path, experiment_id: str) -> None:
+    """Make an experiment findable that is not in its usual place in NeMo-Run's home."""
+    if exp_dir.parent.parent == Path(get_nemorun_home()) / "experiments":
+        return
+    pointer = _pointers() / safe_id(experiment_id)[:ID_MAX]
+    pointer.parent.mkdir(parents=True, exist_ok=True)
+    write_file(pointer, str(exp_dir.absolute()))
+
+
+def remembered(experiment_id: str) -> Path | None:
+    """The folder of an experiment that ``remember`` was told of."""
+    pointer = _pointers() / safe_id(experiment_id)[:ID_MAX]
+    return Path(pointer.read_text(encoding="utf-8")) if pointer.is_file() else None
+
+
+def _candidates(submission_ids: Set[str]) -> Iterator[Path]:
+    for folder in (Path(get_nemorun_home()) / "experiments").glob("*/*"):
+        if _may_hold(safe_id(folder.name), submission_ids) and (folder / LEDGER).exists():
+            yield folder
+    for pointer in _pointers().glob("*"):
+        if _may_hold(pointer.name, submission_ids):
+            yield Path(pointer.read_text(encoding="utf-8"))
+
+
+def _may_hold(experiment_id: str, submission_ids: Set[str]) -> bool:
+    # A shortened id may have lost the end of the experiment's.
+    return any(
+        submission_id.startswith(f"{experiment_id}.") or len(submission_id) >= ID_MAX
+        for submission_id in submission_ids
+    )
+
+
+def _pointers() -> Path:
+    return Path(get_nemorun_home()) / "ray_experiments"

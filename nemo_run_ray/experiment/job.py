@@ -17,12 +17,12 @@ from nemo_run_ray.errors import ClusterError, ConfigError, JobError, NemoRunRayE
 from nemo_run_ray.experiment import keep_logs, notes
 from nemo_run_ray.experiment.array_elements import Element, array_file, cancel_elements, elements_of
 from nemo_run_ray.experiment.cancel_loop import JOB_MARGIN_S, Stops, insist
-from nemo_run_ray.experiment.follow_log import attempt_mark, follow, output_of
+from nemo_run_ray.experiment.dispatch import OUTCOME_S
 from nemo_run_ray.experiment.leftovers import leftovers
+from nemo_run_ray.experiment.logs import attempt_mark, follow, output_of
 from nemo_run_ray.experiment.observed_job import ObservedJob
 from nemo_run_ray.experiment.roles_and_elements import elements
 from nemo_run_ray.experiment.snapshot import Snapshot
-from nemo_run_ray.experiment.submit_once import OUTCOME_S
 from nemo_run_ray.experiment.tend import tend
 from nemo_run_ray.remote.array.status_file import RESULTS_FILE
 from nemo_run_ray.remote.attempts import nonce_of

@@ -19,10 +19,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from nemo_run_ray.errors import JobError, NemoRunRayError, StreamCut
-from nemo_run_ray.experiment import ledger
 from nemo_run_ray.experiment.array_elements import keep_array, needs_keeping
-from nemo_run_ray.experiment.ledger import Ledger
 from nemo_run_ray.experiment.snapshot import Snapshot
+from nemo_run_ray.experiment.store import UNKEPT, Ledger
 from nemo_run_ray.remote.states import JobStatus
 
 if TYPE_CHECKING:
@@ -138,6 +137,6 @@ def _give_up(job: ObservedJob, error: Exception) -> None:
     log.warning("The log of %s is not kept in the experiment's folder: %s", job.id, error)
     job.record.is_log_given_up = True
     try:
-        Ledger.of(job.record.exp_dir).write(ledger.UNKEPT, job.id, why=str(error))
+        Ledger.of(job.record.exp_dir).write(UNKEPT, job.id, why=str(error))
     except OSError as unwritten:
         log.debug("That is not written down in %s: %s", job.record.exp_dir, unwritten)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from nemo_run_ray.experiment.follow_log import OF_RAY
+from nemo_run_ray.experiment.logs import OF_RAY
 from nemo_run_ray.remote.node.output import (
     MAY_BE_LEFT,
     NO_PROCESS_LEFT,
@@ -15,8 +15,8 @@ from nemo_run_ray.remote.node.output import (
 from nemo_run_ray.remote.states import JobStatus
 
 if TYPE_CHECKING:
-    from nemo_run_ray.experiment.job_records import JobRecord
     from nemo_run_ray.experiment.observed_job import ObservedJob
+    from nemo_run_ray.experiment.store import JobRecord
 
 #: How the last words of an array begin whose driver came to its end.
 _ENDS_OF_ARRAYS = "cancelled; ", "exit code ", "["

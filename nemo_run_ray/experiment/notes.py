@@ -15,12 +15,10 @@ from typing import TYPE_CHECKING
 
 from nemo_run_ray.dashboard.http import SLOW_S
 from nemo_run_ray.errors import NemoRunRayError
-from nemo_run_ray.experiment import ledger
 from nemo_run_ray.experiment.array_elements import keep_array, needs_keeping
-from nemo_run_ray.experiment.attempt_records import has_news
-from nemo_run_ray.experiment.ledger import Event, Ledger
 from nemo_run_ray.experiment.roles_and_elements import elements, roles
 from nemo_run_ray.experiment.snapshot import Snapshot
+from nemo_run_ray.experiment.store import CANCEL, TERMINAL, Event, Ledger, has_news
 from nemo_run_ray.remote.states import JobState, JobStatus
 
 if TYPE_CHECKING:
@@ -79,7 +77,7 @@ def note_cancel(job: ObservedJob) -> None:
     """Write down that its end is asked for; a folder that takes no note keeps nothing alive."""
     job.record.cancelled = True
     try:
-        Ledger.of(job.record.exp_dir).write(ledger.CANCEL, job.id)
+        Ledger.of(job.record.exp_dir).write(CANCEL, job.id)
     except OSError as error:
         log.warning("That %s is cancelled is not kept in its folder: %s", job.id, error)
 
@@ -133,7 +131,7 @@ def _write_end(job: ObservedJob, status: JobStatus, snapshot: Snapshot) -> None:
         _keep_files(job, status)
     record.attempts = dict(job.attempts_in(snapshot))
     attempts = [attempt.to_json() for attempt in record.attempts.values()]
-    event = ledger.TERMINAL, job.id, {"status": record.terminal, "attempts": attempts}
+    event = TERMINAL, job.id, {"status": record.terminal, "attempts": attempts}
     together = _together.get()
     if together is not None:
         together.events.setdefault(record.exp_dir, []).append(event)

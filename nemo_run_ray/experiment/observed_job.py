@@ -12,12 +12,19 @@ from nemo_run_ray.clusters import Cluster, from_record
 from nemo_run_ray.clusters.left_behind import text_of
 from nemo_run_ray.dashboard.jobs import JobsApi
 from nemo_run_ray.errors import JobError, NemoRunRayError
-from nemo_run_ray.experiment import keep_logs, ledger, notes, why_pending
-from nemo_run_ray.experiment.attempt_records import AttemptRecord, Attempts, known, of_rows
-from nemo_run_ray.experiment.kept_files import Kept
-from nemo_run_ray.experiment.ledger import JobRecord, Ledger
+from nemo_run_ray.experiment import explain, keep_logs, notes
 from nemo_run_ray.experiment.roles_and_elements import with_failures
 from nemo_run_ray.experiment.snapshot import GONE, Snapshot
+from nemo_run_ray.experiment.store import (
+    SUBMITTED,
+    AttemptRecord,
+    Attempts,
+    JobRecord,
+    Kept,
+    Ledger,
+    known,
+    of_rows,
+)
 from nemo_run_ray.remote.attempts import attempt_id, nonce_of
 from nemo_run_ray.remote.rows import JobRow, JobRows
 from nemo_run_ray.remote.states import JobState, JobStatus, Reason, status_of_row
@@ -177,10 +184,10 @@ class ObservedJob:
         """The status of a job that has not started, with what it waits for."""
         told = api.state.explain_build(row, status)
         asked = self.record.reservation
-        return why_pending.explain(row, told, asked, api.state, lambda: snapshot.programs(api))
+        return explain.explain(row, told, asked, api.state, lambda: snapshot.programs(api))
 
     def _absent(self, api: JobsApi, snapshot: Snapshot) -> JobStatus:
-        was_there = self.record.last == ledger.SUBMITTED
+        was_there = self.record.last == SUBMITTED
         why = snapshot.why_lost(api, self.record.session, was_there, lambda rows: self.id in rows)
         if why:
             return self._lost(why, snapshot)
@@ -197,7 +204,7 @@ class ObservedJob:
         if away:
             return self._as_recorded(JobState.UNKNOWN, Reason.UNREACHABLE, f"{away}.")
         why = self._why_gone(why)
-        arrived = self.record.last == ledger.SUBMITTED or self.record.attempts or self.left_logs()
+        arrived = self.record.last == SUBMITTED or self.record.attempts or self.left_logs()
         what = "Its end is not known" if arrived else "It is not known whether it ran"
         end = "" if "\n" in why or why.endswith(".") else "."  # a log's lines end by themselves
         return self._as_recorded(JobState.LOST, Reason.CLUSTER_GONE, f"{what}: {why}{end}")

@@ -7,14 +7,13 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from nemo_run_ray.errors import NemoRunRayError
-from nemo_run_ray.experiment.attempt_records import Attempts
 from nemo_run_ray.experiment.dispatch import Dispatch
 from nemo_run_ray.experiment.dispatched_job import DispatchedJob
 from nemo_run_ray.experiment.find import jobs_of
-from nemo_run_ray.experiment.follow_log import lines
 from nemo_run_ray.experiment.job import RemoteJob
-from nemo_run_ray.experiment.ledger import Ledger
+from nemo_run_ray.experiment.logs import lines
 from nemo_run_ray.experiment.snapshot import Snapshot
+from nemo_run_ray.experiment.store import Attempts, Ledger
 from nemo_run_ray.remote.dispatch import log
 from nemo_run_ray.remote.states import JobState
 

@@ -17,10 +17,9 @@ from nemo_run_ray.clusters import from_record
 from nemo_run_ray.dashboard.jobs import JobsApi
 from nemo_run_ray.errors import NemoRunRayError
 from nemo_run_ray.experiment import keep_logs
-from nemo_run_ray.experiment.dispatch import Dispatch, DispatchStatus
-from nemo_run_ray.experiment.ledger import JobRecord, Ledger
+from nemo_run_ray.experiment.dispatch import Dispatch, DispatchStatus, start_dispatcher
 from nemo_run_ray.experiment.snapshot import Snapshot
-from nemo_run_ray.experiment.start_dispatcher import start_dispatcher
+from nemo_run_ray.experiment.store import JobRecord, Ledger
 from nemo_run_ray.remote.attempts import first_id, nonce_of
 from nemo_run_ray.remote.rows import JobRows
 from nemo_run_ray.remote.states import JobState, status_of_row

@@ -20,7 +20,7 @@ from torchx.schedulers.api import (
     Stream,
     filter_regex,
 )
-from torchx.specs import AppDef, AppDryRunInfo, ReplicaStatus, Role, RoleStatus
+from torchx.specs import AppDef, AppDryRunInfo, AppState, ReplicaStatus, Role, RoleStatus
 
 from nemo_run_ray.clusters import Cluster
 from nemo_run_ray.errors import (
@@ -33,18 +33,18 @@ from nemo_run_ray.errors import (
     shown,
 )
 from nemo_run_ray.executor import RayExecutor
-from nemo_run_ray.experiment import ledger, notes
-from nemo_run_ray.experiment.batch import Batch
-from nemo_run_ray.experiment.find import find_job
-from nemo_run_ray.experiment.follow_log import lines, only
+from nemo_run_ray.experiment import notes
+from nemo_run_ray.experiment.archives import in_words
+from nemo_run_ray.experiment.dispatch import dispatches_of, resume
+from nemo_run_ray.experiment.find import find_job, jobs_of, remember
 from nemo_run_ray.experiment.job import RemoteJob
-from nemo_run_ray.experiment.other_experiments import handles_of
+from nemo_run_ray.experiment.logs import lines, only
 from nemo_run_ray.experiment.roles_and_elements import not_ready, roles
-from nemo_run_ray.experiment.run_packager import in_words
 from nemo_run_ray.experiment.running_at import note_running_at
 from nemo_run_ray.experiment.snapshot import Snapshot
-from nemo_run_ray.experiment.tend import Tending
-from nemo_run_ray.experiment.torchx_states import torchx_state
+from nemo_run_ray.experiment.store import INTENT, Ledger
+from nemo_run_ray.experiment.submit import Batch, handles_of
+from nemo_run_ray.experiment.tend import Tending, tend
 from nemo_run_ray.ids import SCHEDULER, dispatcher_id, job_id
 from nemo_run_ray.nemo import registry
 from nemo_run_ray.nemo.interrupt import interrupt
@@ -190,7 +190,7 @@ class RayJobsScheduler(SchedulerMixin, Scheduler[Any]):
                 for name, job_plan in batch.plans.items()
             }
             registry.save_handles(self._experiment, ids)
-            ledger.remember(registry.experiment_dir(self._experiment), self._experiment._id)
+            remember(registry.experiment_dir(self._experiment), self._experiment._id)
             self._announced.add(self._experiment._id)
 
     # ------------------------------------------------------------------ questions
@@ -259,7 +259,7 @@ class RayJobsScheduler(SchedulerMixin, Scheduler[Any]):
         """The jobs of this experiment; torchx gives no other scope."""
         if self._experiment is None:
             return []
-        records = ledger.Ledger.of(registry.experiment_dir(self._experiment)).jobs()
+        records = Ledger.of(registry.experiment_dir(self._experiment)).jobs()
         return [
             ListAppResponse(app_id=app_id, state=torchx_state(self._job(app_id).status))
             for app_id in records
@@ -283,7 +283,7 @@ class RayJobsScheduler(SchedulerMixin, Scheduler[Any]):
     def _job(self, app_id: str) -> RemoteJob:
         if app_id not in self._jobs:
             job = find_job(app_id)
-            if job.record.last == ledger.INTENT:
+            if job.record.last == INTENT:
                 return job  # its submission goes on, perhaps in another process: look again
             self._jobs[app_id] = job
         return self._jobs[app_id]
@@ -347,6 +347,89 @@ def _told(log: Iterable[str], job: RemoteJob) -> Iterator[str]:
 def create_scheduler(session_name: str, **kwargs: Any) -> RayJobsScheduler:
     """What torchx calls, by the entry point ``ray_jobs``."""
     return RayJobsScheduler(session_name, experiment=kwargs.get("experiment"))
+
+
+#: JobState -> torchx's word, which is what NeMo-Run shows. torchx has no word for LOST.
+TO_TORCHX = {
+    JobState.WAITING: AppState.UNSUBMITTED,
+    JobState.PENDING: AppState.PENDING,
+    JobState.RUNNING: AppState.RUNNING,
+    JobState.SUCCEEDED: AppState.SUCCEEDED,
+    JobState.FAILED: AppState.FAILED,
+    JobState.CANCELLED: AppState.CANCELLED,
+    JobState.LOST: AppState.FAILED,
+    JobState.UNKNOWN: AppState.UNKNOWN,
+}
+#: Why a job waits that a dispatcher has.
+_ON_THE_CLUSTER = {Reason.WAITS, Reason.TURN, Reason.RETRY, Reason.UNDISPATCHED}
+
+
+def torchx_state(status: JobStatus) -> AppState:
+    """What NeMo-Run shows: a job that waits on the cluster was submitted.
+
+    torchx's UNSUBMITTED is 0, which NeMo-Run takes for no answer: it calls a group UNKNOWN then.
+    """
+    if status.state is JobState.WAITING and status.reason in _ON_THE_CLUSTER:
+        return AppState.SUBMITTED
+    return TO_TORCHX[status.state]
+
+
+def resume_experiment(experiment: Any) -> Iterator[str]:
+    """Hand over what never reached the cluster, and start dispatchers that have ended too early.
+
+    Args:
+        experiment: a saved one of NeMo-Run's.
+
+    Yields:
+        What was done for each dispatch and each job, in words.
+
+    Raises:
+        ClusterError: a cluster cannot be asked, or cannot take a job.
+        ConfigError: a secret of a job is not set.
+        SubmissionError: Ray refuses a job.
+    """
+    folder = registry.experiment_dir(experiment)
+    for dispatch in dispatches_of(folder):
+        yield f"{dispatch.id}: {resume(dispatch)}"
+    tend(folder)
+    known = {found.name: found for found in jobs_of(folder)}
+    states = {job.id: _state(experiment, job, known.get(job.id)) for job in experiment.jobs}
+    ready = []
+    for job in experiment.jobs:
+        why_not = _why_not(experiment, job, known.get(job.id), states)
+        if why_not:
+            yield f"{job.id}: {why_not}"
+        else:
+            ready.append(job)
+    for job in ready:
+        registry.prepare_again(experiment, job)
+    registry.launch(experiment, ready)
+    for job in ready:
+        yield f"{job.id}: handed over"
+
+
+def _why_not(experiment: Any, job: Any, found: RemoteJob | None, states: dict[str, str]) -> str:
+    """Why a job is not handed over now; empty if it is to be."""
+    if states[job.id] != JobState.WAITING.value:
+        return f"{states[job.id]}, left as it is"
+    if found is not None and found.record.dispatcher:
+        return "waits on the cluster, left to its dispatcher"
+    if registry.is_ordered_by_us(experiment):
+        return ""
+    missing = [
+        upstream for upstream in job.dependencies if states[upstream] != JobState.SUCCEEDED.value
+    ]
+    waits = ", ".join(f"{upstream} ({states[upstream]})" for upstream in missing)
+    return f"not handed over, it depends on {waits}; resume again after that" if missing else ""
+
+
+def _state(experiment: Any, job: Any, found: RemoteJob | None) -> str:
+    """The state of a job; WAITING only if it is for Ray and Ray never got it."""
+    if found is not None:
+        return str(found.status.state.value)
+    if isinstance(job.executor, RayExecutor):
+        return JobState.WAITING.value
+    return f"{registry.status_of(experiment, job)} on {type(job.executor).__name__}"
 
 
 __all__ = ["RayJobsScheduler", "create_scheduler"]

@@ -18,10 +18,9 @@ import pytest
 
 from nemo_run_ray import ExistingCluster
 from nemo_run_ray.dashboard.jobs import JobsApi
-from nemo_run_ray.experiment import ledger
-from nemo_run_ray.experiment.dispatch import Dispatch, dispatches_of
+from nemo_run_ray.experiment.dispatch import Dispatch, dispatches_of, start_dispatcher
 from nemo_run_ray.experiment.find import jobs_of
-from nemo_run_ray.experiment.start_dispatcher import start_dispatcher
+from nemo_run_ray.experiment.store import Ledger
 from nemo_run_ray.experiment.tend import tend
 from nemo_run_ray.remote.states import JobState, Reason, is_pending
 from tests.conftest import wait_for
@@ -147,7 +146,7 @@ def strike(
     name = hand_over(title, cluster, folder, *STEPS, max_in_flight=3)
     (exp_dir,) = Path(os.environ["NEMORUN_HOME"]).glob(f"experiments/*/{name}")
     (dispatch,) = dispatches_of(exp_dir)
-    record = next(iter(ledger.Ledger(exp_dir).jobs().values())).cluster
+    record = next(iter(Ledger(exp_dir).jobs().values())).cluster
     run = Run(hosts, dispatch, hosts.api, record, drop, chance)
     for fault in faults:
         time.sleep(chance.uniform(0.2, 3))

@@ -36,9 +36,9 @@ from flaky_proxy import (
 from nemo_run_ray import ExistingCluster, RayExecutor
 from nemo_run_ray.cli import main as cli
 from nemo_run_ray.dashboard.jobs import JobsApi
-from nemo_run_ray.experiment import ledger
 from nemo_run_ray.experiment.find import jobs_of
 from nemo_run_ray.experiment.job import RemoteJob
+from nemo_run_ray.experiment.store import Ledger
 
 NETWORK = ("drop answer", "cut before", "errors while waiting", "hang while waiting", "cut logs")
 KILLS = (
@@ -148,14 +148,14 @@ def one_run(url: str, number: int, seed: int, seconds: float) -> dict:
 
 def _client(url: str, title: str, script: run.Script, kind: str) -> None:
     """What a user's script does."""
-    write_all = ledger.Ledger.write_all
+    write_all = Ledger.write_all
 
-    def write_and_die(self: ledger.Ledger, events: list) -> None:
+    def write_and_die(self: Ledger, events: list) -> None:
         write_all(self, events)
         if kind == f"after {events[0][0]}":
             os.kill(os.getpid(), signal.SIGKILL)
 
-    ledger.Ledger.write_all = write_and_die  # type: ignore[method-assign]
+    Ledger.write_all = write_and_die  # type: ignore[method-assign]
     executor = RayExecutor(cluster=ExistingCluster(url=url))
     run.run(script, executor=executor, name=title)
 

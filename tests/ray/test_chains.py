@@ -19,8 +19,8 @@ from typer.testing import CliRunner
 from nemo_run_ray import ExistingCluster, RayExecutor
 from nemo_run_ray.cli import main as cli
 from nemo_run_ray.errors import ConfigError, NemoRunRayError, SubmissionError
+from nemo_run_ray.experiment.dispatch import start_dispatcher
 from nemo_run_ray.experiment.find import find_job
-from nemo_run_ray.experiment.start_dispatcher import start_dispatcher
 from nemo_run_ray.nemo import registry as plugin
 from nemo_run_ray.remote.attempts import ALL_SUCCEEDED, NOT_ALL_SUCCEEDED
 from nemo_run_ray.remote.states import JobState, Reason

@@ -249,15 +249,15 @@ KILLED = """
 import os, signal, sys
 import nemo_run as run
 from nemo_run_ray import RayExecutor
-from nemo_run_ray.experiment import ledger
+from nemo_run_ray.experiment.store import Ledger
 
-write_all = ledger.Ledger.write_all
+write_all = Ledger.write_all
 
 def write_and_die(self, events):
     write_all(self, events)
     os.kill(os.getpid(), signal.SIGKILL)
 
-ledger.Ledger.write_all = write_and_die
+Ledger.write_all = write_and_die
 with run.Experiment(sys.argv[1]) as experiment:
     tasks = [run.Script(inline=f"echo {n} >> {sys.argv[2]}/ran") for n in (1, 2)]
     experiment.add(tasks, executor=RayExecutor(), name="group")

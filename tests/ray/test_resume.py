@@ -8,7 +8,7 @@ import nemo_run as run
 import pytest
 
 from nemo_run_ray import LocalCluster, RayExecutor
-from nemo_run_ray.experiment.ledger import Ledger
+from nemo_run_ray.experiment.store import Ledger
 from tests import warm
 from tests.conftest import tool, wait_for
 
@@ -16,17 +16,17 @@ KILLED = """
 import os, signal, sys
 import nemo_run as run
 from nemo_run_ray import RayExecutor
-from nemo_run_ray.experiment import ledger
+from nemo_run_ray.experiment.store import Ledger
 
 title, folder, order, moment = sys.argv[1:5]
-write_all = ledger.Ledger.write_all
+write_all = Ledger.write_all
 
 def write_and_die(self, events):
     write_all(self, events)
     if events[0][0] == moment:
         os.kill(os.getpid(), signal.SIGKILL)
 
-ledger.Ledger.write_all = write_and_die
+Ledger.write_all = write_and_die
 if __name__ == "__main__":
     with run.Experiment(title, executor=RayExecutor(), threadpool_workers=1) as experiment:
         wait = f"for i in $(seq 1200); do [ -e {folder}/go ] && break; sleep 0.1; done"

@@ -168,7 +168,7 @@ def test_imports_go_one_way():
 def test_an_import_that_goes_up_is_found_in_every_folder(tmp_path):
     planted = {
         "experiment/late.py": "def late():\n    from nemo_run_ray.cli import main\n",
-        "clusters/slurm/planted.py": "import nemo_run_ray.experiment.ledger\n",
+        "clusters/slurm/planted.py": "import nemo_run_ray.experiment.store\n",
         "remote/node/planted.py": "from ..dispatch.decide import decide\n",
         "remote/group/planted.py": "from ..slurm import node\nfrom ..node import probe\n",
         "remote/files.py": "from .states import JobState\n",
@@ -178,7 +178,7 @@ def test_an_import_that_goes_up_is_found_in_every_folder(tmp_path):
         (tmp_path / module).write_text(text)
     assert _going_up(tmp_path) == {
         "experiment/late.py": ["nemo_run_ray.cli"],
-        "clusters/slurm/planted.py": ["nemo_run_ray.experiment.ledger"],
+        "clusters/slurm/planted.py": ["nemo_run_ray.experiment.store"],
         "remote/node/planted.py": ["nemo_run_ray.remote.dispatch.decide"],
         "remote/group/planted.py": ["nemo_run_ray.remote.slurm"],
     }
@@ -188,12 +188,12 @@ def test_an_import_that_goes_up_is_found_in_every_folder(tmp_path):
     ("module", "name"),
     [
         ("experiment/job.py", "nemo_run_ray.cli.main"),
-        ("dashboard/jobs.py", "nemo_run_ray.experiment.ledger"),
+        ("dashboard/jobs.py", "nemo_run_ray.experiment.store"),
         ("plan/roles.py", "nemo_run_ray"),
         ("remote/states.py", "nemo_run_ray.remote.group.machine"),
         ("remote/node/supervise.py", "nemo_run_ray.remote.dispatch.decide"),
         ("remote/dispatch/decide.py", "nemo_run_ray.remote.group.machine"),
-        ("remote/spec.py", "nemo_run_ray.experiment.ledger"),
+        ("remote/spec.py", "nemo_run_ray.experiment.store"),
     ],
 )
 def test_an_import_that_goes_up_is_found(module, name):

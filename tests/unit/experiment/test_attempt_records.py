@@ -9,9 +9,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from nemo_run_ray.dashboard import jobs as dashboard_jobs
-from nemo_run_ray.experiment import ledger, notes
-from nemo_run_ray.experiment.attempt_records import AttemptRecord, has_news, known, merged, of_rows
-from nemo_run_ray.experiment.ledger import Ledger
+from nemo_run_ray.experiment import notes
+from nemo_run_ray.experiment.store import (
+    INTENT,
+    SUBMITTED,
+    TERMINAL,
+    AttemptRecord,
+    Ledger,
+    has_news,
+    known,
+    merged,
+    of_rows,
+)
 from nemo_run_ray.remote.attempts import CLAIM_KEY, NONCE_KEY
 from nemo_run_ray.remote.states import JobState, JobStatus, Reason
 from tests.unit.experiment.conftest import Handed
@@ -74,10 +83,10 @@ def test_how_long_it_was_seen_running_is_written_down_as_it_grows():
 
 
 def test_who_has_just_seen_it_wait_sees_when_it_begins(ray, unique, monkeypatch):
+    monkeypatch.setattr(dashboard_jobs, "TABLE_AGE_S", 0)
     handed = Handed(ray, unique, "watched", "late", "slow")
     for name, row in ray.rows.items():
         row.update(status="PENDING" if "late" not in name else "RUNNING", start_time=1000)
-    monkeypatch.setattr(dashboard_jobs, "TABLE_AGE_S", 0)
     jobs = handed.jobs
     assert [jobs[name].attempts[0].running_at for name in jobs] == [None] * 3
     for row in ray.rows.values():
@@ -114,17 +123,17 @@ def test_the_first_moment_at_which_it_was_seen_running_counts(kept, now, told):
 def test_the_ledger_keeps_them(tmp_path):
     book = Ledger(tmp_path)
     given = {"job": "a", "role": "a", "cluster": {}, "session": "s"}
-    book.write(ledger.INTENT, "e.a", **given, nonce="n")
+    book.write(INTENT, "e.a", **given, nonce="n")
     attempt = dataclasses.replace(_attempt("FAILED", 2.0), ended_at=3.0, exit_code=1, node="x")
     book.keep_attempts({"e.a": {"e.a": attempt}})
-    book.write(ledger.SUBMITTED, "e.a")
-    book.write(ledger.INTENT, "e.a", **given, nonce="m")
+    book.write(SUBMITTED, "e.a")
+    book.write(INTENT, "e.a", **given, nonce="m")
     (record,) = book.jobs().values()
     assert record.attempts == {"e.a": attempt}
     assert record.terminal == {}
     later = {**attempt.to_json(), "later": 1}
     status = JobStatus(JobState.FAILED).to_json()
-    book.write(ledger.TERMINAL, "e.a", status=status, attempts=[later])
+    book.write(TERMINAL, "e.a", status=status, attempts=[later])
     (record,) = book.jobs().values()
     assert record.attempts == {"e.a": attempt}
     assert record.terminal == status
@@ -138,11 +147,11 @@ def test_nothing_is_written_for_nothing(tmp_path):
 def test_who_knows_less_takes_nothing_away(tmp_path):
     """Several processes look; one that came late has not seen when it began to run."""
     book = Ledger(tmp_path)
-    book.write(ledger.INTENT, "e.a", job="a", role="a", cluster={}, session="s", nonce="n")
+    book.write(INTENT, "e.a", job="a", role="a", cluster={}, session="s", nonce="n")
     book.keep_attempts({"e.a": {"e.a": _attempt("RUNNING", 2.0)}})
     late = dataclasses.replace(_attempt("SUCCEEDED"), ended_at=9.0)
     status = JobStatus(JobState.SUCCEEDED).to_json()
-    book.write(ledger.TERMINAL, "e.a", status=status, attempts=[late.to_json()])
+    book.write(TERMINAL, "e.a", status=status, attempts=[late.to_json()])
     (record,) = book.jobs().values()
     assert record.attempts["e.a"].running_at == 2.0
     assert record.attempts["e.a"].ended_at == 9.0

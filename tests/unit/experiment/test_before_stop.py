@@ -9,11 +9,10 @@ import nemo_run as run
 
 from nemo_run_ray import ExistingCluster, LocalCluster, SlurmCluster
 from nemo_run_ray.clusters import Cluster
-from nemo_run_ray.experiment import ledger
 from nemo_run_ray.experiment import snapshot as snapshots
-from nemo_run_ray.experiment.before_stop import _is_on, note_ends
 from nemo_run_ray.experiment.job import RemoteJob
-from nemo_run_ray.experiment.ledger import Ledger
+from nemo_run_ray.experiment.shutdown import _is_on, note_ends
+from nemo_run_ray.experiment.store import TERMINAL, Ledger
 from nemo_run_ray.remote.states import JobState, JobStatus, Reason
 from tests.unit.experiment.conftest import Handed
 
@@ -88,7 +87,7 @@ def test_an_end_that_another_program_notes_meanwhile_stays(ray, unique, monkeypa
     handed = Handed(ray, unique, "job")
     status = JobStatus(JobState.SUCCEEDED).to_json()
     store = Ledger.of(handed.exp_dir)
-    _at_second_look(monkeypatch, lambda job: store.write(ledger.TERMINAL, job.id, status=status))
+    _at_second_look(monkeypatch, lambda job: store.write(TERMINAL, job.id, status=status))
     assert _stop_by_force(handed) == {"job": "SUCCEEDED"}
 
 

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from nemo_run_ray.errors import StreamCut, Unanswered, Unauthorised
-from nemo_run_ray.experiment.follow_log import (
+from nemo_run_ray.experiment.logs import (
     LINE_MAX_CHARS,
     attempt_mark,
     follow,

@@ -18,8 +18,8 @@ from nemo_run_ray.dashboard import jobs
 from nemo_run_ray.errors import JobError, Unanswered
 from nemo_run_ray.experiment import keep_logs
 from nemo_run_ray.experiment.find import find, find_job
-from nemo_run_ray.experiment.kept_files import Kept
 from nemo_run_ray.experiment.snapshot import Snapshot
+from nemo_run_ray.experiment.store import Kept
 from nemo_run_ray.experiment.tend import Tending
 from nemo_run_ray.remote.attempts import attempt_id
 from nemo_run_ray.remote.states import JobState

@@ -14,8 +14,9 @@ import nemo_run.config
 import pytest
 
 from nemo_run_ray.errors import JobError, SubmissionError
-from nemo_run_ray.experiment import ledger
-from nemo_run_ray.experiment.ledger import INTENT, SUBMITTED, TERMINAL, UNSETTLED, Ledger
+from nemo_run_ray.experiment import store
+from nemo_run_ray.experiment.find import find_record, remember
+from nemo_run_ray.experiment.store import INTENT, SUBMITTED, TERMINAL, UNSETTLED, Ledger
 from nemo_run_ray.ids import LEDGER, job_id
 from tests.unit.experiment.conftest import Handed
 
@@ -125,7 +126,7 @@ def test_a_line_that_is_no_record_is_ignored_and_named(book, line, caplog):
 _WRITER = """
 import sys
 from pathlib import Path
-from nemo_run_ray.experiment.ledger import Ledger
+from nemo_run_ray.experiment.store import Ledger
 book = Ledger(Path(sys.argv[1]))
 for number in range(40):
     book.write("note", f"{sys.argv[2]}.{number}", text="x" * 5000)
@@ -169,15 +170,15 @@ def _submit(exp_dir: Path, job: str = "job") -> str:
 def test_a_job_is_found_by_its_id(home, title):
     exp_dir = home / "experiments" / title / f"{title}_1700000000"
     submission_id = _submit(exp_dir, f"{title}.job é")
-    ledger.remember(exp_dir, exp_dir.name)
-    found = ledger.find(submission_id)
+    remember(exp_dir, exp_dir.name)
+    found = find_record(submission_id)
     assert (found.submission_id, found.exp_dir) == (submission_id, exp_dir)
 
 
 def test_experiments_with_alike_ids_are_kept_apart(home):
     dirs = [home / "experiments" / title / f"{title}_1" for title in ("a", "a_1.b", "a_1")]
     ids = [_submit(one) for one in dirs]
-    assert [ledger.find(one).exp_dir for one in ids] == dirs
+    assert [find_record(one).exp_dir for one in ids] == dirs
 
 
 @pytest.mark.parametrize("name", ["exp_1", "exp é_1", "a.b_1", "x" * 200])
@@ -185,33 +186,33 @@ def test_an_experiment_outside_of_the_home_is_found(home, tmp_path, monkeypatch,
     exp_dir = tmp_path / "else where\n" / name
     submission_id = _submit(exp_dir)
     with pytest.raises(JobError, match="No experiment"):
-        ledger.find(submission_id)
-    ledger.remember(exp_dir, name)
+        find_record(submission_id)
+    remember(exp_dir, name)
     monkeypatch.chdir("/")
-    assert ledger.find(submission_id).exp_dir == exp_dir
+    assert find_record(submission_id).exp_dir == exp_dir
 
 
 def test_a_relative_folder_is_found_from_elsewhere(home, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     submission_id = _submit(Path("here") / "exp_1")
-    ledger.remember(Path("here") / "exp_1", "exp_1")
+    remember(Path("here") / "exp_1", "exp_1")
     monkeypatch.chdir("/")
-    assert ledger.find(submission_id).exp_dir == tmp_path / "here" / "exp_1"
+    assert find_record(submission_id).exp_dir == tmp_path / "here" / "exp_1"
 
 
 def test_an_unknown_job_is_named_with_the_home(home):
     with pytest.raises(JobError, match=r"exp_1\.job") as caught:
-        ledger.find("exp_1.job")
+        find_record("exp_1.job")
     assert str(home) in str(caught.value)
 
 
 def test_an_experiment_that_was_moved_away_is_not_found(home, tmp_path):
     exp_dir = tmp_path / "exp_1"
     submission_id = _submit(exp_dir)
-    ledger.remember(exp_dir, "exp_1")
+    remember(exp_dir, "exp_1")
     exp_dir.rename(tmp_path / "gone")
     with pytest.raises(JobError):
-        ledger.find(submission_id)
+        find_record(submission_id)
 
 
 def test_a_ledger_that_was_removed_and_made_anew_is_read_anew(tmp_path):
@@ -239,10 +240,10 @@ def full_after(monkeypatch):
             if next(written) >= writes:
                 raise OSError(errno.ENOSPC, "No space left on device")
 
-        monkeypatch.setattr(ledger, "os", SimpleNamespace(**{**vars(os), "fsync": fsync}))
+        monkeypatch.setattr(store, "os", SimpleNamespace(**{**vars(os), "fsync": fsync}))
         return warnings
 
-    monkeypatch.setattr(ledger.log, "warning", lambda text, *words: warnings.append(text % words))
+    monkeypatch.setattr(store.log, "warning", lambda text, *words: warnings.append(text % words))
     return fill
 
 

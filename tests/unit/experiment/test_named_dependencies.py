@@ -7,7 +7,7 @@ from nemo_run_ray import RayExecutor
 from nemo_run_ray.clusters import Dashboard
 from nemo_run_ray.dashboard.jobs import JobsApi
 from nemo_run_ray.errors import ConfigError, SubmissionError
-from nemo_run_ray.experiment.other_experiments import outside_spec
+from nemo_run_ray.experiment.submit import outside_spec
 from nemo_run_ray.ids import HANDLE
 from nemo_run_ray.remote.attempts import ALL_SUCCEEDED, NOT_ALL_SUCCEEDED
 from nemo_run_ray.remote.rows import JobRows

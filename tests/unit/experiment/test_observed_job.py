@@ -10,9 +10,9 @@ from nemo_run_ray.dashboard.jobs import TABLE_AGE_S
 from nemo_run_ray.errors import ConfigError, JobError
 from nemo_run_ray.experiment import notes
 from nemo_run_ray.experiment import snapshot as snapshots
-from nemo_run_ray.experiment.ledger import Ledger
 from nemo_run_ray.experiment.roles_and_elements import roles
 from nemo_run_ray.experiment.snapshot import Snapshot
+from nemo_run_ray.experiment.store import Ledger
 from nemo_run_ray.remote.dashboard import LOG_FILE
 from nemo_run_ray.remote.node.output import end_line, lock_of, proof_of
 from nemo_run_ray.remote.states import JobState, JobStatus, Reason
@@ -186,7 +186,7 @@ def test_a_full_disk_does_not_end_a_look(ray, one, monkeypatch, caplog):
         raise OSError(28, "No space left on device")
 
     with monkeypatch.context() as patch:
-        patch.setattr("nemo_run_ray.experiment.ledger.Ledger.write_all", full)
+        patch.setattr("nemo_run_ray.experiment.store.Ledger.write_all", full)
         assert status_of(one).state is JobState.SUCCEEDED
     assert "No space left" in caplog.text
     assert status_of(one).state is JobState.SUCCEEDED, "and now it is written down"

@@ -3,7 +3,7 @@
 import pytest
 
 from nemo_run_ray.cli.status_report import _since
-from nemo_run_ray.experiment.attempt_records import AttemptRecord
+from nemo_run_ray.experiment.store import AttemptRecord
 from nemo_run_ray.remote.states import JobState, JobStatus
 
 

@@ -19,9 +19,9 @@ from nemo_run_ray.errors import (
     NemoRunRayError,
     SubmissionError,
 )
-from nemo_run_ray.experiment import submit_once as submitting
+from nemo_run_ray.experiment import dispatch as submitting
 from nemo_run_ray.experiment.find import find_experiment
-from nemo_run_ray.experiment.ledger import Ledger
+from nemo_run_ray.experiment.store import Ledger
 from nemo_run_ray.remote.states import JobState, Reason
 from tests.fake_ray import FakeRay, Trouble, of_the_agent
 from tests.unit.experiment.conftest import Handed

@@ -5,8 +5,8 @@ import time
 import pytest
 
 from nemo_run_ray.experiment import notes
-from nemo_run_ray.experiment.ledger import Ledger
-from nemo_run_ray.experiment.start_dispatcher import resume
+from nemo_run_ray.experiment.dispatch import resume
+from nemo_run_ray.experiment.store import Ledger
 from nemo_run_ray.experiment.tend import Tending, _Revivals, tend
 from tests.conftest import wait_for
 from tests.fake_ray import Trouble
@@ -66,7 +66,7 @@ def test_a_folder_that_cannot_be_written_to_ends_no_wait(ray, stopped, monkeypat
     def full(self, *given, **values) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("nemo_run_ray.experiment.ledger.Ledger.write_all", full)
+    monkeypatch.setattr("nemo_run_ray.experiment.store.Ledger.write_all", full)
     tend(stopped.exp_dir)
     assert "No space left" in caplog.text
 

@@ -7,9 +7,9 @@ import pytest
 
 from nemo_run_ray.dashboard import state
 from nemo_run_ray.dashboard.state import ClusterRoom, holdings_of, nodes_of_summary
-from nemo_run_ray.experiment.ledger import Ledger
+from nemo_run_ray.experiment.explain import why_waiting
 from nemo_run_ray.experiment.snapshot import Snapshot
-from nemo_run_ray.experiment.why_pending import why_waiting
+from nemo_run_ray.experiment.store import Ledger
 from nemo_run_ray.plan.room import Ask
 from nemo_run_ray.remote.states import JobState, JobStatus, Reason
 from tests.fake_ray import FakeRay, Trouble

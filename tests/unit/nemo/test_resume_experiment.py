@@ -9,7 +9,7 @@ from nemo_run_ray.experiment.dispatch import dispatches_of
 from nemo_run_ray.experiment.find import find, find_experiment, jobs_of
 from nemo_run_ray.experiment.snapshot import Snapshot
 from nemo_run_ray.nemo import registry
-from nemo_run_ray.nemo.resume import resume_experiment
+from nemo_run_ray.nemo.scheduler import resume_experiment
 from tests.fake_ray import SUCCEEDS, FakeRay, Trouble
 
 JOBS = ("first", "second")

@@ -22,7 +22,7 @@ from nemo_run_ray import ExistingCluster, LocalCluster, RayExecutor
 from nemo_run_ray.clusters import Dashboard
 from nemo_run_ray.dashboard.jobs import JobsApi
 from nemo_run_ray.errors import ConfigError, TooOld
-from nemo_run_ray.experiment.batch import Batch
+from nemo_run_ray.experiment.submit import Batch
 from nemo_run_ray.fields import CommandProbe, HttpProbe, PortProbe
 from nemo_run_ray.plan.job_plan import JobPlan, in_folder, plan
 from nemo_run_ray.plan.roles import ROLE_MAX, packagers

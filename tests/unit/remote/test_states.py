@@ -6,7 +6,7 @@ from ray.job_submission import JobErrorType
 from ray.job_submission import JobStatus as RaysJobStatus
 from torchx.specs import AppState, is_terminal
 
-from nemo_run_ray.experiment.torchx_states import TO_TORCHX, torchx_state
+from nemo_run_ray.nemo.scheduler import TO_TORCHX, torchx_state
 from nemo_run_ray.remote.exit_words import signal_name
 from nemo_run_ray.remote.states import (
     FROM_RAY,

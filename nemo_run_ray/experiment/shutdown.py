@@ -15,13 +15,12 @@ from typing import Any
 from nemo_run_ray.clusters import Cluster
 from nemo_run_ray.dashboard.jobs import JobsApi
 from nemo_run_ray.errors import ClusterError, NemoRunRayError, Unanswered
-from nemo_run_ray.experiment import ledger
 from nemo_run_ray.experiment.cancel_loop import Stops, insist
-from nemo_run_ray.experiment.find import job_of
+from nemo_run_ray.experiment.find import experiments_of, job_of
 from nemo_run_ray.experiment.job import RemoteJob
-from nemo_run_ray.experiment.ledger import Ledger
 from nemo_run_ray.experiment.running_at import note_running_at
 from nemo_run_ray.experiment.snapshot import Snapshot
+from nemo_run_ray.experiment.store import Ledger
 from nemo_run_ray.ids import DISPATCHER
 from nemo_run_ray.remote.rows import JobRows
 from nemo_run_ray.remote.states import JobState, JobStatus, Reason, is_active, is_running
@@ -79,7 +78,7 @@ def note_ends(api: JobsApi, cluster: Cluster, is_forced: bool) -> Iterator[str]:
     """
     snapshot = Snapshot(is_fresh=True)
     go_on = []
-    for exp_dir in sorted(ledger.experiments_of(api.table(fresh=True).keys())):
+    for exp_dir in sorted(experiments_of(api.table(fresh=True).keys())):
         for record in Ledger.of(exp_dir).jobs().values():
             if record.is_dispatcher or not _is_on(record.cluster, cluster):
                 continue

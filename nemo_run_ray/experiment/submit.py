@@ -6,34 +6,51 @@ import secrets
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from graphlib import TopologicalSorter
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
+from nemo_run.core.frontend.console.api import CONSOLE
 from nemo_run.core.packaging.base import Packager
 
-from nemo_run_ray.clusters import Cluster
+from nemo_run_ray.clusters import Cluster, Dashboard
 from nemo_run_ray.dashboard.http import pause
 from nemo_run_ray.dashboard.jobs import JobsApi
-from nemo_run_ray.errors import ConfigError, DoesNotFit, JobRefused, NemoRunRayError
+from nemo_run_ray.errors import (
+    ConfigError,
+    DoesNotFit,
+    JobError,
+    JobRefused,
+    NemoRunRayError,
+    SubmissionError,
+    as_markup,
+)
 from nemo_run_ray.executor import RayExecutor
-from nemo_run_ray.experiment import archives, ledger
-from nemo_run_ray.experiment.before_start import asks_of, misfit
-from nemo_run_ray.experiment.dispatch import Dispatch
-from nemo_run_ray.experiment.ledger import Ledger
-from nemo_run_ray.experiment.other_experiments import outside_spec
-from nemo_run_ray.experiment.packed import Packed
-from nemo_run_ray.experiment.start_dispatcher import start_dispatcher
-from nemo_run_ray.experiment.submit_once import submit_once
+from nemo_run_ray.experiment import archives
+from nemo_run_ray.experiment.archives import Packed
+from nemo_run_ray.experiment.dispatch import Dispatch, start_dispatcher, submit_once
+from nemo_run_ray.experiment.find import did_you_mean, find_experiment, find_record, titles
+from nemo_run_ray.experiment.store import INTENT, SUBMITTED, TERMINAL, UNSETTLED, JobRecord, Ledger
 from nemo_run_ray.fields import version_of
-from nemo_run_ray.ids import dispatcher_id
+from nemo_run_ray.ids import HANDLE, dispatcher_id
 from nemo_run_ray.plan.job_plan import JobPlan, joined_places
-from nemo_run_ray.remote.attempts import LOCK_KEY
+from nemo_run_ray.plan.room import Ask, ask_of
+from nemo_run_ray.remote.attempts import DISPATCHER_KEY, LOCK_KEY, NONCE_KEY, nonce_of
 from nemo_run_ray.remote.node.output import lock_of, proof_of
-from nemo_run_ray.remote.spec import ArraySpec, DispatchedJobSpec, DispatchSpec, GroupSpec
+from nemo_run_ray.remote.spec import (
+    ArraySpec,
+    DispatchedJobSpec,
+    DispatchSpec,
+    GroupSpec,
+    OutsideSpec,
+)
 from nemo_run_ray.remote.states import JobState, JobStatus, Reason
+
+if TYPE_CHECKING:
+    from nemo_run_ray.cluster_files.check_rows import CheckRow
 
 #: So many jobs are handed over by the client at once; more wait on the cluster, where a dispatcher
 #: limits them to what the head's memory suffices for (110 MB each).
@@ -164,12 +181,12 @@ class Batch:
             submit_once(self._connect(), body, nonces, time.monotonic, pause)
         except JobRefused as error:
             refused = JobStatus(JobState.FAILED, Reason.REFUSED, str(error))
-            book.note(ledger.TERMINAL, planned.submission_id, status=refused.to_json())
+            book.note(TERMINAL, planned.submission_id, status=refused.to_json())
             raise
         except NemoRunRayError as error:
-            book.note(ledger.UNSETTLED, planned.submission_id, why=str(error))
+            book.note(UNSETTLED, planned.submission_id, why=str(error))
             raise
-        book.note(ledger.SUBMITTED, planned.submission_id)
+        book.note(SUBMITTED, planned.submission_id)
         return planned.submission_id
 
     def _dispatch(self, name: str, jobs: Sequence[JobPlan]) -> None:
@@ -234,7 +251,7 @@ class Batch:
             values["dispatcher"] = dispatcher
         if planned.reservation:
             values["reservation"] = planned.reservation
-        return ledger.INTENT, planned.submission_id, values
+        return INTENT, planned.submission_id, values
 
     def page(self, name: str) -> str:
         """The page of a job in Ray's dashboard."""
@@ -293,3 +310,207 @@ def _pythons(cluster: Cluster, jobs: Sequence[JobPlan]) -> list[str]:
     """The interpreters that are named, each once."""
     named = dict.fromkeys([cluster.python, *(plan.spec.python for plan in jobs)])
     return [python for python in named if python is not None]
+
+
+def misfit(
+    dashboard: Dashboard,
+    plans: Mapping[str, JobPlan],
+    asks: Mapping[str, Ask],
+    executors: Mapping[str, RayExecutor],
+) -> DoesNotFit | None:
+    """Why the cluster cannot run the jobs, when one of their executors asks for a look at it.
+
+    Args:
+        dashboard: of the cluster.
+        plans: the jobs as this cluster gets them.
+        asks: what their replicas ask for, see ``asks_of``.
+        executors: of the jobs.
+    """
+    resolved = [
+        role
+        for executor in executors.values()
+        for found in [executor.resolved()]
+        for role in (found.resource_group or [found])
+    ]
+    if not any(executor.preflight for executor in resolved):
+        return None
+    # Imported when they are needed, for their libraries.
+    from nemo_run_ray.cluster_files.check_rows import CheckState
+
+    rows = _looked(dashboard, plans, asks, dict.fromkeys(plan.resolved_from for plan in resolved))
+    _tell(
+        [f"{row.check}: {row.message}" for row in rows if row.state is CheckState.WARNING],
+        [row.check for row in rows if row.state is CheckState.UNKNOWN],
+    )
+    broken = [row for row in rows if row.state is CheckState.BROKEN]
+    if not broken:
+        return None
+    lines = [f"- {row.check}: {row.message} {row.next_step}".rstrip() for row in broken]
+    found = "\n".join(lines)
+    return DoesNotFit(
+        f"The cluster {dashboard.url} does not fit, so nothing was sent to it:\n{found}"
+    )
+
+
+def _looked(
+    dashboard: Dashboard,
+    plans: Mapping[str, JobPlan],
+    asks: Mapping[str, Ask],
+    names: Iterable[str | None],
+) -> list[CheckRow]:
+    """What is to be said of the cluster by each file that executors come from."""
+    from nemo_run_ray.cluster_files.load import load
+    from nemo_run_ray.cluster_files.preflight import Needs, look
+    from nemo_run_ray.cluster_files.schema import ClusterFile
+
+    rows: dict[CheckRow, None] = {}
+    for name in names:
+        file = load(name).file if name else ClusterFile()
+        # The tasks themselves are looked at, and pools that they do not use do not matter.
+        needs = Needs(asks=asks, jobs=len(plans), **_limits(list(plans.values())))
+        rows |= dict.fromkeys(look(dashboard, file.model_copy(update={"pools": {}}), needs))
+    return list(rows)
+
+
+def _tell(warnings: Sequence[str], untold: Sequence[str]) -> None:
+    for warning in warnings:
+        CONSOLE.log(as_markup(f"Preflight: {warning}"))
+    if untold:
+        CONSOLE.log(as_markup(f"Preflight: the cluster does not tell: {', '.join(untold)}."))
+
+
+def _limits(plans: Sequence[JobPlan]) -> dict[str, Any]:
+    """Values of ``preflight.Needs``."""
+    limits = [plan.max_in_flight for plan in plans if plan.max_in_flight is not None]
+    since = [plan.selector_since for plan in plans if plan.selector_since is not None]
+    return {
+        "selector_since": max(since, default=None),
+        "max_in_flight": min(limits, default=None),
+    }
+
+
+def asks_of(plan: JobPlan) -> Iterator[tuple[str, Ask]]:
+    """What one replica of each role asks for, by a name for people.
+
+    A group that waits for nodes to join asks for nothing that must be there.
+    """
+    if isinstance(plan.spec, ArraySpec):
+        host = plan.spec.host
+        yield f"element of {plan.job}", Ask(dict(host.resources), dict(host.label_selector))
+    elif not isinstance(plan.spec, GroupSpec):
+        yield f"task {plan.job}", ask_of(plan.reservation)
+    elif not plan.spec.wait_for_nodes:
+        for role in plan.spec.roles:
+            ask = Ask(dict(role.resources), dict(role.label_selector))
+            yield f"role {role.name} of {plan.job}", ask
+
+
+def handles_of(
+    dependencies: Iterable[str], exp_dir: Path, jobs_of: Callable[[Path], Collection[str]]
+) -> list[str]:
+    """The handles that dependencies mean: each experiment that is named becomes all of its jobs.
+
+    Args:
+        dependencies: handles, and titles or ids of experiments.
+        exp_dir: folder of the experiment that has them; its title means an earlier one.
+        jobs_of: gives the names of all jobs of an experiment, whatever their executors are.
+
+    Raises:
+        ConfigError: there is no such experiment, or a job of it was not handed over to Ray.
+    """
+    found: list[str] = []
+    for name in dependencies:
+        found += [name] if "://" in name else _handles_of_one(name, exp_dir, jobs_of)
+    return list(dict.fromkeys(found))
+
+
+def _handles_of_one(
+    name: str, exp_dir: Path, jobs_of: Callable[[Path], Collection[str]]
+) -> list[str]:
+    folder = find_experiment(name, but=exp_dir)
+    if folder is None:
+        meant = did_you_mean(name, titles() - {exp_dir.parent.name})
+        raise ConfigError(
+            f"RayExecutor.dependencies names {name!r}, and NeMo-Run's home has no experiment of "
+            f"that title or id.{meant} Nothing was sent. `nemo experiment list <title>` lists the "
+            "experiments of a title."
+        )
+    if folder == exp_dir:
+        raise ConfigError(
+            f"RayExecutor.dependencies names {name!r}, which is the experiment itself; use the "
+            "dependencies of `experiment.add` for its own jobs. Nothing was sent."
+        )
+    records = [job for job in Ledger.of(folder).jobs().values() if not job.is_dispatcher]
+    handed_over = {record.job for record in records}
+    missing = sorted(set(jobs_of(folder)) - handed_over)
+    if missing:
+        raise ConfigError(
+            f"RayExecutor.dependencies names {name!r}, but these jobs of the experiment "
+            f"{folder.name} were not handed over to Ray: {', '.join(missing)}. Wait until they "
+            "are, or name the jobs that you mean by their handles. Nothing was sent."
+        )
+    if not records:
+        raise ConfigError(
+            f"RayExecutor.dependencies names {name!r}, but the experiment {folder.name} has handed "
+            "nothing over to Ray. Nothing was sent."
+        )
+    return sorted(f"{HANDLE}{record.submission_id}" for record in records)
+
+
+def _where(record: JobRecord) -> str:
+    """The cluster of a job in words; its record may hold headers."""
+    kind, name = record.cluster.get("kind"), record.cluster.get("name")
+    if kind == "slurm":
+        return f"the cluster {name!r} on Slurm"
+    return str(record.cluster.get("url") or "the embedded Ray")
+
+
+def outside_spec(handle: str, api: JobsApi, session: str) -> OutsideSpec:
+    """What a dispatcher must know of a job of another experiment.
+
+    Args:
+        handle: of the job.
+        api: of the cluster that the new job goes to.
+        session: Ray's name of that cluster's life; a cluster may have several addresses.
+
+    Raises:
+        SubmissionError: the job is unknown, or another cluster has it.
+    """
+    name = handle.rpartition("/")[2]
+    record = _record_of(name)
+    if record is not None and record.session != session and not _has_gone_on(record, api):
+        raise SubmissionError(
+            f"RayExecutor.dependencies names {name}, which another cluster has, or the same one "
+            f"had before it was started again: {_where(record)}, session {record.session}, but "
+            f"Ray at {api.dashboard.url} has the session {session}. Wait for the job in the "
+            "program, or run both on one cluster. Nothing was started."
+        )
+    if record is not None and record.dispatcher:
+        return OutsideSpec(name, tuple(record.nonces), record.dispatcher)
+    row = api.job(name)
+    if row is None:
+        raise SubmissionError(
+            f"RayExecutor.dependencies names {name}, which Ray at {api.dashboard.url} does not "
+            "have, nor has an experiment of this NeMo-Run home. Is the handle right? Nothing was "
+            "started."
+        )
+    metadata = row.get("metadata") or {}
+    nonces = tuple(record.nonces) if record else (str(metadata.get(NONCE_KEY, "")),)
+    return OutsideSpec(name, nonces, str(metadata.get(DISPATCHER_KEY, "")))
+
+
+def _record_of(name: str) -> JobRecord | None:
+    """What NeMo-Run's home knows of a job."""
+    try:
+        return find_record(name)
+    except JobError:
+        return None
+
+
+def _has_gone_on(record: JobRecord, api: JobsApi) -> bool:
+    """Whether a job's dispatch goes on in the Ray that is up, in another allocation than before."""
+    if api.dashboard.earlier is None or not record.dispatcher:
+        return False
+    dispatcher = find_record(record.dispatcher)
+    row = api.job(dispatcher.submission_id)
+    return row is not None and nonce_of(row) in dispatcher.nonces

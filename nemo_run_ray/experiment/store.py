@@ -1,0 +1,701 @@
+"""What an experiment asked of clusters, one line per event, in the experiment's folder.
+
+It lets another process find the cluster and the ids; the truth about a job's state is the
+cluster's. A line is written, flushed and synced before the request that it announces.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import shutil
+import tempfile
+import threading
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass, field, fields, replace
+from pathlib import Path
+from typing import IO, Any, ClassVar, cast
+
+from filelock import FileLock
+
+from nemo_run_ray.clusters.left_behind import CUT
+from nemo_run_ray.errors import JobError
+from nemo_run_ray.ids import LEDGER
+from nemo_run_ray.remote.attempts import Attempt, attempt_id, attempt_of_row, attempts_of, first_id
+from nemo_run_ray.remote.files import replacing, write_file
+from nemo_run_ray.remote.rows import ArrayRows, GroupRows, JobRow, JobRows, fits
+from nemo_run_ray.remote.states import JobState, JobStatus
+from nemo_run_ray.remote.trust import why_untrusted
+
+log = logging.getLogger(__name__)
+
+
+#: Kind, submission id and values.
+Event = tuple[str, str, dict[str, Any]]
+
+
+class Ledger:
+    """One experiment's ledger. Any number of processes may write.
+
+    What was read of the file is remembered: only what was added since is read again.
+    """
+
+    _shared: ClassVar[dict[Path, Ledger]] = {}
+    _shared_lock = threading.Lock()
+
+    def __init__(self, exp_dir: Path) -> None:
+        self.exp_dir = exp_dir
+        self.path = exp_dir / LEDGER
+        self._lock = threading.Lock()
+        self._inode: int | None = None
+        self._beginning = b""
+        self._offset = self._lines = 0
+        self._records = JobRecords(exp_dir)
+
+    @classmethod
+    def of(cls, exp_dir: Path) -> Ledger:
+        """The process's ledger of this experiment."""
+        with cls._shared_lock:
+            if exp_dir not in cls._shared:
+                cls._shared[exp_dir] = cls(exp_dir)
+            return cls._shared[exp_dir]
+
+    def write(self, event: str, submission_id: str, **values: Any) -> None:
+        """Append one event; on return it is on the disk."""
+        self.write_all([(event, submission_id, values)])
+
+    def write_all(self, events: Sequence[Event]) -> None:
+        """Append several events: kind, submission id and values of each.
+
+        Raises:
+            OSError: they cannot be written; it names the file.
+        """
+        at = round(time.time(), 3)
+        lines = "".join(
+            json.dumps({"at": at, "event": event, "id": name, **values}, sort_keys=True) + "\n"
+            for event, name, values in events
+        )
+        try:
+            with FileLock(f"{self.path}.lock"), open(self.path, "ab+") as file:
+                file.seek(0, os.SEEK_END)
+                if file.tell() > 0:
+                    file.seek(-1, os.SEEK_END)
+                    if file.read(1) != b"\n":  # a writer died in the middle of its line
+                        file.write(b"\n")
+                file.write(lines.encode())
+                file.flush()
+                os.fsync(file.fileno())
+        except OSError as error:
+            if error.errno:
+                error.filename = str(self.path)  # a write that fails names no file
+            raise
+
+    def note(self, event: str, submission_id: str, **values: Any) -> None:
+        """Append an event that what happens to the job does not depend on, if it can be written."""
+        try:
+            self.write(event, submission_id, **values)
+        except OSError as error:
+            log.warning(
+                "%s cannot be written: %s. The job %s is not affected; that it is %s is not kept.",
+                *(self.path, error.strerror, submission_id, event),
+            )
+
+    def keep_attempts(self, found: Mapping[str, Attempts]) -> None:
+        """Write down what was seen of the attempts of jobs, by the jobs' submission ids.
+
+        Where nothing can be written (another user's folder, a full disk) it is not kept: a look at
+        a job must not fail for that.
+        """
+        if not found or not os.access(self.exp_dir, os.W_OK):
+            return
+        try:
+            self.write_all(
+                [
+                    (SEEN, name, {"attempts": [attempt.to_json() for attempt in attempts.values()]})
+                    for name, attempts in found.items()
+                ]
+            )
+        except OSError as error:
+            log.warning("What was seen of the jobs is not kept in %s: %s", self.path, error)
+
+    def jobs(self) -> dict[str, JobRecord]:
+        """All jobs by submission id, as the events tell, in the order of their submission."""
+        with self._lock:
+            return {name: record.copy() for name, record in self._read().by_id.items()}
+
+    def job(self, submission_id: str) -> JobRecord | None:
+        """The record of one job; ``None`` when there is no such job."""
+        with self._lock:
+            found = self._read().by_id.get(submission_id)
+            return None if found is None else found.copy()
+
+    def nonces(self, submission_id: str) -> list[str]:
+        """By which the rows of a job are known as its own; none of a job that is not there."""
+        record = self.job(submission_id)
+        return record.nonces if record is not None else []
+
+    def has_any(self, submission_ids: Set[str]) -> bool:
+        """Whether one of these jobs is in it."""
+        with self._lock:
+            return not submission_ids.isdisjoint(self._read().by_id)
+
+    def has_arrived(self, dispatcher: str) -> bool:
+        """Whether a dispatcher of this id has reached its cluster."""
+        with self._lock:
+            return dispatcher in self._read().arrived
+
+    def began_at(self) -> float | None:
+        """When the first event was written, in seconds since the epoch."""
+        with self._lock:
+            return self._read().began_at
+
+    def _read(self) -> JobRecords:
+        """All records, after what has been added to the file. The lock is held."""
+        try:
+            file = open(self.path, "rb")  # noqa: SIM115
+        except FileNotFoundError:
+            self._forget(None)
+            return self._records
+        with file:
+            found = os.fstat(file.fileno())
+            is_same = found.st_ino == self._inode and found.st_size >= self._offset
+            # The number of a file that was removed is given to the next one that is made.
+            if not is_same or file.read(len(self._beginning)) != self._beginning:
+                self._require_trusted()
+                self._forget(found.st_ino)
+            if not self._beginning:
+                file.seek(0)
+                self._beginning = file.readline()
+            file.seek(self._offset)
+            for line in file.readlines():
+                self._add(line)
+        return self._records
+
+    def _add(self, line: bytes) -> None:
+        is_whole = line.endswith(b"\n")
+        try:
+            if line.strip():
+                self._records.add(json.loads(line))
+        except (ValueError, RecursionError):
+            log.warning("Line %d of %s is no record and is ignored.", self._lines + 1, self.path)
+            if not is_whole:
+                return  # perhaps its writer is at it
+        self._offset += len(line)
+        self._lines += is_whole
+
+    def _require_trusted(self) -> None:
+        """Refuse addresses of other users, which would get this user's variables and token."""
+        why = why_untrusted(str(self.path))
+        if why:
+            raise JobError(f"The jobs of {self.exp_dir} are not looked at. {why}")
+
+    def _forget(self, inode: int | None) -> None:
+        self._inode = inode
+        self._offset = self._lines = 0
+        self._beginning = b""
+        self._records = JobRecords(self.exp_dir)
+
+
+#: An attempt that nothing delays begins to run within so many seconds of its posting.
+_FRESH_S = 3.0
+#: How much longer an attempt must have run than was written down, to be written down again: a job
+#: of days, looked at each second, adds some dozens of lines to its ledger.
+_LONGER, _LONGER_S = 1.25, 5.0
+
+
+@dataclass(frozen=True)
+class AttemptRecord:
+    """One attempt as it was last seen. Times are seconds since the epoch.
+
+    Attributes:
+        submission_id: its name on the cluster.
+        state: a ``JobState``'s value.
+        reason: a ``Reason``'s value.
+        detail: why, in words.
+        node: hexadecimal id of the node of its driver; empty when it had none.
+        posted_at: when Ray got it.
+        running_at: when it began to run; ``None`` when no process saw that.
+        ended_at: when it ended; ``None`` when no process saw that.
+        exit_code: of its command; ``None`` when it has none.
+        seen_at: when it was seen running last; ``None`` when it was not, or has ended.
+    """
+
+    submission_id: str
+    state: str
+    reason: str = ""
+    detail: str = ""
+    node: str = ""
+    posted_at: float = 0.0
+    running_at: float | None = None
+    ended_at: float | None = None
+    exit_code: int | None = None
+    seen_at: float | None = None
+
+    @classmethod
+    def of(cls, submission_id: str, row: Attempt, now: float) -> AttemptRecord:
+        """The record of a row of the job table at this moment.
+
+        Ray does not tell when it began to run. One that was posted long ago may have done so at any
+        moment since.
+        """
+        status = row.status
+        is_running = status.state is JobState.RUNNING
+        return cls(
+            submission_id=submission_id,
+            state=status.state.value,
+            reason=status.reason.value,
+            detail=status.detail,
+            node=status.node,
+            posted_at=row.posted_at,
+            running_at=now if is_running and now - row.posted_at <= _FRESH_S else None,
+            ended_at=row.ended_at or None,
+            exit_code=row.exit_code,
+            seen_at=now if is_running else None,
+        )
+
+    @classmethod
+    def from_json(cls, values: Mapping[str, Any]) -> AttemptRecord:
+        """Inverse of ``to_json``; what a later version has added is left out.
+
+        Raises:
+            ValueError: the state is none.
+        """
+        known = {field.name for field in fields(cls)}
+        found = cls(**{name: value for name, value in values.items() if name in known})
+        JobState(found.state)
+        return found
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+#: The attempts of one job by submission id, the first one first.
+Attempts = Mapping[str, AttemptRecord]
+
+
+def of_rows(rows: JobRows, job: str, nonces: Sequence[str], now: float) -> dict[str, AttemptRecord]:
+    """The attempts of a job in the cluster's job table; claims are none.
+
+    Args:
+        rows: the table.
+        job: submission id of the first attempt.
+        nonces: of the job's submissions.
+        now: seconds since the epoch.
+    """
+    table = {name: attempt_of_row(row) for name, row in _by_job(rows).get(job, {}).items()}
+    found = attempts_of([job], table)[job]
+    named = {attempt_id(job, number): row for number, row in found.items()}
+    return {
+        name: AttemptRecord.of(name, row, now)
+        for name, row in named.items()
+        if not row.claim and row.nonce in nonces
+    }
+
+
+#: The job table that was grouped last, and its rows by first id. All jobs of one look share it.
+_grouped: tuple[JobRows, dict[str, dict[str, JobRow]]] = ({}, {})
+
+
+def _by_job(rows: JobRows) -> dict[str, dict[str, JobRow]]:
+    global _grouped
+    last, groups = _grouped
+    if last is not rows:
+        groups = {}
+        for name, row in rows.items():
+            groups.setdefault(first_id(name), {})[name] = row
+        _grouped = rows, groups
+    return groups
+
+
+def merged(
+    kept: Attempts, found: Attempts, running_at: Mapping[str, float] | None = None
+) -> dict[str, AttemptRecord]:
+    """What is known of a job's attempts.
+
+    Args:
+        kept: as they were seen before.
+        found: as they are now; empty when the cluster does not tell.
+        running_at: when attempts were seen running by their dispatcher.
+    """
+    result = {}
+    for name, now in {**kept, **found}.items():
+        moments = [
+            at
+            for at in (
+                kept[name].running_at if name in kept else None,
+                now.running_at,
+                (running_at or {}).get(name),
+            )
+            if at is not None
+        ]
+        result[name] = replace(now, running_at=min(moments, default=None))
+    return result
+
+
+def known(
+    record: JobRecord, found: Attempts, now: float, running_at: Mapping[str, float] | None = None
+) -> Attempts:
+    """What is known of a job's attempts; none goes on of a job that is over.
+
+    Of a job that was given up while it waited Ray's table may have an attempt as pending still: a
+    stop of such a row is held back until Ray would start it.
+
+    Args:
+        record: of the job, with the attempts as they were written down.
+        found: as they are now; empty when the cluster does not tell.
+        now: seconds since the epoch, for an end that nobody has written down.
+        running_at: when attempts were seen running by their dispatcher.
+    """
+    attempts = merged(record.attempts, found, running_at)
+    if not record.terminal:
+        return attempts
+    status = JobStatus.from_json(record.terminal)
+    for name, one in attempts.items():
+        if not JobState(one.state).is_terminal:
+            before = record.attempts[name].ended_at if name in record.attempts else None
+            attempts[name] = replace(
+                one,
+                state=status.state.value,
+                reason=status.reason.value,
+                detail=status.detail,
+                ended_at=now if before is None else before,
+                seen_at=None,
+            )
+    return attempts
+
+
+def has_news(kept: Attempts, found: Attempts) -> bool:
+    """Whether what is known of a job's attempts is to be written down.
+
+    Args:
+        kept: as it was written down.
+        found: as it is now.
+    """
+    if {name: replace(one, seen_at=None) for name, one in kept.items()} != {
+        name: replace(one, seen_at=None) for name, one in found.items()
+    }:
+        return True
+    return any(_is_longer(kept[name], one) for name, one in found.items())
+
+
+def _is_longer(before: AttemptRecord, now: AttemptRecord) -> bool:
+    if now.seen_at is None or before.seen_at is None:
+        return now.seen_at != before.seen_at
+    length_s, known_s = now.seen_at - now.posted_at, before.seen_at - now.posted_at
+    return length_s > max(_LONGER * known_s, known_s + _LONGER_S)
+
+
+log = logging.getLogger(__name__)
+
+INTENT, SUBMITTED, UNSETTLED = "intent", "submitted", "unsettled"
+CANCEL, TERMINAL, SEEN, UNKEPT = "cancel", "terminal", "seen", "unkept"
+#: What an intent says of a job, and what it may leave out, with the types.
+_GIVEN = {"job": str, "role": str, "cluster": dict, "session": str}
+_OPTIONAL = {
+    "dispatcher": str,
+    "is_dispatcher": bool,
+    "has_roles": bool,
+    "is_array": bool,
+    "place": int,
+    "grace_s": float,
+    "reservation": dict,
+    "keep_logs_max_bytes": int,
+    "log_copy": str,
+}
+_TIME = (None, float)
+_EVENT = {"at": _TIME, "id": str, "event": str}
+_STATUS = {"state": str, "reason": str, "detail": str, "node": str, "attempt": int, "tail": str}
+_ATTEMPT = {
+    **dict.fromkeys(("submission_id", "state"), str),
+    **dict.fromkeys(("reason", "detail", "node"), (None, str)),
+    **dict.fromkeys(("posted_at", "running_at", "ended_at", "seen_at"), _TIME),
+    "exit_code": (None, int),
+}
+_SEEN = {**_EVENT, "attempts": (None, [_ATTEMPT])}
+#: The shapes of events, by their kind.
+_SHAPES = {
+    INTENT: {
+        **_EVENT,
+        "nonce": str,
+        **_GIVEN,
+        **{name: (None, shape) for name, shape in _OPTIONAL.items()},
+    },
+    SEEN: _SEEN,
+    TERMINAL: {**_SEEN, "status": _STATUS},
+}
+
+
+@dataclass
+class JobRecord:
+    """What the ledger knows of one job.
+
+    Attributes:
+        submission_id: its name on the cluster.
+        job: its name in NeMo-Run.
+        role: name of its role, for logs.
+        cluster: ``Cluster.record()`` of its cluster.
+        session: Ray's name of the cluster's life that got it.
+        nonces: one of every submission, by whatever process; they tell this job from another one
+            that took the same id.
+        exp_dir: folder of its experiment.
+        dispatcher: id of the dispatcher that hands it over; empty when the client did.
+        is_dispatcher: it is an attempt of that dispatcher itself.
+        has_roles: it is a group.
+        is_array: it is an array.
+        place: which job of its experiment it is, from 0, in the order in which they were added.
+        grace_s: seconds from SIGTERM to SIGKILL when it is cancelled.
+        reservation: the parts of its request to Ray that say what it asks for; empty when it asks
+            for nothing, is a group, or was handed over by a version that did not write them down.
+        keep_logs_max_bytes: bytes of its log that the folder keeps; ``None`` is all of it.
+        log_copy: beginning of the path of a second file for its log; empty for none.
+        intended_at: when it was last about to be submitted, in seconds since the epoch.
+        last: the last event of its submission.
+        cancelled: its end was asked for.
+        is_log_given_up: its log could not be kept.
+        terminal: what was last seen of it, once it had ended.
+        attempts: what was seen of its attempts, by submission id.
+    """
+
+    submission_id: str
+    job: str
+    role: str
+    cluster: dict[str, Any]
+    session: str
+    nonces: list[str]
+    exp_dir: Path
+    dispatcher: str = ""
+    is_dispatcher: bool = False
+    has_roles: bool = False
+    is_array: bool = False
+    place: int = 0
+    grace_s: float = 10.0
+    reservation: Mapping[str, Any] = field(default_factory=dict)
+    keep_logs_max_bytes: int | None = 0
+    log_copy: str = ""
+    intended_at: float = 0.0
+    last: str = INTENT
+    cancelled: bool = False
+    is_log_given_up: bool = False
+    terminal: dict[str, Any] = field(default_factory=dict)
+    attempts: dict[str, AttemptRecord] = field(default_factory=dict)
+
+    def copy(self) -> JobRecord:
+        """A copy that may be changed."""
+        return replace(self, nonces=[*self.nonces], attempts={**self.attempts})
+
+
+class JobRecords:
+    """The records of one experiment, which every event changes.
+
+    Attributes:
+        by_id: the jobs by submission id, in the order of their first intents.
+        arrived: ids of the dispatchers that have reached their cluster.
+        began_at: seconds since the epoch, when the first event was written; ``None`` before it.
+    """
+
+    def __init__(self, exp_dir: Path) -> None:
+        self._exp_dir = exp_dir
+        self.by_id: dict[str, JobRecord] = {}
+        self.arrived: set[str] = set()
+        self.began_at: float | None = None
+
+    def add(self, event: Mapping[str, Any]) -> None:
+        """Take the next event into account.
+
+        Raises:
+            ValueError: it is no event; nothing is changed.
+        """
+        if not fits(event, _EVENT) or not fits(event, _SHAPES.get(event["event"], _EVENT)):
+            raise ValueError("it has not the form of an event")
+        found = [AttemptRecord.from_json(attempt) for attempt in event.get("attempts") or ()]
+        if event["event"] == TERMINAL:
+            JobStatus.from_json(event["status"])  # what every later look makes of it
+        if self.began_at is None:
+            self.began_at = event.get("at")
+        submission_id, kind = event["id"], event["event"]
+        record = self.by_id.get(submission_id)
+        if kind == INTENT:
+            self.by_id[submission_id] = self._intended(event, record)
+        elif record is None:
+            log.warning("The ledger in %s tells of %s too early.", self._exp_dir, submission_id)
+        elif kind in (TERMINAL, SEEN):
+            if kind == TERMINAL:
+                record.terminal = event["status"]
+            # Several processes look, and each knows what it has seen.
+            record.attempts = merged(
+                record.attempts, {attempt.submission_id: attempt for attempt in found}
+            )
+        elif kind == CANCEL:
+            record.cancelled = True
+        elif kind == UNKEPT:
+            record.is_log_given_up = True
+        else:
+            record.last = kind
+            if kind == SUBMITTED and record.is_dispatcher:
+                self.arrived.add(record.dispatcher)
+
+    def _intended(self, event: Mapping[str, Any], before: JobRecord | None) -> JobRecord:
+        return JobRecord(
+            submission_id=event["id"],
+            exp_dir=self._exp_dir,
+            intended_at=float(event.get("at") or 0.0),
+            nonces=[*(before.nonces if before else ()), event["nonce"]],
+            attempts=before.attempts if before else {},
+            **{name: event[name] for name in _GIVEN},
+            **{name: event[name] for name in _OPTIONAL if name in event},
+        )
+
+
+_logger = logging.getLogger(__name__)
+
+#: Bytes in which the first line of a log's end is looked for: a longer line is kept in part.
+_LINE_BYTES = 64 * 1024
+
+
+class Kept:
+    """The files of one job.
+
+    Args:
+        exp_dir: the experiment's folder.
+        submission_id: of the job.
+        copy: beginning of the path of a second file for the log; empty for none.
+    """
+
+    def __init__(self, exp_dir: Path, submission_id: str, copy: str = "") -> None:
+        # Whatever a ledger says, the name's end is this one: no other file is replaced.
+        self._copy = Path(f"{copy}_{submission_id}_srun.log") if copy else None
+        self._log = exp_dir / "ray_logs" / f"{submission_id}.log"
+        self._rows = exp_dir / "ray_logs" / f"{submission_id}.json"
+        self._array = exp_dir / "ray_logs" / f"{submission_id}.array"
+
+    @property
+    def has_log(self) -> bool:
+        return self._log.exists()
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether a log was kept from its first line on."""
+        return self.has_log and not next(self.log(), "").startswith(CUT)
+
+    def log(self) -> Iterator[str]:
+        """The text, piece by piece."""
+        with open(self._log, encoding="utf-8", newline="") as file:
+            while text := file.read(65536):
+                yield text
+
+    def keep_log(self, texts: Iterable[str], most_bytes: int | None = None) -> None:
+        """Write the log, and a second one where that belongs on this machine.
+
+        None is left when reading or writing the first one fails.
+
+        Args:
+            texts: the log, in pieces of any size.
+            most_bytes: of a longer log the end is kept, behind a line that says how much is not.
+        """
+        folder = self._log.parent
+        folder.mkdir(parents=True, exist_ok=True)
+        pieces = (text.encode(errors="replace") for text in texts)
+        with replacing(self._log) as file, ExitStack() as stack:
+            if most_bytes is None:
+                file.writelines(pieces)
+            else:
+                scratches = [stack.enter_context(_scratch(folder)) for _ in range(2)]
+                end = _End(*scratches)
+                for piece in pieces:
+                    end.add(piece, most_bytes)
+                end.write_to(file, most_bytes)
+        if self._copy is not None and self._copy.parent.parent.is_dir():
+            self._write_copy(self._copy)
+
+    def _write_copy(self, path: Path) -> None:
+        try:
+            path.parent.mkdir(exist_ok=True)
+            with open(self._log, "rb") as log, replacing(path) as file:
+                shutil.copyfileobj(log, file)
+        except OSError as error:
+            _logger.warning("The log is not written to %s too: %s", path, error)
+
+    @property
+    def has_rows(self) -> bool:
+        return self._rows.exists()
+
+    def rows(self) -> GroupRows | ArrayRows:
+        """What the driver of a group or of an array told last."""
+        return cast("GroupRows | ArrayRows", json.loads(self._rows.read_text(encoding="utf-8")))
+
+    def keep_rows(self, rows: GroupRows | ArrayRows) -> None:
+        self._rows.parent.mkdir(parents=True, exist_ok=True)
+        write_file(self._rows, json.dumps(rows))
+
+    def has_array_file(self, kind: str) -> bool:
+        """Whether a file that the driver of an array has written was kept."""
+        return self._array.with_suffix(f".{kind}").exists()
+
+    def array_file(self, kind: str) -> list[str]:
+        """Its lines."""
+        return self._array.with_suffix(f".{kind}").read_text(encoding="utf-8").splitlines()
+
+    def keep_array_file(self, kind: str, lines: Iterable[str]) -> None:
+        self._array.parent.mkdir(parents=True, exist_ok=True)
+        write_file(self._array.with_suffix(f".{kind}"), "".join(f"{line}\n" for line in lines))
+
+
+class _End:
+    """The last bytes of a text of any length, on the disk: two files take turns.
+
+    Args:
+        older: holds what came before the newer one.
+        newer: is written to, until it is full.
+    """
+
+    def __init__(self, older: IO[bytes], newer: IO[bytes]) -> None:
+        self._older, self._newer = older, newer
+        self._size_bytes = 0
+
+    def add(self, piece: bytes, most_bytes: int) -> None:
+        self._size_bytes += len(piece)
+        while piece:
+            room = most_bytes - self._newer.tell()
+            self._newer.write(piece[:room])
+            piece = piece[room:]
+            if piece:  # it is full
+                self._older, self._newer = self._newer, self._older
+                self._newer.seek(0)
+                self._newer.truncate()
+
+    def write_to(self, file: IO[bytes], most_bytes: int) -> None:
+        """Write the last ``most_bytes`` at most, from the beginning of a line on."""
+        missing = max(0, self._size_bytes - most_bytes)
+        filled = self._newer.tell()
+        self._newer.seek(0)
+        if not missing:
+            shutil.copyfileobj(self._newer, file)
+            return
+        self._older.seek(filled)
+        beginning = self._older.read(_LINE_BYTES)
+        if len(beginning) < _LINE_BYTES:
+            beginning += self._newer.read(_LINE_BYTES)
+        dropped = _to_next_line(beginning)
+        file.write(
+            f"{CUT}{missing + dropped} bytes of this log are not kept: "
+            f"RayExecutor.keep_logs_max_bytes is {most_bytes}\n".encode()
+        )
+        file.write(beginning[dropped:])
+        shutil.copyfileobj(self._older, file)
+        shutil.copyfileobj(self._newer, file)
+
+
+def _to_next_line(text: bytes) -> int:
+    """Where the next line begins, or else the next character."""
+    line = text.find(b"\n") + 1
+    if line:
+        return line
+    return next((at for at, byte in enumerate(text) if byte & 0xC0 != 0x80), len(text))
+
+
+def _scratch(folder: Path) -> IO[bytes]:
+    """A file that vanishes when it is closed."""
+    return cast(IO[bytes], tempfile.TemporaryFile(dir=folder))
