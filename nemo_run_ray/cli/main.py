@@ -8,7 +8,9 @@ import json
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict
+from importlib.metadata import EntryPoint, entry_points, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -17,17 +19,16 @@ from nemo_run.core.frontend.console.api import CONSOLE
 from rich.live import Live
 
 from nemo_run_ray.cli import out
-from nemo_run_ray.cli.cluster_verbs import clusters, init
-from nemo_run_ray.cli.doctor import doctor
-from nemo_run_ray.cli.elements_table import print_elements
-from nemo_run_ray.cli.up_down import down, up
-from nemo_run_ray.errors import NO_SPACE, JobError, NemoRunRayError
+from nemo_run_ray.cli.clusters import clusters, doctor, down, init, up
+from nemo_run_ray.errors import NO_SPACE, ConfigError, JobError, NemoRunRayError, shown
 from nemo_run_ray.nemo import registry
 
 if TYPE_CHECKING:
     from nemo_run_ray.cli.status_report import StatusReport
+    from nemo_run_ray.experiment.array_elements import Element
     from nemo_run_ray.experiment.job import RemoteJob
 
+_ELEMENT_COLUMNS = ("element", "state", "attempts", "exit code", "values", "reason")
 Name = Annotated[str, typer.Argument(help="An experiment's id or title, a handle or a job's id.")]
 #: Seconds between two looks of a table that follows.
 _REFRESH_S = 2.0
@@ -57,7 +58,7 @@ def status(
 
     jobs = find(name)
     if elements is not None:
-        print_elements(_one(name, jobs, job).select_elements(elements), as_json)
+        _print_elements(_one(name, jobs, job).select_elements(elements), as_json)
         return
     jobs = _chosen(name, jobs, job)
     report = StatusReport(jobs)
@@ -141,6 +142,28 @@ def logs(
         sys.stdout.flush()
 
 
+def _print_elements(elements: Sequence[Element], as_json: bool = False) -> None:
+    """Print one line for each element, however long, so that ``grep`` finds it."""
+    if as_json:
+        print(json.dumps([asdict(element) for element in elements], indent=1))
+        return
+    if not elements:
+        print("There is no such element.")
+        return
+    rows = [_ELEMENT_COLUMNS, *map(_element_cells, elements)]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for row in rows:
+        cells = (cell.ljust(width) for cell, width in zip(row, widths, strict=True))
+        print(shown("  ".join(cells).rstrip()))
+
+
+def _element_cells(element: Element) -> tuple[str, ...]:
+    values = ", ".join(f"{field}={value}" for field, value in element.values.items())
+    code = "" if element.exit_code is None else str(element.exit_code)
+    reason = " ".join(element.reason.split())
+    return str(element.index), element.state, str(element.attempts), code, values, reason
+
+
 def _must_have_element(job: Any, element: int) -> None:
     if not job.record.is_array:
         raise JobError(f"The job {job.name!r} is no array; leave --element out.")
@@ -178,7 +201,7 @@ def cancel(
     from nemo_run_ray.experiment.find import find
 
     if elements is not None:
-        print_elements(_one(name, find(name), job).cancel_elements(elements))
+        _print_elements(_one(name, find(name), job).cancel_elements(elements))
         return
     for line in cancel_all(_chosen(name, find(name), job)):
         out.print(line)
@@ -260,9 +283,44 @@ VERBS: tuple[Callable[..., Any], ...] = (
 
 def ns(context: typer.Context) -> None:
     """Run a command of NeMo-Skills (`ns generate …`), whose tasks run on Ray."""
-    from nemo_run_ray.cli.skills_verb import run_ns
-
     run_ns(context.args)
+
+
+def run_ns(arguments: Sequence[str]) -> object:
+    """Run NeMo-Skills' own command in this process, with its patch."""
+    from nemo_run_ray import patches
+
+    command = _skills_command()
+    patches.apply("skills_executor")
+    app = command.load()
+    _check_skills_options(app)
+    sys.argv = ["ns", *arguments]
+    return app()
+
+
+def _check_skills_options(app: object) -> None:
+    """Refuse a typer that makes ``--server-type`` of what NeMo-Skills calls ``--server_type``."""
+    if not isinstance(app, typer.Typer):
+        return
+    commands = getattr(typer.main.get_command(app), "commands", {}).values()
+    options = [(option.name or "", option.opts) for each in commands for option in each.params]
+    renamed = [f"--{name}" for name, opts in options if f"--{name.replace('_', '-')}" in opts]
+    unknown = [option for option in renamed if "_" in option]
+    if unknown and not any(f"--{name}" in opts for name, opts in options if "_" in name):
+        raise ConfigError(
+            f"typer {version('typer')} does not know NeMo-Skills' options that have an underscore, "
+            f"such as {unknown[0]}. Install an older one beside it: pip install 'typer<0.27'."
+        )
+
+
+def _skills_command() -> EntryPoint:
+    for found in entry_points(group="console_scripts", name="ns"):
+        if found.value.startswith("nemo_skills."):
+            return found
+    raise ConfigError(
+        "NeMo-Skills, whose command `ns` this would run, is not installed beside nemo_run_ray "
+        f"({sys.executable}). Install it there, from its source."
+    )
 
 
 def guarded(verb: Callable[..., Any]) -> Callable[..., Any]:

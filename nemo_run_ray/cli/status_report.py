@@ -11,6 +11,7 @@ from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
+from nemo_run_ray.cli import timeline
 from nemo_run_ray.experiment import notes
 from nemo_run_ray.experiment.dispatched_job import DispatchedJob
 from nemo_run_ray.experiment.job import RemoteJob
@@ -27,7 +28,6 @@ from nemo_run_ray.experiment.store import AttemptRecord, Attempts, Ledger, has_n
 from nemo_run_ray.nemo import registry
 from nemo_run_ray.remote.rows import ArrayRows, GroupRows
 from nemo_run_ray.remote.states import JobState, JobStatus, Reason
-from nemo_run_ray.timeline import page as timeline
 
 _COLORS = {
     JobState.SUCCEEDED: "green",

@@ -1,7 +1,7 @@
 """The process that ends an embedded Ray which nobody uses any more.
 
 It starts with the Ray and ends with it. It is run as a file, without this package's imports, so
-that it needs 10 MB; what it finds idle is stopped by another process, in ``cli/up_down.py``.
+that it needs 10 MB; what it finds idle is stopped by another process, in ``cli/clusters.py``.
 """
 
 import http.client
@@ -18,7 +18,7 @@ _LOOK_MAX_S, _ANSWER_S = 60.0, 30.0
 _ENDED = ("SUCCEEDED", "FAILED", "STOPPED")
 _STOP = (
     "import sys; sys.path.insert(0, sys.argv[1]); "
-    "from nemo_run_ray.cli.up_down import stop_unused; stop_unused(sys.argv[2])"
+    "from nemo_run_ray.cli.clusters import stop_unused; stop_unused(sys.argv[2])"
 )
 
 

@@ -27,7 +27,7 @@ _LINES = (
     {"plan"},
     {"executor", "dashboard"},
     {"clusters", "cloud"},
-    {"patches", "fields", "timeline"},
+    {"patches", "fields"},
     {"slurm_script"},
     {"remote", "ids", "errors", "ssh"},
 )

@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 
 from nemo_run_ray import LocalCluster, RayExecutor
 from nemo_run_ray.cli import main as cli
-from nemo_run_ray.cli.doctor import table
+from nemo_run_ray.cli.clusters import checks_table
 from nemo_run_ray.cluster_files.load import load
 from nemo_run_ray.cluster_files.preflight import CheckState, Needs, look
 from nemo_run_ray.cluster_files.sample import sample
@@ -97,7 +97,7 @@ def printed(url: str) -> str:
     rows = look(Dashboard(url, {"Authorization": "Bearer wrong"}), FILE, NEEDS)
     assert time.monotonic() - began < 10
     text = io.StringIO()
-    Console(file=text, width=100).print(table(rows))
+    Console(file=text, width=100).print(checks_table(rows))
     port = url.rpartition(":")[2]
     lines = text.getvalue().replace(port, "8265".rjust(len(port), "_")).splitlines()
     return "\n".join(line.rstrip() for line in lines) + "\n"

@@ -13,7 +13,7 @@ import pytest
 import typer
 
 from nemo_run_ray import FolderPackager, RayExecutor, patches
-from nemo_run_ray.cli import skills_verb
+from nemo_run_ray.cli import main as cli_main
 from nemo_run_ray.errors import ConfigError, UnsupportedNemoRun
 from nemo_run_ray.plan.roles import group_spec
 from tests import skills
@@ -524,11 +524,11 @@ def test_ns_needs_a_typer_that_knows_its_options(monkeypatch, option):
         pass
 
     ran: list[str] = []
-    monkeypatch.setattr(skills_verb, "_command", lambda: SimpleNamespace(load=lambda: app))
+    monkeypatch.setattr(cli_main, "_skills_command", lambda: SimpleNamespace(load=lambda: app))
     monkeypatch.setattr(sys, "argv", [])
     is_known = "_" in option
     with pytest.raises(SystemExit if is_known else ConfigError) as caught:
-        skills_verb.run_ns(["generate", "--server_type", "sglang"])
+        cli_main.run_ns(["generate", "--server_type", "sglang"])
     if is_known:
         assert ran == ["sglang"]
     else:

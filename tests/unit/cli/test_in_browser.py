@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 from websockets.sync.client import ClientConnection, connect
 
-from nemo_run_ray.timeline.page import Span, TimelineRow, page
+from nemo_run_ray.cli.timeline import Span, TimelineRow, page
 
 _CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
 pytestmark = pytest.mark.skipif(_CHROMIUM is None, reason="needs Chromium")

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nemo_run_ray.timeline.page import ALL_LINKS_MAX, MESSAGE_MAX, Span, TimelineRow, page
+from nemo_run_ray.cli.timeline import ALL_LINKS_MAX, MESSAGE_MAX, Span, TimelineRow, page
 
 _BEGAN = 1_767_225_600.0  # 2026-01-01
 _VOID = {"meta", "input"}

@@ -1,1 +1,0 @@
-"""The page that shows when each job waited, ran and ended."""
