@@ -18,9 +18,10 @@ from ray._private.label_utils import validate_label_selector
 from ray.dashboard.modules.job.common import JobSubmitRequest, validate_request_type
 
 from nemo_run_ray.fields import version_of
-from nemo_run_ray.remote.attempts import CANCELLED, CLAIM_KEY, NONCE_KEY, claim_body, first_id
+from nemo_run_ray.remote.attempts import CANCELLED, CLAIM_KEY, claim_body, first_id
 from nemo_run_ray.remote.dashboard import LOG_FILE, DashboardClient, Unanswered
 from nemo_run_ray.remote.dispatch.dispatcher import Dispatcher
+from nemo_run_ray.remote.rows import NONCE_KEY
 from nemo_run_ray.remote.spec import DispatchSpec
 from tests.http_server import Handler, serving
 
@@ -42,7 +43,7 @@ NODE_DIES = {
     "error_type": "JOB_SUPERVISOR_ACTOR_DIED",
     "message": "Job supervisor actor died",
 }
-#: Another monitor of Ray writes this over an exit code, see ``lost_ends.py``.
+#: Another monitor of Ray writes this over an exit code, see ``end_record.py``.
 EXIT_CODE_IS_LOST = {
     "status": "FAILED",
     "error_type": "JOB_SUPERVISOR_ACTOR_START_FAILURE",

@@ -23,7 +23,7 @@ from nemo_run_ray.dashboard.state import AliveNodes, StateApi
 from nemo_run_ray.errors import ClusterError, JobRefused, SubmissionError, Taken, TooOld
 from nemo_run_ray.fields import version_of
 from nemo_run_ray.remote.dashboard import is_passing, refuses_job
-from nemo_run_ray.remote.lost_ends import LostEnds
+from nemo_run_ray.remote.end_record import LostEnds
 from nemo_run_ray.remote.rows import JobRow, JobRows, fits, job_row, job_rows
 from nemo_run_ray.remote.states import is_pending, is_running
 

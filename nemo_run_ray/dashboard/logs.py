@@ -1,7 +1,7 @@
 """The log of a job: by Ray's Jobs API as it grows, by Ray's state API as it is now.
 
 The agent of a node that is asked for a log by the Jobs API starts a job manager, which writes over
-the exit codes of jobs that fail at this moment (``remote/lost_ends.py``). The state API starts
+the exit codes of jobs that fail at this moment (``remote/end_record.py``). The state API starts
 none, but a stream of it goes on in the agent for ever when its reader has left (Ray 2.60).
 """
 

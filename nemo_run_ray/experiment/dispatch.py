@@ -42,20 +42,18 @@ from nemo_run_ray.ids import DISPATCHER
 from nemo_run_ray.plan.entrypoints import dispatcher_entrypoint
 from nemo_run_ray.remote.attempts import (
     CANCELLED,
-    NONCE_KEY,
-    OUT_OF_TIME,
     Attempt,
+    JobExit,
     attempt_id,
     attempt_of_row,
     attempts_of,
     claim_body,
     first_id,
-    nonce_of,
 )
 from nemo_run_ray.remote.dispatch.decide import Decision, Do, decide
 from nemo_run_ray.remote.files import write_file
 from nemo_run_ray.remote.node.rundir import DISPATCH
-from nemo_run_ray.remote.rows import JobRow, JobRows
+from nemo_run_ray.remote.rows import NONCE_KEY, JobRow, JobRows, nonce_of
 from nemo_run_ray.remote.spec import SUBMISSION_ID, DispatchSpec, from_json
 from nemo_run_ray.remote.states import JobState, JobStatus, is_pending
 
@@ -93,7 +91,11 @@ class DispatchStatus:
         """
         too_early = time.time() - PENDING_MAX_S
         last = self.dispatcher[max(self.dispatcher)] if self.dispatcher else None
-        if last and last.exit_code == OUT_OF_TIME and last.ended_at > time.time() - _RENEWAL_S:
+        if (
+            last
+            and last.exit_code == JobExit.OUT_OF_TIME
+            and last.ended_at > time.time() - _RENEWAL_S
+        ):
             return True
         return any(
             row.is_live and (row.status.state is not JobState.PENDING or row.posted_at > too_early)

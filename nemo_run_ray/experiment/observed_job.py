@@ -25,8 +25,8 @@ from nemo_run_ray.experiment.store import (
     known,
     of_rows,
 )
-from nemo_run_ray.remote.attempts import attempt_id, nonce_of
-from nemo_run_ray.remote.rows import JobRow, JobRows
+from nemo_run_ray.remote.attempts import attempt_id
+from nemo_run_ray.remote.rows import JobRow, JobRows, nonce_of
 from nemo_run_ray.remote.states import JobState, JobStatus, Reason, status_of_row
 
 #: How a job ends that never had a process.

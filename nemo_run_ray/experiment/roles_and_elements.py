@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from nemo_run_ray.errors import NemoRunRayError
-from nemo_run_ray.remote.array.progress import SOME_FAILED
+from nemo_run_ray.remote.attempts import JobExit
 from nemo_run_ray.remote.rows import ARRAY, GROUP, ArrayRows, GroupRows, fits
 from nemo_run_ray.remote.states import JobStatus, Life, Phase, Reason
 
@@ -65,7 +65,7 @@ def with_failures(job: ObservedJob, status: JobStatus) -> JobStatus:
     The last lines of its log are of any elements, mostly of those that have succeeded.
     """
     # With another code its driver could not go on, and the log says why.
-    if not status.tail or not status.detail.startswith(f"exit code {SOME_FAILED}"):
+    if not status.tail or not status.detail.startswith(f"exit code {JobExit.SOME_FAILED}"):
         return status
     array = elements(job, status)
     lines = failure_lines(array) if array else []

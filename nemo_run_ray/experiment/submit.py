@@ -38,8 +38,9 @@ from nemo_run_ray.fields import version_of
 from nemo_run_ray.ids import HANDLE, dispatcher_id
 from nemo_run_ray.plan.job_plan import JobPlan, joined_places
 from nemo_run_ray.plan.room import Ask, ask_of
-from nemo_run_ray.remote.attempts import DISPATCHER_KEY, LOCK_KEY, NONCE_KEY, nonce_of
-from nemo_run_ray.remote.node.output import lock_of, proof_of
+from nemo_run_ray.remote.attempts import DISPATCHER_KEY
+from nemo_run_ray.remote.end_record import lock_of, proof_of
+from nemo_run_ray.remote.rows import LOCK_KEY, NONCE_KEY, nonce_of
 from nemo_run_ray.remote.spec import (
     ArraySpec,
     DispatchedJobSpec,

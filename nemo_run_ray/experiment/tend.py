@@ -20,8 +20,8 @@ from nemo_run_ray.experiment import keep_logs
 from nemo_run_ray.experiment.dispatch import Dispatch, DispatchStatus, start_dispatcher
 from nemo_run_ray.experiment.snapshot import Snapshot
 from nemo_run_ray.experiment.store import JobRecord, Ledger
-from nemo_run_ray.remote.attempts import first_id, nonce_of
-from nemo_run_ray.remote.rows import JobRows
+from nemo_run_ray.remote.attempts import first_id
+from nemo_run_ray.remote.rows import JobRows, nonce_of
 from nemo_run_ray.remote.states import JobState, status_of_row
 
 log = logging.getLogger(__name__)

@@ -31,8 +31,8 @@ from nemo_run_ray.plan.roles import (
     single_replica_environment,
     task_spec,
 )
-from nemo_run_ray.remote.array.progress import SOME_FAILED
-from nemo_run_ray.remote.attempts import DISPATCHER_KEY, NONCE_KEY, PERMANENT_KEY, RETRIES_KEY
+from nemo_run_ray.remote.attempts import DISPATCHER_KEY, PERMANENT_KEY, RETRIES_KEY, JobExit
+from nemo_run_ray.remote.rows import NONCE_KEY
 from nemo_run_ray.remote.spec import (
     CODE,
     SUBMISSION_ID,
@@ -222,7 +222,9 @@ def plan(app: AppDef, executor: RayExecutor, submission_id: str, job: str) -> Jo
     executor = executor.resolved()
     spec, reservation, runtime_env = _request(app, executor)
     as_group, is_array_job = None, isinstance(spec, ArraySpec)
-    permanent = (SOME_FAILED,) if is_array_job else tuple(executor.permanent_exit_codes)
+    permanent = (
+        (JobExit.SOME_FAILED.value,) if is_array_job else tuple(executor.permanent_exit_codes)
+    )
     if isinstance(spec, JobSpec) and executor.label_selector:
         as_group = _as_group(app, executor)
     return JobPlan(

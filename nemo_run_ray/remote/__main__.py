@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import os
 import sys
+import time
 
+from .end_record import EndRecord
 from .node import command
-from .node.output import end_line, say
+from .node.output import say, write
 from .node.rundir import DISPATCH, SPEC, RunDir, archived, jobs_folder, take_key, take_secrets
 from .node.supervise import Runner, keep
 from .spec import ArraySpec, DispatchSpec, GroupSpec, JobSpec, from_json
@@ -38,8 +40,9 @@ def _dispatch(submission_id: str, nonce: str) -> int:
         dispatch = from_json(file.read())
     if not isinstance(dispatch, DispatchSpec):
         raise ValueError(f"{path} holds no dispatch")
+    began_at = time.time()
     code = dispatcher.run(dispatch, submission_id)
-    say(end_line(nonce, "", code, f"exit code {code}"))
+    write(EndRecord(code, "NONE", f"exit code {code}", began_at, time.time()).line(nonce))
     return code
 
 

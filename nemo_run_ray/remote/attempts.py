@@ -8,16 +8,15 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from enum import IntEnum
 from typing import Any, Dict, Mapping, Optional, Sequence, Tuple
 
-from .rows import JobRow
+from .rows import NONCE_KEY, JobRow, nonce_of
 from .spec import SUBMISSION_ID
 from .states import JobStatus, status_of_row
 
-#: Keys in a job's metadata: the nonce of its submission, and why it is a claim.
-NONCE_KEY, CLAIM_KEY = "nemo_run_ray", "nemo_run_ray_claim"
-#: Key of what a proof of the job's end must fit, see ``lock_of``.
-LOCK_KEY = "nemo_run_ray_lock"
+#: Key in a job's metadata: why it is a claim.
+CLAIM_KEY = "nemo_run_ray_claim"
 RETRIES_KEY, PERMANENT_KEY = "nemo_run_ray_retries", "nemo_run_ray_permanent"
 #: Key of the id of the dispatcher that hands the job over.
 DISPATCHER_KEY = "nemo_run_ray_dispatcher"
@@ -26,12 +25,20 @@ CANCELLED, NOT_PLACED = "cancelled", "not placed in time"
 #: Seconds between two requests to stop the same attempt, and for how long a stop of what waits for
 #: room is repeated before Ray is trusted to hold it back until the start.
 STOP_AGAIN_S, STOP_TRUST_S = 3.0, 6.0
-#: Exit codes of a dispatcher that has decided everything: all jobs succeeded, or not all.
-ALL_SUCCEEDED, NOT_ALL_SUCCEEDED = 0, 8
-#: The same when what is left needs more time than the allocation has, and another one goes on.
-OUT_OF_TIME = 9
 #: An attempt's id; more digits are not of this package, and int() refuses thousands of them.
 _ATTEMPT = re.compile(r"([^@]*)(?:@([2-9]|[1-9][0-9]{1,8}))?")
+
+
+class JobExit(IntEnum):
+    """Exit codes of this package's own programs: the dispatcher and the driver of an array."""
+
+    SUCCEEDED = 0
+    #: Of a dispatcher: its cluster no longer knows it, or its dashboard cannot be found.
+    WRONG_CLUSTER = 3
+    #: All is decided, and some jobs or elements did not succeed.
+    SOME_FAILED = 8
+    #: Of a dispatcher: the remaining jobs need more time than the allocation has.
+    OUT_OF_TIME = 9
 
 
 @dataclass(frozen=True)
@@ -80,16 +87,6 @@ def first_id(submission_id: str) -> str:
 def started_as(entrypoint: str, submission_id: str) -> str:
     """The entrypoint of a dispatched job with the id of its attempt in the place that is for it."""
     return entrypoint.replace(SUBMISSION_ID, submission_id)
-
-
-def nonce_of(row: JobRow) -> str:
-    """The nonce of the submission that made a row of Ray's job table; empty if it has none."""
-    return str((row.get("metadata") or {}).get(NONCE_KEY, ""))
-
-
-def lock_of_row(row: JobRow) -> str:
-    """What a proof of the end of a row's job must fit; empty if nothing can prove it."""
-    return str((row.get("metadata") or {}).get(LOCK_KEY, ""))
 
 
 def attempts_of(ids: Sequence[str], table: Mapping[str, Attempt]) -> Dict[str, Dict[int, Attempt]]:

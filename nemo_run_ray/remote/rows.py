@@ -36,6 +36,9 @@ class JobRow(TypedDict, total=False):
     driver_exit_code: Optional[int]
 
 
+#: Keys in a job's metadata: the nonce of its submission, and the lock of its end record, see
+#: ``end_record.py``.
+NONCE_KEY, LOCK_KEY = "nemo_run_ray", "nemo_run_ray_lock"
 #: A job table: rows by submission id.
 JobRows = Mapping[str, JobRow]
 #: The shapes of a row's values. A value of another shape is left out.
@@ -85,6 +88,16 @@ def job_rows(values: Any) -> List[JobRow]:
     if not isinstance(values, list):
         raise ValueError("the job table is no list")
     return [row for row in map(job_row, values) if row is not None]
+
+
+def nonce_of(row: JobRow) -> str:
+    """The nonce of the submission that made a row of Ray's job table; empty if it has none."""
+    return str((row.get("metadata") or {}).get(NONCE_KEY, ""))
+
+
+def lock_of_row(row: JobRow) -> str:
+    """The lock of a job's end record; empty if nothing can prove its end."""
+    return str((row.get("metadata") or {}).get(LOCK_KEY, ""))
 
 
 def fits(value: Any, shape: Any) -> bool:

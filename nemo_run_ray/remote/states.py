@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any, Mapping
 
+from .end_record import RECORDS, any_record_in
 from .env_error import NO_WORKER, why_no_worker
 from .exit_words import meaning, signal_name
 from .rows import JobRow
@@ -124,21 +125,6 @@ class Life(str, Enum):
         return self in (Life.STARTED, Life.READY, Life.STOPPING)
 
 
-class Cause(str, Enum):
-    """Why a group ended as it did. The value goes into the log's last line."""
-
-    DONE = "done"
-    EXIT_CODE = "exit code"
-    CANCELLED = "cancelled"
-    INFEASIBLE = "no node can ever take it"
-    NOT_PLACED = "not placed in time"
-    NOT_PREPARED = "could not be prepared"
-    RUNTIME_ENV = "its runtime environment could not be built"
-    NOT_READY = "not ready in time"
-    SERVICE_ENDED = "a service ended early"
-    NODE_DIED = "a node or our process on it died"
-
-
 #: Ray's JobStatus -> JobState. A word that is not here (a newer Ray) is UNKNOWN, never a guess.
 FROM_RAY = {
     "PENDING": JobState.PENDING,
@@ -161,16 +147,15 @@ FROM_RAY_ERROR = {
     "NEMO_RUN_RAY_ALLOCATION_ENDED": Reason.ALLOCATION,  # of ``earlier.py``
 }
 
-#: The cause in a group's last line -> why the job FAILED.
-FROM_CAUSE = {
-    Cause.EXIT_CODE: Reason.EXIT_CODE,
-    Cause.INFEASIBLE: Reason.UNSCHEDULABLE,
-    Cause.NOT_PLACED: Reason.NOT_PLACED,
-    Cause.NOT_PREPARED: Reason.NOT_STARTED,
-    Cause.RUNTIME_ENV: Reason.RUNTIME_ENV,
-    Cause.NOT_READY: Reason.NOT_READY,
-    Cause.SERVICE_ENDED: Reason.SERVICE_ENDED,
-    Cause.NODE_DIED: Reason.NODE_DIED,
+#: Causes in an end record that say more than the exit code.
+_CAUSES = {
+    Reason.UNSCHEDULABLE,
+    Reason.NOT_PLACED,
+    Reason.NOT_STARTED,
+    Reason.RUNTIME_ENV,
+    Reason.NOT_READY,
+    Reason.SERVICE_ENDED,
+    Reason.NODE_DIED,
 }
 
 #: One next step for every reason that has one, in words; what is in braces the client knows.
@@ -209,16 +194,12 @@ NEXT_STEP = {
 
 #: What Ray says of a job whose supervisor it does not find, and which waits for none any more.
 _NO_SUPERVISOR = "failed to get job supervisor"
-#: What Ray's supervisor calls to write a state: not before the command has ended.
-_RECORDS = "_job_info_client.put_status("
 #: Python's words for what is missing, in a traceback or behind one.
 _NO_MODULE = re.compile(r"\b(?:ModuleNotFoundError|ImportError)\b|\bNo module named\b")
 _NO_PROGRAM = re.compile(r"\bexit code 127: |\bFileNotFoundError\b")
-#: The last line of a group's log. It explains a failure that Ray's record has; it decides nothing.
-_ENDING = re.compile(r"^nemo_run_ray\| end \w{8}: \[([\w ]+)\] (.*)$", re.MULTILINE)
 #: Lines that Ray itself writes at the head of every job's log, and the remote half's last one.
 _FRAME = re.compile(
-    r"^Running entrypoint for job |INFO job_manager\.py:\d+ -- |^nemo_run_ray\| end \w{8}: "
+    r"^Running entrypoint for job |INFO job_manager\.py:\d+ -- |^nemo_run_ray\| end \w{8} "
 )
 
 
@@ -310,8 +291,8 @@ def _reason(error: str, node: str, message: str) -> Reason:
     if error == "JOB_SUPERVISOR_ACTOR_START_FAILURE" and node:
         return Reason.NODE_DIED  # it did start: Ray calls a supervisor so that is gone, too
     if error == "JOB_SUPERVISOR_ACTOR_START_FAILURE" and _NO_SUPERVISOR in message:
-        return Reason.START_TIMEOUT  # as a second monitor writes it, see ``lost_ends.py``
-    if error == "JOB_ENTRYPOINT_COMMAND_START_ERROR" and _RECORDS in message:
+        return Reason.START_TIMEOUT  # as a second monitor writes it, see ``end_record.py``
+    if error == "JOB_ENTRYPOINT_COMMAND_START_ERROR" and RECORDS in message:
         return Reason.UNRECORDED
     reason = FROM_RAY_ERROR.get(error, Reason.OTHER)
     if reason is Reason.UNSCHEDULABLE and NO_WORKER in message:
@@ -356,13 +337,13 @@ def status_of_row(row: JobRow) -> JobStatus:
     cause = f"killed by {name} (exit code {code})" if name else f"exit code {code}"
     _, _, tail = message.partition("last available logs (truncated to 20,000 chars):\n")
     reason = Reason.SIGNAL if name else Reason.EXIT_CODE
-    endings = _ENDING.findall(tail)
-    causes = {cause.value: reason for cause, reason in FROM_CAUSE.items()}
-    if endings and endings[-1][0] in causes:
-        reason, cause = causes[endings[-1][0]], f"{cause}: {endings[-1][1]}"
+    record = any_record_in(tail)
+    if record and record.cause != "CANCELLED" and not record.text.startswith(cause):
+        cause = f"{cause}: {record.text}"
+        reason = next((one for one in _CAUSES if one.name == record.cause), reason)
         if reason in (Reason.NOT_STARTED, Reason.RUNTIME_ENV):  # a traceback may follow
             if reason is Reason.NOT_STARTED:
-                reason = _of_start(endings[-1][1])
+                reason = _of_start(record.text)
             return JobStatus(state, reason, cause, node)
     lines = [line for line in tail.splitlines() if not _FRAME.search(line)]
     cause += meaning(code, "\n".join(lines))

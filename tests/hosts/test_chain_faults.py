@@ -91,7 +91,7 @@ def restart_head(run: Run) -> None:
 
 
 def restart_head_at_a_start(run: Run) -> None:
-    """Ray gives up what was about to start, and some of it twice over (see ``lost_ends.py``)."""
+    """Ray gives up what was about to start, and some of it twice over (see ``end_record.py``)."""
 
     def is_starting() -> bool:
         rows = run.api.table(fresh=True)

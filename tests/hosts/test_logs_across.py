@@ -29,7 +29,7 @@ def end(job: RemoteJob, folder: Path) -> None:
 
 @pytest.mark.soak
 def test_a_log_that_is_read_harms_no_job_that_fails_now(hosts: Hosts, unique, tmp_path):
-    """The agent of a node whose Ray is new has no job manager yet: see ``lost_ends.py``."""
+    """The agent of a node whose Ray is new has no job manager yet: see ``end_record.py``."""
     bed("crash", "n2")
     hosts.wait_for_nodes("n1", "n3")
     hosts.revive("n2")

@@ -22,7 +22,7 @@ from nemo_run_ray.errors import ConfigError, NemoRunRayError, SubmissionError
 from nemo_run_ray.experiment.dispatch import start_dispatcher
 from nemo_run_ray.experiment.find import find_job
 from nemo_run_ray.nemo import registry as plugin
-from nemo_run_ray.remote.attempts import ALL_SUCCEEDED, NOT_ALL_SUCCEEDED
+from nemo_run_ray.remote.attempts import JobExit
 from nemo_run_ray.remote.states import JobState, Reason
 from tests.chains import Started, Yard, step
 from tests.conftest import files_with, python, tool, wait_for
@@ -104,7 +104,7 @@ def test_a_diamond_outlives_its_client(yard, existing, unique, tmp_path, home, a
     assert re.findall(r"Status: (\w+)", shown) == ["RUNNING", *3 * ["SUBMITTED"]]
 
     yard.open()
-    assert started.dispatch_ends(api) == ALL_SUCCEEDED
+    assert started.dispatch_ends(api) == JobExit.SUCCEEDED
     assert sorted(yard.begun()) == sorted(after)
     for name, needs in after.items():
         assert all(yard.is_before(one, name) for one in needs)
@@ -157,7 +157,7 @@ def test_a_group_in_the_middle(yard, existing, unique, api):
     assert [str(found[name]["status"]) for name in ("group", "last")] == 2 * ["SUBMITTED"]
 
     yard.open()
-    assert started.dispatch_ends(api) == ALL_SUCCEEDED
+    assert started.dispatch_ends(api) == JobExit.SUCCEEDED
     assert yard.begun() == ["first", "group", "last"]
     assert yard.most_at_once() == 1
     log = log_of(started, "group")
@@ -178,7 +178,7 @@ def test_a_job_is_tried_again_as_often_as_it_may(yard, unique, api):
     )
     log = log_of(started, "third", follow=True)
 
-    assert started.dispatch_ends(api) == NOT_ALL_SUCCEEDED
+    assert started.dispatch_ends(api) == JobExit.SOME_FAILED
     begun = yard.begun()
     assert sorted(begun) == ["after", "never", "never@2", "third", "third@2", "third@3", "usage"]
     assert yard.is_before("third", "after")
@@ -214,7 +214,7 @@ def test_what_is_not_placed_in_time_is_given_up(yard, unique, api):
     reading.join(15)
     assert not reading.is_alive(), "it follows a log that will never begin"
 
-    assert started.dispatch_ends(api) == NOT_ALL_SUCCEEDED
+    assert started.dispatch_ends(api) == JobExit.SOME_FAILED
     yard.open()
     # Ray has let go of what it was told to stop: nothing of it starts now that there is room.
     wait_for(lambda: api.table(fresh=True)[started.job("late")]["status"] == "STOPPED")
@@ -231,7 +231,7 @@ def test_every_attempt_gets_its_secrets_and_nobody_else(
         unique, step("first"), step("hidden", program, "first", secrets=["MY_TOKEN"], retries=1)
     )
 
-    assert started.dispatch_ends(api) == ALL_SUCCEEDED
+    assert started.dispatch_ends(api) == JobExit.SUCCEEDED
     assert log_of(started, "hidden").count(hashlib.sha256(value.encode()).hexdigest()) == 2
     assert value not in json.dumps(api.table(fresh=True))
     assert value not in "".join(capfd.readouterr())
@@ -258,7 +258,7 @@ def test_cancelling_an_experiment_ends_all_of_it(yard, unique, api, capsys):
 
     cancelled = re.findall(r"^(\w+) is cancelled", capsys.readouterr().out, re.M)
     assert sorted(cancelled) == ["pends", "runs", "waits"]
-    assert started.dispatch_ends(api) == NOT_ALL_SUCCEEDED
+    assert started.dispatch_ends(api) == JobExit.SOME_FAILED
     assert set(started.states().values()) == {"CANCELLED"}
     yard.open()
     assert yard.begun() == ["runs"]
@@ -288,7 +288,7 @@ def test_a_job_waits_for_jobs_of_other_experiments(yard, unique, api):
     assert (waits.state, waits.reason) == (JobState.WAITING, Reason.WAITS)
     assert waits.waits_for == (alone.job("alone"), dispatch.job("good"))
     yard.open()
-    assert started.dispatch_ends(api) == NOT_ALL_SUCCEEDED
+    assert started.dispatch_ends(api) == JobExit.SOME_FAILED
     assert sorted(yard.begun()) == ["after", "alone", "bad", "bad@2", "both", "good"]
     assert yard.is_before("alone", "both")
     assert yard.is_before("good", "both")
@@ -302,7 +302,7 @@ def test_a_cluster_by_another_address_is_the_same_cluster(yard, dashboard, uniqu
     with FlakyProxy(dashboard.url) as proxy:
         other = Yard(yard.folder, ExistingCluster(proxy.url))
         started = other.start(f"{unique}b", step("second", dependencies=[handle]))
-        assert started.dispatch_ends(api) == ALL_SUCCEEDED
+        assert started.dispatch_ends(api) == JobExit.SUCCEEDED
 
     assert yard.begun() == ["first", "second"]
 
@@ -345,7 +345,7 @@ def test_a_dispatcher_that_is_killed_goes_on_by_itself(yard, unique, api):
     yard.open()
     kill_dispatcher(started.dispatch.id)
 
-    assert started.dispatch_ends(api) == ALL_SUCCEEDED
+    assert started.dispatch_ends(api) == JobExit.SUCCEEDED
     assert yard.begun() == ["first", "first@2", "second", "third"]
     log = "".join(api.logs.whole(started.dispatch.id))
     assert log.count("the dispatcher was killed (exit code 137) and is started again") == 3
@@ -362,7 +362,7 @@ def stopped(yard, unique, api):
     wait_for(lambda: api.table(fresh=True)[started.dispatch.id]["status"] == "STOPPED")
     yard.open()
     yield started
-    assert started.dispatch_ends(api, number=2) == NOT_ALL_SUCCEEDED
+    assert started.dispatch_ends(api, number=2) == JobExit.SOME_FAILED
     assert yard.begun() == ["first", "second", "second@2"]
     assert started.states() == {"first": "SUCCEEDED", "second": "FAILED"}
 
@@ -423,7 +423,7 @@ def test_two_dispatchers_at_the_same_time_do_no_harm(yard, existing, unique, api
     assert start_dispatcher(started.dispatch, api, existing.record()) == f"{started.dispatch.id}@2"
 
     for number in (1, 2):
-        assert started.dispatch_ends(api, number) == NOT_ALL_SUCCEEDED
+        assert started.dispatch_ends(api, number) == JobExit.SOME_FAILED
     begun = yard.begun()
     assert begun[:2] == ["first", "first@2"]
     assert sorted(begun[2:5]) == ["job0", "job1", "job2"]

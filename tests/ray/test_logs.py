@@ -87,10 +87,7 @@ def test_without_tailing_a_running_job_shows_what_there_is(start, eventually):
 
 def test_a_program_that_prints_our_last_line_does_not_end_the_log(start):
     job = start(
-        "import time\n"
-        "print('nemo_run_ray| end 01234567: exit code 0')\n"
-        "time.sleep(3)\n"
-        "print('goes on')"
+        "import time\nprint('nemo_run_ray| end 01234567 {}')\ntime.sleep(3)\nprint('goes on')"
     )
 
     assert "goes on" in "".join(job.log(follow=True))

@@ -37,12 +37,12 @@ _REMOTE_LINES = (
     {"array"},
     {"group", "dispatch", "slurm"},
     {"hosts"},
-    {"lost_ends"},
     {"node"},
     {"earlier"},
     {"attempts"},
     {
         "dashboard",
+        "end_record",
         "states",
         "spec",
         "rows",

@@ -11,6 +11,7 @@ import os
 import time
 from typing import Collection, Mapping, Optional, Tuple
 
+from ..attempts import JobExit
 from ..group.driver import connect
 from ..hosts.actors import forget_runtime_env
 from ..hosts.calls import Calls, Died
@@ -19,12 +20,13 @@ from ..node.rundir import jobs_folder, remove_secrets, secrets_of
 from ..node.supervise import Runner
 from ..node_death import NODE_DEAD_S
 from ..spec import ArraySpec
+from ..states import Reason
 from .handing_out import feed, fulfil, take_back
 from .host_pool import HostPool
 from .host_reports import HostReports
 from .hosts import HostStarts
 from .leases import DISK_S, Leases
-from .progress import SOME_FAILED, ElementState
+from .progress import ElementState
 from .status_file import StatusFile
 from .wishes import Wishes
 
@@ -100,6 +102,7 @@ class _ArrayDriver:
 
     def run(self) -> int:
         """Run it to its end; the exit code."""
+        self._runner.left_on = None  # until all hosts have ended
         if self._leases.goes_on:
             ended, count = self._progress.ended_count, self._progress.count
             say(f"the driver goes on: {ended} of {count} elements have ended")
@@ -109,8 +112,11 @@ class _ArrayDriver:
         is_written = self._write_all()
         code, ending = self._outcome(is_written)
         self._close(is_written)
-        left = self._left() or (NO_PROCESS_LEFT if self._runner.cancelled else "")
+        left_on = self._left_on()
+        left = f"{MAY_BE_LEFT} {', and '.join(left_on)}" if left_on else ""
+        left = left or (NO_PROCESS_LEFT if self._runner.cancelled else "")
         self._runner.ending = "; ".join(filter(None, (ending, left)))
+        self._runner.left_on = left_on
         return code
 
     def _turn(self) -> None:
@@ -182,13 +188,15 @@ class _ArrayDriver:
             say("the head's disk has not taken how the last elements have ended, or their results")
         if self._reports.broken is not None:
             cause, words = self._reports.broken
-            return 1, f"[{cause.value}] {words}"
+            self._runner.cause = cause.name
+            return 1, words
         if self._stopped_by == "":
-            self._runner.cancelled = True
+            self._runner.cancelled, self._runner.cause = True, Reason.CANCELLED.name
             return 143, "cancelled"
+        self._runner.cause = (Reason.EXIT_CODE if failed or not is_written else Reason.NONE).name
         if not is_written:
             return 1, "exit code 1"
-        code = SOME_FAILED if failed else 0
+        code = JobExit.SOME_FAILED if failed else 0
         return code, f"exit code {code}"
 
     def _write_all(self) -> bool:
@@ -203,7 +211,7 @@ class _ArrayDriver:
             time.sleep(_LOOK_S)
         return True
 
-    def _left(self) -> str:
+    def _left_on(self) -> Tuple[str, ...]:
         """Where processes may be left, in words; empty when it is proven that there is none."""
         dead, others = self._pool.unproven.unconfirmed, self._pool.left_on
         words = []
@@ -212,7 +220,7 @@ class _ArrayDriver:
             words.append(f"for {NODE_DEAD_S:.0f} s on {nodes}, which Ray counts as dead")
         if others:
             words.append(f"on {_names(others)}, where nothing says that all have ended")
-        return f"{MAY_BE_LEFT} {', and '.join(words)}" * bool(words)
+        return tuple(words)
 
     def _obey(self) -> None:
         order = self._runner.order()

@@ -10,7 +10,7 @@ from ..env_error import cause_of
 from ..hosts.actors import name
 from ..hosts.calls import Calls, Died, Pulled
 from ..node.output import say, write
-from ..states import Cause
+from ..states import Reason
 from .host_pool import HostPool
 from .hosts import Host
 from .leases import Leases
@@ -38,7 +38,7 @@ class HostReports:
         self._pool = pool
         self._calls = calls
         self._written = ""  # what was written last of a host that cannot run elements
-        self.broken: Optional[Tuple[Cause, str]] = None
+        self.broken: Optional[Tuple[Reason, str]] = None
 
     def died(self, answer: Died) -> None:
         """An actor cannot answer any more."""
@@ -127,19 +127,19 @@ class HostReports:
         may_run = may_run or self._leases.progress.has_run
         if host.slots and not may_run and self._pool.room.can_none(self._pool.hosts.values()):
             if refusal is Refusal.RUNTIME_ENV:
-                self._break(Cause.RUNTIME_ENV, words)
+                self._break(Reason.RUNTIME_ENV, words)
             else:
-                self._break(Cause.NOT_PREPARED, f"on {node}: {words}")
+                self._break(Reason.NOT_STARTED, f"on {node}: {words}")
             return
         if words != self._written:
             write(f"{words}\n")
             self._written = words
         say(f"a host on {node} could not begin; another one is tried later: {_last_line(words)}")
 
-    def _break(self, cause: Cause, words: str) -> None:
+    def _break(self, cause: Reason, words: str) -> None:
         """The array cannot be run at all."""
         if self.broken is None:
-            is_env = cause is Cause.RUNTIME_ENV
+            is_env = cause is Reason.RUNTIME_ENV
             self.broken = cause, cause_of(words) if is_env else _last_line(words)
             write(f"{words}\n")
 

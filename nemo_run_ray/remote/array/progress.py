@@ -14,8 +14,6 @@ from .journal import CANCELLED, ENDED, GIVEN_BACK, LEASED, Record
 LOSSES_MAX = 3
 #: Failures that are kept with their reason, for ``status``.
 _SHOWN_FAILURES = 20
-#: Exit code of an array when elements have failed. Another attempt of it would not change that.
-SOME_FAILED = 8
 #: Exit code of an element whose hosts have died too often.
 LOST_CODE = 137
 

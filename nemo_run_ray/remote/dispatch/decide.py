@@ -12,11 +12,10 @@ from enum import Enum
 from typing import Dict, List, Mapping, Optional, Sequence, Tuple
 
 from ..attempts import (
-    ALL_SUCCEEDED,
     CANCELLED,
-    NOT_ALL_SUCCEEDED,
     NOT_PLACED,
     Attempt,
+    JobExit,
     attempt_id,
     attempts_of,
 )
@@ -228,7 +227,7 @@ def _status_outside(
     if upstream.dispatcher and status.state is JobState.WAITING:
         own = attempts[upstream.dispatcher]
         last_own = own[max(own)] if own else None
-        ended = last_own and last_own.exit_code in (ALL_SUCCEEDED, NOT_ALL_SUCCEEDED)
+        ended = last_own and last_own.exit_code in (JobExit.SUCCEEDED, JobExit.SOME_FAILED)
         nonces = {row.nonce for row in own.values()}
         if ended or (cancel and cancel.claim and cancel.nonce in nonces):
             return JobStatus(JobState.CANCELLED, Reason.UPSTREAM, "it is not started any more")

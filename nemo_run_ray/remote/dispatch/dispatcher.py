@@ -18,13 +18,10 @@ from typing import Any, Callable, Deque, Dict, List, Mapping, Optional
 
 from .. import earlier
 from ..attempts import (
-    ALL_SUCCEEDED,
-    LOCK_KEY,
-    NOT_ALL_SUCCEEDED,
-    OUT_OF_TIME,
     STOP_AGAIN_S,
     STOP_TRUST_S,
     Attempt,
+    JobExit,
     attempt_id,
     attempt_of_row,
     claim_body,
@@ -38,10 +35,11 @@ from ..dashboard import (
     candidates,
     own_dashboard,
 )
-from ..lost_ends import LostEnds
-from ..node.output import lock_of, proof_of, say
+from ..end_record import LostEnds, lock_of, proof_of
+from ..node.output import say
 from ..node.rundir import KEY, SECRETS, read_secrets, remove_secrets
 from ..node_death import node_dead_s
+from ..rows import LOCK_KEY
 from ..spec import DispatchedJobSpec, DispatchSpec
 from ..states import JobState, JobStatus, Reason
 from ..variables import EMBEDDED
@@ -49,8 +47,6 @@ from . import log
 from .decide import Action, Decision, Do, decide
 from .time_left import time_left
 
-#: Exit code when the cluster no longer knows this dispatcher, or its dashboard cannot be found.
-DISOWNED = 3
 #: Seconds between two looks at the table: at first, and when nothing has happened for long.
 PACE_S, PACE_MAX_S = 0.3, 5.0
 #: A look may take this part of the time between two of them, by the quickest of the last ones: a
@@ -149,7 +145,7 @@ class Dispatcher:
                 waiting = True
         if decision.is_out_of_time:
             say("what is left needs more time than this allocation has; the next one goes on")
-            return OUT_OF_TIME
+            return JobExit.OUT_OF_TIME
         if not decision.is_over or waiting:
             return None
         return self._sum_up(decision)
@@ -270,7 +266,7 @@ class Dispatcher:
     def _sum_up(self, decision: Decision) -> int:
         say(f"all is decided: {_count(decision)}")
         states = {status.state for status in decision.statuses.values()}
-        return ALL_SUCCEEDED if states <= {JobState.SUCCEEDED} else NOT_ALL_SUCCEEDED
+        return JobExit.SUCCEEDED if states <= {JobState.SUCCEEDED} else JobExit.SOME_FAILED
 
     def _complain(self, about: str, text: str) -> None:
         if self._troubles.get(about) != text:
@@ -332,12 +328,12 @@ def run(dispatch: DispatchSpec, submission_id: str) -> int:
     if api is None:
         say(f"other sessions than {dispatch.session} answer here; tried {dispatch.dashboards}")
         remove_secrets()
-        return DISOWNED
+        return JobExit.WRONG_CLUSTER
     try:
         code = Dispatcher(dispatch, submission_id, api, secrets, limit).run()
     except Disowned as error:
         say(f"{error}; nothing more is started")
-        code = DISOWNED
+        code = JobExit.WRONG_CLUSTER
     remove_secrets()
     return code
 

@@ -32,7 +32,7 @@ from ..node.output import NO_PROCESS_LEFT, say
 from ..node.rundir import take_secrets
 from ..node.supervise import Runner
 from ..spec import GroupSpec
-from ..states import Cause, Life, Phase
+from ..states import Life, Phase, Reason
 from . import machine
 from .orders import Orders
 from .placement_group import NoRoom, PlacementGroup
@@ -63,16 +63,18 @@ def own_python_s(runtime_env: Mapping[str, Any]) -> float:
 
 def run(runner: Runner, spec: GroupSpec, job: str, submission_id: str) -> int:
     """Run a group to its end; its exit code."""
+    runner.left_on = None  # until all nodes have confirmed it
     driver = _Driver(runner, spec, job, submission_id)
     outcome = driver.run()
-    if outcome.cause is Cause.CANCELLED:
+    if driver.all_ended:
+        runner.left_on = ()
+    runner.cause, runner.ending = outcome.cause.name, outcome.words
+    if outcome.cause is Reason.CANCELLED:
         runner.cancelled = True
         proof = NO_PROCESS_LEFT if driver.all_ended else "not every node has confirmed it"
         runner.ending = f"cancelled; {proof}"
-    elif outcome.cause is Cause.DONE:
+    elif outcome.cause is Reason.NONE:
         runner.ending = "exit code 0"
-    else:
-        runner.ending = f"[{outcome.cause.value}] {outcome.words}"
     return outcome.code
 
 
@@ -212,7 +214,7 @@ class _Driver:
                 f"{waited_s:.0f} s with py_executable={executable!r}: it must be there on the "
                 "node, and be able to import ray"
             )
-            cause = Cause.RUNTIME_ENV
+            cause = Reason.RUNTIME_ENV
             self._happened(machine.Unprepared(replica.replica_id, words, cause))
 
     def _lost(self, replica: ReplicaHandle, why: str) -> None:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from typing import Callable, Dict, List, Optional, Sequence, Tuple, Union
 
 from ..hosts.actors import ReplicaId, name
-from ..states import Cause, Life, Phase
+from ..states import Life, Phase, Reason
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class Outcome:
     """How the group ends: its exit code, the cause, and the cause in words."""
 
     code: int
-    cause: Cause
+    cause: Reason
     words: str
 
 
@@ -63,7 +63,7 @@ class Placed:
 class PlacementRefused:
     """The cluster will not place the group."""
 
-    cause: Cause
+    cause: Reason
     words: str
 
 
@@ -80,7 +80,7 @@ class Unprepared:
 
     replica_id: ReplicaId
     words: str
-    cause: Cause = Cause.NOT_PREPARED
+    cause: Reason = Reason.NOT_STARTED
 
 
 @dataclass(frozen=True)
@@ -236,7 +236,7 @@ class _Move:
                 self.start(replica.replica_id)
             primaries = [replica for replica in self.group.replicas if not replica.service]
         if self.group.phase is Phase.PRIMARIES and _all(primaries, Life.ENDED):
-            self.fail(Outcome(0, Cause.DONE, "all done"))  # or with the failure noted before
+            self.fail(Outcome(0, Reason.NONE, "all done"))  # or with the failure noted before
         if self.group.phase is Phase.ENDING and not any(m.life.runs for m in self.group.replicas):
             self.enter(Phase.OVER)
             assert self.group.outcome is not None  # ENDING is entered with one
@@ -280,7 +280,7 @@ def _ready(move: _Move, event: Ready) -> None:
 
 def _unready(move: _Move, event: Unready) -> None:
     if move.replica(event.replica_id).life is Life.STARTED:
-        move.fail(Outcome(1, Cause.NOT_READY, f"{name(event.replica_id)}: {event.words}"))
+        move.fail(Outcome(1, Reason.NOT_READY, f"{name(event.replica_id)}: {event.words}"))
 
 
 def _exited(move: _Move, event: Exited) -> None:
@@ -297,13 +297,13 @@ def _exited(move: _Move, event: Exited) -> None:
         move.start(event.replica_id)
     else:
         words = f"the service {name(event.replica_id)} ended before the primaries: {event.words}"
-        move.fail(Outcome(event.code or 1, Cause.SERVICE_ENDED, words))
+        move.fail(Outcome(event.code or 1, Reason.SERVICE_ENDED, words))
 
 
 def _primary_exited(move: _Move, replica: ReplicaState, event: Exited) -> None:
     if event.code == 0:
         return
-    move.note(Outcome(event.code, Cause.EXIT_CODE, f"{name(event.replica_id)}: {event.words}"))
+    move.note(Outcome(event.code, Reason.EXIT_CODE, f"{name(event.replica_id)}: {event.words}"))
     for other in move.group.replicas:  # those of its role wait for it, for ever
         if other.role == replica.role:
             move.end(other.replica_id)
@@ -315,11 +315,11 @@ def _lost(move: _Move, event: Lost) -> None:
     if move.replica(event.replica_id).life in (Life.ENDED, Life.LOST):
         return  # its work was done: the group can still succeed without its node
     move.set(event.replica_id, life=Life.LOST)
-    move.fail(Outcome(1, Cause.NODE_DIED, f"{name(event.replica_id)}: {event.words}"))
+    move.fail(Outcome(1, Reason.NODE_DIED, f"{name(event.replica_id)}: {event.words}"))
 
 
 def _stop(move: _Move, event: Stop) -> None:
-    move.fail(Outcome(143, Cause.CANCELLED, event.words))
+    move.fail(Outcome(143, Reason.CANCELLED, event.words))
 
 
 _HANDLERS: Dict[type, Callable[[_Move, Event], None]] = {

@@ -12,7 +12,7 @@ from typing import Any, Dict, List, Optional, Tuple
 from ..fit import Node, nodes_of
 from ..node.output import say
 from ..spec import GroupSpec
-from ..states import Cause
+from ..states import Reason
 from . import packing
 
 #: Seconds between two looks at the placement group, at first and later on.
@@ -30,7 +30,7 @@ _COMMON = {"CPU", "GPU", "memory"}
 class NoRoom(Exception):
     """The group will not be placed."""
 
-    def __init__(self, cause: Cause, words: str) -> None:
+    def __init__(self, cause: Reason, words: str) -> None:
         super().__init__(words)
         self.cause = cause
         self.words = words
@@ -73,11 +73,11 @@ class PlacementGroup:
         elif self._infeasible_since is None:
             self._infeasible_since = now
         elif now - self._infeasible_since >= _INFEASIBLE_S and not self._spec.wait_for_nodes:
-            raise NoRoom(Cause.INFEASIBLE, self._in_words(nodes, never))
+            raise NoRoom(Reason.UNSCHEDULABLE, self._in_words(nodes, never))
         limit_s = self._spec.placing_timeout_s
         if limit_s is not None and now - self._began_at >= limit_s:
             words = self._in_words(nodes, never)
-            raise NoRoom(Cause.NOT_PLACED, f"not placed within {limit_s:g} s: {words}")
+            raise NoRoom(Reason.NOT_PLACED, f"not placed within {limit_s:g} s: {words}")
         if now >= self._tell_at:
             self.waits_for = self._in_words(nodes, never)
             say(f"waiting for room for {now - self._began_at:.0f} s: {self.waits_for}")
@@ -124,7 +124,7 @@ class PlacementGroup:
             if role.spread or (role.label_selector and not own):
                 what = "spreading its replicas" if role.spread else "label_selector"
                 raise NoRoom(
-                    Cause.INFEASIBLE,
+                    Reason.UNSCHEDULABLE,
                     f"{role.name}: {what} needs Ray 2.47 or newer on the cluster, which has "
                     f"{version}; give resources_per_node with a custom resource of the nodes",
                 )

@@ -8,7 +8,7 @@ from typing import Any, Iterator, Mapping
 from ..hosts.actors import ReplicaHandle, actor_of, name
 from ..hosts.calls import Answer, Died, Pulled
 from ..node.output import say, write
-from ..states import Cause
+from ..states import Reason
 from . import machine
 
 
@@ -16,14 +16,14 @@ def events_of(answer: Answer) -> Iterator[machine.Event]:
     """What has happened, as an answer tells; what the replicas print goes to the log on the way."""
     if isinstance(answer, Died):
         for replica in answer.actor.replicas:
-            cause = Cause.RUNTIME_ENV if answer.is_env else Cause.NOT_PREPARED
+            cause = Reason.RUNTIME_ENV if answer.is_env else Reason.NOT_STARTED
             yield from losses(replica, answer.words, cause)
     else:
         yield from _events_of_reports(answer)
 
 
 def losses(
-    replica: ReplicaHandle, why: str, cause: Cause = Cause.NOT_PREPARED
+    replica: ReplicaHandle, why: str, cause: Reason = Reason.NOT_STARTED
 ) -> Iterator[machine.Event]:
     """The events of a replica that is lost.
 

@@ -12,12 +12,8 @@ from typing import Optional, Sequence
 PREFIX = "nemo_run_ray| "
 #: What is said when every process of a cancelled job is proven to have ended.
 NO_PROCESS_LEFT = "no process of it is left"
-#: What an array says when that is not proven, with the nodes.
+#: What is said when that is not proven, with the nodes.
 MAY_BE_LEFT = "processes of it may be left"
-#: What is said of a runner that was killed: a process that hides from its mark may go on.
-RUNNER_KILLED = "the package's process on this node was killed"
-#: What stands between the words of a job's last line and the proof of its exit code.
-PROOF = " proof "
 #: Characters of the output's end that are kept.
 _TAIL = 4096
 #: Bytes of output read at once.
@@ -37,48 +33,6 @@ def write(text: str) -> None:
     with suppress(OSError):
         while data:
             data = data[os.write(1, data) :]
-
-
-def end_mark(nonce: str) -> str:
-    """How the last line of a job's log begins: a reader that has it has all.
-
-    The nonce keeps a command that prints such a line by chance from ending its own log.
-    """
-    return f"{PREFIX}end {nonce[:8]}: "
-
-
-def end_line(nonce: str, key: str, code: int, words: str) -> str:
-    """The last line of a job's log, without its prefix; without a key it proves nothing."""
-    proof = f"{PROOF}{proof_of(key, code)}" if key else ""
-    return f"{end_mark(nonce)}{words}{proof}".removeprefix(PREFIX)
-
-
-def proof_of(key: str, code: int) -> str:
-    """Proof that whoever has the key says this exit code; it proves no other one.
-
-    It is a one-time signature of two chains of hashes. The code is how far one of them is shown and
-    255 less the code how far the other is: from these follow only later places of each chain, and
-    another code needs an earlier one. ``lock_of`` gives the ends of both, which anybody may know.
-    """
-    code %= 256  # what is left of it for a parent process
-    return f"{code}.{_hashed(f'{key}+', code)}.{_hashed(f'{key}-', 255 - code)}"
-
-
-def lock_of(proof: str) -> str:
-    """What all proofs by one key have in common; empty if the text is no proof."""
-    number, _, shown = proof.partition(".")
-    up, _, down = shown.partition(".")
-    if not number.isdecimal() or len(number) > 3 or int(number) > 255:
-        return ""
-    return _hashed(_hashed(up, 256 - int(number)) + _hashed(down, int(number) + 1), 1)
-
-
-def _hashed(text: str, times: int) -> str:
-    import hashlib  # takes milliseconds, and no command waits for it here
-
-    for _ in range(times):
-        text = hashlib.sha256(text.encode()).hexdigest()[:32]
-    return text
 
 
 class Lines:

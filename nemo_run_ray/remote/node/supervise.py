@@ -28,8 +28,9 @@ import time
 from contextlib import suppress
 from typing import Any, Callable, Dict, Iterator, List, NoReturn, Optional, Sequence, Tuple
 
+from ..end_record import EndRecord, proof_of
 from ..exit_words import OUTER_ARCHIVES, OWN_RAY
-from .output import NO_PROCESS_LEFT, RUNNER_KILLED, Output, end_line, say
+from .output import NO_PROCESS_LEFT, Output, say, write
 
 #: Environment variable by which a tree is found whose top process was killed.
 TAG = "NEMO_RUN_RAY_TAG"
@@ -63,17 +64,17 @@ def keep(tag: str, nonce: str, key: str, work: Callable[[Runner], int]) -> int:
         key: proves that line; empty if there is none.
         work: called in the runner; it prepares, calls ``Runner.run`` and cleans up.
     """
-    code, words = guard(tag, work)
-    say(end_line(nonce, key, code, words))
-    return code
+    end = guard(tag, work)
+    write(end._replace(proof=proof_of(key, end.code) if key else "").line(nonce))
+    return end.code
 
 
-def guard(tag: str, work: Callable[[Runner], int]) -> Tuple[int, str]:
-    """Run ``work`` in a runner process; nothing that carries the tag is left afterwards.
+def guard(tag: str, work: Callable[[Runner], int]) -> EndRecord:
+    """Run ``work`` in a runner process; nothing that carries the tag remains afterwards.
 
-    Returns:
-        The exit code, and how it ended in words.
+    If the runner was killed, it is not known what remains: a process may hide from the tag.
     """
+    began_at = time.time()
     own_end, runner_end = socket.socketpair()
     signal.pthread_sigmask(signal.SIG_BLOCK, ENDING)  # until the handlers below are there
     child = os.fork()
@@ -89,12 +90,12 @@ def guard(tag: str, work: Callable[[Runner], int]) -> Tuple[int, str]:
     answer = _await(own_end, told)
     left = sweep(tag)  # nothing, unless the runner was killed or failed
     if answer:
-        outcome = json.loads(answer)
-        return int(outcome["code"]), str(outcome["words"])
+        end = EndRecord(**json.loads(answer))
+        return end._replace(began_at=began_at, ended_at=time.time())
     say("")  # what it passed on last may lack its line's end
-    words = f"{RUNNER_KILLED}, and {left} others with it"
-    say(words)
-    return 137, words
+    text = f"the package's process on this node was killed, and {left} others with it"
+    say(text)
+    return EndRecord(137, "", text, began_at, time.time(), left_on=None)
 
 
 def _await(runner: socket.socket, told: int) -> bytes:
@@ -118,7 +119,8 @@ def _await(runner: socket.socket, told: int) -> bytes:
 
 
 def _be_runner(keeper: socket.socket, tag: str, work: Callable[[Runner], int]) -> NoReturn:
-    code, words = 125, ""
+    end = EndRecord(125, "", "")
+    runner: Optional[Runner] = None
     try:
         os.setsid()
         for number in ENDING:  # the keeper tells it; Ray may still take it for a descendant
@@ -126,12 +128,13 @@ def _be_runner(keeper: socket.socket, tag: str, work: Callable[[Runner], int]) -
         signal.pthread_sigmask(signal.SIG_UNBLOCK, ENDING)
         runner = Runner(keeper, tag)
         code = work(runner)
-        words = runner.ending
+        end = EndRecord(code, runner.cause, runner.ending, left_on=runner.left_on)
     except Exception as error:  # the last frame of this process: the log is where it can tell
-        words = f"the command cannot be run: {type(error).__name__}: {error}".replace("\n", " ")
-        say(words)
+        text = f"the command cannot be run: {type(error).__name__}: {error}".replace("\n", " ")
+        say(text)
+        end = EndRecord(125, "", text, left_on=runner.left_on if runner else ())
     finally:
-        _send(keeper, json.dumps({"code": code, "words": words}).encode())
+        _send(keeper, json.dumps(end._asdict()).encode())
         os._exit(0)
 
 
@@ -142,8 +145,9 @@ class Runner:
         self._keeper = keeper
         self._tag = tag
         self._adopts = adopt_orphans()
-        #: How the command ended, in words.
-        self.ending = ""
+        #: See ``EndRecord``: its text, cause and ``left_on``.
+        self.ending, self.cause = "", "NONE"
+        self.left_on: Optional[Tuple[str, ...]] = ()
         self.cancelled = False
         self._wake = wake_at(signal.SIGCHLD)
 
@@ -159,7 +163,8 @@ class Runner:
         """
         if self.order() is not None:
             # Ray holds a stop that comes before the start back until the start.
-            self.cancelled, self.ending = True, "cancelled before it started"
+            self.cancelled, self.cause = True, "CANCELLED"
+            self.ending = "cancelled before it started"
             return 143
         read_end, write_end = os.pipe()
         try:
@@ -175,6 +180,7 @@ class Runner:
             )
         except OSError as error:
             code, self.ending = explain_start(argv, env, cwd, error)
+            self.cause = "EXIT_CODE"
             say(self.ending)  # readers of what the command has printed do not see the last line
             return code
         finally:
@@ -184,9 +190,9 @@ class Runner:
         code, self.cancelled = self._watch(tree, output, grace_s)
         if code and OUTER_ARCHIVES.search(output.tail):
             say(OWN_RAY)
-        self.ending = describe_exit(code)
+        self.ending, self.cause = describe_exit(code), "EXIT_CODE" if code else "NONE"
         if self.cancelled:
-            self.ending = f"cancelled; {NO_PROCESS_LEFT}"
+            self.ending, self.cause = f"cancelled; {NO_PROCESS_LEFT}", "CANCELLED"
         return code
 
     def _watch(self, tree: Tree, output: Output, grace_s: float) -> Tuple[int, bool]:

@@ -6,7 +6,7 @@ import os
 import sys
 from typing import Dict
 
-from ..node.output import RUNNER_KILLED, say
+from ..node.output import say
 from ..node.supervise import Runner, adopt_orphans, guard
 from .commands import Commands
 from .node import NodeProgram
@@ -34,16 +34,17 @@ def main() -> int:
             return companion.run(runner, settings, folder, Commands(tag), env)
         return _node(settings, folder, Commands(tag), env).run(runner)
 
-    code, words = guard(tag, take_part)
-    if not words.startswith(RUNNER_KILLED):
-        return code
+    end = guard(tag, take_part)
+    words = end.text
+    if end.left_on is not None:
+        return end.code
     # It could not say so itself, and everything of it is ended.
     folder = RunFolder(settings.run, settings.rank)
     if env.get(COMPANION):
         folder.report(NodeReport(host=settings.host, failed=words))
     elif settings.is_head:
-        end = RunEnd(CLUSTER_FAILED, f"node {settings.host} (the head): {words}")
-        return folder.publish_end(end).code
+        run_end = RunEnd(CLUSTER_FAILED, f"node {settings.host} (the head): {words}")
+        return folder.publish_end(run_end).code
     else:
         report = folder.report_of(settings.rank) or NodeReport(host=settings.host)
         folder.report(report._replace(failed=report.failed or words, left=True))

@@ -26,8 +26,8 @@ from contextlib import suppress
 from typing import Any, Callable, List, Optional, Set, cast
 
 from ..earlier import TABLE
+from ..end_record import LostEnds
 from ..files import write_file
-from ..lost_ends import LostEnds
 from ..node.output import say
 from ..rows import JobRow
 from ..states import is_active

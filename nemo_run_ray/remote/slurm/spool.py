@@ -13,9 +13,8 @@ from typing import Any, Callable, Dict, List, Mapping, Optional, Set
 
 from .. import earlier
 from ..attempts import (
-    NOT_ALL_SUCCEEDED,
-    OUT_OF_TIME,
     Attempt,
+    JobExit,
     attempt_id,
     attempt_of_row,
     attempts_of,
@@ -117,7 +116,7 @@ class Spool:
             if _is_decided(own) or not earlier.is_there(os.path.join(folder, earlier.START)):
                 self._decided.add(folder)
                 _empty(folder)
-            elif own and (not out_of_time or own[max(own)].exit_code == OUT_OF_TIME):
+            elif own and (not out_of_time or own[max(own)].exit_code == JobExit.OUT_OF_TIME):
                 found.append(name)
         return found
 
@@ -206,7 +205,7 @@ def _attempts(firsts: List[str], rows: JobRows) -> Dict[str, Dict[int, Attempt]]
 def _is_decided(attempts: Mapping[int, Attempt]) -> bool:
     """Whether a dispatcher of a dispatch has said that there is nothing left to do."""
     return any(
-        attempt.status.state is JobState.SUCCEEDED or attempt.exit_code == NOT_ALL_SUCCEEDED
+        attempt.status.state is JobState.SUCCEEDED or attempt.exit_code == JobExit.SOME_FAILED
         for attempt in attempts.values()
     )
 

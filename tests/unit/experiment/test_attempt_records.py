@@ -21,7 +21,8 @@ from nemo_run_ray.experiment.store import (
     merged,
     of_rows,
 )
-from nemo_run_ray.remote.attempts import CLAIM_KEY, NONCE_KEY
+from nemo_run_ray.remote.attempts import CLAIM_KEY
+from nemo_run_ray.remote.rows import NONCE_KEY
 from nemo_run_ray.remote.states import JobState, JobStatus, Reason
 from tests.unit.experiment.conftest import Handed
 

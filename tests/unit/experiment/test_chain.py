@@ -8,7 +8,7 @@ from typer.testing import CliRunner
 
 from nemo_run_ray.cli import main as cli
 from nemo_run_ray.experiment.snapshot import Snapshot
-from nemo_run_ray.remote.attempts import ALL_SUCCEEDED, CLAIM_KEY, NOT_ALL_SUCCEEDED
+from nemo_run_ray.remote.attempts import CLAIM_KEY, JobExit
 from nemo_run_ray.remote.states import JobState, JobStatus, Reason
 from tests.fake_ray import FAILS, GOES_ON, FakeRay
 from tests.unit.experiment.conftest import Handed
@@ -43,7 +43,7 @@ def test_a_failure_cancels_what_comes_after_it_and_nothing_else(ray, unique, tmp
         ray, unique, "fails", "next after fails", "last after next", "other", "end after other"
     )
     ray.fates[f"{handed.id}.fails"] = {**FAILS, "driver_exit_code": 3}
-    assert ray.dispatch(handed.dispatch.spec, rounds=30) == NOT_ALL_SUCCEEDED
+    assert ray.dispatch(handed.dispatch.spec, rounds=30) == JobExit.SOME_FAILED
     assert sorted(started_jobs(handed)) == ["end", "fails", "other"]
     found = statuses(handed)
     assert (found["fails"].state, found["fails"].reason) == (JobState.FAILED, Reason.EXIT_CODE)
@@ -77,7 +77,7 @@ def test_never_more_than_max_in_flight_at_once(ray, unique, limit, most):
 def test_attempts_are_counted_and_shown(ray, unique):
     handed = Handed(ray, unique, "third", "after after third", retries=2)
     ray.fates.update({f"{handed.id}.third": FAILS, f"{handed.id}.third@2": FAILS})
-    assert ray.dispatch(handed.dispatch.spec, rounds=30) == ALL_SUCCEEDED
+    assert ray.dispatch(handed.dispatch.spec, rounds=30) == JobExit.SUCCEEDED
     found = statuses(handed)
     assert {name: one.attempt for name, one in found.items()} == {"third": 3, "after": 1}
     (row, _) = json.loads(CliRunner().invoke(cli.build(), ["status", "--json", handed.id]).stdout)
@@ -92,7 +92,7 @@ def test_attempts_are_counted_and_shown(ray, unique):
 def test_an_exit_code_that_nothing_would_change_is_not_tried_again(ray, unique):
     handed = Handed(ray, unique, "usage", retries=2, permanent_exit_codes=[1])
     ray.fates[f"{handed.id}.usage"] = FAILS
-    assert ray.dispatch(handed.dispatch.spec, rounds=30) == NOT_ALL_SUCCEEDED
+    assert ray.dispatch(handed.dispatch.spec, rounds=30) == JobExit.SOME_FAILED
     assert started_jobs(handed) == ["usage"]
 
 
@@ -117,7 +117,7 @@ def test_cancelling_a_job_before_its_start_takes_its_id(ray, first_runs):
     assert ray.rows[f"{first_runs.id}.second"]["metadata"][CLAIM_KEY] == "cancelled"
     assert statuses(first_runs)["third"].detail == "upstream second was cancelled"
     del ray.fates[f"{first_runs.id}.first"]
-    assert ray.dispatch(first_runs.dispatch.spec, rounds=30) == NOT_ALL_SUCCEEDED
+    assert ray.dispatch(first_runs.dispatch.spec, rounds=30) == JobExit.SOME_FAILED
     assert started_jobs(first_runs) == ["first"]
     assert first_runs.states() == {
         "first": "SUCCEEDED",
@@ -137,7 +137,7 @@ def test_cancelling_a_running_job_keeps_it_from_being_tried_again(ray, first_run
 
     monkeypatch.setattr(ray, "_stop", stop_at_once)
     run.Experiment.from_id(first_runs.id).cancel("first")
-    assert ray.dispatch(first_runs.dispatch.spec, rounds=30) == NOT_ALL_SUCCEEDED
+    assert ray.dispatch(first_runs.dispatch.spec, rounds=30) == JobExit.SOME_FAILED
     assert started_jobs(first_runs) == ["first"]
     assert set(first_runs.states().values()) == {"CANCELLED"}
 

@@ -13,12 +13,12 @@ from nemo_run_ray.experiment.logs import (
     lines,
     output_of,
 )
-from nemo_run_ray.remote.node.output import end_mark
+from nemo_run_ray.remote.end_record import end_mark
 
 _MARK = end_mark("0123456789")
-_END = f"{_MARK}exit code 0\n"
+_END = f"{_MARK}{{}}\n"
 #: The last line of another job, which a task may print.
-_OTHERS_END = f"{end_mark('abcdefghij')}exit code 0\n"
+_OTHERS_END = f"{end_mark('abcdefghij')}{{}}\n"
 _bodies = st.text("ab\n\ré", max_size=40)
 _logs = st.tuples(_bodies, st.sampled_from(["", "\n", f"\n{_END}", _END])).map("".join)
 _faults = st.lists(st.integers(0, 10_000), max_size=40)

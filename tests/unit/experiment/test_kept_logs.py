@@ -22,6 +22,7 @@ from nemo_run_ray.experiment.snapshot import Snapshot
 from nemo_run_ray.experiment.store import Kept
 from nemo_run_ray.experiment.tend import Tending
 from nemo_run_ray.remote.attempts import attempt_id
+from nemo_run_ray.remote.end_record import EndRecord
 from nemo_run_ray.remote.states import JobState
 from tests.conftest import TRUE
 from tests.fake_ray import FAILS, FakeRay, Trouble, fake_ray
@@ -159,9 +160,9 @@ def test_a_log_was_kept_whole_or_from_a_later_line_on(tmp_path):
 
 def test_what_a_user_sees_of_an_end_has_not_our_last_line(unique):
     with fake_ray(now=time.time()) as ray:
-        handed = Handed(ray, unique, "job", keep_logs_max_bytes=100)
+        handed = Handed(ray, unique, "job", keep_logs_max_bytes=300)
         nonce = handed.jobs["job"].record.nonces[-1]
-        last = f"nemo_run_ray| end {nonce[:8]}: exit code 0\n"
+        last = EndRecord(0, "NONE", "exit code 0").line(nonce)
         end(handed, "job", log="x\n" * 100 + last)
         handed.states()
     shown = invoke("logs", unique)

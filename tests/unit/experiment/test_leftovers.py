@@ -4,7 +4,7 @@ import pytest
 
 from nemo_run_ray.dashboard.state import StateApi
 from nemo_run_ray.experiment.leftovers import leftovers
-from nemo_run_ray.remote.node.output import end_mark
+from nemo_run_ray.remote.end_record import EndRecord
 from nemo_run_ray.remote.states import JobState, JobStatus, Reason
 from tests.unit.experiment.conftest import Handed
 
@@ -14,62 +14,25 @@ _DOUBT = "its node abcdefabcdef did not confirm that all its processes ended"
 
 
 @pytest.mark.parametrize(
-    ("lines", "told"),
+    ("lines", "leftover"),
     [
-        (["working", "{end}cancelled; no process of it is left"], _LEFT),
-        (["{end}exit code 3"], _LEFT),  # it was cancelled between two attempts
-        (["{end}the package's process on this node was killed, and 0 others with it"], _DOUBT),
+        (["working", EndRecord(143, "CANCELLED", "cancelled")], _LEFT),
+        ([EndRecord(3, "EXIT_CODE", "exit code 3")], _LEFT),  # cancelled between two attempts
+        ([EndRecord(137, "", "killed", left_on=None)], _DOUBT),
+        (
+            [EndRecord(143, "CANCELLED", "cancelled", left_on=("on n1, where", "on n2"))],
+            "processes of it may be left on n1, where, and on n2",
+        ),
         ([_SETTING_UP], "it never had a process"),
         ([], _DOUBT),
         ([_SETTING_UP, "working"], _DOUBT),
-        (["nemo_run_ray| end 01234567: exit code 3"], _DOUBT),  # of another run
+        ([EndRecord(0, "NONE", "").line("01234567")], _DOUBT),  # of another run
     ],
 )
-def test_what_is_left_of_a_cancelled_job(ray, unique, monkeypatch, lines, told):
-    handed = Handed(ray, unique, "job")
-    job = handed.jobs["job"]
-    end = end_mark(job.record.nonces[-1])
-    shown = [line.format(end=end) for line in lines]
+def test_what_may_remain_of_a_cancelled_job(ray, unique, monkeypatch, lines, leftover):
+    job = Handed(ray, unique, "job").jobs["job"]
+    nonce = job.record.nonces[-1]
+    shown = [line if isinstance(line, str) else line.line(nonce) for line in lines]
     monkeypatch.setattr(StateApi, "last_lines", lambda *_: shown)
     status = JobStatus(JobState.CANCELLED, Reason.CANCELLED, node="abcdef" * 5)
-    assert leftovers(job, status) == told
-
-
-@pytest.mark.parametrize(
-    ("ending", "told"),
-    [
-        ("cancelled; no process of it is left", _LEFT),
-        ("exit code 8", _LEFT),
-        (
-            "cancelled; processes of it may be left on n1, where",
-            "processes of it may be left on n1",
-        ),
-        ("exit code 8; processes of it may be left on n1, where", "processes of it may be left on"),
-        ("the package's process on this node was killed, and 0 others with it", _DOUBT),
-        ("the command cannot be run: RayError: no answer", _DOUBT),
-    ],
-)
-def test_an_array_says_itself_whether_processes_are_left(ray, unique, monkeypatch, ending, told):
-    job = Handed(ray, unique, "job").jobs["job"]
-    job.record.is_array = True
-    lines = ["0| no process of it is left", end_mark(job.record.nonces[-1]) + ending]
-    monkeypatch.setattr(StateApi, "last_lines", lambda *_: lines)
-    status = JobStatus(JobState.CANCELLED, Reason.CANCELLED, node="abcdef" * 5)
-    assert leftovers(job, status).startswith(told)
-
-
-@pytest.mark.parametrize(
-    ("lines", "told"),
-    [
-        (["{end}cancelled; no process of it is left"], _LEFT),
-        (["{end}cancelled; not every node has confirmed it"], _DOUBT),
-        (["server/0| no process of it is left", "{end}exit code 1"], _DOUBT),
-    ],
-)
-def test_a_group_says_itself_whether_processes_are_left(ray, unique, monkeypatch, lines, told):
-    job = Handed(ray, unique, "job").jobs["job"]
-    job.record.has_roles = True
-    end = end_mark(job.record.nonces[-1])
-    monkeypatch.setattr(StateApi, "last_lines", lambda *_: [one.format(end=end) for one in lines])
-    status = JobStatus(JobState.CANCELLED, Reason.CANCELLED, node="abcdef" * 5)
-    assert leftovers(job, status) == told
+    assert leftovers(job, status) == leftover

@@ -9,7 +9,7 @@ from nemo_run_ray.dashboard.jobs import JobsApi
 from nemo_run_ray.errors import ConfigError, SubmissionError
 from nemo_run_ray.experiment.submit import outside_spec
 from nemo_run_ray.ids import HANDLE
-from nemo_run_ray.remote.attempts import ALL_SUCCEEDED, NOT_ALL_SUCCEEDED
+from nemo_run_ray.remote.attempts import JobExit
 from nemo_run_ray.remote.rows import JobRows
 from tests.conftest import refused
 from tests.fake_ray import FAILS, FakeRay
@@ -39,14 +39,14 @@ def test_all_jobs_of_the_experiment_must_have_succeeded(ray, unique, prep, by):
     ray.dispatch(handed.dispatch.spec, rounds=1)
     assert f"{handed.id}.job" not in ray.started
     ray.pass_time(1.0)
-    assert ray.dispatch(handed.dispatch.spec, rounds=30) == ALL_SUCCEEDED
+    assert ray.dispatch(handed.dispatch.spec, rounds=30) == JobExit.SUCCEEDED
 
 
 def test_one_that_failed_cancels_what_waits(ray, unique, prep):
     ray.fates[f"{prep.id}.b"] = FAILS
     handed = Handed(ray, unique, "job", dependencies=[f"{unique}-prep"])
     ray.pass_time(2.0)
-    assert ray.dispatch(handed.dispatch.spec, rounds=30) == NOT_ALL_SUCCEEDED
+    assert ray.dispatch(handed.dispatch.spec, rounds=30) == JobExit.SOME_FAILED
     assert handed.states() == {"job": "CANCELLED"}
 
 

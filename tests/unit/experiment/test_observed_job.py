@@ -14,7 +14,7 @@ from nemo_run_ray.experiment.roles_and_elements import roles
 from nemo_run_ray.experiment.snapshot import Snapshot
 from nemo_run_ray.experiment.store import Ledger
 from nemo_run_ray.remote.dashboard import LOG_FILE
-from nemo_run_ray.remote.node.output import end_line, lock_of, proof_of
+from nemo_run_ray.remote.end_record import EndRecord, lock_of, proof_of
 from nemo_run_ray.remote.states import JobState, JobStatus, Reason
 from tests.fake_ray import EXIT_CODE_IS_LOST, FAILS, GOES_ON, NODE, SUCCEEDS, Trouble
 from tests.unit.experiment.conftest import Handed
@@ -234,7 +234,8 @@ def test_an_end_that_ray_has_lost_is_told_as_the_log_proves_it(ray, one):
     ray.rows[name].update(EXIT_CODE_IS_LOST, driver_node_id=NODE, end_time=1)
     metadata = ray.rows[name]["metadata"]
     metadata["nemo_run_ray_lock"] = lock_of(proof_of("key", 0))
-    line = f"nemo_run_ray| {end_line(metadata['nemo_run_ray'], 'key', 4, 'exit code 4')}\n"
+    record = EndRecord(4, "EXIT_CODE", "exit code 4", proof=proof_of("key", 4))
+    line = record.line(metadata["nemo_run_ray"])
     ray.logs[name] = f"Running entrypoint for job {name}: true\nwords\n{line}"
     (job,) = one.jobs.values()
     assert (job.status.reason, job.status.detail) == (Reason.EXIT_CODE, "exit code 4")

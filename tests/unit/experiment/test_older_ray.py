@@ -12,7 +12,7 @@ from nemo_run_ray import RayExecutor
 from nemo_run_ray.errors import TooOld
 from nemo_run_ray.plan.dry_run import describe
 from nemo_run_ray.plan.job_plan import JobPlan, in_folder, plan
-from nemo_run_ray.remote.attempts import ALL_SUCCEEDED
+from nemo_run_ray.remote.attempts import JobExit
 from nemo_run_ray.remote.node.rundir import JOBS, SPEC
 from nemo_run_ray.remote.spec import GroupSpec, JobSpec, from_json
 from tests.conftest import refused
@@ -99,7 +99,7 @@ def test_retries_dependencies_and_the_wait_for_room_hold(old, unique):
     spec = handed.dispatch.spec
     assert [(job.after, job.retries) for job in spec.jobs] == [((), 1), (("first",), 1)]
     old.fates[f"{handed.id}.first"] = FAILS
-    assert old.dispatch(spec, rounds=30) == ALL_SUCCEEDED
+    assert old.dispatch(spec, rounds=30) == JobExit.SUCCEEDED
     started = [name.removeprefix(f"{handed.id}.") for name in old.started]
     assert started == ["dispatcher", "first", "first@2", "next"]
     data = json.loads((handed.dispatch.folder / "dispatcher.json").read_text())

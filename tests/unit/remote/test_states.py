@@ -7,6 +7,7 @@ from ray.job_submission import JobStatus as RaysJobStatus
 from torchx.specs import AppState, is_terminal
 
 from nemo_run_ray.nemo.scheduler import TO_TORCHX, torchx_state
+from nemo_run_ray.remote.end_record import EndRecord
 from nemo_run_ray.remote.exit_words import signal_name
 from nemo_run_ray.remote.states import (
     FROM_RAY,
@@ -218,10 +219,9 @@ def test_a_stopped_job_is_cancelled():
 
 def test_of_a_replica_that_could_not_be_prepared_our_own_words_are_all():
     """Ray's traceback about its runtime environment is in the log before them."""
-    logs = (
-        "Traceback (most recent call last):\nRuntimeError: Podman\n"
-        "nemo_run_ray| end 01234567: [could not be prepared] a/0: no worker: name unknown\n"
-    )
+    logs = "Traceback (most recent call last):\nRuntimeError: Podman\n" + EndRecord(
+        1, "NOT_STARTED", "a/0: no worker: name unknown"
+    ).line("01234567")
     status = status_of_row(
         _failed(1, f"Job entrypoint command failed with exit code 1, {_MARKER}{logs}")
     )
@@ -238,7 +238,7 @@ def test_of_a_replica_that_could_not_be_prepared_our_own_words_are_all():
     ],
 )
 def test_what_keeps_a_command_from_its_start_is_told_apart(words, reason, step):
-    tail = f"nemo_run_ray| end 01234567: [could not be prepared] {words}\n"
+    tail = EndRecord(1, "NOT_STARTED", words).line("01234567")
     of_group = status_of_row(_failed(1, f"{_MARKER}{tail}"))
     message = f"Traceback (most recent call last):\n  …\n{words}"
     of_ray = status_of_row(_failed(None, message, "JOB_ENTRYPOINT_COMMAND_START_ERROR"))
@@ -249,17 +249,18 @@ def test_what_keeps_a_command_from_its_start_is_told_apart(words, reason, step):
 
 def test_of_a_group_an_environment_that_cannot_be_built_is_told_as_of_a_task():
     """So it is not tried again, either."""
-    tail = (
-        "nemo_run_ray| end 01234567: [its runtime environment could not be built] a/0: no worker "
-        "on node n: the runtime environment could not be built: No matching distribution: nope\n"
+    text = (
+        "a/0: no worker on node n: the runtime environment could not be built: No matching "
+        "distribution: nope"
     )
+    tail = EndRecord(1, "RUNTIME_ENV", text).line("01234567")
     status = status_of_row(_failed(1, f"{_MARKER}{tail}"))
     assert status.reason is Reason.RUNTIME_ENV
     assert status.detail.endswith("No matching distribution: nope")
 
 
 def test_podman_is_named_where_it_is_what_failed():
-    tail = "nemo_run_ray| end 01234567: [could not be prepared] a/0: the port 80 is taken\n"
+    tail = EndRecord(1, "NOT_STARTED", "a/0: the port 80 is taken").line("01234567")
     status = status_of_row(_failed(1, f"{_MARKER}{tail}"))
     assert status.reason is Reason.NOT_STARTED
     assert "podman" not in status.message

@@ -12,7 +12,7 @@ from nemo_run_ray.remote.array.journal import read_records
 from nemo_run_ray.remote.array.progress import LOSSES_MAX, ArrayProgress, ElementState
 from nemo_run_ray.remote.array.status_file import JOURNAL_FILE, file_of
 from nemo_run_ray.remote.hosts.calls import Died
-from nemo_run_ray.remote.states import Cause
+from nemo_run_ray.remote.states import Reason
 from tests.unit.remote.array.pools import ID, STUCK, Cluster
 
 
@@ -45,7 +45,7 @@ def test_an_array_that_no_node_can_run_is_broken_with_the_reason(cluster):
     cluster.tells(first, at="unprepared", words="Traceback\nImportError: no module x")
     assert cluster.reports.broken is None, "the other one may show that it works"
     cluster.tells(second, at="unprepared", words="Traceback\nImportError: no module x")
-    assert cluster.reports.broken == (Cause.NOT_PREPARED, "ImportError: no module x")
+    assert cluster.reports.broken == (Reason.NOT_STARTED, "ImportError: no module x")
 
 
 def test_nothing_has_run_of_a_host_whose_start_has_failed(cluster):
@@ -65,7 +65,7 @@ def test_another_node_is_tried_before_an_array_is_broken(cluster):
     cluster.look()
     (second,) = cluster.on("n2")
     cluster.tells(second, at="unprepared", words="OSError: no room")
-    assert cluster.reports.broken == (Cause.NOT_PREPARED, "on n2: OSError: no room")
+    assert cluster.reports.broken == (Reason.NOT_STARTED, "on n2: OSError: no room")
 
 
 def test_no_array_is_broken_while_elements_may_run(cluster):
@@ -119,7 +119,7 @@ def test_a_host_that_dies_before_it_is_ready_is_tried_less_and_less_often(cluste
         cluster.look(later_s=1)
         assert cluster.on("n1") == cluster.on("n2") == []
         cluster.look(later_s=300)
-    assert cluster.reports.broken == (Cause.NOT_PREPARED, "on n2: it was killed")
+    assert cluster.reports.broken == (Reason.NOT_STARTED, "on n2: it was killed")
 
 
 def test_an_environment_that_one_node_cannot_build_does_not_end_the_array(cluster):
@@ -129,7 +129,7 @@ def test_an_environment_that_one_node_cannot_build_does_not_end_the_array(cluste
     assert cluster.reports.broken is None
     cluster.reports.died(died._replace(actor=first.actor))
     assert cluster.reports.broken is not None
-    assert cluster.reports.broken[0] is Cause.RUNTIME_ENV
+    assert cluster.reports.broken[0] is Reason.RUNTIME_ENV
 
 
 # ---------------------------------------------------------------------- hosts that die

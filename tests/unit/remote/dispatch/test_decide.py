@@ -17,13 +17,12 @@ from nemo_run_ray.remote.attempts import (
     attempts_of,
 )
 from nemo_run_ray.remote.dispatch.decide import (
-    ALL_SUCCEEDED,
-    NOT_ALL_SUCCEEDED,
     STARTING_MAX,
     STUCK_S,
     Action,
     Decision,
     Do,
+    JobExit,
     decide,
 )
 from nemo_run_ray.remote.dispatch.retries import SETTLE_S
@@ -211,7 +210,7 @@ def test_a_job_without_a_dispatcher_has_one_attempt():
         assert status_of(plan, table, "a").reason is Reason.UPSTREAM
 
 
-@pytest.mark.parametrize("code", [ALL_SUCCEEDED, NOT_ALL_SUCCEEDED])
+@pytest.mark.parametrize("code", [JobExit.SUCCEEDED, JobExit.SOME_FAILED])
 def test_what_another_experiment_never_started_is_cancelled_with_it(code):
     plan = dispatch_of(job_spec("a", outside=(OTHER,)))
     ended = row(JobState.SUCCEEDED if code == 0 else JobState.FAILED, "boss", exit_code=code)
@@ -226,7 +225,10 @@ def test_what_another_experiment_never_started_is_cancelled_with_it(code):
 @pytest.mark.parametrize("last", [failed("x", retries=1), failed("x", Reason.START_TIMEOUT)])
 def test_what_another_experiment_gave_up_between_two_attempts_is_not_waited_for(last):
     plan = dispatch_of(job_spec("a", outside=(OTHER,)))
-    table = {"o.x": last, "o.dispatcher": row(JobState.FAILED, "boss", exit_code=NOT_ALL_SUCCEEDED)}
+    table = {
+        "o.x": last,
+        "o.dispatcher": row(JobState.FAILED, "boss", exit_code=JobExit.SOME_FAILED),
+    }
     status = status_of(plan, table, "a")
     assert (status.state, status.reason) == (JobState.CANCELLED, Reason.UPSTREAM)
 
@@ -1053,7 +1055,7 @@ def _others_end(cluster: Cluster, chance: random.Random) -> None:
         {"o.x": failed("x", Reason.START_TIMEOUT)},
     )
     cluster.rows.update(chance.choice(ends))
-    cluster.rows["o.dispatcher"] = failed("o", exit_code=NOT_ALL_SUCCEEDED)
+    cluster.rows["o.dispatcher"] = failed("o", exit_code=JobExit.SOME_FAILED)
 
 
 @pytest.mark.parametrize("dispatchers", [1, 2])

@@ -15,16 +15,13 @@ import pytest
 
 from nemo_run_ray.plan.entrypoints import entrypoint
 from nemo_run_ray.remote.attempts import (
-    ALL_SUCCEEDED,
     CANCELLED,
     CLAIM_KEY,
     DISPATCHER_KEY,
-    LOCK_KEY,
-    NONCE_KEY,
-    NOT_ALL_SUCCEEDED,
     NOT_PLACED,
     PERMANENT_KEY,
     RETRIES_KEY,
+    JobExit,
     claim_body,
 )
 from nemo_run_ray.remote.dispatch import dispatcher
@@ -32,7 +29,6 @@ from nemo_run_ray.remote.dispatch import log as story
 from nemo_run_ray.remote.dispatch.decide import STARTING_MAX
 from nemo_run_ray.remote.dispatch.dispatcher import (
     ABSENT_MAX_S,
-    DISOWNED,
     LATER_MAX_S,
     PACE_MAX_S,
     PACE_S,
@@ -46,9 +42,11 @@ from nemo_run_ray.remote.dispatch.dispatcher import (
     default_limit,
     find_dashboard,
 )
-from nemo_run_ray.remote.node.output import PREFIX, end_line, lock_of, proof_of
+from nemo_run_ray.remote.end_record import EndRecord, lock_of, proof_of
+from nemo_run_ray.remote.node.output import PREFIX
 from nemo_run_ray.remote.node.rundir import KEY, SECRETS
 from nemo_run_ray.remote.node_death import NODE_DEAD_S
+from nemo_run_ray.remote.rows import LOCK_KEY, NONCE_KEY
 from nemo_run_ray.remote.spec import SUBMISSION_ID, DispatchedJobSpec, DispatchSpec
 from tests.fake_ray import (
     EXIT_CODE_IS_LOST,
@@ -149,7 +147,7 @@ def test_jobs_are_started_after_those_that_they_depend_on(serve):
         job_spec("x"),
     )
     ray = serve(plan)
-    assert dispatcher_of(plan, ray).run(ray.pass_time) == ALL_SUCCEEDED
+    assert dispatcher_of(plan, ray).run(ray.pass_time) == JobExit.SUCCEEDED
     assert ray.started == ["e.a", "e.x", "e.b", "e.c", "e.d"]
     assert ray.overlaps == ray.taken == []
 
@@ -158,7 +156,7 @@ def test_a_failure_ends_with_an_exit_code_of_its_own_and_starts_nothing_downstre
     plan = dispatch_of(job_spec("a"), job_spec("b", "a"), job_spec("x"))
     ray = serve(plan)
     ray.fates["e.a"] = FAILS
-    assert dispatcher_of(plan, ray).run(ray.pass_time) == NOT_ALL_SUCCEEDED
+    assert dispatcher_of(plan, ray).run(ray.pass_time) == JobExit.SOME_FAILED
     assert ray.started == ["e.a", "e.x"]
     assert ray.status("e.x") == "SUCCEEDED"
 
@@ -167,7 +165,7 @@ def test_what_failed_is_started_again_under_an_id_of_its_own(serve):
     plan = dispatch_of(job_spec("a", retries=2), job_spec("b", "a"))
     ray = serve(plan)
     ray.fates.update({"e.a": FAILS, "e.a@2": NODE_DIES})
-    assert dispatcher_of(plan, ray).run(ray.pass_time) == ALL_SUCCEEDED
+    assert dispatcher_of(plan, ray).run(ray.pass_time) == JobExit.SUCCEEDED
     assert ray.started == ["e.a", "e.a@2", "e.a@3", "e.b"]
     assert ray.overlaps == []
     for number, body in enumerate(ray.bodies[:3], 1):
@@ -193,14 +191,14 @@ def test_an_end_that_ray_has_lost_is_taken_from_the_jobs_log(serve):
             code = 3 if body["submission_id"] == "e.a" else 0
             key = own_part(ray, body)[0][KEY].decode()
             key = "another's" if body["submission_id"] == "e.b" else key
-            line = end_line(
-                "nonce-" + body["metadata"]["nemo_run_job"], key, code, f"exit code {code}"
-            )
-            ray.logs[body["submission_id"]] = f"words\n{PREFIX}{line}\n"
+            cause = "EXIT_CODE" if code else "NONE"
+            record = EndRecord(code, cause, f"exit code {code}", proof=proof_of(key, code))
+            line = record.line("nonce-" + body["metadata"]["nemo_run_job"])
+            ray.logs[body["submission_id"]] = f"words\n{line}"
 
     ray.before_table = write_logs
     began_at = ray.now
-    assert dispatcher_of(plan, ray).run(ray.pass_time) == NOT_ALL_SUCCEEDED
+    assert dispatcher_of(plan, ray).run(ray.pass_time) == JobExit.SOME_FAILED
     assert ray.started == ["e.a", "e.a@2", "e.b"], "b's log proves nothing"
     assert ray.now - began_at < NODE_DEAD_S, "what has ended needs no wait for a node"
 
@@ -210,7 +208,7 @@ def test_a_job_that_has_its_ids_name_keeps_it(serve):
     plan.jobs[0].body["entrypoint"] = entrypoint(None, ["task", "e.a", SUBMISSION_ID, "nonce-a"])
     ray = serve(plan)
     ray.fates["e.a"] = FAILS
-    assert dispatcher_of(plan, ray).run(ray.pass_time) == ALL_SUCCEEDED
+    assert dispatcher_of(plan, ray).run(ray.pass_time) == JobExit.SUCCEEDED
     assert ray.bodies[1]["entrypoint"].count(" task e.a e.a@2 nonce-a") == 1
 
 
@@ -239,7 +237,7 @@ def test_the_old_supervisor_of_a_start_that_ray_gave_up_is_stopped_before_the_ne
     plan = dispatch_of(job_spec("a"))
     ray = serve(plan)
     ray.fates["e.a"] = START_TIMES_OUT
-    assert dispatcher_of(plan, ray).run(ray.pass_time) == ALL_SUCCEEDED
+    assert dispatcher_of(plan, ray).run(ray.pass_time) == JobExit.SUCCEEDED
     assert ray.started == ["e.a", "e.a@2"]
     asked = [path for method, path in ray.requests if method == "POST"]
     assert asked == ["/api/jobs/", "/api/jobs/e.a/stop", "/api/jobs/"]
@@ -254,7 +252,7 @@ def test_no_attempt_until_the_old_supervisors_stop_has_arrived(serve):
     rounds(one, ray, 6)
     assert ray.started == ["e.a"]
     ray.trouble = lambda method, path: None
-    assert rounds(one, ray, 6) == ALL_SUCCEEDED
+    assert rounds(one, ray, 6) == JobExit.SUCCEEDED
     assert ray.started == ["e.a", "e.a@2"]
 
 
@@ -274,7 +272,7 @@ def test_a_job_whose_answer_was_lost_is_not_started_again(serve):
     ray = serve(plan)
     lost = iter([Trouble(is_carried_out=True), Trouble(502, "bad gateway", True)])
     ray.trouble = lambda method, path: next(lost, None) if method == "POST" else None
-    assert dispatcher_of(plan, ray).run(ray.pass_time) == ALL_SUCCEEDED
+    assert dispatcher_of(plan, ray).run(ray.pass_time) == JobExit.SUCCEEDED
     assert ray.started == ["e.a", "e.b"]
     assert ray.claims == {}
 
@@ -284,7 +282,7 @@ def test_a_job_whose_request_was_lost_is_started_at_the_next_look(serve):
     ray = serve(plan)
     lost = iter([Trouble()])
     ray.trouble = lambda method, path: next(lost, None) if method == "POST" else None
-    assert dispatcher_of(plan, ray).run(ray.pass_time) == ALL_SUCCEEDED
+    assert dispatcher_of(plan, ray).run(ray.pass_time) == JobExit.SUCCEEDED
     assert (ray.started, ray.posts()) == (["e.a"], 2)
 
 
@@ -301,7 +299,7 @@ def test_a_dashboard_that_is_away_is_asked_again_and_told_of_once(serve, told, t
     assert rounds(one, ray, 5, seconds=120) is None
     assert told() == []
     ray.trouble = lambda method, path: None
-    assert rounds(one, ray, 9) == ALL_SUCCEEDED
+    assert rounds(one, ray, 9) == JobExit.SUCCEEDED
     assert ray.started == ["e.a", "e.b"]
 
 
@@ -314,7 +312,7 @@ def test_trouble_with_some_jobs_is_told_once(serve, told):
     lines = [line for line in told() if "disk full" in line]
     assert len(lines) == 2
     ray.refuses.clear()
-    assert rounds(one, ray, 9) == ALL_SUCCEEDED
+    assert rounds(one, ray, 9) == JobExit.SUCCEEDED
 
 
 def test_trouble_that_comes_back_is_told_again(serve, told):
@@ -350,7 +348,7 @@ def test_what_ray_refuses_becomes_a_claim_that_says_why(serve, told):
     plan = dispatch_of(job_spec("a", retries=5), job_spec("b", "a"), job_spec("x"))
     plan.jobs[0].body["entrypoint_memory"] = "much"
     ray = serve(plan)
-    assert dispatcher_of(plan, ray).run(ray.pass_time) == NOT_ALL_SUCCEEDED
+    assert dispatcher_of(plan, ray).run(ray.pass_time) == JobExit.SOME_FAILED
     assert list(ray.claims) == ["e.a"]
     assert "entrypoint_memory must be an integer" in ray.claims["e.a"]
     assert "HTTP 400" in ray.claims["e.a"]
@@ -364,7 +362,7 @@ def test_what_the_agent_of_a_node_refuses_is_no_error_of_rays_own(serve):
     plan = dispatch_of(job_spec("a"), job_spec("x"))
     plan.jobs[0].body["entrypoint_label_selector"] = {"zone": "x y z!"}
     ray = serve(plan)
-    assert rounds(dispatcher_of(plan, ray), ray, 9) == NOT_ALL_SUCCEEDED
+    assert rounds(dispatcher_of(plan, ray), ray, 9) == JobExit.SOME_FAILED
     assert ray.claims["e.a"].startswith("Ray refuses it: ValueError: Invalid label selector value")
     assert ray.started == ["e.x"]
 
@@ -380,7 +378,7 @@ def test_the_next_look_is_not_before_an_answer_allows_it(serve):
         assert pace_s - 1 <= one.pace_s() <= pace_s
     ray.trouble = lambda method, path: None
     ray.pass_time(3600)
-    assert rounds(one, ray, 9) == ALL_SUCCEEDED
+    assert rounds(one, ray, 9) == JobExit.SUCCEEDED
     assert one.pace_s() < 12
 
 
@@ -391,7 +389,7 @@ def test_a_claim_that_is_refused_itself_is_asked_for_again(serve):
     one = dispatcher_of(plan, ray)
     assert rounds(one, ray, 3) is None
     ray.trouble = lambda method, path: None
-    assert rounds(one, ray, 9) == ALL_SUCCEEDED
+    assert rounds(one, ray, 9) == JobExit.SUCCEEDED
     assert ray.claims == {}
 
 
@@ -404,7 +402,7 @@ def test_an_error_of_rays_own_becomes_a_claim_when_it_stays(serve):
         assert one.round() is None
         assert ray.claims == {}
         ray.pass_time(10)
-    assert rounds(one, ray, 9) == NOT_ALL_SUCCEEDED
+    assert rounds(one, ray, 9) == JobExit.SOME_FAILED
     assert list(ray.claims) == ["e.a"]
     assert ray.claims["e.a"].startswith("not taken: ")
     assert ray.status("e.x") == "SUCCEEDED"
@@ -430,7 +428,7 @@ def test_an_outage_is_no_error_of_rays_own(serve):
     one.round()
     assert ray.claims == {}
     ray.refuses.clear()
-    assert rounds(one, ray, 9) == ALL_SUCCEEDED
+    assert rounds(one, ray, 9) == JobExit.SUCCEEDED
 
 
 # ------------------------------------------------------------------ a table that is not the chain's
@@ -487,7 +485,7 @@ def test_nothing_happens_while_a_head_recovers(serve, told):
         ray.now += ABSENT_MAX_S / 6
     assert (ray.posts(), ray.stops, told()) == (1, [], [])
     ray.rows = everything
-    assert rounds(one, ray, 9) == ALL_SUCCEEDED
+    assert rounds(one, ray, 9) == JobExit.SUCCEEDED
     assert ray.started == ["e.a", "e.b"]
 
 
@@ -560,7 +558,7 @@ def test_two_dispatchers_at_once_start_everything_once(serve, told):
         one.start()
     for one in threads:
         one.join()
-    assert codes == [NOT_ALL_SUCCEEDED, NOT_ALL_SUCCEEDED]
+    assert codes == [JobExit.SOME_FAILED, JobExit.SOME_FAILED]
     _check_events(ray)
     assert len(ray.taken) >= 3
     assert "asking again" not in "".join(told())
@@ -588,10 +586,10 @@ def test_a_dispatcher_that_is_killed_at_any_moment_is_replaced_by_another(serve)
             whole = dispatcher_of(plan, ray, clock=clock).run(ray.pass_time)
         except Killed:
             code = dispatcher_of(plan, ray).run(ray.pass_time)
-            assert code == NOT_ALL_SUCCEEDED
+            assert code == JobExit.SOME_FAILED
         _check_events(ray)
         moments += 17
-    assert whole == NOT_ALL_SUCCEEDED
+    assert whole == JobExit.SOME_FAILED
     assert moments > 50
 
 
@@ -624,7 +622,7 @@ def test_a_cancelled_chain_stops_what_runs_and_starts_nothing_more(serve):
         "SUCCEEDED",
     )
     ray.cancel(plan)
-    assert rounds(one, ray, 9) == NOT_ALL_SUCCEEDED
+    assert rounds(one, ray, 9) == JobExit.SOME_FAILED
     assert ray.stops == ["e.a"]
     assert ray.status("e.a") == "STOPPED"
     assert ray.started == ["e.a", "e.c", "e.x"]
@@ -634,7 +632,7 @@ def test_a_stranger_cancels_nothing(serve):
     plan = dispatch_of(job_spec("a"))
     ray = serve(plan)
     ray.post(claim_body(plan.cancel_id, "stranger", CANCELLED))
-    assert dispatcher_of(plan, ray).run(ray.pass_time) == ALL_SUCCEEDED
+    assert dispatcher_of(plan, ray).run(ray.pass_time) == JobExit.SUCCEEDED
 
 
 def _stubborn(ray: FakeRay, plan: DispatchSpec) -> Dispatcher:
@@ -693,7 +691,7 @@ def test_what_finds_no_room_in_timeis_claimed_then_stopped_then_left_to_ray(serv
     assert ray.claims == {}
     ray.requests.clear()
     began_at = ray.now
-    assert rounds(one, ray, 99, seconds=0.5) == NOT_ALL_SUCCEEDED
+    assert rounds(one, ray, 99, seconds=0.5) == JobExit.SOME_FAILED
     assert ray.now - began_at == STOP_TRUST_S
     assert ray.claims == {"e.a@2": NOT_PLACED}
     asked = [path for method, path in ray.requests if method == "POST"]
@@ -720,7 +718,7 @@ def test_what_was_given_up_and_got_room_meanwhile_is_stopped_until_it_ends(serve
         assert len(ray.stops) == number
         ray.now += STOP_AGAIN_S
     ray.rows["e.a"].update(STOPPED)
-    assert one.round() == NOT_ALL_SUCCEEDED
+    assert one.round() == JobExit.SOME_FAILED
 
 
 def test_a_stop_that_never_arrived_is_not_left_to_ray(serve):
@@ -730,7 +728,7 @@ def test_a_stop_that_never_arrived_is_not_left_to_ray(serve):
     ray.trouble = lambda method, path: Trouble(500, "oops") if path.endswith("/stop") else None
     assert rounds(one, ray, 40, seconds=0.5) is None
     ray.trouble = lambda method, path: None
-    assert rounds(one, ray, 40, seconds=0.5) == NOT_ALL_SUCCEEDED
+    assert rounds(one, ray, 40, seconds=0.5) == JobExit.SOME_FAILED
 
 
 # ------------------------------------------------------------------ secrets
@@ -743,7 +741,7 @@ def test_every_attempt_gets_its_secrets_in_a_package_of_its_own(serve, told):
     ray = serve(plan)
     ray.fates["e.a"] = FAILS
     values = {"KEY": "hidden-key", "TOKEN": 'hidden"\\é\n', "OTHER": "hidden-other"}
-    assert dispatcher_of(plan, ray, secrets=values).run(ray.pass_time) == ALL_SUCCEEDED
+    assert dispatcher_of(plan, ray, secrets=values).run(ray.pass_time) == JobExit.SUCCEEDED
     found = {}
     for body in ray.bodies:
         shared, _ = body["runtime_env"]["py_modules"]
@@ -762,7 +760,7 @@ def test_every_attempt_gets_its_secrets_in_a_package_of_its_own(serve, told):
 def test_a_job_whose_secret_did_not_come_is_given_up_in_words(serve):
     plan = dispatch_of(job_spec("a", secrets=("KEY",)), job_spec("b"))
     ray = serve(plan)
-    assert dispatcher_of(plan, ray, secrets={}).run(ray.pass_time) == NOT_ALL_SUCCEEDED
+    assert dispatcher_of(plan, ray, secrets={}).run(ray.pass_time) == JobExit.SOME_FAILED
     assert "without KEY" in ray.rows["e.a"]["metadata"][CLAIM_KEY]
     assert ray.rows["e.b"]["status"] == "SUCCEEDED"
 
@@ -774,7 +772,7 @@ def test_secrets_that_nobody_needs_any_more_need_not_come(serve, monkeypatch, to
     ray.is_closing = True
     plan = plan._replace(dashboards=(ray.url,))
     ray.add("e.a", {NONCE_KEY: "nonce-a"}, **SUCCEEDS, end_time=1)
-    assert dispatcher.run(plan, OWN) == ALL_SUCCEEDED
+    assert dispatcher.run(plan, OWN) == JobExit.SUCCEEDED
 
 
 def test_a_package_is_there_before_the_job_that_needs_it(serve):
@@ -877,7 +875,7 @@ def test_no_more_jobs_at_once_than_allowed(serve, own, given, most):
         live.append(states.count("PENDING") + states.count("RUNNING"))
 
     ray.before_table = look
-    assert dispatcher_of(plan, ray, limit=given).run(ray.pass_time) == ALL_SUCCEEDED
+    assert dispatcher_of(plan, ray, limit=given).run(ray.pass_time) == JobExit.SUCCEEDED
     assert max(live) == most
 
 
@@ -928,7 +926,7 @@ def test_any_message_of_rays_can_be_told(serve, told):
     plan = dispatch_of(job_spec("a", retries=1))
     ray = serve(plan)
     ray.fates["e.a"] = {**FAILS, "driver_exit_code": None, "message": "a\nb \x1b[31m\ud800 é\x00"}
-    assert dispatcher_of(plan, ray).run(ray.pass_time) == ALL_SUCCEEDED
+    assert dispatcher_of(plan, ray).run(ray.pass_time) == JobExit.SUCCEEDED
     assert ("WAITING", "e.a") in stories(told())
 
 
@@ -967,7 +965,7 @@ def test_the_secrets_are_gone_when_all_is_decided(serve, files, told):
     ray.is_closing = True
     plan = plan._replace(dashboards=(ray.url,))
     ray.add("e.a", {NONCE_KEY: "nonce-a"}, **SUCCEEDS, end_time=1)
-    assert dispatcher.run(plan, OWN) == ALL_SUCCEEDED
+    assert dispatcher.run(plan, OWN) == JobExit.SUCCEEDED
     assert not os.path.exists(files)
     assert "all is decided" in told()[-1]
 
@@ -978,7 +976,7 @@ def test_a_dispatcher_without_an_owner_ends_with_a_code_of_its_own(serve, files,
     ray.is_closing = True
     plan = plan._replace(dashboards=(ray.url,))
     ray.rows[OWN].update(STOPPED)
-    assert dispatcher.run(plan, OWN) == DISOWNED
+    assert dispatcher.run(plan, OWN) == JobExit.WRONG_CLUSTER
     assert not os.path.exists(files)
     first, *_, last = told()
     assert "1 jobs, at most 7 at once: as the experiment asks" in first

@@ -37,14 +37,14 @@ from nemo_run_ray.remote.group.machine import (
 )
 from nemo_run_ray.remote.group.reports import _events_of_report
 from nemo_run_ray.remote.group.roles_file import _rows
-from nemo_run_ray.remote.states import Cause, Life, Phase
+from nemo_run_ray.remote.states import Life, Phase, Reason
 
 _SERVICE, _PRIMARY = ("server", 0), ("train", 0)
-_NOTED = Outcome(9, Cause.EXIT_CODE, "noted before")
+_NOTED = Outcome(9, Reason.EXIT_CODE, "noted before")
 
 
 def _of_the_whole_group() -> list[Event]:
-    causes = [Cause.INFEASIBLE, Cause.NOT_PLACED]
+    causes = [Reason.UNSCHEDULABLE, Reason.NOT_PLACED]
     return [Placed(), Stop(), *(PlacementRefused(cause, "no room") for cause in causes)]
 
 
@@ -308,7 +308,7 @@ def test_a_stop_ends_all_that_runs_and_then_the_group(data):
 def test_when_nothing_goes_wrong_the_code_is_0_and_each_starts_once(data):
     world = World(data.draw(_groups()))
     world.goes_well()
-    assert world.finish == Outcome(0, Cause.DONE, "all done")
+    assert world.finish == Outcome(0, Reason.NONE, "all done")
     assert world.starts == {one.replica_id: 1 for one in world.group.replicas}
 
 
@@ -416,7 +416,7 @@ def test_when_the_last_primary_is_done_the_services_are_ended():
     group, actions = step(group, Exited(_EVAL, 0, ""))
     assert (group.phase, actions) == (Phase.ENDING, [End(_SERVER)])
     group, actions = step(group, Exited(_SERVER, 137, "killed by SIGKILL"))
-    assert actions == [Finish(Outcome(0, Cause.DONE, "all done"))]
+    assert actions == [Finish(Outcome(0, Reason.NONE, "all done"))]
 
 
 @pytest.mark.parametrize("phase", [Phase.SERVICES, Phase.PRIMARIES])
@@ -424,7 +424,7 @@ def test_when_the_last_primary_is_done_the_services_are_ended():
 def test_a_service_that_ends_early_fails_the_group(phase, code, group_code):
     group, actions = step(_in(phase), Exited(_SERVER, code, f"exit code {code}"))
     assert group.outcome is not None
-    assert (group.outcome.code, group.outcome.cause) == (group_code, Cause.SERVICE_ENDED)
+    assert (group.outcome.code, group.outcome.cause) == (group_code, Reason.SERVICE_ENDED)
     assert "server/0" in group.outcome.words
     assert f"exit code {code}" in group.outcome.words
     if phase is Phase.SERVICES:
@@ -444,7 +444,7 @@ def test_a_service_is_started_again_while_primaries_run(code):
     group, actions = step(group, Exited(_SERVER, 4, "exit code 4"))
     assert actions == [End(_TRAIN0), End(_TRAIN1), End(_EVAL)]
     assert group.outcome is not None
-    assert (group.outcome.code, group.outcome.cause) == (4, Cause.SERVICE_ENDED)
+    assert (group.outcome.code, group.outcome.cause) == (4, Reason.SERVICE_ENDED)
 
 
 def test_a_service_that_starts_again_before_the_primaries_is_waited_for_again():
@@ -492,7 +492,7 @@ def test_only_the_replica_that_ended_is_started_again_and_only_its_restarts_are_
 @pytest.mark.parametrize("restarts", [0, 2])
 def test_a_service_that_is_not_ready_in_time_fails_the_group(restarts):
     group, actions = step(_in(Phase.SERVICES, restarts), Unready(_SERVER, "refused"))
-    assert group.outcome == Outcome(1, Cause.NOT_READY, "server/0: refused")
+    assert group.outcome == Outcome(1, Reason.NOT_READY, "server/0: refused")
     assert actions == [End(_SERVER)]
     _, actions = step(group, Exited(_SERVER, 143, ""))
     assert actions == [Finish(group.outcome)]
@@ -501,7 +501,7 @@ def test_a_service_that_is_not_ready_in_time_fails_the_group(restarts):
 def test_a_service_that_is_not_ready_in_time_after_a_restart_fails_the_group():
     group, _ = step(_in(Phase.PRIMARIES, restarts=1), Exited(_SERVER, 1, ""))
     group, actions = step(group, Unready(_SERVER, "refused"))
-    assert group.outcome == Outcome(1, Cause.NOT_READY, "server/0: refused")
+    assert group.outcome == Outcome(1, Reason.NOT_READY, "server/0: refused")
     assert actions == [End(_SERVER), End(_TRAIN0), End(_TRAIN1), End(_EVAL)]
 
 
@@ -517,7 +517,7 @@ def test_the_first_failing_primarys_code_wins_while_other_roles_go_on():
     group, actions = step(group, Exited(_TRAIN1, 143, ""))
     assert actions == [End(_SERVER)]
     group, actions = step(group, Exited(_SERVER, 0, ""))
-    assert actions == [Finish(Outcome(5, Cause.EXIT_CODE, "eval/0: exit code 5"))]
+    assert actions == [Finish(Outcome(5, Reason.EXIT_CODE, "eval/0: exit code 5"))]
 
 
 def test_replicas_of_a_failing_primarys_role_are_ended_and_their_codes_do_not_count():
@@ -525,7 +525,7 @@ def test_replicas_of_a_failing_primarys_role_are_ended_and_their_codes_do_not_co
     assert actions == [End(_TRAIN0)]
     group, _ = _after(group, Exited(_TRAIN0, 143, "killed"), Exited(_EVAL, 0, ""))
     assert group.phase is Phase.ENDING
-    assert group.outcome == Outcome(3, Cause.EXIT_CODE, "train/1: exit code 3")
+    assert group.outcome == Outcome(3, Reason.EXIT_CODE, "train/1: exit code 3")
 
 
 def test_a_role_that_failed_does_not_make_the_others_successful():
@@ -542,7 +542,7 @@ def test_a_lost_node_fails_the_group(phase, replica_id):
     before = _in(phase)
     group, actions = step(before, Lost(replica_id, "node n1 died"))
     assert group.outcome is not None
-    assert (group.outcome.code, group.outcome.cause) == (1, Cause.NODE_DIED)
+    assert (group.outcome.code, group.outcome.cause) == (1, Reason.NODE_DIED)
     assert machine.name(replica_id) in group.outcome.words
     assert "node n1 died" in group.outcome.words
     others = [
@@ -559,7 +559,7 @@ def test_a_lost_node_is_nothing_while_placing():
 
 def test_a_node_lost_while_ending_is_no_longer_waited_for():
     group, actions = step(_in(Phase.ENDING), Lost(_SERVER, "node died"))
-    assert actions == [Finish(Outcome(0, Cause.DONE, "all done"))]
+    assert actions == [Finish(Outcome(0, Reason.NONE, "all done"))]
     assert group.phase is Phase.OVER
 
 
@@ -571,7 +571,7 @@ def test_the_node_of_a_primary_that_is_done_may_go():
 @pytest.mark.parametrize("phase", [Phase.PLACING, Phase.PREPARING])
 def test_a_stop_before_anything_runs_finishes_at_once(phase):
     group, actions = step(_in(phase), Stop())
-    assert actions == [Finish(Outcome(143, Cause.CANCELLED, "cancelled"))]
+    assert actions == [Finish(Outcome(143, Reason.CANCELLED, "cancelled"))]
     assert group.phase is Phase.OVER
 
 
@@ -587,7 +587,7 @@ def test_a_stop_ends_what_runs(phase, running):
     assert actions == [End(replica_id) for replica_id in running]
     assert step(group, Stop()) == (group, [])  # once is enough
     group, actions = _after(group, *(Exited(replica_id, 0, "") for replica_id in running))
-    assert actions == [Finish(Outcome(143, Cause.CANCELLED, "by a user"))]
+    assert actions == [Finish(Outcome(143, Reason.CANCELLED, "by a user"))]
 
 
 def test_a_stop_while_ending_changes_nothing():
@@ -601,7 +601,7 @@ def test_a_service_that_ends_after_a_stop_is_not_started_again():
     assert _lives(group)[_SERVER] is Life.ENDED
 
 
-@pytest.mark.parametrize("cause", [Cause.INFEASIBLE, Cause.NOT_PLACED])
+@pytest.mark.parametrize("cause", [Reason.UNSCHEDULABLE, Reason.NOT_PLACED])
 def test_a_refused_placing_finishes_with_its_cause(cause):
     group, actions = step(_in(Phase.PLACING), PlacementRefused(cause, "CPU 900"))
     assert actions == [Finish(Outcome(1, cause, "CPU 900"))]
@@ -612,9 +612,9 @@ def test_an_unprepared_replica_finishes_the_group():
     group, _ = step(_in(Phase.PREPARING), Prepared(_SERVER))
     _, actions = step(group, Unprepared(_TRAIN1, "port 80 is taken"))
     words = "train/1: port 80 is taken"
-    assert actions == [Finish(Outcome(1, Cause.NOT_PREPARED, words))]
-    _, actions = step(group, Unprepared(_TRAIN1, "port 80 is taken", Cause.RUNTIME_ENV))
-    assert actions == [Finish(Outcome(1, Cause.RUNTIME_ENV, words))]
+    assert actions == [Finish(Outcome(1, Reason.NOT_STARTED, words))]
+    _, actions = step(group, Unprepared(_TRAIN1, "port 80 is taken", Reason.RUNTIME_ENV))
+    assert actions == [Finish(Outcome(1, Reason.RUNTIME_ENV, words))]
 
 
 def test_who_is_in_words_as_in_the_prefix_of_its_lines():

@@ -9,7 +9,7 @@ import pytest
 from nemo_run_ray.remote.group import placement_group as room
 from nemo_run_ray.remote.group.placement_group import NoRoom, PlacementGroup
 from nemo_run_ray.remote.spec import GroupSpec, JobSpec, RoleSpec
-from nemo_run_ray.remote.states import Cause
+from nemo_run_ray.remote.states import Reason
 
 
 class Clock:
@@ -123,7 +123,7 @@ def test_what_no_node_can_host_is_refused_in_time_and_in_words(ray, clock):
     began_at = clock.now
     with pytest.raises(NoRoom, match="worker: a replica asks for CPU 5") as caught:
         wait(PlacementGroup(ray, group(cpus=5)), clock, until=began_at + 60)
-    assert caught.value.cause is Cause.INFEASIBLE
+    assert caught.value.cause is Reason.UNSCHEDULABLE
     assert 3 <= clock.now - began_at < 10
 
 
@@ -150,7 +150,7 @@ def test_a_limit_ends_the_wait(ray, clock):
     began_at = clock.now
     with pytest.raises(NoRoom, match="not placed within 20 s: asked CPU 1") as caught:
         wait(PlacementGroup(ray, group(placing_timeout_s=20)), clock, until=began_at + 60)
-    assert caught.value.cause is Cause.NOT_PLACED
+    assert caught.value.cause is Reason.NOT_PLACED
     assert 20 <= clock.now - began_at < 22
 
 

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from nemo_run_ray.remote.attempts import LOCK_KEY, NONCE_KEY
 from nemo_run_ray.remote.dashboard import LOG_FILE
 from nemo_run_ray.remote.earlier import TABLE
-from nemo_run_ray.remote.node.output import PREFIX, end_line, lock_of, proof_of
+from nemo_run_ray.remote.end_record import EndRecord, lock_of, proof_of
+from nemo_run_ray.remote.rows import LOCK_KEY, NONCE_KEY
 from nemo_run_ray.remote.slurm.allocation import KEEP, RELEASED, STOP, USERS, Allocation
 from nemo_run_ray.remote.slurm.renewal import Renewal
 from nemo_run_ray.remote.slurm.run_folder import HeadAddress, RunEnd
@@ -28,7 +28,8 @@ class Dashboard(Handler):
         if self.path == "/api/version":
             return self.send(200, json.dumps({"session_name": "session_1"}))
         if self.path.startswith(LOG_FILE):
-            return self.send(200, f"words\n{PREFIX}{end_line('a' * 16, 'key', 0, 'exit code 0')}\n")
+            record = EndRecord(0, "NONE", "exit code 0", proof=proof_of("key", 0))
+            return self.send(200, f"words\n{record.line('a' * 16)}")
         if self.refusals:
             return self.send(self.refusals.pop(), "not now")
         return self.send(200, json.dumps(self.rows))

@@ -4,8 +4,14 @@ from __future__ import annotations
 
 import pytest
 
-from nemo_run_ray.remote.lost_ends import LostEnds
-from nemo_run_ray.remote.node.output import end_line, end_mark, lock_of, proof_of
+from nemo_run_ray.remote.end_record import (
+    EndRecord,
+    LostEnds,
+    end_mark,
+    lock_of,
+    proof_of,
+    record_in,
+)
 from nemo_run_ray.remote.states import JobState, Reason, status_of_row
 
 NONCE = "0123456789abcdef"
@@ -42,50 +48,49 @@ class Logs:
         return self.logs.get(name)
 
 
-def end(words: str, code: int) -> str:
+def end(text: str, code: int, cause: str = "EXIT_CODE") -> str:
     """The last line as the runner writes it."""
-    return f"nemo_run_ray| {end_line(NONCE, KEY, code, words)}\n"
+    return EndRecord(code, cause, text, proof=proof_of(KEY, code)).line(NONCE)
 
 
-def restored(words: str, code: int, **fields: object) -> dict:
-    logs = Logs(**{"e.job": f"line\n{end(words, code)}"})
+def restored(cause: str, text: str, code: int, **fields: object) -> dict:
+    logs = Logs(**{"e.job": f"line\n{end(text, code, cause)}"})
     return logs.ends.restored({**OVERWRITTEN, **fields})
 
 
 @pytest.mark.parametrize("row", [{}, DIED, UNRECORDED])
 @pytest.mark.parametrize(
-    ("words", "code"),
+    ("cause", "text", "code", "reason"),
     [
-        ("exit code 0", 0),
-        ("exit code 3", 3),
-        ("exit code 8; processes of it may be left on n, where nothing says that", 8),
-        ("exit code 127: there is no program 'x' on node n", 127),
-        ("killed by SIGSEGV (exit code 139)", 139),
-        ("[exit code] client/0: exit code 7", 7),
-        ("[a service ended early] server/0: exit code 0, before the primaries", 1),
-        ("[not ready in time] server/0: no answer", 1),
+        ("NONE", "exit code 0", 0, Reason.NONE),
+        ("EXIT_CODE", "exit code 127: there is no program 'x' on node n", 127, Reason.EXIT_CODE),
+        ("EXIT_CODE", "killed by SIGSEGV (exit code 139)", 139, Reason.SIGNAL),
+        ("SERVICE_ENDED", "server/0: exit code 0, early", 1, Reason.SERVICE_ENDED),
     ],
 )
-def test_the_last_line_of_the_log_is_the_end(row, words, code):
-    found = restored(words, code, **row)
+def test_a_proven_record_is_the_end(row, cause, text, code, reason):
+    found = restored(cause, text, code, **row)
     status = status_of_row(found)
     assert found["driver_exit_code"] == code
     assert status.state is (JobState.SUCCEEDED if code == 0 else JobState.FAILED)
-    if code:
-        assert status.reason not in (Reason.NODE_DIED, Reason.UNRECORDED)
+    assert status.reason is reason
 
 
-@pytest.mark.parametrize(
-    ("words", "code"),
-    [
-        ("cancelled; no process of it is left", 143),
-        ("cancelled before it started", 143),
-        ("the package's process on this node was killed, and 3 others with it", 137),
-        ("the command cannot be run: OSError: no", 125),
-    ],
-)
-def test_what_proves_no_end_of_the_command_changes_nothing(words, code):
-    assert restored(words, code) == OVERWRITTEN
+@pytest.mark.parametrize(("cause", "code"), [("CANCELLED", 143), ("", 137), ("", 125)])
+def test_a_record_without_an_end_of_the_command_changes_nothing(cause, code):
+    assert restored(cause, "killed", code) == OVERWRITTEN
+
+
+def test_a_record_is_read_as_it_was_written():
+    record = EndRecord(3, "EXIT_CODE", 'é "{}\n', 1.5, 2.5, ("on n",), proof_of(KEY, 3))
+    for one in (record, record._replace(left_on=None)):
+        assert record_in(one.line(NONCE).splitlines(), [NONCE]) == one
+    assert record_in([record.line("another").rstrip(), "x"], [NONCE]) is None
+
+
+@pytest.mark.parametrize("text", ["", "{", "{}", "[1]", '{"code": "3"}', "1", "{" * 5000])
+def test_what_is_no_record_is_none(text):
+    assert record_in([f"{MARK}{text}"], [NONCE]) is None
 
 
 def test_a_line_that_a_command_writes_proves_nothing():
@@ -104,8 +109,8 @@ def test_a_line_that_a_command_writes_proves_nothing():
         "x.y.z",
     ]
     forged += [proof_of("another's", 0), f"256.{up}.{down}", f"137.{down}.{up}"]
-    lines = [f"{MARK}exit code 0 proof {proof}\n" for proof in forged]
-    for line in (f"{MARK}exit code 0\n", *lines):
+    lines = [EndRecord(0, "NONE", "exit code 0", proof=proof).line(NONCE) for proof in forged]
+    for line in lines:
         assert Logs(**{"e.job": line}).ends.restored(OVERWRITTEN) == OVERWRITTEN, line
     logs = Logs(**{"e.job": end("exit code 3", 3) + "".join(lines)})
     assert logs.ends.restored(OVERWRITTEN)["driver_exit_code"] == 3
@@ -140,15 +145,15 @@ def test_of_other_rows_no_log_is_asked_for(fields):
 
 def test_a_line_that_another_submission_or_a_program_wrote_proves_nothing():
     row = {**OVERWRITTEN, "metadata": {**OVERWRITTEN["metadata"], "nemo_run_ray": "fedcba98"}}
-    assert Logs(**{"e.job": end("exit code 0", 0)}).ends.restored(row) == row
+    assert Logs(**{"e.job": end("exit code 0", 0, "NONE")}).ends.restored(row) == row
     row = {**OVERWRITTEN, "metadata": {}}
-    assert Logs(**{"e.job": end("exit code 0", 0)}).ends.restored(row) == row
-    text = end("exit code 0", 0)
+    assert Logs(**{"e.job": end("exit code 0", 0, "NONE")}).ends.restored(row) == row
+    text = end("exit code 0", 0, "NONE")
     assert Logs(**{"e.job": f"it said {text}"}).ends.restored(OVERWRITTEN) == OVERWRITTEN
 
 
 def test_a_log_is_asked_for_once():
-    logs = Logs(**{"e.job": end("exit code 0", 0)})
+    logs = Logs(**{"e.job": end("exit code 0", 0, "NONE")})
     for _ in range(3):
         assert logs.ends.restored(OVERWRITTEN)["status"] == "SUCCEEDED"
     assert logs.asked == ["e.job"]
@@ -163,7 +168,7 @@ def test_a_log_without_an_end_is_asked_for_ever_more_seldom():
         logs.ends.restored(OVERWRITTEN)
         logs.now += 1
     assert 5 < len(logs.asked) < 15
-    logs.logs["e.job"] = end("exit code 0", 0)
+    logs.logs["e.job"] = end("exit code 0", 0, "NONE")
     logs.now += 3600
     assert logs.ends.restored(OVERWRITTEN)["status"] == "SUCCEEDED"
 
@@ -192,7 +197,7 @@ def test_a_look_waits_for_one_node_of_many_that_are_cut_off():
 
 def test_a_look_at_many_such_rows_asks_for_few_of_them():
     rows = [{**OVERWRITTEN, "submission_id": f"job{number}"} for number in range(100)]
-    logs = Logs(**{row["submission_id"]: end("exit code 0", 0) for row in rows})
+    logs = Logs(**{row["submission_id"]: end("exit code 0", 0, "NONE") for row in rows})
     found = [logs.ends.restored(row)["status"] for row in rows]
     assert found.count("SUCCEEDED") == len(logs.asked) == 20
     for _ in range(5):

@@ -1,0 +1,238 @@
+"""How a command ended: the last line of its job's log, written once and read by everyone.
+
+The line is a JSON record behind a mark with the nonce of the submission. It is written when no
+process of the command exists any more, and carries a proof of the exit code by a key that the
+command never sees. The lock of the key is in the job's metadata, so whoever can read the job table
+can check the proof, and nobody has to keep a key.
+
+Ray's job table counts. Where it is wrong (Ray 2.54 to 2.60) the proven record does:
+
+- The agent of a node starts a job manager of its own when it is first asked for a log, also by
+  Ray's dashboard. That one watches all jobs of that moment, and of each that fails within its
+  first second it writes "failed to get job supervisor" over the exit code.
+- A supervisor that cannot reach the head for 30 s, or whose head has another address since (Ray's
+  issue 65608), cannot write the end. When the head is back it writes that the command could not be
+  started, or Ray finds that the supervisor has died.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import time
+from collections import deque
+from typing import Any, Callable, Deque, Dict, Iterable, NamedTuple, Optional, Tuple
+
+from .rows import JobRow, fits, lock_of_row, nonce_of
+
+#: Ray's errors that may hide an end.
+_ERRORS = {
+    "JOB_SUPERVISOR_ACTOR_START_FAILURE",
+    "JOB_SUPERVISOR_ACTOR_DIED",
+    "JOB_ENTRYPOINT_COMMAND_START_ERROR",
+}
+#: The call of Ray's supervisor that writes a state: not before the command has ended.
+RECORDS = "_job_info_client.put_status("
+#: Seconds until a node or a log that had no answer is asked again, twice as long each time.
+_AGAIN_S, _AGAIN_MAX_S = 5.0, 3600.0
+#: Requests at most in so many seconds; other rows stay as Ray has them until the next look.
+_REQUESTS_MAX, _REQUESTS_S = 20, 10.0
+#: Seconds after which an answer is a slow one, and the name under which all others wait for a while
+#: then: one look shall not wait for every node of a rack that is cut off.
+_SLOW_S, _ANY = 1.0, ""
+#: An end record in a log, whatever submission wrote it.
+_LINE = re.compile(r"^nemo_run_ray\| end \w{8} (\{.*\})$", re.MULTILINE)
+_SHAPE = {
+    "code": int,
+    "cause": str,
+    "text": str,
+    "began_at": float,
+    "ended_at": float,
+    "left_on": (None, [str]),
+    "proof": str,
+}
+
+
+class EndRecord(NamedTuple):
+    """How a command ended.
+
+    Attributes:
+        code: its exit code.
+        cause: name of a ``Reason``; empty if the command's own end is not known.
+        text: the same for people.
+        began_at: seconds since the epoch, when its job began on the node.
+        ended_at: the same of its end.
+        left_on: texts that say where processes may remain; ``None`` if that is not known.
+        proof: of the code, see ``proof_of``; empty in a record that nothing proves.
+    """
+
+    code: int
+    cause: str
+    text: str
+    began_at: float = 0.0
+    ended_at: float = 0.0
+    left_on: Optional[Tuple[str, ...]] = ()
+    proof: str = ""
+
+    def line(self, nonce: str) -> str:
+        """The last line of the log, with its end."""
+        return f"{end_mark(nonce)}{json.dumps(self._asdict())}\n"
+
+
+def end_mark(nonce: str) -> str:
+    """How the last line of a job's log begins: a reader that has it has all.
+
+    The nonce keeps a command that prints such a line by chance from ending its own log.
+    """
+    return f"nemo_run_ray| end {nonce[:8]} "
+
+
+def record_in(lines: Iterable[str], nonces: Iterable[str]) -> Optional[EndRecord]:
+    """The last record of these submissions in the lines of a log."""
+    marks = tuple(map(end_mark, nonces))
+    records = [_parsed(line.partition(" {")[2]) for line in lines if line.startswith(marks)]
+    return next((record for record in reversed(records) if record is not None), None)
+
+
+def any_record_in(text: str) -> Optional[EndRecord]:
+    """The last record in the end of a log, which explains Ray's row and decides nothing."""
+    records = [_parsed(line[1:]) for line in _LINE.findall(text)]
+    return next((record for record in reversed(records) if record is not None), None)
+
+
+def _parsed(text: str) -> Optional[EndRecord]:
+    """The record behind its first brace."""
+    try:
+        values = json.loads("{" + text)
+    except (ValueError, RecursionError):
+        return None
+    if not fits(values, _SHAPE):
+        return None
+    left_on = values["left_on"]
+    known = {name: values[name] for name in _SHAPE}
+    return EndRecord(**{**known, "left_on": None if left_on is None else tuple(left_on)})
+
+
+def proof_of(key: str, code: int) -> str:
+    """Proof that whoever has the key says this exit code; it proves no other one.
+
+    It is a one-time signature of two chains of hashes. The code is how far one of them is shown and
+    255 less the code how far the other is: from these follow only later places of each chain, and
+    another code needs an earlier one. ``lock_of`` gives the ends of both, which anybody may know.
+    """
+    code %= 256  # what a parent process sees of it
+    return f"{code}.{_hashed(f'{key}+', code)}.{_hashed(f'{key}-', 255 - code)}"
+
+
+def lock_of(proof: str) -> str:
+    """What all proofs by one key have in common; empty if the text is no proof."""
+    number, _, shown = proof.partition(".")
+    up, _, down = shown.partition(".")
+    if not number.isdecimal() or len(number) > 3 or int(number) > 255:
+        return ""
+    return _hashed(_hashed(up, 256 - int(number)) + _hashed(down, int(number) + 1), 1)
+
+
+def _hashed(text: str, times: int) -> str:
+    import hashlib  # takes milliseconds, and no command waits for it here
+
+    for _ in range(times):
+        text = hashlib.sha256(text.encode()).hexdigest()[:32]
+    return text
+
+
+class LostEnds:
+    """Restores the rows of one job table.
+
+    Args:
+        log_end: gives the last ``LINES`` lines of a job's log, by its node's id and the job's;
+            ``None`` when they cannot be had.
+        clock: in seconds.
+    """
+
+    def __init__(
+        self,
+        log_end: Callable[[str, str], Optional[str]],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._log_end = log_end
+        self._clock = clock
+        self._ends: Dict[str, Dict[str, Any]] = {}  # what was found, by job and time of its end
+        self._waits: Dict[str, Tuple[float, float]] = {}  # of a node or a job: until when, how long
+        self._requests: Deque[float] = deque(maxlen=_REQUESTS_MAX)
+
+    def restored(self, row: JobRow) -> JobRow:
+        """The row with the end that the job's log proves; the row itself when it proves none."""
+        if not _may_be_lost(row):
+            return row
+        name, node = str(row["submission_id"]), str(row["driver_node_id"])
+        key = f"{name} {row.get('end_time')}"
+        if key not in self._ends:
+            if not self._may_ask(name, node):
+                return row
+            asked_at = self._clock()
+            text = self._log_end(node, name)
+            if self._clock() - asked_at > _SLOW_S:
+                self._waits[_ANY] = self._clock() + _REQUESTS_S, _REQUESTS_S
+            end = None if text is None else _end(row, text)
+            if end is None:
+                self._wait(node if text is None else name)
+                return row
+            self._ends[key] = end
+        restored: JobRow = {**row, **self._ends[key]}  # type: ignore[typeddict-item]
+        return restored
+
+    def _may_ask(self, name: str, node: str) -> bool:
+        now = self._clock()
+        is_full = len(self._requests) == _REQUESTS_MAX and now - self._requests[0] < _REQUESTS_S
+        if is_full or any(
+            now < self._waits.get(about, (0.0, 0.0))[0] for about in (name, node, _ANY)
+        ):
+            return False
+        self._requests.append(now)
+        return True
+
+    def _wait(self, name: str) -> None:
+        _, last_s = self._waits.get(name, (0.0, _AGAIN_S / 2))
+        wait_s = min(2 * last_s, _AGAIN_MAX_S)
+        self._waits[name] = self._clock() + wait_s, wait_s
+
+
+def _may_be_lost(row: JobRow) -> bool:
+    error = row.get("error_type")
+    return (
+        error in _ERRORS
+        and row.get("status") == "FAILED"
+        and row.get("driver_exit_code") is None
+        and bool(row.get("driver_node_id"))
+        and bool(lock_of_row(row))
+        and (error != "JOB_ENTRYPOINT_COMMAND_START_ERROR" or RECORDS in str(row.get("message")))
+    )
+
+
+def _end(row: JobRow, text: str) -> Optional[Dict[str, Any]]:
+    """The fields of a row that the end of the job's log proves, as Ray would have written them.
+
+    A cancelled job has no end of its own: a node that shuts down tells its processes to end, as Ray
+    does for a cancelled job.
+    """
+    lock = lock_of_row(row)
+    lines = [line for line in text.splitlines() if line.startswith(end_mark(nonce_of(row)))]
+    records = [_parsed(line.partition(" {")[2]) for line in lines]
+    proven = [record for record in records if record is not None and lock_of(record.proof) == lock]
+    if not proven or proven[-1].cause in ("", "CANCELLED"):
+        return None
+    code = int(proven[-1].proof.partition(".")[0])
+    if code == 0:
+        return {
+            "status": "SUCCEEDED",
+            "error_type": None,
+            "driver_exit_code": 0,
+            "message": "Job finished successfully.",
+        }
+    return {
+        "error_type": "JOB_ENTRYPOINT_COMMAND_ERROR",
+        "driver_exit_code": code,
+        "message": f"Job entrypoint command failed with exit code {code}, "
+        f"last available logs (truncated to 20,000 chars):\n{text}",
+    }
