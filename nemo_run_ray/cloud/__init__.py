@@ -1,4 +1,4 @@
-"""Source code for tasks on Lepton and DGX Cloud. What Ray jobs need is in ``jobs/archives.py``."""
+"""Source code for tasks on Lepton and DGX Cloud. Archives of Ray jobs are in ``experiment/``."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _HOMES = {"LEFT_OUT": "source", "ShipSource": "ship_source", "SourcePackager": "
 
 
 def __getattr__(name: str) -> Any:
-    """What only jobs on those platforms need is imported when it is used."""
+    """Import the modules for these platforms when they are used."""
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)

@@ -18,8 +18,7 @@ from nemo_run.core.packaging.base import Packager
 
 from nemo_run_ray.cloud import platform_limits
 from nemo_run_ray.cloud.encode import Entry, File, Link
-from nemo_run_ray.cloud.gitignore import Git
-from nemo_run_ray.cloud.tree import Walk, file_size, matches, read_entry, with_links
+from nemo_run_ray.cloud.tree import Git, Walk, file_size, matches, read_entry, with_links
 from nemo_run_ray.errors import ConfigError, PackagingFailed
 from nemo_run_ray.fields import strict_init
 from nemo_run_ray.remote.files import replacing
@@ -104,7 +103,7 @@ class FolderPackager(Packager):
 
     @property
     def _field(self) -> str:
-        """What names the path, for messages."""
+        """The field or variable with the path, for messages."""
         return "FolderPackager.path"
 
     @property
@@ -156,7 +155,7 @@ class FolderPackager(Packager):
 
 
 class _CodeDir(FolderPackager):
-    """What the variable names."""
+    """The packager for the folder or zip that the variable names."""
 
     def __str__(self) -> str:
         return f"{super().__str__()}, named by {CODE_DIR}"
@@ -167,7 +166,7 @@ class _CodeDir(FolderPackager):
 
 
 def code_dir() -> FolderPackager | None:
-    """What ``NEMO_RUN_CODE_DIR`` names; ``None`` when it is not set or empty."""
+    """The packager that ``NEMO_RUN_CODE_DIR`` asks for; ``None`` when it is not set or empty."""
     given = os.environ.get(CODE_DIR)
     return _CodeDir(given) if given else None
 

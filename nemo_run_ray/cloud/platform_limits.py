@@ -14,7 +14,7 @@ _OBJECT_BYTES = 1_572_864
 _PROCESS_BYTES = 2_097_152
 #: Reserve for other contents: the object's status and managed fields, the platform's own variables.
 _RESERVE_BYTES = 131_072
-#: What Kubernetes notes in an object's managed fields for one variable, about.
+#: Approximate size of one variable's entry in the managed fields of a Kubernetes object.
 _MANAGED_BYTES = 80
 
 

@@ -109,7 +109,7 @@ class ShipSource(ExperimentPlugin):
 
 @dataclass(kw_only=True)
 class SourcePackager(Packager):
-    """What ``ShipSource`` sends, as an archive for executors that unpack one.
+    """Packs the files of ``ShipSource`` for executors that unpack an archive.
 
     Attributes:
         root, include, exclude, collections: as of ``ShipSource``.
@@ -168,7 +168,7 @@ def _use_packager(ship: ShipSource, executor: Executor, root: Path, scripts: lis
 
 
 def _scripts(task: Partial | Script, root: Path) -> Iterator[str]:
-    """What the task runs, relative to the root, as far as it is in the tree."""
+    """The scripts of the task that are in the tree, relative to the root."""
     paths: list[str] = []
     modules: list[str] = []
     if isinstance(task, Script):
@@ -271,7 +271,7 @@ def _into_environment(
 
 
 def _places(executor: LeptonExecutor | DGXCloudExecutor, digest: str) -> dict[str, Any]:
-    """Where on the cluster the tree and the job's own folder of code are, and the digest."""
+    """The digest, and the paths of the tree and of the job's code folder on the cluster."""
     shared, job = (
         (executor.nemo_run_dir, executor.lepton_job_dir)
         if isinstance(executor, LeptonExecutor)

@@ -1,4 +1,4 @@
-"""Which files of a source tree are sent."""
+"""Chooses the files of a source tree that are sent."""
 
 from __future__ import annotations
 
@@ -10,8 +10,7 @@ from pathlib import Path, PurePosixPath
 
 from nemo_run_ray.cloud import platform_limits
 from nemo_run_ray.cloud.encode import Entry, File
-from nemo_run_ray.cloud.gitignore import Git
-from nemo_run_ray.cloud.tree import Walk, file_size, matches, read_entry, with_links
+from nemo_run_ray.cloud.tree import Git, Walk, file_size, matches, read_entry, with_links
 from nemo_run_ray.errors import TransportError
 
 #: Names, or patterns of names, of files and folders that are left out unless git tracks them or
@@ -157,7 +156,7 @@ def _is_package(path: Path) -> bool:
 
 
 def _beside(root: Path, script: Path, walk: Walk) -> Iterator[str]:
-    """What a script imports: the package that it is in, or its neighbours."""
+    """The package that a script is in, or its neighbours: it may import them."""
     package = None
     for folder in script.parents:
         if folder == root or not os.path.isfile(folder / "__init__.py"):

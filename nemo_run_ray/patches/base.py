@@ -56,7 +56,7 @@ class Patch(ABC):
 
     #: The name by which users ask for it.
     name: ClassVar[str]
-    #: What it changes and why, in one sentence.
+    #: Its change and the reason, in one sentence.
     why: ClassVar[str]
     #: The change of NeMo-Run that would make it unnecessary.
     retired_by: ClassVar[str]
@@ -69,7 +69,7 @@ class Patch(ABC):
 
     @abstractmethod
     def edits(self) -> Sequence[Edit]:
-        """What to replace. It is called only when the patch is not applied.
+        """The attributes to replace. It is called only when the patch is not applied.
 
         Raises:
             UnsupportedNemoRun: a target is not as this patch knows it.

@@ -23,8 +23,8 @@ from nemo_run.core.execution.lepton import LeptonExecutor
 
 from nemo_run_ray.patches.base import Edit, Patch
 
-#: What NeMo-Run writes for people: the executor and the task, as YAML. A ``run.Partial`` is read
-#: from ``<name>_fn_or_script`` beside them, so the folder itself must be sent.
+#: Files that NeMo-Run writes for people: the executor and the task, as YAML. A ``run.Partial`` is
+#: read from ``<name>_fn_or_script`` beside them, so the folder itself must be sent.
 UNREAD = ("_executor.yaml", "_config.yaml")
 
 #: A file in the job's folder on the cluster, made when all pieces have been unpacked.

@@ -16,7 +16,7 @@ from nemo_run_ray.patches.base import Edit, Patch
 
 #: Variables of ``nemo_run_ray.cloud``.
 OUR_PREFIX = "_NEMO_RUN_RAY_SRC_"
-#: What starts the name of a variable that carries source code: this package's, and that of the
+#: Prefix of the variables that carry source code: this package's, and that of the
 #: Nemotron recipes, whose transport works the same way.
 SOURCE_PREFIXES = (OUR_PREFIX, "_NEMOTRON_SRC_")
 

@@ -46,7 +46,7 @@ class DGXCloudLegacyKwargsPatch(Patch):
 
 
 class _Fiddle:
-    """What we must know of fiddle that it does not publish; ``None`` where it is elsewhere."""
+    """Internal parts of fiddle that this patch needs; ``None`` for one that fiddle has moved."""
 
     def __init__(self) -> None:
         # It is looked for when it is needed: importing this package must not depend on it.

@@ -61,7 +61,7 @@ def _merges(kind: type[JobGroup]) -> bool:
 
 
 def _says(kind: type) -> bool | None:
-    """What a class of another package says of groups; ``None`` when it says nothing."""
+    """The answer of another package's class to ``supports_job_group``; ``None`` if it has none."""
     owner = next((base for base in kind.__mro__ if _OPT_IN in vars(base)), None)
     if owner is None or owner.__module__.partition(".")[0] == "nemo_run":
         return None  # NeMo-Run knows itself how to group what inherits its answer
