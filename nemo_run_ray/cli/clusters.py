@@ -59,7 +59,8 @@ def down(
     dashboard = cluster.find()
     if dashboard is None:
         # What an embedded Ray that has died has left is kept; a job of Slurm may wait in the queue.
-        ended = cluster.why_down() or f"No {title[4:]} is up."
+        archive = cluster.archive()
+        ended = archive.sentence if archive else f"No {title[4:]} is up."
         was_there = cluster.stop()
         out.print(f"{title} is stopped." if was_there else ended)
         return
@@ -201,10 +202,11 @@ def dashboard_of(cluster: Cluster) -> Dashboard:
             "one up with: nemo-run-ray up --cluster …"
         )
     if dashboard is None:
-        why = cluster.why_down()
+        archive = cluster.archive()
+        why = archive.sentence if archive else "No embedded Ray is up."
         gap = "\n" if "\n" in why else " "  # after the lines of a log
         raise ClusterError(
-            f"{why or 'No embedded Ray is up.'}{gap}Start one with: nemo-run-ray up; look at "
+            f"{why}{gap}Start one with: nemo-run-ray up; look at "
             "another cluster with: nemo-run-ray doctor --address http://…"
         )
     return dashboard

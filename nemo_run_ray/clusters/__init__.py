@@ -10,7 +10,7 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING
 
-from nemo_run_ray.clusters.base import Cluster, Dashboard, from_record
+from nemo_run_ray.clusters.base import Cluster, ClusterArchive, Dashboard, from_record
 from nemo_run_ray.clusters.existing import ExistingCluster
 
 if TYPE_CHECKING:
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Cluster",
+    "ClusterArchive",
     "Dashboard",
     "ExistingCluster",
     "LocalCluster",

@@ -3,34 +3,68 @@
 from __future__ import annotations
 
 import abc
+import contextlib
 import importlib
+import json
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar
 from urllib.parse import urlsplit
 
 from nemo_run.config import ConfigurableMixin
 
 from nemo_run_ray.errors import ConfigError
-from nemo_run_ray.remote.rows import JobRows
+from nemo_run_ray.remote.node.output import PREFIX
+from nemo_run_ray.remote.rows import JobRows, job_rows
 
 #: Kinds whose modules are imported when they are used.
 _IMPORTED_LATE = {"local": "nemo_run_ray.clusters.local", "slurm": "nemo_run_ray.clusters.slurm"}
 #: Set by Ctrl-C, which only the main thread sees: a thread that waits for a cluster to come up
 #: gives up. Whoever waits anew clears it.
 interrupted = threading.Event()
+#: How the first line of a log begins of which only the end is kept.
+CUT = f"{PREFIX}the first "
 
 
-class EarlierJobs(Protocol):
-    """Jobs of a cluster from before the Ray that is up; they go on in it."""
+def text_of(path: Path) -> Iterator[str]:
+    """A log's text, piece by piece, as Ray itself would give it."""
+    with open(path, encoding="utf-8", errors="replace") as file:
+        while text := file.read(65536):
+            yield text
 
-    def rows(self) -> JobRows:
-        """Their rows in the job tables of then."""
 
-    def log(self, submission_id: str) -> Path | None:
-        """The log of one of them, as it was left; ``None`` without one."""
+def rows_in(jobs_json: str) -> JobRows:
+    """The rows of a kept job table, by submission id; empty for a text that is none."""
+    with contextlib.suppress(ValueError):
+        return {str(row["submission_id"]): row for row in job_rows(json.loads(jobs_json))}
+    return {}
+
+
+@dataclass(frozen=True)
+class ClusterArchive:
+    """What is left of a Ray that is gone.
+
+    Every kind of cluster keeps the same folder of it: ``reason``, Ray's job table in ``jobs.json``
+    and the logs of jobs in ``logs/``.
+
+    Attributes:
+        reason: why it is gone, as the end of a sentence.
+        rows: its job table at the end; empty if that was not kept.
+        log: returns the log of a job on this machine, by submission id; ``None`` without one.
+        continues: its dispatches continue in an allocation that is not up yet.
+    """
+
+    reason: str = ""
+    rows: JobRows = field(default_factory=dict)
+    log: Callable[[str], Path | None] = lambda _: None
+    continues: bool = False
+
+    @property
+    def sentence(self) -> str:
+        """The reason as a sentence of its own."""
+        return f"{self.reason[:1].upper()}{self.reason[1:]}"
 
 
 @dataclass(frozen=True)
@@ -45,7 +79,7 @@ class Dashboard:
             where Ray itself looks for a token.
         why_dead: says in sentences why it can never answer again; empty while it may. The
             process that started Ray knows when it has ended, and no client need wait for it.
-        earlier: jobs from before this Ray that belong to its job table; ``None`` without any.
+        earlier: jobs of allocations before this Ray, which continue in it; ``None`` without any.
         env_tries: how often Ray builds a runtime environment there; ``None`` when it is not known.
     """
 
@@ -54,7 +88,7 @@ class Dashboard:
     verify: bool | str = True
     credentials_step: str = field(default="", compare=False)
     why_dead: Callable[[], str] = field(default=str, repr=False, compare=False)
-    earlier: EarlierJobs | None = field(default=None, repr=False, compare=False)
+    earlier: ClusterArchive | None = field(default=None, repr=False, compare=False)
     env_tries: int | None = field(default=None, repr=False, compare=False)
 
     @property
@@ -73,6 +107,10 @@ class Cluster(ConfigurableMixin, abc.ABC):
 
     #: Name of the kind in a ledger.
     kind: ClassVar[str]
+    #: The interpreter that jobs get when the executor names none; ``None`` is the node's.
+    python: ClassVar[str | None] = None
+    #: Whether jobs see the caller's files, so that code need not be sent.
+    runs_here: ClassVar[bool] = False
     _kinds: ClassVar[dict[str, type[Cluster]]] = {}
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
@@ -91,25 +129,13 @@ class Cluster(ConfigurableMixin, abc.ABC):
     def find(self) -> Dashboard | None:
         """The dashboard of a cluster that was used before, or ``None`` when it is gone for good."""
 
-    def why_gone(self, session: str) -> str:
-        """Why a life of this cluster is over, as the end of a sentence; empty if nobody here knows.
+    def archive(self, session: str = "") -> ClusterArchive | None:
+        """What is left of a Ray that is gone; ``None`` of one that lives or is not known here.
 
         Args:
-            session: Ray's name of that life.
+            session: Ray's name of it; empty for the last one, unless it was stopped.
         """
-        return ""
-
-    def why_down(self) -> str:
-        """Why the life of this cluster that was here last is over; empty if nobody here knows."""
-        return ""
-
-    def why_away(self, session: str) -> str:
-        """Why a life of this cluster is over whose jobs go on in the next one; empty otherwise.
-
-        Args:
-            session: Ray's name of that life.
-        """
-        return ""
+        return None
 
     def keep_dispatch(
         self,
@@ -118,7 +144,7 @@ class Cluster(ConfigurableMixin, abc.ABC):
         body: dict[str, Any],
         archives: Callable[[], Mapping[str, bytes]],
     ) -> None:
-        """Keep what a dispatch needs to go on in the cluster's next life, if there may be one.
+        """Keep what a dispatch needs to continue in the next allocation, if there may be one.
 
         Args:
             dispatcher: id of its dispatcher.
@@ -131,23 +157,6 @@ class Cluster(ConfigurableMixin, abc.ABC):
         """
         return None
 
-    def left_log(self, session: str, submission_id: str) -> Path | None:
-        """The log of a job that a cluster which has died has left on this machine, if it has.
-
-        Args:
-            session: Ray's name of the cluster's life that had the job.
-            submission_id: of the job.
-        """
-        return None
-
-    def left_rows(self, session: str) -> JobRows:
-        """Ray's job table as a life of this cluster has left it at its end; empty if it has not.
-
-        Args:
-            session: Ray's name of that life.
-        """
-        return {}
-
     @abc.abstractmethod
     def record(self) -> dict[str, Any]:
         """Plain values from which a later process can make this object. No credentials."""
@@ -157,18 +166,8 @@ class Cluster(ConfigurableMixin, abc.ABC):
         """The object that ``record`` was called on, of its values without the kind."""
         return cls(**values)
 
-    @property
-    def python(self) -> str | None:
-        """The interpreter that jobs get when the executor names none; ``None`` is the node's."""
-        return None
-
-    @property
-    def runs_here(self) -> bool:
-        """Whether jobs see the caller's files, so that code need not be sent."""
-        return False
-
-    def release(self, detach: bool) -> None:
-        """The caller has submitted all it will; ``detach`` says that jobs go on without it."""
+    def detach(self) -> None:
+        """Let the jobs go on without this program, which has submitted all that it will."""
         return None
 
 

@@ -23,19 +23,19 @@ from nemo_run.config import get_nemorun_home
 from nemo_run.core.frontend.console.api import CONSOLE
 
 from nemo_run_ray.clusters import local_watch
-from nemo_run_ray.clusters.base import Cluster, Dashboard
-from nemo_run_ray.clusters.left_behind import MARKER, RAY_FOLDER
-from nemo_run_ray.clusters.local_dashboard import has_node, jobs_of
+from nemo_run_ray.clusters.base import Cluster, ClusterArchive, Dashboard
 from nemo_run_ray.clusters.local_state import (
-    Home,
+    MARKER,
+    RAY_FOLDER,
     LocalState,
+    StateFolder,
     children,
+    end_of_log,
     env_tries,
-    process_identity,
     raylet_of,
 )
-from nemo_run_ray.clusters.start_log import end_of_log
-from nemo_run_ray.errors import ClusterError, ConfigError, Unanswered
+from nemo_run_ray.clusters.local_watch import ask, process_identity
+from nemo_run_ray.errors import ClusterError, ConfigError
 from nemo_run_ray.fields import is_amount, strict_init
 from nemo_run_ray.remote.variables import EMBEDDED
 
@@ -44,10 +44,11 @@ _TEMP_ROOT_MAX_BYTES = 107 - 75
 #: File in Ray's folder with the address of its GCS, and seconds in which it must be there.
 _CURRENT, _CURRENT_S = "ray_current_cluster", 20.0
 _START_LIMIT_S = 120.0
-#: What `ray start` says when its raylet is dead. A raylet gives its agents 15 s to start, whatever
-#: its options are (Ray 2.60), and on a busy machine they may need longer: then it is tried again.
-_TOO_SLOW = "timed out during startup"
-_STARTS = 3
+#: A raylet gives its agents 15 s to start, whatever its options are (Ray 2.60), and on a busy
+#: machine they may need longer: a start that fails after more seconds than these is tried again.
+_SLOW_S, _STARTS = 10.0, 3
+#: Seconds for an answer of the dashboard.
+_ANSWER_S = 5.0
 _PORTS_TRIED = 100
 
 
@@ -63,6 +64,8 @@ class LocalCluster(Cluster):
     """
 
     kind: ClassVar[str] = "local"
+    python = sys.executable
+    runs_here = True
 
     #: CPUs that Ray may give away; ``None`` is all of this machine's.
     num_cpus: int | None = None
@@ -94,52 +97,36 @@ class LocalCluster(Cluster):
                 "seconds above 0."
             )
 
-    @property
-    def python(self) -> str | None:
-        return sys.executable
-
-    @property
-    def runs_here(self) -> bool:
-        return True
-
     def connect(self) -> Dashboard:
-        with self._home.locked():
-            state = self._home.read()
+        with self._folder.locked():
+            state = self._folder.read()
             if state is None:
-                self._home.remove_dead()
+                self._folder.remove_dead()
                 return self._dashboard(self._start())
             if (self.num_cpus, self.num_gpus) not in ((None, None), tuple(state.size)):
                 CONSOLE.log(
                     f"The embedded Ray is up with num_cpus, num_gpus = {state.size}, not with "
                     f"{[self.num_cpus, self.num_gpus]}. To change that: nemo-run-ray down"
                 )
-            self._home.join(state, self.keep)
+            self._folder.join(state, self.keep)
         return self._dashboard(state)
 
     def find(self) -> Dashboard | None:
-        state = self._home.read()
+        state = self._folder.read()
         return None if state is None else self._dashboard(state)
 
-    def why_gone(self, session: str) -> str:
-        return self._home.why_gone(session)
-
-    def why_down(self) -> str:
-        return self._home.why_down()
-
-    def left_log(self, session: str, submission_id: str) -> Path | None:
-        return self._home.left_log(session, submission_id)
+    def archive(self, session: str = "") -> ClusterArchive | None:
+        return self._folder.archive(session)
 
     def record(self) -> dict[str, Any]:
-        return {"kind": self.kind, "state_dir": str(self._home.path)}
+        return {"kind": self.kind, "state_dir": str(self._folder.path)}
 
-    def release(self, detach: bool) -> None:
-        if not detach:
-            return
-        with self._home.locked():
-            state = self._home.read()
+    def detach(self) -> None:
+        with self._folder.locked():
+            state = self._folder.read()
             if state is not None and not state.keep and not state.detached:
                 state.detached = True
-                self._home.write(state)
+                self._folder.write(state)
                 CONSOLE.log(
                     "The embedded Ray stays up for it, and stops when it has been idle for a while."
                 )
@@ -151,11 +138,11 @@ class LocalCluster(Cluster):
             ClusterError: it does not run.
         """
         deadline = time.monotonic() + _CURRENT_S
-        while (state := self._home.read()) is not None:
+        while (state := self._folder.read()) is not None:
             # `ray start` writes it last of all, a moment after a node can run jobs.
             with contextlib.suppress(FileNotFoundError):
                 address = Path(state.root, RAY_FOLDER, _CURRENT).read_text(encoding="utf-8")
-                return {"RAY_ADDRESS": address.strip(), **self._home.credentials()}
+                return {"RAY_ADDRESS": address.strip(), **self._folder.credentials()}
             if time.monotonic() >= deadline:
                 break
             time.sleep(0.1)
@@ -166,33 +153,34 @@ class LocalCluster(Cluster):
 
     def stop(self) -> None:
         """Stop it now, with all that runs on it, if there is one."""
-        with self._home.locked():
-            self._home.remove_dead()
+        with self._folder.locked():
+            self._folder.remove_dead()
 
     def stop_unused(self) -> None:
         """Stop it, unless somebody uses it, keeps it or runs a job on it."""
-        self._home.leave(os.getpid(), is_idle=True)
+        self._folder.leave(os.getpid(), is_idle=True)
 
     @property
-    def _home(self) -> Home:
+    def _folder(self) -> StateFolder:
         if self.state_dir is not None:
-            return Home(Path(self.state_dir))
+            return StateFolder(Path(self.state_dir))
         environment = hashlib.sha256(sys.prefix.encode()).hexdigest()[:8]
-        return Home(Path(get_nemorun_home()) / "ray_local" / environment)
+        return StateFolder(Path(get_nemorun_home()) / "ray_local" / environment)
 
     def _dashboard(self, state: LocalState) -> Dashboard:
-        headers = {"Authorization": f"Bearer {self._home.token()}"}
-        why_dead = partial(self._home.why_dead, state)
+        headers = {"Authorization": f"Bearer {self._folder.token()}"}
+        why_dead = partial(self._folder.why_dead, state)
         return Dashboard(state.url, headers, why_dead=why_dead, env_tries=state.env_tries)
 
     def _start(self) -> LocalState:
         """Start Ray, wait until a node has joined it, and join it too. The lock is held."""
         CONSOLE.log("Starting an embedded Ray on this machine (about 10 s) …")
         for _ in range(_STARTS - 1):
+            began = time.monotonic()
             try:
                 return self._start_once()
             except ClusterError:
-                if _TOO_SLOW not in end_of_log(self._home.log):
+                if not _SLOW_S <= time.monotonic() - began < _START_LIMIT_S:
                     raise
             CONSOLE.log("Ray was too slow on this busy machine. Starting it again …")
         return self._start_once()
@@ -218,24 +206,24 @@ class LocalCluster(Cluster):
         url, tries = f"http://127.0.0.1:{port}", env_tries()
         state = LocalState(pid=0, born="", url=url, root=root, size=size, env_tries=tries)
         try:
-            self._home.write(state)
+            self._folder.write(state)
             process = self._launch(command, root)
             state.pid, state.born = process.pid, process_identity(process.pid) or ""
-            self._home.write(state)
+            self._folder.write(state)
             self._await_node(state, process)
             state.raylet = raylet_of(process.pid)
-            self._home.join(state, self.keep)
+            self._folder.join(state, self.keep)
             self._watch(root)
         except BaseException:
-            self._home.stop(state)
+            self._folder.stop(state)
             raise
         return state
 
     def _launch(self, command: list[str], root: str) -> subprocess.Popen[bytes]:
-        with self._home.new_log() as log:
+        with self._folder.new_log() as log:
             process = subprocess.Popen(
                 command,
-                env=self._home.environment(root),
+                env=self._folder.environment(root),
                 cwd=root,
                 stdin=subprocess.DEVNULL,
                 stdout=log,
@@ -247,7 +235,7 @@ class LocalCluster(Cluster):
 
     def _watch(self, root: str) -> None:
         """Start what ends this Ray when it is idle. It ends with the Ray, by its environment."""
-        file, home = str(local_watch.__file__), str(self._home.path)
+        file, home = str(local_watch.__file__), str(self._folder.path)
         words = [sys.executable, "-I", "-S", file, home, root, str(self.idle_timeout_s)]
         subprocess.run(
             ["sh", "-c", '"$@" </dev/null >/dev/null 2>&1 &', "sh", *words],
@@ -264,19 +252,18 @@ class LocalCluster(Cluster):
                 raise ClusterError(
                     "The embedded Ray did not start: `ray start` ended with exit code "
                     f"{process.returncode}. Correct what its log names, or give RayExecutor "
-                    f"the address of a cluster. {end_of_log(self._home.log)}"
+                    f"the address of a cluster. {end_of_log(self._folder.log)}"
                 )
-            try:
-                # The dashboard may answer for long before there is a node that can run a job.
-                if has_node(state.url, self._home.token()):
-                    jobs_of(state.url, self._home.token())
+            with contextlib.suppress(OSError, KeyError, TypeError):  # not listening yet
+                # The dashboard may answer for long before a node can run a job.
+                nodes = ask(f"{state.url}/api/v0/nodes", self._folder.token(), _ANSWER_S)
+                if any(node["state"] == "ALIVE" for node in nodes["data"]["result"]["result"]):
+                    ask(f"{state.url}/api/jobs/", self._folder.token(), _ANSWER_S)
                     return
-            except Unanswered:
-                pass  # not listening yet
             time.sleep(0.1)
         raise ClusterError(
             f"No node joined the embedded Ray at {state.url} within {_START_LIMIT_S:.0f} s. "
-            f"{end_of_log(self._home.log)}"
+            f"{end_of_log(self._folder.log)}"
         )
 
 

@@ -1,7 +1,7 @@
-"""The process that ends an embedded Ray which nobody uses any more.
+"""The process that stops an embedded Ray which nobody uses any more.
 
 It starts with the Ray and ends with it. It is run as a file, without this package's imports, so
-that it needs 10 MB; what it finds idle is stopped by another process, in ``cli/clusters.py``.
+that it needs 10 MB. Another process stops what it has seen idle, see ``cli/clusters.py``.
 """
 
 import http.client
@@ -23,12 +23,12 @@ _STOP = (
 
 
 def main(folder: str, root: str, idle_timeout_s: float) -> None:
-    """Stop the embedded Ray when no user has lived and no job has run for so long.
+    """Stop the embedded Ray when no user has lived and no job has run for some time.
 
     Args:
         folder: with its ``state.json``.
-        root: its own folder, which tells it from a later one.
-        idle_timeout_s: how long.
+        root: its own folder, by which it differs from a later one.
+        idle_timeout_s: seconds without a user and a job.
     """
     rows: list[Any] | None = None
     used_at = time.monotonic()
@@ -39,49 +39,70 @@ def main(folder: str, root: str, idle_timeout_s: float) -> None:
                 state = json.load(file)
         except (OSError, ValueError):
             return
-        if state["root"] != root or not _lives(state["pid"], state["born"]):
+        if state["root"] != root or not lives(state["pid"], state["born"]):
             return
-        before, is_used = rows, state["keep"] or any(_lives(*user) for user in state["users"])
+        before, is_used = rows, state["keep"] or any(lives(*user) for user in state["users"])
         if not is_used:
             rows = _jobs(folder, state["url"])
-        # A table that has changed had a job that ran; without an answer nothing is known.
+        # A job has run since the last look if the table has changed.
         if is_used or rows is None or rows != before or _is_busy(rows):
             used_at = time.monotonic()
         elif time.monotonic() - used_at >= idle_timeout_s:
             package = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
-            # All that has the variable with the Ray's folder is ended with it.
+            # What has the variable with the Ray's folder is ended with the Ray.
             env = {name: value for name, value in os.environ.items() if value != root}
-            words = [sys.executable, "-c", _STOP, package, folder]
-            subprocess.run(words, env=env, check=False)
+            subprocess.run([sys.executable, "-c", _STOP, package, folder], env=env, check=False)
             used_at = time.monotonic()  # somebody came meanwhile
+
+
+def ask(url: str, token: str, timeout_s: float = _ANSWER_S) -> Any:
+    """The JSON that the dashboard of an embedded Ray answers with.
+
+    Raises:
+        OSError: it gives no answer, or another one.
+    """
+    request = urllib.request.Request(url, headers={"Authorization": f"Bearer {token}"})
+    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+    try:
+        with opener.open(request, timeout=timeout_s) as answer:
+            return json.load(answer)
+    except (http.client.HTTPException, ValueError) as error:
+        raise OSError(str(error)) from error
+
+
+def process_identity(pid: int) -> str | None:
+    """A lasting name of the process of that pid; ``None`` when there is none, or a zombie.
+
+    It consists of the boot and the ticks since then: a wall clock that is set changes neither.
+    """
+    try:
+        with open(f"/proc/{pid}/stat", "rb") as file:
+            fields = file.read().rpartition(b")")[2].split()
+    except (FileNotFoundError, ProcessLookupError):
+        return None
+    if fields[0] in (b"Z", b"X"):
+        return None
+    with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
+        return f"{file.read().strip()}/{int(fields[19])}"
+
+
+def lives(pid: int, born: str | None) -> bool:
+    """Whether the process of that pid is the one with that identity."""
+    return born is not None and born == process_identity(pid)
 
 
 def _jobs(folder: str, url: str) -> list[Any] | None:
     """The rows of the job table; ``None`` without an answer."""
     try:
         with open(os.path.join(folder, "token"), encoding="ascii") as file:
-            headers = {"Authorization": f"Bearer {file.read().strip()}"}
-        request = urllib.request.Request(f"{url}/api/jobs/", headers=headers)
-        opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-        with opener.open(request, timeout=_ANSWER_S) as answer:
-            rows = json.load(answer)
-    except (OSError, ValueError, http.client.HTTPException):
+            rows = ask(f"{url}/api/jobs/", file.read().strip())
+    except OSError:
         return None
     return rows if isinstance(rows, list) else None
 
 
 def _is_busy(rows: list[Any]) -> bool:
     return any(not isinstance(row, dict) or row.get("status") not in _ENDED for row in rows)
-
-
-def _lives(pid: int, born: str) -> bool:
-    """Whether a process lives, by its identity in the state: the boot, and the ticks since then."""
-    try:
-        with open(f"/proc/{pid}/stat", "rb") as file:
-            fields = file.read().rpartition(b")")[2].split()
-    except OSError:
-        return False
-    return fields[0] not in (b"Z", b"X") and born.endswith(f"/{int(fields[19])}")
 
 
 if __name__ == "__main__":

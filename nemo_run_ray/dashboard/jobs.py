@@ -126,7 +126,7 @@ class JobsApi:
         def ask() -> JobRow | None:
             response = self._http.get(_job_path(submission_id), may_be_absent=True)
             if response.status_code == 404:
-                return None if self._earlier is None else self._earlier.rows().get(submission_id)
+                return None if self._earlier is None else self._earlier.rows.get(submission_id)
             row = self._http.read(response, job_row)
             if row is None:
                 raise self._http.not_ray(response)
@@ -237,11 +237,11 @@ class JobsApi:
         # Few logs are asked for in one look: those of the jobs that ended last.
         rows.sort(key=lambda row: row.get("end_time") or 0, reverse=True)
         found = {str(row["submission_id"]): self._ends.restored(row) for row in rows}
-        return found if self._earlier is None else {**self._earlier.rows(), **found}
+        return found if self._earlier is None else {**self._earlier.rows, **found}
 
     def _left_log(self, submission_id: str) -> Path | None:
         """The log of a job from before this Ray; ``None`` of every other."""
-        if self._earlier is None or submission_id not in self._earlier.rows():
+        if self._earlier is None or submission_id not in self._earlier.rows:
             return None
         return self._earlier.log(submission_id)
 

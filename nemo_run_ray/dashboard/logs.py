@@ -21,7 +21,7 @@ import httpx
 from websockets.exceptions import ConnectionClosedOK, InvalidStatus, WebSocketException
 from websockets.sync.client import ClientConnection, connect
 
-from nemo_run_ray.clusters.left_behind import text_of
+from nemo_run_ray.clusters.base import text_of
 from nemo_run_ray.dashboard.http import READ_S, SLOW_S, Http, tls
 from nemo_run_ray.errors import JobError, StreamCut, Unanswered, Unauthorised
 from nemo_run_ray.remote.dashboard import LOG_FILE, log_query

@@ -420,11 +420,10 @@ def resume(dispatch: Dispatch) -> str:
     cluster = from_record(record)
     dashboard = cluster.find()
     if dashboard is None:
-        away = cluster.why_away(dispatch.spec.session)
-        if away:
-            return f"it goes on by itself: {away}"
-        why = cluster.why_gone(dispatch.spec.session) or GONE
-        return f"run the experiment again: {why}"
+        archive = cluster.archive(dispatch.spec.session)
+        if archive is not None and archive.continues:
+            return f"it goes on by itself: {archive.reason}"
+        return f"run the experiment again: {(archive and archive.reason) or GONE}"
     api = JobsApi.of(dashboard)
     found = dispatch.look(api, Snapshot(is_fresh=True))
     if found.lost:

@@ -6,7 +6,7 @@ import time
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
-from nemo_run_ray.clusters.left_behind import text_of
+from nemo_run_ray.clusters.base import text_of
 from nemo_run_ray.dashboard.jobs import JobsApi
 from nemo_run_ray.errors import JobError
 from nemo_run_ray.experiment import notes

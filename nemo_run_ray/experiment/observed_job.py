@@ -9,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from nemo_run_ray.clusters import Cluster, from_record
-from nemo_run_ray.clusters.left_behind import text_of
+from nemo_run_ray.clusters.base import text_of
 from nemo_run_ray.dashboard.jobs import JobsApi
 from nemo_run_ray.errors import JobError, NemoRunRayError
 from nemo_run_ray.experiment import explain, keep_logs, notes
@@ -196,14 +196,14 @@ class ObservedJob:
         return JobStatus(JobState.WAITING, Reason.NOT_SUBMITTED, _NEVER_THERE)
 
     def _lost(self, why: str, snapshot: Snapshot) -> JobStatus:
-        left = self._status_left(self.cluster.left_rows(self.record.session))
+        archive = self.cluster.archive(self.record.session)
+        left = None if archive is None else self._status_left(archive.rows)
         if left and left.state.is_terminal:
             self.note(left, snapshot)
             return left
-        away = self.cluster.why_away(self.record.session)
-        if away:
-            return self._as_recorded(JobState.UNKNOWN, Reason.UNREACHABLE, f"{away}.")
-        why = self._why_gone(why)
+        if archive is not None and archive.continues:
+            return self._as_recorded(JobState.UNKNOWN, Reason.UNREACHABLE, f"{archive.reason}.")
+        why = (archive and archive.reason) or why
         arrived = self.record.last == SUBMITTED or self.record.attempts or self.left_logs()
         what = "Its end is not known" if arrived else "It is not known whether it ran"
         end = "" if "\n" in why or why.endswith(".") else "."  # a log's lines end by themselves
@@ -216,8 +216,8 @@ class ObservedJob:
 
     def _why_gone(self, why: str) -> str:
         """Why its cluster is gone, in the words of who knows best."""
-        session = self.record.session
-        return self.cluster.why_away(session) or self.cluster.why_gone(session) or why
+        archive = self.cluster.archive(self.record.session)
+        return (archive and archive.reason) or why
 
     def _as_recorded(self, state: JobState, reason: Reason, detail: str) -> JobStatus:
         """A status without an answer of its cluster: node and attempt are those seen last."""
@@ -236,7 +236,10 @@ class ObservedJob:
             ClusterError: the cluster cannot be asked.
         """
         api = self._api()
-        return self.cluster.left_rows(self.record.session) if api is None else snapshot.rows(api)
+        if api is not None:
+            return snapshot.rows(api)
+        archive = self.cluster.archive(self.record.session)
+        return {} if archive is None else archive.rows
 
     def _api(self) -> JobsApi | None:
         dashboard = self.cluster.find()
@@ -270,9 +273,10 @@ def _attempts(job: ObservedJob, rows: JobRows, running_at: Mapping[str, float] |
 
 def left_logs(cluster: Cluster, record: JobRecord) -> list[Path]:
     """What a cluster that has died has left of the logs of a job's attempts."""
-    found = []
+    archive, found = cluster.archive(record.session), []
     for number in itertools.count(1):  # there may be more than anybody has seen
-        path = cluster.left_log(record.session, attempt_id(record.submission_id, number))
+        name = attempt_id(record.submission_id, number)
+        path = None if archive is None else archive.log(name)
         if path is not None:
             found.append(path)
         elif number >= len(record.attempts):

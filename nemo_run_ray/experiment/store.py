@@ -21,7 +21,7 @@ from typing import IO, Any, ClassVar, cast
 
 from filelock import FileLock
 
-from nemo_run_ray.clusters.left_behind import CUT
+from nemo_run_ray.clusters.base import CUT
 from nemo_run_ray.errors import JobError
 from nemo_run_ray.ids import LEDGER
 from nemo_run_ray.remote.attempts import Attempt, attempt_id, attempt_of_row, attempts_of, first_id

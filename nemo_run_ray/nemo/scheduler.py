@@ -151,7 +151,8 @@ class RayJobsScheduler(SchedulerMixin, Scheduler[Any]):
                 "room, or name another home by NEMORUN_HOME, and run it again."
             ) from error
         try:
-            batch.cluster.release(registry.is_detached(self._experiment))
+            if registry.is_detached(self._experiment):
+                batch.cluster.detach()
         except NemoRunRayError as error:  # the job runs: its launch has not failed
             CONSOLE.log(as_markup(str(error)))
         self._tend(batch.exp_dir)

@@ -139,7 +139,6 @@ def test_a_raylet_that_ended_alone_is_a_death_too(own, unique):
     (row,) = status(unique)
     assert row["state"] == "LOST"
     assert f"its raylet (process {raylet.pid}) is gone" in row["message"]
-    assert "failed" in row["message"].partition("raylet.out")[2], "the log says why"
     assert tool("nemo-run-ray", "logs", unique).stdout == "here\n"
     assert own.find() is None
     own.stop()

@@ -46,16 +46,18 @@ def test_what_is_left_goes_on_in_the_next_allocation(allocations: Allocations):
     session = wait_for(lambda: next(first.glob("run/*/session"), None)).read_text()
     wait_for(lambda: list(first.glob("run/*/end.json")), 60)
     allocations.run_jobs()  # the next Ray has none
-    waits = wait_for(lambda: remembered.why_away(session), 30)
+    archive = wait_for(lambda: remembered.archive(session), 30)
+    assert archive.continues
+    waits = archive.reason
     assert "what is left needs more time than it has, and " in waits
 
     dashboard = wait_for(remembered.find, 90)
-    assert sorted(dashboard.earlier.rows()) == ["a", "d"], "no other jobs than those of chains"
+    assert sorted(dashboard.earlier.rows) == ["a", "d"], "no other jobs than those of chains"
     (posted,) = wait_for(lambda: _table(dashboard), 30)
     assert (posted["submission_id"], posted["entrypoint"]) == ("d@2", "python -m x d@2")
     second = allocations.life(2)
     assert os.listdir(second / "users") == os.listdir(first / "users"), "they wait for it"
-    assert remembered.why_away(session) == ""
+    assert not remembered.archive(session).continues
     (number,) = allocations.jobs("RUNNING")
     assert number == (second / "job").read_text().strip()
     cluster._leave_at_exit()

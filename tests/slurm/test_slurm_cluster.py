@@ -155,7 +155,7 @@ def test_the_cluster_of_a_name_is_found_and_ends_with_its_last_user(allocations)
     wait_for(lambda: not allocations.jobs("RUNNING"), 30)
     wait_for(lambda: remembered.find() is None, 10)
     wait_for(lambda: "its last user has left" in dashboard.why_dead(), 10)
-    assert "its last user has left" in cluster.why_gone(session)
+    assert "its last user has left" in cluster.archive(session).reason
     with pytest.raises(ClusterError, match="Run the program again"):
         remembered.connect()
 
@@ -187,7 +187,6 @@ def test_an_idle_one_ends(allocations):
 def test_a_kept_one_stays_until_it_is_stopped(allocations):
     cluster = allocations.cluster(keep=True)
     cluster.connect()
-    cluster.release(detach=False)
     assert not (allocations.life() / "released").exists()
     assert cluster.stop()
     wait_for(lambda: not allocations.jobs(), 60)

@@ -13,13 +13,12 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from pathlib import Path
 from typing import Any, ClassVar
 
 from nemo_run.core.execution.slurm import SlurmExecutor
 from nemo_run.core.tunnel.client import LocalTunnel, SSHTunnel
 
-from nemo_run_ray.clusters.base import Cluster, Dashboard, interrupted
+from nemo_run_ray.clusters.base import Cluster, ClusterArchive, Dashboard, interrupted
 from nemo_run_ray.clusters.slurm.bring_up import BringUp
 from nemo_run_ray.clusters.slurm.forward import forwarded
 from nemo_run_ray.clusters.slurm.life import AllocationLife
@@ -32,7 +31,6 @@ from nemo_run_ray.clusters.slurm.sidecar import Sidecar
 from nemo_run_ray.clusters.slurm.slurm_queue import SlurmQueue
 from nemo_run_ray.errors import ClusterError, ConfigError, NemoRunRayError
 from nemo_run_ray.fields import is_amount, is_whole, strict_init
-from nemo_run_ray.remote.rows import JobRows
 from nemo_run_ray.remote.slurm.settings import repeated
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,99}")
@@ -114,17 +112,14 @@ class SlurmCluster(Cluster):
             return None
         return self._dashboard(life)
 
-    def why_gone(self, session: str) -> str:
-        return self._looks.why_gone(session)
-
-    def why_away(self, session: str) -> str:
-        return self._looks.why_away(session)
-
-    def left_rows(self, session: str) -> JobRows:
-        return self._looks.series(session).left_rows(session)
-
-    def left_log(self, session: str, submission_id: str) -> Path | None:
-        return self._looks.series(session).log(submission_id)
+    def archive(self, session: str = "") -> ClusterArchive | None:
+        if not session:
+            return None
+        away, series = self._looks.why_away(session), self._looks.series(session)
+        reason = away or self._looks.why_gone(session)
+        if not series.runs and not reason:
+            return None
+        return ClusterArchive(reason, series.left_rows(session), series.log, bool(away))
 
     def keep_dispatch(
         self,
@@ -151,10 +146,9 @@ class SlurmCluster(Cluster):
         found._is_remembered = True
         return found
 
-    def release(self, detach: bool) -> None:
-        if detach:
-            for number in self._joined(_used.pop(self._key, 0)):
-                self._lives.detach(number, _USER)
+    def detach(self) -> None:
+        for number in self._joined(_used.pop(self._key, 0)):
+            self._lives.detach(number, _USER)
 
     def stop(self) -> bool:
         """End the allocation now, with all that runs in it; whether there was one."""
@@ -214,7 +208,9 @@ class SlurmCluster(Cluster):
             url = forwarded(self._login, life.head.address, life.head.dashboard_port)
         headers = {"Authorization": f"Bearer {life.token}"}
         why_dead = partial(self._why_dead, life)
-        return Dashboard(url, headers, why_dead=why_dead, earlier=self._looks.before(life))
+        series = self._looks.before(life)
+        earlier = None if series is None else ClusterArchive(rows=series.rows(), log=series.log)
+        return Dashboard(url, headers, why_dead=why_dead, earlier=earlier)
 
     def _why_dead(self, life: AllocationLife) -> str:
         """Why this life of the cluster can never answer again; empty while it may."""

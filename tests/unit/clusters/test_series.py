@@ -63,6 +63,18 @@ def grow_old(world: World, number: int) -> None:
     os.utime(end, (time.time() - 7200,) * 2)
 
 
+def away(found, session: str) -> str:
+    """Why an allocation is over whose dispatches continue in one that is not up yet."""
+    archive = found.archive(session)
+    return archive.reason if archive and archive.continues else ""
+
+
+def gone(found, session: str) -> str:
+    """Why an allocation is over for good."""
+    archive = found.archive(session)
+    return "" if archive is None or archive.continues else archive.reason
+
+
 @pytest.fixture
 def renewed(world, monkeypatch) -> World:
     """A cluster whose first allocation is over, with a chain that goes on."""
@@ -105,31 +117,29 @@ def test_without_renew_nothing_is_kept(world):
 
 def test_between_two_allocations_jobs_are_away_and_not_lost(renewed):
     found = from_record(cluster(renewed).record())
-    assert "the next one is being asked for" in found.why_away("session_1")
+    assert "the next one is being asked for" in away(found, "session_1")
     next_one(renewed)
-    assert "chains go on in Slurm job 102, which is not up yet" in found.why_away("session_1")
+    assert "chains go on in Slurm job 102, which is not up yet" in away(found, "session_1")
     assert found.find() is None
     renewed.state("102", "RUNNING")
     (renewed.life(2) / "run" / "102.0").mkdir(parents=True)
-    assert "which is not up yet" in found.why_away("session_1"), "Ray starts in it"
-    assert found.left_rows("session_1")["a"]["status"] == "SUCCEEDED"
-    assert found.why_away("another") == ""
+    assert "which is not up yet" in away(found, "session_1"), "Ray starts in it"
+    assert found.archive("session_1").rows["a"]["status"] == "SUCCEEDED"
+    assert away(found, "another") == ""
 
 
 def test_a_next_one_that_never_comes_is_a_loss(renewed, monkeypatch):
     found = cluster(renewed)
-    assert found.why_away("session_1")
+    assert away(found, "session_1")
     monkeypatch.setattr(life, "_ASKING_S", 0.0)
-    assert found.why_away("session_1") == ""
-    assert "its walltime is over, and nobody has asked for the next one" in found.why_gone(
-        "session_1"
-    )
+    assert away(found, "session_1") == ""
+    assert "its walltime is over, and nobody has asked for the next one" in gone(found, "session_1")
 
 
 def test_a_script_that_died_long_ago_asks_for_nothing(renewed):
     """A new process sees so at its first look."""
     grow_old(renewed, 1)
-    assert cluster(renewed).why_away("session_1") == ""
+    assert away(cluster(renewed), "session_1") == ""
     client = renewed.client("late")
     renewed.events = [lambda: renewed.ready(2)]
     assert client.run().number == 2
@@ -142,10 +152,10 @@ def test_a_script_that_died_while_it_asked_is_a_loss(renewed):
     second.mkdir()
     (second / "renewed").touch()
     found = cluster(renewed)
-    assert "chains go on in a job of Slurm, which is not up yet" in found.why_away("session_1")
+    assert "chains go on in a job of Slurm, which is not up yet" in away(found, "session_1")
     os.utime(second, (time.time() - 7200,) * 2)
-    assert found.why_away("session_1") == ""
-    assert "nobody has asked for the next one" in found.why_gone("session_1")
+    assert away(found, "session_1") == ""
+    assert "nobody has asked for the next one" in gone(found, "session_1")
 
 
 @pytest.mark.parametrize("when", ["before", "after"])
@@ -158,8 +168,8 @@ def test_down_between_two_allocations_ends_the_cluster(renewed, when):
     newest = renewed.life(1 if when == "before" else 2)
     assert "it was ended by" in (newest / "over").read_text()
     assert renewed.cancelled() == (["101"] if when == "before" else ["102"])
-    assert found.why_away("session_1") == ""
-    told = found.why_gone("session_1")
+    assert away(found, "session_1") == ""
+    told = gone(found, "session_1")
     assert "the next one did not come: it was ended by `nemo-run-ray down`" in told
     assert not found.stop()
 
@@ -171,7 +181,7 @@ def test_who_detaches_is_taken_off_the_next_one_too(renewed, monkeypatch):
     next_one(renewed)
     for user in users:
         user.touch()
-    found.release(detach=True)
+    found.detach()
     assert not any(user.exists() for user in users)
 
 
@@ -186,11 +196,11 @@ def test_large_tables_are_not_fetched_at_every_look(renewed, monkeypatch):
     monkeypatch.setattr(lives.Lives, "series", counted)
     found = cluster(renewed)
     for _ in range(5):
-        assert "is being asked for" in found.why_away("session_1")
+        assert "is being asked for" in away(found, "session_1")
     assert len(asked) == 1
     next_one(renewed)
     for _ in range(5):
-        assert "which is not up yet" in found.why_away("session_1")
+        assert "which is not up yet" in away(found, "session_1")
     assert len(asked) == 2
 
 
@@ -199,9 +209,9 @@ def test_what_is_still_written_is_looked_for_again_soon(renewed):
     (folder,) = (renewed.life(1) / "run").iterdir()
     (folder / "token").write_text("still there")
     found = cluster(renewed)
-    assert found.left_log("session_1", "a") is None
+    assert found.archive("session_1").log("a") is None
     (folder / "job_logs" / "job-driver-a.log").write_text("late\n")
-    log = found.left_log("session_1", "a")
+    log = found.archive("session_1").log("a")
     assert log is not None
     assert log.read_text() == "late\n"
 
@@ -209,8 +219,8 @@ def test_what_is_still_written_is_looked_for_again_soon(renewed):
 def test_one_that_slurm_does_not_take_is_a_loss(renewed):
     (renewed.slurm / "refuse").write_text("sbatch: error: Batch job submission failed\n")
     next_one(renewed)
-    assert cluster(renewed).why_away("session_1") == ""
-    told = cluster(renewed).why_gone("session_1")
+    assert away(cluster(renewed), "session_1") == ""
+    told = gone(cluster(renewed), "session_1")
     assert "and the next one did not come: sbatch: error: Batch job submission failed" in told
 
 
@@ -218,7 +228,7 @@ def test_another_allocation_of_the_name_is_not_the_next_one(renewed):
     start(renewed, 2)  # by a client that had no patience
     renewed.ready(2)
     found = cluster(renewed)
-    assert found.why_away("session_1") == ""
+    assert away(found, "session_1") == ""
     dashboard = found.find()
     assert dashboard is not None
     assert dashboard.earlier is None
@@ -231,7 +241,7 @@ def test_the_next_one_has_the_jobs_of_the_chain(renewed, monkeypatch):
     found = cluster(renewed).find()
     assert found is not None
     assert found.earlier is not None
-    rows = found.earlier.rows()
+    rows = found.earlier.rows
     assert {name: row["status"] for name, row in rows.items()} == {
         "a": "SUCCEEDED",
         "b": "FAILED",
@@ -250,7 +260,7 @@ def test_at_the_end_all_of_it_is_left(renewed):
     rows = [{"submission_id": name, "status": "SUCCEEDED"} for name in ("b@2", "c", "d@2")]
     end(renewed, 2, "its last user has left", False, rows)
     found = cluster(renewed)
-    left = found.left_rows("session_1")
+    left = found.archive("session_1").rows
     assert {name: row["status"] for name, row in left.items() if name != "other"} == {
         "a": "SUCCEEDED",
         "b": "FAILED",
@@ -259,8 +269,8 @@ def test_at_the_end_all_of_it_is_left(renewed):
         "d": "FAILED",
         "d@2": "SUCCEEDED",
     }
-    assert "its last user has left" in found.why_gone("session_1")
-    assert found.why_away("session_1") == ""
+    assert "its last user has left" in gone(found, "session_1")
+    assert away(found, "session_1") == ""
 
 
 def test_what_may_run_is_not_called_ended(renewed):
@@ -269,7 +279,7 @@ def test_what_may_run_is_not_called_ended(renewed):
     renewed.ready(2)
     (folder,) = (renewed.life(2) / "run").iterdir()
     (folder / "jobs.json").write_text('[{"submission_id": "b@2", "status": "RUNNING"}]')
-    rows = cluster(renewed).left_rows("session_1")
+    rows = cluster(renewed).archive("session_1").rows
     assert (rows["b"]["status"], rows["b@2"]["status"]) == ("FAILED", "RUNNING")
 
 
@@ -360,17 +370,17 @@ def test_a_job_that_slurm_is_to_start_again_is_no_loss(world, monkeypatch, renew
         assert slurm_queue.SlurmQueue(found._login).jobs()
     end(world, 1, "the job was cancelled", False, _FIRST, code=143)
     told = "in Slurm job 101 if Slurm starts it again"
-    assert (told in found.why_away("session_1")) is renew, "Slurm has said nothing since"
+    assert (told in away(found, "session_1")) is renew, "Slurm has said nothing since"
     monkeypatch.setattr(slurm_queue, "PAUSE_S", 0.0)
     for state in ("COMPLETING", "PENDING"):
         world.state("101", state)
-        assert (told in found.why_away("session_1")) is renew
+        assert (told in away(found, "session_1")) is renew
     (world.life() / "stop").write_text("it was ended\n")
-    assert found.why_away("session_1") == ""
+    assert away(found, "session_1") == ""
     (world.life() / "stop").unlink()
     world.forget()
-    assert found.why_away("session_1") == ""
-    assert "the job was cancelled" in found.why_gone("session_1")
+    assert away(found, "session_1") == ""
+    assert "the job was cancelled" in gone(found, "session_1")
 
 
 def test_a_job_that_ended_by_itself_is_not_to_start_again(world, monkeypatch):
@@ -383,4 +393,4 @@ def test_a_job_that_ended_by_itself_is_not_to_start_again(world, monkeypatch):
     world.ready(1)
     found.keep_dispatch("d", ["a", "b", "c"], {"submission_id": "d"}, lambda: {"x": b"y"})
     end(world, 1, "there is no program 'ray'", False, _FIRST, code=70)
-    assert found.why_away("session_1") == ""
+    assert away(found, "session_1") == ""

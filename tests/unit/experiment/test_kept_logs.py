@@ -14,6 +14,7 @@ from typer.testing import CliRunner
 
 from nemo_run_ray import RayExecutor
 from nemo_run_ray.cli import main as cli
+from nemo_run_ray.clusters import ClusterArchive
 from nemo_run_ray.dashboard import jobs
 from nemo_run_ray.errors import JobError, Unanswered
 from nemo_run_ray.experiment import keep_logs
@@ -398,10 +399,10 @@ def test_a_reader_of_several_attempts_gets_the_rest_of_the_last_one(ray, unique,
     for number, text in enumerate(["first\n", "second\nhal"], start=1):
         (tmp_path / attempt_id(job.id, number)).write_text(text)
 
-    def left_log(session: str, name: str) -> Path | None:
+    def log_of(name: str) -> Path | None:
         return tmp_path / name if (tmp_path / name).exists() else None
 
-    job.cluster.left_log = left_log
+    job.cluster.archive = lambda session: ClusterArchive(log=log_of)
     whole = "".join(job.left_text())
     assert whole.startswith("first\n")
     assert whole.count("nemo_run_ray| attempt ") == 1

@@ -4,13 +4,12 @@ import nemo_run as run
 import pytest
 
 from nemo_run_ray import RayExecutor
-from nemo_run_ray.clusters import Dashboard
+from nemo_run_ray.clusters import ClusterArchive, Dashboard
 from nemo_run_ray.dashboard.jobs import JobsApi
 from nemo_run_ray.errors import ConfigError, SubmissionError
 from nemo_run_ray.experiment.submit import outside_spec
 from nemo_run_ray.ids import HANDLE
 from nemo_run_ray.remote.attempts import JobExit
-from nemo_run_ray.remote.rows import JobRows
 from tests.conftest import refused
 from tests.fake_ray import FAILS, FakeRay
 from tests.unit.experiment.conftest import Handed
@@ -120,26 +119,13 @@ def test_a_groups_roles_may_name_them(ray, unique, prep):
     )
 
 
-class Earlier:
-    """Jobs of the allocations before the one that is up."""
-
-    def __init__(self, rows: JobRows) -> None:
-        self._rows = rows
-
-    def rows(self) -> JobRows:
-        return self._rows
-
-    def log(self, submission_id: str) -> None:
-        return None
-
-
 @pytest.mark.parametrize("has_it", [True, False])
 def test_a_chain_that_goes_on_in_another_allocation_may_be_waited_for(ray, unique, has_it):
     """That one's Ray has another name than the one that the ledger knows."""
     prep = Handed(ray, f"{unique}-prep", "a", "b after a")
     rows = {prep.dispatch.id: ray.rows.pop(prep.dispatch.id)} if has_it else {}
     ray.rows.clear()
-    api = JobsApi.of(Dashboard(ray.url, {"X-Of": unique}, earlier=Earlier(rows)))
+    api = JobsApi.of(Dashboard(ray.url, {"X-Of": unique}, earlier=ClusterArchive(rows=rows)))
     if has_it:
         found = outside_spec(f"{HANDLE}{prep.id}.b", api, "the next one")
         assert (found.id, found.dispatcher) == (f"{prep.id}.b", prep.dispatch.id)

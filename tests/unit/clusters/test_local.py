@@ -16,15 +16,15 @@ import pytest
 
 from nemo_run_ray import LocalCluster
 from nemo_run_ray.clusters import from_record, local, local_state, local_watch
-from nemo_run_ray.clusters.left_behind import MARKER
-from nemo_run_ray.clusters.local_state import Home, LocalState, process_identity
-from nemo_run_ray.clusters.start_log import end_of_log
+from nemo_run_ray.clusters.base import CUT, text_of
+from nemo_run_ray.clusters.local_state import MARKER, LocalState, StateFolder, end_of_log
+from nemo_run_ray.clusters.local_watch import process_identity
 from nemo_run_ray.errors import ClusterError, ConfigError
 
 
 @pytest.fixture
 def home(weird_tmp_path):
-    return Home(weird_tmp_path)
+    return StateFolder(weird_tmp_path)
 
 
 def _shifted(process_identity: str, ticks: int) -> str:
@@ -55,10 +55,6 @@ def test_a_living_cluster_is_found(home):
     assert home.read() == state
 
 
-def test_nothing_is_there(home):
-    assert home.read() is None
-
-
 def test_a_dead_process(home, child):
     home.write(_state(child.pid, process_identity(child.pid)))
     assert home.read() is not None
@@ -70,21 +66,11 @@ def test_a_dead_process(home, child):
 def test_a_folder_is_where_it_was_named(tmp_path, monkeypatch):
     """Ray's processes run in another folder, where a relative path names another file."""
     monkeypatch.chdir(tmp_path)
-    home = Home(Path("relative"))
+    home = StateFolder(Path("relative"))
     assert home.path == tmp_path / "relative"
     with home.locked():
         env = home.environment(str(tmp_path))
     assert env["RAY_AUTH_TOKEN_PATH"] == str(tmp_path / "relative" / "token")
-
-
-def test_the_cluster_around_it_is_none_of_its_own(home, monkeypatch):
-    """A program that runs in an allocation of Slurm may start an embedded Ray there."""
-    names = ("LIFE", "RUN", "DASHBOARD", "ENDS_AT", "LASTS_S", "RENEWS")
-    for name in names:
-        monkeypatch.setenv(f"NEMO_RUN_RAY_{name}", "7")
-    with home.locked():
-        env = home.environment(str(home.path))
-    assert [name for name in names if f"NEMO_RUN_RAY_{name}" in env] == []
 
 
 def test_who_waits_for_another_process_is_told(home, monkeypatch):
@@ -102,26 +88,6 @@ def test_who_waits_for_another_process_is_told(home, monkeypatch):
         with home.locked():
             pass
     assert told == ["Another process is starting or stopping the embedded Ray; waiting …"]
-
-
-def test_a_raylets_statistics_do_not_say_why_it_died(tmp_path):
-    log = tmp_path / "raylet.out"
-    log.write_text(
-        "[2026-11-23 09:00:00,000 I 1 1] (raylet) main.cc:1: started\n - objects restored: 0\n"
-        "[2026-11-23 09:00:01,000 C 1 1] (raylet) agent.cc:2: An agent has died.\n - bytes: 0\n"
-    )
-    assert end_of_log(log).splitlines()[1:] == [
-        "  [2026-11-23 09:00:01,000 C 1 1] (raylet) agent.cc:2: An agent has died."
-    ]
-    log.write_text(" - objects restored: 0\n")
-    assert "does not say why" in end_of_log(log)
-
-
-def test_a_zombie_is_dead(home, child):
-    home.write(_state(child.pid, process_identity(child.pid)))
-    child.kill()
-    os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
-    assert home.read() is None
 
 
 @pytest.mark.parametrize("shift", [-3600, 1])
@@ -147,17 +113,6 @@ def test_another_files_text(home, text):
     assert home.read() is None
 
 
-def test_a_file_of_a_newer_version(home):
-    (home.path / "state.json").write_text(json.dumps({**vars(_me()), "color": "red"}))
-    assert home.read() is None
-
-
-def test_a_write_leaves_one_file(home):
-    home.write(_me())
-    home.write(_me())
-    assert os.listdir(home.path) == ["state.json"]
-
-
 def test_the_token_is_private_and_new_each_time(home):
     before = os.umask(0)
     try:
@@ -175,7 +130,11 @@ def test_the_token_is_private_and_new_each_time(home):
 
 
 def test_the_environment_of_the_embedded_ray(home, monkeypatch):
-    for name in ("RAY_ADDRESS", "RAY_AUTH_TOKEN", "RAY_API_SERVER_ADDRESS"):
+    """A program that runs in an allocation of Slurm may start an embedded Ray there."""
+    names = ["RAY_ADDRESS", "RAY_AUTH_TOKEN", "RAY_API_SERVER_ADDRESS"]
+    for part in ("LIFE", "RUN", "DASHBOARD", "ENDS_AT", "LASTS_S", "RENEWS"):
+        names.append(f"NEMO_RUN_RAY_{part}")
+    for name in names:
         monkeypatch.setenv(name, "of another cluster")
     env = home.environment("/tmp/nray-x")
     assert env["RAY_AUTH_MODE"] == "token"
@@ -184,29 +143,18 @@ def test_the_environment_of_the_embedded_ray(home, monkeypatch):
     assert home.token() not in env.values()
 
 
-def test_the_folder_is_private(tmp_path):
-    home = Home(tmp_path / "a" / "b")
-    with home.locked():
-        assert stat.S_IMODE(home.path.stat().st_mode) == 0o700
-
-
 def test_a_cluster_is_found_by_its_record(weird_tmp_path):
     cluster = LocalCluster(state_dir=str(weird_tmp_path), num_cpus=3)
     again = from_record(json.loads(json.dumps(cluster.record())))
     assert again.find() is None
-    home = Home(weird_tmp_path)
+    again.stop()
+    home = StateFolder(weird_tmp_path)
     home.environment("/tmp/nray-x")
     home.write(_me())
     found = again.find()
     assert found.url == "http://127.0.0.1:1"
     assert found.headers == {"Authorization": f"Bearer {home.token()}"}
     assert home.token() not in repr(found) + repr(cluster) + json.dumps(cluster.record())
-
-
-def test_stopping_what_is_not_there(tmp_path):
-    cluster = LocalCluster(state_dir=str(tmp_path))
-    cluster.stop()
-    assert cluster.find() is None
 
 
 @pytest.mark.parametrize("is_made_by_us", [True, False])
@@ -220,7 +168,7 @@ def test_stopping_removes_what_a_killed_cluster_left(tmp_path, child, is_made_by
     left = subprocess.Popen(["sleep", "1000"], env={**os.environ, "NEMO_RUN_RAY_LOCAL": str(root)})
     state = _state(child.pid, _shifted(process_identity(child.pid), -1000))
     state.root = str(root)
-    home = Home(tmp_path / "home")
+    home = StateFolder(tmp_path / "home")
     home.path.mkdir()
     home.write(state)
     LocalCluster(state_dir=str(home.path)).stop()
@@ -254,13 +202,13 @@ def test_fields_are_checked(fields):
 def test_who_waits_too_long_for_another_process_is_told_so(home, monkeypatch):
     monkeypatch.setattr(local_state, "_LOCK_LIMIT_S", 0.2)
     message = "Another process has been starting"
-    with home.locked(), pytest.raises(ClusterError, match=message), Home(home.path).locked():
+    with home.locked(), pytest.raises(ClusterError, match=message), StateFolder(home.path).locked():
         pytest.fail("both hold it")
 
 
 def test_a_folder_that_is_none(tmp_path):
     (tmp_path / "file").touch()
-    home = Home(tmp_path / "file" / "ray")
+    home = StateFolder(tmp_path / "file" / "ray")
     with pytest.raises(ConfigError, match="cannot use its folder"):
         home.read()
     with pytest.raises(ConfigError, match="NEMORUN_HOME"), home.locked():
@@ -280,13 +228,14 @@ def room(monkeypatch, tmp_path):
     short.rmdir()  # nothing is left in it
 
 
-def test_a_ray_that_was_too_slow_is_started_again(room, tmp_path):
-    """Its raylet gives up after 15 s; what is wrong otherwise is wrong the next time too."""
+def test_a_ray_that_was_too_slow_is_started_again(room, tmp_path, monkeypatch):
+    """Its raylet gives up after 15 s; what fails at once fails the next time too."""
     starts = tmp_path / "starts"
-    for words, count in (("node timed out during startup", 3), ("no space", 1)):
+    for slow_s, count in ((0.0, 3), (10.0, 1)):
+        monkeypatch.setattr(local, "_SLOW_S", slow_s)
         starts.unlink(missing_ok=True)
-        (tmp_path / "ray").write_text(f"#!/bin/sh\necho s >> {starts}\necho {words}\nexit 1\n")
-        with pytest.raises(ClusterError, match=words):
+        (tmp_path / "ray").write_text(f"#!/bin/sh\necho s >> {starts}\necho no node\nexit 1\n")
+        with pytest.raises(ClusterError, match="no node"):
             LocalCluster(state_dir=str(tmp_path / "state")).connect()
         assert starts.read_text() == "s\n" * count
 
@@ -313,7 +262,7 @@ def test_a_disk_that_is_full_before_the_start(room, tmp_path, monkeypatch):
 
 def test_a_disk_that_is_full_when_ray_has_started(room, tmp_path, monkeypatch):
     started = []
-    write = Home.write
+    write = StateFolder.write
 
     def full(self, state):
         if state.pid:
@@ -321,7 +270,7 @@ def test_a_disk_that_is_full_when_ray_has_started(room, tmp_path, monkeypatch):
             raise local_state._unusable(self.path, OSError(28, os.strerror(28)))
         write(self, state)
 
-    monkeypatch.setattr(Home, "write", full)
+    monkeypatch.setattr(StateFolder, "write", full)
     cluster = LocalCluster(state_dir=str(tmp_path / "state"))
     with pytest.raises(ConfigError, match="No space left on device"):
         cluster.connect()
@@ -330,54 +279,24 @@ def test_a_disk_that_is_full_when_ray_has_started(room, tmp_path, monkeypatch):
     assert cluster.find() is None
 
 
-_GREETING = """2026-11-22 09:26:35,703\tINFO usage_lib.py:447 -- Usage stats collection is disabled.
-2026-11-22 09:26:35,703\tSUCC scripts.py:1085 -- Ray runtime started.
-"""
-_REASON = (
-    "2026-11-22 09:26:41,101\tERR scripts.py:1301 -- Some Ray subprocesses exited unexpectedly:"
-)
-
-
-def test_the_log_of_a_dead_ray_without_its_greeting(home):
-    home.log.write_text(_GREETING)
-    assert "does not say why" in end_of_log(home.log)
-    home.log.write_text(f"{_GREETING}{_REASON}\n  gcs_server [exit code=-9]\n")
-    assert end_of_log(home.log).splitlines()[-2:] == [
-        f"  {_REASON}",
-        "    gcs_server [exit code=-9]",
-    ]
-
-
-_CHATTER = """\
-[2026-11-22 09:26:40,003 I 123 123] (raylet) node_manager.cc:3131: Sending heartbeat
-(raylet) [2026-11-22 09:26:40,003 I 123 145] (raylet) worker_pool.cc:71: Started worker
-[2026-11-22 09:26:40,003 W 123 123] (raylet) store.cc:366: Disconnecting client
-[2026-11-22 09:26:40,003 I 123 123] (raylet) [state-dump] NodeManager:
-(raylet) [state-dump] Node ID: ffff
-2026-11-22 09:26:41,101\tERR a.py:122 --     [2026-11-22 09:26:40,003 I 1 1] (raylet) a.cc:1: x
-[state-dump]
-"""
-
-
-def test_the_log_of_a_dead_ray_without_what_its_processes_said_of_themselves(home):
-    raylet = "  raylet [exit code=-9]"
-    error = "(raylet) [2026-11-22 09:26:41,003 E 123 123] (raylet) main.cc:9: no memory"
-    fatal = "terminate called after throwing an instance of 'std::bad_alloc'"
-    text = (
-        f"{_REASON}\n{raylet}\n"
-        f"ERR a.py:116 -- ----- BEGIN raylet.err tail (exit code(s)=-9) -----\n{fatal}\n"
-        "ERR a.py:128 -- ----- END raylet.err tail (exit code(s)=-9) -----\n"
-        f"ERR a.py:116 -- ----- BEGIN raylet.out tail (exit code(s)=-9) -----\n{error}\n"
-        f"Traceback (most recent call last):\nFileNotFoundError: podman\n{_CHATTER * 9}"
-        "ERR a.py:128 -- ----- END raylet.out tail (exit code(s)=-9) -----\n"
-        "Remaining processes will be killed.\n"
+def test_the_end_of_a_log_shows_what_says_why_it_died(home):
+    home.log.write_text(
+        "2026-11-22 09:26:35,703\tINFO usage_lib.py:447 -- Usage stats collection is disabled.\n"
+        "2026-11-22 09:26:35,703\tSUCC scripts.py:1085 -- Ray runtime started.\n"
     )
-    home.log.write_text(f"{_CHATTER}before\n{text}")
-    shown = end_of_log(home.log).splitlines()[-5:]
-    end = [_REASON, raylet, fatal, error, "Remaining processes will be killed."]
-    assert shown == [f"  {line}" for line in end]
-    home.log.write_text("more\n" * 20)
-    assert end_of_log(home.log).count("\n  more") == 6
+    assert "does not say why" in end_of_log(home.log)
+    lines = [
+        "2026-11-22 09:26:41,101\tERR scripts.py:1301 -- Some Ray subprocesses exited:",
+        "  raylet [exit code=-9]",
+        "[2026-11-22 09:26:41,003 E 123 123] (raylet) main.cc:9: no memory",
+    ]
+    chatter = (
+        "[2026-11-22 09:26:40,003 I 123 123] (raylet) node_manager.cc:3131: Sending heartbeat\n"
+        "(raylet) [2026-11-22 09:26:40,003 W 123 145] (raylet) store.cc:366: Disconnecting\n"
+        "(raylet) [state-dump] Node ID: ffff\n"
+    )
+    home.log.write_text(chatter + f"\n{chatter}".join(lines))
+    assert end_of_log(home.log).splitlines()[-3:] == [f"  {line}" for line in lines]
 
 
 _IDLE = b'[{"status": "SUCCEEDED"}]'
@@ -431,3 +350,120 @@ def test_what_nobody_uses_is_stopped_after_a_while(home, monkeypatch, fields, ta
         with pytest.raises(InterruptedError):
             local_watch.main(str(home.path), "/tmp/nray-x", 600)
         assert now == stopped_at
+
+
+SESSION = "session_2026-11-22_10-00-00_1_1"
+
+
+def _dead(tmp_path: Path, number: int = 1, session: str = SESSION) -> LocalState:
+    """A cluster whose first process was killed, with the log of one job."""
+    process = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    born = process_identity(process.pid)
+    root = tmp_path / f"nray-{number}"
+    logs = root / "r" / session / "logs"
+    logs.mkdir(parents=True)
+    (root / MARKER).touch()
+    (logs / "job-driver-x_1.job.log").write_text("its line\n")
+    (root / "r" / "session_latest").symlink_to(session)
+    process.kill()
+    process.communicate()
+    return LocalState(pid=process.pid, born=born, url="http://127.0.0.1:1", root=str(root))
+
+
+def test_logs_and_the_reason_outlive_the_next_start(home, tmp_path):
+    state = _dead(tmp_path)
+    log = Path(state.root, "r", SESSION, "logs", "job-driver-x_1.job.log")
+    os.utime(log, (1000, 1000))
+    home.log.write_text("gcs_server [exit code=-9]\n")
+    with home.locked():
+        home.write(state)
+        before = home.archive(SESSION)
+        assert "has died: its process" in before.reason
+        assert before.log("x_1.job") == log
+        assert home.archive("").reason == before.reason, "whatever its session is"
+        home.remove_dead()
+    home.log.write_text("of the next one\n")
+    assert not (tmp_path / "nray-1").exists()
+    archive = home.archive(SESSION)
+    assert archive.log("x_1.job").read_text() == "its line\n"
+    assert archive.log("x_1.job").stat().st_mtime == 1000, "as old as its last line"
+    assert archive.log("x_1.other") is None
+    assert archive.reason.splitlines()[-1].strip() == "gcs_server [exit code=-9]"
+    assert str(home.path / "archive" / SESSION / "logs" / "ray.log") in archive.reason
+    assert home.archive("session_of_another") is None
+    assert home.archive("") is None
+
+
+def test_a_dead_raylet_is_named(home, tmp_path, child):
+    """`ray start` may outlive it."""
+    state = _dead(tmp_path)
+    state.raylet, state.pid = [state.pid, state.born], child.pid
+    state.born = process_identity(child.pid)
+    with home.locked():
+        home.write(state)
+        assert home.read() is None
+        assert f"raylet (process {state.raylet[0]}) is gone" in home.archive(SESSION).reason
+
+
+def test_the_newest_archives_are_kept_and_of_fewer_the_logs(home, tmp_path, monkeypatch):
+    """By when they were over, and not by their names, which have the time of the wall clock."""
+    monkeypatch.setattr(local_state, "_ARCHIVES", 4)
+    monkeypatch.setattr(local_state, "_WITH_LOGS", 2)
+    names = [f"session_2026-11-22_10-00-0{number}_1_1" for number in (3, 9, 1, 4, 0)]
+    with home.locked():
+        for number, name in enumerate(names):
+            home.write(_dead(tmp_path, number, name))
+            home.remove_dead()
+            os.utime(home.path / "archive" / name / "reason", (number, number))
+    archives = [home.archive(name) for name in names]
+    assert [archive is not None for archive in archives] == [False, *[True] * 4]
+    assert [archive.log("x_1.job") is not None for archive in archives[1:]] == [
+        False,
+        False,
+        True,
+        True,
+    ]
+
+
+def test_of_a_long_log_the_end_is_kept_and_it_says_so(home, tmp_path, monkeypatch):
+    monkeypatch.setattr(local_state, "_LOG_BYTES", 20)
+    state = _dead(tmp_path)
+    logs = Path(state.root, "r", SESSION, "logs")
+    text = "".join(f"line {number}\n" for number in range(100))
+    (logs / "job-driver-x_1.job.log").write_text(text)
+    (logs / "job-driver-x_1.bar.log").write_text("\r50 %" * 100)
+    with home.locked():
+        home.write(state)
+        home.remove_dead()
+    archive = home.archive(SESSION)
+    end = "line 98\nline 99\n"
+    first = f"{CUT}{len(text) - len(end)} bytes of this log are not kept\n"
+    assert archive.log("x_1.job").read_text() == f"{first}{end}"
+    bar = "".join(text_of(archive.log("x_1.bar")))
+    assert bar.endswith("50 %\n50 %\n50 %\n50 %"), "a line without an end is kept too"
+
+
+def test_a_folder_that_takes_nothing_keeps_nobody_from_the_next_start(home, tmp_path, caplog):
+    state = _dead(tmp_path)
+    with home.locked():
+        home.write(state)
+        (home.path / "archive").write_text("no folder")
+        home.remove_dead()
+    assert home.read() is None
+    assert not Path(state.root).exists()
+    assert "is not kept" in caplog.text
+
+
+def test_of_one_that_was_stopped_the_job_table_is_kept(home, tmp_path):
+    state = _dead(tmp_path)
+    process = subprocess.Popen(["sleep", "100"], start_new_session=True)
+    state.pid, state.born = process.pid, process_identity(process.pid)
+    with home.locked():
+        home.write(state)
+        assert home.archive(SESSION) is None
+        home.stop(state, [{"submission_id": "x_1.job", "status": "SUCCEEDED"}])
+    process.wait()
+    archive = home.archive(SESSION)
+    assert archive.reason == "the embedded Ray that had it has been stopped"
+    assert archive.rows["x_1.job"]["status"] == "SUCCEEDED"
+    assert archive.log("x_1.job") is None
