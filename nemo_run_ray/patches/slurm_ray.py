@@ -15,7 +15,6 @@ from nemo_run.core.tunnel.client import SSHTunnel
 
 from nemo_run_ray import ssh
 from nemo_run_ray.patches.base import Edit, Patch, original
-from nemo_run_ray.slurm_script import TEMPLATES, template_folder
 
 _MODULE = "nemo_run.run.ray.slurm"
 _FIELDS = ("template_name", "template_dir")
@@ -55,6 +54,8 @@ class SlurmRayPatch(Patch):
 def _with_our_template(materialize: Any) -> Any:
     @functools.wraps(materialize)
     def wrapper(self: Any) -> Any:
+        from nemo_run_ray.clusters.slurm.script import TEMPLATES, template_folder
+
         if self.template_dir is not None or self.template_name not in TEMPLATES:
             return materialize(self)  # the user's own template
         with template_folder() as folder:

@@ -18,8 +18,8 @@ from nemo_run.core.execution.slurm import SlurmJobDetails
 from nemo_run.run.ray.slurm import SlurmRayCluster, SlurmRayRequest
 
 from nemo_run_ray import patches
+from nemo_run_ray.clusters.slurm.script import node_program
 from nemo_run_ray.errors import UnsupportedNemoRun
-from nemo_run_ray.slurm_script.program import node_program
 
 Both = Callable[..., tuple[str, str]]
 #: Fields of an executor that NeMo-Run sets after it was made.

@@ -25,10 +25,10 @@ _LINES = (
     {"experiment", "skills", "work"},
     {"cluster_files"},
     {"plan"},
-    {"executor", "dashboard"},
-    {"clusters", "cloud"},
-    {"patches", "fields"},
-    {"slurm_script"},
+    {"executor", "dashboard", "cloud"},
+    {"patches"},
+    {"clusters"},
+    {"fields"},
     {"remote", "ids", "errors", "ssh"},
 )
 #: The same inside ``remote``: programs above what they share.

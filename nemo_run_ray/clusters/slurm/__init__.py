@@ -7,6 +7,6 @@ dashboard behind SSH.
 """
 
 from nemo_run_ray.clusters.slurm.cluster import SlurmCluster
-from nemo_run_ray.clusters.slurm.sidecar import Sidecar
+from nemo_run_ray.clusters.slurm.script import Sidecar
 
 __all__ = ["Sidecar", "SlurmCluster"]

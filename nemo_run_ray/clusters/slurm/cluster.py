@@ -19,15 +19,12 @@ from nemo_run.core.execution.slurm import SlurmExecutor
 from nemo_run.core.tunnel.client import LocalTunnel, SSHTunnel
 
 from nemo_run_ray.clusters.base import Cluster, ClusterArchive, Dashboard, interrupted
-from nemo_run_ray.clusters.slurm.bring_up import BringUp
-from nemo_run_ray.clusters.slurm.forward import forwarded
+from nemo_run_ray.clusters.slurm.bring_up import BringUp, Progress
 from nemo_run_ray.clusters.slurm.life import AllocationLife
 from nemo_run_ray.clusters.slurm.lives import Lives
-from nemo_run_ray.clusters.slurm.login import Login, key_of
+from nemo_run_ray.clusters.slurm.login import Login, forwarded, key_of
 from nemo_run_ray.clusters.slurm.looks import Looks
-from nemo_run_ray.clusters.slurm.progress import Progress
-from nemo_run_ray.clusters.slurm.script import script
-from nemo_run_ray.clusters.slurm.sidecar import Sidecar
+from nemo_run_ray.clusters.slurm.script import Sidecar, script
 from nemo_run_ray.clusters.slurm.slurm_queue import SlurmQueue
 from nemo_run_ray.errors import ClusterError, ConfigError, NemoRunRayError
 from nemo_run_ray.fields import is_amount, is_whole, strict_init

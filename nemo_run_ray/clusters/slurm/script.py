@@ -1,18 +1,191 @@
-"""The script of an allocation: NeMo-Run's own request, filled into this package's template."""
+"""The script of a Slurm job that starts Ray, and the program that it carries along.
 
-from __future__ import annotations
+NeMo-Run fills the templates, by their folder and with its own variables. A template cannot read a
+file of another folder, so one folder is made with all of them.
+"""
 
+import ast
+import base64
 import copy
+import io
 import json
 import os
+import re
 import shlex
-from collections.abc import Mapping, Sequence
+import shutil
+import tempfile
+import zipfile
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import KW_ONLY, dataclass, field
+from functools import cache
+from pathlib import Path
 from typing import Any
 
-from nemo_run_ray.clusters.slurm.sidecar import Sidecar
+from nemo_run.config import ConfigurableMixin
+
+from nemo_run_ray import remote
+from nemo_run_ray.errors import ConfigError
+from nemo_run_ray.fields import Probe, strict_init
 from nemo_run_ray.remote.slurm.settings import IDLE_TIMEOUT, RENEW, SIDECARS
 from nemo_run_ray.remote.variables import LIFE
-from nemo_run_ray.slurm_script import TEMPLATES, template_folder
+
+_NAME = re.compile(r"[A-Za-z0-9_-]{1,60}")
+
+
+@strict_init
+@dataclass
+class Sidecar(ConfigurableMixin):
+    """A command that runs beside Ray for the life of an allocation: a code sandbox, a cache.
+
+    No job starts before every sidecar is ready, and the allocation ends when one of them does.
+
+    Example:
+        ``Sidecar("sandbox", "./start-sandbox.sh", ready=PortProbe(6000))``
+
+    Raises:
+        ConfigError: a value is not allowed.
+    """
+
+    #: For messages and the name of its log, ``logs/ray-<name>-<host>.log``.
+    name: str
+    #: A line for ``bash``.
+    command: str
+    _: KW_ONLY
+    #: On every node, or on the head's alone.
+    everywhere: bool = True
+    #: What says that it is ready, with a port's number; ``None`` means at once.
+    ready: Probe | None = None
+    #: Added to the environment of the executor.
+    env_vars: dict[str, str] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.name, str) or not _NAME.fullmatch(self.name):
+            raise ConfigError(
+                f"Sidecar.name is {self.name!r}; allowed are letters, digits, '_' and '-'."
+            )
+        if not isinstance(self.command, str) or not self.command.strip():
+            raise ConfigError(f"Sidecar.command is {self.command!r}; expected is a line for bash.")
+        port = getattr(self.ready, "port", None)
+        if isinstance(port, str):
+            raise ConfigError(
+                f"Sidecar.ready of {self.name!r} names the port {port!r}; a sidecar has no named "
+                "ports: give the number."
+            )
+
+    def row(self) -> dict[str, Any]:
+        """The sidecar as the node program reads it."""
+        probe = None if self.ready is None else self.ready.spec()._asdict()
+        return {
+            "name": self.name,
+            "command": self.command,
+            "everywhere": self.everywhere,
+            "probe": probe,
+            "env": dict(self.env_vars),
+        }
+
+
+_ROOT = Path(remote.__file__).parent
+#: What the zip's own entry imports.
+_ENTRIES = ("slurm/__main__.py", "slurm/byte_code.py")
+#: Zip knows no earlier day; a fixed one keeps equal programs equal.
+_EPOCH = (1980, 1, 1, 0, 0, 0)
+_PACKAGE = "nemo_run_ray_remote"
+# Python's own zipimporter compiles a module to learn the name of its file, and again to run it,
+# which is a quarter of what the start of a node's program costs a processor.
+_MAIN = f"""\
+import gc
+import sys
+import zipimport
+
+gc.disable()  # no garbage comes of imports, and to look for it takes a tenth of their time
+
+if sys.version_info < (3, 9):
+    sys.exit("nemo_run_ray| Python %d.%d runs the node program; it needs 3.9 or newer: set "
+             "NEMO_RUN_RAY_PYTHON" % sys.version_info[:2])
+
+
+class Importer(zipimport.zipimporter):
+    def get_filename(self, name):
+        end = "/__init__.py" if self.is_package(name) else ".py"
+        return self.archive + "/" + self.prefix + name.rpartition(".")[2] + end
+
+
+sys.path_hooks.insert(0, Importer)
+sys.path_importer_cache.clear()
+
+if sys.argv[1:] == ["--compile"]:
+    from {_PACKAGE}.slurm.byte_code import add_byte_code
+
+    sys.exit(add_byte_code(sys.argv[0]))
+
+from {_PACKAGE}.slurm.__main__ import main
+
+gc.freeze()
+gc.enable()
+sys.exit(main())
+"""
+
+
+@cache
+def node_program() -> bytes:
+    """The zip, with the program's entry and all modules of ``remote`` that it may import."""
+    buffer = io.BytesIO()
+    with zipfile.ZipFile(buffer, "w", zipfile.ZIP_DEFLATED) as archive:
+        _add(archive, "__main__.py", _MAIN.encode())
+        for name in _needed(*_ENTRIES):
+            _add(archive, f"{_PACKAGE}/{name}", (_ROOT / name).read_bytes())
+    return buffer.getvalue()
+
+
+def _needed(*entries: str) -> list[str]:
+    """The files of some modules and of all that they import, also inside of functions."""
+    found: set[str] = set()
+    wanted = [*entries]
+    while wanted:
+        name = wanted.pop()
+        if name not in found and (_ROOT / name).is_file():
+            found.add(name)
+            wanted += _imports(name)
+    return sorted(found)
+
+
+def _imports(name: str) -> Iterator[str]:
+    """The files that this one's imports may mean, of which not all exist."""
+    for statement in ast.walk(ast.parse((_ROOT / name).read_bytes())):
+        if isinstance(statement, ast.ImportFrom) and statement.level:
+            folder = Path(name).parents[statement.level - 1]
+            module = folder.joinpath(*(statement.module or "").split("."))
+            for path in (module, *(module / alias.name for alias in statement.names)):
+                yield f"{path.as_posix()}.py"
+            for package in (module, *module.parents):
+                yield (package / "__init__.py").as_posix()
+
+
+def _add(archive: zipfile.ZipFile, name: str, data: bytes) -> None:
+    info = zipfile.ZipInfo(name, _EPOCH)
+    info.compress_type = zipfile.ZIP_DEFLATED
+    archive.writestr(info, data)
+
+
+#: Names of the templates, which are NeMo-Run's.
+TEMPLATES = ("ray.sub.j2", "ray_enroot.sub.j2")
+_PARTS = ("ray.sub.j2", "ray_enroot.sub.j2", "renew.sh.j2", "attach.sh.j2")
+_HERE = Path(__file__).parent
+_LINE_CHARACTERS = 100
+
+
+@contextmanager
+def template_folder() -> Iterator[str]:
+    """A folder with the templates and the program, while NeMo-Run fills them."""
+    with tempfile.TemporaryDirectory(prefix="nemo-run-ray-") as folder:
+        for name in _PARTS:
+            shutil.copy(_HERE / name, folder)
+        text = base64.b64encode(node_program()).decode()
+        lines = range(0, len(text), _LINE_CHARACTERS)
+        encoded = "\n".join(text[start : start + _LINE_CHARACTERS] for start in lines)
+        Path(folder, "node.pyz.b64").write_text(encoded, encoding="ascii")
+        yield folder
 
 
 def script(

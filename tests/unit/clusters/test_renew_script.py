@@ -10,15 +10,14 @@ from pathlib import Path
 
 import pytest
 
-from nemo_run_ray import slurm_script
-from nemo_run_ray.clusters.slurm import bring_up
+from nemo_run_ray.clusters.slurm import bring_up, script
 from tests.unit.clusters.test_bring_up import World, world
 
 __all__ = ["world"]
 
 
 def template(name: str) -> str:
-    return Path(slurm_script.__file__).with_name(name).read_text()
+    return Path(script.__file__).with_name(name).read_text()
 
 
 def renew(world: World, **variables: str) -> str:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from nemo_run_ray.slurm_script.program import node_program
+from nemo_run_ray.clusters.slurm.script import node_program
 
 _PACKAGE = "nemo_run_ray_remote"
 #: Runs the zip, which ends at once, then imports of its modules. Each module that Python compiles
