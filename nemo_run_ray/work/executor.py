@@ -7,10 +7,7 @@ from collections.abc import Callable, Iterable, Iterator
 from concurrent import futures
 from typing import Any, TypeVar
 
-from nemo_run_ray.work.engine import Engine
-from nemo_run_ray.work.items import Item
-from nemo_run_ray.work.pickling import pickle_function, pickle_item
-from nemo_run_ray.work.shape import Shape
+from nemo_run_ray.work.tasks import Item, TaskQueue, pickle_item
 
 _T = TypeVar("_T")
 
@@ -19,15 +16,13 @@ class PoolExecutor(futures.Executor):
     """Calls functions on Ray's workers. ``Pool.executor`` makes it; its pool closes it too.
 
     Args:
-        engine: of the pool.
-        shape: what each worker reserves.
+        tasks: where its calls wait.
         pool: lives as long as this executor.
     """
 
-    def __init__(self, engine: Engine, shape: Shape, pool: object) -> None:
-        self._engine = engine
+    def __init__(self, tasks: TaskQueue, pool: object) -> None:
+        self._tasks = tasks
         self._pool = pool
-        self._shape = shape
         self._lock = threading.Lock()
         self._is_shut_down = False
         self._futures: set[futures.Future[Any]] = set()
@@ -39,7 +34,7 @@ class PoolExecutor(futures.Executor):
             CannotBeSent: the function, or an argument, cannot be pickled.
             RuntimeError: the executor was shut down.
         """
-        function = pickle_function(fn)
+        function = self._tasks.function(fn)
         data = pickle_item(args, kwargs, f"the arguments of {function.name}")
         item = Item(function, data, is_alone=True)  # two of one batch could wait for each other
         with self._lock:
@@ -49,7 +44,7 @@ class PoolExecutor(futures.Executor):
         # Not with the item: a circle would keep the result until Python looks for circles.
         item.future.add_done_callback(self._forget)
         try:
-            self._engine.submit(self._shape, [item])
+            self._tasks.submit([item])
         except RuntimeError:
             self._forget(item.future)
             raise
@@ -69,15 +64,15 @@ class PoolExecutor(futures.Executor):
         return super().map(fn, *iterables, timeout=timeout, **options)
 
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
-        """See ``concurrent.futures.Executor.shutdown``. The pool's workers stay."""
+        """See ``concurrent.futures.Executor.shutdown``. The pool stays open."""
         with self._lock:
             self._is_shut_down = True
-            left = list(self._futures)
+            pending = list(self._futures)
         if cancel_futures:
-            for future in left:
-                future.cancel()  # those that a worker has go on
+            for future in pending:
+                future.cancel()  # those that have begun continue
         if wait:
-            futures.wait(left)
+            futures.wait(pending)
 
     def _forget(self, future: futures.Future[Any]) -> None:
         with self._lock:

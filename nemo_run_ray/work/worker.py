@@ -1,26 +1,31 @@
-"""What runs in Ray's workers: an actor that calls a function for one item after the other.
+"""What runs in Ray's workers: a task that calls a function for one item after the other.
 
-The class is sent by value and uses the standard library and ray alone, so that a cluster needs
-nothing of this package. Items and results are pickled here and in the client, not by Ray: then one
-that cannot be pickled is told by its number, and the others of its batch go on.
+The task is sent by value and uses the standard library and ray alone, so a cluster needs nothing of
+this package. Items and results are pickled here and in the client, not by Ray: an item that cannot
+be pickled is named by its number, and the others of its batch are not affected.
 """
 
 from __future__ import annotations
 
+import faulthandler
 import pickle
 import sys
 import time
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from typing import Any, NamedTuple
 
-#: Functions that a worker keeps, and a client of its workers; further ones take the oldest's place.
+#: Functions that a worker, and a client, keeps; a further one replaces the oldest.
 FUNCTIONS_MAX = 100
-#: Seconds after which a batch that takes longer than was expected comes back with what is done.
+#: Seconds after which a batch that takes longer than expected returns the results it has.
 _BATCH_MAX_S = 0.5
+#: Seconds that the imports of a function may take when its calls have a time limit.
+_IMPORT_S = 300.0
 #: Kinds of an outcome: the pickled result, the pickled exception, or one that cannot be pickled.
 RESULT, RAISED, UNPICKLED = "result", "raised", "unpickled"
+
+_functions: dict[str, Callable[..., Any]] = {}
 
 
 class CallOutcome(NamedTuple):
@@ -29,8 +34,8 @@ class CallOutcome(NamedTuple):
     Attributes:
         kind: ``RESULT``, ``RAISED`` or ``UNPICKLED``.
         data: the pickled result or exception; empty when it cannot be pickled.
-        text: the traceback of what the function raised.
-        seconds: that the function took.
+        text: the traceback of what the function raised, or why a result cannot be pickled.
+        seconds: how long the function took.
     """
 
     kind: str
@@ -39,63 +44,74 @@ class CallOutcome(NamedTuple):
     seconds: float
 
 
-#: The values of a ``CallOutcome``.
-_Row = tuple[Any, ...]
+def call_items(
+    digest: str, function: bytes, items: Sequence[bytes], timeout_s: float | None
+) -> Iterator[Any]:
+    """Yield the id of this node, then the values of a ``CallOutcome`` for each item.
+
+    There are fewer of them than items when those took long: other workers may take the rest. The
+    client ends the worker when a call takes too long; that time begins after the imports.
+    """
+    import ray
+
+    if timeout_s is not None and digest not in _functions:
+        _end_process_after(_IMPORT_S)
+    with suppress(BaseException):  # each item reports it
+        _load(digest, function)
+    faulthandler.cancel_dump_traceback_later()
+    yield ray.get_runtime_context().get_node_id()
+    yield _call_each(digest, function, items, None)
 
 
-class WorkActor:
-    """Calls functions for items, one after the other."""
+def call_items_by_client(
+    digest: str, function: bytes, items: Sequence[bytes], timeout_s: float | None
+) -> list[tuple[Any, ...]]:
+    """The same for Ray Client, which has no tasks that yield: this process ends itself."""
+    return _call_each(digest, function, items, timeout_s)
 
-    def __init__(self) -> None:
-        self._functions: dict[str, Any] = {}
 
-    def begin(self) -> str:
-        """Answer when the worker is there: the id of its node."""
-        import ray
+def _call_each(
+    digest: str, function: bytes, items: Sequence[bytes], timeout_s: float | None
+) -> list[tuple[Any, ...]]:
+    outcomes: list[tuple[Any, ...]] = []
+    until = time.perf_counter() + _BATCH_MAX_S
+    for item in items:
+        if timeout_s is not None:
+            _end_process_after(timeout_s)
+        outcomes.append(tuple(_call(digest, function, item)))
+        if time.perf_counter() >= until:
+            break
+    faulthandler.cancel_dump_traceback_later()
+    return outcomes
 
-        return str(ray.get_runtime_context().get_node_id())
 
-    def load(self, digest: str, function: bytes) -> None:
-        """Load a function and import what it needs, before the time of an item begins.
+def _end_process_after(seconds: float) -> None:
+    """End this process, unless that is cancelled: by a thread in C, whatever Python code does."""
+    faulthandler.dump_traceback_later(seconds, exit=True, file=2)
 
-        When that fails, each item tells so.
-        """
-        with suppress(BaseException):
-            self._keep(digest, function)
 
-    def run(self, digest: str, function: bytes, items: Sequence[bytes]) -> list[_Row]:
-        """Call the function for each item; a row of a ``CallOutcome``'s values for each.
-
-        There are fewer rows than items when those took long: others may take what is left.
-        """
-        rows: list[_Row] = []
-        until = time.perf_counter() + _BATCH_MAX_S
-        for item in items:
-            rows.append(tuple(self._one(digest, function, item)))
-            if time.perf_counter() >= until:
-                break
-        return rows
-
-    def _keep(self, digest: str, function: bytes) -> None:
+def _load(digest: str, function: bytes) -> Callable[..., Any]:
+    if digest not in _functions:
         loaded = pickle.loads(function)
-        while len(self._functions) >= FUNCTIONS_MAX:
-            del self._functions[next(iter(self._functions))]
-        self._functions[digest] = loaded
+        while len(_functions) >= FUNCTIONS_MAX:
+            del _functions[next(iter(_functions))]
+        _functions[digest] = loaded
+    return _functions[digest]
 
-    def _one(self, digest: str, function: bytes, item: bytes) -> _Row:
-        began = time.perf_counter()
-        try:
-            if digest not in self._functions:
-                self._keep(digest, function)
-            arguments, named = pickle.loads(item)
-            value = self._functions[digest](*arguments, **named)
-        except BaseException as error:  # also SystemExit: it ends the item, not the worker
-            took, text = time.perf_counter() - began, traceback.format_exc()
-            data, _ = _pickled(error)  # of one that holds a lock its text is left
-            return RAISED, data, text, took
-        took = time.perf_counter() - began
-        data, why = _pickled(value)
-        return (UNPICKLED, b"", why, took) if why else (RESULT, data, "", took)
+
+def _call(digest: str, function: bytes, item: bytes) -> CallOutcome:
+    began = time.perf_counter()
+    try:
+        called = _load(digest, function)
+        arguments, named = pickle.loads(item)
+        value = called(*arguments, **named)
+    except BaseException as error:  # also SystemExit: it ends the item, not the worker
+        took_s, text = time.perf_counter() - began, traceback.format_exc()
+        data, _ = _pickled(error)
+        return CallOutcome(RAISED, data, text, took_s)
+    took_s = time.perf_counter() - began
+    data, reason = _pickled(value)
+    return CallOutcome(UNPICKLED if reason else RESULT, data, reason, took_s)
 
 
 def _pickled(value: Any) -> tuple[bytes, str]:
@@ -108,9 +124,8 @@ def _pickled(value: Any) -> tuple[bytes, str]:
         return b"", f"{type(value).__name__}: {error}"
 
 
-def worker_class() -> type:
-    """The class of the actors, which is sent by value from now on, with what it uses of here."""
-    from ray import cloudpickle
-
-    cloudpickle.register_pickle_by_value(sys.modules[__name__])
-    return WorkActor
+def remote_task(ray: Any) -> Any:
+    """``call_items`` as a Ray task, sent by value with what it uses of this module."""
+    ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])
+    by_client = ray.util.client.ray.is_connected()
+    return ray.remote(call_items_by_client if by_client else call_items)

@@ -67,4 +67,4 @@ def test_work_outlives_every_loss(hosts, tmp_path, whole):
 
 
 def _is_worker(pid: int, words: list[str]) -> bool:
-    return words[0].startswith("ray::WorkActor")
+    return words[0].startswith("ray::call_items")

@@ -2,7 +2,7 @@
 
 import asyncio
 import contextlib
-import math
+import itertools
 import os
 import queue
 import random
@@ -25,7 +25,6 @@ from nemo_run_ray.errors import (
     WorkerDied,
     WorkError,
 )
-from nemo_run_ray.work import crew
 from tests.conftest import processes_of_home, wait_for
 
 
@@ -381,12 +380,21 @@ def test_a_pool_that_was_closed_takes_no_more(pool):
 
 
 @pytest.mark.timeout(240)
-def test_two_shapes_take_turns(pool, monkeypatch):
-    """Idle workers of one shape must not keep another one waiting, whatever else ends workers."""
-    for ends in ("IDLE_S", "_LEAVE_S"):
-        monkeypatch.setattr(crew, ends, math.inf)
-    assert list(pool.map(double, range(8), cpus=1)) == [2 * number for number in range(8)]
-    assert list(pool.map(double, range(2), cpus=4)) == [0, 2]
+def test_large_workers_get_room_beside_an_endless_map_of_small_ones(pool):
+    over = threading.Event()
+
+    def small():
+        for _ in pool.map(slowly, itertools.count()):
+            if over.is_set():
+                return
+
+    thread = threading.Thread(target=small)
+    thread.start()
+    try:
+        assert list(pool.map(double, range(2), cpus=4)) == [0, 2]
+    finally:
+        over.set()
+        thread.join()
 
 
 _TWICE = """
@@ -440,7 +448,7 @@ def _one_storm(pool, chance: random.Random) -> str:
 
     def strike() -> None:
         while not over.wait(chance.uniform(0.05, 1.0)):
-            workers = processes_of_home(lambda _, words: words[0].startswith("ray::WorkActor.run"))
+            workers = processes_of_home(lambda _, words: words[0].startswith("ray::call_items"))
             if workers:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(chance.choice(workers), signal.SIGKILL)

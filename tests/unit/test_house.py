@@ -62,7 +62,7 @@ _MAY_IMPORT_RAY = {
     "remote/group/driver.py",
     "remote/hosts/actors.py",
     "work/connection.py",
-    "work/pickling.py",
+    "work/tasks.py",
     "work/worker.py",
 }
 

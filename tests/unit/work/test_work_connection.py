@@ -11,9 +11,8 @@ from types import SimpleNamespace
 import pytest
 
 from nemo_run_ray.errors import ClusterError, ConfigError, Unreachable, VersionMismatch
-from nemo_run_ray.work import address as address_of
 from nemo_run_ray.work import connection
-from nemo_run_ray.work.address import is_same
+from nemo_run_ray.work.connection import is_same
 
 _MISMATCH = """Version mismatch: The cluster was started with:
     Ray: 2.54.0
@@ -67,7 +66,7 @@ def test_an_address_that_takes_no_calls_is_refused(address, words):
 
 @pytest.mark.parametrize("address", ["10.0.0.1:6379", "ray://head:10001", "[::1]:6379"])
 def test_addresses_that_are_taken(address):
-    assert address_of.asked_for(address) == address
+    assert connection.asked_for(address) == address
 
 
 @pytest.mark.parametrize(
@@ -85,7 +84,7 @@ def test_addresses_that_are_taken(address):
 )
 def test_which_ray_is_asked_for(monkeypatch, given, variable, found):
     monkeypatch.setenv("RAY_ADDRESS", variable)
-    assert address_of.asked_for(given) == found
+    assert connection.asked_for(given) == found
 
 
 def test_a_search_of_rays_own_is_refused(monkeypatch):
@@ -99,7 +98,7 @@ def test_a_search_of_rays_own_is_refused(monkeypatch):
 )
 def test_where_nothing_listens(monkeypatch, address):
     """Ray itself would ask for two minutes, and then end the program."""
-    monkeypatch.setattr(address_of, "_LISTENS_S", 0.5)
+    monkeypatch.setattr(connection, "_LISTENS_S", 0.5)
     monkeypatch.setattr(connection.Connection, "_init", lambda *_: pytest.fail("Ray is asked"))
     with pytest.raises(Unreachable, match=f"No Ray can be reached at {address}: "):
         connection.join(address, None, {})
@@ -129,7 +128,7 @@ def test_a_head_that_starts_is_waited_for(text, is_ray):
         server.bind(("127.0.0.1", 0))
         answered = pool.submit(answer, server, text, 0.5)
         with expected:
-            address_of.check_listens(f"127.0.0.1:{server.getsockname()[1]}")
+            connection.check_listens(f"127.0.0.1:{server.getsockname()[1]}")
         answered.result()
 
 
