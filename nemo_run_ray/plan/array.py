@@ -78,7 +78,7 @@ def array(
     *,
     names: Sequence[str] | None = None,
     combine: Literal["product", "zip"] = "product",
-    isolation: Literal["auto", "fork", "process", "none"] = "auto",
+    isolation: Literal["fork", "process"] = "fork",
     max_failures: int | None = None,
 ) -> Array:
     """Many runs of one task, or many tasks, as one job: ``run.run(array(…), executor=…)``.
@@ -94,19 +94,15 @@ def array(
         combine: ``product`` is every combination, the last field changing fastest; ``zip`` takes
             the fields' first values together, then their second ones.
         isolation: of a ``run.Partial``: ``fork`` imports everything once on each node and forks a
-            process for each element; ``process`` starts one that imports it; ``none`` starts one
-            for each element that runs at a time, which runs the next ones too, so that they find
-            what was loaded; ``auto`` forks unless the imports have started threads or have used
-            CUDA, which a fork does not have.
+            process for each element, unless the imports have started threads or have used CUDA,
+            which a fork does not have; ``process`` starts one for each element that imports it.
         max_failures: the array ends early when more elements than this have failed.
 
     Raises:
         ConfigError: an argument is wrong, a field does not exist, or a value cannot be sent.
     """
-    if isolation not in ("auto", "fork", "process", "none"):
-        raise ConfigError(
-            f"isolation is {isolation!r}; expected is 'auto', 'fork', 'process' or 'none'."
-        )
+    if isolation not in ("fork", "process"):
+        raise ConfigError(f"isolation is {isolation!r}; expected is 'fork' or 'process'.")
     if max_failures is not None and not is_whole(max_failures, 0):
         raise ConfigError(f"max_failures is {max_failures!r}; expected is a whole number from 0.")
     header: dict[str, Any] = {"max_failures": max_failures, "runs": isolation}

@@ -5,7 +5,7 @@ Whoever answers may send anything as JSON. It is checked here, against shapes.
 
 from __future__ import annotations
 
-from typing import Any, Dict, List, Mapping, Optional, Sequence, TypedDict
+from typing import Any, Dict, List, Mapping, Optional, TypedDict
 
 
 class JobRow(TypedDict, total=False):
@@ -154,8 +154,6 @@ class ArrayRows(TypedDict):
         elements_per_s: how many ended in a second, of late.
         left_s: seconds until the last one has ended, at that rate; ``None`` when none has ended.
         failures: index, exit code and reason of the first elements that failed.
-        may_be_left: by a node's id the elements that are shown as cancelled and whose processes may
-            go on there; ``None`` while the states are not those that this driver has written.
     """
 
     elements: int
@@ -167,7 +165,6 @@ class ArrayRows(TypedDict):
     elements_per_s: float
     left_s: Optional[float]
     failures: List[List[Any]]
-    may_be_left: Optional[Dict[str, Sequence[int]]]
 
 
 class GroupRows(TypedDict):
@@ -212,5 +209,4 @@ ARRAY = {
     "elements_per_s": float,
     "left_s": (None, float),
     "failures": [[int, (None, int), str]],
-    "may_be_left": (None, {str: [int]}),
 }

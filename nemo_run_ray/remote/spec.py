@@ -155,9 +155,9 @@ class ArraySpec(NamedTuple):
             those of one element.
         elements: path of the elements' file in the job's folder.
         targets: what each value of an element changes, as ``array.elements.Target``.
-        runs: ``command`` starts a process for each element; ``fork`` forks it from one that has
-            imported the configuration's modules; ``process`` starts a new one that imports them;
-            ``auto`` forks where the imports allow it.
+        runs: ``command`` starts a process for each element; ``fork`` forks it, where the imports
+            allow it, from one that has imported the configuration's modules; ``process`` starts a
+            new one that imports them.
         max_in_flight: so many elements at a time at most; ``None`` is what the nodes have room for.
         retries: further attempts of an element after a failure.
         permanent_exit_codes: the failures that no further attempt would change.

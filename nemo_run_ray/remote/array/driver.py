@@ -27,7 +27,7 @@ from .host_reports import HostReports
 from .hosts import HostStarts
 from .leases import DISK_S, Leases
 from .progress import ElementState
-from .status_file import StatusFile
+from .status import StatusFile
 from .wishes import Wishes
 
 #: Seconds between two looks at the nodes.
@@ -67,7 +67,7 @@ def _run(
         finally:
             pool.close()
             wishes.remove_all()
-            status.write(leases.progress, 0, pool.unproven.may_be_left, is_over=True)
+            status.write(leases.progress, 0, is_over=True)
             leases.close()
     finally:
         ray.shutdown()
@@ -144,7 +144,7 @@ class _ArrayDriver:
         if not self._is_stopped and self._leases.can_write:
             feed(self._leases, self._pool, self._calls)
         busy = (min(len(host.in_hand), host.slots) for host in self._pool.hosts.values())
-        self._status.write(self._progress, sum(busy), self._pool.unproven.may_be_left)
+        self._status.write(self._progress, sum(busy))
 
     # ------------------------------------------------------------------ the end
 

@@ -55,8 +55,6 @@ class RunningElement:
         self.seconds = 0.0
         #: It has ended, and its exit code went to a process that was killed.
         self.is_lost = False
-        #: Its process runs other elements after it.
-        self.shares_process = False
         #: How often a process was asked for.
         self.asked = 0
         self._began = time.monotonic()
@@ -131,13 +129,11 @@ class RunningElement:
     def is_alone(self, now: float, grace_s: float) -> bool:
         """Whether its first process, which has ended, has left none; those that it has are ended.
 
-        Where other elements run in its process, what it has left is there for them.
-
         Args:
             now: the time.
             grace_s: seconds from SIGTERM to SIGKILL.
         """
-        if self.pid < 0 or self.shares_process:  # it never began, or the process goes on
+        if self.pid < 0:  # it never began
             return True
         try:
             os.killpg(self.pid, 0)

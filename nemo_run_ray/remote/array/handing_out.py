@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from itertools import islice
 from typing import Any, Dict, List, Sequence
 
 from ..hosts.calls import Calls
@@ -25,9 +24,7 @@ def feed(leases: Leases, pool: HostPool, calls: Calls) -> None:
         if _is_held_up(host, leases, now):
             room = min(room, host.slots)
         while len(host.in_hand) < room:
-            if any(map(leases.progress.runs_alone, islice(host.in_hand, 1))):
-                break
-            row = leases.take(number, is_free=not host.in_hand)
+            row = leases.take(number)
             if row is None:
                 break
             host.in_hand[row[0]] = row[1]

@@ -74,7 +74,7 @@ class HostReports:
         elif kind == "unprepared":
             self._refused(host, str(report["words"]), Refusal.TOLD, has_started=True)
         elif kind == "obstacles":
-            say(_of_obstacles(node, report["words"], report["forks"]))
+            say(_of_obstacles(node, report["words"]))
         elif kind == "swept":
             self._pool.swept(host, report)
         elif kind == "unswept":
@@ -149,11 +149,7 @@ def _last_line(words: str) -> str:
     return words.strip().rpartition("\n")[2]
 
 
-def _of_obstacles(node: str, obstacles: Sequence[str], forks: bool) -> str:
+def _of_obstacles(node: str, obstacles: Sequence[str]) -> str:
     """What is said of imports that begin something which a fork does not have."""
     words = f"on {node} the imports {', and '.join(obstacles)}, which a fork does not have"
-    if forks:
-        return (
-            f"{words}. With array(..., isolation='process') each element has a process of its own"
-        )
-    return f"{words}. So each element imports anew; array(..., isolation='fork') forks all the same"
+    return f"{words}. So each element imports anew, which takes seconds in place of milliseconds"

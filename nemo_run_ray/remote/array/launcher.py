@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
-from typing import Any, Dict, List, Mapping, Optional, Set
+from typing import Any, Dict, List, Mapping, Optional
 
 from ..hosts.workspace import Workspace
 from ..node.supervise import kill
@@ -13,7 +13,6 @@ from .element import ATTEMPT, INDEX, RunningElement
 from .elements import Target, applied
 from .forking import PROGRAM, Forking, result_of
 from .progress import LOST_CODE
-from .slot_processes import SlotProcesses
 from .slots import Slots
 from .starting import (
     NoRoomOnNode,
@@ -40,7 +39,6 @@ class Launcher:
     Attributes:
         slots: of the host.
         forking: the process that forks elements, if one does.
-        slot_processes: those that run one element after another, if they do.
 
     Raises:
         OSError: the interpreter cannot be started.
@@ -54,9 +52,8 @@ class Launcher:
         self._elements = os.path.join(place.root, "nemo_run", order["elements"])
         self.slots = Slots(order["slots"], order["gpus"])
         self.forking: Optional[Forking] = None
-        if self._runs in ("auto", "fork"):
+        if self._runs == "fork":
             self.forking = Forking(place, self._elements)
-        self.slot_processes = SlotProcesses(place, self._elements) if self._runs == "none" else None
 
     def start(self, order: Order) -> RunningElement:
         """Start an element in a free slot; it has ended already when it cannot be started.
@@ -84,8 +81,6 @@ class Launcher:
         if own.words:
             return start_words(self._place, order.lease, own.words, slot, own.env)
         message = message_of(self._place, order.lease.element, own)
-        if self.slot_processes is not None:
-            return self.slot_processes.start(order.lease, slot, of_slot, message)
         if self.forking is None:
             env = message.pop("env")
             argv = ["python", PROGRAM, "once", self._elements, json.dumps(message)]
@@ -95,27 +90,16 @@ class Launcher:
         return element
 
     @property
-    def forks(self) -> bool:
-        """Whether elements are forked."""
-        return self.forking is not None
-
-    @property
-    def pids(self) -> Set[int]:
-        """The processes that elements come from or run in, one after another."""
-        found = self.slot_processes.pids if self.slot_processes is not None else set()
-        return found | ({self.forking.pid} if self.forking is not None else set())
-
-    @property
     def can_start(self) -> bool:
         """Whether an element can be started now."""
         return self.slots.is_free and (self.forking is None or self.forking.is_ready)
 
     def obstacles(self) -> List[str]:
-        """What keeps a fork from having all that the imports have made, in words, once."""
+        """What a fork would lack that the imports have made; nothing is forked then."""
         if self.forking is None:
             return []
         found, self.forking.obstacles = self.forking.obstacles, []
-        if found and self._runs == "auto":
+        if found:
             self.stop_forking()
         return found
 
@@ -150,9 +134,6 @@ class Launcher:
         Args:
             running: by process id, which is negative until it is known.
         """
-        for pid, code in self.slot_processes.read() if self.slot_processes is not None else ():
-            if pid in running:
-                running[pid].ended(code)
         forking = self.forking
         if forking is None:
             return
@@ -175,8 +156,6 @@ class Launcher:
         Raises:
             CannotPrepare: it ends again and again before an element has begun.
         """
-        if self.slot_processes is not None:
-            return self._slot_has_died(self.slot_processes, pid, code, running)
         if self.forking is None or pid != self.forking.pid:
             return False
         self.heard(running)
@@ -206,17 +185,3 @@ class Launcher:
             del running[element.pid]
             self.forking.ask_again(element)
             running[element.pid] = element
-
-    def _slot_has_died(
-        self, processes: SlotProcesses, pid: int, code: int, running: Dict[int, RunningElement]
-    ) -> bool:
-        self.heard(running)
-        had_begun = processes.has_died(pid)
-        element = running.get(pid)
-        if element is None:
-            return True
-        element.shares_process = False  # so what the process has left is ended
-        if element.code is None:
-            element.ended(code)
-            element.is_lost = not had_begun
-        return True

@@ -16,7 +16,7 @@ from ..trust import open_own
 from .elements import NAME, Elements
 from .journal import CANCELLED, ENDED, GIVEN_BACK, LEASED, Journal, Record
 from .progress import ArrayProgress, ElementState, Lease
-from .status_file import HOSTS_FILE, JOURNAL_FILE, RESULTS_FILE, file_of
+from .status import HOSTS_FILE, JOURNAL_FILE, RESULTS_FILE, file_of
 from .window import ElementPace
 
 #: Seconds between two attempts to write to a disk that is full.
@@ -69,17 +69,16 @@ class Leases:
         """Whether the disk takes the journal, as far as is known."""
         return time.monotonic() >= self._write_at
 
-    def take(self, host: int, is_free: bool = True) -> Optional[List[Any]]:
+    def take(self, host: int) -> Optional[List[Any]]:
         """Lease the next element to a host, which may hear of it after the next ``commit``.
 
         Args:
             host: its number.
-            is_free: it has no element.
 
         Returns:
             Its index, its attempt and its values; ``None`` when none waits.
         """
-        lease = self.progress.take(is_free)
+        lease = self.progress.take()
         if lease is None:
             return None
         self._journal.add(Record(lease.element, LEASED, lease.attempt, host=host))

@@ -10,7 +10,7 @@ from typing import Deque, Dict, Iterable, Iterator, List, NamedTuple, Optional, 
 
 from .journal import CANCELLED, ENDED, GIVEN_BACK, LEASED, Record
 
-#: How often an element is tried again because its host has died, whatever its retries are.
+#: An element has failed that has lost so many hosts: it may be what kills them.
 LOSSES_MAX = 3
 #: Failures that are kept with their reason, for ``status``.
 _SHOWN_FAILURES = 20
@@ -87,7 +87,8 @@ class ArrayProgress:
         self._codes = bytearray(self.count)
         self._unwanted: Set[int] = set()  # leased ones that were cancelled
         self._losses: Dict[int, int] = {}
-        self._turns = _Turns(self._states)
+        self._next = 0
+        self._again: Deque[int] = deque()
         self._counts = [0] * len(ElementState)
         self._counts[ElementState.WAITING] = self.count
 
@@ -140,14 +141,9 @@ class ArrayProgress:
         cancelled = sum(self._states[index] == ElementState.LEASED for index in self._unwanted)
         return self._counts[ElementState.LEASED] == cancelled
 
-    def runs_alone(self, index: int) -> bool:
-        """Whether a host that has this element may have no other one: it may be what kills hosts,
-        and is lost with the next one."""
-        return self._losses.get(index, 0) >= LOSSES_MAX
-
-    def take(self, is_free: bool = True) -> Optional[Lease]:
-        """Lease the next element that waits to a host, which is free when it has none."""
-        index = self._turns.next(is_free)
+    def take(self) -> Optional[Lease]:
+        """Lease the next element that waits to a host."""
+        index = self._next_waiting()
         if index is None:
             return None
         self._attempts[index] += 1
@@ -182,21 +178,20 @@ class ArrayProgress:
         if lease.element in self._unwanted:
             self.cancelled(lease)
             return True
-        losses = self._losses.get(lease.element, 0)
         if not has_run:
             self._attempts[lease.element] -= 1
-        elif losses >= LOSSES_MAX:
-            self._fail(lease.element, LOST_CODE, f"its host has died {losses + 1} times")
-            return True
         else:
-            self._losses[lease.element] = losses + 1
+            losses = self._losses[lease.element] = self._losses.get(lease.element, 0) + 1
+            if losses >= LOSSES_MAX:
+                self._fail(lease.element, LOST_CODE, f"its host has died {losses} times")
+                return True
         self._wait_again(lease.element)
         return True
 
     def cancel_waiting(self) -> None:
         """Let all elements that wait be cancelled."""
         while True:
-            index = self._turns.next(is_free=True)
+            index = self._next_waiting()
             if index is None:
                 return
             self._move(index, ElementState.CANCELLED)
@@ -243,7 +238,19 @@ class ArrayProgress:
 
     def _wait_again(self, index: int) -> None:
         self._move(index, ElementState.WAITING)
-        self._turns.again(index, self.runs_alone(index))
+        self._again.append(index)
+
+    def _next_waiting(self) -> Optional[int]:
+        """The element that is leased next: those that wait again come first."""
+        while self._again:
+            index = self._again.popleft()
+            if self._states[index] == ElementState.WAITING:
+                return index
+        while self._next < self.count:
+            index, self._next = self._next, self._next + 1
+            if self._states[index] == ElementState.WAITING:
+                return index
+        return None
 
     def _fail(self, index: int, code: int, words: str) -> None:
         self._codes[index] = code & 0xFF
@@ -255,37 +262,3 @@ class ArrayProgress:
         self._counts[self._states[index]] -= 1
         self._counts[state] += 1
         self._states[index] = state
-
-
-class _Turns:
-    """Which element is the next one: those that wait again, then the others by their indices."""
-
-    def __init__(self, states: bytearray) -> None:
-        self._states = states
-        self._next = 0
-        self._again: Deque[int] = deque()
-        self._alone: Deque[int] = deque()
-
-    def again(self, index: int, runs_alone: bool) -> None:
-        """Let an element wait again."""
-        (self._alone if runs_alone else self._again).append(index)
-
-    def next(self, is_free: bool) -> Optional[int]:
-        """The next one for a host; one that runs alone is only for a host that is free."""
-        while self._alone and is_free:
-            index = self._alone.popleft()
-            if self._states[index] == ElementState.WAITING:
-                return index
-        while self._again:
-            index = self._again.popleft()
-            if self._may_be_next(index):
-                return index
-        while self._next < len(self._states):
-            index, self._next = self._next, self._next + 1
-            if self._may_be_next(index):
-                return index
-        return None
-
-    def _may_be_next(self, index: int) -> bool:
-        # Behind a driver that was started again all elements are ahead, those that run alone too.
-        return self._states[index] == ElementState.WAITING and index not in self._alone

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from typing import Any, Dict, Optional, Sequence, Set
+from collections import deque
+from typing import Any, Deque, Dict, List, Optional, Sequence, Set
 
 from ..hosts.relay import Channel
 from ..node.supervise import ROUND_S, collect
@@ -13,8 +14,7 @@ from .launcher import Launcher
 from .notes import Notes
 from .orphans import Orphans
 from .progress import Lease
-from .starting import NoRoomOnNode
-from .waiting_orders import WaitingOrders
+from .starting import NoRoomOnNode, Order
 
 #: Seconds between two looks for processes that elements have left.
 _LOOK_S = 0.5
@@ -39,7 +39,7 @@ class RunningElements:
         self._notes = notes
         self._channel = channel
         self._grace_s = grace_s
-        self._waiting = WaitingOrders()
+        self._waiting: Deque[Order] = deque()
         self._running: Dict[int, RunningElement] = {}  # by process id
         self._orphans = Orphans(grace_s)
         self._look_at = self._watch_until = 0.0
@@ -53,8 +53,7 @@ class RunningElements:
     @property
     def patience_s(self) -> Optional[float]:
         """Seconds after which ``go_on`` must be called again; ``None`` when nothing is there."""
-        is_near = self._is_ending or self._launcher.has_unsent or self._waiting.are_held_up
-        is_near = is_near or self._orphans.are_there
+        is_near = self._is_ending or self._launcher.has_unsent or self._orphans.are_there
         if is_near or any(element.is_ending for element in self._running.values()):
             return ROUND_S
         return _LOOK_S if self._running or time.monotonic() < self._watch_until else None
@@ -68,8 +67,6 @@ class RunningElements:
                 found[element.fd] = element, element.asked
         if self._launcher.forking is not None:
             found[self._launcher.forking.fileno()] = self._launcher.forking.pid
-        if self._launcher.slot_processes is not None:
-            found.update(self._launcher.slot_processes.reading())
         return found
 
     def go_on(self, ready: Set[int]) -> None:
@@ -84,7 +81,7 @@ class RunningElements:
         self._launcher.heard(self._running)
         obstacles = self._launcher.obstacles()
         if obstacles:
-            self._channel.report("obstacles", words=obstacles, forks=self._launcher.forks)
+            self._channel.report("obstacles", words=obstacles)
         self._reap()
         self._look_after(time.monotonic())
         # Last: what has ended has made room, and nothing else would wake the host's loop.
@@ -93,31 +90,36 @@ class RunningElements:
 
     def add(self, rows: Sequence[Sequence[Any]]) -> None:
         """Run elements: index, attempt and values of each."""
-        self._waiting.add(rows)
+        for element, attempt, values in rows:
+            self._waiting.append(Order(Lease(element, attempt), values))
 
     def cancel(self, leases: Sequence[Sequence[int]]) -> None:
         """End some, whether they wait or run; those that are not here any more are left alone."""
         wanted = {Lease(*lease) for lease in leases}
-        for lease in self._waiting.remove(wanted):
+        for lease in [order.lease for order in self._waiting if order.lease in wanted]:
             row = [*lease, _TERMINATED, 0.0, "cancelled before it began"]
             self._notes.ended(row)
             self._channel.report("ended", row=row)
+        self._waiting = deque(order for order in self._waiting if order.lease not in wanted)
         for element in self._running.values():
             if element.lease in wanted:
                 element.end_by(time.monotonic() + self._grace_s)
 
     def hand_back(self, count: int) -> None:
         """Let others have so many elements that have not begun here, the last ones first."""
-        self._channel.report("handed_back", leases=self._waiting.remove_last(count))
+        self._channel.report("handed_back", leases=self._take_back(count))
+
+    def _take_back(self, count: int) -> List[Lease]:
+        """Let so many of those that wait never begin here, the last ones first."""
+        count = min(count, len(self._waiting))
+        return [self._waiting.pop().lease for _ in range(count)]
 
     def end(self) -> None:
         """End all; ``are_there`` says when that is done."""
-        self._waiting.remove_all()  # the driver knows what has not been reported
+        self._waiting.clear()  # the driver knows what has not been reported
         self._is_ending = True
         self._launcher.heard(self._running)
         self._launcher.stop_forking()
-        if self._launcher.slot_processes is not None:
-            self._launcher.slot_processes.end(time.monotonic() + self._grace_s)
         for element in [known for known in self._running.values() if known.pid < 0]:
             del self._running[element.pid]
             element.close()  # should it begin now, it is ended as an orphan
@@ -127,8 +129,6 @@ class RunningElements:
     def has_ended(self) -> None:
         """Note that nothing is left, after ``end``."""
         self._is_ending = False
-        if self._launcher.slot_processes is not None:
-            self._launcher.slot_processes.has_ended()
 
     def note_ends(self, are_killed: bool) -> None:
         """Note what ended by itself; with ``are_killed`` an end by SIGKILL is the host's doing."""
@@ -140,15 +140,15 @@ class RunningElements:
                 self._ended(element)
 
     def _start_waiting(self) -> None:
-        for order in self._waiting.next(lambda: self._launcher.can_start):
+        while self._waiting and self._launcher.can_start:
+            order = self._waiting.popleft()
             self._notes.begins(*order.lease)
             try:
                 element = self._launcher.start(order)
             except NoRoomOnNode as error:
-                if not self._waiting.hold_up(order):
-                    self._is_full(str(error))
+                self._waiting.appendleft(order)
+                self._is_full(str(error))
                 return
-            self._waiting.begun()
             if element.fd is None:
                 self._ended(element)
             else:
@@ -156,7 +156,7 @@ class RunningElements:
 
     def _is_full(self, words: str) -> None:
         """Let others have what waits; where nothing runs that may end, begin nothing any more."""
-        self._channel.report("handed_back", leases=self._waiting.remove_all(), words=words)
+        self._channel.report("handed_back", leases=self._take_back(len(self._waiting)), words=words)
         if not self._running:
             self._cannot_begin = True
             self._channel.report("unprepared", words=words)
@@ -186,7 +186,8 @@ class RunningElements:
         over = [known for known in self._running.values() if known.code is not None]
         if over or now >= self._look_at:
             self._look_at = now + _LOOK_S
-            groups = {*self._running, *self._launcher.pids}
+            forking = self._launcher.forking
+            groups = {*self._running, *([] if forking is None else [forking.pid])}
             active = [known.lease for known in self._running.values() if known.code is None]
             self._orphans.look(active, groups)
         for element in over:
@@ -196,8 +197,6 @@ class RunningElements:
             if element.pid < 0 and element.is_late(now) and self._launcher.withdraw(element):
                 element.ended(_TERMINATED)
         self._orphans.kill_late(now)
-        if self._launcher.slot_processes is not None:
-            self._launcher.slot_processes.kill_late(now)
 
     def _finish(self, element: RunningElement, now: float) -> None:
         """Report an element whose process has ended, once what it has left has ended too."""

@@ -40,7 +40,6 @@ class Unproven:
 
     Attributes:
         unconfirmed: nodes that were not waited for at the end, where processes may go on.
-        may_be_left: by node the elements that were not waited for. It is replaced, never changed.
     """
 
     def __init__(
@@ -57,7 +56,6 @@ class Unproven:
         self._sweep_at: Dict[str, float] = {}
         self._sweepers_died: Dict[str, int] = {}  # by node
         self.unconfirmed: Set[str] = set()
-        self.may_be_left: Dict[str, List[int]] = {}
 
     def __bool__(self) -> bool:
         return bool(self._held)
@@ -69,8 +67,6 @@ class Unproven:
 
     def abandon(self) -> List[Dict[int, int]]:
         """Wait for none of them any longer; what each of them had in hand."""
-        for number in self._held:
-            self._leave(number)
         return list(self._held.values())
 
     @property
@@ -140,11 +136,4 @@ class Unproven:
             return True
         if is_ending:
             self.unconfirmed.add(record.node_id)
-            self._leave(record.number)
         return is_ending
-
-    def _leave(self, number: int) -> None:
-        node_id = self._records[number].node_id
-        left = {*self.may_be_left.get(node_id, ()), *self._held[number]}
-        if left:
-            self.may_be_left = {**self.may_be_left, node_id: sorted(left)}

@@ -3,7 +3,6 @@
 ``warm_program.py`` is its entry::
 
     serve <elements> <socket>     imports everything, then forks a process for each order
-    stay <elements> <socket>      imports everything, then runs one order after the other
     once <elements> <order>       imports everything, and runs one element
 
 An order is JSON: the element's ``fields`` and ``env``, its own ``template`` if it has one, and the
@@ -14,7 +13,6 @@ descriptor of the output.
 from __future__ import annotations
 
 import atexit
-import copy
 import ctypes
 import gc
 import json
@@ -29,9 +27,6 @@ import traceback
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, NoReturn
-
-from .huge_pages import use_huge_pages
-from .script import has_to_run, offer
 
 #: Bytes of one packet.
 PACKET_MAX = 2**17
@@ -54,9 +49,6 @@ def main(argv: list[str]) -> None:
         _run(template, json.loads(last))
     channel = socket.socket(fileno=int(last))
     os.set_inheritable(channel.fileno(), False)
-    if how == "stay":
-        _stay(channel, template)
-        return
     if template is None:
         _import_tasks(path)
     _serve(channel, template)
@@ -65,22 +57,13 @@ def main(argv: list[str]) -> None:
 def _template(text: str | None, root: Path) -> Any:
     """The configuration of all elements, if they have one, with everything imported that it names.
 
-    It is in Fiddle's own classes: where the user's ``__main__`` does nothing for it, NeMo-Run need
-    not be imported.
+    It is in Fiddle's own classes; what the user's ``__main__`` defines comes first.
     """
-    if text is None:
-        _load_main(root)
-        return None
     from fiddle.experimental import serialization
 
-    script = ""
-    with suppress(FileNotFoundError):
-        script = (root / "__main__.py").read_text(encoding="utf-8", errors="replace")
-    if has_to_run(script, json.loads(text)):
+    if (root / "__main__.py").exists():
         _load_main(root)
-    else:
-        offer(lambda: _load_main(root))
-    return serialization.load_json(text)
+    return None if text is None else serialization.load_json(text)
 
 
 def _load_main(root: Path) -> None:
@@ -120,7 +103,6 @@ def _serve(channel: socket.socket, template: Any) -> None:
     sys.stderr.flush()
     gc.collect()
     gc.freeze()  # so that the children share these objects' memory
-    use_huge_pages()
     _send(channel, at="ready", obstacles=obstacles)
     woken, wake = os.pipe()
     os.set_blocking(wake, False)
@@ -211,27 +193,6 @@ def _become_element(channel: socket.socket, order: dict[str, Any], output: int) 
         os._exit(1)  # the host listens no more: it asks another process for the element
     channel.close()
     os.environ.update(order["env"])
-
-
-def _stay(channel: socket.socket, template: Any) -> None:
-    """Run the elements of one slot in this process until the host has closed the socket."""
-    _adopt_orphans()
-    env, folder = dict(os.environ), os.getcwd()
-    while True:
-        data, fds, _, _ = socket.recv_fds(channel, PACKET_MAX, 1)
-        if not data:
-            return
-        order = json.loads(data)
-        _write_to(fds[0])
-        _send(channel, at="begun", key=order["key"])
-        os.environ.clear()
-        os.environ.update({**env, **order["env"]})
-        os.chdir(folder)
-        code = _code_of(copy.deepcopy(template), order)
-        sys.stdout.flush()
-        sys.stderr.flush()
-        _write_to(os.open(os.devnull, os.O_WRONLY))  # so that the element's output has an end
-        _send(channel, at="over", key=order["key"], code=code)
 
 
 def _adopt_orphans() -> None:

@@ -1,4 +1,4 @@
-"""Entry of a process that runs elements of a configuration: ``warm_program.py serve|stay|once …``
+"""Entry of a process that runs elements of a configuration: ``warm_program.py serve|once …``
 
 The task's interpreter runs this file, so that ``warm.py`` is a module and ``__main__`` is empty:
 there NeMo-Run puts what the user's script has defined, and a process that an element starts by

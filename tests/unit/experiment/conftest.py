@@ -16,7 +16,7 @@ from nemo_run_ray.experiment.dispatch import Dispatch, dispatches_of
 from nemo_run_ray.experiment.find import find_experiment, jobs_of
 from nemo_run_ray.experiment.job import RemoteJob
 from nemo_run_ray.experiment.snapshot import Snapshot
-from nemo_run_ray.remote.array.status_file import file_of
+from nemo_run_ray.remote.array.status import file_of
 from nemo_run_ray.remote.array.wishes import wish_name
 from nemo_run_ray.remote.group.roles_file import file_name
 from tests.fake_ray import FakeRay
@@ -105,7 +105,7 @@ class ArrayDriver:
     def shows(self, **rows: object) -> None:
         """What it has written of the array as a whole."""
         counts = ("succeeded", "failed", "cancelled", "running", "waiting", "elements_per_s")
-        shown = {"elements": 3, "left_s": None, "failures": [], "may_be_left": {}}
+        shown = {"elements": 3, "left_s": None, "failures": []}
         shown |= dict.fromkeys(counts, 0) | rows
         self._ray.files[file_name(self._job.id)] = json.dumps(shown)
 

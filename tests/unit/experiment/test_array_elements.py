@@ -22,7 +22,7 @@ from nemo_run_ray.experiment.dispatch import dispatches_of
 from nemo_run_ray.experiment.find import find, find_job
 from nemo_run_ray.experiment.job import RemoteJob
 from nemo_run_ray.nemo import registry
-from nemo_run_ray.remote.array.status_file import file_of
+from nemo_run_ray.remote.array.status import file_of
 from nemo_run_ray.remote.spec import ArraySpec, from_json
 from tests.array_tasks import train
 from tests.conftest import wait_for
@@ -111,7 +111,7 @@ def test_tasks_are_sent_with_their_names_commands_and_variables(ray, unique):
                 files[name.partition("/array/")[2]] = archive.read(name).decode()
     spec = from_json(files["spec.json"])
     assert isinstance(spec, ArraySpec)
-    assert (spec.runs, spec.max_failures) == ("auto", 2)
+    assert (spec.runs, spec.max_failures) == ("fork", 2)
     rows = [json.loads(line) for line in files[spec.elements].splitlines() if line[0] == "["]
     assert [row[0] for row in rows] == ["inline", "path", "function"]
     command, path = rows[0][1]

@@ -11,7 +11,7 @@ from nemo_run_ray.remote.array import driver as driver_module
 from nemo_run_ray.remote.array.hosts import Host
 from nemo_run_ray.remote.array.journal import read_records
 from nemo_run_ray.remote.array.progress import ArrayProgress, ElementState
-from nemo_run_ray.remote.array.status_file import JOURNAL_FILE, file_of
+from nemo_run_ray.remote.array.status import JOURNAL_FILE, file_of
 from nemo_run_ray.remote.hosts.calls import Died
 from nemo_run_ray.remote.node.output import NO_PROCESS_LEFT
 from tests.unit.remote.array.pools import ID, STUCK, Cluster
@@ -23,15 +23,13 @@ class Drive:
     """A driver whose every turn takes a second.
 
     Hosts that are told to end do so at once, but those that are ``stuck``; ``later`` is done after
-    so many seconds. ``shown`` has by the number of cancelled elements where the driver shows first
-    that something of them may be left.
+    so many seconds.
     """
 
     def __init__(self, cluster: Cluster, spec, monkeypatch) -> None:
         self.cluster, self.seconds = cluster, 0
         self.stuck: set[int] = set()
         self.later: dict[int, Callable[[], object]] = {}
-        self.shown: dict[int, dict[str, list[int]]] = {}
         self.runner = SimpleNamespace(order=lambda: None, ending="", cancelled=False)
         calls = cluster.calls
         calls.repeat, calls.answers = lambda: None, self._answers
@@ -43,7 +41,7 @@ class Drive:
             cluster.leases,
             cluster.pool,
             calls,
-            SimpleNamespace(write=self._show),
+            SimpleNamespace(write=lambda *_: None),
             SimpleNamespace(find=lambda _: []),
         )
         self.code = -1
@@ -53,9 +51,6 @@ class Drive:
 
     def run(self) -> None:
         self.code = self._driver.run()
-
-    def _show(self, progress: ArrayProgress, _: int, may_be_left: dict[str, list[int]]) -> None:
-        self.shown.setdefault(progress.number(ElementState.CANCELLED), may_be_left)
 
     def _pass(self) -> None:
         self.seconds += 1
@@ -139,7 +134,6 @@ def test_a_cancelled_array_ends_though_a_process_does_not(cluster, drive, host, 
     assert drive.runner.ending == f"cancelled; {_MAY_BE_LEFT.format('n1')}"
     assert drive.seconds == pytest.approx(spec.grace_s + 60, abs=3)
     assert cluster.leases.progress.is_over
-    assert cluster.pool.unproven.may_be_left == {"n1": has}
     cluster.leases.commit()
     held = ArrayProgress(12).replay(read_records(str(tmp_path / file_of(ID, JOURNAL_FILE))))
     assert sorted(held[host.record.number]) == has, "another attempt waits for them"
@@ -209,8 +203,6 @@ def test_a_node_that_dies_meanwhile_is_named_as_dead(cluster, drive, host):
     assert drive.runner.ending == (
         "cancelled; processes of it may be left for 75 s on n1, which Ray counts as dead"
     )
-    has = sorted(host.in_hand)
-    assert drive.shown == {12 - len(has): {}, 12: {"n1": has}}
 
 
 def test_a_cancel_while_the_heads_disk_is_full_says_so(cluster, drive, host, monkeypatch, capfd):

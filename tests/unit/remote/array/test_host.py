@@ -468,16 +468,13 @@ def test_what_ends_by_itself_while_the_rest_is_killed_is_noted():
 
 
 @pytest.mark.parametrize("forks", [array_with_thread.task], indirect=True)
-@pytest.mark.parametrize("runs", ["auto", "fork"])
-def test_imports_that_start_a_thread_forbid_a_fork_unless_it_is_wanted(host, forks, tmp_path, runs):
-    host.prepare(("python",), slots=2, **{**forks, "runs": runs})
+def test_imports_that_start_a_thread_forbid_a_fork(host, forks, tmp_path):
+    host.prepare(("python",), slots=2, **forks)
     host.run(0, 1, value=str(tmp_path))
     assert sorted(host.ended(within_s=60) for _ in range(2)) == [[0, 1, 0], [1, 1, 0]]
     (told,) = [one for one in host.reports if one["at"] == "obstacles"]
     assert told["words"] == ["have started the thread 'helper'"]
-    assert told["forks"] is (runs == "fork")
-    has_thread = runs == "auto"
-    assert {path.name for path in tmp_path.glob("*-*")} == {f"0-{has_thread}", f"1-{has_thread}"}
+    assert {path.name for path in tmp_path.glob("*-*")} == {"0-True", "1-True"}
 
 
 def test_nothing_begins_where_the_imports_fail(host, forks, package):
@@ -500,112 +497,6 @@ def test_an_order_to_end_ends_what_has_begun_and_what_has_not(host, forks, tmp_p
     host.order({"do": "end"})
     host.until("idle")
     assert host.elements() == set()
-
-
-# ---------------------------------------------------------------------- one after another
-
-
-@pytest.fixture
-def stay(forks, host, tmp_path) -> Callable[..., list[list[int]]]:
-    """Runs programs as elements 0, 1, … in one slot's process; their rows when they have ended."""
-    host.prepare(("python",), slots=1, **{**forks, "runs": "none"}, grace_s=0.5)
-
-    def run_all(*programs: str) -> list[list[int]]:
-        for index, program in enumerate(programs):
-            host.run(index, value=program)
-        return [host.ended(within_s=60) for _ in programs]
-
-    return run_all
-
-
-@pytest.mark.parametrize("forks", [array_tasks.does], indirect=True)
-class TestStaying:
-    def test_an_element_finds_what_those_before_it_have_loaded(self, stay, tmp_path):
-        program = (
-            f"kept.append(1); (Path({str(tmp_path)!r}) / index).write_text(f'{{pid}} {{kept}}')"
-        )
-        assert stay(program, program, program) == [[0, 1, 0], [1, 1, 0], [2, 1, 0]]
-        told = [(tmp_path / name).read_text().split(" ", 1) for name in "012"]
-        assert [kept for _, kept in told] == ["[1]", "[1, 1]", "[1, 1, 1]"]
-        assert len({process for process, _ in told}) == 1
-
-    def test_variables_folder_and_output_are_an_elements_own(self, stay, host):
-        rows = stay(
-            "os.environ['X'] = '1'; del os.environ['PATH']; os.chdir('/'); print('first')",
-            "print('X' in os.environ, 'PATH' in os.environ, os.getcwd() == '/')",
-        )
-        assert rows == [[0, 1, 0], [1, 1, 0]]
-        texts = [(one["element"], one["text"]) for one in host.reports if one["at"] == "text"]
-        assert texts == [(0, "first\n"), (1, "False True False\n")]
-
-    def test_each_has_its_exit_code_and_the_next_one_a_process(self, stay, host):
-        rows = stay(
-            "sys.exit(7)",
-            "raise ValueError('no good')",
-            "os._exit(9)",
-            "kept.append(1)",
-            "print(kept); os.kill(pid, 9)",
-            "print(kept)",
-        )
-        assert [code for _, _, code in rows] == [7, 1, 9, 0, 137, 0]
-        texts = {one["element"]: one["text"] for one in host.reports if one["at"] == "text"}
-        assert texts[1].endswith("ValueError: no good\n")
-        assert (texts[4], texts[5]) == ("[1]\n", "[]\n")
-
-    def test_one_whose_process_dies_before_it_has_begun_is_handed_back(self, stay, host):
-        stay("pass")
-        (process,) = host.elements()
-        os.kill(process, signal.SIGSTOP)
-        host.run(1, value="pass")
-        time.sleep(0.3)  # the order is there, and nobody has read it
-        os.kill(process, signal.SIGKILL)
-        assert host.until("lost")["lease"] == [1, 1]
-        host.run(1, attempt=2, value="pass")
-        assert host.ended(within_s=60) == [1, 2, 0]
-
-    def test_one_gets_a_new_process_when_the_last_one_has_died(self, stay, host):
-        stay("pass")
-        (process,) = host.elements()
-        os.kill(process, signal.SIGKILL)
-        wait(lambda: not psutil.pid_exists(process))
-        host.run(1, value="pass")
-        assert host.ended(within_s=60) == [1, 1, 0]
-
-    def test_one_is_cancelled_with_its_process(self, stay, host, tmp_path):
-        stay("kept.append(1)")
-        begun = tmp_path / "begun"
-        host.run(1, value=f"Path({str(begun)!r}).touch(); time.sleep(1000)")
-        wait(begun.exists)
-        host.order({"do": "cancel", "elements": [[1, 1]]})
-        assert host.ended() == [1, 1, 143]
-        host.run(2, value="sys.exit(len(kept))")
-        assert host.ended(within_s=60) == [2, 1, 0]
-
-    @pytest.mark.parametrize("last", ["pass", "signal.signal(15, lambda *_: 0); go(); sleep()"])
-    def test_all_that_they_have_left_ends_with_the_host(self, stay, host, tmp_path, last):
-        """A process leaves when it runs nothing; one that does not is killed."""
-        go = f"go = Path({str(tmp_path / 'go')!r}).touch; sleep = lambda: time.sleep(1000);"
-        stay("subprocess.Popen(['sleep', '1000'], start_new_session=True)")
-        wait(lambda: len(host.elements()) == 2)  # what one has left is there for the next one
-        host.run(1, value=go + last)
-        if last == "pass":
-            assert host.ended() == [1, 1, 0]
-        else:
-            wait((tmp_path / "go").exists)
-        host.order({"do": "end"})
-        host.until("idle")
-        assert host.elements() == set()
-
-    def test_imports_that_fail_are_its_own_failure(self, forks, host, package):
-        path = package / JOBS / "job" / "scripts" / "elements"
-        header, *rows = path.read_text().splitlines(keepends=True)
-        path.write_text(
-            json.dumps({**json.loads(header), "template": "torn"}) + "\n" + "".join(rows)
-        )
-        host.prepare(("python",), slots=1, **{**forks, "runs": "none"})
-        host.run(0, 1, value="pass")
-        assert [host.ended(within_s=60) for _ in range(2)] == [[0, 1, 1], [1, 1, 1]]
-        assert "lost" not in host.kinds()
 
 
 # ---------------------------------------------------------------------- single ones are cancelled

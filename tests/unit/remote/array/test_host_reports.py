@@ -9,8 +9,8 @@ import pytest
 from nemo_run_ray.remote.array.handing_out import take_back
 from nemo_run_ray.remote.array.hosts import Host
 from nemo_run_ray.remote.array.journal import read_records
-from nemo_run_ray.remote.array.progress import LOSSES_MAX, ArrayProgress, ElementState
-from nemo_run_ray.remote.array.status_file import JOURNAL_FILE, file_of
+from nemo_run_ray.remote.array.progress import ArrayProgress, ElementState
+from nemo_run_ray.remote.array.status import JOURNAL_FILE, file_of
 from nemo_run_ray.remote.hosts.calls import Died
 from nemo_run_ray.remote.states import Reason
 from tests.unit.remote.array.pools import ID, STUCK, Cluster
@@ -171,32 +171,6 @@ def test_what_a_dead_host_had_not_begun_costs_no_attempt(cluster):
     cluster.feed()
     assert other.in_hand[1] == 2, "the attempt that had begun is not made a second time"
     assert other.in_hand[2] == 1
-
-
-def test_without_a_note_all_that_a_dead_host_had_counts_as_begun(cluster):
-    (host,) = cluster.on("n1")
-    cluster.ready(host)
-    cluster.feed()
-    cluster.tells(host, at="failed", words="it was killed")
-    cluster.look()
-    cluster.tells(cluster.sweeper("n1"), at="swept", host=0, ended=[], begun=None)
-    assert cluster.attempts()[:3] == [1, 1, 0]
-
-
-def test_what_may_be_killing_hosts_gets_one_of_its_own(cluster):
-    (host,), (other,) = cluster.on("n1"), cluster.on("n2")
-    progress = cluster.leases.progress
-    for _ in range(2 * LOSSES_MAX):
-        progress.given_back(progress.take(is_free=False), has_run=True)
-
-    cluster.ready(host, other)
-    cluster.feed()
-    assert [list(one.in_hand) for one in (host, other)] == [[0], [1]]
-
-    cluster.tells(host, at="ended", row=[0, LOSSES_MAX + 1, 0, 0.2, "", None])
-    cluster.feed()
-    assert len(host.in_hand) > 1
-    assert list(other.in_hand) == [1]
 
 
 def test_a_host_without_room_for_processes_gets_nothing_for_a_while(cluster, monkeypatch):

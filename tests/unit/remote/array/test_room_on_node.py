@@ -7,70 +7,20 @@ import json
 import os
 import socket
 import subprocess
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from types import SimpleNamespace
 
 import pytest
 
-from nemo_run_ray.remote.array import orphans, running, starting, waiting_orders, warm
+from nemo_run_ray.remote.array import orphans, starting, warm
 from nemo_run_ray.remote.array.forking import Forking
 from nemo_run_ray.remote.array.launcher import Launcher
 from nemo_run_ray.remote.array.progress import LOST_CODE, Lease
 from nemo_run_ray.remote.array.running import RunningElements
 from nemo_run_ray.remote.array.slots import Slots
 from nemo_run_ray.remote.array.starting import NoRoomOnNode, Order
-from nemo_run_ray.remote.array.waiting_orders import WaitingOrders
 
-FIRST, SECOND = Order(Lease(0, 1), []), Order(Lease(1, 1), [])
-
-
-@pytest.fixture
-def clock(monkeypatch) -> Callable[[float], None]:
-    """Lets seconds go by for orders that wait."""
-    times = [0.0]
-    monkeypatch.setattr(waiting_orders, "time", SimpleNamespace(monotonic=lambda: times[-1]))
-    return lambda seconds: times.append(times[-1] + seconds)
-
-
-@pytest.fixture
-def waiting(clock) -> WaitingOrders:
-    made = WaitingOrders()
-    made.add([[*FIRST.lease, []], [*SECOND.lease, []]])
-    return made
-
-
-def _next(waiting: WaitingOrders) -> Order | None:
-    return next(waiting.next(lambda: True), None)
-
-
-def test_what_finds_no_room_is_the_first_to_be_tried_again(waiting, clock):
-    assert waiting.hold_up(_next(waiting))
-    assert waiting.are_held_up
-    assert _next(waiting) is None
-    clock(1)
-    assert _next(waiting) == FIRST
-    waiting.begun()
-    assert not waiting.are_held_up
-    assert _next(waiting) == SECOND
-
-
-def test_it_waits_for_ten_seconds(waiting, clock):
-    for _ in range(10):
-        assert waiting.hold_up(_next(waiting))
-        clock(1)
-    assert not waiting.hold_up(_next(waiting))
-    assert waiting.remove_all() == [SECOND.lease, FIRST.lease]
-    assert not waiting.are_held_up
-
-
-def test_nothing_is_held_up_when_what_waited_was_cancelled(waiting, clock):
-    waiting.hold_up(_next(waiting))
-    assert waiting.remove({FIRST.lease}) == [FIRST.lease]
-    assert waiting.remove_last(7) == [SECOND.lease]
-    assert not waiting.are_held_up
-    clock(60)
-    waiting.add([[*FIRST.lease, []]])
-    assert waiting.hold_up(_next(waiting)), "the ten seconds begin anew"
+FIRST = Order(Lease(0, 1), [])
 
 
 # ---------------------------------------------------------------------- the host
@@ -87,7 +37,7 @@ def place() -> SimpleNamespace:
 def launcher(place) -> Launcher:
     """Of commands, with one slot."""
     made = Launcher.__new__(Launcher)
-    made.slots, made.forking, made.slot_processes = Slots(1, 0.0), None, None
+    made.slots, made.forking = Slots(1, 0.0), None
     made._place, made._targets, made._runs, made._count = place, [], "command", 2
     return made
 
@@ -114,9 +64,7 @@ def test_a_program_that_is_not_there_is_the_elements_failure(launcher, place):
 
 
 @pytest.mark.parametrize("something_runs", [False, True])
-def test_what_waits_on_a_host_that_stays_full_is_for_others(
-    launcher, clock, monkeypatch, something_runs
-):
+def test_what_waits_on_a_host_that_is_full_is_for_others(launcher, monkeypatch, something_runs):
     """Before it says that it can run nothing: what it has then counts as begun."""
     refused = NoRoomOnNode("node n1 has no room for another process: x")
 
@@ -132,10 +80,6 @@ def test_what_waits_on_a_host_that_stays_full_is_for_others(
 
     if something_runs:
         elements._running[7] = starting.RunningElement(Lease(5, 1), 0, 7, None)
-    elements._start_waiting()
-    assert elements.patience_s == running.ROUND_S, "it looks again soon"
-    assert reports == []
-    clock(11)
     elements._start_waiting()
 
     handed_back = ("handed_back", {"leases": [(0, 1)], "words": str(refused)})

@@ -12,7 +12,7 @@ import nemo_run as run
 import pytest
 
 from nemo_run_ray import array
-from nemo_run_ray.remote.array import script, warm_program
+from nemo_run_ray.remote.array import warm_program
 from tests import array_tasks
 
 #: A task of a module that needs its script or does not; modules lie in ``modules``.
@@ -23,26 +23,6 @@ import textwrap
 
 def says(text):
     print(text, "nemo_run" in sys.modules)
-"""
-_LAUNCHES = """
-'''What a script says of itself.'''
-from __future__ import annotations
-import argparse, os
-from typing import TYPE_CHECKING
-import nemo_run as run
-from nemo_run_ray import RayExecutor, array
-from tasks import says
-if TYPE_CHECKING:
-    import nowhere
-SEEDS = list(range(3))
-NAMES: dict[str, int] = {"a": -1, "b": len(SEEDS)}
-class Options:
-    width = 3
-async def wait(seconds=1): ...
-def main(argv=None, *, again=(1, 2)):
-    run.run(array(run.Partial(says, text=""), over={"text": ["x"]}), executor=RayExecutor())
-if __name__ == "__main__":
-    main()
 """
 
 
@@ -92,16 +72,6 @@ def says(tmp_path, runs):
 
     yield make
     sys.modules.pop("tasks", None)
-
-
-@pytest.mark.parametrize("main", [None, "", _LAUNCHES])
-def test_a_script_that_only_launches_does_not_run(runs, says, main):
-    assert runs(says(), main=main) == (0, "x False\n")
-
-
-def test_the_script_runs_before_that_sets_something(runs, says):
-    main = "import tasks\ntasks.sys.modules['nemo_run_was_set'] = None\nprint('ran')"
-    assert runs(says(), main=main) == (0, "ran\nx True\n")
 
 
 def test_the_script_runs_before_that_makes_a_module_known(runs, says, tmp_path, monkeypatch):
@@ -163,77 +133,3 @@ def test_a_script_that_reads_its_arguments_does_not_end_the_task(runs, says):
     assert code == 0
     assert "The launching script ended with 2 when it ran here." in printed
     assert printed.startswith("x True\n")
-
-
-_FIT = {"type": "pyref", "module": "tests.array_tasks", "name": "train"}
-
-
-@pytest.mark.parametrize(
-    "statement",
-    [
-        "import tests.array_tasks",
-        "import tests",
-        "from tests import array_tasks",
-        "from tests.array_tasks import train, waits",
-        "def f(x: int = 3) -> None: ...",
-        "x = run.Partial",
-        "x, y = Path('a'), os.environ['A']",
-        "x = f'{a}-{b!r}' if a < b else [*c][1:]",
-        "log = logging.getLogger(__name__)",
-        "@dataclass(frozen=True)\nclass Options:\n    width: int = 3",
-        "class Color(Enum):\n    RED = 1",
-        "from . import models\nmodels.register()",
-    ],
-)
-def test_what_does_nothing_for_a_task(statement):
-    assert not script.has_to_run(statement, {"a": [_FIT]})
-
-
-@pytest.mark.parametrize(
-    "statement",
-    [
-        "import numpy",
-        "import tests.fake_ray",
-        "from tests import fake_ray",
-        "from tests.fake_ray import more",
-        "from tests import *",
-        "import os; os.environ['A'] = '1'",
-        "array_tasks.WIDTH = 3",
-        "print()",
-        "x = print()",
-        "x = [print()]",
-        "x = f'{print()}'",
-        "x: print() = 1",
-        "def f(x=print()): ...",
-        "def f(x: print()): ...",
-        "def f() -> print(): ...",
-        "@register\ndef f(): ...",
-        "@register()\nclass Net: ...",
-        "class Net(Registered): ...",
-        "class Net:\n    x = print()",
-        "class Net(metaclass=Meta): ...",
-        "if True:\n    print()",
-        "if __name__ == '__main__':\n    pass\nelse:\n    print()",
-        "for x in y: ...",
-        "try:\n    import os\nexcept ImportError: ...",
-        "x = (y := 3)",
-        "list = print",
-        "def sorted(x): ...",
-        "del x",
-        "no Python",
-        f"x = {'1 + ' * 5000}1",
-    ],
-)
-def test_what_may_do_something_for_a_task(statement):
-    assert script.has_to_run(statement, {"a": [_FIT]})
-
-
-def test_a_file_with_a_name_of_pythons_library_is_the_users(tmp_path, monkeypatch):
-    assert not script.has_to_run("import profile", {})
-    (tmp_path / "profile.py").touch()
-    monkeypatch.syspath_prepend(str(tmp_path))
-    assert script.has_to_run("import profile", {})
-
-
-def test_a_task_of_the_script_needs_it():
-    assert script.has_to_run("", [{"module": "__main__", "name": "fit"}])
