@@ -287,3 +287,13 @@ def test_what_waits_behind_a_long_element_is_handed_back_and_runs_elsewhere(clus
     cluster.tells(host, at="ended", row=row(0))
     cluster.feed()
     assert len(host.in_hand) > 2
+
+
+def test_without_a_note_all_that_a_dead_host_had_counts_as_begun(cluster):
+    (host,) = cluster.on("n1")
+    cluster.ready(host)
+    cluster.feed()
+    cluster.tells(host, at="failed", words="it was killed")
+    cluster.look()
+    cluster.tells(cluster.sweeper("n1"), at="swept", host=0, ended=[], begun=None)
+    assert cluster.attempts()[:3] == [1, 1, 0]
