@@ -32,7 +32,7 @@ from nemo_run_ray.clusters import Dashboard
 from nemo_run_ray.dashboard.http import MALFORMED, READ_S, Cached, Http
 from nemo_run_ray.errors import ClusterError, NemoRunRayError, Unauthorised
 from nemo_run_ray.fields import brings_python
-from nemo_run_ray.remote.array.status import file_of
+from nemo_run_ray.remote.array.elements import file_of
 from nemo_run_ray.remote.dashboard import ANSWER_S, LINES, LOG_FILE, log_query
 from nemo_run_ray.remote.env_error import cause_of
 from nemo_run_ray.remote.group.roles_file import file_name

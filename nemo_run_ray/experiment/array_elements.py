@@ -19,9 +19,8 @@ from nemo_run_ray.dashboard.jobs import PATIENCE_S
 from nemo_run_ray.errors import ClusterError, ConfigError, JobError, Unanswered
 from nemo_run_ray.experiment.roles_and_elements import elements
 from nemo_run_ray.experiment.snapshot import Snapshot
-from nemo_run_ray.remote.array.progress import Stretch
-from nemo_run_ray.remote.array.status import RESULTS_FILE, STATES_FILE
-from nemo_run_ray.remote.array.wishes import Range, wish_name, wish_to_cancel
+from nemo_run_ray.remote.array.driver import Range, wish_name, wish_to_cancel
+from nemo_run_ray.remote.array.elements import RESULTS_FILE, STATES_FILE, Stretch
 from nemo_run_ray.remote.node_death import NODE_DEAD_S
 from nemo_run_ray.remote.rows import fits
 

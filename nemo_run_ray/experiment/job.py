@@ -24,7 +24,7 @@ from nemo_run_ray.experiment.observed_job import ObservedJob
 from nemo_run_ray.experiment.roles_and_elements import elements
 from nemo_run_ray.experiment.snapshot import Snapshot
 from nemo_run_ray.experiment.tend import tend
-from nemo_run_ray.remote.array.status import RESULTS_FILE
+from nemo_run_ray.remote.array.elements import RESULTS_FILE
 from nemo_run_ray.remote.end_record import end_mark
 from nemo_run_ray.remote.rows import ArrayRows, fits, nonce_of
 from nemo_run_ray.remote.states import JobState, JobStatus, Reason, is_pending

@@ -19,8 +19,7 @@ import pytest
 from nemo_run_ray import ExistingCluster, RayExecutor, array
 from nemo_run_ray.experiment.find import find_job
 from nemo_run_ray.experiment.job import RemoteJob
-from nemo_run_ray.remote.array.journal import ENDED, read_records
-from nemo_run_ray.remote.array.status import JOURNAL_FILE, file_of
+from nemo_run_ray.remote.array.elements import ENDED, JOURNAL_FILE, file_of, read_records
 from nemo_run_ray.remote.node.supervise import is_guard
 from tests.arrays import COUNT, check, ended, keepers, partials, scripts
 from tests.conftest import processes_of, processes_of_home, wait_for
@@ -81,7 +80,7 @@ def _is_warm(pid: int) -> bool:
         words = psutil.Process(pid).cmdline()
     except psutil.Error:
         return False
-    is_forks = any(word.endswith("array/warm_program.py") for word in words)
+    is_forks = any(word.endswith("array/fork_server.py") for word in words)
     return is_forks and _parent(pid) != 0 and not _is_warm(_parent(pid))
 
 

@@ -203,7 +203,9 @@ def test_an_import_that_goes_up_is_found(module, name):
 def test_the_remote_half_needs_only_the_standard_library():
     for module in (one for one in _MODULES if _part(one) == "remote"):
         allowed = sys.stdlib_module_names | ({"ray"} if module in _MAY_IMPORT_RAY else set())
-        if module == "remote/array/warm.py":  # the task's interpreter runs it, as NeMo-Run's runner
+        if (
+            module == "remote/array/fork_server.py"
+        ):  # the task's interpreter runs it, as NeMo-Run's runner
             allowed |= {"nemo_run", "fiddle"}
         for name, _ in _imports(module):
             if name.startswith("nemo_run_ray"):

@@ -7,28 +7,332 @@ it runs. Killed, the driver is started again and goes on from its journal.
 
 from __future__ import annotations
 
+import json
 import os
 import time
-from typing import Collection, Mapping, Optional, Tuple
+from contextlib import suppress
+from typing import (
+    Any,
+    Collection,
+    Dict,
+    Iterable,
+    Iterator,
+    List,
+    Mapping,
+    NamedTuple,
+    Optional,
+    Sequence,
+    Tuple,
+)
 
-from ..attempts import JobExit
+from ..attempts import JobExit, first_id
+from ..env_error import cause_of
 from ..group.driver import connect
-from ..hosts.actors import forget_runtime_env
-from ..hosts.calls import Calls, Died
-from ..node.output import MAY_BE_LEFT, NO_PROCESS_LEFT, say
+from ..hosts.actors import forget_runtime_env, name
+from ..hosts.calls import Calls, Died, Pulled
+from ..node.output import MAY_BE_LEFT, NO_PROCESS_LEFT, say, write
 from ..node.rundir import jobs_folder, remove_secrets, secrets_of
 from ..node.supervise import Runner
 from ..node_death import NODE_DEAD_S
 from ..spec import ArraySpec
 from ..states import Reason
-from .handing_out import feed, fulfil, take_back
-from .host_pool import HostPool
-from .host_reports import HostReports
-from .hosts import HostStarts
-from .leases import DISK_S, Leases
-from .progress import ElementState
+from .elements import DISK_S, ElementState, Lease, Leases
+from .hosts import Host, HostPool, HostStarts, Refusal
 from .status import StatusFile
-from .wishes import Wishes
+
+#: First and last index of elements in a row.
+Range = Tuple[int, int]
+_SCHEME = "gcs://"
+
+
+class Wish(NamedTuple):
+    """That elements end, or never begin.
+
+    Attributes:
+        key: where it lies.
+        ranges: of the elements.
+        only_waiting: leave those alone that have begun by now.
+    """
+
+    key: bytes
+    ranges: List[Range]
+    only_waiting: bool
+
+
+def wish_name(submission_id: str, nonce: str) -> str:
+    """Name of the archive that holds a wish.
+
+    Args:
+        submission_id: of any attempt of the array.
+        nonce: tells it from other wishes.
+    """
+    return f"{_prefix(submission_id)}{nonce}.zip"
+
+
+def wish_to_cancel(ranges: Iterable[Range], only_waiting: bool) -> bytes:
+    """The archive of a wish, as ``Wish`` describes it."""
+    return json.dumps({"cancel": list(ranges), "only_waiting": only_waiting}).encode()
+
+
+class Wishes:
+    """The wishes for one array.
+
+    Args:
+        ray: the module, connected.
+        submission_id: of the job.
+    """
+
+    def __init__(self, ray: Any, submission_id: str) -> None:
+        self._store = ray.experimental.internal_kv
+        self._unanswered = ray.exceptions.RayError
+        self._prefix = (_SCHEME + _prefix(submission_id)).encode()
+
+    def find(self, count: int) -> Iterator[Wish]:
+        """The wishes that are there.
+
+        Args:
+            count: of the array's elements.
+        """
+        for key in self._keys():
+            with suppress(self._unanswered):  # the next look finds it
+                wish = _read(key, self._store._internal_kv_get(key), count)
+                if wish is None:  # it is none of this package's
+                    self.remove(key)
+                else:
+                    yield wish
+
+    def remove(self, key: bytes) -> None:
+        """Say that a wish was heard."""
+        with suppress(self._unanswered):  # it is found, and done, once more
+            self._store._internal_kv_del(key)
+
+    def remove_all(self) -> None:
+        """Remove those that come too late."""
+        for key in self._keys():
+            self.remove(key)
+
+    def _keys(self) -> List[bytes]:
+        with suppress(self._unanswered):  # the head's store is away for a moment
+            return list(self._store._internal_kv_list(self._prefix))
+        return []
+
+
+def _read(key: bytes, data: Any, count: int) -> Optional[Wish]:
+    with suppress(ValueError, TypeError, KeyError):
+        found = json.loads(data)
+        ranges = [(max(0, first), min(last, count - 1)) for first, last in found["cancel"]]
+        return Wish(key, ranges, bool(found["only_waiting"]))
+    return None
+
+
+def _prefix(submission_id: str) -> str:
+    # No id has a tilde: one array's prefix begins no other one's.
+    return f"nemo_run_ray_wish_{first_id(submission_id)}~"
+
+
+def feed(leases: Leases, pool: HostPool, calls: Calls) -> None:
+    """Lease elements to the hosts; the disk has it before a host hears of it."""
+    now = time.monotonic()
+    given: Dict[int, List[List[Any]]] = {}
+    for number, host in pool.hosts.items():
+        may_have = host.may_have_more and now >= host.rests_until
+        room = leases.pace.held(host.slots) if may_have else 0
+        if _is_held_up(host, leases, now):
+            room = min(room, host.slots)
+        while len(host.in_hand) < room:
+            row = leases.take(number)
+            if row is None:
+                break
+            host.in_hand[row[0]] = row[1]
+            given.setdefault(number, []).append(row)
+    is_written = leases.commit()
+    for number, rows in given.items():
+        host = pool.hosts[number]
+        if is_written:
+            calls.order(host.replica, {"do": "run", "elements": rows})
+            continue
+        for element, attempt, _ in rows:
+            del host.in_hand[element]
+            leases.give_back(Lease(element, attempt), number, has_run=False)
+
+
+def take_back(leases: Leases, pool: HostPool, calls: Calls) -> None:
+    """Let hosts on which no element ends hand back those that wait behind the ones that run."""
+    now = time.monotonic()
+    for host in pool.hosts.values():
+        waiting = len(host.in_hand) - host.slots
+        may_be_asked = host.may_have_more and not host.is_asked
+        if may_be_asked and waiting > 0 and _is_held_up(host, leases, now):
+            host.is_asked = True
+            calls.order(host.replica, {"do": "hand_back", "count": waiting})
+
+
+def _is_held_up(host: Host, leases: Leases, now: float) -> bool:
+    """Whether none has ended on a host for much longer than elements take."""
+    return now >= host.heard_at + leases.pace.patience_s
+
+
+def fulfil(wishes: Wishes, leases: Leases, pool: HostPool, calls: Calls) -> None:
+    """Do what clients want, and say so to them when the disk has it."""
+    if not leases.can_write:
+        return
+    for wish in wishes.find(leases.progress.count):
+        leased: List[Lease] = []
+        for first, last in wish.ranges:
+            leased += leases.cancel(range(first, last + 1), wish.only_waiting)
+        _cancel(leased, pool, calls)
+        if leases.commit():
+            ranges = ", ".join(f"{first} to {last}" for first, last in wish.ranges[:5])
+            say(f"the user has cancelled the elements {ranges}; {len(leased)} have a host")
+            wishes.remove(wish.key)
+
+
+def _cancel(leases: Sequence[Lease], pool: HostPool, calls: Calls) -> None:
+    """Let those hosts end attempts that have them."""
+    wanted = set(leases)
+    for host in pool.hosts.values():
+        found = [lease for lease in host.in_hand.items() if Lease(*lease) in wanted]
+        if found:
+            calls.order(host.replica, {"do": "cancel", "elements": found})
+
+
+#: Seconds for which a host gets no elements whose node has no room for another process.
+_FULL_S = 30.0
+
+
+class HostReports:
+    """Hears what the hosts of one array report.
+
+    Args:
+        leases: the elements.
+        pool: the hosts.
+        calls: to their actors.
+
+    Attributes:
+        broken: why the array cannot be run at all; ``None`` as long as it can.
+    """
+
+    def __init__(self, leases: Leases, pool: HostPool, calls: Calls) -> None:
+        self._leases = leases
+        self._pool = pool
+        self._calls = calls
+        self._written = ""  # what was written last of a host that cannot run elements
+        self.broken: Optional[Tuple[Reason, str]] = None
+
+    def died(self, answer: Died) -> None:
+        """An actor cannot answer any more."""
+        for host in self._pool.of(answer.actor):
+            if answer.is_env:
+                self._refused(host, answer.words, Refusal.RUNTIME_ENV, has_started=False)
+            elif answer.is_start:
+                self._refused(host, answer.words, Refusal.TOLD, has_started=False)
+            else:
+                self._dead(host, answer.words)
+
+    def hear(self, answer: Pulled) -> None:
+        """Take what an actor has answered, and ask it again."""
+        for host in self._pool.of(answer.actor):
+            first, reports = answer.reports.get(name(host.replica.replica_id), (0, []))
+            for number, report in enumerate(reports, start=first):
+                if number == host.replica.seen and host.record.number in self._pool.hosts:
+                    host.replica.seen += 1
+                    self._report(host, json.loads(report))
+        for _ in self._pool.of(answer.actor):  # it may be given up by now
+            self._calls.pull(answer.actor)
+
+    def _report(self, host: Host, report: Mapping[str, Any]) -> None:
+        kind, node = report["at"], host.replica.node.host
+        if kind == "text":
+            prefix = f"{report['element']}| "
+            write(prefix + str(report["text"])[:-1].replace("\n", f"\n{prefix}") + "\n")
+        elif kind == "ended":
+            self._ended(host, report["row"])
+        elif kind == "prepared":
+            host.is_ready, host.heard_at = True, time.monotonic()
+            say(f"{node} runs {host.slots} element(s) at a time")
+        elif kind == "unprepared":
+            self._refused(host, str(report["words"]), Refusal.TOLD, has_started=True)
+        elif kind == "obstacles":
+            say(_of_obstacles(node, report["words"]))
+        elif kind == "swept":
+            self._pool.swept(host, report)
+        elif kind == "unswept":
+            say(f"a host on {node} is dead, and this does not end there: {report['words']}")
+        elif kind == "stuck":
+            say(f"element {report['element']} on {node} has ended, but not {report['words']}")
+        elif kind == "lost":
+            self._lost(host, Lease(*report["lease"]))
+        elif kind == "handed_back":
+            self._handed_back(host, [Lease(*lease) for lease in report["leases"]])
+            if "words" in report:
+                host.rests_until = time.monotonic() + _FULL_S
+                say(f"elements wait for other nodes, or for {_FULL_S:g} s: {report['words']}")
+        elif kind == "idle":
+            self._pool.idle(host)
+        else:  # ``failed`` or ``gone``
+            self._dead(host, str(report.get("words", "it was killed")))
+
+    def _ended(self, host: Host, row: List[Any]) -> None:
+        if host.gives(Lease(*row[:2])):
+            host.heard_at = time.monotonic()
+            self._pool.room.refusals.forget(host.record.node_id)
+            self._leases.ended(host.record.number, row)
+
+    def _handed_back(self, host: Host, leases: Sequence[Lease]) -> None:
+        """Elements have not begun on a host, and are for others."""
+        host.is_asked = False
+        for lease in leases:
+            if host.gives(lease):
+                self._leases.give_back(lease, host.record.number, has_run=False)
+
+    def _lost(self, host: Host, lease: Lease) -> None:
+        """An element has ended, and nobody knows how."""
+        if host.gives(lease):
+            say(f"the process was killed that knew how element {lease.element} has ended")
+            self._leases.give_back(lease, host.record.number, has_run=True)
+
+    def _dead(self, host: Host, words: str) -> None:
+        """A host has died, or its actor has."""
+        if host.slots and not host.is_ready:
+            self._refused(host, words, Refusal.DIED, has_started=True)
+            return
+        say(f"the host on {host.replica.node.host} has died: {words}")
+        self._pool.give_up(host)
+
+    def _refused(self, host: Host, words: str, refusal: Refusal, has_started: bool) -> None:
+        """A host cannot run elements: others may, or none can."""
+        node, may_run = host.replica.node.host, self._pool.unproven.running > 0
+        self._pool.refused(host, refusal, has_started)
+        may_run = may_run or self._leases.progress.has_run
+        if host.slots and not may_run and self._pool.room.can_none(self._pool.hosts.values()):
+            if refusal is Refusal.RUNTIME_ENV:
+                self._break(Reason.RUNTIME_ENV, words)
+            else:
+                self._break(Reason.NOT_STARTED, f"on {node}: {words}")
+            return
+        if words != self._written:
+            write(f"{words}\n")
+            self._written = words
+        say(f"a host on {node} could not begin; another one is tried later: {_last_line(words)}")
+
+    def _break(self, cause: Reason, words: str) -> None:
+        """The array cannot be run at all."""
+        if self.broken is None:
+            is_env = cause is Reason.RUNTIME_ENV
+            self.broken = cause, cause_of(words) if is_env else _last_line(words)
+            write(f"{words}\n")
+
+
+def _last_line(words: str) -> str:
+    """Of a traceback this is the error."""
+    return words.strip().rpartition("\n")[2]
+
+
+def _of_obstacles(node: str, obstacles: Sequence[str]) -> str:
+    """What is said of imports that begin something which a fork does not have."""
+    words = f"on {node} the imports {', and '.join(obstacles)}, which a fork does not have"
+    return f"{words}. So each element imports anew, which takes seconds in place of milliseconds"
+
 
 #: Seconds between two looks at the nodes.
 _LOOK_S = 1.0

@@ -1,6 +1,6 @@
-"""The hosts of elements as the driver holds them: how they are started, and what they have in hand.
+"""The element hosts of an array: where they start, what they have, when they are proven dead.
 
-``ray`` is passed in. The actors are those of groups: one passes the orders and reports of one host.
+``ray`` is passed in. Each actor passes the orders and reports of one host.
 """
 
 from __future__ import annotations
@@ -10,24 +10,33 @@ import os
 import secrets
 import time
 from dataclasses import dataclass, field
-from typing import Any, Dict, List, Mapping, NamedTuple, Sequence
+from enum import Enum
+from typing import (
+    Any,
+    Collection,
+    Dict,
+    Iterable,
+    Iterator,
+    List,
+    Mapping,
+    NamedTuple,
+    Optional,
+    Sequence,
+    Set,
+)
 
 from .. import FOLDER
-from ..fit import Node
-from ..hosts.actors import (
-    Actor,
-    ReplicaHandle,
-    actor_class,
-    code_of,
-    key_of,
-    name,
-    passed_on,
-    tar,
-)
+from ..attempts import first_id
+from ..fit import Node, nodes_of
+from ..group.packing import TOLERANCE, amount_text, matches
+from ..hosts.actors import Actor, ReplicaHandle, actor_class, code_of, key_of, name, passed_on, tar
+from ..hosts.calls import Calls
+from ..node.output import say
 from ..node.rundir import jobs_folder
+from ..node_death import NODE_DEAD_S, node_dead_s
 from ..spec import ArraySpec
 from ..trust import open_own
-from .progress import Lease
+from .elements import Lease, Leases
 
 #: The module that the process of a host runs.
 _PROGRAM = "array.host"
@@ -226,3 +235,732 @@ class HostBook:
         self._good += len(data)
         self.records += records
         return records
+
+
+class Share(NamedTuple):
+    """A host that can be started.
+
+    Attributes:
+        node_id: where.
+        slots: for so many elements at a time.
+    """
+
+    node_id: str
+    slots: int
+
+
+def slots_in(available: Mapping[str, float], need: Mapping[str, float]) -> int:
+    """For how many elements at a time these resources suffice."""
+    return min(int((available.get(key, 0.0) + TOLERANCE) / amount) for key, amount in need.items())
+
+
+def why_never(nodes: Collection[Node], need: Mapping[str, float], labels: Mapping[str, str]) -> str:
+    """Why no node can ever have an element, in words; empty when one can.
+
+    Args:
+        nodes: the living ones, with all that they have when nothing else runs.
+        need: of one element.
+        labels: that a node must have.
+    """
+    fitting = [node.resources for node in nodes if matches(labels, node.labels)]
+    if not fitting:
+        return f"no node has the labels {dict(labels)}" if labels else "no node is alive"
+    if any(slots_in(resources, need) for resources in fitting):
+        return ""
+    for resource, amount in need.items():
+        most = max(resources.get(resource, 0.0) for resources in fitting)
+        if most < amount:
+            return (
+                f"an element asks for {resource} {amount_text(resource, amount)}, "
+                f"and the largest node has {amount_text(resource, most)}"
+            )
+    return f"no node has {', '.join(need)} at once as an element asks for"
+
+
+def shares(
+    available: Mapping[str, Mapping[str, float]], need: Mapping[str, float], wanted: int
+) -> List[Share]:
+    """The hosts to start: evenly over the nodes that have room.
+
+    Args:
+        available: what each node has free.
+        need: of one element; never empty.
+        wanted: for so many elements at a time in all.
+    """
+    left = {node: slots_in(resources, need) for node, resources in available.items()}
+    given: Dict[str, int] = {}
+    while wanted > 0 and any(left.values()):
+        for node in sorted(left, key=lambda node_id: -left[node_id]):
+            if wanted > 0 and left[node] > 0:
+                left[node] -= 1
+                given[node] = given.get(node, 0) + 1
+                wanted -= 1
+    return [share for node, slots in given.items() for share in _cut(node, slots, need)]
+
+
+def _cut(node: str, slots: int, need: Mapping[str, float]) -> List[Share]:
+    """One host for all slots; Ray gives one actor a part of a GPU, or whole ones."""
+    gpus = need.get("GPU", 0.0)
+    if gpus == 0.0 or gpus == int(gpus):
+        return [Share(node, slots)]
+    together = max(1, int(1.0 / gpus + TOLERANCE))
+    sizes = [together] * (slots // together)
+    if slots % together:
+        sizes.append(slots % together)
+    return [Share(node, size) for size in sizes]
+
+
+#: Seconds for which a node is left alone: at first, and at most.
+_LEFT_ALONE_S, _LEFT_ALONE_MAX_S = 5.0, 300.0
+#: Hosts that have died on a node before they were ready, without a reason, until it counts as one
+#: that cannot run elements. Any may be killed once.
+_DEATHS_MAX = 5
+#: So many nodes that cannot run elements stand for those that no host could be tried on, and so
+#: many failures on one node to make the runtime environment, which is the same for all.
+_NODES_MAX = _ENVS_MAX = 3
+
+
+class Refusal(str, Enum):
+    """How a host could not begin."""
+
+    #: It has died, or was killed, and has not told why.
+    DIED = "died"
+    #: It has told why.
+    TOLD = "told"
+    #: Its runtime environment could not be made.
+    RUNTIME_ENV = "runtime_env"
+
+
+class Refusals:
+    """The nodes where no host could begin since an element has ended there."""
+
+    def __init__(self) -> None:
+        self._counts: Dict[str, int] = {}  # in a row, by node
+        self._envs: Dict[str, int] = {}  # those of them that were for the runtime environment
+        self._cannot: Set[str] = set()
+        self._not_before: Dict[str, float] = {}
+
+    def add(self, node_id: str, now: float, refusal: Refusal) -> None:
+        """A host could not begin on a node.
+
+        Args:
+            node_id: of the node.
+            now: the time.
+            refusal: how.
+        """
+        count = self._counts.get(node_id, 0)
+        if not self.left_alone_s(node_id, now):  # what ends several hosts of a node counts once
+            count = self._counts[node_id] = count + 1
+            if refusal is Refusal.RUNTIME_ENV:
+                self._envs[node_id] = self._envs.get(node_id, 0) + 1
+        if refusal is not Refusal.DIED or count >= _DEATHS_MAX:
+            self._cannot.add(node_id)
+        left_alone_s = min(_LEFT_ALONE_S * 2 ** min(count - 1, 10), _LEFT_ALONE_MAX_S)
+        self._not_before[node_id] = now + left_alone_s
+
+    def forget(self, node_id: str) -> None:
+        """An element has ended on a node."""
+        self._counts.pop(node_id, None)
+        self._envs.pop(node_id, None)
+        self._not_before.pop(node_id, None)
+        self._cannot.discard(node_id)
+
+    def left_alone_s(self, node_id: str, now: float) -> float:
+        """For how much longer a node is left alone; 0 when it is not."""
+        return max(0.0, self._not_before.get(node_id, now) - now)
+
+    def are_all(self, trying: Collection[str], fitting: Collection[str]) -> bool:
+        """Whether nothing says any more that a node could run elements.
+
+        Args:
+            trying: ids of the nodes where hosts are.
+            fitting: those of the living nodes that could have an element.
+        """
+        cannot, refused = self._cannot & set(fitting), self._counts.keys() & set(fitting)
+        if set(trying) - self._cannot or not self._cannot:
+            return False
+        has_env_failed = any(self._envs.get(node_id, 0) >= _ENVS_MAX for node_id in cannot)
+        if has_env_failed and refused <= cannot:  # else one of them is tried again soon
+            return True
+        return len(cannot) >= _NODES_MAX or cannot == set(fitting)
+
+
+#: Seconds until a host that has not come up is given up when its node's room seems to have gone to
+#: another. Its own part counts as taken too while Ray makes its runtime environment.
+_PLACED_S = 900.0
+#: Seconds until a line says that the array waits for room, and between two.
+_TELL_S = 30.0
+
+
+class HostRoom:
+    """The room for the elements of one array.
+
+    Args:
+        ray: the module, connected.
+        spec: the array.
+
+    Attributes:
+        nodes: the living ones by their ids, as the last look has found them.
+        refusals: the nodes where hosts could not begin.
+    """
+
+    def __init__(self, ray: Any, spec: ArraySpec) -> None:
+        self._ray = ray
+        self._spec = spec
+        self._tell_at = 0.0
+        self.nodes: Dict[str, Node] = {}
+        self.refusals = Refusals()
+
+    def look(self) -> None:
+        """Ask Ray for the nodes."""
+        self.nodes = {node.node_id: node for node in nodes_of(self._ray.nodes())}
+
+    def shares(
+        self,
+        hosts: Sequence[Host],
+        wanted: int,
+        running: int,
+        now: float,
+    ) -> List[Share]:
+        """The hosts that can be started now.
+
+        Args:
+            hosts: that there are.
+            wanted: how many elements wait.
+            running: how many may run that none of these hosts has.
+            now: the time.
+        """
+        wanted -= sum(host.slots for host in hosts if not host.is_ready)
+        if self._spec.max_in_flight is not None:
+            used = sum(host.slots for host in hosts) + running
+            wanted = min(wanted, self._spec.max_in_flight - used)
+        starting = {host.record.node_id for host in hosts if not host.is_ready}
+        available = {
+            node_id: resources
+            for node_id, resources in self._available().items()
+            if node_id in self.nodes
+            and node_id not in starting
+            and not self.refusals.left_alone_s(node_id, now)
+            and matches(self._spec.host.label_selector, self.nodes[node_id].labels)
+        }
+        return shares(available, self._spec.host.resources, wanted)
+
+    def can_none(self, hosts: Collection[Host]) -> bool:
+        """Whether nothing says any more that a node could run elements."""
+        role = self._spec.host
+        if any(host.slots and host.is_ready for host in hosts):  # its elements may be long
+            return False
+        fitting = [
+            node.node_id
+            for node in self.nodes.values()
+            if matches(role.label_selector, node.labels)
+            and slots_in(node.resources, role.resources)
+        ]
+        return self.refusals.are_all([host.record.node_id for host in hosts if host.slots], fitting)
+
+    def is_lost(self, host: Host, now: float) -> bool:
+        """Whether Ray cannot place a host that was to be started, since others were quicker."""
+        if host.actor.answers or not host.slots or now - host.started_at < _PLACED_S:
+            return False
+        free = self._available().get(host.record.node_id, {})
+        return slots_in(free, self._spec.host.resources) < host.slots
+
+    def tell(self, hosts: Sequence[Host], now: float) -> None:
+        """Say now and then what is waited for while there is no host."""
+        if any(host.slots for host in hosts):
+            self._tell_at = now + _TELL_S
+        elif now >= self._tell_at:
+            self._tell_at = now + _TELL_S
+            say(self._waits_for(now))
+
+    def _waits_for(self, now: float) -> str:
+        role = self._spec.host
+        why = why_never(self.nodes.values(), role.resources, role.label_selector)
+        if why:
+            return f"no element can begin: {why}; waiting for a node that joins"
+        alone = [self.refusals.left_alone_s(node_id, now) for node_id in self.nodes]
+        if any(alone):
+            count, least_s = sum(map(bool, alone)), min(filter(None, alone))
+            return (
+                f"hosts could not begin on {count} node(s); one is tried again in {least_s:.0f} s"
+            )
+        need = json.dumps(role.resources)
+        return f"no node has room for an element, which needs {need}; waiting"
+
+    def _available(self) -> Dict[str, Dict[str, float]]:
+        """What every node has free."""
+        state = self._ray._private.state
+        found: Dict[str, Dict[str, float]] = state.available_resources_per_node()
+        return found
+
+
+#: Seconds until a node gets another host that ends what is left there, when the last one has died:
+#: at first, and at most.
+_SWEEP_AGAIN_S, _SWEEP_AGAIN_MAX_S = 5.0, 60.0
+
+
+@dataclass
+class Steps:
+    """What is to be done now.
+
+    Attributes:
+        proven: numbers of hosts of which nothing runs any more.
+        to_sweep: by node the hosts of which a new one there must end what is left.
+    """
+
+    proven: List[int] = field(default_factory=list)
+    to_sweep: Dict[str, List[HostRecord]] = field(default_factory=dict)
+
+
+class Unproven:
+    """These hosts, and what they had in hand.
+
+    Args:
+        records: all hosts that there have ever been, by their numbers; it grows.
+        held: by number what each host of an earlier driver had, with the attempts.
+        node_dead_s: seconds from a node's death until nothing of it runs.
+
+    Attributes:
+        unconfirmed: nodes that were not waited for at the end, where processes may go on.
+    """
+
+    def __init__(
+        self,
+        records: Sequence[HostRecord],
+        held: Mapping[int, Dict[int, int]],
+        node_dead_s: float = NODE_DEAD_S,
+    ) -> None:
+        self._records = records
+        self._held = {record.number: dict(held.get(record.number, {})) for record in records}
+        self._node_dead_s = node_dead_s
+        self._slots: Dict[int, int] = {}  # of hosts of this driver
+        self._dead_since: Dict[str, float] = {}  # nodes, as far as this driver knows
+        self._sweep_at: Dict[str, float] = {}
+        self._sweepers_died: Dict[str, int] = {}  # by node
+        self.unconfirmed: Set[str] = set()
+
+    def __bool__(self) -> bool:
+        return bool(self._held)
+
+    @property
+    def node_ids(self) -> Set[str]:
+        """Where they are."""
+        return {self._records[number].node_id for number in self._held}
+
+    def abandon(self) -> List[Dict[int, int]]:
+        """Wait for none of them any longer; what each of them had in hand."""
+        return list(self._held.values())
+
+    @property
+    def running(self) -> int:
+        """How many elements may run at most."""
+        return sum(
+            min(len(held), self._slots.get(number, len(held)))
+            for number, held in self._held.items()
+        )
+
+    def add(self, number: int, in_hand: Mapping[int, int], slots: int = 0) -> None:
+        """A host is dead, or its actor is.
+
+        Args:
+            number: of the host.
+            in_hand: the elements that it had, with their attempts.
+            slots: how many of them it ran at a time.
+        """
+        self._held.setdefault(number, {}).update(in_hand)
+        self._slots[number] = slots
+
+    def sweeper_died(self, node_id: str, now: float) -> None:
+        """The host has died that was to end what others have left on a node."""
+        count = self._sweepers_died[node_id] = self._sweepers_died.get(node_id, 0) + 1
+        again_s = min(_SWEEP_AGAIN_S * 2 ** min(count - 1, 10), _SWEEP_AGAIN_MAX_S)
+        self._sweep_at[node_id] = now + again_s
+
+    def sweeper_closed(self, node_id: str) -> None:
+        """Such a host has ended as it should."""
+        self._sweepers_died.pop(node_id, None)
+
+    def held(self, number: int) -> Dict[int, int]:
+        """What a host had in hand, of which the end is not known."""
+        return self._held.get(number, {})
+
+    def proven(self, number: int) -> Dict[int, int]:
+        """Nothing of a host runs any more; what it had in hand."""
+        self._slots.pop(number, None)
+        return self._held.pop(number, {})
+
+    def steps(
+        self, now: float, alive: Collection[str], sweeping: Collection[int], is_ending: bool
+    ) -> Steps:
+        """What is to be done.
+
+        Args:
+            now: the time.
+            alive: ids of the living nodes.
+            sweeping: numbers of the hosts of which another one ends what is left.
+            is_ending: the array is being ended. Then nothing runs a second time, and a dead node
+                need not be waited for.
+        """
+        found = Steps()
+        for number in [number for number in self._held if number not in sweeping]:
+            record = self._records[number]
+            if record.node_id not in alive:
+                if self._is_over(record, now, is_ending):
+                    found.proven.append(number)
+            elif now >= self._sweep_at.get(record.node_id, now):
+                found.to_sweep.setdefault(record.node_id, []).append(record)
+        return found
+
+    def _is_over(self, record: HostRecord, now: float, is_ending: bool) -> bool:
+        """Whether nothing of a host can run again whose node Ray counts as dead."""
+        since = self._dead_since.setdefault(record.node_id, now)
+        if not self._held[record.number] or now >= since + self._node_dead_s:
+            return True
+        if is_ending:
+            self.unconfirmed.add(record.node_id)
+        return is_ending
+
+
+#: Seconds for one step until a host is ended without it: more than an actor waits for its host.
+_STEP_S = 15.0
+#: Seconds between two looks while the driver waits for all of them.
+_LOOK_S = 0.02
+
+
+class Closed(NamedTuple):
+    """A host whose actor was ended.
+
+    Attributes:
+        host: the host.
+        left: the hosts whose notes and processes may still be there, itself among them; none when
+            it has ended as it should.
+    """
+
+    host: Host
+    left: Sequence[HostRecord]
+
+
+@dataclass
+class _Closing:
+    """One host.
+
+    Attributes:
+        host: the host.
+        records: the hosts whose notes it removes.
+        until: when the last step is given up.
+        steps: Ray's references to the answers of those calls that were made: ``forget``, ``close``.
+    """
+
+    host: Host
+    records: Sequence[HostRecord]
+    until: float
+    steps: List[Any] = field(default_factory=list)
+
+
+class Closings:
+    """All hosts that are on their way out. Nothing waits for them but ``finish``.
+
+    Args:
+        ray: the module, connected.
+        leases: they say the same as the notes, which are removed when the head's disk has them.
+    """
+
+    def __init__(self, ray: Any, leases: Leases) -> None:
+        self._ray = ray
+        self._leases = leases
+        self._closings: Dict[int, _Closing] = {}
+
+    @property
+    def node_ids(self) -> Set[str]:
+        """Where they are."""
+        return {closing.host.record.node_id for closing in self._closings.values()}
+
+    def add(self, host: Host, records: Sequence[HostRecord]) -> None:
+        """Let a host remove the notes of these hosts, and end."""
+        number = host.record.number
+        self._closings[number] = _Closing(host, records, time.monotonic() + _STEP_S)
+
+    def turn(self, now: float) -> Iterator[Closed]:
+        """Go on with all that can.
+
+        Yields:
+            A host that has ended, has died, or has not answered in time.
+        """
+        if not self._closings or not self._leases.can_write or not self._leases.commit():
+            return
+        for number, closing in list(self._closings.items()):
+            try:
+                has_ended = self._go_on(closing, now)
+            except self._ray.exceptions.RayError:
+                has_ended = False
+            if has_ended is None:
+                continue
+            del self._closings[number]
+            self._ray.kill(closing.host.actor.handle, no_restart=True)
+            yield Closed(closing.host, () if has_ended else closing.records)
+
+    def finish(self) -> List[Closed]:
+        """Wait until all have ended, as long as two steps may take and the disk is not full."""
+        closed: List[Closed] = []
+        until = time.monotonic() + 2 * _STEP_S
+        while self._closings and self._leases.can_write and time.monotonic() < until:
+            closed += self.turn(time.monotonic())
+            time.sleep(_LOOK_S)
+        return closed
+
+    def _go_on(self, closing: _Closing, now: float) -> Optional[bool]:
+        """Make the next call when the last one was answered.
+
+        Returns:
+            Whether the host has ended; ``None`` as long as that is not known.
+        """
+        if closing.steps:
+            ready, _ = self._ray.wait([closing.steps[-1]], timeout=0)
+            answer = bool(ready) and self._ray.get(ready[0])
+            if not ready and now < closing.until:
+                return None
+            if len(closing.steps) == 2:
+                return bool(answer)
+        closing.until = now + _STEP_S
+        closing.steps.append(self._call(closing.host, closing))
+        return None
+
+    def _call(self, host: Host, closing: _Closing) -> Any:
+        if closing.steps:
+            return host.actor.handle.close.remote(True)  # else it may not have read the first order
+        order = {"do": "forget", "run_dirs": [record.run_dir for record in closing.records]}
+        number, host.replica.orders = host.replica.orders, host.replica.orders + 1
+        return host.actor.handle.order.remote(name(host.replica.replica_id), number, order)
+
+
+#: Seconds beyond the grace period until a host that was told to end is given up.
+_END_MARGIN_S = 30.0
+
+
+class HostPool:
+    """The hosts that there are, and those of which it is not known yet that nothing of them runs.
+
+    Args:
+        ray: the module, connected.
+        spec: the array.
+        submission_id: of the job.
+        starts: starts hosts.
+        calls: to their actors.
+        leases: the elements.
+
+    Attributes:
+        unproven: hosts of which it is not known that nothing runs.
+        room: for more of them.
+        hosts: those that there are, by their numbers.
+    """
+
+    def __init__(
+        self,
+        ray: Any,
+        spec: ArraySpec,
+        submission_id: str,
+        starts: HostStarts,
+        calls: Calls,
+        leases: Leases,
+    ) -> None:
+        self._ray = ray
+        self._spec = spec
+        self._starts = starts
+        self._calls = calls
+        self._leases = leases
+        self._book = HostBook(leases.hosts_path, first_id(submission_id))
+        # Also when nothing was leased: an earlier driver's hosts have folders, and may be there.
+        self.unproven = Unproven(self._book.records, leases.held, node_dead_s())
+        self.room = HostRoom(ray, spec)
+        self._closings = Closings(ray, leases)
+        self._end_by: Optional[float] = None
+        self.hosts: Dict[int, Host] = {}
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether nothing runs any more, after ``end`` or when all elements are over."""
+        are_idle = self._end_by is None or all(host.is_idle for host in self.hosts.values())
+        return are_idle and not self.unproven
+
+    def of(self, actor: Any) -> List[Host]:
+        """The host of an actor, unless it is given up."""
+        return [host for host in self.hosts.values() if host.actor is actor]
+
+    def look(self, now: float, waiting: int) -> None:
+        """Start hosts where there is room, end idle ones, and prove that dead ones are dead.
+
+        Args:
+            now: the time.
+            waiting: how many elements wait.
+        """
+        self.room.look()
+        for host in list(self.hosts.values()):
+            is_late = self._end_by is not None and now >= self._end_by
+            is_late = is_late and not host.is_idle and not host.sweeps
+            if host.record.node_id not in self.room.nodes:
+                self.lost(host)
+            elif is_late or self.room.is_lost(host, now):
+                self.give_up(host)
+        self._prove(now)
+        if self._end_by is not None:
+            return
+        if waiting:
+            self._grow(now, waiting)
+        else:
+            for host in self.hosts.values():
+                if host.is_ready and not host.in_hand and not host.is_closing:
+                    host.is_closing = True
+                    self._calls.order(host.replica, {"do": "end"})
+
+    def end(self) -> None:
+        """Let all hosts end what they run."""
+        self._end_by = time.monotonic() + self._spec.grace_s + _END_MARGIN_S
+        self._leases.is_ending = True
+        for host in list(self.hosts.values()):
+            if host.is_ready:
+                self._calls.order(host.replica, {"do": "end"})
+            elif not host.sweeps:
+                self.give_up(host)
+
+    def idle(self, host: Host) -> None:
+        """A host has ended all that it ran, as it was told."""
+        # What it has in hand came when it was told to end.
+        self._leases.give_back_all(host.in_hand, host.record.number, has_run=False)
+        host.in_hand.clear()
+        host.is_idle = True
+        if self._end_by is None:
+            self._let_go(host, [host.record])
+
+    def give_up(self, host: Host) -> None:
+        """End the actor of a host."""
+        self._ray.kill(host.actor.handle, no_restart=True)
+        host.actor.dead = True
+        self.lost(host)
+
+    def refused(self, host: Host, refusal: Refusal, has_started: bool) -> None:
+        """A host cannot run elements: start none on its node for a while.
+
+        ``has_started`` is whether its actor was there, and may have begun something.
+        """
+        if host.slots:
+            self.room.refusals.add(host.record.node_id, time.monotonic(), refusal)
+        if has_started:
+            self.give_up(host)
+        else:
+            self.lost(host)
+            self.unproven.proven(host.record.number)
+
+    def lost(self, host: Host) -> None:
+        """A host is dead, or its actor is: what it had may run until that is proven."""
+        if self.hosts.pop(host.record.number, None) is None:
+            return
+        self.unproven.add(host.record.number, host.in_hand, host.slots)
+        if not host.slots:
+            self.unproven.sweeper_died(host.record.node_id, time.monotonic())
+        for record in host.swept:  # their notes may still be there
+            self.unproven.add(record.number, {})
+
+    def swept(self, host: Host, report: Mapping[str, Any]) -> None:
+        """A host has ended what an earlier one had left on its node, and read its notes."""
+        number = int(report["host"])
+        words = take_notes(self.unproven.proven(number), report, self._leases)
+        if words:
+            say(f"nothing of a dead host runs on {host.replica.node.host}: {words}")
+        host.swept.append(host.sweeps.pop(number))
+        if not host.sweeps:
+            self._let_go(host, [*host.swept, host.record])
+
+    @property
+    def left_on(self) -> Set[str]:
+        """The nodes where hosts are, or may have left something."""
+        hosts = {host.record.node_id for host in self.hosts.values()}
+        return hosts | self._closings.node_ids | self.unproven.node_ids
+
+    def close(self) -> None:
+        """Let living actors end; those of which that is not known are unproven then."""
+        for host in [host for host in self.hosts.values() if host.actor.answers]:
+            self._let_go(host, [host.record])
+        self.hosts.clear()  # the others have not come up; Ray ends them with the driver
+        self._take(self._closings.finish())
+
+    def let_hosts_end(self, now: float) -> None:
+        """Go on with the ends of hosts that have nothing to do any more."""
+        self._take(self._closings.turn(now))
+
+    def _take(self, closed: Iterable[Closed]) -> None:
+        """Note which hosts have ended, and of which that is not known."""
+        for host, left in closed:
+            for record in left:
+                self.unproven.add(record.number, {})
+            if left and not host.slots:
+                self.unproven.sweeper_died(host.record.node_id, time.monotonic())
+            elif not host.slots:
+                self.unproven.sweeper_closed(host.record.node_id)
+
+    def _let_go(self, host: Host, records: Sequence[HostRecord]) -> None:
+        """End a host that has nothing to do any more; it removes the notes of these before."""
+        self.hosts.pop(host.record.number, None)
+        self._closings.add(host, records)
+
+    # ------------------------------------------------------------------ room
+
+    def _grow(self, now: float, wanted: int) -> None:
+        hosts, running = list(self.hosts.values()), self.unproven.running
+        found = self.room.shares(hosts, wanted, running, now)
+        if found:
+            records = self._book.add([share.node_id for share in found])
+            for record, share in zip(records, found):
+                host = self._start(record, share.slots)
+                self._calls.order(host.replica, self._starts.prepare(host))
+        self.room.tell(list(self.hosts.values()), now)
+
+    def _start(self, record: HostRecord, slots: int) -> Host:
+        node = self.room.nodes[record.node_id]
+        host = self.hosts[record.number] = self._starts.start(record, node, slots)
+        self._calls.pull(host.actor)
+        return host
+
+    # ------------------------------------------------------------------ proof
+
+    def _prove(self, now: float) -> None:
+        """End what dead hosts have left: by their nodes' death, or by another host there."""
+        sweeping = {number for host in self.hosts.values() for number in host.sweeps}
+        steps = self.unproven.steps(now, self.room.nodes, sweeping, self._end_by is not None)
+        for number in steps.proven:  # what had begun there, nobody knows
+            held = self.unproven.proven(number)
+            if self._book.records[number].node_id in self.unproven.unconfirmed:
+                self._leases.leave_all(held)
+            else:
+                self._leases.give_back_all(held, number, has_run=True)
+        for node_id, dead in steps.to_sweep.items():
+            host = self._start(self._book.add([node_id])[0], 0)
+            host.sweeps = {record.number: record for record in dead}
+            places = [[record.number, record.tag, record.run_dir] for record in dead]
+            self._calls.order(host.replica, {"do": "sweep", "hosts": places})
+
+
+def take_notes(held: Dict[int, int], noted: Mapping[str, Any], leases: Leases) -> str:
+    """Take over what a dead host has noted, of which nothing runs any more.
+
+    Args:
+        held: the elements that it had, with their attempts.
+        noted: the host's number, what has ended, and what had begun, as ``sweeping.Noted`` has it.
+        leases: the elements.
+
+    Returns:
+        What became of them, in words; empty when it had none.
+    """
+    number, count = noted["host"], len(held)
+    for row in noted["ended"]:
+        if held.get(row[0]) == row[1]:
+            del held[row[0]]
+            leases.ended(number, row)
+    has_begun = {tuple(lease) for lease in noted["begun"] or ()}
+    waited = {}
+    if noted["begun"] is not None:
+        waited = dict(lease for lease in held.items() if lease not in has_begun)
+    begun = {element: held[element] for element in held if element not in waited}
+    leases.give_back_all(waited, number, has_run=False)
+    leases.give_back_all(begun, number, has_run=True)
+    ended = count - len(held)
+    return f"of {count} elements, {ended} had ended, and {len(held)} are leased again" * (count > 0)

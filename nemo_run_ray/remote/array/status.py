@@ -12,16 +12,13 @@ from contextlib import suppress
 from itertools import islice
 from typing import IO, Iterator, Optional
 
-from ..attempts import first_id
 from ..files import write_file
 from ..group.roles_file import file_name
 from ..node.output import say
 from ..rows import ArrayRows
 from ..trust import open_own
-from .progress import ArrayProgress, ElementState, Stretch
+from .elements import STATES_FILE, ArrayProgress, ElementState, Stretch, file_of
 
-#: Kinds of files of an array in Ray's folder of logs, which all of its attempts have in common.
-JOURNAL_FILE, HOSTS_FILE, RESULTS_FILE, STATES_FILE = "journal", "hosts", "results", "states"
 #: Seconds between two states of the file.
 _WRITE_S = 1.0
 #: Seconds between two lines about the progress in the log.
@@ -30,16 +27,6 @@ _TELL_S = 30.0
 _RATE_S = 30.0
 #: Stretches that are written at once; seconds from the end of one file of states to the next one.
 _PIECE, _AGAIN_S = 500, 1.0
-
-
-def file_of(submission_id: str, kind: str) -> str:
-    """Name of another file of an array in Ray's folder of logs, the same for all of its attempts.
-
-    Args:
-        submission_id: of any attempt.
-        kind: ``JOURNAL_FILE``, ``HOSTS_FILE``, ``RESULTS_FILE`` or ``STATES_FILE``.
-    """
-    return f"nemo_run_ray-{first_id(submission_id)}.{kind}"
 
 
 class StatusFile:

@@ -16,8 +16,8 @@ from nemo_run_ray.experiment.dispatch import Dispatch, dispatches_of
 from nemo_run_ray.experiment.find import find_experiment, jobs_of
 from nemo_run_ray.experiment.job import RemoteJob
 from nemo_run_ray.experiment.snapshot import Snapshot
-from nemo_run_ray.remote.array.status import file_of
-from nemo_run_ray.remote.array.wishes import wish_name
+from nemo_run_ray.remote.array.driver import wish_name
+from nemo_run_ray.remote.array.elements import file_of
 from nemo_run_ray.remote.group.roles_file import file_name
 from tests.fake_ray import FakeRay
 

@@ -22,7 +22,7 @@ from nemo_run_ray.experiment.dispatch import dispatches_of
 from nemo_run_ray.experiment.find import find, find_job
 from nemo_run_ray.experiment.job import RemoteJob
 from nemo_run_ray.nemo import registry
-from nemo_run_ray.remote.array.status import file_of
+from nemo_run_ray.remote.array.elements import file_of
 from nemo_run_ray.remote.spec import ArraySpec, from_json
 from tests.array_tasks import train
 from tests.conftest import wait_for

@@ -9,7 +9,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import nemo_run_ray
-from nemo_run_ray.remote.array.elements import Target
+from nemo_run_ray.remote.array.elements_file import Target
 from nemo_run_ray.remote.spec import (
     VERSION,
     ArraySpec,

@@ -5,8 +5,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from nemo_run_ray.remote.array import closing, host_pool
-from nemo_run_ray.remote.array.leases import Leases
+from nemo_run_ray.remote.array import hosts
+from nemo_run_ray.remote.array.elements import Leases
 from nemo_run_ray.remote.spec import ArraySpec
 from tests.unit.remote.array.pools import ID, ROLE, Cluster
 
@@ -22,7 +22,6 @@ def cluster(tmp_path, spec, monkeypatch) -> Iterator[Cluster]:
     path.write_text("\n".join(['{"fields": []}', *["[]"] * 12]) + "\n")
     leases = Leases(spec, str(path), ID, str(tmp_path))
     made = Cluster(leases, spec)
-    for module in (host_pool, closing):
-        monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=made.now, sleep=made.sleep))
+    monkeypatch.setattr(hosts, "time", SimpleNamespace(monotonic=made.now, sleep=made.sleep))
     yield made
     leases.close()

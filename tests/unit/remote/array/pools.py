@@ -7,12 +7,9 @@ import time
 from types import SimpleNamespace
 from typing import Any
 
-from nemo_run_ray.remote.array.handing_out import feed
-from nemo_run_ray.remote.array.host_pool import HostPool
-from nemo_run_ray.remote.array.host_reports import HostReports
-from nemo_run_ray.remote.array.hosts import Host, HostRecord
-from nemo_run_ray.remote.array.leases import Leases
-from nemo_run_ray.remote.array.progress import ElementState
+from nemo_run_ray.remote.array.driver import HostReports, feed
+from nemo_run_ray.remote.array.elements import ElementState, Leases
+from nemo_run_ray.remote.array.hosts import Host, HostPool, HostRecord
 from nemo_run_ray.remote.fit import Node
 from nemo_run_ray.remote.hosts.actors import Actor, ReplicaHandle
 from nemo_run_ray.remote.hosts.calls import Pulled

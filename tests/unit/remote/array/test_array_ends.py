@@ -8,10 +8,14 @@ from types import SimpleNamespace
 import pytest
 
 from nemo_run_ray.remote.array import driver as driver_module
+from nemo_run_ray.remote.array.elements import (
+    JOURNAL_FILE,
+    ArrayProgress,
+    ElementState,
+    file_of,
+    read_records,
+)
 from nemo_run_ray.remote.array.hosts import Host
-from nemo_run_ray.remote.array.journal import read_records
-from nemo_run_ray.remote.array.progress import ArrayProgress, ElementState
-from nemo_run_ray.remote.array.status import JOURNAL_FILE, file_of
 from nemo_run_ray.remote.hosts.calls import Died
 from nemo_run_ray.remote.node.output import NO_PROCESS_LEFT
 from tests.unit.remote.array.pools import ID, STUCK, Cluster

@@ -3,7 +3,7 @@
 import pytest
 
 from nemo_run_ray.remote.array import journal as journal_module
-from nemo_run_ray.remote.array.journal import (
+from nemo_run_ray.remote.array.elements import (
     ENDED,
     GIVEN_BACK,
     LEASED,

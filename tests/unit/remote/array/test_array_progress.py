@@ -6,8 +6,17 @@ import random
 
 import pytest
 
-from nemo_run_ray.remote.array.journal import CANCELLED, ENDED, GIVEN_BACK, LEASED, Record
-from nemo_run_ray.remote.array.progress import LOSSES_MAX, ArrayProgress, ElementState, Lease
+from nemo_run_ray.remote.array.elements import (
+    CANCELLED,
+    ENDED,
+    GIVEN_BACK,
+    LEASED,
+    LOSSES_MAX,
+    ArrayProgress,
+    ElementState,
+    Lease,
+    Record,
+)
 
 
 def test_elements_are_leased_in_order_and_end():

@@ -2,8 +2,8 @@
 
 import pytest
 
-from nemo_run_ray.remote.array.room import Share, shares, slots_in, why_never
-from nemo_run_ray.remote.array.window import ElementPace
+from nemo_run_ray.remote.array.elements import ElementPace
+from nemo_run_ray.remote.array.hosts import Share, shares, slots_in, why_never
 from nemo_run_ray.remote.fit import Node
 
 

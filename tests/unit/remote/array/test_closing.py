@@ -9,10 +9,9 @@ from typing import Any
 
 import pytest
 
-from nemo_run_ray.remote.array import closing
-from nemo_run_ray.remote.array.closing import Closings
-from nemo_run_ray.remote.array.hosts import HostRecord
-from nemo_run_ray.remote.array.leases import Leases
+from nemo_run_ray.remote.array import hosts
+from nemo_run_ray.remote.array.elements import Leases
+from nemo_run_ray.remote.array.hosts import Closings, HostRecord
 from nemo_run_ray.remote.spec import ArraySpec, JobSpec, RoleSpec
 
 SPEC = ArraySpec(RoleSpec("element", JobSpec(("true",)), resources={"CPU": 1.0}), "elements")
@@ -98,7 +97,7 @@ def test_a_host_that_says_so_has_ended(leases):
     ids=["dies at once", "dies", "its process does not end", "stopped", "stuck"],
 )
 def test_one_that_does_not_is_left(leases, answers, steps):
-    late = [number * (closing._STEP_S + 1) for number in range(steps)]
+    late = [number * (hosts._STEP_S + 1) for number in range(steps)]
     ray = Ray(**answers)
     assert turns(ray, leases, *late) == [RECORD]
     assert ray.killed == 1, "its actor is ended all the same"
@@ -106,5 +105,5 @@ def test_one_that_does_not_is_left(leases, answers, steps):
 
 def test_a_host_is_waited_for_while_it_may_answer(leases):
     ray = Ray(order=None)
-    assert turns(ray, leases, 0, 1, closing._STEP_S) == []
+    assert turns(ray, leases, 0, 1, hosts._STEP_S) == []
     assert ray.killed == 0

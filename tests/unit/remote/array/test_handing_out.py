@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
-from nemo_run_ray.remote.array.journal import LEASED, Journal, read_records
-from nemo_run_ray.remote.array.progress import ElementState
-from nemo_run_ray.remote.array.status import JOURNAL_FILE, file_of
+from nemo_run_ray.remote.array.elements import (
+    JOURNAL_FILE,
+    LEASED,
+    ElementState,
+    Journal,
+    file_of,
+    read_records,
+)
 from tests.unit.remote.array.pools import ID, Calls
 
 

@@ -20,7 +20,7 @@ import psutil
 import pytest
 
 from nemo_run_ray import array
-from nemo_run_ray.remote.array.elements import ENV, FIELD
+from nemo_run_ray.remote.array.elements_file import ENV, FIELD
 from nemo_run_ray.remote.node.rundir import JOBS
 from nemo_run_ray.remote.spec import JobSpec, RoleSpec
 from tests import array_tasks, array_with_thread
@@ -256,7 +256,7 @@ def test_a_host_whose_notes_are_torn_tells_the_others(make, tmp_path):
 
 
 def test_what_does_not_end_is_named(relays, tag, monkeypatch):
-    sweeping = importlib.import_module("nemo_run_ray_remote.array.sweeping")
+    sweeping = importlib.import_module("nemo_run_ray_remote.array.cleanup")
     monkeypatch.setattr(sweeping, "kill", lambda pid, number: None)  # as if the kernel had it
     environment = {**os.environ, "NEMO_RUN_RAY_TAG": tag}
     process = psutil.Popen(["sleep", "1000"], env=environment)
@@ -280,7 +280,7 @@ def test_what_does_not_end_is_named(relays, tag, monkeypatch):
 
 
 def test_notes_outlive_a_full_disk(relays, temporary, monkeypatch):
-    notes = importlib.import_module("nemo_run_ray_remote.array.notes")
+    notes = importlib.import_module("nemo_run_ray_remote.array.cleanup")
     folder = temporary / f"nemo_run_{os.getuid()}"
     folder.mkdir()
     own = notes.Notes("host")
@@ -298,7 +298,7 @@ def test_notes_outlive_a_full_disk(relays, temporary, monkeypatch):
 def test_where_a_full_disk_takes_no_note_of_a_start_all_counts_as_begun(
     relays, temporary, monkeypatch
 ):
-    notes = importlib.import_module("nemo_run_ray_remote.array.notes")
+    notes = importlib.import_module("nemo_run_ray_remote.array.cleanup")
     (temporary / f"nemo_run_{os.getuid()}").mkdir()
     own = notes.Notes("host")
     own.begins(0, 1)
@@ -315,7 +315,7 @@ def test_where_a_full_disk_takes_no_note_of_a_start_all_counts_as_begun(
 def test_notes_are_found_where_the_host_had_its_folder_for_temporary_files(
     relays, temporary, monkeypatch, tmp_path
 ):
-    notes = importlib.import_module("nemo_run_ray_remote.array.notes")
+    notes = importlib.import_module("nemo_run_ray_remote.array.cleanup")
     (temporary / f"nemo_run_{os.getuid()}").mkdir()
     notes.Notes("host").ended([0, 1, 0])
     monkeypatch.setenv("TEMP", os.environ["TMPDIR"])
@@ -406,8 +406,8 @@ def test_the_process_that_was_forked_ahead_of_its_order_may_be_killed(host, fork
 
 def test_an_end_that_nobody_has_seen_is_lost_and_no_failure(relays):
     """The process that forks is killed between the collection of an element and its word of it."""
-    launcher = importlib.import_module("nemo_run_ray_remote.array.launcher")
-    progress = importlib.import_module("nemo_run_ray_remote.array.progress")
+    launcher = importlib.import_module("nemo_run_ray_remote.array.workers")
+    progress = importlib.import_module("nemo_run_ray_remote.array.elements")
 
     class Forking:
         pid, begun, ended = 100, (), ()
@@ -419,7 +419,7 @@ def test_an_end_that_nobody_has_seen_is_lost_and_no_failure(relays):
     gone = psutil.Popen(["true"])
     gone.wait()
     made = launcher.Launcher.__new__(launcher.Launcher)
-    made.forking, made.slot_processes = Forking(), None
+    made.forking = Forking()
     element = launcher.RunningElement(progress.Lease(3, 1), 0, gone.pid, None)
 
     assert made.has_died(100, 137, {gone.pid: element})
@@ -430,10 +430,10 @@ def test_an_end_that_nobody_has_seen_is_lost_and_no_failure(relays):
 _LATE = """
 import json, os, socket
 from types import SimpleNamespace
-from nemo_run_ray.remote.array.element import RunningElement
+from nemo_run_ray.remote.array.workers import RunningElement
 from nemo_run_ray.remote.array.host import HostProcess
-from nemo_run_ray.remote.array.progress import Lease
-from nemo_run_ray.remote.array.running import RunningElements
+from nemo_run_ray.remote.array.elements import Lease
+from nemo_run_ray.remote.array.host import RunningElements
 
 def hear(running):
     # A process of a slot has told the end of its element, and is killed as it waits.

@@ -8,11 +8,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from nemo_run_ray.remote.array.host_pool import HostPool
-from nemo_run_ray.remote.array.hosts import HostBook
-from nemo_run_ray.remote.array.leases import Leases
-from nemo_run_ray.remote.array.progress import ElementState
-from nemo_run_ray.remote.array.status import HOSTS_FILE, file_of
+from nemo_run_ray.remote.array.elements import HOSTS_FILE, ElementState, Leases, file_of
+from nemo_run_ray.remote.array.hosts import HostBook, HostPool
 from nemo_run_ray.remote.node_death import NODE_DEAD_S
 from nemo_run_ray.remote.spec import ArraySpec, JobSpec, RoleSpec
 

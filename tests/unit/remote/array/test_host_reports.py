@@ -6,11 +6,15 @@ from typing import Any
 
 import pytest
 
-from nemo_run_ray.remote.array.handing_out import take_back
+from nemo_run_ray.remote.array.driver import take_back
+from nemo_run_ray.remote.array.elements import (
+    JOURNAL_FILE,
+    ArrayProgress,
+    ElementState,
+    file_of,
+    read_records,
+)
 from nemo_run_ray.remote.array.hosts import Host
-from nemo_run_ray.remote.array.journal import read_records
-from nemo_run_ray.remote.array.progress import ArrayProgress, ElementState
-from nemo_run_ray.remote.array.status import JOURNAL_FILE, file_of
 from nemo_run_ray.remote.hosts.calls import Died
 from nemo_run_ray.remote.states import Reason
 from tests.unit.remote.array.pools import ID, STUCK, Cluster

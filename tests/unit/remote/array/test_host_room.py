@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from nemo_run_ray.remote.array.host_room import HostRoom
+from nemo_run_ray.remote.array.hosts import HostRoom
 from nemo_run_ray.remote.spec import ArraySpec, JobSpec, RoleSpec
 from tests.unit.remote.array.pools import Ray
 

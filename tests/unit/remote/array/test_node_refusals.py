@@ -2,7 +2,7 @@
 
 import pytest
 
-from nemo_run_ray.remote.array.refusals import Refusal, Refusals
+from nemo_run_ray.remote.array.hosts import Refusal, Refusals
 
 
 @pytest.mark.parametrize(

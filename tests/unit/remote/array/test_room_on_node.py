@@ -12,13 +12,10 @@ from types import SimpleNamespace
 
 import pytest
 
-from nemo_run_ray.remote.array import orphans, starting, warm
-from nemo_run_ray.remote.array.forking import Forking
-from nemo_run_ray.remote.array.launcher import Launcher
-from nemo_run_ray.remote.array.progress import LOST_CODE, Lease
-from nemo_run_ray.remote.array.running import RunningElements
-from nemo_run_ray.remote.array.slots import Slots
-from nemo_run_ray.remote.array.starting import NoRoomOnNode, Order
+from nemo_run_ray.remote.array import cleanup, fork_server, workers
+from nemo_run_ray.remote.array.elements import LOST_CODE, Lease
+from nemo_run_ray.remote.array.host import RunningElements
+from nemo_run_ray.remote.array.workers import Forking, Launcher, NoRoomOnNode, Order, Slots
 
 FIRST = Order(Lease(0, 1), [])
 
@@ -79,7 +76,7 @@ def test_what_waits_on_a_host_that_is_full_is_for_others(launcher, monkeypatch, 
     elements.add([[0, 1, []]])
 
     if something_runs:
-        elements._running[7] = starting.RunningElement(Lease(5, 1), 0, 7, None)
+        elements._running[7] = workers.RunningElement(Lease(5, 1), 0, 7, None)
     elements._start_waiting()
 
     handed_back = ("handed_back", {"leases": [(0, 1)], "words": str(refused)})
@@ -94,31 +91,31 @@ def test_what_waits_on_a_host_that_is_full_is_for_others(launcher, monkeypatch, 
 def test_a_fork_is_tried_again_while_an_element_runs_that_may_make_room(monkeypatch):
     here, there = socket.socketpair()
     found, tried = [None, None, here], []
-    monkeypatch.setattr(warm, "_fork", lambda *_: tried.append(1) or found[len(tried) - 1])
-    monkeypatch.setattr(warm, "_collect", lambda channel: True)
-    monkeypatch.setattr(warm, "_ROUND_S", 0.0)
+    monkeypatch.setattr(fork_server, "_fork", lambda *_: tried.append(1) or found[len(tried) - 1])
+    monkeypatch.setattr(fork_server, "_collect", lambda channel: True)
+    monkeypatch.setattr(fork_server, "_ROUND_S", 0.0)
     with here, there:
-        assert warm._fork_soon(there, None) is here
+        assert fork_server._fork_soon(there, None) is here
     assert len(tried) == 3
 
 
 def test_the_end_of_an_element_is_followed_by_another_try(monkeypatch):
     here, there = socket.socketpair()
     found, children = [None, None, here], [True, False]
-    monkeypatch.setattr(warm, "_fork", lambda *_: found.pop(0))
-    monkeypatch.setattr(warm, "_collect", lambda channel: children.pop(0))
-    monkeypatch.setattr(warm, "_ROUND_S", 0.2)
-    monkeypatch.setattr(warm, "_ROOM_S", 0.3)
+    monkeypatch.setattr(fork_server, "_fork", lambda *_: found.pop(0))
+    monkeypatch.setattr(fork_server, "_collect", lambda channel: children.pop(0))
+    monkeypatch.setattr(fork_server, "_ROUND_S", 0.2)
+    monkeypatch.setattr(fork_server, "_ROOM_S", 0.3)
     with here, there:
-        assert warm._fork_soon(there, None) is here
+        assert fork_server._fork_soon(there, None) is here
 
 
 def test_where_nothing_runs_the_process_ends_that_cannot_fork(monkeypatch):
-    monkeypatch.setattr(warm, "_fork", lambda *_: None)
-    monkeypatch.setattr(warm, "_collect", lambda channel: False)
-    monkeypatch.setattr(warm, "_ROOM_S", 0.0)
+    monkeypatch.setattr(fork_server, "_fork", lambda *_: None)
+    monkeypatch.setattr(fork_server, "_collect", lambda channel: False)
+    monkeypatch.setattr(fork_server, "_ROOM_S", 0.0)
     with pytest.raises(SystemExit, match="no room for another process"):
-        warm._fork_soon(None, None)
+        fork_server._fork_soon(None, None)
 
 
 def test_a_fork_that_fails_leaves_no_descriptor(monkeypatch):
@@ -127,7 +124,7 @@ def test_a_fork_that_fails_leaves_no_descriptor(monkeypatch):
 
     before = len(os.listdir("/proc/self/fd"))
     monkeypatch.setattr(os, "fork", refuse)
-    assert warm._fork(None, None) is None
+    assert fork_server._fork(None, None) is None
     assert len(os.listdir("/proc/self/fd")) == before
 
 
@@ -155,8 +152,8 @@ def test_what_a_process_has_said_is_heard_though_it_died_with_unread_orders(fork
 
 class TestAskingAgain:
     @pytest.fixture
-    def element(self) -> starting.RunningElement:
-        return starting.RunningElement(Lease(0, 1), 0, -1, None)
+    def element(self) -> workers.RunningElement:
+        return workers.RunningElement(Lease(0, 1), 0, -1, None)
 
     def test_where_nothing_forks_any_more_the_element_is_for_another_process(
         self, launcher, element
@@ -177,7 +174,7 @@ class TestAskingAgain:
 
 def test_what_had_begun_when_its_parent_was_killed_is_known_at_once(launcher, forking, monkeypatch):
     """Else its end would be nobody's, or it would be ended as an orphan."""
-    element = starting.RunningElement(Lease(0, 1), 0, -1, None)
+    element = workers.RunningElement(Lease(0, 1), 0, -1, None)
     monkeypatch.setattr(Forking, "pid", 100)
     monkeypatch.setattr(forking, "has_died", lambda code: forking.begun.append((element, 7)), False)
     launcher.forking, known = forking, {-1: element}
@@ -190,7 +187,7 @@ def test_a_result_of_an_element_that_has_failed_is_none(launcher, place, tmp_pat
     for code, row in ((143, [0, 1, 143]), (0, [0, 1, 0])):
         (tmp_path / "result-0").write_text("[1, 2]")
         launcher.slots.take()
-        element = starting.RunningElement(Lease(0, 1), 0, 7, None)
+        element = workers.RunningElement(Lease(0, 1), 0, 7, None)
         element.ended(code)
         found = launcher.row_of(element)
         assert found[:3] == row
@@ -202,9 +199,9 @@ def test_a_process_without_a_mark_is_an_orphan_at_the_second_look(monkeypatch):
     """At the first one it may be an element of which the host has not heard yet."""
     seen = {7: ("", ""), 8: ("3", "1")}
     killed: list[int] = []
-    monkeypatch.setattr(orphans, "_orphans", lambda groups, active: dict(seen))
-    monkeypatch.setattr(orphans, "kill", lambda pid, number: killed.append(pid))
-    found = orphans.Orphans(1.0)
+    monkeypatch.setattr(cleanup, "_orphans", lambda groups, active: dict(seen))
+    monkeypatch.setattr(cleanup, "kill", lambda pid, number: killed.append(pid))
+    found = cleanup.Orphans(1.0)
     found.look([], set())
     assert killed == [8]
     assert found.of(Lease(5, 1)), "it may be this one's"

@@ -2,7 +2,7 @@
 
 import pytest
 
-from nemo_run_ray.remote.array.slots import Slots
+from nemo_run_ray.remote.array.workers import Slots
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 

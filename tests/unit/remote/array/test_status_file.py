@@ -6,7 +6,7 @@ import json
 from types import SimpleNamespace
 
 from nemo_run_ray.remote.array import status
-from nemo_run_ray.remote.array.progress import ArrayProgress
+from nemo_run_ray.remote.array.elements import ArrayProgress
 from nemo_run_ray.remote.array.status import StatusFile
 from nemo_run_ray.remote.group.roles_file import file_name
 

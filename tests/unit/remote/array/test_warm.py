@@ -12,7 +12,7 @@ import nemo_run as run
 import pytest
 
 from nemo_run_ray import array
-from nemo_run_ray.remote.array import warm_program
+from nemo_run_ray.remote.array import fork_server
 from tests import array_tasks
 
 #: A task of a module that needs its script or does not; modules lie in ``modules``.
@@ -45,7 +45,7 @@ def runs(tmp_path, monkeypatch) -> Callable[..., tuple[int, str]]:
         if main is not None:
             (tmp_path / "jobs" / "__main__.py").write_text(main)
         order = {"fields": {"text": text}, "template": "", "result": str(tmp_path / "result")}
-        words = [warm_program.__file__, "once", str(folder / "elements"), json.dumps(order)]
+        words = [fork_server.__file__, "once", str(folder / "elements"), json.dumps(order)]
         path = f"{modules}:{Path(__file__).parents[4]}"
         done = subprocess.run(
             [sys.executable, *words],

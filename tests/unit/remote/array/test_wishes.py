@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from nemo_run_ray.remote.array.wishes import Wishes, wish_name, wish_to_cancel
+from nemo_run_ray.remote.array.driver import Wishes, wish_name, wish_to_cancel
 
 
 class Store:

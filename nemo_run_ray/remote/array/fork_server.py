@@ -1,6 +1,4 @@
-"""Runs elements of a configuration by the interpreter of the task, forked or in its own process.
-
-``warm_program.py`` is its entry::
+"""Runs elements of a configuration by the interpreter of the task, forked or in its own process::
 
     serve <elements> <socket>     imports everything, then forks a process for each order
     once <elements> <order>       imports everything, and runs one element
@@ -8,6 +6,10 @@
 An order is JSON: the element's ``fields`` and ``env``, its own ``template`` if it has one, and the
 path for its ``result``. From a socket it comes as one packet, with its ``key`` and the
 descriptor of the output.
+
+The interpreter runs this file, which imports itself, so that ``__main__`` is empty: there
+NeMo-Run puts what the user's script has defined, and a process that an element starts by ``spawn``
+or ``forkserver`` runs the file of ``__main__`` again.
 """
 
 from __future__ import annotations
@@ -24,10 +26,14 @@ import sys
 import threading
 import time
 import traceback
+import types
 from contextlib import suppress
+from importlib import import_module
 from pathlib import Path
 from typing import Any, NoReturn
 
+#: The name of this package here. No folder of it is put on the task's path.
+_NAME = "nemo_run_ray_remote"
 #: Bytes of one packet.
 PACKET_MAX = 2**17
 #: Characters of a result that is kept.
@@ -299,3 +305,19 @@ def _collect(channel: socket.socket) -> bool:
 
 def _send(channel: socket.socket, **values: Any) -> None:
     channel.send(json.dumps(values).encode())
+
+
+def _start() -> None:
+    """Become a module of this package, and run it."""
+    package = types.ModuleType(_NAME)
+    package.__path__ = [os.path.dirname(os.path.dirname(os.path.abspath(__file__)))]
+    sys.modules[_NAME] = package
+    sys.modules["__main__"] = types.ModuleType("__main__")
+    module = import_module(f"{_NAME}.array.fork_server")
+    if not getattr(sys.flags, "safe_path", False):
+        sys.path[0] = os.getcwd()  # as ``python -m`` has it, and not the folder of this file
+    module.main(sys.argv)
+
+
+if __name__ == "__main__":
+    _start()
