@@ -17,12 +17,14 @@ from nemo_run.config import SCRIPTS_DIR
 from nemo_run_ray.dashboard.http import repeat
 from nemo_run_ray.dashboard.jobs import PATIENCE_S
 from nemo_run_ray.errors import ClusterError, ConfigError, JobError, Unanswered
+from nemo_run_ray.experiment.archives import package_archive
 from nemo_run_ray.experiment.roles_and_elements import elements
 from nemo_run_ray.experiment.snapshot import Snapshot
-from nemo_run_ray.remote.array.driver import Range, wish_name, wish_to_cancel
+from nemo_run_ray.plan.entrypoints import entrypoint
+from nemo_run_ray.remote.array.cancel_request import KIND, TAKEN_S, Range, request_id
 from nemo_run_ray.remote.array.elements import RESULTS_FILE, STATES_FILE, Stretch
 from nemo_run_ray.remote.node_death import NODE_DEAD_S
-from nemo_run_ray.remote.rows import fits
+from nemo_run_ray.remote.rows import NONCE_KEY, fits
 
 if TYPE_CHECKING:
     from nemo_run_ray.experiment.job import RemoteJob
@@ -34,12 +36,14 @@ STATES = ("waiting", "running", "succeeded", "failed", "cancelled", "lost")
 #: States in which an element is not over.
 ACTIVE = ("waiting", "running")
 _OVER = tuple(state for state in STATES if state not in ACTIVE)
-#: Seconds until a driver has taken a wish; longer than one that is killed takes to be there again.
-_HEARD_S = 120.0
+#: Seconds until the job of a request has begun, beyond those until the driver has taken it.
+_BEGUN_S = 60.0
 #: Seconds beyond the grace period until elements that were cancelled have ended, also on a node
 #: that has died.
 _END_MARGIN_S = NODE_DEAD_S + 60.0
 _LOOK_AGAIN_S = 1.0
+#: Characters of a request: Linux takes 128 KiB as one word of a command.
+_REQUEST_MAX = 2**16
 
 
 @dataclass(frozen=True)
@@ -112,27 +116,52 @@ def cancel_elements(job: RemoteJob, selection: str) -> list[Element]:
     chosen = repeat(
         lambda: _selected(job, job.look(Snapshot(is_fresh=True)), selection), PATIENCE_S
     )
-    wanted = [(element.first, element.last) for element in chosen if element.state in ACTIVE]
     indices = ",".join(f"{element.first}-{element.last}" for element in chosen)
-    if wanted:
-        _let_driver_know(job, wish_to_cancel(wanted, only_waiting=selection == "waiting"))
+    if any(element.state in ACTIVE for element in chosen):
+        _request(job, _merged((element.first, element.last) for element in chosen), selection)
         _wait_for_end(job, indices, ("waiting",) if selection == "waiting" else ACTIVE)
     if not chosen:
         return []
     return repeat(lambda: elements_of(job, job.look(Snapshot(is_fresh=True)), indices), PATIENCE_S)
 
 
-def _let_driver_know(job: RemoteJob, wish: bytes) -> None:
-    api = job.api()
-    name = wish_name(job.id, secrets.token_hex(8))
-    api.put_package(name, wish)
-    _until(
-        lambda: not api.has_package(name) or job.look(Snapshot(is_fresh=True)).state.is_terminal,
-        _HEARD_S,
-        f"The driver of the array {job.name!r} has not taken the order to cancel elements within "
-        f"{_HEARD_S:.0f} s. It does so when it is there again within ten minutes. Look at the "
-        "job's log.",
-    )
+def _request(job: RemoteJob, ranges: Sequence[Range], selection: str) -> None:
+    """Let a small job on the head pass a request on to the driver, which ends when it is taken."""
+    only_waiting = selection == "waiting"
+    if only_waiting:  # the driver leaves the others alone
+        ranges = [(0, ranges[-1][1])]
+    request = json.dumps({"cancel": ranges, "only_waiting": only_waiting})
+    if len(request) > _REQUEST_MAX:
+        raise ConfigError(
+            f"The elements to cancel of {job.name!r} are {len(ranges):,} ranges, too many for one "
+            "request. Cancel them in several steps."
+        )
+    api, nonce = job.api(), secrets.token_hex(8)
+    package = package_archive()
+    if not api.has_package(package.name):
+        api.put_package(package.name, package.pack())
+    name = request_id(job.id, nonce)
+    body = {
+        "submission_id": name,
+        "entrypoint": entrypoint(None, [KIND, name, request]),
+        "runtime_env": {"py_modules": [package.uri]},
+        "metadata": {NONCE_KEY: nonce, "nemo_run_job": f"{KIND} of {job.name}"},
+    }
+    with contextlib.suppress(Unanswered):  # the table says whether it has arrived
+        api.post(body)
+    why = f"The request to cancel elements of the array {job.name!r} is not answered. Try again."
+
+    def is_taken() -> bool:
+        row = api.job(name)
+        if row is not None and row["status"] in ("FAILED", "STOPPED"):
+            raise ClusterError(
+                f"The driver of the array {job.name!r} has not taken the request to cancel "
+                f"elements. Look at the array's log, and at that of the job {name}, and try again."
+            )
+        is_over = row is not None and row["status"] == "SUCCEEDED"
+        return is_over or job.look(Snapshot(is_fresh=True)).state.is_terminal
+
+    _until(is_taken, TAKEN_S + _BEGUN_S, why)
 
 
 def _wait_for_end(job: RemoteJob, indices: str, states: Sequence[str]) -> None:

@@ -1,7 +1,8 @@
 """Entry on the cluster.
 
 ``task|group|array <job> <submission id> <nonce>`` runs one job of the archive, ``dispatch
-<submission id> <nonce>`` hands the jobs of a dispatch over. ``start.py`` calls it.
+<submission id> <nonce>`` hands the jobs of a dispatch over, ``cancel-elements <submission id>
+<request>`` passes a client's request on to the driver of an array. ``start.py`` calls it.
 """
 
 from __future__ import annotations
@@ -22,6 +23,10 @@ def main(argv: list[str]) -> int:
     command.restore_tmpdir()
     if len(argv) == 3 and argv[0] == "dispatch":
         return _dispatch(*argv[1:])
+    if len(argv) == 3 and argv[0] == "cancel-elements":
+        from .array.cancel_request import run
+
+        return run(*argv[1:])
     if len(argv) != 4 or argv[0] not in ("task", "group", "array"):
         say(f"usage: task|group|array <job> <submission id> <nonce>, not {argv}")
         return 2

@@ -10,22 +10,18 @@ from __future__ import annotations
 import json
 import os
 import time
-from contextlib import suppress
 from typing import (
     Any,
     Collection,
     Dict,
-    Iterable,
-    Iterator,
     List,
     Mapping,
-    NamedTuple,
     Optional,
     Sequence,
     Tuple,
 )
 
-from ..attempts import JobExit, first_id
+from ..attempts import JobExit
 from ..env_error import cause_of
 from ..group.driver import connect
 from ..hosts.actors import forget_runtime_env, name
@@ -36,98 +32,10 @@ from ..node.supervise import Runner
 from ..node_death import NODE_DEAD_S
 from ..spec import ArraySpec
 from ..states import Reason
+from .cancel_request import CancelRequests, log_folder
 from .elements import DISK_S, ElementState, Lease, Leases
 from .hosts import Host, HostPool, HostStarts, Refusal
 from .status import StatusFile
-
-#: First and last index of elements in a row.
-Range = Tuple[int, int]
-_SCHEME = "gcs://"
-
-
-class Wish(NamedTuple):
-    """That elements end, or never begin.
-
-    Attributes:
-        key: where it lies.
-        ranges: of the elements.
-        only_waiting: leave those alone that have begun by now.
-    """
-
-    key: bytes
-    ranges: List[Range]
-    only_waiting: bool
-
-
-def wish_name(submission_id: str, nonce: str) -> str:
-    """Name of the archive that holds a wish.
-
-    Args:
-        submission_id: of any attempt of the array.
-        nonce: tells it from other wishes.
-    """
-    return f"{_prefix(submission_id)}{nonce}.zip"
-
-
-def wish_to_cancel(ranges: Iterable[Range], only_waiting: bool) -> bytes:
-    """The archive of a wish, as ``Wish`` describes it."""
-    return json.dumps({"cancel": list(ranges), "only_waiting": only_waiting}).encode()
-
-
-class Wishes:
-    """The wishes for one array.
-
-    Args:
-        ray: the module, connected.
-        submission_id: of the job.
-    """
-
-    def __init__(self, ray: Any, submission_id: str) -> None:
-        self._store = ray.experimental.internal_kv
-        self._unanswered = ray.exceptions.RayError
-        self._prefix = (_SCHEME + _prefix(submission_id)).encode()
-
-    def find(self, count: int) -> Iterator[Wish]:
-        """The wishes that are there.
-
-        Args:
-            count: of the array's elements.
-        """
-        for key in self._keys():
-            with suppress(self._unanswered):  # the next look finds it
-                wish = _read(key, self._store._internal_kv_get(key), count)
-                if wish is None:  # it is none of this package's
-                    self.remove(key)
-                else:
-                    yield wish
-
-    def remove(self, key: bytes) -> None:
-        """Say that a wish was heard."""
-        with suppress(self._unanswered):  # it is found, and done, once more
-            self._store._internal_kv_del(key)
-
-    def remove_all(self) -> None:
-        """Remove those that come too late."""
-        for key in self._keys():
-            self.remove(key)
-
-    def _keys(self) -> List[bytes]:
-        with suppress(self._unanswered):  # the head's store is away for a moment
-            return list(self._store._internal_kv_list(self._prefix))
-        return []
-
-
-def _read(key: bytes, data: Any, count: int) -> Optional[Wish]:
-    with suppress(ValueError, TypeError, KeyError):
-        found = json.loads(data)
-        ranges = [(max(0, first), min(last, count - 1)) for first, last in found["cancel"]]
-        return Wish(key, ranges, bool(found["only_waiting"]))
-    return None
-
-
-def _prefix(submission_id: str) -> str:
-    # No id has a tilde: one array's prefix begins no other one's.
-    return f"nemo_run_ray_wish_{first_id(submission_id)}~"
 
 
 def feed(leases: Leases, pool: HostPool, calls: Calls) -> None:
@@ -172,19 +80,19 @@ def _is_held_up(host: Host, leases: Leases, now: float) -> bool:
     return now >= host.heard_at + leases.pace.patience_s
 
 
-def fulfil(wishes: Wishes, leases: Leases, pool: HostPool, calls: Calls) -> None:
+def cancel_elements(requests: CancelRequests, leases: Leases, pool: HostPool, calls: Calls) -> None:
     """Do what clients want, and say so to them when the disk has it."""
     if not leases.can_write:
         return
-    for wish in wishes.find(leases.progress.count):
+    for request in requests.find(leases.progress.count):
         leased: List[Lease] = []
-        for first, last in wish.ranges:
-            leased += leases.cancel(range(first, last + 1), wish.only_waiting)
+        for first, last in request.ranges:
+            leased += leases.cancel(range(first, last + 1), request.only_waiting)
         _cancel(leased, pool, calls)
         if leases.commit():
-            ranges = ", ".join(f"{first} to {last}" for first, last in wish.ranges[:5])
+            ranges = ", ".join(f"{first} to {last}" for first, last in request.ranges[:5])
             say(f"the user has cancelled the elements {ranges}; {len(leased)} have a host")
-            wishes.remove(wish.key)
+            requests.remove(request.path)
 
 
 def _cancel(leases: Sequence[Lease], pool: HostPool, calls: Calls) -> None:
@@ -355,7 +263,7 @@ def _run(
     runner: Runner, spec: ArraySpec, job: str, submission_id: str, values: Mapping[str, str]
 ) -> int:
     config = forget_runtime_env()
-    folder = _log_folder(submission_id)
+    folder = log_folder(submission_id)
     path = os.path.join(jobs_folder(), job, spec.elements)
     leases = Leases(spec, path, submission_id, folder)
     status = StatusFile(folder, submission_id)
@@ -364,13 +272,13 @@ def _run(
         calls = Calls(ray, _GATHER_S)
         starts = HostStarts(ray, spec, job, values, config, leases.progress.count)
         pool = HostPool(ray, spec, submission_id, starts, calls, leases)
-        wishes = Wishes(ray, submission_id)
-        driver = _ArrayDriver(runner, spec, leases, pool, calls, status, wishes)
+        requests = CancelRequests(folder, submission_id)
+        driver = _ArrayDriver(runner, spec, leases, pool, calls, status, requests)
         try:
             return driver.run()
         finally:
             pool.close()
-            wishes.remove_all()
+            requests.remove_all()
             status.write(leases.progress, 0, is_over=True)
             leases.close()
     finally:
@@ -388,7 +296,7 @@ class _ArrayDriver:
         pool: HostPool,
         calls: Calls,
         status: StatusFile,
-        wishes: Wishes,
+        requests: CancelRequests,
     ) -> None:
         self._runner = runner
         self._spec = spec
@@ -397,7 +305,7 @@ class _ArrayDriver:
         self._pool = pool
         self._calls = calls
         self._status = status
-        self._wishes = wishes
+        self._requests = requests
         self._look_at = 0.0
         self._reports = HostReports(leases, pool, calls)
         self._settled_at: Optional[float] = None
@@ -430,7 +338,7 @@ class _ArrayDriver:
         self._pool.let_hosts_end(now)
         if now >= self._look_at:
             self._look_at = now + _LOOK_S
-            fulfil(self._wishes, self._leases, self._pool, self._calls)
+            cancel_elements(self._requests, self._leases, self._pool, self._calls)
             take_back(self._leases, self._pool, self._calls)
             try:
                 self._pool.look(now, self._progress.number(ElementState.WAITING))
@@ -554,10 +462,3 @@ class _ArrayDriver:
 def _names(node_ids: Collection[str]) -> str:
     """Nodes as a line of a log names them."""
     return ", ".join(sorted(node_id[:12] for node_id in node_ids))
-
-
-def _log_folder(submission_id: str) -> Optional[str]:
-    """Ray's folder of logs; ``None`` when the output goes elsewhere."""
-    log = os.readlink("/proc/self/fd/1")
-    is_rays = os.path.basename(log) == f"job-driver-{submission_id}.log"
-    return os.path.dirname(log) if is_rays else None

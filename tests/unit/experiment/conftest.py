@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 import threading
 import time
 from pathlib import Path
@@ -16,7 +17,7 @@ from nemo_run_ray.experiment.dispatch import Dispatch, dispatches_of
 from nemo_run_ray.experiment.find import find_experiment, jobs_of
 from nemo_run_ray.experiment.job import RemoteJob
 from nemo_run_ray.experiment.snapshot import Snapshot
-from nemo_run_ray.remote.array.driver import wish_name
+from nemo_run_ray.remote.array.cancel_request import request_id
 from nemo_run_ray.remote.array.elements import file_of
 from nemo_run_ray.remote.group.roles_file import file_name
 from tests.fake_ray import FakeRay
@@ -90,7 +91,7 @@ class Handed:
 
 
 class ArrayDriver:
-    """What the driver of an array has written, and the wishes that it takes."""
+    """What the driver of an array has written, and the requests that it takes."""
 
     def __init__(self, ray: FakeRay, job: RemoteJob) -> None:
         self._ray, self._job = ray, job
@@ -109,18 +110,20 @@ class ArrayDriver:
         shown |= dict.fromkeys(counts, 0) | rows
         self._ray.files[file_name(self._job.id)] = json.dumps(shown)
 
-    def takes_wishes(self, states: list[list[object]]) -> threading.Thread:
-        """Take the next one as the driver does, with these states after it."""
+    def takes_request(self, states: list[list[object]]) -> threading.Thread:
+        """Take the next request as the driver does, with these states after it."""
 
         def take() -> None:
-            own = wish_name(self._job.id, "").removesuffix(".zip")
+            begin = request_id(self._job.id, "")
             while not self._ended.wait(0.02):
-                for name in [one for one in self._ray.packages if one.startswith(own)]:
-                    wish = json.loads(self._ray.packages[name])
-                    self.cancelled += wish["cancel"]
-                    self.only_waiting = wish["only_waiting"]
+                for body in [
+                    one for one in self._ray.bodies if one["submission_id"].startswith(begin)
+                ]:
+                    request = json.loads(shlex.split(body["entrypoint"])[-1])
+                    self.cancelled += request["cancel"]
+                    self.only_waiting = request["only_waiting"]
                     self.tells(states)
-                    del self._ray.packages[name]
+                    self._ray.rows[body["submission_id"]]["status"] = "SUCCEEDED"
                     return
 
         thread = threading.Thread(target=take)

@@ -170,29 +170,28 @@ def test_a_job_that_is_no_array_and_one_that_has_not_begun_say_so(ray, unique, j
         other.cancel_elements("3")
 
 
-def test_elements_are_cancelled_by_a_wish_and_their_end_is_waited_for(ray, job, driver):
+def test_elements_are_cancelled_by_a_request_and_their_end_is_waited_for(ray, job, driver):
     after = [
         *STATES[:2],
         [4, 4, "cancelled", 1, 143],
         [5, 5, "leased", 1, 0],
         [6, 7, "waiting", 0, 0],
     ]
-    thread = driver.takes_wishes(after)
+    thread = driver.takes_request(after)
 
     found = job.cancel_elements("2-4")
 
     thread.join()
-    assert driver.cancelled == [[4, 4]], "what is over is no wish"
+    assert driver.cancelled == [[2, 4]]
     assert [(one.index, one.state) for one in found] == [
         (2, "succeeded"),
         (3, "failed"),
         (4, "cancelled"),
     ]
-    assert not [name for name in ray.packages if "_wish_" in name]
 
 
 def test_lost_answers_do_not_keep_elements_from_being_cancelled(ray, job, driver):
-    thread = driver.takes_wishes([*STATES[:2], [4, 5, "cancelled", 1, 143], *STATES[3:]])
+    thread = driver.takes_request([*STATES[:2], [4, 5, "cancelled", 1, 143], *STATES[3:]])
     looks = iter(range(1_000_000))
     ray.trouble = lambda method, path: (
         Trouble() if method == "GET" and next(looks) % 3 == 0 else None
@@ -206,12 +205,12 @@ def test_lost_answers_do_not_keep_elements_from_being_cancelled(ray, job, driver
 
 def test_those_that_wait_are_cancelled_and_those_that_have_begun_meanwhile_go_on(job, driver):
     after = [*STATES[:3], [6, 6, "leased", 1, 0], [7, 7, "cancelled", 0, 0]]
-    thread = driver.takes_wishes(after)
+    thread = driver.takes_request(after)
 
     found = job.cancel_elements("waiting")
 
     thread.join()
-    assert (driver.cancelled, driver.only_waiting) == ([[6, 7]], True)
+    assert (driver.cancelled, driver.only_waiting) == ([[0, 7]], True)
     assert [(one.index, one.state) for one in found] == [(6, "running"), (7, "cancelled")]
 
 
@@ -220,7 +219,7 @@ def test_nothing_is_cancelled_by_an_empty_text_or_by_what_is_over(job, driver, r
         with pytest.raises(ConfigError, match="expected is waiting, running, or indices"):
             job.cancel_elements(selection)
     assert job.cancel_elements("3") == job.select_elements("failed")
-    assert not [name for name in ray.packages if "_wish_" in name]
+    assert not [name for name in ray.rows if "@cancel-elements" in name]
 
 
 def test_many_elements_are_selected_quickly(job, driver):
@@ -235,13 +234,18 @@ def test_many_elements_are_selected_quickly(job, driver):
 
 def test_what_is_over_needs_no_driver(job, driver, ray):
     assert [one.state for one in job.cancel_elements("0-3")] == ["succeeded"] * 3 + ["failed"]
-    assert not [name for name in ray.packages if "_wish_" in name]
+    assert not [name for name in ray.rows if "@cancel-elements" in name]
 
 
 def test_a_driver_that_does_not_answer_is_named(job, driver, monkeypatch):
-    monkeypatch.setattr(array_elements, "_HEARD_S", 0.5)
-    with pytest.raises(ClusterError, match="The driver of the array 'array' has not taken"):
+    monkeypatch.setattr(array_elements, "TAKEN_S", 0.5)
+    monkeypatch.setattr(array_elements, "_BEGUN_S", 0.0)
+    with pytest.raises(ClusterError, match="elements of the array 'array' is not answered"):
         job.cancel_elements("waiting")
+    ranges = ",".join(str(index) for index in range(0, 20_000, 2))
+    driver.tells([[0, 19_999, "waiting", 0, 0]])
+    with pytest.raises(ConfigError, match="10,000 ranges, too many for one request"):
+        job.cancel_elements(ranges)
 
 
 def test_what_was_not_over_when_the_job_ended_is_lost(ray, job, driver):
