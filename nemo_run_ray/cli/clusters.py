@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from nemo_run_ray.cluster_files.document import KeyPath
     from nemo_run_ray.cluster_files.load import Loaded
     from nemo_run_ray.cluster_files.preflight import CheckRow
-    from nemo_run_ray.dashboard.state import ClusterNode
+    from nemo_run_ray.remote.fit import Node
 
 _FILE = "A cluster file of an embedded Ray, or of one on Slurm."
 
@@ -272,7 +272,7 @@ def init(
         )
     if path.exists():
         raise ConfigError(f"{path} exists already; choose another name, or edit it.")
-    nodes: Sequence[ClusterNode] = ()
+    nodes: Sequence[Node] = ()
     if address is not None:
         found = inspect(ExistingCluster(url=address).connect())
         if found.unreachable or found.unauthorised:

@@ -7,11 +7,23 @@ from dataclasses import asdict, dataclass
 from enum import Enum
 
 from nemo_run_ray.dashboard.http import UPLOAD_MAX_BYTES
-from nemo_run_ray.dashboard.state import ClusterNode, Inspection, amount_of
+from nemo_run_ray.dashboard.state import Inspection
 from nemo_run_ray.fields import version_of
-from nemo_run_ray.plan.room import Ask, best, free_words, has_room, hosts, labelled, why_never
 from nemo_run_ray.remote.dispatch.dispatcher import SUPERVISOR_BYTES, default_limit
-from nemo_run_ray.remote.group.packing import amount_text, fits, words
+from nemo_run_ray.remote.fit import (
+    Node,
+    ResourceRequest,
+    amount_of,
+    amount_text,
+    amounts_text,
+    best,
+    fits,
+    free_text,
+    has_room,
+    hosts,
+    labelled,
+    why_not,
+)
 
 #: Seconds by which clocks may differ before durations in tables mislead.
 _SKEW_MAX_S = 5.0
@@ -147,18 +159,18 @@ class _OfHead(_Lines):
         if head is None or head.disk is None:
             self._unknown(what, "The dashboard does not tell.", "")
             return
-        disk = head.disk
-        used = disk.used_bytes / max(1.0, disk.used_bytes + disk.free_bytes)
-        has = f"Ray's files are in {disk.path}, with {_gib(disk.free_bytes)} free"
+        path, free, in_use = head.disk
+        used = in_use / max(1.0, in_use + free)
+        has = f"Ray's files are in {path}, with {_gib(free)} free"
         step = "Remove files of old sessions there, or give Ray another --temp-dir."
-        if disk.free_bytes < _DISK_MIN_BYTES:
+        if free < _DISK_MIN_BYTES:
             self._broken(what, f"{has}; archives and logs need more.", step)
         elif used > _DISK_FULL:
             self._add(what, CheckState.WARNING, f"{has}; it is {used:.0%} full.", step)
         else:
             self._ok(what, f"{has}.")
 
-    def _head(self) -> ClusterNode | None:
+    def _head(self) -> Node | None:
         return next((node for node in self._found.nodes or () if node.is_head), None)
 
 
@@ -258,9 +270,9 @@ class CheckRows(_OfHead):
             return
         total: dict[str, float] = {}
         for node in nodes:
-            for name, amount in node.total.items():
+            for name, amount in node.resources.items():
                 total[name] = total.get(name, 0.0) + amount
-        self._ok("nodes", f"{len(nodes)} node(s) live, with {words(total)} in all.")
+        self._ok("nodes", f"{len(nodes)} node(s) live, with {amounts_text(total)} in all.")
 
     def label(self, key: str, value: str) -> None:
         """A label that some node must have."""
@@ -272,7 +284,7 @@ class CheckRows(_OfHead):
         if count:
             self._ok(what, f"{count} of {len(nodes)} node(s) have it.")
         else:
-            never = why_never(Ask(selector={key: value}), nodes)
+            never = why_not(ResourceRequest(selector={key: value}), nodes)
             is_plain = re.fullmatch(r"[\w.-]+", value)
             step = f"Start a node with it: ray start --labels={key}={value} …" if is_plain else ""
             self._broken(what, _sentence(never), step)
@@ -283,7 +295,7 @@ class CheckRows(_OfHead):
         nodes = self._told(what)
         if nodes is None:
             return
-        total = sum(amount_of(node.total, name) for node in nodes)
+        total = sum(amount_of(node.resources, name) for node in nodes)
         has = f"The cluster has {amount_text(name, total)} in all"
         wanted = f"wanted are {amount_text(name, least)}"
         if fits({name: least}, {name: total}):
@@ -291,13 +303,13 @@ class CheckRows(_OfHead):
         else:
             self._broken(what, f"{has}; {wanted}.", "Add nodes, or lower preflight.min_resources.")
 
-    def room(self, what: str, ask: Ask) -> None:
+    def room(self, what: str, ask: ResourceRequest) -> None:
         """Whether one replica can ever be placed, and whether it can now."""
         nodes = self._told(what)
         if nodes is None:
             return
         asks = f"One replica asks for {ask}"
-        never = why_never(ask, nodes)
+        never = why_not(ask, nodes)
         if never:
             self._broken(what, f"{asks}; no node can ever take it: {never}.", _FIT)
             return
@@ -312,7 +324,7 @@ class CheckRows(_OfHead):
             self._unknown(what, message, _OPEN_IT)
         else:
             has = f"{len(can)} node(s) can take it, and none has room now"
-            most = f"the best, {node.host}, has {free_words(ask, node)}"
+            most = f"the best, {node.host}, has {free_text(ask, node)}"
             step = "It will wait; `nemo-run-ray status` says who holds the room."
             self._add(what, CheckState.WARNING, f"{asks}; {has}: {most}.", step)
 
@@ -321,7 +333,7 @@ class CheckRows(_OfHead):
         message = f"Its nodes belong to {address}, which was not looked at."
         self._unknown(what, message, f"nemo-run-ray doctor --address {address}")
 
-    def _told(self, what: str) -> tuple[ClusterNode, ...] | None:
+    def _told(self, what: str) -> tuple[Node, ...] | None:
         """The nodes; a line says so when they are not told."""
         if self._found.nodes is None:
             state = CheckState.BROKEN if self._is_strict else CheckState.UNKNOWN

@@ -18,7 +18,7 @@ from nemo_run_ray.clusters import Dashboard
 from nemo_run_ray.dashboard.state import Inspection, inspect
 from nemo_run_ray.fields import parse_memory
 from nemo_run_ray.plan.roles import BUNDLE_SELECTORS_SINCE, JOB_SELECTORS_SINCE
-from nemo_run_ray.plan.room import Ask
+from nemo_run_ray.remote.fit import ResourceRequest
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class Needs:
         python: version of the client, with which Partials are made.
     """
 
-    asks: Mapping[str, Ask] = field(default_factory=dict)
+    asks: Mapping[str, ResourceRequest] = field(default_factory=dict)
     selector_since: tuple[int, int] | None = None
     max_in_flight: int | None = None
     jobs: int | None = None
@@ -109,7 +109,7 @@ def _at_once(file: ClusterFile, needs: Needs) -> int | None:
     return min(limits, default=None)
 
 
-def pool_asks(file: ClusterFile) -> dict[str, Ask]:
+def pool_asks(file: ClusterFile) -> dict[str, ResourceRequest]:
     """What one replica asks for in each pool, as ``resolve.py`` gives it to an executor.
 
     The pool's fields lie over the file's defaults, and those over the labels of its image.
@@ -117,7 +117,7 @@ def pool_asks(file: ClusterFile) -> dict[str, Ask]:
     return {name: _pool_ask(pool, file) for name, pool in file.pools.items()}
 
 
-def _pool_ask(pool: PoolPart, file: ClusterFile) -> Ask:
+def _pool_ask(pool: PoolPart, file: ClusterFile) -> ResourceRequest:
     defaults = file.defaults
 
     def given(name: str) -> Any:
@@ -139,7 +139,7 @@ def _pool_ask(pool: PoolPart, file: ClusterFile) -> Ask:
         **(defaults.get("label_selector") or {}),
         **pool.label_selector,
     }
-    return Ask({name: amount for name, amount in resources.items() if amount}, selector)
+    return ResourceRequest({name: amount for name, amount in resources.items() if amount}, selector)
 
 
 __all__ = ["CheckRow", "CheckState", "Inspection", "Needs", "check", "look", "pool_asks"]

@@ -7,8 +7,7 @@ import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 
-from nemo_run_ray.dashboard.state import ClusterNode
-from nemo_run_ray.remote.group.packing import words
+from nemo_run_ray.remote.fit import Node, amounts_text
 
 _HEAD = """\
 # Where and how to run tasks on Ray. docs/clusters.md of nemo_run_ray describes every key.
@@ -48,7 +47,7 @@ _OF_RAY = "ray.io/"
 _NOT_IN_NAMES = re.compile(r"[^A-Za-z0-9_.-]+")
 
 
-def sample(name: str, address: str | None, nodes: Sequence[ClusterNode]) -> str:
+def sample(name: str, address: str | None, nodes: Sequence[Node]) -> str:
     """The text of a file.
 
     Args:
@@ -62,9 +61,9 @@ def sample(name: str, address: str | None, nodes: Sequence[ClusterNode]) -> str:
     return _HEAD.format(name=json.dumps(name), cluster=cluster, pools=text)
 
 
-def _pools(nodes: Sequence[ClusterNode]) -> Iterator[str]:
+def _pools(nodes: Sequence[Node]) -> Iterator[str]:
     """A pool for the nodes of every set of labels that their owner gave."""
-    by_labels: dict[tuple[tuple[str, str], ...], list[ClusterNode]] = {}
+    by_labels: dict[tuple[tuple[str, str], ...], list[Node]] = {}
     for node in nodes:
         own = {key: text for key, text in node.labels.items() if not key.startswith(_OF_RAY)}
         if own:
@@ -87,18 +86,18 @@ def _new_name(labels: Sequence[tuple[str, str]], names: set[str]) -> str:
     return name
 
 
-def _nodes(nodes: Sequence[ClusterNode]) -> str:
+def _nodes(nodes: Sequence[Node]) -> str:
     if not nodes:
         return ""
     return f"# {len(nodes)} node(s) without labels, each with up to {_totals(nodes)}.\n"
 
 
-def _totals(nodes: Sequence[ClusterNode]) -> str:
+def _totals(nodes: Sequence[Node]) -> str:
     most: dict[str, float] = {}
     for node in nodes:
-        for name, amount in _plain(node.total).items():
+        for name, amount in _plain(node.resources).items():
             most[name] = max(amount, most.get(name, 0))
-    return words(most)
+    return amounts_text(most)
 
 
 def _plain(total: Mapping[str, float]) -> dict[str, float]:

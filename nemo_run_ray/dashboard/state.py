@@ -35,6 +35,7 @@ from nemo_run_ray.fields import brings_python
 from nemo_run_ray.remote.array.elements import file_of
 from nemo_run_ray.remote.dashboard import ANSWER_S, LINES, LOG_FILE, log_query
 from nemo_run_ray.remote.env_error import cause_of
+from nemo_run_ray.remote.fit import Node, key_of
 from nemo_run_ray.remote.group.roles_file import file_name
 from nemo_run_ray.remote.rows import JobRow, fits, job_rows
 from nemo_run_ray.remote.states import JobState, JobStatus, Reason, is_active
@@ -67,44 +68,6 @@ _HEAD = ("node:__internal_head__", "node:InternalHead")
 
 
 @dataclass(frozen=True)
-class Disk:
-    """A file system of a node, in bytes."""
-
-    path: str
-    free_bytes: float
-    used_bytes: float
-
-
-@dataclass(frozen=True)
-class ClusterNode:
-    """One living node.
-
-    Attributes:
-        node_id: hexadecimal.
-        host: its name.
-        address: of the network.
-        labels: by name; the names may be in the dashboard's style, see ``key_of``.
-        total: all that it can give, busy or not, by resource.
-        free: what nobody holds, a moment ago; ``None`` when the cluster does not say.
-        grouped: what placement groups reserve there, used or not.
-        is_head: Ray's head runs there.
-        memory: bytes of memory, all and available; ``None`` when the cluster does not say.
-        disk: the file system with Ray's files; ``None`` when the cluster does not say.
-    """
-
-    node_id: str
-    host: str
-    address: str
-    labels: Mapping[str, str] = field(default_factory=dict)
-    total: Mapping[str, float] = field(default_factory=dict)
-    free: Mapping[str, float] | None = None
-    grouped: Mapping[str, float] = field(default_factory=dict)
-    is_head: bool = False
-    memory: tuple[float, float] | None = None
-    disk: Disk | None = None
-
-
-@dataclass(frozen=True)
 class Holding:
     """What one actor reserves on one node.
 
@@ -123,20 +86,7 @@ class Holding:
     is_grouped: bool
 
 
-def key_of(name: str) -> str:
-    """The name of a label or resource in the dashboard's style, which is equal for both forms."""
-    first, *others = name.split("_")
-    return first + "".join(word.title() for word in others)
-
-
-def amount_of(resources: Mapping[str, float], name: str) -> float:
-    """The amount of a resource, whatever style its name is in."""
-    if name in resources:
-        return resources[name]
-    return next((amount for key, amount in resources.items() if key_of(key) == key_of(name)), 0.0)
-
-
-def nodes_of_summary(answer: Mapping[str, Any]) -> list[ClusterNode]:
+def nodes_of_summary(answer: Mapping[str, Any]) -> list[Node]:
     """The living nodes of ``/nodes?view=summary``.
 
     Raises:
@@ -151,15 +101,15 @@ def nodes_of_summary(answer: Mapping[str, Any]) -> list[ClusterNode]:
     ]
 
 
-def nodes_of_table(rows: Iterable[Mapping[str, Any]]) -> list[ClusterNode]:
+def nodes_of_table(rows: Iterable[Mapping[str, Any]]) -> list[Node]:
     """The living nodes of ``/api/v0/nodes``, of which it is not told what is free."""
     return [
-        ClusterNode(
+        Node(
             node_id=str(row["node_id"]),
             host=_text(row.get("node_name")),
             address=_text(row.get("node_ip")),
             labels=_texts(row.get("labels")),
-            total=_shown(_amounts(row.get("resources_total"))),
+            resources=_shown(_amounts(row.get("resources_total"))),
             is_head=bool(row.get("is_head_node")),
         )
         for row in rows
@@ -167,11 +117,11 @@ def nodes_of_table(rows: Iterable[Mapping[str, Any]]) -> list[ClusterNode]:
     ]
 
 
-def with_names(nodes: Iterable[ClusterNode], table: Iterable[ClusterNode]) -> list[ClusterNode]:
+def with_names(nodes: Iterable[Node], table: Iterable[Node]) -> list[Node]:
     """The nodes of the summary with labels and totals under the names that the table has."""
     named = {node.node_id: node for node in table}
     return [
-        replace(node, labels=named[node.node_id].labels, total=named[node.node_id].total)
+        replace(node, labels=named[node.node_id].labels, resources=named[node.node_id].resources)
         if node.node_id in named
         else node
         for node in nodes
@@ -197,7 +147,7 @@ def holdings_of(rows: Iterable[Mapping[str, Any]]) -> list[Holding]:
 # ---------------------------------------------------------------------- one row
 
 
-def _node(row: Mapping[str, Any], in_use: str | None) -> ClusterNode:
+def _node(row: Mapping[str, Any], in_use: str | None) -> Node:
     raylet = row["raylet"]
     told = total = _amounts(raylet.get("resourcesTotal"))
     free: dict[str, float] | None = None
@@ -208,12 +158,12 @@ def _node(row: Mapping[str, Any], in_use: str | None) -> ClusterNode:
         total = {name: told.get(key_of(name), amount) for name, amount in names.items()}
         free = {name: max(0.0, total[name] - held[name]) for name in total}
     memory: Any = row.get("mem")
-    return ClusterNode(
+    return Node(
         node_id=str(raylet["nodeId"]),
         host=_text(row.get("hostname")) or _text(raylet.get("nodeManagerHostname")),
         address=_text(row.get("ip")) or _text(raylet.get("nodeManagerAddress")),
         labels=_texts(raylet.get("labels")),
-        total=_shown(total),
+        resources=_shown(total),
         free=None if free is None else _shown(free),
         grouped=grouped,
         is_head=bool(raylet.get("isHeadNode")) or any(name in told for name in _HEAD),
@@ -274,11 +224,11 @@ def _shown(resources: Mapping[str, float]) -> dict[str, float]:
     return {name: amount for name, amount in resources.items() if not _HIDDEN.match(name)}
 
 
-def _disk(disks: Mapping[str, Any], folder: str) -> Disk | None:
+def _disk(disks: Mapping[str, Any], folder: str) -> tuple[str, float, float] | None:
     for path in (folder, "/tmp", "/"):
         found: Any = disks.get(key_of(path))
         if fits(found, {"free": float, "used": float}):
-            return Disk(path, float(found["free"]), float(found["used"]))
+            return path, float(found["free"]), float(found["used"])
     return None
 
 
@@ -309,12 +259,12 @@ class ClusterRoom:
             when; filled as it is asked for, since many tasks ask for the same.
     """
 
-    nodes: tuple[ClusterNode, ...]
+    nodes: tuple[Node, ...]
     holdings: Mapping[str, Sequence[Holding]] | None = None
     told: dict[Hashable, tuple[Reason, str, str] | None] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, nodes: Iterable[ClusterNode], holdings: Iterable[Holding] | None) -> ClusterRoom:
+    def of(cls, nodes: Iterable[Node], holdings: Iterable[Holding] | None) -> ClusterRoom:
         """The room of these nodes, with what is held on any of them."""
         if holdings is None:
             return cls(tuple(nodes))
@@ -415,7 +365,7 @@ class StateApi:
         """
         return self._room.get()
 
-    def nodes(self, limit_s: float) -> list[ClusterNode] | None:
+    def nodes(self, limit_s: float) -> list[Node] | None:
         """The living nodes and what is free there; ``None`` when the cluster does not say.
 
         Raises:
@@ -434,7 +384,7 @@ class StateApi:
         rows = self._rows("actors", limit_s, detail="true", **_LIVING)
         return None if rows is None else _understood(lambda: holdings_of(rows))
 
-    def node_table(self, limit_s: float) -> list[ClusterNode] | None:
+    def node_table(self, limit_s: float) -> list[Node] | None:
         """The living nodes with the names of their labels; ``None`` when the cluster does not say.
 
         Raises:
@@ -513,7 +463,7 @@ class Inspection:
         jobs: how many it knows, and how many of these are pending or running; ``None`` when it does
             not say.
         nodes: those that live; ``None`` when it does not say.
-        has_label_names: the labels of the nodes have their own names, see ``ClusterNode``.
+        has_label_names: the labels of the nodes have their own names, see ``Node``.
         is_free_told: the nodes say what nobody holds.
         python: version on the head, such as ``3.11.7``; empty when it is not told.
         skew_s: seconds by which its clock is ahead of this machine's; ``None`` when not told.
@@ -524,7 +474,7 @@ class Inspection:
     unauthorised: str = ""
     version: str = ""
     jobs: tuple[int, int] | None = None
-    nodes: tuple[ClusterNode, ...] | None = None
+    nodes: tuple[Node, ...] | None = None
     has_label_names: bool = False
     python: str = ""
     skew_s: float | None = None
@@ -576,9 +526,7 @@ def _or(answer: Future[_T], otherwise: _T) -> _T:
     raise error
 
 
-def _nodes(
-    summary: list[ClusterNode] | None, table: list[ClusterNode] | None
-) -> tuple[ClusterNode, ...] | None:
+def _nodes(summary: list[Node] | None, table: list[Node] | None) -> tuple[Node, ...] | None:
     if summary is None:
         return None if table is None else tuple(table)
     return tuple(with_names(summary, table or ()))

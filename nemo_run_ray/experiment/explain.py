@@ -11,10 +11,21 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
-from nemo_run_ray.dashboard.state import ClusterNode, ClusterRoom, Holding, StateApi, amount_of
+from nemo_run_ray.dashboard.state import ClusterRoom, Holding, StateApi
 from nemo_run_ray.errors import NemoRunRayError
-from nemo_run_ray.plan.room import Ask, ask_of, best, free_words, has_room, scarce, why_never
-from nemo_run_ray.remote.group.packing import fits, words
+from nemo_run_ray.remote.fit import (
+    Node,
+    ResourceRequest,
+    amount_of,
+    amounts_text,
+    best,
+    fits,
+    free_text,
+    has_room,
+    request_of,
+    scarce,
+    why_not,
+)
 from nemo_run_ray.remote.rows import JobRow
 from nemo_run_ray.remote.states import JobState, JobStatus, Reason
 
@@ -46,7 +57,7 @@ def explain(
         state: asks the cluster.
         programs: gives the names of those who may hold what it waits for.
     """
-    ask = ask_of(reservation)
+    ask = request_of(reservation)
     waits = status.state is JobState.PENDING and status.reason is Reason.NONE
     posted_at = (row.get("start_time") or 0) / 1000
     age_s = time.time() - posted_at
@@ -75,7 +86,10 @@ def _no_worker(row: JobRow, posted_at: float, age_s: float) -> tuple[Reason, str
 
 
 def why_waiting(
-    ask: Ask, room: ClusterRoom, programs: Callable[[], Mapping[str, str]], posted_at: float
+    ask: ResourceRequest,
+    room: ClusterRoom,
+    programs: Callable[[], Mapping[str, str]],
+    posted_at: float,
 ) -> tuple[Reason, str] | None:
     """Why a task waits, in one sentence; ``None`` when there is room.
 
@@ -96,13 +110,13 @@ def why_waiting(
 
 
 def _why(
-    ask: Ask, room: ClusterRoom, programs: Callable[[], Mapping[str, str]]
+    ask: ResourceRequest, room: ClusterRoom, programs: Callable[[], Mapping[str, str]]
 ) -> tuple[Reason, str, str] | None:
     """Why a task waits, in the words before and after since when.
 
     To look at each holder for each task that asks for the same would be quadratic.
     """
-    never = why_never(ask, room.nodes)
+    never = why_not(ask, room.nodes)
     if never:
         return (
             Reason.UNSCHEDULABLE,
@@ -114,12 +128,14 @@ def _why(
         return None
     count = len(room.nodes)
     which = f"the node {node.host}" if count == 1 else f"the best of {count} nodes, {node.host},"
-    texts = [f"It asks for {ask}", f"{which} has {free_words(ask, node)}"]
+    texts = [f"It asks for {ask}", f"{which} has {free_text(ask, node)}"]
     here = None if room.holdings is None else room.holdings.get(node.node_id, ())
     held = [] if here is None else holders(ask, node, here, programs())
     if held:
         more = f" and {len(held) - _HOLDERS_MAX} more" if len(held) > _HOLDERS_MAX else ""
-        shown = ", ".join(f"{name} ({words(amounts)})" for name, amounts in held[:_HOLDERS_MAX])
+        shown = ", ".join(
+            f"{name} ({amounts_text(amounts)})" for name, amounts in held[:_HOLDERS_MAX]
+        )
         texts.append(f"there it is held by {shown}{more}")
         if _may_be_its_own(ask, dict(held).get(_OTHERS, {})):
             texts.append(
@@ -129,7 +145,7 @@ def _why(
 
 
 def holders(
-    ask: Ask, node: ClusterNode, here: Iterable[Holding], programs: Mapping[str, str]
+    ask: ResourceRequest, node: Node, here: Iterable[Holding], programs: Mapping[str, str]
 ) -> list[tuple[str, dict[str, float]]]:
     """The jobs that hold what a task finds too little of on a node, the largest holder first.
 
@@ -153,7 +169,7 @@ def holders(
             amounts[name] = max(amounts[name], amount_of(node.grouped, name))
     free = node.free or {}
     rest = {
-        name: amount_of(node.total, name)
+        name: amount_of(node.resources, name)
         - amount_of(free, name)
         - sum(amounts[name] for amounts in found.values())
         for name in names
@@ -166,7 +182,7 @@ def holders(
     return [*held, (_OTHERS, others)] if others else held
 
 
-def _may_be_its_own(ask: Ask, others: Mapping[str, float]) -> bool:
+def _may_be_its_own(ask: ResourceRequest, others: Mapping[str, float]) -> bool:
     """Whether what others hold may be a task's own reservation.
 
     Ray reserves before it makes the runtime environment and starts the task's process, and until

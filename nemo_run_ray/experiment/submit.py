@@ -37,9 +37,9 @@ from nemo_run_ray.experiment.store import INTENT, SUBMITTED, TERMINAL, UNSETTLED
 from nemo_run_ray.fields import version_of
 from nemo_run_ray.ids import HANDLE, dispatcher_id
 from nemo_run_ray.plan.job_plan import JobPlan, joined_places
-from nemo_run_ray.plan.room import Ask, ask_of
 from nemo_run_ray.remote.attempts import DISPATCHER_KEY
 from nemo_run_ray.remote.end_record import lock_of, proof_of
+from nemo_run_ray.remote.fit import ResourceRequest, request_of
 from nemo_run_ray.remote.rows import LOCK_KEY, NONCE_KEY, nonce_of
 from nemo_run_ray.remote.spec import (
     ArraySpec,
@@ -316,7 +316,7 @@ def _pythons(cluster: Cluster, jobs: Sequence[JobPlan]) -> list[str]:
 def misfit(
     dashboard: Dashboard,
     plans: Mapping[str, JobPlan],
-    asks: Mapping[str, Ask],
+    asks: Mapping[str, ResourceRequest],
     executors: Mapping[str, RayExecutor],
 ) -> DoesNotFit | None:
     """Why the cluster cannot run the jobs, when one of their executors asks for a look at it.
@@ -356,7 +356,7 @@ def misfit(
 def _looked(
     dashboard: Dashboard,
     plans: Mapping[str, JobPlan],
-    asks: Mapping[str, Ask],
+    asks: Mapping[str, ResourceRequest],
     names: Iterable[str | None],
 ) -> list[CheckRow]:
     """What is to be said of the cluster by each file that executors come from."""
@@ -390,19 +390,22 @@ def _limits(plans: Sequence[JobPlan]) -> dict[str, Any]:
     }
 
 
-def asks_of(plan: JobPlan) -> Iterator[tuple[str, Ask]]:
+def asks_of(plan: JobPlan) -> Iterator[tuple[str, ResourceRequest]]:
     """What one replica of each role asks for, by a name for people.
 
     A group that waits for nodes to join asks for nothing that must be there.
     """
     if isinstance(plan.spec, ArraySpec):
         host = plan.spec.host
-        yield f"element of {plan.job}", Ask(dict(host.resources), dict(host.label_selector))
+        yield (
+            f"element of {plan.job}",
+            ResourceRequest(dict(host.resources), dict(host.label_selector)),
+        )
     elif not isinstance(plan.spec, GroupSpec):
-        yield f"task {plan.job}", ask_of(plan.reservation)
+        yield f"task {plan.job}", request_of(plan.reservation)
     elif not plan.spec.wait_for_nodes:
         for role in plan.spec.roles:
-            ask = Ask(dict(role.resources), dict(role.label_selector))
+            ask = ResourceRequest(dict(role.resources), dict(role.label_selector))
             yield f"role {role.name} of {plan.job}", ask
 
 

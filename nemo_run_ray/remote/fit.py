@@ -1,20 +1,104 @@
-"""What the nodes of a cluster can host: pure."""
+"""Whether a request fits on a node, ever and now, and why not: pure.
+
+Ray places; this only explains. It is used for groups, arrays, the status of a task and `doctor`.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any, Iterable, List, Mapping
+from typing import (
+    Any,
+    Dict,
+    Hashable,
+    Iterable,
+    List,
+    Mapping,
+    Optional,
+    Sequence,
+    Tuple,
+)
+
+#: Ray counts in steps of 0.0001.
+TOLERANCE = 1e-5
+#: Keys of Ray's job request that reserve amounts, and Ray's names of what they reserve.
+_RESERVES = {
+    "entrypoint_num_cpus": "CPU",
+    "entrypoint_num_gpus": "GPU",
+    "entrypoint_memory": "memory",
+}
+#: So many values of a label are shown.
+_VALUES_MAX = 5
 
 
 @dataclass(frozen=True)
 class Node:
-    """One living node of the cluster, with all that it can give, busy or not."""
+    """One living node.
+
+    Attributes:
+        node_id: hexadecimal.
+        host: its name.
+        address: of the network.
+        labels: by name; the names may be in the dashboard's style, see ``key_of``.
+        resources: all that it can give, busy or not.
+        free: what nobody holds, a moment ago; ``None`` when the cluster does not say.
+        grouped: what placement groups reserve there, used or not.
+        is_head: Ray's head runs there.
+        memory: bytes of memory, all and available; ``None`` when the cluster does not say.
+        disk: path of the file system with Ray's files, and bytes that are free and used;
+            ``None`` when the cluster does not say.
+    """
 
     node_id: str
     host: str
     address: str
     labels: Mapping[str, str] = field(default_factory=dict)
     resources: Mapping[str, float] = field(default_factory=dict)
+    free: Optional[Mapping[str, float]] = None
+    grouped: Mapping[str, float] = field(default_factory=dict)
+    is_head: bool = False
+    memory: Optional[Tuple[float, float]] = None
+    disk: Optional[Tuple[str, float, float]] = None
+
+
+@dataclass(frozen=True)
+class ResourceRequest:
+    """What one replica asks for.
+
+    Attributes:
+        resources: amounts by Ray's names; nothing of which it asks for none.
+        selector: labels of the nodes that may host it, in Ray's grammar.
+    """
+
+    resources: Mapping[str, float] = field(default_factory=dict)
+    selector: Mapping[str, str] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        if not self.selector:
+            return amounts_text(self.resources)
+        what = amounts_text(self.resources) if self.resources else "a place"
+        return f"{what} on a node with {_labels(self.selector)}"
+
+    def __bool__(self) -> bool:
+        return bool(self.resources or self.selector)
+
+    @property
+    def key(self) -> Hashable:
+        """What those that request for the same have in common."""
+        return tuple(sorted(self.resources.items())), tuple(sorted(self.selector.items()))
+
+
+def request_of(reservation: Mapping[str, Any]) -> ResourceRequest:
+    """What a job asks for.
+
+    Args:
+        reservation: the parts of Ray's job request that say so.
+    """
+    resources = {name: float(reservation.get(key) or 0) for key, name in _RESERVES.items()}
+    resources |= reservation.get("entrypoint_resources") or {}
+    return ResourceRequest(
+        {name: amount for name, amount in resources.items() if amount},
+        reservation.get("entrypoint_label_selector") or {},
+    )
 
 
 def nodes_of(rows: Iterable[Mapping[str, Any]]) -> List[Node]:
@@ -30,3 +114,167 @@ def nodes_of(rows: Iterable[Mapping[str, Any]]) -> List[Node]:
         for row in rows
         if row.get("Alive")
     ]
+
+
+def fits(asked: Mapping[str, float], there: Mapping[str, float]) -> bool:
+    """Whether amounts suffice, as exactly as Ray counts."""
+    return all(amount <= there.get(key, 0.0) + TOLERANCE for key, amount in asked.items())
+
+
+def matches(selector: Mapping[str, str], labels: Mapping[str, str]) -> bool:
+    """Whether a node's labels satisfy a selector of Ray: ``v``, ``!v``, ``in(a,b)``, ``!in(a)``."""
+    for key, wanted in selector.items():
+        negated = wanted.startswith("!")
+        text = wanted[1:] if negated else wanted
+        inside = text.startswith("in(") and text.endswith(")")
+        values = [value.strip() for value in text[3:-1].split(",")] if inside else [text]
+        if (labels.get(key) in values) is negated:
+            return False
+    return True
+
+
+def slots(available: Mapping[str, float], need: Mapping[str, float]) -> int:
+    """How often an amount of each resource is available; ``need`` is not empty."""
+    return min(
+        int((available.get(name, 0.0) + TOLERANCE) / amount) for name, amount in need.items()
+    )
+
+
+def hosts(request: ResourceRequest, nodes: Sequence[Node]) -> List[Node]:
+    """The nodes that can take it when they are idle."""
+    return [
+        node
+        for node in labelled(request.selector, nodes)
+        if fits(request.resources, _of(request, node))
+    ]
+
+
+def labelled(selector: Mapping[str, str], nodes: Sequence[Node]) -> List[Node]:
+    """The nodes with such labels."""
+    wanted = {key_of(name): value for name, value in selector.items()}
+    return [
+        node
+        for node in nodes
+        if matches(wanted, {key_of(name): value for name, value in node.labels.items()})
+    ]
+
+
+def has_room(request: ResourceRequest, node: Node) -> bool:
+    """Whether a node can take it now; not so when it does not say what is free."""
+    return node.free is not None and not scarce(request, node)
+
+
+def scarce(request: ResourceRequest, node: Node) -> List[str]:
+    """The resources of which a node has too little free."""
+    free = node.free or {}
+    return [
+        name
+        for name, amount in request.resources.items()
+        if not fits({name: amount}, {name: amount_of(free, name)})
+    ]
+
+
+def best(request: ResourceRequest, nodes: Sequence[Node]) -> Optional[Node]:
+    """The node that lacks least now, among those that can take it when idle."""
+
+    def lacks(node: Node) -> Tuple[float, str]:
+        free = node.free or {}
+        missing = [
+            max(0.0, amount - amount_of(free, name)) / amount
+            for name, amount in request.resources.items()
+        ]
+        return sum(missing), node.node_id
+
+    return min(hosts(request, nodes), key=lacks, default=None)
+
+
+def why_not(request: ResourceRequest, nodes: Sequence[Node]) -> str:
+    """Why none of these nodes can ever take it, even when idle; empty when one can."""
+    if hosts(request, nodes):
+        return ""
+    if not nodes:
+        return "the cluster has no living node"
+    found = labelled(request.selector, nodes)
+    if not found:
+        return _why_no_label(request.selector, nodes)
+    scope = f" with {_labels(request.selector)}" if request.selector else ""
+    for name, amount in request.resources.items():
+        most = max(amount_of(node.resources, name) for node in found)
+        if not fits({name: amount}, {name: most}):
+            asked = amount_text(name, amount)
+            if not most:
+                return f"no node{scope} has {name}, it asks for {asked}"
+            has = amount_text(name, most)
+            return f"the largest node{scope} has {name} {has}, it asks for {asked}"
+    return f"no node{scope} has {amounts_text(request.resources)} at once"
+
+
+def free_text(request: ResourceRequest, node: Node) -> str:
+    """What a node has of what is asked for, in total and free."""
+    texts = []
+    for name in sorted(request.resources):
+        total = amount_text(name, amount_of(node.resources, name))
+        if node.free is None:
+            texts.append(f"{name} {total}")
+            continue
+        texts.append(f"{name} {amount_text(name, amount_of(node.free, name))} of {total} free")
+    return ", ".join(texts)
+
+
+def label_text(name: str, value: str) -> str:
+    """A label, or what a selector wants of it, for people."""
+    return f"{name}: {value}" if value.startswith(("!", "in(")) else f"{name}={value}"
+
+
+def _why_no_label(selector: Mapping[str, str], nodes: Sequence[Node]) -> str:
+    for name, value in selector.items():
+        if labelled({name: value}, nodes):
+            continue
+        values = sorted(
+            {
+                found
+                for node in nodes
+                for label, found in node.labels.items()
+                if key_of(label) == key_of(name)
+            }
+        )
+        shown = ", ".join(values[:_VALUES_MAX]) + (" …" if len(values) > _VALUES_MAX else "")
+        there = f"; the nodes have {name}={shown}" if values else f"; none has {name}"
+        return f"no node has the label {label_text(name, value)}{there}"
+    return f"no node has all of the labels {_labels(selector)}"
+
+
+def _labels(selector: Mapping[str, str]) -> str:
+    return ", ".join(label_text(name, value) for name, value in sorted(selector.items()))
+
+
+def _of(request: ResourceRequest, node: Node) -> Dict[str, float]:
+    return {name: amount_of(node.resources, name) for name in request.resources}
+
+
+def amounts_text(resources: Mapping[str, float]) -> str:
+    """Amounts of resources for people: ``CPU 2, memory 1.00 GiB``."""
+    shown: List[Tuple[str, str]] = [
+        (key, amount_text(key, amount)) for key, amount in sorted(resources.items())
+    ]
+    return ", ".join(f"{key} {amount}" for key, amount in shown) or "nothing"
+
+
+def amount_text(key: str, amount: float) -> str:
+    """The amount of one resource for people."""
+    if key == "memory":
+        return "next to nothing" if amount < 2**20 else f"{amount / 2**30:.2f} GiB"
+    return f"{amount:g}"
+
+
+def key_of(name: str) -> str:
+    """The name of a label or resource in the dashboard's style, which is equal for both forms."""
+    first, *others = name.split("_")
+    return first + "".join(word.title() for word in others)
+
+
+def amount_of(resources: Mapping[str, float], name: str) -> float:
+    """The amount of a resource, whatever style its name is in."""
+    if name in resources:
+        return resources[name]
+    return next((amount for key, amount in resources.items() if key_of(key) == key_of(name)), 0.0)

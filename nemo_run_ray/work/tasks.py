@@ -25,7 +25,7 @@ from typing import Any
 
 from nemo_run_ray.errors import CannotBeSent, ConfigError, PoolClosed, TimedOut, WorkerDied
 from nemo_run_ray.fields import LABELS, RESOURCE_MAX, RESOURCE_MIN, are_labels, is_amount, is_whole
-from nemo_run_ray.remote.group.packing import amount_text, matches
+from nemo_run_ray.remote.fit import amount_text, matches
 from nemo_run_ray.work.worker import (
     FUNCTIONS_MAX,
     RAISED,

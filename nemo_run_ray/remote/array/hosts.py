@@ -27,8 +27,8 @@ from typing import (
 
 from .. import FOLDER
 from ..attempts import first_id
-from ..fit import Node, nodes_of
-from ..group.packing import TOLERANCE, amount_text, matches
+from ..fit import TOLERANCE, Node, ResourceRequest, matches, nodes_of, why_not
+from ..fit import slots as slots_in
 from ..hosts.actors import Actor, ReplicaHandle, actor_class, code_of, key_of, name, passed_on, tar
 from ..hosts.calls import Calls
 from ..node.output import say
@@ -249,34 +249,6 @@ class Share(NamedTuple):
     slots: int
 
 
-def slots_in(available: Mapping[str, float], need: Mapping[str, float]) -> int:
-    """For how many elements at a time these resources suffice."""
-    return min(int((available.get(key, 0.0) + TOLERANCE) / amount) for key, amount in need.items())
-
-
-def why_never(nodes: Collection[Node], need: Mapping[str, float], labels: Mapping[str, str]) -> str:
-    """Why no node can ever have an element, in words; empty when one can.
-
-    Args:
-        nodes: the living ones, with all that they have when nothing else runs.
-        need: of one element.
-        labels: that a node must have.
-    """
-    fitting = [node.resources for node in nodes if matches(labels, node.labels)]
-    if not fitting:
-        return f"no node has the labels {dict(labels)}" if labels else "no node is alive"
-    if any(slots_in(resources, need) for resources in fitting):
-        return ""
-    for resource, amount in need.items():
-        most = max(resources.get(resource, 0.0) for resources in fitting)
-        if most < amount:
-            return (
-                f"an element asks for {resource} {amount_text(resource, amount)}, "
-                f"and the largest node has {amount_text(resource, most)}"
-            )
-    return f"no node has {', '.join(need)} at once as an element asks for"
-
-
 def shares(
     available: Mapping[str, Mapping[str, float]], need: Mapping[str, float], wanted: int
 ) -> List[Share]:
@@ -475,7 +447,9 @@ class HostRoom:
 
     def _waits_for(self, now: float) -> str:
         role = self._spec.host
-        why = why_never(self.nodes.values(), role.resources, role.label_selector)
+        why = why_not(
+            ResourceRequest(role.resources, role.label_selector), list(self.nodes.values())
+        )
         if why:
             return f"no element can begin: {why}; waiting for a node that joins"
         alone = [self.refusals.left_alone_s(node_id, now) for node_id in self.nodes]

@@ -9,7 +9,7 @@ import random
 from dataclasses import dataclass, field, replace
 from typing import Dict, List, Mapping, Optional, Sequence, Set, Tuple
 
-from ..fit import Node
+from ..fit import TOLERANCE, Node, amount_text, amounts_text, fits, matches
 from ..hosts.actors import ReplicaId, name
 from ..spec import GroupSpec
 
@@ -21,8 +21,6 @@ _NO_NODE = "none"
 _SEARCH_STEPS = 20_000
 #: Replicas beyond which it is not begun; each is a frame of Python's stack.
 _SEARCH_DEPTH = 500
-#: Ray counts in steps of 0.0001.
-TOLERANCE = 1e-5
 
 
 @dataclass(frozen=True)
@@ -105,8 +103,8 @@ def why_never(spec: GroupSpec, nodes: Sequence[Node]) -> Optional[str]:
         apart.add("*")
     if _pack(bundles, nodes, apart)[0] is False:
         return (
-            f"the {len(bundles)} replicas together ask for {words(_sum(bundles))}; the nodes, "
-            f"idle, cannot give that at once ({words(_total(nodes))})"
+            f"the {len(bundles)} replicas together ask for {amounts_text(_sum(bundles))}; the "
+            f"nodes, idle, cannot give that at once ({amounts_text(_total(nodes))})"
         )
     return None
 
@@ -114,24 +112,12 @@ def why_never(spec: GroupSpec, nodes: Sequence[Node]) -> Optional[str]:
 def why_waiting(spec: GroupSpec, nodes: Sequence[Node], available: Mapping[str, float]) -> str:
     """One line for a group that waits: asked, available, what does not fit and why."""
     bundles = _plain(spec)
-    asked = f"asked {words(_sum(bundles))} in {len(bundles)} bundle(s)"
+    asked = f"asked {amounts_text(_sum(bundles))} in {len(bundles)} bundle(s)"
     free = {key: available.get(key, 0.0) for key in _sum(bundles)}
     never = why_never(spec, nodes)
     if never is not None:
-        return f"{asked}; available {words(free)}; {never}"
-    return f"{asked}; available {words(free)}; {_busiest(bundles, nodes, free)}"
-
-
-def matches(selector: Mapping[str, str], labels: Mapping[str, str]) -> bool:
-    """Whether a node's labels satisfy a selector of Ray: ``v``, ``!v``, ``in(a,b)``, ``!in(a)``."""
-    for key, wanted in selector.items():
-        negated = wanted.startswith("!")
-        text = wanted[1:] if negated else wanted
-        inside = text.startswith("in(") and text.endswith(")")
-        values = [value.strip() for value in text[3:-1].split(",")] if inside else [text]
-        if (labels.get(key) in values) is negated:
-            return False
-    return True
+        return f"{asked}; available {amounts_text(free)}; {never}"
+    return f"{asked}; available {amounts_text(free)}; {_busiest(bundles, nodes, free)}"
 
 
 def _why_not_one(bundle: Bundle, nodes: Sequence[Node]) -> Optional[str]:
@@ -145,7 +131,7 @@ def _why_not_one(bundle: Bundle, nodes: Sequence[Node]) -> Optional[str]:
             for key in bundle.resources
         )
         return (
-            f"a replica asks for {words(bundle.resources)}, more than any node{scope} has "
+            f"a replica asks for {amounts_text(bundle.resources)}, more than any node{scope} has "
             f"(at most {best})"
         )
     return None
@@ -197,11 +183,6 @@ def _shares(
             own = [nodes[chosen[bundle.replica_id]].node_id] if bundle.replica_id in chosen else []
             shares[bundle.replica_id] = own + free[index :: len(replicas)]
     return shares
-
-
-def fits(asked: Mapping[str, float], there: Mapping[str, float]) -> bool:
-    """Whether amounts suffice, as exactly as Ray counts."""
-    return all(amount <= there.get(key, 0.0) + TOLERANCE for key, amount in asked.items())
 
 
 def _fit_one(bundles: Sequence[Bundle], node: Node) -> bool:
@@ -311,18 +292,3 @@ def _total(nodes: Sequence[Node]) -> Dict[str, float]:
             if not key.startswith(("node:", "object_store_memory")):
                 total[key] = total.get(key, 0.0) + amount
     return total
-
-
-def words(resources: Mapping[str, float]) -> str:
-    """Amounts of resources for people: ``CPU 2, memory 1.00 GiB``."""
-    shown: List[Tuple[str, str]] = [
-        (key, amount_text(key, amount)) for key, amount in sorted(resources.items())
-    ]
-    return ", ".join(f"{key} {amount}" for key, amount in shown) or "nothing"
-
-
-def amount_text(key: str, amount: float) -> str:
-    """The amount of one resource for people."""
-    if key == "memory":
-        return "next to nothing" if amount < 2**20 else f"{amount / 2**30:.2f} GiB"
-    return f"{amount:g}"

@@ -19,7 +19,7 @@ from nemo_run_ray.cluster_files.preflight import CheckState, Needs, look
 from nemo_run_ray.cluster_files.sample import sample
 from nemo_run_ray.cluster_files.schema import ClusterFile
 from nemo_run_ray.clusters import Dashboard
-from nemo_run_ray.dashboard.state import ClusterNode
+from nemo_run_ray.remote.fit import Node
 from tests import rooms
 from tests.http_server import Handler, serving
 from tests.rooms import GIB, FakeNode
@@ -184,7 +184,7 @@ def test_init_writes_what_the_cluster_has(configs):
 
 def test_pools_have_names_of_their_own():
     nodes = [
-        ClusterNode(str(n), f"n{n}", "192.0.2.1", labels)
+        Node(str(n), f"n{n}", "192.0.2.1", labels)
         for n, labels in enumerate(
             [{"zone": "a"}, {"pool": "a"}, {"pool": "x-y"}, {"kind": "x", "pool": "y"}]
         )

@@ -8,7 +8,7 @@ from nemo_run_ray.cluster_files import preflight
 from nemo_run_ray.cluster_files.preflight import CheckRow, CheckState, Needs, check, pool_asks
 from nemo_run_ray.cluster_files.schema import ClusterFile
 from nemo_run_ray.dashboard.state import Inspection, nodes_of_summary, nodes_of_table
-from nemo_run_ray.plan.room import Ask
+from nemo_run_ray.remote.fit import ResourceRequest
 from tests.rooms import GIB, FakeNode, summary
 
 HEAD = FakeNode("head", {"CPU": 8.0}, {"CPU": 6.0}, is_head=True)
@@ -157,7 +157,10 @@ def test_a_pool_of_another_dashboard_is_not_judged_by_this_one():
 
 
 def test_what_tasks_ask_for_takes_the_place_of_a_pool_of_that_name():
-    needs = replace(NEEDS, asks={"p": Ask({"CPU": 9.0}), "task train": Ask({"GPU": 1.0})})
+    needs = replace(
+        NEEDS,
+        asks={"p": ResourceRequest({"CPU": 9.0}), "task train": ResourceRequest({"GPU": 1.0})},
+    )
     row = of("pool p", FOUND, needs, pools={"p": {"cpus_per_node": 1.0}})
     assert row.state is CheckState.BROKEN
     assert "no node has GPU, it asks for 1" in of("task train", FOUND, needs).message
@@ -208,11 +211,11 @@ def test_a_pools_fields_lie_over_the_defaults(monkeypatch):
         }
     )
     assert pool_asks(file) == {
-        "own": Ask(
+        "own": ResourceRequest(
             {"memory": 2.0 * GIB},
             {"of_image": "vllm", "image": "default", "a": "b", "kind": "x"},
         ),
-        "plain": Ask(
+        "plain": ResourceRequest(
             {"CPU": 4.0, "memory": 2.0 * GIB, "fpga": 1.0},
             {"of_image": "sandbox", "image": "default", "a": "b"},
         ),

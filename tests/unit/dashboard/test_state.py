@@ -16,19 +16,17 @@ from nemo_run_ray.clusters import Dashboard
 from nemo_run_ray.dashboard.http import MALFORMED, Http
 from nemo_run_ray.dashboard.jobs import JobsApi
 from nemo_run_ray.dashboard.state import (
-    ClusterNode,
     Holding,
     StateApi,
     _skew,
-    amount_of,
     holdings_of,
     inspect,
-    key_of,
     nodes_of_summary,
     nodes_of_table,
     with_names,
 )
 from nemo_run_ray.errors import NemoRunRayError, Unanswered
+from nemo_run_ray.remote.fit import Node, amount_of, key_of
 from nemo_run_ray.remote.rows import fits
 from nemo_run_ray.remote.states import JobState, JobStatus, Reason
 from tests import rooms
@@ -105,7 +103,7 @@ def test_a_value_of_another_type_reaches_nobody(bad):
             assert all(map(has_its_types, nodes_of_summary(json.loads(changed))))
 
 
-def has_its_types(found: ClusterNode | Holding) -> bool:
+def has_its_types(found: Node | Holding) -> bool:
     texts = {"node_id", "host", "address", "submission_id", "job_id"}
     amounts = {"total", "free", "grouped", "resources"}
     values = asdict(found)
@@ -129,7 +127,7 @@ def test_keys_are_written_as_ray_does(name):
 def test_total_and_free_under_the_names_that_were_given():
     one = FakeNode("a", {"CPU": 4.0, "memory": 8.0 * GIB, "my_fpga": 2.0}, {"CPU": 1.5})
     (node,) = nodes_of_summary(summary(one))
-    assert node.total == {"CPU": 4.0, "memory": 8.0 * GIB, "my_fpga": 2.0}
+    assert node.resources == {"CPU": 4.0, "memory": 8.0 * GIB, "my_fpga": 2.0}
     assert node.free == {"CPU": 2.5, "memory": 8.0 * GIB, "my_fpga": 2.0}
     assert (node.node_id, node.host, node.is_head) == (one.id, "a", False)
 
@@ -152,7 +150,7 @@ def test_any_amount_is_read(total, part, memory):
     one = FakeNode("a", {"GPU": total, "memory": memory}, {"GPU": total * part, "memory": memory})
     (node,) = nodes_of_summary(summary(one))
     assert abs(node.free["GPU"] - total * (1 - part)) < 1e-6 * max(1, total)
-    assert node.total["memory"] == memory
+    assert node.resources["memory"] == memory
     assert node.free["memory"] <= max(1, memory * 0.01)
 
 
@@ -166,12 +164,12 @@ def test_a_node_of_which_nothing_is_told_yet_has_totals_only():
     answer["data"]["nodeLogicalResources"] = {}
     (node,) = nodes_of_summary(answer)
     assert node.free is None
-    assert amount_of(node.total, "my_fpga") == 2.0
+    assert amount_of(node.resources, "my_fpga") == 2.0
 
 
 def test_the_heads_disk_is_that_of_rays_files():
     (node,) = nodes_of_summary(summary(FakeNode("a", {}, is_head=True, disk=(7, 3))))
-    assert (node.disk.path, node.disk.free_bytes, node.disk.used_bytes) == ("/tmp/my_ray", 7, 3)
+    assert node.disk == ("/tmp/my_ray", 7, 3)
 
 
 def test_the_table_gives_labels_their_names():
@@ -242,7 +240,7 @@ def test_everything_is_asked_once_and_nothing_is_changed():
 def test_the_table_alone_does_not_tell_what_is_free(monkeypatch):
     monkeypatch.setitem(ANSWERS, "/nodes", None)
     found, _ = looked(__nodes=404)
-    assert found.nodes[0].total == {"CPU": 4.0}
+    assert found.nodes[0].resources == {"CPU": 4.0}
     assert not found.is_free_told
 
 

@@ -10,7 +10,7 @@ from nemo_run_ray.dashboard.state import ClusterRoom, holdings_of, nodes_of_summ
 from nemo_run_ray.experiment.explain import why_waiting
 from nemo_run_ray.experiment.snapshot import Snapshot
 from nemo_run_ray.experiment.store import Ledger
-from nemo_run_ray.plan.room import Ask
+from nemo_run_ray.remote.fit import ResourceRequest
 from nemo_run_ray.remote.states import JobState, JobStatus, Reason
 from tests.fake_ray import FakeRay, Trouble
 from tests.rooms import GROUP, FakeNode, actor, summary, supervisor
@@ -19,7 +19,9 @@ from tests.unit.experiment.conftest import Handed
 NODE = FakeNode("a", {"CPU": 8.0}, {"CPU": 7.0}, labels={"kind": "x"})
 
 
-def words_of(ask: Ask, *nodes: FakeNode, actors: tuple[dict, ...] = (), rows: dict | None = None):
+def words_of(
+    ask: ResourceRequest, *nodes: FakeNode, actors: tuple[dict, ...] = (), rows: dict | None = None
+):
     room = ClusterRoom.of(nodes_of_summary(summary(*nodes)), holdings_of(actors))
     programs = {row["job_id"]: name for name, row in (rows or {}).items()}
     return why_waiting(ask, room, lambda: programs, time.time())
@@ -34,7 +36,7 @@ def test_those_who_hold_most_come_first():
         actor("03000000", NODE, CPU=0.5),
     )
     rows = {"exp.program": {"job_id": "03000000"}}
-    reason, words = words_of(Ask({"CPU": 2.0}), NODE, actors=actors, rows=rows)
+    reason, words = words_of(ResourceRequest({"CPU": 2.0}), NODE, actors=actors, rows=rows)
     assert reason is Reason.ROOM
     assert words.startswith(
         "It asks for CPU 2; the node a has CPU 1 of 8 free; there it is held by exp.large (CPU 4), "
@@ -44,7 +46,7 @@ def test_those_who_hold_most_come_first():
 
 def test_what_tasks_of_ray_hold_has_no_name():
     actors = (supervisor("exp.a", NODE, CPU=4.0), actor("04000000", NODE, CPU=1.0))
-    _, words = words_of(Ask({"CPU": 2.0}), NODE, actors=actors)
+    _, words = words_of(ResourceRequest({"CPU": 2.0}), NODE, actors=actors)
     held = "held by exp.a (CPU 4), the Ray program 04000000 (CPU 1), others (CPU 2); "
     assert held in words
 
@@ -53,7 +55,7 @@ def test_a_groups_bundles_are_its_own_also_where_its_actors_use_none():
     node = FakeNode("a", {"CPU": 8.0}, {"CPU": 7.0}, {"CPU": (7.0, 0.0)})
     rows = {"exp.group": {"job_id": "05000000"}}
     _, words = words_of(
-        Ask({"CPU": 2.0}), node, actors=(actor("05000000", node, GROUP),), rows=rows
+        ResourceRequest({"CPU": 2.0}), node, actors=(actor("05000000", node, GROUP),), rows=rows
     )
     assert "held by exp.group (CPU 7); " in words
 
@@ -61,31 +63,40 @@ def test_a_groups_bundles_are_its_own_also_where_its_actors_use_none():
 def test_only_what_is_scarce_is_told():
     node = FakeNode("a", {"CPU": 8.0, "GPU": 2.0}, {"CPU": 1.0, "GPU": 2.0})
     actors = (supervisor("exp.a", node, CPU=1.0), supervisor("exp.b", node, GPU=2.0))
-    _, words = words_of(Ask({"CPU": 1.0, "GPU": 1.0}), node, FakeNode("b", {}), actors=actors)
+    _, words = words_of(
+        ResourceRequest({"CPU": 1.0, "GPU": 1.0}), node, FakeNode("b", {}), actors=actors
+    )
     assert "the best of 2 nodes, a, has CPU 7 of 8 free, GPU 0 of 2 free" in words
     assert "held by exp.b (GPU 2); " in words
 
 
 def test_a_task_may_be_among_the_others_that_hold_its_room():
     """Ray reserves before it starts the task, and tells of its actor only then."""
-    _, words = words_of(Ask({"CPU": 6.0}), NODE, actors=(supervisor("exp.a", NODE, CPU=1.0),))
+    _, words = words_of(
+        ResourceRequest({"CPU": 6.0}), NODE, actors=(supervisor("exp.a", NODE, CPU=1.0),)
+    )
     assert "exp.a (CPU 1), others (CPU 6); some of it may be this task's own, as Ray " in words
-    _, words = words_of(Ask({"CPU": 6.0}), NODE, actors=(supervisor("exp.a", NODE, CPU=4.0),))
+    _, words = words_of(
+        ResourceRequest({"CPU": 6.0}), NODE, actors=(supervisor("exp.a", NODE, CPU=4.0),)
+    )
     assert "others (CPU 3); it waits" in words
 
 
 def test_where_it_is_not_told_what_is_free_nothing_is_said():
     node = replace(nodes_of_summary(summary(NODE))[0], free=None)
-    assert why_waiting(Ask({"CPU": 2.0}), ClusterRoom((node,), {}), dict, time.time()) is None
+    assert (
+        why_waiting(ResourceRequest({"CPU": 2.0}), ClusterRoom((node,), {}), dict, time.time())
+        is None
+    )
 
 
 def test_where_there_is_room_nothing_is_said():
-    assert words_of(Ask({"CPU": 1.0}, {"kind": "x"}), NODE) is None
+    assert words_of(ResourceRequest({"CPU": 1.0}, {"kind": "x"}), NODE) is None
 
 
 def test_the_day_is_told_unless_it_is_today():
     room = ClusterRoom(tuple(nodes_of_summary(summary(NODE))))
-    _, words = why_waiting(Ask({"CPU": 9.0}), room, dict, 86_400.0)
+    _, words = why_waiting(ResourceRequest({"CPU": 9.0}), room, dict, 86_400.0)
     assert "it waits since 1970-01-02 " in words
 
 
@@ -98,7 +109,9 @@ def test_who_holds_a_node_is_found_once_for_all_that_ask_for_the_same():
         looks.append(1)
         return {}
 
-    asks = [Ask({"CPU": 2.0}) for _ in range(50)] + [Ask({"CPU": 2.0}, {"kind": "x"})] * 50
+    asks = [ResourceRequest({"CPU": 2.0}) for _ in range(50)] + [
+        ResourceRequest({"CPU": 2.0}, {"kind": "x"})
+    ] * 50
     told = [why_waiting(ask, room, programs, number + 1.0) for number, ask in enumerate(asks)]
     assert len(looks) == 2
     assert len({words.partition("; it waits since")[0] for _, words in told}) == 2

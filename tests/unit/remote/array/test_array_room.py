@@ -1,16 +1,7 @@
 """Hosts where there is room, and how many elements each has in hand."""
 
-import pytest
-
 from nemo_run_ray.remote.array.elements import ElementPace
-from nemo_run_ray.remote.array.hosts import Share, shares, slots_in, why_never
-from nemo_run_ray.remote.fit import Node
-
-
-def test_slots_are_what_the_scarcest_resource_allows():
-    assert slots_in({"CPU": 4.0, "GPU": 2.0}, {"CPU": 1.0, "GPU": 1.0}) == 2
-    assert slots_in({"CPU": 0.9999999}, {"CPU": 1.0}) == 1, "Ray counts in steps of 0.0001"
-    assert slots_in({"CPU": 4.0}, {"CPU": 1.0, "gold": 1.0}) == 0
+from nemo_run_ray.remote.array.hosts import Share, shares
 
 
 def test_hosts_are_spread_evenly_and_no_more_than_wanted():
@@ -25,26 +16,6 @@ def test_parts_of_a_gpu_are_shared_by_the_slots_of_one_host():
     found = shares({"a": {"GPU": 2.0}}, {"GPU": 0.25}, 100)
     assert found == [Share("a", 4), Share("a", 4)]
     assert shares({"a": {"GPU": 4.0}}, {"GPU": 2.0}, 100) == [Share("a", 2)]
-
-
-NODES = [
-    Node("a", "a", "a", {"zone": "x"}, {"CPU": 8.0}),
-    Node("b", "b", "b", {"zone": "y"}, {"CPU": 2.0, "GPU": 1.0}),
-]
-
-
-@pytest.mark.parametrize(
-    ("need", "labels", "words"),
-    [
-        ({"CPU": 8.0}, {}, ""),
-        ({"CPU": 9.0}, {}, "an element asks for CPU 9, and the largest node has 8"),
-        ({"CPU": 4.0}, {"zone": "y"}, "an element asks for CPU 4, and the largest node has 2"),
-        ({"CPU": 4.0, "GPU": 1.0}, {}, "no node has CPU, GPU at once as an element asks for"),
-        ({"CPU": 1.0}, {"zone": "z"}, "no node has the labels {'zone': 'z'}"),
-    ],
-)
-def test_what_no_node_can_ever_have_is_told(need, labels, words):
-    assert why_never(NODES, need, labels) == words
 
 
 def test_short_elements_wait_at_their_host_and_long_ones_do_not():

@@ -35,8 +35,12 @@ def test_hosts_are_started_where_the_labels_are(labels, nodes):
 @pytest.mark.parametrize(
     ("labels", "cpus", "words"),
     [
-        ({}, 9.0, "an element asks for CPU 9, and the largest node has 2; waiting for a node"),
-        ({"pool": "cpu"}, 1.0, "no node has the labels {'pool': 'cpu'}; waiting for a node"),
+        ({}, 9.0, "the largest node has CPU 2, it asks for 9; waiting for a node"),
+        (
+            {"pool": "cpu"},
+            1.0,
+            "no node has the label pool=cpu; the nodes have pool=gpu; waiting for a node",
+        ),
         ({}, 1.0, "no node has room for an element, which needs"),
     ],
 )

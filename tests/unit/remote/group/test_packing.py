@@ -8,15 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nemo_run_ray.remote.fit import Node, nodes_of
-from nemo_run_ray.remote.group.packing import (
-    NODE_ID,
-    Bundle,
-    bundles_of,
-    matches,
-    why_never,
-    why_waiting,
-)
+from nemo_run_ray.remote.fit import Node, matches, nodes_of
+from nemo_run_ray.remote.group.packing import NODE_ID, Bundle, bundles_of, why_never, why_waiting
 from nemo_run_ray.remote.spec import GroupSpec, JobSpec, RoleSpec
 
 _TASK = JobSpec(argv=("true",))

@@ -3,7 +3,16 @@
 import pytest
 
 from nemo_run_ray.dashboard.state import nodes_of_summary
-from nemo_run_ray.plan.room import Ask, ask_of, best, free_words, has_room, hosts, why_never
+from nemo_run_ray.remote.fit import (
+    ResourceRequest,
+    best,
+    free_text,
+    has_room,
+    hosts,
+    request_of,
+    slots,
+    why_not,
+)
 from tests.rooms import GIB, FakeNode, summary
 
 NODES = nodes_of_summary(
@@ -23,11 +32,11 @@ def test_a_reservation_is_what_rays_request_says():
         "entrypoint_resources": {"fpga": 1},
         "entrypoint_label_selector": {"gpu_kind": "in(a100,l40)"},
     }
-    ask = ask_of(reservation)
+    ask = request_of(reservation)
     assert ask.resources == {"CPU": 2.0, "memory": 3.0 * GIB, "fpga": 1}
     assert str(ask) == "CPU 2, fpga 1, memory 3.00 GiB on a node with gpu_kind: in(a100,l40)"
-    assert not ask_of({})
-    assert not ask_of({"entrypoint_num_cpus": 0})
+    assert not request_of({})
+    assert not request_of({"entrypoint_num_cpus": 0})
 
 
 @pytest.mark.parametrize(
@@ -41,51 +50,63 @@ def test_a_reservation_is_what_rays_request_says():
     ],
 )
 def test_labels_are_matched_by_rays_grammar(selector, expected):
-    assert sorted(node.host for node in hosts(Ask({"CPU": 1.0}, selector), NODES)) == expected
+    assert (
+        sorted(node.host for node in hosts(ResourceRequest({"CPU": 1.0}, selector), NODES))
+        == expected
+    )
 
 
 @pytest.mark.parametrize(
     ("ask", "words"),
     [
-        (Ask({"GPU": 8.0}), ""),
-        (Ask({"GPU": 16.0}), "the largest node has GPU 8, it asks for 16"),
-        (Ask({"TPU": 1.0}), "no node has TPU, it asks for 1"),
+        (ResourceRequest({"GPU": 8.0}), ""),
+        (ResourceRequest({"GPU": 16.0}), "the largest node has GPU 8, it asks for 16"),
+        (ResourceRequest({"TPU": 1.0}), "no node has TPU, it asks for 1"),
         (
-            Ask({"CPU": 8.0}, {"gpu_kind": "l40"}),
+            ResourceRequest({"CPU": 8.0}, {"gpu_kind": "l40"}),
             "the largest node with gpu_kind=l40 has CPU 4, it asks for 8",
         ),
-        (Ask({"GPU": 1.0, "memory": 1.0 * GIB}), "no node has GPU 1, memory 1.00 GiB at once"),
         (
-            Ask({}, {"gpu_kind": "h100"}),
+            ResourceRequest({"GPU": 1.0, "memory": 1.0 * GIB}),
+            "no node has GPU 1, memory 1.00 GiB at once",
+        ),
+        (
+            ResourceRequest({}, {"gpu_kind": "h100"}),
             "no node has the label gpu_kind=h100; the nodes have gpu_kind=a100, l40",
         ),
         (
-            Ask({}, {"gpu_kind": "in(h100,h200)"}),
+            ResourceRequest({}, {"gpu_kind": "in(h100,h200)"}),
             "no node has the label gpu_kind: in(h100,h200); the nodes have gpu_kind=a100, l40",
         ),
-        (Ask({}, {"zone": "x"}), "no node has the label zone=x; none has zone"),
+        (ResourceRequest({}, {"zone": "x"}), "no node has the label zone=x; none has zone"),
         (
-            Ask({}, {"gpu_kind": "a100", "ray.io/node-id": NODES[2].node_id}),
+            ResourceRequest({}, {"gpu_kind": "a100", "ray.io/node-id": NODES[2].node_id}),
             f"no node has all of the labels gpu_kind=a100, ray.io/node-id={NODES[2].node_id}",
         ),
     ],
 )
 def test_why_no_node_can_ever_take_it(ask, words):
-    assert why_never(ask, NODES) == words
+    assert why_not(ask, NODES) == words
 
 
 def test_without_nodes_none_can():
-    assert why_never(Ask({"CPU": 1.0}), []) == "the cluster has no living node"
+    assert why_not(ResourceRequest({"CPU": 1.0}), []) == "the cluster has no living node"
 
 
 def test_the_best_node_lacks_least():
-    node = best(Ask({"GPU": 4.0}), NODES)
+    node = best(ResourceRequest({"GPU": 4.0}), NODES)
     assert node.host == "a"
-    assert free_words(Ask({"GPU": 4.0}), node) == "GPU 2 of 8 free"
-    assert not has_room(Ask({"GPU": 4.0}), node)
-    assert has_room(Ask({"GPU": 2.0}), node)
+    assert free_text(ResourceRequest({"GPU": 4.0}), node) == "GPU 2 of 8 free"
+    assert not has_room(ResourceRequest({"GPU": 4.0}), node)
+    assert has_room(ResourceRequest({"GPU": 2.0}), node)
 
 
 def test_a_node_that_can_never_take_it_is_not_the_best():
-    assert best(Ask({"CPU": 8.0, "GPU": 1.0}), NODES).host == "a"
-    assert best(Ask({"GPU": 16.0}), NODES) is None
+    assert best(ResourceRequest({"CPU": 8.0, "GPU": 1.0}), NODES).host == "a"
+    assert best(ResourceRequest({"GPU": 16.0}), NODES) is None
+
+
+def test_slots_are_what_the_scarcest_resource_allows():
+    assert slots({"CPU": 4.0, "GPU": 2.0}, {"CPU": 1.0, "GPU": 1.0}) == 2
+    assert slots({"CPU": 0.9999999}, {"CPU": 1.0}) == 1, "Ray counts in steps of 0.0001"
+    assert slots({"CPU": 4.0}, {"CPU": 1.0, "gold": 1.0}) == 0
