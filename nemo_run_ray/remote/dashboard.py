@@ -112,14 +112,26 @@ class DashboardClient:
         Raises:
             Unanswered: it cannot be read.
         """
+        try:
+            for value in self.table():
+                row = job_row(value)
+                if row is not None:
+                    yield row
+        except ValueError as error:
+            raise Unanswered(f"{self.url} gave a job table that cannot be read: {error}") from error
+
+    def table(self) -> Iterator[Any]:
+        """The job table as Ray gives it, also with programs that were not submitted as jobs.
+
+        Raises:
+            Unanswered: it cannot be read.
+        """
         text = self._ask("GET", "/api/jobs/").decode(errors="replace")
         decoder, position = json.JSONDecoder(), 0
         try:
             while text[(position := _skip(text, position))] != "]":  # Python 3.9 wants both
                 value, position = decoder.raw_decode(text, position)
-                row = job_row(value)
-                if row is not None:
-                    yield row
+                yield value
         except (ValueError, IndexError, RecursionError) as error:
             raise Unanswered(f"{self.url} gave a job table that cannot be read: {error}") from error
 

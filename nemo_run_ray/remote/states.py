@@ -144,7 +144,7 @@ FROM_RAY_ERROR = {
     "JOB_SUPERVISOR_ACTOR_DIED": Reason.NODE_DIED,
     "JOB_ENTRYPOINT_COMMAND_START_ERROR": Reason.NOT_STARTED,
     "JOB_ENTRYPOINT_COMMAND_ERROR": Reason.EXIT_CODE,
-    "NEMO_RUN_RAY_ALLOCATION_ENDED": Reason.ALLOCATION,  # of ``earlier.py``
+    "NEMO_RUN_RAY_ALLOCATION_ENDED": Reason.ALLOCATION,  # of ``carried_over.py``
 }
 
 #: Causes in an end record that say more than the exit code.

@@ -49,7 +49,7 @@ def test_what_is_left_goes_on_in_the_next_allocation(allocations: Allocations):
     archive = wait_for(lambda: remembered.archive(session), 30)
     assert archive.continues
     waits = archive.reason
-    assert "what is left needs more time than it has, and " in waits
+    assert "the remaining jobs need more time than it has, and " in waits
 
     dashboard = wait_for(remembered.find, 90)
     assert sorted(dashboard.earlier.rows) == ["a", "d"], "no other jobs than those of chains"

@@ -38,7 +38,7 @@ _REMOTE_LINES = (
     {"group", "dispatch", "slurm"},
     {"hosts"},
     {"node"},
-    {"earlier"},
+    {"carried_over"},
     {"attempts"},
     {
         "dashboard",

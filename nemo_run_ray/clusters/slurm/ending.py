@@ -10,8 +10,8 @@ from __future__ import annotations
 import shlex
 
 from nemo_run_ray.clusters.slurm.login import quoted
-from nemo_run_ray.remote.earlier import RENEWED
-from nemo_run_ray.remote.slurm.allocation import KEEP, OVER, RELEASED, STOP, USERS
+from nemo_run_ray.remote.carried_over import RENEWED
+from nemo_run_ray.remote.slurm.carry import KEEP, OVER, RELEASED, STOP, USERS
 
 #: Why a life is given up whose last user did not wait until it was ready.
 LEFT_EARLY = "its last user left before it was ready"

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from nemo_run_ray.remote.slurm.run_folder import HeadAddress, RunEnd
+from nemo_run_ray.remote.slurm.folder import HeadAddress, RunEnd
 
 #: Seconds that the script of an allocation may take until it has asked for the next one, and by
 #: which clocks of hosts may differ.

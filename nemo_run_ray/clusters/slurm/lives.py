@@ -1,7 +1,7 @@
 """The folder in which the clients of a cluster meet with its allocations.
 
 Each allocation is a life of the cluster and has a folder with the next number, see
-``remote/slurm/allocation.py``. To give a folder that name is to claim the life: one client can, on
+``remote/slurm/carry.py``. To give a folder that name is to claim the life: one client can, on
 every file system, and it alone submits the job. A life whose client died before Slurm had the job
 is passed over; should Slurm get the job after all, the job's script sees the next life and ends.
 """
@@ -23,9 +23,9 @@ from nemo_run_ray.clusters.slurm.login import Login, quoted
 from nemo_run_ray.clusters.slurm.remains import Remains
 from nemo_run_ray.clusters.slurm.series import Series
 from nemo_run_ray.errors import ClusterError
-from nemo_run_ray.remote.earlier import DISPATCHES, IDS, RENEWED, START, TABLE
-from nemo_run_ray.remote.slurm.allocation import KEEP, OVER, RELEASED, STOP, USERS
-from nemo_run_ray.remote.slurm.log_copies import JOB_LOGS
+from nemo_run_ray.remote.carried_over import DISPATCHES, IDS, RENEWED, START, TABLE
+from nemo_run_ray.remote.slurm.carry import KEEP, OVER, RELEASED, STOP, USERS
+from nemo_run_ray.remote.slurm.folder import JOB_LOGS
 
 #: Prints of the newest life a line for each file: its name, a tab, its text.
 _LOOK = """\

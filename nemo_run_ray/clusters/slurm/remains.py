@@ -14,8 +14,7 @@ from nemo_run.config import get_nemorun_home
 from nemo_run_ray.clusters.slurm.login import Login
 from nemo_run_ray.errors import NemoRunRayError
 from nemo_run_ray.remote.rows import JobRows, job_rows
-from nemo_run_ray.remote.slurm.log_copies import JOB_LOGS
-from nemo_run_ray.remote.slurm.run_folder import RunEnd
+from nemo_run_ray.remote.slurm.folder import JOB_LOGS, RunEnd
 
 
 @dataclass(frozen=True)

@@ -87,7 +87,7 @@ class Sidecar(ConfigurableMixin):
 
 _ROOT = Path(remote.__file__).parent
 #: What the zip's own entry imports.
-_ENTRIES = ("slurm/__main__.py", "slurm/byte_code.py")
+_ENTRIES = ("slurm/__main__.py",)
 #: Zip knows no earlier day; a fixed one keeps equal programs equal.
 _EPOCH = (1980, 1, 1, 0, 0, 0)
 _PACKAGE = "nemo_run_ray_remote"
@@ -113,11 +113,6 @@ class Importer(zipimport.zipimporter):
 
 sys.path_hooks.insert(0, Importer)
 sys.path_importer_cache.clear()
-
-if sys.argv[1:] == ["--compile"]:
-    from {_PACKAGE}.slurm.byte_code import add_byte_code
-
-    sys.exit(add_byte_code(sys.argv[0]))
 
 from {_PACKAGE}.slurm.__main__ import main
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from nemo_run_ray.clusters.slurm.login import Login
 from nemo_run_ray.clusters.slurm.remains import Remains
-from nemo_run_ray.remote.earlier import EarlierRun, rows_of
+from nemo_run_ray.remote.carried_over import PreviousRun, rows_of
 from nemo_run_ray.remote.rows import JobRows
 
 
@@ -80,7 +80,7 @@ class Series:
     @cached_property
     def _rows(self) -> JobRows:
         runs = [
-            EarlierRun(
+            PreviousRun(
                 run.table,
                 run.written_at,
                 "" if run.end is None else run.end.why,

@@ -16,7 +16,7 @@ import zipfile
 from collections import deque
 from typing import Any, Callable, Deque, Dict, List, Mapping, Optional
 
-from .. import earlier
+from .. import carried_over
 from ..attempts import (
     STOP_AGAIN_S,
     STOP_TRUST_S,
@@ -166,7 +166,7 @@ class Dispatcher:
     def _look(self) -> Optional[Dict[str, Attempt]]:
         """The table, or ``None`` when it is not (yet) the one that has this dispatcher."""
         if self._earlier is None:
-            rows_before = earlier.rows_of_job(os.environ)
+            rows_before = carried_over.rows_of_job(os.environ)
             self._earlier = {name: attempt_of_row(row) for name, row in rows_before.items()}
         began = time.monotonic()
         wanted = _Wanted(self._dispatch)

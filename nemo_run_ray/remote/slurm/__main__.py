@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import os
 import sys
-from typing import Dict
 
 from ..node.output import say
 from ..node.supervise import Runner, adopt_orphans, guard
-from .commands import Commands
-from .node import NodeProgram
-from .run_folder import CLUSTER_FAILED, NodeReport, RunEnd, RunFolder
-from .settings import COMPANION, Settings, WrongSetting, job_of, read
-from .temp_dir import temp_dir_of
+from .folder import CLUSTER_FAILED, NodeReport, RunEnd, RunFolder
+from .node import Worker, run_sidecar_step, temp_dir_of
+from .processes import Commands
+from .settings import SIDECAR_STEP, WrongSetting, job_of, read
 
 
 def main() -> int:
@@ -27,41 +25,29 @@ def main() -> int:
 
     def take_part(runner: Runner) -> int:
         adopt_orphans()
-        folder = RunFolder(settings.run, settings.rank)
-        if env.get(COMPANION):
-            from . import companion
+        args = settings, RunFolder(settings.run, settings.rank), Commands(tag), env
+        if env.get(SIDECAR_STEP):
+            return run_sidecar_step(runner, *args)
+        if not settings.is_head:
+            return Worker(*args).run(runner)
+        from .head import Head  # workers do without it: there are many of them
 
-            return companion.run(runner, settings, folder, Commands(tag), env)
-        return _node(settings, folder, Commands(tag), env).run(runner)
+        return Head(*args).run(runner)
 
     end = guard(tag, take_part)
-    words = end.text
     if end.left_on is not None:
         return end.code
-    # It could not say so itself, and everything of it is ended.
+    # All its processes are ended, and it could not report that itself.
     folder = RunFolder(settings.run, settings.rank)
-    if env.get(COMPANION):
-        folder.report(NodeReport(host=settings.host, failed=words))
+    if env.get(SIDECAR_STEP):
+        folder.publish_report(NodeReport(host=settings.host, failed=end.text))
     elif settings.is_head:
-        run_end = RunEnd(CLUSTER_FAILED, f"node {settings.host} (the head): {words}")
+        run_end = RunEnd(CLUSTER_FAILED, f"node {settings.host} (the head): {end.text}")
         return folder.publish_end(run_end).code
     else:
         report = folder.report_of(settings.rank) or NodeReport(host=settings.host)
-        folder.report(report._replace(failed=report.failed or words, left=True))
+        folder.publish_report(report._replace(failed=report.failed or end.text, left=True))
     return 0
-
-
-def _node(
-    settings: Settings, folder: RunFolder, commands: Commands, env: Dict[str, str]
-) -> NodeProgram:
-    """This node's part. A worker does without the libraries of the head: there are many of them."""
-    if settings.is_head:
-        from .head import Head
-
-        return Head(settings, folder, commands, env)
-    from .worker import Worker
-
-    return Worker(settings, folder, commands, env)
 
 
 if __name__ == "__main__":

@@ -6,88 +6,104 @@ import os
 import secrets
 import time
 from contextlib import suppress
-from typing import Any, Dict, List, Optional, Set, Union
+from typing import Any, Dict, FrozenSet, List, Mapping, Optional, Set, Union
 
+from ..dashboard import DashboardClient, Unanswered
+from ..files import write_file
 from ..node.supervise import describe_exit
 from ..variables import DASHBOARD
-from .allocation import Allocation
-from .commands import Command
+from .carry import Allocation
 from .decide import ClusterReady, ClusterView, Wait, decide
-from .greeting import Greeting
-from .nemo_files import ENDED, NemoFiles
-from .network import Ports, head_addresses, listening
-from .node import TURN_S, NodeProgram
-from .ray_nodes import RayNodes
-from .ray_start import for_drivers, head_words
-from .renewal import Renewal
-from .run_folder import CLUSTER_FAILED, HeadAddress, HeadAddresses, NodeReport, RunEnd
+from .folder import (
+    CLUSTER_FAILED,
+    ENDED,
+    HeadAddress,
+    HeadAddresses,
+    NemoRunMarkerFiles,
+    NodeReport,
+    RunEnd,
+)
+from .network import AddressDiscovery, Ports, head_addresses, listening
+from .node import TURN_S, NodeProgram, driver_environment, node_options
+from .processes import Command
+from .settings import HEAD_PORTS
 
-#: Seconds between two lines that say what is waited for.
+#: Seconds between two lines that say what the head waits for.
 _SAY_S = 30.0
-#: Seconds between two looks at what all nodes say, of a cluster that was ready.
+#: Seconds between two looks at the reports of all nodes, after the cluster was ready.
 _LOOK_READY_S = 1.0
+#: Seconds between two requests for Ray's nodes, before the cluster is ready and after.
+_ASK_S, _ASK_READY_S = 0.5, 5.0
+#: Limit of a request, during which the head shows no life. An archive that is sent may be large.
+_ANSWER_S = 7.0
 
 
 class Head(NodeProgram):
     """The node with rank 0."""
 
     def __init__(self, *args: Any) -> None:
-        settings, folder = args[0], args[1]
-        self._ports: Dict[str, int] = {}
-        self._address = ""
-        self._renewal = Renewal(settings, folder.file("token"))
-        self._allocation = Allocation(settings, folder.file("token"), self._renewal)
         super().__init__(*args)
         self._began = time.monotonic()
+        self._ports: Dict[str, int] = {}
+        self._address = ""
+        self._token = secrets.token_hex(32)
+        self._allocation = Allocation(self.settings)
         self._reports: Dict[int, NodeReport] = {}
-        self._looked_at = float("-inf")
-        self._greeting: Optional[Greeting] = None
+        self._looked_at = self._said_at = float("-inf")
+        self._discovery: Optional[AddressDiscovery] = None
         self._head: Optional[HeadAddress] = None
-        self._nodes = RayNodes(self.folder.file("token"))
-        self._was_ready = self._is_told = False
-        self._said_at = float("-inf")
+        self._dashboard: Optional[DashboardClient] = None
+        self._nodes = RayNodes()
+        self._was_ready = self._has_published_head = False
         self._driver: Optional[Command] = None
-        self._files = NemoFiles(self.settings)
+        self._markers = NemoRunMarkerFiles(self.settings)
 
-    def greet(self) -> None:
-        self._renewal.begin()
+    def announce(self) -> None:
+        self._allocation.begin()
         flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC
         with open(os.open(self.folder.file("token"), flags, 0o600), "w") as file:
-            file.write(secrets.token_hex(32))
+            file.write(self._token)
         addresses = head_addresses(self.settings.host, self.settings.interface)
-        free = Ports({}, False, self.ports.salt)
-        self._greeting = Greeting(addresses, self.settings.nodes - 1, free)
-        self.folder.publish_addresses(HeadAddresses(tuple(addresses), self._greeting.port))
+        ports = Ports({}, False, self.ports.salt)
+        self._discovery = AddressDiscovery(addresses, self.settings.nodes - 1, ports)
+        self.folder.publish_addresses(HeadAddresses(tuple(addresses), self._discovery.port))
         self.publish()
 
     def step(self) -> Optional[RunEnd]:
-        self._look()
-        self._start()
+        self._read_reports()
+        self._start_when_reached()
         why = self.watch_ray()
         if why is not None:
             return self.failed(why)
         self._await_gcs()
-        if self._head is not None:
-            self._nodes.ask(self._head, self._reports, self._was_ready)
-            self._tell_workers(self._head)
-            self._files.tell_units(self._units())
-        told = self._told_to_end()
-        if told is not None:
-            return told
+        if self._dashboard is not None:
+            self._nodes.ask(self._dashboard, self._reports, self._was_ready)
+            self._let_workers_join()
+            self._markers.write_units(self._units())
+        end = self._requested_end()
+        if end is not None:
+            return end
         code = self._driver_code()
         if code is not None:
             return RunEnd(code, f"the driver: {describe_exit(code)}")
-        return self._unneeded() or self._act(decide(self.settings, self._view()))
+        return self._allocation_end() or self._act(decide(self.settings, self._view()))
 
-    def words(self) -> List[str]:
+    def ray_start_argv(self) -> List[str]:
+        """Without a token the dashboard is for the node itself alone."""
         self._ports = self.ports.choose()
-        self._head, self._is_told = None, False
+        self._head, self._dashboard, self._has_published_head = None, None, False
         self._nodes.alive = None  # that of the last try
-        has_token = self.ray_env().get("RAY_AUTH_MODE") == "token"
-        return head_words(self.settings, self._address, self._ports, has_token)
+        # On all interfaces: NeMo-Run's port_forward ends at the head's localhost.
+        has_token = self.ray_env()["RAY_AUTH_MODE"] == "token"
+        host = "0.0.0.0" if has_token else "127.0.0.1"
+        argv = ["ray", "start", "--head", f"--node-ip-address={self._address}"]
+        argv += [f"--dashboard-host={host}", "--include-dashboard=true"]
+        argv += [f"--temp-dir={self.settings.temp_dir}"]
+        argv += [f"--{option}={self._ports[name]}" for name, option in HEAD_PORTS.items()]
+        return argv + node_options(self.settings, self._ports)
 
     def ray_env(self) -> Dict[str, str]:
-        env = {**super().ray_env(), **self._renewal.environment()}
+        env = {**super().ray_env(), **self._allocation.ray_env()}
         if self._ports:
             env[DASHBOARD] = f"http://{self._address}:{self._ports['DASHBOARD_PORT']}"
         return env
@@ -96,60 +112,56 @@ class Head(NodeProgram):
         return RunEnd(CLUSTER_FAILED, f"node {self.settings.host} (the head): {why}")
 
     def watched(self) -> Set[int]:
-        return {rank for rank, one in self._reports.items() if rank and not one.left}
+        return {rank for rank, report in self._reports.items() if rank and not report.left}
 
     def leave(self, end: RunEnd) -> int:
-        if self._was_ready and self._head is not None and self.settings.life:
-            self._allocation.keep_last_table(self._head, end)
-        if self._may_try_again(end):
+        if self._was_ready and self._dashboard is not None:
+            self._allocation.keep_last_table(self._dashboard, end)
+        failed = end.code == CLUSTER_FAILED and not self._was_ready
+        if failed and self._requested_end() is None and self._allocation.may_try_again():
             end = end._replace(renews=True)
-        with suppress(OSError):  # on a full disk the workers miss the head's beat
+        with suppress(OSError):  # on a full disk the workers miss the head's heartbeat
             end = self.folder.publish_end(end)
         self.say(f"The run is over: {end.why}")
-        self._files.take_back()
+        self._markers.remove_ready()
         super().leave(end)
-        while time.monotonic() < self._leaves_at and not self._all_left():
+        while time.monotonic() < self.leaves_at and not self._all_left():
             time.sleep(TURN_S)
         with suppress(OSError):
             os.unlink(self.folder.file("token"))
-        self._files.tell_ended()
+        self._markers.write_ended()
         return end.code
-
-    def _may_try_again(self, end: RunEnd) -> bool:
-        """Whether another allocation shall do what this one could not; nobody has ended it."""
-        failed = end.code == CLUSTER_FAILED and not self._was_ready
-        return failed and self._told_to_end() is None and self._renewal.may_try_again()
 
     def _units(self) -> int:
         """The ``worker_units`` of the nodes that Ray counts as alive."""
         alive = self._nodes.alive or ()
-        addresses = {0: self._address, **{rank: one.address for rank, one in self._reports.items()}}
+        addresses = {0: self._address, **{rank: row.address for rank, row in self._reports.items()}}
         return self.settings.worker_units * sum(one in alive for one in addresses.values())
 
-    def _told_to_end(self) -> Optional[RunEnd]:
-        """The end that the job's script asks for, or a user who has written NeMo-Run's file."""
+    def _requested_end(self) -> Optional[RunEnd]:
+        """The end that the job's script, a user by NeMo-Run's file, or a client asks for."""
         why = self.folder.text("script_failed")
         if why is not None:
             return RunEnd(CLUSTER_FAILED, f"the job's script: {why.strip()}")
-        if self._files.is_ended_by_user():
+        if self._markers.is_ended_by_user():
             return RunEnd(CLUSTER_FAILED, f"a user has written {ENDED} into {self.settings.logs}")
-        stopped = self._allocation.why_stopped()
+        stopped = self._allocation.stop_reason()
         return RunEnd(143, stopped) if stopped else None
 
     def _all_left(self) -> bool:
         return all(report.left for report in self.folder.reports().values())
 
-    def _look(self) -> None:
-        """Read what the nodes say: they are many, and it is seldom new once all are there."""
+    def _read_reports(self) -> None:
+        """Read the nodes' reports: they are many, and seldom change once the cluster is ready."""
         pause = _LOOK_READY_S if self._was_ready else 0.0
         if time.monotonic() - self._looked_at >= pause:
             self._looked_at = time.monotonic()
             self._reports = self.folder.reports()
 
-    def _start(self) -> None:
-        """Start Ray once it is known by which address the others reach it."""
-        if self.ray is None and self._greeting is not None:
-            address = self._greeting.choose(self._reports)
+    def _start_when_reached(self) -> None:
+        """Start Ray once it is known at which address the others reach it."""
+        if self.ray is None and self._discovery is not None:
+            address = self._discovery.choose(self._reports)
             if address is not None:
                 self._address = address
                 self.publish(address=address)
@@ -158,17 +170,19 @@ class Head(NodeProgram):
     def _await_gcs(self) -> None:
         if self._head is not None or self.ray is None:
             return
-        if listening(self._address, self._ports["PORT"]):
-            ports = self._ports
-            found = (self._address, ports["PORT"], ports["DASHBOARD_PORT"], self._starts)
-            self._head = HeadAddress(*found)
-            self._files.tell_started()
+        port, dashboard_port = self._ports["PORT"], self._ports["DASHBOARD_PORT"]
+        if listening(self._address, port):
+            self._head = HeadAddress(self._address, port, dashboard_port, self.starts)
+            url = f"http://127.0.0.1:{dashboard_port}"
+            self._dashboard = DashboardClient(url, lambda: self._token, _ANSWER_S)
+            self._markers.write_started()
 
-    def _tell_workers(self, head: HeadAddress) -> None:
-        """Let the workers join: until this node is registered, `ray start` there gives up soon."""
-        if not self._is_told and self._address in (self._nodes.alive or ()):
-            self._is_told = True
-            self.folder.publish_head(head)
+    def _let_workers_join(self) -> None:
+        """Publish the address once this node is registered: before, `ray start` soon gives up."""
+        is_registered = self._address in (self._nodes.alive or ())
+        if self._head is not None and is_registered and not self._has_published_head:
+            self._has_published_head = True
+            self.folder.publish_head(self._head)
 
     def _view(self) -> ClusterView:
         return ClusterView(
@@ -191,25 +205,25 @@ class Head(NodeProgram):
                 self.say(decision.what)
         elif not self._was_ready and self._head is not None:
             self._was_ready = True
-            self._tell_ready(self._head, decision.workers)
+            self._publish_ready(self._head, decision.workers)
         return None
 
-    def _tell_ready(self, head: HeadAddress, workers: int) -> None:
+    def _publish_ready(self, head: HeadAddress, workers: int) -> None:
         self.say(f"Ray is ready: {workers + 1} nodes, GCS {head.gcs}, dashboard {head.dashboard}")
-        self._files.tell_ready(head)
+        self._markers.write_ready(head)
         names = {"RAY_TEMP_DIR": self.settings.temp_dir}
         names.update((name, str(port)) for name, port in self._ports.items())
-        self.folder.publish_ready(head, for_drivers(self.ray_env(), head), names)
+        self.folder.publish_ready(head, driver_environment(self.ray_env(), head), names)
 
-    def _unneeded(self) -> Optional[RunEnd]:
-        """How the run ends because nobody needs this cluster; ``None`` while a client may."""
-        if not self._was_ready or self._head is None:
+    def _allocation_end(self) -> Optional[RunEnd]:
+        """The end of a cluster that nobody needs; ``None`` while a client may."""
+        if not self._was_ready or self._dashboard is None:
             return None
-        told = self._allocation.session
-        end = self._allocation.end(self._head)
-        if self._allocation.session != told:
+        session = self._allocation.session
+        end = self._allocation.step(self._dashboard)
+        if self._allocation.session != session:
             with suppress(OSError):  # it is for people who look later
-                self.folder.publish_session(self._allocation.session)
+                write_file(self.folder.file("session"), self._allocation.session)
         return end
 
     def _driver_code(self) -> Optional[int]:
@@ -223,10 +237,43 @@ class Head(NodeProgram):
             return int(elsewhere)
         command = self.folder.text("command")
         if command is not None:
-            env = {**self.ray_env(), **for_drivers(self.ray_env(), self._head)}
+            env = self.ray_env()
+            env.update(driver_environment(env, self._head))
             if not self.settings.driver_gpus:
                 env["CUDA_VISIBLE_DEVICES"] = ""  # Ray gives GPUs to tasks; NeMo-Run: `--gpus=0`
             cwd = self.folder.text("workdir") or None
-            words = ["bash", "-c", command]
-            self._driver = self.commands.start("driver", words, self.settings.log("job"), env, cwd)
+            argv = ["bash", "-c", command]
+            self._driver = self.commands.start("driver", argv, self.settings.log("job"), env, cwd)
         return None
+
+
+class RayNodes:
+    """Ray's own list of nodes, which is asked for now and then."""
+
+    def __init__(self) -> None:
+        self._asked_at = float("-inf")
+        self._missing_since: Dict[int, float] = {}
+        #: Addresses of the nodes that are alive; ``None`` until the dashboard has answered.
+        self.alive: Optional[FrozenSet[str]] = None
+
+    def ask(
+        self, dashboard: DashboardClient, reports: Mapping[int, NodeReport], is_ready: bool
+    ) -> None:
+        """Ask after a pause. If the dashboard does not answer, the last answer stays."""
+        if time.monotonic() - self._asked_at < (_ASK_READY_S if is_ready else _ASK_S):
+            return
+        try:
+            self.alive = frozenset(row["node_ip"] for row in dashboard.alive_nodes())
+        except Unanswered:
+            return
+        finally:
+            self._asked_at = time.monotonic()
+        for rank, report in reports.items():
+            if is_ready and rank and report.address and report.address not in self.alive:
+                self._missing_since.setdefault(rank, self._asked_at)
+            else:
+                self._missing_since.pop(rank, None)
+
+    def missing_for_s(self) -> Dict[int, float]:
+        """Seconds for which Ray has missed each node that it once had, by rank."""
+        return {rank: self._asked_at - since for rank, since in self._missing_since.items()}

@@ -2,24 +2,26 @@
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import fcntl
 import socket
 import struct
+import time
+from contextlib import suppress
 from typing import Dict, Iterable, List, Mapping, Optional, Tuple
 
+from .folder import NodeReport
 from .settings import HEAD_PORTS, NODE_PORTS, WrongSetting
 
-#: Ports are taken from here: below those that the kernel gives to connections (from 32768 on), and
-#: above those of most services.
+#: Ports are taken from this range: below those that the kernel gives to connections (from 32768
+#: on), and above those of most services.
 _FIRST, _END = 10240, 32768
-#: The first one where the kernel's begin lower (from 9000 on, on some machines).
+#: The first port if the kernel's begin lower (from 9000 on, on some machines).
 _FIRST_OF_FEW = 1200
 _RANGE = "/proc/sys/net/ipv4/ip_local_port_range"
 #: Ports of one node of one cluster. Each of Ray's workers needs one.
 _BLOCK = 1024
-#: With fewer blocks from ``_FIRST`` on, two clusters on a node would not find one each.
+#: With fewer blocks from ``_FIRST`` on, two clusters on a node would not get one each.
 _BLOCKS_MIN = 4
 #: In a block, those in front are for Ray's services, the rest for its workers.
 _SERVICES = 32
@@ -28,28 +30,32 @@ _WORKERS = 256
 #: Ray's own numbers, which people and NeMo-Run's ``port_forward`` expect; used where they are free.
 _EXPECTED = {"PORT": 6379, "DASHBOARD_PORT": 8265, "RAY_CLIENT_SERVER_PORT": 10001}
 _SIOCGIFADDR = 0x8915
-_GREETING_S = 2.0
+_CONNECT_S = 2.0
+#: Seconds that workers get to try the head's addresses, after the first report of one.
+_LATE_S = 20.0
+#: Workers that a message lists at most.
+_LISTED = 8
 
 
 def addresses_by_interface() -> Dict[str, str]:
     """The IPv4 address of every network interface that has one, without the loopback."""
-    found = {}
+    addresses = {}
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         for _, name in socket.if_nameindex():
             request = struct.pack("256s", name.encode()[:15])
-            with contextlib.suppress(OSError):  # it has none
+            with suppress(OSError):  # it has none
                 answer = fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, request)
                 address = socket.inet_ntoa(answer[20:24])
                 if not address.startswith("127."):
-                    found[name] = address
-    return found
+                    addresses[name] = address
+    return addresses
 
 
 def head_addresses(host: str, interface: str) -> List[str]:
     """Addresses under which the other nodes may reach this one, the likeliest first.
 
     Args:
-        host: Slurm's name of this node; what it resolves to comes first.
+        host: Slurm's name of this node; the addresses of that name come first.
         interface: the one to use, or empty.
 
     Raises:
@@ -64,14 +70,13 @@ def head_addresses(host: str, interface: str) -> List[str]:
             )
         return [own[interface]]
     resolved: List[str] = []
-    with contextlib.suppress(OSError):  # the name is unknown here
+    with suppress(OSError):  # the name is unknown here
         rows = socket.getaddrinfo(host, None, socket.AF_INET, socket.SOCK_STREAM)
         resolved = [str(row[4][0]) for row in rows]
-    found = [address for address in resolved if address in own.values()]
-    found += [address for address in own.values() if address not in found]
-    if not found:
+    if not own:
         raise WrongSetting(f"node {host} has no network interface with an IPv4 address")
-    return list(dict.fromkeys(found))
+    first = [address for address in resolved if address in own.values()]
+    return list(dict.fromkeys([*first, *own.values()]))
 
 
 def way_to(address: str) -> str:
@@ -81,18 +86,18 @@ def way_to(address: str) -> str:
         return str(probe.getsockname()[0])
 
 
-def reached(addresses: Iterable[str], port: int) -> List[str]:
-    """Those of the addresses that take a connection from here."""
-    found = []
+def reachable(addresses: Iterable[str], port: int) -> List[str]:
+    """The addresses that take a connection from here."""
+    reached = []
     for address in addresses:
-        with contextlib.suppress(OSError):
-            socket.create_connection((address, port), _GREETING_S).close()
-            found.append(address)
-    return found
+        with suppress(OSError):
+            socket.create_connection((address, port), _CONNECT_S).close()
+            reached.append(address)
+    return reached
 
 
 def listening(address: str, port: int) -> bool:
-    return bool(reached([address], port))
+    return bool(reachable([address], port))
 
 
 class Ports:
@@ -129,20 +134,25 @@ class Ports:
         return self._claim_block()[1][0]
 
     def choose(self) -> Dict[str, int]:
-        """A port for each variable. A second call gives the same, but those taken meanwhile.
+        """A port for each variable. A second call gives the same ports unless one is taken by now.
 
         Raises:
             WrongSetting: one that the user has set is taken, or no block of ports is free.
         """
         self.close()
-        taken = [f"{name}={port}" for name, port in self._of_services() if not _is_free(port)]
+        services = ((name, port) for name, port in self._wanted.items() if name in self._names)
+        taken = [
+            f"{name}={port}"
+            for name, port in services
+            if not name.endswith("WORKER_PORT") and not _is_free(port)
+        ]
         if taken:
             raise WrongSetting(
                 f"{', '.join(taken)} is taken on node {socket.gethostname()}. Set another port, or "
                 "leave the variable out: then a free one is used"
             )
-        first, services = self._claim_block()
-        free = iter(services)
+        first, free_ports = self._claim_block()
+        free = iter(free_ports)
         chosen = {}
         for name in self._names:
             if name in self._wanted:
@@ -158,15 +168,8 @@ class Ports:
                 chosen[name] = self._expected(name, first) or next(free)
         return chosen
 
-    def _of_services(self) -> List[Tuple[str, int]]:
-        return [
-            (name, port)
-            for name, port in self._wanted.items()
-            if name in self._names and not name.endswith("WORKER_PORT")
-        ]
-
     def _expected(self, name: str, first: int) -> Optional[int]:
-        """The port where people look for a service, unless Ray's workers get it in this block."""
+        """The port at which people expect a service, unless Ray's workers get it in this block."""
         port = _EXPECTED.get(name)
         if port is None or port >= _range()[1] or first <= port < first + _BLOCK:
             return None
@@ -203,23 +206,80 @@ class Ports:
 def _range() -> Tuple[int, int]:
     """The first port that may be taken, and the first one behind them."""
     end = _kernels_first()
-    if end - _FIRST_OF_FEW < _BLOCK:  # the kernel gives away nearly all: a free port has to do
+    if end - _FIRST_OF_FEW < _BLOCK:  # the kernel gives nearly all away: any free port must do
         return _FIRST, _END
     return (_FIRST if end - _FIRST >= _BLOCKS_MIN * _BLOCK else _FIRST_OF_FEW), end
 
 
 def _kernels_first() -> int:
-    """The first port that the kernel gives to connections, where that is below the usual one."""
-    try:
-        with open(_RANGE, encoding="ascii") as file:
-            return min(int(file.read().split()[0]), _END)
-    except (OSError, ValueError):
-        return _END
+    """The first port that the kernel gives to connections, if that is below the usual one."""
+    with suppress(OSError, ValueError), open(_RANGE, encoding="ascii") as file:
+        return min(int(file.read().split()[0]), _END)
+    return _END
 
 
 def _is_free(port: int) -> bool:
-    with contextlib.suppress(OSError), socket.socket() as probe:
+    with suppress(OSError), socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as Ray's servers do
         probe.bind(("", port))
         return True
     return False
+
+
+class AddressDiscovery:
+    """Finds the address of the head that all workers reach: a host may have several networks.
+
+    It takes connections on all addresses of the head until one is chosen.
+
+    Args:
+        addresses: of the head, the likeliest first.
+        workers: their number.
+        ports: gives it a port, which is free again after ``close``.
+    """
+
+    def __init__(self, addresses: List[str], workers: int, ports: Ports) -> None:
+        self.addresses = addresses
+        self._workers = workers
+        self._ports = ports
+        self._first_report_at: Optional[float] = None
+        self._server: Optional[socket.socket] = None
+        #: Takes the connections; 0 if there is only one candidate.
+        self.port = 0
+        if len(addresses) > 1 and workers:
+            self.port = ports.one()
+            self._server = socket.create_server(("", self.port), backlog=4096)
+            self._server.setblocking(False)
+
+    def close(self) -> None:
+        """Take no more connections."""
+        if self._server is not None:
+            self._server.close()
+        self._ports.close()
+
+    def choose(self, reports: Mapping[int, NodeReport]) -> Optional[str]:
+        """The first address that every worker reaches; ``None`` until enough have reported.
+
+        Raises:
+            WrongSetting: no address is reached by all.
+        """
+        if self._server is None:
+            return self.addresses[0]
+        with suppress(OSError):  # the kernel holds only a few hundred connections that wait
+            while True:
+                self._server.accept()[0].close()
+        tried = [row for rank, row in sorted(reports.items()) if rank and row.reached is not None]
+        if not tried:
+            return None
+        if self._first_report_at is None:
+            self._first_report_at = time.monotonic()
+        if len(tried) < self._workers and time.monotonic() - self._first_report_at < _LATE_S:
+            return None
+        self.close()
+        for address in self.addresses:
+            if all(address in (node.reached or ()) for node in tried):
+                return address
+        rows = [f"{node.host} reaches {', '.join(node.reached or ()) or 'none'}" for node in tried]
+        raise WrongSetting(
+            f"the workers do not all reach one of its addresses, {', '.join(self.addresses)}: "
+            f"{'; '.join(rows[:_LISTED])}. Name the network with NEMO_RUN_RAY_INTERFACE"
+        )

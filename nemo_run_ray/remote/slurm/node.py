@@ -1,7 +1,10 @@
-"""What every node does: report, beat, start Ray and its sidecars, watch them, end them."""
+"""One node's part in the cluster: it reports, shows that it lives, starts Ray and its sidecars,
+watches them and ends them."""
 
 from __future__ import annotations
 
+import fcntl
+import json
 import os
 import time
 from abc import ABC, abstractmethod
@@ -10,31 +13,57 @@ from typing import Any, Dict, List, Mapping, Optional, Set
 
 from ..node.output import say
 from ..node.supervise import Runner, describe_exit, explain_start
-from .commands import Command, Commands, tail
-from .log_copies import JOB_LOGS, LogCopies, keep_job_logs
-from .network import Ports
-from .ray_start import ray_environment, with_pre_start
-from .run_folder import BEAT_S, CLUSTER_FAILED, NodeReport, Pulse, RunEnd, RunFolder
-from .settings import Settings, WrongSetting
-from .sidecars import Sidecars
-from .temp_dir import make_private, remove_stale
+from ..trust import own_folder
+from ..variables import DASHBOARD, EMBEDDED, ENDS_AT, LASTS_S, RENEWS
+from .folder import (
+    BEAT_S,
+    CLUSTER_FAILED,
+    JOB_LOGS,
+    HeadAddress,
+    Heartbeats,
+    NodeReport,
+    RunEnd,
+    RunFolder,
+    keep_job_logs,
+)
+from .network import Ports, reachable, way_to
+from .processes import Command, Commands, LogCopies, Sidecars, tail
+from .settings import NODE_PORTS, Settings, WrongSetting
 
 #: Seconds of one turn of the loop.
 TURN_S = 0.25
-#: Seconds between two looks at whether the run is over.
+#: Seconds between two looks at files that seldom change.
 LOOK_S = 1.0
-#: From SIGTERM to SIGKILL. Slurm itself gives 30 s.
+#: Seconds from SIGTERM to SIGKILL. Slurm itself gives 30 s.
 GRACE_S = 10.0
 #: Seconds from the end of a ``ray start`` to the next one.
-_AGAIN_S = 5.0
-#: Seconds that the head waits at the end until the others have ended what is theirs. The job's
+_RETRY_S = 5.0
+#: Seconds that the head waits at the end until the others have ended their processes. The job's
 #: script waits for the head 5 s longer.
 _LEAVE_S = 20.0
+#: Seconds in which a worker that reaches no address of the head tries again.
+_DISCOVERY_S = 30.0
 _NOT_FOUND = 127
+_TEMP_ROOT = "/tmp"
+#: Prefix of the files by which programs hold a temporary folder: several if nodes share it. The
+#: locks are released when the programs end, however they end.
+_LOCK = "lock-"
+#: Variables that would lead Ray, or a driver, to another cluster, or describe that.
+_FOREIGN = {"RAY_ADDRESS", "RAY_API_SERVER_ADDRESS", "RAY_AUTH_TOKEN", DASHBOARD}
+_FOREIGN |= {EMBEDDED, ENDS_AT, LASTS_S, RENEWS}
+#: Prefixes of PMI's variables, and Slurm's variables of a step: counts, ranks and lists of nodes.
+_PMI = ("PMI_", "PMI2_", "PMIX_", "SLURM_PMI", "SLURM_PMIX")
+_COUNTS = {"SLURM_NTASKS", "SLURM_NPROCS", "SLURM_NNODES", "SLURM_TASKS_PER_NODE"}
+_COUNTS |= {"SLURM_STEP_NUM_TASKS", "SLURM_STEP_NUM_NODES", "SLURM_STEP_TASKS_PER_NODE"}
+_RANKS = ("SLURM_PROCID", "SLURM_NODEID", "SLURM_LOCALID")
+#: Prefixes of variables by which an MPI in one of Ray's workers takes it for a rank of the step,
+#: and the variables among them that only name Slurm's cluster.
+_OF_STEP = ("SLURM_", "OMPI_", "MPI_", "PMI_", "PMI2_", "PMIX_")
+_OF_SLURM = {"SLURM_CONF", "SLURM_CLUSTERS"}
 
 
 class NodeProgram(ABC):
-    """One node's part in the cluster: one loop, no thread.
+    """The program of one node: one loop, no thread.
 
     Args:
         settings: of this node.
@@ -51,37 +80,39 @@ class NodeProgram(ABC):
         self.commands = commands
         self.env = env
         self.report = NodeReport(host=settings.host, log=settings.node_log)
-        self._said: Optional[NodeReport] = None
-        self.ports = Ports(settings.ports, settings.is_head, _salt(settings.job))
+        self._published: Optional[NodeReport] = None
+        number = settings.job.partition(".")[0]
+        salt = int(number) if number.isdigit() else 0
+        self.ports = Ports(settings.ports, settings.is_head, salt)
         self.ray: Optional[Command] = None
-        self.sidecars = Sidecars(settings, commands, self.ray_env())
-        #: Nodes that show no life, of those that are ``watched``.
+        self.sidecars = Sidecars(settings, commands)
+        #: The nodes among the ``watched`` that show no life.
         self.dead: Set[int] = set()
-        self._starts = 0
-        self._starts_at = float("inf")  # the next try
-        self._claim: Optional[int] = None  # of Ray's folder here, as long as this process lives
-        self._pulse = Pulse()
+        self.starts = 0
+        self._restart_at: Optional[float] = None
+        self._temp_lock: Optional[int] = None  # held as long as this process lives
+        self._heartbeats = Heartbeats()
         self._copies = LogCopies(
-            settings.temp_dir, settings.ray_logs, settings.log_sync_s, self.commands
+            settings.temp_dir, settings.ray_logs, settings.log_sync_s, commands
         )
-        self._leaves_at = float("inf")
-        self._beaten_at = self._asked_over_at = float("-inf")
+        self.leaves_at = float("inf")
+        self._beaten_at = self._end_looked_at = float("-inf")
 
     @abstractmethod
-    def greet(self) -> None:
-        """Say for the first time that this node is there."""
+    def announce(self) -> None:
+        """Show the other nodes that this one has begun."""
 
     @abstractmethod
     def step(self) -> Optional[RunEnd]:
         """One turn of the loop; the end when the run is over."""
 
     @abstractmethod
-    def words(self) -> List[str]:
+    def ray_start_argv(self) -> List[str]:
         """``ray start`` with all its options, for the next try."""
 
     @abstractmethod
     def failed(self, why: str) -> RunEnd:
-        """How the run ends for this node, which cannot go on."""
+        """The end of the run for this node, which cannot continue."""
 
     @abstractmethod
     def watched(self) -> Set[int]:
@@ -101,10 +132,13 @@ class NodeProgram(ABC):
         return code
 
     def leave(self, end: RunEnd) -> int:
-        """End everything of this node, and say so; the exit code of its task."""
-        self._leaves_at = time.monotonic() + _LEAVE_S
+        """End all processes of this node, and report it; the exit code of its task."""
+        self.leaves_at = time.monotonic() + _LEAVE_S
         self.commands.stop(GRACE_S)
-        self.before_removal()
+        if self.settings.allocation:
+            keep_job_logs(self.settings.temp_dir, self.folder.file(JOB_LOGS))
+        with suppress(OSError):
+            self._copies.finish(self.leaves_at - time.monotonic())
         if not self.env.get("RAY_TEMP_DIR"):
             import shutil  # no node needs it to start
 
@@ -112,20 +146,13 @@ class NodeProgram(ABC):
         self.publish(left=True)
         return 0
 
-    def before_removal(self) -> None:
-        """Keep what a user wants of Ray's folder."""
-        if self.settings.life:
-            keep_job_logs(self.settings.temp_dir, self.folder.file(JOB_LOGS))
-        with suppress(OSError):
-            self._copies.finish(self._leaves_at - time.monotonic())
-
     def publish(self, **fields: Any) -> None:
-        """Say something new of this node; what cannot be written now is written at a later turn."""
+        """Change this node's report; if it cannot be written now, a later turn writes it."""
         self.report = self.report._replace(**fields)
-        if self.report != self._said:
+        if self.report != self._published:
             with suppress(OSError):
-                self.folder.report(self.report)
-                self._said = self.report
+                self.folder.publish_report(self.report)
+                self._published = self.report
 
     def say(self, text: str) -> None:
         """Write a line into the job's own log."""
@@ -141,14 +168,14 @@ class NodeProgram(ABC):
         Raises:
             WrongSetting: there is no Ray, or no port for it.
         """
-        self._starts += 1
-        self._starts_at = float("inf")
-        ray, env = self.words(), self.ray_env()
-        words = with_pre_start(ray, self.settings.pre_start, env)
+        self.starts += 1
+        self._restart_at = None
+        argv, env = self.ray_start_argv(), self.ray_env()
+        argv = with_pre_start(argv, self.settings.pre_start, env)
         try:
-            self.ray = self.commands.start("ray start", words, self.settings.node_log, env)
+            self.ray = self.commands.start("ray start", argv, self.settings.node_log, env)
         except FileNotFoundError as error:
-            raise WrongSetting(explain_start(words, env, os.getcwd(), error)[1]) from error
+            raise WrongSetting(explain_start(argv, env, os.getcwd(), error)[1]) from error
 
     def watch_ray(self) -> Optional[str]:
         """Why Ray is over on this node; ``None`` while it runs or is started again."""
@@ -168,18 +195,18 @@ class NodeProgram(ABC):
         On a busy machine `ray start` gives its own processes up after 15 to 30 s, as often as it is
         tried. So no number of tries ends it, but the time in which the cluster must be ready.
         """
-        if self._starts_at == float("inf"):
+        if self._restart_at is None:
             self.say(f"`ray start` has ended: {how}. It is started again.")
             log = self.settings.node_log
-            ends = f"try {self._starts} of `ray start` has ended: {how}. Its log, {log}, ends with:"
+            ends = f"try {self.starts} of `ray start` has ended: {how}. Its log, {log}, ends with:"
             self.publish(retried=ends + tail(log))
             self.commands.stop(GRACE_S, keep=self.sidecars.running)
-            self._starts_at = time.monotonic() + _AGAIN_S
-        elif time.monotonic() >= self._starts_at:
+            self._restart_at = time.monotonic() + _RETRY_S
+        elif time.monotonic() >= self._restart_at:
             self.start_ray()
 
     def _begin(self) -> Optional[RunEnd]:
-        """Find out whether this node can take part."""
+        """Start what comes before Ray; the end if this node cannot take part."""
         if not await_shared(self.settings, self.folder):
             return self.failed(
                 f"the folder {self.settings.run} is not shared: this node has not seen within "
@@ -187,11 +214,11 @@ class NodeProgram(ABC):
             )
         remove_stale(self.settings.job)
         if not self.env.get("RAY_TEMP_DIR"):
-            self._claim = make_private(os.path.dirname(self.settings.temp_dir))
+            self._temp_lock = make_private(os.path.dirname(self.settings.temp_dir))
         os.makedirs(self.settings.temp_dir, exist_ok=True)
         self.folder.beat()
-        self.greet()
-        self.sidecars.start()
+        self.announce()
+        self.sidecars.start(self.ray_env())
         return None
 
     def _loop(self, runner: Runner) -> RunEnd:
@@ -206,7 +233,7 @@ class NodeProgram(ABC):
                 return self.failed(why)
             self.publish(ready=self.sidecars.ready)
             self._copies.step()
-            end = self._over() or self.step()
+            end = self._published_end() or self.step()
             if end is not None:
                 return end
             time.sleep(TURN_S)
@@ -220,24 +247,147 @@ class NodeProgram(ABC):
             return RunEnd(143, "Slurm's time limit has ended the job")
         return RunEnd(143, "the job was cancelled")
 
-    def _over(self) -> Optional[RunEnd]:
-        if time.monotonic() - self._asked_over_at < LOOK_S:
+    def _published_end(self) -> Optional[RunEnd]:
+        if time.monotonic() - self._end_looked_at < LOOK_S:
             return None
-        self._asked_over_at = time.monotonic()
+        self._end_looked_at = time.monotonic()
         return self.folder.end()
 
     def _beat(self) -> None:
         if time.monotonic() - self._beaten_at < BEAT_S:
             return
         self._beaten_at = time.monotonic()
-        with suppress(OSError):  # one that fails for long is missed by the others
+        with suppress(OSError):  # the others notice if it fails for long
             self.folder.beat()
         watched = self.watched()
-        self.dead = self._pulse.round(self.folder.beats(watched), watched)
+        self.dead = self._heartbeats.round(self.folder.beats(watched), watched)
+
+
+class Worker(NodeProgram):
+    """A node that is not the head: it joins the head's Ray, and stays while the head lives."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self._head: Optional[HeadAddress] = None
+        self._address = ""
+        self._was_ready = False
+        self._began = time.monotonic()
+        self._looked_at = float("-inf")
+
+    def announce(self) -> None:
+        self.publish()
+
+    def step(self) -> Optional[RunEnd]:
+        if 0 in self.dead:
+            why = f"the head's program writes nothing into {self.settings.run} any more"
+            self.say(f"{why}; this node ends its processes.")
+            return RunEnd(CLUSTER_FAILED, why)
+        if self._head is None:
+            self._join()
+            late = time.monotonic() - self._began >= self.settings.start_limit_s
+            # A head that has begun gives the start up itself, and knows why.
+            if self._head is None and late and self.folder.report_of(0) is None:
+                return self.failed(f"no head was there within {self.settings.start_limit_s:g} s")
+            return None
+        self._follow()
+        why_over = self.watch_ray()
+        return None if why_over is None else self.failed(why_over)
+
+    def ray_start_argv(self) -> List[str]:
+        assert self._head is not None
+        argv = ["ray", "start", f"--address={self._head.gcs}", f"--node-ip-address={self._address}"]
+        return argv + node_options(self.settings, self.ports.choose())
+
+    def failed(self, why: str) -> RunEnd:
+        """Report it to the head, which decides; without a shared folder only the log has it."""
+        end = self.folder.end()
+        if end is not None:  # the head has ended, and Ray with it
+            return end
+        self.say(why)
+        self.publish(failed=why)
+        return RunEnd(CLUSTER_FAILED, why)
+
+    def leave(self, end: RunEnd) -> int:
+        if self.folder.end() is None and not self.report.failed:
+            self.publish(failed=end.why)  # the other nodes continue, and must know why it does not
+        return super().leave(end)
+
+    def watched(self) -> Set[int]:
+        return {0}
+
+    def _join(self) -> None:
+        if self.report.reached is None:
+            head = self.folder.addresses()
+            if head is not None and head.port:
+                reached = reachable(head.addresses, head.port)
+                if reached or time.monotonic() - self._began >= _DISCOVERY_S:
+                    self.publish(reached=tuple(reached))
+        self._head = self.folder.head()
+        if self._head is not None:
+            self._address = way_to(self._head.address)
+            self.publish(address=self._address)
+            self.start_ray()
+
+    def _follow(self) -> None:
+        """Join again if the head has started its Ray again; after it was ready it never does.
+
+        A `ray start` that waits for the Ray before, or has joined it, would not notice for minutes.
+        """
+        if time.monotonic() - self._looked_at < LOOK_S or self._was_ready:
+            return
+        self._looked_at = time.monotonic()
+        self._was_ready = self.folder.is_ready()
+        head = self.folder.head()
+        if head is not None and head != self._head:
+            self.say("The head has started Ray again, and so does this node.")
+            self._head = head
+            self.commands.stop(GRACE_S, keep=self.sidecars.running)
+            self.start_ray()
+
+
+def run_sidecar_step(
+    runner: Runner,
+    settings: Settings,
+    folder: RunFolder,
+    commands: Commands,
+    env: Mapping[str, str],
+) -> int:
+    """Run sidecars in a container of their own, in a step beside the one with Ray, to its end.
+
+    Reports tell the head whether they are ready, and that one has died. This step sees no other
+    files of the run: code that is not trusted may run in its container.
+
+    Returns:
+        The exit code of this node's task.
+    """
+    report = NodeReport(host=settings.host)
+    try:
+        if not await_shared(settings, folder):
+            say(f"{settings.host}: the folder {settings.run} is not shared with the sidecars' step")
+            return 0  # the head gives up what is never ready
+        sidecars = Sidecars(settings, commands)
+        sidecars.start(env)
+        while not report.failed:
+            commands.reap()
+            why = sidecars.step() or ""
+            if runner.order() is not None:
+                why = "the step with the sidecars was told to end"
+            now = NodeReport(host=settings.host, ready=sidecars.ready, failed=why)
+            if now != report:
+                report = now
+                folder.publish_report(report)
+            time.sleep(TURN_S)
+    except OSError as error:
+        say(f"{settings.host}: the sidecars' step has failed: {error}")
+        with suppress(OSError):
+            folder.publish_report(NodeReport(host=settings.host, failed=str(error)))
+    finally:
+        commands.stop(GRACE_S)
+    return 0
 
 
 def await_shared(settings: Settings, folder: RunFolder) -> bool:
-    """Wait until this node sees what the job's script has written; whether it does in time."""
+    """Wait until this node sees the file of the job's script; whether it does in time."""
     deadline = time.monotonic() + settings.share_limit_s
     while not folder.is_shared():
         if time.monotonic() >= deadline:
@@ -248,6 +398,126 @@ def await_shared(settings: Settings, folder: RunFolder) -> bool:
     return True
 
 
-def _salt(job: str) -> int:
-    number = job.partition(".")[0]
-    return int(number) if number.isdigit() else 0
+def temp_dir_of(job: str) -> str:
+    """Ray's folder; short, since Linux limits the names of the sockets inside.
+
+    It lies in a folder of this user alone: Ray lets everybody write into its own.
+    """
+    return os.path.join(own_folder(_private_of(job)), "r")
+
+
+def _private_of(job: str) -> str:
+    return os.path.join(_TEMP_ROOT, f"nrr-{os.getuid()}-{job}")
+
+
+def make_private(path: str) -> int:
+    """Make a folder; its name can be guessed, so it may exist already.
+
+    Returns:
+        A descriptor that holds the folder for this process, also when it is killed.
+
+    Raises:
+        WrongSetting: it is another user's.
+    """
+    os.makedirs(path, mode=0o700, exist_ok=True)
+    if os.path.islink(path) or os.lstat(path).st_uid != os.getuid():
+        raise WrongSetting(
+            f"the folder {path} for Ray is another user's. Set RAY_TEMP_DIR to one of your own"
+        )
+    name = os.urandom(8).hex()
+    new = os.path.join(path, f"new-{name}")
+    lock = os.open(new, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
+    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    os.rename(new, os.path.join(path, f"{_LOCK}{name}"))  # nobody sees one that is not held yet
+    return lock
+
+
+def remove_stale(job: str) -> None:
+    """Remove the folders of this user's runs that were killed here, and of this job's starts."""
+    number, _, restart = job.rpartition(".")
+    own, start = f"nrr-{os.getuid()}-", os.path.basename(_private_of(f"{number}."))
+    for name in os.listdir(_TEMP_ROOT):
+        path = os.path.join(_TEMP_ROOT, name)
+        other = name[len(start) :]
+        is_earlier = name.startswith(start) and other.isdigit() and int(other) < int(restart)
+        if name.startswith(own) and (is_earlier or _is_free(path)):
+            import shutil  # no node needs it to start
+
+            shutil.rmtree(path, ignore_errors=True)
+
+
+def _is_free(path: str) -> bool:
+    """Whether all programs that held a folder are dead; one without a lock is left alone."""
+    with suppress(OSError):  # a lock is held, or the folder was removed meanwhile
+        if os.path.islink(path):
+            return False
+        locks = [name for name in os.listdir(path) if name.startswith(_LOCK)]
+        for name in locks:
+            lock = os.open(os.path.join(path, name), os.O_RDWR | os.O_NOFOLLOW)
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            finally:
+                os.close(lock)
+        return bool(locks)
+    return False
+
+
+def node_options(settings: Settings, ports: Mapping[str, int]) -> List[str]:
+    """The options of ``ray start`` that every node has."""
+    # The second one is how NeMo-RL sees that Slurm has started its Ray.
+    resources = {"worker_units": settings.worker_units, "slurm_managed_ray_cluster": 1}
+    options = [f"--{option}={ports[name]}" for name, option in NODE_PORTS.items()]
+    options += [f"--resources={json.dumps(resources)}", "--disable-usage-stats", "--block"]
+    if settings.cpus is not None:
+        # Ray counts the CPUs of the machine, which may not all be the job's.
+        options.append(f"--num-cpus={settings.cpus}")
+    if settings.debugger:
+        options.append("--ray-debugger-external")
+    return options
+
+
+def with_pre_start(argv: List[str], pre_start: str, env: Mapping[str, str]) -> List[str]:
+    """The command after the user's commands, whose exports it gets.
+
+    The variables of the step in ``env`` are unset for it: Ray's workers would have them for ever.
+    """
+    step = [
+        name
+        for name in sorted(env)
+        if name.startswith(_OF_STEP) and name not in _OF_SLURM and name.isidentifier()
+    ]
+    unset = f"unset {' '.join(step)}"
+    return ["bash", "-c", f'{pre_start}\n{unset}\nexec "$@"', "pre-start", *argv]
+
+
+def ray_environment(base: Mapping[str, str], settings: Settings, token_path: str) -> Dict[str, str]:
+    """The environment of Ray on this node, and of what runs beside it.
+
+    Token authentication is on, unless the user has set ``RAY_AUTH_MODE``. Nothing in it makes a
+    program one rank of many: the step has a task on every node, and MPI, Lightning and NVSHMEM
+    would wait for the others.
+    """
+    env = {
+        name: value
+        for name, value in base.items()
+        if name not in _FOREIGN and not name.startswith(_PMI)
+    }
+    env.update((name, "1") for name in _COUNTS if name in env)
+    env.update((name, "0") for name in _RANKS if name in env)
+    if "SLURM_STEP_NODELIST" in env:
+        env["SLURM_STEP_NODELIST"] = settings.host
+    env.setdefault("RAY_AUTH_MODE", "token")
+    if env["RAY_AUTH_MODE"] == "token":
+        env["RAY_AUTH_TOKEN_PATH"] = token_path
+    # A node that ends has nothing to hand over: the others end with it.
+    env.setdefault("RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S", "0")
+    # Ray notes the last cluster of this machine there, and must not find another job's.
+    env["RAY_TMPDIR"] = settings.temp_dir
+    return env
+
+
+def driver_environment(ray_env: Mapping[str, str], head: HeadAddress) -> Dict[str, str]:
+    """The variables by which a program finds this cluster and may use it."""
+    names = ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN_PATH", "RAY_TMPDIR")
+    env = {name: ray_env[name] for name in names if name in ray_env}
+    return {**env, "RAY_ADDRESS": head.gcs, "RAY_API_SERVER_ADDRESS": head.dashboard}

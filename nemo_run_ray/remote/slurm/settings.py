@@ -1,4 +1,4 @@
-"""What the node program is told: by Slurm, by the job's script, and by the user's variables."""
+"""Settings of the node program: variables of Slurm, of the job's script and of the user."""
 
 from __future__ import annotations
 
@@ -12,16 +12,14 @@ from ..variables import LIFE, RUN
 if TYPE_CHECKING:
     from ..spec import ProbeSpec  # most nodes do without it
 
-#: Seconds that an allocation may be idle; see ``allocation.py``.
+#: Variables that the client sets in the script of a named allocation.
 IDLE_TIMEOUT = "NEMO_RUN_RAY_IDLE_TIMEOUT"
-#: Set to 1 where another allocation goes on with the dispatches of this one.
 RENEW = "NEMO_RUN_RAY_RENEW"
-#: The sidecars of a ``SlurmCluster``, as JSON.
 SIDECARS = "NEMO_RUN_RAY_SIDECARS"
+#: Variable of the step that runs sidecars in a container of their own, beside the step with Ray.
+SIDECAR_STEP = "NEMO_RUN_RAY_SIDECAR_STEP"
 #: The sidecar whose readiness NeMo-RL's programs read from a folder.
 SANDBOX = "sandbox"
-#: Set in the step that runs sidecars in a container of their own, beside the step with Ray.
-COMPANION = "NEMO_RUN_RAY_COMPANION"
 #: Variables with which users set a port of Ray (the names are NeMo-Run's), and their options of
 #: ``ray start``. The first three are the head's alone.
 HEAD_PORTS = {
@@ -46,87 +44,47 @@ class WrongSetting(Exception):
 
 
 class SidecarSpec(NamedTuple):
-    """A command that runs beside Ray for the whole job.
-
-    Attributes:
-        name: for messages and its log.
-        command: a line for ``bash``.
-        everywhere: on every node, or on the head's alone.
-        probe: what says that it is ready; ``None`` means at once.
-        env: added to the job's environment.
-    """
+    """A command that runs beside Ray for the whole job."""
 
     name: str
-    command: str
-    everywhere: bool = True
-    probe: Optional[ProbeSpec] = None
-    env: Mapping[str, str] = {}
+    command: str  # a line for bash
+    everywhere: bool = True  # on every node, or on the head's alone
+    probe: Optional[ProbeSpec] = None  # decides when it is ready; None: at once
+    env: Mapping[str, str] = {}  # added to the job's environment
 
 
 class Settings(NamedTuple):
-    """One node's part in the cluster. Times are in seconds.
+    """One node's part in the cluster. Times are in seconds."""
 
-    Attributes:
-        run: folder of this run, shared by all nodes.
-        logs: folder of the logs that people read.
-        log_prefix: of the logs' names.
-        cluster: folder of the Ray cluster, which outlives the run; empty where there is none.
-        job: Slurm's number of the job, and how often it was started again: ``12.0``.
-        rank: of this node; 0 is the head.
-        nodes: how many there are.
-        host: Slurm's name of this node.
-        hosts: Slurm's names of all nodes, by rank; empty when Slurm does not tell them.
-        cpus: that Ray may give away here.
-        worker_units: how many of NeMo-Run's ``worker_units`` this node is worth: its GPUs, or one.
-        temp_dir: Ray's folder on the node.
-        ports: that the user has set, by variable.
-        interface: of the network that Ray shall use; empty lets the nodes find out.
-        min_workers: with so many workers the cluster is ready.
-        start_limit_s: until the cluster must be ready.
-        share_limit_s: until every node must see the others' files.
-        fail_fast: whether the death of a worker ends the job.
-        pre_start: shell commands before Ray starts.
-        debugger: whether ``ray start`` gets ``--ray-debugger-external``.
-        log_sync_s: from one copy of Ray's logs to the next; ``None`` copies none.
-        ends_at: seconds since 1970 at which Slurm's time limit ends the job, or ``None``.
-        sidecars: that this program runs on this node.
-        companions: those of this node that a step of their own runs, in another container.
-        sandbox_ports: folder for the seeds' files of readiness; empty for none.
-        life: folder of the allocation, when a client has asked for it by the cluster's name.
-        idle_timeout_s: after which an allocation without a job ends; ``None`` for never.
-        renew: whether another allocation goes on with the dispatches of this one.
-        driver_gpus: whether the driver sees the head's GPUs.
-    """
-
-    run: str
-    logs: str
+    run: str  # folder of this run, shared by all nodes
+    logs: str  # folder of the logs that people read
     log_prefix: str
-    cluster: str
-    job: str
-    rank: int
+    cluster: str  # folder of the Ray cluster, which outlives the run; empty if there is none
+    job: str  # Slurm's number of the job, and how often Slurm restarted it: 12.0
+    rank: int  # 0 is the head
     nodes: int
-    host: str
-    hosts: Tuple[str, ...]
-    cpus: Optional[int]
-    worker_units: int
-    temp_dir: str
-    ports: Mapping[str, int]
-    interface: str = ""
-    min_workers: int = 0
-    start_limit_s: float = 600.0
-    share_limit_s: float = 60.0
-    fail_fast: bool = True
-    pre_start: str = ""
-    debugger: bool = False
-    log_sync_s: Optional[float] = None
-    ends_at: Optional[float] = None
-    sidecars: Tuple[SidecarSpec, ...] = ()
-    companions: Tuple[SidecarSpec, ...] = ()
-    sandbox_ports: str = ""
-    life: str = ""
-    idle_timeout_s: Optional[float] = None
-    renew: bool = False
-    driver_gpus: bool = False
+    host: str  # Slurm's name of this node
+    hosts: Tuple[str, ...]  # Slurm's names of all nodes, by rank; empty if unknown
+    cpus: Optional[int]  # that Ray may give away here
+    worker_units: int  # NeMo-Run's resource: the GPUs of this node, or 1
+    temp_dir: str  # Ray's folder on the node
+    ports: Mapping[str, int]  # that the user has set, by variable
+    interface: str = ""  # the network that Ray shall use; empty: the nodes find one
+    min_workers: int = 0  # with that many workers the cluster is ready
+    start_limit_s: float = 600.0  # until the cluster must be ready
+    share_limit_s: float = 60.0  # until every node must see the others' files
+    fail_fast: bool = True  # the death of a worker ends the job
+    pre_start: str = ""  # shell commands before Ray starts
+    debugger: bool = False  # for ``ray start --ray-debugger-external``
+    log_sync_s: Optional[float] = None  # between two copies of Ray's logs; None: no copies
+    ends_at: Optional[float] = None  # when Slurm's time limit ends the job, since the epoch
+    sidecars: Tuple[SidecarSpec, ...] = ()  # that this program runs on this node
+    separate_sidecars: Tuple[SidecarSpec, ...] = ()  # that the step beside runs on this node
+    sandbox_ports: str = ""  # folder for NeMo-RL's files of readiness
+    allocation: str = ""  # folder of the allocation, of a cluster that clients find by name
+    idle_timeout_s: Optional[float] = None  # without a job, until the allocation ends
+    renew: bool = False  # another allocation continues the dispatches of this one
+    driver_gpus: bool = False  # the driver sees the head's GPUs
 
     @property
     def is_head(self) -> bool:
@@ -135,9 +93,9 @@ class Settings(NamedTuple):
     def host_of(self, rank: int) -> str:
         return self.hosts[rank] if rank < len(self.hosts) else f"the node with rank {rank}"
 
-    def log(self, what: str) -> str:
+    def log(self, name: str) -> str:
         """The path of a log: ``head``, ``worker-03``, ``job``."""
-        return os.path.join(self.logs, f"{self.log_prefix}{what}.log")
+        return os.path.join(self.logs, f"{self.log_prefix}{name}.log")
 
     def sidecar_log(self, sidecar: SidecarSpec, rank: int, host: str) -> str:
         """The log of a sidecar on a node; a sandbox's is where NeMo-RL looks for it."""
@@ -163,10 +121,10 @@ def read(env: Mapping[str, str], temp_dir: str) -> Settings:
 
     Args:
         env: the environment of Slurm's task.
-        temp_dir: Ray's folder where the user names none.
+        temp_dir: Ray's folder unless the user names one.
 
     Raises:
-        WrongSetting: a value is not allowed, or Slurm's variables are not there.
+        WrongSetting: a value is not allowed, or Slurm's variables are missing.
     """
     rank, nodes = _number(env, "SLURM_PROCID"), _number(env, "SLURM_STEP_NUM_TASKS")
     if rank is None or nodes is None or not env.get(RUN):
@@ -174,10 +132,17 @@ def read(env: Mapping[str, str], temp_dir: str) -> Settings:
             "the variables SLURM_PROCID, SLURM_STEP_NUM_TASKS and NEMO_RUN_RAY_RUN are not all "
             "set; this program is started by `srun` in the job's script"
         )
-    own, companions = _sidecars(env), _companions(env)
-    _check_names([*own, *companions])
-    if env.get(COMPANION):
-        own, companions = [*companions], ()
+    sidecars, separate = _sidecars(env), _sandbox(env)
+    if not env.get("SANDBOX_CONTAINER"):
+        sidecars, separate = [*sidecars, *separate], []
+    names = repeated([sidecar.name for sidecar in (*sidecars, *separate)])
+    if names:
+        raise WrongSetting(f"two sidecars have the name {names[0]!r}; give each its own")
+    if env.get(SIDECAR_STEP):
+        sidecars, separate = separate, []
+    workers = nodes - 1
+    min_workers = _number(env, "NEMO_RUN_RAY_MIN_WORKERS", workers)
+    ports = {name: _port(env, name) for name in (*HEAD_PORTS, *NODE_PORTS)}
     return Settings(
         run=env[RUN],
         logs=env.get("LOG_DIR") or env[RUN],
@@ -191,34 +156,24 @@ def read(env: Mapping[str, str], temp_dir: str) -> Settings:
         cpus=_number(env, "SLURM_CPUS_ON_NODE"),
         worker_units=_gpus(env) or 1,
         temp_dir=env.get("RAY_TEMP_DIR") or temp_dir,
-        ports=_ports(env),
-        sidecars=tuple(sidecar for sidecar in own if sidecar.everywhere or rank == 0),
-        companions=companions,
-        sandbox_ports=env.get("SANDBOX_PORTS_DIR", ""),
+        ports={name: port for name, port in ports.items() if port is not None},
+        interface=env.get("NEMO_RUN_RAY_INTERFACE", ""),
+        min_workers=min(workers if min_workers is None else min_workers, workers),
+        start_limit_s=_number(env, "RAY_HEAD_START_TIMEOUT", 600) or 0.0,
+        share_limit_s=_number(env, "NEMO_RUN_RAY_SHARE_TIMEOUT", 60) or 0.0,
+        fail_fast=env.get("NEMO_RUN_RAY_FAIL_FAST", "1") != "0",
+        pre_start=env.get("NEMO_RUN_RAY_PRE_START", ""),
+        debugger=env.get("RAY_DEBUG") == "legacy",
+        log_sync_s=_number(env, "RAY_LOG_SYNC_FREQUENCY") or None,
         ends_at=_number(env, "SLURM_JOB_END_TIME"),
-        **_choices(env, nodes - 1),
+        sidecars=tuple(sidecar for sidecar in sidecars if sidecar.everywhere or rank == 0),
+        separate_sidecars=tuple(separate),
+        sandbox_ports=env.get("SANDBOX_PORTS_DIR", ""),
+        allocation=env.get(LIFE, ""),
+        idle_timeout_s=_number(env, IDLE_TIMEOUT),
+        renew=env.get(RENEW) == "1",
+        driver_gpus=env.get("NEMO_RUN_RAY_DRIVER_GPUS") == "1",
     )
-
-
-def _choices(env: Mapping[str, str], workers: int) -> Dict[str, Any]:
-    """What users may choose, where they have."""
-    least = _number(env, "NEMO_RUN_RAY_MIN_WORKERS")
-    start_limit = _number(env, "RAY_HEAD_START_TIMEOUT")
-    share_limit = _number(env, "NEMO_RUN_RAY_SHARE_TIMEOUT")
-    return {
-        "interface": env.get("NEMO_RUN_RAY_INTERFACE", ""),
-        "min_workers": workers if least is None else min(least, workers),
-        "start_limit_s": 600.0 if start_limit is None else float(start_limit),
-        "share_limit_s": 60.0 if share_limit is None else float(share_limit),
-        "fail_fast": env.get("NEMO_RUN_RAY_FAIL_FAST", "1") != "0",
-        "pre_start": env.get("NEMO_RUN_RAY_PRE_START", ""),
-        "debugger": env.get("RAY_DEBUG") == "legacy",
-        "log_sync_s": _number(env, "RAY_LOG_SYNC_FREQUENCY") or None,
-        "life": env.get(LIFE, ""),
-        "idle_timeout_s": _number(env, IDLE_TIMEOUT),
-        "renew": env.get(RENEW) == "1",
-        "driver_gpus": env.get("NEMO_RUN_RAY_DRIVER_GPUS") == "1",
-    }
 
 
 def job_of(env: Mapping[str, str]) -> str:
@@ -228,34 +183,32 @@ def job_of(env: Mapping[str, str]) -> str:
 
 def expand(nodelist: str) -> List[str]:
     """The names in Slurm's short form of a list: ``n[1-2,07],login`` is n1, n2, n07, login."""
-    found = [""]
+    prefixes = [""]
     names: List[str] = []
     for part in re.findall(r"\[[^]]*\]|[^\[\],]+|,", nodelist):
         if part == ",":
-            names += found
-            found = [""]
+            names += prefixes
+            prefixes = [""]
         else:
             ends = _numbers(part[1:-1]) if part.startswith("[") else [part]
-            found = [start + end for start in found for end in ends]
-    return [name for name in names + found if name]
+            prefixes = [prefix + end for prefix in prefixes for end in ends]
+    return [name for name in names + prefixes if name]
 
 
 def _numbers(ranges: str) -> List[str]:
-    found = []
+    numbers = []
     for part in ranges.split(","):
         first, _, last = part.partition("-")
-        numbers = range(int(first), int(last or first) + 1)
-        found += [f"{number:0{len(first)}d}" for number in numbers]
-    return found
+        for number in range(int(first), int(last or first) + 1):
+            numbers.append(f"{number:0{len(first)}d}")
+    return numbers
 
 
-def _number(env: Mapping[str, str], name: str) -> Optional[int]:
+def _number(env: Mapping[str, str], name: str, default: Optional[int] = None) -> Optional[int]:
     text = env.get(name, "").strip()
-    if not text:
-        return None
-    if not text.isdigit():
+    if text and not text.isdigit():
         raise WrongSetting(f"{name} is {text!r}; expected is a whole number from 0")
-    return int(text)
+    return int(text) if text else default
 
 
 def _port(env: Mapping[str, str], name: str) -> Optional[int]:
@@ -263,11 +216,6 @@ def _port(env: Mapping[str, str], name: str) -> Optional[int]:
     if port is not None and not 1 <= port <= 65535:
         raise WrongSetting(f"{name} is {port}; expected is a port from 1 to 65535")
     return port
-
-
-def _ports(env: Mapping[str, str]) -> Dict[str, int]:
-    found = {name: _port(env, name) for name in (*HEAD_PORTS, *NODE_PORTS)}
-    return {name: port for name, port in found.items() if port is not None}
 
 
 def _gpus(env: Mapping[str, str]) -> int:
@@ -280,25 +228,11 @@ def _gpus(env: Mapping[str, str]) -> int:
 
 
 def _sidecars(env: Mapping[str, str]) -> List[SidecarSpec]:
-    text = env.get(SIDECARS, "")
     try:
-        rows = json.loads(text) if text else []
-        found = [SidecarSpec(**{**row, "probe": _probe(row.get("probe"))}) for row in rows]
+        rows = json.loads(env.get(SIDECARS) or "[]")
+        return [SidecarSpec(**{**row, "probe": _probe(row.get("probe"))}) for row in rows]
     except (ValueError, TypeError) as error:
         raise WrongSetting(f"{SIDECARS} cannot be read: {error!r}") from error
-    if not env.get("SANDBOX_CONTAINER"):
-        found += _sandbox(env)
-    return found
-
-
-def _companions(env: Mapping[str, str]) -> Tuple[SidecarSpec, ...]:
-    return tuple(_sandbox(env)) if env.get("SANDBOX_CONTAINER") else ()
-
-
-def _check_names(sidecars: List[SidecarSpec]) -> None:
-    twice = repeated([sidecar.name for sidecar in sidecars])
-    if twice:
-        raise WrongSetting(f"two sidecars have the name {twice[0]!r}; give each its own")
 
 
 def repeated(names: List[str]) -> List[str]:
@@ -325,15 +259,15 @@ def _sandbox(env: Mapping[str, str]) -> List[SidecarSpec]:
         return []
     from ..spec import ProbeSpec
 
-    given: Dict[str, str] = {}
+    variables: Dict[str, str] = {}
     for pair in env.get("SANDBOX_ENV_VARS", "").split(","):
         name, equals, value = pair.strip().partition("=")
         if equals:
-            given[name] = value
+            variables[name] = value
         elif name and name in env:
-            given[name] = env[name]
+            variables[name] = env[name]
     port = _port(env, "NEMO_SKILLS_SANDBOX_PORT") or 6000
-    given["NGINX_PORT"] = str(port)
-    given["SANDBOX_WORKER_BASE_PORT"] = env.get("SANDBOX_BASE_PORT") or "6001"
+    variables["NGINX_PORT"] = str(port)
+    variables["SANDBOX_WORKER_BASE_PORT"] = env.get("SANDBOX_BASE_PORT") or "6001"
     probe = ProbeSpec(kind="port", port=port, timeout_s=600.0)
-    return [SidecarSpec(name=SANDBOX, command=command, probe=probe, env=given)]
+    return [SidecarSpec(name=SANDBOX, command=command, probe=probe, env=variables)]

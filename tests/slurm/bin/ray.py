@@ -126,7 +126,11 @@ class _Head:
     def _rows(self) -> list[dict[str, str]]:
         now = time.monotonic()
         return [
-            {"node_ip": address, "state": "ALIVE" if now - at < _SILENCE_S else "DEAD"}
+            {
+                "node_id": address,
+                "node_ip": address,
+                "state": "ALIVE" if now - at < _SILENCE_S else "DEAD",
+            }
             for address, at in self._heard.items()
         ]
 

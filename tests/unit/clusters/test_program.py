@@ -62,8 +62,7 @@ def test_every_module_finds_what_it_imports_and_is_compiled_once(files, zipped):
             for one in ast.walk(ast.parse(text))
             if isinstance(one, ast.ImportFrom) and one.level
         ]
-    assert f"{_PACKAGE}.slurm:from .worker import Worker" in statements
-    statements.append(f"{_PACKAGE}.slurm:from .byte_code import add_byte_code")  # as for --compile
+    assert f"{_PACKAGE}.slurm:from .head import Head" in statements
     compiled = _run(zipped, *statements)
     assert sorted(compiled) == sorted(set(compiled)), "each once"
     assert {f"{_PACKAGE}/{one}" for one in compiled} | {"__main__.py"} == set(files)
@@ -73,37 +72,7 @@ def test_what_no_node_runs_stays_here(files):
     assert not [one for one in files if "/array/" in one or "/group/" in one or "rundir" in one]
 
 
-def _add_byte_code(zipped: str) -> None:
-    words = [sys.executable, "-I", "-S", zipped, "--compile"]
-    done = subprocess.run(words, capture_output=True, text=True, env={}, check=False)
-    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
-
-
-@pytest.mark.parametrize("times", [1, 2])
-def test_with_its_byte_code_nothing_is_compiled(zipped, times):
-    every = f"{_PACKAGE}.slurm:from .head import Head"
-    assert "slurm/head.py" in _run(zipped, every)
-    for _ in range(times):
-        _add_byte_code(zipped)
-    assert _run(zipped, every) == []
-    assert {path.name for path in Path(zipped).parent.iterdir()} == {"node.pyz"}
-
-
-def test_the_byte_code_of_another_python_is_left_alone(zipped):
-    _add_byte_code(zipped)
-    with zipfile.ZipFile(zipped) as archive:
-        files = {name: archive.read(name) for name in archive.namelist()}
-    with zipfile.ZipFile(zipped, "w") as archive:
-        for name, data in files.items():
-            other = name.endswith(".pyc")
-            archive.writestr(name, b"\x01\x02\r\n" + data[4:] if other else data)
-    assert "slurm/settings.py" in _run(zipped)
-
-
-@pytest.mark.parametrize("compiled", [False, True], ids=["sources", "byte code"])
-def test_a_traceback_shows_where_it_happened(zipped, compiled):
-    if compiled:
-        _add_byte_code(zipped)
+def test_a_traceback_shows_where_it_happened(zipped):
     raising = "from .settings import read; read({}, None)"
     words = [sys.executable, "-I", "-S", "-c", _RUN, zipped, f"{_PACKAGE}.slurm:{raising}"]
     done = subprocess.run(words, capture_output=True, text=True, env={}, check=False)

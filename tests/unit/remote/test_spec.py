@@ -180,7 +180,7 @@ def test_a_task_starts_without_the_modules_of_dataclasses():
 
 def test_a_worker_on_slurm_starts_without_them_and_without_what_is_the_heads():
     """Dozens of nodes load it at the same moment, from the file system that they share."""
-    program = "import remote.slurm.__main__, remote.slurm.worker, sys; print(*sys.modules)"
+    program = "import remote.slurm.__main__, remote.slurm.node, sys; print(*sys.modules)"
     words = [sys.executable, "-S", "-c", program]
     package = Path(nemo_run_ray.__file__).parent
     done = subprocess.run(words, cwd=package, capture_output=True, text=True, check=True)

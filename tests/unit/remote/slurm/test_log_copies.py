@@ -10,8 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from nemo_run_ray.remote.slurm.commands import Commands
-from nemo_run_ray.remote.slurm.log_copies import LogCopies
+from nemo_run_ray.remote.slurm.processes import Commands, LogCopies
 from tests.conftest import wait_for
 
 

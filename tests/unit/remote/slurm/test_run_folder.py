@@ -4,11 +4,11 @@ import errno
 import os
 import subprocess
 
-from nemo_run_ray.remote.slurm.run_folder import (
+from nemo_run_ray.remote.slurm.folder import (
     LATE_ROUNDS,
     HeadAddress,
+    Heartbeats,
     NodeReport,
-    Pulse,
     RunEnd,
     RunFolder,
 )
@@ -25,7 +25,7 @@ def test_what_one_node_says_the_others_read(tmp_path):
     head.prepare()
     worker.prepare()
     report = NodeReport(host="n2", reached=("10.0.0.1",), ready=("box",))
-    worker.report(report)
+    worker.publish_report(report)
     assert head.reports() == {1: report}
     assert worker.head() is None
     head.publish_head(_HEAD)
@@ -37,11 +37,11 @@ def test_the_step_beside_speaks_for_its_sidecars(tmp_path):
     folder.prepare()
     beside = RunFolder(str(tmp_path / "beside"), 1)
     beside.prepare()
-    beside.report(NodeReport(host="n2", ready=("box",)))
+    beside.publish_report(NodeReport(host="n2", ready=("box",)))
     assert folder.reports() == {}, "the node itself has not begun"
-    folder.report(NodeReport(host="n2", address="a", ready=("own",)))
+    folder.publish_report(NodeReport(host="n2", address="a", ready=("own",)))
     assert folder.reports()[1] == NodeReport(host="n2", address="a", ready=("own", "box"))
-    beside.report(NodeReport(host="n2", failed="it died"))
+    beside.publish_report(NodeReport(host="n2", failed="it died"))
     assert folder.reports()[1].failed == "it died"
 
 
@@ -60,7 +60,7 @@ def test_a_file_that_cannot_be_read_now_is_looked_at_again(tmp_path, monkeypatch
     folder = RunFolder(str(tmp_path), 0)
     folder.prepare()
     folder.publish_head(_HEAD)
-    folder.report(NodeReport(host="n1"))
+    folder.publish_report(NodeReport(host="n1"))
 
     def stale(*_: object, **__: object) -> None:
         raise OSError(errno.ESTALE, "Stale file handle")
@@ -116,12 +116,12 @@ def test_a_beat_needs_no_room_on_the_disk(tmp_path):
 def test_a_beat_that_does_not_grow_is_a_death_after_some_rounds(tmp_path):
     folder = RunFolder(str(tmp_path), 1)
     folder.prepare()
-    pulse = Pulse()
+    heartbeats = Heartbeats()
     for _ in range(3):
         folder.beat()
-        assert pulse.round(folder.beats({1, 2}), {1, 2}) == set()
+        assert heartbeats.round(folder.beats({1, 2}), {1, 2}) == set()
     for _ in range(LATE_ROUNDS - 1):
-        assert pulse.round(folder.beats({1, 2}), {1, 2}) == set()
-    assert pulse.round(folder.beats({1, 2}), {1, 2}) == {1}
+        assert heartbeats.round(folder.beats({1, 2}), {1, 2}) == set()
+    assert heartbeats.round(folder.beats({1, 2}), {1, 2}) == {1}
     folder.beat()
-    assert pulse.round(folder.beats({1, 2}), {1, 2}) == set()
+    assert heartbeats.round(folder.beats({1, 2}), {1, 2}) == set()

@@ -5,7 +5,7 @@ import re
 import pytest
 
 from nemo_run_ray.remote.slurm.decide import ClusterReady, ClusterView, Wait, decide
-from nemo_run_ray.remote.slurm.run_folder import CLUSTER_FAILED, NodeReport, RunEnd
+from nemo_run_ray.remote.slurm.folder import CLUSTER_FAILED, NodeReport, RunEnd
 from nemo_run_ray.remote.slurm.settings import Settings, SidecarSpec
 
 _SETTINGS = Settings(

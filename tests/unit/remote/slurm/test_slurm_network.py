@@ -7,9 +7,15 @@ import socket
 import pytest
 
 from nemo_run_ray.remote.slurm import network
-from nemo_run_ray.remote.slurm.greeting import Greeting
-from nemo_run_ray.remote.slurm.network import Ports, head_addresses, listening, reached, way_to
-from nemo_run_ray.remote.slurm.run_folder import NodeReport
+from nemo_run_ray.remote.slurm.folder import NodeReport
+from nemo_run_ray.remote.slurm.network import (
+    AddressDiscovery,
+    Ports,
+    head_addresses,
+    listening,
+    reachable,
+    way_to,
+)
 from nemo_run_ray.remote.slurm.settings import WrongSetting
 
 
@@ -53,8 +59,8 @@ def test_claims_of_anybody_stop_no_cluster():
             claim = stack.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM))
             claim.bind(f"\0nemo_run_ray/block/{first}")
         ports = _choose({}, True, 7)
-        with contextlib.closing(Greeting(["a", "b"], 1, Ports({}, False, 0))) as greeting:
-            assert greeting.port
+        with contextlib.closing(AddressDiscovery(["a", "b"], 1, Ports({}, False, 0))) as discovery:
+            assert discovery.port
     services = [port for name, port in ports.items() if "WORKER" not in name]
     assert len(set(services)) == 9
 
@@ -109,7 +115,7 @@ def test_the_head_offers_what_its_name_resolves_to_first(monkeypatch):
 def test_what_takes_connections_is_reached():
     with socket.create_server(("127.0.0.2", 0)) as server:
         port = server.getsockname()[1]
-        assert reached(["127.0.0.3", "127.0.0.2"], port) == ["127.0.0.2"]
+        assert reachable(["127.0.0.3", "127.0.0.2"], port) == ["127.0.0.2"]
         assert listening("127.0.0.2", port)
     assert not listening("127.0.0.2", port)
     assert way_to("127.0.0.9") == "127.0.0.1"
@@ -120,25 +126,25 @@ def _report(host: str, *addresses: str) -> NodeReport:
 
 
 def test_the_address_that_every_worker_reaches_is_chosen():
-    greeting = Greeting(["a", "b", "c"], 2, Ports({}, False, 0))
-    assert network._FIRST <= greeting.port < network._kernels_first()
-    assert greeting.choose({0: NodeReport("n1"), 1: NodeReport("n2")}) is None
-    assert greeting.choose({1: _report("n2", "b", "c")}) is None, "another worker has not told"
+    discovery = AddressDiscovery(["a", "b", "c"], 2, Ports({}, False, 0))
+    assert network._FIRST <= discovery.port < network._kernels_first()
+    assert discovery.choose({0: NodeReport("n1"), 1: NodeReport("n2")}) is None
+    assert discovery.choose({1: _report("n2", "b", "c")}) is None, "another worker has not told"
     others = _choose({}, False, 0).values()
-    assert not any(greeting.port <= port < greeting.port + network._BLOCK for port in others)
-    assert greeting.choose({1: _report("n2", "b", "c"), 2: _report("n3", "a", "c")}) == "c"
-    assert greeting.port <= min(_choose({}, False, 0).values()), "its block is free again"
+    assert not any(discovery.port <= port < discovery.port + network._BLOCK for port in others)
+    assert discovery.choose({1: _report("n2", "b", "c"), 2: _report("n3", "a", "c")}) == "c"
+    assert discovery.port <= min(_choose({}, False, 0).values()), "its block is free again"
 
 
 def test_a_head_that_nobody_reaches_says_who_reaches_what():
-    greeting = Greeting(["a", "b"], 2, Ports({}, False, 0))
+    discovery = AddressDiscovery(["a", "b"], 2, Ports({}, False, 0))
     with pytest.raises(
         WrongSetting, match=r"n2 reaches a; n3 reaches none.*NEMO_RUN_RAY_INTERFACE"
     ):
-        greeting.choose({1: _report("n2", "a"), 2: _report("n3")})
+        discovery.choose({1: _report("n2", "a"), 2: _report("n3")})
 
 
 def test_one_address_needs_no_greeting():
     ports = Ports({}, False, 0)
-    assert Greeting(["a"], 5, ports).choose({}) == "a"
-    assert Greeting(["a", "b"], 0, ports).choose({}) == "a", "nobody has to reach it"
+    assert AddressDiscovery(["a"], 5, ports).choose({}) == "a"
+    assert AddressDiscovery(["a", "b"], 0, ports).choose({}) == "a", "nobody has to reach it"

@@ -7,7 +7,7 @@ import subprocess
 import pytest
 
 from nemo_run_ray.remote.slurm import settings
-from nemo_run_ray.remote.slurm.ray_start import ray_environment, with_pre_start
+from nemo_run_ray.remote.slurm.node import ray_environment, with_pre_start
 from nemo_run_ray.remote.slurm.settings import Settings, WrongSetting, expand
 
 _SLURM = {
@@ -148,9 +148,9 @@ def test_the_sandbox_of_nemo_rl():
 
 def test_a_sandbox_in_a_container_is_a_step_of_its_own():
     given = {"SANDBOX_COMMAND": "/start.sh", "SANDBOX_CONTAINER": "image"}
-    with_ray, beside = _read(**given), _read(**given, NEMO_RUN_RAY_COMPANION="1")
-    assert with_ray.sidecars == beside.companions == ()
-    assert with_ray.companions == beside.sidecars
+    with_ray, beside = _read(**given), _read(**given, NEMO_RUN_RAY_SIDECAR_STEP="1")
+    assert with_ray.sidecars == beside.separate_sidecars == ()
+    assert with_ray.separate_sidecars == beside.sidecars
     assert [one.name for one in beside.sidecars] == ["sandbox"]
 
 

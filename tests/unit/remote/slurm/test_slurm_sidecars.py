@@ -9,9 +9,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from nemo_run_ray.remote.slurm.commands import Command, Commands
+from nemo_run_ray.remote.slurm.processes import Command, Commands, Sidecars
 from nemo_run_ray.remote.slurm.settings import SidecarSpec
-from nemo_run_ray.remote.slurm.sidecars import Sidecars
 from nemo_run_ray.remote.spec import ProbeSpec
 from tests.conftest import wait_for
 from tests.unit.remote.slurm.test_slurm_decide import _SETTINGS
@@ -38,8 +37,8 @@ def sidecars(commands: Commands, folder: Path, command: str, *probe: str) -> Sid
         name="s", command=command, probe=ProbeSpec("command", command=probe, interval_s=0.05)
     )
     settings = _SETTINGS._replace(logs=str(folder), sidecars=(spec,))
-    found = Sidecars(settings, commands, os.environ)
-    found.start()
+    found = Sidecars(settings, commands)
+    found.start(os.environ)
     return found
 
 

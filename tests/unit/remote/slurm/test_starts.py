@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 
 from nemo_run_ray.remote.slurm import head as head_module
-from nemo_run_ray.remote.slurm import node, settings, worker
-from nemo_run_ray.remote.slurm.commands import Command
+from nemo_run_ray.remote.slurm import node, settings
+from nemo_run_ray.remote.slurm.folder import HeadAddress, NodeReport, RunEnd, RunFolder
 from nemo_run_ray.remote.slurm.head import Head
-from nemo_run_ray.remote.slurm.run_folder import HeadAddress, NodeReport, RunEnd, RunFolder
-from nemo_run_ray.remote.slurm.worker import Worker
+from nemo_run_ray.remote.slurm.node import Worker
+from nemo_run_ray.remote.slurm.processes import Command
 
 _HEAD = HeadAddress("127.0.0.1", 6379, 8265)
 
@@ -36,8 +36,8 @@ class _Commands:
 
 @pytest.fixture
 def commands(monkeypatch) -> _Commands:
-    monkeypatch.setattr(node, "_AGAIN_S", 0.0)
-    monkeypatch.setattr(worker, "LOOK_S", 0.0)
+    monkeypatch.setattr(node, "_RETRY_S", 0.0)
+    monkeypatch.setattr(node, "LOOK_S", 0.0)
     monkeypatch.setattr(head_module, "head_addresses", lambda *_: ["127.0.0.1"])
     monkeypatch.setattr(head_module, "listening", lambda *_: True)
     return _Commands()
@@ -45,7 +45,7 @@ def commands(monkeypatch) -> _Commands:
 
 @pytest.fixture
 def begin(tmp_path, commands) -> Iterator[Callable[..., Any]]:
-    """The program of a node, which has greeted the others."""
+    """The program of a node, which has announced itself to the others."""
     found: list[Any] = []
 
     def begin(kind: Any, rank: int, **variables: str) -> Any:
@@ -55,7 +55,7 @@ def begin(tmp_path, commands) -> Iterator[Callable[..., Any]]:
         folder = RunFolder(str(tmp_path), rank)
         folder.prepare()
         found.append(kind(read, folder, commands, {}))
-        found[-1].greet()
+        found[-1].announce()
         return found[-1]
 
     yield begin
@@ -115,7 +115,7 @@ def test_a_head_that_has_begun_gives_the_start_up_itself(begin):
     """It can say what it has waited for; a worker cannot."""
     one = begin(Worker, 1, RAY_HEAD_START_TIMEOUT="0")
     assert one.step().why == "no head was there within 0 s"
-    RunFolder(one.folder.path, 0).report(NodeReport("n1"))
+    RunFolder(one.folder.path, 0).publish_report(NodeReport("n1"))
     assert one.step() is None
 
 
@@ -132,7 +132,7 @@ def test_the_units_of_the_nodes_that_live_are_told_now(begin, tmp_path):
     head = begin(Head, 0)
     told = []
     for alive in ({"127.0.0.1"}, {"127.0.0.1", "10.0.0.1"}, {"127.0.0.1"}):
-        RunFolder(str(tmp_path), 1).report(NodeReport("n2", address="10.0.0.1"))
+        RunFolder(str(tmp_path), 1).publish_report(NodeReport("n2", address="10.0.0.1"))
         head.step()
         head._nodes.alive = frozenset(alive)
         head.step()

@@ -8,15 +8,15 @@ import sys
 
 import pytest
 
-from nemo_run_ray.remote.slurm import temp_dir
-from nemo_run_ray.remote.slurm.temp_dir import make_private, remove_stale, temp_dir_of
+from nemo_run_ray.remote.slurm import node
+from nemo_run_ray.remote.slurm.node import make_private, remove_stale, temp_dir_of
 
 #: A program that holds its folder until it is killed.
 _HOLDER = """
 import sys, time
-from nemo_run_ray.remote.slurm import temp_dir
-temp_dir._ROOT = sys.argv[1]
-held = temp_dir.make_private(temp_dir._private_of(sys.argv[2]))
+from nemo_run_ray.remote.slurm import node
+node._TEMP_ROOT = sys.argv[1]
+held = node.make_private(node._private_of(sys.argv[2]))
 print("held", flush=True)
 time.sleep(600)
 """
@@ -24,7 +24,7 @@ time.sleep(600)
 
 @pytest.fixture
 def root(tmp_path, monkeypatch):
-    monkeypatch.setattr(temp_dir, "_ROOT", str(tmp_path))
+    monkeypatch.setattr(node, "_TEMP_ROOT", str(tmp_path))
     return tmp_path
 
 

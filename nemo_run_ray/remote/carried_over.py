@@ -1,0 +1,176 @@
+"""Jobs that are carried over from an allocation of Slurm to the one that continues it.
+
+The head of an allocation keeps the job table of its Ray in a file, together with the rows that it
+was handed on itself, see ``slurm/carry.py``. The next run takes over the rows of dispatches from
+the newest run before it, so only one file is ever read::
+
+    <cluster>/
+        dispatches/<dispatcher's id>/
+            ids         ids of the dispatcher and of all its jobs, a line each
+            start.json  the request by which the dispatcher is started
+            _ray_pkg_…  the archives of the dispatch
+        lives/4/
+            renewed     this allocation continues the dispatches of the one before
+            run/871.0/  the files of a run, see ``slurm/folder.py``; ``871.1`` after a requeue
+                jobs.json
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Dict, Iterable, Iterator, List, Mapping, Set, Tuple
+
+from .attempts import first_id
+from .rows import JobRow, JobRows, job_rows
+from .states import is_active, is_pending
+from .variables import LIFE, RUN
+
+#: Names in the folder of a cluster, of an allocation and of a run.
+DISPATCHES, IDS, RENEWED, TABLE = "dispatches", "ids", "renewed", "jobs.json"
+START = "start.json"
+#: Ray's own error of a start that it gave up, which counts as no attempt.
+_NOT_STARTED = "JOB_SUPERVISOR_ACTOR_START_TIMEOUT"
+#: The error of a job that its allocation has ended, instead of Ray's.
+ALLOCATION_ENDED = "NEMO_RUN_RAY_ALLOCATION_ENDED"
+
+
+@dataclass(frozen=True)
+class PreviousRun:
+    """The files of a run that is over."""
+
+    table: str  # Ray's job table as JSON; empty if there was none
+    written_at: float  # seconds since the epoch, when the table was written last
+    why: str = ""  # why the run was over; empty if unknown
+    is_over: bool = True  # as far as anybody can know
+
+
+def rows_of(runs: Iterable[PreviousRun], kept: Set[str]) -> JobRows:
+    """The rows of kept dispatches after the end of their allocations.
+
+    Args:
+        runs: the first one first.
+        kept: first ids of the dispatches' dispatchers and jobs.
+    """
+    rows: Dict[str, JobRow] = {}
+    for run in runs:
+        with suppress(ValueError):
+            for row in job_rows(json.loads(run.table or "[]")):
+                name = str(row["submission_id"])
+                if first_id(name) in kept:
+                    rows[name] = _ended(row, run)
+    return rows
+
+
+def rows_before(allocation: str, run: str) -> JobRows:
+    """The rows of kept dispatches from before a run, read on one of its nodes.
+
+    Args:
+        allocation: folder of the allocation.
+        run: folder of the run.
+
+    Raises:
+        OSError: a file exists and cannot be read now. Without it, jobs would run again.
+    """
+    for folder in _runs_before(allocation, run):
+        path = os.path.join(folder, TABLE)
+        if exists(path):
+            with open(path, encoding="utf-8", errors="replace") as file:
+                table, written_at = file.read(), os.fstat(file.fileno()).st_mtime
+            why = ""
+            end = os.path.join(folder, "end.json")
+            with suppress(FileNotFoundError, ValueError), open(end, encoding="utf-8") as file:
+                why = str(json.load(file)["why"])
+            return rows_of([PreviousRun(table, written_at, why)], kept_ids(allocation))
+    return {}
+
+
+def rows_of_job(env: Mapping[str, str]) -> JobRows:
+    """The rows of kept dispatches from before the run of a job, by the job's environment.
+
+    Raises:
+        OSError: a file exists and cannot be read now.
+    """
+    allocation, run = env.get(LIFE), env.get(RUN)
+    return rows_before(allocation, run) if allocation and run else {}
+
+
+def carries_dispatches(allocation: str, run: str) -> bool:
+    """Whether a run continues the dispatches of those before it.
+
+    Raises:
+        OSError: the folders cannot be read now.
+    """
+    return exists(os.path.join(allocation, RENEWED)) or any(_runs_before(allocation, run))
+
+
+def kept_dispatches(allocation: str) -> List[str]:
+    """The folders of the dispatches that are kept for the cluster of an allocation.
+
+    Raises:
+        OSError: they cannot be read now.
+    """
+    folder = os.path.join(os.path.dirname(os.path.dirname(allocation)), DISPATCHES)
+    paths = (os.path.join(folder, name) for name in sorted(_names(folder)))
+    return [path for path in paths if exists(os.path.join(path, IDS))]
+
+
+def kept_ids(allocation: str) -> Set[str]:
+    """First ids of the dispatchers and jobs of all kept dispatches.
+
+    Raises:
+        OSError: they cannot be read now.
+    """
+    ids: Set[str] = set()
+    for folder in kept_dispatches(allocation):
+        with open(os.path.join(folder, IDS), encoding="utf-8") as file:
+            ids |= set(file.read().split())
+    return ids
+
+
+def exists(path: str) -> bool:
+    """Whether a file exists; one that cannot be looked for is not taken for missing."""
+    with suppress(FileNotFoundError, NotADirectoryError):
+        os.stat(path)
+        return True
+    return False
+
+
+def _ended(row: JobRow, run: PreviousRun) -> JobRow:
+    """A row without its Ray: a job that had not ended has ended with it."""
+    if not is_active(row) or not run.is_over:
+        return row
+    why = f": {run.why}" if run.why else ""
+    changes: Mapping[str, object] = {
+        "status": "FAILED",
+        "end_time": int(run.written_at * 1000),
+        "error_type": _NOT_STARTED if is_pending(row) else ALLOCATION_ENDED,
+        "message": f"its allocation of Slurm has ended{why}",
+    }
+    return {**row, **changes}  # type: ignore[typeddict-item]
+
+
+def _runs_before(allocation: str, run: str) -> Iterator[str]:
+    """The folders of the runs whose dispatches a run continues, the newest one first."""
+    own = os.path.basename(os.path.normpath(run))  # Slurm gives a number once
+    folder = allocation
+    while True:
+        for name in sorted(_names(os.path.join(folder, "run")), key=_numbers, reverse=True):
+            if name != own:
+                yield os.path.join(folder, "run", name)
+        if not exists(os.path.join(folder, RENEWED)):
+            return
+        parent, number = os.path.split(folder)
+        folder = os.path.join(parent, str(int(number) - 1))
+
+
+def _names(folder: str) -> List[str]:
+    with suppress(FileNotFoundError):
+        return os.listdir(folder)
+    return []
+
+
+def _numbers(name: str) -> Tuple[int, ...]:
+    return tuple(int(part) for part in name.split(".") if part.isdigit())

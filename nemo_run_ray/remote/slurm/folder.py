@@ -1,0 +1,370 @@
+"""The folder through which the nodes of a cluster communicate, and NeMo-Run's marker files.
+
+It lies on the file system that all nodes share. Every file has one writer and takes its name when
+it is complete, so that a reader sees a whole file or none. Clocks of nodes may differ by minutes:
+no time in a file is compared with a reader's clock.
+
+    job                 written by the job's script; a node that does not see it shares no folder
+    node.pyz            this program
+    token               Ray's token
+    command, workdir    the driver, a line for bash, and its folder; written after env.sh
+    driver_exit_code    of a driver that the job's script runs itself
+    nodes/3.json        the report of the node with rank 3
+    beside/             the folder of a step with sidecars in another container, which sees no more
+    beats/3             a number that grows while the program of rank 3 lives, written in place
+    addresses.json      addresses of the head, for the workers to try
+    head.json           addresses of Ray's GCS and dashboard, once the head's raylet is registered
+    ready.json          the same, once the cluster is ready
+    session             Ray's name of its session, in a named allocation
+    jobs.json           Ray's job table, in a named allocation; see ``../carried_over.py``
+    end.json            the exit code of the run that is over, and the reason
+    renews              the job's script submits the allocation that continues
+    exit_code           the number alone, for the job's script
+    script_failed       why the job's script cannot continue; the head ends the run then
+    env.sh              the variables of a driver, for shells; written once the cluster is ready
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import time
+from contextlib import suppress
+from typing import Any, Dict, List, Mapping, NamedTuple, Optional, Set, Tuple
+
+from ..files import replacing, write_file
+from .settings import Settings
+
+#: Seconds from one heartbeat to the next.
+BEAT_S = 3.0
+#: A node counts as dead after so many rounds without a new heartbeat. A round is ``BEAT_S`` or
+#: longer, by the reader's clock: a file system that stands still makes the rounds longer, not more.
+LATE_ROUNDS = 10
+#: Exit code of the job when the cluster, not the driver, has failed.
+CLUSTER_FAILED = 70
+#: NeMo-Run's file that ends the nodes.
+ENDED = "ENDED"
+#: Folder of the logs of jobs, in that of the run, and the kept part of each log.
+JOB_LOGS = "job_logs"
+_LOG_BYTES = 64 * 2**20
+#: Seconds for copying them: Slurm, and the job's script, wait for the head to end.
+_KEEP_S = 12.0
+
+
+class NodeReport(NamedTuple):
+    """The state of a node, as it reports it."""
+
+    host: str  # Slurm's name of the node
+    reached: Optional[Tuple[str, ...]] = None  # the head's addresses that this worker reached
+    address: str = ""  # of its Ray; empty until that starts
+    ready: Tuple[str, ...] = ()  # names of its sidecars that are ready
+    failed: str = ""  # why it cannot continue
+    log: str = ""  # path of the log that says more
+    retried: str = ""  # how its last ``ray start`` has ended, while another one is tried
+    left: bool = False  # it has ended all its processes
+
+
+class HeadAddresses(NamedTuple):
+    """Addresses of the head, before it is known which of its networks is the right one."""
+
+    addresses: Tuple[str, ...]  # the likeliest first
+    port: int  # takes connections for the test; 0 if there is only one address
+
+
+class HeadAddress(NamedTuple):
+    """The address of the head's Ray."""
+
+    address: str
+    port: int
+    dashboard_port: int
+    #: Counts the starts of Ray on the head. Workers of an earlier start belong to a Ray that is
+    #: gone, also if the ports are the same.
+    start: int = 1
+
+    @property
+    def gcs(self) -> str:
+        return f"{self.address}:{self.port}"
+
+    @property
+    def dashboard(self) -> str:
+        return f"http://{self.address}:{self.dashboard_port}"
+
+
+class RunEnd(NamedTuple):
+    """The end of a run."""
+
+    code: int  # the job's exit code
+    why: str
+    renews: bool = False  # another allocation continues with its dispatches
+
+
+class RunFolder:
+    """One run's folder, as one node reads and writes it."""
+
+    def __init__(self, path: str, rank: int) -> None:
+        self.path = path
+        self._rank = rank
+        self._beats = 0
+
+    def is_shared(self) -> bool:
+        """Whether this node sees the file that the job's script has written."""
+        return os.path.isfile(self.file("job"))
+
+    def prepare(self) -> None:
+        for name in ("nodes", "beats"):
+            os.makedirs(self.file(name), exist_ok=True)
+
+    def publish_report(self, report: NodeReport) -> None:
+        self._write(os.path.join("nodes", f"{self._rank}.json"), report._asdict())
+
+    def reports(self) -> Dict[int, NodeReport]:
+        """The reports of all nodes, with their sidecars in a step of their own, by rank."""
+        reports = self._reports("nodes")
+        for rank, beside in self._reports(os.path.join("beside", "nodes")).items():
+            if rank in reports:
+                own = reports[rank]
+                ready, failed = (*own.ready, *beside.ready), own.failed or beside.failed
+                reports[rank] = own._replace(ready=ready, failed=failed)
+        return reports
+
+    def report_of(self, rank: int) -> Optional[NodeReport]:
+        return self._report(os.path.join("nodes", f"{rank}.json"))
+
+    def _report(self, name: str) -> Optional[NodeReport]:
+        row = self._read(name)
+        if row is None:
+            return None
+        tuples = {key: tuple(value) for key, value in row.items() if isinstance(value, list)}
+        return NodeReport(**{**row, **tuples})
+
+    def _reports(self, folder: str) -> Dict[int, NodeReport]:
+        reports = {}
+        for name in self._names(folder):
+            rank, _, end = name.partition(".")
+            if rank.isdigit() and end == "json":
+                report = self._report(os.path.join(folder, name))
+                if report is not None:
+                    reports[int(rank)] = report
+        return reports
+
+    def beat(self) -> None:
+        """Show that this node's program lives.
+
+        The file is overwritten in place, which needs no room on a full disk. A reader looks for
+        another text, and half of one is another one too.
+        """
+        self._beats += 1
+        file = os.open(self.file("beats", str(self._rank)), os.O_WRONLY | os.O_CREAT, 0o600)
+        try:
+            os.pwrite(file, b"%012d" % self._beats, 0)
+        finally:
+            os.close(file)
+
+    def beats(self, ranks: Set[int]) -> Dict[int, str]:
+        """The last heartbeats of these nodes, of those that have one."""
+        beats = {}
+        for rank in ranks:
+            with suppress(OSError), open(self.file("beats", str(rank))) as file:
+                beats[rank] = file.read()
+        return beats
+
+    def publish_addresses(self, addresses: HeadAddresses) -> None:
+        """Let the workers try which of the head's addresses they reach."""
+        self._write("addresses.json", addresses._asdict())
+
+    def addresses(self) -> Optional[HeadAddresses]:
+        row = self._read("addresses.json")
+        return None if row is None else HeadAddresses(tuple(row["addresses"]), row["port"])
+
+    def publish_head(self, head: HeadAddress) -> None:
+        """Let the workers join."""
+        self._write("head.json", head._asdict())
+
+    def head(self) -> Optional[HeadAddress]:
+        row = self._read("head.json")
+        return None if row is None else HeadAddress(**row)
+
+    def publish_ready(
+        self, head: HeadAddress, env: Mapping[str, str], names: Mapping[str, str]
+    ) -> None:
+        """Let a driver start. ``ready.json`` comes last: whoever sees it finds the rest.
+
+        Args:
+            head: the address of the cluster.
+            env: variables that a driver needs.
+            names: those that NeMo-Run's script has for commands, and does not export.
+        """
+        import shlex  # no node needs it to start
+
+        lines = ["unset RAY_AUTH_TOKEN"]  # one of another cluster's
+        lines += [f"export {name}={shlex.quote(value)}" for name, value in env.items()]
+        lines += [f"{name}={shlex.quote(value)}" for name, value in names.items()]
+        lines += [f"head_node_ip={head.address}", f"ip_head={head.gcs}", ""]
+        write_file(self.file("env.sh"), "\n".join(lines))
+        self._write("ready.json", head._asdict())
+
+    def is_ready(self) -> bool:
+        """Whether the cluster has been ready."""
+        return os.path.isfile(self.file("ready.json"))
+
+    def end(self) -> Optional[RunEnd]:
+        row = self._read("end.json")
+        return None if row is None else RunEnd(**row)
+
+    def publish_end(self, end: RunEnd) -> RunEnd:
+        """Publish that the run is over, unless an end is published; the end that counts."""
+        published = self.end()
+        if published is not None:
+            return published
+        if end.renews:
+            write_file(self.file("renews"), "")
+        self._write("end.json", end._asdict())
+        write_file(self.file("exit_code"), f"{end.code}\n")
+        return end
+
+    def text(self, name: str) -> Optional[str]:
+        """The content of a file of the job's script; ``None`` while it does not exist."""
+        self._names("")
+        try:
+            with open(self.file(name), encoding="utf-8", errors="surrogateescape") as file:
+                return file.read()
+        except OSError:
+            return None
+
+    def file(self, *names: str) -> str:
+        return os.path.join(self.path, *names)
+
+    def _names(self, folder: str) -> List[str]:
+        """The names of the files in a folder.
+
+        To look at the folder is also how a new file is seen soon: NFS remembers for up to a minute
+        that a file does not exist, unless its folder has changed.
+        """
+        try:
+            return os.listdir(self.file(folder))
+        except OSError:
+            return []
+
+    def _write(self, name: str, row: Dict[str, Any]) -> None:
+        write_file(self.file(name), json.dumps(row))
+
+    def _read(self, name: str) -> Optional[Dict[str, Any]]:
+        if os.sep not in name:
+            self._names("")
+        try:
+            with open(self.file(name), encoding="utf-8") as file:
+                row = json.load(file)
+        except (OSError, ValueError):  # missing, or replaced meanwhile: the next look sees it
+            return None
+        return row if isinstance(row, dict) else None
+
+
+class Heartbeats:
+    """Finds the nodes that have shown no life for long, by this reader's own rounds."""
+
+    def __init__(self) -> None:
+        self._last: Dict[int, str] = {}
+        self._missed: Dict[int, int] = {}
+
+    def round(self, beats: Dict[int, str], ranks: Set[int]) -> Set[int]:
+        """Look once, at least ``BEAT_S`` after the last time; the nodes that count as dead."""
+        for rank in ranks:
+            if beats.get(rank) != self._last.get(rank, beats.get(rank)):
+                self._missed[rank] = 0
+            else:
+                self._missed[rank] = self._missed.get(rank, 0) + (rank in self._last)
+            if rank in beats:
+                self._last[rank] = beats[rank]
+        return {rank for rank in ranks if self._missed.get(rank, 0) >= LATE_ROUNDS}
+
+
+class NemoRunMarkerFiles:
+    """The files by which NeMo-Run's programs see a cluster: beside its logs, and in its folder.
+
+    The next job of the same cluster has files of the same names.
+
+    Args:
+        settings: of the head.
+    """
+
+    def __init__(self, settings: Settings) -> None:
+        self._settings = settings
+        self._units: Optional[int] = None
+        self._info = os.path.join(settings.cluster, "ray_cluster_info.json")
+
+    def write_started(self) -> None:
+        """Mark that Ray's GCS listens."""
+        write_file(os.path.join(self._settings.logs, "STARTED_RAY_HEAD"), "")
+
+    def write_units(self, units: int) -> None:
+        """Write the number of ``worker_units``, which people and NeMo-RL's scripts watch."""
+        if units != self._units:
+            with suppress(OSError):  # the next turn tries again
+                write_file(os.path.join(self._settings.logs, "ray_worker_units"), f"{units}\n")
+                self._units = units
+
+    def write_ready(self, head: HeadAddress) -> None:
+        """Write the address of a cluster that can be used."""
+        if self._settings.cluster:
+            # NeMo-Run reads this file, and takes its presence for readiness.
+            row = {
+                "head_ip": head.address,
+                "dashboard_port": str(head.dashboard_port),
+                "port": str(head.port),
+                "job": self._settings.job,
+            }
+            write_file(self._info, json.dumps(row, indent=2) + "\n")
+
+    def is_ended_by_user(self) -> bool:
+        """Whether a user has asked for the end of this run.
+
+        A file that names another run was written at the end of that run. It may be the run of the
+        job before, which Slurm still completes while this one has its nodes.
+        """
+        try:
+            with open(os.path.join(self._settings.logs, ENDED), encoding="utf-8") as file:
+                text = file.read().strip()
+        except (OSError, ValueError):
+            return False
+        return text == self._settings.job or not re.fullmatch(r"\d+\.\d+", text)
+
+    def remove_ready(self) -> None:
+        """Remove the file by which the cluster is found, unless it is another job's by now."""
+        with suppress(OSError, ValueError, KeyError, TypeError):
+            with open(self._info, encoding="utf-8") as file:
+                is_own = json.load(file)["job"] == self._settings.job
+            if is_own:
+                os.unlink(self._info)
+
+    def write_ended(self) -> None:
+        """Mark that this run has ended all its processes."""
+        with suppress(OSError):
+            write_file(os.path.join(self._settings.logs, ENDED), f"{self._settings.job}\n")
+
+
+def keep_job_logs(temp_dir: str, target: str) -> None:
+    """Keep the logs of Ray's jobs, the newest first, of long ones the end.
+
+    Logs that cannot be copied within some seconds are left out: Slurm ends this program soon.
+
+    Args:
+        temp_dir: Ray's folder on this node.
+        target: a folder that is shared by the nodes.
+    """
+    import glob  # no node needs it to start
+    import shutil
+
+    deadline = time.monotonic() + _KEEP_S
+    paths = glob.glob(os.path.join(temp_dir, "session_2*", "logs", "job-driver-*.log"))
+    with suppress(OSError):  # one is removed meanwhile
+        paths.sort(key=os.path.getmtime, reverse=True)
+    for path in paths:
+        if time.monotonic() >= deadline:
+            return
+        with suppress(OSError):
+            os.makedirs(target, exist_ok=True)
+            copy = os.path.join(target, os.path.basename(path))
+            with open(path, "rb") as log, replacing(copy) as file:
+                log.seek(max(0, os.fstat(log.fileno()).st_size - _LOG_BYTES))
+                shutil.copyfileobj(log, file)

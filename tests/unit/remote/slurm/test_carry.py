@@ -1,0 +1,498 @@
+"""When a named allocation ends, and how the next one continues its dispatches."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from nemo_run_ray.remote.attempts import attempt_of_row
+from nemo_run_ray.remote.carried_over import (
+    DISPATCHES,
+    TABLE,
+    PreviousRun,
+    carries_dispatches,
+    kept_dispatches,
+    rows_before,
+    rows_of,
+)
+from nemo_run_ray.remote.dashboard import LOG_FILE, DashboardClient
+from nemo_run_ray.remote.dispatch.retries import is_settled
+from nemo_run_ray.remote.dispatch.time_left import TimeLeft, time_left
+from nemo_run_ray.remote.end_record import EndRecord, lock_of, proof_of
+from nemo_run_ray.remote.rows import LOCK_KEY, NONCE_KEY
+from nemo_run_ray.remote.slurm.carry import (
+    KEEP,
+    RELEASED,
+    STOP,
+    USERS,
+    Allocation,
+    CarriedDispatches,
+)
+from nemo_run_ray.remote.slurm.folder import CLUSTER_FAILED, RunEnd, RunFolder
+from nemo_run_ray.remote.states import JobState, Reason
+from tests.fake_ray import EXIT_CODE_IS_LOST
+from tests.http_server import Handler, serving
+from tests.unit.remote.slurm.test_slurm_decide import _SETTINGS
+
+_DONE = {"submission_id": "a", "status": "SUCCEEDED"}
+_DISPATCHER = {"submission_id": "d", "status": "RUNNING"}
+
+
+class Dashboard(Handler):
+    """Ray's answers. It refuses as often as a test says, and knows the ids that it has."""
+
+    rows: list
+    seen: list
+    taken: set
+    refusals: dict
+    protocol_version = "HTTP/1.0"  # no connection stays open
+
+    def answer(self) -> None:
+        data = self.body()
+        self.seen.append((self.command, self.path, data))
+        if self.refusals.get(self.path, 0):
+            self.refusals[self.path] -= 1
+            return self.send(500, "not yet")
+        if self.path == "/api/version":
+            return self.send(200, json.dumps({"session_name": "session_1"}))
+        if self.path.startswith(LOG_FILE):
+            record = EndRecord(0, "NONE", "exit code 0", proof=proof_of("key", 0))
+            return self.send(200, f"words\n{record.line('a' * 16)}")
+        if self.command == "POST" and json.loads(data)["submission_id"] in self.taken:
+            return self.send(500, "Job with submission_id d@2 already exists.")
+        return self.send(200, json.dumps(self.rows))
+
+
+class World:
+    """The second allocation of a cluster with one chain: the dispatcher d, the jobs a and b."""
+
+    def __init__(self, folder: Path, fields: dict) -> None:
+        self.dispatch = folder / DISPATCHES / "d"
+        self.dispatch.mkdir(parents=True)
+        (self.dispatch / "ids").write_text("d\na\nb\n")
+        body = {"submission_id": "d", "entrypoint": "run @submission_id@", "metadata": {"k": "v"}}
+        start = {"body": body, "archives": ["x.zip"]}
+        (self.dispatch / "start.json").write_text(json.dumps(start))
+        (self.dispatch / "x.zip").write_bytes(b"code")
+        self.previous = folder / "lives/1/run/7.0"
+        self.path = folder / "lives/2"
+        self.run = self.path / "run/8.0"
+        for path in (self.previous, self.run, self.path / USERS):
+            path.mkdir(parents=True)
+        (self.path / "renewed").touch()
+        self.table = self.previous / TABLE
+        cancel = {"submission_id": "d@cancel", "status": "SUCCEEDED"}
+        self.table.write_text(json.dumps([_DONE, _DISPATCHER, cancel]))
+        self.rows: list = fields["rows"]
+        self.seen: list = fields["seen"]
+        self.taken: set = fields["taken"]
+        self.refusals: dict[str, int] = fields["refusals"]
+        self.dashboard = DashboardClient(fields["url"], lambda: "t" * 64)
+        self.now = 0.0
+
+    def settings(self, **fields):
+        paths = {"allocation": str(self.path), "run": str(self.run)}
+        return _SETTINGS._replace(**{**paths, "renew": True, "ends_at": 10_000, **fields})
+
+    def allocation(self, at: float = 9_000.0, **fields) -> Allocation:
+        """At a time since the epoch, after it has read the table of the run before."""
+        settings = self.settings(**fields)
+        found = Allocation(settings, lambda: self.now, lambda: at + self.now)
+        found._dispatches.step(self.dashboard)
+        return found
+
+    def dispatches(self) -> CarriedDispatches:
+        return CarriedDispatches(self.settings(), lambda: self.now)
+
+    def steps(self, dispatches: CarriedDispatches, count: int = 1000) -> None:
+        """Step until it is done, at most so often, with the pause after a failure."""
+        for _ in range(count):
+            if dispatches.is_busy:
+                self.now += 5.0
+                dispatches.step(self.dashboard)
+
+
+@pytest.fixture
+def world(tmp_path) -> Iterator[World]:
+    fields: dict = {"rows": [], "seen": [], "taken": set(), "refusals": {}}
+    with serving(Dashboard, **fields) as url:
+        yield World(tmp_path, {**fields, "url": url})
+
+
+class TestEndWithoutUsers:
+    """An allocation that is idle for at most 60 s."""
+
+    @pytest.fixture
+    def why_after(self, world):
+        allocation = world.allocation(renew=False, ends_at=None, idle_timeout_s=60)
+        allocation._dispatches._waiting = []
+
+        def after(seconds: float) -> str:
+            world.now += seconds
+            end = allocation.step(world.dashboard)
+            assert end is None or end == RunEnd(0, end.why)
+            return "" if end is None else end.why
+
+        after.allocation = allocation
+        return after
+
+    def test_it_ends_after_its_idle_timeout(self, world, why_after):
+        assert why_after(6) == ""
+        assert why_after.allocation.session == "session_1"
+        world.rows.append({"submission_id": "one", "status": "RUNNING"})
+        assert why_after(100) == ""
+        world.rows[0]["status"] = "SUCCEEDED"
+        assert why_after(6) == ""
+        assert why_after(59) == ""
+        assert why_after(6) == "no job has run for 60 s"
+        assert json.loads((world.run / TABLE).read_text())[-1] == world.rows[0]
+
+    def test_a_late_user_has_time_to_submit(self, world, why_after):
+        why_after(6)
+        assert why_after(50) == ""
+        (world.path / USERS / "late").touch()
+        assert why_after(30) == ""
+        assert why_after(50) == ""
+        assert why_after(30) == "no job has run for 60 s"
+
+    def test_it_ends_when_the_last_user_has_left(self, world, why_after):
+        user = world.path / USERS / "me"
+        user.touch()
+        why_after(6)
+        assert why_after(6) == ""
+        user.unlink()
+        assert why_after(6) == "", "nobody has released it"
+        (world.path / RELEASED).touch()
+        (world.path / KEEP).touch()
+        assert why_after(6) == ""
+        (world.path / KEEP).unlink()
+        assert why_after(6) == "its last user has left, and no job runs"
+
+    def test_a_folder_that_cannot_be_read_ends_nothing(self, world, why_after):
+        why_after(6)
+        (world.path / RELEASED).touch()
+        (world.path / USERS).rmdir()
+        (world.path / STOP).mkdir()
+        assert why_after(6) == ""
+        assert why_after.allocation.stop_reason() == ""
+
+    def test_it_is_not_idle_before_its_chains_continue(self, world, why_after):
+        why_after.allocation._dispatches._waiting = None
+        world.table.unlink()
+        world.table.mkdir()
+        why_after(6)
+        assert why_after(100) == ""
+
+    def test_a_client_stops_it_without_slurm(self, world, why_after):
+        """Slurm's controller may be away when `nemo-run-ray down` asks it."""
+        stop_reason = why_after.allocation.stop_reason
+        assert stop_reason() == ""
+        (world.path / STOP).write_text("it was ended by `nemo-run-ray down`\n")
+        assert stop_reason() == "", "the folder is not read in every turn"
+        for seconds in (5, 1):
+            world.now += seconds
+            assert stop_reason() == "it was ended by `nemo-run-ray down`"
+
+
+def test_the_kept_table_has_the_end_that_ray_has_lost(world):
+    lost = {"submission_id": "one", "driver_node_id": "n1"}
+    lost["metadata"] = {NONCE_KEY: "a" * 16, LOCK_KEY: lock_of(proof_of("key", 0))}
+    world.rows.append({**lost, **EXIT_CODE_IS_LOST})
+    world.allocation().keep_last_table(world.dashboard, RunEnd(0, "its walltime is over", True))
+    row = json.loads((world.run / TABLE).read_text())[-1]
+    assert (row["status"], row["driver_exit_code"]) == ("SUCCEEDED", 0)
+
+
+@pytest.mark.parametrize(("refusals", "is_kept"), [(0, True), (2, True), (3, False)])
+def test_the_last_table_is_asked_for_three_times(world, capfd, refusals, is_kept):
+    world.refusals["/api/jobs/"] = refusals
+    world.allocation().keep_last_table(world.dashboard, RunEnd(0, "its walltime is over", True))
+    assert (world.run / TABLE).exists() == is_kept
+    assert ("does not answer with its job table" in capfd.readouterr().out) == (not is_kept)
+
+
+@pytest.mark.parametrize(
+    ("at", "is_idle", "fields", "rows", "why"),
+    [
+        (9_899.0, False, {}, [_DISPATCHER, _DONE], ""),
+        # A tenth of its time before the walltime, at most 120 s.
+        (9_900.0, False, {}, [_DISPATCHER, _DONE], "its walltime is over"),
+        (9_999.0, False, {"renew": False}, [_DISPATCHER, _DONE], ""),
+        (9_999.0, False, {"ends_at": None}, [_DISPATCHER, _DONE], ""),
+        # No job of the chain was started in this run.
+        (9_999.0, False, {}, [_DISPATCHER], ""),
+        (9_999.0, False, {}, [_DISPATCHER, {"submission_id": "b", "status": "PENDING"}], ""),
+        (9_999.0, False, {}, [_DISPATCHER, {"submission_id": "other", "status": "RUNNING"}], ""),
+        # The chain is decided.
+        (9_999.0, False, {}, [_DONE, {"submission_id": "d", "status": "SUCCEEDED"}], ""),
+        (
+            9_999.0,
+            False,
+            {},
+            [{"submission_id": "d@3", "status": "FAILED", "driver_exit_code": 8}],
+            "",
+        ),
+        # Its dispatcher had no time for the remaining jobs.
+        (
+            9_000.0,
+            True,
+            {},
+            [_DONE, {"submission_id": "d", "status": "FAILED", "driver_exit_code": 9}],
+            "the remaining jobs need more time than it has",
+        ),
+        (
+            9_000.0,
+            False,
+            {},
+            [_DONE, {"submission_id": "d", "status": "FAILED", "driver_exit_code": 9}],
+            "",
+        ),
+        # A dispatcher that died gives no idle allocation back before its walltime.
+        (
+            9_000.0,
+            True,
+            {},
+            [_DONE, {"submission_id": "d", "status": "FAILED", "driver_exit_code": 3}],
+            "",
+        ),
+        (
+            9_999.0,
+            True,
+            {},
+            [_DONE, {"submission_id": "d", "status": "FAILED", "driver_exit_code": 3}],
+            "its walltime is over",
+        ),
+    ],
+)
+def test_when_the_next_allocation_continues(world, at, is_idle, fields, rows, why):
+    allocation = world.allocation(**fields)
+    world.now = at - 9_000.0
+    assert allocation.renewal(rows, is_idle) == (RunEnd(0, why, True) if why else None)
+
+
+def test_a_chain_that_gained_nothing_is_not_carried_over_again(world):
+    late = [{"submission_id": "d", "status": "FAILED", "driver_exit_code": 9}]
+    first = world.table.read_text()
+    world.table.write_text("[]")
+    assert world.allocation().renewal(late, True).renews, "it came too late for this one"
+    world.table.write_text(first)
+    rows = [{"submission_id": "d@2", "status": "FAILED", "driver_exit_code": 9}]
+    assert world.allocation().renewal(rows, True) is None, "it has had all of its time"
+    rows.append({"submission_id": "b", "status": "FAILED"})
+    assert world.allocation().renewal(rows, True).renews
+
+
+def test_a_signal_before_the_walltime_ends_the_allocation(world):
+    allocation = world.allocation()
+    (world.run / "signalled").touch()
+    assert allocation.renewal([_DONE, _DISPATCHER], False).renews
+    end = allocation.renewal([{"submission_id": "d", "status": "SUCCEEDED"}], False)
+    assert (end.code, end.renews) == (CLUSTER_FAILED, False)
+    assert "SIGUSR1" in end.why
+
+
+def test_a_decided_chain_keeps_only_its_ids(world):
+    allocation = world.allocation(9_999.0)
+    assert allocation.renewal([_DISPATCHER, _DONE], False) is not None
+    rows = [_DONE, {"submission_id": "d", "status": "SUCCEEDED"}]
+    assert allocation.renewal(rows, False) is None
+    assert [path.name for path in world.dispatch.iterdir()] == ["ids"]
+
+
+def test_a_ray_that_does_not_come_up_is_tried_once_more(world):
+    """One bad node must not end a chain of days; two in a row do."""
+    assert not world.allocation().may_try_again()
+    (world.previous / "ready.json").write_text("{}")
+    assert world.allocation().may_try_again()
+    assert not world.allocation(renew=False).may_try_again()
+    (world.path / "renewed").unlink()
+    assert not world.allocation().may_try_again(), "its user waits for it, and sees the error"
+
+
+def test_a_dispatcher_knows_when_its_allocation_ends(world):
+    env = world.allocation().ray_env()
+    assert time_left(env, 9_100.0) == TimeLeft(800.0, 870.0, True)
+    env = world.allocation(renew=False).ray_env()
+    assert time_left(env, 9_100.0) == TimeLeft(900.0, 970.0, False)
+    assert world.allocation(ends_at=None).ray_env() == {}
+    assert Allocation(world.settings(allocation="")).ray_env() == {}, "NeMo-Run's own cluster"
+
+
+def test_a_file_tells_the_jobs_script_to_renew(tmp_path):
+    folder = RunFolder(str(tmp_path), 0)
+    folder.publish_end(RunEnd(0, "its walltime is over", True))
+    assert (tmp_path / "renews").exists()
+    assert folder.end() == RunEnd(0, "its walltime is over", True)
+
+
+@pytest.mark.parametrize("is_taken", [False, True], ids=["free", "started by a client"])
+def test_its_dispatcher_is_started_once(world, is_taken):
+    world.taken |= {"d@2"} if is_taken else set()
+    world.refusals.update({"/api/packages/gcs/x.zip": 1, "/api/jobs/": 1})
+    dispatches = world.dispatches()
+    world.steps(dispatches, 9)
+    assert not dispatches.is_busy
+    posts = [json.loads(data) for method, _, data in world.seen if method == "POST"]
+    assert [post["submission_id"] for post in posts] == ["d@2", "d@2"], "the first was refused"
+    assert posts[0]["entrypoint"] == "run d@2"
+    puts = [data for method, _, data in world.seen if method == "PUT"]
+    assert puts == [b"code", b"code"], "the first was refused"
+
+
+def test_a_step_makes_one_request_and_pauses_after_a_failure(world, capfd):
+    world.refusals["/api/packages/gcs/x.zip"] = 2
+    dispatches = world.dispatches()
+    for count in (0, 1, 1, 1):
+        dispatches.step(world.dashboard)
+        assert len(world.seen) == count
+    world.now += 5.0
+    dispatches.step(world.dashboard)
+    assert len(world.seen) == 2
+    printed = capfd.readouterr().out
+    assert printed.count("The chain d cannot continue yet") == 1
+    assert "t" * 64 not in printed
+
+
+def _no_start(world: World) -> None:
+    (world.dispatch / "start.json").unlink()
+
+
+def _no_table(world: World) -> None:
+    world.table.unlink()
+    world.table.mkdir()
+
+
+@pytest.mark.parametrize(
+    ("spoil", "message"),
+    [(_no_start, "and is given up"), (_no_table, "none of them continues here")],
+)
+def test_a_chain_that_cannot_continue_is_given_up(world, capfd, spoil, message):
+    spoil(world)
+    dispatches = world.dispatches()
+    world.steps(dispatches)
+    assert not dispatches.is_busy
+    assert world.seen == []
+    printed = capfd.readouterr().out
+    assert printed.count(" yet: ") == 1
+    assert message in printed
+
+
+def test_an_earlier_table_that_cannot_be_read_is_read_later(world):
+    """Until then no table is kept: the next run would read one without the earlier rows."""
+    text = world.table.read_text()
+    _no_table(world)
+    allocation = world.allocation()
+    allocation.keep_table(world.dashboard)
+    assert not (world.run / TABLE).exists()
+    world.table.rmdir()
+    world.table.write_text(text)
+    world.steps(allocation._dispatches, 9)
+    assert not allocation._dispatches.is_busy
+    allocation.keep_table(world.dashboard)
+    assert json.loads((world.run / TABLE).read_text())[0]["submission_id"] == "a"
+
+
+def test_code_of_chains_that_nobody_continues_is_removed(world):
+    world.dispatches().clear()
+    assert len(list(world.dispatch.iterdir())) == 3, "this run continues them"
+    (world.path / "renewed").unlink()
+    world.dispatches().clear()
+    assert [path.name for path in world.dispatch.iterdir()] == ["ids"], (
+        "old tables are read by them"
+    )
+
+
+@pytest.mark.parametrize("name", ["start.json", "ids"])
+def test_a_broken_file_system_decides_nothing(world, monkeypatch, name):
+    allocation = world.allocation(9_999.0)
+    stat = os.stat
+
+    def broken(path, *args, **fields):
+        if str(path).endswith(name):
+            raise OSError(116, "Stale file handle")
+        return stat(path, *args, **fields)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "stat", broken)
+        assert allocation.renewal([_DISPATCHER, _DONE], False) is None
+    assert (world.dispatch / "x.zip").exists()
+    assert allocation.renewal([_DISPATCHER, _DONE], False) is not None
+
+
+@pytest.mark.parametrize(
+    ("table", "is_renewed"),
+    [
+        ([{"submission_id": "d", "status": "SUCCEEDED"}], True),
+        ([{"submission_id": "d", "status": "FAILED", "driver_exit_code": 8}], True),
+        ([_DONE], True),  # the chain of another allocation, which was lost with that
+        ([_DONE, _DISPATCHER], False),
+    ],
+)
+def test_nothing_to_continue_starts_nothing(world, table, is_renewed):
+    world.table.write_text(json.dumps(table))
+    if not is_renewed:
+        (world.path / "renewed").unlink()
+    dispatches = world.dispatches()
+    world.steps(dispatches, 3)
+    assert not dispatches.is_busy
+    assert world.seen == []
+
+
+def _row(name: str, status: str) -> dict:
+    return {"submission_id": name, "status": status, "start_time": 1000}
+
+
+def test_each_run_hands_one_table_on_to_the_next(world):
+    """Also after a requeue, and over a run that never had a Ray."""
+    table = [_row("a", "SUCCEEDED"), _row("b", "RUNNING"), _row("d", "RUNNING")]
+    world.table.write_text(json.dumps([*table, _row("other", "RUNNING")]))
+    (world.previous / "end.json").write_text('{"code": 0, "why": "its walltime"}')
+    world.rows[:] = [_row("b@2", "PENDING"), _row("d@2", "RUNNING"), _row("else", "RUNNING")]
+    world.allocation().keep_table(world.dashboard)
+    world.table.unlink()
+    (world.path / "run/8.1").mkdir()
+    third = world.path.parent / "3"
+    (third / "run/9.0").mkdir(parents=True)
+    (third / "run/.DS_Store").write_bytes(b"\xff")
+    (third / "renewed").touch()
+    for run in (world.path / "run/8.1", third / "run/9.0"):
+        rows = rows_before(str(run.parent.parent), f"/elsewhere/run/{run.name}/")
+        assert list(rows) == ["a", "b", "d", "b@2", "d@2"]
+    attempt = attempt_of_row(rows["b"])
+    assert (attempt.status.state, attempt.status.reason) == (JobState.FAILED, Reason.ALLOCATION)
+    assert "its allocation of Slurm has ended: its walltime" in attempt.status.detail
+    assert is_settled(attempt, attempt.ended_at + 1, 75), "Slurm has ended all its processes"
+    waiting = attempt_of_row(rows["b@2"])
+    assert waiting.status.reason is Reason.START_TIMEOUT, "which counts as no attempt"
+    assert attempt_of_row(rows["a"]).status.state is JobState.SUCCEEDED
+
+
+def test_which_runs_continue_others(world):
+    first = world.previous.parent.parent
+    assert carries_dispatches(str(world.path), str(world.run))
+    assert not carries_dispatches(str(first), str(world.previous))
+    assert carries_dispatches(str(first), str(first / "run/7.1")), "after a requeue"
+    (world.dispatch.parent / "half").mkdir()
+    assert kept_dispatches(str(world.path)) == [str(world.dispatch)]
+
+
+@pytest.mark.parametrize("name", ["lives/1/run/7.0/jobs.json", "dispatches/d/ids", "lives/1/run"])
+def test_a_file_that_cannot_be_read_now_is_not_taken_for_missing(world, tmp_path, name):
+    """Else jobs that have succeeded would run again."""
+    path = tmp_path / name
+    path.rename(path.with_name("before"))
+    if name == "lives/1/run":
+        path.touch()
+    else:
+        path.mkdir()
+    with pytest.raises(OSError, match=path.name):
+        rows_before(str(world.path), str(world.run))
+
+
+def test_a_broken_table_has_no_rows():
+    runs = [PreviousRun("", 0.0), PreviousRun("{half", 0.0), PreviousRun('[{"x": 1}]', 0.0)]
+    assert rows_of(runs, {"a"}) == {}
