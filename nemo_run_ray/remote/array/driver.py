@@ -34,7 +34,7 @@ from ..spec import ArraySpec
 from ..states import Reason
 from .cancel_request import CancelRequests, log_folder
 from .elements import DISK_S, ElementState, Lease, Leases
-from .hosts import Host, HostPool, HostStarts, Refusal
+from .hosts import Host, HostPool, HostStarts, HostState
 from .status import StatusFile
 
 
@@ -43,7 +43,7 @@ def feed(leases: Leases, pool: HostPool, calls: Calls) -> None:
     now = time.monotonic()
     given: Dict[int, List[List[Any]]] = {}
     for number, host in pool.hosts.items():
-        may_have = host.may_have_more and now >= host.rests_until
+        may_have = host.state is HostState.READY and now >= host.rests_until
         room = leases.pace.held(host.slots) if may_have else 0
         if _is_held_up(host, leases, now):
             room = min(room, host.slots)
@@ -69,7 +69,7 @@ def take_back(leases: Leases, pool: HostPool, calls: Calls) -> None:
     now = time.monotonic()
     for host in pool.hosts.values():
         waiting = len(host.in_hand) - host.slots
-        may_be_asked = host.may_have_more and not host.is_asked
+        may_be_asked = host.state is HostState.READY and not host.is_asked
         if may_be_asked and waiting > 0 and _is_held_up(host, leases, now):
             host.is_asked = True
             calls.order(host.replica, {"do": "hand_back", "count": waiting})
@@ -131,9 +131,9 @@ class HostReports:
         """An actor cannot answer any more."""
         for host in self._pool.of(answer.actor):
             if answer.is_env:
-                self._refused(host, answer.words, Refusal.RUNTIME_ENV, has_started=False)
+                self._refused(host, answer.words, Reason.RUNTIME_ENV, has_started=False)
             elif answer.is_start:
-                self._refused(host, answer.words, Refusal.TOLD, has_started=False)
+                self._refused(host, answer.words, Reason.NOT_STARTED, has_started=False)
             else:
                 self._dead(host, answer.words)
 
@@ -156,10 +156,10 @@ class HostReports:
         elif kind == "ended":
             self._ended(host, report["row"])
         elif kind == "prepared":
-            host.is_ready, host.heard_at = True, time.monotonic()
+            host.state, host.heard_at = HostState.READY, time.monotonic()
             say(f"{node} runs {host.slots} element(s) at a time")
         elif kind == "unprepared":
-            self._refused(host, str(report["words"]), Refusal.TOLD, has_started=True)
+            self._refused(host, str(report["words"]), Reason.NOT_STARTED, has_started=True)
         elif kind == "obstacles":
             say(_of_obstacles(node, report["words"]))
         elif kind == "swept":
@@ -181,7 +181,7 @@ class HostReports:
             self._dead(host, str(report.get("words", "it was killed")))
 
     def _ended(self, host: Host, row: List[Any]) -> None:
-        if host.gives(Lease(*row[:2])):
+        if host.takes_back(Lease(*row[:2])):
             host.heard_at = time.monotonic()
             self._pool.room.refusals.forget(host.record.node_id)
             self._leases.ended(host.record.number, row)
@@ -190,30 +190,34 @@ class HostReports:
         """Elements have not begun on a host, and are for others."""
         host.is_asked = False
         for lease in leases:
-            if host.gives(lease):
+            if host.takes_back(lease):
                 self._leases.give_back(lease, host.record.number, has_run=False)
 
     def _lost(self, host: Host, lease: Lease) -> None:
         """An element has ended, and nobody knows how."""
-        if host.gives(lease):
+        if host.takes_back(lease):
             say(f"the process was killed that knew how element {lease.element} has ended")
             self._leases.give_back(lease, host.record.number, has_run=True)
 
     def _dead(self, host: Host, words: str) -> None:
         """A host has died, or its actor has."""
-        if host.slots and not host.is_ready:
-            self._refused(host, words, Refusal.DIED, has_started=True)
+        if host.state is HostState.STARTING:
+            self._refused(host, words, None, has_started=True)
             return
         say(f"the host on {host.replica.node.host} has died: {words}")
         self._pool.give_up(host)
 
-    def _refused(self, host: Host, words: str, refusal: Refusal, has_started: bool) -> None:
+    def _refused(self, host: Host, words: str, cause: Optional[Reason], has_started: bool) -> None:
         """A host cannot run elements: others may, or none can."""
         node, may_run = host.replica.node.host, self._pool.unproven.running > 0
-        self._pool.refused(host, refusal, has_started)
+        self._pool.refused(host, cause is not None, has_started)
         may_run = may_run or self._leases.progress.has_run
-        if host.slots and not may_run and self._pool.room.can_none(self._pool.hosts.values()):
-            if refusal is Refusal.RUNTIME_ENV:
+        if (
+            not host.is_sweeping
+            and not may_run
+            and self._pool.room.can_none(self._pool.hosts.values())
+        ):
+            if cause is Reason.RUNTIME_ENV:
                 self._break(Reason.RUNTIME_ENV, words)
             else:
                 self._break(Reason.NOT_STARTED, f"on {node}: {words}")

@@ -58,6 +58,20 @@ class HostRecord(NamedTuple):
     run_dir: str
 
 
+class HostState(Enum):
+    """Where an element host is."""
+
+    #: It ends what earlier hosts have left on its node, and runs no elements.
+    SWEEPING = "sweeping"
+    #: It was started, and is not prepared yet.
+    STARTING = "starting"
+    READY = "ready"
+    #: It was told to end, since nothing waited.
+    CLOSING = "closing"
+    #: It was told to end, and has ended everything.
+    IDLE = "idle"
+
+
 @dataclass(eq=False)
 class Host:
     """One host.
@@ -65,11 +79,9 @@ class Host:
     Attributes:
         record: which one.
         replica: what the driver's calls know it by.
-        slots: how many elements it runs at a time; 0 only ends what earlier hosts have left.
+        slots: how many elements it runs at a time; 0 of one that is sweeping.
         in_hand: the elements that it has, with their attempts.
-        is_ready: it is prepared.
-        is_idle: it was told to end and has ended everything.
-        is_closing: it was told to end, since nothing waited.
+        state: where it is.
         is_asked: it was asked to hand elements back, and has not answered.
         heard_at: when it was ready, or has told of the last end of an element.
         rests_until: when it may have elements again, after its node had no room for more.
@@ -83,9 +95,7 @@ class Host:
     slots: int
     started_at: float
     in_hand: Dict[int, int] = field(default_factory=dict)
-    is_ready: bool = False
-    is_idle: bool = False
-    is_closing: bool = False
+    state: HostState = HostState.STARTING
     is_asked: bool = False
     heard_at: float = 0.0
     rests_until: float = 0.0
@@ -93,11 +103,10 @@ class Host:
     swept: List[HostRecord] = field(default_factory=list)
 
     @property
-    def may_have_more(self) -> bool:
-        """Whether elements may be leased to it."""
-        return self.is_ready and not self.is_closing
+    def is_sweeping(self) -> bool:
+        return self.state is HostState.SWEEPING
 
-    def gives(self, lease: Lease) -> bool:
+    def takes_back(self, lease: Lease) -> bool:
         """Take an attempt from it; false when it has not got it."""
         has = self.in_hand.get(lease.element) == lease.attempt
         if has:
@@ -282,25 +291,11 @@ def _cut(node: str, slots: int, need: Mapping[str, float]) -> List[Share]:
     return [Share(node, size) for size in sizes]
 
 
-#: Seconds for which a node is left alone: at first, and at most.
-_LEFT_ALONE_S, _LEFT_ALONE_MAX_S = 5.0, 300.0
-#: Hosts that have died on a node before they were ready, without a reason, until it counts as one
-#: that cannot run elements. Any may be killed once.
-_DEATHS_MAX = 5
-#: So many nodes that cannot run elements stand for those that no host could be tried on, and so
-#: many failures on one node to make the runtime environment, which is the same for all.
-_NODES_MAX = _ENVS_MAX = 3
-
-
-class Refusal(str, Enum):
-    """How a host could not begin."""
-
-    #: It has died, or was killed, and has not told why.
-    DIED = "died"
-    #: It has told why.
-    TOLD = "told"
-    #: Its runtime environment could not be made.
-    RUNTIME_ENV = "runtime_env"
+#: Seconds until a node is tried again where no host could begin: at first, and at most.
+_AGAIN_S, _AGAIN_MAX_S = 5.0, 300.0
+#: Hosts that die on a node without a reason before it counts as one that cannot run elements; any
+#: may be killed once. And such nodes that stand for all those that no host could be tried on.
+_DEATHS_MAX, _NODES_MAX = 5, 3
 
 
 class Refusals:
@@ -308,52 +303,38 @@ class Refusals:
 
     def __init__(self) -> None:
         self._counts: Dict[str, int] = {}  # in a row, by node
-        self._envs: Dict[str, int] = {}  # those of them that were for the runtime environment
         self._cannot: Set[str] = set()
         self._not_before: Dict[str, float] = {}
 
-    def add(self, node_id: str, now: float, refusal: Refusal) -> None:
-        """A host could not begin on a node.
-
-        Args:
-            node_id: of the node.
-            now: the time.
-            refusal: how.
-        """
+    def add(self, node_id: str, now: float, is_explained: bool) -> None:
+        """Note that a host could not begin on a node, which has a reason or has just died."""
         count = self._counts.get(node_id, 0)
-        if not self.left_alone_s(node_id, now):  # what ends several hosts of a node counts once
+        if not self.again_in_s(node_id, now):  # what ends several hosts of a node counts once
             count = self._counts[node_id] = count + 1
-            if refusal is Refusal.RUNTIME_ENV:
-                self._envs[node_id] = self._envs.get(node_id, 0) + 1
-        if refusal is not Refusal.DIED or count >= _DEATHS_MAX:
+        if is_explained or count >= _DEATHS_MAX:
             self._cannot.add(node_id)
-        left_alone_s = min(_LEFT_ALONE_S * 2 ** min(count - 1, 10), _LEFT_ALONE_MAX_S)
-        self._not_before[node_id] = now + left_alone_s
+        self._not_before[node_id] = now + min(_AGAIN_S * 2 ** min(count - 1, 10), _AGAIN_MAX_S)
 
     def forget(self, node_id: str) -> None:
-        """An element has ended on a node."""
+        """Note that an element has ended on a node."""
         self._counts.pop(node_id, None)
-        self._envs.pop(node_id, None)
         self._not_before.pop(node_id, None)
         self._cannot.discard(node_id)
 
-    def left_alone_s(self, node_id: str, now: float) -> float:
-        """For how much longer a node is left alone; 0 when it is not."""
+    def again_in_s(self, node_id: str, now: float) -> float:
+        """Seconds until a node is tried again; 0 when it may be used."""
         return max(0.0, self._not_before.get(node_id, now) - now)
 
     def are_all(self, trying: Collection[str], fitting: Collection[str]) -> bool:
-        """Whether nothing says any more that a node could run elements.
+        """Whether no node can be expected to run elements any more.
 
         Args:
             trying: ids of the nodes where hosts are.
             fitting: those of the living nodes that could have an element.
         """
-        cannot, refused = self._cannot & set(fitting), self._counts.keys() & set(fitting)
-        if set(trying) - self._cannot or not self._cannot:
+        cannot = self._cannot & set(fitting)
+        if not self._cannot or set(trying) - self._cannot:
             return False
-        has_env_failed = any(self._envs.get(node_id, 0) >= _ENVS_MAX for node_id in cannot)
-        if has_env_failed and refused <= cannot:  # else one of them is tried again soon
-            return True
         return len(cannot) >= _NODES_MAX or cannot == set(fitting)
 
 
@@ -402,17 +383,18 @@ class HostRoom:
             running: how many may run that none of these hosts has.
             now: the time.
         """
-        wanted -= sum(host.slots for host in hosts if not host.is_ready)
+        wanted -= sum(host.slots for host in hosts if host.state is HostState.STARTING)
         if self._spec.max_in_flight is not None:
             used = sum(host.slots for host in hosts) + running
             wanted = min(wanted, self._spec.max_in_flight - used)
-        starting = {host.record.node_id for host in hosts if not host.is_ready}
+        not_yet = (HostState.STARTING, HostState.SWEEPING)
+        starting = {host.record.node_id for host in hosts if host.state in not_yet}
         available = {
             node_id: resources
             for node_id, resources in self._available().items()
             if node_id in self.nodes
             and node_id not in starting
-            and not self.refusals.left_alone_s(node_id, now)
+            and not self.refusals.again_in_s(node_id, now)
             and matches(self._spec.host.label_selector, self.nodes[node_id].labels)
         }
         return shares(available, self._spec.host.resources, wanted)
@@ -420,7 +402,7 @@ class HostRoom:
     def can_none(self, hosts: Collection[Host]) -> bool:
         """Whether nothing says any more that a node could run elements."""
         role = self._spec.host
-        if any(host.slots and host.is_ready for host in hosts):  # its elements may be long
+        if any(host.state is HostState.READY for host in hosts):  # its elements may be long
             return False
         fitting = [
             node.node_id
@@ -428,18 +410,20 @@ class HostRoom:
             if matches(role.label_selector, node.labels)
             and slots_in(node.resources, role.resources)
         ]
-        return self.refusals.are_all([host.record.node_id for host in hosts if host.slots], fitting)
+        return self.refusals.are_all(
+            [host.record.node_id for host in hosts if not host.is_sweeping], fitting
+        )
 
     def is_lost(self, host: Host, now: float) -> bool:
         """Whether Ray cannot place a host that was to be started, since others were quicker."""
-        if host.actor.answers or not host.slots or now - host.started_at < _PLACED_S:
+        if host.actor.answers or host.is_sweeping or now - host.started_at < _PLACED_S:
             return False
         free = self._available().get(host.record.node_id, {})
         return slots_in(free, self._spec.host.resources) < host.slots
 
     def tell(self, hosts: Sequence[Host], now: float) -> None:
         """Say now and then what is waited for while there is no host."""
-        if any(host.slots for host in hosts):
+        if not all(host.is_sweeping for host in hosts):
             self._tell_at = now + _TELL_S
         elif now >= self._tell_at:
             self._tell_at = now + _TELL_S
@@ -452,9 +436,9 @@ class HostRoom:
         )
         if why:
             return f"no element can begin: {why}; waiting for a node that joins"
-        alone = [self.refusals.left_alone_s(node_id, now) for node_id in self.nodes]
-        if any(alone):
-            count, least_s = sum(map(bool, alone)), min(filter(None, alone))
+        waits_s = [self.refusals.again_in_s(node_id, now) for node_id in self.nodes]
+        if any(waits_s):
+            count, least_s = sum(map(bool, waits_s)), min(filter(None, waits_s))
             return (
                 f"hosts could not begin on {count} node(s); one is tried again in {least_s:.0f} s"
             )
@@ -753,7 +737,9 @@ class HostPool:
     @property
     def has_ended(self) -> bool:
         """Whether nothing runs any more, after ``end`` or when all elements are over."""
-        are_idle = self._end_by is None or all(host.is_idle for host in self.hosts.values())
+        are_idle = self._end_by is None or all(
+            host.state is HostState.IDLE for host in self.hosts.values()
+        )
         return are_idle and not self.unproven
 
     def of(self, actor: Any) -> List[Host]:
@@ -770,7 +756,7 @@ class HostPool:
         self.room.look()
         for host in list(self.hosts.values()):
             is_late = self._end_by is not None and now >= self._end_by
-            is_late = is_late and not host.is_idle and not host.sweeps
+            is_late = is_late and host.state is not HostState.IDLE and not host.sweeps
             if host.record.node_id not in self.room.nodes:
                 self.lost(host)
             elif is_late or self.room.is_lost(host, now):
@@ -782,8 +768,8 @@ class HostPool:
             self._grow(now, waiting)
         else:
             for host in self.hosts.values():
-                if host.is_ready and not host.in_hand and not host.is_closing:
-                    host.is_closing = True
+                if host.state is HostState.READY and not host.in_hand:
+                    host.state = HostState.CLOSING
                     self._calls.order(host.replica, {"do": "end"})
 
     def end(self) -> None:
@@ -791,7 +777,7 @@ class HostPool:
         self._end_by = time.monotonic() + self._spec.grace_s + _END_MARGIN_S
         self._leases.is_ending = True
         for host in list(self.hosts.values()):
-            if host.is_ready:
+            if host.state in (HostState.READY, HostState.CLOSING, HostState.IDLE):
                 self._calls.order(host.replica, {"do": "end"})
             elif not host.sweeps:
                 self.give_up(host)
@@ -801,7 +787,7 @@ class HostPool:
         # What it has in hand came when it was told to end.
         self._leases.give_back_all(host.in_hand, host.record.number, has_run=False)
         host.in_hand.clear()
-        host.is_idle = True
+        host.state = HostState.IDLE
         if self._end_by is None:
             self._let_go(host, [host.record])
 
@@ -811,13 +797,13 @@ class HostPool:
         host.actor.dead = True
         self.lost(host)
 
-    def refused(self, host: Host, refusal: Refusal, has_started: bool) -> None:
+    def refused(self, host: Host, is_explained: bool, has_started: bool) -> None:
         """A host cannot run elements: start none on its node for a while.
 
         ``has_started`` is whether its actor was there, and may have begun something.
         """
-        if host.slots:
-            self.room.refusals.add(host.record.node_id, time.monotonic(), refusal)
+        if not host.is_sweeping:
+            self.room.refusals.add(host.record.node_id, time.monotonic(), is_explained)
         if has_started:
             self.give_up(host)
         else:
@@ -829,7 +815,7 @@ class HostPool:
         if self.hosts.pop(host.record.number, None) is None:
             return
         self.unproven.add(host.record.number, host.in_hand, host.slots)
-        if not host.slots:
+        if host.is_sweeping:
             self.unproven.sweeper_died(host.record.node_id, time.monotonic())
         for record in host.swept:  # their notes may still be there
             self.unproven.add(record.number, {})
@@ -866,9 +852,9 @@ class HostPool:
         for host, left in closed:
             for record in left:
                 self.unproven.add(record.number, {})
-            if left and not host.slots:
+            if left and host.is_sweeping:
                 self.unproven.sweeper_died(host.record.node_id, time.monotonic())
-            elif not host.slots:
+            elif host.is_sweeping:
                 self.unproven.sweeper_closed(host.record.node_id)
 
     def _let_go(self, host: Host, records: Sequence[HostRecord]) -> None:
@@ -891,6 +877,7 @@ class HostPool:
     def _start(self, record: HostRecord, slots: int) -> Host:
         node = self.room.nodes[record.node_id]
         host = self.hosts[record.number] = self._starts.start(record, node, slots)
+        host.state = HostState.STARTING if slots else HostState.SWEEPING
         self._calls.pull(host.actor)
         return host
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from nemo_run_ray.remote.array.hosts import Refusal, Refusals
+from nemo_run_ray.remote.array.hosts import Refusals
 
 
 @pytest.mark.parametrize(
@@ -22,7 +22,7 @@ from nemo_run_ray.remote.array.hosts import Refusal, Refusals
 def test_an_array_gives_up_when_no_node_could_run_it_or_three(cannot, trying, fitting, gives_up):
     refusals = Refusals()
     for node in cannot:
-        refusals.add(node, 0.0, Refusal.TOLD)
+        refusals.add(node, 0.0, is_explained=True)
     assert refusals.are_all(trying, fitting) is gives_up
 
 
@@ -30,13 +30,13 @@ def test_a_node_is_left_alone_for_twice_as_long_each_time_and_five_minutes_at_mo
     refusals = Refusals()
     found, now = [], 100.0
     for _ in range(8):
-        refusals.add("a", now, Refusal.TOLD)
-        found.append(refusals.left_alone_s("a", now))
+        refusals.add("a", now, is_explained=True)
+        found.append(refusals.again_in_s("a", now))
         now += found[-1]
     assert found == [5, 10, 20, 40, 80, 160, 300, 300]
-    assert refusals.left_alone_s("a", now - 1) == 1
+    assert refusals.again_in_s("a", now - 1) == 1
     refusals.forget("a")
-    assert refusals.left_alone_s("a", now - 1) == 0
+    assert refusals.again_in_s("a", now - 1) == 0
     assert not refusals.are_all("", "a")
 
 
@@ -44,31 +44,7 @@ def test_a_host_may_die_four_times_without_a_reason():
     refusals = Refusals()
     for number in range(4):
         for _ in range(8):  # several of its hosts, by one cause
-            refusals.add("a", 1000.0 * number, Refusal.DIED)
+            refusals.add("a", 1000.0 * number, is_explained=False)
     assert not refusals.are_all("", "a")
-    refusals.add("a", 4000.0, Refusal.DIED)
+    refusals.add("a", 4000.0, is_explained=False)
     assert refusals.are_all("", "a")
-
-
-def test_three_failures_to_make_the_runtime_environment_on_one_node_are_enough():
-    """It is the same for all, and the others may be busy for hours."""
-    refusals = Refusals()
-    for number in range(3):
-        assert not refusals.are_all("", "ab")
-        for _ in range(2):  # several of its hosts, at once
-            refusals.add("a", 1000.0 * number, Refusal.RUNTIME_ENV)
-    assert not refusals.are_all("b", "ab"), "the other one may show that it works"
-    assert refusals.are_all("", "ab")
-    refusals.forget("a")
-    refusals.add("a", 9000.0, Refusal.RUNTIME_ENV)
-    assert not refusals.are_all("", "ab")
-
-
-def test_a_node_whose_host_died_once_is_tried_before_the_runtime_environment_ends_all():
-    refusals = Refusals()
-    refusals.add("b", 0.0, Refusal.DIED)
-    for number in range(3):
-        refusals.add("a", 1000.0 * number, Refusal.RUNTIME_ENV)
-    assert not refusals.are_all("", "abc")
-    refusals.add("b", 4000.0, Refusal.TOLD)
-    assert refusals.are_all("", "abc")
