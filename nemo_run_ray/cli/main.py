@@ -25,7 +25,7 @@ from nemo_run_ray.nemo import registry
 
 if TYPE_CHECKING:
     from nemo_run_ray.cli.status_report import StatusReport
-    from nemo_run_ray.experiment.array_elements import Element
+    from nemo_run_ray.experiment.elements import Element
     from nemo_run_ray.experiment.job import RemoteJob
 
 _ELEMENT_COLUMNS = ("element", "state", "attempts", "exit code", "values", "reason")

@@ -15,9 +15,9 @@ from nemo_run_ray.dashboard.http import repeat
 from nemo_run_ray.dashboard.jobs import PATIENCE_S
 from nemo_run_ray.errors import ClusterError, ConfigError, JobError, NemoRunRayError, StillGoesOn
 from nemo_run_ray.experiment import keep_logs, notes
-from nemo_run_ray.experiment.array_elements import Element, array_file, cancel_elements, elements_of
 from nemo_run_ray.experiment.cancel_loop import JOB_MARGIN_S, Stops, insist
 from nemo_run_ray.experiment.dispatch import OUTCOME_S
+from nemo_run_ray.experiment.elements import Element, array_file, cancel_elements, elements_of
 from nemo_run_ray.experiment.leftovers import leftovers
 from nemo_run_ray.experiment.logs import attempt_mark, follow, output_of
 from nemo_run_ray.experiment.observed_job import ObservedJob

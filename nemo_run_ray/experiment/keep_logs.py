@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from nemo_run_ray.errors import JobError, NemoRunRayError, StreamCut
-from nemo_run_ray.experiment.array_elements import keep_array, needs_keeping
+from nemo_run_ray.experiment.elements import keep_array, needs_keeping
 from nemo_run_ray.experiment.snapshot import Snapshot
 from nemo_run_ray.experiment.store import UNKEPT, Ledger
 from nemo_run_ray.remote.states import JobStatus

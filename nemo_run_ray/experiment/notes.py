@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from nemo_run_ray.dashboard.http import SLOW_S
 from nemo_run_ray.errors import NemoRunRayError
-from nemo_run_ray.experiment.array_elements import keep_array, needs_keeping
+from nemo_run_ray.experiment.elements import keep_array, needs_keeping
 from nemo_run_ray.experiment.roles_and_elements import elements, roles
 from nemo_run_ray.experiment.snapshot import Snapshot
 from nemo_run_ray.experiment.store import CANCEL, TERMINAL, Event, Ledger, has_news
