@@ -15,7 +15,7 @@ from benchmarks.common import FOLDER, Add
 from nemo_run_ray import ExistingCluster
 from nemo_run_ray.cli import main as cli
 from nemo_run_ray.experiment.dispatch import Dispatch
-from nemo_run_ray.experiment.store import INTENT, SUBMITTED, Ledger
+from nemo_run_ray.experiment.store import INTENT, SUBMITTED, store_of
 from nemo_run_ray.remote.rows import NONCE_KEY
 from nemo_run_ray.remote.spec import DispatchedJobSpec, DispatchSpec
 from tests.fake_ray import NODE, FakeRay, fake_ray
@@ -88,7 +88,7 @@ def _hand_over(ray: FakeRay, size: int) -> str:
     own = {**common, "job": "dispatcher", "role": "dispatcher", "nonce": nonce}
     events.append((INTENT, dispatcher, {**own, "is_dispatcher": True}))
     events.append((SUBMITTED, dispatcher, {}))
-    Ledger.of(exp_dir).write_all(events)
+    store_of(exp_dir).ledger.write_all(events)
     ray.add(dispatcher, {NONCE_KEY: nonce}, status="RUNNING")
     for number, one in enumerate(jobs):
         status = _STATUSES[number % len(_STATUSES)]

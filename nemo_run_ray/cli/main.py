@@ -53,7 +53,7 @@ def status(
     job: Annotated[str, typer.Option(help="Only this job of an experiment.")] = "",
 ) -> None:
     """State and reason of an experiment's jobs, or of one job; on a terminal until all ended."""
-    from nemo_run_ray.cli.status_report import StatusReport
+    from nemo_run_ray.cli.status_report import observe
     from nemo_run_ray.experiment.find import find
 
     jobs = find(name)
@@ -61,7 +61,7 @@ def status(
         _print_elements(_one(name, jobs, job).select_elements(elements), as_json)
         return
     jobs = _chosen(name, jobs, job)
-    report = StatusReport(jobs)
+    report = observe(jobs)
     if as_json:
         print(report.as_json())
     elif once or report.is_over or not out.is_terminal:
@@ -74,21 +74,20 @@ def status(
 
 def _follow_status(jobs: list[RemoteJob], report: StatusReport) -> None:
     """Show the table anew until all jobs have ended."""
-    from nemo_run_ray.cli.status_report import StatusReport
-    from nemo_run_ray.experiment import keep_logs
+    from nemo_run_ray.cli.status_report import observe
+    from nemo_run_ray.experiment.history import record
     from nemo_run_ray.experiment.tend import tend
 
     # A table that follows is cut at the terminal's width, so the last one is printed once more.
     live = Live(report.table(time.time()), console=out, auto_refresh=False, transient=True)
     try:
-        with live, keep_logs.waiting():
-            is_over = False
-            while not is_over:
+        with live:
+            while not report.is_over:
                 for exp_dir in {job.record.exp_dir for job in jobs}:
                     tend(exp_dir)
                 time.sleep(_REFRESH_S)
-                report = StatusReport(jobs)
-                is_over = report.is_over
+                report = observe(jobs)
+                record(report.seen, report.snapshot)
                 live.update(report.table(time.time()), refresh=True)
     finally:
         out.print(report.table(time.time()))

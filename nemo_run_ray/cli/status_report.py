@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -12,8 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from nemo_run_ray.cli import timeline
-from nemo_run_ray.experiment import notes
-from nemo_run_ray.experiment.dispatched_job import DispatchedJob
+from nemo_run_ray.experiment.history import begin_times
 from nemo_run_ray.experiment.job import RemoteJob
 from nemo_run_ray.experiment.roles_and_elements import (
     FIRST_FAILURES,
@@ -22,9 +22,8 @@ from nemo_run_ray.experiment.roles_and_elements import (
     not_ready,
     roles,
 )
-from nemo_run_ray.experiment.running_at import note_running_at, running_at
 from nemo_run_ray.experiment.snapshot import Snapshot
-from nemo_run_ray.experiment.store import AttemptRecord, Attempts, Ledger, has_news
+from nemo_run_ray.experiment.store import AttemptRecord, Attempts, merged, store_of
 from nemo_run_ray.nemo import registry
 from nemo_run_ray.remote.rows import ArrayRows, GroupRows
 from nemo_run_ray.remote.states import JobState, JobStatus, Reason
@@ -54,41 +53,21 @@ _ELEMENT_STATES: tuple[Literal["succeeded", "failed", "cancelled", "running", "w
 )
 
 
+@dataclass(frozen=True)
 class StatusReport:
-    """One look at jobs: statuses, attempts, and how long they have been where they are.
+    """One look at jobs: of each its status, what its driver reports, and its attempts."""
 
-    What is seen of attempts is kept in the experiment's folder.
+    jobs: Sequence[RemoteJob]
+    statuses: Sequence[JobStatus]
+    roles: Sequence[GroupRows | None]
+    arrays: Sequence[ArrayRows | None]
+    attempts: Sequence[Attempts]
+    snapshot: Snapshot
 
-    Args:
-        jobs: of any experiments.
-        running_at: when attempts were seen running by their dispatcher, by submission id.
-    """
-
-    def __init__(
-        self, jobs: Sequence[RemoteJob], running_at: Mapping[str, float] | None = None
-    ) -> None:
-        snapshot = Snapshot()
-        self.jobs = jobs
-        going_on = [job for job in jobs if not job.record.terminal]
-        with notes.together():
-            self.statuses = [job.status_in(snapshot) for job in jobs]
-        self.roles = [roles(job, status) for job, status in zip(jobs, self.statuses, strict=True)]
-        self.arrays = [
-            elements(job, status) for job, status in zip(jobs, self.statuses, strict=True)
-        ]
-        self.attempts = [job.attempts_in(snapshot, running_at) for job in jobs]
-        self._keep_attempts()
-        for job in going_on:  # of the others all was noted when they were seen to end
-            note_running_at(job, snapshot)
-
-    def _keep_attempts(self) -> None:
-        news: dict[Path, dict[str, Attempts]] = {}
-        for job, attempts in zip(self.jobs, self.attempts, strict=True):
-            if has_news(job.record.attempts, attempts):
-                job.record.attempts = dict(attempts)
-                news.setdefault(job.record.exp_dir, {})[job.id] = attempts
-        for exp_dir, found in news.items():
-            Ledger.of(exp_dir).keep_attempts(found)
+    @property
+    def seen(self) -> list[tuple[RemoteJob, JobStatus]]:
+        """What ``history.record`` writes down of it."""
+        return list(zip(self.jobs, self.statuses, strict=True))
 
     @property
     def is_over(self) -> bool:
@@ -117,7 +96,7 @@ class StatusReport:
                 Text(name),
                 Text(status.state.value, _COLORS.get(status.state, "")),
                 status.reason.value,
-                str(status.attempt) if isinstance(job, DispatchedJob) and status.attempt else "",
+                str(status.attempt) if job.dispatch is not None and status.attempt else "",
                 status.node[:12],
                 _since(status, attempts, now),
                 Text(_short(status.waits_for)),
@@ -142,24 +121,37 @@ class StatusReport:
         return Group(table, *groups, *details)
 
 
+def observe(jobs: Sequence[RemoteJob]) -> StatusReport:
+    """Look at jobs of any experiments; nothing is written."""
+    snapshot = Snapshot()
+    statuses = [job.status_in(snapshot) for job in jobs]
+    return StatusReport(
+        jobs,
+        statuses,
+        [roles(job, status) for job, status in zip(jobs, statuses, strict=True)],
+        [elements(job, status) for job, status in zip(jobs, statuses, strict=True)],
+        [job.attempts_in(snapshot) for job in jobs],
+        snapshot,
+    )
+
+
 def timeline_page(title: str, exp_dir: Path, jobs: Sequence[RemoteJob], now: float) -> str:
     """The page of ``nemo-run-ray timeline``."""
-    dispatches = dict.fromkeys(job.dispatch for job in jobs if isinstance(job, DispatchedJob))
-    report = StatusReport(
-        jobs, {name: at for dispatch in dispatches for name, at in running_at(dispatch).items()}
-    )
-    began = Ledger.of(exp_dir).began_at() or now
+    report = observe(jobs)
+    dispatches = dict.fromkeys(job.dispatch for job in jobs if job.dispatch is not None)
+    begun = {name: at for dispatch in dispatches for name, at in begin_times(dispatch).items()}
+    began = store_of(exp_dir).ledger.began_at() or now
     rows = [
         timeline.TimelineRow(
             name=job.name,
             state=status.state.value,
             reason=status.reason.value,
             message=status.message,
-            after=_after(job),
+            after=job.after,
             waits_for=status.waits_for,
             attempts=tuple(
                 _span(number, attempt, job, status)
-                for number, attempt in enumerate(attempts.values(), start=1)
+                for number, attempt in enumerate(merged(attempts, {}, begun).values(), start=1)
             ),
             elements={name: array[name] for name in _ELEMENT_STATES} if array else {},
         )
@@ -183,7 +175,7 @@ def _as_dict(
         "node": status.node,
         "attempt": status.attempt,
         "waits_for": list(status.waits_for),
-        "after": list(_after(job)),
+        "after": list(job.after),
         "attempts": [
             {
                 "id": attempt.submission_id,
@@ -205,10 +197,6 @@ def _waits_for_room(status: JobStatus) -> str:
     """What a task waits for, in words; empty when it does not wait for room."""
     explained = status.reason in (Reason.ROOM, Reason.UNSCHEDULABLE)
     return status.detail if explained and status.state is JobState.PENDING else ""
-
-
-def _after(job: RemoteJob) -> tuple[str, ...]:
-    return job.after if isinstance(job, DispatchedJob) else ()
 
 
 def _since(status: JobStatus, attempts: Attempts, now: float) -> str:

@@ -10,7 +10,6 @@ The folder holds all that a dispatcher needs to be started again, by any client:
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import hashlib
 import json
@@ -19,7 +18,7 @@ import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 from nemo_run_ray.clusters import from_record
 from nemo_run_ray.dashboard.http import pause, waiting_for
@@ -35,27 +34,24 @@ from nemo_run_ray.errors import (
 )
 from nemo_run_ray.experiment import archives
 from nemo_run_ray.experiment.archives import Archive
-from nemo_run_ray.experiment.cancel_loop import DISPATCH_MARGIN_S, Stops, insist
 from nemo_run_ray.experiment.snapshot import GONE, Snapshot
-from nemo_run_ray.experiment.store import INTENT, SUBMITTED, UNSETTLED, Ledger
+from nemo_run_ray.experiment.store import INTENT, SUBMITTED, UNSETTLED, Ledger, store_of
 from nemo_run_ray.ids import DISPATCHER
 from nemo_run_ray.plan.entrypoints import dispatcher_entrypoint
 from nemo_run_ray.remote.attempts import (
-    CANCELLED,
     Attempt,
     JobExit,
     attempt_id,
     attempt_of_row,
     attempts_of,
-    claim_body,
     first_id,
 )
-from nemo_run_ray.remote.dispatch.decide import Decision, Do, decide
+from nemo_run_ray.remote.dispatch.decide import Decision, decide
 from nemo_run_ray.remote.files import write_file
 from nemo_run_ray.remote.node.rundir import DISPATCH
 from nemo_run_ray.remote.rows import NONCE_KEY, JobRow, JobRows, nonce_of
 from nemo_run_ray.remote.spec import SUBMISSION_ID, DispatchSpec, from_json
-from nemo_run_ray.remote.states import JobState, JobStatus, is_pending
+from nemo_run_ray.remote.states import JobState, JobStatus
 
 #: Name of the folder of dispatches.
 FOLDER = "ray_dispatches"
@@ -106,9 +102,6 @@ class DispatchStatus:
 class Dispatch:
     """One dispatch of an experiment; all users of a process share one by ``Dispatch.of``."""
 
-    _shared: ClassVar[dict[tuple[Path, str], Dispatch]] = {}
-    _shared_lock = threading.Lock()
-
     def __init__(self, exp_dir: Path, dispatcher_id: str) -> None:
         self.exp_dir = exp_dir
         self.id = dispatcher_id
@@ -116,14 +109,13 @@ class Dispatch:
         self._spec: DispatchSpec | None = None
         self._lock = threading.Lock()
         self._last: DispatchStatus | None = None
+        #: Whether this process has written down when its attempts began.
+        self.has_begin_times = False
 
     @classmethod
     def of(cls, exp_dir: Path, dispatcher_id: str) -> Dispatch:
-        with cls._shared_lock:
-            key = (exp_dir, dispatcher_id)
-            if key not in cls._shared:
-                cls._shared[key] = cls(exp_dir, dispatcher_id)
-            return cls._shared[key]
+        """The one that all threads of this process share."""
+        return store_of(exp_dir).shared(cls, dispatcher_id, lambda: cls(exp_dir, dispatcher_id))
 
     @property
     def is_saved(self) -> bool:
@@ -196,49 +188,11 @@ class Dispatch:
         """The status of every job by the job table that a cluster has left at its end."""
         return self._decided(rows).decision.statuses
 
-    def cancel(self, api: JobsApi) -> None:
-        """Cancel every job of it, those that have not started among them.
-
-        Raises:
-            ClusterError: it did not end in time, or the cluster stopped answering.
-        """
-        stops = Stops(api)
-
-        def turn() -> bool | None:
-            found = self.look(api, Snapshot(is_fresh=True))
-            if self.spec.cancel_id not in found.rows:
-                self.claim(api, self.spec.cancel_id, self.spec.nonce)
-                return None
-            wanted = [action for action in found.decision.actions if action.do is Do.STOP]
-            held = all(is_pending(found.rows[action.submission_id]) for action in wanted)
-            if found.decision.is_over and (not wanted or (held and stops.are_trusted)):
-                return True
-            self._end(api, found.decision, stops)
-            return None
-
-        records = Ledger.of(self.exp_dir).jobs().values()
-        grace_s = max(record.grace_s for record in records if record.dispatcher == self.id)
-        insist(turn, grace_s + DISPATCH_MARGIN_S, f"the chain {self.id}")
-
-    def claim(self, api: JobsApi, submission_id: str, nonce: str) -> None:
-        """Take an id, so that no process can start it any more, unless it is taken already."""
-        with contextlib.suppress(Taken):  # an attempt that began now, or a claim: look again
-            api.post(claim_body(submission_id, nonce, CANCELLED))
-
-    def _end(self, api: JobsApi, decision: Decision, stops: Stops) -> None:
-        """Do what a dispatcher would do to end jobs, since there may be none at work."""
-        nonces = {job.name: job.nonce for job in self.spec.jobs}
-        for action in decision.actions:
-            if action.do is Do.CLAIM:
-                self.claim(api, action.submission_id, nonces[action.job])
-            elif action.do is Do.STOP:
-                stops.ask(action.submission_id)
-
     def _seen(self, api: JobsApi, snapshot: Snapshot) -> DispatchStatus:
         found = self._decided(snapshot.rows(api))
         if found.dispatcher:
             return found
-        was_there = Ledger.of(self.exp_dir).has_arrived(self.id)
+        was_there = store_of(self.exp_dir).ledger.has_arrived(self.id)
         why = snapshot.why_lost(api, self.spec.session, was_there, self._is_in)
         if why or not was_there:
             return replace(found, lost=why)
@@ -274,7 +228,7 @@ class Dispatch:
 
 def dispatches_of(exp_dir: Path) -> list[Dispatch]:
     """The dispatches of an experiment, saved ones only."""
-    records = Ledger.of(exp_dir).jobs().values()
+    records = store_of(exp_dir).ledger.jobs().values()
     found = dict.fromkeys(record.dispatcher for record in records if record.dispatcher)
     return [
         dispatch for dispatch in (Dispatch.of(exp_dir, name) for name in found) if dispatch.is_saved
@@ -411,9 +365,8 @@ def resume(dispatch: Dispatch) -> str:
         SubmissionError: Ray refuses it.
         ClusterError: the cluster cannot be asked.
     """
-    records = [
-        job for job in Ledger.of(dispatch.exp_dir).jobs().values() if job.dispatcher == dispatch.id
-    ]
+    all_records = store_of(dispatch.exp_dir).ledger.jobs().values()
+    records = [job for job in all_records if job.dispatcher == dispatch.id]
     if all(job.terminal for job in records if not job.is_dispatcher):
         return _OVER  # its cluster may be gone since
     record = records[0].cluster
@@ -482,7 +435,7 @@ def _keep(
 
 
 def _write_intent(dispatch: Dispatch, name: str, cluster: dict[str, Any]) -> Ledger:
-    book = Ledger.of(dispatch.exp_dir)
+    book = store_of(dispatch.exp_dir).ledger
     try:
         book.write(
             INTENT,

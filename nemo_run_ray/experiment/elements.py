@@ -28,7 +28,6 @@ from nemo_run_ray.remote.rows import NONCE_KEY, fits
 
 if TYPE_CHECKING:
     from nemo_run_ray.experiment.job import RemoteJob
-    from nemo_run_ray.experiment.observed_job import ObservedJob
     from nemo_run_ray.remote.states import JobStatus
 
 #: States of an element, as a user selects them.
@@ -68,7 +67,7 @@ class Element:
     values: Mapping[str, Any]
 
 
-def elements_of(job: ObservedJob, status: JobStatus, selection: str = "") -> list[Element]:
+def elements_of(job: RemoteJob, status: JobStatus, selection: str = "") -> list[Element]:
     """Those elements of an array that are selected.
 
     Args:
@@ -206,7 +205,7 @@ def ranges_of(selection: str, count: int, name: str) -> list[Range]:
     return ranges
 
 
-def array_file(job: ObservedJob, status: JobStatus, kind: str) -> list[str]:
+def array_file(job: RemoteJob, status: JobStatus, kind: str) -> list[str]:
     """The lines of a file that the driver of an array writes, from its node or as it was kept.
 
     Args:
@@ -226,18 +225,18 @@ def array_file(job: ObservedJob, status: JobStatus, kind: str) -> list[str]:
     return lines if lines and lines[0].startswith("[") else []
 
 
-def failures_of(job: ObservedJob, status: JobStatus) -> dict[int, str]:
+def failures_of(job: RemoteJob, status: JobStatus) -> dict[int, str]:
     """Why the first elements have failed that have, in words, by index."""
     told = elements(job, status)
     return {index: words for index, _, words in told["failures"]} if told else {}
 
 
-def needs_keeping(job: ObservedJob) -> bool:
+def needs_keeping(job: RemoteJob) -> bool:
     """Whether a job is an array of which the experiment's folder has nothing yet."""
     return job.record.is_array and not job.kept.has_array_file(STATES_FILE)
 
 
-def keep_array(job: ObservedJob, status: JobStatus) -> None:
+def keep_array(job: RemoteJob, status: JobStatus) -> None:
     """Keep what the driver of an array has written in the experiment's folder.
 
     Raises:
@@ -250,7 +249,7 @@ def keep_array(job: ObservedJob, status: JobStatus) -> None:
         job.kept.keep_array_file(STATES_FILE, states)  # last: with it, all is kept
 
 
-def _selected(job: ObservedJob, status: JobStatus, selection: str) -> list[Stretch]:
+def _selected(job: RemoteJob, status: JobStatus, selection: str) -> list[Stretch]:
     """What is known of the selected elements, with the user's words for their states."""
     rows = stretches_of(job, status)
     if not isinstance(selection, str):
@@ -272,7 +271,7 @@ def _selected(job: ObservedJob, status: JobStatus, selection: str) -> list[Stret
     return found
 
 
-def stretches_of(job: ObservedJob, status: JobStatus) -> list[Stretch]:
+def stretches_of(job: RemoteJob, status: JobStatus) -> list[Stretch]:
     """What is known of all elements, with the user's words for their states.
 
     Raises:
@@ -308,7 +307,7 @@ def _word(state: str, status: JobStatus) -> str:
     return "lost" if word in ACTIVE and status.state.is_terminal else word
 
 
-def _values(job: ObservedJob, ranges: Sequence[Range]) -> dict[int, dict[str, Any]]:
+def _values(job: RemoteJob, ranges: Sequence[Range]) -> dict[int, dict[str, Any]]:
     """The values of elements from the file that was sent, where it is still in the folder."""
     for path in sorted((Path(job.record.exp_dir) / job.record.job / SCRIPTS_DIR).glob("*")):
         with path.open(encoding="utf-8", errors="replace") as file:

@@ -10,9 +10,8 @@ from pathlib import Path
 from nemo_run.config import get_nemorun_home
 
 from nemo_run_ray.errors import JobError
-from nemo_run_ray.experiment.dispatched_job import DispatchedJob
 from nemo_run_ray.experiment.job import RemoteJob
-from nemo_run_ray.experiment.store import JobRecord, Ledger
+from nemo_run_ray.experiment.store import JobRecord, store_of
 from nemo_run_ray.ids import ID_MAX, LEDGER, safe_id
 from nemo_run_ray.remote.files import write_file
 from nemo_run_ray.remote.trust import why_untrusted
@@ -63,7 +62,7 @@ def find_job(submission_id: str) -> RemoteJob:
         JobError: it was not submitted from this NeMo-Run home.
     """
     record = find_record(submission_id)
-    return job_of(record)
+    return RemoteJob(record)
 
 
 def find_experiment(name: str, but: Path | None = None) -> Path | None:
@@ -119,14 +118,8 @@ def _folders() -> list[Path]:
 
 def jobs_of(exp_dir: Path) -> list[RemoteJob]:
     """The jobs that an experiment's ledger knows, in the order in which they were added to it."""
-    records = sorted(Ledger.of(exp_dir).jobs().values(), key=lambda record: record.place)
-    return [job_of(record) for record in records if not record.is_dispatcher]
-
-
-def job_of(record: JobRecord) -> RemoteJob:
-    """The job that a record tells of."""
-    is_dispatched = record.dispatcher and not record.is_dispatcher
-    return DispatchedJob(record) if is_dispatched else RemoteJob(record)
+    records = sorted(store_of(exp_dir).ledger.jobs().values(), key=lambda record: record.place)
+    return [RemoteJob(record) for record in records if not record.is_dispatcher]
 
 
 def find_record(submission_id: str) -> JobRecord:
@@ -136,7 +129,7 @@ def find_record(submission_id: str) -> JobRecord:
         JobError: no experiment in this home submitted such a job.
     """
     for exp_dir in _candidates({submission_id}):
-        record = Ledger.of(exp_dir).job(submission_id)
+        record = store_of(exp_dir).ledger.job(submission_id)
         if record is not None:
             return record
     raise JobError(
@@ -149,7 +142,7 @@ def experiments_of(submission_ids: Set[str]) -> set[Path]:
     """Folders of this user's experiments in NeMo-Run's home that submitted one of these jobs."""
     found = set(_candidates(submission_ids))
     candidates = {folder for folder in found if not why_untrusted(str(folder / LEDGER))}
-    return {folder for folder in candidates if Ledger.of(folder).has_any(submission_ids)}
+    return {folder for folder in candidates if store_of(folder).ledger.has_any(submission_ids)}
 
 
 def remember(exp_dir: Path, experiment_id: str) -> None:

@@ -12,13 +12,13 @@ from nemo_run_ray.remote.rows import ARRAY, GROUP, ArrayRows, GroupRows, fits
 from nemo_run_ray.remote.states import JobStatus, Life, Phase, Reason
 
 if TYPE_CHECKING:
-    from nemo_run_ray.experiment.observed_job import ObservedJob
+    from nemo_run_ray.experiment.job import RemoteJob
 
 #: What stands before the failures of elements in the detail of an array that has failed.
 FIRST_FAILURES = "; its first failures:"
 
 
-def roles(job: ObservedJob, status: JobStatus) -> GroupRows | None:
+def roles(job: RemoteJob, status: JobStatus) -> GroupRows | None:
     """What is known of a group's roles: ``phase``, ``waits_for_room`` and a list ``roles``.
 
     ``None`` for a task alone, and for a group whose cluster does not answer.
@@ -45,7 +45,7 @@ def not_ready(group: GroupRows) -> list[str]:
     ]
 
 
-def elements(job: ObservedJob, status: JobStatus) -> ArrayRows | None:
+def elements(job: RemoteJob, status: JobStatus) -> ArrayRows | None:
     """What is known of an array's elements; ``None`` for other jobs, and where nothing is known."""
     found: ArrayRows | None = _told(job, status, ARRAY) if job.record.is_array else None
     return found
@@ -59,7 +59,7 @@ def failure_lines(array: ArrayRows) -> list[str]:
     ]
 
 
-def with_failures(job: ObservedJob, status: JobStatus) -> JobStatus:
+def with_failures(job: RemoteJob, status: JobStatus) -> JobStatus:
     """The status; of an array that has failed with its first failures.
 
     The last lines of its log are of any elements, mostly of those that have succeeded.
@@ -74,7 +74,7 @@ def with_failures(job: ObservedJob, status: JobStatus) -> JobStatus:
     return replace(status, detail="\n".join([f"{status.detail}{FIRST_FAILURES}", *lines]), tail="")
 
 
-def _told(job: ObservedJob, status: JobStatus, shape: dict[str, Any]) -> Any:
+def _told(job: RemoteJob, status: JobStatus, shape: dict[str, Any]) -> Any:
     """What the job's driver wrote last, if it has this shape."""
     found: Any = None
     if job.kept.has_rows:

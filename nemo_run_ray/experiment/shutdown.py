@@ -15,12 +15,12 @@ from typing import Any
 from nemo_run_ray.clusters import Cluster
 from nemo_run_ray.dashboard.jobs import JobsApi
 from nemo_run_ray.errors import ClusterError, NemoRunRayError, Unanswered
-from nemo_run_ray.experiment.cancel_loop import Stops, insist
-from nemo_run_ray.experiment.find import experiments_of, job_of
+from nemo_run_ray.experiment import history
+from nemo_run_ray.experiment.cancel import StopRequests, poll_until
+from nemo_run_ray.experiment.find import experiments_of
 from nemo_run_ray.experiment.job import RemoteJob
-from nemo_run_ray.experiment.running_at import note_running_at
 from nemo_run_ray.experiment.snapshot import Snapshot
-from nemo_run_ray.experiment.store import Ledger
+from nemo_run_ray.experiment.store import store_of
 from nemo_run_ray.ids import DISPATCHER
 from nemo_run_ray.remote.rows import JobRows
 from nemo_run_ray.remote.states import JobState, JobStatus, Reason, is_active, is_running
@@ -44,10 +44,10 @@ def end_all(api: JobsApi) -> list[str]:
     Returns:
         Submission ids of those that still run after ``_END_LIMIT_S``.
     """
-    stops = Stops(api)
+    stops = StopRequests(api)
     running: list[str] | None = None
 
-    def turn() -> bool | None:
+    def step() -> bool | None:
         nonlocal running
         rows = api.table(fresh=True)
         names = sorted(active(rows), key=lambda name: not name.endswith(f".{DISPATCHER}"))
@@ -58,7 +58,7 @@ def end_all(api: JobsApi) -> list[str]:
         return None if running else True
 
     try:
-        insist(turn, _END_LIMIT_S, "what runs on the cluster")
+        poll_until(step, _END_LIMIT_S, "what runs on the cluster")
     except ClusterError:
         if running is None:  # it has never answered
             raise
@@ -77,41 +77,38 @@ def note_ends(api: JobsApi, cluster: Cluster, is_forced: bool) -> Iterator[str]:
         What could not be kept, in words.
     """
     snapshot = Snapshot(is_fresh=True)
-    go_on = []
+    remaining = []
     for exp_dir in sorted(experiments_of(api.table(fresh=True).keys())):
-        for record in Ledger.of(exp_dir).jobs().values():
+        for record in store_of(exp_dir).ledger.jobs().values():
             if record.is_dispatcher or not _is_on(record.cluster, cluster):
                 continue
             try:
-                job = job_of(record)
-                job.look(snapshot)  # which writes an end down
-                note_running_at(job, snapshot, is_stopping=True)
+                job = RemoteJob(record)
+                status = job.look(snapshot)
             except (NemoRunRayError, OSError) as error:
                 yield _not_kept(record.submission_id, error)
                 continue
-            if is_forced and not job.record.terminal:
-                go_on.append(job)
-    latest, again = Snapshot(is_fresh=True), _AGAIN_MAX  # the looks have taken their time
-    for job in go_on:
+            history.record([(job, status)], snapshot, is_final=True)
+            if is_forced and not status.state.is_terminal:
+                remaining.append(job)
+    latest, again = Snapshot(is_fresh=True), _AGAIN_MAX  # the other looks have taken their time
+    for job in remaining:
         try:
-            _note_cancelled(job, latest)
+            status = job.look(latest)
+            if not status.state.is_terminal and status.reason is not Reason.TAKEN:
+                status = _stopped(job, latest)
+            history.record([(job, status)], latest, is_final=True)
         except (NemoRunRayError, OSError) as error:
             yield _not_kept(job.id, error)
             if isinstance(error, Unanswered) and again:  # which the snapshot keeps, too
                 latest, again = Snapshot(is_fresh=True), again - 1
 
 
-def _note_cancelled(job: RemoteJob, snapshot: Snapshot) -> None:
-    """Note a job as cancelled, if it still goes on."""
-    seen = job.look(snapshot)
-    # What was lost in an allocation before this one, or is another run's, was not stopped here.
-    if job.record.terminal or seen.state is JobState.LOST or seen.reason is Reason.TAKEN:
-        return
-    detail = "cancelled when its cluster was stopped"
+def _stopped(job: RemoteJob, snapshot: Snapshot) -> JobStatus:
     attempts = list(job.attempts_in(snapshot).values())
     node = attempts[-1].node if attempts else ""
-    status = JobStatus(JobState.CANCELLED, Reason.CANCELLED, detail, node, attempt=len(attempts))
-    job.note(status, snapshot)
+    detail = "cancelled when its cluster was stopped"
+    return JobStatus(JobState.CANCELLED, Reason.CANCELLED, detail, node, attempt=len(attempts))
 
 
 def _not_kept(submission_id: str, error: Exception) -> str:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Callable, Hashable, Mapping
 from typing import Any, TypeVar
 
 from nemo_run_ray.dashboard.jobs import JobsApi
 from nemo_run_ray.errors import NemoRunRayError
-from nemo_run_ray.remote.rows import JobRows
+from nemo_run_ray.remote.rows import JobRow, JobRows
 
 #: Seconds in which a head that recovers may answer before it knows its jobs.
 _RECOVERS_S = 2.0
@@ -28,13 +27,12 @@ class Snapshot:
     def __init__(self, is_fresh: bool = False) -> None:
         self._is_fresh = is_fresh
         self._answers: dict[tuple[Hashable, str], Any] = {}
-        self._deadline = math.inf
 
-    def deadline(self, budget_s: float) -> float:
-        """The moment, by the monotonic clock, at which this answer stops doing what was not asked
-        for. The time begins with the first question, and a smaller budget shortens it."""
-        self._deadline = min(self._deadline, time.monotonic() + budget_s)
-        return self._deadline
+    def answer_rows(self, api: JobsApi, submission_id: str, row: JobRow | None) -> None:
+        """Answer all questions about the job table by this row of one job, or by its absence."""
+        rows = {} if row is None else {submission_id: row}
+        for question in ("rows", "now"):
+            self._answers[api, question] = rows
 
     def rows(self, api: JobsApi) -> JobRows:
         """The job table.

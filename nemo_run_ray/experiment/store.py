@@ -13,26 +13,26 @@ import shutil
 import tempfile
 import threading
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
-from contextlib import ExitStack
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
-from typing import IO, Any, ClassVar, cast
+from typing import IO, Any, TypeVar, cast
 
 from filelock import FileLock
 
 from nemo_run_ray.clusters.base import CUT
 from nemo_run_ray.errors import JobError
 from nemo_run_ray.ids import LEDGER
-from nemo_run_ray.remote.attempts import Attempt, attempt_id, attempt_of_row, attempts_of, first_id
+from nemo_run_ray.remote.attempts import Attempt
 from nemo_run_ray.remote.files import replacing, write_file
-from nemo_run_ray.remote.rows import ArrayRows, GroupRows, JobRow, JobRows, fits
+from nemo_run_ray.remote.rows import ArrayRows, GroupRows, fits
 from nemo_run_ray.remote.states import JobState, JobStatus
 from nemo_run_ray.remote.trust import why_untrusted
 
 log = logging.getLogger(__name__)
 
 
+_T = TypeVar("_T")
 #: Kind, submission id and values.
 Event = tuple[str, str, dict[str, Any]]
 
@@ -43,9 +43,6 @@ class Ledger:
     What was read of the file is remembered: only what was added since is read again.
     """
 
-    _shared: ClassVar[dict[Path, Ledger]] = {}
-    _shared_lock = threading.Lock()
-
     def __init__(self, exp_dir: Path) -> None:
         self.exp_dir = exp_dir
         self.path = exp_dir / LEDGER
@@ -54,14 +51,6 @@ class Ledger:
         self._beginning = b""
         self._offset = self._lines = 0
         self._records = JobRecords(exp_dir)
-
-    @classmethod
-    def of(cls, exp_dir: Path) -> Ledger:
-        """The process's ledger of this experiment."""
-        with cls._shared_lock:
-            if exp_dir not in cls._shared:
-                cls._shared[exp_dir] = cls(exp_dir)
-            return cls._shared[exp_dir]
 
     def write(self, event: str, submission_id: str, **values: Any) -> None:
         """Append one event; on return it is on the disk."""
@@ -102,24 +91,6 @@ class Ledger:
                 "%s cannot be written: %s. The job %s is not affected; that it is %s is not kept.",
                 *(self.path, error.strerror, submission_id, event),
             )
-
-    def keep_attempts(self, found: Mapping[str, Attempts]) -> None:
-        """Write down what was seen of the attempts of jobs, by the jobs' submission ids.
-
-        Where nothing can be written (another user's folder, a full disk) it is not kept: a look at
-        a job must not fail for that.
-        """
-        if not found or not os.access(self.exp_dir, os.W_OK):
-            return
-        try:
-            self.write_all(
-                [
-                    (SEEN, name, {"attempts": [attempt.to_json() for attempt in attempts.values()]})
-                    for name, attempts in found.items()
-                ]
-            )
-        except OSError as error:
-            log.warning("What was seen of the jobs is not kept in %s: %s", self.path, error)
 
     def jobs(self) -> dict[str, JobRecord]:
         """All jobs by submission id, as the events tell, in the order of their submission."""
@@ -201,9 +172,6 @@ class Ledger:
 
 #: An attempt that nothing delays begins to run within so many seconds of its posting.
 _FRESH_S = 3.0
-#: How much longer an attempt must have run than was written down, to be written down again: a job
-#: of days, looked at each second, adds some dozens of lines to its ledger.
-_LONGER, _LONGER_S = 1.25, 5.0
 
 
 @dataclass(frozen=True)
@@ -276,40 +244,6 @@ class AttemptRecord:
 Attempts = Mapping[str, AttemptRecord]
 
 
-def of_rows(rows: JobRows, job: str, nonces: Sequence[str], now: float) -> dict[str, AttemptRecord]:
-    """The attempts of a job in the cluster's job table; claims are none.
-
-    Args:
-        rows: the table.
-        job: submission id of the first attempt.
-        nonces: of the job's submissions.
-        now: seconds since the epoch.
-    """
-    table = {name: attempt_of_row(row) for name, row in _by_job(rows).get(job, {}).items()}
-    found = attempts_of([job], table)[job]
-    named = {attempt_id(job, number): row for number, row in found.items()}
-    return {
-        name: AttemptRecord.of(name, row, now)
-        for name, row in named.items()
-        if not row.claim and row.nonce in nonces
-    }
-
-
-#: The job table that was grouped last, and its rows by first id. All jobs of one look share it.
-_grouped: tuple[JobRows, dict[str, dict[str, JobRow]]] = ({}, {})
-
-
-def _by_job(rows: JobRows) -> dict[str, dict[str, JobRow]]:
-    global _grouped
-    last, groups = _grouped
-    if last is not rows:
-        groups = {}
-        for name, row in rows.items():
-            groups.setdefault(first_id(name), {})[name] = row
-        _grouped = rows, groups
-    return groups
-
-
 def merged(
     kept: Attempts, found: Attempts, running_at: Mapping[str, float] | None = None
 ) -> dict[str, AttemptRecord]:
@@ -334,61 +268,6 @@ def merged(
         result[name] = replace(now, running_at=min(moments, default=None))
     return result
 
-
-def known(
-    record: JobRecord, found: Attempts, now: float, running_at: Mapping[str, float] | None = None
-) -> Attempts:
-    """What is known of a job's attempts; none goes on of a job that is over.
-
-    Of a job that was given up while it waited Ray's table may have an attempt as pending still: a
-    stop of such a row is held back until Ray would start it.
-
-    Args:
-        record: of the job, with the attempts as they were written down.
-        found: as they are now; empty when the cluster does not tell.
-        now: seconds since the epoch, for an end that nobody has written down.
-        running_at: when attempts were seen running by their dispatcher.
-    """
-    attempts = merged(record.attempts, found, running_at)
-    if not record.terminal:
-        return attempts
-    status = JobStatus.from_json(record.terminal)
-    for name, one in attempts.items():
-        if not JobState(one.state).is_terminal:
-            before = record.attempts[name].ended_at if name in record.attempts else None
-            attempts[name] = replace(
-                one,
-                state=status.state.value,
-                reason=status.reason.value,
-                detail=status.detail,
-                ended_at=now if before is None else before,
-                seen_at=None,
-            )
-    return attempts
-
-
-def has_news(kept: Attempts, found: Attempts) -> bool:
-    """Whether what is known of a job's attempts is to be written down.
-
-    Args:
-        kept: as it was written down.
-        found: as it is now.
-    """
-    if {name: replace(one, seen_at=None) for name, one in kept.items()} != {
-        name: replace(one, seen_at=None) for name, one in found.items()
-    }:
-        return True
-    return any(_is_longer(kept[name], one) for name, one in found.items())
-
-
-def _is_longer(before: AttemptRecord, now: AttemptRecord) -> bool:
-    if now.seen_at is None or before.seen_at is None:
-        return now.seen_at != before.seen_at
-    length_s, known_s = now.seen_at - now.posted_at, before.seen_at - now.posted_at
-    return length_s > max(_LONGER * known_s, known_s + _LONGER_S)
-
-
-log = logging.getLogger(__name__)
 
 INTENT, SUBMITTED, UNSETTLED = "intent", "submitted", "unsettled"
 CANCEL, TERMINAL, SEEN, UNKEPT = "cancel", "terminal", "seen", "unkept"
@@ -551,8 +430,8 @@ class JobRecords:
 
 _logger = logging.getLogger(__name__)
 
-#: Bytes in which the first line of a log's end is looked for: a longer line is kept in part.
-_LINE_BYTES = 64 * 1024
+#: Bytes of a log that are copied at once. Of a first line that is longer a part is kept.
+_CHUNK_BYTES = 64 * 1024
 
 
 class Kept:
@@ -598,15 +477,11 @@ class Kept:
         folder = self._log.parent
         folder.mkdir(parents=True, exist_ok=True)
         pieces = (text.encode(errors="replace") for text in texts)
-        with replacing(self._log) as file, ExitStack() as stack:
+        with replacing(self._log) as file, tempfile.TemporaryFile(dir=folder) as ring:
             if most_bytes is None:
                 file.writelines(pieces)
             else:
-                scratches = [stack.enter_context(_scratch(folder)) for _ in range(2)]
-                end = _End(*scratches)
-                for piece in pieces:
-                    end.add(piece, most_bytes)
-                end.write_to(file, most_bytes)
+                _write_end(pieces, most_bytes, ring, file)
         if self._copy is not None and self._copy.parent.parent.is_dir():
             self._write_copy(self._copy)
 
@@ -643,59 +518,90 @@ class Kept:
         write_file(self._array.with_suffix(f".{kind}"), "".join(f"{line}\n" for line in lines))
 
 
-class _End:
-    """The last bytes of a text of any length, on the disk: two files take turns.
+def _write_end(pieces: Iterable[bytes], most_bytes: int, ring: IO[bytes], file: IO[bytes]) -> None:
+    """Write the last ``most_bytes`` at most, from the beginning of a line on.
 
-    Args:
-        older: holds what came before the newer one.
-        newer: is written to, until it is full.
+    The ring has that many bytes on the disk, and each byte replaces the oldest one.
     """
-
-    def __init__(self, older: IO[bytes], newer: IO[bytes]) -> None:
-        self._older, self._newer = older, newer
-        self._size_bytes = 0
-
-    def add(self, piece: bytes, most_bytes: int) -> None:
-        self._size_bytes += len(piece)
+    size, at = 0, 0
+    for piece in pieces:
+        size += len(piece)
         while piece:
-            room = most_bytes - self._newer.tell()
-            self._newer.write(piece[:room])
-            piece = piece[room:]
-            if piece:  # it is full
-                self._older, self._newer = self._newer, self._older
-                self._newer.seek(0)
-                self._newer.truncate()
+            ring.seek(at)
+            part = piece[: most_bytes - at]
+            ring.write(part)
+            at = (at + len(part)) % most_bytes
+            piece = piece[len(part) :]
+    if size <= most_bytes:
+        ring.seek(0)
+        shutil.copyfileobj(ring, file)
+        return
+    chunks = _chunks(ring, at)
+    beginning = next(chunks)
+    if b"\n" not in beginning:
+        beginning += next(chunks, b"")
+    dropped = _to_next_line(beginning)
+    file.write(
+        f"{CUT}{size - most_bytes + dropped} bytes of this log are not kept: "
+        f"RayExecutor.keep_logs_max_bytes is {most_bytes}\n".encode()
+    )
+    file.write(beginning[dropped:])
+    file.writelines(chunks)
 
-    def write_to(self, file: IO[bytes], most_bytes: int) -> None:
-        """Write the last ``most_bytes`` at most, from the beginning of a line on."""
-        missing = max(0, self._size_bytes - most_bytes)
-        filled = self._newer.tell()
-        self._newer.seek(0)
-        if not missing:
-            shutil.copyfileobj(self._newer, file)
-            return
-        self._older.seek(filled)
-        beginning = self._older.read(_LINE_BYTES)
-        if len(beginning) < _LINE_BYTES:
-            beginning += self._newer.read(_LINE_BYTES)
-        dropped = _to_next_line(beginning)
-        file.write(
-            f"{CUT}{missing + dropped} bytes of this log are not kept: "
-            f"RayExecutor.keep_logs_max_bytes is {most_bytes}\n".encode()
-        )
-        file.write(beginning[dropped:])
-        shutil.copyfileobj(self._older, file)
-        shutil.copyfileobj(self._newer, file)
+
+def _chunks(ring: IO[bytes], at: int) -> Iterator[bytes]:
+    """The bytes of a full ring, from the oldest one on."""
+    ring.seek(at)
+    yield from iter(lambda: ring.read(_CHUNK_BYTES), b"")
+    ring.seek(0)
+    while at:
+        chunk = ring.read(min(at, _CHUNK_BYTES))
+        at -= len(chunk)
+        yield chunk
 
 
 def _to_next_line(text: bytes) -> int:
-    """Where the next line begins, or else the next character."""
+    """The offset of the next line, or else of the next character."""
     line = text.find(b"\n") + 1
     if line:
         return line
     return next((at for at, byte in enumerate(text) if byte & 0xC0 != 0x80), len(text))
 
 
-def _scratch(folder: Path) -> IO[bytes]:
-    """A file that vanishes when it is closed."""
-    return cast(IO[bytes], tempfile.TemporaryFile(dir=folder))
+class ExperimentStore:
+    """What this machine knows of one experiment; a process has one object for each folder.
+
+    Attributes:
+        exp_dir: the experiment's folder.
+        ledger: its ledger.
+        waiters: objects of this process that wait for its jobs; as long as there is one, what is
+            seen of the jobs is recorded.
+        lock: guards what several threads do once.
+        last_complaint: why its jobs could not be looked after.
+    """
+
+    def __init__(self, exp_dir: Path) -> None:
+        self.exp_dir = exp_dir
+        self.ledger = Ledger(exp_dir)
+        self.waiters: set[object] = set()
+        self.lock = threading.Lock()
+        self.last_complaint = ""
+        self._shared: dict[tuple[type, str], Any] = {}
+
+    def shared(self, kind: type[_T], name: str, make: Callable[[], _T]) -> _T:
+        """The one object of a kind and a name that all threads share; made by the first call."""
+        with self.lock:
+            if (kind, name) not in self._shared:
+                self._shared[kind, name] = make()
+            found: _T = self._shared[kind, name]
+            return found
+
+
+_stores: dict[Path, ExperimentStore] = {}
+_stores_lock = threading.Lock()
+
+
+def store_of(exp_dir: Path) -> ExperimentStore:
+    """The process's one store of an experiment."""
+    with _stores_lock:
+        return _stores.setdefault(exp_dir, ExperimentStore(exp_dir))

@@ -33,7 +33,14 @@ from nemo_run_ray.experiment import archives
 from nemo_run_ray.experiment.archives import Packed
 from nemo_run_ray.experiment.dispatch import Dispatch, start_dispatcher, submit_once
 from nemo_run_ray.experiment.find import did_you_mean, find_experiment, find_record, titles
-from nemo_run_ray.experiment.store import INTENT, SUBMITTED, TERMINAL, UNSETTLED, JobRecord, Ledger
+from nemo_run_ray.experiment.store import (
+    INTENT,
+    SUBMITTED,
+    TERMINAL,
+    UNSETTLED,
+    JobRecord,
+    store_of,
+)
 from nemo_run_ray.fields import version_of
 from nemo_run_ray.ids import HANDLE, dispatcher_id
 from nemo_run_ray.plan.job_plan import JobPlan, joined_places
@@ -173,7 +180,7 @@ class Batch:
             carried = [self._upload(archive) for archive in self._job_archives()]
         self._connect().put_package(hidden.name, hidden.pack())
         carried.append(hidden.uri)
-        book = Ledger.of(self.exp_dir)
+        book = store_of(self.exp_dir).ledger
         book.write_all([self._intent(planned, nonce)])
         body = planned.body(code, carried, nonce)
         body["metadata"][LOCK_KEY] = lock_of(proof_of(key, 0))
@@ -214,7 +221,7 @@ class Batch:
             dispatch = Dispatch.of(self.exp_dir, name)
             dispatch.save(spec, uploads, _pythons(self.cluster, jobs), places)
             self.before_post()
-            Ledger.of(self.exp_dir).write_all(intents)
+            store_of(self.exp_dir).ledger.write_all(intents)
             start_dispatcher(dispatch, api, self.cluster.record())
 
     def _dispatch_spec(
@@ -444,7 +451,7 @@ def _handles_of_one(
             f"RayExecutor.dependencies names {name!r}, which is the experiment itself; use the "
             "dependencies of `experiment.add` for its own jobs. Nothing was sent."
         )
-    records = [job for job in Ledger.of(folder).jobs().values() if not job.is_dispatcher]
+    records = [job for job in store_of(folder).ledger.jobs().values() if not job.is_dispatcher]
     handed_over = {record.job for record in records}
     missing = sorted(set(jobs_of(folder)) - handed_over)
     if missing:

@@ -11,15 +11,14 @@ import logging
 import threading
 import time
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 from nemo_run_ray.clusters import from_record
 from nemo_run_ray.dashboard.jobs import JobsApi
 from nemo_run_ray.errors import NemoRunRayError
-from nemo_run_ray.experiment import keep_logs
 from nemo_run_ray.experiment.dispatch import Dispatch, DispatchStatus, start_dispatcher
 from nemo_run_ray.experiment.snapshot import Snapshot
-from nemo_run_ray.experiment.store import JobRecord, Ledger
+from nemo_run_ray.experiment.store import JobRecord, store_of
 from nemo_run_ray.remote.attempts import first_id
 from nemo_run_ray.remote.rows import JobRows, nonce_of
 from nemo_run_ray.remote.states import JobState, status_of_row
@@ -33,9 +32,6 @@ _SENDING_S = 120.0
 #: Seconds between two times that a waiting client tends.
 _TEND_AGAIN_S = 2.0
 
-#: What was last told of a folder, which is tended every two seconds.
-_complaints: dict[Path, str] = {}
-
 
 def tend(exp_dir: Path) -> None:
     """Look after an experiment's jobs that go on. A cluster that does not answer is left alone.
@@ -46,15 +42,16 @@ def tend(exp_dir: Path) -> None:
     try:
         _tend(exp_dir)
     except OSError as error:
-        if _complaints.get(exp_dir) != str(error):
+        store = store_of(exp_dir)
+        if store.last_complaint != str(error):  # once, and not every two seconds
             log.warning("The jobs of %s are not looked after: %s", exp_dir, error)
-        _complaints[exp_dir] = str(error)
+        store.last_complaint = str(error)
 
 
 def _tend(exp_dir: Path) -> None:
     going_on: dict[str, list[JobRecord]] = {}
     clusters: dict[str, dict[str, Any]] = {}
-    for record in Ledger.of(exp_dir).jobs().values():
+    for record in store_of(exp_dir).ledger.jobs().values():
         if not record.terminal:
             key = repr(sorted(record.cluster.items()))
             going_on.setdefault(key, []).append(record)
@@ -101,9 +98,6 @@ def _own(rows: JobRows, records: list[JobRecord]) -> JobRows:
 class _Revivals:
     """The starts of one dispatch's dispatcher by this process."""
 
-    _shared: ClassVar[dict[str, _Revivals]] = {}
-    _shared_lock = threading.Lock()
-
     def __init__(self, dispatch: Dispatch) -> None:
         self._dispatch = dispatch
         self._lock = threading.Lock()
@@ -112,8 +106,7 @@ class _Revivals:
 
     @classmethod
     def of(cls, dispatch: Dispatch) -> _Revivals:
-        with cls._shared_lock:
-            return cls._shared.setdefault(str(dispatch.folder), cls(dispatch))
+        return store_of(dispatch.exp_dir).shared(cls, dispatch.id, lambda: cls(dispatch))
 
     def revive(self, api: JobsApi, cluster: dict[str, Any], found: DispatchStatus) -> None:
         """Start the dispatcher again if it is dead and there is something left for it to do."""
@@ -149,11 +142,12 @@ class Tending(threading.Thread):
         super().__init__(name=f"tend-{exp_dir.name}", daemon=True)
         self._exp_dir = exp_dir
         self._is_over = threading.Event()
+        store_of(exp_dir).waiters.add(self)
 
     def run(self) -> None:
-        with keep_logs.waiting():
-            while not self._is_over.wait(_TEND_AGAIN_S):
-                tend(self._exp_dir)
+        while not self._is_over.wait(_TEND_AGAIN_S):
+            tend(self._exp_dir)
 
     def stop(self) -> None:
         self._is_over.set()
+        store_of(self._exp_dir).waiters.discard(self)

@@ -33,16 +33,15 @@ from nemo_run_ray.errors import (
     shown,
 )
 from nemo_run_ray.executor import RayExecutor
-from nemo_run_ray.experiment import notes
+from nemo_run_ray.experiment import history
 from nemo_run_ray.experiment.archives import in_words
 from nemo_run_ray.experiment.dispatch import dispatches_of, resume
 from nemo_run_ray.experiment.find import find_job, jobs_of, remember
 from nemo_run_ray.experiment.job import RemoteJob
 from nemo_run_ray.experiment.logs import lines, only
 from nemo_run_ray.experiment.roles_and_elements import not_ready, roles
-from nemo_run_ray.experiment.running_at import note_running_at
 from nemo_run_ray.experiment.snapshot import Snapshot
-from nemo_run_ray.experiment.store import INTENT, Ledger
+from nemo_run_ray.experiment.store import INTENT, store_of
 from nemo_run_ray.experiment.submit import Batch, handles_of
 from nemo_run_ray.experiment.tend import Tending, tend
 from nemo_run_ray.ids import SCHEDULER, dispatcher_id, job_id
@@ -203,9 +202,8 @@ class RayJobsScheduler(SchedulerMixin, Scheduler[Any]):
             return None
         snapshot = Snapshot()
         status = job.status_in(snapshot)
-        notes.note_attempts(job, status, snapshot)
-        if status.state.is_terminal:
-            note_running_at(job, snapshot)
+        if store_of(job.record.exp_dir).waiters:  # else it is a look, which changes nothing
+            history.record([(job, status)], snapshot)
         _report(job, status)
         self._report_services(job, status)
         interrupt.end_wait(app_id, status)
@@ -260,7 +258,7 @@ class RayJobsScheduler(SchedulerMixin, Scheduler[Any]):
         """The jobs of this experiment; torchx gives no other scope."""
         if self._experiment is None:
             return []
-        records = Ledger.of(registry.experiment_dir(self._experiment)).jobs()
+        records = store_of(registry.experiment_dir(self._experiment)).ledger.jobs()
         return [
             ListAppResponse(app_id=app_id, state=torchx_state(self._job(app_id).status))
             for app_id in records

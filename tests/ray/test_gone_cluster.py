@@ -12,7 +12,7 @@ import nemo_run as run
 import psutil
 import pytest
 
-from nemo_run_ray import LocalCluster, RayExecutor
+from nemo_run_ray import LocalCluster, RayExecutor, find
 from nemo_run_ray.cli.clusters import dashboard_of
 from nemo_run_ray.dashboard.jobs import JobsApi
 from nemo_run_ray.errors import ClusterError, Unreachable
@@ -84,6 +84,8 @@ def test_times_outlive_the_cluster_and_nobody_waits_for_it(own, unique, tmp_path
     drawn = page_of(ended, tmp_path / "before.html")
     assert [len(before[name]["attempts"]) for name in ("first", "fails")] == [1, 2]
     wait_for(lambda: "there" in tool("nemo-run-ray", "logs", running).stdout)
+    with pytest.raises(TimeoutError):
+        find(running)[0].wait(timeout_s=0)  # who waits writes down what is seen
     (job,) = status(running)
     assert job["state"] == "RUNNING"
 

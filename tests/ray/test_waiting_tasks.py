@@ -8,7 +8,7 @@ import nemo_run as run
 import pytest
 
 from nemo_run_ray import RayExecutor
-from nemo_run_ray.cli.status_report import StatusReport
+from nemo_run_ray.cli.status_report import observe
 from nemo_run_ray.dashboard.http import Http
 from nemo_run_ray.experiment.cancel import cancel_all
 from nemo_run_ray.experiment.find import find_experiment, jobs_of
@@ -99,7 +99,7 @@ def test_status_shows_it_for_people_and_programs(jobs):
     for job in jobs.values():
         if job.name != "holder":
             explained(job)
-    rows = {row["job"]: row for row in json.loads(StatusReport(list(jobs.values())).as_json())}
+    rows = {row["job"]: row for row in json.loads(observe(list(jobs.values())).as_json())}
     assert rows["holder"]["waits_for_room"] == ""
     assert rows["waits"]["waits_for_room"].startswith("It asks for CPU 2; ")
     assert {row["state"] for row in rows.values() if row["waits_for_room"]} == {"PENDING"}
@@ -115,7 +115,7 @@ def test_an_answer_costs_two_more_requests_whatever_the_number_of_jobs(jobs, req
     def explaining() -> list[str]:
         """The requests of an answer; there are none while the answer before serves."""
         del requests[:]
-        StatusReport(list(jobs.values()) * 10)
+        observe(list(jobs.values()) * 10)
         return [path for path in requests if path != "/api/jobs/"]
 
     assert len(wait_for(explaining)) == 2

@@ -13,6 +13,7 @@ import pytest
 
 from nemo_run_ray import RayExecutor
 from nemo_run_ray.dashboard import jobs
+from nemo_run_ray.experiment import history
 from nemo_run_ray.experiment.dispatch import Dispatch, dispatches_of
 from nemo_run_ray.experiment.find import find_experiment, jobs_of
 from nemo_run_ray.experiment.job import RemoteJob
@@ -83,6 +84,13 @@ class Handed:
         """The states as they are now, not a moment ago."""
         snapshot = Snapshot(is_fresh=True)
         return {name: one.status_in(snapshot).state.value for name, one in self.jobs.items()}
+
+    def record(self) -> dict[str, str]:
+        """Write down what is seen now, as a client that waits does, and return the states."""
+        snapshot = Snapshot(is_fresh=True)
+        seen = [(job, job.status_in(snapshot)) for job in self.jobs.values()]
+        history.record(seen, snapshot)
+        return {job.name: status.state.value for job, status in seen}
 
     def stranger(self, name: str, status: str, **fields) -> None:
         """Another user's job in the cluster's table, older than most."""

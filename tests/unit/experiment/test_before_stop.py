@@ -12,7 +12,7 @@ from nemo_run_ray.clusters import Cluster
 from nemo_run_ray.experiment import snapshot as snapshots
 from nemo_run_ray.experiment.job import RemoteJob
 from nemo_run_ray.experiment.shutdown import _is_on, note_ends
-from nemo_run_ray.experiment.store import TERMINAL, Ledger
+from nemo_run_ray.experiment.store import TERMINAL, store_of
 from nemo_run_ray.remote.states import JobState, JobStatus, Reason
 from tests.unit.experiment.conftest import Handed
 
@@ -61,7 +61,7 @@ def _stop_by_force(handed: Handed) -> dict[str, str]:
     (cluster, *_) = (job.cluster for job in handed.jobs.values())
     (api, *_) = (job.api() for job in handed.jobs.values())
     assert list(note_ends(api, cluster, is_forced=True)) == []
-    found = Ledger.of(handed.exp_dir).jobs().values()
+    found = store_of(handed.exp_dir).ledger.jobs().values()
     jobs = [record for record in found if not record.is_dispatcher]
     return {record.job: record.terminal.get("state", "") for record in jobs}
 
@@ -86,7 +86,7 @@ def _at_second_look(monkeypatch, event: Callable[[RemoteJob], object]) -> None:
 def test_an_end_that_another_program_notes_meanwhile_stays(ray, unique, monkeypatch):
     handed = Handed(ray, unique, "job")
     status = JobStatus(JobState.SUCCEEDED).to_json()
-    store = Ledger.of(handed.exp_dir)
+    store = store_of(handed.exp_dir).ledger
     _at_second_look(monkeypatch, lambda job: store.write(TERMINAL, job.id, status=status))
     assert _stop_by_force(handed) == {"job": "SUCCEEDED"}
 

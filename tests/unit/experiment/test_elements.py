@@ -260,8 +260,7 @@ def test_states_and_results_are_kept_when_the_array_has_ended(ray, job, driver):
     ray.files[file_of(job.id, "results")] = '[0, {"loss": 1.5}]\n[2, null]\n'
     ray.fates[job.id] = SUCCEEDS
     ray.pass_time(1000)
-    wait_for(lambda: job.status.state.is_terminal)
-    wait_for(lambda: job.kept.has_array_file("results"))
+    assert job.wait(timeout_s=20).state.is_terminal
     ray.files.clear()
     assert job.results() == {0: {"loss": 1.5}, 2: None}
     assert [one.index for one in job.select_elements("failed")] == [3]

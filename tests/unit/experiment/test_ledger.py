@@ -16,7 +16,7 @@ import pytest
 from nemo_run_ray.errors import JobError, SubmissionError
 from nemo_run_ray.experiment import store
 from nemo_run_ray.experiment.find import find_record, remember
-from nemo_run_ray.experiment.store import INTENT, SUBMITTED, TERMINAL, UNSETTLED, Ledger
+from nemo_run_ray.experiment.store import INTENT, SUBMITTED, TERMINAL, UNSETTLED, Ledger, store_of
 from nemo_run_ray.ids import LEDGER, job_id
 from tests.unit.experiment.conftest import Handed
 
@@ -102,7 +102,6 @@ _NO_RECORDS = (
     b'{"id": "exp.a", "event": "seen", "attempts": [1]}',
     b'{"id": "exp.a", "event": "seen", "attempts": [{"submission_id": "exp.a", "state": "ODD"}]}',
     json.dumps({"id": "exp.c", "event": INTENT, **_INTENT, "cluster": "local"}).encode(),
-    json.dumps({"id": "exp.c", "event": INTENT, **_INTENT, "tasks": [1]}).encode(),
     json.dumps({"id": "exp.c", "event": INTENT, **_INTENT, "at": "noon"}).encode(),
     b"[" * 100_000,
     _seen(ended_at=math.nan),
@@ -217,7 +216,7 @@ def test_an_experiment_that_was_moved_away_is_not_found(home, tmp_path):
 
 def test_a_ledger_that_was_removed_and_made_anew_is_read_anew(tmp_path):
     """A file system may give the new file the old one's number."""
-    book = Ledger.of(tmp_path)
+    book = store_of(tmp_path).ledger
     for nonce in ("old", "new"):
         book.write(INTENT, "e.a", **{**_INTENT, "nonce": nonce})
         assert book.job("e.a").nonces == [nonce]

@@ -3,7 +3,7 @@
 import pytest
 
 from nemo_run_ray.dashboard.state import StateApi
-from nemo_run_ray.experiment.leftovers import leftovers
+from nemo_run_ray.experiment.cancel import leftovers
 from nemo_run_ray.remote.end_record import EndRecord
 from nemo_run_ray.remote.states import JobState, JobStatus, Reason
 from tests.unit.experiment.conftest import Handed

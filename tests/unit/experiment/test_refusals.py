@@ -24,7 +24,6 @@ from nemo_run_ray.errors import (
     TooOld,
     Unreachable,
 )
-from nemo_run_ray.experiment import keep_logs
 from tests.certificates import certificate
 from tests.conftest import TRUE, refused
 from tests.fake_ray import FakeRay, fake_ray
@@ -205,11 +204,10 @@ def trusting(url: str, ca: str) -> ExistingCluster:
     return ExistingCluster(url=url, verify=ca)
 
 
-def test_the_log_of_a_cluster_that_is_gone_and_that_was_not_kept(unique, caplog, monkeypatch):
+def test_the_log_of_a_cluster_that_is_gone_and_that_was_not_kept(unique, caplog):
     with fake_ray(now=time.time()) as ray:
         handed = Handed(ray, unique, "job")
         ray.rows[f"{handed.id}.job"].update(status="SUCCEEDED", driver_exit_code=0)
-        monkeypatch.setattr(keep_logs, "BUDGET_S", 0)
         assert handed.states() == {"job": "SUCCEEDED"}
 
     done = CliRunner().invoke(cli.build(), ["logs", unique])

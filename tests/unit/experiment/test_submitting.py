@@ -21,7 +21,7 @@ from nemo_run_ray.errors import (
 )
 from nemo_run_ray.experiment import dispatch as submitting
 from nemo_run_ray.experiment.find import find_experiment
-from nemo_run_ray.experiment.store import Ledger
+from nemo_run_ray.experiment.store import store_of
 from nemo_run_ray.remote.states import JobState, Reason
 from tests.fake_ray import FakeRay, Trouble, of_the_agent
 from tests.unit.experiment.conftest import Handed
@@ -187,7 +187,7 @@ def test_an_id_that_another_run_has_is_a_conflict(ray, unique):
             method,
             path,
         ) == POST:  # another user is faster, with the id that is about to be asked for
-            intents = Ledger.of(find_experiment(unique)).jobs()
+            intents = store_of(find_experiment(unique)).ledger.jobs()
             for name in intents.keys() - ray.rows.keys():
                 real(name, {"nemo_run_ray": "theirs"}, entrypoint="python theirs.py")
         return None

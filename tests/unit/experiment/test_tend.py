@@ -4,9 +4,9 @@ import time
 
 import pytest
 
-from nemo_run_ray.experiment import notes
+from nemo_run_ray.experiment.cancel import note_cancel
 from nemo_run_ray.experiment.dispatch import resume
-from nemo_run_ray.experiment.store import Ledger
+from nemo_run_ray.experiment.store import store_of
 from nemo_run_ray.experiment.tend import Tending, _Revivals, tend
 from tests.conftest import wait_for
 from tests.fake_ray import Trouble
@@ -54,7 +54,7 @@ def test_it_is_not_started_twice_at_once(ray, stopped, monkeypatch):
 def test_a_dispatch_that_is_being_handed_over_is_left_to_its_client(ray, unique):
     handed = Handed(ray, unique, "first", "second after first")
     del ray.rows[handed.dispatch.id]
-    write = Ledger.of(handed.exp_dir).path
+    write = store_of(handed.exp_dir).ledger.path
     lines = write.read_text().splitlines()
     write.write_text("".join(f"{line}\n" for line in lines if '"submitted"' not in line))
     ray.requests.clear()
@@ -91,7 +91,7 @@ def test_a_job_that_starts_although_it_was_cancelled_is_stopped(ray, unique):
     handed = Handed(ray, unique, "one", "other")
     for name in ("one", "other"):
         ray.rows[f"{handed.id}.{name}"].update(status="RUNNING", driver_node_id=ray.alive[0])
-    notes.note_cancel(handed.jobs["one"])
+    note_cancel(handed.jobs["one"])
     tend(handed.exp_dir)
     assert ray.stops == [f"{handed.id}.one"]
 

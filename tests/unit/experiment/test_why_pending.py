@@ -9,7 +9,7 @@ from nemo_run_ray.dashboard import state
 from nemo_run_ray.dashboard.state import ClusterRoom, holdings_of, nodes_of_summary
 from nemo_run_ray.experiment.explain import why_waiting
 from nemo_run_ray.experiment.snapshot import Snapshot
-from nemo_run_ray.experiment.store import Ledger
+from nemo_run_ray.experiment.store import store_of
 from nemo_run_ray.remote.fit import ResourceRequest
 from nemo_run_ray.remote.states import JobState, JobStatus, Reason
 from tests.fake_ray import FakeRay, Trouble
@@ -210,7 +210,7 @@ def test_a_start_needs_no_explanation(waiting, ray):
 
 
 def test_a_task_of_a_version_that_noted_no_reservation_is_as_before(waiting, ray):
-    book = Ledger.of(waiting.exp_dir).path
+    book = store_of(waiting.exp_dir).ledger.path
     lines = book.read_text().replace('"reservation"', '"something_unknown"')
     book.write_text(lines)
     status = status_of(waiting)

@@ -1,10 +1,10 @@
-"""Logs of ended jobs in the experiment's folder, on a simulated Ray that others run."""
+"""What is written down of jobs: attempts, ends and logs."""
 
-import threading
+import dataclasses
 import time
 import tracemalloc
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 
 import nemo_run as run
 import pytest
@@ -16,15 +16,24 @@ from nemo_run_ray import RayExecutor
 from nemo_run_ray.cli import main as cli
 from nemo_run_ray.clusters import ClusterArchive
 from nemo_run_ray.dashboard import jobs
-from nemo_run_ray.errors import JobError, Unanswered
-from nemo_run_ray.experiment import keep_logs
-from nemo_run_ray.experiment.find import find, find_job
-from nemo_run_ray.experiment.snapshot import Snapshot
-from nemo_run_ray.experiment.store import Kept
-from nemo_run_ray.experiment.tend import Tending
-from nemo_run_ray.remote.attempts import attempt_id
+from nemo_run_ray.errors import JobError
+from nemo_run_ray.experiment import history
+from nemo_run_ray.experiment.find import find
+from nemo_run_ray.experiment.history import attempts_of_rows, has_news, known
+from nemo_run_ray.experiment.store import (
+    INTENT,
+    SEEN,
+    SUBMITTED,
+    TERMINAL,
+    AttemptRecord,
+    Kept,
+    Ledger,
+    merged,
+)
+from nemo_run_ray.remote.attempts import CLAIM_KEY, attempt_id
 from nemo_run_ray.remote.end_record import EndRecord
-from nemo_run_ray.remote.states import JobState
+from nemo_run_ray.remote.rows import NONCE_KEY
+from nemo_run_ray.remote.states import JobState, JobStatus, Reason
 from tests.conftest import TRUE
 from tests.fake_ray import FAILS, FakeRay, Trouble, fake_ray
 from tests.unit.experiment.conftest import Handed
@@ -60,19 +69,6 @@ def log_requests(ray: FakeRay) -> int:
     return len([path for _, path in ray.requests if path.endswith("/logs")])
 
 
-@pytest.mark.parametrize("verb", [["status", "--json"], ["status", "--once"], ["logs"]])
-def test_a_look_keeps_the_log_once(ray, unique, verb):
-    handed = Handed(ray, unique, "job")
-    invoke("status", "--json", unique)
-    assert kept(handed) == {}, "it has not ended"
-    end(handed, "job")
-    invoke(*verb, unique)
-    assert kept(handed) == {"job.log": "words of the task\n"}
-    before = log_requests(ray)
-    invoke("status", "--json", unique)
-    assert log_requests(ray) == before
-
-
 def test_waiting_keeps_it(ray, unique):
     handed = Handed(ray, unique, "job")
     end(handed, "job")
@@ -86,7 +82,7 @@ def test_the_logs_of_all_attempts(ray, unique):
     ray.fates[name] = FAILS
     ray.logs.update({name: "first\n", f"{name}@2": "second\n"})
     ray.dispatch(handed.dispatch.spec, rounds=20)
-    assert handed.states() == {"job": "SUCCEEDED"}
+    assert handed.record() == {"job": "SUCCEEDED"}
     (text,) = kept(handed).values()
     assert text.startswith("first\nnemo_run_ray| attempt ")
     assert text.endswith("2\nsecond\n")
@@ -100,7 +96,7 @@ def test_it_is_read_when_the_cluster_is_gone(unique):
         handed = Handed(ray, unique, "job", "chained after job")
         ray.logs.update({f"{handed.id}.{job}": f"{job} says\n" for job in ("job", "chained")})
         ray.dispatch(handed.dispatch.spec, rounds=20)
-        assert handed.states() == {"job": "SUCCEEDED", "chained": "SUCCEEDED"}
+        assert handed.record() == {"job": "SUCCEEDED", "chained": "SUCCEEDED"}
     for job in ("job", "chained"):
         assert invoke("logs", unique, "--job", job) == f"{job} says\n"
         assert "".join(handed.jobs[job].log()) == f"{job} says\n"
@@ -109,7 +105,7 @@ def test_it_is_read_when_the_cluster_is_gone(unique):
 def test_it_is_read_when_the_cluster_has_forgotten_the_job(ray, unique):
     handed = Handed(ray, unique, "job")
     end(handed, "job", log="before\n")
-    handed.states()
+    handed.record()
     ray.logs[f"{handed.id}.job"] = "as the cluster has it\n"
     assert invoke("logs", unique) == "as the cluster has it\n", "the cluster has all of it"
     del ray.rows[f"{handed.id}.job"]
@@ -122,7 +118,7 @@ def test_a_log_that_another_process_has_kept(ray, unique):
     handed = Handed(ray, unique, "job")
     before = handed.jobs["job"]
     end(handed, "job", log="kept\n")
-    handed.states()
+    handed.record()
     del ray.rows[before.id]
     assert "".join(before.log()) == "kept\n"
 
@@ -130,7 +126,7 @@ def test_a_log_that_another_process_has_kept(ray, unique):
 def test_none_is_kept_when_none_is_wanted(ray, unique):
     handed = Handed(ray, unique, "job", keep_logs_max_bytes=0)
     end(handed, "job")
-    assert handed.states() == {"job": "SUCCEEDED"}
+    assert handed.record() == {"job": "SUCCEEDED"}
     assert log_requests(ray) == 0
     assert kept(handed) == {}
 
@@ -139,7 +135,7 @@ def test_a_longer_log_keeps_its_end(ray, unique):
     handed = Handed(ray, unique, "job", keep_logs_max_bytes=1000)
     lines = [f"line {number}\n" for number in range(1000)]
     end(handed, "job", log="".join(lines))
-    handed.states()
+    handed.record()
     first, *rest = kept(handed)["job.log"].splitlines(keepends=True)
     assert rest == lines[-len(rest) :]
     assert 950 < len("".join(rest)) <= 1000
@@ -165,7 +161,7 @@ def test_what_a_user_sees_of_an_end_has_not_our_last_line(unique):
         nonce = handed.jobs["job"].record.nonces[-1]
         last = EndRecord(0, "NONE", "exit code 0").line(nonce)
         end(handed, "job", log="x\n" * 100 + last)
-        handed.states()
+        handed.record()
     shown = invoke("logs", unique)
     assert shown.startswith("nemo_run_ray| the first ")
     assert shown.endswith("x\nx\n")
@@ -174,14 +170,15 @@ def test_what_a_user_sees_of_an_end_has_not_our_last_line(unique):
 @pytest.mark.parametrize(
     "trouble", [Trouble(500, "no such file"), Trouble(), Trouble(200, '{"logs": "half of')]
 )
-def test_a_log_that_cannot_be_had_now_is_kept_by_a_later_look(ray, unique, trouble):
+def test_a_log_that_cannot_be_had_now_is_kept_by_a_later_look(ray, unique, trouble, monkeypatch):
+    monkeypatch.setattr(history, "_COPY_AGAIN_S", 0.0)
     handed = Handed(ray, unique, "job")
     end(handed, "job")
     ray.trouble = lambda method, path: trouble if path.endswith("/logs") else None
-    assert handed.states() == {"job": "SUCCEEDED"}
+    assert handed.record() == {"job": "SUCCEEDED"}
     assert kept(handed) == {}
     ray.trouble = lambda method, path: None
-    assert handed.states() == {"job": "SUCCEEDED"}
+    assert handed.record() == {"job": "SUCCEEDED"}
     assert list(kept(handed)) == ["job.log"]
 
 
@@ -189,36 +186,12 @@ def test_a_log_that_the_cluster_does_not_have_is_given_up(ray, unique):
     handed = Handed(ray, unique, "job")
     end(handed, "job")
     ray.trouble = lambda method, path: Trouble(404, "no") if path.endswith("/logs") else None
-    assert handed.states() == {"job": "SUCCEEDED"}
+    assert handed.record() == {"job": "SUCCEEDED"}
     assert handed.jobs["job"].record.is_log_given_up
-    keep_logs._tried.clear()  # as in another process
     before = log_requests(ray)
-    assert handed.states() == {"job": "SUCCEEDED"}
+    assert handed.record() == {"job": "SUCCEEDED"}
     assert log_requests(ray) == before
     assert kept(handed) == {}
-
-
-def test_a_client_that_waits_stays_until_another_thread_of_it_has_the_log(ray, unique):
-    handed = Handed(ray, unique, "job")
-    end(handed, "job")
-    (job,) = handed.jobs.values()
-    is_asked, goes_on = threading.Event(), threading.Event()
-
-    def slow(method: str, path: str) -> None:
-        if path.endswith("/logs"):
-            is_asked.set()
-            goes_on.wait(10)
-
-    ray.trouble = slow
-    with keep_logs.waiting(), ThreadPoolExecutor() as pool:
-        first = pool.submit(lambda: job.status)
-        assert is_asked.wait(10)
-        second = pool.submit(lambda: find_job(job.id).status)
-        time.sleep(0.2)
-        assert not second.done()
-        goes_on.set()
-        assert second.result(10).state is first.result(10).state is JobState.SUCCEEDED
-        assert list(kept(handed)) == ["job.log"]
 
 
 def test_the_size_that_a_cluster_file_gives_counts(ray, unique, tmp_path):
@@ -229,76 +202,11 @@ def test_the_size_that_a_cluster_file_gives_counts(ray, unique, tmp_path):
     assert job.record.keep_logs_max_bytes == 0
 
 
-def test_one_answer_takes_no_longer_than_its_budget(ray, unique, monkeypatch):
-    monkeypatch.setattr(keep_logs, "BUDGET_S", 1.2)
-    names = [f"job{number}" for number in range(5)]
-    handed = Handed(ray, unique, *names)
-    end(handed, *names)
-
-    def slow(method: str, path: str) -> None:
-        if path.endswith("/logs"):
-            time.sleep(0.4)
-
-    ray.trouble = slow
-    began = time.monotonic()
-    assert set(handed.states().values()) == {"SUCCEEDED"}
-    assert time.monotonic() - began < 3
-    assert 0 < len(kept(handed)) < 5
-    records = [job.record.terminal["state"] for job in handed.jobs.values()]
-    assert records == ["SUCCEEDED"] * 5, "the ends are noted at once"
-    for _ in range(4):
-        handed.states()
-    assert len(kept(handed)) == 5, "the next looks keep the others"
-
-
-def test_who_waits_has_the_time_for_a_log_that_a_look_gave_up(ray, unique, monkeypatch):
-    monkeypatch.setattr(keep_logs, "BUDGET_S", 0.2)
-    handed = Handed(ray, unique, "job")
-    end(handed, "job")
-    ray.trouble = lambda method, path: time.sleep(0.5) if path.endswith("/logs") else None
-    handed.states()
-    (job,) = handed.jobs.values()
-    assert (kept(handed), job.record.is_log_given_up) == ({}, True)
-    keep_logs._tried.clear()  # as in another process
-    job.wait(timeout_s=10)
-    assert list(kept(handed)) == ["job.log"]
-
-
-def test_a_client_that_looks_after_its_jobs_waits(tmp_path, eventually):
-    tending = Tending(tmp_path)
-    tending.start()
-    eventually(lambda: keep_logs._waiting == 1)
-    tending.stop()
-    tending.join()
-    assert keep_logs._waiting == 0
-
-
-def test_a_cluster_that_does_not_answer_is_asked_for_one_log_of_an_answer(ray, unique, monkeypatch):
-    names = [f"job{number}" for number in range(5)]
-    handed = Handed(ray, unique, *names)
-    end(handed, *names)
-    monkeypatch.setattr(keep_logs, "BUDGET_S", 0)
-    handed.states()
-    monkeypatch.setattr(keep_logs, "BUDGET_S", 4.0)
-    handed.ray.trouble = lambda method, path: Trouble() if path.endswith("/logs") else None
-    tried: list[str] = []
-
-    def refuse(_: object, submission_id: str, *__: object) -> None:
-        tried.append(submission_id)
-        raise Unanswered(f"{handed.ray.url} cannot be reached")
-
-    snapshot = Snapshot()
-    monkeypatch.setattr("nemo_run_ray.dashboard.jobs.LogStream.whole", refuse)
-    for job in handed.jobs.values():
-        job.status_in(snapshot)
-    assert len(tried) == 1
-
-
 def test_a_folder_that_takes_nothing_is_left_alone(ray, unique, monkeypatch):
     handed = Handed(ray, unique, "job")
     end(handed, "job")
     monkeypatch.setattr("os.access", lambda path, mode: False)
-    assert handed.states() == {"job": "SUCCEEDED"}
+    assert handed.record() == {"job": "SUCCEEDED"}
     assert kept(handed) == {}
     assert log_requests(ray) == 0
 
@@ -421,11 +329,138 @@ def test_a_reader_of_several_attempts_gets_the_rest_of_the_last_one(ray, unique,
 def test_who_has_read_all_of_a_job_that_has_ended_is_told_nothing(ray, unique):
     handed = Handed(ray, unique, "job")
     end(handed, "job")
+    handed.record()
     (job,) = handed.jobs.values()
-    assert job.status.state is JobState.SUCCEEDED
 
     def dies():
         yield "words of the task\n"
         raise JobError("its node is gone")
 
     assert list(job._begun_or_kept(dies)) == ["words of the task\n"]
+
+
+# ---------------------------------------------------------------------- attempts
+
+
+_MOMENTS = st.none() | st.floats(0, 2e9)
+
+
+def _row(status: str, nonce: str = "n", posted: int = 1000, ended: int = 0, **metadata) -> dict:
+    row = {"status": status, "metadata": {NONCE_KEY: nonce, **metadata}, "start_time": posted}
+    return {**row, "end_time": ended or None, "driver_node_id": "node"}
+
+
+def test_the_attempts_of_a_job_in_the_table():
+    rows = {
+        "e.a": {**_row("FAILED", ended=5000), "driver_exit_code": 3},
+        "e.a@2": _row("RUNNING", posted=7000),
+        "e.a@3": _row("SUCCEEDED", **{CLAIM_KEY: "cancelled"}),
+        "e.a@4": _row("RUNNING", nonce="a stranger's"),
+        "e.b": _row("RUNNING"),
+    }
+    found = attempts_of_rows(rows, "e.a", ["n"], now=9.0)
+    assert list(found) == ["e.a", "e.a@2"]
+    assert (found["e.a"].posted_at, found["e.a"].ended_at) == (1.0, 5.0)
+    assert (found["e.a"].state, found["e.a"].exit_code) == ("FAILED", 3)
+    assert (found["e.a@2"].running_at, found["e.a@2"].ended_at) == (9.0, None)
+
+
+def test_what_was_posted_long_ago_may_have_begun_at_any_moment():
+    (found,) = attempts_of_rows({"e.a": _row("RUNNING")}, "e.a", ["n"], now=60.0).values()
+    assert (found.state, found.running_at) == ("RUNNING", None)
+
+
+def test_no_attempt_goes_on_of_a_job_that_is_over():
+    """Ray has the row of one that was given up as pending, until it would start it."""
+    given_up = JobStatus(JobState.FAILED, Reason.NOT_PLACED, "not placed in time")
+    record = SimpleNamespace(attempts={}, terminal=given_up.to_json())
+    pending = attempts_of_rows({"e.a": _row("PENDING")}, "e.a", ["n"], now=20.0)
+    (seen,) = known(record, pending, 20.0).values()
+    assert (seen.state, seen.detail) == ("FAILED", "not placed in time")
+    assert seen.ended_at == 20.0
+    record.attempts = {"e.a": seen}
+    (later,) = known(record, pending, 99.0).values()
+    assert later.ended_at == 20.0
+    record.terminal = None
+    assert known(record, pending, 99.0)["e.a"].state == "PENDING"
+
+
+def test_how_long_it_was_seen_running_is_written_down_as_it_grows():
+    """A look each second for three days writes some dozens of times, and not 260,000."""
+    kept, written = {}, 0
+    for second in range(3 * 86_400):
+        found = {"e.a": AttemptRecord("e.a", "RUNNING", posted_at=0.0, seen_at=float(second))}
+        if has_news(kept, found):
+            kept, written = found, written + 1
+    assert 20 < written < 60
+    assert kept["e.a"].seen_at > 3 * 86_400 * 0.75
+    ended = {"e.a": dataclasses.replace(kept["e.a"], state="SUCCEEDED", seen_at=None)}
+    assert has_news(kept, ended)
+    assert not has_news(ended, ended)
+
+
+def test_who_has_just_seen_it_wait_sees_when_it_begins(ray, unique):
+    handed = Handed(ray, unique, "watched", "late")
+    for name, row in ray.rows.items():
+        row.update(status="PENDING" if "late" not in name else "RUNNING", start_time=1000)
+    handed.record()
+    for row in ray.rows.values():
+        row["status"] = "RUNNING"
+    before = time.time()
+    handed.record()
+    attempts = {name: job.record.attempts[job.id] for name, job in handed.jobs.items()}
+    assert before <= attempts["watched"].running_at <= time.time()
+    assert attempts["late"].running_at is None, "it ran when it was first seen"
+
+
+def _attempt(state: str = "RUNNING", running_at: float | None = None) -> AttemptRecord:
+    return AttemptRecord("e.a", state, posted_at=1.0, running_at=running_at)
+
+
+def test_what_was_seen_stays_when_the_cluster_tells_nothing():
+    kept = {"e.a": _attempt(running_at=2.0)}
+    assert merged(kept, {}) == kept
+    ended = dataclasses.replace(_attempt("SUCCEEDED"), ended_at=9.0)
+    (found,) = merged(kept, {"e.a": ended}).values()
+    assert (found.state, found.running_at, found.ended_at) == ("SUCCEEDED", 2.0, 9.0)
+
+
+@given(_MOMENTS, _MOMENTS, _MOMENTS)
+def test_the_first_moment_at_which_it_was_seen_running_counts(kept, now, told):
+    others = {"e.a": told} if told is not None else {}
+    before, after = {"e.a": _attempt("PENDING", kept)}, {"e.a": _attempt("RUNNING", now)}
+    (found,) = merged(before, after, others).values()
+    known = [one for one in (kept, now, told) if one is not None]
+    assert found.running_at == (min(known) if known else None)
+
+
+def test_the_ledger_keeps_them(tmp_path):
+    book = Ledger(tmp_path)
+    given = {"job": "a", "role": "a", "cluster": {}, "session": "s"}
+    book.write(INTENT, "e.a", **given, nonce="n")
+    attempt = dataclasses.replace(_attempt("FAILED", 2.0), ended_at=3.0, exit_code=1, node="x")
+    book.write(SEEN, "e.a", attempts=[attempt.to_json()])
+    book.write(SUBMITTED, "e.a")
+    book.write(INTENT, "e.a", **given, nonce="m")
+    (record,) = book.jobs().values()
+    assert record.attempts == {"e.a": attempt}
+    assert record.terminal == {}
+    later = {**attempt.to_json(), "later": 1}
+    status = JobStatus(JobState.FAILED).to_json()
+    book.write(TERMINAL, "e.a", status=status, attempts=[later])
+    (record,) = book.jobs().values()
+    assert record.attempts == {"e.a": attempt}
+    assert record.terminal == status
+
+
+def test_who_knows_less_takes_nothing_away(tmp_path):
+    """Several processes look; one that came late has not seen when it began to run."""
+    book = Ledger(tmp_path)
+    book.write(INTENT, "e.a", job="a", role="a", cluster={}, session="s", nonce="n")
+    book.write(SEEN, "e.a", attempts=[_attempt("RUNNING", 2.0).to_json()])
+    late = dataclasses.replace(_attempt("SUCCEEDED"), ended_at=9.0)
+    status = JobStatus(JobState.SUCCEEDED).to_json()
+    book.write(TERMINAL, "e.a", status=status, attempts=[late.to_json()])
+    (record,) = book.jobs().values()
+    assert record.attempts["e.a"].running_at == 2.0
+    assert record.attempts["e.a"].ended_at == 9.0

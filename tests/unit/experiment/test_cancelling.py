@@ -9,8 +9,8 @@ import pytest
 from nemo_run_ray.dashboard.jobs import JobsApi
 from nemo_run_ray.dashboard.state import StateApi
 from nemo_run_ray.errors import ClusterError
-from nemo_run_ray.experiment import cancel_loop
-from nemo_run_ray.experiment.cancel import cancel_all
+from nemo_run_ray.experiment import cancel
+from nemo_run_ray.experiment.cancel import cancel_all, cancel_dispatch
 from nemo_run_ray.remote.states import JobState, JobStatus, Reason
 from tests.fake_ray import FINDS_NO_ROOM, GOES_ON, NODE, Trouble
 from tests.unit.experiment.conftest import Handed
@@ -21,7 +21,7 @@ def time_passes(monkeypatch, ray):
     """Every pause of this package is time in which the simulated jobs go on."""
     clock = itertools.count()
     ours = SimpleNamespace(monotonic=lambda: next(clock) * 0.25, sleep=ray.pass_time)
-    monkeypatch.setattr(cancel_loop, "time", ours)
+    monkeypatch.setattr(cancel, "time", ours)
 
 
 @pytest.fixture
@@ -162,10 +162,10 @@ def test_a_cluster_that_is_away_is_not_asked_for_long(ray, unique):
     ray.fates[f"{handed.id}.first"] = GOES_ON
     ray.dispatch(handed.dispatch.spec, rounds=2)
     ray.trouble = lambda method, path: Trouble(502, "bad gateway")
-    began = cancel_loop.time.monotonic()
+    began = cancel.time.monotonic()
     with pytest.raises(ClusterError, match="It is not known whether the chain") as caught:
-        handed.dispatch.cancel(jobs[0].api())
-    assert cancel_loop.time.monotonic() - began < 30
+        cancel_dispatch(handed.dispatch, jobs[0].api())
+    assert cancel.time.monotonic() - began < 30
     assert "502" in str(caught.value)
 
 
