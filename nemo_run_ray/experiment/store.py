@@ -597,11 +597,12 @@ class ExperimentStore:
             return found
 
 
-_stores: dict[Path, ExperimentStore] = {}
+_stores: dict[str, ExperimentStore] = {}
 _stores_lock = threading.Lock()
 
 
 def store_of(exp_dir: Path) -> ExperimentStore:
     """The process's one store of an experiment."""
+    key = os.path.abspath(exp_dir)
     with _stores_lock:
-        return _stores.setdefault(exp_dir, ExperimentStore(exp_dir))
+        return _stores.setdefault(key, ExperimentStore(exp_dir))
