@@ -144,7 +144,7 @@ class Allocation:
         return RunEnd(0, why) if why else None
 
     def stop_reason(self) -> str:
-        """Why a client has stopped this allocation, at the last look; empty if none has.
+        """The reason for which a client has stopped this allocation; empty if none has.
 
         Slurm's controller may have been away when the client asked it.
         """

@@ -72,7 +72,7 @@ def decide(settings: Settings, view: ClusterView) -> Union[Wait, ClusterReady, R
 
 
 def _failure(settings: Settings, view: ClusterView) -> Optional[str]:
-    """Why the cluster cannot continue; ``None`` while it can."""
+    """The reason why the cluster cannot continue; ``None`` while it can."""
     for rank, report in sorted(view.reports.items()):
         if report.failed and (rank == 0 or _is_needed(settings, view)):
             return f"node {report.host} (rank {rank}): {report.failed}"

@@ -178,7 +178,7 @@ class NodeProgram(ABC):
             raise WrongSetting(explain_start(argv, env, os.getcwd(), error)[1]) from error
 
     def watch_ray(self) -> Optional[str]:
-        """Why Ray is over on this node; ``None`` while it runs or is started again."""
+        """The reason why Ray is over on this node; ``None`` while it runs or is started again."""
         if self.ray is None or self.ray.exit_code is None or self.folder.end() is not None:
             return None  # once the run is over, Ray has a reason to end
         how, log = describe_exit(self.ray.exit_code), self.settings.node_log

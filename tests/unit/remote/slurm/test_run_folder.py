@@ -93,13 +93,6 @@ def test_a_shell_reads_where_the_cluster_is(tmp_path):
     assert done.stdout == "RAY_ADDRESS=10.0.0.1:6379\nit's; $HOME|10.0.0.1:6379|10.0.0.1\n"
 
 
-def test_the_driver_is_what_the_script_has_written(tmp_path):
-    folder = RunFolder(str(tmp_path), 0)
-    assert folder.text("command") is None
-    (tmp_path / "command").write_bytes(b"echo caf\xe9\n")
-    assert (folder.text("command") or "").encode(errors="surrogateescape") == b"echo caf\xe9\n"
-
-
 def test_a_beat_needs_no_room_on_the_disk(tmp_path):
     folder = RunFolder(str(tmp_path), 1)
     folder.prepare()

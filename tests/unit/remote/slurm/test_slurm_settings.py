@@ -35,6 +35,8 @@ def test_a_node_of_twelve():
     assert found.fail_fast
     assert found.temp_dir == "/tmp/own"
     assert found.node_log == "/shared/logs/ray-worker-03.log"
+    assert _read(SLURM_RESTART_COUNT="2", RAY_TEMP_DIR="").job == "42.2", "after a requeue"
+    assert _read(RAY_TEMP_DIR="").temp_dir == "/tmp/own"
 
 
 def test_logs_have_nemo_runs_names_up_to_ten_nodes():
@@ -42,10 +44,6 @@ def test_logs_have_nemo_runs_names_up_to_ten_nodes():
     assert _read(**few).node_log == "/shared/logs/ray-worker-3.log"
     assert _read(**few, SLURM_PROCID="0").node_log == "/shared/logs/ray-head.log"
     assert _read(**few, NEMO_RUN_RAY_LOG_PREFIX="a-").log("job") == "/shared/logs/a-job.log"
-
-
-def test_a_job_that_slurm_started_again():
-    assert _read(SLURM_RESTART_COUNT="2").job == "42.2"
 
 
 @pytest.mark.parametrize(
@@ -188,7 +186,3 @@ def test_rays_workers_have_nothing_of_the_step():
     assert {**kept, "OWN": "42", "MPI_OWN": "b"}.items() <= found.items()
     gone = set(step) | {name for name in _SLURM if name.startswith("SLURM_")}
     assert not gone & set(found)
-
-
-def test_a_folder_of_ray_that_is_named_with_nothing_is_not_named():
-    assert _read(RAY_TEMP_DIR="").temp_dir == "/tmp/own"

@@ -1,23 +1,26 @@
-"""Copies of Ray's logs, made by real processes in real folders."""
+"""Sidecars, their probes and copies of Ray's logs, as real processes in real folders."""
 
 from __future__ import annotations
 
 import os
 import shlex
-import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
+import psutil
 import pytest
 
-from nemo_run_ray.remote.slurm.processes import Commands, LogCopies
+from nemo_run_ray.remote.slurm.processes import Command, Commands, LogCopies, Sidecars
+from nemo_run_ray.remote.slurm.settings import SidecarSpec
+from nemo_run_ray.remote.spec import ProbeSpec
 from tests.conftest import wait_for
+from tests.unit.remote.slurm.test_slurm_decide import _SETTINGS
 
 
 class World:
     """Ray's folder with one log, a copier that begins every 10 s, and a clock."""
 
-    def __init__(self, folder: Path, tag: str, pause_s: float | None = 10.0) -> None:
+    def __init__(self, folder: Path, tag: str) -> None:
         self.ray = folder / "it's Ray's"
         self.log = self.ray / "session_2026-11-24/logs/old/gcs.out"
         self.log.parent.mkdir(parents=True)
@@ -27,7 +30,7 @@ class World:
         self.now = 100.0
         self.commands = Commands(tag)
         paths = str(self.ray), str(self.target)
-        self.copies = LogCopies(*paths, pause_s, self.commands, lambda: self.now)
+        self.copies = LogCopies(*paths, 10.0, self.commands, lambda: self.now)
 
     @property
     def last(self):
@@ -61,15 +64,6 @@ def test_logs_are_copied_now_and_then(world):
     world.step()
     wait_for(world.has_ended)
     assert world.copy.read_text() == "one\ntwo\n"
-
-
-def test_what_has_not_changed_is_not_copied_again(world):
-    world.step()
-    wait_for(world.has_ended)
-    world.copy.write_text("ONE\n")
-    world.step()
-    wait_for(world.has_ended)
-    assert world.copy.read_text() == "ONE\n"
 
 
 def test_a_slow_folder_does_not_hold_the_head(world, monkeypatch, tmp_path):
@@ -112,28 +106,50 @@ def test_a_copy_that_broke_off_is_made_again(world, monkeypatch, tmp_path):
     assert sorted(path.name for path in world.target.iterdir()) == ["session_2026-11-24"]
 
 
-def test_where_no_process_is_to_be_had_the_run_goes_on(world, monkeypatch):
-    def refuse(*_) -> None:
-        raise BlockingIOError(11, "Resource temporarily unavailable")
+@pytest.fixture
+def others() -> list[Command]:
+    """What this process had started before, a fork server perhaps, and which goes on.
 
-    with monkeypatch.context() as patch:
-        patch.setattr(world.commands, "start", refuse)
-        world.step()
-    assert world.last is None
-    world.step()
-    wait_for(world.has_ended)
-    assert world.copy.read_text() == "one\n"
+    On a node the process is the node's own, and everything below it is the node's.
+    """
+    return [Command(one.name(), one.pid, "") for one in psutil.Process().children()]
 
 
-def test_a_folder_that_is_gone_ends_nothing(world):
-    shutil.rmtree(world.ray)
-    world.step()
-    wait_for(world.has_ended)
-    assert not world.target.exists()
+@pytest.fixture
+def commands(others) -> Iterator[Commands]:
+    found = Commands("sidecars")
+    yield found
+    found.stop(1.0, keep=others)
 
 
-def test_nobody_asked_for_copies(tmp_path, unique):
-    world = World(tmp_path, unique, pause_s=None)
-    world.step(1000)
-    world.copies.finish(5)
-    assert world.last is None
+def sidecars(commands: Commands, folder: Path, command: str, *probe: str) -> Sidecars:
+    spec = SidecarSpec(
+        name="s", command=command, probe=ProbeSpec("command", command=probe, interval_s=0.05)
+    )
+    settings = _SETTINGS._replace(logs=str(folder), sidecars=(spec,))
+    found = Sidecars(settings, commands)
+    found.start(os.environ)
+    return found
+
+
+def ask(found: Sidecars, commands: Commands) -> str | None:
+    commands.reap()
+    return found.step()
+
+
+def test_a_probe_that_was_ended_with_ray_is_asked_again(commands, others, tmp_path):
+    """When `ray start` is tried again all but the sidecars is ended, a probe among it."""
+    probe = ("sh", "-c", f"[ -e {tmp_path}/there ] || {{ : > {tmp_path}/begun; sleep 600; }}")
+    found = sidecars(commands, tmp_path, "sleep 600", *probe)
+    wait_for(lambda: ask(found, commands) or (tmp_path / "begun").exists())
+    (tmp_path / "there").touch()
+    commands.stop(1.0, keep=[*found.running, *others])
+    wait_for(lambda: ask(found, commands) or found.ready == ("s",))
+    assert found.ready == ("s",)
+
+
+def test_a_sidecar_that_dies_is_told(commands, tmp_path):
+    found = sidecars(commands, tmp_path, "echo no image; exit 3", "false")
+    why = wait_for(lambda: ask(found, commands))
+    assert "the sidecar s has ended before it was ready: exit code 3" in why
+    assert "| no image" in why
