@@ -36,8 +36,7 @@ from nemo_run_ray.remote.array.elements import file_of
 from nemo_run_ray.remote.dashboard import ANSWER_S, LINES, LOG_FILE, log_query
 from nemo_run_ray.remote.env_error import cause_of
 from nemo_run_ray.remote.fit import Node, key_of
-from nemo_run_ray.remote.group.roles_file import file_name
-from nemo_run_ray.remote.rows import JobRow, fits, job_rows
+from nemo_run_ray.remote.rows import JobRow, fits, job_rows, status_file_name
 from nemo_run_ray.remote.states import JobState, JobStatus, Reason, is_active
 
 #: Seconds until an answer must have come of which the next look may do without, of the two that
@@ -311,7 +310,7 @@ class StateApi:
     def rows(self, node: str, submission_id: str) -> Any:
         """What the driver of a group or of an array wrote, or anything else that is JSON; ``None``
         when there is nothing of it."""
-        text = self._log_file(node, file_name(submission_id), -1)
+        text = self._log_file(node, status_file_name(submission_id), -1)
         # Without one these are Ray's own words, about a file that is not there.
         return _understood(lambda: json.loads(text)) if text else None
 

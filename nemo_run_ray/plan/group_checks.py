@@ -6,8 +6,7 @@ from collections.abc import Iterator
 
 from nemo_run_ray.errors import ConfigError
 from nemo_run_ray.executor import RayExecutor
-from nemo_run_ray.remote.group.addresses import key
-from nemo_run_ray.remote.spec import RoleSpec
+from nemo_run_ray.remote.spec import RoleSpec, env_key
 
 #: Fields that say something about one role only.
 _OF_ROLES = (
@@ -108,9 +107,9 @@ def check_together(roles: list[RoleSpec]) -> None:
 
 def _variables_of(role: RoleSpec) -> Iterator[tuple[str, str]]:
     """The variables that tell of a role, each with what it is about, in words."""
-    prefix = f"NEMO_RUN_{key(role.name)}"
+    prefix = f"NEMO_RUN_{env_key(role.name)}"
     for kind in ("HOST", "HOSTS"):
         yield f"{prefix}_{kind}", f"role {role.name!r}"
     for port in role.ports:
         for kind in ("PORT", "PORTS"):
-            yield f"{prefix}_{kind}_{key(port)}", f"port {port!r} of the role {role.name!r}"
+            yield f"{prefix}_{kind}_{env_key(port)}", f"port {port!r} of the role {role.name!r}"

@@ -32,9 +32,8 @@ from nemo_run_ray.plan.commands import (
     with_launcher,
 )
 from nemo_run_ray.plan.group_checks import check_probe, check_together, check_whole
-from nemo_run_ray.remote.group.addresses import RENDEZVOUS
 from nemo_run_ray.remote.node.command import modules_of
-from nemo_run_ray.remote.spec import ArraySpec, GroupSpec, JobSpec, RoleSpec
+from nemo_run_ray.remote.spec import RENDEZVOUS, ArraySpec, GroupSpec, JobSpec, RoleSpec
 
 log = logging.getLogger(__name__)
 

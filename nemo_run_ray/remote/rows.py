@@ -125,6 +125,11 @@ def fits(value: Any, shape: Any) -> bool:
     return value is None if shape is None else isinstance(value, shape)
 
 
+def status_file_name(submission_id: str) -> str:
+    """Name of the file with the rows of a group or an array, in Ray's folder of logs."""
+    return f"nemo_run_ray-{submission_id}.json"
+
+
 class ReplicaRow(TypedDict):
     """One replica of a group, as its driver last saw it.
 

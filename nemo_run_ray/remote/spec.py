@@ -7,6 +7,7 @@ took a sixth of the time from Ray's shell to the command. So ``_replace`` makes 
 from __future__ import annotations
 
 import json
+import re
 import typing
 from typing import Any, Dict, NamedTuple, Optional, Tuple, Union
 
@@ -15,11 +16,18 @@ from typing import Any, Dict, NamedTuple, Optional, Tuple, Union
 VERSION = 2
 #: Environment variable of a group's driver: the code archive of each role, when there are several.
 CODE = "NEMO_RUN_RAY_CODE"
+#: Port of a role's first replica on which its processes find each other; not the user's.
+RENDEZVOUS = "_rendezvous"
 #: Stands in a dispatched job's entrypoint for the id of the attempt.
 SUBMISSION_ID = "@submission_id@"
 #: What a field holds that nobody gave a value. All share it, since no spec is ever changed.
 _EMPTY: Dict[str, Any] = {}
 _AnySpec = Union["JobSpec", "RoleSpec", "GroupSpec", "ArraySpec", "DispatchSpec"]
+
+
+def env_key(name: str) -> str:
+    """A name as part of a variable's name: upper case, ``_`` for all but letters and digits."""
+    return re.sub(r"[^A-Z0-9]", "_", name.upper())
 
 
 class JobSpec(NamedTuple):

@@ -9,7 +9,7 @@ import shlex
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from nemo_run_ray.remote.group.addresses import key
+from nemo_run_ray.remote.spec import env_key
 from nemo_run_ray.skills import localhost
 
 #: Slurm's names for what a replica knows. On a Ray cluster that itself runs on Slurm, Slurm has set
@@ -32,7 +32,7 @@ def het_groups(roles: Mapping[int, str]) -> list[str]:
         return []
     lines = []
     for number, role in sorted(roles.items()):
-        hosts = f"NEMO_RUN_{key(role)}_HOST"
+        hosts = f"NEMO_RUN_{env_key(role)}_HOST"
         lines.append(
             f'export SLURM_JOB_NODELIST_HET_GROUP_{number}="${hosts}S" '
             f'SLURM_MASTER_NODE_HET_GROUP_{number}="${hosts}"'
@@ -50,15 +50,15 @@ def client(role: str, servers: Sequence[str], sandbox: str | None) -> list[str]:
     """
     lines = []
     if sandbox is not None:
-        host = f"$NEMO_RUN_{key(sandbox)}_HOST"
+        host = f"$NEMO_RUN_{env_key(sandbox)}_HOST"
         lines.append(f'export NEMO_SKILLS_SANDBOX_HOST="${{NEMO_SKILLS_SANDBOX_HOST:-{host}}}"')
     if servers:
         # On Slurm the first node of the job is also the server's.
-        first = f"NEMO_RUN_{key(servers[0])}_HOST"
+        first = f"NEMO_RUN_{env_key(servers[0])}_HOST"
         lines.append(f'export SLURM_MASTER_NODE="${{MASTER_ADDR:-${first}}}"')
         # The replica's own address is that of its number in the list of its role's.
-        own = f'"$(cut -d, -f$((NODE_RANK + 1)) <<< "$NEMO_RUN_{key(role)}_HOSTS")"'
-        hosts = " ".join(f'"$NEMO_RUN_{key(server)}_HOST"' for server in servers)
+        own = f'"$(cut -d, -f$((NODE_RANK + 1)) <<< "$NEMO_RUN_{env_key(role)}_HOSTS")"'
+        hosts = " ".join(f'"$NEMO_RUN_{env_key(server)}_HOST"' for server in servers)
         program = shlex.quote(_program())
         lines.append(f'python3 -I -c {program} "${{nemo_run_ray_argv[@]: -1}}" {own} {hosts}')
     return lines

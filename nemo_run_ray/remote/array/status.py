@@ -13,9 +13,8 @@ from itertools import islice
 from typing import IO, Iterator, Optional
 
 from ..files import write_file
-from ..group.roles_file import file_name
 from ..node.output import say
-from ..rows import ArrayRows
+from ..rows import ArrayRows, status_file_name
 from ..trust import open_own
 from .elements import STATES_FILE, ArrayProgress, ElementState, Stretch, file_of
 
@@ -38,7 +37,7 @@ class StatusFile:
     """
 
     def __init__(self, folder: Optional[str], submission_id: str) -> None:
-        self._path = os.path.join(folder, file_name(submission_id)) if folder else None
+        self._path = os.path.join(folder, status_file_name(submission_id)) if folder else None
         states = os.path.join(folder, file_of(submission_id, STATES_FILE)) if folder else None
         self._states = _StatesFile(states)
         self._write_at = 0.0

@@ -8,6 +8,7 @@ is a worker with ray imported: 0.6 s of a CPU and some 60 MB, which plain replic
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import secrets
@@ -15,8 +16,9 @@ import signal
 import socket
 import sys
 import time
-from typing import Any, Dict, List, Mapping, Optional, Sequence
+from typing import Any, Dict, Iterator, List, Mapping, Optional, Sequence, Tuple
 
+from ..files import write_file
 from ..fit import Node, nodes_of
 from ..hosts.actors import (
     Actor,
@@ -25,23 +27,21 @@ from ..hosts.actors import (
     actor_of,
     forget_runtime_env,
     name,
+    prepare_order,
     start_actors,
 )
-from ..hosts.calls import Calls, Pulled
-from ..node.output import NO_PROCESS_LEFT, say
+from ..hosts.calls import Answer, Calls, Died, Pulled
+from ..node.output import NO_PROCESS_LEFT, say, write
 from ..node.rundir import take_secrets
 from ..node.supervise import Runner
-from ..spec import GroupSpec
+from ..rows import GroupRows, status_file_name
+from ..spec import RENDEZVOUS, GroupSpec, RoleSpec, env_key
 from ..states import Life, Phase, Reason
-from . import machine
-from .orders import Orders
-from .placement_group import NoRoom, PlacementGroup
-from .reports import events_of, losses
-from .roles_file import RolesFile
+from . import machine, packing
 
 #: Seconds beyond the grace period until a replica that was told to end is given up.
 _END_MARGIN_S = 30.0
-#: Seconds between two looks at the nodes, and two lines, while the replicas are prepared.
+#: Seconds between two looks at the nodes while the replicas are prepared, and two lines in the log.
 _WATCH_S, _TELL_S = 5.0, 30.0
 #: Seconds in which a worker comes up by an interpreter of the role's own: one that is there, and
 #: one that is a command, which may install something first. Ray starts it again and again, and
@@ -49,6 +49,14 @@ _WATCH_S, _TELL_S = 5.0, 30.0
 _OWN_PYTHON_S, _OWN_COMMAND_S = 90.0, 360.0
 #: What Ray builds before it starts a worker, and how long it may take for that by default.
 _BUILT, _BUILD_S = ("pip", "uv", "conda"), 600.0
+#: Seconds between two looks at the placement group, at first and later on.
+_LOOK_S, _LOOK_MAX_S = 0.1, 1.0
+#: Seconds until a group whose roles spread tries other nodes.
+_OTHERS_S = 3.0
+#: Seconds until the first line about a group that waits for room.
+_FIRST_TELL_S = 3.0
+#: Seconds for which a group must look infeasible: nodes may be joining right now.
+_INFEASIBLE_S = 3.0
 
 
 def own_python_s(runtime_env: Mapping[str, Any]) -> float:
@@ -91,13 +99,19 @@ class _Driver:
         self._runner = runner
         self._spec = spec
         self._submission_id = submission_id
-        self._orders = Orders(spec, job, take_secrets(spec.secrets), forget_runtime_env())
+        self._job = job
+        self._secrets = take_secrets(spec.secrets)
+        self._config = forget_runtime_env()
         self._replicas: Dict[ReplicaId, ReplicaHandle] = {}
         self._actors: List[Actor] = []
         self._watch_at = self._tell_at = self._placed_at = 0.0
         #: Every node has confirmed that nothing of the group runs there.
         self.all_ended = False
-        self._file = RolesFile(submission_id)
+        log = os.readlink("/proc/self/fd/1")
+        is_rays = os.path.basename(log) == f"job-driver-{submission_id}.log"
+        folder = os.path.dirname(log)
+        self._rows_path = os.path.join(folder, status_file_name(submission_id)) if is_rays else None
+        self._shown = ""
         self._outcome: Optional[machine.Outcome] = None
         self._group = machine.Group(
             tuple(
@@ -250,21 +264,32 @@ class _Driver:
             return
         replica = self._replicas[action.replica_id]
         if isinstance(action, machine.Prepare):
-            self._calls.order(replica, self._orders.prepare(replica))
+            order = prepare_order(replica, self._job, self._secrets, self._config)
+            self._calls.order(replica, order)
         elif isinstance(action, machine.Start):
-            order = self._orders.start(replica, self._replicas)
             replica.starts += 1
             if replica.starts > 1:
                 left = self._group.replica(replica.replica_id).restarts
                 say(f"{name(replica.replica_id)} is started again, {left} left")
-            self._calls.order(replica, order)
+            hosts = {key: handle.node.address for key, handle in self._replicas.items()}
+            ports = {key: handle.ports for key, handle in self._replicas.items()}
+            env = variables(self._spec, replica.replica_id, hosts, ports)
+            self._calls.order(replica, {"do": "start", "env": env})
         else:
             replica.end_by = time.monotonic() + replica.role.task.grace_s + _END_MARGIN_S
-            self._calls.order(replica, self._orders.end())
+            self._calls.order(replica, {"do": "end"})
 
     def _show(self, waits_for: str = "") -> None:
+        """Write the group's state beside the job's log, where Ray's log API serves it."""
         nodes = {replica_id: replica.node for replica_id, replica in self._replicas.items()}
-        self._file.write(self._group, nodes, waits_for)
+        text = json.dumps(group_rows(self._group, nodes, waits_for))
+        if self._rows_path is None or text == self._shown:
+            return
+        try:
+            write_file(self._rows_path, text)
+        except OSError:  # a full disk: the group continues, and its roles are not shown
+            return
+        self._shown = text
 
     def _close(self, room: Optional[PlacementGroup]) -> None:
         """Let the nodes clean up, and give everything back."""
@@ -283,6 +308,33 @@ def _built_for(replica: ReplicaHandle) -> str:
     if actor_of(replica).answers or not replica.role.runtime_env:
         return ""
     return f" (Ray makes its runtime environment: {', '.join(sorted(replica.role.runtime_env))})"
+
+
+def group_rows(group: machine.Group, nodes: Mapping[ReplicaId, Node], waits_for: str) -> GroupRows:
+    """A group's state for ``status``.
+
+    Args:
+        group: the state.
+        nodes: the node of every replica that has one.
+        waits_for: why there is no room yet, in words; empty when there is.
+    """
+    rows: GroupRows = {"phase": group.phase.value, "waits_for_room": waits_for, "roles": []}
+    for state in group.replicas:
+        node = nodes.get(state.replica_id)
+        rows["roles"].append(
+            {
+                "role": state.role,
+                "replica": state.index,
+                "service": state.service,
+                "state": state.life.value,
+                "exit_code": state.code,
+                "waits_for": state.waits_for if state.life is Life.STARTED else "",
+                "node": node.node_id if node else "",
+                "host": node.host if node else "",
+                "address": node.address if node else "",
+            }
+        )
+    return rows
 
 
 def _replicas_on(
@@ -318,3 +370,254 @@ def connect() -> Any:
     )
     signal.signal(signal.SIGTERM, signal.SIG_IGN)  # Ray's handler would leave at once
     return ray
+
+
+# ---------------------------------------------------------------------- room
+
+
+class NoRoom(Exception):
+    """The group will not be placed."""
+
+    def __init__(self, cause: Reason, words: str) -> None:
+        super().__init__(words)
+        self.cause = cause
+        self.words = words
+
+
+class PlacementGroup:
+    """One placement group for all replicas: all get their nodes, or none does."""
+
+    def __init__(self, ray: Any, spec: GroupSpec) -> None:
+        self._ray = ray
+        self._spec = spec
+        self._began_at = time.monotonic()
+        self._tell_at = self._began_at + _FIRST_TELL_S
+        self._infeasible_since: Optional[float] = None
+        self._turn = 0
+        self._others_at = self._began_at + _OTHERS_S
+        self._pause_s = _LOOK_S
+        self._known: Optional[List[Node]] = None
+        self._never: Optional[str] = None
+        self.waits_for = ""
+        self.group = self._ask()
+
+    def look(self) -> bool:
+        """Whether the group has its room now; this waits a moment for it.
+
+        Raises:
+            NoRoom: it never will, or not in time.
+        """
+        if self.group.wait(0) and self._is_alive():
+            return True
+        time.sleep(self._pause_s)  # Ray's own wait takes whole seconds only: 0.2 is none at all
+        self._pause_s = min(self._pause_s * 1.3, _LOOK_MAX_S)
+        now = time.monotonic()
+        nodes = nodes_of(self._ray.nodes())
+        if nodes != self._known:
+            self._known, self._never = nodes, packing.why_never(self._spec, nodes)
+        never = self._never or self._ray_says_never()
+        if never is None:
+            self._infeasible_since = None
+        elif self._infeasible_since is None:
+            self._infeasible_since = now
+        elif now - self._infeasible_since >= _INFEASIBLE_S and not self._spec.wait_for_nodes:
+            raise NoRoom(Reason.UNSCHEDULABLE, self._in_words(nodes, never))
+        limit_s = self._spec.placing_timeout_s
+        if limit_s is not None and now - self._began_at >= limit_s:
+            words = self._in_words(nodes, never)
+            raise NoRoom(Reason.NOT_PLACED, f"not placed within {limit_s:g} s: {words}")
+        if now >= self._tell_at:
+            self.waits_for = self._in_words(nodes, never)
+            say(f"waiting for room for {now - self._began_at:.0f} s: {self.waits_for}")
+            self._tell_at = now + _TELL_S
+        if now >= self._others_at and any(role.spread for role in self._spec.roles):
+            self._others_at, self._turn = now + _OTHERS_S, self._turn + 1
+            self.leave()
+            self.group = self._ask()
+        return False
+
+    def nodes(self) -> Tuple[Node, ...]:
+        """The node of every replica, in the order of the bundles."""
+        known = {node.node_id: node for node in nodes_of(self._ray.nodes())}
+        where = self._ray.util.placement_group_table(self.group)["bundles_to_node_id"]
+        return tuple(known[where[number]] for number in sorted(where))
+
+    def leave(self) -> None:
+        """Give everything back."""
+        self._ray.util.remove_placement_group(self.group)
+
+    def _is_alive(self) -> bool:
+        """Whether its nodes still live; Ray places the bundles of a dead one anew."""
+        alive = {node.node_id for node in nodes_of(self._ray.nodes())}
+        where = self._ray.util.placement_group_table(self.group)["bundles_to_node_id"]
+        return set(where.values()) <= alive
+
+    def _ask(self) -> Any:
+        nodes = nodes_of(self._ray.nodes())
+        bundles = packing.bundles_of(self._spec, nodes, self._turn)
+        return self._ray.util.placement_group(
+            [dict(bundle.resources) for bundle in bundles],
+            strategy=self._spec.strategy,
+            bundle_label_selector=[dict(bundle.selector) for bundle in bundles],
+        )
+
+    def _ray_says_never(self) -> Optional[str]:
+        stats = self._ray.util.placement_group_table(self.group).get("stats", {})
+        if stats.get("scheduling_state") == "INFEASIBLE":
+            return "no nodes of this cluster can host the group"
+        return None
+
+    def _in_words(self, nodes: Any, never: Optional[str]) -> str:
+        words = packing.why_waiting(self._spec, nodes, self._ray.available_resources())
+        return words if never is None or never in words else f"{words}; {never}"
+
+
+# ---------------------------------------------------------------------- reports
+
+
+def events_of(answer: Answer) -> Iterator[machine.Event]:
+    """What has happened, as an answer tells; what the replicas print goes to the log on the way."""
+    if isinstance(answer, Died):
+        for replica in answer.actor.replicas:
+            cause = Reason.RUNTIME_ENV if answer.is_env else Reason.NOT_STARTED
+            yield from losses(replica, answer.words, cause)
+    else:
+        yield from _events_of_reports(answer)
+
+
+def losses(
+    replica: ReplicaHandle, why: str, cause: Reason = Reason.NOT_STARTED
+) -> Iterator[machine.Event]:
+    """The events of a replica that is lost.
+
+    A dead actor means that a replica which is awaited still cannot be prepared, for Ray's own
+    reason: a runtime_env that cannot be built, an image that is not there. For other replicas the
+    machine ignores that event.
+    """
+    where = f"node {replica.node.host} ({replica.node.address})"
+    if actor_of(replica).dead:
+        yield machine.Unprepared(replica.replica_id, f"no worker on {where}: {why}", cause)
+    yield machine.Lost(replica.replica_id, f"{where}: {why}")
+
+
+def _events_of_reports(answer: Pulled) -> Iterator[machine.Event]:
+    for replica in answer.actor.replicas:
+        if replica.node.node_id != answer.node_id:
+            words = f"Ray has moved the replica to the node {answer.node_id} since"
+            yield from losses(replica, words)
+        first, reports = answer.reports.get(name(replica.replica_id), (0, []))
+        for number, report in enumerate(reports, start=first):
+            if number == replica.seen:
+                replica.seen += 1
+                yield from _events_of_report(replica, json.loads(report))
+
+
+def _events_of_report(replica: ReplicaHandle, report: Mapping[str, Any]) -> Iterator[machine.Event]:
+    replica_id, kind = replica.replica_id, report["at"]
+    if kind == "text":
+        text = str(report["text"])
+        prefix = replica.prefix
+        write(prefix + text[:-1].replace("\n", f"\n{prefix}") + "\n")
+    elif kind == "prepared":
+        replica.ports = report["ports"]
+        yield machine.Prepared(replica_id)
+    elif kind == "unprepared":
+        yield machine.Unprepared(replica_id, report["words"])
+    elif kind == "waiting":
+        say(f"{name(replica_id)} is {report['words']}")
+        yield machine.Waiting(replica_id, report["words"])
+    elif kind == "ready":
+        yield machine.Ready(replica_id)
+    elif kind == "unready":
+        yield machine.Unready(replica_id, report["words"])
+    elif kind == "exited":
+        replica.end_by = None
+        say(f"{name(replica_id)} on {replica.node.host} ended: {report['words']}")
+        yield machine.Exited(replica_id, report["code"], report["words"])
+    elif kind == "failed":
+        yield from losses(replica, report["words"])
+    elif kind == "gone":
+        others = f", and {report['left']} others with it" if report["left"] else ""
+        yield from losses(replica, f"our process there was killed{others}")
+
+
+# ---------------------------------------------------------------------- addresses
+
+
+def variables(
+    spec: GroupSpec,
+    replica_id: ReplicaId,
+    hosts: Mapping[ReplicaId, str],
+    ports: Mapping[ReplicaId, Mapping[str, int]],
+) -> Dict[str, str]:
+    """The variables of one replica.
+
+    Every role's addresses by the role's name (docs/groups.md), NeMo-Run's macros, and for roles
+    without a launcher what ``torch.distributed`` reads.
+
+    Args:
+        spec: the group.
+        replica_id: the replica.
+        hosts: address of every replica's node.
+        ports: every replica's ports by name.
+    """
+    found: Dict[str, str] = {}
+    for number, role in enumerate(spec.roles):
+        replicas = [(role.name, index) for index in range(role.replicas)]
+        prefix = f"NEMO_RUN_{env_key(role.name)}"
+        found[f"{prefix}_HOST"] = hosts[replicas[0]]
+        found[f"{prefix}_HOSTS"] = ",".join(hosts[replica] for replica in replicas)
+        found[f"NEMO_RUN_HET_GROUP_HOST_{number}"] = hosts[replicas[0]]
+        for port in role.ports:
+            if port != RENDEZVOUS:
+                # A replica asks for its own ports by the name by which others ask for the first's.
+                own = replica_id if replica_id[0] == role.name else replicas[0]
+                found[f"{prefix}_PORT_{env_key(port)}"] = str(ports[own][port])
+                found[f"{prefix}_PORTS_{env_key(port)}"] = ",".join(
+                    str(ports[replica][port]) for replica in replicas
+                )
+    return {**found, **_own(spec, replica_id, hosts, ports)}
+
+
+def _own(
+    spec: GroupSpec,
+    replica_id: ReplicaId,
+    hosts: Mapping[ReplicaId, str],
+    ports: Mapping[ReplicaId, Mapping[str, int]],
+) -> Dict[str, str]:
+    role = next(role for role in spec.roles if role.name == replica_id[0])
+    head = (role.name, 0)
+    found = {
+        "NEMO_RUN_HEAD_NODE_IP": hosts[head],
+        "NEMO_RUN_NUM_NODES": str(role.replicas),
+        "NEMO_RUN_NODE_RANK": str(replica_id[1]),
+        "NEMO_RUN_NPROC_PER_NODE": str(role.processes),
+    }
+    if RENDEZVOUS in role.ports:
+        found["NEMO_RUN_RDZV_PORT"] = str(ports[head][RENDEZVOUS])
+        if not role.ranked:
+            found.update(_torchrun(role, replica_id, hosts))
+    if role.ranked:
+        found.update(
+            NODE_RANK=str(replica_id[1]),
+            WORLD_SIZE=str(role.replicas * role.processes),
+            LOCAL_WORLD_SIZE=str(role.processes),
+            MASTER_ADDR=hosts[head],
+            MASTER_PORT=found["NEMO_RUN_RDZV_PORT"],
+        )
+    return found
+
+
+def _torchrun(
+    role: RoleSpec, replica_id: ReplicaId, hosts: Mapping[ReplicaId, str]
+) -> Dict[str, str]:
+    """What torchrun must not find out by the host's own name.
+
+    It hosts the rendezvous only where that name resolves to the rendezvous' address, and gives the
+    name to the workers as ``MASTER_ADDR``; beside ``127.0.0.1`` in /etc/hosts (Debian) both fail.
+    """
+    found = {
+        "PET_RDZV_CONF": f"is_host={int(replica_id[1] == 0)}",
+        "PET_LOCAL_ADDR": hosts[replica_id],
+    }
+    return {name: value for name, value in found.items() if name not in role.task.env}

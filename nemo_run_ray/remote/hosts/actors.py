@@ -161,6 +161,32 @@ def passed_on(role: RoleSpec, config_of_job: str) -> Dict[str, str]:
     return found
 
 
+def prepare_order(
+    replica: ReplicaHandle, job: str, secrets: Mapping[str, str], config_of_job: str
+) -> Dict[str, Any]:
+    """The order that makes the run directory of a role on its node, and reserves its ports.
+
+    Args:
+        replica: where.
+        job: name of the job.
+        secrets: the values of the job's secrets by name.
+        config_of_job: what ``forget_runtime_env`` has returned.
+    """
+    role = replica.role
+    return {
+        "do": "prepare",
+        "role": role.to_json(),
+        "index": replica.replica_id[1],
+        "job": job,
+        "run_dir": replica.run_dir,
+        "code": key_of(code_of(role)) if role.task.has_code else "",
+        "address": replica.node.address,
+        "tag": replica.tag,
+        "given": passed_on(role, config_of_job),
+        "secrets": {secret: secrets[secret] for secret in role.task.secrets},
+    }
+
+
 def forget_runtime_env() -> str:
     """Keep the job's runtime environment from this driver's actors, which need nothing of it.
 

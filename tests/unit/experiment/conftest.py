@@ -20,7 +20,7 @@ from nemo_run_ray.experiment.job import RemoteJob
 from nemo_run_ray.experiment.snapshot import Snapshot
 from nemo_run_ray.remote.array.cancel_request import request_id
 from nemo_run_ray.remote.array.elements import file_of
-from nemo_run_ray.remote.group.roles_file import file_name
+from nemo_run_ray.remote.rows import status_file_name
 from tests.fake_ray import FakeRay
 
 
@@ -116,7 +116,7 @@ class ArrayDriver:
         counts = ("succeeded", "failed", "cancelled", "running", "waiting", "elements_per_s")
         shown = {"elements": 3, "left_s": None, "failures": []}
         shown |= dict.fromkeys(counts, 0) | rows
-        self._ray.files[file_name(self._job.id)] = json.dumps(shown)
+        self._ray.files[status_file_name(self._job.id)] = json.dumps(shown)
 
     def takes_request(self, states: list[list[object]]) -> threading.Thread:
         """Take the next request as the driver does, with these states after it."""

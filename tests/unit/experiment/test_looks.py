@@ -18,7 +18,7 @@ from nemo_run_ray.cli import main as cli
 from nemo_run_ray.errors import SubmissionError
 from nemo_run_ray.experiment.cancel import note_cancel
 from nemo_run_ray.experiment.tend import tend
-from nemo_run_ray.remote.group.roles_file import file_name
+from nemo_run_ray.remote.rows import status_file_name
 from tests import warm
 from tests.fake_ray import NODE, FakeRay, Trouble
 from tests.unit.experiment.conftest import Handed
@@ -193,7 +193,7 @@ def test_words_of_others_are_shown_as_text(ray, unique, verb, tmp_path, monkeypa
         "waits_for_room": "",
         "roles": [{**row, "host": _WORDS, "address": ""}],
     }
-    ray.files[file_name(job.id)] = json.dumps(told)
+    ray.files[status_file_name(job.id)] = json.dumps(told)
     file = tmp_path / "cluster_configs" / "wrong.yaml"
     file.parent.mkdir()
     file.write_text("cluster: {address: '[/x] \\e]0;mine\\a'}\n")
@@ -217,7 +217,7 @@ def test_status_says_what_a_service_waits_for(ray, unique):
     row |= {"node": NODE, "host": "n1", "address": "10.0.0.1"}
     row["waits_for"] = "not ready for 30 s: /health is answered with 301, not 200"
     told = {"phase": "starting services", "waits_for_room": "", "roles": [row]}
-    ray.files[file_name(job.id)] = json.dumps(told)
+    ray.files[status_file_name(job.id)] = json.dumps(told)
     done = CliRunner().invoke(cli.build(), ["status", "--once", unique])
     assert f"server/0 is {row['waits_for']}" in done.output
 

@@ -26,8 +26,8 @@ from nemo_run_ray.experiment.submit import Batch
 from nemo_run_ray.fields import CommandProbe, HttpProbe, PortProbe
 from nemo_run_ray.plan.job_plan import JobPlan, in_folder, plan
 from nemo_run_ray.plan.roles import ROLE_MAX, packagers
-from nemo_run_ray.remote.group.addresses import RENDEZVOUS, variables
-from nemo_run_ray.remote.spec import GroupSpec, JobSpec, ProbeSpec, RoleSpec, from_json
+from nemo_run_ray.remote.group.driver import variables
+from nemo_run_ray.remote.spec import RENDEZVOUS, GroupSpec, JobSpec, ProbeSpec, RoleSpec, from_json
 
 #: There is nothing: a question would raise.
 ADDRESS = "http://10.0.0.1:8265"

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 from nemo_run_ray.remote.array import status
 from nemo_run_ray.remote.array.elements import ArrayProgress
 from nemo_run_ray.remote.array.status import StatusFile
-from nemo_run_ray.remote.group.roles_file import file_name
+from nemo_run_ray.remote.rows import status_file_name
 
 _ID = "run.job"
 
@@ -26,5 +26,5 @@ def test_the_progress_is_told_now_and_then(tmp_path, monkeypatch, capfd):
         file.write(progress, 0)
         assert words in capfd.readouterr().out
         now += 30.0
-    rows = json.loads((tmp_path / file_name(_ID)).read_text())
+    rows = json.loads((tmp_path / status_file_name(_ID)).read_text())
     assert (rows["elements_per_s"], rows["left_s"]) == (0.067, 30.0)

@@ -2,8 +2,8 @@
 
 import pytest
 
-from nemo_run_ray.remote.group.addresses import RENDEZVOUS, key, variables
-from nemo_run_ray.remote.spec import GroupSpec, JobSpec, RoleSpec
+from nemo_run_ray.remote.group.driver import variables
+from nemo_run_ray.remote.spec import RENDEZVOUS, GroupSpec, JobSpec, RoleSpec, env_key
 
 _TASK = JobSpec(argv=("true",))
 
@@ -157,4 +157,4 @@ def test_names_and_values_can_be_an_environment(replica_id):
     ],
 )
 def test_all_but_letters_and_digits_is_an_underscore(name, variable):
-    assert key(name) == variable
+    assert env_key(name) == variable

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from nemo_run_ray.experiment.roles_and_elements import not_ready
 from nemo_run_ray.remote.group import machine
+from nemo_run_ray.remote.group.driver import _events_of_report, group_rows
 from nemo_run_ray.remote.group.machine import (
     Action,
     End,
@@ -35,8 +36,6 @@ from nemo_run_ray.remote.group.machine import (
     Waiting,
     step,
 )
-from nemo_run_ray.remote.group.reports import _events_of_report
-from nemo_run_ray.remote.group.roles_file import _rows
 from nemo_run_ray.remote.states import Life, Phase, Reason
 
 _SERVICE, _PRIMARY = ("server", 0), ("train", 0)
@@ -467,7 +466,7 @@ def test_what_the_probe_gets_is_shown_until_the_service_is_ready_or_starts_again
     report = {"at": "waiting", "words": "not ready for 30 s: /health is answered with 301, not 200"}
 
     def shown(group: Group) -> list[str]:
-        return not_ready({"phase": "", "waits_for_room": "", "roles": _rows(group, {})})
+        return not_ready(group_rows(group, {}, ""))
 
     group, actions = _after(_in(Phase.SERVICES, restarts=1), *_events_of_report(replica, report))
     assert actions == []

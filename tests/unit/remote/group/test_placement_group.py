@@ -6,8 +6,8 @@ import types
 
 import pytest
 
-from nemo_run_ray.remote.group import placement_group as room
-from nemo_run_ray.remote.group.placement_group import NoRoom, PlacementGroup
+from nemo_run_ray.remote.group import driver
+from nemo_run_ray.remote.group.driver import NoRoom, PlacementGroup
 from nemo_run_ray.remote.spec import GroupSpec, JobSpec, RoleSpec
 from nemo_run_ray.remote.states import Reason
 
@@ -80,7 +80,7 @@ class Ray:
 @pytest.fixture
 def clock(monkeypatch) -> Clock:
     found = Clock()
-    monkeypatch.setattr(room, "time", found)
+    monkeypatch.setattr(driver, "time", found)
     return found
 
 
@@ -180,9 +180,3 @@ def test_a_role_that_spreads_tries_other_nodes_while_it_waits(ray, clock):
     for one in ray.asked:
         chosen = [selector["ray.io/node-id"] for selector in one["selectors"]]
         assert sorted(chosen) == ["in(a)", "in(b)"]
-
-
-def test_an_old_ray_needs_custom_resources(ray, clock):
-    ray.util.placement_group = lambda bundles, strategy="PACK", name="": ray._create(bundles)
-    with pytest.raises(NoRoom, match=r"worker: spreading its replicas needs Ray 2\.47"):
-        PlacementGroup(ray, group(spread="STRICT_SPREAD", replicas=2))

@@ -19,9 +19,9 @@ from typing import Any
 import psutil
 import pytest
 
-from nemo_run_ray.remote.group.addresses import RENDEZVOUS, variables
+from nemo_run_ray.remote.group.driver import variables
 from nemo_run_ray.remote.node.rundir import JOBS, MANIFEST
-from nemo_run_ray.remote.spec import GroupSpec, JobSpec, ProbeSpec, RoleSpec
+from nemo_run_ray.remote.spec import RENDEZVOUS, GroupSpec, JobSpec, ProbeSpec, RoleSpec
 from tests.relays import Relayed, holding, is_zombie, wait
 
 _LOCAL = "127.0.0.1"
