@@ -20,7 +20,7 @@ from typing import Any, Deque, Dict, List, Mapping, NoReturn, Optional, Sequence
 
 from ..hosts.relay import Channel, stay
 from ..hosts.workspace import Workspace
-from ..node.supervise import ENDING, ROUND_S, Tree, adopt_orphans, collect, wake_at
+from ..node.supervise import ENDING, ROUND_S, Tree, collect, wake_at
 from .cleanup import Notes, Orphans, Sweepings, forget
 from .elements import Lease
 from .workers import KILLED, CannotPrepare, Launcher, NoRoomOnNode, Order, RunningElement
@@ -279,7 +279,7 @@ class HostProcess:
         self._channel = Channel(end)
         self._folder = folder
         self._wake = wake_at(signal.SIGCHLD, *ENDING)
-        self._tree = Tree(0, adopt_orphans())
+        self._tree = Tree()
         self._watcher = Watcher()
         self._workspace: Optional[Workspace] = None
         self._elements: Optional[RunningElements] = None

@@ -17,78 +17,24 @@ Orders and reports are JSON, one a line. Orders: ``prepare``, ``start``, ``end``
 
 from __future__ import annotations
 
-import os
-import select
 import shutil
-import signal
 import socket
-import subprocess
-import time
+from functools import partial
 from typing import Any, List, Mapping, NoReturn, Optional, Sequence
 
 from ..hosts.relay import Channel, stay
 from ..hosts.workspace import Workspace
-from ..node.output import CHUNK_BYTES, Lines
+from ..node.output import Lines
 from ..node.probe import Probing
-from ..node.supervise import (
-    ROUND_S,
-    Tree,
-    adopt_orphans,
-    before_exec,
-    collect,
-    describe_exit,
-    explain_start,
-    wake_at,
-)
+from ..node.supervise import Supervisor
 
-#: Seconds of one turn of the loop when there is nothing to look after.
-_IDLE_S = 60.0
+#: Seconds of one turn of the loop when there is nothing to look after, and beside a probe.
+_IDLE_S, _PROBING_S = 60.0, 0.2
 
 
 def main(argv: Sequence[str]) -> NoReturn:
     """Become the process of a replica; ``argv`` is the package's folder and the socket's number."""
     stay(argv, ReplicaProcess)
-
-
-class Rank:
-    """One process of the role, and its output.
-
-    Args:
-        process: the process, or ``None`` when it could not be started.
-        code: its exit code, when it could not be started.
-        words: why it could not be started.
-    """
-
-    def __init__(
-        self,
-        process: Optional[subprocess.Popen[bytes]],
-        code: Optional[int] = None,
-        words: str = "",
-    ) -> None:
-        self.pid = process.pid if process is not None else None
-        self.code = code
-        self.words = words
-        self.ended_at = time.monotonic()
-        self.fd: Optional[int] = None
-        self._lines = Lines()
-        if process is not None and process.stdout is not None:
-            self.fd = os.dup(process.stdout.fileno())
-            process.stdout.close()
-            process.returncode = 0  # the loop collects it; the object must not
-
-    def read(self) -> str:
-        """The lines that are complete now; called when there is something to read."""
-        if self.fd is None:
-            return ""
-        data = os.read(self.fd, CHUNK_BYTES)
-        if not data:
-            os.close(self.fd)
-            self.fd = None
-        return self._lines.feed(data)
-
-    def ended(self, code: int) -> None:
-        """Note the exit code; the loop has collected the process."""
-        self.code, self.ended_at = code, time.monotonic()
 
 
 class ReplicaProcess:
@@ -97,57 +43,41 @@ class ReplicaProcess:
     def __init__(self, end: socket.socket, folder: str) -> None:
         self._channel = Channel(end)
         self._folder = folder
-        self._wake = wake_at(signal.SIGCHLD)
-        self._tree = Tree(0, adopt_orphans())
+        self._children = Supervisor()
         self._workspace: Optional[Workspace] = None
         self._index = 0
-        self._ranks: List[Rank] = []
         self._probing: Optional[Probing] = None
-        self._deadline: Optional[float] = None  # when SIGTERM becomes SIGKILL
         self._told_to_end = False
 
     def serve(self) -> None:
         """Serve until the actor is gone."""
         while True:
-            ready = self._wait()
-            if self._channel in ready and not self._obey():
+            if self._channel in self._wait() and not self._obey():
                 return
-            for rank in self._ranks:
-                if rank.fd in ready:
-                    self._channel.report_text(rank.read())
-            self._reap()
-            self._go_on()
+            if self._children.children:
+                self._look_after()
             self._channel.send()
 
     def abandon(self) -> None:
         """Kill what runs, now, and remove the folders."""
-        while self._tree.alive():
-            self._tree.signal(signal.SIGKILL)
-            self._reap()
-            time.sleep(ROUND_S)
+        self._children.tree.kill()
         if self._workspace is not None:
             self._workspace.remove()
         shutil.rmtree(self._folder, ignore_errors=True)
 
     def fail(self, words: str) -> None:
-        """Report that this process cannot go on."""
+        """Report that this process cannot continue."""
         self._channel.report("failed", words=words)
         self._channel.send_all()
 
     def _wait(self) -> List[Any]:
-        reading: List[Any] = [self._channel, self._wake]
+        reading: List[Any] = [self._channel]
         writing: List[Any] = [self._channel] if self._channel.has_unsent else []
-        if not self._channel.is_full:
-            reading += [rank.fd for rank in self._ranks if rank.fd is not None]
-        asking = self._probing.socket if self._probing is not None else None
-        if asking is not None and self._probing is not None:
-            (reading if self._probing.is_asked else writing).append(asking)
-        busy = self._deadline is not None or any(rank.code is not None for rank in self._ranks)
-        timeout_s = ROUND_S if busy else 0.2 if self._probing is not None else _IDLE_S
-        ready, writable, _ = select.select(reading, writing, [], timeout_s)
-        if self._wake in ready:
-            os.read(self._wake, 1024)
-        return ready + writable
+        probing = self._probing
+        if probing is not None and probing.socket is not None:
+            (reading if probing.is_asked else writing).append(probing.socket)
+        idle_s = _IDLE_S if probing is None else _PROBING_S
+        return self._children.wait(reading, writing, idle_s, not self._channel.is_full)
 
     # ------------------------------------------------------------------ orders
 
@@ -171,46 +101,31 @@ class ReplicaProcess:
 
     def _start(self, order: Mapping[str, Any]) -> None:
         place = self._prepared
+        role = place.role
         place.begin(order["env"])
-        self._deadline = None
-        self._ranks = []
-        for local_rank in range(place.role.processes):
-            rank = self._start_rank(place, local_rank)
-            self._ranks.append(rank)
-            if rank.code is not None:
+        self._children.clear()
+        for local_rank in range(role.processes):
+            variables = {}
+            if role.ranked:
+                rank = self._index * role.processes + local_rank
+                variables = {"RANK": str(rank), "LOCAL_RANK": str(local_rank)}
+            take = partial(self._report_output, Lines())
+            child = self._children.start(*place.words(role.task.argv, variables), take)
+            if child.code is not None:
                 return
-        if place.role.ready is None:
+        if role.ready is None:
             self._channel.report("ready")
         else:
-            ready, ports = place.role.ready, place.ports
-            self._probing = Probing(ready, place.address, ports, place.start_probe)
+            self._probing = Probing(role.ready, place.address, place.ports, place.start_probe)
 
-    def _start_rank(self, place: Workspace, local_rank: int) -> Rank:
-        """Start one process of the role; it has ended already when it cannot be started."""
-        role, variables = place.role, {}
-        if role.ranked:
-            rank = self._index * role.processes + local_rank
-            variables = {"RANK": str(rank), "LOCAL_RANK": str(local_rank)}
-        argv, env, cwd = place.words(role.task.argv, variables)
-        try:
-            process = subprocess.Popen(
-                argv,
-                env=env,
-                cwd=cwd,
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-                preexec_fn=before_exec,
-            )
-            return Rank(process)
-        except (OSError, ValueError) as error:
-            return Rank(None, *explain_start(argv, env, cwd, error))
+    def _report_output(self, lines: Lines, data: bytes) -> None:
+        self._channel.report_text(lines.feed(data))
 
     def _end(self, order: Mapping[str, Any]) -> None:
         self._told_to_end = True
-        if self._ranks and self._deadline is None:
-            self._terminate()
+        if self._children.children and not self._children.are_ending:
+            self._stop_probing()  # what it starts from now on would miss the signal
+            self._children.end(self._prepared.role.task.grace_s)
 
     @property
     def _prepared(self) -> Workspace:
@@ -220,40 +135,23 @@ class ReplicaProcess:
 
     # ------------------------------------------------------------------ the end
 
-    def _terminate(self) -> None:
-        self._stop_probing()  # what it starts from now on would miss the signal
-        self._deadline = time.monotonic() + self._prepared.role.task.grace_s
-        self._tree.signal(signal.SIGTERM)
-
     def _stop_probing(self) -> None:
         if self._probing is not None:
             self._probing.close()
             self._probing = None
 
-    def _reap(self) -> None:
-        for pid, code in collect():
-            if self._probing is not None and pid == self._probing.pid:
-                self._probing.reaped(code)
-            for rank in self._ranks:
-                if rank.pid == pid:
-                    rank.ended(code)
-
-    def _go_on(self) -> None:
-        if not self._ranks:
-            return
-        codes = [rank.code for rank in self._ranks]
-        # All have ended and what they left has not, or one failed and the others wait for it.
-        ends = None not in codes or any(codes)
-        if self._deadline is None and ends and self._tree.alive():
-            self._terminate()
-        if self._deadline is not None and time.monotonic() >= self._deadline:
-            self._tree.signal(signal.SIGKILL)
-        if None not in codes and not self._tree.alive():
+    def _look_after(self) -> None:
+        is_over = self._children.step(self._prepared.role.task.grace_s)
+        if self._children.are_ending or is_over:
+            self._stop_probing()
+        if is_over:
             self._over()
         elif self._probing is not None:
             self._probe(self._probing)
 
     def _probe(self, probing: Probing) -> None:
+        if probing.pid in self._children.others:
+            probing.reaped(self._children.others.pop(probing.pid))
         answer = probing.step()
         if answer is None:
             words = probing.waiting()
@@ -267,15 +165,12 @@ class ReplicaProcess:
                 self._channel.report("ready")
 
     def _over(self) -> None:
-        self._stop_probing()
-        self._reap()  # what has died since the last time; nothing is left at the report
-        for rank in self._ranks:
-            while rank.fd is not None:
-                self._channel.report_text(rank.read())
-        first = next((rank for rank in self._failed()), self._ranks[0])
-        words = first.words or describe_exit(first.code or 0)
-        if first.code and len(self._ranks) > 1:
-            words = f"process {self._ranks.index(first)}: {words}"
+        children = self._children.children
+        failed = sorted((one for one in children if one.code), key=lambda one: one.ended_at)
+        first = failed[0] if failed else children[0]
+        words = first.ending
+        if first.code and len(children) > 1:
+            words = f"process {children.index(first)}: {words}"
         if first.code and not first.words and not self._told_to_end:
             hint = self._prepared.explain()
             if hint is not None:
@@ -284,9 +179,4 @@ class ReplicaProcess:
             kept = f"nemo_run_ray: the run directory is kept: {self._prepared.root}\n"
             self._channel.report_text(kept)
         self._channel.report("exited", code=first.code, words=words)
-        self._ranks = []
-        self._deadline = None
-
-    def _failed(self) -> List[Rank]:
-        failed = [rank for rank in self._ranks if rank.code]
-        return sorted(failed, key=lambda rank: rank.ended_at)
+        self._children.clear()

@@ -52,7 +52,6 @@ from ..node.supervise import (
     ENDING,
     GUARD,
     KEEPER,
-    ROUND_S,
     Tree,
     adopt_orphans,
     name_process,
@@ -394,9 +393,5 @@ def _guard(child: int) -> NoReturn:
     name_process(GUARD)
     while os.wait()[0] != child:
         pass  # an orphan of a process that is dead by now
-    tree = Tree(child, adopts=True)
-    while tree.alive():
-        tree.signal(signal.SIGKILL)
-        tree.reap()
-        time.sleep(ROUND_S)
+    Tree().kill()
     os._exit(0)

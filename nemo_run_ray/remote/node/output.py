@@ -6,7 +6,6 @@ import codecs
 import io
 import os
 from contextlib import suppress
-from typing import Optional, Sequence
 
 #: How this package's lines in a job's log begin.
 PREFIX = "nemo_run_ray| "
@@ -66,8 +65,7 @@ class Output:
     was cut off finds its place.
     """
 
-    def __init__(self, fd: int) -> None:
-        self.fd: Optional[int] = fd
+    def __init__(self) -> None:
         self._decoder = codecs.getincrementaldecoder("utf-8")("backslashreplace")
         self._after_return = False  # what was read ends with \r: an \n that follows belongs to it
         self._wrote_return = False
@@ -75,22 +73,13 @@ class Output:
         #: The last characters that were passed on.
         self.tail = ""
 
-    def pump(self, ready: Sequence[int]) -> None:
-        if self.fd is not None and self.fd in ready:
-            data = os.read(self.fd, CHUNK_BYTES)
-            self._write(self._decoder.decode(data, final=not data))
-            if not data:
-                os.close(self.fd)
-                self.fd = None
-
-    def drain(self) -> None:
-        """Pass on what is left in the pipe; no process holds its other end any more.
+    def feed(self, data: bytes) -> None:
+        """Pass on what was read; no data is the end of the output.
 
         A last line without its end gets one, so that this package's line begins a new one.
         """
-        while self.fd is not None:
-            self.pump([self.fd])
-        if self._in_line:
+        self._write(self._decoder.decode(data, final=not data))
+        if not data and self._in_line:
             self._write("\n")
 
     def _write(self, text: str) -> None:

@@ -26,11 +26,23 @@ import socket
 import subprocess
 import time
 from contextlib import suppress
-from typing import Any, Callable, Dict, Iterator, List, NoReturn, Optional, Sequence, Tuple
+from typing import (
+    Any,
+    Callable,
+    Dict,
+    Iterable,
+    Iterator,
+    List,
+    Mapping,
+    NoReturn,
+    Optional,
+    Sequence,
+    Tuple,
+)
 
 from ..end_record import EndRecord, proof_of
 from ..exit_words import OUTER_ARCHIVES, OWN_RAY
-from .output import NO_PROCESS_LEFT, Output, say, write
+from .output import CHUNK_BYTES, NO_PROCESS_LEFT, Output, say, write
 
 #: Environment variable by which a tree is found whose top process was killed.
 TAG = "NEMO_RUN_RAY_TAG"
@@ -144,12 +156,10 @@ class Runner:
     def __init__(self, keeper: socket.socket, tag: str) -> None:
         self._keeper = keeper
         self._tag = tag
-        self._adopts = adopt_orphans()
         #: See ``EndRecord``: its text, cause and ``left_on``.
         self.ending, self.cause = "", "NONE"
         self.left_on: Optional[Tuple[str, ...]] = ()
         self.cancelled = False
-        self._wake = wake_at(signal.SIGCHLD)
 
     def order(self) -> Optional[bytes]:
         """What the keeper has said since: ``T`` to end, nothing when it is dead, else ``None``."""
@@ -166,68 +176,203 @@ class Runner:
             self.cancelled, self.cause = True, "CANCELLED"
             self.ending = "cancelled before it started"
             return 143
-        read_end, write_end = os.pipe()
-        try:
-            process = subprocess.Popen(
-                list(argv),
-                env={**env, TAG: self._tag},
-                cwd=cwd,
-                stdin=subprocess.DEVNULL,
-                stdout=write_end,
-                stderr=write_end,
-                start_new_session=True,
-                preexec_fn=before_exec,
-            )
-        except OSError as error:
-            code, self.ending = explain_start(argv, env, cwd, error)
-            self.cause = "EXIT_CODE"
-            say(self.ending)  # readers of what the command has printed do not see the last line
-            return code
-        finally:
-            os.close(write_end)
-        tree = Tree(process.pid, self._adopts)
-        output = Output(read_end)
-        code, self.cancelled = self._watch(tree, output, grace_s)
+        output = Output()
+        children = Supervisor()
+        command = children.start(argv, {**env, TAG: self._tag}, cwd, output.feed)
+        if command.words:  # readers of what the command has printed do not see the last line
+            say(command.words)
+        while not children.step(grace_s):
+            watched = [self._keeper] if self._keeper.fileno() >= 0 else []
+            if self._keeper in children.wait(watched):
+                order = self._keeper.recv(1)
+                if not order:  # the keeper is dead: its killer wants the job to end
+                    self._keeper.close()
+                    self.cancelled = True
+                    children.end(0.0)
+                elif not children.are_ending:
+                    self.cancelled = True
+                    children.end(grace_s)
+        code = command.code or 0
         if code and OUTER_ARCHIVES.search(output.tail):
             say(OWN_RAY)
-        self.ending, self.cause = describe_exit(code), "EXIT_CODE" if code else "NONE"
+        self.ending, self.cause = command.ending, "EXIT_CODE" if code else "NONE"
         if self.cancelled:
             self.ending, self.cause = f"cancelled; {NO_PROCESS_LEFT}", "CANCELLED"
         return code
 
-    def _watch(self, tree: Tree, output: Output, grace_s: float) -> Tuple[int, bool]:
-        """Pass output on until the tree is gone, and end it when told to: one loop, no thread."""
-        cancelled = False
-        deadline: Optional[float] = None  # when SIGTERM becomes SIGKILL
-        while True:
-            ending = deadline is not None or tree.exit_code is not None
-            ready = self._wait(output, ROUND_S if ending else 60.0)
-            output.pump(ready)
-            if self._keeper.fileno() in ready:
-                order = self._keeper.recv(1)
-                if not order:  # the keeper is dead: its killer wants the job to end
-                    self._keeper.close()
-                    cancelled, deadline = True, 0.0
-                elif deadline is None:
-                    cancelled, deadline = True, time.monotonic() + grace_s
-                    tree.signal(signal.SIGTERM)
-            tree.reap()
-            if tree.exit_code is not None and deadline is None and tree.alive():
-                deadline = time.monotonic() + grace_s  # the command is done, what it left is not
-                tree.signal(signal.SIGTERM)
-            if deadline is not None and time.monotonic() >= deadline:
-                tree.signal(signal.SIGKILL)
-            if tree.exit_code is not None and not tree.alive():
-                output.drain()
-                return tree.exit_code, cancelled
 
-    def _wait(self, output: Output, timeout_s: float) -> List[int]:
-        watched = (output.fd, self._keeper.fileno(), self._wake)
-        fds = [fd for fd in watched if fd is not None and fd >= 0]
-        ready, _, _ = select.select(fds, [], [], timeout_s)
+class Child:
+    """One process that a ``Supervisor`` has started, and its output.
+
+    Attributes:
+        pid: ``None`` when it could not be started.
+        code: its exit code, 128 + n after signal n; ``None`` while it runs.
+        words: why it could not be started; else empty.
+        ended_at: when it was seen to have ended, by the monotonic clock.
+        fd: to read its output from; ``None`` after the output's end.
+    """
+
+    def __init__(
+        self,
+        argv: Sequence[str],
+        env: Mapping[str, str],
+        cwd: str,
+        take: Callable[[bytes], None],
+    ) -> None:
+        self._take = take
+        self.pid: Optional[int] = None
+        self.code: Optional[int] = None
+        self.words = ""
+        self.ended_at = time.monotonic()
+        self.fd: Optional[int] = None
+        try:
+            process = subprocess.Popen(
+                list(argv),
+                env=dict(env),
+                cwd=cwd,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+                preexec_fn=before_exec,
+            )
+        except (OSError, ValueError) as error:
+            self.code, self.words = explain_start(argv, env, cwd, error)
+            return
+        self.pid = process.pid
+        if process.stdout is not None:
+            self.fd = os.dup(process.stdout.fileno())
+            process.stdout.close()
+        process.returncode = 0  # the supervisor collects it; the object must not
+
+    def read(self) -> None:
+        """Pass on what there is to read; the empty bytes are the output's end."""
+        if self.fd is None:
+            return
+        data = os.read(self.fd, CHUNK_BYTES)
+        if not data:
+            os.close(self.fd)
+            self.fd = None
+        self._take(data)
+
+    @property
+    def ending(self) -> str:
+        """How it ended, in words."""
+        return self.words or describe_exit(self.code or 0)
+
+
+class Supervisor:
+    """Children of this process, and whatever comes from them: started, watched and ended.
+
+    They have ended when the children have, and with them all that they started: SIGTERM to every
+    process, and SIGKILL after a grace period. One child's failure ends the others.
+
+    A user calls ``wait`` and ``step`` in turn until ``step`` is true.
+    """
+
+    def __init__(self) -> None:
+        self.tree = Tree()
+        self.children: List[Child] = []
+        #: Exit codes of orphans and probes that the last step has collected, by process id.
+        self.others: Dict[int, int] = {}
+        self._wake = wake_at(signal.SIGCHLD)
+        self._kill_at: Optional[float] = None
+
+    def start(
+        self,
+        argv: Sequence[str],
+        env: Mapping[str, str],
+        cwd: str,
+        take: Callable[[bytes], None],
+    ) -> Child:
+        """Start a child; one that cannot be started has ended already.
+
+        Args:
+            argv: its exact words.
+            env: all its variables.
+            cwd: its folder.
+            take: is given its output as it comes, and empty bytes at the end.
+        """
+        child = Child(argv, env, cwd, take)
+        self.children.append(child)
+        return child
+
+    def clear(self) -> None:
+        """Forget the children, which have ended, before others are started."""
+        self.children = []
+        self._kill_at = None
+
+    @property
+    def are_ending(self) -> bool:
+        return self._kill_at is not None
+
+    def end(self, grace_s: float) -> None:
+        """Send SIGTERM to every process once, and SIGKILL after ``grace_s`` seconds."""
+        if self._kill_at is None:
+            self.tree.signal(signal.SIGTERM)
+        self._kill_at = time.monotonic() + grace_s
+
+    def wait(
+        self,
+        reading: Iterable[Any],
+        writing: Iterable[Any] = (),
+        idle_s: float = 60.0,
+        takes_output: bool = True,
+    ) -> List[Any]:
+        """Wait for something to do, and pass the children's output on.
+
+        Args:
+            reading: what else to wait for.
+            writing: the same, for writing.
+            idle_s: how long to wait while no child ends.
+            takes_output: false while nobody can take more output; the children wait to write then.
+
+        Returns:
+            Those of ``reading`` and ``writing`` that are ready.
+        """
+        talking = [child for child in self.children if takes_output and child.fd is not None]
+        busy = self.are_ending or any(child.code is not None for child in self.children)
+        ready, writable, _ = select.select(
+            [*reading, self._wake, *(child.fd for child in talking)],
+            list(writing),
+            [],
+            ROUND_S if busy else idle_s,
+        )
         if self._wake in ready:
             os.read(self._wake, 1024)
-        return ready
+        for child in talking:
+            if child.fd in ready:
+                child.read()
+        return ready + writable
+
+    def step(self, grace_s: float) -> bool:
+        """Collect the dead and end what is to end; true when every process has ended.
+
+        Args:
+            grace_s: seconds between SIGTERM and SIGKILL for what the children leave.
+        """
+        self.others = {}
+        self._reap()
+        codes = [child.code for child in self.children]
+        if not self.are_ending and (None not in codes or any(codes)) and self.tree.alive():
+            self.end(grace_s)  # the children are done and what they left is not, or one failed
+        if self._kill_at is not None and time.monotonic() >= self._kill_at:
+            self.tree.signal(signal.SIGKILL)
+        if None in codes or self.tree.alive():  # a look at all processes, when it matters alone
+            return False
+        self._reap()
+        for child in self.children:  # no process holds the other end of a pipe any more
+            while child.fd is not None:
+                child.read()
+        return True
+
+    def _reap(self) -> None:
+        children = {child.pid: child for child in self.children}
+        for pid, code in collect():
+            if pid in children:
+                children[pid].code, children[pid].ended_at = code, time.monotonic()
+            else:
+                self.others[pid] = code
 
 
 def _send(channel: socket.socket, data: bytes) -> None:
@@ -236,30 +381,25 @@ def _send(channel: socket.socket, data: bytes) -> None:
 
 
 class Tree:
-    """The command's processes: its first one and all that came from it."""
+    """All processes below this one; orphans among them become its children."""
 
-    def __init__(self, pid: int, adopts: bool) -> None:
-        self._pid = pid
-        self._adopts = adopts
-        self.exit_code: Optional[int] = None
-
-    def reap(self) -> None:
-        """Collect the dead, the command's exit code among them."""
-        for pid, code in collect():
-            if pid == self._pid:
-                self.exit_code = code
+    def __init__(self) -> None:
+        adopt_orphans()
 
     def alive(self) -> bool:
-        return bool(self._pids())
+        return bool(descendants(os.getpid()))
 
     def signal(self, number: int) -> None:
-        for pid in self._pids():
+        for pid in descendants(os.getpid()):
             kill(pid, number)
 
-    def _pids(self) -> List[int]:
-        if self._adopts:  # orphans become its children, so the tree below this process is complete
-            return descendants(os.getpid())
-        return [pid for pid, _, session in _processes() if session == self._pid]
+    def kill(self) -> None:
+        """Kill everything, and collect it."""
+        while self.alive():
+            self.signal(signal.SIGKILL)
+            for _ in collect():
+                pass
+            time.sleep(ROUND_S)
 
 
 def collect() -> Iterator[Tuple[int, int]]:
@@ -278,7 +418,7 @@ def collect() -> Iterator[Tuple[int, int]]:
 def descendants(root: int) -> List[int]:
     """All living processes below ``root``, without it."""
     children: Dict[int, List[int]] = {}
-    for pid, parent, _ in _processes():
+    for pid, parent in _processes():
         children.setdefault(parent, []).append(pid)
     found: List[int] = []
     queue = list(children.get(root, ()))
@@ -306,7 +446,7 @@ def sweep(tag: str) -> int:
 
 def marked(mark: bytes) -> List[int]:
     """The living processes that have ``NAME=value`` in their environment."""
-    return [pid for pid, _, _ in _processes() if mark in _environment(pid)]
+    return [pid for pid, _ in _processes() if mark in _environment(pid)]
 
 
 def is_guard(pid: int) -> bool:
@@ -318,8 +458,8 @@ def is_guard(pid: int) -> bool:
         return False  # it has ended
 
 
-def _processes() -> List[Tuple[int, int, int]]:
-    """(pid, parent, session) of every process that is not a zombie."""
+def _processes() -> List[Tuple[int, int]]:
+    """(pid, parent) of every process that is not a zombie."""
     rows = []
     for name in os.listdir("/proc"):
         if name.isdigit():
@@ -329,7 +469,7 @@ def _processes() -> List[Tuple[int, int, int]]:
             except (FileNotFoundError, ProcessLookupError):
                 continue  # it ended meanwhile
             if fields[0] not in (b"Z", b"X"):
-                rows.append((int(name), int(fields[1]), int(fields[3])))
+                rows.append((int(name), int(fields[1])))
     return rows
 
 
@@ -379,7 +519,7 @@ def before_exec() -> None:
 
 
 def explain_start(
-    argv: Sequence[str], env: Dict[str, str], cwd: str, error: Exception
+    argv: Sequence[str], env: Mapping[str, str], cwd: str, error: Exception
 ) -> Tuple[int, str]:
     """The exit code of a command that could not be started, and why, in words."""
     host = socket.gethostname()
@@ -403,7 +543,7 @@ def explain_start(
     return 126, f"exit code 126: {argv[0]!r} cannot be started on node {host}: {why}"
 
 
-def _too_big(argv: Sequence[str], env: Dict[str, str]) -> str:
+def _too_big(argv: Sequence[str], env: Mapping[str, str]) -> str:
     """What makes the arguments and variables of a command larger than Linux takes."""
     sizes = {f"argument {place}": len(os.fsencode(word)) for place, word in enumerate(argv)}
     for name, value in env.items():
