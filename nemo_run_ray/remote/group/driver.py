@@ -396,8 +396,6 @@ class PlacementGroup:
         self._turn = 0
         self._others_at = self._began_at + _OTHERS_S
         self._pause_s = _LOOK_S
-        self._known: Optional[List[Node]] = None
-        self._never: Optional[str] = None
         self.waits_for = ""
         self.group = self._ask()
 
@@ -413,9 +411,7 @@ class PlacementGroup:
         self._pause_s = min(self._pause_s * 1.3, _LOOK_MAX_S)
         now = time.monotonic()
         nodes = nodes_of(self._ray.nodes())
-        if nodes != self._known:
-            self._known, self._never = nodes, packing.why_never(self._spec, nodes)
-        never = self._never or self._ray_says_never()
+        never = packing.why_never(self._spec, nodes) or self._ray_says_never()
         if never is None:
             self._infeasible_since = None
         elif self._infeasible_since is None:

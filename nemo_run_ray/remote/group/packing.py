@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import random
 from dataclasses import dataclass, field, replace
-from typing import Dict, List, Mapping, Optional, Sequence, Set, Tuple
+from typing import Dict, List, Mapping, Optional, Sequence, Set
 
-from ..fit import TOLERANCE, Node, amount_text, amounts_text, fits, matches
+from ..fit import TOLERANCE, Node, amount_text, amounts_text, fits, matches, slots
 from ..hosts.actors import ReplicaId, name
 from ..spec import GroupSpec
 
@@ -17,10 +17,6 @@ from ..spec import GroupSpec
 NODE_ID = "ray.io/node-id"
 #: A text in place of a node's id: no node has it, so the replica waits until asked for again.
 _NO_NODE = "none"
-#: Steps of the search for a packing before it is given up as undecided.
-_SEARCH_STEPS = 20_000
-#: Replicas beyond which it is not begun; each is a frame of Python's stack.
-_SEARCH_DEPTH = 500
 
 
 @dataclass(frozen=True)
@@ -51,9 +47,8 @@ def bundles_of(spec: GroupSpec, nodes: Sequence[Node] = (), turn: int = 0) -> Li
     order = sorted(nodes, key=lambda node: node.node_id)
     if turn > 0:  # at random, so that every choice of nodes has its turn, and equal at each call
         random.Random(turn).shuffle(order)
-    found, chosen = _pack(bundles, order, apart)
-    if not found:
-        chosen = {}
+    chosen = _first_fit(bundles, order, apart)
+    if not chosen:
         apart = {role.name for role in spec.roles if role.spread == "STRICT_SPREAD"}
     shares = _shares(bundles, order, apart, chosen)
     return [
@@ -80,31 +75,38 @@ def _plain(spec: GroupSpec) -> List[Bundle]:
 
 
 def why_never(spec: GroupSpec, nodes: Sequence[Node]) -> Optional[str]:
-    """Why these nodes can never host the group, even when idle; ``None`` when they may."""
+    """Why these nodes can never host the group, even when idle; ``None`` when they may.
+
+    It is no packing: what is too large in another way is for Ray to say.
+    """
     for role in spec.roles:
         bundle = Bundle((role.name, 0), role.resources, role.label_selector)
         trouble = _why_not_one(bundle, nodes)
         if trouble is not None:
             return f"{role.name}: {trouble}"
-        hosts = len(_hosts(bundle, nodes))
-        spreads = "STRICT_SPREAD" in (role.spread, spec.strategy)
-        if spreads and role.replicas > hosts:
+        hosts = _hosts(bundle, nodes)
+        need = {key: amount for key, amount in role.resources.items() if amount}
+        if "STRICT_SPREAD" in (role.spread, spec.strategy):
+            if role.replicas > len(hosts):
+                return (
+                    f"{role.name}: its {role.replicas} replicas want nodes of their own "
+                    f"(STRICT_SPREAD), and {len(hosts)} node(s) can host one"
+                )
+        elif role.replicas > sum(slots(node.resources, need) for node in hosts):
             return (
-                f"{role.name}: its {role.replicas} replicas want nodes of their own "
-                f"(STRICT_SPREAD), and {hosts} node(s) can host one"
+                f"{role.name}: its {role.replicas} replicas ask for {amounts_text(role.resources)} each; "
+                f"the {len(hosts)} node(s) that can host one, idle, cannot give that at once"
             )
     bundles = _plain(spec)
-    if spec.strategy == "STRICT_PACK":
-        if not any(_fit_one(bundles, node) for node in nodes):
-            return f"no node can host all {len(bundles)} replicas at once (STRICT_PACK)"
-        return None
-    apart = {role.name for role in spec.roles if role.spread == "STRICT_SPREAD"}
-    if spec.strategy == "STRICT_SPREAD":
-        apart.add("*")
-    if _pack(bundles, nodes, apart)[0] is False:
+    if spec.strategy == "STRICT_PACK" and not any(_fit_one(bundles, node) for node in nodes):
+        return f"no node can host all {len(bundles)} replicas at once (STRICT_PACK)"
+    if spec.strategy == "STRICT_SPREAD" and len(bundles) > len(nodes):
+        return f"its {len(bundles)} replicas want nodes of their own, and there are {len(nodes)}"
+    if not fits(_sum(bundles), _total(nodes)):
+        shown = {key: amount for key, amount in _total(nodes).items() if key in _sum(bundles)}
         return (
             f"the {len(bundles)} replicas together ask for {amounts_text(_sum(bundles))}; the "
-            f"nodes, idle, cannot give that at once ({amounts_text(_total(nodes))})"
+            f"nodes, idle, cannot give that at once ({amounts_text(shown)})"
         )
     return None
 
@@ -191,90 +193,33 @@ def _fit_one(bundles: Sequence[Bundle], node: Node) -> bool:
     )
 
 
-def _pack(
+def _first_fit(
     bundles: Sequence[Bundle], nodes: Sequence[Node], apart: Set[str]
-) -> Tuple[Optional[bool], Dict[ReplicaId, int]]:
-    """Whether the bundles fit on the idle nodes, and on which ones.
+) -> Dict[ReplicaId, int]:
+    """The number of a node for every bundle when all are idle; empty when one fits nowhere.
 
     Args:
         bundles: of the whole group.
         nodes: in the order in which they are tried.
-        apart: roles whose replicas want nodes of their own; ``*`` is all roles together.
-
-    Returns:
-        ``None`` when the search was too long; the number of each bundle's node when they fit.
+        apart: roles whose replicas want nodes of their own.
     """
-    order = sorted(
-        bundles, key=lambda bundle: (bundle.replica_id[0], -sum(bundle.resources.values()))
-    )
-    if len(order) > _SEARCH_DEPTH:
-        return None, {}
-    search = _Search(order, nodes, apart)
-    found = search.place(0, 0)
-    return found, search.chosen if found else {}
-
-
-class _Search:
-    """The search of ``_pack``; it takes a step back where a bundle fits nowhere."""
-
-    def __init__(self, order: Sequence[Bundle], nodes: Sequence[Node], apart: Set[str]) -> None:
-        self._order = order
-        self._nodes = nodes
-        self._apart = apart
-        self._left = [dict(node.resources) for node in nodes]
-        self._used: List[List[str]] = [[] for _ in nodes]
-        self._steps = 0
-        #: The number of each bundle's node, as far as the search has come.
-        self.chosen: Dict[ReplicaId, int] = {}
-
-    def place(self, position: int, after: int) -> Optional[bool]:
-        """Whether the bundles from this position on fit; ``None`` when the search was too long.
-
-        Args:
-            position: of the next bundle.
-            after: number of the node that the bundle before it has.
-        """
-        if position == len(self._order):
-            return True
-        bundle = self._order[position]
+    remaining = [dict(node.resources) for node in nodes]
+    roles: List[Set[str]] = [set() for _ in nodes]
+    chosen: Dict[ReplicaId, int] = {}
+    for bundle in sorted(bundles, key=lambda bundle: -sum(bundle.resources.values())):
         role = bundle.replica_id[0]
-        alike = position > 0 and self._order[position - 1].replica_id[0] == role
-        undecided = False
-        # Replicas of a role are alike: only placements in the order of the nodes are different.
-        for number in range(after if alike else 0, len(self._nodes)):
-            self._steps += 1
-            if self._steps > _SEARCH_STEPS:
-                return None
-            if not self._may(bundle, number):
-                continue
-            before = self._take(bundle, number)
-            answer = self.place(position + 1, number)
-            self._left[number] = before
-            self._used[number].pop()
-            if answer:
-                return True
-            undecided = undecided or answer is None
-        return None if undecided else False
-
-    def _may(self, bundle: Bundle, number: int) -> bool:
-        """Whether a node may host a bundle beside those that it has already."""
-        role, used = bundle.replica_id[0], self._used[number]
-        exclusive = role in self._apart and role in used
-        if exclusive or ("*" in self._apart and used):
-            return False
-        return matches(bundle.selector, self._nodes[number].labels) and fits(
-            bundle.resources, self._left[number]
-        )
-
-    def _take(self, bundle: Bundle, number: int) -> Dict[str, float]:
-        """Give a bundle its node, and return what the node had left before."""
-        before = self._left[number]
-        self._left[number] = {
-            key: amount - bundle.resources.get(key, 0.0) for key, amount in before.items()
-        }
-        self._used[number].append(bundle.replica_id[0])
-        self.chosen[bundle.replica_id] = number
-        return before
+        for number, node in enumerate(nodes):
+            if not (role in apart and role in roles[number]) and (
+                matches(bundle.selector, node.labels) and fits(bundle.resources, remaining[number])
+            ):
+                break
+        else:
+            return {}
+        for key, amount in bundle.resources.items():
+            remaining[number][key] = remaining[number].get(key, 0.0) - amount
+        roles[number].add(role)
+        chosen[bundle.replica_id] = number
+    return chosen
 
 
 def _sum(bundles: Sequence[Bundle]) -> Dict[str, float]:
@@ -289,6 +234,5 @@ def _total(nodes: Sequence[Node]) -> Dict[str, float]:
     total: Dict[str, float] = {}
     for node in nodes:
         for key, amount in node.resources.items():
-            if not key.startswith(("node:", "object_store_memory")):
-                total[key] = total.get(key, 0.0) + amount
+            total[key] = total.get(key, 0.0) + amount
     return total
