@@ -157,7 +157,7 @@ FAULTS = {
     "a primary forks children and dies": Fault(
         lambda bench: [bench.server(), bench.client(FORKS)],
         "FAILED",
-        "exit code",
+        "killed by a signal",
         "client/0: killed by SIGKILL (exit code 137)",
     ),
 }

@@ -47,7 +47,7 @@ _WATCH_S, _TELL_S = 5.0, 30.0
 #: one that is a command, which may install something first. Ray starts it again and again, and
 #: nothing else on the node meanwhile: it must have an end.
 _OWN_PYTHON_S, _OWN_COMMAND_S = 90.0, 360.0
-#: What Ray builds before it starts a worker, and how long it may take for that by default.
+#: Fields that Ray builds before it starts a worker, and its default time limit for that.
 _BUILT, _BUILD_S = ("pip", "uv", "conda"), 600.0
 #: Seconds between two looks at the placement group, at first and later on.
 _LOOK_S, _LOOK_MAX_S = 0.1, 1.0
@@ -304,7 +304,7 @@ class _Driver:
 
 
 def _built_for(replica: ReplicaHandle) -> str:
-    """What Ray makes on the node before the replica's worker comes up."""
+    """Name what Ray builds on the node before the replica's worker comes up."""
     if actor_of(replica).answers or not replica.role.runtime_env:
         return ""
     return f" (Ray makes its runtime environment: {', '.join(sorted(replica.role.runtime_env))})"
@@ -472,7 +472,7 @@ class PlacementGroup:
 
 
 def events_of(answer: Answer) -> Iterator[machine.Event]:
-    """What has happened, as an answer tells; what the replicas print goes to the log on the way."""
+    """Turn an answer into events, and write what the replicas have printed into the log."""
     if isinstance(answer, Died):
         for replica in answer.actor.replicas:
             cause = Reason.RUNTIME_ENV if answer.is_env else Reason.NOT_STARTED
@@ -607,7 +607,7 @@ def _own(
 def _torchrun(
     role: RoleSpec, replica_id: ReplicaId, hosts: Mapping[ReplicaId, str]
 ) -> Dict[str, str]:
-    """What torchrun must not find out by the host's own name.
+    """Variables that keep torchrun from asking for the host's own name.
 
     It hosts the rendezvous only where that name resolves to the rendezvous' address, and gives the
     name to the workers as ``MASTER_ADDR``; beside ``127.0.0.1`` in /etc/hosts (Debian) both fail.

@@ -22,7 +22,7 @@ class ReplicaState:
     restarts: int = 0
     life: Life = Life.AWAITED
     code: Optional[int] = None
-    #: What its probe got last, while it is started and not ready; empty at first.
+    #: Last answer to its probe while it is started and not ready; empty at first.
     waits_for: str = ""
 
     @property
@@ -32,7 +32,7 @@ class ReplicaState:
 
 @dataclass(frozen=True)
 class Outcome:
-    """How the group ends: its exit code, the cause, and the cause in words."""
+    """The end of the group: its exit code, the cause, and a sentence about it."""
 
     code: int
     cause: Reason

@@ -1,4 +1,4 @@
-"""Where the replicas of a group may go, and why they cannot: pure, over what Ray says of its nodes.
+"""Chooses nodes for the replicas of a group, and explains why they do not fit: pure.
 
 Ray places; this only says which nodes a role's replicas may have, and explains a wait.
 """
@@ -21,7 +21,7 @@ _NO_NODE = "none"
 
 @dataclass(frozen=True)
 class Bundle:
-    """What one replica asks for."""
+    """The request of one replica."""
 
     replica_id: ReplicaId
     resources: Mapping[str, float]
@@ -75,7 +75,7 @@ def _plain(spec: GroupSpec) -> List[Bundle]:
 
 
 def why_never(spec: GroupSpec, nodes: Sequence[Node]) -> Optional[str]:
-    """Why these nodes can never host the group, even when idle; ``None`` when they may.
+    """Explain why these nodes can never host the group, even when idle; ``None`` when they may.
 
     It is no packing: what is too large in another way is for Ray to say.
     """
@@ -94,7 +94,7 @@ def why_never(spec: GroupSpec, nodes: Sequence[Node]) -> Optional[str]:
                 )
         elif role.replicas > sum(slots(node.resources, need) for node in hosts):
             return (
-                f"{role.name}: its {role.replicas} replicas ask for {amounts_text(role.resources)} each; "
+                f"{role.name}: its {role.replicas} replicas ask for {amounts_text(need)} each; "
                 f"the {len(hosts)} node(s) that can host one, idle, cannot give that at once"
             )
     bundles = _plain(spec)

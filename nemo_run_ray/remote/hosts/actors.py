@@ -29,7 +29,7 @@ from ..spec import CODE, RoleSpec
 ReplicaId = Tuple[str, int]
 #: Variables of the driver that a role needs: which attempt it is, and what a Ray program needs.
 _PASSED_ON = ("NEMO_RUN_ATTEMPT", "RAY_ADDRESS", "RAY_OVERRIDE_JOB_RUNTIME_ENV")
-#: What replicas may ask for and still share an actor: nothing that Ray hands out piece by piece.
+#: Replicas that ask for these alone share an actor: Ray hands neither out piece by piece.
 _SHARED = {"CPU", "memory"}
 
 
@@ -40,7 +40,7 @@ def name(replica_id: ReplicaId) -> str:
 
 @dataclass(eq=False)
 class ReplicaHandle:
-    """What the driver holds of one replica."""
+    """One replica, as the driver knows it."""
 
     replica_id: ReplicaId
     role: RoleSpec

@@ -35,7 +35,7 @@ class _Call:
 
 
 class Pulled(NamedTuple):
-    """What an actor has answered to a pull.
+    """An actor's answer to a pull.
 
     Attributes:
         actor: the actor.

@@ -117,7 +117,7 @@ class Relays:
     def pull(
         self, seen: Mapping[str, int], patience_s: float, gather_s: float = 0.0
     ) -> Dict[str, Tuple[int, List[str]]]:
-        """What the replicas have reported; what the caller has is forgotten.
+        """Return new reports of the replicas, and forget those that the caller has.
 
         Args:
             seen: how many reports of each replica the caller has.
@@ -342,7 +342,7 @@ class Channel:
 
 
 class Staying(Protocol):
-    """What such a process does."""
+    """A process that ``stay`` keeps."""
 
     def serve(self) -> None:
         """Serve until the actor is gone."""

@@ -108,7 +108,7 @@ class Workspace:
     def words(
         self, argv: Sequence[str], env: Mapping[str, str]
     ) -> Tuple[List[str], Dict[str, str], str]:
-        """What starts a command here: an element of an array, or one process of a replica.
+        """Prepare the start of an element of an array, or of one process of a replica.
 
         Args:
             argv: the command.
@@ -167,7 +167,7 @@ class Workspace:
 
 
 def _of_node(role: RoleSpec) -> Dict[str, str]:
-    """What the node has set: the worker's environment without what is about the worker alone."""
+    """The worker's environment without the variables about the worker alone."""
     env = {name: value for name, value in os.environ.items() if name not in _OF_WORKER}
     if env.get("OMP_NUM_THREADS", "1") == "1":  # Ray's, for a worker that reserves nothing
         env["OMP_NUM_THREADS"] = str(max(1, int(role.resources.get("CPU", 0))))

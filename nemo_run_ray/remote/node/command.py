@@ -109,7 +109,7 @@ def expand(word: str, env: Mapping[str, str]) -> str:
 
 
 def _python(spec: JobSpec, env: Mapping[str, str]) -> str:
-    """What ``python`` means: the one asked for, the one on PATH, or the one that runs us."""
+    """The interpreter for ``python``: the one asked for, the one on PATH, or ours."""
     if spec.python is not None:
         return spec.python
     return "python" if shutil.which("python", path=env.get("PATH")) else sys.executable

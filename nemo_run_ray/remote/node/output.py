@@ -1,4 +1,4 @@
-"""What commands print, on its way into the job's log."""
+"""The output of commands on its way into the job's log."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ import io
 import os
 from contextlib import suppress
 
-#: How this package's lines in a job's log begin.
+#: Prefix of this package's lines in a job's log.
 PREFIX = "nemo_run_ray| "
-#: What is said when every process of a cancelled job is proven to have ended.
+#: Says that every process of a cancelled job is proven to have ended.
 NO_PROCESS_LEFT = "no process of it is left"
-#: What is said when that is not proven, with the nodes.
+#: Says, with the nodes, that this is not proven.
 MAY_BE_LEFT = "processes of it may be left"
 #: Characters of the output's end that are kept.
 _TAIL = 4096
@@ -27,7 +27,7 @@ def say(text: str) -> None:
 
 
 def write(text: str) -> None:
-    """Write into the job's log; on a full disk the output is lost, and the job goes on."""
+    """Write into the job's log; on a full disk the output is lost, and the job continues."""
     data = memoryview(text.encode(errors="backslashreplace"))
     with suppress(OSError):
         while data:

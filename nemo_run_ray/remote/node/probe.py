@@ -70,7 +70,7 @@ class Probing:
         self._settle("" if code == 0 else f"{list(self._spec.command)} ended with exit code {code}")
 
     def step(self) -> Optional[str]:
-        """Go on: ``None`` means not decided, ``""`` ready, another text why it is given up."""
+        """Continue: ``None`` is undecided, ``""`` ready, another text the reason for giving up."""
         now = time.monotonic()
         if self._try is not None:
             answer = self._try.step(now)
@@ -90,7 +90,7 @@ class Probing:
         return None
 
     def waiting(self) -> Optional[str]:
-        """What the last try got, once in 30 s; ``None`` in between."""
+        """Report the last try once in 30 s; ``None`` in between."""
         now = time.monotonic()
         if now < self._tell_at:
             return None
@@ -117,7 +117,7 @@ class Probing:
         self._next_at = time.monotonic() + self._spec.interval_s
 
     def _reason(self) -> str:
-        """Why it is not ready, as the last try has shown."""
+        """The reason why it is not ready, by the last try."""
         why = self._why
         if why is _NOT_ASKED and self._try is not None:
             why = self._try.late
@@ -156,7 +156,7 @@ class _Try:
         self._connect_error = self.socket.connect_ex((address, port))
 
     def step(self, now: float) -> Optional[str]:
-        """Go on: ``None`` means not decided, ``""`` success, another text why not."""
+        """Continue: ``None`` is undecided, ``""`` success, another text the reason why not."""
         if not self.is_asked:
             return self._connected(now)
         try:
@@ -204,7 +204,7 @@ class _Try:
 
     @property
     def late(self) -> str:
-        """Why it is given up when it takes too long."""
+        """The reason for giving up a try that takes too long."""
         return f"{self._where} does not {'answer' if self.is_asked else 'take connections'}"
 
     def _unless_late(self, now: float) -> Optional[str]:

@@ -35,7 +35,7 @@ SPEC = "spec.json"
 DISPATCH = "nemo_run_ray_dispatch.json"
 #: File in the archive of secrets.
 SECRETS = "nemo_run_ray_secrets.json"
-#: How many links the kernel follows on one path: path_resolution(7).
+#: Number of links that the kernel follows on one path: path_resolution(7).
 _LINKS_MAX = 40
 #: File in the same archive: the key that proves the job's end.
 KEY = "nemo_run_ray_key"

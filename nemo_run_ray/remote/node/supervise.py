@@ -52,7 +52,7 @@ KEEPER = "NEMO_RUN_RAY_KEEPER"
 ENDING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 #: Seconds between two looks at a process tree that is being ended.
 ROUND_S = 0.05
-#: Name of a process that does nothing but end what another one leaves.
+#: Name of a process whose only task is to end what another one leaves.
 GUARD = "nrr-guard"
 _PR_SET_PDEATHSIG, _PR_SET_NAME, _PR_SET_CHILD_SUBREAPER = 1, 15, 36
 
@@ -111,7 +111,7 @@ def guard(tag: str, work: Callable[[Runner], int]) -> EndRecord:
 
 
 def _await(runner: socket.socket, told: int) -> bytes:
-    """What the runner says at its end; nothing if it was killed. SIGTERM is passed on to it."""
+    """Pass SIGTERM on to the runner, and return its last message; empty if it was killed."""
     answer = b""
     while True:
         ready, _, _ = select.select([runner.fileno(), told], [], [])
@@ -162,7 +162,7 @@ class Runner:
         self.cancelled = False
 
     def order(self) -> Optional[bytes]:
-        """What the keeper has said since: ``T`` to end, nothing when it is dead, else ``None``."""
+        """Read the keeper's message: ``T`` to end, empty when it is dead, ``None`` without one."""
         return self._keeper.recv(1) if select.select([self._keeper], [], [], 0)[0] else None
 
     def run(self, argv: Sequence[str], env: Dict[str, str], cwd: str, grace_s: float) -> int:
@@ -257,7 +257,7 @@ class Child:
 
     @property
     def ending(self) -> str:
-        """How it ended, in words."""
+        """Its end in words."""
         return self.words or describe_exit(self.code or 0)
 
 
@@ -544,7 +544,7 @@ def explain_start(
 
 
 def _too_big(argv: Sequence[str], env: Mapping[str, str]) -> str:
-    """What makes the arguments and variables of a command larger than Linux takes."""
+    """Name what makes the arguments and variables of a command larger than Linux takes."""
     sizes = {f"argument {place}": len(os.fsencode(word)) for place, word in enumerate(argv)}
     for name, value in env.items():
         sizes[f"the variable {name}"] = len(os.fsencode(f"{name}={value}"))

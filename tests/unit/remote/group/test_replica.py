@@ -234,14 +234,6 @@ def test_a_reserved_port_takes_no_connections(site):
             other.connect((_LOCAL, port))
 
 
-def test_free_ports_of_replicas_on_one_node_differ(make):
-    sites = [make() for _ in range(3)]
-    for one in sites:
-        one.prepare(_role(ports={"a": 0, "b": 0}))
-    ports = [port for one in sites for port in one.until("prepared")["ports"].values()]
-    assert len(set(ports)) == 6
-
-
 # ---------------------------------------------------------------------- what a process gets
 
 
@@ -376,12 +368,6 @@ for _ in range(200):
     assert sorted(site.text.splitlines()) == ["a" * 50] * 200 + ["b" * 50] * 200
 
 
-def test_both_streams_keep_their_order_and_wrong_bytes_are_shown(site):
-    site.run(_role(_shell(r"echo 1; echo 2 >&2; printf 'a\377b\r\nend'")))
-    site.until("exited")
-    assert site.text == "1\n2\na\\xffb\nend\n"
-
-
 def test_all_output_comes_before_the_exit(site):
     site.run(
         _role(
@@ -400,20 +386,6 @@ def test_all_output_comes_before_the_exit(site):
 
 
 # ---------------------------------------------------------------------- exit codes
-
-
-@pytest.mark.parametrize("code", [0, 3, 255])
-def test_the_exit_code_is_the_commands(site, code):
-    site.run(_role(_shell(f"exit {code}")))
-    exited = site.until("exited")
-    assert exited == {"at": "exited", "code": code, "words": f"exit code {code}"}
-    assert site.kinds() == ["prepared", "ready", "exited"]
-
-
-def test_a_signals_death_is_named(site):
-    site.run(_role(_shell("ulimit -c 0; kill -SEGV $$")))
-    exited = site.until("exited")
-    assert (exited["code"], exited["words"]) == (139, "killed by SIGSEGV (exit code 139)")
 
 
 def test_one_failing_process_ends_the_others_and_its_code_is_the_replicas(site):
@@ -468,30 +440,6 @@ def test_a_failure_for_a_missing_module_is_explained_before_the_exit(site, packa
 
 
 # ---------------------------------------------------------------------- commands that cannot start
-
-
-def test_a_program_that_is_not_there(site):
-    site.run(_role(("no-such-program",), {"env": {"PATH": "/nowhere/bin"}}))
-    exited = site.until("exited")
-    assert exited["code"] == 127
-    assert "'no-such-program'" in exited["words"]
-    assert "/nowhere/bin" in exited["words"]
-    assert socket.gethostname() in exited["words"]
-
-
-def test_a_folder_that_is_not_there(site):
-    site.run(_role(("true",), {"cwd": "/no/such/folder"}))
-    exited = site.until("exited")
-    assert exited["code"] == 127
-    assert "/no/such/folder" in exited["words"]
-
-
-def test_a_file_that_is_no_program(site, tmp_path):
-    (tmp_path / "data").write_text("no program")
-    site.run(_role((str(tmp_path / "data"),)))
-    exited = site.until("exited")
-    assert exited["code"] == 126
-    assert "cannot be started" in exited["words"]
 
 
 def test_a_word_that_no_system_takes_is_reported_as_the_commands_failure(site):
@@ -552,19 +500,6 @@ def _stubborn(**task: Any) -> RoleSpec:
     return _role(_python(_STUBBORN), task)
 
 
-def test_a_stubborn_tree_is_killed_after_the_grace(site):
-    site.run(_stubborn(grace_s=2.0))
-    site.says("up")
-    wait(lambda: len(site.processes()) == 4)
-    asked_at = time.monotonic()
-    site.end()
-    exited = site.until("exited")
-    assert 2.0 <= time.monotonic() - asked_at < 20
-    assert exited["code"] == 137
-    assert site.processes() == set()
-    assert site.text.count("TERM") == 3
-
-
 def test_the_end_is_asked_for_once_however_often_it_is_ordered(site):
     code = """
 signal.signal(signal.SIGTERM, lambda *_: say("TERM"))
@@ -580,20 +515,6 @@ sys.exit(7)
     (site.root / "nemo_run" / "code" / "go").touch()
     assert site.until("exited")["code"] == 7
     assert site.text == "up\nTERM\n"
-
-
-def test_a_command_that_obeys_is_not_waited_for_longer(site):
-    site.run(_role(_shell("echo up; exec sleep 1000"), {"grace_s": 60.0}))
-    site.says("up")
-    site.end()
-    exited = site.until("exited", within_s=5)
-    assert (exited["code"], exited["words"]) == (143, "killed by SIGTERM (exit code 143)")
-
-
-def test_what_a_command_left_behind_is_ended_with_it(site):
-    site.run(_role(_shell("setsid sleep 1000 & sleep 1000 & exit 5")))
-    assert site.until("exited")["code"] == 5
-    assert site.processes() == set()
 
 
 def test_the_exit_is_reported_when_nothing_of_the_command_is_left(site):
@@ -820,13 +741,6 @@ def test_orders_are_carried_out_once_and_in_their_order(site):
     assert site.until("exited")["code"] == 0
     assert site.kinds() == ["prepared", "ready", "exited", "ready", "exited"]
     assert site.text == "x\nx\nx\n"
-
-
-def test_an_order_may_be_larger_than_what_is_read_at_once(site):
-    env = {f"LARGE{number}": "é" * 50_000 for number in range(8)}
-    site.run(_role(_shell('echo "$LARGE7" | wc -m'), {"env": {**env, "LC_ALL": "C.UTF-8"}}))
-    assert site.until("exited")["code"] == 0
-    assert site.text.strip() == "50001"
 
 
 def test_orders_from_several_threads_are_carried_out_once(site):
@@ -1062,23 +976,6 @@ def test_the_run_directory_is_kept_when_that_is_asked_for(site):
     assert site.relays.close()
     assert (site.root / "nemo_run" / "code" / "file").read_text() == "kept\n"
     assert not site.folder.exists()
-
-
-def test_a_preparation_that_fails_leaves_no_folder(site):
-    """Here the code is not there; a disk that becomes full on the way ends the same."""
-    site.prepare(_role(task={"has_code": True}))
-    assert str(site.folder) in site.until("unprepared")["words"]
-    assert site.relays.close()
-    assert not site.folder.exists()
-    assert not site.root.exists()
-
-
-def test_a_port_that_is_taken_leaves_no_folder(site):
-    with socket.create_server(("", 0)) as server:
-        site.prepare(_role(ports={"http": server.getsockname()[1]}))
-        site.until("unprepared")
-    assert site.relays.close()
-    assert not site.root.exists()
 
 
 # ---------------------------------------------------------------------- sudden deaths
