@@ -412,7 +412,7 @@ class TaskQueue:
         Raises:
             PoolClosed: the pool is closed, or is that of the process which forked this one.
         """
-        self._scheduler.post(partial(self._waiting.extend, items))
+        self._scheduler.post(lambda: self._waiting.extend(items))  # the deque of that moment
 
     def give_up(self, items: Sequence[Item]) -> None:
         """End items whose results nobody wants any more."""
@@ -551,9 +551,9 @@ class TaskQueue:
         has_begun = self._has_begun(call)
         if error is not None:
             if not self._by_client:
-                with suppress(Exception):  # Ray prints errors that nobody takes
-                    while True:
-                        self._ray.get(next(call.ref))
+                for ref in call.ref:  # Ray prints errors that nobody takes
+                    with suppress(self._ray.exceptions.RayError):
+                        self._ray.get(ref)
             self._has_no_answer(call, error, has_begun)
         elif self._by_client:
             self._has_answer(call, done.result())

@@ -5,7 +5,7 @@ import os
 import pickle
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from types import SimpleNamespace
 
@@ -206,6 +206,9 @@ class Task:
 
     def next_ready(self) -> bool:
         return bool(self.yielded)
+
+    def __iter__(self) -> Iterator[object]:
+        return self
 
     def __next__(self) -> object:
         if not self.yielded:
@@ -445,6 +448,19 @@ def test_an_item_whose_function_cannot_be_stored_fails_alone(ray, scheduler):
     ray.is_full = False
     scheduler.queue(CPU).submit([Item(Function("double", "digest", b""), b"")])
     wait_for(lambda: ray.tasks)
+
+
+def test_items_that_come_while_others_are_given_up_are_not_lost(scheduler, ray):
+    queue, function = scheduler.queue(CPU), Function("double", "digest", b"")
+    may_go = threading.Event()
+    scheduler.post(lambda: may_go.wait(10))
+    old, new = Item(function, b"old"), Item(function, b"new")
+    queue.submit([old])
+    queue.give_up([old])
+    queue.submit([new])
+    may_go.set()
+    next_task(ray, 0, "one").finish(1)
+    assert new.future.result(10) == 1
 
 
 def test_a_closed_pool_takes_no_more(ray):
