@@ -68,7 +68,7 @@ class Element:
 
 
 def elements_of(job: RemoteJob, status: JobStatus, selection: str = "") -> list[Element]:
-    """Those elements of an array that are selected.
+    """The selected elements of an array.
 
     Args:
         job: the array.
@@ -226,7 +226,7 @@ def array_file(job: RemoteJob, status: JobStatus, kind: str) -> list[str]:
 
 
 def failures_of(job: RemoteJob, status: JobStatus) -> dict[int, str]:
-    """Why the first elements have failed that have, in words, by index."""
+    """The reasons of the first failures, by index."""
     told = elements(job, status)
     return {index: words for index, _, words in told["failures"]} if told else {}
 
@@ -250,7 +250,7 @@ def keep_array(job: RemoteJob, status: JobStatus) -> None:
 
 
 def _selected(job: RemoteJob, status: JobStatus, selection: str) -> list[Stretch]:
-    """What is known of the selected elements, with the user's words for their states."""
+    """The selected elements, with the user's words for their states."""
     rows = stretches_of(job, status)
     if not isinstance(selection, str):
         raise ConfigError(
@@ -272,7 +272,7 @@ def _selected(job: RemoteJob, status: JobStatus, selection: str) -> list[Stretch
 
 
 def stretches_of(job: RemoteJob, status: JobStatus) -> list[Stretch]:
-    """What is known of all elements, with the user's words for their states.
+    """All elements, with the user's words for their states.
 
     Raises:
         JobError: the job is no array, or nothing is known of its elements.

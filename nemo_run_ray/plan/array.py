@@ -40,7 +40,7 @@ ENTRYPOINT = "nemo_run_ray.array"
 ARRAY_MAX_BYTES, ELEMENT_MAX_BYTES = 64 * 1024**2, 32 * 1024
 #: Elements of an array: each is a line of the file that is sent, of four bytes at least.
 ELEMENTS_MAX = 16 * 1024**2
-#: What a user may give: values of each field, a mapping for each element, a file of them.
+#: Values of each field, a mapping for each element, or a file of such mappings.
 Over = Mapping[str, Iterable[Any]] | Iterable[Mapping[str, Any]] | str | os.PathLike[str]
 #: The fields of a run.Script that say what is run; ``env`` is apart.
 _SCRIPT_FIELDS = ("path", "inline", "args", "entrypoint", "m")
@@ -198,7 +198,7 @@ def is_array(roles: Sequence[Role]) -> bool:
 
 
 def array_spec(role: Role, executor: RayExecutor) -> ArraySpec:
-    """What the driver of an array is told.
+    """The spec of an array, for its driver.
 
     Raises:
         ConfigError: the executor asks for what an array has not.
@@ -212,7 +212,7 @@ def array_spec(role: Role, executor: RayExecutor) -> ArraySpec:
     if "script" in header:
         words = _words(header["script"], path.with_name(f"element-{name}"))
     if "script" not in header and "template" not in header:
-        templates = _with_words(path, executor)
+        templates = _with_commands(path, executor)
     else:
         targets = [_target(field, words, header) for field in header["fields"]]
     for template in filter(None, templates):
@@ -233,7 +233,7 @@ def array_spec(role: Role, executor: RayExecutor) -> ArraySpec:
     )
 
 
-def _with_words(path: Path, executor: RayExecutor) -> list[str]:
+def _with_commands(path: Path, executor: RayExecutor) -> list[str]:
     """Write the commands of an array's tasks into its file; the configurations of the others.
 
     What is written inline becomes a file beside it.

@@ -29,7 +29,7 @@ _LOOK_S = 0.2
 
 
 class CancelRequest(NamedTuple):
-    """That elements end, or never begin.
+    """A request to end elements, or not to begin them.
 
     Attributes:
         path: of its file.

@@ -1,4 +1,4 @@
-"""What an element host notes, and how the processes are ended that hosts and elements leave."""
+"""The notes of an element host, and the end of processes that hosts and elements leave."""
 
 from __future__ import annotations
 
@@ -114,13 +114,13 @@ def _ended(folder: str, run_dir: str) -> str:
     return os.path.join(folder, f"{run_dir}.ended")
 
 
-#: What tells an element's processes: its index and its attempt.
+#: The mark of an element's processes: its index and its attempt.
 _Mark = Tuple[str, str]
 _NO_MARK: _Mark = ("", "")
 
 
 class Orphans:
-    """Those that have left their element's group, and are ended when it is over.
+    """Processes that have left their element's group; they are ended when the element is over.
 
     Args:
         grace_s: seconds from SIGTERM to SIGKILL.
@@ -204,7 +204,7 @@ def _mark_in_environment(pid: int) -> _Mark:
 
 
 def _mark_of(lease: Lease) -> _Mark:
-    """What the environment of an element's processes says of it."""
+    """The mark of an element in the environment of its processes."""
     return str(lease.element), str(lease.attempt)
 
 
@@ -217,7 +217,7 @@ _CLEAN_LOOKS = 2
 
 
 class Noted(NamedTuple):
-    """What a dead host has noted.
+    """The notes of a dead host.
 
     Attributes:
         ended: a row for each element that has ended.
@@ -230,7 +230,7 @@ class Noted(NamedTuple):
 
 
 class Sweeping:
-    """What one host has left.
+    """The processes that one host has left.
 
     Its own process is killed first: one that was only stopped could start another element later, or
     note ends that this causes. Its guard then kills what is below it, and last comes what carries
@@ -264,14 +264,14 @@ class Sweeping:
     def is_done(self) -> bool:
         return self._clean_looks >= _CLEAN_LOOKS
 
-    def is_to_be_told(self, now: float) -> bool:
+    def is_due(self, now: float) -> bool:
         """Whether it should be said now that a process does not end."""
         is_due = now >= self._tell_at
         self._tell_at = now + _TELL_S if is_due else self._tell_at
         return is_due
 
     def read_notes(self) -> Noted:
-        """What the host has noted; its run directory is removed."""
+        """The notes of the host; its run directory is removed."""
         ended, begun = read_ended(self._run_dir), read_begun(self._run_dir)
         RunDir(self._run_dir, base=folder_of(self._run_dir)).remove()
         if begun is not None:
@@ -304,7 +304,7 @@ class Sweepings:
             if sweeping.is_done:
                 del self._hosts[number]
                 yield number, sweeping.read_notes(), ""
-            elif left and sweeping.is_to_be_told(now):
+            elif left and sweeping.is_due(now):
                 yield number, None, ", ".join(_in_words(pid) for pid in sorted(set(left)))
 
 

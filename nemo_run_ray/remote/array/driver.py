@@ -38,7 +38,7 @@ from .hosts import Host, HostPool, HostStarts, HostState
 from .status import StatusFile
 
 
-def feed(leases: Leases, pool: HostPool, calls: Calls) -> None:
+def lease_elements(leases: Leases, pool: HostPool, calls: Calls) -> None:
     """Lease elements to the hosts; the disk has it before a host hears of it."""
     now = time.monotonic()
     given: Dict[int, List[List[Any]]] = {}
@@ -209,7 +209,7 @@ class HostReports:
 
     def _refused(self, host: Host, words: str, cause: Optional[Reason], has_started: bool) -> None:
         """A host cannot run elements: others may, or none can."""
-        node, may_run = host.replica.node.host, self._pool.unproven.running > 0
+        node, may_run = host.replica.node.host, self._pool.dead_hosts.running > 0
         self._pool.refused(host, cause is not None, has_started)
         may_run = may_run or self._leases.progress.has_run
         if (
@@ -241,7 +241,7 @@ def _last_line(words: str) -> str:
 
 
 def _of_obstacles(node: str, obstacles: Sequence[str]) -> str:
-    """What is said of imports that begin something which a fork does not have."""
+    """A line about imports that begin something which a fork does not have."""
     words = f"on {node} the imports {', and '.join(obstacles)}, which a fork does not have"
     return f"{words}. So each element imports anew, which takes seconds in place of milliseconds"
 
@@ -313,7 +313,7 @@ class _ArrayDriver:
         self._look_at = 0.0
         self._reports = HostReports(leases, pool, calls)
         self._settled_at: Optional[float] = None
-        #: Why no more is leased, in words; empty when the job was cancelled.
+        #: The reason to lease no more; empty when the job was cancelled.
         self._stopped_by: Optional[str] = None
 
     def run(self) -> int:
@@ -358,7 +358,7 @@ class _ArrayDriver:
         if self._settled_at is None and (self._is_stopped or self._progress.is_settled):
             self._settled_at = now
         if not self._is_stopped and self._leases.can_write:
-            feed(self._leases, self._pool, self._calls)
+            lease_elements(self._leases, self._pool, self._calls)
         busy = (min(len(host.in_hand), host.slots) for host in self._pool.hosts.values())
         self._status.write(self._progress, sum(busy))
 
@@ -381,7 +381,7 @@ class _ArrayDriver:
         for host in list(self._pool.hosts.values()):
             if host.in_hand or host.sweeps:
                 self._pool.give_up(host)
-        for held in self._pool.unproven.abandon():
+        for held in self._pool.dead_hosts.abandon():
             self._leases.leave_all(held)
 
     def _close(self, is_written: bool) -> None:
@@ -389,7 +389,7 @@ class _ArrayDriver:
 
         They remove their notes when the head's disk has the same.
         """
-        is_given_up = self._pool.unproven or not is_written
+        is_given_up = self._pool.dead_hosts or not is_written
         until = time.monotonic() + (0.0 if is_given_up else _CLOSE_S)
         self._pool.close()
         while self._pool.left_on and time.monotonic() < until:
@@ -428,8 +428,8 @@ class _ArrayDriver:
         return True
 
     def _left_on(self) -> Tuple[str, ...]:
-        """Where processes may be left, in words; empty when it is proven that there is none."""
-        dead, others = self._pool.unproven.unconfirmed, self._pool.left_on
+        """The nodes where processes may be left, in words; none when that is proven."""
+        dead, others = self._pool.dead_hosts.unconfirmed, self._pool.left_on
         words = []
         if dead:
             nodes = _names(dead)

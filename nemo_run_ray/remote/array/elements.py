@@ -105,7 +105,7 @@ class Journal:
         self._waiting: List[bytes] = [] if self.count else [head]
 
     def records(self) -> Iterator[Record]:
-        """What an earlier driver wrote."""
+        """The records of an earlier driver."""
         return read_records(self._path) if self.count else iter(())
 
     def add(self, record: Record) -> None:
@@ -181,7 +181,7 @@ LOST_CODE = 137
 
 
 class ElementState(IntEnum):
-    """Where an element is."""
+    """The state of an element."""
 
     #: No host has it.
     WAITING = 0
@@ -201,7 +201,7 @@ class Lease(NamedTuple):
 
 
 class Failure(NamedTuple):
-    """Why an element has failed."""
+    """An element that has failed, and the reason."""
 
     element: int
     code: int
@@ -281,12 +281,12 @@ class ArrayProgress:
         return ElementState(self._states[index])
 
     def number(self, state: ElementState) -> int:
-        """How many elements are in a state."""
+        """The number of elements in a state."""
         return self._counts[state]
 
     @property
     def ended_count(self) -> int:
-        """How many elements are over."""
+        """The number of elements that are over."""
         waiting, leased = ElementState.WAITING, ElementState.LEASED
         return self.count - self._counts[waiting] - self._counts[leased]
 
@@ -379,7 +379,7 @@ class ArrayProgress:
         return is_current
 
     def stretches(self) -> Iterator[Stretch]:
-        """What is known of every element."""
+        """The state of every element."""
         first = 0
         for (state, attempts, code), same in groupby(
             zip(self._states, self._attempts, self._codes)
@@ -430,14 +430,14 @@ class ArrayProgress:
 _ROUND_TRIP_S = 0.3
 #: Elements that take longer wait where any host can take them.
 _LONG_S = 3.0
-#: So many for each slot at most: they are lost for others when the host has become slow.
+#: Most elements that wait for one slot: no other host gets them when this one becomes slow.
 _PER_SLOT_MAX = 64
 #: Weight of the newest element in the mean.
 _WEIGHT = 0.1
 
 
 class ElementPace:
-    """How long an element takes: the mean of those that have ended, newer ones weighing more."""
+    """The duration of an element: the mean of those that have ended, newer ones weighing more."""
 
     def __init__(self) -> None:
         self.seconds: Optional[float] = None
@@ -455,8 +455,8 @@ class ElementPace:
         return _LONG_S + 2 * (self.seconds or 0.0)
 
     def held(self, slots: int) -> int:
-        """How many elements a host may have: those that run, and those that keep it busy until
-        the driver has heard of their end."""
+        """The number of elements that a host may have: those that run, and those that keep it busy
+        until the driver has heard of their end."""
         if self.seconds is None or self.seconds > _LONG_S:
             return slots
         ahead = slots * _ROUND_TRIP_S / max(self.seconds, 1e-4)

@@ -57,7 +57,7 @@ class Elements:
 
 
 class Target(NamedTuple):
-    """What one value of an element changes.
+    """The part of a task that one value of an element changes.
 
     Attributes:
         kind: ``ENV``, ``WORD``, ``WORDS``, ``FIELD``, ``NAME``, ``TASK`` or ``ENVS``.

@@ -169,7 +169,7 @@ def _fork_soon(channel: socket.socket, template: Any, *not_needed: int) -> socke
 
 
 def _obstacles() -> list[str]:
-    """What the imports have begun that a fork does not have, in words."""
+    """The threads and devices of the imports that a fork does not have, in words."""
     names = [thread.name for thread in threading.enumerate() if thread.name != "MainThread"]
     found = [f"have started the thread {name!r}" for name in names]
     torch = sys.modules.get("torch")

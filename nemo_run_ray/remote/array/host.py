@@ -34,7 +34,7 @@ class Watcher:
         self._watched: Dict[int, Tuple[Any, int]] = {}
 
     def wait(self, reading: Mapping[int, Any], writing: Set[int], timeout_s: float) -> Set[int]:
-        """Those that are ready.
+        """Wait for the descriptors, and return those that are ready.
 
         Args:
             reading: to wait for, each with its owner: a number is another one's after a close.

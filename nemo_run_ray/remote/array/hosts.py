@@ -43,7 +43,7 @@ _PROGRAM = "array.host"
 
 
 class HostRecord(NamedTuple):
-    """What is written down of a host before it may start anything.
+    """A host, as it is written down before it may start anything.
 
     Attributes:
         number: of the host, over all drivers of the array.
@@ -59,7 +59,7 @@ class HostRecord(NamedTuple):
 
 
 class HostState(Enum):
-    """Where an element host is."""
+    """The state of an element host."""
 
     #: It ends what earlier hosts have left on its node, and runs no elements.
     SWEEPING = "sweeping"
@@ -81,7 +81,7 @@ class Host:
         replica: what the driver's calls know it by.
         slots: how many elements it runs at a time; 0 of one that is sweeping.
         in_hand: the elements that it has, with their attempts.
-        state: where it is.
+        state: of the host.
         is_asked: it was asked to hand elements back, and has not answered.
         heard_at: when it was ready, or has told of the last end of an element.
         rests_until: when it may have elements again, after its node had no room for more.
@@ -202,7 +202,7 @@ class HostStarts:
 
 
 def _folder_of(runtime_env: Mapping[str, Any]) -> Dict[str, Any]:
-    """What decides in a runtime environment where hosts have their folders and their notes."""
+    """The part of a runtime environment that decides where hosts have their folders."""
     variables = runtime_env.get("env_vars") or {}
     kept = {name: value for name, value in variables.items() if name in ("TMPDIR", "TEMP", "TMP")}
     return {"env_vars": kept} if kept else {}
@@ -446,7 +446,7 @@ class HostRoom:
         return f"no node has room for an element, which needs {need}; waiting"
 
     def _available(self) -> Dict[str, Dict[str, float]]:
-        """What every node has free."""
+        """The free resources of every node."""
         state = self._ray._private.state
         found: Dict[str, Dict[str, float]] = state.available_resources_per_node()
         return found
@@ -459,7 +459,7 @@ _SWEEP_AGAIN_S, _SWEEP_AGAIN_MAX_S = 5.0, 60.0
 
 @dataclass
 class Steps:
-    """What is to be done now.
+    """The next steps.
 
     Attributes:
         proven: numbers of hosts of which nothing runs any more.
@@ -470,7 +470,7 @@ class Steps:
     to_sweep: Dict[str, List[HostRecord]] = field(default_factory=dict)
 
 
-class Unproven:
+class DeadHosts:
     """These hosts, and what they had in hand.
 
     Args:
@@ -502,7 +502,7 @@ class Unproven:
 
     @property
     def node_ids(self) -> Set[str]:
-        """Where they are."""
+        """The nodes of these hosts."""
         return {self._records[number].node_id for number in self._held}
 
     def abandon(self) -> List[Dict[int, int]]:
@@ -511,7 +511,7 @@ class Unproven:
 
     @property
     def running(self) -> int:
-        """How many elements may run at most."""
+        """The number of elements that may still run."""
         return sum(
             min(len(held), self._slots.get(number, len(held)))
             for number, held in self._held.items()
@@ -539,7 +539,7 @@ class Unproven:
         self._sweepers_died.pop(node_id, None)
 
     def held(self, number: int) -> Dict[int, int]:
-        """What a host had in hand, of which the end is not known."""
+        """The elements that a host had and whose end is not known."""
         return self._held.get(number, {})
 
     def proven(self, number: int) -> Dict[int, int]:
@@ -550,7 +550,7 @@ class Unproven:
     def steps(
         self, now: float, alive: Collection[str], sweeping: Collection[int], is_ending: bool
     ) -> Steps:
-        """What is to be done.
+        """The next steps.
 
         Args:
             now: the time.
@@ -630,7 +630,7 @@ class Closings:
 
     @property
     def node_ids(self) -> Set[str]:
-        """Where they are."""
+        """The nodes of these hosts."""
         return {closing.host.record.node_id for closing in self._closings.values()}
 
     def add(self, host: Host, records: Sequence[HostRecord]) -> None:
@@ -696,7 +696,7 @@ _END_MARGIN_S = 30.0
 
 
 class HostPool:
-    """The hosts that there are, and those of which it is not known yet that nothing of them runs.
+    """The hosts that there are, and those of which nothing proves yet that no process of them runs.
 
     Args:
         ray: the module, connected.
@@ -707,7 +707,7 @@ class HostPool:
         leases: the elements.
 
     Attributes:
-        unproven: hosts of which it is not known that nothing runs.
+        dead_hosts: hosts of which it is not known that nothing runs.
         room: for more of them.
         hosts: those that there are, by their numbers.
     """
@@ -728,7 +728,7 @@ class HostPool:
         self._leases = leases
         self._book = HostBook(leases.hosts_path, first_id(submission_id))
         # Also when nothing was leased: an earlier driver's hosts have folders, and may be there.
-        self.unproven = Unproven(self._book.records, leases.held, node_dead_s())
+        self.dead_hosts = DeadHosts(self._book.records, leases.held, node_dead_s())
         self.room = HostRoom(ray, spec)
         self._closings = Closings(ray, leases)
         self._end_by: Optional[float] = None
@@ -740,7 +740,7 @@ class HostPool:
         are_idle = self._end_by is None or all(
             host.state is HostState.IDLE for host in self.hosts.values()
         )
-        return are_idle and not self.unproven
+        return are_idle and not self.dead_hosts
 
     def of(self, actor: Any) -> List[Host]:
         """The host of an actor, unless it is given up."""
@@ -808,22 +808,22 @@ class HostPool:
             self.give_up(host)
         else:
             self.lost(host)
-            self.unproven.proven(host.record.number)
+            self.dead_hosts.proven(host.record.number)
 
     def lost(self, host: Host) -> None:
         """A host is dead, or its actor is: what it had may run until that is proven."""
         if self.hosts.pop(host.record.number, None) is None:
             return
-        self.unproven.add(host.record.number, host.in_hand, host.slots)
+        self.dead_hosts.add(host.record.number, host.in_hand, host.slots)
         if host.is_sweeping:
-            self.unproven.sweeper_died(host.record.node_id, time.monotonic())
+            self.dead_hosts.sweeper_died(host.record.node_id, time.monotonic())
         for record in host.swept:  # their notes may still be there
-            self.unproven.add(record.number, {})
+            self.dead_hosts.add(record.number, {})
 
     def swept(self, host: Host, report: Mapping[str, Any]) -> None:
         """A host has ended what an earlier one had left on its node, and read its notes."""
         number = int(report["host"])
-        words = take_notes(self.unproven.proven(number), report, self._leases)
+        words = take_notes(self.dead_hosts.proven(number), report, self._leases)
         if words:
             say(f"nothing of a dead host runs on {host.replica.node.host}: {words}")
         host.swept.append(host.sweeps.pop(number))
@@ -834,10 +834,10 @@ class HostPool:
     def left_on(self) -> Set[str]:
         """The nodes where hosts are, or may have left something."""
         hosts = {host.record.node_id for host in self.hosts.values()}
-        return hosts | self._closings.node_ids | self.unproven.node_ids
+        return hosts | self._closings.node_ids | self.dead_hosts.node_ids
 
     def close(self) -> None:
-        """Let living actors end; those of which that is not known are unproven then."""
+        """Let living actors end; those of which that is not known are dead_hosts then."""
         for host in [host for host in self.hosts.values() if host.actor.answers]:
             self._let_go(host, [host.record])
         self.hosts.clear()  # the others have not come up; Ray ends them with the driver
@@ -851,11 +851,11 @@ class HostPool:
         """Note which hosts have ended, and of which that is not known."""
         for host, left in closed:
             for record in left:
-                self.unproven.add(record.number, {})
+                self.dead_hosts.add(record.number, {})
             if left and host.is_sweeping:
-                self.unproven.sweeper_died(host.record.node_id, time.monotonic())
+                self.dead_hosts.sweeper_died(host.record.node_id, time.monotonic())
             elif host.is_sweeping:
-                self.unproven.sweeper_closed(host.record.node_id)
+                self.dead_hosts.sweeper_closed(host.record.node_id)
 
     def _let_go(self, host: Host, records: Sequence[HostRecord]) -> None:
         """End a host that has nothing to do any more; it removes the notes of these before."""
@@ -865,7 +865,7 @@ class HostPool:
     # ------------------------------------------------------------------ room
 
     def _grow(self, now: float, wanted: int) -> None:
-        hosts, running = list(self.hosts.values()), self.unproven.running
+        hosts, running = list(self.hosts.values()), self.dead_hosts.running
         found = self.room.shares(hosts, wanted, running, now)
         if found:
             records = self._book.add([share.node_id for share in found])
@@ -886,10 +886,10 @@ class HostPool:
     def _prove(self, now: float) -> None:
         """End what dead hosts have left: by their nodes' death, or by another host there."""
         sweeping = {number for host in self.hosts.values() for number in host.sweeps}
-        steps = self.unproven.steps(now, self.room.nodes, sweeping, self._end_by is not None)
+        steps = self.dead_hosts.steps(now, self.room.nodes, sweeping, self._end_by is not None)
         for number in steps.proven:  # what had begun there, nobody knows
-            held = self.unproven.proven(number)
-            if self._book.records[number].node_id in self.unproven.unconfirmed:
+            held = self.dead_hosts.proven(number)
+            if self._book.records[number].node_id in self.dead_hosts.unconfirmed:
                 self._leases.leave_all(held)
             else:
                 self._leases.give_back_all(held, number, has_run=True)

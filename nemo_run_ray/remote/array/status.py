@@ -1,4 +1,4 @@
-"""What the driver shows of an array: files beside the job's log, which Ray's log API serves.
+"""The state of an array for clients: files beside the job's log, which Ray's log API serves.
 
 Nothing that the array does is decided by it.
 """

@@ -103,7 +103,7 @@ class RunningElement:
         self.seconds = 0.0
         #: It has ended, and its exit code went to a process that was killed.
         self.is_lost = False
-        #: How often a process was asked for.
+        #: Number of processes that were asked for.
         self.asked = 0
         self._began = time.monotonic()
         self._tell_at = math.inf
@@ -208,7 +208,7 @@ class RunningElement:
                 os.killpg(self.pid, number)
 
     def why(self) -> str:
-        """How it ended, in words, with the last line of its output when it has failed."""
+        """The way it ended, in words, with the last line of its output when it has failed."""
         words = self.words or describe_exit(self.code or 0)
         return f"{words}: {self._last[:_LAST_MAX]}" if self.code and self._last else words
 
@@ -245,7 +245,7 @@ class Order(NamedTuple):
 
 
 def message_of(place: Workspace, element: int, own: Applied) -> Dict[str, Any]:
-    """What ``fork_server.py`` is told of an element."""
+    """The order for ``fork_server.py`` to run an element."""
     return {
         "fields": own.fields,
         "env": place.variables(own.env),
@@ -255,7 +255,7 @@ def message_of(place: Workspace, element: int, own: Applied) -> Dict[str, Any]:
 
 
 def result_path(place: Workspace, element: int) -> str:
-    """Where an element leaves its result for the host."""
+    """The file in which an element leaves its result for the host."""
     return os.path.join(place.root, f"result-{element}")
 
 
@@ -524,7 +524,7 @@ SIZE = "NEMO_RUN_ARRAY_SIZE"
 
 
 class Launcher:
-    """What a host starts elements with.
+    """Starts the elements of a host.
 
     Args:
         place: the host's.
@@ -589,7 +589,7 @@ class Launcher:
         return self.slots.is_free and (self.forking is None or self.forking.is_ready)
 
     def obstacles(self) -> List[str]:
-        """What a fork would lack that the imports have made; nothing is forked then."""
+        """Obstacles to a fork that the imports have made; nothing is forked then."""
         if self.forking is None:
             return []
         found, self.forking.obstacles = self.forking.obstacles, []
@@ -614,7 +614,7 @@ class Launcher:
             self.forking = None
 
     def row_of(self, element: RunningElement) -> List[Any]:
-        """What is noted and reported of an element that has ended; its slot is free again."""
+        """The row of an element that has ended, for notes and reports; its slot is free again."""
         self.slots.give_back(element.slot)
         row = [*element.lease, element.code, round(element.seconds, 4), element.why()]
         if self._runs != "command":

@@ -7,7 +7,7 @@ import time
 from types import SimpleNamespace
 from typing import Any
 
-from nemo_run_ray.remote.array.driver import HostReports, feed
+from nemo_run_ray.remote.array.driver import HostReports, lease_elements
 from nemo_run_ray.remote.array.elements import ElementState, Leases
 from nemo_run_ray.remote.array.hosts import Host, HostPool, HostRecord
 from nemo_run_ray.remote.fit import Node
@@ -138,7 +138,7 @@ class Cluster:
             self.tells(host, at="prepared")
 
     def feed(self) -> None:
-        feed(self.leases, self.pool, self.calls)
+        lease_elements(self.leases, self.pool, self.calls)
 
     def attempts(self) -> list[int]:
         """How often each element was begun, as far as is known."""

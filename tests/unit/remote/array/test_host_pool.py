@@ -61,9 +61,9 @@ def test_what_a_dead_node_had_waits_until_the_node_itself_has_noticed(leases):
     pool.look(now=1000.0, waiting=0)
     assert leases.progress.state(0) is ElementState.LEASED
     pool.look(now=1000.0 + NODE_DEAD_S - 1, waiting=0)
-    assert pool.unproven
+    assert pool.dead_hosts
     pool.look(now=1000.0 + NODE_DEAD_S, waiting=0)
-    assert not pool.unproven
+    assert not pool.dead_hosts
     assert leases.progress.state(0) is ElementState.WAITING
 
 
@@ -82,6 +82,6 @@ def test_hosts_of_a_driver_that_was_killed_before_its_first_lease_are_ended_too(
     leases = Leases(SPEC, str(path), ID, str(tmp_path))
     try:
         assert not leases.goes_on
-        assert pool_of(leases).unproven
+        assert pool_of(leases).dead_hosts
     finally:
         leases.close()

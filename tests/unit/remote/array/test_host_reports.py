@@ -56,7 +56,7 @@ def test_nothing_has_run_of_a_host_whose_start_has_failed(cluster):
     (host,) = cluster.on("n2")
     cluster.reports.died(Died(host.actor, "it failed at its start: disk full", is_start=True))
     assert cluster.on("n2") == []
-    assert not cluster.pool.unproven
+    assert not cluster.pool.dead_hosts
     assert cluster.reports.broken is None
 
 
@@ -250,7 +250,7 @@ def test_one_that_does_not_close_is_followed_later_and_later(cluster, dead_and_s
             cluster.tells(sweeper, at="swept", host=record.number, ended=[], begun=[])
         for _ in range(3):
             cluster.pool.let_hosts_end(cluster.now())
-        assert cluster.pool.unproven.node_ids == {"n1"}
+        assert cluster.pool.dead_hosts.node_ids == {"n1"}
         cluster.look(pause_s - 1)
         assert not any(host.sweeps for host in cluster.pool.hosts.values())
         cluster.look(later_s=2)
