@@ -2,7 +2,7 @@
 
 import pytest
 
-from nemo_run_ray.remote.array import journal as journal_module
+from nemo_run_ray.remote.array import elements as journal_module
 from nemo_run_ray.remote.array.elements import (
     ENDED,
     GIVEN_BACK,
