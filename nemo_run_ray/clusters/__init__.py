@@ -1,5 +1,4 @@
-"""Where Ray comes from: a cluster that runs already, one that is started on this machine, or one in
-an allocation of Slurm.
+"""Kinds of clusters: one that exists, one on this machine, and one in an allocation of Slurm.
 
 A new kind is a new file here with a subclass of ``base.Cluster`` that is imported below; or when it
 is used, as those are that start something: then ``_HOMES`` and ``base._IMPORTED_LATE`` name it.
@@ -33,7 +32,7 @@ _HOMES = {"LocalCluster": "local", "Sidecar": "slurm", "SlurmCluster": "slurm"}
 
 
 def __getattr__(name: str) -> type:
-    """What starts something is imported when it is used: most of this folder's import."""
+    """Import a kind that starts something when it is used: that is most of this folder's import."""
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     found: type = getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)

@@ -24,7 +24,7 @@ _IMPORTED_LATE = {"local": "nemo_run_ray.clusters.local", "slurm": "nemo_run_ray
 #: Set by Ctrl-C, which only the main thread sees: a thread that waits for a cluster to come up
 #: gives up. Whoever waits anew clears it.
 interrupted = threading.Event()
-#: How the first line of a log begins of which only the end is kept.
+#: Begins the first line of a log of which only the end is kept.
 CUT = f"{PREFIX}the first "
 
 
@@ -44,7 +44,7 @@ def rows_in(jobs_json: str) -> JobRows:
 
 @dataclass(frozen=True)
 class ClusterArchive:
-    """What is left of a Ray that is gone.
+    """The job table, the logs and the end of a Ray that is gone.
 
     Every kind of cluster keeps the same folder of it: ``reason``, Ray's job table in ``jobs.json``
     and the logs of jobs in ``logs/``.
@@ -103,7 +103,7 @@ class Dashboard:
 
 
 class Cluster(ConfigurableMixin, abc.ABC):
-    """Where jobs run. Implementations are dataclasses, so that NeMo-Run can save them."""
+    """A place where jobs run. Kinds are dataclasses, so that NeMo-Run can save them."""
 
     #: Name of the kind in a ledger.
     kind: ClassVar[str]
@@ -130,7 +130,7 @@ class Cluster(ConfigurableMixin, abc.ABC):
         """The dashboard of a cluster that was used before, or ``None`` when it is gone for good."""
 
     def archive(self, session: str = "") -> ClusterArchive | None:
-        """What is left of a Ray that is gone; ``None`` of one that lives or is not known here.
+        """The archive of a Ray that is gone; ``None`` for one that lives or is not known here.
 
         Args:
             session: Ray's name of it; empty for the last one, unless it was stopped.

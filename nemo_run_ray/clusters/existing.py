@@ -20,19 +20,19 @@ from nemo_run_ray.remote.dashboard import ray_token
 
 #: Ray's default port of the dashboard.
 DASHBOARD_PORT = 8265
-#: Where Ray says how it is reached, first its dashboard.
+#: Variables of Ray's with its address, first the dashboard's.
 _ADDRESS_VARIABLES = ("RAY_API_SERVER_ADDRESS", "RAY_ADDRESS")
 _HOST_AND_PORT = re.compile(r"([\w.-]+|\[[0-9a-fA-F:.]+\]):\d+")
 #: Name and value of a header that can be sent.
 _HEADER_NAME = re.compile(r"[\w!#$%&'*+.^`|~-]+", re.ASCII)
 _HEADER_VALUE = re.compile(r"[\t -~]*")
 _VARIABLE = re.compile(r"\$\{(\w+)\}")
-#: How the values of headers begin that are credentials, whatever the header's name.
+#: Values of headers that begin so are credentials, whatever the header's name.
 _SCHEMES = ("bearer ", "basic ")
 #: Tokens given in code, by fingerprint: NeMo-Run saves executors, and a token must not be in a
 #: file.
 _TOKENS: dict[str, str] = {}
-#: Where this package's files are, and the addresses that were warned of.
+#: Folder of this package's files, and the addresses that were warned of.
 _PACKAGE = f"{Path(__file__).parents[1]}{os.sep}"
 _warned: set[str] = set()
 
@@ -117,7 +117,7 @@ class ExistingCluster(Cluster):
         return dashboard
 
     def _credentials_step(self) -> str:
-        """What to do when the credentials are refused that are this cluster's own."""
+        """The next step when this cluster's own credentials are refused."""
         if self.token is not None and self._token() is None:
             return "Its token was given in code: give the same one by RAY_AUTH_TOKEN."
         given = [text for name, text in self.headers.items() if name.lower() == "authorization"]

@@ -89,7 +89,7 @@ children: dict[int, subprocess.Popen[bytes]] = {}
 
 @dataclass
 class LocalState:
-    """What ``state.json`` holds: the process of ``ray start`` is named by its pid and identity."""
+    """The text of ``state.json``, which names ``ray start`` by its pid and identity."""
 
     pid: int
     born: str
@@ -98,7 +98,7 @@ class LocalState:
     #: Pid and identity of its raylet, without which nothing runs; `ray start` may outlive it.
     raylet: list[Any] = field(default_factory=list)
     size: list[int | None] = field(default_factory=lambda: [None, None])
-    #: How often it builds a runtime environment.
+    #: Number of times that it tries to build a runtime environment.
     env_tries: int | None = None
     keep: bool = False
     #: A run was detached: it outlives its last user, until it is idle.
@@ -224,7 +224,7 @@ class StateFolder:
         }
 
     def why_dead(self, state: LocalState) -> str:
-        """Why a cluster cannot answer any more; empty while its processes live."""
+        """Explain why a cluster cannot answer any more; empty while its processes live."""
         if state.lives:
             return ""
         last = self._read_any()
@@ -233,7 +233,7 @@ class StateFolder:
         return ClusterArchive(_died(state, state.dead_process, self.log)).sentence
 
     def archive(self, session: str) -> ClusterArchive | None:
-        """What is left of a session; empty is the last one, unless it was stopped."""
+        """The archive of a session; an empty name is the last one, unless it was stopped."""
         folder = self.path / "archive" / session
         with contextlib.suppress(OSError):
             reason = (folder / "reason").read_text(encoding="utf-8")
@@ -352,7 +352,7 @@ def _logs_in(folder: Path) -> Callable[[str], Path | None]:
 
 
 def _died(state: LocalState, process: str, its_log: Path) -> str:
-    """Why it is gone, as the end of a sentence."""
+    """Say that a process of it has died, as the end of a sentence."""
     return f"the embedded Ray at {state.url} has died: its {process} is gone. {end_of_log(its_log)}"
 
 
@@ -428,7 +428,7 @@ def raylet_of(pid: int) -> list[Any]:
 
 
 def env_tries() -> int:
-    """How often an embedded Ray builds a runtime environment.
+    """The number of times that an embedded Ray tries to build a runtime environment.
 
     Ray's default is three times. Each starts from nothing and takes 20 s for ``pip`` here, and pip
     itself repeats what the network drops.

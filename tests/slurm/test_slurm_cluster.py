@@ -22,7 +22,8 @@ import pytest
 
 from nemo_run_ray import CommandProbe, HttpProbe, Sidecar, SlurmCluster
 from nemo_run_ray.clusters import Dashboard, from_record
-from nemo_run_ray.clusters.slurm import bring_up, slurm_queue
+from nemo_run_ray.clusters.slurm import allocations as allocations_module
+from nemo_run_ray.clusters.slurm import bring_up
 from nemo_run_ray.errors import ClusterError
 from tests import warm
 from tests.conftest import ROOT, tool, wait_for
@@ -117,7 +118,7 @@ def allocations(slurm: Slurm, tmp_path, monkeypatch) -> Iterator[Allocations]:
     monkeypatch.setenv("SLURM_CONF", slurm.conf)
     monkeypatch.setenv("PATH", f"{BIN}:{PYTHON}:{os.environ['PATH']}")
     monkeypatch.setenv("NEMORUN_HOME", str(tmp_path / "home"))
-    monkeypatch.setattr(slurm_queue, "PAUSE_S", 2.0)
+    monkeypatch.setattr(allocations_module, "PAUSE_S", 2.0)
     folder = slurm.folder / "clusters" / tmp_path.name
     folder.mkdir(parents=True)
     found = Allocations(slurm, folder)
@@ -313,7 +314,7 @@ def test_a_client_that_dies_on_its_way(allocations, monkeypatch, moment):
 def test_a_job_that_slurm_takes_late_ends_by_itself(allocations):
     """It was given up, and another one has its name."""
     cluster = allocations.cluster()
-    late = cluster._lives
+    late = cluster._of_name
     assert late.claim(1, "late")
     monitored = allocations.life()
     cluster_script = cluster._script(str(monitored))
@@ -406,7 +407,7 @@ def test_by_ssh_that_breaks_off(allocations, sshd):
     for _ in range(3):
         assert sshd.drop()
         wait_for(lambda: _answers(dashboard, session), 30)
-        assert cluster._lives.look().number == 1
+        assert cluster._of_name.look().number == 1
     cluster._leave_at_exit()
     wait_for(lambda: not allocations.jobs("RUNNING"), 60)
 

@@ -27,14 +27,14 @@ _SLURM = """
 import sys
 import nemo_run as run
 from nemo_run_ray import SlurmCluster
-from nemo_run_ray.clusters.slurm.lives import Lives
+from nemo_run_ray.clusters.slurm.allocations import Allocations
 from nemo_run_ray.clusters.slurm.login import Login
 
 shared = sys.argv[1]
 tunnel = run.LocalTunnel(job_dir=shared)
-lives = Lives(Login(tunnel), f"{shared}/mine")
-assert lives.claim(1, "me")
-lives.submit(1, "#!/bin/sh\\n# the victim's script\\n")
+allocations = Allocations(Login(tunnel), f"{shared}/mine")
+assert allocations.claim(1, "me")
+allocations.submit(1, "#!/bin/sh\\n# the victim's script\\n")
 cluster = SlurmCluster(executor=run.SlurmExecutor(account="a", tunnel=tunnel), name="team")
 for act in (cluster.find, cluster.connect):
     try:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from types import TracebackType
 from typing import Any
 
@@ -13,10 +13,13 @@ from nemo_run.core.frontend.console.api import CONSOLE
 from rich.errors import LiveError
 
 from nemo_run_ray.clusters.base import interrupted
-from nemo_run_ray.clusters.slurm.ending import LEFT_EARLY
-from nemo_run_ray.clusters.slurm.life import RENEWAL_S, AllocationLife
-from nemo_run_ray.clusters.slurm.lives import Lives
-from nemo_run_ray.clusters.slurm.slurm_queue import QueuedJob, SlurmQueue
+from nemo_run_ray.clusters.slurm.allocations import (
+    LEFT_EARLY,
+    RENEWAL_S,
+    Allocations,
+    QueuedJob,
+    SlurmAllocation,
+)
 from nemo_run_ray.errors import ClusterError, Unanswered, as_markup
 
 
@@ -65,14 +68,14 @@ class Progress:
 
 #: Seconds between two looks at the folder of the cluster.
 _LOOK_S = 2.0
-#: Seconds after which a claimed life that Slurm does not know is passed over. Its client has died,
-#: or it waits for Slurm for longer than anybody waits for `sbatch`.
+#: Seconds after which a claimed allocation that Slurm does not know is passed over. Its client has
+#: died, or it waits for Slurm for longer than anybody waits for `sbatch`.
 _CLAIM_S = 45.0
 #: Seconds within which the host with Slurm must answer for the first time.
 _FIRST_ANSWER_S = 60.0
-#: How often a job is submitted to a controller of Slurm that gives no answer.
+#: Number of submissions to a controller of Slurm that gives no answer.
 _SUBMISSIONS = 4
-#: What `sbatch` says when it does not know whether the controller has the job.
+#: Errors of `sbatch` that do not say whether the controller has the job.
 _AWAY = ("Unable to contact", "timed out", "Connection refused", "Zero Bytes", "temporarily")
 _NO_REASON = ("", "None", "(null)")
 #: Slurm's reasons that no waiting takes away.
@@ -94,21 +97,19 @@ class BringUp:
 
     Attributes:
         name: of the cluster.
-        lives: its lives.
-        queue: what Slurm says.
-        script: makes the job's script, of the folder of its life.
+        allocations: of the cluster.
+        script: makes the job's script, of the folder of its allocation.
         user: name of this client among the users.
         keep: whether the cluster stays when nobody uses it.
         queue_timeout_s: how long to wait in Slurm's queue; ``None`` for as long as it takes.
         say: shows what is waited for; called at every look.
         clock: seconds that only grow.
         pause: waits so many seconds; whether the wait was interrupted.
-        held: number of the life that this client may be a user of, to be left if it gives up.
+        held: number of the allocation that this client leaves if it gives up.
     """
 
     name: str
-    lives: Lives
-    queue: SlurmQueue
+    allocations: Allocations
     script: Callable[[str], str]
     user: str
     keep: bool
@@ -121,13 +122,14 @@ class BringUp:
     _submissions: int = 0
     _answered: bool = False
     _began: float = 0.0
-    _seen_since: tuple[tuple[int, str], float, float] = ((0, ""), 0.0, 0.0)
-    _asked_since: tuple[int, float] = (0, 0.0)
-    _ready_since: tuple[str, float] = ("", 0.0)
-    _again: str | None = None
+    #: When an allocation without a job was seen first, by its number; when the end of one was.
+    _jobless_since: tuple[int, float] = (0, 0.0)
+    _ended_since: tuple[int, float] = (0, 0.0)
+    #: The run whose job Slurm starts again.
+    _requeued: str | None = None
 
-    def run(self) -> AllocationLife:
-        """The life to use, with this client among its users.
+    def run(self) -> SlurmAllocation:
+        """The allocation to use, with this client among its users.
 
         Raises:
             ClusterError: Slurm does not take the job, Ray does not come up in it, or it waits in
@@ -136,16 +138,16 @@ class BringUp:
         self._began = self.clock()
         while True:
             try:
-                life = self._step()
+                allocation = self._step()
             except Unanswered as error:
                 if not self._answered and self.clock() - self._began >= _FIRST_ANSWER_S:
                     raise ClusterError(
                         f"The cluster {self.name!r} cannot be looked for: {error}"
                     ) from error
                 self.say(str(error))
-                life = None
-            if life is not None:
-                return life
+                allocation = None
+            if allocation is not None:
+                return allocation
             if self.pause(_LOOK_S):
                 raise ClusterError(
                     f"Interrupted while waiting for the cluster {self.name!r} on Slurm. Its job is "
@@ -153,156 +155,153 @@ class BringUp:
                     "for it."
                 )
 
-    def _step(self) -> AllocationLife | None:
-        life = self.lives.look()
+    def _step(self) -> SlurmAllocation | None:
+        allocation = self.allocations.look()
         self._answered = True
-        if life is None or self._passes_over(life):
-            if life is None or not self._is_asked_for(life):
-                self._claim_next(life)
+        if allocation is None or self._passes_over(allocation):
+            if allocation is None or not self._is_asked_for(allocation):
+                self._claim_next(allocation)
             return None
-        if self._joined != life.number:
-            self.held = life.number
-            self.lives.join(life.number, self.user)
-            self._joined = life.number
+        if self._joined != allocation.number:
+            self.held = allocation.number
+            self.allocations.join(allocation.number, self.user)
+            self._joined = allocation.number
             return self._step()  # it may have ended meanwhile
-        if life.claimed == self.user and not life.sent:
-            self._submit(life.number)
-        elif life.end is not None or not (life.head and life.token) or self._starts_again(life):
-            self._wait(life)
+        if allocation.claimed == self.user and not allocation.is_sent:
+            self._submit(allocation.number)
+        elif (
+            allocation.end is not None
+            or not (allocation.head and allocation.token)
+            or self._starts_again(allocation)
+        ):
+            self._wait(allocation)
         else:
             if self.keep:
-                self.lives.keep(life.number)
-            return life
+                self.allocations.keep(allocation.number)
+            return allocation
         return None
 
-    def _passes_over(self, life: AllocationLife) -> bool:
-        """Whether there is nothing to be had of a life; one that Slurm has no job of is given up.
+    def _passes_over(self, allocation: SlurmAllocation) -> bool:
+        """Whether an allocation is over; one that Slurm has no job of is given up.
 
         Raises:
             ClusterError: this client waited for it, and it has not come up.
         """
-        if life.end is not None and not (life.stopped or life.over) and self._starts_again(life):
+        if (
+            allocation.end is not None
+            and not (allocation.stopped or allocation.over)
+            and self._starts_again(allocation)
+        ):
             return False
-        if life.stopped and not life.why_over:
+        if allocation.stopped and not allocation.why_over:
             with contextlib.suppress(ClusterError):  # Slurm may not have heard of it
-                self.lives.cancel(life, life.stopped)
-        why = life.why_over or life.stopped or self._give_up_lost(life)
+                self.allocations.cancel(allocation, allocation.stopped)
+        why = allocation.why_over or allocation.stopped or self._give_up_lost(allocation)
         # Of several clients that wait, none submits again what would fail again.
-        waited = life.number == self._joined and life.head is None and why != LEFT_EARLY
-        if why and waited and (life.job or life.refused) and not self._was_unheard(life):
-            log = "" if life.refused or "\n" in why else self.lives.log_end(life)
-            raise ClusterError(_why_not_up(self.name, life, why, log))
+        waited = allocation.number == self._joined and allocation.head is None and why != LEFT_EARLY
+        if (
+            why
+            and waited
+            and (allocation.job or allocation.refused)
+            and not self._was_unheard(allocation)
+        ):
+            log = "" if allocation.refused or "\n" in why else self.allocations.log_end(allocation)
+            raise ClusterError(_why_not_up(self.name, allocation, why, log))
         return bool(why)
 
-    def _was_unheard(self, life: AllocationLife) -> bool:
-        """Whether Slurm's controller was away when the life's job was submitted."""
-        away = any(words in life.refused for words in _AWAY)
+    def _was_unheard(self, allocation: SlurmAllocation) -> bool:
+        """Whether Slurm's controller was away when the allocation's job was submitted."""
+        away = any(words in allocation.refused for words in _AWAY)
         return away and self._submissions < _SUBMISSIONS
 
-    def _give_up_lost(self, life: AllocationLife) -> str:
-        """Give a life up that Slurm has no job of, and say why; empty while it may have one."""
-        # What Slurm said before its job was known proves nothing.
-        seen, since, at = self._seen_since
-        if seen != (life.number, life.job):
-            self._seen_since = (life.number, life.job), self.clock(), time.time()
+    def _give_up_lost(self, allocation: SlurmAllocation) -> str:
+        """Give up an allocation that Slurm has no job of, and return why; empty otherwise."""
+        if self._jobless_since[0] != allocation.number:
+            self._jobless_since = allocation.number, self.clock()
+        if not allocation.has_queue:
             return ""
-        jobs = self.queue.jobs(after=at)
-        if jobs is None:
+        if allocation.queued is not None:
+            if not allocation.job:
+                self.allocations.note_job(allocation.number, allocation.queued.number)
             return ""
-        found = _job_of(life, jobs)
-        if found is not None:
-            if not life.job:
-                self.lives.note_job(life.number, found.number)
-            return ""
-        if life.job:
-            why = f"Slurm has no job {life.job} any more; `sacct -j {life.job}` may say why"
-        elif self.clock() - since >= (RENEWAL_S if life.renewed else _CLAIM_S):
+        if allocation.job:
+            job = allocation.job
+            why = f"Slurm has no job {job} any more; `sacct -j {job}` may say why"
+        elif self.clock() - self._jobless_since[1] >= (
+            RENEWAL_S if allocation.renewed else _CLAIM_S
+        ):
             why = "its client ended before Slurm had the job"
         else:
             return ""
-        self.lives.give_up(life.number, why)
+        self.allocations.give_up(allocation.number, why)
         return why
 
-    def _starts_again(self, life: AllocationLife) -> bool:
-        """Whether Slurm has said that it starts the job of a life again, whose last start is over.
+    def _starts_again(self, allocation: SlurmAllocation) -> bool:
+        """Whether Slurm starts the job of an allocation again, whose last start is over.
 
-        It takes the nodes away from a life that was ready, which may have told its end.
+        It takes the nodes away from an allocation that was ready, which may have told its end.
         """
-        if self._ready_since[0] != life.run:
-            self._ready_since = life.run, time.time()
-        # What Slurm said before that proves nothing. The end is known in whole seconds.
-        ended_at = time.time() - max(0.0, life.ended_s - 1)
-        after = self._ready_since[1] if life.end is None else ended_at
-        jobs = self.queue.jobs(after=after)
-        if jobs is not None:  # else it is as it was
-            job = _job_of(life, jobs)
-            if job is None or job.waits:
-                self._again = None if job is None else life.run
-        return self._again == life.run
+        if allocation.has_queue and (allocation.queued is None or allocation.queued.waits):
+            self._requeued = None if allocation.queued is None else allocation.run
+        return self._requeued == allocation.run  # without an answer it is as it was
 
-    def _is_asked_for(self, life: AllocationLife) -> bool:
-        """Whether the script of a life that has ended is about to submit the next one."""
-        if self._asked_since[0] != life.number:
-            self._asked_since = life.number, self.clock()
-        if not life.is_asked_for(self.clock() - self._asked_since[1]):
+    def _is_asked_for(self, allocation: SlurmAllocation) -> bool:
+        """Whether the script of an allocation that has ended is about to submit the next one."""
+        if self._ended_since[0] != allocation.number:
+            self._ended_since = allocation.number, self.clock()
+        if not replace(allocation, known_s=self.clock() - self._ended_since[1]).is_renewing:
             return False
         self.say(f"The allocation of the cluster {self.name!r} is being renewed.")
         return True
 
-    def _claim_next(self, last: AllocationLife | None) -> None:
-        """Claim the next life and submit its job, unless another client does."""
+    def _claim_next(self, last: SlurmAllocation | None) -> None:
+        """Claim the next allocation and submit its job, unless another client does."""
         number = 1 if last is None else last.number + 1
-        script = self.script(self.lives.path(number))  # one that cannot be made claims nothing
+        script = self.script(
+            self.allocations.path(number)
+        )  # one that cannot be made claims nothing
         self.held = number  # whether the answer comes or not
-        if self.lives.claim(number, self.user):
+        if self.allocations.claim(number, self.user):
             self._joined = number
             self._submit(number, script)
 
     def _submit(self, number: int, script: str = "") -> None:
-        """Submit the job of a life that this client has claimed."""
+        """Submit the job of an allocation that this client has claimed."""
         if interrupted.is_set():
             return
         self._submissions += 1
         self.say(f"Submitting a job to Slurm for the cluster {self.name!r} …")
-        self.lives.submit(number, script or self.script(self.lives.path(number)))
+        self.allocations.submit(number, script or self.script(self.allocations.path(number)))
 
-    def _wait(self, life: AllocationLife) -> None:
+    def _wait(self, allocation: SlurmAllocation) -> None:
         """Say what is waited for, and give up when it takes too long."""
         waited = self.clock() - self._began
-        has_begun = bool(life.run) and life.end is None
-        job = None if has_begun and life.head is None else _job_of(life, self.queue.jobs() or ())
+        has_begun = bool(allocation.run) and allocation.end is None
+        job = None if has_begun and allocation.head is None else allocation.queued
         if job is not None and job.waits:
             what = f"waits in the queue{_why_waits(job)}"
             has_begun = False
-        elif life.end is not None:
+        elif allocation.end is not None:
             what = "is to start again"
         else:
             what = "starts Ray on its nodes" if has_begun or job is not None else "is submitted"
-        self.say(f"Slurm job {life.job or '…'} of the cluster {self.name!r} {what}.")
+        self.say(f"Slurm job {allocation.job or '…'} of the cluster {self.name!r} {what}.")
         late = self.queue_timeout_s is not None and waited >= self.queue_timeout_s
         if late and not has_begun:
             raise ClusterError(
-                f"Slurm job {life.job} of the cluster {self.name!r} has not started within "
+                f"Slurm job {allocation.job} of the cluster {self.name!r} has not started within "
                 f"queue_timeout_s={self.queue_timeout_s:g}: it {what}."
             )
 
 
-def _job_of(life: AllocationLife, jobs: Iterable[QueuedJob]) -> QueuedJob | None:
-    """Slurm's job of a life, by its number, or by its folder while nobody knows that."""
-    for job in jobs:
-        if job.number == life.job or (not life.job and job.folder == life.folder):
-            return job
-    return None
-
-
-def _why_not_up(name: str, life: AllocationLife, why: str, log: str) -> str:
+def _why_not_up(name: str, allocation: SlurmAllocation, why: str, log: str) -> str:
     end = "" if why.endswith(".") else "."
-    if life.refused:
+    if allocation.refused:
         return (
             f"Slurm does not take the job of the cluster {name!r}: {why}{end} Correct the "
             "SlurmExecutor."
         )
-    told = f"Ray did not come up in Slurm job {life.job} of the cluster {name!r}: {why}{end}"
+    told = f"Ray did not come up in Slurm job {allocation.job} of the cluster {name!r}: {why}{end}"
     return f"{told} {log}" if log else told
 
 

@@ -19,13 +19,10 @@ from nemo_run.core.execution.slurm import SlurmExecutor
 from nemo_run.core.tunnel.client import LocalTunnel, SSHTunnel
 
 from nemo_run_ray.clusters.base import Cluster, ClusterArchive, Dashboard, interrupted
+from nemo_run_ray.clusters.slurm.allocations import Allocations, SlurmAllocation
 from nemo_run_ray.clusters.slurm.bring_up import BringUp, Progress
-from nemo_run_ray.clusters.slurm.life import AllocationLife
-from nemo_run_ray.clusters.slurm.lives import Lives
 from nemo_run_ray.clusters.slurm.login import Login, forwarded, key_of
-from nemo_run_ray.clusters.slurm.looks import Looks
 from nemo_run_ray.clusters.slurm.script import Sidecar, script
-from nemo_run_ray.clusters.slurm.slurm_queue import SlurmQueue
 from nemo_run_ray.errors import ClusterError, ConfigError, NemoRunRayError
 from nemo_run_ray.fields import is_amount, is_whole, strict_init
 from nemo_run_ray.remote.slurm.settings import repeated
@@ -35,10 +32,8 @@ _SSH_FIELDS = ("host", "user", "port", "identity", "shell", "pre_command")
 _HOST = re.sub("[^A-Za-z0-9.-]", "_", socket.gethostname())
 #: This process among the users of clusters: a name that no other has.
 _USER = f"{_HOST}-{os.getpid()}-{secrets.token_hex(4)}"
-#: Held by the thread that brings a cluster up; others of this process wait for it.
-_locks: dict[tuple[str, str], threading.Lock] = {}
-#: The life of each cluster that this process uses, by host and folder; and the logins, by host.
-_used: dict[tuple[str, str], int] = {}
+#: The allocations of each cluster, by host and folder; and the logins, by host.
+_allocations: dict[tuple[str, str], Allocations] = {}
 _logins: dict[str, Login] = {}
 
 
@@ -69,7 +64,7 @@ class SlurmCluster(Cluster):
     nodes: int | None = None
     #: Its time limit as Slurm writes it, such as ``"04:00:00"``; ``None`` is the executor's.
     walltime: str | None = None
-    #: What runs beside Ray on the nodes.
+    #: Commands that run beside Ray on the nodes.
     sidecars: list[Sidecar] = field(default_factory=list)
     #: Leave it when its last user is done; ``nemo-run-ray down --cluster`` ends it.
     keep: bool = False
@@ -86,37 +81,29 @@ class SlurmCluster(Cluster):
         _check(self)
 
     def connect(self) -> Dashboard:
-        key = self._key
         if threading.current_thread() is threading.main_thread():
             interrupted.clear()  # of a wait before this one
-        with _lock_of(key), Progress() as progress:
+        with self._of_name.lock, Progress() as progress:
             way = self._bring_up(progress)
             try:
-                life = way.run()
+                allocation = way.run()
             except BaseException:
                 self._leave(way.held)
                 raise
-            if key not in _used and not self.keep:
+            if not self._of_name.used and not self.keep:
                 atexit.register(self._leave_at_exit)
-            _used[key] = life.number
-            self._looks.saw(life)
-            progress.done(f"Ray is up in Slurm job {life.job} of the cluster {self.name!r}.")
-        return self._dashboard(life)
+            self._of_name.used = allocation.number
+            progress.done(f"Ray is up in Slurm job {allocation.job} of the cluster {self.name!r}.")
+        return self._dashboard(allocation)
 
     def find(self) -> Dashboard | None:
-        life = self._looks.newest()
-        if life is None or life.head is None or self._looks.is_over(life):
+        newest = self._of_name.newest()
+        if newest is None or newest.head is None or newest.why_over or newest.is_lost:
             return None
-        return self._dashboard(life)
+        return self._dashboard(newest)
 
     def archive(self, session: str = "") -> ClusterArchive | None:
-        if not session:
-            return None
-        away, series = self._looks.why_away(session), self._looks.series(session)
-        reason = away or self._looks.why_gone(session)
-        if not series.runs and not reason:
-            return None
-        return ClusterArchive(reason, series.left_rows(session), series.log, bool(away))
+        return self._of_name.archive(session) if session else None
 
     def keep_dispatch(
         self,
@@ -126,7 +113,7 @@ class SlurmCluster(Cluster):
         archives: Callable[[], Mapping[str, bytes]],
     ) -> None:
         if self.renew:
-            self._lives.keep_dispatch(dispatcher, ids, body, archives)
+            self._of_name.keep_dispatch(dispatcher, ids, body, archives)
 
     def record(self) -> dict[str, Any]:
         tunnel = self.executor.tunnel
@@ -144,23 +131,21 @@ class SlurmCluster(Cluster):
         return found
 
     def detach(self) -> None:
-        for number in self._joined(_used.pop(self._key, 0)):
-            self._lives.detach(number, _USER)
+        for number in self._joined():
+            self._of_name.detach(number, _USER)
 
     def stop(self) -> bool:
         """End the allocation now, with all that runs in it; whether there was one."""
         why = "it was ended by `nemo-run-ray down`"
-        found = self._lives.cancel_newest(why)
+        found = self._of_name.cancel_newest(why)
         if found:  # its script may have asked for the next one meanwhile
-            self._lives.cancel_newest(why)
-        self._looks.forget()
+            self._of_name.cancel_newest(why)
         return found
 
     def _bring_up(self, progress: Progress) -> BringUp:
         return BringUp(
             name=self.name,
-            lives=self._lives,
-            queue=SlurmQueue(self._login),
+            allocations=self._of_name,
             script=self._script,
             user=_USER,
             keep=self.keep,
@@ -168,7 +153,7 @@ class SlurmCluster(Cluster):
             say=progress.say,
         )
 
-    def _script(self, life: str) -> str:
+    def _script(self, folder: str) -> str:
         if self._is_remembered:
             raise ClusterError(
                 f"The cluster {self.name!r} on Slurm has ended, and what it asked Slurm for is not "
@@ -179,7 +164,7 @@ class SlurmCluster(Cluster):
             executor.nodes = self.nodes
         if self.walltime is not None:
             executor.time = self.walltime
-        return script(executor, self.name, life, self.sidecars, self.idle_timeout_s, self.renew)
+        return script(executor, self.name, folder, self.sidecars, self.idle_timeout_s, self.renew)
 
     @property
     def _login(self) -> Login:
@@ -187,60 +172,56 @@ class SlurmCluster(Cluster):
         return _logins.setdefault(key_of(tunnel), Login(tunnel))
 
     @property
-    def _lives(self) -> Lives:
-        return Lives(self._login, os.path.join(self.executor.tunnel.job_dir, self.name))
-
-    @property
-    def _looks(self) -> Looks:
-        return Looks(self._lives)
-
-    @property
     def _key(self) -> tuple[str, str]:
-        return self._lives.key
+        return self._login.key, os.path.join(self.executor.tunnel.job_dir, self.name)
 
-    def _dashboard(self, life: AllocationLife) -> Dashboard:
-        assert life.head is not None
-        url = life.head.dashboard
+    @property
+    def _of_name(self) -> Allocations:
+        """The allocations of this cluster, as this process knows them."""
+        key = self._key
+        return _allocations.setdefault(key, Allocations(self._login, key[1]))
+
+    def _dashboard(self, allocation: SlurmAllocation) -> Dashboard:
+        assert allocation.head is not None
+        url = allocation.head.dashboard
         if not self._login.is_here:
-            url = forwarded(self._login, life.head.address, life.head.dashboard_port)
-        headers = {"Authorization": f"Bearer {life.token}"}
-        why_dead = partial(self._why_dead, life)
-        series = self._looks.before(life)
-        earlier = None if series is None else ClusterArchive(rows=series.rows(), log=series.log)
+            url = forwarded(self._login, allocation.head.address, allocation.head.dashboard_port)
+        headers = {"Authorization": f"Bearer {allocation.token}"}
+        why_dead = partial(self._why_dead, allocation)
+        earlier = self._of_name.earlier(allocation)
         return Dashboard(url, headers, why_dead=why_dead, earlier=earlier)
 
-    def _why_dead(self, life: AllocationLife) -> str:
-        """Why this life of the cluster can never answer again; empty while it may."""
+    def _why_dead(self, allocation: SlurmAllocation) -> str:
+        """Explain why an allocation can never answer again; empty while it may."""
         with contextlib.suppress(NemoRunRayError):
-            now = self._looks.newest()
-            if now is None:
+            newest = self._of_name.newest()
+            if newest is None:
                 return ""
-            why = now.why_over if now.number == life.number else "another one has its name"
-            if not why and self._looks.is_over(life):
-                why = f"Slurm has no job {life.job} any more"
+            why = "another one has its name"
+            if newest.number == allocation.number:
+                lost = f"Slurm has no job {newest.job} any more" if newest.is_lost else ""
+                why = newest.why_over or lost
             if why:
-                return f"The cluster {self.name!r} in Slurm job {life.job} has ended: {why}."
+                return f"The cluster {self.name!r} in Slurm job {allocation.job} has ended: {why}."
         return ""
 
     def _leave_at_exit(self) -> None:
-        self._leave(_used.pop(self._key, 0))
+        with contextlib.suppress(NemoRunRayError):  # it ends when it has been idle
+            for number in self._joined():
+                self._of_name.leave(number, _USER)
 
     def _leave(self, number: int) -> None:
-        with contextlib.suppress(NemoRunRayError):  # it ends when it has been idle
-            for joined in self._joined(number):
-                self._lives.leave(joined, _USER)
+        self._of_name.used = number
+        self._leave_at_exit()
 
-    def _joined(self, number: int) -> Iterator[int]:
-        """The lives that this process uses: a renewal takes it along from the first one."""
+    def _joined(self) -> Iterator[int]:
+        """The allocations that this process uses: a renewal takes it along from the first one."""
+        number, self._of_name.used = self._of_name.used, 0
         if number:
             yield number
-            newest = self._lives.look() if self.renew else None
+            newest = self._of_name.look() if self.renew else None
             if newest is not None and newest.number != number:
                 yield newest.number
-
-
-def _lock_of(key: tuple[str, str]) -> threading.Lock:
-    return _locks.setdefault(key, threading.Lock())
 
 
 def _check(cluster: SlurmCluster) -> None:

@@ -12,6 +12,7 @@ import signal
 import socket
 import socketserver
 import subprocess
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -22,7 +23,6 @@ from nemo_run.core.tunnel.client import LocalTunnel
 
 from nemo_run_ray import ssh
 from nemo_run_ray.errors import ClusterError, Unanswered
-from nemo_run_ray.remote import trust
 from nemo_run_ray.remote.files import replacing
 
 #: Seconds for one command, and for a sign of life of a connection that nothing comes through.
@@ -30,9 +30,9 @@ _COMMAND_S = 90
 _KEEPALIVE_S = 10
 #: The exit code that stands for a connection which broke off before its command ended.
 _NO_EXIT_CODE = -1
-#: What paramiko and sockets raise when a connection is not there or breaks off.
+#: Errors of paramiko and sockets when there is no connection or it breaks off.
 _BROKEN = (OSError, EOFError, paramiko.SSHException)
-#: What a script prints first.
+#: The first line that a script prints.
 _MARK = "nemo-run-ray-begins"
 _CHUNK = 2**16
 
@@ -52,8 +52,6 @@ class Login:
         self._turn = threading.Lock()
         #: Held to make the connection, and not for a command, so that a slow one delays nobody.
         self._lock = threading.RLock()
-        #: Folders that exist there and that no other user may write to.
-        self._trusted: set[str] = set()
 
     @property
     def is_here(self) -> bool:
@@ -62,7 +60,7 @@ class Login:
 
     @property
     def name(self) -> str:
-        """Who and where, for messages."""
+        """User and host, for messages."""
         return str(self.tunnel.key)
 
     @property
@@ -71,7 +69,7 @@ class Login:
         return key_of(self.tunnel)
 
     def run(self, script: str) -> str:
-        """What a script for ``sh`` prints.
+        """Run a script for ``sh`` and return its output.
 
         Raises:
             Unanswered: the connection has broken off; the script may have run.
@@ -90,28 +88,15 @@ class Login:
         encoded = base64.encodebytes(data).decode()
         self.run(f"base64 -d > {new} <<'END' && mv {new} {quoted(path)} || exit 1\n{encoded}END\n:")
 
-    def require_trusted(self, folder: str) -> None:
-        """Refuse a folder that another user has made or may write to.
+    def run_python(self, program: str) -> str:
+        """Run a Python program of ASCII text without a file, and return its output.
 
         Raises:
-            Unanswered: the connection has broken off.
-            ClusterError: the folder is such a one, or it cannot be checked.
+            Unanswered: the connection has broken off; the program may have run.
+            ClusterError: it has failed, or nobody may log in.
         """
-        if folder in self._trusted:
-            return
-        if self.is_here:
-            exists, why = os.path.lexists(folder), trust.why_untrusted(folder)
-        else:
-            program = Path(trust.__file__).read_text(encoding="utf-8")
-            word, _, why = self.run(
-                f"[ -e {quoted(folder)} ] && echo exists || echo absent\n"
-                f"python3 -I - {quoted(folder)} <<'END' || exit 1\n{program}\nEND"
-            ).partition("\n")
-            exists, why = word == "exists", why.strip()
-        if why:
-            raise ClusterError(f"The folder {folder} on {self.name} is not safe to use. {why}")
-        if exists:
-            self._trusted.add(folder)
+        python = quoted(sys.executable) if self.is_here else "python3"
+        return self.run(f"exec {python} -IS - <<'{_MARK}'\n{program}\n{_MARK}")
 
     def get(self, path: str, here: Path) -> None:
         """Fetch a file from there, whole or not at all.

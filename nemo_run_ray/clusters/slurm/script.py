@@ -54,7 +54,7 @@ class Sidecar(ConfigurableMixin):
     _: KW_ONLY
     #: On every node, or on the head's alone.
     everywhere: bool = True
-    #: What says that it is ready, with a port's number; ``None`` means at once.
+    #: The probe that finds it ready, with a port's number; ``None`` means at once.
     ready: Probe | None = None
     #: Added to the environment of the executor.
     env_vars: dict[str, str] = field(default_factory=dict)
@@ -86,7 +86,7 @@ class Sidecar(ConfigurableMixin):
 
 
 _ROOT = Path(remote.__file__).parent
-#: What the zip's own entry imports.
+#: The modules that the zip's own entry imports.
 _ENTRIES = ("slurm/__main__.py",)
 #: Zip knows no earlier day; a fixed one keeps equal programs equal.
 _EPOCH = (1980, 1, 1, 0, 0, 0)

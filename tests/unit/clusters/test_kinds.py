@@ -1,12 +1,22 @@
-"""Kinds of clusters in ledgers, whose modules a program may not have imported."""
+"""The promises that every kind of cluster keeps."""
 
+import json
 import subprocess
 import sys
 
+import nemo_run as run
 import pytest
 
-from nemo_run_ray.clusters import from_record
+from nemo_run_ray import RayExecutor
+from nemo_run_ray.clusters import (
+    Cluster,
+    ExistingCluster,
+    LocalCluster,
+    SlurmCluster,
+    from_record,
+)
 from nemo_run_ray.errors import ConfigError
+from tests.slurm_commands import put_commands
 
 _READS = """
 import sys
@@ -27,3 +37,37 @@ def test_a_ledger_that_names_slurm_is_read_by_a_program_that_does_not(tmp_path):
 def test_a_kind_that_is_not_known_is_refused_with_those_that_are():
     with pytest.raises(ConfigError, match=r"'moon'.* knows existing, local, slurm"):
         from_record({"kind": "moon"})
+
+
+@pytest.fixture(params=["existing", "local", "slurm"])
+def cluster(request, tmp_path, monkeypatch) -> Cluster:
+    """A cluster of each kind that nobody has used, with a token where it takes one."""
+    put_commands(tmp_path, monkeypatch)
+    if request.param == "existing":
+        return ExistingCluster("http://127.0.0.1:1", token="s3cret")
+    if request.param == "local":
+        return LocalCluster(state_dir=str(tmp_path / "ray"))
+    tunnel = run.LocalTunnel(job_dir=str(tmp_path / "jobs"))
+    executor = run.SlurmExecutor(account="a", tunnel=tunnel, env_vars={"API_KEY": "s3cret"})
+    return SlurmCluster(executor=executor, renew=True)
+
+
+def test_a_record_makes_the_same_cluster_and_holds_no_credentials(cluster):
+    text = json.dumps(cluster.record())
+    again = from_record(json.loads(text))
+    assert type(again) is type(cluster)
+    assert json.dumps(again.record()) == text
+    assert "s3cret" not in text + repr(again)
+
+
+def test_looking_changes_nothing(cluster, tmp_path):
+    before = sorted(tmp_path.rglob("*"))
+    is_existing = isinstance(cluster, ExistingCluster)
+    assert (cluster.find() is not None) is is_existing, "whether it answers is asked later"
+    assert cluster.archive("session_of_another") is None
+    assert cluster.archive() is None
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_an_executor_keeps_its_cluster_in_a_clone(cluster):
+    assert RayExecutor(cluster=cluster).clone().cluster.record() == cluster.record()

@@ -1,0 +1,478 @@
+"""The allocations of one cluster on Slurm: claimed, looked at, ended, and what they have left.
+
+``on_login.py`` does it beside Slurm; what it answers is judged here.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import secrets
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from nemo_run.config import get_nemorun_home
+
+from nemo_run_ray.clusters.base import ClusterArchive, rows_in
+from nemo_run_ray.clusters.slurm import on_login
+from nemo_run_ray.clusters.slurm.login import Login
+from nemo_run_ray.errors import ClusterError, NemoRunRayError
+from nemo_run_ray.remote import trust
+from nemo_run_ray.remote.carried_over import DISPATCHES, IDS, START, TABLE, PreviousRun, rows_of
+from nemo_run_ray.remote.rows import JobRows
+from nemo_run_ray.remote.slurm.folder import JOB_LOGS, HeadAddress, RunEnd
+
+#: Seconds between two questions to Slurm's controller, which serves everybody.
+PAUSE_S = 30.0
+#: The reason when the last user of an allocation did not wait until it was ready.
+LEFT_EARLY = "its last user left before it was ready"
+#: Seconds that the script may ask Slurm for the job of an allocation that it has claimed: several
+#: times.
+RENEWAL_S = 600.0
+#: Seconds that the script of an allocation may take until it has asked for the next one, and by
+#: which clocks of hosts may differ.
+_ASKING_S, _CLOCKS_S = 120.0, 900.0
+#: Exit code of a run that SIGTERM has ended, and seconds within which Slurm says what it does next.
+_TERMINATED, _UNSAID_S = 143, 60.0
+#: Seconds for which an answer counts for what is there now.
+_TRUST_S = 2.0
+_PROGRAM = Path(on_login.__file__).read_text(encoding="utf-8")
+_TRUST = Path(trust.__file__).read_text(encoding="utf-8")
+
+
+@dataclass(frozen=True)
+class QueuedJob:
+    """One job of this user, as ``squeue`` shows it.
+
+    Attributes:
+        number: Slurm's.
+        state: Slurm's word, such as PENDING.
+        reason: why it does not run yet; ``None`` in text when there is none.
+        start: when it began, or when Slurm expects it to; ``N/A`` when Slurm does not know.
+        folder: its working directory.
+    """
+
+    number: str
+    state: str
+    reason: str
+    start: str
+    folder: str
+
+    @property
+    def waits(self) -> bool:
+        return self.state in ("PENDING", "CONFIGURING", "REQUEUED", "REQUEUE_HOLD")
+
+
+@dataclass(frozen=True)
+class SlurmAllocation:
+    """The newest allocation of a cluster, in one look.
+
+    Attributes:
+        number: counts the allocations from 1.
+        folder: real path of its folder, without symbolic links.
+        claimed: the user who may submit its job.
+        is_sent: whether that was begun.
+        renewed: whether it continues the dispatches of the allocation before.
+        job: Slurm's number of its job; empty until Slurm has taken it.
+        refused: what ``sbatch`` said when it did not take the job.
+        stopped: why it was told to end; empty while nobody has.
+        over: why a client gave it up; empty while nobody has.
+        run: folder of the job's run, below the allocation's; empty until it runs.
+        head: where Ray is reached, once the cluster is ready.
+        end: how the run was over.
+        token: Ray's.
+        ended_s: seconds since its end, by the clocks of two hosts.
+        jobless_s: while nobody has heard of a job of it, the same since it was claimed.
+        has_queue: whether Slurm has said anything since the folder was changed.
+        queued: its job, as Slurm has it; ``None`` when Slurm has none or gave no answer.
+        known_s: seconds for which this process has known its end.
+    """
+
+    number: int
+    folder: str = ""
+    claimed: str = ""
+    is_sent: bool = False
+    renewed: bool = False
+    job: str = ""
+    refused: str = ""
+    stopped: str = ""
+    over: str = ""
+    run: str = ""
+    head: HeadAddress | None = None
+    end: RunEnd | None = None
+    token: str = field(default="", repr=False)
+    ended_s: float = 0.0
+    jobless_s: float = 0.0
+    has_queue: bool = False
+    queued: QueuedJob | None = None
+    known_s: float = 0.0
+
+    @property
+    def why_over(self) -> str:
+        """The reason why it can serve no client any more; empty while it may."""
+        return self.over or self.refused or (self.end.why if self.end is not None else "")
+
+    @property
+    def is_lost(self) -> bool:
+        """Whether Slurm has its job no more."""
+        return bool(self.job) and self.has_queue and self.queued is None
+
+    @property
+    def is_renewing(self) -> bool:
+        """Whether its script, at its end, is about to ask for the next allocation."""
+        if self.end is None or not self.end.renews or self.stopped or self.over:
+            return False
+        return self.known_s < _ASKING_S and self.ended_s < _ASKING_S + _CLOCKS_S
+
+    @property
+    def may_start_again(self) -> bool:
+        """Whether Slurm may start its job again, of which one start has told its end."""
+        if self.end is None or self.stopped or self.over:
+            return False
+        # By this signal Slurm ends a start. What it says next tells whether it was the last one.
+        had_signal = self.end.code == _TERMINATED
+        if not self.has_queue:
+            return had_signal and self.ended_s < _UNSAID_S
+        return self.queued is not None and (self.queued.waits or had_signal)
+
+    @property
+    def will_start(self) -> bool:
+        """Whether it may still come up; a script that claimed it may have died before."""
+        is_left = self.renewed and not self.job and self.jobless_s >= RENEWAL_S + _CLOCKS_S
+        return not (self.head or self.stopped or self.why_over or self.is_lost or is_left)
+
+
+@dataclass(frozen=True)
+class Run:
+    """The files that one run of an allocation has left.
+
+    Attributes:
+        folder: of the run.
+        session: Ray's name of it; empty when nobody could say so.
+        end: how it was over; ``None`` while it continues, or when nobody could say so.
+        has_left: whether its head has left, and more of it cannot come.
+        table: Ray's job table, as JSON.
+        written_at: seconds since the epoch, when the table was written last.
+        logs: names of the files with logs of jobs.
+    """
+
+    folder: str
+    session: str
+    end: RunEnd | None
+    has_left: bool
+    table: str
+    written_at: float
+    logs: tuple[str, ...]
+
+    @property
+    def why(self) -> str:
+        """The reason why it is over, as the end of a sentence."""
+        job = os.path.basename(self.folder).partition(".")[0]
+        why = f": {self.end.why}" if self.end is not None else ""
+        return f"its Slurm job {job} has ended{why}"
+
+
+@dataclass(frozen=True)
+class History:
+    """The runs whose dispatches continue in the newest of them.
+
+    Attributes:
+        numbers: of their allocations, the newest one first.
+        runs: the newest one first.
+        kept: first ids of the dispatchers and jobs of all dispatches that are kept.
+    """
+
+    numbers: tuple[int, ...] = ()
+    runs: tuple[Run, ...] = ()
+    kept: frozenset[str] = frozenset()
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether its runs have left all that they leave; another one may continue it."""
+        return bool(self.runs) and all(run.has_left and run.end is not None for run in self.runs)
+
+    def rows(self, session: str = "", is_up: bool = False) -> JobRows:
+        """The rows of the dispatches in all the runs, and all rows of one run.
+
+        Args:
+            session: Ray's name of that run.
+            is_up: another run is up by now, so that all of these have ended.
+        """
+        own = next((run.table for run in self.runs if session and run.session == session), "[]")
+        if session and len(self.runs) == 1:
+            return rows_in(own)
+        runs = [
+            PreviousRun(
+                run.table,
+                run.written_at,
+                "" if run.end is None else run.end.why,
+                # The newest one may be up by now, whatever was seen a moment ago.
+                is_over=is_up or run.end is not None or run is not self.runs[0],
+            )
+            for run in reversed(self.runs)
+        ]
+        return {**rows_in(own), **rows_of(runs, set(self.kept))}
+
+
+class Allocations:
+    """The allocations of one cluster, as one process sees them.
+
+    Args:
+        login: where the folder is.
+        folder: of the cluster, absolute.
+    """
+
+    def __init__(self, login: Login, folder: str) -> None:
+        self.login = login
+        self.folder = folder
+        #: Held by the thread that brings the cluster up; others of this process wait for it.
+        self.lock = threading.Lock()
+        #: Number of the allocation that this process uses; 0 without one.
+        self.used = 0
+        self._seen: tuple[float, SlurmAllocation | None] = (float("-inf"), None)
+        #: When this process has seen the end of an allocation first, by its number.
+        self._ended_at: dict[int, float] = {}
+        #: Histories by Ray's name of a run, with the time and the newest allocation of then.
+        self._histories: dict[str, tuple[float, tuple[Any, ...], History]] = {}
+
+    def path(self, number: int) -> str:
+        return os.path.join(self.folder, "lives", str(number))
+
+    def _ask(self, what: str, **arguments: Any) -> Any:
+        """The answer of a method of ``on_login.ClusterFolder``.
+
+        Raises:
+            Unanswered: the connection has broken off; it may have been done.
+            ClusterError: it has failed, nobody may log in, or others may write to the folder.
+        """
+        request = {"folder": self.folder, "do": what, "with": arguments}
+        # Its own text, and no file there, is what runs.
+        program = (
+            "import types\n"
+            "def module(text):\n"
+            "    found = types.ModuleType('module')\n"
+            "    exec(text, found.__dict__)\n"
+            "    return found\n"
+            f"module({_PROGRAM!a}).main({request!a}, module({_TRUST!a}).why_untrusted)"
+        )
+        answer = json.loads(self.login.run_python(program))
+        if "untrusted" in answer:
+            folder = os.path.dirname(self.path(1))
+            name = self.login.name
+            raise ClusterError(
+                f"The folder {folder} on {name} is not safe to use. {answer['untrusted']}"
+            )
+        return answer["answer"]
+
+    # ------------------------------------------------------------------ looking
+
+    def look(self) -> SlurmAllocation | None:
+        """The newest allocation; ``None`` before the first one.
+
+        Raises:
+            ClusterError: the host cannot be asked.
+        """
+        row = self._ask("look", pause_s=PAUSE_S)
+        allocation = None
+        if row is not None:
+            head, end, queued = (row.pop(name, None) for name in ("head", "end", "queued"))
+            now = time.monotonic()
+            allocation = SlurmAllocation(
+                **row,
+                head=None if head is None else HeadAddress(**head),
+                end=None if end is None else RunEnd(**end),
+                queued=None if queued is None else QueuedJob(*queued),
+                known_s=0.0 if end is None else now - self._ended_at.setdefault(row["number"], now),
+            )
+        self._seen = time.monotonic(), allocation
+        return allocation
+
+    def newest(self) -> SlurmAllocation | None:
+        """The newest allocation, a moment old at most; ``None`` before the first one.
+
+        Raises:
+            ClusterError: the host cannot be asked.
+        """
+        at, allocation = self._seen
+        return allocation if time.monotonic() - at < _TRUST_S else self.look()
+
+    def log_end(self, allocation: SlurmAllocation) -> str:
+        """The last lines that an allocation's job has printed, and the path of its log."""
+        with contextlib.suppress(ClusterError):
+            return str(self._ask("log_end", number=allocation.number, job=allocation.job))
+        return ""
+
+    # ------------------------------------------------------------------ claiming, using, ending
+
+    def claim(self, number: int, user: str) -> bool:
+        """Whether this client, one of its users then, may submit the job of that allocation."""
+        return bool(self._ask("claim", number=number, user=user, made=secrets.token_hex(4)))
+
+    def submit(self, number: int, script: str) -> None:
+        """Hand the job of an allocation to Slurm; ``look`` sees what comes of it."""
+        self._ask("submit", number=number, script=script)
+
+    def note_job(self, number: int, job: str) -> None:
+        """Write down the number of a job that Slurm has although nobody has heard so."""
+        self._ask("note_job", number=number, job=job)
+
+    def give_up(self, number: int, why: str) -> None:
+        """Let nobody use an allocation any more. Its job ends as soon as it starts."""
+        self._ask("give_up", number=number, why=why)
+
+    def join(self, number: int, user: str) -> None:
+        """Note a program that uses an allocation, so that it does not end before the program."""
+        self._ask("join", number=number, user=user)
+
+    def keep(self, number: int) -> None:
+        """Let an allocation stay when nobody uses it."""
+        self._ask("keep", number=number)
+
+    def leave(self, number: int, user: str) -> None:
+        """Take a user off; the last one ends an allocation that is not kept, once no job runs."""
+        self._ask("leave", number=number, user=user, why=LEFT_EARLY)
+
+    def detach(self, number: int, user: str) -> None:
+        """Take a user off whose jobs continue without it."""
+        self._ask("detach", number=number, user=user)
+
+    def cancel(self, allocation: SlurmAllocation, why: str) -> bool:
+        """End an allocation now, with all that runs in it; whether there was anything to end.
+
+        Raises:
+            ClusterError: Slurm has not taken its job out of the queue; a second call tries again.
+        """
+        has_ended = allocation.end is not None and not allocation.is_renewing
+        why = " ".join(why.split())
+        return bool(self._ask("cancel", number=allocation.number, why=why, has_ended=has_ended))
+
+    def cancel_newest(self, why: str) -> bool:
+        """End the newest allocation, as ``cancel`` does; whether there was anything to end."""
+        allocation = self.look()
+        self._seen = float("-inf"), None
+        if allocation is None or allocation.over or allocation.refused:
+            return False
+        return self.cancel(allocation, why)
+
+    def keep_dispatch(
+        self,
+        dispatcher: str,
+        ids: Sequence[str],
+        body: dict[str, Any],
+        archives: Callable[[], Mapping[str, bytes]],
+    ) -> None:
+        """Keep a dispatch, so that it continues in the next allocation."""
+        if not self._ask("keep_dispatch", dispatcher=dispatcher):
+            return
+        folder = os.path.join(self.folder, DISPATCHES, dispatcher)
+        files = archives()
+        start = json.dumps({"body": body, "archives": list(files)}).encode()
+        # The last one says that the others are whole.
+        last = {START: start, IDS: "\n".join([dispatcher, *ids, ""]).encode()}
+        for name, data in {**files, **last}.items():
+            self.login.put(data, os.path.join(folder, name))
+
+    # ------------------------------------------------------------------ what is left
+
+    def archive(self, session: str) -> ClusterArchive | None:
+        """The archive of a run, with those of the runs that continue its dispatches."""
+        newest = None
+        with contextlib.suppress(NemoRunRayError):
+            newest = self.newest()
+        history = self._history(session, newest)
+        if not history.runs:
+            return None
+        away = ""
+        if newest is not None and newest.number in history.numbers:
+            away = _why_away(newest, history)
+        reason = away or _why_gone(newest, history)
+        rows = history.rows(session)
+        return ClusterArchive(reason, rows, self._logs_of(history), bool(away))
+
+    def earlier(self, allocation: SlurmAllocation) -> ClusterArchive | None:
+        """The jobs before the run that is up; ``None`` if it continues no dispatches.
+
+        Raises:
+            ClusterError: the host cannot be asked.
+        """
+        if not allocation.renewed and allocation.run.endswith(".0"):
+            return None
+        if allocation.run not in self._histories:
+            history = self._ask_history(number=allocation.number)
+            runs = tuple(run for run in history.runs if not run.folder.endswith(allocation.run))
+            history = History(history.numbers, runs, history.kept)
+            self._histories[allocation.run] = 0.0, (), history
+        history = self._histories[allocation.run][2]
+        return ClusterArchive(rows=history.rows(is_up=True), log=self._logs_of(history))
+
+    def _history(self, session: str, newest: SlurmAllocation | None) -> History:
+        """A history, which may be large: it is read again when it may have changed."""
+        state = newest and (newest.number, newest.run, newest.end is None)
+        at, before, history = self._histories.get(session, (float("-inf"), (), History()))
+        is_same = history.has_ended and before == (state,)
+        if not is_same and time.monotonic() - at >= _TRUST_S:
+            with contextlib.suppress(NemoRunRayError):
+                history = self._ask_history(session=session)
+            self._histories[session] = time.monotonic(), (state,), history
+        return history
+
+    def _ask_history(self, session: str = "", number: int = 0) -> History:
+        row = self._ask("history", session=session, number=number, table=TABLE, logs=JOB_LOGS)
+        if row is None:
+            return History()
+        runs = []
+        for run in row["runs"]:
+            end = None if run["end"] is None else RunEnd(**run["end"])
+            runs.append(Run(**{**run, "end": end, "logs": tuple(run["logs"])}))
+        return History(tuple(row["numbers"]), tuple(runs), frozenset(row["kept"]))
+
+    def _logs_of(self, history: History) -> Callable[[str], Path | None]:
+        """Finds the log of a job, and fetches it to this machine if it lies elsewhere."""
+
+        def log(submission_id: str) -> Path | None:
+            name = f"job-driver-{submission_id}.log"
+            run = next((run for run in history.runs if name in run.logs), None)
+            if run is None:
+                return None
+            there = os.path.join(run.folder, JOB_LOGS, name)
+            if self.login.is_here:
+                return Path(there)
+            folder = Path(get_nemorun_home(), "ray_slurm", "logs", os.path.basename(run.folder))
+            here = folder.absolute() / name
+            if not here.exists():
+                with contextlib.suppress(NemoRunRayError, OSError):  # `logs` tries it again
+                    here.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+                    self.login.get(there, here)
+            return here if here.exists() else None
+
+        return log
+
+
+def _why_away(newest: SlurmAllocation, history: History) -> str:
+    """Explain why runs are over whose dispatches continue in a later one; empty otherwise."""
+    job = f"Slurm job {newest.job}" if newest.job else "a job of Slurm"
+    if newest.is_renewing:
+        return f"{history.runs[0].why}, and the next one is being asked for"
+    if history.kept and newest.may_start_again:
+        return f"{history.runs[0].why}, and chains go on in {job} if Slurm starts it again"
+    ended = [run for run in history.runs if not newest.run or not run.folder.endswith(newest.run)]
+    if ended and newest.will_start:
+        return f"{ended[0].why}, and chains go on in {job}, which is not up yet"
+    return ""
+
+
+def _why_gone(newest: SlurmAllocation | None, history: History) -> str:
+    """Explain why runs are over, and with them their dispatches."""
+    end, why = history.runs[0].end, history.runs[0].why
+    if end is None or not end.renews:
+        return why
+    if newest is not None and newest.number in history.numbers:
+        problem = newest.over or newest.stopped or newest.refused
+        if problem:
+            return f"{why}, and the next one did not come: {problem}"
+    return f"{why}, and nobody has asked for the next one"
