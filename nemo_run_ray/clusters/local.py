@@ -37,7 +37,7 @@ from nemo_run_ray.clusters.local_state import (
 from nemo_run_ray.clusters.local_watch import ask, process_identity
 from nemo_run_ray.errors import ClusterError, ConfigError
 from nemo_run_ray.fields import is_amount, strict_init
-from nemo_run_ray.remote.variables import EMBEDDED
+from nemo_run_ray.remote.dashboard import EMBEDDED
 
 #: Linux limits the name of a Unix socket to 107 bytes; Ray puts up to 75 behind its folder.
 _TEMP_ROOT_MAX_BYTES = 107 - 75

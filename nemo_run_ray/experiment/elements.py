@@ -23,7 +23,7 @@ from nemo_run_ray.experiment.snapshot import Snapshot
 from nemo_run_ray.plan.entrypoints import entrypoint
 from nemo_run_ray.remote.array.cancel_request import KIND, TAKEN_S, Range, request_id
 from nemo_run_ray.remote.array.elements import RESULTS_FILE, STATES_FILE, Stretch
-from nemo_run_ray.remote.node_death import NODE_DEAD_S
+from nemo_run_ray.remote.attempts import NODE_DEAD_S
 from nemo_run_ray.remote.rows import NONCE_KEY, fits
 
 if TYPE_CHECKING:

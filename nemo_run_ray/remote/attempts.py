@@ -6,6 +6,7 @@ attempt, so that no process can start it any more, and says why (``CLAIM_KEY`` i
 
 from __future__ import annotations
 
+import os
 import re
 from dataclasses import dataclass
 from enum import IntEnum
@@ -25,6 +26,10 @@ CANCELLED, NOT_PLACED = "cancelled", "not placed in time"
 #: Seconds between two requests to stop the same attempt, and for how long a stop of what waits for
 #: room is repeated before Ray is trusted to hold it back until the start.
 STOP_AGAIN_S, STOP_TRUST_S = 3.0, 6.0
+#: Seconds from a node's death until nothing of it runs: a node that was cut off goes on until its
+#: raylet has noticed, Ray's ``gcs_rpc_server_reconnect_timeout_s`` (60), and its processes for some
+#: moments more.
+NODE_DEAD_S = 75.0
 #: An attempt's id; more digits are not of this package, and int() refuses thousands of them.
 _ATTEMPT = re.compile(r"([^@]*)(?:@([2-9]|[1-9][0-9]{1,8}))?")
 
@@ -132,3 +137,13 @@ def claim_body(submission_id: str, nonce: str, why: str) -> Dict[str, Any]:
         "entrypoint": "true",
         "metadata": {NONCE_KEY: nonce, CLAIM_KEY: why},
     }
+
+
+def node_dead_s() -> float:
+    """``NODE_DEAD_S``, or less where this Ray's raylets notice sooner that they are alone."""
+    try:
+        # Ray writes the name in two cases.
+        given = os.environ["RAY_gcs_rpc_server_reconnect_timeout_s"]  # noqa: SIM112
+        return float(given) + NODE_DEAD_S - 60.0
+    except (KeyError, ValueError):
+        return NODE_DEAD_S

@@ -22,8 +22,11 @@ from typing import Any, Callable, Dict, Iterator, List, Optional, Sequence, Tupl
 from urllib.parse import quote, urlencode, urlsplit
 
 from .rows import JobRow, fits, job_row
-from .variables import DASHBOARD, EMBEDDED
 
+#: Variable in every process of an embedded Ray: its folder.
+EMBEDDED = "NEMO_RUN_RAY_LOCAL"
+#: Variable of jobs with the dashboard's address, where this package has started Ray.
+DASHBOARD = "NEMO_RUN_RAY_DASHBOARD"
 #: Seconds from the beginning of a request to the end of its answer.
 TIMEOUT_S = 30.0
 #: Size limit of an answer. The largest one is the job table.

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import re
 import shlex
+import signal
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Any, Mapping
+from typing import Any, List, Mapping, Optional
 
 from .end_record import RECORDS, any_record_in
-from .env_error import NO_WORKER, why_no_worker
-from .exit_words import meaning, signal_name
 from .rows import JobRow
 
 
@@ -348,3 +347,167 @@ def status_of_row(row: JobRow) -> JobStatus:
     lines = [line for line in tail.splitlines() if not _FRAME.search(line)]
     cause += meaning(code, "\n".join(lines))
     return JobStatus(state, reason, cause, node, tail="\n".join(lines))
+
+
+# ---------------------------------------------------------------- exit codes
+
+_SHIPS = "the executor's `packager` ships files to it"
+#: What a shell means by these exit codes, and most programs too.
+_SHELL_SAYS = {
+    126: ", with which a shell says that a command could not be run",
+    127: f", with which a shell says that a command was not found on that node; {_SHIPS}, and "
+    "`python` must name one that is there",
+}
+_KILLED = (
+    ", perhaps by the kernel since the node's memory was full: see its metrics in Ray's dashboard"
+)
+#: Python's words, and bash's, of a program that is not in the code's folder on the node.
+_NO_FILE = re.compile(
+    r"(?:can't open file '|^\S+: (?:line \d+: )?|cannot open )/\S*/nemo_run/code/([^':]+)'?: .*"
+    r"No such file"
+)
+#: What Python and shells end with when they do not find the program that they are to run.
+_NO_PROGRAM_CODES = {2, 126, 127}
+#: Ray's error in a task that starts a Ray of its own: the job's archives are on the outer cluster.
+OUTER_ARCHIVES = re.compile(r"Failed to download runtime_env file package gcs://")
+OWN_RAY = (
+    "a Ray that the task starts itself has no archives of this job's cluster; unset "
+    "RAY_JOB_CONFIG_JSON_ENV_VAR, and RAY_ADDRESS, in the task before it starts one"
+)
+#: A line of this package says what it was.
+_OURS = re.compile(r"^nemo_run_ray\| ", re.MULTILINE)
+
+
+def meaning(exit_code: int, tail: str) -> str:
+    """What to add to an exit code in a message; empty where nothing is known.
+
+    Args:
+        exit_code: of the command.
+        tail: the last lines of its log, without those that frame every log.
+    """
+    if _OURS.search(tail):
+        return ""
+    if signal_name(exit_code) == "SIGKILL":
+        return _KILLED
+    if OUTER_ARCHIVES.search(tail):
+        return f": {OWN_RAY}"
+    last = tail.rstrip().rpartition("\n")[2]
+    missing = _NO_FILE.search(last) if exit_code in _NO_PROGRAM_CODES else None
+    if missing:
+        return f": {missing[1]} is not on that node; {_SHIPS}"
+    return _SHELL_SAYS.get(exit_code, "")
+
+
+def signal_name(exit_code: int) -> str | None:
+    """The signal behind an exit code: Python's negative ones and the shell's 128 + n."""
+    number = -exit_code if exit_code < 0 else exit_code - 128
+    try:
+        return signal.Signals(number).name if number > 0 else None
+    except ValueError:
+        return None
+
+
+# ---------------------------------------------------------------- runtime environments
+
+#: pip's own lines, and those of build tools that it runs.
+_PIP = re.compile(r"^ERROR: (?P<words>.+)$")
+#: uv begins its explanation with one of these, and goes on with lines that are drawn as a tree.
+_UV = re.compile(r"^(?:error:|\N{MULTIPLICATION SIGN}) (?P<words>.+)$")
+_UV_MORE = re.compile(r"^(?:╰─▶|├─▶|│|cause:|hint:|Caused by:)\s*(?P<words>.*)$")
+#: Podman's output, for a container.
+_PODMAN = re.compile(r"stderr=(?P<words>.*)$")
+#: Ray's line where a node has no podman.
+_NO_PODMAN = re.compile(r"^FileNotFoundError: .*No such file or directory: 'podman'$")
+#: The last line of a traceback.
+_RAISED = re.compile(r"^(?:[\w.]+\.)?(?P<kind>\w*(?:Error|Exception|Timeout))\b:? ?(?P<words>.*)$")
+#: What Ray says of a job for which no worker came up.
+NO_WORKER = "worker startup repeatedly failed"
+_NEVER_THE_CAUSE = ("SubprocessCalledProcessError", "RuntimeEnvSetupError", "ActorDiedError")
+#: How Ray begins what it raises itself; the reason is in the lines below.
+_SETUP_FAILED = re.compile(r"\bRuntimeEnvSetupError: Failed to set up runtime environment\.$")
+_TIMEOUT = re.compile(r"(?P<words>Failed to install runtime_env within the timeout of .+ seconds)")
+_RAISE_TIMEOUT = "; raise `setup_timeout_seconds` in its `config`"
+#: The last line of a program that does not know its arguments, behind how it is used.
+_USAGE = re.compile(r"^(?P<words>no such option: .+|[\w.-]+: error: .+)$")
+#: What stands before the output of a program that failed, and how much of its end is told when
+#: nothing in it is known.
+_OUTPUT = re.compile(r"^Last \d+ lines of stdout:$")
+_END_LINES = 3
+
+
+def why_no_worker(row: Mapping[str, Any], message: str) -> str:
+    """Why a job has no worker: its environment was not built, or has no interpreter that starts.
+
+    Args:
+        row: the job in Ray's table.
+        message: Ray's.
+    """
+    if NO_WORKER not in message:
+        return cause_of(message)
+    executable = (row.get("runtime_env") or {}).get("py_executable")
+    return f"py_executable={executable!r} starts no worker: {message}" if executable else message
+
+
+def cause_of(text: str) -> str:
+    """The reason in the words of the program that failed: pip, uv, conda, podman or Ray itself.
+
+    Args:
+        text: Ray's message or log, tracebacks of the failure in it.
+
+    Returns:
+        One line; the end of the text when no line of it is known.
+    """
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    too_long = _last_match(lines, _TIMEOUT)
+    if too_long:
+        return too_long + _RAISE_TIMEOUT
+    found = (
+        _last_match(lines, _PIP)
+        or _of_uv(lines)
+        or _last_match(lines, _PODMAN)
+        or _last_match(lines, _USAGE)
+    )
+    if not found and _last_match(lines, _NO_PODMAN):
+        return "podman is not on the PATH of that node's Ray; an image needs it"
+    return found or _raised(lines) or " / ".join(_printed(lines)[-_END_LINES:])
+
+
+def _last_match(lines: List[str], pattern: re.Pattern[str]) -> Optional[str]:
+    for line in reversed(lines):
+        match = pattern.search(line)
+        if match:
+            return match.groupdict().get("words") or match.group()
+    return None
+
+
+def _of_uv(lines: List[str]) -> Optional[str]:
+    for number in range(len(lines) - 1, -1, -1):
+        first = _UV.match(lines[number])
+        if first:
+            words = [first["words"]]
+            for line in lines[number + 1 :]:
+                more = _UV_MORE.match(line)
+                if more is None:
+                    break
+                words.append(more["words"])
+            return " ".join(word for word in words if word)
+    return None
+
+
+def _printed(lines: List[str]) -> List[str]:
+    """What the program printed that failed, or Ray said; all lines when that cannot be told."""
+    begins = [
+        number
+        for number, line in enumerate(lines, start=1)
+        if _OUTPUT.match(line) or _SETUP_FAILED.search(line)
+    ]
+    return (lines[begins[-1] :] if begins else []) or lines
+
+
+def _raised(lines: List[str]) -> Optional[str]:
+    for line in reversed(lines):
+        match = _RAISED.match(line)
+        if match and match["kind"] not in _NEVER_THE_CAUSE:
+            is_too_long = match["kind"] == "TimeoutError" and not match["words"]
+            return f"it took too long{_RAISE_TIMEOUT}" if is_too_long else line
+    return None

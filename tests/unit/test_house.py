@@ -48,11 +48,7 @@ _REMOTE_LINES = (
         "rows",
         "files",
         "fit",
-        "env_error",
-        "exit_words",
-        "node_death",
         "trust",
-        "variables",
         "__init__",
     },
 )

@@ -21,17 +21,15 @@ from typing import (
     Tuple,
 )
 
-from ..attempts import JobExit
-from ..env_error import cause_of
+from ..attempts import NODE_DEAD_S, JobExit
 from ..group.driver import connect
 from ..hosts.actors import forget_runtime_env, name
 from ..hosts.calls import Calls, Died, Pulled
 from ..node.output import MAY_BE_LEFT, NO_PROCESS_LEFT, say, write
 from ..node.rundir import jobs_folder, remove_secrets, secrets_of
 from ..node.supervise import Runner
-from ..node_death import NODE_DEAD_S
 from ..spec import ArraySpec
-from ..states import Reason
+from ..states import Reason, cause_of
 from .cancel_request import CancelRequests, log_folder
 from .elements import DISK_S, ElementState, Lease, Leases
 from .hosts import Host, HostPool, HostStarts, HostState

@@ -26,14 +26,13 @@ from typing import (
 )
 
 from .. import FOLDER
-from ..attempts import first_id
+from ..attempts import NODE_DEAD_S, first_id, node_dead_s
 from ..fit import TOLERANCE, Node, ResourceRequest, matches, nodes_of, why_not
 from ..fit import slots as slots_in
 from ..hosts.actors import Actor, ReplicaHandle, actor_class, code_of, key_of, name, passed_on, tar
 from ..hosts.calls import Calls
 from ..node.output import say
 from ..node.rundir import jobs_folder
-from ..node_death import NODE_DEAD_S, node_dead_s
 from ..spec import ArraySpec
 from ..trust import open_own
 from .elements import Lease, Leases

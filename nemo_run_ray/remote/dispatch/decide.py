@@ -13,17 +13,16 @@ from typing import Dict, List, Mapping, Optional, Sequence, Tuple
 
 from ..attempts import (
     CANCELLED,
+    NODE_DEAD_S,
     NOT_PLACED,
     Attempt,
     JobExit,
     attempt_id,
     attempts_of,
 )
-from ..node_death import NODE_DEAD_S
 from ..spec import DispatchedJobSpec, DispatchSpec, OutsideSpec, cancel_id
 from ..states import JobState, JobStatus, Reason
-from .retries import is_settled, status_of_attempts, with_state
-from .time_left import TimeLeft
+from .policies import TimeLeft, is_settled, status_of_attempts, with_state
 
 #: Jobs that may start at the same moment: each start costs the head 1.4 s of a CPU (measured).
 STARTING_MAX = 8

@@ -26,9 +26,11 @@ from ..attempts import (
     attempt_of_row,
     claim_body,
     first_id,
+    node_dead_s,
     started_as,
 )
 from ..dashboard import (
+    EMBEDDED,
     DashboardClient,
     RequestRefused,
     Unanswered,
@@ -38,14 +40,12 @@ from ..dashboard import (
 from ..end_record import LostEnds, lock_of, proof_of
 from ..node.output import say
 from ..node.rundir import KEY, SECRETS, read_secrets, remove_secrets
-from ..node_death import node_dead_s
 from ..rows import LOCK_KEY
 from ..spec import DispatchedJobSpec, DispatchSpec
 from ..states import JobState, JobStatus, Reason
-from ..variables import EMBEDDED
 from . import log
 from .decide import Action, Decision, Do, decide
-from .time_left import time_left
+from .policies import time_left
 
 #: Seconds between two looks at the table: at first, and when nothing has happened for long.
 PACE_S, PACE_MAX_S = 0.3, 5.0

@@ -41,7 +41,6 @@ from typing import (
 )
 
 from ..end_record import EndRecord, proof_of
-from ..exit_words import OUTER_ARCHIVES, OWN_RAY
 from .output import CHUNK_BYTES, NO_PROCESS_LEFT, Output, say, write
 
 #: Environment variable by which a tree is found whose top process was killed.
@@ -193,8 +192,11 @@ class Runner:
                     self.cancelled = True
                     children.end(grace_s)
         code = command.code or 0
-        if code and OUTER_ARCHIVES.search(output.tail):
-            say(OWN_RAY)
+        if code:
+            from ..states import OUTER_ARCHIVES, OWN_RAY  # no command that succeeds waits for it
+
+            if OUTER_ARCHIVES.search(output.tail):
+                say(OWN_RAY)
         self.ending, self.cause = command.ending, "EXIT_CODE" if code else "NONE"
         if self.cancelled:
             self.ending, self.cause = f"cancelled; {NO_PROCESS_LEFT}", "CANCELLED"

@@ -35,13 +35,13 @@ from ..attempts import (
     first_id,
     started_as,
 )
+from ..carried_over import ENDS_AT, LASTS_S, RENEWS
 from ..dashboard import DashboardClient, RequestRefused, Unanswered
 from ..end_record import LostEnds
 from ..files import write_file
 from ..node.output import say
 from ..rows import JobRow, JobRows
 from ..states import JobState, Reason, is_active, status_of_row
-from ..variables import ENDS_AT, LASTS_S, RENEWS
 from .folder import CLUSTER_FAILED, RunEnd
 from .settings import Settings
 

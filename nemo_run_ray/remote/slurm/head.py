@@ -8,10 +8,9 @@ import time
 from contextlib import suppress
 from typing import Any, Dict, FrozenSet, List, Mapping, Optional, Set, Union
 
-from ..dashboard import DashboardClient, Unanswered
+from ..dashboard import DASHBOARD, DashboardClient, Unanswered
 from ..files import write_file
 from ..node.supervise import describe_exit
-from ..variables import DASHBOARD
 from .carry import Allocation
 from .decide import ClusterReady, ClusterView, Wait, decide
 from .folder import (

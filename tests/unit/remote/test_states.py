@@ -8,7 +8,6 @@ from torchx.specs import AppState, is_terminal
 
 from nemo_run_ray.nemo.scheduler import TO_TORCHX, torchx_state
 from nemo_run_ray.remote.end_record import EndRecord
-from nemo_run_ray.remote.exit_words import signal_name
 from nemo_run_ray.remote.states import (
     FROM_RAY,
     FROM_RAY_ERROR,
@@ -16,6 +15,7 @@ from nemo_run_ray.remote.states import (
     JobState,
     JobStatus,
     Reason,
+    signal_name,
     status_of_row,
 )
 

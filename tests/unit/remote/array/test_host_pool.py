@@ -10,7 +10,7 @@ import pytest
 
 from nemo_run_ray.remote.array.elements import HOSTS_FILE, ElementState, Leases, file_of
 from nemo_run_ray.remote.array.hosts import HostBook, HostPool
-from nemo_run_ray.remote.node_death import NODE_DEAD_S
+from nemo_run_ray.remote.attempts import NODE_DEAD_S
 from nemo_run_ray.remote.spec import ArraySpec, JobSpec, RoleSpec
 
 ID = "e_1.array"

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from nemo_run_ray.remote.attempts import (
     CANCELLED,
+    NODE_DEAD_S,
     NOT_PLACED,
     Attempt,
     attempt_id,
@@ -25,9 +26,7 @@ from nemo_run_ray.remote.dispatch.decide import (
     JobExit,
     decide,
 )
-from nemo_run_ray.remote.dispatch.retries import SETTLE_S
-from nemo_run_ray.remote.dispatch.time_left import TimeLeft, time_left
-from nemo_run_ray.remote.node_death import NODE_DEAD_S
+from nemo_run_ray.remote.dispatch.policies import SETTLE_S, TimeLeft, time_left
 from nemo_run_ray.remote.spec import DispatchedJobSpec, DispatchSpec, OutsideSpec
 from nemo_run_ray.remote.states import JobState, JobStatus, Reason
 

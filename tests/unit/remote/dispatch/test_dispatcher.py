@@ -18,6 +18,7 @@ from nemo_run_ray.remote.attempts import (
     CANCELLED,
     CLAIM_KEY,
     DISPATCHER_KEY,
+    NODE_DEAD_S,
     NOT_PLACED,
     PERMANENT_KEY,
     RETRIES_KEY,
@@ -45,7 +46,6 @@ from nemo_run_ray.remote.dispatch.dispatcher import (
 from nemo_run_ray.remote.end_record import EndRecord, lock_of, proof_of
 from nemo_run_ray.remote.node.output import PREFIX
 from nemo_run_ray.remote.node.rundir import KEY, SECRETS
-from nemo_run_ray.remote.node_death import NODE_DEAD_S
 from nemo_run_ray.remote.rows import LOCK_KEY, NONCE_KEY
 from nemo_run_ray.remote.spec import SUBMISSION_ID, DispatchedJobSpec, DispatchSpec
 from tests.fake_ray import (

@@ -20,8 +20,7 @@ from nemo_run_ray.remote.carried_over import (
     rows_of,
 )
 from nemo_run_ray.remote.dashboard import LOG_FILE, DashboardClient
-from nemo_run_ray.remote.dispatch.retries import is_settled
-from nemo_run_ray.remote.dispatch.time_left import TimeLeft, time_left
+from nemo_run_ray.remote.dispatch.policies import TimeLeft, is_settled, time_left
 from nemo_run_ray.remote.end_record import EndRecord, lock_of, proof_of
 from nemo_run_ray.remote.rows import LOCK_KEY, NONCE_KEY
 from nemo_run_ray.remote.slurm.carry import (

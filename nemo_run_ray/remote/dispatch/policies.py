@@ -1,13 +1,12 @@
-"""Decides whether a job that failed is tried again, and when that is safe.
-
-Pure functions of the rows of one job in the cluster's job table.
-"""
+"""Policies that ``decide`` asks: retries, and the time that an allocation still has. Pure."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Mapping, Optional, Tuple
 
 from ..attempts import CANCELLED, NOT_PLACED, Attempt
+from ..carried_over import ENDS_AT, LASTS_S, RENEWS
 from ..states import JobState, JobStatus, Reason
 
 #: Seconds from the end of an attempt to the next one.
@@ -16,6 +15,9 @@ SETTLE_S = 1.0
 _UNPROVEN = {Reason.NODE_DIED, Reason.OTHER}
 #: Failures that another attempt would not change. See docs/chains.md.
 _PERMANENT = {Reason.RUNTIME_ENV, Reason.UNSCHEDULABLE, Reason.NOT_PLACED}
+#: Seconds before an allocation is renewed in which no job begins: Ray's job table is written down
+#: then, and what it lacks would begin again.
+CLOSING_S = 5.0
 
 
 def status_of_attempts(
@@ -99,3 +101,47 @@ def with_state(
     """The status with another state; its node stays."""
     number = status.attempt if attempt is None else attempt
     return JobStatus(state, reason, detail, status.node, number, status.waits_for)
+
+
+@dataclass(frozen=True)
+class TimeLeft:
+    """What is left of an allocation.
+
+    Attributes:
+        left_s: seconds from now until it ends.
+        lasts_s: seconds that it lasts in all.
+        renews: whether jobs go on in another one.
+    """
+
+    left_s: float
+    lasts_s: float
+    renews: bool
+
+    def why_never(self, time_s: Optional[float]) -> str:
+        """Why a job that needs so many seconds is not started at all; empty if it may be."""
+        if time_s is None or time_s <= self.left_s:
+            return ""
+        if self.renews and time_s <= self.lasts_s:
+            return ""  # in the next one
+        if self.renews:
+            return f"it needs {time_s:g} s, and each allocation lasts {self.lasts_s:.0f} s"
+        return f"it needs {time_s:g} s, and its allocation ends in {max(self.left_s, 0):.0f} s"
+
+    def has(self, time_s: Optional[float]) -> bool:
+        """Whether a job that needs so many seconds may begin now."""
+        if self.renews and self.left_s < CLOSING_S:
+            return False  # the next allocation would not know that it has begun
+        return time_s is None or time_s <= self.left_s
+
+
+def time_left(env: Mapping[str, str], now: float) -> Optional[TimeLeft]:
+    """What is left by a job's environment; ``None`` where nothing ends the cluster.
+
+    Args:
+        env: of the dispatcher.
+        now: seconds since the epoch.
+    """
+    try:
+        return TimeLeft(float(env[ENDS_AT]) - now, float(env[LASTS_S]), env.get(RENEWS) == "1")
+    except (KeyError, ValueError):
+        return None
