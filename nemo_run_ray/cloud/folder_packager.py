@@ -16,9 +16,8 @@ from typing import IO
 
 from nemo_run.core.packaging.base import Packager
 
-from nemo_run_ray.cloud import platform_limits
-from nemo_run_ray.cloud.encode import Entry, File, Link
-from nemo_run_ray.cloud.tree import Git, Walk, file_size, matches, read_entry, with_links
+from nemo_run_ray.cloud.encode import MOST_SOURCE_BYTES, Entry, File, Link, check_source
+from nemo_run_ray.cloud.source import Git, Walk, file_size, matches, read_entry, with_links
 from nemo_run_ray.errors import ConfigError, PackagingFailed
 from nemo_run_ray.fields import strict_init
 from nemo_run_ray.remote.files import replacing
@@ -116,7 +115,7 @@ class FolderPackager(Packager):
         names = Walk(root, [*_SKIPPED, *self.exclude], Git(root)).below(["."])
         chosen = sorted({linked for name in names for linked in with_links(root, name)})
         sizes = [(name, size) for name in chosen if (size := file_size(root / name)) is not None]
-        platform_limits.check_source(sizes, platform_limits.MOST_SOURCE_BYTES, str(self))
+        check_source(sizes, MOST_SOURCE_BYTES, str(self))
         for name in chosen:
             yield name, read_entry(root, name, chosen)
 
@@ -144,7 +143,7 @@ class FolderPackager(Packager):
                     "Make it anew without them, or leave them out: exclude=[…]. Nothing was sent."
                 )
             sizes = [(name, info.file_size) for name, info in infos.items()]
-            platform_limits.check_source(sizes, platform_limits.MOST_SOURCE_BYTES, str(self))
+            check_source(sizes, MOST_SOURCE_BYTES, str(self))
             for name, info in sorted(infos.items()):
                 mode = info.external_attr >> 16
                 content = archive.read(info)

@@ -24,7 +24,7 @@ from nemo_run.core.packaging.git import GitArchivePackager
 from nemo_run.run.plugin import ExperimentPlugin
 
 from nemo_run_ray import patches
-from nemo_run_ray.cloud import encode, platform_limits
+from nemo_run_ray.cloud import encode
 from nemo_run_ray.cloud.encode import Link
 from nemo_run_ray.cloud.source import Source, collect, find_module, scripts_in
 from nemo_run_ray.errors import TransportError
@@ -97,7 +97,7 @@ class ShipSource(ExperimentPlugin):
                 f"ShipSource: the executor has a {type(executor.packager).__name__}, which sends "
                 "code too. Keep one of the two."
             )
-        most = platform_limits.MOST_SOURCE_BYTES
+        most = encode.MOST_SOURCE_BYTES
         source = collect(root, self.include, self.exclude, self.collections, scripts, most)
         _report(source)
         _into_environment(source, task, executor)
@@ -255,13 +255,13 @@ def _into_environment(
     if path is not None:
         spec["path"] = path
     is_lepton = isinstance(executor, LeptonExecutor)
-    allowed = platform_limits.LEPTON if is_lepton else platform_limits.dgxcloud(executor.nodes)
+    allowed = encode.LEPTON if is_lepton else encode.dgxcloud(executor.nodes)
     pieces = encode.chunks(encode.encode(packed), allowed.value_chars)
     spec["count"] = len(pieces)
     carriers = {f"{OUR_PREFIX}{number}": piece for number, piece in enumerate(pieces)}
     carriers[_SPEC] = json.dumps(spec, separators=(",", ":"))
     carriers[_BOOT] = Path(__file__).with_name("pod.py").read_text(encoding="utf-8")
-    platform_limits.check(allowed, carriers, variables, source.largest())
+    encode.check_limits(allowed, carriers, variables, source.largest())
     if isinstance(executor, LeptonExecutor):
         others = [command for command in executor.pre_launch_commands if command != _LEPTON_LINE]
         executor.pre_launch_commands = [_LEPTON_LINE, *others]

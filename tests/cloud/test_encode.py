@@ -14,7 +14,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from nemo_run_ray.cloud import encode, platform_limits, pod
+from nemo_run_ray.cloud import encode, pod
 from nemo_run_ray.cloud.encode import File, Link
 from nemo_run_ray.errors import SourceTooLarge
 from tests.cloud.pods import expand
@@ -245,7 +245,7 @@ def test_folders_of_pods_that_died_go_after_a_day(tmp_path):
 
 def test_the_program_fits_into_one_variable():
     text = Path(pod.__file__).read_text(encoding="utf-8")
-    assert len(text) < platform_limits.dgxcloud(1).value_chars
+    assert len(text) < encode.dgxcloud(1).value_chars
     assert text.isascii()
     assert expand(text, {}) == text  # Kubernetes changes nothing of it
 
@@ -267,10 +267,10 @@ def test_the_program_is_older_pythons_too(name):
 @pytest.mark.parametrize(
     ("known", "size", "what"),
     [
-        (platform_limits.LEPTON, 1_500_000, "the workload's description"),
-        (platform_limits.dgxcloud(1), 1_500_000, "the workload's description"),
-        (platform_limits.dgxcloud(2), 750_000, "which repeats the variables 2 times"),
-        (platform_limits.Limits("p", 10, object_bytes=10**9), 2_000_000, "a process's variables"),
+        (encode.LEPTON, 1_500_000, "the workload's description"),
+        (encode.dgxcloud(1), 1_500_000, "the workload's description"),
+        (encode.dgxcloud(2), 750_000, "which repeats the variables 2 times"),
+        (encode.Limits("p", 10, object_bytes=10**9), 2_000_000, "a process's variables"),
     ],
 )
 def test_what_is_above_a_limit_is_refused(known, size, what):
@@ -279,19 +279,19 @@ def test_what_is_above_a_limit_is_refused(known, size, what):
         pieces = ["x" * 10] * (size // 20)
     sent = {f"n{number}": piece for number, piece in enumerate(pieces)}
     with pytest.raises(SourceTooLarge, match=what) as caught:
-        platform_limits.check(known, sent, {}, [("a.py", 12345)])
+        encode.check_limits(known, sent, {}, [("a.py", 12345)])
     assert "12,345 a.py" in str(caught.value)
     few = dict(list(sent.items())[: len(sent) // 3])
-    platform_limits.check(known, few, {}, [])
+    encode.check_limits(known, few, {}, [])
 
 
 def test_one_value_that_is_too_long_is_refused():
     with pytest.raises(SourceTooLarge, match="the variable n would have 9,501 bytes"):
-        platform_limits.check(platform_limits.dgxcloud(1), {"n": "x" * 9501}, {}, [])
+        encode.check_limits(encode.dgxcloud(1), {"n": "x" * 9501}, {}, [])
 
 
 def test_the_jobs_other_variables_count():
     sent = {f"n{number}": "x" * 100_000 for number in range(13)}
-    platform_limits.check(platform_limits.LEPTON, sent, {}, [])
+    encode.check_limits(encode.LEPTON, sent, {}, [])
     with pytest.raises(SourceTooLarge):
-        platform_limits.check(platform_limits.LEPTON, sent, {"more": "x" * 200_000}, [])
+        encode.check_limits(encode.LEPTON, sent, {"more": "x" * 200_000}, [])
