@@ -15,7 +15,7 @@ import queue
 import threading
 import time
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -25,7 +25,7 @@ from typing import Any
 
 from nemo_run_ray.errors import CannotBeSent, ConfigError, PoolClosed, TimedOut, WorkerDied
 from nemo_run_ray.fields import LABELS, RESOURCE_MAX, RESOURCE_MIN, are_labels, is_amount, is_whole
-from nemo_run_ray.remote.fit import amount_text, matches
+from nemo_run_ray.remote import fit
 from nemo_run_ray.work.worker import (
     FUNCTIONS_MAX,
     RAISED,
@@ -85,54 +85,27 @@ class Shape:
         }
         return {name: value for name, value in options.items() if value is not None}
 
-    def slots(self, nodes: Iterable[Mapping[str, Any]]) -> int:
-        """How many workers the living nodes, as ``ray.nodes()`` lists them, can have at once."""
-        labelled = self._labelled(nodes)
-        if not self.resources:  # then max_workers is given, see shape_of
-            return (self.max_workers or 0) if labelled else 0
-        count = sum(
-            min(
-                int(node["Resources"].get(name, 0.0) / value + 1e-9)
-                for name, value in self.resources
-            )
-            for node in labelled
-        )
-        return count if self.max_workers is None else min(count, self.max_workers)
+    @property
+    def request(self) -> fit.ResourceRequest:
+        """What a node must have for one worker."""
+        return fit.ResourceRequest(dict(self.resources), dict(self.label_selector))
 
-    def why_never(self, nodes: Sequence[Mapping[str, Any]]) -> str:
-        """Why no node can have a worker."""
-        labelled = self._labelled(nodes)
-        if not labelled and any(node["Alive"] for node in nodes):
-            return f"No node has the labels {dict(self.label_selector)}."
-        for name, value in self.resources:
-            most = max((node["Resources"].get(name, 0.0) for node in labelled), default=0.0)
-            if most < value:
-                return (
-                    f"No node can have a worker: it asks for {name} {amount_text(name, value)}, "
-                    f"and the largest node has {amount_text(name, most)}."
-                )
-        return f"No node can have a worker: none has {self._amounts_text} at once."
+    def slots(self, nodes: Sequence[fit.Node]) -> int:
+        """How many workers the nodes can have at once."""
+        hosts = fit.hosts(self.request, nodes)
+        if not self.resources:  # then max_workers is given, see shape_of
+            return (self.max_workers or 0) if hosts else 0
+        count = sum(fit.slots(node.resources, dict(self.resources)) for node in hosts)
+        return count if self.max_workers is None else min(count, self.max_workers)
 
     def why_waiting(self, free: Mapping[str, float], slots: int) -> str:
         """What the first worker waits for: Ray does not tell a start from a lack of room."""
-        text = ", ".join(
-            f"{name} {amount_text(name, free.get(name, 0.0))}" for name, _ in self.resources
-        )
+        here = {name: free.get(name, 0.0) for name, _ in self.resources}
         return (
             "No worker is ready yet: it starts, or waits for room. Each asks for "
-            f"{self._amounts_text}; the nodes can have {slots} when nothing else runs. Free in the "
-            f"cluster: {text}."
+            f"{fit.amounts_text(dict(self.resources))}; the nodes can have {slots} when nothing "
+            f"else runs. Free in the cluster: {fit.amounts_text(here)}."
         )
-
-    @property
-    def _amounts_text(self) -> str:
-        return ", ".join(f"{name} {amount_text(name, value)}" for name, value in self.resources)
-
-    def _labelled(self, nodes: Iterable[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-        selector = dict(self.label_selector)
-        return [
-            node for node in nodes if node["Alive"] and matches(selector, node.get("Labels") or {})
-        ]
 
 
 def shape_of(
@@ -466,7 +439,7 @@ class TaskQueue:
 
     def _look(self, now: float) -> None:
         """Look at the nodes: how many workers they can have, and which of them have died."""
-        nodes = self._ray.nodes()
+        nodes = fit.nodes_of(self._ray.nodes())
         self._slots = self._shape.slots(nodes)
         wait_s = _NEVER_AGAIN_S if self._has_had_workers else _NEVER_S
         if self._slots:
@@ -474,8 +447,9 @@ class TaskQueue:
         elif self._never_since is None:
             self._never_since = now
         elif now - self._never_since >= wait_s:
-            self.end(WorkerDied(self._shape.why_never(nodes)))
-        died = self._alive - (alive := {node["NodeID"] for node in nodes if node["Alive"]})
+            reason = fit.why_not(self._shape.request, nodes)
+            self.end(WorkerDied(f"No node can have a worker: {reason}."))
+        died = self._alive - (alive := {node.node_id for node in nodes})
         self._alive = alive
         # Where a host has lost its power, Ray itself notices some minutes later.
         for call in list(self._calls):

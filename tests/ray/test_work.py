@@ -207,7 +207,7 @@ def test_an_exception_that_cannot_be_pickled_keeps_its_words(pool):
 
 
 def test_what_no_node_has_is_told(pool):
-    with pytest.raises(ItemFailed, match="it asks for CPU 400, and the largest node has 4"):
+    with pytest.raises(ItemFailed, match="the largest node has CPU 4, it asks for 400"):
         list(pool.map(double, [1], cpus=400))
 
 
