@@ -29,7 +29,16 @@ from .. import FOLDER
 from ..attempts import NODE_DEAD_S, first_id, node_dead_s
 from ..fit import TOLERANCE, Node, ResourceRequest, matches, nodes_of, why_not
 from ..fit import slots as slots_in
-from ..hosts.actors import Actor, ReplicaHandle, actor_class, code_of, key_of, name, passed_on, tar
+from ..hosts.actors import (
+    Actor,
+    ReplicaHandle,
+    actor_class,
+    code_of,
+    key_of,
+    name,
+    prepare_order,
+    tar,
+)
 from ..hosts.calls import Calls
 from ..node.output import say
 from ..node.rundir import jobs_folder
@@ -181,16 +190,7 @@ class HostStarts:
         """The order that makes a host ready."""
         role = self._spec.host
         return {
-            "do": "prepare",
-            "role": role.to_json(),
-            "index": host.record.number,
-            "job": self._job,
-            "run_dir": host.record.run_dir,
-            "code": key_of(code_of(role)) if role.task.has_code else "",
-            "address": host.replica.node.address,
-            "tag": host.record.tag,
-            "given": passed_on(role, self._config),
-            "secrets": {secret: self._secrets[secret] for secret in role.task.secrets},
+            **prepare_order(host.replica, self._job, self._secrets, self._config),
             "slots": host.slots,
             "gpus": role.resources.get("GPU", 0.0),
             "runs": self._spec.runs,

@@ -1,15 +1,6 @@
 """One replica of a role on its node: ports, processes, readiness, output, end.
 
-The replica's actor starts this process and passes orders and reports on::
-
-    actor (a worker of Ray) ══ socket ══ this process, no relative of any worker; adopts orphans
-                                            ├── process 0 of the role, in a session of its own
-                                            └── process 1 …
-
-Its parent is a guard that does nothing but end what is left when this process is killed.
-
-When the actor dies, for whatever reason, the socket ends and all processes are killed: by then Ray
-may have given the GPUs to another job.
+``hosts/relay.py`` says how it is started, and why nothing outlives it.
 
 Orders and reports are JSON, one a line. Orders: ``prepare``, ``start``, ``end``. Reports:
 ``prepared``, ``unprepared``, ``waiting``, ``ready``, ``unready``, ``exited``, ``text``, ``failed``.
