@@ -174,7 +174,7 @@ def _must_have_element(job: Any, element: int) -> None:
 
 
 def _must_have_role(job: Any, role: str) -> None:
-    from nemo_run_ray.experiment.roles_and_elements import roles
+    from nemo_run_ray.experiment.elements import roles
 
     if not job.record.has_roles:
         raise JobError(f"The job {job.name!r} is no group and has no roles; leave --role out.")

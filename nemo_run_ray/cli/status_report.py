@@ -1,4 +1,4 @@
-"""What ``nemo-run-ray status`` and ``timeline`` know of an experiment, as plain values."""
+"""The report of ``nemo-run-ray status`` and ``timeline``: observe, record, render."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from rich.table import Table
 from rich.text import Text
 
 from nemo_run_ray.cli import timeline
-from nemo_run_ray.experiment.history import begin_times
-from nemo_run_ray.experiment.job import RemoteJob
-from nemo_run_ray.experiment.roles_and_elements import (
+from nemo_run_ray.experiment.elements import (
     FIRST_FAILURES,
     elements,
     failure_lines,
     not_ready,
     roles,
 )
+from nemo_run_ray.experiment.history import begin_times
+from nemo_run_ray.experiment.job import RemoteJob
 from nemo_run_ray.experiment.snapshot import Snapshot
 from nemo_run_ray.experiment.store import AttemptRecord, Attempts, merged, store_of
 from nemo_run_ray.nemo import registry
@@ -66,7 +66,7 @@ class StatusReport:
 
     @property
     def seen(self) -> list[tuple[RemoteJob, JobStatus]]:
-        """What ``history.record`` writes down of it."""
+        """The argument of ``history.record``."""
         return list(zip(self.jobs, self.statuses, strict=True))
 
     @property
@@ -194,13 +194,13 @@ def _as_dict(
 
 
 def _waits_for_room(status: JobStatus) -> str:
-    """What a task waits for, in words; empty when it does not wait for room."""
+    """The resources that a task waits for; empty if it waits for none."""
     explained = status.reason in (Reason.ROOM, Reason.UNSCHEDULABLE)
     return status.detail if explained and status.state is JobState.PENDING else ""
 
 
 def _since(status: JobStatus, attempts: Attempts, now: float) -> str:
-    """How long ago the newest attempt got to where it is; empty when that was not seen.
+    """Time since the newest attempt got its state; empty if that was not seen.
 
     Of one that runs, and that nobody saw begin, it is when it was handed over; of one that is lost,
     when it was seen last.

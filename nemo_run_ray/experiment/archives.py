@@ -144,7 +144,7 @@ def code_archive(packager: Packager, folder: Path, name: str) -> Archive:
 
 
 def script_problem(task: JobSpec, code: Archive | None) -> str:
-    """Why the script of a command would not be found, in words; empty when it may be there.
+    """Say why the script of a command would not exist on the node; empty if it may exist.
 
     NeMo-Run puts a script behind its interpreter. A startup command could make it, and only the
     node knows other folders than the task's own.
@@ -303,7 +303,7 @@ def _tar_files(plain: BinaryIO) -> Iterator[Entry]:
 
 
 def _manifest(plain: BinaryIO, packager: str) -> dict[str, Any]:
-    """What Ray's unpacking loses and a node restores; see ``MANIFEST``."""
+    """List what Ray's unpacking loses and a node restores; see ``MANIFEST``."""
     with _open_tar(plain) as tar:
         members = _last_of_name(tar)
     files = sorted(name for name, member in members.items() if member.isfile() or member.islnk())
@@ -426,8 +426,8 @@ def _read(entry: Entry) -> bytes:
 _packing = threading.Lock()
 
 
-class Packed:
-    """What was packed of an experiment.
+class ArchiveCache:
+    """The archives of one experiment, each packed once.
 
     Args:
         exp_dir: NeMo-Run's folder of it.
@@ -459,7 +459,7 @@ class Packed:
         return self._jobs[1]
 
 
-#: How much of an error a message shows.
+#: Characters of an error that a message shows.
 _WORDS_MAX = 400
 
 
@@ -496,7 +496,7 @@ def run_packager(packager: Packager, folder: Path, name: str) -> Path:
 
 
 def in_words(packager: Packager) -> str:
-    """What a packager sends, for people."""
+    """Describe for people what a packager sends."""
     if isinstance(packager, FolderPackager):
         return str(packager)
     return f"packed by {type(packager).__name__}"

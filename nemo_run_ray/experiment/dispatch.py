@@ -63,7 +63,7 @@ _RENEWAL_S = 120.0
 
 @dataclass(frozen=True)
 class DispatchStatus:
-    """What one snapshot says of a dispatch.
+    """The state of a dispatch in one snapshot.
 
     Attributes:
         decision: the status of every job.
@@ -314,7 +314,7 @@ def _must_be_ours(api: JobsApi, row: JobRow, nonces: Collection[str]) -> None:
     )
 
 
-#: What is said of a dispatch with which nothing is left to do.
+#: The answer for a dispatch whose jobs have all been decided.
 _OVER = "all is decided"
 
 

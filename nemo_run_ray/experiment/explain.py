@@ -1,4 +1,4 @@
-"""Why a job that Ray has does not start: what it asks for, what there is, and who holds it.
+"""Explains why a job that Ray has does not start: its request, the nodes, and who holds them.
 
 It explains a status and never changes a state. What it says comes from Ray's state API; when that
 is closed or slow, the status stays as it was.
@@ -33,7 +33,7 @@ from nemo_run_ray.remote.states import JobState, JobStatus, Reason
 _STARTS_S = 3.0
 #: Seconds in which Ray starts a worker by an interpreter of the task's.
 _WORKER_S = 15.0
-#: So many jobs are named that hold what a job waits for.
+#: Number of holders that a message names.
 _HOLDERS_MAX = 3
 #: The name for holders that the cluster does not identify.
 _OTHERS = "others"
@@ -73,7 +73,7 @@ def explain(
 
 
 def _no_worker(row: JobRow, posted_at: float, age_s: float) -> tuple[Reason, str] | None:
-    """What is said of a job whose own interpreter has not come up; Ray tries for six minutes."""
+    """Explain a job whose own interpreter has not come up; Ray tries for six minutes."""
     executable = (row.get("runtime_env") or {}).get("py_executable")
     if not executable or 0 <= age_s < _WORKER_S:
         return None

@@ -16,8 +16,7 @@ from typing import TYPE_CHECKING
 
 from nemo_run_ray.errors import JobError, NemoRunRayError, StreamCut
 from nemo_run_ray.experiment.dispatch import Dispatch
-from nemo_run_ray.experiment.elements import keep_array, needs_keeping
-from nemo_run_ray.experiment.roles_and_elements import elements, roles
+from nemo_run_ray.experiment.elements import elements, keep_array, needs_keeping, roles
 from nemo_run_ray.experiment.snapshot import Snapshot
 from nemo_run_ray.experiment.store import (
     SEEN,
@@ -274,7 +273,7 @@ def attempts_of_rows(
 
 
 def known(record: JobRecord, found: Attempts, now: float) -> Attempts:
-    """What is known of a job's attempts; none goes on of a job that is over.
+    """The attempts of a job, seen and recorded; none is live once the job has ended.
 
     Of a job that was given up while it waited Ray's table may have an attempt as pending still: a
     stop of such a row is held back until Ray would start it.

@@ -24,9 +24,15 @@ from nemo_run_ray.errors import ClusterError, ConfigError, JobError, NemoRunRayE
 from nemo_run_ray.experiment import explain, history
 from nemo_run_ray.experiment.cancel import JOB_MARGIN_S, cancel_job, leftovers, poll_until
 from nemo_run_ray.experiment.dispatch import OUTCOME_S, Dispatch
-from nemo_run_ray.experiment.elements import Element, array_file, cancel_elements, elements_of
+from nemo_run_ray.experiment.elements import (
+    Element,
+    array_file,
+    cancel_elements,
+    elements,
+    elements_of,
+    with_failures,
+)
 from nemo_run_ray.experiment.logs import attempt_mark, follow, output_of
-from nemo_run_ray.experiment.roles_and_elements import elements, with_failures
 from nemo_run_ray.experiment.snapshot import GONE, Snapshot
 from nemo_run_ray.experiment.store import (
     SUBMITTED,
@@ -45,7 +51,7 @@ from nemo_run_ray.remote.states import JobState, JobStatus, Reason, state_of_row
 
 #: Seconds between two looks of a wait, and of a reader that waits for a job's next attempt.
 _LOOK_AGAIN_S = 1.0
-#: How a job ends that never had a process.
+#: Reasons of jobs that ended without a process.
 _NEVER_RAN = (Reason.RUNTIME_ENV, Reason.START_TIMEOUT, Reason.UNSCHEDULABLE, Reason.NOT_PLACED)
 _BUILDS = (Reason.BUILDING, Reason.REBUILDING, Reason.RUNTIME_ENV)
 _BEFORE_ITS_COMMAND = "cancelled before its command ran"
@@ -97,7 +103,7 @@ class RemoteJob:
 
     @property
     def status(self) -> JobStatus:
-        """What is known of it now. It never raises because a cluster is away."""
+        """Its status now. It never raises because a cluster is away."""
         return self.status_in(Snapshot())
 
     @property
@@ -106,7 +112,7 @@ class RemoteJob:
         return list(self.attempts_in(Snapshot()).values())
 
     def status_in(self, snapshot: Snapshot) -> JobStatus:
-        """What a snapshot says of it. It never raises because a cluster is away."""
+        """Its status in a snapshot. It never raises because a cluster is away."""
         try:
             return self.look(snapshot)
         except NemoRunRayError as error:  # a token's file that is gone is no news of the job either
@@ -115,7 +121,7 @@ class RemoteJob:
             return self._as_recorded(JobState.UNKNOWN, Reason.UNREACHABLE, str(error))
 
     def look(self, snapshot: Snapshot) -> JobStatus:
-        """What its cluster says of it, or how it ended as that was written down.
+        """Its status as its cluster reports it, or its recorded end.
 
         Raises:
             ClusterError: the cluster cannot be asked.
@@ -339,7 +345,7 @@ class RemoteJob:
 
     @property
     def elements(self) -> ArrayRows | None:
-        """How many elements of an array wait, run, and have ended; ``None`` for other jobs."""
+        """Counts of an array's elements by state; ``None`` for other jobs."""
         return elements(self, self.status)
 
     def results(self) -> dict[int, Any]:
@@ -430,7 +436,7 @@ class RemoteJob:
 
     @property
     def end_marks(self) -> tuple[str, ...]:
-        """How the last line of its log may begin."""
+        """The possible beginnings of the last line of its log."""
         return tuple(end_mark(nonce) for nonce in self.record.nonces)
 
     def _attempt_logs(self, is_followed: bool) -> Iterator[Iterator[str]]:

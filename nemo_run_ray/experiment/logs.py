@@ -24,10 +24,10 @@ _ROUNDS_AFTER_END = 6
 _PAUSES_S = (0.1, 0.2, 0.5, 1.0, 2.0)
 #: A job whose first process was killed is over for Ray before its other processes have said why.
 _LAST_WORDS_S = 1.0
-#: How Ray begins the line after which a job's log has only the command's and this package's lines.
+#: Ray's line after which a log has only lines of the command and of this package begins so.
 #: Ray writes it into a buffer, which may be flushed when the command has printed something already.
 _ENTRYPOINT = "Running entrypoint for job "
-#: What Ray writes before that line.
+#: Ray's own lines before that one.
 OF_RAY = re.compile(r"\d{4}-\d\d-\d\d .* job_manager\.py:\d+ -- ")
 #: The one of them that says nothing to who reads the log of a job that never started.
 _SETTING_UP = "-- Runtime env is setting up."
@@ -36,7 +36,7 @@ _HEAD_MAX_LINES = 1000
 
 
 class LogSource(Protocol):
-    """Where a log is read. ``JobsApi`` and the job's state, bound to one job."""
+    """The source of a log: ``JobsApi`` and the job's state, bound to one job."""
 
     def tail(self) -> Iterator[str]:
         """The text from the start on, as it grows; may end or break at any time."""
@@ -129,7 +129,7 @@ class _Reader:
 
 
 def attempt_mark(nonce: str) -> str:
-    """How the line begins that separates the logs of a job's attempts.
+    """The beginning of the line that separates the logs of a job's attempts.
 
     The nonce tells it from a line that the task has printed.
     """
@@ -139,7 +139,7 @@ def attempt_mark(nonce: str) -> str:
 def output_of(
     texts: Iterable[str], end_marks: tuple[str, ...], attempt_marks: tuple[str, ...] = ()
 ) -> Iterator[str]:
-    """What the task has printed: the log without the lines before its start and our last one.
+    """The task's own output: the log without the lines before its start and the end record.
 
     The head of the log of a job that never started is all that there is, and is passed on.
 
@@ -190,14 +190,14 @@ class _Frame:
             yield line
 
     def rest(self) -> Iterator[str]:
-        """What was held back at the log's end."""
+        """The lines that were held back, at the log's end."""
         # The head of a log of which only the end was kept may hold the last line too.
         yield from (line for line in self._told() if not line.startswith(self._end_marks))
         if self._begun and not self._begun.startswith(self._end_marks):
             yield self._begun
 
     def _told(self) -> list[str]:
-        """What the log of an attempt says that never started."""
+        """The log of an attempt that never started."""
         return [line for line in self._head if _SETTING_UP not in line]
 
     def _may_be_ours(self) -> bool:

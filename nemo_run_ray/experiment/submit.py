@@ -30,7 +30,7 @@ from nemo_run_ray.errors import (
 )
 from nemo_run_ray.executor import RayExecutor
 from nemo_run_ray.experiment import archives
-from nemo_run_ray.experiment.archives import Packed
+from nemo_run_ray.experiment.archives import ArchiveCache
 from nemo_run_ray.experiment.dispatch import Dispatch, start_dispatcher, submit_once
 from nemo_run_ray.experiment.find import did_you_mean, find_experiment, find_record, titles
 from nemo_run_ray.experiment.store import (
@@ -97,12 +97,12 @@ class Batch:
     _session: str = ""
     _ray_version: str = ""
     _is_checked: bool = False
-    _misfit: DoesNotFit | None = None
+    _preflight_error: DoesNotFit | None = None
     _api: JobsApi | None = None
     _dry_code: dict[str, archives.Archive] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self._packed = Packed(self.exp_dir)
+        self._archives = ArchiveCache(self.exp_dir)
 
     def add(self, planned: JobPlan, executor: RayExecutor, place: int) -> None:
         """Take a job, or another plan of it."""
@@ -131,7 +131,7 @@ class Batch:
 
     def _code(self, packager: Packager, is_dry: bool) -> archives.Archive:
         if not is_dry:
-            return self._packed.code(packager)
+            return self._archives.code(packager)
         key = archives.packager_key(packager)
         if key not in self._dry_code:
             with tempfile.TemporaryDirectory() as folder:
@@ -174,7 +174,7 @@ class Batch:
             (planned,) = self._fitted([planned])
             self.before_post()
             code = {
-                role: self._upload(self._packed.code(packager))
+                role: self._upload(self._archives.code(packager))
                 for role, packager in planned.packagers.items()
             }
             carried = [self._upload(archive) for archive in self._job_archives()]
@@ -210,7 +210,7 @@ class Batch:
             dispatched, intents = [], []
             for planned in _after_their_upstreams(jobs):
                 nonce = secrets.token_hex(8)
-                code = {role: self._packed.code(own) for role, own in planned.packagers.items()}
+                code = {role: self._archives.code(own) for role, own in planned.packagers.items()}
                 uploads.update({archive.uri: archive for archive in code.values()})
                 uris = {role: archive.uri for role, archive in code.items()}
                 body = planned.body(uris, [archive.uri for archive in shared], nonce)
@@ -282,16 +282,16 @@ class Batch:
         api = self._connect()
         version = version_of(self._ray_version)
         # Before a task becomes a group, which would wait for nodes.
-        asks = dict(ask for planned in self.plans.values() for ask in asks_of(planned))
+        asks = dict(ask for planned in self.plans.values() for ask in requests_of(planned))
         for name, planned in list(self.plans.items()):
             self.plans[name] = planned.for_ray(version)
             api.require(self._ray_version, self.plans[name].selector_since)
         if not self._is_checked:
             # Every job of the batch asks for this, and one look is enough.
-            self._misfit = misfit(api.dashboard, self.plans, asks, self.executors)
+            self._preflight_error = preflight_error(api.dashboard, self.plans, asks, self.executors)
             self._is_checked = True
-        if self._misfit is not None:
-            raise self._misfit
+        if self._preflight_error is not None:
+            raise self._preflight_error
         return [self.plans[planned.job] for planned in jobs]
 
     def _upload(self, archive: archives.Archive) -> str:
@@ -304,7 +304,7 @@ class Batch:
     def _job_archives(self) -> list[archives.Archive]:
         """What every job needs; this package comes first, as the driver of a group expects it."""
         folders = {name: Path(self.executors[name].job_dir) for name in self.plans}
-        return [archives.package_archive(), self._packed.jobs(list(self.plans.values()), folders)]
+        return [archives.package_archive(), self._archives.jobs(list(self.plans.values()), folders)]
 
 
 def _after_their_upstreams(jobs: Sequence[JobPlan]) -> list[JobPlan]:
@@ -320,7 +320,7 @@ def _pythons(cluster: Cluster, jobs: Sequence[JobPlan]) -> list[str]:
     return [python for python in named if python is not None]
 
 
-def misfit(
+def preflight_error(
     dashboard: Dashboard,
     plans: Mapping[str, JobPlan],
     asks: Mapping[str, ResourceRequest],
@@ -331,7 +331,7 @@ def misfit(
     Args:
         dashboard: of the cluster.
         plans: the jobs as this cluster gets them.
-        asks: what their replicas ask for, see ``asks_of``.
+        asks: what their replicas ask for, see ``requests_of``.
         executors: of the jobs.
     """
     resolved = [
@@ -397,7 +397,7 @@ def _limits(plans: Sequence[JobPlan]) -> dict[str, Any]:
     }
 
 
-def asks_of(plan: JobPlan) -> Iterator[tuple[str, ResourceRequest]]:
+def requests_of(plan: JobPlan) -> Iterator[tuple[str, ResourceRequest]]:
     """What one replica of each role asks for, by a name for people.
 
     A group that waits for nodes to join asks for nothing that must be there.

@@ -36,10 +36,10 @@ from nemo_run_ray.executor import RayExecutor
 from nemo_run_ray.experiment import history
 from nemo_run_ray.experiment.archives import in_words
 from nemo_run_ray.experiment.dispatch import dispatches_of, resume
+from nemo_run_ray.experiment.elements import not_ready, roles
 from nemo_run_ray.experiment.find import find_job, jobs_of, remember
 from nemo_run_ray.experiment.job import RemoteJob
 from nemo_run_ray.experiment.logs import lines, only
-from nemo_run_ray.experiment.roles_and_elements import not_ready, roles
 from nemo_run_ray.experiment.snapshot import Snapshot
 from nemo_run_ray.experiment.store import INTENT, store_of
 from nemo_run_ray.experiment.submit import Batch, handles_of

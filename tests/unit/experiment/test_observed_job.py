@@ -10,7 +10,7 @@ from nemo_run_ray.dashboard.jobs import TABLE_AGE_S
 from nemo_run_ray.errors import ConfigError, JobError
 from nemo_run_ray.experiment import snapshot as snapshots
 from nemo_run_ray.experiment.cancel import note_cancel
-from nemo_run_ray.experiment.roles_and_elements import roles
+from nemo_run_ray.experiment.elements import roles
 from nemo_run_ray.experiment.snapshot import Snapshot
 from nemo_run_ray.experiment.store import store_of
 from nemo_run_ray.remote.dashboard import LOG_FILE

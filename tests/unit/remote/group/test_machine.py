@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nemo_run_ray.experiment.roles_and_elements import not_ready
+from nemo_run_ray.experiment.elements import not_ready
 from nemo_run_ray.remote.group import machine
 from nemo_run_ray.remote.group.driver import _events_of_report, group_rows
 from nemo_run_ray.remote.group.machine import (
