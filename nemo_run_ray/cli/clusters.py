@@ -20,9 +20,8 @@ from nemo_run_ray.clusters import Cluster, Dashboard, ExistingCluster, LocalClus
 from nemo_run_ray.errors import ClusterError, ConfigError, JobError
 
 if TYPE_CHECKING:
-    from nemo_run_ray.cluster_files.document import KeyPath
-    from nemo_run_ray.cluster_files.load import Loaded
-    from nemo_run_ray.cluster_files.preflight import CheckRow
+    from nemo_run_ray.cluster_files.check import CheckRow
+    from nemo_run_ray.cluster_files.load import KeyPath, Loaded
     from nemo_run_ray.remote.fit import Node
 
 _FILE = "A cluster file of an embedded Ray, or of one on Slurm."
@@ -157,10 +156,9 @@ def doctor(
     as_json: Annotated[bool, typer.Option("--json", help="For programs.")] = False,
 ) -> None:
     """Check that a cluster can be reached and used. Exit code 1 when something is broken."""
-    from nemo_run_ray.cluster_files.defaults import check_fields_of
+    from nemo_run_ray.cluster_files.check import look
     from nemo_run_ray.cluster_files.load import load
-    from nemo_run_ray.cluster_files.preflight import look
-    from nemo_run_ray.cluster_files.resolve import cluster_of
+    from nemo_run_ray.cluster_files.resolve import check_fields_of, cluster_of
 
     if name is not None and cluster not in (None, name):
         raise ConfigError(f"Give one cluster file, not {name!r} and --cluster {cluster!r}.")
@@ -262,7 +260,7 @@ def init(
     ] = None,
 ) -> None:
     """Write a first cluster file, cluster_configs/NAME.yaml, with comments."""
-    from nemo_run_ray.cluster_files.sample import sample
+    from nemo_run_ray.cluster_files.check import sample
     from nemo_run_ray.dashboard.state import inspect
 
     path = Path("cluster_configs", f"{name}.yaml")
@@ -290,11 +288,11 @@ def init(
 
 
 def _list_files(as_json: bool) -> None:
-    from nemo_run_ray.cluster_files import search
+    from nemo_run_ray.cluster_files import load
 
-    rows = [_row(str(path)) for path in search.files()]
+    rows = [_row(str(path)) for path in load.files()]
     try:
-        with_profiles, profiles = search.profiles_here()
+        with_profiles, profiles = load.profiles_here()
         rows += [_row(f"{with_profiles}:{profile}") for profile in profiles]
     except ConfigError as error:  # the others are good all the same
         problem = {"name": "env.toml", "kind": "wrong", "where": "", "pools": [], "path": ""}
@@ -302,7 +300,7 @@ def _list_files(as_json: bool) -> None:
     if as_json:
         print(json.dumps(rows, indent=1))
     elif not rows:
-        folders = ", ".join(str(folder) for folder in search.folders())
+        folders = ", ".join(str(folder) for folder in load.folders())
         out.print(
             f"There are no cluster files in {folders or 'any folder'}. `nemo-run-ray init` writes "
             "one; docs/clusters.md describes them.",
@@ -321,15 +319,14 @@ def _list_files(as_json: bool) -> None:
 
 
 def _row(path: str) -> dict[str, Any]:
-    from nemo_run_ray.cluster_files.defaults import check_fields_of
-    from nemo_run_ray.cluster_files.load import load
-    from nemo_run_ray.cluster_files.resolve import cluster_of
+    from nemo_run_ray.cluster_files.load import is_for_others, load
+    from nemo_run_ray.cluster_files.resolve import check_fields_of, cluster_of
 
     file, _, profile = path.partition(".toml:")
     stem = profile or os.path.splitext(os.path.basename(file))[0]
     row = {"name": stem, "kind": "wrong", "where": "", "pools": [], "path": path, "error": ""}
     try:
-        other = _other_format(Path(path), profile)
+        other = is_for_others(Path(f"{file}.toml" if profile else path), profile or None)
         if other:
             return row | {"kind": other, "where": "not for Ray"}
         loaded = load(path)
@@ -347,23 +344,9 @@ def _address(cluster: Cluster) -> str:
     return getattr(cluster, "url", "the embedded Ray")
 
 
-def _other_format(path: Path, profile: str) -> str:
-    """The format of a foreign file for another executor, such as Slurm; empty of all others."""
-    from nemo_run_ray.cluster_files import env_toml, skills
-    from nemo_run_ray.cluster_files.document import read
-
-    if profile:
-        document = read(path.with_name(env_toml.NAME))
-        return "" if env_toml.names_ray(document, profile) else "Nemotron env.toml"
-    document = read(path)
-    is_for_others = skills.is_skills(document) and not skills.names_ray(document)
-    return "NeMo-Skills" if is_for_others else ""
-
-
 def _show_file(name: str, as_json: bool) -> None:
-    from nemo_run_ray.cluster_files.defaults import check_fields_of
     from nemo_run_ray.cluster_files.load import load
-    from nemo_run_ray.cluster_files.resolve import cluster_of
+    from nemo_run_ray.cluster_files.resolve import check_fields_of, cluster_of
 
     loaded = load(name)
     check_fields_of(loaded)
@@ -393,8 +376,7 @@ def _show_file(name: str, as_json: bool) -> None:
 
 def _values(loaded: Loaded) -> Iterator[tuple[str, Any, str]]:
     """Every value of a file, then the variables that tasks get of this environment."""
-    from nemo_run_ray.cluster_files.document import dotted
-    from nemo_run_ray.cluster_files.variables import variables_of
+    from nemo_run_ray.cluster_files.load import dotted, variables_of
 
     said = loaded.file.model_dump(exclude_unset=True)
     for path, value in _leaves(said, ()):

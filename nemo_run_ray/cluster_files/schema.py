@@ -1,7 +1,6 @@
 """The format of a cluster file, after a reader has made plain values of it.
 
-Every key is a field here, and its description is what ``docs/clusters.md`` prints. Files of other
-projects are brought into this form by their readers; nothing else knows their keys.
+Every key is a field here, and its description is what ``docs/clusters.md`` prints.
 """
 
 from __future__ import annotations
@@ -10,10 +9,6 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from nemo_run_ray.cluster_files.slurm_part import SlurmPart
-
-#: What a ``defaults`` section may name besides: objects of Python that a text can stand for.
-PACKAGERS = ("git", "none")
 _Texts = dict[str, str]
 _Amount = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 _Amounts = dict[str, _Amount]
@@ -36,6 +31,62 @@ class LocalPart(_Part):
         float,
         Field(description="Seconds without a user and a job that runs after which it stops."),
     ] = 600.0
+
+
+class SidecarPart(_Part):
+    """A command beside Ray."""
+
+    name: Annotated[str, Field(description="Its name, for messages and its log.")]
+    command: Annotated[str, Field(description="A line for bash.")]
+    everywhere: Annotated[bool, Field(description="On every node, or on the head's alone.")] = True
+    port: Annotated[
+        int | None, Field(description="It is ready when this port takes connections.")
+    ] = None
+
+
+class SlurmPart(_Part):
+    """Ray in an allocation of Slurm, with the fields of SlurmCluster and its SlurmExecutor."""
+
+    account: Annotated[str, Field(description="Slurm's account.")]
+    job_dir: Annotated[str, Field(description="A folder that all nodes share, absolute.")]
+    partition: Annotated[str | None, Field(description="Slurm's partition.")] = None
+    host: Annotated[
+        str | None, Field(description="A login node to reach by SSH; without it, this machine.")
+    ] = None
+    user: Annotated[str | None, Field(description="Your name on that host.")] = None
+    port: Annotated[int | None, Field(description="Its port of SSH.")] = None
+    identity: Annotated[str | None, Field(description="File of your private key.")] = None
+    name: Annotated[
+        str | None, Field(description="Who names the same shares one; default: the file's name.")
+    ] = None
+    nodes: Annotated[int, Field(ge=1, description="Nodes of the allocation.")] = 1
+    walltime: Annotated[str | None, Field(description="Its time limit: `04:00:00`.")] = None
+    gpus_per_node: Annotated[int | None, Field(description="GPUs of each node.")] = None
+    cpus_per_task: Annotated[int | None, Field(description="CPUs of each node.")] = None
+    mem: Annotated[str | None, Field(description="Memory of each node, as Slurm writes it.")] = None
+    qos: Annotated[str | None, Field(description="Slurm's quality of service.")] = None
+    exclusive: Annotated[bool | None, Field(description="Share the nodes with nobody.")] = None
+    container_image: Annotated[str | None, Field(description="Image of the nodes (pyxis).")] = None
+    container_mounts: Annotated[list[str], Field(description="Folders in the container.")] = []
+    setup_lines: Annotated[str | None, Field(description="Shell lines before Ray starts.")] = None
+    env_vars: Annotated[
+        dict[str, str],
+        Field(description="Variables of the script and of Ray, written as they are."),
+    ] = {}
+    sbatch: Annotated[
+        dict[str, str | int | bool], Field(description="Further options of sbatch, by name.")
+    ] = {}
+    keep: Annotated[bool, Field(description="Leave it when its last user is done.")] = False
+    idle_timeout_s: Annotated[
+        int | None, Field(description="Seconds without a job after which it ends.")
+    ] = 900
+    renew: Annotated[
+        bool, Field(description="Chains go on in another allocation when its walltime is over.")
+    ] = False
+    queue_timeout_s: Annotated[
+        float | None, Field(description="Seconds to wait in Slurm's queue.")
+    ] = None
+    sidecars: Annotated[list[SidecarPart], Field(description="What runs beside Ray.")] = []
 
 
 class ClusterPart(_Part):

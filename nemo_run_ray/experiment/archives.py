@@ -32,11 +32,11 @@ from nemo_run.core.packaging.git import GitArchivePackager
 
 from nemo_run_ray import remote
 from nemo_run_ray.cloud.folder_packager import FolderPackager
-from nemo_run_ray.cluster_files.credentials import value_of
+from nemo_run_ray.cluster_files.load import value_of
 from nemo_run_ray.dashboard.http import UPLOAD_MAX_BYTES
 from nemo_run_ray.errors import ArchiveTooLarge, ConfigError, NemoRunRayError, PackagingFailed
-from nemo_run_ray.plan.entrypoints import REMOTE_PACKAGE
-from nemo_run_ray.plan.job_plan import JobPlan
+from nemo_run_ray.plan.job import JobPlan
+from nemo_run_ray.plan.request import REMOTE_PACKAGE
 from nemo_run_ray.remote.node.rundir import (
     JOBS,
     KEY,

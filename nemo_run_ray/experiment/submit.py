@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from graphlib import TopologicalSorter
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from nemo_run.core.frontend.console.api import CONSOLE
 from nemo_run.core.packaging.base import Packager
@@ -41,9 +41,8 @@ from nemo_run_ray.experiment.store import (
     JobRecord,
     store_of,
 )
-from nemo_run_ray.fields import version_of
 from nemo_run_ray.ids import HANDLE, dispatcher_id
-from nemo_run_ray.plan.job_plan import JobPlan, joined_places
+from nemo_run_ray.plan.job import JobPlan, joined_places
 from nemo_run_ray.remote.attempts import DISPATCHER_KEY
 from nemo_run_ray.remote.end_record import lock_of, proof_of
 from nemo_run_ray.remote.fit import ResourceRequest, request_of
@@ -58,7 +57,7 @@ from nemo_run_ray.remote.spec import (
 from nemo_run_ray.remote.states import JobState, JobStatus, Reason
 
 if TYPE_CHECKING:
-    from nemo_run_ray.cluster_files.check_rows import CheckRow
+    from nemo_run_ray.cluster_files.check import CheckRow
 
 #: So many jobs are handed over by the client at once; more wait on the cluster, where a dispatcher
 #: limits them to what the head's memory suffices for (110 MB each).
@@ -274,25 +273,22 @@ class Batch:
         return self._api
 
     def _fitted(self, jobs: Sequence[JobPlan]) -> list[JobPlan]:
-        """These jobs in the form that the cluster's Ray carries out; all plans get it at once.
+        """These jobs, when the cluster can run all of them.
 
         Raises:
             TooOld: it cannot carry out one of the experiment's jobs.
         """
         api = self._connect()
-        version = version_of(self._ray_version)
-        # Before a task becomes a group, which would wait for nodes.
         asks = dict(ask for planned in self.plans.values() for ask in requests_of(planned))
-        for name, planned in list(self.plans.items()):
-            self.plans[name] = planned.for_ray(version)
-            api.require(self._ray_version, self.plans[name].selector_since)
+        for planned in self.plans.values():
+            api.require(self._ray_version, planned.selector_since)
         if not self._is_checked:
             # Every job of the batch asks for this, and one look is enough.
             self._preflight_error = preflight_error(api.dashboard, self.plans, asks, self.executors)
             self._is_checked = True
         if self._preflight_error is not None:
             raise self._preflight_error
-        return [self.plans[planned.job] for planned in jobs]
+        return list(jobs)
 
     def _upload(self, archive: archives.Archive) -> str:
         """The archive's URI, asked for every job: Ray forgets archives unused for some minutes."""
@@ -343,7 +339,7 @@ def preflight_error(
     if not any(executor.preflight for executor in resolved):
         return None
     # Imported when they are needed, for their libraries.
-    from nemo_run_ray.cluster_files.check_rows import CheckState
+    from nemo_run_ray.cluster_files.check import CheckState
 
     rows = _looked(dashboard, plans, asks, dict.fromkeys(plan.resolved_from for plan in resolved))
     _tell(
@@ -367,15 +363,16 @@ def _looked(
     names: Iterable[str | None],
 ) -> list[CheckRow]:
     """What is to be said of the cluster by each file that executors come from."""
+    from nemo_run_ray.cluster_files.check import Needs, look
     from nemo_run_ray.cluster_files.load import load
-    from nemo_run_ray.cluster_files.preflight import Needs, look
     from nemo_run_ray.cluster_files.schema import ClusterFile
 
     rows: dict[CheckRow, None] = {}
     for name in names:
         file = load(name).file if name else ClusterFile()
         # The tasks themselves are looked at, and pools that they do not use do not matter.
-        needs = Needs(asks=asks, jobs=len(plans), **_limits(list(plans.values())))
+        limits = [plan.max_in_flight for plan in plans.values() if plan.max_in_flight is not None]
+        needs = Needs(asks=asks, jobs=len(plans), max_in_flight=min(limits, default=None))
         rows |= dict.fromkeys(look(dashboard, file.model_copy(update={"pools": {}}), needs))
     return list(rows)
 
@@ -385,16 +382,6 @@ def _tell(warnings: Sequence[str], untold: Sequence[str]) -> None:
         CONSOLE.log(as_markup(f"Preflight: {warning}"))
     if untold:
         CONSOLE.log(as_markup(f"Preflight: the cluster does not tell: {', '.join(untold)}."))
-
-
-def _limits(plans: Sequence[JobPlan]) -> dict[str, Any]:
-    """Values of ``preflight.Needs``."""
-    limits = [plan.max_in_flight for plan in plans if plan.max_in_flight is not None]
-    since = [plan.selector_since for plan in plans if plan.selector_since is not None]
-    return {
-        "selector_since": max(since, default=None),
-        "max_in_flight": min(limits, default=None),
-    }
 
 
 def requests_of(plan: JobPlan) -> Iterator[tuple[str, ResourceRequest]]:

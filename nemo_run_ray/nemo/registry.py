@@ -28,8 +28,8 @@ from nemo_run_ray.clusters import Cluster
 from nemo_run_ray.errors import ConfigError, UnsupportedNemoRun
 from nemo_run_ray.executor import ON_SUBCLASS, RayExecutor
 from nemo_run_ray.ids import SCHEDULER, SESSION
+from nemo_run_ray.integrations.skills.patch import SkillsExecutorPatch
 from nemo_run_ray.remote.files import write_file
-from nemo_run_ray.skills.patch import SkillsExecutorPatch
 
 log = logging.getLogger(__name__)
 #: NeMo-Run's lists of executors whose jobs run side by side, and go on without their client.

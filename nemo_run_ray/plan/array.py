@@ -28,8 +28,7 @@ from torchx.specs import Role
 from nemo_run_ray.errors import ConfigError
 from nemo_run_ray.executor import RayExecutor, check_guard
 from nemo_run_ray.fields import is_whole, refuse_credentials
-from nemo_run_ray.plan.commands import argv_of, has_torchrun
-from nemo_run_ray.plan.roles import array_role
+from nemo_run_ray.plan.roles import argv_of, array_role, has_torchrun
 from nemo_run_ray.remote.array.elements_file import ENV, ENVS, FIELD, NAME, TASK, WORD, WORDS
 from nemo_run_ray.remote.node.command import modules_in
 from nemo_run_ray.remote.spec import ArraySpec

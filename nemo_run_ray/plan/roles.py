@@ -5,12 +5,16 @@ from __future__ import annotations
 import copy
 import logging
 import re
+import shlex
 import zlib
-from collections.abc import Mapping
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
+from nemo_run.core.execution.launcher import FaultTolerance, Launcher, Torchrun
 from nemo_run.core.packaging.base import Packager
+from nemo_run.run.torchx_backend.components import ft_launcher, torchrun
 from torchx.specs import AppDef, Role
 
 from nemo_run_ray.cloud.folder_packager import FolderPackager, code_dir
@@ -23,25 +27,15 @@ from nemo_run_ray.fields import (
     refuse_credentials,
     resolve_runtime_env,
 )
-from nemo_run_ray.plan.commands import (
-    argv_of,
-    config_of,
-    has_torchrun,
-    replace_macros,
-    with_free_rendezvous,
-    with_launcher,
-)
-from nemo_run_ray.plan.group_checks import check_probe, check_together, check_whole
 from nemo_run_ray.remote.node.command import modules_of
-from nemo_run_ray.remote.spec import RENDEZVOUS, ArraySpec, GroupSpec, JobSpec, RoleSpec
+from nemo_run_ray.remote.spec import RENDEZVOUS, GroupSpec, JobSpec, RoleSpec, env_key
 
 log = logging.getLogger(__name__)
 
 #: Longest name of a role: it is part of a folder's name on the node.
 ROLE_MAX = 48
-#: First version of Ray that knows label selectors of a job, and of a placement group's bundles. An
-#: older Ray answers a job's with 400, and has no such argument for groups (read from the wheels).
-JOB_SELECTORS_SINCE, BUNDLE_SELECTORS_SINCE = (2, 54), (2, 47)
+#: First version of Ray that knows the label selector of a job; an older one answers it with 400.
+SELECTORS_SINCE = (2, 54)
 _ROLE = re.compile(r"[A-Za-z0-9_.-]+")
 _SPREADS = ("SPREAD", "STRICT_SPREAD")
 
@@ -314,23 +308,205 @@ def _spread(roles: list[RoleSpec], executors: list[RayExecutor]) -> list[RoleSpe
     return found
 
 
-def selector_since(
-    spec: JobSpec | GroupSpec | ArraySpec, executor: RayExecutor
-) -> tuple[int, int] | None:
-    """The first version of Ray that can do what the label selectors ask for.
+_RUNNER = "nemo_run.core.runners.fdl_runner"
+#: NeMo-Run's macros in a command: ``$$${name}`` is the variable's value, ``${name}`` its name.
+_MACRO = re.compile(r"(\$\$)?\$\{(\w+)\}")
+#: Fields of NeMo-Run's FaultTolerance that its component takes as they are.
+_FAULT_TOLERANCE = (
+    "workload_check_interval",
+    "initial_rank_heartbeat_timeout",
+    "rank_heartbeat_timeout",
+    "rank_termination_signal",
+    "log_level",
+    "max_restarts",
+)
 
-    For a group on an older Ray custom resources do.
+
+def has_torchrun(executor: RayExecutor) -> bool:
+    """Whether torchrun, or NeMo-Run's fault-tolerant form of it, starts the task's processes."""
+    return isinstance(executor.get_launcher(), (Torchrun, FaultTolerance))
+
+
+def argv_of(role: Role, executor: RayExecutor) -> list[str]:
+    """The exact words of the command.
+
+    NeMo-Run's torchrun component quotes its words for a shell; there is none here, so each is
+    unquoted again. A word that is not one quoted word stays as it is.
     """
-    if isinstance(spec, JobSpec):
-        return JOB_SELECTORS_SINCE if executor.label_selector else None
-    if isinstance(spec, ArraySpec):
-        return None  # its driver reads the labels of the nodes itself
-    for role in spec.roles:
-        own: Mapping[str, float] = {
-            name: amount
-            for name, amount in role.resources.items()
-            if name not in ("CPU", "GPU", "memory")
-        }
-        if role.spread or (role.label_selector and not own):
-            return BUNDLE_SELECTORS_SINCE
-    return None
+    words = role.args
+    if has_torchrun(executor):
+        words = [_unquote(word) for word in words]
+    return [replace_macros(word, executor) for word in (role.entrypoint, *words)]
+
+
+def with_launcher(role: Role, executor: RayExecutor) -> Role:
+    """The role under its own launcher: NeMo-Run asks only the group's executor for one."""
+    launcher: Launcher = executor.get_launcher()
+    if not isinstance(launcher, (Torchrun, FaultTolerance)):
+        return role
+    options: dict[str, Any] = {
+        "script": role.entrypoint,
+        "no_python": True,
+        "name": role.name,
+        "j": f"{executor.nnodes()}x{executor.nproc_per_node()}",
+        "rdzv_backend": launcher.rdzv_backend,
+        "rdzv_port": launcher.rdzv_port,
+        # Equal jobs make equal archives, so the number is not random.
+        "rdzv_id": launcher.rdzv_id or zlib.crc32(role.name.encode()) % 10000 + 1,
+        "env": dict(role.env),
+        "debug": executor.packager.debug,
+    }
+    component = torchrun.torchrun
+    if isinstance(launcher, FaultTolerance):
+        component = ft_launcher.ft_launcher
+        options |= {name: getattr(launcher, name) for name in _FAULT_TOLERANCE}
+    return component(*role.args, **options).roles[0]
+
+
+def with_free_rendezvous(word: str, executor: RayExecutor) -> str:
+    """The word with a port that is free on the node instead of NeMo-Run's default for a rendezvous.
+
+    The default is the same for all: two jobs on a node would meet there.
+    """
+    launcher = executor.get_launcher()
+    if not isinstance(launcher, (Torchrun, FaultTolerance)):
+        return word
+    head = f"${executor.macro_values().head_node_ip_var}"
+    if launcher.rdzv_port == type(launcher)().rdzv_port and word == f"{head}:{launcher.rdzv_port}":
+        return f"{head}:$NEMO_RUN_RDZV_PORT"
+    return word
+
+
+def replace_macros(text: str, executor: RayExecutor) -> str:
+    """The text with NeMo-Run's macros replaced, and nothing else: a ``$$`` of the user's stays."""
+    values = vars(executor.macro_values())
+
+    def replace_one(match: re.Match[str]) -> str:
+        value, name = match.groups()
+        if name not in values:
+            return match.group()
+        return f"${values[name]}" if value else str(values[name])
+
+    return _MACRO.sub(replace_one, text)
+
+
+def config_of(argv: list[str]) -> str | None:
+    """Where NeMo-Run's serialised task is below the root of the run directory."""
+    if _RUNNER not in argv or not argv[-1].startswith("/nemo_run/configs/"):
+        return None
+    return argv[-1].lstrip("/")
+
+
+def _unquote(word: str) -> str:
+    try:
+        parts = shlex.split(word)
+    except ValueError:
+        return word
+    return parts[0] if len(parts) == 1 else word
+
+
+#: Fields that say something about one role only.
+_OF_ROLES = (
+    "nodes",
+    "ntasks_per_node",
+    "cpus_per_node",
+    "gpus_per_node",
+    "memory_per_node",
+    "resources_per_node",
+    "label_selector",
+    "strategy",
+    "runtime_env",
+    "allow_unknown_runtime_env",
+    "secrets",
+    "role",
+    "service",
+    "ready",
+    "ports",
+    "pending_timeout_s",
+    "wait_for_nodes",
+    "keep_run_dir",
+    "entrypoint_shell",
+    "startup_commands",
+    "python",
+)
+
+
+def check_whole(executor: RayExecutor) -> None:
+    """Refuse what a plug-in sets on the executor of a whole group, where it would do nothing."""
+    if not executor.resource_group:
+        return
+    plain = RayExecutor()
+    for name in _OF_ROLES:
+        if getattr(executor, name) != getattr(plain, name):
+            raise ConfigError(
+                f"RayExecutor.{name} of a whole group is {getattr(executor, name)!r}, where it "
+                "does nothing; set it on the executors of the roles."
+            )
+    if executor.grace_s != max(member.grace_s for member in executor.resource_group):
+        raise ConfigError(
+            f"RayExecutor.grace_s of a whole group is {executor.grace_s!r}, where it does nothing; "
+            "set it on the executors of the roles."
+        )
+
+
+def check_probe(name: str, executor: RayExecutor, count: int) -> None:
+    """Refuse a service that is alone in its group, and a probe that is never or cannot be asked.
+
+    Args:
+        name: of the role.
+        executor: the role's.
+        count: how many roles the group has.
+    """
+    if executor.service and count == 1:
+        raise ConfigError(
+            f"RayExecutor.service of {name!r} is True, but the task is alone: a service runs until "
+            "the other roles of its group are done."
+        )
+    if executor.ready is None:
+        return
+    if not executor.service:
+        raise ConfigError(
+            f"RayExecutor.ready of the role {name!r} is {executor.ready!r}, but the role is no "
+            "service, so nothing waits for it; set service=True or leave ready out."
+        )
+    port = executor.ready.spec().port
+    if isinstance(port, str) and port not in executor.ports:
+        raise ConfigError(
+            f"RayExecutor.ready of the role {name!r} asks the port {port!r}, which is none of its "
+            f"ports ({', '.join(executor.ports) or 'it has none'}); add it to RayExecutor.ports."
+        )
+
+
+def check_together(roles: list[RoleSpec]) -> None:
+    """Refuse roles that share a name or a variable, and a group of nothing but services."""
+    names: set[str] = set()
+    owners: dict[str, str] = {}
+    for role in roles:
+        if role.name in names:
+            raise ConfigError(
+                f"Two roles of the group have the name {role.name!r}; give each executor a "
+                "RayExecutor.role of its own."
+            )
+        names.add(role.name)
+        for variable, owner in _variables_of(role):
+            other = owners.setdefault(variable, owner)
+            if other != owner:
+                raise ConfigError(
+                    f"The {other} and the {owner} would share the variable {variable}; rename one "
+                    "of them, by RayExecutor.role or in RayExecutor.ports."
+                )
+    if all(role.service for role in roles):
+        raise ConfigError(
+            f"The group has no primary role: {', '.join(sorted(names))} are services, and services "
+            "run until the primaries are done. Leave RayExecutor.service out of one."
+        )
+
+
+def _variables_of(role: RoleSpec) -> Iterator[tuple[str, str]]:
+    """The variables that tell of a role, each with what it is about, in words."""
+    prefix = f"NEMO_RUN_{env_key(role.name)}"
+    for kind in ("HOST", "HOSTS"):
+        yield f"{prefix}_{kind}", f"role {role.name!r}"
+    for port in role.ports:
+        for kind in ("PORT", "PORTS"):
+            yield f"{prefix}_{kind}_{env_key(port)}", f"port {port!r} of the role {role.name!r}"

@@ -15,7 +15,7 @@ from torchx.specs import AppDef, Role
 from nemo_run_ray import FolderPackager, LocalCluster, RayExecutor
 from nemo_run_ray.errors import ConfigError, PackagingFailed, TransportError
 from nemo_run_ray.experiment.archives import code_archive
-from nemo_run_ray.plan.job_plan import plan
+from nemo_run_ray.plan.job import plan
 from tests.conftest import refused
 from tests.fake_ray import FakeRay
 from tests.unit.experiment.conftest import Handed

@@ -21,8 +21,8 @@ TESTS = Path(__file__).parents[1]
 _LINES = (
     {"__init__"},
     {"cli"},
-    {"nemo"},
-    {"experiment", "skills", "work"},
+    {"nemo", "integrations"},
+    {"experiment", "work"},
     {"cluster_files"},
     {"plan"},
     {"executor", "dashboard", "cloud"},

@@ -14,9 +14,8 @@ from typer.testing import CliRunner
 from nemo_run_ray import LocalCluster, RayExecutor
 from nemo_run_ray.cli import main as cli
 from nemo_run_ray.cli.clusters import checks_table
+from nemo_run_ray.cluster_files.check import CheckState, Needs, look, sample
 from nemo_run_ray.cluster_files.load import load
-from nemo_run_ray.cluster_files.preflight import CheckState, Needs, look
-from nemo_run_ray.cluster_files.sample import sample
 from nemo_run_ray.cluster_files.schema import ClusterFile
 from nemo_run_ray.clusters import Dashboard
 from nemo_run_ray.remote.fit import Node

@@ -2,7 +2,7 @@
 
 import pytest
 
-from nemo_run_ray.cluster_files.images import derived_labels, label_value, labels_of
+from nemo_run_ray.cluster_files.resolve import derived_labels, label_value, labels_of
 from nemo_run_ray.cluster_files.schema import ClusterFile
 from nemo_run_ray.errors import ConfigError
 

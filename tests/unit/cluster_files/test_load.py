@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from nemo_run_ray.cluster_files.defaults import check_fields_of
 from nemo_run_ray.cluster_files.load import load
+from nemo_run_ray.cluster_files.resolve import check_fields_of
 from nemo_run_ray.errors import ConfigError
 from tests.conftest import ROOT
 
@@ -110,7 +110,7 @@ def test_the_docs_example(write):
 
 
 HOSTILE = {
-    "cluster: &a {local: *a}\n": "too many keys, or too deep",
+    "cluster: &a {local: *a}\n": "nested too deeply",
     "cluster: " + "[" * 3000: "nested too deeply",
     "\n".join(f"a{n}: &a{n} [{f'*a{n - 1}, ' * 9}]" for n in range(1, 12)).replace(
         "*a0", "x"
@@ -142,7 +142,7 @@ def test_a_variable_of_the_environment_is_filled_in(write, monkeypatch):
 BAD = {
     "cluster:\n  address: http://${NO_SUCH}\n": (2, "cluster.address", "NO_SUCH is not set"),
     "cluster:\n  address: http://$/x\n": (2, "cluster.address", r"\$\$ for a dollar"),
-    "cluster:\n\taddress: x\n": (2, "", "indented by blanks"),
+    "cluster:\n\taddress: x\n": (2, "", "cannot start any token"),
     "cluster:\n  address: a\n  address: b\n": (3, "cluster.address", "first in line 2"),
     "clusters:\n  address: x\n": (1, "clusters", "did you mean 'cluster'"),
     "cluster:\n  adress: x\n": (2, "cluster.adress", "did you mean 'address'"),

@@ -15,7 +15,7 @@ from nemo_run.cli.cli_parser import parse_cli_args
 from nemo_run.core.serialization.zlib_json import ZlibJSONSerializer
 
 from nemo_run_ray import ExistingCluster, FolderPackager, LocalCluster, RayExecutor
-from nemo_run_ray.cluster_files.credentials import value_of
+from nemo_run_ray.cluster_files.load import value_of
 from nemo_run_ray.errors import ConfigError
 
 FILE = """\

@@ -4,7 +4,7 @@ import warnings
 
 import pytest
 
-from nemo_run_ray.cluster_files import search
+from nemo_run_ray.cluster_files import load as search
 from nemo_run_ray.errors import ConfigError
 
 

@@ -28,7 +28,7 @@ from nemo_run_ray.experiment.archives import (
     packager_key,
     secrets_archive,
 )
-from nemo_run_ray.plan.job_plan import JobPlan
+from nemo_run_ray.plan.job import JobPlan
 from nemo_run_ray.remote.node.rundir import JOBS, KEY, MANIFEST, RENAMED, SECRETS, RunDir
 from nemo_run_ray.remote.spec import JobSpec, from_json
 

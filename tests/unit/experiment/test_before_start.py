@@ -13,7 +13,7 @@ from torchx.specs import AppDef, Role
 from nemo_run_ray import RayExecutor
 from nemo_run_ray.errors import ConfigError, DoesNotFit
 from nemo_run_ray.experiment.archives import secrets_archive
-from nemo_run_ray.plan.job_plan import joined_places, plan
+from nemo_run_ray.plan.job import joined_places, plan
 from nemo_run_ray.remote.node.rundir import SECRETS
 from tests import rooms
 from tests.conftest import TRUE, refused

@@ -19,9 +19,8 @@ from nemo_run_ray import RayExecutor
 from nemo_run_ray.errors import ConfigError
 from nemo_run_ray.fields import CommandProbe, HttpProbe, PortProbe
 from nemo_run_ray.ids import job_id, safe_id
-from nemo_run_ray.plan.dry_run import describe
-from nemo_run_ray.plan.entrypoints import dispatcher_entrypoint, entrypoint
-from nemo_run_ray.plan.job_plan import JobPlan, in_folder, plan
+from nemo_run_ray.plan.job import JobPlan, in_folder, plan
+from nemo_run_ray.plan.request import describe, dispatcher_entrypoint, entrypoint
 from nemo_run_ray.remote import start
 from nemo_run_ray.remote.dispatch.dispatcher import attempt_body
 

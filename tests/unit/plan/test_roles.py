@@ -24,7 +24,7 @@ from nemo_run_ray.dashboard.jobs import JobsApi
 from nemo_run_ray.errors import ConfigError, TooOld
 from nemo_run_ray.experiment.submit import Batch
 from nemo_run_ray.fields import CommandProbe, HttpProbe, PortProbe
-from nemo_run_ray.plan.job_plan import JobPlan, in_folder, plan
+from nemo_run_ray.plan.job import JobPlan, in_folder, plan
 from nemo_run_ray.plan.roles import ROLE_MAX, packagers
 from nemo_run_ray.remote.group.driver import variables
 from nemo_run_ray.remote.spec import RENDEZVOUS, GroupSpec, JobSpec, ProbeSpec, RoleSpec, from_json
@@ -455,12 +455,10 @@ def test_waiting(group, single):
     [
         ([{}], None),
         ([{"nodes": 2, "strategy": "SPREAD"}], None),
-        ([{"label_selector": {"a": "b"}}], (2, 47)),
-        ([{}, {"label_selector": {"a": "b"}}], (2, 47)),
-        ([{"label_selector": {"a": "b"}, "gpus_per_node": 1}], (2, 47)),
-        # The nodes' own resource says where it goes on a Ray without labels for groups.
-        ([{"label_selector": {"a": "b"}, "resources_per_node": {"x": 1}}], None),
-        ([{"strategy": "SPREAD", "nodes": 2}, {}], (2, 47)),
+        ([{"label_selector": {"a": "b"}}], (2, 54)),
+        ([{}, {"label_selector": {"a": "b"}}], (2, 54)),
+        ([{"label_selector": {"a": "b"}, "gpus_per_node": 1}], (2, 54)),
+        ([{"strategy": "SPREAD", "nodes": 2}, {}], (2, 54)),
     ],
 )
 def test_the_ray_that_a_group_needs(planned, fields, since):

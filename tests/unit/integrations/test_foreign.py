@@ -2,8 +2,8 @@
 
 import pytest
 
-from nemo_run_ray.cluster_files.foreign import at, shown
 from nemo_run_ray.fields import credentials_in, looks_like_credential
+from nemo_run_ray.integrations.foreign import at, shown
 
 
 @pytest.mark.parametrize(

@@ -4,11 +4,12 @@ import textwrap
 
 import pytest
 
-from nemo_run_ray.cluster_files import document, skills
-from nemo_run_ray.cluster_files.credentials import value_of
-from nemo_run_ray.cluster_files.images import labels_of
+from nemo_run_ray.cluster_files.load import read as read_document
+from nemo_run_ray.cluster_files.load import usual_places, value_of
+from nemo_run_ray.cluster_files.resolve import labels_of
 from nemo_run_ray.cluster_files.schema import ClusterFile
 from nemo_run_ray.errors import ConfigError
+from nemo_run_ray.integrations.skills import reader
 
 PYTORCH = "nvcr.io/nvidia/pytorch:25.02-py3"
 HEAD = "http://ray-head:8265"
@@ -21,7 +22,7 @@ def load(tmp_path):
     def make(text):
         path = tmp_path / "team.yaml"
         path.write_text(textwrap.dedent(text), encoding="utf-8")
-        return document.read(path)
+        return read_document(path)
 
     return make
 
@@ -29,7 +30,7 @@ def load(tmp_path):
 @pytest.fixture
 def read(load):
     def make(text, **environ):
-        reading = skills.read(load(text), environ)
+        reading = reader.read(load(text), None, environ)
         ClusterFile.model_validate(reading.values)
         return reading
 
@@ -40,7 +41,7 @@ def read(load):
 def refusal(load):
     def make(text, **environ):
         with pytest.raises(ConfigError) as caught:
-            skills.read(load(text), environ)
+            reader.read(load(text), None, environ)
         return str(caught.value).rpartition("/team.yaml")[2]
 
     return make
@@ -72,14 +73,14 @@ def _ignored(reading):
     ],
 )
 def test_files_of_both_schemas_and_for_other_executors_are_told_from_ours(load, text, expected):
-    assert skills.is_skills(load(text)) is expected
+    assert reader.matches(load(text)) is expected
 
 
 def test_an_env_toml_is_no_file_of_skills(tmp_path):
     path = tmp_path / "env.toml"
     path.write_text('[executor]\nexecutor = "ray"\n')
 
-    assert not skills.is_skills(document.read(path))
+    assert not reader.matches(read_document(path))
 
 
 @pytest.mark.parametrize("executor", ["slurm", "local", "none"])
@@ -250,7 +251,7 @@ def test_ray_endpoint_means_ray_where_the_file_is_named(load, read, start):
     text = f"{start}ray_endpoint: {CLIENT}\n"
     reading = read(text)
 
-    assert skills.names_ray(load(text)) is ("with_ray" in text), "but not by itself"
+    assert reader.names_ray(load(text)) is ("with_ray" in text), "but not by itself"
 
     assert reading.values["cluster"] == {"address": HEAD}
 
@@ -594,7 +595,6 @@ def test_some_variables_are_always_forwarded(read, start):
         "HF_TOKEN",
         "NGC_API_KEY",
     ]
-    assert env["value_from"]["NGC_API_KEY"] == ["NGC_API_KEY", "NVIDIA_API_KEY"]
 
 
 @pytest.mark.parametrize(
@@ -607,7 +607,7 @@ def test_some_variables_are_always_forwarded(read, start):
     ],
 )
 def test_hf_token_is_else_the_login_of_the_hub(read, environ, path):
-    assert read(BACKEND, **environ).values["env"]["value_from"]["HF_TOKEN"] == ["HF_TOKEN", path]
+    assert usual_places("HF_TOKEN", environ) == ["HF_TOKEN", path]
 
 
 def test_what_is_required_or_set_is_not_forwarded_besides(read):

@@ -14,7 +14,8 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
-from nemo_run_ray.skills import localhost, slurm_words
+from nemo_run_ray.integrations.skills import executor as slurm_words
+from nemo_run_ray.integrations.skills import localhost
 
 _ELSEWHERE, _OWN = "127.0.0.2", "127.0.0.9"
 

@@ -14,9 +14,9 @@ from types import ModuleType
 from typing import Any
 
 from nemo_run_ray.errors import ConfigError
-from nemo_run_ray.skills import cluster_config
-from nemo_run_ray.skills.executor import IS_RAY_PROGRAM, SkillsExecutor, executor_of
-from nemo_run_ray.skills.patch import USED
+from nemo_run_ray.integrations.skills import cluster_config
+from nemo_run_ray.integrations.skills.executor import IS_RAY_PROGRAM, SkillsExecutor, executor_of
+from nemo_run_ray.integrations.skills.patch import USED
 
 log = logging.getLogger(__name__)
 

@@ -83,7 +83,7 @@ class SkillsExecutorPatch(Patch):
         if not isinstance(getattr(exp, "REUSE_CODE_EXP", None), dict):
             raise self._unknown("nemo_skills.pipeline.utils.exp.REUSE_CODE_EXP")
         # Only NeMo-Skills' users need what reads cluster files.
-        from nemo_run_ray.skills import functions
+        from nemo_run_ray.integrations.skills import functions
 
         wrappers = {
             name: functions.get_executor(original, exp)

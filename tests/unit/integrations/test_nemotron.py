@@ -4,9 +4,10 @@ from pathlib import Path
 
 import pytest
 
-from nemo_run_ray.cluster_files import document, env_toml
+from nemo_run_ray.cluster_files.load import read as read_document
 from nemo_run_ray.cluster_files.schema import ClusterFile
 from nemo_run_ray.errors import ConfigError
+from nemo_run_ray.integrations import nemotron
 
 
 @pytest.fixture
@@ -14,7 +15,7 @@ def load(tmp_path):
     def make(text):
         path = tmp_path / "env.toml"
         path.write_text(text, encoding="utf-8")
-        return document.read(path)
+        return read_document(path)
 
     return make
 
@@ -22,7 +23,7 @@ def load(tmp_path):
 @pytest.fixture
 def read(load):
     def make(text, profile="team", **environ):
-        reading = env_toml.read(load(text), profile, environ)
+        reading = nemotron.read(load(text), profile, environ)
         ClusterFile.model_validate(reading.values)
         return reading
 
@@ -33,7 +34,7 @@ def read(load):
 def refusal(load):
     def make(text, profile="team", **environ):
         with pytest.raises(ConfigError) as caught:
-            env_toml.read(load(text), profile, environ)
+            nemotron.read(load(text), profile, environ)
         return str(caught.value).rpartition("/env.toml")[2]
 
     return make
@@ -51,9 +52,9 @@ def _ignored(reading):
 
 
 def test_the_variable_names_the_file(tmp_path):
-    assert env_toml.find(tmp_path, {"NEMOTRON_ENV_FILE": "/a/b.toml"}) == Path("/a/b.toml")
-    assert env_toml.find(tmp_path, {"NEMOTRON_ENV_FILE": "b.toml"}) == tmp_path / "b.toml"
-    home = env_toml.find(tmp_path, {"NEMOTRON_ENV_FILE": "~/b.toml"})
+    assert nemotron.find(tmp_path, {"NEMOTRON_ENV_FILE": "/a/b.toml"}) == Path("/a/b.toml")
+    assert nemotron.find(tmp_path, {"NEMOTRON_ENV_FILE": "b.toml"}) == tmp_path / "b.toml"
+    home = nemotron.find(tmp_path, {"NEMOTRON_ENV_FILE": "~/b.toml"})
     assert home == Path("~/b.toml").expanduser()
 
 
@@ -63,9 +64,9 @@ def test_it_is_looked_for_upwards(tmp_path):
     (tmp_path / "pyproject.toml").touch()
     (tmp_path / "env.toml").touch()
 
-    assert env_toml.find(below, {}) == tmp_path / "env.toml"
+    assert nemotron.find(below, {}) == tmp_path / "env.toml"
     (below / "env.toml").touch()
-    assert env_toml.find(below, {"NEMOTRON_ENV_FILE": ""}) == below / "env.toml"
+    assert nemotron.find(below, {"NEMOTRON_ENV_FILE": ""}) == below / "env.toml"
 
 
 def test_the_folder_of_a_pyproject_toml_is_the_last_one(tmp_path):
@@ -74,7 +75,7 @@ def test_the_folder_of_a_pyproject_toml_is_the_last_one(tmp_path):
     (tmp_path / "env.toml").touch()
     (tmp_path / "project" / "pyproject.toml").touch()
 
-    assert env_toml.find(project, {}) is None
+    assert nemotron.find(project, {}) is None
 
 
 # ---------------------------------------------------------------------- profiles
@@ -85,7 +86,7 @@ def test_tables_are_profiles_but_the_reserved_ones(load):
         "title = 1\n[wandb]\n[team]\n[cli]\n[cache]\n[artifacts.manifest]\n[kid]\n[kid.env_vars]\n"
     )
 
-    assert env_toml.profiles(load(text)) == ["team", "kid"]
+    assert nemotron.profiles(load(text)) == ["team", "kid"]
 
 
 @pytest.mark.parametrize("table", ["wandb", "cli", "cache", "artifacts"])
@@ -196,9 +197,9 @@ def test_a_variable_that_is_not_set_is_named_with_file_line_and_key(refusal):
 @pytest.mark.parametrize(
     ("value", "reason"),
     [
-        ("${nosuch}", "Interpolation key 'nosuch' not found"),
-        ("${other:1}", "Unsupported interpolation type other"),
-        ("${a b}", "token recognition error"),
+        ("${nosuch}", "there is no key 'nosuch'"),
+        ("${other:1}", "'other' is not known here"),
+        ("${oc.env:A", "'${oc.env:A' lacks a closing brace"),
     ],
 )
 def test_what_cannot_be_resolved_is_refused(refusal, value, reason):

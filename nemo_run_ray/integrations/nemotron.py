@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from nemo_run_ray.cluster_files.document import Document, KeyPath
-from nemo_run_ray.cluster_files.foreign import Draft, Keys, at, shown
-from nemo_run_ray.cluster_files.interpolation import (
-    Interpolation,
-    Unresolved,
-    variables_of,
-)
-from nemo_run_ray.cluster_files.reading import Reading
+from nemo_run_ray.cluster_files.load import PROFILES_FILE, Document, KeyPath, Reading
 from nemo_run_ray.fields import looks_like_credential, nearest
+from nemo_run_ray.integrations.foreign import Draft, Keys, at, shown
 
-NAME = "env.toml"
+FORMAT = "Nemotron env.toml"
 #: Tables that are no profiles.
 RESERVED = ("wandb", "cli", "cache", "artifacts")
 
@@ -112,8 +108,8 @@ def find(cwd: Path, environ: Mapping[str, str]) -> Path | None:
     if named:
         return cwd / Path(named).expanduser()
     for folder in (cwd, *cwd.parents):
-        if (folder / NAME).exists():
-            return folder / NAME
+        if (folder / PROFILES_FILE).exists():
+            return folder / PROFILES_FILE
         if (folder / "pyproject.toml").exists():
             return None
     return None
@@ -126,6 +122,11 @@ def profiles(document: Document) -> list[str]:
         for name, table in document.values.items()
         if isinstance(table, Mapping) and name not in RESERVED
     ]
+
+
+def matches(document: Document, profile: str | None) -> bool:
+    """Whether it is a profile of an env.toml."""
+    return profile is not None
 
 
 def read(document: Document, profile: str, environ: Mapping[str, str]) -> Reading:
@@ -141,7 +142,7 @@ def read(document: Document, profile: str, environ: Mapping[str, str]) -> Readin
             a circle, a variable that it asks for is not set, or a value has the wrong type.
     """
     keys = _Profile(document, _chain(document, profile), environ)
-    draft = Draft("Nemotron env.toml", keys)
+    draft = Draft(FORMAT, keys)
     _check_executor(keys)
     address = keys.address("ray_address")
     if address is not None:
@@ -160,7 +161,109 @@ def read(document: Document, profile: str, environ: Mapping[str, str]) -> Readin
     for name in keys.table("env_vars"):
         _put_variable(draft, keys, name)
     draft.ignore_rest((), _USED, _REASONS)
-    return draft.done()
+    return replace(
+        draft.done(),
+        no_cluster='the profile names no cluster; expected ray_address = "http://<head>:8265".',
+    )
+
+
+#: ``${`` that is not escaped.
+_OPENING = re.compile(r"(?<!\\)\$\{")
+_REFERENCE = re.compile(r"\s*\$\{\s*oc\.env\s*:\s*([A-Za-z_]\w*)\s*(,.*)?\}\s*", re.DOTALL)
+_EMPTY = ("", "''", '""', "null")
+#: Steps from one key to the next after which keys are taken to name each other in a circle.
+_STEPS_MAX = 20
+
+
+class Unresolved(Exception):
+    """A text cannot be resolved; the message says why, without file and key."""
+
+
+@dataclass
+class Interpolation:
+    """``${oc.env:NAME}``, ``${oc.env:NAME,default}`` and ``${key.below}`` in texts of a table.
+
+    Attributes:
+        table: with the keys.
+        environ: where variables are looked for.
+        asked: names of the variables that were asked for; some are credentials.
+    """
+
+    table: Mapping[str, Any]
+    environ: Mapping[str, str]
+    asked: list[str] = field(default_factory=list)
+
+    def resolve(self, text: str, path: KeyPath, steps: int = 0) -> Any:
+        """The value of the text at a path; no text where the whole text names another key.
+
+        Raises:
+            Unresolved: a variable or key that it names is missing, or it is not well formed.
+        """
+        if steps > _STEPS_MAX:
+            raise Unresolved("it cannot be resolved: its keys name each other in a circle.")
+        parts: list[Any] = []
+        position = 0
+        while match := _OPENING.search(text, position):
+            end = _closing(text, match.end())
+            value = self._value(text[match.end() : end].strip(), path, steps + 1)
+            if match.start() == 0 and end + 1 == len(text):
+                return value
+            parts += [text[position : match.start()], value]
+            position = end + 1
+        return "".join(str(part) for part in [*parts, text[position:]]).replace("\\${", "${")
+
+    def _value(self, inside: str, path: KeyPath, steps: int) -> Any:
+        resolver, colon, rest = inside.partition(":")
+        if not colon:
+            up = len(inside) - len(inside.lstrip("."))  # each dot is a table further up
+            key = (*(path[:-up] if up else ()), *inside[up:].split("."))
+            value = at(self.table, key)
+            if value is None:
+                raise Unresolved(f"it cannot be resolved: there is no key {inside!r}.")
+            return self.resolve(value, key, steps) if isinstance(value, str) else value
+        if resolver.strip() != "oc.env":
+            raise Unresolved(f"it cannot be resolved: {resolver.strip()!r} is not known here.")
+        name, comma, default = (part.strip() for part in rest.partition(","))
+        self.asked.append(name)
+        if name in self.environ:
+            return self.environ[name]
+        if not comma:
+            raise Unresolved(
+                f"it asks for the variable {name} of your environment, which is not set; set "
+                f"it, or give a default: ${{oc.env:{name},default}}."
+            )
+        if default == "null":
+            return None
+        is_quoted = len(default) > 1 and default[0] == default[-1] and default[0] in "'\""
+        return default[1:-1] if is_quoted else self.resolve(default, path, steps)
+
+
+def _closing(text: str, position: int) -> int:
+    """Where the brace is that closes the one before a position."""
+    depth = 1
+    for end in range(position, len(text)):
+        depth += {"{": 1, "}": -1}.get(text[end], 0)
+        if not depth:
+            return end
+    raise Unresolved(f"it cannot be resolved: {text!r} lacks a closing brace.")
+
+
+def variables_of(text: str) -> tuple[list[str], str | None]:
+    """The variables of a text that is nothing but one ``${oc.env:…}``, and its last default.
+
+    A default may be such a text again. No variables where the text is something else; the default
+    is ``None`` where there is none, and empty for ``''`` and ``null``.
+    """
+    match = _REFERENCE.fullmatch(text)
+    if match is None:
+        return [], None
+    if match[2] is None:
+        return [match[1]], None
+    default = match[2][1:].strip()
+    names, last = variables_of(default)
+    if names:
+        return [match[1], *names], last
+    return [match[1]], "" if default in _EMPTY else default
 
 
 class _Profile(Keys):
@@ -172,7 +275,7 @@ class _Profile(Keys):
         self._merged: dict[str, Any] = {}
         for name in reversed(chain):
             self._merged = _merge(self._merged, document.values[name])
-        self._interpolation = Interpolation(self._merged, environ)
+        self._environ = environ
 
     def written(self, path: KeyPath) -> KeyPath:
         for name in self._chain:
@@ -197,11 +300,12 @@ class _Profile(Keys):
             return [self.get(*path, number) for number in range(len(raw))], ()
         if not isinstance(raw, str) or "${" not in raw:
             return raw, ()
+        interpolation = Interpolation(self._merged, self._environ)
         try:
-            found = self._interpolation.resolve(path, raw)
+            value = interpolation.resolve(raw, path)
         except Unresolved as error:
             raise self.refuse(path, str(error)) from error
-        return found.value, found.asked
+        return value, tuple(interpolation.asked)
 
     def _number(self, path: KeyPath) -> Any:
         """A number; a variable of the environment is a text, and may stand for one."""

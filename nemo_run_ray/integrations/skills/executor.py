@@ -1,24 +1,27 @@
-"""The executor of a task of NeMo-Skills, from what its ``get_executor`` is asked for."""
+"""The executor of a task of NeMo-Skills, from the arguments of its ``get_executor``."""
 
 from __future__ import annotations
 
 import copy
 import re
+import shlex
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from nemo_run.core.packaging.base import Packager
 
-from nemo_run_ray.cluster_files.defaults import default_values
 from nemo_run_ray.cluster_files.load import load
+from nemo_run_ray.cluster_files.resolve import default_values
 from nemo_run_ray.errors import ConfigError
 from nemo_run_ray.executor import RayExecutor
 from nemo_run_ray.fields import strict_init
-from nemo_run_ray.skills import slurm_words
-from nemo_run_ray.skills.cluster_config import added_variables, file_of
+from nemo_run_ray.integrations.skills import localhost
+from nemo_run_ray.integrations.skills.cluster_config import added_variables, file_of
+from nemo_run_ray.remote.spec import env_key
 
 #: The task that is being added is a Ray program, which asks the cluster for its resources itself.
 IS_RAY_PROGRAM: ContextVar[bool] = ContextVar("is_ray_program", default=False)
@@ -109,7 +112,7 @@ def executor_of(call: Mapping[str, Any], packager: Packager) -> SkillsExecutor:
         secrets=list(variables.secrets),
         dependencies=list(call["dependencies"] or ()),
         packager=packager if of_file is None else of_file,
-        startup_commands=[slurm_words.RANKS],
+        startup_commands=[RANKS],
         **fields,
     )
 
@@ -123,15 +126,15 @@ def _as_roles(executors: Sequence[RayExecutor]) -> list[RayExecutor]:
         del serving[0]  # there is no client in this task: the server is its purpose
     for role in serving:
         role.service = True
-    het_groups = slurm_words.het_groups(_het_groups(roles))
+    lines = het_groups(_het_groups(roles))
     for role in roles:
-        role.startup_commands = [*role.startup_commands, *het_groups]
+        role.startup_commands = [*role.startup_commands, *lines]
         if not role.service:
             own = [other.role for other in serving if _number_of(other) == _number_of(role)]
             names = own or [other.role for other in serving]
             servers = [name for name in names if not name.startswith(_SANDBOX)]
             sandbox = next((name for name in names if name.startswith(_SANDBOX)), None)
-            role.startup_commands += slurm_words.client(role.role, servers, sandbox)
+            role.startup_commands += client(role.role, servers, sandbox)
     return roles
 
 
@@ -160,3 +163,61 @@ def _het_groups(roles: Sequence[RayExecutor]) -> dict[int, str]:
         if number is not None:
             found.setdefault(number, role.role)
     return found
+
+
+#: Slurm's names for what a replica knows. On a Ray cluster that itself runs on Slurm, Slurm has set
+#: them for its own tasks, so they are overwritten.
+RANKS = (
+    'export SLURM_PROCID="${RANK:-0}" SLURM_LOCALID="${LOCAL_RANK:-0}" '
+    'SLURM_NODEID="${NODE_RANK:-0}" SLURM_MASTER_NODE="${MASTER_ADDR:-127.0.0.1}"'
+)
+#: The host names of a list, as ``scontrol show hostnames`` prints them.
+_SCONTROL = "scontrol() { printf '%s\\n' \"${@:3}\" | tr , '\\n'; }; export -f scontrol"
+
+
+def het_groups(roles: Mapping[int, str]) -> list[str]:
+    """Commands that tell the addresses of a job of several Slurm groups.
+
+    Args:
+        roles: the first role of each of Slurm's groups, by the group's number.
+    """
+    if not roles:
+        return []
+    lines = []
+    for number, role in sorted(roles.items()):
+        hosts = f"NEMO_RUN_{env_key(role)}_HOST"
+        lines.append(
+            f'export SLURM_JOB_NODELIST_HET_GROUP_{number}="${hosts}S" '
+            f'SLURM_MASTER_NODE_HET_GROUP_{number}="${hosts}"'
+        )
+    return [*lines, _SCONTROL]
+
+
+def client(role: str, servers: Sequence[str], sandbox: str | None) -> list[str]:
+    """Commands for a task that talks to servers and a sandbox of its group.
+
+    Args:
+        role: of the task.
+        servers: the roles that serve.
+        sandbox: the role that runs code, if there is one.
+    """
+    lines = []
+    if sandbox is not None:
+        host = f"$NEMO_RUN_{env_key(sandbox)}_HOST"
+        lines.append(f'export NEMO_SKILLS_SANDBOX_HOST="${{NEMO_SKILLS_SANDBOX_HOST:-{host}}}"')
+    if servers:
+        # On Slurm the first node of the job is also the server's.
+        first = f"NEMO_RUN_{env_key(servers[0])}_HOST"
+        lines.append(f'export SLURM_MASTER_NODE="${{MASTER_ADDR:-${first}}}"')
+        # The replica's own address is that of its number in the list of its role's.
+        own = f'"$(cut -d, -f$((NODE_RANK + 1)) <<< "$NEMO_RUN_{env_key(role)}_HOSTS")"'
+        hosts = " ".join(f'"$NEMO_RUN_{env_key(server)}_HOST"' for server in servers)
+        program = shlex.quote(_program())
+        lines.append(f'python3 -I -c {program} "${{nemo_run_ray_argv[@]: -1}}" {own} {hosts}')
+    return lines
+
+
+def _program() -> str:
+    """The text of the program that serves at ``localhost``, without what is said about it."""
+    text = Path(localhost.__file__).read_text(encoding="utf-8")
+    return "# Reaches the servers of the group at localhost.\n" + text.partition('"""\n\n')[2]

@@ -6,15 +6,21 @@ ray}``, or ``with_ray`` and ``ray_endpoint``), and a staged executor (``executor
 
 from __future__ import annotations
 
+import re
+import warnings
 from collections.abc import Mapping
+from typing import Any
 
-from nemo_run_ray.cluster_files.document import Document, KeyPath, dotted
-from nemo_run_ray.cluster_files.foreign import Draft, Keys, shown
-from nemo_run_ray.cluster_files.reading import Reading
+import yaml
+
+from nemo_run_ray.cluster_files.load import Document, KeyPath, Reading, dotted, in_file
 from nemo_run_ray.cluster_files.schema import ClusterFile
-from nemo_run_ray.cluster_files.skills_preflight import put_preflight
-from nemo_run_ray.cluster_files.skills_variables import put_variables
+from nemo_run_ray.fields import is_amount, looks_like_credential
+from nemo_run_ray.integrations.foreign import Draft, Keys, shown
 
+FORMAT = "NeMo-Skills"
+#: ``$NAME`` and ``${NAME}`` in a value of a variable.
+_REFERENCE = re.compile(r"\$(?:\{(\w+)\}|([A-Za-z_]\w*))")
 _KUBERNETES = ("kubernetes-ray", "ray-kubernetes", "ray_kubernetes")
 _NO_RAY = ("", "default", "none")
 _SUPPORTED = ("ray", *_KUBERNETES, "default", "none")
@@ -68,14 +74,14 @@ _BACKEND_REASONS = {
 }
 
 
-def is_skills(document: Document) -> bool:
+def matches(document: Document, profile: str | None = None) -> bool:
     """Whether it is a cluster file of NeMo-Skills, for Ray or not, and not one of this package."""
     if document.path.suffix == ".toml" or any(key in _OURS for key in document.values):
         return False
     return any(key in _MARKS for key in document.values)
 
 
-def names_ray(document: Document) -> bool:
+def names_ray(document: Document, profile: str | None = None) -> bool:
     """Whether a file of NeMo-Skills is for Ray; another one is of no interest here.
 
     Raises:
@@ -88,11 +94,12 @@ def names_ray(document: Document) -> bool:
     return name not in _NO_RAY or executor == "ray" or with_ray
 
 
-def read(document: Document, environ: Mapping[str, str]) -> Reading:
+def read(document: Document, profile: str | None, environ: Mapping[str, str]) -> Reading:
     """Bring a file of NeMo-Skills into our form.
 
     Args:
         document: the file.
+        profile: it has none.
         environ: the caller's environment, for ``$NAME`` in values of variables.
 
     Raises:
@@ -100,7 +107,7 @@ def read(document: Document, environ: Mapping[str, str]) -> Reading:
             clear, or a value has the wrong type.
     """
     keys = Keys(document)
-    draft = Draft("NeMo-Skills", keys)
+    draft = Draft(FORMAT, keys)
     section, name = _backend(keys)
     staged = name in _NO_RAY and (keys.text("executor") or "").lower() == "ray"
     if staged:
@@ -303,3 +310,173 @@ def _ignore_in_backend(draft: Draft, section: str) -> None:
         second: KeyPath = (section, "kubernetes", key)
         if draft.keys.get(section, key) and draft.keys.get(*second):
             draft.ignore(second, f"{section}.{key} comes first.")
+
+
+#: Variables that NeMo-Skills forwards from the caller's environment without being asked.
+FORWARDED = (
+    "WANDB_API_KEY",
+    "NVIDIA_API_KEY",
+    "AZURE_OPENAI_API_KEY",
+    "OPENAI_API_KEY",
+    "GEMINI_API_KEY",
+    "HF_TOKEN",
+    "NGC_API_KEY",
+)
+#: The beginning of other names that it forwards, but for those that matter on this side only.
+_PREFIX = "NEMO_SKILLS_"
+_STAY_HERE = {f"{_PREFIX}{word}" for word in ("SSH_SERVER", "SSH_KEY_PATH", "CONFIG", "CONFIG_DIR")}
+_ADDED = ": NeMo-Skills always forwards it"
+_NAME = re.compile(r"[^\s=$]+")
+
+
+def put_variables(draft: Draft, added_by: KeyPath, environ: Mapping[str, str]) -> None:
+    """Read the variables of a file.
+
+    Args:
+        draft: gets the section ``env``.
+        added_by: the key that makes it a file for Ray, as the source of what NeMo-Skills adds.
+        environ: the caller's environment, for ``$NAME`` in values.
+
+    Raises:
+        ConfigError: an entry is no ``NAME`` or ``NAME=value``, or names a variable that is not set.
+    """
+    for key, target in (("required_env_vars", "required"), ("env_vars", "forward")):
+        for number, entry in enumerate(draft.keys.texts(key)):
+            name, equals, value = (part.strip() for part in entry.partition("="))
+            path: KeyPath = (key, number)
+            if not _NAME.fullmatch(name):
+                raise draft.keys.refuse(
+                    path, "it is no variable (not shown here); expected NAME, or NAME=value."
+                )
+            if equals:
+                _put_value(draft, path, name, value, environ)
+            elif target == "required" or not _is_known(draft, name):
+                draft.append(("env", target), name, path)
+    for name in FORWARDED:
+        if not _is_known(draft, name):
+            draft.append(("env", "forward"), name, added_by, _ADDED)
+    for name in sorted(environ):
+        if name.startswith(_PREFIX) and name not in _STAY_HERE and not _is_known(draft, name):
+            # Nobody but NeMo-Skills knows what they hold.
+            draft.append(("secrets",), name, added_by, _ADDED)
+
+
+def _is_known(draft: Draft, name: str) -> bool:
+    """Whether a variable has a value or is required already, which is more than to forward it."""
+    places = ("env", "set"), ("env", "required"), ("secrets",)
+    return any(name in (draft.got(*place) or ()) for place in places)
+
+
+def _put_value(
+    draft: Draft, path: KeyPath, name: str, value: str, environ: Mapping[str, str]
+) -> None:
+    """``NAME=value``: plain text, text with ``$OTHER`` in it, or another variable's value."""
+    names = [first or second for first, second in _REFERENCE.findall(value)]
+    secret = [word for word in (name, *names) if looks_like_credential(word)]
+    if secret and not value:
+        draft.ignore(path, "The credential is empty.")
+    elif secret and _REFERENCE.fullmatch(value):
+        draft.append(("env", "required"), name, path)
+        if names != [name]:
+            draft.put(("env", "value_from", name), names, path)
+    else:
+        for asked in names:
+            if asked not in environ:
+                raise draft.keys.refuse(
+                    path, f"its value asks for the variable {asked}, which is not set; set it."
+                )
+        if not secret:
+            draft.put(("env", "set", name), _filled(value, environ), path)
+            return
+        warnings.warn(
+            f"{draft.keys.source(path)}: {secret[0]} is the name of a credential, and whoever can "
+            "read the file can read its value (it is not shown here). The task gets it as a "
+            f"secret. Write `{name}`, which takes the value from your environment, or "
+            f"`{name}=$OTHER_NAME`.",
+            UserWarning,
+            stacklevel=2,
+        )
+        draft.append(("secrets",), name, path)
+        draft.put(("env", "value_from", name), [in_file(draft.keys.document.path, name)], path)
+
+
+def value_in(text: str, name: str, environ: Mapping[str, str]) -> str | None:
+    """The value that the text of a file gives a variable as ``NAME=value``."""
+    value = None
+    for key in ("required_env_vars", "env_vars"):
+        for entry in yaml.safe_load(text).get(key) or ():
+            given, equals, content = (part.strip() for part in entry.partition("="))
+            if equals and given == name:
+                value = _filled(content, environ)
+    return value
+
+
+def _filled(value: str, environ: Mapping[str, str]) -> str:
+    """A value with the variables of the environment for ``$NAME`` and ``${NAME}``."""
+    return _REFERENCE.sub(lambda match: environ[match[1] or match[2]], value)
+
+
+_RESOURCES = {
+    "gpu": "GPU",
+    "gpus": "GPU",
+    "cpu": "CPU",
+    "cpus": "CPU",
+    "mem": "memory",
+    "memory": "memory",
+}
+_USED = (
+    "enabled",
+    "require_ray_endpoint",
+    "strict_label_check",
+    "required_node_labels",
+    "min_cluster_resources",
+)
+_LABELS: KeyPath = ("preflight", "required_node_labels")
+_MINIMUM: KeyPath = ("preflight", "min_cluster_resources")
+_DEFAULT = ": NeMo-Skills' default"
+
+
+def put_preflight(draft: Draft, has_endpoint: bool) -> None:
+    """Read what is looked at before a start, if the file asks for a look.
+
+    Args:
+        draft: gets the section ``preflight``.
+        has_endpoint: whether the file gives the address of a Ray Client server.
+    """
+    keys = draft.keys
+    if not keys.table("preflight"):
+        return
+    # Nodes that a task needs may come later; only what the file requires must be there.
+    draft.put(("preflight", "only_required"), True, ("preflight",), _DEFAULT)
+    for key, ours, default in (
+        ("enabled", "enabled", True),
+        ("require_ray_endpoint", "require_address", has_endpoint),
+        ("strict_label_check", "strict", True),
+    ):
+        path: KeyPath = ("preflight", key)
+        value = keys.flag(*path)
+        if value is None:
+            draft.put(("preflight", ours), default, ("preflight",), _DEFAULT)
+        elif key == "require_ray_endpoint" and value and not has_endpoint:
+            draft.ignore(path, "Jobs go through the dashboard, whose address the file has.")
+        else:
+            draft.put(("preflight", ours), value, path)
+    labels = [_label(draft, number) for number in range(len(keys.items(*_LABELS)))]
+    if labels:
+        draft.put(("preflight", "required_labels"), labels, _LABELS)
+    for name, amount in keys.table(*_MINIMUM).items():
+        path = (*_MINIMUM, name)
+        if not is_amount(amount):
+            raise keys.refuse(path, f"it is {shown(amount)}; expected a number from 0.")
+        resource = _RESOURCES.get(name.strip().lower(), name)
+        draft.put(("preflight", "min_resources", resource), amount, path)
+    draft.ignore_rest(("preflight",), _USED, {})
+
+
+def _label(draft: Draft, number: int) -> dict[str, Any]:
+    path = (*_LABELS, number)
+    entry = draft.keys.table(*path)
+    key, value = (str(entry.get(word, "")).strip() for word in ("key", "value"))
+    if not key or set(entry) != {"key", "value"}:
+        raise draft.keys.refuse(path, "it is no label; expected {key: NAME, value: VALUE}.")
+    return {"key": key, "value": value}

@@ -7,8 +7,7 @@ from collections.abc import Collection, Mapping
 from typing import Any
 from urllib.parse import urlsplit
 
-from nemo_run_ray.cluster_files.document import Document, KeyPath, dotted
-from nemo_run_ray.cluster_files.reading import Ignored, Reading
+from nemo_run_ray.cluster_files.load import Document, Ignored, KeyPath, Reading, dotted
 from nemo_run_ray.clusters.existing import DASHBOARD_PORT
 from nemo_run_ray.errors import ConfigError
 from nemo_run_ray.fields import is_amount, is_whole, nearest

@@ -17,12 +17,11 @@ from typing import Any
 
 import yaml
 
-from nemo_run_ray.cluster_files import skills
-from nemo_run_ray.cluster_files.document import Document
-from nemo_run_ray.cluster_files.document import read as read_document
-from nemo_run_ray.cluster_files.load import load
+from nemo_run_ray.cluster_files.load import Document, load
+from nemo_run_ray.cluster_files.load import read as read_document
 from nemo_run_ray.errors import ConfigError
 from nemo_run_ray.fields import looks_like_credential
+from nemo_run_ray.integrations.skills import reader
 
 #: Key of the dictionary that says that it is for Ray.
 _KEY = "nemo_run_ray"
@@ -64,7 +63,7 @@ def read(path: Path) -> dict[str, Any] | None:
         if _looks_for_ray(path):
             raise
         return None  # NeMo-Skills is more lenient, and its files for Slurm are its own affair
-    if not skills.is_skills(document) or not skills.names_ray(document):
+    if not reader.matches(document) or not reader.names_ray(document):
         return None
     load(str(path))
     return _for_skills(document)
@@ -99,7 +98,7 @@ def for_ray(config: Any, with_ray: bool = False) -> Mapping[str, Any] | None:
     asked = with_ray and bool(config.get("ray_endpoint"))
     values = {**config, "with_ray": config.get("with_ray") or asked}
     try:
-        is_for_ray = skills.names_ray(Document(Path("cluster_config"), values, {}))
+        is_for_ray = reader.names_ray(Document(Path("cluster_config"), values, {}))
     except ConfigError:
         return None  # NeMo-Skills says itself what it makes of it
     if not is_for_ray:
@@ -158,7 +157,7 @@ def _looks_for_ray(path: Path) -> bool:
     except (OSError, UnicodeError, yaml.YAMLError):
         return False
     try:
-        return isinstance(values, dict) and skills.names_ray(Document(path, values, {}))
+        return isinstance(values, dict) and reader.names_ray(Document(path, values, {}))
     except ConfigError:
         return True
 

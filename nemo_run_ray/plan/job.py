@@ -6,7 +6,6 @@ are read.
 
 from __future__ import annotations
 
-import copy
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -20,14 +19,12 @@ from nemo_run_ray.executor import RayExecutor
 from nemo_run_ray.fields import is_container, resolve_runtime_env
 from nemo_run_ray.ids import safe_id
 from nemo_run_ray.plan.array import array_spec, is_array
-from nemo_run_ray.plan.entrypoints import array_entrypoint, entrypoint
+from nemo_run_ray.plan.request import array_entrypoint, entrypoint
 from nemo_run_ray.plan.roles import (
-    BUNDLE_SELECTORS_SINCE,
-    ROLE_MAX,
+    SELECTORS_SINCE,
     group_spec,
     needs_group_driver,
     packagers,
-    selector_since,
     single_replica_environment,
     task_spec,
 )
@@ -48,21 +45,6 @@ _STOP_MARGIN_S = 10
 
 
 @dataclass(frozen=True)
-class GroupForm:
-    """A single task as a group of one role: what runs it on a Ray without its label selectors.
-
-    Such a Ray knows them of a group's bundles only.
-
-    Attributes:
-        spec: what the group's driver is told.
-        packagers: of the role, by its name.
-    """
-
-    spec: GroupSpec
-    packagers: dict[str, Packager]
-
-
-@dataclass(frozen=True)
 class JobPlan:
     """One job, ready to be given addresses and sent.
 
@@ -73,8 +55,6 @@ class JobPlan:
         reservation: the parts of Ray's job request that say what to reserve.
         runtime_env: the user's, to which the archives are added.
         packagers: of the roles whose code is sent, by the role's name.
-        selector_since: first version of Ray that knows what it asks for, if it matters.
-        as_group: the other form of a single task, for an older Ray.
         secret_places: by name, the other variables or files that hold the values of secrets.
         runs_here: the code stays where it is.
         after: names of the experiment's jobs on this cluster that must have succeeded.
@@ -93,8 +73,6 @@ class JobPlan:
     reservation: dict[str, Any] = field(default_factory=dict)
     runtime_env: dict[str, Any] = field(default_factory=dict)
     packagers: dict[str, Packager] = field(default_factory=dict)
-    selector_since: tuple[int, int] | None = None
-    as_group: GroupForm | None = None
     secret_places: dict[str, tuple[str, ...]] = field(default_factory=dict)
     runs_here: bool = False
     after: tuple[str, ...] = ()
@@ -112,20 +90,13 @@ class JobPlan:
         again = self.retries and not isinstance(self.spec, ArraySpec)  # it retries elements
         return bool(self.after or self.outside or again or self.max_in_flight or timed)
 
-    def for_ray(self, version: tuple[int, ...]) -> JobPlan:
-        """The plan in the form that a Ray of this version carries out, if it can at all."""
-        is_old = self.selector_since is not None and version < self.selector_since
-        if self.as_group is None or not is_old:
-            return self
-        return replace(
-            self,
-            spec=self.as_group.spec,
-            packagers=self.as_group.packagers,
-            reservation={},
-            runtime_env={},
-            selector_since=BUNDLE_SELECTORS_SINCE,
-            as_group=None,
-        )
+    @property
+    def selector_since(self) -> tuple[int, int] | None:
+        """First version of Ray that knows the labels by which it chooses nodes, if it does so."""
+        has_labels = "entrypoint_label_selector" in self.reservation
+        if isinstance(self.spec, GroupSpec):
+            has_labels = any(role.spread or role.label_selector for role in self.spec.roles)
+        return SELECTORS_SINCE if has_labels else None
 
     @property
     def spec_name(self) -> str:
@@ -221,12 +192,10 @@ def plan(app: AppDef, executor: RayExecutor, submission_id: str, job: str) -> Jo
     executor.check()
     executor = executor.resolved()
     spec, reservation, runtime_env = _request(app, executor)
-    as_group, is_array_job = None, isinstance(spec, ArraySpec)
+    is_array_job = isinstance(spec, ArraySpec)
     permanent = (
         (JobExit.SOME_FAILED.value,) if is_array_job else tuple(executor.permanent_exit_codes)
     )
-    if isinstance(spec, JobSpec) and executor.label_selector:
-        as_group = _as_group(app, executor)
     return JobPlan(
         job=job,
         submission_id=submission_id,
@@ -234,8 +203,6 @@ def plan(app: AppDef, executor: RayExecutor, submission_id: str, job: str) -> Jo
         reservation=reservation,
         runtime_env=runtime_env,
         packagers=packagers(app, executor),
-        selector_since=selector_since(spec, executor),
-        as_group=as_group,
         secret_places=joined_places(
             source.secret_places for source in (executor, *executor.resource_group)
         ),
@@ -287,14 +254,6 @@ def joined_places(
     return joined
 
 
-def _as_group(app: AppDef, executor: RayExecutor) -> GroupForm:
-    own = copy.copy(executor)  # the user's own stays as it is
-    own.role = safe_id(executor.role or app.roles[0].name)[:ROLE_MAX]
-    # Ray waits for a node to join for a task too.
-    own.wait_for_nodes = True
-    return GroupForm(group_spec(app, own), packagers(app, own))
-
-
 def _check_alone(executor: RayExecutor) -> None:
     for name in ("service", "ready"):
         if getattr(executor, name):
@@ -306,9 +265,6 @@ def _check_alone(executor: RayExecutor) -> None:
 
 def in_folder(planned: JobPlan, cwd: str) -> JobPlan:
     """The plan of a job on this machine: what ships no code runs in the caller's folder."""
-    group = planned.as_group
-    if group is not None:
-        planned = replace(planned, as_group=replace(group, spec=_moved_roles(group.spec, cwd)))
     if isinstance(planned.spec, JobSpec):
         return replace(planned, spec=_moved(planned.spec, cwd))
     if isinstance(planned.spec, ArraySpec):

@@ -1,0 +1,1 @@
+"""For one other project each: NeMo-Skills and Nemotron."""
