@@ -214,10 +214,12 @@ def array_spec(role: Role, executor: RayExecutor) -> ArraySpec:
         templates = _with_commands(path, executor)
     else:
         targets = [_target(field, words, header) for field in header["fields"]]
+    modules: set[str] = set()
     for template in filter(None, templates):
         with contextlib.suppress(ValueError):  # an element says what is wrong with its template
-            if "__main__" in modules_in(template):
-                check_guard()
+            modules.update(modules_in(template))
+    if "__main__" in modules:
+        check_guard()
     host = array_role(dataclasses.replace(role, entrypoint=words[0], args=words[1:]), executor)
     return ArraySpec(
         host=host,
