@@ -15,6 +15,7 @@ import typer
 from nemo_run_ray import FolderPackager, RayExecutor, patches
 from nemo_run_ray.cli import main as cli_main
 from nemo_run_ray.errors import ConfigError, UnsupportedNemoRun
+from nemo_run_ray.experiment.find import find
 from nemo_run_ray.plan.roles import group_spec
 from tests import skills
 
@@ -138,7 +139,8 @@ def test_the_log_of_an_ended_task_is_in_its_log_dir_too(of_skills, tmp_path, ray
     for name in ray.rows:
         ray.rows[name].update(status="SUCCEEDED", driver_exit_code=0)
         ray.logs[name] = f"words of {name}\n"
-    exp.status()
+    for job in find(exp._id):
+        job.wait(60)
     written = {path.name: path.read_text() for path in logs.iterdir()}
     assert written == {f"main_gen-rs0_{name}_srun.log": ray.logs[name] for name in ray.rows}
 
