@@ -14,6 +14,7 @@ import pytest
 
 import nemo_run_ray
 from nemo_run_ray import clusters
+from tests import sizes
 
 ROOT = Path(nemo_run_ray.__file__).parent
 TESTS = Path(__file__).parents[1]
@@ -293,6 +294,7 @@ import nemo_run
 before = set(sys.modules)
 import nemo_run_ray
 from nemo_run_ray import clusters
+from tests import sizes
 at_first = sorted(one for one in sys.modules if one.startswith("nemo_run_ray."))
 from nemo_run_ray import *
 print(json.dumps([sorted(before), sorted(sys.modules), at_first]))
@@ -350,3 +352,26 @@ def test_what_runs_on_nodes_is_written_for_python_39():
             assert not isinstance(node, ast.Match), path
             if isinstance(node, ast.NamedExpr):  # 3.10 needs no parentheses between brackets
                 assert lines[node.lineno - 1][node.col_offset - 1] == "(", (path, node.lineno)
+
+
+def test_no_folder_has_grown():
+    """A folder may become smaller; ``python -m tests.sizes --write`` then notes its new size."""
+    limits = sizes.noted()
+    grown = {
+        name: (limits.get(name), now)
+        for name, now in sizes.sizes().items()
+        if any(new > old for new, old in zip(now, limits.get(name, (0, 0, 0)), strict=True))
+    }
+    assert grown == {}, "a commit that makes a folder larger says why, and notes its size"
+
+
+def test_ray_is_used_by_its_public_interfaces_alone():
+    """With one exception: nothing else tells the free amounts of each node."""
+    pattern = re.compile(r"\bray\._private|\._private\.|_internal_kv")
+    used = {
+        (module, line.strip())
+        for module in _MODULES
+        for line in (ROOT / module).read_text(encoding="utf-8").splitlines()
+        if pattern.search(line) and not line.strip().startswith("#")
+    }
+    assert used == {("remote/array/hosts.py", "state = self._ray._private.state")}
