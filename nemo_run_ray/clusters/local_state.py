@@ -37,9 +37,8 @@ from nemo_run.core.frontend.console.api import CONSOLE
 from nemo_run_ray.clusters.base import CUT, ClusterArchive, rows_in
 from nemo_run_ray.clusters.local_watch import ask, lives, process_identity
 from nemo_run_ray.errors import ClusterError, ConfigError
-from nemo_run_ray.remote.carried_over import ENDS_AT, LASTS_S, LIFE, RENEWS, RUN
 from nemo_run_ray.remote.dashboard import DASHBOARD, EMBEDDED
-from nemo_run_ray.remote.files import replacing, write_file
+from nemo_run_ray.remote.files import ENDS_AT, LASTS_S, LIFE, RENEWS, RUN, replacing, write_file
 from nemo_run_ray.remote.node.supervise import descendants, kill, marked
 from nemo_run_ray.remote.rows import job_rows
 from nemo_run_ray.remote.states import is_active

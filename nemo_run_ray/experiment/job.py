@@ -20,7 +20,14 @@ from nemo_run_ray.clusters import from_record
 from nemo_run_ray.clusters.base import CUT, text_of
 from nemo_run_ray.dashboard.http import repeat
 from nemo_run_ray.dashboard.jobs import PATIENCE_S, JobsApi
-from nemo_run_ray.errors import ClusterError, ConfigError, JobError, NemoRunRayError, StillGoesOn
+from nemo_run_ray.errors import (
+    ClusterError,
+    ConfigError,
+    JobError,
+    NemoRunRayError,
+    StillGoesOn,
+    Unanswered,
+)
 from nemo_run_ray.experiment import explain, history
 from nemo_run_ray.experiment.cancel import JOB_MARGIN_S, cancel_job, leftovers, poll_until
 from nemo_run_ray.experiment.dispatch import OUTCOME_S, Dispatch
@@ -442,7 +449,13 @@ class RemoteJob:
     def _attempt_logs(self, is_followed: bool) -> Iterator[Iterator[str]]:
         number = 0
         while True:
-            status = self.look(Snapshot())
+            try:
+                status = self.look(Snapshot())
+            except Unanswered:
+                if not is_followed:
+                    raise
+                time.sleep(_LOOK_AGAIN_S)
+                continue
             while number < status.attempt:
                 number += 1
                 source = _AttemptLog(self, number)
@@ -502,6 +515,7 @@ class _AttemptLog:
         self._job = job
         self._number = number
         self._id = attempt_id(job.id, number)
+        self._has_ended = False
 
     def tail(self) -> Iterator[str]:
         if self._job.look(Snapshot()).state is JobState.CANCELLED:
@@ -512,6 +526,11 @@ class _AttemptLog:
         return self._job.api().logs.whole(self._id)
 
     def is_over(self) -> bool:
+        # An attempt that has ended stays so, also when the cluster does not answer any more.
+        self._has_ended = self._has_ended or self._is_over_now()
+        return self._has_ended
+
+    def _is_over_now(self) -> bool:
         snapshot = Snapshot()
         status = self._job.look(snapshot)
         if status.state is JobState.LOST:

@@ -24,15 +24,10 @@ from dataclasses import dataclass
 from typing import Dict, Iterable, Iterator, List, Mapping, Set, Tuple
 
 from .attempts import first_id
+from .files import LIFE, RUN
 from .rows import JobRow, JobRows, job_rows
 from .states import is_active, is_pending
 
-#: In jobs on an allocation of Slurm: the folder of this run of Slurm's job, and that of the
-#: allocation where a client has asked for it by a name.
-RUN, LIFE = "NEMO_RUN_RAY_RUN", "NEMO_RUN_RAY_LIFE"
-#: In the same jobs: when the allocation ends, in seconds since the epoch by the head's clock; how
-#: many seconds it lasts from Ray's start; and ``1`` where another one goes on with jobs.
-ENDS_AT, LASTS_S, RENEWS = "NEMO_RUN_RAY_ENDS_AT", "NEMO_RUN_RAY_LASTS_S", "NEMO_RUN_RAY_RENEWS"
 #: Names in the folder of a cluster, of an allocation and of a run.
 DISPATCHES, IDS, RENEWED, TABLE = "dispatches", "ids", "renewed", "jobs.json"
 START = "start.json"

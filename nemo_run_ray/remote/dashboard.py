@@ -219,7 +219,7 @@ class DashboardClient:
             if answer.length or time.monotonic() >= deadline:
                 raise http.client.IncompleteRead(content, answer.length)
             return answer.status, content
-        except (OSError, http.client.HTTPException, ValueError) as error:
+        except (OSError, http.client.HTTPException, ValueError, RuntimeError) as error:
             if self._connection is not None:
                 self._connection.close()
             self._connection = None

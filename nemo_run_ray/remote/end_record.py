@@ -121,7 +121,7 @@ def proof_of(key: str, code: int) -> str:
     another code needs an earlier one. ``lock_of`` gives the ends of both, which anybody may know.
     """
     code %= 256  # what a parent process sees of it
-    return f"{code}.{_hashed(f'{key}+', code)}.{_hashed(f'{key}-', 255 - code)}"
+    return f"{code}.{_hashed(f'{key}+', code + 1)}.{_hashed(f'{key}-', 256 - code)}"
 
 
 def lock_of(proof: str) -> str:

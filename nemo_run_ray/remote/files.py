@@ -6,6 +6,13 @@ import contextlib
 import os
 from typing import IO, Iterator, Union
 
+#: In jobs on an allocation of Slurm: the folder of this run of Slurm's job, and that of the
+#: allocation where a client has asked for it by a name.
+RUN, LIFE = "NEMO_RUN_RAY_RUN", "NEMO_RUN_RAY_LIFE"
+#: In the same jobs: when the allocation ends, in seconds since the epoch by the head's clock; how
+#: many seconds it lasts from Ray's start; and ``1`` where another one goes on with jobs.
+ENDS_AT, LASTS_S, RENEWS = "NEMO_RUN_RAY_ENDS_AT", "NEMO_RUN_RAY_LASTS_S", "NEMO_RUN_RAY_RENEWS"
+
 
 def write_file(path: Union[str, os.PathLike[str]], content: Union[str, bytes]) -> None:
     """Replace a file's content at once. Text becomes UTF-8.

@@ -5,7 +5,7 @@ import pytest
 from ray.job_submission import JobSubmissionClient
 
 from nemo_run_ray import RayExecutor, find
-from nemo_run_ray.dashboard import wake
+from nemo_run_ray.dashboard import jobs
 from nemo_run_ray.dashboard.http import Http
 from nemo_run_ray.experiment.tend import tend
 from nemo_run_ray.remote.states import JobState
@@ -61,8 +61,8 @@ def test_a_strangers_job_that_waits_for_ever_stays_as_it_is(existing, unique, ap
 
 def test_ray_is_woken_for_ours_and_not_for_theirs(unique, api, ours, theirs, monkeypatch):
     """Both jobs look as if a dead head had left them behind."""
-    monkeypatch.setattr(wake, "_PENDING_LONG_S", 0.0)
-    monkeypatch.setattr(wake, "_WAKE_AGAIN_S", 0.0)
+    monkeypatch.setattr(jobs, "_PENDING_LONG_S", 0.0)
+    monkeypatch.setattr(jobs, "_WAKE_AGAIN_S", 0.0)
     before = api.table(fresh=True)[theirs]
     known = set(api.table(fresh=True))
     sent = []

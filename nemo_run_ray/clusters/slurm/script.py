@@ -27,7 +27,7 @@ from nemo_run.config import ConfigurableMixin
 from nemo_run_ray import remote
 from nemo_run_ray.errors import ConfigError
 from nemo_run_ray.fields import Probe, strict_init
-from nemo_run_ray.remote.carried_over import LIFE
+from nemo_run_ray.remote.files import LIFE
 from nemo_run_ray.remote.slurm.settings import IDLE_TIMEOUT, RENEW, SIDECARS
 
 _NAME = re.compile(r"[A-Za-z0-9_-]{1,60}")

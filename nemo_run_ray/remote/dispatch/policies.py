@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Mapping, Optional, Tuple
 
 from ..attempts import CANCELLED, NOT_PLACED, Attempt
-from ..carried_over import ENDS_AT, LASTS_S, RENEWS
+from ..files import ENDS_AT, LASTS_S, RENEWS
 from ..states import JobState, JobStatus, Reason
 
 #: Seconds from the end of an attempt to the next one.

@@ -35,10 +35,9 @@ from ..attempts import (
     first_id,
     started_as,
 )
-from ..carried_over import ENDS_AT, LASTS_S, RENEWS
 from ..dashboard import DashboardClient, RequestRefused, Unanswered
 from ..end_record import LostEnds
-from ..files import write_file
+from ..files import ENDS_AT, LASTS_S, RENEWS, write_file
 from ..node.output import say
 from ..rows import JobRow, JobRows
 from ..states import JobState, Reason, is_active, status_of_row

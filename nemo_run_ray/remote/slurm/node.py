@@ -11,8 +11,8 @@ from abc import ABC, abstractmethod
 from contextlib import suppress
 from typing import Any, Dict, List, Mapping, Optional, Set
 
-from ..carried_over import ENDS_AT, LASTS_S, RENEWS
 from ..dashboard import DASHBOARD, EMBEDDED
+from ..files import ENDS_AT, LASTS_S, RENEWS
 from ..node.output import say
 from ..node.supervise import Runner, describe_exit, explain_start
 from ..trust import own_folder

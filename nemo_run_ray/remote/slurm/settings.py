@@ -7,7 +7,7 @@ import os
 import re
 from typing import TYPE_CHECKING, Any, Dict, List, Mapping, NamedTuple, Optional, Tuple
 
-from ..carried_over import LIFE, RUN
+from ..files import LIFE, RUN
 
 if TYPE_CHECKING:
     from ..spec import ProbeSpec  # most nodes do without it

@@ -189,7 +189,7 @@ def test_a_job_whose_files_ray_skips_is_refused(job_dir, tmp_path):
     with pytest.raises(
         PackagingFailed, match=r"does not unpack .*back.*slash\.sh.*Nothing was sent"
     ):
-        job_archive([_plan("true")], {"job": [job_dir]}, tmp_path / "absent")
+        job_archive([_plan("true")], {"job": job_dir}, tmp_path / "absent")
 
 
 @pytest.mark.parametrize("members", [[], [("folder", "", tarfile.DIRTYPE)], [_TREE[2]]])
@@ -391,7 +391,7 @@ def _plan(*argv: str, job: str = "job", **fields: object) -> JobPlan:
 def test_the_job_archive(job_dir, tmp_path):
     main = tmp_path / "main"
     main.write_text("x = 1")
-    found = _unzip(job_archive([_plan("true")], {"job": [job_dir]}, main))
+    found = _unzip(job_archive([_plan("true")], {"job": job_dir}, main))
     assert found[f"{JOBS}/job/configs/job_fn_or_script"] == b"configs/job_fn_or_script"
     assert found[f"{JOBS}/job/scripts/job.sh"] == b"scripts/job.sh"
     assert found[f"{JOBS}/__main__.py"] == b"x = 1"
@@ -411,7 +411,7 @@ def test_the_archive_of_the_package():
 def test_equal_jobs_have_equal_archives(job_dir, tmp_path):
     absent = tmp_path / "absent"
     plans = [_plan("true"), _plan("false", job="a")]
-    dirs = {"job": [job_dir], "a": [tmp_path]}
+    dirs = {"job": job_dir, "a": tmp_path}
     one = job_archive(plans, dirs, absent)
     for path in job_dir.rglob("*"):
         os.utime(path, (1, 1))
@@ -429,7 +429,7 @@ def test_the_job_archive_runs(tmp_path):
     env = {"WHERE": "/nemo_run/code", "NEMO_RUN_NUM_NODES": "1"}
     planned = _plan(*words, env=env, python=sys.executable, has_code=True, secrets=("TOKEN",))
     unpacked, secret, work = (tmp_path / name for name in ("archive", "secret", "work"))
-    archive = job_archive([planned], {"job": [tmp_path / "job dir"]}, tmp_path / "absent")
+    archive = job_archive([planned], {"job": tmp_path / "job dir"}, tmp_path / "absent")
     package = tmp_path / "package"
     for sent, folder in ((package_archive(), package), (archive, unpacked)):
         with zipfile.ZipFile(io.BytesIO(sent.pack())) as file:

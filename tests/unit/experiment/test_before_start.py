@@ -68,9 +68,7 @@ def test_what_the_cluster_does_not_tell_is_named(ray, unique, capsys):
     assert "nodes" in told
 
 
-@pytest.mark.parametrize("version", ["2.50.1", "2.60.0"])
-def test_a_task_with_labels_is_looked_at_whatever_form_its_ray_needs(cluster, unique, version):
-    cluster.version = version
+def test_a_task_with_labels_is_looked_at(cluster, unique):
     label = {"label_selector": {"pool": "gpu"}, "gpus_per_node": 16}
     executor = RayExecutor(address=cluster.url, preflight=True, **label)
     assert f"task {unique}" in refused(DoesNotFit, executor, unique)
