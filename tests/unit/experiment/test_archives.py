@@ -459,7 +459,7 @@ def test_the_job_archive_runs(tmp_path):
     ]
     assert MANIFEST not in text
     assert "select.py" in text
-    assert text.splitlines()[-1].endswith("exit code 3")
+    assert '"text": "exit code 3"' in text.splitlines()[-1]
     assert done.returncode == 3
     assert list((tmp_path / "tmp").iterdir()) == []
     assert list(secret.iterdir()) == []
