@@ -46,6 +46,8 @@ COPY_S = 60.0
 _COPY_AGAIN_S = 5.0
 #: If a job was seen waiting so many seconds ago and runs now, it has begun now.
 _MOMENT_S = 10.0
+#: An attempt that nothing delays begins to run within so many seconds of its posting.
+_FRESH_S = 3.0
 #: A running attempt is written down again when its known run time has grown by 25 % and 5 s, so
 #: that a job that runs for days adds some dozens of lines.
 _LONGER, _LONGER_S = 1.25, 5.0
@@ -128,18 +130,22 @@ class _Moments:
         self._looked: dict[str, tuple[float, frozenset[str]]] = {}
 
     def begun(self, job: str, attempts: Attempts) -> Attempts:
-        """The attempts; those that did not run a moment ago have begun now."""
-        now = time.monotonic()
-        running = frozenset(
+        """The attempts; those that were posted, or did not run, a moment ago have begun now.
+
+        One that was first seen later than that may have begun at any moment before.
+        """
+        now = time.time()
+        running = {
             name for name, attempt in attempts.items() if attempt.state == JobState.RUNNING.value
-        )
-        looked_at, before = self._looked.get(job, (-_MOMENT_S, running))
-        self._looked[job] = now, running
-        if now - looked_at > _MOMENT_S:
-            return attempts
+        }
+        looked_at, before = self._looked.get(job, (0.0, frozenset(running)))
+        self._looked[job] = now, frozenset(running)
+        begun = {name for name in running if now - attempts[name].posted_at <= _FRESH_S}
+        if now - looked_at <= _MOMENT_S:
+            begun |= running - before
         return {
-            name: replace(attempt, running_at=attempt.running_at or time.time())
-            if name in running - before
+            name: replace(attempt, running_at=attempt.running_at or now)
+            if name in begun
             else attempt
             for name, attempt in attempts.items()
         }
@@ -320,6 +326,3 @@ def _is_longer(before: AttemptRecord, now: AttemptRecord) -> bool:
         return now.seen_at != before.seen_at
     length_s, known_s = now.seen_at - now.posted_at, before.seen_at - now.posted_at
     return length_s > max(_LONGER * known_s, known_s + _LONGER_S)
-
-
-log = logging.getLogger(__name__)

@@ -170,10 +170,6 @@ class Ledger:
         self._records = JobRecords(self.exp_dir)
 
 
-#: An attempt that nothing delays begins to run within so many seconds of its posting.
-_FRESH_S = 3.0
-
-
 @dataclass(frozen=True)
 class AttemptRecord:
     """One attempt as it was last seen. Times are seconds since the epoch.
@@ -204,11 +200,7 @@ class AttemptRecord:
 
     @classmethod
     def of(cls, submission_id: str, row: Attempt, now: float) -> AttemptRecord:
-        """The record of a row of the job table at this moment.
-
-        Ray does not tell when it began to run. One that was posted long ago may have done so at any
-        moment since.
-        """
+        """The record of a row of the job table, which does not say when it began to run."""
         status = row.status
         is_running = status.state is JobState.RUNNING
         return cls(
@@ -218,7 +210,6 @@ class AttemptRecord:
             detail=status.detail,
             node=status.node,
             posted_at=row.posted_at,
-            running_at=now if is_running and now - row.posted_at <= _FRESH_S else None,
             ended_at=row.ended_at or None,
             exit_code=row.exit_code,
             seen_at=now if is_running else None,
@@ -428,8 +419,6 @@ class JobRecords:
         )
 
 
-_logger = logging.getLogger(__name__)
-
 #: Bytes of a log that are copied at once. Of a first line that is longer a part is kept.
 _CHUNK_BYTES = 64 * 1024
 
@@ -491,7 +480,7 @@ class Kept:
             with open(self._log, "rb") as log, replacing(path) as file:
                 shutil.copyfileobj(log, file)
         except OSError as error:
-            _logger.warning("The log is not written to %s too: %s", path, error)
+            log.warning("The log is not written to %s too: %s", path, error)
 
     @property
     def has_rows(self) -> bool:

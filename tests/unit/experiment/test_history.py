@@ -362,12 +362,16 @@ def test_the_attempts_of_a_job_in_the_table():
     assert list(found) == ["e.a", "e.a@2"]
     assert (found["e.a"].posted_at, found["e.a"].ended_at) == (1.0, 5.0)
     assert (found["e.a"].state, found["e.a"].exit_code) == ("FAILED", 3)
-    assert (found["e.a@2"].running_at, found["e.a@2"].ended_at) == (9.0, None)
+    assert (found["e.a@2"].state, found["e.a@2"].ended_at) == ("RUNNING", None)
 
 
-def test_what_was_posted_long_ago_may_have_begun_at_any_moment():
-    (found,) = attempts_of_rows({"e.a": _row("RUNNING")}, "e.a", ["n"], now=60.0).values()
-    assert (found.state, found.running_at) == ("RUNNING", None)
+def test_an_attempt_begins_when_a_record_first_sees_it_run_soon_after_it_was_posted():
+    now = time.time()
+    rows = {"e.a": _row("RUNNING", posted=1000), "e.a@2": _row("RUNNING", posted=int(now * 1000))}
+    attempts = attempts_of_rows(rows, "e.a", ["n"], now)
+    assert [one.running_at for one in attempts.values()] == [None, None]
+    old, fresh = (one.running_at for one in history._Moments().begun("e.a", attempts).values())
+    assert old is None and now <= fresh <= time.time()
 
 
 def test_no_attempt_goes_on_of_a_job_that_is_over():
