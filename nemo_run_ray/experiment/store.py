@@ -477,8 +477,8 @@ class Kept:
     def _write_copy(self, path: Path) -> None:
         try:
             path.parent.mkdir(exist_ok=True)
-            with open(self._log, "rb") as log, replacing(path) as file:
-                shutil.copyfileobj(log, file)
+            with open(self._log, "rb") as kept, replacing(path) as file:
+                shutil.copyfileobj(kept, file)
         except OSError as error:
             log.warning("The log is not written to %s too: %s", path, error)
 

@@ -371,7 +371,8 @@ def test_an_attempt_begins_when_a_record_first_sees_it_run_soon_after_it_was_pos
     attempts = attempts_of_rows(rows, "e.a", ["n"], now)
     assert [one.running_at for one in attempts.values()] == [None, None]
     old, fresh = (one.running_at for one in history._Moments().begun("e.a", attempts).values())
-    assert old is None and now <= fresh <= time.time()
+    assert old is None
+    assert now <= fresh <= time.time()
 
 
 def test_no_attempt_goes_on_of_a_job_that_is_over():
