@@ -14,7 +14,7 @@ from nemo_run_ray.dashboard.jobs import JobsApi
 from nemo_run_ray.experiment.dispatch import Dispatch
 from nemo_run_ray.experiment.find import find_job
 from nemo_run_ray.ids import dispatcher_id
-from nemo_run_ray.remote.states import JobState, JobStatus
+from nemo_run_ray.remote.status import JobState, JobStatus
 from tests.conftest import wait_for
 
 #: Seconds after which a job that waits for its gate gives up.

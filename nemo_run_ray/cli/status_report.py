@@ -26,7 +26,7 @@ from nemo_run_ray.experiment.snapshot import Snapshot
 from nemo_run_ray.experiment.store import AttemptRecord, Attempts, merged, store_of
 from nemo_run_ray.nemo import registry
 from nemo_run_ray.remote.rows import ArrayRows, GroupRows
-from nemo_run_ray.remote.states import JobState, JobStatus, Reason
+from nemo_run_ray.remote.status import JobState, JobStatus, Reason
 
 _COLORS = {
     JobState.SUCCEEDED: "green",

@@ -19,7 +19,7 @@ from importlib import resources
 from jinja2 import Environment, PackageLoader, StrictUndefined, Template
 
 from nemo_run_ray.errors import shown
-from nemo_run_ray.remote.states import JobState
+from nemo_run_ray.remote.status import JobState
 
 #: The states that have a mark, in the order in which they are counted. Any other is UNKNOWN's.
 STATES = tuple(

@@ -41,7 +41,7 @@ from nemo_run_ray.remote.dashboard import DASHBOARD, EMBEDDED
 from nemo_run_ray.remote.files import ENDS_AT, LASTS_S, LIFE, RENEWS, RUN, replacing, write_file
 from nemo_run_ray.remote.node.supervise import descendants, kill, marked
 from nemo_run_ray.remote.rows import job_rows
-from nemo_run_ray.remote.states import is_active
+from nemo_run_ray.remote.status import is_active
 from nemo_run_ray.remote.trust import open_own, why_untrusted
 
 log = logging.getLogger(__name__)

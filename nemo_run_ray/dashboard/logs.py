@@ -26,7 +26,7 @@ from nemo_run_ray.dashboard.http import READ_S, SLOW_S, Http, tls
 from nemo_run_ray.errors import JobError, StreamCut, Unanswered, Unauthorised
 from nemo_run_ray.remote.dashboard import LOG_FILE, log_query
 from nemo_run_ray.remote.rows import JobRow
-from nemo_run_ray.remote.states import JobState, is_active, state_of_row
+from nemo_run_ray.remote.status import JobState, is_active, state_of_row
 
 #: Ray's own WebSocket inside the cluster takes 4 MiB; longer lines never arrive that way.
 _MESSAGE_MAX_BYTES = 8 * 1024**2

@@ -36,7 +36,7 @@ from nemo_run_ray.remote.array.elements import file_of
 from nemo_run_ray.remote.dashboard import ANSWER_S, LINES, LOG_FILE, log_query
 from nemo_run_ray.remote.fit import Node, key_of
 from nemo_run_ray.remote.rows import JobRow, fits, job_rows, status_file_name
-from nemo_run_ray.remote.states import JobState, JobStatus, Reason, cause_of, is_active
+from nemo_run_ray.remote.status import JobState, JobStatus, Reason, cause_of, is_active
 
 #: Seconds until an answer must have come of which the next look may do without, of the two that
 #: explain why a job waits for room, and of the five of an inspection, which are asked at once.

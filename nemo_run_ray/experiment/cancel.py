@@ -26,7 +26,7 @@ from nemo_run_ray.remote.attempts import (
 from nemo_run_ray.remote.dispatch.decide import Do
 from nemo_run_ray.remote.end_record import record_in
 from nemo_run_ray.remote.node.output import MAY_BE_LEFT, NO_PROCESS_LEFT
-from nemo_run_ray.remote.states import JobState, JobStatus, is_active, is_pending
+from nemo_run_ray.remote.status import JobState, JobStatus, is_active, is_pending
 
 if TYPE_CHECKING:
     from nemo_run_ray.experiment.job import RemoteJob

@@ -51,7 +51,7 @@ from nemo_run_ray.remote.files import write_file
 from nemo_run_ray.remote.node.rundir import DISPATCH
 from nemo_run_ray.remote.rows import NONCE_KEY, JobRow, JobRows, nonce_of
 from nemo_run_ray.remote.spec import SUBMISSION_ID, DispatchSpec, from_json
-from nemo_run_ray.remote.states import JobState, JobStatus
+from nemo_run_ray.remote.status import JobState, JobStatus
 
 #: Name of the folder of dispatches.
 FOLDER = "ray_dispatches"

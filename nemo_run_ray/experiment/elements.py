@@ -24,11 +24,11 @@ from nemo_run_ray.remote.array.cancel_request import KIND, TAKEN_S, Range, reque
 from nemo_run_ray.remote.array.elements import RESULTS_FILE, STATES_FILE, Stretch
 from nemo_run_ray.remote.attempts import NODE_DEAD_S, JobExit
 from nemo_run_ray.remote.rows import ARRAY, GROUP, NONCE_KEY, ArrayRows, GroupRows, fits
-from nemo_run_ray.remote.states import JobStatus, Life, Phase, Reason
+from nemo_run_ray.remote.status import JobStatus, Life, Phase, Reason
 
 if TYPE_CHECKING:
     from nemo_run_ray.experiment.job import RemoteJob
-    from nemo_run_ray.remote.states import JobStatus
+    from nemo_run_ray.remote.status import JobStatus
 
 #: States of an element, as a user selects them.
 STATES = ("waiting", "running", "succeeded", "failed", "cancelled", "lost")

@@ -27,7 +27,7 @@ from nemo_run_ray.remote.fit import (
     why_not,
 )
 from nemo_run_ray.remote.rows import JobRow
-from nemo_run_ray.remote.states import JobState, JobStatus, Reason
+from nemo_run_ray.remote.status import JobState, JobStatus, Reason
 
 #: Seconds that a start takes where there is room; before that nothing is asked.
 _STARTS_S = 3.0

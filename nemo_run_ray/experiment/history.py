@@ -33,7 +33,7 @@ from nemo_run_ray.experiment.store import (
 from nemo_run_ray.remote.attempts import attempt_id, attempt_of_row, attempts_of
 from nemo_run_ray.remote.dispatch import log as dispatch_log
 from nemo_run_ray.remote.rows import JobRows
-from nemo_run_ray.remote.states import JobState, JobStatus
+from nemo_run_ray.remote.status import JobState, JobStatus
 
 if TYPE_CHECKING:
     from nemo_run_ray.experiment.job import RemoteJob

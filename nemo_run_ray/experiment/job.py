@@ -54,7 +54,7 @@ from nemo_run_ray.remote.array.elements import RESULTS_FILE
 from nemo_run_ray.remote.attempts import attempt_id, first_id
 from nemo_run_ray.remote.end_record import end_mark
 from nemo_run_ray.remote.rows import ArrayRows, JobRow, JobRows, fits, nonce_of
-from nemo_run_ray.remote.states import JobState, JobStatus, Reason, state_of_row, status_of_row
+from nemo_run_ray.remote.status import JobState, JobStatus, Reason, state_of_row, status_of_row
 
 #: Seconds between two looks of a wait, and of a reader that waits for a job's next attempt.
 _LOOK_AGAIN_S = 1.0

@@ -23,7 +23,7 @@ from nemo_run_ray.experiment.snapshot import Snapshot
 from nemo_run_ray.experiment.store import store_of
 from nemo_run_ray.ids import DISPATCHER
 from nemo_run_ray.remote.rows import JobRows
-from nemo_run_ray.remote.states import JobState, JobStatus, Reason, is_active, is_running
+from nemo_run_ray.remote.status import JobState, JobStatus, Reason, is_active, is_running
 
 #: Seconds until the cluster is stopped under what has not ended; longer than most grace periods.
 _END_LIMIT_S = 60.0

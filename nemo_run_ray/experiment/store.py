@@ -26,7 +26,7 @@ from nemo_run_ray.ids import LEDGER
 from nemo_run_ray.remote.attempts import Attempt
 from nemo_run_ray.remote.files import replacing, write_file
 from nemo_run_ray.remote.rows import ArrayRows, GroupRows, fits
-from nemo_run_ray.remote.states import JobState, JobStatus
+from nemo_run_ray.remote.status import JobState, JobStatus
 from nemo_run_ray.remote.trust import why_untrusted
 
 log = logging.getLogger(__name__)

@@ -54,7 +54,7 @@ from nemo_run_ray.remote.spec import (
     GroupSpec,
     OutsideSpec,
 )
-from nemo_run_ray.remote.states import JobState, JobStatus, Reason
+from nemo_run_ray.remote.status import JobState, JobStatus, Reason
 
 if TYPE_CHECKING:
     from nemo_run_ray.cluster_files.check import CheckRow

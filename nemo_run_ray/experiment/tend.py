@@ -21,7 +21,7 @@ from nemo_run_ray.experiment.snapshot import Snapshot
 from nemo_run_ray.experiment.store import JobRecord, store_of
 from nemo_run_ray.remote.attempts import first_id
 from nemo_run_ray.remote.rows import JobRows, nonce_of
-from nemo_run_ray.remote.states import JobState, status_of_row
+from nemo_run_ray.remote.status import JobState, status_of_row
 
 log = logging.getLogger(__name__)
 

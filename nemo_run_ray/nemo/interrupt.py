@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 
 from nemo_run_ray.clusters.base import interrupted
 from nemo_run_ray.errors import NemoRunRayError, without_traceback
-from nemo_run_ray.remote.states import JobStatus
+from nemo_run_ray.remote.status import JobStatus
 
 
 class Interrupt:

@@ -49,7 +49,7 @@ from nemo_run_ray.nemo import registry
 from nemo_run_ray.nemo.interrupt import interrupt
 from nemo_run_ray.plan.job import JobPlan, in_folder, plan
 from nemo_run_ray.plan.request import describe
-from nemo_run_ray.remote.states import JobState, JobStatus, Phase, Reason
+from nemo_run_ray.remote.status import JobState, JobStatus, Phase, Reason
 
 
 @dataclass

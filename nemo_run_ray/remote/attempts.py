@@ -14,7 +14,7 @@ from typing import Any, Dict, Mapping, Optional, Sequence, Tuple
 
 from .rows import NONCE_KEY, JobRow, nonce_of
 from .spec import SUBMISSION_ID
-from .states import JobStatus, status_of_row
+from .status import JobStatus, status_of_row
 
 #: Key in a job's metadata: why it is a claim.
 CLAIM_KEY = "nemo_run_ray_claim"

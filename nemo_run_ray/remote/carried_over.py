@@ -26,7 +26,7 @@ from typing import Dict, Iterable, Iterator, List, Mapping, Set, Tuple
 from .attempts import first_id
 from .files import LIFE, RUN
 from .rows import JobRow, JobRows, job_rows
-from .states import is_active, is_pending
+from .status import is_active, is_pending
 
 #: Names in the folder of a cluster, of an allocation and of a run.
 DISPATCHES, IDS, RENEWED, TABLE = "dispatches", "ids", "renewed", "jobs.json"

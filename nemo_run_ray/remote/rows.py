@@ -14,9 +14,9 @@ class JobRow(TypedDict, total=False):
     Keys:
         submission_id: ``None`` of a job that was not submitted by the Jobs API.
         job_id: Ray's number of the program that it runs; ``None`` of one that is not Ray's.
-        status: a word of Ray's, see ``states.FROM_RAY``.
+        status: a word of Ray's, see ``status.FROM_RAY``.
         message: why, in Ray's words, with the end of the log.
-        error_type: of a failure, see ``states.FROM_RAY_ERROR``.
+        error_type: of a failure, see ``status.FROM_RAY_ERROR``.
         start_time, end_time: milliseconds since the epoch; when it was posted, and when it ended.
         driver_node_id: hexadecimal id of the node of its driver.
         driver_exit_code: of its command.

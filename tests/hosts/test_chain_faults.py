@@ -22,7 +22,7 @@ from nemo_run_ray.experiment.dispatch import Dispatch, dispatches_of, start_disp
 from nemo_run_ray.experiment.find import jobs_of
 from nemo_run_ray.experiment.store import Ledger
 from nemo_run_ray.experiment.tend import tend
-from nemo_run_ray.remote.states import JobState, Reason, is_pending
+from nemo_run_ray.remote.status import JobState, Reason, is_pending
 from tests.conftest import wait_for
 from tests.hosts.conftest import HEAD, TOKEN, Hosts
 from tests.hosts.steps import FLAKY, Step, complaints, hand_over, starts

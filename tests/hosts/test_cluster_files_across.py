@@ -15,7 +15,7 @@ import pytest
 
 from nemo_run_ray import RayExecutor
 from nemo_run_ray.experiment.find import find_job
-from nemo_run_ray.remote.states import JobState
+from nemo_run_ray.remote.status import JobState
 from tests import skills
 from tests.conftest import wait_for
 from tests.groups import assert_nothing_left

@@ -6,7 +6,7 @@ import shutil
 import sys
 from pathlib import Path
 
-from nemo_run_ray.remote.states import Reason
+from nemo_run_ray.remote.status import Reason
 from tests.conftest import ROOT, python, tool, wait_for
 from tests.hosts.conftest import TOKEN, bed
 from tests.hosts.detached_client import STEPS

@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from nemo_run_ray.remote.states import JobState
+from nemo_run_ray.remote.status import JobState
 from tests.conftest import tool, wait_for
 from tests.groups import assert_nothing_left, finish, submit
 from tests.hosts.conftest import TOKEN, client, server

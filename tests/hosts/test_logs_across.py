@@ -9,7 +9,7 @@ import pytest
 
 from nemo_run_ray.experiment.find import find
 from nemo_run_ray.experiment.job import RemoteJob
-from nemo_run_ray.remote.states import JobState, Reason
+from nemo_run_ray.remote.status import JobState, Reason
 from tests.conftest import wait_for
 from tests.hosts.conftest import Hosts
 from tests.hosts.head import bed

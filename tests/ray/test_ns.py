@@ -8,7 +8,7 @@ import nemo_run as run
 import pytest
 
 from nemo_run_ray.experiment.find import find, find_job
-from nemo_run_ray.remote.states import JobState
+from nemo_run_ray.remote.status import JobState
 from tests import skills
 from tests.conftest import tool, wait_for
 

@@ -15,7 +15,7 @@ import pytest
 
 from nemo_run_ray import RayExecutor
 from nemo_run_ray.experiment.find import find_job
-from nemo_run_ray.remote.states import JobState, Reason
+from nemo_run_ray.remote.status import JobState, Reason
 from tests.conftest import BIN, CONDA, tool
 from tests.groups import client, finish
 from tests.http_server import Handler, serving

@@ -8,7 +8,7 @@ from nemo_run_ray import RayExecutor, find
 from nemo_run_ray.dashboard import jobs
 from nemo_run_ray.dashboard.http import Http
 from nemo_run_ray.experiment.tend import tend
-from nemo_run_ray.remote.states import JobState
+from nemo_run_ray.remote.status import JobState
 from tests.conftest import tool, wait_for
 
 

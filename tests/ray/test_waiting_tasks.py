@@ -13,7 +13,7 @@ from nemo_run_ray.dashboard.http import Http
 from nemo_run_ray.experiment.cancel import cancel_all
 from nemo_run_ray.experiment.find import find_experiment, jobs_of
 from nemo_run_ray.experiment.job import RemoteJob
-from nemo_run_ray.remote.states import JobState, Reason
+from nemo_run_ray.remote.status import JobState, Reason
 from tests.conftest import wait_for
 
 #: What tasks ask for, of 4 CPUs of which ``holder`` has 3.

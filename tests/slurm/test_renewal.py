@@ -14,7 +14,7 @@ from time import monotonic, sleep
 import pytest
 
 from nemo_run_ray.clusters import Dashboard, from_record
-from nemo_run_ray.remote.states import Reason
+from nemo_run_ray.remote.status import Reason
 from tests.conftest import wait_for
 from tests.slurm.conftest import BIN
 from tests.slurm.test_slurm_cluster import Allocations, allocations

@@ -44,7 +44,7 @@ _REMOTE_LINES = (
     {
         "dashboard",
         "end_record",
-        "states",
+        "status",
         "spec",
         "rows",
         "files",
@@ -168,7 +168,7 @@ def test_an_import_that_goes_up_is_found_in_every_folder(tmp_path):
         "clusters/slurm/planted.py": "import nemo_run_ray.experiment.store\n",
         "remote/node/planted.py": "from ..dispatch.decide import decide\n",
         "remote/group/planted.py": "from ..slurm import node\nfrom ..node import probe\n",
-        "remote/files.py": "from .states import JobState\n",
+        "remote/files.py": "from .status import JobState\n",
     }
     for module, text in planted.items():
         (tmp_path / module).parent.mkdir(parents=True, exist_ok=True)
@@ -187,7 +187,7 @@ def test_an_import_that_goes_up_is_found_in_every_folder(tmp_path):
         ("experiment/job.py", "nemo_run_ray.cli.main"),
         ("dashboard/jobs.py", "nemo_run_ray.experiment.store"),
         ("plan/roles.py", "nemo_run_ray"),
-        ("remote/states.py", "nemo_run_ray.remote.group.machine"),
+        ("remote/status.py", "nemo_run_ray.remote.group.machine"),
         ("remote/node/supervise.py", "nemo_run_ray.remote.dispatch.decide"),
         ("remote/dispatch/decide.py", "nemo_run_ray.remote.group.machine"),
         ("remote/spec.py", "nemo_run_ray.experiment.store"),

@@ -29,7 +29,7 @@ from ..node.output import MAY_BE_LEFT, NO_PROCESS_LEFT, say, write
 from ..node.rundir import jobs_folder, remove_secrets, secrets_of
 from ..node.supervise import Runner
 from ..spec import ArraySpec
-from ..states import Reason, cause_of
+from ..status import Reason, cause_of
 from .cancel_request import CancelRequests, log_folder
 from .elements import DISK_S, ElementState, Lease, Leases
 from .hosts import Host, HostPool, HostStarts, HostState

@@ -21,7 +21,7 @@ from ..attempts import (
     attempts_of,
 )
 from ..spec import DispatchedJobSpec, DispatchSpec, OutsideSpec, cancel_id
-from ..states import JobState, JobStatus, Reason
+from ..status import JobState, JobStatus, Reason
 from .policies import TimeLeft, is_settled, status_of_attempts, with_state
 
 #: Jobs that may start at the same moment: each start costs the head 1.4 s of a CPU (measured).

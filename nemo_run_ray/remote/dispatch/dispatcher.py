@@ -42,7 +42,7 @@ from ..node.output import say
 from ..node.rundir import KEY, SECRETS, read_secrets, remove_secrets
 from ..rows import LOCK_KEY
 from ..spec import DispatchedJobSpec, DispatchSpec
-from ..states import JobState, JobStatus, Reason
+from ..status import JobState, JobStatus, Reason
 from . import log
 from .decide import Action, Decision, Do, decide
 from .policies import time_left

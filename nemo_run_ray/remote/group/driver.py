@@ -36,7 +36,7 @@ from ..node.rundir import take_secrets
 from ..node.supervise import Runner
 from ..rows import GroupRows, status_file_name
 from ..spec import RENDEZVOUS, GroupSpec, RoleSpec, env_key
-from ..states import Life, Phase, Reason
+from ..status import Life, Phase, Reason
 from . import machine, packing
 
 #: Seconds beyond the grace period until a replica that was told to end is given up.

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from typing import Callable, Dict, List, Optional, Sequence, Tuple, Union
 
 from ..hosts.actors import ReplicaId, name
-from ..states import Life, Phase, Reason
+from ..status import Life, Phase, Reason
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Dict, Iterator, List, Mapping, NamedTuple, Optional, Sequence, Tuple, Union
 
 from ..node.output import write
-from ..states import cause_of
+from ..status import cause_of
 from .actors import Actor, ReplicaHandle, actor_of, name
 
 #: Seconds to wait for an answer.

@@ -193,7 +193,7 @@ class Runner:
                     children.end(grace_s)
         code = command.code or 0
         if code:
-            from ..states import OUTER_ARCHIVES, OWN_RAY  # no command that succeeds waits for it
+            from ..status import OUTER_ARCHIVES, OWN_RAY  # no command that succeeds waits for it
 
             if OUTER_ARCHIVES.search(output.tail):
                 say(OWN_RAY)

@@ -40,7 +40,7 @@ from ..end_record import LostEnds
 from ..files import ENDS_AT, LASTS_S, RENEWS, write_file
 from ..node.output import say
 from ..rows import JobRow, JobRows
-from ..states import JobState, Reason, is_active, status_of_row
+from ..status import JobState, Reason, is_active, status_of_row
 from .folder import CLUSTER_FAILED, RunEnd
 from .settings import Settings
 

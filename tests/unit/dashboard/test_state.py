@@ -28,7 +28,7 @@ from nemo_run_ray.dashboard.state import (
 from nemo_run_ray.errors import NemoRunRayError, Unanswered
 from nemo_run_ray.remote.fit import Node, amount_of, key_of
 from nemo_run_ray.remote.rows import fits
-from nemo_run_ray.remote.states import JobState, JobStatus, Reason
+from nemo_run_ray.remote.status import JobState, JobStatus, Reason
 from tests import rooms
 from tests.http_server import Handler, serving
 from tests.rooms import GIB, GROUP, FakeNode, actor, summary, supervisor

@@ -13,7 +13,7 @@ from nemo_run_ray.experiment import snapshot as snapshots
 from nemo_run_ray.experiment.job import RemoteJob
 from nemo_run_ray.experiment.shutdown import _is_on, note_ends
 from nemo_run_ray.experiment.store import TERMINAL, store_of
-from nemo_run_ray.remote.states import JobState, JobStatus, Reason
+from nemo_run_ray.remote.status import JobState, JobStatus, Reason
 from tests.unit.experiment.conftest import Handed
 
 

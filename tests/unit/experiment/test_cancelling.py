@@ -11,7 +11,7 @@ from nemo_run_ray.dashboard.state import StateApi
 from nemo_run_ray.errors import ClusterError
 from nemo_run_ray.experiment import cancel
 from nemo_run_ray.experiment.cancel import cancel_all, cancel_dispatch
-from nemo_run_ray.remote.states import JobState, JobStatus, Reason
+from nemo_run_ray.remote.status import JobState, JobStatus, Reason
 from tests.fake_ray import FINDS_NO_ROOM, GOES_ON, NODE, Trouble
 from tests.unit.experiment.conftest import Handed
 

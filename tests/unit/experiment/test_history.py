@@ -33,7 +33,7 @@ from nemo_run_ray.experiment.store import (
 from nemo_run_ray.remote.attempts import CLAIM_KEY, attempt_id
 from nemo_run_ray.remote.end_record import EndRecord
 from nemo_run_ray.remote.rows import NONCE_KEY
-from nemo_run_ray.remote.states import JobState, JobStatus, Reason
+from nemo_run_ray.remote.status import JobState, JobStatus, Reason
 from tests.conftest import TRUE
 from tests.fake_ray import FAILS, FakeRay, Trouble, fake_ray
 from tests.unit.experiment.conftest import Handed

@@ -5,7 +5,7 @@ import pytest
 from nemo_run_ray.dashboard.state import StateApi
 from nemo_run_ray.experiment.cancel import leftovers
 from nemo_run_ray.remote.end_record import EndRecord
-from nemo_run_ray.remote.states import JobState, JobStatus, Reason
+from nemo_run_ray.remote.status import JobState, JobStatus, Reason
 from tests.unit.experiment.conftest import Handed
 
 _SETTING_UP = "2026-11-22 04:53:24,072\tINFO job_manager.py:581 -- Runtime env is setting up."

@@ -15,7 +15,7 @@ from nemo_run_ray.experiment.snapshot import Snapshot
 from nemo_run_ray.experiment.store import store_of
 from nemo_run_ray.remote.dashboard import LOG_FILE
 from nemo_run_ray.remote.end_record import EndRecord, lock_of, proof_of
-from nemo_run_ray.remote.states import JobState, JobStatus, Reason
+from nemo_run_ray.remote.status import JobState, JobStatus, Reason
 from tests.fake_ray import EXIT_CODE_IS_LOST, FAILS, GOES_ON, NODE, SUCCEEDS, Trouble
 from tests.unit.experiment.conftest import Handed
 

@@ -4,7 +4,7 @@ import pytest
 
 from nemo_run_ray.cli.status_report import _since
 from nemo_run_ray.experiment.store import AttemptRecord
-from nemo_run_ray.remote.states import JobState, JobStatus
+from nemo_run_ray.remote.status import JobState, JobStatus
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from nemo_run_ray.experiment.explain import why_waiting
 from nemo_run_ray.experiment.snapshot import Snapshot
 from nemo_run_ray.experiment.store import store_of
 from nemo_run_ray.remote.fit import ResourceRequest
-from nemo_run_ray.remote.states import JobState, JobStatus, Reason
+from nemo_run_ray.remote.status import JobState, JobStatus, Reason
 from tests.fake_ray import FakeRay, Trouble
 from tests.rooms import GROUP, FakeNode, actor, summary, supervisor
 from tests.unit.experiment.conftest import Handed

@@ -8,7 +8,7 @@ from nemo_run_ray.errors import ConfigError, NemoRunRayError
 from nemo_run_ray.ids import safe_id
 from nemo_run_ray.nemo import scheduler
 from nemo_run_ray.nemo.scheduler import create_scheduler
-from nemo_run_ray.remote.states import JobState, JobStatus, Reason
+from nemo_run_ray.remote.status import JobState, JobStatus, Reason
 
 
 @pytest.fixture

@@ -12,7 +12,7 @@ from nemo_run_ray.remote.end_record import (
     proof_of,
     record_in,
 )
-from nemo_run_ray.remote.states import JobState, Reason, status_of_row
+from nemo_run_ray.remote.status import JobState, Reason, status_of_row
 
 NONCE = "0123456789abcdef"
 KEY = "the runner's"

@@ -2,7 +2,7 @@
 
 import pytest
 
-from nemo_run_ray.remote.states import Reason, cause_of, status_of_row
+from nemo_run_ray.remote.status import Reason, cause_of, status_of_row
 
 _TRACEBACK = """\
 Traceback (most recent call last):

@@ -16,7 +16,7 @@ from nemo_run_ray.remote.array.elements import (
 )
 from nemo_run_ray.remote.array.hosts import Host
 from nemo_run_ray.remote.hosts.calls import Died
-from nemo_run_ray.remote.states import Reason
+from nemo_run_ray.remote.status import Reason
 from tests.unit.remote.array.pools import ID, STUCK, Cluster
 
 

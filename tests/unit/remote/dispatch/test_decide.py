@@ -28,7 +28,7 @@ from nemo_run_ray.remote.dispatch.decide import (
 )
 from nemo_run_ray.remote.dispatch.policies import SETTLE_S, TimeLeft, time_left
 from nemo_run_ray.remote.spec import DispatchedJobSpec, DispatchSpec, OutsideSpec
-from nemo_run_ray.remote.states import JobState, JobStatus, Reason
+from nemo_run_ray.remote.status import JobState, JobStatus, Reason
 
 NOW = 100_000.0
 #: Nonces that come before and after those of ``job_spec``.

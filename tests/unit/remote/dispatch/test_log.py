@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from nemo_run_ray.remote.dispatch.log import Line, parse
 from nemo_run_ray.remote.node.output import PREFIX
-from nemo_run_ray.remote.states import JobState
+from nemo_run_ray.remote.status import JobState
 
 AT = 1_800_000_000.25  # 2027-01-15 08:00:00.250 UTC
 LINE = Line(AT, "RUNNING", "exp_1.job-a@2", "on node ffff")

@@ -36,7 +36,7 @@ from nemo_run_ray.remote.group.machine import (
     Waiting,
     step,
 )
-from nemo_run_ray.remote.states import Life, Phase, Reason
+from nemo_run_ray.remote.status import Life, Phase, Reason
 
 _SERVICE, _PRIMARY = ("server", 0), ("train", 0)
 _NOTED = Outcome(9, Reason.EXIT_CODE, "noted before")

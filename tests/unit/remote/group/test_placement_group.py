@@ -9,7 +9,7 @@ import pytest
 from nemo_run_ray.remote.group import driver
 from nemo_run_ray.remote.group.driver import NoRoom, PlacementGroup
 from nemo_run_ray.remote.spec import GroupSpec, JobSpec, RoleSpec
-from nemo_run_ray.remote.states import Reason
+from nemo_run_ray.remote.status import Reason
 
 
 class Clock:

@@ -32,7 +32,7 @@ from nemo_run_ray.remote.slurm.carry import (
     CarriedDispatches,
 )
 from nemo_run_ray.remote.slurm.folder import CLUSTER_FAILED, RunEnd, RunFolder
-from nemo_run_ray.remote.states import JobState, Reason
+from nemo_run_ray.remote.status import JobState, Reason
 from tests.fake_ray import EXIT_CODE_IS_LOST
 from tests.http_server import Handler, serving
 from tests.unit.remote.slurm.test_slurm_decide import _SETTINGS

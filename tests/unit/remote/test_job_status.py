@@ -8,7 +8,7 @@ from torchx.specs import AppState, is_terminal
 
 from nemo_run_ray.nemo.scheduler import TO_TORCHX, torchx_state
 from nemo_run_ray.remote.end_record import EndRecord
-from nemo_run_ray.remote.states import (
+from nemo_run_ray.remote.status import (
     FROM_RAY,
     FROM_RAY_ERROR,
     NEXT_STEP,
