@@ -31,6 +31,7 @@ DASHBOARD = "NEMO_RUN_RAY_DASHBOARD"
 TIMEOUT_S = 30.0
 #: Size limit of an answer. The largest one is the job table.
 ANSWER_MAX_BYTES = 256 * 1024**2
+_PIECE_BYTES = 1024**2
 #: Path of a log in Ray's state API. A request for it does not start a job manager.
 LOG_FILE = "/api/v0/logs/file"
 #: Lines at the end of a log in which an end record is looked for, and seconds that Ray gets to
@@ -213,12 +214,15 @@ class DashboardClient:
             self._connection.request(method, urlsplit(self.url).path + path, data, headers)
             answer = self._connection.getresponse()
             self._after_s = retry_after_s(answer.getheader("Retry-After"))
-            content = answer.read(ANSWER_MAX_BYTES + 1)
+            content = bytearray()
+            # A single read would allocate the size limit at once on Python 3.9.
+            while len(content) <= ANSWER_MAX_BYTES and (piece := answer.read(_PIECE_BYTES)):
+                content += piece
             if len(content) > ANSWER_MAX_BYTES:
                 raise ValueError(f"the answer has more than {ANSWER_MAX_BYTES / 1024**2:.0f} MiB")
             if answer.length or time.monotonic() >= deadline:
-                raise http.client.IncompleteRead(content, answer.length)
-            return answer.status, content
+                raise http.client.IncompleteRead(bytes(content), answer.length)
+            return answer.status, bytes(content)
         except (OSError, http.client.HTTPException, ValueError, RuntimeError) as error:
             if self._connection is not None:
                 self._connection.close()

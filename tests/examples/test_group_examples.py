@@ -37,7 +37,7 @@ def test_evaluate_with_server_sends_roles_to_pools(dashboard, token, home):
 
     assert done.returncode == 1, "the embedded Ray has no labels"
     told = " ".join(done.stdout.split())  # NeMo-Run's console folds lines
-    assert "server: no node has the labels {'pool': 'gpu'}" in told, done.stderr
+    assert "server: no node has the label pool=gpu" in told, done.stderr
 
 
 def test_evaluate_with_server_names_a_role_that_there_is_not(home):

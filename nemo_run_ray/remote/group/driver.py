@@ -11,15 +11,25 @@ from __future__ import annotations
 import json
 import logging
 import os
+import random
 import secrets
 import signal
 import socket
 import sys
 import time
-from typing import Any, Dict, Iterator, List, Mapping, Optional, Sequence, Tuple
+from typing import Any, Dict, Iterable, Iterator, List, Mapping, Optional, Sequence, Tuple
 
 from ..files import write_file
-from ..fit import Node, nodes_of
+from ..fit import (
+    Node,
+    ResourceRequest,
+    amounts_text,
+    fits,
+    hosts,
+    nodes_of,
+    slots,
+    why_not,
+)
 from ..hosts.actors import (
     Actor,
     ReplicaHandle,
@@ -37,8 +47,11 @@ from ..node.supervise import Runner
 from ..rows import GroupRows, status_file_name
 from ..spec import RENDEZVOUS, GroupSpec, RoleSpec, env_key
 from ..status import Life, Phase, Reason
-from . import machine, packing
+from . import machine
+from .machine import Event, Group, Kind, Outcome, ReplicaState
 
+#: Label of every node that holds its id.
+NODE_ID = "ray.io/node-id"
 #: Seconds beyond the grace period until a replica that was told to end is given up.
 _END_MARGIN_S = 30.0
 #: Seconds between two looks at the nodes while the replicas are prepared, and two lines in the log.
@@ -112,24 +125,22 @@ class _Driver:
         folder = os.path.dirname(log)
         self._rows_path = os.path.join(folder, status_file_name(submission_id)) if is_rays else None
         self._shown = ""
-        self._outcome: Optional[machine.Outcome] = None
-        self._group = machine.Group(
-            tuple(
-                machine.ReplicaState(role.name, index, role.service, role.restarts)
-                for role in spec.roles
-                for index in range(role.replicas)
-            )
+        self._group = Group.of(
+            ReplicaState(role.name, index, role.service, role.restarts)
+            for role in spec.roles
+            for index in range(role.replicas)
         )
 
-    def run(self) -> machine.Outcome:
+    def run(self) -> Outcome:
         self._ray = connect()
         self._calls = Calls(self._ray)
         room = None
         try:
             room = self._wait_for_room()
-            while self._outcome is None:
+            while self._group.phase is not Phase.OVER:
                 self._turn()
-            return self._outcome
+            assert self._group.outcome is not None  # no group is over without one
+            return self._group.outcome
         finally:
             self._close(room)
 
@@ -138,7 +149,7 @@ class _Driver:
     def _wait_for_room(self) -> Optional[PlacementGroup]:
         try:
             room = PlacementGroup(self._ray, self._spec)
-            while self._outcome is None:
+            while self._group.phase is not Phase.OVER:
                 if room.look():
                     self._settle(room)
                     break
@@ -146,7 +157,7 @@ class _Driver:
                 self._obey()
             return room
         except NoRoom as error:
-            self._happened(machine.PlacementRefused(error.cause, error.words))
+            self._happened(Event(Kind.REFUSED, None, error.words, cause=error.cause))
             return None  # Ray drops the request for room when the driver ends
 
     def _settle(self, room: PlacementGroup) -> None:
@@ -159,7 +170,7 @@ class _Driver:
             self._calls.pull(actor)
         self._tell_at = time.monotonic() + _TELL_S
         self._placed_at = time.monotonic()
-        self._happened(machine.Placed())
+        self._happened(Event(Kind.PLACED))
 
     # ------------------------------------------------------------------ what happens
 
@@ -186,7 +197,7 @@ class _Driver:
             say("our first process was killed; Ray ends what the group runs")
             os._exit(1)  # with the driver end its actors, and with them all processes
         if order is not None:
-            self._happened(machine.Stop())
+            self._happened(Event(Kind.STOP, words="cancelled"))
 
     def _give_up(self, replica: ReplicaHandle) -> None:
         """Its processes have not ended in time: the node is away, or the kernel holds them."""
@@ -229,7 +240,7 @@ class _Driver:
                 "node, and be able to import ray"
             )
             cause = Reason.RUNTIME_ENV
-            self._happened(machine.Unprepared(replica.replica_id, words, cause))
+            self._happened(Event(Kind.UNPREPARED, replica.replica_id, words, cause=cause))
 
     def _lost(self, replica: ReplicaHandle, why: str) -> None:
         for event in losses(replica, why):
@@ -239,45 +250,38 @@ class _Driver:
         return all(self._life(replica.replica_id) is Life.LOST for replica in actor.replicas)
 
     def _life(self, replica_id: ReplicaId) -> Life:
-        return self._group.replica(replica_id).life
+        return self._group.replicas[replica_id].life
 
     # ------------------------------------------------------------------ what is done about it
 
-    def _happened(self, event: machine.Event) -> None:
+    def _happened(self, event: Event) -> None:
         before = self._group.phase
-        self._group, actions = machine.step(self._group, event)
-        if self._group.phase is Phase.ENDING is not before and self._group.outcome is not None:
+        orders = self._group.step(event)
+        phase = self._group.phase
+        if before is not phase is Phase.ENDING and self._group.outcome is not None:
             say(f"ending the group: {self._group.outcome.words}")
-        elif self._group.phase is not before and self._group.phase is Phase.PRIMARIES:
-            say("every service is ready; the primaries start" if self._has_services else "started")
-        for action in actions:
-            self._do(action)
+        elif before is not phase is Phase.PRIMARIES:
+            has_services = any(role.service for role in self._spec.roles)
+            say("every service is ready; the primaries start" if has_services else "started")
+        for order, replica_id in orders:
+            self._order(order, self._replicas[replica_id])
         self._show()
 
-    @property
-    def _has_services(self) -> bool:
-        return any(role.service for role in self._spec.roles)
-
-    def _do(self, action: machine.Action) -> None:
-        if isinstance(action, machine.Finish):
-            self._outcome = action.outcome
-            return
-        replica = self._replicas[action.replica_id]
-        if isinstance(action, machine.Prepare):
-            order = prepare_order(replica, self._job, self._secrets, self._config)
-            self._calls.order(replica, order)
-        elif isinstance(action, machine.Start):
+    def _order(self, order: str, replica: ReplicaHandle) -> None:
+        if order == machine.PREPARE:
+            values = prepare_order(replica, self._job, self._secrets, self._config)
+        elif order == machine.START:
             replica.starts += 1
             if replica.starts > 1:
-                left = self._group.replica(replica.replica_id).restarts
+                left = self._group.replicas[replica.replica_id].restarts
                 say(f"{name(replica.replica_id)} is started again, {left} left")
-            hosts = {key: handle.node.address for key, handle in self._replicas.items()}
+            addresses = {key: handle.node.address for key, handle in self._replicas.items()}
             ports = {key: handle.ports for key, handle in self._replicas.items()}
-            env = variables(self._spec, replica.replica_id, hosts, ports)
-            self._calls.order(replica, {"do": "start", "env": env})
+            values = {"env": variables(self._spec, replica.replica_id, addresses, ports)}
         else:
             replica.end_by = time.monotonic() + replica.role.task.grace_s + _END_MARGIN_S
-            self._calls.order(replica, {"do": "end"})
+            values = {}
+        self._calls.order(replica, {**values, "do": order})
 
     def _show(self, waits_for: str = "") -> None:
         """Write the group's state beside the job's log, where Ray's log API serves it."""
@@ -296,7 +300,7 @@ class _Driver:
         # An actor that never answered has not started anything, or ends it with its own end.
         living = [actor for actor in self._actors if actor.answers and not actor.dead]
         confirmed = self._calls.close(living)
-        lost = any(state.life is Life.LOST for state in self._group.replicas)
+        lost = any(state.life is Life.LOST for state in self._group.replicas.values())
         self.all_ended = confirmed and not lost
         if room is not None:
             room.leave()
@@ -310,7 +314,7 @@ def _built_for(replica: ReplicaHandle) -> str:
     return f" (Ray makes its runtime environment: {', '.join(sorted(replica.role.runtime_env))})"
 
 
-def group_rows(group: machine.Group, nodes: Mapping[ReplicaId, Node], waits_for: str) -> GroupRows:
+def group_rows(group: Group, nodes: Mapping[ReplicaId, Node], waits_for: str) -> GroupRows:
     """A group's state for ``status``.
 
     Args:
@@ -319,7 +323,7 @@ def group_rows(group: machine.Group, nodes: Mapping[ReplicaId, Node], waits_for:
         waits_for: why there is no room yet, in words; empty when there is.
     """
     rows: GroupRows = {"phase": group.phase.value, "waits_for_room": waits_for, "roles": []}
-    for state in group.replicas:
+    for state in group.replicas.values():
         node = nodes.get(state.replica_id)
         rows["roles"].append(
             {
@@ -338,7 +342,7 @@ def group_rows(group: machine.Group, nodes: Mapping[ReplicaId, Node], waits_for:
 
 
 def _replicas_on(
-    nodes: Sequence[Node], spec: GroupSpec, group: machine.Group, submission_id: str
+    nodes: Sequence[Node], spec: GroupSpec, group: Group, submission_id: str
 ) -> Dict[ReplicaId, ReplicaHandle]:
     """The replicas of a group on the nodes that Ray has given them, in order."""
     roles = {role.name: role for role in spec.roles}
@@ -352,7 +356,7 @@ def _replicas_on(
             tag=f"{submission_id}/{mark}.{number}",
             run_dir=f"{submission_id}~{state.role}-{state.index}",
         )
-        for number, (state, node) in enumerate(zip(group.replicas, nodes))
+        for number, (state, node) in enumerate(zip(group.replicas.values(), nodes))
     }
 
 
@@ -405,26 +409,30 @@ class PlacementGroup:
         Raises:
             NoRoom: it never will, or not in time.
         """
-        if self.group.wait(0) and self._is_alive():
+        nodes = nodes_of(self._ray.nodes())
+        # Ray places the bundles of a node that has died anew.
+        if self.group.wait(0) and set(self._places()) <= {node.node_id for node in nodes}:
             return True
         time.sleep(self._pause_s)  # Ray's own wait takes whole seconds only: 0.2 is none at all
         self._pause_s = min(self._pause_s * 1.3, _LOOK_MAX_S)
         now = time.monotonic()
-        nodes = nodes_of(self._ray.nodes())
-        never = packing.why_never(self._spec, nodes) or self._ray_says_never()
-        if never is None:
+        never = why_never(self._spec, nodes)
+        stats = self._ray.util.placement_group_table(self.group).get("stats", {})
+        if not never and stats.get("scheduling_state") == "INFEASIBLE":
+            never = "no nodes of this cluster can host the group"
+        words = why_waiting(self._spec, nodes, self._ray.available_resources(), never)
+        if not never:
             self._infeasible_since = None
         elif self._infeasible_since is None:
             self._infeasible_since = now
         elif now - self._infeasible_since >= _INFEASIBLE_S and not self._spec.wait_for_nodes:
-            raise NoRoom(Reason.UNSCHEDULABLE, self._in_words(nodes, never))
+            raise NoRoom(Reason.UNSCHEDULABLE, words)
         limit_s = self._spec.placing_timeout_s
         if limit_s is not None and now - self._began_at >= limit_s:
-            words = self._in_words(nodes, never)
             raise NoRoom(Reason.NOT_PLACED, f"not placed within {limit_s:g} s: {words}")
         if now >= self._tell_at:
-            self.waits_for = self._in_words(nodes, never)
-            say(f"waiting for room for {now - self._began_at:.0f} s: {self.waits_for}")
+            self.waits_for = words
+            say(f"waiting for room for {now - self._began_at:.0f} s: {words}")
             self._tell_at = now + _TELL_S
         if now >= self._others_at and any(role.spread for role in self._spec.roles):
             self._others_at, self._turn = now + _OTHERS_S, self._turn + 1
@@ -432,71 +440,135 @@ class PlacementGroup:
             self.group = self._ask()
         return False
 
-    def nodes(self) -> Tuple[Node, ...]:
+    def nodes(self) -> List[Node]:
         """The node of every replica, in the order of the bundles."""
         known = {node.node_id: node for node in nodes_of(self._ray.nodes())}
-        where = self._ray.util.placement_group_table(self.group)["bundles_to_node_id"]
-        return tuple(known[where[number]] for number in sorted(where))
+        return [known[node_id] for node_id in self._places()]
 
     def leave(self) -> None:
         """Give everything back."""
         self._ray.util.remove_placement_group(self.group)
 
-    def _is_alive(self) -> bool:
-        """Whether its nodes still live; Ray places the bundles of a dead one anew."""
-        alive = {node.node_id for node in nodes_of(self._ray.nodes())}
+    def _places(self) -> List[str]:
         where = self._ray.util.placement_group_table(self.group)["bundles_to_node_id"]
-        return set(where.values()) <= alive
+        return [where[number] for number in sorted(where)]
 
     def _ask(self) -> Any:
-        nodes = nodes_of(self._ray.nodes())
-        bundles = packing.bundles_of(self._spec, nodes, self._turn)
+        requests = requests_of(self._spec, nodes_of(self._ray.nodes()), self._turn)
         return self._ray.util.placement_group(
-            [dict(bundle.resources) for bundle in bundles],
+            [dict(request.resources) for request in requests],
             strategy=self._spec.strategy,
-            bundle_label_selector=[dict(bundle.selector) for bundle in bundles],
+            bundle_label_selector=[dict(request.selector) for request in requests],
         )
 
-    def _ray_says_never(self) -> Optional[str]:
-        stats = self._ray.util.placement_group_table(self.group).get("stats", {})
-        if stats.get("scheduling_state") == "INFEASIBLE":
-            return "no nodes of this cluster can host the group"
-        return None
 
-    def _in_words(self, nodes: Any, never: Optional[str]) -> str:
-        words = packing.why_waiting(self._spec, nodes, self._ray.available_resources())
-        return words if never is None or never in words else f"{words}; {never}"
+def requests_of(spec: GroupSpec, nodes: Sequence[Node], turn: int = 0) -> List[ResourceRequest]:
+    """The request of every replica, in order.
+
+    Ray has one strategy for all bundles. To spread one role's replicas inside a packed group, each
+    of them gets a disjoint set of candidate nodes: other sets each time, at random, and for a role
+    that only prefers to spread the first time alone.
+    """
+    requests = []
+    for role in spec.roles:
+        request = ResourceRequest(role.resources, role.label_selector)
+        able = sorted(node.node_id for node in hosts(request, nodes))
+        random.Random(turn).shuffle(able)
+        for index in range(role.replicas):
+            chosen = able[index :: role.replicas]
+            if role.spread == "STRICT_SPREAD" or (role.spread and turn == 0 and chosen):
+                # No node has the label "none": the replica waits until asked for again.
+                selector = {**role.label_selector, NODE_ID: f"in({','.join(chosen) or 'none'})"}
+                requests.append(ResourceRequest(role.resources, selector))
+            else:
+                requests.append(request)
+    return requests
+
+
+def why_never(spec: GroupSpec, nodes: Sequence[Node]) -> str:
+    """Why these nodes can never host the group, even when idle; empty when they may.
+
+    It does not pack: what is too large in another way Ray calls infeasible.
+    """
+    for role in spec.roles:
+        request = ResourceRequest(role.resources, role.label_selector)
+        able = hosts(request, nodes)
+        why = why_not(request, nodes)
+        count = f"its {role.replicas} replicas"
+        if not why and "STRICT_SPREAD" in (role.spread, spec.strategy):
+            if role.replicas > len(able):
+                why = (
+                    f"{count} want nodes of their own (STRICT_SPREAD), and {len(able)} node(s) "
+                    "can host one"
+                )
+        elif not why and role.replicas > sum(_slots(node, role.resources) for node in able):
+            why = (
+                f"{count} ask for {amounts_text(role.resources)} each; the {len(able)} node(s) "
+                "that can host one, idle, cannot give that at once"
+            )
+        if why:
+            return f"{role.name}: {why}"
+    asked, total = _asked(spec), _sum((node.resources, 1) for node in nodes)
+    if spec.strategy == "STRICT_PACK" and not any(fits(asked, node.resources) for node in nodes):
+        return "no node can host all replicas at once (STRICT_PACK)"
+    if not fits(asked, total):
+        shown = {key: total.get(key, 0.0) for key in asked}
+        return f"the nodes, idle, cannot give that at once ({amounts_text(shown)})"
+    return ""
+
+
+def why_waiting(
+    spec: GroupSpec, nodes: Sequence[Node], available: Mapping[str, float], never: str = ""
+) -> str:
+    """One line for a group that waits: asked, available, what does not fit and why."""
+    asked = _asked(spec)
+    free = {key: available.get(key, 0.0) for key in asked}
+    count = sum(role.replicas for role in spec.roles)
+    busy = next((role for role in spec.roles if not fits(role.resources, free)), None)
+    if never:
+        why = never
+    elif busy is not None:
+        able = hosts(ResourceRequest(busy.resources, busy.label_selector), nodes)
+        names = ", ".join(sorted(node.host for node in able)[:8])
+        why = f"{busy.name}/0 waits: the nodes that can host it are busy ({names})"
+    elif not fits(asked, free):
+        why = "all bundles start together, and what is free now is too little for all of them"
+    else:  # what is free is known of all nodes together
+        why = "that is enough: Ray is about to place them" + (
+            ", unless it lies on nodes that cannot take them" if len(nodes) > 1 else ""
+        )
+    return (
+        f"asked {amounts_text(asked)} in {count} bundle(s); available {amounts_text(free)}; {why}"
+    )
+
+
+def _slots(node: Node, resources: Mapping[str, float]) -> float:
+    need = {key: amount for key, amount in resources.items() if amount}
+    return slots(node.resources, need) if need else float("inf")
+
+
+def _asked(spec: GroupSpec) -> Dict[str, float]:
+    return _sum((role.resources, role.replicas) for role in spec.roles)
+
+
+def _sum(amounts: Iterable[Tuple[Mapping[str, float], int]]) -> Dict[str, float]:
+    total: Dict[str, float] = {}
+    for resources, times in amounts:
+        for key, amount in resources.items():
+            total[key] = total.get(key, 0.0) + amount * times
+    return total
 
 
 # ---------------------------------------------------------------------- reports
 
 
-def events_of(answer: Answer) -> Iterator[machine.Event]:
+def events_of(answer: Answer) -> Iterator[Event]:
     """Turn an answer into events, and write what the replicas have printed into the log."""
     if isinstance(answer, Died):
         for replica in answer.actor.replicas:
             cause = Reason.RUNTIME_ENV if answer.is_env else Reason.NOT_STARTED
             yield from losses(replica, answer.words, cause)
-    else:
-        yield from _events_of_reports(answer)
-
-
-def losses(
-    replica: ReplicaHandle, why: str, cause: Reason = Reason.NOT_STARTED
-) -> Iterator[machine.Event]:
-    """The events of a replica that is lost.
-
-    A dead actor means that a replica which is awaited still cannot be prepared, for Ray's own
-    reason: a runtime_env that cannot be built, an image that is not there. For other replicas the
-    machine ignores that event.
-    """
-    where = f"node {replica.node.host} ({replica.node.address})"
-    if actor_of(replica).dead:
-        yield machine.Unprepared(replica.replica_id, f"no worker on {where}: {why}", cause)
-    yield machine.Lost(replica.replica_id, f"{where}: {why}")
-
-
-def _events_of_reports(answer: Pulled) -> Iterator[machine.Event]:
+        return
     for replica in answer.actor.replicas:
         if replica.node.node_id != answer.node_id:
             words = f"Ray has moved the replica to the node {answer.node_id} since"
@@ -508,33 +580,41 @@ def _events_of_reports(answer: Pulled) -> Iterator[machine.Event]:
                 yield from _events_of_report(replica, json.loads(report))
 
 
-def _events_of_report(replica: ReplicaHandle, report: Mapping[str, Any]) -> Iterator[machine.Event]:
-    replica_id, kind = replica.replica_id, report["at"]
+def losses(replica: ReplicaHandle, why: str, cause: Reason = Reason.NOT_STARTED) -> Iterator[Event]:
+    """The events of a replica that is lost.
+
+    A dead actor means that a replica which is awaited still cannot be prepared, for Ray's own
+    reason: a runtime_env that cannot be built, an image that does not exist. For other replicas the
+    machine ignores that event.
+    """
+    where = f"node {replica.node.host} ({replica.node.address})"
+    if actor_of(replica).dead:
+        words = f"no worker on {where}: {why}"
+        yield Event(Kind.UNPREPARED, replica.replica_id, words, cause=cause)
+    yield Event(Kind.LOST, replica.replica_id, f"{where}: {why}")
+
+
+def _events_of_report(replica: ReplicaHandle, report: Mapping[str, Any]) -> Iterator[Event]:
+    kind, words = report["at"], report.get("words", "")
     if kind == "text":
         text = str(report["text"])
         prefix = replica.prefix
         write(prefix + text[:-1].replace("\n", f"\n{prefix}") + "\n")
-    elif kind == "prepared":
-        replica.ports = report["ports"]
-        yield machine.Prepared(replica_id)
-    elif kind == "unprepared":
-        yield machine.Unprepared(replica_id, report["words"])
-    elif kind == "waiting":
-        say(f"{name(replica_id)} is {report['words']}")
-        yield machine.Waiting(replica_id, report["words"])
-    elif kind == "ready":
-        yield machine.Ready(replica_id)
-    elif kind == "unready":
-        yield machine.Unready(replica_id, report["words"])
-    elif kind == "exited":
-        replica.end_by = None
-        say(f"{name(replica_id)} on {replica.node.host} ended: {report['words']}")
-        yield machine.Exited(replica_id, report["code"], report["words"])
     elif kind == "failed":
-        yield from losses(replica, report["words"])
+        yield from losses(replica, words)
     elif kind == "gone":
         others = f", and {report['left']} others with it" if report["left"] else ""
         yield from losses(replica, f"our process there was killed{others}")
+    else:
+        who = name(replica.replica_id)
+        if kind == "prepared":
+            replica.ports = report["ports"]
+        elif kind == "waiting":
+            say(f"{who} is {words}")
+        elif kind == "exited":
+            replica.end_by = None
+            say(f"{who} on {replica.node.host} ended: {words}")
+        yield Event(Kind(kind), replica.replica_id, words, report.get("code", 0))
 
 
 # ---------------------------------------------------------------------- addresses

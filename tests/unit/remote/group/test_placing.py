@@ -1,0 +1,396 @@
+"""Room for a group: requests, refusals, explanations, and the wait for it."""
+
+from __future__ import annotations
+
+import itertools
+import types
+
+import pytest
+
+from nemo_run_ray.remote.fit import Node, ResourceRequest, matches
+from nemo_run_ray.remote.group import driver
+from nemo_run_ray.remote.group.driver import (
+    NODE_ID,
+    NoRoom,
+    PlacementGroup,
+    own_python_s,
+    requests_of,
+    why_never,
+    why_waiting,
+)
+from nemo_run_ray.remote.spec import GroupSpec, JobSpec, RoleSpec
+from nemo_run_ray.remote.status import Reason
+
+GIB = 2.0**30
+
+
+def node(number: int, labels: dict[str, str] | None = None, **resources: float) -> Node:
+    node_id = f"id{number}"
+    labels = {NODE_ID: node_id, **(labels or {})}
+    return Node(node_id, f"host{number}", "10.0.0.1", labels, resources or {"CPU": 4.0})
+
+
+def role(name: str, replicas: int = 1, spread: str = "", zone: str = "", **resources) -> RoleSpec:
+    return RoleSpec(
+        name,
+        JobSpec(argv=("true",)),
+        replicas,
+        spread=spread,
+        resources=resources or {"CPU": 1.0},
+        label_selector={"zone": zone} if zone else {},
+    )
+
+
+def candidates(request: ResourceRequest, nodes: list[Node]) -> set[str]:
+    return {node.node_id for node in nodes if matches(request.selector, node.labels)}
+
+
+@pytest.mark.parametrize(
+    ("roles", "strategy", "nodes", "why"),
+    [
+        ([role("a", 3), role("b", CPU=0.5, GPU=1)], "PACK", [node(1, CPU=2, GPU=1), node(2)], ""),
+        (
+            [role("a"), role("b", zone="eu")],
+            "PACK",
+            [node(1, {"zone": "us"})],
+            "b: no node has the label zone=eu",
+        ),
+        (
+            [role("a", CPU=8, memory=64 * GIB)],
+            "PACK",
+            [node(1, CPU=4, memory=96 * GIB), node(2, CPU=16, memory=32 * GIB)],
+            "a: no node has CPU 8, memory 64.00 GiB at once",
+        ),
+        (
+            [role("a", zone="eu", GPU=8)],
+            "PACK",
+            [node(1, {"zone": "eu"}, GPU=4), node(2, GPU=8)],
+            "a: the largest node with zone=eu has GPU 4, it asks for 8",
+        ),
+        ([role("a", TPU=1)], "PACK", [node(1)], "a: no node has TPU, it asks for 1"),
+        (
+            [role("a", 2, CPU=3), role("b", CPU=3)],
+            "PACK",
+            [node(1), node(2)],
+            "the nodes, idle, cannot give that at once (CPU 8)",
+        ),
+        (
+            [role("a", 3, CPU=2)],
+            "PACK",
+            [node(1, CPU=3), node(2, CPU=3)],
+            "a: its 3 replicas ask for CPU 2 each",
+        ),
+        ([role("a", 3, CPU=2)], "PACK", [node(1), node(2, CPU=3)], ""),
+        ([role("a", 2, CPU=3)], "STRICT_PACK", [node(1), node(2)], "no node can host all"),
+        ([role("a", 2, CPU=3)], "STRICT_PACK", [node(1), node(2, CPU=6)], ""),
+        (
+            [role("a", 3)],
+            "STRICT_SPREAD",
+            [node(1), node(2), node(3, CPU=0.5)],
+            "a: its 3 replicas want nodes of their own (STRICT_SPREAD), and 2 node(s)",
+        ),
+        ([role("a", 2, "STRICT_SPREAD"), role("b")], "PACK", [node(1)], "a: its 2 replicas want"),
+        ([role("a", 2, "STRICT_SPREAD"), role("b")], "PACK", [node(1), node(2)], ""),
+        ([role("a", 3, "SPREAD")], "PACK", [node(1)], ""),
+        ([role("a")], "PACK", [], "a: the cluster has no living node"),
+        # Ten times 0.1 is a little less or more than 1 for a computer, and exactly 1 for Ray.
+        ([role("a", 10, GPU=0.1), role("b", 3, CPU=0.1)], "PACK", [node(1, CPU=0.3, GPU=1)], ""),
+        ([role("b", 3, CPU=0.1)], "PACK", [node(1, CPU=0.2999)], "b: its 3 replicas"),
+    ],
+)
+def test_what_these_nodes_can_never_host_is_named(roles, strategy, nodes, why):
+    found = why_never(GroupSpec(tuple(roles), strategy), nodes)
+    assert found.startswith(why) if why else not found
+
+
+@pytest.mark.parametrize(
+    ("roles", "nodes", "free", "words"),
+    [
+        (
+            [role("a", 2, CPU=2), role("b", GPU=1)],
+            [node(1, CPU=4), node(2, CPU=4, GPU=1)],
+            {"CPU": 6.0, "memory": 5.0},
+            "asked CPU 4, GPU 1 in 3 bundle(s); available CPU 6, GPU 0; "
+            "b/0 waits: the nodes that can host it are busy (host2)",
+        ),
+        (
+            [role("a"), role("b", CPU=4)],
+            [node(1), node(2, CPU=2)],
+            {"CPU": 5.0},
+            "asked CPU 5 in 2 bundle(s); available CPU 5; that is enough: Ray is about to place "
+            "them, unless it lies on nodes that cannot take them",
+        ),
+        (
+            [role("a"), role("b", CPU=4)],
+            [node(1, CPU=5)],
+            {"CPU": 4.0},
+            "asked CPU 5 in 2 bundle(s); available CPU 4; "
+            "all bundles start together, and what is free now is too little for all of them",
+        ),
+        (
+            [role("a", memory=1)],
+            [node(1, memory=GIB)],
+            {},
+            "asked memory next to nothing in 1 bundle(s); available memory next to nothing; "
+            "a/0 waits: the nodes that can host it are busy (host1)",
+        ),
+    ],
+)
+def test_a_group_that_waits_says_why(roles, nodes, free, words):
+    assert why_waiting(GroupSpec(tuple(roles)), nodes, free) == words
+
+
+# ---------------------------------------------------------------------- requests
+
+
+def test_a_request_for_every_replica_in_the_order_of_the_roles():
+    spec = GroupSpec((role("b", 2, zone="eu"), role("a", GPU=2.0)), "STRICT_SPREAD")
+    assert requests_of(spec, [node(1), node(2)]) == [
+        ResourceRequest({"CPU": 1.0}, {"zone": "eu"}),
+        ResourceRequest({"CPU": 1.0}, {"zone": "eu"}),
+        ResourceRequest({"GPU": 2.0}),
+    ]
+
+
+@pytest.mark.parametrize("spread", ["SPREAD", "STRICT_SPREAD"])
+@pytest.mark.parametrize("count", [3, 4, 9])
+def test_a_role_that_spreads_gets_disjoint_sets_of_the_nodes_that_can_host_it(spread, count):
+    able = [node(number, {"zone": "eu"}) for number in range(count)]
+    nodes = [node(100), *able, node(101, {"zone": "eu"}, CPU=0.5)]
+    *spreading, other = requests_of(GroupSpec((role("a", 3, spread, "eu"), role("b"))), nodes)
+    sets = [candidates(request, nodes) for request in spreading]
+    assert all(sets)
+    assert sorted(itertools.chain(*sets)) == sorted(node.node_id for node in able)
+    assert other.selector == {}
+
+
+def test_a_mere_preference_to_spread_holds_the_first_time_only():
+    spec = GroupSpec((role("a", 2, "SPREAD"),))
+    for turn, is_spread in ((0, True), (1, False)):
+        requests = requests_of(spec, [node(1), node(2)], turn)
+        assert [NODE_ID in request.selector for request in requests] == [is_spread] * 2
+    assert requests_of(spec, [node(1)])[1].selector == {}
+
+
+@pytest.mark.parametrize("count", [0, 1, 2])
+def test_a_strict_spread_never_lets_two_replicas_share_a_node(count):
+    """Too few nodes now; the group must wait for more, not be packed on those."""
+    nodes = [node(number) for number in range(count)]
+    requests = requests_of(GroupSpec((role("a", 3, "STRICT_SPREAD"),)), nodes)
+    for one, other in itertools.combinations(requests, 2):
+        assert not candidates(one, [*nodes, node(9)]) & candidates(other, [*nodes, node(9)])
+
+
+@pytest.mark.parametrize(("count", "replicas"), [(3, 2), (5, 3), (6, 4)])
+def test_any_nodes_that_are_free_are_found_on_some_turn(count, replicas):
+    """Replicas that spread wait while each of their sets lacks a free node; no choice of free
+    nodes may be out of reach for ever."""
+    nodes = [node(number) for number in range(count)]
+    spec = GroupSpec((role("a", replicas, "STRICT_SPREAD"),))
+    turns = [
+        [candidates(request, nodes) for request in requests_of(spec, nodes, turn)]
+        for turn in range(200)
+    ]
+    for free in itertools.combinations([node.node_id for node in nodes], replicas):
+        assert any(all(share & set(free) for share in shares) for shares in turns), free
+
+
+# ---------------------------------------------------------------------- waiting
+
+
+class Clock:
+    """Seconds that pass only in a sleep."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+    def sleep(self, seconds: float) -> None:
+        self.now += seconds
+
+
+class Ray:
+    """Nodes and placement groups as Ray tells of them; it refuses what it does not know."""
+
+    __version__ = "2.60.0"
+
+    def __init__(self, clock: Clock, cpus: dict[str, float]) -> None:
+        self.clock = clock
+        self.cpus = cpus
+        self.free_at = float("inf")
+        self.state = "NO_RESOURCES"
+        self.asked: list[dict] = []
+        self.removed = 0
+        self.where = list(cpus)
+        self.util = types.SimpleNamespace(
+            placement_group=self._create,
+            placement_group_table=self._table,
+            remove_placement_group=self._remove,
+        )
+
+    def nodes(self) -> list[dict]:
+        return [
+            {
+                "NodeID": name,
+                "Alive": True,
+                "NodeManagerHostname": f"host-{name}",
+                "NodeManagerAddress": "10.0.0.1",
+                "Resources": {"CPU": cpus},
+                "Labels": {"ray.io/node-id": name},
+            }
+            for name, cpus in self.cpus.items()
+        ]
+
+    def available_resources(self) -> dict[str, float]:
+        return {"CPU": 0.0}
+
+    def _create(self, bundles, strategy="PACK", name="", bundle_label_selector=None):
+        self.asked.append({"bundles": bundles, "selectors": bundle_label_selector})
+        number = len(self.asked)
+
+        def wait(seconds: float) -> bool:
+            return number == len(self.asked) and self.clock.now >= self.free_at
+
+        return types.SimpleNamespace(wait=wait, count=len(bundles))
+
+    def _table(self, group) -> dict:
+        places = {number: self.where[number % len(self.where)] for number in range(group.count)}
+        return {"stats": {"scheduling_state": self.state}, "bundles_to_node_id": places}
+
+    def _remove(self, group) -> None:
+        self.removed += 1
+
+
+@pytest.fixture
+def clock(monkeypatch) -> Clock:
+    found = Clock()
+    monkeypatch.setattr(driver, "time", found)
+    return found
+
+
+@pytest.fixture
+def ray(clock) -> Ray:
+    return Ray(clock, {"a": 4.0, "b": 4.0})
+
+
+def group(cpus: float = 1.0, replicas: int = 1, **fields) -> GroupSpec:
+    task, spread = JobSpec(("true",)), fields.pop("spread", "")
+    role = RoleSpec("worker", task, replicas, resources={"CPU": cpus}, spread=spread)
+    return GroupSpec((role,), **fields)
+
+
+def wait(waiting: PlacementGroup, clock: Clock, until: float) -> int:
+    """Look until there is room or the time is up; how often it was looked."""
+    looks = 0
+    while clock.now < until:
+        looks += 1
+        if waiting.look():
+            break
+    return looks
+
+
+def test_a_group_that_waits_looks_about_once_a_second(ray, clock):
+    looks = wait(PlacementGroup(ray, group()), clock, until=clock.now + 600)
+    assert looks < 700
+
+
+def test_room_is_found_soon(ray, clock):
+    ray.free_at = clock.now + 0.5
+    began_at = clock.now
+    waiting = PlacementGroup(ray, group(replicas=2))
+    wait(waiting, clock, until=began_at + 10)
+    assert clock.now - began_at < 1.0
+    assert [node.host for node in waiting.nodes()] == ["host-a", "host-b"]
+
+
+def test_what_no_node_can_host_is_refused_in_time_and_in_words(ray, clock):
+    began_at = clock.now
+    with pytest.raises(NoRoom, match="worker: the largest node has CPU 4, it asks for 5") as caught:
+        wait(PlacementGroup(ray, group(cpus=5)), clock, until=began_at + 60)
+    assert caught.value.cause is Reason.UNSCHEDULABLE
+    assert 3 <= clock.now - began_at < 10
+
+
+def test_nodes_that_join_in_time_are_waited_for(ray, clock):
+    waiting = PlacementGroup(ray, group(cpus=5))
+    wait(waiting, clock, until=clock.now + 2)
+    ray.cpus["c"] = 8.0
+    ray.free_at = clock.now
+    assert waiting.look()
+
+
+def test_what_ray_calls_infeasible_is_refused(ray, clock):
+    ray.state = "INFEASIBLE"
+    with pytest.raises(NoRoom, match="no nodes of this cluster can host the group"):
+        wait(PlacementGroup(ray, group()), clock, until=clock.now + 60)
+
+
+def test_wait_for_nodes_waits_for_them(ray, clock):
+    spec = group(cpus=5, wait_for_nodes=True)
+    wait(PlacementGroup(ray, spec), clock, until=clock.now + 600)
+
+
+def test_a_limit_ends_the_wait(ray, clock):
+    began_at = clock.now
+    with pytest.raises(NoRoom, match="not placed within 20 s: asked CPU 1") as caught:
+        wait(PlacementGroup(ray, group(placing_timeout_s=20)), clock, until=began_at + 60)
+    assert caught.value.cause is Reason.NOT_PLACED
+    assert 20 <= clock.now - began_at < 22
+
+
+def test_every_30_seconds_a_line_says_what_is_missing(ray, clock, capfd):
+    wait(PlacementGroup(ray, group()), clock, until=clock.now + 100)
+    lines = [one for one in capfd.readouterr().out.splitlines() if "waiting for room" in one]
+    assert len(lines) == 4
+    assert "asked CPU 1 in 1 bundle(s); available CPU 0" in lines[0]
+    assert "worker/0 waits: the nodes that can host it are busy (host-a, host-b)" in lines[0]
+
+
+def test_a_node_that_died_since_is_no_room(ray, clock):
+    ray.free_at = clock.now
+    waiting = PlacementGroup(ray, group(replicas=2))
+    del ray.cpus["b"]
+    assert not waiting.look()
+    ray.where = ["a"]
+    assert waiting.look()
+
+
+def test_a_role_that_spreads_tries_other_nodes_while_it_waits(ray, clock):
+    wait(
+        PlacementGroup(ray, group(replicas=2, spread="STRICT_SPREAD")), clock, until=clock.now + 30
+    )
+    assert 5 <= len(ray.asked) <= 12
+    assert ray.removed == len(ray.asked) - 1
+    for one in ray.asked:
+        chosen = [selector["ray.io/node-id"] for selector in one["selectors"]]
+        assert sorted(chosen) == ["in(a)", "in(b)"]
+
+
+@pytest.mark.parametrize(
+    ("runtime_env", "limit_s"),
+    [
+        ({"py_executable": "/opt/python"}, 90),
+        ({"py_executable": "uv run --with torch"}, 360),
+        ({"py_executable": "python -X dev", "pip": ["torch"]}, 960),
+        (
+            {
+                "py_executable": "/opt/python",
+                "uv": ["torch"],
+                "config": {"setup_timeout_seconds": 1800},
+            },
+            1890,
+        ),
+        (
+            {
+                "py_executable": "/opt/python",
+                "conda": "name",
+                "config": {"setup_timeout_seconds": -1},
+            },
+            float("inf"),
+        ),
+    ],
+)
+def test_what_is_installed_first_has_its_time(runtime_env, limit_s):
+    assert own_python_s(runtime_env) == limit_s
