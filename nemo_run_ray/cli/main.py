@@ -250,7 +250,7 @@ def patches(
             "verified": list(patch.verified),
             "retired_by": patch.retired_by,
         }
-        for name, patch in known.PATCHES.items()
+        for name, patch in ((name, known.patch(name)) for name in states)
     ]
     if as_json:
         print(json.dumps(rows, indent=1))

@@ -3,29 +3,26 @@
 from __future__ import annotations
 
 import abc
-import contextlib
 import importlib
-import json
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 from urllib.parse import urlsplit
 
 from nemo_run.config import ConfigurableMixin
 
 from nemo_run_ray.errors import ConfigError
-from nemo_run_ray.remote.node.output import PREFIX
-from nemo_run_ray.remote.rows import JobRows, job_rows
+
+if TYPE_CHECKING:
+    from nemo_run_ray.remote.rows import JobRows
 
 #: Kinds whose modules are imported when they are used.
 _IMPORTED_LATE = {"local": "nemo_run_ray.clusters.local", "slurm": "nemo_run_ray.clusters.slurm"}
 #: Set by Ctrl-C, which only the main thread sees: a thread that waits for a cluster to come up
 #: gives up. Whoever waits anew clears it.
 interrupted = threading.Event()
-#: Begins the first line of a log of which only the end is kept.
-CUT = f"{PREFIX}the first "
 
 
 def text_of(path: Path) -> Iterator[str]:
@@ -33,13 +30,6 @@ def text_of(path: Path) -> Iterator[str]:
     with open(path, encoding="utf-8", errors="replace") as file:
         while text := file.read(65536):
             yield text
-
-
-def rows_in(jobs_json: str) -> JobRows:
-    """The rows of a kept job table, by submission id; empty for a text that is none."""
-    with contextlib.suppress(ValueError):
-        return {str(row["submission_id"]): row for row in job_rows(json.loads(jobs_json))}
-    return {}
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,6 @@ from urllib.parse import urlsplit
 from nemo_run_ray.clusters.base import Cluster, Dashboard
 from nemo_run_ray.errors import ConfigError
 from nemo_run_ray.fields import CONTROL, looks_like_credential, strict_init
-from nemo_run_ray.remote.dashboard import ray_token
 
 #: Ray's default port of the dashboard.
 DASHBOARD_PORT = 8265
@@ -163,6 +162,9 @@ def _is_plain(token: object) -> bool:
 def token_of_user() -> str | None:
     """The token of this user, looked for where Ray looks: variable, named file, home."""
     try:
+        # Naming a cluster needs no client of its dashboard.
+        from nemo_run_ray.remote.dashboard import ray_token
+
         token = ray_token() or None
     except FileNotFoundError as error:
         raise ConfigError(

@@ -34,13 +34,14 @@ from typing import Any, BinaryIO, ClassVar
 
 from nemo_run.core.frontend.console.api import CONSOLE
 
-from nemo_run_ray.clusters.base import CUT, ClusterArchive, rows_in
+from nemo_run_ray.clusters.base import ClusterArchive
 from nemo_run_ray.clusters.local_watch import ask, lives, process_identity
 from nemo_run_ray.errors import ClusterError, ConfigError
 from nemo_run_ray.remote.dashboard import DASHBOARD, EMBEDDED
 from nemo_run_ray.remote.files import ENDS_AT, LASTS_S, LIFE, RENEWS, RUN, replacing, write_file
+from nemo_run_ray.remote.node.output import CUT
 from nemo_run_ray.remote.node.supervise import descendants, kill, marked
-from nemo_run_ray.remote.rows import job_rows
+from nemo_run_ray.remote.rows import job_rows, rows_in
 from nemo_run_ray.remote.status import is_active
 from nemo_run_ray.remote.trust import open_own, why_untrusted
 

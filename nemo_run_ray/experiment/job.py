@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from nemo_run_ray.clusters import from_record
-from nemo_run_ray.clusters.base import CUT, text_of
+from nemo_run_ray.clusters.base import text_of
 from nemo_run_ray.dashboard.http import repeat
 from nemo_run_ray.dashboard.jobs import PATIENCE_S, JobsApi
 from nemo_run_ray.errors import (
@@ -53,6 +53,7 @@ from nemo_run_ray.experiment.tend import tend
 from nemo_run_ray.remote.array.elements import RESULTS_FILE
 from nemo_run_ray.remote.attempts import attempt_id, first_id
 from nemo_run_ray.remote.end_record import end_mark
+from nemo_run_ray.remote.node.output import CUT
 from nemo_run_ray.remote.rows import ArrayRows, JobRow, JobRows, fits, nonce_of
 from nemo_run_ray.remote.status import JobState, JobStatus, Reason, state_of_row, status_of_row
 

@@ -20,11 +20,11 @@ from typing import IO, Any, TypeVar, cast
 
 from filelock import FileLock
 
-from nemo_run_ray.clusters.base import CUT
 from nemo_run_ray.errors import JobError
 from nemo_run_ray.ids import LEDGER
 from nemo_run_ray.remote.attempts import Attempt
 from nemo_run_ray.remote.files import replacing, write_file
+from nemo_run_ray.remote.node.output import CUT
 from nemo_run_ray.remote.rows import ArrayRows, GroupRows, fits
 from nemo_run_ray.remote.status import JobState, JobStatus
 from nemo_run_ray.remote.trust import why_untrusted

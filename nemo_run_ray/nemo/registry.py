@@ -28,7 +28,6 @@ from nemo_run_ray.clusters import Cluster
 from nemo_run_ray.errors import ConfigError, UnsupportedNemoRun
 from nemo_run_ray.executor import ON_SUBCLASS, RayExecutor
 from nemo_run_ray.ids import SCHEDULER, SESSION
-from nemo_run_ray.integrations.skills.patch import SkillsExecutorPatch
 from nemo_run_ray.remote.files import write_file
 
 log = logging.getLogger(__name__)
@@ -56,7 +55,8 @@ def register() -> None:
         patches.apply("job_group")
     except UnsupportedNemoRun as error:  # single tasks run all the same
         log.warning("Groups cannot be used: %s", error)
-    patches.add(SkillsExecutorPatch())
+    # It is above this module, and needs more of this package than patches may import.
+    patches.MODULES["skills_executor"] = "nemo_run_ray.integrations.skills.patch"
     patches.apply_from_environment()
 
 

@@ -1,51 +1,256 @@
-"""Changes of NeMo-Run itself, each by its name: ``apply``, ``undo``, ``status``."""
+"""Changes of NeMo-Run itself, each by its name: ``apply``, ``undo``, ``status``.
+
+A patch is applied whole or not at all, undone exactly, and never applied to an unknown structure.
+One record drives both ways: ``undo`` takes back what ``apply`` set.
+"""
 
 from __future__ import annotations
 
+import hashlib
+import importlib
+import inspect
 import logging
 import os
-from collections.abc import Callable, Mapping
+import textwrap
+import threading
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from importlib.metadata import version
+from typing import Any, ClassVar
 
 from nemo_run_ray.errors import PatchError, UnsupportedNemoRun
-from nemo_run_ray.patches.base import Patch
-from nemo_run_ray.patches.data_mover_configs import DataMoverConfigsPatch
-from nemo_run_ray.patches.dgxcloud_exports import DGXCloudExportsPatch
-from nemo_run_ray.patches.dgxcloud_legacy_kwargs import DGXCloudLegacyKwargsPatch
-from nemo_run_ray.patches.dgxcloud_refusal import DGXCloudRefusalPatch
-from nemo_run_ray.patches.job_group import JobGroupPatch
-from nemo_run_ray.patches.slurm_ray import SlurmRayPatch
-
-__all__ = [
-    "PATCHES",
-    "VARIABLE",
-    "Patch",
-    "add",
-    "apply",
-    "apply_from_environment",
-    "status",
-    "undo",
-]
 
 log = logging.getLogger(__name__)
 
 #: Names the patches that ``import nemo_run_ray`` applies: separated by commas, or ``all``.
 VARIABLE = "NEMO_RUN_RAY_PATCHES"
-PATCHES: dict[str, Patch] = {
-    patch.name: patch
-    for patch in (
-        JobGroupPatch(),
-        DataMoverConfigsPatch(),
-        DGXCloudExportsPatch(),
-        DGXCloudLegacyKwargsPatch(),
-        DGXCloudRefusalPatch(),
-        SlurmRayPatch(),
+#: The module of each patch, which has it as ``PATCH`` and is imported when the patch is used.
+MODULES = {
+    name: f"{__name__}.{name}"
+    for name in (
+        "job_group",
+        "data_mover_configs",
+        "dgxcloud_exports",
+        "dgxcloud_legacy_kwargs",
+        "dgxcloud_refusal",
+        "slurm_ray",
     )
 }
+_ABSENT = object()
+_lock = threading.RLock()
 
 
-def add(patch: Patch) -> None:
-    """Make a patch known that needs more of this package than patches may import."""
-    PATCHES.setdefault(patch.name, patch)
+@dataclass(frozen=True)
+class Edit:
+    """One attribute to replace.
+
+    Attributes:
+        owner: the class or module that gets it.
+        name: of the attribute.
+        value: the new one.
+    """
+
+    owner: Any
+    name: str
+    value: Any
+
+    def __str__(self) -> str:
+        return f"{self.owner.__name__}.{self.name}"
+
+    @property
+    def now(self) -> Any:
+        """The value that the owner itself holds; ``_ABSENT`` when it inherits one or has none."""
+        return vars(self.owner).get(self.name, _ABSENT)
+
+
+class Patch(ABC):
+    """One change of NeMo-Run. Subclasses name the edits; applying and undoing them is here."""
+
+    #: The name by which users ask for it.
+    name: ClassVar[str]
+    #: Its change and the reason, in one sentence.
+    why: ClassVar[str]
+    #: The change of NeMo-Run that would make it unnecessary.
+    retired_by: ClassVar[str]
+    #: First and last version of NeMo-Run that it was verified on. Its structure decides, and not
+    #: its version, whether a patch is applied.
+    verified: ClassVar[tuple[str, str]] = ("0.9", "0.12")
+
+    def __init__(self) -> None:
+        self._done: list[tuple[Edit, Any]] = []  # each with the value before
+
+    @abstractmethod
+    def edits(self) -> Sequence[Edit]:
+        """The attributes to replace. It is called only when the patch is not applied.
+
+        Raises:
+            UnsupportedNemoRun: a target is not as this patch knows it.
+        """
+
+    def is_needed(self) -> bool:
+        """Whether this NeMo-Run lacks what the patch adds."""
+        return True
+
+    def refresh(self) -> None:  # noqa: B027 most have nothing to drop
+        """Drop cached views of the targets in other libraries, after every change."""
+
+    def apply(self) -> Callable[[], bool]:
+        """Apply it, if it is needed and not applied yet.
+
+        Returns:
+            ``undo``.
+
+        Raises:
+            UnsupportedNemoRun: a target is not as the patch knows it. Nothing was changed.
+        """
+        with _lock:
+            if not self._done and self.is_needed():
+                try:
+                    for edit in self.edits():
+                        before = edit.now
+                        setattr(edit.owner, edit.name, edit.value)
+                        self._done.append((edit, before))
+                except BaseException:
+                    self._restore()
+                    raise
+                self.refresh()
+        return self.undo
+
+    def undo(self) -> bool:
+        """Put everything back as it was, unless another program has put something on top.
+
+        Returns:
+            Whether the patch is off now. ``False`` means that a patch of another program lies on
+            top of this one; then nothing is changed, and a warning names it.
+        """
+        with _lock:
+            covers = self._covers()
+            if covers:
+                log.warning(
+                    "The patch %s stays: something lies on top of it (%s). Undo that first.",
+                    self.name,
+                    covers,
+                )
+            elif self._done:
+                self._restore()
+                self.refresh()
+            return not covers
+
+    def status(self) -> str:
+        """Its state: ``applied``, ``off``, ``not needed``, or ``applied, covered by …``."""
+        with _lock:
+            if not self._done:
+                return "off" if self.is_needed() else "not needed"
+            covers = self._covers()
+            return f"applied, covered by {covers}" if covers else "applied"
+
+    def method(self, owner: type, name: str, *parameters: str, digest: str = "") -> Any:
+        """The function that a class holds itself, another package's wrapper of it included.
+
+        Args:
+            owner: the class.
+            name: of the function.
+            parameters: those that NeMo-Run's function must have, below all wrappers.
+            digest: of its body, by ``digest_of``, where the patch replaces it.
+
+        Raises:
+            UnsupportedNemoRun: it is missing, or is another function.
+        """
+        function, target = vars(owner).get(name), f"{owner.__name__}.{name}"
+        self.must(inspect.isfunction(function), target, function)
+        below = original(function, name)
+        self.must(set(parameters) <= {*inspect.signature(below).parameters}, target, function)
+        if digest:
+            now = digest_of(below)
+            target = f"the body of {target} (digest {now}, not {digest})"
+            self.must(now == digest, target, function)
+        return function
+
+    def must(self, holds: bool, target: str, found: Any = None) -> None:
+        """Guard of a subclass: refuse when a target is not as expected.
+
+        Args:
+            holds: whether it is.
+            target: its name.
+            found: the function in its place, which may be another package's.
+
+        Raises:
+            UnsupportedNemoRun: it is not.
+        """
+        if holds:
+            return
+        if inspect.isfunction(found) and not _is_nemo_runs(found):
+            raise UnsupportedNemoRun(
+                f"The patch {self.name} does not know {target}: another package has put "
+                f"{found.__module__}.{found.__qualname__} there. Nothing was changed. Apply the "
+                "patch before that package does so."
+            )
+        raise UnsupportedNemoRun(
+            f"The patch {self.name} does not know {target} of NeMo-Run {version('nemo-run')}; it "
+            f"was verified on {' to '.join(self.verified)}. Nothing was changed."
+        )
+
+    def _restore(self) -> None:
+        while self._done:
+            edit, before = self._done.pop()
+            if before is _ABSENT:
+                delattr(edit.owner, edit.name)
+            else:
+                setattr(edit.owner, edit.name, before)
+
+    def _covers(self) -> str:
+        """The attributes that another program has replaced since, with their values."""
+        covered = [edit for edit, _ in self._done if edit.now is not edit.value]
+        values = ("nothing" if edit.now is _ABSENT else repr(edit.now) for edit in covered)
+        return "; ".join(f"{edit} is {value}" for edit, value in zip(covered, values, strict=True))
+
+
+def original(function: Any, name: str) -> Any:
+    """NeMo-Run's function below the wrappers that other packages have put on it.
+
+    Most of those are plain functions with ``*args, **kwargs``, which refer to the one below.
+    """
+    seen = [function]
+    for one in seen:
+        if _is_nemo_runs(one) and one.__name__ == name:
+            return inspect.unwrap(one)
+        try:
+            names = inspect.getclosurevars(one)
+        except ValueError:  # it refers to a name that has no value yet
+            continue
+        for below in (*names.nonlocals.values(), *names.globals.values()):
+            if inspect.isfunction(below) and below not in seen:
+                seen.append(below)
+    return function
+
+
+def _is_nemo_runs(function: Any) -> bool:
+    return str(function.__module__).partition(".")[0] == "nemo_run"
+
+
+def digest_of(function: Any) -> str:
+    """The first characters of the SHA-256 of a function's source; empty when it has none."""
+    try:
+        source = inspect.getsource(function)
+    except (OSError, TypeError):
+        return ""
+    return hashlib.sha256(textwrap.dedent(source).strip().encode()).hexdigest()[:16]
+
+
+# ---------------------------------------------------------------------- all patches by their names
+
+
+def patch(name: str) -> Patch:
+    """The patch of a name.
+
+    Raises:
+        PatchError: there is no patch of that name.
+    """
+    if name not in MODULES:
+        raise PatchError(f"There is no patch {name!r}; there are {', '.join(MODULES)}.")
+    found: Patch = importlib.import_module(MODULES[name]).PATCH
+    return found
 
 
 def apply(*names: str) -> Callable[[], bool]:
@@ -60,18 +265,18 @@ def apply(*names: str) -> Callable[[], bool]:
         PatchError: there is no patch of that name.
         UnsupportedNemoRun: a patch that is named does not know this NeMo-Run.
     """
-    fresh = [patch for patch in _named(names) if patch.status() == "off"]
     done: list[Patch] = []
     try:
-        for patch in fresh:
-            try:
-                patch.apply()
-            except UnsupportedNemoRun as error:
-                if names:
-                    raise
-                log.warning("A patch is left out: %s", error)
-            else:
-                done.append(patch)
+        for one in [patch(name) for name in names or MODULES]:
+            if one.status() == "off":
+                try:
+                    one.apply()
+                except UnsupportedNemoRun as error:
+                    if names:
+                        raise
+                    log.warning("A patch is left out: %s", error)
+                else:
+                    done.append(one)
     except BaseException:
         _undo(done)
         raise
@@ -79,9 +284,7 @@ def apply(*names: str) -> Callable[[], bool]:
 
 
 def apply_from_environment(environment: Mapping[str, str] = os.environ) -> Callable[[], bool]:
-    """Apply what ``NEMO_RUN_RAY_PATCHES`` names; nothing when it is unset or empty.
-
-    ``all`` is ``apply()``.
+    """Apply the patches that ``NEMO_RUN_RAY_PATCHES`` names; ``all`` is ``apply()``.
 
     Returns:
         As ``apply``.
@@ -95,31 +298,24 @@ def apply_from_environment(environment: Mapping[str, str] = os.environ) -> Calla
     if not names:
         return lambda: True
     for name in names:
-        if name not in PATCHES and name != "all":
+        if name not in (*MODULES, "all"):
             raise PatchError(
                 f"{VARIABLE}={text!r}: there is no patch {name!r}; there are "
-                f"{', '.join(PATCHES)}, and 'all' for all of them."
+                f"{', '.join(MODULES)}, and 'all' for all of them."
             )
     return apply() if "all" in names else apply(*names)
 
 
 def undo(*names: str) -> bool:
     """Undo the named patches, or all, and return whether all of them are off now."""
-    return _undo(_named(names))
+    return _undo([patch(name) for name in names or MODULES])
 
 
 def status() -> dict[str, str]:
     """The state of every patch, by its name; see ``Patch.status``."""
-    return {name: patch.status() for name, patch in PATCHES.items()}
+    return {name: patch(name).status() for name in MODULES}
 
 
 def _undo(patches: list[Patch]) -> bool:
-    off = [patch.undo() for patch in reversed(patches)]  # every one, whatever the others say
+    off = [one.undo() for one in reversed(patches)]  # every one, whatever the others say
     return all(off)
-
-
-def _named(names: tuple[str, ...]) -> list[Patch]:
-    for name in names:
-        if name not in PATCHES:
-            raise PatchError(f"There is no patch {name!r}; there are {', '.join(PATCHES)}.")
-    return [PATCHES[name] for name in names or PATCHES]

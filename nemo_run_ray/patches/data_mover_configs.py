@@ -21,7 +21,7 @@ from nemo_run.core.execution import dgxcloud
 from nemo_run.core.execution.dgxcloud import DGXCloudExecutor
 from nemo_run.core.execution.lepton import LeptonExecutor
 
-from nemo_run_ray.patches.base import Edit, Patch
+from nemo_run_ray.patches import Edit, Patch
 
 #: Files that NeMo-Run writes for people: the executor and the task, as YAML. A ``run.Partial`` is
 #: read from ``<name>_fn_or_script`` beside them, so the folder itself must be sent.
@@ -29,15 +29,7 @@ UNREAD = ("_executor.yaml", "_config.yaml")
 
 #: A file in the job's folder on the cluster, made when all pieces have been unpacked.
 MOVED = ".moved"
-_COPY = ["self", "local_dir_path", "dest_path"]
-_MOVE = ["self", "token", "project_id", "cluster_id", "sleep"]
-#: Digests of what is replaced, of NeMo-Run 0.9 to 0.12.
-_BODIES = {
-    "LeptonExecutor.copy_directory_data_command": frozenset({"29da4aa806a9b282"}),
-    "DGXCloudExecutor.copy_directory_data_command": frozenset({"444047769386ae20"}),
-    "DGXCloudExecutor.move_data": frozenset({"88209ab2bf3958ec"}),
-}
-_RUN = ["self", "token", "project_id", "cluster_id", "name", "cmd", "sleep", "timeout"]
+_RUN = ("self", "token", "project_id", "cluster_id", "name", "cmd", "sleep", "timeout")
 
 
 class DataMoverConfigsPatch(Patch):
@@ -51,21 +43,21 @@ class DataMoverConfigsPatch(Patch):
     retired_by = "executors of NeMo-Run that do not send a job's folder inside a command line"
 
     def edits(self) -> Sequence[Edit]:
-        for kind in (LeptonExecutor, DGXCloudExecutor):
-            self.method(kind, "copy_directory_data_command", *_COPY, exactly=True)
-        edits = [
-            _edit(LeptonExecutor, "copy_directory_data_command", _lepton_command),
-            _edit(DGXCloudExecutor, "copy_directory_data_command", _dgxcloud_command),
+        # Each with the digest of its body in NeMo-Run 0.9 to 0.12.
+        copy, move = "copy_directory_data_command", "move_data"
+        replaced: list[tuple[type, str, Any, str]] = [
+            (LeptonExecutor, copy, _lepton_command, "29da4aa806a9b282"),
+            (DGXCloudExecutor, copy, _dgxcloud_command, "444047769386ae20"),
         ]
         if falls_back():
-            self.method(DGXCloudExecutor, "move_data", *_MOVE, exactly=True)
-            self.method(DGXCloudExecutor, "_run_workspace_and_wait", *_RUN, exactly=True)
-            edits.append(_edit(DGXCloudExecutor, "move_data", _move_data))
-        return edits
+            self.method(DGXCloudExecutor, "_run_workspace_and_wait", *_RUN)
+            replaced.append((DGXCloudExecutor, move, _move_data, "88209ab2bf3958ec"))
+        for owner, name, _, digest in replaced:
+            self.method(owner, name, digest=digest)
+        return [Edit(owner, name, value) for owner, name, value, _ in replaced]
 
 
-def _edit(owner: type, name: str, value: Callable[..., Any]) -> Edit:
-    return Edit(owner, name, value, _BODIES[f"{owner.__name__}.{name}"])
+PATCH = DataMoverConfigsPatch()
 
 
 def falls_back() -> bool:
@@ -88,35 +80,18 @@ def tarball(folder: Path, without: frozenset[str] = frozenset()) -> bytes:
     Raises:
         OSError: something in it cannot be read.
     """
+
+    def cleaned(entry: tarfile.TarInfo) -> tarfile.TarInfo | None:
+        archive.inodes.clear()  # type: ignore[attr-defined]  # a hard link's content is sent
+        entry.uid = entry.gid = entry.mtime = 0
+        entry.uname = entry.gname = ""
+        return None if entry.name in without else entry
+
     raw = io.BytesIO()
     with tarfile.open(fileobj=raw, mode="w", format=tarfile.PAX_FORMAT) as archive:
-        for name in sorted(_entries(folder)):
-            if name not in without:
-                _add(archive, folder / name, name)
+        for name in sorted(os.listdir(folder)):
+            archive.add(folder / name, name, filter=cleaned)
     return gzip.compress(raw.getvalue(), compresslevel=9, mtime=0)
-
-
-def _entries(folder: Path) -> Iterator[str]:
-    def refuse(error: OSError) -> None:
-        raise error
-
-    for root, folders, files in os.walk(folder, onerror=refuse):
-        for name in folders + files:
-            yield Path(root, name).relative_to(folder).as_posix()
-
-
-def _add(archive: tarfile.TarFile, path: Path, name: str) -> None:
-    archive.inodes.clear()  # type: ignore[attr-defined]  # a hard link's content is sent
-    entry: tarfile.TarInfo | None = archive.gettarinfo(str(path), arcname=name)
-    if entry is None:  # a socket
-        return
-    entry.uid = entry.gid = entry.mtime = 0
-    entry.uname = entry.gname = ""
-    if entry.isreg():
-        with path.open("rb") as content:
-            archive.addfile(entry, content)
-    else:
-        archive.addfile(entry)
 
 
 def _lepton_command(self: LeptonExecutor, local_dir_path: str, dest_path: str) -> list[str]:

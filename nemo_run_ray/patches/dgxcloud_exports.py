@@ -12,15 +12,13 @@ from typing import Any
 from nemo_run.core.execution import dgxcloud
 from nemo_run.core.execution.dgxcloud import DGXCloudExecutor, DGXCloudRequest
 
-from nemo_run_ray.patches.base import Edit, Patch
+from nemo_run_ray.patches import Edit, Patch
 
 #: Variables of ``nemo_run_ray.cloud``.
 OUR_PREFIX = "_NEMO_RUN_RAY_SRC_"
 #: Prefix of the variables that carry source code: this package's, and that of the
 #: Nemotron recipes, whose transport works the same way.
 SOURCE_PREFIXES = (OUR_PREFIX, "_NEMOTRON_SRC_")
-
-
 #: Characters of a value that is source code, and not a count or a path beside it.
 _LONG = 200
 
@@ -49,6 +47,9 @@ class DGXCloudExportsPatch(Patch):
             Edit(DGXCloudRequest, "materialize", _without_source(render)),
             Edit(DGXCloudExecutor, "create_training_job", _logging_no_source(create)),
         ]
+
+
+PATCH = DGXCloudExportsPatch()
 
 
 def _without_source(render: Any) -> Any:

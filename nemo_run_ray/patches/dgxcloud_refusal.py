@@ -10,7 +10,7 @@ from typing import Any
 from nemo_run.core.execution import dgxcloud
 from nemo_run.core.execution.dgxcloud import DGXCloudExecutor
 
-from nemo_run_ray.patches.base import Edit, Patch, original
+from nemo_run_ray.patches import Edit, Patch, original
 
 #: Answers that the same question gets again: malformed, unknown credentials, forbidden.
 FINAL = frozenset({400, 401, 403})
@@ -25,7 +25,7 @@ class DGXCloudRefusalPatch(Patch):
     retired_by = "a get_auth_token() that looks at the status of the answer"
 
     def edits(self) -> Sequence[Edit]:
-        ask = self.method(DGXCloudExecutor, "get_auth_token", "self", exactly=True)
+        ask = self.method(DGXCloudExecutor, "get_auth_token", "self")
         # How it asks, which the signature does not tell.
         names = original(ask, "get_auth_token").__code__.co_names
         self.must({"requests", "post"} <= set(names), "how get_auth_token asks", ask)
@@ -37,6 +37,9 @@ class DGXCloudRefusalPatch(Patch):
             Edit(dgxcloud, "requests", _Requests(requests, asking)),
             Edit(DGXCloudExecutor, "get_auth_token", _once(ask, asking)),
         ]
+
+
+PATCH = DGXCloudRefusalPatch()
 
 
 class _Refusal(BaseException):  # has to pass NeMo-Run's "except Exception"
@@ -73,10 +76,10 @@ class _Requests:
 
 def _once(ask: Any, asking: ContextVar[bool]) -> Any:
     @functools.wraps(ask)
-    def get_auth_token(self: DGXCloudExecutor) -> str | None:
+    def get_auth_token(self: DGXCloudExecutor, *args: Any, **kwargs: Any) -> str | None:
         before = asking.set(True)
         try:
-            token: str | None = ask(self)
+            token: str | None = ask(self, *args, **kwargs)
             return token
         except _Refusal as refusal:
             dgxcloud.logger.error(

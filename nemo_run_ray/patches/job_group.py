@@ -10,7 +10,7 @@ from nemo_run.config import Script
 from nemo_run.core.execution.base import Executor
 from nemo_run.run.job import JobGroup
 
-from nemo_run_ray.patches.base import Edit, Patch
+from nemo_run_ray.patches import Edit, Patch
 
 _REFUSAL = "Unsupported executor type."
 _OPT_IN = "supports_job_group"
@@ -37,6 +37,9 @@ class JobGroupPatch(Patch):
         trial = type("Trial", (JobGroup,), {edit.name: edit.value})
         self.must(_merges(trial), "JobGroup.__post_init__")
         return [edit]
+
+
+PATCH = JobGroupPatch()
 
 
 class _Foreign(Executor):

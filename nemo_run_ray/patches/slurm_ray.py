@@ -14,7 +14,7 @@ from typing import Any, cast
 from nemo_run.core.tunnel.client import SSHTunnel
 
 from nemo_run_ray import ssh
-from nemo_run_ray.patches.base import Edit, Patch, original
+from nemo_run_ray.patches import Edit, Patch, original
 
 _MODULE = "nemo_run.run.ray.slurm"
 _FIELDS = ("template_name", "template_dir")
@@ -49,6 +49,9 @@ class SlurmRayPatch(Patch):
             found = getattr(importlib.import_module(_MODULE), name, None)
         self.must(isinstance(found, type), f"{_MODULE}.{name}")
         return cast(type, found)
+
+
+PATCH = SlurmRayPatch()
 
 
 def _with_our_template(materialize: Any) -> Any:

@@ -5,6 +5,8 @@ Whoever answers may send anything as JSON. It is checked here, against shapes.
 
 from __future__ import annotations
 
+import contextlib
+import json
 from typing import Any, Dict, List, Mapping, Optional, TypedDict
 
 
@@ -88,6 +90,13 @@ def job_rows(values: Any) -> List[JobRow]:
     if not isinstance(values, list):
         raise ValueError("the job table is no list")
     return [row for row in map(job_row, values) if row is not None]
+
+
+def rows_in(jobs_json: str) -> JobRows:
+    """The rows of a kept job table, by submission id; empty for a text that is none."""
+    with contextlib.suppress(ValueError):
+        return {str(row["submission_id"]): row for row in job_rows(json.loads(jobs_json))}
+    return {}
 
 
 def nonce_of(row: JobRow) -> str:

@@ -48,7 +48,7 @@ def hasty(monkeypatch) -> None:
 def unpatched() -> Iterator[None]:
     """``ShipSource`` leaves its patches on, as users want it; no test sees those of another."""
     yield
-    assert patches.undo(*(name for name in patches.PATCHES if name != "job_group"))
+    assert patches.undo(*(name for name in patches.MODULES if name != "job_group"))
 
 
 @pytest.fixture

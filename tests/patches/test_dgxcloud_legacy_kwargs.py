@@ -1,10 +1,7 @@
 """The patch ``dgxcloud_legacy_kwargs`` on the NeMo-Run that is installed."""
 
 import base64
-import copy
 import json
-import logging
-import warnings
 import zlib
 from collections.abc import Iterator
 
@@ -52,18 +49,16 @@ def test_the_constructor_understands_them(applied):
     assert executor == make_executor()
 
 
-def test_new_names_win(applied):
+def test_new_names_win_and_one_of_each_suffices(applied):
     with pytest.warns(DeprecationWarning, match="are now called"):
         executor = DGXCloudExecutor(**fields(), app_id="old", app_secret="old")
-    assert (executor.client_id, executor.client_secret) == ("id", "secret")
-
-
-def test_one_of_each(applied):
+    assert executor == make_executor()
     known = fields()
     del known["client_id"]
     with pytest.warns(DeprecationWarning, match="app_id are now called client_id"):
         executor = DGXCloudExecutor(**known, app_id="old")
-    assert (executor.client_id, executor.client_secret) == ("old", "secret")
+    assert executor.clone() == executor == make_executor(client_id="old")
+    assert "app_id" not in executor.to_config().__arguments__
 
 
 def test_what_is_missing_is_said_by_its_new_name(applied):
@@ -78,39 +73,13 @@ def test_what_is_missing_is_said_by_its_new_name(applied):
         DGXCloudExecutor(**fields(), app_key="x")
 
 
-def test_one_notice_a_process(applied):
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        for _ in range(3):
-            DGXCloudExecutor(**_old())
-    assert len([one for one in caught if "app_id" in str(one.message)]) == 1
-    assert caught[0].filename == __file__
-
-
-def test_a_saved_configuration_is_built_silently_however_often(applied, caplog):
-    text = _saved(nodes=3)
-    with warnings.catch_warnings(), caplog.at_level(logging.DEBUG):
-        warnings.simplefilter("error")
-        for _ in range(3):
-            executor = fdl.build(ZlibJSONSerializer().deserialize(text))
-            assert (executor.client_id, executor.client_secret) == ("id", "secret")
-            assert executor.nodes == 3
-    assert "app_id" not in caplog.text
-
-
 def test_a_new_configuration_takes_them(applied):
     config = fdl.Config(DGXCloudExecutor, **_old())
     config.app_id = "other"
-    assert fdl.build(config).client_id == "other"
-    assert fdl.build(run.Config(DGXCloudExecutor, **_old())) == make_executor()
-
-
-def test_a_clone_has_the_new_names(applied):
     with pytest.warns(DeprecationWarning, match="are now called"):
-        executor = DGXCloudExecutor(**_old(env_vars={"A": "1"}))
-    cloned = executor.clone()
-    assert cloned == executor == copy.deepcopy(executor)
-    assert "app_id" not in executor.to_config().__arguments__
+        assert fdl.build(config).client_id == "other"
+    with pytest.warns(DeprecationWarning, match="are now called"):
+        assert fdl.build(run.Config(DGXCloudExecutor, **_old())) == make_executor()
 
 
 def test_undone_the_old_names_are_refused_again():

@@ -172,15 +172,11 @@ def test_a_stand_in_for_post_works_as_before(applied, platform, monkeypatch):
     assert len(platform.asked) == 1
 
 
-def _with_retries(self, retries=3):
-    return dgxcloud.requests.post(self.base_url, retries)
-
-
 def _without_requests(self):
     return None
 
 
-@pytest.mark.parametrize("other", [_with_retries, _without_requests, property(_without_requests)])
+@pytest.mark.parametrize("other", [_without_requests, property(_without_requests)])
 def test_another_way_to_ask_is_refused_by_name(monkeypatch, other):
     monkeypatch.setattr(DGXCloudExecutor, "get_auth_token", other)
     with pytest.raises(UnsupportedNemoRun, match="get_auth_token"):

@@ -3,7 +3,6 @@
 import json
 import logging
 import os
-import re
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,8 +15,7 @@ from nemo_run.core.execution.lepton import LeptonExecutor
 
 from nemo_run_ray import patches
 from nemo_run_ray.errors import UnsupportedNemoRun
-from nemo_run_ray.patches import base
-from nemo_run_ray.patches.base import Patch
+from nemo_run_ray.patches import Patch
 from nemo_run_ray.patches.data_mover_configs import falls_back
 from tests import warm
 from tests.conftest import tool
@@ -40,9 +38,9 @@ TARGETS: dict[str, list[tuple[Any, str]]] = {
 OWNERS = (LeptonExecutor, DGXCloudExecutor, DGXCloudRequest, dgxcloud)
 
 
-@pytest.fixture(params=sorted(name for name in TARGETS if patches.PATCHES[name].is_needed()))
+@pytest.fixture(params=sorted(name for name in TARGETS if patches.patch(name).is_needed()))
 def patch(request) -> Iterator[Patch]:
-    one = patches.PATCHES[request.param]
+    one = patches.patch(request.param)
     assert one.status() == "off"
     yield one
     assert one.undo()
@@ -64,7 +62,7 @@ def _changed(before: list[dict[str, object]]) -> set[tuple[str, str]]:
 def test_those_named_here_are_those_there_are():
     # Three are not of a cloud executor: test_job_group.py, test_skills_patch.py, test_slurm_ray.py.
     others = {"job_group", "skills_executor", "slurm_ray"}
-    assert set(TARGETS) | others == set(patches.PATCHES)
+    assert set(TARGETS) | others == set(patches.MODULES)
 
 
 def test_only_a_nemo_run_with_the_old_names_does_not_need_the_patch_for_them():
@@ -80,25 +78,6 @@ def test_apply_changes_its_targets_and_returns_its_undo(patch):
     assert undo() is True
     assert _changed(before) == set()
     assert patch.status() == "off"
-
-
-def test_somebodys_wrapper_on_top_is_left_alone(patch, caplog):
-    patch.apply()
-    owner, name = TARGETS[patch.name][0]
-    ours = vars(owner)[name]
-
-    def somebodys(*args: Any, **kwargs: Any) -> Any:
-        return ours(*args, **kwargs)
-
-    with pytest.MonkeyPatch.context() as other:
-        other.setattr(owner, name, somebodys)
-        before = _held()
-        with caplog.at_level(logging.WARNING):
-            assert patch.undo() is False
-        assert _changed(before) == set()
-        assert f"{owner.__name__}.{name}" in caplog.text
-        assert "somebodys" in patch.status()
-    assert patch.status() == "applied"
 
 
 def _wrapped(function: Any, is_open: bool) -> Any:
@@ -142,41 +121,6 @@ def test_what_somebody_has_made_unknown_is_left_out_by_his_name(monkeypatch, cap
         assert "verified" not in record.getMessage(), "NeMo-Run's version is not to blame"
     finally:
         assert undo()
-
-
-def test_a_newer_one_of_the_same_structure_is_taken(patch, monkeypatch, caplog):
-    """Recipes depend on NeMo-Run's main, whose number says nothing of what a patch touches."""
-    before = _held()
-    monkeypatch.setattr(base, "version", lambda name: "0.99.0")
-    monkeypatch.setattr(patch, "_told", False)
-    with caplog.at_level(logging.INFO):
-        patch.apply()
-        assert patch.status() == "applied"
-        assert patch.undo()
-        patch.apply()
-    told = [one for one in caplog.records if "0.99.0 has the same targets" in one.getMessage()]
-    assert len(told) == 1, "once"
-    assert patch.undo()
-    assert _changed(before) == set()
-
-
-def test_a_body_that_has_changed_is_refused_on_a_newer_one_only(monkeypatch):
-    patch = patches.PATCHES["data_mover_configs"]
-
-    def copy_directory_data_command(self, local_dir_path: str, dest_path: str) -> str:
-        return "something new"
-
-    monkeypatch.setattr(
-        DGXCloudExecutor, "copy_directory_data_command", copy_directory_data_command
-    )
-    before = _held()
-    monkeypatch.setattr(base, "version", lambda name: "0.99.0")
-    with pytest.raises(UnsupportedNemoRun) as caught:
-        patch.apply()
-    for word in ("the body of DGXCloudExecutor.copy_directory_data_command", "not 444047769386"):
-        assert word in str(caught.value)
-    assert _changed(before) == set()
-    assert patch.status() == "off"
 
 
 def test_a_target_that_is_gone_is_refused_by_name(patch):
@@ -232,12 +176,6 @@ def test_a_name_that_is_unknown_is_refused_with_those_there_are(tmp_path):
         assert word in done.stderr.splitlines()[-2]
 
 
-def test_nothing_is_applied_when_one_name_is_wrong():
-    with pytest.raises(patches.PatchError, match="'nope'"):
-        patches.apply_from_environment({patches.VARIABLE: "dgxcloud_exports,nope"})
-    assert patches.status()["dgxcloud_exports"] == "off"
-
-
 def test_the_command_shows_them(tmp_path):
     environment = {
         **os.environ,
@@ -247,18 +185,10 @@ def test_the_command_shows_them(tmp_path):
     shown = tool("nemo-run-ray", "patches", "--json", env=environment)
     assert shown.returncode == 0, shown.stderr
     rows = {row["name"]: row for row in json.loads(shown.stdout)}
-    assert set(rows) == set(patches.PATCHES)
+    assert set(rows) == set(patches.MODULES)
     assert rows["dgxcloud_exports"]["state"] == "applied"
     assert rows["dgxcloud_exports"]["verified"] == ["0.9", "0.12"]
     assert all(row["why"] and row["retired_by"] for row in rows.values())
     text = tool("nemo-run-ray", "patches", env=environment).stdout
     assert "dgxcloud_exports: applied" in text
     assert "data_mover_configs: off" in text
-
-
-@pytest.mark.parametrize("name", sorted(patches.PATCHES))
-def test_every_patch_says_what_it_is(name):
-    patch = patches.PATCHES[name]
-    assert patch.name == name
-    assert all(text.strip() == text != "" for text in (patch.why, patch.retired_by))
-    assert all(re.fullmatch(r"\d+\.\d+", number) for number in patch.verified)

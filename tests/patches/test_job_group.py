@@ -25,8 +25,7 @@ from nemo_run_ray import RayExecutor, patches
 from nemo_run_ray.errors import UnsupportedNemoRun
 from nemo_run_ray.fields import CommandProbe, HttpProbe, PortProbe
 from nemo_run_ray.nemo import registry as plugin
-from nemo_run_ray.patches import base
-from nemo_run_ray.patches.base import Patch
+from nemo_run_ray.patches import Patch
 
 ADDRESS = "http://10.0.0.1:8265"
 OPT_IN = "supports_job_group"
@@ -83,7 +82,7 @@ class OwnLocal(run.LocalExecutor):
 @pytest.fixture
 def patch() -> Iterator[Patch]:
     """The patch as importing us applied it, applied again afterwards."""
-    one = patches.PATCHES["job_group"]
+    one = patches.patch("job_group")
     assert one.status() == "applied"
     yield one
     one.apply()
@@ -480,7 +479,7 @@ def test_with_an_unknown_nemo_run_single_tasks_still_work(unpatched, unique, cap
     """Registering does not fail; it says that groups cannot be used."""
     before = _held()
     with pytest.MonkeyPatch.context() as newer, caplog.at_level(logging.WARNING):
-        newer.setattr(base, "version", lambda name: "0.99.0")
+        newer.setattr(patches, "version", lambda name: "0.99.0")
         newer.setattr(JobGroup, "__post_init__", None)
         before = _held()
         # NeMo-Run takes the handlers of the root logger away when it sets its console up.

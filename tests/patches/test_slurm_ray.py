@@ -24,7 +24,7 @@ from nemo_run_ray.errors import UnsupportedNemoRun
 Both = Callable[..., tuple[str, str]]
 #: Fields of an executor that NeMo-Run sets after it was made.
 _NO_ARGUMENTS = ("stderr_to_stdout", "run_as_group", "resource_group")
-_PATCH = patches.PATCHES["slurm_ray"]
+_PATCH = patches.patch("slurm_ray")
 
 
 @pytest.fixture

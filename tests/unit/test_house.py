@@ -308,6 +308,7 @@ def test_importing_loads_no_ray_and_no_network_client():
     tops = {name.split(".")[0] for name in after}
     assert "ray" not in tops
     assert not (tops - {name.split(".")[0] for name in before}) & {"httpx", "websockets"}
+    assert len(at_first) + 1 <= 15, "every program that imports us pays for them"
     # What takes long and most programs do not use.
     assert not {f"nemo_run_ray.{one}" for one in ("clusters.local", "plan")} & set(at_first)
     assert {f"nemo_run_ray.{one}" for one in ("clusters.local", "plan")} <= set(after)

@@ -18,13 +18,13 @@ from typing import Any
 
 from nemo_run.config import get_nemorun_home
 
-from nemo_run_ray.clusters.base import ClusterArchive, rows_in
+from nemo_run_ray.clusters.base import ClusterArchive
 from nemo_run_ray.clusters.slurm import on_login
 from nemo_run_ray.clusters.slurm.login import Login
 from nemo_run_ray.errors import ClusterError, NemoRunRayError
 from nemo_run_ray.remote import trust
 from nemo_run_ray.remote.carried_over import DISPATCHES, IDS, START, TABLE, PreviousRun, rows_of
-from nemo_run_ray.remote.rows import JobRows
+from nemo_run_ray.remote.rows import JobRows, rows_in
 from nemo_run_ray.remote.slurm.folder import JOB_LOGS, HeadAddress, RunEnd
 
 #: Seconds between two questions to Slurm's controller, which serves everybody.

@@ -13,7 +13,7 @@ from typing import Any
 from nemo_run.run.experiment import Experiment
 
 from nemo_run_ray.errors import UnsupportedNemoRun
-from nemo_run_ray.patches.base import Edit, Patch
+from nemo_run_ray.patches import Edit, Patch
 
 _PACKAGE = "nemo_skills"
 _UTILS = f"{_PACKAGE}.pipeline.utils"
@@ -135,6 +135,9 @@ class SkillsExecutorPatch(Patch):
             f"The patch {self.name} does not know this NeMo-Skills: {target} is not there as it "
             "expects. Nothing was changed."
         )
+
+
+PATCH = SkillsExecutorPatch()
 
 
 def _modules() -> Iterator[ModuleType]:

@@ -16,10 +16,11 @@ import pytest
 
 from nemo_run_ray import LocalCluster
 from nemo_run_ray.clusters import from_record, local, local_state, local_watch
-from nemo_run_ray.clusters.base import CUT, text_of
+from nemo_run_ray.clusters.base import text_of
 from nemo_run_ray.clusters.local_state import MARKER, LocalState, StateFolder, end_of_log
 from nemo_run_ray.clusters.local_watch import process_identity
 from nemo_run_ray.errors import ClusterError, ConfigError
+from nemo_run_ray.remote.node.output import CUT
 
 
 @pytest.fixture
