@@ -15,10 +15,10 @@ from nemo_run_ray.fields import CommandProbe, HttpProbe, PortProbe
 from nemo_run_ray.nemo import register as _register
 
 if TYPE_CHECKING:
-    from nemo_run_ray.cloud.folder_packager import FolderPackager
     from nemo_run_ray.clusters import LocalCluster, Sidecar, SlurmCluster
     from nemo_run_ray.experiment.job import RemoteJob
     from nemo_run_ray.plan.array import array
+    from nemo_run_ray.plan.folder_packager import FolderPackager
 
 __version__ = "0.1.0"
 __all__ = [
@@ -37,7 +37,7 @@ __all__ = [
 
 #: Where that is which is imported when it is used: half of what this package's import would take.
 _HOMES = {
-    "FolderPackager": "nemo_run_ray.cloud.folder_packager",
+    "FolderPackager": "nemo_run_ray.plan.folder_packager",
     "LocalCluster": "nemo_run_ray.clusters",
     "Sidecar": "nemo_run_ray.clusters",
     "SlurmCluster": "nemo_run_ray.clusters",

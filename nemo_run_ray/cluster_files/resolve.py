@@ -16,7 +16,6 @@ from nemo_run.core.frontend.console.api import CONSOLE
 from nemo_run.core.packaging.base import Packager
 from nemo_run.core.packaging.git import GitArchivePackager
 
-from nemo_run_ray.cloud.folder_packager import FolderPackager
 from nemo_run_ray.cluster_files.load import (
     FORMAT,
     KeyPath,
@@ -405,6 +404,8 @@ def _packager(value: Any) -> Packager:
     if isinstance(value, str) and value in _PACKAGERS:
         return _PACKAGERS[value]()
     if isinstance(value, dict) and list(value) == ["folder"]:
+        from nemo_run_ray.plan.folder_packager import FolderPackager
+
         return FolderPackager(value["folder"])
     known = ", ".join(_PACKAGERS)
     raise ConfigError(f"found {value!r}; allowed are {known} and {{folder: <path>}}.")

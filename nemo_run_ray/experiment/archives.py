@@ -31,12 +31,9 @@ from nemo_run.core.packaging.base import Packager
 from nemo_run.core.packaging.git import GitArchivePackager
 
 from nemo_run_ray import remote
-from nemo_run_ray.cloud.folder_packager import FolderPackager
-from nemo_run_ray.cluster_files.load import value_of
 from nemo_run_ray.dashboard.http import UPLOAD_MAX_BYTES
 from nemo_run_ray.errors import ArchiveTooLarge, ConfigError, NemoRunRayError, PackagingFailed
-from nemo_run_ray.plan.job import JobPlan
-from nemo_run_ray.plan.request import REMOTE_PACKAGE
+from nemo_run_ray.plan.job import REMOTE_PACKAGE, JobPlan
 from nemo_run_ray.remote.node.rundir import (
     JOBS,
     KEY,
@@ -243,7 +240,11 @@ def secrets_archive(
     Raises:
         ConfigError: a variable is not set.
     """
-    values = {name: value_of(name, places.get(name, (name,))) for name in names}
+    values = {}
+    if names:  # most jobs have none, and need no reader of cluster files
+        from nemo_run_ray.cluster_files.load import value_of
+
+        values = {name: value_of(name, places.get(name, (name,))) for name in names}
     for name, value in values.items():
         if value is None:
             raise ConfigError(
@@ -497,7 +498,7 @@ def run_packager(packager: Packager, folder: Path, name: str) -> Path:
 
 def in_words(packager: Packager) -> str:
     """Describe for people what a packager sends."""
-    if isinstance(packager, FolderPackager):
+    if hasattr(packager, "check_path"):  # a FolderPackager
         return str(packager)
     return f"packed by {type(packager).__name__}"
 

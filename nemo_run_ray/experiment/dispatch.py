@@ -37,7 +37,7 @@ from nemo_run_ray.experiment.archives import Archive
 from nemo_run_ray.experiment.snapshot import GONE, Snapshot
 from nemo_run_ray.experiment.store import INTENT, SUBMITTED, UNSETTLED, Ledger, store_of
 from nemo_run_ray.ids import DISPATCHER
-from nemo_run_ray.plan.request import dispatcher_entrypoint
+from nemo_run_ray.plan.job import dispatcher_entrypoint
 from nemo_run_ray.remote.attempts import (
     Attempt,
     JobExit,

@@ -19,7 +19,7 @@ from nemo_run_ray.dashboard.jobs import PATIENCE_S
 from nemo_run_ray.errors import ClusterError, ConfigError, JobError, NemoRunRayError, Unanswered
 from nemo_run_ray.experiment.archives import package_archive
 from nemo_run_ray.experiment.snapshot import Snapshot
-from nemo_run_ray.plan.request import entrypoint
+from nemo_run_ray.plan.job import entrypoint
 from nemo_run_ray.remote.array.cancel_request import KIND, TAKEN_S, Range, request_id
 from nemo_run_ray.remote.array.elements import RESULTS_FILE, STATES_FILE, Stretch
 from nemo_run_ray.remote.attempts import NODE_DEAD_S, JobExit

@@ -47,8 +47,7 @@ from nemo_run_ray.experiment.tend import Tending, tend
 from nemo_run_ray.ids import SCHEDULER, dispatcher_id, job_id
 from nemo_run_ray.nemo import registry
 from nemo_run_ray.nemo.interrupt import interrupt
-from nemo_run_ray.plan.job import JobPlan, in_folder, plan
-from nemo_run_ray.plan.request import describe
+from nemo_run_ray.plan.job import JobPlan, describe, in_folder, plan
 from nemo_run_ray.remote.status import JobState, JobStatus, Phase, Reason
 
 

@@ -28,13 +28,11 @@ from torchx.specs import Role
 from nemo_run_ray.errors import ConfigError
 from nemo_run_ray.executor import RayExecutor, check_guard
 from nemo_run_ray.fields import is_whole, refuse_credentials
-from nemo_run_ray.plan.roles import argv_of, array_role, has_torchrun
+from nemo_run_ray.plan.roles import ARRAY, argv_of, array_role, has_torchrun
 from nemo_run_ray.remote.array.elements_file import ENV, ENVS, FIELD, NAME, TASK, WORD, WORDS
 from nemo_run_ray.remote.node.command import modules_in
 from nemo_run_ray.remote.spec import ArraySpec
 
-#: In the place of a program: what runs the file is the job's driver.
-ENTRYPOINT = "nemo_run_ray.array"
 #: Limits of all elements' values together, and of one element's.
 ARRAY_MAX_BYTES, ELEMENT_MAX_BYTES = 64 * 1024**2, 32 * 1024
 #: Elements of an array: each is a line of the file that is sent, of four bytes at least.
@@ -112,7 +110,7 @@ def array(
         header.update(name=f"{_name(task[0])}-array" if task else "", fields=["task"])
         if all(isinstance(one, run.Script) for one in task):
             header["runs"] = "command"
-        return Array(inline=_text_of(header, lines), entrypoint=ENTRYPOINT)
+        return Array(inline=_text_of(header, lines), entrypoint=ARRAY)
     _check_task(task)
     if names is not None:
         raise ConfigError("names are for an array of several tasks: array([task, …], names=[…]).")
@@ -127,7 +125,7 @@ def array(
             _must_have(task, field)
         header["template"] = _template(task)
     text = _text_of(header, _lines_of(fields, rows, isinstance(task, run.Script)))
-    return Array(inline=text, env=env, entrypoint=ENTRYPOINT)
+    return Array(inline=text, env=env, entrypoint=ARRAY)
 
 
 def _check_task(task: object) -> None:
@@ -181,27 +179,18 @@ def _text_of(header: Mapping[str, Any], elements: Iterable[str]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def is_array(roles: Sequence[Role]) -> bool:
-    """Whether the roles of a job are what NeMo-Run makes of an ``Array``.
+def array_spec(roles: Sequence[Role], executor: RayExecutor) -> ArraySpec:
+    """The spec of an array, for its driver.
 
     Raises:
-        ConfigError: one of several is.
+        ConfigError: the executor asks for what an array has not, or the array is in a group.
     """
-    found = any(role.entrypoint == ENTRYPOINT for role in roles)
-    if found and len(roles) > 1:
+    if len(roles) > 1:
         raise ConfigError(
             "An array is a job of its own and cannot be a task of a group. Add it to the "
             "experiment by itself: experiment.add(array(...), executor=...)."
         )
-    return found
-
-
-def array_spec(role: Role, executor: RayExecutor) -> ArraySpec:
-    """The spec of an array, for its driver.
-
-    Raises:
-        ConfigError: the executor asks for what an array has not.
-    """
+    (role,) = roles
     _check_executor(executor)
     name = os.path.basename(role.args[0])
     path = Path(executor.job_dir, SCRIPTS_DIR, name)

@@ -7,6 +7,8 @@ are read.
 from __future__ import annotations
 
 import json
+import re
+import shlex
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -18,14 +20,12 @@ from nemo_run_ray.errors import ConfigError
 from nemo_run_ray.executor import RayExecutor
 from nemo_run_ray.fields import is_container, resolve_runtime_env
 from nemo_run_ray.ids import safe_id
-from nemo_run_ray.plan.array import array_spec, is_array
-from nemo_run_ray.plan.request import array_entrypoint, entrypoint
 from nemo_run_ray.plan.roles import (
+    ARRAY,
     SELECTORS_SINCE,
     group_spec,
     needs_group_driver,
     packagers,
-    single_replica_environment,
     task_spec,
 )
 from nemo_run_ray.remote.attempts import DISPATCHER_KEY, PERMANENT_KEY, RETRIES_KEY, JobExit
@@ -38,10 +38,20 @@ from nemo_run_ray.remote.spec import (
     GroupSpec,
     JobSpec,
     OutsideSpec,
+    ProbeSpec,
+    RoleSpec,
 )
 
+#: Name under which the half on the cluster is sent.
+REMOTE_PACKAGE = "nemo_run_ray_remote"
 #: Seconds that Ray waits longer than we do before it kills our own process.
 _STOP_MARGIN_S = 10
+#: Starts of a dispatcher, and of an array's driver, by their jobs when they are killed.
+_DISPATCHER_STARTS, _ARRAY_STARTS = 100, 20
+#: Longest startup command that a dry run shows whole, and the lines it shows of a longer one.
+_LINES_MAX, _SHOWN_LINES = 40, 3
+#: Credentials in the address of a package index.
+_CREDENTIALS = re.compile(r"(?<=://)[^/\s@'\"]+@")
 
 
 @dataclass(frozen=True)
@@ -104,7 +114,7 @@ class JobPlan:
         return safe_id(self.job)
 
     def tasks(self) -> dict[str, JobSpec]:
-        """What runs, by the name in ``packagers`` of what is sent for it."""
+        """The tasks, by the names in ``packagers``."""
         if isinstance(self.spec, GroupSpec):
             return {role.name: role.task for role in self.spec.roles}
         task = self.spec.host.task if isinstance(self.spec, ArraySpec) else self.spec
@@ -119,7 +129,8 @@ class JobPlan:
             nonce: tells this submission from any other of the same id.
         """
         variables = dict(self.runtime_env.get("env_vars", {}))
-        variables.setdefault("RAY_JOB_STOP_WAIT_TIME_S", str(self._stop_wait_s))
+        stop_wait_s = int(self.spec.grace_s) + _STOP_MARGIN_S
+        variables.setdefault("RAY_JOB_STOP_WAIT_TIME_S", str(stop_wait_s))
         # Ray unpacks one archive as the working directory; those of other roles lie beside it.
         main, *others = dict.fromkeys(code.values()) or [None]
         if others:
@@ -174,13 +185,12 @@ class JobPlan:
     def _entrypoint(self, submission_id: str, nonce: str) -> str:
         arguments = [self.spec_name, submission_id, nonce]
         if isinstance(self.spec, ArraySpec):
-            return array_entrypoint(self.spec.python, ["array", *arguments])
+            # Killed, it is started again, and reads its journal. A stop is for the driver; the
+            # shell waits for it.
+            find, start = _start(self.spec.python, ["array", *arguments])
+            return f"trap '' TERM; {_again(find, start, _ARRAY_STARTS, '-eq 137')}"
         kind = "group" if isinstance(self.spec, GroupSpec) else "task"
         return entrypoint(self.spec.python, [kind, *arguments])
-
-    @property
-    def _stop_wait_s(self) -> int:
-        return int(self.spec.grace_s) + _STOP_MARGIN_S
 
 
 def plan(app: AppDef, executor: RayExecutor, submission_id: str, job: str) -> JobPlan:
@@ -191,11 +201,31 @@ def plan(app: AppDef, executor: RayExecutor, submission_id: str, job: str) -> Jo
     """
     executor.check()
     executor = executor.resolved()
-    spec, reservation, runtime_env = _request(app, executor)
-    is_array_job = isinstance(spec, ArraySpec)
-    permanent = (
-        (JobExit.SOME_FAILED.value,) if is_array_job else tuple(executor.permanent_exit_codes)
-    )
+    reservation: dict[str, Any] = {}
+    runtime_env: dict[str, Any] = {}
+    permanent = tuple(executor.permanent_exit_codes)
+    max_in_flight, pending_timeout_s = executor.max_in_flight, executor.pending_timeout_s
+    spec: JobSpec | GroupSpec | ArraySpec
+    # What a group or an array reserves is its driver's affair.
+    if any(role.entrypoint == ARRAY for role in app.roles):
+        from nemo_run_ray.plan.array import array_spec  # most programs have no array
+
+        spec = array_spec(app.roles, executor)
+        permanent, max_in_flight = (JobExit.SOME_FAILED.value,), None
+    elif needs_group_driver(app, executor):
+        spec = group_spec(app, executor)
+        pending_timeout_s = None  # the driver gives up, as it knows whether the group is placed
+    else:
+        _check_alone(executor)
+        spec = task_spec(app.roles[0], executor)
+        # The variables behind NeMo-Run's macros.
+        alone = {"HEAD_NODE_IP": "127.0.0.1", "NPROC_PER_NODE": str(executor.ntasks_per_node)}
+        alone |= {"NUM_NODES": "1", "NODE_RANK": "0"}
+        env = {f"NEMO_RUN_{name}": value for name, value in alone.items()}
+        spec = spec._replace(env={**spec.env, **env})
+        reservation = _reservation(executor)
+        runtime_env = resolve_runtime_env(executor.runtime_env)
+    sources = (executor, *executor.resource_group)
     return JobPlan(
         job=job,
         submission_id=submission_id,
@@ -203,35 +233,15 @@ def plan(app: AppDef, executor: RayExecutor, submission_id: str, job: str) -> Jo
         reservation=reservation,
         runtime_env=runtime_env,
         packagers=packagers(app, executor),
-        secret_places=joined_places(
-            source.secret_places for source in (executor, *executor.resource_group)
-        ),
+        secret_places=joined_places(source.secret_places for source in sources),
         runs_here=executor.resolve_cluster().runs_here,
         outside=tuple(executor.dependencies),
         retries=executor.retries,
         permanent_exit_codes=permanent,
-        max_in_flight=None if is_array_job else executor.max_in_flight,
-        # A group gives itself up, as its driver knows whether it is placed.
-        pending_timeout_s=None if needs_group_driver(app, executor) else executor.pending_timeout_s,
+        max_in_flight=max_in_flight,
+        pending_timeout_s=pending_timeout_s,
         time_s=executor.time_s,
     )
-
-
-def _request(
-    app: AppDef, executor: RayExecutor
-) -> tuple[JobSpec | GroupSpec | ArraySpec, dict[str, Any], dict[str, Any]]:
-    """What the node is told, what Ray reserves for it, and the runtime environment of the job.
-
-    Those of a group or of an array are its driver's affair.
-    """
-    if is_array(app.roles):
-        return array_spec(app.roles[0], executor), {}, {}
-    if needs_group_driver(app, executor):
-        return group_spec(app, executor), {}, {}
-    _check_alone(executor)
-    spec = task_spec(app.roles[0], executor)
-    spec = spec._replace(env={**spec.env, **single_replica_environment(executor)})
-    return spec, _reservation(executor), resolve_runtime_env(executor.runtime_env)
 
 
 def joined_places(
@@ -263,39 +273,190 @@ def _check_alone(executor: RayExecutor) -> None:
             )
 
 
-def in_folder(planned: JobPlan, cwd: str) -> JobPlan:
-    """The plan of a job on this machine: what ships no code runs in the caller's folder."""
-    if isinstance(planned.spec, JobSpec):
-        return replace(planned, spec=_moved(planned.spec, cwd))
-    if isinstance(planned.spec, ArraySpec):
-        host = planned.spec.host._replace(task=_moved(planned.spec.host.task, cwd))
-        return replace(planned, spec=planned.spec._replace(host=host))
-    return replace(planned, spec=_moved_roles(planned.spec, cwd))
-
-
-def _moved_roles(spec: GroupSpec, cwd: str) -> GroupSpec:
-    roles = tuple(
-        # A container does not have the caller's folder.
-        role if is_container(role.runtime_env) else role._replace(task=_moved(role.task, cwd))
-        for role in spec.roles
-    )
-    return spec._replace(roles=roles)
-
-
-def _moved(spec: JobSpec, cwd: str) -> JobSpec:
-    return spec if spec.has_code else spec._replace(cwd=cwd)
-
-
 def _reservation(executor: RayExecutor) -> dict[str, Any]:
-    asked: dict[str, Any] = {}
-    if executor.cpus_per_node is not None:
-        asked["entrypoint_num_cpus"] = executor.cpus_per_node
-    if executor.gpus_per_node:
-        asked["entrypoint_num_gpus"] = executor.gpus_per_node
-    if executor.memory_bytes:
-        asked["entrypoint_memory"] = executor.memory_bytes
-    if executor.resources_per_node:
-        asked["entrypoint_resources"] = dict(executor.resources_per_node)
-    if executor.label_selector:
-        asked["entrypoint_label_selector"] = dict(executor.label_selector)
-    return asked
+    """The fields of Ray's request; ``cpus_per_node=0`` reserves none, where Ray reserves one."""
+    asked = {
+        "entrypoint_num_gpus": executor.gpus_per_node,
+        "entrypoint_memory": executor.memory_bytes,
+        "entrypoint_resources": dict(executor.resources_per_node),
+        "entrypoint_label_selector": dict(executor.label_selector),
+    }
+    cpus = {"entrypoint_num_cpus": executor.cpus_per_node}
+    return {
+        **(cpus if executor.cpus_per_node is not None else {}),
+        **{name: amount for name, amount in asked.items() if amount},
+    }
+
+
+def in_folder(planned: JobPlan, cwd: str) -> JobPlan:
+    """The plan of a job on this machine: a task without code runs in the caller's folder."""
+
+    def task_here(task: JobSpec) -> JobSpec:
+        return task if task.has_code else task._replace(cwd=cwd)
+
+    def role_here(role: RoleSpec) -> RoleSpec:
+        # A container does not have the caller's folder.
+        return role if is_container(role.runtime_env) else role._replace(task=task_here(role.task))
+
+    spec = planned.spec
+    if isinstance(spec, JobSpec):
+        spec = task_here(spec)
+    elif isinstance(spec, ArraySpec):
+        spec = spec._replace(host=role_here(spec.host))
+    else:
+        spec = spec._replace(roles=tuple(map(role_here, spec.roles)))
+    return replace(planned, spec=spec)
+
+
+# ---------------------------------------------------------------------- the shell lines
+
+
+def entrypoint(python: str | None, arguments: Sequence[str]) -> str:
+    """The shell line that Ray runs and shows: the remote half with these arguments.
+
+    Args:
+        python: the interpreter; ``None`` is python3 or python, and ``remote/start.py`` looks for
+            another one if that does not serve.
+        arguments: the kind of the job, and what ``remote/__main__.py`` gets behind it.
+    """
+    find, start = _start(python, arguments)
+    return f"{find}exec {start}"
+
+
+def dispatcher_entrypoint(pythons: Sequence[str], submission_id: str, nonce: str) -> str:
+    """The shell line of a dispatcher: killed by a signal, it is started again.
+
+    Args:
+        pythons: interpreters that the jobs name, tried first; they may not be on the head.
+        submission_id: of the dispatcher.
+        nonce: of the dispatch.
+    """
+    find, start = _start(None, ["dispatch", submission_id, nonce], pythons)
+    killed = "the dispatcher was killed (exit code $code) and is started again"
+    return _again(find, start, _DISPATCHER_STARTS, "-gt 128", f'echo "nemo_run_ray| {killed}"; ')
+
+
+def _start(
+    python: str | None, arguments: Sequence[str], pythons: Sequence[str] = ()
+) -> tuple[str, str]:
+    """Shell text that finds a Python, and text that starts the remote half by it.
+
+    The first that runs is taken: one may be the shim of a version manager that has no version.
+    """
+    found, find = "" if python is None else shlex.quote(python), ""
+    if python is None:
+        found, names = '"$p"', " ".join(map(shlex.quote, [*pythons, "python3", "python"]))
+        find = f'for p in {names}; do {found} -S -c "" 2>/dev/null && break; done; '
+    return find, f"{found} -S -m {REMOTE_PACKAGE}.start {shlex.join(arguments)}"
+
+
+def _again(find: str, start: str, count: int, unless: str, note: str = "") -> str:
+    """A shell line that starts a program again while its exit code fulfils a condition."""
+    return (
+        f"{find}for start in $(seq {count}); do {start}; code=$?; [ $code {unless} ] || break; "
+        f"{note}sleep 1; done; exit $code"
+    )
+
+
+# ---------------------------------------------------------------------- the text of a dry run
+
+
+def describe(planned: JobPlan, cluster: str, uploads: list[str]) -> str:
+    """The request for people, as a dry run prints it. Secrets are named, never shown.
+
+    Args:
+        cluster: the cluster in words.
+        uploads: what would be uploaded, in words.
+    """
+    spec = planned.spec
+    rows = [("Ray job", planned.submission_id), ("cluster", cluster), *_describe_turn(planned)]
+    sends = [("sends", upload) for upload in uploads]
+    if isinstance(spec, JobSpec):
+        rows += [*_describe_task(spec, planned.reservation, planned.runtime_env), *sends]
+    elif isinstance(spec, ArraySpec):
+        rows += [*_describe_array(spec), *sends]
+    else:
+        rows += [("strategy", f"{spec.strategy}, all {len(spec.roles)} role(s) at once or none")]
+        rows += sends
+        for role in spec.roles:
+            kind = "service" if role.service else "primary"
+            copies = f"{role.replicas} replica(s) of {role.processes} process(es)"
+            rows += [("", ""), ("role", f"{role.name}, {kind}, {copies}")]
+            rows += _describe_role(role)
+    return "\n".join(f"{title:<10}{value}".rstrip() for title, value in rows)
+
+
+_Rows = list[tuple[str, Any]]
+
+
+def _describe_role(role: RoleSpec) -> _Rows:
+    rows = _describe_task(role.task, role.resources, role.runtime_env)
+    if role.label_selector:
+        rows.append(("labels", role.label_selector))
+    ports = {name: port or "free" for name, port in role.ports.items() if name[0] != "_"}
+    if ports:
+        rows.append(("ports", _listed(ports)))
+    if role.ready is not None:
+        rows.append(("ready", _describe_probe(role.ready)))
+    return rows
+
+
+def _describe_array(spec: ArraySpec) -> _Rows:
+    at_once = "as many as there is room for" if spec.max_in_flight is None else spec.max_in_flight
+    changed = ", ".join(" ".join(str(part) for part in target if part) for target in spec.targets)
+    rows: _Rows = [("elements", f"of {spec.elements}; each changes {changed}")]
+    rows += [("at once", at_once), ("retries", f"{spec.retries} of each element")]
+    if spec.max_failures is not None:
+        rows.append(("ends", f"when more than {spec.max_failures} elements have failed"))
+    return rows + _describe_role(spec.host)
+
+
+def _describe_turn(planned: JobPlan) -> _Rows:
+    """The rows about what the dispatcher will do."""
+    rows: _Rows = []
+    if planned.after or planned.outside:
+        rows.append(("after", ", ".join([*planned.after, *planned.outside])))
+    if planned.retries and planned.needs_dispatcher:
+        codes = ", ".join(str(code) for code in planned.permanent_exit_codes)
+        unless = f", unless it ends with exit code {codes}" if codes else ""
+        rows.append(("retries", f"{planned.retries}{unless}"))
+    if planned.max_in_flight is not None:
+        rows.append(("at once", f"{planned.max_in_flight} of the experiment's jobs"))
+    if planned.pending_timeout_s is not None:
+        rows.append(("give up", f"when not placed within {planned.pending_timeout_s:g} s"))
+    if planned.time_s is not None:
+        rows.append(("starts", f"when its allocation lasts {planned.time_s:g} s more"))
+    return rows
+
+
+def _describe_task(
+    spec: JobSpec, reserves: Mapping[str, Any], runtime_env: Mapping[str, Any]
+) -> _Rows:
+    rows: _Rows = [("command", shlex.join(spec.argv))]
+    if spec.login_shell:
+        rows.append(("shell", "bash -l: the node's profile sets PATH"))
+    for command in spec.startup:
+        shown = command.splitlines()
+        if len(shown) > _LINES_MAX:
+            shown[_SHOWN_LINES:] = [f"… ({len(shown) - _SHOWN_LINES} more lines)"]
+        rows.append(("before", f"\n{'':10}".join(shown)))
+    rows.append(("reserves", _listed(reserves) or "nothing"))
+    if spec.python:
+        rows.append(("python", spec.python))
+    rows.append(("folder", spec.cwd or "a private run directory on the node"))
+    if runtime_env:
+        rows.append(("runtime", _CREDENTIALS.sub("***@", str(dict(runtime_env)))))
+    rows += [("env", f"{name}={value}") for name, value in sorted(spec.env.items())]
+    return rows + [("secret", f"{name}=***") for name in spec.secrets]
+
+
+def _describe_probe(probe: ProbeSpec) -> str:
+    what = shlex.join(probe.command) if probe.kind == "command" else f"port {probe.port}"
+    what += f", GET {probe.path} gives {probe.status}" if probe.kind == "http" else ""
+    return f"{what}; every {probe.interval_s:g} s, at most {probe.timeout_s:g} s"
+
+
+def _listed(values: Mapping[str, Any]) -> str:
+    return ", ".join(
+        f"{name.removeprefix('entrypoint_')}={value}" for name, value in values.items()
+    )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import logging
+import os
 import re
 import shlex
 import zlib
@@ -17,7 +18,6 @@ from nemo_run.core.packaging.base import Packager
 from nemo_run.run.torchx_backend.components import ft_launcher, torchrun
 from torchx.specs import AppDef, Role
 
-from nemo_run_ray.cloud.folder_packager import FolderPackager, code_dir
 from nemo_run_ray.errors import ConfigError
 from nemo_run_ray.executor import RayExecutor, check_guard
 from nemo_run_ray.fields import (
@@ -32,6 +32,10 @@ from nemo_run_ray.remote.spec import RENDEZVOUS, GroupSpec, JobSpec, RoleSpec, e
 
 log = logging.getLogger(__name__)
 
+#: The entrypoint of an array for NeMo-Run; in its place the cluster runs the array's driver.
+ARRAY = "nemo_run_ray.array"
+#: Names the folder or zip that is sent where an executor's packager sends nothing.
+CODE_DIR = "NEMO_RUN_CODE_DIR"
 #: Longest name of a role: it is part of a folder's name on the node.
 ROLE_MAX = 48
 #: First version of Ray that knows the label selector of a job; an older one answers it with 400.
@@ -58,7 +62,7 @@ def needs_group_driver(app: AppDef, executor: RayExecutor) -> bool:
 
 
 def task_spec(role: Role, executor: RayExecutor) -> JobSpec:
-    """What one process of a role runs."""
+    """The task of each process of a role."""
     for secret in executor.secrets:
         if secret in role.env:
             raise ConfigError(
@@ -103,25 +107,11 @@ def _check_guard(argv: list[str], executor: RayExecutor) -> None:
         check_guard()
 
 
-def single_replica_environment(executor: RayExecutor) -> dict[str, str]:
-    """The variables behind NeMo-Run's macros of a task that is alone."""
-    return {
-        "NEMO_RUN_HEAD_NODE_IP": "127.0.0.1",
-        "NEMO_RUN_NPROC_PER_NODE": str(executor.ntasks_per_node),
-        "NEMO_RUN_NUM_NODES": "1",
-        "NEMO_RUN_NODE_RANK": "0",
-    }
-
-
 def _variable(name: object, value: object) -> str:
-    if not isinstance(name, str):
-        raise ConfigError(
-            f"The task's env has the name {name!r}; the name of a variable is a text."
-        )
-    if not isinstance(value, str):  # run.Script takes any
+    if not isinstance(name, str) or not isinstance(value, str):  # run.Script takes any
         raise ConfigError(
             f"The task's env has the name {name!r} with a value of type {type(value).__name__}; "
-            "the value of a variable is a text."
+            "the name of a variable is a text, and so is its value."
         )
     return value
 
@@ -152,7 +142,7 @@ def group_spec(app: AppDef, executor: RayExecutor) -> GroupSpec:
     Raises:
         ConfigError: the roles do not go together; the message names role and field.
     """
-    check_whole(executor)
+    _check_whole(executor)
     executors = _executors(app, executor)
     roles = []
     for role, own in zip(app.roles, executors, strict=True):
@@ -161,14 +151,14 @@ def group_spec(app: AppDef, executor: RayExecutor) -> GroupSpec:
             # What plug-ins set on the group's executor is in role.env already.
             role = with_launcher(replace(role, env={**own.env_vars, **role.env}), own)
         roles.append(_role_spec(role, own, len(executors)))
-    check_together(roles)
-    strategies = {own.strategy for own in executors}
+    _check_roles(roles)
+    strategy, roles = _with_strategy(roles, executors)
     # A Python that is asked for in a container, or by some roles only, may not be on the head.
     pythons = {None if is_container(own.runtime_env) else own.python for own in executors}
     limits = [own.pending_timeout_s for own in executors if own.pending_timeout_s is not None]
     return GroupSpec(
-        roles=tuple(_spread(roles, executors)),
-        strategy=strategies.pop() if _is_common(strategies, len(roles)) else "PACK",
+        roles=tuple(roles),
+        strategy=strategy,
         wait_for_nodes=any(own.wait_for_nodes for own in executors),
         placing_timeout_s=min(limits) if limits else None,
         python=(pythons.pop() if len(pythons) == 1 else None) or executor.resolve_cluster().python,
@@ -184,22 +174,26 @@ def packagers(app: AppDef, executor: RayExecutor) -> dict[str, Packager]:
     found = {}
     for role, own in zip(app.roles, _executors(app, executor), strict=True):
         packager = _code_packager(own)
-        if isinstance(packager, FolderPackager):
-            packager.check()
         if packager is not None:
+            if hasattr(packager, "check_path"):  # a FolderPackager
+                packager.check_path()
             found[role_name(role, own)] = packager
     return found
 
 
 def _code_packager(executor: RayExecutor) -> Packager | None:
-    """What packs the code that is sent; ``None`` when none is.
+    """The packager of the code that is sent; ``None`` when none is.
 
-    Where the packager sends none, it is what NEMO_RUN_CODE_DIR names, for a cluster that does not
+    Where the executor's sends none, it is that of NEMO_RUN_CODE_DIR, for a cluster that does not
     see the caller's files.
     """
     if executor.packager_ships:
         return executor.packager
-    return None if executor.resolve_cluster().runs_here else code_dir()
+    if executor.resolve_cluster().runs_here or not os.environ.get(CODE_DIR):
+        return None
+    from nemo_run_ray.plan.folder_packager import CodeDir  # most programs need none
+
+    return CodeDir(os.environ[CODE_DIR])
 
 
 def _executors(app: AppDef, executor: RayExecutor) -> list[RayExecutor]:
@@ -212,15 +206,13 @@ def _executors(app: AppDef, executor: RayExecutor) -> list[RayExecutor]:
         )
     if not executor.resource_group or not executor.packager_ships:
         return found
-    return [
-        member if member.packager_ships else _with_packager(member, executor) for member in found
-    ]
-
-
-def _with_packager(member: RayExecutor, group: RayExecutor) -> RayExecutor:
-    own = copy.copy(member)  # the user's own stays as it is
-    own.packager = group.packager
-    return own
+    members = []
+    for member in found:
+        if not member.packager_ships:
+            member = copy.copy(member)  # the user's own stays as it is
+            member.packager = executor.packager
+        members.append(member)
+    return members
 
 
 def role_name(role: Role, executor: RayExecutor) -> str:
@@ -244,7 +236,7 @@ def _role_spec(role: Role, executor: RayExecutor, count: int) -> RoleSpec:
         ports[RENDEZVOUS] = 0
         argv = tuple(with_free_rendezvous(word, executor) for word in task.argv)
         task = task._replace(argv=argv)
-    check_probe(name, executor, count)
+    _check_service(name, executor, count)
     return RoleSpec(
         name=name,
         task=task,
@@ -286,26 +278,24 @@ def _resources(executor: RayExecutor) -> dict[str, float]:
     return {name: amount for name, amount in asked.items() if amount} or {"memory": 1}
 
 
-def _is_common(strategies: set[str], count: int) -> bool:
-    """Whether the roles' strategy is the group's: spreading is about one role's replicas."""
-    return len(strategies) == 1 and (count == 1 or not strategies & set(_SPREADS))
-
-
-def _spread(roles: list[RoleSpec], executors: list[RayExecutor]) -> list[RoleSpec]:
+def _with_strategy(
+    roles: list[RoleSpec], executors: list[RayExecutor]
+) -> tuple[str, list[RoleSpec]]:
+    """The strategy of the group, and its roles; spreading is about one role's replicas."""
     strategies = {own.strategy for own in executors}
-    if _is_common(strategies, len(roles)):
-        return roles
-    found = []
+    if len(strategies) == 1 and (len(roles) == 1 or not strategies & set(_SPREADS)):
+        return strategies.pop(), roles
+    spread = []
     for role, own in zip(roles, executors, strict=True):
-        if own.strategy == "STRICT_PACK" and len(strategies) > 1:
+        if own.strategy == "STRICT_PACK":
             raise ConfigError(
                 f"RayExecutor.strategy of the role {role.name!r} is 'STRICT_PACK'; one node for "
                 "all replicas is for all roles of a group or for none. Give it to all of them, or "
                 "bind the role to a node by label_selector."
             )
-        wants = own.strategy in _SPREADS and role.replicas > 1
-        found.append(role._replace(spread=own.strategy) if wants else role)
-    return found
+        is_spread = own.strategy in _SPREADS and role.replicas > 1
+        spread.append(role._replace(spread=own.strategy) if is_spread else role)
+    return "PACK", spread
 
 
 _RUNNER = "nemo_run.core.runners.fdl_runner"
@@ -391,7 +381,7 @@ def replace_macros(text: str, executor: RayExecutor) -> str:
 
 
 def config_of(argv: list[str]) -> str | None:
-    """Where NeMo-Run's serialised task is below the root of the run directory."""
+    """The path of NeMo-Run's serialised task, below the root of the run directory."""
     if _RUNNER not in argv or not argv[-1].startswith("/nemo_run/configs/"):
         return None
     return argv[-1].lstrip("/")
@@ -431,7 +421,7 @@ _OF_ROLES = (
 )
 
 
-def check_whole(executor: RayExecutor) -> None:
+def _check_whole(executor: RayExecutor) -> None:
     """Refuse what a plug-in sets on the executor of a whole group, where it would do nothing."""
     if not executor.resource_group:
         return
@@ -449,14 +439,8 @@ def check_whole(executor: RayExecutor) -> None:
         )
 
 
-def check_probe(name: str, executor: RayExecutor, count: int) -> None:
-    """Refuse a service that is alone in its group, and a probe that is never or cannot be asked.
-
-    Args:
-        name: of the role.
-        executor: the role's.
-        count: how many roles the group has.
-    """
+def _check_service(name: str, executor: RayExecutor, count: int) -> None:
+    """Refuse a service that is alone in its group, and a probe that is never or cannot be asked."""
     if executor.service and count == 1:
         raise ConfigError(
             f"RayExecutor.service of {name!r} is True, but the task is alone: a service runs until "
@@ -477,7 +461,7 @@ def check_probe(name: str, executor: RayExecutor, count: int) -> None:
         )
 
 
-def check_together(roles: list[RoleSpec]) -> None:
+def _check_roles(roles: list[RoleSpec]) -> None:
     """Refuse roles that share a name or a variable, and a group of nothing but services."""
     names: set[str] = set()
     owners: dict[str, str] = {}
@@ -503,10 +487,8 @@ def check_together(roles: list[RoleSpec]) -> None:
 
 
 def _variables_of(role: RoleSpec) -> Iterator[tuple[str, str]]:
-    """The variables that tell of a role, each with what it is about, in words."""
+    """The variables that tell of a role, each with the role or the port that it is about."""
     prefix = f"NEMO_RUN_{env_key(role.name)}"
-    for kind in ("HOST", "HOSTS"):
-        yield f"{prefix}_{kind}", f"role {role.name!r}"
+    yield f"{prefix}_HOST", f"role {role.name!r}"
     for port in role.ports:
-        for kind in ("PORT", "PORTS"):
-            yield f"{prefix}_{kind}_{env_key(port)}", f"port {port!r} of the role {role.name!r}"
+        yield f"{prefix}_PORT_{env_key(port)}", f"port {port!r} of the role {role.name!r}"

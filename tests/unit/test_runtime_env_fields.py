@@ -12,8 +12,7 @@ from torchx.specs import AppDef, Role
 from nemo_run_ray import LocalCluster, RayExecutor
 from nemo_run_ray.errors import ConfigError
 from nemo_run_ray.fields import brings_python, check_runtime_env, is_container, resolve_runtime_env
-from nemo_run_ray.plan.job import in_folder, plan
-from nemo_run_ray.plan.request import describe
+from nemo_run_ray.plan.job import describe, in_folder, plan
 from nemo_run_ray.remote.spec import GroupSpec
 
 #: One value for each field that users set.

@@ -19,8 +19,14 @@ from nemo_run_ray import RayExecutor
 from nemo_run_ray.errors import ConfigError
 from nemo_run_ray.fields import CommandProbe, HttpProbe, PortProbe
 from nemo_run_ray.ids import job_id, safe_id
-from nemo_run_ray.plan.job import JobPlan, in_folder, plan
-from nemo_run_ray.plan.request import describe, dispatcher_entrypoint, entrypoint
+from nemo_run_ray.plan.job import (
+    JobPlan,
+    describe,
+    dispatcher_entrypoint,
+    entrypoint,
+    in_folder,
+    plan,
+)
 from nemo_run_ray.remote import start
 from nemo_run_ray.remote.dispatch.dispatcher import attempt_body
 

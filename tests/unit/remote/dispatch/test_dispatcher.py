@@ -13,7 +13,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from nemo_run_ray.plan.request import entrypoint
+from nemo_run_ray.plan.job import entrypoint
 from nemo_run_ray.remote.attempts import (
     CANCELLED,
     CLAIM_KEY,

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import KW_ONLY, dataclass, field
 from pathlib import Path
-from typing import IO
+from typing import IO, ClassVar
 
 from nemo_run.core.packaging.base import Packager
 
@@ -20,10 +20,9 @@ from nemo_run_ray.cloud.encode import MOST_SOURCE_BYTES, Entry, File, Link, chec
 from nemo_run_ray.cloud.source import Git, Walk, file_size, matches, read_entry, with_links
 from nemo_run_ray.errors import ConfigError, PackagingFailed
 from nemo_run_ray.fields import strict_init
+from nemo_run_ray.plan.roles import CODE_DIR
 from nemo_run_ray.remote.files import replacing
 
-#: Names the folder or zip that is sent where an executor's packager sends nothing.
-CODE_DIR = "NEMO_RUN_CODE_DIR"
 #: Folders, and files of these names, that are never code: those of version control.
 _SKIPPED = (".git", ".hg", ".svn")
 
@@ -50,6 +49,9 @@ class FolderPackager(Packager):
     #: Patterns, relative to the folder, or of names, of what is not sent.
     exclude: list[str] = field(default_factory=list)
 
+    #: The field or variable with the path, for messages.
+    _field: ClassVar[str] = "FolderPackager.path"
+
     def __post_init__(self) -> None:
         if not isinstance(self.path, (str, os.PathLike)) or not os.fspath(self.path):
             raise ConfigError(
@@ -67,7 +69,7 @@ class FolderPackager(Packager):
     def __str__(self) -> str:
         return f"{'the zip' if self._is_zip else 'the folder'} {self.path}"
 
-    def check(self) -> None:
+    def check_path(self) -> None:
         """Check that there is something to send.
 
         Raises:
@@ -92,18 +94,13 @@ class FolderPackager(Packager):
         target = os.path.join(job_dir, f"{name}.tar.gz")
         if os.path.exists(target):
             return target
-        self.check()
+        self.check_path()
         with replacing(target) as file, _tar(file) as tar:
             for entry_name, entry in self._zipped() if self._is_zip else self._below():
                 _add(tar, entry_name, entry)
             if not tar.getmembers():
                 raise PackagingFailed(f"There is nothing to send in {self}. Nothing was sent.")
         return target
-
-    @property
-    def _field(self) -> str:
-        """The field or variable with the path, for messages."""
-        return "FolderPackager.path"
 
     @property
     def _is_zip(self) -> bool:
@@ -153,21 +150,13 @@ class FolderPackager(Packager):
                     yield name, File(content, bool(mode & stat.S_IXUSR))
 
 
-class _CodeDir(FolderPackager):
-    """The packager for the folder or zip that the variable names."""
+class CodeDir(FolderPackager):
+    """The packager of the folder or zip that ``NEMO_RUN_CODE_DIR`` names."""
+
+    _field = f"The variable {CODE_DIR}"
 
     def __str__(self) -> str:
         return f"{super().__str__()}, named by {CODE_DIR}"
-
-    @property
-    def _field(self) -> str:
-        return f"The variable {CODE_DIR}"
-
-
-def code_dir() -> FolderPackager | None:
-    """The packager that ``NEMO_RUN_CODE_DIR`` asks for; ``None`` when it is not set or empty."""
-    given = os.environ.get(CODE_DIR)
-    return _CodeDir(given) if given else None
 
 
 @contextmanager
