@@ -7,7 +7,6 @@ import pytest
 from nemo_run_ray.remote.end_record import (
     EndRecord,
     LostEnds,
-    end_mark,
     lock_of,
     proof_of,
     record_in,
@@ -16,7 +15,6 @@ from nemo_run_ray.remote.status import JobState, Reason, status_of_row
 
 NONCE = "0123456789abcdef"
 KEY = "the runner's"
-MARK = end_mark(NONCE)
 OVERWRITTEN = {
     "submission_id": "e.job",
     "status": "FAILED",
@@ -76,21 +74,11 @@ def test_a_proven_record_is_the_end(row, cause, text, code, reason):
     assert status.reason is reason
 
 
-@pytest.mark.parametrize(("cause", "code"), [("CANCELLED", 143), ("", 137), ("", 125)])
-def test_a_record_without_an_end_of_the_command_changes_nothing(cause, code):
-    assert restored(cause, "killed", code) == OVERWRITTEN
-
-
 def test_a_record_is_read_as_it_was_written():
     record = EndRecord(3, "EXIT_CODE", 'é "{}\n', 1.5, 2.5, ("on n",), proof_of(KEY, 3))
     for one in (record, record._replace(left_on=None)):
         assert record_in(one.line(NONCE).splitlines(), [NONCE]) == one
     assert record_in([record.line("another").rstrip(), "x"], [NONCE]) is None
-
-
-@pytest.mark.parametrize("text", ["", "{", "{}", "[1]", '{"code": "3"}', "1", "{" * 5000])
-def test_what_is_no_record_is_none(text):
-    assert record_in([f"{MARK}{text}"], [NONCE]) is None
 
 
 def test_a_line_that_a_command_writes_proves_nothing():
@@ -141,15 +129,6 @@ def test_of_other_rows_no_log_is_asked_for(fields):
     row = {**OVERWRITTEN, **fields}
     assert logs.ends.restored(row) is row
     assert logs.asked == []
-
-
-def test_a_line_that_another_submission_or_a_program_wrote_proves_nothing():
-    row = {**OVERWRITTEN, "metadata": {**OVERWRITTEN["metadata"], "nemo_run_ray": "fedcba98"}}
-    assert Logs(**{"e.job": end("exit code 0", 0, "NONE")}).ends.restored(row) == row
-    row = {**OVERWRITTEN, "metadata": {}}
-    assert Logs(**{"e.job": end("exit code 0", 0, "NONE")}).ends.restored(row) == row
-    text = end("exit code 0", 0, "NONE")
-    assert Logs(**{"e.job": f"it said {text}"}).ends.restored(OVERWRITTEN) == OVERWRITTEN
 
 
 def test_a_log_is_asked_for_once():

@@ -15,7 +15,6 @@ from nemo_run_ray.remote.status import (
     JobState,
     JobStatus,
     Reason,
-    signal_name,
     status_of_row,
 )
 
@@ -99,11 +98,6 @@ def test_exit_code_and_the_logs_end():
     assert status.node == "abc"
 
 
-def test_lines_of_the_user_are_not_taken_for_rays():
-    line = "my INFO worker.py:3 -- Running entrypoint for job of mine"
-    assert status_of_row(_failed(1, f"{_MARKER}{line}\n")).tail == line
-
-
 @pytest.mark.parametrize(
     ("code", "name"), [(137, "SIGKILL"), (-9, "SIGKILL"), (139, "SIGSEGV"), (-15, "SIGTERM")]
 )
@@ -113,11 +107,6 @@ def test_a_signal_is_named(code, name):
     assert f"killed by {name} (exit code {code})" in status.detail
     assert ("the node's memory" in status.message) == (name == "SIGKILL")
     assert status.message.endswith("\nIts whole log: `nemo-run-ray logs <its id>`.")
-
-
-@pytest.mark.parametrize("code", [0, 1, 127, 128, 255, -1000])
-def test_other_codes_are_no_signal(code):
-    assert signal_name(code) is None
 
 
 @pytest.mark.parametrize(
@@ -207,16 +196,6 @@ def test_an_end_that_ray_could_not_record_is_no_start_that_failed():
     assert status_of_row(_failed(None, words, error)).reason is Reason.NOT_STARTED
 
 
-@pytest.mark.parametrize("status", ["PENDING", "RUNNING", "SUCCEEDED"])
-def test_nothing_wrong_needs_no_words(status):
-    assert status_of_row({"status": status, "message": "Job is doing fine."}).message == ""
-
-
-def test_a_stopped_job_is_cancelled():
-    status = status_of_row({"status": "STOPPED", "message": "Job was intentionally stopped."})
-    assert (status.state, status.reason) == (JobState.CANCELLED, Reason.CANCELLED)
-
-
 def test_of_a_replica_that_could_not_be_prepared_our_own_words_are_all():
     """Ray's traceback about its runtime environment is in the log before them."""
     logs = "Traceback (most recent call last):\nRuntimeError: Podman\n" + EndRecord(
@@ -257,13 +236,6 @@ def test_of_a_group_an_environment_that_cannot_be_built_is_told_as_of_a_task():
     status = status_of_row(_failed(1, f"{_MARKER}{tail}"))
     assert status.reason is Reason.RUNTIME_ENV
     assert status.detail.endswith("No matching distribution: nope")
-
-
-def test_podman_is_named_where_it_is_what_failed():
-    tail = EndRecord(1, "NOT_STARTED", "a/0: the port 80 is taken").line("01234567")
-    status = status_of_row(_failed(1, f"{_MARKER}{tail}"))
-    assert status.reason is Reason.NOT_STARTED
-    assert "podman" not in status.message
 
 
 def test_an_end_is_read_as_it_was_written_down():

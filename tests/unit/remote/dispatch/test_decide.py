@@ -100,10 +100,6 @@ def status_of(
 # ------------------------------------------------------------------ what comes first
 
 
-def test_what_depends_on_nothing_is_submitted():
-    assert submitted(dispatch_of(job_spec("a"), job_spec("b")), {}) == ["e.a", "e.b"]
-
-
 @pytest.mark.parametrize("state", [JobState.PENDING, JobState.RUNNING, JobState.UNKNOWN])
 def test_a_job_waits_until_its_upstream_has_succeeded(state):
     plan = dispatch_of(job_spec("a"), job_spec("b", "a"))
@@ -113,21 +109,6 @@ def test_a_job_waits_until_its_upstream_has_succeeded(state):
     assert (status.state, status.reason) == (JobState.WAITING, Reason.WAITS)
     assert status.waits_for == ("a",)
     assert submitted(plan, {"e.a": succeeded("a")}) == ["e.b"]
-
-
-def test_a_later_attempt_that_succeeded_releases_what_waits():
-    plan = dispatch_of(job_spec("a", retries=1), job_spec("b", "a"))
-    assert submitted(plan, {"e.a": failed("a"), "e.a@2": succeeded("a")}) == ["e.b"]
-
-
-def test_the_success_of_a_claim_releases_nothing():
-    plan = dispatch_of(job_spec("a"), job_spec("b", "a"))
-    assert submitted(plan, {"e.a": claimed("a")}) == []
-
-
-def test_the_success_of_a_stranger_releases_nothing():
-    plan = dispatch_of(job_spec("a"), job_spec("b", "a"))
-    assert submitted(plan, {"e.a": succeeded("a", nonce="stranger")}) == []
 
 
 def test_all_downstream_of_a_failure_is_cancelled_and_the_rest_goes_on():
@@ -143,19 +124,6 @@ def test_all_downstream_of_a_failure_is_cancelled_and_the_rest_goes_on():
     assert "a failed" in decision.statuses["b"].detail
     assert "b was cancelled" in decision.statuses["c"].detail
     assert did(decision, Do.SUBMIT) == ["e.y"]
-
-
-def test_a_retry_waits_for_its_upstream_as_the_first_attempt_did():
-    plan = dispatch_of(job_spec("a"), job_spec("b", "a", retries=1))
-    table = {"e.a": running("a"), "e.b": failed("b")}
-    assert submitted(plan, table) == []
-
-
-def test_a_retry_is_given_up_with_its_upstream():
-    plan = dispatch_of(job_spec("a"), job_spec("b", "a", retries=1))
-    decision = decide(plan, {"e.a": failed("a"), "e.b": failed("b")}, NOW)
-    assert did(decision, Do.SUBMIT) == []
-    assert decision.is_over
 
 
 # ------------------------------------------------------------------ other experiments
@@ -174,32 +142,12 @@ def test_a_job_waits_for_a_job_of_another_experiment(outside):
     assert submitted(plan, {"o.x": succeeded("x")}) == ["e.a"]
 
 
-def test_only_the_chains_own_jobs_have_a_status():
-    decision = decide(dispatch_of(job_spec("a", outside=(OTHER,))), {"o.x": succeeded("x")}, NOW)
-    assert set(decision.statuses) == {"a"}
-
-
-def test_a_job_named_as_anothers_id_is_a_job_of_its_own():
-    plan = dispatch_of(
-        DispatchedJobSpec("o.x", "e.o.x", "mine", {}), job_spec("b", "o.x", outside=(OTHER,))
-    )
-    decision = decide(plan, {"o.x": succeeded("x")}, NOW)
-    assert set(decision.statuses) == {"o.x", "b"}
-    assert did(decision, Do.SUBMIT) == ["e.o.x"]
-
-
 def test_another_experiments_retry_is_waited_for():
     plan = dispatch_of(job_spec("a", outside=(OTHER,)))
     assert not decide(plan, {"o.x": failed("x", retries=1)}, NOW).is_over
     assert decide(plan, {"o.x": failed("x", retries=0)}, NOW).is_over
     table = {"o.x": failed("x", retries=1), "o.x@2": succeeded("x", retries=1)}
     assert submitted(plan, table) == ["e.a"]
-
-
-def test_another_experiments_permanent_exit_code_is_final():
-    plan = dispatch_of(job_spec("a", outside=(OTHER,)))
-    gone = failed("x", exit_code=7, retries=3, permanent_exit_codes=(7,))
-    assert status_of(plan, {"o.x": gone}, "a").reason is Reason.UPSTREAM
 
 
 def test_a_job_without_a_dispatcher_has_one_attempt():
@@ -284,41 +232,6 @@ def test_a_retry_waits_until_nothing_runs_on_a_dead_node():
     assert not decide(plan, table, NOW).is_over
 
 
-def test_what_somebody_stopped_is_not_tried_again():
-    plan = dispatch_of(job_spec("a", retries=3))
-    decision = decide(plan, {"e.a": row(JobState.CANCELLED, "a", Reason.CANCELLED)}, NOW)
-    assert decision.is_over
-    assert decision.statuses["a"].state is JobState.CANCELLED
-
-
-def test_no_attempt_while_an_older_one_lives():
-    plan = dispatch_of(job_spec("a", retries=5))
-    table = {"e.a": running("a"), "e.a@2": failed("a")}
-    decision = decide(plan, table, NOW)
-    assert did(decision, Do.STOP) == ["e.a"]
-    assert did(decision, Do.SUBMIT) == []
-
-
-def test_what_lives_beside_a_success_is_stopped():
-    plan = dispatch_of(job_spec("a", retries=5))
-    assert stopped(plan, {"e.a": succeeded("a"), "e.a@2": running("a")}) == ["e.a@2"]
-
-
-def test_older_live_attempts_are_stopped():
-    plan = dispatch_of(job_spec("a", retries=5))
-    table = {"e.a": running("a"), "e.a@2": pending("a"), "e.a@3": running("a")}
-    assert stopped(plan, table) == ["e.a", "e.a@2"]
-
-
-@pytest.mark.parametrize(
-    "tail", ["@0", "@1", "@01", "@02", "@x", "@", "@-2", "@٢", "@²", "@2@2", ".a2"]
-)
-def test_strange_numbers_are_nobodys(tail):
-    plan = dispatch_of(job_spec("a", retries=1))
-    for stray in (failed("a"), running("stranger"), claimed("a")):
-        assert decide(plan, {f"e.a{tail}": stray}, NOW) == decide(plan, {}, NOW)
-
-
 def test_a_number_of_thousands_of_digits_is_nobodys():
     plan = dispatch_of(job_spec("a"))
     assert submitted(plan, {f"e.a@{'9' * 5000}": running("stranger")}) == ["e.a"]
@@ -328,25 +241,6 @@ def test_attempts_are_found_by_id_and_number():
     table = {"x": running("x"), "x@2": pending("x"), "x@12": failed("x"), "y": running("y")}
     found = attempts_of(["x", "z"], table)
     assert found == {"x": {1: table["x"], 2: table["x@2"], 12: table["x@12"]}, "z": {}}
-
-
-def test_a_job_named_as_an_attempt_was_once_is_a_job_of_its_own():
-    plan = dispatch_of(job_spec("x", retries=1), job_spec("x.a2"))
-    decision = decide(plan, {"e.x": failed("x"), "e.x.a2": running("x.a2")}, NOW)
-    assert did(decision, Do.SUBMIT) == ["e.x@2"]
-    assert decision.statuses["x.a2"].state is JobState.RUNNING
-
-
-def test_what_ray_lost_without_a_reason_may_still_run():
-    plan = dispatch_of(job_spec("a", retries=1))
-    table = {"e.a": failed("a", Reason.OTHER, ended_at=NOW)}
-    assert submitted(plan, table, NOW + NODE_DEAD_S - 1) == []
-    assert submitted(plan, table, NOW + NODE_DEAD_S) == ["e.a@2"]
-
-
-def test_the_clock_of_a_node_that_is_ahead_delays_no_attempt():
-    plan = dispatch_of(job_spec("a", retries=1))
-    assert submitted(plan, {"e.a": failed("a", ended_at=NOW + 3600)}) == ["e.a@2"]
 
 
 def test_after_a_start_timeout_one_at_a_time_waits_for_such_room():
@@ -398,18 +292,6 @@ def test_a_claim_is_final_whatever_becomes_of_its_row(words, state, reason, of):
     assert decision.statuses["b"].reason is Reason.UPSTREAM
 
 
-def test_what_lives_below_a_claim_is_stopped():
-    plan = dispatch_of(job_spec("a", retries=5))
-    assert stopped(plan, {"e.a": running("a"), "e.a@2": claimed("a")}) == ["e.a"]
-
-
-def test_what_succeeded_below_a_claim_has_succeeded():
-    plan = dispatch_of(job_spec("a"))
-    assert status_of(plan, {"e.a": succeeded("a"), "e.a@2": claimed("a")}, "a").state is (
-        JobState.SUCCEEDED
-    )
-
-
 def test_the_claim_of_the_cancel_id_ends_everything():
     plan = dispatch_of(
         job_spec("a"), job_spec("b", retries=3), job_spec("c", "a"), job_spec("d"), max_in_flight=9
@@ -431,12 +313,6 @@ def test_the_claim_of_the_cancel_id_ends_everything():
     }
 
 
-@pytest.mark.parametrize("cancel", [claimed("x", nonce="stranger"), running("x", nonce="boss")])
-def test_only_our_own_claim_cancels(cancel):
-    plan = dispatch_of(job_spec("a"))
-    assert submitted(plan, {plan.cancel_id: cancel}) == ["e.a"]
-
-
 # ------------------------------------------------------------------ strangers
 
 
@@ -452,30 +328,6 @@ def test_a_stranger_at_a_jobs_id_fails_the_job_and_is_left_alone(where, nonce):
     assert decision.statuses["b"].reason is Reason.UPSTREAM
 
 
-def test_of_several_strangers_the_first_one_is_named():
-    plan = dispatch_of(job_spec("a", retries=3))
-    table = {"e.a": failed("a")}
-    table |= {f"e.a@{number}": running("a", nonce="stranger") for number in (2, 3)}
-    assert "e.a@2" in decide(plan, table, NOW).statuses["a"].detail
-
-
-@pytest.mark.parametrize("nonce", STRANGERS)
-@pytest.mark.parametrize("stranger", [JobState.RUNNING, JobState.PENDING])
-def test_a_stranger_takes_no_place_of_ours(stranger, nonce):
-    plan = dispatch_of(job_spec("a"), job_spec("b"), max_in_flight=1)
-    table = {"e.a": row(stranger, "a", nonce=nonce)}
-    assert submitted(plan, table) == ["e.b"]
-
-
-@pytest.mark.parametrize("nonce", STRANGERS)
-def test_the_live_attempt_beside_a_stranger_is_stopped_alone(nonce):
-    plan = dispatch_of(job_spec("a", retries=3))
-    table = {"e.a": running("a", nonce=nonce), "e.a@2": running("a")}
-    actions = decide(plan, table, NOW).actions
-    stops = [action.submission_id for action in actions if action.do is Do.STOP]
-    assert stops == ["e.a@2"]
-
-
 # ------------------------------------------------------------------ room
 
 
@@ -487,11 +339,6 @@ def test_no_more_at_once_than_the_limit(own, given_limit):
     table = {f"e.{name}": running(name) for name in "bcd"}
     decision = decide(plan, table, NOW, given_limit)
     assert decision.actions == ()
-
-
-def test_claims_take_no_room():
-    plan = dispatch_of(job_spec("a"), job_spec("b"), max_in_flight=1)
-    assert submitted(plan, {"e.a": row(JobState.PENDING, "a", claim=CANCELLED)}) == ["e.b"]
 
 
 def test_only_some_start_at_the_same_moment():
@@ -530,11 +377,6 @@ def test_what_gets_no_room_in_time_is_claimed_and_then_stopped():
     assert status_of(plan, table, "a").reason is Reason.NOT_PLACED
 
 
-def test_what_runs_has_its_room():
-    plan = dispatch_of(job_spec("a", pending_timeout_s=60.0))
-    assert decide(plan, {"e.a": running("a", posted_at=0.0)}, NOW).actions == ()
-
-
 def test_starts_that_ray_gave_up_belong_to_the_same_wait():
     plan = dispatch_of(job_spec("a", pending_timeout_s=1000.0))
     table = {
@@ -543,15 +385,6 @@ def test_starts_that_ray_gave_up_belong_to_the_same_wait():
     }
     assert decide(plan, table, NOW + 999).actions == ()
     assert did(decide(plan, table, NOW + 1001), Do.CLAIM) == ["e.a@3"]
-
-
-def test_a_failure_ends_the_wait_for_room():
-    plan = dispatch_of(job_spec("a", pending_timeout_s=1000.0, retries=1))
-    table = {
-        "e.a": failed("a", posted_at=NOW, ended_at=NOW + 900),
-        "e.a@2": pending("a", posted_at=NOW + 901),
-    }
-    assert decide(plan, table, NOW + 1001).actions == ()
 
 
 # ------------------------------------------------------------------ rows
@@ -578,12 +411,6 @@ def test_a_row_of_rays_table_is_understood():
     assert (found.nonce, found.retries, found.permanent_exit_codes) == ("mine", 2, (3, 4))
     assert found.status.reason is Reason.EXIT_CODE
     assert "\n" not in found.status.detail
-    assert not found.is_live
-
-
-def test_a_claim_is_no_live_attempt():
-    found = attempt_of_row({"status": "RUNNING", "metadata": {"nemo_run_ray_claim": CANCELLED}})
-    assert found.claim == CANCELLED
     assert not found.is_live
 
 
@@ -692,7 +519,6 @@ _OUTSIDE = (
     OutsideSpec("o.y", ("nonce-y",), "o.dispatcher"),
 )
 _DEPENDS = ((), (), (), (), _OUTSIDE[:1], _OUTSIDE[1:], _OUTSIDE)
-_STRANGE = ("@0", "@01", "@x", "@1", "@", ".a2", "2", "@2@2")
 
 
 @st.composite
@@ -943,16 +769,6 @@ def test_a_decision_is_a_pure_function_of_a_set_of_rows(scene, chance):
     assert replace(scene, table=dict(rows)).decide() == decision == scene.decide()
 
 
-@many
-@given(scenes(), st.sampled_from(_STRANGE), st.sampled_from(_KINDS))
-def test_other_ids_change_nothing(scene, tail, stray):
-    table = dict(scene.table)
-    for one in scene.dispatch_of.jobs:
-        table[one.id + tail] = replace(stray, nonce=one.nonce)
-        table[f"other.{one.id}"] = replace(stray, nonce=one.nonce)
-    assert replace(scene, table=table).decide() == scene.decide()
-
-
 # ------------------------------------------------------------------ a simulated cluster
 
 
@@ -1154,13 +970,6 @@ def test_an_attempt_that_its_allocation_has_ended_counts_and_is_tried_again():
     assert once.statuses["a"].state is JobState.FAILED
     twice = decide(dispatch_of(job_spec("a", retries=1)), {"e.a": ended}, 1000.0)
     assert [one.submission_id for one in twice.actions] == ["e.a@2"]
-
-
-def test_what_is_to_be_tried_again_soon_is_not_out_of_time():
-    ended = row(JobState.FAILED, "a", Reason.NODE_DIED, ended_at=999.0)
-    plan = dispatch_of(job_spec("a", retries=1, time_s=10), job_spec("b", time_s=700))
-    found = decide(plan, {"e.a": ended}, 1000.0, time_left=_with(600, renews=True))
-    assert not found.is_out_of_time
 
 
 @pytest.mark.parametrize(

@@ -9,13 +9,11 @@ import zipfile
 from collections import Counter
 from collections.abc import Callable, Iterator
 from io import BytesIO
-from types import SimpleNamespace
 
 import pytest
 
 from nemo_run_ray.plan.job import entrypoint
 from nemo_run_ray.remote.attempts import (
-    CANCELLED,
     CLAIM_KEY,
     DISPATCHER_KEY,
     NODE_DEAD_S,
@@ -34,7 +32,6 @@ from nemo_run_ray.remote.dispatch.dispatcher import (
     PACE_MAX_S,
     PACE_S,
     REFUSED_AFTER_S,
-    SLOW_MAX_S,
     STOP_AGAIN_S,
     STOP_TRUST_S,
     SUPERVISOR_BYTES,
@@ -256,14 +253,6 @@ def test_no_attempt_until_the_old_supervisors_stop_has_arrived(serve):
     assert ray.started == ["e.a", "e.a@2"]
 
 
-def test_an_ordinary_failure_is_not_stopped_once_more(serve):
-    plan = dispatch_of(job_spec("a", retries=1))
-    ray = serve(plan)
-    ray.fates["e.a"] = FAILS
-    dispatcher_of(plan, ray).run(ray.pass_time)
-    assert ray.stops == []
-
-
 # ------------------------------------------------------------------ answers that do not come
 
 
@@ -303,29 +292,6 @@ def test_a_dashboard_that_is_away_is_asked_again_and_told_of_once(serve, told, t
     assert ray.started == ["e.a", "e.b"]
 
 
-def test_trouble_with_some_jobs_is_told_once(serve, told):
-    plan = dispatch_of(job_spec("a"), job_spec("b"))
-    ray = serve(plan)
-    ray.refuses.update({"e.a": (500, "disk full"), "e.b": (500, "disk full")})
-    one = dispatcher_of(plan, ray)
-    assert rounds(one, ray, 5) is None
-    lines = [line for line in told() if "disk full" in line]
-    assert len(lines) == 2
-    ray.refuses.clear()
-    assert rounds(one, ray, 9) == JobExit.SUCCEEDED
-
-
-def test_trouble_that_comes_back_is_told_again(serve, told):
-    plan = dispatch_of(job_spec("a"), job_spec("b", "a"))
-    ray = serve(plan)
-    ray.fates["e.a"] = GOES_ON
-    one = dispatcher_of(plan, ray)
-    for trouble in (Trouble(503), None, Trouble(503)):
-        ray.trouble = lambda method, path, trouble=trouble: trouble
-        rounds(one, ray, 2)
-    assert len([line for line in told() if "answered 503" in line]) == 2
-
-
 def test_trouble_with_one_job_does_not_hold_the_others_up(serve):
     plan = dispatch_of(job_spec("a", secrets=("KEY",)), job_spec("b"), job_spec("c", "b"))
     ray = serve(plan)
@@ -356,15 +322,6 @@ def test_what_ray_refuses_becomes_a_claim_that_says_why(serve, told):
     assert ray.posts() == 3
     (line,) = [line for line in told() if " FAILED e.a " in line]
     assert ray.claims["e.a"] in line
-
-
-def test_what_the_agent_of_a_node_refuses_is_no_error_of_rays_own(serve):
-    plan = dispatch_of(job_spec("a"), job_spec("x"))
-    plan.jobs[0].body["entrypoint_label_selector"] = {"zone": "x y z!"}
-    ray = serve(plan)
-    assert rounds(dispatcher_of(plan, ray), ray, 9) == JobExit.SOME_FAILED
-    assert ray.claims["e.a"].startswith("Ray refuses it: ValueError: Invalid label selector value")
-    assert ray.started == ["e.x"]
 
 
 def test_the_next_look_is_not_before_an_answer_allows_it(serve):
@@ -406,14 +363,6 @@ def test_an_error_of_rays_own_becomes_a_claim_when_it_stays(serve):
     assert list(ray.claims) == ["e.a"]
     assert ray.claims["e.a"].startswith("not taken: ")
     assert ray.status("e.x") == "SUCCEEDED"
-
-
-def test_the_claim_for_an_error_of_rays_own_has_its_words(serve):
-    plan = dispatch_of(job_spec("a"))
-    ray = serve(plan)
-    ray.refuses["e.a"] = (500, "Traceback\nOSError: disk full")
-    rounds(dispatcher_of(plan, ray), ray, 3, seconds=REFUSED_AFTER_S)
-    assert "OSError: disk full" in ray.claims["e.a"]
 
 
 def test_an_outage_is_no_error_of_rays_own(serve):
@@ -487,23 +436,6 @@ def test_nothing_happens_while_a_head_recovers(serve, told):
     ray.rows = everything
     assert rounds(one, ray, 9) == JobExit.SUCCEEDED
     assert ray.started == ["e.a", "e.b"]
-
-
-@pytest.mark.parametrize("between", [None, Trouble(503), Trouble()])
-def test_only_an_absence_at_a_stretch_counts(serve, between):
-    plan = dispatch_of(job_spec("a"))
-    ray = serve(plan)
-    one = dispatcher_of(plan, ray)
-    own = ray.rows.pop(OWN)
-    assert one.round() is None
-    if between is None:
-        ray.rows[OWN] = own
-    ray.trouble = lambda method, path: between
-    ray.now += ABSENT_MAX_S + 1
-    assert one.round() is None
-    ray.rows.pop(OWN, None)
-    ray.trouble = lambda method, path: None
-    assert one.round() is None
 
 
 # ------------------------------------------------------------------ more than one dispatcher
@@ -593,18 +525,6 @@ def test_a_dispatcher_that_is_killed_at_any_moment_is_replaced_by_another(serve)
     assert moments > 50
 
 
-def test_a_new_dispatcher_tells_where_everything_is_in_one_line(serve, told):
-    plan = dispatch_of(job_spec("a"), job_spec("b", "a"), job_spec("c", "b"))
-    ray = serve(plan)
-    ray.fates["e.b"] = GOES_ON
-    rounds(dispatcher_of(plan, ray), ray, 5)
-    told()
-    dispatcher_of(plan, ray).round()
-    lines = told()
-    assert stories(lines) == [("RUNNING", "e.b")]
-    assert "1 WAITING, 1 RUNNING, 1 SUCCEEDED" in lines[-1]
-
-
 # ------------------------------------------------------------------ cancelling and stopping
 
 
@@ -626,13 +546,6 @@ def test_a_cancelled_chain_stops_what_runs_and_starts_nothing_more(serve):
     assert ray.stops == ["e.a"]
     assert ray.status("e.a") == "STOPPED"
     assert ray.started == ["e.a", "e.c", "e.x"]
-
-
-def test_a_stranger_cancels_nothing(serve):
-    plan = dispatch_of(job_spec("a"))
-    ray = serve(plan)
-    ray.post(claim_body(plan.cancel_id, "stranger", CANCELLED))
-    assert dispatcher_of(plan, ray).run(ray.pass_time) == JobExit.SUCCEEDED
 
 
 def _stubborn(ray: FakeRay, plan: DispatchSpec) -> Dispatcher:
@@ -658,28 +571,6 @@ def test_a_stop_is_asked_for_again_but_not_all_the_time(serve, told):
     assert set(ray.stops) == {"e.a"}
     (line,) = [line for line in told() if "stopping" in line]
     assert line.startswith(f"{PREFIX}stopping e.a: ")
-
-
-def test_a_stop_says_why(serve, told):
-    plan = dispatch_of(job_spec("a"))
-    ray = serve(plan)
-    _stubborn(ray, plan).round()
-    (line,) = [line for line in told() if "stopping" in line]
-    assert "cancelled" in line
-
-
-@pytest.mark.parametrize("trouble", [Trouble(500, "oops"), Trouble()])
-def test_a_stop_that_ray_does_not_answer_is_not_asked_for_all_the_time(serve, told, trouble):
-    plan = dispatch_of(job_spec("a"))
-    ray = serve(plan)
-    one = _stubborn(ray, plan)
-    told()
-    ray.trouble = lambda method, path: trouble if path.endswith("/stop") else None
-    for tenth in range(int(10 * 2.5 * STOP_AGAIN_S)):
-        ray.now = NOW + tenth / 10
-        assert one.round() is None
-    assert ray.stops == ["e.a"] * 3
-    assert len([line for line in told() if "stopping" in line]) == 1
 
 
 def test_what_finds_no_room_in_timeis_claimed_then_stopped_then_left_to_ray(serve):
@@ -765,30 +656,11 @@ def test_a_job_whose_secret_did_not_come_is_given_up_in_words(serve):
     assert ray.rows["e.b"]["status"] == "SUCCEEDED"
 
 
-def test_secrets_that_nobody_needs_any_more_need_not_come(serve, monkeypatch, told):
-    monkeypatch.setenv("PYTHONPATH", "")
-    plan = dispatch_of(job_spec("a", secrets=("KEY",)))
-    ray = serve(plan)
-    ray.is_closing = True
-    plan = plan._replace(dashboards=(ray.url,))
-    ray.add("e.a", {NONCE_KEY: "nonce-a"}, **SUCCEEDS, end_time=1)
-    assert dispatcher.run(plan, OWN) == JobExit.SUCCEEDED
-
-
 def test_a_package_is_there_before_the_job_that_needs_it(serve):
     plan = dispatch_of(job_spec("a", secrets=("KEY",)))
     ray = serve(plan)
     dispatcher_of(plan, ray, secrets={"KEY": "hidden"}).round()
     assert [method for method, _ in ray.requests] == ["GET", "PUT", "POST"]
-
-
-def test_the_plan_is_not_changed_by_what_is_made_of_it(serve):
-    plan = dispatch_of(job_spec("a", retries=1, secrets=("KEY",)))
-    before = plan.to_json()
-    ray = serve(plan)
-    ray.fates["e.a"] = FAILS
-    dispatcher_of(plan, ray, secrets={"KEY": "hidden"}).run(ray.pass_time)
-    assert plan.to_json() == before
 
 
 # ------------------------------------------------------------------ a guest on the head
@@ -820,30 +692,6 @@ def test_a_slow_look_slackens_the_pace(serve):
     one = dispatcher_of(plan, ray)
     one.round()
     assert one.pace_s() >= 0.4
-
-
-def test_one_look_that_hung_does_not(serve, monkeypatch):
-    """The head had just restarted; the jobs wait."""
-    plan = dispatch_of(job_spec("a"))
-    ray = serve(plan)
-    one = dispatcher_of(plan, ray)
-    times = iter([0.0, 63.0, 100.0, 100.01, 200.0, 200.02])
-    monkeypatch.setattr(dispatcher, "time", SimpleNamespace(monotonic=lambda: next(times)))
-    one.round()
-    assert one.pace_s() == SLOW_MAX_S, "it may always take so long"
-    one.round()
-    assert one.pace_s() < PACE_MAX_S
-    one.round()
-    assert one.pace_s() < PACE_MAX_S
-
-
-def test_a_clock_that_goes_back_leaves_a_pace(serve):
-    plan = dispatch_of(job_spec("a"))
-    ray = serve(plan)
-    one = dispatcher_of(plan, ray)
-    one.round()
-    ray.now -= 10**6
-    assert PACE_S <= one.pace_s() < PACE_MAX_S
 
 
 @pytest.mark.parametrize("count", [10, 1000])
@@ -909,25 +757,6 @@ def test_every_change_is_told_once(serve, told):
     assert max(Counter(lines).values()) == 1
     (end,) = [line for line in lines if "all is decided" in line]
     assert end == f"{PREFIX}all is decided: 5 SUCCEEDED, 1 FAILED, 1 CANCELLED"
-
-
-def test_the_log_says_when_and_why(serve, told):
-    plan = dispatch_of(job_spec("a", retries=1))
-    ray = serve(plan)
-    ray.fates["e.a"] = FAILS
-    one = dispatcher_of(plan, ray)
-    rounds(one, ray, 3, seconds=10)
-    (failed,) = [line for line in story.parse(told()) if line.state == "WAITING"]
-    assert (failed.at, failed.submission_id) == (NOW + 20, "e.a")
-    assert failed.words == "attempt 1 failed (exit code 1); 1 more allowed"
-
-
-def test_any_message_of_rays_can_be_told(serve, told):
-    plan = dispatch_of(job_spec("a", retries=1))
-    ray = serve(plan)
-    ray.fates["e.a"] = {**FAILS, "driver_exit_code": None, "message": "a\nb \x1b[31m\ud800 é\x00"}
-    assert dispatcher_of(plan, ray).run(ray.pass_time) == JobExit.SUCCEEDED
-    assert ("WAITING", "e.a") in stories(told())
 
 
 # ------------------------------------------------------------------ as the job runs it

@@ -62,13 +62,6 @@ def test_a_port_is_ones_own_or_the_first_replicas(replica_id, port):
     assert _of(*replica_id)["NEMO_RUN_WORKERS_PORT_RPC"] == port
 
 
-@pytest.mark.parametrize("replica_id", _HOSTS)
-def test_nemo_runs_heterogeneous_hosts_are_in_the_order_of_the_roles(replica_id):
-    found = _of(*replica_id)
-    hosts = [found[f"NEMO_RUN_HET_GROUP_HOST_{number}"] for number in range(3)]
-    assert hosts == ["10.0.0.1", "10.0.0.2", "10.0.0.4"]
-
-
 def test_nemo_runs_macros_are_those_of_ones_own_role():
     found = _of("train", 1)
     assert found["NEMO_RUN_HEAD_NODE_IP"] == "10.0.0.2"
@@ -91,12 +84,6 @@ def test_all_replicas_meet_at_the_same_place():
     meet = ("MASTER_ADDR", "MASTER_PORT", "WORLD_SIZE", "NEMO_RUN_HEAD_NODE_IP")
     found = [{name: _of("train", index)[name] for name in meet} for index in range(3)]
     assert found[0] == found[1] == found[2]
-
-
-@pytest.mark.parametrize("role", ["rm-server.v2", "workers"])
-def test_others_are_not_told_of_a_rendezvous(role):
-    names = {"NODE_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}
-    assert not (names | {"NEMO_RUN_RDZV_PORT"}) & set(_of(role))
 
 
 def _launched(task: JobSpec, index: int) -> dict[str, str]:
@@ -125,25 +112,6 @@ def test_what_the_user_tells_torchrun_is_left_alone(name):
     found = _launched(JobSpec(("torchrun",), {name: "mine"}), 0)
     assert name not in found
     assert [one for one in found if one.startswith("PET_")] != []
-
-
-@pytest.mark.parametrize("replica_id", _HOSTS)
-def test_only_a_launcher_is_told_of_torchruns_variables(replica_id):
-    assert not [name for name in _of(*replica_id) if name.startswith("PET_")]
-
-
-@pytest.mark.parametrize("replica_id", _HOSTS)
-def test_the_rendezvous_is_no_port_of_the_users(replica_id):
-    assert not [name for name in _of(*replica_id) if "_PORT_" in name and "RENDEZVOUS" in name]
-    assert not [name for name in _of(*replica_id) if name.endswith("_PORTS__RENDEZVOUS")]
-
-
-@pytest.mark.parametrize("replica_id", _HOSTS)
-def test_names_and_values_can_be_an_environment(replica_id):
-    for name, value in _of(*replica_id).items():
-        assert isinstance(value, str)
-        assert name.replace("_", "A").isalnum()
-        assert name == name.upper()
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,6 @@ import signal
 import socket
 import subprocess
 import sys
-import threading
 import time
 import zlib
 from collections.abc import Callable, Iterator, Mapping
@@ -214,16 +213,6 @@ def test_a_taken_port_is_named_with_the_role(site, address):
     assert site.kinds() == ["unprepared"]
 
 
-def test_a_port_that_another_replica_on_the_node_has_reserved_is_taken(make):
-    first, second = make(), make()
-    port = _free_port()
-    role = _role(ports={"http": port}, replicas=2)
-    first.prepare(role)
-    assert first.until("prepared")["ports"] == {"http": port}
-    second.prepare(role, index=1)
-    assert str(port) in second.until("unprepared", within_s=3)["words"]
-
-
 def test_a_reserved_port_takes_no_connections(site):
     """Whoever waits for the role would talk to nobody, and be cut off when it starts."""
     site.prepare(_role(ports={"http": 0}))
@@ -318,12 +307,6 @@ def test_what_is_about_the_worker_alone_does_not_reach_a_process(make, monkeypat
     assert "RAY_ADDRESS=10.0.0.1:6379\n" in site.text
 
 
-def test_a_folder_of_ones_own_choice(site, tmp_path):
-    site.run(_role(("pwd",), {"cwd": str(tmp_path)}))
-    assert site.until("exited")["code"] == 0
-    assert site.text == f"{tmp_path}\n"
-
-
 def test_code_that_travelled_is_the_folder_with_its_executables(site):
     code = site.folder / "code-1"
     code.mkdir()
@@ -333,15 +316,6 @@ def test_code_that_travelled_is_the_folder_with_its_executables(site):
     site.run(_role(("./tool",), {"has_code": True}))
     assert site.until("exited")["code"] == 0
     assert site.text == "mine\n"
-
-
-def test_a_folder_with_a_hostile_name(make):
-    site = make(" b'c\"d$HOME*\n;#é漢\\%s")
-    site.run(_role(("echo", "hi")))
-    assert site.until("exited")["code"] == 0
-    assert site.text == "hi\n"
-    assert site.relays.close()
-    assert not site.folder.exists()
 
 
 # ---------------------------------------------------------------------- output
@@ -442,28 +416,10 @@ def test_a_failure_for_a_missing_module_is_explained_before_the_exit(site, packa
 # ---------------------------------------------------------------------- commands that cannot start
 
 
-def test_a_word_that_no_system_takes_is_reported_as_the_commands_failure(site):
-    site.run(_role(("echo", "a\0b")))
-    wait(lambda: site.pull() or len(site.kinds()) > 1)
-    assert site.kinds()[-1] == "exited"
-    assert site.reports[-1]["code"] in (126, 127)
-
-
 def test_a_command_that_cannot_start_is_no_ready_service(site):
     site.run(_role(("no-such-program",), service=True))
     assert site.until("exited")["code"] == 127
     assert site.kinds() == ["prepared", "exited"]
-
-
-def test_a_program_that_vanishes_between_two_starts_is_reported_again(site, tmp_path):
-    program = tmp_path / "program"
-    program.write_text("#!/bin/sh\nexit 2\n")
-    program.chmod(0o755)
-    site.run(_role((str(program),), service=True))
-    assert site.until("exited")["code"] == 2
-    program.unlink()
-    site.start()
-    assert site.until("exited")["code"] == 127
 
 
 # ---------------------------------------------------------------------- the end
@@ -538,27 +494,6 @@ time.sleep(1000)
     assert exited["code"] == 0
 
 
-def test_an_order_to_end_that_comes_too_late_is_nothing(site):
-    site.run(_role(service=True))
-    site.until("exited")
-    site.end()
-    site.start()
-    assert site.until("exited")["code"] == 0
-
-
-def test_signals_for_the_worker_do_not_reach_ours(site):
-    site.run(_role(_shell("echo up; while ! [ -e go ]; do sleep 0.01; done; echo done")))
-    site.says("up")
-    ours = site.process()
-    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-        os.kill(ours, number)
-    assert ours not in {one.pid for one in psutil.Process().children(recursive=True)}
-    assert os.getsid(ours) != os.getsid(0)
-    (site.root / "nemo_run" / "code" / "go").touch()
-    assert site.until("exited")["code"] == 0
-    assert site.text == "up\ndone\n"
-
-
 # ---------------------------------------------------------------------- starts
 
 
@@ -593,26 +528,6 @@ def test_a_replica_that_was_killed_after_its_grace_can_be_started_again(site):
     wait(lambda: len(site.processes()) == 4)
     site.end()
     assert site.until("exited")["code"] == 137
-
-
-def test_starts_leave_no_open_files_and_no_zombies(site):
-    probe = ProbeSpec("port", "http", interval_s=0.02)
-    site.run(_role(_shell("sleep 0.1 & exit 3"), service=True, ports={"http": 0}, ready=probe))
-    counts = set()
-    for _ in range(5):
-        site.until("exited")
-        ours = psutil.Process(site.process())
-        counts.add(ours.num_fds())
-        assert ours.children() == []
-        site.start()
-    site.until("exited")
-    assert len(counts) == 1
-
-
-def test_a_process_that_closes_its_output_does_not_keep_ours_busy(site):
-    site.run(_role(_shell("echo up; exec sleep 1000 >&- 2>&-")))
-    site.says("up")
-    assert _busy(psutil.Process(site.process()), 0.5) < 0.1
 
 
 # ---------------------------------------------------------------------- readiness
@@ -654,22 +569,6 @@ def test_a_service_that_is_not_ready_in_time_is_reported_and_goes_on(site):
     assert site.until("exited")["code"] == 143
 
 
-def test_a_service_on_a_local_address_is_told_so(site):
-    probe = ProbeSpec("port", "http", interval_s=0.05, timeout_s=1.0)
-    site.run(_service(_python(_SERVE, _LOCAL), probe), address="127.0.0.2")
-    (site.root / "nemo_run" / "code" / "go").touch()
-    assert "listen on 0.0.0.0" in site.until("unready")["words"]
-    site.end()
-    site.until("exited")
-
-
-def test_a_service_that_ends_before_it_is_ready_only_ends(site):
-    probe = ProbeSpec("port", "http", interval_s=0.05)
-    site.run(_service(_shell("exit 3"), probe))
-    assert site.until("exited")["code"] == 3
-    assert site.kinds() == ["prepared", "exited"]
-
-
 def test_a_command_asks_in_the_services_environment_and_folder(site):
     ask = _shell('[ -e up ] && [ "$MINE" = 1 ] && [ "$0" = ' + _LOCAL + " ]")
     probe = ProbeSpec("command", command=(*ask, "$NEMO_RUN_HEAD_NODE_IP"), interval_s=0.05)
@@ -682,19 +581,6 @@ def test_a_command_asks_in_the_services_environment_and_folder(site):
     site.end()
     site.until("exited")
     assert site.text == ""
-
-
-def test_a_service_started_again_is_asked_again(site):
-    command = _shell("[ -e second ] && touch up; touch second; while ! [ -e end ]; do :; done")
-    probe = ProbeSpec("command", command=("test", "-e", "up"), interval_s=0.05, timeout_s=0.3)
-    site.run(_service(command, probe))
-    site.until("unready")
-    site.end()
-    site.until("exited")
-    site.start()
-    site.until("ready")
-    site.end()
-    site.until("exited")
 
 
 def test_a_probe_that_hangs_is_ended_with_its_service(site):
@@ -743,24 +629,6 @@ def test_orders_are_carried_out_once_and_in_their_order(site):
     assert site.text == "x\nx\nx\n"
 
 
-def test_orders_from_several_threads_are_carried_out_once(site):
-    role = _role(_shell("echo ran"))
-    orders = [_preparation(role, site.tag, site.run_dir), {"do": "start", "env": {}}]
-
-    def give() -> None:
-        for number in (1, 0):
-            site.relays.order(site.key, number, orders[number])
-
-    threads = [threading.Thread(target=give) for _ in range(4)]
-    for one in threads:
-        one.start()
-    for one in threads:
-        one.join()
-    assert site.until("exited")["code"] == 0
-    assert site.kinds() == ["prepared", "ready", "exited"]
-    assert site.text == "ran\n"
-
-
 def test_a_pull_repeated_gives_the_same_and_the_next_what_follows(site):
     site.prepare(_role(_shell("echo 1; echo 2"), service=True))
     first, prepared = site.ask(0, 10.0)
@@ -779,58 +647,7 @@ def test_a_pull_repeated_gives_the_same_and_the_next_what_follows(site):
     assert site.ask(1 + len(reports), 0.0) == (1 + len(reports), [])
 
 
-def test_a_pull_waits_for_a_report_and_no_longer_than_its_patience(site):
-    site.prepare(_role())
-    site.until("prepared")
-    asked_at = time.monotonic()
-    assert site.ask(1, 0.3) == (1, [])
-    assert 0.3 <= time.monotonic() - asked_at < 20
-    answers: list[Any] = []
-    waits = threading.Thread(target=lambda: answers.append(site.ask(1, 30.0)))
-    asked_at = time.monotonic()
-    waits.start()
-    site.start()
-    waits.join(25)
-    assert time.monotonic() - asked_at < 25
-    assert json.loads(answers[0][1][0])["at"] == "ready"
-
-
 # ---------------------------------------------------------------------- several replicas
-
-
-def test_replicas_of_one_actor_share_the_code_and_nothing_else(replicas):
-    sites = replicas(3)
-    code = sites[0].folder / "code-1"
-    code.mkdir()
-    (code / "data.txt").write_text("ours\n")
-    command = _shell("cat data.txt; echo mine > data.txt; echo $NEMO_RUN_NODE_RANK; cat data.txt")
-    for index, one in enumerate(sites):
-        one.run(_role(command, {"has_code": True}, replicas=3), index=index)
-        assert one.until("exited")["code"] == 0
-    assert [one.text for one in sites] == [f"ours\n{index}\nmine\n" for index in range(3)]
-
-
-def test_one_pull_brings_the_reports_of_all_replicas_that_have_some(replicas):
-    sites = replicas(3)
-    relays = sites[0].relays
-    for one in sites[:2]:
-        one.prepare(_role())
-    wait(lambda: len(relays.pull({}, 0.1)) == 2)
-    answer = relays.pull({one.key: 0 for one in sites}, 5.0)
-    assert {key: first for key, (first, _) in answer.items()} == {"train/0": 0, "train/1": 0}
-    assert relays.pull({"train/0": 1}, 0.1) == {"train/1": answer["train/1"]}
-    assert relays.pull({"train/1": 1}, 0.1) == {}
-    sites[2].prepare(_role())
-    answer = relays.pull({"train/0": 1, "train/1": 1, "train/2": 0}, 10.0)
-    assert list(answer) == ["train/2"]
-
-
-def test_a_replica_whose_output_waits_does_not_hold_the_others_up(replicas):
-    chatty, other = replicas(2)
-    chatty.run(_role(_python(_MUCH)))
-    _until_it_waits(chatty)
-    other.run(_role(_shell("exit 3")))
-    assert other.until("exited")["code"] == 3
 
 
 def test_the_death_of_one_replicas_process_leaves_the_others_alone(replicas):
@@ -935,14 +752,6 @@ def test_a_command_that_waits_for_a_pull_can_be_ended(site):
     assert set(site.text.splitlines()) == {"0123456789abcde"}
 
 
-def test_close_knows_that_all_is_removed_also_when_nobody_pulls(site):
-    site.run(_role(_python(_MUCH)))
-    _until_it_waits(site)
-    assert site.relays.close()
-    assert not site.folder.exists()
-    assert not site.root.exists()
-
-
 # ---------------------------------------------------------------------- close
 
 
@@ -968,14 +777,6 @@ def test_close_before_the_start_removes_the_folders(site, prepared):
     assert site.relays.close()
     assert not site.folder.exists()
     assert not site.root.exists()
-
-
-def test_the_run_directory_is_kept_when_that_is_asked_for(site):
-    site.run(_role(_shell("echo kept > file"), {"keep_run_dir": True}))
-    site.until("exited")
-    assert site.relays.close()
-    assert (site.root / "nemo_run" / "code" / "file").read_text() == "kept\n"
-    assert not site.folder.exists()
 
 
 # ---------------------------------------------------------------------- sudden deaths
@@ -1011,16 +812,6 @@ def test_the_death_of_our_process_is_reported_when_an_order_to_it_was_not_read(s
     os.kill(ours, signal.SIGKILL)
     site.until("gone")
     assert site.processes() == set()
-
-
-def test_the_death_of_our_process_leaves_no_folder(site):
-    site.run(_role(_shell("echo up; exec sleep 1000")))
-    site.says("up")
-    os.kill(site.process(), signal.SIGKILL)
-    site.until("gone")
-    assert site.relays.close()
-    assert not site.root.exists()
-    assert not site.folder.exists()
 
 
 def test_the_death_of_our_process_leaves_no_folder_on_an_embedded_ray(make, tmp_path, monkeypatch):

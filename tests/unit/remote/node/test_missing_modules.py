@@ -55,14 +55,6 @@ def test_the_missing_module_is_named(config, tmp_path):
     assert "'nemo_run'" not in hint
 
 
-def test_a_module_in_the_working_folder_is_not_missing(config, tmp_path):
-    (tmp_path / "gone_module.py").touch()
-    assert (
-        explain(str(tmp_path), config.name, with_python(tmp_path, sys.executable), str(tmp_path))
-        is None
-    )
-
-
 def test_the_imports_of_the_users_main_are_looked_for(config, tmp_path):
     """Its functions are found by running it again, which ends at the first missing import."""
     tree = {"module": "__main__", "name": "own"}
@@ -96,7 +88,3 @@ def test_an_interpreter_that_does_not_start_explains_nothing(config, tmp_path):
         explain(str(tmp_path), config.name, with_python(tmp_path, "/no/python"), str(tmp_path))
         is None
     )
-
-
-def test_a_task_that_removed_its_own_config_explains_nothing(tmp_path):
-    assert explain(str(tmp_path), "gone", dict(os.environ), str(tmp_path)) is None

@@ -174,16 +174,6 @@ def test_a_port_that_takes_connections_is_ready(listening):
     assert _answer(_probing(_port(listening()))) == ""
 
 
-def test_a_port_may_be_named(listening):
-    ports = {"other": 1, "rpc": listening()}
-    assert _answer(_probing(_port("rpc"), ports=ports)) == ""
-
-
-def test_the_first_try_is_made_at_once(listening):
-    probing = _probing(_port(listening(), interval_s=1000.0))
-    assert _answer(probing, within_s=5) == ""
-
-
 def test_a_closed_port_is_given_up_with_the_reason(bound):
     port = bound().getsockname()[1]
     began_at = time.monotonic()
@@ -193,15 +183,6 @@ def test_a_closed_port_is_given_up_with_the_reason(bound):
         f"not ready within 0.25 s: port {_LOCAL}:{port} does not take connections: "
         "Connection refused"
     )
-
-
-def test_a_port_that_opens_late_is_ready_then(bound):
-    server = bound()
-    probing = _probing(_port(server.getsockname()[1]))
-    for _ in range(10):
-        assert _turn(probing) is None
-    server.listen()
-    assert _answer(probing) == ""
 
 
 def test_tries_are_an_interval_apart(bound, monkeypatch):
@@ -228,32 +209,6 @@ def test_a_server_on_another_address_alone_is_not_ready_and_the_hint_says_so(lis
     assert "listen on 0.0.0.0" in answer
 
 
-def test_a_server_on_all_addresses_is_ready_at_the_nodes(listening):
-    assert _answer(_probing(_port(listening("0.0.0.0")), address=_NODE)) == ""
-
-
-def test_without_a_server_there_is_no_hint(bound):
-    port = bound().getsockname()[1]
-    answer = _answer(_probing(_port(port, timeout_s=0.1), address=_NODE))
-    assert "does not take connections" in answer
-    assert "It does listen" not in answer
-
-
-def test_a_server_whose_queue_is_full_does_not_take_connections(bound, monkeypatch):
-    """A try that hangs is over after its own time, and the next one may succeed."""
-    monkeypatch.setattr(probe, "_TRY_S", 0.3)
-    server = bound()
-    server.listen(0)
-    port = server.getsockname()[1]
-    with contextlib.ExitStack() as stack:
-        for _ in range(3):
-            one = stack.enter_context(socket.socket())
-            one.setblocking(False)
-            one.connect_ex((_LOCAL, port))
-        answer = _answer(_probing(_port(port, timeout_s=0.7)))
-    assert answer == f"not ready within 0.7 s: {_LOCAL}:{port} does not take connections"
-
-
 def test_a_nodes_address_may_be_of_ip_version_6(listening):
     assert _answer(_probing(_port(listening("::1")), address="::1")) == ""
 
@@ -265,13 +220,6 @@ def test_a_get_with_the_status_is_ready(site):
     one = site()
     assert _answer(_probing(_http(one.port, path="/health?full=1"))) == ""
     assert one.asked == [("/health?full=1", f"{_LOCAL}:{one.port}")]
-
-
-@pytest.mark.parametrize("status", [204, 301, 401, 503])
-def test_any_status_may_be_the_one_that_is_wanted(site, status):
-    one = site()
-    one.statuses = [status]
-    assert _answer(_probing(_http(one.port, status=status))) == ""
 
 
 @pytest.mark.parametrize("status", [204, 301, 404, 503])
@@ -300,27 +248,6 @@ def test_what_is_answered_is_told_every_so_often_while_it_is_not_ready(site, mon
     assert probing.waiting() is None, "once in 30 s"
 
 
-def test_a_wrong_status_on_the_nodes_own_address_is_no_wrong_address(answering):
-    """The server listens everywhere, on 127.0.0.1 too."""
-    port = answering(b"HTTP/1.1 404 Not Found\r\n\r\n", address="0.0.0.0")
-    answer = _answer(_probing(_http(port, timeout_s=0.2), address=_NODE))
-    assert answer.endswith("is answered with 404, not 200")
-
-
-def test_a_server_that_becomes_ready_is_ready_then(site):
-    one = site()
-    one.statuses = [503, 503, 200]
-    assert _answer(_probing(_http(one.port))) == ""
-    assert len(one.asked) == 3
-
-
-def test_a_get_goes_to_the_nodes_address(site):
-    one = site(_LOCAL)
-    answer = _answer(_probing(_http(one.port, timeout_s=0.2), address=_NODE))
-    assert f"It does listen on {_LOCAL}:{one.port}" in answer
-    assert one.asked == []
-
-
 @pytest.mark.parametrize("line", ["SSH-2.0-OpenSSH_9.6", "220 200 mail.example.org ESMTP"])
 def test_an_answer_that_is_not_http_is_shown(answering, line):
     port = answering(f"{line}\r\n".encode())
@@ -328,18 +255,8 @@ def test_an_answer_that_is_not_http_is_shown(answering, line):
     assert f"is answered with {line!r}, which is not HTTP" in answer
 
 
-@pytest.mark.parametrize("answer", [b"", b"\x15\x03\x01\x00\x02\x02\x46", b"\n", b"HTTP/1.1\r\n"])
-def test_an_answer_that_is_hardly_any_is_not_http(answering, answer):
-    words = _answer(_probing(_http(answering(answer), timeout_s=0.2)))
-    assert "which is not HTTP" in words or "failed" in words
-
-
 def test_an_answer_in_pieces_is_put_together(answering):
     assert _answer(_probing(_http(answering(b"HT", b"TP/1.1 2", b"00 OK\r", b"\n\r\n")))) == ""
-
-
-def test_an_answer_without_a_reason_or_with_another_version_counts(answering):
-    assert _answer(_probing(_http(answering(b"HTTP/1.0 200\r\n\r\n")))) == ""
 
 
 def test_a_server_that_never_answers_is_given_up_in_time_and_named(listening):
@@ -349,27 +266,6 @@ def test_a_server_that_never_answers_is_given_up_in_time_and_named(listening):
     assert 0.3 <= time.monotonic() - began_at < 8
     assert answer.startswith("not ready within 0.3 s: ")
     assert f"{_LOCAL}:{port} does not answer" in answer
-
-
-def test_a_server_that_hangs_is_asked_again(bound, monkeypatch):
-    monkeypatch.setattr(probe, "_TRY_S", 0.15)
-    server = bound()
-    server.listen()
-    server.setblocking(False)
-    probing = _probing(_http(server.getsockname()[1]))
-    with contextlib.ExitStack() as stack:
-        answer = None
-        deadline = time.monotonic() + 10
-        taken: list[socket.socket] = []
-        while answer is None:
-            assert time.monotonic() < deadline
-            answer = _turn(probing)
-            with contextlib.suppress(BlockingIOError):
-                taken.append(stack.enter_context(server.accept()[0]))
-                if len(taken) == 2:  # the first one never gets an answer
-                    taken[1].sendall(b"HTTP/1.1 200 OK\r\n\r\n")
-    assert answer == ""
-    assert len(taken) == 2
 
 
 _STREAM = """
@@ -397,14 +293,6 @@ def test_a_server_that_streams_without_a_lines_end_does_not_hold_the_loop_up():
         finally:
             server.kill()
     assert "is answered with 'xxx" in answer
-
-
-def test_a_host_of_ip_version_6_stands_in_brackets(answering):
-    """Servers refuse a Host without them, with 400 (RFC 9112, 3.2)."""
-    asked: list[bytes] = []
-    port = answering(b"HTTP/1.1 200 OK\r\n\r\n", address="::1", asked=asked)
-    assert _answer(_probing(_http(port), address="::1")) == ""
-    assert f"Host: [::1]:{port}\r\n".encode() in asked[0]
 
 
 # ---------------------------------------------------------------------- commands
@@ -454,18 +342,6 @@ def test_a_command_that_fails_is_run_again_after_the_interval():
     assert probing.step() == ""
 
 
-def test_a_command_that_goes_on_failing_is_given_up_with_its_code():
-    commands = Commands()
-    probing = _probing(_command(interval_s=0.001, timeout_s=0.2), spawn=commands)
-    deadline = time.monotonic() + 5
-    while (answer := probing.step()) is None:
-        if probing.pid is not None:
-            probing.reaped(3)
-        assert time.monotonic() < deadline
-    assert answer == ("not ready within 0.2 s: ['check', '--all', 'a b'] ended with exit code 3")
-    assert len(commands.begun) > 1
-
-
 def test_a_command_that_cannot_be_started_is_tried_again_and_named():
     begun = []
 
@@ -477,21 +353,6 @@ def test_a_command_that_cannot_be_started_is_tried_again_and_named():
     assert "['check', '--all', 'a b'] cannot be started" in answer
     assert "No such file or directory" in answer
     assert len(begun) > 1
-
-
-def test_a_command_that_never_ends_is_given_up_in_time_and_named():
-    commands = Commands()
-    probing = _probing(_command(timeout_s=0.2), spawn=commands)
-    answer = _answer(probing)
-    assert len(commands.begun) == 1
-    assert answer.startswith("not ready within 0.2 s: ")
-    assert "['check', '--all', 'a b']" in answer
-
-
-def test_a_command_has_no_socket_to_wait_for():
-    probing = _probing(_command(), spawn=Commands())
-    assert probing.step() is None
-    assert (probing.socket, probing.is_asked) == (None, False)
 
 
 # ---------------------------------------------------------------------- the end

@@ -15,7 +15,6 @@ from pathlib import Path
 import psutil
 import pytest
 
-import nemo_run_ray
 from nemo_run_ray.remote.end_record import end_mark, record_in
 from nemo_run_ray.remote.node.supervise import explain_start
 
@@ -184,13 +183,6 @@ def test_wrong_bytes_do_not_break_the_log(start_python):
     assert kept.output == "a\\xffb\\xc3(\\xed\\xa0\\x80c\nend \\xe2\\x82\n"
 
 
-def test_characters_cut_in_two_are_one(start_python):
-    code = r'for one in "é漢😀\n".encode(): put(bytes([one]))'
-    kept = start_python(code)
-    assert kept.end() == 0
-    assert kept.output == "é漢😀\n"
-
-
 @pytest.mark.parametrize(
     "pieces",
     [
@@ -212,26 +204,6 @@ def test_line_ends_count_once_wherever_the_writes_are_cut(start_python, pieces):
     assert b"\r\n" not in kept.raw
 
 
-def test_output_arrives_before_its_line_ends(start_python, tmp_path):
-    kept = start_python("put(b'50%\\r'); wait_for(sys.argv[1])", str(tmp_path / "go"))
-    _wait(lambda: b"50%\r" in kept.raw)
-    (tmp_path / "go").touch()
-    assert kept.end() == 0
-
-
-def test_a_line_of_5_megabytes(start_python):
-    kept = start_python("sys.stdout.write('é' * 2_500_000)")
-    assert kept.end() == 0
-    assert kept.output.rstrip("\n") == "é" * 2_500_000
-
-
-def test_our_last_line_begins_a_line(start):
-    """``follow`` knows the log's end by a line that begins with our mark."""
-    kept = start("printf", "no newline")
-    assert kept.end() == 0
-    assert kept.text.splitlines()[-1].startswith(f"{_MARK}{{")
-
-
 _DAEMON = """
 if os.fork():
     os._exit(0)
@@ -243,13 +215,6 @@ for fd in range(3):
 open(sys.argv[1], "w").close()
 time.sleep(1000)
 """
-
-
-@pytest.mark.parametrize("how", ["sleep 1000 &", "setsid sleep 1000 &", "nohup sleep 1000 &"])
-def test_background_children_go_with_the_command(start, how):
-    kept = start("sh", "-c", f"{how} echo started; exit 4")
-    assert kept.end() == 4
-    assert kept.command() == set()
 
 
 def test_daemons_go_with_the_command(start_python, tmp_path):
@@ -267,14 +232,6 @@ def test_a_left_child_that_ignores_sigterm_is_killed_after_the_grace(start, tmp_
     kept = start("sh", "-c", f'sh -c "{child}" & while [ ! -e {go} ]; do :; done', grace_s=0.3)
     assert kept.end() == 0
     assert kept.command() == set()
-
-
-def test_output_of_children_that_outlive_the_command_is_kept(start, tmp_path):
-    go = tmp_path / "go"
-    child = f"trap 'echo child ends; exit' TERM; touch {go}; while :; do sleep 0.01; done"
-    kept = start("sh", "-c", f'sh -c "{child}" & while [ ! -e {go} ]; do :; done')
-    assert kept.end() == 0
-    assert "child ends" in kept.output
 
 
 def test_sigterm_reaches_the_command_once(start_python, tmp_path):
@@ -374,13 +331,6 @@ def test_a_program_that_is_not_there(start):
     assert "/nowhere/bin" in kept.ending
 
 
-def test_a_folder_that_is_not_there(start):
-    kept = start("true", cwd="/no/such/folder")
-    assert kept.end() == 127
-    assert "/no/such/folder" in kept.ending
-    assert kept.ending in kept.output, "readers without --raw do not see the last line"
-
-
 def test_a_program_that_cannot_be_run(start, tmp_path):
     (tmp_path / "data").write_text("no program")
     kept = start("./data")
@@ -405,15 +355,6 @@ def test_what_makes_a_start_too_large_is_named(tmp_path, argv, env, named):
     assert named in words
 
 
-def test_a_script_whose_interpreter_is_missing(start, tmp_path):
-    script = tmp_path / "script"
-    script.write_text("#!/no/such/interpreter\n")
-    script.chmod(0o755)
-    kept = start("./script")
-    assert kept.end() in (126, 127)
-    assert "there is no program './script'" not in kept.ending
-
-
 def test_work_that_raises_is_reported_in_the_log(package, tmp_path):
     code = (
         "import sys; sys.path.append(sys.argv[1])\n"
@@ -425,17 +366,6 @@ def test_work_that_raises_is_reported_in_the_log(package, tmp_path):
     done = subprocess.run(words, capture_output=True, text=True, timeout=30)
     assert done.returncode == 125
     assert "RuntimeError: two" in done.stdout
-
-
-def test_memory_of_our_two_processes(start):
-    kept = start("sh", "-c", "echo ready; sleep 1000")
-    kept.says("ready")
-    pss = 0
-    for pid in (kept.keeper.pid, kept.runner()):
-        for line in Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines():
-            if line.startswith("Pss:"):
-                pss += int(line.split()[1])
-    assert 0 < pss < 25 * 1024
 
 
 def test_a_full_disk_costs_the_output_and_nothing_else(tmp_path):
@@ -469,21 +399,3 @@ def work(runner):
 
 print(*guard("stopped-twice", work)[:3], flush=True)
 """
-
-
-def test_orders_that_nobody_read_take_no_answer_away():
-    """Slurm, and Ray too, say SIGTERM more than once; a socket that is closed unread is reset."""
-    root = str(Path(nemo_run_ray.__file__).parent.parent)
-    words = [sys.executable, "-c", _STOPPED_TWICE, root]
-    pipe = subprocess.PIPE
-    with subprocess.Popen(words, stdin=pipe, stdout=pipe, stderr=pipe, text=True) as guarded:
-        assert guarded.stdout is not None
-        assert guarded.stdin is not None
-        assert guarded.stdout.readline() == "working\n"
-        for _ in range(3):
-            guarded.send_signal(signal.SIGTERM)
-            time.sleep(0.2)  # so that each is an order of its own
-        guarded.stdin.write("\n")
-        guarded.stdin.flush()
-        told, errors = guarded.communicate(timeout=30)
-    assert told == "7 NONE done\n", errors

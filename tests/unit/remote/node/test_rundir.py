@@ -11,7 +11,6 @@ from nemo_run_ray.remote.node.rundir import (
     MANIFEST,
     SECRETS,
     RunDir,
-    read_secrets,
     take_key,
     take_secrets,
 )
@@ -111,14 +110,6 @@ def test_configs_scripts_and_main(run_dir, hostile):
     assert Path(run_dir.root, "__main__.py").read_text() == "main = 1"
 
 
-def test_nothing_travelled(tmp_path):
-    (tmp_path / "empty").mkdir()
-    run_dir = RunDir("exp.job", str(tmp_path / "base"))
-    run_dir.create(str(tmp_path / "empty"), "job", None)
-    assert sorted(os.listdir(run_dir.mount)) == ["code", "configs", "scripts"]
-    assert os.listdir(run_dir.code) == []
-
-
 def test_two_jobs_with_one_working_dir_do_not_see_each_other(tmp_path, jobs, code):
     one, two = (RunDir(f"exp.{name}", str(tmp_path / "base")) for name in ("one", "two"))
     one.create(str(jobs), "job", str(code))
@@ -212,9 +203,3 @@ def test_the_key_is_gone_before_the_command_starts(tmp_path, monkeypatch):
     assert list(folder.iterdir()) == []
     assert json.loads(os.environ[JOB_CONFIG]) == {"runtime_env": {"py_modules": modules[:1]}}
     assert take_key() == "", "a driver that is started again proves nothing"
-
-
-def test_no_secrets_need_no_archive(monkeypatch):
-    monkeypatch.delenv("PYTHONPATH", raising=False)
-    assert take_secrets(()) == {}
-    assert read_secrets() == {}
