@@ -48,15 +48,7 @@ _ASK_RAY = "from ray.dashboard.utils import ray_address_to_api_server_url as fin
 
 
 class Unanswered(Exception):
-    """The dashboard gave no usable answer; the same request may be answered later.
-
-    Attributes:
-        after_s: seconds until then, as the answer says.
-    """
-
-    def __init__(self, message: str, after_s: float = 0.0) -> None:
-        super().__init__(message)
-        self.after_s = after_s
+    """The dashboard gave no usable answer; the same request may be answered later."""
 
 
 class RequestRefused(Exception):
@@ -95,7 +87,6 @@ class DashboardClient:
         self.url = url
         self._token = token
         self._timeout_s = timeout_s
-        self._after_s = 0.0  # of the last answer
         self._connection: Optional[http.client.HTTPConnection] = None
 
     def session(self) -> str:
@@ -191,9 +182,7 @@ class DashboardClient:
         return text
 
     def _unanswered(self, status: int, what: str, text: bytes) -> Unanswered:
-        return Unanswered(
-            f"{self.url} answered {status} to {what}: {_last_line(text)}", self._after_s
-        )
+        return Unanswered(f"{self.url} answered {status} to {what}: {_last_line(text)}")
 
     def _send(self, method: str, path: str, data: Optional[bytes] = None) -> Tuple[int, bytes]:
         headers = {"Content-Type": "application/json"}
@@ -213,7 +202,6 @@ class DashboardClient:
             timer.start()
             self._connection.request(method, urlsplit(self.url).path + path, data, headers)
             answer = self._connection.getresponse()
-            self._after_s = retry_after_s(answer.getheader("Retry-After"))
             content = bytearray()
             # A single read would allocate the size limit at once on Python 3.9.
             while len(content) <= ANSWER_MAX_BYTES and (piece := answer.read(_PIECE_BYTES)):

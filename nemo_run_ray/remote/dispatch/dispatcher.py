@@ -13,8 +13,7 @@ import json
 import os
 import time
 import zipfile
-from collections import deque
-from typing import Any, Callable, Deque, Dict, List, Mapping, Optional
+from typing import Any, Callable, Dict, Mapping, Optional, Set
 
 from .. import carried_over
 from ..attempts import (
@@ -42,18 +41,15 @@ from ..node.output import say
 from ..node.rundir import KEY, SECRETS, read_secrets, remove_secrets
 from ..rows import LOCK_KEY
 from ..spec import DispatchedJobSpec, DispatchSpec
-from ..status import JobState, JobStatus, Reason
+from ..status import JobState, Reason
 from . import log
 from .decide import Action, Decision, Do, decide
 from .policies import time_left
 
 #: Seconds between two looks at the table: at first, and when nothing has happened for long.
 PACE_S, PACE_MAX_S = 0.3, 5.0
-#: A look may take this part of the time between two of them, by the quickest of the last ones: a
-#: head that has just restarted may take a minute for one (seen on Ray 2.60) and is not busy then.
-LOOK_PART, LOOKS = 0.25, 3
-#: Seconds until the next look at most, however long one takes, and whatever an answer asks for.
-SLOW_MAX_S, LATER_MAX_S = 20.0, 60.0
+#: A look may take this part of the time between two of them; seconds between two looks at most.
+LOOK_PART, SLOW_MAX_S = 0.25, 20.0
 #: Seconds that the table may lack the dispatcher itself before it believes it: a head that
 #: recovers may answer before it knows its jobs.
 ABSENT_MAX_S = 60.0
@@ -91,29 +87,29 @@ class Dispatcher:
         self._clock = clock
         self._parent = os.getppid()
         self._jobs = {job.name: job for job in dispatch.jobs}
+        self._ids = _ids_of(dispatch)
         self._node_dead_s = node_dead_s()
-        self._told: Dict[str, str] = {}
+        self._reported: Dict[str, str] = {}
         self._stopped: Dict[str, float] = {}  # first request to stop an attempt that Ray took
         self._asked: Dict[str, float] = {}  # last one
         self._errors: Dict[str, float] = {}  # first unexplained error of an attempt
-        self._troubles: Dict[str, str] = {}  # told already, by what they are about
+        self._troubles: Dict[str, str] = {}  # in the log already, by what they are about
         self._absent_since: Optional[float] = None
-        self._not_before = 0.0  # as Ray, or a proxy before it, has asked
         self._changed_at = clock()
-        self._looks_s: Deque[float] = deque(maxlen=LOOKS)
+        self._look_s = 0.0
         self._earlier: Optional[Dict[str, Attempt]] = None  # not read yet
         self._ends = LostEnds(api.log_end)
 
     def run(self, sleep: Callable[[float], None] = time.sleep) -> int:
-        """Go on until everything is decided, and return the exit code.
+        """Continue until everything is decided, and return the exit code.
 
         Raises:
             Disowned: the cluster has no record of this dispatcher, or will not come back.
         """
         while True:
-            over = self.round()
-            if over is not None:
-                return over
+            code = self.round()
+            if code is not None:
+                return code
             sleep(self.pace_s())
 
     def round(self) -> Optional[int]:
@@ -122,10 +118,9 @@ class Dispatcher:
             table = self._look()
         except (Unanswered, OSError) as error:  # or an earlier table cannot be read now
             self._complain("", str(error))
-            self._wait_after(error)
             self._absent_since = None
             self._errors.clear()
-            # Another Ray comes up again, and goes on with its jobs.
+            # Another Ray comes up again and continues its jobs.
             if os.environ.get(EMBEDDED) and os.getppid() != self._parent:
                 raise Disowned("the embedded Ray that ran this dispatcher has died") from error
             return None
@@ -134,34 +129,28 @@ class Dispatcher:
         now = self._clock()
         left = time_left(os.environ, now)
         decision = decide(self._dispatch, table, now, self._limit, self._node_dead_s, left)
-        self._tell(decision, table)
-        waiting = False
+        self._report(decision, table)
+        is_waiting = False
         for action in decision.actions:
             try:
-                waiting |= self._act(action, table)
+                is_waiting |= self._act(action, table)
             except (Unanswered, RequestRefused) as error:
                 self._complain(action.submission_id, f"{action.submission_id}: {error}")
-                self._wait_after(error)
-                waiting = True
+                is_waiting = True
         if decision.is_out_of_time:
-            say("what is left needs more time than this allocation has; the next one goes on")
+            say("the other jobs need more time than this allocation has; the next one continues")
             return JobExit.OUT_OF_TIME
-        if not decision.is_over or waiting:
+        if not decision.is_over or is_waiting:
             return None
-        return self._sum_up(decision)
+        say(f"all is decided: {_count(decision)}")
+        states = {status.state for status in decision.statuses.values()}
+        return JobExit.SUCCEEDED if states <= {JobState.SUCCEEDED} else JobExit.SOME_FAILED
 
     def pace_s(self) -> float:
         """Seconds until the next look: short while things happen, and never a burden."""
         idle_s = self._clock() - self._changed_at
-        slow_s = min(self._looks_s, default=0.0) / LOOK_PART
-        later_s = min(self._not_before - self._clock(), LATER_MAX_S)
-        return max(min(max(PACE_S, idle_s / 20), PACE_MAX_S), min(slow_s, SLOW_MAX_S), later_s)
-
-    def _wait_after(self, error: Exception) -> None:
-        after_s = getattr(error, "after_s", 0.0)
-        self._not_before = max(self._not_before, self._clock() + after_s)
-
-    # ------------------------------------------------------------------ observe
+        pace_s = min(max(PACE_S, idle_s / 20), PACE_MAX_S)
+        return max(pace_s, min(self._look_s / LOOK_PART, SLOW_MAX_S))
 
     def _look(self) -> Optional[Dict[str, Attempt]]:
         """The table, or ``None`` when it is not (yet) the one that has this dispatcher."""
@@ -169,12 +158,12 @@ class Dispatcher:
             rows_before = carried_over.rows_of_job(os.environ)
             self._earlier = {name: attempt_of_row(row) for name, row in rows_before.items()}
         began = time.monotonic()
-        wanted = _Wanted(self._dispatch)
-        rows = ((str(row["submission_id"]), row) for row in self._api.rows())
-        restored = self._ends.restored
-        table = {name: attempt_of_row(restored(row)) for name, row in rows if wanted.has(name)}
-        table = {**self._earlier, **table}
-        self._looks_s.append(time.monotonic() - began)
+        table = dict(self._earlier)
+        for row in self._api.rows():
+            name = str(row["submission_id"])
+            if name in self._ids or first_id(name) in self._ids:
+                table[name] = attempt_of_row(self._ends.restored(row))
+        self._look_s = time.monotonic() - began
         self._troubles.pop("", None)
         own = table.get(self._own_id)
         if own is not None and own.nonce == self._dispatch.nonce:
@@ -188,48 +177,44 @@ class Dispatcher:
             raise Disowned(f"the job table of {self._api.url} does not have this dispatcher")
         return None
 
-    # ------------------------------------------------------------------ act
-
     def _act(self, action: Action, table: Mapping[str, Attempt]) -> bool:
         """Carry one action out, and return whether the next round must look after it."""
         if action.do is Do.STOP:
             return self._stop(action, table)
         self._changed_at = self._clock()
         if action.do is Do.CLAIM:
-            self._claim(action)
+            self._claim(action, action.why)
             return True
-        job = self._jobs[action.job]
-        number = _number(job, action.submission_id)
-        before = table.get(attempt_id(job.id, number - 1)) if number > 1 else None
-        if before is not None and before.status.reason is Reason.START_TIMEOUT:
+        job, name = self._jobs[action.job], action.submission_id
+        number = int(name.partition("@")[2] or 1)
+        before = attempt_id(job.id, number - 1)
+        if before in table and table[before].status.reason is Reason.START_TIMEOUT:
             # Ray has given the start up, and some versions start it later all the same.
-            self._api.stop(attempt_id(job.id, number - 1))
+            self._api.stop(before)
         try:
             self._api.post(self._body(job, number))
         except RequestRefused as error:
-            self._claim(Action(Do.CLAIM, job.name, action.submission_id, str(error)))
+            self._claim(action, str(error))
         except Unanswered as error:
-            first = self._errors.setdefault(action.submission_id, self._clock())
+            first = self._errors.setdefault(name, self._clock())
             if self._clock() - first < REFUSED_AFTER_S:
                 raise
-            self._claim(Action(Do.CLAIM, job.name, action.submission_id, f"not taken: {error}"))
+            self._claim(action, f"not taken: {error}")
         return True
 
     def _stop(self, action: Action, table: Mapping[str, Attempt]) -> bool:
-        now = self._clock()
-        name = action.submission_id
+        now, name = self._clock(), action.submission_id
         if now - self._asked.get(name, 0.0) >= STOP_AGAIN_S:
             if name not in self._asked:
                 say(f"stopping {name}: {action.why}")
             self._asked[name] = now
             self._api.stop(name)
             self._stopped.setdefault(name, now)
-        pending = table[name].status.state is JobState.PENDING
-        return not pending or now - self._stopped.get(name, now) < STOP_TRUST_S
+        is_pending = table[name].status.state is JobState.PENDING
+        return not is_pending or now - self._stopped.get(name, now) < STOP_TRUST_S
 
-    def _claim(self, action: Action) -> None:
-        job = self._jobs[action.job]
-        self._api.post(claim_body(action.submission_id, job.nonce, action.why))
+    def _claim(self, action: Action, why: str) -> None:
+        self._api.post(claim_body(action.submission_id, self._jobs[action.job].nonce, why))
 
     def _body(self, job: DispatchedJobSpec, number: int) -> Dict[str, Any]:
         body = attempt_body(job, number)
@@ -243,30 +228,24 @@ class Dispatcher:
         body["runtime_env"]["py_modules"].append(f"gcs://{name}")
         return body
 
-    # ------------------------------------------------------------------ tell
-
-    def _tell(self, decision: Decision, table: Mapping[str, Attempt]) -> None:
-        """Say one line for every job that is not where it was at the last look."""
-        first_look = not self._told
+    def _report(self, decision: Decision, table: Mapping[str, Attempt]) -> None:
+        """Say one line for every job whose status has changed since the last look."""
+        is_first = not self._reported
         for name, status in decision.statuses.items():
-            job = self._jobs[name]
             now = f"{status.state.value} {status.attempt} {status.reason.value}"
-            if self._told.get(name) == now:
+            if self._reported.get(name) == now:
                 continue
-            self._told[name] = now
+            self._reported[name] = now
             self._changed_at = self._clock()
-            calm = status.state is JobState.WAITING and not status.reason.is_trouble
-            if first_look and (calm or status.state.is_terminal):
+            is_calm = status.state is JobState.WAITING and not status.reason.is_trouble
+            if is_first and (is_calm or status.state.is_terminal):
                 continue  # there may be thousands, and none happened now
-            submission_id = attempt_id(job.id, max(1, status.attempt))
-            say(str(log.Line(self._clock(), status.state.value, submission_id, _words(status))))
-        if first_look:
+            submission_id = attempt_id(self._jobs[name].id, max(1, status.attempt))
+            node = status.node if status.state is JobState.RUNNING else ""
+            words = status.detail or (f"on node {node[:12]}" if node else "")
+            say(str(log.Line(self._clock(), status.state.value, submission_id, words)))
+        if is_first:
             say(f"{_count(decision)}; {len(table)} of their rows are in the job table")
-
-    def _sum_up(self, decision: Decision) -> int:
-        say(f"all is decided: {_count(decision)}")
-        states = {status.state for status in decision.statuses.values()}
-        return JobExit.SUCCEEDED if states <= {JobState.SUCCEEDED} else JobExit.SOME_FAILED
 
     def _complain(self, about: str, text: str) -> None:
         if self._troubles.get(about) != text:
@@ -274,18 +253,11 @@ class Dispatcher:
             self._troubles[about] = text
 
 
-class _Wanted:
-    """Which rows of the table concern a dispatch: its own, and those of jobs that it waits for."""
-
-    def __init__(self, dispatch: DispatchSpec) -> None:
-        outside = [upstream for job in dispatch.jobs for upstream in job.outside]
-        self._ids = {dispatch.id, dispatch.cancel_id, *(job.id for job in dispatch.jobs)}
-        self._ids |= {upstream.id for upstream in outside} | {
-            upstream.dispatcher for upstream in outside
-        }
-
-    def has(self, name: str) -> bool:
-        return name in self._ids or first_id(name) in self._ids
+def _ids_of(dispatch: DispatchSpec) -> Set[str]:
+    """First ids of the rows that concern a dispatch: its own, and those that it waits for."""
+    outside = [upstream for job in dispatch.jobs for upstream in job.outside]
+    ids = {dispatch.id, dispatch.cancel_id, *(job.id for job in dispatch.jobs)}
+    return ids.union(*((upstream.id, upstream.dispatcher) for upstream in outside))
 
 
 def attempt_body(job: DispatchedJobSpec, number: int) -> Dict[str, Any]:
@@ -315,21 +287,17 @@ def secrets_package(
 
 
 def run(dispatch: DispatchSpec, submission_id: str) -> int:
-    """What the dispatcher's job does; its exit code."""
-    limit = default_limit(memory_bytes())
-    chosen = "as the experiment asks"
+    """Run the dispatcher's job and return its exit code."""
+    memory = memory_bytes()
+    limit, chosen = default_limit(memory), "as the experiment asks"
     if dispatch.max_in_flight is None:
-        part, size = f"{HEAD_PART:.0%}", f"{memory_bytes() / 2**30:.1f} GiB"
-        chosen = f"{part} of this node's {size}, at {SUPERVISOR_BYTES / 1e6:.0f} MB a job"
+        size = f"{HEAD_PART:.0%} of this node's {memory / 2**30:.1f} GiB"
+        chosen = f"{size}, at {SUPERVISOR_BYTES / 1e6:.0f} MB a job"
     most = limit if dispatch.max_in_flight is None else dispatch.max_in_flight
     say(f"{len(dispatch.jobs)} jobs, at most {most} at once: {chosen}")
     secrets = read_secrets()
-    api = find_dashboard(dispatch)
-    if api is None:
-        say(f"other sessions than {dispatch.session} answer here; tried {dispatch.dashboards}")
-        remove_secrets()
-        return JobExit.WRONG_CLUSTER
     try:
+        api = find_dashboard(dispatch)
         code = Dispatcher(dispatch, submission_id, api, secrets, limit).run()
     except Disowned as error:
         say(f"{error}; nothing more is started")
@@ -343,26 +311,28 @@ def find_dashboard(
     within_s: float = FOREIGN_MAX_S,
     clock: Callable[[], float] = time.monotonic,
     sleep: Callable[[float], None] = time.sleep,
-) -> Optional[DashboardClient]:
+) -> DashboardClient:
     """The dashboard that belongs to the dispatch's session, however long it is away.
 
-    It is ``None`` when other sessions have answered for so long: then this is not the cluster of
-    the dispatch.
+    Raises:
+        Disowned: only dashboards of other sessions have answered for ``within_s`` seconds.
     """
     foreign_since: Optional[float] = None
     while foreign_since is None or clock() - foreign_since < within_s:
         for url in candidates(dispatch.dashboards):
             try:
-                found = DashboardClient(url, timeout_s=5.0).session()
-                # Where Ray has set the address it is this cluster's; and the dispatches of an
-                # allocation go on in the next one, whose Ray has another name.
-                if found == dispatch.session or url == own_dashboard():
-                    return DashboardClient(url)
+                session = DashboardClient(url, timeout_s=5.0).session()
             except Unanswered:
                 continue
+            # Where Ray has set the address it is this cluster's; and the dispatches of an
+            # allocation continue in the next one, whose Ray has another name.
+            if session == dispatch.session or url == own_dashboard():
+                return DashboardClient(url)
             foreign_since = clock() if foreign_since is None else foreign_since
         sleep(1.0)
-    return None
+    raise Disowned(
+        f"other sessions than {dispatch.session} answer here; tried {dispatch.dashboards}"
+    )
 
 
 def default_limit(memory_bytes: int) -> int:
@@ -382,18 +352,9 @@ def memory_bytes() -> int:
     return total
 
 
-def _number(job: DispatchedJobSpec, submission_id: str) -> int:
-    return 1 if submission_id == job.id else int(submission_id.partition("@")[2])
-
-
-def _words(status: JobStatus) -> str:
-    node = f"on node {status.node[:12]}" if status.node else ""
-    return status.detail or (node if status.state is JobState.RUNNING else "")
-
-
 def _count(decision: Decision) -> str:
     """The count of every state, as in ``3 SUCCEEDED, 1 RUNNING``."""
-    states: List[JobState] = [status.state for status in decision.statuses.values()]
+    states = [status.state for status in decision.statuses.values()]
     return ", ".join(
         f"{states.count(state)} {state.value}" for state in JobState if state in states
     )

@@ -80,8 +80,8 @@ _SLOW = (
     ("text", "cause"),
     [
         (_PIP, "No matching distribution found for nope"),
-        (_UV, "No solution found when resolving dependencies Because nope was not found"),
-        (_OLD_UV, "No solution found when resolving dependencies: Because nope was not found"),
+        (_UV, "No solution found when resolving dependencies / cause: Because nope was not"),
+        (_OLD_UV, "No solution found when resolving dependencies: / ╰─▶ Because nope was not"),
         (_CONDA, "ValueError: Could not find Conda executable at conda."),
         (_PODMAN, "Error: initializing source: name unknown"),
         (_NO_PODMAN, "podman is not on the PATH of that node's Ray; an image needs it"),

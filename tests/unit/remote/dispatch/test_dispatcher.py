@@ -28,7 +28,6 @@ from nemo_run_ray.remote.dispatch import log as story
 from nemo_run_ray.remote.dispatch.decide import STARTING_MAX
 from nemo_run_ray.remote.dispatch.dispatcher import (
     ABSENT_MAX_S,
-    LATER_MAX_S,
     PACE_MAX_S,
     PACE_S,
     REFUSED_AFTER_S,
@@ -322,21 +321,6 @@ def test_what_ray_refuses_becomes_a_claim_that_says_why(serve, told):
     assert ray.posts() == 3
     (line,) = [line for line in told() if " FAILED e.a " in line]
     assert ray.claims["e.a"] in line
-
-
-def test_the_next_look_is_not_before_an_answer_allows_it(serve):
-    plan = dispatch_of(job_spec("a"))
-    ray = serve(plan)
-    one = dispatcher_of(plan, ray)
-    for seconds, pace_s in ((12, 12), (3600, LATER_MAX_S)):
-        later = Trouble(429, "slow down", headers={"Retry_After": str(seconds)})
-        ray.trouble = lambda method, path, later=later: later
-        rounds(one, ray, 1)
-        assert pace_s - 1 <= one.pace_s() <= pace_s
-    ray.trouble = lambda method, path: None
-    ray.pass_time(3600)
-    assert rounds(one, ray, 9) == JobExit.SUCCEEDED
-    assert one.pace_s() < 12
 
 
 def test_a_claim_that_is_refused_itself_is_asked_for_again(serve):
