@@ -36,7 +36,7 @@ _Start = Tuple[DispatchedJobSpec, int]
 
 
 class Do(str, Enum):
-    """What the dispatcher can do."""
+    """An action of the dispatcher."""
 
     #: Hand over an attempt.
     SUBMIT = "submit"
@@ -65,12 +65,12 @@ class Action:
 
 @dataclass(frozen=True)
 class Decision:
-    """What to do, and the status of every job, by its name.
+    """The actions, and the status of every job, by its name.
 
     Attributes:
         actions: in this order.
         statuses: by the job's name.
-        is_out_of_time: nothing goes on, and what could start needs longer than there is time.
+        is_out_of_time: nothing runs, and what could start needs more time than remains.
     """
 
     actions: Tuple[Action, ...]
@@ -90,7 +90,7 @@ def decide(
     node_dead_s: float = NODE_DEAD_S,
     time_left: Optional[TimeLeft] = None,
 ) -> Decision:
-    """What to do now, and the status of every job of the dispatch.
+    """Decide about the next actions and the status of every job of the dispatch.
 
     Args:
         dispatch: the plan; every job comes after those that it depends on.
@@ -100,64 +100,43 @@ def decide(
         node_dead_s: seconds from a node's death until nothing can run on it any more.
         time_left: of the cluster's allocation; ``None`` where nothing ends it.
     """
-    attempts = _attempts(dispatch, table)
-    cancelled = _is_cancelled(dispatch, table)
+    outside = [upstream for job in dispatch.jobs for upstream in job.outside]
+    ids = [job.id for job in dispatch.jobs] + [upstream.id for upstream in outside]
+    ids += [upstream.dispatcher for upstream in outside if upstream.dispatcher]
+    attempts = attempts_of(ids, table)
+    cancel = table.get(dispatch.cancel_id)
+    cancelled = cancel is not None and cancel.nonce == dispatch.nonce and bool(cancel.claim)
 
     statuses: Dict[str, JobStatus] = {}
-    stops: List[Action] = []
+    actions: List[Action] = []
     ready: List[_Start] = []
     for job in dispatch.jobs:
         rows = attempts[job.id]
-        needs = {name: statuses[name] for name in job.after}
-        others = _statuses_outside(job, attempts, table)
-        status = _status(job, rows, [*needs.items(), *others.items()], cancelled)
-        statuses[job.name] = status
-        stops += _stops(job, rows, status, cancelled, now)
+        needs = [(name, statuses[name]) for name in job.after]
+        needs += [(other.id, _status_outside(other, attempts, table)) for other in job.outside]
+        status = statuses[job.name] = _status(job, rows, needs, cancelled)
+        actions += _stops(job, rows, status, cancelled, now)
         lives = any(row.is_live for row in rows.values())
         if status.reason in (Reason.TURN, Reason.RETRY) and not lives:
             last = rows.get(status.attempt)
             if last is None or is_settled(last, now, node_dead_s):
                 ready.append((job, status.attempt + 1))
-    in_time, claims = _in_time(ready, time_left)
-    actions = [*stops, *claims, *_submits(dispatch, in_time, attempts, now, limit)]
-    is_held = bool(ready) and not (in_time or actions) and _goes_on(statuses) == len(ready)
+    in_time = ready
+    if time_left is not None:
+        in_time = [(job, number) for job, number in ready if time_left.has(job.time_s)]
+        for job, number in ready:
+            why = time_left.why_never(job.time_s)
+            if why:
+                name = attempt_id(job.id, number)
+                actions.append(Action(Do.CLAIM, job.name, name, why))
+    actions += _submits(dispatch, in_time, attempts, now, limit)
+    unfinished = [
+        status
+        for status in statuses.values()
+        if not status.state.is_terminal and status.reason is not Reason.WAITS
+    ]
+    is_held = bool(ready) and not (in_time or actions) and len(unfinished) == len(ready)
     return Decision(tuple(actions), statuses, is_held)
-
-
-def _goes_on(statuses: Mapping[str, JobStatus]) -> int:
-    """How many jobs neither have ended nor wait for others."""
-    left = (status for status in statuses.values() if not status.state.is_terminal)
-    return sum(status.reason is not Reason.WAITS for status in left)
-
-
-def _in_time(
-    ready: Sequence[_Start], left: Optional[TimeLeft]
-) -> Tuple[List[_Start], List[Action]]:
-    """The jobs that end before their allocation does, and claims of those that never will."""
-    if left is None:
-        return list(ready), []
-    claims = []
-    for job, number in ready:
-        why = left.why_never(job.time_s)
-        if why:
-            claims.append(Action(Do.CLAIM, job.name, attempt_id(job.id, number), why))
-    return [(job, number) for job, number in ready if left.has(job.time_s)], claims
-
-
-def _attempts(
-    dispatch: DispatchSpec, table: Mapping[str, Attempt]
-) -> Dict[str, Dict[int, Attempt]]:
-    """The rows of all jobs that matter to a dispatch, by first id and number."""
-    ids = [job.id for job in dispatch.jobs]
-    outside = [upstream for job in dispatch.jobs for upstream in job.outside]
-    dispatchers = [upstream.dispatcher for upstream in outside if upstream.dispatcher]
-    return attempts_of([*ids, *(upstream.id for upstream in outside), *dispatchers], table)
-
-
-def _is_cancelled(dispatch: DispatchSpec, table: Mapping[str, Attempt]) -> bool:
-    """Whether the id is claimed by which the whole dispatch is cancelled."""
-    cancel = table.get(dispatch.cancel_id)
-    return cancel is not None and cancel.nonce == dispatch.nonce and bool(cancel.claim)
 
 
 def _status(
@@ -194,28 +173,12 @@ def _status(
     return turn
 
 
-def _statuses_outside(
-    job: DispatchedJobSpec,
+def _status_outside(
+    upstream: OutsideSpec,
     attempts: Mapping[str, Dict[int, Attempt]],
     table: Mapping[str, Attempt],
-) -> Dict[str, JobStatus]:
-    """The status of every job of another experiment that a job depends on, by its first id."""
-    return {
-        upstream.id: _status_outside(upstream, attempts, table.get(cancel_id(upstream.dispatcher)))
-        for upstream in job.outside
-    }
-
-
-def _status_outside(
-    upstream: OutsideSpec, attempts: Mapping[str, Dict[int, Attempt]], cancel: Optional[Attempt]
 ) -> JobStatus:
-    """The status of a job of another experiment, as far as the table proves it.
-
-    Args:
-        upstream: the job.
-        attempts: the rows by first id and number.
-        cancel: the row that claims the other experiment's ``cancel_id``, if there is one.
-    """
+    """The status of a job of another experiment, as far as the table proves it."""
     rows = {n: row for n, row in attempts[upstream.id].items() if row.nonce in upstream.nonces}
     status = JobStatus(JobState.WAITING, Reason.WAITS)
     if rows:
@@ -224,11 +187,10 @@ def _status_outside(
         if status.reason is Reason.RETRY and not upstream.dispatcher:
             return last.status  # no dispatcher would try it again
     if upstream.dispatcher and status.state is JobState.WAITING:
-        own = attempts[upstream.dispatcher]
-        last_own = own[max(own)] if own else None
-        ended = last_own and last_own.exit_code in (JobExit.SUCCEEDED, JobExit.SOME_FAILED)
-        nonces = {row.nonce for row in own.values()}
-        if ended or (cancel and cancel.claim and cancel.nonce in nonces):
+        own = list(attempts[upstream.dispatcher].values())
+        ended = own and own[-1].exit_code in (JobExit.SUCCEEDED, JobExit.SOME_FAILED)
+        cancel = table.get(cancel_id(upstream.dispatcher))
+        if ended or (cancel and cancel.claim and cancel.nonce in {row.nonce for row in own}):
             return JobStatus(JobState.CANCELLED, Reason.UPSTREAM, "it is not started any more")
     return status
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Mapping, Optional, Tuple
 
 from ..attempts import CANCELLED, NOT_PLACED, Attempt
@@ -35,30 +35,35 @@ def status_of_attempts(
     """
     for number, row in rows.items():
         if row.status.state is JobState.SUCCEEDED and not row.claim:
-            return _of(row, number)
+            return replace(row.status, attempt=number)
     for claim in rows.values():
         if claim.claim:
-            runs = [
-                attempt for attempt, row in rows.items() if row.status.state is JobState.RUNNING
-            ]
+            runs = [number for number, row in rows.items() if row.status.state is JobState.RUNNING]
             # Its end is still open: it may succeed before it is stopped.
-            return _of(rows[runs[-1]], runs[-1]) if runs else _claimed(claim, rows)
+            return (
+                replace(rows[runs[-1]].status, attempt=runs[-1]) if runs else _claimed(claim, rows)
+            )
     number = max(rows)
-    last = rows[number]
-    if last.status.state is not JobState.FAILED:
-        return _of(last, number)
-    failed = [attempt for attempt, row in rows.items() if _counts(row)]
+    last = replace(rows[number].status, attempt=number)
+    if last.state is not JobState.FAILED:
+        return last
+    # A start that Ray gave up does not count.
+    failed = [
+        number
+        for number, row in rows.items()
+        if row.status.state is JobState.FAILED and row.status.reason is not Reason.START_TIMEOUT
+    ]
     if failed:
         newest = rows[failed[-1]]
         permanent = newest.status.reason in _PERMANENT or newest.exit_code in permanent_exit_codes
         if permanent or len(failed) > retries:
-            return _of(newest, failed[-1])
-    if last.status.reason is Reason.START_TIMEOUT:
+            return replace(newest.status, attempt=failed[-1])
+    if last.reason is Reason.START_TIMEOUT:
         detail = f"attempt {number} was not started in time by Ray, which does not count"
     else:
-        left = retries - len(failed) + 1
-        detail = f"attempt {number} failed ({last.status.detail}); {left} more allowed"
-    return with_state(_of(last, number), JobState.WAITING, Reason.RETRY, detail)
+        more = retries - len(failed) + 1
+        detail = f"attempt {number} failed ({last.detail}); {more} more allowed"
+    return with_state(last, JobState.WAITING, Reason.RETRY, detail)
 
 
 def is_settled(last: Attempt, now: float, node_dead_s: float) -> bool:
@@ -67,12 +72,6 @@ def is_settled(last: Attempt, now: float, node_dead_s: float) -> bool:
         return now >= last.ended_at + node_dead_s
     # The end was written by the clock of the attempt's node, which may be ahead.
     return now >= last.ended_at + SETTLE_S or last.ended_at > now
-
-
-def _counts(row: Attempt) -> bool:
-    """Whether an attempt counts: it failed, and not because Ray gave its start up."""
-    status = row.status
-    return status.state is JobState.FAILED and status.reason is not Reason.START_TIMEOUT
 
 
 def _claimed(claim: Attempt, rows: Mapping[int, Attempt]) -> JobStatus:
@@ -87,30 +86,19 @@ def _claimed(claim: Attempt, rows: Mapping[int, Attempt]) -> JobStatus:
     return JobStatus(JobState.CANCELLED, Reason.CANCELLED, detail, node, before)
 
 
-def _of(row: Attempt, number: int) -> JobStatus:
-    return with_state(row.status, row.status.state, row.status.reason, row.status.detail, number)
-
-
-def with_state(
-    status: JobStatus,
-    state: JobState,
-    reason: Reason,
-    detail: str,
-    attempt: Optional[int] = None,
-) -> JobStatus:
-    """The status with another state; its node stays."""
-    number = status.attempt if attempt is None else attempt
-    return JobStatus(state, reason, detail, status.node, number, status.waits_for)
+def with_state(status: JobStatus, state: JobState, reason: Reason, detail: str) -> JobStatus:
+    """The status with another state; its node and attempt stay."""
+    return replace(status, state=state, reason=reason, detail=detail, tail="")
 
 
 @dataclass(frozen=True)
 class TimeLeft:
-    """What is left of an allocation.
+    """The remaining time of an allocation.
 
     Attributes:
         left_s: seconds from now until it ends.
         lasts_s: seconds that it lasts in all.
-        renews: whether jobs go on in another one.
+        renews: whether another one continues its jobs.
     """
 
     left_s: float
@@ -118,7 +106,7 @@ class TimeLeft:
     renews: bool
 
     def why_never(self, time_s: Optional[float]) -> str:
-        """Why a job that needs so many seconds is not started at all; empty if it may be."""
+        """The reason for never starting a job that needs so long; empty if there is none."""
         if time_s is None or time_s <= self.left_s:
             return ""
         if self.renews and time_s <= self.lasts_s:
@@ -128,14 +116,14 @@ class TimeLeft:
         return f"it needs {time_s:g} s, and its allocation ends in {max(self.left_s, 0):.0f} s"
 
     def has(self, time_s: Optional[float]) -> bool:
-        """Whether a job that needs so many seconds may begin now."""
+        """Whether a job that needs so long may begin now."""
         if self.renews and self.left_s < CLOSING_S:
             return False  # the next allocation would not know that it has begun
         return time_s is None or time_s <= self.left_s
 
 
 def time_left(env: Mapping[str, str], now: float) -> Optional[TimeLeft]:
-    """What is left by a job's environment; ``None`` where nothing ends the cluster.
+    """The remaining time by a job's environment; ``None`` where nothing ends the cluster.
 
     Args:
         env: of the dispatcher.
