@@ -369,9 +369,9 @@ _NO_FILE = re.compile(
 #: What Python and shells end with when they do not find the program that they are to run.
 _NO_PROGRAM_CODES = {2, 126, 127}
 #: Ray's error in a task that starts a Ray of its own: the job's archives are on the outer cluster.
-OUTER_ARCHIVES = re.compile(r"Failed to download runtime_env file package gcs://")
-OWN_RAY = (
-    "a Ray that the task starts itself has no archives of this job's cluster; unset "
+_OUTER_ARCHIVES = re.compile(r"Failed to download runtime_env file package gcs://")
+_OWN_RAY = (
+    ": a Ray that the task starts itself has no archives of this job's cluster; unset "
     "RAY_JOB_CONFIG_JSON_ENV_VAR, and RAY_ADDRESS, in the task before it starts one"
 )
 #: A line of this package says what it was.
@@ -389,8 +389,8 @@ def meaning(exit_code: int, tail: str) -> str:
         return ""
     if signal_name(exit_code) == "SIGKILL":
         return _KILLED
-    if OUTER_ARCHIVES.search(tail):
-        return f": {OWN_RAY}"
+    if _OUTER_ARCHIVES.search(tail):
+        return _OWN_RAY
     last = tail.rstrip().rpartition("\n")[2]
     missing = _NO_FILE.search(last) if exit_code in _NO_PROGRAM_CODES else None
     if missing:

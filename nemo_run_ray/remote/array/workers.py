@@ -119,7 +119,7 @@ class RunningElement:
         if not data:
             os.close(self.fd)
             self.fd = None
-        return self._limited(self._lines.feed(data))
+        return self._limited(self._lines.take(data))
 
     def is_readable(self) -> bool:
         """Whether there is output that was not read yet, or its end."""
@@ -135,7 +135,7 @@ class RunningElement:
             return ""
         os.close(self.fd)
         self.fd = None
-        return self._limited(self._lines.feed(b""))
+        return self._limited(self._lines.take(b""))
 
     def ended(self, code: int) -> None:
         """Note the exit code; the loop has collected the process."""

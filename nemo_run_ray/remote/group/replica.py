@@ -110,7 +110,7 @@ class ReplicaProcess:
             self._probing = Probing(role.ready, place.address, place.ports, place.start_probe)
 
     def _report_output(self, lines: Lines, data: bytes) -> None:
-        self._channel.report_text(lines.feed(data))
+        self._channel.report_text(lines.take(data))
 
     def _end(self, order: Mapping[str, Any]) -> None:
         self._told_to_end = True

@@ -15,8 +15,6 @@ CUT = f"{PREFIX}the first "
 NO_PROCESS_LEFT = "no process of it is left"
 #: Says, with the nodes, that this is not proven.
 MAY_BE_LEFT = "processes of it may be left"
-#: Characters of the output's end that are kept.
-_TAIL = 4096
 #: Bytes of output read at once.
 CHUNK_BYTES = 65536
 #: Characters after which a line of a group that does not end is cut.
@@ -47,7 +45,7 @@ class Lines:
         self._decoder = io.IncrementalNewlineDecoder(decode, translate=True)
         self._begun = ""
 
-    def feed(self, data: bytes) -> str:
+    def take(self, data: bytes) -> str:
         """The lines that are complete with this; no data is the end of the output."""
         text = self._begun + str(self._decoder.decode(data, final=not data))
         end = text.rfind("\n") + 1
@@ -72,10 +70,8 @@ class Output:
         self._after_return = False  # what was read ends with \r: an \n that follows belongs to it
         self._wrote_return = False
         self._in_line = False
-        #: The last characters that were passed on.
-        self.tail = ""
 
-    def feed(self, data: bytes) -> None:
+    def take(self, data: bytes) -> None:
         """Pass on what was read; no data is the end of the output.
 
         A last line without its end gets one, so that this package's line begins a new one.
@@ -97,5 +93,4 @@ class Output:
         if text:
             self._wrote_return = text[-1] == "\r"
             self._in_line = text[-1] not in "\r\n"
-            self.tail = (self.tail + text)[-_TAIL:]
         write(text)

@@ -17,7 +17,6 @@ job's tag.
 from __future__ import annotations
 
 import ctypes
-import errno
 import json
 import os
 import select
@@ -175,9 +174,8 @@ class Runner:
             self.cancelled, self.cause = True, "CANCELLED"
             self.ending = "cancelled before it started"
             return 143
-        output = Output()
         children = Supervisor()
-        command = children.start(argv, {**env, TAG: self._tag}, cwd, output.feed)
+        command = children.start(argv, {**env, TAG: self._tag}, cwd, Output().take)
         if command.words:  # readers of what the command has printed do not see the last line
             say(command.words)
         while not children.step(grace_s):
@@ -192,11 +190,6 @@ class Runner:
                     self.cancelled = True
                     children.end(grace_s)
         code = command.code or 0
-        if code:
-            from ..status import OUTER_ARCHIVES, OWN_RAY  # no command that succeeds waits for it
-
-            if OUTER_ARCHIVES.search(output.tail):
-                say(OWN_RAY)
         self.ending, self.cause = command.ending, "EXIT_CODE" if code else "NONE"
         if self.cancelled:
             self.ending, self.cause = f"cancelled; {NO_PROCESS_LEFT}", "CANCELLED"
@@ -541,21 +534,7 @@ def explain_start(
             f"exit code 127: there is no program {argv[0]!r} on node {host} (PATH={path}); install "
             "it in the node's image or give it by `runtime_env`"
         )
-    why = _too_big(argv, env) if getattr(error, "errno", 0) == errno.E2BIG else error
-    return 126, f"exit code 126: {argv[0]!r} cannot be started on node {host}: {why}"
-
-
-def _too_big(argv: Sequence[str], env: Mapping[str, str]) -> str:
-    """Name what makes the arguments and variables of a command larger than Linux takes."""
-    sizes = {f"argument {place}": len(os.fsencode(word)) for place, word in enumerate(argv)}
-    for name, value in env.items():
-        sizes[f"the variable {name}"] = len(os.fsencode(f"{name}={value}"))
-    largest = max(sizes, key=sizes.__getitem__)
-    return (
-        f"its arguments and variables are too large: {largest} has {sizes[largest]:,} of "
-        f"{sum(sizes.values()):,} bytes; Linux usually takes 128 KiB for one and 2 MiB for all. "
-        "Put such a value into a file"
-    )
+    return 126, f"exit code 126: {argv[0]!r} cannot be started on node {host}: {error}"
 
 
 def _prctl(option: int, value: Any) -> bool:

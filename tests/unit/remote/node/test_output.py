@@ -12,7 +12,7 @@ from nemo_run_ray.remote.node.output import CHUNK_BYTES, LINE_MAX, Lines
 def _fed(*pieces: bytes) -> list[str]:
     """What each piece made complete, and last what the end did."""
     lines = Lines()
-    return [lines.feed(piece) for piece in (*pieces, b"")]
+    return [lines.take(piece) for piece in (*pieces, b"")]
 
 
 def _expected(data: bytes) -> str:
@@ -43,8 +43,8 @@ def test_a_longer_line_is_cut_and_nothing_is_lost(piece):
     data = (piece * (3 * LINE_MAX + 17)).encode()
     lines, fed = Lines(), []
     for start in range(0, len(data), CHUNK_BYTES):
-        fed.append(lines.feed(data[start : start + CHUNK_BYTES]))
-    fed.append(lines.feed(b""))
+        fed.append(lines.take(data[start : start + CHUNK_BYTES]))
+    fed.append(lines.take(b""))
     text = "".join(fed)
     assert text.replace("\n", "") == data.decode()
     longest = max(map(len, text.split("\n")))
@@ -55,6 +55,6 @@ def test_a_longer_line_is_cut_and_nothing_is_lost(piece):
 def test_what_waits_for_its_lines_end_is_bounded():
     lines, waits = Lines(), 0
     for _ in range(100):
-        fed = lines.feed(b"x" * CHUNK_BYTES)
+        fed = lines.take(b"x" * CHUNK_BYTES)
         waits = waits + CHUNK_BYTES - len(fed.replace("\n", ""))
         assert waits <= LINE_MAX + CHUNK_BYTES

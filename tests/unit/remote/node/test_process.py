@@ -16,7 +16,6 @@ import psutil
 import pytest
 
 from nemo_run_ray.remote.end_record import end_mark, record_in
-from nemo_run_ray.remote.node.supervise import explain_start
 
 _NONCE = "0123456789abcdef"
 _MARK = end_mark(_NONCE)
@@ -313,16 +312,6 @@ time.sleep(1000)
         assert "process on this node was killed" in kept.ending
 
 
-def test_a_ray_of_the_tasks_own_that_fails_is_explained_in_the_log(start):
-    """Ray's error proposes a longer time for uploads, which is not the cause."""
-    lines = (
-        "echo 'OSError: Failed to download runtime_env file package gcs://x.zip'; yes | head -99"
-    )
-    kept = start("sh", "-c", f"{lines}; exit 1")
-    assert kept.end() == 1
-    assert "nemo_run_ray| a Ray that the task starts itself has no archives" in kept.text
-
-
 def test_a_program_that_is_not_there(start):
     kept = start("no such program é", env={"PATH": "/nowhere/bin"})
     assert kept.end() == 127
@@ -337,22 +326,6 @@ def test_a_program_that_cannot_be_run(start, tmp_path):
     assert kept.end() == 126
     assert "'./data' cannot be started" in kept.ending
     assert kept.ending in kept.output, "readers without --raw do not see the last line"
-
-
-@pytest.mark.parametrize(
-    ("argv", "env", "named"),
-    [
-        (["true"], {"A": "", "BIG": "é" * 70_000}, "the variable BIG has 140,004 of 140,010 bytes"),
-        (["true"], {f"V{n:02}": "x" * 99_996 for n in range(30)}, "V00 has 100,000 of 3,000,004 "),
-        (["true", "x" * 140_000], {}, "argument 1 has 140,000 of 140,004 bytes"),
-    ],
-)
-def test_what_makes_a_start_too_large_is_named(tmp_path, argv, env, named):
-    with pytest.raises(OSError, match="too long") as caught:
-        subprocess.Popen(argv, env=env)
-    code, words = explain_start(argv, env, str(tmp_path), caught.value)
-    assert code == 126
-    assert named in words
 
 
 def test_work_that_raises_is_reported_in_the_log(package, tmp_path):
