@@ -455,7 +455,7 @@ def cause_of(text: str) -> str:
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     begins = [number for number, line in enumerate(lines) if _OUTPUT.search(line)]
     printed = lines[begins[-1] + 1 :] if begins else []
-    of_pip = [line for line in printed if line.startswith("ERROR: ")]
+    of_pip = [line for line in printed or lines if line.startswith("ERROR: ")]
     too_long = _last_match(lines[::-1], _TOO_LONG)
     if too_long:
         words = too_long if " " in too_long else "it took too long"
