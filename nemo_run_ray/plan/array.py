@@ -494,10 +494,17 @@ def _lines_of(
                 "numbers, None, lists and mappings of them."
             ) from error
         if len(line) > ELEMENT_MAX_BYTES:
+            is_task = fields[0] == "task"
+            what = f"bytes of the task {row[0]!r}" if is_task else "bytes of values"
+            step = (
+                "Tasks that share a configuration are smaller as `over` of one task; else let it "
+                "name a file that the nodes can read"
+                if is_task
+                else "Put them into a file that the nodes can read, and give its name"
+            )
             raise ConfigError(
-                f"The element {number} of the array has {len(line)} bytes of values, and "
-                f"{ELEMENT_MAX_BYTES} are sent at most. Put them into a file that the nodes can "
-                "read, and give its name."
+                f"The element {number} of the array has {len(line)} {what}, and "
+                f"{ELEMENT_MAX_BYTES} are sent at most. {step}."
             )
         yield line
 

@@ -593,7 +593,7 @@ class Leases:
             row: its index, attempt, exit code, seconds, how it ended in words, and its result.
         """
         element, attempt, code, seconds, words = row[:5]
-        if self._has_names:
+        if code and self._has_names:
             words = f"{self._elements[element][0]}: {words}"
         if self.is_ending and code in _ENDED_CODES:
             self.give_back(Lease(element, attempt), host, has_run=True)

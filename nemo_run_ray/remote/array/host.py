@@ -58,6 +58,8 @@ class Watcher:
 
 #: Seconds between two looks for processes that elements have left.
 _LOOK_S = 0.5
+#: Seconds for which a node without room for a process is tried when no element runs there.
+_FULL_S = 10.0
 #: Reads that empty a pipe, of up to 1 MiB.
 _PIPE_READS = 16
 #: Exit code of what is ended on request by SIGTERM.
@@ -83,6 +85,7 @@ class RunningElements:
         self._running: Dict[int, RunningElement] = {}  # by process id
         self._orphans = Orphans(grace_s)
         self._look_at = self._watch_until = 0.0
+        self._full_since = 0.0
         self._is_ending = self._cannot_begin = False
 
     @property
@@ -93,7 +96,12 @@ class RunningElements:
     @property
     def patience_s(self) -> Optional[float]:
         """Seconds after which ``go_on`` must be called again; ``None`` when nothing is there."""
-        is_near = self._is_ending or self._launcher.has_unsent or self._orphans.are_there
+        is_near = (
+            self._is_ending
+            or self._full_since
+            or self._launcher.has_unsent
+            or self._orphans.are_there
+        )
         if is_near or any(element.is_ending for element in self._running.values()):
             return ROUND_S
         return _LOOK_S if self._running or time.monotonic() < self._watch_until else None
@@ -189,15 +197,21 @@ class RunningElements:
                 self._waiting.appendleft(order)
                 self._is_full(str(error))
                 return
+            self._full_since = 0.0
             if element.fd is None:
                 self._ended(element)
             else:
                 self._running[element.pid] = element
 
     def _is_full(self, words: str) -> None:
-        """Let others have what waits; where nothing runs that may end, begin nothing any more."""
-        self._channel.report("handed_back", leases=self._take_back(len(self._waiting)), words=words)
-        if not self._running:
+        """Let others have what waits, or where nothing runs that may end, try again for a while."""
+        now = time.monotonic()
+        self._full_since = self._full_since or now
+        is_over = now >= self._full_since + _FULL_S
+        if self._running or is_over:
+            leases = self._take_back(len(self._waiting))
+            self._channel.report("handed_back", leases=leases, words=words)
+        if not self._running and is_over:
             self._cannot_begin = True
             self._channel.report("unprepared", words=words)
 

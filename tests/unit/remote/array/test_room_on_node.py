@@ -12,7 +12,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from nemo_run_ray.remote.array import cleanup, fork_server, workers
+from nemo_run_ray.remote.array import cleanup, fork_server, host, workers
 from nemo_run_ray.remote.array.elements import LOST_CODE, Lease
 from nemo_run_ray.remote.array.host import RunningElements
 from nemo_run_ray.remote.array.workers import Forking, Launcher, NoRoomOnNode, Order, Slots
@@ -75,7 +75,11 @@ def test_what_waits_on_a_host_that_is_full_is_for_others(launcher, monkeypatch, 
     elements = RunningElements(launcher, notes, channel, 1.0)
     elements.add([[0, 1, []]])
 
-    if something_runs:
+    if not something_runs:
+        elements._start_waiting()
+        assert reports == [], "it is tried again for a while"
+        monkeypatch.setattr(host, "_FULL_S", 0.0)
+    else:
         elements._running[7] = workers.RunningElement(Lease(5, 1), 0, 7, None)
     elements._start_waiting()
 
