@@ -2,7 +2,7 @@
 
 It holds no resources. On every node with room one host runs as many elements as the node can take;
 nodes that join get one, and what a dead host had is leased again when it is proven that nothing of
-it runs. Killed, the driver is started again and goes on from its journal.
+it runs. Killed, the driver is started again and continues from its journal.
 """
 
 from __future__ import annotations
@@ -10,16 +10,7 @@ from __future__ import annotations
 import json
 import os
 import time
-from typing import (
-    Any,
-    Collection,
-    Dict,
-    List,
-    Mapping,
-    Optional,
-    Sequence,
-    Tuple,
-)
+from typing import Any, Collection, Dict, List, Mapping, Optional, Sequence, Tuple
 
 from ..attempts import NODE_DEAD_S, JobExit
 from ..group.driver import connect
@@ -34,6 +25,15 @@ from .cancel_request import CancelRequests, log_folder
 from .elements import DISK_S, ElementState, Lease, Leases
 from .hosts import Host, HostPool, HostStarts, HostState
 from .status import StatusFile
+
+#: Seconds for which a host gets no elements whose node has no room for another process.
+_FULL_S = 30.0
+#: Seconds between two looks at the nodes.
+_LOOK_S = 1.0
+#: Seconds at the end for hosts that have died or do not answer.
+_CLOSE_S = 60.0
+#: Seconds that a host's reports may wait for others: short elements end by the hundred.
+_GATHER_S = 0.05
 
 
 def lease_elements(leases: Leases, pool: HostPool, calls: Calls) -> None:
@@ -102,10 +102,6 @@ def _cancel(leases: Sequence[Lease], pool: HostPool, calls: Calls) -> None:
             calls.order(host.replica, {"do": "cancel", "elements": found})
 
 
-#: Seconds for which a host gets no elements whose node has no room for another process.
-_FULL_S = 30.0
-
-
 class HostReports:
     """Hears what the hosts of one array report.
 
@@ -122,7 +118,7 @@ class HostReports:
         self._leases = leases
         self._pool = pool
         self._calls = calls
-        self._written = ""  # what was written last of a host that cannot run elements
+        self._written = ""  # the last reason of a host that cannot run elements
         self.broken: Optional[Tuple[Reason, str]] = None
 
     def died(self, answer: Died) -> None:
@@ -152,104 +148,77 @@ class HostReports:
             prefix = f"{report['element']}| "
             write(prefix + str(report["text"])[:-1].replace("\n", f"\n{prefix}") + "\n")
         elif kind == "ended":
-            self._ended(host, report["row"])
+            row = report["row"]
+            if host.takes_back(Lease(*row[:2])):
+                host.heard_at = time.monotonic()
+                self._pool.can_run(host.record.node_id)
+                self._leases.ended(host.record.number, row)
         elif kind == "prepared":
             host.state, host.heard_at = HostState.READY, time.monotonic()
             say(f"{node} runs {host.slots} element(s) at a time")
         elif kind == "unprepared":
-            self._refused(host, str(report["words"]), Reason.NOT_STARTED, has_started=True)
+            self._refused(host, str(report["reason"]), Reason.NOT_STARTED, has_started=True)
         elif kind == "obstacles":
-            say(_of_obstacles(node, report["words"]))
+            say(
+                f"on {node} the imports {', and '.join(report['obstacles'])}, which a fork does "
+                "not have. So each element imports anew, which takes seconds in place of "
+                "milliseconds"
+            )
         elif kind == "swept":
             self._pool.swept(host, report)
         elif kind == "unswept":
-            say(f"a host on {node} is dead, and this does not end there: {report['words']}")
-        elif kind == "stuck":
-            say(f"element {report['element']} on {node} has ended, but not {report['words']}")
+            say(f"a host on {node} is dead, and this does not end there: {report['processes']}")
         elif kind == "lost":
-            self._lost(host, Lease(*report["lease"]))
+            lease = Lease(*report["lease"])
+            if host.takes_back(lease):
+                say(f"the process was killed that knew how element {lease.element} has ended")
+                self._leases.give_back(lease, host.record.number, has_run=True)
         elif kind == "handed_back":
-            self._handed_back(host, [Lease(*lease) for lease in report["leases"]])
-            if "words" in report:
+            host.is_asked = False
+            for lease in (Lease(*row) for row in report["leases"]):
+                if host.takes_back(lease):
+                    self._leases.give_back(lease, host.record.number, has_run=False)
+            if "reason" in report:
                 host.rests_until = time.monotonic() + _FULL_S
-                say(f"elements wait for other nodes, or for {_FULL_S:g} s: {report['words']}")
+                say(f"elements wait for other nodes, or for {_FULL_S:g} s: {report['reason']}")
         elif kind == "idle":
             self._pool.idle(host)
+        elif kind == "left":
+            host.state = HostState.LEFT
+        elif kind == "gone" and host.state is HostState.LEFT:
+            self._pool.gone(host)
         else:  # ``failed`` or ``gone``
-            self._dead(host, str(report.get("words", "it was killed")))
+            self._dead(host, str(report.get("reason", "it was killed")))
 
-    def _ended(self, host: Host, row: List[Any]) -> None:
-        if host.takes_back(Lease(*row[:2])):
-            host.heard_at = time.monotonic()
-            self._pool.room.refusals.forget(host.record.node_id)
-            self._leases.ended(host.record.number, row)
-
-    def _handed_back(self, host: Host, leases: Sequence[Lease]) -> None:
-        """Elements have not begun on a host, and are for others."""
-        host.is_asked = False
-        for lease in leases:
-            if host.takes_back(lease):
-                self._leases.give_back(lease, host.record.number, has_run=False)
-
-    def _lost(self, host: Host, lease: Lease) -> None:
-        """An element has ended, and nobody knows how."""
-        if host.takes_back(lease):
-            say(f"the process was killed that knew how element {lease.element} has ended")
-            self._leases.give_back(lease, host.record.number, has_run=True)
-
-    def _dead(self, host: Host, words: str) -> None:
+    def _dead(self, host: Host, reason: str) -> None:
         """A host has died, or its actor has."""
         if host.state is HostState.STARTING:
-            self._refused(host, words, None, has_started=True)
+            self._refused(host, reason, None, has_started=True)
             return
-        say(f"the host on {host.replica.node.host} has died: {words}")
+        say(f"the host on {host.replica.node.host} has died: {reason}")
         self._pool.give_up(host)
 
-    def _refused(self, host: Host, words: str, cause: Optional[Reason], has_started: bool) -> None:
+    def _refused(self, host: Host, reason: str, cause: Optional[Reason], has_started: bool) -> None:
         """A host cannot run elements: others may, or none can."""
-        node, may_run = host.replica.node.host, self._pool.dead_hosts.running > 0
+        node = host.replica.node.host
+        may_run = self._pool.running_on_dead > 0 or self._leases.progress.has_run
         self._pool.refused(host, cause is not None, has_started)
-        may_run = may_run or self._leases.progress.has_run
-        if (
-            not host.is_sweeping
-            and not may_run
-            and self._pool.room.can_none(self._pool.hosts.values())
-        ):
-            if cause is Reason.RUNTIME_ENV:
-                self._break(Reason.RUNTIME_ENV, words)
-            else:
-                self._break(Reason.NOT_STARTED, f"on {node}: {words}")
+        if host.slots and not may_run and self._pool.is_hopeless:
+            if self.broken is None:
+                write(f"{reason}\n")
+                is_env = cause is Reason.RUNTIME_ENV
+                last = cause_of(reason) if is_env else f"on {node}: {_last_line(reason)}"
+                self.broken = Reason.RUNTIME_ENV if is_env else Reason.NOT_STARTED, last
             return
-        if words != self._written:
-            write(f"{words}\n")
-            self._written = words
-        say(f"a host on {node} could not begin; another one is tried later: {_last_line(words)}")
-
-    def _break(self, cause: Reason, words: str) -> None:
-        """The array cannot be run at all."""
-        if self.broken is None:
-            is_env = cause is Reason.RUNTIME_ENV
-            self.broken = cause, cause_of(words) if is_env else _last_line(words)
-            write(f"{words}\n")
+        if reason != self._written:
+            write(f"{reason}\n")
+            self._written = reason
+        say(f"a host on {node} could not begin; another one is tried later: {_last_line(reason)}")
 
 
-def _last_line(words: str) -> str:
+def _last_line(reason: str) -> str:
     """Of a traceback this is the error."""
-    return words.strip().rpartition("\n")[2]
-
-
-def _of_obstacles(node: str, obstacles: Sequence[str]) -> str:
-    """A line about imports that begin something which a fork does not have."""
-    words = f"on {node} the imports {', and '.join(obstacles)}, which a fork does not have"
-    return f"{words}. So each element imports anew, which takes seconds in place of milliseconds"
-
-
-#: Seconds between two looks at the nodes.
-_LOOK_S = 1.0
-#: Seconds at the end for hosts that have died or do not answer.
-_CLOSE_S = 60.0
-#: Seconds that a host's reports may wait for others: short elements end by the hundred.
-_GATHER_S = 0.05
+    return reason.strip().rpartition("\n")[2]
 
 
 def run(runner: Runner, spec: ArraySpec, job: str, submission_id: str) -> int:
@@ -275,11 +244,9 @@ def _run(
         starts = HostStarts(ray, spec, job, values, config, leases.progress.count)
         pool = HostPool(ray, spec, submission_id, starts, calls, leases)
         requests = CancelRequests(folder, submission_id)
-        driver = _ArrayDriver(runner, spec, leases, pool, calls, status, requests)
         try:
-            return driver.run()
+            return _ArrayDriver(runner, spec, leases, pool, calls, status, requests).run()
         finally:
-            pool.close()
             requests.remove_all()
             status.write(leases.progress, 0, is_over=True)
             leases.close()
@@ -317,7 +284,7 @@ class _ArrayDriver:
     def run(self) -> int:
         """Run it to its end; the exit code."""
         self._runner.left_on = None  # until all hosts have ended
-        if self._leases.goes_on:
+        if self._leases.continues:
             ended, count = self._progress.ended_count, self._progress.count
             say(f"the driver goes on: {ended} of {count} elements have ended")
         while not self._is_done():
@@ -337,7 +304,6 @@ class _ArrayDriver:
         self._obey()
         self._calls.repeat()
         now = time.monotonic()
-        self._pool.let_hosts_end(now)
         if now >= self._look_at:
             self._look_at = now + _LOOK_S
             cancel_elements(self._requests, self._leases, self._pool, self._calls)
@@ -379,7 +345,7 @@ class _ArrayDriver:
         for host in list(self._pool.hosts.values()):
             if host.in_hand or host.sweeps:
                 self._pool.give_up(host)
-        for held in self._pool.dead_hosts.abandon():
+        for held in self._pool.dead.values():
             self._leases.leave_all(held)
 
     def _close(self, is_written: bool) -> None:
@@ -387,10 +353,12 @@ class _ArrayDriver:
 
         They remove their notes when the head's disk has the same.
         """
-        is_given_up = self._pool.dead_hosts or not is_written
-        until = time.monotonic() + (0.0 if is_given_up else _CLOSE_S)
+        waits_for_dead = not self._pool.dead
+        until = time.monotonic() + (_CLOSE_S if is_written else 0.0)
         self._pool.close()
-        while self._pool.left_on and time.monotonic() < until:
+        while self._pool.hosts or (waits_for_dead and self._pool.dead):
+            if time.monotonic() >= until:
+                break
             self._turn()
 
     def _outcome(self, is_written: bool) -> Tuple[int, str]:
@@ -427,7 +395,7 @@ class _ArrayDriver:
 
     def _left_on(self) -> Tuple[str, ...]:
         """The nodes where processes may be left, in words; none when that is proven."""
-        dead, others = self._pool.dead_hosts.unconfirmed, self._pool.left_on
+        dead, others = self._pool.unconfirmed, self._pool.node_ids
         words = []
         if dead:
             nodes = _names(dead)

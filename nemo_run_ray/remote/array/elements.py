@@ -496,7 +496,7 @@ class Leases:
         progress: of the elements.
         pace: how long they take.
         held: what each host of an earlier driver had, as far as its end is not written down.
-        goes_on: there was an earlier driver.
+        continues: there was an earlier driver.
         is_ending: all that runs was told to end: failures are its end, and nothing is leased again.
     """
 
@@ -512,12 +512,12 @@ class Leases:
         self.pace = ElementPace()
         self.progress = ArrayProgress(len(self._elements), spec.retries, spec.permanent_exit_codes)
         self.held: Dict[int, Dict[int, int]] = self.progress.replay(self._journal.records())
-        self.goes_on = self._journal.count > 0
+        self.continues = self._journal.count > 0
         self.is_ending = False
         self._has_names = any(kind == NAME for kind, *_ in spec.targets)
         self._told = 0
         self._unwritten: List[str] = []  # results
-        self._results_bytes = _whole_bytes(self._results) if self.goes_on else 0
+        self._results_bytes = _whole_bytes(self._results) if self.continues else 0
         self._write_at = 0.0
 
     @property

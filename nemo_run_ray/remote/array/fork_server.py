@@ -41,8 +41,6 @@ RESULT_MAX = 2**16
 _PR_SET_CHILD_SUBREAPER = 36
 #: Seconds after which no more of the tasks' configurations are imported before the first element.
 _IMPORT_S = 10.0
-#: Seconds in which a fork must succeed when no element runs, and between two tries.
-_ROOM_S, _ROUND_S = 10.0, 0.1
 
 
 def main(argv: list[str]) -> None:
@@ -114,58 +112,29 @@ def _serve(channel: socket.socket, template: Any) -> None:
     os.set_blocking(wake, False)
     signal.set_wakeup_fd(wake, warn_on_full_buffer=False)
     signal.signal(signal.SIGCHLD, lambda *_: None)
-    ahead: socket.socket | None = None  # where the imports forbid a fork, no order comes
+    children: dict[int, int] = {}  # the keys of their orders
     while True:
         ready, _, _ = select.select([channel.fileno(), woken], [], [])
         if woken in ready:
             os.read(woken, 4096)
-            _collect(channel)
+            _collect(channel, children)
         if channel.fileno() in ready:
             data, fds, _, _ = socket.recv_fds(channel, PACKET_MAX, 1)
             if not data:
                 return
-            if ahead is None:
-                ahead = _fork_soon(channel, template, fds[0], woken, wake)
-            with suppress(OSError):  # it was killed: the output ends, and the host asks again
-                socket.send_fds(ahead, [data], fds)
+            order = json.loads(data)
+            try:
+                child = os.fork()
+            except OSError as error:
+                _send(channel, at="full", key=order["key"], reason=error.strerror)
+            else:
+                if child == 0:
+                    os.close(woken)
+                    os.close(wake)
+                    _become_element(channel, order, fds[0])
+                    _run(template, order)
+                children[child] = order["key"]
             os.close(fds[0])
-            ahead.close()
-            ahead = _fork(channel, template, woken, wake)
-
-
-def _fork(channel: socket.socket, template: Any, *not_needed: int) -> socket.socket | None:
-    """Fork a process that waits for its order, which comes by the socket that is returned.
-
-    An element so begins at once when a slot is free. There is none where the node has no room.
-    """
-    here, there = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    with there:
-        try:
-            child = os.fork()
-        except OSError:
-            here.close()
-            return None
-        if child != 0:
-            return here
-        here.close()
-        _leave_parent(*not_needed)
-        data, fds, _, _ = socket.recv_fds(there, PACKET_MAX, 1)
-    if not data:
-        os._exit(0)  # there is no other element, or the parent was killed
-    order = json.loads(data)
-    _become_element(channel, order, fds[0])
-    _run(template, order)
-
-
-def _fork_soon(channel: socket.socket, template: Any, *not_needed: int) -> socket.socket:
-    """``_fork``, again until there is room, which an element makes that ends."""
-    until = time.monotonic() + _ROOM_S
-    while (ahead := _fork(channel, template, *not_needed)) is None:
-        until = time.monotonic() + _ROOM_S if _collect(channel) else until
-        if time.monotonic() >= until:
-            sys.exit("The node has no room for another process, so that none can be forked.")
-        time.sleep(_ROUND_S)
-    return ahead
 
 
 def _obstacles() -> list[str]:
@@ -178,51 +147,29 @@ def _obstacles() -> list[str]:
     return found
 
 
-def _leave_parent(*not_needed: int) -> None:
-    """Undo in a child what belongs to its parent."""
+def _become_element(channel: socket.socket, order: dict[str, Any], output: int) -> None:
+    """Undo in a fork what belongs to its parent, and tell the host that an element begins."""
     os.setsid()
-    _adopt_orphans()
+    # What the element leaves stays below it while it runs: the environment that a fork shows does
+    # not say which element it is of.
+    ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     signal.set_wakeup_fd(-1)
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-    for fd in not_needed:
-        os.close(fd)
     atexit._clear()
-    _take_new_seeds()
-
-
-def _become_element(channel: socket.socket, order: dict[str, Any], output: int) -> None:
-    """Tell the host that an element begins in this process."""
-    _write_to(output)
+    os.dup2(output, 1)
+    os.dup2(output, 2)
+    os.close(output)
+    numpy, torch = sys.modules.get("numpy"), sys.modules.get("torch")
+    if numpy is not None:  # Python's own module takes new seeds by itself
+        numpy.random.seed()
+    if torch is not None:
+        torch.seed()
+    os.environ.update(order["env"])
     try:
         _send(channel, at="begun", key=order["key"], pid=os.getpid())
     except OSError:
         os._exit(1)  # the host listens no more: it asks another process for the element
     channel.close()
-    os.environ.update(order["env"])
-
-
-def _adopt_orphans() -> None:
-    """Let what elements have started and left stay below this process while it runs.
-
-    The environment that such a process shows does not say which element it is of.
-    """
-    ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
-
-
-def _write_to(output: int) -> None:
-    """Write to a descriptor from now on, which is closed."""
-    os.dup2(output, 1)
-    os.dup2(output, 2)
-    os.close(output)
-
-
-def _take_new_seeds() -> None:
-    """Give the child random numbers of its own; Python's own module does that by itself."""
-    numpy, torch = sys.modules.get("numpy"), sys.modules.get("torch")
-    if numpy is not None:
-        numpy.random.seed()
-    if torch is not None:
-        torch.seed()
 
 
 def _run(template: Any, order: dict[str, Any]) -> NoReturn:
@@ -290,17 +237,19 @@ def _exit_code(error: SystemExit) -> int:
     return 1
 
 
-def _collect(channel: socket.socket) -> bool:
-    """Tell the host of all that have ended; whether a child is left."""
-    while True:
-        try:
-            pid, status = os.waitpid(-1, os.WNOHANG)
-        except ChildProcessError:
-            return False
-        if pid == 0:
-            return True
-        code = os.waitstatus_to_exitcode(status)
-        _send(channel, at="ended", pid=pid, code=code if code >= 0 else 128 - code)
+def _collect(channel: socket.socket, children: dict[int, int]) -> None:
+    """Tell the host of all elements that have ended."""
+    with suppress(ChildProcessError):
+        while (ended := os.waitpid(-1, os.WNOHANG))[0]:
+            pid, status = ended
+            code = os.waitstatus_to_exitcode(status)
+            if pid in children:  # else a process of the imports
+                _send(
+                    channel,
+                    at="ended",
+                    key=children.pop(pid),
+                    code=code if code >= 0 else 128 - code,
+                )
 
 
 def _send(channel: socket.socket, **values: Any) -> None:

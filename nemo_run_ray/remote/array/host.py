@@ -1,69 +1,190 @@
-"""A host of elements on its node: starts them in its slots, passes their output on, says their end.
+"""The element host of an array on one node: it starts elements and reports their ends.
 
 It is a process as a replica of a group is one (``hosts/relay.py``), for many commands instead of
 one role. Orders and reports are JSON, one a line. Orders: ``prepare``, ``sweep``, ``run``,
-``cancel``, ``hand_back``, ``end``, ``forget``. Reports: ``prepared``, ``unprepared``,
+``cancel``, ``hand_back``, ``end``, ``leave``. Reports: ``prepared``, ``unprepared``,
 ``obstacles``, ``swept``, ``unswept``, ``text``, ``ended``, ``lost``, ``handed_back``, ``idle``,
-``failed``.
+``left``, ``failed``.
 """
 
 from __future__ import annotations
 
+import json
 import os
-import selectors
+import select
 import shutil
 import signal
 import socket
 import time
 from collections import deque
-from typing import Any, Deque, Dict, List, Mapping, NoReturn, Optional, Sequence, Set, Tuple
+from contextlib import suppress
+from typing import (
+    Any,
+    Deque,
+    Dict,
+    List,
+    Mapping,
+    NoReturn,
+    Optional,
+    Sequence,
+    Set,
+    Tuple,
+)
 
 from ..hosts.relay import Channel, stay
 from ..hosts.workspace import Workspace
-from ..node.supervise import ENDING, ROUND_S, Tree, collect, wake_at
-from .cleanup import Notes, Orphans, Sweepings, forget
+from ..node import command
+from ..node.rundir import RunDir, run_dirs
+from ..node.supervise import (
+    ENDING,
+    KEEPER,
+    ROUND_S,
+    TAG,
+    Tree,
+    collect,
+    descendants,
+    is_guard,
+    kill,
+    marked,
+    wake_at,
+)
+from ..trust import open_own
 from .elements import Lease
-from .workers import KILLED, CannotPrepare, Launcher, NoRoomOnNode, Order, RunningElement
+from .workers import (
+    ATTEMPT,
+    INDEX,
+    CannotPrepare,
+    Launcher,
+    NoRoomOnNode,
+    Order,
+    RunningElement,
+    no_room,
+)
 
-
-class Watcher:
-    """The descriptors that a loop waits for."""
-
-    def __init__(self) -> None:
-        self._selector = selectors.DefaultSelector()
-        self._watched: Dict[int, Tuple[Any, int]] = {}
-
-    def wait(self, reading: Mapping[int, Any], writing: Set[int], timeout_s: float) -> Set[int]:
-        """Wait for the descriptors, and return those that are ready.
-
-        Args:
-            reading: to wait for, each with its owner: a number is another one's after a close.
-            writing: those of them that are to be written to as well.
-            timeout_s: to wait at most.
-        """
-        wanted = {
-            fd: (owner, selectors.EVENT_READ | (selectors.EVENT_WRITE if fd in writing else 0))
-            for fd, owner in reading.items()
-        }
-        for fd, watched in list(self._watched.items()):
-            if wanted.get(fd) != watched:
-                self._selector.unregister(fd)
-                del self._watched[fd]
-        for fd, (owner, events) in wanted.items():
-            if fd not in self._watched:
-                self._selector.register(fd, events)
-                self._watched[fd] = owner, events
-        return {key.fd for key, _ in self._selector.select(timeout_s)}
-
-
-#: Seconds between two looks for processes that elements have left.
-_LOOK_S = 0.5
+#: Seconds between two looks for processes that elements have left, and while nothing runs.
+_LOOK_S, _IDLE_S = 0.5, 60.0
 #: Seconds for which a node without room for a process is tried when no element runs there.
 _FULL_S = 10.0
-#: Reads that empty a pipe, of up to 1 MiB.
+#: Reads of 64 KiB that empty a pipe: a process that hides may write without end.
 _PIPE_READS = 16
-#: Exit code of what is ended on request by SIGTERM.
-_TERMINATED = 143
+#: Exit codes of what is ended by SIGTERM and by SIGKILL.
+_TERMINATED, _KILLED = 143, 137
+
+
+class Notes:
+    """The notes of one host, in a file beside its run directory: what has begun, what has ended.
+
+    Args:
+        run_dir: name of the run directory, which must be there.
+    """
+
+    def __init__(self, run_dir: str) -> None:
+        self._fd = open_own(_notes_path(run_dir), os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+        self._is_torn = False  # the last line may have no end
+
+    def add(self, row: Sequence[Any]) -> None:
+        """Note that an element is about to begin (index, attempt), or how it has ended."""
+        data = ("\n" if self._is_torn else "").encode() + json.dumps(row).encode() + b"\n"
+        self._is_torn = True
+        with suppress(OSError):  # a full disk: an end is reported all the same
+            self._is_torn = os.write(self._fd, data) != len(data)
+
+
+def read_notes(run_dir: str) -> Tuple[List[List[Any]], List[List[int]]]:
+    """The notes of a host that writes no more: the ends, and the attempts that have only begun."""
+    ended: List[List[Any]] = []
+    begun: List[List[int]] = []
+    with suppress(FileNotFoundError), open(_notes_path(run_dir), encoding="utf-8") as file:
+        for line in file:
+            with suppress(ValueError):  # a full disk, or the host's death, has torn it
+                row = json.loads(line)
+                (ended if len(row) > 2 else begun).append(row)
+    over = [row[:2] for row in ended]
+    return ended, [lease for lease in begun if lease not in over]
+
+
+def forget(run_dir: str) -> None:
+    """Remove the notes of a host: the driver has written down what they say."""
+    with suppress(FileNotFoundError):
+        os.remove(_notes_path(run_dir))
+    with suppress(OSError):  # other jobs are in it
+        os.rmdir(run_dirs(command.tmpdir()))
+
+
+def _notes_path(run_dir: str) -> str:
+    return os.path.join(run_dirs(command.tmpdir()), f"{run_dir}.notes")
+
+
+#: The mark of an element's processes: its index and its attempt.
+_Mark = Tuple[str, str]
+_NO_MARK: _Mark = ("", "")
+
+
+class Orphans:
+    """Processes that this host has adopted from elements; they end when the element is over.
+
+    Args:
+        grace_s: seconds from SIGTERM to SIGKILL.
+    """
+
+    def __init__(self, grace_s: float) -> None:
+        self._grace_s = grace_s
+        self._kill_at: Dict[int, float] = {}
+        self._marks: Set[_Mark] = set()
+
+    def __bool__(self) -> bool:
+        return bool(self._kill_at)
+
+    def has(self, lease: Lease) -> bool:
+        """Whether the last look has found one of this element, or one that may be.
+
+        A fork shows the environment of the fork server as long as it has started no other program.
+        """
+        return not self._marks.isdisjoint([_mark_of(lease), _NO_MARK])
+
+    def look(self, running: Sequence[Lease], groups: Set[int], now: float) -> None:
+        """Find those of elements whose first process has ended, and end them.
+
+        Args:
+            running: the elements whose first process has not ended.
+            groups: their process groups, and that of the fork server.
+            now: the time.
+        """
+        active = {_mark_of(lease) for lease in running}
+        found: Dict[int, _Mark] = {}
+        for pid in _children():
+            if pid not in groups:  # the first processes are most of them
+                with suppress(OSError):  # it has ended, or is another user's
+                    mark = _mark_in_environment(pid)
+                    if mark not in active and os.getpgid(pid) not in groups:
+                        found[pid] = mark
+        self._marks = set(found.values())
+        before, self._kill_at = self._kill_at, {}
+        trees = [[pid, *descendants(pid)] for pid in found]
+        for pid in [pid for tree in trees for pid in tree]:
+            self._kill_at[pid] = before.get(pid, now + self._grace_s)
+            if pid not in before:
+                kill(pid, signal.SIGTERM)
+            elif now >= before[pid]:
+                kill(pid, signal.SIGKILL)
+
+
+def _children() -> List[int]:
+    pid = os.getpid()
+    with open(f"/proc/{pid}/task/{pid}/children", encoding="ascii") as file:
+        return [int(word) for word in file.read().split()]
+
+
+def _mark_in_environment(pid: int) -> _Mark:
+    with open(f"/proc/{pid}/environ", "rb") as file:
+        variables = dict(row.split(b"=", 1) for row in file.read().split(b"\0") if b"=" in row)
+    index, attempt = (variables.get(name.encode(), b"").decode() for name in (INDEX, ATTEMPT))
+    return index, attempt
+
+
+def _mark_of(lease: Lease) -> _Mark:
+    """The mark of an element in the environment of its processes."""
+    return str(lease.element), str(lease.attempt)
 
 
 class RunningElements:
@@ -71,7 +192,7 @@ class RunningElements:
 
     Args:
         launcher: starts them.
-        notes: of their ends.
+        notes: of their starts and ends.
         channel: to the driver.
         grace_s: seconds from SIGTERM to SIGKILL.
     """
@@ -82,59 +203,49 @@ class RunningElements:
         self._channel = channel
         self._grace_s = grace_s
         self._waiting: Deque[Order] = deque()
-        self._running: Dict[int, RunningElement] = {}  # by process id
+        self._running: List[RunningElement] = []
         self._orphans = Orphans(grace_s)
         self._look_at = self._watch_until = 0.0
-        self._full_since = 0.0
-        self._is_ending = self._cannot_begin = False
+        self._full_since: Optional[float] = None
+        self._start_at = 0.0
+        self._may_begin = True
 
-    @property
-    def are_there(self) -> bool:
+    def __bool__(self) -> bool:
         """Whether one runs, or is being ended."""
         return bool(self._running)
 
     @property
-    def patience_s(self) -> Optional[float]:
-        """Seconds after which ``go_on`` must be called again; ``None`` when nothing is there."""
-        is_near = (
-            self._is_ending
-            or self._full_since
-            or self._launcher.has_unsent
-            or self._orphans.are_there
-        )
-        if is_near or any(element.is_ending for element in self._running.values()):
+    def idle_s(self) -> float:
+        """Seconds after which ``step`` must be called again."""
+        may_start = self._may_begin and bool(self._waiting) and self._launcher.can_start
+        if may_start or self._orphans or any(element.is_ending for element in self._running):
             return ROUND_S
-        return _LOOK_S if self._running or time.monotonic() < self._watch_until else None
+        return _LOOK_S if self._running or time.monotonic() < self._watch_until else _IDLE_S
 
-    def reading(self) -> Dict[int, Any]:
-        """The descriptors of their output, each with its owner."""
-        found: Dict[int, Any] = {}
-        # With the process: an element that is asked for again may get the same number anew.
-        for element in self._running.values() if not self._channel.is_full else ():
-            if element.fd is not None:
-                found[element.fd] = element, element.asked
-        if self._launcher.forking is not None:
-            found[self._launcher.forking.fileno()] = self._launcher.forking.pid
-        return found
+    def descriptors(self) -> List[int]:
+        """The descriptors to wait for."""
+        running = self._running if not self._channel.is_full else []
+        fds = [element.fd for element in running if element.fd is not None]
+        server = self._launcher.fork_server
+        return fds if server is None else [*fds, server.fileno()]
 
-    def go_on(self, ready: Set[int]) -> None:
+    def step(self, ready: Set[int]) -> None:
         """Do all that can be done now.
 
         Args:
             ready: the descriptors that are readable.
         """
-        for element in list(self._running.values()):
+        for element in self._running:
             if element.fd in ready:
-                self._pass_on(element)
-        self._launcher.heard(self._running)
-        obstacles = self._launcher.obstacles()
-        if obstacles:
-            self._channel.report("obstacles", words=obstacles)
+                self._report_text(element, element.read())
+        self._hear()
         self._reap()
-        self._look_after(time.monotonic())
+        now = time.monotonic()
+        self._end_what_is_over(now)
         # Last: what has ended has made room, and nothing else would wake the host's loop.
-        if not (self._is_ending or self._cannot_begin):
-            self._start_waiting()
+        while self._may_begin and self._waiting and self._launcher.can_start:
+            if now < self._start_at or not self._start(self._waiting.popleft()):
+                break
 
     def add(self, rows: Sequence[Sequence[Any]]) -> None:
         """Run elements: index, attempt and values of each."""
@@ -146,139 +257,211 @@ class RunningElements:
         wanted = {Lease(*lease) for lease in leases}
         for lease in [order.lease for order in self._waiting if order.lease in wanted]:
             row = [*lease, _TERMINATED, 0.0, "cancelled before it began"]
-            self._notes.ended(row)
+            self._notes.add(row)
             self._channel.report("ended", row=row)
         self._waiting = deque(order for order in self._waiting if order.lease not in wanted)
-        for element in self._running.values():
+        for element in self._running:
             if element.lease in wanted:
                 element.end_by(time.monotonic() + self._grace_s)
 
-    def hand_back(self, count: int) -> None:
-        """Let others have so many elements that have not begun here, the last ones first."""
-        self._channel.report("handed_back", leases=self._take_back(count))
-
-    def _take_back(self, count: int) -> List[Lease]:
-        """Let so many of those that wait never begin here, the last ones first."""
+    def hand_back(self, count: int, **values: Any) -> None:
+        """Let other hosts have some elements that have not begun here, the last ones first."""
         count = min(count, len(self._waiting))
-        return [self._waiting.pop().lease for _ in range(count)]
+        leases = [self._waiting.pop().lease for _ in range(count)]
+        self._channel.report("handed_back", leases=leases, **values)
 
     def end(self) -> None:
-        """End all; ``are_there`` says when that is done."""
+        """End all, and start none any more."""
         self._waiting.clear()  # the driver knows what has not been reported
-        self._is_ending = True
-        self._launcher.heard(self._running)
-        self._launcher.stop_forking()
-        for element in [known for known in self._running.values() if known.pid < 0]:
-            del self._running[element.pid]
-            element.close()  # should it begin now, it is ended as an orphan
-        for element in self._running.values():
+        self._may_begin = False
+        for element in self._running:
             element.end_by(time.monotonic() + self._grace_s)
 
-    def has_ended(self) -> None:
-        """Note that nothing is left, after ``end``."""
-        self._is_ending = False
+    def stop_forking(self) -> None:
+        """End the fork server, which may still have the exit codes of elements that run."""
+        self._launcher.stop_forking()
 
     def note_ends(self, are_killed: bool) -> None:
         """Note what ended by itself; with ``are_killed`` an end by SIGKILL is the host's doing."""
-        self._launcher.heard(self._running)
-        self._reap(are_killed)
-        for element in [known for known in self._running.values() if known.code is not None]:
-            del self._running[element.pid]
-            if not (are_killed and element.code == KILLED):
+        self._may_begin = False
+        self._hear()
+        self._reap()
+        for element in [element for element in self._running if element.code is not None]:
+            self._running.remove(element)
+            if not (are_killed and element.code == _KILLED):
                 self._ended(element)
 
-    def _start_waiting(self) -> None:
-        while self._waiting and self._launcher.can_start:
-            order = self._waiting.popleft()
-            self._notes.begins(*order.lease)
-            try:
-                element = self._launcher.start(order)
-            except NoRoomOnNode as error:
-                self._waiting.appendleft(order)
-                self._is_full(str(error))
-                return
-            self._full_since = 0.0
-            if element.fd is None:
-                self._ended(element)
-            else:
-                self._running[element.pid] = element
+    def _start(self, order: Order) -> bool:
+        """Start an element; false when there is no room for it now."""
+        self._notes.add(order.lease)
+        try:
+            element = self._launcher.start(order)
+        except NoRoomOnNode as error:
+            self._is_full(order, str(error))
+            return False
+        if element is None:
+            self._waiting.appendleft(order)
+            return False
+        if element.code is not None:
+            self._ended(element)
+        else:
+            self._running.append(element)
+        return True
 
-    def _is_full(self, words: str) -> None:
+    def _is_full(self, order: Order, reason: str) -> None:
         """Let others have what waits, or where nothing runs that may end, try again for a while."""
+        self._waiting.appendleft(order)
         now = time.monotonic()
-        self._full_since = self._full_since or now
+        self._full_since, self._start_at = self._full_since or now, now + ROUND_S
         is_over = now >= self._full_since + _FULL_S
         if self._running or is_over:
-            leases = self._take_back(len(self._waiting))
-            self._channel.report("handed_back", leases=leases, words=words)
+            self.hand_back(len(self._waiting), reason=reason)
         if not self._running and is_over:
-            self._cannot_begin = True
-            self._channel.report("unprepared", words=words)
+            self._cannot_begin(reason)
 
-    def _pass_on(self, element: RunningElement) -> None:
-        self._report_text(element, element.read())
-        if element.fd is None and element.pid < 0:
-            self._launcher.ask_again(element, self._running)
+    def _cannot_begin(self, reason: str) -> None:
+        self._may_begin = False
+        self._channel.report("unprepared", reason=reason)
 
     def _report_text(self, element: RunningElement, text: str) -> None:
         if text:
             self._channel.report("text", element=element.lease.element, text=text)
 
-    def _reap(self, are_killed: bool = False) -> None:
-        for pid, code in collect():
-            self._orphans.forget(pid)
-            try:
-                if are_killed or not self._launcher.has_died(pid, code, self._running):
-                    known = self._running.get(pid)
-                    if known is not None and known.code is None:  # else it has told its end before
-                        known.ended(code)
-            except CannotPrepare as error:
-                self._launcher.forking, self._cannot_begin = None, True
-                self._channel.report("unprepared", words=str(error))
+    def _hear(self) -> None:
+        server = self._launcher.fork_server
+        if server is None:
+            return
+        for element, reason in server.hear():
+            self._unstarted(element)
+            self._is_full(element.order, no_room(reason))
+        if server.obstacles:
+            self._channel.report("obstacles", obstacles=server.obstacles)
+            self._launcher.stop_forking()
 
-    def _look_after(self, now: float) -> None:
-        over = [known for known in self._running.values() if known.code is not None]
+    def _unstarted(self, element: RunningElement) -> None:
+        """Forget an element that no process has begun."""
+        self._running.remove(element)
+        self._launcher.slots.give_back(element.slot)
+        element.close()
+
+    def _reap(self) -> None:
+        running = {element.pid: element for element in self._running}
+        server = self._launcher.fork_server
+        for pid, code in collect():
+            if pid in running:
+                running[pid].ended(code)
+            elif server is not None and pid == server.pid:
+                for element in server.died():
+                    self._unstarted(element)
+                    self._waiting.appendleft(element.order)
+                self._launcher.fork_server = None
+                if self._may_begin:
+                    try:
+                        server.restart(code)
+                        self._launcher.fork_server = server
+                    except CannotPrepare as error:
+                        self._cannot_begin(str(error))
+
+    def _end_what_is_over(self, now: float) -> None:
+        over = [element for element in self._running if element.code is not None]
         if over or now >= self._look_at:
             self._look_at = now + _LOOK_S
-            forking = self._launcher.forking
-            groups = {*self._running, *([] if forking is None else [forking.pid])}
-            active = [known.lease for known in self._running.values() if known.code is None]
-            self._orphans.look(active, groups)
+            active = [element for element in self._running if element.code is None]
+            groups = {element.pid for element in active if element.pid is not None}
+            server = self._launcher.fork_server
+            groups |= set() if server is None else {server.pid}
+            self._orphans.look([element.lease for element in active], groups, now)
         for element in over:
-            self._finish(element, now)
-        for element in self._running.values():
+            if self._orphans.has(element.lease):
+                continue  # it has ended when what it has left has
+            for _ in range(_PIPE_READS):
+                if element.fd is None or not _is_readable(element.fd):
+                    break
+                self._report_text(element, element.read())
+            self._running.remove(element)
+            self._watch_until = now + 2 * _LOOK_S  # for what has left its group
+            self._ended(element)
+        for element in self._running:
             element.kill_late(now)
-            if element.pid < 0 and element.is_late(now) and self._launcher.withdraw(element):
-                element.ended(_TERMINATED)
-        self._orphans.kill_late(now)
-
-    def _finish(self, element: RunningElement, now: float) -> None:
-        """Report an element whose process has ended, once what it has left has ended too."""
-        if not element.is_alone(now, self._grace_s) or self._orphans.of(element.lease):
-            if element.is_stuck(now, self._grace_s):
-                words = f"what it has left, such as processes of the group {element.pid}"
-                self._channel.report("stuck", element=element.lease.element, words=words)
-            return
-        for _ in range(_PIPE_READS):  # a process that hides may write without end
-            if not element.is_readable():
-                break
-            self._pass_on(element)
-        self._report_text(element, element.close())
-        del self._running[element.pid]
-        self._watch_until = now + 2 * _LOOK_S  # for what has left its group
-        self._ended(element)
 
     def _ended(self, element: RunningElement) -> None:
+        self._full_since = None
+        self._report_text(element, element.close())
         row = self._launcher.row_of(element)
         if element.is_lost:
             self._channel.report("lost", lease=element.lease)
             return
-        self._notes.ended(row)
+        self._notes.add(row)
         self._channel.report("ended", row=row)
 
 
-#: Seconds of one turn of the loop when there is nothing to look after.
-_IDLE_S = 60.0
+def _is_readable(fd: int) -> bool:
+    poll = select.poll()  # select knows descriptors below 1024 only
+    poll.register(fd, select.POLLIN)
+    return bool(poll.poll(0))
+
+
+#: Seconds for a host's guard to end what the host has left, also what has lost its mark.
+_GUARD_S = 60.0
+#: Seconds until it is said that a process does not end, and between two times.
+_TELL_S = 30.0
+#: Looks in a row that must find nothing: a process can be made while another look is on.
+_CLEAN_LOOKS = 2
+
+
+class Sweeping:
+    """The processes that one dead host has left.
+
+    Its own process is killed first: one that was only stopped could start another element later, or
+    note ends that this causes. Its guard then kills what is below it, and last comes what carries
+    the host's tag.
+
+    Args:
+        now: the time.
+        number: of the host.
+        tag: in the environment of all its processes.
+        run_dir: name of its run directory.
+    """
+
+    def __init__(self, now: float, number: int, tag: str, run_dir: str) -> None:
+        self.number, self._tag, self._run_dir = number, tag, run_dir
+        self._guard_until, self._tell_at = now + _GUARD_S, now + _TELL_S
+        self._clean_looks = 0
+
+    def step(self, now: float) -> Optional[Dict[str, Any]]:
+        """Kill what runs.
+
+        Returns:
+            The report that nothing runs any more, with the host's notes, or that something does not
+            end; ``None`` when neither is due.
+        """
+        keepers = marked(f"{KEEPER}={self._tag}".encode())
+        guards = [pid for pid in keepers if is_guard(pid)]
+        found = [pid for pid in keepers if pid not in guards]
+        found = found or marked(f"{TAG}={self._tag}".encode())
+        for pid in found:
+            kill(pid, signal.SIGKILL)
+        for pid in guards:
+            kill(pid, signal.SIGCONT if now < self._guard_until else signal.SIGKILL)
+        self._clean_looks = 0 if found or keepers else self._clean_looks + 1
+        if self._clean_looks >= _CLEAN_LOOKS:
+            ended, begun = read_notes(self._run_dir)
+            RunDir(self._run_dir, base=run_dirs(command.tmpdir())).remove()
+            return {"kind": "swept", "host": self.number, "ended": ended, "begun": begun}
+        if now >= self._tell_at and (found or keepers):
+            self._tell_at = now + _TELL_S
+            names = ", ".join(map(_describe, sorted({*keepers, *found})))
+            return {"kind": "unswept", "host": self.number, "processes": names}
+        return None
+
+
+def _describe(pid: int) -> str:
+    """A process as an administrator looks for it."""
+    fields = {}
+    with suppress(OSError), open(f"/proc/{pid}/status", encoding="utf-8") as file:
+        fields = dict(line.split(":", 1) for line in file if ":" in line)
+    name, state = (fields.get(key, "?").strip() for key in ("Name", "State"))
+    return f"process {pid} ({os.path.basename(name)}, {state})"
 
 
 def main(argv: Sequence[str]) -> NoReturn:
@@ -294,23 +477,29 @@ class HostProcess:
         self._folder = folder
         self._wake = wake_at(signal.SIGCHLD, *ENDING)
         self._tree = Tree()
-        self._watcher = Watcher()
         self._workspace: Optional[Workspace] = None
         self._elements: Optional[RunningElements] = None
-        self._sweepings = Sweepings()
-        self._is_ending = False
+        self._sweepings: List[Sweeping] = []
+        self._is_ending = self._is_leaving = False
 
     def serve(self) -> None:
-        """Serve until the actor is gone."""
-        while True:
+        """Serve until the actor is gone, or the driver lets this host leave."""
+        while not self._is_leaving:
             ready = self._wait()
-            if self._channel.fileno() in ready and not self._obey():
-                return
+            if self._channel.fileno() in ready:
+                orders = self._channel.orders()
+                if orders is None:
+                    return
+                for order in orders:
+                    self._obey(order)
             if self._elements is not None:
-                self._elements.go_on(ready)
-            self._go_on_ending()
-            self._go_on_sweeping()
+                self._elements.step(ready)
+            if self._is_ending and not self._elements:
+                self._step_ending()
+            self._sweep(time.monotonic())
             self._channel.send()
+        self._channel.report("left")
+        self._channel.send_all()
 
     def abandon(self) -> None:
         """Kill what runs, now, and remove the folders; what ends by itself until then is noted."""
@@ -325,95 +514,82 @@ class HostProcess:
             self._workspace.remove()
         shutil.rmtree(self._folder, ignore_errors=True)
 
+    def fail(self, words: str) -> None:
+        """Report that this process cannot continue."""
+        self._channel.report("failed", reason=words)
+        self._channel.send_all()
+
+    def _step_ending(self) -> None:
+        if self._elements is not None:
+            self._elements.stop_forking()
+        if not self._tree.alive():
+            self._is_ending = False
+            self._channel.report("idle")
+
     def _collect(self, are_killed: bool) -> None:
         if self._elements is not None:
             self._elements.note_ends(are_killed)
         for _ in collect():
             pass
 
-    def fail(self, words: str) -> None:
-        """Report that this process cannot go on."""
-        self._channel.report("failed", words=words)
-        self._channel.send_all()
-
     def _wait(self) -> Set[int]:
-        reading: Dict[int, Any] = {self._wake: self, self._channel.fileno(): self}
-        patience_s = _IDLE_S
+        """The descriptors that are ready, or have ended."""
+        poll = select.poll()
+        has_unsent = select.POLLOUT if self._channel.has_unsent else 0
+        poll.register(self._channel.fileno(), select.POLLIN | has_unsent)
+        poll.register(self._wake, select.POLLIN)
+        idle_s = _IDLE_S
         if self._elements is not None:
-            reading.update(self._elements.reading())
-            patience_s = self._elements.patience_s or _IDLE_S
+            idle_s = self._elements.idle_s
+            for fd in self._elements.descriptors():
+                poll.register(fd, select.POLLIN)
         if self._is_ending or self._sweepings:
-            patience_s = ROUND_S
-        writing = {self._channel.fileno()} if self._channel.has_unsent else set()
-        ready = self._watcher.wait(reading, writing, patience_s)
+            idle_s = ROUND_S
+        ready = {fd for fd, _ in poll.poll(idle_s * 1000)}
         if self._wake in ready:
             os.read(self._wake, 4096)
         return ready
 
-    # ------------------------------------------------------------------ orders
+    def _obey(self, order: Mapping[str, Any]) -> None:
+        kind, elements = order["do"], self._elements
+        if kind == "prepare":
+            self._prepare(order)
+        elif kind == "sweep":
+            self._sweepings += [Sweeping(time.monotonic(), *row) for row in order["hosts"]]
+        elif kind == "end":
+            self._is_ending = True
+            if elements is not None:
+                elements.end()
+        elif kind == "leave":
+            for run_dir in order["run_dirs"]:
+                forget(run_dir)
+            self._is_leaving = True
+        elif elements is None:
+            return
+        elif kind == "run":
+            elements.add(order["elements"])
+        elif kind == "cancel":
+            elements.cancel(order["elements"])
+        elif kind == "hand_back":
+            elements.hand_back(order["count"])
 
-    def _obey(self) -> bool:
-        """Carry out what has arrived; ``False`` when the actor is gone."""
-        orders = self._channel.orders()
-        if orders is None:
-            return False
-        for order in orders:
-            getattr(self, f"_do_{order['do']}")(order)
-        return True
-
-    def _do_prepare(self, order: Mapping[str, Any]) -> None:
+    def _prepare(self, order: Mapping[str, Any]) -> None:
         self._workspace = Workspace(order)
         try:
             self._workspace.prepare(self._folder)
             self._workspace.begin({})
             notes, launcher = Notes(order["run_dir"]), Launcher(self._workspace, order)
         except (OSError, ValueError) as error:
-            self._channel.report("unprepared", words=str(error))
+            self._channel.report("unprepared", reason=str(error))
             return
         grace_s = self._workspace.role.task.grace_s
         self._elements = RunningElements(launcher, notes, self._channel, grace_s)
         self._channel.report("prepared")
 
-    def _do_sweep(self, order: Mapping[str, Any]) -> None:
-        for number, tag, run_dir in order["hosts"]:
-            self._sweepings.add(number, tag, run_dir, time.monotonic())
-
-    def _do_run(self, order: Mapping[str, Any]) -> None:
-        if self._elements is not None:
-            self._elements.add(order["elements"])
-
-    def _do_cancel(self, order: Mapping[str, Any]) -> None:
-        if self._elements is not None:
-            self._elements.cancel(order["elements"])
-
-    def _do_hand_back(self, order: Mapping[str, Any]) -> None:
-        if self._elements is not None:
-            self._elements.hand_back(order["count"])
-
-    def _do_end(self, order: Mapping[str, Any]) -> None:
-        self._is_ending = True
-        if self._elements is not None:
-            self._elements.end()
-
-    def _do_forget(self, order: Mapping[str, Any]) -> None:
-        for run_dir in order["run_dirs"]:
-            forget(run_dir)
-
-    # ------------------------------------------------------------------ ends
-
-    def _go_on_ending(self) -> None:
-        elements = self._elements
-        runs = elements is not None and elements.are_there
-        if not self._is_ending or runs or self._tree.alive():
-            return
-        self._is_ending = False
-        if elements is not None:
-            elements.has_ended()
-        self._channel.report("idle")
-
-    def _go_on_sweeping(self) -> None:
-        for number, noted, words in self._sweepings.turn(time.monotonic()):
-            if noted is None:
-                self._channel.report("unswept", host=number, words=words)
-            else:
-                self._channel.report("swept", host=number, **noted._asdict())
+    def _sweep(self, now: float) -> None:
+        for sweeping in list(self._sweepings):
+            report = sweeping.step(now)
+            if report is not None:
+                self._channel.report(**report)
+                if report["kind"] == "swept":
+                    self._sweepings.remove(sweeping)

@@ -8,7 +8,7 @@ import pytest
 from nemo_run_ray.remote.array import hosts
 from nemo_run_ray.remote.array.elements import Leases
 from nemo_run_ray.remote.spec import ArraySpec
-from tests.unit.remote.array.pools import ID, ROLE, Cluster
+from tests.unit.remote.array.pools import ID, ROLE, Cluster, Drive
 
 
 @pytest.fixture
@@ -17,11 +17,22 @@ def spec(request) -> ArraySpec:
 
 
 @pytest.fixture
-def cluster(tmp_path, spec, monkeypatch) -> Iterator[Cluster]:
+def leases(tmp_path, spec) -> Iterator[Leases]:
     path = tmp_path / "elements"
     path.write_text("\n".join(['{"fields": []}', *["[]"] * 12]) + "\n")
-    leases = Leases(spec, str(path), ID, str(tmp_path))
-    made = Cluster(leases, spec)
-    monkeypatch.setattr(hosts, "time", SimpleNamespace(monotonic=made.now, sleep=made.sleep))
+    made = Leases(spec, str(path), ID, str(tmp_path))
     yield made
-    leases.close()
+    made.close()
+
+
+@pytest.fixture
+def cluster(leases, spec, monkeypatch) -> Cluster:
+    made = Cluster(leases, spec)
+    monkeypatch.setattr(hosts, "time", SimpleNamespace(monotonic=made.now))
+    made.look()
+    return made
+
+
+@pytest.fixture
+def drive(cluster, spec, monkeypatch) -> Drive:
+    return Drive(cluster, spec, monkeypatch)

@@ -1,41 +1,32 @@
-"""An array's hosts without processes, on a cluster that a test holds in its hand."""
+"""An array's driver and hosts without processes, on a cluster that a test holds in its hand."""
 
 from __future__ import annotations
 
 import json
 import time
+from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
 
+from nemo_run_ray.remote.array import driver as driver_module
 from nemo_run_ray.remote.array.driver import HostReports, lease_elements
 from nemo_run_ray.remote.array.elements import ElementState, Leases
-from nemo_run_ray.remote.array.hosts import Host, HostPool, HostRecord
+from nemo_run_ray.remote.array.hosts import Host, HostPool, HostRecord, HostState
 from nemo_run_ray.remote.fit import Node
 from nemo_run_ray.remote.hosts.actors import Actor, ReplicaHandle
-from nemo_run_ray.remote.hosts.calls import Pulled
+from nemo_run_ray.remote.hosts.calls import Died, Pulled
 from nemo_run_ray.remote.spec import ArraySpec, JobSpec, RoleSpec
 
 ID = "e_1.array"
 ROLE = RoleSpec("element", JobSpec(("true",)), resources={"CPU": 1.0})
 
 
-STUCK = "stuck"
-
-
-class RayError(Exception):
-    pass
-
-
 class Ray:
-    """A cluster of nodes that have two processors each and run nothing else.
-
-    All calls succeed, but those that are answered with ``STUCK``.
-    """
-
-    exceptions = SimpleNamespace(RayError=RayError)
+    """A cluster of nodes that have two processors each and run nothing else."""
 
     def __init__(self) -> None:
         self.alive = ["n1", "n2"]
+        self.busy: list[str] = []
         self.killed: list[object] = []
         free = SimpleNamespace(available_resources_per_node=self._free)
         self._private = SimpleNamespace(state=free)
@@ -48,21 +39,16 @@ class Ray:
                 "NodeManagerAddress": node,
                 "Alive": True,
                 "Resources": {"CPU": 2.0},
+                "Labels": {"pool": "gpu"} if node == "n2" else None,
             }
             for node in self.alive
         ]
 
     def _free(self) -> dict[str, dict[str, float]]:
-        return {node: {"CPU": 2.0} for node in self.alive}
+        return {node: {"CPU": 2.0} for node in self.alive if node not in self.busy}
 
     def kill(self, handle: object, no_restart: bool) -> None:
         self.killed.append(handle)
-
-    def wait(self, references: list[object], timeout: float) -> tuple[list[object], list[object]]:
-        return references, []
-
-    def get(self, reference: object) -> bool:
-        return reference != STUCK
 
 
 class Starts:
@@ -70,8 +56,7 @@ class Starts:
 
     def start(self, record: HostRecord, node: Node, slots: int) -> Host:
         replica = ReplicaHandle(("element", record.number), ROLE, node, 0, record.tag, "run")
-        order, close = (SimpleNamespace(remote=lambda *_: object()) for _ in range(2))
-        replica.actor = Actor(SimpleNamespace(order=order, close=close), [replica])
+        replica.actor = Actor(SimpleNamespace(), [replica])
         return Host(record, replica, replica.actor, slots, time.monotonic())
 
     def prepare(self, host: Host) -> dict[str, Any]:
@@ -98,13 +83,9 @@ class Cluster:
         self.leases, self.calls, self.ray = leases, Calls(), Ray()
         self.pool = HostPool(self.ray, spec, ID, Starts(), self.calls, leases)
         self.reports = HostReports(leases, self.pool, self.calls)
-        self.look()
 
     def now(self) -> float:
         return time.monotonic() + self.passed_s
-
-    def sleep(self, seconds: float) -> None:
-        self.passed_s += seconds
 
     def look(self, later_s: float = 0.0) -> None:
         """Let some seconds pass, and look."""
@@ -122,14 +103,10 @@ class Cluster:
         ]
         return found
 
-    def tells(self, teller: Host, **report: Any) -> None:
-        """Let a host report something."""
-        self.answers(teller, report)
-
-    def answers(self, teller: Host, *reports: dict[str, Any]) -> None:
-        """Let a host report several things at once."""
+    def tells(self, teller: Host, *reports: dict[str, Any], **report: Any) -> None:
+        """Let a host report something, or several things at once."""
         key, seen = f"element/{teller.record.number}", teller.replica.seen
-        rows = {key: (seen, [json.dumps(report) for report in reports])}
+        rows = {key: (seen, [json.dumps(one) for one in [*reports, *([report] if report else [])]])}
         teller.actor.answers = True
         self.reports.hear(Pulled(teller.actor, teller.record.node_id, rows))
 
@@ -137,10 +114,86 @@ class Cluster:
         for host in hosts:
             self.tells(host, at="prepared")
 
+    def dies(self, host: Host) -> Host:
+        """Let a host die; the one that is to end what it has left."""
+        self.tells(host, at="gone")
+        self.look()
+        return self.sweeper(host.record.node_id)
+
+    def sweep(self, host: Host, ended: Any = (), begun: Any = ()) -> None:
+        """Let another host end what a dead one has left, and read its notes."""
+        number = host.record.number
+        sweeper = self.sweeper(host.record.node_id)
+        self.tells(sweeper, at="swept", host=number, ended=ended, begun=begun)
+        self.look()
+        if sweeper.state is HostState.LEAVING:
+            self.tells(sweeper, {"at": "left"}, {"at": "gone", "left": 0})
+
     def feed(self) -> None:
         lease_elements(self.leases, self.pool, self.calls)
+
+    def end_all(self, host: Host) -> None:
+        """Let all elements of a host succeed, and those that it gets after them."""
+        while host.in_hand:
+            element, attempt = next(iter(host.in_hand.items()))
+            self.tells(host, at="ended", row=[element, attempt, 0, 0.01, "exit code 0"])
+            self.feed()
 
     def attempts(self) -> list[int]:
         """How often each element was begun, as far as is known."""
         stretches = self.leases.progress.stretches()
         return [one.attempts for one in stretches for _ in range(one.first, one.last + 1)]
+
+
+class Drive:
+    """A driver whose every turn takes a second.
+
+    Hosts do at once what they are told, but those that are ``stuck``; ``later`` is done after so
+    many seconds.
+    """
+
+    def __init__(self, cluster: Cluster, spec: ArraySpec, monkeypatch: Any) -> None:
+        self.cluster, self.seconds = cluster, 0
+        self.stuck: set[int] = set()
+        self.later: dict[int, Callable[[], object]] = {}
+        self.runner = SimpleNamespace(order=lambda: None, ending="", cancelled=False)
+        calls = cluster.calls
+        calls.repeat, calls.answers = lambda: None, self._answers
+        clock = SimpleNamespace(monotonic=cluster.now, sleep=lambda _: self._pass())
+        monkeypatch.setattr(driver_module, "time", clock)
+        self._driver = driver_module._ArrayDriver(
+            self.runner,
+            spec,
+            cluster.leases,
+            cluster.pool,
+            calls,
+            SimpleNamespace(write=lambda *_: None),
+            SimpleNamespace(find=lambda _: []),
+        )
+        self.code = -1
+
+    def cancel(self) -> None:
+        self.runner.order = lambda: b"T"
+
+    def run(self) -> str:
+        """Run it to its end; how it ended in words."""
+        self.code = self._driver.run()
+        return str(self.runner.ending)
+
+    def _pass(self) -> None:
+        self.seconds += 1
+        self.cluster.passed_s += 1
+        assert self.seconds < 600, "it does not end"
+        self.later.pop(self.seconds, lambda: None)()
+
+    def _answers(self) -> Iterator[Died]:
+        self._pass()
+        told, self.cluster.calls.orders[:] = list(self.cluster.calls.orders), []
+        for number, order in told:
+            host = self.cluster.pool.hosts.get(number)
+            if host is not None and number not in self.stuck:
+                if order["do"] == "end":
+                    self.cluster.tells(host, at="idle")
+                if order["do"] == "leave":
+                    self.cluster.tells(host, {"at": "left"}, {"at": "gone", "left": 0})
+        yield from ()

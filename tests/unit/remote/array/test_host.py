@@ -152,18 +152,18 @@ def test_a_host_that_is_killed_while_it_closes_leaves_nothing(host):
 
 
 @pytest.mark.parametrize("is_killed", [True, False])
-def test_it_is_known_whether_a_host_has_carried_out_its_last_order(host, is_killed):
+def test_it_is_known_whether_a_host_has_left(host, is_killed):
     host.shell("true")
-    (begun,) = host.root.parent.glob("*.begun")
+    (notes,) = host.root.parent.glob("*.notes")
     process, _ = host.keepers()
     os.kill(process, signal.SIGSTOP)
-    host.order({"do": "forget", "run_dirs": [host.run_dir]})
+    host.order({"do": "leave", "run_dirs": [host.run_dir]})
     os.kill(process, signal.SIGKILL if is_killed else signal.SIGCONT)
-    assert host.relays.close(by_themselves=True) is not is_killed
-    assert begun.exists() is is_killed
-    assert host.relays.close(), "nothing runs in either case"
-    begun.unlink(missing_ok=True)
-    begun.with_suffix(".ended").unlink(missing_ok=True)
+    host.until("gone")
+    assert ("left" in host.kinds()) is not is_killed
+    assert notes.exists() is is_killed
+    assert not host.root.exists()
+    notes.unlink(missing_ok=True)
 
 
 # ---------------------------------------------------------------------- what elements leave
@@ -242,89 +242,54 @@ def test_what_has_lost_its_mark_is_ended_by_the_guard(make, tmp_path):
 def test_a_host_whose_notes_are_torn_tells_the_others(make, tmp_path):
     dead, other = make(), make()
     _begin_three(dead, tmp_path)
-    notes, begun = (next(dead.root.parent.glob(f"*.{kind}")) for kind in ("ended", "begun"))
-    notes.write_text('[5, 1, 0\n[6, 1, 0, 0.1, "exit code 0"]\n[7, 1')
+    (notes,) = dead.root.parent.glob("*~host-0.notes")
+    with notes.open("a") as file:
+        file.write('[5, 1, 0\n[6, 1, 0, 0.1, "exit code 0"]\n[7, 1')
     os.kill(dead.keepers()[0], signal.SIGKILL)
 
     other.sweep(dead)
 
     report = other.until("swept", within_s=20)
-    assert [row[0] for row in report["ended"]] == [6]
-    assert report["begun"] == [[0, 1], [1, 1]]
-    other.order({"do": "forget", "run_dirs": [dead.run_dir]})
-    wait(lambda: not notes.exists() and not begun.exists())
+    assert [row[0] for row in report["ended"]] == [0, 6]
+    assert report["begun"] == [[1, 1]]
+    other.order({"do": "leave", "run_dirs": [dead.run_dir]})
+    wait(lambda: not notes.exists())
 
 
 def test_what_does_not_end_is_named(relays, tag, monkeypatch):
-    sweeping = importlib.import_module("nemo_run_ray_remote.array.cleanup")
-    monkeypatch.setattr(sweeping, "kill", lambda pid, number: None)  # as if the kernel had it
+    hosts = importlib.import_module("nemo_run_ray_remote.array.host")
+    monkeypatch.setattr(hosts, "kill", lambda pid, number: None)  # as if the kernel had it
     environment = {**os.environ, "NEMO_RUN_RAY_TAG": tag}
     process = psutil.Popen(["sleep", "1000"], env=environment)
     try:
-        sweepings = sweeping.Sweepings()
-        sweepings.add(4, tag, "nowhere", now=0.0)
-        assert list(sweepings.turn(1.0)) == []
-        ((number, ended, words),) = sweepings.turn(31.0)
-        assert (number, ended) == (4, None)
-        assert words == f"process {process.pid} (sleep, S (sleeping))"
-        assert list(sweepings.turn(32.0)) == []
+        sweeping = hosts.Sweeping(0.0, 4, tag, "nowhere")
+        assert sweeping.step(1.0) is None
+        report = sweeping.step(31.0)
+        assert (report["kind"], report["host"]) == ("unswept", 4)
+        assert report["processes"] == f"process {process.pid} (sleep, S (sleeping))"
+        assert sweeping.step(32.0) is None
     finally:
         process.kill()
         process.wait()
-    assert list(sweepings.turn(33.0)) == []
-    assert list(sweepings.turn(33.1)) == [(4, ([], None), "")]
-    assert not sweepings
-
-
-# ---------------------------------------------------------------------- notes
+    assert sweeping.step(33.0) is None
+    assert sweeping.step(33.1) == {"kind": "swept", "host": 4, "ended": [], "begun": []}
 
 
 def test_notes_outlive_a_full_disk(relays, temporary, monkeypatch):
-    notes = importlib.import_module("nemo_run_ray_remote.array.cleanup")
+    notes = importlib.import_module("nemo_run_ray_remote.array.host")
     folder = temporary / f"nemo_run_{os.getuid()}"
     folder.mkdir()
     own = notes.Notes("host")
-    own.ended([0, 1, 0])
+    own.add([0, 1])
+    own.add([0, 1, 0])
     with monkeypatch.context() as full:
         write = os.write
         full.setattr(os, "write", lambda fd, data: write(fd, data[:3]))
-        own.ended([1, 1, 0])
-    own.ended([2, 1, 0])
-    assert notes.read_ended("host") == [[0, 1, 0], [2, 1, 0]]
+        own.add([1, 1, 0])
+    own.add([2, 1])
+    assert notes.read_notes("host") == ([[0, 1, 0]], [[2, 1]])
     notes.forget("host")
     assert not folder.exists()
-
-
-def test_where_a_full_disk_takes_no_note_of_a_start_all_counts_as_begun(
-    relays, temporary, monkeypatch
-):
-    notes = importlib.import_module("nemo_run_ray_remote.array.cleanup")
-    (temporary / f"nemo_run_{os.getuid()}").mkdir()
-    own = notes.Notes("host")
-    own.begins(0, 1)
-    assert notes.read_begun("host") == [[0, 1]]
-    with monkeypatch.context() as full:
-        write = os.write
-        full.setattr(os, "write", lambda fd, data: write(fd, data[:3]))
-        own.begins(1, 1)
-    own.begins(2, 1)
-    assert notes.read_begun("host") is None
-    notes.forget("host")
-
-
-def test_notes_are_found_where_the_host_had_its_folder_for_temporary_files(
-    relays, temporary, monkeypatch, tmp_path
-):
-    notes = importlib.import_module("nemo_run_ray_remote.array.cleanup")
-    (temporary / f"nemo_run_{os.getuid()}").mkdir()
-    notes.Notes("host").ended([0, 1, 0])
-    monkeypatch.setenv("TEMP", os.environ["TMPDIR"])
-    monkeypatch.setenv("TMPDIR", str(tmp_path))
-    monkeypatch.setattr(notes.command.tempfile, "tempdir", None)
-    assert notes.read_ended("host") == [[0, 1, 0]]
-    assert notes.folder_of("host") == str(temporary / f"nemo_run_{os.getuid()}")
-    notes.forget("host")
-    assert not (temporary / f"nemo_run_{os.getuid()}").exists()
 
 
 def test_what_waits_behind_others_is_handed_back_the_last_first(host, tmp_path):
@@ -388,72 +353,26 @@ def test_whatever_becomes_of_the_process_that_forks_each_element_runs_once(host,
     assert "lost" not in host.kinds()
 
 
-def test_the_process_that_was_forked_ahead_of_its_order_may_be_killed(host, forks, tmp_path):
-    (tmp_path / "go").touch()
-    host.prepare(("python",), slots=1, **forks)
-    host.run(0, value=str(tmp_path))
-    assert host.ended(within_s=60) == [0, 1, 0]
-    (warm,) = _warm(host)
-    (ahead,) = wait(lambda: psutil.Process(warm).children())
-    ahead.kill()
-    wait(lambda: not psutil.pid_exists(ahead.pid))
-
-    host.run(1, 2, value=str(tmp_path))
-
-    assert [host.ended(within_s=60) for _ in range(2)] == [[1, 1, 0], [2, 1, 0]]
-    assert _warm(host) == {warm}
-
-
-def test_an_end_that_nobody_has_seen_is_lost_and_no_failure(relays):
-    """The process that forks is killed between the collection of an element and its word of it."""
-    launcher = importlib.import_module("nemo_run_ray_remote.array.workers")
-    progress = importlib.import_module("nemo_run_ray_remote.array.elements")
-
-    class Forking:
-        pid, begun, ended = 100, (), ()
-
-        def read(self) -> None: ...
-
-        def has_died(self, code: int) -> None: ...
-
-    gone = psutil.Popen(["true"])
-    gone.wait()
-    made = launcher.Launcher.__new__(launcher.Launcher)
-    made.forking = Forking()
-    element = launcher.RunningElement(progress.Lease(3, 1), 0, gone.pid, None)
-
-    assert made.has_died(100, 137, {gone.pid: element})
-
-    assert element.is_lost
-
-
 _LATE = """
 import json, os, socket
 from types import SimpleNamespace
-from nemo_run_ray.remote.array.workers import RunningElement
-from nemo_run_ray.remote.array.host import HostProcess
 from nemo_run_ray.remote.array.elements import Lease
-from nemo_run_ray.remote.array.host import RunningElements
-
-def hear(running):
-    # A process of a slot has told the end of its element, and is killed as it waits.
-    for one in running.values():
-        if one.lease.element == 3 and one.code is None:
-            one.ended(0)
+from nemo_run_ray.remote.array.host import HostProcess, RunningElements
+from nemo_run_ray.remote.array.workers import Order, RunningElement
 
 notes = []
 made = RunningElements(
-    SimpleNamespace(row_of=lambda one: [*one.lease, one.code], heard=hear),
-    SimpleNamespace(ended=notes.append),
+    SimpleNamespace(row_of=lambda one: [*one.lease, one.code], fork_server=None),
+    SimpleNamespace(add=notes.append),
     SimpleNamespace(report=lambda *_, **__: None),
     grace_s=1.0,
 )
 host = HostProcess(socket.socketpair()[0], "")
 host._elements = made
-for element, words in enumerate(("exit 0", "exit 3", "kill -9 $$", "kill -9 $$")):
+for element, words in enumerate(("exit 0", "exit 3", "kill -9 $$")):
     pid = os.spawnlp(os.P_NOWAIT, "sh", "sh", "-c", words)
     os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
-    made._running[pid] = RunningElement(Lease(element, 1), 0, pid, None)
+    made._running.append(RunningElement(Order(Lease(element, 1), []), 0, pid))
 host._collect(are_killed=True)
 host._collect(are_killed=True)
 print(json.dumps(notes))
@@ -464,7 +383,7 @@ def test_what_ends_by_itself_while_the_rest_is_killed_is_noted():
     """In a process of its own, since all its children are collected."""
     words = [sys.executable, "-W", "ignore", "-c", _LATE]
     done = subprocess.run(words, capture_output=True, text=True, check=True)
-    assert json.loads(done.stdout) == [[0, 1, 0], [1, 1, 3], [3, 1, 0]]
+    assert json.loads(done.stdout) == [[0, 1, 0], [1, 1, 3]]
 
 
 @pytest.mark.parametrize("forks", [array_with_thread.task], indirect=True)
@@ -473,7 +392,7 @@ def test_imports_that_start_a_thread_forbid_a_fork(host, forks, tmp_path):
     host.run(0, 1, value=str(tmp_path))
     assert sorted(host.ended(within_s=60) for _ in range(2)) == [[0, 1, 0], [1, 1, 0]]
     (told,) = [one for one in host.reports if one["at"] == "obstacles"]
-    assert told["words"] == ["have started the thread 'helper'"]
+    assert told["obstacles"] == ["have started the thread 'helper'"]
     assert {path.name for path in tmp_path.glob("*-*")} == {"0-True", "1-True"}
 
 
@@ -485,8 +404,8 @@ def test_nothing_begins_where_the_imports_fail(host, forks, package):
     host.run(*range(4), value="x")
     host.until("unprepared", within_s=60)
     time.sleep(0.5)  # for one that would begin all the same
-    (begun,) = host.root.parent.glob("*.begun")
-    assert begun.read_text() == ""
+    (notes,) = host.root.parent.glob("*.notes")
+    assert notes.read_text() == ""
     assert "ended" not in host.kinds()
 
 

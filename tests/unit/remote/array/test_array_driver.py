@@ -1,0 +1,476 @@
+"""Who has an element, where hosts start, when dead ones are proven dead, how an array ends."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from nemo_run_ray.remote.array.driver import take_back
+from nemo_run_ray.remote.array.elements import (
+    HOSTS_FILE,
+    JOURNAL_FILE,
+    LEASED,
+    ArrayProgress,
+    ElementPace,
+    ElementState,
+    Journal,
+    file_of,
+    read_records,
+)
+from nemo_run_ray.remote.array.hosts import Backoff, Host, HostBook, HostPool, hosts_to_start
+from nemo_run_ray.remote.attempts import NODE_DEAD_S
+from nemo_run_ray.remote.hosts.calls import Died
+from nemo_run_ray.remote.node.output import NO_PROCESS_LEFT
+from nemo_run_ray.remote.spec import ArraySpec
+from nemo_run_ray.remote.status import Reason
+from tests.unit.remote.array.pools import ID, ROLE, Calls, Cluster, Ray, Starts
+
+LABELLED = ROLE._replace(label_selector={"pool": "gpu"})
+UNLABELLED = ROLE._replace(label_selector={"pool": "cpu"})
+LARGE = ROLE._replace(resources={"CPU": 9.0})
+NO_ROOM = "Traceback\nOSError: no room"
+
+
+def row(element: int, code: int = 0, attempt: int = 1) -> list[Any]:
+    return [element, attempt, code, 0.01, f"exit code {code}"]
+
+
+def full_disk(*_: object) -> None:
+    raise OSError(28, "No space left on device")
+
+
+def held_in_journal(tmp_path) -> dict[int, dict[int, int]]:
+    """What another driver would find."""
+    return ArrayProgress(12).replay(read_records(str(tmp_path / file_of(ID, JOURNAL_FILE))))
+
+
+# ---------------------------------------------------------------------- where hosts are started
+
+
+@pytest.mark.parametrize(
+    ("available", "need", "wanted", "hosts"),
+    [
+        ({"a": {"CPU": 4.0}, "b": {"CPU": 2.0}, "c": {}}, {"CPU": 1.0}, 100, [("a", 4), ("b", 2)]),
+        ({"a": {"CPU": 4.0}, "b": {"CPU": 2.0}, "c": {}}, {"CPU": 1.0}, 3, [("a", 2), ("b", 1)]),
+        ({"a": {"CPU": 4.0}}, {"CPU": 1.0}, 0, []),
+        ({"a": {"CPU": 4.0}}, {"CPU": 8.0}, 10, []),
+        ({"a": {"GPU": 2.0}}, {"GPU": 0.25}, 100, [("a", 4), ("a", 4)]),
+        ({"a": {"GPU": 4.0}}, {"GPU": 2.0}, 100, [("a", 2)]),
+    ],
+)
+def test_hosts_are_spread_evenly_and_have_one_gpu_or_whole_ones(available, need, wanted, hosts):
+    assert sorted(hosts_to_start(available, need, wanted)) == hosts
+
+
+@pytest.mark.parametrize(("seconds", "held"), [(None, 4), (0.001, 260), (1.0, 6), (60.0, 4)])
+def test_short_elements_wait_at_their_host_and_long_ones_do_not(seconds, held):
+    pace = ElementPace()
+    if seconds is not None:
+        pace.measured(seconds)
+    assert pace.held(4) == held
+
+
+@pytest.mark.parametrize(
+    ("role", "nodes", "line"),
+    [
+        (ROLE, ["n1", "n2"], ""),
+        (LABELLED, ["n2"], ""),
+        (UNLABELLED, [], "the label pool=cpu; the nodes have pool=gpu; waiting for a node"),
+        (LARGE, [], "the largest node has CPU 2, it asks for 9; waiting for a node"),
+    ],
+)
+def test_hosts_start_where_an_element_fits_or_a_line_says_why_not(leases, capfd, role, nodes, line):
+    pool = HostPool(Ray(), ArraySpec(role, "elements"), ID, Starts(), Calls(), leases)
+    for now, is_told in ((100.0, True), (120.0, False), (131.0, True)):
+        pool.look(now, waiting=12)
+        assert sorted(host.record.node_id for host in pool.hosts.values()) == nodes
+        printed = capfd.readouterr().out
+        assert (line in printed) if is_told and line else not printed
+
+
+def test_a_node_that_joins_is_used(cluster):
+    cluster.ray.alive.append("n3")
+    cluster.look()
+    (host,) = cluster.on("n3")
+    cluster.ready(host)
+    cluster.feed()
+    assert len(host.in_hand) == 2
+
+
+def test_a_node_is_left_alone_for_twice_as_long_each_time():
+    backoff = Backoff(300.0)
+    waits, now = [], 100.0
+    for number in range(8):
+        for _ in range(3):  # several of its hosts, by one cause
+            assert backoff.add("a", now) == number + 1
+        waits.append(backoff.wait_s("a", now))
+        now += waits[-1]
+    assert waits == [5, 10, 20, 40, 80, 160, 300, 300]
+    backoff.forget("a")
+    assert backoff.wait_s("a", now - 1) == 0
+
+
+# ---------------------------------------------------------------------- nodes that cannot
+
+
+def refuses(cluster: Cluster, host: Host) -> Host:
+    """Let a host refuse, and the next one come in its place."""
+    cluster.tells(host, at="unprepared", reason=NO_ROOM)
+    cluster.look()
+    cluster.sweep(host)
+    cluster.look(later_s=300)
+    (host,) = cluster.on(host.record.node_id)
+    return host
+
+
+def test_a_node_that_cannot_run_elements_is_tried_later(cluster, capfd):
+    (good,), (bad,) = cluster.on("n1"), cluster.on("n2")
+    cluster.ready(good)
+    cluster.tells(bad, at="unprepared", reason=NO_ROOM)
+    cluster.look()
+    cluster.sweep(bad)
+    cluster.look(later_s=4)
+    assert cluster.on("n2") == []
+    cluster.look(later_s=2)
+    assert cluster.on("n2")
+    assert cluster.reports.broken is None
+    line = "a host on n2 could not begin; another one is tried later: OSError: no room"
+    assert line in capfd.readouterr().out
+
+
+@pytest.mark.parametrize("is_there", [True, False])
+def test_an_array_that_no_node_can_run_is_broken_with_the_reason(cluster, is_there):
+    """Also when one of two nodes had no room until now."""
+    (first,), (second,) = cluster.on("n1"), cluster.on("n2")
+    if not is_there:
+        del cluster.pool.hosts[second.record.number]
+    cluster.tells(first, at="unprepared", reason=NO_ROOM)
+    assert cluster.reports.broken is None, "the other one may show that it works"
+    cluster.look()
+    (second,) = cluster.on("n2")
+    cluster.tells(second, at="unprepared", reason=NO_ROOM)
+    assert cluster.reports.broken == (Reason.NOT_STARTED, "on n2: OSError: no room")
+
+
+def test_three_nodes_stand_for_all_others(cluster):
+    cluster.ray.alive += ["n3", "n4", "n5"]
+    cluster.ray.busy = ["n4", "n5"]
+    cluster.look()
+    for node in ("n1", "n2", "n3"):
+        assert cluster.reports.broken is None
+        (host,) = cluster.on(node)
+        cluster.tells(host, at="unprepared", reason=NO_ROOM)
+    assert cluster.reports.broken is not None
+
+
+def test_no_array_is_broken_while_elements_may_run(cluster):
+    """Those of a host are long; those of another one may run, as it has just died."""
+    (first,), (second,) = cluster.on("n1"), cluster.on("n2")
+    cluster.ready(first)
+    cluster.feed()
+    for _ in range(3):
+        second = refuses(cluster, second)
+    cluster.tells(first, at="gone")
+    cluster.tells(second, at="unprepared", reason=NO_ROOM)
+    assert cluster.reports.broken is None
+
+
+def test_a_host_may_die_four_times_without_a_reason(cluster):
+    for _ in range(5):
+        assert cluster.reports.broken is None
+        for node in ("n1", "n2"):
+            (host,) = cluster.on(node)
+            cluster.tells(host, at="gone")
+            cluster.look()
+            cluster.sweep(host)
+        cluster.look(later_s=300)
+    assert cluster.reports.broken == (Reason.NOT_STARTED, "on n2: it was killed")
+
+
+def test_what_never_started_has_left_nothing_and_is_no_end_on_one_node(cluster):
+    (first,), (second,) = cluster.on("n1"), cluster.on("n2")
+    died = Died(second.actor, "it could not be built: disk full", is_env=True)
+    cluster.reports.died(died)
+    assert not cluster.pool.dead
+    assert cluster.reports.broken is None
+    cluster.reports.died(died._replace(actor=first.actor))
+    assert cluster.reports.broken[0] is Reason.RUNTIME_ENV
+
+
+# ---------------------------------------------------------------------- leases
+
+
+def test_the_disk_has_a_lease_before_a_host_hears_of_it(cluster, tmp_path, monkeypatch):
+    path = str(tmp_path / file_of(ID, JOURNAL_FILE))
+    heard: list[tuple[int, int]] = []
+
+    def order(calls: Calls, replica: object, what: dict) -> None:
+        if what["do"] == "run":
+            written = {(r.element, r.attempt) for r in read_records(path) if r.kind == LEASED}
+            rows = {(element, attempt) for element, attempt, _ in what["elements"]}
+            assert rows <= written
+            heard.extend(rows)
+
+    cluster.ready(*cluster.on("n1"))
+    monkeypatch.setattr(Calls, "order", order)
+    cluster.feed()
+    assert sorted(heard) == [(0, 1), (1, 1)]
+
+
+def test_no_element_is_started_while_the_disk_takes_no_journal(cluster, monkeypatch, capfd):
+    (host,) = cluster.on("n1")
+    cluster.ready(host)
+    with monkeypatch.context() as full:
+        full.setattr(Journal, "commit", full_disk)
+        cluster.feed()
+    assert "cannot write its journal ([Errno 28] No space left" in capfd.readouterr().out
+    assert host.in_hand == {}
+    assert cluster.leases.progress.number(ElementState.WAITING) == 12
+    cluster.feed()
+    rows = [order["elements"] for _, order in cluster.calls.orders if order["do"] == "run"]
+    assert sorted(row[:2] for row in rows[0]) == [[0, 1], [1, 1]], "it has cost no attempt"
+
+
+def test_a_host_without_room_for_processes_gets_nothing_for_a_while(cluster):
+    (host,), (other,) = cluster.on("n1"), cluster.on("n2")
+    cluster.ready(host)
+    cluster.feed()
+    cluster.tells(host, at="handed_back", leases=[[0, 1]], reason="no room for another process")
+    cluster.ready(other)
+    cluster.feed()
+    assert 0 in other.in_hand
+    assert list(host.in_hand) == [1]
+    assert cluster.attempts()[0] == 1
+    host.rests_until = 0.0
+    cluster.feed()
+    assert len(host.in_hand) == 2
+
+
+def test_what_waits_behind_a_long_element_is_handed_back_and_runs_elsewhere(cluster):
+    (host,), (other,) = cluster.on("n1"), cluster.on("n2")
+    cluster.ready(host)
+    cluster.leases.pace.measured(0.2)
+    cluster.feed()
+    take_back(cluster.leases, cluster.pool, cluster.calls)
+    assert cluster.calls.orders[-1][1]["do"] == "run", "nothing is held up yet"
+    host.heard_at -= 10
+    for _ in range(2):  # it is asked once
+        take_back(cluster.leases, cluster.pool, cluster.calls)
+    asked = [order for order in cluster.calls.orders if order[1]["do"] == "hand_back"]
+    assert asked == [(host.record.number, {"do": "hand_back", "count": 3})]
+
+    cluster.tells(host, at="handed_back", leases=[[4, 1], [3, 1]])  # the third one has begun
+
+    assert sorted(host.in_hand) == [0, 1, 2]
+    cluster.ready(other)
+    cluster.feed()
+    assert {3, 4} <= set(other.in_hand)
+    assert sorted(host.in_hand) == [0, 1, 2], "it gets none while it is held up"
+    cluster.tells(host, at="ended", row=row(0))
+    cluster.feed()
+    assert len(host.in_hand) > 2
+
+
+# ---------------------------------------------------------------------- hosts that die
+
+
+def test_what_a_dead_host_had_not_begun_costs_no_attempt(cluster):
+    """It had five in hand: one has ended, one had begun, and three waited behind them."""
+    (host,), (other,) = cluster.on("n1"), cluster.on("n2")
+    cluster.ready(host)
+    cluster.leases.pace.measured(0.2)
+    cluster.feed()
+    assert sorted(host.in_hand) == [0, 1, 2, 3, 4]
+    cluster.dies(host)
+
+    cluster.sweep(host, ended=[row(0)], begun=[[1, 1]])
+
+    assert cluster.attempts() == [1, 1, *[0] * 10]
+    assert cluster.leases.progress.number(ElementState.WAITING) == 11
+    cluster.ready(other)
+    cluster.feed()
+    assert other.in_hand[1] == 2, "the attempt that had begun is not made a second time"
+    assert other.in_hand[2] == 1
+
+
+def test_what_a_host_reports_after_it_was_given_up_counts_no_more(cluster):
+    """It hands back what its notes are read for: else another attempt would begin twice."""
+    (host,), (other,) = cluster.on("n1"), cluster.on("n2")
+    cluster.ready(host)
+    cluster.leases.pace.measured(0.2)
+    cluster.feed()
+    handed_back = {"at": "handed_back", "leases": [[4, 1]]}
+    cluster.tells(host, {"at": "unprepared", "reason": "ImportError: x"}, handed_back)
+    assert cluster.leases.progress.state(4) is ElementState.LEASED
+    cluster.ready(other)
+    cluster.feed()
+    assert 4 not in other.in_hand
+
+
+@pytest.mark.parametrize("spec", [{"max_in_flight": 2}], indirect=True)
+def test_what_may_still_run_counts_among_those_in_flight(cluster):
+    (host,), (other,) = cluster.on("n1"), cluster.on("n2")
+    cluster.ready(host, other)
+    cluster.feed()
+    for one in (host, other):
+        cluster.tells(one, at="failed", reason="it was killed")
+    cluster.look(later_s=60)
+    assert [one.slots for one in cluster.pool.hosts.values()] == [0, 0], "they end what is left"
+    cluster.sweep(host)
+    cluster.look(later_s=60)
+    assert sum(one.slots for one in cluster.pool.hosts.values()) == 1
+
+
+def test_a_host_that_was_to_end_what_is_left_is_ended_too(cluster):
+    """When it has died itself: its process may be stopped, and nobody else knows of it."""
+    (host,) = cluster.on("n1")
+    cluster.ready(host)
+    sweeper = cluster.dies(host)
+    cluster.tells(sweeper, at="gone")
+    cluster.look(later_s=6)
+    assert set(cluster.sweeper("n1").sweeps) == {host.record.number, sweeper.record.number}
+    cluster.reports.died(Died(cluster.sweeper("n1").actor, "disk full", is_start=True))
+    cluster.look(later_s=11)
+    assert set(cluster.sweeper("n1").sweeps) == {host.record.number, sweeper.record.number}
+
+
+@pytest.mark.parametrize("end", ["left", "stuck", "killed"])
+def test_a_host_that_does_not_leave_is_ended_by_another_one(cluster, end):
+    (host,) = cluster.on("n1")
+    cluster.ready(host)
+    cluster.leases.cancel(range(12), only_waiting=False)
+    cluster.look()
+    cluster.tells(host, at="idle")
+    cluster.look()
+    assert cluster.calls.orders[-1][1]["run_dirs"] == [host.record.run_dir]
+    if end == "left":
+        cluster.tells(host, at="left")
+    if end != "stuck":
+        cluster.tells(host, at="gone")
+    cluster.look(later_s=31)
+    assert host.actor.handle in cluster.ray.killed
+    assert (host.record.number in cluster.pool.dead) is (end != "left")
+
+
+def test_what_a_dead_node_had_waits_until_the_node_itself_has_noticed(cluster):
+    (host,) = cluster.on("n1")
+    cluster.ready(host)
+    cluster.feed()
+    cluster.ray.alive = ["n2"]
+    cluster.look()
+    cluster.look(later_s=NODE_DEAD_S - 1)
+    assert cluster.leases.progress.state(0) is ElementState.LEASED
+    cluster.look(later_s=2)
+    assert cluster.leases.progress.state(0) is ElementState.WAITING
+    assert not cluster.pool.dead
+
+
+def test_a_dead_node_that_the_end_did_not_wait_for_still_has_its_elements(cluster, tmp_path):
+    """For the next driver: it waits until it is proven that nothing of them runs."""
+    (first,), (second,) = cluster.on("n1"), cluster.on("n2")
+    cluster.ready(first, second)
+    cluster.feed()
+    cluster.ray.alive = ["n2"]
+    cluster.pool.end()
+    cluster.look()
+    assert cluster.leases.progress.state(0) is ElementState.CANCELLED
+    cluster.leases.commit()
+    assert sorted(held_in_journal(tmp_path)[first.record.number]) == sorted(first.in_hand)
+
+
+def test_hosts_of_a_driver_that_was_killed_before_its_first_lease_are_ended_too(
+    tmp_path, spec, leases
+):
+    HostBook(str(tmp_path / file_of(ID, HOSTS_FILE)), ID).add(["n1"])
+    assert not leases.continues
+    assert HostPool(Ray(), spec, ID, Starts(), Calls(), leases).dead
+
+
+# ---------------------------------------------------------------------- how an array ends
+
+MAY_BE_LEFT = "processes of it may be left on {}, where nothing says that all have ended"
+
+
+@pytest.fixture
+def host(cluster) -> Host:
+    """A host on n1 that runs elements, all alone."""
+    (other,) = cluster.on("n2")
+    del cluster.pool.hosts[other.record.number]
+    cluster.ray.alive = ["n1"]
+    (found,) = cluster.on("n1")
+    cluster.ready(found)
+    cluster.feed()
+    return found
+
+
+def test_an_array_ends_when_its_elements_have(cluster, drive, host):
+    cluster.end_all(host)
+    assert (drive.run(), drive.code) == ("exit code 0", 0)
+    assert drive.seconds <= 3
+
+
+def test_a_cancelled_array_waits_for_what_a_dead_host_has_left(cluster, drive, host):
+    cluster.dies(host)
+    drive.cancel()
+    drive.later[8] = lambda: cluster.sweep(host, ended=[row(0, 143), row(1)])
+    assert (drive.run(), drive.code) == (f"cancelled; {NO_PROCESS_LEFT}", 143)
+    assert drive.seconds == pytest.approx(8, abs=3)
+    states = [cluster.leases.progress.state(index) for index in (0, 1)]
+    assert states == [ElementState.CANCELLED, ElementState.SUCCEEDED], "the end has caused the 143"
+
+
+def test_a_cancelled_array_ends_though_a_process_does_not(cluster, drive, host, spec, tmp_path):
+    has = sorted(host.in_hand)
+    cluster.dies(host)
+    drive.cancel()
+    assert (drive.run(), drive.code) == (f"cancelled; {MAY_BE_LEFT.format('n1')}", 143)
+    assert drive.seconds == pytest.approx(spec.grace_s + 60, abs=65)
+    assert cluster.leases.progress.is_over
+    cluster.leases.commit()
+    held = held_in_journal(tmp_path)[host.record.number]
+    assert sorted(held) == has, "another attempt waits for them"
+
+
+def test_an_array_whose_elements_are_over_ends_though_a_process_does_not(cluster, drive, host):
+    cluster.end_all(host)
+    cluster.dies(host)
+    assert (drive.run(), drive.code) == (f"exit code 0; {MAY_BE_LEFT.format('n1')}", 0)
+
+
+@pytest.mark.parametrize("spec", [{"max_failures": 0}], indirect=True)
+def test_too_many_failures_end_it_though_a_process_does_not(cluster, drive, host):
+    cluster.tells(host, at="ended", row=row(0, 3))
+    cluster.dies(host)
+    assert (drive.run(), drive.code) == (f"exit code 8; {MAY_BE_LEFT.format('n1')}", 8)
+
+
+@pytest.mark.parametrize("is_dead", [True, False])
+def test_cancelled_elements_end_it_though_a_process_does_not(cluster, drive, host, is_dead):
+    """Of a dead host, or of one that says nothing of them, also when it is asked to end."""
+    cluster.leases.cancel(range(12), only_waiting=False)
+    if is_dead:
+        cluster.dies(host)
+    drive.stuck.add(host.record.number)
+    assert (drive.run(), drive.code) == (f"exit code 0; {MAY_BE_LEFT.format('n1')}", 0)
+    assert cluster.leases.progress.number(ElementState.CANCELLED) == 12
+
+
+def test_a_node_that_dies_meanwhile_is_named_as_dead(cluster, drive, host):
+    cluster.dies(host)
+    drive.cancel()
+    drive.later[5] = lambda: setattr(cluster.ray, "alive", ["n2"])
+    ending = "cancelled; processes of it may be left for 75 s on n1, which Ray counts as dead"
+    assert drive.run() == ending
+    assert drive.seconds <= 9
+
+
+def test_a_cancel_while_the_heads_disk_is_full_says_so(cluster, drive, host, monkeypatch, capfd):
+    cluster.end_all(host)
+    cluster.tells(host, at="idle")
+    monkeypatch.setattr(cluster.leases._journal, "commit", full_disk)
+    drive.later[20] = drive.cancel
+    drive.run()
+    assert drive.code == 143
+    assert drive.seconds <= 30, "nobody waits for the disk after a cancel"
+    assert "disk has not taken how the last elements have ended" in capfd.readouterr().out
