@@ -1,5 +1,4 @@
-"""What a user may set: checks that executors, pools, clusters and probes share; the probes; Ray's
-``runtime_env``.
+"""The checks of all fields that a user sets, on executors, pools, clusters and probes; the probes.
 
 A check takes a field's full name and its value, and raises ``ConfigError`` with what is allowed.
 """
@@ -99,9 +98,8 @@ def is_amount(value: Any) -> bool:
 
 def is_whole(value: Any, least: int, most: int | None = None) -> bool:
     """Whether it is a whole number between these, and no bool."""
-    if isinstance(value, bool) or not isinstance(value, int):
-        return False
-    return least <= value and (most is None or value <= most)
+    number = isinstance(value, int) and not isinstance(value, bool)
+    return number and least <= value and (most is None or value <= most)
 
 
 def are_labels(value: Any) -> bool:
@@ -192,26 +190,17 @@ def _is_credential(name: str, value: str) -> bool:
 # ---------------------------------------------------------------------- checks of one value
 
 
-def allow(fits: Callable[[Any], Any], allowed: str) -> Check:
-    """The check that a value fits."""
+def allow(fits: Callable[[Any], Any], allowed: str, none: bool = False) -> Check:
+    """The check that a value fits; with ``none``, ``None`` passes too."""
 
     def check(field: str, value: Any) -> None:
-        if not fits(value):
-            refuse(field, value, allowed)
+        if not fits(value) and not (none and value is None):
+            refuse(field, value, allowed + (", or None" if none else ""))
 
     return check
 
 
-def whole(least: int, most: int | None = None, none: bool = False) -> Check:
-    """The check of a whole number; ``None`` passes if ``none``."""
-    allowed = f"a whole number from {least}" + ("" if most is None else f" to {most}")
-    return allow(
-        lambda value: (none and value is None) or is_whole(value, least, most),
-        allowed + (", or None" if none else ""),
-    )
-
-
-def or_none(check: Check) -> Check:
+def _or_none(check: Callable[[str, Any], object]) -> Check:
     """The check, which ``None`` passes."""
 
     def check_or_none(field: str, value: Any) -> None:
@@ -221,24 +210,25 @@ def or_none(check: Check) -> Check:
     return check_or_none
 
 
+def whole(least: int, most: int | None = None, none: bool = False) -> Check:
+    """The check of a whole number."""
+    allowed = f"a whole number from {least}" + ("" if most is None else f" to {most}")
+    return allow(lambda value: is_whole(value, least, most), allowed, none)
+
+
+def every(fits: Callable[[Any], Any], allowed: str) -> Check:
+    """The check of a list whose items fit."""
+    return allow(lambda value: isinstance(value, list) and all(map(fits, value)), allowed)
+
+
 def _is_text(value: Any) -> bool:
-    return isinstance(value, str) and bool(value.strip())
+    return isinstance(value, str) and bool(value.strip()) and "\0" not in value
 
 
-def _are_texts(value: Any) -> bool:
-    return isinstance(value, list) and all(isinstance(text, str) for text in value)
-
-
-FLAG = allow(lambda value: isinstance(value, bool), "True or False")
-SECONDS = allow(is_amount, "a number from 0")
-POSITIVE_SECONDS = allow(
-    lambda value: is_amount(value) and value > 0, "a number of seconds above 0"
-)
-TEXT = allow(lambda value: isinstance(value, str) and value, "a text")
-TEXTS = allow(_are_texts, "a list of texts")
-_A_DICT = allow(lambda value: isinstance(value, dict), "a dict")
+_FLAG = allow(lambda value: isinstance(value, bool), "True or False")
+_SECONDS = "a number of seconds from 0"
+_A_NAME = allow(_is_text, "a name in the cluster file", none=True)
 _A_LIST = allow(lambda value: isinstance(value, list), "a list")
-_A_NAME = allow(_is_text, "a name in the cluster file, or None")
 
 
 def parse_memory(value: int | str, field: str = "RayExecutor.memory_per_node") -> int:
@@ -264,15 +254,9 @@ def parse_memory(value: int | str, field: str = "RayExecutor.memory_per_node") -
     return size_bytes
 
 
-def _memory(field: str, value: Any) -> None:
-    parse_memory(value, field)
-
-
 def _resource(field: str, value: Any) -> None:
-    if is_amount(value) and 0 < value < RESOURCE_MIN:
-        refuse(field, value, f"0 or a number from {RESOURCE_MIN}, the step in which Ray counts")
-    if not is_amount(value) or value > RESOURCE_MAX:
-        refuse(field, value, f"a number from 0 to {RESOURCE_MAX}")
+    if not is_amount(value) or value > RESOURCE_MAX or 0 < value < RESOURCE_MIN:
+        refuse(field, value, f"0, or a number from {RESOURCE_MIN} to {RESOURCE_MAX}")
 
 
 def _gpus(field: str, value: Any) -> None:
@@ -282,61 +266,52 @@ def _gpus(field: str, value: Any) -> None:
 
 
 def _custom_resources(field: str, value: Any) -> None:
-    _A_DICT(field, value)
+    if not isinstance(value, dict) or not all(
+        isinstance(key, str) and key and key not in _OWN_FIELDS for key in value
+    ):
+        own = ", ".join(_OWN_FIELDS)
+        refuse(field, value, f"a dict of custom resources; {own} have fields of their own")
     for key, amount in value.items():
         _resource(f"{field}[{key!r}]", amount)
-        if not isinstance(key, str) or not key or key in _OWN_FIELDS:
-            allowed = f"custom resources; {', '.join(_OWN_FIELDS)} have fields of their own"
-            refuse(field, value, allowed)
 
 
-def _ports(field: str, value: Any) -> None:
-    _A_DICT(field, value)
-    for key, port in value.items():
-        if not isinstance(key, str) or not key or key.startswith("_"):
-            refuse(field, key, "names that do not begin with '_'")
-        whole(0, 65535)(f"{field}[{key!r}]", port)
-    fixed = [port for port in value.values() if port]
-    if len(set(fixed)) < len(fixed):
-        refuse(field, value, "different numbers, or 0 for a free one")
+def _are_ports(value: Any) -> bool:
+    fixed = [port for port in value.values() if port] if isinstance(value, dict) else []
+    return (
+        isinstance(value, dict)
+        and all(isinstance(key, str) and key and not key.startswith("_") for key in value)
+        and all(is_whole(port, 0, 65535) for port in value.values())
+        and len(set(fixed)) == len(fixed)
+    )
 
 
-def _is_handle(value: Any) -> bool:
-    """Whether it names an experiment, or is the handle of a Ray job."""
-    is_handle = isinstance(value, str) and bool(value)
-    return is_handle and ("://" not in value or value.startswith(f"{SCHEDULER}://"))
-
-
-def _is_command(value: Any) -> bool:
-    return _is_text(value) and "\0" not in value
-
-
-def _variables(field: str, value: Any) -> None:
-    _A_DICT(field, value)
-    for key, text in value.items():
-        if not isinstance(key, str) or not key or re.search(r"[\s=\0]", key):
-            refuse(field, key, "names of environment variables, without blanks and '='")
+def _variables(field: str, value: Any, size_max_bytes: float = float("inf")) -> None:
+    """Check variables without showing a value, which may be a credential."""
+    if not isinstance(value, dict):
+        refuse(field, type(value), "a dict of texts by text")
+    for name, text in value.items():
+        if not isinstance(name, str) or not name or re.search(r"[\s=\0]", name):
+            refuse(field, name, "names of environment variables, without blanks and '='")
         if not isinstance(text, str) or "\0" in text:
-            refuse(f"{field}[{key!r}]", text, "a text without NUL")
+            refuse(f"{field}[{name!r}]", type(text), "a text without NUL")
+        size_bytes = len(f"{name}={text}".encode(errors="surrogatepass")) + 1
+        if size_bytes > size_max_bytes:
+            refuse(
+                f"{field}[{name!r}], in bytes with its name,",
+                size_bytes,
+                f"at most {size_max_bytes}, else no worker of Ray starts; put it into a file",
+            )
 
 
 def _secret_names(field: str, value: Any) -> None:
     # A secret given by its value must not be shown, not even as refused.
-    if not isinstance(value, list):
+    is_list = isinstance(value, list)
+    if not is_list or not all(isinstance(one, str) and _VARIABLE.fullmatch(one) for one in value):
         raise ConfigError(
-            f"{field} is no list (what it is, is not shown here, in case it is a "
-            "value); allowed is a list of names of environment variables, such as ['HF_TOKEN']."
+            f"{field} is no list of names of environment variables (what it is, is not shown here, "
+            "in case it is a value); allowed are names, such as ['HF_TOKEN'], whose values are "
+            "taken from the environment."
         )
-    if not all(isinstance(variable, str) and _VARIABLE.fullmatch(variable) for variable in value):
-        raise ConfigError(
-            f"{field} holds something that is no name of an environment variable (not "
-            "shown here, in case it is a value); allowed are names, such as ['HF_TOKEN'], whose "
-            "values are taken from the environment."
-        )
-
-
-def _all(fits: Callable[[Any], Any]) -> Callable[[Any], bool]:
-    return lambda value: isinstance(value, list) and all(map(fits, value))
 
 
 # ---------------------------------------------------------------------- probes
@@ -347,21 +322,24 @@ def _is_plain_path(value: Any) -> bool:
     return is_plain and value.startswith("/") and " " not in value
 
 
-def _port_or_name(field: str, value: Any) -> None:
-    if isinstance(value, bool) or not isinstance(value, (int, str)) or value == "":
-        refuse(field, value, "a number or the name of one of the role's ports")
-    if isinstance(value, int):
-        allow(lambda port: 1 <= port <= 65535, "a number from 1 to 65535")(field, value)
-
-
+_POSITIVE_SECONDS = allow(
+    lambda value: is_amount(value) and value > 0, "a number of seconds above 0"
+)
 _OF_PROBES: dict[str, Check] = {
-    "interval_s": POSITIVE_SECONDS,
-    "timeout_s": POSITIVE_SECONDS,
-    "port": _port_or_name,
+    "interval_s": _POSITIVE_SECONDS,
+    "timeout_s": _POSITIVE_SECONDS,
+    "port": allow(
+        lambda value: is_whole(value, 1, 65535) or _is_text(value),
+        "a number from 1 to 65535, or the name of one of the role's ports",
+    ),
     "path": allow(_is_plain_path, "a path that begins with /, without spaces"),
-    "status": allow(lambda value: is_whole(value, 100, 599), "a number from 100 to 599"),
+    "status": whole(100, 599),
     "command": allow(
-        lambda value: _are_texts(value) and value and not any("\0" in word for word in value),
+        lambda value: (
+            isinstance(value, list)
+            and value
+            and all(isinstance(word, str) and "\0" not in word for word in value)
+        ),
         "a list of texts, the program first",
     ),
 }
@@ -375,7 +353,7 @@ class Probe:
         ConfigError: a value is not allowed.
     """
 
-    #: What the node is to try.
+    #: The way in which the node asks.
     kind: ClassVar[str]
     _: KW_ONLY
     #: Seconds from one try to the next.
@@ -435,9 +413,9 @@ class CommandProbe(Probe):
 # ---------------------------------------------------------------------- RayExecutor
 
 _OF_EXECUTORS: dict[str, Check] = {
-    "pool": or_none(_A_NAME),
-    "image": or_none(_A_NAME),
-    "preflight": or_none(FLAG),
+    "pool": _A_NAME,
+    "image": _A_NAME,
+    "preflight": allow(lambda value: isinstance(value, bool), "True, False", none=True),
     "packager": allow(
         lambda value: isinstance(value, Packager),
         "a packager, such as nemo_run.GitArchivePackager()",
@@ -445,48 +423,53 @@ _OF_EXECUTORS: dict[str, Check] = {
     "nodes": whole(1),
     "ntasks_per_node": whole(1),
     "retries": whole(0),
-    "cpus_per_node": or_none(_resource),
+    "cpus_per_node": _or_none(_resource),
     "gpus_per_node": _gpus,
-    "memory_per_node": or_none(_memory),
+    "memory_per_node": _or_none(lambda field, value: parse_memory(value, field)),
     "resources_per_node": _custom_resources,
     "label_selector": allow(are_labels, f"a dict of {LABELS}"),
     "strategy": allow(lambda value: value in STRATEGIES, f"one of {', '.join(STRATEGIES)}"),
-    "runtime_env": _A_DICT,
-    "allow_unknown_runtime_env": FLAG,
+    "runtime_env": allow(lambda value: isinstance(value, dict), "a dict"),
+    "allow_unknown_runtime_env": _FLAG,
     "secrets": _secret_names,
     "env_vars": _variables,
     "role": allow(lambda value: isinstance(value, str), "a text"),
-    "service": FLAG,
-    "ready": or_none(
-        allow(
-            lambda value: isinstance(value, Probe) and type(value) is not Probe,
-            "a PortProbe, an HttpProbe, a CommandProbe or None",
-        )
+    "service": _FLAG,
+    "ready": allow(
+        lambda value: isinstance(value, Probe) and type(value) is not Probe,
+        "a PortProbe, an HttpProbe, a CommandProbe",
+        none=True,
     ),
-    "ports": _ports,
-    "wait_for_nodes": FLAG,
+    "ports": allow(
+        _are_ports,
+        "a dict of numbers up to 65535, or 0 for a free one, which differ; by names that do not "
+        "begin with '_'",
+    ),
+    "wait_for_nodes": _FLAG,
     "resource_group": _A_LIST,
     "max_in_flight": whole(1, none=True),
-    "pending_timeout_s": or_none(SECONDS),
-    "time_s": or_none(SECONDS),
-    "permanent_exit_codes": allow(
-        _all(lambda code: is_whole(code, 1, 255)), "a list of numbers from 1 to 255"
+    "pending_timeout_s": allow(is_amount, _SECONDS, none=True),
+    "time_s": allow(is_amount, _SECONDS, none=True),
+    "permanent_exit_codes": every(
+        lambda code: is_whole(code, 1, 255), "a list of numbers from 1 to 255"
     ),
-    "grace_s": SECONDS,
-    "dependencies": allow(
-        _all(_is_handle), f"a list of experiments' titles or ids, and handles {HANDLE}<job's id>"
+    "grace_s": allow(is_amount, _SECONDS),
+    "dependencies": every(
+        lambda name: (
+            isinstance(name, str)
+            and name
+            and ("://" not in name or name.startswith(f"{SCHEDULER}://"))
+        ),
+        f"a list of experiments' titles or ids, and handles {HANDLE}<job's id>",
     ),
-    "keep_run_dir": FLAG,
-    "python": or_none(
-        allow(
-            lambda value: isinstance(value, str) and value and not CONTROL.search(value),
-            "a path, a program's name, or None",
-        )
+    "keep_run_dir": _FLAG,
+    "python": allow(
+        lambda value: isinstance(value, str) and value and not CONTROL.search(value),
+        "a path, a program's name",
+        none=True,
     ),
-    "entrypoint_shell": or_none(
-        allow(lambda value: value == "login", "'login', or None for no shell")
-    ),
-    "startup_commands": allow(_all(_is_command), "a list of shell commands"),
+    "entrypoint_shell": allow(lambda value: value == "login", "'login'", none=True),
+    "startup_commands": every(_is_text, "a list of shell commands"),
     "keep_logs_max_bytes": whole(0, none=True),
     "given_fields": _A_LIST,
 }
@@ -501,11 +484,11 @@ def check_executor(executor: Any) -> None:
     for name, check in _OF_EXECUTORS.items():
         check(f"RayExecutor.{name}", getattr(executor, name))
     check_runtime_env(executor.runtime_env, executor.allow_unknown_runtime_env)
-    in_clear = {
-        "env_vars": executor.env_vars,
-        "runtime_env['env_vars']": executor.runtime_env.get("env_vars") or {},
-    }
-    for field, variables in in_clear.items():
+    of_ray = executor.runtime_env.get("env_vars") or {}
+    for field, variables in (
+        ("env_vars", executor.env_vars),
+        ("runtime_env['env_vars']", of_ray),
+    ):
         for name in executor.secrets:
             if name in variables:
                 raise ConfigError(
@@ -516,15 +499,13 @@ def check_executor(executor: Any) -> None:
     if executor.resource_group and launcher is not None and type(launcher) is not Launcher:
         allowed = "None for a group; set it on the executor of a role"
         refuse("RayExecutor.launcher", launcher, allowed)
-    if isinstance(launcher, str):
-        if launcher not in _LAUNCHERS:
-            refuse("RayExecutor.launcher", launcher, f"None or one of {', '.join(_LAUNCHERS)}")
-    elif launcher is not None:
-        if type(launcher) not in (Launcher, Torchrun, FaultTolerance):
-            refuse("RayExecutor.launcher", launcher, "None, Torchrun or FaultTolerance")
-        if launcher.nsys_profile:
-            allowed = "False: profiling on Ray is not built yet"
-            refuse("RayExecutor.launcher.nsys_profile", True, allowed)
+    kinds = (Launcher, Torchrun, FaultTolerance)
+    if launcher is not None and launcher not in _LAUNCHERS and type(launcher) not in kinds:
+        allowed = f"None, {', '.join(map(repr, _LAUNCHERS))}, Torchrun or FaultTolerance"
+        refuse("RayExecutor.launcher", launcher, allowed)
+    if getattr(launcher, "nsys_profile", False):
+        allowed = "False: profiling on Ray is not built yet"
+        refuse("RayExecutor.launcher.nsys_profile", True, allowed)
 
 
 # ---------------------------------------------------------------------- Ray's runtime_env
@@ -540,7 +521,13 @@ _ENVIRONMENTS = ("pip", "uv", "conda")
 #: Fields by which Ray starts a worker in a container, and what it lets them be combined with.
 _CONTAINERS, _BESIDE_CONTAINER = ("image_uri", "container"), ("config", "env_vars")
 #: Fields that Ray's client adds by itself, which a saved runtime environment may have.
-_OF_RAY_ITSELF = ("_ray_release", "_ray_commit", "_inject_current_ray")
+_OF_RAY_ITSELF = (
+    "_ray_release",
+    "_ray_commit",
+    "_inject_current_ray",
+    "_nsight",
+    "_rocprof_sys",
+)
 #: A line of requirements that names another file, and how deep such files may lie.
 _OTHER_FILE = re.compile(
     r"\s*(?P<option>-r|-c|--requirement|--constraint)(?:\s+|=|(?<=-[rc]))(?P<path>[^\s#]+)"
@@ -548,12 +535,21 @@ _OTHER_FILE = re.compile(
 _INCLUDES_MAX = 10
 #: One string of a new process (MAX_ARG_STRLEN, execve(2)): Ray tries for ever to start its worker.
 _VARIABLE_BYTES_MAX = 128 * 1024
-#: A text that may be meant as a package, and not as a file.
-_PACKAGE = re.compile(r"(?!.*\.(?:txt|in)$)[A-Za-z0-9][\w.-]*(\[[\w,-]+\])?([<>=!~]=?.+)?")
+#: Every field that Ray's documentation lists.
+_OF_RUNTIME_ENV = (
+    *_ENVIRONMENTS,
+    *_CONTAINERS,
+    *_BESIDE_CONTAINER,
+    "py_executable",
+    "worker_process_setup_hook",
+    "nsight",
+    "rocprof_sys",
+    "java_jars",
+)
 
 
 def check_runtime_env(runtime_env: Mapping[str, Any], allow_unknown: bool = False) -> None:
-    """Check the fields, the types of their values and that Ray combines them.
+    """Check the names of the fields, the values that are read here, and that Ray combines them.
 
     Args:
         runtime_env: as the user gave it.
@@ -570,7 +566,7 @@ def check_runtime_env(runtime_env: Mapping[str, Any], allow_unknown: bool = Fals
             refuse(field, value, "absent: the executor's packager says which code is sent")
         if name not in (*_OF_RUNTIME_ENV, *_OF_RAY_ITSELF) and not allow_unknown:
             meant = nearest(name, _OF_RUNTIME_ENV)
-            documented = ", ".join(key for key in _OF_RUNTIME_ENV if not key.startswith("_"))
+            documented = ", ".join(_OF_RUNTIME_ENV)
             hint = f"did you mean {meant!r}?" if meant else f"Ray's fields are {documented}."
             raise ConfigError(
                 f"RayExecutor.runtime_env has the field {name!r}, which Ray would pass over "
@@ -584,9 +580,14 @@ def check_runtime_env(runtime_env: Mapping[str, Any], allow_unknown: bool = Fals
                 f"{field} holds something that JSON cannot carry to the "
                 f"cluster: {error}. Use texts, numbers, True, False, None, lists and dicts."
             ) from error
-    for name, value in values.items():
-        if name in _OF_RUNTIME_ENV:
-            _OF_RUNTIME_ENV[name](_field(name), value)
+    _variables(_field("env_vars"), values.get("env_vars", {}), _VARIABLE_BYTES_MAX)
+    for name in ("pip", "uv"):
+        value = values.get(name, [])
+        packages = value.get("packages") if isinstance(value, dict) else value
+        is_list = isinstance(packages, list) and all(isinstance(one, str) for one in packages)
+        if not is_list and not (isinstance(packages, str) and packages):
+            allowed = "a list of requirements, the path of a file of them"
+            refuse(_field(name), value, f"{allowed}, or a dict with one of these as 'packages'")
     several = [name for name in values if name in _ENVIRONMENTS]
     if len(several) > 1:
         raise ConfigError(
@@ -652,7 +653,7 @@ def _requirements(
             lines: Sequence[str] = Path(path).read_text(encoding="utf-8").strip().split("\n")
         except (OSError, UnicodeDecodeError) as error:
             problem = _unreadable(field, path, error, "a requirements file")
-            if isinstance(error, FileNotFoundError) and depth == 0 and _PACKAGE.fullmatch(path):
+            if not path.endswith((".txt", ".in")):
                 problem += f" One package is written as a list: [{path!r}]."
             raise ConfigError(problem) from error
         folder = Path(path).parent
@@ -684,13 +685,6 @@ def _conda_file(path: str) -> dict[str, Any]:
         raise ConfigError(_unreadable(_field("conda"), path, error, expected)) from error
     if not isinstance(content, dict):
         raise ConfigError(_unreadable(_field("conda"), path, "it holds no mapping", expected))
-    field = f"{_field('conda')}, the file {path!r},"
-    for key in content:  # conda's files have more keys than Ray's documentation
-        meant = nearest(key, _CONDA)
-        if key not in _CONDA and meant:
-            raise ConfigError(f"{field} has the key {key!r}; did you mean {meant!r}?")
-    if content.get("dependencies") is not None:
-        _dependencies(f"{field} 'dependencies'", content["dependencies"])
     return content
 
 
@@ -700,101 +694,3 @@ def _unreadable(field: str, path: str, why: object, expected: str) -> str:
         f"{field} names the file {path!r} in {Path.cwd()}, which cannot be read as "
         f"{expected}: {reason}. It is read here, when the task is planned, not on the cluster."
     )
-
-
-def _table(checks: Mapping[str, Check], required: str = "") -> Check:
-    """The check of a dict with some of these keys."""
-
-    def check_table(field: str, value: Any) -> None:
-        allowed = f"a dict with {required!r}" if required else "a dict"
-        if not isinstance(value, dict):
-            refuse(field, value, allowed)
-        for key in value:
-            if key not in checks:
-                meant = nearest(key, checks)
-                hint = f"did you mean {meant!r}? " if meant else ""
-                raise ConfigError(
-                    f"{field} has the key {key!r}; {hint}allowed is a dict with some of "
-                    f"{', '.join(checks)}."
-                )
-        if required and required not in value:
-            refuse(field, value, allowed)
-        for key, check in checks.items():
-            if key in value:
-                check(f"{field}[{key!r}]", value[key])
-
-    return check_table
-
-
-def _variables_of_ray(field: str, value: Any) -> None:
-    allowed = "a dict of texts by text"
-    if not isinstance(value, dict):
-        refuse(field, value, allowed)
-    for name, text in value.items():
-        if not isinstance(name, str):
-            refuse(f"{field} for the name {name!r}", type(name), allowed)
-        if not isinstance(text, str):  # the value may be a credential
-            refuse(f"{field}[{name!r}]", type(text), "a text")
-        size_bytes = len(f"{name}={text}".encode(errors="surrogatepass")) + 1
-        if size_bytes > _VARIABLE_BYTES_MAX:
-            refuse(
-                f"{field}[{name!r}], in bytes with its name,",
-                size_bytes,
-                f"at most {_VARIABLE_BYTES_MAX}, else no worker of Ray starts; put it into a file",
-            )
-
-
-def _dependencies(field: str, value: Any) -> None:
-    """conda's own packages by name, and those of pip in a list below ``pip``."""
-    _A_LIST(field, value)
-    for package in value:
-        if isinstance(package, dict):
-            _table({"pip": TEXTS})(field, package)
-        elif not isinstance(package, str):
-            refuse(field, value, "a list of texts, one of which may be a dict with 'pip'")
-
-
-def _or_table(table: Check, otherwise: Check) -> Check:
-    return lambda field, value: (table if isinstance(value, dict) else otherwise)(field, value)
-
-
-def _installer(name: str) -> Check:
-    """The check of ``pip`` or ``uv``."""
-    packages = allow(
-        lambda value: (isinstance(value, str) and value) or _are_texts(value),
-        "a list of requirements, or the path of a requirements file",
-    )
-    options = "pip_install_options" if name == "pip" else "uv_pip_install_options"
-    keys = {"packages": packages, f"{name}_check": FLAG, f"{name}_version": TEXT, options: TEXTS}
-    return _or_table(_table(keys, "packages"), packages)
-
-
-_CONDA: dict[str, Check] = {
-    "name": TEXT,
-    "channels": TEXTS,
-    "dependencies": _dependencies,
-    "prefix": TEXT,
-    "variables": _variables_of_ray,
-}
-_TEXT_OR_DICT = allow(lambda value: isinstance(value, (str, dict)) and value, "a text or a dict")
-_LIMIT = allow(
-    lambda value: is_whole(value, 1) or value == -1,
-    "a whole number of seconds from 1, or -1 for no limit",
-)
-#: Every field that Ray's documentation lists, and those that its client makes of some of them.
-_OF_RUNTIME_ENV: dict[str, Check] = {
-    "pip": _installer("pip"),
-    "uv": _installer("uv"),
-    "conda": _or_table(_table(_CONDA), _TEXT_OR_DICT),
-    "env_vars": _variables_of_ray,
-    "image_uri": TEXT,
-    "container": _table({"image": TEXT, "worker_path": TEXT, "run_options": TEXTS}, "image"),
-    "py_executable": TEXT,
-    "worker_process_setup_hook": TEXT,
-    "nsight": _TEXT_OR_DICT,
-    "rocprof_sys": _TEXT_OR_DICT,
-    "java_jars": TEXTS,
-    "config": _table({"setup_timeout_seconds": _LIMIT, "eager_install": FLAG, "log_files": TEXTS}),
-    "_nsight": _TEXT_OR_DICT,
-    "_rocprof_sys": _TEXT_OR_DICT,
-}

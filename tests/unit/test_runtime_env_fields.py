@@ -11,7 +11,7 @@ from torchx.specs import AppDef, Role
 
 from nemo_run_ray import LocalCluster, RayExecutor
 from nemo_run_ray.errors import ConfigError
-from nemo_run_ray.fields import brings_python, check_runtime_env, is_container, resolve_runtime_env
+from nemo_run_ray.fields import check_runtime_env, resolve_runtime_env
 from nemo_run_ray.plan.job import describe, in_folder, plan
 from nemo_run_ray.remote.spec import GroupSpec
 
@@ -172,35 +172,6 @@ def test_a_file_that_cannot_be_read_is_named(tmp_path, monkeypatch, runtime_env,
         _sent(runtime_env)
 
 
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("dependncies: [x]", "the file 'e.yml', has the key 'dependncies'; did you mean"),
-        ("dependencies: [{pip: tabulate}]", r"\['pip'\] is 'tabulate'; allowed is a list of texts"),
-        ("dependencies: [3]", "allowed is a list of texts, one of which may be a dict with 'pip'"),
-    ],
-)
-def test_a_file_of_conda_is_checked_as_a_dict_is(tmp_path, monkeypatch, text, message):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "e.yml").write_text(text)
-    with pytest.raises(ConfigError, match=message):
-        resolve_runtime_env({"conda": "e.yml"})
-
-
-@pytest.mark.parametrize(
-    "text",
-    [
-        "platforms: [linux-64]\ndependencies: [python=3.11]",
-        "variables: {OMP_NUM_THREADS: 4}",
-        "channels:\nname: 3",
-    ],
-)
-def test_a_file_that_conda_takes_is_taken(tmp_path, monkeypatch, text):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "e.yml").write_text(text)
-    assert resolve_runtime_env({"conda": "e.yml"})["conda"]
-
-
 # ---------------------------------------------------------------------- which Python
 
 
@@ -245,10 +216,3 @@ def test_a_container_does_not_run_in_the_callers_folder():
     assert in_folder(apart, "/here").spec.roles[0].task.cwd is None
     here = plan(_app(), RayExecutor(ports={"http": 0}), "exp.job", "job")
     assert in_folder(here, "/here").spec.roles[0].task.cwd == "/here"
-
-
-def test_what_a_field_means_for_the_plan():
-    assert brings_python({"uv": ["x"]})
-    assert not brings_python({"pip": [], "env_vars": {"A": "b"}})
-    assert is_container({"container": {"image": "x"}})
-    assert not is_container({"pip": ["x"]})

@@ -257,7 +257,7 @@ def test_a_variable_that_is_no_text_is_named(planned):
     """NeMo-Run takes any value for a script's."""
     with pytest.raises(ConfigError, match="'A' with a value of type int"):
         planned(run.Script(inline="true", env={"A": 1}), _executor())
-    with pytest.raises(ConfigError, match="the name 1 with .* the name of a variable is a text"):
+    with pytest.raises(ConfigError, match="has the name 1 with a value"):
         planned(run.Script(inline="true", env={1: "a"}), _executor())
 
 
@@ -919,12 +919,6 @@ def test_what_was_assigned_to_a_role_later_is_checked(roles, name, value, words)
             roles({"role": "named"}, {}, plugins=[Sets(role=number, fields={name: value})])
         for word in (f"The role {role!r}", f"RayExecutor.{name}", words):
             assert word in str(caught.value)
-
-
-@pytest.mark.parametrize("port", [-1, 65536, 10**9, "80", True, 80.0, None])
-def test_ports_out_of_range(port):
-    with pytest.raises(ConfigError, match=r"RayExecutor\.ports\['http'\] is .*from 0 to 65535"):
-        _executor(ports={"http": port})
 
 
 @pytest.mark.parametrize("launcher", ["torchrun", "ft", Torchrun()])
