@@ -108,26 +108,14 @@ class RunningElement:
         self._passed_on = 0
         self._last = ""
 
-<<<<<<< HEAD
-    def read(self) -> str:
-        """The lines that are complete now; called when there is something to read."""
-        if self.fd is None:
-            return ""
-        data = os.read(self.fd, CHUNK_BYTES)
-        if not data:
-            os.close(self.fd)
-            self.fd = None
-        return self._limited(self._lines.take(data))
-=======
     @property
     def lease(self) -> Lease:
         return self.order.lease
->>>>>>> 008cc74 (Rewrite the element host and its pool with half the mechanisms)
 
     def read(self) -> str:
         """The lines that are complete now; ``fd`` is readable."""
         data = b"" if self.fd is None else os.read(self.fd, CHUNK_BYTES)
-        return self._limited(self._lines.feed(data)) if data else self.close()
+        return self._limited(self._lines.take(data)) if data else self.close()
 
     def close(self) -> str:
         """Read no more; the last line, if it has no end."""
