@@ -213,19 +213,7 @@ def _since(status: JobStatus, attempts: Attempts, now: float) -> str:
         at = last.seen_at or at  # when it was seen last
     elif status.state.is_terminal:
         at = last.ended_at or 0.0
-    return f"{duration(now - at)} ago" if at else ""
-
-
-def duration(seconds: float) -> str:
-    """A duration as text: ``45s``, ``12m``, ``3h 05m``, ``2d 4h``."""
-    minutes, rest = divmod(max(0, int(seconds)), 60)
-    hours, minutes = divmod(minutes, 60)
-    days, hours = divmod(hours, 24)
-    if days:
-        return f"{days}d {hours}h"
-    if hours:
-        return f"{hours}h {minutes:02d}m"
-    return f"{minutes}m {rest:02d}s" if minutes else f"{rest}s"
+    return f"{timeline.length(max(0, int(now - at)))} ago" if at else ""
 
 
 def _short(names: Sequence[str]) -> str:
@@ -272,7 +260,7 @@ def _array_lines(job: RemoteJob, array: ArrayRows, has_failures_in_message: bool
     counts = ", ".join(f"{array[name]} {name}" for name in _ELEMENT_STATES if array[name])
     pace = ""
     if array["running"] and array["left_s"] is not None:
-        left = duration(array["left_s"])
+        left = timeline.length(round(array["left_s"]))
         pace = f"; {array['elements_per_s']:.3g} elements/s, about {left} left"
     lines = [Text(f"\n{job.name} has {array['elements']} elements: {counts}{pace}")]
     if not has_failures_in_message:

