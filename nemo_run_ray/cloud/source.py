@@ -1,6 +1,6 @@
 """Chooses the files of a source tree that are sent, and reads them.
 
-git itself is asked which paths it ignores and which it tracks.
+git itself lists them: what it tracks, and what it does not ignore.
 """
 
 from __future__ import annotations
@@ -13,10 +13,11 @@ import shutil
 import stat
 import subprocess
 import tempfile
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cache
 from pathlib import Path, PurePosixPath
+from typing import NamedTuple
 
 from nemo_run_ray.cloud.encode import Entry, File, Link, check_source
 from nemo_run_ray.errors import TransportError
@@ -90,19 +91,27 @@ def collect(
     if not root.is_dir():
         raise TransportError(f"ShipSource: there is no folder {root}. Nothing was sent.")
     roots = import_roots(root)
-    asked = Walk(root, exclude).below(_globbed(root, include)) | _wanted(scripts, exclude)
+    for script in scripts:
+        if matches(script, exclude):
+            raise TransportError(
+                f"ShipSource: exclude={list(exclude)} keeps {script} here, which the task runs. "
+                "Nothing was sent."
+            )
+    asked = _below(root, _globbed(root, include), exclude) | set(scripts)
+    listing = list_files(root, [*_starts(root, roots, scripts)], exclude, LEFT_OUT)
     families = _families(scripts, collections)
-
-    def skips(folder: str) -> bool:
-        return _is_other_family(root, folder, families, collections)
-
-    walk = Walk(root, exclude, Git(root), LEFT_OUT, skips)
-    names = asked | walk.below(_starts(root, roots, scripts, walk))
+    others: set[str] = set()
+    for name in listing.files:
+        above = reversed(list(_folders(name)))
+        other = next((f for f in above if _is_other_family(root, f, families, collections)), None)
+        others |= {other} if other else set()
+    names = {name for name in listing.files if not others & {*_folders(name)}} | asked
     chosen = sorted({path for name in names for path in with_links(root, name)})
     _check_chosen(root, chosen, most_bytes)
     tree = {name: read_entry(root, name, chosen) for name in chosen}
-    reached = {*asked, *(str(above) for name in asked for above in PurePosixPath(name).parents)}
-    ignored, left_out = (sorted(names - reached) for names in (walk.ignored, walk.left_out))
+    reached = {*asked, *(above for name in asked for above in _folders(name))}
+    ignored = sorted(listing.ignored - reached)
+    left_out = sorted((listing.left_out | others) - listing.ignored - reached)
     return Source(tree, roots, tuple(ignored), tuple(left_out), _packages(root, left_out))
 
 
@@ -130,7 +139,7 @@ def import_roots(root: Path) -> tuple[str, ...]:
         )
         return ("src",) if is_src and not (below / "__init__.py").exists() else (".",)
     except PermissionError:
-        return ("src",)  # the walk refuses it, unless it is left out
+        return ("src",)  # git refuses it, unless it is ignored
 
 
 def find_module(root: Path, module: str) -> str | None:
@@ -143,16 +152,16 @@ def find_module(root: Path, module: str) -> str | None:
     return None
 
 
-def _starts(root: Path, roots: Sequence[str], scripts: Sequence[str], walk: Walk) -> Iterator[str]:
+def _starts(root: Path, roots: Sequence[str], scripts: Sequence[str]) -> Iterator[str]:
     """The paths whose files are sent for the place where they are."""
     if roots == (".",):
-        for name in walk.kept(walk.listed(".")):
+        for name in os.listdir(root):
             if name.endswith(".py") or _is_package(root / name):
                 yield name
     else:
         yield from roots
     for script in scripts:
-        yield from _beside(root, root / script, walk)
+        yield from _beside(root, root / script)
 
 
 def _is_package(path: Path) -> bool:
@@ -160,10 +169,10 @@ def _is_package(path: Path) -> bool:
     try:
         return (path / "__init__.py").is_file()
     except PermissionError:
-        return True  # the walk refuses it
+        return True  # git refuses it, unless it is ignored
 
 
-def _beside(root: Path, script: Path, walk: Walk) -> Iterator[str]:
+def _beside(root: Path, script: Path) -> Iterator[str]:
     """The package that a script is in, or its neighbours: it may import them."""
     package = None
     for folder in script.parents:
@@ -173,19 +182,9 @@ def _beside(root: Path, script: Path, walk: Walk) -> Iterator[str]:
     if package is not None:
         yield package.relative_to(root).as_posix()
         return
-    for name in walk.listed(script.parent.relative_to(root).as_posix()):
-        if os.path.isfile(root / name) and (script.parent != root or name.endswith(".py")):
-            yield name
-
-
-def _wanted(scripts: Iterable[str], exclude: Sequence[str]) -> set[str]:
-    for script in scripts:
-        if matches(script, exclude):
-            raise TransportError(
-                f"ShipSource: exclude={list(exclude)} keeps {script} here, which the task runs. "
-                "Nothing was sent."
-            )
-    return set(scripts)
+    for path in script.parent.iterdir():
+        if path.is_file() and (script.parent != root or path.suffix == ".py"):
+            yield path.relative_to(root).as_posix()
 
 
 def _globbed(root: Path, patterns: Iterable[str]) -> Iterator[str]:
@@ -199,6 +198,25 @@ def _globbed(root: Path, patterns: Iterable[str]) -> Iterator[str]:
         if not found:
             raise TransportError(f"ShipSource: include={pattern!r} names nothing in {root}.")
         yield from (path.relative_to(root).as_posix() for path in found)
+
+
+def _below(root: Path, starts: Iterable[str], exclude: Sequence[str]) -> set[str]:
+    """The files and links at or below some paths, but for what is excluded."""
+
+    def refuse(error: OSError) -> None:
+        raise _unreadable(Path(error.filename), error) from error
+
+    found: set[str] = set()
+    for start in starts:
+        if os.path.isfile(root / start) or os.path.islink(root / start):
+            found.add(start)
+            continue
+        for folder, folders, files in os.walk(root / start, onerror=refuse):
+            above = Path(folder).relative_to(root)
+            folders[:] = [name for name in folders if not matches(f"{above / name}", exclude)]
+            links = [name for name in folders if os.path.islink(Path(folder, name))]
+            found.update((above / name).as_posix() for name in (*files, *links))
+    return {name for name in found if not matches(name, exclude)}
 
 
 def _packages(root: Path, left_out: Iterable[str]) -> tuple[str, ...]:
@@ -248,98 +266,8 @@ def scripts_in(text: str) -> tuple[list[str], list[str]]:
     return re.findall(r"[\w./-]+\.py\b", text), re.findall(r"(?<!\S)-m\s+([\w.]+)", text)
 
 
-class Walk:
-    """The files and links of a tree that are sent. What is left out is not looked into.
-
-    Args:
-        root: of the tree; all names are paths relative to it, with ``/``.
-        exclude: patterns, relative to the root, or of names, of what is left out.
-        git: asked for what ``.gitignore`` names; ``None``: nothing is ignored.
-        left_out: patterns of names of what is left out unless git tracks it.
-        skips: whether a folder is left out for another reason.
-    """
-
-    def __init__(
-        self,
-        root: Path,
-        exclude: Iterable[str] = (),
-        git: Git | None = None,
-        left_out: Iterable[str] = (),
-        skips: Callable[[str], bool] = lambda folder: False,
-    ) -> None:
-        self._root = root
-        self._exclude = ["__pycache__", *exclude]
-        self._excluded = _one_of(self._exclude)
-        self._git = git
-        self._left_out = _one_of(left_out)
-        self._skips = skips
-        #: Files and folders that ``.gitignore`` keeps here.
-        self.ignored: set[str] = set()
-        #: Files and folders that ``left_out`` and ``skips`` keep here.
-        self.left_out: set[str] = set()
-
-    def below(self, starts: Iterable[str]) -> set[str]:
-        """The files and links at or below some paths; ``"."`` is the root.
-
-        Raises:
-            TransportError: a folder cannot be read.
-        """
-        whole = [start for start in starts if start == "." or not matches(start, self._exclude)]
-        level = ["."] if "." in whole else self.kept(whole)
-        found: set[str] = set()
-        while level:  # all folders of one depth at once, since each question starts git anew
-            inner: list[str] = []
-            for name in level:
-                kind = self._kind(name)
-                if stat.S_ISDIR(kind) and self._skips(name):
-                    self.left_out.add(name)
-                elif stat.S_ISDIR(kind):
-                    inner += self.listed(name)
-                elif stat.S_ISREG(kind) or stat.S_ISLNK(kind):  # a pipe or a socket has no contents
-                    found.add(name)
-            level = self.kept(inner)
-        return found
-
-    def kept(self, names: Iterable[str]) -> list[str]:
-        """The names that are not left out; nobody has left out the folders above them."""
-        kept = [
-            name
-            for name in names
-            if not (self._excluded(name) or self._excluded(name.rpartition("/")[2]))
-        ]
-        if self._git is None:
-            return kept
-        left = {name for name in kept if any(map(self._left_out, name.split("/")))}
-        left -= self._git.tracked(left)
-        kept = [name for name in kept if name not in left]
-        ignored = self._git.ignored(kept)
-        ignored -= self._git.tracked(ignored)
-        self.left_out |= left
-        self.ignored |= ignored
-        return [name for name in kept if name not in ignored]
-
-    def listed(self, folder: str) -> list[str]:
-        """All that is in a folder.
-
-        Raises:
-            TransportError: it cannot be read.
-        """
-        path = self._root / folder
-        try:
-            os.stat(os.path.join(path, "."))  # a folder with r and without x can only be listed
-            names = os.listdir(path)
-        except OSError as error:
-            raise _unreadable(path, error) from error
-        return names if folder == "." else [f"{folder}/{name}" for name in names]
-
-    def _kind(self, name: str) -> int:
-        try:
-            return (self._root / name).lstat().st_mode
-        except OSError as error:
-            raise _unreadable(self._root / name, error) from error
-
-
-def _one_of(patterns: Iterable[str]) -> Callable[[str], object]:
+@cache
+def _one_of(patterns: tuple[str, ...]) -> Callable[[str], object]:
     """A test whether one of the patterns matches a whole text."""
     each = [fnmatch.translate(str(PurePosixPath(pattern))) for pattern in patterns]
     return re.compile("|".join(each) or "(?!)").match
@@ -347,9 +275,8 @@ def _one_of(patterns: Iterable[str]) -> Callable[[str], object]:
 
 def matches(name: str, patterns: Iterable[str]) -> bool:
     """Whether a pattern names it, a folder that it is in, or a part of its path."""
-    path = PurePosixPath(name)
-    wholes = [name, *(str(parent) for parent in path.parents)]
-    return any(map(_one_of(patterns), (*wholes, *path.parts)))
+    is_one = _one_of((*patterns, "__pycache__"))
+    return any(map(is_one, (name, *_folders(name), *name.split("/"))))
 
 
 def file_size(path: Path) -> int | None:
@@ -435,107 +362,104 @@ def _unreadable(path: Path, error: OSError) -> TransportError:
     )
 
 
-class Git:
-    """Answers of git about the paths of a folder, which may be in a repository or not.
-
-    Args:
-        root: the folder; all names are paths relative to it.
-    """
-
-    def __init__(self, root: Path) -> None:
-        self._root = root
-        self._tracked: dict[str, set[str]] = {}
-
-    def ignored(self, names: Collection[str]) -> set[str]:
-        """The names that ``.gitignore`` files name; a tracked file is never one of them.
-
-        Raises:
-            TransportError: git is needed, and is missing or does not answer.
-        """
-        if self._is_repository:
-            found: set[str] = set()
-            for base, below in self._by_repository(names).items():
-                inner = [name.removeprefix(base) for name in below]
-                found |= {base + name for name in _ignored(self._root / base, inner)}
-            return found
-        folders = {folder for name in names for folder in _folders(name)}
-        if not any(os.path.exists(self._root / folder / ".gitignore") for folder in folders):
-            return set()
-        if not shutil.which("git"):
-            raise TransportError(
-                f"{self._root} has .gitignore files, and git, which knows what they mean, is not "
-                "installed. Install it; nothing was sent."
-            )
-        with tempfile.TemporaryDirectory() as empty:
-            _run_git(["init", "--quiet", "--bare", empty])
-            options = [f"--git-dir={empty}", f"--work-tree={self._root}"]
-            return _ignored(self._root, names, options)
-
-    def tracked(self, names: Collection[str]) -> set[str]:
-        """The names of tracked files, and of folders with tracked files below them."""
-        found: set[str] = set()
-        for base, below in self._by_repository(names).items() if self._is_repository else ():
-            if base not in self._tracked:
-                files = _answer(self._root / base, ["ls-files", "-z"])
-                self._tracked[base] = {*files, *(f for name in files for f in _folders(name))}
-            found |= {name for name in below if name.removeprefix(base) in self._tracked[base]}
-        return found
-
-    @cached_property
-    def _is_repository(self) -> bool:
-        if not shutil.which("git"):
-            return False
-        done = _run_git(["-C", str(self._root), "rev-parse", "--git-dir"])
-        if done.returncode and b"not a git repository" not in done.stderr:
-            raise _git_failed(self._root, done)  # as it does in a repository of another owner
-        return done.returncode == 0
-
-    def _by_repository(self, names: Collection[str]) -> dict[str, list[str]]:
-        """The names by the repository that they are in: submodules answer for themselves.
-
-        The key is the path of the repository below the root, ``""`` or with a ``/`` at its end.
-        """
-        bases: dict[str, str] = {}
-        found: dict[str, list[str]] = {}
-        for name in names:
-            folder = os.path.dirname(name)
-            if folder not in bases:
-                inner = (above for above in _folders(name) if self._is_repository_in(above))
-                bases[folder] = next((f"{base}/" for base in inner), "")
-            found.setdefault(bases[folder], []).append(name)
-        return found
-
-    def _is_repository_in(self, folder: str) -> bool:
-        return folder != "" and os.path.exists(self._root / folder / ".git")
-
-
 def _folders(name: str) -> Iterator[str]:
-    """The folders above a path, from the nearest one to the root, which is ``""``."""
-    while name:
-        name = os.path.dirname(name)
+    """The folders above a path, from the nearest one to the last below the root."""
+    while "/" in name:
+        name = name.rpartition("/")[0]
         yield name
 
 
-def _ignored(folder: Path, names: Collection[str], options: Collection[str] = ()) -> set[str]:
-    text = os.fsencode("\0".join(names))
-    return _answer(folder, [*options, "check-ignore", "-z", "--stdin"], text)
+class Listing(NamedTuple):
+    """The files of a folder, as git lists them.
+
+    Attributes:
+        files: the files and links that are sent.
+        ignored: files and folders that ``.gitignore`` keeps here.
+        left_out: files and folders whose names are left out, and which git does not track.
+    """
+
+    files: set[str]
+    ignored: set[str]
+    left_out: set[str]
 
 
-def _answer(folder: Path, words: list[str], text: bytes = b"") -> set[str]:
-    done = _run_git(["-C", str(folder), *words], text)
-    if done.returncode not in (0, 1):  # 1: no path is ignored
-        raise _git_failed(folder, done)
-    return set(filter(None, os.fsdecode(done.stdout).split("\0")))
+def list_files(
+    root: Path, starts: Sequence[str], exclude: Sequence[str] = (), left_out: Sequence[str] = ()
+) -> Listing:
+    """List a folder by git, which does not look into what is ignored.
+
+    Args:
+        root: the folder, in a repository or not; all names are paths relative to it, with ``/``.
+        starts: the paths to list; ``"."`` is the root.
+        exclude: patterns of names, or of paths below the root, of what is not sent.
+        left_out: patterns of names of what is not sent unless git tracks it.
+
+    Raises:
+        TransportError: git is missing or does not answer, or a folder cannot be read.
+    """
+    with _repository(root) as (options, prefix):
+
+        def ask(*words: str) -> set[str]:
+            words = (*options, "--literal-pathspecs", "ls-files", "-z", *words, "--", *starts)
+            done = _run_git(root, words)
+            if done.returncode or (b"could not open" in done.stderr and "--ignored" not in words):
+                raise _git_failed(root, done)
+            return {name.rstrip("/") for name in os.fsdecode(done.stdout).split("\0") if name}
+
+        by_name = [f"--exclude={name}" for name in left_out]
+        plain = ["__pycache__", *map(str, map(PurePosixPath, exclude))]
+        excluded = [f"/{prefix}{name}" if "/" in name else name for name in plain]
+        pruned = [f"--exclude={name}" for name in excluded]
+        names = ask("--cached") | ask("--others", "--exclude-standard", *by_name, *pruned)
+        report = ("--others", "--ignored", "--directory")
+        listing = Listing(
+            set(),
+            ask(*report, "--exclude-standard"),
+            ask(*report, *by_name) if by_name else set(),
+        )
+    for name in names:
+        path = root / name
+        try:
+            is_folder = stat.S_ISDIR(path.lstat().st_mode)
+        except FileNotFoundError:
+            continue  # git tracks it, and it is removed here
+        except OSError as error:
+            raise _unreadable(path, error) from error
+        if not is_folder and not matches(name, exclude):
+            listing.files.add(name)
+        elif is_folder and (path / ".git").exists():  # a repository answers for itself
+            inner = list_files(path, ["."], (), left_out)
+            for ours, theirs in zip(listing, inner, strict=True):
+                ours |= {f"{name}/{one}" for one in theirs if not matches(f"{name}/{one}", exclude)}
+    return listing
+
+
+@contextlib.contextmanager
+def _repository(root: Path) -> Iterator[tuple[list[str], str]]:
+    """git's options for a folder, and its path in the repository; an empty one serves without."""
+    if not shutil.which("git"):
+        raise TransportError(
+            f"git, which lists the files of {root}, is not installed. Install it; nothing was sent."
+        )
+    done = _run_git(root, ["rev-parse", "--show-prefix"])
+    if done.returncode == 0:
+        yield [], os.fsdecode(done.stdout).removesuffix("\n")
+    elif b"not a git repository" not in done.stderr:
+        raise _git_failed(root, done)  # as it does in a repository of another owner
+    else:
+        with tempfile.TemporaryDirectory() as empty:
+            _run_git(root, ["init", "--quiet", "--bare", empty])
+            yield [f"--git-dir={empty}", f"--work-tree={root}"], ""
 
 
 def _git_failed(folder: Path, done: subprocess.CompletedProcess[bytes]) -> TransportError:
     return TransportError(
-        f"git cannot say in {folder} what .gitignore keeps here: "
-        f"{done.stderr.decode(errors='replace').strip()}. Nothing was sent; does `git status` work "
-        "there?"
+        f"git cannot list the files of {folder}: {done.stderr.decode(errors='replace').strip()}. "
+        "Nothing was sent. Does `git status` work there? What git cannot read, make readable, or "
+        "leave it out with exclude=[…]."
     )
 
 
-def _run_git(words: list[str], text: bytes = b"") -> subprocess.CompletedProcess[bytes]:
+def _run_git(folder: Path, words: Sequence[str]) -> subprocess.CompletedProcess[bytes]:
     english = {**os.environ, "LC_ALL": "C"}
-    return subprocess.run(["git", *words], input=text, capture_output=True, env=english)
+    return subprocess.run(["git", "-C", str(folder), *words], capture_output=True, env=english)

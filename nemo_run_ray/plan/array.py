@@ -12,6 +12,7 @@ import itertools
 import json
 import math
 import os
+import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -41,6 +42,11 @@ ELEMENTS_MAX = 16 * 1024**2
 Over = Mapping[str, Iterable[Any]] | Iterable[Mapping[str, Any]] | str | os.PathLike[str]
 #: The fields of a run.Script that say what is run; ``env`` is apart.
 _SCRIPT_FIELDS = ("path", "inline", "args", "entrypoint", "m")
+#: Fields of a RayExecutor that an array's elements do not have.
+_OF_ONE_PROCESS = (
+    *("nodes", "ntasks_per_node", "service", "ready", "strategy", "ports"),
+    *("pending_timeout_s", "time_s"),
+)
 
 
 @dataclass
@@ -98,8 +104,12 @@ def array(
     Raises:
         ConfigError: an argument is wrong, a field does not exist, or a value cannot be sent.
     """
-    if isolation not in ("fork", "process"):
-        raise ConfigError(f"isolation is {isolation!r}; expected is 'fork' or 'process'.")
+    for option, value, allowed in (
+        ("isolation", isolation, ("fork", "process")),
+        ("combine", combine, ("product", "zip")),
+    ):
+        if value not in allowed:
+            raise ConfigError(f"{option} is {value!r}; expected is one of {', '.join(allowed)}.")
     if max_failures is not None and not is_whole(max_failures, 0):
         raise ConfigError(f"max_failures is {max_failures!r}; expected is a whole number from 0.")
     header: dict[str, Any] = {"max_failures": max_failures, "runs": isolation}
@@ -114,7 +124,7 @@ def array(
     _check_task(task)
     if names is not None:
         raise ConfigError("names are for an array of several tasks: array([task, …], names=[…]).")
-    fields, rows = _rows_of(over, combine)
+    fields, rows = _rows_of(_elements(over, combine))
     header.update(name=_name(task), fields=fields)
     env = {}
     if isinstance(task, run.Script):
@@ -198,7 +208,7 @@ def array_spec(roles: Sequence[Role], executor: RayExecutor) -> ArraySpec:
         header = json.loads(next(line for line in file if line.startswith("{")))
     words, targets, templates = ["python"], [(NAME,), (TASK,), (ENVS,)], [header.get("template")]
     if "script" in header:
-        words = _words(header["script"], path.with_name(f"element-{name}"))
+        words = _command(header["script"], path.with_name(f"element-{name}"))
     if "script" not in header and "template" not in header:
         templates = _with_commands(path, executor)
     else:
@@ -236,7 +246,7 @@ def _with_commands(path: Path, executor: RayExecutor) -> list[str]:
             if isinstance(task, str):
                 templates.append(task)
             elif isinstance(task, dict):
-                words = _words(task, path.with_name(f"element-{len(lines)}-{path.name}"))
+                words = _command(task, path.with_name(f"element-{len(lines)}-{path.name}"))
                 role = Role(name=name, image="", entrypoint=words[0], args=words[1:])
                 line = json.dumps([name, argv_of(role, executor), env]) + "\n"
         lines.append(line)
@@ -250,28 +260,20 @@ def _check_executor(executor: RayExecutor) -> None:
     Raises:
         ConfigError: the first field that does.
     """
-    for field, neutral in (
-        ("nodes", 1),
-        ("ntasks_per_node", 1),
-        ("service", False),
-        ("ready", None),
-        ("strategy", "PACK"),
-    ):
-        if getattr(executor, field) != neutral:
+    plain = RayExecutor()
+    for field in _OF_ONE_PROCESS:
+        if getattr(executor, field) != getattr(plain, field):
             raise ConfigError(
                 f"RayExecutor.{field} is {getattr(executor, field)!r}, and each element of an "
                 "array is one process. Leave it out, or run the task as a job of its own."
             )
-    for field in ("ports", "pending_timeout_s", "time_s"):
-        if getattr(executor, field):
-            raise ConfigError(f"RayExecutor.{field} is set, and an array has none. Leave it out.")
     if has_torchrun(executor):
         raise ConfigError("RayExecutor.launcher is torchrun, and an array's elements have none.")
     if executor.retries > 200:
         raise ConfigError(f"RayExecutor.retries is {executor.retries}; an element has 200 at most.")
 
 
-def _words(script: Mapping[str, Any], file: Path) -> list[str]:
+def _command(script: Mapping[str, Any], file: Path) -> list[str]:
     """The command of a script; what is written inline becomes a file."""
     words: list[str] = run.Script(**script).to_command(with_entrypoint=True, filename=str(file))
     return words
@@ -302,21 +304,14 @@ def _header(text: str) -> dict[str, Any]:
 
 
 def _script(task: run.Script, fields: Sequence[str]) -> dict[str, Any]:
+    allowed = [] if task.inline else ["args", *(f"args.{at}" for at in range(len(task.args)))]
     for field in fields:
-        kind, _, name = field.partition(".")
-        is_arg = kind == "args" and not task.inline
-        is_known = (kind == "env" and name) or (is_arg and not name)
-        if is_arg and name.isdecimal() and int(name) < len(task.args):
-            is_known = True
-        if not is_known:
-            own = "env.NAME" if task.inline else "env.NAME or args"
-            if task.args and not task.inline:
-                own = f"env.NAME, args or args.0 to {len(task.args) - 1}"
+        if field not in allowed and not re.fullmatch(r"env\..+", field):
             raise ConfigError(
-                f"The run.Script has no field {field!r} that an array can change; expected is "
-                f"{own}."
+                f"The run.Script has no field {field!r} that an array can change; expected is one "
+                f"of {', '.join(['env.NAME', *allowed])}."
             )
-    if "args" in fields and any(field.startswith("args.") for field in fields):
+    if "args" in fields and set(fields) & set(allowed[1:]):
         raise ConfigError(
             "over has 'args' and one of 'args.0' …: the first are all words. Leave one of them out."
         )
@@ -351,105 +346,88 @@ def _in_fiddles_classes(task: run.Partial[Any]) -> fdl.Buildable[Any]:
 def _must_have(task: run.Partial[Any], field: str) -> None:
     """Check that a path leads to a field of the configuration."""
     target: Any = task
-    *parents, last = field.split(".")
-    for at, name in enumerate([*parents, last]):
-        known: list[str]
+    names = field.split(".")
+    for at, name in enumerate(names):
+        known, takes_any = [], False
         if isinstance(target, fdl.Buildable):
             known = list(target.__signature_info__.parameters)
-            is_there = name in known or target.__signature_info__.has_var_keyword
+            takes_any = target.__signature_info__.has_var_keyword
         elif isinstance(target, list):
-            known, is_there = (
-                [f"0 to {len(target) - 1}"],
-                name.isdecimal() and int(name) < len(target),
-            )
-        else:
-            known, is_there = [], False
-        if not is_there:
-            where = ".".join(field.split(".")[:at]) or _name(task)
+            known = [str(place) for place in range(len(target))]
+        if name not in known and not takes_any:
+            where = ".".join(names[:at]) or _name(task)
             has = f"it has {', '.join(known)}" if known else f"it is a {type(target).__name__}"
             raise ConfigError(f"There is no field {field!r}: {where} has no {name!r}; {has}.")
-        if at < len(parents):
-            target = target[int(name)] if isinstance(target, list) else getattr(target, name, None)
+        target = target[int(name)] if isinstance(target, list) else getattr(target, name, None)
 
 
 # ---------------------------------------------------------------------- the values
 
 
-def _rows_of(over: Over | None, combine: str) -> tuple[list[str], Iterator[Sequence[Any]]]:
-    """The fields, and the values of each element in their order."""
+def _elements(over: Over | None, combine: str) -> Iterator[Any]:
+    """A mapping with the values of each element."""
     if isinstance(over, (str, os.PathLike)):
-        return _of_mappings(_json_lines(over))
+        return _json_lines(over)
     if not isinstance(over, Iterable):
         raise ConfigError(
             f"`over` is {over!r}; expected is a mapping with the values of each field, a list with "
             "a mapping for each element, or the path of a JSONL file."
         )
     if not isinstance(over, Mapping):
-        return _of_mappings(over)
-    if not over:
-        raise ConfigError("`over` names no field; expected is at least one.")
+        return iter(over)
     for name, values in over.items():
-        if not isinstance(name, str):
-            raise ConfigError(f"`over` has the field {name!r}; expected is the name of one.")
         if isinstance(values, (str, bytes, Mapping)) or not isinstance(values, Iterable):
             raise ConfigError(
                 f"The values of the field {name!r} are {values!r}; expected is a list, with "
                 "a value for each element."
             )
-    columns = [list(itertools.islice(values, ELEMENTS_MAX + 1)) for values in over.values()]
-    _limit(max(len(column) for column in columns))
-    if combine == "product":
-        _limit(math.prod(len(column) for column in columns))
-        return list(over), iter(itertools.product(*columns))
-    if combine != "zip":
-        raise ConfigError(f"combine is {combine!r}; expected is 'product' or 'zip'.")
-    if len({len(column) for column in columns}) > 1:
-        lengths = ", ".join(f"{name}: {len(col)}" for name, col in zip(over, columns, strict=True))
-        raise ConfigError(f"combine='zip' needs as many values of each field; found {lengths}.")
-    return list(over), iter(zip(*columns, strict=True))
+    columns = [list(values) for values in over.values()]
+    if combine == "zip":
+        if len({len(column) for column in columns}) > 1:
+            lengths = ", ".join(
+                f"{name}: {len(column)}" for name, column in zip(over, columns, strict=True)
+            )
+            raise ConfigError(f"combine='zip' needs as many values of each field; found {lengths}.")
+        rows: Iterable[tuple[Any, ...]] = zip(*columns, strict=True)
+    else:
+        count = math.prod(len(column) for column in columns)
+        if count > ELEMENTS_MAX:
+            raise ConfigError(
+                f"`over` gives {count:,} elements, and an array has {ELEMENTS_MAX:,} at most. Let "
+                "each element do more, or make several arrays."
+            )
+        rows = itertools.product(*columns)
+    return (dict(zip(over, row, strict=True)) for row in rows)
 
 
-def _limit(count: int) -> None:
-    if count > ELEMENTS_MAX:
-        raise ConfigError(
-            f"`over` gives {count:,} elements or more, and an array has {ELEMENTS_MAX:,} at most. "
-            "Let each element do more, or make several arrays."
-        )
-
-
-def _json_lines(path: str | os.PathLike[str]) -> Iterator[Mapping[str, Any]]:
+def _json_lines(path: str | os.PathLike[str]) -> Iterator[Any]:
+    number = 0
     try:
         with open(path, encoding="utf-8") as file:
-            for number, line in enumerate(file, start=1):
+            for number, line in enumerate(file, start=1):  # noqa: B007 the message has it
                 if line.strip():
-                    try:
-                        yield json.loads(line)
-                    except ValueError as error:
-                        raise ConfigError(
-                            f"The line {number} of {os.fspath(path)} is no JSON: {error}"
-                        ) from error
-    except OSError as error:
+                    yield json.loads(line)
+    except (OSError, ValueError) as error:
         raise ConfigError(
-            f"The elements cannot be read from {os.fspath(path)}: {error.strerror}. Give the path "
-            "of a JSONL file with a mapping in each line, or the values themselves."
-        ) from error
-    except UnicodeDecodeError as error:
-        raise ConfigError(
-            f"The elements cannot be read from {os.fspath(path)}: it is no text in UTF-8 "
-            f"({error.reason} at byte {error.start}). Expected is JSONL, with a mapping in each "
-            "line."
+            f"The elements cannot be read from {os.fspath(path)}, line {number}: {error}. Expected "
+            "is a JSONL file in UTF-8, with a mapping in each line."
         ) from error
 
 
-def _of_mappings(rows: Iterable[Any]) -> tuple[list[str], Iterator[Sequence[Any]]]:
-    each = iter(rows)
-    first = next(each, None)
+def _rows_of(elements: Iterator[Any]) -> tuple[list[str], Iterator[Sequence[Any]]]:
+    """The fields, and the values of each element in their order."""
+    first = next(elements, None)
     if first is None:
         raise ConfigError("The array has no elements: `over` gives no values.")
+    is_mapping = isinstance(first, Mapping) and first
+    if not is_mapping or not all(isinstance(key, str) for key in first):
+        raise ConfigError(
+            f"The first element of the array is {first!r}; expected is a mapping from names of "
+            "fields to their values."
+        )
 
     def values() -> Iterator[Sequence[Any]]:
-        for number, row in enumerate(itertools.chain([first], each)):
-            _limit(number + 1)
+        for number, row in enumerate(itertools.chain([first], elements)):
             if not isinstance(row, Mapping) or set(row) != set(first):
                 found = list(row) if isinstance(row, Mapping) else row
                 raise ConfigError(
@@ -458,15 +436,6 @@ def _of_mappings(rows: Iterable[Any]) -> tuple[list[str], Iterator[Sequence[Any]
                 )
             yield [row[name] for name in first]
 
-    if (
-        not isinstance(first, Mapping)
-        or not first
-        or not all(isinstance(key, str) for key in first)
-    ):
-        raise ConfigError(
-            f"The first element of the array is {first!r}; expected is a mapping from names of "
-            "fields to their values."
-        )
     return list(first), values()
 
 
@@ -518,17 +487,13 @@ def _plain(value: Any) -> Any:
 
 def _text(field: str, value: Any, number: int) -> str | list[str]:
     """A value as a word of a command, or as a variable."""
-    if field == "args":
-        if not isinstance(value, (list, tuple)):
-            raise ConfigError(
-                f"The field args of the element {number} is {value!r}; expected is a list of words."
-            )
+    if field == "args" and isinstance(value, (list, tuple)):
         return [str(word) for word in value]
     if hasattr(value, "tolist"):
         value = _plain(value)
-    if not isinstance(value, (str, int, float)):
+    if field == "args" or not isinstance(value, (str, int, float)):
+        expected = "a list of words" if field == "args" else "a text or a number"
         raise ConfigError(
-            f"The field {field} of the element {number} is {value!r}; expected is a text or a "
-            "number."
+            f"The field {field} of the element {number} is {value!r}; expected is {expected}."
         )
     return str(value)

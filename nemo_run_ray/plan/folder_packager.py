@@ -17,7 +17,7 @@ from typing import IO, ClassVar
 from nemo_run.core.packaging.base import Packager
 
 from nemo_run_ray.cloud.encode import MOST_SOURCE_BYTES, Entry, File, Link, check_source
-from nemo_run_ray.cloud.source import Git, Walk, file_size, matches, read_entry, with_links
+from nemo_run_ray.cloud.source import file_size, list_files, matches, read_entry, with_links
 from nemo_run_ray.errors import ConfigError, PackagingFailed
 from nemo_run_ray.fields import strict_init
 from nemo_run_ray.plan.roles import CODE_DIR
@@ -109,7 +109,7 @@ class FolderPackager(Packager):
     def _below(self) -> Iterator[tuple[str, Entry]]:
         """The files and links of the folder, by name."""
         root = Path(self.path).resolve()
-        names = Walk(root, [*_SKIPPED, *self.exclude], Git(root)).below(["."])
+        names = list_files(root, ["."], [*_SKIPPED, *self.exclude]).files
         chosen = sorted({linked for name in names for linked in with_links(root, name)})
         sizes = [(name, size) for name in chosen if (size := file_size(root / name)) is not None]
         check_source(sizes, MOST_SOURCE_BYTES, str(self))
