@@ -12,7 +12,7 @@ import fabric
 import paramiko
 from paramiko.hostkeys import HostKeyEntry
 
-from nemo_run_ray.errors import ClusterError
+from nemo_run_ray.errors import ClusterError, Unanswered
 
 #: Seconds for a new connection.
 CONNECT_S = 20
@@ -22,9 +22,30 @@ def connect(tunnel: Any) -> fabric.Connection:
     """Connect a NeMo-Run SSH tunnel, which by itself accepts any host key.
 
     Raises:
-        ClusterError: the host key is unknown, changed, revoked or cannot be checked.
-        paramiko.SSHException, OSError, EOFError: the host refuses the login or does not answer.
+        ClusterError: the host key is unknown, changed, revoked or cannot be checked, or the host
+            refuses the login.
+        Unanswered: the host does not answer now.
     """
+    try:
+        return _connected(tunnel)
+    except paramiko.SSHException as error:
+        if not _is_refusal(error):
+            raise Unanswered(unreachable(tunnel, error)) from error
+        raise ClusterError(
+            f"Nobody could log in as {tunnel.key} ({error}). Try `ssh {tunnel.key}` in a shell, "
+            "and give the tunnel the right user, host, port and identity."
+        ) from error
+    except (OSError, EOFError) as error:
+        raise Unanswered(unreachable(tunnel, error)) from error
+
+
+def unreachable(tunnel: Any, error: BaseException) -> str:
+    """Say that a host cannot be reached, and why."""
+    why = str(error).strip().rstrip(".") or type(error).__name__
+    return f"{tunnel.key} cannot be reached now: {why}."
+
+
+def _connected(tunnel: Any) -> fabric.Connection:
     keys = {"key_filename": [str(tunnel.identity)]} if tunnel.identity else {}
     session = fabric.Connection(
         tunnel.host,
@@ -43,7 +64,7 @@ def connect(tunnel: Any) -> fabric.Connection:
         try:
             session.open()
         except paramiko.SSHException as error:
-            if tunnel.identity or not is_refusal(error) or not sys.stdin.isatty():
+            if tunnel.identity or not _is_refusal(error) or not sys.stdin.isatty():
                 raise
             _ask_password(session, tunnel)
     except BaseException:
@@ -166,7 +187,7 @@ def _check_host_key(hop: Any) -> None:
     hop.connect_kwargs["transport_factory"] = policy.transport
 
 
-def is_refusal(error: paramiko.SSHException) -> bool:
+def _is_refusal(error: paramiko.SSHException) -> bool:
     """Whether the host let nobody in, as opposed to a connection that broke off."""
     # Paramiko calls it so when the connection breaks off meanwhile.
     is_one = isinstance(error, paramiko.AuthenticationException) and "saw EOF" not in str(error)

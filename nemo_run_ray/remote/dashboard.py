@@ -51,6 +51,10 @@ class Unanswered(Exception):
     """The dashboard gave no usable answer; the same request may be answered later."""
 
 
+class UnknownAnswer(Unanswered):
+    """The dashboard answers, in a form that this package does not know."""
+
+
 class RequestRefused(Exception):
     """Ray refuses the request; asking again changes nothing."""
 
@@ -85,7 +89,7 @@ class DashboardClient:
         self, url: str, token: Callable[[], str] = ray_token, timeout_s: float = TIMEOUT_S
     ) -> None:
         self.url = url
-        self._token = token
+        self.token = token
         self._timeout_s = timeout_s
         self._connection: Optional[http.client.HTTPConnection] = None
 
@@ -98,7 +102,7 @@ class DashboardClient:
         answer = self._object("/api/v0/nodes?limit=10000")
         shape = {"data": {"result": {"result": [_NODE]}}}
         if not fits(answer, shape):
-            raise Unanswered(f"{self.url} gave a list of nodes that is not Ray's")
+            raise UnknownAnswer(f"{self.url} gave a list of nodes that is not Ray's")
         return [row for row in answer["data"]["result"]["result"] if row["state"] == "ALIVE"]
 
     def rows(self) -> Iterator[JobRow]:
@@ -187,7 +191,7 @@ class DashboardClient:
     def _send(self, method: str, path: str, data: Optional[bytes] = None) -> Tuple[int, bytes]:
         headers = {"Content-Type": "application/json"}
         try:
-            token = self._token()
+            token = self.token()
         except OSError:
             token = ""  # then the cluster says that it wants one
         if token:

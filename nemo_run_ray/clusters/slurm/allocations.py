@@ -11,7 +11,7 @@ import os
 import secrets
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,7 @@ from nemo_run_ray.clusters.slurm import on_login
 from nemo_run_ray.clusters.slurm.login import Login
 from nemo_run_ray.errors import ClusterError, NemoRunRayError
 from nemo_run_ray.remote import trust
-from nemo_run_ray.remote.carried_over import DISPATCHES, IDS, START, TABLE, PreviousRun, rows_of
+from nemo_run_ray.remote.carried_over import TABLE, PreviousRun, rows_of
 from nemo_run_ray.remote.rows import JobRows, rows_in
 from nemo_run_ray.remote.slurm.folder import JOB_LOGS, HeadAddress, RunEnd
 
@@ -243,7 +243,7 @@ class Allocations:
     def path(self, number: int) -> str:
         return os.path.join(self.folder, "lives", str(number))
 
-    def _ask(self, what: str, **arguments: Any) -> Any:
+    def ask(self, what: str, **arguments: Any) -> Any:
         """The answer of a method of ``on_login.ClusterFolder``.
 
         Raises:
@@ -277,7 +277,7 @@ class Allocations:
         Raises:
             ClusterError: the host cannot be asked.
         """
-        row = self._ask("look", pause_s=PAUSE_S)
+        row = self.ask("look", pause_s=PAUSE_S)
         allocation = None
         if row is not None:
             head, end, queued = (row.pop(name, None) for name in ("head", "end", "queued"))
@@ -304,42 +304,42 @@ class Allocations:
     def log_end(self, allocation: SlurmAllocation) -> str:
         """The last lines that an allocation's job has printed, and the path of its log."""
         with contextlib.suppress(ClusterError):
-            return str(self._ask("log_end", number=allocation.number, job=allocation.job))
+            return str(self.ask("log_end", number=allocation.number, job=allocation.job))
         return ""
 
     # ------------------------------------------------------------------ claiming, using, ending
 
     def claim(self, number: int, user: str) -> bool:
         """Whether this client, one of its users then, may submit the job of that allocation."""
-        return bool(self._ask("claim", number=number, user=user, made=secrets.token_hex(4)))
+        return bool(self.ask("claim", number=number, user=user, made=secrets.token_hex(4)))
 
     def submit(self, number: int, script: str) -> None:
         """Hand the job of an allocation to Slurm; ``look`` sees what comes of it."""
-        self._ask("submit", number=number, script=script)
+        self.ask("submit", number=number, script=script)
 
     def note_job(self, number: int, job: str) -> None:
         """Write down the number of a job that Slurm has although nobody has heard so."""
-        self._ask("note_job", number=number, job=job)
+        self.ask("note_job", number=number, job=job)
 
     def give_up(self, number: int, why: str) -> None:
         """Let nobody use an allocation any more. Its job ends as soon as it starts."""
-        self._ask("give_up", number=number, why=why)
+        self.ask("give_up", number=number, why=why)
 
     def join(self, number: int, user: str) -> None:
         """Note a program that uses an allocation, so that it does not end before the program."""
-        self._ask("join", number=number, user=user)
+        self.ask("join", number=number, user=user)
 
     def keep(self, number: int) -> None:
         """Let an allocation stay when nobody uses it."""
-        self._ask("keep", number=number)
+        self.ask("keep", number=number)
 
     def leave(self, number: int, user: str) -> None:
         """Take a user off; the last one ends an allocation that is not kept, once no job runs."""
-        self._ask("leave", number=number, user=user, why=LEFT_EARLY)
+        self.ask("leave", number=number, user=user, why=LEFT_EARLY)
 
     def detach(self, number: int, user: str) -> None:
         """Take a user off whose jobs continue without it."""
-        self._ask("detach", number=number, user=user)
+        self.ask("detach", number=number, user=user)
 
     def cancel(self, allocation: SlurmAllocation, why: str) -> bool:
         """End an allocation now, with all that runs in it; whether there was anything to end.
@@ -349,7 +349,7 @@ class Allocations:
         """
         has_ended = allocation.end is not None and not allocation.is_renewing
         why = " ".join(why.split())
-        return bool(self._ask("cancel", number=allocation.number, why=why, has_ended=has_ended))
+        return bool(self.ask("cancel", number=allocation.number, why=why, has_ended=has_ended))
 
     def cancel_newest(self, why: str) -> bool:
         """End the newest allocation, as ``cancel`` does; whether there was anything to end."""
@@ -358,24 +358,6 @@ class Allocations:
         if allocation is None or allocation.over or allocation.refused:
             return False
         return self.cancel(allocation, why)
-
-    def keep_dispatch(
-        self,
-        dispatcher: str,
-        ids: Sequence[str],
-        body: dict[str, Any],
-        archives: Callable[[], Mapping[str, bytes]],
-    ) -> None:
-        """Keep a dispatch, so that it continues in the next allocation."""
-        if not self._ask("keep_dispatch", dispatcher=dispatcher):
-            return
-        folder = os.path.join(self.folder, DISPATCHES, dispatcher)
-        files = archives()
-        start = json.dumps({"body": body, "archives": list(files)}).encode()
-        # The last one says that the others are whole.
-        last = {START: start, IDS: "\n".join([dispatcher, *ids, ""]).encode()}
-        for name, data in {**files, **last}.items():
-            self.login.put(data, os.path.join(folder, name))
 
     # ------------------------------------------------------------------ what is left
 
@@ -422,7 +404,7 @@ class Allocations:
         return history
 
     def _ask_history(self, session: str = "", number: int = 0) -> History:
-        row = self._ask("history", session=session, number=number, table=TABLE, logs=JOB_LOGS)
+        row = self.ask("history", session=session, number=number, table=TABLE, logs=JOB_LOGS)
         if row is None:
             return History()
         runs = []

@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import copy
+import json
 import os
 import re
 import secrets
@@ -25,6 +26,7 @@ from nemo_run_ray.clusters.slurm.login import Login, forwarded, key_of
 from nemo_run_ray.clusters.slurm.script import Sidecar, script
 from nemo_run_ray.errors import ClusterError, ConfigError, NemoRunRayError
 from nemo_run_ray.fields import is_amount, is_whole, strict_init
+from nemo_run_ray.remote.carried_over import DISPATCHES, IDS, START
 from nemo_run_ray.remote.slurm.settings import repeated
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,99}")
@@ -112,8 +114,16 @@ class SlurmCluster(Cluster):
         body: dict[str, Any],
         archives: Callable[[], Mapping[str, bytes]],
     ) -> None:
-        if self.renew:
-            self._of_name.keep_dispatch(dispatcher, ids, body, archives)
+        allocations = self._of_name
+        if not self.renew or not allocations.ask("keep_dispatch", dispatcher=dispatcher):
+            return
+        folder = os.path.join(allocations.folder, DISPATCHES, dispatcher)
+        files = archives()
+        start = json.dumps({"body": body, "archives": list(files)}).encode()
+        # The last one says that the others are whole.
+        last = {START: start, IDS: "\n".join([dispatcher, *ids, ""]).encode()}
+        for name, data in {**files, **last}.items():
+            self._login.put(data, os.path.join(folder, name))
 
     def record(self) -> dict[str, Any]:
         tunnel = self.executor.tunnel

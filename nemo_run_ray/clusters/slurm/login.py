@@ -168,25 +168,14 @@ class Login:
         used: list[Any] = []
         try:
             yield used
-        except paramiko.SSHException as error:
-            if ssh.is_refusal(error):
-                raise ClusterError(self._refused(error)) from error
-            self._disconnect(used)
-            raise Unanswered(f"{self.name} cannot be reached now: {_words(error)}") from error
         except TimeoutError as error:
             self._disconnect(used)
             raise Unanswered(f"{self.name} gave no answer within {_COMMAND_S} s.") from error
         except _BROKEN as error:
             self._disconnect(used)
-            raise Unanswered(f"{self.name} cannot be reached now: {_words(error)}") from error
+            raise Unanswered(ssh.unreachable(self.tunnel, error)) from error
         except RuntimeError as error:  # Python ends, and paramiko cannot start its thread
-            raise Unanswered(f"{self.name} is not connected any more: {_words(error)}") from error
-
-    def _refused(self, error: BaseException) -> str:
-        return (
-            f"Nobody could log in as {self.name} ({error}). Try `ssh {self.name}` in a shell, and "
-            "give the tunnel the right user, host, port and identity."
-        )
+            raise Unanswered(ssh.unreachable(self.tunnel, error)) from error
 
     def _disconnect(self, used: list[Any]) -> None:
         """Close sessions that may hang, and not the one that another thread has made since."""
@@ -196,11 +185,6 @@ class Login:
                     session.close()
                 if self.session is session:
                     self.session = self.tunnel.session = None
-
-
-def _words(error: BaseException) -> str:
-    text = str(error).strip() or type(error).__name__
-    return text if text.endswith(".") else f"{text}."
 
 
 def _here(text: bytes) -> tuple[int, bytes, bytes]:

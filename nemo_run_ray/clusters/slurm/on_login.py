@@ -22,6 +22,7 @@ import glob
 import json
 import os
 import pwd
+import re
 import shutil
 import subprocess
 import sys
@@ -37,6 +38,8 @@ _UNHEARD = (
     "Stop the cluster once more when Slurm answers, to take it out of the queue."
 )
 Rows = list[list[str]]
+#: Name of the folder of a run: Slurm's number of the job, and how often it was restarted.
+_RUN = re.compile(r"\d+\.\d+")
 
 
 class ClusterFolder:
@@ -358,7 +361,7 @@ class ClusterFolder:
 
 def _runs(path: str) -> list[str]:
     """The folders of all runs of an allocation, the oldest first."""
-    names = [name for name in _names(os.path.join(path, "run")) if "." in name]
+    names = [name for name in _names(os.path.join(path, "run")) if _RUN.fullmatch(name)]
     names.sort(key=lambda name: int(name.rpartition(".")[2]))
     return [os.path.join(path, "run", name) for name in names]
 

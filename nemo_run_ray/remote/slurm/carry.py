@@ -60,6 +60,8 @@ SIGNALLED = "signalled"
 _SIGNAL = "Slurm has sent the job's script SIGUSR1 or SIGUSR2, as --signal asks"
 #: Pause after a request that failed, and the tries after which a dispatch is given up.
 _PAUSE_S, _TRIES = 5.0, 60
+#: Limit of the upload of an archive, which may be large; the head shows no life meanwhile.
+_UPLOAD_S = 20.0
 
 
 class Allocation:
@@ -372,8 +374,9 @@ class CarriedDispatches:
             start = json.load(file)
         for name in start["archives"]:
             if name not in self._sent:
+                uploads = DashboardClient(dashboard.url, dashboard.token, _UPLOAD_S)
                 with open(os.path.join(folder, name), "rb") as archive:
-                    dashboard.put_package(name, archive.read())
+                    uploads.put_package(name, archive.read())
                 self._sent.add(name)
                 return False
         body = start["body"]

@@ -33,8 +33,8 @@ _SAY_S = 30.0
 _LOOK_READY_S = 1.0
 #: Seconds between two requests for Ray's nodes, before the cluster is ready and after.
 _ASK_S, _ASK_READY_S = 0.5, 5.0
-#: Limit of a request, during which the head shows no life. An archive that is sent may be large.
-_ANSWER_S = 7.0
+#: Limit of a request, during which the head shows no life.
+_ANSWER_S = 5.0
 
 
 class Head(NodeProgram):
@@ -173,8 +173,13 @@ class Head(NodeProgram):
         if listening(self._address, port):
             self._head = HeadAddress(self._address, port, dashboard_port, self.starts)
             url = f"http://127.0.0.1:{dashboard_port}"
-            self._dashboard = DashboardClient(url, lambda: self._token, _ANSWER_S)
+            self._dashboard = DashboardClient(url, self._authorize, _ANSWER_S)
             self._markers.write_started()
+
+    def _authorize(self) -> str:
+        """The token for one more request, before which this node shows that it lives."""
+        self._beat()
+        return self._token
 
     def _let_workers_join(self) -> None:
         """Publish the address once this node is registered: before, `ray start` soon gives up."""

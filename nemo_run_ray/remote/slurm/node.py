@@ -64,7 +64,7 @@ _OF_SLURM = {"SLURM_CONF", "SLURM_CLUSTERS"}
 
 
 class NodeProgram(ABC):
-    """The program of one node: one loop, no thread.
+    """The program of one node: one loop.
 
     Args:
         settings: of this node.
