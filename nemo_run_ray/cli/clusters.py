@@ -69,7 +69,7 @@ def down(
 
 
 def stop_unused(state_dir: str) -> None:
-    """Note how the jobs of an idle embedded Ray ended, and stop it; ``local_watch.py`` calls it."""
+    """Note how the jobs of an idle embedded Ray ended, and stop it; for ``local_watch.py``."""
     cluster = LocalCluster(state_dir=state_dir)
     dashboard = cluster.find()
     if dashboard is not None:

@@ -1,20 +1,41 @@
 """An embedded Ray on this machine, for one user and one Python environment.
 
-How processes find and leave it, and who stops it, is in ``local_state.py``.
+All processes of the user meet in one folder::
+
+    ray_local/<environment>/
+        lock          held while a process starts, joins, leaves or stops it
+        state.json    where it is, who uses it, whether it is kept
+        token         what every request must carry; for the owner only
+        ray.log       what `ray start` printed
+        archive/<session>/   what is left of one that is gone
+            reason           why, as the end of a sentence
+            jobs.json        its job table, if its last user stopped it
+            logs/            ray.log and job-driver-<id>.log of each job, if it died
+
+A state file is believed only when the process that it names has the identity that it says. The last
+process to leave stops the cluster, unless it is kept or a job still runs.
 """
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import hashlib
+import json
+import logging
 import os
 import random
+import re
+import secrets
+import shutil
+import signal
 import socket
 import subprocess
 import sys
 import tempfile
 import time
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
@@ -22,34 +43,91 @@ from typing import Any, ClassVar
 from nemo_run.config import get_nemorun_home
 from nemo_run.core.frontend.console.api import CONSOLE
 
-from nemo_run_ray.clusters import local_watch
 from nemo_run_ray.clusters.base import Cluster, ClusterArchive, Dashboard
-from nemo_run_ray.clusters.local_state import (
-    MARKER,
-    RAY_FOLDER,
-    LocalState,
-    StateFolder,
-    children,
-    end_of_log,
-    env_tries,
-    raylet_of,
-)
-from nemo_run_ray.clusters.local_watch import ask, process_identity
 from nemo_run_ray.errors import ClusterError, ConfigError
-from nemo_run_ray.fields import is_amount, strict_init
-from nemo_run_ray.remote.dashboard import EMBEDDED
+from nemo_run_ray.fields import is_amount, is_whole, strict_init
+from nemo_run_ray.remote.dashboard import (
+    DASHBOARD,
+    EMBEDDED,
+    DashboardClient,
+    Unanswered,
+    UnknownAnswer,
+)
+from nemo_run_ray.remote.files import ENDS_AT, LASTS_S, LIFE, RENEWS, RUN, write_file
+from nemo_run_ray.remote.local_watch import lives, process_identity
+from nemo_run_ray.remote.node.output import copy_end
+from nemo_run_ray.remote.node.supervise import descendants, kill, marked
+from nemo_run_ray.remote.rows import job_rows, rows_in
+from nemo_run_ray.remote.status import is_active
+from nemo_run_ray.remote.trust import open_own, why_untrusted
 
+log = logging.getLogger(__name__)
+
+#: Ray's own folder in that of the cluster.
+RAY_FOLDER = "r"
+#: File in the folder of a cluster that this package has made: no other one is removed.
+MARKER = ".nemo_run_ray"
 #: Linux limits the name of a Unix socket to 107 bytes; Ray puts up to 75 behind its folder.
 _TEMP_ROOT_MAX_BYTES = 107 - 75
 #: File in Ray's folder with the address of its GCS, and seconds in which it must be there.
 _CURRENT, _CURRENT_S = "ray_current_cluster", 20.0
-_START_LIMIT_S = 120.0
+#: Ray's variable for how often it builds a runtime environment.
+_TRIES = "RUNTIME_ENV_RETRY_TIMES"
+#: Variables of a cluster in which this program may run itself.
+_OF_ANOTHER = {"RAY_ADDRESS", "RAY_AUTH_TOKEN", "RAY_API_SERVER_ADDRESS"}
+_OF_ANOTHER |= {DASHBOARD, LIFE, RUN, ENDS_AT, LASTS_S, RENEWS}
+_START_LIMIT_S, _STOP_LIMIT_S, _LOCK_LIMIT_S = 120.0, 20.0, 180.0
 #: A raylet gives its agents 15 s to start, whatever its options are (Ray 2.60), and on a busy
 #: machine they may need longer: a start that fails after more seconds than these is tried again.
 _SLOW_S, _STARTS = 10.0, 3
 #: Seconds for an answer of the dashboard.
 _ANSWER_S = 5.0
+#: Seconds after which a user who waits for the folder is told what for.
+_SILENT_S = 1.0
+#: Seconds that a caller waits for a folder's removal, which continues without it.
+_REMOVE_WAIT_S = 5.0
+#: Archives that are kept, those of them that keep logs, and bytes of each log: its end.
+_ARCHIVES, _WITH_LOGS, _LOG_BYTES = 50, 5, 64 * 1024**2
+#: Lines of the log of `ray start` that a message shows, and their length.
+_LINES_SHOWN, _LINE_MAX = 6, 300
+#: Lines in which `ray start` says how to use what it has started, or repeats information and
+#: warnings that its processes had logged.
+_CHATTER = re.compile(
+    r"\s(INFO|SUCC) \w+\.py:\d+ -- |\[state-dump\]|\[\d{4}-\d\d-\d\d [\d:,.]+ [IW] \d"
+)
+_COLOUR = re.compile(r"\x1b\[[0-9;]*m")
 _PORTS_TRIED = 100
+_WATCH = (
+    "import sys; sys.path.insert(0, sys.argv[1]); "
+    "from remote.local_watch import main; main(*sys.argv[2:4], float(sys.argv[4]))"
+)
+
+
+@dataclass
+class LocalState:
+    """The text of ``state.json``, which names ``ray start`` by its pid and identity."""
+
+    pid: int
+    born: str
+    url: str
+    root: str
+    #: Pid and identity of its raylet, without which nothing runs; `ray start` may outlive it.
+    raylet: list[Any] = field(default_factory=list)
+    size: list[int | None] = field(default_factory=lambda: [None, None])
+    #: Number of times that it tries to build a runtime environment.
+    env_tries: int | None = None
+    keep: bool = False
+    #: A run was detached: it outlives its last user, until it is idle.
+    detached: bool = False
+    users: list[list[Any]] = field(default_factory=list)
+
+    @property
+    def dead_process(self) -> str:
+        """The process that a cluster has died by; empty while it lives."""
+        if not lives(self.pid, self.born):
+            return f"process {self.pid}"
+        is_alive = not self.raylet or lives(*self.raylet)
+        return "" if is_alive else f"raylet (process {self.raylet[0]})"
 
 
 @strict_init
@@ -80,11 +158,9 @@ class LocalCluster(Cluster):
     state_dir: str | None = None
 
     def __post_init__(self) -> None:
-        for name in ("num_cpus", "num_gpus"):
+        for name, least in (("num_cpus", 1), ("num_gpus", 0)):
             value = getattr(self, name)
-            least = 1 if name == "num_cpus" else 0
-            whole = isinstance(value, int) and not isinstance(value, bool)
-            if value is not None and (not whole or value < least):
+            if value is not None and not is_whole(value, least):
                 raise ConfigError(
                     f"LocalCluster.{name} is {value!r}; allowed is a whole number from {least}, or "
                     "None for all that this machine has."
@@ -138,13 +214,11 @@ class LocalCluster(Cluster):
             ClusterError: it does not run.
         """
         deadline = time.monotonic() + _CURRENT_S
-        while (state := self._folder.read()) is not None:
+        while (state := self._folder.read()) is not None and time.monotonic() < deadline:
             # `ray start` writes it last of all, a moment after a node can run jobs.
             with contextlib.suppress(FileNotFoundError):
                 address = Path(state.root, RAY_FOLDER, _CURRENT).read_text(encoding="utf-8")
                 return {"RAY_ADDRESS": address.strip(), **self._folder.credentials()}
-            if time.monotonic() >= deadline:
-                break
             time.sleep(0.1)
         raise ClusterError(
             "The embedded Ray has ended, or does not say where its GCS is. Run the program again; "
@@ -186,85 +260,300 @@ class LocalCluster(Cluster):
         return self._start_once()
 
     def _start_once(self) -> LocalState:
-        root = _temp_root()
-        port = _free_port()
+        folder, root, port = self._folder, _temp_root(), _free_port()
         command = [sys.executable, "-m", "ray.scripts.scripts", "start", "--head", "--block"]
         command += ["--port=0", "--dashboard-agent-listen-port=0"]
         # Ray's default, 10001, may be another Ray's, and `ray start` ends when it cannot have it.
-        command += [f"--ray-client-server-port={_free_port()}"]
+        command += [f"--ray-client-server-port={_free_port()}", "--include-dashboard=true"]
         command += ["--dashboard-host=127.0.0.1", f"--dashboard-port={port}"]
-        command += [
-            "--include-dashboard=true",
-            "--disable-usage-stats",
-            f"--temp-dir={root}/{RAY_FOLDER}",
-        ]
+        command += ["--disable-usage-stats", f"--temp-dir={root}/{RAY_FOLDER}"]
         for flag, value in (("num-cpus", self.num_cpus), ("num-gpus", self.num_gpus)):
             if value is not None:
                 command.append(f"--{flag}={value}")
-        # This is written first: if this client dies here, the next one finds what to clean up.
-        size = [self.num_cpus, self.num_gpus]
-        url, tries = f"http://127.0.0.1:{port}", env_tries()
-        state = LocalState(pid=0, born="", url=url, root=root, size=size, env_tries=tries)
+        size, url = [self.num_cpus, self.num_gpus], f"http://127.0.0.1:{port}"
+        state = LocalState(pid=0, born="", url=url, root=root, size=size, env_tries=env_tries())
         try:
-            self._folder.write(state)
-            process = self._launch(command, root)
+            # This is written first: if this client dies here, the next one finds what to remove.
+            folder.write(state)
+            with folder.usable(), open(folder.log, "wb") as output:
+                process = subprocess.Popen(
+                    command,
+                    env=folder.environment(root),
+                    cwd=root,
+                    stdin=subprocess.DEVNULL,
+                    stdout=output,
+                    stderr=subprocess.STDOUT,
+                    start_new_session=True,
+                )
+            process.returncode = 0  # `stop` collects it
             state.pid, state.born = process.pid, process_identity(process.pid) or ""
-            self._folder.write(state)
-            self._await_node(state, process)
+            folder.write(state)
+            self._await_node(state)
             state.raylet = raylet_of(process.pid)
-            self._folder.join(state, self.keep)
-            self._watch(root)
+            folder.join(state, self.keep)
+            # This ends the Ray when it is idle, and ends with it, by its environment.
+            package = str(Path(__file__).parents[1])
+            words = [sys.executable, "-I", "-S", "-c", _WATCH, package, str(folder.path), root]
+            _detached(
+                'exec "$@"', *words, str(self.idle_timeout_s), env={**os.environ, EMBEDDED: root}
+            )
         except BaseException:
-            self._folder.stop(state)
+            folder.stop(state)
             raise
         return state
 
-    def _launch(self, command: list[str], root: str) -> subprocess.Popen[bytes]:
-        with self._folder.new_log() as log:
-            process = subprocess.Popen(
-                command,
-                env=self._folder.environment(root),
-                cwd=root,
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-            )
-        children[process.pid] = process
-        return process
-
-    def _watch(self, root: str) -> None:
-        """Start what ends this Ray when it is idle. It ends with the Ray, by its environment."""
-        file, home = str(local_watch.__file__), str(self._folder.path)
-        words = [sys.executable, "-I", "-S", file, home, root, str(self.idle_timeout_s)]
-        subprocess.run(
-            ["sh", "-c", '"$@" </dev/null >/dev/null 2>&1 &', "sh", *words],
-            env={**os.environ, EMBEDDED: root},
-            cwd="/",
-            start_new_session=True,
-            check=False,
-        )
-
-    def _await_node(self, state: LocalState, process: subprocess.Popen[bytes]) -> None:
+    def _await_node(self, state: LocalState) -> None:
+        """Wait for a node: the dashboard may answer for long before one can run a job."""
+        ray_log = self._folder.log
+        dashboard = DashboardClient(state.url, self._folder.token, _ANSWER_S)
         deadline = time.monotonic() + _START_LIMIT_S
         while time.monotonic() < deadline:
-            if process.poll() is not None:
+            if not lives(state.pid, state.born):
+                code = os.waitstatus_to_exitcode(os.waitpid(state.pid, 0)[1])
                 raise ClusterError(
-                    "The embedded Ray did not start: `ray start` ended with exit code "
-                    f"{process.returncode}. Correct what its log names, or give RayExecutor "
-                    f"the address of a cluster. {end_of_log(self._folder.log)}"
+                    f"The embedded Ray did not start: `ray start` ended with exit code {code}. "
+                    "Correct what its log names, or give RayExecutor the address of a cluster. "
+                    f"{end_of_log(ray_log)}"
                 )
-            with contextlib.suppress(OSError, KeyError, TypeError):  # not listening yet
-                # The dashboard may answer for long before a node can run a job.
-                nodes = ask(f"{state.url}/api/v0/nodes", self._folder.token(), _ANSWER_S)
-                if any(node["state"] == "ALIVE" for node in nodes["data"]["result"]["result"]):
-                    ask(f"{state.url}/api/jobs/", self._folder.token(), _ANSWER_S)
+            try:
+                if dashboard.alive_nodes():
+                    list(dashboard.table())
                     return
+            except UnknownAnswer:  # of another version of Ray, which is up
+                return
+            except Unanswered:
+                pass
             time.sleep(0.1)
         raise ClusterError(
             f"No node joined the embedded Ray at {state.url} within {_START_LIMIT_S:.0f} s. "
-            f"{end_of_log(self._folder.log)}"
+            f"{end_of_log(ray_log)}"
         )
+
+
+class StateFolder:
+    """The folder that all processes of the user meet in."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path = path.absolute()  # Ray's processes run in another folder
+        self.log = path / "ray.log"
+        self._state = path / "state.json"
+        self._token = path / "token"
+
+    @contextlib.contextmanager
+    def usable(self) -> Iterator[None]:
+        """Raise a ConfigError for a full disk, or another user's file."""
+        try:
+            yield
+        except TimeoutError:  # of a lock
+            raise
+        except OSError as error:
+            raise ConfigError(
+                f"The embedded Ray cannot use its folder {self.path}: {error.strerror}. Set "
+                "NEMORUN_HOME (or LocalCluster.state_dir, where you gave it) to a folder that you "
+                "may write to."
+            ) from error
+
+    @contextlib.contextmanager
+    def locked(self) -> Iterator[None]:
+        """Hold the folder alone, among all processes.
+
+        Raises:
+            ConfigError: the folder cannot be made or written to.
+            ClusterError: another process has held it for ``_LOCK_LIMIT_S``.
+        """
+        from filelock import FileLock, Timeout
+
+        lock = FileLock(self.path / "lock", timeout=_LOCK_LIMIT_S)
+        try:
+            with self.usable():
+                self.path.mkdir(parents=True, exist_ok=True, mode=0o700)
+                self._require_trusted()
+                try:
+                    lock.acquire(timeout=_SILENT_S)
+                except Timeout:
+                    CONSOLE.log(
+                        "Another process is starting or stopping the embedded Ray; waiting …"
+                    )
+                    lock.acquire()
+        except Timeout as error:
+            raise ClusterError(
+                f"Another process has been starting or stopping the embedded Ray for "
+                f"{_LOCK_LIMIT_S:.0f} s (lock {self.path / 'lock'}); end it or wait for it."
+            ) from error
+        try:
+            yield
+        finally:
+            lock.release()
+
+    def read(self) -> LocalState | None:
+        """The state of a cluster that lives, else ``None``."""
+        state = self._read_any()
+        return state if state is not None and not state.dead_process else None
+
+    def remove_dead(self) -> None:
+        """Stop the cluster, or remove what one has left that died. The lock is held."""
+        state = self._read_any()
+        if state is not None:
+            self.stop(state)
+
+    def _require_trusted(self) -> None:
+        why = why_untrusted(str(self.path))
+        if why:
+            raise ConfigError(
+                f"The embedded Ray cannot use its folder {self.path}. {why}. NEMORUN_HOME (or "
+                "LocalCluster.state_dir, where you gave it) says where it is."
+            )
+
+    def _read_any(self) -> LocalState | None:
+        self._require_trusted()
+        # Without a file, or with another program's, no process has joined one.
+        nothing = contextlib.suppress(FileNotFoundError, ValueError, TypeError)
+        with self.usable(), nothing:
+            return LocalState(**json.loads(self._state.read_text(encoding="utf-8")))
+        return None
+
+    def write(self, state: LocalState) -> None:
+        with self.usable():
+            write_file(self._state, json.dumps(vars(state)))
+
+    def token(self) -> str:
+        return self._token.read_text(encoding="utf-8").strip()
+
+    def credentials(self) -> dict[str, str]:
+        """The variables by which Ray, and its programs, have the token."""
+        return {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(self._token)}
+
+    def environment(self, root: str) -> dict[str, str]:
+        """The environment of the embedded Ray; writes a new token."""
+        self._token.unlink(missing_ok=True)
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL
+        with open(open_own(str(self._token), flags), "w") as file:
+            file.write(secrets.token_hex(32))
+        env = {name: value for name, value in os.environ.items() if name not in _OF_ANOTHER}
+        return env | {
+            **self.credentials(),
+            "RAY_USAGE_STATS_ENABLED": "0",
+            _TRIES: str(env_tries()),
+            "TMPDIR": root,  # Ray's helpers leave folders in it; jobs get the caller's again
+            "NEMO_RUN_RAY_TMPDIR": os.environ.get("TMPDIR", ""),
+            EMBEDDED: root,
+        }
+
+    def why_dead(self, state: LocalState) -> str:
+        """Explain why a cluster cannot answer any more; empty while its processes live."""
+        if not state.dead_process:
+            return ""
+        last = self._read_any()
+        if last is None or last.pid != state.pid:
+            return f"The embedded Ray at {state.url} has been stopped."
+        return ClusterArchive(_died(state, state.dead_process, self.log)).sentence
+
+    def archive(self, session: str) -> ClusterArchive | None:
+        """The archive of a session; an empty name is the last one, unless it was stopped."""
+        folder = self.path / "archive" / session
+        with contextlib.suppress(OSError):
+            reason = (folder / "reason").read_text(encoding="utf-8")
+            rows = folder / "jobs.json"
+            text = rows.read_text(encoding="utf-8") if rows.exists() else ""
+            return ClusterArchive(reason, rows_in(text), _logs_in(folder / "logs"))
+        last = self._read_any()
+        if last is None or not last.dead_process:
+            return None
+        ray = Path(last.root, RAY_FOLDER, session)
+        if session and not ray.exists():
+            return None
+        reason = _died(last, last.dead_process, self.log)
+        return ClusterArchive(reason, log=_logs_in(ray / "logs"))
+
+    def join(self, state: LocalState, keep: bool) -> None:
+        """Note that this process uses the cluster, until its end."""
+        me = [os.getpid(), process_identity(os.getpid()) or ""]
+        if me not in state.users:
+            atexit.register(self.leave, os.getpid())
+        if me not in state.users or (keep and not state.keep):
+            state.users = [user for user in state.users if lives(*user) and user != me] + [me]
+            state.keep = state.keep or keep
+            self.write(state)
+
+    def stop(self, state: LocalState, jobs: list[Any] | None = None) -> None:
+        """End the cluster's processes and archive what is left of it. The lock is held.
+
+        Args:
+            state: of the cluster.
+            jobs: its job table.
+        """
+        family = {}
+        dead_process = state.dead_process
+        if lives(state.pid, state.born):
+            # Those that changed their title have lost the environment that marks them.
+            family = {pid: process_identity(pid) for pid in descendants(state.pid)}
+            kill(state.pid, signal.SIGTERM)
+        mark = f"{EMBEDDED}={state.root}".encode()
+        deadline = time.monotonic() + _STOP_LIMIT_S
+        while pids := {*marked(mark), *(pid for pid, born in family.items() if lives(pid, born))}:
+            if time.monotonic() > deadline or not lives(state.pid, state.born):
+                for pid in pids:
+                    kill(pid, signal.SIGKILL)
+            time.sleep(0.05)
+        if state.pid:
+            with contextlib.suppress(ChildProcessError):  # another process has started it
+                os.waitpid(state.pid, os.WNOHANG)
+        self._archive(state, dead_process, jobs)
+        _remove(Path(state.root), has_died=bool(dead_process))
+        self._token.unlink(missing_ok=True)
+        self._state.unlink(missing_ok=True)
+
+    def _archive(self, state: LocalState, dead_process: str, jobs: list[Any] | None) -> None:
+        """Archive a cluster whose processes have ended, before its folder is removed.
+
+        What cannot be kept (a full disk) is told in a warning: the next start must not fail for it.
+        """
+        for session in Path(state.root).glob(f"{RAY_FOLDER}/session_*"):
+            if session.is_symlink():
+                continue
+            folder = self.path / "archive" / session.name
+            reason = "the embedded Ray that had it has been stopped"
+            try:
+                (folder / "logs").mkdir(parents=True, exist_ok=True)
+                if dead_process:
+                    for path in (*session.glob("logs/job-driver-*.log"), self.log):
+                        if path.exists():
+                            copy_end(str(path), str(folder / "logs" / path.name), _LOG_BYTES)
+                    reason = _died(state, dead_process, folder / "logs" / self.log.name)
+                if jobs is not None:
+                    write_file(folder / "jobs.json", json.dumps(jobs))
+                write_file(folder / "reason", reason)
+            except OSError as error:
+                log.warning("What is left of the embedded Ray is not kept in %s: %s", folder, error)
+        reasons = (self.path / "archive").glob("session_*/reason")
+        by_age = sorted(reasons, key=lambda path: path.stat().st_mtime, reverse=True)
+        newest = [path.parent for path in by_age]
+        with_logs = [folder / "logs" for folder in newest if any(folder.glob("logs/*"))]
+        for folder in (*newest[_ARCHIVES:], *with_logs[_WITH_LOGS:]):
+            shutil.rmtree(folder, ignore_errors=True)
+
+    def leave(self, pid: int, is_idle: bool = False) -> None:
+        """Stop it if nobody else uses it; a detached run keeps it until it is idle."""
+        if pid != os.getpid():
+            return  # a forked child runs these exit handlers too
+        with self.locked():
+            state = self.read()
+            if state is None:
+                return
+            state.users = [user for user in state.users if user[0] != pid and lives(*user)]
+            if not (state.users or state.keep or (state.detached and not is_idle)):
+                try:
+                    jobs = list(DashboardClient(state.url, self.token, _ANSWER_S).table())
+                except Unanswered as error:
+                    what = f"It is not known whether jobs run on the embedded Ray ({error})"
+                else:
+                    busy = sum(is_active(row) for row in job_rows(jobs))
+                    if not busy:
+                        self.stop(state, jobs)
+                        return
+                    what = f"{busy} job(s) still run on the embedded Ray"
+                CONSOLE.log(f"{what}, which stays up. Stop it with: nemo-run-ray down")
+            self.write(state)
 
 
 def _temp_root() -> str:
@@ -286,13 +575,80 @@ def _free_port() -> int:
     Ray's workers have those from 10002 to 19999.
     """
     with open("/proc/sys/net/ipv4/ip_local_port_range", encoding="ascii") as file:
-        end = int(file.read().split()[0])
-    ports = range(20000, end)
-    for port in random.sample(ports, min(len(ports), _PORTS_TRIED)):
+        ports = range(20000, int(file.read().split()[0]))
+    # With 0 the kernel chooses, where it gives all of them to connections.
+    for port in (*random.sample(ports, min(len(ports), _PORTS_TRIED)), 0):
         with contextlib.suppress(OSError), socket.socket() as probe:
             probe.bind(("", port))
-            return port
-    with socket.socket() as probe:  # the kernel gives all of them to connections
-        probe.bind(("", 0))
-        found: int = probe.getsockname()[1]
-        return found
+            return int(probe.getsockname()[1])
+    raise ClusterError("No port is free on this machine for the embedded Ray.")
+
+
+def _detached(line: str, *words: str, env: dict[str, str] | None = None) -> None:
+    """Start a line of the shell that continues without this process."""
+    command = ["sh", "-c", f"{{ {line}; }} </dev/null >/dev/null 2>&1 &", "sh", *words]
+    subprocess.run(command, env=env, cwd="/", start_new_session=True, check=False)
+
+
+def _logs_in(folder: Path) -> Callable[[str], Path | None]:
+    def log_of(submission_id: str) -> Path | None:
+        path = folder / f"job-driver-{submission_id}.log"
+        return path if path.is_file() else None
+
+    return log_of
+
+
+def _died(state: LocalState, process: str, its_log: Path) -> str:
+    """Say that a process of it has died, as the end of a sentence."""
+    return f"the embedded Ray at {state.url} has died: its {process} is gone. {end_of_log(its_log)}"
+
+
+def _remove(root: Path, has_died: bool) -> None:
+    """Remove the folder of a cluster; a large one is removed while the caller continues.
+
+    Environments of packages make 100,000 files of it, for which a start would wait a minute. Of a
+    cluster that has died, programs may still write there for some seconds.
+    """
+    if not (root / MARKER).exists():
+        log.warning("%s is not removed: it is not the folder of an embedded Ray.", root)
+        return
+    again = '; sleep 3; rm -rf "$1"; sleep 12; rm -rf "$1"' if has_died else ""
+    _detached(f'rm -rf "$1"{again}', str(root))
+    deadline = time.monotonic() + _REMOVE_WAIT_S
+    while root.exists() and time.monotonic() < deadline:
+        time.sleep(0.02)
+
+
+def end_of_log(path: Path) -> str:
+    """The last lines that `ray start` printed, with the path of the file."""
+    try:
+        text = path.read_text(encoding="utf-8", errors="replace")
+    except OSError as error:
+        return f"Its log {path} cannot be read: {error.strerror}."
+    lines = (line.rstrip() for line in _COLOUR.sub("", text).splitlines())
+    shown = [line[:_LINE_MAX] for line in lines if line and not _CHATTER.search(line)]
+    if not shown:
+        return (
+            f"Its log {path} does not say why. A process that is killed without a word has often "
+            "met the machine's out-of-memory killer."
+        )
+    return "\n  ".join([f"The end of its log {path}:", *shown[-_LINES_SHOWN:]])
+
+
+def raylet_of(pid: int) -> list[Any]:
+    """The raylet that ``ray start`` has started, by its pid and identity; empty without one."""
+    for child in descendants(pid):
+        with contextlib.suppress(OSError):
+            if Path(f"/proc/{child}/comm").read_text().strip() == "raylet":
+                return [child, process_identity(child)]
+    return []
+
+
+def env_tries() -> int:
+    """The number of times that an embedded Ray tries to build a runtime environment.
+
+    Ray's default is three times. Each starts from nothing and takes 20 s for ``pip`` here, and pip
+    itself repeats what the network drops.
+    """
+    given = os.environ.get(_TRIES, "")
+    return int(given) if given.strip().isdecimal() else 1

@@ -49,6 +49,7 @@ _REMOTE_LINES = (
         "rows",
         "files",
         "fit",
+        "local_watch",
         "trust",
         "__init__",
     },

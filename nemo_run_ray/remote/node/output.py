@@ -34,6 +34,22 @@ def write(text: str) -> None:
             data = data[os.write(1, data) :]
 
 
+def copy_end(path: str, to: str, most_bytes: int) -> None:
+    """Copy a log; of one that is longer the last bytes, from the beginning of a line on."""
+    import shutil  # no program needs it to start
+
+    from ..files import replacing
+
+    with open(path, "rb") as log, replacing(to) as file:
+        missing = max(0, os.fstat(log.fileno()).st_size - most_bytes)
+        log.seek(missing)
+        if missing:
+            missing += len(log.readline(CHUNK_BYTES))
+            file.write(f"{CUT}{missing} bytes of this log are not kept\n".encode())
+        shutil.copyfileobj(log, file)
+    shutil.copystat(path, to)  # its time says when the job was seen last
+
+
 class Lines:
     """Cuts one process's output into lines: a line is passed on whole, or not yet.
 

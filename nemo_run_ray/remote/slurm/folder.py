@@ -33,7 +33,8 @@ import time
 from contextlib import suppress
 from typing import Any, Dict, List, Mapping, NamedTuple, Optional, Set, Tuple
 
-from ..files import replacing, write_file
+from ..files import write_file
+from ..node.output import copy_end
 from .settings import Settings
 
 #: Seconds from one heartbeat to the next.
@@ -353,18 +354,13 @@ def keep_job_logs(temp_dir: str, target: str) -> None:
         target: a folder that is shared by the nodes.
     """
     import glob  # no node needs it to start
-    import shutil
 
     deadline = time.monotonic() + _KEEP_S
     paths = glob.glob(os.path.join(temp_dir, "session_2*", "logs", "job-driver-*.log"))
     with suppress(OSError):  # one is removed meanwhile
         paths.sort(key=os.path.getmtime, reverse=True)
     for path in paths:
-        if time.monotonic() >= deadline:
-            return
         with suppress(OSError):
             os.makedirs(target, exist_ok=True)
-            copy = os.path.join(target, os.path.basename(path))
-            with open(path, "rb") as log, replacing(copy) as file:
-                log.seek(max(0, os.fstat(log.fileno()).st_size - _LOG_BYTES))
-                shutil.copyfileobj(log, file)
+            if time.monotonic() < deadline:
+                copy_end(path, os.path.join(target, os.path.basename(path)), _LOG_BYTES)
