@@ -305,7 +305,6 @@ class LocalCluster(Cluster):
     def _await_node(self, state: LocalState) -> None:
         """Wait for a node: the dashboard may answer for long before one can run a job."""
         ray_log = self._folder.log
-        dashboard = DashboardClient(state.url, self._folder.token, _ANSWER_S)
         deadline = time.monotonic() + _START_LIMIT_S
         while time.monotonic() < deadline:
             if not lives(state.pid, state.born):
@@ -316,9 +315,10 @@ class LocalCluster(Cluster):
                     f"{end_of_log(ray_log)}"
                 )
             try:
-                if dashboard.alive_nodes():
-                    list(dashboard.table())
-                    return
+                with self._folder.client(state) as dashboard:
+                    if dashboard.alive_nodes():
+                        list(dashboard.table())
+                        return
             except UnknownAnswer:  # of another version of Ray, which is up
                 return
             except Unanswered:
@@ -418,6 +418,9 @@ class StateFolder:
 
     def token(self) -> str:
         return self._token.read_text(encoding="utf-8").strip()
+
+    def client(self, state: LocalState) -> contextlib.closing[DashboardClient]:
+        return contextlib.closing(DashboardClient(state.url, self.token, _ANSWER_S))
 
     def credentials(self) -> dict[str, str]:
         """The variables by which Ray, and its programs, have the token."""
@@ -543,7 +546,8 @@ class StateFolder:
             state.users = [user for user in state.users if user[0] != pid and lives(*user)]
             if not (state.users or state.keep or (state.detached and not is_idle)):
                 try:
-                    jobs = list(DashboardClient(state.url, self.token, _ANSWER_S).table())
+                    with self.client(state) as dashboard:
+                        jobs = list(dashboard.table())
                 except Unanswered as error:
                     what = f"It is not known whether jobs run on the embedded Ray ({error})"
                 else:

@@ -93,6 +93,12 @@ class DashboardClient:
         self._timeout_s = timeout_s
         self._connection: Optional[http.client.HTTPConnection] = None
 
+    def close(self) -> None:
+        """Close the connection; the next request makes another one."""
+        if self._connection is not None:
+            self._connection.close()
+        self._connection = None
+
     def session(self) -> str:
         """Ray's name of this start of the cluster."""
         return str(self._object("/api/version").get("session_name", ""))
@@ -216,9 +222,7 @@ class DashboardClient:
                 raise http.client.IncompleteRead(bytes(content), answer.length)
             return answer.status, bytes(content)
         except (OSError, http.client.HTTPException, ValueError, RuntimeError) as error:
-            if self._connection is not None:
-                self._connection.close()
-            self._connection = None
+            self.close()
             is_late = time.monotonic() >= deadline
             cause = f"timed out after {self._timeout_s:g} s" if is_late else str(error)
             raise Unanswered(

@@ -6,6 +6,7 @@ another process, which it starts, stops the Ray.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import subprocess
@@ -84,6 +85,7 @@ def _jobs(folder: str, url: str) -> Optional[List[Any]]:
     try:
         with open(os.path.join(folder, "token"), encoding="ascii") as file:
             token = file.read().strip()
-        return list(DashboardClient(url, lambda: token).table())
+        with contextlib.closing(DashboardClient(url, lambda: token)) as dashboard:
+            return list(dashboard.table())
     except (OSError, Unanswered):
         return None

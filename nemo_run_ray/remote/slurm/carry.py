@@ -22,7 +22,7 @@ from __future__ import annotations
 import json
 import os
 import time
-from contextlib import suppress
+from contextlib import closing, suppress
 from typing import Any, Callable, Dict, List, Mapping, Optional, Set, cast
 
 from .. import carried_over
@@ -375,7 +375,7 @@ class CarriedDispatches:
         for name in start["archives"]:
             if name not in self._sent:
                 uploads = DashboardClient(dashboard.url, dashboard.token, _UPLOAD_S)
-                with open(os.path.join(folder, name), "rb") as archive:
+                with open(os.path.join(folder, name), "rb") as archive, closing(uploads):
                     uploads.put_package(name, archive.read())
                 self._sent.add(name)
                 return False

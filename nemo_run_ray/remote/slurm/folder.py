@@ -28,14 +28,12 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import time
 from contextlib import suppress
-from typing import Any, Dict, List, Mapping, NamedTuple, Optional, Set, Tuple
+from typing import Any, Dict, List, Mapping, NamedTuple, Optional, Set, Tuple, Type, TypeVar
 
 from ..files import write_file
 from ..node.output import copy_end
-from .settings import Settings
 
 #: Seconds from one heartbeat to the next.
 BEAT_S = 3.0
@@ -44,13 +42,14 @@ BEAT_S = 3.0
 LATE_ROUNDS = 10
 #: Exit code of the job when the cluster, not the driver, has failed.
 CLUSTER_FAILED = 70
-#: NeMo-Run's file that ends the nodes.
-ENDED = "ENDED"
+#: Names of files with a ``HeadAddress``, with ``HeadAddresses`` and with the ``RunEnd``.
+HEAD, READY, ADDRESSES, END = "head.json", "ready.json", "addresses.json", "end.json"
 #: Folder of the logs of jobs, in that of the run, and the kept part of each log.
 JOB_LOGS = "job_logs"
 _LOG_BYTES = 64 * 2**20
 #: Seconds for copying them: Slurm, and the job's script, wait for the head to end.
 _KEEP_S = 12.0
+_Row = TypeVar("_Row", bound="NamedTuple")
 
 
 class NodeReport(NamedTuple):
@@ -108,46 +107,59 @@ class RunFolder:
         self._rank = rank
         self._beats = 0
 
-    def is_shared(self) -> bool:
-        """Whether this node sees the file that the job's script has written."""
-        return os.path.isfile(self.file("job"))
-
     def prepare(self) -> None:
         for name in ("nodes", "beats"):
             os.makedirs(self.file(name), exist_ok=True)
 
+    def file(self, *names: str) -> str:
+        return os.path.join(self.path, *names)
+
+    def exists(self, name: str) -> bool:
+        return os.path.isfile(self.file(name))
+
+    def publish(self, name: str, row: Any) -> None:
+        """Write a file with the fields of a named tuple."""
+        write_file(self.file(name), json.dumps(row._asdict()))
+
+    def read(self, name: str, kind: Type[_Row]) -> Optional[_Row]:
+        """The named tuple in a file; ``None`` while there is none, or it is replaced just now."""
+        try:
+            row = json.loads(self.text(name) or "")
+            tuples = {key: tuple(value) for key, value in row.items() if isinstance(value, list)}
+            return kind(**{**row, **tuples})
+        except (ValueError, AttributeError):
+            return None
+
+    def text(self, name: str) -> Optional[str]:
+        """The content of a file; ``None`` while it does not exist."""
+        if "/" not in name:  # reports are many, and their folder is listed once
+            self._names("")
+        try:
+            with open(self.file(name), encoding="utf-8", errors="surrogateescape") as file:
+                return file.read()
+        except OSError:
+            return None
+
     def publish_report(self, report: NodeReport) -> None:
-        self._write(os.path.join("nodes", f"{self._rank}.json"), report._asdict())
+        self.publish(f"nodes/{self._rank}.json", report)
+
+    def report_of(self, rank: int) -> Optional[NodeReport]:
+        return self.read(f"nodes/{rank}.json", NodeReport)
 
     def reports(self) -> Dict[int, NodeReport]:
         """The reports of all nodes, with their sidecars in a step of their own, by rank."""
         reports = self._reports("nodes")
-        for rank, beside in self._reports(os.path.join("beside", "nodes")).items():
+        for rank, beside in self._reports("beside/nodes").items():
             if rank in reports:
                 own = reports[rank]
                 ready, failed = (*own.ready, *beside.ready), own.failed or beside.failed
                 reports[rank] = own._replace(ready=ready, failed=failed)
         return reports
 
-    def report_of(self, rank: int) -> Optional[NodeReport]:
-        return self._report(os.path.join("nodes", f"{rank}.json"))
-
-    def _report(self, name: str) -> Optional[NodeReport]:
-        row = self._read(name)
-        if row is None:
-            return None
-        tuples = {key: tuple(value) for key, value in row.items() if isinstance(value, list)}
-        return NodeReport(**{**row, **tuples})
-
     def _reports(self, folder: str) -> Dict[int, NodeReport]:
-        reports = {}
-        for name in self._names(folder):
-            rank, _, end = name.partition(".")
-            if rank.isdigit() and end == "json":
-                report = self._report(os.path.join(folder, name))
-                if report is not None:
-                    reports[int(rank)] = report
-        return reports
+        names = [name for name in self._names(folder) if name.endswith(".json")]
+        rows = {int(name[:-5]): self.read(f"{folder}/{name}", NodeReport) for name in names}
+        return {rank: row for rank, row in rows.items() if row is not None}
 
     def beat(self) -> None:
         """Show that this node's program lives.
@@ -170,22 +182,6 @@ class RunFolder:
                 beats[rank] = file.read()
         return beats
 
-    def publish_addresses(self, addresses: HeadAddresses) -> None:
-        """Let the workers try which of the head's addresses they reach."""
-        self._write("addresses.json", addresses._asdict())
-
-    def addresses(self) -> Optional[HeadAddresses]:
-        row = self._read("addresses.json")
-        return None if row is None else HeadAddresses(tuple(row["addresses"]), row["port"])
-
-    def publish_head(self, head: HeadAddress) -> None:
-        """Let the workers join."""
-        self._write("head.json", head._asdict())
-
-    def head(self) -> Optional[HeadAddress]:
-        row = self._read("head.json")
-        return None if row is None else HeadAddress(**row)
-
     def publish_ready(
         self, head: HeadAddress, env: Mapping[str, str], names: Mapping[str, str]
     ) -> None:
@@ -203,15 +199,10 @@ class RunFolder:
         lines += [f"{name}={shlex.quote(value)}" for name, value in names.items()]
         lines += [f"head_node_ip={head.address}", f"ip_head={head.gcs}", ""]
         write_file(self.file("env.sh"), "\n".join(lines))
-        self._write("ready.json", head._asdict())
-
-    def is_ready(self) -> bool:
-        """Whether the cluster has been ready."""
-        return os.path.isfile(self.file("ready.json"))
+        self.publish(READY, head)
 
     def end(self) -> Optional[RunEnd]:
-        row = self._read("end.json")
-        return None if row is None else RunEnd(**row)
+        return self.read(END, RunEnd)
 
     def publish_end(self, end: RunEnd) -> RunEnd:
         """Publish that the run is over, unless an end is published; the end that counts."""
@@ -220,21 +211,9 @@ class RunFolder:
             return published
         if end.renews:
             write_file(self.file("renews"), "")
-        self._write("end.json", end._asdict())
+        self.publish(END, end)
         write_file(self.file("exit_code"), f"{end.code}\n")
         return end
-
-    def text(self, name: str) -> Optional[str]:
-        """The content of a file of the job's script; ``None`` while it does not exist."""
-        self._names("")
-        try:
-            with open(self.file(name), encoding="utf-8", errors="surrogateescape") as file:
-                return file.read()
-        except OSError:
-            return None
-
-    def file(self, *names: str) -> str:
-        return os.path.join(self.path, *names)
 
     def _names(self, folder: str) -> List[str]:
         """The names of the files in a folder.
@@ -246,19 +225,6 @@ class RunFolder:
             return os.listdir(self.file(folder))
         except OSError:
             return []
-
-    def _write(self, name: str, row: Dict[str, Any]) -> None:
-        write_file(self.file(name), json.dumps(row))
-
-    def _read(self, name: str) -> Optional[Dict[str, Any]]:
-        if os.sep not in name:
-            self._names("")
-        try:
-            with open(self.file(name), encoding="utf-8") as file:
-                row = json.load(file)
-        except (OSError, ValueError):  # missing, or replaced meanwhile: the next look sees it
-            return None
-        return row if isinstance(row, dict) else None
 
 
 class Heartbeats:
@@ -278,70 +244,6 @@ class Heartbeats:
             if rank in beats:
                 self._last[rank] = beats[rank]
         return {rank for rank in ranks if self._missed.get(rank, 0) >= LATE_ROUNDS}
-
-
-class NemoRunMarkerFiles:
-    """The files by which NeMo-Run's programs see a cluster: beside its logs, and in its folder.
-
-    The next job of the same cluster has files of the same names.
-
-    Args:
-        settings: of the head.
-    """
-
-    def __init__(self, settings: Settings) -> None:
-        self._settings = settings
-        self._units: Optional[int] = None
-        self._info = os.path.join(settings.cluster, "ray_cluster_info.json")
-
-    def write_started(self) -> None:
-        """Mark that Ray's GCS listens."""
-        write_file(os.path.join(self._settings.logs, "STARTED_RAY_HEAD"), "")
-
-    def write_units(self, units: int) -> None:
-        """Write the number of ``worker_units``, which people and NeMo-RL's scripts watch."""
-        if units != self._units:
-            with suppress(OSError):  # the next turn tries again
-                write_file(os.path.join(self._settings.logs, "ray_worker_units"), f"{units}\n")
-                self._units = units
-
-    def write_ready(self, head: HeadAddress) -> None:
-        """Write the address of a cluster that can be used."""
-        if self._settings.cluster:
-            # NeMo-Run reads this file, and takes its presence for readiness.
-            row = {
-                "head_ip": head.address,
-                "dashboard_port": str(head.dashboard_port),
-                "port": str(head.port),
-                "job": self._settings.job,
-            }
-            write_file(self._info, json.dumps(row, indent=2) + "\n")
-
-    def is_ended_by_user(self) -> bool:
-        """Whether a user has asked for the end of this run.
-
-        A file that names another run was written at the end of that run. It may be the run of the
-        job before, which Slurm still completes while this one has its nodes.
-        """
-        try:
-            with open(os.path.join(self._settings.logs, ENDED), encoding="utf-8") as file:
-                text = file.read().strip()
-        except (OSError, ValueError):
-            return False
-        return text == self._settings.job or not re.fullmatch(r"\d+\.\d+", text)
-
-    def remove_ready(self) -> None:
-        """Remove the file by which the cluster is found, unless it is another job's by now."""
-        with suppress(OSError, ValueError, KeyError, TypeError):
-            with open(self._info, encoding="utf-8") as file:
-                is_own = json.load(file)["job"] == self._settings.job
-            if is_own:
-                os.unlink(self._info)
-
-    def write_ended(self) -> None:
-        """Mark that this run has ended all its processes."""
-        with suppress(OSError):
-            write_file(os.path.join(self._settings.logs, ENDED), f"{self._settings.job}\n")
 
 
 def keep_job_logs(temp_dir: str, target: str) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import os
+import re
 import secrets
 import time
 from contextlib import suppress
@@ -14,11 +16,11 @@ from ..node.supervise import describe_exit
 from .carry import Allocation
 from .decide import ClusterReady, ClusterView, Wait, decide
 from .folder import (
+    ADDRESSES,
     CLUSTER_FAILED,
-    ENDED,
+    HEAD,
     HeadAddress,
     HeadAddresses,
-    NemoRunMarkerFiles,
     NodeReport,
     RunEnd,
 )
@@ -27,6 +29,8 @@ from .node import TURN_S, NodeProgram, driver_environment, node_options
 from .processes import Command
 from .settings import HEAD_PORTS
 
+#: NeMo-Run's file that ends the nodes.
+ENDED = "ENDED"
 #: Seconds between two lines that say what the head waits for.
 _SAY_S = 30.0
 #: Seconds between two looks at the reports of all nodes, after the cluster was ready.
@@ -55,7 +59,8 @@ class Head(NodeProgram):
         self._nodes = RayNodes()
         self._was_ready = self._has_published_head = False
         self._driver: Optional[Command] = None
-        self._markers = NemoRunMarkerFiles(self.settings)
+        self._written_units: Optional[int] = None
+        self._info = os.path.join(self.settings.cluster, "ray_cluster_info.json")
 
     def announce(self) -> None:
         self._allocation.begin()
@@ -65,7 +70,7 @@ class Head(NodeProgram):
         addresses = head_addresses(self.settings.host, self.settings.interface)
         ports = Ports({}, False, self.ports.salt)
         self._discovery = AddressDiscovery(addresses, self.settings.nodes - 1, ports)
-        self.folder.publish_addresses(HeadAddresses(tuple(addresses), self._discovery.port))
+        self.folder.publish(ADDRESSES, HeadAddresses(tuple(addresses), self._discovery.port))
         self.publish()
 
     def step(self) -> Optional[RunEnd]:
@@ -78,7 +83,7 @@ class Head(NodeProgram):
         if self._dashboard is not None:
             self._nodes.ask(self._dashboard, self._reports, self._was_ready)
             self._let_workers_join()
-            self._markers.write_units(self._units())
+            self._write_units()
         end = self._requested_end()
         if end is not None:
             return end
@@ -122,27 +127,53 @@ class Head(NodeProgram):
         with suppress(OSError):  # on a full disk the workers miss the head's heartbeat
             end = self.folder.publish_end(end)
         self.say(f"The run is over: {end.why}")
-        self._markers.remove_ready()
+        with suppress(OSError, ValueError, KeyError, TypeError):
+            with open(self._info, encoding="utf-8") as file:
+                is_own = json.load(file)["job"] == self.settings.job
+            if is_own:  # and not another job's by now
+                os.unlink(self._info)
         super().leave(end)
         while time.monotonic() < self.leaves_at and not self._all_left():
             time.sleep(TURN_S)
         with suppress(OSError):
             os.unlink(self.folder.file("token"))
-        self._markers.write_ended()
+        with suppress(OSError):
+            self._mark(ENDED, f"{self.settings.job}\n")
         return end.code
 
-    def _units(self) -> int:
-        """The ``worker_units`` of the nodes that Ray counts as alive."""
+    def _mark(self, name: str, text: str) -> None:
+        """Write a file by which NeMo-Run's programs see a cluster, beside its logs."""
+        write_file(os.path.join(self.settings.logs, name), text)
+
+    def _write_units(self) -> None:
+        """Write the ``worker_units`` of Ray's living nodes, which NeMo-RL's scripts watch."""
         alive = self._nodes.alive or ()
         addresses = {0: self._address, **{rank: row.address for rank, row in self._reports.items()}}
-        return self.settings.worker_units * sum(one in alive for one in addresses.values())
+        units = self.settings.worker_units * sum(one in alive for one in addresses.values())
+        if units != self._written_units:
+            with suppress(OSError):  # the next turn tries again
+                self._mark("ray_worker_units", f"{units}\n")
+                self._written_units = units
+
+    def _is_ended_by_user(self) -> bool:
+        """Whether a user has asked for the end of this run.
+
+        A file that names another run was written at the end of that run. It may be the run of the
+        job before, which Slurm still completes while this one has its nodes.
+        """
+        try:
+            with open(os.path.join(self.settings.logs, ENDED), encoding="utf-8") as file:
+                text = file.read().strip()
+        except (OSError, ValueError):
+            return False
+        return text == self.settings.job or not re.fullmatch(r"\d+\.\d+", text)
 
     def _requested_end(self) -> Optional[RunEnd]:
         """The end that the job's script, a user by NeMo-Run's file, or a client asks for."""
         why = self.folder.text("script_failed")
         if why is not None:
             return RunEnd(CLUSTER_FAILED, f"the job's script: {why.strip()}")
-        if self._markers.is_ended_by_user():
+        if self._is_ended_by_user():
             return RunEnd(CLUSTER_FAILED, f"a user has written {ENDED} into {self.settings.logs}")
         stopped = self._allocation.stop_reason()
         return RunEnd(143, stopped) if stopped else None
@@ -174,7 +205,7 @@ class Head(NodeProgram):
             self._head = HeadAddress(self._address, port, dashboard_port, self.starts)
             url = f"http://127.0.0.1:{dashboard_port}"
             self._dashboard = DashboardClient(url, self._authorize, _ANSWER_S)
-            self._markers.write_started()
+            self._mark("STARTED_RAY_HEAD", "")
 
     def _authorize(self) -> str:
         """The token for one more request, before which this node shows that it lives."""
@@ -186,7 +217,7 @@ class Head(NodeProgram):
         is_registered = self._address in (self._nodes.alive or ())
         if self._head is not None and is_registered and not self._has_published_head:
             self._has_published_head = True
-            self.folder.publish_head(self._head)
+            self.folder.publish(HEAD, self._head)
 
     def _view(self) -> ClusterView:
         return ClusterView(
@@ -214,7 +245,15 @@ class Head(NodeProgram):
 
     def _publish_ready(self, head: HeadAddress, workers: int) -> None:
         self.say(f"Ray is ready: {workers + 1} nodes, GCS {head.gcs}, dashboard {head.dashboard}")
-        self._markers.write_ready(head)
+        if self.settings.cluster:
+            # NeMo-Run reads this file, and takes its presence for readiness.
+            row = {
+                "head_ip": head.address,
+                "dashboard_port": str(head.dashboard_port),
+                "port": str(head.port),
+                "job": self.settings.job,
+            }
+            write_file(self._info, json.dumps(row, indent=2) + "\n")
         names = {"RAY_TEMP_DIR": self.settings.temp_dir}
         names.update((name, str(port)) for name, port in self._ports.items())
         self.folder.publish_ready(head, driver_environment(self.ray_env(), head), names)

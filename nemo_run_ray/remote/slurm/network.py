@@ -125,14 +125,6 @@ class Ports:
             claim.close()
         self._claims.clear()
 
-    def one(self) -> int:
-        """A port for something else than Ray.
-
-        Raises:
-            WrongSetting: no block of ports is free.
-        """
-        return self._claim_block()[1][0]
-
     def choose(self) -> Dict[str, int]:
         """A port for each variable. A second call gives the same ports unless one is taken by now.
 
@@ -140,19 +132,18 @@ class Ports:
             WrongSetting: one that the user has set is taken, or no block of ports is free.
         """
         self.close()
-        services = ((name, port) for name, port in self._wanted.items() if name in self._names)
         taken = [
             f"{name}={port}"
-            for name, port in services
-            if not name.endswith("WORKER_PORT") and not _is_free(port)
+            for name, port in self._wanted.items()
+            if name in self._names and not name.endswith("WORKER_PORT") and not _is_free(port)
         ]
         if taken:
             raise WrongSetting(
                 f"{', '.join(taken)} is taken on node {socket.gethostname()}. Set another port, or "
                 "leave the variable out: then a free one is used"
             )
-        first, free_ports = self._claim_block()
-        free = iter(free_ports)
+        first, ports = self.claim_block()
+        free = iter(ports)
         chosen = {}
         for name in self._names:
             if name in self._wanted:
@@ -175,7 +166,12 @@ class Ports:
             return None
         return port if _is_free(port) and self._claim(f"port/{port}") else None
 
-    def _claim_block(self) -> Tuple[int, List[int]]:
+    def claim_block(self) -> Tuple[int, List[int]]:
+        """Claim a block; its first port, and the free ones for services.
+
+        Raises:
+            WrongSetting: no block of ports is free.
+        """
         start, end = _range()
         blocks = (end - start) // _BLOCK
         for is_claimed in (True, False):
@@ -205,17 +201,14 @@ class Ports:
 
 def _range() -> Tuple[int, int]:
     """The first port that may be taken, and the first one behind them."""
-    end = _kernels_first()
-    if end - _FIRST_OF_FEW < _BLOCK:  # the kernel gives nearly all away: any free port must do
-        return _FIRST, _END
-    return (_FIRST if end - _FIRST >= _BLOCKS_MIN * _BLOCK else _FIRST_OF_FEW), end
-
-
-def _kernels_first() -> int:
-    """The first port that the kernel gives to connections, if that is below the usual one."""
+    end = _END
     with suppress(OSError, ValueError), open(_RANGE, encoding="ascii") as file:
-        return min(int(file.read().split()[0]), _END)
-    return _END
+        end = min(int(file.read().split()[0]), _END)
+    if end - _FIRST >= _BLOCKS_MIN * _BLOCK:
+        return _FIRST, end
+    if end - _FIRST_OF_FEW >= _BLOCK:
+        return _FIRST_OF_FEW, end
+    return _FIRST, _END  # the kernel gives nearly all away: any free port must do
 
 
 def _is_free(port: int) -> bool:
@@ -246,7 +239,7 @@ class AddressDiscovery:
         #: Takes the connections; 0 if there is only one candidate.
         self.port = 0
         if len(addresses) > 1 and workers:
-            self.port = ports.one()
+            self.port = ports.claim_block()[1][0]
             self._server = socket.create_server(("", self.port), backlog=4096)
             self._server.setblocking(False)
 

@@ -17,10 +17,14 @@ from ..node.output import say
 from ..node.supervise import Runner, describe_exit, explain_start
 from ..trust import own_folder
 from .folder import (
+    ADDRESSES,
     BEAT_S,
     CLUSTER_FAILED,
+    HEAD,
     JOB_LOGS,
+    READY,
     HeadAddress,
+    HeadAddresses,
     Heartbeats,
     NodeReport,
     RunEnd,
@@ -28,7 +32,7 @@ from .folder import (
     keep_job_logs,
 )
 from .network import Ports, reachable, way_to
-from .processes import Command, Commands, LogCopies, Sidecars, tail
+from .processes import Command, Commands, Sidecars, tail
 from .settings import NODE_PORTS, Settings, WrongSetting
 
 #: Seconds of one turn of the loop.
@@ -46,9 +50,20 @@ _LEAVE_S = 20.0
 _DISCOVERY_S = 30.0
 _NOT_FOUND = 127
 _TEMP_ROOT = "/tmp"
-#: Prefix of the files by which programs hold a temporary folder: several if nodes share it. The
-#: locks are released when the programs end, however they end.
-_LOCK = "lock-"
+#: Seconds for the last copy of Ray's logs: the job's script waits for the head to end.
+_COPY_S = 10.0
+#: Copies what has changed in Ray's logs, once or with pauses. A process of its own does it, so that
+#: a node still shows that it lives: the folder may be slow, and the logs large.
+_COPY = """\
+copy() {
+  cd "$1" && mkdir -p "$2" || return
+  for name in session_2*; do
+    [ ! -d "$name/logs" ] || { mkdir -p "$2/$name" && cp -rpu "$name/logs" "$2/$name/"; }
+  done
+}
+[ -n "$3" ] || { copy "$1" "$2"; exit; }
+while sleep "$3"; do copy "$1" "$2"; done
+"""
 #: Variables that would lead Ray, or a driver, to another cluster, or describe that.
 _FOREIGN = {"RAY_ADDRESS", "RAY_API_SERVER_ADDRESS", "RAY_AUTH_TOKEN", DASHBOARD}
 _FOREIGN |= {EMBEDDED, ENDS_AT, LASTS_S, RENEWS}
@@ -93,9 +108,7 @@ class NodeProgram(ABC):
         self._restart_at: Optional[float] = None
         self._temp_lock: Optional[int] = None  # held as long as this process lives
         self._heartbeats = Heartbeats()
-        self._copies = LogCopies(
-            settings.temp_dir, settings.ray_logs, settings.log_sync_s, commands
-        )
+        self._beside: List[Command] = []  # continue when Ray is started again
         self.leaves_at = float("inf")
         self._beaten_at = self._end_looked_at = float("-inf")
 
@@ -138,14 +151,27 @@ class NodeProgram(ABC):
         self.commands.stop(GRACE_S)
         if self.settings.allocation:
             keep_job_logs(self.settings.temp_dir, self.folder.file(JOB_LOGS))
-        with suppress(OSError):
-            self._copies.finish(self.leaves_at - time.monotonic())
+        if self.settings.log_sync_s is not None:
+            with suppress(OSError):
+                copy, deadline = self._copy_logs(""), time.monotonic() + _COPY_S
+                while copy.exit_code is None and time.monotonic() < deadline:
+                    time.sleep(0.05)
+                    self.commands.reap()
         if not self.env.get("RAY_TEMP_DIR"):
             import shutil  # no node needs it to start
 
             shutil.rmtree(os.path.dirname(self.settings.temp_dir), ignore_errors=True)
         self.publish(left=True)
         return 0
+
+    def _copy_logs(self, pause_s: object) -> Command:
+        argv = ["sh", "-c", _COPY, "copy", self.settings.temp_dir, self.settings.ray_logs]
+        argv.append(str(pause_s))
+        return self.commands.start("log copies", argv, os.devnull, os.environ)
+
+    def end_ray(self) -> None:
+        """End Ray on this node, before it is started again."""
+        self.commands.stop(GRACE_S, keep=self._beside)
 
     def publish(self, **fields: Any) -> None:
         """Change this node's report; if it cannot be written now, a later turn writes it."""
@@ -183,7 +209,7 @@ class NodeProgram(ABC):
         if self.ray is None or self.ray.exit_code is None or self.folder.end() is not None:
             return None  # once the run is over, Ray has a reason to end
         how, log = describe_exit(self.ray.exit_code), self.settings.node_log
-        if not self.folder.is_ready() and self.ray.exit_code != _NOT_FOUND:
+        if not self.folder.exists(READY) and self.ray.exit_code != _NOT_FOUND:
             self._retry(how)
             return None
         if self.ray.exit_code == _NOT_FOUND:
@@ -201,7 +227,7 @@ class NodeProgram(ABC):
             log = self.settings.node_log
             ends = f"try {self.starts} of `ray start` has ended: {how}. Its log, {log}, ends with:"
             self.publish(retried=ends + tail(log))
-            self.commands.stop(GRACE_S, keep=self.sidecars.running)
+            self.end_ray()
             self._restart_at = time.monotonic() + _RETRY_S
         elif time.monotonic() >= self._restart_at:
             self.start_ray()
@@ -220,6 +246,9 @@ class NodeProgram(ABC):
         self.folder.beat()
         self.announce()
         self.sidecars.start(self.ray_env())
+        self._beside = self.sidecars.running
+        if self.settings.log_sync_s is not None:
+            self._beside.append(self._copy_logs(self.settings.log_sync_s))
         return None
 
     def _loop(self, runner: Runner) -> RunEnd:
@@ -233,7 +262,6 @@ class NodeProgram(ABC):
             if why is not None:
                 return self.failed(why)
             self.publish(ready=self.sidecars.ready)
-            self._copies.step()
             end = self._published_end() or self.step()
             if end is not None:
                 return end
@@ -318,12 +346,12 @@ class Worker(NodeProgram):
 
     def _join(self) -> None:
         if self.report.reached is None:
-            head = self.folder.addresses()
+            head = self.folder.read(ADDRESSES, HeadAddresses)
             if head is not None and head.port:
                 reached = reachable(head.addresses, head.port)
                 if reached or time.monotonic() - self._began >= _DISCOVERY_S:
                     self.publish(reached=tuple(reached))
-        self._head = self.folder.head()
+        self._head = self.folder.read(HEAD, HeadAddress)
         if self._head is not None:
             self._address = way_to(self._head.address)
             self.publish(address=self._address)
@@ -337,12 +365,12 @@ class Worker(NodeProgram):
         if time.monotonic() - self._looked_at < LOOK_S or self._was_ready:
             return
         self._looked_at = time.monotonic()
-        self._was_ready = self.folder.is_ready()
-        head = self.folder.head()
+        self._was_ready = self.folder.exists(READY)
+        head = self.folder.read(HEAD, HeadAddress)
         if head is not None and head != self._head:
             self.say("The head has started Ray again, and so does this node.")
             self._head = head
-            self.commands.stop(GRACE_S, keep=self.sidecars.running)
+            self.end_ray()
             self.start_ray()
 
 
@@ -390,7 +418,7 @@ def run_sidecar_step(
 def await_shared(settings: Settings, folder: RunFolder) -> bool:
     """Wait until this node sees the file of the job's script; whether it does in time."""
     deadline = time.monotonic() + settings.share_limit_s
-    while not folder.is_shared():
+    while folder.text("job") is None:
         if time.monotonic() >= deadline:
             return False
         time.sleep(TURN_S)
@@ -415,22 +443,24 @@ def make_private(path: str) -> int:
     """Make a folder; its name can be guessed, so it may exist already.
 
     Returns:
-        A descriptor that holds the folder for this process, also when it is killed.
+        A descriptor that holds the folder for this process, also when it is killed. Nodes that
+        share it hold it together.
 
     Raises:
         WrongSetting: it is another user's.
     """
-    os.makedirs(path, mode=0o700, exist_ok=True)
-    if os.path.islink(path) or os.lstat(path).st_uid != os.getuid():
-        raise WrongSetting(
-            f"the folder {path} for Ray is another user's. Set RAY_TEMP_DIR to one of your own"
-        )
-    name = os.urandom(8).hex()
-    new = os.path.join(path, f"new-{name}")
-    lock = os.open(new, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
-    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    os.rename(new, os.path.join(path, f"{_LOCK}{name}"))  # nobody sees one that is not held yet
-    return lock
+    while True:
+        os.makedirs(path, mode=0o700, exist_ok=True)
+        if os.path.islink(path) or os.lstat(path).st_uid != os.getuid():
+            raise WrongSetting(
+                f"the folder {path} for Ray is another user's. Set RAY_TEMP_DIR to one of your own"
+            )
+        with suppress(FileNotFoundError):  # another program has just removed it
+            held = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+            fcntl.flock(held, fcntl.LOCK_SH)
+            if os.path.samestat(os.fstat(held), os.lstat(path)):
+                return held
+            os.close(held)
 
 
 def remove_stale(job: str) -> None:
@@ -438,29 +468,23 @@ def remove_stale(job: str) -> None:
     number, _, restart = job.rpartition(".")
     own, start = f"nrr-{os.getuid()}-", os.path.basename(_private_of(f"{number}."))
     for name in os.listdir(_TEMP_ROOT):
-        path = os.path.join(_TEMP_ROOT, name)
         other = name[len(start) :]
         is_earlier = name.startswith(start) and other.isdigit() and int(other) < int(restart)
-        if name.startswith(own) and (is_earlier or _is_free(path)):
-            import shutil  # no node needs it to start
+        if name.startswith(own):
+            with suppress(OSError):  # it is held, or was removed meanwhile
+                _remove_free(os.path.join(_TEMP_ROOT, name), is_earlier)
 
-            shutil.rmtree(path, ignore_errors=True)
 
+def _remove_free(path: str, is_earlier: bool) -> None:
+    import shutil  # no node needs it to start
 
-def _is_free(path: str) -> bool:
-    """Whether all programs that held a folder are dead; one without a lock is left alone."""
-    with suppress(OSError):  # a lock is held, or the folder was removed meanwhile
-        if os.path.islink(path):
-            return False
-        locks = [name for name in os.listdir(path) if name.startswith(_LOCK)]
-        for name in locks:
-            lock = os.open(os.path.join(path, name), os.O_RDWR | os.O_NOFOLLOW)
-            try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            finally:
-                os.close(lock)
-        return bool(locks)
-    return False
+    folder = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+    try:
+        if not is_earlier:
+            fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        shutil.rmtree(path, ignore_errors=True)
+    finally:
+        os.close(folder)
 
 
 def node_options(settings: Settings, ports: Mapping[str, int]) -> List[str]:

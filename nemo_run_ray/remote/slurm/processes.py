@@ -23,24 +23,6 @@ if TYPE_CHECKING:
 _TAIL_BYTES = 8192
 _TAIL_LINES = 12
 _ROUND_S = 0.1
-#: Copies what has changed since the last time; Ray removes a log now and then while it is copied.
-#: A copy that breaks off, on a full disk or at the end of the run, leaves a torn file that is newer
-#: than its log. So all are copied again after one that has not ended well.
-_COPY = """\
-cd "$1" && mkdir -p "$2" || exit
-only_newer=-u
-[ ! -e "$2/.unfinished" ] || only_newer=
-: > "$2/.unfinished" || exit
-code=0
-for name in session_2*; do
-  [ ! -d "$name/logs" ] && continue
-  mkdir -p "$2/$name" && cp -rp $only_newer "$name/logs" "$2/$name/" || code=$?
-done
-[ $code -ne 0 ] || rm "$2/.unfinished"
-exit $code
-"""
-#: Limits of the time for the last copy of Ray's logs: the job's script waits for the head to end.
-_FINISH_MIN_S, _FINISH_S = 1.0, 10.0
 
 
 class Command:
@@ -111,20 +93,17 @@ class Commands:
             keep: commands that continue, with what they have started.
         """
         deadline = time.monotonic() + grace_s
-        number = signal.SIGTERM
-        signalled: Dict[int, int] = {}
+        terminated: Set[int] = set()  # a second SIGTERM makes some programs abort
         while True:
             self.reap()
-            kept = {pid for process in keep for pid in (process.pid, *descendants(process.pid))}
-            pids = [pid for pid in descendants(os.getpid()) if pid not in kept]
+            kept = {pid for one in keep for pid in (one.pid, *descendants(one.pid))}
+            pids = set(descendants(os.getpid())) - kept
             if not pids:
                 return
-            if time.monotonic() >= deadline:
-                number = signal.SIGKILL
-            for pid in pids:
-                if signalled.get(pid) != number:  # a second SIGTERM makes some programs abort
-                    signalled[pid] = number
-                    kill(pid, number)
+            is_late = time.monotonic() >= deadline
+            for pid in pids if is_late else pids - terminated:
+                kill(pid, signal.SIGKILL if is_late else signal.SIGTERM)
+            terminated |= pids
             time.sleep(_ROUND_S)
 
 
@@ -222,59 +201,3 @@ class Sidecars:
         if name == SANDBOX and folder:
             with suppress(OSError):  # for others to read; we have our own file
                 write_file(os.path.join(folder, f"SANDBOX_READY_{self._settings.host}"), "")
-
-
-class LogCopies:
-    """Copies Ray's logs into the job's folder now and then.
-
-    A process of its own does it, so that the head still shows that it lives: the folder may be
-    slow, and the logs large.
-
-    Args:
-        temp_dir: Ray's folder.
-        target: gets a folder for each of Ray's sessions.
-        pause_s: from one copy to the next; ``None`` copies nothing.
-        commands: starts the process.
-        clock: seconds that only grow.
-    """
-
-    def __init__(
-        self,
-        temp_dir: str,
-        target: str,
-        pause_s: Optional[float],
-        commands: Commands,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        self._argv = ["sh", "-c", _COPY, "copy", temp_dir, target]
-        self._pause_s = pause_s
-        self._commands = commands
-        self._clock = clock
-        self._copied_at = clock()
-        self._last: Optional[Command] = None
-
-    def step(self) -> None:
-        """Begin a copy after the pause, once the last one has ended."""
-        if self._pause_s is None or self._clock() - self._copied_at < self._pause_s:
-            return
-        if self._last is None or self._last.exit_code is not None:
-            with suppress(OSError):  # no process can be started now; the next pause tries again
-                self._begin()
-
-    def finish(self, limit_s: float) -> None:
-        """Copy once more, and wait for that for a few seconds.
-
-        Args:
-            limit_s: seconds that the head has for it; at least one second is taken.
-        """
-        if self._pause_s is not None:
-            copy = self._begin()
-            deadline = time.monotonic() + min(max(limit_s, _FINISH_MIN_S), _FINISH_S)
-            while copy.exit_code is None and time.monotonic() < deadline:
-                time.sleep(0.05)
-                self._commands.reap()
-
-    def _begin(self) -> Command:
-        self._copied_at = self._clock()
-        self._last = self._commands.start("log copies", self._argv, os.devnull, os.environ)
-        return self._last

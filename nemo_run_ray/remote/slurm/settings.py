@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 from typing import TYPE_CHECKING, Any, Dict, List, Mapping, NamedTuple, Optional, Tuple
 
 from ..files import LIFE, RUN
@@ -18,6 +17,8 @@ RENEW = "NEMO_RUN_RAY_RENEW"
 SIDECARS = "NEMO_RUN_RAY_SIDECARS"
 #: Variable of the step that runs sidecars in a container of their own, beside the step with Ray.
 SIDECAR_STEP = "NEMO_RUN_RAY_SIDECAR_STEP"
+#: Variable of Slurm's names of all nodes, by rank, which the job's script sets.
+HOSTS = "NEMO_RUN_RAY_HOSTS"
 #: The sidecar whose readiness NeMo-RL's programs read from a folder.
 SANDBOX = "sandbox"
 #: Variables with which users set a port of Ray (the names are NeMo-Run's), and their options of
@@ -152,7 +153,7 @@ def read(env: Mapping[str, str], temp_dir: str) -> Settings:
         rank=rank,
         nodes=nodes,
         host=env.get("SLURMD_NODENAME") or os.uname().nodename,
-        hosts=tuple(expand(env.get("SLURM_STEP_NODELIST") or "")),
+        hosts=tuple(env.get(HOSTS, "").split()),
         cpus=_number(env, "SLURM_CPUS_ON_NODE"),
         worker_units=_gpus(env) or 1,
         temp_dir=env.get("RAY_TEMP_DIR") or temp_dir,
@@ -179,29 +180,6 @@ def read(env: Mapping[str, str], temp_dir: str) -> Settings:
 def job_of(env: Mapping[str, str]) -> str:
     """Slurm's number of the job and of its start: ``12.0``, and ``12.1`` after a requeue."""
     return f"{env.get('SLURM_JOB_ID', '0')}.{env.get('SLURM_RESTART_COUNT') or '0'}"
-
-
-def expand(nodelist: str) -> List[str]:
-    """The names in Slurm's short form of a list: ``n[1-2,07],login`` is n1, n2, n07, login."""
-    prefixes = [""]
-    names: List[str] = []
-    for part in re.findall(r"\[[^]]*\]|[^\[\],]+|,", nodelist):
-        if part == ",":
-            names += prefixes
-            prefixes = [""]
-        else:
-            ends = _numbers(part[1:-1]) if part.startswith("[") else [part]
-            prefixes = [prefix + end for prefix in prefixes for end in ends]
-    return [name for name in names + prefixes if name]
-
-
-def _numbers(ranges: str) -> List[str]:
-    numbers = []
-    for part in ranges.split(","):
-        first, _, last = part.partition("-")
-        for number in range(int(first), int(last or first) + 1):
-            numbers.append(f"{number:0{len(first)}d}")
-    return numbers
 
 
 def _number(env: Mapping[str, str], name: str, default: Optional[int] = None) -> Optional[int]:

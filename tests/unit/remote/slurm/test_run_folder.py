@@ -5,7 +5,9 @@ import os
 import subprocess
 
 from nemo_run_ray.remote.slurm.folder import (
+    HEAD,
     LATE_ROUNDS,
+    READY,
     HeadAddress,
     Heartbeats,
     NodeReport,
@@ -18,18 +20,18 @@ _HEAD = HeadAddress("10.0.0.1", 6379, 8265)
 
 def test_what_one_node_says_the_others_read(tmp_path):
     head, worker = RunFolder(str(tmp_path), 0), RunFolder(str(tmp_path), 1)
-    assert not worker.is_shared()
+    assert worker.text("job") is None
     (tmp_path / "job").write_text("1")
-    assert worker.is_shared()
+    assert worker.text("job") == "1"
     assert head.reports() == {}
     head.prepare()
     worker.prepare()
     report = NodeReport(host="n2", reached=("10.0.0.1",), ready=("box",))
     worker.publish_report(report)
     assert head.reports() == {1: report}
-    assert worker.head() is None
-    head.publish_head(_HEAD)
-    assert worker.head() == _HEAD
+    assert worker.read(HEAD, HeadAddress) is None
+    head.publish(HEAD, _HEAD)
+    assert worker.read(HEAD, HeadAddress) == _HEAD
 
 
 def test_the_step_beside_speaks_for_its_sidecars(tmp_path):
@@ -52,14 +54,14 @@ def test_a_file_that_is_not_whole_is_not_there_yet(tmp_path):
     (tmp_path / "nodes" / "2.json.77-1").write_text("{}")
     (tmp_path / "head.json").write_text("")
     assert folder.reports() == {}
-    assert folder.head() is None
+    assert folder.read(HEAD, HeadAddress) is None
 
 
 def test_a_file_that_cannot_be_read_now_is_looked_at_again(tmp_path, monkeypatch):
     """NFS tells ESTALE of a file that another node replaces at this moment."""
     folder = RunFolder(str(tmp_path), 0)
     folder.prepare()
-    folder.publish_head(_HEAD)
+    folder.publish(HEAD, _HEAD)
     folder.publish_report(NodeReport(host="n1"))
 
     def stale(*_: object, **__: object) -> None:
@@ -67,10 +69,10 @@ def test_a_file_that_cannot_be_read_now_is_looked_at_again(tmp_path, monkeypatch
 
     with monkeypatch.context() as context:
         context.setattr("builtins.open", stale)
-        assert folder.head() is None
+        assert folder.read(HEAD, HeadAddress) is None
         assert folder.reports() == {}
         assert folder.text("command") is None
-    assert folder.head() == _HEAD
+    assert folder.read(HEAD, HeadAddress) == _HEAD
     assert list(folder.reports()) == [0]
 
 
@@ -87,7 +89,7 @@ def test_a_shell_reads_where_the_cluster_is(tmp_path):
     folder.publish_ready(
         _HEAD, {"RAY_ADDRESS": "10.0.0.1:6379", "ODD": "it's; $HOME"}, {"PORT": "6379"}
     )
-    assert folder.is_ready()
+    assert folder.exists(READY)
     script = f'. {tmp_path}/env.sh; env | grep "^RAY_ADDRESS="; echo "$ODD|$ip_head|$head_node_ip"'
     done = subprocess.run(["bash", "-c", script], capture_output=True, text=True, env=os.environ)
     assert done.stdout == "RAY_ADDRESS=10.0.0.1:6379\nit's; $HOME|10.0.0.1:6379|10.0.0.1\n"

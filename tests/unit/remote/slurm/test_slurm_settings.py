@@ -8,12 +8,13 @@ import pytest
 
 from nemo_run_ray.remote.slurm import settings
 from nemo_run_ray.remote.slurm.node import ray_environment, with_pre_start
-from nemo_run_ray.remote.slurm.settings import Settings, WrongSetting, expand
+from nemo_run_ray.remote.slurm.settings import Settings, WrongSetting
 
 _SLURM = {
     "SLURM_PROCID": "3",
     "SLURM_STEP_NUM_TASKS": "12",
     "SLURM_STEP_NODELIST": "n[01-12]",
+    "NEMO_RUN_RAY_HOSTS": " ".join(f"n{number:02}" for number in range(1, 13)),
     "SLURM_JOB_ID": "42",
     "SLURMD_NODENAME": "n04",
     "SLURM_CPUS_ON_NODE": "8",
@@ -44,20 +45,6 @@ def test_logs_have_nemo_runs_names_up_to_ten_nodes():
     assert _read(**few).node_log == "/shared/logs/ray-worker-3.log"
     assert _read(**few, SLURM_PROCID="0").node_log == "/shared/logs/ray-head.log"
     assert _read(**few, NEMO_RUN_RAY_LOG_PREFIX="a-").log("job") == "/shared/logs/a-job.log"
-
-
-@pytest.mark.parametrize(
-    ("nodelist", "names"),
-    [
-        ("", []),
-        ("n5", ["n5"]),
-        ("n[1-2,07],login", ["n1", "n2", "n07", "login"]),
-        ("a1b[2-3]c[08-10]", [f"a1b{b}c{c}" for b in (2, 3) for c in ("08", "09", "10")]),
-        ("gpu-a[1],gpu-b2", ["gpu-a1", "gpu-b2"]),
-    ],
-)
-def test_slurms_short_form_of_names(nodelist, names):
-    assert expand(nodelist) == names
 
 
 def test_worker_units_are_gpus_and_one_without():
