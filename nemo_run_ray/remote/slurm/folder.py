@@ -30,7 +30,7 @@ import json
 import os
 import time
 from contextlib import suppress
-from typing import Any, Dict, List, Mapping, NamedTuple, Optional, Set, Tuple, Type, TypeVar
+from typing import Any, Callable, Dict, List, Mapping, NamedTuple, Optional, Set, Tuple, TypeVar
 
 from ..files import write_file
 from ..node.output import copy_end
@@ -49,7 +49,7 @@ JOB_LOGS = "job_logs"
 _LOG_BYTES = 64 * 2**20
 #: Seconds for copying them: Slurm, and the job's script, wait for the head to end.
 _KEEP_S = 12.0
-_Row = TypeVar("_Row", bound="NamedTuple")
+_Row = TypeVar("_Row")
 
 
 class NodeReport(NamedTuple):
@@ -121,7 +121,7 @@ class RunFolder:
         """Write a file with the fields of a named tuple."""
         write_file(self.file(name), json.dumps(row._asdict()))
 
-    def read(self, name: str, kind: Type[_Row]) -> Optional[_Row]:
+    def read(self, name: str, kind: Callable[..., _Row]) -> Optional[_Row]:
         """The named tuple in a file; ``None`` while there is none, or it is replaced just now."""
         try:
             row = json.loads(self.text(name) or "")
