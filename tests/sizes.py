@@ -27,8 +27,15 @@ def tokens_of(text: str) -> int:
         is_text = isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
         if isinstance(node, (ast.Import, ast.ImportFrom)) or is_text:
             skipped.update(range(node.lineno, node.end_lineno + 1))
-    tokens = tokenize.generate_tokens(io.StringIO(text).readline)
-    return sum(one.type not in _NOT_CODE and one.start[0] not in skipped for one in tokens)
+    count = depth = 0
+    for token in tokenize.generate_tokens(io.StringIO(text).readline):
+        # Since Python 3.12 an f-string is many tokens; before, it was one.
+        name = tokenize.tok_name[token.type]
+        depth -= name == "FSTRING_END"
+        if depth == 0 and name != "FSTRING_START" and token.type not in _NOT_CODE:
+            count += token.start[0] not in skipped
+        depth += name == "FSTRING_START"
+    return count
 
 
 def sizes() -> dict[str, tuple[int, int, int]]:
