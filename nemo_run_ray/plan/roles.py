@@ -73,7 +73,6 @@ def task_spec(role: Role, executor: RayExecutor) -> JobSpec:
     refuse_credentials(f"The env of the task {role_name(role, executor)}", role.env)
     argv = argv_of(role, executor)
     _check_guard(argv, executor)
-    has_shell = executor.entrypoint_shell is not None or bool(executor.startup_commands)
     return JobSpec(
         argv=tuple(argv),
         # NeMo-Run has put the variables of the code into role.env; a cluster file may have more.
@@ -86,8 +85,6 @@ def task_spec(role: Role, executor: RayExecutor) -> JobSpec:
         keep_run_dir=executor.keep_run_dir,
         has_code=_code_packager(executor) is not None,
         secrets=tuple(executor.secrets),
-        # The hint of a failure asks the node's Python, which need not be that of the shell.
-        config=None if has_shell else config_of(argv),
         login_shell=executor.entrypoint_shell == "login",
         startup=tuple(executor.startup_commands),
     )
@@ -260,7 +257,7 @@ def array_role(role: Role, executor: RayExecutor) -> RoleSpec:
     resources.update(_resources(executor))
     return RoleSpec(
         name=role_name(role, executor),
-        task=task_spec(role, executor)._replace(config=None),
+        task=task_spec(role, executor),
         resources=resources,
         label_selector=dict(executor.label_selector),
         runtime_env=resolve_runtime_env(executor.runtime_env),

@@ -73,12 +73,7 @@ def _run_task(runner: Runner, spec: JobSpec, job: str, submission_id: str) -> in
     try:
         env = command.environment(spec, run_dir, os.environ, take_secrets(spec.secrets))
         cwd = spec.cwd or run_dir.code
-        code = runner.run(command.words(spec, run_dir, env), env, cwd, spec.grace_s)
-        if code != 0 and spec.config is not None and not runner.cancelled:
-            hint = command.explain(run_dir.root, spec.config, env, cwd)
-            if hint is not None:
-                say(hint)
-        return code
+        return runner.run(command.words(spec, run_dir, env), env, cwd, spec.grace_s)
     finally:
         if spec.keep_run_dir:
             say(f"the run directory is kept: {run_dir.root}")

@@ -20,8 +20,7 @@ from __future__ import annotations
 import json
 import re
 import time
-from collections import deque
-from typing import Any, Callable, Deque, Dict, Iterable, NamedTuple, Optional, Tuple
+from typing import Any, Callable, Dict, Iterable, NamedTuple, Optional, Tuple
 
 from .rows import JobRow, fits, lock_of_row, nonce_of
 
@@ -33,13 +32,11 @@ _ERRORS = {
 }
 #: The call of Ray's supervisor that writes a state: not before the command has ended.
 RECORDS = "_job_info_client.put_status("
-#: Seconds until a node or a log that had no answer is asked again, twice as long each time.
-_AGAIN_S, _AGAIN_MAX_S = 5.0, 3600.0
-#: Requests at most in so many seconds; other rows stay as Ray has them until the next look.
-_REQUESTS_MAX, _REQUESTS_S = 20, 10.0
-#: Seconds after which an answer is a slow one, and the name under which all others wait for a while
-#: then: one look shall not wait for every node of a rack that is cut off.
-_SLOW_S, _ANY = 1.0, ""
+#: Seconds until a node or a log without an answer is asked again.
+_AGAIN_S = 30.0
+#: Seconds after which an answer is slow, and until any log is asked for again then: one look must
+#: not wait for every node of a rack that is cut off.
+_SLOW_S, _SLOW_AGAIN_S, _ANY = 1.0, 10.0, ""
 #: An end record in a log, whatever submission wrote it.
 _LINE = re.compile(r"^nemo_run_ray\| end \w{8} (\{.*\})$", re.MULTILINE)
 _SHAPE = {
@@ -157,9 +154,8 @@ class LostEnds:
     ) -> None:
         self._log_end = log_end
         self._clock = clock
-        self._ends: Dict[str, Dict[str, Any]] = {}  # what was found, by job and time of its end
-        self._waits: Dict[str, Tuple[float, float]] = {}  # of a node or a job: until when, how long
-        self._requests: Deque[float] = deque(maxlen=_REQUESTS_MAX)
+        self._ends: Dict[str, Dict[str, Any]] = {}  # found, by job and time of its end
+        self._ask_at: Dict[str, float] = {}  # of a node, a job, or of all behind a slow answer
 
     def restored(self, row: JobRow) -> JobRow:
         """The row with the end that the job's log proves; the row itself when it proves none."""
@@ -168,34 +164,19 @@ class LostEnds:
         name, node = str(row["submission_id"]), str(row["driver_node_id"])
         key = f"{name} {row.get('end_time')}"
         if key not in self._ends:
-            if not self._may_ask(name, node):
-                return row
             asked_at = self._clock()
+            if any(asked_at < self._ask_at.get(about, 0.0) for about in (name, node, _ANY)):
+                return row
             text = self._log_end(node, name)
             if self._clock() - asked_at > _SLOW_S:
-                self._waits[_ANY] = self._clock() + _REQUESTS_S, _REQUESTS_S
+                self._ask_at[_ANY] = self._clock() + _SLOW_AGAIN_S
             end = None if text is None else _end(row, text)
             if end is None:
-                self._wait(node if text is None else name)
+                self._ask_at[node if text is None else name] = self._clock() + _AGAIN_S
                 return row
             self._ends[key] = end
         restored: JobRow = {**row, **self._ends[key]}  # type: ignore[typeddict-item]
         return restored
-
-    def _may_ask(self, name: str, node: str) -> bool:
-        now = self._clock()
-        is_full = len(self._requests) == _REQUESTS_MAX and now - self._requests[0] < _REQUESTS_S
-        if is_full or any(
-            now < self._waits.get(about, (0.0, 0.0))[0] for about in (name, node, _ANY)
-        ):
-            return False
-        self._requests.append(now)
-        return True
-
-    def _wait(self, name: str) -> None:
-        _, last_s = self._waits.get(name, (0.0, _AGAIN_S / 2))
-        wait_s = min(2 * last_s, _AGAIN_MAX_S)
-        self._waits[name] = self._clock() + wait_s, wait_s
 
 
 def _may_be_lost(row: JobRow) -> bool:

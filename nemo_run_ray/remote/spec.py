@@ -42,7 +42,6 @@ class JobSpec(NamedTuple):
         keep_run_dir: leave the run directory on the node.
         has_code: Ray's working directory holds the user's code.
         secrets: names of the variables that arrive in an archive of their own.
-        config: path below the run directory of NeMo-Run's serialised task, to explain failures.
         login_shell: a login shell starts the command, so that the profile sets ``PATH`` and others.
         startup: shell commands that run before the command in the same shell; each must succeed.
     """
@@ -55,7 +54,6 @@ class JobSpec(NamedTuple):
     keep_run_dir: bool = False
     has_code: bool = False
     secrets: Tuple[str, ...] = ()
-    config: Optional[str] = None
     login_shell: bool = False
     startup: Tuple[str, ...] = ()
 

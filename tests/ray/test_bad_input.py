@@ -35,7 +35,7 @@ def test_a_module_that_nobody_shipped_is_named(unique, existing, tmp_path):
     )
     done = python("train.py", existing.url, f"x{unique}", cwd=tmp_path)
     shown = " ".join(re.sub(r"scheduler.py:\d+", "", done.stdout).split())
-    assert "the task needs 'mine'" in shown, done.stdout + done.stderr
+    assert "the module 'mine' is not on that node" in shown, done.stdout + done.stderr
     assert "packager" in shown
 
 

@@ -419,7 +419,9 @@ class PlacementGroup:
         never = why_never(self._spec, nodes)
         stats = self._ray.util.placement_group_table(self.group).get("stats", {})
         if not never and stats.get("scheduling_state") == "INFEASIBLE":
-            never = "no nodes of this cluster can host the group"
+            strategies = {self._spec.strategy, *(role.spread for role in self._spec.roles)}
+            words = ", ".join(sorted(filter(None, strategies)))
+            never = f"no nodes of this cluster can host the group ({words})"
         words = why_waiting(self._spec, nodes, self._ray.available_resources(), never)
         if not never:
             self._infeasible_since = None
@@ -486,35 +488,26 @@ def requests_of(spec: GroupSpec, nodes: Sequence[Node], turn: int = 0) -> List[R
 
 
 def why_never(spec: GroupSpec, nodes: Sequence[Node]) -> str:
-    """Why these nodes can never host the group, even when idle; empty when they may.
+    """The reason why these nodes can never host the group, even when idle; empty if unknown.
 
-    It does not pack: what is too large in another way Ray calls infeasible.
+    Ray calls infeasible what its strategy forbids, and not what is too much in all.
     """
     for role in spec.roles:
         request = ResourceRequest(role.resources, role.label_selector)
-        able = hosts(request, nodes)
         why = why_not(request, nodes)
-        count = f"its {role.replicas} replicas"
-        if not why and "STRICT_SPREAD" in (role.spread, spec.strategy):
-            if role.replicas > len(able):
-                why = (
-                    f"{count} want nodes of their own (STRICT_SPREAD), and {len(able)} node(s) "
-                    "can host one"
-                )
-        elif not why and role.replicas > sum(_slots(node, role.resources) for node in able):
+        able = hosts(request, nodes)
+        if not why and role.replicas > sum(_slots(node, role.resources) for node in able):
             why = (
-                f"{count} ask for {amounts_text(role.resources)} each; the {len(able)} node(s) "
-                "that can host one, idle, cannot give that at once"
+                f"its {role.replicas} replicas ask for {amounts_text(role.resources)} each; the "
+                f"{len(able)} node(s) that can host one, idle, cannot give that at once"
             )
         if why:
             return f"{role.name}: {why}"
     asked, total = _asked(spec), _sum((node.resources, 1) for node in nodes)
-    if spec.strategy == "STRICT_PACK" and not any(fits(asked, node.resources) for node in nodes):
-        return "no node can host all replicas at once (STRICT_PACK)"
-    if not fits(asked, total):
-        shown = {key: total.get(key, 0.0) for key in asked}
-        return f"the nodes, idle, cannot give that at once ({amounts_text(shown)})"
-    return ""
+    if fits(asked, total):
+        return ""
+    shown = {key: total.get(key, 0.0) for key in asked}
+    return f"the nodes, idle, cannot give that at once ({amounts_text(shown)})"
 
 
 def why_waiting(

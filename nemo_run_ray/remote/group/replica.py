@@ -38,7 +38,6 @@ class ReplicaProcess:
         self._workspace: Optional[Workspace] = None
         self._index = 0
         self._probing: Optional[Probing] = None
-        self._told_to_end = False
 
     def serve(self) -> None:
         """Serve until the actor is gone."""
@@ -113,7 +112,6 @@ class ReplicaProcess:
         self._channel.report_text(lines.take(data))
 
     def _end(self, order: Mapping[str, Any]) -> None:
-        self._told_to_end = True
         if self._children.children and not self._children.are_ending:
             self._stop_probing()  # what it starts from now on would miss the signal
             self._children.end(self._prepared.role.task.grace_s)
@@ -162,10 +160,6 @@ class ReplicaProcess:
         words = first.ending
         if first.code and len(children) > 1:
             words = f"process {children.index(first)}: {words}"
-        if first.code and not first.words and not self._told_to_end:
-            hint = self._prepared.explain()
-            if hint is not None:
-                self._channel.report_text(f"nemo_run_ray: {hint}\n")
         if self._prepared.role.task.keep_run_dir:
             kept = f"nemo_run_ray: the run directory is kept: {self._prepared.root}\n"
             self._channel.report_text(kept)

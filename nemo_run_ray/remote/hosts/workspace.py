@@ -143,13 +143,6 @@ class Workspace:
 
     # ------------------------------------------------------------------ the end
 
-    def explain(self) -> Optional[str]:
-        """One line on the modules that the task lacks here; ``None`` if that is not the trouble."""
-        config = self.role.task.config
-        if config is None:
-            return None
-        return command.explain(self._folders.root, config, self._env, self._cwd)
-
     @property
     def root(self) -> str:
         """The root of the run directory."""

@@ -136,26 +136,6 @@ def test_words_of_a_script_for_torchrun_are_not_unquoted(packed):
     assert plan(app, executor, "exp.job", "job").spec.argv == ("torchrun", "x.py", *words)
 
 
-def test_a_partial_names_its_config(packed):
-    app, executor = packed(run.Partial(json.dumps, obj=1))
-    spec = plan(app, executor, "exp.job", "job").spec
-    assert spec.config == "nemo_run/configs/job_fn_or_script"
-    assert spec.argv[-1] == f"/{spec.config}"
-    assert spec.argv[:3] == ("python", "-m", "nemo_run.core.runners.fdl_runner")
-
-
-def test_a_partial_under_torchrun_names_its_config(tmp_path):
-    executor = RayExecutor(address="http://h:1", launcher="torchrun")
-    executor.assign("exp", str(tmp_path), "my job", "my job")
-    app = package("my job", run.Partial(json.dumps, obj=1), executor, serialize_to_file=True)
-    spec = plan(app, executor, "exp.job", "my job").spec
-    assert spec.config == "nemo_run/configs/my job_fn_or_script"
-
-
-def test_a_script_has_no_config():
-    assert _planned(_app("bash", "/nemo_run/configs/x")).spec.config is None
-
-
 def test_macros():
     macro = f"$${ExecutorMacros.NUM_NODES_VAR}"
     spec = _planned(_app("x", f"--n={macro}", WHERE=f"$${ExecutorMacros.HEAD_NODE_IP_VAR}")).spec
@@ -519,13 +499,6 @@ def test_the_dry_run_shows_the_shell():
         "before    a",
         "          b",
     ]
-
-
-def test_no_hint_on_modules_for_a_task_of_a_shell(packed):
-    app, executor = packed(run.Partial(shutil.which, "x"))
-    assert plan(app, executor, "exp.job", "job").spec.config
-    executor.startup_commands = ["conda activate x"]
-    assert plan(app, executor, "exp.job", "job").spec.config is None
 
 
 _GOLDEN_GROUP = """\

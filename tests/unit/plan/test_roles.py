@@ -229,17 +229,6 @@ def test_every_role_has_its_own_command(planned):
     assert two.task.argv == ("python", "/x.py")
 
 
-def test_a_partial_names_its_config(planned):
-    for launcher in (None, "torchrun"):
-        tasks = [run.Script(inline="true"), run.Partial(json.dumps, obj=1)]
-        executors = [_executor(), _executor(launcher=launcher)]
-        script, partial = planned(tasks, executors).spec.roles
-        assert script.task.config is None
-        assert partial.task.config == "nemo_run/configs/g-1_fn_or_script"
-        assert partial.task.argv[-1] == f"/{partial.task.config}"
-        assert "nemo_run.core.runners.fdl_runner" in partial.task.argv
-
-
 def test_every_role_has_its_own_variables(roles):
     one, two = roles({"env_vars": {"A": "1", "BOTH": "one"}}, {"env_vars": {"BOTH": "two"}})
     assert one.task.env == {"A": "1", "BOTH": "one"}

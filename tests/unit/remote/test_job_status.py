@@ -127,6 +127,14 @@ def test_a_signal_is_named(code, name):
         (2, "config: /x/nemo_run/code/a\nE: [Errno 2] No such file or directory: 'b'", ""),
         (127, "bash: line 1: /x/nemo_run/code/a.sh: No such file or directory", "a.sh is not on"),
         (2, "FileNotFoundError: [Errno 2] No such file or directory: 'data'", ""),
+        (1, "ModuleNotFoundError: No module named 'mine.part'", "the module 'mine.part' is not on"),
+        (1, "/v/bin/python: No module named nemo_run", "the module 'nemo_run' is not on that node"),
+        (
+            1,
+            "python: Error while finding module specification for 'nemo_run.core.runners' "
+            "(ModuleNotFoundError: No module named 'nemo_run')",
+            "the module 'nemo_run' is not on that node; the executor's `packager`",
+        ),
     ],
 )
 def test_what_a_user_forgot_is_said(code, log, told):

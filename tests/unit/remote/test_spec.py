@@ -36,7 +36,6 @@ _jobs = st.builds(
     keep_run_dir=st.booleans(),
     has_code=st.booleans(),
     secrets=st.lists(_texts, max_size=3).map(tuple),
-    config=st.none() | _texts,
     login_shell=st.booleans(),
     startup=st.lists(_texts, max_size=2).map(tuple),
 )

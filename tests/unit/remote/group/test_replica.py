@@ -1,6 +1,5 @@
 """The real relays and the real processes of replicas, without Ray."""
 
-import base64
 import contextlib
 import hashlib
 import json
@@ -10,7 +9,6 @@ import socket
 import subprocess
 import sys
 import time
-import zlib
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -19,7 +17,7 @@ import psutil
 import pytest
 
 from nemo_run_ray.remote.group.driver import variables
-from nemo_run_ray.remote.node.rundir import JOBS, MANIFEST
+from nemo_run_ray.remote.node.rundir import MANIFEST
 from nemo_run_ray.remote.spec import RENDEZVOUS, GroupSpec, JobSpec, ProbeSpec, RoleSpec
 from tests.relays import Relayed, holding, is_zombie, wait
 
@@ -396,21 +394,6 @@ say("done")
     (site.root / "nemo_run" / "code" / "go").touch()
     assert site.until("exited")["code"] == 0
     assert site.text == "goes on\ndone\n"
-
-
-def test_a_failure_for_a_missing_module_is_explained_before_the_exit(site, package):
-    tree = {"module": "no_such_module_of_mine"}
-    config = base64.urlsafe_b64encode(zlib.compress(json.dumps(tree).encode()))
-    folder = package / JOBS / "job" / "configs"
-    folder.mkdir(parents=True)
-    (folder / "task").write_bytes(config)
-    path = {"PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])}
-    task = {"config": "nemo_run/configs/task", "env": path}
-    site.run(_role(_shell("cat /nemo_run/configs/task; exit 3"), task))
-    exited = site.until("exited")
-    assert site.text.startswith(config.decode())
-    assert "nemo_run_ray: the task needs 'no_such_module_of_mine'" in site.text
-    assert exited == {"at": "exited", "code": 3, "words": "exit code 3"}
 
 
 # ---------------------------------------------------------------------- commands that cannot start
