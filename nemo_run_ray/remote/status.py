@@ -368,7 +368,7 @@ _NO_FILE = re.compile(
 )
 #: Exit codes of Python and shells when they do not find the program that they must run.
 _NO_PROGRAM_CODES = {2, 126, 127}
-#: Python's last line where a module was not shipped.
+#: Python's words, near the end of a traceback, for a module that was not shipped.
 _NOT_SHIPPED = re.compile(r"\bNo module named '?([\w.]+)")
 #: Ray's error in a task that starts a Ray of its own: the job's archives are on the outer cluster.
 _OUTER_ARCHIVES = re.compile(r"Failed to download runtime_env file package gcs://")
@@ -397,7 +397,7 @@ def meaning(exit_code: int, tail: str) -> str:
     missing = _NO_FILE.search(last) if exit_code in _NO_PROGRAM_CODES else None
     if missing:
         return f": {missing[1]} is not on that node; {_SHIPS}"
-    module = _NOT_SHIPPED.search(last)
+    module = _NOT_SHIPPED.search("\n".join(tail.rstrip().splitlines()[-3:]))  # fiddle adds a line
     if module:
         return (
             f": the module {module[1]!r} is not on that node; {_SHIPS}, or give it in "

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
 from typing import Any, Dict, Iterator, List, Mapping, NamedTuple, Optional, Sequence, Tuple, Union
 
 from ..node.output import write
@@ -24,13 +23,12 @@ _UNANSWERED_S = 15.0
 _CLOSE_S = 10.0
 
 
-@dataclass(frozen=True)
-class _Call:
-    """A call of an actor whose answer is awaited: an order to a replica, or a pull for all."""
+class _Call(NamedTuple):
+    """A call of an actor: an order to a replica, or a pull for all of them."""
 
     actor: Actor
     replica: Optional[ReplicaHandle] = None
-    order: Optional[Mapping[str, Any]] = None
+    order: Mapping[str, Any] = {}
     number: int = 0
 
 
@@ -82,9 +80,8 @@ class Calls:
     def __init__(self, ray: Any, gather_s: float = 0.0) -> None:
         self._ray = ray
         self._gather_s = gather_s
-        self._awaited: Dict[Any, _Call] = {}
-        self._asked_at: Dict[Any, float] = {}  # of the pulls among them
-        self._again: List[Tuple[float, _Call]] = []
+        self._awaited: Dict[Any, Tuple[float, _Call]] = {}  # since when
+        self._again: List[Tuple[float, _Call]] = []  # not before
 
     def order(self, replica: ReplicaHandle, order: Mapping[str, Any]) -> None:
         """Give a replica an order; nothing is answered to it."""
@@ -98,29 +95,26 @@ class Calls:
     def repeat(self) -> None:
         """Make those calls again that are due."""
         now = time.monotonic()
-        for reference, asked_at in list(self._asked_at.items()):
-            call = self._awaited[reference]
-            if now >= asked_at + _UNANSWERED_S and call.actor.answers:
-                self._forget(reference)
+        for reference, (asked_at, call) in list(self._awaited.items()):
+            if now >= asked_at + _UNANSWERED_S and call.replica is None and call.actor.answers:
+                del self._awaited[reference]
                 self._make(call)
-        again, self._again = self._again, []
-        for due_at, call in again:
-            if now >= due_at:
-                self._make(call)
-            else:
-                self._again.append((due_at, call))
+        due = [call for due_at, call in self._again if now >= due_at]
+        self._again = [(due_at, call) for due_at, call in self._again if now < due_at]
+        for call in due:
+            self._make(call)
 
     def answers(self) -> Iterator[Answer]:
-        """Wait a moment for the next answer, and go through all that are there."""
-        if not self._awaited:
+        """Wait a moment for the next answer, and yield all that have arrived."""
+        references = list(self._awaited)
+        if not references:
             time.sleep(_WAIT_S)
             return
-        ready, _ = self._ray.wait(list(self._awaited), num_returns=1, timeout=_WAIT_S)
+        ready, _ = self._ray.wait(references, num_returns=1, timeout=_WAIT_S)
         if ready:
-            count = len(self._awaited)
-            ready, _ = self._ray.wait(list(self._awaited), num_returns=count, timeout=0)
+            ready, _ = self._ray.wait(references, num_returns=len(references), timeout=0)
         for reference in ready:
-            answer = self._answer(self._forget(reference), reference)
+            answer = self._answer(self._awaited.pop(reference)[1], reference)
             if answer is not None:
                 yield answer
 
@@ -134,19 +128,13 @@ class Calls:
         return len(confirmed) == len(ends) and all(confirmed)
 
     def _make(self, call: _Call) -> None:
-        if call.replica is None or call.order is None:
+        if call.replica is None:
             seen = {name(replica.replica_id): replica.seen for replica in call.actor.replicas}
             reference = call.actor.handle.pull.remote(seen, _PULL_S, self._gather_s)
-            self._asked_at[reference] = time.monotonic()
         else:
             key = name(call.replica.replica_id)
             reference = call.actor.handle.order.remote(key, call.number, dict(call.order))
-        self._awaited[reference] = call
-
-    def _forget(self, reference: Any) -> _Call:
-        """Await a call's answer no more."""
-        self._asked_at.pop(reference, None)
-        return self._awaited.pop(reference)
+        self._awaited[reference] = time.monotonic(), call
 
     def _answer(self, call: _Call, reference: Any) -> Optional[Answer]:
         try:

@@ -39,7 +39,6 @@ from typing import (
     NamedTuple,
     NoReturn,
     Optional,
-    Protocol,
     Sequence,
     Tuple,
 )
@@ -128,25 +127,18 @@ class Relays:
             By replica the number of the first report, and the reports; nothing of those that have
             none.
         """
-        if self._wait_for_report(seen, patience_s):
-            time.sleep(gather_s)
-        with self._changed:
-            found = {key: relay.kept() for key, relay in self._relays.items()}
-        return {key: reports for key, reports in found.items() if reports[1]}
-
-    def _wait_for_report(self, seen: Mapping[str, int], patience_s: float) -> bool:
-        """Wait for one; whether it is worth while to wait for more."""
-        deadline = time.monotonic() + patience_s
         with self._changed:
             for key, count in seen.items():
                 self._relays[key].forget(count)
             self._changed.notify_all()
-            while not any(relay.has_report for relay in self._relays.values()):
-                left_s = deadline - time.monotonic()
-                if left_s <= 0:
-                    return False
-                self._changed.wait(left_s)
-            return not any(relay.has_much for relay in self._relays.values())
+            relays = self._relays.values()
+            has_some = self._changed.wait_for(lambda: any(one.kept for one in relays), patience_s)
+            is_full = any(one.kept_bytes >= _ANSWER_MAX for one in relays)
+        if has_some and not is_full:
+            time.sleep(gather_s)
+        with self._changed:
+            found = {key: relay.answer() for key, relay in self._relays.items()}
+        return {key: reports for key, reports in found.items() if reports[1]}
 
     def close(self, by_themselves: bool = False) -> bool:
         """End the processes and wait until nothing of them is left.
@@ -163,7 +155,10 @@ class Relays:
                 relay.hang_up()
             self._changed.notify_all()  # no thread need wait for room among the reports now
         deadline = time.monotonic() + _CLOSE_S
-        gone = [relay.is_gone(deadline - time.monotonic()) for relay in self._relays.values()]
+        gone = [
+            relay.gone.wait(max(0.0, deadline - time.monotonic()))
+            for relay in self._relays.values()
+        ]
         shutil.rmtree(self._folder, ignore_errors=True)  # those that were killed could not
         killed = by_themselves and any(relay.was_killed for relay in self._relays.values())
         return all(gone) and not killed
@@ -181,10 +176,10 @@ class _Relay:
         self._ordering = threading.Lock()
         self._early: Dict[int, Dict[str, Any]] = {}
         self._next = 0
-        self._kept: Deque[bytes] = deque()
-        self._kept_bytes = 0
+        self.kept: Deque[bytes] = deque()  # reports
+        self.kept_bytes = 0
         self._first = 0  # number of the oldest report that is kept
-        self._gone = threading.Event()
+        self.gone = threading.Event()
         self._closing = self._keeps_run_dir = self.was_killed = False
         self._channel, theirs = socket.socketpair()
         package = os.path.dirname(FOLDER)
@@ -214,23 +209,15 @@ class _Relay:
                     self._channel.sendall(data + b"\n")
 
     def forget(self, count: int) -> None:
-        while self._kept and self._first < count:
-            self._kept_bytes -= len(self._kept.popleft())
+        while self.kept and self._first < count:
+            self.kept_bytes -= len(self.kept.popleft())
             self._first += 1
 
-    @property
-    def has_report(self) -> bool:
-        return bool(self._kept)
-
-    @property
-    def has_much(self) -> bool:
-        """Whether an answer is full."""
-        return self._kept_bytes >= _ANSWER_MAX
-
-    def kept(self) -> Tuple[int, List[str]]:
+    def answer(self) -> Tuple[int, List[str]]:
+        """The number of the first report, and the oldest reports that one answer may hold."""
         answer: List[str] = []
         size_bytes = 0
-        for report in self._kept:
+        for report in self.kept:
             if answer and size_bytes + len(report) > _ANSWER_MAX:
                 break
             answer.append(report.decode())
@@ -242,9 +229,6 @@ class _Relay:
         with suppress(OSError):  # it is gone already
             self._channel.shutdown(socket.SHUT_WR)
 
-    def is_gone(self, within_s: float) -> bool:
-        return self._gone.wait(max(0.0, within_s))
-
     def _listen(self) -> None:
         last = b""
         # A process that is killed before it has read its last order resets the connection.
@@ -252,30 +236,23 @@ class _Relay:
             for last in reports:
                 if last.endswith(b"\n") and last != OVER:  # else it died in the middle of it
                     self._keep(last)
-        is_told, left = self._closing, 0
+        is_expected, killed = self._closing, 0
         self.was_killed = last != OVER
-        if not is_told or (self.was_killed and not self._keeps_run_dir):
-            left = clean_up(self._place.tag, self._place.run_dir)
-        if not is_told:
+        if not is_expected or (self.was_killed and not self._keeps_run_dir):
+            killed = sweep(self._place.tag)
+            RunDir(self._place.run_dir, base=run_dirs(command.tmpdir())).remove()
+        if not is_expected:
             if self._is_alone:
                 shutil.rmtree(self._folder, ignore_errors=True)
-            self._keep(json.dumps({"at": "gone", "left": left}).encode())
-        self._gone.set()
+            self._keep(json.dumps({"at": "gone", "left": killed}).encode())
+        self.gone.set()
 
     def _keep(self, report: bytes) -> None:
         with self._changed:
-            while self._kept_bytes > _KEPT_MAX and not self._closing:
-                self._changed.wait()
-            self._kept.append(report)
-            self._kept_bytes += len(report)
+            self._changed.wait_for(lambda: self.kept_bytes <= _KEPT_MAX or self._closing)
+            self.kept.append(report)
+            self.kept_bytes += len(report)
             self._changed.notify_all()
-
-
-def clean_up(tag: str, run_dir: str) -> int:
-    """End what a killed replica process left, from its actor; the number of its processes."""
-    left = sweep(tag)
-    RunDir(run_dir, base=run_dirs(command.tmpdir())).remove()
-    return left
 
 
 # ---- the process on the node
@@ -341,25 +318,14 @@ class Channel:
         self.send()
 
 
-class Staying(Protocol):
-    """A process that ``stay`` keeps."""
-
-    def serve(self) -> None:
-        """Serve until the actor is gone."""
-
-    def fail(self, words: str) -> None:
-        """Report that this process cannot go on."""
-
-    def abandon(self) -> None:
-        """Kill what runs, now, and remove the folders."""
-
-
-def stay(argv: Sequence[str], kind: Callable[[socket.socket, str], Staying]) -> NoReturn:
+def stay(argv: Sequence[str], kind: Callable[[socket.socket, str], Any]) -> NoReturn:
     """Become a process that is no relative of the actor's worker, and serve.
 
     Args:
         argv: the package's folder, and the number of the socket to the actor.
-        kind: makes the object that serves from the socket and the folder.
+        kind: makes the object that serves, of the socket and the folder. It has ``serve()``, which
+            returns when the actor is gone; ``fail(words)``, which reports that it cannot continue;
+            and ``abandon()``, which kills what runs and removes the folders.
     """
     folder, number = argv
     if os.fork():

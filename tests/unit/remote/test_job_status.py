@@ -127,7 +127,11 @@ def test_a_signal_is_named(code, name):
         (2, "config: /x/nemo_run/code/a\nE: [Errno 2] No such file or directory: 'b'", ""),
         (127, "bash: line 1: /x/nemo_run/code/a.sh: No such file or directory", "a.sh is not on"),
         (2, "FileNotFoundError: [Errno 2] No such file or directory: 'data'", ""),
-        (1, "ModuleNotFoundError: No module named 'mine.part'", "the module 'mine.part' is not on"),
+        (
+            1,
+            "ModuleNotFoundError: No module named 'a.b'\nFiddle context: …",
+            "the module 'a.b' is not on",
+        ),
         (1, "/v/bin/python: No module named nemo_run", "the module 'nemo_run' is not on that node"),
         (
             1,
