@@ -1,4 +1,3 @@
-import json
 from dataclasses import replace
 
 import pytest
@@ -52,12 +51,6 @@ def test_a_status_of_a_newer_ray_is_no_end(row):
     assert status.state is JobState.UNKNOWN
     assert not status.state.is_terminal
     assert status.message
-
-
-def test_an_error_of_a_newer_ray_keeps_its_message():
-    status = status_of_row(_failed(None, "the moon is full", "MOON"))
-    assert (status.state, status.reason) == (JobState.FAILED, Reason.OTHER)
-    assert "the moon is full" in status.message
 
 
 @pytest.mark.parametrize("state", JobState)
@@ -159,14 +152,6 @@ def test_a_ray_of_the_tasks_own_is_told_which_variables_to_unset():
     assert "unset RAY_JOB_CONFIG_JSON_ENV_VAR, and RAY_ADDRESS," in detail
 
 
-def test_a_runtime_env_that_fails_shows_rays_message():
-    message = "Failed to set up runtime environment.\nERROR: No matching distribution: nope"
-    status = status_of_row(_failed(None, message, "RUNTIME_ENV_SETUP_FAILURE"))
-    assert status.reason is Reason.RUNTIME_ENV
-    assert "No matching distribution: nope" in status.message
-    assert "runtime_env" in status.message
-
-
 def test_a_worker_that_never_came_up_is_its_runtime_environments_fault():
     message = (
         "Job supervisor actor could not be scheduled: worker startup repeatedly failed on the "
@@ -236,20 +221,3 @@ def test_what_keeps_a_command_from_its_start_is_told_apart(words, reason, step):
     for status in (of_group, of_ray):
         assert status.reason is reason
         assert step in status.message.rpartition("\n")[2]
-
-
-def test_of_a_group_an_environment_that_cannot_be_built_is_told_as_of_a_task():
-    """So it is not tried again, either."""
-    text = (
-        "a/0: no worker on node n: the runtime environment could not be built: No matching "
-        "distribution: nope"
-    )
-    tail = EndRecord(1, "RUNTIME_ENV", text).line("01234567")
-    status = status_of_row(_failed(1, f"{_MARKER}{tail}"))
-    assert status.reason is Reason.RUNTIME_ENV
-    assert status.detail.endswith("No matching distribution: nope")
-
-
-def test_an_end_is_read_as_it_was_written_down():
-    status = JobStatus(JobState.FAILED, Reason.SIGNAL, "why", "node", 3, tail="a\nb")
-    assert JobStatus.from_json(json.loads(json.dumps(status.to_json()))) == status

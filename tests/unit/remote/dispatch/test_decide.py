@@ -1,7 +1,6 @@
 """Rules by example, safety on random tables, and an end of every chain in a simulated cluster."""
 
 import copy
-import random
 from dataclasses import dataclass, replace
 
 import pytest
@@ -15,7 +14,6 @@ from nemo_run_ray.remote.attempts import (
     Attempt,
     attempt_id,
     attempt_of_row,
-    attempts_of,
 )
 from nemo_run_ray.remote.dispatch.decide import (
     STARTING_MAX,
@@ -31,8 +29,6 @@ from nemo_run_ray.remote.spec import DispatchedJobSpec, DispatchSpec, OutsideSpe
 from nemo_run_ray.remote.status import JobState, JobStatus, Reason
 
 NOW = 100_000.0
-#: Nonces that come before and after those of ``job_spec``.
-STRANGERS = ("a stranger's", "stranger")
 PERMANENT = {Reason.RUNTIME_ENV, Reason.UNSCHEDULABLE, Reason.NOT_PLACED}
 
 
@@ -97,35 +93,6 @@ def status_of(
     return decide(plan, table, now).statuses[name]
 
 
-# ------------------------------------------------------------------ what comes first
-
-
-@pytest.mark.parametrize("state", [JobState.PENDING, JobState.RUNNING, JobState.UNKNOWN])
-def test_a_job_waits_until_its_upstream_has_succeeded(state):
-    plan = dispatch_of(job_spec("a"), job_spec("b", "a"))
-    table = {"e.a": row(state, "a")}
-    assert submitted(plan, table) == []
-    status = status_of(plan, table, "b")
-    assert (status.state, status.reason) == (JobState.WAITING, Reason.WAITS)
-    assert status.waits_for == ("a",)
-    assert submitted(plan, {"e.a": succeeded("a")}) == ["e.b"]
-
-
-def test_all_downstream_of_a_failure_is_cancelled_and_the_rest_goes_on():
-    plan = dispatch_of(
-        job_spec("a"), job_spec("x"), job_spec("b", "a"), job_spec("c", "b"), job_spec("y", "x")
-    )
-    table = {"e.a": failed("a"), "e.x": succeeded("x")}
-    decision = decide(plan, table, NOW)
-    for name in ("b", "c"):
-        status = decision.statuses[name]
-        assert (status.state, status.reason) == (JobState.CANCELLED, Reason.UPSTREAM)
-        assert status.attempt == 0
-    assert "a failed" in decision.statuses["b"].detail
-    assert "b was cancelled" in decision.statuses["c"].detail
-    assert did(decision, Do.SUBMIT) == ["e.y"]
-
-
 # ------------------------------------------------------------------ other experiments
 
 
@@ -183,31 +150,12 @@ def test_what_another_experiment_gave_up_between_two_attempts_is_not_waited_for(
 # ------------------------------------------------------------------ attempts
 
 
-def test_a_failure_is_tried_again_so_often_as_asked():
-    plan = dispatch_of(job_spec("a", retries=2))
-    table = {}
-    for number in (1, 2, 3):
-        assert submitted(plan, table) == [attempt_id("e.a", number)]
-        table[attempt_id("e.a", number)] = failed("a")
-    status = status_of(plan, table, "a")
-    assert (status.state, status.reason) == (JobState.FAILED, Reason.EXIT_CODE)
-    assert status.attempt == 3
-    assert submitted(plan, table) == []
-
-
 def test_a_start_timeout_does_not_count():
     plan = dispatch_of(job_spec("a"))
     table = {attempt_id("e.a", number): failed("a", Reason.START_TIMEOUT) for number in range(1, 9)}
     assert submitted(plan, table) == ["e.a@9"]
     table["e.a@9"] = failed("a")
     assert decide(plan, table, NOW).is_over
-
-
-@pytest.mark.parametrize("reason", sorted(PERMANENT))
-def test_what_cannot_change_is_not_tried_again(reason):
-    decision = decide(dispatch_of(job_spec("a", retries=5)), {"e.a": failed("a", reason)}, NOW)
-    assert decision.is_over
-    assert decision.statuses["a"].reason is reason
 
 
 def test_a_permanent_exit_code_is_not_tried_again():
@@ -235,12 +183,6 @@ def test_a_retry_waits_until_nothing_runs_on_a_dead_node():
 def test_a_number_of_thousands_of_digits_is_nobodys():
     plan = dispatch_of(job_spec("a"))
     assert submitted(plan, {f"e.a@{'9' * 5000}": running("stranger")}) == ["e.a"]
-
-
-def test_attempts_are_found_by_id_and_number():
-    table = {"x": running("x"), "x@2": pending("x"), "x@12": failed("x"), "y": running("y")}
-    found = attempts_of(["x", "z"], table)
-    assert found == {"x": {1: table["x"], 2: table["x@2"], 12: table["x@12"]}, "z": {}}
 
 
 def test_after_a_start_timeout_one_at_a_time_waits_for_such_room():
@@ -274,71 +216,7 @@ def test_a_job_of_another_experiment_that_was_cancelled_is_not_waited_for():
     assert status_of(plan, stranger, "a").state is JobState.WAITING
 
 
-@pytest.mark.parametrize(
-    ("words", "state", "reason"),
-    [
-        (CANCELLED, JobState.CANCELLED, Reason.CANCELLED),
-        (NOT_PLACED, JobState.FAILED, Reason.NOT_PLACED),
-        ("Ray refuses it: no such image", JobState.FAILED, Reason.REFUSED),
-    ],
-)
-@pytest.mark.parametrize("of", [JobState.PENDING, JobState.FAILED])
-def test_a_claim_is_final_whatever_becomes_of_its_row(words, state, reason, of):
-    plan = dispatch_of(job_spec("a", retries=5), job_spec("b", "a"))
-    decision = decide(plan, {"e.a": failed("a"), "e.a@2": row(of, "a", claim=words)}, NOW)
-    assert decision.actions == ()
-    status = decision.statuses["a"]
-    assert (status.state, status.reason, status.attempt) == (state, reason, 1)
-    assert decision.statuses["b"].reason is Reason.UPSTREAM
-
-
-def test_the_claim_of_the_cancel_id_ends_everything():
-    plan = dispatch_of(
-        job_spec("a"), job_spec("b", retries=3), job_spec("c", "a"), job_spec("d"), max_in_flight=9
-    )
-    table = {
-        plan.cancel_id: claimed("any", nonce="boss"),
-        "e.a": running("a"),
-        "e.b": failed("b"),
-        "e.d": succeeded("d"),
-    }
-    decision = decide(plan, table, NOW)
-    assert decision.actions == (Action(Do.STOP, "a", "e.a", decision.actions[0].why),)
-    states = {name: status.state for name, status in decision.statuses.items()}
-    assert states == {
-        "a": JobState.RUNNING,
-        "b": JobState.CANCELLED,
-        "c": JobState.CANCELLED,
-        "d": JobState.SUCCEEDED,
-    }
-
-
-# ------------------------------------------------------------------ strangers
-
-
-@pytest.mark.parametrize("nonce", STRANGERS)
-@pytest.mark.parametrize("where", ["e.a", "e.a@2"])
-def test_a_stranger_at_a_jobs_id_fails_the_job_and_is_left_alone(where, nonce):
-    plan = dispatch_of(job_spec("a", retries=3), job_spec("b", "a"))
-    table = {"e.a": failed("a"), where: running("a", nonce=nonce)}
-    decision = decide(plan, table, NOW)
-    assert decision.actions == ()
-    assert decision.statuses["a"].reason is Reason.TAKEN
-    assert where in decision.statuses["a"].detail
-    assert decision.statuses["b"].reason is Reason.UPSTREAM
-
-
 # ------------------------------------------------------------------ room
-
-
-@pytest.mark.parametrize(("own", "given_limit"), [(2, None), (2, 5), (None, 2)])
-def test_no_more_at_once_than_the_limit(own, given_limit):
-    plan = dispatch_of(*(job_spec(name) for name in "abcd"), max_in_flight=own)
-    assert submitted(plan, {}, limit=given_limit) == ["e.a", "e.b"]
-    assert submitted(plan, {"e.b": running("b")}, limit=given_limit) == ["e.a"]
-    table = {f"e.{name}": running(name) for name in "bcd"}
-    decision = decide(plan, table, NOW, given_limit)
-    assert decision.actions == ()
 
 
 def test_only_some_start_at_the_same_moment():
@@ -412,22 +290,6 @@ def test_a_row_of_rays_table_is_understood():
     assert found.status.reason is Reason.EXIT_CODE
     assert "\n" not in found.status.detail
     assert not found.is_live
-
-
-@pytest.mark.parametrize(
-    "metadata",
-    [
-        None,
-        {},
-        {"nemo_run_ray_retries": "many"},
-        {"nemo_run_ray_permanent": "1,two"},
-        {"nemo_run_ray_retries": ""},
-    ],
-)
-def test_any_row_can_be_read(metadata):
-    found = attempt_of_row({"status": "RUNNING", "start_time": None, "metadata": metadata})
-    assert (found.retries, found.permanent_exit_codes) == (0, ())
-    assert found.is_live
 
 
 # ------------------------------------------------------------------ safety on random tables
@@ -701,17 +563,6 @@ def test_what_is_not_placed_in_time_is_claimed_before_it_is_stopped(scene):
             assert (Do.STOP, attempt_id(one.id, _number(action) - 1)) in later
 
 
-def test_what_waits_for_room_in_a_cancelled_chain_is_claimed():
-    plan = dispatch_of(job_spec("a", retries=2), job_spec("b"))
-    table = {plan.cancel_id: claimed("any", nonce="boss"), "e.a": pending("a"), "e.b": running("b")}
-    decision = decide(plan, table, NOW)
-    assert [(one.do, one.submission_id) for one in decision.actions] == [
-        (Do.CLAIM, "e.a@2"),
-        (Do.STOP, "e.a"),
-        (Do.STOP, "e.b"),
-    ]
-
-
 @many
 @given(scenes())
 def test_a_failure_cancels_what_depends_on_it_and_nothing_else(scene):
@@ -770,143 +621,6 @@ def test_a_decision_is_a_pure_function_of_a_set_of_rows(scene, chance):
 
 
 # ------------------------------------------------------------------ a simulated cluster
-
-
-class Cluster:
-    """Ray's job table with a life of its own; it checks what it is asked for."""
-
-    def __init__(self, plan: DispatchSpec, chance: random.Random) -> None:
-        self.dispatch_of = plan
-        self.now = NOW
-        self.rows: dict[str, Attempt] = {}
-        self.history: list[dict[str, Attempt]] = [{}]
-        self._job_specs = {one.name: one for one in plan.jobs}
-        self._chance = chance
-        self._stopping: set[str] = set()
-
-    def act(self, action: Action) -> None:
-        if action.do is Do.STOP:
-            assert self.rows[action.submission_id].nonce == self._job_specs[action.job].nonce
-            self._stopping.add(action.submission_id)
-        elif action.submission_id not in self.rows:
-            one = self._job_specs[action.job]
-            if action.do is Do.SUBMIT:
-                self._check(one, action)
-            claim = action.why if action.do is Do.CLAIM else ""
-            status = JobStatus(JobState.PENDING)
-            self.rows[action.submission_id] = Attempt(status, one.nonce, self.now, claim=claim)
-
-    def _check(self, one: DispatchedJobSpec, action: Action) -> None:
-        truth = Scene(self.dispatch_of, self.rows, None)
-        rows = truth.own(one)
-        assert truth.live(one) == []
-        assert all(truth.proven(self._job_specs[name]) for name in one.after)
-        assert all(truth.proven(other) for other in one.outside)
-        assert not any(row.claim for row in rows.values())
-        reasons = [row.status.reason for row in rows.values()]
-        assert len(reasons) - reasons.count(Reason.START_TIMEOUT) <= one.retries
-        if rows:
-            last = rows[max(rows)]
-            assert action.submission_id == attempt_id(one.id, max(rows) + 1)
-            died = last.status.reason is Reason.NODE_DIED
-            assert self.now >= last.ended_at + (NODE_DEAD_S if died else SETTLE_S)
-
-    def live(self) -> list[str]:
-        return [name for name, row in self.rows.items() if row.is_live]
-
-    def pass_time(self) -> None:
-        self.now += self._chance.choice((0.3, 1.0, 5.0, 40.0))
-        for name, row_ in list(self.rows.items()):
-            if row_.status.state in (JobState.PENDING, JobState.RUNNING):
-                self._live_on(name, row_)
-        self.history.append(dict(self.rows))
-
-    def end(self, name: str, state: JobState, reason: Reason = Reason.NONE, code=None) -> None:
-        row_ = self.rows[name]
-        self.rows[name] = replace(
-            row_, status=JobStatus(state, reason), ended_at=self.now, exit_code=code
-        )
-
-    def _live_on(self, name: str, row_: Attempt) -> None:
-        dice = self._chance.random()
-        if name in self._stopping and dice < 0.5:
-            self.end(name, JobState.CANCELLED, Reason.CANCELLED)
-        elif row_.status.state is JobState.PENDING:
-            if self.now - row_.posted_at > 900 or dice < 0.05:
-                self.end(name, JobState.FAILED, Reason.START_TIMEOUT)
-            elif dice < 0.1:
-                self.end(name, JobState.FAILED, self._chance.choice(sorted(PERMANENT)))
-            elif dice < 0.4:
-                self.rows[name] = replace(row_, status=JobStatus(JobState.RUNNING))
-        elif row_.claim or dice < 0.25:
-            self.end(name, JobState.SUCCEEDED, code=0)
-        elif dice < 0.35:
-            self.end(name, JobState.FAILED, Reason.EXIT_CODE, self._chance.choice((1, 2)))
-        elif dice < 0.4:
-            self.end(name, JobState.FAILED, Reason.NODE_DIED)
-
-
-def _any_chain(chance: random.Random) -> DispatchSpec:
-    job_specs = []
-    for number in range(chance.randint(1, 12)):
-        after = chance.sample(range(number), min(number, chance.choice((0, 1, 1, 2))))
-        options = {"body": {}, **chance.choice(_OPTIONS)}
-        outside = chance.choice(_DEPENDS)
-        name = f"j{number}"
-        needs = tuple(f"j{one}" for one in after)
-        job_specs.append(
-            DispatchedJobSpec(name, f"e.{name}", name, after=needs, outside=outside, **options)
-        )
-    return dispatch_of(*job_specs, max_in_flight=chance.choice((None, 1, 3)))
-
-
-def _others_end(cluster: Cluster, chance: random.Random) -> None:
-    """What becomes of the jobs of other experiments, and of the dispatcher that has some."""
-    ends = (
-        {"o.x": succeeded("x"), "o.y": succeeded("y")},
-        {"o.x": failed("x"), "o.y": failed("y")},
-        {"o.x": succeeded("x"), "o.y": failed("y", retries=1), "o.y@2": succeeded("y")},
-        {"o.x": row(JobState.CANCELLED, "x"), "o.y": failed("y", retries=1)},
-        {"o.x": failed("x", Reason.START_TIMEOUT)},
-    )
-    cluster.rows.update(chance.choice(ends))
-    cluster.rows["o.dispatcher"] = failed("o", exit_code=JobExit.SOME_FAILED)
-
-
-@pytest.mark.parametrize("dispatchers", [1, 2])
-@settings(max_examples=100, deadline=None, database=None)
-@given(seed=st.integers(0, 2**32))
-def test_every_chain_ends_and_no_rule_is_broken_on_the_way(dispatchers, seed):
-    chance = random.Random(seed)
-    plan = _any_chain(chance)
-    cluster = Cluster(plan, chance)
-    others_at, cancel_at = chance.randint(0, 60), chance.choice((10**6, 10**6, 10, 40))
-    for step in range(3000):
-        if step == others_at:
-            _others_end(cluster, chance)
-        if step == cancel_at:
-            cluster.rows[plan.cancel_id] = claimed("", nonce=plan.nonce)
-        cluster.pass_time()
-        for _ in range(dispatchers):
-            old = chance.randint(1, 4) if dispatchers > 1 else 1
-            table = cluster.history[max(0, len(cluster.history) - old)]
-            decision = decide(plan, table, cluster.now)
-            for action in decision.actions:
-                if chance.random() < 0.8:
-                    cluster.act(action)
-            if dispatchers == 1 and plan.max_in_flight and did(decision, Do.SUBMIT):
-                assert len(cluster.live()) <= plan.max_in_flight
-        decision = decide(plan, cluster.rows, cluster.now)
-        if decision.is_over and not cluster.live() and not decision.actions:
-            break
-    else:
-        pytest.fail(f"not over: {decision.statuses}")
-    truth = Scene(plan, cluster.rows, None)
-    for one in plan.jobs:
-        status = decision.statuses[one.name]
-        assert (status.state is JobState.SUCCEEDED) == truth.proven(one)
-        if not truth.own(one):
-            assert status.state is JobState.CANCELLED
 
 
 def _with(left_s: float, lasts_s: float = 3600, renews: bool = False) -> TimeLeft:

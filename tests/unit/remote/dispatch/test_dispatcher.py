@@ -21,11 +21,9 @@ from nemo_run_ray.remote.attempts import (
     PERMANENT_KEY,
     RETRIES_KEY,
     JobExit,
-    claim_body,
 )
 from nemo_run_ray.remote.dispatch import dispatcher
 from nemo_run_ray.remote.dispatch import log as story
-from nemo_run_ray.remote.dispatch.decide import STARTING_MAX
 from nemo_run_ray.remote.dispatch.dispatcher import (
     ABSENT_MAX_S,
     PACE_MAX_S,
@@ -148,15 +146,6 @@ def test_jobs_are_started_after_those_that_they_depend_on(serve):
     assert ray.overlaps == ray.taken == []
 
 
-def test_a_failure_ends_with_an_exit_code_of_its_own_and_starts_nothing_downstream(serve):
-    plan = dispatch_of(job_spec("a"), job_spec("b", "a"), job_spec("x"))
-    ray = serve(plan)
-    ray.fates["e.a"] = FAILS
-    assert dispatcher_of(plan, ray).run(ray.pass_time) == JobExit.SOME_FAILED
-    assert ray.started == ["e.a", "e.x"]
-    assert ray.status("e.x") == "SUCCEEDED"
-
-
 def test_what_failed_is_started_again_under_an_id_of_its_own(serve):
     plan = dispatch_of(job_spec("a", retries=2), job_spec("b", "a"))
     ray = serve(plan)
@@ -197,15 +186,6 @@ def test_an_end_that_ray_has_lost_is_taken_from_the_jobs_log(serve):
     assert dispatcher_of(plan, ray).run(ray.pass_time) == JobExit.SOME_FAILED
     assert ray.started == ["e.a", "e.a@2", "e.b"], "b's log proves nothing"
     assert ray.now - began_at < NODE_DEAD_S, "what has ended needs no wait for a node"
-
-
-def test_a_job_that_has_its_ids_name_keeps_it(serve):
-    plan = dispatch_of(job_spec("a", retries=1)._replace(name="e.a"))
-    plan.jobs[0].body["entrypoint"] = entrypoint(None, ["task", "e.a", SUBMISSION_ID, "nonce-a"])
-    ray = serve(plan)
-    ray.fates["e.a"] = FAILS
-    assert dispatcher_of(plan, ray).run(ray.pass_time) == JobExit.SUCCEEDED
-    assert ray.bodies[1]["entrypoint"].count(" task e.a e.a@2 nonce-a") == 1
 
 
 @pytest.mark.parametrize(("given", "wait_s"), [(None, NODE_DEAD_S), ("5", 20.0), ("x", 75.0)])
@@ -265,15 +245,6 @@ def test_a_job_whose_answer_was_lost_is_not_started_again(serve):
     assert ray.claims == {}
 
 
-def test_a_job_whose_request_was_lost_is_started_at_the_next_look(serve):
-    plan = dispatch_of(job_spec("a"))
-    ray = serve(plan)
-    lost = iter([Trouble()])
-    ray.trouble = lambda method, path: next(lost, None) if method == "POST" else None
-    assert dispatcher_of(plan, ray).run(ray.pass_time) == JobExit.SUCCEEDED
-    assert (ray.started, ray.posts()) == (["e.a"], 2)
-
-
 @pytest.mark.parametrize("trouble", [Trouble(503, "busy"), Trouble(429), Trouble()])
 def test_a_dashboard_that_is_away_is_asked_again_and_told_of_once(serve, told, trouble):
     plan = dispatch_of(job_spec("a"), job_spec("b", "a"))
@@ -289,21 +260,6 @@ def test_a_dashboard_that_is_away_is_asked_again_and_told_of_once(serve, told, t
     ray.trouble = lambda method, path: None
     assert rounds(one, ray, 9) == JobExit.SUCCEEDED
     assert ray.started == ["e.a", "e.b"]
-
-
-def test_trouble_with_one_job_does_not_hold_the_others_up(serve):
-    plan = dispatch_of(job_spec("a", secrets=("KEY",)), job_spec("b"), job_spec("c", "b"))
-    ray = serve(plan)
-    methods: list[str] = []
-
-    def trouble(method: str, path: str) -> Trouble | None:
-        methods.append(method)
-        return Trouble(500, "disk full") if methods[-2:] == ["GET", "PUT"] else None  # that of a
-
-    ray.trouble = trouble
-    one = dispatcher_of(plan, ray, secrets={"KEY": "hidden"})
-    assert rounds(one, ray, 8) is None
-    assert ray.started == ["e.b", "e.c"]
 
 
 # ------------------------------------------------------------------ what Ray refuses
@@ -323,17 +279,6 @@ def test_what_ray_refuses_becomes_a_claim_that_says_why(serve, told):
     assert ray.claims["e.a"] in line
 
 
-def test_a_claim_that_is_refused_itself_is_asked_for_again(serve):
-    plan = dispatch_of(job_spec("a"))
-    ray = serve(plan)
-    ray.trouble = lambda method, path: Trouble(400, "blocked") if method == "POST" else None
-    one = dispatcher_of(plan, ray)
-    assert rounds(one, ray, 3) is None
-    ray.trouble = lambda method, path: None
-    assert rounds(one, ray, 9) == JobExit.SUCCEEDED
-    assert ray.claims == {}
-
-
 def test_an_error_of_rays_own_becomes_a_claim_when_it_stays(serve):
     plan = dispatch_of(job_spec("a"), job_spec("x"))
     ray = serve(plan)
@@ -347,21 +292,6 @@ def test_an_error_of_rays_own_becomes_a_claim_when_it_stays(serve):
     assert list(ray.claims) == ["e.a"]
     assert ray.claims["e.a"].startswith("not taken: ")
     assert ray.status("e.x") == "SUCCEEDED"
-
-
-def test_an_outage_is_no_error_of_rays_own(serve):
-    plan = dispatch_of(job_spec("a"))
-    ray = serve(plan)
-    ray.refuses["e.a"] = (500, "No agent")
-    one = dispatcher_of(plan, ray)
-    one.round()
-    ray.trouble = lambda method, path: Trouble()
-    rounds(one, ray, 3, seconds=REFUSED_AFTER_S)
-    ray.trouble = lambda method, path: None
-    one.round()
-    assert ray.claims == {}
-    ray.refuses.clear()
-    assert rounds(one, ray, 9) == JobExit.SUCCEEDED
 
 
 # ------------------------------------------------------------------ a table that is not the chain's
@@ -380,18 +310,6 @@ def test_a_table_without_the_dispatcher_is_believed_after_a_while(serve):
     with pytest.raises(Disowned, match="does not have this dispatcher"):
         one.round()
     assert {method for method, _ in ray.requests} == {"GET"}
-
-
-def test_another_runs_dispatcher_is_not_this_one(serve):
-    plan = dispatch_of(job_spec("a"))
-    ray = serve(plan)
-    ray.rows[OWN]["metadata"] = {NONCE_KEY: "another"}
-    one = dispatcher_of(plan, ray)
-    assert one.round() is None
-    ray.now += ABSENT_MAX_S + 1
-    with pytest.raises(Disowned):
-        one.round()
-    assert ray.posts() == 0
 
 
 @pytest.mark.parametrize("end", [FAILS, STOPPED, SUCCEEDS])
@@ -574,38 +492,6 @@ def test_what_finds_no_room_in_timeis_claimed_then_stopped_then_left_to_ray(serv
     assert ray.started == ["e.a"]
 
 
-def _given_up(ray: FakeRay, plan: DispatchSpec) -> Dispatcher:
-    """A dispatcher of one job that waits for room, and whose next attempt is claimed."""
-    ray.fates["e.a"] = FINDS_NO_ROOM
-    one = dispatcher_of(plan, ray)
-    rounds(one, ray, 2)
-    ray.post(claim_body("e.a@2", "nonce-a", NOT_PLACED))
-    return one
-
-
-def test_what_was_given_up_and_got_room_meanwhile_is_stopped_until_it_ends(serve):
-    plan = dispatch_of(job_spec("a"))
-    ray = serve(plan)
-    one = _given_up(ray, plan)
-    ray.rows["e.a"]["status"] = "RUNNING"
-    for number in range(1, 9):
-        assert one.round() is None
-        assert len(ray.stops) == number
-        ray.now += STOP_AGAIN_S
-    ray.rows["e.a"].update(STOPPED)
-    assert one.round() == JobExit.SOME_FAILED
-
-
-def test_a_stop_that_never_arrived_is_not_left_to_ray(serve):
-    plan = dispatch_of(job_spec("a"))
-    ray = serve(plan)
-    one = _given_up(ray, plan)
-    ray.trouble = lambda method, path: Trouble(500, "oops") if path.endswith("/stop") else None
-    assert rounds(one, ray, 40, seconds=0.5) is None
-    ray.trouble = lambda method, path: None
-    assert rounds(one, ray, 40, seconds=0.5) == JobExit.SOME_FAILED
-
-
 # ------------------------------------------------------------------ secrets
 
 
@@ -640,13 +526,6 @@ def test_a_job_whose_secret_did_not_come_is_given_up_in_words(serve):
     assert ray.rows["e.b"]["status"] == "SUCCEEDED"
 
 
-def test_a_package_is_there_before_the_job_that_needs_it(serve):
-    plan = dispatch_of(job_spec("a", secrets=("KEY",)))
-    ray = serve(plan)
-    dispatcher_of(plan, ray, secrets={"KEY": "hidden"}).round()
-    assert [method for method, _ in ray.requests] == ["GET", "PUT", "POST"]
-
-
 # ------------------------------------------------------------------ a guest on the head
 
 
@@ -666,34 +545,6 @@ def test_the_pace_slackens_while_nothing_happens_and_quickens_when_it_does(serve
     ray.rows["e.a"].update(FAILS)
     one.round()
     assert PACE_S <= one.pace_s() < PACE_MAX_S / 2
-
-
-def test_a_slow_look_slackens_the_pace(serve):
-    plan = dispatch_of(job_spec("a"))
-    ray = serve(plan)
-    slow = threading.Event()
-    ray.before_table = lambda: slow.wait(0.1)
-    one = dispatcher_of(plan, ray)
-    one.round()
-    assert one.pace_s() >= 0.4
-
-
-@pytest.mark.parametrize("count", [10, 1000])
-def test_a_look_costs_one_request_however_many_jobs_wait(serve, count):
-    plan = dispatch_of(job_spec("a"), *(job_spec(f"j{number}", "a") for number in range(count)))
-    ray = serve(plan)
-    ray.fates["e.a"] = GOES_ON
-    one = dispatcher_of(plan, ray)
-    rounds(one, ray, 2)
-    ray.requests.clear()
-    rounds(one, ray, 3)
-    assert ray.requests == [("GET", "/api/jobs/")] * 3
-    ray.fates["e.a"] = SUCCEEDS
-    rounds(one, ray, 1)
-    ray.requests.clear()
-    rounds(one, ray, 1)
-    started = {"PUT": STARTING_MAX, "POST": STARTING_MAX}
-    assert Counter(method for method, _ in ray.requests) == {"GET": 1, **started}
 
 
 @pytest.mark.parametrize(("own", "given", "most"), [(None, 3, 3), (2, 3, 2), (5, 3, 5)])

@@ -17,7 +17,6 @@ import psutil
 import pytest
 
 from nemo_run_ray.remote.group.driver import variables
-from nemo_run_ray.remote.node.rundir import MANIFEST
 from nemo_run_ray.remote.spec import RENDEZVOUS, GroupSpec, JobSpec, ProbeSpec, RoleSpec
 from tests.relays import Relayed, holding, is_zombie, wait
 
@@ -211,16 +210,6 @@ def test_a_taken_port_is_named_with_the_role(site, address):
     assert site.kinds() == ["unprepared"]
 
 
-def test_a_reserved_port_takes_no_connections(site):
-    """Whoever waits for the role would talk to nobody, and be cut off when it starts."""
-    site.prepare(_role(ports={"http": 0}))
-    port = site.until("prepared")["ports"]["http"]
-    with socket.socket() as other:
-        other.settimeout(5)
-        with pytest.raises(ConnectionRefusedError):
-            other.connect((_LOCAL, port))
-
-
 # ---------------------------------------------------------------------- what a process gets
 
 
@@ -305,17 +294,6 @@ def test_what_is_about_the_worker_alone_does_not_reach_a_process(make, monkeypat
     assert "RAY_ADDRESS=10.0.0.1:6379\n" in site.text
 
 
-def test_code_that_travelled_is_the_folder_with_its_executables(site):
-    code = site.folder / "code-1"
-    code.mkdir()
-    (code / "tool").write_text("#!/bin/sh\ncat data.txt\n")
-    (code / "data.txt").write_text("mine\n")
-    (code / MANIFEST).write_text(json.dumps({"executables": ["tool"], "symlinks": {}}))
-    site.run(_role(("./tool",), {"has_code": True}))
-    assert site.until("exited")["code"] == 0
-    assert site.text == "mine\n"
-
-
 # ---------------------------------------------------------------------- output
 
 
@@ -325,19 +303,6 @@ def test_20000_lines_are_complete_and_in_order_over_pulls_that_are_lost(site):
         site.ask(len(site.reports), 0.05)  # the answer does not arrive
         site.pull(0.05)
     assert site.text == "".join(f"{number}\n" for number in range(1, 20001))
-
-
-def test_lines_of_two_processes_are_never_mixed(site):
-    code = """
-mine = "ab"[int(os.environ["LOCAL_RANK"])] * 50
-for _ in range(200):
-    os.write(1, mine[:25].encode())
-    os.write(1, f"{mine[25:]}\\n".encode())
-"""
-    site.run(_role(_python(code), processes=2, ranked=True, ports={RENDEZVOUS: 0}))
-    assert site.until("exited")["code"] == 0
-    assert all(one["text"].endswith("\n") for one in site.reports if one["at"] == "text")
-    assert sorted(site.text.splitlines()) == ["a" * 50] * 200 + ["b" * 50] * 200
 
 
 def test_all_output_comes_before_the_exit(site):
@@ -378,31 +343,6 @@ stay()
     assert exited["words"] == "process 1: exit code 3"
     assert site.text == "told to end\n"
     assert site.processes() == set()
-
-
-def test_a_process_that_is_done_leaves_the_others_alone(site):
-    code = """
-if os.environ["LOCAL_RANK"] == "0":
-    sys.exit(0)
-say("goes on")
-wait_for("go")
-say("done")
-"""
-    site.run(_role(_python(code), processes=2, ranked=True, ports={RENDEZVOUS: 0}))
-    site.says("goes on")
-    wait(lambda: len(site.processes()) == 1)
-    (site.root / "nemo_run" / "code" / "go").touch()
-    assert site.until("exited")["code"] == 0
-    assert site.text == "goes on\ndone\n"
-
-
-# ---------------------------------------------------------------------- commands that cannot start
-
-
-def test_a_command_that_cannot_start_is_no_ready_service(site):
-    site.run(_role(("no-such-program",), service=True))
-    assert site.until("exited")["code"] == 127
-    assert site.kinds() == ["prepared", "exited"]
 
 
 # ---------------------------------------------------------------------- the end
@@ -501,18 +441,6 @@ sys.exit(3)
     assert site.kinds() == ["prepared"] + ["ready", "exited"] * 3
 
 
-def test_a_replica_that_was_killed_after_its_grace_can_be_started_again(site):
-    site.run(_stubborn(grace_s=0.1))
-    site.says("up")
-    site.end()
-    assert site.until("exited")["code"] == 137
-    site.start()
-    site.until("ready")
-    wait(lambda: len(site.processes()) == 4)
-    site.end()
-    assert site.until("exited")["code"] == 137
-
-
 # ---------------------------------------------------------------------- readiness
 
 
@@ -543,15 +471,6 @@ def test_a_service_is_ready_when_its_port_is(site):
     assert site.kinds() == ["prepared", "ready", "exited"]
 
 
-def test_a_service_that_is_not_ready_in_time_is_reported_and_goes_on(site):
-    probe = ProbeSpec("port", "http", interval_s=0.05, timeout_s=0.3)
-    site.run(_service(_python(_SERVE, ""), probe))
-    assert "not ready within 0.3 s: port" in site.until("unready")["words"]
-    assert len(site.processes()) == 1
-    site.end()
-    assert site.until("exited")["code"] == 143
-
-
 def test_a_command_asks_in_the_services_environment_and_folder(site):
     ask = _shell('[ -e up ] && [ "$MINE" = 1 ] && [ "$0" = ' + _LOCAL + " ]")
     probe = ProbeSpec("command", command=(*ask, "$NEMO_RUN_HEAD_NODE_IP"), interval_s=0.05)
@@ -564,16 +483,6 @@ def test_a_command_asks_in_the_services_environment_and_folder(site):
     site.end()
     site.until("exited")
     assert site.text == ""
-
-
-def test_a_probe_that_hangs_is_ended_with_its_service(site):
-    ask = _shell("touch asked; exec sleep 1000")
-    probe = ProbeSpec("command", command=ask, interval_s=0.05)
-    site.run(_service(_shell("exec sleep 1000"), probe, grace_s=60.0))
-    wait((site.root / "nemo_run" / "code" / "asked").exists)
-    site.end()
-    site.until("exited", within_s=5)
-    assert site.processes() == set()
 
 
 def test_a_service_that_was_told_to_end_is_asked_no_more(site):
@@ -612,39 +521,7 @@ def test_orders_are_carried_out_once_and_in_their_order(site):
     assert site.text == "x\nx\nx\n"
 
 
-def test_a_pull_repeated_gives_the_same_and_the_next_what_follows(site):
-    site.prepare(_role(_shell("echo 1; echo 2"), service=True))
-    first, prepared = site.ask(0, 10.0)
-    assert first == 0
-    assert [json.loads(one)["at"] for one in prepared] == ["prepared"]
-    assert site.ask(0, 10.0) == (0, prepared)
-    site.reports.append(json.loads(prepared[0]))
-    site.start()
-    wait(lambda: any("exited" in one for one in site.ask(1, 0.1)[1]))
-    first, reports = site.ask(1, 0.0)
-    assert first == 1
-    assert site.ask(1, 0.0) == (1, reports)
-    assert site.ask(2, 0.0) == (2, reports[1:])
-    late = site.ask(0, 0.0)  # a call that was under way for long
-    assert late == (2, reports[1:])
-    assert site.ask(1 + len(reports), 0.0) == (1 + len(reports), [])
-
-
 # ---------------------------------------------------------------------- several replicas
-
-
-def test_the_death_of_one_replicas_process_leaves_the_others_alone(replicas):
-    victim, other = replicas(2)
-    for one in (victim, other):
-        one.run(_role(_shell("echo up; while ! [ -e go ]; do sleep 0.01; done; echo done")))
-        one.says("up")
-    assert victim.process() != other.process()
-    os.kill(victim.process(), signal.SIGKILL)
-    victim.until("gone")
-    assert not victim.root.exists()
-    (other.root / "nemo_run" / "code" / "go").touch()
-    assert other.until("exited")["code"] == 0
-    assert other.text == "up\ndone\n"
 
 
 def test_close_ends_all_replicas(replicas):
@@ -724,15 +601,6 @@ def test_a_command_waits_while_nobody_pulls_and_nothing_is_lost(site):
                 code = report["code"]
     assert (code, size_bytes) == (0, 480 * len(_PIECE))
     assert digest.digest() == hashlib.sha256(_PIECE * 480).digest()
-
-
-def test_a_command_that_waits_for_a_pull_can_be_ended(site):
-    site.run(_role(_python(_MUCH)))
-    _until_it_waits(site)
-    site.end()
-    wait(lambda: not site.processes())
-    assert site.until("exited")["code"] == 143
-    assert set(site.text.splitlines()) == {"0123456789abcde"}
 
 
 # ---------------------------------------------------------------------- close

@@ -2,11 +2,8 @@
 
 import contextlib
 import http.server
-import itertools
 import select
 import socket
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -185,22 +182,6 @@ def test_a_closed_port_is_given_up_with_the_reason(bound):
     )
 
 
-def test_tries_are_an_interval_apart(bound, monkeypatch):
-    tries = []
-    real = socket.socket.connect_ex
-    port = bound().getsockname()[1]
-
-    class Counting(socket.socket):
-        def connect_ex(self, address):
-            tries.append(time.monotonic())
-            return real(self, address)
-
-    monkeypatch.setattr(socket, "socket", Counting)
-    _answer(_probing(_port(port, interval_s=0.2, timeout_s=0.75)))
-    assert 2 <= len(tries) <= 4
-    assert all(later - before >= 0.2 for before, later in itertools.pairwise(tries))
-
-
 def test_a_server_on_another_address_alone_is_not_ready_and_the_hint_says_so(listening):
     port = listening(_LOCAL)
     answer = _answer(_probing(_port(port, timeout_s=0.2), address=_NODE))
@@ -255,10 +236,6 @@ def test_an_answer_that_is_not_http_is_shown(answering, line):
     assert f"is answered with {line!r}, which is not HTTP" in answer
 
 
-def test_an_answer_in_pieces_is_put_together(answering):
-    assert _answer(_probing(_http(answering(b"HT", b"TP/1.1 2", b"00 OK\r", b"\n\r\n")))) == ""
-
-
 def test_a_server_that_never_answers_is_given_up_in_time_and_named(listening):
     port = listening()
     began_at = time.monotonic()
@@ -266,33 +243,6 @@ def test_a_server_that_never_answers_is_given_up_in_time_and_named(listening):
     assert 0.3 <= time.monotonic() - began_at < 8
     assert answer.startswith("not ready within 0.3 s: ")
     assert f"{_LOCAL}:{port} does not answer" in answer
-
-
-_STREAM = """
-import socket
-with socket.create_server(("127.0.0.1", 0)) as server:
-    print(server.getsockname()[1], flush=True)
-    while True:
-        connection, _ = server.accept()
-        try:
-            while True:
-                connection.sendall(b"x" * 2**20)
-        except OSError:
-            pass  # whoever asked has hung up
-"""
-
-
-@pytest.mark.timeout(15)
-def test_a_server_that_streams_without_a_lines_end_does_not_hold_the_loop_up():
-    words = [sys.executable, "-I", "-c", _STREAM]
-    with subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) as server:
-        try:
-            assert server.stdout is not None
-            port = int(server.stdout.readline())
-            answer = _answer(_probing(_http(port, timeout_s=0.5)))
-        finally:
-            server.kill()
-    assert "is answered with 'xxx" in answer
 
 
 # ---------------------------------------------------------------------- commands
@@ -340,30 +290,3 @@ def test_a_command_that_fails_is_run_again_after_the_interval():
     assert time.monotonic() >= ended_at + 0.2
     probing.reaped(0)
     assert probing.step() == ""
-
-
-def test_a_command_that_cannot_be_started_is_tried_again_and_named():
-    begun = []
-
-    def spawn(words: Sequence[str]) -> int:
-        begun.append(words)
-        raise FileNotFoundError(2, "No such file or directory", "check")
-
-    answer = _answer(_probing(_command(timeout_s=0.2), spawn=spawn))
-    assert "['check', '--all', 'a b'] cannot be started" in answer
-    assert "No such file or directory" in answer
-    assert len(begun) > 1
-
-
-# ---------------------------------------------------------------------- the end
-
-
-def test_a_probe_that_is_closed_leaves_no_socket(listening):
-    probing = _probing(_http(listening()))
-    assert probing.step() is None
-    asking = probing.socket
-    assert asking is not None
-    probing.close()
-    assert asking.fileno() == -1
-    assert probing.socket is None
-    probing.close()

@@ -122,12 +122,6 @@ def test_two_jobs_with_one_working_dir_do_not_see_each_other(tmp_path, jobs, cod
     assert not (code / "new file").exists()
 
 
-def test_what_a_dead_attempt_left_is_gone(tmp_path, jobs, code, run_dir):
-    Path(run_dir.code, "old").touch()
-    run_dir.create(str(jobs), "job", str(code))
-    assert not Path(run_dir.code, "old").exists()
-
-
 def test_removal_takes_the_base_with_the_last(tmp_path, jobs, run_dir):
     other = RunDir("exp.other", run_dir.base)
     other.create(str(jobs), "job", None)
