@@ -19,7 +19,7 @@ from nemo_run_ray.experiment.store import INTENT, SUBMITTED, store_of
 from nemo_run_ray.remote.rows import NONCE_KEY
 from nemo_run_ray.remote.spec import DispatchedJobSpec, DispatchSpec
 from tests.fake_ray import NODE, FakeRay, fake_ray
-from tests.rooms import FakeNode, summary, supervisor
+from tests.rooms import FakeNode, supervisor, tables
 
 SIZES = 500, 1000, 2000
 ROUNDS = 5
@@ -98,9 +98,9 @@ def _hand_over(ray: FakeRay, size: int) -> str:
         ray.rows[one.id]["driver_node_id"] = node
         ray.rows[one.id]["start_time"] -= 60_000
     running = _STATUSES.index("RUNNING")
-    busy = FakeNode("busy", {"CPU": size / 4}, {"CPU": size / 4})
-    ray.room = summary(busy)
-    ray.actors = [supervisor(one.id, busy, CPU=1.0) for one in jobs[running :: len(_STATUSES)]]
+    busy = FakeNode("busy", {"CPU": size / 4})
+    actors = [supervisor(one.id, busy, CPU=1.0) for one in jobs[running :: len(_STATUSES)]]
+    ray.tables = tables(busy, actors=actors)
     return name
 
 

@@ -88,8 +88,7 @@ class FakeRay:
         logs: by submission id.
         alive: ids of the nodes that live.
         version: of Ray; before 2.54 it knows no label selectors of jobs.
-        room: the nodes, as the dashboard sums them up; ``None`` when it does not say.
-        actors: rows of the state API; ``None`` when that is closed.
+        tables: rows of the state API, by table; one that is not there is closed.
     """
 
     def __init__(
@@ -113,8 +112,7 @@ class FakeRay:
         self.logs: dict[str, str] = {}
         self.alive = [NODE]
         self.version = "2.60.0"
-        self.room: dict | None = None
-        self.actors: list[dict] | None = None
+        self.tables: dict[str, list[dict]] = {}
         self.overlaps: list[str] = []
         self.lock = threading.RLock()
         self.url = ""
@@ -245,12 +243,9 @@ class FakeRay:
             return self._told(parts[1], "logs" in parts)
         if (method, path) == ("GET", LOG_FILE):
             return self._log_file(dict(parse_qsl(query)))
-        if path == "/nodes" and self.room is not None:
-            return 200, json.dumps(self.room)
-        if parts[:2] == ["v0", "actors"] and self.actors is not None:
-            return 200, json.dumps({"data": {"result": {"result": self.actors}}})
-        if parts[:2] == ["v0", "nodes"]:
-            return 200, json.dumps({"data": {"result": {"result": self._nodes()}}})
+        tables = {"nodes": self._nodes(), **self.tables}
+        if parts[:1] == ["v0"] and parts[-1] in tables:
+            return 200, json.dumps({"data": {"result": {"result": tables[parts[-1]]}}})
         if parts[:2] == ["packages", "gcs"] and len(parts) == 3:
             if method == "PUT":
                 self.packages[parts[2]] = data

@@ -1,11 +1,10 @@
-"""What Ray's dashboard says of nodes and actors, written by Ray's own code from plain amounts."""
+"""Ray's tables of nodes and of those who hold their resources, made from plain amounts."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from ray.autoscaler._private.util import parse_usage
-from ray.dashboard.utils import to_google_style
+from nemo_run_ray.dashboard.state import ClusterRoom, holdings_of, room_of
 
 GIB = 2**30
 #: Ray's name of a placement group.
@@ -14,86 +13,52 @@ GROUP = "9bf511ea1b1b1b0b8749ce1c7e2903000000"
 
 @dataclass
 class FakeNode:
-    """One node.
-
-    Attributes:
-        name: of its host; its id is made of it.
-        total: what it has, by resource.
-        used: what is held of it, that of placement groups among it.
-        grouped: reserved by placement groups and used in them, by resource.
-        memory: of the machine, all and available.
-        disk: free and used bytes.
-    """
+    """One node; its id is made of its name. A task of some program holds what is used."""
 
     name: str
     total: dict[str, float]
     used: dict[str, float] = field(default_factory=dict)
-    grouped: dict[str, tuple[float, float]] = field(default_factory=dict)
     labels: dict[str, str] = field(default_factory=dict)
-    is_head: bool = False
     state: str = "ALIVE"
-    memory: tuple[int, int] = (64 * GIB, 48 * GIB)
-    disk: tuple[int, int] = (80 * GIB, 20 * GIB)
 
     @property
     def id(self) -> str:
         return self.name.encode().hex().ljust(56, "0")
 
-    @property
-    def resources(self) -> dict[str, float]:
-        return {f"node:{self.name}": 1.0, "object_store_memory": 6.9e9, **self.total}
-
-    def in_use(self) -> str:
-        """As the autoscaler writes it down."""
-        usage = {name: (self.used.get(name, 0.0), total) for name, total in self.resources.items()}
-        for name, (reserved, used) in self.grouped.items():
-            usage[f"{name}_group_{GROUP}"] = (used, reserved)
-            usage[f"{name}_group_0_{GROUP}"] = (used, reserved)
-        return "\n".join(parse_usage(usage, verbose=True))
-
-    def in_summary(self) -> dict:
-        free, used = self.disk
-        total, available = self.memory
-        return {
-            "hostname": self.name,
-            "ip": "192.0.2.1",
-            "mem": [total, available, 25.0, total - available],
-            "disk": {"/": {"free": 1, "used": 1}, "/tmp/my_ray": {"free": free, "used": used}},
-            "raylet": {
-                "nodeId": self.id,
-                "state": self.state,
-                "resources_total": self.resources,
-                "labels": {"ray.io/node-id": self.id, **self.labels},
-                "isHeadNode": self.is_head,
-                "tempDir": "/tmp/my_ray",
-            },
-        }
-
-    def in_table(self) -> dict:
+    def row(self) -> dict:
         return {
             "node_id": self.id,
             "node_ip": "192.0.2.1",
-            "node_name": "192.0.2.1",
-            "is_head_node": self.is_head,
+            "node_name": self.name,
             "state": self.state,
-            "resources_total": self.resources,
+            "resources_total": {
+                f"node:{self.name}": 1.0,
+                "object_store_memory": 6.9e9,
+                **self.total,
+            },
             "labels": {"ray.io/node-id": self.id, **self.labels},
         }
 
 
-def summary(*nodes: FakeNode) -> dict:
-    """``/nodes?view=summary``."""
-    data = {
-        "summary": [node.in_summary() for node in nodes],
-        "node_logical_resources": {
-            node.id: node.in_use() for node in nodes if node.state == "ALIVE"
-        },
+def tables(*nodes: FakeNode, actors=(), groups=()) -> dict[str, list[dict]]:
+    """All tables that tell the room, by name."""
+    return {
+        "nodes": [node.row() for node in nodes],
+        "actors": list(actors),
+        "placement_groups": list(groups),
+        "tasks": [actor("99000000", node, **node.used) for node in nodes],
     }
-    return {"result": True, "msg": "", "data": to_google_style(data)}
 
 
-def table(rows: list[dict]) -> dict:
-    """One table of the state API."""
+def room(*nodes: FakeNode, **holders) -> ClusterRoom:
+    """The room that the package reads from these tables."""
+    found = tables(*nodes, **holders)
+    held = holdings_of(found["actors"], found["placement_groups"], found["tasks"])
+    return room_of(found["nodes"], held)
+
+
+def answer(rows: object) -> dict:
+    """The state API's answer of a table."""
     return {"result": True, "msg": "", "data": {"result": {"result": rows}}}
 
 
@@ -101,7 +66,6 @@ def supervisor(job: str, node: FakeNode | None, **resources: float) -> dict:
     """The actor that Ray starts for a job; it waits when it has no node."""
     return {
         "name": f"_ray_internal_job_actor_{job}",
-        "class_name": "JobSupervisor",
         "state": "ALIVE" if node else "PENDING_CREATION",
         "job_id": "02000000",
         "node_id": node.id if node else None,
@@ -111,18 +75,21 @@ def supervisor(job: str, node: FakeNode | None, **resources: float) -> dict:
 
 
 def actor(job_id: str, node: FakeNode, group: str = "", **resources: float) -> dict:
-    """An actor of a program, in a bundle of a placement group if that is named."""
-    if group:
-        names = [(f"{name}_group_0_{group}", f"{name}_group_{group}") for name in resources]
-        values = list(resources.values())
-        resources = {one: values[n] for n, pair in enumerate(names) for one in pair}
-        resources |= {f"bundle_group_0_{group}": 0.001, f"bundle_group_{group}": 0.001}
+    """An actor or a task of a program, in a placement group if that is named."""
     return {
         "name": "",
-        "class_name": "A",
-        "state": "ALIVE",
         "job_id": job_id,
         "node_id": node.id,
         "required_resources": resources,
         "placement_group_id": group or None,
+    }
+
+
+def placement_group(job_id: str, node: FakeNode, **resources: float) -> dict:
+    """A placement group of one bundle."""
+    return {
+        "placement_group_id": GROUP,
+        "creator_job_id": job_id,
+        "state": "CREATED",
+        "bundles": [{"unit_resources": resources, "node_id": node.id}],
     }

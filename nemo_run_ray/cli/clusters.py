@@ -276,8 +276,6 @@ def init(
         if found.unreachable or found.unauthorised:
             raise ClusterError(found.unreachable or found.unauthorised)
         nodes = found.nodes or ()
-        if not found.has_label_names:
-            nodes = [replace(node, labels={}) for node in nodes]
     try:
         path.parent.mkdir(exist_ok=True)
         path.write_text(sample(name, address, nodes), encoding="utf-8")

@@ -11,7 +11,7 @@ import json
 import re
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from enum import Enum
 from typing import Any
 
@@ -21,11 +21,9 @@ from nemo_run_ray.clusters import Dashboard
 from nemo_run_ray.dashboard.state import Inspection, inspect
 from nemo_run_ray.fields import parse_memory, version_of
 from nemo_run_ray.plan.roles import SELECTORS_SINCE
-from nemo_run_ray.remote.dispatch.dispatcher import SUPERVISOR_BYTES, default_limit
 from nemo_run_ray.remote.fit import (
     Node,
     ResourceRequest,
-    amount_of,
     amount_text,
     amounts_text,
     best,
@@ -43,7 +41,7 @@ _FIT = (
     "Ask for what nodes of this cluster have, or add such a node. Where nodes are started on "
     "demand, launch with preflight=False."
 )
-_OPEN_IT = "Let GET /nodes and GET /api/v0/… through to Ray's dashboard."
+_OPEN_IT = "Let GET /api/v0/… through to Ray's dashboard."
 
 
 class CheckState(str, Enum):
@@ -72,42 +70,28 @@ class CheckRow:
         return {**asdict(self), "state": self.state.value}
 
 
-@dataclass(frozen=True)
-class Needs:
-    """What is to run there, beside what a cluster file says.
-
-    Attributes:
-        asks: what one replica asks for, by a name for people; under the name of a pool of the file
-            in place of what that says.
-        max_in_flight: the most jobs at once; ``None`` is what the file says, or no limit.
-        jobs: how many there are, of which no more run at once; ``None`` when it is not known.
-        python: version of the client, with which Partials are made.
-    """
-
-    asks: Mapping[str, ResourceRequest] = field(default_factory=dict)
-    max_in_flight: int | None = None
-    jobs: int | None = None
-    python: str = "{}.{}".format(*sys.version_info)
-
-
 def look(
-    dashboard: Dashboard, file: ClusterFile | None = None, needs: Needs | None = None
+    dashboard: Dashboard,
+    file: ClusterFile | None = None,
+    asks: Mapping[str, ResourceRequest] | None = None,
 ) -> list[CheckRow]:
     """Look at a cluster, within 10 s, and say of each thing whether it fits.
 
     Args:
         dashboard: of the cluster.
         file: its cluster file, if it has one.
-        needs: what is to run there.
+        asks: before a start, what one replica of each task asks for, by a name for people.
     """
-    return check(inspect(dashboard), file, needs)
+    return check(inspect(dashboard), file, asks)
 
 
 def check(
-    look: Inspection, file: ClusterFile | None = None, needs: Needs | None = None
+    look: Inspection,
+    file: ClusterFile | None = None,
+    asks: Mapping[str, ResourceRequest] | None = None,
 ) -> list[CheckRow]:
     """The rows about one look; a pure function. See ``look``."""
-    return list(_rows(look, file or ClusterFile(), needs or Needs()))
+    return list(_rows(look, file or ClusterFile(), asks))
 
 
 def _ok(what: str, message: str) -> CheckRow:
@@ -126,7 +110,9 @@ def _warning(what: str, message: str, step: str) -> CheckRow:
     return CheckRow(what, CheckState.WARNING, message, step)
 
 
-def _rows(look: Inspection, file: ClusterFile, needs: Needs) -> Iterator[CheckRow]:
+def _rows(
+    look: Inspection, file: ClusterFile, of_tasks: Mapping[str, ResourceRequest] | None
+) -> Iterator[CheckRow]:
     preflight = file.preflight
     if preflight.require_address and file.cluster.address is None:
         message = "The cluster file names no address, and preflight.require_address is set."
@@ -146,11 +132,11 @@ def _rows(look: Inspection, file: ClusterFile, needs: Needs) -> Iterator[CheckRo
     else:
         known = "it knows {} job(s), {} of them pending or running".format(*look.jobs)
         yield _ok("credentials", f"It takes them, and {known}.")
-    only_required = preflight.only_required and needs.jobs is not None  # `doctor` looks at all
-    asks = {**pool_asks(file), **needs.asks}
+    only_required = preflight.only_required and of_tasks is not None  # `doctor` looks at all
+    asks = {**pool_asks(file), **(of_tasks or {})}
     if not only_required:
         yield _ray(look.version, any(ask.selector for ask in asks.values()))
-        yield _python(look.python, needs.python)
+        yield _python(look.python)
     required = preflight.required_labels or preflight.min_resources
     if required or not only_required:
         yield from _nodes(look, file)
@@ -166,7 +152,6 @@ def _rows(look: Inspection, file: ClusterFile, needs: Needs) -> Iterator[CheckRo
             yield _not_told(what, preflight.strict)
         else:
             yield _room(what, ask, look.nodes)
-    yield _head_memory(look, file, needs)
 
 
 def _ray(version: str, has_selectors: bool) -> CheckRow:
@@ -189,12 +174,12 @@ def _ray(version: str, has_selectors: bool) -> CheckRow:
     )
 
 
-def _python(there: str, client: str) -> CheckRow:
+def _python(there: str) -> CheckRow:
     """Python on the head against the client's, by which Partials are made."""
     if not there:
         return _unknown("Python", "The cluster does not tell its version of Python.")
-    head, here = (".".join(version.split(".")[:2]) for version in (there, client))
-    if version_of(there) == version_of(client):
+    head, here = ".".join(there.split(".")[:2]), "{}.{}".format(*sys.version_info)
+    if head == here:
         return _ok("Python", f"The head and this client have Python {head}.")
     return _warning(
         "Python",
@@ -239,7 +224,7 @@ def _nodes(look: Inspection, file: ClusterFile) -> Iterator[CheckRow]:
         if nodes is None:
             yield _not_told(what, preflight.strict)
             continue
-        has = sum(amount_of(node.resources, name) for node in nodes)
+        has = sum(node.resources.get(name, 0.0) for node in nodes)
         message = (
             f"The cluster has {amount_text(name, has)} in all; wanted are "
             f"{amount_text(name, least)}."
@@ -270,38 +255,6 @@ def _room(what: str, ask: ResourceRequest, nodes: Sequence[Node]) -> CheckRow:
         f"has {free_text(ask, node)}.",
         "It will wait; `nemo-run-ray status` says who holds the room.",
     )
-
-
-def _head_memory(look: Inspection, file: ClusterFile, needs: Needs) -> CheckRow:
-    """The head's memory against the jobs that may run at once."""
-    what = "memory of the head"
-    limit = needs.max_in_flight
-    if limit is None:
-        limit = file.defaults.get("max_in_flight")
-    at_once = min((most for most in (limit, needs.jobs) if most is not None), default=None)
-    head = next((node for node in look.nodes or () if node.is_head), None)
-    if head is None or head.memory is None:
-        return _unknown(what, "The dashboard does not tell.")
-    total, available = head.memory
-    if at_once is None:
-        most = default_limit(int(total))
-        return _ok(what, f"It suffices for {most} jobs at once, the limit of a dispatcher.")
-    needed = at_once * SUPERVISOR_BYTES
-    asks = (
-        f"max_in_flight is {at_once}: {_gib(needed)}, {SUPERVISOR_BYTES / 10**6:.0f} MB for each "
-        "job"
-    )
-    step = f"Lower max_in_flight to {max(1, int(available / SUPERVISOR_BYTES))}."
-    if needed > total:
-        return _broken(what, f"{asks}; the head has {_gib(total)}.", step)
-    if needed > available:
-        has = f"the head has {_gib(available)} available of {_gib(total)}"
-        return _warning(what, f"{asks}; {has}.", step)
-    return _ok(what, f"{asks}; the head has {_gib(available)} available.")
-
-
-def _gib(size_bytes: float) -> str:
-    return f"{size_bytes / 2**30:.1f} GiB"
 
 
 def pool_asks(file: ClusterFile) -> dict[str, ResourceRequest]:
@@ -426,15 +379,6 @@ def _unlabelled(nodes: Sequence[Node]) -> str:
 def _totals(nodes: Sequence[Node]) -> str:
     most: dict[str, float] = {}
     for node in nodes:
-        for name, amount in _plain(node.resources).items():
+        for name, amount in node.resources.items():
             most[name] = max(amount, most.get(name, 0))
     return amounts_text(most)
-
-
-def _plain(total: Mapping[str, float]) -> dict[str, float]:
-    """The resources without those that Ray adds itself: one for the node, and its object store."""
-    return {
-        name: amount
-        for name, amount in total.items()
-        if not name.startswith("node:") and name != "object_store_memory"
-    }

@@ -1,32 +1,17 @@
-"""What Ray's dashboard and state API tell beside the jobs. It explains; nothing is decided by it.
+"""Ray's state API: nodes, who holds what, builds, logs. It explains; nothing is decided by it.
 
-Seen on Ray 2.60:
-
-- ``/nodes?view=summary`` has every node with host, address, labels, totals, memory and disk, and in
-  ``nodeLogicalResources`` what is in use, as text. That text is there under both of Ray's
-  autoscalers; ``/api/cluster_status`` has numbers, but under the older one only. It is up to 5 s
-  old. Without ``nocache=1`` the dashboard gives the answer that it made for the last request, be
-  that minutes ago, and makes a new one for the next.
-- Ray writes the keys of that answer, names of labels and resources among them, in its own style:
-  ``gpu_kind`` is ``gpuKind`` there. ``/api/v0/nodes?detail=true`` has them as they are, and labels
-  and totals only.
-- ``/api/v0/actors?detail=true`` has what every actor reserves and where. A job reserves by an
-  actor of Ray's, which has the job's id in its name.
+A job reserves by an actor of Ray's that has the job's id in its name. Actors and tasks in a
+placement group use what the group reserves, so only the group's bundles count.
 """
 
 from __future__ import annotations
 
 import json
-import math
 import re
-import time
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field, replace
-from email.utils import parsedate_to_datetime
+from dataclasses import dataclass, field
 from typing import Any, TypeVar
-
-import httpx
 
 from nemo_run_ray.clusters import Dashboard
 from nemo_run_ray.dashboard.http import MALFORMED, READ_S, Cached, Http
@@ -34,203 +19,131 @@ from nemo_run_ray.errors import ClusterError, NemoRunRayError, Unauthorised
 from nemo_run_ray.fields import brings_python
 from nemo_run_ray.remote.array.elements import file_of
 from nemo_run_ray.remote.dashboard import ANSWER_S, LINES, LOG_FILE, log_query
-from nemo_run_ray.remote.fit import Node, key_of
+from nemo_run_ray.remote.fit import Node
 from nemo_run_ray.remote.rows import JobRow, fits, job_rows, status_file_name
 from nemo_run_ray.remote.status import JobState, JobStatus, Reason, cause_of, is_active
 
-#: Seconds until an answer must have come of which the next look may do without, of the two that
-#: explain why a job waits for room, and of the five of an inspection, which are asked at once.
+#: Seconds until an answer must have come that a status can do without, of those that explain why a
+#: job waits for room, and of those of an inspection.
 _EXPLAIN_S, _ROOM_S, _INSPECT_S = 5.0, 3.0, 4.0
 #: Ray's own limit of rows.
 _ROWS_MAX = "10000"
-#: Cache lifetimes of what a cluster has, of its runtime environments, and of both when it does not
-#: say, or builds none: the state API asks every node.
+#: Cache lifetimes of a cluster's room, of its runtime environments, and of an empty answer: the
+#: state API asks every node.
 _ROOM_AGE_S, _BUILDS_AGE_S, _NOTHING_AGE_S = 5.0, 3.0, 15.0
-_LIVING = {"filter_keys": "state", "filter_predicates": "=", "filter_values": "ALIVE"}
-_T = TypeVar("_T")
-
+#: The tables that tell the room, and the state of the rows that count.
+_ROOM_TABLES = {
+    "nodes": "ALIVE",
+    "actors": "ALIVE",
+    "placement_groups": "CREATED",
+    "tasks": "RUNNING",
+}
 #: Name of the actor that Ray starts for a job, before the job's submission id.
 _SUPERVISOR = "_ray_internal_job_actor_"
-#: A line of what is in use: ``1.0/2.0 CPU (0.5 used of 1.0 reserved in placement groups)``.
-_IN_USE = re.compile(
-    r"(?P<used>[\d.e+-]+\w*?)/(?P<total>[\d.e+-]+\w*?) (?P<name>.+?)"
-    r"(?: \((?P<grouped>\S+) used of (?P<reserved>\S+) reserved in placement groups\))?"
-)
-_AMOUNT = re.compile(r"(-?[\d.]+(?:e[+-]?\d+)?)([KMGTP]i)?B?")
-_UNITS = {None: 1, "Ki": 2**10, "Mi": 2**20, "Gi": 2**30, "Ti": 2**40, "Pi": 2**50}
-#: A resource of a bundle of a placement group, or of any of its bundles.
-_OF_GROUP = re.compile(r"(?P<name>.+)_group_(?:\d+_)?[0-9a-f]{16,}")
 #: Resources that nobody asks for: one for each node, and what Ray needs for itself.
-_HIDDEN = re.compile(r"node:|object_?[sS]tore_?[mM]emory$|bundle$")
-_HEAD = ("node:__internal_head__", "node:InternalHead")
+_HIDDEN = re.compile(r"node:|object_store_memory$")
+_T = TypeVar("_T")
+_Rows = Iterable[Mapping[str, Any]]
 
 
 @dataclass(frozen=True)
 class Holding:
-    """What one actor reserves on one node.
+    """Resources that an actor, a task or a bundle of a placement group holds on one node.
 
     Attributes:
         node_id: of the node.
-        submission_id: of the job that it was started for; empty of a program's own actors.
+        submission_id: of the job that Ray started the actor for; empty of a program's own.
         job_id: Ray's number of the program that made it.
-        resources: by name; those of a placement group's bundle under their plain names.
-        is_grouped: they are of a placement group.
+        resources: by name.
     """
 
     node_id: str
     submission_id: str
     job_id: str
     resources: Mapping[str, float]
-    is_grouped: bool
 
 
-def nodes_of_summary(answer: Mapping[str, Any]) -> list[Node]:
-    """The living nodes of ``/nodes?view=summary``.
+@dataclass(frozen=True)
+class ClusterRoom:
+    """The nodes that live, and who holds their resources.
+
+    Attributes:
+        nodes: those that live.
+        holdings: of each node, by its id; empty when the cluster does not say.
+        explained: why a request waits, by its key; filled when it is asked for, since many tasks
+            ask for the same.
+    """
+
+    nodes: tuple[Node, ...]
+    holdings: Mapping[str, Sequence[Holding]] = field(default_factory=dict)
+    explained: dict[Hashable, tuple[Reason, str, str] | None] = field(default_factory=dict)
+
+
+def room_of(nodes: _Rows, holdings: Iterable[Holding] | None) -> ClusterRoom:
+    """The room of a cluster.
+
+    Args:
+        nodes: rows of ``/api/v0/nodes``.
+        holdings: all of the cluster; ``None`` when it does not say.
 
     Raises:
-        KeyError, TypeError, ValueError: the answer has another form.
+        KeyError, TypeError, ValueError: a row has another form.
     """
-    data = answer["data"]
-    in_use = _texts(data.get("nodeLogicalResources"))
-    return [
-        _node(row, in_use.get(row["raylet"]["nodeId"]))
-        for row in data["summary"]
-        if row["raylet"].get("state") == "ALIVE"
-    ]
-
-
-def nodes_of_table(rows: Iterable[Mapping[str, Any]]) -> list[Node]:
-    """The living nodes of ``/api/v0/nodes``, of which it is not told what is free."""
-    return [
-        Node(
-            node_id=str(row["node_id"]),
-            host=_text(row.get("node_name")),
-            address=_text(row.get("node_ip")),
-            labels=_texts(row.get("labels")),
-            resources=_shown(_amounts(row.get("resources_total"))),
-            is_head=bool(row.get("is_head_node")),
-        )
-        for row in rows
-        if row["state"] == "ALIVE"
-    ]
-
-
-def with_names(nodes: Iterable[Node], table: Iterable[Node]) -> list[Node]:
-    """The nodes of the summary with labels and totals under the names that the table has."""
-    named = {node.node_id: node for node in table}
-    return [
-        replace(node, labels=named[node.node_id].labels, resources=named[node.node_id].resources)
-        if node.node_id in named
-        else node
-        for node in nodes
-    ]
-
-
-def holdings_of(rows: Iterable[Mapping[str, Any]]) -> list[Holding]:
-    """What the living actors of ``/api/v0/actors?detail=true`` reserve."""
-    return [
-        Holding(
-            node_id=str(row["node_id"]),
-            submission_id=name.removeprefix(_SUPERVISOR) if name.startswith(_SUPERVISOR) else "",
-            job_id=_text(row.get("job_id")),
-            resources=_ungrouped(_amounts(row.get("required_resources"))),
-            is_grouped=bool(row.get("placement_group_id")),
-        )
-        for row in rows
-        if row.get("state") == "ALIVE" and row.get("node_id")
-        for name in [_text(row.get("name"))]
-    ]
-
-
-# ---------------------------------------------------------------------- one row
-
-
-def _node(row: Mapping[str, Any], in_use: str | None) -> Node:
-    raylet = row["raylet"]
-    told = total = _amounts(raylet.get("resourcesTotal"))
-    free: dict[str, float] | None = None
-    grouped: dict[str, float] = {}
-    if in_use is not None:
-        names, held, grouped = _held(in_use)
-        # The text rounds amounts of memory; its names are as they were given.
-        total = {name: told.get(key_of(name), amount) for name, amount in names.items()}
-        free = {name: max(0.0, total[name] - held[name]) for name in total}
-    memory: Any = row.get("mem")
-    return Node(
-        node_id=str(raylet["nodeId"]),
-        host=_text(row.get("hostname")) or _text(raylet.get("nodeManagerHostname")),
-        address=_text(row.get("ip")) or _text(raylet.get("nodeManagerAddress")),
-        labels=_texts(raylet.get("labels")),
-        resources=_shown(total),
-        free=None if free is None else _shown(free),
-        grouped=grouped,
-        is_head=bool(raylet.get("isHeadNode")) or any(name in told for name in _HEAD),
-        memory=(float(memory[0]), float(memory[1])) if fits(memory, [float]) else None,
-        disk=_disk(row.get("disk") or {}, _text(raylet.get("tempDir")) or "/tmp"),
-    )
-
-
-def _held(in_use: str) -> tuple[dict[str, float], dict[str, float], dict[str, float]]:
-    """Total, what is held, and what placement groups reserve, by resource.
-
-    Ray's first number counts of placement groups what is used in them, not what they reserve.
-    """
-    total, held, grouped = {}, {}, {}
-    for line in in_use.splitlines():
-        found = _IN_USE.fullmatch(line.strip())
-        if found is None:
+    by_node: dict[str, list[Holding]] = {}
+    for holding in holdings or ():
+        by_node.setdefault(holding.node_id, []).append(holding)
+    found = []
+    for row in nodes:
+        if row["state"] != "ALIVE":
             continue
-        name = found["name"]
-        total[name], held[name] = _amount(found["total"]), _amount(found["used"])
-        if found["reserved"]:
-            grouped[name] = _amount(found["reserved"])
-            held[name] += grouped[name] - _amount(found["grouped"])
-    return total, held, grouped
+        node_id = str(row["node_id"])
+        total = free = _amounts(row.get("resources_total"))
+        for holding in by_node.get(node_id, ()):
+            held = holding.resources
+            free = {name: max(0.0, free[name] - held.get(name, 0.0)) for name in free}
+        found.append(
+            Node(
+                node_id=node_id,
+                host=_text(row.get("node_name")),
+                address=_text(row.get("node_ip")),
+                labels=row["labels"] if fits(row.get("labels"), {str: str}) else {},
+                resources=total,
+                free=None if holdings is None else free,
+            )
+        )
+    return ClusterRoom(tuple(found), by_node)
 
 
-def _amount(text: str) -> float:
-    found = _AMOUNT.fullmatch(text)
-    amount = float(found[1]) * _UNITS[found[2]] if found else math.inf
-    if not math.isfinite(amount):
-        raise ValueError(f"{text!r} is no amount of a resource")
-    return amount
+def holdings_of(actors: _Rows, groups: _Rows, tasks: _Rows) -> list[Holding]:
+    """The resources that are held, by rows of Ray's tables in the states of ``_ROOM_TABLES``.
+
+    Raises:
+        KeyError, TypeError, ValueError: a row has another form.
+    """
+    found = []
+    for row in (*actors, *tasks):
+        if row.get("node_id") and not row.get("placement_group_id"):
+            name, job_id = _text(row.get("name")), _text(row.get("job_id"))
+            job = name.removeprefix(_SUPERVISOR) if name.startswith(_SUPERVISOR) else ""
+            resources = _amounts(row.get("required_resources"))
+            found.append(Holding(str(row["node_id"]), job, job_id, resources))
+    for group in groups:
+        for bundle in group.get("bundles") or ():
+            job_id, resources = (
+                _text(group.get("creator_job_id")),
+                _amounts(bundle["unit_resources"]),
+            )
+            found.append(Holding(str(bundle.get("node_id")), "", job_id, resources))
+    return found
 
 
 def _text(value: Any) -> str:
     return value if isinstance(value, str) else ""
 
 
-def _texts(value: Any) -> dict[str, str]:
-    return value if fits(value, {str: str}) else {}
-
-
 def _amounts(value: Any) -> dict[str, float]:
-    return dict(value) if fits(value, {str: float}) else {}
-
-
-def _ungrouped(resources: Mapping[str, float]) -> dict[str, float]:
-    """Amounts under their plain names: a bundle's are there twice, with and without its number."""
-    found: dict[str, float] = {}
-    for name, amount in resources.items():
-        of_group = _OF_GROUP.fullmatch(name)
-        plain = of_group["name"] if of_group else name
-        found[plain] = max(found.get(plain, 0.0), amount)
-    return _shown(found)
-
-
-def _shown(resources: Mapping[str, float]) -> dict[str, float]:
-    return {name: amount for name, amount in resources.items() if not _HIDDEN.match(name)}
-
-
-def _disk(disks: Mapping[str, Any], folder: str) -> tuple[str, float, float] | None:
-    for path in (folder, "/tmp", "/"):
-        found: Any = disks.get(key_of(path))
-        if fits(found, {"free": float, "used": float}):
-            return path, float(found["free"]), float(found["used"])
-    return None
-
-
-# ---------------------------------------------------------------------- what one cluster tells
+    given = value if fits(value, {str: float}) else {}
+    return {name: amount for name, amount in given.items() if not _HIDDEN.match(name)}
 
 
 @dataclass(frozen=True)
@@ -246,34 +159,8 @@ class AliveNodes:
     head_since: float = 0.0
 
 
-@dataclass(frozen=True)
-class ClusterRoom:
-    """What a cluster has, and who holds it.
-
-    Attributes:
-        nodes: those that live.
-        holdings: what is held on each node, by its id; ``None`` when the cluster does not say.
-        told: why who asks for something waits, in a reason and the words before and after since
-            when; filled as it is asked for, since many tasks ask for the same.
-    """
-
-    nodes: tuple[Node, ...]
-    holdings: Mapping[str, Sequence[Holding]] | None = None
-    told: dict[Hashable, tuple[Reason, str, str] | None] = field(default_factory=dict)
-
-    @classmethod
-    def of(cls, nodes: Iterable[Node], holdings: Iterable[Holding] | None) -> ClusterRoom:
-        """The room of these nodes, with what is held on any of them."""
-        if holdings is None:
-            return cls(tuple(nodes))
-        by_node: dict[str, list[Holding]] = {}
-        for holding in holdings:
-            by_node.setdefault(holding.node_id, []).append(holding)
-        return cls(tuple(nodes), by_node)
-
-
 class StateApi:
-    """What one cluster tells of its nodes, their files and what they build."""
+    """The state API of one cluster."""
 
     def __init__(self, http: Http) -> None:
         self._http = http
@@ -282,33 +169,29 @@ class StateApi:
 
     def alive_nodes(self) -> AliveNodes | None:
         """The nodes that live; ``None`` when the cluster does not say."""
-        try:
-            rows = self._rows("nodes", READ_S, detail="true")
-            if rows is None:
-                return None
-            alive = [row for row in rows if row.get("state") == "ALIVE"]
-            heads = [row.get("start_time_ms") for row in alive if row.get("is_head_node")]
-            started: int = max((time or 0 for time in heads if fits(time, int)), default=0)
-            return AliveNodes({str(row["node_id"]) for row in alive}, started / 1000)
-        except (ClusterError, KeyError):
+        rows = self._rows("nodes", READ_S, "ALIVE")
+        if rows is None or not all("node_id" in row for row in rows):
             return None
+        alive = [row for row in rows if row.get("state") == "ALIVE"]
+        heads = [row.get("start_time_ms") for row in alive if row.get("is_head_node")]
+        started: int = max((time or 0 for time in heads if fits(time, int)), default=0)
+        return AliveNodes({str(row["node_id"]) for row in alive}, started / 1000)
 
     def last_lines(self, node: str, submission_id: str, count: int) -> list[str]:
         """The end of a job's log."""
         query = log_query(node, submission_id, count)
-        return self._told_log(query).splitlines()[-count:]
+        return self._log(query).splitlines()[-count:]
 
     def log_end(self, node: str, submission_id: str) -> str | None:
         """The end of a job's log; ``None`` when it cannot be had now."""
         query = {**log_query(node, submission_id, LINES), "timeout": str(ANSWER_S)}
         try:
-            return self._told_log(query, 2.0 * ANSWER_S) or None
+            return self._log(query, 2.0 * ANSWER_S) or None
         except ClusterError:
             return None
 
     def rows(self, node: str, submission_id: str) -> Any:
-        """What the driver of a group or of an array wrote, or anything else that is JSON; ``None``
-        when there is nothing of it."""
+        """The report of the driver of a group or of an array; ``None`` when there is none."""
         text = self._log_file(node, status_file_name(submission_id), -1)
         # Without one these are Ray's own words, about a file that is not there.
         return _understood(lambda: json.loads(text)) if text else None
@@ -350,46 +233,23 @@ class StateApi:
     def _ask_builds(self) -> list[dict[str, Any]]:
         """Ray's rows of runtime environments that are being built, or could not be."""
         shape = {"runtime_env": dict, "node_id": str}
-        rows = self._rows("runtime_envs", _EXPLAIN_S, detail="true") or []
+        rows = self._rows("runtime_envs", _EXPLAIN_S) or []
         return [row for row in rows if fits(row, shape) and not row.get("success")]
 
     def room(self) -> ClusterRoom | None:
-        """What the cluster has and who holds it, a moment old; ``None`` when it does not say.
-
-        It costs two requests, and one when the first is not answered.
-
-        Raises:
-            ClusterError: no answer came.
-        """
+        """The nodes and who holds them, a moment old; ``None`` when the cluster does not say."""
         return self._room.get()
 
-    def nodes(self, limit_s: float) -> list[Node] | None:
-        """The living nodes and what is free there; ``None`` when the cluster does not say.
-
-        Raises:
-            ClusterError: no answer came.
-        """
-        query = {"view": "summary", "nocache": "1"}
-        answer = self._http.request("GET", "/nodes", limit_s, params=query)
-        return _understood(lambda: nodes_of_summary(answer.json()))
-
-    def holdings(self, limit_s: float) -> list[Holding] | None:
-        """What is held on which node; ``None`` when the cluster does not say.
-
-        Raises:
-            ClusterError: no answer came.
-        """
-        rows = self._rows("actors", limit_s, detail="true", **_LIVING)
-        return None if rows is None else _understood(lambda: holdings_of(rows))
-
-    def node_table(self, limit_s: float) -> list[Node] | None:
-        """The living nodes with the names of their labels; ``None`` when the cluster does not say.
-
-        Raises:
-            ClusterError: no answer came.
-        """
-        rows = self._rows("nodes", limit_s, detail="true")
-        return None if rows is None else _understood(lambda: nodes_of_table(rows))
+    def _ask_room(self) -> ClusterRoom | None:
+        with ThreadPoolExecutor(len(_ROOM_TABLES)) as pool:
+            nodes, *held = pool.map(
+                lambda table: self._rows(table, _ROOM_S, _ROOM_TABLES[table]), _ROOM_TABLES
+            )
+        if not nodes:
+            return None
+        tables = [rows for rows in held if rows is not None]
+        holdings = _understood(lambda: holdings_of(*tables)) if len(tables) == len(held) else None
+        return _understood(lambda: room_of(nodes, holdings))
 
     def python(self, limit_s: float) -> str | None:
         """The version of the head's Python; ``None`` when the cluster does not say.
@@ -400,34 +260,29 @@ class StateApi:
         answer = self._http.request("GET", "/api/v0/cluster_metadata", limit_s)
         return _understood(lambda: str(answer.json()["data"]["pythonVersion"]))
 
-    def _ask_room(self) -> ClusterRoom | None:
-        nodes = self.nodes(_ROOM_S)
-        if not nodes:
-            return None
+    def _rows(self, table: str, limit_s: float, state: str = "") -> list[dict[str, Any]] | None:
+        """The rows of a table, of one state if that is given; ``None`` without an answer of Ray."""
+        query = {"limit": _ROWS_MAX, "timeout": "3", "detail": "true"}
+        if state:
+            query |= {"filter_keys": "state", "filter_predicates": "=", "filter_values": state}
         try:
-            holdings = self.holdings(_ROOM_S)
-        except ClusterError:  # what the nodes have told is worth saying by itself
-            holdings = None
-        return ClusterRoom.of(nodes, holdings)
-
-    def _rows(self, what: str, limit_s: float, **more: str) -> list[dict[str, Any]] | None:
-        """The rows of one table; none when the answer is not Ray's."""
-        query = {"limit": _ROWS_MAX, "timeout": "3", **more}
-        answer = self._http.request("GET", f"/api/v0/{what}", limit_s, params=query)
+            answer = self._http.request("GET", f"/api/v0/{table}", limit_s, params=query)
+        except ClusterError:
+            return None
         rows = _understood(lambda: answer.json()["data"]["result"]["result"])
-        return rows if fits(rows, [dict]) else None
+        return rows if answer.status_code == 200 and fits(rows, [dict]) else None
 
     def _log_file(self, node: str, name: str, lines: int) -> str:
         query = {"node_id": node, "filename": name, "lines": str(lines), "media_type": "file"}
-        return self._told_log(query)
+        return self._log(query)
 
-    def _told_log(self, query: dict[str, str], limit_s: float = READ_S) -> str:
+    def _log(self, query: dict[str, str], limit_s: float = READ_S) -> str:
         response = self._http.request("GET", LOG_FILE, limit_s, params=query)
         return response.text if response.status_code == 200 else ""
 
 
 def _understood(read: Callable[[], _T]) -> _T | None:
-    """What is read of an answer; ``None`` when it has not the form of Ray's."""
+    """The parsed answer; ``None`` when it has not the form of Ray's."""
     try:
         return read()
     except MALFORMED:
@@ -435,7 +290,7 @@ def _understood(read: Callable[[], _T]) -> _T | None:
 
 
 def _key(runtime_env: Mapping[str, Any]) -> dict[str, Any]:
-    """What tells an environment from all others, also from those of the same experiment.
+    """The fields that make an environment differ from others, also of the same experiment.
 
     Ray writes a list of packages as a dict, with fields that the user did not give.
     """
@@ -457,14 +312,11 @@ class Inspection:
         url: of its dashboard.
         unreachable: why it cannot be asked at all; empty when it can.
         unauthorised: why it refuses the credentials; empty when it takes them.
-        version: of its Ray; empty when it is not told.
+        version: of its Ray; empty when it is not known.
         jobs: how many it knows, and how many of these are pending or running; ``None`` when it does
             not say.
         nodes: those that live; ``None`` when it does not say.
-        has_label_names: the labels of the nodes have their own names, see ``Node``.
-        is_free_told: the nodes say what nobody holds.
-        python: version on the head, such as ``3.11.7``; empty when it is not told.
-        skew_s: seconds by which its clock is ahead of this machine's; ``None`` when not told.
+        python: version on the head, such as ``3.11.7``; empty when it is not known.
     """
 
     url: str
@@ -473,81 +325,47 @@ class Inspection:
     version: str = ""
     jobs: tuple[int, int] | None = None
     nodes: tuple[Node, ...] | None = None
-    has_label_names: bool = False
     python: str = ""
-    skew_s: float | None = None
-
-    @property
-    def is_free_told(self) -> bool:
-        return bool(self.nodes) and all(node.free is not None for node in self.nodes or ())
 
 
 def inspect(dashboard: Dashboard) -> Inspection:
     """Look at a cluster, within 10 s, whatever it answers. Looking changes nothing."""
     http = Http(dashboard)
     state = StateApi(http)
-    with ThreadPoolExecutor(5) as pool:
+    with ThreadPoolExecutor(4) as pool:
         version = pool.submit(lambda: _version(http))
         jobs = pool.submit(lambda: _jobs(http))
-        summary = pool.submit(lambda: state.nodes(_INSPECT_S))
-        table = pool.submit(lambda: state.node_table(_INSPECT_S))
+        room = pool.submit(state.room)
         python = pool.submit(lambda: state.python(_INSPECT_S))
     http.close()
-    runs, skew_s = _or(version, ("", None))
     failures = [answer.exception() for answer in (version, jobs)]
-    for error in failures:
-        if error is not None and not isinstance(error, ClusterError):
-            raise error
     refusals = [error for error in failures if isinstance(error, Unauthorised)]
-    # A job table that comes too late is no cluster that is away.
-    is_away = not refusals and None not in failures
+    found = _or(room, None)
     return Inspection(
         url=dashboard.url,
-        unreachable=str(failures[0]) if is_away else "",
+        # A job table that comes too late is no cluster that is away.
+        unreachable=str(failures[0]) if not refusals and None not in failures else "",
         unauthorised=str(refusals[0]) if refusals else "",
-        version=runs,
-        jobs=None if jobs.exception() else jobs.result(),
-        nodes=_nodes(_or(summary, None), _or(table, None)),
-        has_label_names=bool(_or(table, None)),
+        version=_or(version, ""),
+        jobs=_or(jobs, None),
+        nodes=None if found is None else found.nodes,
         python=_or(python, None) or "",
-        skew_s=skew_s,
     )
 
 
 def _or(answer: Future[_T], otherwise: _T) -> _T:
-    """What was answered, or this when nothing was."""
-    error = answer.exception()
-    if error is None:
-        return answer.result()
-    if isinstance(error, ClusterError):
-        return otherwise
-    raise error
-
-
-def _nodes(summary: list[Node] | None, table: list[Node] | None) -> tuple[Node, ...] | None:
-    if summary is None:
-        return None if table is None else tuple(table)
-    return tuple(with_names(summary, table or ()))
-
-
-def _version(http: Http) -> tuple[str, float | None]:
-    began = time.time()
-    response = http.get("/api/version", limit_s=_INSPECT_S)
-    version = http.read(response, lambda answer: str(answer["ray_version"]))
-    return version, _skew(response, began, time.time())
-
-
-def _skew(response: httpx.Response, began: float, ended: float) -> float | None:
-    """How far a clock is ahead that is read in whole seconds, between two moments here."""
+    """The answer, or this when the cluster gave none."""
     try:
-        there = parsedate_to_datetime(response.headers["date"]).timestamp()
-    except (KeyError, ValueError, TypeError, OverflowError):
-        return None
-    if there + 1 < began:
-        return there + 1 - began
-    return max(0.0, there - ended)
+        return answer.result()
+    except ClusterError:
+        return otherwise
 
 
-def _jobs(http: Http) -> tuple[int, int]:
+def _version(http: Http) -> str:
+    response = http.get("/api/version", limit_s=_INSPECT_S)
+    return http.read(response, lambda answer: str(answer["ray_version"]))
+
+
+def _jobs(http: Http) -> tuple[int, int] | None:
     rows = http.read(http.get("/api/jobs/", limit_s=_INSPECT_S), job_rows)
     return len(rows), sum(is_active(row) for row in rows)

@@ -16,10 +16,8 @@ from nemo_run_ray.errors import NemoRunRayError
 from nemo_run_ray.remote.fit import (
     Node,
     ResourceRequest,
-    amount_of,
     amounts_text,
     best,
-    fits,
     free_text,
     has_room,
     request_of,
@@ -35,10 +33,6 @@ _STARTS_S = 3.0
 _WORKER_S = 15.0
 #: Number of holders that a message names.
 _HOLDERS_MAX = 3
-#: The name for holders that the cluster does not identify.
-_OTHERS = "others"
-#: Less than this is a rounding of Ray's texts.
-_NOTHING, _NO_MEMORY = 1e-3, 2**26
 
 
 def explain(
@@ -99,12 +93,12 @@ def why_waiting(
         programs: gives the submission ids of the Ray programs that have one.
         posted_at: since when it waits, in seconds since the epoch.
     """
-    if ask.key not in room.told:
-        room.told[ask.key] = _why(ask, room, programs)
-    told = room.told[ask.key]
-    if told is None:
+    if ask.key not in room.explained:
+        room.explained[ask.key] = _why(ask, room, programs)
+    explained = room.explained[ask.key]
+    if explained is None:
         return None
-    reason, before, after = told
+    reason, before, after = explained
     since = f"it waits since {_clock(posted_at)}" if posted_at else "it waits"
     return reason, f"{before}; {since}.{after}"
 
@@ -129,74 +123,32 @@ def _why(
     count = len(room.nodes)
     which = f"the node {node.host}" if count == 1 else f"the best of {count} nodes, {node.host},"
     texts = [f"It asks for {ask}", f"{which} has {free_text(ask, node)}"]
-    here = None if room.holdings is None else room.holdings.get(node.node_id, ())
-    held = [] if here is None else holders(ask, node, here, programs())
+    held = holders(ask, node, room.holdings.get(node.node_id, ()), programs())
     if held:
         more = f" and {len(held) - _HOLDERS_MAX} more" if len(held) > _HOLDERS_MAX else ""
         shown = ", ".join(
             f"{name} ({amounts_text(amounts)})" for name, amounts in held[:_HOLDERS_MAX]
         )
         texts.append(f"there it is held by {shown}{more}")
-        if _may_be_its_own(ask, dict(held).get(_OTHERS, {})):
-            texts.append(
-                "some of it may be this task's own, as Ray reserves before it starts a task"
-            )
     return Reason.ROOM, "; ".join(texts), ""
 
 
 def holders(
     ask: ResourceRequest, node: Node, here: Iterable[Holding], programs: Mapping[str, str]
 ) -> list[tuple[str, dict[str, float]]]:
-    """The jobs that hold what a task finds too little of on a node, the largest holder first.
-
-    What Ray's tasks hold, and placement groups in which nothing runs, comes last, as others': the
-    cluster does not tell whose it is.
-    """
+    """The jobs that hold what a task finds too little of on a node, the largest holder first."""
     names = scarce(ask, node)
     found: dict[str, dict[str, float]] = {}
-    grouped: set[str] = set()
     for holding in here:
         owner = holding.submission_id or programs.get(holding.job_id)
-        owner = owner or f"the Ray program {holding.job_id}"
-        amounts = found.setdefault(owner, dict.fromkeys(names, 0.0))
-        if holding.is_grouped:
-            grouped.add(owner)
+        amounts = found.setdefault(owner or f"the Ray program {holding.job_id}", {})
         for name in names:
-            amounts[name] += amount_of(holding.resources, name)
-    if len(grouped) == 1:  # all that is reserved in placement groups is its own
-        for name in names:
-            amounts = found[next(iter(grouped))]
-            amounts[name] = max(amounts[name], amount_of(node.grouped, name))
-    free = node.free or {}
-    rest = {
-        name: amount_of(node.resources, name)
-        - amount_of(free, name)
-        - sum(amounts[name] for amounts in found.values())
-        for name in names
-    }
+            if holding.resources.get(name):
+                amounts[name] = amounts.get(name, 0.0) + holding.resources[name]
+    held = [(owner, amounts) for owner, amounts in found.items() if amounts]
     weights = {name: ask.resources[name] for name in names}
-    held = [(owner, _positive(amounts)) for owner, amounts in found.items()]
-    held = [(owner, amounts) for owner, amounts in held if amounts]
     held.sort(key=lambda one: (-sum(one[1][name] / weights[name] for name in one[1]), one[0]))
-    others = _positive(rest)
-    return [*held, (_OTHERS, others)] if others else held
-
-
-def _may_be_its_own(ask: ResourceRequest, others: Mapping[str, float]) -> bool:
-    """Whether what others hold may be a task's own reservation.
-
-    Ray reserves before it makes the runtime environment and starts the task's process, and until
-    then its table of actors does not tell where the task is.
-    """
-    return bool(others) and fits({name: ask.resources[name] for name in others}, others)
-
-
-def _positive(amounts: Mapping[str, float]) -> dict[str, float]:
-    return {
-        name: amount
-        for name, amount in amounts.items()
-        if amount > (_NO_MEMORY if name == "memory" else _NOTHING)
-    }
+    return held
 
 
 def _clock(at: float) -> str:

@@ -284,7 +284,7 @@ class Batch:
             api.require(self._ray_version, planned.selector_since)
         if not self._is_checked:
             # Every job of the batch asks for this, and one look is enough.
-            self._preflight_error = preflight_error(api.dashboard, self.plans, asks, self.executors)
+            self._preflight_error = preflight_error(api.dashboard, asks, self.executors)
             self._is_checked = True
         if self._preflight_error is not None:
             raise self._preflight_error
@@ -318,7 +318,6 @@ def _pythons(cluster: Cluster, jobs: Sequence[JobPlan]) -> list[str]:
 
 def preflight_error(
     dashboard: Dashboard,
-    plans: Mapping[str, JobPlan],
     asks: Mapping[str, ResourceRequest],
     executors: Mapping[str, RayExecutor],
 ) -> DoesNotFit | None:
@@ -326,7 +325,6 @@ def preflight_error(
 
     Args:
         dashboard: of the cluster.
-        plans: the jobs as this cluster gets them.
         asks: what their replicas ask for, see ``requests_of``.
         executors: of the jobs.
     """
@@ -341,7 +339,7 @@ def preflight_error(
     # Imported when they are needed, for their libraries.
     from nemo_run_ray.cluster_files.check import CheckState
 
-    rows = _looked(dashboard, plans, asks, dict.fromkeys(plan.resolved_from for plan in resolved))
+    rows = _looked(dashboard, asks, dict.fromkeys(plan.resolved_from for plan in resolved))
     _tell(
         [f"{row.check}: {row.message}" for row in rows if row.state is CheckState.WARNING],
         [row.check for row in rows if row.state is CheckState.UNKNOWN],
@@ -357,13 +355,10 @@ def preflight_error(
 
 
 def _looked(
-    dashboard: Dashboard,
-    plans: Mapping[str, JobPlan],
-    asks: Mapping[str, ResourceRequest],
-    names: Iterable[str | None],
+    dashboard: Dashboard, asks: Mapping[str, ResourceRequest], names: Iterable[str | None]
 ) -> list[CheckRow]:
     """What is to be said of the cluster by each file that executors come from."""
-    from nemo_run_ray.cluster_files.check import Needs, look
+    from nemo_run_ray.cluster_files.check import look
     from nemo_run_ray.cluster_files.load import load
     from nemo_run_ray.cluster_files.schema import ClusterFile
 
@@ -371,9 +366,7 @@ def _looked(
     for name in names:
         file = load(name).file if name else ClusterFile()
         # The tasks themselves are looked at, and pools that they do not use do not matter.
-        limits = [plan.max_in_flight for plan in plans.values() if plan.max_in_flight is not None]
-        needs = Needs(asks=asks, jobs=len(plans), max_in_flight=min(limits, default=None))
-        rows |= dict.fromkeys(look(dashboard, file.model_copy(update={"pools": {}}), needs))
+        rows |= dict.fromkeys(look(dashboard, file.model_copy(update={"pools": {}}), asks))
     return list(rows)
 
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import (
     Any,
-    Dict,
     Hashable,
     Iterable,
     List,
@@ -38,14 +37,9 @@ class Node:
         node_id: hexadecimal.
         host: its name.
         address: of the network.
-        labels: by name; the names may be in the dashboard's style, see ``key_of``.
+        labels: by name.
         resources: all that it can give, busy or not.
         free: what nobody holds, a moment ago; ``None`` when the cluster does not say.
-        grouped: what placement groups reserve there, used or not.
-        is_head: Ray's head runs there.
-        memory: bytes of memory, all and available; ``None`` when the cluster does not say.
-        disk: path of the file system with Ray's files, and bytes that are free and used;
-            ``None`` when the cluster does not say.
     """
 
     node_id: str
@@ -54,10 +48,6 @@ class Node:
     labels: Mapping[str, str] = field(default_factory=dict)
     resources: Mapping[str, float] = field(default_factory=dict)
     free: Optional[Mapping[str, float]] = None
-    grouped: Mapping[str, float] = field(default_factory=dict)
-    is_head: bool = False
-    memory: Optional[Tuple[float, float]] = None
-    disk: Optional[Tuple[str, float, float]] = None
 
 
 @dataclass(frozen=True)
@@ -145,18 +135,13 @@ def hosts(request: ResourceRequest, nodes: Sequence[Node]) -> List[Node]:
     return [
         node
         for node in labelled(request.selector, nodes)
-        if fits(request.resources, _of(request, node))
+        if fits(request.resources, node.resources)
     ]
 
 
 def labelled(selector: Mapping[str, str], nodes: Sequence[Node]) -> List[Node]:
     """The nodes with such labels."""
-    wanted = {key_of(name): value for name, value in selector.items()}
-    return [
-        node
-        for node in nodes
-        if matches(wanted, {key_of(name): value for name, value in node.labels.items()})
-    ]
+    return [node for node in nodes if matches(selector, node.labels)]
 
 
 def has_room(request: ResourceRequest, node: Node) -> bool:
@@ -167,11 +152,7 @@ def has_room(request: ResourceRequest, node: Node) -> bool:
 def scarce(request: ResourceRequest, node: Node) -> List[str]:
     """The resources of which a node has too little free."""
     free = node.free or {}
-    return [
-        name
-        for name, amount in request.resources.items()
-        if not fits({name: amount}, {name: amount_of(free, name)})
-    ]
+    return [name for name, amount in request.resources.items() if not fits({name: amount}, free)]
 
 
 def best(request: ResourceRequest, nodes: Sequence[Node]) -> Optional[Node]:
@@ -180,7 +161,7 @@ def best(request: ResourceRequest, nodes: Sequence[Node]) -> Optional[Node]:
     def lacks(node: Node) -> Tuple[float, str]:
         free = node.free or {}
         missing = [
-            max(0.0, amount - amount_of(free, name)) / amount
+            max(0.0, amount - free.get(name, 0.0)) / amount
             for name, amount in request.resources.items()
         ]
         return sum(missing), node.node_id
@@ -199,7 +180,7 @@ def why_not(request: ResourceRequest, nodes: Sequence[Node]) -> str:
         return _why_no_label(request.selector, nodes)
     scope = f" with {_labels(request.selector)}" if request.selector else ""
     for name, amount in request.resources.items():
-        most = max(amount_of(node.resources, name) for node in found)
+        most = max(node.resources.get(name, 0.0) for node in found)
         if not fits({name: amount}, {name: most}):
             asked = amount_text(name, amount)
             if not most:
@@ -213,11 +194,11 @@ def free_text(request: ResourceRequest, node: Node) -> str:
     """What a node has of what is asked for, in total and free."""
     texts = []
     for name in sorted(request.resources):
-        total = amount_text(name, amount_of(node.resources, name))
+        total = amount_text(name, node.resources.get(name, 0.0))
         if node.free is None:
             texts.append(f"{name} {total}")
             continue
-        texts.append(f"{name} {amount_text(name, amount_of(node.free, name))} of {total} free")
+        texts.append(f"{name} {amount_text(name, node.free.get(name, 0.0))} of {total} free")
     return ", ".join(texts)
 
 
@@ -230,14 +211,7 @@ def _why_no_label(selector: Mapping[str, str], nodes: Sequence[Node]) -> str:
     for name, value in selector.items():
         if labelled({name: value}, nodes):
             continue
-        values = sorted(
-            {
-                found
-                for node in nodes
-                for label, found in node.labels.items()
-                if key_of(label) == key_of(name)
-            }
-        )
+        values = sorted({node.labels[name] for node in nodes if name in node.labels})
         shown = ", ".join(values[:_VALUES_MAX]) + (" …" if len(values) > _VALUES_MAX else "")
         there = f"; the nodes have {name}={shown}" if values else f"; none has {name}"
         return f"no node has the label {label_text(name, value)}{there}"
@@ -246,10 +220,6 @@ def _why_no_label(selector: Mapping[str, str], nodes: Sequence[Node]) -> str:
 
 def _labels(selector: Mapping[str, str]) -> str:
     return ", ".join(label_text(name, value) for name, value in sorted(selector.items()))
-
-
-def _of(request: ResourceRequest, node: Node) -> Dict[str, float]:
-    return {name: amount_of(node.resources, name) for name in request.resources}
 
 
 def amounts_text(resources: Mapping[str, float]) -> str:
@@ -265,16 +235,3 @@ def amount_text(key: str, amount: float) -> str:
     if key == "memory":
         return "next to nothing" if amount < 2**20 else f"{amount / 2**30:.2f} GiB"
     return f"{amount:g}"
-
-
-def key_of(name: str) -> str:
-    """The name of a label or resource in the dashboard's style, which is equal for both forms."""
-    first, *others = name.split("_")
-    return first + "".join(word.title() for word in others)
-
-
-def amount_of(resources: Mapping[str, float], name: str) -> float:
-    """The amount of a resource, whatever style its name is in."""
-    if name in resources:
-        return resources[name]
-    return next((amount for key, amount in resources.items() if key_of(key) == key_of(name)), 0.0)

@@ -3,35 +3,25 @@
 import contextlib
 import json
 import math
-import re
 from dataclasses import asdict
 
-import httpx
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
-from ray.dashboard.utils import to_camel_case
 
 from nemo_run_ray.clusters import Dashboard
 from nemo_run_ray.dashboard.http import MALFORMED, Http
 from nemo_run_ray.dashboard.jobs import JobsApi
 from nemo_run_ray.dashboard.state import (
-    Holding,
     StateApi,
-    _skew,
     holdings_of,
     inspect,
-    nodes_of_summary,
-    nodes_of_table,
-    with_names,
+    room_of,
 )
 from nemo_run_ray.errors import NemoRunRayError, Unanswered
-from nemo_run_ray.remote.fit import Node, amount_of, key_of
 from nemo_run_ray.remote.rows import fits
 from nemo_run_ray.remote.status import JobState, JobStatus, Reason
 from tests import rooms
 from tests.http_server import Handler, serving
-from tests.rooms import GIB, GROUP, FakeNode, actor, summary, supervisor
+from tests.rooms import GIB, GROUP, FakeNode, actor, placement_group, room, supervisor
 
 NODE = FakeNode("a", {"CPU": 4.0}, labels={"gpu_kind": "h100"})
 BAD = [None, 1, "x", [1], [None], {"a": [1]}, [{"a": 1}], 10**30, 10**400, math.nan, math.inf, True]
@@ -43,12 +33,13 @@ TABLE = {
     "success": None,
     "name": "_ray_internal_job_actor_e.a",
     "required_resources": {"CPU": 1.0},
-    **NODE.in_table(),
+    "bundles": [{"unit_resources": {"CPU": 1.0}, "node_id": "a"}],
+    **NODE.row(),
 }
 
 
 class Front(Handler):
-    """Answers every question alike, but for the dashboard's summary of its nodes."""
+    """Answers every question alike, but for some."""
 
     answer_of: dict[str, object]
 
@@ -68,7 +59,6 @@ def ask_everything(answers: dict[str, object]) -> None:
             lambda: api.job("e.a"),
             api.state.alive_nodes,
             lambda: repr(api.state.room()),
-            lambda: repr(api.state.node_table(5)),
             lambda: api.state.python(5),
             lambda: api.state.rows("n", "e.a"),
             lambda: api.state.explain_build(pending, JobStatus(JobState.PENDING)),
@@ -92,108 +82,46 @@ def test_a_value_of_another_type_reaches_nobody(bad):
     for name in TABLE:
         row = {**TABLE, name: bad}
         with contextlib.suppress(*MALFORMED):
-            assert all(map(has_its_types, nodes_of_table([row])))
-        with contextlib.suppress(*MALFORMED):
-            assert all(map(has_its_types, holdings_of([row])))
-    text = json.dumps(rooms.summary(NODE))
-    # Each value of the summary that is no object, one after another.
-    for found in re.finditer(r'(?<=: )(?:"[^"]*"|[\d.]+|true|null)', text):
-        changed = text[: found.start()] + json.dumps(bad) + text[found.end() :]
-        with contextlib.suppress(*MALFORMED):
-            assert all(map(has_its_types, nodes_of_summary(json.loads(changed))))
+            held = holdings_of([row], [row], [row])
+            for one in (*held, *room_of([row], held).nodes):
+                assert has_its_types(asdict(one))
 
 
-def has_its_types(found: Node | Holding) -> bool:
+def has_its_types(values: dict) -> bool:
     texts = {"node_id", "host", "address", "submission_id", "job_id"}
-    amounts = {"total", "free", "grouped", "resources"}
-    values = asdict(found)
     return (
         all(isinstance(values[name], str) for name in texts & values.keys())
-        and all(fits(values[name], (None, {str: float})) for name in amounts & values.keys())
+        and fits(values["resources"], {str: float})
+        and fits(values.get("free"), (None, {str: float}))
         and fits(values.get("labels", {}), {str: str})
-        and fits(list(values.get("memory") or ()), [float])
     )
 
 
 # ------------------------------------------------------------------ nodes and holders
 
 
-@given(st.text(max_size=30))
-def test_keys_are_written_as_ray_does(name):
-    assert key_of(name) == to_camel_case(name)
-    assert key_of(key_of(name)) == key_of(name) or "_" not in name
-
-
-def test_total_and_free_under_the_names_that_were_given():
-    one = FakeNode("a", {"CPU": 4.0, "memory": 8.0 * GIB, "my_fpga": 2.0}, {"CPU": 1.5})
-    (node,) = nodes_of_summary(summary(one))
-    assert node.resources == {"CPU": 4.0, "memory": 8.0 * GIB, "my_fpga": 2.0}
-    assert node.free == {"CPU": 2.5, "memory": 8.0 * GIB, "my_fpga": 2.0}
-    assert (node.node_id, node.host, node.is_head) == (one.id, "a", False)
-
-
-def test_what_placement_groups_reserve_is_not_free():
-    # 2.25 are held: 1 is reserved by groups, and half of that used; 1.25 by others.
-    one = FakeNode(
-        "a",
-        {"CPU": 4.0, "memory": 8.0 * GIB},
-        {"CPU": 2.25, "memory": 2.0 * GIB},
-        {"CPU": (1.0, 0.5), "memory": (2.0 * GIB, 0.0)},
+def test_each_reservation_counts_once():
+    one = FakeNode("a", {"CPU": 8.0, "memory": 8.0 * GIB, "my_fpga": 2.0}, {"CPU": 0.5})
+    found = room(
+        one,
+        FakeNode("b", {}, state="DEAD"),
+        actors=[
+            supervisor("exp.a", one, CPU=1.5),
+            supervisor("exp.b", None, CPU=16.0),
+            actor("03000000", one, CPU=0.25),
+            actor("03000000", one, GROUP, CPU_group_9bf=0.5),
+        ],
+        groups=[placement_group("04000000", one, CPU=2.0, my_fpga=1.0)],
     )
-    (node,) = nodes_of_summary(summary(one))
-    assert node.free == {"CPU": 1.75, "memory": 6.0 * GIB}
-    assert node.grouped == {"CPU": 1.0, "memory": 2.0 * GIB}
-
-
-@given(st.floats(0, 1000, width=32), st.floats(0, 1, width=32), st.floats(0, 2**43).map(round))
-def test_any_amount_is_read(total, part, memory):
-    one = FakeNode("a", {"GPU": total, "memory": memory}, {"GPU": total * part, "memory": memory})
-    (node,) = nodes_of_summary(summary(one))
-    assert abs(node.free["GPU"] - total * (1 - part)) < 1e-6 * max(1, total)
-    assert node.resources["memory"] == memory
-    assert node.free["memory"] <= max(1, memory * 0.01)
-
-
-def test_dead_nodes_are_left_out():
-    found = nodes_of_summary(summary(FakeNode("a", {}), FakeNode("b", {}, state="DEAD")))
-    assert [node.host for node in found] == ["a"]
-
-
-def test_a_node_of_which_nothing_is_told_yet_has_totals_only():
-    answer = summary(FakeNode("a", {"CPU": 4.0, "my_fpga": 2.0}))
-    answer["data"]["nodeLogicalResources"] = {}
-    (node,) = nodes_of_summary(answer)
-    assert node.free is None
-    assert amount_of(node.resources, "my_fpga") == 2.0
-
-
-def test_the_heads_disk_is_that_of_rays_files():
-    (node,) = nodes_of_summary(summary(FakeNode("a", {}, is_head=True, disk=(7, 3))))
-    assert node.disk == ("/tmp/my_ray", 7, 3)
-
-
-def test_the_table_gives_labels_their_names():
-    one = FakeNode("a", {"CPU": 4.0}, labels={"gpu_kind": "h100"})
-    nodes = nodes_of_summary(summary(one))
-    assert "gpu_kind" not in nodes[0].labels
-    (named,) = with_names(nodes, nodes_of_table([one.in_table()]))
-    assert named.labels["gpu_kind"] == "h100"
-    assert named.free == {"CPU": 4.0}
-
-
-def test_who_holds_what():
-    one = FakeNode("a", {"CPU": 4.0})
-    rows = [
-        supervisor("exp.a", one, CPU=1.5),
-        supervisor("exp.b", None, CPU=16.0),
-        actor("03000000", one, CPU=0.25),
-        actor("03000000", one, GROUP, CPU=0.5, my_fpga=1.0),
+    (node,) = found.nodes
+    assert node.resources == {"CPU": 8.0, "memory": 8.0 * GIB, "my_fpga": 2.0}
+    assert node.free == {"CPU": 3.75, "memory": 8.0 * GIB, "my_fpga": 1.0}
+    assert [(one.submission_id, one.job_id, one.resources) for one in found.holdings[one.id]] == [
+        ("exp.a", "02000000", {"CPU": 1.5}),
+        ("", "03000000", {"CPU": 0.25}),
+        ("", "99000000", {"CPU": 0.5}),
+        ("", "04000000", {"CPU": 2.0, "my_fpga": 1.0}),
     ]
-    first, second, third = holdings_of(rows)
-    assert (first.submission_id, first.resources, first.node_id) == ("exp.a", {"CPU": 1.5}, one.id)
-    assert (second.submission_id, second.job_id) == ("", "03000000")
-    assert third.is_grouped
-    assert third.resources == {"CPU": 0.5, "my_fpga": 1.0}
 
 
 # ------------------------------------------------------------------ one look at a cluster
@@ -202,8 +130,7 @@ def test_who_holds_what():
 ANSWERS = {
     "/api/version": {"ray_version": "2.60.0"},
     "/api/jobs/": [{"submission_id": "a", "status": "PENDING"}, {"submission_id": None}],
-    "/nodes": rooms.summary(NODE),
-    "/api/v0/nodes": rooms.table([NODE.in_table()]),
+    **{f"/api/v0/{name}": rooms.answer(rows) for name, rows in rooms.tables(NODE).items()},
     "/api/v0/cluster_metadata": {"data": {"pythonVersion": "3.12.4"}},
 }
 
@@ -233,15 +160,13 @@ def test_everything_is_asked_once_and_nothing_is_changed():
     assert sorted(asked) == sorted(f"GET {path}" for path in ANSWERS)
     assert (found.version, found.python, found.jobs) == ("2.60.0", "3.12.4", (1, 1))
     assert found.nodes[0].labels["gpu_kind"] == "h100"
-    assert found.is_free_told
-    assert found.skew_s < 2
+    assert found.nodes[0].free == {"CPU": 4.0}
 
 
-def test_the_table_alone_does_not_tell_what_is_free(monkeypatch):
-    monkeypatch.setitem(ANSWERS, "/nodes", None)
-    found, _ = looked(__nodes=404)
+def test_the_nodes_alone_do_not_tell_what_is_free():
+    found, _ = looked(**{"/api/v0/actors": 404})
     assert found.nodes[0].resources == {"CPU": 4.0}
-    assert not found.is_free_told
+    assert found.nodes[0].free is None
 
 
 def test_who_refuses_credentials_was_reached():
@@ -256,17 +181,6 @@ def test_a_job_table_that_does_not_answer_is_no_cluster_that_is_away():
     assert found.nodes
 
 
-def test_slow_actors_leave_what_the_nodes_have_told(monkeypatch):
-    monkeypatch.setattr(StateApi, "holdings", lambda *_: _raise(Unanswered("too slow")))
-    with (
-        serving(Server, refused={}, asked=[]) as url,
-        contextlib.closing(Http(Dashboard(url))) as http,
-    ):
-        room = StateApi(http).room()
-    assert room is not None
-    assert (room.nodes[0].host, room.holdings) == (NODE.name, None)
-
-
 def _raise(error: Exception) -> None:
     raise error
 
@@ -276,22 +190,6 @@ def test_a_page_that_is_no_rays(monkeypatch):
         monkeypatch.setitem(ANSWERS, path, "welcome")
     found, _ = looked()
     assert "is not a Ray dashboard" in found.unreachable
-
-
-@pytest.mark.parametrize(
-    ("date", "skew_s"),
-    [
-        ("Fri, 15 Jan 2027 08:00:00 GMT", 0.0),  # whole seconds: it may be 08:00:00.9 there
-        ("Fri, 15 Jan 2027 08:01:00 GMT", 59.0),
-        ("Fri, 15 Jan 2027 07:59:00 GMT", -59.5),
-        ("yesterday", None),
-        ("", None),
-    ],
-)
-def test_a_clock_is_read_in_whole_seconds(date, skew_s):
-    began = 1_800_000_000.5
-    response = httpx.Response(200, headers={"date": date} if date else {})
-    assert _skew(response, began, began + 0.5) == skew_s
 
 
 # ------------------------------------------------------------------ builds

@@ -21,14 +21,14 @@ from tests.fake_ray import Trouble
 from tests.rooms import FakeNode
 
 NODES = (
-    FakeNode("head", {"CPU": 4.0, "memory": 1e11}, is_head=True),
+    FakeNode("head", {"CPU": 4.0, "memory": 1e11}),
     FakeNode("gpu0", {"CPU": 8.0, "GPU": 8.0}, {"GPU": 8.0}, labels={"pool": "gpu"}),
 )
 
 
 @pytest.fixture
 def cluster(ray):
-    ray.room = rooms.summary(*NODES)
+    ray.tables = rooms.tables(*NODES)
     return ray
 
 
@@ -60,8 +60,7 @@ def test_what_has_no_room_now_waits(cluster, unique, capsys):
 
 
 def test_what_the_cluster_does_not_tell_is_named(ray, unique, capsys):
-    is_closed = ("/nodes", "/api/v0/")
-    ray.trouble = lambda method, path: Trouble(404, "no") if path.startswith(is_closed) else None
+    ray.trouble = lambda _, path: Trouble(404, "no") if path.startswith("/api/v0/") else None
     run.run(TRUE, executor=RayExecutor(address=ray.url, preflight=True), name=unique, detach=True)
     told = " ".join(capsys.readouterr().out.split())
     assert "Preflight: the cluster does not tell: " in told

@@ -6,25 +6,21 @@ from dataclasses import replace
 import pytest
 
 from nemo_run_ray.dashboard import state
-from nemo_run_ray.dashboard.state import ClusterRoom, holdings_of, nodes_of_summary
 from nemo_run_ray.experiment.explain import why_waiting
 from nemo_run_ray.experiment.snapshot import Snapshot
 from nemo_run_ray.experiment.store import store_of
 from nemo_run_ray.remote.fit import ResourceRequest
 from nemo_run_ray.remote.status import JobState, JobStatus, Reason
 from tests.fake_ray import FakeRay, Trouble
-from tests.rooms import GROUP, FakeNode, actor, summary, supervisor
+from tests.rooms import GROUP, FakeNode, actor, placement_group, room, supervisor, tables
 from tests.unit.experiment.conftest import Handed
 
-NODE = FakeNode("a", {"CPU": 8.0}, {"CPU": 7.0}, labels={"kind": "x"})
+NODE = FakeNode("a", {"CPU": 8.0}, labels={"kind": "x"})
 
 
-def words_of(
-    ask: ResourceRequest, *nodes: FakeNode, actors: tuple[dict, ...] = (), rows: dict | None = None
-):
-    room = ClusterRoom.of(nodes_of_summary(summary(*nodes)), holdings_of(actors))
+def message_of(ask: ResourceRequest, *nodes: FakeNode, rows: dict | None = None, **holders):
     programs = {row["job_id"]: name for name, row in (rows or {}).items()}
-    return why_waiting(ask, room, lambda: programs, time.time())
+    return why_waiting(ask, room(*nodes, **holders), lambda: programs, time.time())
 
 
 def test_those_who_hold_most_come_first():
@@ -35,74 +31,47 @@ def test_those_who_hold_most_come_first():
         actor("03000000", NODE, CPU=0.5),
         actor("03000000", NODE, CPU=0.5),
     )
+    node = replace(NODE, used={"CPU": 1.0})
     rows = {"exp.program": {"job_id": "03000000"}}
-    reason, words = words_of(ResourceRequest({"CPU": 2.0}), NODE, actors=actors, rows=rows)
+    reason, message = message_of(ResourceRequest({"CPU": 2.0}), node, actors=actors, rows=rows)
     assert reason is Reason.ROOM
-    assert words.startswith(
+    assert message.startswith(
         "It asks for CPU 2; the node a has CPU 1 of 8 free; there it is held by exp.large (CPU 4), "
         "exp.program (CPU 1), exp.small (CPU 1) and 1 more; it waits since "
     )
 
 
-def test_what_tasks_of_ray_hold_has_no_name():
-    actors = (supervisor("exp.a", NODE, CPU=4.0), actor("04000000", NODE, CPU=1.0))
-    _, words = words_of(ResourceRequest({"CPU": 2.0}), NODE, actors=actors)
-    held = "held by exp.a (CPU 4), the Ray program 04000000 (CPU 1), others (CPU 2); "
-    assert held in words
-
-
 def test_a_groups_bundles_are_its_own_also_where_its_actors_use_none():
-    node = FakeNode("a", {"CPU": 8.0}, {"CPU": 7.0}, {"CPU": (7.0, 0.0)})
+    held = {
+        "actors": [actor("05000000", NODE, GROUP, CPU_group_9bf=1.0)],
+        "groups": [placement_group("05000000", NODE, CPU=7.0)],
+    }
     rows = {"exp.group": {"job_id": "05000000"}}
-    _, words = words_of(
-        ResourceRequest({"CPU": 2.0}), node, actors=(actor("05000000", node, GROUP),), rows=rows
-    )
-    assert "held by exp.group (CPU 7); " in words
+    _, message = message_of(ResourceRequest({"CPU": 2.0}), NODE, rows=rows, **held)
+    assert "held by exp.group (CPU 7); " in message
 
 
 def test_only_what_is_scarce_is_told():
-    node = FakeNode("a", {"CPU": 8.0, "GPU": 2.0}, {"CPU": 1.0, "GPU": 2.0})
+    node = FakeNode("a", {"CPU": 8.0, "GPU": 2.0})
     actors = (supervisor("exp.a", node, CPU=1.0), supervisor("exp.b", node, GPU=2.0))
-    _, words = words_of(
+    _, message = message_of(
         ResourceRequest({"CPU": 1.0, "GPU": 1.0}), node, FakeNode("b", {}), actors=actors
     )
-    assert "the best of 2 nodes, a, has CPU 7 of 8 free, GPU 0 of 2 free" in words
-    assert "held by exp.b (GPU 2); " in words
-
-
-def test_a_task_may_be_among_the_others_that_hold_its_room():
-    """Ray reserves before it starts the task, and tells of its actor only then."""
-    _, words = words_of(
-        ResourceRequest({"CPU": 6.0}), NODE, actors=(supervisor("exp.a", NODE, CPU=1.0),)
-    )
-    assert "exp.a (CPU 1), others (CPU 6); some of it may be this task's own, as Ray " in words
-    _, words = words_of(
-        ResourceRequest({"CPU": 6.0}), NODE, actors=(supervisor("exp.a", NODE, CPU=4.0),)
-    )
-    assert "others (CPU 3); it waits" in words
-
-
-def test_where_it_is_not_told_what_is_free_nothing_is_said():
-    node = replace(nodes_of_summary(summary(NODE))[0], free=None)
-    assert (
-        why_waiting(ResourceRequest({"CPU": 2.0}), ClusterRoom((node,), {}), dict, time.time())
-        is None
-    )
+    assert "the best of 2 nodes, a, has CPU 7 of 8 free, GPU 0 of 2 free" in message
+    assert "held by exp.b (GPU 2); " in message
 
 
 def test_where_there_is_room_nothing_is_said():
-    assert words_of(ResourceRequest({"CPU": 1.0}, {"kind": "x"}), NODE) is None
+    assert message_of(ResourceRequest({"CPU": 1.0}, {"kind": "x"}), NODE) is None
 
 
 def test_the_day_is_told_unless_it_is_today():
-    room = ClusterRoom(tuple(nodes_of_summary(summary(NODE))))
-    _, words = why_waiting(ResourceRequest({"CPU": 9.0}), room, dict, 86_400.0)
+    _, words = why_waiting(ResourceRequest({"CPU": 9.0}), room(NODE), dict, 86_400.0)
     assert "it waits since 1970-01-02 " in words
 
 
 def test_who_holds_a_node_is_found_once_for_all_that_ask_for_the_same():
-    holdings = holdings_of([supervisor(f"exp.{number}", NODE, CPU=0.5) for number in range(14)])
-    room = ClusterRoom.of(nodes_of_summary(summary(NODE)), holdings)
+    found = room(NODE, actors=[supervisor(f"exp.{number}", NODE, CPU=0.5) for number in range(14)])
     looks = []
 
     def programs() -> dict[str, str]:
@@ -112,7 +81,7 @@ def test_who_holds_a_node_is_found_once_for_all_that_ask_for_the_same():
     asks = [ResourceRequest({"CPU": 2.0}) for _ in range(50)] + [
         ResourceRequest({"CPU": 2.0}, {"kind": "x"})
     ] * 50
-    told = [why_waiting(ask, room, programs, number + 1.0) for number, ask in enumerate(asks)]
+    told = [why_waiting(ask, found, programs, number + 1.0) for number, ask in enumerate(asks)]
     assert len(looks) == 2
     assert len({words.partition("; it waits since")[0] for _, words in told}) == 2
     assert all("and 11 more" in words for _, words in told)
@@ -129,7 +98,7 @@ def waiting(request, ray: FakeRay, unique: str) -> Handed:
         ray.fates[f"{handed.id}.job"] = {"status": "PENDING"}
         ray.dispatch(handed.dispatch.spec, rounds=1)
     ray.rows[f"{handed.id}.job"]["start_time"] -= 60_000
-    ray.room, ray.actors = summary(NODE), [supervisor("exp.a", NODE, CPU=7.0)]
+    ray.tables = tables(NODE, actors=[supervisor("exp.a", NODE, CPU=7.0)])
     ray.requests.clear()
     return handed
 
@@ -147,7 +116,7 @@ def test_a_task_says_what_it_waits_for(waiting):
 
 
 def test_what_no_node_can_take_stays_pending_with_a_next_step(waiting, ray):
-    ray.room = summary(FakeNode("a", {"CPU": 1.0}))
+    ray.tables = tables(FakeNode("a", {"CPU": 1.0}))
     status = status_of(waiting)
     assert (status.state, status.reason) == (JobState.PENDING, Reason.UNSCHEDULABLE)
     assert "the largest node has CPU 1, it asks for 2" in status.message
@@ -171,7 +140,7 @@ def test_one_answer_serves_many_jobs(waiting, ray):
     for _ in range(5):
         status_of(waiting)
     told = [path.partition("?")[0] for _, path in ray.requests if path != "/api/jobs/"]
-    assert told == ["/nodes", "/api/v0/actors"]
+    assert sorted(told) == [f"/api/v0/{name}" for name in sorted(ray.tables)]
 
 
 @pytest.mark.parametrize("trouble", [Trouble(), Trouble(404, "no"), Trouble(403), Trouble(500)])
@@ -181,26 +150,26 @@ def test_without_a_state_api_the_answer_is_as_before(waiting, ray, trouble):
     assert (status.state, status.reason, status.message) == (JobState.PENDING, Reason.NONE, "")
     told = len(ray.requests)
     assert status_of(waiting).reason is Reason.NONE
-    assert len(ray.requests) == told + 1  # the state API is left alone for a while
+    assert len(ray.requests) == told + 1  # the job table; the state API is left alone for a while
 
 
 def test_a_slow_state_api_holds_an_answer_up_once(waiting, ray, monkeypatch):
     monkeypatch.setattr(state, "_ROOM_S", 0.2)
-    ray.trouble = lambda method, path: (path.startswith("/nodes") and time.sleep(0.5)) or None
+    ray.trouble = lambda _, path: (path.startswith("/api/v0/nodes") and time.sleep(0.5)) or None
     for _ in range(3):
         assert status_of(waiting).reason is Reason.NONE
-    assert [path.partition("?")[0] for _, path in ray.requests].count("/nodes") == 1
+    assert [path.partition("?")[0] for _, path in ray.requests].count("/api/v0/nodes") == 1
 
 
-@pytest.mark.parametrize("answer", [{}, [], {"data": None}, {"data": {"summary": [{}]}}, "words"])
+@pytest.mark.parametrize("answer", [{}, [], [{}], [1], "text"])
 def test_an_answer_that_is_not_rays_explains_nothing(waiting, ray, answer):
-    ray.room = answer
+    ray.tables["nodes"] = answer
     assert status_of(waiting).reason is Reason.NONE
 
 
-def test_without_actors_it_is_not_said_who_holds_it(waiting, ray):
-    ray.actors = None
-    assert "has CPU 1 of 8 free; it waits since " in status_of(waiting).message
+def test_without_actors_it_is_not_known_what_is_free(waiting, ray):
+    del ray.tables["actors"]
+    assert status_of(waiting).reason is Reason.NONE
 
 
 def test_a_start_needs_no_explanation(waiting, ray):

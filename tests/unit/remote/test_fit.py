@@ -2,7 +2,6 @@
 
 import pytest
 
-from nemo_run_ray.dashboard.state import nodes_of_summary
 from nemo_run_ray.remote.fit import (
     ResourceRequest,
     best,
@@ -13,15 +12,13 @@ from nemo_run_ray.remote.fit import (
     slots,
     why_not,
 )
-from tests.rooms import GIB, FakeNode, summary
+from tests.rooms import GIB, FakeNode, room
 
-NODES = nodes_of_summary(
-    summary(
-        FakeNode("head", {"CPU": 8.0, "memory": 16.0 * GIB}, {"CPU": 8.0}),
-        FakeNode("a", {"CPU": 8.0, "GPU": 8.0}, {"GPU": 6.0}, labels={"gpu_kind": "a100"}),
-        FakeNode("b", {"CPU": 4.0, "GPU": 8.0}, {"GPU": 7.0}, labels={"gpu_kind": "l40"}),
-    )
-)
+NODES = room(
+    FakeNode("head", {"CPU": 8.0, "memory": 16.0 * GIB}, {"CPU": 8.0}),
+    FakeNode("a", {"CPU": 8.0, "GPU": 8.0}, {"GPU": 6.0}, labels={"gpu_kind": "a100"}),
+    FakeNode("b", {"CPU": 4.0, "GPU": 8.0}, {"GPU": 7.0}, labels={"gpu_kind": "l40"}),
+).nodes
 
 
 def test_a_reservation_is_what_rays_request_says():
