@@ -15,13 +15,15 @@ from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
+from nemo_run_ray import clusters as kinds
 from nemo_run_ray.cli import out
-from nemo_run_ray.clusters import Cluster, Dashboard, ExistingCluster, LocalCluster, SlurmCluster
+from nemo_run_ray.clusters import Cluster, Dashboard, ExistingCluster
 from nemo_run_ray.errors import ClusterError, ConfigError, JobError
 
 if TYPE_CHECKING:
     from nemo_run_ray.cluster_files.check import CheckRow
     from nemo_run_ray.cluster_files.load import KeyPath, Loaded
+    from nemo_run_ray.clusters import LocalCluster, SlurmCluster
     from nemo_run_ray.remote.fit import Node
 
 _FILE = "A cluster file of an embedded Ray, or of one on Slurm."
@@ -36,7 +38,7 @@ def up(
     found = cluster_of_ours(cluster)
     size = {"num_cpus": num_cpus, "num_gpus": num_gpus}
     given: dict[str, Any] = {name: value for name, value in size.items() if value is not None}
-    if isinstance(found, SlurmCluster) and given:
+    if isinstance(found, kinds.SlurmCluster) and given:
         raise ConfigError(
             f"--{next(iter(given)).replace('_', '-')} is for the embedded Ray; the cluster file "
             f"{cluster!r} says how large its allocation is."
@@ -70,7 +72,7 @@ def down(
 
 def stop_unused(state_dir: str) -> None:
     """Note how the jobs of an idle embedded Ray ended, and stop it; for ``local_watch.py``."""
-    cluster = LocalCluster(state_dir=state_dir)
+    cluster = kinds.LocalCluster(state_dir=state_dir)
     dashboard = cluster.find()
     if dashboard is not None:
         _end_jobs(cluster, dashboard, False, None)
@@ -110,7 +112,7 @@ def _end_jobs(
 
 
 def _title(cluster: LocalCluster | SlurmCluster) -> str:
-    if isinstance(cluster, LocalCluster):
+    if isinstance(cluster, kinds.LocalCluster):
         return "The embedded Ray"
     return f"The allocation of the cluster {cluster.name!r} on Slurm"
 
@@ -126,12 +128,12 @@ def cluster_of_ours(name: str | None) -> LocalCluster | SlurmCluster:
         ConfigError: the file is wrong, or names a cluster that exists.
     """
     if name is None:
-        return LocalCluster()
+        return kinds.LocalCluster()
     from nemo_run_ray.cluster_files.load import load
     from nemo_run_ray.cluster_files.resolve import cluster_of
 
     found = cluster_of(load(name))
-    if not isinstance(found, (LocalCluster, SlurmCluster)):
+    if not isinstance(found, (kinds.LocalCluster, kinds.SlurmCluster)):
         raise ConfigError(
             f"The cluster file {name!r} names {getattr(found, 'url', 'a cluster')}, which is not "
             "for this command to start or stop; expected a file with `cluster: {local: {}}` or "
@@ -184,7 +186,7 @@ def cluster_at(address: str | None) -> Cluster:
             "--address is empty, as from a variable that is not set. Give the address of a "
             "dashboard, or leave it out to look at the embedded Ray."
         )
-    return LocalCluster() if address is None else ExistingCluster(url=address)
+    return kinds.LocalCluster() if address is None else ExistingCluster(url=address)
 
 
 def dashboard_of(cluster: Cluster) -> Dashboard:
@@ -194,7 +196,7 @@ def dashboard_of(cluster: Cluster) -> Dashboard:
         ClusterError: no embedded Ray is up, or the cluster on Slurm is not.
     """
     dashboard = cluster.find()
-    if dashboard is None and isinstance(cluster, SlurmCluster):
+    if dashboard is None and isinstance(cluster, kinds.SlurmCluster):
         raise ClusterError(
             f"The cluster {cluster.name!r} has no allocation on Slurm in which Ray is up. Bring "
             "one up with: nemo-run-ray up --cluster …"
@@ -337,7 +339,7 @@ def _row(path: str) -> dict[str, Any]:
 
 
 def _address(cluster: Cluster) -> str:
-    if isinstance(cluster, SlurmCluster):
+    if isinstance(cluster, kinds.SlurmCluster):
         return f"Slurm, {cluster.executor.tunnel.key}"
     return getattr(cluster, "url", "the embedded Ray")
 

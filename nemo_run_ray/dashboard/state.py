@@ -17,7 +17,7 @@ from nemo_run_ray.clusters import Dashboard
 from nemo_run_ray.dashboard.http import MALFORMED, READ_S, Cached, Http
 from nemo_run_ray.errors import ClusterError, NemoRunRayError, Unauthorised
 from nemo_run_ray.fields import brings_python
-from nemo_run_ray.remote.array.elements import file_of
+from nemo_run_ray.remote.attempts import file_of
 from nemo_run_ray.remote.dashboard import ANSWER_S, LINES, LOG_FILE, log_query
 from nemo_run_ray.remote.fit import Node
 from nemo_run_ray.remote.rows import JobRow, fits, job_rows, status_file_name

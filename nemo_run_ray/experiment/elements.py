@@ -17,17 +17,15 @@ from nemo_run.config import SCRIPTS_DIR
 from nemo_run_ray.dashboard.http import repeat
 from nemo_run_ray.dashboard.jobs import PATIENCE_S
 from nemo_run_ray.errors import ClusterError, ConfigError, JobError, NemoRunRayError, Unanswered
-from nemo_run_ray.experiment.archives import package_archive
 from nemo_run_ray.experiment.snapshot import Snapshot
-from nemo_run_ray.plan.job import entrypoint
-from nemo_run_ray.remote.array.cancel_request import KIND, TAKEN_S, Range, request_id
-from nemo_run_ray.remote.array.elements import RESULTS_FILE, STATES_FILE, Stretch
-from nemo_run_ray.remote.attempts import NODE_DEAD_S, JobExit
+from nemo_run_ray.remote.attempts import NODE_DEAD_S, RESULTS_FILE, STATES_FILE, JobExit
 from nemo_run_ray.remote.rows import ARRAY, GROUP, NONCE_KEY, ArrayRows, GroupRows, fits
 from nemo_run_ray.remote.status import JobStatus, Life, Phase, Reason
 
 if TYPE_CHECKING:
     from nemo_run_ray.experiment.job import RemoteJob
+    from nemo_run_ray.remote.array.cancel_request import Range
+    from nemo_run_ray.remote.array.elements import Stretch
     from nemo_run_ray.remote.status import JobStatus
 
 #: States of an element, as a user selects them.
@@ -126,6 +124,10 @@ def cancel_elements(job: RemoteJob, selection: str) -> list[Element]:
 
 def _request(job: RemoteJob, ranges: Sequence[Range], selection: str) -> None:
     """Let a small job on the head pass a request on to the driver, which ends when it is taken."""
+    from nemo_run_ray.experiment.archives import package_archive  # few look at arrays
+    from nemo_run_ray.plan.job import entrypoint
+    from nemo_run_ray.remote.array.cancel_request import KIND, TAKEN_S, request_id
+
     only_waiting = selection == "waiting"
     if only_waiting:  # the driver leaves the others alone
         ranges = [(0, ranges[-1][1])]
@@ -294,6 +296,8 @@ def stretches_of(job: RemoteJob, status: JobStatus) -> list[Stretch]:
 
 
 def _stretches(lines: Iterable[str]) -> Iterator[Stretch]:
+    from nemo_run_ray.remote.array.elements import Stretch  # few look at arrays
+
     for line in lines:
         with contextlib.suppress(ValueError, RecursionError):
             row = json.loads(line)

@@ -50,8 +50,7 @@ from nemo_run_ray.experiment.store import (
     store_of,
 )
 from nemo_run_ray.experiment.tend import tend
-from nemo_run_ray.remote.array.elements import RESULTS_FILE
-from nemo_run_ray.remote.attempts import attempt_id, first_id
+from nemo_run_ray.remote.attempts import RESULTS_FILE, attempt_id, first_id
 from nemo_run_ray.remote.end_record import end_mark
 from nemo_run_ray.remote.node.output import CUT
 from nemo_run_ray.remote.rows import ArrayRows, JobRow, JobRows, fits, nonce_of

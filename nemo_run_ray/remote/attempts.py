@@ -32,6 +32,8 @@ STOP_AGAIN_S, STOP_TRUST_S = 3.0, 6.0
 NODE_DEAD_S = 75.0
 #: An attempt's id; more digits are not of this package, and int() refuses thousands of them.
 _ATTEMPT = re.compile(r"([^@]*)(?:@([2-9]|[1-9][0-9]{1,8}))?")
+#: Kinds of files of an array in Ray's folder of logs, which all of its attempts have in common.
+JOURNAL_FILE, HOSTS_FILE, RESULTS_FILE, STATES_FILE = "journal", "hosts", "results", "states"
 
 
 class JobExit(IntEnum):
@@ -87,6 +89,16 @@ def attempt_id(first: str, number: int) -> str:
 def first_id(submission_id: str) -> str:
     """Submission id of the first attempt of the same job."""
     return submission_id.partition("@")[0]
+
+
+def file_of(submission_id: str, kind: str) -> str:
+    """Name of another file of an array in Ray's folder of logs, the same for all of its attempts.
+
+    Args:
+        submission_id: of any attempt.
+        kind: ``JOURNAL_FILE``, ``HOSTS_FILE``, ``RESULTS_FILE`` or ``STATES_FILE``.
+    """
+    return f"nemo_run_ray-{first_id(submission_id)}.{kind}"
 
 
 def started_as(entrypoint: str, submission_id: str) -> str:

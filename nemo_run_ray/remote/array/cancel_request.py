@@ -14,10 +14,9 @@ import time
 from contextlib import suppress
 from typing import Iterator, List, NamedTuple, Optional, Tuple
 
-from ..attempts import first_id
+from ..attempts import file_of, first_id
 from ..node.output import say
 from ..trust import open_own
-from .elements import file_of
 
 #: First and last index of elements in a row.
 Range = Tuple[int, int]

@@ -32,7 +32,7 @@ from typing import (
     Set,
 )
 
-from ..attempts import first_id
+from ..attempts import HOSTS_FILE, JOURNAL_FILE, RESULTS_FILE, file_of, first_id
 from ..node.output import say
 from ..spec import ArraySpec
 from ..trust import open_own
@@ -463,24 +463,12 @@ class ElementPace:
         return slots + min(int(ahead) + 1, slots * _PER_SLOT_MAX)
 
 
-#: Kinds of files of an array in Ray's folder of logs, which all of its attempts have in common.
-JOURNAL_FILE, HOSTS_FILE, RESULTS_FILE, STATES_FILE = "journal", "hosts", "results", "states"
 #: Seconds between two attempts to write to a disk that is full.
 DISK_S = 5.0
 #: Exit codes of what was ended by SIGTERM or SIGKILL, as all is when the array ends.
 _ENDED_CODES = 143, 137
 #: Failures that get a line in the log.
 _TOLD_FAILURES = 20
-
-
-def file_of(submission_id: str, kind: str) -> str:
-    """Name of another file of an array in Ray's folder of logs, the same for all of its attempts.
-
-    Args:
-        submission_id: of any attempt.
-        kind: ``JOURNAL_FILE``, ``HOSTS_FILE``, ``RESULTS_FILE`` or ``STATES_FILE``.
-    """
-    return f"nemo_run_ray-{first_id(submission_id)}.{kind}"
 
 
 class Leases:

@@ -12,11 +12,12 @@ from contextlib import suppress
 from itertools import islice
 from typing import IO, Iterator, Optional
 
+from ..attempts import STATES_FILE, file_of
 from ..files import write_file
 from ..node.output import say
 from ..rows import ArrayRows, status_file_name
 from ..trust import open_own
-from .elements import STATES_FILE, ArrayProgress, ElementState, Stretch, file_of
+from .elements import ArrayProgress, ElementState, Stretch
 
 #: Seconds between two states of the file.
 _WRITE_S = 1.0

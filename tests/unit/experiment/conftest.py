@@ -19,7 +19,7 @@ from nemo_run_ray.experiment.find import find_experiment, jobs_of
 from nemo_run_ray.experiment.job import RemoteJob
 from nemo_run_ray.experiment.snapshot import Snapshot
 from nemo_run_ray.remote.array.cancel_request import request_id
-from nemo_run_ray.remote.array.elements import file_of
+from nemo_run_ray.remote.attempts import file_of
 from nemo_run_ray.remote.rows import status_file_name
 from tests.fake_ray import FakeRay
 

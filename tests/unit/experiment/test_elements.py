@@ -22,7 +22,7 @@ from nemo_run_ray.experiment.dispatch import dispatches_of
 from nemo_run_ray.experiment.find import find, find_job
 from nemo_run_ray.experiment.job import RemoteJob
 from nemo_run_ray.nemo import registry
-from nemo_run_ray.remote.array.elements import file_of
+from nemo_run_ray.remote.attempts import file_of
 from nemo_run_ray.remote.spec import ArraySpec, from_json
 from tests.array_tasks import train
 from tests.conftest import wait_for
@@ -238,7 +238,7 @@ def test_what_is_over_needs_no_driver(job, driver, ray):
 
 
 def test_a_driver_that_does_not_answer_is_named(job, driver, monkeypatch):
-    monkeypatch.setattr(array_elements, "TAKEN_S", 0.5)
+    monkeypatch.setattr("nemo_run_ray.remote.array.cancel_request.TAKEN_S", 0.5)
     monkeypatch.setattr(array_elements, "_BEGUN_S", 0.0)
     with pytest.raises(ClusterError, match="elements of the array 'array' is not answered"):
         job.cancel_elements("waiting")
