@@ -88,7 +88,7 @@ def _end_jobs(
         JobError: jobs run, and nobody asked to cancel them.
     """
     from nemo_run_ray.dashboard.jobs import JobsApi
-    from nemo_run_ray.experiment.shutdown import active, end_all, note_ends
+    from nemo_run_ray.experiment.cancel import active, end_all, note_ends
 
     api = JobsApi.of(dashboard)
     try:

@@ -64,7 +64,7 @@ def status(
     report = observe(jobs)
     if as_json:
         print(report.as_json())
-    elif once or report.is_over or not out.is_terminal:
+    elif once or not out.is_terminal:
         out.print(report.table(time.time()))
     else:
         _follow_status(jobs, report)
@@ -75,22 +75,25 @@ def status(
 def _follow_status(jobs: list[RemoteJob], report: StatusReport) -> None:
     """Show the table anew until all jobs have ended."""
     from nemo_run_ray.cli.status_report import observe
-    from nemo_run_ray.experiment.history import record
+    from nemo_run_ray.experiment.job import record
     from nemo_run_ray.experiment.tend import tend
 
     # A table that follows is cut at the terminal's width, so the last one is printed once more.
     live = Live(report.table(time.time()), console=out, auto_refresh=False, transient=True)
     try:
         with live:
+            record(report.seen, report.snapshot, copy_s=0.0)
             while not report.is_over:
                 for exp_dir in {job.record.exp_dir for job in jobs}:
                     tend(exp_dir)
                 time.sleep(_REFRESH_S)
                 report = observe(jobs)
-                record(report.seen, report.snapshot)
                 live.update(report.table(time.time()), refresh=True)
+                record(report.seen, report.snapshot, copy_s=0.0)
     finally:
         out.print(report.table(time.time()))
+    for problem in record(report.seen, report.snapshot):
+        out.print(problem)
 
 
 def timeline(
@@ -174,11 +177,9 @@ def _must_have_element(job: Any, element: int) -> None:
 
 
 def _must_have_role(job: Any, role: str) -> None:
-    from nemo_run_ray.experiment.elements import roles
-
     if not job.record.has_roles:
         raise JobError(f"The job {job.name!r} is no group and has no roles; leave --role out.")
-    found = roles(job, job.status)
+    found = job.roles(job.status)
     rows = found["roles"] if found else []
     names = {row["role"] for row in rows}
     replicas = {f"{row['role']}/{row['replica']}" for row in rows}

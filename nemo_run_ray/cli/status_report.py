@@ -15,15 +15,12 @@ from rich.text import Text
 from nemo_run_ray.cli import timeline
 from nemo_run_ray.experiment.elements import (
     FIRST_FAILURES,
-    elements,
     failure_lines,
     not_ready,
-    roles,
 )
-from nemo_run_ray.experiment.history import begin_times
-from nemo_run_ray.experiment.job import RemoteJob
+from nemo_run_ray.experiment.job import RemoteJob, with_begin_times
 from nemo_run_ray.experiment.snapshot import Snapshot
-from nemo_run_ray.experiment.store import AttemptRecord, Attempts, merged, store_of
+from nemo_run_ray.experiment.store import AttemptRecord, Attempts, store_of
 from nemo_run_ray.nemo import registry
 from nemo_run_ray.remote.rows import ArrayRows, GroupRows
 from nemo_run_ray.remote.status import JobState, JobStatus, Reason
@@ -96,7 +93,7 @@ class StatusReport:
                 Text(name),
                 Text(status.state.value, _COLORS.get(status.state, "")),
                 status.reason.value,
-                str(status.attempt) if job.dispatch is not None and status.attempt else "",
+                str(status.attempt) if status.attempt and not job.is_direct else "",
                 status.node[:12],
                 _since(status, attempts, now),
                 Text(_short(status.waits_for)),
@@ -128,8 +125,8 @@ def observe(jobs: Sequence[RemoteJob]) -> StatusReport:
     return StatusReport(
         jobs,
         statuses,
-        [roles(job, status) for job, status in zip(jobs, statuses, strict=True)],
-        [elements(job, status) for job, status in zip(jobs, statuses, strict=True)],
+        [job.roles(status) for job, status in zip(jobs, statuses, strict=True)],
+        [job.array_rows(status) for job, status in zip(jobs, statuses, strict=True)],
         [job.attempts_in(snapshot) for job in jobs],
         snapshot,
     )
@@ -138,8 +135,6 @@ def observe(jobs: Sequence[RemoteJob]) -> StatusReport:
 def timeline_page(title: str, exp_dir: Path, jobs: Sequence[RemoteJob], now: float) -> str:
     """The page of ``nemo-run-ray timeline``."""
     report = observe(jobs)
-    dispatches = dict.fromkeys(job.dispatch for job in jobs if job.dispatch is not None)
-    begun = {name: at for dispatch in dispatches for name, at in begin_times(dispatch).items()}
     began = store_of(exp_dir).ledger.began_at() or now
     rows = [
         timeline.TimelineRow(
@@ -151,7 +146,7 @@ def timeline_page(title: str, exp_dir: Path, jobs: Sequence[RemoteJob], now: flo
             waits_for=status.waits_for,
             attempts=tuple(
                 _span(number, attempt, job, status)
-                for number, attempt in enumerate(merged(attempts, {}, begun).values(), start=1)
+                for number, attempt in enumerate(with_begin_times(job, attempts).values(), start=1)
             ),
             elements={name: array[name] for name in _ELEMENT_STATES} if array else {},
         )

@@ -1,181 +1,34 @@
-"""Cancelling: claim what has not started, stop what runs, and ask again until all has ended."""
+"""Ends jobs: those of experiments, and all of a cluster that is about to be stopped.
+
+The logs of an embedded Ray, and how its jobs ended, are lost with it, and an allocation of Slurm
+keeps them in a folder that others may remove: both are written down first.
+"""
 
 from __future__ import annotations
 
 import contextlib
-import logging
-import time
-from collections.abc import Callable, Iterator, Sequence
+import os
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING, TypeVar
+from pathlib import Path
+from typing import Any
 
-from nemo_run_ray.dashboard.jobs import JobsApi
-from nemo_run_ray.errors import ClusterError, JobError, Taken, Unanswered
-from nemo_run_ray.experiment import history
-from nemo_run_ray.experiment.dispatch import Dispatch
-from nemo_run_ray.experiment.logs import OF_RAY
+from nemo_run_ray.clusters import Cluster
+from nemo_run_ray.dashboard.jobs import PATIENCE_S, JobsApi
+from nemo_run_ray.errors import ClusterError, JobError, NemoRunRayError, Unanswered
+from nemo_run_ray.experiment.dispatch import Dispatch, StopRequests, cancel_dispatch, poll_until
+from nemo_run_ray.experiment.find import experiments_of
+from nemo_run_ray.experiment.job import RemoteJob, record
 from nemo_run_ray.experiment.snapshot import Snapshot
-from nemo_run_ray.experiment.store import CANCEL, store_of
-from nemo_run_ray.remote.attempts import (
-    CANCELLED,
-    STOP_AGAIN_S,
-    STOP_TRUST_S,
-    attempt_id,
-    claim_body,
-)
-from nemo_run_ray.remote.dispatch.decide import Do
-from nemo_run_ray.remote.end_record import record_in
-from nemo_run_ray.remote.node.output import MAY_BE_LEFT, NO_PROCESS_LEFT
-from nemo_run_ray.remote.status import JobState, JobStatus, is_active, is_pending
+from nemo_run_ray.experiment.store import store_of
+from nemo_run_ray.ids import DISPATCHER
+from nemo_run_ray.remote.rows import JobRows
+from nemo_run_ray.remote.status import JobState, JobStatus, Reason, is_active, is_running
 
-if TYPE_CHECKING:
-    from nemo_run_ray.experiment.job import RemoteJob
-
-log = logging.getLogger(__name__)
-
-#: Seconds beyond the grace period until a cancelled job must be terminal, and all jobs of a
-#: dispatch, which end one after the other.
-JOB_MARGIN_S, _DISPATCH_MARGIN_S = 40.0, 60.0
-#: Seconds that a cluster may take for its first answer.
-_AWAY_S = 20.0
-_STEP_S = 0.2
 #: Jobs that are cancelled at the same time: each that waits for room takes some seconds.
 _AT_A_TIME = 8
-_T = TypeVar("_T")
-
-
-def poll_until(step: Callable[[], _T | None], limit_s: float, what: str) -> _T:
-    """Take one step after the other until one returns something, and return that.
-
-    Args:
-        step: looks and asks; a cluster that does not answer is asked again in the next step.
-        limit_s: seconds for all steps.
-        what: the object, for the error: ``the job …``.
-
-    Raises:
-        ClusterError: no step returned anything in that time.
-    """
-    began = time.monotonic()
-    trouble: Unanswered | None = None
-    has_answered = False
-    while time.monotonic() < began + (limit_s if has_answered else min(limit_s, _AWAY_S)):
-        try:
-            result = step()
-            if result is not None:
-                return result
-            trouble, has_answered = None, True
-        except Unanswered as error:
-            trouble = error
-        time.sleep(_STEP_S)
-    if trouble is not None and not has_answered:
-        raise ClusterError(
-            f"It is not known whether {what} was told to end. {trouble} Cancel it "
-            "again when the cluster answers."
-        ) from trouble
-    reason = "it is still running." if trouble is None else str(trouble)
-    raise ClusterError(
-        f"Within {limit_s:.0f} s of being cancelled {what} did not end: {reason} Cancel it again, "
-        "or look at it in Ray's dashboard."
-    )
-
-
-class StopRequests:
-    """The requests to stop jobs that one cancellation has sent."""
-
-    def __init__(self, api: JobsApi) -> None:
-        self._api = api
-        self._began_at = time.monotonic()
-        self._asked_at: dict[str, float] = {}
-
-    def ask(self, submission_id: str) -> None:
-        """Ask Ray to stop it, unless it was asked a moment ago."""
-        now = time.monotonic()
-        if now - self._asked_at.get(submission_id, -STOP_AGAIN_S) >= STOP_AGAIN_S:
-            self._api.stop(submission_id)
-            self._asked_at[submission_id] = now
-
-    @property
-    def have_settled(self) -> bool:
-        """Whether what is still pending waits for room, and Ray holds it back from its start."""
-        return max(self._asked_at.values(), default=0.0) - self._began_at >= STOP_TRUST_S
-
-
-def cancel_job(job: RemoteJob) -> JobStatus:
-    """Cancel one job, and return how it ended; see ``RemoteJob.cancel``."""
-    status = job.answered()
-    never_there = job.dispatch is None and status.state is JobState.WAITING
-    if status.state.is_terminal or never_there:
-        return status
-    api = job.api()
-    note_cancel(job)
-    stops = StopRequests(api)
-
-    def step() -> tuple[JobStatus, Snapshot] | None:
-        snapshot = Snapshot(is_fresh=True)
-        if job.dispatch is None:  # of one job alone the whole table need not be read
-            snapshot.answer_rows(api, job.id, api.job(job.id))
-        status, row = job.decided(api, snapshot)
-        is_live = row is not None and is_active(row)
-        is_held = row is not None and is_pending(row) and stops.have_settled
-        if status.state.is_terminal and (is_held or not is_live):
-            return status, snapshot
-        if is_live:
-            stops.ask(job.ran_as(status))
-        if job.dispatch is not None and status.state in (JobState.WAITING, JobState.PENDING):
-            claim(api, attempt_id(job.id, status.attempt + 1), job.record.nonces[-1])
-        return None
-
-    limit_s = job.record.grace_s + JOB_MARGIN_S
-    page = api.dashboard.job_page(job.id)
-    status, snapshot = poll_until(step, limit_s, f"the job {job.id} ({page})")
-    history.record([(job, status)], snapshot)
-    return status
-
-
-def note_cancel(job: RemoteJob) -> None:
-    """Write down that its end is asked for; a folder that cannot be written to stops no cancel."""
-    job.record.cancelled = True
-    try:
-        store_of(job.record.exp_dir).ledger.write(CANCEL, job.id)
-    except OSError as error:
-        log.warning("That %s is cancelled is not kept in its folder: %s", job.id, error)
-
-
-def claim(api: JobsApi, submission_id: str, nonce: str) -> None:
-    """Take an id, so that no process can start it any more, unless it is taken already."""
-    with contextlib.suppress(Taken):  # an attempt that began now, or a claim: look again
-        api.post(claim_body(submission_id, nonce, CANCELLED))
-
-
-def cancel_dispatch(dispatch: Dispatch, api: JobsApi) -> None:
-    """Cancel every job of a dispatch, those that have not started among them, by one claim.
-
-    Raises:
-        ClusterError: it did not end in time, or the cluster stopped answering.
-    """
-    stops = StopRequests(api)
-    nonces = {job.name: job.nonce for job in dispatch.spec.jobs}
-
-    def step() -> bool | None:
-        seen = dispatch.look(api, Snapshot(is_fresh=True))
-        if dispatch.spec.cancel_id not in seen.rows:
-            claim(api, dispatch.spec.cancel_id, dispatch.spec.nonce)
-            return None
-        # Do what a dispatcher would do to end jobs, since there may be none at work.
-        to_stop = [action for action in seen.decision.actions if action.do is Do.STOP]
-        held = all(is_pending(seen.rows[action.submission_id]) for action in to_stop)
-        if seen.decision.is_over and (not to_stop or (held and stops.have_settled)):
-            return True
-        for action in seen.decision.actions:
-            if action.do is Do.CLAIM:
-                claim(api, action.submission_id, nonces[action.job])
-        for action in to_stop:
-            stops.ask(action.submission_id)
-        return None
-
-    records = store_of(dispatch.exp_dir).ledger.jobs().values()
-    grace_s = max(record.grace_s for record in records if record.dispatcher == dispatch.id)
-    poll_until(step, grace_s + _DISPATCH_MARGIN_S, f"the chain {dispatch.id}")
+#: Seconds until the cluster is stopped under what has not ended; longer than most grace periods.
+_END_LIMIT_S = 60.0
 
 
 def cancel_all(jobs: Sequence[RemoteJob]) -> Iterator[str]:
@@ -200,10 +53,13 @@ def cancel_all(jobs: Sequence[RemoteJob]) -> Iterator[str]:
 
 
 def _cancel(job: RemoteJob) -> str:
-    status = job.status
-    if status.state.is_terminal and status.state is not JobState.CANCELLED:
-        return f"{job.name} is {status.state.value}: there is nothing to cancel"
-    if not status.state.is_terminal:
+    snapshot = Snapshot()
+    status = job.status_in(snapshot)
+    if status.state.is_terminal:
+        record([(job, status)], snapshot)
+        if status.state is not JobState.CANCELLED:
+            return f"{job.name} is {status.state.value}: there is nothing to cancel"
+    else:
         status = job.cancel()
     proof = ""
     if status.state is JobState.CANCELLED:
@@ -216,7 +72,7 @@ def _cancel_whole_dispatches(jobs: Sequence[RemoteJob]) -> None:
     """Cancel dispatches whose jobs are all given, with one claim each for what has not started."""
     by_dispatch: dict[Dispatch, list[RemoteJob]] = {}
     for job in jobs:
-        if job.dispatch is not None:
+        if not job.is_direct:
             by_dispatch.setdefault(job.dispatch, []).append(job)
     for dispatch, given in by_dispatch.items():
         if len(dispatch.spec.jobs) != len(given) or len(given) == 1:
@@ -225,30 +81,104 @@ def _cancel_whole_dispatches(jobs: Sequence[RemoteJob]) -> None:
         if not all(job.status_in(snapshot).state.is_terminal for job in given):
             cancel_dispatch(dispatch, given[0].api())
             snapshot = Snapshot(is_fresh=True)
-            history.record([(job, job.status_in(snapshot)) for job in given], snapshot)
+            record([(job, job.status_in(snapshot)) for job in given], snapshot)
 
 
-def leftovers(job: RemoteJob, status: JobStatus) -> str:
-    """Proof that no process of a cancelled job is left, or where some may be, in words.
+def active(rows: JobRows) -> list[str]:
+    """Submission ids of the jobs that run or may start."""
+    return [name for name, row in rows.items() if is_active(row)]
 
-    The remote half ends every process of a job before its own last line, unless it was killed. That
-    of a group or of an array says whether it could, on all their nodes.
 
-    Raises:
-        ClusterError: the cluster cannot be asked.
-        JobError: the cluster is gone for good.
+def end_all(api: JobsApi) -> list[str]:
+    """Stop all jobs of a cluster that is about to be stopped, and wait until none runs.
+
+    Dispatchers go first, so that they start nothing more. What waits for room is not waited for.
+
+    Returns:
+        Submission ids of those that still run after ``_END_LIMIT_S``.
     """
-    never = "it never had a process"
-    if status.attempt > 1:
-        never = f"its attempt {status.attempt} never had a process"
-    if not status.node:
-        return never
-    ending = job.api().state.last_lines(status.node, job.ran_as(status), 3)
-    record = record_in(ending, job.record.nonces)
-    if record is not None and record.left_on == ():
-        return f"{NO_PROCESS_LEFT} on its node"
-    if record is not None and record.left_on:
-        return f"{MAY_BE_LEFT} {', and '.join(record.left_on)}"
-    if ending and all(OF_RAY.match(line) for line in ending):
-        return never
-    return f"its node {status.node[:12]} did not confirm that all its processes ended"
+    stops = StopRequests(api)
+    running: list[str] | None = None
+
+    def step() -> bool | None:
+        nonlocal running
+        rows = api.table(fresh=True)
+        names = sorted(active(rows), key=lambda name: not name.endswith(f".{DISPATCHER}"))
+        running = [name for name in names if is_running(rows[name])]
+        for name in names:
+            with contextlib.suppress(Unanswered):  # it is asked again
+                stops.ask(name)
+        return None if running else True
+
+    try:
+        poll_until(step, _END_LIMIT_S, "what runs on the cluster")
+    except ClusterError:
+        if running is None:  # it has never answered
+            raise
+    return running or []
+
+
+def note_ends(api: JobsApi, cluster: Cluster, is_forced: bool) -> Iterator[str]:
+    """Write down how the jobs of this NeMo-Run home ended, and keep their logs.
+
+    Args:
+        api: the cluster's dashboard.
+        cluster: that is about to be stopped.
+        is_forced: its jobs were stopped; those that have not ended are noted as cancelled.
+
+    Yields:
+        A sentence for each thing that could not be kept.
+    """
+    problems: dict[str, None] = {}
+    remaining = []
+    rows, snapshot = api.table(fresh=True), Snapshot()
+    for exp_dir in sorted(experiments_of(rows.keys())):
+        seen: list[tuple[RemoteJob, JobStatus]] = []
+        try:
+            for found in store_of(exp_dir).ledger.jobs().values():
+                if _is_on(found.cluster, cluster) and not found.is_dispatcher:
+                    job = RemoteJob(found)
+                    seen.append((job, job.look(snapshot)))
+        except (NemoRunRayError, OSError) as error:
+            problems[f"Not all jobs of {exp_dir.name} could be looked at: {error}"] = None
+        problems |= dict.fromkeys(record(seen, snapshot, is_final=True))
+        remaining.append([job for job, status in seen if not status.state.is_terminal])
+    if is_forced:
+        api.table(fresh=True, patience_s=PATIENCE_S)
+        snapshot = Snapshot()  # the first looks, and the copies of logs, have taken their time
+        for jobs in remaining:
+            seen = [(job, _stopped(job, snapshot)) for job in jobs]
+            problems |= dict.fromkeys(record(seen, snapshot, is_final=True))
+    yield from problems
+
+
+def _stopped(job: RemoteJob, snapshot: Snapshot) -> JobStatus:
+    """The status of a job when its cluster is stopped."""
+    status = job.status_in(snapshot)
+    if status.state.is_terminal:
+        return status
+    attempts = list(job.attempts_in(snapshot).values())
+    node = attempts[-1].node if attempts else ""
+    detail = "cancelled when its cluster was stopped"
+    return JobStatus(JobState.CANCELLED, Reason.CANCELLED, detail, node, attempt=len(attempts))
+
+
+def _is_on(record: Mapping[str, Any], cluster: Cluster) -> bool:
+    """Whether a job's record names this cluster, however it has written its folder."""
+    return _place(record) == _place(cluster.record())
+
+
+def _place(record: Mapping[str, Any]) -> dict[str, Any]:
+    """What tells a cluster from others of its kind.
+
+    Whether one on Slurm renews itself does not, and neither does the key by which its host is
+    reached.
+    """
+    if "state_dir" in record:
+        return {"kind": record["kind"], "folder": Path(record["state_dir"]).resolve()}
+    if "tunnel" in record:
+        tunnel = record["tunnel"]
+        place = {name: tunnel.get(name) for name in ("host", "user", "port")}
+        folder = os.path.normpath(tunnel["job_dir"])
+        return {"kind": record["kind"], "name": record["name"], "folder": folder, **place}
+    return dict(record)

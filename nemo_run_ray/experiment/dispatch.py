@@ -1,6 +1,8 @@
-"""A dispatch as the client knows it: its plan in the experiment's folder, and one look at it.
+"""Jobs that are handed over together: their plan, their status in a job table, how they are ended.
 
-The folder holds all that a dispatcher needs to be started again, by any client::
+A job that the client hands over itself is a plan of one job without a dispatcher. The plan of a
+dispatcher's jobs is in the experiment's folder, with all that a dispatcher needs to be started
+again, by any client::
 
     <experiment>/ray_dispatches/<dispatcher's id>/
         dispatch.json  the jobs, see ``remote/spec.py``; written last, so that it means "complete"
@@ -10,6 +12,7 @@ The folder holds all that a dispatcher needs to be started again, by any client:
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import hashlib
 import json
@@ -18,7 +21,7 @@ import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from nemo_run_ray.clusters import from_record
 from nemo_run_ray.dashboard.http import pause, waiting_for
@@ -35,24 +38,36 @@ from nemo_run_ray.errors import (
 from nemo_run_ray.experiment import archives
 from nemo_run_ray.experiment.archives import Archive
 from nemo_run_ray.experiment.snapshot import GONE, Snapshot
-from nemo_run_ray.experiment.store import INTENT, SUBMITTED, UNSETTLED, Ledger, store_of
+from nemo_run_ray.experiment.store import (
+    INTENT,
+    SUBMITTED,
+    UNSETTLED,
+    JobRecord,
+    Ledger,
+    store_of,
+)
 from nemo_run_ray.ids import DISPATCHER
 from nemo_run_ray.plan.job import dispatcher_entrypoint
 from nemo_run_ray.remote.attempts import (
+    CANCELLED,
+    STOP_AGAIN_S,
+    STOP_TRUST_S,
     Attempt,
     JobExit,
     attempt_id,
     attempt_of_row,
     attempts_of,
+    claim_body,
     first_id,
 )
-from nemo_run_ray.remote.dispatch.decide import Decision, decide
+from nemo_run_ray.remote.dispatch.decide import Decision, Do, decide
 from nemo_run_ray.remote.files import write_file
 from nemo_run_ray.remote.node.rundir import DISPATCH
 from nemo_run_ray.remote.rows import NONCE_KEY, JobRow, JobRows, nonce_of
-from nemo_run_ray.remote.spec import SUBMISSION_ID, DispatchSpec, from_json
-from nemo_run_ray.remote.status import JobState, JobStatus
+from nemo_run_ray.remote.spec import SUBMISSION_ID, DispatchedJobSpec, DispatchSpec, from_json
+from nemo_run_ray.remote.status import JobState, is_pending
 
+_T = TypeVar("_T")
 #: Name of the folder of dispatches.
 FOLDER = "ray_dispatches"
 #: Seconds that a dispatcher may be about to start before another one is started.
@@ -68,7 +83,7 @@ class DispatchStatus:
     Attributes:
         decision: the status of every job.
         rows: Ray's rows, by submission id.
-        dispatcher: attempts of the dispatcher, by number.
+        dispatcher: attempts of the dispatcher, or of the job without one, by number.
         lost: why the cluster does not have the dispatch any more; empty as long as it has.
     """
 
@@ -81,67 +96,78 @@ class DispatchStatus:
     def is_dispatched(self) -> bool:
         """Whether a dispatcher is on its way or at work.
 
-        One that had no time for what is left is on its way in the next allocation, for a while.
-        A dispatcher that has been about to start for long may never do so: the head died at that
+        One that had no time for the remaining jobs is on its way in the next allocation, for a
+        while. One that has been about to start for long may never do so: the head died at that
         moment. A second one beside it does no harm.
         """
-        too_early = time.time() - PENDING_MAX_S
+        now = time.time()
         last = self.dispatcher[max(self.dispatcher)] if self.dispatcher else None
-        if (
-            last
-            and last.exit_code == JobExit.OUT_OF_TIME
-            and last.ended_at > time.time() - _RENEWAL_S
-        ):
+        if last and last.exit_code == JobExit.OUT_OF_TIME and last.ended_at > now - _RENEWAL_S:
             return True
         return any(
-            row.is_live and (row.status.state is not JobState.PENDING or row.posted_at > too_early)
+            row.is_live
+            and (row.status.state is not JobState.PENDING or row.posted_at > now - PENDING_MAX_S)
             for row in self.dispatcher.values()
         )
 
 
 class Dispatch:
-    """One dispatch of an experiment; all users of a process share one by ``Dispatch.of``."""
+    """One dispatch of an experiment; all users of a process share one by ``Dispatch.of``.
 
-    def __init__(self, exp_dir: Path, dispatcher_id: str) -> None:
+    Attributes:
+        exp_dir: the experiment's folder.
+        id: the dispatcher's id, or that of the job without one.
+        folder: where its plan is; none of a job without a dispatcher.
+    """
+
+    def __init__(self, exp_dir: Path, name: str, record: JobRecord | None = None) -> None:
         self.exp_dir = exp_dir
-        self.id = dispatcher_id
-        self.folder = exp_dir / FOLDER / dispatcher_id
-        self._spec: DispatchSpec | None = None
+        self.id = name
+        self.folder = exp_dir / FOLDER / name
         self._lock = threading.Lock()
         self._last: DispatchStatus | None = None
-        #: Whether this process has written down when its attempts began.
-        self.has_begin_times = False
+        self._nonces: frozenset[str] = frozenset()
+        if record is not None:
+            nonce = record.nonces[-1]
+            jobs = (DispatchedJobSpec(record.job, name, nonce, {}),)
+            self.spec = DispatchSpec(name, nonce, jobs, record.session)
+            self._nonces = frozenset(record.nonces)  # several processes may have handed it over
 
     @classmethod
     def of(cls, exp_dir: Path, dispatcher_id: str) -> Dispatch:
         """The one that all threads of this process share."""
         return store_of(exp_dir).shared(cls, dispatcher_id, lambda: cls(exp_dir, dispatcher_id))
 
+    @classmethod
+    def of_job(cls, record: JobRecord) -> Dispatch:
+        """The dispatch that a job belongs to."""
+        if record.dispatcher and not record.is_dispatcher:
+            return cls.of(record.exp_dir, record.dispatcher)
+        return cls(record.exp_dir, first_id(record.submission_id), record)
+
     @property
     def is_saved(self) -> bool:
         """Whether everything is there that a dispatcher needs."""
         return (self.folder / "dispatch.json").exists()
 
-    @property
+    @functools.cached_property
     def spec(self) -> DispatchSpec:
         """The plan.
 
         Raises:
             JobError: the experiment's folder does not have it.
         """
-        if self._spec is None:
-            try:
-                found = from_json((self.folder / "dispatch.json").read_text(encoding="utf-8"))
-            except (OSError, ValueError) as error:
-                raise JobError(
-                    f"The plan of the chain {self.id} cannot be read from {self.folder}: {error}. "
-                    "Copy the experiment's whole folder, with the version of nemo_run_ray that "
-                    "submitted it."
-                ) from error
+        try:
+            found = from_json((self.folder / "dispatch.json").read_text(encoding="utf-8"))
             if not isinstance(found, DispatchSpec):
-                raise JobError(f"{self.folder} holds no chain.")
-            self._spec = found
-        return self._spec
+                raise ValueError("it is no chain")
+        except (OSError, ValueError) as error:
+            raise JobError(
+                f"The plan of the chain {self.id} cannot be read from {self.folder}: {error}. "
+                "Copy the experiment's whole folder, with the version of nemo_run_ray that "
+                "submitted it."
+            ) from error
+        return found
 
     @functools.cached_property
     def after(self) -> Mapping[str, tuple[str, ...]]:
@@ -174,7 +200,7 @@ class Dispatch:
         }
         write_file(self.folder / "dispatcher.json", json.dumps(start))
         write_file(self.folder / "dispatch.json", spec.to_json())
-        self._spec = spec
+        self.spec = spec
 
     def look(self, api: JobsApi, snapshot: Snapshot) -> DispatchStatus:
         """The status of every job. Jobs of one table share one decision.
@@ -182,48 +208,41 @@ class Dispatch:
         Raises:
             ClusterError: the cluster cannot be asked.
         """
-        return snapshot.once(self, api.dashboard.url, lambda: self._seen(api, snapshot))
+        return snapshot.once(self, api.dashboard.url, lambda: self._looked(api, snapshot))
 
-    def statuses_left(self, rows: JobRows) -> Mapping[str, JobStatus]:
-        """The status of every job by the job table that a cluster has left at its end."""
-        return self._decided(rows).decision.statuses
-
-    def _seen(self, api: JobsApi, snapshot: Snapshot) -> DispatchStatus:
-        found = self._decided(snapshot.rows(api))
-        if found.dispatcher:
-            return found
-        was_there = store_of(self.exp_dir).ledger.has_arrived(self.id)
-        why = snapshot.why_lost(api, self.spec.session, was_there, self._is_in)
-        if why or not was_there:
-            return replace(found, lost=why)
-        return self._decided(snapshot.rows_again(api))  # the head has recovered since
-
-    def _decided(self, rows: JobRows) -> DispatchStatus:
+    def decided(self, rows: JobRows) -> DispatchStatus:
+        """The status of every job by a job table."""
         with self._lock:  # for many threads that look at the same table; nothing in here waits
             if self._last is None or self._last.rows is not rows:
                 self._last = self._decide(rows)
             return self._last
 
+    def _looked(self, api: JobsApi, snapshot: Snapshot) -> DispatchStatus:
+        found = self.decided(snapshot.rows(api))
+        if found.dispatcher:
+            return found
+        has_arrived = store_of(self.exp_dir).ledger.has_arrived(self.id)
+        why = snapshot.why_lost(api, self.spec.session, has_arrived, self._is_in)
+        if why or not has_arrived:
+            return replace(found, lost=why)
+        return self.decided(snapshot.rows_again(api))  # the head has recovered since
+
     def _decide(self, rows: JobRows) -> DispatchStatus:
-        table = {name: attempt_of_row(row) for name, row in self._own(rows).items()}
-        decision = decide(self.spec, table, time.time())
+        wanted = self.spec.ids
+        table = {
+            name: attempt_of_row(row)
+            for name, row in rows.items()
+            if name in wanted or first_id(name) in wanted
+        }
+        for name, row in table.items():
+            if row.nonce in self._nonces:
+                table[name] = replace(row, nonce=self.spec.nonce)
         own = attempts_of([self.id], table)[self.id]
         attempts = {n: row for n, row in own.items() if row.nonce == self.spec.nonce}
-        return DispatchStatus(decision, rows, attempts)
+        return DispatchStatus(decide(self.spec, table, time.time()), rows, attempts)
 
     def _is_in(self, rows: JobRows) -> bool:
         return any(first_id(name) == self.id for name in rows)
-
-    def _own(self, rows: JobRows) -> JobRows:
-        wanted = {self.id, self.spec.cancel_id}
-        for job in self.spec.jobs:
-            wanted.add(job.id)
-            wanted.update(
-                name for upstream in job.outside for name in (upstream.id, upstream.dispatcher)
-            )
-        return {
-            name: row for name, row in rows.items() if name in wanted or first_id(name) in wanted
-        }
 
 
 def dispatches_of(exp_dir: Path) -> list[Dispatch]:
@@ -474,3 +493,103 @@ def _secrets(dispatch: Dispatch, found: DispatchStatus) -> list[str]:
             for name in job.secrets
         }
     )
+
+
+#: Seconds beyond the grace period until all jobs of a dispatch must have ended, one by one.
+_DISPATCH_MARGIN_S = 60.0
+#: Seconds that a cluster may take for its first answer.
+_AWAY_S = 20.0
+_STEP_S = 0.2
+
+
+def poll_until(step: Callable[[], _T | None], limit_s: float, what: str) -> _T:
+    """Take one step after the other until one returns something, and return that.
+
+    Args:
+        step: looks and asks; a cluster that does not answer is asked again in the next step.
+        limit_s: seconds for all steps.
+        what: the object, for the error: ``the job …``.
+
+    Raises:
+        ClusterError: no step returned anything in that time.
+    """
+    began = time.monotonic()
+    trouble: Unanswered | None = None
+    has_answered = False
+    while time.monotonic() < began + (limit_s if has_answered else min(limit_s, _AWAY_S)):
+        try:
+            result = step()
+            if result is not None:
+                return result
+            trouble, has_answered = None, True
+        except Unanswered as error:
+            trouble = error
+        time.sleep(_STEP_S)
+    if trouble is not None and not has_answered:
+        raise ClusterError(
+            f"It is not known whether {what} was told to end. {trouble} Cancel it "
+            "again when the cluster answers."
+        ) from trouble
+    reason = "it is still running." if trouble is None else str(trouble)
+    raise ClusterError(
+        f"Within {limit_s:.0f} s of being cancelled {what} did not end: {reason} Cancel it again, "
+        "or look at it in Ray's dashboard."
+    )
+
+
+class StopRequests:
+    """The requests to stop jobs that one cancellation has sent."""
+
+    def __init__(self, api: JobsApi) -> None:
+        self._api = api
+        self._began_at = time.monotonic()
+        self._asked_at: dict[str, float] = {}
+
+    def ask(self, submission_id: str) -> None:
+        """Ask Ray to stop it, unless it was asked a moment ago."""
+        now = time.monotonic()
+        if now - self._asked_at.get(submission_id, -STOP_AGAIN_S) >= STOP_AGAIN_S:
+            self._api.stop(submission_id)
+            self._asked_at[submission_id] = now
+
+    @property
+    def have_settled(self) -> bool:
+        """Whether what is still pending waits for room, and Ray holds it back from its start."""
+        return max(self._asked_at.values(), default=0.0) - self._began_at >= STOP_TRUST_S
+
+
+def claim(api: JobsApi, submission_id: str, nonce: str) -> None:
+    """Take an id, so that no process can start it any more, unless it is taken already."""
+    with contextlib.suppress(Taken):  # an attempt that began now, or a claim: look again
+        api.post(claim_body(submission_id, nonce, CANCELLED))
+
+
+def cancel_dispatch(dispatch: Dispatch, api: JobsApi) -> None:
+    """Cancel every job of a dispatch, those that have not started among them, by one claim.
+
+    Raises:
+        ClusterError: it did not end in time, or the cluster stopped answering.
+    """
+    stops = StopRequests(api)
+    nonces = {job.name: job.nonce for job in dispatch.spec.jobs}
+
+    def step() -> bool | None:
+        seen = dispatch.look(api, Snapshot(is_fresh=True))
+        if dispatch.spec.cancel_id not in seen.rows:
+            claim(api, dispatch.spec.cancel_id, dispatch.spec.nonce)
+            return None
+        # Do what a dispatcher would do to end jobs, since there may be none at work.
+        to_stop = [action for action in seen.decision.actions if action.do is Do.STOP]
+        held = all(is_pending(seen.rows[action.submission_id]) for action in to_stop)
+        if seen.decision.is_over and (not to_stop or (held and stops.have_settled)):
+            return True
+        for action in seen.decision.actions:
+            if action.do is Do.CLAIM:
+                claim(api, action.submission_id, nonces[action.job])
+        for action in to_stop:
+            stops.ask(action.submission_id)
+        return None
+
+    records = store_of(dispatch.exp_dir).ledger.jobs().values()
+    grace_s = max(record.grace_s for record in records if record.dispatcher == dispatch.id)
+    poll_until(step, grace_s + _DISPATCH_MARGIN_S, f"the chain {dispatch.id}")

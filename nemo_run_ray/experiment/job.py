@@ -1,6 +1,8 @@
-"""A job that was handed over: what is known of it, and what can be done with it.
+"""A job that was handed over: its status, its log, its elements, and what can be done with it.
 
-A look asks its cluster and changes nothing, neither there nor in the experiment's folder.
+A look asks its cluster and changes nothing, neither there nor in the experiment's folder. A client
+that waits for jobs, cancels them or stops their cluster calls ``record``, which writes into the
+folder what was seen.
 """
 
 from __future__ import annotations
@@ -8,13 +10,18 @@ from __future__ import annotations
 import contextlib
 import itertools
 import json
+import logging
 import numbers
+import os
+import secrets
+import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from nemo_run_ray.clusters import from_record
 from nemo_run_ray.clusters.base import text_of
@@ -26,51 +33,105 @@ from nemo_run_ray.errors import (
     JobError,
     NemoRunRayError,
     StillGoesOn,
+    StreamCut,
     Unanswered,
 )
-from nemo_run_ray.experiment import explain, history
-from nemo_run_ray.experiment.cancel import JOB_MARGIN_S, cancel_job, leftovers, poll_until
-from nemo_run_ray.experiment.dispatch import OUTCOME_S, Dispatch
-from nemo_run_ray.experiment.elements import (
-    Element,
-    array_file,
-    cancel_elements,
-    elements,
-    elements_of,
-    with_failures,
+from nemo_run_ray.experiment import explain
+from nemo_run_ray.experiment.dispatch import (
+    OUTCOME_S,
+    Dispatch,
+    StopRequests,
+    claim,
+    poll_until,
 )
-from nemo_run_ray.experiment.logs import attempt_mark, follow, output_of
+from nemo_run_ray.experiment.elements import (
+    ACTIVE,
+    FIRST_FAILURES,
+    STATES,
+    Element,
+    Range,
+    failure_lines,
+    merged_ranges,
+    ranges_of,
+    values_of,
+)
+from nemo_run_ray.experiment.logs import OF_RAY, attempt_mark, follow, output_of
 from nemo_run_ray.experiment.snapshot import GONE, Snapshot
 from nemo_run_ray.experiment.store import (
+    SEEN,
     SUBMITTED,
+    TERMINAL,
+    UNKEPT,
     AttemptRecord,
     Attempts,
+    Event,
+    ExperimentStore,
     JobRecord,
     Kept,
+    attempts_of_rows,
+    has_news,
+    known,
     store_of,
 )
 from nemo_run_ray.experiment.tend import tend
-from nemo_run_ray.remote.attempts import RESULTS_FILE, attempt_id, first_id
-from nemo_run_ray.remote.end_record import end_mark
-from nemo_run_ray.remote.node.output import CUT
-from nemo_run_ray.remote.rows import ArrayRows, JobRow, JobRows, fits, nonce_of
-from nemo_run_ray.remote.status import JobState, JobStatus, Reason, state_of_row, status_of_row
+from nemo_run_ray.remote.attempts import (
+    NODE_DEAD_S,
+    RESULTS_FILE,
+    STATES_FILE,
+    JobExit,
+    attempt_id,
+    first_id,
+)
+from nemo_run_ray.remote.end_record import end_mark, record_in
+from nemo_run_ray.remote.node.output import CUT, MAY_BE_LEFT, NO_PROCESS_LEFT
+from nemo_run_ray.remote.rows import (
+    ARRAY,
+    GROUP,
+    NONCE_KEY,
+    ArrayRows,
+    GroupRows,
+    JobRow,
+    fits,
+    nonce_of,
+)
+from nemo_run_ray.remote.status import (
+    JobState,
+    JobStatus,
+    Life,
+    Phase,
+    Reason,
+    is_active,
+    is_pending,
+    state_of_row,
+    status_of_row,
+)
+
+if TYPE_CHECKING:
+    from nemo_run_ray.remote.array.elements import Stretch
+
+log = logging.getLogger(__name__)
 
 #: Seconds between two looks of a wait, and of a reader that waits for a job's next attempt.
 _LOOK_AGAIN_S = 1.0
-#: Reasons of jobs that ended without a process.
-_NEVER_RAN = (Reason.RUNTIME_ENV, Reason.START_TIMEOUT, Reason.UNSCHEDULABLE, Reason.NOT_PLACED)
-_BUILDS = (Reason.BUILDING, Reason.REBUILDING, Reason.RUNTIME_ENV)
-_BEFORE_ITS_COMMAND = "cancelled before its command ran"
-_HELD_BACK_BUILD = (
-    "cancelled while its runtime environment was being built; Ray shows it as pending until that "
-    "is over, and ends it without running its command"
-)
-_HELD_BACK = (
-    "cancelled while it waited for room; Ray shows it as pending until there is room or 900 s have "
-    "passed, and ends it without running its command"
-)
-_NEVER_THERE = "The client died, or was refused, before the job reached the cluster."
+#: Seconds beyond the grace period until a cancelled job must be terminal.
+_CANCEL_MARGIN_S = 40.0
+#: Seconds until the job of a request has begun, beyond those until the driver has taken it.
+_BEGUN_S = 60.0
+#: Seconds beyond the grace period until elements that were cancelled have ended, also on a node
+#: that has died.
+_END_MARGIN_S = NODE_DEAD_S + 60.0
+#: Characters of a request: Linux takes 128 KiB as one word of a command.
+_REQUEST_MAX = 2**16
+#: Seconds that the log of one job may take to be copied.
+COPY_S = 60.0
+#: Seconds until a log that could not be copied is tried again.
+_COPY_AGAIN_S = 5.0
+#: If a job was seen waiting so many seconds ago and runs now, it has begun now.
+_MOMENT_S = 10.0
+#: An attempt that nothing delays begins to run within so many seconds of its posting.
+_FRESH_S = 3.0
+#: Lines at the end of a log that may hold its end record.
+_LAST_LINES = 3
 
 
 class RemoteJob:
@@ -81,17 +142,15 @@ class RemoteJob:
         id: its submission id; of a job that is tried again, that of its first attempt.
         cluster: where it runs.
         kept: what the experiment's folder keeps of it.
-        dispatch: the jobs that one dispatcher hands over, if it is one of them; ``None`` for a job
-            that the client has submitted itself, and that has one attempt.
+        is_direct: the client has handed it over, without a dispatcher; it has one attempt.
     """
 
     def __init__(self, record: JobRecord) -> None:
         self.record = record
-        self.id = record.submission_id
+        self.id = first_id(record.submission_id)
         self.cluster = from_record(record.cluster)
         self.kept = Kept(record.exp_dir, self.id, record.log_copy)
-        is_dispatched = record.dispatcher and not record.is_dispatcher
-        self.dispatch = Dispatch.of(record.exp_dir, record.dispatcher) if is_dispatched else None
+        self.is_direct = not record.dispatcher or record.is_dispatcher
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__} {self.id}>"
@@ -104,7 +163,12 @@ class RemoteJob:
     @property
     def after(self) -> tuple[str, ...]:
         """Names of the jobs that it depends on."""
-        return () if self.dispatch is None else self.dispatch.after.get(self.name, ())
+        return self.dispatch.after.get(self.name, ())
+
+    @property
+    def dispatch(self) -> Dispatch:
+        """The jobs that are handed over together with it."""
+        return Dispatch.of_job(self.record)
 
     # ------------------------------------------------------------------ status
 
@@ -142,12 +206,18 @@ class RemoteJob:
 
     def decided(self, api: JobsApi, snapshot: Snapshot) -> tuple[JobStatus, JobRow | None]:
         """The status that the job table proves, and the row of the attempt that it is about."""
-        decide = self._direct if self.dispatch is None else self._dispatched
-        status, row = decide(api, snapshot)
+        seen = self.dispatch.look(api, snapshot)
+        status = seen.decision.statuses[self.name]
+        row = seen.rows.get(self.ran_as(status)) if status.attempt else None
+        if row is None and seen.lost:
+            return self._lost(seen.lost), None
+        if status.state is JobState.WAITING and self.is_direct:
+            status = self._not_tried_again(status, row)
+        elif status.state is JobState.WAITING and not (seen.is_dispatched or seen.lost):
+            why = f"the dispatcher {self.dispatch.id} is not at work"
+            status = replace(status, reason=Reason.UNDISPATCHED, detail=why)
         if row is not None:
-            status = with_failures(self, self._explained(status, row, api, snapshot))
-            if self.record.cancelled and self.dispatch is None:
-                status = _held_back(status)
+            status = self._with_failures(self._explained(status, row, api, snapshot))
         return self._named(status), row
 
     def attempts_in(self, snapshot: Snapshot) -> Attempts:
@@ -157,8 +227,8 @@ class RemoteJob:
         except NemoRunRayError:  # the cluster is away: its status says so
             rows = {}
         now = time.time()
-        seen = history.attempts_of_rows(rows, self.id, self.record.nonces, now)
-        return history.known(self.record, seen, now)
+        seen = attempts_of_rows(rows, self.id, self.record.nonces, now)
+        return known(self.record, seen, now)
 
     def answered(self) -> JobStatus:
         """Its status now; a cluster that does not answer is asked again for a while.
@@ -168,7 +238,7 @@ class RemoteJob:
             ConfigError: its address or credentials cannot be used.
         """
         return poll_until(
-            lambda: self.look(Snapshot(is_fresh=True)), JOB_MARGIN_S, f"the job {self.id}"
+            lambda: self.look(Snapshot(is_fresh=True)), _CANCEL_MARGIN_S, f"the job {self.id}"
         )
 
     def api(self) -> JobsApi:
@@ -184,42 +254,19 @@ class RemoteJob:
 
     def ran_as(self, status: JobStatus) -> str:
         """Submission id of the attempt that the status is about."""
-        return self.id if self.dispatch is None else attempt_id(self.id, max(1, status.attempt))
+        return attempt_id(self.id, max(1, status.attempt))
 
     def _read_record(self) -> None:
         """Take note of what has been written down since, also by other processes."""
         if not self.record.terminal:
             self.record = store_of(self.record.exp_dir).ledger.job(self.id) or self.record
 
-    def _direct(self, api: JobsApi, snapshot: Snapshot) -> tuple[JobStatus, JobRow | None]:
-        row = snapshot.rows(api).get(self.id) or snapshot.rows_now(api).get(self.id)
-        if row is None:
-            has_arrived = self.record.last == SUBMITTED
-            session = self.record.session
-            why = snapshot.why_lost(api, session, has_arrived, lambda rows: self.id in rows)
-            if why:
-                return self._lost(why), None
-            if not has_arrived:
-                return JobStatus(JobState.WAITING, Reason.NOT_SUBMITTED, _NEVER_THERE), None
-            row = snapshot.rows_again(api)[self.id]
-        if nonce_of(row) not in self.record.nonces:
-            detail = f"The id {self.id} is another run's; this job never started."
-            return JobStatus(JobState.WAITING, Reason.TAKEN, detail), None
-        status = status_of_row(row)
-        if self.record.cancelled and status.reason in _NEVER_RAN:
-            status = JobStatus(JobState.CANCELLED, Reason.CANCELLED, _BEFORE_ITS_COMMAND)
-        return status, row
-
-    def _dispatched(self, api: JobsApi, snapshot: Snapshot) -> tuple[JobStatus, JobRow | None]:
-        assert self.dispatch is not None
-        seen = self.dispatch.look(api, snapshot)
-        status = seen.decision.statuses[self.name]
-        if seen.lost and not status.attempt:
-            return self._lost(seen.lost), None
-        if status.state is JobState.WAITING and not (seen.is_dispatched or seen.lost):
-            why = f"the dispatcher {self.dispatch.id} is not at work"
-            status = replace(status, reason=Reason.UNDISPATCHED, detail=why)
-        return status, seen.rows.get(self.ran_as(status)) if status.attempt else None
+    def _not_tried_again(self, status: JobStatus, row: JobRow | None) -> JobStatus:
+        """The status of a job without a dispatcher, which is started once."""
+        if row is not None:
+            return replace(status_of_row(row), attempt=status.attempt)
+        never = "The client died, or was refused, before the job reached the cluster."
+        return JobStatus(JobState.WAITING, Reason.NOT_SUBMITTED, never, attempt=0)
 
     def _explained(
         self, status: JobStatus, row: JobRow, api: JobsApi, snapshot: Snapshot
@@ -237,9 +284,13 @@ class RemoteJob:
     def _lost(self, why: str) -> JobStatus:
         """Its status by what a cluster that is gone has kept."""
         archive = self.cluster.archive(self.record.session)
-        status = None if archive is None else self._status_left(archive.rows)
-        if status and status.state.is_terminal:
-            return self._named(status)
+        if archive is not None and archive.rows:
+            status = self.dispatch.decided(archive.rows).decision.statuses[self.name]
+            row = archive.rows.get(self.ran_as(status))
+            if self.is_direct and row is not None and status.state is JobState.WAITING:
+                status = self._not_tried_again(status, row)
+            if status.state.is_terminal:
+                return self._named(status)
         if archive is not None and archive.continues:
             return self._as_recorded(JobState.UNKNOWN, Reason.UNREACHABLE, f"{archive.reason}.")
         why = (archive and archive.reason) or why
@@ -247,13 +298,6 @@ class RemoteJob:
         what = "Its end is not known" if arrived else "It is not known whether it ran"
         end = "" if "\n" in why or why.endswith(".") else "."  # a log's lines end by themselves
         return self._as_recorded(JobState.LOST, Reason.CLUSTER_GONE, f"{what}: {why}{end}")
-
-    def _status_left(self, rows: JobRows) -> JobStatus | None:
-        """Its status by the job table that its cluster has left; ``None`` if that lacks it."""
-        if self.dispatch is not None:
-            return self.dispatch.statuses_left(rows).get(self.name) if rows else None
-        row = rows.get(self.id)
-        return status_of_row(row) if row and nonce_of(row) in self.record.nonces else None
 
     def _why_gone(self, why: str) -> str:
         archive = self.cluster.archive(self.record.session)
@@ -304,7 +348,7 @@ class RemoteJob:
 
         Raises:
             ConfigError: the time is no number.
-            JobError: it will never start: another run has its id, or it never reached the cluster.
+            JobError: it will never start, since it never reached the cluster.
             StillGoesOn: it has not ended in that time; it is a ``TimeoutError`` too.
         """
         _check_timeout(timeout_s)
@@ -312,7 +356,8 @@ class RemoteJob:
         while True:
             snapshot = Snapshot()
             status = self.status_in(snapshot)
-            history.record([(self, status)], snapshot)
+            left_s = None if deadline is None else max(0.0, deadline - time.monotonic())
+            record([(self, status)], snapshot, copy_s=left_s)
             if status.state.is_terminal:
                 return status
             if self._never_starts(status):
@@ -332,45 +377,137 @@ class RemoteJob:
             ClusterError: it did not end in time, or the cluster stopped answering.
             ConfigError: the cluster's address or credentials cannot be used.
         """
-        return cancel_job(self)
+        status = self.answered()
+        snapshot = Snapshot()
+        if not status.state.is_terminal:
+            api = self.api()
+            stops = StopRequests(api)
+            what = f"the job {self.id} ({api.dashboard.job_page(self.id)})"
+            limit_s = self.record.grace_s + _CANCEL_MARGIN_S
+            status, snapshot = poll_until(partial(self._cancel_step, api, stops), limit_s, what)
+        record([(self, status)], snapshot)
+        return status
+
+    def _cancel_step(self, api: JobsApi, stops: StopRequests) -> tuple[JobStatus, Snapshot] | None:
+        snapshot = Snapshot(is_fresh=True)
+        status, row = self.decided(api, snapshot)
+        is_live = row is not None and is_active(row)
+        is_held = row is not None and is_pending(row) and stops.have_settled
+        if status.state.is_terminal and (is_held or not is_live):
+            return status, snapshot
+        if is_live:
+            stops.ask(self.ran_as(status))
+        if status.state in (JobState.WAITING, JobState.PENDING):
+            claim(api, attempt_id(self.id, status.attempt + 1), self.record.nonces[-1])
+        return None
 
     def leftovers(self, status: JobStatus) -> str:
-        """Proof that no process of it is left after its cancel, in words.
+        """Proof that no process of it remains after its cancel, or where some may, in words.
+
+        The remote half ends every process of a job before its own last line, unless it was killed.
+        That of a group or of an array says whether it could, on all their nodes.
 
         Raises:
             ClusterError: the cluster cannot be asked.
             JobError: the cluster is gone for good.
         """
-        return repeat(lambda: leftovers(self, status), PATIENCE_S)
+        never = "it never had a process"
+        if status.attempt > 1:
+            never = f"its attempt {status.attempt} never had a process"
+        if not status.node:
+            return never
+        state, name = self.api().state, self.ran_as(status)
+        ending = repeat(lambda: state.last_lines(status.node, name, _LAST_LINES), PATIENCE_S)
+        end = record_in(ending, self.record.nonces)
+        if end is not None and end.left_on == ():
+            return f"{NO_PROCESS_LEFT} on its node"
+        if end is not None and end.left_on:
+            return f"{MAY_BE_LEFT} {', and '.join(end.left_on)}"
+        if ending and all(OF_RAY.match(line) for line in ending):
+            return never
+        return f"its node {status.node[:12]} did not confirm that all its processes ended"
 
     def _never_starts(self, status: JobStatus) -> bool:
         age_s = time.time() - self.record.intended_at
-        is_given_up = status.reason is Reason.NOT_SUBMITTED and age_s > OUTCOME_S
-        return status.reason is Reason.TAKEN or is_given_up
+        return status.reason is Reason.NOT_SUBMITTED and age_s > OUTCOME_S
 
     # ------------------------------------------------------------------ elements
 
     @property
     def elements(self) -> ArrayRows | None:
         """Counts of an array's elements by state; ``None`` for other jobs."""
-        return elements(self, self.status)
+        return self.array_rows(self.status)
+
+    def array_rows(self, status: JobStatus) -> ArrayRows | None:
+        """An array as its driver saw it last; ``None`` for other jobs, and if that is not known."""
+        found: ArrayRows | None = self._driver_rows(status, ARRAY) if self.record.is_array else None
+        return found
+
+    def roles(self, status: JobStatus) -> GroupRows | None:
+        """A group as its driver saw it last; ``None`` for other jobs, and if that is not known."""
+        found: GroupRows | None = (
+            self._driver_rows(status, GROUP) if self.record.has_roles else None
+        )
+        if found and status.state.is_terminal and found["phase"] != Phase.OVER.value:
+            # The driver was killed, and what it wrote last is no longer so.
+            found["phase"], found["waits_for_room"] = Phase.OVER.value, ""
+            for row in found["roles"]:
+                if row["state"] != Life.ENDED.value:
+                    row["state"], row["waits_for"] = Life.LOST.value, ""
+        return found
+
+    def _driver_rows(self, status: JobStatus, shape: dict[str, Any]) -> Any:
+        """What its driver wrote last, if it has this shape."""
+        found: Any = None
+        if self.kept.has_rows:
+            found = self.kept.rows()
+        elif status.node and status.reason not in (Reason.UNREACHABLE, Reason.CLUSTER_GONE):
+            with contextlib.suppress(NemoRunRayError):  # a node may be known all the same
+                found = self.api().state.rows(status.node, self.ran_as(status))
+        return found if fits(found, shape) else None
+
+    def _with_failures(self, status: JobStatus) -> JobStatus:
+        """The status; of an array that has failed with its first failures.
+
+        The last lines of its log are of any elements, mostly of those that have succeeded. With
+        another exit code its driver could not continue, and the log says why.
+        """
+        if not status.tail or not status.detail.startswith(f"exit code {JobExit.SOME_FAILED}"):
+            return status
+        array = self.array_rows(status)
+        lines = failure_lines(array) if array else []
+        detail = "\n".join([f"{status.detail}{FIRST_FAILURES}", *lines])
+        return replace(status, detail=detail, tail="") if lines else status
+
+    def array_file(self, status: JobStatus, kind: str) -> list[str]:
+        """The lines of a file of an array's driver, from its node or as it was kept.
+
+        Args:
+            status: of the job.
+            kind: ``STATES_FILE`` or ``RESULTS_FILE``.
+
+        Raises:
+            ClusterError: the cluster does not answer.
+        """
+        if self.kept.has_array_file(kind):
+            return self.kept.array_file(kind)
+        if not status.node:
+            return []
+        lines = self.api().state.array_file(status.node, self.id, kind)
+        # Ray has words of its own for a file that does not exist.
+        return lines if lines and lines[0].startswith("[") else []
 
     def results(self) -> dict[int, Any]:
-        """What the elements of an array have returned, by their indices: of ``run.Partial`` what is
-        JSON, up to 64 KiB each.
+        """The results of an array's elements by index: of a ``run.Partial`` its return value, if it
+        is JSON of 64 KiB at most.
 
         Raises:
             ClusterError: the cluster does not answer.
         """
         if not self.record.is_array:
             return {}
-        found: dict[int, Any] = {}
-        for line in array_file(self, self.status, RESULTS_FILE):
-            with contextlib.suppress(ValueError, RecursionError):  # the last one is being written
-                row = json.loads(line)
-                if fits(row, [int, object]):
-                    found[row[0]] = row[1]
-        return found
+        lines = self.array_file(self.status, RESULTS_FILE)
+        return dict(_json_rows(lines, [int, object]))
 
     def select_elements(self, selection: str = "") -> list[Element]:
         """The elements of an array, one by one.
@@ -384,19 +521,144 @@ class RemoteJob:
             ConfigError: the selection cannot be understood.
             JobError: it is no array, has no such element, or nothing is known of its elements.
         """
-        return elements_of(self, self.status, selection)
+        return self._elements(self.status, selection)
+
+    def _elements(self, status: JobStatus, selection: str) -> list[Element]:
+        stretches = self._selected(status, selection)
+        array = self.array_rows(status)
+        reasons = {index: why for index, _, why in array["failures"]} if array else {}
+        folder = self.record.exp_dir / self.name
+        values = values_of(folder, [(stretch.first, stretch.last) for stretch in stretches])
+        return [
+            Element(
+                index,
+                state,
+                attempts,
+                code if code or state == "succeeded" else None,
+                (reasons.get(index) or f"exit code {code}") if state == "failed" else "",
+                values.get(index, {}),
+            )
+            for first, last, state, attempts, code in stretches
+            for index in range(first, last + 1)
+        ]
+
+    def _selected(self, status: JobStatus, selection: str) -> list[Stretch]:
+        """The selected elements, with the user's names of their states."""
+        from nemo_run_ray.remote.array.elements import Stretch  # few look at arrays
+
+        if not self.record.is_array:
+            raise JobError(f"The job {self.name!r} is no array and has no elements.")
+        rows = [
+            Stretch(*row)
+            for row in _json_rows(self.array_file(status, STATES_FILE), [int, int, str, int, int])
+        ]
+        if not rows:
+            when = ", which has ended" if status.state.is_terminal else " yet"
+            again = "" if status.state.is_terminal else " Look again when it runs."
+            raise JobError(
+                f"Nothing is known of the elements of {self.name!r}{when}. {status.message}{again}"
+            )
+        words = {"leased": "running"}
+        if status.state.is_terminal:
+            words = dict.fromkeys(("leased", *ACTIVE), "lost")
+        rows = [row._replace(state=words.get(row.state, row.state)) for row in rows]
+        if selection in ("", *STATES):
+            return [row for row in rows if selection in ("", row.state)]
+        found, at = [], 0
+        for first, last in merged_ranges(ranges_of(selection, rows[-1].last + 1, self.name)):
+            while rows[at].last < first:
+                at += 1
+            for row in itertools.takewhile(lambda row: row.first <= last, rows[at:]):  # noqa: B023
+                found.append(row._replace(first=max(first, row.first), last=min(last, row.last)))
+        return found
 
     def cancel_elements(self, selection: str) -> list[Element]:
-        """End some elements of an array that goes on, wait until they have ended, and return them.
+        """End some elements of a running array, wait until they have ended, and return them.
 
         Args:
-            selection: ``waiting`` (those that begin meanwhile go on), ``running``, or indices.
+            selection: ``waiting`` (those that begin meanwhile continue), ``running``, or indices.
 
         Raises:
             ClusterError: the cluster does not answer, or the array's driver does not.
-            ConfigError, JobError: as for ``select_elements``; or the selection is of what is over.
+            ConfigError, JobError: as for ``select_elements``; or the selected elements are over.
         """
-        return cancel_elements(self, selection)
+        if selection in ("", *(state for state in STATES if state not in ACTIVE)):
+            raise ConfigError(
+                f"The elements to cancel are {selection!r}; expected is waiting, running, or "
+                "indices such as 3,7-9. To cancel the whole array, cancel the job."
+            )
+
+        def selected(which: str) -> list[Stretch]:
+            return self._selected(self.look(Snapshot(is_fresh=True)), which)
+
+        chosen = repeat(lambda: selected(selection), PATIENCE_S)
+        if not chosen:
+            return []
+        indices = ",".join(f"{stretch.first}-{stretch.last}" for stretch in chosen)
+        if any(stretch.state in ACTIVE for stretch in chosen):
+            self._request_end(merged_ranges(row[:2] for row in chosen), selection == "waiting")
+            states = ("waiting",) if selection == "waiting" else ACTIVE
+            self._until(
+                lambda: not any(stretch.state in states for stretch in selected(indices)),
+                self.record.grace_s + _END_MARGIN_S,
+                f"Elements of the array {self.name!r} were cancelled and have not ended yet. Look "
+                "again with nemo-run-ray status --elements.",
+            )
+        return repeat(
+            lambda: self._elements(self.look(Snapshot(is_fresh=True)), indices), PATIENCE_S
+        )
+
+    def _request_end(self, ranges: Sequence[Range], only_waiting: bool) -> None:
+        """Let a small job on the head pass a request to the driver; it ends when it is taken."""
+        from nemo_run_ray.experiment.archives import package_archive  # few look at arrays
+        from nemo_run_ray.plan.job import entrypoint
+        from nemo_run_ray.remote.array.cancel_request import KIND, TAKEN_S, request_id
+
+        if only_waiting:  # the driver leaves the others alone
+            ranges = [(0, ranges[-1][1])]
+        request = json.dumps({"cancel": ranges, "only_waiting": only_waiting})
+        if len(request) > _REQUEST_MAX:
+            raise ConfigError(
+                f"The elements to cancel of {self.name!r} are {len(ranges):,} ranges, too many for "
+                "one request. Cancel them in several steps."
+            )
+        api, nonce = self.api(), secrets.token_hex(8)
+        package = package_archive()
+        if not api.has_package(package.name):
+            api.put_package(package.name, package.pack())
+        name = request_id(self.id, nonce)
+        body = {
+            "submission_id": name,
+            "entrypoint": entrypoint(None, [KIND, name, request]),
+            "runtime_env": {"py_modules": [package.uri]},
+            "metadata": {NONCE_KEY: nonce, "nemo_run_job": f"{KIND} of {self.name}"},
+        }
+        with contextlib.suppress(Unanswered):  # the table says whether it has arrived
+            api.post(body)
+
+        def is_taken() -> bool:
+            row = api.job(name)
+            if row is not None and row["status"] in ("FAILED", "STOPPED"):
+                raise ClusterError(
+                    f"The driver of the array {self.name!r} has not taken the request to cancel "
+                    f"elements. Look at the array's log, and at that of the job {name}, and try "
+                    "again."
+                )
+            is_over = row is not None and row["status"] == "SUCCEEDED"
+            return is_over or self.look(Snapshot(is_fresh=True)).state.is_terminal
+
+        why = f"The request to cancel elements of the array {self.name!r} is not answered."
+        self._until(is_taken, TAKEN_S + _BEGUN_S, f"{why} Try again.")
+
+    def _until(self, question: Callable[[], bool], within_s: float, why_not: str) -> None:
+        """Ask until the answer is yes, also while the cluster does not answer."""
+        deadline = time.monotonic() + within_s
+        while time.monotonic() < deadline:
+            with contextlib.suppress(Unanswered):
+                if question():
+                    return
+            time.sleep(_LOOK_AGAIN_S)
+        raise ClusterError(why_not)
 
     # ------------------------------------------------------------------ log
 
@@ -441,6 +703,19 @@ class RemoteJob:
         """The log that a cluster which has died has left."""
         return self._joined(text_of(path) for path in self.left_logs())
 
+    def last_lines(self, name: str, node: str, count: int) -> list[str]:
+        """The end of the log of an attempt, from its node or as a gone cluster has left it.
+
+        Raises:
+            ClusterError: the cluster cannot be asked.
+        """
+        api = self._api()
+        if api is not None:
+            return api.state.last_lines(node, name, count)
+        archive = self.cluster.archive(self.record.session)
+        path = archive.log(name) if archive is not None else None
+        return [] if path is None else "".join(text_of(path)).splitlines()[-count:]
+
     @property
     def end_marks(self) -> tuple[str, ...]:
         """The possible beginnings of the last line of its log."""
@@ -463,8 +738,10 @@ class RemoteJob:
                     yield follow(source, self.end_marks, time.sleep)
                 else:
                     yield source.whole()
-            if status.state.is_terminal or not is_followed or self.dispatch is None:
+            if status.state.is_terminal or not is_followed:
                 break
+            if self._never_starts(status):
+                raise JobError(f"There is no log. {status.message}")
             time.sleep(_LOOK_AGAIN_S)
         if number == 0:
             raise JobError(f"There is no log: {status.message}")
@@ -535,20 +812,19 @@ class _AttemptLog:
         status = self._job.look(snapshot)
         if status.state is JobState.LOST:
             raise JobError(f"There is no log any more. {status.message}")
-        if status.state is JobState.WAITING and self._job.dispatch is None:
-            raise JobError(f"There is no log yet. {status.message}")
         if status.state.is_terminal or status.attempt > self._number:
             return True
         row = snapshot.rows(self._job.api()).get(self._id)
         return row is not None and state_of_row(row).is_terminal
 
 
-def _held_back(status: JobStatus) -> JobStatus:
-    """The status of a job that was cancelled, where Ray only keeps it from running its command."""
-    if status.state is not JobState.PENDING:
-        return status
-    detail = _HELD_BACK_BUILD if status.reason in _BUILDS else _HELD_BACK
-    return JobStatus(JobState.CANCELLED, Reason.CANCELLED, detail)
+def _json_rows(lines: Iterable[str], shape: Any) -> Iterator[list[Any]]:
+    """The lines that are JSON of this shape; the last one may be half written."""
+    for line in lines:
+        with contextlib.suppress(ValueError, RecursionError):
+            row = json.loads(line)
+            if fits(row, shape):
+                yield row
 
 
 def _from(offset: int, texts: Iterable[str]) -> Iterator[str]:
@@ -566,3 +842,229 @@ def _check_timeout(timeout_s: object) -> None:
             f"The timeout_s of a wait is {timeout_s!r}; allowed is a number of seconds from 0, or "
             "None to wait as long as it takes."
         )
+
+
+def record(
+    seen: Iterable[tuple[RemoteJob, JobStatus]],
+    snapshot: Snapshot,
+    is_final: bool = False,
+    copy_s: float | None = None,
+) -> list[str]:
+    """Write down attempts and ends, then copy the logs of jobs that have ended.
+
+    Nothing is written into a folder that cannot be written to (another user's, a full disk), and no
+    wait fails for that.
+
+    Args:
+        seen: jobs, and what the snapshot says of them.
+        snapshot: what clusters say.
+        is_final: the cluster is about to be stopped, and with it all that runs on it.
+        copy_s: seconds to wait for the copies, which continue after that; ``None`` waits for all.
+
+    Returns:
+        A sentence for each log that is not copied.
+    """
+    by_folder: dict[Path, list[tuple[RemoteJob, JobStatus]]] = {}
+    for job, status in seen:
+        by_folder.setdefault(job.record.exp_dir, []).append((job, status))
+    problems = []
+    for exp_dir, jobs in by_folder.items():
+        if os.access(exp_dir, os.W_OK):
+            store = store_of(exp_dir)
+            _write(store, jobs, snapshot, is_final)
+            ended = [one for one in jobs if _has_ended(one[1]) and one[1].attempt]
+            problems += store.shared(_Copies, "", partial(_Copies, store)).copy(ended, copy_s)
+    return problems
+
+
+def _has_ended(status: JobStatus) -> bool:
+    return status.state.is_terminal and status.state is not JobState.LOST
+
+
+def _write(
+    store: ExperimentStore,
+    jobs: Sequence[tuple[RemoteJob, JobStatus]],
+    snapshot: Snapshot,
+    is_final: bool,
+) -> None:
+    """Append what is new of these jobs to the ledger, with one write."""
+    moments = store.shared(_Moments, "", _Moments)
+    events: list[Event] = []
+    with moments.lock:  # another thread that has seen the same end waits until it is written
+        for job, status in jobs:
+            current = store.ledger.job(job.id)
+            if current is None or current.terminal:
+                continue
+            seen = moments.begun(job.id, job.attempts_in(snapshot))
+            # One that Ray only holds back may start after all, and is stopped then.
+            is_held_back = job.is_direct and any(
+                not JobState(attempt.state).is_terminal for attempt in seen.values()
+            )
+            has_ended = _has_ended(status) and (is_final or not is_held_back)
+            ended = status.to_json() if has_ended else {}
+            attempts = known(replace(current, terminal=ended), seen, time.time())
+            rows = [attempt.to_json() for attempt in attempts.values()]
+            if ended:
+                events.append((TERMINAL, job.id, {"status": ended, "attempts": rows}))
+            elif has_news(current.attempts, attempts):
+                events.append((SEEN, job.id, {"attempts": rows}))
+        _append(store, events)
+
+
+def _append(store: ExperimentStore, events: Sequence[Event]) -> None:
+    if not events:
+        return
+    try:
+        store.ledger.write_all(events)
+    except OSError as error:
+        log.warning("What was seen of the jobs is not kept in %s: %s", store.exp_dir, error)
+
+
+class _Moments:
+    """When this process saw jobs last, and which of their attempts ran then."""
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self._looked: dict[str, tuple[float, frozenset[str]]] = {}
+
+    def begun(self, job: str, attempts: Attempts) -> Attempts:
+        """The attempts; those that were posted, or did not run, a moment ago have begun now.
+
+        One that was first seen later than that may have begun at any moment before.
+        """
+        now = time.time()
+        running = {
+            name for name, attempt in attempts.items() if attempt.state == JobState.RUNNING.value
+        }
+        looked_at, before = self._looked.get(job, (0.0, frozenset(running)))
+        self._looked[job] = now, frozenset(running)
+        begun = {name for name in running if now - attempts[name].posted_at <= _FRESH_S}
+        if now - looked_at <= _MOMENT_S:
+            begun |= running - before
+        return {
+            name: replace(attempt, running_at=attempt.running_at or now)
+            if name in begun
+            else attempt
+            for name, attempt in attempts.items()
+        }
+
+
+def with_begin_times(job: RemoteJob, attempts: Attempts) -> Attempts:
+    """The attempts; of those that ended and that nobody saw begin, by their end records."""
+    found = {**attempts}
+    for name, attempt in attempts.items():
+        is_over = JobState(attempt.state).is_terminal
+        if is_over and attempt.node and attempt.running_at is None:
+            with contextlib.suppress(NemoRunRayError):
+                lines = job.last_lines(name, attempt.node, _LAST_LINES)
+                end = record_in(lines, job.record.nonces)
+                if end is not None and end.began_at:
+                    found[name] = replace(attempt, running_at=end.began_at)
+    return found
+
+
+class _Copies:
+    """Copies the logs of one experiment's jobs, and the files of drivers, in a thread."""
+
+    def __init__(self, store: ExperimentStore) -> None:
+        self._store = store
+        self._waiting: dict[str, tuple[RemoteJob, JobStatus]] = {}
+        self._thread: threading.Thread | None = None
+        self._done: set[str] = set()
+        self._failed_at: dict[str, float] = {}
+        self._problems: dict[str, str] = {}
+
+    def copy(
+        self, ended: Sequence[tuple[RemoteJob, JobStatus]], within_s: float | None
+    ) -> list[str]:
+        """Copy what is not kept yet, and return why logs are not.
+
+        A log that the cluster does not have, or that takes too long, is given up, which is written
+        down. A cluster that does not answer is asked again by a later call.
+        """
+        again_before = time.monotonic() - _COPY_AGAIN_S
+        with self._store.lock:
+            for job, status in ended:
+                may_try = self._failed_at.get(job.id, again_before) <= again_before
+                if may_try and job.id not in self._done:
+                    self._waiting[job.id] = job, status
+                    self._problems[job.id] = f"The log of {job.id} is not copied yet."
+            if self._waiting and self._thread is None:
+                self._thread = threading.Thread(target=self._run, name="copy-logs", daemon=True)
+                self._thread.start()
+            thread = self._thread
+        if thread is not None:
+            thread.join(within_s)
+        return [self._problems[job.id] for job, _ in ended if job.id in self._problems]
+
+    def _run(self) -> None:
+        while True:
+            with self._store.lock:
+                if not self._waiting:
+                    self._thread = None
+                    return
+                job, status = next(iter(self._waiting.values()))
+            try:
+                problem = _copy_log(self._store, job, status)
+                _copy_driver_files(job, status)
+                _write_begin_times(self._store, job)
+                self._done.add(job.id)
+            except (NemoRunRayError, OSError, ValueError) as error:
+                log.info("The log of %s is not copied yet: %s", job.id, error)
+                problem = f"The log of {job.id} could not be copied: {error}"
+                self._failed_at[job.id] = time.monotonic()
+            with self._store.lock:
+                del self._waiting[job.id]
+                self._problems.pop(job.id, None)
+                if problem:
+                    self._problems[job.id] = problem
+
+
+def _write_begin_times(store: ExperimentStore, job: RemoteJob) -> None:
+    current = store.ledger.job(job.id)
+    if current is not None:
+        attempts = with_begin_times(job, current.attempts)
+        if attempts != current.attempts:
+            rows = [attempt.to_json() for attempt in attempts.values()]
+            _append(store, [(SEEN, job.id, {"attempts": rows})])
+
+
+def _copy_log(store: ExperimentStore, job: RemoteJob, status: JobStatus) -> str:
+    """Copy a log that is to be kept; why it is given up, if it is."""
+    current = store.ledger.job(job.id)
+    if current is None or current.is_log_given_up or job.kept.has_log:
+        return ""
+    if current.keep_logs_max_bytes == 0:
+        return ""
+    deadline = time.monotonic() + COPY_S
+    try:
+        texts = job.left_text() if job.left_logs() else job.whole_log(status, COPY_S)
+        job.kept.keep_log(_until(texts, deadline), current.keep_logs_max_bytes)
+    except (NemoRunRayError, OSError) as error:
+        if not isinstance(error, (JobError, OSError)) and time.monotonic() < deadline:
+            raise
+        problem = f"The log of {job.id} is not kept in the experiment's folder: {error}"
+        log.warning("%s", problem)
+        _append(store, [(UNKEPT, job.id, {"why": str(error)})])
+        return problem
+    return ""
+
+
+def _copy_driver_files(job: RemoteJob, status: JobStatus) -> None:
+    """Copy what the driver of a group or of an array has written."""
+    if not job.kept.has_rows:
+        rows = job.roles(status) or job.array_rows(status)
+        if rows:
+            job.kept.keep_rows(rows)
+    if job.record.is_array and not job.kept.has_array_file(STATES_FILE):
+        states = job.array_file(status, STATES_FILE)
+        if states:  # else it had no elements yet, or they cannot be read now
+            job.kept.keep_array_file(RESULTS_FILE, job.array_file(status, RESULTS_FILE))
+            job.kept.keep_array_file(STATES_FILE, states)  # last: with it, all is kept
+
+
+def _until(texts: Iterator[str], deadline: float) -> Iterator[str]:
+    for text in texts:
+        if time.monotonic() > deadline:
+            raise StreamCut("it did not arrive in time")
+        yield text

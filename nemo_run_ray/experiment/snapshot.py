@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 
 from nemo_run_ray.dashboard.jobs import JobsApi
 from nemo_run_ray.errors import NemoRunRayError
-from nemo_run_ray.remote.rows import JobRow, JobRows
+from nemo_run_ray.remote.rows import JobRows
 
 #: Seconds in which a head that recovers may answer before it knows its jobs.
 _RECOVERS_S = 2.0
@@ -27,12 +27,6 @@ class Snapshot:
     def __init__(self, is_fresh: bool = False) -> None:
         self._is_fresh = is_fresh
         self._answers: dict[tuple[Hashable, str], Any] = {}
-
-    def answer_rows(self, api: JobsApi, submission_id: str, row: JobRow | None) -> None:
-        """Answer all questions about the job table by this row of one job, or by its absence."""
-        rows = {} if row is None else {submission_id: row}
-        for question in ("rows", "now"):
-            self._answers[api, question] = rows
 
     def rows(self, api: JobsApi) -> JobRows:
         """The job table.
@@ -89,21 +83,6 @@ class Snapshot:
             return api.table(fresh=True)
 
         return self.once(api, "again", wait_and_ask)
-
-    def rows_now(self, api: JobsApi) -> JobRows:
-        """The table as it is now, for jobs that may be younger than ``rows``.
-
-        It takes the place of ``rows``, so that all that is said later comes from the same look.
-
-        Raises:
-            ClusterError: the cluster cannot be asked.
-        """
-
-        def ask() -> JobRows:
-            self._answers[api, "rows"] = rows = api.table(fresh=True)
-            return rows
-
-        return self.once(api, "now", ask)
 
     def once(self, about: Hashable, what: str, ask: Callable[[], _T]) -> _T:
         """What ``ask`` gives, or the error that it raises, remembered for this answer.

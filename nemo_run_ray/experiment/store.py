@@ -22,10 +22,10 @@ from filelock import FileLock
 
 from nemo_run_ray.errors import JobError
 from nemo_run_ray.ids import LEDGER
-from nemo_run_ray.remote.attempts import Attempt
+from nemo_run_ray.remote.attempts import Attempt, attempt_id, attempt_of_row, attempts_of
 from nemo_run_ray.remote.files import replacing, write_file
 from nemo_run_ray.remote.node.output import CUT
-from nemo_run_ray.remote.rows import ArrayRows, GroupRows, fits
+from nemo_run_ray.remote.rows import ArrayRows, GroupRows, JobRows, fits
 from nemo_run_ray.remote.status import JobState, JobStatus
 from nemo_run_ray.remote.trust import why_untrusted
 
@@ -113,10 +113,10 @@ class Ledger:
         with self._lock:
             return not submission_ids.isdisjoint(self._read().by_id)
 
-    def has_arrived(self, dispatcher: str) -> bool:
-        """Whether a dispatcher of this id has reached its cluster."""
+    def has_arrived(self, name: str) -> bool:
+        """Whether a dispatcher of this id, or a job without one, has reached its cluster."""
         with self._lock:
-            return dispatcher in self._read().arrived
+            return name in self._read().arrived
 
     def began_at(self) -> float | None:
         """When the first event was written, in seconds since the epoch."""
@@ -235,33 +235,20 @@ class AttemptRecord:
 Attempts = Mapping[str, AttemptRecord]
 
 
-def merged(
-    kept: Attempts, found: Attempts, running_at: Mapping[str, float] | None = None
-) -> dict[str, AttemptRecord]:
-    """What is known of a job's attempts.
-
-    Args:
-        kept: as they were seen before.
-        found: as they are now; empty when the cluster does not tell.
-        running_at: when attempts were seen running by their dispatcher.
-    """
-    result = {}
-    for name, now in {**kept, **found}.items():
-        moments = [
-            at
-            for at in (
-                kept[name].running_at if name in kept else None,
-                now.running_at,
-                (running_at or {}).get(name),
-            )
-            if at is not None
-        ]
-        result[name] = replace(now, running_at=min(moments, default=None))
+def merged(kept: Attempts, found: Attempts) -> dict[str, AttemptRecord]:
+    """All attempts as found, or as kept where they are not; the earlier begin time counts."""
+    result = {**kept, **found}
+    for name in kept.keys() & found.keys():
+        moments = [at for at in (kept[name].running_at, found[name].running_at) if at is not None]
+        result[name] = replace(found[name], running_at=min(moments, default=None))
     return result
 
 
+#: A running attempt is written down again when its known run time has grown by 25 % and 5 s, so
+#: that a job that runs for days adds some dozens of lines.
+_LONGER, _LONGER_S = 1.25, 5.0
 INTENT, SUBMITTED, UNSETTLED = "intent", "submitted", "unsettled"
-CANCEL, TERMINAL, SEEN, UNKEPT = "cancel", "terminal", "seen", "unkept"
+TERMINAL, SEEN, UNKEPT = "terminal", "seen", "unkept"
 #: What an intent says of a job, and what it may leave out, with the types.
 _GIVEN = {"job": str, "role": str, "cluster": dict, "session": str}
 _OPTIONAL = {
@@ -323,7 +310,6 @@ class JobRecord:
         log_copy: beginning of the path of a second file for its log; empty for none.
         intended_at: when it was last about to be submitted, in seconds since the epoch.
         last: the last event of its submission.
-        cancelled: its end was asked for.
         is_log_given_up: its log could not be kept.
         terminal: what was last seen of it, once it had ended.
         attempts: what was seen of its attempts, by submission id.
@@ -347,7 +333,6 @@ class JobRecord:
     log_copy: str = ""
     intended_at: float = 0.0
     last: str = INTENT
-    cancelled: bool = False
     is_log_given_up: bool = False
     terminal: dict[str, Any] = field(default_factory=dict)
     attempts: dict[str, AttemptRecord] = field(default_factory=dict)
@@ -362,7 +347,7 @@ class JobRecords:
 
     Attributes:
         by_id: the jobs by submission id, in the order of their first intents.
-        arrived: ids of the dispatchers that have reached their cluster.
+        arrived: ids of the dispatchers, and of jobs without one, that have reached their cluster.
         began_at: seconds since the epoch, when the first event was written; ``None`` before it.
     """
 
@@ -398,14 +383,12 @@ class JobRecords:
             record.attempts = merged(
                 record.attempts, {attempt.submission_id: attempt for attempt in found}
             )
-        elif kind == CANCEL:
-            record.cancelled = True
         elif kind == UNKEPT:
             record.is_log_given_up = True
-        else:
+        elif kind in (SUBMITTED, UNSETTLED):
             record.last = kind
-            if kind == SUBMITTED and record.is_dispatcher:
-                self.arrived.add(record.dispatcher)
+            if kind == SUBMITTED:
+                self.arrived.add(record.dispatcher if record.is_dispatcher else submission_id)
 
     def _intended(self, event: Mapping[str, Any], before: JobRecord | None) -> JobRecord:
         return JobRecord(
@@ -417,6 +400,75 @@ class JobRecords:
             **{name: event[name] for name in _GIVEN},
             **{name: event[name] for name in _OPTIONAL if name in event},
         )
+
+
+def attempts_of_rows(
+    rows: JobRows, job: str, nonces: Sequence[str], now: float
+) -> dict[str, AttemptRecord]:
+    """The attempts of a job in a job table, without claims.
+
+    Args:
+        rows: the table; rows of other jobs are ignored.
+        job: submission id of the first attempt.
+        nonces: of the job's submissions.
+        now: seconds since the epoch.
+    """
+    table = {name: attempt_of_row(row) for name, row in rows.items()}
+    return {
+        attempt_id(job, number): AttemptRecord.of(attempt_id(job, number), row, now)
+        for number, row in attempts_of([job], table)[job].items()
+        if not row.claim and row.nonce in nonces
+    }
+
+
+def known(record: JobRecord, found: Attempts, now: float) -> Attempts:
+    """The attempts of a job, seen and recorded; none is live once the job has ended.
+
+    Of a job that was given up while it waited Ray's table may have an attempt as pending still: a
+    stop of such a row is held back until Ray would start it.
+
+    Args:
+        record: of the job, with the attempts as they were written down.
+        found: as they are now; empty when the cluster does not tell.
+        now: seconds since the epoch, for an end that nobody has written down.
+    """
+    attempts = merged(record.attempts, found)
+    if not record.terminal:
+        return attempts
+    status = JobStatus.from_json(record.terminal)
+    for name, one in attempts.items():
+        if not JobState(one.state).is_terminal:
+            before = record.attempts[name].ended_at if name in record.attempts else None
+            attempts[name] = replace(
+                one,
+                state=status.state.value,
+                reason=status.reason.value,
+                detail=status.detail,
+                ended_at=now if before is None else before,
+                seen_at=None,
+            )
+    return attempts
+
+
+def has_news(kept: Attempts, found: Attempts) -> bool:
+    """Whether what is known of a job's attempts is to be written down.
+
+    Args:
+        kept: as it was written down.
+        found: as it is now.
+    """
+    if {name: replace(one, seen_at=None) for name, one in kept.items()} != {
+        name: replace(one, seen_at=None) for name, one in found.items()
+    }:
+        return True
+    return any(_is_longer(kept[name], one) for name, one in found.items())
+
+
+def _is_longer(before: AttemptRecord, now: AttemptRecord) -> bool:
+    if now.seen_at is None or before.seen_at is None:
+        return now.seen_at != before.seen_at
+    length_s, known_s = now.seen_at - now.posted_at, before.seen_at - now.posted_at
+    return length_s > max(_LONGER * known_s, known_s + _LONGER_S)
 
 
 #: Bytes of a log that are copied at once. Of a first line that is longer a part is kept.

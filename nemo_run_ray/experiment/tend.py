@@ -20,8 +20,9 @@ from nemo_run_ray.experiment.dispatch import Dispatch, DispatchStatus, start_dis
 from nemo_run_ray.experiment.snapshot import Snapshot
 from nemo_run_ray.experiment.store import JobRecord, store_of
 from nemo_run_ray.remote.attempts import first_id
+from nemo_run_ray.remote.dispatch.decide import Do
 from nemo_run_ray.remote.rows import JobRows, nonce_of
-from nemo_run_ray.remote.status import JobState, status_of_row
+from nemo_run_ray.remote.status import is_running
 
 log = logging.getLogger(__name__)
 
@@ -71,11 +72,11 @@ def _tend_on(api: JobsApi, records: list[JobRecord]) -> None:
     if api.wake_for(rows):
         return  # the next look sees what has become of them
     for record in records:
-        row = rows.get(record.submission_id)
-        state = None if row is None or record.dispatcher else status_of_row(row).state
-        if record.cancelled and state is JobState.RUNNING:
+        if not record.dispatcher:
             # Ray forgets with its head the stop that it was told before the start.
-            api.stop(record.submission_id)
+            for action in Dispatch.of_job(record).decided(snapshot.rows(api)).decision.actions:
+                if action.do is Do.STOP and is_running(rows[action.submission_id]):
+                    api.stop(action.submission_id)
     dispatches = {record.dispatcher: record for record in records if record.dispatcher}
     for name, record in dispatches.items():
         dispatch = Dispatch.of(record.exp_dir, name)

@@ -33,12 +33,11 @@ from nemo_run_ray.errors import (
     shown,
 )
 from nemo_run_ray.executor import RayExecutor
-from nemo_run_ray.experiment import history
 from nemo_run_ray.experiment.archives import in_words
 from nemo_run_ray.experiment.dispatch import dispatches_of, resume
-from nemo_run_ray.experiment.elements import not_ready, roles
+from nemo_run_ray.experiment.elements import not_ready
 from nemo_run_ray.experiment.find import find_job, jobs_of, remember
-from nemo_run_ray.experiment.job import RemoteJob
+from nemo_run_ray.experiment.job import RemoteJob, record
 from nemo_run_ray.experiment.logs import lines, only
 from nemo_run_ray.experiment.snapshot import Snapshot
 from nemo_run_ray.experiment.store import INTENT, store_of
@@ -202,7 +201,7 @@ class RayJobsScheduler(SchedulerMixin, Scheduler[Any]):
         snapshot = Snapshot()
         status = job.status_in(snapshot)
         if store_of(job.record.exp_dir).waiters:  # else it is a look, which changes nothing
-            history.record([(job, status)], snapshot)
+            record([(job, status)], snapshot)
         _report(job, status)
         self._report_services(job, status)
         interrupt.end_wait(app_id, status)
@@ -225,7 +224,7 @@ class RayJobsScheduler(SchedulerMixin, Scheduler[Any]):
         if now < self._look_at.setdefault(job.id, now + _SERVICES_S):
             return
         self._look_at[job.id] = now + _SERVICES_S
-        group = roles(job, status)
+        group = job.roles(status)
         waiting = not_ready(group) if group else []
         if waiting:
             CONSOLE.log(as_markup(f"{job.id} waits for its services: {'; '.join(waiting)}."))

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import re
 import typing
-from typing import Any, Dict, NamedTuple, Optional, Tuple, Union
+from typing import Any, Dict, NamedTuple, Optional, Set, Tuple, Union
 
 #: Raised when a field changes its meaning. The client sends the remote half along, so it only
 #: differs when a user mixes archives by hand.
@@ -274,6 +274,13 @@ class DispatchSpec(NamedTuple):
     def cancel_id(self) -> str:
         """The id whose claim cancels all of it."""
         return cancel_id(self.id)
+
+    @property
+    def ids(self) -> Set[str]:
+        """First ids of its jobs, its dispatcher's, and those of jobs that it waits for."""
+        outside = [upstream for job in self.jobs for upstream in job.outside]
+        names = {name for upstream in outside for name in (upstream.id, upstream.dispatcher)}
+        return {self.id, self.cancel_id, *(job.id for job in self.jobs), *names}
 
     def to_json(self) -> str:
         return _dump("dispatch", self)

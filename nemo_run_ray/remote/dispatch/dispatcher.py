@@ -13,7 +13,7 @@ import json
 import os
 import time
 import zipfile
-from typing import Any, Callable, Dict, Mapping, Optional, Set
+from typing import Any, Callable, Dict, Mapping, Optional
 
 from .. import carried_over
 from ..attempts import (
@@ -42,7 +42,6 @@ from ..node.rundir import KEY, SECRETS, read_secrets, remove_secrets
 from ..rows import LOCK_KEY
 from ..spec import DispatchedJobSpec, DispatchSpec
 from ..status import JobState, Reason
-from . import log
 from .decide import Action, Decision, Do, decide
 from .policies import time_left
 
@@ -87,7 +86,7 @@ class Dispatcher:
         self._clock = clock
         self._parent = os.getppid()
         self._jobs = {job.name: job for job in dispatch.jobs}
-        self._ids = _ids_of(dispatch)
+        self._ids = dispatch.ids
         self._node_dead_s = node_dead_s()
         self._reported: Dict[str, str] = {}
         self._stopped: Dict[str, float] = {}  # first request to stop an attempt that Ray took
@@ -243,7 +242,8 @@ class Dispatcher:
             submission_id = attempt_id(self._jobs[name].id, max(1, status.attempt))
             node = status.node if status.state is JobState.RUNNING else ""
             words = status.detail or (f"on node {node[:12]}" if node else "")
-            say(str(log.Line(self._clock(), status.state.value, submission_id, words)))
+            at = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(self._clock()))
+            say(f"{at} {status.state.value} {submission_id} {' '.join(words.split())}".rstrip())
         if is_first:
             say(f"{_count(decision)}; {len(table)} of their rows are in the job table")
 
@@ -251,13 +251,6 @@ class Dispatcher:
         if self._troubles.get(about) != text:
             say(f"{text}; asking again")
             self._troubles[about] = text
-
-
-def _ids_of(dispatch: DispatchSpec) -> Set[str]:
-    """First ids of the rows that concern a dispatch: its own, and those that it waits for."""
-    outside = [upstream for job in dispatch.jobs for upstream in job.outside]
-    ids = {dispatch.id, dispatch.cancel_id, *(job.id for job in dispatch.jobs)}
-    return ids.union(*((upstream.id, upstream.dispatcher) for upstream in outside))
 
 
 def attempt_body(job: DispatchedJobSpec, number: int) -> Dict[str, Any]:

@@ -13,10 +13,9 @@ import pytest
 
 from nemo_run_ray import RayExecutor
 from nemo_run_ray.dashboard import jobs
-from nemo_run_ray.experiment import history
-from nemo_run_ray.experiment.dispatch import Dispatch, dispatches_of
+from nemo_run_ray.experiment.dispatch import Dispatch, claim, dispatches_of
 from nemo_run_ray.experiment.find import find_experiment, jobs_of
-from nemo_run_ray.experiment.job import RemoteJob
+from nemo_run_ray.experiment.job import RemoteJob, record
 from nemo_run_ray.experiment.snapshot import Snapshot
 from nemo_run_ray.remote.array.cancel_request import request_id
 from nemo_run_ray.remote.attempts import file_of
@@ -89,8 +88,13 @@ class Handed:
         """Write down what is seen now, as a client that waits does, and return the states."""
         snapshot = Snapshot(is_fresh=True)
         seen = [(job, job.status_in(snapshot)) for job in self.jobs.values()]
-        history.record(seen, snapshot)
+        record(seen, snapshot)
         return {job.name: status.state.value for job, status in seen}
+
+    def claim(self, name: str) -> None:
+        """Claim the second attempt of a job, as the client does that cancels it."""
+        job = self.jobs[name]
+        claim(job.api(), f"{job.id}@2", job.record.nonces[-1])
 
     def stranger(self, name: str, status: str, **fields) -> None:
         """Another user's job in the cluster's table, older than most."""

@@ -10,10 +10,12 @@ import nemo_run as run
 from nemo_run_ray import ExistingCluster, LocalCluster, SlurmCluster
 from nemo_run_ray.clusters import Cluster
 from nemo_run_ray.experiment import snapshot as snapshots
+from nemo_run_ray.experiment.cancel import _is_on, note_ends
+from nemo_run_ray.experiment.dispatch import Dispatch
 from nemo_run_ray.experiment.job import RemoteJob
-from nemo_run_ray.experiment.shutdown import _is_on, note_ends
 from nemo_run_ray.experiment.store import TERMINAL, store_of
 from nemo_run_ray.remote.status import JobState, JobStatus, Reason
+from tests.fake_ray import FakeRay
 from tests.unit.experiment.conftest import Handed
 
 
@@ -70,33 +72,34 @@ def test_what_has_not_ended_is_noted_as_cancelled(ray, unique):
     assert _stop_by_force(Handed(ray, unique, "job")) == {"job": "CANCELLED"}
 
 
-def _at_second_look(monkeypatch, event: Callable[[RemoteJob], object]) -> None:
-    """Let something happen between the two looks at a job."""
-    look, seen = RemoteJob.look, set[str]()
-
-    def look_late(job: RemoteJob, snapshot: snapshots.Snapshot) -> JobStatus:
-        if job.id in seen:
-            event(job)
-        seen.add(job.id)
-        return look(job, snapshot)
-
-    monkeypatch.setattr(RemoteJob, "look", look_late)
+def _at_second_look(ray: FakeRay, event: Callable[[], object]) -> None:
+    """Let something happen before the job table is read for the second time."""
+    looks = iter([lambda: None, event])
+    ray.before_table = lambda: next(looks, lambda: None)()
 
 
-def test_an_end_that_another_program_notes_meanwhile_stays(ray, unique, monkeypatch):
+def test_an_end_that_another_program_notes_meanwhile_stays(ray, unique):
     handed = Handed(ray, unique, "job")
     status = JobStatus(JobState.SUCCEEDED).to_json()
-    store = store_of(handed.exp_dir).ledger
-    _at_second_look(monkeypatch, lambda job: store.write(TERMINAL, job.id, status=status))
+    ledger = store_of(handed.exp_dir).ledger
+    _at_second_look(ray, lambda: ledger.write(TERMINAL, f"{handed.id}.job", status=status))
     assert _stop_by_force(handed) == {"job": "SUCCEEDED"}
 
 
-def test_a_job_that_ends_while_others_are_looked_at_has_its_own_end(ray, unique, monkeypatch):
+def test_a_job_that_ends_while_others_are_looked_at_has_its_own_end(ray, unique):
     handed = Handed(ray, unique, "one", "two")
-    _at_second_look(
-        monkeypatch, lambda _: [row.update(status="SUCCEEDED") for row in ray.rows.values()]
-    )
+    _at_second_look(ray, lambda: [row.update(status="SUCCEEDED") for row in ray.rows.values()])
     assert _stop_by_force(handed) == {"one": "SUCCEEDED", "two": "SUCCEEDED"}
+
+
+def test_an_experiment_that_cannot_be_read_keeps_no_other_from_being_noted(ray, unique):
+    broken, whole = Handed(ray, f"a{unique}", "job", retries=1), Handed(ray, f"b{unique}", "job")
+    (broken.dispatch.folder / "dispatch.json").write_text("{")
+    del Dispatch.of(broken.exp_dir, broken.dispatch.id).spec  # as in another process
+    (job,) = whole.jobs.values()
+    (problem,) = note_ends(job.api(), job.cluster, is_forced=True)
+    assert broken.id in problem
+    assert whole.jobs["job"].record.terminal["state"] == "CANCELLED"
 
 
 def test_many_jobs_are_one_question(ray, unique):
@@ -107,9 +110,9 @@ def test_many_jobs_are_one_question(ray, unique):
 
 
 def test_the_job_of_another_run_was_not_stopped(ray, unique, monkeypatch):
-    status = JobStatus(JobState.WAITING, Reason.TAKEN)
+    status = JobStatus(JobState.FAILED, Reason.TAKEN)
     monkeypatch.setattr(RemoteJob, "look", lambda job, snapshot: status)
-    assert _stop_by_force(Handed(ray, unique, "job")) == {"job": ""}
+    assert _stop_by_force(Handed(ray, unique, "job")) == {"job": "FAILED"}
 
 
 def test_what_was_lost_before_was_not_stopped(ray, unique, monkeypatch):

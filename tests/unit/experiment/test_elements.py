@@ -17,7 +17,7 @@ from rich.console import Console
 from nemo_run_ray import RayExecutor, array
 from nemo_run_ray.cli.status_report import _array_lines
 from nemo_run_ray.errors import ClusterError, ConfigError, JobError
-from nemo_run_ray.experiment import elements as array_elements
+from nemo_run_ray.experiment import job as array_elements
 from nemo_run_ray.experiment.dispatch import dispatches_of
 from nemo_run_ray.experiment.find import find, find_job
 from nemo_run_ray.experiment.job import RemoteJob

@@ -1,6 +1,7 @@
 """What is written down of jobs: attempts, ends and logs."""
 
 import dataclasses
+import threading
 import time
 import tracemalloc
 from pathlib import Path
@@ -17,9 +18,9 @@ from nemo_run_ray.cli import main as cli
 from nemo_run_ray.clusters import ClusterArchive
 from nemo_run_ray.dashboard import jobs
 from nemo_run_ray.errors import JobError
-from nemo_run_ray.experiment import history
+from nemo_run_ray.experiment import job as history
 from nemo_run_ray.experiment.find import find
-from nemo_run_ray.experiment.history import attempts_of_rows, has_news, known
+from nemo_run_ray.experiment.job import RemoteJob
 from nemo_run_ray.experiment.store import (
     INTENT,
     SEEN,
@@ -28,6 +29,9 @@ from nemo_run_ray.experiment.store import (
     AttemptRecord,
     Kept,
     Ledger,
+    attempts_of_rows,
+    has_news,
+    known,
     merged,
 )
 from nemo_run_ray.remote.attempts import CLAIM_KEY, attempt_id
@@ -35,7 +39,7 @@ from nemo_run_ray.remote.end_record import EndRecord
 from nemo_run_ray.remote.rows import NONCE_KEY
 from nemo_run_ray.remote.status import JobState, JobStatus, Reason
 from tests.conftest import TRUE
-from tests.fake_ray import FAILS, FakeRay, Trouble, fake_ray
+from tests.fake_ray import FAILS, NODE, FakeRay, Trouble, fake_ray
 from tests.unit.experiment.conftest import Handed
 
 
@@ -73,6 +77,15 @@ def test_waiting_keeps_it(ray, unique):
     handed = Handed(ray, unique, "job")
     end(handed, "job")
     handed.jobs["job"].wait(timeout_s=10)
+    assert list(kept(handed)) == ["job.log"]
+
+
+@pytest.mark.parametrize("verb", ["cancel", "status"])
+def test_a_verb_that_waits_keeps_what_ended_before(ray, unique, verb, monkeypatch):
+    handed = Handed(ray, unique, "job")
+    end(handed, "job")
+    monkeypatch.setattr(cli.out, "_force_terminal", True)
+    invoke(verb, unique)
     assert list(kept(handed)) == ["job.log"]
 
 
@@ -430,13 +443,43 @@ def test_what_was_seen_stays_when_the_cluster_tells_nothing():
     assert (found.state, found.running_at, found.ended_at) == ("SUCCEEDED", 2.0, 9.0)
 
 
-@given(_MOMENTS, _MOMENTS, _MOMENTS)
-def test_the_first_moment_at_which_it_was_seen_running_counts(kept, now, told):
-    others = {"e.a": told} if told is not None else {}
+@given(_MOMENTS, _MOMENTS)
+def test_the_first_moment_at_which_it_was_seen_running_counts(kept, now):
     before, after = {"e.a": _attempt("PENDING", kept)}, {"e.a": _attempt("RUNNING", now)}
-    (found,) = merged(before, after, others).values()
-    known = [one for one in (kept, now, told) if one is not None]
-    assert found.running_at == (min(known) if known else None)
+    (found,) = merged(before, after).values()
+    known = [one for one in (kept, now) if one is not None]
+    assert found.running_at == min(known, default=None)
+
+
+def test_a_start_that_nobody_saw_is_read_from_the_end_record(ray, unique):
+    handed = Handed(ray, unique, "job", keep_logs_max_bytes=0)
+    end(handed, "job")
+    nonce = handed.jobs["job"].record.nonces[-1]
+    name = f"{handed.id}.job"
+    ray.logs[name] = "words\n" + EndRecord(0, "NONE", "exit code 0", began_at=5.25).line(nonce)
+    ray.rows[name].update(driver_node_id=NODE, start_time=1000)
+    handed.record()
+    assert handed.jobs["job"].record.attempts[name].running_at == 5.25
+
+
+def test_a_wait_ends_in_time_while_a_log_is_copied(ray, unique, monkeypatch):
+    handed = Handed(ray, unique, "job")
+    end(handed, "job")
+    is_read, may_end = threading.Event(), threading.Event()
+
+    def slow_log(job, status, silence_s):
+        is_read.set()
+        may_end.wait(30)
+        yield "words"
+
+    monkeypatch.setattr(RemoteJob, "whole_log", slow_log)
+    began = time.monotonic()
+    assert handed.jobs["job"].wait(timeout_s=0.5).state is JobState.SUCCEEDED
+    assert time.monotonic() - began < 15
+    assert is_read.is_set()
+    may_end.set()
+    handed.record()
+    assert kept(handed) == {"job.log": "words"}
 
 
 def test_the_ledger_keeps_them(tmp_path):

@@ -3,7 +3,6 @@
 import pytest
 
 from nemo_run_ray.dashboard.state import StateApi
-from nemo_run_ray.experiment.cancel import leftovers
 from nemo_run_ray.remote.end_record import EndRecord
 from nemo_run_ray.remote.status import JobState, JobStatus, Reason
 from tests.unit.experiment.conftest import Handed
@@ -35,4 +34,4 @@ def test_what_may_remain_of_a_cancelled_job(ray, unique, monkeypatch, lines, lef
     shown = [line if isinstance(line, str) else line.line(nonce) for line in lines]
     monkeypatch.setattr(StateApi, "last_lines", lambda *_: shown)
     status = JobStatus(JobState.CANCELLED, Reason.CANCELLED, node="abcdef" * 5)
-    assert leftovers(job, status) == leftover
+    assert job.leftovers(status) == leftover

@@ -16,7 +16,6 @@ from typer.testing import CliRunner
 from nemo_run_ray import RayExecutor, find
 from nemo_run_ray.cli import main as cli
 from nemo_run_ray.errors import SubmissionError
-from nemo_run_ray.experiment.cancel import note_cancel
 from nemo_run_ray.experiment.tend import tend
 from nemo_run_ray.remote.rows import status_file_name
 from tests import warm
@@ -57,7 +56,7 @@ def direct(ray: FakeRay, unique: str) -> Handed:
     ray.logs[f"{handed.id}.ended"] = "words\n"
     ray.rows[f"{handed.id}.goes-on"].update(status="RUNNING", driver_node_id="a node that is gone")
     ray.rows[f"{handed.id}.starts"]["start_time"] -= 3_600_000
-    note_cancel(handed.jobs["goes-on"])
+    handed.claim("goes-on")
     return handed
 
 

@@ -7,10 +7,8 @@ from rich.console import Console
 
 from nemo_run_ray.cli.status_report import observe
 from nemo_run_ray.dashboard.jobs import TABLE_AGE_S
-from nemo_run_ray.errors import ConfigError, JobError
+from nemo_run_ray.errors import ConfigError
 from nemo_run_ray.experiment import snapshot as snapshots
-from nemo_run_ray.experiment.cancel import note_cancel
-from nemo_run_ray.experiment.elements import roles
 from nemo_run_ray.experiment.snapshot import Snapshot
 from nemo_run_ray.experiment.store import store_of
 from nemo_run_ray.remote.dashboard import LOG_FILE
@@ -45,7 +43,7 @@ def test_a_cluster_that_was_started_anew_has_lost_it(ray, one):
 
 def test_a_head_that_recovers_may_answer_before_it_knows_its_jobs(ray, one):
     rows = dict(ray.rows)
-    looks = iter([{}, {}])
+    looks = iter([{}])
     ray.before_table = lambda: ray.rows.update(next(looks, rows))
     ray.rows.clear()
     assert status_of(one).state is JobState.PENDING
@@ -79,7 +77,7 @@ def test_a_cluster_that_does_not_answer_leaves_node_and_attempt(ray, unique, fie
     assert (status.state, status.node, status.attempt) == (JobState.UNKNOWN, NODE, 1)
     ray.requests.clear()
     handed.jobs["job"].record.has_roles = True
-    assert roles(handed.jobs["job"], status) is None
+    assert handed.jobs["job"].roles(status) is None
     assert ray.requests == []
 
 
@@ -198,15 +196,15 @@ def test_a_full_disk_ends_no_wait(ray, one, monkeypatch, caplog):
 def test_a_job_object_sees_what_other_processes_have_written_down(ray, one):
     (job,) = one.jobs.values()
     assert job.status.state is JobState.PENDING
-    note_cancel(one.jobs["job"])  # another object, as of another process
+    one.claim("job")
     assert job.status_in(Snapshot(is_fresh=True)).state is JobState.CANCELLED
 
 
-def test_a_wait_for_an_id_that_a_stranger_has_is_an_error(ray, one):
+def test_a_wait_for_an_id_that_a_stranger_has_ends(ray, one):
     ray.rows[f"{one.id}.job"]["metadata"] = {"nemo_run_ray": "theirs"}
     (job,) = one.jobs.values()
-    with pytest.raises(JobError, match="will not start"):
-        job.wait()
+    status = job.wait()
+    assert (status.state, status.reason) == (JobState.FAILED, Reason.TAKEN)
 
 
 def test_a_chain_is_not_told_as_undispatched_while_a_head_recovers(ray, unique):

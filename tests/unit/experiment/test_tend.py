@@ -4,7 +4,6 @@ import time
 
 import pytest
 
-from nemo_run_ray.experiment.cancel import note_cancel
 from nemo_run_ray.experiment.dispatch import resume
 from nemo_run_ray.experiment.store import store_of
 from nemo_run_ray.experiment.tend import Tending, _Revivals, tend
@@ -91,7 +90,7 @@ def test_a_job_that_starts_although_it_was_cancelled_is_stopped(ray, unique):
     handed = Handed(ray, unique, "one", "other")
     for name in ("one", "other"):
         ray.rows[f"{handed.id}.{name}"].update(status="RUNNING", driver_node_id=ray.alive[0])
-    note_cancel(handed.jobs["one"])
+    handed.claim("one")
     tend(handed.exp_dir)
     assert ray.stops == [f"{handed.id}.one"]
 

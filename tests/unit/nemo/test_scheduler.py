@@ -141,11 +141,11 @@ def test_a_job_of_nobody_is_not_described():
 
 
 def test_a_waiting_program_says_once_what_a_service_answers(unique, monkeypatch, capsys):
-    job = SimpleNamespace(id=unique, record=SimpleNamespace(has_roles=True))
+    record = SimpleNamespace(has_roles=True)
     words = "not ready for 30 s: GET http://n:80/health is answered with 301, not 200"
     row = {"role": "server", "replica": 0, "waits_for": words}
     groups = [{"phase": "placing", "roles": []}, {"phase": "starting services", "roles": [row]}]
-    monkeypatch.setattr(scheduler, "roles", lambda job, status: groups.pop(0))
+    job = SimpleNamespace(id=unique, record=record, roles=lambda status: groups.pop(0))
     monkeypatch.setattr(scheduler, "_SERVICES_S", 0.0)
     made = create_scheduler("s")
     for _ in range(4):

@@ -23,7 +23,6 @@ from nemo_run_ray.remote.attempts import (
     JobExit,
 )
 from nemo_run_ray.remote.dispatch import dispatcher
-from nemo_run_ray.remote.dispatch import log as story
 from nemo_run_ray.remote.dispatch.dispatcher import (
     ABSENT_MAX_S,
     PACE_MAX_S,
@@ -126,7 +125,9 @@ def rounds(one: Dispatcher, ray: FakeRay, count: int, seconds: float = 1.0) -> i
 
 
 def stories(lines: list[str]) -> list[tuple[str, str]]:
-    return [(one.state, one.submission_id) for one in story.parse(lines)]
+    """State and attempt of each line that has a time."""
+    words = [line.removeprefix(PREFIX).split() for line in lines]
+    return [(state, name) for at, state, name, *_ in words if at.endswith("Z")]
 
 
 # ------------------------------------------------------------------ order and attempts
