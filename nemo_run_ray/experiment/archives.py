@@ -18,7 +18,6 @@ import stat
 import subprocess
 import tarfile
 import tempfile
-import threading
 import zipfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -33,6 +32,7 @@ from nemo_run.core.packaging.git import GitArchivePackager
 from nemo_run_ray import remote
 from nemo_run_ray.dashboard.http import UPLOAD_MAX_BYTES
 from nemo_run_ray.errors import ArchiveTooLarge, ConfigError, NemoRunRayError, PackagingFailed
+from nemo_run_ray.experiment.store import store_of
 from nemo_run_ray.plan.job import REMOTE_PACKAGE, JobPlan
 from nemo_run_ray.remote.node.rundir import (
     JOBS,
@@ -60,7 +60,7 @@ class Archive:
     """An archive to be sent, not yet packed.
 
     Attributes:
-        what: in words, for messages.
+        what: the subject of messages.
         digest: names the contents.
         entries: gives every file, in order; called anew for every pass.
     """
@@ -137,7 +137,7 @@ def code_archive(packager: Packager, folder: Path, name: str) -> Archive:
         for entry in _tar_files(plain):
             yield replace(entry, name=sent_as.get(entry.name, entry.name))
 
-    return Archive(f"The code, {in_words(packager)},", _digest(entries()), entries)
+    return Archive(f"The code, {described(packager)},", _digest(entries()), entries)
 
 
 def script_problem(task: JobSpec, code: Archive | None) -> str:
@@ -266,7 +266,7 @@ def single_file(what: str, name: str, data: bytes, digest: str) -> Archive:
     """An archive of one file.
 
     Args:
-        what: in words, for messages.
+        what: the subject of messages.
         name: of the file.
         data: its contents.
         digest: names the contents.
@@ -423,10 +423,6 @@ def _read(entry: Entry) -> bytes:
         return file.read()
 
 
-#: Experiments on two clusters pack the same code into the same file, one after the other.
-_packing = threading.Lock()
-
-
 class ArchiveCache:
     """The archives of one experiment, each packed once.
 
@@ -443,7 +439,7 @@ class ArchiveCache:
         """The code that a packager delivers; see ``code_archive`` for what it raises."""
         key = packager_key(packager)
         if key not in self._code:
-            with _packing:
+            with store_of(self._exp_dir).packing:  # another cluster's batch writes the same file
                 self._code[key] = code_archive(packager, self._exp_dir, f"ray_code_{key}")
         return self._code[key]
 
@@ -461,7 +457,7 @@ class ArchiveCache:
 
 
 #: Characters of an error that a message shows.
-_WORDS_MAX = 400
+_REASON_MAX = 400
 
 
 def run_packager(packager: Packager, folder: Path, name: str) -> Path:
@@ -485,7 +481,7 @@ def run_packager(packager: Packager, folder: Path, name: str) -> Path:
         raise
     except Exception as error:  # a packager is the user's code, and may raise anything
         raise PackagingFailed(
-            f"The packager {kind} failed in {Path.cwd()}: {_in_words(error)}. Nothing was sent. "
+            f"The packager {kind} failed in {Path.cwd()}: {_reason(error)}. Nothing was sent. "
             "Correct the packager's fields or the folder it packs."
         ) from error
     if not delivered or not Path(delivered).is_file() or not tarfile.is_tarfile(delivered):
@@ -496,7 +492,7 @@ def run_packager(packager: Packager, folder: Path, name: str) -> Path:
     return Path(delivered)
 
 
-def in_words(packager: Packager) -> str:
+def described(packager: Packager) -> str:
     """Describe for people what a packager sends."""
     if hasattr(packager, "check_path"):  # a FolderPackager
         return str(packager)
@@ -519,16 +515,16 @@ def _git_root(packager: GitArchivePackager) -> Path:
     return folder if packager.basepath else Path(os.fsdecode(done.stdout).removesuffix("\n"))
 
 
-def _in_words(error: Exception) -> str:
+def _reason(error: Exception) -> str:
     """An error as a part of a sentence, with what the program printed that failed."""
-    words = " ".join(f"{type(error).__name__}: {error}".split())[:_WORDS_MAX].rstrip(".")
+    reason = " ".join(f"{type(error).__name__}: {error}".split())[:_REASON_MAX].rstrip(".")
     if isinstance(error, subprocess.CalledProcessError):
         printed = _last_line(error.stderr) or _last_line(error.output)
-        words += f" ({printed})" if printed else ""
-    return words
+        reason += f" ({printed})" if printed else ""
+    return reason
 
 
 def _last_line(text: bytes | str | None) -> str:
     found = text.decode(errors="replace") if isinstance(text, bytes) else text or ""
     lines = [line.strip() for line in found.splitlines() if line.strip()]
-    return lines[-1][:_WORDS_MAX].rstrip(".") if lines else ""
+    return lines[-1][:_REASON_MAX].rstrip(".") if lines else ""

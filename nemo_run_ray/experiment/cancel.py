@@ -35,7 +35,7 @@ def cancel_all(jobs: Sequence[RemoteJob]) -> Iterator[str]:
     """Cancel jobs, some at the same time, and wait for their ends.
 
     Yields:
-        What became of each, in words and in their order.
+        A sentence about the end of each, in their order.
 
     Raises:
         ClusterError: a job did not end in time, or a cluster stopped answering; all others were
@@ -47,7 +47,7 @@ def cancel_all(jobs: Sequence[RemoteJob]) -> Iterator[str]:
         try:
             for end in ends:
                 yield end.result()
-        except KeyboardInterrupt:  # those that were told to end are waited for, others go on
+        except KeyboardInterrupt:  # those that were stopped are waited for
             pool.shutdown(cancel_futures=True)
             raise
 
@@ -169,7 +169,7 @@ def _is_on(record: Mapping[str, Any], cluster: Cluster) -> bool:
 
 
 def _place(record: Mapping[str, Any]) -> dict[str, Any]:
-    """What tells a cluster from others of its kind.
+    """The part of a record that tells a cluster from others of its kind.
 
     Whether one on Slurm renews itself does not, and neither does the key by which its host is
     reached.

@@ -263,8 +263,6 @@ def submit_once(
     api: JobsApi,
     body: dict[str, Any],
     nonces: Callable[[], Collection[str]],
-    clock: Callable[[], float],
-    sleep: Callable[[float], None],
 ) -> None:
     """Post a job so that exactly one comes of it, also when answers are lost.
 
@@ -274,15 +272,14 @@ def submit_once(
     Args:
         api: where.
         body: of the request; its intent is in the ledger.
-        nonces: gives those of all submissions of this id by the experiment's processes.
-        clock: seconds that only grow; ``sleep`` waits so many of them.
+        nonces: returns those of all submissions of this id by the experiment's processes.
 
     Raises:
         SubmissionError: Ray refuses the request, or ``OUTCOME_S`` passed without an outcome.
         Conflict: the id belongs to a job of another run.
     """
     submission_id = str(body["submission_id"])
-    deadline = clock() + OUTCOME_S
+    deadline = time.monotonic() + OUTCOME_S
     lost: ClusterError | None = None
     what = f"{api.dashboard.url} to take the job {submission_id}"
     with waiting_for(what, lambda: str(lost or "")):
@@ -294,13 +291,13 @@ def submit_once(
                 lost, after_s = None, 0.0
             except Unanswered as error:
                 lost, after_s = error, error.after_s
-            row = _outcome(api, submission_id, max(0.0, deadline - clock()))
+            row = _outcome(api, submission_id, max(0.0, deadline - time.monotonic()))
             if row is not None:
                 _must_be_ours(api, row, nonces())
                 return
-            if clock() + after_s >= deadline:
+            if time.monotonic() + after_s >= deadline:
                 raise _not_taken(api, submission_id, lost)
-            sleep(max(0.5, after_s))
+            pause(max(0.5, after_s))
 
 
 def _outcome(api: JobsApi, submission_id: str, patience_s: float) -> JobRow | None:
@@ -368,7 +365,7 @@ def start_dispatcher(dispatch: Dispatch, api: JobsApi, cluster: dict[str, Any]) 
         _keep(dispatch, cluster, body, start, uploads)
     book = _write_intent(dispatch, name, cluster)
     try:
-        submit_once(api, body, lambda: [nonce], time.monotonic, pause)
+        submit_once(api, body, lambda: [nonce])
     except NemoRunRayError as error:
         book.note(UNSETTLED, name, why=str(error))
         raise

@@ -85,7 +85,7 @@ def why_waiting(
     programs: Callable[[], Mapping[str, str]],
     posted_at: float,
 ) -> tuple[Reason, str] | None:
-    """Why a task waits, in one sentence; ``None`` when there is room.
+    """The reason of a task's wait, and a sentence; ``None`` when there is room.
 
     Args:
         ask: what it asks for.
@@ -106,7 +106,7 @@ def why_waiting(
 def _why(
     ask: ResourceRequest, room: ClusterRoom, programs: Callable[[], Mapping[str, str]]
 ) -> tuple[Reason, str, str] | None:
-    """Why a task waits, in the words before and after since when.
+    """The reason of a task's wait, and the sentence before and after its beginning.
 
     To look at each holder for each task that asks for the same would be quadratic.
     """

@@ -142,7 +142,9 @@ def experiments_of(submission_ids: Set[str]) -> set[Path]:
     """Folders of this user's experiments in NeMo-Run's home that submitted one of these jobs."""
     found = set(_candidates(submission_ids))
     candidates = {folder for folder in found if not why_untrusted(str(folder / LEDGER))}
-    return {folder for folder in candidates if store_of(folder).ledger.has_any(submission_ids)}
+    return {
+        folder for folder in candidates if submission_ids & store_of(folder).ledger.jobs().keys()
+    }
 
 
 def remember(exp_dir: Path, experiment_id: str) -> None:

@@ -457,7 +457,7 @@ class RemoteJob:
         return found
 
     def _driver_rows(self, status: JobStatus, shape: dict[str, Any]) -> Any:
-        """What its driver wrote last, if it has this shape."""
+        """The last rows that its driver wrote, if they have this shape."""
         found: Any = None
         if self.kept.has_rows:
             found = self.kept.rows()

@@ -192,11 +192,11 @@ class _Frame:
     def rest(self) -> Iterator[str]:
         """The lines that were held back, at the log's end."""
         # The head of a log of which only the end was kept may hold the last line too.
-        yield from (line for line in self._told() if not line.startswith(self._end_marks))
+        yield from (line for line in self._never_started() if not line.startswith(self._end_marks))
         if self._begun and not self._begun.startswith(self._end_marks):
             yield self._begun
 
-    def _told(self) -> list[str]:
+    def _never_started(self) -> list[str]:
         """The log of an attempt that never started."""
         return [line for line in self._head if _SETTING_UP not in line]
 
@@ -218,7 +218,7 @@ class _Frame:
                 yield early
             return
         if line.startswith(self._attempt_marks):  # the last attempt never started
-            yield from self._told()
+            yield from self._never_started()
             yield self._readable(line)
             self._head = []
             return

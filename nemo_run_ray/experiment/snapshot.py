@@ -12,13 +12,13 @@ from nemo_run_ray.remote.rows import JobRows
 
 #: Seconds in which a head that recovers may answer before it knows its jobs.
 _RECOVERS_S = 2.0
-#: Why there is no cluster, when no one knows better.
+#: The reason where nobody knows a better one.
 GONE = "the cluster that had it is gone"
 _T = TypeVar("_T")
 
 
 class Snapshot:
-    """What clusters say at one moment. Each is asked once, and an error is an answer too.
+    """The answers of clusters at one moment. Each is asked once, and an error is an answer too.
 
     Args:
         is_fresh: the tables are asked for now; otherwise they may be a moment old.
@@ -52,7 +52,7 @@ class Snapshot:
     def why_lost(
         self, api: JobsApi, session: str, was_there: bool, is_in: Callable[[JobRows], bool]
     ) -> str:
-        """Why a cluster whose table lacks something has lost it; empty when it has not.
+        """The reason for which a cluster lost a dispatch that its table lacks; or empty.
 
         Args:
             api: of the cluster.
@@ -85,7 +85,7 @@ class Snapshot:
         return self.once(api, "again", wait_and_ask)
 
     def once(self, about: Hashable, what: str, ask: Callable[[], _T]) -> _T:
-        """What ``ask`` gives, or the error that it raises, remembered for this answer.
+        """The result of ``ask``, or the error that it raises, remembered for this snapshot.
 
         Args:
             about: the object that is asked.

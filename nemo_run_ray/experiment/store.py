@@ -1,4 +1,4 @@
-"""What an experiment asked of clusters, one line per event, in the experiment's folder.
+"""The records of an experiment in its folder: its ledger of requests, and what is kept of jobs.
 
 It lets another process find the cluster and the ids; the truth about a job's state is the
 cluster's. A line is written, flushed and synced before the request that it announces.
@@ -13,12 +13,14 @@ import shutil
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
-from dataclasses import asdict, dataclass, field, fields, replace
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import IO, Any, TypeVar, cast
 
 from filelock import FileLock
+from pydantic import ConfigDict
+from pydantic.dataclasses import dataclass as pydantic_dataclass
 
 from nemo_run_ray.errors import JobError
 from nemo_run_ray.ids import LEDGER
@@ -26,7 +28,7 @@ from nemo_run_ray.remote.attempts import Attempt, attempt_id, attempt_of_row, at
 from nemo_run_ray.remote.files import replacing, write_file
 from nemo_run_ray.remote.node.output import CUT
 from nemo_run_ray.remote.rows import ArrayRows, GroupRows, JobRows, fits
-from nemo_run_ray.remote.status import JobState, JobStatus
+from nemo_run_ray.remote.status import JobState, JobStatus, Reason
 from nemo_run_ray.remote.trust import why_untrusted
 
 log = logging.getLogger(__name__)
@@ -37,148 +39,14 @@ _T = TypeVar("_T")
 Event = tuple[str, str, dict[str, Any]]
 
 
-class Ledger:
-    """One experiment's ledger. Any number of processes may write.
-
-    What was read of the file is remembered: only what was added since is read again.
-    """
-
-    def __init__(self, exp_dir: Path) -> None:
-        self.exp_dir = exp_dir
-        self.path = exp_dir / LEDGER
-        self._lock = threading.Lock()
-        self._inode: int | None = None
-        self._beginning = b""
-        self._offset = self._lines = 0
-        self._records = JobRecords(exp_dir)
-
-    def write(self, event: str, submission_id: str, **values: Any) -> None:
-        """Append one event; on return it is on the disk."""
-        self.write_all([(event, submission_id, values)])
-
-    def write_all(self, events: Sequence[Event]) -> None:
-        """Append several events: kind, submission id and values of each.
-
-        Raises:
-            OSError: they cannot be written; it names the file.
-        """
-        at = round(time.time(), 3)
-        lines = "".join(
-            json.dumps({"at": at, "event": event, "id": name, **values}, sort_keys=True) + "\n"
-            for event, name, values in events
-        )
-        try:
-            with FileLock(f"{self.path}.lock"), open(self.path, "ab+") as file:
-                file.seek(0, os.SEEK_END)
-                if file.tell() > 0:
-                    file.seek(-1, os.SEEK_END)
-                    if file.read(1) != b"\n":  # a writer died in the middle of its line
-                        file.write(b"\n")
-                file.write(lines.encode())
-                file.flush()
-                os.fsync(file.fileno())
-        except OSError as error:
-            if error.errno:
-                error.filename = str(self.path)  # a write that fails names no file
-            raise
-
-    def note(self, event: str, submission_id: str, **values: Any) -> None:
-        """Append an event that what happens to the job does not depend on, if it can be written."""
-        try:
-            self.write(event, submission_id, **values)
-        except OSError as error:
-            log.warning(
-                "%s cannot be written: %s. The job %s is not affected; that it is %s is not kept.",
-                *(self.path, error.strerror, submission_id, event),
-            )
-
-    def jobs(self) -> dict[str, JobRecord]:
-        """All jobs by submission id, as the events tell, in the order of their submission."""
-        with self._lock:
-            return {name: record.copy() for name, record in self._read().by_id.items()}
-
-    def job(self, submission_id: str) -> JobRecord | None:
-        """The record of one job; ``None`` when there is no such job."""
-        with self._lock:
-            found = self._read().by_id.get(submission_id)
-            return None if found is None else found.copy()
-
-    def nonces(self, submission_id: str) -> list[str]:
-        """By which the rows of a job are known as its own; none of a job that is not there."""
-        record = self.job(submission_id)
-        return record.nonces if record is not None else []
-
-    def has_any(self, submission_ids: Set[str]) -> bool:
-        """Whether one of these jobs is in it."""
-        with self._lock:
-            return not submission_ids.isdisjoint(self._read().by_id)
-
-    def has_arrived(self, name: str) -> bool:
-        """Whether a dispatcher of this id, or a job without one, has reached its cluster."""
-        with self._lock:
-            return name in self._read().arrived
-
-    def began_at(self) -> float | None:
-        """When the first event was written, in seconds since the epoch."""
-        with self._lock:
-            return self._read().began_at
-
-    def _read(self) -> JobRecords:
-        """All records, after what has been added to the file. The lock is held."""
-        try:
-            file = open(self.path, "rb")  # noqa: SIM115
-        except FileNotFoundError:
-            self._forget(None)
-            return self._records
-        with file:
-            found = os.fstat(file.fileno())
-            is_same = found.st_ino == self._inode and found.st_size >= self._offset
-            # The number of a file that was removed is given to the next one that is made.
-            if not is_same or file.read(len(self._beginning)) != self._beginning:
-                self._require_trusted()
-                self._forget(found.st_ino)
-            if not self._beginning:
-                file.seek(0)
-                self._beginning = file.readline()
-            file.seek(self._offset)
-            for line in file.readlines():
-                self._add(line)
-        return self._records
-
-    def _add(self, line: bytes) -> None:
-        is_whole = line.endswith(b"\n")
-        try:
-            if line.strip():
-                self._records.add(json.loads(line))
-        except (ValueError, RecursionError):
-            log.warning("Line %d of %s is no record and is ignored.", self._lines + 1, self.path)
-            if not is_whole:
-                return  # perhaps its writer is at it
-        self._offset += len(line)
-        self._lines += is_whole
-
-    def _require_trusted(self) -> None:
-        """Refuse addresses of other users, which would get this user's variables and token."""
-        why = why_untrusted(str(self.path))
-        if why:
-            raise JobError(f"The jobs of {self.exp_dir} are not looked at. {why}")
-
-    def _forget(self, inode: int | None) -> None:
-        self._inode = inode
-        self._offset = self._lines = 0
-        self._beginning = b""
-        self._records = JobRecords(self.exp_dir)
-
-
-@dataclass(frozen=True)
+@pydantic_dataclass(frozen=True, config=ConfigDict(allow_inf_nan=False))
 class AttemptRecord:
     """One attempt as it was last seen. Times are seconds since the epoch.
 
     Attributes:
         submission_id: its name on the cluster.
-        state: a ``JobState``'s value.
-        reason: a ``Reason``'s value.
-        detail: why, in words.
+        state, reason: values of a ``JobState`` and of a ``Reason``.
+        detail: why, in a sentence.
         node: hexadecimal id of the node of its driver; empty when it had none.
         posted_at: when Ray got it.
         running_at: when it began to run; ``None`` when no process saw that.
@@ -198,11 +66,13 @@ class AttemptRecord:
     exit_code: int | None = None
     seen_at: float | None = None
 
+    def __post_init__(self) -> None:
+        JobState(self.state)
+
     @classmethod
     def of(cls, submission_id: str, row: Attempt, now: float) -> AttemptRecord:
         """The record of a row of the job table, which does not say when it began to run."""
         status = row.status
-        is_running = status.state is JobState.RUNNING
         return cls(
             submission_id=submission_id,
             state=status.state.value,
@@ -212,20 +82,8 @@ class AttemptRecord:
             posted_at=row.posted_at,
             ended_at=row.ended_at or None,
             exit_code=row.exit_code,
-            seen_at=now if is_running else None,
+            seen_at=now if status.state is JobState.RUNNING else None,
         )
-
-    @classmethod
-    def from_json(cls, values: Mapping[str, Any]) -> AttemptRecord:
-        """Inverse of ``to_json``; what a later version has added is left out.
-
-        Raises:
-            ValueError: the state is none.
-        """
-        known = {field.name for field in fields(cls)}
-        found = cls(**{name: value for name, value in values.items() if name in known})
-        JobState(found.state)
-        return found
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -249,8 +107,8 @@ def merged(kept: Attempts, found: Attempts) -> dict[str, AttemptRecord]:
 _LONGER, _LONGER_S = 1.25, 5.0
 INTENT, SUBMITTED, UNSETTLED = "intent", "submitted", "unsettled"
 TERMINAL, SEEN, UNKEPT = "terminal", "seen", "unkept"
-#: What an intent says of a job, and what it may leave out, with the types.
-_GIVEN = {"job": str, "role": str, "cluster": dict, "session": str}
+#: The values of an intent that are fields of a ``JobRecord``, and those it may lack, by type.
+_REQUIRED = {"job": str, "role": str, "cluster": dict, "session": str}
 _OPTIONAL = {
     "dispatcher": str,
     "is_dispatcher": bool,
@@ -262,32 +120,17 @@ _OPTIONAL = {
     "keep_logs_max_bytes": int,
     "log_copy": str,
 }
-_TIME = (None, float)
-_EVENT = {"at": _TIME, "id": str, "event": str}
-_STATUS = {"state": str, "reason": str, "detail": str, "node": str, "attempt": int, "tail": str}
-_ATTEMPT = {
-    **dict.fromkeys(("submission_id", "state"), str),
-    **dict.fromkeys(("reason", "detail", "node"), (None, str)),
-    **dict.fromkeys(("posted_at", "running_at", "ended_at", "seen_at"), _TIME),
-    "exit_code": (None, int),
-}
-_SEEN = {**_EVENT, "attempts": (None, [_ATTEMPT])}
-#: The shapes of events, by their kind.
-_SHAPES = {
-    INTENT: {
-        **_EVENT,
-        "nonce": str,
-        **_GIVEN,
-        **{name: (None, shape) for name, shape in _OPTIONAL.items()},
-    },
-    SEEN: _SEEN,
-    TERMINAL: {**_SEEN, "status": _STATUS},
+_EVENT = {"at": (None, float), "id": str, "event": str}
+_INTENT = {
+    "nonce": str,
+    **_REQUIRED,
+    **{name: (None, shape) for name, shape in _OPTIONAL.items()},
 }
 
 
 @dataclass
 class JobRecord:
-    """What the ledger knows of one job.
+    """One job as the ledger knows it.
 
     Attributes:
         submission_id: its name on the cluster.
@@ -342,64 +185,156 @@ class JobRecord:
         return replace(self, nonces=[*self.nonces], attempts={**self.attempts})
 
 
-class JobRecords:
-    """The records of one experiment, which every event changes.
+class Ledger:
+    """One experiment's ledger. Any number of processes may write.
 
-    Attributes:
-        by_id: the jobs by submission id, in the order of their first intents.
-        arrived: ids of the dispatchers, and of jobs without one, that have reached their cluster.
-        began_at: seconds since the epoch, when the first event was written; ``None`` before it.
+    The file's beginning is remembered: only what was added since is read again.
     """
 
     def __init__(self, exp_dir: Path) -> None:
-        self._exp_dir = exp_dir
-        self.by_id: dict[str, JobRecord] = {}
-        self.arrived: set[str] = set()
-        self.began_at: float | None = None
+        self.exp_dir = exp_dir
+        self.path = exp_dir / LEDGER
+        self._lock = threading.Lock()
+        self._forget(None)
 
-    def add(self, event: Mapping[str, Any]) -> None:
+    def write(self, event: str, submission_id: str, **values: Any) -> None:
+        """Append one event; on return it is on the disk."""
+        self.write_all([(event, submission_id, values)])
+
+    def write_all(self, events: Sequence[Event]) -> None:
+        """Append several events: kind, submission id and values of each.
+
+        Raises:
+            OSError: they cannot be written; it names the file.
+        """
+        at = round(time.time(), 3)
+        lines = "".join(
+            json.dumps({"at": at, "event": event, "id": name, **values}, sort_keys=True) + "\n"
+            for event, name, values in events
+        )
+        try:
+            with FileLock(f"{self.path}.lock"), open(self.path, "ab+") as file:
+                file.seek(0, os.SEEK_END)
+                if file.tell() > 0:
+                    file.seek(-1, os.SEEK_END)
+                    if file.read(1) != b"\n":  # a writer died in the middle of its line
+                        file.write(b"\n")
+                file.write(lines.encode())
+                file.flush()
+                os.fsync(file.fileno())
+        except OSError as error:
+            if error.errno:
+                error.filename = str(self.path)  # a write that fails names no file
+            raise
+
+    def note(self, event: str, submission_id: str, **values: Any) -> None:
+        """Append an event that the job does not depend on, if it can be written."""
+        try:
+            self.write(event, submission_id, **values)
+        except OSError as error:
+            log.warning(
+                "%s cannot be written: %s. The job %s is not affected; that it is %s is not kept.",
+                *(self.path, error.strerror, submission_id, event),
+            )
+
+    def jobs(self) -> dict[str, JobRecord]:
+        """All jobs by submission id, in the order of their submission."""
+        with self._lock:
+            self._read()
+            return {name: record.copy() for name, record in self._records.items()}
+
+    def job(self, submission_id: str) -> JobRecord | None:
+        """The record of one job; ``None`` when there is no such job."""
+        with self._lock:
+            self._read()
+            found = self._records.get(submission_id)
+            return None if found is None else found.copy()
+
+    def has_arrived(self, name: str) -> bool:
+        """Whether a dispatcher of this id, or a job without one, has reached its cluster."""
+        with self._lock:
+            self._read()
+            return name in self._arrived
+
+    def began_at(self) -> float | None:
+        """When the first event was written, in seconds since the epoch."""
+        with self._lock:
+            self._read()
+            return self._began_at
+
+    def _forget(self, inode: int | None) -> None:
+        self._inode = inode
+        self._offset = self._lines = 0
+        self._records: dict[str, JobRecord] = {}
+        self._arrived: set[str] = set()
+        self._began_at: float | None = None
+
+    def _read(self) -> None:
+        """Take into account what was added to the file. The lock is held."""
+        try:
+            file = open(self.path, "rb")  # noqa: SIM115
+        except FileNotFoundError:
+            self._forget(None)
+            return
+        with file:
+            found = os.fstat(file.fileno())
+            if found.st_ino != self._inode or found.st_size < self._offset:
+                why = why_untrusted(str(self.path))
+                if why:  # addresses of other users would get this user's variables and token
+                    raise JobError(f"The jobs of {self.exp_dir} are not looked at. {why}")
+                self._forget(found.st_ino)
+            file.seek(self._offset)
+            for line in file.readlines():
+                is_whole = line.endswith(b"\n")
+                try:
+                    if line.strip():
+                        self._add(json.loads(line))
+                except (KeyError, TypeError, ValueError, RecursionError):
+                    number = self._lines + 1
+                    log.warning("Line %d of %s is no record and is ignored.", number, self.path)
+                    if not is_whole:
+                        return  # perhaps its writer is at it
+                self._offset += len(line)
+                self._lines += is_whole
+
+    def _add(self, event: Any) -> None:
         """Take the next event into account.
 
         Raises:
-            ValueError: it is no event; nothing is changed.
+            KeyError, TypeError, ValueError: it is no event; nothing is changed.
         """
-        if not fits(event, _EVENT) or not fits(event, _SHAPES.get(event["event"], _EVENT)):
+        if not fits(event, _EVENT) or (event["event"] == INTENT and not fits(event, _INTENT)):
             raise ValueError("it has not the form of an event")
-        found = [AttemptRecord.from_json(attempt) for attempt in event.get("attempts") or ()]
-        if event["event"] == TERMINAL:
-            JobStatus.from_json(event["status"])  # what every later look makes of it
-        if self.began_at is None:
-            self.began_at = event.get("at")
-        submission_id, kind = event["id"], event["event"]
-        record = self.by_id.get(submission_id)
+        name, kind = event["id"], event["event"]
+        found = [AttemptRecord(**values) for values in event.get("attempts") or ()]
+        if kind == TERMINAL:
+            JobStatus.from_json(event["status"])  # as every later look reads it
+        if self._began_at is None:
+            self._began_at = event.get("at")
+        record = self._records.get(name)
         if kind == INTENT:
-            self.by_id[submission_id] = self._intended(event, record)
+            self._records[name] = JobRecord(
+                submission_id=name,
+                exp_dir=self.exp_dir,
+                intended_at=float(event.get("at") or 0.0),
+                nonces=[*(record.nonces if record else ()), event["nonce"]],
+                attempts=record.attempts if record else {},
+                **{key: event[key] for key in (*_REQUIRED, *_OPTIONAL) if key in event},
+            )
         elif record is None:
-            log.warning("The ledger in %s tells of %s too early.", self._exp_dir, submission_id)
+            log.warning("The ledger in %s tells of %s too early.", self.exp_dir, name)
         elif kind in (TERMINAL, SEEN):
             if kind == TERMINAL:
                 record.terminal = event["status"]
             # Several processes look, and each knows what it has seen.
-            record.attempts = merged(
-                record.attempts, {attempt.submission_id: attempt for attempt in found}
-            )
+            seen = {attempt.submission_id: attempt for attempt in found}
+            record.attempts = merged(record.attempts, seen)
         elif kind == UNKEPT:
             record.is_log_given_up = True
         elif kind in (SUBMITTED, UNSETTLED):
             record.last = kind
             if kind == SUBMITTED:
-                self.arrived.add(record.dispatcher if record.is_dispatcher else submission_id)
-
-    def _intended(self, event: Mapping[str, Any], before: JobRecord | None) -> JobRecord:
-        return JobRecord(
-            submission_id=event["id"],
-            exp_dir=self._exp_dir,
-            intended_at=float(event.get("at") or 0.0),
-            nonces=[*(before.nonces if before else ()), event["nonce"]],
-            attempts=before.attempts if before else {},
-            **{name: event[name] for name in _GIVEN},
-            **{name: event[name] for name in _OPTIONAL if name in event},
-        )
+                self._arrived.add(record.dispatcher if record.is_dispatcher else name)
 
 
 def attempts_of_rows(
@@ -518,11 +453,11 @@ class Kept:
         folder = self._log.parent
         folder.mkdir(parents=True, exist_ok=True)
         pieces = (text.encode(errors="replace") for text in texts)
-        with replacing(self._log) as file, tempfile.TemporaryFile(dir=folder) as ring:
+        with replacing(self._log) as file:
             if most_bytes is None:
                 file.writelines(pieces)
             else:
-                _write_end(pieces, most_bytes, ring, file)
+                _write_end(pieces, most_bytes, folder, file)
         if self._copy is not None and self._copy.parent.parent.is_dir():
             self._write_copy(self._copy)
 
@@ -539,7 +474,7 @@ class Kept:
         return self._rows.exists()
 
     def rows(self) -> GroupRows | ArrayRows:
-        """What the driver of a group or of an array told last."""
+        """The last rows that the driver of a group or of an array wrote."""
         return cast("GroupRows | ArrayRows", json.loads(self._rows.read_text(encoding="utf-8")))
 
     def keep_rows(self, rows: GroupRows | ArrayRows) -> None:
@@ -559,46 +494,34 @@ class Kept:
         write_file(self._array.with_suffix(f".{kind}"), "".join(f"{line}\n" for line in lines))
 
 
-def _write_end(pieces: Iterable[bytes], most_bytes: int, ring: IO[bytes], file: IO[bytes]) -> None:
+def _write_end(pieces: Iterable[bytes], most_bytes: int, folder: Path, file: IO[bytes]) -> None:
     """Write the last ``most_bytes`` at most, from the beginning of a line on.
 
-    The ring has that many bytes on the disk, and each byte replaces the oldest one.
+    Two files take turns, and the older one is dropped when the newer one is full.
     """
-    size, at = 0, 0
-    for piece in pieces:
-        size += len(piece)
-        while piece:
-            ring.seek(at)
-            part = piece[: most_bytes - at]
-            ring.write(part)
-            at = (at + len(part)) % most_bytes
-            piece = piece[len(part) :]
-    if size <= most_bytes:
-        ring.seek(0)
-        shutil.copyfileobj(ring, file)
-        return
-    chunks = _chunks(ring, at)
-    beginning = next(chunks)
-    if b"\n" not in beginning:
-        beginning += next(chunks, b"")
-    dropped = _to_next_line(beginning)
-    file.write(
-        f"{CUT}{size - most_bytes + dropped} bytes of this log are not kept: "
-        f"RayExecutor.keep_logs_max_bytes is {most_bytes}\n".encode()
-    )
-    file.write(beginning[dropped:])
-    file.writelines(chunks)
-
-
-def _chunks(ring: IO[bytes], at: int) -> Iterator[bytes]:
-    """The bytes of a full ring, from the oldest one on."""
-    ring.seek(at)
-    yield from iter(lambda: ring.read(_CHUNK_BYTES), b"")
-    ring.seek(0)
-    while at:
-        chunk = ring.read(min(at, _CHUNK_BYTES))
-        at -= len(chunk)
-        yield chunk
+    size = 0
+    with tempfile.TemporaryFile(dir=folder) as first, tempfile.TemporaryFile(dir=folder) as second:
+        older, newer = first, second
+        for piece in pieces:
+            size += newer.write(piece)
+            if newer.tell() >= most_bytes:
+                older, newer = newer, older
+                newer.seek(0)
+                newer.truncate()
+        older.seek(max(0, older.tell() + newer.tell() - most_bytes))
+        newer.seek(0)
+        if size > most_bytes:
+            beginning = older.read(_CHUNK_BYTES)
+            if b"\n" not in beginning and len(beginning) < _CHUNK_BYTES:
+                beginning += newer.read(_CHUNK_BYTES)
+            dropped = _to_next_line(beginning)
+            file.write(
+                f"{CUT}{size - most_bytes + dropped} bytes of this log are not kept: "
+                f"RayExecutor.keep_logs_max_bytes is {most_bytes}\n".encode()
+            )
+            file.write(beginning[dropped:])
+        shutil.copyfileobj(older, file)
+        shutil.copyfileobj(newer, file)
 
 
 def _to_next_line(text: bytes) -> int:
@@ -610,7 +533,7 @@ def _to_next_line(text: bytes) -> int:
 
 
 class ExperimentStore:
-    """What this machine knows of one experiment; a process has one object for each folder.
+    """The knowledge of one experiment on this machine; a process has one object for each folder.
 
     Attributes:
         exp_dir: the experiment's folder.
@@ -618,7 +541,9 @@ class ExperimentStore:
         waiters: objects of this process that wait for its jobs; as long as there is one, what is
             seen of the jobs is recorded.
         lock: guards what several threads do once.
+        packing: guards the files that packagers write.
         last_complaint: why its jobs could not be looked after.
+        reported: job, state and reason that were shown to this process's user.
     """
 
     def __init__(self, exp_dir: Path) -> None:
@@ -626,7 +551,9 @@ class ExperimentStore:
         self.ledger = Ledger(exp_dir)
         self.waiters: set[object] = set()
         self.lock = threading.Lock()
+        self.packing = threading.Lock()
         self.last_complaint = ""
+        self.reported: set[tuple[str, JobState, Reason]] = set()
         self._shared: dict[tuple[type, str], Any] = {}
 
     def shared(self, kind: type[_T], name: str, make: Callable[[], _T]) -> _T:

@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import secrets
 import tempfile
 import threading
-import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from graphlib import TopologicalSorter
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from nemo_run.core.frontend.console.api import CONSOLE
 from nemo_run.core.packaging.base import Packager
 
-from nemo_run_ray.clusters import Cluster, Dashboard
-from nemo_run_ray.dashboard.http import pause
+from nemo_run_ray.clusters import Cluster, Dashboard, from_record
 from nemo_run_ray.dashboard.jobs import JobsApi
 from nemo_run_ray.errors import (
     ConfigError,
@@ -46,21 +43,17 @@ from nemo_run_ray.plan.job import JobPlan, joined_places
 from nemo_run_ray.remote.attempts import DISPATCHER_KEY
 from nemo_run_ray.remote.end_record import lock_of, proof_of
 from nemo_run_ray.remote.fit import ResourceRequest, request_of
-from nemo_run_ray.remote.rows import LOCK_KEY, NONCE_KEY, nonce_of
+from nemo_run_ray.remote.rows import LOCK_KEY, nonce_of
 from nemo_run_ray.remote.spec import (
     ArraySpec,
-    DispatchedJobSpec,
     DispatchSpec,
     GroupSpec,
     OutsideSpec,
 )
 from nemo_run_ray.remote.status import JobState, JobStatus, Reason
 
-if TYPE_CHECKING:
-    from nemo_run_ray.cluster_files.check import CheckRow
-
-#: So many jobs are handed over by the client at once; more wait on the cluster, where a dispatcher
-#: limits them to what the head's memory suffices for (110 MB each).
+#: The client hands over at most this many jobs; more wait on the cluster, where a dispatcher limits
+#: them to what the head's memory suffices for (110 MB each).
 DIRECT_MAX = 16
 
 
@@ -150,8 +143,9 @@ class Batch:
         if any(plan.needs_dispatcher for plan in together) or len(together) > DIRECT_MAX:
             name = self.dispatcher_id if self.is_ordered else dispatcher_id(planned.submission_id)
             self._dispatch_once(name, together)
-            return planned.submission_id
-        return self._submit_alone(planned)
+        else:
+            self._submit_alone(planned)
+        return planned.submission_id
 
     def _dispatch_once(self, name: str, jobs: Sequence[JobPlan]) -> None:
         """Hand a dispatch over with the first of its jobs; all of them share the outcome."""
@@ -166,11 +160,11 @@ class Batch:
         if error_of_first is not None:
             raise error_of_first
 
-    def _submit_alone(self, planned: JobPlan) -> str:
+    def _submit_alone(self, planned: JobPlan) -> None:
         nonce, key = secrets.token_hex(8), secrets.token_hex(16)
         hidden = archives.secrets_archive(planned.spec.secrets, nonce, planned.secret_places, key)
         with self._lock:
-            (planned,) = self._fitted([planned])
+            self._check_fit()
             self.before_post()
             code = {
                 role: self._upload(self._archives.code(packager))
@@ -179,22 +173,20 @@ class Batch:
             carried = [self._upload(archive) for archive in self._job_archives()]
         self._connect().put_package(hidden.name, hidden.pack())
         carried.append(hidden.uri)
-        book = store_of(self.exp_dir).ledger
-        book.write_all([self._intent(planned, nonce)])
+        ledger = store_of(self.exp_dir).ledger
+        ledger.write_all([self._intent(planned, nonce)])
         body = planned.body(code, carried, nonce)
         body["metadata"][LOCK_KEY] = lock_of(proof_of(key, 0))
-        nonces = partial(book.nonces, planned.submission_id)
         try:
-            submit_once(self._connect(), body, nonces, time.monotonic, pause)
+            submit_once(self._connect(), body, lambda: ledger.jobs()[planned.submission_id].nonces)
         except JobRefused as error:
             refused = JobStatus(JobState.FAILED, Reason.REFUSED, str(error))
-            book.note(TERMINAL, planned.submission_id, status=refused.to_json())
+            ledger.note(TERMINAL, planned.submission_id, status=refused.to_json())
             raise
         except NemoRunRayError as error:
-            book.note(UNSETTLED, planned.submission_id, why=str(error))
+            ledger.note(UNSETTLED, planned.submission_id, why=str(error))
             raise
-        book.note(SUBMITTED, planned.submission_id)
-        return planned.submission_id
+        ledger.note(SUBMITTED, planned.submission_id)
 
     def _dispatch(self, name: str, jobs: Sequence[JobPlan]) -> None:
         """Write the plan of a dispatch down and start its dispatcher."""
@@ -202,12 +194,15 @@ class Batch:
             places = joined_places(planned.secret_places for planned in jobs)
             for planned in jobs:
                 archives.secrets_archive(planned.spec.secrets, "", places)  # they must be set
-            jobs = self._fitted(jobs)
+            self._check_fit()
             api = self._connect()
             shared = self._job_archives()
             uploads = {archive.uri: archive for archive in shared}
             dispatched, intents = [], []
-            for planned in _after_their_upstreams(jobs):
+            by_name = {planned.job: planned for planned in jobs}
+            upstreams = {planned.job: planned.after for planned in jobs}
+            for job in TopologicalSorter(upstreams).static_order():
+                planned = by_name[job]
                 nonce = secrets.token_hex(8)
                 code = {role: self._archives.code(own) for role, own in planned.packagers.items()}
                 uploads.update({archive.uri: archive for archive in code.values()})
@@ -216,29 +211,26 @@ class Batch:
                 outside = [outside_spec(handle, api, self._session) for handle in planned.outside]
                 dispatched.append(planned.dispatched(body, outside, name))
                 intents.append(self._intent(planned, nonce, name))
-            spec = self._dispatch_spec(name, jobs, dispatched)
+            limits = [plan.max_in_flight for plan in jobs if plan.max_in_flight is not None]
+            spec = DispatchSpec(
+                id=name,
+                nonce=secrets.token_hex(8),
+                jobs=tuple(dispatched),
+                session=self._session,
+                dashboards=(api.dashboard.url,),
+                max_in_flight=min(limits, default=None),
+            )
+            pythons = dict.fromkeys([self.cluster.python, *(plan.spec.python for plan in jobs)])
             dispatch = Dispatch.of(self.exp_dir, name)
-            dispatch.save(spec, uploads, _pythons(self.cluster, jobs), places)
+            dispatch.save(spec, uploads, [python for python in pythons if python], places)
             self.before_post()
             store_of(self.exp_dir).ledger.write_all(intents)
             start_dispatcher(dispatch, api, self.cluster.record())
 
-    def _dispatch_spec(
-        self, name: str, jobs: Sequence[JobPlan], dispatched: Sequence[DispatchedJobSpec]
-    ) -> DispatchSpec:
-        limits = [plan.max_in_flight for plan in jobs if plan.max_in_flight is not None]
-        return DispatchSpec(
-            id=name,
-            nonce=secrets.token_hex(8),
-            jobs=tuple(dispatched),
-            session=self._session,
-            dashboards=(self._connect().dashboard.url,),
-            max_in_flight=min(limits) if limits else None,
-        )
-
     def _intent(
         self, planned: JobPlan, nonce: str, dispatcher: str = ""
     ) -> tuple[str, str, dict[str, object]]:
+        executor = self.executors[planned.job]
         values: dict[str, object] = {
             "job": planned.job,
             "role": planned.job,
@@ -249,15 +241,11 @@ class Batch:
             "is_array": isinstance(planned.spec, ArraySpec),
             "place": self.places.get(planned.job, 0),
             "grace_s": planned.spec.grace_s,
-            "keep_logs_max_bytes": self.executors[planned.job].resolved().keep_logs_max_bytes,
+            "keep_logs_max_bytes": executor.resolved().keep_logs_max_bytes,
+            "log_copy": executor.log_copy or "",
+            "dispatcher": dispatcher,
+            "reservation": dict(planned.reservation),
         }
-        copy = self.executors[planned.job].log_copy
-        if copy:
-            values["log_copy"] = copy
-        if dispatcher:
-            values["dispatcher"] = dispatcher
-        if planned.reservation:
-            values["reservation"] = planned.reservation
         return INTENT, planned.submission_id, values
 
     def page(self, name: str) -> str:
@@ -272,23 +260,20 @@ class Batch:
             self._api = api
         return self._api
 
-    def _fitted(self, jobs: Sequence[JobPlan]) -> list[JobPlan]:
-        """These jobs, when the cluster can run all of them.
+    def _check_fit(self) -> None:
+        """Refuse jobs that the cluster cannot run; one look is enough for all of the batch.
 
         Raises:
-            TooOld: it cannot carry out one of the experiment's jobs.
+            TooOld, DoesNotFit: it cannot.
         """
         api = self._connect()
-        asks = dict(ask for planned in self.plans.values() for ask in requests_of(planned))
         for planned in self.plans.values():
             api.require(self._ray_version, planned.selector_since)
         if not self._is_checked:
-            # Every job of the batch asks for this, and one look is enough.
-            self._preflight_error = preflight_error(api.dashboard, asks, self.executors)
+            self._preflight_error = preflight_error(api.dashboard, self.plans, self.executors)
             self._is_checked = True
         if self._preflight_error is not None:
             raise self._preflight_error
-        return list(jobs)
 
     def _upload(self, archive: archives.Archive) -> str:
         """The archive's URI, asked for every job: Ray forgets archives unused for some minutes."""
@@ -298,87 +283,47 @@ class Batch:
         return archive.uri
 
     def _job_archives(self) -> list[archives.Archive]:
-        """What every job needs; this package comes first, as the driver of a group expects it."""
+        """The archives of every job; this package is first, as the driver of a group expects it."""
         folders = {name: Path(self.executors[name].job_dir) for name in self.plans}
         return [archives.package_archive(), self._archives.jobs(list(self.plans.values()), folders)]
 
 
-def _after_their_upstreams(jobs: Sequence[JobPlan]) -> list[JobPlan]:
-    """The jobs in an order in which each comes after those that it depends on."""
-    by_name = {plan.job: plan for plan in jobs}
-    order = TopologicalSorter({plan.job: plan.after for plan in jobs}).static_order()
-    return [by_name[name] for name in order]
-
-
-def _pythons(cluster: Cluster, jobs: Sequence[JobPlan]) -> list[str]:
-    """The interpreters that are named, each once."""
-    named = dict.fromkeys([cluster.python, *(plan.spec.python for plan in jobs)])
-    return [python for python in named if python is not None]
-
-
 def preflight_error(
-    dashboard: Dashboard,
-    asks: Mapping[str, ResourceRequest],
-    executors: Mapping[str, RayExecutor],
+    dashboard: Dashboard, plans: Mapping[str, JobPlan], executors: Mapping[str, RayExecutor]
 ) -> DoesNotFit | None:
-    """Why the cluster cannot run the jobs, when one of their executors asks for a look at it.
-
-    Args:
-        dashboard: of the cluster.
-        asks: what their replicas ask for, see ``requests_of``.
-        executors: of the jobs.
-    """
-    resolved = [
-        role
-        for executor in executors.values()
-        for found in [executor.resolved()]
-        for role in (found.resource_group or [found])
-    ]
+    """The error of a cluster that cannot run the jobs, if an executor asks for a look at it."""
+    resolved = [executor.resolved() for executor in executors.values()]
+    resolved = [role for executor in resolved for role in executor.resource_group or [executor]]
     if not any(executor.preflight for executor in resolved):
         return None
     # Imported when they are needed, for their libraries.
-    from nemo_run_ray.cluster_files.check import CheckState
-
-    rows = _looked(dashboard, asks, dict.fromkeys(plan.resolved_from for plan in resolved))
-    _tell(
-        [f"{row.check}: {row.message}" for row in rows if row.state is CheckState.WARNING],
-        [row.check for row in rows if row.state is CheckState.UNKNOWN],
-    )
-    broken = [row for row in rows if row.state is CheckState.BROKEN]
-    if not broken:
-        return None
-    lines = [f"- {row.check}: {row.message} {row.next_step}".rstrip() for row in broken]
-    found = "\n".join(lines)
-    return DoesNotFit(
-        f"The cluster {dashboard.url} does not fit, so nothing was sent to it:\n{found}"
-    )
-
-
-def _looked(
-    dashboard: Dashboard, asks: Mapping[str, ResourceRequest], names: Iterable[str | None]
-) -> list[CheckRow]:
-    """What is to be said of the cluster by each file that executors come from."""
-    from nemo_run_ray.cluster_files.check import look
+    from nemo_run_ray.cluster_files.check import CheckState, look
     from nemo_run_ray.cluster_files.load import load
     from nemo_run_ray.cluster_files.schema import ClusterFile
 
-    rows: dict[CheckRow, None] = {}
-    for name in names:
+    asks = dict(request for plan in plans.values() for request in requests_of(plan))
+    by_state: dict[CheckState, dict[str, str]] = {state: {} for state in CheckState}
+    for name in dict.fromkeys(executor.resolved_from for executor in resolved):
         file = load(name).file if name else ClusterFile()
         # The tasks themselves are looked at, and pools that they do not use do not matter.
-        rows |= dict.fromkeys(look(dashboard, file.model_copy(update={"pools": {}}), asks))
-    return list(rows)
-
-
-def _tell(warnings: Sequence[str], untold: Sequence[str]) -> None:
-    for warning in warnings:
+        for row in look(dashboard, file.model_copy(update={"pools": {}}), asks):
+            line = f"{row.check}: {row.message} {row.next_step}".rstrip()
+            by_state[row.state][line] = row.check
+    for warning in by_state[CheckState.WARNING]:
         CONSOLE.log(as_markup(f"Preflight: {warning}"))
-    if untold:
-        CONSOLE.log(as_markup(f"Preflight: the cluster does not tell: {', '.join(untold)}."))
+    unknown = ", ".join(by_state[CheckState.UNKNOWN].values())
+    if unknown:
+        CONSOLE.log(as_markup(f"Preflight: the cluster does not tell: {unknown}."))
+    if not by_state[CheckState.BROKEN]:
+        return None
+    lines = "\n".join(f"- {line}" for line in by_state[CheckState.BROKEN])
+    return DoesNotFit(
+        f"The cluster {dashboard.url} does not fit, so nothing was sent to it:\n{lines}"
+    )
 
 
 def requests_of(plan: JobPlan) -> Iterator[tuple[str, ResourceRequest]]:
-    """What one replica of each role asks for, by a name for people.
+    """The request of one replica of each role, by a name for people.
 
     A group that waits for nodes to join asks for nothing that must be there.
     """
@@ -448,16 +393,8 @@ def _handles_of_one(
     return sorted(f"{HANDLE}{record.submission_id}" for record in records)
 
 
-def _where(record: JobRecord) -> str:
-    """The cluster of a job in words; its record may hold headers."""
-    kind, name = record.cluster.get("kind"), record.cluster.get("name")
-    if kind == "slurm":
-        return f"the cluster {name!r} on Slurm"
-    return str(record.cluster.get("url") or "the embedded Ray")
-
-
 def outside_spec(handle: str, api: JobsApi, session: str) -> OutsideSpec:
-    """What a dispatcher must know of a job of another experiment.
+    """A job of another experiment, for a dispatcher that waits for it.
 
     Args:
         handle: of the job.
@@ -468,13 +405,15 @@ def outside_spec(handle: str, api: JobsApi, session: str) -> OutsideSpec:
         SubmissionError: the job is unknown, or another cluster has it.
     """
     name = handle.rpartition("/")[2]
-    record = _record_of(name)
+    record: JobRecord | None = None
+    with contextlib.suppress(JobError):
+        record = find_record(name)
     if record is not None and record.session != session and not _has_gone_on(record, api):
         raise SubmissionError(
             f"RayExecutor.dependencies names {name}, which another cluster has, or the same one "
-            f"had before it was started again: {_where(record)}, session {record.session}, but "
-            f"Ray at {api.dashboard.url} has the session {session}. Wait for the job in the "
-            "program, or run both on one cluster. Nothing was started."
+            f"had before it was started again: {from_record(record.cluster)!r}, session "
+            f"{record.session}, but Ray at {api.dashboard.url} has the session {session}. Wait for "
+            "the job in the program, or run both on one cluster. Nothing was started."
         )
     if record is not None and record.dispatcher:
         return OutsideSpec(name, tuple(record.nonces), record.dispatcher)
@@ -485,21 +424,12 @@ def outside_spec(handle: str, api: JobsApi, session: str) -> OutsideSpec:
             "have, nor has an experiment of this NeMo-Run home. Is the handle right? Nothing was "
             "started."
         )
-    metadata = row.get("metadata") or {}
-    nonces = tuple(record.nonces) if record else (str(metadata.get(NONCE_KEY, "")),)
-    return OutsideSpec(name, nonces, str(metadata.get(DISPATCHER_KEY, "")))
-
-
-def _record_of(name: str) -> JobRecord | None:
-    """What NeMo-Run's home knows of a job."""
-    try:
-        return find_record(name)
-    except JobError:
-        return None
+    nonces = tuple(record.nonces) if record else (nonce_of(row),)
+    return OutsideSpec(name, nonces, str((row.get("metadata") or {}).get(DISPATCHER_KEY, "")))
 
 
 def _has_gone_on(record: JobRecord, api: JobsApi) -> bool:
-    """Whether a job's dispatch goes on in the Ray that is up, in another allocation than before."""
+    """Whether a job's dispatch continues in the Ray that is up, in a later allocation."""
     if api.dashboard.earlier is None or not record.dispatcher:
         return False
     dispatcher = find_record(record.dispatcher)

@@ -1,4 +1,4 @@
-"""What NeMo-Run calls, and its registries."""
+"""The side that NeMo-Run calls, and its registries."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where NeMo-Run keeps its registries: the only module that knows.
+"""NeMo-Run's registries and saved state: the only module that touches them.
 
 Registering adds entries and changes none, so other executors behave as before.
 """
@@ -121,7 +121,7 @@ class JobOrder:
             self._upstreams.setdefault(job.id, {}).update(dict.fromkeys(job.dependencies))
 
     def place(self, name: str) -> int:
-        """Which of them has that name, from 0; 0 for one that the experiment does not have."""
+        """The place of the job of that name, from 0; 0 if the experiment does not have it."""
         return self._places.get(name, 0)
 
     def upstreams(self, name: str) -> tuple[str, ...]:

@@ -1,4 +1,4 @@
-"""What torchx calls for ``RayExecutor``: plans a job, hands it over and answers for it later."""
+"""The scheduler that torchx calls for ``RayExecutor``: it plans, submits and reports jobs."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from nemo_run_ray.errors import (
     shown,
 )
 from nemo_run_ray.executor import RayExecutor
-from nemo_run_ray.experiment.archives import in_words
+from nemo_run_ray.experiment.archives import described
 from nemo_run_ray.experiment.dispatch import dispatches_of, resume
 from nemo_run_ray.experiment.elements import not_ready
 from nemo_run_ray.experiment.find import find_job, jobs_of, remember
@@ -52,15 +52,15 @@ from nemo_run_ray.remote.status import JobState, JobStatus, Phase, Reason
 
 @dataclass
 class Request:
-    """What a dry run shows and ``schedule`` sends."""
+    """A planned job with its batch: a dry run shows it, and ``schedule`` submits it."""
 
     plan: JobPlan
     batch: Batch
 
     def __str__(self) -> str:
         uploads = [f"configs, scripts and specs of {len(self.batch.plans)} job(s)"]
-        for words in dict.fromkeys(in_words(packager) for packager in self.plan.packagers.values()):
-            uploads.insert(0, f"code, {words}")
+        for code in dict.fromkeys(described(packager) for packager in self.plan.packagers.values()):
+            uploads.insert(0, f"code, {code}")
         if self.plan.spec.secrets:
             uploads.append(
                 f"secrets {', '.join(self.plan.spec.secrets)}, in an archive of their own"
@@ -247,7 +247,7 @@ class RayJobsScheduler(SchedulerMixin, Scheduler[Any]):
                 f"Ray keeps one log of a job; there is no stream {streams.value} alone."
             )
         job = self._job(app_id)
-        found = _told(lines(job.output(follow=should_tail)), job)
+        found = _readable(lines(job.output(follow=should_tail)), job)
         if role_name != job.record.role:  # of a group
             found = only(f"{role_name}/{k}", found)
         return filter_regex(regex, found) if regex else found
@@ -307,10 +307,8 @@ def _check_id(planned: JobPlan, batch: Batch) -> None:
 
 #: Seconds between two looks at the services of a group, until they are ready or the user knows why.
 _SERVICES_S = 10.0
-#: Why a job may wait for minutes. The first one of an experiment is told of, and no trouble.
+#: Reasons of waits for minutes; only the first one of an experiment is reported.
 _WAITS = {Reason.BUILDING, Reason.ROOM}
-#: (job, state, reason) that were explained to this process's user already.
-_reported: set[tuple[str, JobState, Reason]] = set()
 
 
 def _report(job: RemoteJob, status: JobStatus) -> None:
@@ -319,14 +317,15 @@ def _report(job: RemoteJob, status: JobStatus) -> None:
     if status.reason in _WAITS:
         about = job.record.exp_dir.name
     said = (about, status.state, status.reason)
-    is_told = status.reason.is_trouble or (status.reason in _WAITS and status.detail)
-    if not is_told or said in _reported:
+    is_news = status.reason.is_trouble or (status.reason in _WAITS and status.detail)
+    reported = store_of(job.record.exp_dir).reported
+    if not is_news or said in reported:
         return
-    _reported.add(said)
+    reported.add(said)
     CONSOLE.log(as_markup(f"{job.id} is {status.state.value}: {status.message}"))
 
 
-def _told(log: Iterable[str], job: RemoteJob) -> Iterator[str]:
+def _readable(log: Iterable[str], job: RemoteJob) -> Iterator[str]:
     """The log as far as it can be read: an error would end NeMo-Run's thread in a traceback.
 
     The end of the log says nothing about the job.
@@ -335,14 +334,15 @@ def _told(log: Iterable[str], job: RemoteJob) -> Iterator[str]:
         yield from log
     except NemoRunRayError as error:
         gone = job.id, JobState.LOST, Reason.CLUSTER_GONE
-        if gone not in _reported:
+        reported = store_of(job.record.exp_dir).reported
+        if gone not in reported:
             CONSOLE.log(as_markup(str(error)))
         if isinstance(error, JobError) and job.status.state is JobState.LOST:
-            _reported.add(gone)  # the error says it
+            reported.add(gone)  # the error says it
 
 
 def create_scheduler(session_name: str, **kwargs: Any) -> RayJobsScheduler:
-    """What torchx calls, by the entry point ``ray_jobs``."""
+    """Make the scheduler; torchx calls this by the entry point ``ray_jobs``."""
     return RayJobsScheduler(session_name, experiment=kwargs.get("experiment"))
 
 
@@ -357,12 +357,12 @@ TO_TORCHX = {
     JobState.LOST: AppState.FAILED,
     JobState.UNKNOWN: AppState.UNKNOWN,
 }
-#: Why a job waits that a dispatcher has.
+#: Reasons of waits of dispatched jobs.
 _ON_THE_CLUSTER = {Reason.WAITS, Reason.TURN, Reason.RETRY, Reason.UNDISPATCHED}
 
 
 def torchx_state(status: JobStatus) -> AppState:
-    """What NeMo-Run shows: a job that waits on the cluster was submitted.
+    """The state that NeMo-Run shows: a job that waits on the cluster was submitted.
 
     torchx's UNSUBMITTED is 0, which NeMo-Run takes for no answer: it calls a group UNKNOWN then.
     """
@@ -406,7 +406,7 @@ def resume_experiment(experiment: Any) -> Iterator[str]:
 
 
 def _why_not(experiment: Any, job: Any, found: RemoteJob | None, states: dict[str, str]) -> str:
-    """Why a job is not handed over now; empty if it is to be."""
+    """The reason not to submit a job now; empty if it is to be submitted."""
     if states[job.id] != JobState.WAITING.value:
         return f"{states[job.id]}, left as it is"
     if found is not None and found.record.dispatcher:

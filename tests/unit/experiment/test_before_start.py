@@ -17,7 +17,6 @@ from nemo_run_ray.plan.job import joined_places, plan
 from nemo_run_ray.remote.node.rundir import SECRETS
 from tests import rooms
 from tests.conftest import TRUE, refused
-from tests.fake_ray import Trouble
 from tests.rooms import FakeNode
 
 NODES = (
@@ -49,28 +48,6 @@ def test_a_role_that_no_node_can_take_is_named(cluster, unique):
         with pytest.raises(DoesNotFit, match="role server of group") as caught:
             experiment.run(detach=True)
     assert "role client" not in str(caught.value)
-    assert not cluster.rows
-
-
-def test_what_has_no_room_now_waits(cluster, unique, capsys):
-    executor = RayExecutor(address=cluster.url, gpus_per_node=8, preflight=True)
-    run.run(TRUE, executor=executor, name=unique, detach=True)
-    assert len(cluster.rows) == 1
-    assert f"Preflight: task {unique}" in " ".join(capsys.readouterr().out.split())
-
-
-def test_what_the_cluster_does_not_tell_is_named(ray, unique, capsys):
-    ray.trouble = lambda _, path: Trouble(404, "no") if path.startswith("/api/v0/") else None
-    run.run(TRUE, executor=RayExecutor(address=ray.url, preflight=True), name=unique, detach=True)
-    told = " ".join(capsys.readouterr().out.split())
-    assert "Preflight: the cluster does not tell: " in told
-    assert "nodes" in told
-
-
-def test_a_task_with_labels_is_looked_at(cluster, unique):
-    label = {"label_selector": {"pool": "gpu"}, "gpus_per_node": 16}
-    executor = RayExecutor(address=cluster.url, preflight=True, **label)
-    assert f"task {unique}" in refused(DoesNotFit, executor, unique)
     assert not cluster.rows
 
 
@@ -125,25 +102,6 @@ def strict(cluster, tmp_path):
         "preflight: {enabled: true, required_labels: [{key: a, value: b}]}\n"
     )
     return path
-
-
-def test_a_file_asks_for_a_group_too(cluster, strict, unique):
-    with run.Experiment(unique, skip_status_at_exit=True) as experiment:
-        experiment.add([TRUE, TRUE], executor=RayExecutor(cluster=strict), name="group")
-        with pytest.raises(DoesNotFit, match="a=b"):
-            experiment.run(detach=True)
-    assert not cluster.rows
-
-
-def test_every_file_counts_and_one_look_is_enough(cluster, strict, tmp_path, unique):
-    lax = tmp_path / "lax.yaml"
-    lax.write_text(f"cluster: {{address: '{cluster.url}'}}\n")
-    with run.Experiment(unique, skip_status_at_exit=True) as experiment:
-        for number, file in enumerate((lax, strict, lax)):
-            experiment.add(TRUE, executor=RayExecutor(cluster=file), name=f"job{number}")
-        with pytest.raises(DoesNotFit, match="a=b"):
-            experiment.run(detach=True)
-    assert not cluster.rows
 
 
 def test_secrets_of_two_files_do_not_mix(cluster, tmp_path, unique, monkeypatch):

@@ -12,9 +12,8 @@ from nemo_run_ray.clusters import Cluster
 from nemo_run_ray.experiment import snapshot as snapshots
 from nemo_run_ray.experiment.cancel import _is_on, note_ends
 from nemo_run_ray.experiment.dispatch import Dispatch
-from nemo_run_ray.experiment.job import RemoteJob
 from nemo_run_ray.experiment.store import TERMINAL, store_of
-from nemo_run_ray.remote.status import JobState, JobStatus, Reason
+from nemo_run_ray.remote.status import JobState, JobStatus
 from tests.fake_ray import FakeRay
 from tests.unit.experiment.conftest import Handed
 
@@ -68,10 +67,6 @@ def _stop_by_force(handed: Handed) -> dict[str, str]:
     return {record.job: record.terminal.get("state", "") for record in jobs}
 
 
-def test_what_has_not_ended_is_noted_as_cancelled(ray, unique):
-    assert _stop_by_force(Handed(ray, unique, "job")) == {"job": "CANCELLED"}
-
-
 def _at_second_look(ray: FakeRay, event: Callable[[], object]) -> None:
     """Let something happen before the job table is read for the second time."""
     looks = iter([lambda: None, event])
@@ -107,12 +102,6 @@ def test_many_jobs_are_one_question(ray, unique):
     before = len(ray.requests)
     assert set(_stop_by_force(handed).values()) == {"CANCELLED"}
     assert ray.requests[before:].count(("GET", "/api/jobs/")) <= 3
-
-
-def test_the_job_of_another_run_was_not_stopped(ray, unique, monkeypatch):
-    status = JobStatus(JobState.FAILED, Reason.TAKEN)
-    monkeypatch.setattr(RemoteJob, "look", lambda job, snapshot: status)
-    assert _stop_by_force(Handed(ray, unique, "job")) == {"job": "FAILED"}
 
 
 def test_what_was_lost_before_was_not_stopped(ray, unique, monkeypatch):

@@ -1,13 +1,11 @@
 """Cancelling, on a simulated Ray whose answers are lost and whose jobs are slow to end."""
 
 import itertools
-import threading
 import time
 from types import SimpleNamespace
 
 import pytest
 
-from nemo_run_ray.dashboard.jobs import JobsApi
 from nemo_run_ray.dashboard.state import StateApi
 from nemo_run_ray.errors import ClusterError
 from nemo_run_ray.experiment import dispatch
@@ -106,26 +104,6 @@ def test_an_id_of_a_stranger_is_left_alone(ray, unique):
     assert ray.writes == []
 
 
-def test_jobs_are_cancelled_at_the_same_time(ray, unique, monkeypatch):
-    handed = Handed(ray, unique, "first", "second", "third")
-    for name in ("first", "second", "third"):
-        ray.fates[f"{handed.id}.{name}"] = GOES_ON
-    all_of_them, stop = threading.Barrier(3), JobsApi.stop
-
-    def stop_with_the_others(api: JobsApi, name: str) -> None:
-        if not ray.stops:
-            all_of_them.wait(timeout=20)
-        stop(api, name)
-
-    monkeypatch.setattr(JobsApi, "stop", stop_with_the_others)
-    assert [one.split(" is ")[0] for one in cancel_all(list(handed.jobs.values()))] == [
-        "first",
-        "second",
-        "third",
-    ]
-    assert set(handed.states().values()) == {"CANCELLED"}
-
-
 def test_one_that_does_not_end_keeps_no_other_from_it(ray, unique):
     handed = Handed(ray, unique, *(f"job{number}" for number in range(12)))
     for job in handed.jobs.values():
@@ -177,10 +155,3 @@ def test_one_job_of_a_chain_that_waits_is_claimed(ray, unique):
     assert handed.jobs["second"].cancel().state is JobState.CANCELLED
     assert list(ray.claims) == [f"{handed.id}.second"]
     assert handed.states()["first"] == "RUNNING"
-
-
-def test_nothing_is_left_to_cancel_of_what_has_ended(ray, one):
-    ray.rows[f"{one.id}.job"].update(status="SUCCEEDED", driver_exit_code=0)
-    assert list(cancel_all(list(one.jobs.values()))) == [
-        "job is SUCCEEDED: there is nothing to cancel"
-    ]

@@ -1,8 +1,5 @@
 """Chains from the client's side, with a real dispatcher on a simulated Ray."""
 
-import json
-
-import nemo_run as run
 import pytest
 from typer.testing import CliRunner
 
@@ -23,19 +20,6 @@ def started_jobs(handed: Handed) -> list[str]:
     """What was started of it, without the dispatcher, in the order of the starts."""
     names = [one.removeprefix(f"{handed.id}.") for one in handed.ray.started]
     return [one for one in names if not one.startswith("dispatcher")]
-
-
-def test_sequential_jobs_run_one_after_the_other(ray, unique):
-    handed = Handed(ray, unique, "b", "c", "a", sequential=True)
-    spec = handed.dispatch.spec
-    assert {one.name: one.after for one in spec.jobs} == {"b": (), "c": ("b",), "a": ("c",)}
-    live = []
-    while ray.dispatch(spec) is None:
-        states = handed.states().values()
-        live.append(sum(state in ("PENDING", "RUNNING") for state in states))
-    assert started_jobs(handed) == ["b", "c", "a"]
-    assert max(live) == 1
-    assert set(handed.states().values()) == {"SUCCEEDED"}
 
 
 def test_a_failure_cancels_what_comes_after_it_and_nothing_else(ray, unique, tmp_path):
@@ -59,41 +43,6 @@ def test_a_failure_cancels_what_comes_after_it_and_nothing_else(ray, unique, tmp
     cli.timeline(handed.id, page)
     for name in (handed.id, *found, "upstream fails failed"):
         assert name in page.read_text(encoding="utf-8")
-
-
-@pytest.mark.parametrize(("limit", "most"), [(1, 1), (2, 2), (None, 6)])
-def test_never_more_than_max_in_flight_at_once(ray, unique, limit, most):
-    names = [f"job{number}" for number in range(6)]
-    handed = Handed(ray, unique, *names, retries=1, max_in_flight=limit)
-    live = []
-    while ray.dispatch(handed.dispatch.spec) is None:
-        rows = [row for name, row in ray.rows.items() if ".job" in name]
-        live.append(sum(row["status"] in ("PENDING", "RUNNING") for row in rows))
-    assert max(live) == most
-    assert sorted(started_jobs(handed)) == names
-    assert set(handed.states().values()) == {"SUCCEEDED"}
-
-
-def test_attempts_are_counted_and_shown(ray, unique):
-    handed = Handed(ray, unique, "third", "after after third", retries=2)
-    ray.fates.update({f"{handed.id}.third": FAILS, f"{handed.id}.third@2": FAILS})
-    assert ray.dispatch(handed.dispatch.spec, rounds=30) == JobExit.SUCCEEDED
-    found = statuses(handed)
-    assert {name: one.attempt for name, one in found.items()} == {"third": 3, "after": 1}
-    (row, _) = json.loads(CliRunner().invoke(cli.build(), ["status", "--json", handed.id]).stdout)
-    assert [one["exit_code"] for one in row["attempts"]] == [1, 1, 0]
-    assert [one["id"].rpartition(".")[2] for one in row["attempts"]] == [
-        "third",
-        "third@2",
-        "third@3",
-    ]
-
-
-def test_an_exit_code_that_nothing_would_change_is_not_tried_again(ray, unique):
-    handed = Handed(ray, unique, "usage", retries=2, permanent_exit_codes=[1])
-    ray.fates[f"{handed.id}.usage"] = FAILS
-    assert ray.dispatch(handed.dispatch.spec, rounds=30) == JobExit.SOME_FAILED
-    assert started_jobs(handed) == ["usage"]
 
 
 def cancel(handed: Handed, *words: str) -> str:
@@ -125,21 +74,6 @@ def test_cancelling_a_job_before_its_start_takes_its_id(ray, first_runs):
         "third": "CANCELLED",
     }
     assert "cancelled before its start" in statuses(first_runs)["second"].message
-
-
-def test_cancelling_a_running_job_keeps_it_from_being_tried_again(ray, first_runs, monkeypatch):
-    stop = ray._stop
-
-    def stop_at_once(name: str) -> tuple[int, str]:
-        answer = stop(name)
-        ray.pass_time(1.0)
-        return answer
-
-    monkeypatch.setattr(ray, "_stop", stop_at_once)
-    run.Experiment.from_id(first_runs.id).cancel("first")
-    assert ray.dispatch(first_runs.dispatch.spec, rounds=30) == JobExit.SOME_FAILED
-    assert started_jobs(first_runs) == ["first"]
-    assert set(first_runs.states().values()) == {"CANCELLED"}
 
 
 @pytest.mark.parametrize("verb", ["logs", "cancel"])

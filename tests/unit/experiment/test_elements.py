@@ -12,14 +12,12 @@ import fiddle as fdl
 import nemo_run as run
 import pytest
 from fiddle.experimental import serialization
-from rich.console import Console
 
 from nemo_run_ray import RayExecutor, array
-from nemo_run_ray.cli.status_report import _array_lines
 from nemo_run_ray.errors import ClusterError, ConfigError, JobError
 from nemo_run_ray.experiment import job as array_elements
 from nemo_run_ray.experiment.dispatch import dispatches_of
-from nemo_run_ray.experiment.find import find, find_job
+from nemo_run_ray.experiment.find import find_job
 from nemo_run_ray.experiment.job import RemoteJob
 from nemo_run_ray.nemo import registry
 from nemo_run_ray.remote.attempts import file_of
@@ -72,13 +70,6 @@ def test_an_array_in_a_chain_is_tried_again_when_it_is_lost_and_not_when_element
     (dispatch,) = dispatches_of(registry.experiment_dir(experiment))
     (job,) = [planned for planned in dispatch.spec.jobs if planned.name == "array"]
     assert (job.retries, job.permanent_exit_codes) == (2, (8,))
-
-
-def test_an_array_alone_needs_no_dispatcher_for_its_retries(ray, unique):
-    made = array(run.Script(inline="true"), over={"env.X": [1]})
-    run.run(made, executor=RayExecutor(address=ray.url, retries=2), name=unique, detach=True)
-    (job,) = find(unique)
-    assert not job.record.dispatcher
 
 
 @pytest.mark.parametrize("is_first", [True, False])
@@ -232,11 +223,6 @@ def test_many_elements_are_selected_quickly(job, driver):
     assert time.process_time() - began < 6, "every element is looked at once"
 
 
-def test_what_is_over_needs_no_driver(job, driver, ray):
-    assert [one.state for one in job.cancel_elements("0-3")] == ["succeeded"] * 3 + ["failed"]
-    assert not [name for name in ray.rows if "@cancel-elements" in name]
-
-
 def test_a_driver_that_does_not_answer_is_named(job, driver, monkeypatch):
     monkeypatch.setattr("nemo_run_ray.remote.array.cancel_request.TAKEN_S", 0.5)
     monkeypatch.setattr(array_elements, "_BEGUN_S", 0.0)
@@ -248,14 +234,6 @@ def test_a_driver_that_does_not_answer_is_named(job, driver, monkeypatch):
         job.cancel_elements(ranges)
 
 
-def test_what_was_not_over_when_the_job_ended_is_lost(ray, job, driver):
-    ray.fates[job.id] = SUCCEEDS
-    ray.pass_time(1000)
-    wait_for(lambda: job.status.state.is_terminal)
-    assert [one.state for one in job.select_elements("4-7")] == ["lost"] * 4
-    assert [one.index for one in job.select_elements("lost")] == [4, 5, 6, 7]
-
-
 def test_states_and_results_are_kept_when_the_array_has_ended(ray, job, driver):
     ray.files[file_of(job.id, "results")] = '[0, {"loss": 1.5}]\n[2, null]\n'
     ray.fates[job.id] = SUCCEEDS
@@ -264,19 +242,6 @@ def test_states_and_results_are_kept_when_the_array_has_ended(ray, job, driver):
     ray.files.clear()
     assert job.results() == {0: {"loss": 1.5}, 2: None}
     assert [one.index for one in job.select_elements("failed")] == [3]
-
-
-def test_a_running_array_shows_its_pace_and_its_first_failures(job):
-    console = Console(file=io.StringIO(), width=200)
-    counts = dict.fromkeys(("succeeded", "failed", "cancelled", "lost"), 0)
-    rows = {"elements": 8, "waiting": 2, "running": 2, "elements_per_s": 12.345, "left_s": 90.0}
-    rows |= counts | {"succeeded": 3, "failed": 1, "failures": [[3, 9, ""]]}
-    console.print(_array_lines(job, rows))
-    told = console.file.getvalue()
-    assert "array has 8 elements: " in told
-    assert "3 succeeded" in told
-    assert "; 12.3 elements/s, about 1m 30s left\n" in told
-    assert "element 3: exit code 9" in told
 
 
 def test_an_array_that_has_failed_names_its_first_failures(ray, job, driver):

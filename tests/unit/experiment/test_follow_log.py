@@ -109,12 +109,6 @@ def test_a_line_of_the_user_that_looks_like_our_last_one(before, after, end, fau
     check_every_character_once(f"{before}\n{_OTHERS_END}{after}\n{end}", faults, sizes)
 
 
-def test_an_ended_job_whose_output_holds_our_mark_is_read_to_its_end():
-    """A task that shows the log of another job."""
-    text = f"{_OTHERS_END}more\n{_END}"
-    assert "".join(follow(Flaky(text, [], [len(_END)]), (_MARK,), Pauses())) == text
-
-
 class Running(Flaky):
     """The job is not over before its log has been read."""
 
@@ -134,20 +128,6 @@ def test_an_ended_jobs_log_that_breaks_off_comes_by_the_stream():
     source.whole = cut
     assert "".join(follow(source, (_MARK,), pauses)) == text
     assert sum(pauses.slept_s) < 5
-
-
-def test_a_complete_log_is_read_once():
-    source = Running(f"a\n{_END}", [], [3])
-    source.whole = pytest.fail
-    assert "".join(follow(source, (_MARK,), Pauses())) == f"a\n{_END}"
-
-
-def test_an_ended_jobs_log_is_read_at_once():
-    """Ray's WebSocket waits two seconds before its first text, even of a job that is over."""
-    source, pauses = Flaky(f"a\n{_END}", [], [3]), Pauses()
-    source.tail = pytest.fail
-    assert "".join(follow(source, (_MARK,), pauses)) == f"a\n{_END}"
-    assert pauses.slept_s == []
 
 
 def test_what_is_written_right_after_the_end_is_not_lost():
@@ -197,13 +177,6 @@ def test_a_stream_that_never_gets_further_is_read_the_other_way():
     assert "".join(found) == ""
 
 
-def test_pauses_grow_while_nothing_comes_and_stay_short():
-    pauses = Pauses()
-    list(follow(Flaky("abc", [4] * 30, [1]), (_MARK,), pauses))
-    assert pauses.slept_s[0] < pauses.slept_s[2]
-    assert max(pauses.slept_s) <= 5
-
-
 def test_the_log_of_an_ended_job_that_cannot_be_read_is_an_error_soon():
     pauses = Pauses()
     with pytest.raises(StreamCut):
@@ -220,15 +193,6 @@ def test_wrong_credentials_are_not_waited_for():
         list(follow(Locked("abc", [], [1]), (_MARK,), Pauses()))
 
 
-def test_what_is_not_the_clusters_fault_is_not_swallowed():
-    class Broken(Running):
-        def tail(self) -> Iterator[str]:
-            raise KeyError("a bug")
-
-    with pytest.raises(KeyError):
-        list(follow(Broken("abc", [], [1]), (_MARK,), Pauses()))
-
-
 @given(st.lists(st.text("ab\n\r\x0c\u2028é", max_size=10)))
 def test_lines(texts):
     found = list(lines(iter(texts)))
@@ -237,15 +201,6 @@ def test_lines(texts):
     assert all(one.endswith("\n") for one in found[:-1])
     assert all("\n" not in one[:-1] for one in found)
     assert len(found) == text.count("\n") + (not text.endswith("\n") and text != "")
-
-
-def test_a_line_is_passed_on_when_it_is_complete():
-    def texts() -> Iterator[str]:
-        yield "one\ntw"
-        raise StreamCut("cut")
-
-    found = lines(texts())
-    assert next(found) == "one\n"
 
 
 @pytest.mark.parametrize("size", [1000, LINE_MAX_CHARS, 3 * LINE_MAX_CHARS + 5])
@@ -314,17 +269,6 @@ def test_output_that_comes_before_rays_line_is_shown(cuts, early):
     whole = f"{printed}{_END}"
     log = f"{_SETTING_UP}{whole[:early]}{head}{whole[early:]}"
     assert "".join(output_of(_in_pieces(log, cuts), (_MARK,))) == printed
-
-
-def test_what_is_held_back_is_shown_when_the_source_breaks():
-    def source():
-        yield f"{_SETTING_UP}why\n"
-        raise StreamCut("gone")
-
-    found = output_of(source(), (_MARK,))
-    assert next(found) == "why\n"
-    with pytest.raises(StreamCut):
-        next(found)
 
 
 def test_output_comes_as_soon_as_it_is_no_frame():

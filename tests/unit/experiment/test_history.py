@@ -7,7 +7,6 @@ import tracemalloc
 from pathlib import Path
 from types import SimpleNamespace
 
-import nemo_run as run
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -19,7 +18,6 @@ from nemo_run_ray.clusters import ClusterArchive
 from nemo_run_ray.dashboard import jobs
 from nemo_run_ray.errors import JobError
 from nemo_run_ray.experiment import job as history
-from nemo_run_ray.experiment.find import find
 from nemo_run_ray.experiment.job import RemoteJob
 from nemo_run_ray.experiment.store import (
     INTENT,
@@ -38,7 +36,6 @@ from nemo_run_ray.remote.attempts import CLAIM_KEY, attempt_id
 from nemo_run_ray.remote.end_record import EndRecord
 from nemo_run_ray.remote.rows import NONCE_KEY
 from nemo_run_ray.remote.status import JobState, JobStatus, Reason
-from tests.conftest import TRUE
 from tests.fake_ray import FAILS, NODE, FakeRay, Trouble, fake_ray
 from tests.unit.experiment.conftest import Handed
 
@@ -71,13 +68,6 @@ def end(handed: Handed, *jobs: str, log: str = "words of the task\n") -> None:
 
 def log_requests(ray: FakeRay) -> int:
     return len([path for _, path in ray.requests if path.endswith("/logs")])
-
-
-def test_waiting_keeps_it(ray, unique):
-    handed = Handed(ray, unique, "job")
-    end(handed, "job")
-    handed.jobs["job"].wait(timeout_s=10)
-    assert list(kept(handed)) == ["job.log"]
 
 
 @pytest.mark.parametrize("verb", ["cancel", "status"])
@@ -127,15 +117,6 @@ def test_it_is_read_when_the_cluster_has_forgotten_the_job(ray, unique):
     assert invoke("logs", unique) == "before\n", "that is another one's"
 
 
-def test_a_log_that_another_process_has_kept(ray, unique):
-    handed = Handed(ray, unique, "job")
-    before = handed.jobs["job"]
-    end(handed, "job", log="kept\n")
-    handed.record()
-    del ray.rows[before.id]
-    assert "".join(before.log()) == "kept\n"
-
-
 def test_none_is_kept_when_none_is_wanted(ray, unique):
     handed = Handed(ray, unique, "job", keep_logs_max_bytes=0)
     end(handed, "job")
@@ -157,27 +138,6 @@ def test_a_longer_log_keeps_its_end(ray, unique):
         f"nemo_run_ray| the first {missing} bytes of this log are not kept: "
         "RayExecutor.keep_logs_max_bytes is 1000\n"
     )
-
-
-def test_a_log_was_kept_whole_or_from_a_later_line_on(tmp_path):
-    kept = Kept(tmp_path, "x")
-    assert not kept.is_whole
-    kept.keep_log(["a line\n" * 100])
-    assert kept.is_whole
-    kept.keep_log(["a line\n" * 100], 50)
-    assert not kept.is_whole
-
-
-def test_what_a_user_sees_of_an_end_has_not_our_last_line(unique):
-    with fake_ray(now=time.time()) as ray:
-        handed = Handed(ray, unique, "job", keep_logs_max_bytes=300)
-        nonce = handed.jobs["job"].record.nonces[-1]
-        last = EndRecord(0, "NONE", "exit code 0").line(nonce)
-        end(handed, "job", log="x\n" * 100 + last)
-        handed.record()
-    shown = invoke("logs", unique)
-    assert shown.startswith("nemo_run_ray| the first ")
-    assert shown.endswith("x\nx\n")
 
 
 @pytest.mark.parametrize(
@@ -205,23 +165,6 @@ def test_a_log_that_the_cluster_does_not_have_is_given_up(ray, unique):
     assert handed.record() == {"job": "SUCCEEDED"}
     assert log_requests(ray) == before
     assert kept(handed) == {}
-
-
-def test_the_size_that_a_cluster_file_gives_counts(ray, unique, tmp_path):
-    file = tmp_path / "small.yaml"
-    file.write_text(f"cluster: {{address: '{ray.url}'}}\ndefaults: {{keep_logs_max_bytes: 0}}\n")
-    run.run(TRUE, executor=RayExecutor(cluster=str(file)), name=unique, detach=True)
-    (job,) = find(unique)
-    assert job.record.keep_logs_max_bytes == 0
-
-
-def test_a_folder_that_takes_nothing_is_left_alone(ray, unique, monkeypatch):
-    handed = Handed(ray, unique, "job")
-    end(handed, "job")
-    monkeypatch.setattr("os.access", lambda path, mode: False)
-    assert handed.record() == {"job": "SUCCEEDED"}
-    assert kept(handed) == {}
-    assert log_requests(ray) == 0
 
 
 def test_a_group_keeps_what_its_largest_role_asks_for():
@@ -339,19 +282,6 @@ def test_a_reader_of_several_attempts_gets_the_rest_of_the_last_one(ray, unique,
         assert "".join(found) == whole
 
 
-def test_who_has_read_all_of_a_job_that_has_ended_is_told_nothing(ray, unique):
-    handed = Handed(ray, unique, "job")
-    end(handed, "job")
-    handed.record()
-    (job,) = handed.jobs.values()
-
-    def dies():
-        yield "words of the task\n"
-        raise JobError("its node is gone")
-
-    assert list(job._begun_or_kept(dies)) == ["words of the task\n"]
-
-
 # ---------------------------------------------------------------------- attempts
 
 
@@ -376,16 +306,6 @@ def test_the_attempts_of_a_job_in_the_table():
     assert (found["e.a"].posted_at, found["e.a"].ended_at) == (1.0, 5.0)
     assert (found["e.a"].state, found["e.a"].exit_code) == ("FAILED", 3)
     assert (found["e.a@2"].state, found["e.a@2"].ended_at) == ("RUNNING", None)
-
-
-def test_an_attempt_begins_when_a_record_first_sees_it_run_soon_after_it_was_posted():
-    now = time.time()
-    rows = {"e.a": _row("RUNNING", posted=1000), "e.a@2": _row("RUNNING", posted=int(now * 1000))}
-    attempts = attempts_of_rows(rows, "e.a", ["n"], now)
-    assert [one.running_at for one in attempts.values()] == [None, None]
-    old, fresh = (one.running_at for one in history._Moments().begun("e.a", attempts).values())
-    assert old is None
-    assert now <= fresh <= time.time()
 
 
 def test_no_attempt_goes_on_of_a_job_that_is_over():
@@ -433,14 +353,6 @@ def test_who_has_just_seen_it_wait_sees_when_it_begins(ray, unique):
 
 def _attempt(state: str = "RUNNING", running_at: float | None = None) -> AttemptRecord:
     return AttemptRecord("e.a", state, posted_at=1.0, running_at=running_at)
-
-
-def test_what_was_seen_stays_when_the_cluster_tells_nothing():
-    kept = {"e.a": _attempt(running_at=2.0)}
-    assert merged(kept, {}) == kept
-    ended = dataclasses.replace(_attempt("SUCCEEDED"), ended_at=9.0)
-    (found,) = merged(kept, {"e.a": ended}).values()
-    assert (found.state, found.running_at, found.ended_at) == ("SUCCEEDED", 2.0, 9.0)
 
 
 @given(_MOMENTS, _MOMENTS)
@@ -499,16 +411,3 @@ def test_the_ledger_keeps_them(tmp_path):
     (record,) = book.jobs().values()
     assert record.attempts == {"e.a": attempt}
     assert record.terminal == status
-
-
-def test_who_knows_less_takes_nothing_away(tmp_path):
-    """Several processes look; one that came late has not seen when it began to run."""
-    book = Ledger(tmp_path)
-    book.write(INTENT, "e.a", job="a", role="a", cluster={}, session="s", nonce="n")
-    book.write(SEEN, "e.a", attempts=[_attempt("RUNNING", 2.0).to_json()])
-    late = dataclasses.replace(_attempt("SUCCEEDED"), ended_at=9.0)
-    status = JobStatus(JobState.SUCCEEDED).to_json()
-    book.write(TERMINAL, "e.a", status=status, attempts=[late.to_json()])
-    (record,) = book.jobs().values()
-    assert record.attempts["e.a"].running_at == 2.0
-    assert record.attempts["e.a"].ended_at == 9.0

@@ -16,7 +16,7 @@ import pytest
 from nemo_run_ray.errors import JobError, SubmissionError
 from nemo_run_ray.experiment import store
 from nemo_run_ray.experiment.find import find_record, remember
-from nemo_run_ray.experiment.store import INTENT, SUBMITTED, TERMINAL, UNSETTLED, Ledger, store_of
+from nemo_run_ray.experiment.store import INTENT, SUBMITTED, TERMINAL, UNSETTLED, Ledger
 from nemo_run_ray.ids import LEDGER, job_id
 from tests.unit.experiment.conftest import Handed
 
@@ -55,10 +55,6 @@ def test_events_become_records(book, tmp_path):
     assert (two.submission_id, two.last, two.terminal) == ("exp.b", UNSETTLED, {})
     assert (two.job, two.cluster, two.nonces) == ("two\nlines é", {"kind": "local"}, ["n"])
     assert one.exp_dir == tmp_path
-
-
-def test_no_ledger_is_no_jobs(book):
-    assert book.jobs() == {}
 
 
 def test_a_second_intent_starts_the_record_anew(book):
@@ -105,7 +101,6 @@ _NO_RECORDS = (
     json.dumps({"id": "exp.c", "event": INTENT, **_INTENT, "at": "noon"}).encode(),
     b"[" * 100_000,
     _seen(ended_at=math.nan),
-    _seen(ended_at="5"),
     _seen(detail=[1]),
 )
 
@@ -174,12 +169,6 @@ def test_a_job_is_found_by_its_id(home, title):
     assert (found.submission_id, found.exp_dir) == (submission_id, exp_dir)
 
 
-def test_experiments_with_alike_ids_are_kept_apart(home):
-    dirs = [home / "experiments" / title / f"{title}_1" for title in ("a", "a_1.b", "a_1")]
-    ids = [_submit(one) for one in dirs]
-    assert [find_record(one).exp_dir for one in ids] == dirs
-
-
 @pytest.mark.parametrize("name", ["exp_1", "exp é_1", "a.b_1", "x" * 200])
 def test_an_experiment_outside_of_the_home_is_found(home, tmp_path, monkeypatch, name):
     exp_dir = tmp_path / "else where\n" / name
@@ -191,40 +180,10 @@ def test_an_experiment_outside_of_the_home_is_found(home, tmp_path, monkeypatch,
     assert find_record(submission_id).exp_dir == exp_dir
 
 
-def test_a_relative_folder_is_found_from_elsewhere(home, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    submission_id = _submit(Path("here") / "exp_1")
-    remember(Path("here") / "exp_1", "exp_1")
-    monkeypatch.chdir("/")
-    assert find_record(submission_id).exp_dir == tmp_path / "here" / "exp_1"
-
-
 def test_an_unknown_job_is_named_with_the_home(home):
     with pytest.raises(JobError, match=r"exp_1\.job") as caught:
         find_record("exp_1.job")
     assert str(home) in str(caught.value)
-
-
-def test_an_experiment_that_was_moved_away_is_not_found(home, tmp_path):
-    exp_dir = tmp_path / "exp_1"
-    submission_id = _submit(exp_dir)
-    remember(exp_dir, "exp_1")
-    exp_dir.rename(tmp_path / "gone")
-    with pytest.raises(JobError):
-        find_record(submission_id)
-
-
-def test_a_ledger_that_was_removed_and_made_anew_is_read_anew(tmp_path):
-    """A file system may give the new file the old one's number."""
-    book = store_of(tmp_path).ledger
-    for nonce in ("old", "new"):
-        book.write(INTENT, "e.a", **{**_INTENT, "nonce": nonce})
-        assert book.job("e.a").nonces == [nonce]
-        lines = book.path.read_bytes()
-        book.path.write_bytes(b"")  # the same file, as after an unlink whose number is reused
-        book.path.write_bytes(lines.replace(b"old", b"new"))
-        assert book.job("e.a").nonces == ["new"]
-        book.path.unlink()
 
 
 @pytest.fixture

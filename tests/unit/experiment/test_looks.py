@@ -15,11 +15,10 @@ from typer.testing import CliRunner
 
 from nemo_run_ray import RayExecutor, find
 from nemo_run_ray.cli import main as cli
-from nemo_run_ray.errors import SubmissionError
 from nemo_run_ray.experiment.tend import tend
 from nemo_run_ray.remote.rows import status_file_name
 from tests import warm
-from tests.fake_ray import NODE, FakeRay, Trouble
+from tests.fake_ray import NODE, FakeRay
 from tests.unit.experiment.conftest import Handed
 
 
@@ -137,15 +136,6 @@ def test_what_is_not_ours_is_not_tended(handed):
     assert {name: handed.ray.rows[name] for name in theirs} == theirs
 
 
-def test_nobody_is_woken_for_strangers(ray, unique):
-    handed = Handed(ray, unique, "well")
-    ray.rows[f"{handed.id}.well"].update(status="RUNNING", driver_node_id=NODE)
-    handed.stranger("theirs-waits", "PENDING")
-    ray.requests.clear()
-    tend(handed.exp_dir)
-    assert ray.writes == []
-
-
 def test_one_answer_comes_from_one_look(ray, unique):
     Handed(ray, unique, *(f"job{number}" for number in range(5)))
     ray.requests.clear()
@@ -207,25 +197,6 @@ def test_words_of_others_are_shown_as_text(ray, unique, verb, tmp_path, monkeypa
     assert done.exception is None or isinstance(done.exception, SystemExit)
     assert re.search(r"\[ ?/x\]", done.output)
     assert not re.search("[\x00-\x09\x0b-\x1f\x7f-\x9f]", done.output)
-
-
-def test_status_says_what_a_service_waits_for(ray, unique):
-    (job,) = Handed(ray, unique, "group", nodes=2).jobs.values()
-    ray.rows[job.id].update(status="RUNNING", driver_node_id=NODE)
-    row = {"role": "server", "replica": 0, "service": True, "state": "started", "exit_code": None}
-    row |= {"node": NODE, "host": "n1", "address": "10.0.0.1"}
-    row["waits_for"] = "not ready for 30 s: /health is answered with 301, not 200"
-    told = {"phase": "starting services", "waits_for_room": "", "roles": [row]}
-    ray.files[status_file_name(job.id)] = json.dumps(told)
-    done = CliRunner().invoke(cli.build(), ["status", "--once", unique])
-    assert f"server/0 is {row['waits_for']}" in done.output
-
-
-def test_a_refusal_with_words_of_others_is_the_error_that_is_raised(ray, unique):
-    """NeMo-Run prints it as markup."""
-    ray.trouble = lambda method, path: Trouble(400, _WORDS) if method == "POST" else None
-    with pytest.raises(SubmissionError, match=r"refuses the job .*\[ /x\]"):
-        Handed(ray, unique, "job")
 
 
 @pytest.mark.parametrize("encoding", ["ascii", "latin-1"])

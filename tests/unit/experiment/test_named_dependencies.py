@@ -49,12 +49,6 @@ def test_one_that_failed_cancels_what_waits(ray, unique, prep):
     assert handed.states() == {"job": "CANCELLED"}
 
 
-def test_a_chain_counts_with_all_its_jobs_and_without_its_dispatcher(ray, unique):
-    prep = Handed(ray, f"{unique}-prep", "a", "b after a")
-    handed = Handed(ray, unique, "job", dependencies=[prep.id])
-    assert outside(handed) == {"job": [f"{prep.id}.a", f"{prep.id}.b"]}
-
-
 def test_an_experiment_whose_jobs_cannot_be_read_here_is_refused(ray, unique, prep):
     (prep.exp_dir / "_TASKS").write_text('[["not serialised", null]]')
     executor = RayExecutor(address=ray.url, dependencies=[f"{unique}-prep"])
@@ -68,12 +62,6 @@ def test_the_newest_of_a_title_and_never_the_experiment_itself(ray, unique):
     second = Handed(ray, unique, "job")
     third = Handed(ray, unique, "job", dependencies=[unique])
     assert outside(third) == {"job": [f"{second.id}.job"]}
-
-
-def test_handles_and_names_together(ray, unique, prep):
-    both = [f"ray_jobs://nemo_run/{prep.id}.a", prep.id]
-    handed = Handed(ray, unique, "job", dependencies=both)
-    assert sorted(*outside(handed).values()) == [f"{prep.id}.a", f"{prep.id}.b"]
 
 
 def test_an_unknown_name_is_refused_with_the_nearest_titles(ray, unique, prep):
@@ -97,14 +85,6 @@ def test_an_experiment_that_is_not_handed_over_yet(ray, unique, prep):
     assert "were not handed over to Ray: b" in message
     ledger.unlink()
     assert "a, b" in refused(ConfigError, executor, f"{unique}y")
-
-
-def test_the_experiment_itself_is_refused(ray, unique):
-    executor = RayExecutor(address=ray.url, dependencies=[f"{unique}-1"])
-    with run.Experiment(unique, id=f"{unique}-1", executor=executor) as experiment:
-        experiment.add(run.Script(inline="true"), name="job")
-        with pytest.raises(ConfigError, match="which is the experiment itself"):
-            experiment.dryrun(log=False)
 
 
 def test_a_groups_roles_may_name_them(ray, unique, prep):

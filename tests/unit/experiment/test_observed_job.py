@@ -1,11 +1,7 @@
 """What is said of a job when its cluster, its row or its answer is not what it was."""
 
-import logging
-
 import pytest
-from rich.console import Console
 
-from nemo_run_ray.cli.status_report import observe
 from nemo_run_ray.dashboard.jobs import TABLE_AGE_S
 from nemo_run_ray.errors import ConfigError
 from nemo_run_ray.experiment import snapshot as snapshots
@@ -14,7 +10,7 @@ from nemo_run_ray.experiment.store import store_of
 from nemo_run_ray.remote.dashboard import LOG_FILE
 from nemo_run_ray.remote.end_record import EndRecord, lock_of, proof_of
 from nemo_run_ray.remote.status import JobState, JobStatus, Reason
-from tests.fake_ray import EXIT_CODE_IS_LOST, FAILS, GOES_ON, NODE, SUCCEEDS, Trouble
+from tests.fake_ray import EXIT_CODE_IS_LOST, GOES_ON, NODE, SUCCEEDS, Trouble
 from tests.unit.experiment.conftest import Handed
 
 
@@ -96,41 +92,6 @@ def test_an_end_is_known_without_its_cluster(ray, one):
     assert ray.requests == []
 
 
-def test_the_end_of_a_log_explains_a_failure(ray, one):
-    tail = "last available logs (truncated to 20,000 chars):\nTraceback\nValueError: no\n"
-    ray.rows[f"{one.id}.job"].update({**FAILS, "message": f"failed with exit code 1, {tail}"})
-    status = status_of(one)
-    assert (status.detail, status.tail) == ("exit code 1", "Traceback\nValueError: no")
-
-
-def test_the_next_step_names_the_job_and_the_experiment(ray, one, unique):
-    ray.rows[f"{one.id}.job"].update(FAILS)
-    (job,) = one.jobs.values()
-    shown = f"Its whole log: `nemo-run-ray logs {one.id}.job`."
-    assert job.status_in(Snapshot(is_fresh=True)).message.endswith(shown)
-    one.record()
-    assert job.status.message.endswith(shown), "as it was written down"
-    assert job.cancel().message.endswith(shown)
-    dispatch = Handed(ray, f"c{unique}", "first", "second after first")
-    ray.rows[dispatch.dispatch.id]["status"] = "STOPPED"
-    assert f"`nemo-run-ray resume {dispatch.id}` starts it" in status_of(dispatch, "first").message
-
-
-def test_jobs_that_failed_alike_are_told_of_once(ray, unique):
-    handed = Handed(ray, unique, "one", "two")
-    for row in ray.rows.values():
-        row.update(FAILS)
-    console = Console(width=300)
-    with console.capture() as capture:
-        console.print(observe(list(handed.jobs.values())).table(0.0))
-    assert capture.get().count("Its whole log: `nemo-run-ray logs ") == 1
-
-
-def test_a_word_of_a_newer_ray_is_no_end(ray, one):
-    ray.rows[f"{one.id}.job"]["status"] = "PAUSED"
-    assert status_of(one).state is JobState.UNKNOWN
-
-
 def test_one_look_at_the_table_serves_everybody_for_a_moment(ray, one):
     (job,) = one.jobs.values()
     ray.requests.clear()
@@ -151,31 +112,6 @@ def test_a_wait_takes_seconds(one, timeout_s):
     (job,) = one.jobs.values()
     with pytest.raises(ConfigError, match="timeout_s of a wait is"):
         job.wait(timeout_s=timeout_s)
-
-
-def test_a_job_is_shown_by_its_id_and_nobody_is_asked(ray, one):
-    (job,) = one.jobs.values()
-    ray.requests.clear()
-    assert repr(job) == f"<RemoteJob {one.id}.job>"
-    assert ray.requests == []
-
-
-def test_a_wait_ends_with_the_job(ray, one):
-    ray.rows[f"{one.id}.job"].update(SUCCEEDS)
-    (job,) = one.jobs.values()
-    assert job.wait(timeout_s=30).state is JobState.SUCCEEDED
-
-
-def test_an_end_that_cannot_be_written_down_is_told_all_the_same(ray, one, monkeypatch):
-    ray.rows[f"{one.id}.job"].update(SUCCEEDS)
-    monkeypatch.setattr("os.access", lambda path, mode: False)
-    assert one.record() == {"job": "SUCCEEDED"}
-
-
-def test_requests_of_ours_are_not_in_the_log(ray, one, caplog):
-    with caplog.at_level(logging.INFO):
-        status_of(one)
-    assert [one for one in caplog.records if one.name == "httpx"] == []
 
 
 def test_a_full_disk_ends_no_wait(ray, one, monkeypatch, caplog):
@@ -216,16 +152,6 @@ def test_a_chain_is_not_told_as_undispatched_while_a_head_recovers(ray, unique):
     snapshot = Snapshot(is_fresh=True)
     reasons = {job.status_in(snapshot).reason for job in handed.jobs.values()}
     assert reasons == {Reason.TURN, Reason.WAITS}
-
-
-def test_a_lost_chain_is_asked_about_once_for_all_of_its_jobs(ray, unique):
-    handed = Handed(ray, unique, *(f"job{number}" for number in range(20)))
-    ray.rows.clear()
-    ray.requests.clear()
-    snapshot = Snapshot(is_fresh=True)
-    assert {job.status_in(snapshot).state for job in handed.jobs.values()} == {JobState.LOST}
-    asked = [path for _, path in ray.requests]
-    assert asked.count("/api/jobs/") == 2, "now, and when a head has had time to recover"
 
 
 def test_an_end_that_ray_has_lost_is_told_as_the_log_proves_it(ray, one):

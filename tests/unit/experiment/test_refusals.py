@@ -5,7 +5,6 @@ What needs the real Ray's own words is in ``tests/ray/test_bad_input.py``.
 
 import http.server
 import json
-import os
 import ssl
 import threading
 import time
@@ -17,9 +16,7 @@ from typer.testing import CliRunner
 from nemo_run_ray import ExistingCluster, RayExecutor
 from nemo_run_ray.cli import main as cli
 from nemo_run_ray.errors import (
-    ArchiveTooLarge,
     ConfigError,
-    PackagingFailed,
     SubmissionError,
     TooOld,
     Unreachable,
@@ -151,27 +148,6 @@ def test_a_dependency_that_another_cluster_has(unique, existing, server, ray):
     assert "Nothing was started" in message
 
 
-def test_a_secret_that_is_not_set(unique, existing):
-    message = refused(ConfigError, RayExecutor(cluster=existing, secrets=["NOT_SET_1"]), unique)
-    assert "NOT_SET_1" in message
-
-
-def test_a_packager_that_fails(unique, existing, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    executor = RayExecutor(cluster=existing, packager=run.GitArchivePackager())
-    assert "GitArchivePackager" in refused(PackagingFailed, executor, unique)
-
-
-def test_code_that_is_too_large(unique, existing, tmp_path):
-    for number in range(3):
-        (tmp_path / f"weights{number}.bin").write_bytes(os.urandom(40 * 1024**2))
-    packager = run.PatternPackager(include_pattern=str(tmp_path), relative_path=str(tmp_path))
-    executor = RayExecutor(cluster=existing, packager=packager)
-    message = refused(ArchiveTooLarge, executor, unique)
-    for expected in ("120.0 MiB", "100 MiB", "weights0.bin", "Nothing was sent"):
-        assert expected in message
-
-
 def test_an_experiment_id_that_ran(unique, existing):
     def again() -> None:
         with run.Experiment(
@@ -183,21 +159,6 @@ def test_an_experiment_id_that_ran(unique, existing):
     again()
     with pytest.raises(ConfigError, match="has run already"):
         again()
-
-
-@pytest.mark.parametrize(
-    ("arguments", "expected"),
-    [
-        (["status", "no-such-thing"], "no experiment 'no-such-thing'"),
-        (["doctor", "--address", "nonsense"], "Did you mean http://nonsense?"),
-        (["doctor", "--address", ""], "--address is empty"),
-    ],
-)
-def test_the_command_line_says_it_in_one_paragraph(arguments, expected):
-    done = CliRunner().invoke(cli.build(), arguments)
-    assert done.exit_code == 1
-    assert expected in " ".join(done.stderr.split())
-    assert "Traceback" not in done.stderr
 
 
 def trusting(url: str, ca: str) -> ExistingCluster:

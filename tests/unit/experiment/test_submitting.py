@@ -155,14 +155,6 @@ def test_a_submission_that_is_not_taken_says_so_and_ends_by_ctrl_c(ray, unique, 
     assert "answered 503 to a new job: busy" in line
 
 
-def test_a_dashboard_that_takes_nothing_for_long_is_given_up(ray, unique, monkeypatch):
-    monkeypatch.setattr(submitting, "OUTCOME_S", 1.0)
-    ray.trouble = lambda method, path: Trouble(503, "busy") if (method, path) == POST else None
-    message = refused(SubmissionError, ray, unique, "job")
-    assert "has not taken the job" in message
-    assert "`nemo-run-ray resume` hands it over" in message
-
-
 def test_when_nobody_can_tell_what_became_of_it(ray, unique, monkeypatch):
     monkeypatch.setattr(submitting, "OUTCOME_S", 1.0)
     asked = []
@@ -203,16 +195,6 @@ def test_a_secret_that_is_not_set(ray, unique):
     message = refused(ConfigError, ray, unique, "job", secrets=["NOT_SET_1"])
     assert "NOT_SET_1" in message
     assert ray.writes == []
-
-
-def test_what_the_cluster_has_is_not_sent_again(ray, unique):
-    for _ in range(2):
-        Handed(ray, unique, "job")
-    first, second = (
-        [path for method, path in ray.requests if method == "PUT"],
-        len(ray.packages),
-    )
-    assert len(first) == second, "no archive was sent twice"
 
 
 def test_secrets_travel_in_an_archive_of_their_own(ray, unique, monkeypatch):

@@ -6,8 +6,7 @@ import pytest
 
 from nemo_run_ray.experiment.dispatch import resume
 from nemo_run_ray.experiment.store import store_of
-from nemo_run_ray.experiment.tend import Tending, _Revivals, tend
-from tests.conftest import wait_for
+from nemo_run_ray.experiment.tend import _Revivals, tend
 from tests.fake_ray import Trouble
 from tests.unit.experiment.conftest import Handed
 
@@ -78,14 +77,6 @@ def test_a_dispatcher_at_work_is_left_alone(ray, unique):
     assert ray.writes == []
 
 
-def test_a_dispatcher_that_has_nothing_left_to_do_is_not_started(ray, unique):
-    handed = Handed(ray, unique, "first", "second after first")
-    ray.dispatch(handed.dispatch.spec, rounds=20)
-    ray.requests.clear()
-    tend(handed.exp_dir)
-    assert ray.writes == []
-
-
 def test_a_job_that_starts_although_it_was_cancelled_is_stopped(ray, unique):
     handed = Handed(ray, unique, "one", "other")
     for name in ("one", "other"):
@@ -108,15 +99,3 @@ def test_a_cluster_that_is_away_is_left_alone(ray, stopped):
     ray.trouble = lambda method, path: Trouble()
     tend(stopped.exp_dir)
     assert f"{stopped.dispatch.id}@2" not in ray.rows
-
-
-def test_it_is_done_again_and_again_until_it_is_stopped(ray, stopped, monkeypatch):
-    monkeypatch.setattr("nemo_run_ray.experiment.tend._TEND_AGAIN_S", 0.05)
-    tending = Tending(stopped.exp_dir)
-    tending.start()
-    try:
-        wait_for(lambda: f"{stopped.dispatch.id}@2" in ray.rows)
-    finally:
-        tending.stop()
-        tending.join(10)
-    assert not tending.is_alive()

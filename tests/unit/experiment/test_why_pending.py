@@ -5,10 +5,8 @@ from dataclasses import replace
 
 import pytest
 
-from nemo_run_ray.dashboard import state
 from nemo_run_ray.experiment.explain import why_waiting
 from nemo_run_ray.experiment.snapshot import Snapshot
-from nemo_run_ray.experiment.store import store_of
 from nemo_run_ray.remote.fit import ResourceRequest
 from nemo_run_ray.remote.status import JobState, JobStatus, Reason
 from tests.fake_ray import FakeRay, Trouble
@@ -49,25 +47,6 @@ def test_a_groups_bundles_are_its_own_also_where_its_actors_use_none():
     rows = {"exp.group": {"job_id": "05000000"}}
     _, message = message_of(ResourceRequest({"CPU": 2.0}), NODE, rows=rows, **held)
     assert "held by exp.group (CPU 7); " in message
-
-
-def test_only_what_is_scarce_is_told():
-    node = FakeNode("a", {"CPU": 8.0, "GPU": 2.0})
-    actors = (supervisor("exp.a", node, CPU=1.0), supervisor("exp.b", node, GPU=2.0))
-    _, message = message_of(
-        ResourceRequest({"CPU": 1.0, "GPU": 1.0}), node, FakeNode("b", {}), actors=actors
-    )
-    assert "the best of 2 nodes, a, has CPU 7 of 8 free, GPU 0 of 2 free" in message
-    assert "held by exp.b (GPU 2); " in message
-
-
-def test_where_there_is_room_nothing_is_said():
-    assert message_of(ResourceRequest({"CPU": 1.0}, {"kind": "x"}), NODE) is None
-
-
-def test_the_day_is_told_unless_it_is_today():
-    _, words = why_waiting(ResourceRequest({"CPU": 9.0}), room(NODE), dict, 86_400.0)
-    assert "it waits since 1970-01-02 " in words
 
 
 def test_who_holds_a_node_is_found_once_for_all_that_ask_for_the_same():
@@ -153,37 +132,9 @@ def test_without_a_state_api_the_answer_is_as_before(waiting, ray, trouble):
     assert len(ray.requests) == told + 1  # the job table; the state API is left alone for a while
 
 
-def test_a_slow_state_api_holds_an_answer_up_once(waiting, ray, monkeypatch):
-    monkeypatch.setattr(state, "_ROOM_S", 0.2)
-    ray.trouble = lambda _, path: (path.startswith("/api/v0/nodes") and time.sleep(0.5)) or None
-    for _ in range(3):
-        assert status_of(waiting).reason is Reason.NONE
-    assert [path.partition("?")[0] for _, path in ray.requests].count("/api/v0/nodes") == 1
-
-
-@pytest.mark.parametrize("answer", [{}, [], [{}], [1], "text"])
-def test_an_answer_that_is_not_rays_explains_nothing(waiting, ray, answer):
-    ray.tables["nodes"] = answer
-    assert status_of(waiting).reason is Reason.NONE
-
-
 def test_without_actors_it_is_not_known_what_is_free(waiting, ray):
     del ray.tables["actors"]
     assert status_of(waiting).reason is Reason.NONE
-
-
-def test_a_start_needs_no_explanation(waiting, ray):
-    ray.rows[f"{waiting.id}.job"]["start_time"] = int(time.time() * 1000)
-    assert status_of(waiting).reason is Reason.NONE
-    assert {path for _, path in ray.requests} == {"/api/jobs/"}
-
-
-def test_a_task_of_a_version_that_noted_no_reservation_is_as_before(waiting, ray):
-    book = store_of(waiting.exp_dir).ledger.path
-    lines = book.read_text().replace('"reservation"', '"something_unknown"')
-    book.write_text(lines)
-    status = status_of(waiting)
-    assert (status.state, status.reason) == (JobState.PENDING, Reason.NONE)
 
 
 def test_a_task_that_reserves_nothing_asks_nothing(ray, unique):
