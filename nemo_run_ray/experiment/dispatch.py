@@ -36,14 +36,12 @@ from nemo_run_ray.errors import (
     Unanswered,
 )
 from nemo_run_ray.experiment import archives
-from nemo_run_ray.experiment.archives import Archive
 from nemo_run_ray.experiment.snapshot import GONE, Snapshot
 from nemo_run_ray.experiment.store import (
     INTENT,
     SUBMITTED,
     UNSETTLED,
     JobRecord,
-    Ledger,
     store_of,
 )
 from nemo_run_ray.ids import DISPATCHER
@@ -63,7 +61,7 @@ from nemo_run_ray.remote.attempts import (
 from nemo_run_ray.remote.dispatch.decide import Decision, Do, decide
 from nemo_run_ray.remote.files import write_file
 from nemo_run_ray.remote.node.rundir import DISPATCH
-from nemo_run_ray.remote.rows import NONCE_KEY, JobRow, JobRows, nonce_of
+from nemo_run_ray.remote.rows import NONCE_KEY, JobRows, nonce_of
 from nemo_run_ray.remote.spec import SUBMISSION_ID, DispatchedJobSpec, DispatchSpec, from_json
 from nemo_run_ray.remote.status import JobState, is_pending
 
@@ -126,6 +124,8 @@ class Dispatch:
         self.folder = exp_dir / FOLDER / name
         self._lock = threading.Lock()
         self._last: DispatchStatus | None = None
+        #: Times at which this process has started its dispatcher again.
+        self.revived_at: list[float] = []
         self._nonces: frozenset[str] = frozenset()
         if record is not None:
             nonce = record.nonces[-1]
@@ -177,7 +177,7 @@ class Dispatch:
     def save(
         self,
         spec: DispatchSpec,
-        uploads: Mapping[str, Archive],
+        uploads: Mapping[str, archives.Archive],
         pythons: list[str],
         places: Mapping[str, Sequence[str]],
     ) -> None:
@@ -291,47 +291,30 @@ def submit_once(
                 lost, after_s = None, 0.0
             except Unanswered as error:
                 lost, after_s = error, error.after_s
-            row = _outcome(api, submission_id, max(0.0, deadline - time.monotonic()))
-            if row is not None:
-                _must_be_ours(api, row, nonces())
+            try:
+                row = api.job(submission_id, max(0.0, deadline - time.monotonic()))
+            except Unanswered as error:
+                raise SubmissionError(
+                    f"It is not known whether the job {submission_id} has started: {error} It is "
+                    "noted; `nemo-run-ray status` finds it when the cluster answers, and "
+                    "`nemo-run-ray resume` hands it over if it never arrived."
+                ) from error
+            if row is not None and nonce_of(row) in nonces():
                 return
+            if row is not None:
+                raise Conflict(
+                    f"The id {submission_id} is taken at {api.dashboard.url} by a job that another "
+                    f"run submitted (its entrypoint: {str(row.get('entrypoint'))[:80]!r}). Nothing "
+                    "was started. Give the experiment another id or title."
+                )
             if time.monotonic() + after_s >= deadline:
-                raise _not_taken(api, submission_id, lost)
+                why = "its id is taken" if lost is None else str(lost).rstrip(".")
+                raise SubmissionError(
+                    f"{api.dashboard.url} has not taken the job {submission_id} in "
+                    f"{OUTCOME_S:.0f} s: {why}. It has not started; as long as this Ray lives, "
+                    "`nemo-run-ray resume` hands it over later."
+                )
             pause(max(0.5, after_s))
-
-
-def _outcome(api: JobsApi, submission_id: str, patience_s: float) -> JobRow | None:
-    """The job's row now; ``None`` when the cluster has no such job."""
-    try:
-        return api.job(submission_id, patience_s)
-    except Unanswered as error:
-        raise SubmissionError(
-            f"It is not known whether the job {submission_id} has started: {error} It is noted; "
-            "`nemo-run-ray status` finds it when the cluster answers, and `nemo-run-ray resume` "
-            "hands it over if it never arrived."
-        ) from error
-
-
-def _not_taken(api: JobsApi, submission_id: str, lost: ClusterError | None) -> SubmissionError:
-    why = "its id is taken" if lost is None else str(lost).rstrip(".")
-    return SubmissionError(
-        f"{api.dashboard.url} has not taken the job {submission_id} in {OUTCOME_S:.0f} s: {why}. "
-        "It has not started; as long as this Ray lives, `nemo-run-ray resume` hands it over later."
-    )
-
-
-def _must_be_ours(api: JobsApi, row: JobRow, nonces: Collection[str]) -> None:
-    if nonce_of(row) in nonces:
-        return
-    raise Conflict(
-        f"The id {row.get('submission_id')} is taken at {api.dashboard.url} by a job that another "
-        f"run submitted (its entrypoint: {str(row.get('entrypoint'))[:80]!r}). Nothing was "
-        "started. Give the experiment another id or title."
-    )
-
-
-#: The answer for a dispatch whose jobs have all been decided.
-_OVER = "all is decided"
 
 
 def start_dispatcher(dispatch: Dispatch, api: JobsApi, cluster: dict[str, Any]) -> str:
@@ -349,27 +332,70 @@ def start_dispatcher(dispatch: Dispatch, api: JobsApi, cluster: dict[str, Any]) 
         ClusterError: the cluster cannot be reached.
     """
     found = dispatch.look(api, Snapshot(is_fresh=True))
-    nonce = dispatch.spec.nonce
+    spec, folder, nonce = dispatch.spec, dispatch.folder, dispatch.spec.nonce
     name = attempt_id(dispatch.id, max(found.dispatcher, default=0) + 1)
-    start = _upload(dispatch, api)
-    uploads = [_plan_archive(dispatch)]
-    hidden = _secrets(dispatch, found)
+    try:
+        start: dict[str, Any] = json.loads((folder / "dispatcher.json").read_text(encoding="utf-8"))
+        for archive_name in start["archives"]:
+            if not api.has_package(archive_name):
+                api.put_package(archive_name, (folder / archive_name).read_bytes())
+    except (OSError, ValueError) as error:
+        raise JobError(
+            f"The chain {dispatch.id} cannot be started again from {folder}: {error}. Copy the "
+            "experiment's whole folder."
+        ) from error
+    plan = spec.to_json().encode()
+    digest = hashlib.sha256(plan).hexdigest()
+    uploads = [archives.single_file("The experiment's plan", DISPATCH, plan, digest)]
+    waiting = [job for job in spec.jobs if not found.decision.statuses[job.name].state.is_terminal]
+    hidden = sorted({secret for job in waiting for secret in job.secrets})
     if hidden:
         places = start.get("secret_places", {})
         uploads.append(archives.secrets_archive(hidden, f"{nonce} {name}", places))
     for archive in uploads:
         api.put_package(archive.name, archive.pack())
-    names = [*start["archives"], *(archive.name for archive in uploads)]
-    body = _body(name, nonce, start["pythons"], names)
-    if not hidden:
-        _keep(dispatch, cluster, body, start, uploads)
-    book = _write_intent(dispatch, name, cluster)
+    packages = [*start["archives"], *(archive.name for archive in uploads)]
+    body = {
+        "submission_id": name,
+        "entrypoint": dispatcher_entrypoint(start["pythons"], name, nonce),
+        "runtime_env": {"py_modules": [f"gcs://{package}" for package in packages], "env_vars": {}},
+        "metadata": {NONCE_KEY: nonce, "nemo_run_job": DISPATCHER},
+    }
+    if not hidden:  # the cluster itself can go on with it in another allocation
+        entrypoint = dispatcher_entrypoint(start["pythons"], SUBMISSION_ID, nonce)
+        again = {**body, "submission_id": dispatch.id, "entrypoint": entrypoint}
+
+        def data() -> dict[str, bytes]:
+            saved = {name: (folder / name).read_bytes() for name in start["archives"]}
+            return saved | {archive.name: archive.pack() for archive in uploads}
+
+        ids = sorted(spec.ids - {dispatch.id, spec.cancel_id, ""})
+        from_record(cluster).keep_dispatch(dispatch.id, ids, again, data)
+    ledger = store_of(dispatch.exp_dir).ledger
+    try:
+        ledger.write(
+            INTENT,
+            name,
+            job=DISPATCHER,
+            role=DISPATCHER,
+            cluster=cluster,
+            session=spec.session,
+            nonce=nonce,
+            dispatcher=dispatch.id,
+            is_dispatcher=True,
+        )
+    except OSError as error:
+        raise JobError(
+            f"The dispatcher {name} cannot be written down in {dispatch.exp_dir}: "
+            f"{error.strerror}. It was not started. Make room there, or look at the experiment as "
+            "the user who owns that folder."
+        ) from error
     try:
         submit_once(api, body, lambda: [nonce])
     except NemoRunRayError as error:
-        book.note(UNSETTLED, name, why=str(error))
+        ledger.note(UNSETTLED, name, why=str(error))
         raise
-    book.note(SUBMITTED, name)
+    ledger.note(SUBMITTED, name)
     return name
 
 
@@ -384,7 +410,7 @@ def resume(dispatch: Dispatch) -> str:
     all_records = store_of(dispatch.exp_dir).ledger.jobs().values()
     records = [job for job in all_records if job.dispatcher == dispatch.id]
     if all(job.terminal for job in records if not job.is_dispatcher):
-        return _OVER  # its cluster may be gone since
+        return "all is decided"  # its cluster may be gone since
     record = records[0].cluster
     cluster = from_record(record)
     dashboard = cluster.find()
@@ -398,98 +424,10 @@ def resume(dispatch: Dispatch) -> str:
     if found.lost:
         return f"lost: {found.lost}; run the experiment again"
     if found.decision.is_over:
-        return _OVER
+        return "all is decided"
     if found.is_dispatched:
         return "its dispatcher is at work"
     return f"started again as {start_dispatcher(dispatch, api, record)}"
-
-
-def _upload(dispatch: Dispatch, api: JobsApi) -> dict[str, Any]:
-    """Send the archives that Ray lacks, and return how the dispatcher is started."""
-    folder = dispatch.folder
-    try:
-        start: dict[str, Any] = json.loads((folder / "dispatcher.json").read_text(encoding="utf-8"))
-        for name in start["archives"]:
-            if not api.has_package(name):
-                api.put_package(name, (folder / name).read_bytes())
-    except (OSError, ValueError) as error:
-        raise JobError(
-            f"The chain {dispatch.id} cannot be started again from {folder}: {error}. Copy the "
-            "experiment's whole folder."
-        ) from error
-    return start
-
-
-def _body(name: str, nonce: str, pythons: list[str], packages: list[str]) -> dict[str, Any]:
-    return {
-        "submission_id": name,
-        "entrypoint": dispatcher_entrypoint(pythons, name, nonce),
-        "runtime_env": {"py_modules": [f"gcs://{package}" for package in packages], "env_vars": {}},
-        "metadata": {NONCE_KEY: nonce, "nemo_run_job": DISPATCHER},
-    }
-
-
-def _keep(
-    dispatch: Dispatch,
-    cluster: dict[str, Any],
-    body: dict[str, Any],
-    start: dict[str, Any],
-    uploads: list[archives.Archive],
-) -> None:
-    """Let the cluster go on with a dispatch by itself; one with secrets needs a client."""
-    entrypoint = dispatcher_entrypoint(start["pythons"], SUBMISSION_ID, dispatch.spec.nonce)
-    again = {**body, "submission_id": dispatch.id, "entrypoint": entrypoint}
-
-    def data() -> dict[str, bytes]:
-        saved = {name: (dispatch.folder / name).read_bytes() for name in start["archives"]}
-        return saved | {archive.name: archive.pack() for archive in uploads}
-
-    ids = [job.id for job in dispatch.spec.jobs]
-    outside = [upstream for job in dispatch.spec.jobs for upstream in job.outside]
-    ids += [name for upstream in outside for name in (upstream.id, upstream.dispatcher) if name]
-    from_record(cluster).keep_dispatch(dispatch.id, ids, again, data)
-
-
-def _write_intent(dispatch: Dispatch, name: str, cluster: dict[str, Any]) -> Ledger:
-    book = store_of(dispatch.exp_dir).ledger
-    try:
-        book.write(
-            INTENT,
-            name,
-            job=DISPATCHER,
-            role=DISPATCHER,
-            cluster=cluster,
-            session=dispatch.spec.session,
-            nonce=dispatch.spec.nonce,
-            dispatcher=dispatch.id,
-            is_dispatcher=True,
-        )
-    except OSError as error:
-        raise JobError(
-            f"The dispatcher {name} cannot be written down in {dispatch.exp_dir}: "
-            f"{error.strerror}. It was not started. Make room there, or look at the experiment as "
-            "the user who owns that folder."
-        ) from error
-    return book
-
-
-def _plan_archive(dispatch: Dispatch) -> archives.Archive:
-    data = dispatch.spec.to_json().encode()
-    return archives.single_file(
-        "The experiment's plan", DISPATCH, data, hashlib.sha256(data).hexdigest()
-    )
-
-
-def _secrets(dispatch: Dispatch, found: DispatchStatus) -> list[str]:
-    """Names of the secrets of all jobs that may still be started."""
-    return sorted(
-        {
-            name
-            for job in dispatch.spec.jobs
-            if not found.decision.statuses[job.name].state.is_terminal
-            for name in job.secrets
-        }
-    )
 
 
 #: Seconds beyond the grace period until all jobs of a dispatch must have ended, one by one.

@@ -111,6 +111,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+#: Kind of the kept file with the rows of a group or an array.
+_ROWS = "json"
 #: Seconds between two looks of a wait, and of a reader that waits for a job's next attempt.
 _LOOK_AGAIN_S = 1.0
 #: Seconds beyond the grace period until a cancelled job must be terminal.
@@ -459,8 +461,8 @@ class RemoteJob:
     def _driver_rows(self, status: JobStatus, shape: dict[str, Any]) -> Any:
         """The last rows that its driver wrote, if they have this shape."""
         found: Any = None
-        if self.kept.has_rows:
-            found = self.kept.rows()
+        if self.kept.has(_ROWS):
+            found = json.loads(self.kept.text(_ROWS))
         elif status.node and status.reason not in (Reason.UNREACHABLE, Reason.CLUSTER_GONE):
             with contextlib.suppress(NemoRunRayError):  # a node may be known all the same
                 found = self.api().state.rows(status.node, self.ran_as(status))
@@ -489,8 +491,8 @@ class RemoteJob:
         Raises:
             ClusterError: the cluster does not answer.
         """
-        if self.kept.has_array_file(kind):
-            return self.kept.array_file(kind)
+        if self.kept.has(kind):
+            return self.kept.text(kind).splitlines()
         if not status.node:
             return []
         lines = self.api().state.array_file(status.node, self.id, kind)
@@ -989,7 +991,8 @@ class _Copies:
                 if may_try and job.id not in self._done:
                     self._waiting[job.id] = job, status
                     self._problems[job.id] = f"The log of {job.id} is not copied yet."
-            if self._waiting and self._thread is None:
+            is_idle = self._thread is None or not self._thread.is_alive()
+            if self._waiting and is_idle:
                 self._thread = threading.Thread(target=self._run, name="copy-logs", daemon=True)
                 self._thread.start()
             thread = self._thread
@@ -1052,15 +1055,16 @@ def _copy_log(store: ExperimentStore, job: RemoteJob, status: JobStatus) -> str:
 
 def _copy_driver_files(job: RemoteJob, status: JobStatus) -> None:
     """Copy what the driver of a group or of an array has written."""
-    if not job.kept.has_rows:
+    if not job.kept.has(_ROWS):
         rows = job.roles(status) or job.array_rows(status)
         if rows:
-            job.kept.keep_rows(rows)
-    if job.record.is_array and not job.kept.has_array_file(STATES_FILE):
+            job.kept.keep(_ROWS, json.dumps(rows))
+    if job.record.is_array and not job.kept.has(STATES_FILE):
         states = job.array_file(status, STATES_FILE)
         if states:  # else it had no elements yet, or they cannot be read now
-            job.kept.keep_array_file(RESULTS_FILE, job.array_file(status, RESULTS_FILE))
-            job.kept.keep_array_file(STATES_FILE, states)  # last: with it, all is kept
+            results = job.array_file(status, RESULTS_FILE)
+            job.kept.keep(RESULTS_FILE, "\n".join([*results, ""]))
+            job.kept.keep(STATES_FILE, "\n".join([*states, ""]))  # last: with it, all is kept
 
 
 def _until(texts: Iterator[str], deadline: float) -> Iterator[str]:

@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import IO, Any, TypeVar, cast
+from typing import IO, Any, TypeVar
 
 from filelock import FileLock
 from pydantic import ConfigDict
@@ -27,7 +27,7 @@ from nemo_run_ray.ids import LEDGER
 from nemo_run_ray.remote.attempts import Attempt, attempt_id, attempt_of_row, attempts_of
 from nemo_run_ray.remote.files import replacing, write_file
 from nemo_run_ray.remote.node.output import CUT
-from nemo_run_ray.remote.rows import ArrayRows, GroupRows, JobRows, fits
+from nemo_run_ray.remote.rows import JobRows, fits
 from nemo_run_ray.remote.status import JobState, JobStatus, Reason
 from nemo_run_ray.remote.trust import why_untrusted
 
@@ -422,9 +422,8 @@ class Kept:
     def __init__(self, exp_dir: Path, submission_id: str, copy: str = "") -> None:
         # Whatever a ledger says, the name's end is this one: no other file is replaced.
         self._copy = Path(f"{copy}_{submission_id}_srun.log") if copy else None
+        self._id = submission_id
         self._log = exp_dir / "ray_logs" / f"{submission_id}.log"
-        self._rows = exp_dir / "ray_logs" / f"{submission_id}.json"
-        self._array = exp_dir / "ray_logs" / f"{submission_id}.array"
 
     @property
     def has_log(self) -> bool:
@@ -459,39 +458,26 @@ class Kept:
             else:
                 _write_end(pieces, most_bytes, folder, file)
         if self._copy is not None and self._copy.parent.parent.is_dir():
-            self._write_copy(self._copy)
+            try:
+                self._copy.parent.mkdir(exist_ok=True)
+                with open(self._log, "rb") as kept, replacing(self._copy) as file:
+                    shutil.copyfileobj(kept, file)
+            except OSError as error:
+                log.warning("The log is not written to %s too: %s", self._copy, error)
 
-    def _write_copy(self, path: Path) -> None:
-        try:
-            path.parent.mkdir(exist_ok=True)
-            with open(self._log, "rb") as kept, replacing(path) as file:
-                shutil.copyfileobj(kept, file)
-        except OSError as error:
-            log.warning("The log is not written to %s too: %s", path, error)
+    def has(self, kind: str) -> bool:
+        """Whether a file of its driver was kept."""
+        return self._path(kind).exists()
 
-    @property
-    def has_rows(self) -> bool:
-        return self._rows.exists()
+    def text(self, kind: str) -> str:
+        return self._path(kind).read_text(encoding="utf-8")
 
-    def rows(self) -> GroupRows | ArrayRows:
-        """The last rows that the driver of a group or of an array wrote."""
-        return cast("GroupRows | ArrayRows", json.loads(self._rows.read_text(encoding="utf-8")))
+    def keep(self, kind: str, text: str) -> None:
+        self._path(kind).parent.mkdir(parents=True, exist_ok=True)
+        write_file(self._path(kind), text)
 
-    def keep_rows(self, rows: GroupRows | ArrayRows) -> None:
-        self._rows.parent.mkdir(parents=True, exist_ok=True)
-        write_file(self._rows, json.dumps(rows))
-
-    def has_array_file(self, kind: str) -> bool:
-        """Whether a file that the driver of an array has written was kept."""
-        return self._array.with_suffix(f".{kind}").exists()
-
-    def array_file(self, kind: str) -> list[str]:
-        """Its lines."""
-        return self._array.with_suffix(f".{kind}").read_text(encoding="utf-8").splitlines()
-
-    def keep_array_file(self, kind: str, lines: Iterable[str]) -> None:
-        self._array.parent.mkdir(parents=True, exist_ok=True)
-        write_file(self._array.with_suffix(f".{kind}"), "".join(f"{line}\n" for line in lines))
+    def _path(self, kind: str) -> Path:
+        return self._log.with_name(f"{self._id}.{kind}")
 
 
 def _write_end(pieces: Iterable[bytes], most_bytes: int, folder: Path, file: IO[bytes]) -> None:

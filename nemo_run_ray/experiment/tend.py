@@ -85,7 +85,7 @@ def _tend_on(api: JobsApi, records: list[JobRecord]) -> None:
             # Its first dispatcher may be on its way: the client sends the archives before.
             is_young = time.time() - record.intended_at < _SENDING_S and not found.dispatcher
             if not found.lost and not is_young:
-                _Revivals.of(dispatch).revive(api, record.cluster, found)
+                _revive(dispatch, api, record.cluster, found)
 
 
 def _own(rows: JobRows, records: list[JobRecord]) -> JobRows:
@@ -96,44 +96,29 @@ def _own(rows: JobRows, records: list[JobRecord]) -> JobRows:
     }
 
 
-class _Revivals:
-    """The starts of one dispatch's dispatcher by this process."""
-
-    def __init__(self, dispatch: Dispatch) -> None:
-        self._dispatch = dispatch
-        self._lock = threading.Lock()
-        self._last_at = -_REVIVE_AGAIN_S
-        self._count = 0
-
-    @classmethod
-    def of(cls, dispatch: Dispatch) -> _Revivals:
-        return store_of(dispatch.exp_dir).shared(cls, dispatch.id, lambda: cls(dispatch))
-
-    def revive(self, api: JobsApi, cluster: dict[str, Any], found: DispatchStatus) -> None:
-        """Start the dispatcher again if it is dead and there is something left for it to do."""
-        if found.is_dispatched or found.decision.is_over or not self._may():
+def _revive(
+    dispatch: Dispatch, api: JobsApi, cluster: dict[str, Any], found: DispatchStatus
+) -> None:
+    """Start a dispatcher again if it is dead and has something to do."""
+    if found.is_dispatched or found.decision.is_over:
+        return
+    with store_of(dispatch.exp_dir).lock:
+        now, last = time.monotonic(), (dispatch.revived_at or [-_REVIVE_AGAIN_S])[-1]
+        if now - last < _REVIVE_AGAIN_S or len(dispatch.revived_at) >= _REVIVALS_MAX:
             return
-        name = self._dispatch.id
-        why = "never reached the cluster"
-        if found.dispatcher:
-            last = found.dispatcher[max(found.dispatcher)].status
-            why = f"has ended before its jobs ({last.detail or last.state.value.lower()})"
-        try:
-            if self._dispatch.look(api, Snapshot(is_fresh=True)).is_dispatched:
-                return  # another client was faster
-            started = start_dispatcher(self._dispatch, api, cluster)
-        except NemoRunRayError as error:
-            log.warning("The dispatcher %s %s, and cannot be started: %s", name, why, error)
-            return
-        log.warning("The dispatcher %s %s; it is started again as %s.", name, why, started)
-
-    def _may(self) -> bool:
-        with self._lock:
-            too_soon = time.monotonic() - self._last_at < _REVIVE_AGAIN_S
-            if too_soon or self._count >= _REVIVALS_MAX:
-                return False
-            self._last_at, self._count = time.monotonic(), self._count + 1
-            return True
+        dispatch.revived_at.append(now)
+    why = "never reached the cluster"
+    if found.dispatcher:
+        last_status = found.dispatcher[max(found.dispatcher)].status
+        why = f"has ended before its jobs ({last_status.detail or last_status.state.value.lower()})"
+    try:
+        if dispatch.look(api, Snapshot(is_fresh=True)).is_dispatched:
+            return  # another client was faster
+        started = start_dispatcher(dispatch, api, cluster)
+    except NemoRunRayError as error:
+        log.warning("The dispatcher %s %s, and cannot be started: %s", dispatch.id, why, error)
+        return
+    log.warning("The dispatcher %s %s; it is started again as %s.", dispatch.id, why, started)
 
 
 class Tending(threading.Thread):

@@ -66,12 +66,6 @@ def test_a_job_that_never_ends_is_an_error_that_names_it(ray, one):
     assert "Cancel it again" in str(caught.value)
 
 
-def test_a_job_that_has_ended_is_left_alone(ray, one):
-    ray.rows[f"{one.id}.job"].update(status="SUCCEEDED", driver_exit_code=0)
-    assert one.jobs["job"].cancel().state is JobState.SUCCEEDED
-    assert ray.stops == []
-
-
 def test_a_job_that_waits_for_room_is_stopped_until_ray_holds_it_back(ray, one):
     name = f"{one.id}.job"
     ray.rows[name].update(status="PENDING", driver_node_id=None)
@@ -126,13 +120,6 @@ def test_a_whole_chain_is_cancelled_by_one_claim(ray, unique):
     assert [one.split(" ")[0] for one in told] == ["first", "second", "third"]
     assert list(ray.claims) == [handed.dispatch.spec.cancel_id]
     assert ray.stops == [f"{handed.id}.first"]
-
-
-def test_a_chain_is_cancelled_when_its_dispatcher_is_dead(ray, unique):
-    handed = Handed(ray, unique, "first", "second after first")
-    ray.rows[handed.dispatch.id]["status"] = "FAILED"
-    list(cancel_all(list(handed.jobs.values())))
-    assert handed.states() == {"first": "CANCELLED", "second": "CANCELLED"}
 
 
 def test_a_cluster_that_is_away_is_not_asked_for_long(ray, unique):

@@ -83,10 +83,3 @@ def test_a_job_that_an_experiment_does_not_have(ray, unique, verb):
     assert done.exit_code == 1
     assert f"'{handed.id}' has no job 'nosuch'; it has " in done.stderr
     assert all(one in done.stderr for one in handed.jobs)
-
-
-def test_a_role_of_a_job_that_is_no_group(ray, unique):
-    handed = Handed(ray, unique, "job")
-    done = CliRunner().invoke(cli.build(), ["logs", handed.id, "--role", "server"])
-    assert done.exit_code == 1
-    assert "is no group and has no roles" in done.stderr

@@ -24,7 +24,7 @@ from nemo_run_ray.remote.attempts import file_of
 from nemo_run_ray.remote.spec import ArraySpec, from_json
 from tests.array_tasks import train
 from tests.conftest import wait_for
-from tests.fake_ray import FAILS, GOES_ON, SUCCEEDS, Trouble
+from tests.fake_ray import FAILS, GOES_ON, SUCCEEDS
 from tests.unit.experiment.conftest import ArrayDriver, Handed
 
 pytestmark = pytest.mark.usefixtures("fresh_tables")
@@ -181,19 +181,6 @@ def test_elements_are_cancelled_by_a_request_and_their_end_is_waited_for(ray, jo
     ]
 
 
-def test_lost_answers_do_not_keep_elements_from_being_cancelled(ray, job, driver):
-    thread = driver.takes_request([*STATES[:2], [4, 5, "cancelled", 1, 143], *STATES[3:]])
-    looks = iter(range(1_000_000))
-    ray.trouble = lambda method, path: (
-        Trouble() if method == "GET" and next(looks) % 3 == 0 else None
-    )
-
-    found = job.cancel_elements("4-5")
-
-    thread.join()
-    assert [one.state for one in found] == ["cancelled"] * 2
-
-
 def test_those_that_wait_are_cancelled_and_those_that_have_begun_meanwhile_go_on(job, driver):
     after = [*STATES[:3], [6, 6, "leased", 1, 0], [7, 7, "cancelled", 0, 0]]
     thread = driver.takes_request(after)
@@ -203,14 +190,6 @@ def test_those_that_wait_are_cancelled_and_those_that_have_begun_meanwhile_go_on
     thread.join()
     assert (driver.cancelled, driver.only_waiting) == ([[0, 7]], True)
     assert [(one.index, one.state) for one in found] == [(6, "running"), (7, "cancelled")]
-
-
-def test_nothing_is_cancelled_by_an_empty_text_or_by_what_is_over(job, driver, ray):
-    for selection in ("", "failed", "succeeded", "lost"):
-        with pytest.raises(ConfigError, match="expected is waiting, running, or indices"):
-            job.cancel_elements(selection)
-    assert job.cancel_elements("3") == job.select_elements("failed")
-    assert not [name for name in ray.rows if "@cancel-elements" in name]
 
 
 def test_many_elements_are_selected_quickly(job, driver):

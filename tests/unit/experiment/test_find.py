@@ -28,12 +28,6 @@ def test_the_newest_experiment_of_a_title(ray, unique):
     assert find_experiment(unique) == second.exp_dir
 
 
-def test_a_look_at_an_older_experiment_makes_it_no_newer(ray, unique):
-    older, newer = Handed(ray, unique, "job"), Handed(ray, unique, "job")
-    (older.exp_dir / "touched").mkdir()
-    assert find_experiment(unique) == newer.exp_dir
-
-
 @pytest.mark.parametrize("name", ["no-such-thing", "", "no/such", "*", "[a]", "ray_jobs://x/y"])
 def test_a_name_of_nothing(name):
     with pytest.raises(JobError, match="There is no experiment") as caught:
@@ -47,12 +41,6 @@ def test_an_experiment_that_has_handed_nothing_over(ray, unique):
     with pytest.raises(JobError, match="has handed nothing over to Ray yet") as caught:
         nemo_run_ray.find(handed.id)
     assert f"nemo-run-ray resume {handed.id}" in str(caught.value)
-
-
-def test_a_file_beside_experiments_is_none(ray, unique):
-    handed = Handed(ray, unique, "one")
-    (handed.exp_dir.parent / "notes.txt").write_text("mine")
-    assert find_experiment(unique) == handed.exp_dir
 
 
 def test_a_folder_that_was_copied_to_another_home_is_found_there(

@@ -141,20 +141,6 @@ def test_what_is_written_right_after_the_end_is_not_lost():
     assert found == "a\nour first process was killed\n"
 
 
-class Endless(Flaky):
-    """The server keeps the stream open after the last character."""
-
-    def tail(self) -> Iterator[str]:
-        self._over = True
-        yield from self._pieces(self._text)
-        pytest.fail("read on behind the log's end")
-
-
-def test_the_last_line_ends_the_wait_for_the_server():
-    text = f"abc\n{_END}"
-    assert "".join(follow(Endless(text, [1, 2], [4]), (_MARK,), Pauses())) == text
-
-
 class Short(Flaky):
     """A line beyond the WebSocket's limit: the stream ends before it, each time."""
 

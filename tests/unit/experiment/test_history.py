@@ -20,17 +20,11 @@ from nemo_run_ray.errors import JobError
 from nemo_run_ray.experiment import job as history
 from nemo_run_ray.experiment.job import RemoteJob
 from nemo_run_ray.experiment.store import (
-    INTENT,
-    SEEN,
-    SUBMITTED,
-    TERMINAL,
     AttemptRecord,
     Kept,
-    Ledger,
     attempts_of_rows,
     has_news,
     known,
-    merged,
 )
 from nemo_run_ray.remote.attempts import CLAIM_KEY, attempt_id
 from nemo_run_ray.remote.end_record import EndRecord
@@ -117,29 +111,6 @@ def test_it_is_read_when_the_cluster_has_forgotten_the_job(ray, unique):
     assert invoke("logs", unique) == "before\n", "that is another one's"
 
 
-def test_none_is_kept_when_none_is_wanted(ray, unique):
-    handed = Handed(ray, unique, "job", keep_logs_max_bytes=0)
-    end(handed, "job")
-    assert handed.record() == {"job": "SUCCEEDED"}
-    assert log_requests(ray) == 0
-    assert kept(handed) == {}
-
-
-def test_a_longer_log_keeps_its_end(ray, unique):
-    handed = Handed(ray, unique, "job", keep_logs_max_bytes=1000)
-    lines = [f"line {number}\n" for number in range(1000)]
-    end(handed, "job", log="".join(lines))
-    handed.record()
-    first, *rest = kept(handed)["job.log"].splitlines(keepends=True)
-    assert rest == lines[-len(rest) :]
-    assert 950 < len("".join(rest)) <= 1000
-    missing = len("".join(lines)) - len("".join(rest))
-    assert first == (
-        f"nemo_run_ray| the first {missing} bytes of this log are not kept: "
-        "RayExecutor.keep_logs_max_bytes is 1000\n"
-    )
-
-
 @pytest.mark.parametrize(
     "trouble", [Trouble(500, "no such file"), Trouble(), Trouble(200, '{"logs": "half of')]
 )
@@ -219,16 +190,6 @@ def test_a_long_log_needs_little_memory(tmp_path):
     assert (tmp_path / "ray_logs" / "job.log").stat().st_size < 8 * 1024**2 + 200
 
 
-def test_half_a_log_is_not_kept(tmp_path):
-    def breaks():
-        yield "a"
-        raise OSError("broke off")
-
-    with pytest.raises(OSError, match="broke off"):
-        Kept(tmp_path, "job").keep_log(breaks(), 100)
-    assert list((tmp_path / "ray_logs").iterdir()) == []
-
-
 def test_a_reader_whose_cluster_dies_gets_the_rest_that_it_left(ray, unique):
     (job,) = Handed(ray, unique, "job").jobs.values()
 
@@ -283,9 +244,6 @@ def test_a_reader_of_several_attempts_gets_the_rest_of_the_last_one(ray, unique,
 
 
 # ---------------------------------------------------------------------- attempts
-
-
-_MOMENTS = st.none() | st.floats(0, 2e9)
 
 
 def _row(status: str, nonce: str = "n", posted: int = 1000, ended: int = 0, **metadata) -> dict:
@@ -355,14 +313,6 @@ def _attempt(state: str = "RUNNING", running_at: float | None = None) -> Attempt
     return AttemptRecord("e.a", state, posted_at=1.0, running_at=running_at)
 
 
-@given(_MOMENTS, _MOMENTS)
-def test_the_first_moment_at_which_it_was_seen_running_counts(kept, now):
-    before, after = {"e.a": _attempt("PENDING", kept)}, {"e.a": _attempt("RUNNING", now)}
-    (found,) = merged(before, after).values()
-    known = [one for one in (kept, now) if one is not None]
-    assert found.running_at == min(known, default=None)
-
-
 def test_a_start_that_nobody_saw_is_read_from_the_end_record(ray, unique):
     handed = Handed(ray, unique, "job", keep_logs_max_bytes=0)
     end(handed, "job")
@@ -392,22 +342,3 @@ def test_a_wait_ends_in_time_while_a_log_is_copied(ray, unique, monkeypatch):
     may_end.set()
     handed.record()
     assert kept(handed) == {"job.log": "words"}
-
-
-def test_the_ledger_keeps_them(tmp_path):
-    book = Ledger(tmp_path)
-    given = {"job": "a", "role": "a", "cluster": {}, "session": "s"}
-    book.write(INTENT, "e.a", **given, nonce="n")
-    attempt = dataclasses.replace(_attempt("FAILED", 2.0), ended_at=3.0, exit_code=1, node="x")
-    book.write(SEEN, "e.a", attempts=[attempt.to_json()])
-    book.write(SUBMITTED, "e.a")
-    book.write(INTENT, "e.a", **given, nonce="m")
-    (record,) = book.jobs().values()
-    assert record.attempts == {"e.a": attempt}
-    assert record.terminal == {}
-    later = {**attempt.to_json(), "later": 1}
-    status = JobStatus(JobState.FAILED).to_json()
-    book.write(TERMINAL, "e.a", status=status, attempts=[later])
-    (record,) = book.jobs().values()
-    assert record.attempts == {"e.a": attempt}
-    assert record.terminal == status

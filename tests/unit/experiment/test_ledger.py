@@ -180,12 +180,6 @@ def test_an_experiment_outside_of_the_home_is_found(home, tmp_path, monkeypatch,
     assert find_record(submission_id).exp_dir == exp_dir
 
 
-def test_an_unknown_job_is_named_with_the_home(home):
-    with pytest.raises(JobError, match=r"exp_1\.job") as caught:
-        find_record("exp_1.job")
-    assert str(home) in str(caught.value)
-
-
 @pytest.fixture
 def full_after(monkeypatch):
     """Let the disk be full after so many writes of a ledger, and keep what is warned of."""

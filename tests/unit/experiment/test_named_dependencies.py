@@ -1,6 +1,5 @@
 """Jobs that wait for experiments by their titles or ids, on a simulated Ray."""
 
-import nemo_run as run
 import pytest
 
 from nemo_run_ray import RayExecutor
@@ -85,18 +84,6 @@ def test_an_experiment_that_is_not_handed_over_yet(ray, unique, prep):
     assert "were not handed over to Ray: b" in message
     ledger.unlink()
     assert "a, b" in refused(ConfigError, executor, f"{unique}y")
-
-
-def test_a_groups_roles_may_name_them(ray, unique, prep):
-    fields = {"address": ray.url, "dependencies": [prep.id]}
-    roles = [RayExecutor(role="a", **fields), RayExecutor(role="b", address=ray.url)]
-    with run.Experiment(unique, skip_status_at_exit=True) as experiment:
-        experiment.add([run.Script(inline="true")] * 2, executor=roles, name="group")
-        experiment.dryrun(log=False)
-        (info,) = experiment.jobs[0]._dryrun_infos
-    assert f"after     ray_jobs://nemo_run/{prep.id}.a, ray_jobs://nemo_run/{prep.id}.b" in str(
-        info
-    )
 
 
 @pytest.mark.parametrize("has_it", [True, False])

@@ -2,7 +2,6 @@
 
 import pytest
 
-from nemo_run_ray.dashboard.jobs import TABLE_AGE_S
 from nemo_run_ray.errors import ConfigError
 from nemo_run_ray.experiment import snapshot as snapshots
 from nemo_run_ray.experiment.snapshot import Snapshot
@@ -92,14 +91,6 @@ def test_an_end_is_known_without_its_cluster(ray, one):
     assert ray.requests == []
 
 
-def test_one_look_at_the_table_serves_everybody_for_a_moment(ray, one):
-    (job,) = one.jobs.values()
-    ray.requests.clear()
-    for _ in range(20):
-        assert job.status.state is JobState.PENDING
-    assert len(ray.requests) <= 1 + 1 / TABLE_AGE_S
-
-
 def test_a_wait_that_is_too_short_says_so_and_the_job_goes_on(ray, one):
     (job,) = one.jobs.values()
     with pytest.raises(TimeoutError, match="is PENDING after 0 s; it goes on"):
@@ -136,24 +127,6 @@ def test_a_job_object_sees_what_other_processes_have_written_down(ray, one):
     assert job.status_in(Snapshot(is_fresh=True)).state is JobState.CANCELLED
 
 
-def test_a_wait_for_an_id_that_a_stranger_has_ends(ray, one):
-    ray.rows[f"{one.id}.job"]["metadata"] = {"nemo_run_ray": "theirs"}
-    (job,) = one.jobs.values()
-    status = job.wait()
-    assert (status.state, status.reason) == (JobState.FAILED, Reason.TAKEN)
-
-
-def test_a_chain_is_not_told_as_undispatched_while_a_head_recovers(ray, unique):
-    handed = Handed(ray, unique, "first", "second after first")
-    rows = dict(ray.rows)
-    looks = iter([{}])
-    ray.before_table = lambda: ray.rows.update(next(looks, rows))
-    ray.rows.clear()
-    snapshot = Snapshot(is_fresh=True)
-    reasons = {job.status_in(snapshot).reason for job in handed.jobs.values()}
-    assert reasons == {Reason.TURN, Reason.WAITS}
-
-
 def test_an_end_that_ray_has_lost_is_told_as_the_log_proves_it(ray, one):
     name = f"{one.id}.job"
     ray.rows[name].update(EXIT_CODE_IS_LOST, driver_node_id=NODE, end_time=1)
@@ -178,11 +151,3 @@ def test_a_log_wakes_no_job_manager_where_the_state_api_is_open(ray, one, front)
     assert text == ("one\r\ntwo\n" if front else "one\ntwo\n")
     asked = [path for _, path in ray.requests if path.endswith("/logs")]
     assert len(asked) == (1 if front else 0)
-
-
-def test_an_end_is_written_down_when_its_log_is_gone_with_the_cluster(ray, one):
-    """The embedded Ray is stopped between the look and the copy of the log."""
-    ray.rows[f"{one.id}.job"].update(SUCCEEDS, driver_node_id=NODE)
-    ray.trouble = lambda method, path: Trouble(404) if path.endswith("/logs") else None
-    assert one.record() == {"job": "SUCCEEDED"}
-    assert one.jobs["job"].record.terminal["state"] == "SUCCEEDED"

@@ -7,24 +7,19 @@ import http.server
 import json
 import ssl
 import threading
-import time
 
 import nemo_run as run
 import pytest
-from typer.testing import CliRunner
 
 from nemo_run_ray import ExistingCluster, RayExecutor
-from nemo_run_ray.cli import main as cli
 from nemo_run_ray.errors import (
     ConfigError,
     SubmissionError,
-    TooOld,
     Unreachable,
 )
 from tests.certificates import certificate
 from tests.conftest import TRUE, refused
-from tests.fake_ray import FakeRay, fake_ray
-from tests.unit.experiment.conftest import Handed
+from tests.fake_ray import FakeRay
 
 
 @pytest.fixture
@@ -92,21 +87,9 @@ def server():
         one.stop()
 
 
-def test_a_closed_port(unique):
-    message = refused(Unreachable, RayExecutor(address="http://127.0.0.1:9"), unique)
-    assert "http://127.0.0.1:9" in message
-    assert "refused" in message
-
-
 def test_an_address_that_is_no_dashboard(unique, server):
     url = server({"*": "<html>hello</html>"})
     assert "is not a Ray dashboard" in refused(Unreachable, RayExecutor(address=url), unique)
-
-
-def test_a_front_that_redirects(unique, server):
-    url = server({"*": None}, redirect="https://elsewhere.example.org")
-    message = refused(Unreachable, RayExecutor(address=url), unique)
-    assert "https://elsewhere.example.org" in message
 
 
 def test_an_expired_certificate_and_a_ca_of_our_own(unique, server, tmp_path):
@@ -119,16 +102,6 @@ def test_an_expired_certificate_and_a_ca_of_our_own(unique, server, tmp_path):
     assert "self-signed" in refused(Unreachable, RayExecutor(address=url), f"{unique}a")
     message = refused(Unreachable, RayExecutor(cluster=trusting(url, ca)), f"{unique}b")
     assert "is not a Ray dashboard" in message, "the connection itself must be trusted"
-
-
-def test_a_ray_that_is_too_old_for_a_label_selector(unique, server):
-    # No such Ray can be installed beside this one; its two answers are all that is looked at.
-    answers = {"/api/version": {"ray_version": "2.40.0", "session_name": "s"}, "/api/jobs/": []}
-    executor = RayExecutor(address=server(answers), label_selector={"pool": "a"})
-    message = refused(TooOld, executor, unique)
-    assert "label_selector" in message
-    assert "2.54" in message
-    assert "2.40.0" in message
 
 
 def test_a_dependency_that_another_cluster_has(unique, existing, server, ray):
@@ -163,17 +136,3 @@ def test_an_experiment_id_that_ran(unique, existing):
 
 def trusting(url: str, ca: str) -> ExistingCluster:
     return ExistingCluster(url=url, verify=ca)
-
-
-def test_the_log_of_a_cluster_that_is_gone_and_that_was_not_kept(unique, caplog):
-    with fake_ray(now=time.time()) as ray:
-        handed = Handed(ray, unique, "job")
-        ray.rows[f"{handed.id}.job"].update(status="SUCCEEDED", driver_exit_code=0)
-        assert handed.states() == {"job": "SUCCEEDED"}
-
-    done = CliRunner().invoke(cli.build(), ["logs", unique])
-
-    assert done.exit_code == 1
-    assert f"Ray's dashboard at {ray.url} cannot be reached" in " ".join(done.stderr.split())
-    assert "a tunnel open?" in done.stderr
-    assert "goes on" not in caplog.text, "the command ends"

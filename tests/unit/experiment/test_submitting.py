@@ -13,7 +13,6 @@ import nemo_run_ray
 from nemo_run_ray.clusters.base import interrupted
 from nemo_run_ray.dashboard import http
 from nemo_run_ray.errors import (
-    ConfigError,
     Conflict,
     JobRefused,
     NemoRunRayError,
@@ -189,12 +188,6 @@ def test_an_id_that_another_run_has_is_a_conflict(ray, unique):
         Handed(ray, unique, "job")
     assert "python theirs.py" in str(caught.value)
     assert len(ray.started) == 1
-
-
-def test_a_secret_that_is_not_set(ray, unique):
-    message = refused(ConfigError, ray, unique, "job", secrets=["NOT_SET_1"])
-    assert "NOT_SET_1" in message
-    assert ray.writes == []
 
 
 def test_secrets_travel_in_an_archive_of_their_own(ray, unique, monkeypatch):

@@ -6,7 +6,7 @@ import pytest
 
 from nemo_run_ray.experiment.dispatch import resume
 from nemo_run_ray.experiment.store import store_of
-from nemo_run_ray.experiment.tend import _Revivals, tend
+from nemo_run_ray.experiment.tend import tend
 from tests.fake_ray import Trouble
 from tests.unit.experiment.conftest import Handed
 
@@ -44,7 +44,7 @@ def test_it_is_not_started_twice_at_once(ray, stopped, monkeypatch):
     ray.rows[f"{stopped.dispatch.id}@2"]["status"] = "STOPPED"
     tend(stopped.exp_dir)
     assert f"{stopped.dispatch.id}@3" not in ray.rows
-    monkeypatch.setattr(_Revivals.of(stopped.dispatch), "_last_at", -1e9)
+    stopped.dispatch.revived_at.clear()
     tend(stopped.exp_dir)
     assert f"{stopped.dispatch.id}@3" in ray.rows
 

@@ -120,26 +120,6 @@ def test_a_dry_run_of_a_group_asks_no_cluster_and_says_what_is_sent(
     assert roles == ["a,", "group-1,", "group-2,"]
 
 
-def test_a_group_and_a_task_that_would_get_one_id_are_refused(address, unique):
-    executor = RayExecutor(address=address)
-    with run.Experiment(unique, executor=executor) as experiment:
-        experiment.add([run.Script(inline="true")], name=safe_id("a b"), executor=executor)
-        experiment.add(run.Script(inline="true"), name="a b")
-        with pytest.raises(ConfigError, match="rename one of them"):
-            experiment.dryrun(log=False)
-
-
-def test_a_stream_alone_is_refused():
-    from torchx.schedulers.api import Stream
-
-    with pytest.raises(ValueError, match="one log"):
-        create_scheduler("s").log_iter("x", "y", streams=Stream.STDERR)
-
-
-def test_a_job_of_nobody_is_not_described():
-    assert create_scheduler("s").describe("no.such") is None
-
-
 def test_a_waiting_program_says_once_what_a_service_answers(unique, monkeypatch, capsys):
     record = SimpleNamespace(has_roles=True)
     words = "not ready for 30 s: GET http://n:80/health is answered with 301, not 200"
