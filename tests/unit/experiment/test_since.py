@@ -1,0 +1,23 @@
+"""How long ago a job got to where it is, as ``status`` says it."""
+
+import pytest
+
+from nemo_run_ray.cli.status_report import _since
+from nemo_run_ray.experiment.store import AttemptRecord
+from nemo_run_ray.remote.status import JobState, JobStatus
+
+
+@pytest.mark.parametrize(
+    ("state", "moments", "expected"),
+    [
+        ("PENDING", {}, "1m 40s ago"),
+        ("RUNNING", {"running_at": 40.0}, "1m ago"),
+        ("SUCCEEDED", {"running_at": 40.0, "ended_at": 70.0}, "30s ago"),
+        ("FAILED", {}, ""),
+        ("LOST", {"running_at": 40.0, "seen_at": 60.0}, "40s ago"),
+        ("LOST", {"running_at": 40.0}, "1m ago"),
+    ],
+)
+def test_since(state, moments, expected):
+    attempts = {"e.a": AttemptRecord("e.a", state, posted_at=0.001, **moments)}
+    assert _since(JobStatus(JobState(state)), attempts, 100.001) == expected
