@@ -10,7 +10,7 @@ from nemo_run_ray.experiment.snapshot import Snapshot
 from nemo_run_ray.remote.fit import ResourceRequest
 from nemo_run_ray.remote.status import JobState, JobStatus, Reason
 from tests.fake_ray import FakeRay, Trouble
-from tests.rooms import GROUP, FakeNode, actor, placement_group, room, supervisor, tables
+from tests.rooms import FakeNode, actor, room, supervisor, tables
 from tests.unit.experiment.conftest import Handed
 
 NODE = FakeNode("a", {"CPU": 8.0}, labels={"kind": "x"})
@@ -37,16 +37,6 @@ def test_those_who_hold_most_come_first():
         "It asks for CPU 2; the node a has CPU 1 of 8 free; there it is held by exp.large (CPU 4), "
         "exp.program (CPU 1), exp.small (CPU 1) and 1 more; it waits since "
     )
-
-
-def test_a_groups_bundles_are_its_own_also_where_its_actors_use_none():
-    held = {
-        "actors": [actor("05000000", NODE, GROUP, CPU_group_9bf=1.0)],
-        "groups": [placement_group("05000000", NODE, CPU=7.0)],
-    }
-    rows = {"exp.group": {"job_id": "05000000"}}
-    _, message = message_of(ResourceRequest({"CPU": 2.0}), NODE, rows=rows, **held)
-    assert "held by exp.group (CPU 7); " in message
 
 
 def test_who_holds_a_node_is_found_once_for_all_that_ask_for_the_same():
