@@ -57,6 +57,13 @@ def test_events_become_records(book, tmp_path):
     assert one.exp_dir == tmp_path
 
 
+def test_a_second_intent_starts_the_record_anew(book):
+    book.write(INTENT, "exp.a", **_INTENT)
+    book.write(UNSETTLED, "exp.a", why="no")
+    book.write(INTENT, "exp.a", **{**_INTENT, "nonce": "n2"})
+    assert (book.jobs()["exp.a"].last, book.jobs()["exp.a"].nonces) == (INTENT, ["n", "n2"])
+
+
 def test_a_torn_line_is_ignored_and_repaired_by_the_next_write(book, caplog):
     book.write(INTENT, "exp.a", **_INTENT)
     book.write(INTENT, "exp.b", **_INTENT)
