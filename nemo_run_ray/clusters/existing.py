@@ -6,7 +6,6 @@ import hashlib
 import ipaddress
 import os
 import re
-import sys
 import warnings
 from dataclasses import KW_ONLY, dataclass, field
 from pathlib import Path
@@ -31,8 +30,7 @@ _SCHEMES = ("bearer ", "basic ")
 #: Tokens given in code, by fingerprint: NeMo-Run saves executors, and a token must not be in a
 #: file.
 _TOKENS: dict[str, str] = {}
-#: Folder of this package's files, and the addresses that were warned of.
-_PACKAGE = f"{Path(__file__).parents[1]}{os.sep}"
+#: The addresses that were warned of.
 _warned: set[str] = set()
 
 
@@ -227,20 +225,7 @@ def _dashboard_url(url: str) -> str:
 def _warn_once(url: str, text: str) -> None:
     if url not in _warned:
         _warned.add(url)
-        warnings.warn(text, UserWarning, stacklevel=_users_level())
-
-
-def _users_level() -> int:
-    """The stack level of the user's line, for who calls this: the first outside of this package."""
-    frame, level = sys._getframe(1), 1
-    while frame.f_back is not None and _is_inner(frame.f_code.co_filename):
-        frame, level = frame.f_back, level + 1
-    return level
-
-
-def _is_inner(path: str) -> bool:
-    """Whether code is of this package, or made for one of its dataclasses."""
-    return path.startswith((_PACKAGE, "<string>", "<frozen"))
+        warnings.warn(text, UserWarning, stacklevel=2)
 
 
 def _url_of_environment() -> str:

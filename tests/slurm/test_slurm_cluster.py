@@ -315,12 +315,12 @@ def test_a_job_that_slurm_takes_late_ends_by_itself(allocations):
     """It was given up, and another one has its name."""
     cluster = allocations.cluster()
     late = cluster._of_name
-    assert late.claim(1, "late")
+    assert late.ask("claim", number=1, user="late")
     monitored = allocations.life()
     cluster_script = cluster._script(str(monitored))
-    assert late.claim(2, "next")
-    late.give_up(2, "a test needs no second one")
-    late.submit(1, cluster_script)
+    assert late.ask("claim", number=2, user="next")
+    late.ask("give_up", number=2, why="a test needs no second one")
+    late.ask("submit", number=1, script=cluster_script)
     wait_for(lambda: not allocations.jobs(), 60)
     (log,) = monitored.glob("logs/sbatch_*.out")
     assert "given up before it started" in log.read_text()

@@ -33,8 +33,8 @@ from nemo_run_ray.clusters.slurm.login import Login
 shared = sys.argv[1]
 tunnel = run.LocalTunnel(job_dir=shared)
 allocations = Allocations(Login(tunnel), f"{shared}/mine")
-assert allocations.claim(1, "me")
-allocations.submit(1, "#!/bin/sh\\n# the victim's script\\n")
+assert allocations.ask("claim", number=1, user="me")
+allocations.ask("submit", number=1, script="#!/bin/sh\\n# the victim's script\\n")
 cluster = SlurmCluster(executor=run.SlurmExecutor(account="a", tunnel=tunnel), name="team")
 for act in (cluster.find, cluster.connect):
     try:

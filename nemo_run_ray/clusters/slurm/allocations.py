@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import secrets
 import threading
 import time
 from collections.abc import Callable
@@ -244,7 +243,7 @@ class Allocations:
         return os.path.join(self.folder, "lives", str(number))
 
     def ask(self, what: str, **arguments: Any) -> Any:
-        """The answer of a method of ``on_login.ClusterFolder``.
+        """Ask on the login node: the answer of a method of ``on_login.ClusterFolder``.
 
         Raises:
             Unanswered: the connection has broken off; it may have been done.
@@ -306,40 +305,6 @@ class Allocations:
         with contextlib.suppress(ClusterError):
             return str(self.ask("log_end", number=allocation.number, job=allocation.job))
         return ""
-
-    # ------------------------------------------------------------------ claiming, using, ending
-
-    def claim(self, number: int, user: str) -> bool:
-        """Whether this client, one of its users then, may submit the job of that allocation."""
-        return bool(self.ask("claim", number=number, user=user, made=secrets.token_hex(4)))
-
-    def submit(self, number: int, script: str) -> None:
-        """Hand the job of an allocation to Slurm; ``look`` sees what comes of it."""
-        self.ask("submit", number=number, script=script)
-
-    def note_job(self, number: int, job: str) -> None:
-        """Write down the number of a job that Slurm has although nobody has heard so."""
-        self.ask("note_job", number=number, job=job)
-
-    def give_up(self, number: int, why: str) -> None:
-        """Let nobody use an allocation any more. Its job ends as soon as it starts."""
-        self.ask("give_up", number=number, why=why)
-
-    def join(self, number: int, user: str) -> None:
-        """Note a program that uses an allocation, so that it does not end before the program."""
-        self.ask("join", number=number, user=user)
-
-    def keep(self, number: int) -> None:
-        """Let an allocation stay when nobody uses it."""
-        self.ask("keep", number=number)
-
-    def leave(self, number: int, user: str) -> None:
-        """Take a user off; the last one ends an allocation that is not kept, once no job runs."""
-        self.ask("leave", number=number, user=user, why=LEFT_EARLY)
-
-    def detach(self, number: int, user: str) -> None:
-        """Take a user off whose jobs continue without it."""
-        self.ask("detach", number=number, user=user)
 
     def cancel(self, allocation: SlurmAllocation, why: str) -> bool:
         """End an allocation now, with all that runs in it; whether there was anything to end.

@@ -6,11 +6,6 @@ import contextlib
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from types import TracebackType
-from typing import Any
-
-from nemo_run.core.frontend.console.api import CONSOLE
-from rich.errors import LiveError
 
 from nemo_run_ray.clusters.base import interrupted
 from nemo_run_ray.clusters.slurm.allocations import (
@@ -20,51 +15,7 @@ from nemo_run_ray.clusters.slurm.allocations import (
     QueuedJob,
     SlurmAllocation,
 )
-from nemo_run_ray.errors import ClusterError, Unanswered, as_markup
-
-
-class Progress:
-    """A line that is updated on a terminal; elsewhere, a line at each change."""
-
-    def __init__(self) -> None:
-        self._last = ""
-        self._status: Any = None
-
-    def __enter__(self) -> Progress:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        if self._status is not None:
-            self._status.stop()
-
-    def say(self, text: str) -> None:
-        """Show what is waited for now."""
-        if text == self._last:
-            return
-        self._last = text
-        if not CONSOLE.is_terminal:
-            CONSOLE.log(as_markup(text))
-        elif self._status is None:
-            status = CONSOLE.status(as_markup(text))
-            try:
-                status.start()
-            except LiveError:  # another thread shows a line
-                CONSOLE.log(as_markup(text))
-                return
-            self._status = status
-        else:
-            self._status.update(as_markup(text))
-
-    def done(self, text: str) -> None:
-        """Say how it ended, if there was a wait."""
-        if self._last:
-            CONSOLE.log(as_markup(text))
-
+from nemo_run_ray.errors import ClusterError, Unanswered
 
 #: Seconds between two looks at the folder of the cluster.
 _LOOK_S = 2.0
@@ -102,7 +53,7 @@ class BringUp:
         user: name of this client among the users.
         keep: whether the cluster stays when nobody uses it.
         queue_timeout_s: how long to wait in Slurm's queue; ``None`` for as long as it takes.
-        say: shows what is waited for; called at every look.
+        say: shows what is waited for, at each change.
         clock: seconds that only grow.
         pause: waits so many seconds; whether the wait was interrupted.
         held: number of the allocation that this client leaves if it gives up.
@@ -121,6 +72,8 @@ class BringUp:
     _joined: int = 0
     _submissions: int = 0
     _answered: bool = False
+    #: Shown last; empty if there was no wait.
+    said: str = ""
     _began: float = 0.0
     #: When an allocation without a job was seen first, by its number; when the end of one was.
     _jobless_since: tuple[int, float] = (0, 0.0)
@@ -144,7 +97,7 @@ class BringUp:
                     raise ClusterError(
                         f"The cluster {self.name!r} cannot be looked for: {error}"
                     ) from error
-                self.say(str(error))
+                self._say(str(error))
                 allocation = None
             if allocation is not None:
                 return allocation
@@ -155,6 +108,11 @@ class BringUp:
                     "for it."
                 )
 
+    def _say(self, text: str) -> None:
+        if text != self.said:
+            self.said = text
+            self.say(text)
+
     def _step(self) -> SlurmAllocation | None:
         allocation = self.allocations.look()
         self._answered = True
@@ -164,7 +122,7 @@ class BringUp:
             return None
         if self._joined != allocation.number:
             self.held = allocation.number
-            self.allocations.join(allocation.number, self.user)
+            self.allocations.ask("join", number=allocation.number, user=self.user)
             self._joined = allocation.number
             return self._step()  # it may have ended meanwhile
         if allocation.claimed == self.user and not allocation.is_sent:
@@ -177,7 +135,7 @@ class BringUp:
             self._wait(allocation)
         else:
             if self.keep:
-                self.allocations.keep(allocation.number)
+                self.allocations.ask("keep", number=allocation.number)
             return allocation
         return None
 
@@ -222,7 +180,8 @@ class BringUp:
             return ""
         if allocation.queued is not None:
             if not allocation.job:
-                self.allocations.note_job(allocation.number, allocation.queued.number)
+                job = allocation.queued.number
+                self.allocations.ask("note_job", number=allocation.number, job=job)
             return ""
         if allocation.job:
             job = allocation.job
@@ -233,7 +192,7 @@ class BringUp:
             why = "its client ended before Slurm had the job"
         else:
             return ""
-        self.allocations.give_up(allocation.number, why)
+        self.allocations.ask("give_up", number=allocation.number, why=why)
         return why
 
     def _starts_again(self, allocation: SlurmAllocation) -> bool:
@@ -251,17 +210,16 @@ class BringUp:
             self._ended_since = allocation.number, self.clock()
         if not replace(allocation, known_s=self.clock() - self._ended_since[1]).is_renewing:
             return False
-        self.say(f"The allocation of the cluster {self.name!r} is being renewed.")
+        self._say(f"The allocation of the cluster {self.name!r} is being renewed.")
         return True
 
     def _claim_next(self, last: SlurmAllocation | None) -> None:
         """Claim the next allocation and submit its job, unless another client does."""
         number = 1 if last is None else last.number + 1
-        script = self.script(
-            self.allocations.path(number)
-        )  # one that cannot be made claims nothing
+        # One that cannot be made claims nothing.
+        script = self.script(self.allocations.path(number))
         self.held = number  # whether the answer comes or not
-        if self.allocations.claim(number, self.user):
+        if self.allocations.ask("claim", number=number, user=self.user):
             self._joined = number
             self._submit(number, script)
 
@@ -270,8 +228,9 @@ class BringUp:
         if interrupted.is_set():
             return
         self._submissions += 1
-        self.say(f"Submitting a job to Slurm for the cluster {self.name!r} …")
-        self.allocations.submit(number, script or self.script(self.allocations.path(number)))
+        self._say(f"Submitting a job to Slurm for the cluster {self.name!r} …")
+        script = script or self.script(self.allocations.path(number))
+        self.allocations.ask("submit", number=number, script=script)
 
     def _wait(self, allocation: SlurmAllocation) -> None:
         """Say what is waited for, and give up when it takes too long."""
@@ -285,7 +244,7 @@ class BringUp:
             what = "is to start again"
         else:
             what = "starts Ray on its nodes" if has_begun or job is not None else "is submitted"
-        self.say(f"Slurm job {allocation.job or '…'} of the cluster {self.name!r} {what}.")
+        self._say(f"Slurm job {allocation.job or '…'} of the cluster {self.name!r} {what}.")
         late = self.queue_timeout_s is not None and waited >= self.queue_timeout_s
         if late and not has_begun:
             raise ClusterError(

@@ -17,14 +17,15 @@ from functools import partial
 from typing import Any, ClassVar
 
 from nemo_run.core.execution.slurm import SlurmExecutor
+from nemo_run.core.frontend.console.api import CONSOLE
 from nemo_run.core.tunnel.client import LocalTunnel, SSHTunnel
 
 from nemo_run_ray.clusters.base import Cluster, ClusterArchive, Dashboard, interrupted
-from nemo_run_ray.clusters.slurm.allocations import Allocations, SlurmAllocation
-from nemo_run_ray.clusters.slurm.bring_up import BringUp, Progress
+from nemo_run_ray.clusters.slurm.allocations import LEFT_EARLY, Allocations, SlurmAllocation
+from nemo_run_ray.clusters.slurm.bring_up import BringUp
 from nemo_run_ray.clusters.slurm.login import Login, forwarded, key_of
 from nemo_run_ray.clusters.slurm.script import Sidecar, script
-from nemo_run_ray.errors import ClusterError, ConfigError, NemoRunRayError
+from nemo_run_ray.errors import ClusterError, ConfigError, NemoRunRayError, as_markup
 from nemo_run_ray.fields import is_amount, is_whole, strict_init
 from nemo_run_ray.remote.carried_over import DISPATCHES, IDS, START
 from nemo_run_ray.remote.slurm.settings import repeated
@@ -85,8 +86,16 @@ class SlurmCluster(Cluster):
     def connect(self) -> Dashboard:
         if threading.current_thread() is threading.main_thread():
             interrupted.clear()  # of a wait before this one
-        with self._of_name.lock, Progress() as progress:
-            way = self._bring_up(progress)
+        with self._of_name.lock:
+            way = BringUp(
+                name=self.name,
+                allocations=self._of_name,
+                script=self._script,
+                user=_USER,
+                keep=self.keep,
+                queue_timeout_s=self.queue_timeout_s,
+                say=_say,
+            )
             try:
                 allocation = way.run()
             except BaseException:
@@ -95,7 +104,8 @@ class SlurmCluster(Cluster):
             if not self._of_name.used and not self.keep:
                 atexit.register(self._leave_at_exit)
             self._of_name.used = allocation.number
-            progress.done(f"Ray is up in Slurm job {allocation.job} of the cluster {self.name!r}.")
+            if way.said:
+                _say(f"Ray is up in Slurm job {allocation.job} of the cluster {self.name!r}.")
         return self._dashboard(allocation)
 
     def find(self) -> Dashboard | None:
@@ -142,7 +152,7 @@ class SlurmCluster(Cluster):
 
     def detach(self) -> None:
         for number in self._joined():
-            self._of_name.detach(number, _USER)
+            self._of_name.ask("detach", number=number, user=_USER)
 
     def stop(self) -> bool:
         """End the allocation now, with all that runs in it; whether there was one."""
@@ -151,17 +161,6 @@ class SlurmCluster(Cluster):
         if found:  # its script may have asked for the next one meanwhile
             self._of_name.cancel_newest(why)
         return found
-
-    def _bring_up(self, progress: Progress) -> BringUp:
-        return BringUp(
-            name=self.name,
-            allocations=self._of_name,
-            script=self._script,
-            user=_USER,
-            keep=self.keep,
-            queue_timeout_s=self.queue_timeout_s,
-            say=progress.say,
-        )
 
     def _script(self, folder: str) -> str:
         if self._is_remembered:
@@ -218,7 +217,7 @@ class SlurmCluster(Cluster):
     def _leave_at_exit(self) -> None:
         with contextlib.suppress(NemoRunRayError):  # it ends when it has been idle
             for number in self._joined():
-                self._of_name.leave(number, _USER)
+                self._of_name.ask("leave", number=number, user=_USER, why=LEFT_EARLY)
 
     def _leave(self, number: int) -> None:
         self._of_name.used = number
@@ -232,6 +231,10 @@ class SlurmCluster(Cluster):
             newest = self._of_name.look() if self.renew else None
             if newest is not None and newest.number != number:
                 yield newest.number
+
+
+def _say(text: str) -> None:
+    CONSOLE.log(as_markup(text))
 
 
 def _check(cluster: SlurmCluster) -> None:

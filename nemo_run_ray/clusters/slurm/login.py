@@ -218,51 +218,11 @@ def quoted(*parts: str) -> str:
     return shlex.quote(os.path.join(*parts))
 
 
-_CHUNK = 65536
 #: Seconds until a new way through the connection must be there.
 _OPEN_S = 15.0
 #: The ports of this process, by host with SSH and what lies behind it.
-_forwards: dict[tuple[str, str, int], Forward] = {}
+_forwards: dict[tuple[str, str, int], int] = {}
 _lock = threading.Lock()
-
-
-class Forward:
-    """One listening port.
-
-    Args:
-        login: the host with SSH; a connection that broke off is made again when it is needed.
-        host: where the way leads to, as that host knows it.
-        port: of that.
-    """
-
-    def __init__(self, login: Login, host: str, port: int) -> None:
-        self._login = login
-        self._target = (host, port)
-        forward = self
-
-        class Handler(socketserver.BaseRequestHandler):
-            def handle(self) -> None:
-                forward._serve(self.request)
-
-        self._server = socketserver.ThreadingTCPServer(("127.0.0.1", 0), Handler)
-        self._server.daemon_threads = True
-        threading.Thread(target=self._server.serve_forever, daemon=True).start()
-
-    @property
-    def port(self) -> int:
-        """The forwarded port on this machine, at 127.0.0.1."""
-        found: int = self._server.server_address[1]
-        return found
-
-    def _serve(self, client: socket.socket) -> None:
-        """Carry one connection; it is closed when there is no way, and its owner asks again."""
-        with contextlib.suppress(ClusterError, OSError, EOFError, paramiko.SSHException):
-            transport = self._login.transport()
-            channel = transport.open_channel(
-                "direct-tcpip", self._target, client.getpeername(), timeout=_OPEN_S
-            )
-            with contextlib.closing(channel):
-                _carry(client, channel)
 
 
 def _carry(client: socket.socket, channel: Any) -> None:
@@ -280,9 +240,29 @@ def _carry(client: socket.socket, channel: Any) -> None:
 
 
 def forwarded(login: Login, host: str, port: int) -> str:
-    """The address of this machine that leads to a port behind a login."""
+    """The address of this machine that leads to a port behind a login.
+
+    A connection that broke off is made again when it is needed.
+    """
     key = (login.key, host, port)
     with _lock:
         if key not in _forwards:
-            _forwards[key] = Forward(login, host, port)
-        return f"http://127.0.0.1:{_forwards[key].port}"
+            _forwards[key] = _listen(login, (host, port))
+        return f"http://127.0.0.1:{_forwards[key]}"
+
+
+def _listen(login: Login, target: tuple[str, int]) -> int:
+    class Handler(socketserver.BaseRequestHandler):
+        def handle(self) -> None:
+            """Carry one connection; without a way it is closed, and its owner asks again."""
+            with contextlib.suppress(ClusterError, *_BROKEN):
+                channel = login.transport().open_channel(
+                    "direct-tcpip", target, self.client_address, timeout=_OPEN_S
+                )
+                with contextlib.closing(channel):
+                    _carry(self.request, channel)
+
+    server = socketserver.ThreadingTCPServer(("127.0.0.1", 0), Handler)
+    server.daemon_threads = True
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    return int(server.server_address[1])

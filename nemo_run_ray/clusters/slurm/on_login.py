@@ -138,7 +138,7 @@ class ClusterFolder:
 
     # ------------------------------------------------------------------ claiming and using
 
-    def claim(self, number: int, user: str, made: str) -> bool:
+    def claim(self, number: int, user: str) -> bool:
         """Whether this client, one of its users then, may submit the job of that allocation.
 
         A folder takes its name when it is whole: an empty one would be replaced by a script that
@@ -148,7 +148,7 @@ class ClusterFolder:
         os.makedirs(self._folder, exist_ok=True)
         os.umask(0o077)
         os.makedirs(self._lives, exist_ok=True)
-        path, new = self._path(number), os.path.join(self._lives, f".{user}-{made}")
+        path, new = self._path(number), os.path.join(self._lives, f".{user}-{os.urandom(4).hex()}")
         for folder in ("logs", "users"):
             os.makedirs(os.path.join(new, folder))
         _touch(os.path.join(new, "users", user))

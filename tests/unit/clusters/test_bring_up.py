@@ -53,8 +53,8 @@ class World:
     def submitted(self) -> Allocations:
         """The lives of the cluster, of which the first one's job waits."""
         allocations = self.client().allocations
-        assert allocations.claim(1, "me")
-        allocations.submit(1, "#!/bin/sh\n")
+        assert claim(allocations, 1, "me")
+        submit(allocations, 1)
         return allocations
 
     def _pause(self, seconds: float) -> bool:
@@ -109,6 +109,33 @@ def world(tmp_path, monkeypatch) -> Iterator[World]:
     interrupted.clear()
 
 
+def claim(allocations: Allocations, number: int, user: str) -> bool:
+    return allocations.ask("claim", number=number, user=user)
+
+
+def submit(allocations: Allocations, number: int) -> None:
+    allocations.ask("submit", number=number, script="#!/bin/sh\n")
+
+
+def leave(allocations: Allocations, number: int, user: str) -> None:
+    allocations.ask("leave", number=number, user=user, why=allocations_module.LEFT_EARLY)
+
+
+def _lost_once(monkeypatch, what: str, is_done: bool) -> None:
+    """The answer to one request is lost, after it was done or before."""
+    ask = Allocations.ask
+
+    def lose(self: Allocations, do: str, **arguments: object) -> object:
+        if do != what:
+            return ask(self, do, **arguments)
+        monkeypatch.setattr(Allocations, "ask", ask)
+        if is_done:
+            ask(self, do, **arguments)
+        raise Unanswered("The connection broke off.")
+
+    monkeypatch.setattr(Allocations, "ask", lose)
+
+
 def _nothing() -> None:
     return None
 
@@ -125,34 +152,17 @@ def test_the_first_client_submits_and_waits(world):
 
 
 def test_a_claim_whose_answer_was_lost_is_known_again(world, monkeypatch):
-    client = world.client()
-    claim = Allocations.claim
-
-    def lose(self: Allocations, number: int, user: str) -> bool:
-        monkeypatch.setattr(Allocations, "claim", claim)
-        assert claim(self, number, user)
-        raise Unanswered("The connection broke off.")
-
-    monkeypatch.setattr(Allocations, "claim", lose)
+    _lost_once(monkeypatch, "claim", is_done=True)
     world.events = [_nothing, world.ready]
-    assert client.run().number == 1
+    assert world.client().run().number == 1
     assert world.lives() == ["1"]
 
 
 @pytest.mark.parametrize("ran", [False, True])
 def test_a_submission_that_broke_off_is_made_again_or_found(world, monkeypatch, ran):
-    client = world.client()
-    submit = Allocations.submit
-
-    def lose(self: Allocations, number: int, script: str) -> None:
-        monkeypatch.setattr(Allocations, "submit", submit)
-        if ran:
-            submit(self, number, script)
-        raise Unanswered("The connection broke off.")
-
-    monkeypatch.setattr(Allocations, "submit", lose)
+    _lost_once(monkeypatch, "submit", is_done=ran)
     world.events = [_nothing, world.ready] if not ran else [world.ready]
-    assert client.run().job == "101"
+    assert world.client().run().job == "101"
     assert (world.slurm / "last").read_text() == "101\n"
 
 
@@ -165,8 +175,8 @@ def test_a_job_that_slurm_has_and_nobody_heard_of_is_found(world):
 def test_a_claim_is_whole_or_not_there(world):
     """So that the script of an allocation, which claims by a rename, does not replace one."""
     first, second = world.client("first").allocations, world.client("second").allocations
-    assert first.claim(1, "first")
-    assert not second.claim(1, "second")
+    assert claim(first, 1, "first")
+    assert not claim(second, 1, "second")
     assert sorted(os.listdir(world.life())) == ["claimed", "logs", "users"]
     assert os.listdir(world.life() / "users") == ["first"]
     assert world.life().stat().st_mode & 0o777 == 0o700
@@ -183,7 +193,7 @@ def test_claims_of_one_user_at_the_same_time(world):
     apart = Allocations(Login(run.LocalTunnel(job_dir=str(world.jobs))), allocations.folder)
     for number in range(1, 4):
         with ThreadPoolExecutor(2) as pool:
-            claims = [pool.submit(one.claim, number, "me") for one in (allocations, apart)]
+            claims = [pool.submit(claim, one, number, "me") for one in (allocations, apart)]
         assert sorted(claim.result() for claim in claims) == [False, True]
         assert sorted(os.listdir(world.life(number))) == ["claimed", "logs", "users"]
     assert set(world.lives()) == {str(number) for number in range(1, 4)}
@@ -192,7 +202,7 @@ def test_claims_of_one_user_at_the_same_time(world):
 def test_who_stops_it_tells_its_head(world):
     """Slurm's controller may be away."""
     allocations = world.client().allocations
-    assert allocations.claim(1, "me")
+    assert claim(allocations, 1, "me")
     allocations.cancel(SlurmAllocation(1), "it was ended by `nemo-run-ray down`")
     for name in ("over", "stop"):
         assert (world.life() / name).read_text() == "it was ended by `nemo-run-ray down`\n"
@@ -280,9 +290,9 @@ def test_a_job_that_ends_while_it_is_stopped_is_no_error(world):
 def test_a_job_that_slurm_took_after_the_look_is_stopped_too(world):
     """Its number is read once the order is there, which whoever submits it reads afterwards."""
     allocations = world.client().allocations
-    assert allocations.claim(1, "me")
+    assert claim(allocations, 1, "me")
     seen = allocations.look()
-    allocations.submit(1, "#!/bin/sh\n")
+    submit(allocations, 1)
     (world.life() / "job").unlink()  # as before `sbatch` had answered
     allocations.cancel(seen, "it was ended")
     assert world.cancelled() == ["101"]
@@ -291,9 +301,9 @@ def test_a_job_that_slurm_took_after_the_look_is_stopped_too(world):
 @pytest.mark.parametrize("name", ["over", "stop"])
 def test_who_submits_a_life_that_was_ended_meanwhile_cancels_its_job(world, name):
     allocations = world.client().allocations
-    assert allocations.claim(1, "me")
+    assert claim(allocations, 1, "me")
     (world.life() / name).write_text("it was ended\n")
-    allocations.submit(1, "#!/bin/sh\n")
+    submit(allocations, 1)
     assert world.cancelled() == ["101"]
 
 
@@ -411,7 +421,7 @@ def test_a_requeued_life_goes_on_without_users(world):
     world.events = [world.ready]
     client.run()
     (world.life() / "run" / "101.1").mkdir()
-    client.allocations.leave(1, "me")
+    leave(client.allocations, 1, "me")
     assert world.cancelled() == []
     assert os.listdir(world.life()).count("released") == 1
     assert not client.allocations.look().stopped
@@ -421,7 +431,7 @@ def test_the_last_user_leaves_while_the_controller_is_away(world):
     """The head has to hear of it, or Ray would come up for nobody."""
     allocations = world.submitted()
     (world.slurm / "away").touch()
-    allocations.leave(1, "me")
+    leave(allocations, 1, "me")
     assert "before it was ready" in allocations.look().stopped
     assert not allocations.look().over, "a stop finds the job, once Slurm answers"
     (world.slurm / "away").unlink()
@@ -433,22 +443,22 @@ def test_a_claim_that_cannot_be_made_says_why(world):
     world.life().parent.parent.mkdir()
     world.life().parent.write_text("no folder")
     with pytest.raises(ClusterError, match="File exists"):
-        world.client().allocations.claim(1, "me")
+        claim(world.client().allocations, 1, "me")
 
 
 def test_who_joins_while_the_last_one_leaves_gets_the_next_life(world):
     """It is not told of a failure: nothing has failed."""
     first, second = world.client("first"), world.client("second")
-    assert first.allocations.claim(1, "first")
-    first.allocations.submit(1, "#!/bin/sh\n")
+    assert claim(first.allocations, 1, "first")
+    submit(first.allocations, 1)
 
-    def leave() -> None:
+    def go() -> None:
         users = world.life() / "users"
         (users / "second").rename(world.jobs / "second")  # as before it had joined
-        first.allocations.leave(1, "first")
+        leave(first.allocations, 1, "first")
         (world.jobs / "second").rename(users / "second")
 
-    world.events = [leave, _nothing, lambda: world.ready(2)]
+    world.events = [go, _nothing, lambda: world.ready(2)]
     assert second.run().number == 2
     assert world.lives() == ["1", "2"]
 
@@ -483,7 +493,7 @@ def test_it_is_kept_only_once_it_is_ready(world):
     world.events = [_nothing, interrupt]
     with pytest.raises(ClusterError, match="Interrupted"):
         client.run()
-    client.allocations.leave(client.held, "me")
+    leave(client.allocations, client.held, "me")
     assert world.cancelled() == ["101"]
     assert "before it was ready" in (world.life() / "over").read_text()
     world.events = [_nothing, lambda: world.ready(2)]
@@ -502,8 +512,8 @@ def test_every_client_that_waited_is_told_of_a_failure(world):
         (folder / "ready.json").unlink()
         world.end(1, "the cluster was not ready within 600 s")
 
-    assert first.allocations.claim(1, "first")
-    first.allocations.submit(1, "#!/bin/sh\n")
+    assert claim(first.allocations, 1, "first")
+    submit(first.allocations, 1)
     world.events = [fail]
     with pytest.raises(ClusterError, match=r"did not come up in Slurm job 101.*not ready within"):
         second.run()

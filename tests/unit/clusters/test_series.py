@@ -16,7 +16,7 @@ from nemo_run_ray.clusters.slurm import allocations, bring_up
 from nemo_run_ray.dashboard.jobs import JobsApi
 from nemo_run_ray.errors import ClusterError
 from tests.http_server import Handler, serving
-from tests.unit.clusters.test_bring_up import World, world
+from tests.unit.clusters.test_bring_up import World, leave, world
 
 __all__ = ["world"]
 
@@ -48,8 +48,8 @@ def end(world: World, number: int, why: str, renews: bool, rows: list, code: int
 
 def start(world: World, number: int) -> None:
     found = cluster(world)._of_name
-    assert found.claim(number, "me")
-    found.submit(number, "#!/bin/sh\n")
+    assert found.ask("claim", number=number, user="me")
+    found.ask("submit", number=number, script="#!/bin/sh\n")
 
 
 def look_anew(monkeypatch) -> None:
@@ -289,7 +289,7 @@ def test_a_user_that_leaves_the_next_one_does_not_end_it(renewed):
     renewed.events = [lambda: None, lambda: True]
     with pytest.raises(ClusterError, match="Interrupted"):
         client.run()
-    client.allocations.leave(client.held, "late")
+    leave(client.allocations, client.held, "late")
     assert renewed.cancelled() == []
     assert not (renewed.life(2) / "over").exists()
     assert (renewed.life(2) / "released").exists()
