@@ -151,11 +151,6 @@ def test_the_driver_has_its_own_step_when_it_has_arguments_of_srun(both, image):
     assert "COMMAND_WORKDIR=/code" in ours
 
 
-def test_the_command_is_expanded_as_nemo_runs_is(both):
-    theirs, ours = both(command="python x.py --seed $SLURM_JOB_ID")
-    assert _lines(ours, "^COMMAND=") == _lines(theirs, "^COMMAND=")
-
-
 def test_commands_before_ray_run_on_every_node(both):
     _, ours = both(pre_ray_start_commands=["export A=1", "echo \\$HOSTNAME"])
     before, _, after = ours.partition("export A=1\necho \\$HOSTNAME\n")
@@ -208,13 +203,6 @@ def test_logs_are_where_nemo_run_has_them(both):
     assert "%j" not in done.stdout
 
 
-def test_nsight_is_changed_as_nemo_runs_script_changes_it(both):
-    theirs, ours = both()
-    (change, *_) = _lines(theirs, r"^sed -i .*nsight\.py$")
-    (own, *_) = _lines(ours, r"sed -i .*nsight\.py")
-    assert change.partition(" /opt")[0] in own
-
-
 @pytest.mark.parametrize(
     ("limit", "seconds"),
     [
@@ -245,18 +233,6 @@ def test_the_time_limit_is_read_as_slurm_reads_it(both, limit, seconds):
         assert -1 <= int(done.stdout) - before - seconds <= 20
 
 
-@pytest.mark.parametrize(("found_by", "end"), [("6", ""), ("7", "1234"), ("", "1234")])
-def test_the_end_of_a_job_that_submits_this_one_is_not_its_own(both, found_by, end):
-    """An older Slurm tells no end, so the script of that job has set it for its programs."""
-    _, ours = both()
-    begin = ours.partition("\n####")[0]
-    env = {"PATH": os.environ["PATH"], "SLURM_JOB_ID": "7", "SLURM_JOB_END_TIME": "1234"}
-    env["NEMO_RUN_RAY_END_OF"] = found_by
-    text = f'{begin}\necho "${{SLURM_JOB_END_TIME:-}}"'
-    done = subprocess.run(["bash"], input=text, env=env, text=True, capture_output=True, check=True)
-    assert done.stdout.strip() == end
-
-
 def _step_arguments(script: str) -> list[str]:
     """What ``srun`` gets for the step with Ray, as bash sees it."""
     lines = script.splitlines()
@@ -276,19 +252,6 @@ def test_options_of_pyxis_are_for_an_image(both):
     with_image = _step_arguments(both({**fields, "container_image": "x:1"})[1])
     assert "--container-name=ray-head" in with_image
     assert "--container-image=x:1" in with_image
-
-
-def test_rays_token_is_not_turned_off_by_the_shell_that_submits(both):
-    _, ours = both()
-    (line,) = _lines(ours, r"^unset .*\bRAY_AUTH_MODE\b")
-    _, own = both({"env_vars": {"RAY_AUTH_MODE": "disabled"}})
-    assert own.index(line) < own.index("export RAY_AUTH_MODE=disabled")
-
-
-def test_a_shell_on_a_worker_has_its_gres(both):
-    theirs, ours = both({"gres": "gpu:4", "nodes": 3})
-    assert "--gres=gpu:4" in _lines(theirs, r"container-name=ray-worker-\\\$WORKER_NUM")[0]
-    assert _lines(ours, r'^\[\[ "\\\$WORKER_NUM" -eq 0 \]\] .*--gres=gpu:4')
 
 
 @pytest.mark.parametrize("template", ["ray.sub.j2", "ray_enroot.sub.j2"])

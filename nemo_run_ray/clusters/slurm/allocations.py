@@ -33,9 +33,9 @@ LEFT_EARLY = "its last user left before it was ready"
 #: Seconds that the script may ask Slurm for the job of an allocation that it has claimed: several
 #: times.
 RENEWAL_S = 600.0
-#: Seconds that the script of an allocation may take until it has asked for the next one, and by
-#: which clocks of hosts may differ.
-_ASKING_S, _CLOCKS_S = 120.0, 900.0
+#: The same from the end of an allocation until its script has claimed the next one; clocks of hosts
+#: may differ by some minutes.
+_ASKING_S = 300.0
 #: Exit code of a run that SIGTERM has ended, and seconds within which Slurm says what it does next.
 _TERMINATED, _UNSAID_S = 143, 60.0
 #: Seconds for which an answer counts for what is there now.
@@ -89,7 +89,6 @@ class SlurmAllocation:
         jobless_s: while nobody has heard of a job of it, the same since it was claimed.
         has_queue: whether Slurm has said anything since the folder was changed.
         queued: its job, as Slurm has it; ``None`` when Slurm has none or gave no answer.
-        known_s: seconds for which this process has known its end.
     """
 
     number: int
@@ -109,7 +108,6 @@ class SlurmAllocation:
     jobless_s: float = 0.0
     has_queue: bool = False
     queued: QueuedJob | None = None
-    known_s: float = 0.0
 
     @property
     def why_over(self) -> str:
@@ -126,7 +124,7 @@ class SlurmAllocation:
         """Whether its script, at its end, is about to ask for the next allocation."""
         if self.end is None or not self.end.renews or self.stopped or self.over:
             return False
-        return self.known_s < _ASKING_S and self.ended_s < _ASKING_S + _CLOCKS_S
+        return self.ended_s < _ASKING_S
 
     @property
     def may_start_again(self) -> bool:
@@ -142,7 +140,7 @@ class SlurmAllocation:
     @property
     def will_start(self) -> bool:
         """Whether it may still come up; a script that claimed it may have died before."""
-        is_left = self.renewed and not self.job and self.jobless_s >= RENEWAL_S + _CLOCKS_S
+        is_left = self.renewed and not self.job and self.jobless_s >= RENEWAL_S + _ASKING_S
         return not (self.head or self.stopped or self.why_over or self.is_lost or is_left)
 
 
@@ -234,8 +232,6 @@ class Allocations:
         #: Number of the allocation that this process uses; 0 without one.
         self.used = 0
         self._seen: tuple[float, SlurmAllocation | None] = (float("-inf"), None)
-        #: When this process has seen the end of an allocation first, by its number.
-        self._ended_at: dict[int, float] = {}
         #: Histories by Ray's name of a run, with the time and the newest allocation of then.
         self._histories: dict[str, tuple[float, tuple[Any, ...], History]] = {}
 
@@ -280,13 +276,11 @@ class Allocations:
         allocation = None
         if row is not None:
             head, end, queued = (row.pop(name, None) for name in ("head", "end", "queued"))
-            now = time.monotonic()
             allocation = SlurmAllocation(
                 **row,
                 head=None if head is None else HeadAddress(**head),
                 end=None if end is None else RunEnd(**end),
                 queued=None if queued is None else QueuedJob(*queued),
-                known_s=0.0 if end is None else now - self._ended_at.setdefault(row["number"], now),
             )
         self._seen = time.monotonic(), allocation
         return allocation

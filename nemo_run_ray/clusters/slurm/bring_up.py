@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from nemo_run_ray.clusters.base import interrupted
 from nemo_run_ray.clusters.slurm.allocations import (
@@ -75,9 +75,8 @@ class BringUp:
     #: Shown last; empty if there was no wait.
     said: str = ""
     _began: float = 0.0
-    #: When an allocation without a job was seen first, by its number; when the end of one was.
+    #: When an allocation without a job was seen first, by its number.
     _jobless_since: tuple[int, float] = (0, 0.0)
-    _ended_since: tuple[int, float] = (0, 0.0)
     #: The run whose job Slurm starts again.
     _requeued: str | None = None
 
@@ -117,7 +116,9 @@ class BringUp:
         allocation = self.allocations.look()
         self._answered = True
         if allocation is None or self._passes_over(allocation):
-            if allocation is None or not self._is_asked_for(allocation):
+            if allocation is not None and allocation.is_renewing:
+                self._say(f"The allocation of the cluster {self.name!r} is being renewed.")
+            else:
                 self._claim_next(allocation)
             return None
         if self._joined != allocation.number:
@@ -203,15 +204,6 @@ class BringUp:
         if allocation.has_queue and (allocation.queued is None or allocation.queued.waits):
             self._requeued = None if allocation.queued is None else allocation.run
         return self._requeued == allocation.run  # without an answer it is as it was
-
-    def _is_asked_for(self, allocation: SlurmAllocation) -> bool:
-        """Whether the script of an allocation that has ended is about to submit the next one."""
-        if self._ended_since[0] != allocation.number:
-            self._ended_since = allocation.number, self.clock()
-        if not replace(allocation, known_s=self.clock() - self._ended_since[1]).is_renewing:
-            return False
-        self._say(f"The allocation of the cluster {self.name!r} is being renewed.")
-        return True
 
     def _claim_next(self, last: SlurmAllocation | None) -> None:
         """Claim the next allocation and submit its job, unless another client does."""

@@ -112,8 +112,8 @@ class Login:
     def _output(self, script: str) -> bytes:
         # The shell reads all of it before it begins, and no command in it reads the rest.
         text = f"{{ printf '%s\\n' {_MARK}\n{script}\n}} < /dev/null\n".encode()
-        with self._turn, self._translated() as used:
-            code, told, errors = _here(text) if self.is_here else self._there(text, used)
+        with self._turn, self._translated():
+            code, told, errors = _here(text) if self.is_here else self._there(text)
         # What the start files of a login shell print comes before.
         told = told.partition(f"{_MARK}\n".encode())[2]
         if code != 0:
@@ -123,10 +123,10 @@ class Login:
             )
         return told
 
-    def _there(self, text: bytes, used: list[Any]) -> tuple[int, bytes, bytes]:
+    def _there(self, text: bytes) -> tuple[int, bytes, bytes]:
         """Run a script by SSH without a thread: none can start while Python ends."""
         tunnel = self.tunnel
-        channel = self._connected(used).open_session(timeout=ssh.CONNECT_S)
+        channel = self._connected().open_session(timeout=ssh.CONNECT_S)
         with contextlib.closing(channel):
             channel.settimeout(_COMMAND_S)
             # Any login shell understands this, csh and fish too.
@@ -145,46 +145,32 @@ class Login:
             Unanswered: there is no connection now.
             ClusterError: nobody may log in.
         """
-        with self._translated() as used:
-            return self._connected(used)
+        with self._translated():
+            return self._connected()
 
-    def _connected(self, used: list[Any]) -> paramiko.Transport:
+    def _connected(self) -> paramiko.Transport:
         with self._lock:
-            self._connect()
-            used.append(self.session)
-            found: paramiko.Transport = self.session.transport
-        return found
-
-    def _connect(self) -> None:
-        if self.session is not None and self.session.is_connected:
-            return
-        self.session = ssh.connect(self.tunnel)
-        # Without these packets a cut cable is not noticed.
-        self.session.transport.set_keepalive(_KEEPALIVE_S)
+            if self.session is None or not self.session.is_connected:
+                self.session = ssh.connect(self.tunnel)
+                # Without these packets a cut cable is not noticed.
+                self.session.transport.set_keepalive(_KEEPALIVE_S)
+            transport: paramiko.Transport = self.session.transport
+            return transport
 
     @contextlib.contextmanager
-    def _translated(self) -> Iterator[list[Any]]:
-        """Raise errors of ours; a session in the list that it yields is closed if it broke off."""
-        used: list[Any] = []
+    def _translated(self) -> Iterator[None]:
+        """Raise this package's errors; a connection that broke off is closed."""
         try:
-            yield used
-        except TimeoutError as error:
-            self._disconnect(used)
-            raise Unanswered(f"{self.name} gave no answer within {_COMMAND_S} s.") from error
-        except _BROKEN as error:
-            self._disconnect(used)
-            raise Unanswered(ssh.unreachable(self.tunnel, error)) from error
-        except RuntimeError as error:  # Python ends, and paramiko cannot start its thread
-            raise Unanswered(ssh.unreachable(self.tunnel, error)) from error
-
-    def _disconnect(self, used: list[Any]) -> None:
-        """Close sessions that may hang, and not the one that another thread has made since."""
-        with self._lock:
-            for session in used:
-                with contextlib.suppress(*_BROKEN):
-                    session.close()
-                if self.session is session:
-                    self.session = self.tunnel.session = None
+            yield
+        except (*_BROKEN, RuntimeError) as error:  # the last one when Python ends
+            with self._lock, contextlib.suppress(*_BROKEN):
+                session, self.session, self.tunnel.session = self.session, None, None
+                if session is not None:
+                    session.close()  # it may hang
+            why = ssh.unreachable(self.tunnel, error)
+            if isinstance(error, TimeoutError):
+                why = f"{self.name} gave no answer within {_COMMAND_S} s."
+            raise Unanswered(why) from error
 
 
 def _here(text: bytes) -> tuple[int, bytes, bytes]:

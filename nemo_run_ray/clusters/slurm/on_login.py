@@ -333,16 +333,17 @@ class ClusterFolder:
         changed proves nothing; both times are the file system's.
         """
         path = os.path.join(self._folder, "queue.json")
-        kept = _json(self._folder, "queue.json") or {}
-        if kept.get("began_at", 0.0) > changed_at and 0 <= time.time() - kept["at"] < pause_s:
+        kept, began_at = _json(path) or {}, _changed_at(path)
+        if began_at > changed_at and 0 <= time.time() - kept.get("at", 0.0) < pause_s:
             return None if kept["text"] is None else _rows(kept["text"])
         began_at, new = 0.0, f"{path}.{os.uname().nodename}.{os.getpid()}.began"
-        with contextlib.suppress(OSError), open(new, "w") as file:
+        with contextlib.suppress(OSError), open(new, "w", encoding="utf-8") as file:
             began_at = os.fstat(file.fileno()).st_mtime
+        _remove(new)
         text = _squeue()
         with contextlib.suppress(OSError):
-            _write(path, json.dumps({"began_at": began_at, "at": time.time(), "text": text}))
-        _remove(new)
+            _write(path, json.dumps({"at": time.time(), "text": text}))
+            os.utime(path, (began_at, began_at))
         return None if text is None else _rows(text)
 
     # ------------------------------------------------------------------ names

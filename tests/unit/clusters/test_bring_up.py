@@ -6,9 +6,7 @@ import json
 import os
 import subprocess
 import sys
-import threading
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import nemo_run as run
@@ -140,17 +138,6 @@ def _nothing() -> None:
     return None
 
 
-def test_the_first_client_submits_and_waits(world):
-    world.events = [_nothing, _nothing, world.ready]
-    life = world.client().run()
-    assert (life.number, life.job, life.token) == (1, "101", "secret")
-    assert any("waits in the queue: Resources" in one for one in world.said)
-    assert os.listdir(world.life() / "users") == ["me"]
-    world.events = []
-    assert world.client("other").run().number == 1
-    assert (world.slurm / "last").read_text() == "101\n", "one job for both"
-
-
 def test_a_claim_whose_answer_was_lost_is_known_again(world, monkeypatch):
     _lost_once(monkeypatch, "claim", is_done=True)
     world.events = [_nothing, world.ready]
@@ -187,18 +174,6 @@ def test_a_claim_is_whole_or_not_there(world):
     assert done.returncode != 0
 
 
-def test_claims_of_one_user_at_the_same_time(world):
-    """An answer was lost, and the command that was sent again meets the first one."""
-    allocations = world.client().allocations
-    apart = Allocations(Login(run.LocalTunnel(job_dir=str(world.jobs))), allocations.folder)
-    for number in range(1, 4):
-        with ThreadPoolExecutor(2) as pool:
-            claims = [pool.submit(claim, one, number, "me") for one in (allocations, apart)]
-        assert sorted(claim.result() for claim in claims) == [False, True]
-        assert sorted(os.listdir(world.life(number))) == ["claimed", "logs", "users"]
-    assert set(world.lives()) == {str(number) for number in range(1, 4)}
-
-
 def test_who_stops_it_tells_its_head(world):
     """Slurm's controller may be away."""
     allocations = world.client().allocations
@@ -206,23 +181,6 @@ def test_who_stops_it_tells_its_head(world):
     allocations.cancel(SlurmAllocation(1), "it was ended by `nemo-run-ray down`")
     for name in ("over", "stop"):
         assert (world.life() / name).read_text() == "it was ended by `nemo-run-ray down`\n"
-
-
-def test_a_stop_whose_answer_is_lost_was_done_whole(world, monkeypatch):
-    """Else the next one would say that none is up, and leave what runs."""
-    allocations = world.submitted()
-    life, done = allocations.look(), Login.run
-
-    def break_off(self: Login, script: str) -> str:
-        done(self, script)
-        raise Unanswered("me@host cannot be reached now: no route.")
-
-    monkeypatch.setattr(Login, "run", break_off)
-    with pytest.raises(Unanswered):
-        allocations.cancel(life, "it was ended")
-    assert world.cancelled() == ["101"]
-    for name in ("over", "stop"):
-        assert (world.life() / name).exists()
 
 
 def test_a_full_disk_keeps_no_job_alive(world, monkeypatch):
@@ -279,25 +237,6 @@ def test_a_stop_that_slurm_does_not_do_is_told_and_can_be_done_again(world):
     assert world.cancelled() == ["101"]
 
 
-def test_a_job_that_ends_while_it_is_stopped_is_no_error(world):
-    allocations = world.submitted()
-    scancel = world.slurm.parent / "bin" / "scancel"
-    scancel.write_text('#!/bin/sh\n: > "$SLURM/queue"; echo Invalid job id specified >&2; exit 1\n')
-    allocations.cancel(allocations.look(), "it was ended")
-    assert allocations.look().why_over == "it was ended"
-
-
-def test_a_job_that_slurm_took_after_the_look_is_stopped_too(world):
-    """Its number is read once the order is there, which whoever submits it reads afterwards."""
-    allocations = world.client().allocations
-    assert claim(allocations, 1, "me")
-    seen = allocations.look()
-    submit(allocations, 1)
-    (world.life() / "job").unlink()  # as before `sbatch` had answered
-    allocations.cancel(seen, "it was ended")
-    assert world.cancelled() == ["101"]
-
-
 @pytest.mark.parametrize("name", ["over", "stop"])
 def test_who_submits_a_life_that_was_ended_meanwhile_cancels_its_job(world, name):
     allocations = world.client().allocations
@@ -324,19 +263,6 @@ def test_hosts_may_have_different_paths_for_one_folder(world):
     (world.slurm / "queue").write_text("".join(rows))
     allocations.cancel(allocations.look(), "it was ended")
     assert world.cancelled() == ["101"]
-
-
-@pytest.mark.parametrize("ends", [True, False])
-def test_a_job_that_completes_may_be_started_again_by_slurm(world, ends):
-    """That one is cancelled; of one that ends by itself Slurm says that it cannot be."""
-    allocations = world.submitted()
-    world.state("101", "COMPLETING")
-    if ends:
-        scancel = world.slurm.parent / "bin" / "scancel"
-        scancel.write_text("#!/bin/sh\necho Job/step already completing >&2; exit 1\n")
-    allocations.cancel(allocations.look(), "it was ended")
-    assert world.cancelled() == ([] if ends else ["101"])
-    assert allocations.look().why_over == "it was ended"
 
 
 @pytest.mark.parametrize("command", ["squeue", "scancel"])
@@ -378,23 +304,6 @@ def test_a_job_that_slurm_is_to_start_again_is_waited_for_and_can_be_stopped(wor
     assert allocations.look().over == "it was ended"
 
 
-def test_a_start_that_fails_at_once_is_told_at_once(world, monkeypatch):
-    """Although Slurm has said a moment ago that its job waits."""
-    client = world.client(queue_timeout_s=20)
-
-    def fail() -> None:
-        world.ready()
-        world.end(1, "there is no program 'ray'")
-        (world.life() / "run" / "101.0" / "ready.json").unlink()
-
-    monkeypatch.setattr(allocations_module, "PAUSE_S", 30.0)
-    world.events = [_nothing, fail]
-    with pytest.raises(ClusterError, match=r"did not come up .* no program 'ray'"):
-        client.run()
-    assert "waits in the queue" in world.said[-1]
-    assert world.now < 1000 + 10
-
-
 def test_what_has_ended_is_left_as_it_is(world):
     world.events = [world.ready]
     client = world.client()
@@ -404,15 +313,6 @@ def test_what_has_ended_is_left_as_it_is(world):
     assert not client.allocations.cancel(client.allocations.look(), "it was ended")
     life = client.allocations.look()
     assert (life.over, life.stopped, life.why_over) == ("", "", "its walltime is over")
-
-
-def test_who_waits_for_a_life_that_is_told_to_end_hears_why(world):
-    def stop() -> None:
-        (world.life() / "stop").write_text("it was ended\n")
-
-    world.events = [stop]
-    with pytest.raises(ClusterError, match=r"Slurm job 101 of the cluster 'ray': it was ended\.$"):
-        world.client().run()
 
 
 def test_a_requeued_life_goes_on_without_users(world):
@@ -437,30 +337,6 @@ def test_the_last_user_leaves_while_the_controller_is_away(world):
     (world.slurm / "away").unlink()
     assert allocations.cancel(allocations.look(), "it was ended")
     assert world.cancelled() == ["101"]
-
-
-def test_a_claim_that_cannot_be_made_says_why(world):
-    world.life().parent.parent.mkdir()
-    world.life().parent.write_text("no folder")
-    with pytest.raises(ClusterError, match="File exists"):
-        claim(world.client().allocations, 1, "me")
-
-
-def test_who_joins_while_the_last_one_leaves_gets_the_next_life(world):
-    """It is not told of a failure: nothing has failed."""
-    first, second = world.client("first"), world.client("second")
-    assert claim(first.allocations, 1, "first")
-    submit(first.allocations, 1)
-
-    def go() -> None:
-        users = world.life() / "users"
-        (users / "second").rename(world.jobs / "second")  # as before it had joined
-        leave(first.allocations, 1, "first")
-        (world.jobs / "second").rename(users / "second")
-
-    world.events = [go, _nothing, lambda: world.ready(2)]
-    assert second.run().number == 2
-    assert world.lives() == ["1", "2"]
 
 
 def test_two_names_of_a_folder_are_one(world, tmp_path):
@@ -518,14 +394,6 @@ def test_every_client_that_waited_is_told_of_a_failure(world):
     with pytest.raises(ClusterError, match=r"did not come up in Slurm job 101.*not ready within"):
         second.run()
     assert world.lives() == ["1"]
-
-
-def test_one_that_was_ready_and_ended_is_followed_by_the_next(world):
-    world.events = [_nothing, world.ready]
-    world.client().run()
-    world.end(1, "no job has run for 900 s")
-    world.events = [_nothing, lambda: world.ready(2)]
-    assert world.client("second").run().number == 2
 
 
 def test_a_job_that_slurm_starts_again_is_waited_for(world):
@@ -615,67 +483,6 @@ def test_a_program_leaves_while_python_ends(tmp_path):
     )
     assert (done.returncode, done.stderr) == (0, "")
     assert (tmp_path / "out").read_text() == "left\n"
-
-
-class _Slow:
-    """An SSH connection on which a command prints nothing until it is told to."""
-
-    is_connected = True
-
-    def __init__(self) -> None:
-        self.transport, self.begun, self.goes_on = self, threading.Event(), threading.Event()
-        self.status_event, self.exit_status = self.goes_on, 0
-
-    def open_session(self, timeout: float) -> _Slow:
-        return self
-
-    def recv(self, size: int) -> bytes:
-        self.begun.set()
-        assert self.goes_on.wait(30)
-        return b""
-
-    def recv_stderr(self, size: int) -> bytes:
-        return b""
-
-    def settimeout(self, seconds: float) -> None: ...
-    def exec_command(self, words: str) -> None: ...
-    def sendall(self, data: bytes) -> None: ...
-    def shutdown_write(self) -> None: ...
-
-    def close(self) -> None:
-        self.is_connected = False
-
-
-def test_a_slow_command_keeps_nobody_from_the_connection():
-    login = Login(run.SSHTunnel(host="h", user="u", job_dir="/j"))
-    login.session = slow = _Slow()
-    command = threading.Thread(target=login.run, args=("squeue",))
-    command.start()
-    try:
-        assert slow.begun.wait(10)
-        found: list[object] = []
-        other = threading.Thread(target=lambda: found.append(login.transport()), daemon=True)
-        other.start()
-        other.join(10)
-        assert found == [slow]
-    finally:
-        slow.goes_on.set()
-        command.join(10)
-
-
-def test_a_command_that_broke_off_closes_its_own_connection_alone():
-    login = Login(run.SSHTunnel(host="h", user="u", job_dir="/j"))
-    login.session = slow = _Slow()
-    slow.exit_status = -1  # as of a connection that broke off
-    with ThreadPoolExecutor(1) as pool:
-        command = pool.submit(login.run, "squeue")
-        assert slow.begun.wait(10)
-        login.session = new = _Slow()  # of another thread
-        slow.goes_on.set()
-        with pytest.raises(Unanswered):
-            command.result(10)
-    assert login.transport() is new
-    assert (slow.is_connected, new.is_connected) == (False, True)
 
 
 def test_two_sidecars_of_one_name():

@@ -3,8 +3,6 @@
 import contextlib
 import json
 import os
-import resource
-import socket
 import stat
 import subprocess
 import sys
@@ -16,7 +14,7 @@ import pytest
 
 from nemo_run_ray import LocalCluster
 from nemo_run_ray.clusters import from_record, local
-from nemo_run_ray.clusters.local import MARKER, LocalState, StateFolder, end_of_log
+from nemo_run_ray.clusters.local import MARKER, LocalState, StateFolder
 from nemo_run_ray.errors import ClusterError, ConfigError
 from nemo_run_ray.remote import local_watch
 from nemo_run_ray.remote.local_watch import process_identity
@@ -58,36 +56,10 @@ def test_a_dead_process(home, child):
     assert home.read() is None
 
 
-def test_who_waits_for_another_process_is_told(home, monkeypatch):
-    told = []
-    monkeypatch.setattr(local, "_SILENT_S", 0.05)
-    monkeypatch.setattr(local, "CONSOLE", SimpleNamespace(log=told.append))
-    program = (
-        "import sys, time; from filelock import FileLock\n"
-        "with FileLock(sys.argv[1]): print('held', flush=True); time.sleep(0.5)"
-    )
-    home.path.mkdir(parents=True, exist_ok=True)
-    words = [sys.executable, "-c", program, str(home.path / "lock")]
-    with subprocess.Popen(words, stdout=subprocess.PIPE, text=True) as other:
-        assert other.stdout.readline() == "held\n"
-        with home.locked():
-            pass
-    assert told == ["Another process is starting or stopping the embedded Ray; waiting …"]
-
-
 @pytest.mark.parametrize("shift", [-3600, 1])
 def test_a_pid_that_somebody_else_has_now(home, shift):
     home.write(_state(os.getpid(), _shifted(process_identity(os.getpid()), shift)))
     assert home.read() is None
-
-
-def test_a_cut_off_file(home):
-    home.write(_me())
-    path = home.path / "state.json"
-    whole = path.read_bytes()
-    for size in range(len(whole)):
-        path.write_bytes(whole[:size])
-        assert home.read() is None
 
 
 def test_the_token_is_private_and_new_each_time(home):
@@ -183,15 +155,6 @@ def test_who_waits_too_long_for_another_process_is_told_so(home, monkeypatch):
         pytest.fail("both hold it")
 
 
-def test_a_folder_that_is_none(tmp_path):
-    (tmp_path / "file").touch()
-    home = StateFolder(tmp_path / "file" / "ray")
-    with pytest.raises(ConfigError, match="cannot use its folder"):
-        home.read()
-    with pytest.raises(ConfigError, match="NEMORUN_HOME"), home.locked():
-        pytest.fail("there is no such folder")
-
-
 @pytest.fixture
 def room(monkeypatch, tmp_path):
     """Folders of a cluster that starts, and a program in the place of Ray that only sleeps."""
@@ -217,26 +180,6 @@ def test_a_ray_that_was_too_slow_is_started_again(room, tmp_path, monkeypatch):
         assert starts.read_text() == "s\n" * count
 
 
-def test_a_port_is_free_and_none_that_connections_get():
-    first = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
-    with contextlib.ExitStack() as taken:
-        for _ in range(50):
-            port = local._free_port()
-            assert 20000 <= port < first or first <= 20000
-            taken.enter_context(socket.socket()).bind(("", port))
-
-
-def test_a_disk_that_is_full_before_the_start(room, tmp_path, monkeypatch):
-    monkeypatch.setattr(local.CONSOLE, "quiet", True)  # pytest keeps what is printed in a file
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (0, before[1]))
-    try:
-        with pytest.raises(ConfigError, match=r"cannot use its folder.*NEMORUN_HOME"):
-            LocalCluster(state_dir=str(tmp_path / "state")).connect()
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
-
-
 def test_a_disk_that_is_full_when_ray_has_started(room, tmp_path, monkeypatch):
     started = []
     write = StateFolder.write
@@ -255,26 +198,6 @@ def test_a_disk_that_is_full_when_ray_has_started(room, tmp_path, monkeypatch):
     (pid,) = started
     assert process_identity(pid) is None
     assert cluster.find() is None
-
-
-def test_the_end_of_a_log_shows_what_says_why_it_died(home):
-    home.log.write_text(
-        "2026-11-22 09:26:35,703\tINFO usage_lib.py:447 -- Usage stats collection is disabled.\n"
-        "2026-11-22 09:26:35,703\tSUCC scripts.py:1085 -- Ray runtime started.\n"
-    )
-    assert "does not say why" in end_of_log(home.log)
-    lines = [
-        "2026-11-22 09:26:41,101\tERR scripts.py:1301 -- Some Ray subprocesses exited:",
-        "  raylet [exit code=-9]",
-        "[2026-11-22 09:26:41,003 E 123 123] (raylet) main.cc:9: no memory",
-    ]
-    chatter = (
-        "[2026-11-22 09:26:40,003 I 123 123] (raylet) node_manager.cc:3131: Sending heartbeat\n"
-        "(raylet) [2026-11-22 09:26:40,003 W 123 145] (raylet) store.cc:366: Disconnecting\n"
-        "(raylet) [state-dump] Node ID: ffff\n"
-    )
-    home.log.write_text(chatter + f"\n{chatter}".join(lines))
-    assert end_of_log(home.log).splitlines()[-3:] == [f"  {line}" for line in lines]
 
 
 _IDLE = b'[{"status": "SUCCEEDED"}]'
@@ -405,17 +328,6 @@ def test_of_a_long_log_the_end_is_kept_and_it_says_so(home, tmp_path, monkeypatc
     end = "line 98\nline 99\n"
     first = f"{CUT}{len(text) - len(end)} bytes of this log are not kept\n"
     assert archive.log("x_1.job").read_text() == f"{first}{end}"
-
-
-def test_a_folder_that_takes_nothing_keeps_nobody_from_the_next_start(home, tmp_path, caplog):
-    state = _dead(tmp_path)
-    with home.locked():
-        home.write(state)
-        (home.path / "archive").write_text("no folder")
-        home.remove_dead()
-    assert home.read() is None
-    assert not Path(state.root).exists()
-    assert "is not kept" in caplog.text
 
 
 def test_of_one_that_was_stopped_the_job_table_is_kept(home, tmp_path):

@@ -70,10 +70,3 @@ def test_every_module_finds_what_it_imports_and_is_compiled_once(files, zipped):
 
 def test_what_no_node_runs_stays_here(files):
     assert not [one for one in files if "/array/" in one or "/group/" in one or "rundir" in one]
-
-
-def test_a_traceback_shows_where_it_happened(zipped):
-    raising = "from .settings import read; read({}, None)"
-    words = [sys.executable, "-I", "-S", "-c", _RUN, zipped, f"{_PACKAGE}.slurm:{raising}"]
-    done = subprocess.run(words, capture_output=True, text=True, env={}, check=False)
-    assert f'File "{zipped}/{_PACKAGE}/slurm/settings.py", line ' in done.stderr

@@ -141,11 +141,6 @@ def test_the_users_variables_may_be_called_as_those_of_the_script(over):
     assert "SBATCH_CPU_BIND" not in env
 
 
-def test_what_a_start_of_the_same_job_has_left_is_in_nobodys_way(over):
-    (over.life().parent / ".101").mkdir()
-    assert "Slurm job 101" in renew(over)
-
-
 @pytest.mark.parametrize("name", ["1/over", "1/stop", "2/over", "2/stop"])
 def test_a_cluster_that_is_ended_meanwhile_leaves_no_job(over, name):
     commands(over, sbatch=f'touch "{over.life().parent}/{name}"')
@@ -175,14 +170,6 @@ def test_of_two_jobs_that_slurm_has_for_one_allocation_one_begins(over):
     assert "it begins" not in second.stdout
     assert (over.life() / "job").read_text() == "101\n"
     assert begin(over, "101").stdout == "it begins\n", "a requeue"
-
-
-def test_a_client_that_was_faster_has_the_next_one(over):
-    over.life(2).mkdir()
-    (over.life(2) / "claimed").write_text("client")
-    renew(over)
-    assert os.listdir(over.life(2)) == ["claimed"]
-    assert over.lives() == ["1", "2"]
 
 
 @pytest.mark.parametrize("name", ["over", "stop"])

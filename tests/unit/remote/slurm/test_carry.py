@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -13,11 +12,7 @@ from nemo_run_ray.remote.attempts import attempt_of_row
 from nemo_run_ray.remote.carried_over import (
     DISPATCHES,
     TABLE,
-    PreviousRun,
-    carries_dispatches,
-    kept_dispatches,
     rows_before,
-    rows_of,
 )
 from nemo_run_ray.remote.dashboard import LOG_FILE, DashboardClient
 from nemo_run_ray.remote.dispatch.policies import TimeLeft, is_settled, time_left
@@ -31,7 +26,7 @@ from nemo_run_ray.remote.slurm.carry import (
     Allocation,
     CarriedDispatches,
 )
-from nemo_run_ray.remote.slurm.folder import CLUSTER_FAILED, RunEnd, RunFolder
+from nemo_run_ray.remote.slurm.folder import CLUSTER_FAILED, RunEnd
 from nemo_run_ray.remote.status import JobState, Reason
 from tests.fake_ray import EXIT_CODE_IS_LOST
 from tests.http_server import Handler, serving
@@ -321,13 +316,6 @@ def test_a_dispatcher_knows_when_its_allocation_ends(world):
     assert Allocation(world.settings(allocation="")).ray_env() == {}, "NeMo-Run's own cluster"
 
 
-def test_a_file_tells_the_jobs_script_to_renew(tmp_path):
-    folder = RunFolder(str(tmp_path), 0)
-    folder.publish_end(RunEnd(0, "its walltime is over", True))
-    assert (tmp_path / "renews").exists()
-    assert folder.end() == RunEnd(0, "its walltime is over", True)
-
-
 @pytest.mark.parametrize("is_taken", [False, True], ids=["free", "started by a client"])
 def test_its_dispatcher_is_started_once(world, is_taken):
     world.taken |= {"d@2"} if is_taken else set()
@@ -340,20 +328,6 @@ def test_its_dispatcher_is_started_once(world, is_taken):
     assert posts[0]["entrypoint"] == "run d@2"
     puts = [data for method, _, data in world.seen if method == "PUT"]
     assert puts == [b"code", b"code"], "the first was refused"
-
-
-def test_a_step_makes_one_request_and_pauses_after_a_failure(world, capfd):
-    world.refusals["/api/packages/gcs/x.zip"] = 2
-    dispatches = world.dispatches()
-    for count in (0, 1, 1, 1):
-        dispatches.step(world.dashboard)
-        assert len(world.seen) == count
-    world.now += 5.0
-    dispatches.step(world.dashboard)
-    assert len(world.seen) == 2
-    printed = capfd.readouterr().out
-    assert printed.count("The chain d cannot continue yet") == 1
-    assert "t" * 64 not in printed
 
 
 def _no_start(world: World) -> None:
@@ -405,23 +379,6 @@ def test_code_of_chains_that_nobody_continues_is_removed(world):
     )
 
 
-@pytest.mark.parametrize("name", ["start.json", "ids"])
-def test_a_broken_file_system_decides_nothing(world, monkeypatch, name):
-    allocation = world.allocation(9_999.0)
-    stat = os.stat
-
-    def broken(path, *args, **fields):
-        if str(path).endswith(name):
-            raise OSError(116, "Stale file handle")
-        return stat(path, *args, **fields)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(os, "stat", broken)
-        assert allocation.renewal([_DISPATCHER, _DONE], False) is None
-    assert (world.dispatch / "x.zip").exists()
-    assert allocation.renewal([_DISPATCHER, _DONE], False) is not None
-
-
 @pytest.mark.parametrize(
     ("table", "is_renewed"),
     [
@@ -468,30 +425,3 @@ def test_each_run_hands_one_table_on_to_the_next(world):
     waiting = attempt_of_row(rows["b@2"])
     assert waiting.status.reason is Reason.START_TIMEOUT, "which counts as no attempt"
     assert attempt_of_row(rows["a"]).status.state is JobState.SUCCEEDED
-
-
-def test_which_runs_continue_others(world):
-    first = world.previous.parent.parent
-    assert carries_dispatches(str(world.path), str(world.run))
-    assert not carries_dispatches(str(first), str(world.previous))
-    assert carries_dispatches(str(first), str(first / "run/7.1")), "after a requeue"
-    (world.dispatch.parent / "half").mkdir()
-    assert kept_dispatches(str(world.path)) == [str(world.dispatch)]
-
-
-@pytest.mark.parametrize("name", ["lives/1/run/7.0/jobs.json", "dispatches/d/ids", "lives/1/run"])
-def test_a_file_that_cannot_be_read_now_is_not_taken_for_missing(world, tmp_path, name):
-    """Else jobs that have succeeded would run again."""
-    path = tmp_path / name
-    path.rename(path.with_name("before"))
-    if name == "lives/1/run":
-        path.touch()
-    else:
-        path.mkdir()
-    with pytest.raises(OSError, match=path.name):
-        rows_before(str(world.path), str(world.run))
-
-
-def test_a_broken_table_has_no_rows():
-    runs = [PreviousRun("", 0.0), PreviousRun("{half", 0.0), PreviousRun('[{"x": 1}]', 0.0)]
-    assert rows_of(runs, {"a"}) == {}

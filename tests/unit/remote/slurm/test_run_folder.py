@@ -1,6 +1,5 @@
 """The files by which nodes talk: whole or absent, and no clock of another host is believed."""
 
-import errno
 import os
 import subprocess
 
@@ -57,25 +56,6 @@ def test_a_file_that_is_not_whole_is_not_there_yet(tmp_path):
     assert folder.read(HEAD, HeadAddress) is None
 
 
-def test_a_file_that_cannot_be_read_now_is_looked_at_again(tmp_path, monkeypatch):
-    """NFS tells ESTALE of a file that another node replaces at this moment."""
-    folder = RunFolder(str(tmp_path), 0)
-    folder.prepare()
-    folder.publish(HEAD, _HEAD)
-    folder.publish_report(NodeReport(host="n1"))
-
-    def stale(*_: object, **__: object) -> None:
-        raise OSError(errno.ESTALE, "Stale file handle")
-
-    with monkeypatch.context() as context:
-        context.setattr("builtins.open", stale)
-        assert folder.read(HEAD, HeadAddress) is None
-        assert folder.reports() == {}
-        assert folder.text("command") is None
-    assert folder.read(HEAD, HeadAddress) == _HEAD
-    assert list(folder.reports()) == [0]
-
-
 def test_the_first_end_holds(tmp_path):
     folder = RunFolder(str(tmp_path), 0)
     assert folder.end() is None
@@ -93,19 +73,6 @@ def test_a_shell_reads_where_the_cluster_is(tmp_path):
     script = f'. {tmp_path}/env.sh; env | grep "^RAY_ADDRESS="; echo "$ODD|$ip_head|$head_node_ip"'
     done = subprocess.run(["bash", "-c", script], capture_output=True, text=True, env=os.environ)
     assert done.stdout == "RAY_ADDRESS=10.0.0.1:6379\nit's; $HOME|10.0.0.1:6379|10.0.0.1\n"
-
-
-def test_a_beat_needs_no_room_on_the_disk(tmp_path):
-    folder = RunFolder(str(tmp_path), 1)
-    folder.prepare()
-    folder.beat()
-    path = tmp_path / "beats" / "1"
-    before = path.stat()
-    first = folder.beats({1})
-    folder.beat()
-    after = path.stat()
-    assert (before.st_ino, before.st_size) == (after.st_ino, after.st_size)
-    assert folder.beats({1}) != first
 
 
 def test_a_beat_that_does_not_grow_is_a_death_after_some_rounds(tmp_path):

@@ -89,12 +89,6 @@ def test_a_sidecar_of_a_node_that_may_be_absent_is_not_waited_for():
     assert "sandbox on n2" in waiting.what
 
 
-def test_a_lost_node_whose_file_cannot_be_read_now_breaks_nothing():
-    reports = {0: _REPORTS[0], 1: _REPORTS[1]}
-    view = _WHOLE._replace(reports=reports, was_ready=True, missing_for_s={2: 60.0})
-    assert decide(_SETTINGS, view) == ClusterReady(1)
-
-
 def test_fewer_workers_may_do():
     settings = _SETTINGS._replace(min_workers=1)
     view = _WHOLE._replace(reports={0: _REPORTS[0], 1: _REPORTS[1]}, elapsed_s=60)

@@ -49,19 +49,6 @@ def test_two_clusters_on_a_node_do_not_meet():
     )
 
 
-def test_claims_of_anybody_stop_no_cluster():
-    """A name without a file is nobody's property."""
-    with contextlib.ExitStack() as stack:
-        for first in range(network._FIRST, network._END, network._BLOCK):
-            claim = stack.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM))
-            claim.bind(f"\0nemo_run_ray/block/{first}")
-        ports = _choose({}, True, 7)
-        with contextlib.closing(AddressDiscovery(["a", "b"], 1, Ports({}, False, 0))) as discovery:
-            assert discovery.port
-    services = [port for name, port in ports.items() if "WORKER" not in name]
-    assert len(set(services)) == 9
-
-
 def test_where_the_kernel_gives_away_nearly_all_ports_each_cluster_has_some(monkeypatch):
     """An ephemeral range from 1024 on, as many clusters have it."""
     monkeypatch.setattr(network, "open", lambda *_, **__: io.StringIO("1024"), raising=False)

@@ -12,7 +12,7 @@ import pytest
 
 from nemo_run_ray.remote.slurm import head as head_module
 from nemo_run_ray.remote.slurm import node, settings
-from nemo_run_ray.remote.slurm.folder import HEAD, HeadAddress, NodeReport, RunEnd, RunFolder
+from nemo_run_ray.remote.slurm.folder import HEAD, HeadAddress, NodeReport, RunFolder
 from nemo_run_ray.remote.slurm.head import Head
 from nemo_run_ray.remote.slurm.node import Worker, make_private, remove_stale, temp_dir_of
 from nemo_run_ray.remote.slurm.processes import Command
@@ -120,14 +120,6 @@ def test_a_head_that_has_begun_gives_the_start_up_itself(begin):
     assert one.step().why == "no head was there within 0 s"
     RunFolder(one.folder.path, 0).publish_report(NodeReport("n1"))
     assert one.step() is None
-
-
-@pytest.mark.parametrize(("kind", "rank", "folder"), [(Head, 0, "ray/"), (Worker, 1, "ray/n")])
-def test_every_node_copies_rays_logs(begin, commands, tmp_path, kind, rank, folder):
-    one = begin(kind, rank, RAY_LOG_SYNC_FREQUENCY="9")
-    commands.reap = lambda: setattr(commands.last, "exit_code", 0)
-    one.leave(RunEnd(0, "the driver: exit code 0"))
-    assert commands.started[-1][-3:] == [str(tmp_path / "tmp"), f"{tmp_path}/{folder}", ""]
 
 
 def test_the_units_of_the_nodes_that_live_are_told_now(begin, tmp_path):

@@ -40,13 +40,6 @@ def test_a_node_of_twelve():
     assert _read(RAY_TEMP_DIR="").temp_dir == "/tmp/own"
 
 
-def test_logs_have_nemo_runs_names_up_to_ten_nodes():
-    few = {"SLURM_STEP_NUM_TASKS": "4"}
-    assert _read(**few).node_log == "/shared/logs/ray-worker-3.log"
-    assert _read(**few, SLURM_PROCID="0").node_log == "/shared/logs/ray-head.log"
-    assert _read(**few, NEMO_RUN_RAY_LOG_PREFIX="a-").log("job") == "/shared/logs/a-job.log"
-
-
 def test_worker_units_are_gpus_and_one_without():
     """NeMo-Run's own script says 8, whatever a node has."""
     assert _read().worker_units == 1
