@@ -45,7 +45,7 @@ from nemo_run.core.frontend.console.api import CONSOLE
 
 from nemo_run_ray.clusters.base import Cluster, ClusterArchive, Dashboard
 from nemo_run_ray.errors import ClusterError, ConfigError
-from nemo_run_ray.fields import is_amount, is_whole, strict_init
+from nemo_run_ray.fields import Check, allow, is_amount, strict_init, whole
 from nemo_run_ray.remote.dashboard import (
     DASHBOARD,
     EMBEDDED,
@@ -103,6 +103,16 @@ _WATCH = (
 )
 
 
+_FIELDS: dict[str, Check] = {
+    "num_cpus": whole(1, none=True),
+    "num_gpus": whole(0, none=True),
+    "keep": allow(lambda value: isinstance(value, bool), "True or False"),
+    "idle_timeout_s": allow(
+        lambda value: is_amount(value) and value, "a number of seconds above 0"
+    ),
+}
+
+
 @dataclass
 class LocalState:
     """The text of ``state.json``, which names ``ray start`` by its pid and identity."""
@@ -158,20 +168,8 @@ class LocalCluster(Cluster):
     state_dir: str | None = None
 
     def __post_init__(self) -> None:
-        for name, least in (("num_cpus", 1), ("num_gpus", 0)):
-            value = getattr(self, name)
-            if value is not None and not is_whole(value, least):
-                raise ConfigError(
-                    f"LocalCluster.{name} is {value!r}; allowed is a whole number from {least}, or "
-                    "None for all that this machine has."
-                )
-        if not isinstance(self.keep, bool):
-            raise ConfigError(f"LocalCluster.keep is {self.keep!r}; allowed is True or False.")
-        if not is_amount(self.idle_timeout_s) or not self.idle_timeout_s:
-            raise ConfigError(
-                f"LocalCluster.idle_timeout_s is {self.idle_timeout_s!r}; allowed is a number of "
-                "seconds above 0."
-            )
+        for name, check in _FIELDS.items():
+            check(f"LocalCluster.{name}", getattr(self, name))
 
     def connect(self) -> Dashboard:
         with self._folder.locked():

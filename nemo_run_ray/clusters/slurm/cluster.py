@@ -26,11 +26,11 @@ from nemo_run_ray.clusters.slurm.bring_up import BringUp
 from nemo_run_ray.clusters.slurm.login import Login, forwarded, key_of
 from nemo_run_ray.clusters.slurm.script import Sidecar, script
 from nemo_run_ray.errors import ClusterError, ConfigError, NemoRunRayError, as_markup
-from nemo_run_ray.fields import is_amount, is_whole, strict_init
+from nemo_run_ray.fields import Check, allow, every, is_amount, strict_init, whole
 from nemo_run_ray.remote.carried_over import DISPATCHES, IDS, START
-from nemo_run_ray.remote.slurm.settings import repeated
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,99}")
+_JOB_DIR = re.compile(r"/[\w/.,:@+=-]*", re.ASCII)
 _SSH_FIELDS = ("host", "user", "port", "identity", "shell", "pre_command")
 _HOST = re.sub("[^A-Za-z0-9.-]", "_", socket.gethostname())
 #: This process among the users of clusters: a name that no other has.
@@ -237,63 +237,50 @@ def _say(text: str) -> None:
     CONSOLE.log(as_markup(text))
 
 
+_FLAG = allow(lambda value: isinstance(value, bool), "True or False")
+_FIELDS: dict[str, Check] = {
+    "executor": allow(lambda value: isinstance(value, SlurmExecutor), "a run.SlurmExecutor"),
+    "name": allow(
+        lambda value: isinstance(value, str) and _NAME.fullmatch(value),
+        "letters, digits, '_', '.' and '-'",
+    ),
+    "nodes": whole(1, none=True),
+    "walltime": allow(lambda value: isinstance(value, str), "a text as '04:00:00'", none=True),
+    "keep": _FLAG,
+    "idle_timeout_s": whole(1, none=True),
+    "queue_timeout_s": allow(is_amount, "a number of seconds", none=True),
+    "renew": _FLAG,
+    "sidecars": every(lambda value: isinstance(value, Sidecar), "a list of Sidecar(…)"),
+}
+
+
 def _check(cluster: SlurmCluster) -> None:
     """Raise for a field that has a wrong value."""
-    allowed = _allowed(cluster)
-    for name, (is_right, what) in allowed.items():
-        if not is_right:
+    for name, check in _FIELDS.items():
+        check(f"SlurmCluster.{name}", getattr(cluster, name))
+    title, executor = f"SlurmCluster {cluster.name!r}", cluster.executor
+    names = [sidecar.name for sidecar in cluster.sidecars]
+    for name in names:
+        if names.count(name) > 1:
             raise ConfigError(
-                f"SlurmCluster.{name} is {getattr(cluster, name)!r}; allowed is {what}."
+                f"{title} has two sidecars with the name {name!r}; give each its own: messages and "
+                "logs tell them apart by it."
             )
-    twice = repeated([sidecar.name for sidecar in cluster.sidecars])
-    if twice:
+    if not _JOB_DIR.fullmatch(executor.tunnel.job_dir or ""):
         raise ConfigError(
-            f"SlurmCluster {cluster.name!r} has two sidecars with the name {twice[0]!r}; give each "
-            "its own: messages and logs tell them apart by it."
-        )
-    executor = cluster.executor
-    if not os.path.isabs(executor.tunnel.job_dir or ""):
-        raise ConfigError(
-            f"The tunnel of SlurmCluster {cluster.name!r} has job_dir="
-            f"{executor.tunnel.job_dir!r}; expected is the absolute path of a folder that all "
-            "nodes share: tunnel=run.LocalTunnel(job_dir='/shared/me/jobs')."
-        )
-    odd = re.search(r"[^\w/.,:@+=-]", executor.tunnel.job_dir, re.ASCII)
-    if odd:
-        raise ConfigError(
-            f"The tunnel of SlurmCluster {cluster.name!r} has job_dir="
-            f"{executor.tunnel.job_dir!r} with {odd.group()!r} in it, which the scripts of Slurm "
-            "and NeMo-Run do not take; use letters, digits and the characters / . , : @ + = _ -."
+            f"The tunnel of {title} has job_dir={executor.tunnel.job_dir!r}; expected is the "
+            "absolute path of a folder that all nodes share, of letters, digits and the characters "
+            "/ . , : @ + = _ -, since the scripts of Slurm and NeMo-Run take no others: "
+            "tunnel=run.LocalTunnel(job_dir='/shared/me/jobs')."
         )
     if executor.array is not None:
         raise ConfigError(
-            f"The executor of SlurmCluster {cluster.name!r} has array={executor.array!r}; a "
-            "cluster is one job: leave it out."
+            f"The executor of {title} has array={executor.array!r}; a cluster is one job: leave it "
+            "out."
         )
     mode = executor.env_vars.get("RAY_AUTH_MODE", "token")
     if mode != "token":
         raise ConfigError(
-            f"SlurmCluster {cluster.name!r} needs Ray's token, and env_vars of its executor has "
-            f"RAY_AUTH_MODE={mode!r}; leave that out. A Ray before 2.52 knows no tokens."
+            f"{title} needs Ray's token, and env_vars of its executor has RAY_AUTH_MODE={mode!r}; "
+            "leave that out. A Ray before 2.52 knows no tokens."
         )
-
-
-def _allowed(cluster: SlurmCluster) -> dict[str, tuple[bool, str]]:
-    """For each field, whether its value is allowed, and which values are."""
-    idle, queue, walltime = cluster.idle_timeout_s, cluster.queue_timeout_s, cluster.walltime
-    named = isinstance(cluster.name, str) and _NAME.fullmatch(cluster.name) is not None
-    sidecars = isinstance(cluster.sidecars, list)
-    return {
-        "executor": (isinstance(cluster.executor, SlurmExecutor), "a run.SlurmExecutor"),
-        "name": (named, "letters, digits, '_', '.' and '-'"),
-        "nodes": (cluster.nodes is None or is_whole(cluster.nodes, 1), "a whole number from 1"),
-        "walltime": (walltime is None or isinstance(walltime, str), "a text as '04:00:00'"),
-        "keep": (isinstance(cluster.keep, bool), "True or False"),
-        "idle_timeout_s": (idle is None or is_whole(idle, 1), "whole seconds from 1, or None"),
-        "queue_timeout_s": (queue is None or is_amount(queue), "a number of seconds, or None"),
-        "renew": (isinstance(cluster.renew, bool), "True or False"),
-        "sidecars": (
-            sidecars and all(isinstance(sidecar, Sidecar) for sidecar in cluster.sidecars),
-            "a list of Sidecar(…)",
-        ),
-    }

@@ -259,7 +259,6 @@ class CarriedDispatches:
         self._waiting: Optional[List[str]] = None  # folders; None: the rows are not read yet
         self._sent: Set[str] = set()
         self._decided: Set[str] = set()
-        self._complaints: Dict[str, str] = {}
         self._tries: Dict[str, int] = {}
         self._pause_until = float("-inf")
 
@@ -392,13 +391,12 @@ class CarriedDispatches:
         """Print once that a request is made again; give a dispatch up after many tries."""
         self._pause_until = self._clock() + _PAUSE_S
         what = f"The chain {name} cannot continue" if name else "Earlier chains cannot be read"
-        if self._complaints.get(name) != why:
-            self._complaints[name] = why
-            say(f"{what} yet: {why}")
         self._tries[name] = self._tries.get(name, 0) + 1
         is_given_up = self._tries[name] >= _TRIES
         if is_given_up:
             say(f"{what}, and {'is given up' if name else 'none of them continues here'}: {why}")
+        elif self._tries[name] == 1:
+            say(f"{what} yet: {why}")
         if not name:
             self._waiting = [] if is_given_up else None
         elif self._waiting:

@@ -8,7 +8,7 @@ import re
 import secrets
 import time
 from contextlib import suppress
-from typing import Any, Dict, FrozenSet, List, Mapping, Optional, Set, Union
+from typing import Any, Dict, FrozenSet, List, Optional, Set, Union
 
 from ..dashboard import DASHBOARD, DashboardClient, Unanswered
 from ..files import write_file
@@ -56,7 +56,10 @@ class Head(NodeProgram):
         self._discovery: Optional[AddressDiscovery] = None
         self._head: Optional[HeadAddress] = None
         self._dashboard: Optional[DashboardClient] = None
-        self._nodes = RayNodes()
+        self._asked_at = float("-inf")
+        self._missing_since: Dict[int, float] = {}
+        #: Addresses of Ray's living nodes; ``None`` until the dashboard has answered.
+        self.alive: Optional[FrozenSet[str]] = None
         self._was_ready = self._has_published_head = False
         self._driver: Optional[Command] = None
         self._written_units: Optional[int] = None
@@ -81,7 +84,7 @@ class Head(NodeProgram):
             return self.failed(why)
         self._await_gcs()
         if self._dashboard is not None:
-            self._nodes.ask(self._dashboard, self._reports, self._was_ready)
+            self._ask_for_nodes(self._dashboard)
             self._let_workers_join()
             self._write_units()
         end = self._requested_end()
@@ -96,7 +99,7 @@ class Head(NodeProgram):
         """Without a token the dashboard is for the node itself alone."""
         self._ports = self.ports.choose()
         self._head, self._dashboard, self._has_published_head = None, None, False
-        self._nodes.alive = None  # that of the last try
+        self.alive = None  # that of the last try
         # On all interfaces: NeMo-Run's port_forward ends at the head's localhost.
         has_token = self.ray_env()["RAY_AUTH_MODE"] == "token"
         host = "0.0.0.0" if has_token else "127.0.0.1"
@@ -147,7 +150,7 @@ class Head(NodeProgram):
 
     def _write_units(self) -> None:
         """Write the ``worker_units`` of Ray's living nodes, which NeMo-RL's scripts watch."""
-        alive = self._nodes.alive or ()
+        alive = self.alive or ()
         addresses = {0: self._address, **{rank: row.address for rank, row in self._reports.items()}}
         units = self.settings.worker_units * sum(one in alive for one in addresses.values())
         if units != self._written_units:
@@ -207,6 +210,22 @@ class Head(NodeProgram):
             self._dashboard = DashboardClient(url, self._authorize, _ANSWER_S)
             self._mark("STARTED_RAY_HEAD", "")
 
+    def _ask_for_nodes(self, dashboard: DashboardClient) -> None:
+        """Ask for Ray's nodes after a pause; without an answer the last one stays."""
+        if time.monotonic() - self._asked_at < (_ASK_READY_S if self._was_ready else _ASK_S):
+            return
+        try:
+            self.alive = frozenset(row["node_ip"] for row in dashboard.alive_nodes())
+        except Unanswered:
+            return
+        finally:
+            self._asked_at = time.monotonic()
+        for rank, report in self._reports.items():
+            if self._was_ready and rank and report.address and report.address not in self.alive:
+                self._missing_since.setdefault(rank, self._asked_at)
+            else:
+                self._missing_since.pop(rank, None)
+
     def _authorize(self) -> str:
         """The token for one more request, before which this node shows that it lives."""
         self._beat()
@@ -214,7 +233,7 @@ class Head(NodeProgram):
 
     def _let_workers_join(self) -> None:
         """Publish the address once this node is registered: before, `ray start` soon gives up."""
-        is_registered = self._address in (self._nodes.alive or ())
+        is_registered = self._address in (self.alive or ())
         if self._head is not None and is_registered and not self._has_published_head:
             self._has_published_head = True
             self.folder.publish(HEAD, self._head)
@@ -226,9 +245,11 @@ class Head(NodeProgram):
             dead=frozenset(self.dead),
             address=self._address,
             gcs_listens=self._head is not None,
-            alive=self._nodes.alive,
+            alive=self.alive,
             was_ready=self._was_ready,
-            missing_for_s=self._nodes.missing_for_s(),
+            missing_for_s={
+                rank: self._asked_at - since for rank, since in self._missing_since.items()
+            },
         )
 
     def _act(self, decision: Union[Wait, ClusterReady, RunEnd]) -> Optional[RunEnd]:
@@ -288,35 +309,3 @@ class Head(NodeProgram):
             argv = ["bash", "-c", command]
             self._driver = self.commands.start("driver", argv, self.settings.log("job"), env, cwd)
         return None
-
-
-class RayNodes:
-    """Ray's own list of nodes, which is asked for now and then."""
-
-    def __init__(self) -> None:
-        self._asked_at = float("-inf")
-        self._missing_since: Dict[int, float] = {}
-        #: Addresses of the nodes that are alive; ``None`` until the dashboard has answered.
-        self.alive: Optional[FrozenSet[str]] = None
-
-    def ask(
-        self, dashboard: DashboardClient, reports: Mapping[int, NodeReport], is_ready: bool
-    ) -> None:
-        """Ask after a pause. If the dashboard does not answer, the last answer stays."""
-        if time.monotonic() - self._asked_at < (_ASK_READY_S if is_ready else _ASK_S):
-            return
-        try:
-            self.alive = frozenset(row["node_ip"] for row in dashboard.alive_nodes())
-        except Unanswered:
-            return
-        finally:
-            self._asked_at = time.monotonic()
-        for rank, report in reports.items():
-            if is_ready and rank and report.address and report.address not in self.alive:
-                self._missing_since.setdefault(rank, self._asked_at)
-            else:
-                self._missing_since.pop(rank, None)
-
-    def missing_for_s(self) -> Dict[int, float]:
-        """Seconds for which Ray has missed each node that it once had, by rank."""
-        return {rank: self._asked_at - since for rank, since in self._missing_since.items()}

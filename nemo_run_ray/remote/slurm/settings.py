@@ -136,9 +136,6 @@ def read(env: Mapping[str, str], temp_dir: str) -> Settings:
     sidecars, separate = _sidecars(env), _sandbox(env)
     if not env.get("SANDBOX_CONTAINER"):
         sidecars, separate = [*sidecars, *separate], []
-    names = repeated([sidecar.name for sidecar in (*sidecars, *separate)])
-    if names:
-        raise WrongSetting(f"two sidecars have the name {names[0]!r}; give each its own")
     if env.get(SIDECAR_STEP):
         sidecars, separate = separate, []
     workers = nodes - 1
@@ -211,11 +208,6 @@ def _sidecars(env: Mapping[str, str]) -> List[SidecarSpec]:
         return [SidecarSpec(**{**row, "probe": _probe(row.get("probe"))}) for row in rows]
     except (ValueError, TypeError) as error:
         raise WrongSetting(f"{SIDECARS} cannot be read: {error!r}") from error
-
-
-def repeated(names: List[str]) -> List[str]:
-    """The names that come more than once, sorted."""
-    return sorted({name for name in names if names.count(name) > 1})
 
 
 def _probe(row: Optional[Dict[str, Any]]) -> Optional[ProbeSpec]:

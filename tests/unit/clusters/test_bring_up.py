@@ -437,7 +437,7 @@ def test_the_wait_in_the_queue_has_an_end(world):
 @pytest.mark.parametrize("folder", ["/shared/my jobs", "/shared/%j", "/shared/$HOME", "/s/é"])
 def test_folders_that_scripts_do_not_take(folder):
     executor = run.SlurmExecutor(account="a", tunnel=run.LocalTunnel(job_dir=folder))
-    with pytest.raises(ConfigError, match="which the scripts of Slurm"):
+    with pytest.raises(ConfigError, match="since the scripts of Slurm"):
         SlurmCluster(executor=executor)
 
 

@@ -78,11 +78,11 @@ def test_workers_are_told_of_a_head_that_is_registered(begin, commands):
     head = begin(Head, 0)
     assert head.step() is None
     assert head.folder.read(HEAD, HeadAddress) is None, "its GCS listens, and that is all"
-    head._nodes.alive = frozenset({"127.0.0.1"})
+    head.alive = frozenset({"127.0.0.1"})
     assert head.step() is None
     told = head.folder.read(HEAD, HeadAddress)
     _fail(head, commands)
-    head._nodes.alive = frozenset({"127.0.0.1"})
+    head.alive = frozenset({"127.0.0.1"})
     assert head.step() is None
     assert head.folder.read(HEAD, HeadAddress) == told._replace(start=2), "the ports are the same"
 
@@ -129,7 +129,7 @@ def test_the_units_of_the_nodes_that_live_are_told_now(begin, tmp_path):
     for alive in ({"127.0.0.1"}, {"127.0.0.1", "10.0.0.1"}, {"127.0.0.1"}):
         RunFolder(str(tmp_path), 1).publish_report(NodeReport("n2", address="10.0.0.1"))
         head.step()
-        head._nodes.alive = frozenset(alive)
+        head.alive = frozenset(alive)
         head.step()
         told.append((tmp_path / "ray_worker_units").read_text())
     assert told == ["1\n", "2\n", "1\n"]

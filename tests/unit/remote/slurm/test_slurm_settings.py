@@ -81,18 +81,6 @@ def test_a_wrong_variable_is_named(variables, message):
         _read(**variables)
 
 
-def test_two_sidecars_of_one_name():
-    rows = [{"name": "cache", "command": "a"}, {"name": "sandbox", "command": "b"}]
-    text = json.dumps(rows)
-    assert len(_read(NEMO_RUN_RAY_SIDECARS=text).sidecars) == 2
-    with pytest.raises(WrongSetting, match="two sidecars have the name 'cache'"):
-        _read(NEMO_RUN_RAY_SIDECARS=json.dumps([rows[0], rows[0]]))
-    with pytest.raises(WrongSetting, match="two sidecars have the name 'sandbox'"):
-        _read(NEMO_RUN_RAY_SIDECARS=text, SANDBOX_COMMAND="c")
-    with pytest.raises(WrongSetting, match="two sidecars have the name 'sandbox'"):
-        _read(NEMO_RUN_RAY_SIDECARS=text, SANDBOX_COMMAND="c", SANDBOX_CONTAINER="x:1")
-
-
 def test_sidecars_of_the_head_and_of_all():
     rows = [
         {"name": "all", "command": "serve", "probe": {"kind": "port", "port": 8000}},
