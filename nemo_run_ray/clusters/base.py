@@ -157,7 +157,7 @@ class Cluster(ConfigurableMixin, abc.ABC):
         return cls(**values)
 
     def detach(self) -> None:
-        """Let the jobs go on without this program, which has submitted all that it will."""
+        """Let the jobs continue without this program, which submits no more."""
         return None
 
 

@@ -7,7 +7,7 @@ All processes of the user meet in one folder::
         state.json    where it is, who uses it, whether it is kept
         token         what every request must carry; for the owner only
         ray.log       what `ray start` printed
-        archive/<session>/   what is left of one that is gone
+        archive/<session>/   the archive of one that is gone
             reason           why, as the end of a sentence
             jobs.json        its job table, if its last user stopped it
             logs/            ray.log and job-driver-<id>.log of each job, if it died
@@ -54,7 +54,7 @@ from nemo_run_ray.remote.dashboard import (
     UnknownAnswer,
 )
 from nemo_run_ray.remote.files import ENDS_AT, LASTS_S, LIFE, RENEWS, RUN, write_file
-from nemo_run_ray.remote.local_watch import lives, process_identity
+from nemo_run_ray.remote.local_watch import is_running, process_identity
 from nemo_run_ray.remote.node.output import copy_end
 from nemo_run_ray.remote.node.supervise import descendants, kill, marked
 from nemo_run_ray.remote.rows import job_rows, rows_in
@@ -82,7 +82,7 @@ _START_LIMIT_S, _STOP_LIMIT_S, _LOCK_LIMIT_S = 120.0, 20.0, 180.0
 _SLOW_S, _STARTS = 10.0, 3
 #: Seconds for an answer of the dashboard.
 _ANSWER_S = 5.0
-#: Seconds after which a user who waits for the folder is told what for.
+#: Seconds after which a user learns what the program waits for.
 _SILENT_S = 1.0
 #: Seconds that a caller waits for a folder's removal, which continues without it.
 _REMOVE_WAIT_S = 5.0
@@ -134,9 +134,9 @@ class LocalState:
     @property
     def dead_process(self) -> str:
         """The process that a cluster has died by; empty while it lives."""
-        if not lives(self.pid, self.born):
+        if not is_running(self.pid, self.born):
             return f"process {self.pid}"
-        is_alive = not self.raylet or lives(*self.raylet)
+        is_alive = not self.raylet or is_running(*self.raylet)
         return "" if is_alive else f"raylet (process {self.raylet[0]})"
 
 
@@ -305,7 +305,7 @@ class LocalCluster(Cluster):
         ray_log = self._folder.log
         deadline = time.monotonic() + _START_LIMIT_S
         while time.monotonic() < deadline:
-            if not lives(state.pid, state.born):
+            if not is_running(state.pid, state.born):
                 code = os.waitstatus_to_exitcode(os.waitpid(state.pid, 0)[1])
                 raise ClusterError(
                     f"The embedded Ray did not start: `ray start` ended with exit code {code}. "
@@ -472,12 +472,12 @@ class StateFolder:
         if me not in state.users:
             atexit.register(self.leave, os.getpid())
         if me not in state.users or (keep and not state.keep):
-            state.users = [user for user in state.users if lives(*user) and user != me] + [me]
+            state.users = [user for user in state.users if is_running(*user) and user != me] + [me]
             state.keep = state.keep or keep
             self.write(state)
 
     def stop(self, state: LocalState, jobs: list[Any] | None = None) -> None:
-        """End the cluster's processes and archive what is left of it. The lock is held.
+        """End the cluster's processes and archive its logs. The lock is held.
 
         Args:
             state: of the cluster.
@@ -485,14 +485,17 @@ class StateFolder:
         """
         family = {}
         dead_process = state.dead_process
-        if lives(state.pid, state.born):
+        if is_running(state.pid, state.born):
             # Those that changed their title have lost the environment that marks them.
             family = {pid: process_identity(pid) for pid in descendants(state.pid)}
             kill(state.pid, signal.SIGTERM)
         mark = f"{EMBEDDED}={state.root}".encode()
         deadline = time.monotonic() + _STOP_LIMIT_S
-        while pids := {*marked(mark), *(pid for pid, born in family.items() if lives(pid, born))}:
-            if time.monotonic() > deadline or not lives(state.pid, state.born):
+        while pids := {
+            *marked(mark),
+            *(pid for pid, born in family.items() if is_running(pid, born)),
+        }:
+            if time.monotonic() > deadline or not is_running(state.pid, state.born):
                 for pid in pids:
                     kill(pid, signal.SIGKILL)
             time.sleep(0.05)
@@ -507,7 +510,7 @@ class StateFolder:
     def _archive(self, state: LocalState, dead_process: str, jobs: list[Any] | None) -> None:
         """Archive a cluster whose processes have ended, before its folder is removed.
 
-        What cannot be kept (a full disk) is told in a warning: the next start must not fail for it.
+        A warning names what cannot be kept (a full disk): the next start must not fail for it.
         """
         for session in Path(state.root).glob(f"{RAY_FOLDER}/session_*"):
             if session.is_symlink():
@@ -541,7 +544,7 @@ class StateFolder:
             state = self.read()
             if state is None:
                 return
-            state.users = [user for user in state.users if user[0] != pid and lives(*user)]
+            state.users = [user for user in state.users if user[0] != pid and is_running(*user)]
             if not (state.users or state.keep or (state.detached and not is_idle)):
                 try:
                     with self.client(state) as dashboard:

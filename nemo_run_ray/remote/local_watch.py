@@ -42,9 +42,9 @@ def main(folder: str, root: str, idle_timeout_s: float) -> None:
                 state = json.load(file)
         except (OSError, ValueError):
             return
-        if state["root"] != root or not lives(state["pid"], state["born"]):
+        if state["root"] != root or not is_running(state["pid"], state["born"]):
             return
-        before, is_used = rows, state["keep"] or any(lives(*user) for user in state["users"])
+        before, is_used = rows, state["keep"] or any(is_running(*user) for user in state["users"])
         if not is_used:
             rows = _jobs(folder, state["url"])
         # A job has run since the last look if the table has changed.
@@ -75,7 +75,7 @@ def process_identity(pid: int) -> Optional[str]:
         return f"{file.read().strip()}/{int(fields[19])}"
 
 
-def lives(pid: int, born: Optional[str]) -> bool:
+def is_running(pid: int, born: Optional[str]) -> bool:
     """Whether the process of that pid is the one with that identity."""
     return born is not None and born == process_identity(pid)
 

@@ -79,7 +79,7 @@ class SlurmAllocation:
         renewed: whether it continues the dispatches of the allocation before.
         job: Slurm's number of its job; empty until Slurm has taken it.
         refused: what ``sbatch`` said when it did not take the job.
-        stopped: why it was told to end; empty while nobody has.
+        stopped: why a user has stopped it; empty while nobody has.
         over: why a client gave it up; empty while nobody has.
         run: folder of the job's run, below the allocation's; empty until it runs.
         head: where Ray is reached, once the cluster is ready.
@@ -128,7 +128,7 @@ class SlurmAllocation:
 
     @property
     def may_start_again(self) -> bool:
-        """Whether Slurm may start its job again, of which one start has told its end."""
+        """Whether Slurm may start its job again, of which one start has ended."""
         if self.end is None or self.stopped or self.over:
             return False
         # By this signal Slurm ends a start. What it says next tells whether it was the last one.
@@ -318,7 +318,7 @@ class Allocations:
             return False
         return self.cancel(allocation, why)
 
-    # ------------------------------------------------------------------ what is left
+    # ------------------------------------------------------------------ archives
 
     def archive(self, session: str) -> ClusterArchive | None:
         """The archive of a run, with those of the runs that continue its dispatches."""
@@ -400,10 +400,10 @@ def _why_away(newest: SlurmAllocation, history: History) -> str:
     if newest.is_renewing:
         return f"{history.runs[0].why}, and the next one is being asked for"
     if history.kept and newest.may_start_again:
-        return f"{history.runs[0].why}, and chains go on in {job} if Slurm starts it again"
+        return f"{history.runs[0].why}, and chains continue in {job} if Slurm starts it again"
     ended = [run for run in history.runs if not newest.run or not run.folder.endswith(newest.run)]
     if ended and newest.will_start:
-        return f"{ended[0].why}, and chains go on in {job}, which is not up yet"
+        return f"{ended[0].why}, and chains continue in {job}, which is not up yet"
     return ""
 
 

@@ -55,7 +55,7 @@ class BringUp:
         queue_timeout_s: how long to wait in Slurm's queue; ``None`` for as long as it takes.
         say: shows what is waited for, at each change.
         clock: seconds that only grow.
-        pause: waits so many seconds; whether the wait was interrupted.
+        pause: waits for some seconds; returns whether the wait was interrupted.
         held: number of the allocation that this client leaves if it gives up.
     """
 
@@ -199,7 +199,7 @@ class BringUp:
     def _starts_again(self, allocation: SlurmAllocation) -> bool:
         """Whether Slurm starts the job of an allocation again, whose last start is over.
 
-        It takes the nodes away from an allocation that was ready, which may have told its end.
+        It takes the nodes away from an allocation that was ready, which may have written its end.
         """
         if allocation.has_queue and (allocation.queued is None or allocation.queued.waits):
             self._requeued = None if allocation.queued is None else allocation.run
@@ -252,8 +252,10 @@ def _why_not_up(name: str, allocation: SlurmAllocation, why: str, log: str) -> s
             f"Slurm does not take the job of the cluster {name!r}: {why}{end} Correct the "
             "SlurmExecutor."
         )
-    told = f"Ray did not come up in Slurm job {allocation.job} of the cluster {name!r}: {why}{end}"
-    return f"{told} {log}" if log else told
+    message = (
+        f"Ray did not come up in Slurm job {allocation.job} of the cluster {name!r}: {why}{end}"
+    )
+    return f"{message} {log}" if log else message
 
 
 def _why_waits(job: QueuedJob) -> str:

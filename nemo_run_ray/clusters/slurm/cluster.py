@@ -73,7 +73,7 @@ class SlurmCluster(Cluster):
     keep: bool = False
     #: Seconds without a job after which it ends; ``None`` is never before its walltime.
     idle_timeout_s: int | None = 900
-    #: Let chains go on in another allocation when the walltime of this one is over.
+    #: Continue chains in another allocation when the walltime of this one is over.
     renew: bool = False
     #: Seconds to wait in Slurm's queue; ``None`` is as long as it takes.
     queue_timeout_s: float | None = None

@@ -113,15 +113,15 @@ class Login:
         # The shell reads all of it before it begins, and no command in it reads the rest.
         text = f"{{ printf '%s\\n' {_MARK}\n{script}\n}} < /dev/null\n".encode()
         with self._turn, self._translated():
-            code, told, errors = _here(text) if self.is_here else self._there(text)
+            code, output, errors = _here(text) if self.is_here else self._there(text)
         # What the start files of a login shell print comes before.
-        told = told.partition(f"{_MARK}\n".encode())[2]
+        output = output.partition(f"{_MARK}\n".encode())[2]
         if code != 0:
-            words = (errors.strip() or told.strip()).decode(errors="replace")
+            reason = (errors.strip() or output.strip()).decode(errors="replace")
             raise ClusterError(
-                f"A command on {self.name} has failed: {words or f'exit code {code}'}"
+                f"A command on {self.name} has failed: {reason or f'exit code {code}'}"
             )
-        return told
+        return output
 
     def _there(self, text: bytes) -> tuple[int, bytes, bytes]:
         """Run a script by SSH without a thread: none can start while Python ends."""
@@ -133,10 +133,10 @@ class Login:
             channel.exec_command(f"{tunnel.pre_command} && sh" if tunnel.pre_command else "sh")
             channel.sendall(text)
             channel.shutdown_write()
-            told, errors = _all_of(channel.recv), _all_of(channel.recv_stderr)
+            output, errors = _all_of(channel.recv), _all_of(channel.recv_stderr)
             if not channel.status_event.wait(_COMMAND_S) or channel.exit_status == _NO_EXIT_CODE:
                 raise EOFError("The connection broke off.")
-            return int(channel.exit_status), told, errors
+            return int(channel.exit_status), output, errors
 
     def transport(self) -> paramiko.Transport:
         """The SSH connection as it is now, made again if it has broken off.
@@ -178,14 +178,14 @@ def _here(text: bytes) -> tuple[int, bytes, bytes]:
     pipe = subprocess.PIPE
     process = subprocess.Popen(["sh"], stdin=pipe, stdout=pipe, stderr=pipe, start_new_session=True)
     try:
-        told, errors = process.communicate(text, timeout=_COMMAND_S)
+        output, errors = process.communicate(text, timeout=_COMMAND_S)
     except subprocess.TimeoutExpired as error:
         os.killpg(process.pid, signal.SIGKILL)
         process.communicate()
         raise TimeoutError from error
     if process.returncode < 0:
         raise EOFError("Its shell was killed.")
-    return process.returncode, told, errors
+    return process.returncode, output, errors
 
 
 def _all_of(receive: Callable[[int], bytes]) -> bytes:

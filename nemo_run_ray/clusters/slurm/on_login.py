@@ -254,7 +254,7 @@ class ClusterFolder:
         Args:
             number: of the allocation.
             why: for those who look later.
-            has_ended: its run has told its end; Slurm may have its job, to start it again.
+            has_ended: its run is over; Slurm may have its job, to start it again.
 
         Raises:
             OSError: Slurm has not taken its job out of the queue; a second call tries again.
@@ -290,7 +290,7 @@ class ClusterFolder:
             OSError: Slurm does not do it.
         """
         problem = ""
-        for _ in range(2):  # a job may have ended since Slurm told of it
+        for _ in range(2):  # a job may have ended since Slurm named it
             rows = self._jobs_of(path)
             if rows is None:
                 raise TimeoutError

@@ -199,7 +199,7 @@ def script(
         life: folder of the allocation, in which all its files are.
         sidecars: that run beside Ray.
         idle_timeout_s: after which an allocation without a job ends.
-        renew: whether another one goes on with the dispatches of this one.
+        renew: whether another one continues the dispatches of this one.
     """
     from nemo_run.run.ray.slurm import SlurmRayRequest
 

@@ -37,8 +37,9 @@ from ..node.output import copy_end
 
 #: Seconds from one heartbeat to the next.
 BEAT_S = 3.0
-#: A node counts as dead after so many rounds without a new heartbeat. A round is ``BEAT_S`` or
-#: longer, by the reader's clock: a file system that stands still makes the rounds longer, not more.
+#: A node counts as dead after this number of rounds without a new heartbeat. A round is
+#: ``BEAT_S`` or longer, by the reader's clock: a file system that stands still makes the rounds
+#: longer, not more.
 LATE_ROUNDS = 10
 #: Exit code of the job when the cluster, not the driver, has failed.
 CLUSTER_FAILED = 70

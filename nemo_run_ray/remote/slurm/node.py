@@ -268,7 +268,7 @@ class NodeProgram(ABC):
             time.sleep(TURN_S)
 
     def _cancelled(self, order: bytes) -> RunEnd:
-        """Slurm, or another process, has told this program to end."""
+        """Slurm, or another process, asks this program to end."""
         if not order:
             return self.failed("the program that guards this node's processes was killed")
         at = self.settings.ends_at
@@ -400,7 +400,7 @@ def run_sidecar_step(
             commands.reap()
             why = sidecars.step() or ""
             if runner.order() is not None:
-                why = "the step with the sidecars was told to end"
+                why = "the step with the sidecars was asked to end"
             now = NodeReport(host=settings.host, ready=sidecars.ready, failed=why)
             if now != report:
                 report = now

@@ -183,21 +183,6 @@ def test_who_stops_it_tells_its_head(world):
         assert (world.life() / name).read_text() == "it was ended by `nemo-run-ray down`\n"
 
 
-def test_a_full_disk_keeps_no_job_alive(world, monkeypatch):
-    allocations = world.submitted()
-    life = allocations.look()
-    full = "if path.endswith(('over', 'stop')):\n            raise OSError(28, 'full')\n        "
-    program = allocations_module._PROGRAM.replace("os.replace(", f"{full}os.replace(")
-    monkeypatch.setattr(allocations_module, "_PROGRAM", program)
-    (world.slurm / "away").touch()
-    with pytest.raises(ClusterError):  # neither Slurm nor the head has heard of it
-        allocations.cancel(life, "it was ended")
-    (world.slurm / "away").unlink()
-    for _ in range(2):  # `down` looks whether the script has asked for another allocation
-        allocations.cancel(life, "it was ended")
-    assert world.cancelled() == ["101"]
-
-
 def test_a_job_that_waits_while_the_controller_is_away_is_ended_by_a_second_stop(world):
     """It has no head that could read the order; should it start, it ends."""
     allocations = world.submitted()

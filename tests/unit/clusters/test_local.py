@@ -148,13 +148,6 @@ def test_fields_are_checked(fields):
         LocalCluster(**fields)
 
 
-def test_who_waits_too_long_for_another_process_is_told_so(home, monkeypatch):
-    monkeypatch.setattr(local, "_LOCK_LIMIT_S", 0.2)
-    message = "Another process has been starting"
-    with home.locked(), pytest.raises(ClusterError, match=message), StateFolder(home.path).locked():
-        pytest.fail("both hold it")
-
-
 @pytest.fixture
 def room(monkeypatch, tmp_path):
     """Folders of a cluster that starts, and a program in the place of Ray that only sleeps."""
@@ -178,26 +171,6 @@ def test_a_ray_that_was_too_slow_is_started_again(room, tmp_path, monkeypatch):
         with pytest.raises(ClusterError, match="no node"):
             LocalCluster(state_dir=str(tmp_path / "state")).connect()
         assert starts.read_text() == "s\n" * count
-
-
-def test_a_disk_that_is_full_when_ray_has_started(room, tmp_path, monkeypatch):
-    started = []
-    write = StateFolder.write
-
-    def full(self, state):
-        if state.pid:
-            started.append(state.pid)
-            with self.usable():
-                raise OSError(28, os.strerror(28))
-        write(self, state)
-
-    monkeypatch.setattr(StateFolder, "write", full)
-    cluster = LocalCluster(state_dir=str(tmp_path / "state"))
-    with pytest.raises(ConfigError, match="No space left on device"):
-        cluster.connect()
-    (pid,) = started
-    assert process_identity(pid) is None
-    assert cluster.find() is None
 
 
 _IDLE = b'[{"status": "SUCCEEDED"}]'

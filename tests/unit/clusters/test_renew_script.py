@@ -130,17 +130,6 @@ def test_no_other_job_is_asked_for_while_slurm_may_have_one(over):
     assert "timed out" in (over.life(2) / "refused").read_text(), "so that the job does not begin"
 
 
-def test_the_users_variables_may_be_called_as_those_of_the_script(over):
-    commands(over, sbatch='export -p > "$SLURM/env"; echo "$@" > "$SLURM/args"')
-    names = ("job", "folder", "name", "number", "other", "code", "jobs", "asked", "next", "made")
-    renew(over, **dict.fromkeys(names, "hello"), SBATCH_QOS="long", SBATCH_CPU_BIND="x")
-    assert "--dependency=afterany:101" in (over.slurm / "args").read_text()
-    assert (over.life(2) / "job").read_text() == "101\n"
-    env = (over.slurm / "env").read_text()
-    assert 'SBATCH_QOS="long"' in env or "SBATCH_QOS='long'" in env
-    assert "SBATCH_CPU_BIND" not in env
-
-
 @pytest.mark.parametrize("name", ["1/over", "1/stop", "2/over", "2/stop"])
 def test_a_cluster_that_is_ended_meanwhile_leaves_no_job(over, name):
     commands(over, sbatch=f'touch "{over.life().parent}/{name}"')

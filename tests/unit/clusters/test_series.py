@@ -95,7 +95,7 @@ def test_between_two_allocations_jobs_are_away_and_not_lost(renewed):
     found = from_record(cluster(renewed).record())
     assert "the next one is being asked for" in away(found, "session_1")
     next_one(renewed)
-    assert "chains go on in Slurm job 102, which is not up yet" in away(found, "session_1")
+    assert "chains continue in Slurm job 102, which is not up yet" in away(found, "session_1")
     assert found.find() is None
     renewed.state("102", "RUNNING")
     (renewed.life(2) / "run" / "102.0").mkdir(parents=True)
@@ -222,7 +222,7 @@ def test_it_does_not_wait_for_ever_for_a_script_that_died(renewed):
 
 @pytest.mark.parametrize("renew", [True, False])
 def test_a_job_that_slurm_is_to_start_again_is_no_loss(world, monkeypatch, renew):
-    """Its chains go on in it, although the start that had them has told its end."""
+    """Its chains continue in it, although the start that had them has told its end."""
     look_anew(monkeypatch)
     start(world, 1)
     world.ready(1)

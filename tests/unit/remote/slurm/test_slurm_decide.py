@@ -76,19 +76,6 @@ def test_a_node_that_writes_nothing_is_named_after_a_minute():
     assert "n2 has not written into /run within 60 s, which node n1 sees" in end.why
 
 
-def test_a_sidecar_of_a_node_that_may_be_absent_is_not_waited_for():
-    sidecar = SidecarSpec(name="sandbox", command="serve")
-    settings = _SETTINGS._replace(min_workers=1, sidecars=(sidecar,))
-    ready = {rank: _REPORTS[rank]._replace(ready=("sandbox",)) for rank in (0, 1)}
-    alive = frozenset({"10.0.0.0", "10.0.0.1"})
-    view = _WHOLE._replace(reports={**ready, 2: _REPORTS[2]._replace(failed="it died")})
-    assert decide(settings, view._replace(alive=alive)) == ClusterReady(1)
-    late = {**ready, 1: _REPORTS[1]}
-    waiting = decide(settings, view._replace(alive=alive, reports=late))
-    assert isinstance(waiting, Wait)
-    assert "sandbox on n2" in waiting.what
-
-
 def test_fewer_workers_may_do():
     settings = _SETTINGS._replace(min_workers=1)
     view = _WHOLE._replace(reports={0: _REPORTS[0], 1: _REPORTS[1]}, elapsed_s=60)

@@ -49,24 +49,6 @@ def test_two_clusters_on_a_node_do_not_meet():
     )
 
 
-def test_where_the_kernel_gives_away_nearly_all_ports_each_cluster_has_some(monkeypatch):
-    """An ephemeral range from 1024 on, as many clusters have it."""
-    monkeypatch.setattr(network, "open", lambda *_, **__: io.StringIO("1024"), raising=False)
-    with contextlib.closing(Ports({}, True, 7)) as ports:
-        found = [set(ports.choose().values()), set(_choose({}, True, 7).values())]
-    assert len(set.union(*found)) == sum(len(one) for one in found)
-
-
-def test_a_second_try_keeps_its_ports_but_those_taken_meanwhile():
-    with contextlib.closing(Ports({}, True, 3)) as ports:
-        first = ports.choose()
-        assert ports.choose() == first
-        with socket.create_server(("", first["PORT"])):
-            again = ports.choose()
-    assert again["PORT"] != first["PORT"]
-    assert again["MIN_WORKER_PORT"] == first["MIN_WORKER_PORT"]
-
-
 def test_ports_of_the_user_are_taken_as_they_are():
     with socket.create_server(("", 0)) as server:
         free = server.getsockname()[1]
