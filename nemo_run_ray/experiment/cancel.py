@@ -64,7 +64,7 @@ def _cancel(job: RemoteJob) -> str:
     proof = ""
     if status.state is JobState.CANCELLED:
         with contextlib.suppress(JobError):  # its cluster has been stopped since, with all of it
-            proof = f"; {job.leftovers(status)}"
+            proof = f"; {job.proof_of_end(status)}"
     return f"{job.name} is {status.state.value.lower()}{proof}"
 
 

@@ -403,7 +403,7 @@ class RemoteJob:
             claim(api, attempt_id(self.id, status.attempt + 1), self.record.nonces[-1])
         return None
 
-    def leftovers(self, status: JobStatus) -> str:
+    def proof_of_end(self, status: JobStatus) -> str:
         """Proof that no process of it remains after its cancel, or where some may, in words.
 
         The remote half ends every process of a job before its own last line, unless it was killed.
@@ -914,10 +914,9 @@ def _write(
 
 
 def _append(store: ExperimentStore, events: Sequence[Event]) -> None:
-    if not events:
-        return
     try:
-        store.ledger.write_all(events)
+        if events:
+            store.ledger.write_all(events)
     except OSError as error:
         log.warning("What was seen of the jobs is not kept in %s: %s", store.exp_dir, error)
 
@@ -935,20 +934,18 @@ class _Moments:
         One that was first seen later than that may have begun at any moment before.
         """
         now = time.time()
-        running = {
+        running = frozenset(
             name for name, attempt in attempts.items() if attempt.state == JobState.RUNNING.value
-        }
-        looked_at, before = self._looked.get(job, (0.0, frozenset(running)))
-        self._looked[job] = now, frozenset(running)
-        begun = {name for name in running if now - attempts[name].posted_at <= _FRESH_S}
-        if now - looked_at <= _MOMENT_S:
-            begun |= running - before
-        return {
-            name: replace(attempt, running_at=attempt.running_at or now)
-            if name in begun
-            else attempt
-            for name, attempt in attempts.items()
-        }
+        )
+        looked_at, before = self._looked.get(job, (0.0, running))
+        self._looked[job] = now, running
+        found = {**attempts}
+        for name in running:
+            is_fresh = now - attempts[name].posted_at <= _FRESH_S
+            is_new = name not in before and now - looked_at <= _MOMENT_S
+            if (is_fresh or is_new) and attempts[name].running_at is None:
+                found[name] = replace(attempts[name], running_at=now)
+        return found
 
 
 def with_begin_times(job: RemoteJob, attempts: Attempts) -> Attempts:

@@ -7,6 +7,7 @@ that experiment are touched.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 import time
@@ -35,35 +36,26 @@ _TEND_AGAIN_S = 2.0
 
 
 def tend(exp_dir: Path) -> None:
-    """Look after an experiment's jobs that go on. A cluster that does not answer is left alone.
+    """Look after the jobs of an experiment that have not ended, where their cluster answers.
 
     Args:
         exp_dir: the experiment's folder; one that cannot be read or written to is left alone too.
     """
+    by_cluster: dict[str, list[JobRecord]] = {}
+    store = store_of(exp_dir)
     try:
-        _tend(exp_dir)
+        for record in store.ledger.jobs().values():
+            if not record.terminal:
+                by_cluster.setdefault(repr(sorted(record.cluster.items())), []).append(record)
+        for records in by_cluster.values():
+            with contextlib.suppress(NemoRunRayError):
+                dashboard = from_record(records[0].cluster).find()
+                if dashboard is not None:
+                    _tend_on(JobsApi.of(dashboard), records)
     except OSError as error:
-        store = store_of(exp_dir)
         if store.last_complaint != str(error):  # once, and not every two seconds
             log.warning("The jobs of %s are not looked after: %s", exp_dir, error)
         store.last_complaint = str(error)
-
-
-def _tend(exp_dir: Path) -> None:
-    going_on: dict[str, list[JobRecord]] = {}
-    clusters: dict[str, dict[str, Any]] = {}
-    for record in store_of(exp_dir).ledger.jobs().values():
-        if not record.terminal:
-            key = repr(sorted(record.cluster.items()))
-            going_on.setdefault(key, []).append(record)
-            clusters[key] = record.cluster
-    for key, records in going_on.items():
-        try:
-            dashboard = from_record(clusters[key]).find()
-            if dashboard is not None:
-                _tend_on(JobsApi.of(dashboard), records)
-        except NemoRunRayError as error:
-            log.debug("%s is not tended: %s", exp_dir, error)
 
 
 def _tend_on(api: JobsApi, records: list[JobRecord]) -> None:

@@ -267,7 +267,7 @@ class RayJobsScheduler(SchedulerMixin, Scheduler[Any]):
     def _cancel_existing(self, app_id: str) -> None:
         job = self._job(app_id)
         status = job.cancel()
-        proof = job.leftovers(status) if status.state is JobState.CANCELLED else ""
+        proof = job.proof_of_end(status) if status.state is JobState.CANCELLED else ""
         ending = f"; {proof}" if proof else ""
         CONSOLE.log(as_markup(f"{app_id} is {status.state.value.lower()}{ending}."))
 

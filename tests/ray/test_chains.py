@@ -448,7 +448,7 @@ def test_the_timeline_of_an_unknown_experiment(tmp_path):
     [
         ("retries", -1, "a whole number from 0"),
         ("max_in_flight", 0, "a whole number from 1, or None"),
-        ("pending_timeout_s", -1, "a number from 0"),
+        ("pending_timeout_s", -1, "a number of seconds from 0"),
         ("permanent_exit_codes", [0], "a list of numbers from 1 to 255"),
         ("dependencies", "ray_jobs://nemo_run/x", "a list"),
     ],

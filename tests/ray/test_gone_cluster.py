@@ -118,7 +118,7 @@ def test_times_outlive_the_cluster_and_nobody_waits_for_it(own, unique, tmp_path
     # The chain's dispatcher waits for no cluster that never comes back.
     wait_for(lambda: not processes_where(lambda _, words: dispatcher in words), 90)
     page = page_of(running, tmp_path / "lost.html")
-    assert "last seen going on" in page
+    assert "last seen alive" in page
     ((_, width),) = re.findall(r'<rect class="running lost" x="([\d.]+)%" width="([\d.]+)%"', page)
     assert float(width) > 50, "it ran to its last line, 3 s after its first one"
 

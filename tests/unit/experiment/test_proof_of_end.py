@@ -34,4 +34,4 @@ def test_what_may_remain_of_a_cancelled_job(ray, unique, monkeypatch, lines, lef
     shown = [line if isinstance(line, str) else line.line(nonce) for line in lines]
     monkeypatch.setattr(StateApi, "last_lines", lambda *_: shown)
     status = JobStatus(JobState.CANCELLED, Reason.CANCELLED, node="abcdef" * 5)
-    assert job.leftovers(status) == leftover
+    assert job.proof_of_end(status) == leftover
