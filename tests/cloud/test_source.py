@@ -47,17 +47,6 @@ def test_packages_in_the_root_are_found(root):
     assert source.import_roots(root) == (".",)
 
 
-def test_a_package_that_is_called_src(root):
-    fill(root, "src/__init__.py", "src/a.py")
-    assert source.import_roots(root) == (".",)
-    assert sent(root) == {"src/__init__.py", "src/a.py"}
-
-
-def test_a_namespace_package(root):
-    fill(root, "src/space/a/b.py")
-    assert sent(root) == {"src/space/a/b.py"}
-
-
 RECIPES = (
     "src/p/__init__.py",
     "src/p/core.py",
@@ -109,17 +98,6 @@ def test_a_collection_that_the_script_is_not_in_stays(root, script, stays):
     packager = executor.packager
     found = sent(root, collections=packager.collections, scripts=packager.scripts)
     assert found == {*RECIPES, *STEPS, script} - stays
-
-
-def test_include_brings_another_family_back(root):
-    fill(root, *RECIPES)
-    found = sent(
-        root,
-        collections=["recipes"],
-        scripts=["src/p/recipes/nano/train.py"],
-        include=["src/p/recipes/super"],
-    )
-    assert "src/p/recipes/super/train.py" in found
 
 
 @pytest.mark.parametrize(
@@ -187,11 +165,6 @@ def test_a_script_that_is_excluded_is_refused(root):
     fill(root, "src/a/__init__.py", "scripts/train.py")
     with pytest.raises(TransportError, match=r"keeps scripts/train\.py here, which the task runs"):
         source.collect(root, exclude=["scripts"], scripts=["scripts/train.py"])
-
-
-def test_the_neighbours_of_a_script_in_the_root(root):
-    fill(root, "src/a/__init__.py", "train.py", "helper.py", "big.txt")
-    assert sent(root, scripts=["train.py"]) == {"src/a/__init__.py", "train.py", "helper.py"}
 
 
 def test_a_module_beside_src_travels_with_its_package(root):
@@ -314,12 +287,6 @@ def test_what_an_include_names_behind_a_link_is_found_there(root):
     assert tree["shared/conf/x.yaml"] == File(b"shared/conf/x.yaml")
 
 
-def test_a_link_to_nothing_travels_as_it_is(root):
-    fill(root, "src/a/__init__.py")
-    (root / "src/a/later.py").symlink_to("generated.py")
-    assert source.collect(root).tree["src/a/later.py"] == Link("generated.py")
-
-
 def test_a_loop_of_links(root):
     fill(root, "src/a/__init__.py")
     (root / "src/a/loop.py").symlink_to("loop.py")
@@ -351,17 +318,6 @@ def test_a_submodule_asks_for_itself(root, tmp_path):
     found = source.collect(root)
     assert "src/sub/module.py" in found.tree
     assert found.ignored == ("src/sub/local.py",)
-
-
-def test_an_include_that_names_nothing(root):
-    fill(root, "src/a/__init__.py")
-    with pytest.raises(TransportError, match=r"include='data/\*' names nothing"):
-        source.collect(root, include=["data/*"])
-
-
-def test_a_text_where_a_list_belongs():
-    with pytest.raises(TransportError, match="include is a list"):
-        ShipSource(".", include="data")
 
 
 @pytest.mark.parametrize("is_repository", [True, False])
@@ -402,16 +358,6 @@ def test_links_within_the_tree_travel_as_links(root):
     assert tree["src/a/far.py"] == Link("../b/real.py")
     assert tree["src/a/folder"] == Link("../b")
     assert "src/a/folder/real.py" not in tree
-
-
-def test_executable_bits(root):
-    fill(root, "src/a/__init__.py", "src/a/run.sh")
-    (root / "src/a/run.sh").chmod(0o700)
-    tree = source.collect(root).tree
-    assert [tree["src/a/run.sh"].is_executable, tree["src/a/__init__.py"].is_executable] == [
-        True,
-        False,
-    ]
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,6 @@ from types import SimpleNamespace
 import pytest
 from nemo_run.core.execution import dgxcloud
 from nemo_run.core.execution.dgxcloud import DGXCloudRequest
-from nemo_run.core.execution.launcher import FaultTolerance
 
 from nemo_run_ray import patches
 from tests.patches.dgxcloud import make_executor
@@ -60,10 +59,6 @@ def test_source_stays_out_of_the_script_and_in_the_environment(applied):
     assert request.extra_env == {**OTHERS, **SOURCE, "EXTRA": "1"}
 
 
-def test_unpatched_it_is_in_the_script():
-    assert {*SOURCE} <= _exports(_request().materialize())
-
-
 def test_without_source_the_script_is_the_same_to_the_letter():
     def script() -> str:
         return _request(executor=make_executor(env_vars=OTHERS), extra_env=OTHERS).materialize()
@@ -90,10 +85,6 @@ def test_what_is_logged_has_no_source_and_all_else(applied, monkeypatch):
     assert dgxcloud.logger.filters == []
 
 
-def test_unpatched_the_source_is_logged(monkeypatch):
-    assert "x{`$" in "".join(_logged_by_creating(monkeypatch))
-
-
 def _logged_by_creating(monkeypatch) -> list[str]:
     hostile = dict.fromkeys(SOURCE, 'x{`$ "quoted" \\" \n' * 20)
     executor = make_executor(env_vars={**OTHERS, **hostile})
@@ -118,16 +109,6 @@ def _logged_by_creating(monkeypatch) -> list[str]:
     (variables,) = (one["spec"]["environmentVariables"] for one in sent)
     assert {one["name"]: one["value"] for one in variables} == {**OTHERS, **hostile}
     return lines
-
-
-def test_rendering_that_raises_leaves_the_executor_as_it_was(applied):
-    request = _request(launcher=FaultTolerance())  # lacks its paths
-    executor, variables = request.executor, request.executor.env_vars
-    with pytest.raises(AssertionError, match="requires cfg_path"):
-        request.materialize()
-    assert request.executor is executor
-    assert executor.env_vars is variables
-    assert variables == {**OTHERS, **SOURCE}
 
 
 def test_two_threads_at_once_see_a_whole_executor(applied):

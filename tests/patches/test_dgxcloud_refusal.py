@@ -91,12 +91,6 @@ def test_unpatched_it_is_asked_three_times(platform, slept, logged):
     assert "\n".join(logged()).count(REASON) == 3
 
 
-def test_a_refusal_without_a_text_has_the_status_own(applied, platform, logged):
-    assert platform.answer((403, "")).get_auth_token() is None
-    (line,) = logged()
-    assert line.endswith("Forbidden")
-
-
 @pytest.mark.parametrize("status", [200, 404, 429, 500, 503])
 def test_other_answers_are_repeated_as_without_the_patch(platform, slept, logged, caplog, status):
     seen = []
@@ -115,18 +109,6 @@ def test_other_answers_are_repeated_as_without_the_patch(platform, slept, logged
     assert seen[0][0] == 3
 
 
-def test_a_network_error_is_repeated_by_nemo_run(applied, slept, logged):
-    assert make_executor().get_auth_token() is None  # nobody listens there
-    assert slept == [10, 10, 10]
-    assert len(logged()) == 4
-
-
-def test_a_platform_that_comes_back_gives_the_token(applied, platform, slept):
-    executor = platform.answer((503, "later"), (200, TOKEN))
-    assert executor.get_auth_token() == "t"
-    assert slept == [10]
-
-
 def test_a_refusal_after_a_failure_is_final_too(applied, platform, slept, logged):
     executor = platform.answer((503, "later"), (401, REASON))
     assert executor.get_auth_token() is None
@@ -134,31 +116,10 @@ def test_a_refusal_after_a_failure_is_final_too(applied, platform, slept, logged
     assert "\n".join(logged()).count(REASON) == 1
 
 
-def test_what_is_sent_is_the_same(platform):
-    for name in ("without", "with"):
-        undo = patches.apply("dgxcloud_refusal") if name == "with" else lambda: True
-        try:
-            assert platform.answer((200, TOKEN)).get_auth_token() == "t"
-        finally:
-            assert undo()
-    assert platform.asked[0] == platform.asked[1]
-
-
 def test_other_requests_of_the_executor_see_refusals_as_before(applied, platform):
     platform.answer((403, "no"))
     assert dgxcloud.requests.post(f"{platform.url}/workloads", json={}).status_code == 403
     assert dgxcloud.requests.get is requests.get
-
-
-def test_who_was_asking_before_the_patch_is_not_interrupted(platform, slept, logged):
-    unpatched = vars(DGXCloudExecutor)["get_auth_token"]
-    executor = platform.answer((401, REASON))
-    undo = patches.apply("dgxcloud_refusal")
-    try:
-        assert unpatched(executor) is None
-    finally:
-        assert undo()
-    assert len(platform.asked) == 3
 
 
 def test_a_stand_in_for_post_works_as_before(applied, platform, monkeypatch):

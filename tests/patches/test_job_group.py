@@ -137,18 +137,6 @@ def _differences(before: list[dict[str, object]], after: list[dict[str, object]]
 # ---------------------------------------------------------------------- exact
 
 
-def test_importing_us_applies_it(patch):
-    assert patches.status()["job_group"] == "applied"
-
-
-def test_it_changes_one_attribute_and_puts_it_back(unpatched):
-    before = _held()
-    undo = unpatched.apply()
-    assert _differences(before, _held()) == ["__post_init__"]
-    assert undo() is True
-    assert _differences(before, _held()) == []
-
-
 def test_twice_is_once(unpatched):
     before = _held()
     unpatched.apply()
@@ -192,25 +180,6 @@ def test_a_local_group_is_launched_task_by_task(whenever, unique):
     assert group.states == [AppState.SUCCEEDED] * 2
 
 
-def test_several_local_executors_stay_several(whenever):
-    given = [run.LocalExecutor(env_vars={"N": "0"}), run.LocalExecutor(env_vars={"N": "1"})]
-    group = _group(given)
-    assert group._merge is False
-    assert group.executors is given
-    assert _reloaded(group).executors == given
-
-
-def test_a_docker_group_is_merged(whenever):
-    group = _group(
-        [run.DockerExecutor(container_image="a"), run.DockerExecutor(container_image="b")]
-    )
-    assert group._merge is True
-    assert type(group.executors) is run.DockerExecutor
-    assert group.executors.run_as_group
-    assert [one.container_image for one in group.executors.resource_group] == ["a", "b"]
-    assert group.executors.resource_group[0] is group.executors  # merged once, not twice
-
-
 def test_a_slurm_group_is_merged(whenever):
     group = _group(
         [run.SlurmExecutor(account="a", nodes=1), run.SlurmExecutor(account="a", nodes=3)]
@@ -219,15 +188,6 @@ def test_a_slurm_group_is_merged(whenever):
     assert type(group.executors) is run.SlurmExecutor
     assert group.executors.run_as_group
     assert [one.nodes for one in group.executors.resource_group] == [1, 3]
-
-
-def test_a_slurm_executor_for_all_tasks(whenever):
-    given = run.SlurmExecutor(account="a")
-    group = _group(given)
-    assert group._merge is True
-    assert group.executors is given
-    assert given.run_as_group
-    assert given.resource_group == []
 
 
 def _dry_run(executor: Executor, folder: Path) -> list[str]:
@@ -264,11 +224,6 @@ def test_what_is_not_listed_stays_refused(whenever, kind):
         _group(kind())
 
 
-def test_a_wrong_number_of_executors_is_nemo_runs_error(whenever):
-    with pytest.raises(AssertionError, match=r"^Invalid number of executors. Got 2 for 3 tasks\.$"):
-        _group([run.LocalExecutor(), run.LocalExecutor()], count=3)
-
-
 def test_a_mixed_group_is_nemo_runs_error(patch):
     for mixed in ([run.LocalExecutor(), Merging()], [RayExecutor(), Supporting()]):
         with pytest.raises(AssertionError) as caught:
@@ -299,13 +254,6 @@ def test_a_list_that_somebody_else_changes_lets_his_in_and_ours(unpatched, when,
 # ---------------------------------------------------------------------- other people's executors
 
 
-def test_without_the_patch_they_are_refused(unpatched):
-    for kind in (Supporting, Merging, RayExecutor):
-        with pytest.raises(AssertionError) as caught:
-            _group(kind())
-        assert str(caught.value) == "Unsupported executor type."
-
-
 def test_one_without_merge_is_let_in_task_by_task(patch):
     given = Supporting(size=3)
     group = _group(given)
@@ -321,26 +269,6 @@ def test_one_with_merge_is_merged(patch):
     assert type(group.executors) is Merging
     assert group.executors.parts == [1, 2]
     assert group.executor is group.executors
-
-
-def test_merge_is_told_how_many_tasks_there_are(patch):
-    assert _group(Merging(size=7), count=3).executors.parts == [7, 7, 7]
-    assert _group([Merging(size=7)], count=3).executors.parts == [7, 7, 7]
-
-
-@pytest.mark.parametrize("executors", [[Supporting(size=1), Supporting(size=2)], [Merging(size=5)]])
-def test_an_experiment_takes_their_groups(patch, unique, executors):
-    with run.Experiment(unique) as experiment:
-        experiment.add(_tasks(), executor=executors, name="g")
-        (group,) = experiment.jobs
-        group.prepare()
-    if group._merge:
-        assert group.executors.parts == [5, 5]
-        ((app, _),) = group._executables
-        assert [role.name for role in app.roles] == ["g-0", "g-1"]
-    else:
-        assert [one.size for one in group.executors] == [1, 2]
-        assert [app.name for app, _ in group._executables] == ["g-0", "g-1"]
 
 
 def test_their_groups_are_saved_and_loaded(patch):
@@ -368,21 +296,6 @@ def test_the_refusal_says_what_the_class_says(patch, unique, kind, words):
     _, line = str(caught.value).split("\n")
     for word in (kind.__name__, *words):
         assert word in line
-
-
-def test_the_first_of_several_is_named(patch):
-    with pytest.raises(AssertionError, match="\nUnlisted does not say"):
-        _group([Unlisted(), Unlisted()])
-
-
-def test_other_errors_of_nemo_run_are_passed_on(patch):
-    class Broken(Supporting):
-        @classmethod
-        def merge(cls, executors: list[Any], num_tasks: int) -> Any:
-            raise AssertionError("of merge")
-
-    with pytest.raises(AssertionError, match=r"^of merge$"):
-        _group(Broken())
 
 
 # ---------------------------------------------------------------------- guards
@@ -520,16 +433,6 @@ def saved(patch, unique) -> run.Experiment:
     return experiment
 
 
-def test_a_group_of_rays_is_merged_into_one_job(saved):
-    (group,) = saved.jobs
-    assert group._merge is True
-    assert type(group.executors) is RayExecutor
-    assert len(group.executors.resource_group) == 4
-    ((app, executor),) = group._executables
-    assert executor is group.executors
-    assert [role.name for role in app.roles] == ["g-0", "g-1", "g-2", "g-3"]
-
-
 def test_a_saved_group_is_loaded(saved):
     loaded = run.Experiment.from_id(saved._id)
     (group,) = loaded.jobs
@@ -571,13 +474,3 @@ def test_a_process_that_has_not_imported_us_loads_it_too(saved):
     done = subprocess.run(words, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines()[-1] == "True ['store', 'side', 'rpc', '']"
-
-
-def test_saving_warns_of_nothing(saved, caplog):
-    """NeMo-Run writes the executors as YAML for people, and only warns when it cannot."""
-    (group,) = saved.jobs
-    with caplog.at_level(logging.WARNING):
-        group.prepare()
-    assert not caplog.records
-    (text,) = Path(group.executors.job_dir).glob("configs/g-0_executor.yaml")
-    assert "HttpProbe" in text.read_text()

@@ -235,12 +235,6 @@ def test_memory_in_every_unit(number, unit, space):
     assert parse_memory(f"{space}{number}{space}{unit}{space}") == number * _UNITS[unit]
 
 
-@given(st.integers(0, RESOURCE_MAX))
-def test_memory_in_bytes(number):
-    assert parse_memory(number) == number
-    assert parse_memory(str(number)) == number
-
-
 @given(
     st.text(max_size=12) | st.from_regex(r"-?\d{1,3}([.,]\d{1,3})? ?[A-Za-z]{0,3}", fullmatch=True)
 )
@@ -250,8 +244,3 @@ def test_any_text_is_memory_or_refused(text):
     except ConfigError:
         return
     assert size >= 0
-
-
-@pytest.mark.parametrize(("text", "size"), [("1.5KiB", 1536), ("0.5 GB", 5 * 10**8), ("0", 0)])
-def test_memory_with_a_fraction(text, size):
-    assert RayExecutor(memory_per_node=text).memory_bytes == size

@@ -2,7 +2,6 @@
 
 import dataclasses
 import itertools
-import json
 import re
 import sys
 from collections.abc import Callable
@@ -18,7 +17,7 @@ from nemo_run.core.execution.launcher import FaultTolerance, Torchrun
 from nemo_run.core.serialization.zlib_json import ZlibJSONSerializer
 from torchx.specs import AppDef, Role
 
-from nemo_run_ray import ExistingCluster, LocalCluster, RayExecutor
+from nemo_run_ray import RayExecutor
 from nemo_run_ray.clusters import Dashboard
 from nemo_run_ray.dashboard.jobs import JobsApi
 from nemo_run_ray.errors import ConfigError, TooOld
@@ -163,15 +162,6 @@ def test_a_task_of_several_replicas_processes_or_ports_is_a_group_of_one_role(pl
     assert made.runtime_env == {}
 
 
-def test_tasks_in_a_list_are_a_group(planned):
-    for count in (1, 2, 5):
-        made = planned(_tasks(count), _executor())
-        assert isinstance(made.spec, GroupSpec)
-        assert [role.name for role in made.spec.roles] == [f"g-{n}" for n in range(count)]
-        assert made.submission_id.endswith(".g")
-        assert made.job == "g"
-
-
 def test_a_group_reserves_nothing_for_its_driver(planned):
     """What the roles ask for is in their bundles."""
     fields = {"cpus_per_node": 4, "gpus_per_node": 1, "label_selector": {"a": "b"}}
@@ -196,11 +186,6 @@ def test_a_role_is_named_by_its_executor_or_else_by_its_task(roles):
     assert [role.name for role in found] == ["trainer", "g-1", "A.b_c-9"]
 
 
-def test_the_longest_name(roles):
-    (role,) = roles({"role": "x" * ROLE_MAX})
-    assert role.name == "x" * ROLE_MAX
-
-
 @given(st.text(max_size=60))
 def test_any_text_is_a_role_with_proper_variables_or_refused(name):
     merged = _merged({"role": name}, {"role": "other", "service": True, "ports": {"a b": 0}})
@@ -220,13 +205,6 @@ def test_any_text_is_a_role_with_proper_variables_or_refused(name):
 
 
 # ---------------------------------------------------------------------- commands and variables
-
-
-def test_every_role_has_its_own_command(planned):
-    tasks = [run.Script(path="/a b.sh", args=_WORDS), run.Script(path="/x.py", entrypoint="python")]
-    one, two = planned(tasks, [_executor(), _executor()]).spec.roles
-    assert one.task.argv == ("bash", "/a b.sh", *_WORDS)
-    assert two.task.argv == ("python", "/x.py")
 
 
 def test_every_role_has_its_own_variables(roles):
@@ -259,15 +237,6 @@ def test_who_hides_the_packages_of_his_own_environment_is_told(planned, capsys):
     planned(task, _executor(python="/opt/py", runtime_env={"env_vars": {"A": "1"}}))
     planned(task, _executor(runtime_env={"pip": ["einops"]}))
     assert told not in capsys.readouterr().out
-
-
-def test_what_a_plugin_sets_reaches_every_role(roles):
-    """NeMo-Run gives plug-ins the executor of the group."""
-    one, two = roles(
-        {"env_vars": {"A": "1", "BOTH": "role"}}, {}, plugins=[Sets(env={"BOTH": "plugin"})]
-    )
-    assert one.task.env == {"A": "1", "BOTH": "plugin"}
-    assert two.task.env == {"BOTH": "plugin"}
 
 
 @pytest.mark.parametrize("launcher", ["torchrun", "ft"])
@@ -374,17 +343,6 @@ def test_what_a_service_may_be_asked(roles, ready):
     assert service.ready == (None if ready is None else ready.spec())
 
 
-def test_a_primary_may_have_ports(roles):
-    one, two = roles({"ports": {"http": 80}}, {"service": True})
-    assert one.ports == {"http": 80}
-    assert two.ports == {}
-
-
-def test_a_service_may_have_replicas(roles):
-    service, _ = roles({"service": True, "nodes": 3, "ready": PortProbe(80)}, {})
-    assert (service.replicas, service.ranked) == (3, True)
-
-
 # ---------------------------------------------------------------------- where they go
 
 
@@ -455,11 +413,6 @@ def test_the_ray_that_a_group_needs(planned, fields, since):
     assert made.selector_since == since
 
 
-def test_the_ray_that_a_task_alone_needs(planned):
-    for fields, since in (({}, None), ({"label_selector": {"a": "b"}}, (2, 54))):
-        assert planned(run.Script(inline="true"), _executor(**fields)).selector_since == since
-
-
 def test_an_older_ray_is_refused_by_version():
     api = JobsApi(Dashboard(ADDRESS))
     for version in ("2.47.0", "2.47", "2.60.1", "3.0.0rc1"):
@@ -505,12 +458,6 @@ def test_fault_tolerance_on_one_role(roles):
     assert plain.task.argv[0] == "bash"
 
 
-def test_torchrun_on_one_node_needs_no_rendezvous(roles):
-    launched, _ = roles({"launcher": "torchrun", "ntasks_per_node": 4}, {})
-    assert _option(launched, "--rdzv-endpoint") == "localhost:0"
-    assert (launched.replicas, launched.processes, launched.ranked) == (1, 1, False)
-
-
 @pytest.mark.parametrize("kind", [Torchrun, FaultTolerance])
 def test_the_rendezvous_port(single, roles, kind):
     """NeMo-Run's default is one for all, and two jobs on a node would meet there."""
@@ -530,14 +477,6 @@ def test_the_rendezvous_port(single, roles, kind):
         assert role.ports == {RENDEZVOUS: 0}
 
 
-def test_a_word_of_the_users_that_looks_like_the_endpoint_stays(planned):
-    """Without the launcher nobody set it."""
-    word = f"$${ExecutorMacros.HEAD_NODE_IP_VAR}:29500"
-    for executor in (_executor(nodes=2), _executor(nodes=2, launcher=Torchrun(rdzv_port=1))):
-        made = planned(run.Script(path="/x", args=[word]), executor)
-        assert made.spec.roles[0].task.argv[-1] == f"{HEAD}:29500"
-
-
 def test_the_rendezvous_id(roles):
     given, one, two = roles(
         {"launcher": Torchrun(rdzv_id=77)}, {"launcher": "torchrun"}, {"launcher": "torchrun"}
@@ -545,12 +484,6 @@ def test_the_rendezvous_id(roles):
     assert _option(given, "--rdzv-id") == "77"
     assert _option(one, "--rdzv-id") != _option(two, "--rdzv-id")
     assert int(_option(one, "--rdzv-id")) > 0
-
-
-def test_equal_groups_make_equal_specs(group):
-    """So that their archives are equal, and travel once."""
-    fields = [{"launcher": "torchrun", "nodes": 2}, {"service": True, "ports": {"http": 0}}]
-    assert group(*fields).to_json() == group(*fields).to_json()
 
 
 @pytest.mark.parametrize(("nodes", "tasks"), [(1, 4), (3, 1), (2, 8)])
@@ -562,13 +495,6 @@ def test_processes_without_a_launcher_are_ranked(single, roles, nodes, tasks):
         assert (role.replicas, role.processes, role.ranked) == (nodes, tasks, True)
         assert role.ports == {RENDEZVOUS: 0}
     assert (other.replicas, other.processes, other.ranked, other.ports) == (1, 1, False, {})
-
-
-def test_the_rendezvous_port_is_none_of_the_users(roles):
-    one, _ = roles({"nodes": 2, "ports": {"http": 80}}, {})
-    assert one.ports == {"http": 80, RENDEZVOUS: 0}
-    with pytest.raises(ConfigError, match="'_rendezvous'"):
-        roles({"service": True, "nodes": 2, "ready": PortProbe(RENDEZVOUS)}, {})
 
 
 # ---------------------------------------------------------------------- code, secrets, the rest
@@ -591,23 +517,6 @@ def test_the_packagers_of_the_roles_that_ship_code(planned):
     alone = planned(run.Script(inline="true"), _executor(nodes=2, packager=git), name="job")
     assert alone.packagers == {"job": git}
     assert alone.spec.roles[0].task.has_code
-
-
-def test_several_codes_travel_side_by_side(planned):
-    """Ray unpacks one as the working directory; the driver finds the others by their names."""
-    pattern = run.PatternPackager(include_pattern="*.toml", relative_path=".")
-    executors = [
-        _executor(role="none"),
-        _executor(role="a", packager=run.GitArchivePackager()),
-        _executor(role="b", packager=pattern),
-    ]
-    made = planned(_tasks(3), executors)
-    body = made.body({"a": "gcs://1.zip", "b": "gcs://2.zip"}, ["gcs://job.zip"], "nonce")
-    runtime_env = body["runtime_env"]
-    assert runtime_env["working_dir"] == "gcs://1.zip"
-    assert runtime_env["py_modules"] == ["gcs://job.zip", "gcs://2.zip"]
-    named = json.loads(runtime_env["env_vars"]["NEMO_RUN_RAY_CODE"])
-    assert named == {"a": "1.zip", "b": "2.zip"}
 
 
 def test_the_secrets_of_all_roles(group, monkeypatch):
@@ -687,57 +596,12 @@ def test_what_the_dispatcher_sees_to_is_the_whole_groups():
     assert merged.dependencies == ["ray_jobs://x/y"]
 
 
-def test_the_groups_executor_is_the_experiments(tmp_path):
-    executors = [_executor(), _executor()]
-    for one in executors:
-        one.assign("exp", str(tmp_path), "g", "g dir")
-    merged = RayExecutor.merge(executors, 2)
-    assert merged.experiment_id == "exp"
-    assert merged.experiment_dir == str(tmp_path)
-    assert merged.job_dir == str(tmp_path / "g dir")
-
-
-def test_the_groups_cluster():
-    cluster = ExistingCluster(url=ADDRESS)
-    assert _merged({}, {}).resolve_cluster() == cluster
-    both = RayExecutor.merge([_executor(), RayExecutor(cluster=cluster)], 2)
-    assert both.resolve_cluster() == cluster
-    assert RayExecutor.merge([RayExecutor()], 2).resolve_cluster() == LocalCluster()
-
-
-def test_executors_of_different_clusters_are_refused():
-    cases = [
-        (_executor(role="here"), _executor(role="there", address="http://10.0.0.2:8265")),
-        (_executor(role="here"), RayExecutor(role="there")),
-        (_executor(role="here"), _executor(), _executor(role="there", address="http://h")),
-    ]
-    for executors in cases:
-        with pytest.raises(ConfigError) as caught:
-            RayExecutor.merge(list(executors), len(executors))
-        for word in ("'here'", "'there'", "RayExecutor.cluster", "10.0.0.1"):
-            assert word in str(caught.value)
-    with pytest.raises(ConfigError, match="The roles '0' and '1' of a group"):
-        RayExecutor.merge([_executor(), RayExecutor()], 2)
-
-
 def test_a_merged_executor_is_not_merged_again():
     """NeMo-Run merges again when it loads a saved group."""
     merged = _merged({"role": "a"}, {"role": "b"})
     assert RayExecutor.merge([merged], 2) is merged
     clone = merged.clone()
     assert RayExecutor.merge([clone], 2) is clone
-
-
-def test_merge_checks_every_executor():
-    wrong = _executor(role="bad one")
-    wrong.gpus_per_node = 1.5
-    with pytest.raises(
-        ConfigError, match=r"The role 'bad one': RayExecutor\.gpus_per_node is 1\.5"
-    ):
-        RayExecutor.merge([_executor(), wrong], 2)
-    wrong.role = ""
-    with pytest.raises(ConfigError, match=r"The role '1': RayExecutor\.gpus_per_node"):
-        RayExecutor.merge([_executor(), wrong], 2)
 
 
 def test_a_merged_executor_survives_cloning_and_json():
@@ -882,13 +746,6 @@ def test_what_does_not_go_together_is_refused_before_anything_starts(submitted, 
     assert submitted == []
 
 
-def test_what_goes_together_would_be_submitted(submitted, unique):
-    """The test above can fail."""
-    with pytest.raises(AssertionError, match="submitted"):
-        _run(unique, [_executor(), _executor()])
-    assert sorted(submitted) == ["first", "g"]
-
-
 @pytest.mark.parametrize(
     ("name", "value", "words"),
     [
@@ -908,12 +765,6 @@ def test_what_was_assigned_to_a_role_later_is_checked(roles, name, value, words)
             roles({"role": "named"}, {}, plugins=[Sets(role=number, fields={name: value})])
         for word in (f"The role {role!r}", f"RayExecutor.{name}", words):
             assert word in str(caught.value)
-
-
-@pytest.mark.parametrize("launcher", ["torchrun", "ft", Torchrun()])
-def test_a_launcher_of_the_whole_group_is_refused(roles, launcher):
-    with pytest.raises(ConfigError, match=r"RayExecutor\.launcher .*executor of a role"):
-        roles({}, {}, plugins=[Sets(fields={"launcher": launcher})])
 
 
 @pytest.mark.parametrize(
