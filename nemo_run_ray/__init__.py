@@ -35,7 +35,7 @@ __all__ = [
     "find",
 ]
 
-#: Where that is which is imported when it is used: half of what this package's import would take.
+#: The modules of names that are imported when they are used, which halves this package's import.
 _HOMES = {
     "FolderPackager": "nemo_run_ray.plan.folder_packager",
     "LocalCluster": "nemo_run_ray.clusters",

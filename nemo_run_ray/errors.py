@@ -59,11 +59,11 @@ _PYTHONS = tuple(Path(sysconfig.get_path(name)) for name in ("stdlib", "purelib"
 #: Numbers of an OSError that say that a disk is full or may only be read.
 NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
 _COLOUR_CODE = re.compile(r"\x1b\[[0-9;?]*[ -/]*[@-~]")
-#: What a progress bar has written over.
+#: Text that a progress bar has written over.
 _OVERWRITTEN = re.compile(r"[^\n]*\r(?=[^\n])|\r(?=\n|$)")
-#: What a terminal would obey, and what HTML or UTF-8 cannot carry.
+#: Characters that a terminal would obey, or that HTML or UTF-8 cannot carry.
 _UNFIT = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff\ufffe\uffff]")
-#: What ``rich`` takes for the end of a style, and refuses where that style has no beginning.
+#: Text that ``rich`` takes for the end of a style, and refuses where no such style begins.
 _CLOSING_TAG = re.compile(r"\[(?=/[^\[\]]*\])")
 
 
@@ -84,7 +84,7 @@ class NemoRunRayError(Exception):
         return _CLOSING_TAG.sub("[ ", shown(super().__str__()))
 
     def _render_traceback_(self) -> list[str]:
-        """What IPython and notebooks print of an uncaught error."""
+        """The lines that IPython and notebooks print of an uncaught error."""
         if needs_traceback(self):
             return "".join(traceback.format_exception(self)).splitlines()
         return paragraph(self, self.__traceback__).splitlines()
@@ -185,7 +185,7 @@ class JobRefused(SubmissionError):
 
 
 class ArchiveTooLarge(SubmissionError):
-    """What would be sent exceeds the limit of Ray's Jobs API; nothing was sent."""
+    """An archive exceeds the limit of Ray's Jobs API; nothing was sent."""
 
 
 class PackagingFailed(SubmissionError, RuntimeError):
@@ -216,7 +216,7 @@ class PatchError(NemoRunRayError):
 
 
 class UnsupportedNemoRun(PatchError):
-    """What is installed, NeMo-Run or NeMo-Skills, has another structure than the patch knows."""
+    """The installed NeMo-Run or NeMo-Skills has another structure than the patch knows."""
 
 
 class TransportError(NemoRunRayError):

@@ -51,7 +51,7 @@ class RayExecutor(Executor):
             the value and what is allowed.
     """
 
-    #: Where to run: a cluster, or the name or the path of a cluster file. ``None`` is the file that
+    #: The cluster, or the name or the path of a cluster file. ``None`` is the file that
     #: NEMO_RUN_RAY_CLUSTER names, else ``LocalCluster()``, an embedded Ray on this machine.
     cluster: Optional[Union[Cluster, str]] = None
     #: Short for ``cluster=ExistingCluster(url=address)``.
@@ -109,8 +109,8 @@ class RayExecutor(Executor):
     permanent_exit_codes: list[int] = field(default_factory=list)
     #: Seconds from SIGTERM to SIGKILL.
     grace_s: float = 10
-    #: What must have succeeded before: handles of Ray jobs, or titles or ids of experiments, whose
-    #: jobs all must have; of a title it is the newest experiment.
+    #: Jobs that must have succeeded before: handles of Ray jobs, or titles or ids of experiments,
+    #: for all of their jobs; of a title it is the newest experiment.
     dependencies: list[str] = field(default_factory=list)
     #: Leave the run directory on the node.
     keep_run_dir: bool = False

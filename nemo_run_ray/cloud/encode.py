@@ -7,16 +7,21 @@ a variable, all variables, and the Kubernetes object.
 from __future__ import annotations
 
 import base64
+import gzip
 import hashlib
+import io
 import json
 import lzma
-from collections.abc import Mapping, Sequence
+import os
+import tarfile
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import islice
 
 from nemo_run_ray.cloud.pod import INDENTS
 from nemo_run_ray.errors import SourceTooLarge
+from nemo_run_ray.remote.files import replacing
 
 #: Kubernetes makes ``$`` of ``$$`` in a value, and Go writes ``<``, ``>`` and ``&`` as six
 #: characters in JSON. Base 85 has them; these four it does not have.
@@ -84,6 +89,24 @@ def pack(tree: Mapping[str, Entry]) -> bytes:
             contents.append(entry.content)
     index = json.dumps(rows, separators=(",", ":")).encode()
     return b"\n".join([index, b"".join(contents)])
+
+
+def write_tar(path: str | os.PathLike[str], entries: Iterable[tuple[str, Entry]]) -> None:
+    """Write a ``.tar.gz`` of the entries, without times and owners."""
+    with (
+        replacing(path) as file,
+        gzip.GzipFile(filename="", mode="wb", fileobj=file, mtime=0) as packed,
+        tarfile.open(fileobj=packed, mode="w", format=tarfile.PAX_FORMAT) as tar,
+    ):
+        for name, entry in entries:
+            member = tarfile.TarInfo(name)
+            if isinstance(entry, Link):
+                member.type, member.linkname = tarfile.SYMTYPE, entry.target
+                tar.addfile(member)
+            else:
+                member.size = len(entry.content)
+                member.mode = 0o755 if entry.is_executable else 0o644
+                tar.addfile(member, io.BytesIO(entry.content))
 
 
 def digest(packed: bytes) -> str:

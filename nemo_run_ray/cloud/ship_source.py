@@ -7,10 +7,8 @@ import json
 import logging
 import os
 import re
-import tarfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from io import BytesIO
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +23,6 @@ from nemo_run.run.plugin import ExperimentPlugin
 
 from nemo_run_ray import patches
 from nemo_run_ray.cloud import encode
-from nemo_run_ray.cloud.encode import Link
 from nemo_run_ray.cloud.source import Source, collect, find_module, scripts_in
 from nemo_run_ray.errors import TransportError
 from nemo_run_ray.patches.dgxcloud_exports import OUR_PREFIX
@@ -139,16 +136,7 @@ class SourcePackager(Packager):
         )
         _report(source)
         target.parent.mkdir(parents=True, exist_ok=True)
-        with tarfile.open(target, "w:gz", format=tarfile.PAX_FORMAT) as archive:
-            for entry_name, entry in sorted(source.tree.items()):
-                row = tarfile.TarInfo(entry_name)
-                if isinstance(entry, Link):
-                    row.type, row.linkname = tarfile.SYMTYPE, entry.target
-                    archive.addfile(row)
-                else:
-                    row.size = len(entry.content)
-                    row.mode = 0o755 if entry.is_executable else 0o644
-                    archive.addfile(row, BytesIO(entry.content))
+        encode.write_tar(target, sorted(source.tree.items()))
         return str(target)
 
 

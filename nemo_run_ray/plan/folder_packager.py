@@ -2,26 +2,21 @@
 
 # No postponed annotations: NeMo-Run and fiddle read the fields' types.
 
-import gzip
-import io
 import os
 import stat
-import tarfile
 import zipfile
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import KW_ONLY, dataclass, field
 from pathlib import Path
-from typing import IO, ClassVar
+from typing import ClassVar
 
 from nemo_run.core.packaging.base import Packager
 
-from nemo_run_ray.cloud.encode import MOST_SOURCE_BYTES, Entry, File, Link, check_source
+from nemo_run_ray.cloud.encode import MOST_SOURCE_BYTES, Entry, File, Link, check_source, write_tar
 from nemo_run_ray.cloud.source import file_size, list_files, matches, read_entry, with_links
 from nemo_run_ray.errors import ConfigError, PackagingFailed
 from nemo_run_ray.fields import strict_init
 from nemo_run_ray.plan.roles import CODE_DIR
-from nemo_run_ray.remote.files import replacing
 
 #: Folders, and files of these names, that are never code: those of version control.
 _SKIPPED = (".git", ".hg", ".svn")
@@ -95,11 +90,10 @@ class FolderPackager(Packager):
         if os.path.exists(target):
             return target
         self.check_path()
-        with replacing(target) as file, _tar(file) as tar:
-            for entry_name, entry in self._zipped() if self._is_zip else self._below():
-                _add(tar, entry_name, entry)
-            if not tar.getmembers():
-                raise PackagingFailed(f"There is nothing to send in {self}. Nothing was sent.")
+        entries = list(self._zipped() if self._is_zip else self._below())
+        if not entries:
+            raise PackagingFailed(f"There is nothing to send in {self}. Nothing was sent.")
+        write_tar(target, entries)
         return target
 
     @property
@@ -157,24 +151,3 @@ class CodeDir(FolderPackager):
 
     def __str__(self) -> str:
         return f"{super().__str__()}, named by {CODE_DIR}"
-
-
-@contextmanager
-def _tar(file: IO[bytes]) -> Iterator[tarfile.TarFile]:
-    """A compressed archive without a time and a name in its head."""
-    with (
-        gzip.GzipFile(filename="", mode="wb", fileobj=file, mtime=0) as packed,
-        tarfile.open(fileobj=packed, mode="w", format=tarfile.PAX_FORMAT) as tar,
-    ):
-        yield tar
-
-
-def _add(tar: tarfile.TarFile, name: str, entry: Entry) -> None:
-    member = tarfile.TarInfo(name)  # of no owner, and of no time
-    if isinstance(entry, Link):
-        member.type, member.linkname = tarfile.SYMTYPE, entry.target
-        tar.addfile(member)
-        return
-    member.size = len(entry.content)
-    member.mode = 0o755 if entry.is_executable else 0o644
-    tar.addfile(member, io.BytesIO(entry.content))
