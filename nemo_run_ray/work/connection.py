@@ -1,4 +1,4 @@
-"""How a program comes to a Ray: found or started once, handed to children, left as it was found."""
+"""The connection of a program to a Ray: one a process, which child processes find too."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import logging
 import os
 import platform
 import re
-import signal
 import socket
 import sys
 import threading
@@ -18,14 +17,13 @@ from typing import Any
 
 from nemo_run_ray.clusters import LocalCluster
 from nemo_run_ray.errors import (
-    ClusterError,
     ConfigError,
     NemoRunRayError,
     Unreachable,
     VersionMismatch,
 )
 
-#: What leads a Ray program to its cluster; Ray and this package read it, in child processes too.
+#: The variable by which Ray and this package find the cluster, in child processes too.
 ADDRESS = "RAY_ADDRESS"
 #: ``ip:port`` of a GCS, or the address of a Ray Client server.
 _DRIVER_ADDRESS = re.compile(r"(?:ray://)?(?:[\w.-]+|\[[0-9a-fA-F:.]+\]):(?P<port>\d+)")
@@ -35,8 +33,6 @@ _LISTENS_S = 5.0
 _AGAIN_S = 0.2
 #: The two blocks of Ray's message about versions: the cluster's and this process's.
 _VERSIONS = re.compile(r"Ray: (\S+)\s+Python: (\S+)")
-#: Ray gives a GCS up no sooner, in seconds.
-_GIVEN_UP_S = 30.0
 _lock = threading.Lock()
 #: Whether ray was imported here when RAY_AUTH_MODE was set: it keeps that for the process's life.
 _has_read_token = False
@@ -59,7 +55,7 @@ class Connection:
         self.runtime_env = dict(runtime_env)
         self._users = 0
         self._set: dict[str, str | None] = {}
-        # A program that has called ray.init() itself goes on with that, and so do its pools.
+        # A program that has called ray.init() itself keeps that connection, and so do its pools.
         self._owns = loaded is None or not loaded.is_initialized()
         if not self._owns:
             self.address = str(loaded.get_runtime_context().gcs_address)
@@ -111,7 +107,7 @@ class Connection:
             options["runtime_env"] = self.runtime_env
         if not self.address.startswith("ray://"):
             options["logging_level"] = logging.WARNING
-        with _translated(self.address), _outlived():
+        with _translated(self.address):
             try:
                 self.ray.init(**options)
             except (ValueError, TypeError) as error:
@@ -240,15 +236,6 @@ def _translated(address: str) -> Iterator[None]:
     """Raise what Ray raises at a connection as an error of this package."""
     try:
         yield
-    except (ClusterError, PermissionError) as error:
-        # The embedded Ray is a process of its own, whose log the error cites.
-        if "sysctl" not in str(error):
-            raise
-        raise ClusterError(
-            "Ray may not ask this machine for its memory and CPUs (sysctl is not permitted): the "
-            "program runs in a sandbox. Run it outside of the sandbox, or let it use a Ray that "
-            "runs elsewhere: work.connect('ray://host:10001')."
-        ) from error
     except NemoRunRayError:
         raise
     except RuntimeError as error:
@@ -265,26 +252,11 @@ def _translated(address: str) -> Iterator[None]:
         ) from error
 
 
-@contextmanager
-def _outlived() -> Iterator[None]:
-    """Go on where Ray ends the program, as it does when no GCS has answered for minutes (2.60).
-
-    It sends SIGTERM, and its handler in the main thread raises ``SystemExit``. An earlier one is
-    another's.
-    """
-    began = time.monotonic()
-    try:
-        yield
-    except SystemExit as error:
-        if error.code != signal.SIGTERM or time.monotonic() - began < _GIVEN_UP_S:
-            raise
-        raise ConnectionError("what listens there has not answered as the GCS of a Ray") from error
-
-
 def _mismatch(address: str, cluster: tuple[str, str], own: tuple[str, str]) -> str:
-    step = f"Install it here: pip install 'ray[default]=={cluster[0]}'"
+    install = f"pip install 'ray[default]=={cluster[0]}'"
+    step = f"Install it here: {install}"
     if own[1] != cluster[1]:
-        step = f"Make an environment with Python {cluster[1]} here, and in it: " + step[17:]
+        step = f"Make an environment with Python {cluster[1]} here, and in it: {install}"
     return (
         f"The Ray at {address} is version {cluster[0]} with Python {cluster[1]}; this program has "
         f"{own[0]} with Python {own[1] or platform.python_version()}. Both must be the same. {step}"

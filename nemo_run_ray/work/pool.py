@@ -37,7 +37,7 @@ from nemo_run_ray.work.tasks import (
 
 _In = TypeVar("_In")
 _Out = TypeVar("_Out")
-#: What a worker may reserve.
+#: The arguments of what a worker reserves.
 _RESERVED = tuple(inspect.signature(shape_of).parameters)
 #: Exceptions that an event loop does not pass on as those of a call.
 _OF_A_LOOP = (

@@ -42,7 +42,7 @@ BATCH_MAX, BATCH_BYTES_MAX = 1000, 2**20
 #: Tasks for each worker that the nodes can have: the next one waits in Ray when the first is done.
 #: Of tasks that take longer than some seconds none waits in Ray.
 TASKS_PER_WORKER, _QUEUED_S = 2, 0.25
-#: How often an item that was lost with its node is tried again, whatever its retries are.
+#: Further attempts of an item that was lost with its node, whatever its retries are.
 LOSSES_MAX = 3
 #: Seconds between two looks at the nodes and at futures that were cancelled, and at tasks with a
 #: time limit.
@@ -58,7 +58,7 @@ _STARVED_S = 10.0
 
 @dataclass(frozen=True)
 class Shape:
-    """What one worker reserves.
+    """The resources that one worker reserves.
 
     Attributes:
         resources: by Ray's names (``CPU``, ``GPU``, ``memory`` in bytes, and the cluster's own).
@@ -87,11 +87,11 @@ class Shape:
 
     @property
     def request(self) -> fit.ResourceRequest:
-        """What a node must have for one worker."""
+        """The request of one worker."""
         return fit.ResourceRequest(dict(self.resources), dict(self.label_selector))
 
     def slots(self, nodes: Sequence[fit.Node]) -> int:
-        """How many workers the nodes can have at once."""
+        """The number of workers that the nodes can have at once."""
         hosts = fit.hosts(self.request, nodes)
         if not self.resources:  # then max_workers is given, see shape_of
             return (self.max_workers or 0) if hosts else 0
@@ -99,7 +99,7 @@ class Shape:
         return count if self.max_workers is None else min(count, self.max_workers)
 
     def why_waiting(self, free: Mapping[str, float], slots: int) -> str:
-        """What the first worker waits for: Ray does not tell a start from a lack of room."""
+        """Explain a wait for the first worker: Ray does not tell a start from a lack of room."""
         here = {name: free.get(name, 0.0) for name, _ in self.resources}
         return (
             "No worker is ready yet: it starts, or waits for room. Each asks for "
@@ -152,7 +152,7 @@ def shape_of(
 
 @dataclass
 class Pace:
-    """What items of one function have cost so far.
+    """The measured cost of a function's items.
 
     Attributes:
         seconds: of one item; ``None`` until one has ended.
@@ -175,7 +175,7 @@ class Pace:
         self.result_bytes += 0.2 * (result_bytes - self.result_bytes)
 
     def batch(self, waiting: int, workers: int, item_bytes: float) -> int:
-        """How many items the next task shall have."""
+        """The number of items of the next task."""
         if self.seconds is None:
             return 1
         by_time = BATCH_S / max(self.seconds, 1e-6)
@@ -185,7 +185,7 @@ class Pace:
         return max(1, min(int(by_time), int(by_size), by_share, BATCH_MAX))
 
     def window(self, workers: int, item_bytes: float) -> int:
-        """How many items, in tasks or done and not taken, keep all workers busy."""
+        """The number of items, in tasks or done and not taken, that keeps all workers busy."""
         workers = max(workers, 1)
         batch = self.batch(BATCH_MAX * workers * TASKS_PER_WORKER, workers, item_bytes)
         return workers * batch * (TASKS_PER_WORKER + 1)
@@ -289,7 +289,7 @@ class RemoteTraceback(Exception):
 
 
 def _raised(outcome: CallOutcome) -> BaseException:
-    """What the function raised, with its traceback in the worker as the cause."""
+    """The exception of the function, with its traceback in the worker as the cause."""
     try:
         error = pickle.loads(outcome.data) if outcome.data else None
     except Exception:  # of a class that this program cannot import, or that wants other arguments
@@ -376,7 +376,7 @@ class TaskQueue:
             return known
 
     def window(self, function: Function, item_bytes: float) -> int:
-        """How many items of a function keep all workers busy."""
+        """The number of a function's items that keeps all workers busy."""
         return function.pace.window(self._slots, item_bytes)
 
     def submit(self, items: Sequence[Item]) -> None:
@@ -417,7 +417,7 @@ class TaskQueue:
                 with suppress(self._ray.exceptions.RayError, RuntimeError, OSError):
                     self._look(now)  # else the head does not answer
         for call in [one for one in self._calls if one.items[0].timeout_s is not None]:
-            if self._has_begun(call) and now >= call.deadline and not self._is_over(call):
+            if self._has_begun(call) and now >= call.deadline:
                 self._cancel(call)
                 self._has_failed(call.items, call.items[0].timed_out())
         while self._waiting and not is_held_back:
@@ -473,10 +473,6 @@ class TaskQueue:
             with suppress(self._ray.exceptions.RayError, StopIteration):
                 call.node_id, call.begun_at = self._ray.get(next(call.ref)), time.monotonic()
         return call.begun_at is not None
-
-    def _is_over(self, call: _RayTask) -> bool:
-        """Whether a task has ended, or ends itself: this program may have stood still."""
-        return self._by_client or bool(self._ray.wait([call.ref.completed()], timeout=0)[0])
 
     def _watch(self, ref: Any, ended: Callable[[Future[Any]], None]) -> None:
         """Call a function in the scheduler's thread when a reference is ready."""
@@ -742,7 +738,7 @@ def _dumps(value: Any, what: str, parts: Sequence[Any]) -> bytes:
 
 
 def _culprit(value: Any) -> str:
-    """Which object inside cannot be pickled, as Ray's own search finds it."""
+    """The object inside that cannot be pickled, by Ray's own search."""
     from ray.util import inspect_serializability
 
     try:

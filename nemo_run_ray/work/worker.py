@@ -1,4 +1,4 @@
-"""What runs in Ray's workers: a task that calls a function for one item after the other.
+"""The task that runs in Ray's workers: it calls a function for one item after the other.
 
 The task is sent by value and uses the standard library and ray alone, so a cluster needs nothing of
 this package. Items and results are pickled here and in the client, not by Ray: an item that cannot
@@ -29,7 +29,7 @@ _functions: dict[str, Callable[..., Any]] = {}
 
 
 class CallOutcome(NamedTuple):
-    """What became of one item.
+    """The result or the failure of one item.
 
     Attributes:
         kind: ``RESULT``, ``RAISED`` or ``UNPICKLED``.

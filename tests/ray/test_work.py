@@ -47,20 +47,6 @@ def test_results_come_in_order(pool):
     assert list(pool.map(double, range(500))) == [2 * number for number in range(500)]
 
 
-def test_results_come_as_they_are_ready(pool):
-    def wait(number):
-        time.sleep(1.0 if number == 0 else 0.0)
-        return number
-
-    found = list(pool.map(wait, range(4), ordered=False))
-    assert sorted(found) == [0, 1, 2, 3]
-    assert found[-1] == 0
-
-
-def test_no_items_give_no_results(pool):
-    assert list(pool.map(double, [])) == []
-
-
 def test_items_are_taken_when_there_is_room_for_them(pool):
     taken = []
 
@@ -186,14 +172,6 @@ def test_what_cannot_be_pickled_is_named(pool):
         list(pool.map("double", [1]))
 
 
-def test_a_result_that_cannot_be_pickled_is_its_items_failure(pool):
-    found = list(
-        pool.map(lambda number: threading.Lock() if number else 0, [0, 1], failures="yield")
-    )
-    assert found[0] == 0
-    assert "cannot be sent back" in str(found[1].cause)
-
-
 def test_an_exception_that_cannot_be_pickled_keeps_its_words(pool):
     def fail(number):
         class Odd(Exception):
@@ -209,21 +187,6 @@ def test_an_exception_that_cannot_be_pickled_keeps_its_words(pool):
 def test_what_no_node_has_is_told(pool):
     with pytest.raises(ItemFailed, match="the largest node has CPU 4, it asks for 400"):
         list(pool.map(double, [1], cpus=400))
-
-
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        ({"timeout_s": 0}, "timeout_s is 0"),
-        ({"retries": -1}, "retries is -1"),
-        ({"failures": "ignore"}, "failures is 'ignore'"),
-        ({"cpu": 1}, "no argument 'cpu'"),
-        ({"cpus": -1}, "CPU is -1"),
-    ],
-)
-def test_wrong_arguments_are_named(pool, arguments, words):
-    with pytest.raises(ConfigError, match=words):
-        pool.map(double, [1], **arguments)
 
 
 def test_items_that_are_too_small_are_told_of_once(pool):
@@ -419,12 +382,6 @@ def test_a_program_may_connect_again_and_leave_a_pool_open(pool):
     assert "Traceback" not in done.stderr
 
 
-def test_an_item_that_cannot_be_sent_is_a_failure_in_its_place(pool):
-    found = list(pool.map(str, [1, threading.Lock(), 3], failures="yield"))
-    assert (found[0], found[2]) == ("1", "3")
-    assert isinstance(found[1].cause, CannotBeSent)
-
-
 def test_what_would_end_an_event_loop_is_an_error_of_the_call(pool):
     async def main():
         for function in (next, sys.exit):
@@ -432,12 +389,6 @@ def test_what_would_end_an_event_loop_is_an_error_of_the_call(pool):
                 await pool.call(function, iter(()) if function is next else 3)
 
     asyncio.run(main())
-
-
-def test_the_requirements_pin_rays_version():
-    import ray
-
-    assert work.requirements() == [f"ray[default]=={ray.__version__}"]
 
 
 def _one_storm(pool, chance: random.Random) -> str:

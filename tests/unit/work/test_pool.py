@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import gc
-import io
 import itertools
 import queue
 import threading
@@ -15,7 +14,6 @@ from concurrent.futures import CancelledError, Future
 from typing import Any
 
 import pytest
-from rich.console import Console
 
 from nemo_run_ray import errors
 from nemo_run_ray.errors import CannotBeSent, ConfigError, ItemFailed, WorkError
@@ -187,13 +185,3 @@ def test_an_item_is_given_while_the_next_one_is_waited_for():
     assert taken(source, 1) == [2]
     with pytest.raises(KeyError):
         taken(source, 1)
-
-
-def test_the_bar_counts_the_items_on_a_terminal(monkeypatch):
-    out = io.StringIO()
-    monkeypatch.setattr(pool, "_err", Console(file=out, force_terminal=True, width=100))
-    with pool._Bar("verify", 3) as bar:
-        for _ in range(2):
-            bar.advance()
-    assert "verify" in out.getvalue()
-    assert "2/3" in out.getvalue()

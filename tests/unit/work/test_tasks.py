@@ -1,7 +1,6 @@
 """Items, batches and shapes; what becomes of items whose task fails."""
 
 import math
-import os
 import pickle
 import threading
 import time
@@ -13,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nemo_run_ray.errors import CannotBeSent, ConfigError, ItemFailed, PoolClosed, WorkerDied
+from nemo_run_ray.errors import ConfigError, WorkerDied
 from nemo_run_ray.remote.fit import Node
 from nemo_run_ray.work import tasks, worker
 from nemo_run_ray.work.tasks import (
@@ -26,8 +25,6 @@ from nemo_run_ray.work.tasks import (
     Pace,
     Scheduler,
     Shape,
-    pickle_function,
-    pickle_item,
     shape_of,
 )
 from tests.conftest import wait_for
@@ -138,19 +135,6 @@ def test_the_options_of_a_task_are_rays():
     }
 
 
-class Job:
-    def __init__(self) -> None:
-        self.guard = threading.Lock()
-
-
-def test_the_object_that_cannot_be_pickled_is_named():
-    with pytest.raises(CannotBeSent, match=r"^Item 1 cannot be sent .*guard is of type lock; "):
-        pickle_item([Job()], {}, "item 1")
-    lock = threading.Lock()
-    with pytest.raises(CannotBeSent, match=r"^The function .*lock is of type lock; "):
-        pickle_function(lambda number: lock)
-
-
 def test_a_worker_keeps_a_bounded_number_of_functions():
     for number in range(worker.FUNCTIONS_MAX + 5):
         item = pickle.dumps(((-number,), {}))
@@ -158,18 +142,6 @@ def test_a_worker_keeps_a_bounded_number_of_functions():
         assert pickle.loads(row[1]) == number
     assert len(worker._functions) == worker.FUNCTIONS_MAX
     worker._functions.clear()
-
-
-def test_a_batch_that_takes_long_returns_the_results_it_has():
-    items = [pickle.dumps(((0.3,), {}))] * 10
-    assert len(worker.call_items_by_client("sleep", pickle.dumps(time.sleep), items, None)) == 2
-    worker._functions.clear()
-
-
-def test_a_failure_comes_whole_from_another_process():
-    failed = pickle.loads(pickle.dumps(ItemFailed(3, ValueError("x"), "score")))
-    assert (failed.index, repr(failed.cause)) == (3, "ValueError('x')")
-    assert str(failed) == "item 3 of score has failed: ValueError: x"
 
 
 class RayError(Exception):
@@ -352,18 +324,6 @@ def serve(ray, items: list[Item], rows: Callable[[Task], list[object]]) -> None:
         time.sleep(0.01)
 
 
-def test_only_the_item_that_kills_its_worker_fails(send, ray):
-    send.function.pace.measured(0.001, 1)
-    items = send(8)
-    killer = ray.tasks[0].items[0] = b"killer"
-    items[0].data = killer
-    serve(ray, items, lambda task: [] if killer in task.items else [5] * len(task.items))
-    with pytest.raises(WorkerDied, match="SIGKILL"):
-        items[0].future.result(0)
-    assert [item.future.result(0) for item in items[1:]] == [5] * 7
-    assert max(len(task.items) for task in ray.tasks) > 1
-
-
 def test_the_rest_of_a_long_batch_waits_for_a_worker_again(send, ray):
     send.function.pace.measured(0.001, 1)
     items = send(8)
@@ -379,28 +339,6 @@ def test_a_call_has_its_time_from_when_it_has_begun(send, ray):
     with pytest.raises(TimeoutError, match=r"double took longer than 0.3 s"):
         item.future.result(10)
     assert ray.tasks[0].is_cancelled
-
-
-def test_a_program_that_stood_still_does_not_end_what_is_done(send, ray, scheduler):
-    (item,) = send(timeout_s=0.5)
-    task = next_task(ray, 0, "one")
-    wait_for(lambda: not task.yielded)
-
-    def stand_still():
-        time.sleep(1.0)
-        task.finish(1)
-
-    scheduler.post(stand_still)
-    assert item.future.result(10) == 1
-
-
-def test_what_no_node_can_have_fails_after_a_while(ray, scheduler, monkeypatch):
-    monkeypatch.setattr(tasks, "_NEVER_S", 0.3)
-    item = Item(Function("double", "digest", b""), b"")
-    scheduler.queue(Shape((("CPU", 9.0),))).submit([item])
-    with pytest.raises(WorkerDied, match="worker: the largest node has CPU 1, it asks for 9"):
-        item.future.result(10)
-    assert not ray.tasks
 
 
 def test_other_shapes_are_held_back_while_one_finds_no_room(send, ray, monkeypatch):
@@ -456,20 +394,6 @@ def test_items_that_come_while_others_are_given_up_are_not_lost(scheduler, ray):
     may_go.set()
     next_task(ray, 0, "one").finish(1)
     assert new.future.result(10) == 1
-
-
-def test_a_closed_pool_takes_no_more(ray):
-    closed = Scheduler(ray, print)
-    closed.close()
-    with pytest.raises(PoolClosed, match="takes no more work: The pool was closed"):
-        closed.queue(CPU).submit([Item(Function("double", "digest", b""), b"")])
-
-
-def test_a_fork_learns_that_the_pool_is_not_its_own(scheduler, monkeypatch):
-    monkeypatch.setattr(os, "getpid", lambda: -1)
-    with pytest.raises(RuntimeError, match=r"which forked this one.*'spawn' or 'forkserver'"):
-        scheduler.queue(CPU).submit([])
-    monkeypatch.undo()
 
 
 def test_a_bounded_number_of_functions_is_kept(scheduler):
