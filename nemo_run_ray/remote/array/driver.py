@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import os
 import time
-from typing import Any, Collection, Dict, List, Mapping, Optional, Sequence, Tuple
+from typing import Any, Collection, Dict, List, Mapping, Optional, Set, Tuple
 
 from ..attempts import NODE_DEAD_S, JobExit
 from ..group.driver import connect
@@ -36,90 +36,172 @@ _CLOSE_S = 60.0
 _GATHER_S = 0.05
 
 
-def lease_elements(leases: Leases, pool: HostPool, calls: Calls) -> None:
-    """Lease elements to the hosts; the disk has it before a host hears of it."""
-    now = time.monotonic()
-    given: Dict[int, List[List[Any]]] = {}
-    for number, host in pool.hosts.items():
-        may_have = host.state is HostState.READY and now >= host.rests_until
-        room = leases.pace.held(host.slots) if may_have else 0
-        if _is_held_up(host, leases, now):
-            room = min(room, host.slots)
-        while len(host.in_hand) < room:
-            row = leases.take(number)
-            if row is None:
-                break
-            host.in_hand[row[0]] = row[1]
-            given.setdefault(number, []).append(row)
-    is_written = leases.commit()
-    for number, rows in given.items():
-        host = pool.hosts[number]
-        if is_written:
-            calls.order(host.replica, {"do": "run", "elements": rows})
-            continue
-        for element, attempt, _ in rows:
-            del host.in_hand[element]
-            leases.give_back(Lease(element, attempt), number, has_run=False)
+def run(runner: Runner, spec: ArraySpec, job: str, submission_id: str) -> int:
+    """Run an array to its end; its exit code."""
+    values = secrets_of(spec.secrets)
+    try:
+        return _run(runner, spec, job, submission_id, values)
+    finally:
+        remove_secrets()  # of a driver that is killed they are left: it is started again
 
 
-def take_back(leases: Leases, pool: HostPool, calls: Calls) -> None:
-    """Let hosts on which no element ends hand back those that wait behind the ones that run."""
-    now = time.monotonic()
-    for host in pool.hosts.values():
-        waiting = len(host.in_hand) - host.slots
-        may_be_asked = host.state is HostState.READY and not host.is_asked
-        if may_be_asked and waiting > 0 and _is_held_up(host, leases, now):
-            host.is_asked = True
-            calls.order(host.replica, {"do": "hand_back", "count": waiting})
+def _run(
+    runner: Runner, spec: ArraySpec, job: str, submission_id: str, values: Mapping[str, str]
+) -> int:
+    config = forget_runtime_env()
+    folder = log_folder(submission_id)
+    path = os.path.join(jobs_folder(), job, spec.elements)
+    leases = Leases(spec, path, submission_id, folder)
+    status = StatusFile(folder, submission_id)
+    ray = connect()
+    try:
+        calls = Calls(ray, _GATHER_S)
+        starts = HostStarts(ray, spec, job, values, config, leases.progress.count)
+        pool = HostPool(ray, spec, submission_id, starts, calls, leases)
+        requests = CancelRequests(folder, submission_id)
+        try:
+            return ArrayDriver(runner, spec, leases, pool, calls, status, requests).run()
+        finally:
+            requests.remove_all()
+            status.write(leases.progress, 0, is_over=True)
+            leases.close()
+    finally:
+        ray.shutdown()
 
 
-def _is_held_up(host: Host, leases: Leases, now: float) -> bool:
-    """Whether none has ended on a host for much longer than elements take."""
-    return now >= host.heard_at + leases.pace.patience_s
-
-
-def cancel_elements(requests: CancelRequests, leases: Leases, pool: HostPool, calls: Calls) -> None:
-    """Do what clients want, and say so to them when the disk has it."""
-    if not leases.can_write:
-        return
-    for request in requests.find(leases.progress.count):
-        leased: List[Lease] = []
-        for first, last in request.ranges:
-            leased += leases.cancel(range(first, last + 1), request.only_waiting)
-        _cancel(leased, pool, calls)
-        if leases.commit():
-            ranges = ", ".join(f"{first} to {last}" for first, last in request.ranges[:5])
-            say(f"the user has cancelled the elements {ranges}; {len(leased)} have a host")
-            requests.remove(request.path)
-
-
-def _cancel(leases: Sequence[Lease], pool: HostPool, calls: Calls) -> None:
-    """Let those hosts end attempts that have them."""
-    wanted = set(leases)
-    for host in pool.hosts.values():
-        found = [lease for lease in host.in_hand.items() if Lease(*lease) in wanted]
-        if found:
-            calls.order(host.replica, {"do": "cancel", "elements": found})
-
-
-class HostReports:
-    """Hears what the hosts of one array report.
-
-    Args:
-        leases: the elements.
-        pool: the hosts.
-        calls: to their actors.
+class ArrayDriver:
+    """The driver of one array.
 
     Attributes:
         broken: why the array cannot be run at all; ``None`` as long as it can.
     """
 
-    def __init__(self, leases: Leases, pool: HostPool, calls: Calls) -> None:
+    def __init__(
+        self,
+        runner: Runner,
+        spec: ArraySpec,
+        leases: Leases,
+        pool: HostPool,
+        calls: Calls,
+        status: StatusFile,
+        requests: CancelRequests,
+    ) -> None:
+        self._runner = runner
+        self._spec = spec
         self._leases = leases
+        self._progress = leases.progress
         self._pool = pool
         self._calls = calls
+        self._status = status
+        self._requests = requests
+        self._look_at = 0.0
         self._written = ""  # the last reason of a host that cannot run elements
         self.broken: Optional[Tuple[Reason, str]] = None
+        self._settled_at: Optional[float] = None
+        #: The reason to lease no more; empty when the job was cancelled.
+        self._stopped_by: Optional[str] = None
+
+    def run(self) -> int:
+        """Run it to its end; the exit code."""
+        self._runner.left_on = None  # until all hosts have ended
+        if self._leases.continues:
+            ended, count = self._progress.ended_count, self._progress.count
+            say(f"the driver goes on: {ended} of {count} elements have ended")
+        while not self._is_done():
+            self._turn()
+        self._give_up()
+        is_written = self._write_all()
+        code, ending = self._outcome(is_written)
+        self._close(is_written)
+        left_on = self._left_on()
+        left = f"{MAY_BE_LEFT} {', and '.join(left_on)}" if left_on else ""
+        left = left or (NO_PROCESS_LEFT if self._runner.cancelled else "")
+        self._runner.ending = "; ".join(filter(None, (ending, left)))
+        self._runner.left_on = left_on
+        return code
+
+    def _turn(self) -> None:
+        self._obey()
+        self._calls.repeat()
+        now = time.monotonic()
+        if now >= self._look_at:
+            self._look_at = now + _LOOK_S
+            self._cancel_requested()
+            self.take_back()
+            try:
+                self._pool.look(now, self._progress.number(ElementState.WAITING))
+            except OSError as error:  # a full disk: no host is started meanwhile
+                say(f"the head cannot write down a new host: {error}")
+                self._look_at = now + DISK_S
+        for answer in self._calls.answers():
+            if isinstance(answer, Died):
+                self.died(answer)
+            else:
+                self.hear(answer)
+        self._check_failures()
+        if self._settled_at is None and (self._is_stopped or self._progress.is_settled):
+            self._settled_at = now
+        if not self._is_stopped and self._leases.can_write:
+            self.lease()
+        busy = (min(len(host.in_hand), host.slots) for host in self._pool.hosts.values())
+        self._status.write(self._progress, sum(busy))
+
+    # ------------------------------------------------------------------ leases
+
+    def lease(self) -> None:
+        """Lease elements to the hosts; the disk has it before a host hears of it."""
+        leases, now = self._leases, time.monotonic()
+        rows: Dict[int, List[List[Any]]] = {}
+        for number, host in self._pool.hosts.items():
+            may_have = host.state is HostState.READY and now >= host.rests_until
+            most = leases.pace.held(host.slots) if may_have else 0
+            if self._is_held_up(host, now):
+                most = min(most, host.slots)
+            while len(host.in_hand) < most and (row := leases.take(number)) is not None:
+                host.in_hand[row[0]] = row[1]
+                rows.setdefault(number, []).append(row)
+        is_written = leases.commit()
+        for number in rows:
+            host = self._pool.hosts[number]
+            if is_written:
+                self._calls.order(host.replica, {"do": "run", "elements": rows[number]})
+                continue
+            for element, attempt, _ in rows[number]:
+                del host.in_hand[element]
+                leases.give_back(Lease(element, attempt), number, has_run=False)
+
+    def take_back(self) -> None:
+        """Let hosts on which no element ends hand back those that wait behind the ones that run."""
+        now = time.monotonic()
+        for host in self._pool.hosts.values():
+            waiting = len(host.in_hand) - host.slots
+            may_be_asked = host.state is HostState.READY and not host.is_asked
+            if may_be_asked and waiting > 0 and self._is_held_up(host, now):
+                host.is_asked = True
+                self._calls.order(host.replica, {"do": "hand_back", "count": waiting})
+
+    def _is_held_up(self, host: Host, now: float) -> bool:
+        """Whether none has ended on a host for much longer than elements take."""
+        return now >= host.heard_at + self._leases.pace.patience_s
+
+    def _cancel_requested(self) -> None:
+        """Cancel what clients want, and say so to them when the disk has it."""
+        if not self._leases.can_write:
+            return
+        for request in self._requests.find(self._progress.count):
+            wanted: Set[Lease] = set()
+            for first, last in request.ranges:
+                wanted |= set(self._leases.cancel(range(first, last + 1), request.only_waiting))
+            for host in self._pool.hosts.values():
+                leased = [lease for lease in host.in_hand.items() if Lease(*lease) in wanted]
+                if leased:
+                    self._calls.order(host.replica, {"do": "cancel", "elements": leased})
+            if self._leases.commit():
+                ranges = ", ".join(f"{first} to {last}" for first, last in request.ranges[:5])
+                say(f"the user has cancelled the elements {ranges}; {len(wanted)} have a host")
+                self._requests.remove(request.path)
+
+    # ------------------------------------------------------------------ reports
 
     def died(self, answer: Died) -> None:
         """An actor cannot answer any more."""
@@ -215,117 +297,6 @@ class HostReports:
             self._written = reason
         say(f"a host on {node} could not begin; another one is tried later: {_last_line(reason)}")
 
-
-def _last_line(reason: str) -> str:
-    """Of a traceback this is the error."""
-    return reason.strip().rpartition("\n")[2]
-
-
-def run(runner: Runner, spec: ArraySpec, job: str, submission_id: str) -> int:
-    """Run an array to its end; its exit code."""
-    values = secrets_of(spec.secrets)
-    try:
-        return _run(runner, spec, job, submission_id, values)
-    finally:
-        remove_secrets()  # of a driver that is killed they are left: it is started again
-
-
-def _run(
-    runner: Runner, spec: ArraySpec, job: str, submission_id: str, values: Mapping[str, str]
-) -> int:
-    config = forget_runtime_env()
-    folder = log_folder(submission_id)
-    path = os.path.join(jobs_folder(), job, spec.elements)
-    leases = Leases(spec, path, submission_id, folder)
-    status = StatusFile(folder, submission_id)
-    ray = connect()
-    try:
-        calls = Calls(ray, _GATHER_S)
-        starts = HostStarts(ray, spec, job, values, config, leases.progress.count)
-        pool = HostPool(ray, spec, submission_id, starts, calls, leases)
-        requests = CancelRequests(folder, submission_id)
-        try:
-            return _ArrayDriver(runner, spec, leases, pool, calls, status, requests).run()
-        finally:
-            requests.remove_all()
-            status.write(leases.progress, 0, is_over=True)
-            leases.close()
-    finally:
-        ray.shutdown()
-
-
-class _ArrayDriver:
-    """One array."""
-
-    def __init__(
-        self,
-        runner: Runner,
-        spec: ArraySpec,
-        leases: Leases,
-        pool: HostPool,
-        calls: Calls,
-        status: StatusFile,
-        requests: CancelRequests,
-    ) -> None:
-        self._runner = runner
-        self._spec = spec
-        self._leases = leases
-        self._progress = leases.progress
-        self._pool = pool
-        self._calls = calls
-        self._status = status
-        self._requests = requests
-        self._look_at = 0.0
-        self._reports = HostReports(leases, pool, calls)
-        self._settled_at: Optional[float] = None
-        #: The reason to lease no more; empty when the job was cancelled.
-        self._stopped_by: Optional[str] = None
-
-    def run(self) -> int:
-        """Run it to its end; the exit code."""
-        self._runner.left_on = None  # until all hosts have ended
-        if self._leases.continues:
-            ended, count = self._progress.ended_count, self._progress.count
-            say(f"the driver goes on: {ended} of {count} elements have ended")
-        while not self._is_done():
-            self._turn()
-        self._give_up()
-        is_written = self._write_all()
-        code, ending = self._outcome(is_written)
-        self._close(is_written)
-        left_on = self._left_on()
-        left = f"{MAY_BE_LEFT} {', and '.join(left_on)}" if left_on else ""
-        left = left or (NO_PROCESS_LEFT if self._runner.cancelled else "")
-        self._runner.ending = "; ".join(filter(None, (ending, left)))
-        self._runner.left_on = left_on
-        return code
-
-    def _turn(self) -> None:
-        self._obey()
-        self._calls.repeat()
-        now = time.monotonic()
-        if now >= self._look_at:
-            self._look_at = now + _LOOK_S
-            cancel_elements(self._requests, self._leases, self._pool, self._calls)
-            take_back(self._leases, self._pool, self._calls)
-            try:
-                self._pool.look(now, self._progress.number(ElementState.WAITING))
-            except OSError as error:  # a full disk: no host is started meanwhile
-                say(f"the head cannot write down a new host: {error}")
-                self._look_at = now + DISK_S
-        for answer in self._calls.answers():
-            if isinstance(answer, Died):
-                self._reports.died(answer)
-            else:
-                self._reports.hear(answer)
-        self._check_failures()
-        if self._settled_at is None and (self._is_stopped or self._progress.is_settled):
-            self._settled_at = now
-        if not self._is_stopped and self._leases.can_write:
-            lease_elements(self._leases, self._pool, self._calls)
-        busy = (min(len(host.in_hand), host.slots) for host in self._pool.hosts.values())
-        self._status.write(self._progress, sum(busy))
-
     # ------------------------------------------------------------------ the end
 
     @property
@@ -368,8 +339,8 @@ class _ArrayDriver:
         say(f"{succeeded} of {self._progress.count} elements succeeded, {failed} failed")
         if not is_written:
             say("the head's disk has not taken how the last elements have ended, or their results")
-        if self._reports.broken is not None:
-            cause, words = self._reports.broken
+        if self.broken is not None:
+            cause, words = self.broken
             self._runner.cause = cause.name
             return 1, words
         if self._stopped_by == "":
@@ -385,7 +356,7 @@ class _ArrayDriver:
         """Wait for the head's disk as long as for dead hosts; whether it has all."""
         until = time.monotonic() + _CLOSE_S
         while not (self._leases.can_write and self._leases.commit()):
-            if self._reports.broken is not None or time.monotonic() >= until:
+            if self.broken is not None or time.monotonic() >= until:
                 return False
             self._obey()
             if self._stopped_by == "":  # nobody waits for the rest of it
@@ -420,13 +391,18 @@ class _ArrayDriver:
             self._pool.end()
 
     def _check_failures(self) -> None:
-        if self._reports.broken is not None and not self._is_stopped:
-            self._stop(self._reports.broken[1])
+        if self.broken is not None and not self._is_stopped:
+            self._stop(self.broken[1])
         failed, limit = self._progress.number(ElementState.FAILED), self._spec.max_failures
         if limit is not None and failed > limit and not self._is_stopped:
             words = f"more than {limit} elements have failed (max_failures)"
             say(f"ending the array: {words}")
             self._stop(words)
+
+
+def _last_line(reason: str) -> str:
+    """Of a traceback this is the error."""
+    return reason.strip().rpartition("\n")[2]
 
 
 def _names(node_ids: Collection[str]) -> str:

@@ -172,6 +172,40 @@ def _records(data: bytes) -> Iterator[Record]:
         yield Record(*_RECORD.unpack(record))
 
 
+class LinesFile:
+    """A file of lines: those that a crash, or a full disk, has torn are cut off.
+
+    Args:
+        path: of the file.
+        is_new: what the file holds is another array's.
+    """
+
+    def __init__(self, path: str, is_new: bool = False) -> None:
+        self._path = path
+        self._good = 0  # bytes that are whole
+        if os.path.lexists(path) and not is_new:
+            with open(open_own(path, os.O_RDONLY), "rb") as file:
+                self._good = sum(len(line) for line in file if line.endswith(b"\n"))
+
+    def read(self) -> List[str]:
+        """The lines that are whole."""
+        if not self._good:
+            return []
+        with open(open_own(self._path, os.O_RDONLY), "rb") as file:
+            return file.read(self._good).decode().splitlines()
+
+    def append(self, text: str) -> None:
+        """Write whole lines, and return when the disk has them."""
+        data = text.encode()
+        flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND
+        with open(open_own(self._path, flags), "ab") as file:
+            file.truncate(self._good)
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        self._good += len(data)
+
+
 #: An element has failed that has lost so many hosts: it may be what kills them.
 LOSSES_MAX = 3
 #: Failures that are kept with their reason, for ``status``.
@@ -495,7 +529,8 @@ class Leases:
         key = f"{first_id(submission_id)} {_checksum(path)}"
         place = folder or tempfile.gettempdir()
         self._journal = Journal(os.path.join(place, file_of(submission_id, JOURNAL_FILE)), key)
-        self._results = os.path.join(place, file_of(submission_id, RESULTS_FILE))
+        results = os.path.join(place, file_of(submission_id, RESULTS_FILE))
+        self._results = LinesFile(results, is_new=self._journal.count == 0)
         self.hosts_path = os.path.join(place, file_of(submission_id, HOSTS_FILE))
         self.pace = ElementPace()
         self.progress = ArrayProgress(len(self._elements), spec.retries, spec.permanent_exit_codes)
@@ -505,7 +540,6 @@ class Leases:
         self._has_names = any(kind == NAME for kind, *_ in spec.targets)
         self._told = 0
         self._unwritten: List[str] = []  # results
-        self._results_bytes = _whole_bytes(self._results) if self.continues else 0
         self._write_at = 0.0
 
     @property
@@ -611,32 +645,15 @@ class Leases:
     def commit(self) -> bool:
         """Write down what has changed; whether the disk has it."""
         try:
-            self._write_results()  # first: no later driver would ask for them again
+            if self._unwritten:  # first: no later driver would ask for them again
+                self._results.append("".join(self._unwritten))
+                self._unwritten.clear()
             self._journal.commit()
         except OSError as error:
             say(f"the head cannot write its journal ({error}); no element is started meanwhile")
             self._write_at = time.monotonic() + DISK_S
             return False
         return True
-
-    def _write_results(self) -> None:
-        if not self._unwritten:
-            return
-        data = "".join(self._unwritten).encode()
-        flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND
-        with open(open_own(self._results, flags), "ab") as file:
-            file.truncate(self._results_bytes)  # what a crash, or a full disk, has left behind it
-            file.write(data)
-        self._results_bytes += len(data)
-        self._unwritten.clear()
-
-
-def _whole_bytes(path: str) -> int:
-    """Bytes of a file up to the end of its last line that has one."""
-    if not os.path.lexists(path):
-        return 0
-    with open(open_own(path, os.O_RDONLY), "rb") as file:
-        return sum(len(line) for line in file if line.endswith(b"\n"))
 
 
 def _checksum(path: str) -> int:

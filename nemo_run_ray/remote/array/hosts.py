@@ -30,8 +30,7 @@ from ..hosts.calls import Calls
 from ..node.output import say
 from ..node.rundir import jobs_folder
 from ..spec import ArraySpec
-from ..trust import open_own
-from .elements import Lease, Leases
+from .elements import Lease, Leases, LinesFile
 
 #: The module that the process of a host runs.
 _PROGRAM = "array.host"
@@ -213,15 +212,9 @@ class HostBook:
     """
 
     def __init__(self, path: str, job_id: str) -> None:
-        self._path = path
+        self._file = LinesFile(path)
         self._job_id = job_id
-        self.records: List[HostRecord] = []
-        self._good = 0  # bytes that are whole
-        if os.path.lexists(path):
-            with open(open_own(path, os.O_RDONLY), encoding="utf-8") as file:
-                lines = [line for line in file if line.endswith("\n")]
-            self.records = [HostRecord(*json.loads(line)) for line in lines]
-            self._good = sum(len(line.encode()) for line in lines)
+        self.records = [HostRecord(*json.loads(line)) for line in self._file.read()]
 
     def add(self, node_ids: Sequence[str]) -> List[HostRecord]:
         """Write down a new host for each of these nodes, and return when the disk has it."""
@@ -230,14 +223,7 @@ class HostBook:
             nonce = secrets.token_hex(8)
             tag, run_dir = f"{nonce}.{number}", f"{self._job_id}~host-{number}-{nonce}"
             records.append(HostRecord(number, node_id, f"{self._job_id}/{tag}", run_dir))
-        data = "".join(json.dumps(record) + "\n" for record in records).encode()
-        flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND
-        with open(open_own(self._path, flags), "ab") as file:
-            file.truncate(self._good)
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        self._good += len(data)
+        self._file.append("".join(json.dumps(record) + "\n" for record in records))
         self.records += records
         return records
 

@@ -34,5 +34,5 @@ def cluster(leases, spec, monkeypatch) -> Cluster:
 
 
 @pytest.fixture
-def drive(cluster, spec, monkeypatch) -> Drive:
-    return Drive(cluster, spec, monkeypatch)
+def drive(cluster, monkeypatch) -> Drive:
+    return Drive(cluster, monkeypatch)

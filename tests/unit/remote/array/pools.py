@@ -9,7 +9,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from nemo_run_ray.remote.array import driver as driver_module
-from nemo_run_ray.remote.array.driver import HostReports, lease_elements
+from nemo_run_ray.remote.array.driver import ArrayDriver
 from nemo_run_ray.remote.array.elements import ElementState, Leases
 from nemo_run_ray.remote.array.hosts import Host, HostPool, HostRecord, HostState
 from nemo_run_ray.remote.fit import Node
@@ -82,7 +82,12 @@ class Cluster:
         self.passed_s = 0.0
         self.leases, self.calls, self.ray = leases, Calls(), Ray()
         self.pool = HostPool(self.ray, spec, ID, Starts(), self.calls, leases)
-        self.reports = HostReports(leases, self.pool, self.calls)
+        self.runner = SimpleNamespace(order=lambda: None, ending="", cancelled=False)
+        status = SimpleNamespace(write=lambda *_: None)
+        requests = SimpleNamespace(find=lambda _: [])
+        self.driver = ArrayDriver(
+            self.runner, spec, leases, self.pool, self.calls, status, requests
+        )
 
     def now(self) -> float:
         return time.monotonic() + self.passed_s
@@ -108,7 +113,7 @@ class Cluster:
         key, seen = f"element/{teller.record.number}", teller.replica.seen
         rows = {key: (seen, [json.dumps(one) for one in [*reports, *([report] if report else [])]])}
         teller.actor.answers = True
-        self.reports.hear(Pulled(teller.actor, teller.record.node_id, rows))
+        self.driver.hear(Pulled(teller.actor, teller.record.node_id, rows))
 
     def ready(self, *hosts: Host) -> None:
         for host in hosts:
@@ -130,7 +135,7 @@ class Cluster:
             self.tells(sweeper, {"at": "left"}, {"at": "gone", "left": 0})
 
     def feed(self) -> None:
-        lease_elements(self.leases, self.pool, self.calls)
+        self.driver.lease()
 
     def end_all(self, host: Host) -> None:
         """Let all elements of a host succeed, and those that it gets after them."""
@@ -152,33 +157,21 @@ class Drive:
     many seconds.
     """
 
-    def __init__(self, cluster: Cluster, spec: ArraySpec, monkeypatch: Any) -> None:
-        self.cluster, self.seconds = cluster, 0
+    def __init__(self, cluster: Cluster, monkeypatch: Any) -> None:
+        self.cluster, self.seconds, self.code = cluster, 0, -1
         self.stuck: set[int] = set()
         self.later: dict[int, Callable[[], object]] = {}
-        self.runner = SimpleNamespace(order=lambda: None, ending="", cancelled=False)
-        calls = cluster.calls
-        calls.repeat, calls.answers = lambda: None, self._answers
+        cluster.calls.repeat, cluster.calls.answers = lambda: None, self._answers
         clock = SimpleNamespace(monotonic=cluster.now, sleep=lambda _: self._pass())
         monkeypatch.setattr(driver_module, "time", clock)
-        self._driver = driver_module._ArrayDriver(
-            self.runner,
-            spec,
-            cluster.leases,
-            cluster.pool,
-            calls,
-            SimpleNamespace(write=lambda *_: None),
-            SimpleNamespace(find=lambda _: []),
-        )
-        self.code = -1
 
     def cancel(self) -> None:
-        self.runner.order = lambda: b"T"
+        self.cluster.runner.order = lambda: b"T"
 
     def run(self) -> str:
         """Run it to its end; how it ended in words."""
-        self.code = self._driver.run()
-        return str(self.runner.ending)
+        self.code = self.cluster.driver.run()
+        return str(self.cluster.runner.ending)
 
     def _pass(self) -> None:
         self.seconds += 1

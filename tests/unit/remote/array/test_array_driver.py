@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 
-from nemo_run_ray.remote.array.driver import take_back
 from nemo_run_ray.remote.array.elements import (
     HOSTS_FILE,
     JOURNAL_FILE,
@@ -134,7 +133,7 @@ def test_a_node_that_cannot_run_elements_is_tried_later(cluster, capfd):
     assert cluster.on("n2") == []
     cluster.look(later_s=2)
     assert cluster.on("n2")
-    assert cluster.reports.broken is None
+    assert cluster.driver.broken is None
     line = "a host on n2 could not begin; another one is tried later: OSError: no room"
     assert line in capfd.readouterr().out
 
@@ -146,11 +145,11 @@ def test_an_array_that_no_node_can_run_is_broken_with_the_reason(cluster, is_the
     if not is_there:
         del cluster.pool.hosts[second.record.number]
     cluster.tells(first, at="unprepared", reason=NO_ROOM)
-    assert cluster.reports.broken is None, "the other one may show that it works"
+    assert cluster.driver.broken is None, "the other one may show that it works"
     cluster.look()
     (second,) = cluster.on("n2")
     cluster.tells(second, at="unprepared", reason=NO_ROOM)
-    assert cluster.reports.broken == (Reason.NOT_STARTED, "on n2: OSError: no room")
+    assert cluster.driver.broken == (Reason.NOT_STARTED, "on n2: OSError: no room")
 
 
 def test_three_nodes_stand_for_all_others(cluster):
@@ -158,10 +157,10 @@ def test_three_nodes_stand_for_all_others(cluster):
     cluster.ray.busy = ["n4", "n5"]
     cluster.look()
     for node in ("n1", "n2", "n3"):
-        assert cluster.reports.broken is None
+        assert cluster.driver.broken is None
         (host,) = cluster.on(node)
         cluster.tells(host, at="unprepared", reason=NO_ROOM)
-    assert cluster.reports.broken is not None
+    assert cluster.driver.broken is not None
 
 
 def test_no_array_is_broken_while_elements_may_run(cluster):
@@ -173,29 +172,29 @@ def test_no_array_is_broken_while_elements_may_run(cluster):
         second = refuses(cluster, second)
     cluster.tells(first, at="gone")
     cluster.tells(second, at="unprepared", reason=NO_ROOM)
-    assert cluster.reports.broken is None
+    assert cluster.driver.broken is None
 
 
 def test_a_host_may_die_four_times_without_a_reason(cluster):
     for _ in range(5):
-        assert cluster.reports.broken is None
+        assert cluster.driver.broken is None
         for node in ("n1", "n2"):
             (host,) = cluster.on(node)
             cluster.tells(host, at="gone")
             cluster.look()
             cluster.sweep(host)
         cluster.look(later_s=300)
-    assert cluster.reports.broken == (Reason.NOT_STARTED, "on n2: it was killed")
+    assert cluster.driver.broken == (Reason.NOT_STARTED, "on n2: it was killed")
 
 
 def test_what_never_started_has_left_nothing_and_is_no_end_on_one_node(cluster):
     (first,), (second,) = cluster.on("n1"), cluster.on("n2")
     died = Died(second.actor, "it could not be built: disk full", is_env=True)
-    cluster.reports.died(died)
+    cluster.driver.died(died)
     assert not cluster.pool.dead
-    assert cluster.reports.broken is None
-    cluster.reports.died(died._replace(actor=first.actor))
-    assert cluster.reports.broken[0] is Reason.RUNTIME_ENV
+    assert cluster.driver.broken is None
+    cluster.driver.died(died._replace(actor=first.actor))
+    assert cluster.driver.broken[0] is Reason.RUNTIME_ENV
 
 
 # ---------------------------------------------------------------------- leases
@@ -252,11 +251,11 @@ def test_what_waits_behind_a_long_element_is_handed_back_and_runs_elsewhere(clus
     cluster.ready(host)
     cluster.leases.pace.measured(0.2)
     cluster.feed()
-    take_back(cluster.leases, cluster.pool, cluster.calls)
+    cluster.driver.take_back()
     assert cluster.calls.orders[-1][1]["do"] == "run", "nothing is held up yet"
     host.heard_at -= 10
     for _ in range(2):  # it is asked once
-        take_back(cluster.leases, cluster.pool, cluster.calls)
+        cluster.driver.take_back()
     asked = [order for order in cluster.calls.orders if order[1]["do"] == "hand_back"]
     assert asked == [(host.record.number, {"do": "hand_back", "count": 3})]
 
@@ -330,7 +329,7 @@ def test_a_host_that_was_to_end_what_is_left_is_ended_too(cluster):
     cluster.tells(sweeper, at="gone")
     cluster.look(later_s=6)
     assert set(cluster.sweeper("n1").sweeps) == {host.record.number, sweeper.record.number}
-    cluster.reports.died(Died(cluster.sweeper("n1").actor, "disk full", is_start=True))
+    cluster.driver.died(Died(cluster.sweeper("n1").actor, "disk full", is_start=True))
     cluster.look(later_s=11)
     assert set(cluster.sweeper("n1").sweeps) == {host.record.number, sweeper.record.number}
 
