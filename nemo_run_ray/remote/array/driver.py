@@ -327,7 +327,7 @@ class ArrayDriver:
         waits_for_dead = not self._pool.dead
         until = time.monotonic() + (_CLOSE_S if is_written else 0.0)
         self._pool.close()
-        while self._pool.hosts or (waits_for_dead and self._pool.dead):
+        while self._pool.is_leaving or (waits_for_dead and self._pool.dead):
             if time.monotonic() >= until:
                 break
             self._turn()

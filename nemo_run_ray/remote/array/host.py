@@ -256,9 +256,7 @@ class RunningElements:
         """End some, whether they wait or run; those that are not here any more are left alone."""
         wanted = {Lease(*lease) for lease in leases}
         for lease in [order.lease for order in self._waiting if order.lease in wanted]:
-            row = [*lease, _TERMINATED, 0.0, "cancelled before it began"]
-            self._notes.add(row)
-            self._channel.report("ended", row=row)
+            self._cancelled(lease)
         self._waiting = deque(order for order in self._waiting if order.lease not in wanted)
         for element in self._running:
             if element.lease in wanted:
@@ -297,7 +295,8 @@ class RunningElements:
         try:
             element = self._launcher.start(order)
         except NoRoomOnNode as error:
-            self._is_full(order, str(error))
+            self._waiting.appendleft(order)
+            self._is_full(str(error))
             return False
         if element is None:
             self._waiting.appendleft(order)
@@ -308,9 +307,8 @@ class RunningElements:
             self._running.append(element)
         return True
 
-    def _is_full(self, order: Order, reason: str) -> None:
+    def _is_full(self, reason: str) -> None:
         """Let others have what waits, or where nothing runs that may end, try again for a while."""
-        self._waiting.appendleft(order)
         now = time.monotonic()
         self._full_since, self._start_at = self._full_since or now, now + ROUND_S
         is_over = now >= self._full_since + _FULL_S
@@ -333,16 +331,25 @@ class RunningElements:
             return
         for element, reason in server.hear():
             self._unstarted(element)
-            self._is_full(element.order, no_room(reason))
+            self._is_full(no_room(reason))
         if server.obstacles:
             self._channel.report("obstacles", obstacles=server.obstacles)
             self._launcher.stop_forking()
 
     def _unstarted(self, element: RunningElement) -> None:
-        """Forget an element that no process has begun."""
+        """Let an element wait again that no process has begun."""
         self._running.remove(element)
         self._launcher.slots.give_back(element.slot)
         element.close()
+        if element.is_ending:
+            self._cancelled(element.lease)
+        else:
+            self._waiting.appendleft(element.order)
+
+    def _cancelled(self, lease: Lease) -> None:
+        row = [*lease, _TERMINATED, 0.0, "cancelled before it began"]
+        self._notes.add(row)
+        self._channel.report("ended", row=row)
 
     def _reap(self) -> None:
         running = {element.pid: element for element in self._running}
@@ -353,7 +360,6 @@ class RunningElements:
             elif server is not None and pid == server.pid:
                 for element in server.died():
                     self._unstarted(element)
-                    self._waiting.appendleft(element.order)
                 self._launcher.fork_server = None
                 if self._may_begin:
                     try:

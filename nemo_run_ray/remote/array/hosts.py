@@ -345,6 +345,12 @@ class HostPool:
         return are_idle and not self.dead
 
     @property
+    def is_leaving(self) -> bool:
+        """Whether a host was told to leave, and is not gone."""
+        states = {host.state for host in self.hosts.values()}
+        return not states.isdisjoint([HostState.LEAVING, HostState.LEFT])
+
+    @property
     def node_ids(self) -> Set[str]:
         """The nodes where hosts are, or may have left something."""
         hosts = {host.record.node_id for host in self.hosts.values()}
@@ -374,7 +380,7 @@ class HostPool:
                 self.lost(host)
             elif self._is_late(host, now):
                 self.give_up(host)
-            elif host.state is HostState.IDLE and (self._end_by is None or self._is_closing):
+            elif host.state is HostState.IDLE:
                 self._let_go(host)
         self._prove(now)
         if self._end_by is not None:
@@ -431,7 +437,7 @@ class HostPool:
         # What it has in hand came when it was told to end.
         self._leases.give_back_all(host.in_hand, host.record.number, has_run=False)
         host.in_hand.clear()
-        host.state = HostState.IDLE
+        self._let_go(host)
 
     def swept(self, host: Host, report: Mapping[str, Any]) -> None:
         """A host has ended what an earlier one had left on its node, and read its notes."""
@@ -441,7 +447,7 @@ class HostPool:
             say(f"nothing of a dead host runs on {host.replica.node.host}: {result}")
         host.swept.append(host.sweeps.pop(number))
         if not host.sweeps:
-            host.state = HostState.IDLE
+            self._let_go(host)
 
     def gone(self, host: Host) -> None:
         """A host has left, and removed everything."""
@@ -503,8 +509,13 @@ class HostPool:
         return slots(free, self._spec.host.resources) < host.slots
 
     def _let_go(self, host: Host) -> None:
-        """Let a host remove its notes, which the head's disk has as well, and leave."""
-        if not self._leases.can_write or not self._leases.commit():
+        """Let a host remove its notes, which the head's disk has as well, and leave.
+
+        An array that is being ended has its outcome first.
+        """
+        host.state = HostState.IDLE
+        may_leave = self._end_by is None or self._is_closing
+        if not (may_leave and self._leases.can_write and self._leases.commit()):
             return
         host.state, host.leave_by = HostState.LEAVING, time.monotonic() + _LEAVE_S
         run_dirs = [record.run_dir for record in (*host.swept, host.record)]
