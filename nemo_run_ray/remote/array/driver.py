@@ -106,7 +106,7 @@ class ArrayDriver:
         self._runner.left_on = None  # until all hosts have ended
         if self._leases.continues:
             ended, count = self._progress.ended_count, self._progress.count
-            say(f"the driver goes on: {ended} of {count} elements have ended")
+            say(f"the driver continues: {ended} of {count} elements have ended")
         while not self._is_done():
             self._turn()
         self._give_up()
@@ -340,9 +340,9 @@ class ArrayDriver:
         if not is_written:
             say("the head's disk has not taken how the last elements have ended, or their results")
         if self.broken is not None:
-            cause, words = self.broken
+            cause, reason = self.broken
             self._runner.cause = cause.name
-            return 1, words
+            return 1, reason
         if self._stopped_by == "":
             self._runner.cancelled, self._runner.cause = True, Reason.CANCELLED.name
             return 143, "cancelled"
@@ -367,13 +367,13 @@ class ArrayDriver:
     def _left_on(self) -> Tuple[str, ...]:
         """The nodes where processes may be left, in words; none when that is proven."""
         dead, others = self._pool.unconfirmed, self._pool.node_ids
-        words = []
+        places = []
         if dead:
             nodes = _names(dead)
-            words.append(f"for {NODE_DEAD_S:.0f} s on {nodes}, which Ray counts as dead")
+            places.append(f"for {NODE_DEAD_S:.0f} s on {nodes}, which Ray counts as dead")
         if others:
-            words.append(f"on {_names(others)}, where nothing says that all have ended")
-        return tuple(words)
+            places.append(f"on {_names(others)}, where nothing says that all have ended")
+        return tuple(places)
 
     def _obey(self) -> None:
         order = self._runner.order()
@@ -395,9 +395,9 @@ class ArrayDriver:
             self._stop(self.broken[1])
         failed, limit = self._progress.number(ElementState.FAILED), self._spec.max_failures
         if limit is not None and failed > limit and not self._is_stopped:
-            words = f"more than {limit} elements have failed (max_failures)"
-            say(f"ending the array: {words}")
-            self._stop(words)
+            reason = f"more than {limit} elements have failed (max_failures)"
+            say(f"ending the array: {reason}")
+            self._stop(reason)
 
 
 def _last_line(reason: str) -> str:

@@ -206,7 +206,7 @@ class LinesFile:
         self._good += len(data)
 
 
-#: An element has failed that has lost so many hosts: it may be what kills them.
+#: Lost hosts after which an element has failed: it may be what kills them.
 LOSSES_MAX = 3
 #: Failures that are kept with their reason, for ``status``.
 _SHOWN_FAILURES = 20
@@ -239,7 +239,7 @@ class Failure(NamedTuple):
 
     element: int
     code: int
-    words: str
+    reason: str
 
 
 class Stretch(NamedTuple):
@@ -346,7 +346,7 @@ class ArrayProgress:
         self._move(index, ElementState.LEASED)
         return Lease(index, self._attempts[index])
 
-    def ended(self, lease: Lease, code: int, words: str) -> bool:
+    def ended(self, lease: Lease, code: int, reason: str) -> bool:
         """Note the end of an attempt; whether it was known to run until now."""
         if not self._is_current(lease):
             return False
@@ -357,7 +357,7 @@ class ArrayProgress:
         elif lease.element in self._unwanted:
             self.cancelled(lease)
         elif code in self.permanent_exit_codes or lease.attempt > self._tries(lease.element):
-            self._fail(lease.element, code, words)
+            self._fail(lease.element, code, reason)
         else:
             self._wait_again(lease.element)
         return True
@@ -448,11 +448,11 @@ class ArrayProgress:
                 return index
         return None
 
-    def _fail(self, index: int, code: int, words: str) -> None:
+    def _fail(self, index: int, code: int, reason: str) -> None:
         self._codes[index] = code & 0xFF
         self._move(index, ElementState.FAILED)
         if len(self.failures) < _SHOWN_FAILURES:
-            self.failures.append(Failure(index, code, words))
+            self.failures.append(Failure(index, code, reason))
 
     def _move(self, index: int, state: ElementState) -> None:
         self._counts[self._states[index]] -= 1
@@ -502,7 +502,7 @@ DISK_S = 5.0
 #: Exit codes of what was ended by SIGTERM or SIGKILL, as all is when the array ends.
 _ENDED_CODES = 143, 137
 #: Failures that get a line in the log.
-_TOLD_FAILURES = 20
+_REPORTED_FAILURES = 20
 
 
 class Leases:
@@ -538,7 +538,7 @@ class Leases:
         self.continues = self._journal.count > 0
         self.is_ending = False
         self._has_names = any(kind == NAME for kind, *_ in spec.targets)
-        self._told = 0
+        self._reported = 0
         self._unwritten: List[str] = []  # results
         self._write_at = 0.0
 
@@ -614,9 +614,9 @@ class Leases:
             host: that had it.
             row: its index, attempt, exit code, seconds, how it ended in words, and its result.
         """
-        element, attempt, code, seconds, words = row[:5]
+        element, attempt, code, seconds, reason = row[:5]
         if code and self._has_names:
-            words = f"{self._elements[element][0]}: {words}"
+            reason = f"{self._elements[element][0]}: {reason}"
         if self.is_ending and code in _ENDED_CODES:
             self.give_back(Lease(element, attempt), host, has_run=True)
             return
@@ -624,7 +624,7 @@ class Leases:
             if self.progress.cancelled(Lease(element, attempt)):
                 self._journal.add(Record(element, ENDED, attempt, code, host, seconds))
             return
-        if not self.progress.ended(Lease(element, attempt), code, words):
+        if not self.progress.ended(Lease(element, attempt), code, reason):
             return
         self._journal.add(Record(element, ENDED, attempt, code, host, seconds))
         if len(row) > 5 and row[5] is not None:
@@ -632,10 +632,10 @@ class Leases:
         state = self.progress.state(element)
         if state is not ElementState.CANCELLED:
             self.pace.measured(seconds)
-        if code and self._told < _TOLD_FAILURES and state is not ElementState.CANCELLED:
-            self._told += 1
+        if code and self._reported < _REPORTED_FAILURES and state is not ElementState.CANCELLED:
+            self._reported += 1
             again = state is ElementState.WAITING
-            say(f"element {element} has failed: {words}{'; it is tried again' if again else ''}")
+            say(f"element {element} has failed: {reason}{'; it is tried again' if again else ''}")
 
     def close(self) -> None:
         """Read and write no more."""

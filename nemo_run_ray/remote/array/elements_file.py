@@ -74,13 +74,13 @@ class Applied(NamedTuple):
     """A task with an element's values.
 
     Attributes:
-        words: of the command.
+        argv: the words of the command.
         env: the variables.
         fields: of the configuration, by their paths.
         template: the element's own configuration; empty when it has the one of the array.
     """
 
-    words: List[str]
+    argv: List[str]
     env: Dict[str, str]
     fields: Dict[str, Any]
     template: str
@@ -90,20 +90,20 @@ def applied(
     targets: Sequence[Target], values: Sequence[Any], argv: Sequence[str], env: Mapping[str, str]
 ) -> Applied:
     """A command, variables and a configuration with an element's values."""
-    words, variables, fields, template = list(argv), dict(env), {}, ""
+    command, variables, fields, template = list(argv), dict(env), {}, ""
     for target, value in zip(targets, values):
         if target.kind == ENV:
             variables[target.name] = value
         elif target.kind == ENVS:
             variables.update(value)
         elif target.kind == WORD:
-            words[target.place] = value
+            command[target.place] = value
         elif target.kind == WORDS:
-            words[target.place :] = value
+            command[target.place :] = value
         elif target.kind == TASK and isinstance(value, str):
             template = value
         elif target.kind == TASK:
-            words = value
+            command = value
         elif target.kind == FIELD:
             fields[target.name] = value
-    return Applied(words, variables, fields, template)
+    return Applied(command, variables, fields, template)

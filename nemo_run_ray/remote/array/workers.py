@@ -30,7 +30,7 @@ _LAST_MAX = 200
 _NO_ROOM = (errno.EAGAIN, errno.ENOMEM, errno.EMFILE, errno.ENFILE)
 #: The program that the task's interpreter runs.
 PROGRAM = os.path.join(os.path.dirname(__file__), "fork_server.py")
-#: How often in a row the fork server may be killed before an element has begun.
+#: Deaths of the fork server in a row, before an element has begun, that are too many.
 _FALSE_STARTS_MAX = 5
 
 
@@ -153,7 +153,7 @@ class RunningElement:
             self._signal(signal.SIGKILL)
 
     def why(self) -> str:
-        """How it ended, with the last line of its output when it has failed."""
+        """Its end in words, with the last line of its output when it has failed."""
         reason = self.reason or describe_exit(self.code or 0)
         return f"{reason}: {self._last[:_LAST_MAX]}" if self.code and self._last else reason
 
@@ -369,8 +369,8 @@ class Launcher:
         env = {**variables, **{name: str(number) for name, number in numbers.items()}}
         argv = place.role.task.argv if self._runs == "command" else []
         task = applied(self._targets, order.values, argv, env)
-        if task.words:
-            return self._start_command(order, slot, task.words, task.env)
+        if task.argv:
+            return self._start_command(order, slot, task.argv, task.env)
         message = {"fields": task.fields, "template": task.template, "result": self._result(lease)}
         if self.fork_server is None:
             argv = ["python", PROGRAM, "once", self._elements, json.dumps(message)]

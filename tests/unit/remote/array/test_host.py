@@ -9,7 +9,6 @@ import os
 import signal
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -131,23 +130,6 @@ def test_no_more_run_at_a_time_than_there_are_slots(host, tmp_path):
     assert set(os.listdir(tmp_path)) == {"0", "1", "tmp"}
     host.order({"do": "end"})
     host.until("idle")
-    assert host.elements() == set()
-
-
-def test_a_host_that_is_killed_while_it_closes_leaves_nothing(host):
-    host.shell("exec sleep 1000")
-    host.run(0)
-    wait(host.elements)
-    process, _ = host.keepers()
-    os.kill(process, signal.SIGSTOP)
-    closing = threading.Thread(target=host.relays.close)
-    closing.start()
-    (relay,) = host.relays._relays.values()
-    wait(lambda: relay._closing)
-    assert host.root.exists()
-    os.kill(process, signal.SIGKILL)
-    closing.join(20)
-    assert not host.root.exists()
     assert host.elements() == set()
 
 
@@ -431,15 +413,6 @@ def test_those_that_wait_and_those_that_run_are_cancelled(host, tmp_path):
 
     wait((tmp_path / "2").exists)  # in the place of the first one; the second one has gone on
     assert len(host.elements()) == 2
-
-
-def test_one_that_ignores_the_order_is_killed(host, tmp_path):
-    host.shell(f"trap '' TERM; mkdir {tmp_path}/begun; while :; do sleep 0.05; done", grace_s=0.3)
-    host.run(0)
-    wait((tmp_path / "begun").exists)
-    host.order({"do": "cancel", "elements": [[0, 1]]})
-    assert host.ended() == [0, 1, 137]
-    assert host.elements() == set()
 
 
 def test_one_that_was_asked_for_and_is_not_forked_yet_is_cancelled(host, forks, tmp_path):

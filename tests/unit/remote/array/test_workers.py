@@ -148,3 +148,19 @@ def test_what_a_fork_server_has_said_counts_though_it_was_killed(tmp_path):
     assert (runs.pid, runs.code) == (os.getpid(), None)
     for element in (ended, lost, runs, unread):
         element.close()
+
+
+def test_what_was_cancelled_before_a_fork_has_begun_is_not_asked_for_again(launcher, monkeypatch):
+    reports: list[tuple[str, object]] = []
+    channel = SimpleNamespace(report=lambda kind, row: reports.append((kind, row[:3])))
+    elements = RunningElements(launcher, SimpleNamespace(add=lambda row: None), channel, 1.0)
+    asked = [RunningElement(Order(Lease(number, 1), []), 0) for number in range(2)]
+    elements._running += asked
+    launcher.fork_server = SimpleNamespace(
+        pid=100, is_ready=False, obstacles=[], hear=list, died=lambda: asked, restart=lambda _: None
+    )
+    monkeypatch.setattr(host_module, "collect", lambda: [(100, 137)])
+    elements.cancel([[0, 1]])
+    elements.step(set())
+    assert reports == [("ended", [0, 1, 143])]
+    assert [order.lease for order in elements._waiting] == [Lease(1, 1)]
