@@ -266,7 +266,7 @@ def actor_class() -> Any:
         def pull(self, seen: Dict[str, int], patience_s: float, gather_s: float) -> Any:
             return self._node, self._relays.pull(seen, patience_s, gather_s)
 
-        def close(self, by_themselves: bool = False) -> Any:
-            return self._relays.close(by_themselves)
+        def close(self) -> Any:
+            return self._relays.close()
 
     return Replicas

@@ -140,16 +140,8 @@ class Relays:
             found = {key: relay.answer() for key, relay in self._relays.items()}
         return {key: reports for key, reports in found.items() if reports[1]}
 
-    def close(self, by_themselves: bool = False) -> bool:
-        """End the processes and wait until nothing of them is left.
-
-        Args:
-            by_themselves: whether they must have ended by themselves. One that was killed has not
-                carried out the orders that it had not read.
-
-        Returns:
-            Whether they have ended so.
-        """
+    def close(self) -> bool:
+        """End the processes and wait until nothing of them is left; whether they have ended."""
         with self._changed:
             for relay in self._relays.values():
                 relay.hang_up()
@@ -160,8 +152,7 @@ class Relays:
             for relay in self._relays.values()
         ]
         shutil.rmtree(self._folder, ignore_errors=True)  # those that were killed could not
-        killed = by_themselves and any(relay.was_killed for relay in self._relays.values())
-        return all(gone) and not killed
+        return all(gone)
 
 
 class _Relay:
@@ -180,7 +171,7 @@ class _Relay:
         self.kept_bytes = 0
         self._first = 0  # number of the oldest report that is kept
         self.gone = threading.Event()
-        self._closing = self._keeps_run_dir = self.was_killed = False
+        self._closing = self._keeps_run_dir = False
         self._channel, theirs = socket.socketpair()
         package = os.path.dirname(FOLDER)
         module = f"{__package__.rpartition('.')[0]}.{place.program}"
@@ -237,8 +228,8 @@ class _Relay:
                 if last.endswith(b"\n") and last != OVER:  # else it died in the middle of it
                     self._keep(last)
         is_expected, killed = self._closing, 0
-        self.was_killed = last != OVER
-        if not is_expected or (self.was_killed and not self._keeps_run_dir):
+        # One that was not killed has ended everything, and has removed what is not to be kept.
+        if last != OVER and not (is_expected and self._keeps_run_dir):
             killed = sweep(self._place.tag)
             RunDir(self._place.run_dir, base=run_dirs(command.tmpdir())).remove()
         if not is_expected:

@@ -6,6 +6,7 @@ import contextlib
 import importlib
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -31,8 +32,9 @@ class Host(Relayed):
 
     def prepare(self, argv: tuple[str, ...], slots: int = 2, **values: Any) -> None:
         """Make it ready for commands that are told their value as ``VALUE``."""
-        grace_s = values.pop("grace_s", 0.3)
-        role = RoleSpec("element", JobSpec(argv, grace_s=grace_s, python=sys.executable))
+        keep_run_dir, grace_s = values.pop("keep_run_dir", False), values.pop("grace_s", 0.3)
+        job = JobSpec(argv, grace_s=grace_s, python=sys.executable, keep_run_dir=keep_run_dir)
+        role = RoleSpec("element", job)
         self.order(
             {
                 "do": "prepare",
@@ -146,6 +148,14 @@ def test_it_is_known_whether_a_host_has_left(host, is_killed):
     assert notes.exists() is is_killed
     assert not host.root.exists()
     notes.unlink(missing_ok=True)
+
+
+def test_a_run_directory_that_is_to_be_kept_stays_when_the_host_leaves(host):
+    host.shell("true", keep_run_dir=True)
+    host.order({"do": "leave", "run_dirs": [host.run_dir]})
+    host.until("gone")
+    assert host.root.exists()
+    shutil.rmtree(host.root)
 
 
 # ---------------------------------------------------------------------- what elements leave
