@@ -12,7 +12,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, wait
-from contextvars import ContextVar
 from typing import Any, Generic, TypeVar
 from urllib.parse import urlsplit
 from urllib.request import getproxies, proxy_bypass
@@ -61,6 +60,8 @@ MALFORMED = (
 LATER_S = 120.0
 #: Seconds until a wait notices Ctrl-C, and until a line says what is waited for.
 _NOTICE_S, SAY_S = 0.2, 10.0
+#: A proxy's address.
+_PROXY = re.compile(r"https?://([^@/]*:[^@/]*@)?([\w.-]+|\[[\w.:]+\])(:\d*)?/?", re.ASCII)
 _T = TypeVar("_T")
 log = logging.getLogger(__name__)
 
@@ -119,7 +120,8 @@ class Http:
         self._tls = tls(dashboard.verify)
         #: Clients without a request. Each has one connection, so that one request can be given up.
         self._idle: list[httpx.Client] = []
-        logging.getLogger("httpx").addFilter(_without_ours)
+        # NeMo-Run shows every logger's INFO, and httpx logs each request: a line every two seconds.
+        logging.getLogger("httpx").addFilter(self._is_not_ours)
 
     def request(
         self,
@@ -216,8 +218,7 @@ class Http:
 
         def work() -> None:
             try:
-                with _quietly():
-                    answer.set_result(read(client.send(request, stream=True)))
+                answer.set_result(read(client.send(request, stream=True)))
             except BaseException as error:
                 answer.set_exception(error)
 
@@ -237,6 +238,9 @@ class Http:
             client.close()  # ends the thread at the next byte, or at its socket's time limit
             raise
 
+    def _is_not_ours(self, record: logging.LogRecord) -> bool:
+        return record.levelno >= logging.WARNING or self.dashboard.url not in record.getMessage()
+
     def url(self, path: str) -> str:
         return f"{self.dashboard.url}{path}"
 
@@ -255,6 +259,7 @@ class Http:
         for client in self._idle:
             client.close()
         self._idle.clear()
+        logging.getLogger("httpx").removeFilter(self._is_not_ours)
 
     # ------------------------------------------------------------------ translation of failures
 
@@ -455,16 +460,8 @@ def proxy_of(url: str) -> str | None:
         return None
     given = proxies[name]
     address = given if "://" in given else f"http://{given}"
-    with contextlib.suppress(ValueError):
-        proxy = urlsplit(address)
-        has_user = None not in (proxy.username, proxy.password)
-        if (
-            proxy.scheme in ("http", "https")
-            and re.fullmatch(r"[\w.:-]+", proxy.hostname or "", re.ASCII)
-            and proxy.port != 0
-            and f"{proxy.path}{proxy.query}{proxy.fragment}" in ("", "/")
-            and (has_user or "@" not in proxy.netloc)
-        ):
+    with contextlib.suppress(ValueError):  # of a port that is too large
+        if _PROXY.fullmatch(address) and urlsplit(address).port != 0:
             return address
     variable, scheme = f"{name}_proxy", address.partition("://")[0]
     raise ConfigError(
@@ -497,24 +494,3 @@ def tls(verify: bool | str) -> ssl.SSLContext:
     if verify is False:
         context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
     return context
-
-
-#: Whether the code that runs now asks a dashboard.
-_asks = ContextVar("_asks", default=False)
-
-
-@contextlib.contextmanager
-def _quietly() -> Iterator[None]:
-    """Keep what httpx tells of this request out of the log.
-
-    NeMo-Run shows every logger's INFO, and httpx tells of each request: a line every two seconds.
-    """
-    before = _asks.set(True)
-    try:
-        yield
-    finally:
-        _asks.reset(before)
-
-
-def _without_ours(record: logging.LogRecord) -> bool:
-    return record.levelno >= logging.WARNING or not _asks.get()

@@ -1,4 +1,4 @@
-"""What readers of other projects' files share: typed values with their lines, and a draft."""
+"""Shared by readers of other projects' files: typed values with their lines, and a draft."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Keys:
         return at(self.document.values, path)
 
     def written(self, path: KeyPath) -> KeyPath:
-        """Where the file itself has a key."""
+        """The path of a key in the file itself."""
         return path
 
     def source(self, path: KeyPath, note: str = "") -> str:
@@ -203,7 +203,7 @@ class Draft:
 
 
 def at(values: Any, path: KeyPath) -> Any:
-    """What lies at a path of nested tables and lists; ``None`` where nothing does."""
+    """The value at a path of nested tables and lists; ``None`` where there is none."""
     for word in path:
         if isinstance(values, Mapping):
             values = values.get(word)

@@ -16,64 +16,24 @@ FORMAT = "Nemotron env.toml"
 #: Tables that are no profiles.
 RESERVED = ("wandb", "cli", "cache", "artifacts")
 
-_SLURM = "It is for Slurm; on Ray, labels and resources say where a task runs."
-_TUNNEL = "It is for Slurm over SSH; jobs reach Ray through its dashboard."
-_LEPTON = "It is for Lepton, which starts no task here."
-_DGX = "It is for DGX Cloud, which starts no task here."
-_DOCKER = "It is for Docker, which starts no task here."
-_MOUNTS = "The containers of a Ray cluster run already, with the mounts they have."
-_STARTUP = "It is for another executor; `startup_commands` run before a task on Ray."
-_RECIPES = "It is for Nemotron's own launcher."
-_BUILDS = "It is for the building of images."
-_REASONS = {
-    **dict.fromkeys(
-        (
-            "account",
-            "partition",
-            "run_partition",
-            "batch_partition",
-            "cpus_per_task",
-            "time",
-            "mem",
-            "exclusive",
-        ),
-        _SLURM,
-    ),
-    **dict.fromkeys(("tunnel", "host", "user", "identity"), _TUNNEL),
-    **dict.fromkeys(
-        (
-            "resource_shape",
-            "node_group",
-            "node_reservation",
-            "nemo_run_dir",
-            "shared_memory_size",
-            "image_pull_secrets",
-        ),
-        _LEPTON,
-    ),
-    **dict.fromkeys(
-        (
-            "base_url",
-            "kube_apiserver_url",
-            "client_id",
-            "client_secret",
-            "app_id",
-            "app_secret",
-            "project_name",
-            "pvc_nemo_run_dir",
-            "distributed_framework",
-            "custom_spec",
-            "dgxcloud_max_args_chars",
-        ),
-        _DGX,
-    ),
-    **dict.fromkeys(("runtime", "ipc_mode", "shm_size"), _DOCKER),
-    **dict.fromkeys(("mounts", "lustre_mount", "pvcs"), _MOUNTS),
-    **dict.fromkeys(("setup_lines", "pre_launch_commands"), _STARTUP),
-    **dict.fromkeys(("run_command", "launcher", "workspace", "code_src_dir"), _RECIPES),
-    **dict.fromkeys(
-        ("build_partition", "build_time", "build_cache_dir", "build_registry"), _BUILDS
-    ),
+#: Why keys mean nothing here.
+_IGNORED = {
+    "account partition run_partition batch_partition cpus_per_task time mem exclusive": "It is for "
+    "Slurm; on Ray, labels and resources say where a task runs.",
+    "tunnel host user identity": "It is for Slurm over SSH; jobs reach Ray through its dashboard.",
+    "resource_shape node_group node_reservation nemo_run_dir shared_memory_size "
+    "image_pull_secrets": "It is for Lepton, which starts no task here.",
+    "base_url kube_apiserver_url client_id client_secret app_id app_secret project_name "
+    "pvc_nemo_run_dir distributed_framework custom_spec dgxcloud_max_args_chars": "It is for DGX "
+    "Cloud, which starts no task here.",
+    "runtime ipc_mode shm_size": "It is for Docker, which starts no task here.",
+    "mounts lustre_mount pvcs": "The containers of a Ray cluster run already, with the mounts they "
+    "have.",
+    "setup_lines pre_launch_commands": "It is for another executor; `startup_commands` run before "
+    "a task on Ray.",
+    "run_command launcher workspace code_src_dir": "It is for Nemotron's own launcher.",
+    "build_partition build_time build_cache_dir build_registry": "It is for the building of "
+    "images.",
     "repo_root": "The packager of the executor says which code travels.",
     "ray_version": "The cluster has its own Ray.",
     "existing_ray_cluster": "It is the name of a Ray cluster on Lepton; `ray_address` is for one "
@@ -81,6 +41,7 @@ _REASONS = {
     "pip_extras": "The nodes need these packages already: an environment of the job's own would "
     "keep its Ray programs from setting theirs. `RayExecutor(runtime_env=…)` makes one.",
 }
+_REASONS = {name: reason for names, reason in _IGNORED.items() for name in names.split()}
 _PROCESSES = ("nprocs_per_node", "ntasks_per_node", "nproc_per_node")
 _IMAGES = ("container_image", "container")
 _USED = (
@@ -239,7 +200,7 @@ class Interpolation:
 
 
 def _closing(text: str, position: int) -> int:
-    """Where the brace is that closes the one before a position."""
+    """The position of the brace that closes the one before a position."""
     depth = 1
     for end in range(position, len(text)):
         depth += {"{": 1, "}": -1}.get(text[end], 0)

@@ -29,7 +29,7 @@ _KEY = "nemo_run_ray"
 _FILE_KEY = "nemo_run_ray_file"
 _REFERENCE = re.compile(r"\$(?:\{(\w+)\}|(\w+))")
 _LISTS = ("env_vars", "required_env_vars")
-#: What would make NeMo-Skills act for another executor, or look at this machine for the nodes.
+#: Keys that would make NeMo-Skills act for another executor, or use this machine's paths.
 _DROPPED = frozenset(
     {"backend", "execution_backend", "with_ray", "ray_endpoint", "ray", "preflight", "mounts"}
     | {"ssh_tunnel", "job_dir", "timeouts", "default_timeout", "executor"}
@@ -60,7 +60,7 @@ def read(path: Path) -> dict[str, Any] | None:
     try:
         document = read_document(path)
     except ConfigError:
-        if _looks_for_ray(path):
+        if _seems_for_ray(path):
             raise
         return None  # NeMo-Skills is more lenient, and its files for Slurm are its own affair
     if not reader.matches(document) or not reader.names_ray(document):
@@ -116,7 +116,7 @@ def for_ray(config: Any, with_ray: bool = False) -> Mapping[str, Any] | None:
 def added_variables(
     config: Mapping[str, Any], environ: Mapping[str, str] = os.environ
 ) -> SkillsVariables:
-    """What NeMo-Skills has added to the variables of the file.
+    """The variables that NeMo-Skills has added to those of the file.
 
     Raises:
         ConfigError: one is required and not set, or a credential has another value than in the
@@ -150,7 +150,7 @@ def added_variables(
     return SkillsVariables(clear, tuple(secrets))
 
 
-def _looks_for_ray(path: Path) -> bool:
+def _seems_for_ray(path: Path) -> bool:
     """Whether a file that cannot be read here is for Ray, as NeMo-Skills would read it."""
     try:
         values = yaml.safe_load(path.read_text(encoding="utf-8"))

@@ -26,24 +26,24 @@ _NO_RAY = ("", "default", "none")
 _SUPPORTED = ("ray", *_KUBERNETES, "default", "none")
 _MODES = ("offline", "online")
 #: Keys by which a file is one of NeMo-Skills.
-_MARKS = (
-    "executor",
-    "backend",
-    "execution_backend",
-    "ray_endpoint",
-    "with_ray",
-    "containers",
-    "required_env_vars",
+_MARKS = frozenset(
+    [
+        "executor",
+        "backend",
+        "execution_backend",
+        "ray_endpoint",
+        "with_ray",
+        "containers",
+        "required_env_vars",
+    ]
 )
 _OURS = frozenset(ClusterFile.model_fields) - {"preflight"}
 _INSIDE_SLURM = "means Ray inside a Slurm allocation, not a cluster that jobs can be sent to."
 #: CPUs that the staged executor reserves for a task where its file says nothing.
 _STAGED_CPUS = 8
 
-_SLURM = "It is for Slurm; on Ray, labels and resources say where a task runs."
-_TIME = "It limits the time of a Slurm job; a Ray job has no such limit."
-_TUNNEL = "It is for Slurm over SSH; jobs reach Ray through its dashboard."
-_REASONS = {
+#: Why keys mean nothing here.
+_IGNORED = {
     "executor": "The back-end is Ray, so no other executor starts anything.",
     "backend": "It does not name Ray.",
     "execution_backend": "`backend` comes first, or it does not name Ray.",
@@ -52,21 +52,15 @@ _REASONS = {
     "ray": "It belongs to `executor: ray`.",
     "jobs": "Logs are kept with the experiment.",
     "mounts": "The containers of a Ray cluster run already, with the mounts they have.",
-    "account": _SLURM,
-    "partition": _SLURM,
-    "cpu_partition": _SLURM,
-    "disable_gpus_per_node": _SLURM,
-    "dependency_type": _SLURM,
-    "mail_type": _SLURM,
-    "mail_user": _SLURM,
-    "timeouts": _TIME,
-    "default_timeout": _TIME,
-    "ssh_tunnel": _TUNNEL,
-    "job_dir": _TUNNEL,
+    "account partition cpu_partition disable_gpus_per_node dependency_type mail_type "
+    "mail_user": "It is for Slurm; on Ray, labels and resources say where a task runs.",
+    "timeouts default_timeout": "It limits the time of a Slurm job; a Ray job has no such limit.",
+    "ssh_tunnel job_dir": "It is for Slurm over SSH; jobs reach Ray through its dashboard.",
     "job_name_prefix": "A Ray job is named after its experiment.",
     "skip_hf_home_check": "HF_HOME is not checked here.",
     "num_workers": "It is for NeMo-Skills' own processes.",
 }
+_REASONS = {name: reason for names, reason in _IGNORED.items() for name in names.split()}
 _BACKEND_REASONS = {
     "precreated_cluster": "A cluster with an address is there already.",
     "control_plane": "Jobs reach the cluster in the same way, whatever runs it.",
@@ -76,9 +70,8 @@ _BACKEND_REASONS = {
 
 def matches(document: Document, profile: str | None = None) -> bool:
     """Whether it is a cluster file of NeMo-Skills, for Ray or not, and not one of this package."""
-    if document.path.suffix == ".toml" or any(key in _OURS for key in document.values):
-        return False
-    return any(key in _MARKS for key in document.values)
+    keys = document.values.keys()
+    return document.path.suffix != ".toml" and not keys & _OURS and bool(keys & _MARKS)
 
 
 def names_ray(document: Document, profile: str | None = None) -> bool:
@@ -208,7 +201,7 @@ def _put_backend(draft: Draft, section: str, name: str, why: KeyPath) -> None:
 
 
 def _endpoint_keys(section: str, kubernetes_alias: bool) -> list[KeyPath]:
-    """Where the address of a Ray Client server may be, the one that counts first."""
+    """Keys that may hold the address of a Ray Client server, the one that counts first."""
     keys: list[KeyPath] = [(section, "ray_endpoint"), (section, "kubernetes", "endpoint")]
     if kubernetes_alias:
         keys.reverse()
@@ -216,7 +209,7 @@ def _endpoint_keys(section: str, kubernetes_alias: bool) -> list[KeyPath]:
 
 
 def _dashboard_keys(section: str) -> list[KeyPath]:
-    """Where the dashboard's address may be, the one that counts first."""
+    """Keys that may hold the dashboard's address, the one that counts first."""
     return [
         (section, "dashboard_url"),
         (section, "jobs_api_url"),
@@ -243,14 +236,12 @@ def _put_address(draft: Draft, section: str, candidates: list[KeyPath]) -> None:
 def _put_staged(draft: Draft) -> None:
     """``executor: ray`` with its section ``ray``."""
     keys = draft.keys
-    address = keys.address("ray", "address")
-    default = ": NeMo-Skills' default" if address is None else ""
-    draft.put(("cluster", "address"), address or "auto", ("ray", "address"), default)
-    path: KeyPath = ("ray", "default_num_cpus")
-    cpus = keys.amount(*path)
-    note = ": NeMo-Skills' default" if cpus is None else ""
+    address, cpus = keys.address("ray", "address"), keys.amount("ray", "default_num_cpus")
+    note = _DEFAULT if address is None else ""
+    draft.put(("cluster", "address"), address or "auto", ("ray", "address"), note)
+    note = _DEFAULT if cpus is None else ""
     cpus = _STAGED_CPUS if cpus is None else cpus
-    draft.put(("defaults", "cpus_per_node"), cpus, path, note)
+    draft.put(("defaults", "cpus_per_node"), cpus, ("ray", "default_num_cpus"), note)
     reasons = {"namespace": "Ray jobs of this package share no named actors."}
     draft.ignore_rest(("ray",), ("address", "default_num_cpus"), reasons)
 
@@ -313,7 +304,7 @@ def _ignore_in_backend(draft: Draft, section: str) -> None:
 
 
 #: Variables that NeMo-Skills forwards from the caller's environment without being asked.
-FORWARDED = (
+FORWARDED = [
     "WANDB_API_KEY",
     "NVIDIA_API_KEY",
     "AZURE_OPENAI_API_KEY",
@@ -321,7 +312,7 @@ FORWARDED = (
     "GEMINI_API_KEY",
     "HF_TOKEN",
     "NGC_API_KEY",
-)
+]
 #: The beginning of other names that it forwards, but for those that matter on this side only.
 _PREFIX = "NEMO_SKILLS_"
 _STAY_HERE = {f"{_PREFIX}{word}" for word in ("SSH_SERVER", "SSH_KEY_PATH", "CONFIG", "CONFIG_DIR")}
@@ -417,20 +408,17 @@ def _filled(value: str, environ: Mapping[str, str]) -> str:
 
 
 _RESOURCES = {
-    "gpu": "GPU",
-    "gpus": "GPU",
-    "cpu": "CPU",
-    "cpus": "CPU",
-    "mem": "memory",
-    "memory": "memory",
+    **dict.fromkeys(("gpu", "gpus"), "GPU"),
+    **dict.fromkeys(("cpu", "cpus"), "CPU"),
+    **dict.fromkeys(("mem", "memory"), "memory"),
 }
-_USED = (
+_USED = [
     "enabled",
     "require_ray_endpoint",
     "strict_label_check",
     "required_node_labels",
     "min_cluster_resources",
-)
+]
 _LABELS: KeyPath = ("preflight", "required_node_labels")
 _MINIMUM: KeyPath = ("preflight", "min_cluster_resources")
 _DEFAULT = ": NeMo-Skills' default"
