@@ -18,7 +18,6 @@ client uses the allocation, and a job that waits in Slurm's queue ends when it s
 from __future__ import annotations
 
 import contextlib
-import glob
 import json
 import os
 import pwd
@@ -28,6 +27,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 #: Seconds for an answer of Slurm's controller. All that a request does must take less time than a
@@ -46,8 +46,8 @@ class ClusterFolder:
     """The folder of a cluster; each public method answers one request of a client."""
 
     def __init__(self, folder: str) -> None:
-        self._folder = folder
-        self._lives = os.path.join(folder, "lives")
+        self._folder = Path(folder)
+        self._lives = self._folder / "lives"
 
     # ------------------------------------------------------------------ looking
 
@@ -70,18 +70,18 @@ class ClusterFolder:
             "folder": os.path.realpath(path),
             "claimed": _read(path, "claimed").strip(),
             "job": job,
-            "is_sent": os.path.isdir(os.path.join(path, "sbatch")),
-            "renewed": os.path.exists(os.path.join(path, "renewed")),
+            "is_sent": (path / "sbatch").is_dir(),
+            "renewed": (path / "renewed").exists(),
             "jobless_s": 0.0 if job else time.time() - os.stat(path).st_mtime,
             **texts,
         }
-        changed_at = _changed_at(path, "job")
+        changed_at = _changed_at(path / "job")
         run = self._newest_run(path, job)
-        if run:
+        if run is not None:
             os.listdir(run)
-            end_at = _changed_at(run, "end.json")
-            changed_at = max(changed_at, end_at, _changed_at(run, "ready.json"))
-            found["run"] = os.path.relpath(run, path)
+            end_at = _changed_at(run / "end.json")
+            changed_at = max(changed_at, end_at, _changed_at(run / "ready.json"))
+            found["run"] = str(run.relative_to(path))
             found["head"], found["end"] = _json(run, "ready.json"), _json(run, "end.json")
             found["token"] = _read(run, "token").strip()
             found["ended_s"] = time.time() - end_at if end_at else 0.0
@@ -100,30 +100,30 @@ class ClusterFolder:
             logs: name of the folder with a run's logs.
         """
         if session:
-            pattern = os.path.join(self._lives, "*", "run", "*", "session")
-            paths = [path for path in glob.glob(pattern) if _read(path).strip() == session]
-            if not paths:
+            paths = self._lives.glob("*/run/*/session")
+            path = next((path for path in paths if _read(path).strip() == session), None)
+            if path is None:
                 return None
-            number = int(paths[0].split("/")[-4])
-            while os.path.exists(os.path.join(self._path(number + 1), "renewed")):
+            number = int(path.parts[-4])
+            while (self._path(number + 1) / "renewed").exists():
                 number += 1
         numbers = [number]
-        while os.path.exists(os.path.join(self._path(numbers[-1]), "renewed")):
+        while (self._path(numbers[-1]) / "renewed").exists():
             numbers.append(numbers[-1] - 1)
         runs = [
             {
-                "folder": run,
+                "folder": str(run),
                 "session": _read(run, "session").strip(),
                 "end": _json(run, "end.json"),
-                "has_left": not os.path.exists(os.path.join(run, "token")),
+                "has_left": not (run / "token").exists(),
                 "table": _read(run, table),
-                "written_at": _changed_at(run, table),
-                "logs": _names(os.path.join(run, logs)),
+                "written_at": _changed_at(run / table),
+                "logs": _names(run / logs),
             }
             for path in map(self._path, numbers)
             for run in reversed(_runs(path))
         ]
-        kept = glob.glob(os.path.join(self._folder, "dispatches", "*", "ids"))
+        kept = self._folder.glob("dispatches/*/ids")
         return {
             "numbers": numbers,
             "runs": runs,
@@ -132,7 +132,7 @@ class ClusterFolder:
 
     def log_end(self, number: int, job: str) -> str:
         """The last lines that an allocation's job has printed, and the path of its log."""
-        for path in glob.glob(os.path.join(self._path(number), "logs", f"sbatch_*_{job}.out")):
+        for path in self._path(number).glob(f"logs/sbatch_*_{job}.out"):
             return "\n".join([f"{path} ends with:", *_read(path).splitlines()[-5:]])
         return ""
 
@@ -148,11 +148,11 @@ class ClusterFolder:
         os.makedirs(self._folder, exist_ok=True)
         os.umask(0o077)
         os.makedirs(self._lives, exist_ok=True)
-        path, new = self._path(number), os.path.join(self._lives, f".{user}-{os.urandom(4).hex()}")
+        path, new = self._path(number), self._lives / f".{user}-{os.urandom(4).hex()}"
         for folder in ("logs", "users"):
-            os.makedirs(os.path.join(new, folder))
-        _touch(os.path.join(new, "users", user))
-        _write(os.path.join(new, "claimed"), user)
+            os.makedirs(new / folder)
+        (new / "users" / user).touch()
+        _write(new / "claimed", user)
         try:
             if not os.path.lexists(path):
                 os.rename(new, path)
@@ -175,7 +175,7 @@ class ClusterFolder:
         except FileExistsError:
             return
         try:
-            _write("ray.sub", script)
+            _write(Path("ray.sub"), script)
         except OSError:
             os.rmdir("sbatch")
             raise
@@ -193,60 +193,60 @@ class ClusterFolder:
         if code:
             os.rename("sbatch/err", "refused")
             return
-        job = _read("sbatch/out").strip().split(";")[0]
-        _write("job", job)
+        job = _read(Path("sbatch/out")).strip().split(";")[0]
+        _write(Path("job"), job)
         if os.path.exists("over") or os.path.exists("stop"):
             subprocess.run(["scancel", job], check=False)
 
     def note_job(self, number: int, job: str) -> None:
         """Write down the number of a job that Slurm has although nobody has heard so."""
-        _write(os.path.join(self._path(number), "job"), job)
+        _write(self._path(number) / "job", job)
 
     def join(self, number: int, user: str) -> None:
         """Note a program that uses an allocation, so that it does not end before the program."""
         path = self._path(number)
-        os.makedirs(os.path.join(path, "users"), exist_ok=True)
-        _touch(os.path.join(path, "users", user))
-        _remove(os.path.join(path, "released"))
+        os.makedirs(path / "users", exist_ok=True)
+        (path / "users" / user).touch()
+        _remove(path / "released")
 
     def keep(self, number: int) -> None:
         """Let an allocation stay when nobody uses it."""
-        _touch(os.path.join(self._path(number), "keep"))
+        (self._path(number) / "keep").touch()
 
     def keep_dispatch(self, dispatcher: str) -> bool:
         """Make the folder of a dispatch that continues; false if it is there and whole."""
-        path = os.path.join(self._folder, "dispatches", dispatcher)
+        path = self._folder / "dispatches" / dispatcher
         os.makedirs(path, exist_ok=True)
-        return not os.path.exists(os.path.join(path, "ids"))
+        return not (path / "ids").exists()
 
     # ------------------------------------------------------------------ ending
 
     def detach(self, number: int, user: str) -> None:
         """Take a user off whose jobs continue without it."""
-        _remove(os.path.join(self._path(number), "users", user))
+        _remove(self._path(number) / "users" / user)
 
     def leave(self, number: int, user: str, why: str) -> None:
         """Take a user off; the last one ends an allocation that never was ready and is not kept."""
         path = self._path(number)
-        if not os.path.exists(os.path.join(path, "users", user)):
+        if not (path / "users" / user).exists():
             return
         self.detach(number, user)
-        if _names(os.path.join(path, "users")) or os.path.exists(os.path.join(path, "keep")):
+        if _names(path / "users") or (path / "keep").exists():
             return
-        _touch(os.path.join(path, "released"))
+        (path / "released").touch()
         # One that Slurm starts again continues, with the jobs that were handed over to it.
-        ready = os.path.join(path, "run", f"{_read(path, 'job').strip()}.*", "ready.json")
-        if os.path.exists(os.path.join(path, "renewed")) or glob.glob(ready):
+        ready = path.glob(f"run/{_read(path, 'job').strip()}.*/ready.json")
+        if (path / "renewed").exists() or any(ready):
             return
-        if not os.path.exists(os.path.join(path, "stop")):
-            _write(os.path.join(path, "stop"), why)
+        if not (path / "stop").exists():
+            _write(path / "stop", why)
         with contextlib.suppress(OSError):
             self._cancel(path)
-            _write(os.path.join(path, "over"), why)
+            _write(path / "over", why)
 
     def give_up(self, number: int, why: str) -> None:
         """Let nobody use an allocation any more. Its job ends as soon as it starts."""
-        _write(os.path.join(self._path(number), "over"), why)
+        _write(self._path(number) / "over", why)
 
     def cancel(self, number: int, why: str, has_ended: bool) -> bool:
         """End an allocation now, with all that runs in it; whether there was anything to end.
@@ -260,7 +260,7 @@ class ClusterFolder:
             OSError: Slurm has not taken its job out of the queue; a second call tries again.
         """
         path = self._path(number)
-        stop, is_noted = os.path.join(path, "stop"), False
+        stop, is_noted = path / "stop", False
         if has_ended:
             rows = self._jobs_of(path)
             if rows is None:  # nobody has said that Slurm does not start it again
@@ -268,7 +268,7 @@ class ClusterFolder:
             if not rows:
                 return False
         run = self._newest_run(path, _read(path, "job").strip())
-        has_head = bool(run) and not os.path.exists(os.path.join(run, "end.json"))
+        has_head = run is not None and not (run / "end.json").exists()
         with contextlib.suppress(OSError):  # a full disk keeps no job alive
             _write(stop, why)
             is_noted = True
@@ -279,10 +279,10 @@ class ClusterFolder:
                 return True  # its head ends it
             raise TimeoutError(_UNHEARD if is_noted else "Slurm gives no answer.") from None
         with contextlib.suppress(OSError):
-            _write(os.path.join(path, "over"), why)
+            _write(path / "over", why)
         return True
 
-    def _cancel(self, path: str) -> None:
+    def _cancel(self, path: Path) -> None:
         """Take an allocation's own jobs out of Slurm.
 
         Raises:
@@ -308,7 +308,7 @@ class ClusterFolder:
 
     # ------------------------------------------------------------------ Slurm's queue
 
-    def _jobs_of(self, path: str) -> Rows | None:
+    def _jobs_of(self, path: Path) -> Rows | None:
         """Ask Slurm now for an allocation's jobs; ``None`` without an answer."""
         allocation = {"folder": os.path.realpath(path), "job": _read(path, "job").strip()}
         text = _squeue()
@@ -332,11 +332,11 @@ class ClusterFolder:
         All clients of the cluster ask once in a while. What Slurm said before the folder was
         changed proves nothing; both times are the file system's.
         """
-        path = os.path.join(self._folder, "queue.json")
+        path = self._folder / "queue.json"
         kept, began_at = _json(path) or {}, _changed_at(path)
         if began_at > changed_at and 0 <= time.time() - kept.get("at", 0.0) < pause_s:
             return None if kept["text"] is None else _rows(kept["text"])
-        began_at, new = 0.0, f"{path}.{os.uname().nodename}.{os.getpid()}.began"
+        began_at, new = 0.0, Path(f"{path}.{os.uname().nodename}.{os.getpid()}.began")
         with contextlib.suppress(OSError), open(new, "w", encoding="utf-8") as file:
             began_at = os.fstat(file.fileno()).st_mtime
         _remove(new)
@@ -348,23 +348,21 @@ class ClusterFolder:
 
     # ------------------------------------------------------------------ names
 
-    def _path(self, number: int) -> str:
-        return os.path.join(self._lives, str(number))
+    def _path(self, number: int) -> Path:
+        return self._lives / str(number)
 
     def _numbers(self) -> list[int]:
         return [int(name) for name in _names(self._lives) if name.isdigit()]
 
-    def _newest_run(self, path: str, job: str) -> str:
-        """Folder of the newest run of an allocation's job; empty before the first one."""
-        starts = [run for run in _runs(path) if os.path.basename(run).startswith(f"{job}.")]
-        return starts[-1] if job and starts else ""
+    def _newest_run(self, path: Path, job: str) -> Path | None:
+        """Folder of the newest run of an allocation's job; ``None`` before the first one."""
+        return next((run for run in reversed(_runs(path)) if run.stem == job), None)
 
 
-def _runs(path: str) -> list[str]:
+def _runs(path: Path) -> list[Path]:
     """The folders of all runs of an allocation, the oldest first."""
-    names = [name for name in _names(os.path.join(path, "run")) if _RUN.fullmatch(name)]
-    names.sort(key=lambda name: int(name.rpartition(".")[2]))
-    return [os.path.join(path, "run", name) for name in names]
+    runs = [run for run in path.glob("run/*") if _RUN.fullmatch(run.name)]
+    return sorted(runs, key=lambda run: int(run.suffix[1:]))
 
 
 def _rows(text: str) -> Rows:
@@ -401,55 +399,47 @@ def _command(*argv: str) -> tuple[int, str]:
     return done.returncode, output.decode(errors="replace")
 
 
-def _read(*parts: str) -> str:
+def _read(path: Path, name: str = "") -> str:
     """The text of a file; empty without one."""
-    path = os.path.join(*parts)
-    absent = contextlib.suppress(FileNotFoundError, NotADirectoryError)
-    with absent, open(path, encoding="utf-8", errors="replace") as file:
-        return file.read()
+    with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+        return (path / name).read_text(encoding="utf-8", errors="replace")
     return ""
 
 
-def _json(*parts: str) -> dict[str, Any] | None:
+def _json(path: Path, name: str = "") -> dict[str, Any] | None:
     with contextlib.suppress(ValueError):
-        row = json.loads(_read(*parts))
+        row = json.loads(_read(path, name))
         return row if isinstance(row, dict) else None
     return None
 
 
-def _changed_at(*parts: str) -> float:
+def _changed_at(path: Path) -> float:
     """When a file was written, by the clock of its file system; 0 without one."""
     with contextlib.suppress(OSError):
-        return os.stat(os.path.join(*parts)).st_mtime
+        return path.stat().st_mtime
     return 0.0
 
 
-def _names(folder: str) -> list[str]:
+def _names(folder: Path) -> list[str]:
     with contextlib.suppress(FileNotFoundError, NotADirectoryError):
         return os.listdir(folder)
     return []
 
 
-def _write(path: str, text: str) -> None:
+def _write(path: Path, text: str) -> None:
     """Write a file, whole or not at all."""
     new = f"{path}.{os.uname().nodename}.{os.getpid()}"
     try:
-        with open(new, "w", encoding="utf-8") as file:
-            file.write(text if text.endswith("\n") else f"{text}\n")
+        Path(new).write_text(text if text.endswith("\n") else f"{text}\n", encoding="utf-8")
         os.replace(new, path)
     except OSError:
-        _remove(new)
+        _remove(Path(new))
         raise
 
 
-def _touch(path: str) -> None:
-    with open(path, "w", encoding="utf-8"):
-        pass
-
-
-def _remove(path: str) -> None:
+def _remove(path: Path) -> None:
     with contextlib.suppress(OSError):
-        os.unlink(path)
+        path.unlink()
 
 
 def main(request: dict[str, Any], why_untrusted: Callable[[str], str]) -> None:
