@@ -1,7 +1,7 @@
 """Kinds of clusters: one that exists, one on this machine, and one in an allocation of Slurm.
 
-A new kind is a new file here with a subclass of ``base.Cluster`` that is imported below; or when it
-is used, as those are that start something: then ``_HOMES`` and ``base._IMPORTED_LATE`` name it.
+A new kind is a new file here with a subclass of ``base.Cluster``, named by ``base._KINDS``. It is
+imported below; or when it is used, as those are that start something: then ``_HOMES`` names it too.
 """
 
 from __future__ import annotations

@@ -18,8 +18,8 @@ from nemo_run_ray.errors import ConfigError
 if TYPE_CHECKING:
     from nemo_run_ray.remote.rows import JobRows
 
-#: Kinds whose modules are imported when they are used.
-_IMPORTED_LATE = {"local": "nemo_run_ray.clusters.local", "slurm": "nemo_run_ray.clusters.slurm"}
+#: The class of each kind, which is imported when it is used.
+_KINDS = {"existing": "ExistingCluster", "local": "LocalCluster", "slurm": "SlurmCluster"}
 #: Set by Ctrl-C, which only the main thread sees: a thread that waits for a cluster to come up
 #: gives up. Whoever waits anew clears it.
 interrupted = threading.Event()
@@ -101,11 +101,6 @@ class Cluster(ConfigurableMixin, abc.ABC):
     python: ClassVar[str | None] = None
     #: Whether jobs see the caller's files, so that code need not be sent.
     runs_here: ClassVar[bool] = False
-    _kinds: ClassVar[dict[str, type[Cluster]]] = {}
-
-    def __init_subclass__(cls, **kwargs: Any) -> None:
-        super().__init_subclass__(**kwargs)
-        Cluster._kinds[cls.kind] = cls
 
     @abc.abstractmethod
     def connect(self) -> Dashboard:
@@ -169,12 +164,10 @@ def from_record(record: dict[str, Any]) -> Cluster:
     """
     values = dict(record)
     kind = values.pop("kind", None)
-    if kind not in Cluster._kinds and kind in _IMPORTED_LATE:
-        importlib.import_module(_IMPORTED_LATE[kind])
-    if kind not in Cluster._kinds:
-        known = ", ".join(sorted({*Cluster._kinds, *_IMPORTED_LATE}))
+    if kind not in _KINDS:
         raise ConfigError(
             f"The ledger names a cluster of kind {kind!r}; this version of nemo_run_ray knows "
-            f"{known}. Install the version that submitted the job."
+            f"{', '.join(_KINDS)}. Install the version that submitted the job."
         )
-    return Cluster._kinds[kind].of_record(values)
+    cls: type[Cluster] = getattr(importlib.import_module("nemo_run_ray.clusters"), _KINDS[kind])
+    return cls.of_record(values)
