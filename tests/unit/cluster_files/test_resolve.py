@@ -111,11 +111,6 @@ def test_the_environment_names_the_cluster_of_those_that_name_none(write, monkey
     assert RayExecutor(address="http://x").resolve_cluster() == ExistingCluster("http://x")
 
 
-def test_the_embedded_ray_of_a_file(write):
-    write("cluster: {local: {num_cpus: 3, keep: true}}\n")
-    assert team().cluster == LocalCluster(num_cpus=3, keep=True)
-
-
 def test_a_token_is_taken_from_its_variable_at_every_connection(write, monkeypatch):
     write("cluster: {address: 'https://head:8265', token_variable: TEAM_A}\n")
     monkeypatch.setenv("TEAM_A", "s3cret")
@@ -412,13 +407,6 @@ def test_skills_default_that_is_broken_is_not_the_embedded_ray(tmp_path, monkeyp
     monkeypatch.setenv("NEMO_SKILLS_CONFIG", str(path))
     with pytest.raises(ConfigError, match=told):
         RayExecutor().resolve_cluster()
-
-
-def test_a_path_object_and_an_address(write):
-    path = write(FILE)
-    assert RayExecutor(cluster=path).resolve_cluster() == ExistingCluster("http://head:8265")
-    with pytest.raises(ConfigError, match=r"give RayExecutor\(address='head:8265'\)"):
-        RayExecutor(cluster="head:8265").resolved()
 
 
 def test_two_authorizations(write):

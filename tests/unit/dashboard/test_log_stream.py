@@ -173,16 +173,6 @@ def test_an_answer_that_ends_early_is_noticed(body, sizes, share):
     assert text.startswith("".join(found))
 
 
-def test_what_has_arrived_is_passed_on_at_once():
-    pieces = decode_log(iter(['{"logs": "one\\n', "two\\ud83d", '\\ude00"}']))
-    assert [next(pieces) for _ in range(3)] == ["one\n", "two", "😀"]
-
-
-def test_an_answer_without_a_log():
-    with pytest.raises(StreamCut):
-        list(decode_log(iter(['{"detail": "nothing"}'])))
-
-
 def test_a_large_log_needs_little_memory():
     line = json.dumps("0123456789 é\t" * 400)[1:-1]
     pieces = itertools.chain(['{"logs": "'], itertools.repeat(line, 2000), ['"}'])

@@ -157,7 +157,3 @@ def test_a_name_that_anybody_can_have_takes_no_port():
     with socket.socket(socket.AF_UNIX) as foreign:
         foreign.bind(f"\0nemo_run_ray localhost:{port}")
         localhost.PortTaken(port).close()
-
-
-def test_a_script_without_servers_needs_none(start):
-    assert start("echo hello", _OWN, _ELSEWHERE).wait(30) == 0

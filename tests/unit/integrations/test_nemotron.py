@@ -89,15 +89,6 @@ def test_tables_are_profiles_but_the_reserved_ones(load):
     assert nemotron.profiles(load(text)) == ["team", "kid"]
 
 
-@pytest.mark.parametrize("table", ["wandb", "cli", "cache", "artifacts"])
-def test_a_reserved_table_is_no_profile(refusal, table):
-    text = refusal(_team() + f'[{table}]\nexecutor = "ray"\n', profile=table)
-
-    assert text == f": there is no profile '{table}', which is a table for other things; " + (
-        "expected one of team."
-    )
-
-
 def test_an_unknown_profile_is_refused_with_the_nearest_one(refusal):
     assert refusal(_team(), profile="tema").endswith(" 'tema'; the nearest one is 'team'.")
     assert refusal("", profile="tema").endswith(" 'tema'; the file has no profile.")
@@ -159,12 +150,6 @@ def test_a_circle_or_an_unknown_parent_is_refused_with_the_chain(refusal, text, 
     assert refusal(text).startswith(expected)
 
 
-def test_a_reserved_table_is_no_parent(refusal):
-    text = refusal('[wandb]\nproject = "a"\n[team]\nextends = "wandb"\n')
-
-    assert text.startswith(":4: team.extends: there is no profile 'wandb' (team -> wandb)")
-
-
 # ---------------------------------------------------------------------- interpolation
 
 
@@ -208,35 +193,11 @@ def test_what_cannot_be_resolved_is_refused(refusal, value, reason):
     assert text.startswith(f":4: team.container_image: it cannot be resolved: {reason}")
 
 
-def test_what_is_not_read_is_not_resolved(read):
-    lines = (
-        'mounts = ["${auto_mount:git+https://x.org/a.git@main,/opt}"]',
-        'identity = "${oc.env:NOT_SET}"',
-        'run_command = "${"',
-        "time = 04:00:00",
-        "nodes = 2",
-    )
-
-    assert read(_team(*lines)).values["defaults"] == {"nodes": 2}
-
-
 def test_the_process_environment_is_not_read(read, monkeypatch):
     monkeypatch.setenv("TAG", "of the process")
 
     reading = read(_team('container_image = "${oc.env:TAG,default}"'))
     assert reading.values["defaults"]["image"] == "default"
-
-
-def test_a_value_of_the_environment_is_not_resolved_again(read):
-    reading = read(_team('container_image = "${oc.env:TAG}"'), TAG="${oc.env:X}")
-
-    assert reading.values["defaults"]["image"] == "${oc.env:X}"
-
-
-def test_an_escaped_interpolation_is_a_text(read):
-    reading = read(_team("container_image = '\\${oc.env:TAG}'"))
-
-    assert reading.values["defaults"]["image"] == "${oc.env:TAG}"
 
 
 # ---------------------------------------------------------------------- keys of a profile
@@ -247,10 +208,6 @@ def test_an_executor_that_is_not_ray_is_refused(refusal, executor):
     text = refusal(f'[team]\nnodes = 1\nexecutor = "{executor}"\n')
 
     assert text.startswith(f":3: team.executor: the profile is for '{executor}', not for Ray")
-
-
-def test_a_profile_without_an_executor_is_refused(refusal):
-    assert refusal("[team]\n").startswith(":1: team.executor: the profile names no executor")
 
 
 def test_another_profile_may_make_one_for_ray(read):
@@ -274,12 +231,6 @@ def test_ray_address_is_the_address_of_the_dashboard(read, given, address):
     assert reading.sources["cluster", "address"].endswith("env.toml:3 (team.ray_address)")
 
 
-def test_a_name_is_no_address(refusal):
-    text = refusal(_team('ray_address = "my-ray-cluster"'))
-
-    assert text.startswith(":3: team.ray_address: it is 'my-ray-cluster'; expected")
-
-
 @pytest.mark.parametrize("value", ['"my-lepton-cluster"', '"http://head:8265"', "3"])
 def test_existing_ray_cluster_is_the_name_of_one_on_lepton(read, value):
     lepton = f'[lepton]\nexecutor = "lepton"\nexisting_ray_cluster = {value}\n'
@@ -299,12 +250,6 @@ def test_nodes_tasks_and_gpus(read):
 
     expected = {"nodes": 2, "ntasks_per_node": 4, "gpus_per_node": 8}
     assert reading.values["defaults"] == expected
-
-
-def test_no_gpus_are_honoured(read):
-    text = "[base]\ngpus_per_node = 8\n" + _team('extends = "base"', "gpus_per_node = 0")
-
-    assert read(text).values["defaults"] == {"gpus_per_node": 0}
 
 
 def test_nprocs_per_node_comes_before_ntasks_per_node(read):
@@ -337,12 +282,6 @@ def test_a_number_may_come_from_the_environment(read):
 )
 def test_wrong_types_are_refused_with_file_line_key_and_what_is_expected(refusal, line, expected):
     assert refusal(_team(line)).startswith(f":3: team.{expected}")
-
-
-def test_container_image_comes_before_its_old_name(read):
-    assert read(_team('container = "b"')).values["defaults"] == {"image": "b"}
-    reading = read(_team('container = "b"', 'container_image = "a"'))
-    assert reading.values["defaults"] == {"image": "a"}
 
 
 def test_startup_commands_run_before_the_task(read):
@@ -441,12 +380,6 @@ def test_a_variable_without_a_value_is_left_out(read, line):
 
     assert "env" not in reading.values
     assert list(_ignored(reading).values()) == ["It has no value."]
-
-
-def test_a_variable_that_is_a_list_is_refused(refusal):
-    text = refusal(_team("[team.env_vars]", 'A = ["b"]'))
-
-    assert text.startswith(":4: team.env_vars.A: it is a list; expected a text or a number")
 
 
 # ---------------------------------------------------------------------- what means nothing here

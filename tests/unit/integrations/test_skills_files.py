@@ -107,40 +107,15 @@ def test_the_name_is_a_text_or_in_a_table_trimmed_and_in_any_case(read, section,
     assert read(text).values["cluster"] == {"address": HEAD}
 
 
-@pytest.mark.parametrize("name", ["ray", "kubernetes-ray", "ray-kubernetes", "ray_kubernetes"])
-def test_names_and_aliases_of_ray(read, name):
-    reading = read(f"backend: {{name: {name}, dashboard_url: '{HEAD}'}}\n")
-
-    assert reading.values["cluster"] == {"address": HEAD}
-    assert reading.sources["cluster", "address"].endswith("team.yaml:1 (backend.dashboard_url)")
-
-
-def test_backend_comes_before_execution_backend(read):
-    reading = read(BACKEND + "execution_backend: {name: ray, dashboard_url: 'http://b:1'}\n")
-
-    assert reading.values["cluster"] == {"address": HEAD}
-    assert "backend` comes first" in _ignored(reading)["execution_backend"]
-
-
 @pytest.mark.parametrize("name", ["default", "none"])
 def test_default_and_none_are_not_ray(refusal, name):
     assert "is for 'slurm', not for Ray" in refusal(f"executor: slurm\nbackend: {name}\n")
-
-
-@pytest.mark.parametrize("name", ["default", "none"])
-def test_default_and_none_are_not_ray_with_ray_beside_them_either(refusal, name):
-    text = f"executor: none\nbackend: {name}\nwith_ray: true\nray_endpoint: {CLIENT}\n"
-    assert "it counts with `with_ray: true` only" in refusal(text)
 
 
 def test_another_name_is_refused_with_those_that_are_supported(refusal):
     text = refusal("executor: slurm\nbackend:\n  name: rya\n")
 
     assert text.startswith(":3: backend.name: 'rya' is no back-end; expected one of ray, kubern")
-
-
-def test_a_backend_of_another_type_is_refused(refusal):
-    assert refusal("backend: [ray]\n").startswith(":1: backend: it is a list; expected")
 
 
 # ---------------------------------------------------------------------- where the cluster is
@@ -218,22 +193,6 @@ def test_an_address_with_a_password_is_refused_and_not_shown(refusal):
     assert "hunter2" not in text
 
 
-@pytest.mark.parametrize(
-    "given",
-    [
-        f"dashboard_url: '{HEAD}'",
-        f"endpoint: '{CLIENT}'",
-        f"endpoint: '{CLIENT}', precreated_cluster: true",
-        f"endpoint: '{CLIENT}', precreated_cluster: false",
-    ],
-)
-def test_an_endpoint_or_a_dashboard_makes_it_precreated(read, given):
-    reading = read(f"backend: {{name: ray, {given}}}\n")
-
-    assert reading.values["cluster"]["address"] == HEAD
-    assert ("backend.precreated_cluster" in _ignored(reading)) is ("precreated" in given)
-
-
 @pytest.mark.parametrize("more", ["", ", precreated_cluster: true", ", control_plane: kubernetes"])
 def test_executor_none_without_an_address_is_refused_by_dashboard_url(refusal, more):
     text = refusal(f"executor: none\nbackend: {{name: ray{more}}}\n")
@@ -305,16 +264,6 @@ def test_kubernetes_ray_selector_with_image_label_translation(read):
     assert reading.values["cluster"] == {"address": HEAD}
 
 
-def test_kubernetes_ray_alias_uses_the_same_selector(read):
-    reading = read(
-        f"backend: {{name: kubernetes-ray, endpoint: '{CLIENT}', "
-        "entrypoint_label_selector: {type: worker}}\n"
-    )
-
-    assert reading.values["defaults"]["label_selector"] == {"type": "worker"}
-    assert _labels(reading, PYTORCH) == {"type": "worker"}
-
-
 def test_image_translation_does_not_override_an_explicit_selector(read):
     reading = read(
         f"backend: {{name: ray, endpoint: '{CLIENT}', image_label_key: nemo/image, "
@@ -338,15 +287,6 @@ def test_image_label_selectors_add_pairs_of_key_and_value_and_labels(read):
         assert _labels(reading, image) == {"type": "worker", "nemo/workload": "skills"}
     expected = {"type": "worker", "nemo/workload": "rl", "more": "1"}
     assert _labels(reading, "/containers/nemo-rl.sqsh") == expected
-
-
-def test_image_label_selectors_prefer_static_selector_keys(read):
-    text = textwrap.dedent(KUBERNETES) + (
-        "    entrypoint_label_selector: {nemo/workload: static}\n"
-        "    image_label_selectors: {nemo-skills: {nemo/workload: dynamic}}\n"
-    )
-
-    assert _labels(read(text), "nemo-skills") == {"nemo/workload": "static"}
 
 
 def test_selectors_of_the_backend_come_before_those_of_kubernetes(read):
@@ -385,27 +325,6 @@ def test_containers_are_images_by_their_names(read):
     assert reading.sources["images", "vllm"].endswith("team.yaml:3 (containers.vllm)")
 
 
-def test_a_container_without_an_image_is_refused(refusal):
-    text = refusal(BACKEND + "containers:\n  vllm:\n")
-
-    assert text.startswith(":3: containers.vllm: it is without a value; expected a container")
-
-
-@pytest.mark.parametrize("mode", ["offline", "online", "' Online '"])
-def test_kubernetes_mode_changes_nothing(read, mode):
-    line = f"backend: {{name: ray, dashboard_url: '{HEAD}', kubernetes: {{mode: {mode}}}}}\n"
-    reading = read(line)
-
-    assert reading.values == read(BACKEND).values
-    assert "changes nothing" in _ignored(reading)["backend.kubernetes.mode"]
-
-
-def test_another_kubernetes_mode_is_refused(refusal):
-    text = refusal(f"backend:\n  name: ray\n  endpoint: {CLIENT}\n  kubernetes:\n    mode: both\n")
-
-    assert text.startswith(":5: backend.kubernetes.mode: it is 'both'; expected offline or online")
-
-
 @pytest.mark.parametrize("name", ["ray", "kubernetes-ray"])
 def test_working_dir_is_the_code(read, name):
     reading = read(
@@ -413,12 +332,6 @@ def test_working_dir_is_the_code(read, name):
     )
 
     assert reading.values["defaults"]["packager"] == {"folder": "/opt/code.zip"}
-
-
-def test_a_working_dir_of_another_type_is_refused(refusal):
-    text = refusal(f"backend:\n  name: ray\n  endpoint: {CLIENT}\n  working_dir: [/opt]\n")
-
-    assert text.startswith(":4: backend.working_dir: it is a list; expected a text")
 
 
 # ---------------------------------------------------------------------- preflight
@@ -443,11 +356,6 @@ def test_a_preflight_checks_only_what_it_requires(read):
     defaults = {"enabled": True, "require_address": True, "strict": True}
     assert reading.values["preflight"] == {**given, **defaults}
     assert "NeMo-Skills' default" in reading.sources["preflight", "enabled"]
-
-
-def test_preflight_requires_no_endpoint_of_a_dashboard_alone(read):
-    preflight = read(BACKEND + "preflight: {enabled: true}\n").values["preflight"]
-    assert preflight["require_address"] is False
 
 
 def test_preflight_that_requires_an_endpoint_requires_an_address(read):
@@ -487,15 +395,6 @@ def test_preflight_as_the_file_says(read):
     assert (preflight["enabled"], preflight["strict"]) == (False, False)
     assert preflight["required_labels"] == [{"key": "pool", "value": "gpu"}]
     assert preflight["min_resources"] == {"GPU": 9, "CPU": 3, "memory": 2, "TPU": 4}
-
-
-def test_preflight_counts_at_the_top_of_the_file_only(read):
-    reading = read(
-        f"backend:\n  name: ray\n  dashboard_url: {HEAD}\n  preflight: {{enabled: true}}\n"
-    )
-
-    assert "preflight" not in reading.values
-    assert "at the top" in _ignored(reading)["backend.preflight"]
 
 
 @pytest.mark.parametrize(
@@ -543,13 +442,6 @@ def test_staged_executor_as_the_file_says(read):
     assert reading.values["images"] == {"vllm": "vllm:1"}
     assert reading.values["env"]["set"] == {"A": "1"}
     assert set(_ignored(reading)) == {"ray.namespace", "jobs", "mounts"}
-
-
-def test_staged_executor_without_an_address_takes_the_one_that_ray_finds(read):
-    reading = read("executor: ray\nray: {namespace: a}\n")
-
-    assert reading.values["cluster"] == {"address": "auto"}
-    assert "NeMo-Skills' default" in reading.sources["cluster", "address"]
 
 
 def test_a_backend_for_ray_comes_before_the_executor(read):
@@ -677,13 +569,6 @@ def test_a_credential_may_come_from_another_variable(read, entry, name, places):
     assert name not in env["set"]
 
 
-def test_an_empty_credential_is_left_out(read):
-    reading = read(BACKEND + "env_vars: [WANDB_API_KEY=]\n")
-
-    assert "WANDB_API_KEY" not in reading.values["env"]["set"]
-    assert _ignored(reading)["env_vars[0]"] == "The credential is empty."
-
-
 @pytest.mark.parametrize(
     ("lines", "expected"),
     [
@@ -702,10 +587,6 @@ def test_wrong_variables_are_refused_and_not_shown(refusal, lines, expected):
 
     assert text.startswith(expected)
     assert "hunter2" not in text
-
-
-def test_a_driver_may_start_ray_with_a_runtime_env_of_its_own(read):
-    assert read(BACKEND).values["env"]["set"] == {"RAY_OVERRIDE_JOB_RUNTIME_ENV": "1"}
 
 
 # ---------------------------------------------------------------------- what means nothing here

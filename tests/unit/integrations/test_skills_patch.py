@@ -276,11 +276,6 @@ def test_server_client_and_sandbox_are_the_roles_of_a_group(of_skills):
     assert "NEMO_RUN_SANDBOX_HOST" not in "\n".join(found["server"].startup_commands)
 
 
-def test_a_server_without_gpus_is_somebody_elses(of_skills):
-    (job,) = task(of_skills, server_config={**_SERVER, "num_gpus": 0})
-    assert job.executor.service is False
-
-
 def test_a_server_without_a_client_is_what_the_task_is_about(of_skills):
     (job,) = task(of_skills, "s", cmd="", server_config=_SERVER, with_sandbox=True)
     found = roles(job)
@@ -304,17 +299,6 @@ def test_tasks_have_the_names_that_nemo_skills_gives_them(of_skills, monkeypatch
         ids = [of_skills.exp.add_task(exp, "true", "a/b", config, "client-image") for _ in range(2)]
         mine = exp.add(run.Script(inline="true"), executor=run.LocalExecutor(), name="nemo-run")
     assert [*ids, mine] == ["a-b", "a-b_1", "nemo-run"]
-
-
-def test_several_commands_are_several_roles(of_skills):
-    (job,) = task(of_skills, cmd=["a", "b"], container=["client-image", "client-image"])
-    assert list(roles(job)) == ["main_0", "main_1"]
-
-
-def test_parts_of_one_name_are_numbered(of_skills):
-    parts = [executor(of_skills, het_group=number) for number in range(2)]
-    merged = type(parts[0]).merge(parts, 2)
-    assert [role.role for role in merged.resource_group] == ["main_0", "main_1"]
 
 
 def test_a_part_of_several_slurm_groups_knows_their_addresses(of_skills):
@@ -402,13 +386,6 @@ def test_an_experiment_on_ray_has_no_code_to_use_again(of_skills, monkeypatch):
         task(of_skills, config=config, reuse_code_exp=earlier)
     with pytest.raises(ConfigError, match="reuse_code_exp is 'earlier', and an experiment on Ray"):
         pipeline(of_skills, config, monkeypatch, reuse_code_exp="earlier")
-
-
-def test_one_more_mount_means_nothing(of_skills):
-    """NeMo-Skills would look for its source on this machine."""
-    config = config_of(of_skills)
-    config["mounts"].append("/nowhere:/data")
-    assert config["mounts"] == ["/:/"]
 
 
 def test_results_are_copied_where_this_machine_sees_the_nodes_paths(of_skills, tmp_path):
