@@ -97,9 +97,9 @@ from nemo_run_ray.remote.rows import (
 from nemo_run_ray.remote.status import (
     JobState,
     JobStatus,
-    Life,
     Phase,
     Reason,
+    ReplicaState,
     is_active,
     is_pending,
     state_of_row,
@@ -454,8 +454,8 @@ class RemoteJob:
             # The driver was killed, and what it wrote last is no longer so.
             found["phase"], found["waits_for_room"] = Phase.OVER.value, ""
             for row in found["roles"]:
-                if row["state"] != Life.ENDED.value:
-                    row["state"], row["waits_for"] = Life.LOST.value, ""
+                if row["state"] != ReplicaState.ENDED.value:
+                    row["state"], row["waits_for"] = ReplicaState.LOST.value, ""
         return found
 
     def _driver_rows(self, status: JobStatus, shape: dict[str, Any]) -> Any:

@@ -15,7 +15,7 @@ from .end_record import EndRecord
 from .node import command
 from .node.output import say, write
 from .node.rundir import DISPATCH, SPEC, RunDir, archived, jobs_folder, take_key, take_secrets
-from .node.supervise import Runner, keep
+from .node.supervise import Runner, run_supervised
 from .spec import ArraySpec, DispatchSpec, GroupSpec, JobSpec, from_json
 
 
@@ -32,7 +32,7 @@ def main(argv: list[str]) -> int:
         return 2
     _, job, submission_id, nonce = argv
     tag = f"{submission_id}/{os.urandom(8).hex()}"
-    return keep(tag, nonce, take_key(), lambda runner: _run(runner, job, submission_id))
+    return run_supervised(tag, nonce, take_key(), lambda runner: _run(runner, job, submission_id))
 
 
 def _dispatch(submission_id: str, nonce: str) -> int:
@@ -73,7 +73,7 @@ def _run_task(runner: Runner, spec: JobSpec, job: str, submission_id: str) -> in
     try:
         env = command.environment(spec, run_dir, os.environ, take_secrets(spec.secrets))
         cwd = spec.cwd or run_dir.code
-        return runner.run(command.words(spec, run_dir, env), env, cwd, spec.grace_s)
+        return runner.run(command.argv_of(spec, run_dir, env), env, cwd, spec.grace_s)
     finally:
         if spec.keep_run_dir:
             say(f"the run directory is kept: {run_dir.root}")

@@ -21,12 +21,12 @@ CLAIM_KEY = "nemo_run_ray_claim"
 RETRIES_KEY, PERMANENT_KEY = "nemo_run_ray_retries", "nemo_run_ray_permanent"
 #: Key of the id of the dispatcher that hands the job over.
 DISPATCHER_KEY = "nemo_run_ray_dispatcher"
-#: What a claim says; any other text is why Ray refuses the attempt.
+#: Texts of a claim; any other text is the reason why Ray refuses the attempt.
 CANCELLED, NOT_PLACED = "cancelled", "not placed in time"
 #: Seconds between two requests to stop the same attempt, and for how long a stop of what waits for
 #: room is repeated before Ray is trusted to hold it back until the start.
 STOP_AGAIN_S, STOP_TRUST_S = 3.0, 6.0
-#: Seconds from a node's death until nothing of it runs: a node that was cut off goes on until its
+#: Seconds from a node's death until nothing runs there: a node that was cut off continues until its
 #: raylet has noticed, Ray's ``gcs_rpc_server_reconnect_timeout_s`` (60), and its processes for some
 #: moments more.
 NODE_DEAD_S = 75.0
@@ -119,7 +119,7 @@ def attempts_of(ids: Sequence[str], table: Mapping[str, Attempt]) -> Dict[str, D
 
 
 def attempt_of_row(row: JobRow) -> Attempt:
-    """What a row of ``GET /api/jobs/`` means for decisions."""
+    """The attempt, or claim, of a row of ``GET /api/jobs/``."""
     metadata = row.get("metadata") or {}
     code = row.get("driver_exit_code")
     return Attempt(

@@ -39,7 +39,7 @@ LOG_FILE = "/api/v0/logs/file"
 LINES, ANSWER_S = 50, 3
 #: Statuses below 500 that say "later": a time-out, and limits of a proxy.
 _LATER = {408, 425, 429}
-#: How Ray's head passes on, with the status 500, that the agent of a node refuses a job.
+#: Ray's head answers with this text, and the status 500, when the agent of a node refuses a job.
 _AGENT_REFUSES = re.compile(r"\bRequest failed with status code (4\d\d)\b")
 #: Separators of the rows of a JSON list.
 _BETWEEN = re.compile(r"[\[,\s]*")

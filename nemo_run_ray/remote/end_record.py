@@ -1,4 +1,4 @@
-"""How a command ended: the last line of its job's log, written once and read by everyone.
+"""The end of a command: the last line of its job's log, written once and read by everyone.
 
 The line is a JSON record behind a mark with the nonce of the submission. It is written when no
 process of the command exists any more, and carries a proof of the exit code by a key that the
@@ -51,7 +51,7 @@ _SHAPE = {
 
 
 class EndRecord(NamedTuple):
-    """How a command ended.
+    """The end of a command.
 
     Attributes:
         code: its exit code.
@@ -77,7 +77,7 @@ class EndRecord(NamedTuple):
 
 
 def end_mark(nonce: str) -> str:
-    """How the last line of a job's log begins: a reader that has it has all.
+    """The beginning of the last line of a job's log: a reader that has it has all.
 
     The nonce keeps a command that prints such a line by chance from ending its own log.
     """
@@ -122,7 +122,7 @@ def proof_of(key: str, code: int) -> str:
 
 
 def lock_of(proof: str) -> str:
-    """What all proofs by one key have in common; empty if the text is no proof."""
+    """The part that all proofs by one key share; empty if the text is no proof."""
     number, _, shown = proof.partition(".")
     up, _, down = shown.partition(".")
     if not number.isdecimal() or len(number) > 3 or int(number) > 255:

@@ -25,7 +25,7 @@ _RESERVES = {
     "entrypoint_num_gpus": "GPU",
     "entrypoint_memory": "memory",
 }
-#: So many values of a label are shown.
+#: Number of a label's values that a message shows.
 _VALUES_MAX = 5
 
 
@@ -52,7 +52,7 @@ class Node:
 
 @dataclass(frozen=True)
 class ResourceRequest:
-    """What one replica asks for.
+    """The request of a replica, a task or an element.
 
     Attributes:
         resources: amounts by Ray's names; nothing of which it asks for none.
@@ -73,12 +73,12 @@ class ResourceRequest:
 
     @property
     def key(self) -> Hashable:
-        """What those that request for the same have in common."""
+        """A key that is equal for equal requests."""
         return tuple(sorted(self.resources.items())), tuple(sorted(self.selector.items()))
 
 
 def request_of(reservation: Mapping[str, Any]) -> ResourceRequest:
-    """What a job asks for.
+    """The request of a job.
 
     Args:
         reservation: the parts of Ray's job request that say so.
@@ -124,7 +124,7 @@ def matches(selector: Mapping[str, str], labels: Mapping[str, str]) -> bool:
 
 
 def slots(available: Mapping[str, float], need: Mapping[str, float]) -> int:
-    """How often an amount of each resource is available; ``need`` is not empty."""
+    """The number of times that ``need``, which is not empty, is available."""
     return min(
         int((available.get(name, 0.0) + TOLERANCE) / amount) for name, amount in need.items()
     )
@@ -170,7 +170,7 @@ def best(request: ResourceRequest, nodes: Sequence[Node]) -> Optional[Node]:
 
 
 def why_not(request: ResourceRequest, nodes: Sequence[Node]) -> str:
-    """Why none of these nodes can ever take it, even when idle; empty when one can."""
+    """The reason why no node can ever take it, even when idle; empty when one can."""
     if hosts(request, nodes):
         return ""
     if not nodes:
@@ -191,7 +191,7 @@ def why_not(request: ResourceRequest, nodes: Sequence[Node]) -> str:
 
 
 def free_text(request: ResourceRequest, node: Node) -> str:
-    """What a node has of what is asked for, in total and free."""
+    """A node's amounts of the requested resources, total and free."""
     texts = []
     for name in sorted(request.resources):
         total = amount_text(name, node.resources.get(name, 0.0))

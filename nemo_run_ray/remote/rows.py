@@ -1,4 +1,4 @@
-"""What Ray's job table and a group's driver tell, as rows whose keys have names and types.
+"""Rows of Ray's job table, and of the drivers' status files, with names and types.
 
 Whoever answers may send anything as JSON. It is checked here, against shapes.
 """
@@ -143,7 +143,7 @@ class ReplicaRow(TypedDict):
     """One replica of a group, as its driver last saw it.
 
     Keys:
-        state: a ``Life``'s value.
+        state: a ``ReplicaState``'s value.
         node, host, address: of its node; empty before it has one.
         exit_code: ``None`` before its end.
         waits_for: what the probe of a service got last, while it is not ready.

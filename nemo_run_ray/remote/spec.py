@@ -20,7 +20,7 @@ CODE = "NEMO_RUN_RAY_CODE"
 RENDEZVOUS = "_rendezvous"
 #: Stands in a dispatched job's entrypoint for the id of the attempt.
 SUBMISSION_ID = "@submission_id@"
-#: What a field holds that nobody gave a value. All share it, since no spec is ever changed.
+#: Default of the fields that hold a dict. All share it, since no spec is ever changed.
 _EMPTY: Dict[str, Any] = {}
 _AnySpec = Union["JobSpec", "RoleSpec", "GroupSpec", "ArraySpec", "DispatchSpec"]
 
@@ -62,7 +62,7 @@ class JobSpec(NamedTuple):
 
 
 class ProbeSpec(NamedTuple):
-    """What says that a service is ready.
+    """A question whose answer says that a service is ready.
 
     Attributes:
         kind: ``port`` (it accepts connections), ``http`` (a GET has the status) or ``command`` (it

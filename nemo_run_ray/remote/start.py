@@ -10,7 +10,7 @@ longer than all else here.
 import os
 import sys
 
-#: What the rest of the package is written for.
+#: The oldest Python for which the rest of the package is written.
 OLDEST = (3, 9)
 #: Kinds of a job whose program imports ray.
 _WITH_RAY = ("group", "array")

@@ -14,7 +14,7 @@ from .rows import JobRow
 
 
 class JobState(str, Enum):
-    """Where a job is. ``reason`` beside it says why."""
+    """The state of a job. ``reason`` beside it says why."""
 
     #: The cluster does not have it: its turn has not come, or it was never handed over.
     WAITING = "WAITING"
@@ -42,7 +42,7 @@ _TERMINAL = {JobState.SUCCEEDED, JobState.FAILED, JobState.CANCELLED, JobState.L
 
 
 class Reason(str, Enum):
-    """Why a job is where it is. The value is what is printed."""
+    """The reason of a job's state. The value is printed."""
 
     NONE = ""
     EXIT_CODE = "exit code"
@@ -85,7 +85,7 @@ _CALM = {Reason.NONE, Reason.WAITS, Reason.TURN, Reason.ROOM, Reason.BUILDING}
 
 
 class Phase(str, Enum):
-    """Where a group is."""
+    """The phase of a group."""
 
     #: Waits for room for all of its replicas at once.
     PLACING = "placing"
@@ -101,8 +101,8 @@ class Phase(str, Enum):
     OVER = "over"
 
 
-class Life(str, Enum):
-    """Where a replica is."""
+class ReplicaState(str, Enum):
+    """The state of a replica."""
 
     #: Its node has not answered yet.
     AWAITED = "awaited"
@@ -121,7 +121,7 @@ class Life(str, Enum):
 
     @property
     def runs(self) -> bool:
-        return self in (Life.STARTED, Life.READY, Life.STOPPING)
+        return self in (ReplicaState.STARTED, ReplicaState.READY, ReplicaState.STOPPING)
 
 
 #: Ray's JobStatus -> JobState. A word that is not here (a newer Ray) is UNKNOWN, never a guess.
@@ -191,7 +191,7 @@ NEXT_STEP = {
     Reason.OTHER: "Ray's message above is all that is known.",
 }
 
-#: What Ray says of a job whose supervisor it does not find, and which waits for none any more.
+#: Ray's message about a job whose supervisor it does not find and no longer waits for.
 _NO_SUPERVISOR = "failed to get job supervisor"
 #: Python's words for what is missing, in a traceback or behind one.
 _NO_MODULE = re.compile(r"\b(?:ModuleNotFoundError|ImportError)\b|\bNo module named\b")
@@ -204,7 +204,7 @@ _FRAME = re.compile(
 
 @dataclass(frozen=True)
 class JobStatus:
-    """What is known about a job at one moment.
+    """The status of a job at one moment.
 
     Attributes:
         state: where it is.
@@ -286,7 +286,7 @@ def is_active(row: JobRow) -> bool:
 
 
 def _reason(error: str, node: str, message: str) -> Reason:
-    """Why a job failed by itself, or never came to run its command."""
+    """The reason why a job failed by itself, or never ran its command."""
     if error == "JOB_SUPERVISOR_ACTOR_START_FAILURE" and node:
         return Reason.NODE_DIED  # it did start: Ray calls a supervisor so that is gone, too
     if error == "JOB_SUPERVISOR_ACTOR_START_FAILURE" and _NO_SUPERVISOR in message:
@@ -300,14 +300,14 @@ def _reason(error: str, node: str, message: str) -> Reason:
 
 
 def _of_start(words: str) -> Reason:
-    """Why a command could not be started; it chooses the words for people, and decides nothing."""
+    """The reason why a command could not be started. It is for people and decides nothing."""
     if _NO_MODULE.search(words):
         return Reason.NO_MODULE
     return Reason.NO_PROGRAM if _NO_PROGRAM.search(words) else Reason.NOT_STARTED
 
 
 def status_of_row(row: JobRow) -> JobStatus:
-    """What one row of Ray's job table says; a pure function.
+    """The status of a job by its row of Ray's job table; a pure function.
 
     Args:
         row: a job as ``GET /api/jobs/<id>`` gives it.
@@ -352,7 +352,7 @@ def status_of_row(row: JobRow) -> JobStatus:
 # ---------------------------------------------------------------- exit codes
 
 _SHIPS = "the executor's `packager` ships files to it"
-#: What a shell means by these exit codes, and most programs too.
+#: The meaning of these exit codes for a shell, and for most programs.
 _SHELL_SAYS = {
     126: ", with which a shell says that a command could not be run",
     127: f", with which a shell says that a command was not found on that node; {_SHIPS}, and "
@@ -381,7 +381,7 @@ _OURS = re.compile(r"^nemo_run_ray\| ", re.MULTILINE)
 
 
 def meaning(exit_code: int, tail: str) -> str:
-    """What to add to an exit code in a message; empty where nothing is known.
+    """An explanation of an exit code for a message; empty where nothing is known.
 
     Args:
         exit_code: of the command.
@@ -439,7 +439,7 @@ _OUTPUT = re.compile(
 
 
 def why_no_worker(row: Mapping[str, Any], message: str) -> str:
-    """Why a job has no worker: its environment was not built, or has no interpreter that starts.
+    """The reason why a job has no worker: its environment was not built, or no interpreter starts.
 
     Args:
         row: the job in Ray's table.

@@ -23,7 +23,7 @@ _NAMES_MAX = 100
 
 
 def why_untrusted(path: str) -> str:
-    """Why a path may not be trusted, in sentences that end with the next step; empty if it may be.
+    """The reason for not trusting a path, with the next step; empty if it may be trusted.
 
     If the path does not exist, only the folders above it count. It is then safe to create it with a
     call that fails if it exists. Below a folder that nobody else can enter, modes do not count.

@@ -31,7 +31,7 @@ from typing import (
     Tuple,
 )
 
-from ..hosts.relay import Channel, stay
+from ..hosts.relay import Channel, become_supervised
 from ..hosts.workspace import Workspace
 from ..node import command
 from ..node.rundir import RunDir, run_dirs
@@ -472,7 +472,7 @@ def _describe(pid: int) -> str:
 
 def main(argv: Sequence[str]) -> NoReturn:
     """Become a host; ``argv`` is the package's folder and the socket's number."""
-    stay(argv, HostProcess)
+    become_supervised(argv, HostProcess)
 
 
 class HostProcess:

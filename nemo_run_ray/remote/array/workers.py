@@ -299,7 +299,7 @@ class ForkServer:
         self._channel.setblocking(False)
         argv = ["python", PROGRAM, "serve", self._elements, str(theirs.fileno())]
         with theirs, open(self._log, "ab") as output:
-            self.pid = _start(self._place.words(argv, {}), output.fileno(), [theirs.fileno()])
+            self.pid = _start(self._place.command(argv, {}), output.fileno(), [theirs.fileno()])
 
     def _why(self, code: int) -> str:
         text = ""
@@ -382,7 +382,7 @@ class Launcher:
     def _start_command(
         self, order: Order, slot: int, argv: Sequence[str], env: Dict[str, str]
     ) -> RunningElement:
-        command = self._place.words(argv, env)
+        command = self._place.command(argv, env)
         read_end, write_end = os.pipe()  # ours: what follows the start of a process must not fail
         try:
             return RunningElement(order, slot, _start(command, write_end), read_end)

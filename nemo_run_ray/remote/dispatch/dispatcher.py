@@ -1,7 +1,7 @@
 """The dispatcher: one small job on the head that hands the other jobs of an experiment over.
 
 It keeps nothing that matters: killed at any line and started again, also twice at the same time,
-it goes on from the cluster's job table. Ray gives every submission id away once, so what two of
+it continues from the cluster's job table. Ray gives every submission id away once, so what two of
 them do at the same moment is done once.
 """
 
@@ -61,7 +61,7 @@ SUPERVISOR_BYTES, HEAD_PART = 110 * 10**6, 0.5
 FOREIGN_MAX_S = 120.0
 
 
-class Disowned(Exception):
+class WrongCluster(Exception):
     """The cluster does not know this dispatcher, so its job table is not that of the dispatch; or
     it is gone for good."""
 
@@ -103,7 +103,7 @@ class Dispatcher:
         """Continue until everything is decided, and return the exit code.
 
         Raises:
-            Disowned: the cluster has no record of this dispatcher, or will not come back.
+            WrongCluster: the cluster has no record of this dispatcher, or will not come back.
         """
         while True:
             code = self.round()
@@ -121,7 +121,7 @@ class Dispatcher:
             self._errors.clear()
             # Another Ray comes up again and continues its jobs.
             if os.environ.get(EMBEDDED) and os.getppid() != self._parent:
-                raise Disowned("the embedded Ray that ran this dispatcher has died") from error
+                raise WrongCluster("the embedded Ray that ran this dispatcher has died") from error
             return None
         if table is None:
             return None
@@ -167,13 +167,13 @@ class Dispatcher:
         own = table.get(self._own_id)
         if own is not None and own.nonce == self._dispatch.nonce:
             if own.status.state.is_terminal:
-                raise Disowned(f"Ray says that this dispatcher is {own.status.state.value}")
+                raise WrongCluster(f"Ray says that this dispatcher is {own.status.state.value}")
             self._absent_since = None
             return table
         if self._absent_since is None:
             self._absent_since = self._clock()
         if self._clock() - self._absent_since > ABSENT_MAX_S:
-            raise Disowned(f"the job table of {self._api.url} does not have this dispatcher")
+            raise WrongCluster(f"the job table of {self._api.url} does not have this dispatcher")
         return None
 
     def _act(self, action: Action, table: Mapping[str, Attempt]) -> bool:
@@ -292,7 +292,7 @@ def run(dispatch: DispatchSpec, submission_id: str) -> int:
     try:
         api = find_dashboard(dispatch)
         code = Dispatcher(dispatch, submission_id, api, secrets, limit).run()
-    except Disowned as error:
+    except WrongCluster as error:
         say(f"{error}; nothing more is started")
         code = JobExit.WRONG_CLUSTER
     remove_secrets()
@@ -308,7 +308,7 @@ def find_dashboard(
     """The dashboard that belongs to the dispatch's session, however long it is away.
 
     Raises:
-        Disowned: only dashboards of other sessions have answered for ``within_s`` seconds.
+        WrongCluster: only dashboards of other sessions have answered for ``within_s`` seconds.
     """
     foreign_since: Optional[float] = None
     while foreign_since is None or clock() - foreign_since < within_s:
@@ -323,13 +323,13 @@ def find_dashboard(
                 return DashboardClient(url)
             foreign_since = clock() if foreign_since is None else foreign_since
         sleep(1.0)
-    raise Disowned(
+    raise WrongCluster(
         f"other sessions than {dispatch.session} answer here; tried {dispatch.dashboards}"
     )
 
 
 def default_limit(memory_bytes: int) -> int:
-    """How many jobs a head of this size may have at once when the user sets no limit."""
+    """The limit of jobs at once for a head of this size, when the user sets none."""
     return max(4, int(memory_bytes * HEAD_PART / SUPERVISOR_BYTES))
 
 

@@ -46,9 +46,9 @@ from ..node.rundir import take_secrets
 from ..node.supervise import Runner
 from ..rows import GroupRows, status_file_name
 from ..spec import RENDEZVOUS, GroupSpec, RoleSpec, env_key
-from ..status import Life, Phase, Reason
+from ..status import Phase, Reason, ReplicaState
 from . import machine
-from .machine import Event, Group, Kind, Outcome, ReplicaState
+from .machine import Event, Group, Kind, Outcome, Replica
 
 #: Label of every node that holds its id.
 NODE_ID = "ray.io/node-id"
@@ -126,7 +126,7 @@ class _Driver:
         self._rows_path = os.path.join(folder, status_file_name(submission_id)) if is_rays else None
         self._shown = ""
         self._group = Group.of(
-            ReplicaState(role.name, index, role.service, role.restarts)
+            Replica(role.name, index, role.service, role.restarts)
             for role in spec.roles
             for index in range(role.replicas)
         )
@@ -203,7 +203,7 @@ class _Driver:
         """Its processes have not ended in time: the node is away, or the kernel holds them."""
         actor = actor_of(replica)
         if not any(
-            self._life(neighbour.replica_id) in (Life.STARTED, Life.READY)
+            self._life(neighbour.replica_id) in (ReplicaState.STARTED, ReplicaState.READY)
             for neighbour in actor.replicas
         ):
             self._ray.kill(actor.handle, no_restart=True)
@@ -216,7 +216,7 @@ class _Driver:
         waiting = [
             replica
             for replica in self._replicas.values()
-            if self._life(replica.replica_id) is Life.AWAITED
+            if self._life(replica.replica_id) is ReplicaState.AWAITED
         ]
         for replica in waiting:
             if replica.node.node_id not in alive:
@@ -247,9 +247,11 @@ class _Driver:
             self._happened(event)
 
     def _are_lost(self, actor: Actor) -> bool:
-        return all(self._life(replica.replica_id) is Life.LOST for replica in actor.replicas)
+        return all(
+            self._life(replica.replica_id) is ReplicaState.LOST for replica in actor.replicas
+        )
 
-    def _life(self, replica_id: ReplicaId) -> Life:
+    def _life(self, replica_id: ReplicaId) -> ReplicaState:
         return self._group.replicas[replica_id].life
 
     # ------------------------------------------------------------------ what is done about it
@@ -300,7 +302,7 @@ class _Driver:
         # An actor that never answered has not started anything, or ends it with its own end.
         living = [actor for actor in self._actors if actor.answers and not actor.dead]
         confirmed = self._calls.close(living)
-        lost = any(state.life is Life.LOST for state in self._group.replicas.values())
+        lost = any(state.life is ReplicaState.LOST for state in self._group.replicas.values())
         self.all_ended = confirmed and not lost
         if room is not None:
             room.leave()
@@ -332,7 +334,7 @@ def group_rows(group: Group, nodes: Mapping[ReplicaId, Node], waits_for: str) ->
                 "service": state.service,
                 "state": state.life.value,
                 "exit_code": state.code,
-                "waits_for": state.waits_for if state.life is Life.STARTED else "",
+                "waits_for": state.waits_for if state.life is ReplicaState.STARTED else "",
                 "node": node.node_id if node else "",
                 "host": node.host if node else "",
                 "address": node.address if node else "",

@@ -10,18 +10,18 @@ from enum import Enum
 from typing import Dict, Iterable, List, NamedTuple, Optional, Tuple
 
 from ..hosts.actors import ReplicaId, name
-from ..status import Life, Phase, Reason
+from ..status import Phase, Reason, ReplicaState
 
 
 @dataclass
-class ReplicaState:
+class Replica:
     """One replica and where it is."""
 
     role: str
     index: int
     service: bool
     restarts: int = 0
-    life: Life = Life.AWAITED
+    life: ReplicaState = ReplicaState.AWAITED
     code: Optional[int] = None
     #: Last answer to its probe while it is started and not ready; empty at first.
     waits_for: str = ""
@@ -85,13 +85,13 @@ ReplicaOrder = Tuple[str, ReplicaId]
 class Group:
     """The state of a group. Its outcome counts when the phase is ``OVER``."""
 
-    replicas: Dict[ReplicaId, ReplicaState]
+    replicas: Dict[ReplicaId, Replica]
     phase: Phase = Phase.PLACING
     outcome: Optional[Outcome] = None
     _orders: List[ReplicaOrder] = field(default_factory=list)
 
     @classmethod
-    def of(cls, replicas: Iterable[ReplicaState]) -> Group:
+    def of(cls, replicas: Iterable[Replica]) -> Group:
         return cls({replica.replica_id: replica for replica in replicas})
 
     def step(self, event: Event) -> List[ReplicaOrder]:
@@ -115,33 +115,36 @@ class Group:
         elif self.phase is Phase.PLACING:
             self._fail(1, event.cause, event.words)
 
-    def _of_replica(self, replica: ReplicaState, event: Event) -> None:
+    def _of_replica(self, replica: Replica, event: Event) -> None:
         kind, life = event.kind, replica.life
         words = f"{name(replica.replica_id)}: {event.words}"
         if kind is Kind.LOST:
             # What has ended may lose its node: the group can still succeed.
-            if self.phase is not Phase.PLACING and life not in (Life.ENDED, Life.LOST):
-                replica.life = Life.LOST
+            if self.phase is not Phase.PLACING and life not in (
+                ReplicaState.ENDED,
+                ReplicaState.LOST,
+            ):
+                replica.life = ReplicaState.LOST
                 self._fail(1, Reason.NODE_DIED, words)
         elif kind is Kind.EXITED:
             if life.runs:
-                replica.life, replica.code = Life.ENDED, event.code
-            if life in (Life.STARTED, Life.READY):
+                replica.life, replica.code = ReplicaState.ENDED, event.code
+            if life in (ReplicaState.STARTED, ReplicaState.READY):
                 self._exited(replica, event.code, words)
-        elif life is Life.AWAITED:
+        elif life is ReplicaState.AWAITED:
             if kind is Kind.PREPARED:
-                replica.life = Life.PREPARED
+                replica.life = ReplicaState.PREPARED
             elif kind is Kind.UNPREPARED:
                 self._fail(1, event.cause, words)
-        elif life is Life.STARTED:
+        elif life is ReplicaState.STARTED:
             if kind is Kind.WAITING:
                 replica.waits_for = event.words
             elif kind is Kind.READY:
-                replica.life = Life.READY
+                replica.life = ReplicaState.READY
             elif kind is Kind.UNREADY:
                 self._fail(1, Reason.NOT_READY, words)
 
-    def _exited(self, replica: ReplicaState, code: int, words: str) -> None:
+    def _exited(self, replica: Replica, code: int, words: str) -> None:
         """Act on the end of a replica that nobody had asked to end."""
         if replica.service and replica.restarts > 0:
             replica.restarts -= 1
@@ -159,26 +162,26 @@ class Group:
         replicas = self.replicas.values()
         services = [replica for replica in replicas if replica.service]
         primaries = [replica for replica in replicas if not replica.service]
-        if self.phase is Phase.PREPARING and _all(replicas, Life.PREPARED):
+        if self.phase is Phase.PREPARING and _all(replicas, ReplicaState.PREPARED):
             self.phase = Phase.SERVICES
             self._start(services)
-        if self.phase is Phase.SERVICES and _all(services, Life.READY):
+        if self.phase is Phase.SERVICES and _all(services, ReplicaState.READY):
             self.phase = Phase.PRIMARIES
             self._start(primaries)
-        if self.phase is Phase.PRIMARIES and _all(primaries, Life.ENDED):
+        if self.phase is Phase.PRIMARIES and _all(primaries, ReplicaState.ENDED):
             self._fail(0, Reason.NONE, "all done")  # or with the failure noted before
         if self.phase is Phase.ENDING and not any(replica.life.runs for replica in replicas):
             self.phase = Phase.OVER
 
-    def _start(self, replicas: Iterable[ReplicaState]) -> None:
+    def _start(self, replicas: Iterable[Replica]) -> None:
         for replica in replicas:
-            replica.life, replica.code, replica.waits_for = Life.STARTED, None, ""
+            replica.life, replica.code, replica.waits_for = ReplicaState.STARTED, None, ""
             self._orders.append((START, replica.replica_id))
 
-    def _end(self, replicas: Iterable[ReplicaState]) -> None:
+    def _end(self, replicas: Iterable[Replica]) -> None:
         for replica in replicas:
-            if replica.life in (Life.STARTED, Life.READY):
-                replica.life = Life.STOPPING
+            if replica.life in (ReplicaState.STARTED, ReplicaState.READY):
+                replica.life = ReplicaState.STOPPING
                 self._orders.append((END, replica.replica_id))
 
     def _note(self, code: int, cause: Reason, words: str) -> None:
@@ -191,5 +194,5 @@ class Group:
         self._end(self.replicas.values())
 
 
-def _all(replicas: Iterable[ReplicaState], life: Life) -> bool:
+def _all(replicas: Iterable[Replica], life: ReplicaState) -> bool:
     return all(replica.life is life for replica in replicas)

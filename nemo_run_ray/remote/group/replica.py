@@ -13,7 +13,7 @@ import socket
 from functools import partial
 from typing import Any, List, Mapping, NoReturn, Optional, Sequence
 
-from ..hosts.relay import Channel, stay
+from ..hosts.relay import Channel, become_supervised
 from ..hosts.workspace import Workspace
 from ..node.output import Lines
 from ..node.probe import Probing
@@ -25,7 +25,7 @@ _IDLE_S, _PROBING_S = 60.0, 0.2
 
 def main(argv: Sequence[str]) -> NoReturn:
     """Become the process of a replica; ``argv`` is the package's folder and the socket's number."""
-    stay(argv, ReplicaProcess)
+    become_supervised(argv, ReplicaProcess)
 
 
 class ReplicaProcess:
@@ -100,7 +100,7 @@ class ReplicaProcess:
                 rank = self._index * role.processes + local_rank
                 variables = {"RANK": str(rank), "LOCAL_RANK": str(local_rank)}
             take = partial(self._report_output, Lines())
-            child = self._children.start(*place.words(role.task.argv, variables), take)
+            child = self._children.start(*place.command(role.task.argv, variables), take)
             if child.code is not None:
                 return
         if role.ready is None:

@@ -60,7 +60,7 @@ class ReplicaHandle:
         return f"{name(self.replica_id)}| "
 
     @property
-    def shares(self) -> bool:
+    def can_share_actor(self) -> bool:
         """Whether one actor can serve it together with others of its node."""
         return not self.role.runtime_env and set(self.role.resources) <= _SHARED
 
@@ -103,7 +103,7 @@ def start_actors(ray: Any, placement_group: Any, replicas: Iterable[ReplicaHandl
             if folder not in codes:
                 codes[folder] = ray.put(tar(folder))
         first = served[0]
-        resources = {} if first.shares else dict(first.role.resources)
+        resources = {} if first.can_share_actor else dict(first.role.resources)
         options = made.options(
             num_cpus=resources.pop("CPU", 0),
             num_gpus=resources.pop("GPU", 0),
@@ -210,7 +210,7 @@ def _by_actor(replicas: Iterable[ReplicaHandle]) -> Iterator[List[ReplicaHandle]
     """The replicas that share an actor."""
     sharing: Dict[str, List[ReplicaHandle]] = {}
     for replica in replicas:
-        if replica.shares:
+        if replica.can_share_actor:
             sharing.setdefault(replica.node.node_id, []).append(replica)
         else:
             yield [replica]

@@ -53,8 +53,8 @@ from ..node.supervise import (
     KEEPER,
     Tree,
     adopt_orphans,
+    kill_tagged,
     name_process,
-    sweep,
 )
 
 #: The last line to the actor: all orders are carried out, and nothing is left.
@@ -230,7 +230,7 @@ class _Relay:
         is_expected, killed = self._closing, 0
         # One that was not killed has ended everything, and has removed what is not to be kept.
         if last != OVER and not (is_expected and self._keeps_run_dir):
-            killed = sweep(self._place.tag)
+            killed = kill_tagged(self._place.tag)
             RunDir(self._place.run_dir, base=run_dirs(command.tmpdir())).remove()
         if not is_expected:
             if self._is_alone:
@@ -309,7 +309,7 @@ class Channel:
         self.send()
 
 
-def stay(argv: Sequence[str], kind: Callable[[socket.socket, str], Any]) -> NoReturn:
+def become_supervised(argv: Sequence[str], kind: Callable[[socket.socket, str], Any]) -> NoReturn:
     """Become a process that is no relative of the actor's worker, and serve.
 
     Args:

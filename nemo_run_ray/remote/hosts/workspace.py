@@ -105,7 +105,7 @@ class Workspace:
         for name in self.role.task.env:  # they may hold macros, whose values are known now
             self._env[name] = command.expand(self._env[name], self._env)
 
-    def words(
+    def command(
         self, argv: Sequence[str], env: Mapping[str, str]
     ) -> Tuple[List[str], Dict[str, str], str]:
         """Prepare the start of an element of an array, or of one process of a replica.
@@ -119,7 +119,7 @@ class Workspace:
         """
         own = {**self._env, **self.variables(env), TAG: self._tag}
         task = self.role.task._replace(argv=tuple(argv))
-        return command.words(task, self._folders, own), own, self._cwd
+        return command.argv_of(task, self._folders, own), own, self._cwd
 
     def variables(self, env: Mapping[str, str]) -> Dict[str, str]:
         """The variables of one element as they are here: paths and NeMo-Run's macros replaced."""

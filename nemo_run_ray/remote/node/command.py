@@ -79,7 +79,7 @@ def environment(
     return {**env, **{name: expand(env[name], env) for name in spec.env}}
 
 
-def words(spec: JobSpec, run_dir: RunDir, env: Mapping[str, str]) -> List[str]:
+def argv_of(spec: JobSpec, run_dir: RunDir, env: Mapping[str, str]) -> List[str]:
     """The exact words of a task's command."""
     argv = [expand(run_dir.map(word), env) for word in spec.argv]
     if spec.login_shell or spec.startup:

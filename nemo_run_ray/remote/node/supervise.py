@@ -65,7 +65,7 @@ def describe_exit(code: int) -> str:
     return f"exit code {code}"
 
 
-def keep(tag: str, nonce: str, key: str, work: Callable[[Runner], int]) -> int:
+def run_supervised(tag: str, nonce: str, key: str, work: Callable[[Runner], int]) -> int:
     """Run ``work`` in a runner process and return its exit code. See the module's text.
 
     Args:
@@ -98,7 +98,7 @@ def guard(tag: str, work: Callable[[Runner], int]) -> EndRecord:
     told = wake_at(*ENDING)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, ENDING)
     answer = _await(own_end, told)
-    left = sweep(tag)  # nothing, unless the runner was killed or failed
+    left = kill_tagged(tag)  # nothing, unless the runner was killed or failed
     if answer:
         end = EndRecord(**json.loads(answer))
         return end._replace(began_at=began_at, ended_at=time.time())
@@ -424,7 +424,7 @@ def descendants(root: int) -> List[int]:
     return found
 
 
-def sweep(tag: str) -> int:
+def kill_tagged(tag: str) -> int:
     """Kill every process that carries the tag until there is none; the number of those killed."""
     mark = f"{TAG}={tag}".encode()
     killed = set()

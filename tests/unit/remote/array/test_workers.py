@@ -51,8 +51,8 @@ def test_each_slot_has_gpus_of_its_own_or_a_share_of_one(monkeypatch, devices, c
 @pytest.fixture
 def place(tmp_path) -> SimpleNamespace:
     role = SimpleNamespace(task=SimpleNamespace(argv=["true"]))
-    words = lambda argv, env: (list(argv), dict(env), "/")  # noqa: E731
-    return SimpleNamespace(role=role, words=words, root=str(tmp_path))
+    command = lambda argv, env: (list(argv), dict(env), "/")  # noqa: E731
+    return SimpleNamespace(role=role, command=command, root=str(tmp_path))
 
 
 @pytest.fixture

@@ -31,8 +31,8 @@ from nemo_run_ray.remote.dispatch.dispatcher import (
     STOP_AGAIN_S,
     STOP_TRUST_S,
     SUPERVISOR_BYTES,
-    Disowned,
     Dispatcher,
+    WrongCluster,
     default_limit,
     find_dashboard,
 )
@@ -308,7 +308,7 @@ def test_a_table_without_the_dispatcher_is_believed_after_a_while(serve):
         ray.now += ABSENT_MAX_S / 2
     assert one.round() is None
     ray.now += 0.1
-    with pytest.raises(Disowned, match="does not have this dispatcher"):
+    with pytest.raises(WrongCluster, match="does not have this dispatcher"):
         one.round()
     assert {method for method, _ in ray.requests} == {"GET"}
 
@@ -320,7 +320,7 @@ def test_a_dispatcher_that_ray_calls_ended_does_nothing_more(serve, end):
     one = dispatcher_of(plan, ray)
     rounds(one, ray, 2)
     ray.rows[OWN].update(end)
-    with pytest.raises(Disowned, match="this dispatcher is"):
+    with pytest.raises(WrongCluster, match="this dispatcher is"):
         one.round()
     assert ray.started == ["e.a"]
 

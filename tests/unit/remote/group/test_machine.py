@@ -20,11 +20,11 @@ from nemo_run_ray.remote.group.machine import (
     Group,
     Kind,
     Outcome,
+    Replica,
     ReplicaId,
     ReplicaOrder,
-    ReplicaState,
 )
-from nemo_run_ray.remote.status import Life, Phase, Reason
+from nemo_run_ray.remote.status import Phase, Reason, ReplicaState
 
 SERVER, TRAIN0, TRAIN1, EVAL = ("server", 0), ("train", 0), ("train", 1), ("eval", 0)
 PLACED, STOP = Event(Kind.PLACED), Event(Kind.STOP, words="cancelled")
@@ -60,12 +60,14 @@ def all_events(replica_ids: Iterable[ReplicaId]) -> list[Event]:
 def all_states() -> Iterator[Group]:
     """A service and a primary in every state, reachable or not, with and without an outcome."""
     noted = Outcome(9, Reason.EXIT_CODE, "noted before")
-    for phase, life, other, restarts in itertools.product(Phase, Life, Life, (0, 1)):
+    for phase, life, other, restarts in itertools.product(
+        Phase, ReplicaState, ReplicaState, (0, 1)
+    ):
         for outcome in [noted] if phase in (Phase.ENDING, Phase.OVER) else [None, noted]:
             yield Group(
                 {
-                    SERVER: ReplicaState(*SERVER, True, restarts, life),
-                    TRAIN0: ReplicaState(*TRAIN0, False, 0, other),
+                    SERVER: Replica(*SERVER, True, restarts, life),
+                    TRAIN0: Replica(*TRAIN0, False, 0, other),
                 },
                 phase,
                 outcome,
@@ -94,7 +96,7 @@ def test_every_event_has_an_answer_in_every_state(event):
 def groups(draw) -> Group:
     services = [False, *draw(st.lists(st.booleans(), max_size=3))]
     return Group.of(
-        ReplicaState(f"role{number}", index, service, draw(st.integers(0, 2)) if service else 0)
+        Replica(f"role{number}", index, service, draw(st.integers(0, 2)) if service else 0)
         for number, service in enumerate(draw(st.permutations(services)))
         for index in range(draw(st.integers(1, 3)))
     )
@@ -165,7 +167,7 @@ class World:
         """The events that can really happen next."""
         found = [PLACED] if self.group.phase is Phase.PLACING else []
         for key, replica in self.group.replicas.items():
-            if replica.life is Life.AWAITED and key in self.prepared:
+            if replica.life is ReplicaState.AWAITED and key in self.prepared:
                 found += prepared(key)
             if key in self.running:
                 found += ready(key) if key not in self.ready else []
@@ -239,7 +241,7 @@ def test_a_service_is_started_once_more_than_it_has_restarts_at_most(data):
 
 
 def group_of(*replicas: tuple[ReplicaId, bool, int]) -> Group:
-    return Group.of(ReplicaState(*key, service, restarts) for key, service, restarts in replicas)
+    return Group.of(Replica(*key, service, restarts) for key, service, restarts in replicas)
 
 
 def after(group: Group, *events: Event) -> list[ReplicaOrder]:

@@ -23,9 +23,10 @@ _MARK = end_mark(_NONCE)
 _KEEPER = """
 import json, os, sys
 sys.path.append(sys.argv[1])
-from nemo_run_ray_remote.node.supervise import keep
+from nemo_run_ray_remote.node.supervise import run_supervised
 argv, env, cwd, grace_s, tag, nonce = json.loads(sys.argv[2])
-sys.exit(keep(tag, nonce, "", lambda runner: runner.run(argv, {**os.environ, **env}, cwd, grace_s)))
+work = lambda runner: runner.run(argv, {**os.environ, **env}, cwd, grace_s)
+sys.exit(run_supervised(tag, nonce, "", work))
 """
 
 #: Prelude of commands: ``put`` returns when the runner has read what was written, and nothing else.
@@ -311,7 +312,7 @@ def test_work_that_raises_is_reported_in_the_log(package, tmp_path):
         "import sys; sys.path.append(sys.argv[1])\n"
         "from nemo_run_ray_remote.node.supervise import keep\n"
         "def work(runner): raise RuntimeError('two\\nlines')\n"
-        "sys.exit(keep('tag', 'nonce', '', work))"
+        "sys.exit(run_supervised('tag', 'nonce', '', work))"
     )
     words = [sys.executable, "-I", "-c", code, str(package)]
     done = subprocess.run(words, capture_output=True, text=True, timeout=30)
@@ -328,7 +329,7 @@ def test_a_full_disk_costs_the_output_and_nothing_else(tmp_path):
         "import os\n"
         f"command = ['sh', '-c', 'setsid sleep {mark} & echo hi; exit 3']\n"
         "work = lambda runner: runner.run(command, dict(os.environ), '/', 1)\n"
-        "sys.exit(keep('t/1', 'n' * 8, '', work))"
+        "sys.exit(run_supervised('t/1', 'n' * 8, '', work))"
     )
     with open("/dev/full", "w") as full:
         done = subprocess.run([sys.executable, "-c", program], stdout=full, stderr=full, timeout=60)

@@ -118,13 +118,13 @@ def test_what_python_means(profile):
 def test_a_job_gets_them_with_the_paths_of_its_folder(tmp_path):
     run_dir = RunDir("e.job", str(tmp_path))
     spec = JobSpec(("cat", "/nemo_run/code/a"), startup=(". /nemo_run/code/env.sh",))
-    words = command.words(spec, run_dir, {})
+    words = command.argv_of(spec, run_dir, {})
     assert words[-2:] == ["cat", f"{run_dir.code}/a"]
     assert f". {run_dir.code}/env.sh" in words[2]
     assert words[:2] == ["bash", "-c"]
     spec = JobSpec(("cat",), login_shell=True)
-    assert command.words(spec, run_dir, {})[:3] == ["bash", "-l", "-c"]
-    assert command.words(JobSpec(("cat",)), run_dir, {}) == ["cat"]
+    assert command.argv_of(spec, run_dir, {})[:3] == ["bash", "-l", "-c"]
+    assert command.argv_of(JobSpec(("cat",)), run_dir, {}) == ["cat"]
 
 
 def test_modules_of_a_task():
