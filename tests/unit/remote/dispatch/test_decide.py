@@ -136,17 +136,6 @@ def test_what_another_experiment_never_started_is_cancelled_with_it(code):
     assert status_of(plan, table, "a").state is JobState.CANCELLED
 
 
-@pytest.mark.parametrize("last", [failed("x", retries=1), failed("x", Reason.START_TIMEOUT)])
-def test_what_another_experiment_gave_up_between_two_attempts_is_not_waited_for(last):
-    plan = dispatch_of(job_spec("a", outside=(OTHER,)))
-    table = {
-        "o.x": last,
-        "o.dispatcher": row(JobState.FAILED, "boss", exit_code=JobExit.SOME_FAILED),
-    }
-    status = status_of(plan, table, "a")
-    assert (status.state, status.reason) == (JobState.CANCELLED, Reason.UPSTREAM)
-
-
 # ------------------------------------------------------------------ attempts
 
 
@@ -206,14 +195,6 @@ def test_what_runs_below_a_claim_has_an_open_end():
     assert decision.statuses["a"].state is JobState.RUNNING
     assert did(decision, Do.STOP) == ["e.a"]
     assert submitted(plan, {**table, "e.a": succeeded("a")}) == ["e.b"]
-
-
-def test_a_job_of_another_experiment_that_was_cancelled_is_not_waited_for():
-    plan = dispatch_of(job_spec("a", outside=(OTHER,)))
-    table = {"o.dispatcher": row(JobState.FAILED, "o"), "o.dispatcher@cancel": claimed("o")}
-    assert status_of(plan, table, "a").reason is Reason.UPSTREAM
-    stranger = {**table, "o.dispatcher@cancel": claimed("x")}
-    assert status_of(plan, stranger, "a").state is JobState.WAITING
 
 
 # ------------------------------------------------------------------ room

@@ -284,16 +284,6 @@ def test_threads_are_as_many_as_the_cpus_unless_somebody_says_it(
     assert site.text == f"{expected}\n"
 
 
-def test_what_is_about_the_worker_alone_does_not_reach_a_process(make, monkeypatch):
-    for name in ("RAY_JOB_ID", "RAY_RAYLET_PID"):
-        monkeypatch.setenv(name, "of the worker")
-    site = make()
-    site.run(_role(("env",)), given={"RAY_ADDRESS": "10.0.0.1:6379"})
-    site.until("exited")
-    assert "of the worker" not in site.text
-    assert "RAY_ADDRESS=10.0.0.1:6379\n" in site.text
-
-
 # ---------------------------------------------------------------------- output
 
 
@@ -471,20 +461,6 @@ def test_a_service_is_ready_when_its_port_is(site):
     assert site.kinds() == ["prepared", "ready", "exited"]
 
 
-def test_a_command_asks_in_the_services_environment_and_folder(site):
-    ask = _shell('[ -e up ] && [ "$MINE" = 1 ] && [ "$0" = ' + _LOCAL + " ]")
-    probe = ProbeSpec("command", command=(*ask, "$NEMO_RUN_HEAD_NODE_IP"), interval_s=0.05)
-    command = _shell("while ! [ -e go ]; do sleep 0.01; done; touch up; exec sleep 1000")
-    site.run(_service(command, probe, env={"MINE": "1"}))
-    site.pull(0.3)
-    assert site.kinds() == ["prepared"]
-    (site.root / "nemo_run" / "code" / "go").touch()
-    site.until("ready")
-    site.end()
-    site.until("exited")
-    assert site.text == ""
-
-
 def test_a_service_that_was_told_to_end_is_asked_no_more(site):
     """What a probe starts then has missed the SIGTERM, and the end waits for the whole grace."""
     ask = _shell("echo x >> asked; exec sleep 1000")
@@ -519,21 +495,6 @@ def test_orders_are_carried_out_once_and_in_their_order(site):
     assert site.until("exited")["code"] == 0
     assert site.kinds() == ["prepared", "ready", "exited", "ready", "exited"]
     assert site.text == "x\nx\nx\n"
-
-
-# ---------------------------------------------------------------------- several replicas
-
-
-def test_close_ends_all_replicas(replicas):
-    sites = replicas(3)
-    for one in sites:
-        one.run(_role(_shell("echo up; exec sleep 1000")))
-        one.says("up")
-    assert sites[0].relays.close()
-    for one in sites:
-        assert one.processes() == set()
-        assert not one.root.exists()
-    assert not sites[0].folder.exists()
 
 
 # ---------------------------------------------------------------------- backpressure
