@@ -310,7 +310,7 @@ def test_a_program_that_cannot_be_run(start, tmp_path):
 def test_work_that_raises_is_reported_in_the_log(package, tmp_path):
     code = (
         "import sys; sys.path.append(sys.argv[1])\n"
-        "from nemo_run_ray_remote.node.supervise import keep\n"
+        "from nemo_run_ray_remote.node.supervise import run_supervised\n"
         "def work(runner): raise RuntimeError('two\\nlines')\n"
         "sys.exit(run_supervised('tag', 'nonce', '', work))"
     )
@@ -325,7 +325,7 @@ def test_a_full_disk_costs_the_output_and_nothing_else(tmp_path):
     mark = f"4711{os.getpid()}"
     program = (
         "import sys\n"
-        "from nemo_run_ray.remote.node.supervise import keep\n"
+        "from nemo_run_ray.remote.node.supervise import run_supervised\n"
         "import os\n"
         f"command = ['sh', '-c', 'setsid sleep {mark} & echo hi; exit 3']\n"
         "work = lambda runner: runner.run(command, dict(os.environ), '/', 1)\n"
