@@ -99,8 +99,8 @@ def read_notes(run_dir: str) -> Tuple[List[List[Any]], List[List[int]]]:
             with suppress(ValueError):  # a full disk, or the host's death, has torn it
                 row = json.loads(line)
                 (ended if len(row) > 2 else begun).append(row)
-    over = [row[:2] for row in ended]
-    return ended, [lease for lease in begun if lease not in over]
+    over = {tuple(row[:2]) for row in ended}
+    return ended, [lease for lease in begun if tuple(lease) not in over]
 
 
 def forget(run_dir: str) -> None:

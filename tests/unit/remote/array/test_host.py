@@ -284,6 +284,18 @@ def test_notes_outlive_a_full_disk(relays, temporary, monkeypatch):
     assert not folder.exists()
 
 
+def test_notes_of_many_elements_are_read_at_once(relays, temporary):
+    notes = importlib.import_module("nemo_run_ray_remote.array.host")
+    folder = temporary / f"nemo_run_{os.getuid()}"
+    folder.mkdir()
+    rows = [row for index in range(20_000) for row in ([index, 1], [index, 1, 0])]
+    (folder / "host.notes").write_text("".join(f"{row}\n" for row in rows))
+    began = time.process_time()
+    ended, begun = notes.read_notes("host")
+    assert (len(ended), begun) == (20_000, [])
+    assert time.process_time() - began < 1
+
+
 def test_what_waits_behind_others_is_handed_back_the_last_first(host, tmp_path):
     host.shell(f"mkdir {tmp_path}/$NEMO_RUN_ARRAY_INDEX; exec sleep 1000", slots=1)
     host.run(0, 1, 2, 3)
