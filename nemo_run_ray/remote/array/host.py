@@ -79,7 +79,8 @@ class Notes:
     """
 
     def __init__(self, run_dir: str) -> None:
-        self._fd = open_own(_notes_path(run_dir), os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+        path = _notes_in(run_dirs(command.tmpdir()), run_dir)
+        self._fd = open_own(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
         self._is_torn = False  # the last line may have no end
 
     def add(self, row: Sequence[Any]) -> None:
@@ -94,7 +95,8 @@ def read_notes(run_dir: str) -> Tuple[List[List[Any]], List[List[int]]]:
     """The notes of a host that writes no more: the ends, and the attempts that have only begun."""
     ended: List[List[Any]] = []
     begun: List[List[int]] = []
-    with suppress(FileNotFoundError), open(_notes_path(run_dir), encoding="utf-8") as file:
+    path = _notes_in(folder_of(run_dir), run_dir)
+    with suppress(FileNotFoundError), open(path, encoding="utf-8") as file:
         for line in file:
             with suppress(ValueError):  # a full disk, or the host's death, has torn it
                 row = json.loads(line)
@@ -105,14 +107,27 @@ def read_notes(run_dir: str) -> Tuple[List[List[Any]], List[List[int]]]:
 
 def forget(run_dir: str) -> None:
     """Remove the notes of a host: the driver has written down what they say."""
+    folder = folder_of(run_dir)
     with suppress(FileNotFoundError):
-        os.remove(_notes_path(run_dir))
+        os.remove(_notes_in(folder, run_dir))
     with suppress(OSError):  # other jobs are in it
-        os.rmdir(run_dirs(command.tmpdir()))
+        os.rmdir(folder)
 
 
-def _notes_path(run_dir: str) -> str:
-    return os.path.join(run_dirs(command.tmpdir()), f"{run_dir}.notes")
+def folder_of(run_dir: str) -> str:
+    """The folder in which a host of this node has its run directory and its notes.
+
+    That need not be the one of this process: Python passes over a full folder of temporary files.
+    """
+    given = [os.environ[name] for name in ("TMPDIR", "TEMP", "TMP") if name in os.environ]
+    others = ("/tmp", "/var/tmp", "/usr/tmp")
+    places = [run_dirs(place) for place in (command.tmpdir(), *given, *others)]
+    found = [place for place in places if os.path.exists(_notes_in(place, run_dir))]
+    return found[0] if found else places[0]
+
+
+def _notes_in(folder: str, run_dir: str) -> str:
+    return os.path.join(folder, f"{run_dir}.notes")
 
 
 #: The mark of an element's processes: its index and its attempt.
@@ -452,7 +467,7 @@ class Sweeping:
         self._clean_looks = 0 if found or keepers else self._clean_looks + 1
         if self._clean_looks >= _CLEAN_LOOKS:
             ended, begun = read_notes(self._run_dir)
-            RunDir(self._run_dir, base=run_dirs(command.tmpdir())).remove()
+            RunDir(self._run_dir, base=folder_of(self._run_dir)).remove()
             return {"kind": "swept", "host": self.number, "ended": ended, "begun": begun}
         if now >= self._tell_at and (found or keepers):
             self._tell_at = now + _TELL_S

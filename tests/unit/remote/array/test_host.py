@@ -284,6 +284,24 @@ def test_notes_outlive_a_full_disk(relays, temporary, monkeypatch):
     assert not folder.exists()
 
 
+def test_notes_are_found_where_the_host_had_its_folder_for_temporary_files(
+    relays, temporary, monkeypatch, tmp_path
+):
+    notes = importlib.import_module("nemo_run_ray_remote.array.host")
+    folder = temporary / f"nemo_run_{os.getuid()}"
+    (folder / "host").mkdir(parents=True)
+    notes.Notes("host").add([0, 1, 0])
+    monkeypatch.setenv("TEMP", os.environ["TMPDIR"])
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    monkeypatch.setattr(notes.command.tempfile, "tempdir", None)
+    sweeping = notes.Sweeping(0.0, 4, "no such tag", "host")
+    assert sweeping.step(0.1) is None
+    assert sweeping.step(0.2)["ended"] == [[0, 1, 0]]
+    assert not (folder / "host").exists()
+    notes.forget("host")
+    assert not folder.exists()
+
+
 def test_notes_of_many_elements_are_read_at_once(relays, temporary):
     notes = importlib.import_module("nemo_run_ray_remote.array.host")
     folder = temporary / f"nemo_run_{os.getuid()}"
