@@ -250,6 +250,11 @@ class ArrayDriver:
             self._pool.swept(host, report)
         elif kind == "unswept":
             say(f"a host on {node} is dead, and this does not end there: {report['processes']}")
+        elif kind == "stuck":
+            say(
+                f"element {report['element']} on {node} has ended, but not what it has left, such "
+                f"as processes of the group {report['group']}"
+            )
         elif kind == "lost":
             lease = Lease(*report["lease"])
             if host.takes_back(lease):

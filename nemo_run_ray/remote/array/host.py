@@ -4,12 +4,13 @@ It is a process as a replica of a group is one (``hosts/relay.py``), for many co
 one role. Orders and reports are JSON, one a line. Orders: ``prepare``, ``sweep``, ``run``,
 ``cancel``, ``hand_back``, ``end``, ``leave``. Reports: ``prepared``, ``unprepared``,
 ``obstacles``, ``swept``, ``unswept``, ``text``, ``ended``, ``lost``, ``handed_back``, ``idle``,
-``left``, ``failed``.
+``left``, ``failed``, ``stuck``.
 """
 
 from __future__ import annotations
 
 import json
+import math
 import os
 import select
 import shutil
@@ -394,6 +395,11 @@ class RunningElements:
             self._orphans.look([element.lease for element in active], groups, now)
         for element in over:
             if self._orphans.has(element.lease):
+                element.tell_at = element.tell_at or now + self._grace_s + _TELL_S
+                if now >= element.tell_at:
+                    element.tell_at = math.inf
+                    lease = element.lease
+                    self._channel.report("stuck", element=lease.element, group=element.pid)
                 continue  # it has ended when what it has left has
             for _ in range(_PIPE_READS):
                 if element.fd is None or not _is_readable(element.fd):

@@ -123,6 +123,14 @@ def refuses(cluster: Cluster, host: Host) -> Host:
     return host
 
 
+def test_what_an_element_has_left_and_does_not_end_is_in_the_log(cluster, capfd):
+    (host,) = cluster.on("n1")
+    cluster.tells(host, at="stuck", element=3, group=77)
+    assert cluster.on("n1") == [host]
+    words = "element 3 on n1 has ended, but not what it has left, such as processes of the group 77"
+    assert words in capfd.readouterr().out
+
+
 def test_a_node_that_cannot_run_elements_is_tried_later(cluster, capfd):
     (good,), (bad,) = cluster.on("n1"), cluster.on("n2")
     cluster.ready(good)

@@ -164,3 +164,15 @@ def test_what_was_cancelled_before_a_fork_has_begun_is_not_asked_for_again(launc
     elements.step(set())
     assert reports == [("ended", [0, 1, 143])]
     assert [order.lease for order in elements._waiting] == [Lease(1, 1)]
+
+
+def test_what_an_element_has_left_and_does_not_end_is_named_once(launcher, monkeypatch):
+    reports: list[tuple[str, dict[str, object]]] = []
+    channel = SimpleNamespace(report=lambda kind, **values: reports.append((kind, values)))
+    elements = RunningElements(launcher, SimpleNamespace(add=lambda row: None), channel, 1.0)
+    monkeypatch.setattr(elements._orphans, "look", lambda *_: None)
+    monkeypatch.setattr(elements._orphans, "has", lambda lease: True)
+    elements._running.append(RunningElement(FIRST, 0, 7, code=0))
+    for now, told in ((100.0, 0), (130.9, 0), (131.0, 1), (200.0, 1)):
+        elements._end_what_is_over(now)
+        assert reports == [("stuck", {"element": 0, "group": 7})] * told
