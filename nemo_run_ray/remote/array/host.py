@@ -147,9 +147,10 @@ class Orphans:
         self._grace_s = grace_s
         self._kill_at: Dict[int, float] = {}
         self._marks: Set[_Mark] = set()
+        self._unmarked: Set[int] = set()
 
     def __bool__(self) -> bool:
-        return bool(self._kill_at)
+        return bool(self._kill_at or self._unmarked)
 
     def has(self, lease: Lease) -> bool:
         """Whether the last look has found one of this element, or one that may be.
@@ -160,6 +161,8 @@ class Orphans:
 
     def look(self, running: Sequence[Lease], groups: Set[int], now: float) -> None:
         """Find those of elements whose first process has ended, and end them.
+
+        One without a mark must be there at two looks: during an execve no process shows its mark.
 
         Args:
             running: the elements whose first process has not ended.
@@ -175,8 +178,10 @@ class Orphans:
                     if mark not in active and os.getpgid(pid) not in groups:
                         found[pid] = mark
         self._marks = set(found.values())
+        unmarked = {pid for pid, mark in found.items() if mark == _NO_MARK}
+        new, self._unmarked = unmarked - self._unmarked - set(self._kill_at), unmarked
         before, self._kill_at = self._kill_at, {}
-        trees = [[pid, *descendants(pid)] for pid in found]
+        trees = [[pid, *descendants(pid)] for pid in found if pid not in new]
         for pid in [pid for tree in trees for pid in tree]:
             self._kill_at[pid] = before.get(pid, now + self._grace_s)
             if pid not in before:

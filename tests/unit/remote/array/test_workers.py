@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import signal
 import socket
 import subprocess
 from types import SimpleNamespace
@@ -13,7 +14,7 @@ import pytest
 
 from nemo_run_ray.remote.array import host as host_module
 from nemo_run_ray.remote.array.elements import Lease
-from nemo_run_ray.remote.array.host import RunningElements
+from nemo_run_ray.remote.array.host import Orphans, RunningElements
 from nemo_run_ray.remote.array.workers import (
     ForkServer,
     Launcher,
@@ -176,3 +177,20 @@ def test_what_an_element_has_left_and_does_not_end_is_named_once(launcher, monke
     for now, told in ((100.0, 0), (130.9, 0), (131.0, 1), (200.0, 1)):
         elements._end_what_is_over(now)
         assert reports == [("stuck", {"element": 0, "group": 7})] * told
+
+
+def test_a_process_that_shows_no_mark_at_one_look_is_left_alone(monkeypatch):
+    """As during an execve."""
+    marks = iter([("", ""), ("0", "1"), ("", ""), ("", "")])
+    sent: list[tuple[int, int]] = []
+    monkeypatch.setattr(host_module, "_children", lambda: [os.getpid()])
+    monkeypatch.setattr(host_module, "_mark_in_environment", lambda pid: next(marks))
+    monkeypatch.setattr(host_module, "descendants", lambda pid: [])
+    monkeypatch.setattr(host_module, "kill", lambda *words: sent.append(words))
+    orphans = Orphans(1.0)
+    for number in range(3):
+        orphans.look([Lease(0, 1)], set(), float(number))
+        assert sent == []
+        assert bool(orphans) is (number != 1), "what may be one is looked at again soon"
+    orphans.look([Lease(0, 1)], set(), 3.0)
+    assert sent == [(os.getpid(), signal.SIGTERM)]
