@@ -18,8 +18,10 @@ Ray's job table counts. Where it is wrong (Ray 2.54 to 2.60) the proven record d
 from __future__ import annotations
 
 import json
+import math
 import re
 import time
+from collections import deque
 from typing import Any, Callable, Dict, Iterable, NamedTuple, Optional, Tuple
 
 from .rows import JobRow, fits, lock_of_row, nonce_of
@@ -32,8 +34,10 @@ _ERRORS = {
 }
 #: The call of Ray's supervisor that writes a state: not before the command has ended.
 RECORDS = "_job_info_client.put_status("
-#: Seconds until a node or a log without an answer is asked again.
-_AGAIN_S = 30.0
+#: Seconds until a node or a log without an answer is asked again, twice as long each time.
+_AGAIN_S, _AGAIN_MAX_S = 5.0, 3600.0
+#: Requests at most in so many seconds; other rows stay as Ray has them until a later look.
+_REQUESTS_MAX, _REQUESTS_S = 20, 10.0
 #: Seconds after which an answer is slow, and until any log is asked for again then: one look must
 #: not wait for every node of a rack that is cut off.
 _SLOW_S, _SLOW_AGAIN_S, _ANY = 1.0, 10.0, ""
@@ -156,6 +160,8 @@ class LostEnds:
         self._clock = clock
         self._ends: Dict[str, Dict[str, Any]] = {}  # found, by job and time of its end
         self._ask_at: Dict[str, float] = {}  # of a node, a job, or of all behind a slow answer
+        self._wait_s: Dict[str, float] = {}  # the last one, of a node or a job
+        self._requests = deque([-math.inf] * _REQUESTS_MAX, maxlen=_REQUESTS_MAX)
 
     def restored(self, row: JobRow) -> JobRow:
         """The row with the end that the job's log proves; the row itself when it proves none."""
@@ -165,14 +171,21 @@ class LostEnds:
         key = f"{name} {row.get('end_time')}"
         if key not in self._ends:
             asked_at = self._clock()
-            if any(asked_at < self._ask_at.get(about, 0.0) for about in (name, node, _ANY)):
+            is_full = asked_at < self._requests[0] + _REQUESTS_S
+            if is_full or any(
+                asked_at < self._ask_at.get(about, 0.0) for about in (name, node, _ANY)
+            ):
                 return row
+            self._requests.append(asked_at)
             text = self._log_end(node, name)
             if self._clock() - asked_at > _SLOW_S:
                 self._ask_at[_ANY] = self._clock() + _SLOW_AGAIN_S
             end = None if text is None else _end(row, text)
             if end is None:
-                self._ask_at[node if text is None else name] = self._clock() + _AGAIN_S
+                about = node if text is None else name
+                last_s = self._wait_s.get(about, _AGAIN_S / 2)
+                self._wait_s[about] = min(2 * last_s, _AGAIN_MAX_S)
+                self._ask_at[about] = self._clock() + self._wait_s[about]
                 return row
             self._ends[key] = end
         restored: JobRow = {**row, **self._ends[key]}  # type: ignore[typeddict-item]

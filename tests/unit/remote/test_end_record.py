@@ -161,3 +161,25 @@ def test_a_look_waits_for_one_node_of_many_that_are_cut_off():
     for row in rows:
         assert ends.restored(row) is row
     assert len(logs.asked) == 1
+
+
+def test_a_look_at_many_such_rows_asks_for_few_of_them():
+    rows = [{**OVERWRITTEN, "submission_id": f"job{number}"} for number in range(100)]
+    logs = Logs(**{row["submission_id"]: end("exit code 0", 0, "NONE") for row in rows})
+    found = [logs.ends.restored(row)["status"] for row in rows]
+    assert found.count("SUCCEEDED") == len(logs.asked) == 20
+    for _ in range(5):
+        logs.now += 10
+        found = [logs.ends.restored(row)["status"] for row in rows]
+    assert set(found) == {"SUCCEEDED"}
+
+
+def test_a_log_without_an_end_is_asked_for_ever_more_seldom():
+    logs = Logs(**{"e.job": "line\n"})
+    for _ in range(3600):
+        logs.ends.restored(OVERWRITTEN)
+        logs.now += 1
+    assert 5 < len(logs.asked) < 15
+    logs.logs["e.job"] = end("exit code 0", 0, "NONE")
+    logs.now += 3600
+    assert logs.ends.restored(OVERWRITTEN)["status"] == "SUCCEEDED"
