@@ -17,6 +17,7 @@ job's tag.
 from __future__ import annotations
 
 import ctypes
+import errno
 import json
 import os
 import select
@@ -534,7 +535,13 @@ def explain_start(
             f"exit code 127: there is no program {argv[0]!r} on node {host} (PATH={path}); install "
             "it in the node's image or give it by `runtime_env`"
         )
-    return 126, f"exit code 126: {argv[0]!r} cannot be started on node {host}: {error}"
+    text = f"exit code 126: {argv[0]!r} cannot be started on node {host}: {error}"
+    if getattr(error, "errno", None) == errno.E2BIG:
+        text += (
+            ". Linux takes 128 KiB for one argument or variable and about 2 MiB for all; put large "
+            "values into a file."
+        )
+    return 126, text
 
 
 def _prctl(option: int, value: Any) -> bool:
