@@ -53,13 +53,19 @@ _TEMP_ROOT = "/tmp"
 #: Seconds for the last copy of Ray's logs: the job's script waits for the head to end.
 _COPY_S = 10.0
 #: Copies what has changed in Ray's logs, once or with pauses. A process of its own does it, so that
-#: a node still shows that it lives: the folder may be slow, and the logs large.
+#: a node still shows that it lives: the folder may be slow, and the logs large. A copy that breaks
+#: off leaves a torn file that is newer than its log: all are copied again after it.
 _COPY = """\
 copy() {
   cd "$1" && mkdir -p "$2" || return
+  newer=-u code=0
+  [ ! -e "$2/.unfinished" ] || newer=
+  touch "$2/.unfinished" || return
   for name in session_2*; do
-    [ ! -d "$name/logs" ] || { mkdir -p "$2/$name" && cp -rpu "$name/logs" "$2/$name/"; }
+    [ -d "$name/logs" ] || continue
+    mkdir -p "$2/$name" && cp -rp $newer "$name/logs" "$2/$name/" || code=1
   done
+  [ $code -eq 0 ] && rm "$2/.unfinished"
 }
 [ -n "$3" ] || { copy "$1" "$2"; exit; }
 while sleep "$3"; do copy "$1" "$2"; done

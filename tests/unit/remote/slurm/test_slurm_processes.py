@@ -64,6 +64,27 @@ def test_logs_are_copied_now_and_then(commands, tmp_path):
     assert copy.exists()
 
 
+def test_a_copy_that_was_killed_is_made_again(commands, others, monkeypatch, tmp_path):
+    """Its torn file is newer than the log."""
+    log, copy = (tmp_path / one / "session_2026/logs/gcs.out" for one in ("ray", "copies"))
+    log.parent.mkdir(parents=True)
+    log.write_text("one\n")
+    (tmp_path / "bin").mkdir()
+    torn = f"#!/bin/sh\nmkdir -p {copy.parent}; printf o > {copy}; exec sleep 600\n"
+    (tmp_path / "bin/cp").write_text(torn)
+    (tmp_path / "bin/cp").chmod(0o755)
+    argv = ["sh", "-c", node._COPY, "copy", str(tmp_path / "ray"), str(tmp_path / "copies")]
+    with monkeypatch.context() as patch:
+        patch.setenv("PATH", f"{tmp_path / 'bin'}:{os.environ['PATH']}")
+        commands.start("copies", [*argv, "0.1"], os.devnull, os.environ)
+        wait_for(lambda: copy.exists() and copy.read_text() == "o")
+        commands.stop(5.0, keep=others)
+    once = commands.start("copies", [*argv, ""], os.devnull, os.environ)
+    wait_for(lambda: commands.reap() or once.exit_code == 0)
+    assert copy.read_text() == "one\n"
+    assert [path.name for path in (tmp_path / "copies").iterdir()] == ["session_2026"]
+
+
 def test_a_probe_that_was_ended_with_ray_is_asked_again(commands, others, tmp_path):
     """When `ray start` is tried again all but the sidecars is ended, a probe among it."""
     probe = ("sh", "-c", f"[ -e {tmp_path}/there ] || {{ : > {tmp_path}/begun; sleep 600; }}")
