@@ -50,7 +50,7 @@ _LEAVE_S = 20.0
 _DISCOVERY_S = 30.0
 _NOT_FOUND = 127
 _TEMP_ROOT = "/tmp"
-#: Seconds for the last copy of Ray's logs: the job's script waits for the head to end.
+#: Most seconds for the last copy of Ray's logs: the job's script waits for the head to end.
 _COPY_S = 10.0
 #: Copies what has changed in Ray's logs, once or with pauses. A process of its own does it, so that
 #: a node still shows that it lives: the folder may be slow, and the logs large. A copy that breaks
@@ -159,7 +159,8 @@ class NodeProgram(ABC):
             keep_job_logs(self.settings.temp_dir, self.folder.file(JOB_LOGS))
         if self.settings.log_sync_s is not None:
             with suppress(OSError):
-                copy, deadline = self._copy_logs(""), time.monotonic() + _COPY_S
+                left_s = max(self.leaves_at - time.monotonic(), 1.0)
+                copy, deadline = self._copy_logs(""), time.monotonic() + min(left_s, _COPY_S)
                 while copy.exit_code is None and time.monotonic() < deadline:
                     time.sleep(0.05)
                     self.commands.reap()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -12,7 +13,7 @@ import pytest
 
 from nemo_run_ray.remote.slurm import head as head_module
 from nemo_run_ray.remote.slurm import node, settings
-from nemo_run_ray.remote.slurm.folder import HEAD, HeadAddress, NodeReport, RunFolder
+from nemo_run_ray.remote.slurm.folder import HEAD, HeadAddress, NodeReport, RunEnd, RunFolder
 from nemo_run_ray.remote.slurm.head import Head
 from nemo_run_ray.remote.slurm.node import Worker, make_private, remove_stale, temp_dir_of
 from nemo_run_ray.remote.slurm.processes import Command
@@ -133,6 +134,15 @@ def test_the_units_of_the_nodes_that_live_are_told_now(begin, tmp_path):
         head.step()
         told.append((tmp_path / "ray_worker_units").read_text())
     assert told == ["1\n", "2\n", "1\n"]
+
+
+def test_the_last_copy_keeps_to_the_time_of_a_nodes_end(begin, monkeypatch):
+    """Slurm kills a node 30 s after it has asked it to end, and to end its processes takes some."""
+    monkeypatch.setattr(node, "_LEAVE_S", 0.0)
+    one, began = begin(Worker, 1, RAY_LOG_SYNC_FREQUENCY="9"), time.monotonic()
+    one.leave(RunEnd(0, "the driver: exit code 0"))
+    assert one.commands.last.name == "log copies"
+    assert 1.0 <= time.monotonic() - began < 5.0
 
 
 #: A program that holds its folder until it is killed.
