@@ -417,7 +417,7 @@ class TaskQueue:
                 with suppress(self._ray.exceptions.RayError, RuntimeError, OSError):
                     self._look(now)  # else the head does not answer
         for call in [one for one in self._calls if one.items[0].timeout_s is not None]:
-            if self._has_begun(call) and now >= call.deadline:
+            if self._has_begun(call) and now >= call.deadline and not self._is_over(call):
                 self._cancel(call)
                 self._has_failed(call.items, call.items[0].timed_out())
         while self._waiting and not is_held_back:
@@ -473,6 +473,10 @@ class TaskQueue:
             with suppress(self._ray.exceptions.RayError, StopIteration):
                 call.node_id, call.begun_at = self._ray.get(next(call.ref)), time.monotonic()
         return call.begun_at is not None
+
+    def _is_over(self, call: _RayTask) -> bool:
+        """Whether a task has ended, or ends itself: this program may have stood still."""
+        return self._by_client or bool(self._ray.wait([call.ref.completed()], timeout=0)[0])
 
     def _watch(self, ref: Any, ended: Callable[[Future[Any]], None]) -> None:
         """Call a function in the scheduler's thread when a reference is ready."""

@@ -341,6 +341,19 @@ def test_a_call_has_its_time_from_when_it_has_begun(send, ray):
     assert ray.tasks[0].is_cancelled
 
 
+def test_a_program_that_stood_still_does_not_end_what_is_done(send, ray, scheduler):
+    (item,) = send(timeout_s=0.5)
+    task = next_task(ray, 0, "one")
+    wait_for(lambda: not task.yielded)
+
+    def stand_still():
+        time.sleep(1.0)
+        task.finish(1)
+
+    scheduler.post(stand_still)
+    assert item.future.result(10) == 1
+
+
 def test_other_shapes_are_held_back_while_one_finds_no_room(send, ray, monkeypatch):
     monkeypatch.setattr(tasks, "_STARVED_S", 0.3)
     send(20)
