@@ -7,6 +7,7 @@ import logging
 import os
 import platform
 import re
+import signal
 import socket
 import sys
 import threading
@@ -33,6 +34,8 @@ _LISTENS_S = 5.0
 _AGAIN_S = 0.2
 #: The two blocks of Ray's message about versions: the cluster's and this process's.
 _VERSIONS = re.compile(r"Ray: (\S+)\s+Python: (\S+)")
+#: Ray gives a GCS up no sooner, in seconds.
+_GIVEN_UP_S = 30.0
 _lock = threading.Lock()
 #: Whether ray was imported here when RAY_AUTH_MODE was set: it keeps that for the process's life.
 _has_read_token = False
@@ -107,7 +110,7 @@ class Connection:
             options["runtime_env"] = self.runtime_env
         if not self.address.startswith("ray://"):
             options["logging_level"] = logging.WARNING
-        with _translated(self.address):
+        with _translated(self.address), _outlived():
             try:
                 self.ray.init(**options)
             except (ValueError, TypeError) as error:
@@ -250,6 +253,22 @@ def _translated(address: str) -> Iterator[None]:
             f"`ray start` has printed it (its GCS mostly has port 6379), or unset {ADDRESS} to use "
             "an embedded Ray."
         ) from error
+
+
+@contextmanager
+def _outlived() -> Iterator[None]:
+    """Go on where Ray ends the program, as it does when no GCS has answered for minutes (2.60).
+
+    It sends SIGTERM, and its handler in the main thread raises ``SystemExit``. An earlier one is
+    another's.
+    """
+    began = time.monotonic()
+    try:
+        yield
+    except SystemExit as error:
+        if error.code != signal.SIGTERM or time.monotonic() - began < _GIVEN_UP_S:
+            raise
+        raise ConnectionError("what listens there has not answered as the GCS of a Ray") from error
 
 
 def _mismatch(address: str, cluster: tuple[str, str], own: tuple[str, str]) -> str:

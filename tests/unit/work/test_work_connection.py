@@ -115,6 +115,34 @@ def test_a_head_that_starts_is_waited_for(text, is_ray):
         answered.result()
 
 
+class RayThatEndsPrograms:
+    """A ray module whose ``init()`` ends as if it had been sent SIGTERM."""
+
+    def __init__(self, code):
+        self.code = code
+
+    def is_initialized(self):
+        return False
+
+    def init(self, **_):
+        raise SystemExit(self.code)
+
+
+@pytest.mark.parametrize(
+    ("code", "given_up_s", "expected"),
+    [(15, 0.0, Unreachable), (15, 30.0, SystemExit), (1, 0.0, SystemExit)],
+)
+def test_a_program_that_ray_ends_goes_on(monkeypatch, code, given_up_s, expected):
+    """What listens is no GCS; a program that others end is ended."""
+    monkeypatch.setattr(connection, "_GIVEN_UP_S", given_up_s)
+    monkeypatch.setitem(sys.modules, "ray", RayThatEndsPrograms(code))
+    monkeypatch.setattr(connection, "check_listens", lambda _: None)
+    with pytest.raises(expected) as caught:
+        connection.join("10.0.0.1:6379", None, {})
+    if expected is Unreachable:
+        assert "10.0.0.1:6379: what listens there has not answered as the GCS" in str(caught.value)
+
+
 class Initialised:
     """A ray module whose program has called ``ray.init()`` itself."""
 
