@@ -92,6 +92,9 @@ def _follow_status(jobs: list[RemoteJob], report: StatusReport) -> None:
                 record(report.seen, report.snapshot, copy_s=0.0)
     finally:
         out.print(report.table(time.time()))
+    missing = [job for job, status in report.seen if status.state.is_terminal and job.misses_log]
+    if missing:
+        out.print(f"Copying the logs of {len(missing)} jobs; Ctrl-C leaves them on the cluster.")
     for problem in record(report.seen, report.snapshot):
         out.print(problem)
 

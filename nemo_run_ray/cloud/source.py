@@ -397,6 +397,8 @@ def list_files(
     Raises:
         TransportError: git is missing or does not answer, or a folder cannot be read.
     """
+    if not starts:  # without a path git lists the whole folder
+        return Listing(set(), set(), set())
     with _repository(root) as (options, prefix):
 
         def ask(*words: str) -> set[str]:
@@ -406,10 +408,12 @@ def list_files(
                 raise _git_failed(root, done)
             return {name.rstrip("/") for name in os.fsdecode(done.stdout).split("\0") if name}
 
-        by_name = [f"--exclude={name}" for name in left_out]
-        plain = ["__pycache__", *map(str, map(PurePosixPath, exclude))]
-        excluded = [f"/{prefix}{name}" if "/" in name else name for name in plain]
-        pruned = [f"--exclude={name}" for name in excluded]
+        def below(name: str) -> str:
+            # A plain name would match the folders of the repository above the root, too.
+            return f"--exclude=/{prefix}{name if '/' in name else f'**/{name}'}"
+
+        by_name = list(map(below, left_out))
+        pruned = [below(str(PurePosixPath(name))) for name in ("__pycache__", *exclude)]
         names = ask("--cached") | ask("--others", "--exclude-standard", *by_name, *pruned)
         report = ("--others", "--ignored", "--directory")
         listing = Listing(

@@ -239,7 +239,9 @@ class Http:
             raise
 
     def _is_not_ours(self, record: logging.LogRecord) -> bool:
-        return record.levelno >= logging.WARNING or self.dashboard.url not in record.getMessage()
+        # httpx writes an address without a default port, and in small letters.
+        url = str(httpx.URL(self.dashboard.url)).rstrip("/")
+        return record.levelno >= logging.WARNING or url not in record.getMessage()
 
     def url(self, path: str) -> str:
         return f"{self.dashboard.url}{path}"

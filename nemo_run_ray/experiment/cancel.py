@@ -134,13 +134,13 @@ def note_ends(api: JobsApi, cluster: Cluster, is_forced: bool) -> Iterator[str]:
     rows, snapshot = api.table(fresh=True), Snapshot()
     for exp_dir in sorted(experiments_of(rows.keys())):
         seen: list[tuple[RemoteJob, JobStatus]] = []
-        try:
-            for found in store_of(exp_dir).ledger.jobs().values():
-                if _is_on(found.cluster, cluster) and not found.is_dispatcher:
-                    job = RemoteJob(found)
+        for row in store_of(exp_dir).ledger.jobs().values():
+            if _is_on(row.cluster, cluster) and not row.is_dispatcher:
+                try:
+                    job = RemoteJob(row)
                     seen.append((job, job.look(snapshot)))
-        except (NemoRunRayError, OSError) as error:
-            problems[f"Not all jobs of {exp_dir.name} could be looked at: {error}"] = None
+                except (NemoRunRayError, OSError) as error:
+                    problems[f"{row.submission_id} could not be looked at: {error}"] = None
         problems |= dict.fromkeys(record(seen, snapshot, is_final=True))
         remaining.append([job for job, status in seen if not status.state.is_terminal])
     if is_forced:

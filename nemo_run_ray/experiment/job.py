@@ -168,6 +168,14 @@ class RemoteJob:
         return self.dispatch.after.get(self.name, ())
 
     @property
+    def misses_log(self) -> bool:
+        """Whether its log is still to be copied into the experiment's folder."""
+        row = store_of(self.record.exp_dir).ledger.job(self.id)
+        if row is None or row.is_log_given_up or row.keep_logs_max_bytes == 0:
+            return False
+        return not self.kept.has_log
+
+    @property
     def dispatch(self) -> Dispatch:
         """The jobs that are handed over together with it."""
         return Dispatch.of_job(self.record)
@@ -898,11 +906,13 @@ def _write(
             if current is None or current.terminal:
                 continue
             seen = moments.begun(job.id, job.attempts_in(snapshot))
-            # One that Ray only holds back may start after all, and is stopped then.
+            # One that Ray only holds back may start after all, and is stopped then. An id that
+            # another submission has may be that of this job by `resume`, which is not read yet.
             is_held_back = job.is_direct and any(
                 not JobState(attempt.state).is_terminal for attempt in seen.values()
             )
-            has_ended = _has_ended(status) and (is_final or not is_held_back)
+            is_taken = status.reason is Reason.TAKEN
+            has_ended = _has_ended(status) and (is_final or not is_held_back) and not is_taken
             ended = status.to_json() if has_ended else {}
             attempts = known(replace(current, terminal=ended), seen, time.time())
             rows = [attempt.to_json() for attempt in attempts.values()]
@@ -1031,15 +1041,12 @@ def _write_begin_times(store: ExperimentStore, job: RemoteJob) -> None:
 
 def _copy_log(store: ExperimentStore, job: RemoteJob, status: JobStatus) -> str:
     """Copy a log that is to be kept; why it is given up, if it is."""
-    current = store.ledger.job(job.id)
-    if current is None or current.is_log_given_up or job.kept.has_log:
-        return ""
-    if current.keep_logs_max_bytes == 0:
+    if not job.misses_log:
         return ""
     deadline = time.monotonic() + COPY_S
     try:
         texts = job.left_text() if job.left_logs() else job.whole_log(status, COPY_S)
-        job.kept.keep_log(_until(texts, deadline), current.keep_logs_max_bytes)
+        job.kept.keep_log(_until(texts, deadline), job.record.keep_logs_max_bytes)
     except (NemoRunRayError, OSError) as error:
         if not isinstance(error, (JobError, OSError)) and time.monotonic() < deadline:
             raise

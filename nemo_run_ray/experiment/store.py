@@ -94,11 +94,16 @@ Attempts = Mapping[str, AttemptRecord]
 
 
 def merged(kept: Attempts, found: Attempts) -> dict[str, AttemptRecord]:
-    """All attempts as found, or as kept where they are not; the earlier begin time counts."""
+    """All attempts as found, or as kept where they are not; the earlier begin time counts.
+
+    One that was seen to begin after its end began before that, at a time that nobody saw.
+    """
     result = {**kept, **found}
     for name in kept.keys() & found.keys():
         moments = [at for at in (kept[name].running_at, found[name].running_at) if at is not None]
-        result[name] = replace(found[name], running_at=min(moments, default=None))
+        begun, ended = min(moments, default=None), found[name].ended_at
+        is_seen = begun is not None and (ended is None or begun < ended)
+        result[name] = replace(found[name], running_at=begun if is_seen else None)
     return result
 
 

@@ -381,7 +381,7 @@ def _elements(over: Over | None, combine: str) -> Iterator[Any]:
                 f"The values of the field {name!r} are {values!r}; expected is a list, with "
                 "a value for each element."
             )
-    columns = [list(values) for values in over.values()]
+    columns = [list(itertools.islice(values, ELEMENTS_MAX + 1)) for values in over.values()]
     if combine == "zip":
         if len({len(column) for column in columns}) > 1:
             lengths = ", ".join(

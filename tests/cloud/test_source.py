@@ -47,6 +47,25 @@ def test_packages_in_the_root_are_found(root):
     assert source.import_roots(root) == (".",)
 
 
+def test_a_folder_without_python_source_sends_what_is_included_alone(root):
+    fill(root, "tools/a.py", ".env", "data/d.csv")
+    with pytest.raises(TransportError, match="no Python source"):
+        sent(root)
+    assert sent(root, include=["tools/*.py"]) == {"tools/a.py"}
+
+
+def test_a_pattern_does_not_match_the_folders_above_the_root(tmp_path):
+    repository = tmp_path / "wandb" / "checkpoints"
+    root = repository / "data" / "proj"
+    fill(root, "pk/__init__.py", "pk/data/x.py", "wandb/y.py")
+    assert sent(root, exclude=["data"]) == {"pk/__init__.py"}
+    subprocess.run(["git", "init", "--quiet", repository], check=True)
+    assert sent(root, exclude=["data"]) == {"pk/__init__.py"}
+    subprocess.run(["git", "-C", root, "add", "pk/__init__.py"], check=True)
+    fill(root, "pk/new.py")
+    assert sent(root, exclude=["data"]) == {"pk/__init__.py", "pk/new.py"}
+
+
 RECIPES = (
     "src/p/__init__.py",
     "src/p/core.py",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gzip
+import logging
 import os
 import threading
 import time
@@ -69,6 +70,13 @@ def test_one_deadline_holds_for_a_whole_request(pieces):
         with pytest.raises(Unanswered, match="timed out"):
             Http(Dashboard(url)).request("GET", "/api/jobs/", 1.0)
         assert time.monotonic() - began < 5
+
+
+@pytest.mark.parametrize("url", ["http://Ray-Head:80", "https://ray.example.com:443", "http://h:1"])
+def test_requests_are_not_logged_however_the_address_is_written(url):
+    line = f"HTTP Request: GET {http.httpx.URL(f'{url}/api/jobs/')}"
+    record = logging.LogRecord("httpx", logging.INFO, __file__, 1, line, None, None)
+    assert not Http(Dashboard(url))._is_not_ours(record)
 
 
 def test_a_stream_begins_before_the_deadline():

@@ -25,6 +25,7 @@ from nemo_run_ray.experiment.store import (
     attempts_of_rows,
     has_news,
     known,
+    merged,
 )
 from nemo_run_ray.remote.attempts import CLAIM_KEY, attempt_id
 from nemo_run_ray.remote.end_record import EndRecord
@@ -139,11 +140,11 @@ def test_a_log_that_the_cluster_does_not_have_is_given_up(ray, unique):
 
 
 def test_a_group_keeps_what_its_largest_role_asks_for():
-    def merged(*sizes: int | None) -> int | None:
+    def merged_sizes(*sizes: int | None) -> int | None:
         roles = [RayExecutor(role=f"r{n}", keep_logs_max_bytes=s) for n, s in enumerate(sizes)]
         return RayExecutor.merge(roles, len(roles)).keep_logs_max_bytes
 
-    assert [merged(0, 5, 3), merged(0, None), merged(0, 0)] == [5, None, 0]
+    assert [merged_sizes(0, 5, 3), merged_sizes(0, None), merged_sizes(0, 0)] == [5, None, 0]
 
 
 # ---------------------------------------------------------------------- the file
@@ -307,6 +308,13 @@ def test_who_has_just_seen_it_wait_sees_when_it_begins(ray, unique):
     attempts = {name: job.record.attempts[job.id] for name, job in handed.jobs.items()}
     assert before <= attempts["watched"].running_at <= time.time()
     assert attempts["late"].running_at is None, "it ran when it was first seen"
+
+
+def test_a_begin_that_was_seen_after_the_end_is_not_believed():
+    kept = AttemptRecord("e.a", "RUNNING", running_at=5.2)
+    for ended, running_at in ((None, 5.2), (6.0, 5.2), (5.1, None)):
+        found = AttemptRecord("e.a", "FAILED", ended_at=ended)
+        assert merged({"e.a": kept}, {"e.a": found})["e.a"].running_at == running_at
 
 
 def _attempt(state: str = "RUNNING", running_at: float | None = None) -> AttemptRecord:

@@ -9,7 +9,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from nemo_run_ray.remote.slurm import node
+from nemo_run_ray.remote.slurm import node, processes
 from nemo_run_ray.remote.slurm.processes import Command, Commands, Sidecars
 from nemo_run_ray.remote.slurm.settings import SidecarSpec
 from nemo_run_ray.remote.spec import ProbeSpec
@@ -27,8 +27,18 @@ def others() -> list[Command]:
 
 
 @pytest.fixture
-def commands(others) -> Iterator[Commands]:
+def commands(others, monkeypatch) -> Iterator[Commands]:
     found = Commands("sidecars")
+    own = psutil.Process().children
+
+    def collect() -> Iterator[tuple[int, int]]:
+        """Of this process's children those alone that the commands have started."""
+        for child in {one.pid for one in own()} - {one.pid for one in others}:
+            pid, status = os.waitpid(child, os.WNOHANG)
+            if pid:
+                yield pid, abs(os.waitstatus_to_exitcode(status))
+
+    monkeypatch.setattr(processes, "collect", collect)
     yield found
     found.stop(1.0, keep=others)
 
